@@ -1,0 +1,75 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/**
+ * @file
+ * A PEFT adapter directory: made under a temporary name beside its place, published by
+ * rename. The only part of the client that knows what LoRA is.
+ *
+ * Life: adapter_open (lock, nothing read yet) -> adapter_prepare (layout of the file from the
+ * key table, configuration checked) -> adapter_reusable (step known) or adapter_map (file
+ * allocated and mapped) -> the pull fills -> adapter_publish. adapter_close at any time
+ * removes what was not published.
+ */
+#ifndef ADAPTER_H
+#define ADAPTER_H
+
+#include "catalog.h"
+#include "clock.h"
+#include "log.h"
+
+typedef struct adapter adapter;
+
+/** What a directory holds. */
+typedef struct adapter_identity {
+    uint8_t world_id[16];
+    const char *publication;
+    uint64_t step;
+    digest key_table;
+} adapter_identity;
+
+/**
+ * Takes the lock of @p directory (a lock file beside it, flock; removed when closed), waiting at
+ * most until @p at for another process that makes the same directory; removes what a
+ * dead process left. Checks that the parent exists and can be written.
+ * FANIN_ERR_TIMEOUT, FANIN_ERR_IO, FANIN_ERR_ARGUMENT, FANIN_ERR_CANCELLED (@p cancelled, may be NULL, becomes true).
+ */
+fanin_status adapter_open(const char *directory, deadline at, bool (*cancelled)(void *),
+                          void *cookie, const logger *log, adapter **out,
+                          fanin_error *error);
+
+/**
+ * Names, order, header and offsets of the safetensors file and the text of
+ * adapter_config.json. May be called again with another table (a catalog that moved).
+ * *to_of_key_out: file offset of each key's bytes, owned by the adapter.
+ * FANIN_ERR_MISMATCH (metadata contradict tensors; two keys with one name on disk; names key
+ * and remedy), FANIN_ERR_MEMORY.
+ */
+fanin_status adapter_prepare(adapter *a, const key_table *keys, const char *publication,
+                             const uint64_t **to_of_key_out, uint64_t *file_size_out,
+                             fanin_error *error);
+
+/**
+ * FANIN_OK with *reuse_out true: the directory holds this identity (and its files' sizes
+ * agree); false: it is absent or empty. FANIN_ERR_EXISTS: it holds something else (says what
+ * and that it is never overwritten).
+ */
+fanin_status adapter_reusable(adapter *a, const adapter_identity *identity,
+                              bool *reuse_out, fanin_error *error);
+
+/** Creates, allocates (posix_fallocate: a full disk is FANIN_ERR_IO here, not SIGBUS later) and
+    maps the file, header in place. Kept between attempts of one pull. */
+fanin_status adapter_map(adapter *a, uint8_t **base_out, fanin_error *error);
+
+/** The pull tells what has landed: bytes [offset, offset+length) of the file are final unless
+    the attempt is given up. Digests of whole 4 MiB pieces are made on the way, in a thread
+    of the adapter's. Thread: the pulling one. */
+void adapter_landed(adapter *a, uint64_t offset, uint64_t length);
+/** A new attempt: everything will land again. */
+void adapter_restart(adapter *a);
+
+/** Waits for the digests, writes adapter_config.json and fanin.json, fsyncs files and directory,
+    renames, fsyncs the parent. FANIN_ERR_IO, EXISTS, INTERNAL (bytes that never landed). */
+fanin_status adapter_publish(adapter *a, const adapter_identity *identity,
+                             fanin_error *error);
+void adapter_close(adapter **a);
+
+#endif

@@ -1,0 +1,214 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* The temporary directory and the file in it, allocated and mapped before it is filled. */
+#include "adapter_internal.h"
+#include "error_set.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <inttypes.h>
+#include <signal.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <sys/statvfs.h>
+#include <unistd.h>
+
+#ifndef MADV_POPULATE_WRITE /* Linux 5.14 */
+#define MADV_POPULATE_WRITE 23
+#endif
+#define POPULATE_STEP ((uint64_t)4 << 20)
+/* Between two steps of the allocation the deadline and cancel are looked at. */
+#define ALLOCATE_STEP ((uint64_t)256 << 20)
+
+static fanin_status full_disk(const adapter *a, int reason, fanin_error *error)
+{
+    struct statvfs info = {0};
+    fstatvfs(a->place.parent, &info);
+    error_place where = {.phase = "write",
+                         .remedy = "free space there, or give a directory elsewhere"};
+    return error_set_errno(error, FANIN_ERR_IO, reason, &where,
+                           "no room for '%.300s': %" PRIu64
+                           " bytes are needed, %" PRIu64 " are free",
+                           a->place.directory, a->layout.file_size,
+                           (uint64_t)info.f_bavail * info.f_frsize);
+}
+
+/* Not even the space reserved for root would do: known before any of it is taken. */
+static bool surely_full(const adapter *a)
+{
+    struct statvfs info;
+    return fstatvfs(a->file, &info) == 0 && info.f_blocks > 0 && info.f_frsize > 0 &&
+           info.f_bfree < a->layout.file_size / info.f_frsize;
+}
+
+static fanin_status allocate(const adapter *a, fanin_error *error)
+{
+    if (surely_full(a))
+        return full_disk(a, ENOSPC, error);
+    for (uint64_t at = 0; at < a->layout.file_size;) {
+        uint64_t left = a->layout.file_size - at;
+        uint64_t step = left < ALLOCATE_STEP ? left : ALLOCATE_STEP;
+        fanin_status status = adapter_may_go_on(a, "allocating", error);
+        if (status)
+            return status;
+        int reason = posix_fallocate(a->file, (off_t)at, (off_t)step);
+        if (reason == EINTR)
+            continue;
+        if (reason == ENOSPC || reason == EDQUOT || reason == EFBIG)
+            return full_disk(a, reason, error);
+        if (reason != 0)
+            return adapter_io_error(&a->place, reason, "cannot allocate", MODEL_FILE,
+                                    NULL, error);
+        at += step;
+    }
+    return FANIN_OK;
+}
+
+static fanin_status map(adapter *a, fanin_error *error)
+{
+    size_t size = (size_t)a->layout.file_size;
+    void *base = mmap(NULL, size, PROT_READ | PROT_WRITE, MAP_SHARED, a->file, 0);
+    a->anonymous = false;
+    if (base == MAP_FAILED && errno != ENOMEM) {
+        log_write(
+            &a->log, FANIN_LOG_INFO, "adapter-no-mmap",
+            "the filesystem of '%s' has no shared mappings (%s): writing from memory",
+            a->place.directory, strerrorname_np(errno));
+        a->anonymous = true;
+        base = mmap(NULL, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1,
+                    0);
+    }
+    if (base == MAP_FAILED)
+        return error_set_memory(error);
+    a->base = base;
+    a->mapped = size;
+    return FANIN_OK;
+}
+
+/* Page faults in the thread that lands the data would cost as much as the data. */
+static void *populate(void *argument)
+{
+    adapter *a = argument;
+    for (uint64_t at = 0; at < a->mapped && !atomic_load(&a->stop_populating);
+         at += POPULATE_STEP) {
+        uint64_t left = a->mapped - at;
+        size_t step = (size_t)(left < POPULATE_STEP ? left : POPULATE_STEP);
+        if (madvise(a->base + at, step, MADV_POPULATE_WRITE) != 0 && errno != EAGAIN)
+            break; /* an old kernel: pages appear when they are touched */
+    }
+    return NULL;
+}
+
+static void start_populating(adapter *a)
+{
+    sigset_t all, before;
+    sigfillset(&all);
+    atomic_store(&a->stop_populating, false);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    a->has_populator = pthread_create(&a->populator, NULL, populate, a) == 0;
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
+}
+
+void adapter_stop_populating(adapter *a)
+{
+    if (!a->has_populator)
+        return;
+    atomic_store(&a->stop_populating, true);
+    pthread_join(a->populator, NULL);
+    a->has_populator = false;
+}
+
+static fanin_status make_file(adapter *a, fanin_error *error)
+{
+    adapter_temporary_name(&a->place, a->temporary);
+    if (mkdirat(a->place.parent, a->temporary, 0777) != 0) {
+        int reason = errno;
+        a->temporary[0] = '\0';
+        return adapter_io_error(&a->place, reason, "cannot make a directory beside",
+                                NULL, NULL, error);
+    }
+    a->directory = openat(a->place.parent, a->temporary,
+                          O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
+    if (a->directory >= 0)
+        a->file = openat(a->directory, MODEL_FILE,
+                         O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
+    if (a->file < 0)
+        return adapter_io_error(&a->place, errno, "cannot make", MODEL_FILE, NULL,
+                                error);
+    fanin_status status = allocate(a, error);
+    if (!status)
+        status = map(a, error);
+    if (!status && !(a->digests = piece_digests_start(a->base, a->mapped)))
+        status = error_set_memory(error);
+    return status;
+}
+
+/* The header is final as soon as it is there. */
+static void land_header(adapter *a)
+{
+    if (a->layout.header) {
+        memcpy(a->base, a->layout.header, a->layout.header_size);
+        free(a->layout.header);
+        a->layout.header = NULL;
+    }
+    piece_digests_landed(a->digests, 0, a->header_size);
+}
+
+fanin_status adapter_map(adapter *a, uint8_t **base_out, fanin_error *error)
+{
+    if (a->layout.file_size == 0)
+        return error_set(error, FANIN_ERR_INTERNAL, NULL, "nothing was prepared");
+    if (a->base && a->mapped == a->layout.file_size) {
+        /* Prepared again in between: perhaps other names of the same sizes. */
+        if (a->layout.header) {
+            piece_digests_restart(a->digests);
+            land_header(a);
+        }
+        *base_out = a->base;
+        return FANIN_OK;
+    }
+    adapter_discard(a);
+    fanin_status status = make_file(a, error);
+    if (status) {
+        adapter_discard(a);
+        return status;
+    }
+    land_header(a);
+    start_populating(a);
+    *base_out = a->base;
+    return FANIN_OK;
+}
+
+void adapter_landed(adapter *a, uint64_t offset, uint64_t length)
+{
+    piece_digests_landed(a->digests, offset, length);
+}
+
+void adapter_restart(adapter *a)
+{
+    if (!a->digests)
+        return;
+    piece_digests_restart(a->digests);
+    land_header(a);
+}
+
+void adapter_discard(adapter *a)
+{
+    adapter_stop_populating(a);
+    piece_digests_stop(&a->digests);
+    if (a->base)
+        munmap(a->base, (size_t)a->mapped);
+    a->base = NULL;
+    a->mapped = 0;
+    if (a->file >= 0)
+        close(a->file);
+    if (a->directory >= 0)
+        close(a->directory);
+    a->file = a->directory = -1;
+    if (a->temporary[0] != '\0' &&
+        !adapter_remove_directory(a->place.parent, a->temporary))
+        log_write(&a->log, FANIN_LOG_WARNING, "adapter-leftover",
+                  "could not remove %s beside '%s'", a->temporary, a->place.directory);
+    a->temporary[0] = '\0';
+}

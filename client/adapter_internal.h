@@ -1,0 +1,82 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/** @file What the parts of adapter.h's implementation share. */
+#ifndef ADAPTER_INTERNAL_H
+#define ADAPTER_INTERNAL_H
+
+#include "adapter.h"
+#include "piece_digests.h"
+#include "safetensors.h"
+
+#include <limits.h>
+#include <pthread.h>
+#include <stdatomic.h>
+
+#define MODEL_FILE "adapter_model.safetensors"
+#define CONFIG_FILE "adapter_config.json"
+#define IDENTITY_FILE "fanin.json"
+
+/** Where an adapter directory is to be: its parent, open, and its name there. */
+typedef struct adapter_place {
+    char *directory; /**< as the caller wrote it, for messages */
+    int parent;
+    char name[NAME_MAX + 1];
+} adapter_place;
+
+struct adapter {
+    adapter_place place;
+    int lock;
+    deadline at;
+    bool (*cancelled)(void *);
+    void *cookie;
+    logger log;
+
+    /* what is to be written */
+    uint64_t *to_of_key;
+    safetensors_layout layout; /**< header NULL: it is in the file already */
+    char *config;
+    size_t config_size;
+
+    /* the temporary directory and the file in it */
+    char temporary[NAME_MAX + 1]; /**< "": none */
+    int directory, file;
+    uint8_t *base;
+    uint64_t mapped; /**< bytes at base */
+    uint64_t header_size;
+    bool anonymous; /**< base is not the file's memory: written when published */
+    piece_digests *digests;
+    pthread_t populator;
+    bool has_populator;
+    atomic_bool stop_populating;
+};
+
+/** A place's errors: FANIN_ERR_IO with errno, "<what> '<directory>/<file>'". */
+fanin_status adapter_io_error(const adapter_place *place, int sys_errno,
+                              const char *what, const char *file, const char *remedy,
+                              fanin_error *error);
+
+/** Takes the lock; *lock_out is to be given to adapter_unlock(). See adapter_open(). */
+fanin_status adapter_take_lock(const adapter *a, int *lock_out, fanin_error *error);
+/** Removes the lock's file and lets go. */
+void adapter_unlock(const adapter_place *place, int lock);
+
+/** Removes the temporary directories of processes that died. The lock is held. */
+void adapter_remove_leftovers(const adapter *a);
+/** A new temporary directory's name. */
+void adapter_temporary_name(const adapter_place *place, char out[NAME_MAX + 1]);
+/** Removes a temporary directory and the files in it; false with errno: it is still there. */
+bool adapter_remove_directory(int parent, const char *name);
+
+/** FANIN_OK: go on. FANIN_ERR_CANCELLED or FANIN_ERR_TIMEOUT otherwise; @p doing says what
+    was interrupted. */
+fanin_status adapter_may_go_on(const adapter *a, const char *doing, fanin_error *error);
+
+/** Ends the helper threads, unmaps, removes the temporary directory if there is one. */
+void adapter_discard(adapter *a);
+/** Ends the thread that touches pages ahead, if it runs. */
+void adapter_stop_populating(adapter *a);
+
+/** Text of fanin.json, to be freed; NULL: out of memory. */
+char *adapter_identity_text(const adapter_identity *identity, uint64_t file_size,
+                            const digest *file, size_t config_size);
+
+#endif

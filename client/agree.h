@@ -1,0 +1,20 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/** @file Agreeing on a step: waiting, without any lease, until ranks announce a common one. */
+#ifndef AGREE_H
+#define AGREE_H
+
+#include "tables.h"
+
+/**
+ * Asks all READY ranks to announce a stable step by the options' rule and waits until all of
+ * them, or a sufficient set of them (replicas), announce one. announced[i] and use[i]
+ * (one a peer) say who did; the step is announced[i].step of any with use[i].
+ *
+ * FANIN_ERR_SUPERSEDED, FANIN_ERR_NOT_FOUND (no such run), FANIN_ERR_TIMEOUT (names the ranks
+ * that are behind and their steps), FANIN_ERR_CANCELLED, connection errors if no rank is left.
+ */
+fanin_status agree(fanin_client *client, publication *p,
+                   const fanin_pull_options *options, deadline at,
+                   announcement *announced, bool *use, fanin_error *error);
+
+#endif

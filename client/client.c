@@ -1,0 +1,488 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include "client_state.h"
+
+#include "digest.h"
+#include "error_set.h"
+#include "path.h"
+#include "stream_link.h"
+#include "tables.h"
+#include <errno.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/eventfd.h>
+#include <unistd.h>
+
+/* How long reads that cannot be recalled may take to call back. */
+#define DRAIN_MS 5000
+
+void fanin_client_config_init(fanin_client_config *config, size_t size)
+{
+    fanin_client_config defaults = {
+        .struct_size = size,
+        .connect_timeout_ms = 5000,
+        .lost_ms = 5000,
+        .max_inflight = (uint64_t)64 << 20,
+        .max_catalog = (uint64_t)256 << 20,
+    };
+    memcpy(config, &defaults, size < sizeof(defaults) ? size : sizeof(defaults));
+    if (size > sizeof(defaults))
+        memset((char *)config + sizeof(defaults), 0, size - sizeof(defaults));
+}
+
+void fanin_pull_options_init(fanin_pull_options *options, size_t size)
+{
+    fanin_pull_options defaults = {.struct_size = size, .timeout_ms = 60000};
+    memcpy(options, &defaults, size < sizeof(defaults) ? size : sizeof(defaults));
+    if (size > sizeof(defaults))
+        memset((char *)options + sizeof(defaults), 0, size - sizeof(defaults));
+}
+
+fanin_status client_check(const fanin_client *client, fanin_error *error)
+{
+    if (!client)
+        return error_set(error, FANIN_ERR_ARGUMENT, NULL, "the client is NULL");
+    if (client->pid != getpid()) {
+        error_place place = {.remedy = "create a client of its own in the child"};
+        return error_set(error, FANIN_ERR_FORKED, &place,
+                         "the client belongs to the parent process %d",
+                         (int)client->pid);
+    }
+    return FANIN_OK;
+}
+
+fanin_status client_check_connected(const fanin_client *client, fanin_error *error)
+{
+    fanin_status status = client_check(client, error);
+    if (status != FANIN_OK)
+        return status;
+    if (!client->connected) {
+        error_place place = {.remedy = "call fanin_client_connect() first"};
+        return error_set(error, FANIN_ERR_STATE, &place, "the client has no addresses");
+    }
+    return FANIN_OK;
+}
+
+/* -------------------------------------------------------------- life cycle */
+
+static void on_cancel(loop_source *source, uint32_t events)
+{
+    (void)events;
+    uint64_t count;
+    ssize_t n = read(source->fd, &count, sizeof(count));
+    (void)n; /* only the wake-up matters; the flag says what happened */
+}
+
+static fanin_status check_config(const fanin_client_config *config, fanin_error *error)
+{
+    if (!fanin_path_name(config->path))
+        return error_set(error, FANIN_ERR_ARGUMENT, NULL, "unknown path %d",
+                         (int)config->path);
+    if (config->streams_per_rank > 16)
+        return error_set(error, FANIN_ERR_ARGUMENT, NULL,
+                         "%u data connections a rank are more than 16",
+                         config->streams_per_rank);
+    if (config->connect_timeout_ms == 0 || config->lost_ms == 0)
+        return error_set(error, FANIN_ERR_ARGUMENT, NULL,
+                         "connect_timeout_ms and lost_ms must not be 0");
+    return FANIN_OK;
+}
+
+static void load_ucx(fanin_client *client)
+{
+    fanin_error why = FANIN_ERROR_INIT;
+    if (client->config.no_ucx || client->config.path == FANIN_PATH_STREAM) {
+        snprintf(client->ucx_missing, sizeof(client->ucx_missing),
+                 client->config.no_ucx ? "UCX is switched off"
+                                       : "the stream path was asked for");
+        return;
+    }
+    if (ucx_load(&client->log, &client->ucx, &why) != FANIN_OK)
+        snprintf(client->ucx_missing, sizeof(client->ucx_missing), "%.255s",
+                 why.message);
+}
+
+static fanin_status init_client(fanin_client *client, const fanin_client_config *config,
+                                fanin_error *error)
+{
+    client->pid = getpid();
+    client->cancel.fd = -1;
+    client->loop.epoll = -1;
+    fanin_client_config_init(&client->config, sizeof(client->config));
+    size_t size =
+        config->struct_size < sizeof(*config) ? config->struct_size : sizeof(*config);
+    memcpy(&client->config, config, size);
+    client->log = (logger){client->config.log, client->config.log_cookie};
+    fanin_status status = check_config(&client->config, error);
+    if (status != FANIN_OK)
+        return status;
+    if (client->config.server_name) {
+        client->server_name = strdup(client->config.server_name);
+        if (!client->server_name)
+            return error_set_memory(error);
+        client->config.server_name = client->server_name;
+    }
+    status = loop_init(&client->loop, error);
+    if (status != FANIN_OK)
+        return status;
+    client->cancel = (loop_source){.fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK),
+                                   .events = EPOLLIN,
+                                   .ready = on_cancel};
+    if (client->cancel.fd < 0)
+        return error_set_errno(error, FANIN_ERR_LIMIT, errno, NULL,
+                               "cannot create an eventfd");
+    status = loop_add(&client->loop, &client->cancel, error);
+    if (status != FANIN_OK)
+        return status;
+    load_ucx(client);
+    client->shared = (connection_shared){
+        .loop = &client->loop,
+        .no_unix = client->config.no_unix,
+        .connect_ms = client->config.connect_timeout_ms,
+        .lost_ms = client->config.lost_ms,
+        .ucx_version = client->ucx ? ucx_version(client->ucx) : NULL,
+    };
+    if (!random_bytes(client->shared.client_id, sizeof(client->shared.client_id)))
+        return error_set(error, FANIN_ERR_IO, NULL, "the kernel gives no random bytes");
+    return FANIN_OK;
+}
+
+fanin_status fanin_client_create(const fanin_client_config *config,
+                                 fanin_client **client_out, fanin_error *error)
+{
+    if (!config || !client_out || config->struct_size < sizeof(size_t))
+        return error_set(error, FANIN_ERR_ARGUMENT, NULL,
+                         "config or client_out is NULL, or struct_size is not set");
+    fanin_client *client = calloc(1, sizeof(*client));
+    if (!client)
+        return error_set_memory(error);
+    fanin_status status = init_client(client, config, error);
+    if (status != FANIN_OK) {
+        fanin_client_destroy(&client);
+        return status;
+    }
+    *client_out = client;
+    return FANIN_OK;
+}
+
+void fanin_client_disconnect(fanin_client *client)
+{
+    if (client_check(client, NULL) != FANIN_OK)
+        return;
+    tables_free_all(client);
+    for (size_t i = 0; i < client->n_peers; i++) {
+        peer_drop_paths(client, i);
+        connection_destroy(&client->peers[i].control);
+    }
+    ucx_client_destroy(&client->one_sided);
+    free(client->peers);
+    client->peers = NULL;
+    client->n_peers = 0;
+    client->connected = false;
+}
+
+void fanin_client_destroy(fanin_client **client)
+{
+    if (!client || !*client)
+        return;
+    fanin_client *c = *client;
+    *client = NULL;
+    if (c->pid != getpid())
+        return;
+    fanin_client_disconnect(c);
+    ucx_unload(&c->ucx);
+    if (c->cancel.fd >= 0)
+        close(c->cancel.fd);
+    loop_finish(&c->loop);
+    free(c->server_name);
+    free(c);
+}
+
+void fanin_client_cancel(fanin_client *client)
+{
+    if (!client || client->pid != getpid())
+        return;
+    int saved = errno;
+    atomic_store(&client->cancelled, true);
+    uint64_t one = 1;
+    ssize_t n = write(client->cancel.fd, &one, sizeof(one));
+    (void)n; /* fails only when the counter is full: then a wake-up is due anyway */
+    errno = saved;
+}
+
+/* -------------------------------------------------------------------- loop */
+
+static deadline tick_all(fanin_client *client)
+{
+    deadline next = UINT64_MAX;
+    for (size_t i = 0; i < client->n_peers; i++)
+        next = deadline_sooner(next, connection_tick(client->peers[i].control));
+    return next;
+}
+
+fanin_status client_step(fanin_client *client, deadline at, deadline wake,
+                         const char *phase, fanin_error *error)
+{
+    error_place place = {.phase = phase};
+    if (atomic_exchange(&client->cancelled, false))
+        return error_set(error, FANIN_ERR_CANCELLED, &place, "the call was cancelled");
+    if (deadline_passed(at)) {
+        place.remedy = "allow more time, or look at the ranks with `nixl-fetch ping`";
+        return error_set(error, FANIN_ERR_TIMEOUT, &place,
+                         "the deadline passed in phase %s", phase);
+    }
+    loop_step(&client->loop,
+              deadline_sooner(deadline_sooner(at, wake), tick_all(client)));
+    return FANIN_OK;
+}
+
+fanin_status client_run(fanin_client *client, const size_t *left, deadline at,
+                        const char *phase, fanin_error *error)
+{
+    while (*left > 0) {
+        fanin_status status = client_step(client, at, UINT64_MAX, phase, error);
+        if (status != FANIN_OK)
+            return status;
+        tick_all(client);
+    }
+    return FANIN_OK;
+}
+
+fanin_status client_pause(fanin_client *client, deadline at, deadline until,
+                          fanin_error *error)
+{
+    while (!deadline_passed(until)) {
+        fanin_status status = client_step(client, at, until, "wait", error);
+        if (status != FANIN_OK)
+            return status;
+    }
+    return FANIN_OK;
+}
+
+/* ------------------------------------------------------------------- peers */
+
+bool peer_ready(const peer *p)
+{
+    return connection_get_state(p->control) == CONNECTION_READY;
+}
+
+bool peer_drop_paths(fanin_client *client, size_t index)
+{
+    peer *p = &client->peers[index];
+    tables_forget_rkeys(client, index);
+    stream_link_destroy(&p->stream);
+    bool drained = true;
+    if (p->endpoint)
+        drained = ucx_endpoint_close(&p->endpoint, deadline_in_ms(DRAIN_MS));
+    p->endpoint = NULL;
+    p->path = FANIN_PATH_AUTO;
+    return drained;
+}
+
+void peer_refresh(fanin_client *client, size_t index)
+{
+    peer *p = &client->peers[index];
+    uint64_t generation = connection_generation(p->control);
+    if (p->generation == generation)
+        return;
+    peer_drop_paths(client, index);
+    p->generation = generation;
+}
+
+/* ---------------------------------------------------------------- identity */
+
+static fanin_status world_error(const peer *p, fanin_error *error, const char *remedy,
+                                const char *what, const char *detail)
+{
+    error_place place = connection_place(p->control, "connect");
+    place.remedy = remedy;
+    return error_set(error, FANIN_ERR_WORLD, &place, "rank %u at %s %s %s",
+                     connection_peer(p->control)->rank, connection_text(p->control),
+                     what, detail);
+}
+
+static fanin_status check_server_name(const fanin_client *client, const peer *p,
+                                      fanin_error *error)
+{
+    const msg_hello_ok *hello = connection_peer(p->control);
+    if (!client->server_name)
+        return FANIN_OK;
+    char expected[160];
+    snprintf(expected, sizeof(expected), "%s_%u", client->server_name, hello->rank);
+    if (strcmp(expected, hello->server_name) == 0)
+        return FANIN_OK;
+    return world_error(p, error, "connect to the job that is meant, or change the name",
+                       "belongs to another job:", hello->server_name);
+}
+
+/* Compares one rank with the first and with all before it. */
+static fanin_status check_against(const fanin_client *client, size_t first, size_t i,
+                                  fanin_error *error)
+{
+    const peer *p = &client->peers[i];
+    const msg_hello_ok *a = connection_peer(client->peers[first].control);
+    const msg_hello_ok *b = connection_peer(p->control);
+    char text[160];
+    if (memcmp(a->world_id, b->world_id, sizeof(a->world_id)) != 0) {
+        snprintf(text, sizeof(text), "rank %u at %s", a->rank,
+                 connection_text(client->peers[first].control));
+        return world_error(p, error,
+                           "a rank of an earlier launch may still be alive: end it, or "
+                           "wait until all ranks have restarted",
+                           "is of another world (launch) than", text);
+    }
+    if (b->world_size != a->world_size || b->rank >= b->world_size) {
+        snprintf(text, sizeof(text), "%u, rank %u says %u", b->world_size, a->rank,
+                 a->world_size);
+        return world_error(p, error, "restart the trainer ranks together",
+                           "says the world size is", text);
+    }
+    if (b->world_size != client->n_peers) {
+        snprintf(text, sizeof(text), "%u, but %zu addresses were given", b->world_size,
+                 client->n_peers);
+        return world_error(p, error, "give the address of every rank, each once",
+                           "says the world size is", text);
+    }
+    for (size_t j = 0; j < i; j++) {
+        const peer *other = &client->peers[j];
+        if (!peer_ready(other) || connection_peer(other->control)->rank != b->rank)
+            continue;
+        return world_error(p, error, "give the address of every rank, each once",
+                           "is a rank that answers twice, also at",
+                           connection_text(other->control));
+    }
+    return FANIN_OK;
+}
+
+static fanin_status identify(fanin_client *client, fanin_error *error)
+{
+    static const uint8_t any[FANIN_WORLD_ID_SIZE];
+    size_t first = client->n_peers;
+    for (size_t i = 0; i < client->n_peers; i++) {
+        const peer *p = &client->peers[i];
+        if (!peer_ready(p))
+            continue;
+        if (first == client->n_peers)
+            first = i;
+        fanin_status status = check_server_name(client, p, error);
+        if (status == FANIN_OK)
+            status = check_against(client, first, i, error);
+        if (status == FANIN_OK && memcmp(client->config.world_id, any, sizeof(any)) &&
+            memcmp(client->config.world_id, connection_peer(p->control)->world_id,
+                   sizeof(any)))
+            status = world_error(p, error, "connect to the launch that is meant",
+                                 "announces another world id than was demanded", "");
+        if (status != FANIN_OK)
+            return status;
+    }
+    if (first < client->n_peers)
+        return FANIN_OK;
+    connection *c = client->peers[0].control;
+    if (connection_get_state(c) != CONNECTION_DOWN) {
+        error_place place = connection_place(c, "connect");
+        place.remedy = "is the trainer process stopped, or a firewall in between?";
+        return error_set(error, FANIN_ERR_TIMEOUT, &place,
+                         "%s did not answer before the deadline", connection_text(c));
+    }
+    error_copy(error, connection_fault(c));
+    return connection_fault(c)->status;
+}
+
+static size_t count_connecting(const fanin_client *client)
+{
+    size_t n = 0;
+    for (size_t i = 0; i < client->n_peers; i++) {
+        connection_state state = connection_get_state(client->peers[i].control);
+        n += state == CONNECTION_CONNECTING || state == CONNECTION_HELLO;
+    }
+    return n;
+}
+
+fanin_status client_ensure_connected(fanin_client *client, deadline at,
+                                     fanin_error *error)
+{
+    for (size_t i = 0; i < client->n_peers; i++)
+        connection_start(client->peers[i].control);
+    while (count_connecting(client) > 0) {
+        fanin_status status = client_step(client, at, UINT64_MAX, "connect", error);
+        if (status == FANIN_ERR_CANCELLED)
+            return status;
+        if (status == FANIN_ERR_TIMEOUT)
+            break; /* what did not answer yet counts as missing */
+        tick_all(client);
+    }
+    for (size_t i = 0; i < client->n_peers; i++)
+        peer_refresh(client, i);
+    return identify(client, error);
+}
+
+/* ----------------------------------------------------------------- connect */
+
+static fanin_status check_addresses(const char *const *addresses, size_t count,
+                                    fanin_error *error)
+{
+    if (!addresses || count == 0 || count > 65536)
+        return error_set(error, FANIN_ERR_ARGUMENT, NULL,
+                         "give between 1 and 65536 addresses");
+    for (size_t i = 0; i < count; i++) {
+        if (!addresses[i])
+            return error_set(error, FANIN_ERR_ARGUMENT, NULL, "address %zu is NULL", i);
+    }
+    return FANIN_OK;
+}
+
+static int compare_text(const void *a, const void *b)
+{
+    return strcmp(*(const char *const *)a, *(const char *const *)b);
+}
+
+static fanin_status check_distinct(const char *const *addresses, size_t count,
+                                   fanin_error *error)
+{
+    const char **sorted = malloc(count * sizeof(*sorted));
+    if (!sorted)
+        return error_set_memory(error);
+    memcpy(sorted, addresses, count * sizeof(*sorted));
+    qsort(sorted, count, sizeof(*sorted), compare_text);
+    fanin_status status = FANIN_OK;
+    for (size_t i = 1; i < count && status == FANIN_OK; i++) {
+        error_place place = {.phase = "connect",
+                             .address = sorted[i],
+                             .remedy = "give the address of every rank, each once"};
+        if (strcmp(sorted[i - 1], sorted[i]) == 0)
+            status = error_set(error, FANIN_ERR_ARGUMENT, &place,
+                               "the address %s was given twice", sorted[i]);
+    }
+    free(sorted);
+    return status;
+}
+
+fanin_status fanin_client_connect(fanin_client *client, const char *const *addresses,
+                                  size_t count, uint32_t timeout_ms, fanin_error *error)
+{
+    fanin_status status = client_check(client, error);
+    if (status == FANIN_OK)
+        status = check_addresses(addresses, count, error);
+    if (status == FANIN_OK)
+        status = check_distinct(addresses, count, error);
+    if (status != FANIN_OK)
+        return status;
+    deadline at = deadline_in_ms(timeout_ms);
+    fanin_client_disconnect(client);
+    client->peers = calloc(count, sizeof(*client->peers));
+    if (!client->peers)
+        return error_set_memory(error);
+    for (size_t i = 0; i < count && status == FANIN_OK; i++) {
+        status = connection_create(&client->shared, addresses[i],
+                                   &client->peers[i].control, error);
+        client->n_peers += status == FANIN_OK;
+    }
+    if (status == FANIN_OK)
+        status = client_ensure_connected(client, at, error);
+    if (status != FANIN_OK) {
+        fanin_client_disconnect(client);
+        return status;
+    }
+    client->connected = true;
+    return FANIN_OK;
+}

@@ -1,0 +1,80 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/** @file What a client is made of, shared by the client's own files. */
+#ifndef CLIENT_STATE_H
+#define CLIENT_STATE_H
+
+#include "catalog.h"
+#include "connection.h"
+#include "log.h"
+#include "plan.h"
+#include "ucx.h"
+#include <fanin/client.h>
+#include <stdatomic.h>
+#include <sys/types.h>
+
+typedef struct stream_link stream_link; /* stream_link.h */
+typedef struct publication publication; /* tables.h */
+
+/** One trainer rank as the client sees it: its connection and what was built upon it. */
+typedef struct peer {
+    connection *control;
+    stream_link *stream;    /**< data connections, NULL: none yet */
+    ucx_endpoint *endpoint; /**< NULL: none */
+    uint64_t generation;    /**< of the connection that the two belong to */
+    fanin_path path;        /**< FANIN_PATH_AUTO: not decided for this generation */
+    char reason[160];       /**< why this path */
+} peer;
+
+struct fanin_client {
+    pid_t pid;
+    fanin_client_config config;
+    char *server_name;
+    logger log;
+    loop loop;
+    connection_shared shared;
+    peer *peers; /**< in the order of the addresses */
+    size_t n_peers;
+    atomic_bool cancelled;
+    loop_source cancel;    /**< eventfd that cancel writes to */
+    ucx *ucx;              /**< NULL: none */
+    char ucx_missing[256]; /**< why there is none */
+    ucx_client *one_sided;
+    fanin_path one_sided_path; /**< the path that one_sided was made for */
+    publication *publications;
+    bool connected; /**< addresses are known */
+};
+
+/** FANIN_ERR_FORKED in a child, FANIN_ERR_ARGUMENT for NULL. */
+fanin_status client_check(const fanin_client *client, fanin_error *error);
+/** client_check(), and that fanin_client_connect() gave addresses. */
+fanin_status client_check_connected(const fanin_client *client, fanin_error *error);
+
+/**
+ * Steps the loop until *@p left is 0. FANIN_ERR_CANCELLED; FANIN_ERR_TIMEOUT when @p at passes.
+ * Handlers with cookies that die with the caller must then be forgotten.
+ */
+fanin_status client_run(fanin_client *client, const size_t *left, deadline at,
+                        const char *phase, fanin_error *error);
+/** One step of the loop; returns at @p wake at the latest. FANIN_ERR_CANCELLED,
+    FANIN_ERR_TIMEOUT when @p at has passed. */
+fanin_status client_step(fanin_client *client, deadline at, deadline wake,
+                         const char *phase, fanin_error *error);
+/** Lets time pass until @p until or @p at, minding cancel. */
+fanin_status client_pause(fanin_client *client, deadline at, deadline until,
+                          fanin_error *error);
+
+/**
+ * Connects what is down and waits until every connection is READY or failed, at most until
+ * @p at; then compares all ranks (one world, each rank once, one world size). FANIN_OK if at
+ * least one rank is there.
+ */
+fanin_status client_ensure_connected(fanin_client *client, deadline at,
+                                     fanin_error *error);
+
+bool peer_ready(const peer *p);
+/** Drops data connections and endpoint if the connection under them is another one now. */
+void peer_refresh(fanin_client *client, size_t index);
+/** Drops them in any case; false: reads could not be drained (see ucx_endpoint_close). */
+bool peer_drop_paths(fanin_client *client, size_t index);
+
+#endif

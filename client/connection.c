@@ -1,0 +1,553 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include "connection.h"
+
+#include "error_set.h"
+#include <errno.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+#define INPUT_STEP 65536
+
+typedef struct pending {
+    struct pending *next;
+    uint64_t request;
+    reply_fn fn;
+    void *cookie;
+    bool keep;
+} pending;
+
+struct connection {
+    loop_source source; /* first: the loop hands it back */
+    const connection_shared *shared;
+    socket_address tcp, in_use;
+    char text[64];
+    connection_state state;
+    bool is_unix, local, known;
+    fanin_error fault;
+    msg_hello_ok peer;
+    uint64_t generation, next_request;
+    deadline connect_by;
+    uint64_t heard_ns; /* last byte from the peer, or when it began to owe an answer */
+    bool pinged, owing;
+    buffer in, out;
+    size_t in_used, out_sent;
+    pending *pending;
+};
+
+static void on_ready(loop_source *source, uint32_t events);
+
+fanin_status connection_create(const connection_shared *shared, const char *address,
+                               connection **out, fanin_error *error)
+{
+    connection *c = calloc(1, sizeof(*c));
+    if (!c)
+        return error_set_memory(error);
+    c->shared = shared;
+    c->source = (loop_source){.fd = -1, .ready = on_ready};
+    c->fault = (fanin_error)FANIN_ERROR_INIT;
+    snprintf(c->text, sizeof(c->text), "%s", address);
+    fanin_status status = socket_resolve(address, &c->tcp, error);
+    if (status != FANIN_OK) {
+        free(c);
+        return status;
+    }
+    c->local = socket_is_local(&c->tcp);
+    error_set(&c->fault, FANIN_ERR_UNREACHABLE, NULL, "not connected yet");
+    *out = c;
+    return FANIN_OK;
+}
+
+void connection_destroy(connection **c)
+{
+    if (!*c)
+        return;
+    fanin_error closed = FANIN_ERROR_INIT;
+    error_set(&closed, FANIN_ERR_CLOSED, NULL, "the client disconnected");
+    connection_fail(*c, &closed);
+    buffer_free(&(*c)->in);
+    buffer_free(&(*c)->out);
+    free(*c);
+    *c = NULL;
+}
+
+error_place connection_place(const connection *c, const char *phase)
+{
+    return (error_place){.phase = phase,
+                         .address = c->text,
+                         .rank_plus_1 = c->known ? (int32_t)c->peer.rank + 1 : 0};
+}
+
+/* ------------------------------------------------------------ connecting */
+
+static void fail_here(connection *c, fanin_status status, int sys_errno,
+                      const char *phase, const char *remedy, const char *what)
+{
+    fanin_error fault = FANIN_ERROR_INIT;
+    error_place place = connection_place(c, phase);
+    place.remedy = remedy;
+    char who[48] = "the rank";
+    if (c->known)
+        snprintf(who, sizeof(who), "rank %u", c->peer.rank);
+    if (sys_errno)
+        error_set_errno(&fault, status, sys_errno, &place, "%s at %s %s", who, c->text,
+                        what);
+    else
+        error_set(&fault, status, &place, "%s at %s %s", who, c->text, what);
+    connection_fail(c, &fault);
+}
+
+static bool start_on(connection *c, const socket_address *address, fanin_error *fault)
+{
+    int fd;
+    if (socket_connect_start(address, &fd, fault) != FANIN_OK)
+        return false;
+    c->in_use = *address;
+    c->source.fd = fd;
+    c->source.events = EPOLLOUT;
+    if (loop_add(c->shared->loop, &c->source, fault) != FANIN_OK) {
+        close(fd);
+        c->source.fd = -1;
+        return false;
+    }
+    c->state = CONNECTION_CONNECTING;
+    c->connect_by = deadline_in_ms(c->shared->connect_ms);
+    return true;
+}
+
+/* The abstract name may belong to another user: then only TCP is left. */
+static bool start_unix(connection *c)
+{
+    uint16_t port = c->tcp.storage.ss_family == AF_INET6
+                        ? ntohs(((struct sockaddr_in6 *)&c->tcp.storage)->sin6_port)
+                        : ntohs(((struct sockaddr_in *)&c->tcp.storage)->sin_port);
+    if (c->shared->no_unix || !socket_is_loopback(&c->tcp))
+        return false;
+    socket_address name;
+    socket_unix_address(geteuid(), port, &name);
+    if (!start_on(c, &name, NULL))
+        return false;
+    uid_t uid;
+    int failed = socket_connect_result(c->source.fd);
+    if (failed == 0 && socket_peer_credentials(c->source.fd, &uid, NULL) &&
+        uid == geteuid()) {
+        c->is_unix = true;
+        return true;
+    }
+    loop_remove(c->shared->loop, &c->source);
+    close(c->source.fd);
+    c->source.fd = -1;
+    c->state = CONNECTION_DOWN;
+    return false;
+}
+
+void connection_start(connection *c)
+{
+    if (c->state != CONNECTION_DOWN)
+        return;
+    c->is_unix = false;
+    c->in.size = c->in_used = c->out.size = c->out_sent = 0;
+    c->next_request = 1;
+    fanin_error fault = FANIN_ERROR_INIT;
+    if (start_unix(c))
+        return;
+    if (start_on(c, &c->tcp, &fault))
+        return;
+    error_place place = connection_place(c, "connect");
+    place.sys_errno = fault.sys_errno;
+    place.remedy = "is the trainer running, and is this its base port + rank?";
+    error_set(&c->fault, FANIN_ERR_UNREACHABLE, &place, "%s", fault.message);
+}
+
+static void send_hello(connection *c)
+{
+    msg_hello hello = {
+        .version_min = VERSION_MIN, .version_max = VERSION_MAX, .role = ROLE_CONTROL};
+    memcpy(hello.id, c->shared->client_id, sizeof(hello.id));
+    snprintf(hello.software, sizeof(hello.software), "fanin %s", fanin_version());
+    if (c->shared->ucx_version)
+        snprintf(hello.ucx_version, sizeof(hello.ucx_version), "%s",
+                 c->shared->ucx_version);
+    encode_hello(&c->out, c->next_request++, &hello);
+    c->state = CONNECTION_HELLO;
+    loop_want(c->shared->loop, &c->source, EPOLLIN | EPOLLOUT);
+}
+
+void connection_encode_data_hello(const connection *c, buffer *out)
+{
+    msg_hello hello = {
+        .version_min = VERSION_MIN, .version_max = VERSION_MAX, .role = ROLE_DATA};
+    memcpy(hello.id, c->peer.session, sizeof(hello.id));
+    snprintf(hello.software, sizeof(hello.software), "fanin %s", fanin_version());
+    encode_hello(out, 1, &hello);
+}
+
+void connection_fail(connection *c, const fanin_error *fault)
+{
+    if (c->source.fd >= 0) {
+        loop_remove(c->shared->loop, &c->source);
+        close(c->source.fd);
+        c->source.fd = -1;
+    }
+    bool was_up = c->state != CONNECTION_DOWN;
+    c->state = CONNECTION_DOWN;
+    c->pinged = false;
+    if (was_up || !c->known)
+        error_copy(&c->fault, fault);
+    pending *list = c->pending;
+    c->pending = NULL;
+    while (list) {
+        pending *p = list;
+        list = p->next;
+        if (p->fn)
+            p->fn(p->cookie, c, 0, NULL);
+        free(p);
+    }
+}
+
+/* --------------------------------------------------------------- replies */
+
+static void on_hello_ok(connection *c, message_type type, body *b)
+{
+    msg_hello_ok peer;
+    fanin_error fault = FANIN_ERROR_INIT;
+    if (type != MSG_HELLO_OK) {
+        connection_reply_error(c, "connect", type, b, &fault);
+        connection_fail(c, &fault);
+        return;
+    }
+    if (decode_hello_ok(b, &peer) != FANIN_OK) {
+        fail_here(c, FANIN_ERR_PROTOCOL, 0, "connect",
+                  "is this port a fanin parameter server of a compatible version?",
+                  b->why ? b->why : "sent a malformed greeting");
+        return;
+    }
+    if (peer.version < VERSION_MIN || peer.version > VERSION_MAX) {
+        fail_here(c, FANIN_ERR_VERSION, 0, "connect",
+                  "use the same fanin release on both ends",
+                  "chose a protocol version that was not offered");
+        return;
+    }
+    c->peer = peer;
+    c->known = true;
+    c->generation++;
+    c->state = CONNECTION_READY;
+}
+
+static void dispatch(connection *c, const frame *f, body *b)
+{
+    if (c->state == CONNECTION_HELLO) {
+        on_hello_ok(c, f->type, b);
+        return;
+    }
+    if (f->request == 0 && f->type == MSG_ERROR) {
+        fanin_error fault = FANIN_ERROR_INIT;
+        connection_reply_error(c, "connection", f->type, b, &fault);
+        connection_fail(c, &fault);
+        return;
+    }
+    for (pending **at = &c->pending; *at; at = &(*at)->next) {
+        pending *p = *at;
+        if (p->request != f->request)
+            continue;
+        if (p->keep) {
+            p->fn(p->cookie, c, f->type, b);
+            return;
+        }
+        *at = p->next;
+        reply_fn fn = p->fn;
+        void *cookie = p->cookie;
+        free(p);
+        if (fn)
+            fn(cookie, c, f->type, b);
+        return;
+    }
+    fail_here(c, FANIN_ERR_PROTOCOL, 0, "connection", NULL,
+              "answered a request that was not made");
+}
+
+/* Hands over every complete frame; false: the connection is gone. */
+static bool take_frames(connection *c)
+{
+    while (c->in.size - c->in_used >= FRAME_SIZE) {
+        frame f;
+        const char *why = NULL;
+        fanin_status status = frame_decode(c->in.data + c->in_used, &f, &why);
+        if (status != FANIN_OK) {
+            fail_here(c, status, 0, "connection",
+                      "is this port a fanin parameter server?", why);
+            return false;
+        }
+        if (f.length > LIMIT_REPLY) {
+            fail_here(c, FANIN_ERR_PROTOCOL, 0, "connection", NULL,
+                      "announced a reply beyond the limit");
+            return false;
+        }
+        if (c->in.size - c->in_used < FRAME_SIZE + (size_t)f.length)
+            break;
+        body b = {.data = c->in.data + c->in_used + FRAME_SIZE, .size = f.length};
+        c->in_used += FRAME_SIZE + (size_t)f.length;
+        uint64_t generation = c->generation;
+        dispatch(c, &f, &b);
+        if (c->state == CONNECTION_DOWN || c->source.fd < 0 ||
+            (generation != c->generation && c->state != CONNECTION_READY))
+            return false;
+    }
+    if (c->in_used == c->in.size) {
+        c->in.size = c->in_used = 0;
+    } else if (c->in_used > 0) {
+        memmove(c->in.data, c->in.data + c->in_used, c->in.size - c->in_used);
+        c->in.size -= c->in_used;
+        c->in_used = 0;
+    }
+    return true;
+}
+
+static size_t bytes_missing(const connection *c)
+{
+    frame f;
+    const char *why;
+    if (c->in.size < FRAME_SIZE || frame_decode(c->in.data, &f, &why) != FANIN_OK)
+        return INPUT_STEP;
+    size_t whole = FRAME_SIZE + (size_t)f.length;
+    return whole > c->in.size + INPUT_STEP ? whole - c->in.size : INPUT_STEP;
+}
+
+static void on_readable(connection *c)
+{
+    for (;;) {
+        if (!buffer_reserve(&c->in, bytes_missing(c))) {
+            fail_here(c, FANIN_ERR_MEMORY, 0, "connection", NULL,
+                      "sent more than this process has memory for");
+            return;
+        }
+        ssize_t n =
+            recv(c->source.fd, c->in.data + c->in.size, c->in.capacity - c->in.size, 0);
+        if (n < 0 && errno == EINTR)
+            continue;
+        if (n < 0 && (errno == EAGAIN || errno == EWOULDBLOCK))
+            return;
+        if (n <= 0) {
+            fail_here(c, c->known ? FANIN_ERR_CLOSED : FANIN_ERR_UNREACHABLE,
+                      n < 0 ? errno : 0, "connection",
+                      "is the trainer process still alive?",
+                      n < 0 ? "broke the connection" : "closed the connection");
+            return;
+        }
+        c->in.size += (size_t)n;
+        c->heard_ns = clock_ns();
+        c->pinged = false;
+        if (!take_frames(c))
+            return;
+    }
+}
+
+static void flush(connection *c)
+{
+    while (c->out_sent < c->out.size) {
+        ssize_t n = send(c->source.fd, c->out.data + c->out_sent,
+                         c->out.size - c->out_sent, MSG_NOSIGNAL);
+        if (n < 0 && errno == EINTR)
+            continue;
+        if (n < 0 && (errno == EAGAIN || errno == EWOULDBLOCK))
+            break;
+        if (n < 0) {
+            /* What the peer said before it closed (a refusal) is worth more than EPIPE:
+               the reader finds it, then the end of the stream. */
+            c->out_sent = c->out.size;
+            break;
+        }
+        c->out_sent += (size_t)n;
+    }
+    if (c->out_sent == c->out.size)
+        c->out.size = c->out_sent = 0;
+    loop_want(c->shared->loop, &c->source, c->out.size ? EPOLLIN | EPOLLOUT : EPOLLIN);
+}
+
+static void on_ready(loop_source *source, uint32_t events)
+{
+    connection *c = (connection *)source;
+    if (c->state == CONNECTION_CONNECTING) {
+        int failed = socket_connect_result(source->fd);
+        if (failed) {
+            fail_here(c, FANIN_ERR_UNREACHABLE, failed, "connect",
+                      "is the trainer running, and is this its base port + rank?",
+                      "cannot be reached");
+            return;
+        }
+        socket_tune(source->fd);
+        send_hello(c);
+        if (c->out.failed) {
+            fail_here(c, FANIN_ERR_MEMORY, 0, "connect", NULL, "needs memory");
+            return;
+        }
+        flush(c);
+        return;
+    }
+    if (events & EPOLLOUT)
+        flush(c);
+    if (c->source.fd >= 0 && (events & (EPOLLIN | EPOLLHUP | EPOLLERR)))
+        on_readable(c);
+}
+
+/* -------------------------------------------------------------- requests */
+
+uint64_t connection_next_request(connection *c)
+{
+    return c->next_request++;
+}
+
+buffer *connection_out(connection *c)
+{
+    return &c->out;
+}
+
+void connection_ask(connection *c, uint64_t request, reply_fn fn, void *cookie)
+{
+    pending *p = calloc(1, sizeof(*p));
+    if (!p || c->out.failed || c->state != CONNECTION_READY) {
+        free(p);
+        if (c->state == CONNECTION_READY)
+            fail_here(c, FANIN_ERR_MEMORY, 0, "connection", NULL,
+                      "cannot be asked: out of memory");
+        fn(cookie, c, 0, NULL);
+        return;
+    }
+    if (!c->pending)
+        c->heard_ns = clock_ns();
+    *p = (pending){.next = c->pending, .request = request, .fn = fn, .cookie = cookie};
+    c->pending = p;
+    flush(c);
+}
+
+void connection_forget(connection *c, const void *cookie)
+{
+    /* The entry stays so that the late reply is recognised. */
+    for (pending *p = c->pending; p; p = p->next) {
+        if (p->cookie == cookie) {
+            p->fn = NULL;
+            p->keep = false;
+        }
+    }
+}
+
+void connection_keep(connection *c, uint64_t request)
+{
+    for (pending *p = c->pending; p; p = p->next)
+        p->keep |= p->request == request;
+}
+
+static void on_pong(void *cookie, connection *c, message_type type, body *b)
+{
+    (void)cookie;
+    (void)c;
+    (void)type;
+    (void)b; /* any byte counts as a sign of life */
+}
+
+void connection_set_owing(connection *c, bool owing)
+{
+    if (owing && !c->owing && !c->pending)
+        c->heard_ns = clock_ns();
+    c->owing = owing;
+}
+
+deadline connection_tick(connection *c)
+{
+    if (c->state == CONNECTION_DOWN)
+        return UINT64_MAX;
+    if (c->state != CONNECTION_READY) {
+        if (deadline_passed(c->connect_by))
+            fail_here(c, FANIN_ERR_UNREACHABLE, 0, "connect",
+                      "is the trainer process stopped, or a firewall in between?",
+                      c->state == CONNECTION_HELLO
+                          ? "accepted but did not answer in time"
+                          : "did not answer in time");
+        return c->state == CONNECTION_DOWN ? UINT64_MAX : c->connect_by;
+    }
+    if (!c->pending && !c->owing)
+        return UINT64_MAX;
+    uint64_t lost_ns = (uint64_t)c->shared->lost_ms * 1000000;
+    uint64_t now = clock_ns();
+    if (now - c->heard_ns >= lost_ns) {
+        fail_here(c, FANIN_ERR_UNREACHABLE, 0, "connection",
+                  "is the trainer process stopped, or the network cut?",
+                  "owes an answer and fell silent");
+        return UINT64_MAX;
+    }
+    if (now - c->heard_ns >= lost_ns / 2 && !c->pinged) {
+        c->pinged = true;
+        uint64_t request = connection_next_request(c);
+        encode_empty(&c->out, request, MSG_PING);
+        uint64_t heard = c->heard_ns;
+        connection_ask(c, request, on_pong, NULL);
+        c->heard_ns = heard;
+    }
+    return c->heard_ns + (c->pinged ? lost_ns : lost_ns / 2);
+}
+
+fanin_status connection_reply_error(connection *c, const char *phase, message_type type,
+                                    body *b, fanin_error *error)
+{
+    error_place place = connection_place(c, phase);
+    if (type == 0) {
+        error_copy(error, &c->fault);
+        return c->fault.status;
+    }
+    msg_error m;
+    if (type != MSG_ERROR || decode_error(b, &m) != FANIN_OK) {
+        place.remedy = "use the same fanin release on both ends";
+        return error_set(
+            error, FANIN_ERR_PROTOCOL, &place,
+            "rank %u at %s sent a reply that does not fit the request (%s)",
+            c->peer.rank, c->text,
+            type == MSG_ERROR && b->why ? b->why : "unexpected type");
+    }
+    place.remedy = m.remedy;
+    place.key = m.key;
+    fanin_status status = m.code < 0 ? m.code : FANIN_ERR_PROTOCOL;
+    if (c->known)
+        return error_set(error, status, &place, "rank %u at %s: %s", c->peer.rank,
+                         c->text, m.message);
+    return error_set(error, status, &place, "%s: %s", c->text, m.message);
+}
+
+/* ------------------------------------------------------------- accessors */
+
+connection_state connection_get_state(const connection *c)
+{
+    return c->state;
+}
+const fanin_error *connection_fault(const connection *c)
+{
+    return &c->fault;
+}
+const msg_hello_ok *connection_peer(const connection *c)
+{
+    return &c->peer;
+}
+bool connection_known(const connection *c)
+{
+    return c->known;
+}
+const char *connection_text(const connection *c)
+{
+    return c->text;
+}
+const socket_address *connection_address(const connection *c)
+{
+    return &c->in_use;
+}
+bool connection_is_unix(const connection *c)
+{
+    return c->is_unix;
+}
+bool connection_is_local(const connection *c)
+{
+    return c->local;
+}
+uint64_t connection_generation(const connection *c)
+{
+    return c->generation;
+}

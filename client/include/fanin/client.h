@@ -1,0 +1,302 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/**
+ * @file
+ * The client of inference workers: connects to every trainer rank, pulls a publication
+ * and puts it together in the caller's memory or as a PEFT adapter directory.
+ *
+ * A client is used by one thread at a time; fanin_client_cancel() by any, also from a
+ * signal handler. All work happens in the calling thread and in threads that end before the
+ * call returns. A handle used in a forked child gives FANIN_ERR_FORKED and touches nothing.
+ * Create clients before other threads use getenv() (see fanin/server.h).
+ */
+#ifndef FANIN_CLIENT_H
+#define FANIN_CLIENT_H
+
+#include <fanin/types.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+typedef struct fanin_client fanin_client;
+typedef struct fanin_result fanin_result;
+
+/** How bytes travel. */
+typedef int32_t fanin_path;
+enum {
+    FANIN_PATH_AUTO = 0, /**< by probe: the best that works */
+    FANIN_PATH_STREAM = 1,
+    FANIN_PATH_CMA = 2,
+    FANIN_PATH_RDMA = 3,
+    FANIN_PATH_CUDA_IPC = 4,
+};
+
+/** "auto", "stream", "cma", "rdma", "cuda_ipc"; NULL if unknown. Thread: any. */
+FANIN_API const char *fanin_path_name(fanin_path path);
+
+/** The path of that name, -1 if unknown. Thread: any. */
+FANIN_API fanin_path fanin_path_from_name(const char *name);
+
+typedef struct fanin_client_config {
+    size_t struct_size;
+    const char *server_name;      /**< demand this job's name; default NULL: any */
+    uint8_t world_id[FANIN_WORLD_ID_SIZE]; /**< demand this world; all zero: any */
+    uint32_t connect_timeout_ms;  /**< for one rank, default 5000 */
+    uint32_t lost_ms;             /**< a rank that owes an answer and is silent for so long
+                                       is lost, default 5000 */
+    uint64_t max_inflight;        /**< bytes asked for and not yet here, all ranks together,
+                                       default 64 MiB */
+    uint64_t max_catalog;         /**< bytes of catalog accepted a rank, default 256 MiB */
+    uint32_t streams_per_rank;    /**< data connections; 0 (default): 1 on this host, 4 to
+                                       another; at most 16 */
+    fanin_path path;              /**< default FANIN_PATH_AUTO */
+    bool no_unix;                 /**< TCP even on one host */
+    bool no_ucx;                  /**< never load UCX */
+    fanin_log_fn log;
+    void *log_cookie;
+} fanin_client_config;
+
+FANIN_API void fanin_client_config_init(fanin_client_config *config, size_t size);
+
+/** Copies @p config. Does not block. FANIN_ERR_ARGUMENT, FANIN_ERR_MEMORY. */
+FANIN_API FANIN_MUST_CHECK fanin_status fanin_client_create(
+    const fanin_client_config *config, fanin_client **client_out, fanin_error *error);
+
+/** Closes everything and frees. NULL and *client == NULL are fine. Does not block. */
+FANIN_API void fanin_client_destroy(fanin_client **client);
+
+/**
+ * Makes a running call of this client return FANIN_ERR_CANCELLED soon; if none runs, the
+ * next one does. Any thread, also from a signal handler.
+ */
+FANIN_API void fanin_client_cancel(fanin_client *client);
+
+/**
+ * Connects to all ranks at once and learns who they are. @p addresses: "host:port",
+ * "[v6]:port", one a rank, in any order. Succeeds when all ranks of one world answer, or
+ * when at least one does (the others are tried again by each pull; a pull whose bytes only
+ * a missing rank holds names it).
+ *
+ * Blocks at most @p timeout_ms. FANIN_ERR_ARGUMENT (an address twice or malformed),
+ * FANIN_ERR_UNREACHABLE (nobody answered; names the first rank), FANIN_ERR_WORLD (different
+ * worlds, a rank twice, another world size than addresses, another server name),
+ * FANIN_ERR_VERSION, FANIN_ERR_PROTOCOL, FANIN_ERR_LIMIT, FANIN_ERR_CANCELLED,
+ * FANIN_ERR_TIMEOUT.
+ */
+FANIN_API FANIN_MUST_CHECK fanin_status
+fanin_client_connect(fanin_client *client, const char *const *addresses, size_t count,
+                     uint32_t timeout_ms, fanin_error *error);
+
+/** Closes all connections, forgets catalogs and addresses. Does not block. */
+FANIN_API void fanin_client_disconnect(fanin_client *client);
+
+/** Which step a pull asks for. */
+typedef int32_t fanin_step_rule;
+enum {
+    FANIN_STEP_NEWEST = 0,   /**< whatever is committed on all ranks */
+    FANIN_STEP_EXACT = 1,    /**< this very step; waits for it; passed: SUPERSEDED */
+    FANIN_STEP_AT_LEAST = 2, /**< this step or a later one */
+};
+
+/** How far a pull is; called in the pulling thread, at most some 20 times a second. */
+typedef void (*fanin_progress_fn)(void *cookie, uint64_t bytes_done,
+                                  uint64_t bytes_total);
+
+typedef struct fanin_pull_options {
+    size_t struct_size;
+    const char *publication; /**< "lora:<run>" */
+    fanin_step_rule rule;    /**< default FANIN_STEP_NEWEST */
+    uint64_t step;
+    uint32_t timeout_ms;   /**< for the whole call, default 60000, never endless */
+    uint32_t max_attempts; /**< give up after so many stale attempts; 0: by time only */
+    fanin_progress_fn progress;
+    void *progress_cookie;
+} fanin_pull_options;
+
+FANIN_API void fanin_pull_options_init(fanin_pull_options *options, size_t size);
+
+/**
+ * Fills memory of the caller. Each tensor names what is wanted: name, dtype and global
+ * shape (must equal the catalog's), and the boxes to fill: the whole tensor or any part of
+ * it, each with address and byte strides. @p count 0 is an error; tensors that are not
+ * named are not read.
+ *
+ * Blocks at most options->timeout_ms. On success all boxes hold the bytes of one step. On
+ * failure their content is undefined and nothing writes them after the return. The memory
+ * stays the caller's. *@p result_out (may be NULL) is to be freed with
+ * fanin_result_free().
+ *
+ * Errors: those of fanin_client_connect() (lost ranks are connected again), and
+ * FANIN_ERR_NOT_FOUND (no such run or tensor), FANIN_ERR_MISMATCH (dtype or shape, catalogs
+ * that differ), FANIN_ERR_INCOMPLETE, FANIN_ERR_SUPERSEDED, FANIN_ERR_STALE,
+ * FANIN_ERR_TIMEOUT, FANIN_ERR_CANCELLED, FANIN_ERR_TRANSPORT, FANIN_ERR_MEMORY.
+ */
+FANIN_API FANIN_MUST_CHECK fanin_status
+fanin_client_pull(fanin_client *client, const fanin_pull_options *options,
+                  const fanin_tensor *tensors, size_t count, fanin_result **result_out,
+                  fanin_error *error);
+
+/**
+ * Writes the publication as a PEFT adapter directory: adapter_model.safetensors,
+ * adapter_config.json and fanin.json (identity). @p directory must not exist or be empty, or
+ * hold the same identity (world id, publication, step, key table): then nothing is
+ * read and the result says "reused". Another content is FANIN_ERR_EXISTS. The directory
+ * appears whole, by rename, or not at all; two processes that ask for one directory at once
+ * pull once.
+ *
+ * Blocks at most options->timeout_ms (plus what fsync takes). Errors as
+ * fanin_client_pull(), and FANIN_ERR_IO (disk full, no permission), FANIN_ERR_EXISTS,
+ * FANIN_ERR_MISMATCH (the metadata contradict the tensors).
+ */
+FANIN_API FANIN_MUST_CHECK fanin_status fanin_client_pull_adapter(
+    fanin_client *client, const fanin_pull_options *options, const char *directory,
+    fanin_result **result_out, fanin_error *error);
+
+/**
+ * The name under which fanin_client_pull_adapter() writes the tensor @p name: with PEFT's
+ * prefix, without wrappers' components and PEFT's adapter name. False, and nothing written:
+ * it does not fit @p capacity (FANIN_MAX_NAME + 32 always suffice) or @p name is no name.
+ * Thread: any.
+ */
+FANIN_API FANIN_MUST_CHECK bool fanin_adapter_name(const char *name, char *out,
+                                                   size_t capacity);
+
+/** What a pull did. Strings live as long as the result. */
+typedef struct fanin_result_info {
+    size_t struct_size;
+    uint64_t step;
+    uint8_t world_id[FANIN_WORLD_ID_SIZE];
+    uint64_t bytes;   /**< of tensor data */
+    uint64_t tensors; /**< filled or written */
+    uint64_t reads;   /**< read requests or one-sided gets */
+    uint32_t restarts, stale;
+    bool reused;             /**< the directory was there already; nothing was read */
+    fanin_path path;         /**< of most bytes */
+    const char *path_reason; /**< why this path */
+    /* nanoseconds; total is the whole call */
+    uint64_t connect_ns, catalog_ns, plan_ns, wait_ns, begin_ns, read_ns, scatter_ns,
+        end_ns, write_ns, total_ns;
+    uint64_t fixed_ns; /**< total minus first read posted to last byte in place */
+    const char *ranks_json; /**< array: rank, address, path, reason, bytes, reads,
+                                 read_ns, connections */
+} fanin_result_info;
+
+/** Fills @p info up to its struct_size. */
+FANIN_API void fanin_result_get(const fanin_result *result, fanin_result_info *info);
+FANIN_API void fanin_result_free(fanin_result **result);
+
+/* -------------------------------------------------------------- catalogs */
+
+typedef struct fanin_rank_info {
+    size_t struct_size;
+    int32_t rank;        /**< -1: never answered */
+    uint32_t world_size; /**< 0: never answered */
+    const char *address;
+    const char *server_name; /**< "" if it never answered */
+    uint8_t world_id[16], incarnation[16];
+    const char *software;    /**< library version of the rank */
+    const char *ucx_version; /**< "" without UCX */
+    fanin_status status;     /**< FANIN_OK: connected */
+    const char *message;     /**< why not, "" otherwise */
+} fanin_rank_info;
+
+typedef struct fanin_publication_info {
+    size_t struct_size;
+    const char *name;
+    uint32_t rank;        /**< whose view this is */
+    int32_t state;        /**< FANIN_PUBLICATION_... */
+    uint64_t step;        /**< last committed */
+    uint64_t epoch, catalog_version;
+    uint64_t tensors, bytes; /**< bytes held by this rank */
+    uint8_t key_digest[16];
+} fanin_publication_info;
+enum {
+    FANIN_PUBLICATION_UNPUBLISHED = 0,
+    FANIN_PUBLICATION_STABLE = 1,
+    FANIN_PUBLICATION_DRAINING = 2,
+    FANIN_PUBLICATION_WRITING = 3,
+};
+
+/** One box that one rank holds. */
+typedef struct fanin_owner {
+    uint32_t rank;
+    uint64_t offset[FANIN_MAX_DIMS], extent[FANIN_MAX_DIMS];
+    uint64_t bytes;
+    uint32_t region;        /**< number in the rank's region table */
+    uint64_t region_offset; /**< bytes */
+    bool packed;
+} fanin_owner;
+
+typedef struct fanin_entry {
+    size_t struct_size;
+    const char *name;
+    fanin_dtype dtype;
+    uint32_t n_dims;
+    uint64_t shape[FANIN_MAX_DIMS];
+    uint64_t bytes; /**< of the whole tensor */
+    const fanin_owner *owners;
+    size_t n_owners;
+} fanin_entry;
+
+/** Callbacks get pointers that are valid during the call; return false to stop. */
+typedef bool (*fanin_rank_fn)(void *cookie, const fanin_rank_info *info);
+typedef bool (*fanin_publication_fn)(void *cookie, const fanin_publication_info *info);
+typedef bool (*fanin_entry_fn)(void *cookie, const fanin_entry *entry);
+
+/** The ranks as last seen; does not block. */
+FANIN_API FANIN_MUST_CHECK fanin_status fanin_client_ranks(fanin_client *client,
+                                                           fanin_rank_fn fn,
+                                                           void *cookie,
+                                                           fanin_error *error);
+
+/** Asks every connected rank what it publishes: one call a rank and publication. */
+FANIN_API FANIN_MUST_CHECK fanin_status
+fanin_client_list(fanin_client *client, uint32_t timeout_ms, fanin_publication_fn fn,
+                  void *cookie, fanin_error *error);
+
+/**
+ * The publication's tensors in canonical (byte) order of names, with every rank's boxes.
+ * @p name not NULL: that tensor only. Waits for a first commit until the timeout.
+ * FANIN_ERR_NOT_FOUND (run or tensor) and the errors of fanin_client_pull().
+ */
+FANIN_API FANIN_MUST_CHECK fanin_status
+fanin_client_catalog(fanin_client *client, const char *publication, const char *name,
+                     uint32_t timeout_ms, fanin_entry_fn fn, void *cookie,
+                     fanin_error *error);
+
+/** The publication's metadata; @p fn gets pairs as (key, value). */
+typedef bool (*fanin_pair_fn)(void *cookie, const char *key, const char *value);
+FANIN_API FANIN_MUST_CHECK fanin_status
+fanin_client_metadata(fanin_client *client, const char *publication,
+                      uint32_t timeout_ms, fanin_pair_fn fn, void *cookie,
+                      fanin_error *error);
+
+/** What fanin_client_watch() reports. */
+typedef struct fanin_watch_event {
+    size_t struct_size;
+    uint64_t step;        /**< committed on every connected rank */
+    uint64_t step_newest; /**< of the rank that is furthest */
+    uint64_t spread_ns;   /**< between the first and the last rank's commit of step */
+    int32_t slowest_rank;
+} fanin_watch_event;
+typedef bool (*fanin_watch_fn)(void *cookie, const fanin_watch_event *event);
+
+/**
+ * Calls @p fn once for each step committed on all ranks, until @p fn returns false, the
+ * timeout (FANIN_ERR_TIMEOUT), cancel, or a rank is lost.
+ */
+FANIN_API FANIN_MUST_CHECK fanin_status
+fanin_client_watch(fanin_client *client, const char *publication, uint32_t timeout_ms,
+                   fanin_watch_fn fn, void *cookie, fanin_error *error);
+
+/** Round trip to every rank: @p fn gets rank infos; rtt in ns through @p rtt_ns. */
+typedef bool (*fanin_ping_fn)(void *cookie, const fanin_rank_info *info,
+                              uint64_t rtt_ns);
+FANIN_API FANIN_MUST_CHECK fanin_status
+fanin_client_ping(fanin_client *client, uint32_t timeout_ms, fanin_ping_fn fn,
+                  void *cookie, fanin_error *error);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

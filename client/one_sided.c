@@ -1,0 +1,307 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include "one_sided.h"
+
+#include "error_set.h"
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+
+#define SLOTS 8
+#define DRAIN_MS 5000
+/* Gets under way that land directly: bounds what a failing endpoint has to drain. */
+#define MAX_DIRECT 64
+
+typedef struct get {
+    one_sided_work *work;
+    const span *span;
+    uint8_t *slot; /* NULL: lands directly */
+    bool busy;
+} get;
+
+struct one_sided {
+    fanin_client *client;
+    one_sided_work *works;
+    size_t n, turn;
+    uint8_t *base;
+    landed_fn landed;
+    void *landed_cookie;
+    const memory_range *ranges;
+    ucx_local **locals;
+    size_t n_locals;
+    uint8_t *staging;
+    ucx_local *staging_local;
+    get gets[SLOTS + MAX_DIRECT]; /* the first SLOTS are staged */
+    size_t outstanding;
+    uint64_t scatter_ns;
+    loop_source source;
+};
+
+static void on_wake(loop_source *source, uint32_t events)
+{
+    (void)source;
+    (void)events; /* the next one_sided_step() progresses */
+}
+
+/* -------------------------------------------------------------- life cycle */
+
+static void register_ranges(one_sided *o, const memory_range *ranges, size_t n)
+{
+    fanin_memory host = {FANIN_MEMORY_HOST, -1};
+    o->ranges = ranges;
+    o->locals = calloc(n + 1, sizeof(*o->locals));
+    fanin_error why = FANIN_ERROR_INIT;
+    while (o->locals && o->n_locals < n) {
+        if (ucx_local_create(o->client->one_sided, ranges[o->n_locals].base,
+                             ranges[o->n_locals].length, host, &o->locals[o->n_locals],
+                             &why) != FANIN_OK) {
+            log_write(&o->client->log, FANIN_LOG_INFO, "destination",
+                      "the destination is not registered, reads go through staging: %s",
+                      why.message);
+            break;
+        }
+        o->n_locals++;
+    }
+}
+
+fanin_status one_sided_create(fanin_client *client, one_sided_work *works, size_t n,
+                              uint8_t *base, const memory_range *ranges,
+                              size_t n_ranges, landed_fn landed, void *landed_cookie,
+                              one_sided **out, fanin_error *error)
+{
+    one_sided *o = calloc(1, sizeof(*o));
+    if (!o)
+        return error_set_memory(error);
+    o->client = client;
+    o->works = works;
+    o->n = n;
+    o->base = base;
+    o->landed = landed;
+    o->landed_cookie = landed_cookie;
+    o->source = (loop_source){.fd = -1, .events = EPOLLIN, .ready = on_wake};
+    fanin_memory host = {FANIN_MEMORY_HOST, -1};
+    o->staging = mmap(NULL, SLOTS * SPAN_MAX, PROT_READ | PROT_WRITE,
+                      MAP_PRIVATE | MAP_ANONYMOUS | MAP_POPULATE, -1, 0);
+    fanin_status status = FANIN_OK;
+    if (o->staging == MAP_FAILED) {
+        o->staging = NULL;
+        status = error_set_memory(error);
+    }
+    if (status == FANIN_OK)
+        status = ucx_local_create(client->one_sided, o->staging, SLOTS * SPAN_MAX, host,
+                                  &o->staging_local, error);
+    if (status == FANIN_OK) {
+        for (size_t i = 0; i < SLOTS; i++)
+            o->gets[i].slot = o->staging + i * SPAN_MAX;
+        register_ranges(o, ranges, n_ranges);
+        o->source.fd = ucx_client_fd(client->one_sided);
+        status = loop_add(&client->loop, &o->source, error);
+    }
+    if (status != FANIN_OK) {
+        one_sided_destroy(&o);
+        return status;
+    }
+    *out = o;
+    return FANIN_OK;
+}
+
+static bool drain(one_sided *o)
+{
+    bool drained = true;
+    for (size_t i = 0; i < o->n; i++) {
+        peer *p = o->works[i].peer;
+        if (p->endpoint && (ucx_endpoint_outstanding(p->endpoint) > 0 ||
+                            ucx_endpoint_failed(p->endpoint, NULL) != 0))
+            drained =
+                peer_drop_paths(o->client, (size_t)(p - o->client->peers)) && drained;
+    }
+    return drained && o->outstanding == 0;
+}
+
+bool one_sided_destroy(one_sided **o)
+{
+    one_sided *r = *o;
+    *o = NULL;
+    if (!r)
+        return true;
+    if (!drain(r))
+        return false; /* reads may still land: reader, staging and destination stay */
+    loop_remove(&r->client->loop, &r->source);
+    for (size_t i = 0; i < r->n_locals; i++)
+        ucx_local_destroy(&r->locals[i]);
+    ucx_local_destroy(&r->staging_local);
+    if (r->staging)
+        munmap(r->staging, SLOTS * SPAN_MAX);
+    free(r->locals);
+    free(r);
+    return true;
+}
+
+/* --------------------------------------------------------------- scattering */
+
+static void land_strided(one_sided *o, const strided *view, uint64_t to)
+{
+    uint64_t runs = strided_runs(view);
+    for (uint64_t i = 0; i < runs; i++) {
+        int64_t offset;
+        strided_run(view, i, NULL, &offset);
+        o->landed(o->landed_cookie, to + (uint64_t)offset, view->run);
+    }
+}
+
+static void scatter(one_sided *o, const get *g)
+{
+    const plan_spans *spans = g->work->spans;
+    const span *s = g->span;
+    for (uint64_t i = s->first; i < s->first + s->count; i++) {
+        const span_piece *p = &spans->pieces[i];
+        if (p->view) {
+            const strided *view = &spans->views[p->view - 1];
+            strided_copy(view, o->base + p->to, g->slot + p->offset);
+            if (o->landed)
+                land_strided(o, view, p->to);
+            continue;
+        }
+        if (g->slot)
+            memcpy(o->base + p->to, g->slot + p->offset, p->length);
+        if (o->landed)
+            o->landed(o->landed_cookie, p->to, p->length);
+    }
+}
+
+/* ------------------------------------------------------------------ getting */
+
+static void fail(one_sided_work *w, const char *what)
+{
+    if (w->failed)
+        return;
+    error_place place = connection_place(w->peer->control, "read");
+    w->failed = true;
+    w->error = (fanin_error)FANIN_ERROR_INIT;
+    error_set(&w->error, FANIN_ERR_TRANSPORT, &place,
+              "reading from rank %u at %s by %s: %s", w->rank,
+              connection_text(w->peer->control), fanin_path_name(w->peer->path), what);
+}
+
+static void on_done(void *cookie, uint64_t tag, int ucx_status)
+{
+    one_sided *o = cookie;
+    get *g = &o->gets[tag];
+    g->busy = false;
+    o->outstanding--;
+    if (ucx_status != 0) {
+        const char *text = "the read failed";
+        if (g->work->peer->endpoint)
+            ucx_endpoint_failed(g->work->peer->endpoint, &text);
+        fail(g->work, text);
+        return;
+    }
+    uint64_t start = clock_ns();
+    scatter(o, g);
+    o->scatter_ns += clock_ns() - start;
+    g->work->done_spans++;
+    g->work->bytes += g->span->length;
+}
+
+static const ucx_local *local_for(const one_sided *o, const uint8_t *to,
+                                  uint64_t length)
+{
+    size_t low = 0, high = o->n_locals;
+    while (low < high) {
+        size_t middle = low + (high - low) / 2;
+        const memory_range *r = &o->ranges[middle];
+        if (to < r->base)
+            high = middle;
+        else if (to >= r->base + r->length)
+            low = middle + 1;
+        else
+            return length <= (uint64_t)(r->base + r->length - to) ? o->locals[middle]
+                                                                  : NULL;
+    }
+    return NULL;
+}
+
+static get *free_get(one_sided *o, bool direct)
+{
+    size_t first = direct ? SLOTS : 0;
+    size_t end = direct ? SLOTS + MAX_DIRECT : SLOTS;
+    for (size_t i = first; i < end; i++) {
+        if (!o->gets[i].busy)
+            return &o->gets[i];
+    }
+    return NULL;
+}
+
+/* Posts the next span of a rank; false: no room. */
+static bool post(one_sided *o, one_sided_work *w)
+{
+    const span *s = &w->spans->spans[w->next_span];
+    uint8_t *to = NULL;
+    const ucx_local *local = NULL;
+    if (s->direct) {
+        to = o->base + w->spans->pieces[s->first].to;
+        local = local_for(o, to, s->length);
+    }
+    get *g = free_get(o, local != NULL);
+    if (!g)
+        return false;
+    if (!local) {
+        to = g->slot;
+        local = o->staging_local;
+    }
+    g->work = w;
+    g->span = s;
+    g->busy = true;
+    o->outstanding++;
+    w->next_span++;
+    fanin_error why = FANIN_ERROR_INIT;
+    const region_entry *r = &w->shards->regions->entries[s->region];
+    if (ucx_get(w->peer->endpoint, w->shards->rkeys[s->region], r->base + s->offset, to,
+                s->length, local, on_done, o, (uint64_t)(g - o->gets),
+                &why) != FANIN_OK) {
+        g->busy = false;
+        o->outstanding--;
+        fail(w, why.message);
+    }
+    return true;
+}
+
+bool one_sided_step(one_sided *o)
+{
+    bool happened = false;
+    for (size_t i = 0; i < o->n; i++) {
+        one_sided_work *w = &o->works[(o->turn + i) % o->n];
+        if (w->failed || w->next_span == w->spans->n_spans)
+            continue;
+        if (!w->peer->endpoint || ucx_endpoint_failed(w->peer->endpoint, NULL) != 0) {
+            fail(w, "the endpoint failed");
+            return true;
+        }
+        if (!post(o, w))
+            break;
+        happened = true;
+    }
+    o->turn = o->n ? (o->turn + 1) % o->n : 0;
+    return ucx_client_progress(o->client->one_sided) || happened;
+}
+
+bool one_sided_arm(one_sided *o)
+{
+    return ucx_client_arm(o->client->one_sided);
+}
+
+bool one_sided_done(const one_sided *o)
+{
+    for (size_t i = 0; i < o->n; i++) {
+        const one_sided_work *w = &o->works[i];
+        if (w->failed)
+            return true;
+        if (w->done_spans < w->spans->n_spans)
+            return false;
+    }
+    return true;
+}
+
+uint64_t one_sided_scatter_ns(const one_sided *o)
+{
+    return o->scatter_ns;
+}

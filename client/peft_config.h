@@ -1,0 +1,25 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/**
+ * @file
+ * adapter_config.json: the trainer's own, checked against the tensors as far as that can be
+ * proven, or derived from the tensors and the publication's metadata. Pure.
+ */
+#ifndef PEFT_CONFIG_H
+#define PEFT_CONFIG_H
+
+#include "peft_names.h"
+
+/**
+ * The text of adapter_config.json (to be freed, *size_out bytes) for a publication with
+ * these tensors and keys->pairs as its metadata.
+ *
+ * With "peft_config" in the metadata that object is written back whole, else the fields are
+ * derived. Other pairs that bear the name of one of PEFT's fields fill what is not there and
+ * must not contradict what is. FANIN_ERR_MISMATCH (names key or pair, and the remedy),
+ * FANIN_ERR_MEMORY.
+ */
+fanin_status peft_config_make(const key_table *keys, const peft_names *names,
+                              const char *publication, char **text_out,
+                              size_t *size_out, fanin_error *error);
+
+#endif

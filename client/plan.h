@@ -1,0 +1,115 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/**
+ * @file
+ * The plan: which bytes go from which rank to which place. Pure: no I/O, no clock.
+ */
+#ifndef PLAN_H
+#define PLAN_H
+
+#include "catalog.h"
+
+/** A rank whose boxes may be read. */
+typedef struct plan_source {
+    uint32_t rank;
+    const box_table *boxes;
+} plan_source;
+
+/** One block to fill. to = base + address of its first element: the base is added by the
+    reader of the plan, so that a plan outlives one mapping of its destination. */
+typedef struct plan_target {
+    uint32_t key;
+    block block;
+    uint64_t to;
+    int64_t stride[FANIN_MAX_DIMS]; /**< bytes, all 0: packed */
+} plan_target;
+
+#define PIECE_MAX ((uint64_t)4 << 20) /**< bytes of one piece */
+
+/** Packed source bytes of one box that land together. */
+typedef struct piece {
+    uint32_t box;  /**< ordinal in the source's box table */
+    uint32_t view; /**< 0: contiguous at `to`; else plan->views[view - 1] says how */
+    uint64_t offset, length; /**< packed row-major bytes of the box; <= PIECE_MAX */
+    uint64_t to;
+} piece;
+
+/** The pieces of one source, ascending by (box, offset). */
+typedef struct plan_rank {
+    piece *pieces;
+    uint64_t n_pieces, bytes; /**< bytes asked for; >= bytes wanted */
+} plan_rank;
+
+typedef struct plan {
+    plan_rank *ranks; /**< as many as sources, same order; n_pieces 0: not needed */
+    size_t n_ranks;
+    strided *views; /**< from = in the piece's packed bytes (or span bytes), to = destination */
+    uint32_t n_views;
+    uint64_t bytes; /**< wanted */
+    uint64_t tensors; /**< distinct keys */
+    bool has_replicas; /**< some source could be spared */
+} plan;
+
+/**
+ * Proves that the sources' boxes tile every tensor of @p keys exactly (also those that no
+ * target names), chooses one holder for each box, balanced by bytes, keeping neighbouring
+ * boxes of a source together, and maps targets to pieces. If all sources follow chunk
+ * rules the proof and the choice are made once per rule, not per box.
+ *
+ * @p n_targets 0: every tensor whole, packed, at to = to_of_key[key].
+ *
+ * FANIN_ERR_INCOMPLETE: hole or conflicting overlap; names key, range and ranks.
+ * FANIN_ERR_MEMORY, FANIN_ERR_ARGUMENT (a target outside its tensor, targets' units).
+ */
+fanin_status plan_build(const key_table *keys, const plan_source *sources,
+                        size_t n_sources, const plan_target *targets, size_t n_targets,
+                        const uint64_t *to_of_key, plan **out, fanin_error *error);
+void plan_free(plan **plan);
+
+/** Whether those sources with use[i] tile everything (the proof alone). */
+bool plan_sufficient(const key_table *keys, const plan_source *sources, size_t n_sources,
+                     const bool *use);
+
+/* ---- one-sided reads ---- */
+
+/** A piece inside a span. */
+typedef struct span_piece {
+    uint64_t offset; /**< bytes from the span's start to the piece's first element */
+    uint64_t length; /**< contiguous bytes, if view is 0 */
+    uint64_t to;
+    uint32_t view; /**< as in piece, but `from` strides are those of the remote memory */
+} span_piece;
+
+typedef struct span {
+    uint32_t region;
+    uint64_t offset, length; /**< bytes in the region; length <= the max given */
+    uint64_t first, count;   /**< of plan_spans.pieces */
+    bool direct;             /**< one piece, contiguous on both sides: no staging */
+} span;
+
+typedef struct plan_spans {
+    span *spans;
+    uint64_t n_spans;
+    span_piece *pieces;
+    uint64_t n_pieces;
+    strided *views;
+    uint32_t n_views;
+} plan_spans;
+
+typedef struct span_rule {
+    uint64_t max_length;  /**< of a span */
+    uint64_t max_gap;     /**< bytes read for nothing to save one operation */
+    uint64_t direct_from; /**< a piece of at least so many contiguous bytes is a span of its own */
+} span_rule;
+
+/**
+ * Cuts what source @p index must bring into one-sided reads, ascending by region and
+ * offset. Never leaves a region (@p regions gives lengths: a box outside of its region is
+ * FANIN_ERR_PROTOCOL naming key and rank). Gaps are crossed only inside one region.
+ */
+fanin_status plan_spans_build(const plan *plan, const key_table *keys,
+                              const plan_source *sources, size_t index,
+                              const region_table *regions, const span_rule *rule,
+                              plan_spans **out, fanin_error *error);
+void plan_spans_free(plan_spans **spans);
+
+#endif

@@ -1,0 +1,334 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include "pull.h"
+
+#include "agree.h"
+#include "error_set.h"
+#include "path.h"
+#include "pull_plan.h"
+#include "read_phase.h"
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+/* After so many stale attempts the error explains what would help. */
+#define ADVISE_AFTER 3
+/* Lost paths that a forced path may cost before the pull gives up. */
+#define MAX_TRANSPORT_FAILURES 3
+
+typedef struct pull {
+    fanin_client *client;
+    const fanin_pull_options *options;
+    destination *destination;
+    deadline at;
+    publication *publication;
+    announcement *announced;
+    bool *use, *needed;
+    reader_lease *leases;
+    fanin_result *result;
+    adapter_identity identity;
+    bool refused; /* the attempt ended before anything was read: not stale */
+    uint64_t attempt_ns;
+    unsigned transport_failures;
+    fanin_error stale; /* the last reason to restart */
+} pull;
+
+/* ----------------------------------------------------------------- options */
+
+fanin_status pull_check_options(const fanin_pull_options *in, fanin_pull_options *out,
+                                fanin_error *error)
+{
+    fanin_pull_options_init(out, sizeof(*out));
+    if (!in || in->struct_size < sizeof(size_t))
+        return error_set(error, FANIN_ERR_ARGUMENT, NULL,
+                         "the options are NULL or their struct_size is not set");
+    memcpy(out, in, in->struct_size < sizeof(*out) ? in->struct_size : sizeof(*out));
+    out->struct_size = sizeof(*out);
+    error_place place = {.remedy = "a publication is \"lora:<run>\""};
+    if (!out->publication || !strchr(out->publication, ':') ||
+        strlen(out->publication) >= sizeof(((publication *)0)->name))
+        return error_set(error, FANIN_ERR_ARGUMENT, &place,
+                         "the publication's name is missing or malformed");
+    if (out->rule < FANIN_STEP_NEWEST || out->rule > FANIN_STEP_AT_LEAST)
+        return error_set(error, FANIN_ERR_ARGUMENT, NULL, "unknown step rule %d",
+                         (int)out->rule);
+    if (out->timeout_ms == 0)
+        return error_set(error, FANIN_ERR_ARGUMENT, NULL,
+                         "timeout_ms must not be 0: every pull has a deadline");
+    return FANIN_OK;
+}
+
+/* ----------------------------------------------------------------- attempt */
+
+static uint64_t lap(uint64_t *since)
+{
+    uint64_t now = clock_ns(), passed = now - *since;
+    *since = now;
+    return passed;
+}
+
+/* Connected, agreed, catalogs and plan at hand. */
+static fanin_status get_ready(pull *p, fanin_error *error)
+{
+    fanin_client *client = p->client;
+    fanin_result_info *info = &p->result->info;
+    uint64_t clock = clock_ns();
+    fanin_status status = client_ensure_connected(client, p->at, error);
+    info->connect_ns += lap(&clock);
+    if (status == FANIN_OK)
+        status = agree(client, p->publication, p->options, p->at, p->announced, p->use,
+                       error);
+    info->wait_ns += lap(&clock);
+    if (status == FANIN_OK)
+        status =
+            tables_sync(client, p->publication, p->announced, p->use, p->at, error);
+    info->catalog_ns += lap(&clock);
+    if (status == FANIN_OK)
+        status = pull_plan(client, p->publication, p->use, p->destination, error);
+    info->plan_ns += lap(&clock);
+    return status;
+}
+
+static void identify(pull *p)
+{
+    for (size_t i = 0; i < p->client->n_peers; i++) {
+        if (!p->use[i])
+            continue;
+        memcpy(p->identity.world_id,
+               connection_peer(p->client->peers[i].control)->world_id,
+               sizeof(p->identity.world_id));
+        p->identity.step = p->announced[i].step;
+        break;
+    }
+    p->identity.publication = p->publication->name;
+    p->identity.key_table = p->publication->keys->id;
+}
+
+/* Paths and what they need, then leases: nothing slow happens under a lease but reads. */
+static fanin_status begin(pull *p, plan_cache *cache, fanin_error *error)
+{
+    fanin_client *client = p->client;
+    fanin_result_info *info = &p->result->info;
+    uint64_t clock = clock_ns();
+    for (size_t i = 0; i < client->n_peers; i++)
+        p->needed[i] = false;
+    for (size_t i = 0; i < cache->n_sources; i++)
+        p->needed[cache->peer_of[i]] = cache->plan->ranks[i].n_pieces > 0;
+    fanin_status status = path_prepare(client, p->publication, p->needed, p->at, error);
+    info->connect_ns += lap(&clock);
+    for (size_t i = 0; i < cache->n_sources && status == FANIN_OK; i++)
+        status = pull_plan_source(client, p->publication, cache, i, error);
+    info->plan_ns += lap(&clock);
+    if (status != FANIN_OK)
+        return status;
+    status = lease_round_begin(client, p->publication, p->announced, p->needed,
+                               p->leases, p->at, error);
+    info->begin_ns += lap(&clock);
+    p->refused = status == FANIN_ERR_STALE;
+    return status;
+}
+
+static fanin_status read_and_end(pull *p, plan_cache *cache, uint8_t *base,
+                                 fanin_error *error)
+{
+    fanin_result_info *info = &p->result->info;
+    read_phase r = {.client = p->client,
+                    .publication = p->publication,
+                    .cache = cache,
+                    .leases = p->leases,
+                    .destination = p->destination,
+                    .base = base,
+                    .options = p->options,
+                    .result = p->result};
+    memset(p->result->served, 0, p->result->n_peers * sizeof(*p->result->served));
+    p->refused = false;
+    fanin_status status = read_phase_run(&r, p->at, error);
+    info->read_ns += r.last_ns - r.first_ns;
+    info->fixed_ns = r.last_ns - r.first_ns; /* turned into the rest at the end */
+    if (status != FANIN_OK)
+        return status;
+    uint64_t clock = clock_ns();
+    status = lease_round_end(p->client, p->leases, p->at, error);
+    info->end_ns += lap(&clock);
+    return status;
+}
+
+static fanin_status attempt(pull *p, fanin_error *error)
+{
+    destination *d = p->destination;
+    uint64_t started = clock_ns();
+    p->refused = true;
+    fanin_status status = get_ready(p, error);
+    if (status != FANIN_OK)
+        return status;
+    identify(p);
+    uint8_t *base = NULL;
+    bool skip = false;
+    uint64_t clock = clock_ns();
+    status =
+        d->agreed(d->cookie, p->publication->keys, &p->identity, &base, &skip, error);
+    p->result->info.write_ns += lap(&clock);
+    if (status != FANIN_OK || skip) {
+        p->result->info.reused = skip;
+        return status;
+    }
+    plan_cache *cache = &p->publication->plans[d->plan_slot];
+    status = begin(p, cache, error);
+    if (status == FANIN_OK)
+        status = read_and_end(p, cache, base, error);
+    lease_round_abandon(p->client, p->leases);
+    p->attempt_ns = clock_ns() - started;
+    return status;
+}
+
+/* ---------------------------------------------------------------- restarting */
+
+static bool may_restart(pull *p, fanin_status status)
+{
+    switch (status) {
+    case FANIN_ERR_STALE:
+        return p->options->max_attempts == 0 || p->refused ||
+               p->result->info.stale + 1 < p->options->max_attempts;
+    case FANIN_ERR_CLOSED:
+        return true;
+    case FANIN_ERR_UNREACHABLE:
+        /* Lost while reading: its boxes may be had from a replica, or it is back. Found
+           missing when the plan was made: nothing to try. */
+        return !p->refused;
+    case FANIN_ERR_TRANSPORT:
+        return ++p->transport_failures < MAX_TRANSPORT_FAILURES;
+    default:
+        return false;
+    }
+}
+
+static fanin_status stale_error(const pull *p, fanin_error *error)
+{
+    const fanin_result_info *info = &p->result->info;
+    error_place place = {.phase = p->stale.phase,
+                         .address = p->stale.address,
+                         .key = p->publication->name,
+                         .rank_plus_1 = p->stale.rank + 1};
+    if (info->stale < ADVISE_AFTER) {
+        place.remedy = "pull again";
+        return error_set(error, FANIN_ERR_STALE, &place, "%s", p->stale.message);
+    }
+    uint64_t stable = 0;
+    for (size_t i = 0; i < p->client->n_peers; i++) {
+        if (p->announced[i].stable_ns > stable)
+            stable = p->announced[i].stable_ns;
+    }
+    place.remedy = "keep the weights stable for longer, raise the lease, or publish "
+                   "snapshots";
+    return error_set(
+        error, FANIN_ERR_STALE, &place,
+        "%u attempts were overtaken by the trainer: one takes %.1f ms, the "
+        "weights are stable for %.1f ms (last: %s)",
+        info->stale, (double)p->attempt_ns / 1e6, (double)stable / 1e6,
+        p->stale.message);
+}
+
+static fanin_status pause_before_restart(pull *p, fanin_error *error)
+{
+    uint16_t random = 0;
+    (void)random_bytes(&random, sizeof(random)); /* 0 will do as well */
+    uint64_t widest = p->result->info.restarts < 8 ? p->result->info.restarts : 8;
+    uint64_t ns = widest * 1000000 * random / 65536;
+    return client_pause(p->client, p->at, clock_ns() + ns, error);
+}
+
+static fanin_status pull_until_good(pull *p, fanin_error *error)
+{
+    fanin_error local = FANIN_ERROR_INIT;
+    for (;;) {
+        fanin_status status = attempt(p, &local);
+        if (status == FANIN_OK)
+            return status;
+        bool again = may_restart(p, status) && !p->destination->leak;
+        if (status == FANIN_ERR_STALE) {
+            p->result->info.stale += !p->refused;
+            p->stale = local;
+        }
+        if (again) {
+            p->result->info.restarts++;
+            log_write(&p->client->log, FANIN_LOG_DEBUG, "restart", "%s", local.message);
+            if (p->destination->restart)
+                p->destination->restart(p->destination->cookie);
+            status = pause_before_restart(p, &local);
+            if (status == FANIN_OK)
+                continue;
+        }
+        if (p->result->info.stale > 0 &&
+            (status == FANIN_ERR_TIMEOUT || status == FANIN_ERR_STALE))
+            return stale_error(p, error);
+        error_copy(error, &local);
+        return status;
+    }
+}
+
+/* -------------------------------------------------------------------- whole */
+
+static void release(pull *p)
+{
+    free(p->announced);
+    free(p->use);
+    free(p->needed);
+    free(p->leases);
+    fanin_result_free(&p->result);
+}
+
+static fanin_status prepare(pull *p, fanin_error *error)
+{
+    size_t n = p->client->n_peers;
+    p->publication = tables_of(p->client, p->options->publication);
+    p->announced = calloc(n, sizeof(*p->announced));
+    p->use = calloc(n, sizeof(*p->use));
+    p->needed = calloc(n, sizeof(*p->needed));
+    p->leases = calloc(n, sizeof(*p->leases));
+    p->result = result_create(n);
+    if (!p->publication || !p->announced || !p->use || !p->needed || !p->leases ||
+        !p->result)
+        return error_set_memory(error);
+    return FANIN_OK;
+}
+
+static fanin_status complete(pull *p, uint64_t started, fanin_error *error)
+{
+    fanin_result_info *info = &p->result->info;
+    uint64_t clock = clock_ns();
+    fanin_status status = FANIN_OK;
+    if (p->destination->publish && !info->reused)
+        status = p->destination->publish(p->destination->cookie, &p->identity, error);
+    info->write_ns += lap(&clock);
+    const plan *plan = p->publication->plans[p->destination->plan_slot].plan;
+    info->step = p->identity.step;
+    memcpy(info->world_id, p->identity.world_id, sizeof(info->world_id));
+    info->bytes = plan->bytes;
+    info->tensors = plan->tensors;
+    info->total_ns = clock_ns() - started;
+    info->fixed_ns = info->total_ns - info->fixed_ns;
+    if (status == FANIN_OK)
+        status = result_finish(p->result, p->client, error);
+    return status;
+}
+
+fanin_status pull_run(fanin_client *client, const fanin_pull_options *options,
+                      destination *d, fanin_result **result_out, fanin_error *error)
+{
+    uint64_t started = clock_ns();
+    pull p = {.client = client,
+              .options = options,
+              .destination = d,
+              .at = deadline_in_ms(options->timeout_ms),
+              .stale = FANIN_ERROR_INIT};
+    fanin_status status = prepare(&p, error);
+    if (status == FANIN_OK)
+        status = pull_until_good(&p, error);
+    if (status == FANIN_OK)
+        status = complete(&p, started, error);
+    if (status == FANIN_OK && result_out) {
+        *result_out = p.result;
+        p.result = NULL;
+    }
+    release(&p);
+    return status;
+}

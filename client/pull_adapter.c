@@ -1,0 +1,123 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Pulling into an adapter directory. */
+#include "client_state.h"
+#include "error_set.h"
+#include "pull.h"
+#include <stdatomic.h>
+#include <string.h>
+
+typedef struct adapter_destination {
+    adapter *adapter;
+    bool prepared;
+    digest prepared_for;
+    const char *publication;
+    uint64_t file_size;
+    memory_range range;
+} adapter_destination;
+
+static digest layout(void *cookie)
+{
+    (void)cookie;
+    return (digest){{0}}; /* the file's layout follows from the key table alone */
+}
+
+static fanin_status prepare(void *cookie, const key_table *keys,
+                            const plan_target **targets, size_t *n_targets,
+                            const uint64_t **to_of_key, fanin_error *error)
+{
+    adapter_destination *a = cookie;
+    fanin_status status = adapter_prepare(a->adapter, keys, a->publication, to_of_key,
+                                          &a->file_size, error);
+    *targets = NULL;
+    *n_targets = 0;
+    a->prepared = status == FANIN_OK;
+    a->prepared_for = keys->id;
+    return status;
+}
+
+static fanin_status agreed(void *cookie, const key_table *keys,
+                           const adapter_identity *identity, uint8_t **base_out,
+                           bool *skip_out, fanin_error *error)
+{
+    adapter_destination *a = cookie;
+    fanin_status status = FANIN_OK;
+    if (!a->prepared || !digest_equal(&a->prepared_for, &keys->id)) {
+        const plan_target *targets;
+        const uint64_t *to_of_key;
+        size_t n;
+        status = prepare(a, keys, &targets, &n, &to_of_key, error);
+    }
+    if (status == FANIN_OK)
+        status = adapter_reusable(a->adapter, identity, skip_out, error);
+    if (status != FANIN_OK || *skip_out)
+        return status;
+    status = adapter_map(a->adapter, base_out, error);
+    a->range = (memory_range){*base_out, a->file_size};
+    return status;
+}
+
+static void landed(void *cookie, uint64_t to, uint64_t length)
+{
+    adapter_landed(((adapter_destination *)cookie)->adapter, to, length);
+}
+
+static void restart(void *cookie)
+{
+    adapter_restart(((adapter_destination *)cookie)->adapter);
+}
+
+static fanin_status publish(void *cookie, const adapter_identity *identity,
+                            fanin_error *error)
+{
+    return adapter_publish(((adapter_destination *)cookie)->adapter, identity, error);
+}
+
+static void ranges(void *cookie, const memory_range **out, size_t *n)
+{
+    adapter_destination *a = cookie;
+    *out = &a->range;
+    *n = 1;
+}
+
+static bool is_cancelled(void *cookie)
+{
+    return atomic_load(&((fanin_client *)cookie)->cancelled);
+}
+
+fanin_status fanin_client_pull_adapter(fanin_client *client,
+                                       const fanin_pull_options *options,
+                                       const char *directory, fanin_result **result_out,
+                                       fanin_error *error)
+{
+    fanin_pull_options checked;
+    fanin_status status = client_check_connected(client, error);
+    if (status == FANIN_OK)
+        status = pull_check_options(options, &checked, error);
+    if (status != FANIN_OK)
+        return status;
+    if (!directory || !directory[0])
+        return error_set(error, FANIN_ERR_ARGUMENT, NULL, "no directory was given");
+    adapter_destination a = {.publication = checked.publication};
+    deadline at = deadline_in_ms(checked.timeout_ms);
+    status = adapter_open(directory, at, is_cancelled, client, &client->log, &a.adapter,
+                          error);
+    if (status == FANIN_ERR_CANCELLED)
+        atomic_store(&client->cancelled, false);
+    if (status != FANIN_OK)
+        return status;
+    destination d = {.cookie = &a,
+                     .plan_slot = 1,
+                     .layout = layout,
+                     .prepare = prepare,
+                     .agreed = agreed,
+                     .landed = landed,
+                     .restart = restart,
+                     .publish = publish,
+                     .ranges = ranges};
+    uint64_t left_ms = deadline_left_ns(at) / 1000000;
+    checked.timeout_ms = left_ms > 0 ? (uint32_t)left_ms : 1;
+    status = pull_run(client, &checked, &d, result_out, error);
+    if (!d.leak)
+        adapter_close(&a.adapter);
+    return status;
+}

@@ -1,0 +1,17 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/** @file The plan of a pull, taken from the cache when nothing it was made from changed. */
+#ifndef PULL_PLAN_H
+#define PULL_PLAN_H
+
+#include "pull.h"
+
+/** cache->plan for the ranks with use[i] and the destination. Errors of plan_build(); a hole
+    whose holder is a rank that is down becomes that rank's error. */
+fanin_status pull_plan(fanin_client *client, publication *p, const bool *use,
+                       destination *d, fanin_error *error);
+
+/** Makes what the source's path needs: its request list, or its spans. */
+fanin_status pull_plan_source(fanin_client *client, publication *p, plan_cache *cache,
+                              size_t source, fanin_error *error);
+
+#endif

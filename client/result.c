@@ -1,0 +1,82 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include "result.h"
+
+#include "error_set.h"
+#include <jansson.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+fanin_result *result_create(size_t n_peers)
+{
+    fanin_result *r = calloc(1, sizeof(*r));
+    if (!r)
+        return NULL;
+    r->served = calloc(n_peers, sizeof(*r->served));
+    if (!r->served) {
+        free(r);
+        return NULL;
+    }
+    r->n_peers = n_peers;
+    return r;
+}
+
+void fanin_result_free(fanin_result **result)
+{
+    if (!result || !*result)
+        return;
+    free((*result)->ranks_json);
+    free((*result)->served);
+    free(*result);
+    *result = NULL;
+}
+
+void fanin_result_get(const fanin_result *result, fanin_result_info *info)
+{
+    size_t size = info->struct_size;
+    size_t known = size < sizeof(*info) ? size : sizeof(*info);
+    memset(info, 0, size);
+    if (result)
+        memcpy(info, &result->info, known);
+    memcpy(info, &size, sizeof(size));
+}
+
+static json_t *describe(const peer *p, const served *s)
+{
+    return json_pack(
+        "{s:i,s:s,s:s,s:s,s:I,s:I,s:I,s:i}", "rank",
+        connection_known(p->control) ? (int)connection_peer(p->control)->rank : -1,
+        "address", connection_text(p->control), "path",
+        s->used ? fanin_path_name(p->path) : "none", "reason", p->reason, "bytes",
+        (json_int_t)s->bytes, "reads", (json_int_t)s->reads, "read_ns",
+        (json_int_t)s->read_ns, "connections", (int)s->connections);
+}
+
+fanin_status result_finish(fanin_result *r, const fanin_client *client,
+                           fanin_error *error)
+{
+    json_t *list = json_array();
+    uint64_t most = 0;
+    r->info.reads = 0;
+    for (size_t i = 0; list && i < r->n_peers; i++) {
+        const served *s = &r->served[i];
+        r->info.reads += s->reads;
+        if (s->used && s->bytes >= most) {
+            most = s->bytes;
+            r->info.path = client->peers[i].path;
+            snprintf(r->reason, sizeof(r->reason), "%s", client->peers[i].reason);
+        }
+        if (json_array_append_new(list, describe(&client->peers[i], s)) != 0) {
+            json_decref(list);
+            list = NULL;
+        }
+    }
+    free(r->ranks_json);
+    r->ranks_json = list ? json_dumps(list, JSON_COMPACT) : NULL;
+    json_decref(list);
+    if (!r->ranks_json)
+        return error_set_memory(error);
+    r->info.ranks_json = r->ranks_json;
+    r->info.path_reason = r->reason;
+    return FANIN_OK;
+}

@@ -1,0 +1,51 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/**
+ * @file
+ * The data connections to one rank: read requests go out, a few at a time on each; bytes come
+ * in by readv straight to their destinations.
+ */
+#ifndef STREAM_LINK_H
+#define STREAM_LINK_H
+
+#include "tables.h"
+
+/** Told about bytes that are in place: destination as in plan pieces, without the base. */
+typedef void (*landed_fn)(void *cookie, uint64_t to, uint64_t length);
+
+/** One rank's reading in one attempt. */
+typedef struct stream_work {
+    const plan *plan;
+    const plan_rank *pieces;
+    const read_list *list;
+    uint8_t token[16];
+    uint8_t *base;
+    landed_fn landed; /**< may be NULL */
+    void *landed_cookie;
+    uint64_t *inflight; /**< bytes asked for and not here, shared by all ranks */
+    uint64_t max_inflight;
+    uint64_t next_request, done_requests;
+    uint64_t bytes; /**< in place */
+    bool failed;
+    fanin_status status; /**< FANIN_ERR_STALE: begin again; else the link is lost */
+    fanin_error error;
+} stream_work;
+
+/** Requests for the pieces: neighbouring whole boxes become one entry. Linear. */
+fanin_status read_list_build(const plan_rank *pieces, const box_table *boxes,
+                             const key_table *keys, read_list *out, fanin_error *error);
+
+/** @p count connections to the rank of @p control, made without waiting. */
+fanin_status stream_link_create(fanin_client *client, const connection *control,
+                                unsigned count, stream_link **out, fanin_error *error);
+void stream_link_destroy(stream_link **link);
+unsigned stream_link_count(const stream_link *link);
+
+/** Gives the link its work and sends what the window allows. The loop does the rest. */
+void stream_link_start(stream_link *link, stream_work *work);
+/** Sends more requests if the shared window has room again. */
+void stream_link_pump(stream_link *link);
+/** True: the link is idle and can be used again. False: replies are still on their way; it
+    must be destroyed. Ends the work in any case: nothing is written after it. */
+bool stream_link_stop(stream_link *link);
+
+#endif

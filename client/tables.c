@@ -1,0 +1,319 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include "tables.h"
+
+#include "error_set.h"
+#include "fetch.h"
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+/* ------------------------------------------------------------------ keeping */
+
+publication *tables_of(fanin_client *client, const char *name)
+{
+    for (publication *p = client->publications; p; p = p->next) {
+        if (strcmp(p->name, name) == 0)
+            return p;
+    }
+    publication *p = calloc(1, sizeof(*p));
+    shard_table *shards = calloc(client->n_peers, sizeof(*shards));
+    if (!p || !shards) {
+        free(p);
+        free(shards);
+        return NULL;
+    }
+    snprintf(p->name, sizeof(p->name), "%s", name);
+    p->shards = shards;
+    p->n_peers = client->n_peers;
+    p->next = client->publications;
+    client->publications = p;
+    return p;
+}
+
+static void drop_regions(shard_table *s)
+{
+    for (uint32_t i = 0; s->rkeys && i < s->regions->count; i++)
+        ucx_rkey_destroy(&s->rkeys[i]);
+    free(s->rkeys);
+    s->rkeys = NULL;
+    region_table_free(&s->regions);
+    s->regions_path = FANIN_PATH_AUTO;
+}
+
+static void drop_shard(shard_table *s)
+{
+    drop_regions(s);
+    box_table_free(&s->boxes);
+    s->generation = s->version = 0;
+}
+
+void plan_cache_clear(plan_cache *cache)
+{
+    for (size_t i = 0; i < cache->n_sources; i++) {
+        if (cache->lists) {
+            free(cache->lists[i].requests);
+            free(cache->lists[i].entries);
+        }
+        if (cache->spans)
+            plan_spans_free(&cache->spans[i]);
+    }
+    free(cache->lists);
+    free(cache->spans);
+    free(cache->sources);
+    free(cache->peer_of);
+    plan_free(&cache->plan);
+    *cache = (plan_cache){0};
+}
+
+static void clear_plans(publication *p)
+{
+    plan_cache_clear(&p->plans[0]);
+    plan_cache_clear(&p->plans[1]);
+}
+
+void tables_free_all(fanin_client *client)
+{
+    while (client->publications) {
+        publication *p = client->publications;
+        client->publications = p->next;
+        clear_plans(p);
+        for (size_t i = 0; i < p->n_peers; i++)
+            drop_shard(&p->shards[i]);
+        key_table_free(&p->keys);
+        free(p->shards);
+        free(p);
+    }
+}
+
+void tables_forget_rkeys(fanin_client *client, size_t index)
+{
+    for (publication *p = client->publications; p; p = p->next) {
+        free(p->shards[index].rkeys); /* the endpoint frees the keys themselves */
+        p->shards[index].rkeys = NULL;
+    }
+}
+
+/* -------------------------------------------------------------------- keys */
+
+/* Says what the key tables of two ranks that announce different digests differ in. */
+static fanin_status explain_difference(const fanin_client *client, const key_table *a,
+                                       size_t peer_a, const key_table *b, size_t peer_b,
+                                       fanin_error *error)
+{
+    uint32_t rank_a = connection_peer(client->peers[peer_a].control)->rank;
+    uint32_t rank_b = connection_peer(client->peers[peer_b].control)->rank;
+    error_place place = connection_place(client->peers[peer_b].control, "catalog");
+    place.remedy =
+        "every rank must put every key (an empty shard where it holds nothing) "
+        "and the same metadata";
+    uint32_t i = 0, j = 0;
+    while (i < a->count || j < b->count) {
+        int order = i == a->count   ? 1
+                    : j == b->count ? -1
+                                    : strcmp(a->entries[i].name, b->entries[j].name);
+        const key_entry *x = &a->entries[i], *y = &b->entries[j];
+        place.key = order <= 0 ? x->name : y->name;
+        if (order != 0)
+            return error_set(error, FANIN_ERR_MISMATCH, &place,
+                             "the key is on rank %u but not on rank %u",
+                             order < 0 ? rank_a : rank_b, order < 0 ? rank_b : rank_a);
+        if (x->dtype != y->dtype)
+            return error_set(error, FANIN_ERR_MISMATCH, &place,
+                             "the key is %s on rank %u but %s on rank %u",
+                             fanin_dtype_name(x->dtype), rank_a,
+                             fanin_dtype_name(y->dtype), rank_b);
+        if (x->n_dims != y->n_dims ||
+            memcmp(x->shape, y->shape, x->n_dims * sizeof(*x->shape)) != 0)
+            return error_set(error, FANIN_ERR_MISMATCH, &place,
+                             "ranks %u and %u give the key different global shapes",
+                             rank_a, rank_b);
+        i++;
+        j++;
+    }
+    place.key = NULL;
+    for (i = 0; i < a->n_pairs && i < b->n_pairs; i++) {
+        if (strcmp(a->pairs[i].key, b->pairs[i].key) != 0 ||
+            strcmp(a->pairs[i].value, b->pairs[i].value) != 0)
+            break;
+    }
+    const char *name = i < a->n_pairs   ? a->pairs[i].key
+                       : i < b->n_pairs ? b->pairs[i].key
+                                        : "?";
+    return error_set(error, FANIN_ERR_MISMATCH, &place,
+                     "ranks %u and %u have different metadata (at \"%s\")", rank_a,
+                     rank_b, name);
+}
+
+static fanin_status get_keys(fanin_client *client, const publication *p, size_t index,
+                             const digest *id, deadline at, key_table **out,
+                             fanin_error *error)
+{
+    fetch f = {.peer = index, .type = MSG_KEYS};
+    memcpy(f.request.digest, id->bytes, sizeof(f.request.digest));
+    snprintf(f.request.publication, sizeof(f.request.publication), "%s", p->name);
+    fanin_status status = fetch_all(client, &f, 1, at, error);
+    if (status != FANIN_OK)
+        return status;
+    digest got = digest_of(f.data.data, f.data.size);
+    error_place place = connection_place(client->peers[index].control, "catalog");
+    if (!digest_equal(&got, id))
+        status =
+            error_set(error, FANIN_ERR_PROTOCOL, &place,
+                      "rank %u at %s sent a key table that is not the announced one",
+                      connection_peer(client->peers[index].control)->rank,
+                      connection_text(client->peers[index].control));
+    else
+        status = key_table_decode(f.data.data, f.data.size, out, error);
+    buffer_free(&f.data);
+    return status;
+}
+
+static fanin_status sync_keys(fanin_client *client, publication *p,
+                              const announcement *announced, const bool *use,
+                              deadline at, fanin_error *error)
+{
+    size_t first = 0;
+    while (first < client->n_peers && !use[first])
+        first++;
+    if (first == client->n_peers)
+        return FANIN_OK;
+    const digest *id = &announced[first].keys;
+    if (!p->keys || !digest_equal(&p->keys->id, id)) {
+        key_table *fresh = NULL;
+        fanin_status status = get_keys(client, p, first, id, at, &fresh, error);
+        if (status != FANIN_OK)
+            return status;
+        clear_plans(p);
+        for (size_t i = 0; i < p->n_peers; i++)
+            drop_shard(&p->shards[i]); /* box tables point into the key table */
+        key_table_free(&p->keys);
+        p->keys = fresh;
+    }
+    for (size_t i = first + 1; i < client->n_peers; i++) {
+        if (!use[i] || digest_equal(&announced[i].keys, id))
+            continue;
+        key_table *other = NULL;
+        fanin_status status =
+            get_keys(client, p, i, &announced[i].keys, at, &other, error);
+        if (status == FANIN_OK)
+            status = explain_difference(client, p->keys, first, other, i, error);
+        key_table_free(&other);
+        return status;
+    }
+    return FANIN_OK;
+}
+
+/* ------------------------------------------------------------------- boxes */
+
+static fanin_status add_rank(const peer *p, fanin_status status, fanin_error *error)
+{
+    if (!error || error->rank >= 0)
+        return status;
+    fanin_error inner = *error;
+    error_place place = connection_place(p->control, "catalog");
+    place.key = inner.key;
+    place.remedy = inner.remedy;
+    return error_set(error, status, &place, "rank %u at %s: %s",
+                     connection_peer(p->control)->rank, connection_text(p->control),
+                     inner.message);
+}
+
+static fanin_status take_boxes(fanin_client *client, publication *p,
+                               const announcement *announced, fetch *fetches, size_t n,
+                               fanin_error *error)
+{
+    for (size_t i = 0; i < n; i++) {
+        fetch *f = &fetches[i];
+        shard_table *s = &p->shards[f->peer];
+        fanin_status status =
+            box_table_decode(f->data.data, f->data.size, p->keys, &s->boxes, error);
+        if (status != FANIN_OK)
+            return add_rank(&client->peers[f->peer], status, error);
+        s->generation = client->peers[f->peer].generation;
+        s->version = announced[f->peer].version;
+        buffer_free(&f->data);
+    }
+    return FANIN_OK;
+}
+
+fanin_status tables_sync(fanin_client *client, publication *p,
+                         const announcement *announced, const bool *use, deadline at,
+                         fanin_error *error)
+{
+    fanin_status status = sync_keys(client, p, announced, use, at, error);
+    if (status != FANIN_OK)
+        return status;
+    fetch *fetches = calloc(client->n_peers, sizeof(*fetches));
+    if (!fetches)
+        return error_set_memory(error);
+    size_t n = 0;
+    for (size_t i = 0; i < client->n_peers; i++) {
+        shard_table *s = &p->shards[i];
+        if (!use[i] || (s->boxes && s->generation == client->peers[i].generation &&
+                        s->version == announced[i].version))
+            continue;
+        drop_shard(s);
+        clear_plans(p);
+        fetch *f = &fetches[n++];
+        *f = (fetch){.peer = i, .type = MSG_BOXES};
+        snprintf(f->request.publication, sizeof(f->request.publication), "%s", p->name);
+        f->request.catalog_version = announced[i].version;
+    }
+    status = fetch_all(client, fetches, n, at, error);
+    if (status == FANIN_OK)
+        status = take_boxes(client, p, announced, fetches, n, error);
+    fetch_free(fetches, n);
+    free(fetches);
+    return status;
+}
+
+/* ----------------------------------------------------------------- regions */
+
+static fanin_status check_regions(const peer *p, const shard_table *s,
+                                  fanin_error *error)
+{
+    if (box_table_regions(s->boxes) <= s->regions->count)
+        return FANIN_OK;
+    error_place place = connection_place(p->control, "catalog");
+    return error_set(error, FANIN_ERR_PROTOCOL, &place,
+                     "rank %u at %s has boxes in a region that its table does not list",
+                     connection_peer(p->control)->rank, connection_text(p->control));
+}
+
+fanin_status tables_sync_regions(fanin_client *client, publication *p, const bool *want,
+                                 fanin_path path, deadline at, fanin_error *error)
+{
+    fetch *fetches = calloc(client->n_peers, sizeof(*fetches));
+    if (!fetches)
+        return error_set_memory(error);
+    size_t n = 0;
+    for (size_t i = 0; i < client->n_peers; i++) {
+        shard_table *s = &p->shards[i];
+        if (!want[i] || !s->boxes || (s->regions && s->regions_path == path))
+            continue;
+        drop_regions(s);
+        fetch *f = &fetches[n++];
+        *f = (fetch){.peer = i, .type = MSG_REGIONS};
+        snprintf(f->request.publication, sizeof(f->request.publication), "%s", p->name);
+        f->request.catalog_version = s->version;
+        f->request.path = path;
+    }
+    fanin_status status = fetch_all(client, fetches, n, at, error);
+    for (size_t i = 0; i < n && status == FANIN_OK; i++) {
+        shard_table *s = &p->shards[fetches[i].peer];
+        const peer *owner = &client->peers[fetches[i].peer];
+        status = region_table_decode(fetches[i].data.data, fetches[i].data.size,
+                                     &s->regions, error);
+        if (status == FANIN_OK)
+            status = check_regions(owner, s, error);
+        else
+            add_rank(owner, status, error);
+        if (status != FANIN_OK)
+            drop_regions(s);
+        else
+            s->regions_path = path;
+    }
+    fetch_free(fetches, n);
+    free(fetches);
+    return status;
+}

@@ -1,0 +1,20 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/** @file A growable byte string; a failed allocation is remembered and tested once. */
+#ifndef BUFFER_H
+#define BUFFER_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+typedef struct buffer {
+    uint8_t *data;
+    size_t size, capacity;
+    bool failed; /**< an allocation failed; the content is not to be used */
+} buffer;
+
+void buffer_append(buffer *b, const void *data, size_t size);
+bool buffer_reserve(buffer *b, size_t more); /**< capacity for size + more */
+void buffer_free(buffer *b);                 /**< and zeroes it */
+
+#endif

@@ -1,0 +1,112 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/** @file What server and client have in common: version, dtypes, boxes, tensors, pairs. */
+#ifndef FANIN_TYPES_H
+#define FANIN_TYPES_H
+
+#include <fanin/error.h>
+#include <fanin/log.h>
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#define FANIN_VERSION_MAJOR 0
+#define FANIN_VERSION_MINOR 1
+#define FANIN_VERSION_PATCH 0
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/** Version of the library that is loaded, "0.1.0". Thread: any. Static storage. */
+FANIN_API const char *fanin_version(void);
+
+#define FANIN_MAX_DIMS 8       /**< dimensions of a tensor */
+#define FANIN_MAX_NAME 512     /**< bytes of a tensor's name, without the final NUL */
+#define FANIN_MAX_RUN 64       /**< bytes of a run's name */
+#define FANIN_WORLD_ID_SIZE 16 /**< bytes of a world id */
+
+/**
+ * Element types: those of the safetensors format, in that format's order (README of
+ * safetensors, "Format"). F4 and F6 elements are packed; an extent and an offset in the
+ * last dimension must then fall on whole bytes (multiples of 2 and of 4 elements).
+ */
+typedef int32_t fanin_dtype;
+enum {
+    FANIN_DTYPE_BOOL = 1,
+    FANIN_DTYPE_F4,
+    FANIN_DTYPE_F6_E2M3,
+    FANIN_DTYPE_F6_E3M2,
+    FANIN_DTYPE_U8,
+    FANIN_DTYPE_I8,
+    FANIN_DTYPE_F8_E5M2,
+    FANIN_DTYPE_F8_E4M3,
+    FANIN_DTYPE_F8_E8M0,
+    FANIN_DTYPE_F8_E4M3FNUZ,
+    FANIN_DTYPE_F8_E5M2FNUZ,
+    FANIN_DTYPE_I16,
+    FANIN_DTYPE_U16,
+    FANIN_DTYPE_F16,
+    FANIN_DTYPE_BF16,
+    FANIN_DTYPE_I32,
+    FANIN_DTYPE_U32,
+    FANIN_DTYPE_F32,
+    FANIN_DTYPE_C64,
+    FANIN_DTYPE_F64,
+    FANIN_DTYPE_I64,
+    FANIN_DTYPE_U64,
+};
+
+/** safetensors' name of a dtype ("BF16"), NULL if unknown. Thread: any. Static storage. */
+FANIN_API const char *fanin_dtype_name(fanin_dtype dtype);
+
+/** The dtype with safetensors' name @p name, 0 if unknown. Thread: any. */
+FANIN_API fanin_dtype fanin_dtype_from_name(const char *name);
+
+/** Bits of one element, 0 for an unknown dtype. Thread: any. */
+FANIN_API uint32_t fanin_dtype_bits(fanin_dtype dtype);
+
+/** Where memory is. */
+typedef struct fanin_memory {
+    int32_t kind;   /**< FANIN_MEMORY_... */
+    int32_t device; /**< CUDA device; -1: host or detect */
+} fanin_memory;
+enum {
+    FANIN_MEMORY_DETECT = 0, /**< the library finds out */
+    FANIN_MEMORY_HOST = 1,
+    FANIN_MEMORY_CUDA = 2,
+};
+
+/**
+ * An N-dimensional block of a tensor and where it lies in memory. The layout of this
+ * struct never changes. Entries at and beyond the tensor's n_dims are ignored.
+ */
+typedef struct fanin_box {
+    uint64_t offset[FANIN_MAX_DIMS]; /**< elements, in the whole tensor */
+    uint64_t extent[FANIN_MAX_DIMS]; /**< elements */
+    int64_t stride[FANIN_MAX_DIMS];  /**< bytes between neighbours; all 0: packed */
+    void *address;                   /**< of the first element; NULL only when empty */
+} fanin_box;
+
+/** A shard that a trainer rank publishes, or a destination that a worker wants filled. */
+typedef struct fanin_tensor {
+    size_t struct_size; /**< sizeof(fanin_tensor); also the step from one array element
+                             to the next */
+    const char *name;   /**< without the publication: key = "<publication>:<name>" */
+    fanin_dtype dtype;
+    uint32_t n_dims;                /**< 0: a scalar */
+    uint64_t shape[FANIN_MAX_DIMS]; /**< of the whole tensor, elements */
+    const fanin_box *boxes;
+    size_t n_boxes;      /**< 0: this rank holds nothing of the tensor (empty shard) */
+    fanin_memory memory; /**< of all boxes */
+} fanin_tensor;
+
+/** A string pair of a publication's metadata. */
+typedef struct fanin_pair {
+    const char *key;
+    const char *value;
+} fanin_pair;
+
+#ifdef __cplusplus
+}
+#endif
+#endif

@@ -1,0 +1,53 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include "host_id.h"
+
+#include <fcntl.h>
+#include <stdbool.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+/* The number in "pid:[4026531836]"; false if the link is not there. */
+static bool namespace_number(const char *link, unsigned long *out)
+{
+    char text[64];
+    ssize_t length = readlink(link, text, sizeof text - 1);
+    if (length <= 0)
+        return false;
+    text[length] = '\0';
+    const char *number = strchr(text, '[');
+    if (!number)
+        return false;
+    *out = strtoul(number + 1, NULL, 10);
+    return true;
+}
+
+/* The 32 hex digits of the kernel's random boot id. */
+static bool boot_id(char out[33])
+{
+    int fd = open("/proc/sys/kernel/random/boot_id", O_RDONLY | O_CLOEXEC);
+    if (fd < 0)
+        return false;
+    char text[64];
+    ssize_t length = read(fd, text, sizeof text);
+    close(fd);
+    size_t digits = 0;
+    for (ssize_t i = 0; i < length && digits < 32; i++)
+        if (text[i] != '-' && text[i] != '\n')
+            out[digits++] = text[i];
+    out[digits] = '\0';
+    return digits == 32;
+}
+
+void host_id(char out[HOST_ID_SIZE])
+{
+    char boot[33];
+    unsigned long pid_space, ipc_space;
+    out[0] = '\0';
+    if (boot_id(boot) && namespace_number("/proc/self/ns/pid", &pid_space) &&
+        namespace_number("/proc/self/ns/ipc", &ipc_space))
+        snprintf(out, HOST_ID_SIZE, "%s-%lx-%lx", boot, pid_space & UINT32_MAX,
+                 ipc_space & UINT32_MAX);
+}

@@ -1,0 +1,330 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include "socket.h"
+#include "error_set.h"
+
+#include <arpa/inet.h>
+#include <errno.h>
+#include <ifaddrs.h>
+#include <net/if.h>
+#include <netdb.h>
+#include <netinet/tcp.h>
+#include <stddef.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/un.h>
+#include <unistd.h>
+
+/* ------------------------------------------------------------- addresses */
+
+/* The IP address as bytes; an IPv4 address mapped into IPv6 counts as IPv4. */
+static bool ip_bytes(const socket_address *a, int *family, const uint8_t **bytes)
+{
+    if (a->storage.ss_family == AF_INET) {
+        const struct sockaddr_in *in = (const void *)&a->storage;
+        *family = AF_INET;
+        *bytes = (const uint8_t *)&in->sin_addr;
+        return true;
+    }
+    if (a->storage.ss_family != AF_INET6)
+        return false;
+    const struct sockaddr_in6 *in6 = (const void *)&a->storage;
+    bool mapped = IN6_IS_ADDR_V4MAPPED(&in6->sin6_addr);
+    *family = mapped ? AF_INET : AF_INET6;
+    *bytes = in6->sin6_addr.s6_addr + (mapped ? 12 : 0);
+    return true;
+}
+
+static void write_text(socket_address *a)
+{
+    char host[INET6_ADDRSTRLEN] = "?";
+    unsigned port = 0;
+    const char *format = "%s:%u";
+    if (a->storage.ss_family == AF_INET) {
+        const struct sockaddr_in *in = (const void *)&a->storage;
+        inet_ntop(AF_INET, &in->sin_addr, host, sizeof host);
+        port = ntohs(in->sin_port);
+    } else if (a->storage.ss_family == AF_INET6) {
+        const struct sockaddr_in6 *in6 = (const void *)&a->storage;
+        inet_ntop(AF_INET6, &in6->sin6_addr, host, sizeof host);
+        port = ntohs(in6->sin6_port);
+        format = "[%s]:%u";
+    } else {
+        snprintf(a->text, sizeof a->text, "unix");
+        return;
+    }
+    snprintf(a->text, sizeof a->text, format, host, port);
+}
+
+/* Splits "host:port" and "[v6]:port". */
+static bool split(const char *host_port, char *host, size_t host_size,
+                  const char **port_out)
+{
+    const char *start = host_port, *end, *port;
+    if (*host_port == '[') {
+        start = host_port + 1;
+        end = strchr(start, ']');
+        if (!end || end[1] != ':')
+            return false;
+        port = end + 2;
+    } else {
+        end = strrchr(host_port, ':');
+        if (!end || memchr(host_port, ':', (size_t)(end - host_port)))
+            return false;
+        port = end + 1;
+    }
+    size_t length = (size_t)(end - start);
+    if (length == 0 || length >= host_size || strlen(port) > 5 ||
+        strspn(port, "0123456789") != strlen(port) || *port == '\0' ||
+        strtoul(port, NULL, 10) > UINT16_MAX)
+        return false;
+    memcpy(host, start, length);
+    host[length] = '\0';
+    *port_out = port;
+    return true;
+}
+
+fanin_status socket_resolve(const char *host_port, socket_address *out,
+                            fanin_error *error)
+{
+    error_place place = {.phase = "connect", .address = host_port};
+    char host[256];
+    const char *port;
+    if (!host_port || !split(host_port, host, sizeof host, &port))
+        return error_set(error, FANIN_ERR_ARGUMENT, &place,
+                         "\"%s\" is no address of the form host:port or [v6]:port",
+                         host_port ? host_port : "");
+    /* "localhost" is not looked up: a resolver may be slow or say something else. */
+    const char *name = strcmp(host, "localhost") == 0 ? "127.0.0.1" : host;
+    struct addrinfo hints = {.ai_family = AF_UNSPEC,
+                             .ai_socktype = SOCK_STREAM,
+                             .ai_flags = AI_NUMERICHOST | AI_NUMERICSERV};
+    struct addrinfo *found = NULL;
+    int code = getaddrinfo(name, port, &hints, &found);
+    if (code == EAI_NONAME) {
+        hints.ai_flags = AI_NUMERICSERV | AI_ADDRCONFIG;
+        code = getaddrinfo(name, port, &hints, &found);
+    }
+    if (code != 0 || !found || found->ai_addrlen > sizeof out->storage) {
+        if (found)
+            freeaddrinfo(found);
+        place.remedy = "check the name, or give the address in numbers";
+        return error_set(error, FANIN_ERR_UNREACHABLE, &place,
+                         "the name %s cannot be resolved: %s", host,
+                         gai_strerror(code));
+    }
+    memset(out, 0, sizeof *out);
+    memcpy(&out->storage, found->ai_addr, found->ai_addrlen);
+    out->length = found->ai_addrlen;
+    freeaddrinfo(found);
+    write_text(out);
+    return FANIN_OK;
+}
+
+bool socket_is_loopback(const socket_address *a)
+{
+    int family;
+    const uint8_t *bytes;
+    if (a->storage.ss_family == AF_UNIX)
+        return true;
+    if (!ip_bytes(a, &family, &bytes))
+        return false;
+    if (family == AF_INET)
+        return bytes[0] == 127;
+    return memcmp(bytes, &in6addr_loopback, 16) == 0;
+}
+
+bool socket_is_wildcard(const socket_address *a)
+{
+    static const uint8_t zero[16];
+    int family;
+    const uint8_t *bytes;
+    return ip_bytes(a, &family, &bytes) &&
+           memcmp(bytes, zero, family == AF_INET ? 4 : 16) == 0;
+}
+
+bool socket_is_local(const socket_address *a)
+{
+    if (socket_is_loopback(a))
+        return true;
+    int family;
+    const uint8_t *bytes;
+    struct ifaddrs *list;
+    if (!ip_bytes(a, &family, &bytes) || getifaddrs(&list) != 0)
+        return false;
+    bool local = false;
+    for (struct ifaddrs *i = list; i && !local; i = i->ifa_next) {
+        socket_address own = {0};
+        if (!i->ifa_addr)
+            continue;
+        if (i->ifa_addr->sa_family == AF_INET)
+            own.length = sizeof(struct sockaddr_in);
+        else if (i->ifa_addr->sa_family == AF_INET6)
+            own.length = sizeof(struct sockaddr_in6);
+        else
+            continue;
+        memcpy(&own.storage, i->ifa_addr, own.length);
+        int own_family;
+        const uint8_t *own_bytes;
+        local = ip_bytes(&own, &own_family, &own_bytes) && own_family == family &&
+                memcmp(own_bytes, bytes, family == AF_INET ? 4 : 16) == 0;
+    }
+    freeifaddrs(list);
+    return local;
+}
+
+void socket_unix_address(uid_t uid, uint16_t port, socket_address *out)
+{
+    memset(out, 0, sizeof *out);
+    struct sockaddr_un *un = (void *)&out->storage;
+    un->sun_family = AF_UNIX;
+    /* An abstract name begins with a NUL and is as long as the length says. */
+    int length = snprintf(un->sun_path + 1, sizeof un->sun_path - 1, "fanin-%u-%u",
+                          (unsigned)uid, (unsigned)port);
+    out->length =
+        (socklen_t)(offsetof(struct sockaddr_un, sun_path) + 1 + (size_t)length);
+    snprintf(out->text, sizeof out->text, "unix:%u/%u", (unsigned)uid, (unsigned)port);
+}
+
+/* --------------------------------------------------------------- sockets */
+
+static unsigned address_port(const socket_address *a)
+{
+    if (a->storage.ss_family == AF_INET)
+        return ntohs(((const struct sockaddr_in *)(const void *)&a->storage)->sin_port);
+    if (a->storage.ss_family == AF_INET6)
+        return ntohs(
+            ((const struct sockaddr_in6 *)(const void *)&a->storage)->sin6_port);
+    return 0;
+}
+
+static fanin_status listen_failed(const socket_address *a, int code, fanin_error *error)
+{
+    char remedy[200];
+    error_place place = {.phase = "listen", .address = a->text, .remedy = remedy};
+    unsigned port = address_port(a);
+    if (code == EADDRINUSE) {
+        snprintf(remedy, sizeof remedy,
+                 "choose another base_port, or see who has it: ss -ltnp 'sport = :%u'",
+                 port);
+        return error_set_errno(error, FANIN_ERR_EXISTS, code, &place,
+                               "port %u is in use, cannot listen on %s", port, a->text);
+    }
+    if (code == EADDRNOTAVAIL) {
+        snprintf(remedy, sizeof remedy, "bind to an address that `ip address` shows");
+        return error_set_errno(error, FANIN_ERR_ARGUMENT, code, &place,
+                               "no interface of this host has the address %s", a->text);
+    }
+    place.remedy =
+        code == EACCES ? "ports below 1024 need a privilege: choose another" : NULL;
+    return error_set_errno(error, FANIN_ERR_IO, code, &place, "cannot listen on %s",
+                           a->text);
+}
+
+fanin_status socket_listen(const socket_address *a, int backlog, int *fd_out,
+                           fanin_error *error)
+{
+    int family = a->storage.ss_family, one = 1;
+    *fd_out = -1;
+    int fd = socket(family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
+    if (fd < 0)
+        return listen_failed(a, errno, error);
+    /* Only what was asked for: an IPv6 address never catches IPv4 as well. */
+    if ((family == AF_INET6 &&
+         setsockopt(fd, IPPROTO_IPV6, IPV6_V6ONLY, &one, sizeof one) != 0) ||
+        (family != AF_UNIX &&
+         setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &one, sizeof one) != 0) ||
+        bind(fd, (const struct sockaddr *)&a->storage, a->length) != 0 ||
+        listen(fd, backlog) != 0) {
+        int code = errno;
+        close(fd);
+        return listen_failed(a, code, error);
+    }
+    *fd_out = fd;
+    return FANIN_OK;
+}
+
+uint16_t socket_port(int fd)
+{
+    socket_address a = {.length = sizeof a.storage};
+    if (getsockname(fd, (struct sockaddr *)&a.storage, &a.length) != 0)
+        return 0;
+    return (uint16_t)address_port(&a);
+}
+
+int socket_accept(int listener, socket_address *peer_out)
+{
+    memset(peer_out, 0, sizeof *peer_out);
+    peer_out->length = sizeof peer_out->storage;
+    int fd = accept4(listener, (struct sockaddr *)&peer_out->storage, &peer_out->length,
+                     SOCK_NONBLOCK | SOCK_CLOEXEC);
+    if (fd >= 0)
+        write_text(peer_out);
+    return fd;
+}
+
+fanin_status socket_connect_start(const socket_address *a, int *fd_out,
+                                  fanin_error *error)
+{
+    error_place place = {.phase = "connect", .address = a->text};
+    *fd_out = -1;
+    int fd =
+        socket(a->storage.ss_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
+    if (fd < 0)
+        return error_set_errno(error, FANIN_ERR_IO, errno, &place,
+                               "cannot make a socket for %s", a->text);
+    socket_tune(fd);
+    if (connect(fd, (const struct sockaddr *)&a->storage, a->length) != 0 &&
+        errno != EINPROGRESS) {
+        int code = errno;
+        close(fd);
+        return error_set_errno(error, FANIN_ERR_UNREACHABLE, code, &place,
+                               "cannot connect to %s", a->text);
+    }
+    *fd_out = fd;
+    return FANIN_OK;
+}
+
+int socket_connect_result(int fd)
+{
+    int code = 0;
+    socklen_t size = sizeof code;
+    if (getsockopt(fd, SOL_SOCKET, SO_ERROR, &code, &size) != 0)
+        return errno;
+    return code;
+}
+
+void socket_tune(int fd)
+{
+    int family = 0;
+    socklen_t size = sizeof family;
+    if (getsockopt(fd, SOL_SOCKET, SO_DOMAIN, &family, &size) != 0 || family == AF_UNIX)
+        return;
+    int one = 1, idle = 5, interval = 2, probes = 3;
+    unsigned unacknowledged_ms = 10000;
+    /* Each only makes a dead peer be noticed sooner or a small message leave at once. */
+    (void)setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &one, sizeof one);
+    (void)setsockopt(fd, SOL_SOCKET, SO_KEEPALIVE, &one, sizeof one);
+    (void)setsockopt(fd, IPPROTO_TCP, TCP_KEEPIDLE, &idle, sizeof idle);
+    (void)setsockopt(fd, IPPROTO_TCP, TCP_KEEPINTVL, &interval, sizeof interval);
+    (void)setsockopt(fd, IPPROTO_TCP, TCP_KEEPCNT, &probes, sizeof probes);
+    (void)setsockopt(fd, IPPROTO_TCP, TCP_USER_TIMEOUT, &unacknowledged_ms,
+                     sizeof unacknowledged_ms);
+}
+
+bool socket_peer_credentials(int fd, uid_t *uid_out, pid_t *pid_out)
+{
+    int family = 0;
+    socklen_t size = sizeof family;
+    if (getsockopt(fd, SOL_SOCKET, SO_DOMAIN, &family, &size) != 0 || family != AF_UNIX)
+        return false;
+    struct ucred peer;
+    size = sizeof peer;
+    if (getsockopt(fd, SOL_SOCKET, SO_PEERCRED, &peer, &size) != 0)
+        return false;
+    if (uid_out)
+        *uid_out = peer.uid;
+    if (pid_out)
+        *pid_out = peer.pid;
+    return true;
+}

@@ -1,0 +1,57 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/** @file TCP and Unix stream sockets: non-blocking, CLOEXEC, errors with the peer's address. */
+#ifndef SOCKET_H
+#define SOCKET_H
+
+#include "clock.h"
+#include <fanin/error.h>
+#include <netinet/in.h>
+#include <stdbool.h>
+#include <sys/socket.h>
+#include <sys/types.h>
+#include <sys/uio.h>
+
+/** A peer: resolved address and text. */
+typedef struct socket_address {
+    struct sockaddr_storage storage;
+    socklen_t length;
+    char text[64]; /**< "127.0.0.1:6000", "[::1]:6000", "unix:0/6000" */
+} socket_address;
+
+/** Splits "host:port" / "[v6]:port" and resolves; getaddrinfo may block on DNS, so numeric
+    addresses and "localhost" never ask it. FANIN_ERR_ARGUMENT, FANIN_ERR_UNREACHABLE. */
+fanin_status socket_resolve(const char *host_port, socket_address *out, fanin_error *error);
+bool socket_is_loopback(const socket_address *a);
+/** Whether the address belongs to this host (loopback or one of its interfaces). */
+bool socket_is_local(const socket_address *a);
+bool socket_is_wildcard(const socket_address *a);
+/** The abstract Unix name of uid and port, "\0fanin-<uid>-<port>". */
+void socket_unix_address(uid_t uid, uint16_t port, socket_address *out);
+
+/** Listens (TCP: SO_REUSEADDR). FANIN_ERR_EXISTS: in use; FANIN_ERR_IO. */
+fanin_status socket_listen(const socket_address *a, int backlog, int *fd_out,
+                           fanin_error *error);
+uint16_t socket_port(int fd); /**< local TCP port, 0: none */
+/** accept4: fd, -1 with errno. *peer_out: text and storage. */
+int socket_accept(int listener, socket_address *peer_out);
+/** Starts a non-blocking connect; finished when writable. FANIN_ERR_UNREACHABLE, IO. */
+fanin_status socket_connect_start(const socket_address *a, int *fd_out, fanin_error *error);
+/** 0: connected; else errno of the failed connect (SO_ERROR). */
+int socket_connect_result(int fd);
+/** TCP_NODELAY, keepalive 5/2/3 s, TCP_USER_TIMEOUT 10 s; nothing on Unix sockets. */
+void socket_tune(int fd);
+/** Uid and pid of a Unix socket's peer; false on TCP. */
+bool socket_peer_credentials(int fd, uid_t *uid_out, pid_t *pid_out);
+
+/* ---- networks of an allow-list ---- */
+typedef struct network {
+    int family;
+    uint8_t address[16];
+    unsigned prefix;
+} network;
+/** "10.0.0.0/8,fd00::/8". *out is malloc'ed. FANIN_ERR_ARGUMENT names the bad entry. */
+fanin_status networks_parse(const char *text, network **out, size_t *count_out,
+                            fanin_error *error);
+bool networks_contain(const network *networks, size_t count, const socket_address *a);
+
+#endif

@@ -1,0 +1,122 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include "ucx_internal.h"
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+/* Bits of roles. */
+#define R(role) (1u << UCX_ROLE_##role)
+#define SERVERS (R(SERVER_LOOPBACK) | R(SERVER_NETWORK))
+#define CLIENTS (R(CLIENT_CMA) | R(CLIENT_RDMA) | R(CLIENT_CUDA_IPC))
+#define EVERYBODY (SERVERS | CLIENTS)
+#define SAME_HOST (EVERYBODY & ~R(CLIENT_RDMA))
+
+typedef struct setting {
+    const char *key, *value;
+    unsigned roles;
+    unsigned minor; /**< of the first UCX 1.x that knows it */
+    bool required;  /**< holds whatever the environment says, or there is no context */
+} setting;
+
+static const setting settings[] = {
+    /* What may be used. tcp is never among it: it would listen on IP sockets, and reads over
+       it are emulated by the server. The transports decide what a path's name means. */
+    {"TLS", "posix,sysv,cma,cuda_copy,cuda_ipc", R(SERVER_LOOPBACK), 0, true},
+    {"TLS", "posix,sysv,cma,cuda_copy,cuda_ipc,gdr_copy,rc,dc", R(SERVER_NETWORK), 0,
+     true},
+    {"TLS", "posix,sysv,cma", R(CLIENT_CMA), 0, true},
+    {"TLS", "rc,dc,cuda_copy,gdr_copy", R(CLIENT_RDMA), 0, true},
+    {"TLS", "posix,sysv,cuda_copy,cuda_ipc", R(CLIENT_CUDA_IPC), 0, true},
+    /* An emulated read would wait for ever: the server ignores it. */
+    {"PROTO_EMULATION_ENABLE", "n", CLIENTS, 21, true},
+    /* Transports listed above that this host lacks are no reason to warn. */
+    {"WARN_INVALID_CONFIG", "n", EVERYBODY, 0, false},
+    /* Without these, shared memory and cma are not used with PEER error handling. */
+    {"POSIX_ERROR_HANDLING", "y", SAME_HOST, 0, false},
+    {"SYSV_ERROR_HANDLING", "y", SAME_HOST, 0, false},
+    {"CMA_MEMORY_INVALIDATE", "y", SERVERS | R(CLIENT_CMA), 0, false},
+    /* "auto" gives cuda_ipc up where not all NVLinks are up. */
+    {"CUDA_IPC_ENABLE_GET_ZCOPY", "y", SERVERS | R(CLIENT_CUDA_IPC), 0, false},
+    /* dmabuf serves RDMA only, and probing for it has crashed on managed pools. */
+    {"CUDA_COPY_DMABUF", "n", R(SERVER_LOOPBACK) | R(CLIENT_CUDA_IPC), 17, false},
+    /* One lane: the server, which lacks the RMA feature, answers a connection with one. */
+    {"MAX_RMA_RAILS", "1", CLIENTS, 0, false},
+    /* Registered means registered until it is unmapped, not while a cache likes it. */
+    {"RCACHE_ENABLE", "n", EVERYBODY, 0, false},
+    {"KEEPALIVE_INTERVAL", "1s", EVERYBODY, 0, false},
+};
+
+/* Up to UCX 1.18 the newer protocols have no one-sided read with PEER error handling and
+   would emulate it; the older ones have it for RDMA. */
+#define PROTOCOLS_GOOD_SINCE 19
+static const setting old_settings[] = {
+    {"PROTO_ENABLE", "n", R(CLIENT_RDMA), 0, true},
+};
+
+/* Options of the whole process, set only on a library that nobody else had loaded. */
+static const setting global_settings[] = {
+    /* Every call says what kind of memory it means. */
+    {"MEMTYPE_CACHE", "n", EVERYBODY, 0, false},
+};
+
+static bool is_in_environment(const char *key)
+{
+    char name[64];
+    snprintf(name, sizeof(name), "UCX_%s", key);
+    return getenv(name) != NULL;
+}
+
+static fanin_status apply(const ucx *u, ucp_config_t *config, const setting *s,
+                          const logger *log, fanin_error *error)
+{
+    if (u->minor < s->minor || (!s->required && is_in_environment(s->key)))
+        return FANIN_OK;
+    const ucs_status_t ucs = u->ucp_config_modify(config, s->key, s->value);
+    if (ucs == UCS_OK)
+        return FANIN_OK;
+    char what[128];
+    snprintf(what, sizeof(what), "UCX %s does not take %s=%s", u->version, s->key,
+             s->value);
+    if (s->required)
+        return ucx_error(u, error, FANIN_ERR_UNSUPPORTED, ucs, NULL, what);
+    /* A key is unknown as long as the module that it belongs to is absent. */
+    log_write(log, FANIN_LOG_DEBUG, "ucx-config", "%s", what);
+    return FANIN_OK;
+}
+
+static fanin_status apply_all(const ucx *u, ucp_config_t *config, ucx_role role,
+                              const setting *list, size_t count, const logger *log,
+                              fanin_error *error)
+{
+    fanin_status status = FANIN_OK;
+    for (size_t i = 0; i < count && status == FANIN_OK; i++)
+        if (list[i].roles & (1u << role))
+            status = apply(u, config, &list[i], log, error);
+    return status;
+}
+
+fanin_status ucx_config_make(const ucx *u, ucx_role role, const logger *log,
+                             ucp_config_t **out, fanin_error *error)
+{
+    ucp_config_t *config;
+    const ucs_status_t ucs = u->ucp_config_read(NULL, NULL, &config);
+    if (ucs != UCS_OK)
+        return ucx_error(u, error, FANIN_ERR_TRANSPORT, ucs,
+                         "check the UCX_ variables in the environment",
+                         "UCX could not read its configuration");
+    fanin_status status = apply_all(u, config, role, settings,
+                                    sizeof(settings) / sizeof(settings[0]), log, error);
+    if (status == FANIN_OK && u->minor < PROTOCOLS_GOOD_SINCE)
+        status = apply_all(u, config, role, old_settings,
+                           sizeof(old_settings) / sizeof(old_settings[0]), log, error);
+    if (status == FANIN_OK && u->ours)
+        status =
+            apply_all(u, config, role, global_settings,
+                      sizeof(global_settings) / sizeof(global_settings[0]), log, error);
+    if (status != FANIN_OK) {
+        u->ucp_config_release(config);
+        return status;
+    }
+    *out = config;
+    return FANIN_OK;
+}

@@ -1,0 +1,260 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include "ucx_internal.h"
+#include <dlfcn.h>
+#include <limits.h>
+#include <link.h>
+#include <pthread.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#define SONAME "libucp.so.0"
+
+static const char install_hint[] =
+    "install UCX 1.16 or newer (for example: pip install libucx-cu13) and name its "
+    "libucp.so.0 in FANIN_UCX_LIBRARY";
+
+/* The one library of the process and the lock around the environment while it is loaded. A
+   mapped library belongs to the process anyway and UCX can neither be unloaded nor be there
+   twice, so the table is kept until the process ends and never changes once it is
+   published. */
+static pthread_mutex_t load_lock = PTHREAD_MUTEX_INITIALIZER;
+static ucx *loaded;
+
+/* Left alone, UCX patches libc's mmap and installs signal handlers as soon as it is mapped.
+   It reads these variables only then. */
+static const char *const harmless[][2] = {
+    {"UCX_MEM_EVENTS", "n"},
+    {"UCX_HANDLE_ERRORS", "none"},
+    {"UCX_DEBUG_SIGNO", "0"},
+};
+#define HARMLESS_COUNT (sizeof(harmless) / sizeof(harmless[0]))
+
+static void *open_harmlessly(const char *file)
+{
+    bool added[HARMLESS_COUNT];
+    for (size_t i = 0; i < HARMLESS_COUNT; i++)
+        added[i] = !getenv(harmless[i][0]) && setenv(harmless[i][0], harmless[i][1], 0) == 0;
+    void *handle = dlopen(file, RTLD_NOW | RTLD_LOCAL);
+    for (size_t i = 0; i < HARMLESS_COUNT; i++)
+        if (added[i])
+            unsetenv(harmless[i][0]);
+    return handle;
+}
+
+/* The real path of the file that holds a symbol of @p handle. */
+static bool file_of_symbol(void *handle, const char *symbol, char path[PATH_MAX])
+{
+    Dl_info info;
+    void *address = dlsym(handle, symbol);
+    return address && dladdr(address, &info) && info.dli_fname &&
+           realpath(info.dli_fname, path);
+}
+
+/* libucs is found by soname, so another installation's may have been in the process. */
+static bool is_of_one_installation(void *handle, const char *ucp_path, char reason[256])
+{
+    char ucs_path[PATH_MAX];
+    if (!file_of_symbol(handle, "ucs_status_string", ucs_path)) {
+        snprintf(reason, 256, "its libucs is not to be found");
+        return false;
+    }
+    size_t directory = (size_t)(strrchr(ucp_path, '/') - ucp_path) + 1;
+    if (strncmp(ucp_path, ucs_path, directory) == 0 && !strchr(ucs_path + directory, '/'))
+        return true;
+    snprintf(reason, 256, "it is mixed with %.200s", ucs_path);
+    return false;
+}
+
+static bool read_version(void *handle, ucx *u, char reason[256])
+{
+    void (*get_version)(unsigned *, unsigned *, unsigned *);
+    void *symbol = dlsym(handle, "ucp_get_version");
+    if (!symbol) {
+        snprintf(reason, 256, "it has no function ucp_get_version");
+        return false;
+    }
+    memcpy(&get_version, &symbol, sizeof(get_version));
+    get_version(&u->major, &u->minor, &u->release);
+    snprintf(u->version, sizeof(u->version), "%u.%u.%u", u->major, u->minor, u->release);
+    if (u->major == UCX_MIN_MAJOR && u->minor >= UCX_MIN_MINOR)
+        return true;
+    snprintf(reason, 256, "it is UCX %s, and %u.%u or a later %u.x is needed", u->version,
+             UCX_MIN_MAJOR, UCX_MIN_MINOR, UCX_MIN_MAJOR);
+    return false;
+}
+
+static bool read_functions(void *handle, ucx *u, char reason[256])
+{
+    static const struct {
+        const char *name;
+        size_t offset;
+    } functions[] = {
+#define X(name) {#name, offsetof(ucx, name)},
+        UCX_FUNCTIONS(X)
+#undef X
+    };
+    for (size_t i = 0; i < sizeof(functions) / sizeof(functions[0]); i++) {
+        void *symbol = dlsym(handle, functions[i].name);
+        if (!symbol) {
+            snprintf(reason, 256, "it has no function %s", functions[i].name);
+            return false;
+        }
+        memcpy((char *)u + functions[i].offset, &symbol, sizeof(symbol));
+    }
+    ucp_lib_attr_t attributes = {.field_mask = UCP_LIB_ATTR_FIELD_MAX_THREAD_LEVEL};
+    if (u->ucp_lib_query(&attributes) == UCS_OK &&
+        attributes.max_thread_level == UCS_THREAD_MODE_MULTI)
+        return true;
+    snprintf(reason, 256, "it was built without support for threads");
+    return false;
+}
+
+static bool examine(void *handle, ucx *u, char reason[256])
+{
+    char path[PATH_MAX];
+    if (!file_of_symbol(handle, "ucp_get_version", path)) {
+        snprintf(reason, 256, "it is not libucp");
+        return false;
+    }
+    snprintf(u->path, sizeof(u->path), "%.511s", path);
+    return read_version(handle, u, reason) && read_functions(handle, u, reason) &&
+           is_of_one_installation(handle, path, reason);
+}
+
+static fanin_status refuse(fanin_error *error, const char *remedy, const char *text)
+{
+    const error_place place = {.phase = "load", .remedy = remedy};
+    return error_set(error, FANIN_ERR_UNSUPPORTED, &place, "%s", text);
+}
+
+/* FANIN_UCX_LIBRARY: exactly that file. */
+static fanin_status open_named(const char *file, void *present, void **out,
+                               fanin_error *error)
+{
+    char text[512], wanted[PATH_MAX], found[PATH_MAX];
+    if (!file[0])
+        return refuse(error, "unset FANIN_UCX_LIBRARY to use UCX",
+                      "UCX is switched off: FANIN_UCX_LIBRARY is empty");
+    if (present && file_of_symbol(present, "ucp_get_version", found)) {
+        if (realpath(file, wanted) && strcmp(wanted, found) == 0) {
+            *out = present;
+            return FANIN_OK;
+        }
+        snprintf(text, sizeof(text),
+                 "FANIN_UCX_LIBRARY is %.200s, but UCX is already loaded from %.200s", file,
+                 found);
+        return refuse(error, "a process can hold one UCX: name that file, or none", text);
+    }
+    *out = open_harmlessly(file);
+    if (*out)
+        return FANIN_OK;
+    snprintf(text, sizeof(text), "FANIN_UCX_LIBRARY: %.400s", dlerror());
+    return refuse(error, "let FANIN_UCX_LIBRARY name a libucp.so.0, or unset it", text);
+}
+
+/* The recorded directory, then the system. */
+static fanin_status open_found(void **out, fanin_error *error)
+{
+    char text[512];
+    size_t used = 0;
+#ifdef FANIN_UCX_LIBRARY_DIR
+    static const char *const places[] = {FANIN_UCX_LIBRARY_DIR "/" SONAME, SONAME};
+#else
+    static const char *const places[] = {SONAME};
+#endif
+    for (size_t i = 0; i < sizeof(places) / sizeof(places[0]); i++) {
+        *out = open_harmlessly(places[i]);
+        if (*out)
+            return FANIN_OK;
+        int written = snprintf(text + used, sizeof(text) - used, "%s%.220s",
+                               used ? "; " : "no UCX: ", dlerror());
+        if (written > 0 && (used += (size_t)written) >= sizeof(text))
+            used = sizeof(text) - 1;
+    }
+    return refuse(error, install_hint, text);
+}
+
+static fanin_status find(void **out, bool *ours_out, fanin_error *error)
+{
+    const char *named = getenv("FANIN_UCX_LIBRARY");
+    void *present = dlopen(SONAME, RTLD_NOW | RTLD_NOLOAD);
+    *ours_out = !present;
+    if (named)
+        return open_named(named, present, out, error);
+    if (present) {
+        *out = present;
+        return FANIN_OK;
+    }
+    return open_found(out, error);
+}
+
+/* UCX keeps a pointer to our log handler for the life of the process. */
+static void pin_own_library(void)
+{
+    Dl_info info;
+    if (dladdr(&load_lock, &info) && info.dli_fname)
+        (void)dlopen(info.dli_fname, RTLD_LAZY | RTLD_NOLOAD | RTLD_NODELETE);
+}
+
+static fanin_status load(const logger *log, fanin_error *error)
+{
+    void *handle;
+    char reason[256];
+    ucx *u = calloc(1, sizeof(*u));
+    if (!u)
+        return error_set_memory(error);
+    fanin_status status = find(&handle, &u->ours, error);
+    if (status != FANIN_OK || loaded) {
+        free(u);
+        return status;
+    }
+    if (!examine(handle, u, reason)) {
+        char text[768];
+        const char *named = getenv("FANIN_UCX_LIBRARY");
+        snprintf(text, sizeof(text), "%s%.255s cannot be used: %s",
+                 u->ours ? "" : "the UCX already loaded from ",
+                 u->path[0] ? u->path : (named ? named : SONAME), reason);
+        free(u);
+        return refuse(error, install_hint, text);
+    }
+    pin_own_library();
+    ucx_log_install(u);
+    log_write(log, FANIN_LOG_INFO, "ucx-loaded", "UCX %s, %s%s", u->version, u->path,
+              u->ours ? "" : " (was loaded already and is left as it is)");
+    loaded = u;
+    return FANIN_OK;
+}
+
+fanin_status ucx_load(const logger *log, ucx **out, fanin_error *error)
+{
+    pthread_mutex_lock(&load_lock);
+    const ucx_scope scope = ucx_scope_enter(log, true);
+    fanin_status status = load(log, error);
+    ucx_scope_leave(&scope);
+    if (status == FANIN_OK)
+        *out = loaded;
+    pthread_mutex_unlock(&load_lock);
+    return status;
+}
+
+void ucx_unload(ucx **u)
+{
+    if (u)
+        *u = NULL;
+}
+
+const char *ucx_version(const ucx *u)
+{
+    return u->version;
+}
+
+const char *ucx_library_path(const ucx *u)
+{
+    return u->path;
+}
+
+const char *ucx_status_text(const ucx *u, int ucx_status)
+{
+    return u->ucs_status_string((ucs_status_t)ucx_status);
+}

@@ -1,0 +1,121 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/**
+ * @file
+ * Catalogs as bytes ("blobs", sent in pages) and as tables: the key table, the same on all
+ * ranks and named by the XXH3-128 of its blob; a rank's box table; a rank's regions. Blobs
+ * are sequences of msgpack objects, canonical: one table has one encoding.
+ */
+#ifndef CATALOG_H
+#define CATALOG_H
+
+#include "block.h"
+#include "buffer.h"
+#include "digest.h"
+#include <fanin/types.h>
+
+/* ------------------------------------------------------------- key table */
+
+typedef struct key_entry {
+    const char *name; /**< NUL-terminated, owned by the table */
+    fanin_dtype dtype;
+    uint32_t n_dims;
+    uint64_t shape[FANIN_MAX_DIMS];
+    uint64_t bytes; /**< of the whole tensor */
+} key_entry;
+
+typedef struct key_table {
+    key_entry *entries; /**< ascending by name as bytes, no duplicates */
+    uint32_t count;
+    fanin_pair *pairs; /**< metadata, ascending by key as bytes, no duplicates */
+    uint32_t n_pairs;
+    digest id;      /**< of the blob */
+    uint64_t bytes; /**< of all tensors */
+    void *storage;  /**< internal */
+} key_table;
+
+/** Appends the canonical blob. Entries and pairs must be sorted and valid (server's duty). */
+void key_table_encode(buffer *out, const key_entry *entries, uint32_t count,
+                      const fanin_pair *pairs, uint32_t n_pairs);
+
+/**
+ * Builds a table from a blob of untrusted bytes; linear time, memory bounded by a small
+ * multiple of @p size. FANIN_ERR_PROTOCOL (any deviation from the canonical form), LIMIT,
+ * MEMORY; error names the entry.
+ */
+fanin_status key_table_decode(const uint8_t *blob, size_t size, key_table **out,
+                              fanin_error *error);
+void key_table_free(key_table **table);
+/** Index of @p name, -1: not there. Binary search. */
+int64_t key_table_find(const key_table *table, const char *name);
+
+/* ------------------------------------------------------------- box table */
+
+/** Where a rank's box lies; strides count bytes, the region's base is not part of it. */
+typedef struct box_place {
+    uint32_t region;
+    uint64_t offset; /**< bytes from the region's base to the box's first element */
+    bool packed;
+    int64_t stride[FANIN_MAX_DIMS]; /**< if not packed */
+} box_place;
+
+typedef enum box_rule {
+    BOXES_EXPLICIT = 0,
+    BOXES_CHUNK = 1, /**< of every key this rank holds block_chunk(dim, world, index), in one
+                          packed box, or nothing where that is empty */
+} box_rule;
+
+typedef struct box_table box_table; /* opaque: 16 bytes a box under BOXES_CHUNK */
+
+/** What the server gives to the encoder: non-empty boxes in key order, then the order in
+    which the shard lists them. key: index into the key table. */
+typedef struct box_record {
+    uint32_t key;
+    block block;
+    box_place place;
+} box_record;
+
+/** Appends the canonical blob: under a chunk rule if the boxes follow one whose world
+    divides @p world_size with index rank mod world (and every key has dims > dim), else
+    explicit. Delta-coded: <= 4 bytes a box for equally spaced packed chunks. */
+void box_table_encode(buffer *out, const key_entry *keys, uint32_t n_keys,
+                      const box_record *boxes, uint64_t n_boxes, uint32_t rank,
+                      uint32_t world_size);
+
+/** Untrusted bytes against a key table (which must outlive the result). Every box lies
+    inside its tensor, is not empty, and offset + extent of its bytes does not overflow. */
+fanin_status box_table_decode(const uint8_t *blob, size_t size, const key_table *keys,
+                              box_table **out, fanin_error *error);
+void box_table_free(box_table **table);
+
+uint64_t box_table_count(const box_table *table);
+box_rule box_table_rule(const box_table *table, uint32_t *dim_out, uint32_t *world_out,
+                        uint32_t *index_out); /**< outs may be NULL */
+/** Box @p ordinal; any out may be NULL. */
+void box_table_get(const box_table *table, uint64_t ordinal, uint32_t *key_out,
+                   block *block_out, box_place *place_out);
+/** First ordinal of @p key and how many follow (0: none). O(1) or O(log n). */
+uint64_t box_table_of_key(const box_table *table, uint32_t key, uint64_t *count_out);
+uint32_t box_table_regions(const box_table *table); /**< 1 + highest region id, 0: none */
+
+/* --------------------------------------------------------------- regions */
+
+typedef struct region_entry {
+    uint32_t id; /**< 0 .. count-1, ascending */
+    uint64_t base, length; /**< address in the server's process; base+length fits */
+    int32_t memory, device;
+    const uint8_t *rkey;
+    size_t rkey_size;
+} region_entry;
+
+typedef struct region_table {
+    region_entry *entries;
+    uint32_t count;
+    void *storage;
+} region_table;
+
+void region_table_encode(buffer *out, const region_entry *entries, uint32_t count);
+fanin_status region_table_decode(const uint8_t *blob, size_t size, region_table **out,
+                                 fanin_error *error);
+void region_table_free(region_table **table);
+
+#endif

@@ -1,0 +1,363 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include "box_place.h"
+#include "catalog.h"
+#include "cursor.h"
+#include "error_set.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+#define BOX_BYTES_MIN 3 /* of an explicit box: key, block, place */
+#define WORLD_MAX 65536
+#define WITH_STRIDES (UINT64_C(1) << 63)
+
+typedef struct box_slot {
+    uint32_t key, region;
+    uint64_t offset;
+} box_slot;
+
+struct box_table {
+    const key_table *keys;
+    box_rule rule;
+    uint32_t dim, world, index; /* of a chunk rule */
+    uint32_t regions;
+    uint64_t count;
+    box_slot *slots; /* ascending by key */
+    /* Explicit boxes: where in words a box's offsets, extents and, if the position has
+       WITH_STRIDES, strides begin. */
+    uint64_t *positions;
+    uint64_t *words;
+};
+
+typedef struct box_reader {
+    cursor in;
+    box_table *table;
+    place_state places;
+    uint64_t all_offsets;
+    buffer words;
+    uint64_t index; /* of the box at work, for messages */
+    bool out_of_memory;
+} box_reader;
+
+static bool no_memory(box_reader *r)
+{
+    r->out_of_memory = true;
+    return false;
+}
+
+/* ------------------------------------------------------------- decoding */
+
+static bool read_distance(box_reader *r, uint32_t region, uint64_t *offset_out)
+{
+    int64_t most = (int64_t)(PLACE_END_MAX >> r->places.shift), distance;
+    if (!cursor_int(&r->in, -most, most, &distance))
+        return false;
+    int64_t expected = (int64_t)place_expected(&r->places, region);
+    int64_t offset = expected + distance * (INT64_C(1) << r->places.shift);
+    if (offset < 0)
+        return cursor_fail(&r->in, "a box begins below its region");
+    *offset_out = (uint64_t)offset;
+    return true;
+}
+
+static bool read_region(box_reader *r, uint32_t *region_out)
+{
+    int64_t step, last = r->places.region;
+    if (!cursor_int(&r->in, -last, LIMIT_BOXES - 1 - last, &step))
+        return false;
+    *region_out = (uint32_t)(last + step);
+    return true;
+}
+
+static bool read_strides(box_reader *r, const key_entry *key, const block *b,
+                         box_place *out)
+{
+    for (uint32_t dim = 0; dim < b->n_dims; dim++)
+        if (!cursor_int(&r->in, INT64_MIN, INT64_MAX, &out->stride[dim]))
+            return false;
+    out->packed = false;
+    return !place_strides_packed(key, b, out->stride) ||
+           cursor_fail(&r->in, "strides of a packed box");
+}
+
+/* distance | [region step, distance] | [region step, distance, stride...] */
+static bool read_place(box_reader *r, const key_entry *key, const block *b,
+                       box_place *out)
+{
+    cursor *c = &r->in;
+    uint32_t parts = 0;
+    uint64_t end;
+    memset(out, 0, sizeof *out);
+    out->region = r->places.region;
+    out->packed = true;
+    if (cursor_is_array(c)) {
+        if (!cursor_array(c, &parts) || !read_region(r, &out->region))
+            return false;
+        if (parts == 2 && out->region == r->places.region)
+            return cursor_fail(c, "a region is named again");
+        if (parts != 2 && (parts != 2 + b->n_dims || b->n_dims == 0))
+            return cursor_fail(c, "a place has a wrong number of parts");
+    }
+    if (!read_distance(r, out->region, &out->offset))
+        return false;
+    if (parts > 2 && !read_strides(r, key, b, out))
+        return false;
+    if (!place_end(key, b, out, &end))
+        return cursor_fail(c, "a box does not fit its region or its dtype");
+    place_advance(&r->places, out->region, end);
+    r->all_offsets |= out->offset;
+    if (out->region >= r->table->regions)
+        r->table->regions = out->region + 1;
+    return true;
+}
+
+static void add_slot(box_table *t, uint32_t key, const box_place *place)
+{
+    t->slots[t->count++] =
+        (box_slot){.key = key, .region = place->region, .offset = place->offset};
+}
+
+static bool read_chunks(box_reader *r)
+{
+    box_table *t = r->table;
+    cursor *c = &r->in;
+    if (!cursor_u32(c, FANIN_MAX_DIMS - 1, &t->dim) ||
+        !cursor_u32(c, WORLD_MAX, &t->world) ||
+        !cursor_u32(c, WORLD_MAX - 1, &t->index))
+        return false;
+    if (t->index >= t->world || t->keys->count == 0)
+        return cursor_fail(c, "a chunk rule that makes no sense");
+    t->slots = malloc((size_t)t->keys->count * sizeof *t->slots);
+    if (!t->slots)
+        return no_memory(r);
+    for (uint32_t key = 0; key < t->keys->count; key++) {
+        const key_entry *e = &t->keys->entries[key];
+        box_place place;
+        if (e->n_dims <= t->dim)
+            return cursor_fail(c, "a chunk rule on a dimension that a key lacks");
+        block b = block_chunk(e->n_dims, e->shape, t->dim, t->world, t->index);
+        if (block_is_empty(&b))
+            continue;
+        r->index = t->count;
+        if (!read_place(r, e, &b, &place))
+            return false;
+        add_slot(t, key, &place);
+    }
+    /* Of a small adapter on a large world most chunks are empty. */
+    box_slot *fewer = realloc(t->slots, (size_t)(t->count + 1) * sizeof *t->slots);
+    if (fewer)
+        t->slots = fewer;
+    return true;
+}
+
+static bool read_block(box_reader *r, const key_entry *key, block *out)
+{
+    cursor *c = &r->in;
+    uint32_t parts;
+    *out = (block){.n_dims = key->n_dims};
+    if (!cursor_array(c, &parts))
+        return false;
+    if (parts != 2 * key->n_dims)
+        return cursor_fail(c, "a block has another number of dimensions than its key");
+    for (uint32_t dim = 0; dim < key->n_dims; dim++)
+        if (!cursor_uint(c, UINT64_MAX, &out->offset[dim]))
+            return false;
+    for (uint32_t dim = 0; dim < key->n_dims; dim++)
+        if (!cursor_uint(c, UINT64_MAX, &out->extent[dim]))
+            return false;
+    if (block_is_empty(out) || !block_inside(out, key->shape))
+        return cursor_fail(c, "a block is empty or reaches beyond its tensor");
+    return true;
+}
+
+static void keep_words(box_reader *r, const block *b, const box_place *place)
+{
+    uint64_t position = r->words.size / sizeof(uint64_t);
+    size_t size = b->n_dims * sizeof(uint64_t);
+    buffer_append(&r->words, b->offset, size);
+    buffer_append(&r->words, b->extent, size);
+    if (!place->packed) {
+        buffer_append(&r->words, place->stride, size);
+        position |= WITH_STRIDES;
+    }
+    r->table->positions[r->table->count] = position;
+}
+
+static bool read_explicit(box_reader *r)
+{
+    box_table *t = r->table;
+    cursor *c = &r->in;
+    uint64_t count;
+    uint32_t key = 0, step;
+    if (!cursor_uint(c, LIMIT_BOXES, &count))
+        return false;
+    if (count > cursor_left(c) / BOX_BYTES_MIN)
+        return cursor_fail(c, "more boxes are announced than bytes are there");
+    t->slots = malloc((size_t)(count + 1) * sizeof *t->slots);
+    t->positions = malloc((size_t)(count + 1) * sizeof *t->positions);
+    if (!t->slots || !t->positions || !buffer_reserve(&r->words, sizeof *t->words))
+        return no_memory(r);
+    for (r->index = 0; r->index < count; r->index++) {
+        block b;
+        box_place place;
+        if (!cursor_u32(c, UINT32_MAX, &step))
+            return false;
+        if (key >= t->keys->count || step >= t->keys->count - key)
+            return cursor_fail(c, "a box of a key that is not there");
+        key += step;
+        if (!read_block(r, &t->keys->entries[key], &b) ||
+            !read_place(r, &t->keys->entries[key], &b, &place))
+            return false;
+        keep_words(r, &b, &place);
+        add_slot(t, key, &place);
+    }
+    if (r->words.failed)
+        return no_memory(r);
+    t->words = (uint64_t *)(void *)r->words.data;
+    r->words = (buffer){0};
+    return true;
+}
+
+static bool read_table(box_reader *r)
+{
+    uint32_t rule;
+    if (!cursor_u32(&r->in, BOXES_CHUNK, &rule) ||
+        !cursor_u32(&r->in, PLACE_SHIFT_MAX, &r->places.shift))
+        return false;
+    r->table->rule = (box_rule)rule;
+    if (!(rule == BOXES_CHUNK ? read_chunks(r) : read_explicit(r)))
+        return false;
+    if (r->places.shift != place_shift(r->all_offsets))
+        return cursor_fail(&r->in, "the alignment is not that of the offsets");
+    return cursor_left(&r->in) == 0 ||
+           cursor_fail(&r->in, "bytes after the table's end");
+}
+
+fanin_status box_table_decode(const uint8_t *blob, size_t size, const key_table *keys,
+                              box_table **out, fanin_error *error)
+{
+    static const error_place place = {.phase = "catalog"};
+    *out = NULL;
+    box_table *table = calloc(1, sizeof *table);
+    box_reader *r = calloc(1, sizeof *r);
+    fanin_status status = FANIN_OK;
+    if (!table || !r) {
+        status = error_set_memory(error);
+    } else {
+        table->keys = keys;
+        r->table = table;
+        r->in = (cursor){.at = blob, .end = blob + size, .canonical = true};
+        if (read_table(r))
+            *out = table;
+        else if (r->out_of_memory)
+            status = error_set_memory(error);
+        else
+            status =
+                error_set(error, FANIN_ERR_PROTOCOL, &place, "box table, box %llu: %s",
+                          (unsigned long long)r->index, r->in.why);
+        buffer_free(&r->words);
+    }
+    free(r);
+    if (status)
+        box_table_free(&table);
+    return status;
+}
+
+void box_table_free(box_table **table)
+{
+    if (!table || !*table)
+        return;
+    free((*table)->slots);
+    free((*table)->positions);
+    free((*table)->words);
+    free(*table);
+    *table = NULL;
+}
+
+/* ------------------------------------------------------------- access */
+
+uint64_t box_table_count(const box_table *table)
+{
+    return table->count;
+}
+
+box_rule box_table_rule(const box_table *table, uint32_t *dim_out, uint32_t *world_out,
+                        uint32_t *index_out)
+{
+    if (dim_out)
+        *dim_out = table->dim;
+    if (world_out)
+        *world_out = table->world;
+    if (index_out)
+        *index_out = table->index;
+    return table->rule;
+}
+
+static void get_block(const box_table *table, uint64_t ordinal, const key_entry *key,
+                      block *out)
+{
+    if (table->rule == BOXES_CHUNK) {
+        *out = block_chunk(key->n_dims, key->shape, table->dim, table->world,
+                           table->index);
+        return;
+    }
+    const uint64_t *words = table->words + (table->positions[ordinal] & ~WITH_STRIDES);
+    *out = (block){.n_dims = key->n_dims};
+    for (uint32_t dim = 0; dim < key->n_dims; dim++) {
+        out->offset[dim] = words[dim];
+        out->extent[dim] = words[key->n_dims + dim];
+    }
+}
+
+static void get_place(const box_table *table, uint64_t ordinal, const key_entry *key,
+                      box_place *out)
+{
+    const box_slot *slot = &table->slots[ordinal];
+    *out = (box_place){.region = slot->region, .offset = slot->offset, .packed = true};
+    if (table->rule == BOXES_CHUNK || !(table->positions[ordinal] & WITH_STRIDES))
+        return;
+    const uint64_t *words = table->words + (table->positions[ordinal] & ~WITH_STRIDES);
+    out->packed = false;
+    for (uint32_t dim = 0; dim < key->n_dims; dim++)
+        out->stride[dim] = (int64_t)words[2 * key->n_dims + dim];
+}
+
+void box_table_get(const box_table *table, uint64_t ordinal, uint32_t *key_out,
+                   block *block_out, box_place *place_out)
+{
+    const box_slot *slot = &table->slots[ordinal];
+    const key_entry *key = &table->keys->entries[slot->key];
+    if (key_out)
+        *key_out = slot->key;
+    if (block_out)
+        get_block(table, ordinal, key, block_out);
+    if (place_out)
+        get_place(table, ordinal, key, place_out);
+}
+
+/* The first slot whose key is not below @p key. */
+static uint64_t lower_bound(const box_table *table, uint64_t key)
+{
+    uint64_t low = 0, high = table->count;
+    while (low < high) {
+        uint64_t middle = low + (high - low) / 2;
+        if (table->slots[middle].key < key)
+            low = middle + 1;
+        else
+            high = middle;
+    }
+    return low;
+}
+
+uint64_t box_table_of_key(const box_table *table, uint32_t key, uint64_t *count_out)
+{
+    uint64_t first = lower_bound(table, key);
+    if (count_out)
+        *count_out = lower_bound(table, (uint64_t)key + 1) - first;
+    return first;
+}
+
+uint32_t box_table_regions(const box_table *table)
+{
+    return table->regions;
+}

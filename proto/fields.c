@@ -1,0 +1,123 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include "fields.h"
+
+#include <stddef.h>
+
+#define AT(type, member) (uint16_t) offsetof(type, member)
+#define ROOM(type, member) (sizeof((type *)0)->member - 1)
+
+#define NUMBER(key, kind, type, member, min, max)                                      \
+    {                                                                                  \
+        key, kind, true, AT(type, member), min, max                                    \
+    }
+#define OPTIONAL_NUMBER(key, kind, type, member, max)                                  \
+    {                                                                                  \
+        key, kind, false, AT(type, member), 0, max                                     \
+    }
+#define U32(key, type, member, min, max) NUMBER(key, FIELD_U32, type, member, min, max)
+#define U64(key, type, member) NUMBER(key, FIELD_U64, type, member, 0, UINT64_MAX)
+#define I32(key, type, member, min, max) NUMBER(key, FIELD_I32, type, member, min, max)
+#define FLAG(key, type, member) NUMBER(key, FIELD_BOOL, type, member, 0, 1)
+#define ID(key, type, member) NUMBER(key, FIELD_ID, type, member, 16, 16)
+#define NAME(key, type, member)                                                        \
+    {                                                                                  \
+        key, FIELD_TEXT, true, AT(type, member), 1, ROOM(type, member)                 \
+    }
+#define OPTIONAL_TEXT(key, type, member)                                               \
+    {                                                                                  \
+        key, FIELD_TEXT, false, AT(type, member), 0, ROOM(type, member)                \
+    }
+#define TABLE(name, ...)                                                               \
+    static const field name##_rows[] = {__VA_ARGS__};                                  \
+    const field_table name = {name##_rows, sizeof name##_rows / sizeof *name##_rows}
+
+TABLE(fields_hello, U32(1, msg_hello, version_min, 1, UINT16_MAX),
+      U32(2, msg_hello, version_max, 1, UINT16_MAX),
+      OPTIONAL_NUMBER(3, FIELD_U64, msg_hello, features, UINT64_MAX),
+      U32(4, msg_hello, role, ROLE_CONTROL, ROLE_DATA), ID(5, msg_hello, id),
+      OPTIONAL_TEXT(6, msg_hello, ucx_version), OPTIONAL_TEXT(7, msg_hello, software),
+      OPTIONAL_TEXT(8, msg_hello, trace_id));
+
+TABLE(fields_hello_ok, U32(1, msg_hello_ok, version, 1, UINT16_MAX),
+      OPTIONAL_NUMBER(2, FIELD_U64, msg_hello_ok, features, UINT64_MAX),
+      ID(3, msg_hello_ok, world_id), ID(4, msg_hello_ok, incarnation),
+      ID(5, msg_hello_ok, session), U32(6, msg_hello_ok, rank, 0, 65535),
+      U32(7, msg_hello_ok, world_size, 1, 65536), NAME(8, msg_hello_ok, server_name),
+      OPTIONAL_TEXT(9, msg_hello_ok, ucx_version),
+      OPTIONAL_TEXT(10, msg_hello_ok, software),
+      OPTIONAL_TEXT(11, msg_hello_ok, host_id),
+      U32(12, msg_hello_ok, paths, 0, UINT32_MAX),
+      U32(13, msg_hello_ok, lease_ms, 0, UINT32_MAX),
+      OPTIONAL_TEXT(14, msg_hello_ok, warnings));
+
+TABLE(fields_open_path,
+      I32(1, msg_open_path, path, WIRE_PATH_STREAM, WIRE_PATH_CUDA_IPC),
+      {2, FIELD_BYTES, false, AT(msg_open_path, address), 0, LIMIT_UCX_ADDRESS});
+
+TABLE(fields_list, OPTIONAL_TEXT(1, msg_list, publication));
+
+TABLE(fields_list_entry, NAME(1, msg_list_entry, publication),
+      U64(2, msg_list_entry, step), U64(3, msg_list_entry, epoch),
+      U64(4, msg_list_entry, catalog_version), U64(5, msg_list_entry, tensors),
+      U64(6, msg_list_entry, bytes), ID(7, msg_list_entry, key_digest),
+      I32(8, msg_list_entry, state, WIRE_STATE_UNPUBLISHED, WIRE_STATE_WRITING));
+
+TABLE(fields_keys, ID(2, msg_blob_request, digest), U64(5, msg_blob_request, offset));
+TABLE(fields_boxes, NAME(1, msg_blob_request, publication),
+      U64(3, msg_blob_request, catalog_version), U64(5, msg_blob_request, offset));
+TABLE(fields_regions, NAME(1, msg_blob_request, publication),
+      U64(3, msg_blob_request, catalog_version),
+      I32(4, msg_blob_request, path, WIRE_PATH_STREAM, WIRE_PATH_CUDA_IPC),
+      U64(5, msg_blob_request, offset));
+
+TABLE(fields_page, U64(1, msg_blob_page, total), U64(2, msg_blob_page, offset),
+      {3, FIELD_BYTES, true, AT(msg_blob_page, data), 0, LIMIT_PAGE});
+
+TABLE(fields_wait, NAME(1, msg_wait, publication),
+      I32(2, msg_wait, rule, WIRE_RULE_NEWEST, WIRE_RULE_AT_LEAST),
+      U64(3, msg_wait, step), U32(4, msg_wait, timeout_ms, 0, UINT32_MAX));
+TABLE(fields_wait_ok, U64(1, msg_wait_ok, step), U64(2, msg_wait_ok, catalog_version),
+      ID(3, msg_wait_ok, key_digest),
+      OPTIONAL_NUMBER(4, FIELD_U64, msg_wait_ok, stable_ns, UINT64_MAX));
+
+TABLE(fields_begin, NAME(1, msg_begin, publication), U64(2, msg_begin, step),
+      U64(3, msg_begin, catalog_version));
+TABLE(fields_begin_verdict, FLAG(1, msg_begin_ok, granted));
+TABLE(fields_begin_granted, FLAG(1, msg_begin_ok, granted), ID(2, msg_begin_ok, token),
+      U64(3, msg_begin_ok, epoch), U32(4, msg_begin_ok, lease_ms, 0, UINT32_MAX));
+TABLE(fields_begin_refused, FLAG(1, msg_begin_ok, granted),
+      I32(5, msg_begin_ok, state, WIRE_STATE_UNPUBLISHED, WIRE_STATE_WRITING),
+      U64(6, msg_begin_ok, step), U64(7, msg_begin_ok, catalog_version),
+      OPTIONAL_TEXT(8, msg_begin_ok, why));
+
+TABLE(fields_read, ID(1, msg_read, token),
+      NUMBER(2, FIELD_U64, msg_read, bytes, 1, LIMIT_READ_BYTES));
+
+TABLE(fields_end, ID(1, msg_end, token),
+      OPTIONAL_NUMBER(2, FIELD_BOOL, msg_end, abandon, 1));
+TABLE(fields_end_ok, FLAG(1, msg_end_ok, good), U64(2, msg_end_ok, step));
+
+TABLE(fields_watch, NAME(1, msg_watch, publication));
+TABLE(fields_event, NAME(1, msg_event, publication), U64(2, msg_event, step),
+      I32(3, msg_event, state, WIRE_STATE_UNPUBLISHED, WIRE_STATE_WRITING));
+
+TABLE(fields_error, NUMBER(1, FIELD_I32, msg_error, code, -999, (uint64_t)-100),
+      OPTIONAL_TEXT(2, msg_error, message), OPTIONAL_TEXT(3, msg_error, remedy),
+      OPTIONAL_TEXT(4, msg_error, key),
+      OPTIONAL_NUMBER(5, FIELD_U64, msg_error, step, UINT64_MAX));
+
+const field_table fields_none = {NULL, 0};
+
+const field_table *fields_of_blob_request(message_type type)
+{
+    switch (type) {
+    case MSG_KEYS:
+        return &fields_keys;
+    case MSG_BOXES:
+        return &fields_boxes;
+    case MSG_REGIONS:
+        return &fields_regions;
+    default:
+        return NULL;
+    }
+}

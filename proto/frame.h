@@ -1,0 +1,72 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/** @file The 24-byte frame header (PROTOCOL.md, "Frames"). */
+#ifndef FRAME_H
+#define FRAME_H
+
+#include <fanin/error.h>
+
+#define FRAME_SIZE 24
+#define FRAME_MAGIC UINT32_C(0x314e4146) /**< "FAN1", little-endian */
+#define FRAME_MAJOR 1
+
+typedef enum message_type {
+    MSG_HELLO = 1,
+    MSG_HELLO_OK = 2,
+    MSG_AUTH = 3,    /* reserved */
+    MSG_AUTH_OK = 4, /* reserved */
+    MSG_OPEN_PATH = 5,
+    MSG_OPEN_PATH_OK = 6,
+    MSG_LIST = 7,
+    MSG_LIST_OK = 8,
+    MSG_KEYS = 9,
+    MSG_KEYS_OK = 10,
+    MSG_BOXES = 11,
+    MSG_BOXES_OK = 12,
+    MSG_REGIONS = 13,
+    MSG_REGIONS_OK = 14,
+    MSG_WAIT = 15,
+    MSG_WAIT_OK = 16,
+    MSG_BEGIN = 17,
+    MSG_BEGIN_OK = 18,
+    MSG_READ = 19,
+    MSG_READ_OK = 20, /* the body is the bytes asked for, raw */
+    MSG_END = 21,
+    MSG_END_OK = 22,
+    MSG_WATCH = 23,
+    MSG_EVENT = 24,
+    MSG_PING = 25,
+    MSG_PONG = 26,
+    MSG_ERROR = 31,
+} message_type;
+
+/* Largest bodies (bytes). */
+#define LIMIT_BEFORE_HELLO 4096
+#define LIMIT_REQUEST 65536
+#define LIMIT_READ_REQUEST 131072
+#define LIMIT_PAGE (1 << 20)             /**< of a blob in one reply */
+#define LIMIT_REPLY (LIMIT_PAGE + 4096)  /**< any reply but MSG_READ_OK */
+#define LIMIT_READ_BYTES (4 << 20)       /**< that one read may ask for */
+#define LIMIT_READ_ENTRIES 4096
+#define LIMIT_METADATA (1 << 20)
+#define LIMIT_KEYS (1 << 20)
+#define LIMIT_NAMES (128 << 20)          /**< bytes of all names of a key table */
+#define LIMIT_BOXES (1 << 22)            /**< a rank */
+#define LIMIT_PUBLICATIONS 4096
+#define LIMIT_UCX_ADDRESS 4096
+#define LIMIT_RKEY 1024
+
+typedef struct frame {
+    message_type type; /**< any uint16_t value may come from the network */
+    uint64_t request;  /**< chosen by the requester, echoed in the reply */
+    uint32_t length;   /**< of the body */
+} frame;
+
+void frame_encode(const frame *f, uint8_t out[FRAME_SIZE]);
+
+/**
+ * FANIN_ERR_PROTOCOL (magic, flags, reserved field) with a static sentence in *why_out;
+ * FANIN_ERR_VERSION (another major). Does not judge type or length.
+ */
+fanin_status frame_decode(const uint8_t in[FRAME_SIZE], frame *out, const char **why_out);
+
+#endif

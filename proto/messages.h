@@ -1,0 +1,214 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/**
+ * @file
+ * Bodies of messages as C structs. Encoders append a whole frame (header and body) to a
+ * buffer. Decoders take a body, refuse what PROTOCOL.md refuses with FANIN_ERR_PROTOCOL or
+ * FANIN_ERR_UNSUPPORTED (unknown critical key) and a static sentence, and point into the body
+ * for blobs ("borrowed": valid as long as the body).
+ */
+#ifndef MESSAGES_H
+#define MESSAGES_H
+
+#include "buffer.h"
+#include "frame.h"
+#include <fanin/types.h>
+
+#define VERSION_MIN 1 /**< protocol versions this code speaks */
+#define VERSION_MAX 1
+
+typedef enum role { ROLE_CONTROL = 1, ROLE_DATA = 2 } role;
+
+/* Numbers on the wire; the public constants of the same meaning have the same values. */
+typedef enum wire_path {
+    WIRE_PATH_STREAM = 1,
+    WIRE_PATH_CMA = 2,
+    WIRE_PATH_RDMA = 3,
+    WIRE_PATH_CUDA_IPC = 4,
+} wire_path;
+
+typedef enum wire_rule {
+    WIRE_RULE_NEWEST = 0,
+    WIRE_RULE_EXACT = 1,
+    WIRE_RULE_AT_LEAST = 2,
+} wire_rule;
+
+typedef enum wire_state {
+    WIRE_STATE_UNPUBLISHED = 0,
+    WIRE_STATE_STABLE = 1,
+    WIRE_STATE_DRAINING = 2,
+    WIRE_STATE_WRITING = 3,
+} wire_state;
+
+typedef struct bytes_view {
+    const uint8_t *data;
+    size_t size;
+} bytes_view;
+
+typedef struct msg_hello {
+    uint32_t version_min, version_max;
+    uint64_t features;
+    role role;
+    uint8_t id[16]; /**< control: the client's random id; data: hello_ok's session id */
+    char ucx_version[32], software[64], trace_id[128];
+} msg_hello;
+
+typedef struct msg_hello_ok {
+    uint32_t version;
+    uint64_t features;
+    uint8_t world_id[16], incarnation[16], session[16];
+    uint32_t rank, world_size;
+    char server_name[160], ucx_version[32], software[64], host_id[64]; /**< boot id + ipc/pid
+                        namespace ids, to tell whether cma can work */
+    uint32_t paths; /**< bit 1 << fanin_path */
+    uint32_t lease_ms;
+    char warnings[512]; /**< lines */
+} msg_hello_ok;
+
+typedef struct msg_open_path { /* request and reply */
+    int32_t path;
+    bytes_view address; /**< UCX worker address; borrowed */
+} msg_open_path;
+
+typedef struct msg_list_entry {
+    char publication[80];
+    uint64_t step, epoch, catalog_version, tensors, bytes;
+    uint8_t key_digest[16];
+    int32_t state; /**< FANIN_PUBLICATION_... */
+} msg_list_entry;
+
+typedef struct msg_blob_request { /* MSG_KEYS, MSG_BOXES, MSG_REGIONS */
+    char publication[80];         /**< "" for MSG_KEYS */
+    uint8_t digest[16];           /**< MSG_KEYS only */
+    uint64_t catalog_version;     /**< 0 for MSG_KEYS */
+    int32_t path;                 /**< MSG_REGIONS only */
+    uint64_t offset;
+} msg_blob_request;
+
+typedef struct msg_blob_page { /* their replies */
+    uint64_t total, offset;
+    bytes_view data; /**< at most LIMIT_PAGE; empty only if total is 0; borrowed */
+} msg_blob_page;
+
+typedef struct msg_wait {
+    char publication[80];
+    int32_t rule;
+    uint64_t step;
+    uint32_t timeout_ms;
+} msg_wait;
+
+typedef struct msg_wait_ok {
+    uint64_t step, catalog_version;
+    uint8_t key_digest[16];
+    uint64_t stable_ns; /**< how long the publication was stable on average of its last
+                             commits; 0: unknown */
+} msg_wait_ok;
+
+typedef struct msg_begin {
+    char publication[80];
+    uint64_t step, catalog_version;
+} msg_begin;
+
+typedef struct msg_begin_ok {
+    bool granted;
+    /* granted */
+    uint8_t token[16];
+    uint64_t epoch;
+    uint32_t lease_ms;
+    /* refused */
+    int32_t state; /**< FANIN_PUBLICATION_... now */
+    uint64_t step, catalog_version; /**< now */
+    char why[128];
+} msg_begin_ok;
+
+/** A part of a rank's boxes, at most LIMIT_READ_BYTES in all. Boxes are numbered in the order of the rank's box table. */
+typedef struct read_entry {
+    uint64_t box;
+    uint64_t count;  /**< whole boxes box .. box+count-1, or 0: */
+    uint64_t offset; /**< a range of the box's packed row-major bytes */
+    uint64_t length;
+} read_entry;
+
+typedef struct msg_read {
+    uint8_t token[16];
+    uint64_t bytes; /**< what the entries sum up to. The decoder compares it with the ranges
+                         alone; the server, which knows the boxes, with everything */
+    const read_entry *entries;
+    uint32_t n_entries;
+} msg_read;
+
+typedef struct msg_end {
+    uint8_t token[16];
+    bool abandon; /**< only give the lease back */
+} msg_end;
+
+typedef struct msg_end_ok {
+    bool good;
+    uint64_t step; /**< committed now */
+} msg_end_ok;
+
+typedef struct msg_watch {
+    char publication[80];
+} msg_watch;
+
+typedef struct msg_event {
+    char publication[80];
+    uint64_t step;
+    int32_t state;
+} msg_event;
+
+typedef struct msg_error {
+    fanin_status code;
+    char message[512], remedy[256], key[640];
+    uint64_t step; /**< with SUPERSEDED: the newest */
+} msg_error;
+
+void encode_hello(buffer *b, uint64_t request, const msg_hello *m);
+void encode_hello_ok(buffer *b, uint64_t request, const msg_hello_ok *m);
+void encode_open_path(buffer *b, uint64_t request, message_type type, const msg_open_path *m);
+void encode_list(buffer *b, uint64_t request, const char *publication_or_null);
+void encode_list_ok(buffer *b, uint64_t request, const msg_list_entry *entries, uint32_t count);
+void encode_blob_request(buffer *b, uint64_t request, message_type type, const msg_blob_request *m);
+void encode_blob_page(buffer *b, uint64_t request, message_type type, const msg_blob_page *m);
+void encode_wait(buffer *b, uint64_t request, const msg_wait *m);
+void encode_wait_ok(buffer *b, uint64_t request, const msg_wait_ok *m);
+void encode_begin(buffer *b, uint64_t request, const msg_begin *m);
+void encode_begin_ok(buffer *b, uint64_t request, const msg_begin_ok *m);
+void encode_read(buffer *b, uint64_t request, const msg_read *m);
+/** Header only: body_bytes raw bytes follow. */
+void encode_read_ok(buffer *b, uint64_t request, uint32_t body_bytes);
+void encode_end(buffer *b, uint64_t request, const msg_end *m);
+void encode_end_ok(buffer *b, uint64_t request, const msg_end_ok *m);
+void encode_watch(buffer *b, uint64_t request, const msg_watch *m);
+void encode_event(buffer *b, uint64_t request, const msg_event *m);
+/** PING, PONG: an empty map. */
+void encode_empty(buffer *b, uint64_t request, message_type type);
+void encode_error(buffer *b, uint64_t request, const msg_error *m);
+
+typedef struct body {
+    const uint8_t *data;
+    size_t size;
+    const char *why; /**< set when a decoder fails; static */
+} body;
+
+fanin_status decode_hello(body *in, msg_hello *out);
+fanin_status decode_hello_ok(body *in, msg_hello_ok *out);
+fanin_status decode_open_path(body *in, msg_open_path *out);
+fanin_status decode_list(body *in, char publication_out[80]); /**< "" for all */
+/** *entries_out is malloc'ed, the caller frees it. */
+fanin_status decode_list_ok(body *in, msg_list_entry **entries_out, uint32_t *count_out);
+fanin_status decode_blob_request(body *in, message_type type, msg_blob_request *out);
+fanin_status decode_blob_page(body *in, msg_blob_page *out);
+fanin_status decode_wait(body *in, msg_wait *out);
+fanin_status decode_wait_ok(body *in, msg_wait_ok *out);
+fanin_status decode_begin(body *in, msg_begin *out);
+fanin_status decode_begin_ok(body *in, msg_begin_ok *out);
+/** out->entries points to @p entries, which has room for LIMIT_READ_ENTRIES. */
+fanin_status decode_read(body *in, msg_read *out, read_entry *entries);
+fanin_status decode_end(body *in, msg_end *out);
+fanin_status decode_end_ok(body *in, msg_end_ok *out);
+fanin_status decode_watch(body *in, msg_watch *out);
+fanin_status decode_event(body *in, msg_event *out);
+fanin_status decode_empty(body *in); /**< PING, PONG */
+fanin_status decode_error(body *in, msg_error *out);
+
+#endif

@@ -1,0 +1,373 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include "cursor.h"
+#include "fields.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+#define KEY_CRITICAL 64 /* unknown keys from here on may not be ignored */
+
+/* ------------------------------------------------------------- one field */
+
+static void store(void *message, const field *f, const void *value, size_t size)
+{
+    memcpy((char *)message + f->offset, value, size);
+}
+
+static bool read_integer(cursor *c, void *message, const field *f)
+{
+    uint64_t u64 = 0;
+    int64_t i64 = 0;
+    if (f->kind == FIELD_I32) {
+        if (!cursor_int(c, f->min, (int64_t)f->max, &i64))
+            return false;
+        store(message, f, &(int32_t){(int32_t)i64}, sizeof(int32_t));
+        return true;
+    }
+    if (!cursor_uint(c, f->max, &u64))
+        return false;
+    if (u64 < (uint64_t)f->min)
+        return cursor_fail(c, "a number is out of range");
+    if (f->kind == FIELD_U32)
+        store(message, f, &(uint32_t){(uint32_t)u64}, sizeof(uint32_t));
+    else
+        store(message, f, &u64, sizeof u64);
+    return true;
+}
+
+static bool read_value(cursor *c, void *message, const field *f)
+{
+    bytes_view v;
+    bool flag;
+    switch ((field_kind)f->kind) {
+    case FIELD_U32:
+    case FIELD_U64:
+    case FIELD_I32:
+        return read_integer(c, message, f);
+    case FIELD_BOOL:
+        if (!cursor_bool(c, &flag))
+            return false;
+        store(message, f, &flag, sizeof flag);
+        return true;
+    case FIELD_TEXT:
+        if (!cursor_text(c, (size_t)f->min, (size_t)f->max, &v))
+            return false;
+        store(message, f, v.data, v.size);
+        *((char *)message + f->offset + v.size) = '\0';
+        return true;
+    case FIELD_ID:
+        if (!cursor_bin(c, 16, 16, &v))
+            return false;
+        store(message, f, v.data, 16);
+        return true;
+    case FIELD_BYTES:
+        if (!cursor_bin(c, (size_t)f->min, (size_t)f->max, &v))
+            return false;
+        store(message, f, &v, sizeof v);
+        return true;
+    }
+    return false;
+}
+
+/* ------------------------------------------------------------- a map of fields */
+
+static fanin_status verdict(const cursor *c)
+{
+    return c->why ? FANIN_ERR_PROTOCOL : FANIN_OK;
+}
+
+/* The one array that a table can't describe. */
+typedef struct array_field {
+    uint8_t key;
+    void (*read)(cursor *c, void *context); /* mistakes stay in the cursor */
+    void *context;
+    bool seen;
+} array_field;
+
+static bool skip_required(cursor *c, const field_table *table, uint32_t *next,
+                          uint64_t key)
+{
+    for (; *next < table->count && table->fields[*next].key < key; ++*next)
+        if (table->fields[*next].required)
+            return cursor_fail(c, "a required field is missing");
+    return true;
+}
+
+/* Both the map and the table ascend, so one walk over each does. */
+static fanin_status read_map(cursor *c, const field_table *table, void *message,
+                             array_field *array)
+{
+    uint32_t count, next = 0;
+    uint64_t last = 0;
+    if (!cursor_map(c, &count))
+        return FANIN_ERR_PROTOCOL;
+    for (uint32_t i = 0; i < count; i++) {
+        uint64_t key;
+        if (!cursor_uint(c, UINT64_MAX, &key))
+            return FANIN_ERR_PROTOCOL;
+        if (i > 0 && key <= last) {
+            cursor_fail(c, "keys are not ascending");
+            return FANIN_ERR_PROTOCOL;
+        }
+        last = key;
+        if (!skip_required(c, table, &next, key))
+            return FANIN_ERR_PROTOCOL;
+        if (next < table->count && table->fields[next].key == key) {
+            read_value(c, message, &table->fields[next++]);
+        } else if (array && array->key == key) {
+            array->seen = true;
+            array->read(c, array->context);
+        } else if (key < KEY_CRITICAL) {
+            cursor_skip(c, NULL);
+        } else {
+            cursor_fail(c, "a field that must be understood is unknown here");
+            return FANIN_ERR_UNSUPPORTED;
+        }
+        if (c->why)
+            return FANIN_ERR_PROTOCOL;
+    }
+    skip_required(c, table, &next, UINT64_MAX);
+    if (array && !array->seen)
+        cursor_fail(c, "a required field is missing");
+    return verdict(c);
+}
+
+static fanin_status read_body(body *in, const field_table *table, void *message,
+                              array_field *array)
+{
+    cursor c = {.at = in->data, .end = in->data + in->size};
+    fanin_status status = read_map(&c, table, message, array);
+    if (!status && cursor_left(&c) != 0) {
+        cursor_fail(&c, "bytes after the body's map");
+        status = FANIN_ERR_PROTOCOL;
+    }
+    if (status)
+        in->why = c.why;
+    return status;
+}
+
+static fanin_status refuse(body *in, const char *why)
+{
+    in->why = why;
+    return FANIN_ERR_PROTOCOL;
+}
+
+/* ------------------------------------------------------------- messages */
+
+fanin_status decode_hello(body *in, msg_hello *out)
+{
+    memset(out, 0, sizeof *out);
+    fanin_status status = read_body(in, &fields_hello, out, NULL);
+    if (!status && out->version_min > out->version_max)
+        return refuse(in, "the range of versions is empty");
+    return status;
+}
+
+fanin_status decode_hello_ok(body *in, msg_hello_ok *out)
+{
+    memset(out, 0, sizeof *out);
+    fanin_status status = read_body(in, &fields_hello_ok, out, NULL);
+    if (!status && out->rank >= out->world_size)
+        return refuse(in, "the rank is not below the world size");
+    return status;
+}
+
+fanin_status decode_open_path(body *in, msg_open_path *out)
+{
+    memset(out, 0, sizeof *out);
+    return read_body(in, &fields_open_path, out, NULL);
+}
+
+fanin_status decode_list(body *in, char publication_out[80])
+{
+    msg_list m = {.publication = ""};
+    fanin_status status = read_body(in, &fields_list, &m, NULL);
+    memcpy(publication_out, m.publication, sizeof m.publication);
+    return status;
+}
+
+typedef struct list_reader {
+    msg_list_entry *entries;
+    uint32_t count;
+    fanin_status status; /* of the entry that failed, or MEMORY */
+} list_reader;
+
+static void read_list(cursor *c, void *context)
+{
+    list_reader *r = context;
+    uint32_t count;
+    if (!cursor_array(c, &count))
+        return;
+    if (count > LIMIT_PUBLICATIONS) {
+        cursor_fail(c, "too many publications");
+        return;
+    }
+    r->entries = calloc(count ? count : 1, sizeof *r->entries);
+    if (!r->entries) {
+        r->status = FANIN_ERR_MEMORY;
+        cursor_fail(c, "out of memory");
+    }
+    for (; r->count < count && !r->status; r->count++)
+        r->status = read_map(c, &fields_list_entry, &r->entries[r->count], NULL);
+}
+
+fanin_status decode_list_ok(body *in, msg_list_entry **entries_out, uint32_t *count_out)
+{
+    list_reader r = {0};
+    array_field array = {.key = KEY_LIST_ENTRIES, .read = read_list, .context = &r};
+    fanin_status status = read_body(in, &fields_none, NULL, &array);
+    *entries_out = NULL;
+    *count_out = 0;
+    if (status) {
+        free(r.entries);
+        return r.status ? r.status : status;
+    }
+    *entries_out = r.entries;
+    *count_out = r.count;
+    return FANIN_OK;
+}
+
+fanin_status decode_blob_request(body *in, message_type type, msg_blob_request *out)
+{
+    const field_table *table = fields_of_blob_request(type);
+    memset(out, 0, sizeof *out);
+    return table ? read_body(in, table, out, NULL) : refuse(in, "no catalog request");
+}
+
+fanin_status decode_blob_page(body *in, msg_blob_page *out)
+{
+    memset(out, 0, sizeof *out);
+    fanin_status status = read_body(in, &fields_page, out, NULL);
+    if (status)
+        return status;
+    if (out->offset > out->total || out->data.size > out->total - out->offset)
+        return refuse(in, "a page reaches beyond its table");
+    if (out->data.size == 0 && out->total != 0)
+        return refuse(in, "an empty page");
+    return FANIN_OK;
+}
+
+fanin_status decode_wait(body *in, msg_wait *out)
+{
+    memset(out, 0, sizeof *out);
+    return read_body(in, &fields_wait, out, NULL);
+}
+
+fanin_status decode_wait_ok(body *in, msg_wait_ok *out)
+{
+    memset(out, 0, sizeof *out);
+    return read_body(in, &fields_wait_ok, out, NULL);
+}
+
+fanin_status decode_begin(body *in, msg_begin *out)
+{
+    memset(out, 0, sizeof *out);
+    return read_body(in, &fields_begin, out, NULL);
+}
+
+fanin_status decode_begin_ok(body *in, msg_begin_ok *out)
+{
+    memset(out, 0, sizeof *out);
+    fanin_status status = read_body(in, &fields_begin_verdict, out, NULL);
+    if (status)
+        return status;
+    return read_body(in, out->granted ? &fields_begin_granted : &fields_begin_refused,
+                     out, NULL);
+}
+
+typedef struct read_reader {
+    read_entry *entries;
+    uint32_t count;
+    uint64_t boxes, bytes; /* boxes asked for whole, bytes of the ranges */
+} read_reader;
+
+static bool read_entry_parts(cursor *c, read_entry *out)
+{
+    uint32_t parts;
+    *out = (read_entry){0};
+    if (!cursor_array(c, &parts) || !cursor_uint(c, LIMIT_BOXES - 1, &out->box))
+        return false;
+    if (parts == 2) {
+        if (!cursor_uint(c, LIMIT_BOXES - out->box, &out->count))
+            return false;
+        return out->count > 0 || cursor_fail(c, "an entry asks for nothing");
+    }
+    if (parts != 3)
+        return cursor_fail(c, "an entry has two or three parts");
+    if (!cursor_uint(c, INT64_MAX, &out->offset) ||
+        !cursor_uint(c, LIMIT_READ_BYTES, &out->length))
+        return false;
+    return out->length > 0 || cursor_fail(c, "an entry asks for nothing");
+}
+
+static void read_entries(cursor *c, void *context)
+{
+    read_reader *r = context;
+    uint32_t count;
+    if (!cursor_array(c, &count))
+        return;
+    if (count == 0 || count > LIMIT_READ_ENTRIES) {
+        cursor_fail(c, "the number of entries is out of range");
+        return;
+    }
+    for (; r->count < count; r->count++) {
+        read_entry *entry = &r->entries[r->count];
+        if (!read_entry_parts(c, entry))
+            return;
+        r->boxes += entry->count;
+        r->bytes += entry->length;
+    }
+}
+
+fanin_status decode_read(body *in, msg_read *out, read_entry *entries)
+{
+    read_reader r = {.entries = entries};
+    array_field array = {.key = KEY_READ_ENTRIES, .read = read_entries, .context = &r};
+    memset(out, 0, sizeof *out);
+    fanin_status status = read_body(in, &fields_read, out, &array);
+    if (status)
+        return status;
+    /* Without the box table: a whole box holds a byte at least. */
+    bool fits = r.boxes ? r.boxes <= out->bytes && r.bytes <= out->bytes - r.boxes
+                        : r.bytes == out->bytes;
+    if (!fits)
+        return refuse(in, "the entries do not sum up to the bytes announced");
+    out->entries = entries;
+    out->n_entries = r.count;
+    return FANIN_OK;
+}
+
+fanin_status decode_end(body *in, msg_end *out)
+{
+    memset(out, 0, sizeof *out);
+    return read_body(in, &fields_end, out, NULL);
+}
+
+fanin_status decode_end_ok(body *in, msg_end_ok *out)
+{
+    memset(out, 0, sizeof *out);
+    return read_body(in, &fields_end_ok, out, NULL);
+}
+
+fanin_status decode_watch(body *in, msg_watch *out)
+{
+    memset(out, 0, sizeof *out);
+    return read_body(in, &fields_watch, out, NULL);
+}
+
+fanin_status decode_event(body *in, msg_event *out)
+{
+    memset(out, 0, sizeof *out);
+    return read_body(in, &fields_event, out, NULL);
+}
+
+fanin_status decode_empty(body *in)
+{
+    return read_body(in, &fields_none, NULL, NULL);
+}
+
+fanin_status decode_error(body *in, msg_error *out)
+{
+    memset(out, 0, sizeof *out);
+    return read_body(in, &fields_error, out, NULL);
+}

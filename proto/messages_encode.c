@@ -1,0 +1,276 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include "fields.h"
+#include "pack.h"
+#include "utf8.h"
+
+#include <string.h>
+
+/* ------------------------------------------------------------- frame around a body */
+
+static size_t frame_open(buffer *b)
+{
+    static const uint8_t room[FRAME_SIZE];
+    size_t start = b->size;
+    buffer_append(b, room, sizeof room);
+    return start;
+}
+
+static void frame_close(buffer *b, size_t start, uint64_t request, message_type type)
+{
+    if (b->failed)
+        return;
+    frame f = {.type = type,
+               .request = request,
+               .length = (uint32_t)(b->size - start - FRAME_SIZE)};
+    frame_encode(&f, b->data + start);
+}
+
+/* ------------------------------------------------------------- one field */
+
+static const void *member(const void *message, const field *f)
+{
+    return (const char *)message + f->offset;
+}
+
+static uint64_t number(const void *message, const field *f)
+{
+    uint64_t u64;
+    uint32_t u32;
+    int32_t i32;
+    bool flag;
+    switch ((field_kind)f->kind) {
+    case FIELD_U32:
+        memcpy(&u32, member(message, f), sizeof u32);
+        return u32;
+    case FIELD_U64:
+        memcpy(&u64, member(message, f), sizeof u64);
+        return u64;
+    case FIELD_I32:
+        memcpy(&i32, member(message, f), sizeof i32);
+        return (uint64_t)(int64_t)i32;
+    case FIELD_BOOL:
+        memcpy(&flag, member(message, f), sizeof flag);
+        return flag;
+    default:
+        return 0;
+    }
+}
+
+static bytes_view view(const void *message, const field *f)
+{
+    bytes_view v;
+    memcpy(&v, member(message, f), sizeof v);
+    return v;
+}
+
+static bool present(const void *message, const field *f)
+{
+    if (f->required)
+        return true;
+    switch ((field_kind)f->kind) {
+    case FIELD_TEXT:
+        return *(const char *)member(message, f) != '\0';
+    case FIELD_BYTES:
+        return view(message, f).size != 0;
+    case FIELD_ID:
+        return true;
+    default:
+        return number(message, f) != 0;
+    }
+}
+
+/* Messages may carry names of files and other foreign bytes; a peer would refuse a body
+   with a text that is not UTF-8, so such bytes are replaced. */
+static void pack_member_text(buffer *b, const char *text, size_t max)
+{
+    size_t size = strnlen(text, max);
+    if (utf8_valid(text, size)) {
+        pack_text(b, text, size);
+        return;
+    }
+    char plain[1024];
+    if (size > sizeof plain)
+        size = sizeof plain;
+    for (size_t i = 0; i < size; i++)
+        plain[i] = (unsigned char)text[i] < 0x80 ? text[i] : '?';
+    pack_text(b, plain, size);
+}
+
+static void pack_value(buffer *b, const void *message, const field *f)
+{
+    switch ((field_kind)f->kind) {
+    case FIELD_U32:
+    case FIELD_U64:
+        pack_uint(b, number(message, f));
+        break;
+    case FIELD_I32:
+        pack_int(b, (int64_t)number(message, f));
+        break;
+    case FIELD_BOOL:
+        pack_bool(b, number(message, f) != 0);
+        break;
+    case FIELD_TEXT:
+        pack_member_text(b, member(message, f), (size_t)f->max);
+        break;
+    case FIELD_ID:
+        pack_bin(b, member(message, f), 16);
+        break;
+    case FIELD_BYTES:
+        pack_bin(b, view(message, f).data, view(message, f).size);
+        break;
+    }
+}
+
+/* The map's head counts @p more fields that the caller packs after these. */
+static void pack_fields(buffer *b, const field_table *table, const void *message,
+                        uint32_t more)
+{
+    uint32_t count = more;
+    for (uint32_t i = 0; i < table->count; i++)
+        count += present(message, &table->fields[i]);
+    pack_map(b, count);
+    for (uint32_t i = 0; i < table->count; i++) {
+        const field *f = &table->fields[i];
+        if (present(message, f)) {
+            pack_uint(b, f->key);
+            pack_value(b, message, f);
+        }
+    }
+}
+
+static void encode(buffer *b, uint64_t request, message_type type,
+                   const field_table *table, const void *message)
+{
+    size_t start = frame_open(b);
+    pack_fields(b, table, message, 0);
+    frame_close(b, start, request, type);
+}
+
+/* ------------------------------------------------------------- messages */
+
+void encode_hello(buffer *b, uint64_t request, const msg_hello *m)
+{
+    encode(b, request, MSG_HELLO, &fields_hello, m);
+}
+
+void encode_hello_ok(buffer *b, uint64_t request, const msg_hello_ok *m)
+{
+    encode(b, request, MSG_HELLO_OK, &fields_hello_ok, m);
+}
+
+void encode_open_path(buffer *b, uint64_t request, message_type type,
+                      const msg_open_path *m)
+{
+    encode(b, request, type, &fields_open_path, m);
+}
+
+void encode_list(buffer *b, uint64_t request, const char *publication_or_null)
+{
+    msg_list m = {.publication = ""};
+    if (publication_or_null)
+        strncpy(m.publication, publication_or_null, sizeof m.publication - 1);
+    encode(b, request, MSG_LIST, &fields_list, &m);
+}
+
+void encode_list_ok(buffer *b, uint64_t request, const msg_list_entry *entries,
+                    uint32_t count)
+{
+    size_t start = frame_open(b);
+    pack_map(b, 1);
+    pack_uint(b, KEY_LIST_ENTRIES);
+    pack_array(b, count);
+    for (uint32_t i = 0; i < count; i++)
+        pack_fields(b, &fields_list_entry, &entries[i], 0);
+    frame_close(b, start, request, MSG_LIST_OK);
+}
+
+void encode_blob_request(buffer *b, uint64_t request, message_type type,
+                         const msg_blob_request *m)
+{
+    encode(b, request, type, fields_of_blob_request(type), m);
+}
+
+void encode_blob_page(buffer *b, uint64_t request, message_type type,
+                      const msg_blob_page *m)
+{
+    encode(b, request, type, &fields_page, m);
+}
+
+void encode_wait(buffer *b, uint64_t request, const msg_wait *m)
+{
+    encode(b, request, MSG_WAIT, &fields_wait, m);
+}
+
+void encode_wait_ok(buffer *b, uint64_t request, const msg_wait_ok *m)
+{
+    encode(b, request, MSG_WAIT_OK, &fields_wait_ok, m);
+}
+
+void encode_begin(buffer *b, uint64_t request, const msg_begin *m)
+{
+    encode(b, request, MSG_BEGIN, &fields_begin, m);
+}
+
+void encode_begin_ok(buffer *b, uint64_t request, const msg_begin_ok *m)
+{
+    encode(b, request, MSG_BEGIN_OK,
+           m->granted ? &fields_begin_granted : &fields_begin_refused, m);
+}
+
+void encode_read(buffer *b, uint64_t request, const msg_read *m)
+{
+    size_t start = frame_open(b);
+    pack_fields(b, &fields_read, m, 1);
+    pack_uint(b, KEY_READ_ENTRIES);
+    pack_array(b, m->n_entries);
+    for (uint32_t i = 0; i < m->n_entries; i++) {
+        const read_entry *e = &m->entries[i];
+        pack_array(b, e->count ? 2 : 3);
+        pack_uint(b, e->box);
+        if (e->count) {
+            pack_uint(b, e->count);
+            continue;
+        }
+        pack_uint(b, e->offset);
+        pack_uint(b, e->length);
+    }
+    frame_close(b, start, request, MSG_READ);
+}
+
+void encode_read_ok(buffer *b, uint64_t request, uint32_t body_bytes)
+{
+    frame f = {.type = MSG_READ_OK, .request = request, .length = body_bytes};
+    uint8_t head[FRAME_SIZE];
+    frame_encode(&f, head);
+    buffer_append(b, head, sizeof head);
+}
+
+void encode_end(buffer *b, uint64_t request, const msg_end *m)
+{
+    encode(b, request, MSG_END, &fields_end, m);
+}
+
+void encode_end_ok(buffer *b, uint64_t request, const msg_end_ok *m)
+{
+    encode(b, request, MSG_END_OK, &fields_end_ok, m);
+}
+
+void encode_watch(buffer *b, uint64_t request, const msg_watch *m)
+{
+    encode(b, request, MSG_WATCH, &fields_watch, m);
+}
+
+void encode_event(buffer *b, uint64_t request, const msg_event *m)
+{
+    encode(b, request, MSG_EVENT, &fields_event, m);
+}
+
+void encode_empty(buffer *b, uint64_t request, message_type type)
+{
+    encode(b, request, type, &fields_none, NULL);
+}
+
+void encode_error(buffer *b, uint64_t request, const msg_error *m)
+{
+    encode(b, request, MSG_ERROR, &fields_error, m);
+}

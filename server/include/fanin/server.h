@@ -1,0 +1,204 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/**
+ * @file
+ * The parameter server: lives inside a trainer rank's process, registers that rank's
+ * shards by reference and lets inference workers read them between two updates.
+ *
+ * Every function may be called from any thread, several at once, unless its comment says
+ * otherwise. A handle that is used in a forked child gives FANIN_ERR_FORKED and touches
+ * nothing. Create servers before other threads use getenv(): loading UCX sets and removes
+ * UCX_MEM_EVENTS, UCX_HANDLE_ERRORS and UCX_DEBUG_SIGNO around dlopen(), where unset.
+ */
+#ifndef FANIN_SERVER_H
+#define FANIN_SERVER_H
+
+#include <fanin/types.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+typedef struct fanin_server fanin_server;
+
+enum {
+    /** Listen on a network address. Needs bind (no wildcard) and allow; serves the stream
+        path only, unless FANIN_SERVER_TRUSTED_NETWORK is given as well. */
+    FANIN_SERVER_OPEN = 1,
+    /** Everybody in the allowed networks may read and, with RDMA, write registered memory:
+        remote keys of verbs are writable whatever is asked for. */
+    FANIN_SERVER_TRUSTED_NETWORK = 2,
+    /** Never load UCX: stream only. */
+    FANIN_SERVER_NO_UCX = 4,
+};
+
+typedef struct fanin_server_config {
+    size_t struct_size;
+    const char *name; /**< default "lora_param_server"; rank r announces "<name>_<r>" */
+    uint8_t world_id[FANIN_WORLD_ID_SIZE]; /**< required, not all zero: 128 random bits,
+                                                the same on all ranks, new every launch */
+    uint32_t rank;                         /**< < world_size */
+    uint32_t world_size;                   /**< 1..65536 */
+    const char *bind;      /**< numeric address, default "127.0.0.1" */
+    const char *allow;     /**< networks "10.0.0.0/8,fd00::/8", for an open server */
+    uint16_t base_port;    /**< listens on base_port + rank; 0: ephemeral, see _port() */
+    uint32_t flags;        /**< FANIN_SERVER_... */
+    uint32_t lease_ms;     /**< the most that readers can delay begin_update; default 1000;
+                                0: begin_update never waits */
+    uint32_t max_sessions; /**< control and data connections, default 256 */
+    uint64_t max_memory;   /**< bytes for all sessions together, default 256 MiB */
+    uint32_t idle_ms;      /**< a session silent for so long is closed, default 300000 */
+    fanin_log_fn log;      /**< default none */
+    void *log_cookie;
+} fanin_server_config;
+
+/** Defaults. @p size is the caller's sizeof(fanin_server_config); never writes past it. */
+FANIN_API void fanin_server_config_init(fanin_server_config *config, size_t size);
+
+/**
+ * Binds, listens and starts the library's threads (they block all signals and sleep when
+ * idle). @p config and what it points to are copied. Does not block.
+ *
+ * FANIN_ERR_ARGUMENT (rank, world size, world id, address, wildcard or missing allow-list
+ * of an open server), FANIN_ERR_EXISTS (the port is in use; names it), FANIN_ERR_LIMIT
+ * (descriptor limit below what max_sessions needs), FANIN_ERR_MEMORY, FANIN_ERR_IO.
+ */
+FANIN_API FANIN_MUST_CHECK fanin_status fanin_server_create(
+    const fanin_server_config *config, fanin_server **server_out, fanin_error *error);
+
+/** The TCP port that the server listens on; 0 for NULL or in a forked child. */
+FANIN_API uint16_t fanin_server_port(const fanin_server *server);
+
+/**
+ * Registers @p count shards under @p publication ("lora:<run>"), all or none. The boxes'
+ * memory stays the caller's and must stay valid until the shard is removed, replaced or
+ * the server destroyed. Strides may be negative or non-packed. Inside
+ * begin_update .. commit the change belongs to that update; outside of one, new shards
+ * become visible with the next commit.
+ *
+ * @p replace false: a name that is there already is FANIN_ERR_EXISTS. @p replace true: an
+ * existing shard is exchanged; outside an update this acts as fanin_server_begin_update()
+ * first (blocks at most lease_ms, and the publication is unreadable until the next
+ * commit) if pointer, dtype, shape or boxes differ, and does nothing if all are equal.
+ *
+ * FANIN_ERR_ARGUMENT (bad publication or name, unknown dtype, a box outside the global
+ * shape, boxes that overlap, NULL address of a non-empty box, a name twice in the call),
+ * FANIN_ERR_EXISTS, FANIN_ERR_LIMIT (keys, boxes, locked memory), FANIN_ERR_UNSUPPORTED
+ * (memory kind this build cannot serve), FANIN_ERR_MEMORY, FANIN_ERR_FORKED.
+ */
+FANIN_API FANIN_MUST_CHECK fanin_status
+fanin_server_put(fanin_server *server, const char *publication,
+                 const fanin_tensor *tensors, size_t count, bool replace,
+                 fanin_error *error);
+
+/**
+ * Removes one shard, or the whole publication if @p name is NULL. Outside an update it
+ * acts as begin_update first: blocks at most lease_ms; when it returns, the library does
+ * not touch the memory any more and readers' tokens are void.
+ *
+ * FANIN_ERR_NOT_FOUND, FANIN_ERR_ARGUMENT, FANIN_ERR_FORKED.
+ */
+FANIN_API FANIN_MUST_CHECK fanin_status
+fanin_server_remove(fanin_server *server, const char *publication, const char *name,
+                    fanin_error *error);
+
+/**
+ * Replaces the publication's metadata (copied; the same on all ranks, travels with the key
+ * table; visible from the next commit on). Keys this project gives a meaning, all values
+ * strings: "peft_config" (the whole adapter_config.json), or "lora_alpha", "r",
+ * "base_model_name_or_path", "use_rslora", "rank_pattern", "alpha_pattern" (JSON objects),
+ * "task_type", "lora_dropout", "bias", "target_modules" (JSON), and so on.
+ *
+ * FANIN_ERR_ARGUMENT (a key twice, not UTF-8, more than 1 MiB in all), FANIN_ERR_MEMORY,
+ * FANIN_ERR_FORKED.
+ */
+FANIN_API FANIN_MUST_CHECK fanin_status
+fanin_server_set_metadata(fanin_server *server, const char *publication,
+                          const fanin_pair *pairs, size_t count, fanin_error *error);
+
+/**
+ * Announces that the trainer is about to write @p publication in place. New readers are
+ * told to wait; blocks until the running ones are done, at most lease_ms from this call,
+ * then voids their tokens. Creates the publication if it is not there. Called again
+ * during an update it takes a new epoch and returns at once.
+ *
+ * FANIN_ERR_ARGUMENT, FANIN_ERR_STATE (another thread is in begin_update of the same
+ * publication), FANIN_ERR_FORKED.
+ */
+FANIN_API FANIN_MUST_CHECK fanin_status fanin_server_begin_update(
+    fanin_server *server, const char *publication, fanin_error *error);
+
+/** How a commit is made; grows in later versions. */
+typedef struct fanin_commit_options {
+    size_t struct_size;
+} fanin_commit_options;
+
+/**
+ * Declares the publication's bytes to be those of @p step and lets readers in; wakes
+ * waiting pulls. Everything written by this thread, or ordered before this call, is
+ * published. Does not wait for readers. @p options may be NULL.
+ *
+ * A first commit needs no begin_update. FANIN_ERR_ARGUMENT (a step that is not above the
+ * last committed one, no such publication), FANIN_ERR_STATE (no update is open),
+ * FANIN_ERR_MEMORY, FANIN_ERR_LIMIT, FANIN_ERR_FORKED.
+ */
+FANIN_API FANIN_MUST_CHECK fanin_status
+fanin_server_commit(fanin_server *server, const char *publication, uint64_t step,
+                    const fanin_commit_options *options, fanin_error *error);
+
+/**
+ * Ends an update without publishing: the publication stays unreadable (its bytes may be
+ * half-written) until a later begin_update and commit, or a commit alone.
+ *
+ * FANIN_ERR_STATE (no update is open), FANIN_ERR_NOT_FOUND, FANIN_ERR_FORKED.
+ */
+FANIN_API FANIN_MUST_CHECK fanin_status fanin_server_abort_update(
+    fanin_server *server, const char *publication, fanin_error *error);
+
+/** Called once per key or publication, under no lock; return false to stop. */
+typedef bool (*fanin_name_fn)(void *cookie, const char *name);
+
+/** Names of the publications (@p publication NULL) or of one publication's tensors. */
+FANIN_API FANIN_MUST_CHECK fanin_status
+fanin_server_list(fanin_server *server, const char *publication, fanin_name_fn fn,
+                  void *cookie, fanin_error *error);
+
+/** Counters since creation, and gauges. */
+typedef struct fanin_server_stats {
+    size_t struct_size;
+    uint64_t pulls_good;      /**< ends that were confirmed */
+    uint64_t pulls_stale;     /**< ends or reads whose epoch had gone */
+    uint64_t pulls_abandoned; /**< leases whose session closed before an end */
+    uint64_t begins_granted, begins_refused;
+    uint64_t bytes_streamed; /**< sent on data connections; one-sided reads cost this
+                                  process nothing and are not seen */
+    uint64_t reads_streamed, reads_refused;
+    uint64_t updates, commits, aborts;
+    uint64_t drain_wait_ns_total, drain_wait_ns_max; /**< spent inside begin_update */
+    uint64_t drains_expired;       /**< begin_updates that ran into the lease time */
+    uint64_t sessions_opened, sessions_refused, protocol_errors;
+    uint64_t sessions, leases, publications, tensors, session_memory; /**< now */
+} fanin_server_stats;
+
+/** Fills @p stats up to its struct_size. Thread: any. FANIN_ERR_ARGUMENT, FORKED. */
+FANIN_API FANIN_MUST_CHECK fanin_status
+fanin_server_get_stats(fanin_server *server, fanin_server_stats *stats);
+
+/**
+ * The same as Prometheus text exposition format 0.0.4. Writes at most @p capacity bytes
+ * with a final NUL; @p length_out gets the length that a large enough buffer would hold.
+ */
+FANIN_API FANIN_MUST_CHECK fanin_status fanin_server_prometheus(
+    fanin_server *server, char *buffer, size_t capacity, size_t *length_out);
+
+/**
+ * Stops listening, lets running pulls end for at most @p drain_ms, closes everything, joins
+ * the threads, frees, sets *server to NULL. NULL and *server == NULL are fine. After it
+ * returns the library does not touch the shards' memory. In a forked child it frees
+ * nothing. Blocks at most drain_ms and a little.
+ */
+FANIN_API void fanin_server_destroy(fanin_server **server, uint32_t drain_ms);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

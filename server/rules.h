@@ -1,0 +1,38 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/**
+ * @file
+ * The rules of consistency, each of which a test build can take out to prove that its test
+ * notices. Without FANIN_TEST_HOOKS a rule is the constant true.
+ */
+#ifndef RULES_H
+#define RULES_H
+
+enum {
+    RULE_DRAIN = 1 << 0,          /**< begin_update waits for leases */
+    RULE_DRAIN_DEADLINE = 1 << 1, /**< ... at most the lease time from its call */
+    RULE_REFUSAL = 1 << 2,        /**< no lease while draining */
+    RULE_END_CHECK = 1 << 3,      /**< end confirms the epoch */
+    RULE_STEP = 1 << 4,           /**< begin is conditional on the step */
+    RULE_CATALOG = 1 << 5,        /**< ... and on the catalog version */
+    RULE_SEND_CHECK = 1 << 6,     /**< no send under an epoch that has gone */
+    RULE_SEND_WAIT = 1 << 7,      /**< begin_update waits for a running send */
+};
+
+#ifdef FANIN_TEST_HOOKS
+#include <stdatomic.h>
+extern atomic_uint server_rules_off;
+/** Called by the data thread when it is about to read the tensors' memory; NULL: nothing. */
+extern void (*_Atomic server_on_send)(void);
+#define RULE(name) (!(atomic_load(&server_rules_off) & (name)))
+#define ON_SEND()                                                                      \
+    do {                                                                               \
+        void (*on_send)(void) = atomic_load(&server_on_send);                          \
+        if (on_send)                                                                   \
+            on_send();                                                                 \
+    } while (0)
+#else
+#define RULE(name) 1
+#define ON_SEND() (void)0
+#endif
+
+#endif

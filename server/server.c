@@ -1,0 +1,386 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* A server's life: configuration, creation, the end. */
+#include "digest.h"
+#include "error_set.h"
+#include "host_id.h"
+#include "server_internal.h"
+
+#include <arpa/inet.h>
+#include <dirent.h>
+#include <errno.h>
+#include <signal.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/resource.h>
+#include <time.h>
+#include <unistd.h>
+
+#define BACKLOG 256
+#define NAME_MOST 100
+#define DESCRIPTORS 48 /**< of the server itself: listeners, epoll, UCX */
+#define MEMORY_LEAST ((uint64_t)8 << 20)
+#define WORLD_MOST 65536
+#define DEFAULT_NAME "lora_param_server"
+#define DEFAULT_BIND "127.0.0.1"
+#define ALL_FLAGS                                                                      \
+    (FANIN_SERVER_OPEN | FANIN_SERVER_TRUSTED_NETWORK | FANIN_SERVER_NO_UCX)
+
+#ifdef FANIN_TEST_HOOKS
+atomic_uint server_rules_off;
+void (*_Atomic server_on_send)(void);
+#endif
+
+fanin_status server_check(const fanin_server *s, fanin_error *error)
+{
+    if (!s)
+        return error_set(error, FANIN_ERR_ARGUMENT, NULL, "the server is NULL");
+    if (s->pid != getpid()) {
+        error_place place = {.remedy = "create a server in the process that uses it"};
+        return error_set(error, FANIN_ERR_FORKED, &place,
+                         "the server belongs to the parent process");
+    }
+    return FANIN_OK;
+}
+
+fanin_status thread_start(pthread_t *thread, const char *name, void *(*run)(void *),
+                          void *cookie, fanin_error *error)
+{
+    sigset_t all, before;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    int code = pthread_create(thread, NULL, run, cookie);
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
+    if (code != 0)
+        return error_set_errno(error, FANIN_ERR_LIMIT, code, NULL,
+                               "cannot start the thread %s", name);
+    pthread_setname_np(*thread, name);
+    return FANIN_OK;
+}
+
+/* ----------------------------------------------------------- configuration */
+
+void fanin_server_config_init(fanin_server_config *config, size_t size)
+{
+    fanin_server_config defaults = {.struct_size = size,
+                                    .name = DEFAULT_NAME,
+                                    .bind = DEFAULT_BIND,
+                                    .world_size = 1,
+                                    .lease_ms = 1000,
+                                    .max_sessions = 256,
+                                    .max_memory = (uint64_t)256 << 20,
+                                    .idle_ms = 300000};
+    memset(config, 0, size);
+    memcpy(config, &defaults, size < sizeof defaults ? size : sizeof defaults);
+}
+
+static fanin_status bad(fanin_error *error, const char *why, const char *remedy)
+{
+    error_place place = {.phase = "create", .remedy = remedy};
+    return error_set(error, FANIN_ERR_ARGUMENT, &place, "%s", why);
+}
+
+static fanin_status check_world(const fanin_server_config *c, fanin_error *error)
+{
+    static const uint8_t zero[FANIN_WORLD_ID_SIZE];
+    error_place place = {.phase = "create"};
+    if (c->world_size < 1 || c->world_size > WORLD_MOST)
+        return error_set(error, FANIN_ERR_ARGUMENT, &place,
+                         "the world size %u is not 1 to %d", (unsigned)c->world_size,
+                         WORLD_MOST);
+    if (c->rank >= c->world_size)
+        return error_set(error, FANIN_ERR_ARGUMENT, &place,
+                         "rank %u is not below the world size %u", (unsigned)c->rank,
+                         (unsigned)c->world_size);
+    if (memcmp(c->world_id, zero, sizeof zero) == 0)
+        return bad(error, "the world id is not set",
+                   "draw 16 random bytes on one rank and give them to all");
+    if (c->base_port > 0 && c->base_port + c->rank > UINT16_MAX)
+        return error_set(error, FANIN_ERR_ARGUMENT, &place,
+                         "base port %u and rank %u are no port number",
+                         (unsigned)c->base_port, (unsigned)c->rank);
+    return FANIN_OK;
+}
+
+static fanin_status check_config(const fanin_server_config *c, fanin_error *error)
+{
+    fanin_status status = check_world(c, error);
+    if (status != FANIN_OK)
+        return status;
+    if (c->flags & ~(uint32_t)ALL_FLAGS)
+        return bad(error, "an unknown flag is set", NULL);
+    size_t length = c->name ? strlen(c->name) : 0;
+    if (length == 0 || length > NAME_MOST || !text_is_utf8(c->name, length))
+        return bad(error, "the server's name is not 1 to 100 bytes of UTF-8", NULL);
+    if (c->max_sessions < 2)
+        return bad(error, "max_sessions is below 2",
+                   "a client needs a control and a data connection");
+    if (c->max_memory < MEMORY_LEAST)
+        return bad(error, "max_memory is below 8 MiB", NULL);
+    if (c->idle_ms == 0)
+        return bad(error, "idle_ms is 0", NULL);
+    return FANIN_OK;
+}
+
+/* The address to listen on, and whether the flags allow it. */
+static fanin_status check_bind(const fanin_server_config *c, socket_address *out,
+                               fanin_error *error)
+{
+    char text[80];
+    struct in6_addr any;
+    bool is_v6 = c->bind && inet_pton(AF_INET6, c->bind, &any) == 1;
+    if (!is_v6 && (!c->bind || inet_pton(AF_INET, c->bind, &any) != 1))
+        return bad(error, "the address to bind to is not numeric",
+                   "give an IPv4 or IPv6 address in numbers");
+    snprintf(text, sizeof text, is_v6 ? "[%s]:%u" : "%s:%u", c->bind,
+             c->base_port ? (unsigned)c->base_port + c->rank : 0);
+    fanin_status status = socket_resolve(text, out, error);
+    if (status != FANIN_OK)
+        return status;
+    bool open = c->flags & FANIN_SERVER_OPEN;
+    if (socket_is_wildcard(out))
+        return bad(error, "a wildcard address would listen on every interface",
+                   "bind to the address of one interface");
+    if (!open && !socket_is_loopback(out))
+        return bad(error, "the address to bind to is not a loopback address",
+                   "set FANIN_SERVER_OPEN and an allow-list to serve a network");
+    if (open && (!c->allow || !*c->allow))
+        return bad(error, "an open server needs an allow-list of networks",
+                   "set allow, for example to \"10.0.0.0/8\"");
+    return FANIN_OK;
+}
+
+static rlim_t open_descriptors(void)
+{
+    DIR *d = opendir("/proc/self/fd");
+    rlim_t count = 0;
+    while (d && readdir(d))
+        count++;
+    if (d)
+        closedir(d);
+    return count;
+}
+
+/* Raises the soft limit as far as needed, never the hard one. */
+static fanin_status check_descriptors(const fanin_server_config *c, const logger *log,
+                                      fanin_error *error)
+{
+    struct rlimit limit;
+    if (getrlimit(RLIMIT_NOFILE, &limit) != 0)
+        return FANIN_OK;
+    rlim_t need = open_descriptors() + c->max_sessions + REFUSED_PEERS + DESCRIPTORS;
+    if (limit.rlim_cur == RLIM_INFINITY || limit.rlim_cur >= need)
+        return FANIN_OK;
+    rlim_t before = limit.rlim_cur;
+    bool enough = limit.rlim_max == RLIM_INFINITY || limit.rlim_max >= need;
+    limit.rlim_cur = need;
+    if (enough && setrlimit(RLIMIT_NOFILE, &limit) == 0) {
+        log_write(log, FANIN_LOG_INFO, "descriptor-limit",
+                  "raised the soft limit of open files from %llu to %llu",
+                  (unsigned long long)before, (unsigned long long)need);
+        return FANIN_OK;
+    }
+    char remedy[160];
+    snprintf(remedy, sizeof remedy,
+             "raise it with `ulimit -n %llu` (hard limit), or lower max_sessions",
+             (unsigned long long)need);
+    error_place place = {.phase = "create", .remedy = remedy};
+    return error_set(error, FANIN_ERR_LIMIT, &place,
+                     "%llu open files are allowed, %u sessions need %llu",
+                     (unsigned long long)limit.rlim_max, (unsigned)c->max_sessions,
+                     (unsigned long long)need);
+}
+
+/* ---------------------------------------------------------------- creation */
+
+static void load_ucx(fanin_server *s)
+{
+    fanin_error error = FANIN_ERROR_INIT;
+    if (s->flags & FANIN_SERVER_NO_UCX) {
+        snprintf(s->ucx_why, sizeof s->ucx_why, "the trainer was told not to use UCX");
+    } else if ((s->flags & FANIN_SERVER_OPEN) &&
+               !(s->flags & FANIN_SERVER_TRUSTED_NETWORK)) {
+        snprintf(s->ucx_why, sizeof s->ucx_why,
+                 "an open server offers the stream path only");
+    } else if (ucx_load(&s->log, &s->ucx, &error) != FANIN_OK) {
+        s->ucx = NULL;
+        s->ucx_failed = true;
+        snprintf(s->ucx_why, sizeof s->ucx_why, "%s", error.message);
+        log_write(&s->log, FANIN_LOG_WARNING, "ucx-missing", "stream path only: %s",
+                  error.message);
+    }
+}
+
+static fanin_status init_locks(fanin_server *s, fanin_error *error)
+{
+    pthread_condattr_t monotonic;
+    int code = pthread_condattr_init(&monotonic);
+    if (code == 0) {
+        pthread_condattr_setclock(&monotonic, CLOCK_MONOTONIC);
+        code = pthread_cond_init(&s->freed, &monotonic);
+        pthread_condattr_destroy(&monotonic);
+    }
+    if (code != 0)
+        return error_set_memory(error);
+    pthread_mutex_init(&s->lock, NULL);
+    pthread_mutex_init(&s->registrar.lock, NULL);
+    s->registrar.page_size = sysconf(_SC_PAGESIZE);
+    return FANIN_OK;
+}
+
+static void destroy_locks(fanin_server *s)
+{
+    pthread_cond_destroy(&s->freed);
+    pthread_mutex_destroy(&s->lock);
+    pthread_mutex_destroy(&s->registrar.lock);
+}
+
+static fanin_status fill(fanin_server *s, const fanin_server_config *c,
+                         fanin_error *error)
+{
+    s->pid = getpid();
+    snprintf(s->name, sizeof s->name, "%s", c->name);
+    memcpy(s->world_id, c->world_id, sizeof s->world_id);
+    s->rank = c->rank;
+    s->world_size = c->world_size;
+    s->flags = c->flags;
+    s->lease_ms = c->lease_ms;
+    s->max_sessions = c->max_sessions;
+    s->idle_ms = c->idle_ms;
+    s->max_memory = c->max_memory;
+    s->log = (logger){c->log, c->log_cookie};
+    host_id(s->host);
+    if (!random_bytes(s->incarnation, sizeof s->incarnation))
+        return error_set(error, FANIN_ERR_IO, NULL, "the kernel gives no random bytes");
+    if (c->allow && *c->allow)
+        return networks_parse(c->allow, &s->allow, &s->n_allow, error);
+    return FANIN_OK;
+}
+
+/* A Unix socket beside the TCP port, for clients of the same user on this host. */
+static int listen_unix(fanin_server *s)
+{
+    socket_address address;
+    fanin_error error = FANIN_ERROR_INIT;
+    int fd = -1;
+    if (!socket_is_loopback(&s->address))
+        return -1;
+    socket_unix_address(geteuid(), s->port, &address);
+    if (socket_listen(&address, BACKLOG, &fd, &error) != FANIN_OK)
+        log_write(&s->log, FANIN_LOG_WARNING, "unix-socket",
+                  "no Unix socket beside port %u, TCP only: %s", (unsigned)s->port,
+                  error.message);
+    return fd;
+}
+
+static fanin_status start(fanin_server *s, fanin_error *error)
+{
+    int tcp = -1, unix_fd;
+    fanin_status status = socket_listen(&s->address, BACKLOG, &tcp, error);
+    if (status != FANIN_OK)
+        return status;
+    s->port = socket_port(tcp);
+    unix_fd = listen_unix(s);
+    load_ucx(s);
+    status = stream_create(s, error);
+    if (status == FANIN_OK)
+        status = control_create(s, tcp, unix_fd, error);
+    if (status != FANIN_OK) {
+        close(tcp);
+        if (unix_fd >= 0)
+            close(unix_fd);
+        return status;
+    }
+    log_write(&s->log, FANIN_LOG_INFO, "server-start",
+              "%s_%u, rank %u of %u, listens on port %u", s->name, (unsigned)s->rank,
+              (unsigned)s->rank, (unsigned)s->world_size, (unsigned)s->port);
+    return FANIN_OK;
+}
+
+/* Threads first (the control thread hands connections to the other), then what they used;
+   regions before the UCX ends they belong to. */
+static void finish(fanin_server *s)
+{
+    control_destroy(s);
+    stream_destroy(s);
+    publications_free(s);
+    for (int i = 0; i < DOMAINS; i++)
+        if (s->registrar.ucx[i])
+            ucx_server_destroy(&s->registrar.ucx[i]);
+    if (s->ucx)
+        ucx_unload(&s->ucx);
+    free(s->allow);
+    destroy_locks(s);
+    free(s);
+}
+
+fanin_status fanin_server_create(const fanin_server_config *config,
+                                 fanin_server **server_out, fanin_error *error)
+{
+    if (!config || !server_out || config->struct_size < sizeof *config)
+        return bad(error, "no configuration, or its struct_size is not set",
+                   "call fanin_server_config_init() first");
+    fanin_server_config c = *config;
+    logger log = {c.log, c.log_cookie};
+    *server_out = NULL;
+    c.name = c.name ? c.name : DEFAULT_NAME;
+    c.bind = c.bind ? c.bind : DEFAULT_BIND;
+    socket_address address;
+    fanin_status status = check_config(&c, error);
+    if (status == FANIN_OK)
+        status = check_bind(&c, &address, error);
+    if (status == FANIN_OK)
+        status = check_descriptors(&c, &log, error);
+    if (status != FANIN_OK)
+        return status;
+    fanin_server *s = calloc(1, sizeof *s);
+    if (!s || init_locks(s, error) != FANIN_OK) {
+        free(s);
+        return error_set_memory(error);
+    }
+    s->address = address;
+    status = fill(s, &c, error);
+    if (status == FANIN_OK)
+        status = start(s, error);
+    if (status != FANIN_OK) {
+        finish(s);
+        return status;
+    }
+    *server_out = s;
+    return FANIN_OK;
+}
+
+uint16_t fanin_server_port(const fanin_server *server)
+{
+    return server && server->pid == getpid() ? server->port : 0;
+}
+
+/* ----------------------------------------------------------------- the end */
+
+static void wait_for_leases(fanin_server *s, uint32_t drain_ms)
+{
+    deadline at = deadline_in_ms(drain_ms);
+    struct timespec when = {.tv_sec = (time_t)(at / 1000000000),
+                            .tv_nsec = (long)(at % 1000000000)};
+    pthread_mutex_lock(&s->lock);
+    s->stopping = true;
+    while (s->n_leases > 0 && !deadline_passed(at))
+        pthread_cond_timedwait(&s->freed, &s->lock, &when);
+    pthread_mutex_unlock(&s->lock);
+}
+
+void fanin_server_destroy(fanin_server **server, uint32_t drain_ms)
+{
+    if (!server || !*server)
+        return;
+    fanin_server *s = *server;
+    *server = NULL;
+    if (s->pid != getpid())
+        return;
+    wait_for_leases(s, 0); /* refuses begins before the listeners go */
+    control_stop_listening(s);
+    wait_for_leases(s, drain_ms);
+    log_write(&s->log, FANIN_LOG_INFO, "server-stop", "%s_%u stops", s->name,
+              (unsigned)s->rank);
+    finish(s);
+}

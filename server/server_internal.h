@@ -1,0 +1,270 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/**
+ * @file
+ * What the parts of the server share.
+ *
+ * Threads: the trainer's threads (public functions), the control thread (listeners,
+ * control sessions, UCX) and the data thread (data connections). Locks, in the order in
+ * which they are taken: a publication's `writer`, then `lock`. The registrar's lock is
+ * taken under `writer` or alone, never together with `lock`.
+ */
+#ifndef SERVER_INTERNAL_H
+#define SERVER_INTERNAL_H
+
+#include "catalog_snapshot.h"
+#include "clock.h"
+#include "log.h"
+#include "messages.h"
+#include "rules.h"
+#include "shard.h"
+#include "socket.h"
+#include "ucx.h"
+#include <fanin/server.h>
+
+#include <pthread.h>
+#include <stdatomic.h>
+
+/* Caps of one control session (PROTOCOL.md, "Limits"). */
+#define SESSION_LEASES 64
+#define SESSION_WAITS 16
+#define SESSION_WATCHES 16
+#define SESSION_DATA 16
+
+#define HELLO_MS 2000    /**< from accept to hello */
+#define STALL_MS 10000   /**< a peer that owes room for bytes so long is dropped */
+#define LINGER_MS 1000   /**< a refused peer gets so long to read why */
+#define REFUSED_PEERS 16 /**< connections that are only told why, beyond max_sessions */
+#define OUTPUT_PAUSE (2 << 20) /**< queued bytes beyond which no request is taken */
+#define OUTPUT_MOST (8 << 20)  /**< queued bytes beyond which a session is dropped */
+#define HISTORY 32             /**< state changes that a watcher may lag behind */
+#define STABLE_SAMPLES 8
+#define NAMES_MOST 65536 /**< publications' names in one server's life */
+
+typedef enum publication_state {
+    STATE_UNPUBLISHED = WIRE_STATE_UNPUBLISHED,
+    STATE_STABLE = WIRE_STATE_STABLE,
+    STATE_DRAINING = WIRE_STATE_DRAINING,
+    STATE_WRITING = WIRE_STATE_WRITING,
+} publication_state;
+
+typedef struct publication publication;
+typedef struct reader reader;
+
+/** A reader's right to the bytes of one epoch. It exists while the epoch stands. */
+typedef struct lease {
+    uint8_t token[16];
+    publication *of; /**< NULL: this slot is free */
+    uint64_t epoch;
+    deadline expires; /**< when begin_update stops waiting for it */
+    reader *holder;
+    struct lease *older, *newer; /**< of the publication */
+} lease;
+
+/** A lease whose epoch has gone. */
+typedef struct void_lease {
+    uint8_t token[16];
+    publication *of; /**< NULL: this slot was never used */
+} void_lease;
+
+/** What a control session and its data connections share. Guarded by the server's lock. */
+struct reader {
+    uint8_t id[16]; /**< session id */
+    unsigned references, n_data, n_leases;
+    bool closed;
+    uint64_t active_ns; /**< when bytes last went to it over a data connection */
+    reader *next;
+    lease leases[SESSION_LEASES];
+    unsigned n_void; /**< ever; the last ones are remembered */
+    void_lease gone[SESSION_LEASES];
+};
+
+typedef struct state_change {
+    uint64_t step;
+    publication_state state;
+} state_change;
+
+/** Never freed before the server: its name's last step outlives a removal. */
+struct publication {
+    char name[PUBLICATION_NAME_SIZE];
+
+    pthread_mutex_t writer; /**< put, remove, set_metadata, commit: one at a time */
+    shard_set shards;       /**< guarded by writer */
+    fanin_pair *pairs;      /**< guarded by writer; one allocation */
+    size_t n_pairs;
+    bool catalog_changed; /**< guarded by writer: the snapshot is out of date */
+
+    /* Guarded by the server's lock. */
+    bool present; /**< it is there; false: removed */
+    publication_state state;
+    bool update_open; /**< between begin_update and commit or abort */
+    uint64_t epoch;   /**< odd: unreadable */
+    bool has_step;
+    uint64_t step;
+    snapshot *catalog; /**< of the last commit, or NULL; changed under both locks */
+    uint64_t n_shards; /**< for statistics */
+    lease *oldest, *newest;
+    unsigned in_flight; /**< sends that read the memory right now */
+    uint64_t in_flight_epoch;
+    uint64_t committed_at; /**< clock_ns() of the last commit */
+    uint64_t stable_ns[STABLE_SAMPLES];
+    unsigned n_stable;
+    uint64_t changes; /**< ever; change i is history[i % HISTORY] */
+    state_change history[HISTORY];
+};
+
+/** Connections of one address; those of the server's own user are not counted. */
+typedef struct peer_count {
+    uint8_t address[17]; /**< family and bytes */
+    unsigned connections;
+    struct peer_count *next;
+} peer_count;
+
+struct control;
+struct stream;
+
+struct fanin_server {
+    pid_t pid;
+    char name[128];
+    uint8_t world_id[16], incarnation[16];
+    uint32_t rank, world_size, flags, lease_ms, max_sessions, idle_ms;
+    uint64_t max_memory;
+    socket_address address; /**< bound to */
+    uint16_t port;
+    network *allow;
+    size_t n_allow;
+    logger log;
+    ucx *ucx;
+    char ucx_why[512]; /**< why there is no UCX, "" otherwise */
+    bool ucx_failed;   /**< ... although there should be */
+    char host[64];
+
+    struct control *control;
+    struct stream *stream;
+    registrar registrar;
+
+    atomic_uint_fast64_t memory; /**< of all connections */
+
+    pthread_mutex_t lock; /* guards what follows */
+    pthread_cond_t freed; /**< a lease or a send ended, or a drain; CLOCK_MONOTONIC */
+    uint64_t counter;     /**< of epochs and catalog versions; never goes back */
+    publication **publications; /**< ascending by name */
+    size_t n_publications, publications_capacity;
+    reader *readers;
+    peer_count *peers;
+    unsigned listeners; /**< parked waits and watches: whether a change wakes anybody */
+    unsigned n_leases;
+    bool stopping;            /**< no begins any more */
+    fanin_server_stats stats; /**< counters; gauges are filled in when asked for */
+};
+
+/* ------------------------------------------------------------ server.c */
+
+/** FANIN_OK, or FANIN_ERR_ARGUMENT or FANIN_ERR_FORKED with a sentence. */
+fanin_status server_check(const fanin_server *s, fanin_error *error);
+/** Fills @p out with a message's name for a rank: "rank 3". */
+const char *state_name(publication_state state);
+
+/* ------------------------------------------------------- publication.c */
+
+/** Lock held. NULL: no such name was ever used. */
+publication *publication_find(const fanin_server *s, const char *name);
+/** Lock held. Finds or makes the object; *out may be absent (present false).
+    FANIN_ERR_MEMORY, FANIN_ERR_LIMIT. */
+fanin_status publication_obtain(fanin_server *s, const char *name, publication **out,
+                                fanin_error *error);
+/** Lock held. Marks it as there, unpublished. FANIN_ERR_LIMIT. */
+fanin_status publication_appear(fanin_server *s, publication *p, fanin_error *error);
+/**
+ * Lock held, given up while waiting. Drains if readable, turns the epoch odd, voids
+ * the leases, waits for sends. FANIN_ERR_STATE: another thread is draining it.
+ */
+fanin_status publication_open_update(fanin_server *s, publication *p,
+                                     fanin_error *error);
+/** The same for changes outside of begin_update: waits for another thread's draining, and
+    does nothing if the publication is unreadable. Lock held. */
+void publication_make_unreadable(fanin_server *s, publication *p);
+/** Lock held. Sets the state, remembers the change and wakes the control thread. */
+void publication_enter(fanin_server *s, publication *p, publication_state state);
+/** Lock held. Mean time that it was stable between its last commits, 0: unknown. */
+uint64_t publication_stable_ns(const publication *p);
+/** Lock held. Writes names of publications, comma-separated, cut to @p size. */
+void publication_names(const fanin_server *s, char *out, size_t size);
+void publications_free(fanin_server *s);
+
+/* ------------------------------------------------------------- lease.c */
+
+/** All with the lock held. */
+reader *reader_make(fanin_server *s); /**< NULL: no memory or random bytes */
+reader *reader_find(const fanin_server *s, const uint8_t id[16]);
+void reader_close(fanin_server *s, reader *r);   /**< drops its leases */
+void reader_release(fanin_server *s, reader *r); /**< frees with the last reference */
+/** NULL: all slots are taken, or no random bytes. */
+lease *lease_grant(fanin_server *s, reader *r, publication *p);
+lease *lease_find(reader *r, const uint8_t token[16]);
+/** The publication of a lease that was taken away, NULL: there was none (lately). */
+publication *lease_find_void(reader *r, const uint8_t token[16]);
+void lease_drop(fanin_server *s, lease *l);
+void lease_void_all(fanin_server *s, publication *p);
+
+/* ------------------------------------------------------------ messages */
+
+typedef enum kind { KIND_REQUEST, KIND_REPLY, KIND_UNKNOWN } kind;
+
+/** What a server makes of a message's type. */
+static inline kind message_kind(unsigned type)
+{
+    if (type == MSG_ERROR)
+        return KIND_REPLY;
+    if (type == MSG_AUTH || type == 0 || type > MSG_PONG)
+        return KIND_UNKNOWN;
+    return type % 2 == 1 ? KIND_REQUEST : KIND_REPLY;
+}
+
+/* --------------------------------------------------------- admission.c */
+
+/** Why a connection is refused: FANIN_ERR_AUTH or FANIN_ERR_LIMIT with a sentence. On
+    FANIN_OK it is counted; *counted_out may be NULL. Takes the lock. */
+fanin_status admit(fanin_server *s, int fd, const socket_address *peer,
+                   peer_count **counted_out, fanin_error *error);
+/** The connection is gone. Takes the lock. */
+void dismiss(fanin_server *s, peer_count *counted);
+/** Counts @p now instead of *counted bytes; false: more than max_memory in all. */
+bool memory_account(fanin_server *s, size_t *counted, size_t now);
+/** Whether @p more bytes still fit. */
+bool memory_fits(const fanin_server *s, size_t more);
+
+/* ------------------------------------------------- control.c, stream.c */
+
+/** Owns both listeners (unix_fd may be -1) once it succeeds. */
+fanin_status control_create(fanin_server *s, int tcp_fd, int unix_fd,
+                            fanin_error *error);
+/** Something changed that sessions may wait for. Any thread, lock held or not. */
+void control_wake(fanin_server *s);
+/** Closes the listeners and ends parked waits, as soon as the thread gets to it. */
+void control_stop_listening(fanin_server *s);
+/** Joins; closes all sessions. */
+void control_destroy(fanin_server *s);
+
+fanin_status stream_create(fanin_server *s, fanin_error *error);
+/** Makes the data thread look for closed readers. Any thread, lock held or not. */
+void stream_wake(fanin_server *s);
+/** Joins; closes all data connections. After it nothing reads the shards' memory. */
+void stream_destroy(fanin_server *s);
+
+/** A connection on its way from the control thread to the data thread. */
+typedef struct handover {
+    int fd;
+    reader *reader;       /**< with a reference, and counted in n_data */
+    peer_count *counted;  /**< as admit() gave it */
+    buffer input, output; /**< bytes received and not yet used, to be sent yet */
+    char peer[64];
+} handover;
+
+/** Takes everything in @p h over. False: out of memory, nothing was taken. Lock not held. */
+bool stream_adopt(fanin_server *s, const handover *h);
+
+/** Starts a thread that blocks all signals. FANIN_ERR_LIMIT. */
+fanin_status thread_start(pthread_t *thread, const char *name, void *(*run)(void *),
+                          void *cookie, fanin_error *error);
+
+#endif

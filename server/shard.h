@@ -1,0 +1,63 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/** @file Shards as the trainer registered them: copies of descriptions, never of bytes. */
+#ifndef SHARD_H
+#define SHARD_H
+
+#include "block.h"
+#include <fanin/types.h>
+#include <stddef.h>
+
+#define PUBLICATION_NAME_SIZE 80 /**< "lora:" and a run, with the final NUL */
+
+/** One non-empty box of a shard. */
+typedef struct shard_box {
+    block block;
+    bool packed;
+    int64_t stride[FANIN_MAX_DIMS]; /**< bytes between neighbours, also when packed; the
+                                         last one counts units of packed dtypes */
+    uint8_t *first;                 /**< first element */
+    uint64_t low, high;             /**< addresses of all bytes: [low, high) */
+    uint64_t bytes;
+} shard_box;
+
+typedef struct shard {
+    char *name; /**< stored behind the boxes */
+    fanin_dtype dtype;
+    uint32_t n_dims;
+    uint64_t shape[FANIN_MAX_DIMS];
+    uint64_t shape_bytes;
+    fanin_memory memory;
+    size_t n_boxes;
+    shard_box boxes[];
+} shard;
+
+/** Shards ascending by name as bytes, no name twice. */
+typedef struct shard_set {
+    shard **shards;
+    size_t count, capacity;
+    uint64_t n_boxes;
+} shard_set;
+
+/** "lora:<run>" or "full:<run>" with run = [A-Za-z0-9._-]{1,64}, not "." or "..". */
+fanin_status publication_name_check(const char *name, fanin_error *error);
+
+/** Whether @p size bytes are UTF-8 without NUL, surrogates and overlong forms. */
+bool text_is_utf8(const char *text, size_t size);
+
+/**
+ * Checks @p count descriptions and makes a set of them. Errors are those of
+ * fanin_server_put(), with the key. *out is to be freed also on failure.
+ */
+fanin_status shard_set_build(const char *publication, const fanin_tensor *tensors,
+                             size_t count, shard_set *out, fanin_error *error);
+
+void shard_free(shard *s);
+void shard_set_free(shard_set *set);
+
+/** Index of @p name, or -1 - (index where it would be inserted). */
+ptrdiff_t shard_set_find(const shard_set *set, const char *name);
+
+/** Same dtype, shape, boxes, addresses and strides. */
+bool shard_equal(const shard *a, const shard *b);
+
+#endif

@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+# shellcheck shell=bash
+# What the bats files of this folder share: stand-in ranks and a few assertions.
+
+# start_ranks OPTION...: starts `nixl-fetch serve` and waits for its ready line. Sets
+# ranks_pid; the target is in $info.
+start_ranks()
+{
+    info=$BATS_FILE_TMPDIR/nixl_info.json
+    # 3 is where bats listens until everybody has closed it.
+    exec {ranks_out}< <(exec "$NIXL_FETCH" serve --info "$info" "$@" \
+        2>"$BATS_FILE_TMPDIR/serve.err" 3>&-)
+    ranks_pid=$!
+    if ! read -r -t 120 ready <&"$ranks_out"; then
+        cat "$BATS_FILE_TMPDIR/serve.err" >&2
+        return 1
+    fi
+    export info ranks_pid ready
+}
+
+# stop_ranks [SIGNAL]: ends them and waits; the exit status is serve's.
+stop_ranks()
+{
+    kill -"${1:-TERM}" "$ranks_pid"
+    local status=0
+    wait "$ranks_pid" || status=$?
+    exec {ranks_out}<&-
+    return "$status"
+}
+
+# The process of a rank, found as a child of serve.
+rank_pid()
+{
+    pgrep -P "$ranks_pid" -x "nixl-rank-$1"
+}
+
+# gone PID: waits until the process is no more.
+gone()
+{
+    timeout 20 tail --pid="$1" -s 0.05 -f /dev/null
+}
+
+# field NAME...: prints a member of the JSON object in $output; fails if there is none or
+# if $output is no object with "schema": 1.
+field()
+{
+    printf '%s\n' "$output" | "$FANIN_TEST_PYTHON" -c '
+import json, sys
+o = json.load(sys.stdin)
+assert o["schema"] == 1
+for name in sys.argv[1:]:
+    o = o[int(name)] if isinstance(o, list) else o[name]
+print(json.dumps(o) if not isinstance(o, str) else o)' "$@"
+}
+
+# has TEXT: $output (and $stderr, if kept apart) contains it.
+has()
+{
+    [[ "$output${stderr-}" == *"$1"* ]] || {
+        printf 'not found: %s\nin: %s\n%s\n' "$1" "$output" "${stderr-}" >&2
+        return 1
+    }
+}

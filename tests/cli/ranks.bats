@@ -1,0 +1,190 @@
+#!/usr/bin/env bats
+# SPDX-License-Identifier: Apache-2.0
+# Reading commands against four stand-in ranks that stay at step 1.
+
+bats_require_minimum_version 1.5.0
+
+setup_file()
+{
+    load ranks
+    start_ranks --adapter-shape small --world-size 4 --run 0 --run best.1 \
+        --world-id 000102030405060708090a0b0c0d0e0f --name job
+}
+
+teardown_file()
+{
+    load ranks
+    stop_ranks
+}
+
+setup()
+{
+    load ranks
+    unset NIXL_FETCH_SERVERS NIXL_FETCH_TIMEOUT
+    cd "$BATS_TEST_TMPDIR"
+}
+
+key=base_model.model.model.layers.0.self_attn.k_proj.lora_A.weight
+
+@test "the ready line gives process, step and target" {
+    [[ $ready =~ ^ready:\ pid\ $ranks_pid,\ 4\ ranks,\ step\ 1,\ target\ (127\.0\.0\.1:[0-9]+,?){4}$ ]]
+    run -0 "$NIXL_FETCH" ping "${ready##* }"
+}
+
+@test "ping: one row a rank, and JSON" {
+    run -0 "$NIXL_FETCH" ping "$info"
+    [ "$(grep -c ' ok *$' <<<"$output")" -eq 4 ]
+    has job_3
+    run -0 "$NIXL_FETCH" ping "$info" --json
+    [ "$(field healthy)" = true ]
+    [ "$(field ranks 3 rank)" = 3 ]
+    [ "$(field ranks 0 world_id)" = 000102030405060708090a0b0c0d0e0f ]
+}
+
+@test "ping fails when one of the ranks is missing" {
+    target=${ready##* }
+    run -13 --separate-stderr "$NIXL_FETCH" ping "${target%,*},127.0.0.1:1" --json
+    [ "$(field healthy)" = false ]
+    [ "$(field answered)" = 3 ]
+    has "3 of 4 ranks answered"
+}
+
+@test "list: runs with state, step and metadata" {
+    run -0 "$NIXL_FETCH" list "$info"
+    grep -Eq '^best\.1 +stable +1 ' <<<"$output"
+    [ "$(grep -c 'rank [0-3] *stable' <<<"$output")" -eq 8 ]
+    has "run 0: lora_alpha = 16"
+    run -0 "$NIXL_FETCH" list "$info" --json
+    [ "$(field runs 1 run)" = best.1 ]
+    [ "$(field runs 0 ranks 2 state)" = stable ]
+    [ "$(field runs 0 metadata r)" = 8 ]
+    [ "$(field runs 0 bytes)" = 8798208 ]
+}
+
+@test "list --run: keys with dtype, shape, ranks and bytes" {
+    run -0 "$NIXL_FETCH" list "$info" --run 0
+    [ "${#lines[@]}" -eq 337 ]
+    grep -Eq "^lora:0:$key +BF16 +\[8, 896\] +0-3 +14336$" <<<"$output"
+    run -0 "$NIXL_FETCH" list "$info" --run best.1 --json
+    [ "$(field keys 0 dtype)" = BF16 ]
+    [ "$(field keys 0 ranks)" = "[0, 1, 2, 3]" ]
+}
+
+@test "show: boxes, by the whole key or by name and run" {
+    run -0 "$NIXL_FETCH" show "$info" "lora:best.1:$key"
+    grep -Eq '^ *3 +\[6, 0\] +\[2, 896\] +3584 .* packed +-$' <<<"$output"
+    cp <(echo "$output") by-key
+    run -0 "$NIXL_FETCH" show "$info" "$key" --run best.1
+    diff by-key <(echo "$output")
+    run -0 "$NIXL_FETCH" show "$info" "lora:0:$key" --json
+    [ "$(field owners 1 offset)" = "[2, 0]" ]
+    [ "$(field distinct_bytes)" = 14336 ]
+}
+
+@test "what is not there is exit status 11 and named" {
+    run -11 "$NIXL_FETCH" show "$info" lora:0:no.such.key
+    has no.such.key
+    run -11 "$NIXL_FETCH" pull "$info" --run other --out d --timeout 2s
+    has lora:other
+    [ ! -e d ]
+}
+
+@test "pull: whole, proven, reused, and refused in the place of another" {
+    run -0 "$NIXL_FETCH" pull "$info" --out d --check-pattern
+    has "all 8798208 bytes are those of step 1"
+    [ "$(ls d)" = "$(printf '%s\n' adapter_config.json adapter_model.safetensors fanin.json)" ]
+    run -0 "$NIXL_FETCH" pull "$info" --out d --check-pattern --json
+    [ "$(field reused)" = true ]
+    [ "$(field pattern)" = equal ]
+    run -11 "$NIXL_FETCH" pull "$info" --run best.1 --out d
+    mkdir full
+    touch full/file
+    run -11 "$NIXL_FETCH" pull "$info" --out full
+    run -15 "$NIXL_FETCH" pull "$info" --out no/such/place
+    [ "$(ls)" = "$(printf '%s\n' d full)" ]
+}
+
+@test "pull: the bytes are those of an independent implementation" {
+    "$FANIN_TEST_PYTHON" -c 'import numpy, xxhash' || skip "needs the packages numpy and xxhash"
+    run -0 "$NIXL_FETCH" pull "$info" --run best.1 --out d
+    run -0 "$FANIN_TEST_PYTHON" "$FANIN_SOURCE_DIR/tests/support/pattern.py" check d
+    [ "$output" = "ok: 336 tensors of step 1" ]
+}
+
+@test "pull: JSON has phases, path and every rank's share" {
+    run -0 --separate-stderr "$NIXL_FETCH" pull "$info" --out d --path stream --no-unix --json
+    [ "$(field path)" = stream ]
+    [ "$(field step)" = 1 ]
+    [ "$(field world_id)" = 000102030405060708090a0b0c0d0e0f ]
+    [ "$(field ranks 3 rank)" = 3 ]
+    [ "$(field phases_ns total)" -gt 0 ]
+    [ "$(field peak_resident_bytes)" -lt $((8798208 + 67108864)) ]
+}
+
+@test "pull: a step that is not reached, a wrong world, a wrong name" {
+    run -12 "$NIXL_FETCH" pull "$info" --out d --step 5 --timeout 500ms
+    has "step 5"
+    run -12 "$NIXL_FETCH" pull "$info" --out d --min-step 2 --timeout 500ms
+    run -14 "$NIXL_FETCH" pull "$info" --out d --expect-world-id ffffffffffffffffffffffffffffffff
+    run -14 "$NIXL_FETCH" pull "$info" --out d --server-name other
+    run -14 "$NIXL_FETCH" pull "${ready##*,}" --out d
+    [ -z "$(ls)" ]
+}
+
+@test "pull: Ctrl-C is exit status 130 and leaves nothing" {
+    # Waits for a step that never comes; the log line says that it has begun to wait.
+    exec {messages}< <(exec "$NIXL_FETCH" pull "$info" --out d --step 9 --timeout 60s -v 2>&1 3>&-)
+    pull_pid=$!
+    while read -r -t 30 line <&"$messages"; do
+        [[ $line != *wait* ]] || break
+    done
+    [[ $line == *wait* ]]
+    kill -INT "$pull_pid"
+    status=0
+    wait "$pull_pid" || status=$?
+    [ "$status" -eq 130 ]
+    [ -z "$(ls)" ]
+}
+
+@test "verify: equal, a changed byte, a missing tensor, another run" {
+    "$NIXL_FETCH" pull "$info" --out d
+    run -0 "$NIXL_FETCH" verify "$info" --dir d
+    has "equal: 336 tensors, 8798208 bytes of lora:0 at step 1"
+    run -0 "$NIXL_FETCH" verify "$info" --dir d --json
+    [ "$(field result)" = equal ]
+    run -14 "$NIXL_FETCH" verify "$info" --run best.1 --dir d
+    printf '\377\376' | dd of=d/adapter_model.safetensors bs=1 seek=5000000 conv=notrunc status=none
+    run -14 --separate-stderr "$NIXL_FETCH" verify "$info" --dir d --json
+    [[ $(field error key) == lora:0:base_model.* ]]
+    has "not equal"
+    rm d/fanin.json
+    run -14 "$NIXL_FETCH" verify "$info" --dir d
+    has fanin.json
+}
+
+@test "watch: tells the step that stands, then waits until its time is over" {
+    run -12 --separate-stderr "$NIXL_FETCH" watch "$info" --timeout 500ms --json
+    [ "$(grep -c '"step":1,' <<<"$output")" -eq 1 ]
+    run -0 "$NIXL_FETCH" watch "$info" --count 1
+    [[ $output == "step 1  ranks apart "* ]]
+}
+
+@test "bench against ranks that run, to memory and to a directory" {
+    run -0 "$NIXL_FETCH" bench "$info" --iterations 3 --json
+    [ "$(field pattern_checked)" = true ]
+    [ "$(field iterations)" = 3 ]
+    [ "$(field phases total median_ns)" -gt 0 ]
+    run -0 "$NIXL_FETCH" bench "$info" --iterations 2 --cold
+    has "each by a new client"
+    run -0 "$NIXL_FETCH" bench "$info" --iterations 2 --dest .
+    [ -z "$(ls -A)" ]
+}
+
+@test "completion asks the ranks for runs and keys" {
+    run -0 "$NIXL_FETCH" __complete runs "" "$info"
+    [ "$output" = "$(printf '0\nbest.1')" ]
+    run -0 "$NIXL_FETCH" __complete keys lora:0:base_model.model.model.layers.23.mlp.up "$info"
+    [ "${#lines[@]}" -eq 2 ]
+    run -0 "$NIXL_FETCH" __complete keys "" 127.0.0.1:1
+    [ -z "$output" ]
+}

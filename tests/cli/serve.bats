@@ -1,0 +1,179 @@
+#!/usr/bin/env bats
+# SPDX-License-Identifier: Apache-2.0
+# The stand-in trainer: updates, deaths, refusals, ways to cut; each test has its own ranks.
+
+bats_require_minimum_version 1.5.0
+
+setup()
+{
+    load ranks
+    unset NIXL_FETCH_SERVERS NIXL_FETCH_TIMEOUT
+    cd "$BATS_TEST_TMPDIR"
+    BATS_FILE_TMPDIR=$BATS_TEST_TMPDIR
+    ranks_pid=
+}
+
+teardown()
+{
+    [ -z "$ranks_pid" ] || kill -KILL "$ranks_pid" 2>/dev/null || true
+}
+
+@test "updates: watch sees each step, pulls are whole, an old step is superseded" {
+    start_ranks --adapter-shape small --world-size 3 --update-every 20
+    run -0 "$NIXL_FETCH" watch "$info" --count 5 --json
+    [ "${#lines[@]}" -eq 5 ]
+    output=${lines[4]}
+    [ "$(field step)" -ge 5 ]
+    for i in 1 2 3 4 5; do
+        run -0 "$NIXL_FETCH" pull "$info" --out "d$i" --check-pattern --min-step $((10 * i))
+    done
+    run -12 "$NIXL_FETCH" pull "$info" --out old --step 1
+    has "step 1"
+    run -12 "$NIXL_FETCH" verify "$info" --dir d1
+    has stale
+    stop_ranks
+}
+
+@test "--steps and --first-step: stops updating, goes on serving, pull --step waits" {
+    start_ranks --adapter-shape small --world-size 2 --update-every 50 --first-step 40 --steps 5
+    run -0 "$NIXL_FETCH" pull "$info" --out d --step 44 --check-pattern
+    run -0 "$NIXL_FETCH" verify "$info" --dir d
+    run -12 "$NIXL_FETCH" pull "$info" --out e --step 45 --timeout 500ms
+    stop_ranks
+}
+
+@test "uncoupled ranks: pulls are of one step" {
+    start_ranks --adapter-shape small --world-size 3 --update-every 150 --uncoupled
+    for i in 1 2 3; do
+        run -0 "$NIXL_FETCH" pull "$info" --out "d$i" --check-pattern
+    done
+    stop_ranks
+}
+
+@test "ways to cut: other dimensions, replicas, more ranks than rows, fused, float32" {
+    for options in "--shard-dim 1 --world-size 3" "--replicate 2 --world-size 4" \
+        "--world-size 12" "--world-size 1" "--dtype float32 --r 3 --world-size 5"; do
+        # shellcheck disable=SC2086
+        start_ranks --model qwen2.5-0.5b --r 4 $options
+        run -0 "$NIXL_FETCH" pull "$info" --out "${options//[ -]/_}" --check-pattern
+        run -0 "$NIXL_FETCH" verify "$info" --dir "${options//[ -]/_}"
+        stop_ranks
+    done
+}
+
+@test "show names replicas" {
+    start_ranks --model qwen2.5-0.5b --r 4 --replicate 2 --world-size 4
+    run -0 "$NIXL_FETCH" show "$info" \
+        base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight
+    [ "$(grep -c 'rank 0 *$' <<<"$output")" -eq 1 ]
+    [ "$(grep -c 'rank 1 *$' <<<"$output")" -eq 1 ]
+    stop_ranks
+}
+
+@test "an adapter directory served and pulled again is byte-identical" {
+    start_ranks --adapter-shape small --world-size 2
+    "$NIXL_FETCH" pull "$info" --out first
+    stop_ranks
+    start_ranks --adapter first --world-size 3 --run copy --update-every 30
+    run -0 "$NIXL_FETCH" pull "$info" --out second
+    cmp first/adapter_model.safetensors second/adapter_model.safetensors
+    cmp first/adapter_config.json second/adapter_config.json
+    run -14 "$NIXL_FETCH" pull "$info" --out third --check-pattern
+    has "lora:copy"
+    [ ! -e third ]
+    stop_ranks
+}
+
+@test "SIGINT and SIGTERM end all ranks with exit status 0" {
+    for signal in INT TERM; do
+        start_ranks --adapter-shape small --world-size 3 --update-every 10
+        mapfile -t pids < <(pgrep -P "$ranks_pid")
+        [ "${#pids[@]}" -eq 3 ]
+        stop_ranks "$signal"
+        for pid in "${pids[@]}"; do
+            [ ! -e "/proc/$pid" ]
+        done
+    done
+}
+
+@test "ranks end with a serve that is killed, even a stopped one" {
+    start_ranks --adapter-shape small --world-size 3 --update-every 10
+    mapfile -t pids < <(pgrep -P "$ranks_pid")
+    kill -STOP "${pids[1]}"
+    stop_ranks KILL || [ $? -eq 137 ]
+    for pid in "${pids[@]}"; do
+        gone "$pid"
+    done
+}
+
+@test "a rank that dies ends the others, by a message" {
+    start_ranks --adapter-shape small --world-size 3 --update-every 10
+    mapfile -t pids < <(pgrep -P "$ranks_pid")
+    victim=$(rank_pid 1)
+    kill -KILL "$victim"
+    status=0
+    wait "$ranks_pid" || status=$?
+    [ "$status" -eq 13 ]
+    grep -q "rank 1 (process $victim) was ended by signal 9" serve.err
+    for pid in "${pids[@]}"; do
+        [ ! -e "/proc/$pid" ]
+    done
+}
+
+@test "--keep-going: replicas serve on after a death, and updates go on" {
+    start_ranks --adapter-shape small --world-size 4 --replicate 2 --update-every 200 --keep-going
+    victim=$(rank_pid 1)
+    kill -KILL "$victim"
+    gone "$victim"
+    run -0 --separate-stderr "$NIXL_FETCH" pull "$info" --out d --min-step 5 --check-pattern --timeout 30s
+    stop_ranks
+    grep -q "rank 1 .* died" serve.err
+}
+
+@test "without replicas the pull names the rank that is gone" {
+    start_ranks --adapter-shape small --world-size 4 --keep-going
+    victim=$(rank_pid 2)
+    kill -KILL "$victim"
+    gone "$victim"
+    run -13 --separate-stderr "$NIXL_FETCH" pull "$info" --out d --timeout 3s --json
+    port=$("$FANIN_TEST_PYTHON" -c 'import json,sys; print(json.load(open(sys.argv[1]))["hosts"][2]["base_port"] + 2)' "$info")
+    has "127.0.0.1:$port"
+    [ ! -e d ]
+    stop_ranks
+}
+
+@test "a port in use is refused, names the port, and leaves no rank" {
+    start_ranks --adapter-shape small --world-size 2
+    port=${ready##*:}
+    run -11 timeout 60 "$NIXL_FETCH" serve --adapter-shape small --world-size 2 --base-port $((port - 1))
+    has "$port"
+    stop_ranks
+}
+
+@test "--ready-fd and --json: objects for scripts, statistics at the end" {
+    mkfifo ready.fifo
+    "$NIXL_FETCH" serve --adapter-shape small --world-size 2 --json --ready-fd 5 \
+        5>ready.fifo >out 2>err 3>&- &
+    ranks_pid=$!
+    read -r -t 60 output <ready.fifo
+    [ "$(field event)" = ready ]
+    [ "$(field pid)" = "$ranks_pid" ]
+    target=$(field target)
+    "$NIXL_FETCH" pull "$target" --out d
+    kill "$ranks_pid"
+    wait "$ranks_pid"
+    output=$(cat out)
+    [ "$(field event)" = stopped ]
+    [ "$(field ranks 1 pulls_good)" -ge 1 ]
+    ranks_pid=
+}
+
+@test "bench with ranks of its own prints limits and leaves no process" {
+    run -0 "$NIXL_FETCH" bench --adapter-shape small --world-size 3 --iterations 3 --json
+    [ "$(field world_size)" = 3 ]
+    [ "$(field limits 2 name)" = memcpy ]
+    [ "$(field limits 0 bytes)" -ge 8798208 ]
+    run -0 "$NIXL_FETCH" bench --model qwen2.5-0.5b --r 2 --world-size 2 --iterations 2 --path stream
+    has "limit: memcpy"
+    has "path stream"
+}

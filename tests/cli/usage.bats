@@ -1,0 +1,192 @@
+#!/usr/bin/env bats
+# SPDX-License-Identifier: Apache-2.0
+# The command line itself: help, wrong usage, targets, exit statuses. No ranks run.
+
+bats_require_minimum_version 1.5.0
+
+setup()
+{
+    load ranks
+    unset NIXL_FETCH_SERVERS NIXL_FETCH_TIMEOUT
+    cd "$BATS_TEST_TMPDIR"
+}
+
+commands=(list show ping pull verify watch serve bench)
+
+@test "--version names tool and library" {
+    run -0 "$NIXL_FETCH" --version
+    [[ $output =~ ^nixl-fetch\ [0-9.]+\ \(libfanin\ [0-9.]+\)$ ]]
+}
+
+@test "help lists every command, and no hidden one" {
+    run -0 "$NIXL_FETCH" --help
+    for command in "${commands[@]}"; do
+        grep -Eq "^  $command +[a-z]" <<<"$output"
+    done
+    [[ $output != *__complete* ]]
+    run -2 "$NIXL_FETCH"
+    has "Usage: nixl-fetch COMMAND"
+}
+
+@test "every command has --help with examples and a usage line" {
+    for command in "${commands[@]}"; do
+        run -0 --separate-stderr "$NIXL_FETCH" "$command" --help
+        [ -z "$stderr" ]
+        has "Examples:"
+        has "Usage: nixl-fetch $command"
+        cp <(echo "$output") by-option
+        run -0 "$NIXL_FETCH" help "$command"
+        diff by-option <(echo "$output")
+    done
+}
+
+@test "every option is in the manual page and in the completion" {
+    source=$FANIN_SOURCE_DIR/tools
+    # shellcheck source=/dev/null
+    source "$source/completions/nixl-fetch.bash"
+    for command in "${commands[@]}"; do
+        "$NIXL_FETCH" "$command" --help | grep -oE '^ +(-[a-z], )?--[a-z0-9-]+' |
+            grep -oE -- '--.*' | sort -u >in-help
+        [ -s in-help ]
+        _nixl_fetch_options "$command" | tr ' ' '\n' | sort -u >in-completion
+        diff in-help in-completion
+        while read -r option; do
+            grep -qF -- "*$option*" "$source/nixl-fetch.1.scd" || {
+                echo "$command $option is not in the manual page" >&2
+                return 1
+            }
+        done <in-help
+    done
+}
+
+@test "typos get a suggestion" {
+    run -2 "$NIXL_FETCH" pul
+    has "did you mean 'pull'"
+    run -2 "$NIXL_FETCH" frobnicate
+    [[ $output != *"did you mean"* ]]
+    run -2 "$NIXL_FETCH" pull --world-siez 8
+    has "did you mean '--world-size'"
+}
+
+@test "wrong usage is exit status 2 and says what to look at" {
+    wrong=(
+        "list"
+        "list h:1 h:2"
+        "show h:1"
+        "pull h:1"
+        "pull h:1 --out"
+        "pull h:1 --out d --step 1 --min-step 2"
+        "pull h:1 --out d --step -3"
+        "pull h:1 --out d --step x"
+        "pull h:1 --out d --path teleport"
+        "pull h:1 --out d --run a/b"
+        "pull h:1 --out d --timeout 5parsecs"
+        "pull h:1 --out d --timeout 0"
+        "pull h:1 --out d --expect-world-id 12"
+        "pull h --out d"
+        "pull h:0 --out d"
+        "pull h:99999 --out d"
+        "pull h:1,h:2 --world-size 3 --out d"
+        "pull h:65535 --world-size 2 --out d"
+        "pull h:1 --world-size -1 --out d"
+        "verify h:1"
+        "watch h:1 --count -1"
+        "serve"
+        "serve word"
+        "serve --model gpt"
+        "serve --model llama-3.1-8b --r 0x"
+        "serve --model llama-3.1-8b --fused"
+        "serve --adapter-shape tiny"
+        "serve --adapter-shape small --model llama-3.1-8b"
+        "serve --adapter-shape small --adapter d"
+        "serve --adapter-shape small --world-size 8 --replicate 3"
+        "serve --adapter-shape small --world-size 0"
+        "serve --adapter-shape small --base-port 65530"
+        "serve --adapter-shape small --run 0 --run 0"
+        "serve --adapter-shape small --run .."
+        "serve --adapter-shape small --steps 4"
+        "serve --adapter-shape small --open"
+        "serve --adapter-shape small --dtype int3"
+        "serve --adapter-shape small --world-id 1"
+        "bench --iterations 0"
+        "bench h:1 --model llama-3.1-8b"
+        "--frob"
+    )
+    for line in "${wrong[@]}"; do
+        # shellcheck disable=SC2086
+        run --separate-stderr "$NIXL_FETCH" $line
+        [ "$status" -eq 2 ] || {
+            echo "nixl-fetch $line: exit status $status" >&2
+            return 1
+        }
+        [ -z "$output" ]
+        [[ $stderr == nixl-fetch:\ *:\ *:\ * ]]
+        [ "$(wc -l <<<"$stderr")" -eq 1 ]
+    done
+}
+
+@test "with --json an error is an object on standard output too" {
+    run -2 --separate-stderr "$NIXL_FETCH" pull h --out d --json
+    [ "$(field error status)" = FANIN_ERR_ARGUMENT ]
+    [ "$(field error code)" = -100 ]
+    [ -n "$(field error remedy)" ]
+    has "nixl-fetch: "
+}
+
+@test "the environment gives target and timeout" {
+    NIXL_FETCH_TIMEOUT=soon run -2 "$NIXL_FETCH" list h:1
+    has "NIXL_FETCH_TIMEOUT 'soon'"
+    # Nobody listens on port 1 of this host.
+    NIXL_FETCH_SERVERS=127.0.0.1:1 NIXL_FETCH_TIMEOUT=2s run -13 "$NIXL_FETCH" list
+    has "127.0.0.1:1"
+}
+
+@test "nobody there is exit status 13 within the timeout, and names the address" {
+    SECONDS=0
+    run -13 --separate-stderr "$NIXL_FETCH" pull 127.0.0.1:1 --out d --timeout 2s --json
+    [ "$SECONDS" -le 4 ]
+    [ "$(field error status)" = FANIN_ERR_UNREACHABLE ]
+    [[ $(field error address) == *127.0.0.1:1* ]]
+    [ ! -e d ]
+    run -13 "$NIXL_FETCH" ping 127.0.0.1:1 --timeout 1s
+}
+
+@test "target files: absent is 15, malformed is 2" {
+    run -15 "$NIXL_FETCH" list ./absent.json
+    has absent.json
+    echo '{"host": "h"}' >bad.json
+    run -2 "$NIXL_FETCH" list bad.json
+    has bad.json
+}
+
+@test "an adapter that is none cannot be served" {
+    run -15 "$NIXL_FETCH" serve --adapter ./nowhere
+    has adapter_config.json
+    mkdir broken
+    echo '{}' >broken/adapter_config.json
+    echo 'no safetensors' >broken/adapter_model.safetensors
+    run -14 "$NIXL_FETCH" serve --adapter broken
+}
+
+@test "completion of commands, options, models and shapes" {
+    # shellcheck source=/dev/null
+    source "$FANIN_SOURCE_DIR/tools/completions/nixl-fetch.bash"
+    complete_line()
+    {
+        COMP_WORDS=("$NIXL_FETCH" "$@")
+        COMP_CWORD=$#
+        COMP_LINE="${COMP_WORDS[*]}"
+        COMP_POINT=${#COMP_LINE}
+        _nixl_fetch
+    }
+    complete_line pu
+    [ "${COMPREPLY[*]}" = pull ]
+    complete_line pull --check
+    [ "${COMPREPLY[*]}" = --check-pattern ]
+    complete_line serve --model llama-3.1
+    [ "${COMPREPLY[*]}" = llama-3.1-8b ]
+    complete_line bench --adapter-shape moe
+    [ "${COMPREPLY[*]}" = "moe moe-fused" ]
+    complete_line pull --path st
+    [ "${COMPREPLY[*]}" = stream ]
+}

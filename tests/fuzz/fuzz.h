@@ -1,0 +1,13 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/** @file The function that libFuzzer and replay.c call; every fuzz target defines it. */
+#ifndef FUZZ_H
+#define FUZZ_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+/** Runs the code under test on bytes that nobody checked. Returns 0. */
+int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size);
+
+#endif

@@ -1,0 +1,128 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* First byte: which table. A box table's key table goes before it, its length first (two
+   bytes, little-endian). Tables are canonical: what decodes has just these bytes. */
+#include "fuzz.h"
+#include "recode.h"
+#include <stdlib.h>
+#include <string.h>
+
+static void check(bool good)
+{
+    if (!good)
+        abort();
+}
+
+static bool same(const buffer *b, const uint8_t *data, size_t size)
+{
+    return b->failed || (b->size == size && memcmp(b->data, data, size) == 0);
+}
+
+static void try_keys(const uint8_t *data, size_t size)
+{
+    key_table *table;
+    fanin_error error = FANIN_ERROR_INIT;
+    buffer again = {0};
+    if (key_table_decode(data, size, &table, &error)) {
+        check(table == NULL && error.message[0] != '\0');
+        return;
+    }
+    for (uint32_t i = 0; i < table->count; i++)
+        check(key_table_find(table, table->entries[i].name) == i);
+    key_table_encode(&again, table->entries, table->count, table->pairs,
+                     table->n_pairs);
+    check(same(&again, data, size));
+    buffer_free(&again);
+    key_table_free(&table);
+}
+
+static void compare_tables(const box_table *a, const box_table *b)
+{
+    check(box_table_count(a) == box_table_count(b));
+    for (uint64_t i = 0; i < box_table_count(a); i++) {
+        uint32_t key_a, key_b;
+        block block_a, block_b;
+        box_place place_a, place_b;
+        box_table_get(a, i, &key_a, &block_a, &place_a);
+        box_table_get(b, i, &key_b, &block_b, &place_b);
+        check(key_a == key_b && block_equal(&block_a, &block_b));
+        check(memcmp(&place_a, &place_b, sizeof place_a) == 0);
+    }
+}
+
+/* The sender is free in its choice of the rule, so only tables of the same rule must have
+   the same bytes; the boxes must be the same in any case. */
+static void compare_boxes(const box_table *table, const key_table *keys,
+                          const uint8_t *data, size_t size)
+{
+    buffer again = {0};
+    box_table *second;
+    uint32_t a[3], b[3];
+    check(recode_boxes(table, keys, &again));
+    check(box_table_decode(again.data, again.size, keys, &second, NULL) == FANIN_OK);
+    compare_tables(table, second);
+    if (box_table_rule(table, &a[0], &a[1], &a[2]) ==
+            box_table_rule(second, &b[0], &b[1], &b[2]) &&
+        memcmp(a, b, sizeof a) == 0)
+        check(same(&again, data, size));
+    buffer_free(&again);
+    box_table_free(&second);
+}
+
+static void try_boxes(const uint8_t *data, size_t size)
+{
+    key_table *keys;
+    box_table *table;
+    if (size < 2)
+        return;
+    size_t keys_size = (size_t)data[0] | (size_t)data[1] << 8;
+    data += 2;
+    size -= 2;
+    if (keys_size > size || key_table_decode(data, keys_size, &keys, NULL))
+        return;
+    data += keys_size;
+    size -= keys_size;
+    if (box_table_decode(data, size, keys, &table, NULL) == FANIN_OK) {
+        uint64_t boxes = 0;
+        for (uint32_t key = 0; key < keys->count; key++) {
+            uint64_t count, first = box_table_of_key(table, key, &count);
+            check(count == 0 || first == boxes);
+            boxes += count;
+        }
+        check(boxes == box_table_count(table));
+        compare_boxes(table, keys, data, size);
+        box_table_free(&table);
+    }
+    key_table_free(&keys);
+}
+
+static void try_regions(const uint8_t *data, size_t size)
+{
+    region_table *table;
+    buffer again = {0};
+    if (region_table_decode(data, size, &table, NULL))
+        return;
+    region_table_encode(&again, table->entries, table->count);
+    check(same(&again, data, size));
+    buffer_free(&again);
+    region_table_free(&table);
+}
+
+int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
+{
+    if (size == 0)
+        return 0;
+    switch (data[0]) {
+    case 0:
+        try_keys(data + 1, size - 1);
+        break;
+    case 1:
+        try_boxes(data + 1, size - 1);
+        break;
+    case 2:
+        try_regions(data + 1, size - 1);
+        break;
+    default:
+        break;
+    }
+    return 0;
+}

@@ -1,0 +1,164 @@
+#!/usr/bin/env bats
+# SPDX-License-Identifier: Apache-2.0
+# What a user of the installed library gets. FANIN_PREFIX: where it was installed,
+# FANIN_BUILD_DIR: the build it comes from.
+
+setup()
+{
+    here=$BATS_TEST_DIRNAME
+    pc=$(find "$FANIN_PREFIX" -name fanin.pc)
+    libdir=$(realpath "$(dirname "$pc")/..")
+    library=$libdir/libfanin.so.0
+    export PKG_CONFIG_PATH=${pc%/fanin.pc}
+    export LD_LIBRARY_PATH=$libdir
+    scratch=$BATS_TEST_TMPDIR
+}
+
+headers()
+{
+    (cd "$FANIN_PREFIX/include" && printf '%s\n' fanin/*.h)
+}
+
+declared()
+{
+    cat "$FANIN_PREFIX"/include/fanin/*.h | tr '\n' ' ' |
+        grep -oE 'FANIN_API [^;{]*\(' | grep -oE 'fanin_[a-z0-9_]+ *\(' | tr -d ' (' | sort -u
+}
+
+exported()
+{
+    nm -D --defined-only "$library" | awk '$2 != "A" {print $3}' | sed 's/@.*//' | sort -u
+}
+
+warnings='-Wall -Wextra -pedantic -Werror'
+
+@test "the library exports fanin_ symbols of version FANIN_0.1 and nothing else" {
+    run -0 sh -c "nm -D --defined-only '$library' | awk '\$2 != \"A\" {print \$3}'"
+    [ "${#lines[@]}" -gt 10 ]
+    for symbol in "${lines[@]}"; do
+        [[ $symbol == fanin_*@@FANIN_0.1 ]]
+    done
+}
+
+@test "the library exports what its headers declare" {
+    declared >"$scratch/declared"
+    exported >"$scratch/exported"
+    diff "$scratch/declared" "$scratch/exported"
+}
+
+@test "soname and links are those of version 0" {
+    objdump -p "$library" | grep -E 'SONAME +libfanin\.so\.0$'
+    [ "$(readlink -f "$libdir/libfanin.so")" = "$(readlink -f "$library")" ]
+    [[ $(readlink -f "$library") == */libfanin.so.$(pkg-config --modversion fanin) ]]
+}
+
+@test "the library needs no UCX and nothing of the tool's to be loaded" {
+    run -0 objdump -p "$library"
+    [[ $output != *NEEDED*libuc* ]]
+    [[ $output != *NEEDED*libpopt* ]]
+    [[ $output != *NEEDED*libsmartcols* ]]
+    [[ $output != *RUNPATH* ]]
+}
+
+@test "the library's stack is not executable and it writes to no text" {
+    run -0 readelf -dlW "$library"
+    [[ $output != *TEXTREL* ]]
+    [[ $output =~ GNU_STACK[^E]*RW[[:space:]] ]]
+}
+
+@test "no private header is installed" {
+    headers | sort >"$scratch/installed"
+    printf 'fanin/%s.h\n' client error fanin log server types | sort >"$scratch/expected"
+    diff "$scratch/expected" "$scratch/installed"
+}
+
+@test "every header compiles alone as C11" {
+    for header in $(headers); do
+        for compiler in gcc clang; do
+            echo "#include <$header>" | "$compiler" -std=c11 $warnings -Wstrict-prototypes \
+                -I"$FANIN_PREFIX/include" -fsyntax-only -x c -
+        done
+    done
+}
+
+@test "every header compiles alone as C++" {
+    for header in $(headers); do
+        for standard in c++11 c++17 c++20; do
+            for compiler in g++ clang++; do
+                echo "#include <$header>" | "$compiler" -std=$standard $warnings \
+                    -I"$FANIN_PREFIX/include" -fsyntax-only -x c++ -
+            done
+        done
+    done
+}
+
+@test "a header twice and all headers in any order are fine" {
+    { headers; headers | sort -r; } | sed 's/.*/#include <&>/' |
+        gcc -std=c11 $warnings -I"$FANIN_PREFIX/include" -fsyntax-only -x c -
+}
+
+@test "pkg-config names the library and no other" {
+    run -0 pkg-config --libs fanin
+    [ "$(echo "$output" | xargs)" = "-L$libdir -lfanin" ]
+    run -0 pkg-config --cflags fanin
+    [ "$(echo "$output" | xargs)" = "-I$FANIN_PREFIX/include" ]
+}
+
+@test "a program in C builds with pkg-config and runs" {
+    # shellcheck disable=SC2046
+    gcc -std=c11 $warnings "$here/consumer.c" -o "$scratch/consumer" \
+        $(pkg-config --cflags --libs fanin)
+    run -0 "$scratch/consumer"
+    [ "$output" = "$(pkg-config --modversion fanin)" ]
+}
+
+@test "a program in C++ builds with pkg-config and runs" {
+    # shellcheck disable=SC2046
+    g++ -std=c++17 $warnings "$here/consumer.cpp" -o "$scratch/consumer" \
+        $(pkg-config --cflags --libs fanin)
+    run -0 "$scratch/consumer"
+    [ "$output" = "$(pkg-config --modversion fanin)" ]
+}
+
+@test "the installed tool runs, and its manual page and completion are there" {
+    [ -x "$FANIN_PREFIX/bin/nixl-fetch" ]
+    run -0 "$FANIN_PREFIX/bin/nixl-fetch" --help
+    [[ $output == *pull* ]]
+    mandoc -T lint -W warning "$FANIN_PREFIX/share/man/man1/nixl-fetch.1"
+    bash -n "$FANIN_PREFIX/share/bash-completion/completions/nixl-fetch"
+}
+
+@test "the tool uses public functions of the shared library only" {
+    run -0 objdump -p "$FANIN_PREFIX/bin/nixl-fetch"
+    [[ $output == *NEEDED*libfanin.so.0* ]]
+    exported >"$scratch/exported"
+    nm -D --undefined-only "$FANIN_PREFIX/bin/nixl-fetch" | awk '{print $2}' | sed 's/@.*//' |
+        grep '^fanin_' | sort -u >"$scratch/used"
+    [ -s "$scratch/used" ]
+    [ -z "$(comm -23 "$scratch/used" "$scratch/exported")" ]
+}
+
+@test "the examples have under 50 lines, build with pkg-config and pull a step" {
+    for example in trainer worker; do
+        [ "$(wc -l <"$here/../examples/$example.c")" -lt 50 ]
+        # shellcheck disable=SC2046
+        gcc -std=c11 $warnings "$here/../examples/$example.c" -o "$scratch/$example" \
+            $(pkg-config --cflags --libs fanin)
+    done
+    # A trainer prints its port, takes a step a line, and ends with its input.
+    mkfifo "$scratch/in0" "$scratch/in1" "$scratch/out0" "$scratch/out1"
+    "$scratch/trainer" 0 <"$scratch/in0" >"$scratch/out0" 3>&- &
+    first=$!
+    "$scratch/trainer" 1 <"$scratch/in1" >"$scratch/out1" 3>&- &
+    second=$!
+    exec 7>"$scratch/in0" 8>"$scratch/in1"
+    read -r -t 10 port0 <"$scratch/out0"
+    read -r -t 10 port1 <"$scratch/out1"
+    echo >&7
+    echo >&8
+    run -0 timeout 30 "$scratch/worker" "127.0.0.1:$port0" "127.0.0.1:$port1"
+    [[ $output == 'step 1 by '*', first element 0x101, last 0x101' ]]
+    exec 7>&- 8>&-
+    wait "$first"
+    wait "$second"
+}

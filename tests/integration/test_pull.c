@@ -1,0 +1,356 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Pulling into memory: every path, every way to cut, step rules, caches, restarts. */
+#include "testing.h"
+#include "local_world.h"
+#include <pthread.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+static void pull_twice(world *w, fanin_path path)
+{
+    fanin_error error = FANIN_ERROR_INIT;
+    fanin_result_info info;
+    fanin_client *client = world_client(w, path);
+    assert_ok(world_pull(w, client, NULL, &info, &error), error);
+    assert_int_equal(info.step, 1);
+    assert_int_equal(info.path, path);
+    world_commit(w, 5);
+    assert_ok(world_pull(w, client, NULL, &info, &error), error);
+    assert_int_equal(info.step, 5);
+    fanin_client_destroy(&client);
+}
+
+static void every_cut(fanin_path path)
+{
+    static const struct {
+        world_cut cut;
+        size_t size;
+    } cases[] = {{CUT_CHUNK0, 1},    {CUT_CHUNK0, 2},  {CUT_CHUNK0, 3},
+                 {CUT_CHUNK0, 8},    {CUT_CHUNK0, 16}, {CUT_CHUNK1, 4},
+                 {CUT_GRID, 4},      {CUT_STRIDED, 3}, {CUT_REPLICATE, 3},
+                 {CUT_HSDP, 4}};
+    for (size_t i = 0; i < sizeof(cases) / sizeof(*cases); i++) {
+        world w = {0};
+        world_start(&w, cases[i].size, cases[i].cut, world_lora, world_lora_count);
+        world_commit(&w, 1);
+        pull_twice(&w, path);
+        world_stop(&w);
+    }
+}
+
+static void test_stream_unix(void **state)
+{
+    (void)state;
+    every_cut(FANIN_PATH_STREAM);
+}
+
+static void test_cma(void **state)
+{
+    (void)state;
+    if (!world_has_cma())
+        skip();
+    every_cut(FANIN_PATH_CMA);
+}
+
+static void test_stream_tcp(void **state)
+{
+    (void)state;
+    world w = {0};
+    world_start(&w, 4, CUT_CHUNK0, world_lora, world_lora_count);
+    world_commit(&w, 1);
+    fanin_client_config config;
+    fanin_client_config_init(&config, sizeof(config));
+    config.no_unix = true;
+    config.streams_per_rank = 3;
+    config.max_inflight = 4096; /* less than one request: one at a time */
+    fanin_client *client = world_client_with(&w, &config);
+    fanin_error error = FANIN_ERROR_INIT;
+    fanin_result_info info;
+    for (uint64_t step = 2; step < 6; step++) {
+        world_commit(&w, step);
+        assert_ok(world_pull(&w, client, NULL, &info, &error), error);
+        assert_int_equal(info.step, step);
+        assert_int_equal(info.path, FANIN_PATH_STREAM);
+    }
+    fanin_client_destroy(&client);
+    world_stop(&w);
+}
+
+/* auto: cma where it can be, stream with a reason where it cannot. */
+static void test_auto(void **state)
+{
+    (void)state;
+    world w = {.flags = FANIN_SERVER_NO_UCX};
+    world_start(&w, 2, CUT_CHUNK0, world_lora, world_lora_count);
+    world_commit(&w, 1);
+    fanin_client *client = world_client(&w, FANIN_PATH_AUTO);
+    fanin_error error = FANIN_ERROR_INIT;
+    fanin_result_info info;
+    assert_ok(world_pull(&w, client, NULL, &info, &error), error);
+    assert_int_equal(info.path, FANIN_PATH_STREAM);
+    fanin_client_destroy(&client);
+    fanin_client_config config;
+    fanin_client_config_init(&config, sizeof(config));
+    config.path = FANIN_PATH_CMA;
+    client = world_client_with(&w, &config);
+    assert_int_equal(world_pull(&w, client, NULL, &info, &error), FANIN_ERR_UNSUPPORTED);
+    assert_non_null(strstr(error.message, "cma"));
+    fanin_client_destroy(&client);
+    world_stop(&w);
+    if (!world_has_cma())
+        return;
+    world v = {0};
+    world_start(&v, 2, CUT_CHUNK0, world_lora, world_lora_count);
+    world_commit(&v, 1);
+    client = world_client(&v, FANIN_PATH_AUTO);
+    assert_ok(world_pull(&v, client, NULL, &info, &error), error);
+    assert_int_equal(info.path, FANIN_PATH_CMA);
+    fanin_client_destroy(&client);
+    world_stop(&v);
+}
+
+/* A slice of one tensor into strided memory; nothing beside it is written. */
+static void test_slice(void **state)
+{
+    (void)state;
+    world w = {0};
+    world_start(&w, 3, CUT_CHUNK0, world_lora, world_lora_count);
+    world_commit(&w, 1);
+    const world_tensor *t = &world_lora[3]; /* [5000, 3] f32 */
+    enum { FIRST = 1234, ROWS = 2000 };
+    uint8_t *memory = malloc(ROWS * 16);
+    memset(memory, 0xaa, ROWS * 16);
+    fanin_box box = {.offset = {FIRST, 1},
+                     .extent = {ROWS, 2},
+                     .stride = {16, 4},
+                     .address = memory + 4};
+    fanin_tensor tensor = {.struct_size = sizeof(tensor),
+                           .name = t->name,
+                           .dtype = t->dtype,
+                           .n_dims = 2,
+                           .shape = {5000, 3},
+                           .boxes = &box,
+                           .n_boxes = 1};
+    fanin_pull_options options;
+    fanin_pull_options_init(&options, sizeof(options));
+    options.publication = "lora:0";
+    fanin_error error = FANIN_ERROR_INIT;
+    for (int path = FANIN_PATH_STREAM; path <= FANIN_PATH_CMA; path++) {
+        if (path == FANIN_PATH_CMA && !world_has_cma())
+            break;
+        fanin_client *client = world_client(&w, path);
+        assert_ok(fanin_client_pull(client, &options, &tensor, 1, NULL, &error), error);
+        for (uint64_t r = 0; r < ROWS; r++) {
+            for (uint64_t b = 0; b < 16; b++) {
+                uint8_t expected =
+                    b < 4 || b >= 12 ? 0xaa
+                                     : world_byte(&w, 3, 1, (FIRST + r) * 12 + b);
+                assert_int_equal(memory[r * 16 + b], expected);
+            }
+        }
+        memset(memory, 0xaa, ROWS * 16);
+        fanin_client_destroy(&client);
+    }
+    free(memory);
+    world_stop(&w);
+}
+
+/* -------------------------------------------------------------- step rules */
+
+static fanin_status pull_step(world *w, fanin_client *client, fanin_step_rule rule,
+                              uint64_t step, uint32_t timeout_ms, uint64_t *got,
+                              fanin_error *error)
+{
+    fanin_pull_options options;
+    fanin_pull_options_init(&options, sizeof(options));
+    options.publication = "lora:0";
+    options.rule = rule;
+    options.step = step;
+    options.timeout_ms = timeout_ms;
+    fanin_result_info info = {0};
+    fanin_status status = world_pull(w, client, &options, &info, error);
+    *got = info.step;
+    return status;
+}
+
+static void *commit_later(void *cookie)
+{
+    world *w = cookie;
+    world_commit(w, 8);
+    return NULL;
+}
+
+static void test_step_rules(void **state)
+{
+    (void)state;
+    world w = {0};
+    world_start(&w, 4, CUT_CHUNK0, world_lora, world_lora_count);
+    fanin_client *client = world_client(&w, FANIN_PATH_AUTO);
+    fanin_error error = FANIN_ERROR_INIT;
+    uint64_t got;
+    assert_int_equal(pull_step(&w, client, FANIN_STEP_NEWEST, 0, 200, &got, &error),
+                     FANIN_ERR_TIMEOUT); /* not yet published: waited for */
+    world_commit(&w, 7);
+    assert_ok(pull_step(&w, client, FANIN_STEP_EXACT, 7, 9000, &got, &error), error);
+    assert_int_equal(got, 7);
+    assert_int_equal(pull_step(&w, client, FANIN_STEP_EXACT, 6, 9000, &got, &error),
+                     FANIN_ERR_SUPERSEDED);
+    assert_non_null(strstr(error.message, "step 7"));
+    assert_int_equal(pull_step(&w, client, FANIN_STEP_AT_LEAST, 8, 300, &got, &error),
+                     FANIN_ERR_TIMEOUT);
+    pthread_t thread;
+    assert_int_equal(pthread_create(&thread, NULL, commit_later, &w), 0);
+    assert_ok(pull_step(&w, client, FANIN_STEP_AT_LEAST, 8, 20000, &got, &error), error);
+    pthread_join(thread, NULL);
+    assert_int_equal(got, 8);
+    fanin_client_destroy(&client);
+    world_stop(&w);
+}
+
+/* One rank is a step ahead: the pull waits for the others, then has one step. */
+static void test_ranks_apart(void **state)
+{
+    (void)state;
+    world w = {0};
+    world_start(&w, 3, CUT_CHUNK0, world_lora, world_lora_count);
+    world_commit(&w, 1);
+    world_commit_rank(&w, 1, 2);
+    fanin_client *client = world_client(&w, FANIN_PATH_STREAM);
+    fanin_error error = FANIN_ERROR_INIT;
+    uint64_t got;
+    assert_int_equal(pull_step(&w, client, FANIN_STEP_NEWEST, 0, 300, &got, &error),
+                     FANIN_ERR_TIMEOUT);
+    assert_non_null(strstr(error.message, "rank 0"));
+    world_commit_rank(&w, 0, 2);
+    world_commit_rank(&w, 2, 2);
+    assert_ok(pull_step(&w, client, FANIN_STEP_NEWEST, 0, 9000, &got, &error), error);
+    assert_int_equal(got, 2);
+    fanin_client_destroy(&client);
+    world_stop(&w);
+}
+
+/* Replicas: a dead rank, and one that is behind, are done without. */
+static void test_replicas(void **state)
+{
+    (void)state;
+    world w = {0};
+    world_start(&w, 4, CUT_HSDP, world_lora, world_lora_count);
+    world_commit(&w, 1);
+    fanin_client *client = world_client(&w, FANIN_PATH_AUTO);
+    fanin_error error = FANIN_ERROR_INIT;
+    uint64_t got;
+    assert_ok(pull_step(&w, client, FANIN_STEP_NEWEST, 0, 9000, &got, &error), error);
+    world_stop_rank(&w, 2);
+    assert_ok(pull_step(&w, client, FANIN_STEP_NEWEST, 0, 9000, &got, &error), error);
+    world_commit_rank(&w, 0, 2);
+    world_commit_rank(&w, 3, 2); /* rank 1 stays at 1; 0 and 3 hold everything */
+    assert_ok(pull_step(&w, client, FANIN_STEP_NEWEST, 0, 9000, &got, &error), error);
+    assert_int_equal(got, 2);
+    world_stop_rank(&w, 0);
+    fanin_status status = pull_step(&w, client, FANIN_STEP_NEWEST, 0, 2000, &got, &error);
+    assert_int_not_equal(status, FANIN_OK);
+    world_restart_rank(&w, 0);
+    world_restart_rank(&w, 2);
+    for (size_t i = 0; i < 4; i++)
+        world_commit_rank(&w, i, 9);
+    assert_ok(pull_step(&w, client, FANIN_STEP_NEWEST, 0, 9000, &got, &error), error);
+    assert_int_equal(got, 9);
+    fanin_client_destroy(&client);
+    world_stop(&w);
+}
+
+/* All ranks restart with other bytes for the same steps: never the old ones, never mixed. */
+static void test_restart(void **state)
+{
+    (void)state;
+    world w = {0};
+    world_start(&w, 3, CUT_CHUNK0, world_lora, world_lora_count);
+    world_commit(&w, 4);
+    fanin_client *client = world_client(&w, FANIN_PATH_AUTO);
+    fanin_error error = FANIN_ERROR_INIT;
+    uint64_t got;
+    assert_ok(pull_step(&w, client, FANIN_STEP_EXACT, 4, 9000, &got, &error), error);
+    for (size_t i = 0; i < 3; i++)
+        world_stop_rank(&w, i);
+    assert_int_equal(pull_step(&w, client, FANIN_STEP_EXACT, 4, 9000, &got, &error),
+                     FANIN_ERR_UNREACHABLE);
+    memset(w.id, 0x77, sizeof(w.id));
+    w.salt = 99;
+    world_restart_rank(&w, 0);
+    world_commit_rank(&w, 0, 4);
+    assert_int_not_equal(pull_step(&w, client, FANIN_STEP_EXACT, 4, 1000, &got, &error),
+                         FANIN_OK);
+    for (size_t i = 1; i < 3; i++) {
+        world_restart_rank(&w, i);
+        world_commit_rank(&w, i, 4);
+    }
+    assert_ok(pull_step(&w, client, FANIN_STEP_EXACT, 4, 9000, &got, &error), error);
+    fanin_client_destroy(&client);
+    world_stop(&w);
+}
+
+/* The catalog changes between pulls: new tensor, removed tensor, moved pointer. */
+static void test_catalog_changes(void **state)
+{
+    (void)state;
+    world w = {0};
+    world_start(&w, 2, CUT_CHUNK0, world_lora, world_lora_count - 2);
+    world_commit(&w, 1);
+    fanin_client *client = world_client(&w, FANIN_PATH_AUTO);
+    fanin_error error = FANIN_ERROR_INIT;
+    uint64_t got;
+    assert_ok(pull_step(&w, client, FANIN_STEP_NEWEST, 0, 9000, &got, &error), error);
+    for (size_t i = 0; i < 2; i++)
+        assert_ok(fanin_server_remove(w.ranks[i].server, "lora:0", world_lora[2].name,
+                                      &error),
+                  error);
+    assert_int_equal(pull_step(&w, client, FANIN_STEP_NEWEST, 0, 300, &got, &error),
+                     FANIN_ERR_TIMEOUT); /* unreadable until the next commit */
+    world_commit(&w, 2);
+    assert_int_equal(pull_step(&w, client, FANIN_STEP_NEWEST, 0, 9000, &got, &error),
+                     FANIN_ERR_NOT_FOUND);
+    assert_non_null(strstr(error.key, world_lora[2].name));
+    fanin_client_destroy(&client);
+    world_stop(&w);
+}
+
+/* ------------------------------------------------------------------- cancel */
+
+static void *cancel_it(void *cookie)
+{
+    fanin_client_cancel(cookie);
+    return NULL;
+}
+
+static void test_cancel(void **state)
+{
+    (void)state;
+    world w = {0};
+    world_start(&w, 2, CUT_CHUNK0, world_lora, world_lora_count);
+    fanin_client *client = world_client(&w, FANIN_PATH_STREAM);
+    fanin_error error = FANIN_ERROR_INIT;
+    uint64_t got;
+    pthread_t thread;
+    assert_int_equal(pthread_create(&thread, NULL, cancel_it, client), 0);
+    assert_int_equal(pull_step(&w, client, FANIN_STEP_NEWEST, 0, 60000, &got, &error),
+                     FANIN_ERR_CANCELLED);
+    pthread_join(thread, NULL);
+    world_commit(&w, 1);
+    assert_ok(pull_step(&w, client, FANIN_STEP_NEWEST, 0, 9000, &got, &error), error);
+    fanin_client_destroy(&client);
+    world_stop(&w);
+}
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(test_stream_unix),     cmocka_unit_test(test_stream_tcp),
+        cmocka_unit_test(test_cma),             cmocka_unit_test(test_auto),
+        cmocka_unit_test(test_slice),           cmocka_unit_test(test_step_rules),
+        cmocka_unit_test(test_ranks_apart),     cmocka_unit_test(test_replicas),
+        cmocka_unit_test(test_restart),         cmocka_unit_test(test_catalog_changes),
+        cmocka_unit_test(test_cancel),
+    };
+    return cmocka_run_group_tests_name("pull", tests, NULL, NULL);
+}

@@ -1,0 +1,343 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include "local_world.h"
+
+#include "testing.h"
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+const world_tensor world_lora[] = {
+    {"base_model.model.layers.0.q_proj.lora_A.weight", FANIN_DTYPE_BF16, 2, {10, 33}},
+    {"base_model.model.layers.0.q_proj.lora_B.weight", FANIN_DTYPE_BF16, 2, {70, 10}},
+    {"base_model.model.layers.0.v_proj.lora_A.weight", FANIN_DTYPE_F32, 2, {3, 1000}},
+    {"base_model.model.layers.0.v_proj.lora_B.weight", FANIN_DTYPE_F32, 2, {5000, 3}},
+    {"base_model.model.layers.1.norm.weight", FANIN_DTYPE_F16, 1, {257}},
+    {"base_model.model.layers.1.experts.weight", FANIN_DTYPE_U8, 3, {7, 5, 130}},
+    {"base_model.model.layers.1.nothing.weight", FANIN_DTYPE_F32, 2, {0, 16}},
+};
+const size_t world_lora_count = sizeof(world_lora) / sizeof(*world_lora);
+
+#define MAX_BOXES 64
+
+/* ------------------------------------------------------------------- bytes */
+
+static uint64_t item(const world_tensor *t) { return fanin_dtype_bits(t->dtype) / 8; }
+
+uint64_t world_bytes(const world_tensor *t)
+{
+    uint64_t bytes = item(t);
+    for (uint32_t d = 0; d < t->n_dims; d++)
+        bytes *= t->shape[d];
+    return bytes;
+}
+
+uint8_t world_byte(const world *w, size_t tensor, uint64_t step, uint64_t offset)
+{
+    uint64_t x = offset + step * 0x9E3779B97F4A7C15u + tensor * 0xD6E8FEB86659FD93u +
+                 w->salt * 0xA0761D6478BD642Fu;
+    x = (x ^ (x >> 29)) * 0xBF58476D1CE4E5B9u;
+    return (uint8_t)(x >> 40);
+}
+
+void world_check(const world *w, size_t tensor, uint64_t step, const uint8_t *bytes)
+{
+    uint64_t n = world_bytes(&w->tensors[tensor]);
+    for (uint64_t i = 0; i < n; i++) {
+        if (bytes[i] != world_byte(w, tensor, step, i))
+            fail_msg("%s differs from step %llu at byte %llu", w->tensors[tensor].name,
+                     (unsigned long long)step, (unsigned long long)i);
+    }
+}
+
+/* --------------------------------------------------------------------- cuts */
+
+static void chunk(uint64_t n, uint64_t parts, uint64_t part, uint64_t *offset,
+                  uint64_t *extent)
+{
+    uint64_t size = (n + parts - 1) / parts;
+    uint64_t start = part * size < n ? part * size : n;
+    uint64_t end = start + size < n ? start + size : n;
+    *offset = start;
+    *extent = end - start;
+}
+
+static size_t cut(const world *w, const world_tensor *t, size_t rank, fanin_box *boxes)
+{
+    fanin_box box = {0};
+    memcpy(box.extent, t->shape, sizeof(box.extent));
+    uint32_t second = t->n_dims > 1 ? 1 : 0;
+    size_t n = w->size;
+    switch (w->cut) {
+    case CUT_CHUNK0:
+        chunk(t->shape[0], n, rank, &box.offset[0], &box.extent[0]);
+        break;
+    case CUT_CHUNK1:
+        chunk(t->shape[second], n, rank, &box.offset[second], &box.extent[second]);
+        break;
+    case CUT_GRID:
+        chunk(t->shape[0], n / 2, rank / 2, &box.offset[0], &box.extent[0]);
+        if (second)
+            chunk(t->shape[1], 2, rank % 2, &box.offset[1], &box.extent[1]);
+        else if (rank % 2) /* a vector has one dimension to cut: the odd ranks get none */
+            box.extent[0] = 0;
+        break;
+    case CUT_STRIDED: {
+        size_t count = 0;
+        uint64_t block = t->shape[0] / (n * 4) + 1;
+        for (uint64_t row = rank * block; row < t->shape[0]; row += n * block) {
+            box.offset[0] = row;
+            box.extent[0] = row + block < t->shape[0] ? block : t->shape[0] - row;
+            assert_true(count < MAX_BOXES);
+            boxes[count++] = box;
+        }
+        return world_bytes(t) ? count : 0;
+    }
+    case CUT_REPLICATE:
+        break;
+    case CUT_HSDP:
+        chunk(t->shape[0], n / 2, rank % (n / 2), &box.offset[0], &box.extent[0]);
+        break;
+    }
+    uint64_t volume = 1;
+    for (uint32_t d = 0; d < t->n_dims; d++)
+        volume *= box.extent[d];
+    boxes[0] = box;
+    return volume ? 1 : 0;
+}
+
+static uint64_t box_bytes(const world_tensor *t, const fanin_box *box)
+{
+    uint64_t bytes = item(t);
+    for (uint32_t d = 0; d < t->n_dims; d++)
+        bytes *= box->extent[d];
+    return bytes;
+}
+
+/* Writes a box's packed bytes as they are in the whole tensor at a step. */
+static void write_box(const world *w, size_t tensor, const fanin_box *box, uint64_t step,
+                      uint8_t *to)
+{
+    const world_tensor *t = &w->tensors[tensor];
+    uint64_t n = box_bytes(t, box) / item(t);
+    for (uint64_t e = 0; e < n; e++) {
+        uint64_t rest = e, at = 0, scale = 1;
+        for (uint32_t d = t->n_dims; d-- > 0;) {
+            at += (box->offset[d] + rest % box->extent[d]) * scale;
+            rest /= box->extent[d];
+            scale *= t->shape[d];
+        }
+        for (uint64_t b = 0; b < item(t); b++)
+            to[e * item(t) + b] = world_byte(w, tensor, step, at * item(t) + b);
+    }
+}
+
+/* Calls for each box of a rank with its place in the rank's memory. */
+typedef void (*box_fn)(const world *w, size_t tensor, const fanin_box *box, uint8_t *at,
+                       uint64_t step);
+
+static size_t for_boxes(const world *w, size_t rank, uint64_t step, box_fn fn)
+{
+    size_t used = 0;
+    for (size_t i = 0; i < w->n_tensors; i++) {
+        fanin_box boxes[MAX_BOXES];
+        size_t n = cut(w, &w->tensors[i], rank, boxes);
+        for (size_t j = 0; j < n; j++) {
+            if (fn)
+                fn(w, i, &boxes[j], w->ranks[rank].memory + used, step);
+            used += (box_bytes(&w->tensors[i], &boxes[j]) + 63) / 64 * 64;
+        }
+    }
+    return used;
+}
+
+static void write_at(const world *w, size_t tensor, const fanin_box *box, uint8_t *at,
+                     uint64_t step)
+{
+    write_box(w, tensor, box, step, at);
+}
+
+void world_write(world *w, size_t rank, uint64_t step)
+{
+    for_boxes(w, rank, step, write_at);
+}
+
+/* ------------------------------------------------------------------ servers */
+
+static void put_all(world *w, size_t rank)
+{
+    world_rank *r = &w->ranks[rank];
+    size_t used = 0;
+    fanin_error error = FANIN_ERROR_INIT;
+    for (size_t i = 0; i < w->n_tensors; i++) {
+        const world_tensor *t = &w->tensors[i];
+        fanin_box boxes[MAX_BOXES];
+        size_t n = cut(w, t, rank, boxes);
+        for (size_t j = 0; j < n; j++) {
+            boxes[j].address = r->memory + used;
+            used += (box_bytes(t, &boxes[j]) + 63) / 64 * 64;
+        }
+        fanin_tensor tensor = {.struct_size = sizeof(tensor),
+                               .name = t->name,
+                               .dtype = t->dtype,
+                               .n_dims = t->n_dims,
+                               .boxes = boxes,
+                               .n_boxes = n};
+        memcpy(tensor.shape, t->shape, sizeof(tensor.shape));
+        assert_ok(fanin_server_put(r->server, "lora:0", &tensor, 1, false, &error), error);
+    }
+    const fanin_pair pairs[] = {
+        {"base_model_name_or_path", "test/model"}, {"lora_alpha", "20"}};
+    assert_ok(fanin_server_set_metadata(r->server, "lora:0", pairs, 2, &error), error);
+}
+
+static void start_rank(world *w, size_t rank, uint16_t port)
+{
+    world_rank *r = &w->ranks[rank];
+    fanin_error error = FANIN_ERROR_INIT;
+    fanin_server_config config;
+    fanin_server_config_init(&config, sizeof(config));
+    memcpy(config.world_id, w->id, sizeof(config.world_id));
+    config.rank = (uint32_t)rank;
+    config.world_size = (uint32_t)w->size;
+    config.base_port = port ? (uint16_t)(port - rank) : 0;
+    config.lease_ms = w->lease_ms;
+    config.flags = w->flags;
+    assert_ok(fanin_server_create(&config, &r->server, &error), error);
+    if (!r->memory) {
+        r->size = for_boxes(w, rank, 0, NULL);
+        r->memory = aligned_alloc(64, r->size + 64);
+        assert_non_null(r->memory);
+        memset(r->memory, 0xee, r->size + 64);
+    }
+    r->step = 0;
+    put_all(w, rank);
+    snprintf(w->addresses[rank], sizeof(w->addresses[rank]), "127.0.0.1:%u",
+             (unsigned)fanin_server_port(r->server));
+    w->address_list[rank] = w->addresses[rank];
+}
+
+void world_start(world *w, size_t size, world_cut cut_by, const world_tensor *tensors,
+                 size_t n_tensors)
+{
+    assert_true(size <= WORLD_MAX_RANKS);
+    w->size = size;
+    w->cut = cut_by;
+    w->tensors = tensors;
+    w->n_tensors = n_tensors;
+    if (w->lease_ms == 0)
+        w->lease_ms = 1000;
+    memset(w->id, 0x5a, sizeof(w->id));
+    for (size_t i = 0; i < size; i++)
+        start_rank(w, i, 0);
+}
+
+void world_stop_rank(world *w, size_t rank)
+{
+    fanin_server_destroy(&w->ranks[rank].server, 0);
+}
+
+void world_restart_rank(world *w, size_t rank)
+{
+    const char *colon = strrchr(w->addresses[rank], ':');
+    start_rank(w, rank, (uint16_t)atoi(colon + 1));
+}
+
+void world_stop(world *w)
+{
+    for (size_t i = 0; i < w->size; i++) {
+        world_stop_rank(w, i);
+        free(w->ranks[i].memory);
+        w->ranks[i].memory = NULL;
+    }
+    w->size = 0;
+}
+
+void world_commit_rank(world *w, size_t rank, uint64_t step)
+{
+    fanin_error error = FANIN_ERROR_INIT;
+    fanin_server *server = w->ranks[rank].server;
+    assert_ok(fanin_server_begin_update(server, "lora:0", &error), error);
+    world_write(w, rank, step);
+    assert_ok(fanin_server_commit(server, "lora:0", step, NULL, &error), error);
+    w->ranks[rank].step = step;
+}
+
+void world_commit(world *w, uint64_t step)
+{
+    for (size_t i = 0; i < w->size; i++)
+        world_commit_rank(w, i, step);
+}
+
+/* ------------------------------------------------------------------ clients */
+
+fanin_client *world_client_with(const world *w, const fanin_client_config *config)
+{
+    fanin_error error = FANIN_ERROR_INIT;
+    fanin_client *client = NULL;
+    assert_ok(fanin_client_create(config, &client, &error), error);
+    assert_ok(fanin_client_connect(client, w->address_list, w->size, 10000, &error),
+              error);
+    return client;
+}
+
+fanin_client *world_client(const world *w, fanin_path path)
+{
+    fanin_client_config config;
+    fanin_client_config_init(&config, sizeof(config));
+    config.path = path;
+    return world_client_with(w, &config);
+}
+
+fanin_status world_pull(const world *w, fanin_client *client,
+                        const fanin_pull_options *options, fanin_result_info *info_out,
+                        fanin_error *error)
+{
+    fanin_pull_options defaults;
+    fanin_pull_options_init(&defaults, sizeof(defaults));
+    defaults.publication = "lora:0";
+    defaults.timeout_ms = 20000;
+    fanin_tensor *tensors = calloc(w->n_tensors, sizeof(*tensors));
+    fanin_box *boxes = calloc(w->n_tensors, sizeof(*boxes));
+    size_t n = 0;
+    for (size_t i = 0; i < w->n_tensors; i++) {
+        const world_tensor *t = &w->tensors[i];
+        memcpy(boxes[i].extent, t->shape, sizeof(boxes[i].extent));
+        boxes[i].address = malloc(world_bytes(t) + 1);
+        memset(boxes[i].address, 0xcc, world_bytes(t) + 1);
+        tensors[n] = (fanin_tensor){.struct_size = sizeof(*tensors),
+                                    .name = t->name,
+                                    .dtype = t->dtype,
+                                    .n_dims = t->n_dims,
+                                    .boxes = &boxes[i],
+                                    .n_boxes = 1};
+        memcpy(tensors[n++].shape, t->shape, sizeof(tensors->shape));
+    }
+    fanin_result *result = NULL;
+    fanin_status status = fanin_client_pull(client, options ? options : &defaults, tensors,
+                                            n, &result, error);
+    fanin_result_info info = {.struct_size = sizeof(info)};
+    if (status == FANIN_OK)
+        fanin_result_get(result, &info);
+    for (size_t i = 0; i < w->n_tensors; i++) {
+        const uint8_t *bytes = boxes[i].address;
+        if (status == FANIN_OK)
+            world_check(w, i, info.step, bytes);
+        assert_int_equal(bytes[world_bytes(&w->tensors[i])], 0xcc);
+        free(boxes[i].address);
+    }
+    if (info_out) {
+        *info_out = info;
+        info_out->path_reason = info_out->ranks_json = NULL;
+    }
+    fanin_result_free(&result);
+    free(tensors);
+    free(boxes);
+    return status;
+}
+
+bool world_has_cma(void)
+{
+    const char *library = getenv("FANIN_UCX_LIBRARY");
+    const char *known = getenv("FANIN_TEST_UCX_LIBRARY");
+    return (library && library[0]) || (!library && known && known[0]);
+}

@@ -1,0 +1,175 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include "rank_world.h"
+
+#include "pattern.h"
+#include "session.h"
+#include "testing.h"
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+
+static char run_zero[] = "0";
+static char *default_runs[] = {run_zero};
+static const fanin_pair default_pairs[] = {{"base_model_name_or_path", "test/model"},
+                                           {"lora_alpha", "16"}};
+
+/* The ranks ask the tool for their log; here they have none. */
+fanin_log_fn session_log(bool verbose)
+{
+    (void)verbose;
+    return NULL;
+}
+
+void rank_world_init(rank_world *w, const char *shape, uint32_t world_size)
+{
+    fanin_error error = FANIN_ERROR_INIT;
+    const adapter_shape *a = adapter_shape_find(shape);
+    assert_non_null(a);
+    *w = (rank_world){0};
+    assert_ok(model_expand(model_find(a->model), a->r, a->fused, FANIN_DTYPE_BF16,
+                           &w->tensors, &error),
+              error);
+    w->options = (rank_options){
+        .world_size = world_size,
+        .replicate = 1,
+        .lease_ms = 1000,
+        .runs = default_runs,
+        .n_runs = 1,
+        .pairs = default_pairs,
+        .n_pairs = 2,
+        .first_step = 1,
+        .update_every_ms = -1,
+    };
+    memset(w->options.world_id, 0x42, sizeof(w->options.world_id));
+}
+
+rank_world *rank_world_shared(void)
+{
+    void *memory = mmap(NULL, sizeof(rank_world), PROT_READ | PROT_WRITE,
+                        MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    assert_true(memory != MAP_FAILED);
+    return memory;
+}
+
+void rank_world_unshare(rank_world *w)
+{
+    munmap(w, sizeof(*w));
+}
+
+void rank_world_start(rank_world *w)
+{
+    w->options.tensors = &w->tensors;
+    assert_int_equal(ranks_start(&w->options, &w->ranks), 0);
+    assert_int_equal(ranks_wait_ready(w->ranks, 60000), 0);
+    uint32_t n = w->options.world_size;
+    w->addresses = calloc(n, sizeof(*w->addresses));
+    w->address_list = calloc(n, sizeof(*w->address_list));
+    w->seeds = calloc(w->tensors.count, sizeof(*w->seeds));
+    for (uint32_t i = 0; i < n; i++) {
+        snprintf(w->addresses[i], sizeof(w->addresses[i]), "127.0.0.1:%u",
+                 (unsigned)ranks_port(w->ranks, i));
+        w->address_list[i] = w->addresses[i];
+    }
+    for (size_t i = 0; i < w->tensors.count; i++) {
+        char key[640];
+        snprintf(key, sizeof(key), "lora:0:%s", w->tensors.tensors[i].name);
+        w->seeds[i] = pattern_seed(key);
+    }
+}
+
+void rank_world_stop(rank_world *w)
+{
+    ranks_stop(w->ranks);
+}
+
+void rank_world_free(rank_world *w)
+{
+    ranks_free(&w->ranks);
+    free(w->addresses);
+    free(w->address_list);
+    free(w->seeds);
+    tensor_list_free(&w->tensors);
+}
+
+fanin_client *rank_world_client(const rank_world *w, fanin_path path)
+{
+    fanin_error error = FANIN_ERROR_INIT;
+    fanin_client_config config;
+    fanin_client_config_init(&config, sizeof(config));
+    config.path = path;
+    fanin_client *client = NULL;
+    assert_ok(fanin_client_create(&config, &client, &error), error);
+    assert_ok(fanin_client_connect(client, w->address_list, w->options.world_size,
+                                   20000, &error),
+              error);
+    return client;
+}
+
+void landing_make(const rank_world *w, landing *l)
+{
+    l->size = w->tensors.bytes;
+    l->arena = mmap(NULL, l->size, PROT_READ | PROT_WRITE,
+                    MAP_PRIVATE | MAP_ANONYMOUS | MAP_POPULATE, -1, 0);
+    assert_true(l->arena != MAP_FAILED);
+    l->wanted = calloc(w->tensors.count, sizeof(*l->wanted));
+    l->boxes = calloc(w->tensors.count, sizeof(*l->boxes));
+    uint64_t used = 0;
+    for (size_t i = 0; i < w->tensors.count; i++) {
+        const tensor_spec *t = &w->tensors.tensors[i];
+        memcpy(l->boxes[i].extent, t->shape, sizeof(t->shape));
+        l->boxes[i].address = l->arena + used;
+        l->wanted[i] = (fanin_tensor){.struct_size = sizeof(fanin_tensor),
+                                      .name = t->name,
+                                      .dtype = t->dtype,
+                                      .n_dims = t->n_dims,
+                                      .boxes = &l->boxes[i],
+                                      .n_boxes = 1};
+        memcpy(l->wanted[i].shape, t->shape, sizeof(t->shape));
+        used += t->bytes;
+    }
+}
+
+void landing_free(landing *l)
+{
+    munmap(l->arena, l->size);
+    free(l->wanted);
+    free(l->boxes);
+    *l = (landing){0};
+}
+
+bool landing_is_step(const rank_world *w, const landing *l, uint64_t step)
+{
+    for (size_t i = 0; i < w->tensors.count; i++) {
+        const tensor_spec *t = &w->tensors.tensors[i];
+        size_t at = pattern_compare(l->boxes[i].address,
+                                    pattern_start(w->seeds[i], step), 0, t->bytes);
+        if (at < t->bytes) {
+            printf("# %s differs from step %llu at byte %zu\n", t->name,
+                   (unsigned long long)step, at);
+            return false;
+        }
+    }
+    return true;
+}
+
+fanin_status rank_world_pull(const rank_world *w, fanin_client *client,
+                             const fanin_pull_options *options, const landing *l,
+                             fanin_result_info *info_out, fanin_error *error)
+{
+    fanin_pull_options defaults;
+    fanin_pull_options_init(&defaults, sizeof(defaults));
+    defaults.publication = "lora:0";
+    defaults.timeout_ms = 30000;
+    fanin_result *result = NULL;
+    fanin_status status =
+        fanin_client_pull(client, options ? options : &defaults, l->wanted,
+                          w->tensors.count, &result, error);
+    if (status == FANIN_OK && info_out) {
+        *info_out = (fanin_result_info){.struct_size = sizeof(*info_out)};
+        fanin_result_get(result, info_out);
+        info_out->path_reason = info_out->ranks_json = NULL;
+    }
+    fanin_result_free(&result);
+    return status;
+}

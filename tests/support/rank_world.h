@@ -1,0 +1,57 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/**
+ * @file
+ * A world of rank processes (the tool's stand-in trainer) and pulls from it into memory,
+ * judged by the bytes' pattern. Ranks are forked, so a process starts one world and that
+ * before it uses the library otherwise: one test a process.
+ */
+#ifndef RANK_WORLD_H
+#define RANK_WORLD_H
+
+#include "models.h"
+#include "ranks.h"
+#include <fanin/fanin.h>
+
+typedef struct rank_world {
+    tensor_list tensors;
+    rank_options options;
+    ranks *ranks;
+    char (*addresses)[32];
+    const char **address_list;
+    uint64_t *seeds; /**< of "lora:0:<name>" */
+} rank_world;
+
+/** A destination for everything. */
+typedef struct landing {
+    size_t size;
+    uint8_t *arena;
+    fanin_tensor *wanted;
+    fanin_box *boxes;
+} landing;
+
+/** Room for a world in memory that its ranks share: they see when options.update_every_ms
+    changes. To be given back with rank_world_unshare() after rank_world_free(). */
+rank_world *rank_world_shared(void);
+void rank_world_unshare(rank_world *w);
+
+/** Sensible defaults for @p shape ("small", "dense", ...); change options, then start. */
+void rank_world_init(rank_world *w, const char *shape, uint32_t world_size);
+void rank_world_start(rank_world *w);
+/** Ends the ranks; ranks_stats() works afterwards, until rank_world_free(). */
+void rank_world_stop(rank_world *w);
+void rank_world_free(rank_world *w);
+
+fanin_client *rank_world_client(const rank_world *w, fanin_path path);
+
+void landing_make(const rank_world *w, landing *l);
+void landing_free(landing *l);
+
+/** Whether every byte is that of @p step; else prints the first that is not. */
+bool landing_is_step(const rank_world *w, const landing *l, uint64_t step);
+
+/** One pull of everything. */
+fanin_status rank_world_pull(const rank_world *w, fanin_client *client,
+                             const fanin_pull_options *options, const landing *l,
+                             fanin_result_info *info_out, fanin_error *error);
+
+#endif

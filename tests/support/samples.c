@@ -1,0 +1,272 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include "samples.h"
+
+#include <stdlib.h>
+
+static buffer *add(samples *s, const char *name)
+{
+    sample *list = realloc(s->list, (s->count + 1) * sizeof *list);
+    if (!list)
+        abort();
+    s->list = list;
+    s->list[s->count] = (sample){.name = name};
+    return &s->list[s->count++].bytes;
+}
+
+void samples_free(samples *s)
+{
+    for (size_t i = 0; i < s->count; i++)
+        buffer_free(&s->list[i].bytes);
+    free(s->list);
+    *s = (samples){0};
+}
+
+static void fill(uint8_t id[16], uint8_t first)
+{
+    for (int i = 0; i < 16; i++)
+        id[i] = (uint8_t)(first + i);
+}
+
+/* ------------------------------------------------------------- messages */
+
+static void add_hellos(samples *s)
+{
+    msg_hello hello = {.version_min = 1,
+                       .version_max = 1,
+                       .role = ROLE_CONTROL,
+                       .ucx_version = "1.22.0",
+                       .software = "fanin 0.1.0",
+                       .trace_id = "pull-17"};
+    fill(hello.id, 0x10);
+    encode_hello(add(s, "hello"), SAMPLE_REQUEST, &hello);
+    msg_hello data = {.version_min = 1, .version_max = 3, .role = ROLE_DATA};
+    fill(data.id, 0x40);
+    encode_hello(add(s, "hello_data"), SAMPLE_REQUEST, &data);
+
+    msg_hello_ok ok = {.version = 1,
+                       .rank = 3,
+                       .world_size = 8,
+                       .server_name = "lora_param_server_3",
+                       .ucx_version = "1.22.0",
+                       .software = "fanin 0.1.0",
+                       .host_id = "host",
+                       .paths = 1u << WIRE_PATH_STREAM | 1u << WIRE_PATH_CMA,
+                       .lease_ms = 1000,
+                       .warnings = "locked memory is limited to 8 MiB"};
+    fill(ok.world_id, 0x20);
+    fill(ok.incarnation, 0x30);
+    fill(ok.session, 0x40);
+    encode_hello_ok(add(s, "hello_ok"), SAMPLE_REQUEST, &ok);
+}
+
+static void add_paths(samples *s)
+{
+    msg_open_path m = {.path = WIRE_PATH_CMA, .address = {(const uint8_t *)"ucx", 3}};
+    encode_open_path(add(s, "open_path"), SAMPLE_REQUEST, MSG_OPEN_PATH, &m);
+    encode_open_path(add(s, "open_path_ok"), SAMPLE_REQUEST, MSG_OPEN_PATH_OK, &m);
+}
+
+static void add_lists(samples *s)
+{
+    msg_list_entry entries[2] = {
+        {.publication = "lora:0",
+         .step = 41,
+         .epoch = 82,
+         .catalog_version = 2,
+         .tensors = 448,
+         .bytes = 83886080,
+         .state = WIRE_STATE_STABLE},
+        {.publication = "lora:eval", .state = WIRE_STATE_UNPUBLISHED}};
+    fill(entries[0].key_digest, 0x50);
+    encode_list(add(s, "list_all"), SAMPLE_REQUEST, NULL);
+    encode_list(add(s, "list"), SAMPLE_REQUEST, "lora:0");
+    encode_list_ok(add(s, "list_ok"), SAMPLE_REQUEST, entries, 2);
+    encode_list_ok(add(s, "list_ok_empty"), SAMPLE_REQUEST, NULL, 0);
+}
+
+static void add_blobs(samples *s)
+{
+    msg_blob_request keys = {.offset = 1 << 20};
+    fill(keys.digest, 0x50);
+    msg_blob_request boxes = {.publication = "lora:0", .catalog_version = 2};
+    msg_blob_request regions = {.publication = "lora:0",
+                                .catalog_version = 2,
+                                .path = WIRE_PATH_CMA,
+                                .offset = 300};
+    msg_blob_page page = {
+        .total = 70000, .offset = 69996, .data = {(const uint8_t *)"\1\2\3\4", 4}};
+    encode_blob_request(add(s, "keys"), SAMPLE_REQUEST, MSG_KEYS, &keys);
+    encode_blob_request(add(s, "boxes"), SAMPLE_REQUEST, MSG_BOXES, &boxes);
+    encode_blob_request(add(s, "regions"), SAMPLE_REQUEST, MSG_REGIONS, &regions);
+    encode_blob_page(add(s, "keys_ok"), SAMPLE_REQUEST, MSG_KEYS_OK, &page);
+    encode_blob_page(add(s, "boxes_ok"), SAMPLE_REQUEST, MSG_BOXES_OK, &page);
+    encode_blob_page(add(s, "regions_ok"), SAMPLE_REQUEST, MSG_REGIONS_OK,
+                     &(msg_blob_page){0});
+}
+
+static void add_leases(samples *s)
+{
+    msg_wait wait = {.publication = "lora:0",
+                     .rule = WIRE_RULE_AT_LEAST,
+                     .step = 42,
+                     .timeout_ms = 60000};
+    msg_wait_ok wait_ok = {.step = 42, .catalog_version = 2, .stable_ns = 12500000};
+    fill(wait_ok.key_digest, 0x50);
+    encode_wait(add(s, "wait"), SAMPLE_REQUEST, &wait);
+    encode_wait_ok(add(s, "wait_ok"), SAMPLE_REQUEST, &wait_ok);
+
+    msg_begin begin = {.publication = "lora:0", .step = 42, .catalog_version = 2};
+    msg_begin_ok granted = {.granted = true, .epoch = 84, .lease_ms = 1000};
+    fill(granted.token, 0x60);
+    msg_begin_ok refused = {.state = WIRE_STATE_DRAINING,
+                            .step = 42,
+                            .catalog_version = 2,
+                            .why = "an update is about to begin"};
+    encode_begin(add(s, "begin"), SAMPLE_REQUEST, &begin);
+    encode_begin_ok(add(s, "begin_granted"), SAMPLE_REQUEST, &granted);
+    encode_begin_ok(add(s, "begin_refused"), SAMPLE_REQUEST, &refused);
+}
+
+static void add_reads(samples *s)
+{
+    static const read_entry entries[] = {
+        {.box = 0, .count = 300},
+        {.box = 301, .offset = 4096, .length = 65536},
+        {.box = 37247, .count = 1},
+    };
+    msg_read read = {.bytes = 1000000, .entries = entries, .n_entries = 3};
+    fill(read.token, 0x60);
+    encode_read(add(s, "read"), SAMPLE_REQUEST, &read);
+    encode_read_ok(add(s, "read_ok"), SAMPLE_REQUEST, 1000000);
+
+    msg_end end = {.abandon = false}, abandon = {.abandon = true};
+    fill(end.token, 0x60);
+    fill(abandon.token, 0x60);
+    encode_end(add(s, "end"), SAMPLE_REQUEST, &end);
+    encode_end(add(s, "end_abandon"), SAMPLE_REQUEST, &abandon);
+    encode_end_ok(add(s, "end_ok"), SAMPLE_REQUEST,
+                  &(msg_end_ok){.good = true, .step = 42});
+}
+
+static void add_others(samples *s)
+{
+    encode_watch(add(s, "watch"), SAMPLE_REQUEST,
+                 &(msg_watch){.publication = "lora:0"});
+    encode_event(
+        add(s, "event"), SAMPLE_REQUEST,
+        &(msg_event){.publication = "lora:0", .step = 43, .state = WIRE_STATE_STABLE});
+    encode_empty(add(s, "ping"), SAMPLE_REQUEST, MSG_PING);
+    encode_empty(add(s, "pong"), SAMPLE_REQUEST, MSG_PONG);
+    encode_error(add(s, "error"), SAMPLE_REQUEST,
+                 &(msg_error){.code = FANIN_ERR_SUPERSEDED,
+                              .message = "step 40 has passed",
+                              .remedy = "ask for the newest step",
+                              .key = "lora:0:model.norm",
+                              .step = 43});
+    encode_error(add(s, "error_short"), 0, &(msg_error){.code = FANIN_ERR_PROTOCOL});
+}
+
+samples samples_of_messages(void)
+{
+    samples s = {0};
+    add_hellos(&s);
+    add_paths(&s);
+    add_lists(&s);
+    add_blobs(&s);
+    add_leases(&s);
+    add_reads(&s);
+    add_others(&s);
+    return s;
+}
+
+/* ------------------------------------------------------------- tables */
+
+static const key_entry keys[] = {
+    {.name = "a.lora_A.weight",
+     .dtype = FANIN_DTYPE_BF16,
+     .n_dims = 2,
+     .shape = {8, 896},
+     .bytes = 14336},
+    {.name = "a.lora_B.weight",
+     .dtype = FANIN_DTYPE_BF16,
+     .n_dims = 2,
+     .shape = {4864, 8},
+     .bytes = 77824},
+    {.name = "b",
+     .dtype = FANIN_DTYPE_F4,
+     .n_dims = 3,
+     .shape = {5, 6, 8},
+     .bytes = 120},
+    {.name = "b.\xc3\xa4",
+     .dtype = FANIN_DTYPE_F32,
+     .n_dims = 1,
+     .shape = {0},
+     .bytes = 0},
+};
+#define N_KEYS (sizeof keys / sizeof *keys)
+
+samples samples_of_keys(void)
+{
+    static const fanin_pair pairs[] = {{"lora_alpha", "16"}, {"r", "8"}};
+    static const key_entry scalar = {
+        .name = "scale", .dtype = FANIN_DTYPE_F32, .bytes = 4};
+    samples s = {0};
+    key_table_encode(add(&s, "key_table"), keys, N_KEYS, pairs, 2);
+    key_table_encode(add(&s, "key_table_scalar"), &scalar, 1, NULL, 0);
+    key_table_encode(add(&s, "key_table_empty"), NULL, 0, NULL, 0);
+    return s;
+}
+
+static box_record chunk(uint32_t key, uint32_t world, uint32_t index, uint32_t region,
+                        uint64_t offset)
+{
+    box_record r = {.key = key,
+                    .place = {.region = region, .offset = offset, .packed = true}};
+    r.block = block_chunk(keys[key].n_dims, keys[key].shape, 0, world, index);
+    return r;
+}
+
+samples samples_of_boxes(void)
+{
+    samples s = {0};
+    /* Rank 1 of 4: rows 2..3, 1216..2431 and 2..3; the last key is empty. */
+    box_record chunks[] = {chunk(0, 4, 1, 0, 64), chunk(1, 4, 1, 0, 3712),
+                           chunk(2, 4, 1, 1, 0)};
+    box_table_encode(add(&s, "box_table_chunks"), keys, N_KEYS, chunks, 3, 1, 4);
+    box_record cuts[] = {
+        {.key = 0,
+         .block = {.n_dims = 2, .offset = {0, 448}, .extent = {4, 448}},
+         .place = {.region = 0, .offset = 1024, .stride = {1792, 2}}},
+        {.key = 0,
+         .block = {.n_dims = 2, .offset = {4, 0}, .extent = {4, 896}},
+         .place = {.region = 0, .offset = 16384, .packed = true}},
+        {.key = 2,
+         .block = {.n_dims = 3, .offset = {0, 0, 4}, .extent = {5, 6, 4}},
+         .place = {.region = 2, .offset = 200, .stride = {-12, 2, 1}}},
+    };
+    box_table_encode(add(&s, "box_table_explicit"), keys, N_KEYS, cuts, 3, 0, 2);
+    box_table_encode(add(&s, "box_table_nothing"), keys, N_KEYS, NULL, 0, 0, 2);
+    return s;
+}
+
+samples samples_of_regions(void)
+{
+    static const region_entry regions[] = {
+        {.id = 0,
+         .base = UINT64_C(0x7f0012345000),
+         .length = 1 << 20,
+         .memory = FANIN_MEMORY_HOST,
+         .device = -1,
+         .rkey = (const uint8_t *)"rkey-0",
+         .rkey_size = 6},
+        {.id = 1,
+         .base = UINT64_C(0x7f2000000000),
+         .length = UINT64_C(5) << 32,
+         .memory = FANIN_MEMORY_CUDA,
+         .device = 0},
+    };
+    samples s = {0};
+    region_table_encode(add(&s, "region_table"), regions, 2);
+    region_table_encode(add(&s, "region_table_empty"), NULL, 0);
+    return s;
+}

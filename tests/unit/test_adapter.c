@@ -1,0 +1,759 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Adapter directories: made whole or not at all, reused, refused, locked. Linked with
+   --wrap=mmap and --wrap=fsync, which let these fail. */
+#include "adapter.h"
+#include "testing.h"
+
+#include <dirent.h>
+#include <errno.h>
+#include <fcntl.h>
+#include <fanin/safetensors.h>
+#include <jansson.h>
+#include <signal.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/mount.h>
+#include <sys/stat.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+/* ------------------------------------------------------------- faults */
+
+static bool no_shared_mappings;
+static int fsync_to_fail; /* counts down; 0: none */
+
+void *__real_mmap(void *address, size_t size, int protection, int flags, int fd,
+                  off_t offset);
+void *__wrap_mmap(void *address, size_t size, int protection, int flags, int fd,
+                  off_t offset);
+int __real_fsync(int fd);
+int __wrap_fsync(int fd);
+
+void *__wrap_mmap(void *address, size_t size, int protection, int flags, int fd,
+                  off_t offset)
+{
+    if (no_shared_mappings && (flags & MAP_SHARED)) {
+        errno = ENODEV;
+        return MAP_FAILED;
+    }
+    return __real_mmap(address, size, protection, flags, fd, offset);
+}
+
+int __wrap_fsync(int fd)
+{
+    if (fsync_to_fail > 0 && --fsync_to_fail == 0) {
+        errno = EIO;
+        return -1;
+    }
+    return __real_fsync(fd);
+}
+
+/* ------------------------------------------------------------- fixture */
+
+/* 9 MiB and some: three pieces of a digest, the last one cut. */
+#define BIG_ROWS ((uint64_t)9 * 1024 + 1)
+
+static key_entry entries[] = {
+    {.name = "m.q.lora_A.default.weight",
+     .dtype = FANIN_DTYPE_BF16,
+     .n_dims = 2,
+     .shape = {8, 512},
+     .bytes = 8192},
+    {.name = "m.q.lora_B.default.weight",
+     .dtype = FANIN_DTYPE_BF16,
+     .n_dims = 2,
+     .shape = {BIG_ROWS * 64, 8},
+     .bytes = BIG_ROWS * 1024},
+};
+static fanin_pair pairs[] = {{"base_model_name_or_path", "org/model"},
+                             {"lora_alpha", "16"}};
+static const key_table keys = {
+    .entries = entries, .count = 2, .pairs = pairs, .n_pairs = 2};
+static const adapter_identity identity = {.world_id = {1, 2, 3},
+                                          .publication = "lora:0",
+                                          .step = 12,
+                                          .key_table = {{4, 5, 6}}};
+
+static char root[64], place[80];
+
+static int setup(void **state)
+{
+    (void)state;
+    /* Memory, if there is: syncing a disk takes its time. */
+    bool memory = access("/dev/shm", W_OK) == 0;
+    strcpy(root,
+           memory ? "/dev/shm/fanin-adapter-XXXXXX" : "/tmp/fanin-adapter-XXXXXX");
+    if (!mkdtemp(root))
+        return -1;
+    snprintf(place, sizeof(place), "%s/step", root);
+    return 0;
+}
+
+static int teardown(void **state)
+{
+    (void)state;
+    char command[128];
+    no_shared_mappings = false;
+    fsync_to_fail = 0;
+    snprintf(command, sizeof(command), "rm -rf '%s'", root);
+    return system(command);
+}
+
+/* How many entries @p path has, "." and ".." not counted; -1: it is not there. */
+static int count_entries(const char *path)
+{
+    DIR *dir = opendir(path);
+    if (!dir)
+        return -1;
+    int count = 0;
+    while (readdir(dir))
+        count++;
+    closedir(dir);
+    return count - 2;
+}
+
+static adapter *open_at(const char *directory)
+{
+    adapter *a = NULL;
+    fanin_error error = FANIN_ERROR_INIT;
+    if (adapter_open(directory, deadline_in_ms(10000), NULL, NULL, NULL, &a, &error))
+        fail_msg("%s", error.message);
+    return a;
+}
+
+static uint8_t content_at(uint64_t i, unsigned seed)
+{
+    return (uint8_t)(i * 31 + i / 4099 + seed);
+}
+
+/* Fills all tensors, in pieces of an odd size from the end to the beginning. */
+static void fill(adapter *a, uint8_t *base, const uint64_t *to, unsigned seed)
+{
+    for (uint32_t k = 0; k < keys.count; k++) {
+        uint64_t step = 5611;
+        for (uint64_t end = entries[k].bytes; end > 0;) {
+            uint64_t begin = end > step ? end - step : 0;
+            for (uint64_t i = begin; i < end; i++)
+                base[to[k] + i] = content_at(i, seed + k);
+            adapter_landed(a, to[k] + begin, end - begin);
+            end = begin;
+        }
+    }
+}
+
+static fanin_status write_it(adapter *a, unsigned seed, fanin_error *error)
+{
+    const uint64_t *to;
+    uint64_t size;
+    uint8_t *base;
+    fanin_status status = adapter_prepare(a, &keys, "lora:0", &to, &size, error);
+    if (!status)
+        status = adapter_map(a, &base, error);
+    if (!status)
+        fill(a, base, to, seed);
+    return status ? status : adapter_publish(a, &identity, error);
+}
+
+static void make_adapter(unsigned seed)
+{
+    adapter *a = open_at(place);
+    fanin_error error = FANIN_ERROR_INIT;
+    if (write_it(a, seed, &error))
+        fail_msg("%s", error.message);
+    adapter_close(&a);
+    assert_null(a);
+}
+
+/* The file's digest as the format documents it. */
+static digest file_digest(const char *path)
+{
+    digest pieces[8];
+    size_t count = 0;
+    FILE *file = fopen(path, "rbe");
+    assert_non_null(file);
+    char *data = malloc(DIGEST_PIECE);
+    for (size_t size; (size = fread(data, 1, DIGEST_PIECE, file)) > 0;)
+        pieces[count++] = digest_of(data, size);
+    free(data);
+    fclose(file);
+    return digest_of(pieces, count * sizeof(pieces[0]));
+}
+
+static void assert_text(const json_t *object, const char *field, const char *wanted)
+{
+    assert_string_equal(json_string_value(json_object_get(object, field)), wanted);
+}
+
+/* The directory is complete and holds what fill() made. */
+static void assert_whole(unsigned seed)
+{
+    char path[128], hex[33];
+    assert_int_equal(count_entries(root), 1);
+    assert_int_equal(count_entries(place), 3);
+    snprintf(path, sizeof(path), "%s/adapter_model.safetensors", place);
+    fanin_safetensors *file = NULL;
+    fanin_error error = FANIN_ERROR_INIT;
+    if (fanin_safetensors_open(path, &file, &error))
+        fail_msg("%s", error.message);
+    static const char *const names[] = {"base_model.model.m.q.lora_A.weight",
+                                        "base_model.model.m.q.lora_B.weight"};
+    for (uint32_t k = 0; k < 2; k++) {
+        fanin_safetensors_entry entry = {.struct_size = sizeof(entry)};
+        int64_t index = fanin_safetensors_find(file, names[k]);
+        assert_true(index >= 0 && fanin_safetensors_get(file, (size_t)index, &entry));
+        uint8_t *data = malloc(entry.bytes);
+        assert_int_equal(pread(fanin_safetensors_descriptor(file), data, entry.bytes,
+                               (off_t)entry.offset),
+                         entry.bytes);
+        for (uint64_t i = 0; i < entry.bytes; i++) {
+            if (data[i] != content_at(i, seed + k))
+                fail_msg("byte %llu of %s differs", (unsigned long long)i, names[k]);
+        }
+        free(data);
+    }
+    fanin_safetensors_close(&file);
+
+    digest d = file_digest(path);
+    digest_hex(d.bytes, hex);
+    snprintf(path, sizeof(path), "%s/fanin.json", place);
+    json_t *json = json_load_file(path, 0, NULL);
+    const json_t *model =
+        json_object_get(json_object_get(json, "files"), "adapter_model.safetensors");
+    assert_text(model, "xxh3_128_of_4mib_pieces", hex);
+    assert_text(json, "publication", "lora:0");
+    assert_text(json, "world_id", "01020300000000000000000000000000");
+    assert_text(json, "key_table", "04050600000000000000000000000000");
+    assert_text(json, "fanin_version", fanin_version());
+    assert_int_equal(json_integer_value(json_object_get(json, "step")), 12);
+    json_decref(json);
+    snprintf(path, sizeof(path), "%s/adapter_config.json", place);
+    json = json_load_file(path, 0, NULL);
+    assert_int_equal(json_integer_value(json_object_get(json, "r")), 8);
+    json_decref(json);
+}
+
+static fanin_status try_reuse(const adapter_identity *wanted, bool *reuse,
+                              fanin_error *error)
+{
+    adapter *a = open_at(place);
+    const uint64_t *to;
+    uint64_t size;
+    *error = (fanin_error)FANIN_ERROR_INIT;
+    assert_int_equal(adapter_prepare(a, &keys, wanted->publication, &to, &size, error),
+                     0);
+    fanin_status status = adapter_reusable(a, wanted, reuse, error);
+    adapter_close(&a);
+    return status;
+}
+
+/* ------------------------------------------------------------- making */
+
+static void a_directory_appears_whole(void **state)
+{
+    (void)state;
+    bool reuse = true;
+    fanin_error error;
+    assert_int_equal(try_reuse(&identity, &reuse, &error), FANIN_OK);
+    assert_false(reuse);
+    make_adapter(1);
+    assert_whole(1);
+    assert_int_equal(try_reuse(&identity, &reuse, &error), FANIN_OK);
+    assert_true(reuse);
+    assert_int_equal(count_entries(root), 1);
+}
+
+static void it_appears_without_shared_mappings(void **state)
+{
+    (void)state;
+    no_shared_mappings = true;
+    make_adapter(2);
+    assert_whole(2);
+}
+
+static void nothing_is_there_before_it_is_published(void **state)
+{
+    (void)state;
+    adapter *a = open_at(place);
+    const uint64_t *to;
+    uint64_t size;
+    uint8_t *base;
+    assert_int_equal(adapter_prepare(a, &keys, "lora:0", &to, &size, NULL), 0);
+    assert_int_equal(adapter_map(a, &base, NULL), 0);
+    fill(a, base, to, 3);
+    assert_int_equal(access(place, F_OK), -1);
+    adapter_close(&a);
+    assert_int_equal(count_entries(root), 0);
+}
+
+static void bytes_that_never_landed_are_found(void **state)
+{
+    (void)state;
+    for (int twice = 0; twice < 2; twice++) {
+        adapter *a = open_at(place);
+        const uint64_t *to;
+        uint64_t size;
+        uint8_t *base;
+        fanin_error error = FANIN_ERROR_INIT;
+        assert_int_equal(adapter_prepare(a, &keys, "lora:0", &to, &size, NULL), 0);
+        assert_int_equal(adapter_map(a, &base, NULL), 0);
+        adapter_landed(a, to[0], entries[0].bytes);
+        adapter_landed(a, to[1], entries[1].bytes - 1);
+        if (twice) {
+            adapter_landed(a, to[1] + entries[1].bytes - 1, 1);
+            adapter_landed(a, to[1], 1);
+        }
+        assert_int_equal(adapter_publish(a, &identity, &error), FANIN_ERR_INTERNAL);
+        adapter_close(&a);
+        assert_int_equal(count_entries(root), 0);
+    }
+}
+
+static void an_attempt_can_be_made_again(void **state)
+{
+    (void)state;
+    adapter *a = open_at(place);
+    const uint64_t *to;
+    uint64_t size;
+    uint8_t *base, *again;
+    assert_int_equal(adapter_prepare(a, &keys, "lora:0", &to, &size, NULL), 0);
+    adapter_restart(a); /* before there is anything: no effect */
+    assert_int_equal(adapter_map(a, &base, NULL), 0);
+    fill(a, base, to, 4);
+    adapter_restart(a);
+    adapter_landed(a, to[0], 100);
+    adapter_restart(a);
+    assert_int_equal(adapter_map(a, &again, NULL), 0);
+    assert_ptr_equal(base, again);
+    fill(a, base, to, 5);
+    assert_int_equal(adapter_publish(a, &identity, NULL), 0);
+    adapter_close(&a);
+    assert_whole(5);
+}
+
+static void a_catalog_may_move(void **state)
+{
+    (void)state;
+    key_entry smaller[2] = {entries[0], entries[1]};
+    smaller[1].shape[0] = 64;
+    smaller[1].bytes = 1024;
+    key_entry renamed[2] = {entries[0], entries[1]};
+    renamed[0].name = "m.v.lora_A.default.weight";
+    renamed[1].name = "m.v.lora_B.default.weight";
+    const key_table other = {
+        .entries = smaller, .count = 2, .pairs = pairs, .n_pairs = 2};
+    const key_table same_size = {
+        .entries = renamed, .count = 2, .pairs = pairs, .n_pairs = 2};
+    const key_table *const before[] = {&other, &same_size};
+    for (size_t i = 0; i < 2; i++) {
+        adapter *a = open_at(place);
+        const uint64_t *to;
+        uint64_t size;
+        uint8_t *base;
+        assert_int_equal(adapter_prepare(a, before[i], "lora:0", &to, &size, NULL), 0);
+        assert_int_equal(adapter_map(a, &base, NULL), 0);
+        adapter_landed(a, to[0], before[i]->entries[0].bytes);
+        assert_int_equal(adapter_prepare(a, &keys, "lora:0", &to, &size, NULL), 0);
+        assert_int_equal(adapter_map(a, &base, NULL), 0);
+        fill(a, base, to, 6);
+        assert_int_equal(adapter_publish(a, &identity, NULL), 0);
+        adapter_close(&a);
+        assert_whole(6);
+        teardown(NULL);
+        setup(NULL);
+    }
+}
+
+static void an_empty_directory_is_replaced(void **state)
+{
+    (void)state;
+    assert_int_equal(mkdir(place, 0750), 0);
+    bool reuse = true;
+    fanin_error error;
+    assert_int_equal(try_reuse(&identity, &reuse, &error), FANIN_OK);
+    assert_false(reuse);
+    make_adapter(7);
+    assert_whole(7);
+    struct stat info;
+    assert_int_equal(stat(place, &info), 0);
+    assert_int_equal(info.st_mode & 07777, 0750);
+}
+
+static void a_trailing_slash_changes_nothing(void **state)
+{
+    (void)state;
+    strcat(place, "//");
+    make_adapter(8);
+    place[strlen(place) - 2] = '\0';
+    assert_whole(8);
+}
+
+/* ------------------------------------------------------------- refusing */
+
+static void another_identity_is_refused(void **state)
+{
+    (void)state;
+    make_adapter(1);
+    adapter_identity other[4] = {identity, identity, identity, identity};
+    other[0].step = 13;
+    other[1].world_id[15] = 1;
+    other[2].publication = "lora:1";
+    other[3].key_table.bytes[0] = 9;
+    static const char *const why[] = {"another step: step 12 of lora:0", "another life",
+                                      "another publication",
+                                      "other tensors or metadata"};
+    for (size_t i = 0; i < 4; i++) {
+        bool reuse = true;
+        fanin_error error;
+        assert_int_equal(try_reuse(&other[i], &reuse, &error), FANIN_ERR_EXISTS);
+        assert_false(reuse);
+        if (!strstr(error.message, why[i]))
+            fail_msg("%s", error.message);
+        assert_true(error.remedy[0] != '\0');
+    }
+    assert_whole(1);
+}
+
+static void write_text(const char *file, const char *text)
+{
+    char path[160];
+    snprintf(path, sizeof(path), "%s/%s", place, file);
+    FILE *out = fopen(path, "we");
+    assert_non_null(out);
+    fputs(text, out);
+    fclose(out);
+}
+
+static void assert_exists(const char *why)
+{
+    bool reuse = true;
+    fanin_error error;
+    assert_int_equal(try_reuse(&identity, &reuse, &error), FANIN_ERR_EXISTS);
+    assert_false(reuse);
+    if (!strstr(error.message, why))
+        fail_msg("'%s', not '%s'", error.message, why);
+}
+
+static void damaged_and_foreign_content_is_refused(void **state)
+{
+    (void)state;
+    char path[160];
+    make_adapter(1);
+    write_text("README.md", "more files do no harm");
+    bool reuse;
+    fanin_error error;
+    assert_int_equal(try_reuse(&identity, &reuse, &error), FANIN_OK);
+    assert_true(reuse);
+    write_text("adapter_config.json", "{}");
+    assert_exists("damaged");
+    snprintf(path, sizeof(path), "%s/adapter_model.safetensors", place);
+    assert_int_equal(truncate(path, 100), 0);
+    assert_exists("damaged");
+    write_text("fanin.json", "{\"format\": 1}");
+    assert_exists("no readable fanin.json");
+}
+
+static void what_is_no_directory_is_refused(void **state)
+{
+    (void)state;
+    FILE *file = fopen(place, "we");
+    fclose(file);
+    assert_exists("no directory");
+    unlink(place);
+    assert_int_equal(symlink("nowhere", place), 0);
+    assert_exists("symbolic link");
+    unlink(place);
+    char target[80];
+    snprintf(target, sizeof(target), "%s/real", root);
+    assert_int_equal(mkdir(target, 0777), 0);
+    assert_int_equal(symlink("real", place), 0);
+    assert_exists("symbolic link");
+    assert_int_equal(count_entries(root), 2);
+}
+
+static void a_link_to_the_same_adapter_is_reused(void **state)
+{
+    (void)state;
+    make_adapter(1);
+    char real[80];
+    snprintf(real, sizeof(real), "%s/real", root);
+    assert_int_equal(rename(place, real), 0);
+    assert_int_equal(symlink("real", place), 0);
+    bool reuse = false;
+    fanin_error error;
+    assert_int_equal(try_reuse(&identity, &reuse, &error), FANIN_OK);
+    assert_true(reuse);
+}
+
+static void what_appears_meanwhile_is_kept(void **state)
+{
+    (void)state;
+    adapter *a = open_at(place);
+    assert_int_equal(mkdir(place, 0777), 0);
+    write_text("mine", "precious");
+    fanin_error error = FANIN_ERROR_INIT;
+    assert_int_equal(write_it(a, 1, &error), FANIN_ERR_EXISTS);
+    adapter_close(&a);
+    assert_int_equal(count_entries(root), 1);
+    assert_int_equal(count_entries(place), 1);
+}
+
+static void bad_places_are_refused(void **state)
+{
+    (void)state;
+    char longest[400], path[512];
+    memset(longest, 'x', sizeof(longest));
+    longest[201] = '\0';
+    snprintf(path, sizeof(path), "%s/%s", root, longest);
+    const char *const wrong[] = {"",     "/",      "//", ".", "..",
+                                 "a/..", "/tmp/.", path, NULL};
+    for (size_t i = 0; i < sizeof(wrong) / sizeof(wrong[0]); i++) {
+        adapter *a = NULL;
+        fanin_error error = FANIN_ERROR_INIT;
+        assert_int_equal(
+            adapter_open(wrong[i], deadline_in_ms(100), NULL, NULL, NULL, &a, &error),
+            FANIN_ERR_ARGUMENT);
+        assert_null(a);
+        assert_true(error.message[0] != '\0');
+    }
+    longest[200] = '\0';
+    snprintf(path, sizeof(path), "%s/%s", root, longest);
+    adapter *a = open_at(path);
+    adapter_close(&a);
+    snprintf(path, sizeof(path), "%s/no/such", root);
+    fanin_error error = FANIN_ERROR_INIT;
+    assert_int_equal(
+        adapter_open(path, deadline_in_ms(100), NULL, NULL, NULL, &a, &error),
+        FANIN_ERR_IO);
+    assert_int_equal(error.sys_errno, ENOENT);
+    assert_non_null(strstr(error.remedy, "parent"));
+    snprintf(path, sizeof(path), "%s/file", root);
+    fclose(fopen(path, "we"));
+    strcat(path, "/x");
+    assert_int_equal(
+        adapter_open(path, deadline_in_ms(100), NULL, NULL, NULL, &a, &error),
+        FANIN_ERR_IO);
+    assert_int_equal(error.sys_errno, ENOTDIR);
+}
+
+static void an_unwritable_parent_is_refused(void **state)
+{
+    (void)state;
+    if (geteuid() == 0) {
+        /* Root may write everywhere but into the kernel's own filesystems. */
+        strcpy(place, "/proc/fanin-adapter");
+    } else {
+        assert_int_equal(chmod(root, 0500), 0);
+    }
+    adapter *a = NULL;
+    fanin_error error = FANIN_ERROR_INIT;
+    assert_int_equal(
+        adapter_open(place, deadline_in_ms(100), NULL, NULL, NULL, &a, &error),
+        FANIN_ERR_IO);
+    assert_true(error.sys_errno != 0);
+    assert_int_equal(chmod(root, 0700), 0);
+}
+
+static void a_failed_sync_leaves_nothing(void **state)
+{
+    (void)state;
+    /* model, config, identity, directory, parent */
+    for (int n = 1; n <= 5; n++) {
+        adapter *a = open_at(place);
+        fanin_error error = FANIN_ERROR_INIT;
+        fsync_to_fail = n;
+        assert_int_equal(write_it(a, 1, &error), FANIN_ERR_IO);
+        assert_int_equal(error.sys_errno, EIO);
+        assert_int_equal(fsync_to_fail, 0);
+        adapter_close(&a);
+        assert_int_equal(count_entries(root), 0);
+    }
+    fsync_to_fail = 6;
+    make_adapter(1);
+    assert_int_equal(fsync_to_fail, 1);
+}
+
+static void a_full_disk_is_an_error(void **state)
+{
+    (void)state;
+    if (mount("none", root, "tmpfs", 0, "size=4m") != 0) {
+        print_message("cannot mount a filesystem of its own\n");
+        skip();
+    }
+    adapter *a = open_at(place);
+    fanin_error error = FANIN_ERROR_INIT;
+    fanin_status status = write_it(a, 1, &error);
+    adapter_close(&a);
+    int left = count_entries(root);
+    assert_int_equal(umount2(root, MNT_DETACH), 0);
+    assert_int_equal(status, FANIN_ERR_IO);
+    assert_int_equal(error.sys_errno, ENOSPC);
+    assert_non_null(strstr(error.message, "4194304 are free"));
+    assert_int_equal(left, 0);
+}
+
+/* ------------------------------------------------------------- other processes */
+
+static void leftovers_of_the_dead_are_removed(void **state)
+{
+    (void)state;
+    static const char *const names[] = {
+        ".step.fanin-tmp-0123456789abcdef", /* goes, the others stay */
+        ".step.fanin-tmp-0123456789abcde",   ".step.fanin-tmp-0123456789abcdefa",
+        ".other.fanin-tmp-0123456789abcdef", ".step.fanin-tmp-q.fanin-tmp-0123456789ab",
+    };
+    char path[160];
+    for (size_t i = 0; i < sizeof(names) / sizeof(names[0]); i++) {
+        snprintf(path, sizeof(path), "%s/%s", root, names[i]);
+        assert_int_equal(mkdir(path, 0777), 0);
+        strcat(path, "/adapter_model.safetensors");
+        fclose(fopen(path, "we"));
+    }
+    snprintf(path, sizeof(path), "%s/.step.fanin-lock", root);
+    fclose(fopen(path, "we")); /* a lock file that nobody holds */
+    adapter *a = open_at(place);
+    adapter_close(&a);
+    assert_int_equal(count_entries(root), 4);
+    snprintf(path, sizeof(path), "%s/%s", root, names[0]);
+    assert_int_equal(access(path, F_OK), -1);
+}
+
+static bool yes(void *cookie)
+{
+    ++*(int *)cookie;
+    return true;
+}
+
+/* A child that holds the lock and a half-made directory until it is killed. */
+static pid_t start_holder(void)
+{
+    int ready[2];
+    assert_int_equal(pipe(ready), 0);
+    pid_t child = fork();
+    if (child == 0) {
+        const uint64_t *to;
+        uint64_t size;
+        uint8_t *base;
+        adapter *a = NULL;
+        if (adapter_open(place, deadline_in_ms(10000), NULL, NULL, NULL, &a, NULL) ||
+            adapter_prepare(a, &keys, "lora:0", &to, &size, NULL) ||
+            adapter_map(a, &base, NULL) || write(ready[1], "x", 1) != 1)
+            _exit(1);
+        for (;;)
+            pause();
+    }
+    char byte;
+    close(ready[1]);
+    assert_int_equal(read(ready[0], &byte, 1), 1);
+    close(ready[0]);
+    return child;
+}
+
+static void a_held_lock_is_waited_for(void **state)
+{
+    (void)state;
+    pid_t child = start_holder();
+    adapter *a = NULL;
+    fanin_error error = FANIN_ERROR_INIT;
+    uint64_t before = clock_ns();
+    assert_int_equal(
+        adapter_open(place, deadline_in_ms(60), NULL, NULL, NULL, &a, &error),
+        FANIN_ERR_TIMEOUT);
+    assert_true(clock_ns() - before >= 60000000);
+    assert_null(a);
+    int asked = 0;
+    assert_int_equal(adapter_open(place, UINT64_MAX, yes, &asked, NULL, &a, &error),
+                     FANIN_ERR_CANCELLED);
+    assert_true(asked > 0);
+    kill(child, SIGKILL);
+    assert_int_equal(waitpid(child, NULL, 0), child);
+    assert_int_equal(count_entries(root), 2);
+    make_adapter(9);
+    assert_whole(9);
+}
+
+/* What one of several processes does that want the same directory: 0 made it, 1 found it. */
+static int worker(void)
+{
+    adapter *a = NULL;
+    const uint64_t *to;
+    uint64_t size;
+    bool reuse = false;
+    if (adapter_open(place, deadline_in_ms(20000), NULL, NULL, NULL, &a, NULL) ||
+        adapter_prepare(a, &keys, "lora:0", &to, &size, NULL) ||
+        adapter_reusable(a, &identity, &reuse, NULL))
+        return 2;
+    int result = reuse ? 1 : write_it(a, 11, NULL) ? 3 : 0;
+    adapter_close(&a);
+    return result;
+}
+
+static void of_many_processes_one_makes_it(void **state)
+{
+    (void)state;
+    enum { WORKERS = 8 };
+    int count[4] = {0};
+    pid_t children[WORKERS];
+    for (int i = 0; i < WORKERS; i++) {
+        children[i] = fork();
+        if (children[i] == 0)
+            _exit(worker());
+    }
+    for (int i = 0; i < WORKERS; i++) {
+        int status = 0;
+        assert_int_equal(waitpid(children[i], &status, 0), children[i]);
+        assert_true(WIFEXITED(status) && WEXITSTATUS(status) < 4);
+        count[WEXITSTATUS(status)]++;
+    }
+    assert_int_equal(count[0], 1);
+    assert_int_equal(count[1], WORKERS - 1);
+    assert_whole(11);
+}
+
+static void a_forked_child_does_not_keep_the_lock(void **state)
+{
+    (void)state;
+    adapter *a = open_at(place);
+    pid_t child = fork();
+    if (child == 0) {
+        for (;;)
+            pause();
+    }
+    adapter_close(&a);
+    a = open_at(place);
+    adapter_close(&a);
+    kill(child, SIGKILL);
+    assert_int_equal(waitpid(child, NULL, 0), child);
+    assert_int_equal(count_entries(root), 0);
+}
+
+#define TEST(name) cmocka_unit_test_setup_teardown(name, setup, teardown)
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {
+        TEST(a_directory_appears_whole),
+        TEST(it_appears_without_shared_mappings),
+        TEST(nothing_is_there_before_it_is_published),
+        TEST(bytes_that_never_landed_are_found),
+        TEST(an_attempt_can_be_made_again),
+        TEST(a_catalog_may_move),
+        TEST(an_empty_directory_is_replaced),
+        TEST(a_trailing_slash_changes_nothing),
+        TEST(another_identity_is_refused),
+        TEST(damaged_and_foreign_content_is_refused),
+        TEST(what_is_no_directory_is_refused),
+        TEST(a_link_to_the_same_adapter_is_reused),
+        TEST(what_appears_meanwhile_is_kept),
+        TEST(bad_places_are_refused),
+        TEST(an_unwritable_parent_is_refused),
+        TEST(a_failed_sync_leaves_nothing),
+        TEST(a_full_disk_is_an_error),
+        TEST(leftovers_of_the_dead_are_removed),
+        TEST(a_held_lock_is_waited_for),
+        TEST(of_many_processes_one_makes_it),
+        TEST(a_forked_child_does_not_keep_the_lock),
+    };
+    return cmocka_run_group_tests_name("adapter", tests, NULL, NULL);
+}

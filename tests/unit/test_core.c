@@ -1,0 +1,291 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* The small modules of common/core: log, clock, buffer, dtype, digest, utf8. */
+#include "buffer.h"
+#include "clock.h"
+#include "digest.h"
+#include "dtype.h"
+#include "log.h"
+#include "testing.h"
+#include "utf8.h"
+#include <limits.h>
+#include <string.h>
+
+/* ------------------------------------------------------------- log */
+
+typedef struct seen {
+    int calls;
+    fanin_log_level level;
+    char event[64], message[2048];
+} seen;
+
+static void remember(void *cookie, fanin_log_level level, const char *event,
+                     const char *message)
+{
+    seen *s = cookie;
+    s->calls++;
+    s->level = level;
+    strncpy(s->event, event, sizeof s->event - 1);
+    strncpy(s->message, message, sizeof s->message - 1);
+}
+
+static void log_messages_are_one_line(void **state)
+{
+    (void)state;
+    seen s = {0};
+    logger to = {remember, &s};
+    log_write(&to, FANIN_LOG_WARNING, "peer-odd", "rank %d says \"%s\"", 3,
+              "a\nb\033[");
+    assert_int_equal(s.calls, 1);
+    assert_int_equal(s.level, FANIN_LOG_WARNING);
+    assert_string_equal(s.event, "peer-odd");
+    assert_string_equal(s.message, "rank 3 says \"a b [\"");
+    char text[3000];
+    memset(text, 'x', sizeof text);
+    text[sizeof text - 1] = '\0';
+    log_write(&to, FANIN_LOG_INFO, "long", "%s", text);
+    assert_int_equal(strlen(s.message), 1023);
+}
+
+static void log_goes_nowhere_without_a_function(void **state)
+{
+    (void)state;
+    log_write(NULL, FANIN_LOG_ERROR, "e", "x");
+    log_write(&(logger){0}, FANIN_LOG_ERROR, "e", "x");
+}
+
+/* ------------------------------------------------------------- clock */
+
+static void deadlines(void **state)
+{
+    (void)state;
+    uint64_t before = clock_ns();
+    deadline soon = deadline_in_ms(60000);
+    assert_true(soon >= before + UINT64_C(60000000000));
+    assert_true(soon <= clock_ns() + UINT64_C(60000000000));
+    assert_false(deadline_passed(soon));
+    assert_true(deadline_poll_ms(soon) > 59000 && deadline_poll_ms(soon) <= 60000);
+    assert_true(deadline_passed(before));
+    assert_true(deadline_passed(0));
+    assert_int_equal(deadline_left_ns(0), 0);
+    assert_int_equal(deadline_poll_ms(0), 0);
+    assert_true(deadline_passed(deadline_in_ms(0)));
+    assert_true(deadline_sooner(soon, UINT64_MAX) == soon);
+    assert_true(deadline_sooner(1, 2) == 1);
+}
+
+static void far_deadlines_saturate(void **state)
+{
+    (void)state;
+    assert_true(deadline_in_ms(UINT64_MAX) == UINT64_MAX);
+    assert_true(deadline_left_ns(UINT64_MAX) == UINT64_MAX);
+    assert_false(deadline_passed(UINT64_MAX));
+    assert_int_equal(deadline_poll_ms(UINT64_MAX), INT_MAX);
+    assert_int_equal(deadline_poll_ms(deadline_in_ms(UINT64_C(1) << 40)), INT_MAX);
+}
+
+static void poll_times_are_rounded_up(void **state)
+{
+    (void)state;
+    /* A nanosecond that is left must not become a poll of 0 ms. */
+    for (int i = 0; i < 1000; i++) {
+        deadline at = clock_ns() + 500000;
+        int ms = deadline_poll_ms(at);
+        if (!deadline_passed(at))
+            assert_int_equal(ms, 1);
+    }
+}
+
+/* ------------------------------------------------------------- buffer */
+
+static void buffers_grow(void **state)
+{
+    (void)state;
+    buffer b = {0};
+    for (uint32_t i = 0; i < 10000; i++)
+        buffer_append(&b, &i, sizeof i);
+    assert_false(b.failed);
+    assert_int_equal(b.size, 40000);
+    for (uint32_t i = 0; i < 10000; i++)
+        assert_memory_equal(b.data + 4 * i, &i, sizeof i);
+    assert_true(buffer_reserve(&b, 100000));
+    assert_true(b.capacity >= 140000);
+    buffer_append(&b, NULL, 0);
+    assert_int_equal(b.size, 40000);
+    buffer_free(&b);
+    assert_null(b.data);
+    assert_int_equal(b.size, 0);
+}
+
+static void impossible_sizes_are_remembered(void **state)
+{
+    (void)state;
+    buffer b = {0};
+    buffer_append(&b, "abc", 3);
+    assert_false(buffer_reserve(&b, SIZE_MAX - 1));
+    assert_true(b.failed);
+    buffer_append(&b, "d", 1);
+    assert_int_equal(b.size, 3);
+    assert_false(buffer_reserve(&b, 1));
+    buffer_free(&b);
+    assert_false(b.failed);
+}
+
+/* ------------------------------------------------------------- dtype */
+
+static void dtypes_have_names_and_sizes(void **state)
+{
+    (void)state;
+    for (fanin_dtype d = FANIN_DTYPE_BOOL; d <= FANIN_DTYPE_U64; d++) {
+        const char *name = fanin_dtype_name(d);
+        assert_non_null(name);
+        assert_int_equal(fanin_dtype_from_name(name), d);
+        dtype_unit unit = dtype_get_unit(d);
+        assert_int_equal(unit.bytes * 8, unit.elements * fanin_dtype_bits(d));
+    }
+    assert_string_equal(fanin_dtype_name(FANIN_DTYPE_BF16), "BF16");
+    assert_string_equal(fanin_dtype_name(FANIN_DTYPE_F8_E5M2FNUZ), "F8_E5M2FNUZ");
+    assert_int_equal(fanin_dtype_bits(FANIN_DTYPE_C64), 64);
+    assert_int_equal(fanin_dtype_bits(FANIN_DTYPE_F6_E3M2), 6);
+    assert_null(fanin_dtype_name(0));
+    assert_null(fanin_dtype_name(-1));
+    assert_null(fanin_dtype_name(FANIN_DTYPE_U64 + 1));
+    assert_int_equal(fanin_dtype_from_name("bf16"), 0);
+    assert_int_equal(fanin_dtype_from_name(NULL), 0);
+    assert_int_equal(fanin_dtype_bits(99), 0);
+    assert_int_equal(dtype_get_unit(99).elements, 0);
+}
+
+static void dtype_sizes_of_shapes(void **state)
+{
+    (void)state;
+    uint64_t bytes, shape[8] = {3, 5, 8};
+    assert_true(dtype_bytes(FANIN_DTYPE_BF16, 3, shape, &bytes));
+    assert_int_equal(bytes, 240);
+    assert_true(dtype_bytes(FANIN_DTYPE_F32, 0, NULL, &bytes));
+    assert_int_equal(bytes, 4);
+    assert_true(dtype_bytes(FANIN_DTYPE_F4, 3, shape, &bytes));
+    assert_int_equal(bytes, 60);
+    assert_true(dtype_bytes(FANIN_DTYPE_F6_E2M3, 3, shape, &bytes));
+    assert_int_equal(bytes, 90);
+    shape[2] = 6;
+    assert_false(dtype_bytes(FANIN_DTYPE_F6_E2M3, 3, shape, &bytes));
+    assert_true(dtype_bytes(FANIN_DTYPE_F4, 3, shape, &bytes));
+    assert_false(dtype_bytes(FANIN_DTYPE_F4, 0, NULL, &bytes));
+    assert_false(dtype_bytes(0, 3, shape, &bytes));
+    assert_false(dtype_bytes(FANIN_DTYPE_U8, 9, shape, &bytes));
+}
+
+static void dtype_sizes_do_not_overflow(void **state)
+{
+    (void)state;
+    uint64_t bytes, shape[8] = {UINT64_C(1) << 40, UINT64_C(1) << 23, 2};
+    assert_false(dtype_bytes(FANIN_DTYPE_U8, 3, shape, &bytes));
+    assert_true(dtype_bytes(FANIN_DTYPE_U8, 2, shape, &bytes));
+    assert_true(bytes == UINT64_C(1) << 63);
+    assert_false(dtype_bytes(FANIN_DTYPE_F16, 2, shape, &bytes));
+    shape[2] = 0; /* empty, whatever the others are */
+    assert_true(dtype_bytes(FANIN_DTYPE_F64, 3, shape, &bytes));
+    assert_int_equal(bytes, 0);
+}
+
+/* ------------------------------------------------------------- digest */
+
+static void digests_are_xxh3_128(void **state)
+{
+    (void)state;
+    char hex[33];
+    /* Published test value of XXH3-128 for the empty input, seed 0. */
+    digest empty = digest_of("", 0), other = digest_of("a", 1);
+    digest_hex(empty.bytes, hex);
+    assert_string_equal(hex, "99aa06d3014798d86001c324468d497f");
+    assert_true(digest_equal(&empty, &empty));
+    assert_false(digest_equal(&empty, &other));
+}
+
+static void digests_as_text(void **state)
+{
+    (void)state;
+    uint8_t bytes[16], again[16];
+    char hex[33];
+    for (int i = 0; i < 16; i++)
+        bytes[i] = (uint8_t)(i * 17 + 3);
+    digest_hex(bytes, hex);
+    assert_true(digest_from_hex(hex, again));
+    assert_memory_equal(bytes, again, 16);
+    assert_true(digest_from_hex("0123456789ABCDEFabcdef0123456789", again));
+    assert_int_equal(again[7], 0xef);
+    assert_false(digest_from_hex("0123456789ABCDEFabcdef012345678", again));
+    assert_false(digest_from_hex("0123456789ABCDEFabcdef01234567899", again));
+    assert_false(digest_from_hex("0123456789ABCDEFabcdef012345678g", again));
+    assert_false(digest_from_hex(NULL, again));
+}
+
+static void random_bytes_differ(void **state)
+{
+    (void)state;
+    uint8_t a[1000] = {0}, b[1000] = {0};
+    assert_true(random_bytes(a, sizeof a));
+    assert_true(random_bytes(b, sizeof b));
+    assert_memory_not_equal(a, b, sizeof a);
+    assert_memory_not_equal(a + 984, b + 984, 16);
+    assert_true(random_bytes(a, 0));
+}
+
+/* ------------------------------------------------------------- utf8 */
+
+static void utf8_is_checked(void **state)
+{
+    (void)state;
+    static const char *const good[] = {
+        "",
+        "plain ascii, longer than eight bytes",
+        "\x7f",
+        "\xc2\x80",
+        "\xdf\xbf",
+        "\xe0\xa0\x80",
+        "\xed\x9f\xbf",
+        "\xee\x80\x80",
+        "\xef\xbf\xbf",
+        "\xf0\x90\x80\x80",
+        "\xf4\x8f\xbf\xbf",
+        "1234567\xc3\xa4 and on",
+    };
+    static const char *const bad[] = {
+        "\x80",         "\xbf",         "\xc0\x80",         "\xc1\xbf",
+        "\xc2",         "\xc2\x41",     "\xe0\x9f\xbf",     "\xed\xa0\x80",
+        "\xe2\x82",     "\xe2\x82\x41", "\xf0\x8f\xbf\xbf", "\xf4\x90\x80\x80",
+        "\xf5\x80\x80", "\xff",         "12345678\xe2\x82", "1234567\x80 and on",
+    };
+    for (size_t i = 0; i < sizeof good / sizeof *good; i++)
+        assert_true(utf8_valid(good[i], strlen(good[i])));
+    for (size_t i = 0; i < sizeof bad / sizeof *bad; i++)
+        assert_false(utf8_valid(bad[i], strlen(bad[i])));
+    assert_false(utf8_valid("a\0b", 3));
+    assert_false(utf8_valid("01234567\0", 9));
+    for (size_t i = 0; i < 8; i++) {
+        char text[8] = {'a', 'b', 'c', 'd', 'e', 'f', 'g', 'h'};
+        text[i] = '\0';
+        assert_false(utf8_valid(text, 8));
+    }
+}
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(log_messages_are_one_line),
+        cmocka_unit_test(log_goes_nowhere_without_a_function),
+        cmocka_unit_test(deadlines),
+        cmocka_unit_test(far_deadlines_saturate),
+        cmocka_unit_test(poll_times_are_rounded_up),
+        cmocka_unit_test(buffers_grow),
+        cmocka_unit_test(impossible_sizes_are_remembered),
+        cmocka_unit_test(dtypes_have_names_and_sizes),
+        cmocka_unit_test(dtype_sizes_of_shapes),
+        cmocka_unit_test(dtype_sizes_do_not_overflow),
+        cmocka_unit_test(digests_are_xxh3_128),
+        cmocka_unit_test(digests_as_text),
+        cmocka_unit_test(random_bytes_differ),
+        cmocka_unit_test(utf8_is_checked),
+    };
+    return cmocka_run_group_tests_name("core", tests, NULL, NULL);
+}

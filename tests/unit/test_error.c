@@ -1,0 +1,188 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include "error_set.h"
+#include "testing.h"
+#include <errno.h>
+#include <stdlib.h>
+#include <string.h>
+
+static void every_code_has_a_name_and_a_text(void **state)
+{
+    (void)state;
+    static const fanin_status codes[] = {
+        FANIN_OK,
+        FANIN_ERR_ARGUMENT,
+        FANIN_ERR_EXISTS,
+        FANIN_ERR_NOT_FOUND,
+        FANIN_ERR_STATE,
+        FANIN_ERR_STALE,
+        FANIN_ERR_TIMEOUT,
+        FANIN_ERR_CANCELLED,
+        FANIN_ERR_SUPERSEDED,
+        FANIN_ERR_UNREACHABLE,
+        FANIN_ERR_CLOSED,
+        FANIN_ERR_LIMIT,
+        FANIN_ERR_AUTH,
+        FANIN_ERR_PROTOCOL,
+        FANIN_ERR_VERSION,
+        FANIN_ERR_WORLD,
+        FANIN_ERR_INCOMPLETE,
+        FANIN_ERR_UNSUPPORTED,
+        FANIN_ERR_MISMATCH,
+        FANIN_ERR_IO,
+        FANIN_ERR_MEMORY,
+        FANIN_ERR_TRANSPORT,
+        FANIN_ERR_FORKED,
+        FANIN_ERR_INTERNAL,
+    };
+    size_t n = sizeof codes / sizeof *codes;
+    for (size_t i = 0; i < n; i++) {
+        assert_string_not_equal(fanin_status_name(codes[i]), "FANIN_ERR_UNKNOWN");
+        for (size_t j = 0; j < i; j++) {
+            assert_string_not_equal(fanin_status_name(codes[i]),
+                                    fanin_status_name(codes[j]));
+            assert_string_not_equal(fanin_status_text(codes[i]),
+                                    fanin_status_text(codes[j]));
+        }
+    }
+    assert_string_equal(fanin_status_name(FANIN_ERR_STALE), "FANIN_ERR_STALE");
+}
+
+static void unknown_codes_are_described_by_their_hundred(void **state)
+{
+    (void)state;
+    assert_string_equal(fanin_status_name(-299), "FANIN_ERR_UNKNOWN");
+    assert_non_null(strstr(fanin_status_text(-299), "pull"));
+    assert_non_null(strstr(fanin_status_text(-399), "connection"));
+    assert_string_equal(fanin_status_text(-4242), "unknown status");
+    assert_string_equal(fanin_status_text(7), "unknown status");
+    assert_true(fanin_status_is_retryable(-299));
+    assert_false(fanin_status_is_retryable(-499));
+}
+
+static void only_what_may_pass_by_itself_is_retryable(void **state)
+{
+    (void)state;
+    assert_true(fanin_status_is_retryable(FANIN_ERR_STALE));
+    assert_true(fanin_status_is_retryable(FANIN_ERR_TIMEOUT));
+    assert_true(fanin_status_is_retryable(FANIN_ERR_UNREACHABLE));
+    assert_true(fanin_status_is_retryable(FANIN_ERR_CLOSED));
+    assert_false(fanin_status_is_retryable(FANIN_OK));
+    assert_false(fanin_status_is_retryable(FANIN_ERR_SUPERSEDED));
+    assert_false(fanin_status_is_retryable(FANIN_ERR_CANCELLED));
+    assert_false(fanin_status_is_retryable(FANIN_ERR_ARGUMENT));
+    assert_false(fanin_status_is_retryable(FANIN_ERR_WORLD));
+}
+
+static void all_fields_are_filled(void **state)
+{
+    (void)state;
+    fanin_error e = FANIN_ERROR_INIT;
+    error_place place = {.phase = "read",
+                         .address = "127.0.0.1:6003",
+                         .key = "lora:0:a",
+                         .remedy = "pull again",
+                         .rank_plus_1 = 4,
+                         .ucx_status = -3};
+    assert_int_equal(error_set(&e, FANIN_ERR_STALE, &place, "step %d is gone", 7),
+                     FANIN_ERR_STALE);
+    assert_int_equal(e.status, FANIN_ERR_STALE);
+    assert_int_equal(e.rank, 3);
+    assert_int_equal(e.ucx_status, -3);
+    assert_int_equal(e.sys_errno, 0);
+    assert_string_equal(e.phase, "read");
+    assert_string_equal(e.address, "127.0.0.1:6003");
+    assert_string_equal(e.key, "lora:0:a");
+    assert_string_equal(e.message, "step 7 is gone");
+    assert_string_equal(e.remedy, "pull again");
+
+    /* Nothing of an earlier failure stays behind. */
+    error_set(&e, FANIN_ERR_LIMIT, NULL, "full");
+    assert_int_equal(e.rank, -1);
+    assert_string_equal(e.key, "");
+    assert_string_equal(e.remedy, "");
+}
+
+static void system_errors_carry_their_number(void **state)
+{
+    (void)state;
+    fanin_error e = FANIN_ERROR_INIT;
+    assert_int_equal(error_set_errno(&e, FANIN_ERR_IO, ENOSPC, NULL, "cannot write %s",
+                                     "fanin.json"),
+                     FANIN_ERR_IO);
+    assert_int_equal(e.sys_errno, ENOSPC);
+    assert_string_equal(e.message, "cannot write fanin.json: No space left on device");
+    assert_int_equal(error_set_memory(&e), FANIN_ERR_MEMORY);
+    assert_string_not_equal(e.remedy, "");
+}
+
+static void no_error_wanted(void **state)
+{
+    (void)state;
+    assert_int_equal(error_set(NULL, FANIN_ERR_IO, NULL, "x"), FANIN_ERR_IO);
+    assert_int_equal(error_set_errno(NULL, FANIN_ERR_IO, 1, NULL, "x"), FANIN_ERR_IO);
+    assert_int_equal(error_set_memory(NULL), FANIN_ERR_MEMORY);
+    error_copy(NULL, NULL);
+}
+
+static void long_texts_are_cut_between_characters(void **state)
+{
+    (void)state;
+    fanin_error e = FANIN_ERROR_INIT;
+    char key[2000];
+    memset(key, 'k', sizeof key);
+    key[sizeof key - 1] = '\0';
+    memcpy(key + 638, "\xc3\xa4", 2); /* would end in the NUL's place */
+    char text[3000];
+    memset(text, 't', sizeof text);
+    text[sizeof text - 1] = '\0';
+    error_set(&e, FANIN_ERR_IO, &(error_place){.key = key}, "%s", text);
+    assert_int_equal(strlen(e.key), 638);
+    assert_int_equal(strlen(e.message), sizeof e.message - 1);
+    assert_int_equal(e.remedy[0], 0);
+    error_set_errno(&e, FANIN_ERR_IO, EIO, NULL, "%s", text);
+    assert_int_equal(strlen(e.message), sizeof e.message - 1);
+}
+
+static void older_and_newer_structs_are_respected(void **state)
+{
+    (void)state;
+    struct {
+        fanin_error e;
+        char guard[64];
+    } newer, older;
+    memset(&newer, 0x5a, sizeof newer);
+    memset(&older, 0x5a, sizeof older);
+    newer.e.struct_size = sizeof newer;
+    older.e.struct_size = offsetof(fanin_error, key);
+    error_place place = {.address = "a:1", .key = "k"};
+    error_set(&newer.e, FANIN_ERR_IO, &place, "x");
+    error_set(&older.e, FANIN_ERR_IO, &place, "x");
+    assert_string_equal(newer.e.message, "x");
+    assert_int_equal(newer.e.struct_size, sizeof newer);
+    for (size_t i = 0; i < sizeof newer.guard; i++)
+        assert_int_equal(newer.guard[i], 0x5a);
+    assert_string_equal(older.e.address, "a:1");
+    for (size_t i = offsetof(fanin_error, key); i < sizeof older.e; i++)
+        assert_int_equal(((char *)&older.e)[i], 0x5a);
+
+    fanin_error copy = FANIN_ERROR_INIT;
+    error_copy(&copy, &older.e);
+    assert_string_equal(copy.address, "a:1");
+    assert_int_equal(copy.struct_size, sizeof copy);
+    assert_string_equal(copy.key, "");
+}
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(every_code_has_a_name_and_a_text),
+        cmocka_unit_test(unknown_codes_are_described_by_their_hundred),
+        cmocka_unit_test(only_what_may_pass_by_itself_is_retryable),
+        cmocka_unit_test(all_fields_are_filled),
+        cmocka_unit_test(system_errors_carry_their_number),
+        cmocka_unit_test(no_error_wanted),
+        cmocka_unit_test(long_texts_are_cut_between_characters),
+        cmocka_unit_test(older_and_newer_structs_are_respected),
+    };
+    return cmocka_run_group_tests_name("error", tests, NULL, NULL);
+}

@@ -1,0 +1,167 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * The wire format, byte for byte: tests/golden/NAME.hex holds what each sample is encoded
+ * to. FANIN_GOLDEN_WRITE=1 writes the files anew, for a deliberate change of the format.
+ */
+#include "recode.h"
+#include "samples.h"
+#include "testing.h"
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+static FILE *open_golden(const char *name, const char *mode)
+{
+    const char *root = getenv("FANIN_SOURCE_DIR");
+    char path[4096];
+    snprintf(path, sizeof path, "%s/tests/golden/%s.hex", root ? root : ".", name);
+    FILE *file = fopen(path, mode);
+    if (!file)
+        fail_msg("cannot open %s", path);
+    return file;
+}
+
+static void write_golden(const sample *s)
+{
+    FILE *file = open_golden(s->name, "w");
+    for (size_t i = 0; i < s->bytes.size; i++) {
+        bool last = i + 1 == s->bytes.size || i % 16 == 15;
+        fprintf(file, "%02x%c", s->bytes.data[i], last ? '\n' : ' ');
+    }
+    fclose(file);
+}
+
+static void compare_golden(const sample *s)
+{
+    assert_false(s->bytes.failed);
+    if (getenv("FANIN_GOLDEN_WRITE"))
+        write_golden(s);
+    FILE *file = open_golden(s->name, "r");
+    size_t at = 0;
+    unsigned byte;
+    while (fscanf(file, "%2x", &byte) == 1) {
+        if (at >= s->bytes.size || s->bytes.data[at] != byte)
+            fail_msg("%s differs at byte %zu", s->name, at);
+        at++;
+    }
+    fclose(file);
+    if (at != s->bytes.size)
+        fail_msg("%s has %zu bytes, %zu are expected", s->name, s->bytes.size, at);
+}
+
+static void messages_have_their_bytes(void **state)
+{
+    (void)state;
+    samples all = samples_of_messages();
+    for (size_t i = 0; i < all.count; i++) {
+        const sample *s = &all.list[i];
+        compare_golden(s);
+        frame f;
+        const char *why = NULL;
+        assert_int_equal(frame_decode(s->bytes.data, &f, &why), FANIN_OK);
+        assert_true(f.request == SAMPLE_REQUEST || f.request == 0);
+        if (f.type == MSG_READ_OK)
+            continue; /* a header alone: raw bytes follow */
+        assert_int_equal(f.length, s->bytes.size - FRAME_SIZE);
+        body in = {.data = s->bytes.data + FRAME_SIZE, .size = f.length};
+        buffer again = {0};
+        fanin_status status = recode_message(f.type, f.request, &in, &again);
+        if (status)
+            fail_msg("%s: %s", s->name, in.why);
+        assert_int_equal(again.size, s->bytes.size);
+        assert_memory_equal(again.data, s->bytes.data, again.size);
+        buffer_free(&again);
+    }
+    samples_free(&all);
+}
+
+static void every_message_has_a_sample(void **state)
+{
+    (void)state;
+    samples all = samples_of_messages();
+    for (int type = MSG_HELLO; type <= MSG_PONG; type++) {
+        bool found = type == MSG_AUTH || type == MSG_AUTH_OK;
+        for (size_t i = 0; i < all.count && !found; i++)
+            found = all.list[i].bytes.data[6] == type;
+        if (!found)
+            fail_msg("message %d has no sample", type);
+    }
+    samples_free(&all);
+}
+
+static void key_tables_have_their_bytes(void **state)
+{
+    (void)state;
+    samples all = samples_of_keys();
+    for (size_t i = 0; i < all.count; i++) {
+        const buffer *blob = &all.list[i].bytes;
+        key_table *table;
+        buffer again = {0};
+        compare_golden(&all.list[i]);
+        assert_int_equal(key_table_decode(blob->data, blob->size, &table, NULL), 0);
+        key_table_encode(&again, table->entries, table->count, table->pairs,
+                         table->n_pairs);
+        assert_int_equal(again.size, blob->size);
+        assert_memory_equal(again.data, blob->data, again.size);
+        buffer_free(&again);
+        key_table_free(&table);
+    }
+    samples_free(&all);
+}
+
+static void box_tables_have_their_bytes(void **state)
+{
+    (void)state;
+    samples all_keys = samples_of_keys(), all = samples_of_boxes();
+    key_table *keys;
+    assert_int_equal(key_table_decode(all_keys.list[0].bytes.data,
+                                      all_keys.list[0].bytes.size, &keys, NULL),
+                     0);
+    for (size_t i = 0; i < all.count; i++) {
+        const buffer *blob = &all.list[i].bytes;
+        box_table *table;
+        buffer again = {0};
+        compare_golden(&all.list[i]);
+        assert_int_equal(box_table_decode(blob->data, blob->size, keys, &table, NULL),
+                         0);
+        assert_true(recode_boxes(table, keys, &again));
+        assert_int_equal(again.size, blob->size);
+        assert_memory_equal(again.data, blob->data, again.size);
+        buffer_free(&again);
+        box_table_free(&table);
+    }
+    key_table_free(&keys);
+    samples_free(&all);
+    samples_free(&all_keys);
+}
+
+static void region_tables_have_their_bytes(void **state)
+{
+    (void)state;
+    samples all = samples_of_regions();
+    for (size_t i = 0; i < all.count; i++) {
+        const buffer *blob = &all.list[i].bytes;
+        region_table *table;
+        buffer again = {0};
+        compare_golden(&all.list[i]);
+        assert_int_equal(region_table_decode(blob->data, blob->size, &table, NULL), 0);
+        region_table_encode(&again, table->entries, table->count);
+        assert_int_equal(again.size, blob->size);
+        assert_memory_equal(again.data, blob->data, again.size);
+        buffer_free(&again);
+        region_table_free(&table);
+    }
+    samples_free(&all);
+}
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(messages_have_their_bytes),
+        cmocka_unit_test(every_message_has_a_sample),
+        cmocka_unit_test(key_tables_have_their_bytes),
+        cmocka_unit_test(box_tables_have_their_bytes),
+        cmocka_unit_test(region_tables_have_their_bytes),
+    };
+    return cmocka_run_group_tests_name("golden", tests, NULL, NULL);
+}

@@ -1,0 +1,467 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Frames and bodies: values come back, and what PROTOCOL.md forbids is refused. */
+#include "pack.h"
+#include "recode.h"
+#include "samples.h"
+#include "scan.h"
+#include "testing.h"
+#include <stdlib.h>
+#include <string.h>
+
+static body body_of(const buffer *b)
+{
+    return (body){.data = b->data + FRAME_SIZE, .size = b->size - FRAME_SIZE};
+}
+
+/* A body from fields given as pairs of key and a little integer. */
+static buffer numbers(size_t n, uint64_t (*pairs)[2])
+{
+    buffer b = {0};
+    pack_map(&b, n);
+    for (size_t i = 0; i < n; i++) {
+        pack_uint(&b, pairs[i][0]);
+        pack_uint(&b, pairs[i][1]);
+    }
+    return b;
+}
+
+static void expect(const buffer *b, message_type type, fanin_status expected,
+                   const char *why)
+{
+    body in = {.data = b->data, .size = b->size};
+    buffer out = {0};
+    fanin_status status = recode_message(type, 0, &in, &out);
+    if (status != expected)
+        fail_msg("%s: %s", fanin_status_name(status), in.why ? in.why : "-");
+    if (why)
+        assert_string_equal(in.why, why);
+    buffer_free(&out);
+}
+
+/* ------------------------------------------------------------- frames */
+
+static void frames_come_back(void **state)
+{
+    (void)state;
+    frame f = {.type = (message_type)0xabcd, .request = UINT64_MAX - 1, .length = 77};
+    frame again;
+    uint8_t bytes[FRAME_SIZE];
+    const char *why = NULL;
+    frame_encode(&f, bytes);
+    assert_memory_equal(bytes, "FAN1\1\0\xcd\xab", 8);
+    assert_int_equal(frame_decode(bytes, &again, &why), FANIN_OK);
+    assert_int_equal(again.type, 0xabcd);
+    assert_true(again.request == UINT64_MAX - 1);
+    assert_int_equal(again.length, 77);
+}
+
+static void foreign_frames_are_refused(void **state)
+{
+    (void)state;
+    frame f = {.type = MSG_PING, .request = 1, .length = 1}, out;
+    uint8_t good[FRAME_SIZE], bytes[FRAME_SIZE];
+    const char *why = NULL;
+    frame_encode(&f, good);
+    for (size_t i = 0; i < 6; i++) {
+        memcpy(bytes, good, sizeof bytes);
+        bytes[i] ^= 2;
+        assert_int_equal(frame_decode(bytes, &out, &why),
+                         i == 4 ? FANIN_ERR_VERSION : FANIN_ERR_PROTOCOL);
+        assert_non_null(why);
+    }
+    for (size_t i = 20; i < 24; i++) {
+        memcpy(bytes, good, sizeof bytes);
+        bytes[i] = 1;
+        assert_int_equal(frame_decode(bytes, &out, &why), FANIN_ERR_PROTOCOL);
+    }
+    memcpy(bytes, good, sizeof bytes);
+    bytes[0] = 0x16;
+    assert_int_equal(frame_decode(bytes, &out, &why), FANIN_ERR_PROTOCOL);
+    assert_string_equal(why, "TLS is not spoken here");
+}
+
+/* ------------------------------------------------------------- the rules of bodies */
+
+static void bodies_follow_the_rules(void **state)
+{
+    (void)state;
+    buffer b = numbers(2, (uint64_t[][2]){{1, 0}, {2, 9}});
+    expect(&b, MSG_END_OK, FANIN_ERR_PROTOCOL, "a boolean is expected");
+    buffer_append(&b, "\0", 1);
+    expect(&b, MSG_PING, FANIN_ERR_PROTOCOL, "bytes after the body's map");
+    b.size -= 2;
+    expect(&b, MSG_PING, FANIN_ERR_PROTOCOL, NULL);
+    b.size = 0;
+    expect(&b, MSG_PING, FANIN_ERR_PROTOCOL, "an object is missing");
+    pack_array(&b, 0);
+    expect(&b, MSG_PING, FANIN_ERR_PROTOCOL, "a map is expected");
+    buffer_free(&b);
+
+    b = numbers(2, (uint64_t[][2]){{3, 1}, {2, 1}});
+    expect(&b, MSG_PING, FANIN_ERR_PROTOCOL, "keys are not ascending");
+    buffer_free(&b);
+    b = numbers(2, (uint64_t[][2]){{3, 1}, {3, 1}});
+    expect(&b, MSG_PING, FANIN_ERR_PROTOCOL, "keys are not ascending");
+    buffer_free(&b);
+}
+
+static void unknown_fields(void **state)
+{
+    (void)state;
+    buffer b = numbers(3, (uint64_t[][2]){{1, 5}, {40, 1}, {63, 1}});
+    expect(&b, MSG_PING, FANIN_OK, NULL);
+    buffer_free(&b);
+    b = numbers(2, (uint64_t[][2]){{1, 5}, {64, 1}});
+    expect(&b, MSG_PING, FANIN_ERR_UNSUPPORTED,
+           "a field that must be understood is unknown here");
+    buffer_free(&b);
+    /* Between and behind known fields; of any kind. */
+    pack_map(&b, 4);
+    pack_uint(&b, 1);
+    pack_bool(&b, true);
+    pack_uint(&b, 2);
+    pack_uint(&b, 42);
+    pack_uint(&b, 9);
+    pack_array(&b, 2);
+    pack_map(&b, 1);
+    pack_uint(&b, 1);
+    pack_text(&b, "x", 1);
+    pack_int(&b, -5);
+    pack_uint(&b, 10);
+    pack_bin(&b, "\xff", 1);
+    body in = {.data = b.data, .size = b.size};
+    msg_end_ok m;
+    assert_int_equal(decode_end_ok(&in, &m), FANIN_OK);
+    assert_true(m.good);
+    assert_int_equal(m.step, 42);
+    buffer_free(&b);
+}
+
+/* Without any one of its required fields a message is refused; with all it is not. */
+static void required_fields(void **state)
+{
+    (void)state;
+    samples all = samples_of_messages();
+    int refused = 0;
+    for (size_t i = 0; i < all.count; i++) {
+        const buffer *bytes = &all.list[i].bytes;
+        frame f;
+        const char *why;
+        frame_decode(bytes->data, &f, &why);
+        body whole = body_of(bytes);
+        size_t fields = whole.size ? whole.data[0] & 15 : 0;
+        for (size_t missing = 0; missing < fields && f.type != MSG_READ_OK; missing++) {
+            buffer cut = {0};
+            pack_map(&cut, fields - 1);
+            const uint8_t *at = whole.data + 1, *end = whole.data + whole.size;
+            for (size_t j = 0; j < fields; j++) {
+                size_t key, value;
+                static const scan_limits limits = {4, 1000};
+                assert_true(scan_object(at, (size_t)(end - at), &limits, &key, &why));
+                assert_true(scan_object(at + key, (size_t)(end - at) - key, &limits,
+                                        &value, &why));
+                if (j != missing)
+                    buffer_append(&cut, at, key + value);
+                at += key + value;
+            }
+            body in = {.data = cut.data, .size = cut.size};
+            buffer out = {0};
+            if (recode_message(f.type, 0, &in, &out) != FANIN_OK) {
+                assert_string_equal(in.why, "a required field is missing");
+                refused++;
+            } else {
+                /* Optional: encoding again leaves it out again. */
+                assert_int_equal(out.size - FRAME_SIZE, cut.size);
+            }
+            buffer_free(&out);
+            buffer_free(&cut);
+        }
+    }
+    assert_true(refused > 60);
+    samples_free(&all);
+}
+
+static void cut_or_damaged_bodies_never_crash(void **state)
+{
+    (void)state;
+    samples all = samples_of_messages();
+    for (size_t i = 0; i < all.count; i++) {
+        frame f;
+        const char *why;
+        frame_decode(all.list[i].bytes.data, &f, &why);
+        body whole = body_of(&all.list[i].bytes);
+        for (size_t size = 0; size < whole.size && f.type != MSG_READ_OK; size++) {
+            uint8_t *copy = malloc(size ? size : 1);
+            memcpy(copy, whole.data, size);
+            body in = {.data = copy, .size = size};
+            buffer out = {0};
+            assert_int_equal(recode_message(f.type, 0, &in, &out), FANIN_ERR_PROTOCOL);
+            assert_non_null(in.why);
+            buffer_free(&out);
+            free(copy);
+        }
+    }
+    samples_free(&all);
+}
+
+/* ------------------------------------------------------------- ranges */
+
+static void hello_ranges(void **state)
+{
+    (void)state;
+    msg_hello m = {.version_min = 2, .version_max = 1, .role = ROLE_DATA}, out;
+    buffer b = {0};
+    encode_hello(&b, 1, &m);
+    body in = body_of(&b);
+    assert_int_equal(decode_hello(&in, &out), FANIN_ERR_PROTOCOL);
+    b.size = 0;
+    m.version_max = 9;
+    m.role = (role)3;
+    encode_hello(&b, 1, &m);
+    in = body_of(&b);
+    assert_int_equal(decode_hello(&in, &out), FANIN_ERR_PROTOCOL);
+    b.size = 0;
+    m.role = ROLE_CONTROL;
+    m.features = UINT64_C(1) << 40;
+    memset(m.trace_id, 't', sizeof m.trace_id - 1);
+    encode_hello(&b, 1, &m);
+    in = body_of(&b);
+    assert_int_equal(decode_hello(&in, &out), FANIN_OK);
+    assert_memory_equal(&m, &out, sizeof m);
+    buffer_free(&b);
+}
+
+static void hello_ok_ranges(void **state)
+{
+    (void)state;
+    msg_hello_ok m = {.version = 1, .rank = 8, .world_size = 8, .server_name = "s"};
+    msg_hello_ok out;
+    buffer b = {0};
+    encode_hello_ok(&b, 1, &m);
+    body in = body_of(&b);
+    assert_int_equal(decode_hello_ok(&in, &out), FANIN_ERR_PROTOCOL);
+    assert_string_equal(in.why, "the rank is not below the world size");
+    b.size = 0;
+    m.rank = 65535;
+    m.world_size = 65537;
+    encode_hello_ok(&b, 1, &m);
+    in = body_of(&b);
+    assert_int_equal(decode_hello_ok(&in, &out), FANIN_ERR_PROTOCOL);
+    b.size = 0;
+    m.world_size = 65536;
+    encode_hello_ok(&b, 1, &m);
+    in = body_of(&b);
+    assert_int_equal(decode_hello_ok(&in, &out), FANIN_OK);
+    assert_int_equal(out.rank, 65535);
+    b.size = 0;
+    m.server_name[0] = '\0';
+    encode_hello_ok(&b, 1, &m);
+    in = body_of(&b);
+    assert_int_equal(decode_hello_ok(&in, &out), FANIN_ERR_PROTOCOL);
+    buffer_free(&b);
+}
+
+static void pages_stay_in_their_table(void **state)
+{
+    (void)state;
+    static const struct {
+        uint64_t total, offset;
+        size_t size;
+        bool good;
+    } rows[] = {
+        {4, 0, 4, true},           {4, 1, 3, true},  {4, 1, 4, false}, {4, 5, 0, false},
+        {4, UINT64_MAX, 1, false}, {4, 4, 0, false}, {0, 0, 0, true},
+    };
+    for (size_t i = 0; i < sizeof rows / sizeof *rows; i++) {
+        msg_blob_page m = {rows[i].total,
+                           rows[i].offset,
+                           {(const uint8_t *)"abcd", rows[i].size}},
+                      out;
+        buffer b = {0};
+        encode_blob_page(&b, 1, MSG_KEYS_OK, &m);
+        body in = body_of(&b);
+        assert_int_equal(decode_blob_page(&in, &out),
+                         rows[i].good ? FANIN_OK : FANIN_ERR_PROTOCOL);
+        if (rows[i].good && rows[i].size) {
+            assert_int_equal(out.data.size, rows[i].size);
+            assert_true(out.data.data >= b.data && out.data.data < b.data + b.size);
+        }
+        buffer_free(&b);
+    }
+}
+
+static void states_paths_and_rules_are_enumerated(void **state)
+{
+    (void)state;
+    msg_event event = {.publication = "lora:0", .state = WIRE_STATE_WRITING + 1};
+    msg_wait wait = {.publication = "lora:0", .rule = WIRE_RULE_AT_LEAST + 1};
+    msg_open_path path = {.path = 0};
+    msg_watch watch = {.publication = ""};
+    msg_error wrong = {.code = 5}, unknown = {.code = -299};
+    struct {
+        message_type type;
+        buffer b;
+    } rows[6] = {{.type = MSG_EVENT}, {.type = MSG_WAIT},  {.type = MSG_OPEN_PATH},
+                 {.type = MSG_WATCH}, {.type = MSG_ERROR}, {.type = MSG_ERROR}};
+    encode_event(&rows[0].b, 1, &event);
+    encode_wait(&rows[1].b, 1, &wait);
+    encode_open_path(&rows[2].b, 1, MSG_OPEN_PATH, &path);
+    encode_watch(&rows[3].b, 1, &watch);
+    encode_error(&rows[4].b, 1, &wrong);
+    encode_error(&rows[5].b, 1, &unknown); /* of a later version: let through */
+    for (size_t i = 0; i < 6; i++) {
+        body in = body_of(&rows[i].b);
+        buffer out = {0};
+        assert_int_equal(recode_message(rows[i].type, 1, &in, &out),
+                         i == 5 ? FANIN_OK : FANIN_ERR_PROTOCOL);
+        buffer_free(&out);
+        buffer_free(&rows[i].b);
+    }
+}
+
+static void foreign_bytes_in_texts_are_replaced(void **state)
+{
+    (void)state;
+    msg_error m = {.code = FANIN_ERR_IO, .message = "cannot open \xff\xfe"}, out;
+    buffer b = {0};
+    encode_error(&b, 1, &m);
+    body in = body_of(&b);
+    assert_int_equal(decode_error(&in, &out), FANIN_OK);
+    assert_string_equal(out.message, "cannot open ??");
+    buffer_free(&b);
+}
+
+static void texts_that_are_too_long_are_refused(void **state)
+{
+    (void)state;
+    char name[81];
+    memset(name, 'n', sizeof name);
+    for (size_t size = 79; size <= 80; size++) {
+        buffer b = {0};
+        pack_map(&b, 1);
+        pack_uint(&b, 1);
+        pack_text(&b, name, size);
+        expect(&b, MSG_WATCH, size == 79 ? FANIN_OK : FANIN_ERR_PROTOCOL, NULL);
+        buffer_free(&b);
+    }
+}
+
+/* ------------------------------------------------------------- lists and reads */
+
+static void lists_of_publications(void **state)
+{
+    (void)state;
+    static msg_list_entry entries[LIMIT_PUBLICATIONS + 1];
+    msg_list_entry *again;
+    uint32_t count;
+    for (size_t i = 0; i <= LIMIT_PUBLICATIONS; i++) {
+        memset(entries[i].publication, 'p', 79);
+        entries[i].step = entries[i].bytes = entries[i].epoch = UINT64_MAX;
+        entries[i].tensors = entries[i].catalog_version = UINT64_MAX;
+    }
+    buffer b = {0};
+    encode_list_ok(&b, 1, entries, LIMIT_PUBLICATIONS);
+    assert_true(b.size - FRAME_SIZE <= LIMIT_REPLY);
+    body in = body_of(&b);
+    assert_int_equal(decode_list_ok(&in, &again, &count), FANIN_OK);
+    assert_int_equal(count, LIMIT_PUBLICATIONS);
+    assert_memory_equal(again, entries, count * sizeof *again);
+    free(again);
+    b.size = 0;
+    encode_list_ok(&b, 1, entries, LIMIT_PUBLICATIONS + 1);
+    in = body_of(&b);
+    assert_int_equal(decode_list_ok(&in, &again, &count), FANIN_ERR_PROTOCOL);
+    assert_null(again);
+    buffer_free(&b);
+}
+
+static fanin_status read_status(uint64_t bytes, const read_entry *entries, uint32_t n)
+{
+    static read_entry room[LIMIT_READ_ENTRIES];
+    msg_read m = {.bytes = bytes, .entries = entries, .n_entries = n}, out;
+    buffer b = {0};
+    encode_read(&b, 1, &m);
+    body in = body_of(&b);
+    fanin_status status = decode_read(&in, &out, room);
+    if (!status) {
+        assert_int_equal(out.n_entries, n);
+        assert_memory_equal(room, entries, n * sizeof *entries);
+    }
+    buffer_free(&b);
+    return status;
+}
+
+static void reads_are_bounded(void **state)
+{
+    (void)state;
+    const uint64_t most = LIMIT_READ_BYTES;
+    read_entry whole = {.box = 5, .count = 3};
+    read_entry range = {.box = 5, .offset = 1000, .length = 24};
+    read_entry both[] = {whole, range};
+    assert_int_equal(read_status(3, &whole, 1), FANIN_OK);
+    assert_int_equal(read_status(2, &whole, 1), FANIN_ERR_PROTOCOL);
+    assert_int_equal(read_status(most, &whole, 1), FANIN_OK);
+    assert_int_equal(read_status(most + 1, &whole, 1), FANIN_ERR_PROTOCOL);
+    assert_int_equal(read_status(24, &range, 1), FANIN_OK);
+    assert_int_equal(read_status(25, &range, 1), FANIN_ERR_PROTOCOL);
+    assert_int_equal(read_status(23, &range, 1), FANIN_ERR_PROTOCOL);
+    assert_int_equal(read_status(0, &range, 1), FANIN_ERR_PROTOCOL);
+    assert_int_equal(read_status(27, both, 2), FANIN_OK);
+    assert_int_equal(read_status(26, both, 2), FANIN_ERR_PROTOCOL);
+    assert_int_equal(read_status(24, &range, 0), FANIN_ERR_PROTOCOL);
+
+    read_entry nothing = {.box = 5, .offset = 1};
+    assert_int_equal(read_status(1, &nothing, 1), FANIN_ERR_PROTOCOL);
+    read_entry large = {.box = 0, .length = most};
+    assert_int_equal(read_status(most, &large, 1), FANIN_OK);
+    large.length++;
+    assert_int_equal(read_status(most, &large, 1), FANIN_ERR_PROTOCOL);
+    read_entry beyond = {.box = LIMIT_BOXES - 1, .count = 1};
+    assert_int_equal(read_status(1, &beyond, 1), FANIN_OK);
+    beyond.count = 2;
+    assert_int_equal(read_status(2, &beyond, 1), FANIN_ERR_PROTOCOL);
+    beyond = (read_entry){.box = LIMIT_BOXES, .count = 1};
+    assert_int_equal(read_status(1, &beyond, 1), FANIN_ERR_PROTOCOL);
+}
+
+static void reads_of_many_entries(void **state)
+{
+    (void)state;
+    static read_entry entries[LIMIT_READ_ENTRIES + 1];
+    for (uint32_t i = 0; i <= LIMIT_READ_ENTRIES; i++)
+        entries[i] = (read_entry){
+            .box = LIMIT_BOXES - 1 - i, .offset = UINT64_C(1) << 40, .length = 1000};
+    assert_int_equal(
+        read_status(LIMIT_READ_ENTRIES * 1000, entries, LIMIT_READ_ENTRIES), FANIN_OK);
+    assert_int_equal(
+        read_status((LIMIT_READ_ENTRIES + 1) * 1000, entries, LIMIT_READ_ENTRIES + 1),
+        FANIN_ERR_PROTOCOL);
+    buffer b = {0};
+    encode_read(
+        &b, 1,
+        &(msg_read){.bytes = 1, .entries = entries, .n_entries = LIMIT_READ_ENTRIES});
+    assert_true(b.size - FRAME_SIZE <= LIMIT_READ_REQUEST);
+    buffer_free(&b);
+}
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(frames_come_back),
+        cmocka_unit_test(foreign_frames_are_refused),
+        cmocka_unit_test(bodies_follow_the_rules),
+        cmocka_unit_test(unknown_fields),
+        cmocka_unit_test(required_fields),
+        cmocka_unit_test(cut_or_damaged_bodies_never_crash),
+        cmocka_unit_test(hello_ranges),
+        cmocka_unit_test(hello_ok_ranges),
+        cmocka_unit_test(pages_stay_in_their_table),
+        cmocka_unit_test(states_paths_and_rules_are_enumerated),
+        cmocka_unit_test(foreign_bytes_in_texts_are_replaced),
+        cmocka_unit_test(texts_that_are_too_long_are_refused),
+        cmocka_unit_test(lists_of_publications),
+        cmocka_unit_test(reads_are_bounded),
+        cmocka_unit_test(reads_of_many_entries),
+    };
+    return cmocka_run_group_tests_name("messages", tests, NULL, NULL);
+}

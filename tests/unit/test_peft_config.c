@@ -1,0 +1,732 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Names on disk, and the configuration that is checked or derived. */
+#include "peft_config.h"
+#include "peft_modules.h"
+#include "peft_pattern.h"
+#include "testing.h"
+
+#include <jansson.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+/* ------------------------------------------------------------- names */
+
+static void names_become_those_on_disk(void **state)
+{
+    (void)state;
+    static const struct {
+        const char *from, *to;
+        peft_part part;
+    } cases[] = {
+        {"m.q.lora_A.weight", "m.q.lora_A.weight", PEFT_LORA_A},
+        {"m.q.lora_A.default.weight", "m.q.lora_A.weight", PEFT_LORA_A},
+        {"m.q.lora_B.run1.weight", "m.q.lora_B.weight", PEFT_LORA_B},
+        {"m.q.lora_B.weight.weight", "m.q.lora_B.weight", PEFT_LORA_B},
+        {"m.q.lora_B.default.bias", "m.q.lora_B.bias", PEFT_LORA_B_BIAS},
+        {"m.q.lora_B.bias", "m.q.lora_B.bias", PEFT_LORA_B_BIAS},
+        {"m.e.lora_embedding_A", "m.e.lora_embedding_A", PEFT_EMBEDDING_A},
+        {"m.e.lora_embedding_A.run1", "m.e.lora_embedding_A", PEFT_EMBEDDING_A},
+        {"m.e.lora_embedding_B.default", "m.e.lora_embedding_B", PEFT_EMBEDDING_B},
+        {"m.q.lora_magnitude_vector", "m.q.lora_magnitude_vector", PEFT_MAGNITUDE},
+        {"m.q.lora_magnitude_vector.a", "m.q.lora_magnitude_vector", PEFT_MAGNITUDE},
+        {"m.q.lora_magnitude_vector.a.weight", "m.q.lora_magnitude_vector",
+         PEFT_MAGNITUDE},
+        {"_fsdp_wrapped_module.m.0._fsdp_wrapped_module.q.lora_A.x.weight",
+         "m.0.q.lora_A.weight", PEFT_LORA_A},
+        {"m._orig_mod.q._checkpoint_wrapped_module.lora_A.weight", "m.q.lora_A.weight",
+         PEFT_LORA_A},
+        {"lm_head.modules_to_save.default.weight", "lm_head.weight", PEFT_SAVED_MODULE},
+        {"m.s.modules_to_save.a.dense.bias", "m.s.dense.bias", PEFT_SAVED_MODULE},
+        {"m.e.token_adapter.trainable_tokens_delta.default",
+         "m.e.token_adapter.trainable_tokens_delta", PEFT_OTHER},
+        {"lm_head.weight", "lm_head.weight", PEFT_OTHER},
+        {"m.lora_Ax.weight", "m.lora_Ax.weight", PEFT_OTHER},
+        {"m.q.lora_A.a.b.weight", "m.q.lora_A.a.b.weight", PEFT_MALFORMED},
+        {"m.q.lora_A.default", "m.q.lora_A.default", PEFT_MALFORMED},
+        {"m.q.lora_A", "m.q.lora_A", PEFT_MALFORMED},
+        {"lora_A.weight", "lora_A.weight", PEFT_MALFORMED},
+        {"m.experts.base_layer.lora_A.default.weight",
+         "m.experts.base_layer.lora_A.weight", PEFT_LORA_A},
+        {"", "", PEFT_OTHER},
+        {"..", "..", PEFT_OTHER},
+    };
+    for (size_t i = 0; i < sizeof(cases) / sizeof(cases[0]); i++) {
+        char wanted[PEFT_NAME_SIZE], prefixed[PEFT_NAME_SIZE], buffer[PEFT_NAME_SIZE];
+        snprintf(wanted, sizeof(wanted), PEFT_PREFIX "%s", cases[i].to);
+        snprintf(prefixed, sizeof(prefixed), PEFT_PREFIX "%s", cases[i].from);
+        const char *given[] = {cases[i].from, prefixed};
+        for (size_t k = 0; k < 2; k++) {
+            peft_name name = peft_name_on_disk(given[k], buffer);
+            assert_string_equal(name.text, wanted);
+            assert_int_equal(name.size, strlen(wanted));
+            assert_int_equal(name.part, cases[i].part);
+            bool layer = name.part != PEFT_OTHER && name.part != PEFT_MALFORMED;
+            assert_int_equal(name.module > 0, layer);
+        }
+    }
+    char buffer[PEFT_NAME_SIZE];
+    peft_name ddp = peft_name_on_disk("module." PEFT_PREFIX "q.lora_A.weight", buffer);
+    assert_string_equal(ddp.text, PEFT_PREFIX "q.lora_A.weight");
+}
+
+static void the_longest_name_fits(void **state)
+{
+    (void)state;
+    char name[FANIN_MAX_NAME + 1], buffer[PEFT_NAME_SIZE];
+    memset(name, 'a', FANIN_MAX_NAME);
+    name[FANIN_MAX_NAME] = '\0';
+    peft_name on_disk = peft_name_on_disk(name, buffer);
+    assert_int_equal(on_disk.size, FANIN_MAX_NAME + strlen(PEFT_PREFIX));
+}
+
+static void suffixes_do_not_begin_with_numbers(void **state)
+{
+    (void)state;
+    static const char *const cases[][2] = {
+        {"model.layers.0.self_attn.q_proj", "q_proj"},
+        {"q_proj", "q_proj"},
+        {"mlp.0", "mlp.0"},
+        {"a.mlp.0.1", "mlp.0.1"},
+        {"0.1", "0.1"},
+        {"a.4bit", "a.4bit"},
+    };
+    for (size_t i = 0; i < sizeof(cases) / sizeof(cases[0]); i++) {
+        size_t size;
+        const char *suffix = peft_suffix(cases[i][0], strlen(cases[i][0]), &size);
+        assert_int_equal(size, strlen(cases[i][1]));
+        assert_memory_equal(suffix, cases[i][1], size);
+    }
+}
+
+/* ------------------------------------------------------------- patterns */
+
+static void patterns_match_as_in_peft(void **state)
+{
+    (void)state;
+    static const struct {
+        const char *pattern, *text;
+        pattern_result result;
+    } cases[] = {
+        {"q_proj", "model.layers.0.q_proj", PATTERN_YES},
+        {"q_proj", "q_proj", PATTERN_YES},
+        {"q_proj", "model.xq_proj", PATTERN_NO},
+        {"q_proj", "model.q_proj.x", PATTERN_NO},
+        {"^q_proj", "model.q_proj", PATTERN_NO},
+        {"^model.q_proj", "model.q_proj", PATTERN_YES},
+        {"^model\\.q_proj$", "model.q_proj", PATTERN_YES},
+        {"layers.1.q", "model.layers.1.q", PATTERN_YES},
+        {"layers.1.q", "model.layers.11.q", PATTERN_NO},
+        {"layers.1.q", "model.layersx1.q", PATTERN_YES},
+        {"layers\\.1\\.q", "model.layersx1.q", PATTERN_NO},
+        {".*\\.gate_up_proj", "mlp.experts.gate_up_proj", PATTERN_YES},
+        {".*\\.gate_up_proj", "gate_up_proj", PATTERN_NO},
+        {"layers\\.\\d+\\.q", "model.layers.117.q", PATTERN_YES},
+        {"layers\\.\\d+\\.q", "model.layers.x.q", PATTERN_NO},
+        {".*?q", "a.b.q", PATTERN_YES},
+        {"ab?c", "m.ac", PATTERN_YES},
+        {"\\w+_proj", "m.q_proj", PATTERN_YES},
+        {"", "a.b", PATTERN_NO},
+        {"", "a.", PATTERN_YES},
+        {"(q|v)_proj", "q_proj", PATTERN_UNKNOWN},
+        {"q|v", "q", PATTERN_UNKNOWN},
+        {"[qv]_proj", "q_proj", PATTERN_UNKNOWN},
+        {"a{2}", "aa", PATTERN_UNKNOWN},
+        {"a\\", "a", PATTERN_UNKNOWN},
+        {"\\bq", "q", PATTERN_UNKNOWN},
+        {"a++", "aa", PATTERN_UNKNOWN},
+        {"q_proj", "caf\xc3\xa9.q_proj", PATTERN_UNKNOWN},
+    };
+    for (size_t i = 0; i < sizeof(cases) / sizeof(cases[0]); i++) {
+        pattern_budget budget = PATTERN_BUDGET;
+        pattern_result got = pattern_match_key(cases[i].pattern, cases[i].text,
+                                               strlen(cases[i].text), &budget);
+        if (got != cases[i].result)
+            fail_msg("'%s' on '%s': %d", cases[i].pattern, cases[i].text, got);
+    }
+    pattern_budget budget = PATTERN_BUDGET;
+    assert_int_equal(pattern_match_whole("q", "m.q", 3, &budget), PATTERN_NO);
+    assert_int_equal(pattern_match_whole(".*\\.q", "m.q", 3, &budget), PATTERN_YES);
+}
+
+static void hostile_patterns_end(void **state)
+{
+    (void)state;
+    char text[400], pattern[121] = "";
+    memset(text, 'a', sizeof(text));
+    for (int i = 0; i < 30; i++)
+        strcat(pattern, "a*a?");
+    strcpy(pattern + 117, "b");
+    pattern_budget budget = PATTERN_BUDGET;
+    assert_int_equal(pattern_match_key(pattern, text, sizeof(text), &budget),
+                     PATTERN_UNKNOWN);
+    assert_int_equal(budget, 0);
+    assert_int_equal(pattern_match_key("q", "q", 1, &budget), PATTERN_UNKNOWN);
+}
+
+static void escaped_text_matches_itself_only(void **state)
+{
+    (void)state;
+    static const char text[] = "a.b+c$(d)[e]\\f-g_h";
+    buffer out = {0};
+    pattern_escape(&out, text, strlen(text));
+    buffer_append(&out, "", 1);
+    assert_string_equal((char *)out.data, "a\\.b\\+c\\$\\(d\\)\\[e\\]\\\\f-g_h");
+    pattern_budget budget = PATTERN_BUDGET;
+    assert_int_equal(pattern_match_whole((char *)out.data, text, strlen(text), &budget),
+                     PATTERN_YES);
+    assert_int_equal(pattern_match_whole((char *)out.data, "axb+c$(d)[e]\\f-g_h",
+                                         strlen(text), &budget),
+                     PATTERN_NO);
+    buffer_free(&out);
+}
+
+/* ------------------------------------------------------------- configuration */
+
+#define TENSORS 64
+
+/* A publication in the making. */
+typedef struct fixture {
+    key_table table;
+    key_entry entries[TENSORS];
+    fanin_pair pairs[16];
+    char names[TENSORS][256];
+} fixture;
+
+static void add(fixture *f, const char *name, uint64_t rows, uint64_t columns)
+{
+    uint32_t i = f->table.count++;
+    assert_true(i < TENSORS);
+    snprintf(f->names[i], sizeof(f->names[i]), "%s", name);
+    f->entries[i] = (key_entry){.name = f->names[i],
+                                .dtype = FANIN_DTYPE_BF16,
+                                .n_dims = columns ? 2 : 1,
+                                .shape = {rows, columns},
+                                .bytes = 2 * rows * (columns ? columns : 1)};
+    f->table.entries = f->entries;
+}
+
+static void add_layer(fixture *f, const char *module, uint64_t r, uint64_t in,
+                      uint64_t out)
+{
+    char name[256];
+    snprintf(name, sizeof(name), PEFT_PREFIX "%s.lora_A.weight", module);
+    add(f, name, r, in);
+    snprintf(name, sizeof(name), PEFT_PREFIX "%s.lora_B.weight", module);
+    add(f, name, out, r);
+}
+
+static void pair(fixture *f, const char *key, const char *value)
+{
+    f->pairs[f->table.n_pairs++] = (fanin_pair){key, value};
+    f->table.pairs = f->pairs;
+}
+
+static void usual_pairs(fixture *f)
+{
+    pair(f, "base_model_name_or_path", "org/model");
+    pair(f, "lora_alpha", "32");
+}
+
+static int compare_entries(const void *a, const void *b)
+{
+    return strcmp(((const key_entry *)a)->name, ((const key_entry *)b)->name);
+}
+
+static fanin_status try_make(fixture *f, json_t **out, fanin_error *error)
+{
+    qsort(f->entries, f->table.count, sizeof(f->entries[0]), compare_entries);
+    peft_names names;
+    *error = (fanin_error)FANIN_ERROR_INIT;
+    fanin_status status = peft_names_make(&f->table, "lora:7", &names, error);
+    char *text = NULL;
+    size_t size = 0;
+    if (!status)
+        status = peft_config_make(&f->table, &names, "lora:7", &text, &size, error);
+    peft_names_free(&names);
+    *out = NULL;
+    if (!status) {
+        assert_int_equal(strlen(text), size);
+        *out = json_loads(text, JSON_REJECT_DUPLICATES, NULL);
+        assert_non_null(*out);
+    }
+    free(text);
+    return status;
+}
+
+static json_t *make(fixture *f)
+{
+    json_t *config;
+    fanin_error error;
+    if (try_make(f, &config, &error))
+        fail_msg("%s (%s)", error.message, error.key);
+    return config;
+}
+
+/* The field of @p config is the JSON @p wanted. */
+static void assert_field(json_t *config, const char *field, const char *wanted)
+{
+    json_t *value = json_loads(wanted, JSON_DECODE_ANY, NULL);
+    assert_non_null(value);
+    json_t *there = json_object_get(config, field);
+    if (!json_equal(there, value)) {
+        char *text = there ? json_dumps(there, JSON_ENCODE_ANY) : NULL;
+        fail_msg("%s is %s, not %s", field, text ? text : "absent", wanted);
+    }
+    json_decref(value);
+}
+
+/* Making it fails with MISMATCH; the message contains @p why, the key @p key. */
+static void assert_refused(fixture *f, const char *why, const char *key)
+{
+    json_t *config;
+    fanin_error error;
+    fanin_status status = try_make(f, &config, &error);
+    if (status != FANIN_ERR_MISMATCH || !strstr(error.message, why) ||
+        !strstr(error.key, key))
+        fail_msg("%d: '%s' (key '%s'), not '%s' (key '%s')", status, error.message,
+                 error.key, why, key);
+    assert_true(error.remedy[0] != '\0');
+    json_decref(config);
+}
+
+static void a_plain_adapter_is_derived(void **state)
+{
+    (void)state;
+    fixture f = {0};
+    usual_pairs(&f);
+    pair(&f, "lora_dropout", "0.05");
+    pair(&f, "use_rslora", "True");
+    add_layer(&f, "model.layers.0.self_attn.q_proj", 8, 64, 64);
+    add_layer(&f, "model.layers.0.self_attn.k_proj", 8, 64, 32);
+    add_layer(&f, "model.layers.1.mlp.0", 8, 64, 32);
+    add_layer(&f, "model.layers.1.mlp.experts.3.gate_proj", 8, 64, 32);
+    json_t *config = make(&f);
+    assert_field(config, "peft_type", "\"LORA\"");
+    assert_field(config, "task_type", "\"CAUSAL_LM\"");
+    assert_field(config, "base_model_name_or_path", "\"org/model\"");
+    assert_field(config, "r", "8");
+    assert_field(config, "lora_alpha", "32");
+    assert_field(config, "lora_dropout", "0.05");
+    assert_field(config, "use_rslora", "true");
+    assert_field(config, "use_dora", "false");
+    assert_field(config, "bias", "\"none\"");
+    assert_field(config, "fan_in_fan_out", "false");
+    assert_field(config, "inference_mode", "true");
+    assert_field(config, "modules_to_save", "null");
+    assert_field(config, "rank_pattern", "{}");
+    assert_field(config, "alpha_pattern", "{}");
+    assert_field(config, "target_modules",
+                 "[\"gate_proj\", \"k_proj\", \"mlp.0\", \"q_proj\"]");
+    assert_null(json_object_get(config, "target_parameters"));
+    json_decref(config);
+}
+
+static void the_text_is_as_peft_writes_it(void **state)
+{
+    (void)state;
+    fixture f = {0};
+    pair(&f, "peft_config",
+         "{\"r\":8,\"peft_type\":\"LORA\",\"lora_dropout\":0.1,\"x\":0."
+         "30000000000000004,"
+         "\"base_model_name_or_path\":\"caf\xc3\xa9\",\"target_modules\":[\"q\"],\"e\":"
+         "{}}");
+    add_layer(&f, "m.q", 8, 16, 16);
+    peft_names names;
+    char *text;
+    size_t size;
+    assert_int_equal(peft_names_make(&f.table, "lora:7", &names, NULL), FANIN_OK);
+    assert_int_equal(peft_config_make(&f.table, &names, "lora:7", &text, &size, NULL),
+                     FANIN_OK);
+    assert_string_equal(text, "{\n"
+                              "  \"base_model_name_or_path\": \"caf\\u00E9\",\n"
+                              "  \"e\": {},\n"
+                              "  \"lora_dropout\": 0.10000000000000001,\n"
+                              "  \"peft_type\": \"LORA\",\n"
+                              "  \"r\": 8,\n"
+                              "  \"target_modules\": [\n"
+                              "    \"q\"\n"
+                              "  ],\n"
+                              "  \"x\": 0.30000000000000004\n"
+                              "}");
+    free(text);
+    peft_names_free(&names);
+}
+
+static void differing_ranks_become_a_pattern(void **state)
+{
+    (void)state;
+    fixture f = {0};
+    usual_pairs(&f);
+    for (int layer = 0; layer < 3; layer++) {
+        char module[64];
+        snprintf(module, sizeof(module), "model.layers.%d.q_proj", layer);
+        add_layer(&f, module, layer == 1 ? 4 : 8, 64, 64);
+        snprintf(module, sizeof(module), "model.layers.%d.k_proj", layer);
+        add_layer(&f, module, 8, 64, 64);
+        snprintf(module, sizeof(module), "model.layers.%d.o_proj", layer);
+        add_layer(&f, module, 16, 64, 64);
+    }
+    json_t *config = make(&f);
+    assert_field(config, "r", "8");
+    assert_field(config, "rank_pattern",
+                 "{\"o_proj\": 16, \"^model\\\\.layers\\\\.1\\\\.q_proj\": 4}");
+    json_decref(config);
+    /* A statement that fits the tensors as well is believed. */
+    pair(&f, "r", "16");
+    config = make(&f);
+    assert_field(config, "r", "16");
+    assert_field(config, "rank_pattern",
+                 "{\"k_proj\": 8, \"^model\\\\.layers\\\\.0\\\\.q_proj\": 8,"
+                 "\"^model\\\\.layers\\\\.1\\\\.q_proj\": 4,"
+                 "\"^model\\\\.layers\\\\.2\\\\.q_proj\": 8}");
+    json_decref(config);
+    f.pairs[2].value = "32";
+    assert_refused(&f, "r is 32", "lora_A");
+    pair(&f, "rank_pattern", "{\"o_proj\": 16, \"q_proj\": 8}");
+    f.pairs[2].value = "8";
+    assert_refused(&f, "has 4 rows", "layers.1.q_proj.lora_A");
+    f.pairs[3].value = "{\"o_proj\": 16, \"layers.1.q_proj\": 4}";
+    config = make(&f);
+    assert_field(config, "rank_pattern", "{\"o_proj\": 16, \"layers.1.q_proj\": 4}");
+    json_decref(config);
+}
+
+static void what_nothing_tells_is_refused(void **state)
+{
+    (void)state;
+    fixture f = {0};
+    add_layer(&f, "m.q", 8, 16, 16);
+    assert_refused(&f, "base model", "");
+    pair(&f, "base_model_name_or_path", "");
+    assert_refused(&f, "base model", "");
+    f.pairs[0].value = "org/model";
+    assert_refused(&f, "lora_alpha", "");
+    pair(&f, "lora_alpha", "much");
+    assert_refused(&f, "lora_alpha is 'much'", "");
+    f.pairs[1].value = "-1";
+    assert_refused(&f, "lora_alpha is '-1'", "");
+    f.pairs[1].value = "16.5";
+    json_t *config = make(&f);
+    assert_field(config, "lora_alpha", "16.5");
+    json_decref(config);
+    fixture empty = {0};
+    usual_pairs(&empty);
+    add(&empty, "lm_head.weight", 4, 4);
+    assert_refused(&empty, "no tensor of lora:7", "");
+    pair(&empty, "r", "8");
+    pair(&empty, "target_modules", "all-linear");
+    config = make(&empty);
+    assert_field(config, "target_modules", "\"all-linear\"");
+    json_decref(config);
+}
+
+static void broken_layers_are_refused(void **state)
+{
+    (void)state;
+    fixture a = {0}, b = {0}, c = {0}, d = {0}, e = {0};
+    usual_pairs(&a);
+    add_layer(&a, "m.q", 8, 16, 16);
+    add(&a, "m.k.lora_A.default.weight", 8, 16);
+    assert_refused(&a, "without its lora_B", "lora:7:m.k.lora_A.default.weight");
+    usual_pairs(&b);
+    add_layer(&b, "m.q", 8, 16, 16);
+    add(&b, "m.k.lora_B.default.weight", 16, 8);
+    assert_refused(&b, "without its lora_A", "m.k.lora_B");
+    usual_pairs(&c);
+    add(&c, "m.k.lora_A.weight", 8, 16);
+    add(&c, "m.k.lora_B.weight", 16, 4);
+    assert_refused(&c, "8 rows, lora_B has 4 columns", "m.k.lora_A");
+    usual_pairs(&d);
+    add(&d, "m.k.lora_A.weight", 8, 0);
+    add(&d, "m.k.lora_B.weight", 16, 8);
+    assert_refused(&d, "fewer than two dimensions", "m.k.lora_A");
+    usual_pairs(&e);
+    add_layer(&e, "m.q", 8, 16, 16);
+    add(&e, "m.k.lora_A.default", 8, 16);
+    assert_refused(&e, "not one that PEFT", "m.k.lora_A.default");
+}
+
+static void one_name_twice_is_refused(void **state)
+{
+    (void)state;
+    fixture f = {0};
+    usual_pairs(&f);
+    add_layer(&f, "m.q", 8, 16, 16);
+    add(&f, "m.q.lora_A.run2.weight", 8, 16);
+    json_t *config;
+    fanin_error error;
+    assert_int_equal(try_make(&f, &config, &error), FANIN_ERR_MISMATCH);
+    assert_non_null(strstr(error.message, "'m.q.lora_A.run2.weight'"));
+    assert_non_null(strstr(error.message, "'" PEFT_PREFIX "m.q.lora_A.weight'"));
+}
+
+static void embeddings_dora_and_bias_are_derived(void **state)
+{
+    (void)state;
+    fixture f = {0};
+    usual_pairs(&f);
+    add(&f, "m.embed_tokens.lora_embedding_A.default", 8, 100);
+    add(&f, "m.embed_tokens.lora_embedding_B.default", 16, 8);
+    add_layer(&f, "m.q", 8, 16, 16);
+    add(&f, "m.q.lora_magnitude_vector.default.weight", 16, 0);
+    json_t *config = make(&f);
+    assert_field(config, "target_modules", "[\"embed_tokens\", \"q\"]");
+    assert_field(config, "use_dora", "true");
+    json_decref(config);
+    pair(&f, "use_dora", "false");
+    assert_refused(&f, "use_dora is not set", "m.q.lora_A");
+
+    fixture g = {0};
+    usual_pairs(&g);
+    add_layer(&g, "m.q", 8, 16, 16);
+    pair(&g, "use_dora", "true");
+    assert_refused(&g, "use_dora is set", "m.q.lora_A");
+    f.table.n_pairs = g.table.n_pairs = 2;
+    add(&g, "m.q.lora_B.default.bias", 16, 0);
+    config = make(&g);
+    assert_field(config, "lora_bias", "true");
+    json_decref(config);
+}
+
+static void saved_modules_are_listed(void **state)
+{
+    (void)state;
+    fixture f = {0};
+    usual_pairs(&f);
+    add_layer(&f, "m.q", 8, 16, 16);
+    add(&f, "lm_head.modules_to_save.default.weight", 16, 16);
+    add(&f, "lm_head.modules_to_save.default.bias", 16, 0);
+    add(&f, "m.score.modules_to_save.default.weight", 16, 16);
+    add(&f, "m.other.weight", 4, 4);
+    json_t *config = make(&f);
+    assert_field(config, "modules_to_save", "[\"lm_head\", \"score\"]");
+    json_decref(config);
+    pair(&f, "modules_to_save", "[\"score\"]");
+    assert_refused(&f, "lm_head is published as a saved module", "lm_head");
+
+    fixture g = {0};
+    usual_pairs(&g);
+    add_layer(&g, "m.q", 8, 16, 16);
+    pair(&g, "modules_to_save", "[\"lm_head\"]");
+    assert_refused(&g, "no tensor", "");
+    add(&g, "lm_head.weight", 16, 16);
+    config = make(&g);
+    assert_field(config, "modules_to_save", "[\"lm_head\"]");
+    json_decref(config);
+}
+
+/* 4 experts, hidden 32, experts' width 16. */
+static void add_fused(fixture *f, const char *module, uint64_t r_gate_up,
+                      uint64_t r_down)
+{
+    char inner[128];
+    snprintf(inner, sizeof(inner), "%s.base_layer", module);
+    add_layer(f, inner, r_gate_up * 4, 32, 32);
+    add_layer(f, module, r_down * 4, 16, 32);
+}
+
+static void fused_experts_are_derived_where_provable(void **state)
+{
+    (void)state;
+    fixture f = {0};
+    usual_pairs(&f);
+    add_layer(&f, "model.layers.0.self_attn.q_proj", 4, 32, 32);
+    add_fused(&f, "model.layers.0.mlp.experts", 8, 4);
+    add_fused(&f, "model.layers.1.mlp.experts", 8, 4);
+    assert_refused(&f, "neither r nor num_experts", "mlp.experts.lora_A");
+    pair(&f, "r", "4");
+    for (int i = 0; i < 2; i++) {
+        json_t *config = make(&f);
+        assert_field(config, "r", "4");
+        assert_field(config, "rank_pattern", "{\"gate_up_proj\": 8}");
+        assert_field(config, "target_modules", "[\"q_proj\"]");
+        assert_field(config, "target_parameters",
+                     "[\"mlp.experts.down_proj\", \"mlp.experts.gate_up_proj\"]");
+        json_decref(config);
+        f.pairs[2] = (fanin_pair){"num_experts", "4"};
+    }
+    f.pairs[2].value = "3";
+    assert_refused(&f, "no multiple", "mlp.experts");
+    f.pairs[2].value = "4";
+    pair(&f, "lora_dropout", "0.1");
+    assert_refused(&f, "lora_dropout", "");
+    f.table.n_pairs--;
+    pair(&f, "target_parameters", "[\"mlp.experts.gate_up_proj\"]");
+    assert_refused(&f, "names cannot be told", "mlp.experts");
+    f.pairs[3].value = "[\"mlp.experts.w13\", \"mlp.experts.w2\"]";
+    assert_refused(&f, "names cannot be told", "mlp.experts");
+    f.pairs[3].value = "[\"gate_up_proj\", \"down_proj\"]";
+    json_t *config = make(&f);
+    assert_field(config, "target_parameters", "[\"gate_up_proj\", \"down_proj\"]");
+    json_decref(config);
+}
+
+static void fused_experts_of_unusual_shape_are_refused(void **state)
+{
+    (void)state;
+    fixture f = {0};
+    usual_pairs(&f);
+    pair(&f, "r", "4");
+    add_layer(&f, "model.mlp.experts", 16, 16, 32);
+    assert_refused(&f, "names cannot be told", "mlp.experts");
+    pair(&f, "target_parameters", "[\"mlp.experts.w2\"]");
+    json_t *config = make(&f);
+    assert_field(config, "rank_pattern", "{}");
+    assert_field(config, "target_modules", "[]");
+    json_decref(config);
+
+    fixture g = {0};
+    usual_pairs(&g);
+    pair(&g, "r", "4");
+    add_layer(&g, "model.mlp.experts.base_layer", 16, 32, 32);
+    assert_refused(&g, "not complete", "mlp.experts.base_layer");
+}
+
+#define CONFIG(fields)                                                                 \
+    "{\"peft_type\": \"LORA\", \"base_model_name_or_path\": \"org/model\"," fields "}"
+
+static void a_given_configuration_is_kept_whole(void **state)
+{
+    (void)state;
+    fixture f = {0};
+    pair(&f, "peft_config",
+         CONFIG("\"r\": 8, \"lora_alpha\": 16, \"target_modules\": [\"q\", \"unused\"],"
+                "\"inference_mode\": false, \"corda_config\": null, \"zz\": [1, "
+                "{\"a\": 2}]"));
+    pair(&f, "lora_alpha", "16.0");
+    pair(&f, "target_modules", "[\"unused\", \"q\"]");
+    pair(&f, "revision", "main");
+    add_layer(&f, "m.q", 8, 16, 16);
+    json_t *config = make(&f);
+    json_t *wanted = json_loads(f.pairs[0].value, 0, NULL);
+    json_object_set_new(wanted, "revision", json_string("main"));
+    assert_true(json_equal(config, wanted));
+    json_decref(wanted);
+    json_decref(config);
+    f.pairs[1].value = "32";
+    assert_refused(&f, "lora_alpha is '32', which contradicts", "");
+}
+
+static void a_given_configuration_must_fit(void **state)
+{
+    (void)state;
+    static const struct {
+        const char *config, *why, *key;
+    } cases[] = {
+        {"{", "no JSON object", ""},
+        {"[]", "no JSON object", ""},
+        {"{\"r\": 8, \"r\": 9}", "no JSON object", ""},
+        {"{\"r\": 8}", "no peft_type", ""},
+        {"{\"peft_type\": \"LORA\", \"r\": 8}", "base model", ""},
+        {CONFIG("\"r\": 4, \"target_modules\": [\"q\", \"k\"]"), "rank 4", "lora_A"},
+        {CONFIG("\"r\": \"8\", \"target_modules\": [\"q\", \"k\"]"), "positive integer",
+         ""},
+        {CONFIG("\"r\": 8, \"target_modules\": [\"q\"]"), "m.k has a LoRA layer",
+         "m.k"},
+        {CONFIG("\"r\": 8, \"target_modules\": [\"q\", \"xk\", \"k.x\"]"),
+         "m.k has a LoRA layer", "m.k"},
+        {CONFIG("\"r\": 8, \"target_modules\": \"m.q\""), "m.k has a LoRA layer",
+         "m.k"},
+        {CONFIG("\"r\": 8, \"rank_pattern\": {\"q\": 16}"), "rank 16", "m.q"},
+        {CONFIG("\"r\": 8, \"rank_pattern\": {\"(q|x)\": 16, \"k\": 4}"), "rank 4",
+         "m.k"},
+        {CONFIG("\"r\": 16, \"rank_pattern\": {\"(q)\": 4}"), "16", "m."},
+        {CONFIG("\"r\": 8, \"rank_pattern\": {\"q\": \"x\"}"), "rank_pattern", ""},
+        {CONFIG("\"r\": 8, \"rank_pattern\": []"), "rank_pattern", ""},
+        {CONFIG("\"r\": 8, \"use_dora\": true"), "use_dora is set", "m."},
+        {CONFIG("\"r\": 8, \"lora_bias\": true"), "lora_bias is set", "m."},
+        {CONFIG("\"r\": 8, \"modules_to_save\": [\"lm_head\"]"), "no tensor", ""},
+    };
+    for (size_t i = 0; i < sizeof(cases) / sizeof(cases[0]); i++) {
+        fixture f = {0};
+        pair(&f, "peft_config", cases[i].config);
+        add_layer(&f, "m.q", 8, 16, 16);
+        add_layer(&f, "m.k", 8, 16, 16);
+        assert_refused(&f, cases[i].why, cases[i].key);
+    }
+}
+
+static void what_cannot_be_proven_is_believed(void **state)
+{
+    (void)state;
+    static const char *const configs[] = {
+        CONFIG("\"target_modules\": \"all-linear\""), /* PEFT's default r is 8 */
+        CONFIG("\"r\": 8, \"target_modules\": null"),
+        CONFIG("\"r\": 8, \"target_modules\": \".*\\\\.(q|k)\""),
+        CONFIG("\"r\": 8, \"target_modules\": \"m\\\\.\\\\w\""),
+        CONFIG("\"r\": 4, \"rank_pattern\": {\"(q|k)\": 8}"),
+        CONFIG("\"r\": 4, \"rank_pattern\": {\"q\": 8, \"m.k\": 8}"),
+        "{\"peft_type\": \"IA3\", \"base_model_name_or_path\": \"m\", \"r\": 3}",
+    };
+    for (size_t i = 0; i < sizeof(configs) / sizeof(configs[0]); i++) {
+        fixture f = {0};
+        pair(&f, "peft_config", configs[i]);
+        add_layer(&f, "m.q", 8, 16, 16);
+        add_layer(&f, "m.k", 8, 16, 16);
+        add(&f, "m.k.lora_A.odd.one.weight", 2, 2);
+        json_decref(make(&f));
+    }
+}
+
+static void given_fused_experts_are_checked(void **state)
+{
+    (void)state;
+    static const struct {
+        const char *config, *why;
+    } cases[] = {
+        {CONFIG("\"r\": 4, \"target_modules\": [\"q_proj\"], \"target_parameters\":"
+                "[\"mlp.experts.gate_up_proj\", \"mlp.experts.down_proj\"],"
+                "\"rank_pattern\": {\".*\\\\.gate_up_proj\": 8}"),
+         NULL},
+        {CONFIG("\"r\": 4, \"target_modules\": [\"q_proj\"], \"target_parameters\":"
+                "[\"mlp.experts.gate_up_proj\", \"mlp.experts.down_proj\"]"),
+         "times the number of experts"},
+        {CONFIG("\"r\": 4, \"target_modules\": [\"q_proj\"], \"target_parameters\":"
+                "[\"mlp.experts.gate_up_proj\", \"mlp.experts.down_proj\"],"
+                "\"rank_pattern\": {\".*\\\\.gate_up_proj\": 16}"),
+         "times the number of experts"},
+        {CONFIG("\"r\": 4, \"target_modules\": [\"q_proj\"], \"target_parameters\":"
+                "[\"other.gate_up_proj\"]"),
+         "do not name it"},
+    };
+    for (size_t i = 0; i < sizeof(cases) / sizeof(cases[0]); i++) {
+        fixture f = {0};
+        pair(&f, "peft_config", cases[i].config);
+        add_layer(&f, "model.layers.0.self_attn.q_proj", 4, 32, 32);
+        add_fused(&f, "model.layers.0.mlp.experts", 8, 4);
+        if (cases[i].why)
+            assert_refused(&f, cases[i].why, "mlp.experts");
+        else
+            json_decref(make(&f));
+        pair(&f, "num_experts", "5");
+        assert_refused(&f, "", "mlp.experts");
+    }
+}
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(names_become_those_on_disk),
+        cmocka_unit_test(the_longest_name_fits),
+        cmocka_unit_test(suffixes_do_not_begin_with_numbers),
+        cmocka_unit_test(patterns_match_as_in_peft),
+        cmocka_unit_test(hostile_patterns_end),
+        cmocka_unit_test(escaped_text_matches_itself_only),
+        cmocka_unit_test(a_plain_adapter_is_derived),
+        cmocka_unit_test(the_text_is_as_peft_writes_it),
+        cmocka_unit_test(differing_ranks_become_a_pattern),
+        cmocka_unit_test(what_nothing_tells_is_refused),
+        cmocka_unit_test(broken_layers_are_refused),
+        cmocka_unit_test(one_name_twice_is_refused),
+        cmocka_unit_test(embeddings_dora_and_bias_are_derived),
+        cmocka_unit_test(saved_modules_are_listed),
+        cmocka_unit_test(fused_experts_are_derived_where_provable),
+        cmocka_unit_test(fused_experts_of_unusual_shape_are_refused),
+        cmocka_unit_test(a_given_configuration_is_kept_whole),
+        cmocka_unit_test(a_given_configuration_must_fit),
+        cmocka_unit_test(what_cannot_be_proven_is_believed),
+        cmocka_unit_test(given_fused_experts_are_checked),
+    };
+    return cmocka_run_group_tests_name("peft_config", tests, NULL, NULL);
+}

@@ -1,0 +1,499 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include "plan_world.h"
+#include "testing.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#define SHAPE(...) ((const uint64_t[]){__VA_ARGS__})
+
+static block rows(uint64_t offset, uint64_t extent, uint64_t columns)
+{
+    return (block){.n_dims = 2, .offset = {offset, 0}, .extent = {extent, columns}};
+}
+
+static plan *plan_of(const world *w, const landing *l)
+{
+    fanin_error error = FANIN_ERROR_INIT;
+    plan *p;
+    if (world_plan(w, l, &p, &error) != FANIN_OK)
+        fail_msg("%s", error.message);
+    world_check_plan(w, l, p);
+    return p;
+}
+
+/* Plans, executes, compares; the plan stays. */
+static plan *plan_and_run(const world *w, landing *l)
+{
+    plan *p = plan_of(w, l);
+    world_execute(w, l, p);
+    return p;
+}
+
+static fanin_error refused(const world *w, const landing *l, fanin_status expected)
+{
+    fanin_error error = FANIN_ERROR_INIT;
+    plan *p;
+    assert_int_equal(world_plan(w, l, &p, &error), expected);
+    assert_null(p);
+    assert_int_equal(error.status, expected);
+    return error;
+}
+
+static fanin_error incomplete(const world *w)
+{
+    landing l;
+    landing_whole(&l, w);
+    fanin_error error = refused(w, &l, FANIN_ERR_INCOMPLETE);
+    landing_free(&l);
+    assert_string_not_equal(error.remedy, "");
+    return error;
+}
+
+/* ---------------------------------------------------------------- proof */
+
+static void uneven_chunks_land_in_order(void **state)
+{
+    (void)state;
+    world w;
+    landing l;
+    world_init(&w, 4, 1);
+    world_key(&w, FANIN_DTYPE_BF16, 2, SHAPE(10, 7));
+    for (uint32_t r = 0; r < 4; r++)
+        world_hold_chunks(&w, r, 0, 4, r);
+    world_seal(&w, NULL);
+    landing_whole(&l, &w);
+    plan *p = plan_and_run(&w, &l);
+    static const uint64_t expected[] = {3, 3, 3, 1};
+    for (int r = 0; r < 4; r++) {
+        assert_int_equal(p->ranks[r].n_pieces, 1);
+        assert_int_equal(p->ranks[r].bytes, expected[r] * 14);
+        assert_int_equal(p->ranks[r].pieces[0].to, (uint64_t)r * 3 * 14);
+    }
+    assert_false(p->has_replicas);
+    assert_int_equal(p->tensors, 1);
+    plan_free(&p);
+    landing_free(&l);
+    world_free(&w);
+}
+
+static void missing_rank_is_named(void **state)
+{
+    (void)state;
+    world w;
+    const bool absent[4] = {false, true, false, false};
+    world_init(&w, 4, 1);
+    world_key(&w, FANIN_DTYPE_F32, 2, SHAPE(3, 5)); /* rank 1 holds a row of it */
+    world_key(&w, FANIN_DTYPE_F32, 2, SHAPE(10, 5));
+    for (uint32_t r = 0; r < 4; r++)
+        world_hold_chunks(&w, r, 0, 4, r);
+    world_seal(&w, absent);
+    fanin_error e = incomplete(&w);
+    assert_string_equal(e.key, "key00000");
+    assert_int_equal(e.rank, 1);
+    assert_non_null(strstr(e.message, "key00000: row 1 of 3 (dimension 0)"));
+    assert_non_null(strstr(e.message, "held by no connected rank"));
+    assert_non_null(strstr(e.message, "rank 1 should hold"));
+    world_free(&w);
+}
+
+static void missing_rows_are_named(void **state)
+{
+    (void)state;
+    world w;
+    const bool absent[4] = {false, true, false, false};
+    world_init(&w, 4, 1);
+    world_key(&w, FANIN_DTYPE_F32, 2, SHAPE(1, 5));
+    world_key(&w, FANIN_DTYPE_F32, 2, SHAPE(10, 5));
+    for (uint32_t r = 0; r < 4; r++)
+        world_hold_chunks(&w, r, 0, 4, r);
+    world_seal(&w, absent);
+    fanin_error e = incomplete(&w);
+    assert_string_equal(e.key, "key00001");
+    assert_int_equal(e.rank, 1);
+    assert_non_null(strstr(e.message, "rows 3..5 of 10 (dimension 0)"));
+    world_free(&w);
+}
+
+/* Both holders of a share are gone: neither is *the* rank at fault. */
+static void missing_replicas_are_told(void **state)
+{
+    (void)state;
+    world w;
+    const bool absent[8] = {false, true, false, false, false, true, false, false};
+    world_init(&w, 8, 1);
+    world_key(&w, FANIN_DTYPE_F32, 2, SHAPE(8, 5));
+    for (uint32_t r = 0; r < 8; r++)
+        world_hold_chunks(&w, r, 0, 4, r % 4);
+    world_seal(&w, absent);
+    fanin_error e = incomplete(&w);
+    assert_int_equal(e.rank, -1);
+    assert_non_null(strstr(e.message, "rows 2..3 of 8 (dimension 0)"));
+    world_free(&w);
+}
+
+static void different_cuts_conflict(void **state)
+{
+    (void)state;
+    world w;
+    world_init(&w, 3, 1);
+    world_key(&w, FANIN_DTYPE_F32, 2, SHAPE(10, 4));
+    block first = rows(0, 3, 4), second = rows(3, 4, 4), third = rows(5, 5, 4);
+    world_hold(&w, 0, 0, &first, 0, 0, LAYOUT_PACKED);
+    world_hold(&w, 1, 0, &second, 0, 0, LAYOUT_PACKED);
+    world_hold(&w, 2, 0, &third, 0, 0, LAYOUT_PACKED);
+    world_seal(&w, NULL);
+    fanin_error e = incomplete(&w);
+    assert_string_equal(e.key, "key00000");
+    assert_int_equal(e.rank, -1);
+    assert_non_null(strstr(e.message, "rows 5..6 of 10 (dimension 0) held by ranks 1 and 2 "
+                                      "differently"));
+    world_free(&w);
+}
+
+static void conflict_inside_of_a_rank_names_it(void **state)
+{
+    (void)state;
+    world w;
+    world_init(&w, 3, 1);
+    world_key(&w, FANIN_DTYPE_F32, 2, SHAPE(10, 4));
+    block first = rows(0, 6, 4), second = rows(5, 5, 4);
+    world_hold(&w, 0, 0, &first, 0, 0, LAYOUT_PACKED);
+    world_hold(&w, 2, 0, &first, 0, 0, LAYOUT_PACKED);
+    world_hold(&w, 2, 0, &second, 0, 0, LAYOUT_PACKED);
+    world_seal(&w, NULL);
+    fanin_error e = incomplete(&w);
+    assert_int_equal(e.rank, 2);
+    assert_non_null(strstr(e.message, "row 5 of 10 (dimension 0) held by rank 2 twice"));
+    world_free(&w);
+}
+
+static void holes_of_grids_name_both_dimensions(void **state)
+{
+    (void)state;
+    world w;
+    world_init(&w, 4, 1);
+    world_key(&w, FANIN_DTYPE_U8, 2, SHAPE(8, 16));
+    for (uint32_t r = 0; r < 3; r++) {
+        block b = {.n_dims = 2, .offset = {r / 2 * 4, r % 2 * 8}, .extent = {4, 8}};
+        world_hold(&w, r, 0, &b, 0, 0, LAYOUT_PACKED);
+    }
+    world_seal(&w, NULL);
+    fanin_error e = incomplete(&w);
+    assert_int_equal(e.rank, -1);
+    assert_non_null(strstr(
+        e.message, "rows 4..7 of 8 (dimension 0), columns 8..15 of 16 (dimension 1)"));
+    world_free(&w);
+}
+
+static void tensors_that_nobody_wants_are_proven_too(void **state)
+{
+    (void)state;
+    world w;
+    landing l = {0};
+    world_init(&w, 1, 1);
+    world_key(&w, FANIN_DTYPE_U8, 2, SHAPE(4, 4));
+    world_key(&w, FANIN_DTYPE_U8, 0, NULL);
+    block all = rows(0, 4, 4);
+    world_hold(&w, 0, 0, &all, 0, 0, LAYOUT_PACKED);
+    world_seal(&w, NULL);
+    landing_add(&l, &w, 0, &all, false);
+    fanin_error e = refused(&w, &l, FANIN_ERR_INCOMPLETE);
+    assert_string_equal(e.key, "key00001");
+    assert_non_null(strstr(e.message, "the whole tensor held by no connected rank"));
+    landing_free(&l);
+    world_free(&w);
+}
+
+static void empty_shards_and_tensors_need_nobody(void **state)
+{
+    (void)state;
+    world w;
+    landing l;
+    bool use[16];
+    world_init(&w, 16, 1);
+    world_key(&w, FANIN_DTYPE_BF16, 2, SHAPE(8, 64));
+    world_key(&w, FANIN_DTYPE_BF16, 2, SHAPE(0, 64));
+    for (uint32_t r = 0; r < 16; r++)
+        world_hold_chunks(&w, r, 0, 16, r);
+    world_seal(&w, NULL);
+    landing_whole(&l, &w);
+    plan *p = plan_and_run(&w, &l);
+    for (uint32_t r = 0; r < 16; r++) {
+        assert_int_equal(p->ranks[r].n_pieces, r < 8);
+        use[r] = r < 8;
+    }
+    assert_int_equal(p->tensors, 2);
+    assert_false(p->has_replicas);
+    assert_true(plan_sufficient(w.keys, w.sources, w.n_sources, use));
+    use[7] = false;
+    assert_false(plan_sufficient(w.keys, w.sources, w.n_sources, use));
+    plan_free(&p);
+    landing_free(&l);
+    world_free(&w);
+}
+
+static void nothing_is_planned_from_nothing(void **state)
+{
+    (void)state;
+    world w;
+    landing l;
+    world_init(&w, 0, 1);
+    world_key(&w, FANIN_DTYPE_F64, 1, SHAPE(0));
+    world_seal(&w, NULL);
+    landing_whole(&l, &w);
+    plan *p = plan_and_run(&w, &l);
+    assert_int_equal(p->n_ranks, 0);
+    assert_true(plan_sufficient(w.keys, w.sources, 0, NULL));
+    plan_free(&p);
+    landing_free(&l);
+    world_free(&w);
+}
+
+/* --------------------------------------------------------------- choice */
+
+static void neighbouring_boxes_stay_together(void **state)
+{
+    (void)state;
+    world w;
+    landing l;
+    world_init(&w, 8, 1);
+    for (int i = 0; i < 100; i++)
+        world_key(&w, FANIN_DTYPE_BF16, 2, SHAPE(i % 2 ? 16 : 40, 9));
+    for (uint32_t r = 0; r < 8; r++)
+        world_hold_chunks(&w, r, 0, 4, r % 4);
+    world_seal(&w, NULL);
+    landing_whole(&l, &w);
+    plan *p = plan_and_run(&w, &l);
+    assert_true(p->has_replicas);
+    uint64_t box = 10 * 9 * 2;
+    for (uint32_t r = 0; r < 8; r++) {
+        const plan_rank *rank = &p->ranks[r];
+        assert_in_range(rank->bytes, p->bytes / 8 - box, p->bytes / 8 + box);
+        for (uint64_t i = 0; i < rank->n_pieces; i++) {
+            assert_int_equal(rank->pieces[i].box, rank->pieces[0].box + i);
+            assert_int_equal(rank->pieces[i].offset, 0);
+            assert_int_equal(rank->pieces[i].view, 0);
+        }
+    }
+    plan_free(&p);
+    landing_free(&l);
+    world_free(&w);
+}
+
+/* Rank 0 holds everything, 1 and 2 a half each: a third for each of them. */
+static void unequal_replicas_are_levelled(void **state)
+{
+    (void)state;
+    world w;
+    landing l;
+    world_init(&w, 3, 1);
+    for (uint32_t i = 0; i < 120; i++)
+        world_key(&w, FANIN_DTYPE_U8, 2, SHAPE(10, 10));
+    block all = rows(0, 10, 10);
+    for (uint32_t i = 0; i < 120; i++) {
+        world_hold(&w, 0, i, &all, 0, 0, LAYOUT_PACKED);
+        world_hold(&w, i < 60 ? 1 : 2, i, &all, 0, 0, LAYOUT_PACKED);
+    }
+    world_seal(&w, NULL);
+    landing_whole(&l, &w);
+    plan *p = plan_and_run(&w, &l);
+    for (int r = 0; r < 3; r++)
+        assert_in_range(p->ranks[r].bytes, 3900, 4100);
+    plan_free(&p);
+    landing_free(&l);
+    world_free(&w);
+}
+
+/* What only one rank has counts before replicas are shared out. */
+static void lone_boxes_count_as_load(void **state)
+{
+    (void)state;
+    world w;
+    landing l;
+    world_init(&w, 2, 1);
+    for (uint32_t i = 0; i < 40; i++)
+        world_key(&w, FANIN_DTYPE_U8, 2, SHAPE(10, 10));
+    block all = rows(0, 10, 10);
+    for (uint32_t i = 0; i < 40; i++) {
+        world_hold(&w, 0, i, &all, 0, 0, LAYOUT_PACKED);
+        if (i >= 10)
+            world_hold(&w, 1, i, &all, 0, 0, LAYOUT_PACKED);
+    }
+    world_seal(&w, NULL);
+    landing_whole(&l, &w);
+    plan *p = plan_and_run(&w, &l);
+    assert_int_equal(p->ranks[0].bytes, 2000);
+    assert_int_equal(p->ranks[1].bytes, 2000);
+    assert_true(p->has_replicas); /* rank 1 */
+    plan_free(&p);
+    landing_free(&l);
+    world_free(&w);
+}
+
+/* -------------------------------------------------------------- landing */
+
+static void long_boxes_become_several_pieces(void **state)
+{
+    (void)state;
+    world w;
+    landing l;
+    world_init(&w, 2, 1);
+    world_key(&w, FANIN_DTYPE_U8, 2, SHAPE(2100, 4099));
+    world_key(&w, FANIN_DTYPE_U8, 1, SHAPE(PIECE_MAX + 3));
+    for (uint32_t r = 0; r < 2; r++) {
+        block half = {.n_dims = 2, .offset = {0, r * 4000}, .extent = {2100, r ? 99 : 4000}};
+        world_hold(&w, r, 0, &half, 0, 0, LAYOUT_PACKED);
+    }
+    block line = {.n_dims = 1, .extent = {PIECE_MAX + 3}};
+    world_hold(&w, 1, 1, &line, 0, 0, LAYOUT_PACKED);
+    world_seal(&w, NULL);
+    landing_whole(&l, &w);
+    plan *p = plan_and_run(&w, &l);
+    assert_int_equal(p->ranks[0].n_pieces, 3); /* 8.4 MB, by rows */
+    assert_int_equal(p->ranks[0].pieces[0].length % 4000, 0);
+    assert_int_equal(p->ranks[1].n_pieces, 1 + 2);
+    assert_int_equal(p->n_views, 2);
+    span_rule rule = {.max_length = 1 << 20, .max_gap = 4096, .direct_from = 64 << 10};
+    world_execute_spans(&w, &l, p, &rule);
+    plan_free(&p);
+    landing_free(&l);
+    world_free(&w);
+}
+
+static void equal_geometries_share_views(void **state)
+{
+    (void)state;
+    world w;
+    landing l;
+    world_init(&w, 4, 1);
+    for (uint32_t i = 0; i < 300; i++)
+        world_key(&w, FANIN_DTYPE_BF16, 2, SHAPE(i % 2 ? 8 : 6, 32));
+    for (uint32_t r = 0; r < 4; r++)
+        world_hold_chunks(&w, r, 1, 4, r);
+    world_seal(&w, NULL);
+    landing_whole(&l, &w);
+    plan *p = plan_and_run(&w, &l);
+    assert_int_equal(p->n_views, 2);
+    for (int r = 0; r < 4; r++)
+        assert_int_equal(p->ranks[r].n_pieces, 300);
+    plan_free(&p);
+    landing_free(&l);
+    world_free(&w);
+}
+
+/* One box, some columns of it wanted: how many pieces, and bytes asked for. */
+static void check_columns(uint64_t columns, uint64_t wanted, uint64_t pieces,
+                          uint64_t bytes)
+{
+    world w;
+    landing l = {0};
+    world_init(&w, 1, 1);
+    world_key(&w, FANIN_DTYPE_U8, 2, SHAPE(64, columns));
+    world_hold_chunks(&w, 0, 0, 1, 0);
+    world_seal(&w, NULL);
+    block b = {.n_dims = 2, .offset = {0, 3}, .extent = {64, wanted}};
+    landing_add(&l, &w, 0, &b, false);
+    plan *p = plan_and_run(&w, &l);
+    assert_int_equal(p->ranks[0].n_pieces, pieces);
+    assert_int_equal(p->ranks[0].bytes, bytes);
+    assert_int_equal(p->ranks[0].pieces[0].offset, 3);
+    plan_free(&p);
+    landing_free(&l);
+    world_free(&w);
+}
+
+static void short_runs_are_read_along_with_gaps(void **state)
+{
+    (void)state;
+    check_columns(1024, 4, 1, 63 * 1024 + 4);
+    check_columns(1024, 511, 1, 63 * 1024 + 511);
+    check_columns(1024, 512, 64, 64 * 512); /* long enough for pieces of their own */
+    check_columns(4100, 4, 1, 63 * 4100 + 4);
+    check_columns(4101, 4, 64, 64 * 4); /* gaps too wide */
+}
+
+static void slices_of_one_tensor_are_ordered_by_source(void **state)
+{
+    (void)state;
+    world w;
+    landing l = {0};
+    world_init(&w, 2, 1);
+    world_key(&w, FANIN_DTYPE_F16, 2, SHAPE(12, 10));
+    for (uint32_t r = 0; r < 2; r++)
+        world_hold_chunks(&w, r, 0, 2, r);
+    world_seal(&w, NULL);
+    for (uint64_t i = 0; i < 12; i++) {
+        block b = rows(11 - i, 1, 10);
+        landing_add(&l, &w, 0, &b, i % 2 != 0);
+    }
+    plan *p = plan_and_run(&w, &l);
+    assert_int_equal(p->tensors, 1);
+    assert_int_equal(p->ranks[0].n_pieces, 6);
+    plan_free(&p);
+    landing_free(&l);
+    world_free(&w);
+}
+
+static void targets_that_make_no_sense_are_refused(void **state)
+{
+    (void)state;
+    world w;
+    landing l = {0};
+    world_init(&w, 1, 1);
+    world_key(&w, FANIN_DTYPE_F4, 2, SHAPE(4, 8));
+    world_hold_chunks(&w, 0, 0, 1, 0);
+    world_seal(&w, NULL);
+    block all = rows(0, 4, 8);
+    landing_add(&l, &w, 0, &all, false);
+    plan_target good = l.targets[0];
+
+    l.targets[0].key = 1;
+    refused(&w, &l, FANIN_ERR_ARGUMENT);
+    l.targets[0] = good;
+    l.targets[0].block.n_dims = 1;
+    refused(&w, &l, FANIN_ERR_ARGUMENT);
+    l.targets[0] = good;
+    l.targets[0].block.offset[0] = UINT64_MAX;
+    fanin_error e = refused(&w, &l, FANIN_ERR_ARGUMENT);
+    assert_string_equal(e.key, "key00000");
+    assert_non_null(strstr(e.message, "outside"));
+    l.targets[0] = good;
+    l.targets[0].block.extent[1] = 3; /* one byte and a half */
+    e = refused(&w, &l, FANIN_ERR_ARGUMENT);
+    assert_non_null(strstr(e.message, "whole bytes"));
+    l.targets[0] = good;
+    plan *p = plan_and_run(&w, &l);
+    plan_free(&p);
+
+    l.n_targets = 0; /* and no to_of_key */
+    refused(&w, &l, FANIN_ERR_ARGUMENT);
+    landing_free(&l);
+    world_free(&w);
+}
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(uneven_chunks_land_in_order),
+        cmocka_unit_test(missing_rank_is_named),
+        cmocka_unit_test(missing_rows_are_named),
+        cmocka_unit_test(missing_replicas_are_told),
+        cmocka_unit_test(different_cuts_conflict),
+        cmocka_unit_test(conflict_inside_of_a_rank_names_it),
+        cmocka_unit_test(holes_of_grids_name_both_dimensions),
+        cmocka_unit_test(tensors_that_nobody_wants_are_proven_too),
+        cmocka_unit_test(empty_shards_and_tensors_need_nobody),
+        cmocka_unit_test(nothing_is_planned_from_nothing),
+        cmocka_unit_test(neighbouring_boxes_stay_together),
+        cmocka_unit_test(unequal_replicas_are_levelled),
+        cmocka_unit_test(lone_boxes_count_as_load),
+        cmocka_unit_test(long_boxes_become_several_pieces),
+        cmocka_unit_test(equal_geometries_share_views),
+        cmocka_unit_test(short_runs_are_read_along_with_gaps),
+        cmocka_unit_test(slices_of_one_tensor_are_ordered_by_source),
+        cmocka_unit_test(targets_that_make_no_sense_are_refused),
+    };
+    return cmocka_run_group_tests_name("plan", tests, NULL, NULL);
+}

@@ -1,0 +1,386 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* What a well-behaved client sees of a server, message by message. */
+#include "server_peer.h"
+#include "socket.h"
+#include "testing.h"
+
+#include <pthread.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+static uint8_t memory[3][1000];
+
+static fanin_server *start_published(uint64_t step)
+{
+    fanin_server *s = server_start(NULL);
+    for (size_t i = 0; i < sizeof memory; i++)
+        ((uint8_t *)memory)[i] = (uint8_t)(i * 7 + i / 251);
+    server_put(s, RUN, "b", memory[1], 1000);
+    server_put(s, RUN, "a", memory[0], 700);
+    server_commit(s, step);
+    return s;
+}
+
+static void hello_tells_who_answers(void **state)
+{
+    (void)state;
+    fanin_server_config c = server_config();
+    c.name = "job";
+    c.rank = 3;
+    c.world_size = 8;
+    c.lease_ms = 250;
+    fanin_server *s = server_start(&c);
+    peer p = peer_connect_unix(s);
+    uint8_t id[16] = {9};
+    msg_hello_ok ok = peer_hello(&p, ROLE_CONTROL, id);
+    assert_string_equal(ok.server_name, "job_3");
+    assert_int_equal(ok.rank, 3);
+    assert_int_equal(ok.world_size, 8);
+    assert_int_equal(ok.lease_ms, 250);
+    assert_int_equal(ok.paths, 1u << WIRE_PATH_STREAM);
+    assert_memory_equal(ok.world_id, c.world_id, 16);
+    assert_true(strlen(ok.host_id) > 32);
+    assert_string_equal(ok.warnings, "");
+    fanin_server *other = server_start(NULL);
+    peer q = peer_connect(other);
+    msg_hello_ok second = peer_hello(&q, ROLE_CONTROL, id);
+    assert_memory_not_equal(second.incarnation, ok.incarnation, 16);
+    assert_memory_not_equal(second.session, ok.session, 16);
+    peer_close(&q);
+    peer_close(&p);
+    fanin_server_destroy(&other, 0);
+    fanin_server_destroy(&s, 0);
+}
+
+static msg_list_entry *list(peer *p, const char *publication, uint32_t *count)
+{
+    buffer b = {0};
+    msg_list_entry *entries;
+    encode_list(&b, ++p->request, publication);
+    peer_send(p, &b);
+    body in = peer_expect(p, MSG_LIST_OK);
+    assert_int_equal(decode_list_ok(&in, &entries, count), FANIN_OK);
+    return entries;
+}
+
+static void list_shows_publications_and_states(void **state)
+{
+    (void)state;
+    fanin_server *s = start_published(4);
+    server_put(s, "lora:other", "x", memory[2], 10);
+    peer p = peer_open(s);
+    uint32_t count;
+    msg_list_entry *entries = list(&p, NULL, &count);
+    assert_int_equal(count, 2);
+    assert_string_equal(entries[0].publication, RUN);
+    assert_int_equal(entries[0].step, 4);
+    assert_int_equal(entries[0].state, WIRE_STATE_STABLE);
+    assert_int_equal(entries[0].tensors, 2);
+    assert_int_equal(entries[0].bytes, 1700);
+    assert_int_equal(entries[0].epoch % 2, 0);
+    assert_string_equal(entries[1].publication, "lora:other");
+    assert_int_equal(entries[1].state, WIRE_STATE_UNPUBLISHED);
+    free(entries);
+    server_begin(s);
+    entries = list(&p, RUN, &count);
+    assert_int_equal(count, 1);
+    assert_int_equal(entries[0].state, WIRE_STATE_WRITING);
+    assert_int_equal(entries[0].epoch % 2, 1);
+    free(entries);
+    free(list(&p, "lora:absent", &count));
+    assert_int_equal(count, 0);
+    peer_close(&p);
+    fanin_server_destroy(&s, 0);
+}
+
+static void catalog_and_bytes(peer *control, peer *data)
+{
+    key_table *keys;
+    box_table *boxes;
+    grant g = peer_lease(control);
+    peer_catalog(control, &g, &keys, &boxes);
+    assert_int_equal(keys->count, 2);
+    assert_string_equal(keys->entries[0].name, "a");
+    assert_int_equal(keys->entries[1].bytes, 1000);
+    assert_int_equal(box_table_count(boxes), 2);
+    uint8_t got[1700];
+    read_entry all = {.box = 0, .count = 2};
+    peer_read(data, &g, &all, 1, got, 1700);
+    assert_memory_equal(got, memory[0], 700);
+    assert_memory_equal(got + 700, memory[1], 1000);
+    read_entry parts[] = {{.box = 1, .offset = 10, .length = 5},
+                          {.box = 0, .count = 1},
+                          {.box = 1, .offset = 999, .length = 1}};
+    peer_read(data, &g, parts, 3, got, 706);
+    assert_memory_equal(got, memory[1] + 10, 5);
+    assert_memory_equal(got + 5, memory[0], 700);
+    assert_int_equal(got[705], memory[1][999]);
+    msg_end_ok end = peer_end(control, &g, false);
+    assert_true(end.good);
+    assert_int_equal(end.step, 9);
+    assert_false(peer_end(control, &g, false).good);
+    box_table_free(&boxes);
+    key_table_free(&keys);
+}
+
+static void a_pull_over_tcp_and_over_unix(void **state)
+{
+    (void)state;
+    fanin_server *s = start_published(9);
+    peer tcp = peer_open(s), local = peer_open_unix(s);
+    peer tcp_data = peer_data(s, &tcp), local_data = peer_data(s, &local);
+    catalog_and_bytes(&tcp, &tcp_data);
+    catalog_and_bytes(&local, &local_data);
+    peer_ping(&tcp);
+    peer_ping(&tcp_data);
+    assert_int_equal(server_stats(s).pulls_good, 2);
+    peer_close(&tcp_data);
+    peer_close(&local_data);
+    peer_close(&tcp);
+    peer_close(&local);
+    fanin_server_destroy(&s, 0);
+}
+
+static void regions_without_keys_have_no_addresses(void **state)
+{
+    (void)state;
+    fanin_server *s = start_published(1);
+    peer p = peer_open(s);
+    grant g = peer_wait(&p, WIRE_RULE_NEWEST, 0);
+    buffer blob = peer_blob(&p, MSG_REGIONS, &g, WIRE_PATH_STREAM);
+    region_table *regions;
+    fanin_error error = FANIN_ERROR_INIT;
+    assert_ok(region_table_decode(blob.data, blob.size, &regions, &error), error);
+    assert_int_equal(regions->count, 1); /* both lie in neighbouring pages */
+    assert_int_equal(regions->entries[0].base, 0);
+    assert_int_equal(regions->entries[0].rkey_size, 0);
+    assert_int_equal(regions->entries[0].length, 2000);
+    region_table_free(&regions);
+    buffer_free(&blob);
+    buffer b = {0};
+    msg_open_path m = {.path = WIRE_PATH_CMA};
+    encode_open_path(&b, ++p.request, MSG_OPEN_PATH, &m);
+    peer_send(&p, &b);
+    peer_expect_error(&p, FANIN_ERR_UNSUPPORTED);
+    m.path = WIRE_PATH_STREAM;
+    encode_open_path(&b, ++p.request, MSG_OPEN_PATH, &m);
+    peer_send(&p, &b);
+    peer_expect(&p, MSG_OPEN_PATH_OK);
+    peer_close(&p);
+    fanin_server_destroy(&s, 0);
+}
+
+/* ------------------------------------------------------------------- waits */
+
+static void a_wait_is_answered_by_the_commit(void **state)
+{
+    (void)state;
+    fanin_server *s = server_start(NULL);
+    peer p = peer_open(s);
+    peer_request_wait(&p, RUN, WIRE_RULE_NEWEST, 0, 10000);
+    peer_ping(&p); /* the wait is parked: the answer to a later request comes first */
+    server_put(s, RUN, "a", memory[0], 10);
+    assert_true(peer_silent(&p, 20));
+    server_commit(s, 3);
+    msg_wait_ok ok;
+    body in = peer_expect(&p, MSG_WAIT_OK);
+    assert_int_equal(decode_wait_ok(&in, &ok), FANIN_OK);
+    assert_int_equal(ok.step, 3);
+    /* at least 5, exactly 5: the first step that is not below answers both */
+    peer_request_wait(&p, RUN, WIRE_RULE_AT_LEAST, 5, 10000);
+    peer_request_wait(&p, RUN, WIRE_RULE_EXACT, 5, 10000);
+    server_begin(s);
+    server_commit(s, 4);
+    peer_ping(&p);
+    server_begin(s);
+    server_commit(s, 6);
+    for (int i = 0; i < 2; i++) {
+        in = peer_expect(&p, MSG_WAIT_OK);
+        assert_int_equal(decode_wait_ok(&in, &ok), FANIN_OK);
+        assert_int_equal(ok.step, 6);
+    }
+    assert_true(ok.stable_ns > 0);
+    peer_close(&p);
+    fanin_server_destroy(&s, 0);
+}
+
+static void a_wait_ends_with_where_the_rank_is(void **state)
+{
+    (void)state;
+    fanin_server_config c = server_config();
+    c.rank = 3;
+    c.world_size = 4;
+    fanin_server *s = server_start(&c);
+    peer p = peer_open(s);
+    peer_request_wait(&p, RUN, WIRE_RULE_NEWEST, 0, 1);
+    msg_error e = peer_expect_error(&p, FANIN_ERR_TIMEOUT);
+    assert_non_null(strstr(e.message, "rank 3"));
+    server_put(s, RUN, "a", memory[0], 10);
+    server_commit(s, 7);
+    server_begin(s);
+    peer_request_wait(&p, RUN, WIRE_RULE_NEWEST, 0, 1);
+    e = peer_expect_error(&p, FANIN_ERR_TIMEOUT);
+    assert_non_null(strstr(e.message, "rank 3 is at step 7 (writing)"));
+    server_commit(s, 8);
+    peer_request_wait(&p, RUN, WIRE_RULE_AT_LEAST, 9, 1);
+    e = peer_expect_error(&p, FANIN_ERR_TIMEOUT);
+    assert_non_null(strstr(e.message, "rank 3 is at step 8 (stable)"));
+    peer_request_wait(&p, "lora:1", WIRE_RULE_NEWEST, 0, 10000);
+    e = peer_expect_error(&p, FANIN_ERR_NOT_FOUND);
+    assert_non_null(strstr(e.message, "lora:1"));
+    assert_non_null(strstr(e.message, RUN));
+    peer_close(&p);
+    fanin_server_destroy(&s, 0);
+}
+
+static void a_session_has_a_limited_number_of_waits(void **state)
+{
+    (void)state;
+    fanin_server *s = server_start(NULL);
+    peer p = peer_open(s);
+    for (int i = 0; i < 16; i++)
+        peer_request_wait(&p, RUN, WIRE_RULE_NEWEST, 0, 10000);
+    peer_request_wait(&p, RUN, WIRE_RULE_NEWEST, 0, 10000);
+    peer_expect_error(&p, FANIN_ERR_LIMIT);
+    assert_int_equal(p.frame.request, p.request);
+    server_put(s, RUN, "a", memory[0], 10);
+    server_commit(s, 1);
+    for (int i = 0; i < 16; i++)
+        peer_expect(&p, MSG_WAIT_OK);
+    peer_close(&p);
+    fanin_server_destroy(&s, 0);
+}
+
+static void destroy_ends_waits(void **state)
+{
+    (void)state;
+    fanin_server *s = server_start(NULL);
+    peer p = peer_open(s);
+    peer_request_wait(&p, RUN, WIRE_RULE_NEWEST, 0, 10000);
+    peer_ping(&p);
+    fanin_server_destroy(&s, 0);
+    assert_null(s);
+    /* with an answer, or at least with the end of the connection */
+    char byte;
+    assert_false(peer_silent(&p, 10000));
+    (void)byte;
+    peer_close(&p);
+}
+
+/* ----------------------------------------------------------------- watches */
+
+static msg_event next_event(peer *p)
+{
+    msg_event e;
+    body in = peer_expect(p, MSG_EVENT);
+    assert_int_equal(decode_event(&in, &e), FANIN_OK);
+    assert_string_equal(e.publication, RUN);
+    return e;
+}
+
+static void expect_event(peer *p, wire_state state, uint64_t step)
+{
+    msg_event e = next_event(p);
+    assert_int_equal(e.state, state);
+    assert_int_equal(e.step, step);
+}
+
+static void a_watch_reports_every_change(void **state)
+{
+    (void)state;
+    fanin_server *s = server_start(NULL);
+    peer p = peer_open(s);
+    buffer b = {0};
+    msg_watch m = {.publication = RUN};
+    encode_watch(&b, ++p.request, &m);
+    peer_send(&p, &b);
+    expect_event(&p, WIRE_STATE_UNPUBLISHED, 0);
+    server_put(s, RUN, "a", memory[0], 10);
+    fanin_error error = FANIN_ERROR_INIT;
+    server_commit(s, 1);
+    server_begin(s);
+    assert_ok(fanin_server_abort_update(s, RUN, &error), error);
+    server_commit(s, 2);
+    assert_ok(fanin_server_remove(s, RUN, NULL, &error), error);
+    expect_event(&p, WIRE_STATE_STABLE, 1);
+    expect_event(&p, WIRE_STATE_DRAINING, 1);
+    expect_event(&p, WIRE_STATE_WRITING, 1);
+    expect_event(&p, WIRE_STATE_UNPUBLISHED, 1);
+    expect_event(&p, WIRE_STATE_STABLE, 2);
+    expect_event(&p, WIRE_STATE_DRAINING, 2);
+    expect_event(&p, WIRE_STATE_WRITING, 2);
+    expect_event(&p, WIRE_STATE_UNPUBLISHED, 2);
+    peer_close(&p);
+    fanin_server_destroy(&s, 0);
+}
+
+/* -------------------------------------------------------------------- begin */
+
+static void begin_is_conditional(void **state)
+{
+    (void)state;
+    fanin_server *s = start_published(5);
+    peer p = peer_open(s);
+    grant good = peer_wait(&p, WIRE_RULE_NEWEST, 0), g = good;
+    g.step = 4;
+    msg_begin_ok ok = peer_begin(&p, &g);
+    assert_false(ok.granted);
+    assert_int_equal(ok.step, 5);
+    assert_int_equal(ok.state, WIRE_STATE_STABLE);
+    g = good;
+    g.catalog_version++;
+    ok = peer_begin(&p, &g);
+    assert_false(ok.granted);
+    assert_int_equal(ok.catalog_version, good.catalog_version);
+    assert_true(peer_begin(&p, &good).granted);
+    assert_true(peer_end(&p, &good, false).good);
+    server_begin(s);
+    ok = peer_begin(&p, &good);
+    assert_false(ok.granted);
+    assert_int_equal(ok.state, WIRE_STATE_WRITING);
+    fanin_server_stats stats = server_stats(s);
+    assert_int_equal(stats.begins_granted, 1);
+    assert_int_equal(stats.begins_refused, 3);
+    peer_close(&p);
+    fanin_server_destroy(&s, 0);
+}
+
+static void a_session_has_a_limited_number_of_leases(void **state)
+{
+    (void)state;
+    fanin_server *s = start_published(5);
+    peer p = peer_open(s);
+    grant g = peer_wait(&p, WIRE_RULE_NEWEST, 0);
+    for (int i = 0; i < 64; i++)
+        assert_true(peer_begin(&p, &g).granted);
+    buffer b = {0};
+    msg_begin m = {
+        .publication = RUN, .step = 5, .catalog_version = g.catalog_version};
+    encode_begin(&b, ++p.request, &m);
+    peer_send(&p, &b);
+    peer_expect_error(&p, FANIN_ERR_LIMIT);
+    assert_true(peer_end(&p, &g, true).good);
+    assert_true(peer_begin(&p, &g).granted);
+    assert_int_equal(server_stats(s).leases, 64);
+    peer_close(&p);
+    fanin_server_destroy(&s, 0);
+}
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(hello_tells_who_answers),
+        cmocka_unit_test(list_shows_publications_and_states),
+        cmocka_unit_test(a_pull_over_tcp_and_over_unix),
+        cmocka_unit_test(regions_without_keys_have_no_addresses),
+        cmocka_unit_test(a_wait_is_answered_by_the_commit),
+        cmocka_unit_test(a_wait_ends_with_where_the_rank_is),
+        cmocka_unit_test(a_session_has_a_limited_number_of_waits),
+        cmocka_unit_test(destroy_ends_waits),
+        cmocka_unit_test(a_watch_reports_every_change),
+        cmocka_unit_test(begin_is_conditional),
+        cmocka_unit_test(a_session_has_a_limited_number_of_leases),
+    };
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}

@@ -1,0 +1,336 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* For each rule of consistency a property that holds with it and is broken without it.
+   Built with FANIN_TEST_HOOKS, which lets a test take rules out. */
+#include "clock.h"
+#include "rules.h"
+#include "server_peer.h"
+#include "testing.h"
+
+#include <pthread.h>
+#include <semaphore.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+
+#define BIG ((uint64_t)LIMIT_READ_BYTES)
+
+static uint8_t *memory; /* BIG bytes */
+
+static int set_up(void **state)
+{
+    (void)state;
+    memory = malloc(BIG);
+    memset(memory, 1, BIG);
+    return memory ? 0 : -1;
+}
+
+static int tear_down(void **state)
+{
+    (void)state;
+    free(memory);
+    return 0;
+}
+
+static fanin_server *start(uint32_t lease_ms)
+{
+    fanin_server_config c = server_config();
+    c.lease_ms = lease_ms;
+    fanin_server *s = server_start(&c);
+    server_put(s, RUN, "a", memory, BIG);
+    server_commit(s, 1);
+    return s;
+}
+
+/* Runs a property with all rules, then without some. */
+static void check(bool (*holds)(void), unsigned rules)
+{
+    atomic_store(&server_rules_off, 0);
+    bool with = holds();
+    atomic_store(&server_rules_off, rules);
+    bool without = holds();
+    atomic_store(&server_rules_off, 0);
+    assert_true(with);
+    assert_false(without);
+}
+
+static wire_state state_of(peer *p)
+{
+    buffer b = {0};
+    msg_list_entry *entries;
+    uint32_t count;
+    encode_list(&b, ++p->request, RUN);
+    peer_send(p, &b);
+    body in = peer_expect(p, MSG_LIST_OK);
+    assert_int_equal(decode_list_ok(&in, &entries, &count), FANIN_OK);
+    assert_int_equal(count, 1);
+    wire_state state = (wire_state)entries[0].state;
+    free(entries);
+    return state;
+}
+
+/* begin_update in a thread of its own. */
+typedef struct update {
+    fanin_server *server;
+    pthread_t thread;
+    atomic_bool returned;
+    uint64_t ns;
+} update;
+
+static void *update_run(void *cookie)
+{
+    update *u = cookie;
+    uint64_t start_ns = clock_ns();
+    server_begin(u->server);
+    u->ns = clock_ns() - start_ns;
+    atomic_store(&u->returned, true);
+    return NULL;
+}
+
+static void update_start(update *u, fanin_server *s)
+{
+    u->server = s;
+    atomic_init(&u->returned, false);
+    assert_int_equal(pthread_create(&u->thread, NULL, update_run, u), 0);
+}
+
+/* An end that arrives within the lease, after begin_update was called, is good. */
+static bool end_in_time_is_good(void)
+{
+    fanin_server *s = start(5000);
+    peer p = peer_open(s);
+    grant g = peer_lease(&p);
+    update u;
+    update_start(&u, s);
+    while (state_of(&p) == WIRE_STATE_STABLE)
+        ;
+    bool good = peer_end(&p, &g, false).good;
+    pthread_join(u.thread, NULL);
+    peer_close(&p);
+    fanin_server_destroy(&s, 0);
+    return good;
+}
+
+static void begin_update_drains(void **state)
+{
+    (void)state;
+    check(end_in_time_is_good, RULE_DRAIN);
+}
+
+/* A reader that comes while the publication drains gets no lease. */
+static bool draining_refuses(void)
+{
+    fanin_server *s = start(5000);
+    peer p = peer_open(s);
+    grant g = peer_lease(&p), second = g;
+    update u;
+    update_start(&u, s);
+    while (state_of(&p) == WIRE_STATE_STABLE)
+        ;
+    bool refused = !peer_begin(&p, &second).granted;
+    peer_end(&p, &g, false);
+    if (!refused)
+        peer_end(&p, &second, false);
+    pthread_join(u.thread, NULL);
+    peer_close(&p);
+    fanin_server_destroy(&s, 0);
+    return refused;
+}
+
+static void draining_grants_no_lease(void **state)
+{
+    (void)state;
+    check(draining_refuses, RULE_REFUSAL);
+}
+
+/* begin_update returns although readers come all the time. */
+static bool readers_cannot_hold_up(void)
+{
+    fanin_server *s = start(100);
+    peer p = peer_open(s);
+    grant g = peer_lease(&p);
+    update u;
+    update_start(&u, s);
+    /* A new lease before the last one is over, for twenty lease times. */
+    deadline end = deadline_in_ms(2000);
+    bool returned = false;
+    while (!deadline_passed(end) && !returned) {
+        grant next = g;
+        if (peer_begin(&p, &next).granted) {
+            peer_end(&p, &g, true);
+            g = next;
+        }
+        returned = atomic_load(&u.returned);
+    }
+    pthread_join(u.thread, NULL);
+    peer_close(&p);
+    fanin_server_destroy(&s, 0);
+    return returned && u.ns < UINT64_C(1000000000);
+}
+
+static void begin_update_is_bounded(void **state)
+{
+    (void)state;
+    /* Each rule alone is enough ... */
+    atomic_store(&server_rules_off, RULE_REFUSAL);
+    assert_true(readers_cannot_hold_up());
+    atomic_store(&server_rules_off, RULE_DRAIN_DEADLINE);
+    assert_true(readers_cannot_hold_up());
+    /* ... without both there is no bound. */
+    check(readers_cannot_hold_up, RULE_REFUSAL | RULE_DRAIN_DEADLINE);
+}
+
+static bool late_end_is_stale(void)
+{
+    fanin_server *s = start(0);
+    peer p = peer_open(s);
+    grant g = peer_lease(&p);
+    server_begin(s);
+    server_commit(s, 2);
+    bool stale = !peer_end(&p, &g, false).good;
+    peer_close(&p);
+    fanin_server_destroy(&s, 0);
+    return stale;
+}
+
+static void end_confirms_the_epoch(void **state)
+{
+    (void)state;
+    check(late_end_is_stale, RULE_END_CHECK);
+}
+
+static bool other_step_is_refused(void)
+{
+    fanin_server *s = start(0);
+    peer p = peer_open(s);
+    grant g = peer_wait(&p, WIRE_RULE_NEWEST, 0);
+    server_begin(s);
+    server_commit(s, 2);
+    bool refused = !peer_begin(&p, &g).granted;
+    peer_close(&p);
+    fanin_server_destroy(&s, 0);
+    return refused;
+}
+
+static void begin_minds_the_step(void **state)
+{
+    (void)state;
+    check(other_step_is_refused, RULE_STEP);
+}
+
+static bool other_catalog_is_refused(void)
+{
+    fanin_server *s = start(0);
+    peer p = peer_open(s);
+    grant g = peer_wait(&p, WIRE_RULE_NEWEST, 0);
+    server_begin(s);
+    server_put(s, RUN, "a", memory, BIG / 2);
+    server_commit(s, 2);
+    g.step = 2;
+    bool refused = !peer_begin(&p, &g).granted;
+    peer_close(&p);
+    fanin_server_destroy(&s, 0);
+    return refused;
+}
+
+static void begin_minds_the_catalog(void **state)
+{
+    (void)state;
+    check(other_catalog_is_refused, RULE_CATALOG);
+}
+
+/* A reply that is underway when the epoch turns carries nothing that is written later. */
+static bool reply_has_no_later_bytes(void)
+{
+    memset(memory, 1, BIG);
+    fanin_server *s = start(0);
+    peer p = peer_open_unix(s);
+    peer d = peer_data_unix(s, &p);
+    grant g = peer_lease(&p);
+    read_entry all = {.box = 0, .count = 1};
+    peer_request_read(&d, g.token, BIG, &all, 1);
+    assert_false(peer_silent(&d, 10000)); /* has begun; the rest does not fit the socket */
+    server_begin(s);
+    memset(memory, 2, BIG);
+    body in = peer_expect(&d, MSG_READ_OK);
+    uint64_t old = 0, zero = 0;
+    for (size_t i = 0; i < in.size; i++) {
+        old += in.data[i] == 1;
+        zero += in.data[i] == 0;
+    }
+    assert_int_equal(in.size, BIG);
+    if (old == 0 || old == BIG)
+        fail_msg("%llu old bytes of %llu", (unsigned long long)old, (unsigned long long)BIG);
+    peer_close(&d);
+    peer_close(&p);
+    fanin_server_destroy(&s, 0);
+    return old + zero == BIG;
+}
+
+static void sends_mind_the_epoch(void **state)
+{
+    (void)state;
+    check(reply_has_no_later_bytes, RULE_SEND_CHECK);
+}
+
+static sem_t entered, released;
+
+static void hold_send(void)
+{
+    atomic_store(&server_on_send, NULL);
+    sem_post(&entered);
+    struct timespec patience;
+    clock_gettime(CLOCK_REALTIME, &patience);
+    patience.tv_sec += 10;
+    sem_timedwait(&released, &patience);
+}
+
+/* begin_update does not return while a send reads the memory. */
+static bool begin_waits_for_a_send(void)
+{
+    fanin_server *s = start(0);
+    peer p = peer_open(s);
+    peer d = peer_data(s, &p);
+    grant g = peer_lease(&p);
+    sem_init(&entered, 0, 0);
+    sem_init(&released, 0, 0);
+    atomic_store(&server_on_send, hold_send);
+    read_entry one = {.box = 0, .length = 100};
+    peer_request_read(&d, g.token, 100, &one, 1);
+    sem_wait(&entered);
+    update u;
+    update_start(&u, s);
+    while (state_of(&p) != WIRE_STATE_WRITING)
+        ;
+    deadline end = deadline_in_ms(100);
+    while (!deadline_passed(end) && !atomic_load(&u.returned))
+        ;
+    bool waits = !atomic_load(&u.returned);
+    sem_post(&released);
+    pthread_join(u.thread, NULL);
+    peer_expect(&d, MSG_READ_OK);
+    peer_close(&d);
+    peer_close(&p);
+    fanin_server_destroy(&s, 0);
+    return waits;
+}
+
+static void begin_update_waits_for_sends(void **state)
+{
+    (void)state;
+    check(begin_waits_for_a_send, RULE_SEND_WAIT);
+}
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(begin_update_drains),
+        cmocka_unit_test(draining_grants_no_lease),
+        cmocka_unit_test(begin_update_is_bounded),
+        cmocka_unit_test(end_confirms_the_epoch),
+        cmocka_unit_test(begin_minds_the_step),
+        cmocka_unit_test(begin_minds_the_catalog),
+        cmocka_unit_test(sends_mind_the_epoch),
+        cmocka_unit_test(begin_update_waits_for_sends),
+    };
+    return cmocka_run_group_tests(tests, set_up, tear_down);
+}

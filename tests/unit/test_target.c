@@ -1,0 +1,228 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Targets and durations as the tool understands them. */
+#include "options.h"
+#include "target.h"
+#include "testing.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+/* Parses and gives the addresses joined by blanks; "" if it was refused. */
+static const char *joined(const char *text, uint32_t world_size, fanin_status *status)
+{
+    static char out[4096];
+    fanin_error error = FANIN_ERROR_INIT;
+    target t;
+    out[0] = '\0';
+    *status = target_parse(text, world_size, &t, &error);
+    if (*status != FANIN_OK) {
+        assert_null(t.addresses);
+        assert_true(error.message[0] != '\0');
+    }
+    for (uint32_t i = 0; i < t.count; i++) {
+        snprintf(out + strlen(out), sizeof(out) - strlen(out), "%s%s", i > 0 ? " " : "",
+                 t.addresses[i]);
+    }
+    target_free(&t);
+    return out;
+}
+
+static void expect(const char *text, uint32_t world_size, const char *addresses)
+{
+    fanin_status status;
+    assert_string_equal(joined(text, world_size, &status), addresses);
+    assert_int_equal(status, FANIN_OK);
+}
+
+static void refuse(const char *text, uint32_t world_size)
+{
+    fanin_status status;
+    joined(text, world_size, &status);
+    assert_int_equal(status, FANIN_ERR_ARGUMENT);
+}
+
+static void lists_and_base_ports(void **state)
+{
+    (void)state;
+    expect("h:6000", 0, "h:6000");
+    expect("h:6000", 3, "h:6000 h:6001 h:6002");
+    expect("h:6000,g:1", 0, "h:6000 g:1");
+    expect("h:6000,g:1", 2, "h:6000 g:1");
+    expect("[::1]:6000", 2, "[::1]:6000 [::1]:6001");
+    expect("10.0.0.1:65535", 1, "10.0.0.1:65535");
+}
+
+static void malformed_words(void **state)
+{
+    (void)state;
+    static const char *const words[] = {"",       "h",       "h:",       ":1",      "h:0",
+                                        "h:65536", "h:1x",    "h:-1",     "h: 1",    "h:1,",
+                                        ",h:1",   "h:1,,g:2", "::1:6000", "[]:6000", "h:999999"};
+    for (size_t i = 0; i < sizeof(words) / sizeof(words[0]); i++) {
+        refuse(words[i], 0);
+    }
+    refuse("h:65535", 2);
+    refuse("h:1,g:2", 3);
+    refuse("h:1", 100000);
+}
+
+static char path[] = "/tmp/fanin-target-XXXXXX.json";
+
+static int make_file(void **state)
+{
+    (void)state;
+    int descriptor = mkstemps(path, 5);
+    return descriptor < 0 ? -1 : close(descriptor);
+}
+
+static int remove_file(void **state)
+{
+    (void)state;
+    return unlink(path);
+}
+
+static const char *file_with(const char *text)
+{
+    FILE *file = fopen(path, "w");
+    assert_non_null(file);
+    assert_true(fputs(text, file) >= 0);
+    assert_int_equal(fclose(file), 0);
+    return path;
+}
+
+static void info_files(void **state)
+{
+    (void)state;
+    expect(file_with("{\"run_idx\":0,\"host\":\"h\",\"base_port\":6000,\"world_size\":2,"
+                     "\"more\":[1]}"),
+           0, "h:6000 h:6001");
+    expect(file_with("{\"host\":\"fd00::1\",\"base_port\":1,\"world_size\":1}"), 1,
+           "[fd00::1]:1");
+    expect(file_with("{\"world_size\":4,\"hosts\":[{\"host\":\"a\",\"base_port\":10,"
+                     "\"ranks\":[3,1]},{\"host\":\"b\",\"base_port\":20,\"ranks\":[0,2]}]}"),
+           0, "b:20 a:11 b:22 a:13");
+    expect(file_with("{\"hosts\":[{\"host\":\"a\",\"base_port\":10,\"ranks\":2},"
+                     "{\"host\":\"b\",\"base_port\":10,\"ranks\":1}]}"),
+           0, "a:10 a:11 b:12");
+}
+
+static void info_files_name_the_run(void **state)
+{
+    (void)state;
+    fanin_error error = FANIN_ERROR_INIT;
+    target t;
+    assert_ok(target_parse(file_with("{\"run_idx\":7,\"host\":\"h\",\"base_port\":1,"
+                                     "\"world_size\":1}"),
+                           0, &t, &error),
+              error);
+    assert_string_equal(t.run, "7");
+    target_free(&t);
+    assert_ok(target_parse(file_with("{\"run_idx\":\"best\",\"host\":\"h\","
+                                     "\"base_port\":1,\"world_size\":1}"),
+                           0, &t, &error),
+              error);
+    assert_string_equal(t.run, "best");
+    target_free(&t);
+}
+
+static void wrong_info_files(void **state)
+{
+    (void)state;
+    static const char *const texts[] = {
+        "",
+        "[]",
+        "{\"host\":\"h\",\"base_port\":6000}",
+        "{\"host\":\"h\",\"base_port\":0,\"world_size\":1}",
+        "{\"host\":\"h\",\"base_port\":\"6000\",\"world_size\":1}",
+        "{\"host\":\"h\",\"base_port\":6000,\"world_size\":0}",
+        "{\"host\":\"h\",\"base_port\":6000,\"world_size\":-1}",
+        "{\"host\":\"h\",\"base_port\":65535,\"world_size\":2}",
+        "{\"base_port\":6000,\"world_size\":1}",
+        "{\"host\":\"h\",\"host\":\"g\",\"base_port\":6000,\"world_size\":1}",
+        "{\"hosts\":[]}",
+        "{\"hosts\":[{\"host\":\"h\",\"base_port\":1,\"ranks\":[0,0]}]}",
+        "{\"hosts\":[{\"host\":\"h\",\"base_port\":1,\"ranks\":[0,2]}]}",
+        "{\"hosts\":[{\"host\":\"h\",\"base_port\":1,\"ranks\":[-1]}]}",
+        "{\"hosts\":[{\"host\":\"h\",\"base_port\":1,\"ranks\":[\"0\"]}]}",
+        "{\"hosts\":[{\"host\":\"h\",\"base_port\":1,\"ranks\":\"all\"}]}",
+        "{\"hosts\":[{\"host\":\"h\",\"ranks\":[0]}]}",
+        "{\"world_size\":3,\"hosts\":[{\"host\":\"h\",\"base_port\":1,\"ranks\":[0]}]}",
+    };
+    for (size_t i = 0; i < sizeof(texts) / sizeof(texts[0]); i++) {
+        refuse(file_with(texts[i]), 0);
+    }
+    refuse(file_with("{\"host\":\"h\",\"base_port\":1,\"world_size\":2}"), 3);
+}
+
+static void absent_files(void **state)
+{
+    (void)state;
+    fanin_status status;
+    joined("/nonexistent/nixl_info.json", 0, &status);
+    assert_int_equal(status, FANIN_ERR_IO);
+}
+
+static void durations(void **state)
+{
+    (void)state;
+    static const struct {
+        const char *text;
+        uint32_t ms;
+    } good[] = {{"30", 30000}, {"500ms", 500}, {"1.5s", 1500}, {"2m", 120000},
+                {"1h", 3600000}, {"0.001", 1}, {".5s", 500},   {"1000h", 3600000000}};
+    static const char *const bad[] = {"",    "0",  "s",   "-1",    "1 s",  "1d",
+                                      "inf", "nan", "1e99", "1001h", "0ms", "ms"};
+    uint32_t ms;
+    for (size_t i = 0; i < sizeof(good) / sizeof(good[0]); i++) {
+        assert_true(options_duration(good[i].text, &ms));
+        assert_int_equal(ms, good[i].ms);
+    }
+    for (size_t i = 0; i < sizeof(bad) / sizeof(bad[0]); i++) {
+        assert_false(options_duration(bad[i], &ms));
+    }
+}
+
+static void typos(void **state)
+{
+    (void)state;
+    static const char *const names[] = {"list", "show", "pull", "verify", NULL};
+    assert_string_equal(options_nearest("lsit", names), "list");
+    assert_string_equal(options_nearest("pul", names), "pull");
+    assert_string_equal(options_nearest("verfiy", names), "verify");
+    assert_null(options_nearest("frobnicate", names));
+    assert_null(options_nearest("x", names));
+}
+
+static void runs_and_dtypes(void **state)
+{
+    (void)state;
+    assert_true(options_run_valid("0"));
+    assert_true(options_run_valid("a.B_c-9"));
+    assert_false(options_run_valid(""));
+    assert_false(options_run_valid(".."));
+    assert_false(options_run_valid("a/b"));
+    assert_false(options_run_valid("a:b"));
+    assert_int_equal(options_dtype("bf16"), FANIN_DTYPE_BF16);
+    assert_int_equal(options_dtype("bfloat16"), FANIN_DTYPE_BF16);
+    assert_int_equal(options_dtype("Float32"), FANIN_DTYPE_F32);
+    assert_int_equal(options_dtype("f8_e4m3"), FANIN_DTYPE_F8_E4M3);
+    assert_int_equal(options_dtype("int3"), 0);
+}
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(lists_and_base_ports),
+        cmocka_unit_test(malformed_words),
+        cmocka_unit_test(info_files),
+        cmocka_unit_test(info_files_name_the_run),
+        cmocka_unit_test(wrong_info_files),
+        cmocka_unit_test(absent_files),
+        cmocka_unit_test(durations),
+        cmocka_unit_test(typos),
+        cmocka_unit_test(runs_and_dtypes),
+    };
+    return cmocka_run_group_tests(tests, make_file, remove_file);
+}

@@ -1,0 +1,333 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* How UCX is found and loaded, and that the process around it stays as it was. Every case
+   runs in a process of its own: what is loaded cannot be unloaded. */
+#include "testing.h"
+#include "ucx.h"
+#include <dirent.h>
+#include <dlfcn.h>
+#include <inttypes.h>
+#include <signal.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#define OLD_UCX "/usr/lib/x86_64-linux-gnu/libucp.so.0"
+
+enum { PASSED = 0, SKIPPED = 77, FAILED = 1 };
+
+#define CHECK(condition)                                                                 \
+    do {                                                                                 \
+        if (!(condition)) {                                                              \
+            fprintf(stderr, "%s:%d: %s\n", __FILE__, __LINE__, #condition);              \
+            return FAILED;                                                               \
+        }                                                                                \
+    } while (0)
+
+extern char **environ;
+
+static void run(int (*body)(void))
+{
+    int status;
+    fflush(NULL);
+    const pid_t pid = fork();
+    if (pid == 0)
+        _exit(body());
+    assert_int_equal(waitpid(pid, &status, 0), pid);
+    assert_true(WIFEXITED(status));
+    if (WEXITSTATUS(status) == SKIPPED)
+        skip();
+    assert_int_equal(WEXITSTATUS(status), PASSED);
+}
+
+/* Whether loading fails with both words in message or remedy. */
+static bool is_refused(const char *word, const char *another)
+{
+    ucx *u = NULL;
+    fanin_error error = FANIN_ERROR_INIT;
+    if (ucx_load(NULL, &u, &error) != FANIN_ERR_UNSUPPORTED || u)
+        return false;
+    const bool told = strstr(error.message, word) && strstr(error.message, another) &&
+                      error.remedy[0];
+    if (!told)
+        fprintf(stderr, "message: %s; remedy: %s\n", error.message, error.remedy);
+    return told;
+}
+
+static bool can_load(ucx **u)
+{
+    fanin_error error = FANIN_ERROR_INIT;
+    if (ucx_load(NULL, u, &error) == FANIN_OK)
+        return true;
+    printf("# %s\n", error.message);
+    fflush(stdout);
+    return false;
+}
+
+static int missing_file(void)
+{
+    setenv("FANIN_UCX_LIBRARY", "/nonexistent/libucp.so.0", 1);
+    CHECK(is_refused("FANIN_UCX_LIBRARY", "/nonexistent/libucp.so.0"));
+    return PASSED;
+}
+
+static int empty_name(void)
+{
+    ucx *u = NULL;
+    if (!can_load(&u))
+        return SKIPPED;
+    setenv("FANIN_UCX_LIBRARY", "", 1);
+    CHECK(is_refused("switched off", "FANIN_UCX_LIBRARY"));
+    return PASSED;
+}
+
+static int another_library(void)
+{
+    setenv("FANIN_UCX_LIBRARY", "libm.so.6", 1);
+    CHECK(is_refused("libm.so.6", "not libucp"));
+    return PASSED;
+}
+
+static int too_old(void)
+{
+    if (access(OLD_UCX, R_OK) != 0)
+        return SKIPPED;
+    setenv("FANIN_UCX_LIBRARY", OLD_UCX, 1);
+    ucx *u = NULL;
+    if (ucx_load(NULL, &u, NULL) == FANIN_OK)
+        return SKIPPED; /* the distribution's is new enough */
+    CHECK(is_refused("it is UCX 1.", "1.16"));
+    /* Still there, and still not to be used, when the variable is gone. */
+    unsetenv("FANIN_UCX_LIBRARY");
+    CHECK(is_refused("already loaded", "1.16"));
+    return PASSED;
+}
+
+static void remember_message(void *cookie, fanin_log_level level, const char *event,
+                             const char *message)
+{
+    (void)level;
+    if (strcmp(event, "ucx-loaded") == 0)
+        snprintf(cookie, 512, "%s", message);
+}
+
+static int loaded_before(void)
+{
+    /* Where it is, found out by another process, since one keeps what it has loaded. */
+    char path[512] = "", message[512] = "";
+    int pipe_fds[2];
+    CHECK(pipe(pipe_fds) == 0);
+    ucx *u = NULL;
+    const pid_t pid = fork();
+    if (pid == 0) {
+        if (!can_load(&u))
+            _exit(SKIPPED);
+        const char *found = ucx_library_path(u);
+        _exit(write(pipe_fds[1], found, strlen(found)) > 0 ? PASSED : FAILED);
+    }
+    int status;
+    CHECK(waitpid(pid, &status, 0) == pid && WIFEXITED(status));
+    if (WEXITSTATUS(status) != PASSED)
+        return WEXITSTATUS(status);
+    CHECK(read(pipe_fds[0], path, sizeof(path) - 1) > 0);
+
+    setenv("UCX_MEM_EVENTS", "n", 1);
+    CHECK(dlopen(path, RTLD_NOW | RTLD_LOCAL));
+    const logger log = {.fn = remember_message, .cookie = message};
+    CHECK(ucx_load(&log, &u, NULL) == FANIN_OK);
+    CHECK(strcmp(ucx_library_path(u), path) == 0);
+    CHECK(strstr(message, path) && strstr(message, ucx_version(u)));
+    CHECK(strstr(message, "loaded already"));
+    setenv("FANIN_UCX_LIBRARY", "/nonexistent/libucp.so.0", 1);
+    CHECK(is_refused("/nonexistent/libucp.so.0", "already loaded"));
+    setenv("FANIN_UCX_LIBRARY", path, 1);
+    ucx *again = NULL;
+    CHECK(ucx_load(NULL, &again, NULL) == FANIN_OK && again == u);
+    ucx_unload(&again);
+    CHECK(!again);
+    return PASSED;
+}
+
+/* ------------------------------------------------------------ what must not change */
+
+static const char *const patched[] = {"mmap",  "munmap", "mremap", "brk",
+                                      "shmat", "shmdt",  "madvise"};
+#define PATCHED (sizeof(patched) / sizeof(patched[0]))
+
+typedef struct surroundings {
+    char *environment;
+    size_t environment_size;
+    struct sigaction actions[65];
+    uint8_t code[PATCHED][16];
+} surroundings;
+
+static void look_around(surroundings *s)
+{
+    memset(s, 0, sizeof(*s));
+    FILE *stream = open_memstream(&s->environment, &s->environment_size);
+    for (char **entry = environ; *entry; entry++)
+        fprintf(stream, "%s\n", *entry);
+    fclose(stream);
+    for (int i = 1; i < 65; i++)
+        (void)sigaction(i, NULL, &s->actions[i]);
+    for (size_t i = 0; i < PATCHED; i++)
+        memcpy(s->code[i], dlsym(RTLD_DEFAULT, patched[i]), sizeof(s->code[i]));
+}
+
+static bool handlers_are_equal(const surroundings *a, const surroundings *b)
+{
+    for (int i = 1; i < 65; i++)
+        if (a->actions[i].sa_handler != b->actions[i].sa_handler)
+            return false;
+    return true;
+}
+
+static int open_both_ends(ucx *u, ucx_server **server, ucx_client **client)
+{
+    static char bytes[64];
+    const fanin_memory host = {.kind = FANIN_MEMORY_HOST, .device = -1};
+    ucx_region *region;
+    CHECK(ucx_server_create(u, true, NULL, server, NULL) == FANIN_OK);
+    CHECK(ucx_region_create(*server, bytes, sizeof(bytes), host, &region, NULL) == FANIN_OK);
+    CHECK(ucx_client_create(u, UCX_PATH_CMA, NULL, client, NULL) == FANIN_OK);
+    ucx_region_destroy(&region);
+    return PASSED;
+}
+
+static int leaves_the_process_alone(void)
+{
+    surroundings before, after;
+    ucx *u = NULL;
+    ucx_server *server;
+    ucx_client *client;
+    look_around(&before);
+    if (!can_load(&u))
+        return SKIPPED;
+    CHECK(open_both_ends(u, &server, &client) == PASSED);
+    look_around(&after);
+    CHECK(before.environment_size == after.environment_size);
+    CHECK(strcmp(before.environment, after.environment) == 0);
+    CHECK(handlers_are_equal(&before, &after));
+    CHECK(memcmp(before.code, after.code, sizeof(before.code)) == 0);
+    ucx_client_destroy(&client);
+    ucx_server_destroy(&server);
+    free(before.environment);
+    free(after.environment);
+    return PASSED;
+}
+
+/* Shows that the test above can see it, and that the user's settings win. */
+static int users_settings_win(void)
+{
+    surroundings before, after;
+    ucx *u = NULL;
+    setenv("UCX_MEM_EVENTS", "y", 1);
+    setenv("UCX_HANDLE_ERRORS", "bt", 1);
+    look_around(&before);
+    if (!can_load(&u))
+        return SKIPPED;
+    look_around(&after);
+    CHECK(strcmp(before.environment, after.environment) == 0);
+    CHECK(!handlers_are_equal(&before, &after));
+    CHECK(memcmp(before.code, after.code, sizeof(before.code)) != 0);
+    free(before.environment);
+    free(after.environment);
+    return PASSED;
+}
+
+/* Blocked signals of a thread of this process, as /proc shows them. */
+static uint64_t blocked_signals(const char *thread)
+{
+    char path[64], line[256];
+    uint64_t mask = 0;
+    snprintf(path, sizeof(path), "/proc/self/task/%.20s/status", thread);
+    FILE *file = fopen(path, "re");
+    while (file && fgets(line, sizeof(line), file))
+        (void)sscanf(line, "SigBlk: %" SCNx64, &mask);
+    if (file)
+        fclose(file);
+    return mask;
+}
+
+static int ucx_threads_take_no_signals(void)
+{
+    ucx *u = NULL;
+    ucx_server *server;
+    ucx_client *client;
+    if (!can_load(&u))
+        return SKIPPED;
+    CHECK(open_both_ends(u, &server, &client) == PASSED);
+    char own[16];
+    snprintf(own, sizeof(own), "%d", (int)getpid());
+    CHECK(blocked_signals(own) == 0);
+    unsigned threads = 0;
+    DIR *directory = opendir("/proc/self/task");
+    for (struct dirent *entry; (entry = readdir(directory));) {
+        if (entry->d_name[0] == '.' || strcmp(entry->d_name, own) == 0)
+            continue;
+        threads++;
+        const uint64_t mask = blocked_signals(entry->d_name);
+        CHECK(mask & (1u << (SIGINT - 1)));
+        CHECK(mask & (1u << (SIGTERM - 1)));
+        CHECK(mask & (1u << (SIGCHLD - 1)));
+    }
+    closedir(directory);
+    CHECK(threads > 0);
+    return PASSED;
+}
+
+static int has_the_modules(void)
+{
+    /* The wheel keeps them in lib/ucx beside libucp. */
+    ucx *u = NULL;
+    ucx_server *server;
+    ucx_client *client;
+    if (!can_load(&u))
+        return SKIPPED;
+    CHECK(open_both_ends(u, &server, &client) == PASSED);
+    FILE *maps = fopen("/proc/self/maps", "re");
+    char line[1024], directory[512];
+    snprintf(directory, sizeof(directory), "%s", ucx_library_path(u));
+    *strrchr(directory, '/') = '\0';
+    bool found = false;
+    while (fgets(line, sizeof(line), maps))
+        found = found || (strstr(line, directory) && strstr(line, "libuct_cma"));
+    fclose(maps);
+    CHECK(found);
+    return PASSED;
+}
+
+#define CASE(name)                                                                       \
+    static void test_##name(void **state)                                                \
+    {                                                                                    \
+        (void)state;                                                                     \
+        run(name);                                                                       \
+    }
+CASE(missing_file)
+CASE(empty_name)
+CASE(another_library)
+CASE(too_old)
+CASE(loaded_before)
+CASE(leaves_the_process_alone)
+CASE(users_settings_win)
+CASE(ucx_threads_take_no_signals)
+CASE(has_the_modules)
+#undef CASE
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(test_missing_file),
+        cmocka_unit_test(test_empty_name),
+        cmocka_unit_test(test_another_library),
+        cmocka_unit_test(test_too_old),
+        cmocka_unit_test(test_loaded_before),
+        cmocka_unit_test(test_leaves_the_process_alone),
+        cmocka_unit_test(test_users_settings_win),
+        cmocka_unit_test(test_ucx_threads_take_no_signals),
+        cmocka_unit_test(test_has_the_modules),
+    };
+    return cmocka_run_group_tests_name("ucx_load", tests, NULL, NULL);
+}

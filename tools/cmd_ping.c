@@ -1,0 +1,163 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include "command.h"
+#include "failure.h"
+#include "output.h"
+#include "session.h"
+
+#include <stdio.h>
+#include <string.h>
+
+typedef struct report {
+    struct libscols_table *table; /**< NULL with --json */
+    json_t *ranks;
+    uint32_t answered, asked;
+    fanin_error first; /**< of the first rank that did not answer */
+} report;
+
+static void add_json(report *r, const fanin_rank_info *info, uint64_t rtt_ns)
+{
+    json_t *o = json_object();
+    json_object_set_new(o, "rank",
+                        info->rank >= 0 ? json_integer(info->rank) : json_null());
+    output_set_string(o, "address", info->address);
+    output_set_string(o, "status", fanin_status_name(info->status));
+    output_set_string(o, "message", info->message);
+    if (info->status == FANIN_OK) {
+        output_set_u64(o, "rtt_ns", rtt_ns);
+        output_set_u64(o, "world_size", info->world_size);
+        output_set_string(o, "server_name", info->server_name);
+        output_set_hex(o, "world_id", info->world_id, sizeof(info->world_id));
+        output_set_hex(o, "incarnation", info->incarnation, sizeof(info->incarnation));
+        output_set_string(o, "software", info->software);
+        output_set_string(o, "ucx_version", info->ucx_version);
+    }
+    json_array_append_new(r->ranks, o);
+}
+
+static void add_row(report *r, const fanin_rank_info *info, uint64_t rtt_ns)
+{
+    bool good = info->status == FANIN_OK;
+    output_text rank = {"-"};
+    if (info->rank >= 0) {
+        rank = output_number((uint64_t)info->rank);
+    }
+    output_text rtt = output_duration(rtt_ns);
+    output_text world = output_hex(info->world_id, 16);
+    bool ucx = info->ucx_version != NULL && info->ucx_version[0] != '\0';
+    const char *state = good                         ? "ok"
+                        : info->message[0] != '\0' ? info->message
+                                                     : fanin_status_text(info->status);
+    const char *cells[] = {rank.s,
+                           info->address,
+                           good ? rtt.s : "-",
+                           good ? info->server_name : "-",
+                           good ? world.s : "-",
+                           good ? info->software : "-",
+                           good && ucx ? info->ucx_version : "-",
+                           state};
+    output_row(r->table, NULL, cells, sizeof(cells) / sizeof(cells[0]));
+}
+
+static bool on_rank(void *cookie, const fanin_rank_info *info, uint64_t rtt_ns)
+{
+    report *r = cookie;
+    r->asked++;
+    if (info->status == FANIN_OK) {
+        r->answered++;
+    } else if (r->first.status == FANIN_OK) {
+        failure_set(&r->first, info->status, "start the rank, or correct the target",
+                    "%s", info->message[0] != '\0' ? info->message
+                                                   : fanin_status_text(info->status));
+        r->first.rank = info->rank;
+        snprintf(r->first.address, sizeof(r->first.address), "%s", info->address);
+    }
+    if (r->table != NULL) {
+        add_row(r, info, rtt_ns);
+    } else {
+        add_json(r, info, rtt_ns);
+    }
+    return true;
+}
+
+static int finish(report *r, const session *s)
+{
+    char what[96];
+    bool good = r->answered == s->target.count;
+    if (r->table != NULL) {
+        output_print(r->table);
+    } else {
+        output_json(json_pack("{s:b, s:i, s:i, s:O}", "healthy", good ? 1 : 0, "answered",
+                              (int)r->answered, "addresses", (int)s->target.count,
+                              "ranks", r->ranks));
+    }
+    if (good) {
+        return 0;
+    }
+    if (r->first.status == FANIN_OK) {
+        failure_set(&r->first, FANIN_ERR_UNREACHABLE, "start the missing ranks",
+                    "nobody answers");
+    }
+    snprintf(what, sizeof(what), "%u of %u ranks answered", r->answered, s->target.count);
+    failure_use_json(false); /* the object above tells it all */
+    return failure_report(what, &r->first);
+}
+
+static int ping(session *s, const common_options *common)
+{
+    static const output_column columns[] = {
+        {"RANK", true, false},  {"ADDRESS", false, false}, {"RTT", true, false},
+        {"NAME", false, false}, {"WORLD", false, false},   {"VERSION", false, false},
+        {"UCX", false, false},  {"STATUS", false, false},
+    };
+    fanin_error error = FANIN_ERROR_INIT;
+    report r = {.ranks = json_array(), .first = FANIN_ERROR_INIT};
+    if (!common->json) {
+        r.table = output_table(columns, sizeof(columns) / sizeof(columns[0]));
+    }
+    fanin_status status =
+        fanin_client_connect(s->client, (const char *const *)s->target.addresses,
+                             s->target.count, common->timeout_ms, &error);
+    if (status == FANIN_OK) {
+        status =
+            fanin_client_ping(s->client, common->timeout_ms, on_rank, &r, &error);
+    }
+    int code;
+    if (status == FANIN_OK || r.asked > 0) {
+        code = finish(&r, s);
+    } else {
+        scols_unref_table(r.table);
+        code = failure_report("no ping", &error);
+    }
+    json_decref(r.ranks);
+    return code;
+}
+
+static int run(const command *self, int argc, const char **argv)
+{
+    invocation line = {.common.timeout_ms = 5000};
+    struct poptOption table[] = {SESSION_TABLE(&line), POPT_TABLEEND};
+    session s = {0};
+    int code;
+    const char *where = session_begin(self, &line, argc, argv, table, 0, &code);
+    if (where != NULL) {
+        code = session_open(&s, self, &line, where, NULL);
+        if (code == 0) {
+            code = ping(&s, &line.common);
+        }
+        session_close(&s);
+    }
+    session_end(&line);
+    return code;
+}
+
+const command cmd_ping = {
+    .name = "ping",
+    .arguments = "TARGET [OPTION...]",
+    .summary = "ask every rank whether it lives",
+    .help = "Examples:\n"
+            "  nixl-fetch ping 127.0.0.1:6000 --world-size 8\n"
+            "  nixl-fetch ping nixl_info.json --timeout 500ms --json\n"
+            "\n"
+            "Exit status 0: all ranks answered, and they are of one world.",
+    .run = run,
+};

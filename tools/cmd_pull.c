@@ -1,0 +1,168 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include "check.h"
+#include "command.h"
+#include "failure.h"
+#include "output.h"
+#include "progress.h"
+#include "report.h"
+#include "session.h"
+
+#include <stdio.h>
+
+typedef struct pull_options {
+    char *out;
+    long long step, min_step;
+    int check_pattern, max_attempts;
+} pull_options;
+
+/* --check-pattern needs a publication that follows the pattern: asked before the pull. */
+static int demand_pattern(session *s, uint32_t timeout_ms)
+{
+    fanin_error error = FANIN_ERROR_INIT;
+    bool follows;
+    if (check_follows_pattern(s->client, s->publication, timeout_ms, &follows, &error) !=
+        FANIN_OK) {
+        return failure_report("cannot pull", &error);
+    }
+    if (!follows) {
+        return failure_local("cannot pull", FANIN_ERR_UNSUPPORTED,
+                             "leave out --check-pattern, or use 'nixl-fetch verify'",
+                             "%s does not say that its bytes follow the pattern",
+                             s->publication);
+    }
+    return 0;
+}
+
+static int tell(const session *s, const common_options *common, const pull_options *o,
+                const fanin_result_info *info, uint64_t checked)
+{
+    if (common->json) {
+        json_t *object = report_json(info);
+        output_set_string(object, "publication", s->publication);
+        output_set_string(object, "directory", o->out);
+        if (o->check_pattern) {
+            json_object_set_new(object, "pattern", json_string("equal"));
+            output_set_u64(object, "pattern_bytes", checked);
+        }
+        output_json(object);
+        return 0;
+    }
+    printf("%-9s %s%s\n", "directory", o->out,
+           info->reused ? " (was there already, with this identity: nothing was read)" : "");
+    printf("%-9s %s\n", "run", s->run);
+    report_print(info);
+    if (o->check_pattern) {
+        printf("%-9s all %llu bytes are those of step %llu\n", "pattern",
+               (unsigned long long)checked, (unsigned long long)info->step);
+    }
+    return 0;
+}
+
+static int pull(session *s, const common_options *common, const pull_options *o)
+{
+    fanin_error error = FANIN_ERROR_INIT;
+    fanin_pull_options options;
+    fanin_result_info info = {.struct_size = sizeof(info)};
+    fanin_result *result = NULL;
+    progress bar;
+    uint64_t checked = 0;
+    fanin_pull_options_init(&options, sizeof(options));
+    options.publication = s->publication;
+    options.timeout_ms = common->timeout_ms;
+    options.max_attempts = (uint32_t)o->max_attempts;
+    options.progress = progress_update;
+    options.progress_cookie = &bar;
+    if (o->step >= 0) {
+        options.rule = FANIN_STEP_EXACT;
+        options.step = (uint64_t)o->step;
+    } else if (o->min_step >= 0) {
+        options.rule = FANIN_STEP_AT_LEAST;
+        options.step = (uint64_t)o->min_step;
+    }
+    progress_start(&bar, s->publication, common->quiet != 0, common->no_color != 0);
+    fanin_status status =
+        fanin_client_pull_adapter(s->client, &options, o->out, &result, &error);
+    progress_end(&bar);
+    if (status != FANIN_OK) {
+        return failure_report("cannot pull", &error);
+    }
+    fanin_result_get(result, &info);
+    if (o->check_pattern) {
+        status = check_directory(o->out, s->publication, info.step, &checked, &error);
+    }
+    int code = status != FANIN_OK ? failure_report("the pattern is broken", &error)
+                                  : tell(s, common, o, &info, checked);
+    fanin_result_free(&result);
+    return code;
+}
+
+static int check_usage(const command *self, const pull_options *o)
+{
+    if (o->out == NULL || o->out[0] == '\0') {
+        return failure_usage(self->name, "--out DIR is needed");
+    }
+    if (o->step >= 0 && o->min_step >= 0) {
+        return failure_usage(self->name, "--step and --min-step exclude each other");
+    }
+    if (o->step < -1 || o->min_step < -1 || o->max_attempts < 0) {
+        return failure_usage(self->name, "steps and attempts are not negative");
+    }
+    return 0;
+}
+
+static int run(const command *self, int argc, const char **argv)
+{
+    invocation line = {.common.timeout_ms = 60000};
+    pull_options o = {.step = -1, .min_step = -1};
+    struct poptOption table[] = {
+        {"out", 'o', POPT_ARG_STRING, &o.out, 0,
+         "directory to be made; must not exist or be empty", "DIR"},
+        {"step", 's', POPT_ARG_LONGLONG, &o.step, 0, "exactly this step; waits for it",
+         "N"},
+        {"min-step", 0, POPT_ARG_LONGLONG, &o.min_step, 0, "this step or a later one",
+         "N"},
+        {"check-pattern", 0, POPT_ARG_NONE, &o.check_pattern, 0,
+         "prove every byte of the file (ranks of 'nixl-fetch serve')", NULL},
+        {"max-attempts", 0, POPT_ARG_INT, &o.max_attempts, 0,
+         "give up after so many stale attempts (default: by time only)", "N"},
+        SESSION_TABLE(&line),
+        POPT_TABLEEND,
+    };
+    session s = {0};
+    int code;
+    const char *where = session_begin(self, &line, argc, argv, table, 0, &code);
+    if (where != NULL) {
+        code = check_usage(self, &o);
+        if (code == 0) {
+            code = session_open(&s, self, &line, where, line.run);
+        }
+        if (code == 0) {
+            code = session_connect(&s, line.common.timeout_ms);
+        }
+        if (code == 0 && o.check_pattern) {
+            code = demand_pattern(&s, line.common.timeout_ms);
+        }
+        if (code == 0) {
+            code = pull(&s, &line.common, &o);
+        }
+        session_close(&s);
+    }
+    session_end(&line);
+    return code;
+}
+
+const command cmd_pull = {
+    .name = "pull",
+    .arguments = "TARGET --run R --out DIR [OPTION...]",
+    .summary = "pull a run as a PEFT adapter directory",
+    .help =
+        "Examples:\n"
+        "  nixl-fetch pull 127.0.0.1:6000 --world-size 8 --run 0 --out /dev/shm/step\n"
+        "  nixl-fetch pull nixl_info.json --min-step 100 --timeout 2m --out adapter-100\n"
+        "\n"
+        "Makes DIR with adapter_model.safetensors, adapter_config.json and fanin.json,\n"
+        "whole or not at all, of the newest step that all ranks have committed. A\n"
+        "directory that holds this very identity is left as it is, any other content is\n"
+        "refused. Ctrl-C leaves nothing behind (exit status 130).",
+    .run = run,
+};

@@ -1,0 +1,27 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/** @file What main() knows about a subcommand. */
+#ifndef COMMAND_H
+#define COMMAND_H
+
+#include <stdbool.h>
+
+typedef struct command {
+    const char *name;
+    const char *arguments; /**< "TARGET --run R [OPTION...]" */
+    const char *summary;   /**< one line, for the list of commands */
+    const char *help;      /**< examples and paragraphs, printed before the options */
+    bool hidden;           /**< not listed, no suggestion leads to it */
+    /** @p argv[0] is "nixl-fetch NAME". Returns the exit status. */
+    int (*run)(const struct command *self, int argc, const char **argv);
+} command;
+
+extern const command cmd_list, cmd_show, cmd_ping, cmd_pull, cmd_verify, cmd_watch,
+    cmd_serve, cmd_bench, cmd_complete;
+
+/** All commands, NULL at the end. */
+extern const command *const commands[];
+
+/** The command of that name, hidden ones included; NULL if there is none. */
+const command *command_find(const char *name);
+
+#endif

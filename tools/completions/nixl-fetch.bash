@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+# bash completion of nixl-fetch. Runs and keys are asked of the ranks, briefly.
+
+_nixl_fetch_common='--timeout --json --quiet --verbose --no-color --help'
+_nixl_fetch_client="--run --world-size --path --no-unix --no-ucx --server-name --expect-world-id $_nixl_fetch_common"
+_nixl_fetch_source='--model --r --fused --adapter-shape --dtype --adapter'
+_nixl_fetch_world='--base-port --replicate --shard-dim --lease-ms --bind --allow --open --trusted-network --name --world-id'
+
+_nixl_fetch_options()
+{
+    case $1 in
+    list | show | ping) echo "$_nixl_fetch_client" ;;
+    pull) echo "--out --step --min-step --check-pattern --max-attempts $_nixl_fetch_client" ;;
+    verify) echo "--dir $_nixl_fetch_client" ;;
+    watch) echo "--count $_nixl_fetch_client" ;;
+    serve) echo "--run --update-every --steps --first-step --uncoupled --keep-going --info" \
+        "--ready-fd --world-size --no-ucx $_nixl_fetch_source $_nixl_fetch_world $_nixl_fetch_common" ;;
+    bench) echo "--dest --iterations --cold $_nixl_fetch_source $_nixl_fetch_world $_nixl_fetch_client" ;;
+    esac
+}
+
+# The words of the command line that matter to others: sets command, target, size.
+_nixl_fetch_scan()
+{
+    local i word
+    command='' target='' size=''
+    for ((i = 1; i < COMP_CWORD_; i++)); do
+        word=${words_[i]}
+        case $word in
+        --world-size | -n) size=${words_[i + 1]} ;;
+        --world-size=*) size=${word#*=} ;;
+        esac
+        case $word in
+        --*=*) ;;
+        --json | --quiet | --verbose | --no-color | --help | --no-unix | --no-ucx | --fused | \
+            --open | --trusted-network | --uncoupled | --keep-going | --cold | --check-pattern) ;;
+        -[jqvh]) ;;
+        -*) ((i++)) ;;
+        *)
+            if [ -z "$command" ]; then
+                command=$word
+            elif [ -z "$target" ]; then
+                target=$word
+            fi
+            ;;
+        esac
+    done
+}
+
+_nixl_fetch_ask()
+{
+    "${words_[0]}" __complete "$@" 2>/dev/null
+}
+
+_nixl_fetch()
+{
+    local cur prev command target size COMP_CWORD_ words_ cword words
+    COMPREPLY=()
+    if declare -F _get_comp_words_by_ref >/dev/null; then
+        # Keys and addresses hold colons; they are one word here.
+        _get_comp_words_by_ref -n := cur prev words cword
+        words_=("${words[@]}")
+        COMP_CWORD_=$cword
+    else
+        words_=("${COMP_WORDS[@]}")
+        COMP_CWORD_=$COMP_CWORD
+        cur=${COMP_WORDS[COMP_CWORD]}
+        prev=${COMP_WORDS[COMP_CWORD - 1]}
+    fi
+    _nixl_fetch_scan
+    if [ -z "$command" ]; then
+        mapfile -t COMPREPLY < <(compgen -W "$(_nixl_fetch_ask commands) help --help --version" -- "$cur")
+        return
+    fi
+    case $prev in
+    --path) mapfile -t COMPREPLY < <(compgen -W 'auto stream cma rdma cuda_ipc' -- "$cur") ;;
+    --model | -m) mapfile -t COMPREPLY < <(_nixl_fetch_ask models "$cur") ;;
+    --adapter-shape) mapfile -t COMPREPLY < <(_nixl_fetch_ask shapes "$cur") ;;
+    --dtype) mapfile -t COMPREPLY < <(compgen -W 'bf16 f16 f32 f64 f8_e4m3 f8_e5m2 i8 u8' -- "$cur") ;;
+    --out | -o | --dir | --adapter) mapfile -t COMPREPLY < <(compgen -d -- "$cur") ;;
+    --dest) mapfile -t COMPREPLY < <(compgen -W memory -- "$cur" && compgen -d -- "$cur") ;;
+    --info) mapfile -t COMPREPLY < <(compgen -f -- "$cur") ;;
+    --run) mapfile -t COMPREPLY < <(_nixl_fetch_ask runs "$cur" "$target" "$size") ;;
+    --timeout | -t | --world-size | -n | --server-name | --expect-world-id | --step | -s | --min-step | \
+        --max-attempts | --count | -c | --update-every | --steps | --first-step | --ready-fd | --r | -r | \
+        --base-port | -p | --replicate | --shard-dim | --lease-ms | --bind | --allow | --name | \
+        --world-id | --iterations | -i | -d) ;;
+    *)
+        if [[ $cur == -* ]]; then
+            mapfile -t COMPREPLY < <(compgen -W "$(_nixl_fetch_options "$command")" -- "$cur")
+        elif [ "$command" = show ] && { [ -n "$target" ] || [ -n "${NIXL_FETCH_SERVERS-}" ]; }; then
+            mapfile -t COMPREPLY < <(_nixl_fetch_ask keys "$cur" "$target" "$size")
+            ! declare -F __ltrim_colon_completions >/dev/null || __ltrim_colon_completions "$cur"
+        elif [ -z "$target" ] && [ "$command" != serve ]; then
+            mapfile -t COMPREPLY < <(compgen -f -X '!*.json' -- "$cur" && compgen -d -S / -- "$cur")
+        fi
+        ;;
+    esac
+}
+complete -o nosort -F _nixl_fetch nixl-fetch

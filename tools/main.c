@@ -1,0 +1,141 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include "command.h"
+#include "failure.h"
+#include "options.h"
+
+#include <fanin/types.h>
+#include <locale.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/resource.h>
+
+static const char *const intro =
+    "nixl-fetch looks at, pulls and measures LoRA adapters that trainer ranks serve.\n"
+    "\n"
+    "Examples:\n"
+    "  nixl-fetch list 10.0.0.1:6000 --world-size 8\n"
+    "  nixl-fetch pull nixl_info.json --run 0 --out /dev/shm/adapter\n"
+    "  nixl-fetch serve --model llama-3.1-8b --r 16 --world-size 8 --base-port 6000\n"
+    "\n"
+    "Usage: nixl-fetch COMMAND [ARGUMENT...] [OPTION...]\n"
+    "\n"
+    "Commands:\n";
+
+static const char *const outro =
+    "\n"
+    "A TARGET is HOST:PORT[,HOST:PORT...], HOST:BASEPORT with --world-size N, or the\n"
+    "path of a nixl_info.json; without one, NIXL_FETCH_SERVERS from the environment.\n"
+    "'nixl-fetch COMMAND --help' tells a command's options, nixl-fetch(1) all of it.\n";
+
+const command *const commands[] = {
+    &cmd_list,  &cmd_show,  &cmd_ping,  &cmd_pull,     &cmd_verify,
+    &cmd_watch, &cmd_serve, &cmd_bench, &cmd_complete, NULL,
+};
+
+const command *command_find(const char *name)
+{
+    for (size_t i = 0; commands[i] != NULL; i++) {
+        if (strcmp(commands[i]->name, name) == 0) {
+            return commands[i];
+        }
+    }
+    return NULL;
+}
+
+static void print_help(FILE *stream)
+{
+    fputs(intro, stream);
+    for (size_t i = 0; commands[i] != NULL; i++) {
+        if (!commands[i]->hidden) {
+            fprintf(stream, "  %-8s %s\n", commands[i]->name, commands[i]->summary);
+        }
+    }
+    fputs(outro, stream);
+}
+
+static int unknown(const char *word)
+{
+    const char *names[16] = {NULL};
+    size_t used = 0;
+    for (size_t i = 0; commands[i] != NULL && used + 1 < 16; i++) {
+        if (!commands[i]->hidden) {
+            names[used++] = commands[i]->name;
+        }
+    }
+    const char *nearest = options_nearest(word, names);
+    if (nearest != NULL) {
+        return failure_usage(NULL, "unknown command '%s', did you mean '%s'?", word,
+                             nearest);
+    }
+    return failure_usage(NULL, "unknown command '%s'", word);
+}
+
+static int dispatch(const command *found, int argc, char **argv)
+{
+    char name[64];
+    const char **words = calloc((size_t)argc + 1, sizeof(words[0]));
+    if (words == NULL) {
+        return failure_local("cannot start", FANIN_ERR_MEMORY, "free memory",
+                             "no memory for the command line");
+    }
+    snprintf(name, sizeof(name), "nixl-fetch %s", found->name);
+    words[0] = name;
+    for (int i = 1; i < argc; i++) {
+        words[i] = argv[i];
+    }
+    int code = found->run(found, argc, words);
+    free(words);
+    if (fflush(stdout) != 0 || ferror(stdout)) {
+        return code != 0 ? code : failure_exit_code(FANIN_ERR_IO);
+    }
+    return code;
+}
+
+/* A world of ranks needs more descriptors than many shells allow at first. */
+static void raise_descriptor_limit(void)
+{
+    struct rlimit limit;
+    if (getrlimit(RLIMIT_NOFILE, &limit) == 0 && limit.rlim_cur < limit.rlim_max) {
+        limit.rlim_cur = limit.rlim_max;
+        setrlimit(RLIMIT_NOFILE, &limit);
+    }
+}
+
+static int print_version(void)
+{
+    printf("nixl-fetch %d.%d.%d (libfanin %s)\n", FANIN_VERSION_MAJOR,
+           FANIN_VERSION_MINOR, FANIN_VERSION_PATCH, fanin_version());
+    return fflush(stdout) != 0 ? failure_exit_code(FANIN_ERR_IO) : 0;
+}
+
+int main(int argc, char **argv)
+{
+    setlocale(LC_CTYPE, "");
+    raise_descriptor_limit();
+    if (argc < 2) {
+        print_help(stderr);
+        return EXIT_USAGE;
+    }
+    const char *word = argv[1];
+    bool help = strcmp(word, "--help") == 0 || strcmp(word, "-h") == 0 ||
+                strcmp(word, "help") == 0;
+    if (strcmp(word, "--version") == 0 || strcmp(word, "-V") == 0) {
+        return print_version();
+    }
+    if (help && argc == 2) {
+        print_help(stdout);
+        return fflush(stdout) != 0 ? failure_exit_code(FANIN_ERR_IO) : 0;
+    }
+    if (help) { /* help COMMAND is COMMAND --help */
+        static char option[] = "--help";
+        argv[1] = option;
+        word = argv[2];
+        argv[2] = option;
+    }
+    if (word[0] == '-') {
+        return failure_usage(NULL, "unknown option '%s' before a command", word);
+    }
+    const command *found = command_find(word);
+    return found == NULL ? unknown(word) : dispatch(found, argc - 1, argv + 1);
+}

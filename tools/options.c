@@ -1,0 +1,301 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include "options.h"
+#include "failure.h"
+
+#include <ctype.h>
+#include <errno.h>
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <strings.h>
+
+enum { OPTION_HELP = 0x4800 };
+
+void options_common(common_options *options, struct poptOption table[COMMON_OPTIONS])
+{
+    const struct poptOption entries[COMMON_OPTIONS] = {
+        {"timeout", 't', POPT_ARG_STRING, &options->timeout, 0,
+         "give up after so long: 500ms, 30s, 2m; a bare number is seconds", "TIME"},
+        {"json", 'j', POPT_ARG_NONE, &options->json, 0, "JSON on standard output", NULL},
+        {"quiet", 'q', POPT_ARG_NONE, &options->quiet, 0, "no progress", NULL},
+        {"verbose", 'v', POPT_ARG_NONE, &options->verbose, 0,
+         "messages of the library on standard error", NULL},
+        {"no-color", 0, POPT_ARG_NONE, &options->no_color, 0,
+         "no colours (also: NO_COLOR in the environment)", NULL},
+        {"help", 'h', POPT_ARG_NONE, NULL, OPTION_HELP, "this text", NULL},
+        POPT_TABLEEND,
+    };
+    memcpy(table, entries, sizeof(entries));
+}
+
+void options_connect(connect_options *options,
+                     struct poptOption table[CONNECT_OPTIONS])
+{
+    const struct poptOption entries[CONNECT_OPTIONS] = {
+        {"world-size", 'n', POPT_ARG_INT, &options->world_size, 0,
+         "TARGET is HOST:BASEPORT of so many ranks", "N"},
+        {"path", 0, POPT_ARG_STRING, &options->path, 0,
+         "auto, stream, cma, rdma or cuda_ipc (default auto)", "PATH"},
+        {"no-unix", 0, POPT_ARG_NONE, &options->no_unix, 0, "TCP even on one host",
+         NULL},
+        {"no-ucx", 0, POPT_ARG_NONE, &options->no_ucx, 0, "never load UCX", NULL},
+        {"server-name", 0, POPT_ARG_STRING, &options->server_name, 0,
+         "accept only this job's ranks", "NAME"},
+        {"expect-world-id", 0, POPT_ARG_STRING, &options->world_id, 0,
+         "accept only ranks of this world, 32 hexadecimal digits", "HEX"},
+        POPT_TABLEEND,
+    };
+    memcpy(table, entries, sizeof(entries));
+}
+
+bool options_duration(const char *text, uint32_t *ms_out)
+{
+    static const struct {
+        const char *suffix;
+        double ms;
+    } units[] = {{"", 1e3},  {"ms", 1},   {"s", 1e3},
+                 {"m", 6e4}, {"min", 6e4}, {"h", 3.6e6}};
+    char *end;
+    if (!isdigit((unsigned char)text[0]) && text[0] != '.') {
+        return false;
+    }
+    errno = 0;
+    double value = strtod(text, &end);
+    if (errno != 0 || end == text) {
+        return false;
+    }
+    for (size_t i = 0; i < sizeof(units) / sizeof(units[0]); i++) {
+        if (strcmp(end, units[i].suffix) == 0) {
+            double ms = ceil(value * units[i].ms);
+            if (!(ms >= 1.0 && ms <= 3.6e9)) {
+                return false;
+            }
+            *ms_out = (uint32_t)ms;
+            return true;
+        }
+    }
+    return false;
+}
+
+/* Optimal string alignment: insertions, deletions, substitutions, swaps of neighbours. */
+static size_t distance(const char *a, const char *b)
+{
+    enum { LONGEST = 32 };
+    size_t n = strlen(a);
+    size_t m = strlen(b);
+    size_t d[LONGEST + 1][LONGEST + 1];
+    if (n > LONGEST || m > LONGEST) {
+        return LONGEST;
+    }
+    for (size_t i = 0; i <= n; i++) {
+        for (size_t j = 0; j <= m; j++) {
+            if (i == 0 || j == 0) {
+                d[i][j] = i + j;
+                continue;
+            }
+            size_t best = d[i - 1][j - 1] + (a[i - 1] != b[j - 1]);
+            if (d[i - 1][j] + 1 < best) {
+                best = d[i - 1][j] + 1;
+            }
+            if (d[i][j - 1] + 1 < best) {
+                best = d[i][j - 1] + 1;
+            }
+            if (i > 1 && j > 1 && a[i - 1] == b[j - 2] && a[i - 2] == b[j - 1] &&
+                d[i - 2][j - 2] + 1 < best) {
+                best = d[i - 2][j - 2] + 1;
+            }
+            d[i][j] = best;
+        }
+    }
+    return d[n][m];
+}
+
+const char *options_nearest(const char *word, const char *const *names)
+{
+    const char *nearest = NULL;
+    size_t best = strlen(word) / 2 + 1;
+    if (best > 3) {
+        best = 3;
+    }
+    for (; *names != NULL; names++) {
+        size_t d = distance(word, *names);
+        if (d < best) {
+            best = d;
+            nearest = *names;
+        }
+    }
+    return nearest;
+}
+
+static size_t long_names(const struct poptOption *table, const char **names, size_t used,
+                         size_t capacity)
+{
+    for (; table->longName != NULL || table->shortName != 0 || table->arg != NULL;
+         table++) {
+        if ((table->argInfo & POPT_ARG_MASK) == POPT_ARG_INCLUDE_TABLE) {
+            used = long_names(table->arg, names, used, capacity);
+        } else if (table->longName != NULL && used + 1 < capacity) {
+            names[used++] = table->longName;
+        }
+    }
+    return used;
+}
+
+static int bad_option(const command *self, const struct poptOption *table,
+                      poptContext context, int code)
+{
+    const char *option = poptBadOption(context, POPT_BADOPTION_NOALIAS);
+    if (code == POPT_ERROR_BADOPT && strncmp(option, "--", 2) == 0) {
+        const char *names[64];
+        char word[64];
+        names[long_names(table, names, 0, 64)] = NULL;
+        snprintf(word, sizeof(word), "%s", option + 2);
+        word[strcspn(word, "=")] = '\0';
+        const char *nearest = options_nearest(word, names);
+        if (nearest != NULL) {
+            return failure_usage(self->name, "unknown option '%s', did you mean '--%s'?",
+                                 option, nearest);
+        }
+    }
+    return failure_usage(self->name, "option '%s': %s", option, poptStrerror(code));
+}
+
+static void print_help(const command *self, poptContext context)
+{
+    printf("%s\n\n%s\n\n", self->summary, self->help);
+    fflush(stdout);
+    poptSetOtherOptionHelp(context, self->arguments);
+    poptPrintHelp(context, stdout, 0);
+}
+
+/* --timeout, or the environment's; false after a message. */
+static bool resolve_timeout(const command *self, common_options *common)
+{
+    const char *text = common->timeout;
+    const char *source = "--timeout";
+    common->timeout_given = text != NULL;
+    if (text == NULL) {
+        text = getenv("NIXL_FETCH_TIMEOUT");
+        source = "NIXL_FETCH_TIMEOUT";
+    }
+    if (text == NULL || (text[0] == '\0' && !common->timeout_given)) {
+        return true;
+    }
+    if (!options_duration(text, &common->timeout_ms)) {
+        failure_usage(self->name, "%s '%s' is no time such as 500ms, 30s or 2m", source,
+                      text);
+        return false;
+    }
+    return true;
+}
+
+bool options_parse(const command *self, int argc, const char **argv,
+                   struct poptOption *table, common_options *common,
+                   arguments *parsed, int *status_out)
+{
+    int code;
+    *parsed = (arguments){.table = table};
+    poptContext context = poptGetContext(NULL, argc, argv, table, 0);
+    parsed->context = context;
+    *status_out = EXIT_USAGE;
+    for (int i = 1; i < argc; i++) { /* so that a wrong option is told as JSON too */
+        if (strcmp(argv[i], "--json") == 0 || strcmp(argv[i], "-j") == 0) {
+            failure_use_json(true);
+        }
+    }
+    while ((code = poptGetNextOpt(context)) >= 0) {
+        if (code == OPTION_HELP) {
+            print_help(self, context);
+            *status_out = 0;
+            return false;
+        }
+    }
+    if (code < -1) {
+        bad_option(self, table, context, code);
+        return false;
+    }
+    failure_use_json(common->json != 0);
+    for (const char *word; (word = poptGetArg(context)) != NULL;) {
+        if (parsed->count == MAX_POSITIONAL) {
+            failure_usage(self->name, "too many arguments, from '%s' on", word);
+            return false;
+        }
+        parsed->positional[parsed->count++] = word;
+    }
+    return resolve_timeout(self, common);
+}
+
+static void free_strings(struct poptOption *table)
+{
+    for (; table->longName != NULL || table->shortName != 0 || table->arg != NULL;
+         table++) {
+        switch (table->argInfo & POPT_ARG_MASK) {
+        case POPT_ARG_INCLUDE_TABLE:
+            free_strings(table->arg);
+            break;
+        case POPT_ARG_STRING: {
+            char **text = table->arg;
+            free(*text);
+            *text = NULL;
+            break;
+        }
+        case POPT_ARG_ARGV: {
+            char ***list = table->arg;
+            for (char **p = *list; p != NULL && *p != NULL; p++) {
+                free(*p);
+            }
+            free(*list);
+            *list = NULL;
+            break;
+        }
+        default:
+            break;
+        }
+    }
+}
+
+void options_free(arguments *parsed)
+{
+    if (parsed->context != NULL) {
+        parsed->context = poptFreeContext(parsed->context);
+    }
+    if (parsed->table != NULL) {
+        free_strings(parsed->table);
+        parsed->table = NULL;
+    }
+}
+
+fanin_dtype options_dtype(const char *text)
+{
+    static const struct {
+        const char *alias, *name;
+    } aliases[] = {
+        {"bfloat16", "BF16"}, {"float16", "F16"},         {"half", "F16"},
+        {"float32", "F32"},   {"float", "F32"},           {"float64", "F64"},
+        {"double", "F64"},    {"float8_e4m3fn", "F8_E4M3"}, {"float8_e5m2", "F8_E5M2"},
+        {"uint8", "U8"},      {"int8", "I8"},             {"fp16", "F16"},
+        {"fp32", "F32"},
+    };
+    char upper[32];
+    size_t i;
+    for (i = 0; i < sizeof(aliases) / sizeof(aliases[0]); i++) {
+        if (strcasecmp(text, aliases[i].alias) == 0) {
+            return fanin_dtype_from_name(aliases[i].name);
+        }
+    }
+    for (i = 0; text[i] != '\0' && i + 1 < sizeof(upper); i++) {
+        upper[i] = (char)toupper((unsigned char)text[i]);
+    }
+    upper[i] = '\0';
+    return fanin_dtype_from_name(upper);
+}
+
+bool options_run_valid(const char *run)
+{
+    size_t length = strlen(run);
+    return length >= 1 && length <= FANIN_MAX_RUN && strcmp(run, ".") != 0 &&
+           strcmp(run, "..") != 0 &&
+           strspn(run, "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
+                       "0123456789._-") == length;
+}

@@ -1,0 +1,200 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include "output.h"
+#include "failure.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+static void *require(void *memory)
+{
+    if (memory == NULL) {
+        fputs("nixl-fetch: out of memory: the output cannot be made: free memory\n",
+              stderr);
+        exit(failure_exit_code(FANIN_ERR_MEMORY));
+    }
+    return memory;
+}
+
+struct libscols_table *output_table(const output_column *columns, size_t count)
+{
+    struct libscols_table *table = require(scols_new_table());
+    for (size_t i = 0; i < count; i++) {
+        int flags = columns[i].right ? SCOLS_FL_RIGHT : 0;
+        if (columns[i].tree) {
+            flags |= SCOLS_FL_TREE;
+        }
+        require(scols_table_new_column(table, columns[i].name, 0, flags));
+    }
+    return table;
+}
+
+struct libscols_line *output_row(struct libscols_table *table,
+                                 struct libscols_line *parent,
+                                 const char *const *cells, size_t count)
+{
+    struct libscols_line *line = require(scols_table_new_line(table, parent));
+    for (size_t i = 0; i < count; i++) {
+        if (cells[i] != NULL && scols_line_set_data(line, i, cells[i]) != 0) {
+            require(NULL);
+        }
+    }
+    return line;
+}
+
+void output_print(struct libscols_table *table)
+{
+    scols_print_table(table);
+    scols_unref_table(table);
+    fflush(stdout);
+}
+
+static void dump(json_t *object, size_t flags)
+{
+    json_t *whole = require(json_pack("{s:i}", "schema", 1));
+    json_object_update(whole, require(object));
+    json_decref(object);
+    json_dumpf(whole, stdout, flags | JSON_ENSURE_ASCII);
+    fputc('\n', stdout);
+    fflush(stdout);
+    json_decref(whole);
+}
+
+void output_json(json_t *object)
+{
+    dump(object, JSON_INDENT(2));
+}
+
+void output_json_line(json_t *object)
+{
+    dump(object, JSON_COMPACT);
+}
+
+void output_set_string(json_t *object, const char *name, const char *text)
+{
+    if (text == NULL || text[0] == '\0') {
+        json_object_set_new(object, name, json_null());
+        return;
+    }
+    json_t *value = json_string(text);
+    if (value == NULL) {
+        char *copy = require(strdup(text));
+        for (char *p = copy; *p != '\0'; p++) {
+            if ((unsigned char)*p >= 0x80) {
+                *p = '?';
+            }
+        }
+        value = require(json_string(copy));
+        free(copy);
+    }
+    json_object_set_new(object, name, value);
+}
+
+void output_set_u64(json_t *object, const char *name, uint64_t value)
+{
+    json_object_set_new(object, name, json_integer((json_int_t)value));
+}
+
+void output_set_hex(json_t *object, const char *name, const uint8_t *bytes, size_t size)
+{
+    output_set_string(object, name, output_hex(bytes, size).s);
+}
+
+output_text output_bytes(uint64_t bytes)
+{
+    static const char *const units[] = {"B", "kB", "MB", "GB", "TB", "PB", "EB"};
+    output_text text;
+    double value = (double)bytes;
+    unsigned unit = 0;
+    while (value >= 999.95 && unit + 1 < sizeof(units) / sizeof(units[0])) {
+        value /= 1000.0;
+        unit++;
+    }
+    int digits = unit == 0 || value >= 99.95 ? 0 : value >= 9.995 ? 1 : 2;
+    snprintf(text.s, sizeof(text.s), "%.*f %s", digits, value, units[unit]);
+    return text;
+}
+
+output_text output_duration(uint64_t ns)
+{
+    output_text text;
+    double value = (double)ns;
+    if (ns < 1000000) {
+        snprintf(text.s, sizeof(text.s), "%.1f us", value / 1e3);
+    } else if (ns < 10000000000) {
+        snprintf(text.s, sizeof(text.s), "%.2f ms", value / 1e6);
+    } else {
+        snprintf(text.s, sizeof(text.s), "%.2f s", value / 1e9);
+    }
+    return text;
+}
+
+output_text output_rate(uint64_t bytes, uint64_t ns)
+{
+    output_text text = {"-"};
+    if (ns > 0) {
+        double rate = (double)bytes / (double)ns;
+        if (rate >= 1.0) {
+            snprintf(text.s, sizeof(text.s), "%.2f GB/s", rate);
+        } else {
+            snprintf(text.s, sizeof(text.s), "%.1f MB/s", rate * 1e3);
+        }
+    }
+    return text;
+}
+
+output_text output_hex(const uint8_t *bytes, size_t size)
+{
+    static const char digits[] = "0123456789abcdef";
+    output_text text = {""};
+    for (size_t i = 0; i < size && 2 * i + 2 < sizeof(text.s); i++) {
+        text.s[2 * i] = digits[bytes[i] >> 4];
+        text.s[2 * i + 1] = digits[bytes[i] & 15];
+        text.s[2 * i + 2] = '\0';
+    }
+    return text;
+}
+
+output_text output_number(uint64_t value)
+{
+    output_text text;
+    snprintf(text.s, sizeof(text.s), "%llu", (unsigned long long)value);
+    return text;
+}
+
+output_text output_dims(const uint64_t *values, uint32_t count)
+{
+    output_text text = {"["};
+    size_t used = 1;
+    for (uint32_t i = 0; i < count && used + 24 < sizeof(text.s); i++) {
+        used += (size_t)snprintf(text.s + used, sizeof(text.s) - used, "%s%llu",
+                                 i > 0 ? ", " : "", (unsigned long long)values[i]);
+    }
+    snprintf(text.s + used, sizeof(text.s) - used, "]");
+    return text;
+}
+
+static int hex_digit(char c)
+{
+    if (c >= '0' && c <= '9') {
+        return c - '0';
+    }
+    c = (char)(c | 0x20);
+    return c >= 'a' && c <= 'f' ? c - 'a' + 10 : -1;
+}
+
+bool output_parse_hex(const char *text, uint8_t *bytes, size_t size)
+{
+    if (strlen(text) != 2 * size) {
+        return false;
+    }
+    for (size_t i = 0; i < size; i++) {
+        int high = hex_digit(text[2 * i]);
+        int low = hex_digit(text[2 * i + 1]);
+        if (high < 0 || low < 0) {
+            return false;
+        }
+        bytes[i] = (uint8_t)(high << 4 | low);
+    }
+    return true;
+}

@@ -1,0 +1,33 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/**
+ * @file
+ * The bytes that `serve` publishes and `pull --check-pattern` proves: little-endian 8-byte
+ * word i of a tensor's row-major bytes at step s is
+ *     splitmix64(XXH3_64(key) + s * 0x9E3779B97F4A7C15 + i)
+ * with the whole key ("lora:<run>:<name>"). Every byte tells tensor, step and place.
+ */
+#ifndef PATTERN_H
+#define PATTERN_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+/** Metadata pair by which a publication says that it follows the pattern. */
+#define PATTERN_PAIR_KEY "fanin_pattern"
+#define PATTERN_PAIR_VALUE "splitmix64-xxh3"
+
+uint64_t pattern_splitmix64(uint64_t x);
+
+/** XXH3_64 of the whole key. */
+uint64_t pattern_seed(const char *key);
+
+/** What word 0 at @p step is made of. */
+uint64_t pattern_start(uint64_t seed, uint64_t step);
+
+/** Writes the tensor's bytes [offset, offset + size) to @p out. */
+void pattern_fill(void *out, uint64_t start, uint64_t offset, size_t size);
+
+/** Index of the first of @p size bytes that is not the tensor's; @p size: all are. */
+size_t pattern_compare(const void *bytes, uint64_t start, uint64_t offset, size_t size);
+
+#endif

@@ -1,0 +1,73 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/**
+ * @file
+ * A stand-in trainer: a world of rank processes, forked from this one before it uses the
+ * library, that publish tensors and rewrite them in place. They end with their parent.
+ */
+#ifndef RANKS_H
+#define RANKS_H
+
+#include "models.h"
+
+#include <fanin/server.h>
+#include <stdbool.h>
+#include <sys/types.h>
+
+typedef struct rank_options {
+    uint32_t world_size;
+    uint32_t replicate; /**< divides world_size; rank r holds part r mod (world/replicate) */
+    uint32_t shard_dim;
+    uint16_t base_port; /**< 0: ephemeral ports */
+    const char *bind, *allow, *server_name; /**< NULL: the library's defaults */
+    uint32_t flags;                         /**< FANIN_SERVER_... */
+    uint32_t lease_ms;
+    uint8_t world_id[FANIN_WORLD_ID_SIZE];
+    char **runs;
+    size_t n_runs;
+    const tensor_list *tensors;
+    const fanin_pair *pairs;
+    size_t n_pairs;
+    uint64_t first_step;
+    uint64_t steps;          /**< commits; 0: endless */
+    int64_t update_every_ms; /**< how long a step stays; negative: for ever */
+    bool uncoupled;          /**< no barrier between ranks */
+    bool keep_going;         /**< the others go on when a rank dies */
+    bool extents;            /**< tell the parent where shards lie, see ranks_extents() */
+    bool verbose;
+} rank_options;
+
+/** A shard's memory in a rank's process; of the first run. */
+typedef struct rank_extent {
+    uint64_t address, bytes;
+} rank_extent;
+
+typedef struct ranks ranks;
+
+/**
+ * Forks the ranks. SIGINT, SIGTERM and SIGCHLD are blocked in this process from now on.
+ * @p options and what it points to must live until ranks_stop(). 0, or an exit status
+ * after a message (*ranks_out is then NULL).
+ */
+int ranks_start(const rank_options *options, ranks **ranks_out);
+
+/** Waits until every rank committed its first step: 0, or an exit status after a message. */
+int ranks_wait_ready(ranks *r, uint32_t timeout_ms);
+
+/** Until SIGINT or SIGTERM (returns 0) or a rank's death (its exit status, told). */
+int ranks_serve(ranks *r);
+
+/** Ends all ranks, lets their readers end for at most the lease; kills what does not end.
+    ranks_stats() works afterwards. Returns 0 or an exit status after a message. */
+int ranks_stop(ranks *r);
+/** NULL and *r == NULL are fine. Stops first if that was not done. */
+void ranks_free(ranks **r);
+
+pid_t ranks_pid(const ranks *r, uint32_t rank);
+uint16_t ranks_port(const ranks *r, uint32_t rank);
+uint64_t ranks_step(const ranks *r, uint32_t rank);
+/** One entry a tensor. */
+const rank_extent *ranks_extents(const ranks *r, uint32_t rank);
+/** What the rank's server counted, once stopped; NULL if it left nothing. */
+const fanin_server_stats *ranks_stats(const ranks *r, uint32_t rank);
+
+#endif

@@ -1,0 +1,193 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include "session.h"
+#include "failure.h"
+#include "interrupt.h"
+#include "output.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+static void print_log(fanin_log_level level, const char *event, const char *message)
+{
+    static const char *const names[] = {"", "error", "warning", "info", "debug"};
+    const char *name = level >= 1 && level <= 4 ? names[level] : "log";
+    fprintf(stderr, "nixl-fetch: %s: %s: %s\n", name, event, message);
+}
+
+static void log_all(void *cookie, fanin_log_level level, const char *event,
+                    const char *message)
+{
+    (void)cookie;
+    print_log(level, event, message);
+}
+
+static void log_warnings(void *cookie, fanin_log_level level, const char *event,
+                         const char *message)
+{
+    (void)cookie;
+    if (level <= FANIN_LOG_WARNING) {
+        print_log(level, event, message);
+    }
+}
+
+fanin_log_fn session_log(bool verbose)
+{
+    return verbose ? log_all : log_warnings;
+}
+
+bool session_parse(const command *self, invocation *line, int argc, const char **argv,
+                   struct poptOption *table, int *status_out)
+{
+    const struct poptOption shared[SESSION_OPTIONS] = {
+        {"run", 0, POPT_ARG_STRING, &line->run, 0,
+         "the run (default: the target file's, or 0)", "R"},
+        {NULL, 0, POPT_ARG_INCLUDE_TABLE, line->connect_part, 0, "Connection:", NULL},
+        {NULL, 0, POPT_ARG_INCLUDE_TABLE, line->common_part, 0, "Common options:", NULL},
+        POPT_TABLEEND,
+    };
+    memcpy(line->shared, shared, sizeof(shared));
+    options_connect(&line->connect, line->connect_part);
+    options_common(&line->common, line->common_part);
+    return options_parse(self, argc, argv, table, &line->common, &line->parsed, status_out);
+}
+
+const char *session_begin(const command *self, invocation *line, int argc,
+                          const char **argv, struct poptOption *table, int words,
+                          int *status_out)
+{
+    if (!session_parse(self, line, argc, argv, table, status_out)) {
+        return NULL;
+    }
+    const char *text = getenv("NIXL_FETCH_SERVERS");
+    int first = 0;
+    if (line->parsed.count > words) {
+        text = line->parsed.positional[0];
+        first = 1;
+    }
+    *status_out = EXIT_USAGE;
+    if (line->parsed.count > first + words) {
+        failure_usage(self->name, "unexpected argument '%s'",
+                      line->parsed.positional[first + words]);
+        return NULL;
+    }
+    if (line->parsed.count < first + words || text == NULL || text[0] == '\0') {
+        failure_usage(self->name, words > 0 ? "TARGET and KEY are needed"
+                                            : "no TARGET and no NIXL_FETCH_SERVERS in "
+                                              "the environment");
+        return NULL;
+    }
+    for (int i = 0; i < words; i++) {
+        line->words[i] = line->parsed.positional[first + i];
+    }
+    return text;
+}
+
+void session_end(invocation *line)
+{
+    options_free(&line->parsed);
+}
+
+static int configure(session *s, const invocation *line, fanin_client_config *config)
+{
+    const common_options *common = &line->common;
+    const connect_options *connect = &line->connect;
+    fanin_client_config_init(config, sizeof(*config));
+    config->log = common->quiet ? NULL : session_log(common->verbose != 0);
+    config->no_unix = connect->no_unix != 0;
+    config->no_ucx = connect->no_ucx != 0;
+    config->server_name = connect->server_name;
+    if (common->timeout_ms < config->connect_timeout_ms) {
+        config->connect_timeout_ms = common->timeout_ms;
+    }
+    if (connect->path != NULL) {
+        config->path = fanin_path_from_name(connect->path);
+        if (config->path < 0) {
+            return failure_usage(s->command->name,
+                                 "path '%s' is none of auto, stream, cma, rdma, cuda_ipc",
+                                 connect->path);
+        }
+    }
+    if (connect->world_id != NULL &&
+        !output_parse_hex(connect->world_id, config->world_id, FANIN_WORLD_ID_SIZE)) {
+        return failure_usage(s->command->name,
+                             "world id '%s' is not 32 hexadecimal digits",
+                             connect->world_id);
+    }
+    return 0;
+}
+
+static int choose_run(session *s, const char *run)
+{
+    if (run == NULL) {
+        run = s->target.run[0] != '\0' ? s->target.run : "0";
+    }
+    if (!options_run_valid(run)) {
+        return failure_usage(s->command->name,
+                             "run '%s' is not 1 to 64 of A-Z a-z 0-9 . _ -", run);
+    }
+    snprintf(s->run, sizeof(s->run), "%s", run);
+    snprintf(s->publication, sizeof(s->publication), "lora:%s", run);
+    return 0;
+}
+
+int session_open(session *s, const command *self, const invocation *line,
+                 const char *target_text, const char *run)
+{
+    const int world_size = line->connect.world_size;
+    fanin_client_config config;
+    fanin_error error = FANIN_ERROR_INIT;
+    *s = (session){.command = self};
+    if (world_size < 0 || world_size > TARGET_MAX_RANKS) {
+        return failure_usage(self->name, "--world-size is 1 to %d", TARGET_MAX_RANKS);
+    }
+    int code = configure(s, line, &config);
+    if (code != 0) {
+        return code;
+    }
+    if (target_parse(target_text, (uint32_t)world_size, &s->target, &error) !=
+        FANIN_OK) {
+        code = failure_report("cannot use the target", &error);
+        return error.status == FANIN_ERR_ARGUMENT ? EXIT_USAGE : code;
+    }
+    code = choose_run(s, run);
+    if (code != 0) {
+        return code;
+    }
+    if (fanin_client_create(&config, &s->client, &error) != FANIN_OK) {
+        return failure_report("cannot make a client", &error);
+    }
+    interrupt_install(s->client);
+    return 0;
+}
+
+static bool warn_missing(void *cookie, const fanin_rank_info *info)
+{
+    (void)cookie;
+    if (info->status != FANIN_OK) {
+        failure_warn("%s does not answer: %s", info->address,
+                     info->message[0] != '\0' ? info->message
+                                              : fanin_status_text(info->status));
+    }
+    return true;
+}
+
+int session_connect(session *s, uint32_t timeout_ms)
+{
+    fanin_error error = FANIN_ERROR_INIT;
+    if (fanin_client_connect(s->client, (const char *const *)s->target.addresses,
+                             s->target.count, timeout_ms, &error) != FANIN_OK) {
+        return failure_report("cannot connect", &error);
+    }
+    if (fanin_client_ranks(s->client, warn_missing, NULL, &error) != FANIN_OK) {
+        return failure_report("cannot connect", &error);
+    }
+    return 0;
+}
+
+void session_close(session *s)
+{
+    interrupt_detach();
+    fanin_client_destroy(&s->client);
+    target_free(&s->target);
+}

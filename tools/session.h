@@ -1,0 +1,68 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/** @file A command's connection: target, client, signals, log, and the run it is about. */
+#ifndef SESSION_H
+#define SESSION_H
+
+#include "options.h"
+#include "target.h"
+
+typedef struct session {
+    const command *command;
+    target target;
+    fanin_client *client;
+    char run[80];
+    char publication[96]; /**< "lora:<run>" */
+} session;
+
+/** A log function for the library: prints to stderr; with @p verbose also what is routine. */
+fanin_log_fn session_log(bool verbose);
+
+enum { SESSION_OPTIONS = 4 };
+
+/** The command line that commands with a TARGET have in common; zero but for
+    common.timeout_ms before session_begin(). */
+typedef struct invocation {
+    common_options common;
+    connect_options connect;
+    char *run;
+    const char *words[MAX_POSITIONAL]; /**< what follows TARGET */
+    arguments parsed;
+    struct poptOption shared[SESSION_OPTIONS]; /**< include it in the command's table */
+    struct poptOption common_part[COMMON_OPTIONS], connect_part[CONNECT_OPTIONS];
+} invocation;
+
+/** The entry of a command's table that includes what an invocation brings. */
+#define SESSION_TABLE(invocation)                                                        \
+    {                                                                                    \
+        NULL, 0, POPT_ARG_INCLUDE_TABLE, (invocation)->shared, 0, NULL, NULL             \
+    }
+
+/** Fills the shared options and parses the command line; false: the command is over with
+    *status_out. session_end() in either case. */
+bool session_parse(const command *self, invocation *line, int argc, const char **argv,
+                   struct poptOption *table, int *status_out);
+
+/**
+ * session_parse(), and the words of a command that needs a target: TARGET (or NIXL_FETCH_SERVERS) and
+ * @p words more words. Returns TARGET's text; NULL if the command is over, *status_out is then
+ * the exit status. session_end() in either case.
+ */
+const char *session_begin(const command *self, invocation *line, int argc,
+                          const char **argv, struct poptOption *table, int words,
+                          int *status_out);
+void session_end(invocation *line);
+
+/**
+ * Parses the target, creates the client and chooses the run (@p run, else the target
+ * file's, else "0"). Nothing is connected yet. Returns 0 or the exit status after a
+ * message; session_close() in either case.
+ */
+int session_open(session *s, const command *self, const invocation *line,
+                 const char *target_text, const char *run);
+
+/** Connects; warns about ranks that did not answer. 0, or the exit status after a message. */
+int session_connect(session *s, uint32_t timeout_ms);
+
+void session_close(session *s);
+
+#endif
