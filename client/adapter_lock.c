@@ -58,8 +58,11 @@ static int open_lock_file(const adapter_place *place, const char *name)
     int flags = O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK | O_NOCTTY;
     int fd = openat(place->parent, name, O_RDWR | O_CREAT | flags, 0666);
     /* Another user's: reading is enough for a lock. */
-    if (fd < 0 && errno == EACCES)
+    if (fd < 0 && errno == EACCES) {
         fd = openat(place->parent, name, O_RDONLY | flags);
+        if (fd < 0 && errno == ENOENT)
+            errno = EACCES; /* it is not there because it must not be made */
+    }
     return fd;
 }
 

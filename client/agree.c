@@ -14,6 +14,7 @@ typedef struct asker {
     struct agreement *agreement;
     size_t peer;
     bool waiting, lost;
+    uint64_t least; /* the step that was asked for, or a later one */
     fanin_status refused; /* the rank's own error, other than a lost connection */
     fanin_error error;
 } asker;
@@ -40,6 +41,17 @@ static void on_announced(void *cookie, connection *c, message_type type, body *b
     a->waiting = false;
     a->agreement->changes++;
     if (type == MSG_WAIT_OK && decode_wait_ok(b, &m) == FANIN_OK) {
+        if (m.step < a->least) {
+            error_place place = connection_place(c, "wait");
+            place.key = a->agreement->publication->name;
+            place.remedy = "use the same fanin release on both ends";
+            a->refused = error_set(
+                &a->error, FANIN_ERR_PROTOCOL, &place,
+                "rank %u at %s announced step %llu when asked for step %llu or later",
+                connection_peer(c)->rank, connection_text(c),
+                (unsigned long long)m.step, (unsigned long long)a->least);
+            return;
+        }
         *n = (announcement){.valid = true,
                             .step = m.step,
                             .version = m.catalog_version,
@@ -65,6 +77,7 @@ static void ask(asker *a)
     /* The rank's "not yet, I am at step 7" should come before this side gives up. */
     uint64_t left_ms = deadline_left_ns(g->at) / 1000000;
     m.timeout_ms = left_ms > 3600000 ? 3600000 : (uint32_t)(left_ms - left_ms / 20);
+    a->least = m.rule == FANIN_STEP_NEWEST ? 0 : m.step;
     uint64_t request = connection_next_request(c);
     encode_wait(connection_out(c), request, &m);
     a->waiting = true;

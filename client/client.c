@@ -220,17 +220,35 @@ static deadline tick_all(fanin_client *client)
     return next;
 }
 
+/* Names the first rank that is waited for. */
+static fanin_status out_of_time(const fanin_client *client, const char *phase,
+                                fanin_error *error)
+{
+    error_place place = {.phase = phase};
+    const connection *owing = NULL;
+    for (size_t i = 0; i < client->n_peers && !owing; i++) {
+        if (connection_owes(client->peers[i].control))
+            owing = client->peers[i].control;
+    }
+    if (owing)
+        place = connection_place(owing, phase);
+    place.remedy = "allow more time, or look at the ranks with `nixl-fetch ping`";
+    if (!owing)
+        return error_set(error, FANIN_ERR_TIMEOUT, &place,
+                         "the deadline passed in phase %s", phase);
+    return error_set(error, FANIN_ERR_TIMEOUT, &place,
+                     "the deadline passed in phase %s, waiting for rank %u at %s", phase,
+                     connection_peer(owing)->rank, connection_text(owing));
+}
+
 fanin_status client_step(fanin_client *client, deadline at, deadline wake,
                          const char *phase, fanin_error *error)
 {
     error_place place = {.phase = phase};
     if (atomic_exchange(&client->cancelled, false))
         return error_set(error, FANIN_ERR_CANCELLED, &place, "the call was cancelled");
-    if (deadline_passed(at)) {
-        place.remedy = "allow more time, or look at the ranks with `nixl-fetch ping`";
-        return error_set(error, FANIN_ERR_TIMEOUT, &place,
-                         "the deadline passed in phase %s", phase);
-    }
+    if (deadline_passed(at))
+        return out_of_time(client, phase, error);
     loop_step(&client->loop,
               deadline_sooner(deadline_sooner(at, wake), tick_all(client)));
     return FANIN_OK;

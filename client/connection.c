@@ -218,9 +218,12 @@ static void on_hello_ok(connection *c, message_type type, body *b)
         return;
     }
     if (decode_hello_ok(b, &peer) != FANIN_OK) {
+        char what[160];
+        snprintf(what, sizeof(what), "sent a malformed greeting: %s",
+                 b->why ? b->why : "");
         fail_here(c, FANIN_ERR_PROTOCOL, 0, "connect",
                   "is this port a fanin parameter server of a compatible version?",
-                  b->why ? b->why : "sent a malformed greeting");
+                  what);
         return;
     }
     if (peer.version < VERSION_MIN || peer.version > VERSION_MAX) {
@@ -275,8 +278,10 @@ static bool take_frames(connection *c)
         const char *why = NULL;
         fanin_status status = frame_decode(c->in.data + c->in_used, &f, &why);
         if (status != FANIN_OK) {
+            char what[160];
+            snprintf(what, sizeof(what), "sent something else: %s", why);
             fail_here(c, status, 0, "connection",
-                      "is this port a fanin parameter server?", why);
+                      "is this port a fanin parameter server?", what);
             return false;
         }
         if (f.length > LIMIT_REPLY) {
@@ -444,6 +449,14 @@ static void on_pong(void *cookie, connection *c, message_type type, body *b)
     (void)c;
     (void)type;
     (void)b; /* any byte counts as a sign of life */
+}
+
+bool connection_owes(const connection *c)
+{
+    bool owes = c->state == CONNECTION_READY && c->owing;
+    for (const pending *p = c->pending; p; p = p->next)
+        owes = owes || (p->fn && p->fn != on_pong && !p->keep);
+    return owes;
 }
 
 void connection_set_owing(connection *c, bool owing)

@@ -70,6 +70,9 @@ void connection_keep(connection *c, uint64_t request);
     reading phase, and silence must be noticed. */
 void connection_set_owing(connection *c, bool owing);
 
+/** Whether somebody waits for an answer of this rank. */
+bool connection_owes(const connection *c);
+
 /** Pings a silent peer, gives it up; returns when to call again. */
 deadline connection_tick(connection *c);
 

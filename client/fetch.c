@@ -2,6 +2,7 @@
 #include "fetch.h"
 
 #include "error_set.h"
+#include <stdio.h>
 
 static void ask(fetch *f);
 
@@ -30,7 +31,9 @@ static void on_page(void *cookie, connection *c, message_type type, body *b)
         return;
     }
     if (decode_blob_page(b, &page) != FANIN_OK) {
-        fail(f, FANIN_ERR_PROTOCOL, b->why ? b->why : "sent a malformed page");
+        char what[160];
+        snprintf(what, sizeof(what), "sent a malformed page: %s", b->why ? b->why : "");
+        fail(f, FANIN_ERR_PROTOCOL, what);
         return;
     }
     bool fits = page.offset == f->data.size && page.total >= page.offset &&

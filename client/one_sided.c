@@ -2,6 +2,7 @@
 #include "one_sided.h"
 
 #include "error_set.h"
+#include "scatter_pool.h"
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
@@ -11,11 +12,18 @@
 /* Gets under way that land directly: bounds what a failing endpoint has to drain. */
 #define MAX_DIRECT 64
 
+/* Below so many bytes the copying is not worth threads. */
+#define THREADS_FROM ((uint64_t)16 << 20)
+#define MAX_THREADS 3
+
 typedef struct get {
+    scatter_job job; /* first: the pool hands it back */
+    struct one_sided *reader;
+    uint64_t scatter_ns;
     one_sided_work *work;
     const span *span;
-    uint8_t *slot; /* NULL: lands directly */
-    bool busy;
+    uint8_t *slot; /* of the staged ones */
+    bool busy, direct;
 } get;
 
 struct one_sided {
@@ -31,10 +39,91 @@ struct one_sided {
     uint8_t *staging;
     ucx_local *staging_local;
     get gets[SLOTS + MAX_DIRECT]; /* the first SLOTS are staged */
-    size_t outstanding;
+    size_t outstanding;           /* gets that have not called back */
+    size_t scattering;            /* slots that have been handed to the pool */
+    scatter_pool *pool;
     uint64_t scatter_ns;
     loop_source source;
 };
+
+/* --------------------------------------------------------------- scattering */
+
+/* In any thread: what the pool was made for. */
+static void scatter(const struct one_sided *o, const get *g)
+{
+    const plan_spans *spans = g->work->spans;
+    const span *s = g->span;
+    for (uint64_t i = s->first; i < s->first + s->count; i++) {
+        const span_piece *p = &spans->pieces[i];
+        if (p->view)
+            strided_copy(&spans->views[p->view - 1], o->base + p->to,
+                         g->slot + p->offset);
+        else
+            memcpy(o->base + p->to, g->slot + p->offset, p->length);
+    }
+}
+
+static void run_scatter(scatter_job *job)
+{
+    get *g = (get *)job;
+    uint64_t start = clock_ns();
+    scatter(g->reader, g);
+    g->scatter_ns = clock_ns() - start;
+}
+
+static void tell_landed(const one_sided *o, const get *g)
+{
+    const plan_spans *spans = g->work->spans;
+    const span *s = g->span;
+    for (uint64_t i = s->first; i < s->first + s->count; i++) {
+        const span_piece *p = &spans->pieces[i];
+        if (p->view == 0) {
+            o->landed(o->landed_cookie, p->to, p->length);
+            continue;
+        }
+        const strided *view = &spans->views[p->view - 1];
+        uint64_t runs = strided_runs(view);
+        for (uint64_t run = 0; run < runs; run++) {
+            int64_t offset;
+            strided_run(view, run, NULL, &offset);
+            o->landed(o->landed_cookie, p->to + (uint64_t)offset, view->run);
+        }
+    }
+}
+
+/* The span's bytes are in place. */
+static void finish(one_sided *o, get *g)
+{
+    if (o->landed)
+        tell_landed(o, g);
+    g->busy = false;
+    g->work->done_spans++;
+    g->work->bytes += g->span->length;
+}
+
+static bool collect(one_sided *o)
+{
+    bool any = false;
+    scatter_job *job;
+    while ((job = scatter_pool_collect(o->pool))) {
+        get *g = (get *)job;
+        o->scattering--;
+        o->scatter_ns += g->scatter_ns;
+        finish(o, g);
+        any = true;
+    }
+    return any;
+}
+
+static uint64_t bytes_of(const one_sided_work *works, size_t n)
+{
+    uint64_t bytes = 0;
+    for (size_t i = 0; i < n; i++) {
+        for (uint64_t j = 0; j < works[i].spans->n_spans; j++)
+            bytes += works[i].spans->spans[j].length;
+    }
+    return bytes;
+}
 
 static void on_wake(loop_source *source, uint32_t events)
 {
@@ -90,8 +179,18 @@ fanin_status one_sided_create(fanin_client *client, one_sided_work *works, size_
         status = ucx_local_create(client->one_sided, o->staging, SLOTS * SPAN_MAX, host,
                                   &o->staging_local, error);
     if (status == FANIN_OK) {
-        for (size_t i = 0; i < SLOTS; i++)
+        for (size_t i = 0; i < SLOTS + MAX_DIRECT; i++)
+            o->gets[i].reader = o;
+        for (size_t i = 0; i < SLOTS; i++) {
             o->gets[i].slot = o->staging + i * SPAN_MAX;
+            o->gets[i].job.run = run_scatter;
+        }
+        o->pool =
+            scatter_pool_create(bytes_of(works, n) < THREADS_FROM ? 0 : MAX_THREADS);
+        if (!o->pool)
+            status = error_set_memory(error);
+    }
+    if (status == FANIN_OK) {
         register_ranges(o, ranges, n_ranges);
         o->source.fd = ucx_client_fd(client->one_sided);
         status = loop_add(&client->loop, &o->source, error);
@@ -123,6 +222,7 @@ bool one_sided_destroy(one_sided **o)
     *o = NULL;
     if (!r)
         return true;
+    scatter_pool_destroy(&r->pool);
     if (!drain(r))
         return false; /* reads may still land: reader, staging and destination stay */
     loop_remove(&r->client->loop, &r->source);
@@ -134,38 +234,6 @@ bool one_sided_destroy(one_sided **o)
     free(r->locals);
     free(r);
     return true;
-}
-
-/* --------------------------------------------------------------- scattering */
-
-static void land_strided(one_sided *o, const strided *view, uint64_t to)
-{
-    uint64_t runs = strided_runs(view);
-    for (uint64_t i = 0; i < runs; i++) {
-        int64_t offset;
-        strided_run(view, i, NULL, &offset);
-        o->landed(o->landed_cookie, to + (uint64_t)offset, view->run);
-    }
-}
-
-static void scatter(one_sided *o, const get *g)
-{
-    const plan_spans *spans = g->work->spans;
-    const span *s = g->span;
-    for (uint64_t i = s->first; i < s->first + s->count; i++) {
-        const span_piece *p = &spans->pieces[i];
-        if (p->view) {
-            const strided *view = &spans->views[p->view - 1];
-            strided_copy(view, o->base + p->to, g->slot + p->offset);
-            if (o->landed)
-                land_strided(o, view, p->to);
-            continue;
-        }
-        if (g->slot)
-            memcpy(o->base + p->to, g->slot + p->offset, p->length);
-        if (o->landed)
-            o->landed(o->landed_cookie, p->to, p->length);
-    }
 }
 
 /* ------------------------------------------------------------------ getting */
@@ -186,20 +254,19 @@ static void on_done(void *cookie, uint64_t tag, int ucx_status)
 {
     one_sided *o = cookie;
     get *g = &o->gets[tag];
-    g->busy = false;
     o->outstanding--;
     if (ucx_status != 0) {
         const char *text = "the read failed";
         if (g->work->peer->endpoint)
             ucx_endpoint_failed(g->work->peer->endpoint, &text);
+        g->busy = false;
         fail(g->work, text);
-        return;
+    } else if (g->direct) {
+        finish(o, g);
+    } else {
+        o->scattering++;
+        scatter_pool_submit(o->pool, &g->job);
     }
-    uint64_t start = clock_ns();
-    scatter(o, g);
-    o->scatter_ns += clock_ns() - start;
-    g->work->done_spans++;
-    g->work->bytes += g->span->length;
 }
 
 static const ucx_local *local_for(const one_sided *o, const uint8_t *to,
@@ -251,6 +318,7 @@ static bool post(one_sided *o, one_sided_work *w)
     g->work = w;
     g->span = s;
     g->busy = true;
+    g->direct = local != o->staging_local;
     o->outstanding++;
     w->next_span++;
     fanin_error why = FANIN_ERROR_INIT;
@@ -267,8 +335,8 @@ static bool post(one_sided *o, one_sided_work *w)
 
 bool one_sided_step(one_sided *o)
 {
-    bool happened = false;
-    for (size_t i = 0; i < o->n; i++) {
+    bool happened = collect(o), full = false;
+    for (size_t i = 0; i < o->n && !full; i++) {
         one_sided_work *w = &o->works[(o->turn + i) % o->n];
         if (w->failed || w->next_span == w->spans->n_spans)
             continue;
@@ -276,29 +344,22 @@ bool one_sided_step(one_sided *o)
             fail(w, "the endpoint failed");
             return true;
         }
-        if (!post(o, w))
-            break;
-        happened = true;
+        full = !post(o, w);
+        happened = happened || !full;
     }
     o->turn = o->n ? (o->turn + 1) % o->n : 0;
-    return ucx_client_progress(o->client->one_sided) || happened;
+    happened = ucx_client_progress(o->client->one_sided) || happened;
+    if (happened || o->scattering == 0)
+        return happened;
+    /* Nothing to fetch into: this thread copies as well, or waits for those that do. */
+    if (!scatter_pool_help(o->pool))
+        scatter_pool_wait(o->pool);
+    return true;
 }
 
 bool one_sided_arm(one_sided *o)
 {
     return ucx_client_arm(o->client->one_sided);
-}
-
-bool one_sided_done(const one_sided *o)
-{
-    for (size_t i = 0; i < o->n; i++) {
-        const one_sided_work *w = &o->works[i];
-        if (w->failed)
-            return true;
-        if (w->done_spans < w->spans->n_spans)
-            return false;
-    }
-    return true;
 }
 
 uint64_t one_sided_scatter_ns(const one_sided *o)

@@ -9,7 +9,7 @@
 
 #include "stream_link.h"
 
-#define SPAN_MAX ((uint64_t)1 << 20) /**< bytes of one get, and of one staging slot */
+#define SPAN_MAX ((uint64_t)512 << 10) /**< bytes of one get, and of one staging slot */
 
 /** One rank's reading in one attempt. */
 typedef struct one_sided_work {
@@ -42,7 +42,6 @@ fanin_status one_sided_create(fanin_client *client, one_sided_work *works, size_
 bool one_sided_step(one_sided *o);
 /** The loop's source that wakes the caller; armed when one_sided_step() returned false. */
 bool one_sided_arm(one_sided *o);
-bool one_sided_done(const one_sided *o); /**< every work is done, or one has failed */
 uint64_t one_sided_scatter_ns(const one_sided *o);
 /**
  * Ends the reading; gets that are still out are drained by closing their endpoints. False:

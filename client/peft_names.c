@@ -8,18 +8,22 @@
 
 #define PREFIX_SIZE (sizeof(PEFT_PREFIX) - 1)
 
+#define TEXT(literal) literal, sizeof(literal) - 1
+
+static bool is_text(const char *component, size_t size, const char *text,
+                    size_t text_size)
+{
+    return size == text_size && memcmp(component, text, size) == 0;
+}
+
 /* Components that PyTorch's wrappers add to a parameter's name and that no file has. */
 static bool is_wrapper(const char *component, size_t size)
 {
-    static const char *const wrappers[] = {"_fsdp_wrapped_module", "_orig_mod",
-                                           "_checkpoint_wrapped_module"};
     if (component[0] != '_')
         return false;
-    for (size_t i = 0; i < sizeof(wrappers) / sizeof(wrappers[0]); i++) {
-        if (strlen(wrappers[i]) == size && memcmp(component, wrappers[i], size) == 0)
-            return true;
-    }
-    return false;
+    return is_text(component, size, TEXT("_fsdp_wrapped_module")) ||
+           is_text(component, size, TEXT("_orig_mod")) ||
+           is_text(component, size, TEXT("_checkpoint_wrapped_module"));
 }
 
 typedef enum marker_kind {
@@ -38,21 +42,19 @@ static marker_kind marker_of(const char *component, size_t size)
 {
     static const struct {
         const char *text;
+        size_t size;
         marker_kind kind;
     } markers[] = {
-        {"lora_A", MARKER_A},
-        {"lora_B", MARKER_B},
-        {"lora_embedding_A", MARKER_EMBEDDING_A},
-        {"lora_embedding_B", MARKER_EMBEDDING_B},
-        {"lora_magnitude_vector", MARKER_MAGNITUDE},
-        {"trainable_tokens_delta", MARKER_TOKENS},
-        {"modules_to_save", MARKER_SAVED},
+        {TEXT("lora_A"), MARKER_A},
+        {TEXT("lora_B"), MARKER_B},
+        {TEXT("lora_embedding_A"), MARKER_EMBEDDING_A},
+        {TEXT("lora_embedding_B"), MARKER_EMBEDDING_B},
+        {TEXT("lora_magnitude_vector"), MARKER_MAGNITUDE},
+        {TEXT("trainable_tokens_delta"), MARKER_TOKENS},
+        {TEXT("modules_to_save"), MARKER_SAVED},
     };
-    if (size == 0 || !strchr("lmt", component[0]))
-        return MARKER_NONE;
     for (size_t i = 0; i < sizeof(markers) / sizeof(markers[0]); i++) {
-        if (strlen(markers[i].text) == size &&
-            memcmp(component, markers[i].text, size) == 0)
+        if (is_text(component, size, markers[i].text, markers[i].size))
             return markers[i].kind;
     }
     return MARKER_NONE;

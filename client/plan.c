@@ -18,8 +18,8 @@ typedef struct builder {
     const uint64_t *to_of_key;
     cover cover;
     fill_set fills;
-    uint32_t *fill_of;      /* by target */
-    uint64_t *key_first;    /* targets of key k: by_key[key_first[k] ..] */
+    uint32_t *fill_of;   /* by target */
+    uint64_t *key_first; /* targets of key k: by_key[key_first[k] ..] */
     uint32_t *by_key;
     collector *collectors;
     uint32_t *disordered; /* sources */
@@ -84,10 +84,12 @@ static bool fill_targets(builder *b, size_t n)
     for (size_t i = 0; i < n; i++) {
         const plan_target *t = &b->targets[i];
         uint64_t bytes = 0;
-        if (!fill_target(&b->fills, &b->cover, b->cover.of_key[t->key], t, &b->fill_of[i]))
+        if (!fill_target(&b->fills, &b->cover, b->cover.of_key[t->key], t,
+                         &b->fill_of[i]))
             return false;
         b->fills.fills[b->fill_of[i]].uses++;
-        dtype_bytes(keys->entries[t->key].dtype, t->block.n_dims, t->block.extent, &bytes);
+        dtype_bytes(keys->entries[t->key].dtype, t->block.n_dims, t->block.extent,
+                    &bytes);
         b->plan->bytes += bytes;
         b->plan->tensors += b->key_first[t->key + 2]++ == 0;
     }
@@ -157,8 +159,8 @@ static bool push(builder *b, uint32_t source, uint32_t key, const piece *p)
 {
     plan_rank *r = &b->plan->ranks[source];
     collector *k = &b->collectors[source];
-    if (r->n_pieces == k->capacity && !array_reserve(&r->pieces, &k->capacity,
-                                                     r->n_pieces + 1, sizeof *r->pieces))
+    if (r->n_pieces == k->capacity &&
+        !array_reserve(&r->pieces, &k->capacity, r->n_pieces + 1, sizeof *r->pieces))
         return false;
     if (k->key != key) {
         k->key = key;
@@ -176,16 +178,15 @@ static bool emit(builder *b, uint32_t key, const fill *f, uint64_t to)
 {
     cover *c = &b->cover;
     const geometry *g = &c->geometries[f->geometry];
-    const piece *template = &b->fills.templates[f->first];
-    for (const piece *end = template + f->count; template < end; template++) {
-        uint32_t u = template->box, class_id = g->class_of[u];
+    for (uint64_t i = f->first; i < f->first + f->count; i++) {
+        piece p = b->fills.templates[i];
+        uint32_t u = p.box, class_id = g->class_of[u];
         const holder *h = &g->holders[g->first[u]];
         if (class_id >= c->n_sources) {
             holder_class *k = &c->classes[class_id];
             h += class_position(c, k, key);
-            k->given += template->length;
+            k->given += p.length;
         }
-        piece p = *template;
         p.box = (uint32_t)(c->cursor[h->source] + h->local);
         p.to += to;
         if (!push(b, h->source, key, &p))
@@ -251,8 +252,8 @@ static void finish(builder *b)
     for (size_t s = 0; s < p->n_ranks; s++) {
         array_shrink(&p->ranks[s].pieces, p->ranks[s].n_pieces, sizeof(piece));
         p->has_replicas =
-            p->has_replicas || (!b->cover.sole[s] &&
-                                box_table_count(b->cover.sources[s].boxes) > 0);
+            p->has_replicas ||
+            (!b->cover.sole[s] && box_table_count(b->cover.sources[s].boxes) > 0);
     }
     view_set *views = &b->fills.views;
     array_shrink(&views->views, views->n, sizeof *views->views);

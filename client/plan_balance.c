@@ -30,8 +30,8 @@ bool class_intern(cover *c, const uint32_t *sources, uint32_t count, uint32_t *i
     uint64_t hash = hash_sources(sources, count), probe = 0;
     for (uint32_t id; (id = intern_next(&c->class_index, hash, &probe)) != PLAN_NONE;) {
         const holder_class *k = &c->classes[id];
-        if (k->count == count &&
-            memcmp(&c->class_sources[k->first], sources, count * sizeof *sources) == 0) {
+        if (k->count == count && memcmp(&c->class_sources[k->first], sources,
+                                        count * sizeof *sources) == 0) {
             *id_out = id;
             return true;
         }
@@ -122,7 +122,8 @@ uint32_t class_position(const cover *c, holder_class *k, uint32_t key)
 {
     if (k->key != key) {
         k->key = key;
-        while (k->position + 1 < k->count && k->given >= c->bounds[k->first + k->position])
+        while (k->position + 1 < k->count &&
+               k->given >= c->bounds[k->first + k->position])
             k->position++;
     }
     return k->position;

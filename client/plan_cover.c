@@ -104,7 +104,8 @@ static fanin_status cover_key(cover *c, uint32_t key, fanin_error *error)
     uint64_t hash = words_hash(c->words, n_id);
     for (uint32_t id; (id = intern_next(&c->index, hash, &probe)) != PLAN_NONE;) {
         const geometry *g = &c->geometries[id];
-        if (g->n_id == n_id && memcmp(g->words, c->words, n_id * sizeof *g->words) == 0) {
+        if (g->n_id == n_id &&
+            memcmp(g->words, c->words, n_id * sizeof *g->words) == 0) {
             c->of_key[key] = id;
             return FANIN_OK;
         }
@@ -233,8 +234,8 @@ static bool chunks_sufficient(const key_table *keys, const plan_source *sources,
     return enough;
 }
 
-bool plan_sufficient(const key_table *keys, const plan_source *sources, size_t n_sources,
-                     const bool *use)
+bool plan_sufficient(const key_table *keys, const plan_source *sources,
+                     size_t n_sources, const bool *use)
 {
     uint32_t dim, world;
     if (sources_rule(sources, n_sources, use, &dim, &world) && world > 0)

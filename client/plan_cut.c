@@ -112,7 +112,7 @@ bool view_intern(view_set *set, const strided *s, uint32_t *view_out)
 {
     uint64_t hash = view_hash(s), probe = 0;
     for (uint32_t id; (id = intern_next(&set->index, hash, &probe)) != PLAN_NONE;) {
-        if (1) {
+        if (view_equal(&set->views[id], s)) {
             *view_out = id + 1;
             return true;
         }

@@ -7,7 +7,7 @@
 /* Reading along a gap costs less than another piece (an entry of a request and two iovecs)
    where the gap is at most this, and the runs beside it are short. */
 #define SHORT_RUN ((uint64_t)512)
-#define GAP_MAX   ((uint64_t)4096)
+#define GAP_MAX ((uint64_t)4096)
 
 static const cut_rule piece_rule = {
     .max_length = PIECE_MAX, .short_run = SHORT_RUN, .max_gap = GAP_MAX};
@@ -18,15 +18,13 @@ typedef struct filling {
     uint64_t from, to; /* of the cut block's first element: in the box, in the target */
 } filling;
 
-static bool add_template(void *cookie, const copy_block *part, uint64_t from, uint64_t to,
-                         uint64_t length)
+static bool add_template(void *cookie, const copy_block *part, uint64_t from,
+                         uint64_t to, uint64_t length)
 {
     filling *f = cookie;
     fill_set *set = f->set;
-    piece p = {.box = f->unique,
-               .offset = f->from + from,
-               .length = length,
-               .to = f->to + to};
+    piece p = {
+        .box = f->unique, .offset = f->from + from, .length = length, .to = f->to + to};
     if (!view_of_block(&set->views, part, &p.view) ||
         !array_reserve(&set->templates, &set->template_capacity, set->n_templates + 1,
                        sizeof *set->templates))
@@ -36,11 +34,12 @@ static bool add_template(void *cookie, const copy_block *part, uint64_t from, ui
 }
 
 /* What the target wants of one box. */
-static bool fill_box(fill_set *set, const geometry *g, uint32_t unique, const block *want,
-                     const int64_t *stride)
+static bool fill_box(fill_set *set, const geometry *g, uint32_t unique,
+                     const block *want, const int64_t *stride)
 {
     block box, part;
-    uint64_t box_at[FANIN_MAX_DIMS], box_extent[FANIN_MAX_DIMS], want_at[FANIN_MAX_DIMS];
+    uint64_t box_at[FANIN_MAX_DIMS], box_extent[FANIN_MAX_DIMS],
+        want_at[FANIN_MAX_DIMS];
     uint64_t part_at[FANIN_MAX_DIMS], unused[FANIN_MAX_DIMS];
     geometry_block(g, unique, &box);
     if (!block_intersect(&box, want, &part))
@@ -126,8 +125,8 @@ bool fill_whole(fill_set *set, cover *c, uint32_t geometry_id, uint32_t *id_out)
     return true;
 }
 
-bool fill_target(fill_set *set, cover *c, uint32_t geometry_id, const plan_target *target,
-                 uint32_t *id_out)
+bool fill_target(fill_set *set, cover *c, uint32_t geometry_id,
+                 const plan_target *target, uint32_t *id_out)
 {
     uint32_t n_dims = target->block.n_dims, id;
     uint64_t words[1 + 3 * FANIN_MAX_DIMS], n = 0, probe = 0;

@@ -46,10 +46,10 @@ uint64_t words_hash(const uint64_t *words, uint64_t count);
 /** A block copied between two strided layouts, in units (whole bytes). n_dims may be 0. */
 typedef struct copy_block {
     uint32_t n_dims;
-    uint64_t extent[FANIN_MAX_DIMS];             /**< > 0 */
-    int64_t from[FANIN_MAX_DIMS];                /**< bytes, >= 0, descending */
-    int64_t to[FANIN_MAX_DIMS];                  /**< bytes */
-    uint32_t unit;                               /**< bytes */
+    uint64_t extent[FANIN_MAX_DIMS]; /**< > 0 */
+    int64_t from[FANIN_MAX_DIMS];    /**< bytes, >= 0, descending */
+    int64_t to[FANIN_MAX_DIMS];      /**< bytes */
+    uint32_t unit;                   /**< bytes */
 } copy_block;
 
 typedef struct cut_rule {
@@ -101,13 +101,13 @@ typedef struct geometry {
     uint32_t axis;      /**< the most finely cut dimension */
     uint32_t whole;     /**< fill of the whole tensor, PLAN_NONE: not made yet */
     uint64_t shape[FANIN_MAX_DIMS];
-    uint64_t keys;     /**< tensors that have it, counted under chunk rules */
-    uint64_t n_id;     /**< of words: what tells it from others */
-    uint64_t *words;   /**< id, and (source, offset, extent) of each owner */
-    uint64_t *end_max; /**< furthest end on the axis of the uniques so far */
-    holder *holders;   /**< by unique, then source */
-    uint32_t *first;   /**< n_uniques + 1: of holders */
-    uint32_t *sample;  /**< an owner of each unique, for its block */
+    uint64_t keys;      /**< tensors that have it, counted under chunk rules */
+    uint64_t n_id;      /**< of words: what tells it from others */
+    uint64_t *words;    /**< id, and (source, offset, extent) of each owner */
+    uint64_t *end_max;  /**< furthest end on the axis of the uniques so far */
+    holder *holders;    /**< by unique, then source */
+    uint32_t *first;    /**< n_uniques + 1: of holders */
+    uint32_t *sample;   /**< an owner of each unique, for its block */
     uint32_t *class_of; /**< of each unique */
     uint32_t *sources;  /**< of each owner */
     void *storage;
@@ -125,9 +125,9 @@ typedef struct cover {
     const key_table *keys;
     const plan_source *sources;
     size_t n_sources;
-    bool by_shape;          /**< all follow chunk rules: a shape has one geometry */
-    uint32_t dim, world;    /**< of the rule all follow, world 0: several rules */
-    uint32_t *of_key;       /**< geometry of each key */
+    bool by_shape;       /**< all follow chunk rules: a shape has one geometry */
+    uint32_t dim, world; /**< of the rule all follow, world 0: several rules */
+    uint32_t *of_key;    /**< geometry of each key */
     geometry *geometries;
     uint64_t n_geometries, geometry_capacity;
     intern index;
@@ -137,7 +137,7 @@ typedef struct cover {
     uint64_t *bounds;        /**< of all classes: cumulated bytes per source */
     uint64_t n_class_sources, class_source_capacity;
     intern class_index;
-    bool *sole;          /**< by source: some box is held by it alone */
+    bool *sole; /**< by source: some box is held by it alone */
     /* while building */
     uint64_t *words;
     uint64_t n_words, word_capacity;
@@ -203,8 +203,8 @@ typedef struct fill_set {
 /** The fill of the whole tensor, packed. False: out of memory. */
 bool fill_whole(fill_set *set, cover *c, uint32_t geometry_id, uint32_t *id_out);
 /** The fill of a (valid) target. */
-bool fill_target(fill_set *set, cover *c, uint32_t geometry_id, const plan_target *target,
-                 uint32_t *id_out);
+bool fill_target(fill_set *set, cover *c, uint32_t geometry_id,
+                 const plan_target *target, uint32_t *id_out);
 void fill_set_free(fill_set *set);
 
 #endif

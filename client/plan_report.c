@@ -112,8 +112,9 @@ fanin_status report_tiling(const cover *c, const geometry *g, uint32_t key,
         place.remedy = "give the addresses of all ranks, or publish the missing shard";
     } else {
         add_holders(&t, c, g, a, b, &place);
-        place.remedy = "let the ranks publish blocks that are disjoint or equal; compare "
-                       "their device meshes and placements";
+        place.remedy =
+            "let the ranks publish blocks that are disjoint or equal; compare "
+            "their device meshes and placements";
     }
     return error_set(error, FANIN_ERR_INCOMPLETE, &place, "%s", t.chars);
 }

@@ -71,7 +71,8 @@ static bool box_is_inside(const remote_box *b, uint64_t region_length)
 {
     uint64_t low = b->place.offset, high = b->place.offset, reach;
     for (uint32_t i = 0; i < b->n_dims; i++) {
-        uint64_t step = b->stride[i] < 0 ? -(uint64_t)b->stride[i] : (uint64_t)b->stride[i];
+        uint64_t step =
+            b->stride[i] < 0 ? -(uint64_t)b->stride[i] : (uint64_t)b->stride[i];
         if (__builtin_mul_overflow(b->extent[i] - 1, step, &reach))
             return false;
         if (b->stride[i] < 0) {
@@ -121,6 +122,11 @@ static uint64_t view_land(const plan *p, uint32_t view, uint64_t packed)
     return to + packed;
 }
 
+static int64_t negated(int64_t stride)
+{
+    return (int64_t)(0 - (uint64_t)stride);
+}
+
 /* Dimensions in the order in which memory is walked, upwards; start and landing follow. */
 static void walk_upwards(copy_block *b, uint64_t *from, uint64_t *to)
 {
@@ -130,8 +136,8 @@ static void walk_upwards(copy_block *b, uint64_t *from, uint64_t *to)
             continue;
         *from += steps * (uint64_t)b->from[i];
         *to += steps * (uint64_t)b->to[i];
-        b->from[i] = (int64_t)-(uint64_t)b->from[i];
-        b->to[i] = (int64_t)-(uint64_t)b->to[i];
+        b->from[i] = negated(b->from[i]);
+        b->to[i] = negated(b->to[i]);
     }
     for (uint32_t i = 1; i < b->n_dims; i++) {
         uint64_t extent = b->extent[i];
@@ -266,7 +272,8 @@ static void fuse_atoms(spanner *s)
         const atom *a = &s->atoms[i];
         atom *last = kept > 0 ? &s->atoms[kept - 1] : NULL;
         if (last && last->view == 0 && a->view == 0 && last->region == a->region &&
-            last->offset + last->length == a->offset && last->to + last->length == a->to &&
+            last->offset + last->length == a->offset &&
+            last->to + last->length == a->to &&
             last->length + a->length <= s->rule->max_length)
             last->length += a->length;
         else

@@ -68,11 +68,19 @@ static void put_string(sink *s, const char *text)
     PUT_LITERAL(s, "\"");
 }
 
-static void put_item(sink *s, const safetensors_item *item, uint64_t begin)
+/* @p plain: the name's bytes if none of them needs an escape, else 0. */
+static void put_item(sink *s, const safetensors_item *item, uint32_t plain,
+                     uint64_t begin)
 {
     const char *dtype = fanin_dtype_name(item->dtype);
     PUT_LITERAL(s, ",");
-    put_string(s, item->name);
+    if (plain > 0) {
+        PUT_LITERAL(s, "\"");
+        put(s, item->name, plain);
+        PUT_LITERAL(s, "\"");
+    } else {
+        put_string(s, item->name);
+    }
     PUT_LITERAL(s, ":{\"dtype\":\"");
     put(s, dtype, strlen(dtype));
     PUT_LITERAL(s, "\",\"shape\":[");
@@ -110,15 +118,15 @@ static uint32_t *file_order(const safetensors_item *items, size_t count)
 
 /* Offsets are written from the data's start. Returns the size without padding. */
 static uint64_t put_header(uint8_t *at, const safetensors_item *items,
-                           const uint32_t *order, size_t count, uint64_t *offsets_out,
-                           uint64_t *data_out)
+                           const uint32_t *order, const uint32_t *plain, size_t count,
+                           uint64_t *offsets_out, uint64_t *data_out)
 {
     sink s = {.at = at};
     uint64_t begin = 0;
     PUT_LITERAL(&s, "{\"__metadata__\":{\"format\":\"pt\"}");
     for (size_t i = 0; i < count; i++) {
         const safetensors_item *item = &items[order[i]];
-        put_item(&s, item, begin);
+        put_item(&s, item, plain[order[i]], begin);
         offsets_out[order[i]] = begin;
         begin += item->bytes;
     }
@@ -127,16 +135,27 @@ static uint64_t put_header(uint8_t *at, const safetensors_item *items,
     return s.size;
 }
 
+/* The bytes of a name that is ASCII without anything to escape; 0: it is not, or empty. */
+static uint32_t plain_size(const char *name)
+{
+    const char *at = name;
+    while (*at >= 0x20 && *at < 0x7f && *at != '"' && *at != '\\')
+        at++;
+    return *at == '\0' ? (uint32_t)(at - name) : 0;
+}
+
 static fanin_status check_items(const safetensors_item *items, size_t count,
-                                fanin_error *error)
+                                uint32_t *plain_out, fanin_error *error)
 {
     uint64_t sum = 0;
     for (size_t i = 0; i < count; i++) {
-        error_place place = {.phase = "plan", .key = items[i].name};
-        if (strcmp(items[i].name, "__metadata__") == 0)
+        const char *name = items[i].name;
+        error_place place = {.phase = "plan", .key = name};
+        plain_out[i] = plain_size(name);
+        if (strcmp(name, "__metadata__") == 0)
             return error_set(error, FANIN_ERR_MISMATCH, &place,
                              "a safetensors file cannot hold a tensor of this name");
-        if (!utf8_valid(items[i].name, strlen(items[i].name)))
+        if (plain_out[i] == 0 && !utf8_valid(name, strlen(name)))
             return error_set(error, FANIN_ERR_MISMATCH, &place,
                              "the tensor's name is not UTF-8");
         if (!fanin_dtype_name(items[i].dtype))
@@ -149,43 +168,50 @@ static fanin_status check_items(const safetensors_item *items, size_t count,
     return FANIN_OK;
 }
 
-fanin_status safetensors_lay_out(const safetensors_item *items, size_t count,
-                                 uint64_t *offsets_out, safetensors_layout *out,
-                                 fanin_error *error)
+/* Items that were checked, in the file's order. */
+static fanin_status lay_out_in_order(const safetensors_item *items,
+                                     const uint32_t *order, const uint32_t *plain,
+                                     size_t count, uint64_t *offsets_out,
+                                     safetensors_layout *out, fanin_error *error)
 {
-    fanin_status status = check_items(items, count, error);
-    if (status)
-        return status;
-    uint32_t *order = file_order(items, count);
-    if (!order)
-        return error_set_memory(error);
-
-    uint64_t data, text = put_header(NULL, items, order, count, offsets_out, &data);
+    uint64_t data,
+        text = put_header(NULL, items, order, plain, count, offsets_out, &data);
     uint64_t padded = (text + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
-    uint8_t *header = NULL;
     if (padded > SAFETENSORS_HEADER_MAX)
-        status =
-            error_set(error, FANIN_ERR_MISMATCH, NULL,
-                      "the safetensors header of %zu tensors would take %llu bytes; "
-                      "the format allows %llu",
-                      count, (unsigned long long)padded,
-                      (unsigned long long)SAFETENSORS_HEADER_MAX);
-    else if (!(header = malloc(SAFETENSORS_LENGTH + padded)))
-        status = error_set_memory(error);
-    if (status) {
-        free(order);
-        return status;
-    }
-
+        return error_set(error, FANIN_ERR_MISMATCH, NULL,
+                         "the safetensors header of %zu tensors would take %llu bytes; "
+                         "the format allows %llu",
+                         count, (unsigned long long)padded,
+                         (unsigned long long)SAFETENSORS_HEADER_MAX);
+    uint8_t *header = malloc(SAFETENSORS_LENGTH + padded);
+    if (!header)
+        return error_set_memory(error);
     for (int i = 0; i < SAFETENSORS_LENGTH; i++)
         header[i] = (uint8_t)(padded >> (8 * i));
-    put_header(header + SAFETENSORS_LENGTH, items, order, count, offsets_out, &data);
+    put_header(header + SAFETENSORS_LENGTH, items, order, plain, count, offsets_out,
+               &data);
     memset(header + SAFETENSORS_LENGTH + text, ' ', padded - text);
-    free(order);
     for (size_t i = 0; i < count; i++)
         offsets_out[i] += SAFETENSORS_LENGTH + padded;
     *out = (safetensors_layout){.header = header,
                                 .header_size = SAFETENSORS_LENGTH + padded,
                                 .file_size = SAFETENSORS_LENGTH + padded + data};
     return FANIN_OK;
+}
+
+fanin_status safetensors_lay_out(const safetensors_item *items, size_t count,
+                                 uint64_t *offsets_out, safetensors_layout *out,
+                                 fanin_error *error)
+{
+    uint32_t *plain = calloc(count + 1, sizeof(plain[0])), *order = NULL;
+    if (!plain)
+        return error_set_memory(error);
+    fanin_status status = check_items(items, count, plain, error);
+    if (!status && !(order = file_order(items, count)))
+        status = error_set_memory(error);
+    if (!status)
+        status = lay_out_in_order(items, order, plain, count, offsets_out, out, error);
+    free(order);
+    free(plain);
+    return status;
 }

@@ -95,6 +95,20 @@ void tables_forget_rkeys(fanin_client *client, size_t index)
 
 /* -------------------------------------------------------------------- keys */
 
+/* An error of a table that some rank sent. */
+static fanin_status add_rank(const peer *p, fanin_status status, fanin_error *error)
+{
+    if (!error || error->rank >= 0)
+        return status;
+    fanin_error inner = *error;
+    error_place place = connection_place(p->control, "catalog");
+    place.key = inner.key;
+    place.remedy = inner.remedy;
+    return error_set(error, status, &place, "rank %u at %s: %s",
+                     connection_peer(p->control)->rank, connection_text(p->control),
+                     inner.message);
+}
+
 /* Says what the key tables of two ranks that announce different digests differ in. */
 static fanin_status explain_difference(const fanin_client *client, const key_table *a,
                                        size_t peer_a, const key_table *b, size_t peer_b,
@@ -162,8 +176,9 @@ static fanin_status get_keys(fanin_client *client, const publication *p, size_t 
                       "rank %u at %s sent a key table that is not the announced one",
                       connection_peer(client->peers[index].control)->rank,
                       connection_text(client->peers[index].control));
-    else
-        status = key_table_decode(f.data.data, f.data.size, out, error);
+    else if ((status = key_table_decode(f.data.data, f.data.size, out, error)) !=
+             FANIN_OK)
+        add_rank(&client->peers[index], status, error);
     buffer_free(&f.data);
     return status;
 }
@@ -204,19 +219,6 @@ static fanin_status sync_keys(fanin_client *client, publication *p,
 }
 
 /* ------------------------------------------------------------------- boxes */
-
-static fanin_status add_rank(const peer *p, fanin_status status, fanin_error *error)
-{
-    if (!error || error->rank >= 0)
-        return status;
-    fanin_error inner = *error;
-    error_place place = connection_place(p->control, "catalog");
-    place.key = inner.key;
-    place.remedy = inner.remedy;
-    return error_set(error, status, &place, "rank %u at %s: %s",
-                     connection_peer(p->control)->rank, connection_text(p->control),
-                     inner.message);
-}
 
 static fanin_status take_boxes(fanin_client *client, publication *p,
                                const announcement *announced, fetch *fetches, size_t n,

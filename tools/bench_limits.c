@@ -69,7 +69,8 @@ static bool add_rank(pieces *p, pid_t pid, const rank_extent *shards, size_t cou
             end = sorted[i].address + sorted[i].bytes;
         }
         for (; good && from < end; from += PIECE) {
-            good = add_piece(p, pid, from, end - from < PIECE ? end - from : PIECE, room);
+            good =
+                add_piece(p, pid, from, end - from < PIECE ? end - from : PIECE, room);
         }
     }
     free(sorted);
@@ -101,19 +102,14 @@ static void *read_pieces(void *cookie)
 
 static int read_once(const pieces *p, const arena *a, uint32_t threads)
 {
-    reader readers[MAX_THREADS];
+    reader readers[MAX_THREADS] = {{.pieces = p, .arena = a, .step = threads}};
     pthread_t handles[MAX_THREADS];
     int failed = 0;
     uint32_t started = 1;
-    for (uint32_t t = 0; t < threads; t++) {
+    for (uint32_t t = 1; t < threads && failed == 0; t++) {
         readers[t] = (reader){p, a, t, threads, 0};
-        if (t > 0) {
-            if (pthread_create(&handles[t], NULL, read_pieces, &readers[t]) != 0) {
-                failed = EAGAIN;
-                break;
-            }
-            started = t + 1;
-        }
+        failed = pthread_create(&handles[t], NULL, read_pieces, &readers[t]);
+        started += failed == 0;
     }
     read_pieces(&readers[0]);
     for (uint32_t t = 0; t < started; t++) {
@@ -161,8 +157,7 @@ bench_limit bench_raw_read(const rank_options *options, const ranks *r, const ar
 bench_limit bench_memcpy(const arena *a)
 {
     uint64_t times[ROUNDS];
-    bench_limit limit = {
-        .name = "memcpy", .bytes = a->size, .pieces = 1, .threads = 1};
+    bench_limit limit = {.name = "memcpy", .bytes = a->size, .pieces = 1, .threads = 1};
     uint8_t *source = arena_map(a->size);
     if (source == NULL) {
         limit.problem = "out of memory";

@@ -32,8 +32,8 @@ fanin_status check_follows_pattern(fanin_client *client, const char *publication
 }
 
 /* Which step near @p step the bytes at @p offset are of; false: none. */
-static bool find_step(uint64_t seed, uint64_t step, uint64_t offset, const uint8_t *bytes,
-                      size_t size, uint64_t *found)
+static bool find_step(uint64_t seed, uint64_t step, uint64_t offset,
+                      const uint8_t *bytes, size_t size, uint64_t *found)
 {
     for (uint64_t i = 1; size >= 4 && i <= 2 * STEPS_AROUND; i++) {
         uint64_t distance = (i + 1) / 2;
@@ -73,7 +73,8 @@ static fanin_status check_piece(const char *key, uint64_t seed, uint64_t step,
     if (wrong == size) {
         return FANIN_OK;
     }
-    return tell_wrong(key, seed, step, offset + wrong, bytes + wrong, size - wrong, error);
+    return tell_wrong(key, seed, step, offset + wrong, bytes + wrong, size - wrong,
+                      error);
 }
 
 fanin_status check_tensor(const char *publication, const char *name, uint64_t step,
@@ -142,8 +143,8 @@ fanin_status check_directory(const char *directory, const char *publication,
             break;
         }
         file_place place = {fanin_safetensors_descriptor(file), entry.offset};
-        status = check_tensor(publication, entry.name, step, entry.bytes, read_file, &place,
-                              error);
+        status = check_tensor(publication, entry.name, step, entry.bytes, read_file,
+                              &place, error);
         *bytes_out += entry.bytes;
         if (status == FANIN_OK && interrupt_requested()) {
             status =

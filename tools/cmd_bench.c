@@ -90,8 +90,8 @@ static fanin_status pull_once(bench *b, bool check, fanin_result_info *info,
                  info->path_reason != NULL ? info->path_reason : "");
         info->path_reason = info->ranks_json = NULL;
     }
-    for (size_t i = 0; status == FANIN_OK && check && to_memory(b) && i < b->arena.count;
-         i++) {
+    for (size_t i = 0;
+         status == FANIN_OK && check && to_memory(b) && i < b->arena.count; i++) {
         const fanin_tensor *t = &b->arena.tensors[i];
         uint64_t bytes = fanin_dtype_bits(t->dtype);
         for (uint32_t d = 0; d < t->n_dims; d++) {
@@ -287,7 +287,8 @@ static void tell_text(const bench *b)
 static int own_target(bench *b)
 {
     size_t size = 0;
-    const char *host = b->rank_options.bind != NULL ? b->rank_options.bind : "127.0.0.1";
+    const char *host =
+        b->rank_options.bind != NULL ? b->rank_options.bind : "127.0.0.1";
     bool v6 = strchr(host, ':') != NULL;
     FILE *stream = open_memstream(&b->target, &size);
     for (uint32_t r = 0; stream != NULL && r < b->rank_options.world_size; r++) {
@@ -424,7 +425,8 @@ static int run(const command *self, int argc, const char **argv)
         {"iterations", 'i', POPT_ARG_INT, &b.iterations, 0, "pulls (default 10)", "N"},
         {"cold", 0, POPT_ARG_NONE, &b.cold, 0,
          "a new client for each pull: connection, catalog and plan anew", NULL},
-        {NULL, 0, POPT_ARG_INCLUDE_TABLE, source_part, 0, "What own ranks serve:", NULL},
+        {NULL, 0, POPT_ARG_INCLUDE_TABLE, source_part, 0,
+         "What own ranks serve:", NULL},
         {NULL, 0, POPT_ARG_INCLUDE_TABLE, world_part, 0, "Own ranks:", NULL},
         SESSION_TABLE(&b.line),
         POPT_TABLEEND,
@@ -451,15 +453,18 @@ const command cmd_bench = {
     .name = "bench",
     .arguments = "[TARGET] [OPTION...]",
     .summary = "measure pulls by phase, beside what the machine can do",
-    .help =
-        "Examples:\n"
-        "  nixl-fetch bench --adapter-shape dense --world-size 8 --path stream\n"
-        "  nixl-fetch bench --model qwen3-30b-a3b --r 16 --dest /dev/shm --iterations 5\n"
-        "  nixl-fetch bench 10.0.0.1:6000 --world-size 8 --run 0 --json\n"
-        "\n"
-        "Without TARGET it starts ranks of its own. Figures are medians; 'fixed' is the\n"
-        "pull's time less that from the first read posted to the last byte in place. The\n"
-        "limits are raw process_vm_readv of the same shards in pieces of 1 MiB into the\n"
-        "same memory, and memcpy.",
+    .help = "Examples:\n"
+            "  nixl-fetch bench --adapter-shape dense --world-size 8 --path stream\n"
+            "  nixl-fetch bench --model qwen3-30b-a3b --r 16 --dest /dev/shm "
+            "--iterations 5\n"
+            "  nixl-fetch bench 10.0.0.1:6000 --world-size 8 --run 0 --json\n"
+            "\n"
+            "Without TARGET it starts ranks of its own. Figures are medians; 'fixed' "
+            "is the\n"
+            "pull's time less that from the first read posted to the last byte in "
+            "place. The\n"
+            "limits are raw process_vm_readv of the same shards in pieces of 1 MiB "
+            "into the\n"
+            "same memory, and memcpy.",
     .run = run,
 };

@@ -10,7 +10,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { PATIENCE_MS = 1500 };
+enum { PATIENCE_MS = 1500, MAX_PUBLICATIONS = 64 };
 
 static void print_with_prefix(const char *word, const char *prefix)
 {
@@ -42,11 +42,9 @@ typedef struct lister {
     fanin_client *client;
     const char *prefix;
     bool keys;
-    char (*names)[96]; /**< publications, each once */
+    char names[MAX_PUBLICATIONS][96]; /**< publications, each once */
     size_t count;
 } lister;
-
-enum { MAX_PUBLICATIONS = 64 };
 
 static bool on_publication(void *cookie, const fanin_publication_info *info)
 {
@@ -86,8 +84,8 @@ static void print_publications(lister *l)
             continue;
         }
         key_printer p = {l->names[i], l->prefix};
-        status = fanin_client_catalog(l->client, l->names[i], NULL, PATIENCE_MS, on_entry,
-                                      &p, NULL);
+        status = fanin_client_catalog(l->client, l->names[i], NULL, PATIENCE_MS,
+                                      on_entry, &p, NULL);
     }
 }
 
@@ -96,8 +94,6 @@ static void complete_from_ranks(const char *text, uint32_t world_size, lister *l
     fanin_client_config config;
     target where;
     fanin_error error = FANIN_ERROR_INIT;
-    char names[MAX_PUBLICATIONS][sizeof(l->names[0])];
-    l->names = names;
     if (target_parse(text, world_size, &where, &error) != FANIN_OK) {
         return;
     }
@@ -105,8 +101,8 @@ static void complete_from_ranks(const char *text, uint32_t world_size, lister *l
     config.no_ucx = true;
     config.connect_timeout_ms = PATIENCE_MS;
     if (fanin_client_create(&config, &l->client, NULL) == FANIN_OK &&
-        fanin_client_connect(l->client, (const char *const *)where.addresses, where.count,
-                             PATIENCE_MS, NULL) == FANIN_OK) {
+        fanin_client_connect(l->client, (const char *const *)where.addresses,
+                             where.count, PATIENCE_MS, NULL) == FANIN_OK) {
         print_publications(l);
     }
     fanin_client_destroy(&l->client);
@@ -123,8 +119,8 @@ static int run(const command *self, int argc, const char **argv)
         complete_static(what, prefix);
         return 0;
     }
-    const char *text = argc > 3 && argv[3][0] != '\0' ? argv[3]
-                                                        : getenv("NIXL_FETCH_SERVERS");
+    const char *text =
+        argc > 3 && argv[3][0] != '\0' ? argv[3] : getenv("NIXL_FETCH_SERVERS");
     unsigned long size = argc > 4 ? strtoul(argv[4], NULL, 10) : 0;
     lister l = {.prefix = prefix, .keys = keys};
     if (text != NULL && size <= TARGET_MAX_RANKS) {

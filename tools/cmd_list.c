@@ -125,7 +125,8 @@ static void add_group(struct libscols_table *table, const view *items, size_t co
     }
     output_text step = step_range(items, count);
     output_text size = output_bytes(bytes);
-    const char *head[] = {run_name(items[0].name), common_state(items, count), step.s, NULL, size.s};
+    const char *head[] = {run_name(items[0].name), common_state(items, count), step.s,
+                          NULL, size.s};
     struct libscols_line *parent = output_row(table, NULL, head, 5);
     for (size_t i = 0; i < count; i++) {
         char rank[32];
@@ -160,8 +161,8 @@ static json_t *metadata_of(session *s, const view *items, size_t count,
     for (size_t i = 0; i < count; i++) {
         committed &= items[i].state != FANIN_PUBLICATION_UNPUBLISHED;
     }
-    if (committed && fanin_client_metadata(s->client, items[0].name, timeout_ms, on_pair,
-                                           &p, &error) != FANIN_OK) {
+    if (committed && fanin_client_metadata(s->client, items[0].name, timeout_ms,
+                                           on_pair, &p, &error) != FANIN_OK) {
         failure_warn("no metadata of %s: %s", items[0].name, error.message);
     }
     return p.object;
@@ -220,7 +221,8 @@ static int list_runs(session *s, const common_options *common)
         fanin_client_list(s->client, common->timeout_ms, on_publication, &v, &error);
     if (status != FANIN_OK || v.failed) {
         if (v.failed) {
-            failure_set(&error, FANIN_ERR_MEMORY, "free memory", "too many publications");
+            failure_set(&error, FANIN_ERR_MEMORY, "free memory",
+                        "too many publications");
         }
         free(v.items);
         return failure_report("cannot list", &error);
@@ -298,8 +300,8 @@ static int list_keys(session *s, const common_options *common)
     fanin_error error = FANIN_ERROR_INIT;
     key_lister l = {.session = s, .list = json_array()};
     l.table = common->json ? NULL : output_table(columns, 5);
-    if (fanin_client_catalog(s->client, s->publication, NULL, common->timeout_ms, on_entry,
-                             &l, &error) != FANIN_OK) {
+    if (fanin_client_catalog(s->client, s->publication, NULL, common->timeout_ms,
+                             on_entry, &l, &error) != FANIN_OK) {
         scols_unref_table(l.table);
         json_decref(l.list);
         return failure_report("cannot list keys", &error);
@@ -347,6 +349,7 @@ const command cmd_list = {
             "  nixl-fetch list nixl_info.json --run 0 --json\n"
             "\n"
             "Without --run: every run, its state and step on each rank, its metadata.\n"
-            "With --run: every key, its dtype, shape, the ranks that hold parts, its bytes.",
+            "With --run: every key, its dtype, shape, the ranks that hold parts, its "
+            "bytes.",
     .run = run,
 };

@@ -44,9 +44,9 @@ static void add_row(report *r, const fanin_rank_info *info, uint64_t rtt_ns)
     output_text rtt = output_duration(rtt_ns);
     output_text world = output_hex(info->world_id, 16);
     bool ucx = info->ucx_version != NULL && info->ucx_version[0] != '\0';
-    const char *state = good                         ? "ok"
+    const char *state = good                       ? "ok"
                         : info->message[0] != '\0' ? info->message
-                                                     : fanin_status_text(info->status);
+                                                   : fanin_status_text(info->status);
     const char *cells[] = {rank.s,
                            info->address,
                            good ? rtt.s : "-",
@@ -65,9 +65,9 @@ static bool on_rank(void *cookie, const fanin_rank_info *info, uint64_t rtt_ns)
     if (info->status == FANIN_OK) {
         r->answered++;
     } else if (r->first.status == FANIN_OK) {
-        failure_set(&r->first, info->status, "start the rank, or correct the target",
-                    "%s", info->message[0] != '\0' ? info->message
-                                                   : fanin_status_text(info->status));
+        failure_set(
+            &r->first, info->status, "start the rank, or correct the target", "%s",
+            info->message[0] != '\0' ? info->message : fanin_status_text(info->status));
         r->first.rank = info->rank;
         snprintf(r->first.address, sizeof(r->first.address), "%s", info->address);
     }
@@ -86,9 +86,9 @@ static int finish(report *r, const session *s)
     if (r->table != NULL) {
         output_print(r->table);
     } else {
-        output_json(json_pack("{s:b, s:i, s:i, s:O}", "healthy", good ? 1 : 0, "answered",
-                              (int)r->answered, "addresses", (int)s->target.count,
-                              "ranks", r->ranks));
+        output_json(json_pack("{s:b, s:i, s:i, s:O}", "healthy", good ? 1 : 0,
+                              "answered", (int)r->answered, "addresses",
+                              (int)s->target.count, "ranks", r->ranks));
     }
     if (good) {
         return 0;
@@ -97,7 +97,8 @@ static int finish(report *r, const session *s)
         failure_set(&r->first, FANIN_ERR_UNREACHABLE, "start the missing ranks",
                     "nobody answers");
     }
-    snprintf(what, sizeof(what), "%u of %u ranks answered", r->answered, s->target.count);
+    snprintf(what, sizeof(what), "%u of %u ranks answered", r->answered,
+             s->target.count);
     failure_use_json(false); /* the object above tells it all */
     return failure_report(what, &r->first);
 }
@@ -118,8 +119,7 @@ static int ping(session *s, const common_options *common)
         fanin_client_connect(s->client, (const char *const *)s->target.addresses,
                              s->target.count, common->timeout_ms, &error);
     if (status == FANIN_OK) {
-        status =
-            fanin_client_ping(s->client, common->timeout_ms, on_rank, &r, &error);
+        status = fanin_client_ping(s->client, common->timeout_ms, on_rank, &r, &error);
     }
     int code;
     if (status == FANIN_OK || r.asked > 0) {

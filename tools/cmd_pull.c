@@ -20,8 +20,8 @@ static int demand_pattern(session *s, uint32_t timeout_ms)
 {
     fanin_error error = FANIN_ERROR_INIT;
     bool follows;
-    if (check_follows_pattern(s->client, s->publication, timeout_ms, &follows, &error) !=
-        FANIN_OK) {
+    if (check_follows_pattern(s->client, s->publication, timeout_ms, &follows,
+                              &error) != FANIN_OK) {
         return failure_report("cannot pull", &error);
     }
     if (!follows) {
@@ -48,7 +48,8 @@ static int tell(const session *s, const common_options *common, const pull_optio
         return 0;
     }
     printf("%-9s %s%s\n", "directory", o->out,
-           info->reused ? " (was there already, with this identity: nothing was read)" : "");
+           info->reused ? " (was there already, with this identity: nothing was read)"
+                        : "");
     printf("%-9s %s\n", "run", s->run);
     report_print(info);
     if (o->check_pattern) {
@@ -158,11 +159,14 @@ const command cmd_pull = {
     .help =
         "Examples:\n"
         "  nixl-fetch pull 127.0.0.1:6000 --world-size 8 --run 0 --out /dev/shm/step\n"
-        "  nixl-fetch pull nixl_info.json --min-step 100 --timeout 2m --out adapter-100\n"
+        "  nixl-fetch pull nixl_info.json --min-step 100 --timeout 2m --out "
+        "adapter-100\n"
         "\n"
-        "Makes DIR with adapter_model.safetensors, adapter_config.json and fanin.json,\n"
+        "Makes DIR with adapter_model.safetensors, adapter_config.json and "
+        "fanin.json,\n"
         "whole or not at all, of the newest step that all ranks have committed. A\n"
-        "directory that holds this very identity is left as it is, any other content is\n"
+        "directory that holds this very identity is left as it is, any other content "
+        "is\n"
         "refused. Ctrl-C leaves nothing behind (exit status 130).",
     .run = run,
 };

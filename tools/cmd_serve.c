@@ -25,12 +25,14 @@ static const char *host_of(const rank_options *options)
     return options->bind != NULL ? options->bind : "127.0.0.1";
 }
 
-static output_text address_of(const rank_options *options, const ranks *r, uint32_t rank)
+static output_text address_of(const rank_options *options, const ranks *r,
+                              uint32_t rank)
 {
     output_text text;
     const char *host = host_of(options);
-    snprintf(text.s, sizeof(text.s), strchr(host, ':') != NULL ? "[%.180s]:%u" : "%.180s:%u",
-             host, ranks_port(r, rank));
+    snprintf(text.s, sizeof(text.s),
+             strchr(host, ':') != NULL ? "[%.180s]:%u" : "%.180s:%u", host,
+             ranks_port(r, rank));
     return text;
 }
 
@@ -49,10 +51,11 @@ static char *target_of(const rank_options *options, const ranks *r)
     return text;
 }
 
-static json_t *ready_json(const rank_options *options, const ranks *r, const char *target)
+static json_t *ready_json(const rank_options *options, const ranks *r,
+                          const char *target)
 {
-    json_t *object = json_pack("{s:s, s:i, s:s}", "event", "ready", "pid", (int)getpid(),
-                               "target", target);
+    json_t *object = json_pack("{s:s, s:i, s:s}", "event", "ready", "pid",
+                               (int)getpid(), "target", target);
     json_t *list = json_array();
     json_t *runs = json_array();
     output_set_hex(object, "world_id", options->world_id, sizeof(options->world_id));
@@ -61,11 +64,10 @@ static json_t *ready_json(const rank_options *options, const ranks *r, const cha
     output_set_u64(object, "tensors", options->tensors->count);
     output_set_u64(object, "bytes", options->tensors->bytes);
     for (uint32_t rank = 0; rank < options->world_size; rank++) {
-        json_array_append_new(list,
-                              json_pack("{s:i, s:i, s:i, s:s}", "rank", (int)rank, "pid",
-                                        (int)ranks_pid(r, rank), "port",
-                                        (int)ranks_port(r, rank), "address",
-                                        address_of(options, r, rank).s));
+        json_array_append_new(list, json_pack("{s:i, s:i, s:i, s:s}", "rank", (int)rank,
+                                              "pid", (int)ranks_pid(r, rank), "port",
+                                              (int)ranks_port(r, rank), "address",
+                                              address_of(options, r, rank).s));
     }
     for (size_t i = 0; i < options->n_runs; i++) {
         json_array_append_new(runs, json_string(options->runs[i]));
@@ -76,7 +78,8 @@ static json_t *ready_json(const rank_options *options, const ranks *r, const cha
 }
 
 /* To stdout, or to the descriptor that a script waits at. */
-static int tell_ready(const serve_options *o, const rank_options *options, const ranks *r)
+static int tell_ready(const serve_options *o, const rank_options *options,
+                      const ranks *r)
 {
     char *target = target_of(options, r);
     if (target == NULL) {
@@ -99,8 +102,9 @@ static int tell_ready(const serve_options *o, const rank_options *options, const
         json_decref(object);
         fputc('\n', stream);
     } else {
-        fprintf(stream, "ready: pid %d, %u ranks, step %llu, target %s\n", (int)getpid(),
-                options->world_size, (unsigned long long)options->first_step, target);
+        fprintf(stream, "ready: pid %d, %u ranks, step %llu, target %s\n",
+                (int)getpid(), options->world_size,
+                (unsigned long long)options->first_step, target);
     }
     free(target);
     fflush(stream);
@@ -129,10 +133,9 @@ static json_t *info_json(const rank_options *options, const ranks *r)
     }
     json_t *hosts = json_array();
     for (uint32_t rank = 0; rank < options->world_size; rank++) {
-        json_array_append_new(hosts, json_pack("{s:s, s:i, s:[i]}", "host",
-                                               host_of(options), "base_port",
-                                               (int)ranks_port(r, rank) - (int)rank,
-                                               "ranks", (int)rank));
+        json_array_append_new(
+            hosts, json_pack("{s:s, s:i, s:[i]}", "host", host_of(options), "base_port",
+                             (int)ranks_port(r, rank) - (int)rank, "ranks", (int)rank));
     }
     json_object_set_new(object, "hosts", hosts);
     return object;
@@ -157,8 +160,9 @@ static int write_info(const char *path, const rank_options *options, const ranks
     if (file != NULL) {
         unlink(temporary);
     }
-    return failure_local("cannot start ranks", FANIN_ERR_IO, "give --info a writable place",
-                         "%s: %s", path, strerror(saved));
+    return failure_local("cannot start ranks", FANIN_ERR_IO,
+                         "give --info a writable place", "%s: %s", path,
+                         strerror(saved));
 }
 
 static json_t *stats_json(uint32_t rank, uint64_t step, const fanin_server_stats *s)
@@ -209,27 +213,29 @@ static void tell_stopped(const serve_options *o, const rank_options *options,
     }
     json_decref(list);
     if (!o->common.quiet) {
-        fprintf(stderr,
-                "serve: stopped at step %llu; pulls confirmed by ranks %llu, stale %llu; "
-                "begin_update waited at most %s\n",
-                (unsigned long long)ranks_step(r, 0), (unsigned long long)good,
-                (unsigned long long)stale, output_duration(longest).s);
+        fprintf(
+            stderr,
+            "serve: stopped at step %llu; pulls confirmed by ranks %llu, stale %llu; "
+            "begin_update waited at most %s\n",
+            (unsigned long long)ranks_step(r, 0), (unsigned long long)good,
+            (unsigned long long)stale, output_duration(longest).s);
     }
 }
 
 static int resolve(const command *self, const serve_options *o, rank_options *out)
 {
-    static char zero[] = "0";
-    static char *default_runs[] = {zero};
     if (o->steps < 0 || o->first_step < 1) {
         return failure_usage(self->name, "--steps and --first-step are 1 and above");
     }
     if (o->steps > 1 && o->update_every < 0) {
         return failure_usage(self->name, "--steps needs --update-every");
     }
-    out->runs = o->runs != NULL ? o->runs : default_runs;
-    out->n_runs = 1;
-    for (; o->runs != NULL && o->runs[out->n_runs] != NULL; out->n_runs++) {
+    if (o->runs != NULL) {
+        out->runs = o->runs;
+        out->n_runs = 0;
+        while (o->runs[out->n_runs] != NULL) {
+            out->n_runs++;
+        }
     }
     for (size_t i = 0; i < out->n_runs; i++) {
         if (!options_run_valid(out->runs[i])) {
@@ -239,7 +245,8 @@ static int resolve(const command *self, const serve_options *o, rank_options *ou
         }
         for (size_t j = 0; j < i; j++) {
             if (strcmp(out->runs[i], out->runs[j]) == 0) {
-                return failure_usage(self->name, "run '%s' is given twice", out->runs[i]);
+                return failure_usage(self->name, "run '%s' is given twice",
+                                     out->runs[i]);
             }
         }
     }
@@ -291,7 +298,8 @@ static int run(const command *self, int argc, const char **argv)
         {"run", 0, POPT_ARG_ARGV, &o.runs, 0, "the run's name (default 0); repeatable",
          "R"},
         {"update-every", 0, POPT_ARG_INT, &o.update_every, 0,
-         "rewrite in place, then stay MS milliseconds; without it one step stays", "MS"},
+         "rewrite in place, then stay MS milliseconds; without it one step stays",
+         "MS"},
         {"steps", 0, POPT_ARG_LONGLONG, &o.steps, 0,
          "stop updating after N steps, but go on serving", "N"},
         {"first-step", 0, POPT_ARG_LONGLONG, &o.first_step, 0, "first step (default 1)",
@@ -308,7 +316,9 @@ static int run(const command *self, int argc, const char **argv)
         POPT_TABLEEND,
     };
     arguments parsed;
-    rank_options options = {0};
+    char zero[] = "0";
+    char *default_runs[] = {zero};
+    rank_options options = {.runs = default_runs, .n_runs = 1};
     source served = {0};
     int code;
     world_init(&o.world);
@@ -340,14 +350,18 @@ const command cmd_serve = {
     .summary = "be a trainer: rank processes that hold an adapter and update it",
     .help =
         "Examples:\n"
-        "  nixl-fetch serve --model llama-3.1-8b --r 16 --world-size 8 --base-port 6000\n"
-        "  nixl-fetch serve --adapter-shape small --update-every 5 --info nixl_info.json\n"
+        "  nixl-fetch serve --model llama-3.1-8b --r 16 --world-size 8 --base-port "
+        "6000\n"
+        "  nixl-fetch serve --adapter-shape small --update-every 5 --info "
+        "nixl_info.json\n"
         "  nixl-fetch serve --adapter ./my-adapter --run 3 --base-port 6000\n"
         "\n"
-        "Prints one line that begins with \"ready:\" when all ranks have committed their\n"
+        "Prints one line that begins with \"ready:\" when all ranks have committed "
+        "their\n"
         "first step, then serves until SIGINT or SIGTERM, which end all ranks (exit\n"
         "status 0). A rank that dies ends the others, unless --keep-going is given.\n"
-        "Bytes follow a pattern of key, step and place that 'pull --check-pattern' proves;\n"
+        "Bytes follow a pattern of key, step and place that 'pull --check-pattern' "
+        "proves;\n"
         "those of --adapter are the file's at every step.",
     .run = run,
 };

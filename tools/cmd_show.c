@@ -19,8 +19,10 @@ static size_t original_of(const fanin_entry *e, size_t index)
 {
     const fanin_owner *o = &e->owners[index];
     for (size_t i = 0; i < index; i++) {
-        if (memcmp(e->owners[i].offset, o->offset, e->n_dims * sizeof(o->offset[0])) == 0 &&
-            memcmp(e->owners[i].extent, o->extent, e->n_dims * sizeof(o->extent[0])) == 0) {
+        if (memcmp(e->owners[i].offset, o->offset, e->n_dims * sizeof(o->offset[0])) ==
+                0 &&
+            memcmp(e->owners[i].extent, o->extent, e->n_dims * sizeof(o->extent[0])) ==
+                0) {
             return i;
         }
     }
@@ -58,10 +60,10 @@ static void show_json(const shower *s, const fanin_entry *e, uint64_t distinct)
 static void show_table(const shower *s, const fanin_entry *e, uint64_t distinct)
 {
     static const output_column columns[] = {
-        {"RANK", true, false},          {"OFFSET", false, false},
-        {"EXTENT", false, false},       {"BYTES", true, false},
-        {"REGION", true, false},        {"REGION-OFFSET", true, false},
-        {"LAYOUT", false, false},       {"REPLICA-OF", false, false},
+        {"RANK", true, false},    {"OFFSET", false, false},
+        {"EXTENT", false, false}, {"BYTES", true, false},
+        {"REGION", true, false},  {"REGION-OFFSET", true, false},
+        {"LAYOUT", false, false}, {"REPLICA-OF", false, false},
     };
     struct libscols_table *table = output_table(columns, 8);
     for (size_t i = 0; i < e->n_owners; i++) {
@@ -77,9 +79,14 @@ static void show_table(const shower *s, const fanin_entry *e, uint64_t distinct)
         output_text bytes = output_number(o->bytes);
         output_text region = output_number(o->region);
         output_text place = output_number(o->region_offset);
-        const char *cells[] = {rank.s,   offset.s, extent.s,
-                               bytes.s,  region.s, place.s,
-                               o->packed ? "packed" : "strided", replica};
+        const char *cells[] = {rank.s,
+                               offset.s,
+                               extent.s,
+                               bytes.s,
+                               region.s,
+                               place.s,
+                               o->packed ? "packed" : "strided",
+                               replica};
         output_row(table, NULL, cells, 8);
     }
     printf("key    %s\ndtype  %s\nshape  %s\nbytes  %llu, of which ranks hold %llu\n",
@@ -131,8 +138,8 @@ static int show(session *s, const common_options *common, const char *name)
     shower cookie = {key, common->json != 0};
     int code = session_connect(s, common->timeout_ms);
     if (code == 0 &&
-        fanin_client_catalog(s->client, s->publication, name, common->timeout_ms, on_entry,
-                             &cookie, &error) != FANIN_OK) {
+        fanin_client_catalog(s->client, s->publication, name, common->timeout_ms,
+                             on_entry, &cookie, &error) != FANIN_OK) {
         code = failure_report("cannot show the key", &error);
     }
     return code;

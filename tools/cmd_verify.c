@@ -130,7 +130,8 @@ static bool on_entry(void *cookie, const fanin_entry *e)
     }
     char *copy = reserve(v) ? strdup(e->name) : NULL;
     if (copy == NULL) {
-        failure_set(&v->error, FANIN_ERR_MEMORY, "free memory", "no memory for the keys");
+        failure_set(&v->error, FANIN_ERR_MEMORY, "free memory",
+                    "no memory for the keys");
         return false;
     }
     pair *p = &v->pairs[v->count++];
@@ -193,7 +194,8 @@ static fanin_status compare(const verifier *v, const pair *p, const uint8_t *mem
                                "the file cannot be read: %s",
                                n < 0 ? strerror(errno) : "it became shorter");
         }
-        for (ssize_t i = 0; memcmp(piece, memory + done, (size_t)n) != 0 && i < n; i++) {
+        for (ssize_t i = 0; memcmp(piece, memory + done, (size_t)n) != 0 && i < n;
+             i++) {
             if (piece[i] != memory[done + (uint64_t)i]) {
                 char text[128];
                 snprintf(text, sizeof(text),
@@ -221,7 +223,8 @@ static fanin_status pull_batch(verifier *v, size_t first, size_t end, uint8_t *m
     if (tensors == NULL || boxes == NULL) {
         free(tensors);
         free(boxes);
-        return failure_set(error, FANIN_ERR_MEMORY, "free memory", "no memory for a batch");
+        return failure_set(error, FANIN_ERR_MEMORY, "free memory",
+                           "no memory for a batch");
     }
     for (size_t i = 0; i < count; i++) {
         const pair *p = &v->pairs[first + i];
@@ -261,8 +264,8 @@ static fanin_status verify_batch(verifier *v, size_t first, size_t end, uint64_t
                                  fanin_error *error)
 {
     size_t mapped = bytes > 0 ? (size_t)bytes : 1;
-    uint8_t *memory = mmap(NULL, mapped, PROT_READ | PROT_WRITE,
-                           MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    uint8_t *memory =
+        mmap(NULL, mapped, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (memory == MAP_FAILED) {
         return failure_set(error, FANIN_ERR_MEMORY, "free memory",
                            "no memory for %s of tensors", output_bytes(bytes).s);
@@ -308,9 +311,9 @@ static int verify(verifier *v)
     progress_end(&v->bar);
     if (status != FANIN_OK) {
         bool moved = status == FANIN_ERR_SUPERSEDED || status == FANIN_ERR_STALE;
-        return failure_report(moved                            ? "stale"
+        return failure_report(moved                          ? "stale"
                               : status == FANIN_ERR_MISMATCH ? "not equal"
-                                                               : "cannot verify",
+                                                             : "cannot verify",
                               &error);
     }
     if (v->common->json) {
@@ -323,17 +326,17 @@ static int verify(verifier *v)
         output_json(o);
     } else {
         printf("equal: %zu tensors, %llu bytes of %s at step %llu\n", v->count,
-               (unsigned long long)v->bytes, v->publication, (unsigned long long)v->step);
+               (unsigned long long)v->bytes, v->publication,
+               (unsigned long long)v->step);
     }
     return 0;
 }
 
-static int open_and_verify(const command *self, const invocation *line, const char *where,
-                           const char *directory)
+static int open_and_verify(const command *self, const invocation *line,
+                           const char *where, const char *directory)
 {
     session s = {0};
-    verifier v = {
-        .session = &s, .common = &line->common, .error = FANIN_ERROR_INIT};
+    verifier v = {.session = &s, .common = &line->common, .error = FANIN_ERROR_INIT};
     int code = load_directory(&v, directory);
     if (code == 0) {
         code = session_open(&s, self, line, where,
@@ -367,9 +370,8 @@ static int run(const command *self, int argc, const char **argv)
     int code;
     const char *where = session_begin(self, &line, argc, argv, table, 0, &code);
     if (where != NULL) {
-        code = directory == NULL
-                   ? failure_usage(self->name, "--dir DIR is needed")
-                   : open_and_verify(self, &line, where, directory);
+        code = directory == NULL ? failure_usage(self->name, "--dir DIR is needed")
+                                 : open_and_verify(self, &line, where, directory);
     }
     session_end(&line);
     return code;
@@ -379,11 +381,13 @@ const command cmd_verify = {
     .name = "verify",
     .arguments = "TARGET --run R --dir DIR [OPTION...]",
     .summary = "compare a pulled directory with what the ranks hold, byte by byte",
-    .help = "Examples:\n"
-            "  nixl-fetch verify 127.0.0.1:6000 --world-size 8 --run 0 --dir adapter\n"
-            "\n"
-            "Reads every byte of the directory's step from the ranks, under leases, and\n"
-            "compares. Exit status 0: all are equal. 12: stale, the ranks have moved on to\n"
-            "another step or another life, nothing can be said. 14: a key differs, named.",
+    .help =
+        "Examples:\n"
+        "  nixl-fetch verify 127.0.0.1:6000 --world-size 8 --run 0 --dir adapter\n"
+        "\n"
+        "Reads every byte of the directory's step from the ranks, under leases, and\n"
+        "compares. Exit status 0: all are equal. 12: stale, the ranks have moved on "
+        "to\n"
+        "another step or another life, nothing can be said. 14: a key differs, named.",
     .run = run,
 };

@@ -111,8 +111,10 @@ const command cmd_watch = {
             "  nixl-fetch watch 127.0.0.1:6000 --world-size 8 --run 0\n"
             "  nixl-fetch watch nixl_info.json --json --count 10\n"
             "\n"
-            "Tells how far the ranks' commits of a step are apart and which rank came last.\n"
-            "Ends by Ctrl-C, after --count steps, or when a rank is lost; with --timeout on\n"
+            "Tells how far the ranks' commits of a step are apart and which rank came "
+            "last.\n"
+            "Ends by Ctrl-C, after --count steps, or when a rank is lost; with "
+            "--timeout on\n"
             "the command line also after that time, as a failure.",
     .run = run,
 };

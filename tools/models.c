@@ -7,19 +7,19 @@
 #include <stdlib.h>
 #include <string.h>
 
-#define ATTENTION(hidden, q, kv)                                                         \
-    {                                                                                    \
-        {"q_proj", hidden, q}, {"k_proj", hidden, kv}, {"v_proj", hidden, kv},           \
-        {                                                                                \
-            "o_proj", q, hidden                                                          \
-        }                                                                                \
+#define ATTENTION(hidden, q, kv)                                                       \
+    {                                                                                  \
+        {"q_proj", hidden, q}, {"k_proj", hidden, kv}, {"v_proj", hidden, kv},         \
+        {                                                                              \
+            "o_proj", q, hidden                                                        \
+        }                                                                              \
     }
-#define MLP(hidden, inner)                                                               \
-    {                                                                                    \
-        {"gate_proj", hidden, inner}, {"up_proj", hidden, inner},                        \
-        {                                                                                \
-            "down_proj", inner, hidden                                                   \
-        }                                                                                \
+#define MLP(hidden, inner)                                                             \
+    {                                                                                  \
+        {"gate_proj", hidden, inner}, {"up_proj", hidden, inner},                      \
+        {                                                                              \
+            "down_proj", inner, hidden                                                 \
+        }                                                                              \
     }
 
 const model models[] = {
@@ -32,8 +32,8 @@ const model models[] = {
 const size_t n_models = sizeof(models) / sizeof(models[0]);
 
 const adapter_shape adapter_shapes[] = {
-    {"small", "qwen2.5-0.5b", 8, false},     {"dense", "llama-3.1-8b", 16, false},
-    {"large", "llama-3.3-70b", 64, false},   {"moe", "qwen3-30b-a3b", 16, false},
+    {"small", "qwen2.5-0.5b", 8, false},      {"dense", "llama-3.1-8b", 16, false},
+    {"large", "llama-3.3-70b", 64, false},    {"moe", "qwen3-30b-a3b", 16, false},
     {"moe-fused", "qwen3-30b-a3b", 16, true},
 };
 const size_t n_adapter_shapes = sizeof(adapter_shapes) / sizeof(adapter_shapes[0]);
@@ -61,8 +61,8 @@ const adapter_shape *adapter_shape_find(const char *name)
 }
 
 /* Appends one matrix; the caller made room. */
-static void append(tensor_list *list, fanin_dtype dtype, uint64_t rows, uint64_t columns,
-                   const char *module, const char *suffix)
+static void append(tensor_list *list, fanin_dtype dtype, uint64_t rows,
+                   uint64_t columns, const char *module, const char *suffix)
 {
     char *name = list->names + list->count * NAME_SIZE;
     tensor_spec *t = &list->tensors[list->count++];
@@ -138,7 +138,8 @@ fanin_status model_expand(const model *m, uint32_t r, bool fused, fanin_dtype dt
     out->names = malloc(capacity * NAME_SIZE);
     if (out->tensors == NULL || out->names == NULL) {
         tensor_list_free(out);
-        return failure_set(error, FANIN_ERR_MEMORY, "free memory", "no memory for names");
+        return failure_set(error, FANIN_ERR_MEMORY, "free memory",
+                           "no memory for names");
     }
     for (uint32_t layer = 0; layer < m->layers; layer++) {
         append_layer(out, m, layer, r, fused, dtype);
@@ -157,12 +158,13 @@ char *model_fused_config(const model *m, uint32_t r)
 {
     json_t *config = json_pack(
         "{s:s, s:s, s:s, s:i, s:i, s:f, s:s, s:b, s:b, s:b, s:[ssss], s:[ss], s:{s:i}}",
-        "peft_type", "LORA", "task_type", "CAUSAL_LM", "base_model_name_or_path", m->name,
-        "r", (int)r, "lora_alpha", (int)(2 * r), "lora_dropout", 0.0, "bias", "none",
-        "use_rslora", 0, "use_dora", 0, "inference_mode", 1, "target_modules", "k_proj",
-        "o_proj", "q_proj", "v_proj", "target_parameters", "down_proj", "gate_up_proj",
-        "rank_pattern", ".*\\.gate_up_proj", (int)(2 * r));
-    char *text = config != NULL ? json_dumps(config, JSON_SORT_KEYS | JSON_INDENT(2)) : NULL;
+        "peft_type", "LORA", "task_type", "CAUSAL_LM", "base_model_name_or_path",
+        m->name, "r", (int)r, "lora_alpha", (int)(2 * r), "lora_dropout", 0.0, "bias",
+        "none", "use_rslora", 0, "use_dora", 0, "inference_mode", 1, "target_modules",
+        "k_proj", "o_proj", "q_proj", "v_proj", "target_parameters", "down_proj",
+        "gate_up_proj", "rank_pattern", ".*\\.gate_up_proj", (int)(2 * r));
+    char *text =
+        config != NULL ? json_dumps(config, JSON_SORT_KEYS | JSON_INDENT(2)) : NULL;
     json_decref(config);
     return text;
 }

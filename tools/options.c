@@ -17,7 +17,8 @@ void options_common(common_options *options, struct poptOption table[COMMON_OPTI
     const struct poptOption entries[COMMON_OPTIONS] = {
         {"timeout", 't', POPT_ARG_STRING, &options->timeout, 0,
          "give up after so long: 500ms, 30s, 2m; a bare number is seconds", "TIME"},
-        {"json", 'j', POPT_ARG_NONE, &options->json, 0, "JSON on standard output", NULL},
+        {"json", 'j', POPT_ARG_NONE, &options->json, 0, "JSON on standard output",
+         NULL},
         {"quiet", 'q', POPT_ARG_NONE, &options->quiet, 0, "no progress", NULL},
         {"verbose", 'v', POPT_ARG_NONE, &options->verbose, 0,
          "messages of the library on standard error", NULL},
@@ -29,8 +30,7 @@ void options_common(common_options *options, struct poptOption table[COMMON_OPTI
     memcpy(table, entries, sizeof(entries));
 }
 
-void options_connect(connect_options *options,
-                     struct poptOption table[CONNECT_OPTIONS])
+void options_connect(connect_options *options, struct poptOption table[CONNECT_OPTIONS])
 {
     const struct poptOption entries[CONNECT_OPTIONS] = {
         {"world-size", 'n', POPT_ARG_INT, &options->world_size, 0,
@@ -54,7 +54,7 @@ bool options_duration(const char *text, uint32_t *ms_out)
     static const struct {
         const char *suffix;
         double ms;
-    } units[] = {{"", 1e3},  {"ms", 1},   {"s", 1e3},
+    } units[] = {{"", 1e3},  {"ms", 1},    {"s", 1e3},
                  {"m", 6e4}, {"min", 6e4}, {"h", 3.6e6}};
     char *end;
     if (!isdigit((unsigned char)text[0]) && text[0] != '.') {
@@ -128,8 +128,8 @@ const char *options_nearest(const char *word, const char *const *names)
     return nearest;
 }
 
-static size_t long_names(const struct poptOption *table, const char **names, size_t used,
-                         size_t capacity)
+static size_t long_names(const struct poptOption *table, const char **names,
+                         size_t used, size_t capacity)
 {
     for (; table->longName != NULL || table->shortName != 0 || table->arg != NULL;
          table++) {
@@ -154,8 +154,9 @@ static int bad_option(const command *self, const struct poptOption *table,
         word[strcspn(word, "=")] = '\0';
         const char *nearest = options_nearest(word, names);
         if (nearest != NULL) {
-            return failure_usage(self->name, "unknown option '%s', did you mean '--%s'?",
-                                 option, nearest);
+            return failure_usage(self->name,
+                                 "unknown option '%s', did you mean '--%s'?", option,
+                                 nearest);
         }
     }
     return failure_usage(self->name, "option '%s': %s", option, poptStrerror(code));
@@ -191,8 +192,8 @@ static bool resolve_timeout(const command *self, common_options *common)
 }
 
 bool options_parse(const command *self, int argc, const char **argv,
-                   struct poptOption *table, common_options *common,
-                   arguments *parsed, int *status_out)
+                   struct poptOption *table, common_options *common, arguments *parsed,
+                   int *status_out)
 {
     int code;
     *parsed = (arguments){.table = table};
@@ -271,10 +272,18 @@ fanin_dtype options_dtype(const char *text)
     static const struct {
         const char *alias, *name;
     } aliases[] = {
-        {"bfloat16", "BF16"}, {"float16", "F16"},         {"half", "F16"},
-        {"float32", "F32"},   {"float", "F32"},           {"float64", "F64"},
-        {"double", "F64"},    {"float8_e4m3fn", "F8_E4M3"}, {"float8_e5m2", "F8_E5M2"},
-        {"uint8", "U8"},      {"int8", "I8"},             {"fp16", "F16"},
+        {"bfloat16", "BF16"},
+        {"float16", "F16"},
+        {"half", "F16"},
+        {"float32", "F32"},
+        {"float", "F32"},
+        {"float64", "F64"},
+        {"double", "F64"},
+        {"float8_e4m3fn", "F8_E4M3"},
+        {"float8_e5m2", "F8_E5M2"},
+        {"uint8", "U8"},
+        {"int8", "I8"},
+        {"fp16", "F16"},
         {"fp32", "F32"},
     };
     char upper[32];

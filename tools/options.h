@@ -51,8 +51,8 @@ void options_connect(connect_options *options,
  * is then the exit status. @p table and what it includes must live until options_free().
  */
 bool options_parse(const command *self, int argc, const char **argv,
-                   struct poptOption *table, common_options *common,
-                   arguments *parsed, int *status_out);
+                   struct poptOption *table, common_options *common, arguments *parsed,
+                   int *status_out);
 
 /** Frees the context and every string that options wrote through the table. */
 void options_free(arguments *parsed);

@@ -30,8 +30,8 @@ struct libscols_table *output_table(const output_column *columns, size_t count)
 }
 
 struct libscols_line *output_row(struct libscols_table *table,
-                                 struct libscols_line *parent,
-                                 const char *const *cells, size_t count)
+                                 struct libscols_line *parent, const char *const *cells,
+                                 size_t count)
 {
     struct libscols_line *line = require(scols_table_new_line(table, parent));
     for (size_t i = 0; i < count; i++) {

@@ -18,8 +18,8 @@ struct libscols_table *output_table(const output_column *columns, size_t count);
 
 /** Appends a row; @p cells are copied, NULL is empty. @p parent may be NULL. */
 struct libscols_line *output_row(struct libscols_table *table,
-                                 struct libscols_line *parent,
-                                 const char *const *cells, size_t count);
+                                 struct libscols_line *parent, const char *const *cells,
+                                 size_t count);
 
 /** Prints to stdout and frees. */
 void output_print(struct libscols_table *table);
@@ -39,10 +39,10 @@ typedef struct output_text {
     char s[200];
 } output_text;
 
-output_text output_bytes(uint64_t bytes);                   /**< "84.1 MB" */
-output_text output_duration(uint64_t ns);                   /**< "12.3 ms" */
-output_text output_rate(uint64_t bytes, uint64_t ns);       /**< "4.58 GB/s" */
-output_text output_hex(const uint8_t *bytes, size_t size);  /**< at most 99 bytes */
+output_text output_bytes(uint64_t bytes);                  /**< "84.1 MB" */
+output_text output_duration(uint64_t ns);                  /**< "12.3 ms" */
+output_text output_rate(uint64_t bytes, uint64_t ns);      /**< "4.58 GB/s" */
+output_text output_hex(const uint8_t *bytes, size_t size); /**< at most 99 bytes */
 output_text output_number(uint64_t value);
 /** "[16, 4096]"; @p values may be a shape, an offset or an extent. */
 output_text output_dims(const uint64_t *values, uint32_t count);

@@ -62,7 +62,7 @@ void pattern_fill(void *out, uint64_t start, uint64_t offset, size_t size)
 static size_t compare_bytes(const uint8_t *bytes, uint64_t start, uint64_t offset,
                             size_t size)
 {
-    uint8_t expected[64];
+    uint8_t expected[64] = {0};
     for (size_t done = 0; done < size;) {
         size_t n = size - done < sizeof(expected) ? size - done : sizeof(expected);
         pattern_fill(expected, start, offset + done, n);

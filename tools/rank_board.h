@@ -21,7 +21,8 @@ typedef struct rank_slot {
 } rank_slot;
 
 typedef struct rank_board {
-    _Atomic uint32_t wake; /**< futex; grows with every event that somebody may wait for */
+    _Atomic uint32_t
+        wake; /**< futex; grows with every event that somebody may wait for */
     _Atomic uint32_t stop; /**< all ranks are to end */
     uint32_t world_size;
     rank_slot slots[];

@@ -30,9 +30,10 @@ enum { STOP_MARGIN_MS = 3000 };
 
 static int no_resources(const char *what)
 {
-    return failure_local("cannot start ranks", FANIN_ERR_IO,
-                         "raise the limits of this shell (ulimit -a), or start fewer ranks",
-                         "%s: %s", what, strerror(errno));
+    return failure_local(
+        "cannot start ranks", FANIN_ERR_IO,
+        "raise the limits of this shell (ulimit -a), or start fewer ranks", "%s: %s",
+        what, strerror(errno));
 }
 
 static void *shared_memory(size_t size)
@@ -99,7 +100,8 @@ int ranks_start(const rank_options *options, ranks **ranks_out)
     int code = open_resources(r);
     pid_t parent = getpid();
     fflush(NULL);
-    for (uint32_t rank = 0; code == 0 && rank < options->world_size; rank++) {
+    for (uint32_t rank = 0; code == 0 && r->board != NULL && rank < options->world_size;
+         rank++) {
         rank_slot *slot = &r->board->slots[rank];
         atomic_store(&slot->alive, 1);
         pid_t pid = fork();
@@ -239,8 +241,8 @@ int ranks_serve(ranks *r)
             return code;
         }
         if (count_living(r) == 0) {
-            return failure_local("the ranks ended", FANIN_ERR_CLOSED, "start them again",
-                                 "no rank is left");
+            return failure_local("the ranks ended", FANIN_ERR_CLOSED,
+                                 "start them again", "no rank is left");
         }
         if (wait_event(r, -1)) {
             return 0;

@@ -15,9 +15,10 @@
 
 typedef struct rank_options {
     uint32_t world_size;
-    uint32_t replicate; /**< divides world_size; rank r holds part r mod (world/replicate) */
+    uint32_t
+        replicate; /**< divides world_size; rank r holds part r mod (world/replicate) */
     uint32_t shard_dim;
-    uint16_t base_port; /**< 0: ephemeral ports */
+    uint16_t base_port;                     /**< 0: ephemeral ports */
     const char *bind, *allow, *server_name; /**< NULL: the library's defaults */
     uint32_t flags;                         /**< FANIN_SERVER_... */
     uint32_t lease_ms;
@@ -32,7 +33,7 @@ typedef struct rank_options {
     int64_t update_every_ms; /**< how long a step stays; negative: for ever */
     bool uncoupled;          /**< no barrier between ranks */
     bool keep_going;         /**< the others go on when a rank dies */
-    bool extents;            /**< tell the parent where shards lie, see ranks_extents() */
+    bool extents; /**< tell the parent where shards lie, see ranks_extents() */
     bool verbose;
 } rank_options;
 

@@ -47,17 +47,20 @@ json_t *report_json(const fanin_result_info *info)
     output_set_u64(object, "restarts", info->restarts);
     output_set_u64(object, "stale", info->stale);
     json_object_set_new(object, "reused", json_boolean(info->reused));
-    output_set_string(object, "path", info->reused ? "none" : fanin_path_name(info->path));
+    output_set_string(object, "path",
+                      info->reused ? "none" : fanin_path_name(info->path));
     output_set_string(object, "path_reason", info->path_reason);
     for (const report_phase *p = report_phases; p->name != NULL; p++) {
         output_set_u64(phases, p->name, report_phase_ns(info, p));
     }
     json_object_set_new(object, "phases_ns", phases);
     if (info->total_ns > 0) {
-        json_object_set_new(object, "bytes_per_second",
-                            json_real((double)info->bytes / (double)info->total_ns * 1e9));
+        json_object_set_new(
+            object, "bytes_per_second",
+            json_real((double)info->bytes / (double)info->total_ns * 1e9));
     }
-    json_t *ranks = info->ranks_json != NULL ? json_loads(info->ranks_json, 0, NULL) : NULL;
+    json_t *ranks =
+        info->ranks_json != NULL ? json_loads(info->ranks_json, 0, NULL) : NULL;
     json_object_set_new(object, "ranks", ranks != NULL ? ranks : json_array());
     output_set_u64(object, "peak_resident_bytes", report_peak_bytes());
     return object;

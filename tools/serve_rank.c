@@ -15,7 +15,7 @@
 #include <unistd.h>
 
 typedef struct published {
-    char name[96];   /**< "lora:<run>" */
+    char name[96];    /**< "lora:<run>" */
     uint8_t **memory; /**< one a tensor, NULL: empty */
     uint64_t *seeds;
 } published;
@@ -154,8 +154,8 @@ static fanin_status put(const life *l, const published *run, fanin_error *error)
         memcpy(tensors[i].shape, spec->shape, sizeof(spec->shape));
     }
     if (status == FANIN_OK && list->count > 0) {
-        status = fanin_server_put(l->server, run->name, tensors, list->count, false,
-                                  error);
+        status =
+            fanin_server_put(l->server, run->name, tensors, list->count, false, error);
     }
     free(tensors);
     free(boxes);
@@ -196,8 +196,8 @@ static fanin_status publish_first(life *l, fanin_error *error)
         rewrite(l, run, o->first_step);
         fanin_status status = put(l, run, error);
         if (status == FANIN_OK) {
-            status = fanin_server_set_metadata(l->server, run->name, o->pairs, o->n_pairs,
-                                               error);
+            status = fanin_server_set_metadata(l->server, run->name, o->pairs,
+                                               o->n_pairs, error);
         }
         if (status == FANIN_OK) {
             status =
@@ -249,7 +249,8 @@ static fanin_status live(life *l, int ready_fd, fanin_error *error)
     }
     for (uint64_t n = 1; going; n++) {
         bool last = o->update_every_ms < 0 || (o->steps > 0 && n >= o->steps);
-        going = rank_board_pause(l->board, last ? -1 : o->update_every_ms) && barrier(l);
+        going =
+            rank_board_pause(l->board, last ? -1 : o->update_every_ms) && barrier(l);
         if (going) {
             status = update(l, o->first_step + n, error);
             going = status == FANIN_OK && barrier(l);
@@ -277,18 +278,16 @@ static void install_handlers(rank_board *board)
 int serve_rank(const rank_options *options, rank_board *board, uint32_t rank,
                int ready_fd, rank_extent *extents)
 {
-    life l = {.options = options,
-              .board = board,
-              .slot = &board->slots[rank],
-              .rank = rank};
+    life l = {
+        .options = options, .board = board, .slot = &board->slots[rank], .rank = rank};
     fanin_error error = FANIN_ERROR_INIT;
     install_handlers(board);
     fanin_status status = allocate(&l, &error);
     for (size_t i = 0; status == FANIN_OK && extents != NULL && options->n_runs > 0 &&
                        i < options->tensors->count;
          i++) {
-        extents[i] = (rank_extent){(uint64_t)(uintptr_t)l.runs[0].memory[i],
-                                   l.shards[i].bytes};
+        extents[i] =
+            (rank_extent){(uint64_t)(uintptr_t)l.runs[0].memory[i], l.shards[i].bytes};
     }
     if (status == FANIN_OK) {
         status = create_server(&l, &error);

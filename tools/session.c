@@ -43,13 +43,15 @@ bool session_parse(const command *self, invocation *line, int argc, const char *
         {"run", 0, POPT_ARG_STRING, &line->run, 0,
          "the run (default: the target file's, or 0)", "R"},
         {NULL, 0, POPT_ARG_INCLUDE_TABLE, line->connect_part, 0, "Connection:", NULL},
-        {NULL, 0, POPT_ARG_INCLUDE_TABLE, line->common_part, 0, "Common options:", NULL},
+        {NULL, 0, POPT_ARG_INCLUDE_TABLE, line->common_part, 0,
+         "Common options:", NULL},
         POPT_TABLEEND,
     };
     memcpy(line->shared, shared, sizeof(shared));
     options_connect(&line->connect, line->connect_part);
     options_common(&line->common, line->common_part);
-    return options_parse(self, argc, argv, table, &line->common, &line->parsed, status_out);
+    return options_parse(self, argc, argv, table, &line->common, &line->parsed,
+                         status_out);
 }
 
 const char *session_begin(const command *self, invocation *line, int argc,
@@ -103,9 +105,10 @@ static int configure(session *s, const invocation *line, fanin_client_config *co
     if (connect->path != NULL) {
         config->path = fanin_path_from_name(connect->path);
         if (config->path < 0) {
-            return failure_usage(s->command->name,
-                                 "path '%s' is none of auto, stream, cma, rdma, cuda_ipc",
-                                 connect->path);
+            return failure_usage(
+                s->command->name,
+                "path '%s' is none of auto, stream, cma, rdma, cuda_ipc",
+                connect->path);
         }
     }
     if (connect->world_id != NULL &&

@@ -32,9 +32,9 @@ typedef struct invocation {
 } invocation;
 
 /** The entry of a command's table that includes what an invocation brings. */
-#define SESSION_TABLE(invocation)                                                        \
-    {                                                                                    \
-        NULL, 0, POPT_ARG_INCLUDE_TABLE, (invocation)->shared, 0, NULL, NULL             \
+#define SESSION_TABLE(invocation)                                                      \
+    {                                                                                  \
+        NULL, 0, POPT_ARG_INCLUDE_TABLE, (invocation)->shared, 0, NULL, NULL           \
     }
 
 /** Fills the shared options and parses the command line; false: the command is over with

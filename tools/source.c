@@ -22,7 +22,8 @@ void source_table(source_options *options, bool adapter,
          "shapes of qwen2.5-0.5b, llama-3.1-8b, llama-3.3-70b, qwen3-30b-a3b or "
          "qwen3-235b-a22b",
          "MODEL"},
-        {"r", 'r', POPT_ARG_INT, &options->r, 0, "rank of the adapter (default 16)", "R"},
+        {"r", 'r', POPT_ARG_INT, &options->r, 0, "rank of the adapter (default 16)",
+         "R"},
         {"fused", 0, POPT_ARG_NONE, &options->fused, 0,
          "experts of a layer as one parameter each", NULL},
         {"adapter-shape", 0, POPT_ARG_STRING, &options->shape, 0,
@@ -34,8 +35,13 @@ void source_table(source_options *options, bool adapter,
         POPT_TABLEEND,
     };
     const struct poptOption directory = {
-        "adapter", 0,    POPT_ARG_STRING, &options->adapter,
-        0,         "serve the PEFT adapter in a directory instead", "DIR"};
+        "adapter",
+        0,
+        POPT_ARG_STRING,
+        &options->adapter,
+        0,
+        "serve the PEFT adapter in a directory instead",
+        "DIR"};
     memcpy(table, entries, sizeof(entries));
     if (adapter) {
         table[5] = directory;
@@ -56,7 +62,7 @@ static int open_model(const command *self, const source_options *options,
                       const char *fallback, source *out)
 {
     fanin_error error = FANIN_ERROR_INIT;
-    const char *shape_name = options->shape != NULL ? options->shape
+    const char *shape_name = options->shape != NULL   ? options->shape
                              : options->model == NULL ? fallback
                                                       : NULL;
     const adapter_shape *shape = shape_name ? adapter_shape_find(shape_name) : NULL;
@@ -64,7 +70,8 @@ static int open_model(const command *self, const source_options *options,
         return failure_usage(self->name, "unknown adapter shape '%s'", shape_name);
     }
     if (shape_name != NULL && options->model != NULL) {
-        return failure_usage(self->name, "--model and --adapter-shape exclude each other");
+        return failure_usage(self->name,
+                             "--model and --adapter-shape exclude each other");
     }
     const char *name = shape != NULL ? shape->model : options->model;
     const model *m = model_find(name);
@@ -118,7 +125,8 @@ static int read_config(const char *path, source *out)
     size_t size = out->config != NULL ? fread(out->config, 1, MAX_CONFIG + 1, file) : 0;
     bool bad = ferror(file) != 0;
     fclose(file);
-    if (bad || size == 0 || size > MAX_CONFIG || memchr(out->config, '\0', size) != NULL) {
+    if (bad || size == 0 || size > MAX_CONFIG ||
+        memchr(out->config, '\0', size) != NULL) {
         return bad_adapter(path, "cannot be read, is empty, or too large");
     }
     out->config[size] = '\0';
@@ -151,8 +159,8 @@ static int map_tensors(const char *path, source *out)
     for (size_t i = 0; i < count; i++) {
         fanin_safetensors_entry entry = {.struct_size = sizeof(entry)};
         tensor_spec *t = &out->tensors.tensors[i];
-        if (!fanin_safetensors_get(out->file, i, &entry) || entry.bytes > out->map_size ||
-            entry.offset > out->map_size - entry.bytes) {
+        if (!fanin_safetensors_get(out->file, i, &entry) ||
+            entry.bytes > out->map_size || entry.offset > out->map_size - entry.bytes) {
             return bad_adapter(path, "it changed while it was read");
         }
         *t = (tensor_spec){.name = entry.name,
@@ -184,16 +192,16 @@ static int open_adapter(const command *self, const source_options *options, sour
     return code;
 }
 
-int source_open(const command *self, const source_options *options, const char *fallback,
-                source *out)
+int source_open(const command *self, const source_options *options,
+                const char *fallback, source *out)
 {
     *out = (source){0};
     if (options->adapter != NULL) {
         return open_adapter(self, options, out);
     }
     if (!source_given(options) && fallback == NULL) {
-        return failure_usage(self->name,
-                             "say what to serve: --model, --adapter-shape or --adapter");
+        return failure_usage(
+            self->name, "say what to serve: --model, --adapter-shape or --adapter");
     }
     return open_model(self, options, fallback, out);
 }

@@ -39,8 +39,8 @@ bool source_given(const source_options *options);
  * given, NULL: that is wrong usage. 0, or an exit status after a message; source_close() in
  * either case.
  */
-int source_open(const command *self, const source_options *options, const char *fallback,
-                source *out);
+int source_open(const command *self, const source_options *options,
+                const char *fallback, source *out);
 void source_close(source *s);
 
 #endif

@@ -65,7 +65,7 @@ static fanin_status split(const char *text, size_t length, size_t *host_length,
     bool bracketed = host > 2 && text[0] == '[' && text[host - 1] == ']';
     uint64_t value = 0;
     size_t digits = 0;
-    if (host > 0 && (bracketed || memchr(text, ':', host) == NULL)) {
+    if (host > 0 && (bracketed || strcspn(text, ":[]") == host)) {
         for (const char *p = colon + 1; p < text + length && digits <= 5; p++) {
             if (!isdigit((unsigned char)*p)) {
                 digits = 0;
@@ -146,7 +146,8 @@ static fanin_status parse_host(const json_t *entry, const char *path, target *ou
             rank = json_integer_value(item);
         }
         if (rank < 0 || rank >= out->count) {
-            return bad_file(error, path, "a rank that is not below the number of ranks");
+            return bad_file(error, path,
+                            "a rank that is not below the number of ranks");
         }
         fanin_status status = place(out, (uint64_t)rank, name, strlen(name),
                                     base + (uint64_t)rank, error);
@@ -197,7 +198,8 @@ static fanin_status parse_object(const json_t *root, const char *path,
         return bad_file(error, path, "not an object");
     }
     if (json_is_integer(run)) {
-        snprintf(out->run, sizeof(out->run), "%lld", (long long)json_integer_value(run));
+        snprintf(out->run, sizeof(out->run), "%lld",
+                 (long long)json_integer_value(run));
     } else if (json_is_string(run)) {
         snprintf(out->run, sizeof(out->run), "%s", json_string_value(run));
     }

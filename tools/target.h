@@ -13,7 +13,7 @@
 typedef struct target {
     char **addresses; /**< "host:port" or "[v6]:port", one a rank */
     uint32_t count;
-    char run[72];     /**< what the file says, "" if it says nothing */
+    char run[72]; /**< what the file says, "" if it says nothing */
 } target;
 
 enum { TARGET_MAX_RANKS = 65536 };

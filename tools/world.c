@@ -67,7 +67,8 @@ static int check(const command *self, const world_options *o, const rank_options
         return failure_usage(self->name, "--world-size is 1 to %d", MAX_WORLD);
     }
     if (o->base_port > 65535 || (uint64_t)out->base_port + out->world_size > 65536) {
-        return failure_usage(self->name, "--base-port and the ranks above it end at 65535");
+        return failure_usage(self->name,
+                             "--base-port and the ranks above it end at 65535");
     }
     if (out->replicate == 0 || out->world_size % out->replicate != 0) {
         return failure_usage(self->name, "--replicate %d does not divide the %u ranks",

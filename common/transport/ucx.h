@@ -8,8 +8,7 @@
  * one thread at a time. ucx_region_create, _rkey and _destroy may be called by other threads
  * while one progresses the server.
  *
- * No end opens an IP socket for UCX: the transports are shared memory, cma, CUDA and, when
- * the server is not for loopback only, RDMA.
+ * No end opens an IP socket for UCX: the transports are shared memory, cma and CUDA, or RDMA.
  *
  * On a kernel with yama's ptrace_scope 1, UCX lets every process of the same uid read this
  * one (PR_SET_PTRACER) when a server or client with cma is created: cma needs that.
@@ -34,7 +33,7 @@ typedef struct ucx ucx;
  * file goes to that call's logger, never to stdout. Thread: any.
  */
 fanin_status ucx_load(const logger *log, ucx **out, fanin_error *error);
-void ucx_unload(ucx **u); /**< forgets the handle; the library stays */
+void ucx_unload(ucx **u);              /**< forgets the handle; the library stays */
 const char *ucx_version(const ucx *u); /**< "1.22.0" */
 const char *ucx_library_path(const ucx *u);
 /** Whether two versions may talk: equal major.minor. */
@@ -48,7 +47,8 @@ typedef struct ucx_server ucx_server;
 /** A client that a server knows, so that it can be closed. */
 typedef struct ucx_peer ucx_peer;
 
-/** @p loopback: shared memory, cma and CUDA IPC only; else RDMA too. */
+/** @p loopback: shared memory, cma and CUDA IPC; else RDMA. FANIN_ERR_UNSUPPORTED: this host
+    or this UCX has none of it. */
 fanin_status ucx_server_create(ucx *u, bool loopback, const logger *log,
                                ucx_server **out, fanin_error *error);
 /** Closes all peers (forced), drains (bounded), destroys. Regions must be gone. */
@@ -70,7 +70,8 @@ void ucx_peer_close(ucx_peer **p); /**< forced; finished by later progress */
     it), FANIN_ERR_UNSUPPORTED (read-only memory and RDMA; CUDA and a UCX without it),
     FANIN_ERR_TRANSPORT. Without RDMA nothing is pinned and this takes less than 1 us. */
 fanin_status ucx_region_create(ucx_server *s, void *base, size_t length,
-                               fanin_memory memory, ucx_region **out, fanin_error *error);
+                               fanin_memory memory, ucx_region **out,
+                               fanin_error *error);
 /** Packed remote key; owned by the region. */
 const uint8_t *ucx_region_rkey(const ucx_region *r, size_t *size_out);
 void ucx_region_destroy(ucx_region **r);
@@ -94,8 +95,8 @@ typedef struct ucx_local ucx_local; /**< a registered destination */
  * knows PROTO_EMULATION_ENABLE (>= 1.21); with older ones they never complete, since the
  * server ignores them: the first get on an endpoint is a probe with a deadline.
  */
-fanin_status ucx_client_create(ucx *u, ucx_path path, const logger *log, ucx_client **out,
-                               fanin_error *error);
+fanin_status ucx_client_create(ucx *u, ucx_path path, const logger *log,
+                               ucx_client **out, fanin_error *error);
 /** All endpoints are force-closed and drained first. The client's ucx_locals must be gone.
     False: not drained within 5 s; then the client is leaked on purpose, and the destinations
     of its gets must never be released. */

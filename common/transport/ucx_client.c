@@ -5,7 +5,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#define DESTROY_MS     5000
+#define DESTROY_MS 5000
 #define MAX_TRANSPORTS 16
 
 /* A get in flight, or a spare one. Also where UCX's callbacks find the endpoint: as long as
@@ -47,8 +47,8 @@ struct ucx_local {
     ucx_mapping mapping;
 };
 
-fanin_status ucx_client_create(ucx *u, ucx_path path, const logger *log, ucx_client **out,
-                               fanin_error *error)
+fanin_status ucx_client_create(ucx *u, ucx_path path, const logger *log,
+                               ucx_client **out, fanin_error *error)
 {
     ucx_role role;
     switch (path) {
@@ -62,7 +62,8 @@ fanin_status ucx_client_create(ucx *u, ucx_path path, const logger *log, ucx_cli
         role = UCX_ROLE_CLIENT_CUDA_IPC;
         break;
     default:
-        return error_set(error, FANIN_ERR_ARGUMENT, NULL, "path %d is not UCX's", (int)path);
+        return error_set(error, FANIN_ERR_ARGUMENT, NULL, "path %d is not UCX's",
+                         (int)path);
     }
     ucx_client *c = calloc(1, sizeof(*c));
     if (!c)
@@ -80,12 +81,9 @@ fanin_status ucx_client_create(ucx *u, ucx_path path, const logger *log, ucx_cli
 
 static void endpoint_free(ucx_endpoint *e)
 {
-    const ucx *u = e->client->w.u;
     while (e->rkeys) {
         ucx_rkey *rkey = e->rkeys;
-        e->rkeys = rkey->next;
-        u->ucp_rkey_destroy(rkey->handle);
-        free(rkey);
+        ucx_rkey_destroy(&rkey);
     }
     *e->link = e->next;
     if (e->next)
@@ -289,7 +287,8 @@ fanin_status ucx_rkey_unpack(ucx_endpoint *e, const uint8_t *data, size_t size,
                              ucx_rkey **out, fanin_error *error)
 {
     if (size == 0 || size > UCX_BLOB_MAX)
-        return error_set(error, FANIN_ERR_PROTOCOL, NULL, "a remote key of %zu bytes", size);
+        return error_set(error, FANIN_ERR_PROTOCOL, NULL, "a remote key of %zu bytes",
+                         size);
     ucx_rkey *rkey = calloc(1, sizeof(*rkey));
     uint8_t *copy = calloc(2, UCX_BLOB_MAX);
     if (!rkey || !copy) {
@@ -414,8 +413,8 @@ fanin_status ucx_get(ucx_endpoint *e, ucx_rkey *rkey, uint64_t remote, void *to,
         e->outstanding--;
         g->next = c->spare;
         c->spare = g;
-        return ucx_error(c->w.u, error, FANIN_ERR_TRANSPORT, UCS_PTR_STATUS(request), NULL,
-                         "a read could not be started");
+        return ucx_error(c->w.u, error, FANIN_ERR_TRANSPORT, UCS_PTR_STATUS(request),
+                         NULL, "a read could not be started");
     }
     if (!request)
         get_finish(g, UCS_OK);

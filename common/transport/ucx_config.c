@@ -6,10 +6,9 @@
 
 /* Bits of roles. */
 #define R(role) (1u << UCX_ROLE_##role)
-#define SERVERS (R(SERVER_LOOPBACK) | R(SERVER_NETWORK))
 #define CLIENTS (R(CLIENT_CMA) | R(CLIENT_RDMA) | R(CLIENT_CUDA_IPC))
-#define EVERYBODY (SERVERS | CLIENTS)
-#define SAME_HOST (EVERYBODY & ~R(CLIENT_RDMA))
+#define SAME_HOST (R(SERVER_HOST) | R(CLIENT_CMA) | R(CLIENT_CUDA_IPC))
+#define EVERYBODY (SAME_HOST | R(SERVER_RDMA) | R(CLIENT_RDMA))
 
 typedef struct setting {
     const char *key, *value;
@@ -21,12 +20,10 @@ typedef struct setting {
 static const setting settings[] = {
     /* What may be used. tcp is never among it: it would listen on IP sockets, and reads over
        it are emulated by the server. The transports decide what a path's name means. */
-    {"TLS", "posix,sysv,cma,cuda_copy,cuda_ipc", R(SERVER_LOOPBACK), 0, true},
-    {"TLS", "posix,sysv,cma,cuda_copy,cuda_ipc,gdr_copy,rc,dc", R(SERVER_NETWORK), 0,
-     true},
+    {"TLS", "posix,sysv,cma,cuda_copy,cuda_ipc", R(SERVER_HOST), 0, true},
     {"TLS", "posix,sysv,cma", R(CLIENT_CMA), 0, true},
-    {"TLS", "rc,dc,cuda_copy,gdr_copy", R(CLIENT_RDMA), 0, true},
     {"TLS", "posix,sysv,cuda_copy,cuda_ipc", R(CLIENT_CUDA_IPC), 0, true},
+    {"TLS", "rc,dc,cuda_copy,gdr_copy", R(SERVER_RDMA) | R(CLIENT_RDMA), 0, true},
     /* An emulated read would wait for ever: the server ignores it. */
     {"PROTO_EMULATION_ENABLE", "n", CLIENTS, 21, true},
     /* Transports listed above that this host lacks are no reason to warn. */
@@ -34,11 +31,11 @@ static const setting settings[] = {
     /* Without these, shared memory and cma are not used with PEER error handling. */
     {"POSIX_ERROR_HANDLING", "y", SAME_HOST, 0, false},
     {"SYSV_ERROR_HANDLING", "y", SAME_HOST, 0, false},
-    {"CMA_MEMORY_INVALIDATE", "y", SERVERS | R(CLIENT_CMA), 0, false},
+    {"CMA_MEMORY_INVALIDATE", "y", R(SERVER_HOST) | R(CLIENT_CMA), 0, false},
     /* "auto" gives cuda_ipc up where not all NVLinks are up. */
-    {"CUDA_IPC_ENABLE_GET_ZCOPY", "y", SERVERS | R(CLIENT_CUDA_IPC), 0, false},
+    {"CUDA_IPC_ENABLE_GET_ZCOPY", "y", R(SERVER_HOST) | R(CLIENT_CUDA_IPC), 0, false},
     /* dmabuf serves RDMA only, and probing for it has crashed on managed pools. */
-    {"CUDA_COPY_DMABUF", "n", R(SERVER_LOOPBACK) | R(CLIENT_CUDA_IPC), 17, false},
+    {"CUDA_COPY_DMABUF", "n", R(SERVER_HOST) | R(CLIENT_CUDA_IPC), 17, false},
     /* One lane: the server, which lacks the RMA feature, answers a connection with one. */
     {"MAX_RMA_RAILS", "1", CLIENTS, 0, false},
     /* Registered means registered until it is unmapped, not while a cache likes it. */

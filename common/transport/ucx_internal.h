@@ -12,8 +12,9 @@
 /* UCX's header for these is not usable in ISO C. The same from 1.16 to 1.22. */
 enum { UCX_LOG_FATAL = 0, UCX_LOG_WARN = 2 };
 enum { UCX_LOG_STOP = 0, UCX_LOG_CONTINUE = 1 };
-typedef int (*ucx_log_fn)(const char *file, unsigned line, const char *function, int level,
-                          const void *component, const char *format, va_list arguments);
+typedef int (*ucx_log_fn)(const char *file, unsigned line, const char *function,
+                          int level, const void *component, const char *format,
+                          va_list arguments);
 void ucs_log_push_handler(ucx_log_fn handler);
 
 /** The oldest UCX that is used; ucp_init_version() is called with it. */
@@ -25,33 +26,33 @@ void ucs_log_push_handler(ucx_log_fn handler);
 #define UCX_BLOB_MAX ((size_t)4096)
 
 /** All functions of UCX that are called: members of struct ucx and names for dlsym. */
-#define UCX_FUNCTIONS(X)                                                                 \
-    X(ucp_lib_query)                                                                     \
-    X(ucp_config_read)                                                                   \
-    X(ucp_config_modify)                                                                 \
-    X(ucp_config_release)                                                                \
-    X(ucp_init_version)                                                                  \
-    X(ucp_cleanup)                                                                       \
-    X(ucp_context_query)                                                                 \
-    X(ucp_worker_create)                                                                 \
-    X(ucp_worker_destroy)                                                                \
-    X(ucp_worker_query)                                                                  \
-    X(ucp_worker_release_address)                                                        \
-    X(ucp_worker_progress)                                                               \
-    X(ucp_worker_arm)                                                                    \
-    X(ucp_worker_get_efd)                                                                \
-    X(ucp_ep_create)                                                                     \
-    X(ucp_ep_close_nbx)                                                                  \
-    X(ucp_ep_query)                                                                      \
-    X(ucp_ep_rkey_unpack)                                                                \
-    X(ucp_rkey_destroy)                                                                  \
-    X(ucp_rkey_pack)                                                                     \
-    X(ucp_rkey_buffer_release)                                                           \
-    X(ucp_mem_map)                                                                       \
-    X(ucp_mem_unmap)                                                                     \
-    X(ucp_get_nbx)                                                                       \
-    X(ucp_request_free)                                                                  \
-    X(ucs_status_string)                                                                 \
+#define UCX_FUNCTIONS(X)                                                               \
+    X(ucp_lib_query)                                                                   \
+    X(ucp_config_read)                                                                 \
+    X(ucp_config_modify)                                                               \
+    X(ucp_config_release)                                                              \
+    X(ucp_init_version)                                                                \
+    X(ucp_cleanup)                                                                     \
+    X(ucp_context_query)                                                               \
+    X(ucp_worker_create)                                                               \
+    X(ucp_worker_destroy)                                                              \
+    X(ucp_worker_query)                                                                \
+    X(ucp_worker_release_address)                                                      \
+    X(ucp_worker_progress)                                                             \
+    X(ucp_worker_arm)                                                                  \
+    X(ucp_worker_get_efd)                                                              \
+    X(ucp_ep_create)                                                                   \
+    X(ucp_ep_close_nbx)                                                                \
+    X(ucp_ep_query)                                                                    \
+    X(ucp_ep_rkey_unpack)                                                              \
+    X(ucp_rkey_destroy)                                                                \
+    X(ucp_rkey_pack)                                                                   \
+    X(ucp_rkey_buffer_release)                                                         \
+    X(ucp_mem_map)                                                                     \
+    X(ucp_mem_unmap)                                                                   \
+    X(ucp_get_nbx)                                                                     \
+    X(ucp_request_free)                                                                \
+    X(ucs_status_string)                                                               \
     X(ucs_log_push_handler)
 
 struct ucx {
@@ -80,8 +81,8 @@ void ucx_log_install(const ucx *u);
 
 /** What a context is for. */
 typedef enum ucx_role {
-    UCX_ROLE_SERVER_LOOPBACK,
-    UCX_ROLE_SERVER_NETWORK,
+    UCX_ROLE_SERVER_HOST,
+    UCX_ROLE_SERVER_RDMA,
     UCX_ROLE_CLIENT_CMA,
     UCX_ROLE_CLIENT_RDMA,
     UCX_ROLE_CLIENT_CUDA_IPC,
@@ -108,9 +109,9 @@ fanin_status ucx_worker_open(ucx_worker *w, ucx *u, ucx_role role, uint64_t feat
 void ucx_worker_close(ucx_worker *w);
 
 /** A connection with PEER error handling to an address from the network. */
-fanin_status ucx_worker_connect(const ucx_worker *w, const uint8_t *address, size_t size,
-                                ucp_err_handler_cb_t on_error, void *cookie, ucp_ep_h *out,
-                                fanin_error *error);
+fanin_status ucx_worker_connect(const ucx_worker *w, const uint8_t *address,
+                                size_t size, ucp_err_handler_cb_t on_error,
+                                void *cookie, ucp_ep_h *out, fanin_error *error);
 
 /** A registered range of memory. */
 typedef struct ucx_mapping {

@@ -34,7 +34,8 @@ static void *open_harmlessly(const char *file)
 {
     bool added[HARMLESS_COUNT];
     for (size_t i = 0; i < HARMLESS_COUNT; i++)
-        added[i] = !getenv(harmless[i][0]) && setenv(harmless[i][0], harmless[i][1], 0) == 0;
+        added[i] =
+            !getenv(harmless[i][0]) && setenv(harmless[i][0], harmless[i][1], 0) == 0;
     void *handle = dlopen(file, RTLD_NOW | RTLD_LOCAL);
     for (size_t i = 0; i < HARMLESS_COUNT; i++)
         if (added[i])
@@ -60,7 +61,8 @@ static bool is_of_one_installation(void *handle, const char *ucp_path, char reas
         return false;
     }
     size_t directory = (size_t)(strrchr(ucp_path, '/') - ucp_path) + 1;
-    if (strncmp(ucp_path, ucs_path, directory) == 0 && !strchr(ucs_path + directory, '/'))
+    if (strncmp(ucp_path, ucs_path, directory) == 0 &&
+        !strchr(ucs_path + directory, '/'))
         return true;
     snprintf(reason, 256, "it is mixed with %.200s", ucs_path);
     return false;
@@ -76,11 +78,12 @@ static bool read_version(void *handle, ucx *u, char reason[256])
     }
     memcpy(&get_version, &symbol, sizeof(get_version));
     get_version(&u->major, &u->minor, &u->release);
-    snprintf(u->version, sizeof(u->version), "%u.%u.%u", u->major, u->minor, u->release);
+    snprintf(u->version, sizeof(u->version), "%u.%u.%u", u->major, u->minor,
+             u->release);
     if (u->major == UCX_MIN_MAJOR && u->minor >= UCX_MIN_MINOR)
         return true;
-    snprintf(reason, 256, "it is UCX %s, and %u.%u or a later %u.x is needed", u->version,
-             UCX_MIN_MAJOR, UCX_MIN_MINOR, UCX_MIN_MAJOR);
+    snprintf(reason, 256, "it is UCX %s, and %u.%u or a later %u.x is needed",
+             u->version, UCX_MIN_MAJOR, UCX_MIN_MINOR, UCX_MIN_MAJOR);
     return false;
 }
 
@@ -142,9 +145,10 @@ static fanin_status open_named(const char *file, void *present, void **out,
             return FANIN_OK;
         }
         snprintf(text, sizeof(text),
-                 "FANIN_UCX_LIBRARY is %.200s, but UCX is already loaded from %.200s", file,
-                 found);
-        return refuse(error, "a process can hold one UCX: name that file, or none", text);
+                 "FANIN_UCX_LIBRARY is %.200s, but UCX is already loaded from %.200s",
+                 file, found);
+        return refuse(error, "a process can hold one UCX: name that file, or none",
+                      text);
     }
     *out = open_harmlessly(file);
     if (*out)

@@ -51,10 +51,9 @@ static void log_message(int level, const char *format, va_list arguments)
 
 /* Outside of our calls messages come from UCX's own thread or from another user of the same
    library. If it was there before us, its user has decided where they go. */
-static int on_foreign_ucx(const char *file, unsigned line,
-                                        const char *function, int level,
-                                        const void *component,
-                                        const char *format, va_list arguments)
+static int on_foreign_ucx(const char *file, unsigned line, const char *function,
+                          int level, const void *component, const char *format,
+                          va_list arguments)
 {
     (void)file, (void)line, (void)function, (void)component;
     if (!current_log)
@@ -63,10 +62,8 @@ static int on_foreign_ucx(const char *file, unsigned line,
     return UCX_LOG_STOP;
 }
 
-static int on_own_ucx(const char *file, unsigned line, const char *function,
-                                    int level,
-                                    const void *component,
-                                    const char *format, va_list arguments)
+static int on_own_ucx(const char *file, unsigned line, const char *function, int level,
+                      const void *component, const char *format, va_list arguments)
 {
     (void)on_foreign_ucx(file, line, function, level, component, format, arguments);
     return UCX_LOG_STOP;

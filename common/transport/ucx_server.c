@@ -4,7 +4,7 @@
 #include <stdlib.h>
 
 #define PROGRESS_AT_ONCE 64
-#define DESTROY_MS       5000
+#define DESTROY_MS 5000
 
 struct ucx_server {
     ucx_worker w;
@@ -34,7 +34,7 @@ fanin_status ucx_server_create(ucx *u, bool loopback, const logger *log,
     /* Some feature is needed for lanes to answer RDMA connections with. STREAM is the one
        that installs no handler which takes an address from the peer. */
     const fanin_status status = ucx_worker_open(
-        &s->w, u, loopback ? UCX_ROLE_SERVER_LOOPBACK : UCX_ROLE_SERVER_NETWORK,
+        &s->w, u, loopback ? UCX_ROLE_SERVER_HOST : UCX_ROLE_SERVER_RDMA,
         UCP_FEATURE_STREAM | UCP_FEATURE_WAKEUP, log, error);
     if (status != FANIN_OK) {
         free(s);
@@ -96,7 +96,8 @@ static void on_peer_error(void *cookie, ucp_ep_h ep, ucs_status_t status)
 {
     const ucx_peer *p = cookie;
     (void)ep;
-    log_write(&p->server->w.log, FANIN_LOG_DEBUG, "ucx-peer", "a client's endpoint failed: %s",
+    log_write(&p->server->w.log, FANIN_LOG_DEBUG, "ucx-peer",
+              "a client's endpoint failed: %s",
               p->server->w.u->ucs_status_string(status));
 }
 
@@ -157,7 +158,8 @@ void ucx_peer_close(ucx_peer **peer)
 }
 
 fanin_status ucx_region_create(ucx_server *s, void *base, size_t length,
-                               fanin_memory memory, ucx_region **out, fanin_error *error)
+                               fanin_memory memory, ucx_region **out,
+                               fanin_error *error)
 {
     ucx_region *r = calloc(1, sizeof(*r));
     if (!r)
@@ -176,8 +178,8 @@ fanin_status ucx_region_create(ucx_server *s, void *base, size_t length,
                                "no remote key could be made");
         } else if (r->rkey_size > UCX_BLOB_MAX) {
             status = error_set(error, FANIN_ERR_LIMIT, NULL,
-                               "a remote key has %zu bytes, more than %zu", r->rkey_size,
-                               UCX_BLOB_MAX);
+                               "a remote key has %zu bytes, more than %zu",
+                               r->rkey_size, UCX_BLOB_MAX);
         }
     }
     if (status != FANIN_OK)

@@ -80,7 +80,7 @@ fanin_status ucx_worker_open(ucx_worker *w, ucx *u, ucx_role role, uint64_t feat
     *w = (ucx_worker){.u = u, .fd = -1};
     if (log)
         w->log = *log;
-    w->has_rdma = role == UCX_ROLE_SERVER_NETWORK || role == UCX_ROLE_CLIENT_RDMA;
+    w->has_rdma = role == UCX_ROLE_SERVER_RDMA || role == UCX_ROLE_CLIENT_RDMA;
     const ucx_scope scope = ucx_scope_enter(&w->log, true);
     fanin_status status = open_context(w, role, features, error);
     if (status == FANIN_OK)
@@ -104,9 +104,9 @@ void ucx_worker_close(ucx_worker *w)
     *w = (ucx_worker){.fd = -1};
 }
 
-fanin_status ucx_worker_connect(const ucx_worker *w, const uint8_t *address, size_t size,
-                                ucp_err_handler_cb_t on_error, void *cookie, ucp_ep_h *out,
-                                fanin_error *error)
+fanin_status ucx_worker_connect(const ucx_worker *w, const uint8_t *address,
+                                size_t size, ucp_err_handler_cb_t on_error,
+                                void *cookie, ucp_ep_h *out, fanin_error *error)
 {
     if (size == 0 || size > UCX_BLOB_MAX)
         return error_set(error, FANIN_ERR_PROTOCOL, NULL,
@@ -133,8 +133,8 @@ fanin_status ucx_worker_connect(const ucx_worker *w, const uint8_t *address, siz
                      "UCX cannot reach the peer");
 }
 
-static bool choose_type(const ucx_worker *w, fanin_memory memory, ucs_memory_type_t *out,
-                        fanin_error *error)
+static bool choose_type(const ucx_worker *w, fanin_memory memory,
+                        ucs_memory_type_t *out, fanin_error *error)
 {
     if (memory.kind == FANIN_MEMORY_HOST) {
         *out = UCS_MEMORY_TYPE_HOST;
@@ -142,15 +142,16 @@ static bool choose_type(const ucx_worker *w, fanin_memory memory, ucs_memory_typ
     }
     *out = UCS_MEMORY_TYPE_CUDA;
     if (memory.kind != FANIN_MEMORY_CUDA) {
-        error_set(error, FANIN_ERR_ARGUMENT, NULL, "memory of kind %d cannot be registered",
-                  (int)memory.kind);
+        error_set(error, FANIN_ERR_ARGUMENT, NULL,
+                  "memory of kind %d cannot be registered", (int)memory.kind);
         return false;
     }
     /* A UCX without CUDA would touch a device pointer with the CPU. */
     if (w->memory_types & UCS_BIT(UCS_MEMORY_TYPE_CUDA))
         return true;
-    const error_place place = {.remedy = "install a UCX with CUDA modules, 1.19 or newer; "
-                                         "ucx_info -d | grep cuda shows them"};
+    const error_place place = {.remedy =
+                                   "install a UCX with CUDA modules, 1.19 or newer; "
+                                   "ucx_info -d | grep cuda shows them"};
     error_set(error, FANIN_ERR_UNSUPPORTED, &place,
               "UCX %s at %s has no CUDA support here", w->u->version, w->u->path);
     return false;
@@ -180,23 +181,26 @@ static fanin_status explain(const ucx_worker *w, ucs_status_t ucs, void *base,
                             size_t length, bool cuda, fanin_error *error)
 {
     char what[192];
-    snprintf(what, sizeof(what), "%zu bytes at %p could not be registered", length, base);
+    snprintf(what, sizeof(what), "%zu bytes at %p could not be registered", length,
+             base);
     if (!w->has_rdma || cuda)
         return ucx_error(w->u, error, FANIN_ERR_TRANSPORT, ucs, NULL, what);
     if (!is_writable((uintptr_t)base, (uintptr_t)base + length))
-        return ucx_error(w->u, error, FANIN_ERR_UNSUPPORTED, ucs,
-                         "RDMA needs writable memory: map it with PROT_WRITE (MAP_PRIVATE "
-                         "for a file) or copy it",
-                         strcat(what, " for RDMA, part of it is read-only"));
+        return ucx_error(
+            w->u, error, FANIN_ERR_UNSUPPORTED, ucs,
+            "RDMA needs writable memory: map it with PROT_WRITE (MAP_PRIVATE "
+            "for a file) or copy it",
+            strcat(what, " for RDMA, part of it is read-only"));
     struct rlimit limit;
     if (getrlimit(RLIMIT_MEMLOCK, &limit) == 0 && limit.rlim_cur != RLIM_INFINITY) {
         snprintf(what + strlen(what), sizeof(what) - strlen(what),
                  "; the limit of locked memory is %" PRIu64 " bytes",
                  (uint64_t)limit.rlim_cur);
-        return ucx_error(w->u, error, FANIN_ERR_LIMIT, ucs,
-                         "raise it: ulimit -l unlimited, LimitMEMLOCK=infinity in a systemd "
-                         "unit, --ulimit memlock=-1 for a container",
-                         what);
+        return ucx_error(
+            w->u, error, FANIN_ERR_LIMIT, ucs,
+            "raise it: ulimit -l unlimited, LimitMEMLOCK=infinity in a systemd "
+            "unit, --ulimit memlock=-1 for a container",
+            what);
     }
     return ucx_error(w->u, error, FANIN_ERR_TRANSPORT, ucs, NULL, what);
 }
@@ -214,7 +218,8 @@ fanin_status ucx_mapping_open(const ucx_worker *w, void *base, size_t length,
                                                 : FANIN_ERR_ARGUMENT;
     const ucp_mem_map_params_t params = {
         .field_mask = UCP_MEM_MAP_PARAM_FIELD_ADDRESS | UCP_MEM_MAP_PARAM_FIELD_LENGTH |
-                      UCP_MEM_MAP_PARAM_FIELD_PROT | UCP_MEM_MAP_PARAM_FIELD_MEMORY_TYPE,
+                      UCP_MEM_MAP_PARAM_FIELD_PROT |
+                      UCP_MEM_MAP_PARAM_FIELD_MEMORY_TYPE,
         .address = base,
         .length = length,
         .prot = remote ? UCP_MEM_MAP_PROT_LOCAL_READ | UCP_MEM_MAP_PROT_REMOTE_READ

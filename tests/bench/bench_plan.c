@@ -13,9 +13,9 @@
 #include <string.h>
 #include <time.h>
 
-#define LAYERS  48
+#define LAYERS 48
 #define EXPERTS 128
-#define RANK_R  16
+#define RANK_R 16
 
 typedef struct bench {
     key_entry *entries;
@@ -125,8 +125,8 @@ static void make_source(bench *b, uint32_t rank, uint32_t world, uint32_t parts,
             continue;
         halved = true;
         r.block.offset[0] += r.block.extent[0];
-        r.block.extent[0] =
-            block_chunk(2, e->shape, 0, parts, rank % parts).extent[0] - r.block.extent[0];
+        r.block.extent[0] = block_chunk(2, e->shape, 0, parts, rank % parts).extent[0] -
+                            r.block.extent[0];
         r.place.offset = at;
         dtype_bytes(e->dtype, 2, r.block.extent, &bytes);
         records[n++] = r;
@@ -233,7 +233,8 @@ static double time_slices(const bench *b)
     return spent;
 }
 
-static void run(bench *b, const char *name, uint32_t world, uint32_t parts, bool explicit)
+static void run(bench *b, const char *name, uint32_t world, uint32_t parts,
+                bool explicit)
 {
     make_sources(b, world, parts, explicit);
     int times = world > 64 ? 1 : 5;
@@ -256,8 +257,9 @@ static void run(bench *b, const char *name, uint32_t world, uint32_t parts, bool
     plan_free(&p);
     printf("%-24s %8llu boxes: plan %8.1f ms (%llu pieces, %u views), slices %8.1f ms, "
            "spans %8.1f ms (%llu), sufficient %6.2f ms\n",
-           name, (unsigned long long)b->n_boxes, best, (unsigned long long)pieces, views,
-           time_slices(b), spans_ms, (unsigned long long)spans, time_sufficient(b, parts));
+           name, (unsigned long long)b->n_boxes, best, (unsigned long long)pieces,
+           views, time_slices(b), spans_ms, (unsigned long long)spans,
+           time_sufficient(b, parts));
     fflush(stdout);
     free_sources(b);
 }

@@ -44,6 +44,7 @@ gone()
 # if $output is no object with "schema": 1.
 field()
 {
+    # shellcheck disable=SC2154 # of bats
     printf '%s\n' "$output" | "$FANIN_TEST_PYTHON" -c '
 import json, sys
 o = json.load(sys.stdin)
@@ -57,7 +58,7 @@ print(json.dumps(o) if not isinstance(o, str) else o)' "$@"
 has()
 {
     [[ "$output${stderr-}" == *"$1"* ]] || {
-        printf 'not found: %s\nin: %s\n%s\n' "$1" "$output" "${stderr-}" >&2
+        printf 'not found: %s, but: %s %s\n' "$1" "$output" "${stderr-}" >&2
         return 1
     }
 }

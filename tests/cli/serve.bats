@@ -2,14 +2,16 @@
 # SPDX-License-Identifier: Apache-2.0
 # The stand-in trainer: updates, deaths, refusals, ways to cut; each test has its own ranks.
 
+# shellcheck disable=SC2154 # info, ready and ranks_pid are set by ranks.bash
+
 bats_require_minimum_version 1.5.0
 
 setup()
 {
     load ranks
     unset NIXL_FETCH_SERVERS NIXL_FETCH_TIMEOUT
-    cd "$BATS_TEST_TMPDIR"
-    BATS_FILE_TMPDIR=$BATS_TEST_TMPDIR
+    cd "$BATS_TEST_TMPDIR" || return 1
+    export BATS_FILE_TMPDIR=$BATS_TEST_TMPDIR
     ranks_pid=
 }
 

@@ -8,7 +8,7 @@ setup()
 {
     load ranks
     unset NIXL_FETCH_SERVERS NIXL_FETCH_TIMEOUT
-    cd "$BATS_TEST_TMPDIR"
+    cd "$BATS_TEST_TMPDIR" || return 1
 }
 
 commands=(list show ping pull verify watch serve bench)

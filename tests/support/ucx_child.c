@@ -14,7 +14,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
-#define ROLE     "ucx-child"
+#define ROLE "ucx-child"
 #define REPLY_MS 10000
 
 uint64_t ucx_child_word(uint64_t i)
@@ -28,7 +28,7 @@ typedef struct process {
     int fd;
     ucx *u;
     ucx_server *server; /**< kind SAFE */
-    ucx_worker worker;  /**< other kinds */
+    ucx_worker worker;  /**< kind RMA */
     uint64_t *words;
     size_t mapped; /**< words that are still mapped */
 } process;
@@ -61,21 +61,20 @@ static bool process_open(process *p, ucx_child_kind kind)
     if (kind == UCX_CHILD_SAFE) {
         ucx_region *region;
         if (ucx_server_create(p->u, true, NULL, &p->server, NULL) != FANIN_OK ||
-            ucx_region_create(p->server, p->words, UCX_CHILD_BYTES, host, &region, NULL) !=
-                FANIN_OK)
+            ucx_region_create(p->server, p->words, UCX_CHILD_BYTES, host, &region,
+                              NULL) != FANIN_OK)
             return false;
         address = ucx_server_address(p->server, &address_size);
         key = ucx_region_rkey(region, &key_size);
     } else {
-        const uint64_t features =
-            UCP_FEATURE_WAKEUP | (kind == UCX_CHILD_RMA ? UCP_FEATURE_RMA : UCP_FEATURE_AM);
         ucx_mapping mapping;
-        if (ucx_worker_open(&p->worker, p->u, UCX_ROLE_SERVER_LOOPBACK, features, NULL,
+        if (ucx_worker_open(&p->worker, p->u, UCX_ROLE_SERVER_HOST,
+                            UCP_FEATURE_RMA | UCP_FEATURE_WAKEUP, NULL,
                             NULL) != FANIN_OK ||
-            ucx_mapping_open(&p->worker, p->words, UCX_CHILD_BYTES, host, true, &mapping,
-                             NULL) != FANIN_OK ||
-            p->u->ucp_rkey_pack(p->worker.context, mapping.handle, &packed, &key_size) !=
-                UCS_OK)
+            ucx_mapping_open(&p->worker, p->words, UCX_CHILD_BYTES, host, true,
+                             &mapping, NULL) != FANIN_OK ||
+            p->u->ucp_rkey_pack(p->worker.context, mapping.handle, &packed,
+                                &key_size) != UCS_OK)
             return false;
         address = (const uint8_t *)p->worker.address;
         address_size = p->worker.address_size;
@@ -98,7 +97,8 @@ static uint64_t count_changed(process *p)
 static uint64_t add_and_close_peer(process *p, const uint8_t *address, size_t size)
 {
     ucx_peer *peer;
-    if (!p->server || ucx_server_add_peer(p->server, address, size, &peer, NULL) != FANIN_OK)
+    if (!p->server ||
+        ucx_server_add_peer(p->server, address, size, &peer, NULL) != FANIN_OK)
         return 0;
     ucx_peer_close(&peer);
     while (!process_progress(p))
@@ -106,7 +106,8 @@ static uint64_t add_and_close_peer(process *p, const uint8_t *address, size_t si
     return 1;
 }
 
-static uint64_t process_obey(process *p, uint8_t order, const uint8_t *data, size_t size)
+static uint64_t process_obey(process *p, uint8_t order, const uint8_t *data,
+                             size_t size)
 {
     struct stat output;
     switch (order) {
@@ -117,7 +118,8 @@ static uint64_t process_obey(process *p, uint8_t order, const uint8_t *data, siz
         return (uint64_t)munmap(p->words + p->mapped, UCX_CHILD_BYTES / 2);
     case UCX_CHILD_COUNT_OUTPUT:
         fflush(NULL);
-        return fstat(STDOUT_FILENO, &output) == 0 ? (uint64_t)output.st_size : UINT64_MAX;
+        return fstat(STDOUT_FILENO, &output) == 0 ? (uint64_t)output.st_size
+                                                  : UINT64_MAX;
     case UCX_CHILD_ADD_PEER:
         return add_and_close_peer(p, data, size);
     default:
@@ -131,7 +133,8 @@ static int process_run(process *p)
     for (;;) {
         struct pollfd wait[2] = {
             {.fd = p->fd, .events = POLLIN},
-            {.fd = p->server ? ucx_server_fd(p->server) : p->worker.fd, .events = POLLIN},
+            {.fd = p->server ? ucx_server_fd(p->server) : p->worker.fd,
+             .events = POLLIN},
         };
         if (!process_progress(p))
             continue;
@@ -140,7 +143,8 @@ static int process_run(process *p)
         const ssize_t got = recv(p->fd, message, sizeof(message), 0);
         if (got <= 0)
             return 0;
-        const uint64_t answer = process_obey(p, message[0], message + 1, (size_t)got - 1);
+        const uint64_t answer =
+            process_obey(p, message[0], message + 1, (size_t)got - 1);
         if (!send_all(p->fd, &answer, sizeof(answer)))
             return 0;
     }
@@ -207,7 +211,8 @@ bool ucx_child_start(ucx_child *c, ucx_child_kind kind)
     return false;
 }
 
-uint64_t ucx_child_ask(ucx_child *c, ucx_child_order order, const void *data, size_t size)
+uint64_t ucx_child_ask(ucx_child *c, ucx_child_order order, const void *data,
+                       size_t size)
 {
     uint8_t message[4097] = {(uint8_t)order};
     uint64_t answer;
@@ -215,7 +220,8 @@ uint64_t ucx_child_ask(ucx_child *c, ucx_child_order order, const void *data, si
         return UINT64_MAX;
     if (size)
         memcpy(message + 1, data, size);
-    if (!send_all(c->fd, message, size + 1) || receive(c->fd, &answer, sizeof(answer)) != 8)
+    if (!send_all(c->fd, message, size + 1) ||
+        receive(c->fd, &answer, sizeof(answer)) != 8)
         return UINT64_MAX;
     return answer;
 }

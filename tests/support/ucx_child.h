@@ -15,14 +15,13 @@ uint64_t ucx_child_word(uint64_t i);
 typedef enum ucx_child_kind {
     UCX_CHILD_SAFE, /**< ucx_server_create(): what the product does */
     UCX_CHILD_RMA,  /**< the same with UCP_FEATURE_RMA, as a control */
-    UCX_CHILD_AM,   /**< the same with UCP_FEATURE_AM, as a control */
 } ucx_child_kind;
 
 typedef enum ucx_child_order {
     UCX_CHILD_COUNT_CHANGED = 1, /**< progresses, then counts words that differ */
     UCX_CHILD_UNMAP,             /**< unmaps the second half of the words */
     UCX_CHILD_COUNT_OUTPUT,      /**< bytes that were written to stdout and stderr */
-    UCX_CHILD_ADD_PEER,          /**< knows and closes the client of ucx_child_address() */
+    UCX_CHILD_ADD_PEER, /**< knows and closes the client of ucx_child_address() */
 } ucx_child_order;
 
 typedef struct ucx_child {
@@ -39,7 +38,8 @@ int ucx_child_main(int argc, char **argv);
 bool ucx_child_start(ucx_child *c, ucx_child_kind kind);
 /** Sends an order with @p size bytes, returns the answer. UINT64_MAX: the process is gone or
     took more than 10 s. */
-uint64_t ucx_child_ask(ucx_child *c, ucx_child_order order, const void *data, size_t size);
+uint64_t ucx_child_ask(ucx_child *c, ucx_child_order order, const void *data,
+                       size_t size);
 /** Ends it and waits. True: it had not crashed. */
 bool ucx_child_stop(ucx_child *c);
 

@@ -205,7 +205,8 @@ void world_seal(world *w, const bool *leave_out)
     buffer blob = {0};
     fanin_error error = FANIN_ERROR_INIT;
     key_table_encode(&blob, w->entries, w->n_keys, NULL, 0);
-    assert_int_equal(key_table_decode(blob.data, blob.size, &w->keys, &error), FANIN_OK);
+    assert_int_equal(key_table_decode(blob.data, blob.size, &w->keys, &error),
+                     FANIN_OK);
     buffer_free(&blob);
     w->n_sources = 0;
     for (uint32_t i = 0; i < w->n_ranks; i++) {
@@ -282,7 +283,8 @@ void landing_free(landing *l)
     *l = (landing){0};
 }
 
-fanin_status world_plan(const world *w, const landing *l, plan **out, fanin_error *error)
+fanin_status world_plan(const world *w, const landing *l, plan **out,
+                        fanin_error *error)
 {
     return plan_build(w->keys, w->sources, w->n_sources, l->targets, l->n_targets,
                       l->to_of_key, out, error);
@@ -362,7 +364,8 @@ static void check_one_holder(const world *w, const plan *p, size_t source, uint3
     for (size_t s = 0; s < p->n_ranks; s++) {
         const plan_rank *r = &p->ranks[s];
         for (uint64_t i = 0; i < r->n_pieces && s != source; i++) {
-            box_table_get(w->sources[s].boxes, r->pieces[i].box, &other_key, &other, NULL);
+            box_table_get(w->sources[s].boxes, r->pieces[i].box, &other_key, &other,
+                          NULL);
             assert_false(key == other_key && block_equal(&b, &other));
         }
     }
@@ -499,7 +502,8 @@ static void check_spans(const plan_spans *spans, const region_table *regions,
     assert_int_equal(pieces, spans->n_pieces);
 }
 
-void world_execute_spans(const world *w, landing *l, const plan *p, const span_rule *rule)
+void world_execute_spans(const world *w, landing *l, const plan *p,
+                         const span_rule *rule)
 {
     memset(l->bytes, UNTOUCHED, l->size + 1);
     for (size_t s = 0; s < p->n_ranks; s++) {
@@ -510,8 +514,8 @@ void world_execute_spans(const world *w, landing *l, const plan *p, const span_r
         plan_spans *spans;
         for (uint32_t i = 0; i < WORLD_REGIONS; i++)
             entries[i] = (region_entry){.id = i, .length = r->used[i]};
-        fanin_status status = plan_spans_build(p, w->keys, w->sources, s, &regions, rule,
-                                               &spans, &error);
+        fanin_status status =
+            plan_spans_build(p, w->keys, w->sources, s, &regions, rule, &spans, &error);
         if (status != FANIN_OK)
             fail_msg("spans of rank %u: %s", w->sources[s].rank, error.message);
         check_spans(spans, &regions, rule);

@@ -10,7 +10,7 @@
 #include "dtype.h"
 #include "plan.h"
 
-#define WORLD_RANKS   16
+#define WORLD_RANKS 16
 #define WORLD_REGIONS 3
 
 typedef struct world_rank {
@@ -69,7 +69,8 @@ void landing_whole(landing *l, const world *w);
 void landing_add(landing *l, world *w, uint32_t key, const block *b, bool strided);
 void landing_free(landing *l);
 
-fanin_status world_plan(const world *w, const landing *l, plan **out, fanin_error *error);
+fanin_status world_plan(const world *w, const landing *l, plan **out,
+                        fanin_error *error);
 /** Checks the plan's promises. */
 void world_check_plan(const world *w, const landing *l, const plan *p);
 /** Fills l->bytes by the plan's pieces and compares every byte. */

@@ -45,8 +45,8 @@ fanin_tensor byte_tensor(const char *name, fanin_box *box, void *memory, uint64_
                           .n_boxes = 1};
 }
 
-void server_put(fanin_server *s, const char *publication, const char *name, void *memory,
-                uint64_t size)
+void server_put(fanin_server *s, const char *publication, const char *name,
+                void *memory, uint64_t size)
 {
     fanin_box box;
     fanin_error error = FANIN_ERROR_INIT;

@@ -21,8 +21,8 @@ fanin_server_config server_config(void);
 fanin_server *server_start(const fanin_server_config *config);
 /** One packed U8 tensor of @p size bytes, at @p memory. */
 fanin_tensor byte_tensor(const char *name, fanin_box *box, void *memory, uint64_t size);
-void server_put(fanin_server *s, const char *publication, const char *name, void *memory,
-                uint64_t size);
+void server_put(fanin_server *s, const char *publication, const char *name,
+                void *memory, uint64_t size);
 void server_begin(fanin_server *s);
 void server_commit(fanin_server *s, uint64_t step);
 fanin_server_stats server_stats(fanin_server *s);
@@ -69,9 +69,10 @@ bool peer_silent(peer *p, int ms); /**< nothing arrives within @p ms */
 void peer_ping(peer *p);
 void peer_request_wait(peer *p, const char *publication, wire_rule rule, uint64_t step,
                        uint32_t timeout_ms);
-grant peer_wait(peer *p, wire_rule rule, uint64_t step); /**< of RUN, answered at once */
-msg_begin_ok peer_begin(peer *p, grant *g);              /**< of RUN; fills in the token */
-grant peer_lease(peer *p);                               /**< wait and a granted begin */
+grant peer_wait(peer *p, wire_rule rule,
+                uint64_t step);             /**< of RUN, answered at once */
+msg_begin_ok peer_begin(peer *p, grant *g); /**< of RUN; fills in the token */
+grant peer_lease(peer *p);                  /**< wait and a granted begin */
 msg_end_ok peer_end(peer *p, const grant *g, bool abandon);
 void peer_request_read(peer *p, const uint8_t token[16], uint64_t bytes,
                        const read_entry *entries, uint32_t n);

@@ -17,8 +17,8 @@ static void shapes_have_known_sizes(void **state)
 {
     (void)state;
     static const expectation cases[] = {
-        {"small", 336, 8798208},         {"dense", 448, 83886080},
-        {"large", 1120, 1656750080},     {"moe", 37248, 1687683072},
+        {"small", 336, 8798208},        {"dense", 448, 83886080},
+        {"large", 1120, 1656750080},    {"moe", 37248, 1687683072},
         {"moe-fused", 576, 1989672960},
     };
     for (size_t i = 0; i < sizeof(cases) / sizeof(cases[0]); i++) {
@@ -60,13 +60,13 @@ static void dense_names_are_those_of_peft(void **state)
     (void)state;
     fanin_error error = FANIN_ERROR_INIT;
     tensor_list list;
-    assert_ok(model_expand(model_find("llama-3.1-8b"), 16, false, FANIN_DTYPE_F32, &list,
-                           &error),
+    assert_ok(model_expand(model_find("llama-3.1-8b"), 16, false, FANIN_DTYPE_F32,
+                           &list, &error),
               error);
     expect(&list, "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight", 16,
            4096);
-    expect(&list, "base_model.model.model.layers.31.self_attn.v_proj.lora_B.weight", 1024,
-           16);
+    expect(&list, "base_model.model.model.layers.31.self_attn.v_proj.lora_B.weight",
+           1024, 16);
     expect(&list, "base_model.model.model.layers.31.mlp.down_proj.lora_A.weight", 16,
            14336);
     expect(&list, "base_model.model.model.layers.31.mlp.down_proj.lora_B.weight", 4096,
@@ -83,16 +83,18 @@ static void experts_come_one_by_one_or_fused(void **state)
     tensor_list list;
     assert_ok(model_expand(m, 16, false, FANIN_DTYPE_BF16, &list, &error), error);
     expect(&list,
-           "base_model.model.model.layers.47.mlp.experts.127.gate_proj.lora_A.weight", 16,
-           2048);
+           "base_model.model.model.layers.47.mlp.experts.127.gate_proj.lora_A.weight",
+           16, 2048);
     expect(&list,
            "base_model.model.model.layers.47.mlp.experts.127.down_proj.lora_B.weight",
            2048, 16);
     tensor_list_free(&list);
     assert_ok(model_expand(m, 16, true, FANIN_DTYPE_BF16, &list, &error), error);
-    expect(&list, "base_model.model.model.layers.0.mlp.experts.base_layer.lora_A.weight",
+    expect(&list,
+           "base_model.model.model.layers.0.mlp.experts.base_layer.lora_A.weight",
            2 * 16 * 128, 2048);
-    expect(&list, "base_model.model.model.layers.0.mlp.experts.base_layer.lora_B.weight",
+    expect(&list,
+           "base_model.model.model.layers.0.mlp.experts.base_layer.lora_B.weight",
            2 * 768, 2 * 16 * 128);
     expect(&list, "base_model.model.model.layers.0.mlp.experts.lora_A.weight", 16 * 128,
            768);
@@ -108,7 +110,8 @@ static void fused_configuration_is_json(void **state)
     json_t *config = json_loads(text, 0, NULL);
     assert_non_null(config);
     assert_int_equal(json_integer_value(json_object_get(config, "lora_alpha")), 32);
-    assert_string_equal(json_string_value(json_object_get(config, "peft_type")), "LORA");
+    assert_string_equal(json_string_value(json_object_get(config, "peft_type")),
+                        "LORA");
     json_decref(config);
     free(text);
 }

@@ -22,7 +22,8 @@ static void splitmix_gives_known_values(void **state)
 static void bytes_are_those_of_the_second_implementation(void **state)
 {
     (void)state;
-    static const char expected[] = "76a17197d39986668fa67757a3157cf4ce57264858474859ffb0796df23e5d1cf651cdba7bc629d2";
+    static const char expected[] = "76a17197d39986668fa67757a3157cf4ce57264858474859ffb"
+                                   "0796df23e5d1cf651cdba7bc629d2";
     uint8_t bytes[40];
     char text[81];
     pattern_fill(bytes, pattern_start(pattern_seed("lora:0:a"), 1), 0, sizeof(bytes));
@@ -77,8 +78,8 @@ static void steps_and_keys_differ(void **state)
     uint64_t seed = pattern_seed("lora:0:a");
     pattern_fill(bytes, pattern_start(seed, 5), 0, sizeof(bytes));
     assert_true(pattern_compare(bytes, pattern_start(seed, 6), 0, 64) < 8);
-    assert_true(pattern_compare(bytes, pattern_start(pattern_seed("lora:1:a"), 5), 0, 64) <
-                8);
+    assert_true(
+        pattern_compare(bytes, pattern_start(pattern_seed("lora:1:a"), 5), 0, 64) < 8);
 }
 
 /* torch.chunk's examples: 10 over 4, 5 over 4, 8 over 16. */
@@ -111,11 +112,12 @@ static void chunks_are_those_of_torch(void **state)
 static void shards_tile_the_tensor(void **state)
 {
     (void)state;
-    static const fanin_dtype dtypes[] = {FANIN_DTYPE_BF16, FANIN_DTYPE_U8, FANIN_DTYPE_F4,
-                                         FANIN_DTYPE_F6_E2M3};
+    static const fanin_dtype dtypes[] = {FANIN_DTYPE_BF16, FANIN_DTYPE_U8,
+                                         FANIN_DTYPE_F4, FANIN_DTYPE_F6_E2M3};
     uint64_t start = pattern_start(pattern_seed("k"), 1);
     for (size_t d = 0; d < sizeof(dtypes) / sizeof(dtypes[0]); d++) {
-        tensor_spec t = {.name = "k", .dtype = dtypes[d], .n_dims = 3, .shape = {5, 3, 12}};
+        tensor_spec t = {
+            .name = "k", .dtype = dtypes[d], .n_dims = 3, .shape = {5, 3, 12}};
         t.bytes = 5 * 3 * 12 * fanin_dtype_bits(t.dtype) / 8;
         for (uint32_t dim = 0; dim < 4; dim++) {
             uint8_t whole[400] = {0};

@@ -10,15 +10,16 @@
 #define ROUNDS 1500
 
 typedef enum cut_style {
-    CUT_CHUNK,    /* torch.chunk, maybe with replicas and a dimension other than 0 */
-    CUT_GRID,     /* chunks on two dimensions */
+    CUT_CHUNK,       /* torch.chunk, maybe with replicas and a dimension other than 0 */
+    CUT_GRID,        /* chunks on two dimensions */
     CUT_INTERLEAVED, /* several runs of rows a rank */
-    CUT_RANDOM,   /* any rectangles, any owner, some replicas */
+    CUT_RANDOM,      /* any rectangles, any owner, some replicas */
     CUT_STYLES
 } cut_style;
 
-static const fanin_dtype dtypes[] = {FANIN_DTYPE_U8,  FANIN_DTYPE_BF16, FANIN_DTYPE_F32,
-                                     FANIN_DTYPE_F64, FANIN_DTYPE_F4,   FANIN_DTYPE_F6_E2M3};
+static const fanin_dtype dtypes[] = {FANIN_DTYPE_U8,  FANIN_DTYPE_BF16,
+                                     FANIN_DTYPE_F32, FANIN_DTYPE_F64,
+                                     FANIN_DTYPE_F4,  FANIN_DTYPE_F6_E2M3};
 
 static world_layout any_layout(world *w)
 {
@@ -36,7 +37,8 @@ static void add_keys(world *w, cut_style style)
         uint64_t n_dtypes = style == CUT_RANDOM && n_dims > 0 ? 6 : 4;
         fanin_dtype dtype = dtypes[world_random(w, n_dtypes)];
         for (uint32_t i = 0; i < n_dims; i++)
-            shape[i] = world_random(w, 40) == 0 ? 0 : 1 + world_random(w, n_dims > 2 ? 6 : 17);
+            shape[i] =
+                world_random(w, 40) == 0 ? 0 : 1 + world_random(w, n_dims > 2 ? 6 : 17);
         if (k > 0 && world_random(w, 2)) { /* like the one before */
             n_dims = w->entries[k - 1].n_dims;
             memcpy(shape, w->entries[k - 1].shape, sizeof shape);
@@ -96,10 +98,12 @@ static void hold_grid(world *w)
         uint32_t x = (uint32_t)world_random(w, e->n_dims), y = (x + 1) % e->n_dims;
         world_layout layout = any_layout(w);
         for (uint32_t r = 0; r < w->n_ranks && rows > 0; r++) {
-            block a = block_chunk(e->n_dims, e->shape, x, rows, r / columns % rows), b, c;
+            block a = block_chunk(e->n_dims, e->shape, x, rows, r / columns % rows), b,
+                  c;
             b = block_chunk(e->n_dims, e->shape, y, columns, r % columns);
             if (block_intersect(&a, &b, &c) && !block_is_empty(&c))
-                world_hold(w, r, key, &c, r % WORLD_REGIONS, world_random(w, 9), layout);
+                world_hold(w, r, key, &c, r % WORLD_REGIONS, world_random(w, 9),
+                           layout);
         }
     }
 }
@@ -195,7 +199,8 @@ static bool model_tiles(const world *w, const bool *use)
         uint8_t *held = calloc(elements + 1, 1);
         assert_non_null(held);
         for (size_t s = 0; s < w->n_sources; s++) {
-            for (uint64_t i = 0; use[s] && i < box_table_count(w->sources[s].boxes); i++) {
+            for (uint64_t i = 0; use[s] && i < box_table_count(w->sources[s].boxes);
+                 i++) {
                 uint32_t box_key;
                 block b;
                 box_table_get(w->sources[s].boxes, i, &box_key, &b, NULL);
@@ -226,7 +231,8 @@ static void check_sufficient(world *w, bool has_replicas)
         for (size_t i = 0; i < w->n_sources; i++)
             use[i] = i != s;
         bool enough = model_tiles(w, use);
-        assert_int_equal(plan_sufficient(w->keys, w->sources, w->n_sources, use), enough);
+        assert_int_equal(plan_sufficient(w->keys, w->sources, w->n_sources, use),
+                         enough);
         spared = spared || (enough && box_table_count(w->sources[s].boxes) > 0);
     }
     assert_int_equal(has_replicas, spared);

@@ -161,9 +161,9 @@ static void boxes_outside_of_their_region_are_refused(void **state)
     region_table table = {.entries = entries, .count = 2};
     for (int i = 0; i < 2; i++) {
         fanin_error error = FANIN_ERROR_INIT;
-        assert_int_equal(plan_spans_build(p, w.keys, w.sources, 0, &table, &usual, &spans,
-                                          &error),
-                         FANIN_ERR_PROTOCOL);
+        assert_int_equal(
+            plan_spans_build(p, w.keys, w.sources, 0, &table, &usual, &spans, &error),
+            FANIN_ERR_PROTOCOL);
         assert_null(spans);
         assert_int_equal(error.rank, 0);
         assert_string_equal(error.key, "key00001");
@@ -172,7 +172,8 @@ static void boxes_outside_of_their_region_are_refused(void **state)
     table.count = 2;
     entries[1].length = 100;
     assert_int_equal(
-        plan_spans_build(p, w.keys, w.sources, 0, &table, &usual, &spans, NULL), FANIN_OK);
+        plan_spans_build(p, w.keys, w.sources, 0, &table, &usual, &spans, NULL),
+        FANIN_OK);
     end(&w, &l, &p, &spans);
 }
 
@@ -186,8 +187,11 @@ static void strided_boxes_are_checked_too(void **state)
         uint64_t length;
         bool good;
     } cases[] = {
-        {0, 4, 13, true},   {0, 4, 12, false},  {12, -4, 13, true},
-        {12, -4, 12, false}, {1000, INT64_MAX / 4, 2000, false},
+        {0, 4, 13, true},
+        {0, 4, 12, false},
+        {12, -4, 13, true},
+        {12, -4, 12, false},
+        {1000, INT64_MAX / 4, 2000, false},
     };
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
         world w;
@@ -207,8 +211,8 @@ static void strided_boxes_are_checked_too(void **state)
         box->place.stride[0] = cases[i].stride;
         box_table_encode(&blob, w.keys->entries, 1, box, 1, 0, 1);
         box_table_free(&w.ranks[0].boxes);
-        fanin_status status = box_table_decode(blob.data, blob.size, w.keys,
-                                               &w.ranks[0].boxes, &error);
+        fanin_status status =
+            box_table_decode(blob.data, blob.size, w.keys, &w.ranks[0].boxes, &error);
         buffer_free(&blob);
         if (status == FANIN_OK) { /* tables refuse the wildest themselves */
             w.sources[0].boxes = w.ranks[0].boxes;
@@ -239,8 +243,7 @@ static void transposed_memory_is_one_view(void **state)
     world_init(&w, 1, 1);
     world_key(&w, FANIN_DTYPE_BF16, 2, all.extent);
     world_hold(&w, 0, 0, &all, 0, 0, LAYOUT_PACKED);
-    w.ranks[0].records[0].place =
-        (box_place){.packed = false, .stride = {2, 100}};
+    w.ranks[0].records[0].place = (box_place){.packed = false, .stride = {2, 100}};
     world_seal(&w, NULL);
     landing_whole(&l, &w);
     assert_int_equal(world_plan(&w, &l, &p, NULL), FANIN_OK);
@@ -294,11 +297,13 @@ static void senseless_calls_are_refused(void **state)
     region_table none = {0};
     const span_rule tiny = {.max_length = 15};
     one_rank(&w, &l, &p, 1, NULL, NULL);
-    assert_int_equal(plan_spans_build(p, w.keys, w.sources, 1, &none, &usual, &spans, NULL),
-                     FANIN_ERR_ARGUMENT);
+    assert_int_equal(
+        plan_spans_build(p, w.keys, w.sources, 1, &none, &usual, &spans, NULL),
+        FANIN_ERR_ARGUMENT);
     assert_null(spans);
-    assert_int_equal(plan_spans_build(p, w.keys, w.sources, 0, &none, &tiny, &spans, NULL),
-                     FANIN_ERR_ARGUMENT);
+    assert_int_equal(
+        plan_spans_build(p, w.keys, w.sources, 0, &none, &tiny, &spans, NULL),
+        FANIN_ERR_ARGUMENT);
     end(&w, &l, &p, &spans);
 }
 

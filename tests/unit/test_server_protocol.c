@@ -355,8 +355,7 @@ static void a_session_has_a_limited_number_of_leases(void **state)
     for (int i = 0; i < 64; i++)
         assert_true(peer_begin(&p, &g).granted);
     buffer b = {0};
-    msg_begin m = {
-        .publication = RUN, .step = 5, .catalog_version = g.catalog_version};
+    msg_begin m = {.publication = RUN, .step = 5, .catalog_version = g.catalog_version};
     encode_begin(&b, ++p.request, &m);
     peer_send(&p, &b);
     peer_expect_error(&p, FANIN_ERR_LIMIT);

@@ -248,7 +248,8 @@ static bool reply_has_no_later_bytes(void)
     grant g = peer_lease(&p);
     read_entry all = {.box = 0, .count = 1};
     peer_request_read(&d, g.token, BIG, &all, 1);
-    assert_false(peer_silent(&d, 10000)); /* has begun; the rest does not fit the socket */
+    assert_false(
+        peer_silent(&d, 10000)); /* has begun; the rest does not fit the socket */
     server_begin(s);
     memset(memory, 2, BIG);
     body in = peer_expect(&d, MSG_READ_OK);
@@ -259,7 +260,8 @@ static bool reply_has_no_later_bytes(void)
     }
     assert_int_equal(in.size, BIG);
     if (old == 0 || old == BIG)
-        fail_msg("%llu old bytes of %llu", (unsigned long long)old, (unsigned long long)BIG);
+        fail_msg("%llu old bytes of %llu", (unsigned long long)old,
+                 (unsigned long long)BIG);
     peer_close(&d);
     peer_close(&p);
     fanin_server_destroy(&s, 0);

@@ -57,9 +57,9 @@ static void lists_and_base_ports(void **state)
 static void malformed_words(void **state)
 {
     (void)state;
-    static const char *const words[] = {"",       "h",       "h:",       ":1",      "h:0",
-                                        "h:65536", "h:1x",    "h:-1",     "h: 1",    "h:1,",
-                                        ",h:1",   "h:1,,g:2", "::1:6000", "[]:6000", "h:999999"};
+    static const char *const words[] = {
+        "",     "h",    "h:",   ":1",       "h:0",      "h:65536", "h:1x",    "h:-1",
+        "h: 1", "h:1,", ",h:1", "h:1,,g:2", "::1:6000", "[]:6000", "h:999999"};
     for (size_t i = 0; i < sizeof(words) / sizeof(words[0]); i++) {
         refuse(words[i], 0);
     }
@@ -95,13 +95,15 @@ static const char *file_with(const char *text)
 static void info_files(void **state)
 {
     (void)state;
-    expect(file_with("{\"run_idx\":0,\"host\":\"h\",\"base_port\":6000,\"world_size\":2,"
-                     "\"more\":[1]}"),
-           0, "h:6000 h:6001");
+    expect(
+        file_with("{\"run_idx\":0,\"host\":\"h\",\"base_port\":6000,\"world_size\":2,"
+                  "\"more\":[1]}"),
+        0, "h:6000 h:6001");
     expect(file_with("{\"host\":\"fd00::1\",\"base_port\":1,\"world_size\":1}"), 1,
            "[fd00::1]:1");
-    expect(file_with("{\"world_size\":4,\"hosts\":[{\"host\":\"a\",\"base_port\":10,"
-                     "\"ranks\":[3,1]},{\"host\":\"b\",\"base_port\":20,\"ranks\":[0,2]}]}"),
+    expect(file_with(
+               "{\"world_size\":4,\"hosts\":[{\"host\":\"a\",\"base_port\":10,"
+               "\"ranks\":[3,1]},{\"host\":\"b\",\"base_port\":20,\"ranks\":[0,2]}]}"),
            0, "b:20 a:11 b:22 a:13");
     expect(file_with("{\"hosts\":[{\"host\":\"a\",\"base_port\":10,\"ranks\":2},"
                      "{\"host\":\"b\",\"base_port\":10,\"ranks\":1}]}"),
@@ -170,9 +172,9 @@ static void durations(void **state)
     static const struct {
         const char *text;
         uint32_t ms;
-    } good[] = {{"30", 30000}, {"500ms", 500}, {"1.5s", 1500}, {"2m", 120000},
-                {"1h", 3600000}, {"0.001", 1}, {".5s", 500},   {"1000h", 3600000000}};
-    static const char *const bad[] = {"",    "0",  "s",   "-1",    "1 s",  "1d",
+    } good[] = {{"30", 30000},   {"500ms", 500}, {"1.5s", 1500}, {"2m", 120000},
+                {"1h", 3600000}, {"0.001", 1},   {".5s", 500},   {"1000h", 3600000000}};
+    static const char *const bad[] = {"",    "0",   "s",    "-1",    "1 s", "1d",
                                       "inf", "nan", "1e99", "1001h", "0ms", "ms"};
     uint32_t ms;
     for (size_t i = 0; i < sizeof(good) / sizeof(good[0]); i++) {
@@ -188,9 +190,9 @@ static void typos(void **state)
 {
     (void)state;
     static const char *const names[] = {"list", "show", "pull", "verify", NULL};
-    assert_string_equal(options_nearest("lsit", names), "list");
+    assert_string_equal(options_nearest("lisst", names), "list");
     assert_string_equal(options_nearest("pul", names), "pull");
-    assert_string_equal(options_nearest("verfiy", names), "verify");
+    assert_string_equal(options_nearest("verivy", names), "verify");
     assert_null(options_nearest("frobnicate", names));
     assert_null(options_nearest("x", names));
 }

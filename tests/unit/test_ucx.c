@@ -16,6 +16,7 @@
 #include <unistd.h>
 
 #define PATIENCE_MS 10000
+#define FIRST_WITH_CMA 20 /* UCX 1.20 */
 
 static ucx *library;
 static unsigned messages;
@@ -47,15 +48,16 @@ static int set_up(void **state)
     *state = f;
     if (!library)
         return 0;
-    f->to = mmap(NULL, UCX_CHILD_BYTES, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS,
-                 -1, 0);
+    f->to = mmap(NULL, UCX_CHILD_BYTES, PROT_READ | PROT_WRITE,
+                 MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     return f->to != MAP_FAILED && ucx_child_start(&f->child, UCX_CHILD_SAFE) &&
-                   ucx_client_create(library, UCX_PATH_CMA, &counting, &f->client, NULL) ==
-                       FANIN_OK &&
-                   ucx_endpoint_create(f->client, f->child.address, f->child.address_size,
-                                       &f->endpoint, NULL) == FANIN_OK &&
-                   ucx_rkey_unpack(f->endpoint, f->child.rkey, f->child.rkey_size, &f->rkey,
-                                   NULL) == FANIN_OK &&
+                   ucx_client_create(library, UCX_PATH_CMA, &counting, &f->client,
+                                     NULL) == FANIN_OK &&
+                   ucx_endpoint_create(f->client, f->child.address,
+                                       f->child.address_size, &f->endpoint,
+                                       NULL) == FANIN_OK &&
+                   ucx_rkey_unpack(f->endpoint, f->child.rkey, f->child.rkey_size,
+                                   &f->rkey, NULL) == FANIN_OK &&
                    ucx_local_create(f->client, f->to, UCX_CHILD_BYTES, host, &f->local,
                                     NULL) == FANIN_OK
                ? 0
@@ -99,8 +101,8 @@ static void on_done(void *cookie, uint64_t tag, int status)
 
 static fanin_status start(fixture *f, size_t word, size_t count)
 {
-    return ucx_get(f->endpoint, f->rkey, f->child.base + word * 8, f->to + word, count * 8,
-                   f->local, on_done, f, word, NULL);
+    return ucx_get(f->endpoint, f->rkey, f->child.base + word * 8, f->to + word,
+                   count * 8, f->local, on_done, f, word, NULL);
 }
 
 /* Sleeps on the descriptor, as a user does. */
@@ -213,12 +215,12 @@ static void close_drains_and_nothing_lands_afterwards(void **state)
     for (size_t i = 0; i < UCX_CHILD_WORDS; i++)
         assert_int_equal(f->to[i], 0);
     /* The client is as good as new. */
-    assert_int_equal(ucx_endpoint_create(f->client, f->child.address, f->child.address_size,
-                                         &f->endpoint, NULL),
+    assert_int_equal(ucx_endpoint_create(f->client, f->child.address,
+                                         f->child.address_size, &f->endpoint, NULL),
                      FANIN_OK);
-    assert_int_equal(ucx_rkey_unpack(f->endpoint, f->child.rkey, f->child.rkey_size,
-                                     &f->rkey, NULL),
-                     FANIN_OK);
+    assert_int_equal(
+        ucx_rkey_unpack(f->endpoint, f->child.rkey, f->child.rkey_size, &f->rkey, NULL),
+        FANIN_OK);
     assert_int_equal(start(f, 3, 5), FANIN_OK);
     assert_true(wait_for(f, count + 1));
     assert_true(words_are_right(f, 3, 5));
@@ -241,8 +243,9 @@ static void read_again(void *cookie, uint64_t tag, int status)
     fixture *f = cookie;
     on_done(cookie, tag, status);
     if (tag < 1000)
-        assert_int_equal(ucx_get(f->endpoint, f->rkey, f->child.base + tag * 8, f->to + tag,
-                                 8, f->local, read_again, f, tag + 1, NULL),
+        assert_int_equal(ucx_get(f->endpoint, f->rkey, f->child.base + tag * 8,
+                                 f->to + tag, 8, f->local, read_again, f, tag + 1,
+                                 NULL),
                          FANIN_OK);
 }
 
@@ -348,9 +351,10 @@ static void open_and_close_all(const ucx_child *child)
     ucx_client *client;
     ucx_endpoint *endpoint;
     assert_int_equal(ucx_server_create(library, true, NULL, &server, NULL), FANIN_OK);
-    assert_int_equal(ucx_region_create(server, &word, sizeof(word), host, &region, NULL),
+    assert_int_equal(
+        ucx_region_create(server, &word, sizeof(word), host, &region, NULL), FANIN_OK);
+    assert_int_equal(ucx_client_create(library, UCX_PATH_CMA, NULL, &client, NULL),
                      FANIN_OK);
-    assert_int_equal(ucx_client_create(library, UCX_PATH_CMA, NULL, &client, NULL), FANIN_OK);
     assert_int_equal(ucx_endpoint_create(client, child->address, child->address_size,
                                          &endpoint, NULL),
                      FANIN_OK);
@@ -382,7 +386,8 @@ static void a_server_can_know_and_close_a_client(void **state)
     size_t size;
     const uint8_t *address = ucx_client_address(f->client, &size);
     for (int i = 0; i < 20; i++)
-        assert_int_equal(ucx_child_ask(&f->child, UCX_CHILD_ADD_PEER, address, size), 1);
+        assert_int_equal(ucx_child_ask(&f->child, UCX_CHILD_ADD_PEER, address, size),
+                         1);
     assert_int_equal(ucx_child_ask(&f->child, UCX_CHILD_COUNT_CHANGED, NULL, 0), 0);
 }
 
@@ -398,9 +403,11 @@ static void wrong_arguments_are_refused(void **state)
     const fanin_memory unknown = {.kind = FANIN_MEMORY_DETECT};
     assert_int_equal(ucx_endpoint_create(f->client, blob, 0, &endpoint, NULL),
                      FANIN_ERR_PROTOCOL);
-    assert_int_equal(ucx_endpoint_create(f->client, blob, sizeof(blob), &endpoint, NULL),
+    assert_int_equal(
+        ucx_endpoint_create(f->client, blob, sizeof(blob), &endpoint, NULL),
+        FANIN_ERR_PROTOCOL);
+    assert_int_equal(ucx_rkey_unpack(f->endpoint, blob, 0, &rkey, NULL),
                      FANIN_ERR_PROTOCOL);
-    assert_int_equal(ucx_rkey_unpack(f->endpoint, blob, 0, &rkey, NULL), FANIN_ERR_PROTOCOL);
     assert_int_equal(ucx_rkey_unpack(f->endpoint, blob, sizeof(blob), &rkey, NULL),
                      FANIN_ERR_PROTOCOL);
     assert_int_equal(ucx_local_create(f->client, blob, 0, host, &local, NULL),
@@ -440,6 +447,13 @@ int main(int argc, char **argv)
     fanin_error error = FANIN_ERROR_INIT;
     if (ucx_load(NULL, &library, &error) != FANIN_OK)
         print_message("skipping: %s\n", error.message);
+    unsigned minor = 0;
+    if (library && sscanf(ucx_version(library), "1.%u", &minor) == 1 &&
+        minor < FIRST_WITH_CMA) {
+        print_message("skipping: UCX %s has no reads over cma that survive a peer\n",
+                      ucx_version(library));
+        library = NULL;
+    }
     const struct CMUnitTest tests[] = {
         WITH_CHILD(reads_while_the_server_is_stopped),
         WITH_CHILD(many_small_reads_each_call_back_once),

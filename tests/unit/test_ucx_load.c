@@ -18,12 +18,12 @@
 
 enum { PASSED = 0, SKIPPED = 77, FAILED = 1 };
 
-#define CHECK(condition)                                                                 \
-    do {                                                                                 \
-        if (!(condition)) {                                                              \
-            fprintf(stderr, "%s:%d: %s\n", __FILE__, __LINE__, #condition);              \
-            return FAILED;                                                               \
-        }                                                                                \
+#define CHECK(condition)                                                               \
+    do {                                                                               \
+        if (!(condition)) {                                                            \
+            fprintf(stderr, "%s:%d: %s\n", __FILE__, __LINE__, #condition);            \
+            return FAILED;                                                             \
+        }                                                                              \
     } while (0)
 
 extern char **environ;
@@ -190,7 +190,8 @@ static int open_both_ends(ucx *u, ucx_server **server, ucx_client **client)
     const fanin_memory host = {.kind = FANIN_MEMORY_HOST, .device = -1};
     ucx_region *region;
     CHECK(ucx_server_create(u, true, NULL, server, NULL) == FANIN_OK);
-    CHECK(ucx_region_create(*server, bytes, sizeof(bytes), host, &region, NULL) == FANIN_OK);
+    CHECK(ucx_region_create(*server, bytes, sizeof(bytes), host, &region, NULL) ==
+          FANIN_OK);
     CHECK(ucx_client_create(u, UCX_PATH_CMA, NULL, client, NULL) == FANIN_OK);
     ucx_region_destroy(&region);
     return PASSED;
@@ -299,11 +300,11 @@ static int has_the_modules(void)
     return PASSED;
 }
 
-#define CASE(name)                                                                       \
-    static void test_##name(void **state)                                                \
-    {                                                                                    \
-        (void)state;                                                                     \
-        run(name);                                                                       \
+#define CASE(name)                                                                     \
+    static void test_##name(void **state)                                              \
+    {                                                                                  \
+        (void)state;                                                                   \
+        run(name);                                                                     \
     }
 CASE(missing_file)
 CASE(empty_name)

@@ -1,0 +1,147 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include "scatter_pool.h"
+
+#include <pthread.h>
+#include <sched.h>
+#include <signal.h>
+#include <stdlib.h>
+
+typedef struct queue {
+    scatter_job *first, **end;
+} queue;
+
+struct scatter_pool {
+    pthread_mutex_t lock;
+    pthread_cond_t work, done_cond;
+    queue waiting, done;
+    unsigned running, n_threads;
+    bool quit;
+    pthread_t threads[];
+};
+
+static void push(queue *q, scatter_job *job)
+{
+    job->next = NULL;
+    *q->end = job;
+    q->end = &job->next;
+}
+
+static scatter_job *pop(queue *q)
+{
+    scatter_job *job = q->first;
+    if (job) {
+        q->first = job->next;
+        if (!q->first)
+            q->end = &q->first;
+    }
+    return job;
+}
+
+/* Runs one job; the lock is held before and after. */
+static void run_one(scatter_pool *pool, scatter_job *job)
+{
+    pool->running++;
+    pthread_mutex_unlock(&pool->lock);
+    job->run(job);
+    pthread_mutex_lock(&pool->lock);
+    pool->running--;
+    push(&pool->done, job);
+    pthread_cond_signal(&pool->done_cond);
+}
+
+static void *work(void *cookie)
+{
+    scatter_pool *pool = cookie;
+    pthread_mutex_lock(&pool->lock);
+    while (!pool->quit) {
+        scatter_job *job = pop(&pool->waiting);
+        if (job)
+            run_one(pool, job);
+        else
+            pthread_cond_wait(&pool->work, &pool->lock);
+    }
+    pthread_mutex_unlock(&pool->lock);
+    return NULL;
+}
+
+static unsigned spare_cpus(unsigned most)
+{
+    cpu_set_t set;
+    if (sched_getaffinity(0, sizeof(set), &set) != 0)
+        return 0;
+    unsigned spare = (unsigned)CPU_COUNT(&set) - 1;
+    return spare < most ? spare : most;
+}
+
+scatter_pool *scatter_pool_create(unsigned most)
+{
+    unsigned n = spare_cpus(most);
+    scatter_pool *pool = calloc(1, sizeof(*pool) + n * sizeof(pool->threads[0]));
+    if (!pool)
+        return NULL;
+    pthread_mutex_init(&pool->lock, NULL);
+    pthread_cond_init(&pool->work, NULL);
+    pthread_cond_init(&pool->done_cond, NULL);
+    pool->waiting.end = &pool->waiting.first;
+    pool->done.end = &pool->done.first;
+    sigset_t all, before;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    while (pool->n_threads < n &&
+           pthread_create(&pool->threads[pool->n_threads], NULL, work, pool) == 0)
+        pool->n_threads++;
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
+    return pool;
+}
+
+void scatter_pool_destroy(scatter_pool **pool)
+{
+    scatter_pool *p = *pool;
+    *pool = NULL;
+    if (!p)
+        return;
+    pthread_mutex_lock(&p->lock);
+    p->quit = true;
+    pthread_cond_broadcast(&p->work);
+    pthread_mutex_unlock(&p->lock);
+    for (unsigned i = 0; i < p->n_threads; i++)
+        pthread_join(p->threads[i], NULL);
+    pthread_mutex_destroy(&p->lock);
+    pthread_cond_destroy(&p->work);
+    pthread_cond_destroy(&p->done_cond);
+    free(p);
+}
+
+void scatter_pool_submit(scatter_pool *pool, scatter_job *job)
+{
+    pthread_mutex_lock(&pool->lock);
+    push(&pool->waiting, job);
+    pthread_cond_signal(&pool->work);
+    pthread_mutex_unlock(&pool->lock);
+}
+
+bool scatter_pool_help(scatter_pool *pool)
+{
+    pthread_mutex_lock(&pool->lock);
+    scatter_job *job = pop(&pool->waiting);
+    if (job)
+        run_one(pool, job);
+    pthread_mutex_unlock(&pool->lock);
+    return job != NULL;
+}
+
+scatter_job *scatter_pool_collect(scatter_pool *pool)
+{
+    pthread_mutex_lock(&pool->lock);
+    scatter_job *job = pop(&pool->done);
+    pthread_mutex_unlock(&pool->lock);
+    return job;
+}
+
+void scatter_pool_wait(scatter_pool *pool)
+{
+    pthread_mutex_lock(&pool->lock);
+    while (!pool->done.first && pool->running > 0)
+        pthread_cond_wait(&pool->done_cond, &pool->lock);
+    pthread_mutex_unlock(&pool->lock);
+}

@@ -1,0 +1,486 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Creating and ending servers: what is refused and with which words, limits, counters. */
+#include "clock.h"
+#include "server_peer.h"
+#include "socket.h"
+#include "testing.h"
+
+#include <dirent.h>
+#include <errno.h>
+#include <signal.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/resource.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+static uint8_t memory[1000];
+
+static void expect_refused(const fanin_server_config *c, fanin_status status,
+                           const char *words)
+{
+    fanin_server *s = NULL;
+    fanin_error error = FANIN_ERROR_INIT;
+    assert_int_equal(fanin_server_create(c, &s, &error), status);
+    assert_null(s);
+    if (!strstr(error.message, words) && !strstr(error.remedy, words))
+        fail_msg("\"%s\" (%s) does not say \"%s\"", error.message, error.remedy, words);
+}
+
+static void bad_configurations_are_refused(void **state)
+{
+    (void)state;
+    static const struct {
+        uint32_t rank, world_size;
+        const char *bind, *allow, *name;
+        uint32_t flags;
+        uint16_t base_port;
+        const char *words;
+    } bad[] = {
+        {1, 1, "127.0.0.1", NULL, "n", 0, 0, "rank 1"},
+        {0, 0, "127.0.0.1", NULL, "n", 0, 0, "world size"},
+        {0, 65537, "127.0.0.1", NULL, "n", 0, 0, "world size"},
+        {0, 1, "localhost", NULL, "n", 0, 0, "numeric"},
+        {0, 1, "0.0.0.0", NULL, "n", 0, 0, "wildcard"},
+        {0, 1, "::", "10.0.0.0/8", "n", FANIN_SERVER_OPEN, 0, "wildcard"},
+        {0, 1, "192.0.2.1", NULL, "n", 0, 0, "loopback"},
+        {0, 1, "192.0.2.1", NULL, "n", FANIN_SERVER_OPEN, 0, "allow-list"},
+        {0, 1, "192.0.2.1", "10.0.0.0/8", "n", FANIN_SERVER_OPEN, 0, "192.0.2.1"},
+        {0, 1, "127.0.0.1", "10.1.0.0/8", "n", FANIN_SERVER_OPEN, 0, "10.1.0.0/8"},
+        {0, 1, "127.0.0.1", NULL, "", 0, 0, "name"},
+        {0, 1, "127.0.0.1", NULL, "\xff", 0, 0, "name"},
+        {0, 1, "127.0.0.1", NULL, "n", 64, 0, "flag"},
+        {9, 10, "127.0.0.1", NULL, "n", 0, 65530, "65530"},
+    };
+    for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) {
+        fanin_server_config c = server_config();
+        c.rank = bad[i].rank;
+        c.world_size = bad[i].world_size;
+        c.bind = bad[i].bind;
+        c.allow = bad[i].allow;
+        c.name = bad[i].name;
+        c.flags |= bad[i].flags;
+        c.base_port = bad[i].base_port;
+        expect_refused(&c, FANIN_ERR_ARGUMENT, bad[i].words);
+    }
+    fanin_server_config c = server_config();
+    memset(c.world_id, 0, sizeof c.world_id);
+    expect_refused(&c, FANIN_ERR_ARGUMENT, "world id");
+    c = server_config();
+    c.struct_size = 3;
+    expect_refused(&c, FANIN_ERR_ARGUMENT, "config_init");
+    expect_refused(NULL, FANIN_ERR_ARGUMENT, "configuration");
+    fanin_server *none = NULL;
+    fanin_server_destroy(&none, 0);
+    fanin_server_destroy(NULL, 0);
+    assert_int_equal(fanin_server_port(NULL), 0);
+}
+
+static void a_port_in_use_is_named(void **state)
+{
+    (void)state;
+    fanin_server *s = server_start(NULL);
+    fanin_server_config c = server_config();
+    char port[16];
+    c.base_port = (uint16_t)(fanin_server_port(s) - 1);
+    c.rank = 1;
+    c.world_size = 2;
+    snprintf(port, sizeof port, "port %u", (unsigned)fanin_server_port(s));
+    expect_refused(&c, FANIN_ERR_EXISTS, port);
+    expect_refused(&c, FANIN_ERR_EXISTS, "ss -ltnp");
+    c.base_port++;
+    c.rank = 0;
+    expect_refused(&c, FANIN_ERR_EXISTS, port);
+    uint16_t again = fanin_server_port(s);
+    fanin_server_destroy(&s, 0);
+    c.base_port = again;
+    s = server_start(&c); /* free at once */
+    assert_int_equal(fanin_server_port(s), again);
+    fanin_server_destroy(&s, 0);
+}
+
+static void the_config_of_a_caller_may_be_shorter(void **state)
+{
+    (void)state;
+    uint8_t bytes[sizeof(fanin_server_config)];
+    memset(bytes, 0xee, sizeof bytes);
+    fanin_server_config_init((fanin_server_config *)(void *)bytes, 24);
+    for (size_t i = 24; i < sizeof bytes; i++)
+        assert_int_equal(bytes[i], 0xee);
+}
+
+/* In a child, since the limits cannot be put back without a privilege. */
+static int create_with_limit(rlim_t soft, rlim_t hard, uint32_t sessions, int more)
+{
+    pid_t child = fork();
+    if (child == 0) {
+        struct rlimit limit = {soft, hard};
+        fanin_error error = FANIN_ERROR_INIT;
+        fanin_server *s = NULL;
+        fanin_server_config c = server_config();
+        c.max_sessions = sessions;
+        for (int i = 0; i < more; i++)
+            if (dup(0) < 0)
+                _exit(1);
+        if (setrlimit(RLIMIT_NOFILE, &limit) != 0)
+            _exit(2);
+        fanin_status status = fanin_server_create(&c, &s, &error);
+        if (status == FANIN_ERR_LIMIT)
+            _exit(strstr(error.remedy, "ulimit -n") && strstr(error.message, "files")
+                      ? 10
+                      : 3);
+        getrlimit(RLIMIT_NOFILE, &limit);
+        fanin_server_destroy(&s, 0);
+        _exit(status == FANIN_OK ? limit.rlim_cur > soft ? 12 : 11 : 4);
+    }
+    int code;
+    assert_int_equal(waitpid(child, &code, 0), child);
+    assert_true(WIFEXITED(code));
+    return WEXITSTATUS(code);
+}
+
+static void descriptor_limits_are_checked(void **state)
+{
+    (void)state;
+    assert_int_equal(create_with_limit(200, 200, 256, 0), 10);
+    assert_int_equal(create_with_limit(300, 500, 256, 0), 12); /* raised */
+    assert_int_equal(create_with_limit(400, 400, 256, 0), 11);
+    assert_int_equal(create_with_limit(400, 400, 256, 100), 10);
+}
+
+static void a_forked_child_touches_nothing(void **state)
+{
+    (void)state;
+    fanin_server *s = server_start(NULL);
+    server_put(s, RUN, "a", memory, 10);
+    pid_t child = fork();
+    if (child == 0) {
+        fanin_box box;
+        fanin_tensor t = byte_tensor("b", &box, memory, 1);
+        fanin_server_stats stats = {.struct_size = sizeof stats};
+        char text[16];
+        int good = 0;
+        good += fanin_server_put(s, RUN, &t, 1, false, NULL) == FANIN_ERR_FORKED;
+        good += fanin_server_remove(s, RUN, NULL, NULL) == FANIN_ERR_FORKED;
+        good += fanin_server_begin_update(s, RUN, NULL) == FANIN_ERR_FORKED;
+        good += fanin_server_commit(s, RUN, 1, NULL, NULL) == FANIN_ERR_FORKED;
+        good += fanin_server_abort_update(s, RUN, NULL) == FANIN_ERR_FORKED;
+        good += fanin_server_set_metadata(s, RUN, NULL, 0, NULL) == FANIN_ERR_FORKED;
+        good += fanin_server_list(s, NULL, NULL, NULL, NULL) == FANIN_ERR_FORKED;
+        good += fanin_server_get_stats(s, &stats) == FANIN_ERR_FORKED;
+        good += fanin_server_prometheus(s, text, 16, NULL) == FANIN_ERR_FORKED;
+        good += fanin_server_port(s) == 0;
+        fanin_server_destroy(&s, 1000);
+        good += s == NULL;
+        _exit(good);
+    }
+    int code;
+    assert_int_equal(waitpid(child, &code, 0), child);
+    assert_true(WIFEXITED(code));
+    assert_int_equal(WEXITSTATUS(code), 11);
+    server_commit(s, 1);
+    peer p = peer_open(s);
+    peer_wait(&p, WIRE_RULE_NEWEST, 0);
+    peer_close(&p);
+    fanin_server_destroy(&s, 0);
+}
+
+/* Whether a thread of that name exists and blocks every signal that can be blocked. */
+static bool thread_blocks_signals(const char *name)
+{
+    bool found = false;
+    DIR *tasks = opendir("/proc/self/task");
+    assert_non_null(tasks);
+    for (struct dirent *d; (d = readdir(tasks));) {
+        char path[300], line[300];
+        unsigned long long blocked = 0;
+        bool named = false;
+        snprintf(path, sizeof path, "/proc/self/task/%s/status", d->d_name);
+        FILE *f = d->d_name[0] == '.' ? NULL : fopen(path, "r");
+        while (f && fgets(line, sizeof line, f)) {
+            line[strcspn(line, "\n")] = '\0';
+            named =
+                named || (strncmp(line, "Name:\t", 6) == 0 && !strcmp(line + 6, name));
+            sscanf(line, "SigBlk: %llx", &blocked);
+        }
+        if (f)
+            fclose(f);
+        /* SIGTERM, SIGINT, SIGCHLD, SIGUSR1 */
+        found = found || (named && (blocked & 0x14202) == 0x14202);
+    }
+    closedir(tasks);
+    return found;
+}
+
+static void threads_block_signals(void **state)
+{
+    (void)state;
+    fanin_server *s = server_start(NULL);
+    peer p = peer_open(s);
+    assert_true(thread_blocks_signals("fanin-control"));
+    assert_true(thread_blocks_signals("fanin-data"));
+    peer_close(&p);
+    fanin_server_destroy(&s, 0);
+    assert_false(thread_blocks_signals("fanin-control"));
+    assert_false(thread_blocks_signals("fanin-data"));
+}
+
+/* ------------------------------------------------------------------ limits */
+
+static msg_error refused(fanin_server *s, bool over_unix, fanin_status code)
+{
+    peer p = over_unix ? peer_connect_unix(s) : peer_connect(s);
+    msg_error e = peer_expect_error(&p, code);
+    peer_expect_closed(&p);
+    peer_close(&p);
+    return e;
+}
+
+static void connections_are_limited(void **state)
+{
+    (void)state;
+    fanin_server_config c = server_config();
+    c.max_sessions = 6;
+    fanin_server *s = server_start(&c);
+    peer p[6];
+    for (size_t i = 0; i < 3; i++)
+        p[i] = peer_open(s);
+    refused(s, false, FANIN_ERR_LIMIT); /* half for one network peer */
+    for (size_t i = 3; i < 6; i++)
+        p[i] = peer_open_unix(s); /* the server's own user may have the rest */
+    msg_error e = refused(s, true, FANIN_ERR_LIMIT);
+    assert_non_null(strstr(e.message, "6 connections"));
+    fanin_server_stats stats = server_stats(s);
+    assert_int_equal(stats.sessions, 6);
+    assert_int_equal(stats.sessions_opened, 6);
+    assert_int_equal(stats.sessions_refused, 2);
+    peer_close(&p[0]);
+    deadline at = deadline_in_ms(10000);
+    while (server_stats(s).sessions == 6 && !deadline_passed(at))
+        ;
+    p[0] = peer_open(s);
+    for (size_t i = 0; i < 6; i++)
+        peer_close(&p[i]);
+    fanin_server_destroy(&s, 0);
+}
+
+static void many_refused_peers_do_no_harm(void **state)
+{
+    (void)state;
+    fanin_server_config c = server_config();
+    c.max_sessions = 2;
+    fanin_server *s = server_start(&c);
+    peer p = peer_open(s), q = peer_open(s), refusals[40];
+    for (size_t i = 0; i < 40; i++)
+        refusals[i] = peer_connect(s);
+    peer_ping(&p);
+    for (size_t i = 0; i < 40; i++)
+        peer_close(&refusals[i]);
+    peer_ping(&q);
+    peer_close(&p);
+    peer_close(&q);
+    fanin_server_destroy(&s, 0);
+}
+
+static void open_servers_mind_the_allow_list(void **state)
+{
+    (void)state;
+    fanin_server_config c = server_config();
+    c.flags |= FANIN_SERVER_OPEN;
+    c.bind = "127.0.0.1";
+    c.allow = "10.0.0.0/8,fd00::/8";
+    fanin_server *s = server_start(&c);
+    refused(s, false, FANIN_ERR_AUTH);
+    fanin_server_destroy(&s, 0);
+    c.allow = "10.0.0.0/8,127.0.0.0/8";
+    s = server_start(&c);
+    peer p = peer_open(s);
+    peer_ping(&p);
+    peer_close(&p);
+    fanin_server_destroy(&s, 0);
+}
+
+static void other_users_are_refused_on_the_unix_socket(void **state)
+{
+    (void)state;
+    if (geteuid() != 0)
+        skip();
+    fanin_server *s = server_start(NULL);
+    socket_address a;
+    socket_unix_address(0, fanin_server_port(s), &a);
+    pid_t child = fork();
+    if (child == 0) {
+        int fd, code = 1;
+        char text[600] = {0};
+        if (setuid(65534) == 0 && (fd = socket(AF_UNIX, SOCK_STREAM, 0)) >= 0 &&
+            connect(fd, (struct sockaddr *)&a.storage, a.length) == 0 &&
+            recv(fd, text, sizeof text, 0) > FRAME_SIZE)
+            code = memmem(text, sizeof text, "own user", 8) ? 0 : 2;
+        _exit(code);
+    }
+    int code;
+    assert_int_equal(waitpid(child, &code, 0), child);
+    assert_true(WIFEXITED(code));
+    assert_int_equal(WEXITSTATUS(code), 0);
+    assert_int_equal(server_stats(s).sessions_refused, 1);
+    fanin_server_destroy(&s, 0);
+}
+
+static void idle_sessions_are_closed(void **state)
+{
+    (void)state;
+    fanin_server_config c = server_config();
+    c.idle_ms = 200;
+    fanin_server *s = server_start(&c);
+    peer idle = peer_open(s), waiting = peer_open(s);
+    peer_request_wait(&waiting, RUN, WIRE_RULE_NEWEST, 0, 10000);
+    peer_expect_closed(&idle);
+    server_put(s, RUN, "a", memory, 10);
+    server_commit(s, 1);
+    peer_expect(&waiting, MSG_WAIT_OK);
+    peer_close(&idle);
+    peer_close(&waiting);
+    fanin_server_destroy(&s, 0);
+}
+
+static void memory_is_limited(void **state)
+{
+    (void)state;
+    fanin_server_config c = server_config();
+    c.max_memory = 8 << 20;
+    fanin_server *s = server_start(&c);
+    /* Metadata make a key table of three pages. */
+    char *large = calloc(1, 1 << 20);
+    memset(large, 'x', (1 << 20) - 100);
+    fanin_pair pair = {"large", large};
+    assert_int_equal(fanin_server_set_metadata(s, RUN, &pair, 1, NULL), FANIN_OK);
+    server_commit(s, 1);
+    peer p[20];
+    bool limited = false;
+    for (size_t i = 0; i < 20; i++) {
+        p[i] = peer_open_unix(s);
+        if (i == 0)
+            peer_ping(&p[i]);
+    }
+    peer probe = peer_open_unix(s);
+    grant g = peer_wait(&probe, WIRE_RULE_NEWEST, 0);
+    msg_blob_request m = {.path = 0};
+    memcpy(m.digest, g.key_digest, 16);
+    for (size_t i = 0; i < 20; i++) {
+        buffer b = {0};
+        for (int j = 0; j < 3; j++)
+            encode_blob_request(&b, 1, MSG_KEYS, &m);
+        peer_send(&p[i], &b); /* and nobody takes the replies */
+        if (server_stats(s).session_memory > c.max_memory)
+            limited = true;
+    }
+    assert_false(limited);
+    /* Somebody is told; whoever takes the bytes gets them. */
+    size_t errors = 0;
+    for (size_t i = 0; i < 20; i++) {
+        for (int j = 0; j < 3; j++) {
+            peer_receive(&p[i]);
+            errors += p[i].frame.type == MSG_ERROR;
+        }
+        peer_close(&p[i]);
+    }
+    assert_true(errors > 0 && errors < 60);
+    peer_close(&probe);
+    fanin_server_destroy(&s, 0);
+    free(large);
+}
+
+static void destroy_lets_pulls_end(void **state)
+{
+    (void)state;
+    fanin_server *s = server_start(NULL);
+    server_put(s, RUN, "a", memory, 10);
+    server_commit(s, 1);
+    peer p = peer_open(s);
+    peer_lease(&p);
+    uint64_t start = clock_ns();
+    fanin_server_destroy(&s, 150);
+    uint64_t ms = (clock_ns() - start) / 1000000;
+    assert_true(ms >= 149 && ms < 5000);
+    peer_expect_closed(&p);
+    peer_close(&p);
+    s = server_start(NULL);
+    server_put(s, RUN, "a", memory, 10);
+    server_commit(s, 1);
+    p = peer_open(s);
+    grant g = peer_lease(&p);
+    peer_end(&p, &g, false);
+    start = clock_ns();
+    fanin_server_destroy(&s, 60000);
+    assert_true((clock_ns() - start) / 1000000 < 5000);
+    peer_close(&p);
+}
+
+/* -------------------------------------------------------------- statistics */
+
+static void prometheus_text_is_well_formed(void **state)
+{
+    (void)state;
+    fanin_server *s = server_start(NULL);
+    server_put(s, RUN, "a", memory, 10);
+    server_commit(s, 1);
+    peer p = peer_open(s);
+    grant g = peer_lease(&p);
+    assert_true(peer_end(&p, &g, false).good);
+    size_t length;
+    assert_int_equal(fanin_server_prometheus(s, NULL, 0, &length), FANIN_OK);
+    assert_true(length > 1000);
+    char *text = malloc(length + 1), small[32];
+    assert_int_equal(fanin_server_prometheus(s, small, sizeof small, NULL), FANIN_OK);
+    assert_int_equal(strlen(small), sizeof small - 1);
+    size_t again;
+    assert_int_equal(fanin_server_prometheus(s, text, length + 1, &again), FANIN_OK);
+    assert_int_equal(strlen(text), again);
+    assert_non_null(strstr(text, "fanin_pulls_total{result=\"good\"} 1\n"));
+    assert_non_null(strstr(text, "fanin_commits_total 1\n"));
+    assert_non_null(strstr(text, "fanin_connections 1\n"));
+    assert_non_null(strstr(text, "# TYPE fanin_drain_wait_seconds_total counter\n"));
+    char family[100] = "";
+    for (char *line = strtok(text, "\n"); line; line = strtok(NULL, "\n")) {
+        char name[100], kind[20];
+        if (sscanf(line, "# TYPE %99s %19s", name, kind) == 2) {
+            strcpy(family, name);
+            assert_true(!strcmp(kind, "counter") || !strcmp(kind, "gauge"));
+            assert_int_equal(!strcmp(kind, "counter"),
+                             !strcmp(name + strlen(name) - 6, "_total"));
+        } else if (strncmp(line, "# HELP fanin_", 13) != 0) {
+            assert_int_equal(strncmp(line, family, strlen(family)), 0);
+            assert_non_null(strchr(line, ' '));
+        }
+    }
+    free(text);
+    fanin_server_stats stats = {.struct_size = sizeof stats.struct_size};
+    stats.pulls_good = 77;
+    assert_int_equal(fanin_server_get_stats(s, &stats), FANIN_OK);
+    assert_int_equal(stats.pulls_good, 77); /* beyond the caller's size */
+    assert_int_equal(fanin_server_get_stats(s, NULL), FANIN_ERR_ARGUMENT);
+    peer_close(&p);
+    fanin_server_destroy(&s, 0);
+}
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(bad_configurations_are_refused),
+        cmocka_unit_test(a_port_in_use_is_named),
+        cmocka_unit_test(the_config_of_a_caller_may_be_shorter),
+        cmocka_unit_test(descriptor_limits_are_checked),
+        cmocka_unit_test(a_forked_child_touches_nothing),
+        cmocka_unit_test(threads_block_signals),
+        cmocka_unit_test(connections_are_limited),
+        cmocka_unit_test(many_refused_peers_do_no_harm),
+        cmocka_unit_test(open_servers_mind_the_allow_list),
+        cmocka_unit_test(other_users_are_refused_on_the_unix_socket),
+        cmocka_unit_test(idle_sessions_are_closed),
+        cmocka_unit_test(memory_is_limited),
+        cmocka_unit_test(destroy_lets_pulls_end),
+        cmocka_unit_test(prometheus_text_is_well_formed),
+    };
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}

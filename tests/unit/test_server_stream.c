@@ -1,0 +1,315 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Bytes on data connections: every layout in memory arrives in packed row-major order. */
+#include "block.h"
+#include "clock.h"
+#include "dtype.h"
+#include "random.h"
+#include "server_peer.h"
+#include "testing.h"
+
+#include <poll.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#define ARENA ((size_t)6 << 20)
+
+static uint8_t *arena;
+
+static int set_up(void **state)
+{
+    (void)state;
+    arena = malloc(ARENA);
+    for (size_t i = 0; arena && i < ARENA; i++)
+        arena[i] = (uint8_t)(i * 31 + (i >> 8) * 17 + (i >> 16));
+    return arena ? 0 : -1;
+}
+
+static int tear_down(void **state)
+{
+    (void)state;
+    free(arena);
+    return 0;
+}
+
+typedef struct served {
+    fanin_server *server;
+    peer control, data;
+    grant grant;
+} served;
+
+static served serve(const fanin_tensor *t, size_t count)
+{
+    fanin_error error = FANIN_ERROR_INIT;
+    served l = {.server = server_start(NULL)};
+    assert_ok(fanin_server_put(l.server, RUN, t, count, false, &error), error);
+    server_commit(l.server, 1);
+    l.control = peer_open(l.server);
+    l.data = peer_data(l.server, &l.control);
+    l.grant = peer_lease(&l.control);
+    return l;
+}
+
+static void leave(served *l)
+{
+    peer_close(&l->data);
+    peer_close(&l->control);
+    fanin_server_destroy(&l->server, 0);
+}
+
+/* The packed bytes of a box, one element group at a time. */
+static void pack(const fanin_tensor *t, const fanin_box *b, uint8_t *out)
+{
+    dtype_unit unit = dtype_get_unit(t->dtype);
+    uint64_t extent[FANIN_MAX_DIMS], index[FANIN_MAX_DIMS] = {0}, groups = 1;
+    int64_t packed[FANIN_MAX_DIMS];
+    bool is_packed = true;
+    for (uint32_t i = 0; i < t->n_dims; i++) {
+        extent[i] = b->extent[i] / (i + 1 == t->n_dims ? unit.elements : 1);
+        groups *= extent[i];
+        is_packed = is_packed && b->stride[i] == 0;
+    }
+    block_packed_strides(t->n_dims, extent, unit.bytes, packed);
+    for (uint64_t n = 0; n < groups; n++, out += unit.bytes) {
+        const uint8_t *from = b->address;
+        for (uint32_t i = 0; i < t->n_dims; i++)
+            from += (int64_t)index[i] * (is_packed ? packed[i] : b->stride[i]);
+        memcpy(out, from, unit.bytes);
+        for (uint32_t i = t->n_dims; i-- > 0;) {
+            if (++index[i] < extent[i])
+                break;
+            index[i] = 0;
+        }
+    }
+}
+
+/* Reads the one box of @p t whole and in odd pieces. */
+static void check_box(const fanin_tensor *t)
+{
+    uint64_t bytes;
+    assert_true(dtype_bytes(t->dtype, t->n_dims, t->boxes->extent, &bytes));
+    uint8_t *want = malloc(bytes), *got = malloc(bytes);
+    pack(t, t->boxes, want);
+    served l = serve(t, 1);
+    read_entry all = {.box = 0, .count = 1};
+    peer_read(&l.data, &l.grant, &all, 1, got, bytes);
+    assert_memory_equal(got, want, bytes);
+    for (uint64_t at = 0, step = 1; at < bytes; at += step, step = step * 3 + 1) {
+        uint64_t length = bytes - at < step ? bytes - at : step;
+        read_entry part = {.box = 0, .offset = at, .length = length};
+        peer_read(&l.data, &l.grant, &part, 1, got, length);
+        assert_memory_equal(got, want + at, length);
+    }
+    leave(&l);
+    free(want);
+    free(got);
+}
+
+static void every_layout_is_packed_on_the_way(void **state)
+{
+    (void)state;
+    fanin_box box = {.extent = {40, 30, 20}, .address = arena + 1000000};
+    fanin_tensor t = {.struct_size = sizeof t,
+                      .name = "t",
+                      .dtype = FANIN_DTYPE_BF16,
+                      .n_dims = 3,
+                      .shape = {40, 30, 20},
+                      .boxes = &box,
+                      .n_boxes = 1};
+    static const int64_t strides[][3] = {
+        {0, 0, 0},      /* packed */
+        {1200, 40, 2},  /* packed, said so */
+        {1300, 40, 2},  /* padded: runs of 1200 bytes */
+        {1300, 42, 2},  /* runs of 40 bytes */
+        {2, 80, 2400},  /* transposed: runs of 2 bytes */
+        {1200, 40, -2}, /* backwards */
+        {-1200, -40, -2}, {-2000, 50, 2}, {1200, 0, 2}, /* one row many times */
+    };
+    for (size_t i = 0; i < sizeof strides / sizeof *strides; i++) {
+        memcpy(box.stride, strides[i], sizeof strides[i]);
+        check_box(&t);
+    }
+    box = (fanin_box){.extent = {100, 4000}, .stride = {5000, 1}, .address = arena};
+    fanin_tensor rows = {.struct_size = sizeof t,
+                         .name = "rows",
+                         .dtype = FANIN_DTYPE_U8,
+                         .n_dims = 2,
+                         .shape = {100, 4000},
+                         .boxes = &box,
+                         .n_boxes = 1};
+    check_box(&rows);
+    rows.dtype = FANIN_DTYPE_F4;
+    check_box(&rows);
+    rows.dtype = FANIN_DTYPE_F6_E2M3;
+    box.stride[0] = -4000;
+    box.address = arena + 1000000;
+    check_box(&rows);
+    box.stride[1] = 5; /* bytes between neighbouring groups of three */
+    check_box(&rows);
+}
+
+/* Random layouts of random shapes, against the element-wise model. */
+static void random_layouts(void **state)
+{
+    (void)state;
+    random_source seed = {20240607};
+    for (int round = 0; round < 60; round++) {
+        fanin_box box = {.address = arena + ARENA / 2};
+        fanin_tensor t = {.struct_size = sizeof t,
+                          .name = "t",
+                          .dtype = FANIN_DTYPE_F32,
+                          .n_dims = 1 + (uint32_t)(random_next(&seed) % 4),
+                          .boxes = &box,
+                          .n_boxes = 1};
+        for (uint32_t i = 0; i < t.n_dims; i++) {
+            t.shape[i] = box.extent[i] = 1 + random_next(&seed) % 9;
+            box.stride[i] = (int64_t)(random_next(&seed) % 4001) - 2000;
+        }
+        check_box(&t);
+    }
+}
+
+static void reads_are_pipelined(void **state)
+{
+    (void)state;
+    fanin_box box;
+    fanin_tensor t = byte_tensor("t", &box, arena, ARENA);
+    served l = serve(&t, 1);
+    /* Nothing is received before everything is asked for: 60 replies of 100,000 bytes. */
+    uint64_t first = l.data.request + 1;
+    for (uint64_t i = 0; i < 60; i++) {
+        read_entry part = {.box = 0, .offset = i * 100000, .length = 100000};
+        peer_request_read(&l.data, l.grant.token, 100000, &part, 1);
+    }
+    for (uint64_t i = 0; i < 60; i++) {
+        body in = peer_expect(&l.data, MSG_READ_OK);
+        assert_int_equal(l.data.frame.request, first + i);
+        assert_int_equal(in.size, 100000);
+        assert_memory_equal(in.data, arena + i * 100000, 100000);
+        if (i == 30)
+            peer_ping(&l.control); /* is not behind the bytes */
+    }
+    fanin_server_stats stats = server_stats(l.server);
+    assert_int_equal(stats.bytes_streamed, 6000000);
+    assert_int_equal(stats.reads_streamed, 60);
+    leave(&l);
+}
+
+static void many_small_boxes_in_one_read(void **state)
+{
+    (void)state;
+    enum { COUNT = 5000, SIZE = 300 };
+    static fanin_tensor t[COUNT];
+    static fanin_box boxes[COUNT];
+    static char name[COUNT][16];
+    for (size_t i = 0; i < COUNT; i++) {
+        snprintf(name[i], sizeof name[i], "%06zu", i);
+        t[i] = byte_tensor(name[i], &boxes[i], arena + (COUNT - i) * 700, SIZE);
+    }
+    served l = serve(t, COUNT);
+    uint8_t *got = malloc(COUNT * SIZE);
+    read_entry all = {.box = 0, .count = COUNT};
+    peer_read(&l.data, &l.grant, &all, 1, got, COUNT * SIZE);
+    for (size_t i = 0; i < COUNT; i++)
+        assert_memory_equal(got + i * SIZE, boxes[i].address, SIZE);
+    read_entry each[1000];
+    for (size_t i = 0; i < 1000; i++)
+        each[i] = (read_entry){.box = 4999 - i, .offset = i % 200, .length = 100};
+    peer_read(&l.data, &l.grant, each, 1000, got, 100000);
+    for (size_t i = 0; i < 1000; i++)
+        assert_memory_equal(got + i * 100, (char *)boxes[4999 - i].address + i % 200,
+                            100);
+    free(got);
+    leave(&l);
+}
+
+static void connections_share_the_thread(void **state)
+{
+    (void)state;
+    fanin_box box;
+    fanin_tensor t = byte_tensor("t", &box, arena, ARENA);
+    served l = serve(&t, 1);
+    peer more[15];
+    for (size_t i = 0; i < 15; i++)
+        more[i] = i % 2 ? peer_data(l.server, &l.control)
+                        : peer_data_unix(l.server, &l.control);
+    peer none = peer_connect(l.server);
+    buffer b = {0};
+    msg_hello hello = {.version_min = 1, .version_max = 1, .role = ROLE_DATA};
+    memcpy(hello.id, l.control.session, 16);
+    encode_hello(&b, 1, &hello);
+    peer_send(&none, &b);
+    peer_expect_error(&none, FANIN_ERR_LIMIT); /* the seventeenth */
+    peer_close(&none);
+    /* One that never takes its bytes does not keep the others from theirs. */
+    for (int i = 0; i < 3; i++) {
+        read_entry all = {.box = 0, .length = LIMIT_READ_BYTES};
+        peer_request_read(&l.data, l.grant.token, LIMIT_READ_BYTES, &all, 1);
+    }
+    for (size_t i = 0; i < 15; i++) {
+        read_entry part = {.box = 0, .offset = i, .length = 1000000};
+        peer_request_read(&more[i], l.grant.token, 1000000, &part, 1);
+    }
+    for (size_t i = 0; i < 15; i++) {
+        body in = peer_expect(&more[i], MSG_READ_OK);
+        assert_memory_equal(in.data, arena + i, 1000000);
+        peer_close(&more[i]);
+    }
+    leave(&l);
+}
+
+static void data_connections_end_with_their_session(void **state)
+{
+    (void)state;
+    fanin_box box;
+    fanin_tensor t = byte_tensor("t", &box, arena, ARENA);
+    served l = serve(&t, 1);
+    peer idle = peer_data(l.server, &l.control);
+    for (int i = 0; i < 3; i++) {
+        read_entry all = {.box = 0, .length = LIMIT_READ_BYTES};
+        peer_request_read(&l.data, l.grant.token, LIMIT_READ_BYTES, &all, 1);
+    }
+    close(l.control.fd);
+    peer_expect_closed(&idle);
+    while (recv(l.data.fd, (char[4096]){0}, 4096, 0) != 0) {
+        struct pollfd p = {.fd = l.data.fd, .events = POLLIN};
+        assert_int_equal(poll(&p, 1, 10000), 1);
+        if (p.revents & POLLHUP)
+            break;
+    }
+    deadline at = deadline_in_ms(10000);
+    while (server_stats(l.server).sessions > 0 && !deadline_passed(at))
+        ;
+    fanin_server_stats stats = server_stats(l.server);
+    assert_int_equal(stats.sessions, 0);
+    assert_int_equal(stats.session_memory, 0);
+    assert_int_equal(stats.leases, 0);
+    assert_int_equal(stats.pulls_abandoned, 1);
+    /* The dead session's id opens nothing. */
+    peer late = peer_connect(l.server);
+    buffer b = {0};
+    msg_hello hello = {.version_min = 1, .version_max = 1, .role = ROLE_DATA};
+    memcpy(hello.id, l.control.session, 16);
+    encode_hello(&b, 1, &hello);
+    peer_send(&late, &b);
+    peer_expect_error(&late, FANIN_ERR_CLOSED);
+    peer_close(&late);
+    peer_close(&idle);
+    l.control.fd = dup(l.data.fd);
+    leave(&l);
+}
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(every_layout_is_packed_on_the_way),
+        cmocka_unit_test(random_layouts),
+        cmocka_unit_test(reads_are_pipelined),
+        cmocka_unit_test(many_small_boxes_in_one_read),
+        cmocka_unit_test(connections_share_the_thread),
+        cmocka_unit_test(data_connections_end_with_their_session),
+    };
+    return cmocka_run_group_tests(tests, set_up, tear_down);
+}

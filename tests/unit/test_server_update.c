@@ -1,0 +1,423 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Updates: states, steps, epochs, draining, what replaces and removals do. */
+#include "clock.h"
+#include "server_peer.h"
+#include "testing.h"
+
+#include <pthread.h>
+#include <stdatomic.h>
+#include <stdlib.h>
+#include <string.h>
+
+#define MS UINT64_C(1000000)
+
+static uint8_t memory[2][100];
+
+static fanin_server *start(uint32_t lease_ms)
+{
+    fanin_server_config c = server_config();
+    c.lease_ms = lease_ms;
+    return server_start(&c);
+}
+
+static fanin_status commit(fanin_server *s, uint64_t step)
+{
+    return fanin_server_commit(s, RUN, step, NULL, NULL);
+}
+
+static void first_commit_needs_no_update(void **state)
+{
+    (void)state;
+    fanin_server *s = start(0);
+    assert_int_equal(commit(s, 1), FANIN_ERR_ARGUMENT); /* no such publication */
+    server_put(s, RUN, "a", memory[0], 100);
+    assert_int_equal(fanin_server_abort_update(s, RUN, NULL), FANIN_ERR_STATE);
+    assert_int_equal(commit(s, 1), FANIN_OK);
+    assert_int_equal(commit(s, 2), FANIN_ERR_STATE);
+    server_begin(s);
+    assert_int_equal(commit(s, 2), FANIN_OK);
+    server_begin(s);
+    assert_int_equal(fanin_server_abort_update(s, RUN, NULL), FANIN_OK);
+    assert_int_equal(fanin_server_abort_update(s, RUN, NULL), FANIN_ERR_STATE);
+    assert_int_equal(commit(s, 3), FANIN_OK); /* alone, after an abort */
+    assert_int_equal(fanin_server_abort_update(s, "lora:x", NULL), FANIN_ERR_NOT_FOUND);
+    fanin_server_stats stats = server_stats(s);
+    assert_int_equal(stats.commits, 3);
+    assert_int_equal(stats.aborts, 1);
+    assert_int_equal(stats.updates, 2);
+    fanin_server_destroy(&s, 0);
+}
+
+static void begin_update_makes_the_publication(void **state)
+{
+    (void)state;
+    fanin_server *s = start(0);
+    server_begin(s);
+    server_begin(s); /* again: a new epoch, at once */
+    server_put(s, RUN, "a", memory[0], 100);
+    server_commit(s, 1);
+    assert_int_equal(fanin_server_begin_update(s, "nonsense", NULL),
+                     FANIN_ERR_ARGUMENT);
+    assert_int_equal(fanin_server_begin_update(NULL, RUN, NULL), FANIN_ERR_ARGUMENT);
+    fanin_server_destroy(&s, 0);
+}
+
+static void steps_grow_also_after_a_removal(void **state)
+{
+    (void)state;
+    fanin_server *s = start(0);
+    server_put(s, RUN, "a", memory[0], 100);
+    server_commit(s, 5);
+    server_begin(s);
+    assert_int_equal(commit(s, 5), FANIN_ERR_ARGUMENT);
+    assert_int_equal(commit(s, 4), FANIN_ERR_ARGUMENT);
+    assert_int_equal(commit(s, 6), FANIN_OK);
+    assert_int_equal(fanin_server_remove(s, RUN, NULL, NULL), FANIN_OK);
+    assert_int_equal(commit(s, 7), FANIN_ERR_ARGUMENT); /* it is not there */
+    assert_int_equal(fanin_server_remove(s, RUN, NULL, NULL), FANIN_ERR_NOT_FOUND);
+    server_put(s, RUN, "a", memory[0], 100);
+    fanin_error error = FANIN_ERROR_INIT;
+    assert_int_equal(fanin_server_commit(s, RUN, 6, NULL, &error), FANIN_ERR_ARGUMENT);
+    assert_non_null(strstr(error.message, "6"));
+    assert_int_equal(commit(s, 7), FANIN_OK);
+    fanin_server_destroy(&s, 0);
+}
+
+static void numbers_are_never_used_twice(void **state)
+{
+    (void)state;
+    fanin_server *s = start(0);
+    peer p = peer_open(s);
+    uint64_t epoch = 0, version = 0;
+    for (uint64_t step = 1; step < 6; step++) {
+        server_put(s, RUN, "a", memory[0], 100);
+        server_commit(s, step);
+        grant g = peer_lease(&p);
+        assert_int_equal(g.epoch % 2, 0);
+        assert_true(g.epoch > epoch);
+        assert_true(g.catalog_version > version);
+        epoch = g.epoch;
+        version = g.catalog_version;
+        assert_int_equal(fanin_server_remove(s, RUN, NULL, NULL), FANIN_OK);
+        assert_false(peer_end(&p, &g, false).good);
+    }
+    assert_int_equal(server_stats(s).pulls_stale, 5);
+    peer_close(&p);
+    fanin_server_destroy(&s, 0);
+}
+
+static void the_catalog_version_changes_with_the_catalog(void **state)
+{
+    (void)state;
+    fanin_server *s = start(0);
+    peer p = peer_open(s);
+    fanin_pair pair = {"r", "16"};
+    server_put(s, RUN, "a", memory[0], 100);
+    server_commit(s, 1);
+    grant first = peer_wait(&p, WIRE_RULE_NEWEST, 0);
+    server_begin(s);
+    server_put(s, RUN, "a", memory[0], 100); /* equal */
+    server_commit(s, 2);
+    grant same = peer_wait(&p, WIRE_RULE_NEWEST, 0);
+    assert_int_equal(same.catalog_version, first.catalog_version);
+    assert_memory_equal(same.key_digest, first.key_digest, 16);
+    server_begin(s);
+    assert_int_equal(fanin_server_set_metadata(s, RUN, &pair, 1, NULL), FANIN_OK);
+    server_commit(s, 3);
+    grant described = peer_wait(&p, WIRE_RULE_NEWEST, 0);
+    assert_true(described.catalog_version > same.catalog_version);
+    assert_memory_not_equal(described.key_digest, same.key_digest, 16);
+    server_begin(s);
+    server_put(s, RUN, "a", memory[1], 100); /* elsewhere: same keys */
+    server_commit(s, 4);
+    grant moved = peer_wait(&p, WIRE_RULE_NEWEST, 0);
+    assert_true(moved.catalog_version > described.catalog_version);
+    assert_memory_equal(moved.key_digest, described.key_digest, 16);
+    peer_close(&p);
+    fanin_server_destroy(&s, 0);
+}
+
+static void new_shards_appear_with_the_next_commit(void **state)
+{
+    (void)state;
+    fanin_server *s = start(0);
+    peer p = peer_open(s);
+    server_put(s, RUN, "a", memory[0], 100);
+    server_commit(s, 1);
+    grant before = peer_lease(&p);
+    server_put(s, RUN, "b", memory[1], 100); /* no update: readers are not disturbed */
+    assert_true(peer_end(&p, &before, false).good);
+    key_table *keys;
+    box_table *boxes;
+    grant g = peer_wait(&p, WIRE_RULE_NEWEST, 0);
+    peer_catalog(&p, &g, &keys, &boxes);
+    assert_int_equal(keys->count, 1);
+    box_table_free(&boxes);
+    key_table_free(&keys);
+    server_begin(s);
+    server_commit(s, 2);
+    g = peer_wait(&p, WIRE_RULE_NEWEST, 0);
+    peer_catalog(&p, &g, &keys, &boxes);
+    assert_int_equal(keys->count, 2);
+    box_table_free(&boxes);
+    key_table_free(&keys);
+    peer_close(&p);
+    fanin_server_destroy(&s, 0);
+}
+
+/* ---------------------------------------------------------------- draining */
+
+static void begin_update_waits_at_most_the_lease(void **state)
+{
+    (void)state;
+    fanin_server *s = start(200);
+    peer p = peer_open(s);
+    server_put(s, RUN, "a", memory[0], 100);
+    server_commit(s, 1);
+    grant g = peer_lease(&p);
+    uint64_t start_ns = clock_ns();
+    server_begin(s);
+    uint64_t waited = clock_ns() - start_ns;
+    assert_true(waited > 100 * MS);
+    assert_false(peer_end(&p, &g, false).good);
+    fanin_server_stats stats = server_stats(s);
+    assert_int_equal(stats.drains_expired, 1);
+    assert_true(stats.drain_wait_ns_max > 100 * MS &&
+                stats.drain_wait_ns_max <= waited);
+    assert_true(stats.drain_wait_ns_total >= stats.drain_wait_ns_max);
+    peer_close(&p);
+    fanin_server_destroy(&s, 0);
+}
+
+static void a_lease_time_of_zero_never_waits(void **state)
+{
+    (void)state;
+    fanin_server *s = start(0);
+    peer p = peer_open(s);
+    server_put(s, RUN, "a", memory[0], 100);
+    server_commit(s, 1);
+    for (uint64_t step = 2; step < 100; step++) {
+        grant g = peer_lease(&p);
+        server_begin(s);
+        server_commit(s, step);
+        assert_false(peer_end(&p, &g, false).good);
+    }
+    assert_true(server_stats(s).drain_wait_ns_max < 1000 * MS);
+    peer_close(&p);
+    fanin_server_destroy(&s, 0);
+}
+
+typedef struct caller {
+    fanin_server *server;
+    pthread_t thread;
+    fanin_status status;
+} caller;
+
+static void *call_begin(void *cookie)
+{
+    caller *c = cookie;
+    c->status = fanin_server_begin_update(c->server, RUN, NULL);
+    return NULL;
+}
+
+/* Calls begin_update in a thread; somebody's lease keeps it draining. */
+static void start_draining(caller *c, fanin_server *s, peer *p)
+{
+    grant g = peer_wait(p, WIRE_RULE_NEWEST, 0);
+    c->server = s;
+    assert_int_equal(pthread_create(&c->thread, NULL, call_begin, c), 0);
+    for (;;) {
+        msg_begin_ok ok = peer_begin(p, &g);
+        if (!ok.granted && ok.state == WIRE_STATE_DRAINING)
+            return;
+        assert_true(ok.granted);
+        assert_true(peer_end(p, &g, true).good);
+    }
+}
+
+static void a_closed_session_ends_the_draining(void **state)
+{
+    (void)state;
+    fanin_server *s = start(60000);
+    peer p = peer_open(s), other = peer_open(s);
+    server_put(s, RUN, "a", memory[0], 100);
+    server_commit(s, 1);
+    peer_lease(&p);
+    caller c;
+    start_draining(&c, s, &other);
+    uint64_t start_ns = clock_ns();
+    peer_close(&p);
+    pthread_join(c.thread, NULL);
+    assert_int_equal(c.status, FANIN_OK);
+    assert_true(clock_ns() - start_ns < 10000 * MS);
+    assert_int_equal(server_stats(s).pulls_abandoned, 1);
+    assert_int_equal(server_stats(s).drains_expired, 0);
+    peer_close(&other);
+    fanin_server_destroy(&s, 0);
+}
+
+static void one_thread_drains_at_a_time(void **state)
+{
+    (void)state;
+    fanin_server *s = start(60000);
+    peer p = peer_open(s);
+    server_put(s, RUN, "a", memory[0], 100);
+    server_commit(s, 1);
+    grant g = peer_lease(&p);
+    caller c;
+    start_draining(&c, s, &p);
+    fanin_error error = FANIN_ERROR_INIT;
+    assert_int_equal(fanin_server_begin_update(s, RUN, &error), FANIN_ERR_STATE);
+    assert_non_null(strstr(error.message, "begin_update"));
+    assert_int_equal(commit(s, 2), FANIN_ERR_STATE);
+    assert_true(peer_end(&p, &g, false).good); /* draining counts as standing */
+    pthread_join(c.thread, NULL);
+    assert_int_equal(c.status, FANIN_OK);
+    server_commit(s, 2);
+    peer_close(&p);
+    fanin_server_destroy(&s, 0);
+}
+
+/* ------------------------------------------------- changes outside of updates */
+
+static void a_moved_shard_makes_the_publication_unreadable(void **state)
+{
+    (void)state;
+    fanin_server *s = start(0);
+    peer p = peer_open(s);
+    peer d = peer_data(s, &p);
+    server_put(s, RUN, "a", memory[0], 100);
+    server_commit(s, 1);
+    grant g = peer_lease(&p);
+    server_put(s, RUN, "a", memory[0], 100); /* equal: nothing happens */
+    assert_true(peer_end(&p, &g, false).good);
+    g = peer_lease(&p);
+    server_put(s, RUN, "a", memory[1], 100);
+    read_entry one = {.box = 0, .count = 1};
+    peer_request_read(&d, g.token, 100, &one, 1);
+    peer_expect_error(&d, FANIN_ERR_STALE);
+    assert_false(peer_end(&p, &g, false).good);
+    assert_false(peer_begin(&p, &g).granted);
+    assert_int_equal(commit(s, 2), FANIN_OK);
+    uint8_t got[100];
+    memset(memory[1], 0x5a, 100);
+    g = peer_lease(&p);
+    peer_read(&d, &g, &one, 1, got, 100);
+    assert_memory_equal(got, memory[1], 100);
+    peer_close(&d);
+    peer_close(&p);
+    fanin_server_destroy(&s, 0);
+}
+
+static void a_removed_shard_makes_the_publication_unreadable(void **state)
+{
+    (void)state;
+    fanin_server *s = start(0);
+    peer p = peer_open(s);
+    server_put(s, RUN, "a", memory[0], 100);
+    server_put(s, RUN, "b", memory[1], 100);
+    server_commit(s, 1);
+    grant g = peer_lease(&p);
+    fanin_error error = FANIN_ERROR_INIT;
+    assert_int_equal(fanin_server_remove(s, RUN, "c", &error), FANIN_ERR_NOT_FOUND);
+    assert_string_equal(error.key, RUN ":c");
+    assert_int_equal(fanin_server_remove(s, RUN, "b", NULL), FANIN_OK);
+    assert_false(peer_end(&p, &g, false).good);
+    assert_int_equal(commit(s, 2), FANIN_OK);
+    g = peer_lease(&p);
+    key_table *keys;
+    box_table *boxes;
+    peer_catalog(&p, &g, &keys, &boxes);
+    assert_int_equal(keys->count, 1);
+    box_table_free(&boxes);
+    key_table_free(&keys);
+    peer_close(&p);
+    fanin_server_destroy(&s, 0);
+}
+
+/* --------------------------------------------------------------- many at once */
+
+#define ROUNDS 300
+
+typedef struct load {
+    fanin_server *server;
+    atomic_bool stop;
+} load;
+
+static void *read_all_the_time(void *cookie)
+{
+    load *l = cookie;
+    peer p = peer_open(l->server);
+    peer d = peer_data(l->server, &p);
+    read_entry one = {.box = 0, .count = 1};
+    uint64_t good = 0;
+    while (!atomic_load(&l->stop)) {
+        grant g = peer_wait(&p, WIRE_RULE_NEWEST, 0);
+        if (!peer_begin(&p, &g).granted)
+            continue;
+        peer_request_read(&d, g.token, 100, &one, 1);
+        peer_receive(&d);
+        if (d.frame.type != MSG_READ_OK || !peer_end(&p, &g, false).good)
+            continue;
+        good++;
+        for (size_t i = 0; i < 100; i++)
+            assert_int_equal(d.body[i], (uint8_t)g.step);
+    }
+    peer_close(&d);
+    peer_close(&p);
+    return (void *)(uintptr_t)good;
+}
+
+static void pulls_beside_updates_are_whole(void **state)
+{
+    (void)state;
+    load l = {.server = start(1000)};
+    atomic_init(&l.stop, false);
+    memset(memory[0], 1, 100);
+    server_put(l.server, RUN, "a", memory[0], 100);
+    server_commit(l.server, 1);
+    pthread_t readers[3];
+    for (size_t i = 0; i < 3; i++)
+        assert_int_equal(pthread_create(&readers[i], NULL, read_all_the_time, &l), 0);
+    for (uint64_t step = 2; step < ROUNDS; step++) {
+        server_begin(l.server);
+        memset(memory[0], (int)(uint8_t)step, 100);
+        server_commit(l.server, step);
+        /* The readers get a turn. */
+        uint64_t want = server_stats(l.server).pulls_good + 1;
+        deadline at = deadline_in_ms(10000);
+        while (server_stats(l.server).pulls_good < want && !deadline_passed(at))
+            ;
+        assert_false(deadline_passed(at));
+    }
+    atomic_store(&l.stop, true);
+    uint64_t good = 0;
+    for (size_t i = 0; i < 3; i++) {
+        void *count;
+        pthread_join(readers[i], &count);
+        good += (uintptr_t)count;
+    }
+    assert_true(good >= ROUNDS - 2);
+    assert_int_equal(server_stats(l.server).drains_expired, 0);
+    fanin_server_destroy(&l.server, 0);
+}
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(first_commit_needs_no_update),
+        cmocka_unit_test(begin_update_makes_the_publication),
+        cmocka_unit_test(steps_grow_also_after_a_removal),
+        cmocka_unit_test(numbers_are_never_used_twice),
+        cmocka_unit_test(the_catalog_version_changes_with_the_catalog),
+        cmocka_unit_test(new_shards_appear_with_the_next_commit),
+        cmocka_unit_test(begin_update_waits_at_most_the_lease),
+        cmocka_unit_test(a_lease_time_of_zero_never_waits),
+        cmocka_unit_test(a_closed_session_ends_the_draining),
+        cmocka_unit_test(one_thread_drains_at_a_time),
+        cmocka_unit_test(a_moved_shard_makes_the_publication_unreadable),
+        cmocka_unit_test(a_removed_shard_makes_the_publication_unreadable),
+        cmocka_unit_test(pulls_beside_updates_are_whole),
+    };
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}

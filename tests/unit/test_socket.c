@@ -1,0 +1,230 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include "host_id.h"
+#include "socket.h"
+#include "testing.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <poll.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+static socket_address resolved(const char *text)
+{
+    socket_address a;
+    fanin_error error = FANIN_ERROR_INIT;
+    assert_ok(socket_resolve(text, &a, &error), error);
+    return a;
+}
+
+static void addresses_are_parsed(void **state)
+{
+    (void)state;
+    assert_string_equal(resolved("127.0.0.1:6000").text, "127.0.0.1:6000");
+    assert_string_equal(resolved("[::1]:6000").text, "[::1]:6000");
+    assert_string_equal(resolved("[2001:db8::1]:65535").text, "[2001:db8::1]:65535");
+    assert_string_equal(resolved("localhost:1").text, "127.0.0.1:1");
+    static const char *const bad[] = {
+        "",         "host",   "host:",   ":80",  "host:x", "host:-1",   "h:65536",
+        "h:123456", "::1:80", "[::1]80", "[::1", "[]:80",  "1.2.3.4:8 "};
+    for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) {
+        socket_address a;
+        fanin_error error = FANIN_ERROR_INIT;
+        assert_int_equal(socket_resolve(bad[i], &a, &error), FANIN_ERR_ARGUMENT);
+        assert_non_null(strstr(error.message, bad[i]));
+    }
+    socket_address a;
+    assert_int_equal(socket_resolve(NULL, &a, NULL), FANIN_ERR_ARGUMENT);
+}
+
+static bool loopback(const char *text)
+{
+    socket_address a = resolved(text);
+    return socket_is_loopback(&a);
+}
+
+static bool local(const char *text)
+{
+    socket_address a = resolved(text);
+    return socket_is_local(&a);
+}
+
+static bool wildcard(const char *text)
+{
+    socket_address a = resolved(text);
+    return socket_is_wildcard(&a);
+}
+
+static void addresses_are_classified(void **state)
+{
+    (void)state;
+    assert_true(loopback("127.0.0.1:1"));
+    assert_true(loopback("127.9.9.9:1"));
+    assert_true(loopback("[::1]:1"));
+    assert_true(loopback("[::ffff:127.0.0.1]:1"));
+    assert_false(loopback("128.0.0.1:1"));
+    assert_false(loopback("[::2]:1"));
+    assert_true(local("127.0.0.1:1"));
+    assert_false(local("192.0.2.1:1"));
+    assert_true(wildcard("0.0.0.0:1"));
+    assert_true(wildcard("[::]:1"));
+    assert_true(wildcard("[::ffff:0.0.0.0]:1"));
+    assert_false(wildcard("127.0.0.1:1"));
+    socket_address a;
+    socket_unix_address(1000, 6000, &a);
+    assert_string_equal(a.text, "unix:1000/6000");
+    assert_true(socket_is_loopback(&a));
+    assert_false(socket_is_wildcard(&a));
+}
+
+static int accept_in_time(int listener, socket_address *peer)
+{
+    struct pollfd p = {.fd = listener, .events = POLLIN};
+    assert_int_equal(poll(&p, 1, 10000), 1);
+    return socket_accept(listener, peer);
+}
+
+static void connects(const socket_address *a, int listener)
+{
+    socket_address peer;
+    fanin_error error = FANIN_ERROR_INIT;
+    int client;
+    assert_ok(socket_connect_start(a, &client, &error), error);
+    int server = accept_in_time(listener, &peer);
+    assert_true(server >= 0);
+    struct pollfd p = {.fd = client, .events = POLLOUT};
+    assert_int_equal(poll(&p, 1, 10000), 1);
+    assert_int_equal(socket_connect_result(client), 0);
+    socket_tune(server);
+    int fds[] = {client, server};
+    for (size_t i = 0; i < 2; i++) {
+        assert_true(fcntl(fds[i], F_GETFD) & FD_CLOEXEC);
+        assert_true(fcntl(fds[i], F_GETFL) & O_NONBLOCK);
+    }
+    uid_t uid = 12345;
+    pid_t pid = 0;
+    bool is_unix = a->storage.ss_family == AF_UNIX;
+    assert_int_equal(socket_peer_credentials(server, &uid, &pid), is_unix);
+    if (is_unix) {
+        assert_int_equal(uid, geteuid());
+        assert_int_equal(pid, getpid());
+    }
+    assert_int_equal(socket_is_loopback(&peer), true);
+    close(client);
+    close(server);
+}
+
+static void sockets_connect(void **state)
+{
+    (void)state;
+    socket_address a = resolved("127.0.0.1:0");
+    fanin_error error = FANIN_ERROR_INIT;
+    int listener, other;
+    assert_ok(socket_listen(&a, 5, &listener, &error), error);
+    uint16_t port = socket_port(listener);
+    assert_true(port > 0);
+    char text[32];
+    snprintf(text, sizeof text, "127.0.0.1:%u", (unsigned)port);
+    a = resolved(text);
+    connects(&a, listener);
+    assert_int_equal(socket_listen(&a, 5, &other, &error), FANIN_ERR_EXISTS);
+    assert_int_equal(error.sys_errno, EADDRINUSE);
+    assert_non_null(strstr(error.message, text + 10));
+    assert_non_null(strstr(error.remedy, "ss -ltnp"));
+    close(listener);
+    /* Nobody listens any more. */
+    int client;
+    if (socket_connect_start(&a, &client, &error) == FANIN_OK) {
+        struct pollfd p = {.fd = client, .events = POLLOUT};
+        assert_int_equal(poll(&p, 1, 10000), 1);
+        assert_int_equal(socket_connect_result(client), ECONNREFUSED);
+        close(client);
+    } else {
+        assert_int_equal(error.status, FANIN_ERR_UNREACHABLE);
+    }
+    socket_unix_address(geteuid(), port, &a);
+    assert_ok(socket_listen(&a, 5, &listener, &error), error);
+    connects(&a, listener);
+    assert_int_equal(socket_listen(&a, 5, &other, &error), FANIN_ERR_EXISTS);
+    close(listener);
+    a = resolved("192.0.2.1:1234");
+    assert_int_equal(socket_listen(&a, 5, &other, &error), FANIN_ERR_ARGUMENT);
+    assert_non_null(strstr(error.message, "192.0.2.1"));
+}
+
+static bool contains(const char *networks, const char *address)
+{
+    network *list;
+    size_t count;
+    fanin_error error = FANIN_ERROR_INIT;
+    assert_ok(networks_parse(networks, &list, &count, &error), error);
+    socket_address a = resolved(address);
+    bool found = networks_contain(list, count, &a);
+    free(list);
+    return found;
+}
+
+static void networks_contain_addresses(void **state)
+{
+    (void)state;
+    assert_true(contains("10.0.0.0/8", "10.255.1.2:1"));
+    assert_false(contains("10.0.0.0/8", "11.0.0.0:1"));
+    assert_true(contains("192.168.128.0/17, fd00::/8", "192.168.255.1:1"));
+    assert_false(contains("192.168.128.0/17", "192.168.127.255:1"));
+    assert_true(contains("fd00::/8", "[fdff::1]:1"));
+    assert_false(contains("fd00::/8", "[fe00::1]:1"));
+    assert_true(contains("0.0.0.0/0", "1.2.3.4:1"));
+    assert_false(contains("0.0.0.0/0", "[::1]:1"));
+    assert_true(contains("::/0", "[::1]:1"));
+    assert_true(contains("1.2.3.4", "1.2.3.4:1"));
+    assert_false(contains("1.2.3.4", "1.2.3.5:1"));
+    assert_true(contains("10.0.0.0/8", "[::ffff:10.1.1.1]:1"));
+    static const char *const bad[] = {"",           "10.0.0.0/33", "10.0.0.0/",
+                                      "10.0.0.0/x", "10.1.0.0/8",  "fd00::/129",
+                                      "host",       "10.0.0.0/8,", "10.0.0/8"};
+    for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) {
+        network *list;
+        size_t count;
+        fanin_error error = FANIN_ERROR_INIT;
+        assert_int_equal(networks_parse(bad[i], &list, &count, &error),
+                         FANIN_ERR_ARGUMENT);
+        assert_null(list);
+        assert_true(strlen(error.remedy) > 0);
+    }
+}
+
+static void processes_of_a_host_have_one_id(void **state)
+{
+    (void)state;
+    char own[HOST_ID_SIZE], theirs[HOST_ID_SIZE] = "";
+    int ends[2];
+    host_id(own);
+    assert_true(strlen(own) > 32);
+    assert_int_equal(pipe(ends), 0);
+    pid_t child = fork();
+    if (child == 0) {
+        host_id(theirs);
+        _exit(write(ends[1], theirs, sizeof theirs) == sizeof theirs ? 0 : 1);
+    }
+    int code;
+    assert_int_equal(waitpid(child, &code, 0), child);
+    assert_int_equal(read(ends[0], theirs, sizeof theirs), sizeof theirs);
+    assert_string_equal(own, theirs);
+    close(ends[0]);
+    close(ends[1]);
+}
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(addresses_are_parsed),
+        cmocka_unit_test(addresses_are_classified),
+        cmocka_unit_test(sockets_connect),
+        cmocka_unit_test(networks_contain_addresses),
+        cmocka_unit_test(processes_of_a_host_have_one_id),
+    };
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}
