@@ -3,6 +3,7 @@
 
 #include "digest.h"
 #include "error_set.h"
+#include "one_sided.h"
 #include "path.h"
 #include "stream_link.h"
 #include "tables.h"
@@ -11,10 +12,14 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/eventfd.h>
+#include <sys/mman.h>
+#include <sys/resource.h>
 #include <unistd.h>
 
 /* How long reads that cannot be recalled may take to call back. */
 #define DRAIN_MS 5000
+/* What the process has open besides: standard ones, epoll, UCX's. */
+#define SPARE_DESCRIPTORS 48
 
 void fanin_client_config_init(fanin_client_config *config, size_t size)
 {
@@ -165,6 +170,15 @@ fanin_status fanin_client_create(const fanin_client_config *config,
     return FANIN_OK;
 }
 
+void client_close_one_sided(fanin_client *client)
+{
+    ucx_local_destroy(&client->staging_local);
+    ucx_client_destroy(&client->one_sided);
+    if (client->staging)
+        munmap(client->staging, STAGING_BYTES);
+    client->staging = NULL;
+}
+
 void fanin_client_disconnect(fanin_client *client)
 {
     if (client_check(client, NULL) != FANIN_OK)
@@ -174,7 +188,7 @@ void fanin_client_disconnect(fanin_client *client)
         peer_drop_paths(client, i);
         connection_destroy(&client->peers[i].control);
     }
-    ucx_client_destroy(&client->one_sided);
+    client_close_one_sided(client);
     free(client->peers);
     client->peers = NULL;
     client->n_peers = 0;
@@ -237,8 +251,8 @@ static fanin_status out_of_time(const fanin_client *client, const char *phase,
         return error_set(error, FANIN_ERR_TIMEOUT, &place,
                          "the deadline passed in phase %s", phase);
     return error_set(error, FANIN_ERR_TIMEOUT, &place,
-                     "the deadline passed in phase %s, waiting for rank %u at %s", phase,
-                     connection_peer(owing)->rank, connection_text(owing));
+                     "the deadline passed in phase %s, waiting for rank %u at %s",
+                     phase, connection_peer(owing)->rank, connection_text(owing));
 }
 
 fanin_status client_step(fanin_client *client, deadline at, deadline wake,
@@ -475,6 +489,29 @@ static fanin_status check_distinct(const char *const *addresses, size_t count,
     return status;
 }
 
+/* A rank needs its control connection and its data connections. */
+static fanin_status check_descriptors(const fanin_client *client, size_t ranks,
+                                      fanin_error *error)
+{
+    struct rlimit limit;
+    size_t streams =
+        client->config.streams_per_rank ? client->config.streams_per_rank : 1;
+    size_t need = ranks * (1 + streams) + SPARE_DESCRIPTORS;
+    if (getrlimit(RLIMIT_NOFILE, &limit) != 0 || limit.rlim_cur >= need)
+        return FANIN_OK;
+    char remedy[160];
+    snprintf(remedy, sizeof(remedy),
+             "raise the limit to %zu or more: `ulimit -n %zu`, or LimitNOFILE= of the "
+             "service",
+             need, need);
+    error_place place = {.phase = "connect", .remedy = remedy};
+    return error_set(
+        error, FANIN_ERR_LIMIT, &place,
+        "%zu ranks need about %zu descriptors, the limit of this process is "
+        "%llu",
+        ranks, need, (unsigned long long)limit.rlim_cur);
+}
+
 fanin_status fanin_client_connect(fanin_client *client, const char *const *addresses,
                                   size_t count, uint32_t timeout_ms, fanin_error *error)
 {
@@ -483,6 +520,8 @@ fanin_status fanin_client_connect(fanin_client *client, const char *const *addre
         status = check_addresses(addresses, count, error);
     if (status == FANIN_OK)
         status = check_distinct(addresses, count, error);
+    if (status == FANIN_OK)
+        status = check_descriptors(client, count, error);
     if (status != FANIN_OK)
         return status;
     deadline at = deadline_in_ms(timeout_ms);

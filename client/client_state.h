@@ -40,6 +40,8 @@ struct fanin_client {
     char ucx_missing[256]; /**< why there is none */
     ucx_client *one_sided;
     fanin_path one_sided_path; /**< the path that one_sided was made for */
+    uint8_t *staging;          /**< where staged gets land; kept between pulls */
+    ucx_local *staging_local;  /**< its registration with one_sided */
     publication *publications;
     bool connected; /**< addresses are known */
 };
@@ -70,6 +72,9 @@ fanin_status client_pause(fanin_client *client, deadline at, deadline until,
  */
 fanin_status client_ensure_connected(fanin_client *client, deadline at,
                                      fanin_error *error);
+
+/** Destroys one_sided and what is registered with it. Endpoints must be gone. */
+void client_close_one_sided(fanin_client *client);
 
 bool peer_ready(const peer *p);
 /** Drops data connections and endpoint if the connection under them is another one now. */

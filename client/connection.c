@@ -515,7 +515,7 @@ fanin_status connection_reply_error(connection *c, const char *phase, message_ty
             error, FANIN_ERR_PROTOCOL, &place,
             "rank %u at %s sent a reply that does not fit the request (%s)",
             c->peer.rank, c->text,
-            type == MSG_ERROR && b->why ? b->why : "unexpected type");
+            b->why ? b->why : "unexpected type");
     }
     place.remedy = m.remedy;
     place.key = m.key;

@@ -7,7 +7,6 @@
 #include <string.h>
 #include <sys/mman.h>
 
-#define SLOTS 8
 #define DRAIN_MS 5000
 /* Gets under way that land directly: bounds what a failing endpoint has to drain. */
 #define MAX_DIRECT 64
@@ -36,11 +35,9 @@ struct one_sided {
     const memory_range *ranges;
     ucx_local **locals;
     size_t n_locals;
-    uint8_t *staging;
-    ucx_local *staging_local;
-    get gets[SLOTS + MAX_DIRECT]; /* the first SLOTS are staged */
-    size_t outstanding;           /* gets that have not called back */
-    size_t scattering;            /* slots that have been handed to the pool */
+    get gets[STAGING_SLOTS + MAX_DIRECT]; /* the first STAGING_SLOTS are staged */
+    size_t outstanding;                   /* gets that have not called back */
+    size_t scattering;                    /* slots that have been handed to the pool */
     scatter_pool *pool;
     uint64_t scatter_ns;
     loop_source source;
@@ -133,6 +130,23 @@ static void on_wake(loop_source *source, uint32_t events)
 
 /* -------------------------------------------------------------- life cycle */
 
+/* Made by the first one-sided pull, kept until the client's UCX end goes. */
+static fanin_status make_staging(fanin_client *client, fanin_error *error)
+{
+    fanin_memory host = {FANIN_MEMORY_HOST, -1};
+    if (!client->staging) {
+        void *memory = mmap(NULL, STAGING_BYTES, PROT_READ | PROT_WRITE,
+                            MAP_PRIVATE | MAP_ANONYMOUS | MAP_POPULATE, -1, 0);
+        if (memory == MAP_FAILED)
+            return error_set_memory(error);
+        client->staging = memory;
+    }
+    if (client->staging_local)
+        return FANIN_OK;
+    return ucx_local_create(client->one_sided, client->staging, STAGING_BYTES, host,
+                            &client->staging_local, error);
+}
+
 static void register_ranges(one_sided *o, const memory_range *ranges, size_t n)
 {
     fanin_memory host = {FANIN_MEMORY_HOST, -1};
@@ -167,22 +181,12 @@ fanin_status one_sided_create(fanin_client *client, one_sided_work *works, size_
     o->landed = landed;
     o->landed_cookie = landed_cookie;
     o->source = (loop_source){.fd = -1, .events = EPOLLIN, .ready = on_wake};
-    fanin_memory host = {FANIN_MEMORY_HOST, -1};
-    o->staging = mmap(NULL, SLOTS * SPAN_MAX, PROT_READ | PROT_WRITE,
-                      MAP_PRIVATE | MAP_ANONYMOUS | MAP_POPULATE, -1, 0);
-    fanin_status status = FANIN_OK;
-    if (o->staging == MAP_FAILED) {
-        o->staging = NULL;
-        status = error_set_memory(error);
-    }
-    if (status == FANIN_OK)
-        status = ucx_local_create(client->one_sided, o->staging, SLOTS * SPAN_MAX, host,
-                                  &o->staging_local, error);
+    fanin_status status = make_staging(client, error);
     if (status == FANIN_OK) {
-        for (size_t i = 0; i < SLOTS + MAX_DIRECT; i++)
+        for (size_t i = 0; i < STAGING_SLOTS + MAX_DIRECT; i++)
             o->gets[i].reader = o;
-        for (size_t i = 0; i < SLOTS; i++) {
-            o->gets[i].slot = o->staging + i * SPAN_MAX;
+        for (size_t i = 0; i < STAGING_SLOTS; i++) {
+            o->gets[i].slot = client->staging + i * SPAN_MAX;
             o->gets[i].job.run = run_scatter;
         }
         o->pool =
@@ -228,9 +232,6 @@ bool one_sided_destroy(one_sided **o)
     loop_remove(&r->client->loop, &r->source);
     for (size_t i = 0; i < r->n_locals; i++)
         ucx_local_destroy(&r->locals[i]);
-    ucx_local_destroy(&r->staging_local);
-    if (r->staging)
-        munmap(r->staging, SLOTS * SPAN_MAX);
     free(r->locals);
     free(r);
     return true;
@@ -289,8 +290,8 @@ static const ucx_local *local_for(const one_sided *o, const uint8_t *to,
 
 static get *free_get(one_sided *o, bool direct)
 {
-    size_t first = direct ? SLOTS : 0;
-    size_t end = direct ? SLOTS + MAX_DIRECT : SLOTS;
+    size_t first = direct ? STAGING_SLOTS : 0;
+    size_t end = direct ? STAGING_SLOTS + MAX_DIRECT : STAGING_SLOTS;
     for (size_t i = first; i < end; i++) {
         if (!o->gets[i].busy)
             return &o->gets[i];
@@ -313,12 +314,12 @@ static bool post(one_sided *o, one_sided_work *w)
         return false;
     if (!local) {
         to = g->slot;
-        local = o->staging_local;
+        local = o->client->staging_local;
     }
     g->work = w;
     g->span = s;
     g->busy = true;
-    g->direct = local != o->staging_local;
+    g->direct = local != o->client->staging_local;
     o->outstanding++;
     w->next_span++;
     fanin_error why = FANIN_ERROR_INIT;

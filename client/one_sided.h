@@ -11,6 +11,9 @@
 
 #define SPAN_MAX ((uint64_t)512 << 10) /**< bytes of one get, and of one staging slot */
 
+#define STAGING_SLOTS 8
+#define STAGING_BYTES (STAGING_SLOTS * SPAN_MAX) /**< of fanin_client.staging */
+
 /** One rank's reading in one attempt. */
 typedef struct one_sided_work {
     peer *peer;

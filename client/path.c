@@ -132,7 +132,7 @@ static fanin_status open_client(fanin_client *client, fanin_path path,
         if (client->peers[i].endpoint)
             peer_drop_paths(client, i);
     }
-    ucx_client_destroy(&client->one_sided);
+    client_close_one_sided(client);
     client->one_sided_path = path;
     return ucx_client_create(client->ucx, (ucx_path)path, &client->log,
                              &client->one_sided, error);

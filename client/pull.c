@@ -30,6 +30,7 @@ typedef struct pull {
     uint64_t attempt_ns;
     unsigned transport_failures;
     fanin_error stale; /* the last reason to restart */
+    fanin_error lost;  /* the last lost rank or path that was a reason to restart */
 } pull;
 
 /* ----------------------------------------------------------------- options */
@@ -227,6 +228,21 @@ static fanin_status stale_error(const pull *p, fanin_error *error)
         p->stale.message);
 }
 
+/* The time went by with attempts to go on without something that was lost. */
+static fanin_status lost_error(const pull *p, fanin_error *error)
+{
+    const fanin_error *lost = &p->lost;
+    error_place place = {.phase = lost->phase,
+                         .address = lost->address,
+                         .key = lost->key,
+                         .remedy = lost->remedy,
+                         .rank_plus_1 = lost->rank + 1,
+                         .sys_errno = lost->sys_errno};
+    return error_set(error, FANIN_ERR_TIMEOUT, &place,
+                     "the deadline passed after %u restarts (last: %s)",
+                     p->result->info.restarts, lost->message);
+}
+
 static fanin_status pause_before_restart(pull *p, fanin_error *error)
 {
     uint16_t random = 0;
@@ -249,6 +265,8 @@ static fanin_status pull_until_good(pull *p, fanin_error *error)
             p->stale = local;
         }
         if (again) {
+            if (status != FANIN_ERR_STALE || p->refused)
+                p->lost = local;
             p->result->info.restarts++;
             log_write(&p->client->log, FANIN_LOG_DEBUG, "restart", "%s", local.message);
             if (p->destination->restart)
@@ -260,6 +278,8 @@ static fanin_status pull_until_good(pull *p, fanin_error *error)
         if (p->result->info.stale > 0 &&
             (status == FANIN_ERR_TIMEOUT || status == FANIN_ERR_STALE))
             return stale_error(p, error);
+        if (status == FANIN_ERR_TIMEOUT && p->lost.status != FANIN_OK)
+            return lost_error(p, error);
         error_copy(error, &local);
         return status;
     }
@@ -319,7 +339,8 @@ fanin_status pull_run(fanin_client *client, const fanin_pull_options *options,
               .options = options,
               .destination = d,
               .at = deadline_in_ms(options->timeout_ms),
-              .stale = FANIN_ERROR_INIT};
+              .stale = FANIN_ERROR_INIT,
+              .lost = FANIN_ERROR_INIT};
     fanin_status status = prepare(&p, error);
     if (status == FANIN_OK)
         status = pull_until_good(&p, error);

@@ -97,6 +97,7 @@ static fanin_status start(read_phase *r, works *w, fanin_error *error)
                                  .rank = r->cache->sources[i].rank,
                                  .shards = &r->publication->shards[index],
                                  .spans = r->cache->spans[i]};
+            connection_set_owing(peer_of(r, i)->control, true);
         }
     }
     return status == FANIN_OK ? start_gets(r, w, error) : status;
@@ -132,6 +133,12 @@ static fanin_status check_streams(read_phase *r, works *w, bool *done,
 static fanin_status check_gets(const works *w, bool *done, fanin_error *error)
 {
     for (size_t i = 0; i < w->n_gets; i++) {
+        const connection *c = w->gets[i].peer->control;
+        if (connection_get_state(c) != CONNECTION_READY) {
+            /* Tells of a dead rank long before a fabric would. */
+            error_copy(error, connection_fault(c));
+            return connection_fault(c)->status;
+        }
         if (w->gets[i].failed) {
             error_copy(error, &w->gets[i].error);
             return FANIN_ERR_TRANSPORT;
@@ -222,10 +229,10 @@ static void demote(read_phase *r, const works *w)
 static void finish(read_phase *r, works *w, fanin_status status)
 {
     for (size_t i = 0; w->streams && i < r->cache->n_sources; i++) {
-        if (!is_stream(r, i))
-            continue;
         peer *p = peer_of(r, i);
         connection_set_owing(p->control, false);
+        if (!is_stream(r, i))
+            continue;
         if (p->stream && !stream_link_stop(p->stream))
             stream_link_destroy(&p->stream);
     }

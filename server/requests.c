@@ -146,7 +146,10 @@ static fanin_status handle_blob(session *s, uint64_t request, message_type type,
     fanin_status status = decode_blob_request(in, type, &m);
     if (status != FANIN_OK)
         return status;
-    if (!memory_fits(server, 2 * LIMIT_REPLY)) {
+    /* A buffer grows by doubling. */
+    size_t grown = 2 * (s->output.size + LIMIT_REPLY);
+    if (grown > s->output.capacity &&
+        !memory_fits(server, grown - s->output.capacity)) {
         reply_fault(s, request, FANIN_ERR_LIMIT,
                     "the server's connections have all the memory they may");
         return FANIN_OK;

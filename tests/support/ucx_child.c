@@ -28,7 +28,8 @@ typedef struct process {
     int fd;
     ucx *u;
     ucx_server *server; /**< kind SAFE */
-    ucx_worker worker;  /**< kind RMA */
+    ucx_region *region;
+    ucx_worker worker; /**< kind RMA */
     uint64_t *words;
     size_t mapped; /**< words that are still mapped */
 } process;
@@ -59,13 +60,12 @@ static bool process_open(process *p, ucx_child_kind kind)
     if (ucx_load(NULL, &p->u, NULL) != FANIN_OK)
         return false;
     if (kind == UCX_CHILD_SAFE) {
-        ucx_region *region;
         if (ucx_server_create(p->u, true, NULL, &p->server, NULL) != FANIN_OK ||
-            ucx_region_create(p->server, p->words, UCX_CHILD_BYTES, host, &region,
+            ucx_region_create(p->server, p->words, UCX_CHILD_BYTES, host, &p->region,
                               NULL) != FANIN_OK)
             return false;
         address = ucx_server_address(p->server, &address_size);
-        key = ucx_region_rkey(region, &key_size);
+        key = ucx_region_rkey(p->region, &key_size);
     } else {
         ucx_mapping mapping;
         if (ucx_worker_open(&p->worker, p->u, UCX_ROLE_SERVER_HOST,
@@ -165,7 +165,10 @@ int ucx_child_main(int argc, char **argv)
         p.words[i] = ucx_child_word(i);
     if (!process_open(&p, (ucx_child_kind)atoi(argv[2])))
         return 3;
-    return process_run(&p);
+    const int status = process_run(&p);
+    ucx_region_destroy(&p.region);
+    ucx_server_destroy(&p.server);
+    return status;
 }
 
 /* ------------------------------------------------------------ in the test */

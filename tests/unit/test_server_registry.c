@@ -316,7 +316,7 @@ static void many_shards_are_put_and_committed_fast(void **state)
     server_begin(s);
     server_commit(s, 2);
     uint64_t second = clock_ns();
-    print_message("put %.1f ms, first commit %.1f ms, second %.3f ms\n",
+    print_message("# put %.1f ms, first commit %.1f ms, second %.3f ms\n",
                   (double)(put - start) / 1e6, (double)(first - put) / 1e6,
                   (double)(second - first) / 1e6);
     /* Without a change of the catalog a commit does nothing that grows with it. */
@@ -326,7 +326,7 @@ static void many_shards_are_put_and_committed_fast(void **state)
     buffer blob = peer_blob(&p, MSG_REGIONS, &g, WIRE_PATH_STREAM);
     region_table *regions;
     assert_ok(region_table_decode(blob.data, blob.size, &regions, &error), error);
-    print_message("%u regions\n", regions->count);
+    print_message("# %u regions\n", regions->count);
     assert_true(regions->count < MANY / 100);
     region_table_free(&regions);
     buffer_free(&blob);

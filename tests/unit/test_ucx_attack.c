@@ -39,7 +39,7 @@ static void on_error(void *cookie, ucp_ep_h ep, ucs_status_t status)
 static void on_done(void *request, ucs_status_t status, void *cookie)
 {
     attacker *a = cookie;
-    (void)request;
+    library->ucp_request_free(request);
     a->called_back = true;
     a->status = status;
 }
@@ -77,15 +77,19 @@ static bool attacker_open(attacker *a, const attack *kind, const ucx_child *chil
     return true;
 }
 
-/* UCX's requests are left to the end of the process: a test of what the server does. */
 static void attacker_close(attacker *a)
 {
     const ucp_request_param_t force = {.op_attr_mask = UCP_OP_ATTR_FIELD_FLAGS,
                                        .flags = UCP_EP_CLOSE_FLAG_FORCE};
-    library->ucp_ep_close_nbx(a->ep, &force);
-    for (int i = 0; i < 1000; i++)
-        library->ucp_worker_progress(a->worker);
+    const ucs_status_ptr_t request = library->ucp_ep_close_nbx(a->ep, &force);
+    const deadline at = deadline_in_ms(SUCCESS_MS);
+    while (library->ucp_worker_progress(a->worker) > 0 || !a->called_back)
+        assert_false(deadline_passed(at));
+    if (UCS_PTR_IS_PTR(request))
+        library->ucp_request_free(request);
     library->ucp_rkey_destroy(a->rkey);
+    library->ucp_worker_destroy(a->worker);
+    library->ucp_cleanup(a->context);
 }
 
 /* True: the read or write completed as far as this side can tell. */
@@ -141,7 +145,7 @@ static outcome attack_child(ucx_child_kind target, const attack *kind)
         o.alive = ucx_child_ask(&child, UCX_CHILD_COUNT_CHANGED, NULL, 0) == o.changed;
     }
     o.alive = ucx_child_stop(&child) && o.alive;
-    /* The worker still has requests of the attack: it and they stay. */
+    free(a);
     return o;
 }
 
