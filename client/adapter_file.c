@@ -170,7 +170,7 @@ fanin_status adapter_map(adapter *a, uint8_t **base_out, fanin_error *error)
     }
     adapter_discard(a);
     fanin_status status = make_file(a, error);
-    if (status) {
+    if (status || !a->base) {
         adapter_discard(a);
         return status;
     }

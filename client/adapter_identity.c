@@ -190,7 +190,7 @@ static fanin_status look_inside(const adapter *a, int directory, bool is_link,
         json_decref(root);
         return status;
     }
-    char entry[NAME_MAX + 1];
+    char entry[NAME_MAX + 1] = "";
     fanin_status status = first_entry(a, directory, entry, error);
     if (status)
         return status;

@@ -448,6 +448,16 @@ fanin_status client_ensure_connected(fanin_client *client, deadline at,
     return identify(client, error);
 }
 
+fanin_status client_enter(fanin_client *client, uint32_t timeout_ms, deadline *at_out,
+                          fanin_error *error)
+{
+    fanin_status status = client_check_connected(client, error);
+    if (status != FANIN_OK)
+        return status;
+    *at_out = deadline_in_ms(timeout_ms);
+    return client_ensure_connected(client, *at_out, error);
+}
+
 /* ----------------------------------------------------------------- connect */
 
 static fanin_status check_addresses(const char *const *addresses, size_t count,

@@ -50,6 +50,9 @@ struct fanin_client {
 fanin_status client_check(const fanin_client *client, fanin_error *error);
 /** client_check(), and that fanin_client_connect() gave addresses. */
 fanin_status client_check_connected(const fanin_client *client, fanin_error *error);
+/** client_check_connected(), starts the call's clock, client_ensure_connected(). */
+fanin_status client_enter(fanin_client *client, uint32_t timeout_ms, deadline *at_out,
+                          fanin_error *error);
 
 /**
  * Steps the loop until *@p left is 0. FANIN_ERR_CANCELLED; FANIN_ERR_TIMEOUT when @p at passes.

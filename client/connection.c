@@ -2,6 +2,7 @@
 #include "connection.h"
 
 #include "error_set.h"
+#include "outgoing.h"
 #include <errno.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -31,8 +32,9 @@ struct connection {
     deadline connect_by;
     uint64_t heard_ns; /* last byte from the peer, or when it began to owe an answer */
     bool pinged, owing;
-    buffer in, out;
-    size_t in_used, out_sent;
+    buffer in;
+    size_t in_used;
+    outgoing out;
     pending *pending;
 };
 
@@ -67,7 +69,7 @@ void connection_destroy(connection **c)
     error_set(&closed, FANIN_ERR_CLOSED, NULL, "the client disconnected");
     connection_fail(*c, &closed);
     buffer_free(&(*c)->in);
-    buffer_free(&(*c)->out);
+    outgoing_free(&(*c)->out);
     free(*c);
     *c = NULL;
 }
@@ -147,7 +149,8 @@ void connection_start(connection *c)
     if (c->state != CONNECTION_DOWN)
         return;
     c->is_unix = false;
-    c->in.size = c->in_used = c->out.size = c->out_sent = 0;
+    c->in.size = c->in_used = 0;
+    outgoing_clear(&c->out);
     c->next_request = 1;
     fanin_error fault = FANIN_ERROR_INIT;
     if (start_unix(c))
@@ -169,7 +172,7 @@ static void send_hello(connection *c)
     if (c->shared->ucx_version)
         snprintf(hello.ucx_version, sizeof(hello.ucx_version), "%s",
                  c->shared->ucx_version);
-    encode_hello(&c->out, c->next_request++, &hello);
+    encode_hello(&c->out.bytes, c->next_request++, &hello);
     c->state = CONNECTION_HELLO;
     loop_want(c->shared->loop, &c->source, EPOLLIN | EPOLLOUT);
 }
@@ -350,24 +353,12 @@ static void on_readable(connection *c)
 
 static void flush(connection *c)
 {
-    while (c->out_sent < c->out.size) {
-        ssize_t n = send(c->source.fd, c->out.data + c->out_sent,
-                         c->out.size - c->out_sent, MSG_NOSIGNAL);
-        if (n < 0 && errno == EINTR)
-            continue;
-        if (n < 0 && (errno == EAGAIN || errno == EWOULDBLOCK))
-            break;
-        if (n < 0) {
-            /* What the peer said before it closed (a refusal) is worth more than EPIPE:
-               the reader finds it, then the end of the stream. */
-            c->out_sent = c->out.size;
-            break;
-        }
-        c->out_sent += (size_t)n;
-    }
-    if (c->out_sent == c->out.size)
-        c->out.size = c->out_sent = 0;
-    loop_want(c->shared->loop, &c->source, c->out.size ? EPOLLIN | EPOLLOUT : EPOLLIN);
+    /* What the peer said before it closed (a refusal) is worth more than EPIPE: the reader
+       finds it, then the end of the stream. */
+    if (outgoing_flush(&c->out, c->source.fd) != 0)
+        outgoing_clear(&c->out);
+    loop_want(c->shared->loop, &c->source,
+              outgoing_is_empty(&c->out) ? EPOLLIN : EPOLLIN | EPOLLOUT);
 }
 
 static void on_ready(loop_source *source, uint32_t events)
@@ -383,7 +374,7 @@ static void on_ready(loop_source *source, uint32_t events)
         }
         socket_tune(source->fd);
         send_hello(c);
-        if (c->out.failed) {
+        if (c->out.bytes.failed) {
             fail_here(c, FANIN_ERR_MEMORY, 0, "connect", NULL, "needs memory");
             return;
         }
@@ -405,13 +396,13 @@ uint64_t connection_next_request(connection *c)
 
 buffer *connection_out(connection *c)
 {
-    return &c->out;
+    return &c->out.bytes;
 }
 
 void connection_ask(connection *c, uint64_t request, reply_fn fn, void *cookie)
 {
     pending *p = calloc(1, sizeof(*p));
-    if (!p || c->out.failed || c->state != CONNECTION_READY) {
+    if (!p || c->out.bytes.failed || c->state != CONNECTION_READY) {
         free(p);
         if (c->state == CONNECTION_READY)
             fail_here(c, FANIN_ERR_MEMORY, 0, "connection", NULL,
@@ -492,7 +483,7 @@ deadline connection_tick(connection *c)
     if (now - c->heard_ns >= lost_ns / 2 && !c->pinged) {
         c->pinged = true;
         uint64_t request = connection_next_request(c);
-        encode_empty(&c->out, request, MSG_PING);
+        encode_empty(&c->out.bytes, request, MSG_PING);
         uint64_t heard = c->heard_ns;
         connection_ask(c, request, on_pong, NULL);
         c->heard_ns = heard;
@@ -514,8 +505,7 @@ fanin_status connection_reply_error(connection *c, const char *phase, message_ty
         return error_set(
             error, FANIN_ERR_PROTOCOL, &place,
             "rank %u at %s sent a reply that does not fit the request (%s)",
-            c->peer.rank, c->text,
-            b->why ? b->why : "unexpected type");
+            c->peer.rank, c->text, b->why ? b->why : "unexpected type");
     }
     place.remedy = m.remedy;
     place.key = m.key;

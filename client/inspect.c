@@ -128,11 +128,8 @@ fanin_status fanin_client_list(fanin_client *client, uint32_t timeout_ms,
                                fanin_publication_fn fn, void *cookie,
                                fanin_error *error)
 {
-    fanin_status status = client_check_connected(client, error);
-    if (status != FANIN_OK)
-        return status;
-    deadline at = deadline_in_ms(timeout_ms);
-    status = client_ensure_connected(client, at, error);
+    deadline at;
+    fanin_status status = client_enter(client, timeout_ms, &at, error);
     if (status != FANIN_OK)
         return status;
     question *questions = calloc(client->n_peers, sizeof(*questions));
@@ -204,13 +201,14 @@ static void snapshot_free(snapshot *s)
 }
 
 /* Current tables of all ranks that announce one step. */
-static fanin_status snapshot_take(fanin_client *client, const char *name, deadline at,
-                                  snapshot *s, fanin_error *error)
+static fanin_status snapshot_take(fanin_client *client, const char *name,
+                                  uint32_t timeout_ms, snapshot *s, fanin_error *error)
 {
     fanin_pull_options options;
     fanin_pull_options_init(&options, sizeof(options));
     options.publication = name;
-    fanin_status status = client_ensure_connected(client, at, error);
+    deadline at;
+    fanin_status status = client_enter(client, timeout_ms, &at, error);
     if (status != FANIN_OK)
         return status;
     if (!name || strlen(name) >= sizeof(s->publication->name))
@@ -312,11 +310,8 @@ fanin_status fanin_client_catalog(fanin_client *client, const char *publication,
                                   const char *name, uint32_t timeout_ms,
                                   fanin_entry_fn fn, void *cookie, fanin_error *error)
 {
-    fanin_status status = client_check_connected(client, error);
-    if (status != FANIN_OK)
-        return status;
     snapshot s = {0};
-    status = snapshot_take(client, publication, deadline_in_ms(timeout_ms), &s, error);
+    fanin_status status = snapshot_take(client, publication, timeout_ms, &s, error);
     if (status == FANIN_OK)
         status = report_catalog(client, &s, name, fn, cookie, error);
     snapshot_free(&s);
@@ -327,11 +322,8 @@ fanin_status fanin_client_metadata(fanin_client *client, const char *publication
                                    uint32_t timeout_ms, fanin_pair_fn fn, void *cookie,
                                    fanin_error *error)
 {
-    fanin_status status = client_check_connected(client, error);
-    if (status != FANIN_OK)
-        return status;
     snapshot s = {0};
-    status = snapshot_take(client, publication, deadline_in_ms(timeout_ms), &s, error);
+    fanin_status status = snapshot_take(client, publication, timeout_ms, &s, error);
     const key_table *keys = status == FANIN_OK ? s.publication->keys : NULL;
     for (uint32_t i = 0; keys && i < keys->n_pairs; i++) {
         if (!fn(cookie, keys->pairs[i].key, keys->pairs[i].value))

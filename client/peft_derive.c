@@ -118,7 +118,7 @@ static fanin_status refuse_fused(const peft_maker *m, const peft_module *module,
 static fanin_status derive_group(peft_maker *m, peft_module *const *group, size_t count,
                                  uint64_t r, json_t *targets, unit_list *units)
 {
-    const char *names[PEFT_WRAPPERS_MAX];
+    const char *names[PEFT_WRAPPERS_MAX] = {"", "", "", "", "", "", "", ""};
     if (!name_parameters(m, group, count, names))
         return refuse_fused(m, group[0],
                             "its parameters' names cannot be told from it");
@@ -172,7 +172,7 @@ static int compare_ranks(const void *a, const void *b)
 /* The rank of most units, the largest of those; 0: out of memory. */
 static uint64_t most_common_rank(const unit_list *units)
 {
-    uint64_t *ranks = malloc(units->count * sizeof(ranks[0]));
+    uint64_t *ranks = calloc(units->count + 1, sizeof(ranks[0]));
     if (!ranks)
         return 0;
     for (size_t i = 0; i < units->count; i++)
@@ -276,6 +276,23 @@ static bool set_target_parameters(peft_maker *m, json_t *found)
            peft_set(m->config, "target_parameters", peft_sorted_keys(found));
 }
 
+/* @p units: room for all layers; @p targets: an empty object. */
+static fanin_status derive_units(peft_maker *m, uint64_t r, unit_list *units,
+                                 json_t *targets)
+{
+    for (uint32_t i = 0; i < m->modules.count; i++) {
+        const peft_module *module = &m->modules.items[i];
+        if (!module->fused)
+            add_unit(units, module, NULL, module->rank);
+    }
+    fanin_status status = derive_fused(m, r, targets, units);
+    if (status)
+        return status;
+    if (!set_target_parameters(m, targets))
+        return error_set_memory(m->error);
+    return set_ranks(m, units, r);
+}
+
 fanin_status peft_ranks_derive(peft_maker *m)
 {
     uint64_t r = (uint64_t)json_integer_value(peft_field(m, "r"));
@@ -290,19 +307,8 @@ fanin_status peft_ranks_derive(peft_maker *m)
     }
     unit_list units = {.items = calloc(m->modules.count, sizeof(units.items[0]))};
     json_t *targets = json_object();
-    fanin_status status =
-        units.items && targets ? FANIN_OK : error_set_memory(m->error);
-    for (uint32_t i = 0; i < m->modules.count && !status; i++) {
-        const peft_module *module = &m->modules.items[i];
-        if (!module->fused)
-            add_unit(&units, module, NULL, module->rank);
-    }
-    if (!status)
-        status = derive_fused(m, r, targets, &units);
-    if (!status && !set_target_parameters(m, targets))
-        status = error_set_memory(m->error);
-    if (!status)
-        status = set_ranks(m, &units, r);
+    fanin_status status = units.items && targets ? derive_units(m, r, &units, targets)
+                                                 : error_set_memory(m->error);
     json_decref(targets);
     units_free(&units);
     return status;

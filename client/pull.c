@@ -35,9 +35,12 @@ typedef struct pull {
 
 /* ----------------------------------------------------------------- options */
 
-fanin_status pull_check_options(const fanin_pull_options *in, fanin_pull_options *out,
-                                fanin_error *error)
+fanin_status pull_check(const fanin_client *client, const fanin_pull_options *in,
+                        fanin_pull_options *out, fanin_error *error)
 {
+    fanin_status status = client_check_connected(client, error);
+    if (status != FANIN_OK)
+        return status;
     fanin_pull_options_init(out, sizeof(*out));
     if (!in || in->struct_size < sizeof(size_t))
         return error_set(error, FANIN_ERR_ARGUMENT, NULL,

@@ -42,8 +42,8 @@ typedef struct destination {
 fanin_status pull_run(fanin_client *client, const fanin_pull_options *options,
                       destination *d, fanin_result **result_out, fanin_error *error);
 
-/** Checks struct_size, publication's form, rule, timeout; copies over defaults. */
-fanin_status pull_check_options(const fanin_pull_options *in, fanin_pull_options *out,
-                                fanin_error *error);
+/** Checks the client; struct_size, publication's form, rule, timeout; copies over defaults. */
+fanin_status pull_check(const fanin_client *client, const fanin_pull_options *in,
+                        fanin_pull_options *out, fanin_error *error);
 
 #endif

@@ -90,9 +90,7 @@ fanin_status fanin_client_pull_adapter(fanin_client *client,
                                        fanin_error *error)
 {
     fanin_pull_options checked;
-    fanin_status status = client_check_connected(client, error);
-    if (status == FANIN_OK)
-        status = pull_check_options(options, &checked, error);
+    fanin_status status = pull_check(client, options, &checked, error);
     if (status != FANIN_OK)
         return status;
     if (!directory || !directory[0])

@@ -240,9 +240,7 @@ fanin_status fanin_client_pull(fanin_client *client, const fanin_pull_options *o
                                fanin_result **result_out, fanin_error *error)
 {
     fanin_pull_options checked;
-    fanin_status status = client_check_connected(client, error);
-    if (status == FANIN_OK)
-        status = pull_check_options(options, &checked, error);
+    fanin_status status = pull_check(client, options, &checked, error);
     if (status != FANIN_OK)
         return status;
     if (!tensors || count == 0 || tensors->struct_size < sizeof(fanin_tensor))

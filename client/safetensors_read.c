@@ -331,7 +331,7 @@ fanin_status fanin_safetensors_open(const char *path, fanin_safetensors **out,
                                errno, NULL, "cannot open '%s'", path);
     fanin_safetensors *file = NULL;
     fanin_status status = parse_file(fd, path, &file, error);
-    if (status) {
+    if (status || !file) {
         close(fd);
         return status;
     }

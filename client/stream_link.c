@@ -2,6 +2,7 @@
 #include "stream_link.h"
 
 #include "error_set.h"
+#include "outgoing.h"
 #include <errno.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -21,8 +22,7 @@ typedef struct data_connection {
     loop_source source; /* first: the loop hands it back */
     struct stream_link *link;
     stage stage;
-    buffer out;
-    size_t out_sent;
+    outgoing out;
     uint64_t queue[QUEUE]; /* requests, oldest first */
     unsigned queued;
     uint8_t header[FRAME_SIZE];
@@ -58,7 +58,7 @@ static void close_data(stream_link *link, data_connection *d)
         close(d->source.fd);
     }
     d->source.fd = -1;
-    buffer_free(&d->out);
+    outgoing_free(&d->out);
     buffer_free(&d->text);
     free(d->staging);
     d->staging = NULL;
@@ -85,7 +85,7 @@ fanin_status stream_link_create(fanin_client *client, const connection *control,
             break;
         d->source.fd = fd;
         d->source.events = EPOLLOUT;
-        connection_encode_data_hello(control, &d->out);
+        connection_encode_data_hello(control, &d->out.bytes);
         status = loop_add(&client->loop, &d->source, error);
     }
     if (status != FANIN_OK) {
@@ -155,23 +155,12 @@ static void lose(data_connection *d, fanin_status status, int sys_errno,
 
 static void flush(data_connection *d)
 {
-    while (d->out_sent < d->out.size) {
-        ssize_t n = send(d->source.fd, d->out.data + d->out_sent,
-                         d->out.size - d->out_sent, MSG_NOSIGNAL);
-        if (n < 0 && errno == EINTR)
-            continue;
-        if (n < 0 && (errno == EAGAIN || errno == EWOULDBLOCK))
-            break;
-        if (n < 0) {
-            lose(d, FANIN_ERR_CLOSED, errno, "broke a data connection");
-            return;
-        }
-        d->out_sent += (size_t)n;
-    }
-    if (d->out_sent == d->out.size)
-        d->out.size = d->out_sent = 0;
-    loop_want(&d->link->client->loop, &d->source,
-              d->out.size ? EPOLLIN | EPOLLOUT : EPOLLIN);
+    int failed = outgoing_flush(&d->out, d->source.fd);
+    if (failed)
+        lose(d, FANIN_ERR_CLOSED, failed, "broke a data connection");
+    else
+        loop_want(&d->link->client->loop, &d->source,
+                  outgoing_is_empty(&d->out) ? EPOLLIN : EPOLLIN | EPOLLOUT);
 }
 
 static bool window_open(const stream_work *w)
@@ -195,12 +184,12 @@ static void pump(data_connection *d)
                       .entries = &w->list->entries[r->first_entry],
                       .n_entries = r->n_entries};
         memcpy(m.token, w->token, sizeof(m.token));
-        encode_read(&d->out, index + 2, &m); /* 1 was the hello */
+        encode_read(&d->out.bytes, index + 2, &m); /* 1 was the hello */
         d->queue[d->queued++] = index;
         *w->inflight += r->bytes;
         added = true;
     }
-    if (d->out.failed)
+    if (d->out.bytes.failed)
         lose(d, FANIN_ERR_MEMORY, 0, "cannot be asked: out of memory");
     else if (added)
         flush(d);

@@ -144,11 +144,8 @@ fanin_status fanin_client_watch(fanin_client *client, const char *publication,
                                 uint32_t timeout_ms, fanin_watch_fn fn, void *cookie,
                                 fanin_error *error)
 {
-    fanin_status status = client_check_connected(client, error);
-    if (status != FANIN_OK)
-        return status;
-    deadline at = deadline_in_ms(timeout_ms);
-    status = client_ensure_connected(client, at, error);
+    deadline at;
+    fanin_status status = client_enter(client, timeout_ms, &at, error);
     if (status != FANIN_OK)
         return status;
     watch w = {.n = client->n_peers};

@@ -57,25 +57,39 @@ void rank_world_unshare(rank_world *w)
     munmap(w, sizeof(*w));
 }
 
-void rank_world_start(rank_world *w)
+void rank_world_describe(rank_world *w, const char *host, const uint16_t *ports)
 {
-    w->options.tensors = &w->tensors;
-    assert_int_equal(ranks_start(&w->options, &w->ranks), 0);
-    assert_int_equal(ranks_wait_ready(w->ranks, 60000), 0);
     uint32_t n = w->options.world_size;
     w->addresses = calloc(n, sizeof(*w->addresses));
     w->address_list = calloc(n, sizeof(*w->address_list));
     w->seeds = calloc(w->tensors.count, sizeof(*w->seeds));
     for (uint32_t i = 0; i < n; i++) {
-        snprintf(w->addresses[i], sizeof(w->addresses[i]), "127.0.0.1:%u",
-                 (unsigned)ranks_port(w->ranks, i));
+        snprintf(w->addresses[i], sizeof(w->addresses[i]), "%s:%u", host,
+                 (unsigned)ports[i]);
         w->address_list[i] = w->addresses[i];
     }
-    for (size_t i = 0; i < w->tensors.count; i++) {
-        char key[640];
-        snprintf(key, sizeof(key), "lora:0:%s", w->tensors.tensors[i].name);
-        w->seeds[i] = pattern_seed(key);
-    }
+    for (size_t i = 0; i < w->tensors.count; i++)
+        w->seeds[i] = rank_world_seed(&w->tensors.tensors[i]);
+}
+
+uint64_t rank_world_seed(const tensor_spec *t)
+{
+    char key[640];
+    snprintf(key, sizeof(key), "lora:0:%s", t->name);
+    return pattern_seed(key);
+}
+
+void rank_world_start(rank_world *w)
+{
+    uint16_t ports[64];
+    uint32_t n = w->options.world_size;
+    assert_true(n <= 64);
+    w->options.tensors = &w->tensors;
+    assert_int_equal(ranks_start(&w->options, &w->ranks), 0);
+    assert_int_equal(ranks_wait_ready(w->ranks, 60000), 0);
+    for (uint32_t i = 0; i < n; i++)
+        ports[i] = ranks_port(w->ranks, i);
+    rank_world_describe(w, "127.0.0.1", ports);
 }
 
 void rank_world_stop(rank_world *w)

@@ -37,6 +37,10 @@ void rank_world_unshare(rank_world *w);
 /** Sensible defaults for @p shape ("small", "dense", ...); change options, then start. */
 void rank_world_init(rank_world *w, const char *shape, uint32_t world_size);
 void rank_world_start(rank_world *w);
+/** Fills addresses and seeds for ranks that somebody else started (see lab.h). */
+void rank_world_describe(rank_world *w, const char *host, const uint16_t *ports);
+/** Seed of a tensor's pattern in run 0. */
+uint64_t rank_world_seed(const tensor_spec *t);
 /** Ends the ranks; ranks_stats() works afterwards, until rank_world_free(). */
 void rank_world_stop(rank_world *w);
 void rank_world_free(rank_world *w);

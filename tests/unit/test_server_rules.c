@@ -12,6 +12,12 @@
 #include <string.h>
 #include <time.h>
 
+#ifdef __has_feature
+#if __has_feature(thread_sanitizer)
+#define RACES_ARE_ERRORS
+#endif
+#endif
+
 #define BIG ((uint64_t)LIMIT_READ_BYTES)
 
 static uint8_t *memory; /* BIG bytes */
@@ -271,7 +277,12 @@ static bool reply_has_no_later_bytes(void)
 static void sends_mind_the_epoch(void **state)
 {
     (void)state;
+#ifdef RACES_ARE_ERRORS
+    /* Without the rule the test is a data race, and ThreadSanitizer says so. */
+    assert_true(reply_has_no_later_bytes());
+#else
     check(reply_has_no_later_bytes, RULE_SEND_CHECK);
+#endif
 }
 
 static sem_t entered, released;

@@ -1,0 +1,151 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""The same adapter over NIXL, as its most careful user would do it, for comparison.
+
+One agent a rank in a process of its own, each rank's shards registered as one arena, one READ
+with all descriptors a rank, prepared once, the destination registered once; what is timed is
+a warm pull of everything. Run it in one go with `nixl-fetch bench`, alternating:
+
+    pip install nixl nixl-cu13            # in an environment of its own
+    python tests/bench/peer_nixl.py --nixl-fetch build/tools/nixl-fetch \
+        --shape moe --world-size 8 --rounds 3
+"""
+
+import argparse
+import json
+import multiprocessing
+import os
+import statistics
+import subprocess
+import sys
+import time
+
+
+def adapter_shapes(tool, shape):
+    """(bytes of a row, rows) of every tensor, as the tool's own stand-in trainer serves them."""
+    with subprocess.Popen(
+        [tool, "serve", "--adapter-shape", shape, "--world-size", "1", "--base-port", "0",
+         "--json"], stdout=subprocess.PIPE, text=True) as server:
+        try:
+            ready = json.loads(server.stdout.readline())
+            listed = subprocess.run(
+                [tool, "list", ready["target"], "--run", "0", "--json"],
+                check=True, capture_output=True, text=True).stdout
+        finally:
+            server.terminate()
+    keys = json.loads(listed)["keys"]
+    return [(k["bytes"] // k["shape"][0], k["shape"][0]) for k in keys]
+
+
+def shard_sizes(shapes, world, rank):
+    """Bytes this rank holds of each tensor (torch.chunk on dimension 0), empty ones left out."""
+    sizes = []
+    for row, rows in shapes:
+        chunk = -(-rows // world)
+        held = min(rank * chunk + chunk, rows) - min(rank * chunk, rows)
+        if held:
+            sizes.append(held * row)
+    return sizes
+
+
+def serve(shapes, world, rank, pipe):
+    import torch
+    from nixl._api import nixl_agent, nixl_agent_config
+
+    sizes = shard_sizes(shapes, world, rank)
+    arena = torch.full((sum(sizes),), rank + 1, dtype=torch.uint8)
+    agent = nixl_agent(f"rank{rank}", nixl_agent_config(True, False, 0))
+    agent.register_memory(arena)
+    at, table = arena.data_ptr(), []
+    for size in sizes:
+        table.append((at, size))
+        at += size
+    pipe.send((agent.get_agent_metadata(), table))
+    pipe.recv()
+
+
+def prepare(pipes):
+    """One prepared READ a rank; returns a function that runs them all and gives seconds."""
+    import torch
+    from nixl._api import nixl_agent, nixl_agent_config
+
+    agent = nixl_agent("worker", nixl_agent_config(True, False, 0))
+    ranks = [pipe.recv() for pipe in pipes]
+    total = sum(size for _, table in ranks for _, size in table)
+    arena = torch.zeros(total, dtype=torch.uint8)
+    agent.register_memory(arena)
+    handles, at = [], arena.data_ptr()
+    for metadata, table in ranks:
+        peer = agent.add_remote_agent(metadata)
+        here = []
+        for _, size in table:
+            here.append((at, size, 0))
+            at += size
+        there = [(address, size, 0) for address, size in table]
+        handles.append(agent.initialize_xfer(
+            "READ", agent.get_xfer_descs(here, "DRAM"), agent.get_xfer_descs(there, "DRAM"),
+            peer))
+
+    def pull():
+        start = time.perf_counter()
+        for handle in handles:
+            agent.transfer(handle)
+        left = handles
+        while left:
+            left = [h for h in left if agent.check_xfer_state(h) == "PROC"]
+        return time.perf_counter() - start
+
+    def proven():
+        return bool((arena > 0).all())
+
+    return pull, proven, total
+
+
+def ours(tool, shape, world, path):
+    out = subprocess.run(
+        [tool, "bench", "--adapter-shape", shape, "--world-size", str(world), "--path", path,
+         "--iterations", "7", "--json"], check=True, capture_output=True, text=True).stdout
+    return json.loads(out)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--nixl-fetch", required=True)
+    parser.add_argument("--shape", default="dense")
+    parser.add_argument("--world-size", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--paths", default="stream,cma")
+    options = parser.parse_args()
+
+    shapes = adapter_shapes(options.nixl_fetch, options.shape)
+    context = multiprocessing.get_context("spawn")
+    times = {"nixl": []}
+    for _ in range(options.rounds):
+        pairs = [context.Pipe() for _ in range(options.world_size)]
+        processes = [context.Process(target=serve, args=(shapes, options.world_size, r,
+                                                         pairs[r][1]))
+                     for r in range(options.world_size)]
+        for process in processes:
+            process.start()
+        pull, proven, total = prepare([a for a, _ in pairs])
+        pull()
+        times["nixl"] += [pull() for _ in range(5)]
+        if not proven():
+            sys.exit("NIXL's bytes did not arrive")
+        for process in processes:
+            process.kill()
+            process.join()
+        for path in options.paths.split(","):
+            result = ours(options.nixl_fetch, options.shape, options.world_size, path)
+            times.setdefault(path, []).append(result["phases"]["total"]["median_ns"] / 1e9)
+    peer = statistics.median(times["nixl"])
+    for name, values in times.items():
+        median = statistics.median(values)
+        print(f"{options.shape} {options.world_size} ranks {name:7} median "
+              f"{median * 1e3:8.1f} ms  {total / median / 1e9:5.2f} GB/s  "
+              f"{peer / median:5.1f} x NIXL", flush=True)
+    os._exit(0)  # NIXL's own threads may outlive the interpreter's patience
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,192 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include "lab.h"
+
+#include "pattern.h"
+#include "testing.h"
+#include <arpa/inet.h>
+#include <netinet/in.h>
+#include <sched.h>
+#include <signal.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/prctl.h>
+#include <sys/socket.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+typedef enum verb { START, SIGNAL, STOP } verb;
+
+typedef struct request {
+    verb verb;
+    lab_order order;
+    uint32_t rank;
+    int number;
+} request;
+
+typedef struct answer {
+    bool good;
+    uint16_t ports[LAB_RANKS];
+} answer;
+
+uint64_t lab_step(uint32_t life) { return 1 + (uint64_t)life * 1000000; }
+
+/* ------------------------------------------------------------- the process */
+
+/* A later life's bytes are handed to the ranks; those of the first they make themselves. */
+static bool give_bytes(rank_world *w, uint32_t life)
+{
+    for (size_t i = 0; i < w->tensors.count && life > 0; i++) {
+        tensor_spec *t = &w->tensors.tensors[i];
+        uint8_t *bytes = malloc(t->bytes);
+        if (!bytes)
+            return false;
+        pattern_fill(bytes, pattern_start(rank_world_seed(t), lab_step(life)), 0,
+                     t->bytes);
+        t->data = bytes;
+    }
+    return true;
+}
+
+static void end_world(rank_world *w)
+{
+    uint32_t n = w->ranks ? w->options.world_size : 0;
+    for (uint32_t i = 0; i < n; i++)
+        kill(ranks_pid(w->ranks, i), SIGKILL);
+    for (size_t i = 0; i < w->tensors.count; i++)
+        free((void *)(uintptr_t)w->tensors.tensors[i].data);
+    rank_world_free(w);
+    *w = (rank_world){0};
+}
+
+static answer begin_world(rank_world *w, const lab_order *o)
+{
+    answer a = {0};
+    end_world(w);
+    rank_world_init(w, o->shape, o->world_size);
+    w->options.tensors = &w->tensors;
+    w->options.replicate = o->replicate;
+    w->options.base_port = o->base_port;
+    w->options.flags = o->flags;
+    w->options.bind = o->bind[0] ? o->bind : NULL;
+    w->options.allow = o->allow[0] ? o->allow : NULL;
+    memset(w->options.world_id, o->world, sizeof(w->options.world_id));
+    a.good = give_bytes(w, o->life) && ranks_start(&w->options, &w->ranks) == 0 &&
+             ranks_wait_ready(w->ranks, 60000) == 0;
+    for (uint32_t i = 0; a.good && i < o->world_size; i++)
+        a.ports[i] = ranks_port(w->ranks, i);
+    return a;
+}
+
+static answer signal_rank(const rank_world *w, uint32_t rank, int number)
+{
+    pid_t pid = ranks_pid(w->ranks, rank);
+    siginfo_t info;
+    int what = number == SIGKILL ? WEXITED : number == SIGSTOP ? WSTOPPED : WCONTINUED;
+    return (answer){.good = kill(pid, number) == 0 &&
+                            waitid(P_PID, (id_t)pid, &info, what | WNOWAIT) == 0};
+}
+
+static _Noreturn void serve(int channel)
+{
+    rank_world w = {0};
+    request r;
+    while (recv(channel, &r, sizeof(r), 0) == (ssize_t)sizeof(r)) {
+        answer a = {.good = true};
+        if (r.verb == START)
+            a = begin_world(&w, &r.order);
+        else if (r.verb == SIGNAL)
+            a = signal_rank(&w, r.rank, r.number);
+        else
+            end_world(&w);
+        if (send(channel, &a, sizeof(a), MSG_NOSIGNAL) != (ssize_t)sizeof(a))
+            break;
+    }
+    end_world(&w);
+    _exit(0);
+}
+
+void lab_open(lab *l, bool own_network)
+{
+    int pair[2];
+    assert_int_equal(socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0, pair), 0);
+    fflush(NULL);
+    pid_t parent = getpid();
+    l->pid = fork();
+    assert_true(l->pid >= 0);
+    if (l->pid == 0) {
+        prctl(PR_SET_PDEATHSIG, SIGKILL);
+        close(pair[0]);
+        if (getppid() != parent || (own_network && unshare(CLONE_NEWNET) != 0))
+            _exit(1);
+        answer ready = {.good = true};
+        if (send(pair[1], &ready, sizeof(ready), MSG_NOSIGNAL) < 0)
+            _exit(1);
+        serve(pair[1]);
+    }
+    close(pair[1]);
+    l->channel = pair[0];
+    answer ready = {0};
+    assert_int_equal(recv(l->channel, &ready, sizeof(ready), 0), sizeof(ready));
+}
+
+/* --------------------------------------------------------------- this side */
+
+static answer ask(lab *l, const request *r)
+{
+    answer a = {0};
+    assert_int_equal(send(l->channel, r, sizeof(*r), MSG_NOSIGNAL), sizeof(*r));
+    assert_int_equal(recv(l->channel, &a, sizeof(a), 0), sizeof(a));
+    assert_true(a.good);
+    return a;
+}
+
+void lab_close(lab *l)
+{
+    close(l->channel);
+    assert_int_equal(waitpid(l->pid, NULL, 0), l->pid);
+}
+
+void lab_restart(lab *l, const lab_order *order)
+{
+    ask(l, &(request){.verb = START, .order = *order});
+}
+
+void lab_start(lab *l, const lab_order *order, rank_world *w)
+{
+    answer a = ask(l, &(request){.verb = START, .order = *order});
+    rank_world_init(w, order->shape, order->world_size);
+    rank_world_describe(w, order->bind[0] ? order->bind : "127.0.0.1", a.ports);
+}
+
+void lab_signal(lab *l, uint32_t rank, int number)
+{
+    ask(l, &(request){.verb = SIGNAL, .rank = rank, .number = number});
+}
+
+void lab_stop(lab *l) { ask(l, &(request){.verb = STOP}); }
+
+static bool is_free(uint16_t port)
+{
+    struct sockaddr_in at = {.sin_family = AF_INET,
+                             .sin_addr.s_addr = htonl(INADDR_LOOPBACK),
+                             .sin_port = htons(port)};
+    int fd = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+    assert_true(fd >= 0);
+    bool bound = bind(fd, (struct sockaddr *)&at, sizeof(at)) == 0;
+    close(fd);
+    return bound;
+}
+
+uint16_t lab_free_ports(uint32_t n)
+{
+    /* Below the ports that the kernel gives away; elsewhere in every process. */
+    uint32_t first = 20000 + (uint32_t)getpid() * 16 % 8000, found = 0;
+    for (uint32_t port = first; port < first + 4000; port++) {
+        found = is_free((uint16_t)port) ? found + 1 : 0;
+        if (found == n)
+            return (uint16_t)(port - n + 1);
+    }
+    fail_msg("no %u neighbouring ports are free", n);
+    return 0;
+}

@@ -1,0 +1,52 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/**
+ * @file
+ * A process that starts worlds of rank processes, one after the other, and does bad things
+ * to them. Forked before this process uses the library, so that a test can have new ranks
+ * after it has used a client.
+ */
+#ifndef LAB_H
+#define LAB_H
+
+#include "rank_world.h"
+
+#define LAB_RANKS 8
+
+/** What a world is to be like. */
+typedef struct lab_order {
+    char shape[16];
+    uint32_t world_size, replicate;
+    uint16_t base_port; /**< see lab_free_ports() */
+    uint8_t world;      /**< the world id's bytes */
+    uint32_t life;      /**< the bytes of step 1 are those of step lab_step(life) */
+    uint32_t flags;
+    char bind[32], allow[32]; /**< "": loopback */
+} lab_order;
+
+typedef struct lab {
+    pid_t pid;
+    int channel;
+} lab;
+
+/** Forks the process; @p own_network: into a network namespace of its own (root). */
+void lab_open(lab *l, bool own_network);
+/** Ends its ranks and itself. */
+void lab_close(lab *l);
+
+/** Starts the ordered ranks, which commit step 1, and describes them in @p w (to be freed with
+    rank_world_free()). */
+void lab_start(lab *l, const lab_order *order, rank_world *w);
+/** Starts them without a new description: another life at the addresses of the one before. */
+void lab_restart(lab *l, const lab_order *order);
+/** SIGKILL, SIGSTOP or SIGCONT to one rank; returns when it has taken effect. */
+void lab_signal(lab *l, uint32_t rank, int number);
+/** Kills all ranks of the world; returns when they are gone. */
+void lab_stop(lab *l);
+
+/** Whose pattern a life's bytes at step 1 follow. */
+uint64_t lab_step(uint32_t life);
+
+/** The first of @p n neighbouring ports of 127.0.0.1 that are free now. */
+uint16_t lab_free_ports(uint32_t n);
+
+#endif

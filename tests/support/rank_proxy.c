@@ -1,0 +1,172 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include "rank_proxy.h"
+
+#include "buffer.h"
+#include "socket.h"
+#include "testing.h"
+#include <errno.h>
+#include <poll.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/eventfd.h>
+#include <unistd.h>
+
+#define MAX_PAIRS 16
+#define PIECE 65536
+
+/* A client's connection and its other half to the rank. */
+typedef struct pair {
+    int client, rank; /* -1: free */
+    buffer asked;     /* of the client, not yet passed on */
+} pair;
+
+static void close_pair(pair *p)
+{
+    close(p->client);
+    close(p->rank);
+    buffer_free(&p->asked);
+    *p = (pair){.client = -1, .rank = -1};
+}
+
+static bool put(int fd, const uint8_t *data, size_t size)
+{
+    while (size > 0) {
+        ssize_t n = send(fd, data, size, MSG_NOSIGNAL);
+        if (n <= 0)
+            return false;
+        data += n;
+        size -= (size_t)n;
+    }
+    return true;
+}
+
+/* Passes whole requests on. */
+static bool from_client(rank_proxy *p, pair *c)
+{
+    if (!buffer_reserve(&c->asked, PIECE))
+        return false;
+    ssize_t n = recv(c->client, c->asked.data + c->asked.size, PIECE, 0);
+    if (n <= 0)
+        return false;
+    c->asked.size += (size_t)n;
+    for (;;) {
+        frame f;
+        const char *why;
+        if (c->asked.size < FRAME_SIZE)
+            return true;
+        if (frame_decode(c->asked.data, &f, &why) != FANIN_OK)
+            return false;
+        size_t whole = FRAME_SIZE + (size_t)f.length;
+        if (c->asked.size < whole)
+            return true;
+        if (f.type == p->when && !atomic_exchange(&p->triggered, true))
+            p->trigger(p->cookie);
+        if (!put(c->rank, c->asked.data, whole))
+            return false;
+        memmove(c->asked.data, c->asked.data + whole, c->asked.size - whole);
+        c->asked.size -= whole;
+    }
+}
+
+static bool from_rank(const pair *c)
+{
+    static _Thread_local uint8_t piece[PIECE];
+    ssize_t n = recv(c->rank, piece, sizeof(piece), 0);
+    return n > 0 && put(c->client, piece, (size_t)n);
+}
+
+static void target_address(const rank_proxy *p, bool is_unix, socket_address *out)
+{
+    char text[32];
+    snprintf(text, sizeof(text), "127.0.0.1:%u", (unsigned)p->target);
+    if (is_unix)
+        socket_unix_address(geteuid(), p->target, out);
+    else
+        assert_int_equal(socket_resolve(text, out, NULL), FANIN_OK);
+}
+
+/* A rank that is gone refuses here; the client sees its connection closed at once. */
+static void on_accept(const rank_proxy *p, pair *pairs, bool is_unix)
+{
+    socket_address to;
+    int client = accept4(p->listeners[is_unix], NULL, NULL, SOCK_CLOEXEC);
+    if (client < 0)
+        return;
+    target_address(p, is_unix, &to);
+    int rank = socket(to.storage.ss_family, SOCK_STREAM | SOCK_CLOEXEC, 0);
+    pair *c = pairs;
+    while (c < pairs + MAX_PAIRS && c->client >= 0)
+        c++;
+    if (rank < 0 || c == pairs + MAX_PAIRS ||
+        connect(rank, (struct sockaddr *)&to.storage, to.length) != 0) {
+        close(client);
+        close(rank);
+        return;
+    }
+    socket_tune(client);
+    socket_tune(rank);
+    *c = (pair){.client = client, .rank = rank};
+}
+
+static void *run(void *cookie)
+{
+    rank_proxy *p = cookie;
+    pair pairs[MAX_PAIRS];
+    for (int i = 0; i < MAX_PAIRS; i++)
+        pairs[i] = (pair){.client = -1, .rank = -1};
+    for (;;) {
+        struct pollfd polled[3 + 2 * MAX_PAIRS] = {{p->wake, POLLIN, 0},
+                                                   {p->listeners[0], POLLIN, 0},
+                                                   {p->listeners[1], POLLIN, 0}};
+        for (int i = 0; i < MAX_PAIRS; i++) {
+            polled[3 + 2 * i] = (struct pollfd){pairs[i].client, POLLIN, 0};
+            polled[4 + 2 * i] = (struct pollfd){pairs[i].rank, POLLIN, 0};
+        }
+        (void)poll(polled, 3 + 2 * MAX_PAIRS, -1);
+        if (polled[0].revents)
+            break;
+        for (int i = 0; i < MAX_PAIRS; i++) {
+            pair *c = &pairs[i];
+            if ((polled[3 + 2 * i].revents && !from_client(p, c)) ||
+                (polled[4 + 2 * i].revents && !from_rank(c)))
+                close_pair(c);
+        }
+        for (int i = 0; i < 2; i++) {
+            if (polled[1 + i].revents)
+                on_accept(p, pairs, i == 1);
+        }
+    }
+    for (int i = 0; i < MAX_PAIRS; i++) {
+        if (pairs[i].client >= 0)
+            close_pair(&pairs[i]);
+    }
+    return NULL;
+}
+
+void rank_proxy_start(rank_proxy *p, uint16_t target, message_type when,
+                      void (*trigger)(void *), void *cookie)
+{
+    *p = (rank_proxy){
+        .target = target, .when = when, .trigger = trigger, .cookie = cookie};
+    socket_address tcp, name;
+    assert_int_equal(socket_resolve("127.0.0.1:0", &tcp, NULL), FANIN_OK);
+    assert_int_equal(socket_listen(&tcp, 16, &p->listeners[0], NULL), FANIN_OK);
+    uint16_t port = socket_port(p->listeners[0]);
+    snprintf(p->address, sizeof(p->address), "127.0.0.1:%u", (unsigned)port);
+    socket_unix_address(geteuid(), port, &name);
+    assert_int_equal(socket_listen(&name, 16, &p->listeners[1], NULL), FANIN_OK);
+    p->wake = eventfd(0, EFD_CLOEXEC);
+    assert_true(p->wake >= 0);
+    assert_int_equal(pthread_create(&p->thread, NULL, run, p), 0);
+}
+
+void rank_proxy_stop(rank_proxy *p)
+{
+    uint64_t one = 1;
+    assert_int_equal(write(p->wake, &one, sizeof(one)), sizeof(one));
+    pthread_join(p->thread, NULL);
+    close(p->listeners[0]);
+    close(p->listeners[1]);
+    close(p->wake);
+}
