@@ -14,7 +14,7 @@ typedef struct asker {
     struct agreement *agreement;
     size_t peer;
     bool waiting, lost;
-    uint64_t least; /* the step that was asked for, or a later one */
+    uint64_t least;       /* the step that was asked for, or a later one */
     fanin_status refused; /* the rank's own error, other than a lost connection */
     fanin_error error;
 } asker;

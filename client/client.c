@@ -226,11 +226,18 @@ void fanin_client_cancel(fanin_client *client)
 
 /* -------------------------------------------------------------------- loop */
 
+/* When to look again: at once if a rank was given up just now, for nothing may follow that
+   would wake the loop. */
 static deadline tick_all(fanin_client *client)
 {
     deadline next = UINT64_MAX;
-    for (size_t i = 0; i < client->n_peers; i++)
-        next = deadline_sooner(next, connection_tick(client->peers[i].control));
+    for (size_t i = 0; i < client->n_peers; i++) {
+        connection *c = client->peers[i].control;
+        bool was_up = connection_get_state(c) != CONNECTION_DOWN;
+        next = deadline_sooner(next, connection_tick(c));
+        if (was_up && connection_get_state(c) == CONNECTION_DOWN)
+            next = 0;
+    }
     return next;
 }
 

@@ -337,7 +337,9 @@ static void on_readable(connection *c)
         if (n < 0 && (errno == EAGAIN || errno == EWOULDBLOCK))
             return;
         if (n <= 0) {
-            fail_here(c, c->known ? FANIN_ERR_CLOSED : FANIN_ERR_UNREACHABLE,
+            /* Whoever accepts and says nothing is a forwarder in front of a dead rank. */
+            bool ready = c->state == CONNECTION_READY;
+            fail_here(c, ready ? FANIN_ERR_CLOSED : FANIN_ERR_UNREACHABLE,
                       n < 0 ? errno : 0, "connection",
                       "is the trainer process still alive?",
                       n < 0 ? "broke the connection" : "closed the connection");

@@ -10,9 +10,10 @@ typedef struct peft_module {
     const char *path; /**< of the base model's module; not NUL-terminated */
     uint32_t size;    /**< bytes of path */
     uint32_t
-        depth;    /**< how many ".base_layer" followed it: PEFT nests a wrapper for each
-                           parameter of one module; 0 is the outermost */
-    uint32_t key; /**< of its first matrix, for messages */
+        /** how many ".base_layer" followed it: PEFT nests a wrapper for each
+            parameter of one module; 0 is the outermost */
+        depth;
+    uint32_t key;  /**< of its first matrix, for messages */
     uint64_t rank; /**< rows of A = columns of B; with fused experts r times experts */
     uint64_t in, out;
     bool fused; /**< wraps a parameter that holds all experts */

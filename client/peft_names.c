@@ -243,16 +243,17 @@ fanin_status peft_names_make(const key_table *keys, const char *publication,
                              peft_names *out, fanin_error *error)
 {
     size_t room = 1;
-    for (uint32_t i = 0; i < keys->count; i++)
+    uint32_t count = keys->count;
+    for (uint32_t i = 0; i < count; i++)
         room += strlen(keys->entries[i].name) + sizeof(PEFT_PREFIX);
-    *out = (peft_names){.count = keys->count};
+    *out = (peft_names){.count = count};
     out->storage = malloc(room);
-    out->tensors = calloc(keys->count ? keys->count : 1, sizeof(out->tensors[0]));
+    out->tensors = calloc(count ? count : 1, sizeof(out->tensors[0]));
     if (!out->storage || !out->tensors)
         return error_set_memory(error);
 
     char *to = out->storage, buffer[PEFT_NAME_SIZE];
-    for (uint32_t i = 0; i < keys->count; i++) {
+    for (uint32_t i = 0; i < count; i++) {
         const char *name = keys->entries[i].name;
         if (strlen(name) > FANIN_MAX_NAME) {
             return error_set(error, FANIN_ERR_MISMATCH, NULL,
@@ -265,7 +266,7 @@ fanin_status peft_names_make(const key_table *keys, const char *publication,
         to += on_disk.size + 1;
         out->tensors[i] = (peft_tensor){.name = on_disk, .key = i};
     }
-    return sort_names(out, keys, publication, error);
+    return count > 1 ? sort_names(out, keys, publication, error) : FANIN_OK;
 }
 
 void peft_names_free(peft_names *names)

@@ -29,9 +29,10 @@ typedef enum peft_part {
 /** A name on disk. */
 typedef struct peft_name {
     const char *text;
-    uint32_t size;   /**< bytes, without the final NUL */
-    uint32_t module; /**< the first so many bytes are PEFT_PREFIX and the module's path;
-                          0 for PEFT_OTHER and PEFT_MALFORMED */
+    uint32_t size; /**< bytes, without the final NUL */
+    /** the first so many bytes are PEFT_PREFIX and the module's path;
+        0 for PEFT_OTHER and PEFT_MALFORMED */
+    uint32_t module;
     peft_part part;
 } peft_name;
 

@@ -42,10 +42,11 @@ typedef struct plan_rank {
 typedef struct plan {
     plan_rank *ranks; /**< as many as sources, same order; n_pieces 0: not needed */
     size_t n_ranks;
-    strided *views; /**< from = in the piece's packed bytes (or span bytes), to = destination */
+    /** from = in the piece's packed bytes (or span bytes), to = destination */
+    strided *views;
     uint32_t n_views;
-    uint64_t bytes; /**< wanted */
-    uint64_t tensors; /**< distinct keys */
+    uint64_t bytes;    /**< wanted */
+    uint64_t tensors;  /**< distinct keys */
     bool has_replicas; /**< some source could be spared */
 } plan;
 
@@ -66,8 +67,8 @@ fanin_status plan_build(const key_table *keys, const plan_source *sources,
 void plan_free(plan **plan);
 
 /** Whether those sources with use[i] tile everything (the proof alone). */
-bool plan_sufficient(const key_table *keys, const plan_source *sources, size_t n_sources,
-                     const bool *use);
+bool plan_sufficient(const key_table *keys, const plan_source *sources,
+                     size_t n_sources, const bool *use);
 
 /* ---- one-sided reads ---- */
 
@@ -76,7 +77,8 @@ typedef struct span_piece {
     uint64_t offset; /**< bytes from the span's start to the piece's first element */
     uint64_t length; /**< contiguous bytes, if view is 0 */
     uint64_t to;
-    uint32_t view; /**< as in piece, but `from` strides are those of the remote memory */
+    /** as in piece, but `from` strides are those of the remote memory */
+    uint32_t view;
 } span_piece;
 
 typedef struct span {
@@ -96,9 +98,10 @@ typedef struct plan_spans {
 } plan_spans;
 
 typedef struct span_rule {
-    uint64_t max_length;  /**< of a span */
-    uint64_t max_gap;     /**< bytes read for nothing to save one operation */
-    uint64_t direct_from; /**< a piece of at least so many contiguous bytes is a span of its own */
+    uint64_t max_length; /**< of a span */
+    uint64_t max_gap;    /**< bytes read for nothing to save one operation */
+    /** a piece of at least so many contiguous bytes is a span of its own */
+    uint64_t direct_from;
 } span_rule;
 
 /**

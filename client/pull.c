@@ -27,6 +27,7 @@ typedef struct pull {
     fanin_result *result;
     adapter_identity identity;
     bool refused; /* the attempt ended before anything was read: not stale */
+    bool missing; /* it ended for want of ranks that cannot be connected */
     uint64_t attempt_ns;
     unsigned transport_failures;
     fanin_error stale; /* the last reason to restart */
@@ -78,6 +79,7 @@ static fanin_status get_ready(pull *p, fanin_error *error)
     uint64_t clock = clock_ns();
     fanin_status status = client_ensure_connected(client, p->at, error);
     info->connect_ns += lap(&clock);
+    p->missing = status != FANIN_OK;
     if (status == FANIN_OK)
         status = agree(client, p->publication, p->options, p->at, p->announced, p->use,
                        error);
@@ -86,8 +88,10 @@ static fanin_status get_ready(pull *p, fanin_error *error)
         status =
             tables_sync(client, p->publication, p->announced, p->use, p->at, error);
     info->catalog_ns += lap(&clock);
-    if (status == FANIN_OK)
+    if (status == FANIN_OK) {
         status = pull_plan(client, p->publication, p->use, p->destination, error);
+        p->missing = status != FANIN_OK;
+    }
     info->plan_ns += lap(&clock);
     return status;
 }
@@ -195,9 +199,9 @@ static bool may_restart(pull *p, fanin_status status)
     case FANIN_ERR_CLOSED:
         return true;
     case FANIN_ERR_UNREACHABLE:
-        /* Lost while reading: its boxes may be had from a replica, or it is back. Found
+        /* Lost on the way: its boxes may be had from a replica, or it is back. Found
            missing when the plan was made: nothing to try. */
-        return !p->refused;
+        return !p->missing;
     case FANIN_ERR_TRANSPORT:
         return ++p->transport_failures < MAX_TRANSPORT_FAILURES;
     default:

@@ -14,8 +14,8 @@
 /** Where the bytes go. All functions run in the pulling thread. */
 typedef struct destination {
     void *cookie;
-    unsigned
-        plan_slot; /**< which of the publication's cached plans: 0 memory, 1 adapter */
+    /** which of the publication's cached plans: 0 memory, 1 adapter */
+    unsigned plan_slot;
     /** Names the layout: equal digests and key tables have equal plans. */
     digest (*layout)(void *cookie);
     /** The key table to be pulled, for a plan that is not cached. Outputs are the
@@ -35,8 +35,8 @@ typedef struct destination {
                             fanin_error *error);
     /** Sorted ranges for registration; valid after agreed(). */
     void (*ranges)(void *cookie, const memory_range **ranges, size_t *n);
-    bool
-        leak; /**< set by the pull: reads could not be recalled, never free the memory */
+    /** set by the pull: reads could not be recalled, never free the memory */
+    bool leak;
 } destination;
 
 fanin_status pull_run(fanin_client *client, const fanin_pull_options *options,

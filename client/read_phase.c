@@ -244,7 +244,7 @@ static void finish(read_phase *r, works *w, fanin_status status)
 
 fanin_status read_phase_run(read_phase *r, deadline at, fanin_error *error)
 {
-    works w = {.progress_ns = clock_ns()};
+    works w = {.progress_ns = 0}; /* the first report comes at once */
     r->first_ns = clock_ns();
     fanin_status status = start(r, &w, error);
     if (status == FANIN_OK)

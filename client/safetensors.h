@@ -23,8 +23,8 @@ typedef struct safetensors_item {
 
 /** Where everything goes. */
 typedef struct safetensors_layout {
-    uint8_t *
-        header; /**< to be freed; its length, JSON and padding: what precedes the data */
+    /** to be freed; its length, JSON and padding: what precedes the data */
+    uint8_t *header;
     uint64_t header_size;
     uint64_t file_size;
 } safetensors_layout;

@@ -60,8 +60,9 @@ typedef struct box_place {
 
 typedef enum box_rule {
     BOXES_EXPLICIT = 0,
-    BOXES_CHUNK = 1, /**< of every key this rank holds block_chunk(dim, world, index), in one
-                          packed box, or nothing where that is empty */
+    /** of every key this rank holds block_chunk(dim, world, index), in one packed box,
+        or nothing where that is empty */
+    BOXES_CHUNK = 1,
 } box_rule;
 
 typedef struct box_table box_table; /* opaque: 16 bytes a box under BOXES_CHUNK */
@@ -95,12 +96,13 @@ void box_table_get(const box_table *table, uint64_t ordinal, uint32_t *key_out,
                    block *block_out, box_place *place_out);
 /** First ordinal of @p key and how many follow (0: none). O(1) or O(log n). */
 uint64_t box_table_of_key(const box_table *table, uint32_t key, uint64_t *count_out);
-uint32_t box_table_regions(const box_table *table); /**< 1 + highest region id, 0: none */
+/** 1 + highest region id, 0: none */
+uint32_t box_table_regions(const box_table *table);
 
 /* --------------------------------------------------------------- regions */
 
 typedef struct region_entry {
-    uint32_t id; /**< 0 .. count-1, ascending */
+    uint32_t id;           /**< 0 .. count-1, ascending */
     uint64_t base, length; /**< address in the server's process; base+length fits */
     int32_t memory, device;
     const uint8_t *rkey;

@@ -43,14 +43,14 @@ typedef enum message_type {
 #define LIMIT_BEFORE_HELLO 4096
 #define LIMIT_REQUEST 65536
 #define LIMIT_READ_REQUEST 131072
-#define LIMIT_PAGE (1 << 20)             /**< of a blob in one reply */
-#define LIMIT_REPLY (LIMIT_PAGE + 4096)  /**< any reply but MSG_READ_OK */
-#define LIMIT_READ_BYTES (4 << 20)       /**< that one read may ask for */
+#define LIMIT_PAGE (1 << 20)            /**< of a blob in one reply */
+#define LIMIT_REPLY (LIMIT_PAGE + 4096) /**< any reply but MSG_READ_OK */
+#define LIMIT_READ_BYTES (4 << 20)      /**< that one read may ask for */
 #define LIMIT_READ_ENTRIES 4096
 #define LIMIT_METADATA (1 << 20)
 #define LIMIT_KEYS (1 << 20)
-#define LIMIT_NAMES (128 << 20)          /**< bytes of all names of a key table */
-#define LIMIT_BOXES (1 << 22)            /**< a rank */
+#define LIMIT_NAMES (128 << 20) /**< bytes of all names of a key table */
+#define LIMIT_BOXES (1 << 22)   /**< a rank */
 #define LIMIT_PUBLICATIONS 4096
 #define LIMIT_UCX_ADDRESS 4096
 #define LIMIT_RKEY 1024
@@ -67,6 +67,7 @@ void frame_encode(const frame *f, uint8_t out[FRAME_SIZE]);
  * FANIN_ERR_PROTOCOL (magic, flags, reserved field) with a static sentence in *why_out;
  * FANIN_ERR_VERSION (another major). Does not judge type or length.
  */
-fanin_status frame_decode(const uint8_t in[FRAME_SIZE], frame *out, const char **why_out);
+fanin_status frame_decode(const uint8_t in[FRAME_SIZE], frame *out,
+                          const char **why_out);
 
 #endif

@@ -57,8 +57,9 @@ typedef struct msg_hello_ok {
     uint64_t features;
     uint8_t world_id[16], incarnation[16], session[16];
     uint32_t rank, world_size;
-    char server_name[160], ucx_version[32], software[64], host_id[64]; /**< boot id + ipc/pid
-                        namespace ids, to tell whether cma can work */
+    char server_name[160], ucx_version[32], software[64];
+    /** boot id + ipc/pid namespace ids, to tell whether cma can work */
+    char host_id[64];
     uint32_t paths; /**< bit 1 << fanin_path */
     uint32_t lease_ms;
     char warnings[512]; /**< lines */
@@ -99,8 +100,9 @@ typedef struct msg_wait {
 typedef struct msg_wait_ok {
     uint64_t step, catalog_version;
     uint8_t key_digest[16];
-    uint64_t stable_ns; /**< how long the publication was stable on average of its last
-                             commits; 0: unknown */
+    /** how long the publication was stable on average of its last
+        commits; 0: unknown */
+    uint64_t stable_ns;
 } msg_wait_ok;
 
 typedef struct msg_begin {
@@ -115,7 +117,7 @@ typedef struct msg_begin_ok {
     uint64_t epoch;
     uint32_t lease_ms;
     /* refused */
-    int32_t state; /**< FANIN_PUBLICATION_... now */
+    int32_t state;                  /**< FANIN_PUBLICATION_... now */
     uint64_t step, catalog_version; /**< now */
     char why[128];
 } msg_begin_ok;
@@ -130,8 +132,9 @@ typedef struct read_entry {
 
 typedef struct msg_read {
     uint8_t token[16];
-    uint64_t bytes; /**< what the entries sum up to. The decoder compares it with the ranges
-                         alone; the server, which knows the boxes, with everything */
+    /** what the entries sum up to. The decoder compares it with the ranges alone; the
+        server, which knows the boxes, with everything */
+    uint64_t bytes;
     const read_entry *entries;
     uint32_t n_entries;
 } msg_read;
@@ -164,11 +167,15 @@ typedef struct msg_error {
 
 void encode_hello(buffer *b, uint64_t request, const msg_hello *m);
 void encode_hello_ok(buffer *b, uint64_t request, const msg_hello_ok *m);
-void encode_open_path(buffer *b, uint64_t request, message_type type, const msg_open_path *m);
+void encode_open_path(buffer *b, uint64_t request, message_type type,
+                      const msg_open_path *m);
 void encode_list(buffer *b, uint64_t request, const char *publication_or_null);
-void encode_list_ok(buffer *b, uint64_t request, const msg_list_entry *entries, uint32_t count);
-void encode_blob_request(buffer *b, uint64_t request, message_type type, const msg_blob_request *m);
-void encode_blob_page(buffer *b, uint64_t request, message_type type, const msg_blob_page *m);
+void encode_list_ok(buffer *b, uint64_t request, const msg_list_entry *entries,
+                    uint32_t count);
+void encode_blob_request(buffer *b, uint64_t request, message_type type,
+                         const msg_blob_request *m);
+void encode_blob_page(buffer *b, uint64_t request, message_type type,
+                      const msg_blob_page *m);
 void encode_wait(buffer *b, uint64_t request, const msg_wait *m);
 void encode_wait_ok(buffer *b, uint64_t request, const msg_wait_ok *m);
 void encode_begin(buffer *b, uint64_t request, const msg_begin *m);
@@ -195,7 +202,8 @@ fanin_status decode_hello_ok(body *in, msg_hello_ok *out);
 fanin_status decode_open_path(body *in, msg_open_path *out);
 fanin_status decode_list(body *in, char publication_out[80]); /**< "" for all */
 /** *entries_out is malloc'ed, the caller frees it. */
-fanin_status decode_list_ok(body *in, msg_list_entry **entries_out, uint32_t *count_out);
+fanin_status decode_list_ok(body *in, msg_list_entry **entries_out,
+                            uint32_t *count_out);
 fanin_status decode_blob_request(body *in, message_type type, msg_blob_request *out);
 fanin_status decode_blob_page(body *in, msg_blob_page *out);
 fanin_status decode_wait(body *in, msg_wait *out);

@@ -34,7 +34,8 @@ bool scan_head_read(const uint8_t *data, size_t size, scan_head *out,
                     const char **why_out);
 
 typedef struct scan_limits {
-    uint32_t depth;   /**< nesting, a scalar at top level is depth 0; at most SCAN_DEPTH */
+    /** nesting, a scalar at top level is depth 0; at most SCAN_DEPTH */
+    uint32_t depth;
     uint32_t objects; /**< in all */
 } scan_limits;
 

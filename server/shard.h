@@ -13,10 +13,11 @@
 typedef struct shard_box {
     block block;
     bool packed;
-    int64_t stride[FANIN_MAX_DIMS]; /**< bytes between neighbours, also when packed; the
-                                         last one counts units of packed dtypes */
-    uint8_t *first;                 /**< first element */
-    uint64_t low, high;             /**< addresses of all bytes: [low, high) */
+    /** bytes between neighbours, also when packed; the
+        last one counts units of packed dtypes */
+    int64_t stride[FANIN_MAX_DIMS];
+    uint8_t *first;     /**< first element */
+    uint64_t low, high; /**< addresses of all bytes: [low, high) */
     uint64_t bytes;
 } shard_box;
 

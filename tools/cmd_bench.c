@@ -47,7 +47,7 @@ static bool to_memory(const bench *b)
     return b->dest == NULL || strcmp(b->dest, "memory") == 0;
 }
 
-/* Removes an adapter directory that this bench made, and the lock file beside it. */
+/* Removes an adapter directory that this bench made. */
 static void remove_directory(const char *path)
 {
     DIR *directory = opendir(path);

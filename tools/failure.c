@@ -72,7 +72,8 @@ int failure_report(const char *what, const fanin_error *error)
     if (json_wanted) {
         print_json(error->status, fanin_status_name(error->status), error);
     }
-    if (error->status == FANIN_ERR_CANCELLED && interrupt_requested()) {
+    /* Ctrl-C reaches the ranks of a bench too: what they do then is not the cause. */
+    if (interrupt_requested()) {
         return EXIT_INTERRUPTED;
     }
     return failure_exit_code(error->status);

@@ -70,7 +70,8 @@ void progress_update(void *cookie, uint64_t done, uint64_t total)
     char numbers[1024];
     if (done > 0 && total >= done) {
         double rest = (double)spent / (double)done * (double)(total - done);
-        snprintf(left, sizeof(left), ", %s left", output_duration((uint64_t)rest).s);
+        snprintf(left, sizeof(left), rest < 1e10 ? ", %.1f s left" : ", %.0f s left",
+                 rest / 1e9);
     }
     snprintf(numbers, sizeof(numbers), "%3.0f %%  %s of %s, %s%s",
              total > 0 ? 100.0 * (double)done / (double)total : 100.0,

@@ -32,7 +32,12 @@ block block_chunk(uint32_t n_dims, const uint64_t *shape, uint32_t dim, uint32_t
  * hole. O(n log n) along one dimension, O(2^k n log n) when k dimensions are cut. A block
  * that is empty or reaches outside counts as a conflict with itself.
  */
-typedef enum block_tiling { TILING_EXACT, TILING_HOLE, TILING_CONFLICT, TILING_MEMORY } block_tiling;
+typedef enum block_tiling {
+    TILING_EXACT,
+    TILING_HOLE,
+    TILING_CONFLICT,
+    TILING_MEMORY
+} block_tiling;
 block_tiling block_tiles(uint32_t n_dims, const uint64_t *shape, const block *blocks,
                          size_t count, block *fault_out, long *a_out, long *b_out);
 
@@ -54,9 +59,9 @@ void block_packed_strides(uint32_t n_dims, const uint64_t *extent, uint64_t unit
  */
 typedef struct strided {
     uint32_t n_dims;
-    uint64_t extent[FANIN_MAX_DIMS]; /**< units */
+    uint64_t extent[FANIN_MAX_DIMS];                  /**< units */
     int64_t from[FANIN_MAX_DIMS], to[FANIN_MAX_DIMS]; /**< bytes between neighbours */
-    uint64_t run;                    /**< bytes of one contiguous run after fusing */
+    uint64_t run; /**< bytes of one contiguous run after fusing */
 } strided;
 
 /** Fuses; extents must be > 0. After it n_dims counts the dimensions around the run. */

@@ -12,10 +12,10 @@ uint64_t clock_ns(void);
 /** A point in time on clock_ns(); UINT64_MAX: never. */
 typedef uint64_t deadline;
 
-deadline deadline_in_ms(uint64_t ms);       /**< saturates */
+deadline deadline_in_ms(uint64_t ms); /**< saturates */
 bool deadline_passed(deadline at);
-uint64_t deadline_left_ns(deadline at);     /**< 0 when passed */
-int deadline_poll_ms(deadline at);          /**< for poll(2)/epoll_wait(2): rounded up, 0 when
+uint64_t deadline_left_ns(deadline at); /**< 0 when passed */
+int deadline_poll_ms(deadline at); /**< for poll(2)/epoll_wait(2): rounded up, 0 when
                                                  passed, at most INT_MAX */
 deadline deadline_sooner(deadline a, deadline b);
 

@@ -7,7 +7,8 @@
 
 /** What a message is about; fields left 0/NULL are unknown. */
 typedef struct error_place {
-    const char *phase;   /**< "connect", "catalog", "plan", "wait", "begin", "read", ... */
+    const char
+        *phase; /**< "connect", "catalog", "plan", "wait", "begin", "read", ... */
     const char *address;
     const char *key;
     const char *remedy;
@@ -21,8 +22,9 @@ typedef struct error_place {
  * and returns @p status, so that a caller can write `return error_set(...)`.
  * @p place may be NULL.
  */
-fanin_status error_set(fanin_error *error, fanin_status status, const error_place *place,
-                       const char *format, ...) __attribute__((format(printf, 4, 5)));
+fanin_status error_set(fanin_error *error, fanin_status status,
+                       const error_place *place, const char *format, ...)
+    __attribute__((format(printf, 4, 5)));
 
 /** error_set() for a failed system call: appends ": <strerror>" and sets sys_errno. */
 fanin_status error_set_errno(fanin_error *error, fanin_status status, int sys_errno,

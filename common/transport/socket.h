@@ -20,7 +20,8 @@ typedef struct socket_address {
 
 /** Splits "host:port" / "[v6]:port" and resolves; getaddrinfo may block on DNS, so numeric
     addresses and "localhost" never ask it. FANIN_ERR_ARGUMENT, FANIN_ERR_UNREACHABLE. */
-fanin_status socket_resolve(const char *host_port, socket_address *out, fanin_error *error);
+fanin_status socket_resolve(const char *host_port, socket_address *out,
+                            fanin_error *error);
 bool socket_is_loopback(const socket_address *a);
 /** Whether the address belongs to this host (loopback or one of its interfaces). */
 bool socket_is_local(const socket_address *a);
@@ -35,7 +36,8 @@ uint16_t socket_port(int fd); /**< local TCP port, 0: none */
 /** accept4: fd, -1 with errno. *peer_out: text and storage. */
 int socket_accept(int listener, socket_address *peer_out);
 /** Starts a non-blocking connect; finished when writable. FANIN_ERR_UNREACHABLE, IO. */
-fanin_status socket_connect_start(const socket_address *a, int *fd_out, fanin_error *error);
+fanin_status socket_connect_start(const socket_address *a, int *fd_out,
+                                  fanin_error *error);
 /** 0: connected; else errno of the failed connect (SO_ERROR). */
 int socket_connect_result(int fd);
 /** TCP_NODELAY, keepalive 5/2/3 s, TCP_USER_TIMEOUT 10 s; nothing on Unix sockets. */

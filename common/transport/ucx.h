@@ -93,7 +93,8 @@ typedef struct ucx_local ucx_local; /**< a registered destination */
 /**
  * @p path narrows the transports to it. Gets that UCX would emulate fail at once where UCX
  * knows PROTO_EMULATION_ENABLE (>= 1.21); with older ones they never complete, since the
- * server ignores them: the first get on an endpoint is a probe with a deadline.
+ * server ignores them: the first get on an endpoint is a probe with a deadline. RDMA uses
+ * one port: the first that UCX_NET_DEVICES names, else the fastest.
  */
 fanin_status ucx_client_create(ucx *u, ucx_path path, const logger *log,
                                ucx_client **out, fanin_error *error);
@@ -108,8 +109,9 @@ bool ucx_client_progress(ucx_client *c);
 /** Arms the fd; false: something is pending, progress again instead of sleeping. */
 bool ucx_client_arm(ucx_client *c);
 
-/** Connects to a server's worker address (at most 4 KiB). Does not block. With PEER error
-    handling. FANIN_ERR_UNSUPPORTED: the path's transports do not reach the server. */
+/** Connects to a server's worker address (at most 4 KiB). Does not wait
+    for the server; for RDMA the kernel may take seconds to find that nobody has an address.
+    With PEER error handling. FANIN_ERR_UNSUPPORTED: the path's transports do not reach the server. */
 fanin_status ucx_endpoint_create(ucx_client *c, const uint8_t *address, size_t size,
                                  ucx_endpoint **out, fanin_error *error);
 /** 0, or the ucs_status_t the endpoint failed with; text for messages. */

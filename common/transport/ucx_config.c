@@ -36,8 +36,11 @@ static const setting settings[] = {
     {"CUDA_IPC_ENABLE_GET_ZCOPY", "y", R(SERVER_HOST) | R(CLIENT_CUDA_IPC), 0, false},
     /* dmabuf serves RDMA only, and probing for it has crashed on managed pools. */
     {"CUDA_COPY_DMABUF", "n", R(SERVER_HOST) | R(CLIENT_CUDA_IPC), 17, false},
-    /* One lane: the server, which lacks the RMA feature, answers a connection with one. */
-    {"MAX_RMA_RAILS", "1", CLIENTS, 0, false},
+    /* One lane of RDMA: the server, which lacks the RMA feature, answers a connection with
+       one, and UCX ends the process when it expected more. See also pin_device(). */
+    {"MAX_RMA_RAILS", "1", EVERYBODY, 0, true},
+    {"MAX_RNDV_RAILS", "1", EVERYBODY, 0, true},
+    {"MAX_EAGER_RAILS", "1", EVERYBODY, 0, true},
     /* Registered means registered until it is unmapped, not while a cache likes it. */
     {"RCACHE_ENABLE", "n", EVERYBODY, 0, false},
     {"KEEPALIVE_INTERVAL", "1s", EVERYBODY, 0, false},
@@ -92,6 +95,22 @@ static fanin_status apply_all(const ucx *u, ucp_config_t *config, ucx_role role,
     return status;
 }
 
+/* Lanes for different purposes must not lie on different devices either. */
+static fanin_status pin_device(const ucx *u, ucp_config_t *config, const logger *log,
+                               fanin_error *error)
+{
+    char name[UCX_DEVICE_NAME];
+    const char *wanted = getenv("UCX_NET_DEVICES");
+    if (!ucx_device_choose("/sys/class/infiniband", wanted, name))
+        return error_set(error, FANIN_ERR_UNSUPPORTED, NULL,
+                         "this host has no active RDMA port");
+    if (wanted && strchr(wanted, ','))
+        log_write(log, FANIN_LOG_INFO, "ucx-config",
+                  "of UCX_NET_DEVICES %s only %s is used", wanted, name);
+    const setting pinned = {"NET_DEVICES", name, 0, 0, true};
+    return apply(u, config, &pinned, log, error);
+}
+
 fanin_status ucx_config_make(const ucx *u, ucx_role role, const logger *log,
                              ucp_config_t **out, fanin_error *error)
 {
@@ -110,6 +129,8 @@ fanin_status ucx_config_make(const ucx *u, ucx_role role, const logger *log,
         status =
             apply_all(u, config, role, global_settings,
                       sizeof(global_settings) / sizeof(global_settings[0]), log, error);
+    if (status == FANIN_OK && role == UCX_ROLE_CLIENT_RDMA)
+        status = pin_device(u, config, log, error);
     if (status != FANIN_OK) {
         u->ucp_config_release(config);
         return status;

@@ -18,8 +18,8 @@ typedef int (*ucx_log_fn)(const char *file, unsigned line, const char *function,
 void ucs_log_push_handler(ucx_log_fn handler);
 
 /** The oldest UCX that is used; ucp_init_version() is called with it. */
-#define UCX_MIN_MAJOR 1
-#define UCX_MIN_MINOR 16
+#define UCX_MIN_MAJOR 1U
+#define UCX_MIN_MINOR 16U
 
 /** Longest address and remote key that is accepted. UCX is not told their length and
     believes what they say, so they are parsed in a copy with zeros behind. */
@@ -90,6 +90,15 @@ typedef enum ucx_role {
 /** The role's configuration, respecting the environment. Released by the caller. */
 fanin_status ucx_config_make(const ucx *u, ucx_role role, const logger *log,
                              ucp_config_t **out, fanin_error *error);
+
+#define UCX_DEVICE_NAME 64
+/**
+ * The RDMA port that a client uses ("mlx5_0:1"): the first of @p wanted (the user's
+ * UCX_NET_DEVICES, may be NULL), else the fastest active one in @p directory
+ * (/sys/class/infiniband). False: there is none.
+ */
+bool ucx_device_choose(const char *directory, const char *wanted,
+                       char name[UCX_DEVICE_NAME]);
 
 /** A context with its one worker. Zeroed: none. */
 typedef struct ucx_worker {

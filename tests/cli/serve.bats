@@ -45,7 +45,7 @@ teardown()
 }
 
 @test "uncoupled ranks: pulls are of one step" {
-    start_ranks --adapter-shape small --world-size 3 --update-every 150 --uncoupled
+    start_ranks --adapter-shape small --world-size 3 --update-every 400 --uncoupled
     for i in 1 2 3; do
         run -0 "$NIXL_FETCH" pull "$info" --out "d$i" --check-pattern
     done

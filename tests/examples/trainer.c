@@ -26,19 +26,23 @@ int main(int argc, char **argv)
     fanin_server *server = NULL;
     if (check(fanin_server_create(&config, &server, &e), &e))
         return 1;
-    fanin_box box = {.offset = {config.rank * (R / WORLD), 0},
-                     .extent = {R / WORLD, IN},
-                     .address = rows};
-    fanin_tensor shard = {.struct_size = sizeof(shard), .dtype = FANIN_DTYPE_BF16,
-                          .name = "base_model.model.q_proj.lora_A.weight", .n_dims = 2,
-                          .shape = {R, IN}, .boxes = &box, .n_boxes = 1};
+    fanin_box box = {.extent = {R / WORLD, IN}, .address = rows};
+    box.offset[0] = config.rank * (R / WORLD);
+    fanin_tensor shard = {.struct_size = sizeof(shard),
+                          .dtype = FANIN_DTYPE_BF16,
+                          .name = "base_model.model.q_proj.lora_A.weight",
+                          .n_dims = 2,
+                          .shape = {R, IN},
+                          .boxes = &box,
+                          .n_boxes = 1};
     int failed = check(fanin_server_put(server, "lora:0", &shard, 1, false, &e), &e);
     printf("%u\n", (unsigned)fanin_server_port(server));
     fflush(stdout);
     for (uint64_t step = 1; !failed && getchar() != EOF; step++) { /* a line: a step */
         failed = check(fanin_server_begin_update(server, "lora:0", &e), &e);
         memset(rows, (int)step, sizeof(rows)); /* optimizer.step() */
-        failed = failed || check(fanin_server_commit(server, "lora:0", step, NULL, &e), &e);
+        if (!failed)
+            failed = check(fanin_server_commit(server, "lora:0", step, NULL, &e), &e);
     }
     fanin_server_destroy(&server, 1000);
     return failed;

@@ -17,9 +17,13 @@ int main(int argc, char **argv)
     options.publication = "lora:0";
     options.timeout_ms = 10000;
     fanin_box whole = {.extent = {R, IN}, .address = lora_a};
-    fanin_tensor wanted = {.struct_size = sizeof(wanted), .dtype = FANIN_DTYPE_BF16,
-                           .name = "base_model.model.q_proj.lora_A.weight", .n_dims = 2,
-                           .shape = {R, IN}, .boxes = &whole, .n_boxes = 1};
+    fanin_tensor wanted = {.struct_size = sizeof(wanted),
+                           .dtype = FANIN_DTYPE_BF16,
+                           .name = "base_model.model.q_proj.lora_A.weight",
+                           .n_dims = 2,
+                           .shape = {R, IN},
+                           .boxes = &whole,
+                           .n_boxes = 1};
     const char *const *ranks = (const char *const *)argv + 1;
     fanin_result *result = NULL;
     fanin_status status = fanin_client_create(&config, &client, &e);

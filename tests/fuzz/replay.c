@@ -8,7 +8,7 @@
 #include <string.h>
 
 #define INPUT_MAX ((size_t)1 << 20)
-#define MUTANTS   300
+#define MUTANTS 300
 
 static uint64_t random_state = 1;
 

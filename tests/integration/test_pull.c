@@ -26,10 +26,9 @@ static void every_cut(fanin_path path)
     static const struct {
         world_cut cut;
         size_t size;
-    } cases[] = {{CUT_CHUNK0, 1},    {CUT_CHUNK0, 2},  {CUT_CHUNK0, 3},
-                 {CUT_CHUNK0, 8},    {CUT_CHUNK0, 16}, {CUT_CHUNK1, 4},
-                 {CUT_GRID, 4},      {CUT_STRIDED, 3}, {CUT_REPLICATE, 3},
-                 {CUT_HSDP, 4}};
+    } cases[] = {{CUT_CHUNK0, 1},    {CUT_CHUNK0, 2}, {CUT_CHUNK0, 3}, {CUT_CHUNK0, 8},
+                 {CUT_CHUNK0, 16},   {CUT_CHUNK1, 4}, {CUT_GRID, 4},   {CUT_STRIDED, 3},
+                 {CUT_REPLICATE, 3}, {CUT_HSDP, 4}};
     for (size_t i = 0; i < sizeof(cases) / sizeof(*cases); i++) {
         world w = {0};
         world_start(&w, cases[i].size, cases[i].cut, world_lora, world_lora_count);
@@ -94,7 +93,8 @@ static void test_auto(void **state)
     fanin_client_config_init(&config, sizeof(config));
     config.path = FANIN_PATH_CMA;
     client = world_client_with(&w, &config);
-    assert_int_equal(world_pull(&w, client, NULL, &info, &error), FANIN_ERR_UNSUPPORTED);
+    assert_int_equal(world_pull(&w, client, NULL, &info, &error),
+                     FANIN_ERR_UNSUPPORTED);
     assert_non_null(strstr(error.message, "cma"));
     fanin_client_destroy(&client);
     world_stop(&w);
@@ -143,9 +143,9 @@ static void test_slice(void **state)
         assert_ok(fanin_client_pull(client, &options, &tensor, 1, NULL, &error), error);
         for (uint64_t r = 0; r < ROWS; r++) {
             for (uint64_t b = 0; b < 16; b++) {
-                uint8_t expected =
-                    b < 4 || b >= 12 ? 0xaa
-                                     : world_byte(&w, 3, 1, (FIRST + r) * 12 + b);
+                uint8_t expected = b < 4 || b >= 12
+                                       ? 0xaa
+                                       : world_byte(&w, 3, 1, (FIRST + r) * 12 + b);
                 assert_int_equal(memory[r * 16 + b], expected);
             }
         }
@@ -201,7 +201,8 @@ static void test_step_rules(void **state)
                      FANIN_ERR_TIMEOUT);
     pthread_t thread;
     assert_int_equal(pthread_create(&thread, NULL, commit_later, &w), 0);
-    assert_ok(pull_step(&w, client, FANIN_STEP_AT_LEAST, 8, 20000, &got, &error), error);
+    assert_ok(pull_step(&w, client, FANIN_STEP_AT_LEAST, 8, 20000, &got, &error),
+              error);
     pthread_join(thread, NULL);
     assert_int_equal(got, 8);
     fanin_client_destroy(&client);
@@ -248,7 +249,8 @@ static void test_replicas(void **state)
     assert_ok(pull_step(&w, client, FANIN_STEP_NEWEST, 0, 9000, &got, &error), error);
     assert_int_equal(got, 2);
     world_stop_rank(&w, 0);
-    fanin_status status = pull_step(&w, client, FANIN_STEP_NEWEST, 0, 2000, &got, &error);
+    fanin_status status =
+        pull_step(&w, client, FANIN_STEP_NEWEST, 0, 2000, &got, &error);
     assert_int_not_equal(status, FANIN_OK);
     world_restart_rank(&w, 0);
     world_restart_rank(&w, 2);
@@ -345,11 +347,11 @@ static void test_cancel(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_stream_unix),     cmocka_unit_test(test_stream_tcp),
-        cmocka_unit_test(test_cma),             cmocka_unit_test(test_auto),
-        cmocka_unit_test(test_slice),           cmocka_unit_test(test_step_rules),
-        cmocka_unit_test(test_ranks_apart),     cmocka_unit_test(test_replicas),
-        cmocka_unit_test(test_restart),         cmocka_unit_test(test_catalog_changes),
+        cmocka_unit_test(test_stream_unix), cmocka_unit_test(test_stream_tcp),
+        cmocka_unit_test(test_cma),         cmocka_unit_test(test_auto),
+        cmocka_unit_test(test_slice),       cmocka_unit_test(test_step_rules),
+        cmocka_unit_test(test_ranks_apart), cmocka_unit_test(test_replicas),
+        cmocka_unit_test(test_restart),     cmocka_unit_test(test_catalog_changes),
         cmocka_unit_test(test_cancel),
     };
     return cmocka_run_group_tests_name("pull", tests, NULL, NULL);

@@ -29,7 +29,10 @@ typedef struct answer {
     uint16_t ports[LAB_RANKS];
 } answer;
 
-uint64_t lab_step(uint32_t life) { return 1 + (uint64_t)life * 1000000; }
+uint64_t lab_step(uint32_t life)
+{
+    return 1 + (uint64_t)life * 1000000;
+}
 
 /* ------------------------------------------------------------- the process */
 
@@ -164,7 +167,10 @@ void lab_signal(lab *l, uint32_t rank, int number)
     ask(l, &(request){.verb = SIGNAL, .rank = rank, .number = number});
 }
 
-void lab_stop(lab *l) { ask(l, &(request){.verb = STOP}); }
+void lab_stop(lab *l)
+{
+    ask(l, &(request){.verb = STOP});
+}
 
 static bool is_free(uint16_t port)
 {

@@ -21,7 +21,10 @@ const size_t world_lora_count = sizeof(world_lora) / sizeof(*world_lora);
 
 /* ------------------------------------------------------------------- bytes */
 
-static uint64_t item(const world_tensor *t) { return fanin_dtype_bits(t->dtype) / 8; }
+static uint64_t item(const world_tensor *t)
+{
+    return fanin_dtype_bits(t->dtype) / 8;
+}
 
 uint64_t world_bytes(const world_tensor *t)
 {
@@ -78,7 +81,8 @@ static size_t cut(const world *w, const world_tensor *t, size_t rank, fanin_box 
         chunk(t->shape[0], n / 2, rank / 2, &box.offset[0], &box.extent[0]);
         if (second)
             chunk(t->shape[1], 2, rank % 2, &box.offset[1], &box.extent[1]);
-        else if (rank % 2) /* a vector has one dimension to cut: the odd ranks get none */
+        else if (rank %
+                 2) /* a vector has one dimension to cut: the odd ranks get none */
             box.extent[0] = 0;
         break;
     case CUT_STRIDED: {
@@ -114,8 +118,8 @@ static uint64_t box_bytes(const world_tensor *t, const fanin_box *box)
 }
 
 /* Writes a box's packed bytes as they are in the whole tensor at a step. */
-static void write_box(const world *w, size_t tensor, const fanin_box *box, uint64_t step,
-                      uint8_t *to)
+static void write_box(const world *w, size_t tensor, const fanin_box *box,
+                      uint64_t step, uint8_t *to)
 {
     const world_tensor *t = &w->tensors[tensor];
     uint64_t n = box_bytes(t, box) / item(t);
@@ -183,10 +187,11 @@ static void put_all(world *w, size_t rank)
                                .boxes = boxes,
                                .n_boxes = n};
         memcpy(tensor.shape, t->shape, sizeof(tensor.shape));
-        assert_ok(fanin_server_put(r->server, "lora:0", &tensor, 1, false, &error), error);
+        assert_ok(fanin_server_put(r->server, "lora:0", &tensor, 1, false, &error),
+                  error);
     }
-    const fanin_pair pairs[] = {
-        {"base_model_name_or_path", "test/model"}, {"lora_alpha", "20"}};
+    const fanin_pair pairs[] = {{"base_model_name_or_path", "test/model"},
+                                {"lora_alpha", "20"}};
     assert_ok(fanin_server_set_metadata(r->server, "lora:0", pairs, 2, &error), error);
 }
 
@@ -313,8 +318,8 @@ fanin_status world_pull(const world *w, fanin_client *client,
         memcpy(tensors[n++].shape, t->shape, sizeof(tensors->shape));
     }
     fanin_result *result = NULL;
-    fanin_status status = fanin_client_pull(client, options ? options : &defaults, tensors,
-                                            n, &result, error);
+    fanin_status status = fanin_client_pull(client, options ? options : &defaults,
+                                            tensors, n, &result, error);
     fanin_result_info info = {.struct_size = sizeof(info)};
     if (status == FANIN_OK)
         fanin_result_get(result, &info);

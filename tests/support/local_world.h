@@ -13,10 +13,10 @@
 
 /** How tensors are cut over the ranks. */
 typedef enum world_cut {
-    CUT_CHUNK0,    /**< torch.chunk on dimension 0; trailing ranks may be empty */
-    CUT_CHUNK1,    /**< the same on dimension 1 (dimension 0 of vectors) */
-    CUT_GRID,      /**< two ranks on dimension 1 times the rest on 0 (FSDP + TP) */
-    CUT_STRIDED,   /**< dimension 0 dealt out in turn, so that a rank has several boxes */
+    CUT_CHUNK0,  /**< torch.chunk on dimension 0; trailing ranks may be empty */
+    CUT_CHUNK1,  /**< the same on dimension 1 (dimension 0 of vectors) */
+    CUT_GRID,    /**< two ranks on dimension 1 times the rest on 0 (FSDP + TP) */
+    CUT_STRIDED, /**< dimension 0 dealt out in turn, so that a rank has several boxes */
     CUT_REPLICATE, /**< every rank holds everything */
     CUT_HSDP,      /**< two replicas of a CUT_CHUNK0 over half the ranks */
 } world_cut;

@@ -12,10 +12,10 @@
 #include <cmocka.h>
 
 /** Fails the test with the error's own words. */
-#define assert_ok(call, error)                                                           \
-    do {                                                                                 \
-        if ((call) != 0)                                                                 \
-            fail_msg("%s: %s (%s)", #call, (error).message, (error).remedy);             \
+#define assert_ok(call, error)                                                         \
+    do {                                                                               \
+        if ((call) != 0)                                                               \
+            fail_msg("%s: %s (%s)", #call, (error).message, (error).remedy);           \
     } while (0)
 
 #endif

@@ -2,6 +2,7 @@
 /* Reads over cma from another process, and what happens when it stops, dies or unmaps. */
 #include "testing.h"
 #include "ucx_child.h"
+#include "ucx_internal.h"
 #include <dirent.h>
 #include <fcntl.h>
 #include <inttypes.h>
@@ -437,6 +438,51 @@ static void versions_match_by_major_and_minor(void **state)
     assert_false(ucx_versions_match(NULL, "1.22.0"));
 }
 
+static void make_port(const char *root, const char *device, const char *state,
+                      const char *rate)
+{
+    char path[256], file[300];
+    snprintf(path, sizeof(path), "%s/%s", root, device);
+    assert_int_equal(mkdir(path, 0700), 0);
+    strcat(path, "/ports");
+    assert_int_equal(mkdir(path, 0700), 0);
+    strcat(path, "/1");
+    assert_int_equal(mkdir(path, 0700), 0);
+    const char *const contents[][2] = {{"state", state}, {"rate", rate}};
+    for (size_t i = 0; i < 2; i++) {
+        snprintf(file, sizeof(file), "%s/%s", path, contents[i][0]);
+        FILE *stream = fopen(file, "we");
+        assert_non_null(stream);
+        fputs(contents[i][1], stream);
+        fclose(stream);
+    }
+}
+
+static void one_rdma_port_is_chosen(void **state)
+{
+    (void)state;
+    char root[] = "/tmp/fanin-ports-XXXXXX", name[UCX_DEVICE_NAME], command[64];
+    assert_non_null(mkdtemp(root));
+    assert_false(ucx_device_choose(root, NULL, name));
+    assert_false(ucx_device_choose("/nonexistent", NULL, name));
+    make_port(root, "mlx5_0", "1: DOWN\n", "400 Gb/sec (4X NDR)\n");
+    assert_false(ucx_device_choose(root, NULL, name));
+    make_port(root, "mlx5_1", "4: ACTIVE\n", "100 Gb/sec (4X EDR)\n");
+    make_port(root, "mlx5_3", "4: ACTIVE\n", "200 Gb/sec (4X HDR)\n");
+    make_port(root, "mlx5_2", "4: ACTIVE\n", "200 Gb/sec (4X HDR)\n");
+    make_port(root, "mlx5_4", "4: ACTIVE\n", "2.5 Gb/sec (1X SDR)\n");
+    assert_true(ucx_device_choose(root, NULL, name));
+    assert_string_equal(name, "mlx5_2:1");
+    assert_true(ucx_device_choose(root, "all", name));
+    assert_string_equal(name, "mlx5_2:1");
+    assert_true(ucx_device_choose(root, "eth0,mlx5_4:1,mlx5_1:1", name));
+    assert_string_equal(name, "mlx5_4:1");
+    assert_true(ucx_device_choose(root, "mlx5_1:1", name));
+    assert_string_equal(name, "mlx5_1:1");
+    snprintf(command, sizeof(command), "rm -r %s", root);
+    assert_int_equal(system(command), 0);
+}
+
 #define WITH_CHILD(test) cmocka_unit_test_setup_teardown(test, set_up, tear_down)
 
 int main(int argc, char **argv)
@@ -470,6 +516,7 @@ int main(int argc, char **argv)
         WITH_CHILD(a_server_can_know_and_close_a_client),
         WITH_CHILD(wrong_arguments_are_refused),
         cmocka_unit_test(versions_match_by_major_and_minor),
+        cmocka_unit_test(one_rdma_port_is_chosen),
     };
     return cmocka_run_group_tests_name("ucx", tests, NULL, NULL);
 }

@@ -39,19 +39,20 @@ FANIN_API fanin_path fanin_path_from_name(const char *name);
 
 typedef struct fanin_client_config {
     size_t struct_size;
-    const char *server_name;      /**< demand this job's name; default NULL: any */
-    uint8_t world_id[FANIN_WORLD_ID_SIZE]; /**< demand this world; all zero: any */
-    uint32_t connect_timeout_ms;  /**< for one rank, default 5000 */
-    uint32_t lost_ms;             /**< a rank that owes an answer and is silent for so long
-                                       is lost, default 5000 */
-    uint64_t max_inflight;        /**< bytes asked for and not yet here, all ranks together,
-                                       default 64 MiB */
-    uint64_t max_catalog;         /**< bytes of catalog accepted a rank, default 256 MiB */
-    uint32_t streams_per_rank;    /**< data connections; 0 (default): 1 on this host, 4 to
-                                       another; at most 16 */
-    fanin_path path;              /**< default FANIN_PATH_AUTO */
-    bool no_unix;                 /**< TCP even on one host */
-    bool no_ucx;                  /**< never load UCX */
+    const char *server_name; /**< demand this job's name; default NULL: any */
+    /** demand this world; all zero: any */
+    uint8_t world_id[FANIN_WORLD_ID_SIZE];
+    uint32_t connect_timeout_ms; /**< for one rank, default 5000 */
+    /** a rank that owes an answer and is silent for so long is lost, default 5000 */
+    uint32_t lost_ms;
+    /** bytes asked for and not yet here, all ranks together, default 64 MiB */
+    uint64_t max_inflight;
+    uint64_t max_catalog; /**< bytes of catalog accepted a rank, default 256 MiB */
+    /** data connections; 0 (default): 1 on this host, 4 to another; at most 16 */
+    uint32_t streams_per_rank;
+    fanin_path path; /**< default FANIN_PATH_AUTO */
+    bool no_unix;    /**< TCP even on one host */
+    bool no_ucx;     /**< never load UCX */
     fanin_log_fn log;
     void *log_cookie;
 } fanin_client_config;
@@ -177,8 +178,8 @@ typedef struct fanin_result_info {
     uint64_t connect_ns, catalog_ns, plan_ns, wait_ns, begin_ns, read_ns, scatter_ns,
         end_ns, write_ns, total_ns;
     uint64_t fixed_ns; /**< total minus first read posted to last byte in place */
-    const char *ranks_json; /**< array: rank, address, path, reason, bytes, reads,
-                                 read_ns, connections */
+    /** array: rank, address, path, reason, bytes, reads, read_ns, connections */
+    const char *ranks_json;
 } fanin_result_info;
 
 /** Fills @p info up to its struct_size. */
@@ -203,9 +204,9 @@ typedef struct fanin_rank_info {
 typedef struct fanin_publication_info {
     size_t struct_size;
     const char *name;
-    uint32_t rank;        /**< whose view this is */
-    int32_t state;        /**< FANIN_PUBLICATION_... */
-    uint64_t step;        /**< last committed */
+    uint32_t rank; /**< whose view this is */
+    int32_t state; /**< FANIN_PUBLICATION_... */
+    uint64_t step; /**< last committed */
     uint64_t epoch, catalog_version;
     uint64_t tensors, bytes; /**< bytes held by this rank */
     uint8_t key_digest[16];
@@ -250,26 +251,26 @@ FANIN_API FANIN_MUST_CHECK fanin_status fanin_client_ranks(fanin_client *client,
                                                            fanin_error *error);
 
 /** Asks every connected rank what it publishes: one call a rank and publication. */
-FANIN_API FANIN_MUST_CHECK fanin_status
-fanin_client_list(fanin_client *client, uint32_t timeout_ms, fanin_publication_fn fn,
-                  void *cookie, fanin_error *error);
+FANIN_API FANIN_MUST_CHECK fanin_status fanin_client_list(fanin_client *client,
+                                                          uint32_t timeout_ms,
+                                                          fanin_publication_fn fn,
+                                                          void *cookie,
+                                                          fanin_error *error);
 
 /**
  * The publication's tensors in canonical (byte) order of names, with every rank's boxes.
  * @p name not NULL: that tensor only. Waits for a first commit until the timeout.
  * FANIN_ERR_NOT_FOUND (run or tensor) and the errors of fanin_client_pull().
  */
-FANIN_API FANIN_MUST_CHECK fanin_status
-fanin_client_catalog(fanin_client *client, const char *publication, const char *name,
-                     uint32_t timeout_ms, fanin_entry_fn fn, void *cookie,
-                     fanin_error *error);
+FANIN_API FANIN_MUST_CHECK fanin_status fanin_client_catalog(
+    fanin_client *client, const char *publication, const char *name,
+    uint32_t timeout_ms, fanin_entry_fn fn, void *cookie, fanin_error *error);
 
 /** The publication's metadata; @p fn gets pairs as (key, value). */
 typedef bool (*fanin_pair_fn)(void *cookie, const char *key, const char *value);
-FANIN_API FANIN_MUST_CHECK fanin_status
-fanin_client_metadata(fanin_client *client, const char *publication,
-                      uint32_t timeout_ms, fanin_pair_fn fn, void *cookie,
-                      fanin_error *error);
+FANIN_API FANIN_MUST_CHECK fanin_status fanin_client_metadata(
+    fanin_client *client, const char *publication, uint32_t timeout_ms,
+    fanin_pair_fn fn, void *cookie, fanin_error *error);
 
 /** What fanin_client_watch() reports. */
 typedef struct fanin_watch_event {
@@ -292,9 +293,11 @@ fanin_client_watch(fanin_client *client, const char *publication, uint32_t timeo
 /** Round trip to every rank: @p fn gets rank infos; rtt in ns through @p rtt_ns. */
 typedef bool (*fanin_ping_fn)(void *cookie, const fanin_rank_info *info,
                               uint64_t rtt_ns);
-FANIN_API FANIN_MUST_CHECK fanin_status
-fanin_client_ping(fanin_client *client, uint32_t timeout_ms, fanin_ping_fn fn,
-                  void *cookie, fanin_error *error);
+FANIN_API FANIN_MUST_CHECK fanin_status fanin_client_ping(fanin_client *client,
+                                                          uint32_t timeout_ms,
+                                                          fanin_ping_fn fn,
+                                                          void *cookie,
+                                                          fanin_error *error);
 
 #ifdef __cplusplus
 }

@@ -34,20 +34,22 @@ enum {
 typedef struct fanin_server_config {
     size_t struct_size;
     const char *name; /**< default "lora_param_server"; rank r announces "<name>_<r>" */
-    uint8_t world_id[FANIN_WORLD_ID_SIZE]; /**< required, not all zero: 128 random bits,
-                                                the same on all ranks, new every launch */
-    uint32_t rank;                         /**< < world_size */
-    uint32_t world_size;                   /**< 1..65536 */
-    const char *bind;      /**< numeric address, default "127.0.0.1" */
-    const char *allow;     /**< networks "10.0.0.0/8,fd00::/8", for an open server */
-    uint16_t base_port;    /**< listens on base_port + rank; 0: ephemeral, see _port() */
-    uint32_t flags;        /**< FANIN_SERVER_... */
-    uint32_t lease_ms;     /**< the most that readers can delay begin_update; default 1000;
-                                0: begin_update never waits */
+    /** required, not all zero: 128 random bits,
+        the same on all ranks, new every launch */
+    uint8_t world_id[FANIN_WORLD_ID_SIZE];
+    uint32_t rank;       /**< < world_size */
+    uint32_t world_size; /**< 1..65536 */
+    const char *bind;    /**< numeric address, default "127.0.0.1" */
+    const char *allow;   /**< networks "10.0.0.0/8,fd00::/8", for an open server */
+    uint16_t base_port;  /**< listens on base_port + rank; 0: ephemeral, see _port() */
+    uint32_t flags;      /**< FANIN_SERVER_... */
+    /** the most that readers can delay begin_update; default 1000;
+        0: begin_update never waits */
+    uint32_t lease_ms;
     uint32_t max_sessions; /**< control and data connections, default 256 */
     uint64_t max_memory;   /**< bytes for all sessions together, default 256 MiB */
-    uint32_t idle_ms;      /**< a session silent for so long is closed, default 300000 */
-    fanin_log_fn log;      /**< default none */
+    uint32_t idle_ms; /**< a session silent for so long is closed, default 300000 */
+    fanin_log_fn log; /**< default none */
     void *log_cookie;
 } fanin_server_config;
 
@@ -85,10 +87,11 @@ FANIN_API uint16_t fanin_server_port(const fanin_server *server);
  * FANIN_ERR_EXISTS, FANIN_ERR_LIMIT (keys, boxes, locked memory), FANIN_ERR_UNSUPPORTED
  * (memory kind this build cannot serve), FANIN_ERR_MEMORY, FANIN_ERR_FORKED.
  */
-FANIN_API FANIN_MUST_CHECK fanin_status
-fanin_server_put(fanin_server *server, const char *publication,
-                 const fanin_tensor *tensors, size_t count, bool replace,
-                 fanin_error *error);
+FANIN_API FANIN_MUST_CHECK fanin_status fanin_server_put(fanin_server *server,
+                                                         const char *publication,
+                                                         const fanin_tensor *tensors,
+                                                         size_t count, bool replace,
+                                                         fanin_error *error);
 
 /**
  * Removes one shard, or the whole publication if @p name is NULL. Outside an update it
@@ -97,9 +100,10 @@ fanin_server_put(fanin_server *server, const char *publication,
  *
  * FANIN_ERR_NOT_FOUND, FANIN_ERR_ARGUMENT, FANIN_ERR_FORKED.
  */
-FANIN_API FANIN_MUST_CHECK fanin_status
-fanin_server_remove(fanin_server *server, const char *publication, const char *name,
-                    fanin_error *error);
+FANIN_API FANIN_MUST_CHECK fanin_status fanin_server_remove(fanin_server *server,
+                                                            const char *publication,
+                                                            const char *name,
+                                                            fanin_error *error);
 
 /**
  * Replaces the publication's metadata (copied; the same on all ranks, travels with the key
@@ -158,9 +162,11 @@ FANIN_API FANIN_MUST_CHECK fanin_status fanin_server_abort_update(
 typedef bool (*fanin_name_fn)(void *cookie, const char *name);
 
 /** Names of the publications (@p publication NULL) or of one publication's tensors. */
-FANIN_API FANIN_MUST_CHECK fanin_status
-fanin_server_list(fanin_server *server, const char *publication, fanin_name_fn fn,
-                  void *cookie, fanin_error *error);
+FANIN_API FANIN_MUST_CHECK fanin_status fanin_server_list(fanin_server *server,
+                                                          const char *publication,
+                                                          fanin_name_fn fn,
+                                                          void *cookie,
+                                                          fanin_error *error);
 
 /** Counters since creation, and gauges. */
 typedef struct fanin_server_stats {
@@ -169,12 +175,13 @@ typedef struct fanin_server_stats {
     uint64_t pulls_stale;     /**< ends or reads whose epoch had gone */
     uint64_t pulls_abandoned; /**< leases whose session closed before an end */
     uint64_t begins_granted, begins_refused;
-    uint64_t bytes_streamed; /**< sent on data connections; one-sided reads cost this
-                                  process nothing and are not seen */
+    /** sent on data connections; one-sided reads cost this
+        process nothing and are not seen */
+    uint64_t bytes_streamed;
     uint64_t reads_streamed, reads_refused;
     uint64_t updates, commits, aborts;
     uint64_t drain_wait_ns_total, drain_wait_ns_max; /**< spent inside begin_update */
-    uint64_t drains_expired;       /**< begin_updates that ran into the lease time */
+    uint64_t drains_expired; /**< begin_updates that ran into the lease time */
     uint64_t sessions_opened, sessions_refused, protocol_errors;
     uint64_t sessions, leases, publications, tensors, session_memory; /**< now */
 } fanin_server_stats;
@@ -187,8 +194,10 @@ fanin_server_get_stats(fanin_server *server, fanin_server_stats *stats);
  * The same as Prometheus text exposition format 0.0.4. Writes at most @p capacity bytes
  * with a final NUL; @p length_out gets the length that a large enough buffer would hold.
  */
-FANIN_API FANIN_MUST_CHECK fanin_status fanin_server_prometheus(
-    fanin_server *server, char *buffer, size_t capacity, size_t *length_out);
+FANIN_API FANIN_MUST_CHECK fanin_status fanin_server_prometheus(fanin_server *server,
+                                                                char *buffer,
+                                                                size_t capacity,
+                                                                size_t *length_out);
 
 /**
  * Stops listening, lets running pulls end for at most @p drain_ms, closes everything, joins

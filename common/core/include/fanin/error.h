@@ -74,20 +74,20 @@ enum {
 typedef struct fanin_error {
     size_t struct_size;
     fanin_status status;
-    int32_t rank;        /**< the trainer rank at fault, -1: none */
-    int32_t sys_errno;   /**< errno of the failed system call, 0: none */
-    int32_t ucx_status;  /**< ucs_status_t of the failed UCX call, 0: none */
-    char phase[16];      /**< connect, catalog, plan, wait, begin, read, end, write, ... */
-    char address[64];    /**< of the peer, "" if none */
-    char key[640];       /**< the tensor's key, "" if none */
-    char message[512];   /**< what happened and why, in one sentence */
-    char remedy[256];    /**< what to do about it, "" if nothing is known */
+    int32_t rank;       /**< the trainer rank at fault, -1: none */
+    int32_t sys_errno;  /**< errno of the failed system call, 0: none */
+    int32_t ucx_status; /**< ucs_status_t of the failed UCX call, 0: none */
+    char phase[16];   /**< connect, catalog, plan, wait, begin, read, end, write, ... */
+    char address[64]; /**< of the peer, "" if none */
+    char key[640];    /**< the tensor's key, "" if none */
+    char message[512]; /**< what happened and why, in one sentence */
+    char remedy[256];  /**< what to do about it, "" if nothing is known */
 } fanin_error;
 
 /** Initializer for a fanin_error on the stack. */
-#define FANIN_ERROR_INIT                                                                 \
-    {                                                                                    \
-        sizeof(fanin_error), FANIN_OK, -1, 0, 0, "", "", "", "", ""                      \
+#define FANIN_ERROR_INIT                                                               \
+    {                                                                                  \
+        sizeof(fanin_error), FANIN_OK, -1, 0, 0, "", "", "", "", ""                    \
     }
 
 /** The code's name ("FANIN_ERR_STALE"), or "FANIN_ERR_UNKNOWN". Thread: any. Never NULL. */

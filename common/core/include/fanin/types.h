@@ -89,9 +89,9 @@ typedef struct fanin_box {
 
 /** A shard that a trainer rank publishes, or a destination that a worker wants filled. */
 typedef struct fanin_tensor {
-    size_t struct_size; /**< sizeof(fanin_tensor); also the step from one array element
-                             to the next */
-    const char *name;   /**< without the publication: key = "<publication>:<name>" */
+    /** sizeof(fanin_tensor); also the step from one array element to the next */
+    size_t struct_size;
+    const char *name; /**< without the publication: key = "<publication>:<name>" */
     fanin_dtype dtype;
     uint32_t n_dims;                /**< 0: a scalar */
     uint64_t shape[FANIN_MAX_DIMS]; /**< of the whole tensor, elements */

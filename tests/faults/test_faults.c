@@ -1,0 +1,304 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * Ranks that die or stop, in every phase of a pull, with and without replicas: a pull ends
+ * within its deadline with an error that names the rank, or with the bytes of the ranks that
+ * are left; and the same client works again when the rank is back.
+ *
+ * The argument is the path: "unix", "tcp" (both stream) or "cma".
+ */
+#include "clock.h"
+#include "lab.h"
+#include "local_world.h"
+#include "rank_proxy.h"
+#include "testing.h"
+#include <signal.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#define RANKS 4
+#define VICTIM 1
+#define LOST_MS 400
+#define DEADLINE_MS 20000
+/* Long before the deadline, even on a machine that has other things to do. */
+#define PROMPT_MS 10000
+
+static fanin_path path = FANIN_PATH_STREAM;
+static bool no_unix;
+
+typedef enum phase { BEFORE_CONNECT, IN_CATALOG, MID_READ, BEFORE_END } phase;
+
+typedef struct fault {
+    lab lab;
+    lab_order order;
+    rank_world world;
+    rank_proxy proxy;
+    landing landing;
+    fanin_client *client;
+    int number;     /* the signal */
+    bool triggered; /* by the progress callback */
+    uint64_t done_at_trigger, total;
+} fault;
+
+/* ------------------------------------------------------------------ set-up */
+
+static bool cannot_run(void)
+{
+    return path == FANIN_PATH_CMA && !world_has_cma();
+}
+
+static void strike(void *cookie)
+{
+    fault *f = cookie;
+    lab_signal(&f->lab, VICTIM, f->number);
+}
+
+static fanin_client *make_client(void)
+{
+    fanin_error error = FANIN_ERROR_INIT;
+    fanin_client_config config;
+    fanin_client_config_init(&config, sizeof(config));
+    config.path = path;
+    config.no_unix = no_unix;
+    config.connect_timeout_ms = LOST_MS;
+    config.lost_ms = LOST_MS;
+    config.max_inflight = 1 << 20; /* a read takes many rounds */
+    fanin_client *client = NULL;
+    assert_ok(fanin_client_create(&config, &client, &error), error);
+    return client;
+}
+
+static void set_up(fault *f, phase phase, int number, uint32_t replicate)
+{
+    static const message_type types[] = {0, MSG_BOXES, 0, MSG_END};
+    *f = (fault){.number = number};
+    f->order = (lab_order){.shape = "dense",
+                           .world_size = RANKS,
+                           .replicate = replicate,
+                           .base_port = lab_free_ports(RANKS),
+                           .world = 0x42};
+    lab_open(&f->lab, false);
+    lab_start(&f->lab, &f->order, &f->world);
+    rank_proxy_start(&f->proxy, (uint16_t)(f->order.base_port + VICTIM), types[phase],
+                     strike, f);
+    f->world.address_list[VICTIM] = f->proxy.address;
+    landing_make(&f->world, &f->landing);
+    f->client = make_client();
+}
+
+static void tear_down(fault *f)
+{
+    fanin_client_destroy(&f->client);
+    rank_proxy_stop(&f->proxy);
+    landing_free(&f->landing);
+    rank_world_free(&f->world);
+    lab_close(&f->lab);
+}
+
+static void on_progress(void *cookie, uint64_t done, uint64_t total)
+{
+    fault *f = cookie;
+    if (f->triggered)
+        return;
+    f->triggered = true;
+    f->done_at_trigger = done;
+    f->total = total;
+    strike(f);
+}
+
+static fanin_status pull(fault *f, phase phase, fanin_result_info *info,
+                         fanin_error *error)
+{
+    fanin_pull_options options;
+    fanin_pull_options_init(&options, sizeof(options));
+    options.publication = "lora:0";
+    options.timeout_ms = DEADLINE_MS;
+    if (phase == MID_READ) {
+        options.progress = on_progress;
+        options.progress_cookie = f;
+    }
+    memset(f->landing.arena, 0xcc, f->landing.size);
+    *error = (fanin_error)FANIN_ERROR_INIT;
+    uint64_t started = clock_ns();
+    fanin_status status =
+        rank_world_pull(&f->world, f->client, &options, &f->landing, info, error);
+    uint64_t ms = (clock_ns() - started) / 1000000;
+    if (ms > PROMPT_MS)
+        fail_msg("the pull took %llu ms (%s)", (unsigned long long)ms, error->message);
+    return status;
+}
+
+static fanin_status connect_and_pull(fault *f, phase phase, fanin_result_info *info,
+                                     fanin_error *error)
+{
+    *error = (fanin_error)FANIN_ERROR_INIT;
+    if (phase == BEFORE_CONNECT)
+        strike(f);
+    assert_ok(fanin_client_connect(f->client, f->world.address_list, RANKS, DEADLINE_MS,
+                                   error),
+              *error);
+    fanin_status status = pull(f, phase, info, error);
+    if (phase == MID_READ) {
+        assert_true(f->triggered);
+        assert_true(f->done_at_trigger < f->total);
+    } else if (phase != BEFORE_CONNECT) {
+        assert_true(atomic_load(&f->proxy.triggered));
+    }
+    return status;
+}
+
+/* ----------------------------------------------------------------- outcome */
+
+/* By its rank where it was known, by its address in any case. */
+static void expect_named(const fault *f, fanin_status status, phase phase,
+                         const fanin_error *error)
+{
+    if (status != FANIN_ERR_UNREACHABLE && status != FANIN_ERR_CLOSED)
+        fail_msg("%s: %s", fanin_status_name(status), error->message);
+    assert_int_equal(error->status, status);
+    if (phase != BEFORE_CONNECT) {
+        assert_int_equal(error->rank, VICTIM);
+        assert_non_null(strstr(error->message, "rank 1"));
+    }
+    assert_string_equal(error->address, f->proxy.address);
+    assert_true(error->phase[0]);
+    assert_true(error->remedy[0]);
+}
+
+/* The rank goes on, or all ranks are new and hold other bytes for the same step. */
+static void bring_back(fault *f)
+{
+    if (f->number == SIGSTOP) {
+        lab_signal(&f->lab, VICTIM, SIGCONT);
+        return;
+    }
+    lab_stop(&f->lab);
+    f->order.world++;
+    f->order.life++;
+    lab_restart(&f->lab, &f->order);
+}
+
+static void expect_life(const fault *f, const fanin_result_info *info)
+{
+    assert_int_equal(info->step, 1);
+    assert_int_equal(info->world_id[0], f->order.world);
+    assert_true(landing_is_step(&f->world, &f->landing, lab_step(f->order.life)));
+}
+
+static void suffer(phase phase, int number, uint32_t replicate)
+{
+    if (cannot_run())
+        skip();
+    fault f;
+    fanin_error error;
+    fanin_result_info info;
+    set_up(&f, phase, number, replicate);
+    fanin_status status = connect_and_pull(&f, phase, &info, &error);
+    if (replicate > 1) {
+        assert_ok(status, error);
+        expect_life(&f, &info);
+    } else {
+        expect_named(&f, status, phase, &error);
+        printf("# %s\n", error.message);
+    }
+    bring_back(&f);
+    assert_ok(pull(&f, BEFORE_END, &info, &error), error);
+    expect_life(&f, &info);
+    tear_down(&f);
+}
+
+#define FAULT_TEST(name, phase, number, replicate)                                     \
+    static void name(void **state)                                                     \
+    {                                                                                  \
+        (void)state;                                                                   \
+        suffer(phase, number, replicate);                                              \
+    }
+
+FAULT_TEST(test_kill_before_connect, BEFORE_CONNECT, SIGKILL, 1)
+FAULT_TEST(test_stop_before_connect, BEFORE_CONNECT, SIGSTOP, 1)
+FAULT_TEST(test_kill_in_catalog, IN_CATALOG, SIGKILL, 1)
+FAULT_TEST(test_stop_in_catalog, IN_CATALOG, SIGSTOP, 1)
+FAULT_TEST(test_kill_mid_read, MID_READ, SIGKILL, 1)
+FAULT_TEST(test_stop_mid_read, MID_READ, SIGSTOP, 1)
+FAULT_TEST(test_kill_before_end, BEFORE_END, SIGKILL, 1)
+FAULT_TEST(test_stop_before_end, BEFORE_END, SIGSTOP, 1)
+
+FAULT_TEST(test_replica_kill_before_connect, BEFORE_CONNECT, SIGKILL, 2)
+FAULT_TEST(test_replica_stop_before_connect, BEFORE_CONNECT, SIGSTOP, 2)
+FAULT_TEST(test_replica_kill_in_catalog, IN_CATALOG, SIGKILL, 2)
+FAULT_TEST(test_replica_stop_in_catalog, IN_CATALOG, SIGSTOP, 2)
+FAULT_TEST(test_replica_kill_mid_read, MID_READ, SIGKILL, 2)
+FAULT_TEST(test_replica_stop_mid_read, MID_READ, SIGSTOP, 2)
+FAULT_TEST(test_replica_kill_before_end, BEFORE_END, SIGKILL, 2)
+FAULT_TEST(test_replica_stop_before_end, BEFORE_END, SIGSTOP, 2)
+
+/* ----------------------------------------------------------------- new life */
+
+/* All ranks die and are born again, with other bytes, in the middle of a read. */
+static void rebirth(void *cookie, uint64_t done, uint64_t total)
+{
+    fault *f = cookie;
+    (void)done;
+    (void)total;
+    if (f->triggered)
+        return;
+    f->triggered = true;
+    f->number = SIGKILL;
+    bring_back(f);
+}
+
+static void test_reborn_mid_read(void **state)
+{
+    (void)state;
+    if (cannot_run())
+        skip();
+    fault f;
+    fanin_error error = FANIN_ERROR_INIT;
+    fanin_result_info info;
+    set_up(&f, MID_READ, SIGKILL, 1);
+    assert_ok(fanin_client_connect(f.client, f.world.address_list, RANKS, DEADLINE_MS,
+                                   &error),
+              error);
+    fanin_pull_options options;
+    fanin_pull_options_init(&options, sizeof(options));
+    options.publication = "lora:0";
+    options.rule = FANIN_STEP_EXACT;
+    options.step = 1;
+    options.progress = rebirth;
+    options.progress_cookie = &f;
+    assert_ok(rank_world_pull(&f.world, f.client, &options, &f.landing, &info, &error),
+              error);
+    assert_true(f.triggered);
+    assert_true(info.restarts > 0);
+    expect_life(&f, &info); /* all bytes are the new life's, and it says so */
+    tear_down(&f);
+}
+
+int main(int argc, char **argv)
+{
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(test_kill_before_connect),
+        cmocka_unit_test(test_stop_before_connect),
+        cmocka_unit_test(test_kill_in_catalog),
+        cmocka_unit_test(test_stop_in_catalog),
+        cmocka_unit_test(test_kill_mid_read),
+        cmocka_unit_test(test_stop_mid_read),
+        cmocka_unit_test(test_kill_before_end),
+        cmocka_unit_test(test_stop_before_end),
+        cmocka_unit_test(test_replica_kill_before_connect),
+        cmocka_unit_test(test_replica_stop_before_connect),
+        cmocka_unit_test(test_replica_kill_in_catalog),
+        cmocka_unit_test(test_replica_stop_in_catalog),
+        cmocka_unit_test(test_replica_kill_mid_read),
+        cmocka_unit_test(test_replica_stop_mid_read),
+        cmocka_unit_test(test_replica_kill_before_end),
+        cmocka_unit_test(test_replica_stop_before_end),
+        cmocka_unit_test(test_reborn_mid_read),
+    };
+    if (argc > 1 && strcmp(argv[1], "cma") == 0)
+        path = FANIN_PATH_CMA;
+    no_unix = argc > 1 && strcmp(argv[1], "tcp") == 0;
+    if (argc > 2)
+        cmocka_set_test_filter(argv[2]);
+    return cmocka_run_group_tests_name("faults", tests, NULL, NULL);
+}
