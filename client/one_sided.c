@@ -264,10 +264,10 @@ static void on_done(void *cookie, uint64_t tag, int ucx_status)
         fail(g->work, text);
     } else if (g->direct) {
         finish(o, g);
-    } else {
+    } else if (o->pool) {
         o->scattering++;
         scatter_pool_submit(o->pool, &g->job);
-    }
+    } /* else the phase has ended: what still comes stays in its slot */
 }
 
 static const ucx_local *local_for(const one_sided *o, const uint8_t *to,

@@ -80,11 +80,16 @@ static fanin_status refuse(const fanin_client *client, const peer *p, const char
                      why);
 }
 
-/* One rank's one-sided path did not come about: stream, or an error if it was forced. */
+/* One rank's one-sided path did not come about: stream, or an error if it was forced or if the
+   rank itself was lost. */
 static fanin_status give_up(fanin_client *client, size_t index, const char *why,
                             fanin_error *error)
 {
     peer *p = &client->peers[index];
+    if (!peer_ready(p)) { /* lost, which says nothing about paths */
+        error_copy(error, connection_fault(p->control));
+        return connection_fault(p->control)->status;
+    }
     if (client->config.path != FANIN_PATH_AUTO)
         return refuse(client, p, why, error);
     peer_drop_paths(client, index);

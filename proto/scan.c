@@ -49,10 +49,11 @@ static const head_row head_rows[32] = {
     [0x1f] = {SCAN_MAP, 4, false, 1u << 16},
 };
 
-/* int8 .. int64: non-negative values have a shorter unsigned form. */
+/* int8 .. int64: non-negative values have a shorter unsigned form. @p bytes: 1 to 8. */
 static void judge_signed(scan_head *out, uint32_t bytes)
 {
     uint32_t bits = 8 * bytes;
+    /* NOLINTNEXTLINE(clang-analyzer-core.UndefinedBinaryOperatorResult) bits > 0 */
     if (bits < 64 && out->value >> (bits - 1))
         out->value |= UINT64_MAX << bits;
     int64_t value = (int64_t)out->value;

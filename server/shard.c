@@ -224,7 +224,7 @@ static fanin_status check_tensor(const shard_context *c, const fanin_tensor *t,
 static fanin_status shard_make(const shard_context *c, const fanin_tensor *t,
                                shard **out)
 {
-    uint64_t bytes;
+    uint64_t bytes = 0;
     fanin_status status = check_tensor(c, t, &bytes);
     if (status != FANIN_OK)
         return status;

@@ -15,6 +15,7 @@
 
 #define INPUT_MOST (FRAME_SIZE + LIMIT_READ_REQUEST)
 #define INPUT_FIRST 4096
+#define SOCKET_ROOM (512 << 10) /**< of a Unix socket; the kernel doubles it */
 #define BURST_LEAST ((size_t)128 << 10)
 #define EVENTS 64
 
@@ -131,7 +132,7 @@ static void welcome(struct stream *t)
         connection *c = arriving;
         arriving = c->next;
         /* What a Unix socket holds is fixed and small; TCP tunes itself. */
-        int room = (int)SEND_MOST;
+        int room = SOCKET_ROOM;
         if (socket_peer_credentials(c->fd, NULL, NULL))
             (void)setsockopt(c->fd, SOL_SOCKET, SO_SNDBUF, &room, sizeof room);
         struct epoll_event event = {.events = EPOLLIN | EPOLLOUT | EPOLLRDHUP | EPOLLET,

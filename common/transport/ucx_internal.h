@@ -60,7 +60,7 @@ struct ucx {
     bool ours; /**< loaded by ucx_load, not by somebody else before */
     char version[32];
     char path[512];
-#define X(name) __typeof__(&name) name;
+#define X(name) __typeof__(&name) name; /* NOLINT(bugprone-macro-parentheses) */
     UCX_FUNCTIONS(X)
 #undef X
 };

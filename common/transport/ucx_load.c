@@ -203,7 +203,7 @@ static void pin_own_library(void)
 
 static fanin_status load(const logger *log, fanin_error *error)
 {
-    void *handle;
+    void *handle = NULL;
     char reason[256];
     ucx *u = calloc(1, sizeof(*u));
     if (!u)

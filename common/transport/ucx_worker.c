@@ -185,12 +185,15 @@ static fanin_status explain(const ucx_worker *w, ucs_status_t ucs, void *base,
              base);
     if (!w->has_rdma || cuda)
         return ucx_error(w->u, error, FANIN_ERR_TRANSPORT, ucs, NULL, what);
-    if (!is_writable((uintptr_t)base, (uintptr_t)base + length))
+    if (!is_writable((uintptr_t)base, (uintptr_t)base + length)) {
+        snprintf(what + strlen(what), sizeof(what) - strlen(what),
+                 " for RDMA, part of it is read-only");
         return ucx_error(
             w->u, error, FANIN_ERR_UNSUPPORTED, ucs,
             "RDMA needs writable memory: map it with PROT_WRITE (MAP_PRIVATE "
             "for a file) or copy it",
-            strcat(what, " for RDMA, part of it is read-only"));
+            what);
+    }
     struct rlimit limit;
     if (getrlimit(RLIMIT_MEMLOCK, &limit) == 0 && limit.rlim_cur != RLIM_INFINITY) {
         snprintf(what + strlen(what), sizeof(what) - strlen(what),

@@ -1,254 +1,450 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Adapters pulled by nixl-fetch, judged by PEFT and transformers.
+"""load_adapters.py [CASE...]
 
-Each case makes a small model and an adapter, or lets the stand-in trainer make one, serves it
-cut over several ranks, pulls it, and loads what was pulled. NIXL_FETCH names the tool.
+Adapters that trainer ranks hold, pulled by nixl-fetch, read by PEFT and loaded onto models.
+Each case cuts an adapter over several ranks and pulls it; a model with the pulled adapter must
+compute bit for bit what the trainer's computes. The last line is "N passed, N failed".
 """
-import contextlib
-import os
+import json
 import pathlib
-import signal
-import socket
-import subprocess
+import shutil
 import sys
 import tempfile
 import time
 import traceback
 
 import torch
-from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model
-from safetensors.torch import load_file
-from transformers import (
-    AutoModelForCausalLM,
-    Qwen2Config,
-    Qwen3MoeConfig,
+from judge import (
+    WEIGHTS,
+    Original,
+    check,
+    check_config,
+    check_model,
+    check_shapes,
+    check_tensors,
+    load_whole,
+    same_tensors,
 )
+from models import (
+    ATTENTION,
+    MLP,
+    REAL,
+    TINY,
+    Bases,
+    expert_layers,
+    linear_skeleton,
+    logits,
+    trained,
+    without_memory,
+)
+from peft import LoraConfig, PeftConfig, get_peft_model_state_dict
+from safetensors.torch import load_file, save_file
+from trainer import pull, ranks_of, serve
+from transformers import AutoModelForCausalLM
 
-FETCH = os.environ["NIXL_FETCH"]
-
-
-def free_ports(count):
-    """The first of count neighbouring ports on which nobody listens."""
-    for base in range(21000, 30000, count):
-        with contextlib.ExitStack() as stack:
-            try:
-                for port in range(base, base + count):
-                    listener = stack.enter_context(socket.socket())
-                    listener.bind(("127.0.0.1", port))
-            except OSError:
-                continue
-            return base
-    raise RuntimeError("no free ports between 21000 and 30000")
-
-
-@contextlib.contextmanager
-def ranks(world_size, *arguments):
-    """Trainer ranks that hold an adapter; yields the tool's arguments that name them."""
-    port = free_ports(world_size)
-    target = [f"127.0.0.1:{port}", "--world-size", str(world_size)]
-    server = subprocess.Popen(
-        [FETCH, "serve", "--base-port", str(port), "--world-size", str(world_size), *arguments],
-        stderr=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        text=True,
-    )
-    try:
-        deadline = time.monotonic() + 60
-        while subprocess.run([FETCH, "ping", *target], capture_output=True).returncode != 0:
-            if server.poll() is not None:
-                raise RuntimeError("serve ended: " + server.stderr.read())
-            if time.monotonic() > deadline:
-                raise RuntimeError("the ranks do not answer")
-            time.sleep(0.1)
-        yield target
-    finally:
-        if server.poll() is None:
-            server.send_signal(signal.SIGTERM)
-        server.wait(timeout=30)
+CASES = []
 
 
-def pull(target, directory, *arguments):
-    subprocess.run(
-        [FETCH, "pull", *target, "--run", "0", "--out", str(directory), *arguments],
-        check=True,
-        stdout=subprocess.DEVNULL,
-    )
+def case(function):
+    CASES.append(function)
+    return function
 
 
-def qwen2(**changes):
-    options = {
-        "vocab_size": 256,
-        "hidden_size": 128,
-        "intermediate_size": 256,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "tie_word_embeddings": False,
+# ------------------------------------------- an adapter that PEFT itself saved, served again
+
+
+def saved(lab, config, kind="qwen2", dtype=torch.float32):
+    """An adapter directory that PEFT wrote, and what it is."""
+    directory = lab.scratch / "saved"
+
+    def make_base():
+        return lab.bases.make(kind, dtype)
+
+    model = trained(make_base(), LoraConfig(task_type="CAUSAL_LM", **config))
+    model.save_pretrained(directory)
+    fields = PeftConfig.from_pretrained(directory).to_dict()
+    tensors = load_file(directory / WEIGHTS)
+    return directory, Original(tensors, fields, make_base, logits(model))
+
+
+def round_trip(lab, world_size, config, **options):
+    directory, original = saved(lab, config, **options)
+    with serve(world_size, "--adapter", str(directory)) as target:
+        pulled = pull(target, lab.scratch / "pulled")
+    check(pulled, original)
+    ours, theirs = (json.loads((d / "adapter_config.json").read_text()) for d in (pulled, directory))
+    assert ours == theirs, "adapter_config.json is not the trainer's, whole"
+
+
+@case
+def saved_all_linear_layers(lab):
+    round_trip(lab, 4, {"r": 8, "lora_alpha": 16, "target_modules": ATTENTION + MLP})
+
+
+@case
+def saved_bfloat16_fewer_rows_than_ranks(lab):
+    config = {"r": 3, "lora_alpha": 5, "target_modules": ATTENTION}
+    round_trip(lab, 8, config, kind="llama", dtype=torch.bfloat16)
+
+
+@case
+def saved_rank_and_alpha_pattern_with_rslora(lab):
+    config = {
+        "r": 8,
+        "lora_alpha": 16,
+        "target_modules": ATTENTION + MLP,
+        "rank_pattern": {"q_proj": 4, r"layers\.1\.mlp\.\w+_proj": 6, "^model.layers.0.mlp.up_proj": 2},
+        "alpha_pattern": {"q_proj": 6},
+        "use_rslora": True,
+        "lora_dropout": 0.1,
     }
-    options.update(changes)
-    torch.manual_seed(1)
-    return AutoModelForCausalLM.from_config(Qwen2Config(**options), dtype=torch.bfloat16).eval()
+    round_trip(lab, 3, config)
 
 
-def qwen3_moe():
-    torch.manual_seed(1)
-    config = Qwen3MoeConfig(
-        vocab_size=256,
-        hidden_size=64,
-        intermediate_size=128,
-        moe_intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        num_experts=4,
-        num_experts_per_tok=2,
-        decoder_sparse_step=1,
-        tie_word_embeddings=False,
-    )
-    return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+@case
+def saved_dora(lab):
+    round_trip(lab, 4, {"r": 4, "lora_alpha": 8, "target_modules": ATTENTION, "use_dora": True})
 
 
-def trained(model, config, name="default"):
-    """The model with an adapter whose weights all matter."""
-    adapted = get_peft_model(model, config, adapter_name=name).eval()
-    torch.manual_seed(2)
+@case
+def saved_modules_to_save_and_embedding(lab):
+    config = {
+        "r": 4,
+        "lora_alpha": 8,
+        "target_modules": [*ATTENTION, "embed_tokens"],
+        "modules_to_save": ["lm_head"],
+    }
+    round_trip(lab, 4, config)
+
+
+@case
+def saved_regular_expression_and_lora_bias(lab):
+    config = {
+        "r": 4,
+        "lora_alpha": 8,
+        "target_modules": r".*\.self_attn\.(q|v)_proj",
+        "lora_bias": True,
+        "init_lora_weights": "gaussian",
+    }
+    round_trip(lab, 2, config)
+
+
+@case
+def saved_trained_biases(lab):
+    """Biases of the base model itself, which are no part of a LoRA layer."""
+    round_trip(lab, 2, {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj"], "bias": "lora_only"})
+
+
+@case
+def saved_trainable_tokens(lab):
+    config = {
+        "r": 4,
+        "lora_alpha": 8,
+        "target_modules": ["q_proj"],
+        "trainable_token_indices": [3, 5, 8],
+    }
+    round_trip(lab, 2, config)
+
+
+FUSED = {
+    "r": 4,
+    "lora_alpha": 8,
+    "target_modules": ATTENTION,
+    "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+    "rank_pattern": {r".*\.gate_up_proj": 8},
+}
+
+
+@case
+def saved_fused_experts(lab):
+    round_trip(lab, 4, FUSED, kind="qwen3-moe")
+
+
+# ------------- parameters of a trainer's process, a few metadata, a configuration derived
+
+
+def in_memory(lab, config, metadata, kind="qwen2", name="default", rename=None, world_size=4):
+    """Lends the model's own parameters to ranks; returns the pulled configuration."""
+
+    def make_base():
+        return lab.bases.make(kind)
+
+    model = trained(make_base(), LoraConfig(task_type="CAUSAL_LM", **config), name)
+    tensors = {key: value for key, value in model.named_parameters() if value.requires_grad}
+    if rename:
+        tensors = {rename(key): value for key, value in tensors.items()}
+    metadata = {"base_model_name_or_path": lab.bases.path(kind), "lora_alpha": "16", **metadata}
+    with ranks_of(tensors, metadata, world_size) as target:
+        pulled = pull(target, lab.scratch / "pulled")
+
+    expected = get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False)
+    fields = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": lab.bases.path(kind),
+        "lora_alpha": 16,
+        "bias": "none",
+    }
+    check(pulled, Original(expected, fields, make_base, logits(model)))
+    return PeftConfig.from_pretrained(pulled)
+
+
+@case
+def derived_all_linear_layers(lab):
+    config = {"r": 8, "lora_alpha": 16, "target_modules": ATTENTION + MLP}
+    found = in_memory(lab, config, {"task_type": "CAUSAL_LM", "lora_dropout": "0.05"})
+    assert found.r == 8 and not found.rank_pattern
+    assert found.lora_dropout == 0.05
+    assert found.target_modules == set(ATTENTION + MLP)
+
+
+@case
+def derived_from_names_of_wrapped_modules(lab):
+    """Another adapter name, FSDP's and torch.compile's components, no prefix, empty shards."""
+
+    def rename(key):
+        key = key.removeprefix("base_model.model.")
+        return key.replace("self_attn", "_fsdp_wrapped_module.self_attn._orig_mod")
+
+    config = {"r": 3, "lora_alpha": 16, "target_modules": ATTENTION}
+    found = in_memory(lab, config, {}, kind="llama", name="run1", rename=rename, world_size=5)
+    assert found.r == 3 and found.target_modules == set(ATTENTION)
+
+
+@case
+def derived_rank_pattern_with_rslora(lab):
+    pattern = {"q_proj": 4, "layers.1.mlp.up_proj": 6, "layers.0.mlp.up_proj": 2}
+    config = {
+        "r": 8,
+        "lora_alpha": 16,
+        "target_modules": ATTENTION + MLP,
+        "rank_pattern": pattern,
+        "alpha_pattern": {"v_proj": 12},
+        "use_rslora": True,
+    }
+    metadata = {"use_rslora": "true", "alpha_pattern": '{"v_proj": 12}'}
+    found = in_memory(lab, config, metadata)
+    assert found.r == 8 and found.rank_pattern["q_proj"] == 4
+
+
+@case
+def derived_dora_embedding_and_saved_module(lab):
+    config = {
+        "r": 4,
+        "lora_alpha": 16,
+        "target_modules": [*ATTENTION, "embed_tokens"],
+        "modules_to_save": ["lm_head"],
+        "use_dora": True,
+    }
+    found = in_memory(lab, config, {}, name="run1")
+    assert found.use_dora and found.modules_to_save == ["lm_head"]
+    assert found.target_modules == {*ATTENTION, "embed_tokens"}
+
+
+@case
+def derived_lora_bias(lab):
+    config = {"r": 4, "lora_alpha": 16, "target_modules": ATTENTION, "lora_bias": True}
+    assert in_memory(lab, config, {}).lora_bias
+
+
+@case
+def derived_fused_experts(lab):
+    """From r, or from the number of experts; without target_parameters."""
+    config = {**FUSED, "lora_alpha": 16}
+    found = in_memory(lab, config, {"num_experts": "4"}, kind="qwen3-moe", name="run1")
+    assert found.target_modules == set(ATTENTION)
+    assert len(found.target_parameters) == 2
+
+
+@case
+def experts_each_with_own_layers(lab):
+    """Names of each expert, which PEFT converts while loading. The reference is the base model
+    with the products of the matrices added to its weights."""
+    config, r, alpha = TINY["qwen3-moe"], 4, 8
+    torch.manual_seed(3)
+    tensors = {}
+    for path, (inputs, outputs) in expert_layers(config).items():
+        tensors[f"base_model.model.{path}.lora_A.weight"] = torch.randn(r, inputs) * 0.2
+        tensors[f"base_model.model.{path}.lora_B.weight"] = torch.randn(outputs, r) * 0.2
+    base = lab.bases.path("qwen3-moe")
+    metadata = {"base_model_name_or_path": base, "lora_alpha": str(alpha)}
+    with ranks_of(tensors, metadata, 3) as target:
+        pulled = pull(target, lab.scratch / "pulled")
+
+    same_tensors(load_file(pulled / WEIGHTS), tensors)
+    found = PeftConfig.from_pretrained(pulled)
+    assert found.r == r and found.target_modules == set(ATTENTION + MLP)
+    model = load_whole(pulled, lab.bases.make("qwen3-moe"))
+    merged = lab.bases.make("qwen3-moe")
+    before = logits(merged)
+    add_products(merged, config, tensors, alpha / r)
+    after = logits(merged)
+    assert (after - before).abs().max() > 0.1, "the adapter changes nothing"
+    difference = (logits(model) - after).abs().max().item()
+    assert difference < 1e-3, f"the logits differ by {difference} from the merged model's"
+
+
+def add_products(model, config, tensors, scale):
     with torch.no_grad():
-        for key, parameter in adapted.named_parameters():
-            if "lora_" in key:
-                parameter.normal_(0, 0.2)
-    return adapted
+        for path in expert_layers(config):
+            name = f"base_model.model.{path}."
+            delta = scale * tensors[name + "lora_B.weight"] @ tensors[name + "lora_A.weight"]
+            if "experts" not in path:
+                model.get_submodule(path).weight.add_(delta)
+                continue
+            parent, expert, kind = path.rsplit(".", 2)
+            experts, index = model.get_submodule(parent), int(expert)
+            if kind == "down_proj":
+                experts.down_proj[index].add_(delta)
+            else:
+                first = 0 if kind == "gate_proj" else config.moe_intermediate_size
+                experts.gate_up_proj[index, first : first + delta.shape[0]].add_(delta)
 
 
-def logits(model):
-    tokens = torch.arange(1, 33).reshape(1, 32)
-    with torch.no_grad():
-        return model(input_ids=tokens).logits
+# ----------------------------------------------- the stand-in trainer's adapters of real shape
 
 
-def round_trip(make_model, config, world_size, scratch):
-    """PEFT saves, ranks serve, the pulled directory loads and computes the same."""
-    saved, pulled = scratch / "saved", scratch / "pulled"
-    original = trained(make_model(), config)
-    original.save_pretrained(saved)
-    with ranks(world_size, "--adapter", str(saved)) as target:
-        pull(target, pulled)
-
-    expected = load_file(saved / "adapter_model.safetensors")
-    found = load_file(pulled / "adapter_model.safetensors")
-    assert sorted(found) == sorted(expected), "other keys"
-    for key, tensor in expected.items():
-        assert torch.equal(found[key], tensor), f"other values of {key}"
-
-    ours, theirs = (PeftConfig.from_pretrained(d).to_dict() for d in (pulled, saved))
-    for field in theirs:
-        if field != "inference_mode":
-            assert ours[field] == theirs[field], f"{field}: {ours[field]} != {theirs[field]}"
-
-    base = make_model()
-    before = logits(base)
-    loaded = PeftModel.from_pretrained(base, pulled).eval()
-    after = logits(loaded)
-    assert torch.equal(after, logits(original)), "other logits than the trainer's model"
-    assert not torch.equal(after, before), "the adapter changes nothing"
+def stand_in(lab, world_size, *shape):
+    with serve(world_size, *shape) as target:
+        return pull(target, lab.scratch / "pulled", "--check-pattern")
 
 
-ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
-MLP = ["gate_proj", "up_proj", "down_proj"]
-
-
-def dense_adapter(scratch):
-    round_trip(qwen2, LoraConfig(r=8, lora_alpha=16, target_modules=ATTENTION + MLP), 4, scratch)
-
-
-def fewer_rows_than_ranks(scratch):
-    round_trip(qwen2, LoraConfig(r=3, lora_alpha=5, target_modules=ATTENTION), 8, scratch)
-
-
-def patterns_and_rslora(scratch):
-    config = LoraConfig(
-        r=8,
-        lora_alpha=16,
-        target_modules=ATTENTION,
-        rank_pattern={"q_proj": 4},
-        alpha_pattern={"q_proj": 6},
-        use_rslora=True,
-        lora_dropout=0.1,
-    )
-    round_trip(qwen2, config, 2, scratch)
-
-
-def saved_module_and_embedding(scratch):
-    config = LoraConfig(
-        r=4, lora_alpha=8, target_modules=ATTENTION + ["embed_tokens"], modules_to_save=["lm_head"]
-    )
-    round_trip(qwen2, config, 4, scratch)
-
-
-def fused_experts(scratch):
-    config = LoraConfig(
-        r=4,
-        lora_alpha=8,
-        target_modules=[],
-        target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
-    )
-    round_trip(qwen3_moe, config, 4, scratch)
-
-
-def derived_configuration(scratch):
-    """Without a configuration of the trainer's: what the tool derives, PEFT accepts."""
-    pulled = scratch / "pulled"
-    with ranks(4, "--model", "qwen2.5-0.5b", "--r", "8") as target:
-        pull(target, pulled, "--check-pattern")
+@case
+def real_shape_small_onto_a_model(lab):
+    pulled = stand_in(lab, 4, "--adapter-shape", "small")
     config = PeftConfig.from_pretrained(pulled)
     assert config.r == 8 and config.lora_alpha == 16
-    assert sorted(config.target_modules) == sorted(ATTENTION + MLP)
-    assert config.base_model_name_or_path, "no base model is named"
-
-    base = qwen2(
-        hidden_size=896,
-        intermediate_size=4864,
-        num_hidden_layers=24,
-        num_attention_heads=14,
-        num_key_value_heads=2,
-    )
-    loaded = PeftModel.from_pretrained(base, pulled, autocast_adapter_dtype=False)
-    found = load_file(pulled / "adapter_model.safetensors")
-    parameters = {
-        key.replace(".default.", "."): value
-        for key, value in loaded.named_parameters()
-        if "lora_" in key
-    }
-    assert sorted(parameters) == sorted(found), "PEFT has other tensors than the file"
-    for key, tensor in found.items():
-        loaded_bits = parameters[key].detach().contiguous().view(torch.uint8)
-        assert torch.equal(loaded_bits, tensor.view(torch.uint8)), f"PEFT changed {key}"
+    assert config.base_model_name_or_path == "qwen2.5-0.5b"
+    base = AutoModelForCausalLM.from_config(REAL["qwen2.5-0.5b"], dtype=torch.bfloat16)
+    model = load_whole(pulled, base)
+    state = get_peft_model_state_dict(model, save_embedding_layers=False)
+    same_tensors(state, load_file(pulled / WEIGHTS))
 
 
-CASES = [
-    dense_adapter,
-    fewer_rows_than_ranks,
-    patterns_and_rslora,
-    saved_module_and_embedding,
-    fused_experts,
-    derived_configuration,
-]
+@case
+def real_shape_dense(lab):
+    pulled = stand_in(lab, 8, "--adapter-shape", "dense")
+    config = check_shapes(pulled, without_memory("llama-3.1-8b"))
+    assert config.r == 16 and config.lora_alpha == 32
+    assert config.target_modules == set(ATTENTION + MLP)
+
+
+@case
+def real_shape_experts(lab):
+    pulled = stand_in(lab, 8, "--adapter-shape", "moe")
+    config = check_shapes(pulled, linear_skeleton(expert_layers(REAL["qwen3-30b-a3b"])))
+    assert config.r == 16 and config.lora_alpha == 32
+    assert config.target_modules == set(ATTENTION + MLP)
+
+
+@case
+def real_shape_fused_experts(lab):
+    pulled = stand_in(lab, 8, "--adapter-shape", "moe-fused")
+    config = check_shapes(pulled, without_memory("qwen3-30b-a3b"))
+    assert config.r == 16 and config.target_modules == set(ATTENTION)
+    assert set(config.target_parameters) == {"down_proj", "gate_up_proj"}
+
+
+# --------------------------------------------------------------- whether the checks can fail
+
+
+def change_config(**changes):
+    def damage(directory):
+        path = directory / "adapter_config.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+    return damage
+
+
+def change_tensors(change):
+    def damage(directory):
+        tensors = load_file(directory / WEIGHTS)
+        change(tensors)
+        save_file(tensors, directory / WEIGHTS, {"format": "pt"})
+
+    return damage
+
+
+def one_value(tensors):
+    tensors[DAMAGED][0, 0] += 1
+
+
+def another_name(tensors):
+    tensors[DAMAGED.replace("q_proj", "x_proj")] = tensors.pop(DAMAGED)
+
+
+def swapped_rows(tensors):
+    tensors[DAMAGED] = tensors[DAMAGED].flip(0)
+
+
+def other_dtype(tensors):
+    tensors[DAMAGED] = tensors[DAMAGED].bfloat16()
+
+
+DAMAGED = "base_model.model.model.layers.1.self_attn.q_proj.lora_A.weight"
+DAMAGES = {
+    "a value": (check_tensors, change_tensors(one_value)),
+    "a name": (check_tensors, change_tensors(another_name)),
+    "rows": (check_tensors, change_tensors(swapped_rows)),
+    "a dtype": (check_tensors, change_tensors(other_dtype)),
+    "a tensor gone": (check_tensors, change_tensors(lambda tensors: tensors.pop(DAMAGED))),
+    "r": (check_config, change_config(r=4)),
+    "lora_alpha": (check_config, change_config(lora_alpha=17)),
+    "use_rslora": (check_config, change_config(use_rslora=True)),
+    "target_modules": (check_config, change_config(target_modules=["k_proj", "o_proj"])),
+}
+
+
+@case
+def damage_is_noticed(lab):
+    """Each damage must fail both its comparison and the loading by PEFT."""
+    config = {"r": 8, "lora_alpha": 16, "target_modules": ATTENTION}
+    directory, original = saved(lab, config)
+    with serve(4, "--adapter", str(directory)) as target:
+        pulled = pull(target, lab.scratch / "pulled")
+    check(pulled, original)
+    for number, (what, (comparison, damage)) in enumerate(DAMAGES.items()):
+        damaged = lab.scratch / f"damaged-{number}"
+        shutil.copytree(pulled, damaged)
+        damage(damaged)
+        for checked in (comparison, check_model):
+            try:
+                checked(damaged, original)
+            except (AssertionError, RuntimeError):
+                continue
+            raise AssertionError(f"{checked.__name__} does not notice other {what}")
+
+
+class Lab:
+    def __init__(self, bases, scratch):
+        self.bases = bases
+        self.scratch = scratch
+
+
+def run(function, bases, scratch):
+    start = time.monotonic()
+    try:
+        function(Lab(bases, scratch))
+    except Exception:
+        print(f"  FAILED  {function.__name__}", flush=True)
+        traceback.print_exc(file=sys.stdout)
+        return False
+    print(f"  ok      {function.__name__} ({time.monotonic() - start:.1f} s)", flush=True)
+    return True
 
 
 def main():
-    failed = 0
-    for case in CASES:
-        with tempfile.TemporaryDirectory() as scratch:
-            try:
-                case(pathlib.Path(scratch))
-                print(f"ok      {case.__name__}", flush=True)
-            except Exception:
-                failed += 1
-                print(f"FAILED  {case.__name__}", flush=True)
-                traceback.print_exc()
-    print(f"{len(CASES) - failed} passed, {failed} failed")
-    return 1 if failed else 0
+    wanted = sys.argv[1:]
+    cases = [c for c in CASES if not wanted or c.__name__ in wanted]
+    passed = 0
+    with tempfile.TemporaryDirectory(prefix="fanin-engines-") as base:
+        bases = Bases(pathlib.Path(base))
+        for function in cases:
+            with tempfile.TemporaryDirectory(prefix="fanin-engines-") as scratch:
+                passed += run(function, bases, pathlib.Path(scratch))
+    print(f"{passed} passed, {len(cases) - passed} failed")
+    return 0 if cases and passed == len(cases) else 1
 
 
 if __name__ == "__main__":

@@ -35,6 +35,7 @@ DTYPES = {"bf16": ("BF16", "bfloat16", 2), "f16": ("F16", "float16", 2), "f32": 
 ATTENTION = ["k_proj", "o_proj", "q_proj", "v_proj"]
 MLP = ["down_proj", "gate_proj", "up_proj"]
 PIECE = 4 << 20
+PATTERN_PIECE = 64 << 10  # fits into a cache
 FILE = "adapter_model.safetensors"
 
 
@@ -77,8 +78,10 @@ def pattern_tensors(options, identity):
     tensors, at = {}, 0
     for name, shape in shapes.items():
         size = shape[0] * shape[1] * width
-        raw = pattern(f"lora:{options.run}:{name}", identity["step"], 0, size)
-        buffer[at : at + size] = numpy.frombuffer(raw, numpy.uint8)
+        for begin in range(0, size, PATTERN_PIECE):
+            raw = pattern(f"lora:{options.run}:{name}", identity["step"], begin,
+                          min(PATTERN_PIECE, size - begin))
+            buffer[at + begin : at + begin + len(raw)] = numpy.frombuffer(raw, numpy.uint8)
         tensors[name] = (package, shape, at, size)
         at += size
     return tensors, buffer

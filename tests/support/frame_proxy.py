@@ -33,6 +33,7 @@ class Rank:
         self.host, _, port = address.rpartition(":")
         self.port = int(port)
         self.counts, self.passed, self.held = {}, 0, False
+        self.listener = None
 
     def rewrite(self, name, body):
         """The version is a short text: one byte of type and length, then its characters."""
@@ -89,6 +90,7 @@ class Rank:
         try:
             rank_reader, rank_writer = await asyncio.open_connection(self.host, self.port)
         except OSError:
+            self.listener.close()  # as if it had refused the connection itself
             writer.close()
             return
         ways = [asyncio.ensure_future(self.forward(reader, rank_writer)),
@@ -105,10 +107,12 @@ class Rank:
 
 async def main(options):
     ranks = [Rank(options, address) for address in options.target.split(",")]
-    servers = [await asyncio.start_server(rank.serve, "127.0.0.1", 0) for rank in ranks]
+    for rank in ranks:
+        rank.listener = await asyncio.start_server(rank.serve, "127.0.0.1", 0)
     stop = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
-    print(",".join("127.0.0.1:%d" % s.sockets[0].getsockname()[1] for s in servers), flush=True)
+    ports = [rank.listener.sockets[0].getsockname()[1] for rank in ranks]
+    print(",".join(f"127.0.0.1:{port}" for port in ports), flush=True)
     await stop.wait()
     print(json.dumps({"schema": 1, "ranks": [rank.counts for rank in ranks]}), flush=True)
 

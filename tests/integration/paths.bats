@@ -1,0 +1,169 @@
+#!/usr/bin/env bats
+# SPDX-License-Identifier: Apache-2.0
+# Each path between real processes, and what happens where UCX is absent, too old, of another
+# version than the ranks', or no UCX at all.
+
+# shellcheck disable=SC2154 # of pulls.bash
+
+bats_require_minimum_version 1.5.0
+
+setup()
+{
+    load pulls
+    setup_pulls
+}
+
+teardown()
+{
+    teardown_pulls
+}
+
+# reasons TEXT: the result and each of its ranks give this reason.
+reasons()
+{
+    [[ $(field path_reason) == *"$1"* ]] || {
+        printf 'not in the reason: %s, but: %s\n' "$1" "$(field path_reason)" >&2
+        return 1
+    }
+    for rank in 0 1 2; do
+        [[ $(field ranks "$rank" reason) == *"$1"* ]]
+    done
+}
+
+# cma_refused TEXT: --path cma ends with "unsupported", the reason and a remedy.
+cma_refused()
+{
+    run -14 --separate-stderr "$NIXL_FETCH" pull "${target:-$info}" --out refused --path cma --json
+    [ "$(field error status)" = FANIN_ERR_UNSUPPORTED ]
+    [ "$(field error rank)" = 0 ]
+    [[ $(field error address) == 127.0.0.1:* ]]
+    [[ $(field error message) == *"path cma"*"$1"* ]]
+    [[ $(field error remedy) == *"--path auto or stream"* ]]
+    has "$1"
+    [ -z "$(ls -Ad refused .refused* 2>/dev/null)" ]
+}
+
+@test "stream over the Unix socket and over TCP, cma, auto: the same directory" {
+    need_cma
+    start_ranks --adapter-shape small --world-size 3
+    pulled unix stream --path stream
+    pulled tcp stream --path stream --no-unix
+    pulled cma cma --path cma
+    [[ $(field path_reason) == *"probe read by cma"* ]]
+    pulled auto cma
+    for rank in 0 1 2; do
+        [ "$(field ranks "$rank" path)" = cma ]
+        [ "$(field ranks "$rank" connections)" = 0 ]
+    done
+    run -0 "$NIXL_FETCH" pull "$info" --out text
+    has "path      cma: "
+    for place in tcp cma auto text; do
+        same unix "$place"
+    done
+    proven unix --shape small
+    stop_ranks
+}
+
+@test "TCP is no way to cma: auto streams and says why" {
+    need_cma
+    start_ranks --adapter-shape small --world-size 3
+    pulled auto stream --no-unix
+    reasons "does not offer cma"
+    run -14 "$NIXL_FETCH" pull "$info" --out refused --path cma --no-unix
+    stop_ranks
+}
+
+@test "a client with too old a UCX streams, and says which version and which is needed" {
+    need_old_ucx
+    start_ranks --adapter-shape small --world-size 3
+    export FANIN_UCX_LIBRARY=$old_ucx
+    pulled auto stream
+    reasons "it is UCX $old_version, and 1.16"
+    proven auto --shape small
+    run -0 "$NIXL_FETCH" pull "$info" --out text
+    grep -q "^path  *stream: .*UCX $old_version" <<<"$output"
+    cma_refused "it is UCX $old_version, and 1.16"
+    stop_ranks
+}
+
+@test "a client whose UCX is switched off, absent or something else streams, and says so" {
+    start_ranks --adapter-shape small --world-size 3
+    touch empty.so
+    while IFS='|' read -r library reason; do
+        export FANIN_UCX_LIBRARY=$library
+        pulled auto stream
+        reasons "$reason"
+        rm -r auto
+        cma_refused "$reason"
+    done <<END
+|FANIN_UCX_LIBRARY is empty
+/nonexistent/libucp.so.0|/nonexistent/libucp.so.0: cannot open
+$PWD/empty.so|$PWD/empty.so: file too short
+libm.so.6|it is not libucp
+END
+    unset FANIN_UCX_LIBRARY
+    pulled auto stream --no-ucx
+    reasons "switched off"
+    stop_ranks
+}
+
+@test "ranks without UCX: stream, and the reason" {
+    start_ranks --adapter-shape small --world-size 3 --no-ucx
+    if [ -n "$FANIN_TEST_UCX_LIBRARY" ]; then
+        pulled auto stream
+        reasons "the rank has no UCX"
+        cma_refused "the rank has no UCX"
+    fi
+    pulled stream stream --path stream
+    stop_ranks
+}
+
+@test "ranks with too old a UCX say so, and are streamed from" {
+    need_old_ucx
+    export FANIN_UCX_LIBRARY=$old_ucx
+    start_ranks --adapter-shape small --world-size 3
+    grep -q "UCX $old_version, and 1.16" serve.err
+    unset FANIN_UCX_LIBRARY
+    pulled d stream
+    [ -z "$FANIN_TEST_UCX_LIBRARY" ] || reasons "the rank has no UCX"
+    stop_ranks
+}
+
+@test "ranks with a UCX of another minor version: stream, and both versions" {
+    need_cma
+    start_ranks --adapter-shape small --world-size 3
+    start_proxy --ucx-version 1.21.7
+    pulled auto stream
+    reasons "and 1.21.7 there"
+    cma_refused "and 1.21.7 there"
+    stop_proxy
+    stop_ranks
+}
+
+@test "paths that this host cannot have are refused" {
+    need_cma
+    start_ranks --adapter-shape small --world-size 2
+    run -14 --separate-stderr "$NIXL_FETCH" pull "$info" --out refused --path cuda_ipc --json
+    [[ $(field error message) == *"path cuda_ipc"*"does not offer"* ]]
+    [ ! -e refused ]
+    stop_ranks
+}
+
+@test "ranks on loopback listen on no other interface, after a pull by cma neither" {
+    need_cma
+    start_ranks --adapter-shape small --world-size 3
+    pulled d cma
+    "$NIXL_FETCH" pull "$info" --out e --path cma
+    mapfile -t pids < <(pgrep -P "$ranks_pid")
+    [ "${#pids[@]}" -eq 3 ]
+    for pid in "${pids[@]}"; do
+        grep -q libucp /proc/"$pid"/maps
+        # Everything that waits for somebody: listening streams, unconnected datagrams, raw.
+        # Columns: protocol, state, two queues, local address, peer, process.
+        ss -Hltuwnp | grep "pid=$pid," >listening || true
+        [ "$(grep -c '^tcp' listening)" -ge 1 ]
+        run -1 awk '$5 !~ /^(127\.[0-9.]+|\[::1\]):[0-9]+$/ { print; bad = 1 } END { exit !bad }' listening
+        [ -z "$output" ]
+    done
+    stop_ranks
+}

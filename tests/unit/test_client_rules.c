@@ -1,0 +1,267 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * For each rule of the client a property that holds with it and is broken without it. No
+ * collective couples the two ranks: each commits when the test says so. Built with
+ * FANIN_TEST_HOOKS, which lets a test take rules out.
+ */
+#include "client_rules.h"
+#include "local_world.h"
+#include "testing.h"
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#define HALF                                                                           \
+    ((size_t)12 << 20) /* bytes of a rank: more than one round of gets brings */
+
+/* One tensor of bytes, the first half on rank 0; a rank's bytes all have one value. */
+typedef struct pair {
+    fanin_server *servers[2];
+    uint8_t *memory[2];
+    char addresses[2][32];
+    uint8_t world;
+} pair;
+
+static void start_rank(pair *p, uint32_t rank, uint16_t port)
+{
+    fanin_error error = FANIN_ERROR_INIT;
+    fanin_server_config config;
+    fanin_server_config_init(&config, sizeof(config));
+    memset(config.world_id, p->world, sizeof(config.world_id));
+    config.rank = rank;
+    config.world_size = 2;
+    config.base_port = port ? (uint16_t)(port - rank) : 0;
+    config.lease_ms = 0;
+    assert_ok(fanin_server_create(&config, &p->servers[rank], &error), error);
+    fanin_box box = {
+        .offset = {rank * HALF}, .extent = {HALF}, .address = p->memory[rank]};
+    fanin_tensor shard = {.struct_size = sizeof(shard),
+                          .name = "t",
+                          .dtype = FANIN_DTYPE_U8,
+                          .n_dims = 1,
+                          .shape = {2 * HALF},
+                          .boxes = &box,
+                          .n_boxes = 1};
+    assert_ok(fanin_server_put(p->servers[rank], "lora:0", &shard, 1, false, &error),
+              error);
+    snprintf(p->addresses[rank], sizeof(p->addresses[rank]), "127.0.0.1:%u",
+             (unsigned)fanin_server_port(p->servers[rank]));
+}
+
+static void commit(pair *p, uint32_t rank, uint8_t value, uint64_t step)
+{
+    fanin_error error = FANIN_ERROR_INIT;
+    assert_ok(fanin_server_begin_update(p->servers[rank], "lora:0", &error), error);
+    memset(p->memory[rank], value, HALF);
+    assert_ok(fanin_server_commit(p->servers[rank], "lora:0", step, NULL, &error),
+              error);
+}
+
+static void start(pair *p)
+{
+    *p = (pair){.world = 1};
+    for (uint32_t i = 0; i < 2; i++) {
+        p->memory[i] = malloc(HALF);
+        assert_non_null(p->memory[i]);
+        start_rank(p, i, 0);
+        commit(p, i, 10, 1);
+    }
+}
+
+/* A new life of a rank on its old port. */
+static void restart(pair *p, uint32_t rank)
+{
+    uint16_t port = fanin_server_port(p->servers[rank]);
+    fanin_server_destroy(&p->servers[rank], 0);
+    start_rank(p, rank, port);
+}
+
+static void stop(pair *p)
+{
+    for (uint32_t i = 0; i < 2; i++) {
+        fanin_server_destroy(&p->servers[i], 0);
+        free(p->memory[i]);
+    }
+}
+
+static fanin_client *make_client(fanin_path path)
+{
+    fanin_error error = FANIN_ERROR_INIT;
+    fanin_client_config config;
+    fanin_client_config_init(&config, sizeof(config));
+    config.path = path;
+    fanin_client *client = NULL;
+    assert_ok(fanin_client_create(&config, &client, &error), error);
+    return client;
+}
+
+static fanin_status connect_to(const pair *p, fanin_client *client)
+{
+    const char *addresses[] = {p->addresses[0], p->addresses[1]};
+    fanin_error error = FANIN_ERROR_INIT;
+    return fanin_client_connect(client, addresses, 2, 5000, &error);
+}
+
+/* Pulls step 1; true: the bytes are @p value throughout, or the pull was refused. */
+static bool good_or_refused(fanin_client *client, uint8_t value,
+                            fanin_progress_fn progress, void *cookie)
+{
+    uint8_t *bytes = malloc(2 * HALF);
+    assert_non_null(bytes);
+    fanin_box box = {.extent = {2 * HALF}, .address = bytes};
+    fanin_tensor wanted = {.struct_size = sizeof(wanted),
+                           .name = "t",
+                           .dtype = FANIN_DTYPE_U8,
+                           .n_dims = 1,
+                           .shape = {2 * HALF},
+                           .boxes = &box,
+                           .n_boxes = 1};
+    fanin_pull_options options;
+    fanin_pull_options_init(&options, sizeof(options));
+    options.publication = "lora:0";
+    options.rule = FANIN_STEP_EXACT;
+    options.step = 1;
+    options.timeout_ms = 10000;
+    options.progress = progress;
+    options.progress_cookie = cookie;
+    fanin_error error = FANIN_ERROR_INIT;
+    bool good = true;
+    if (fanin_client_pull(client, &options, &wanted, 1, NULL, &error) == FANIN_OK) {
+        for (size_t i = 0; i < 2 * HALF && good; i++)
+            good = bytes[i] == value;
+    }
+    free(bytes);
+    return good;
+}
+
+static void check(bool (*holds)(void), unsigned rules)
+{
+    atomic_store(&client_rules_off, 0);
+    bool with = holds();
+    atomic_store(&client_rules_off, rules);
+    bool without = holds();
+    atomic_store(&client_rules_off, 0);
+    assert_true(with);
+    assert_false(without);
+}
+
+/* -------------------------------------------------------------- properties */
+
+/* A rank of another launch, with other bytes for the same step, is never mixed in. */
+static bool worlds_do_not_mix(void)
+{
+    pair p;
+    start(&p);
+    p.world = 2;
+    restart(&p, 1);
+    commit(&p, 1, 20, 1);
+    fanin_client *client = make_client(FANIN_PATH_STREAM);
+    bool good =
+        connect_to(&p, client) != FANIN_OK || good_or_refused(client, 10, NULL, NULL);
+    fanin_client_destroy(&client);
+    stop(&p);
+    return good;
+}
+
+/* The same when the rank restarts after the client had connected. */
+static bool later_worlds_do_not_mix(void)
+{
+    pair p;
+    start(&p);
+    fanin_client *client = make_client(FANIN_PATH_STREAM);
+    assert_int_equal(connect_to(&p, client), FANIN_OK);
+    assert_true(good_or_refused(client, 10, NULL, NULL));
+    p.world = 2;
+    restart(&p, 1);
+    commit(&p, 1, 20, 1);
+    bool good = good_or_refused(client, 10, NULL, NULL);
+    fanin_client_destroy(&client);
+    stop(&p);
+    return good;
+}
+
+/* All ranks restart with the same steps and catalog versions; their shards lie elsewhere. */
+static bool old_addresses_are_forgotten(void)
+{
+    pair p;
+    start(&p);
+    fanin_client *client = make_client(FANIN_PATH_CMA);
+    assert_int_equal(connect_to(&p, client), FANIN_OK);
+    assert_true(good_or_refused(client, 10, NULL, NULL));
+    uint8_t *old[2] = {p.memory[0], p.memory[1]};
+    p.world = 2;
+    for (uint32_t i = 0; i < 2; i++) {
+        p.memory[i] = malloc(HALF);
+        assert_non_null(p.memory[i]);
+        restart(&p, i);
+        commit(&p, i, 20, 1);
+    }
+    bool good = good_or_refused(client, 20, NULL, NULL);
+    fanin_client_destroy(&client);
+    stop(&p);
+    free(old[0]);
+    free(old[1]);
+    return good;
+}
+
+static void overtake(void *cookie, uint64_t done, uint64_t total)
+{
+    pair *p = cookie;
+    (void)done;
+    (void)total;
+    if (p->memory[1][0] == 10)
+        commit(p, 1, 30, 2);
+}
+
+/* The trainer, which grants no lease time, rewrites a rank while it is read. */
+static bool overtaken_bytes_are_discarded(void)
+{
+    pair p;
+    start(&p);
+    fanin_client *client = make_client(FANIN_PATH_CMA);
+    assert_int_equal(connect_to(&p, client), FANIN_OK);
+    bool good = good_or_refused(client, 10, overtake, &p);
+    assert_int_equal(p.memory[1][0], 30); /* it did happen */
+    fanin_client_destroy(&client);
+    stop(&p);
+    return good;
+}
+
+static void test_world(void **state)
+{
+    (void)state;
+    check(worlds_do_not_mix, CLIENT_RULE_WORLD);
+}
+
+static void test_world_again(void **state)
+{
+    (void)state;
+    check(later_worlds_do_not_mix, CLIENT_RULE_WORLD_AGAIN);
+}
+
+static void test_incarnation(void **state)
+{
+    (void)state;
+    if (!world_has_cma())
+        skip();
+    check(old_addresses_are_forgotten, CLIENT_RULE_INCARNATION);
+}
+
+static void test_end(void **state)
+{
+    (void)state;
+    if (!world_has_cma())
+        skip();
+    check(overtaken_bytes_are_discarded, CLIENT_RULE_END_CHECK);
+}
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(test_world),
+        cmocka_unit_test(test_world_again),
+        cmocka_unit_test(test_incarnation),
+        cmocka_unit_test(test_end),
+    };
+    return cmocka_run_group_tests_name("client rules", tests, NULL, NULL);
+}

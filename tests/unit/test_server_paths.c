@@ -1,0 +1,214 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* One-sided paths: who may open them, who gets remote keys, and when they end. */
+#include "server_peer.h"
+#include "testing.h"
+#include "ucx.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+static uint8_t memory[3][8192];
+static char version[32]; /* of UCX, "" if there is none */
+
+static int set_up(void **state)
+{
+    (void)state;
+    logger none = {0};
+    ucx *u;
+    const char *library = getenv("FANIN_TEST_UCX_LIBRARY");
+    if (library && *library)
+        setenv("FANIN_UCX_LIBRARY", library, 0);
+    if (ucx_load(&none, &u, NULL) == FANIN_OK) {
+        snprintf(version, sizeof version, "%s", ucx_version(u));
+        ucx_unload(&u);
+    }
+    return 0;
+}
+
+static fanin_server *start(uint32_t flags)
+{
+    fanin_server_config c = server_config();
+    c.flags = flags;
+    fanin_server *s = server_start(&c);
+    server_put(s, RUN, "a", memory[0], 100);
+    server_put(s, RUN, "b", memory[2], 100);
+    server_commit(s, 1);
+    return s;
+}
+
+static peer hello(fanin_server *s, bool over_unix, const char *ucx, uint32_t *paths)
+{
+    peer p = over_unix ? peer_connect_unix(s) : peer_connect(s);
+    buffer b = {0};
+    msg_hello m = {.version_min = 1, .version_max = 1, .role = ROLE_CONTROL};
+    snprintf(m.ucx_version, sizeof m.ucx_version, "%s", ucx);
+    encode_hello(&b, ++p.request, &m);
+    peer_send(&p, &b);
+    body in = peer_expect(&p, MSG_HELLO_OK);
+    msg_hello_ok ok;
+    assert_int_equal(decode_hello_ok(&in, &ok), FANIN_OK);
+    *paths = ok.paths;
+    return p;
+}
+
+static void request_path(peer *p, wire_path path)
+{
+    buffer b = {0};
+    msg_open_path m = {.path = path, .address = {(const uint8_t *)"", 0}};
+    encode_open_path(&b, ++p->request, MSG_OPEN_PATH, &m);
+    peer_send(p, &b);
+}
+
+static void expect_refused(peer *p, wire_path path, const char *words)
+{
+    request_path(p, path);
+    msg_error e = peer_expect_error(p, FANIN_ERR_UNSUPPORTED);
+    if (!strstr(e.message, words))
+        fail_msg("\"%s\" does not say \"%s\"", e.message, words);
+}
+
+static region_table *regions_of(peer *p, const grant *g, wire_path path)
+{
+    region_table *t;
+    fanin_error error = FANIN_ERROR_INIT;
+    buffer blob = peer_blob(p, MSG_REGIONS, g, path);
+    assert_ok(region_table_decode(blob.data, blob.size, &t, &error), error);
+    buffer_free(&blob);
+    return t;
+}
+
+static void without_ucx_only_stream_is_offered(void **state)
+{
+    (void)state;
+    fanin_server *s = start(FANIN_SERVER_NO_UCX);
+    uint32_t paths;
+    peer p = hello(s, true, "1.22.0", &paths);
+    assert_int_equal(paths, 1u << WIRE_PATH_STREAM);
+    expect_refused(&p, WIRE_PATH_CMA, "not to use UCX");
+    expect_refused(&p, WIRE_PATH_CUDA_IPC, "host memory");
+    peer_close(&p);
+    fanin_server_destroy(&s, 0);
+}
+
+static void strangers_get_stream_only(void **state)
+{
+    (void)state;
+    if (!version[0])
+        skip();
+    fanin_server *s = start(0);
+    uint32_t paths;
+    peer p = hello(s, false, version, &paths);
+    assert_int_equal(paths, 1u << WIRE_PATH_STREAM);
+    expect_refused(&p, WIRE_PATH_CMA, "own user");
+    expect_refused(&p, WIRE_PATH_RDMA, "own user");
+    grant g = peer_wait(&p, WIRE_RULE_NEWEST, 0);
+    buffer b = {0};
+    msg_blob_request m = {.publication = RUN,
+                          .catalog_version = g.catalog_version,
+                          .path = WIRE_PATH_CMA};
+    encode_blob_request(&b, ++p.request, MSG_REGIONS, &m);
+    peer_send(&p, &b);
+    peer_expect_error(&p, FANIN_ERR_UNSUPPORTED);
+    peer_close(&p);
+    p = hello(s, true, "0.9.1", &paths);
+    assert_int_equal(paths, 1u << WIRE_PATH_STREAM);
+    expect_refused(&p, WIRE_PATH_CMA, "0.9.1");
+    peer_close(&p);
+    p = hello(s, true, "", &paths);
+    expect_refused(&p, WIRE_PATH_CMA, "none");
+    peer_close(&p);
+    fanin_server_destroy(&s, 0);
+}
+
+static void open_servers_offer_stream_only(void **state)
+{
+    (void)state;
+    fanin_server_config c = server_config();
+    c.flags = FANIN_SERVER_OPEN;
+    c.bind = "127.0.0.2";
+    c.allow = "127.0.0.0/8";
+    fanin_server *s = server_start(&c);
+    uint32_t paths;
+    peer p = hello(s, true, version, &paths);
+    assert_int_equal(paths, 1u << WIRE_PATH_STREAM);
+    request_path(&p, WIRE_PATH_CMA);
+    peer_expect_error(&p, FANIN_ERR_UNSUPPORTED);
+    peer_close(&p);
+    fanin_server_destroy(&s, 0);
+}
+
+static void the_own_user_gets_remote_keys(void **state)
+{
+    (void)state;
+    if (!version[0])
+        skip();
+    fanin_server *s = start(0);
+    uint32_t paths;
+    peer p = hello(s, true, version, &paths);
+    assert_true(paths & (1u << WIRE_PATH_CMA));
+    grant g = peer_wait(&p, WIRE_RULE_NEWEST, 0);
+    request_path(&p, WIRE_PATH_CMA);
+    body in = peer_expect(&p, MSG_OPEN_PATH_OK);
+    msg_open_path ok;
+    assert_int_equal(decode_open_path(&in, &ok), FANIN_OK);
+    assert_true(ok.address.size > 0);
+    region_table *t = regions_of(&p, &g, WIRE_PATH_CMA);
+    assert_int_equal(t->count, 2); /* pages without a shard lie between them */
+    assert_int_equal(t->entries[0].base, (uintptr_t)memory[0]);
+    assert_int_equal(t->entries[1].base, (uintptr_t)memory[2]);
+    assert_int_equal(t->entries[0].length, 100);
+    assert_true(t->entries[0].rkey_size > 0);
+    region_table_free(&t);
+    peer_ping(&p);
+    peer_close(&p);
+    fanin_server_destroy(&s, 0);
+}
+
+static void keys_end_with_the_memory(void **state)
+{
+    (void)state;
+    if (!version[0])
+        skip();
+    fanin_server *s = start(0);
+    uint32_t paths;
+    peer p = hello(s, true, version, &paths);
+    grant g = peer_wait(&p, WIRE_RULE_NEWEST, 0);
+    request_path(&p, WIRE_PATH_CMA);
+    peer_expect(&p, MSG_OPEN_PATH_OK);
+    region_table *t = regions_of(&p, &g, WIRE_PATH_CMA);
+    region_table_free(&t);
+    server_put(s, RUN, "b", memory[1], 100); /* memory[2] is the trainer's again */
+    buffer b = {0};
+    msg_blob_request m = {.publication = RUN,
+                          .catalog_version = g.catalog_version,
+                          .path = WIRE_PATH_CMA};
+    encode_blob_request(&b, ++p.request, MSG_REGIONS, &m);
+    peer_send(&p, &b);
+    peer_expect_error(&p, FANIN_ERR_STALE);
+    server_commit(s, 2);
+    g = peer_wait(&p, WIRE_RULE_NEWEST, 0);
+    t = regions_of(&p, &g, WIRE_PATH_CMA);
+    assert_int_equal(t->entries[t->count - 1].base + t->entries[t->count - 1].length,
+                     (uintptr_t)memory[1] + 100);
+    region_table_free(&t);
+    assert_int_equal(fanin_server_remove(s, RUN, NULL, NULL), FANIN_OK);
+    m.catalog_version = g.catalog_version;
+    encode_blob_request(&b, ++p.request, MSG_REGIONS, &m);
+    peer_send(&p, &b);
+    peer_expect_error(&p, FANIN_ERR_NOT_FOUND);
+    peer_close(&p);
+    fanin_server_destroy(&s, 0);
+}
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(without_ucx_only_stream_is_offered),
+        cmocka_unit_test(strangers_get_stream_only),
+        cmocka_unit_test(open_servers_offer_stream_only),
+        cmocka_unit_test(the_own_user_gets_remote_keys),
+        cmocka_unit_test(keys_end_with_the_memory),
+    };
+    return cmocka_run_group_tests(tests, set_up, NULL);
+}
