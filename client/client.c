@@ -175,13 +175,18 @@ fanin_status fanin_client_create(const fanin_client_config *config,
     return FANIN_OK;
 }
 
-void client_close_one_sided(fanin_client *client)
+bool client_close_one_sided(fanin_client *client)
 {
+    for (size_t i = 0; i < client->n_peers; i++) {
+        if (client->peers[i].endpoint)
+            peer_drop_paths(client, i);
+    }
     ucx_local_destroy(&client->staging_local);
-    ucx_client_destroy(&client->one_sided);
-    if (client->staging)
+    bool drained = ucx_client_destroy(&client->one_sided);
+    if (client->staging && drained)
         munmap(client->staging, STAGING_BYTES);
     client->staging = NULL;
+    return drained;
 }
 
 void fanin_client_disconnect(fanin_client *client)

@@ -76,8 +76,9 @@ fanin_status client_pause(fanin_client *client, deadline at, deadline until,
 fanin_status client_ensure_connected(fanin_client *client, deadline at,
                                      fanin_error *error);
 
-/** Destroys one_sided and what is registered with it. Endpoints must be gone. */
-void client_close_one_sided(fanin_client *client);
+/** Closes all endpoints and destroys one_sided. False: reads could not be recalled even so; what
+    they land in must never be freed. */
+bool client_close_one_sided(fanin_client *client);
 
 bool peer_ready(const peer *p);
 /** Drops data connections and endpoint if the connection under them is another one now. */

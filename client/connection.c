@@ -160,7 +160,11 @@ void connection_start(connection *c)
     error_place place = connection_place(c, "connect");
     place.sys_errno = fault.sys_errno;
     place.remedy = "is the trainer running, and is this its base port + rank?";
-    error_set(&c->fault, FANIN_ERR_UNREACHABLE, &place, "%s", fault.message);
+    if (c->known)
+        error_set(&c->fault, FANIN_ERR_UNREACHABLE, &place, "rank %u: %s", c->peer.rank,
+                  fault.message);
+    else
+        error_set(&c->fault, FANIN_ERR_UNREACHABLE, &place, "%s", fault.message);
 }
 
 static void send_hello(connection *c)

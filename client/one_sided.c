@@ -227,11 +227,12 @@ bool one_sided_destroy(one_sided **o)
     if (!r)
         return true;
     scatter_pool_destroy(&r->pool);
-    if (!drain(r))
-        return false; /* reads may still land: reader, staging and destination stay */
+    bool drained = drain(r);
     loop_remove(&r->client->loop, &r->source);
     for (size_t i = 0; i < r->n_locals; i++)
         ucx_local_destroy(&r->locals[i]);
+    if (!drained && !client_close_one_sided(r->client))
+        return false; /* reads may still land: reader and destination stay */
     free(r->locals);
     free(r);
     return true;
@@ -256,7 +257,9 @@ static void on_done(void *cookie, uint64_t tag, int ucx_status)
     one_sided *o = cookie;
     get *g = &o->gets[tag];
     o->outstanding--;
-    if (ucx_status != 0) {
+    if (!o->pool) {
+        g->busy = false; /* the reading has ended; this only drains */
+    } else if (ucx_status != 0) {
         const char *text = "the read failed";
         if (g->work->peer->endpoint)
             ucx_endpoint_failed(g->work->peer->endpoint, &text);

@@ -133,11 +133,7 @@ static fanin_status open_client(fanin_client *client, fanin_path path,
 {
     if (client->one_sided && client->one_sided_path == path)
         return FANIN_OK;
-    for (size_t i = 0; i < client->n_peers; i++) {
-        if (client->peers[i].endpoint)
-            peer_drop_paths(client, i);
-    }
-    client_close_one_sided(client);
+    (void)client_close_one_sided(client); /* no read is under way here */
     client->one_sided_path = path;
     return ucx_client_create(client->ucx, (ucx_path)path, &client->log,
                              &client->one_sided, error);
@@ -288,8 +284,9 @@ static fanin_status probe_all(fanin_client *client, publication *p, bool *want,
             continue;
         }
         char reason[160];
+        const char *name = fanin_path_name(path);
         snprintf(reason, sizeof(reason), "a probe read by %s succeeded (%.60s)",
-                 fanin_path_name(path),
+                 name ? name : "?",
                  client->peers[i].endpoint
                      ? ucx_endpoint_transport(client->peers[i].endpoint)
                      : "");

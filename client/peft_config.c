@@ -316,7 +316,11 @@ static fanin_status require_base_model(const peft_maker *m)
     const char *base = json_string_value(peft_field(m, "base_model_name_or_path"));
     if (base && *base)
         return FANIN_OK;
-    return peft_refuse(m, UINT32_MAX, "add base_model_name_or_path to the metadata",
+    return peft_refuse(m, UINT32_MAX,
+                       m->given
+                           ? "set base_model_name_or_path in peft_config, or add it "
+                             "to the metadata"
+                           : "add base_model_name_or_path to the metadata",
                        "the metadata of %s do not name the base model", m->publication);
 }
 
@@ -354,14 +358,30 @@ static fanin_status make(peft_maker *m)
     return status;
 }
 
-/* As PEFT writes it: two blanks, sorted keys. With as few digits as all numbers need to be
-   read back the same. */
+/* The same object with its fields in order, NULL: out of memory. What is inside of them keeps
+   the order that it has: in PEFT's patterns the first that matches wins. */
+static json_t *sorted_fields(json_t *config)
+{
+    json_t *names = peft_sorted_keys(config), *sorted = json_object();
+    bool good = names && sorted;
+    for (size_t i = 0; good && i < json_array_size(names); i++) {
+        const char *name = json_string_value(json_array_get(names, i));
+        good = json_object_set(sorted, name, json_object_get(config, name)) == 0;
+    }
+    json_decref(names);
+    if (good)
+        return sorted;
+    json_decref(sorted);
+    return NULL;
+}
+
+/* As PEFT writes it, with two blanks, and with as few digits as all numbers need to be read
+   back the same. */
 static char *dump(const json_t *config)
 {
     for (size_t digits = 15; digits <= 17; digits++) {
-        char *text =
-            json_dumps(config, JSON_INDENT(2) | JSON_SORT_KEYS | JSON_ENSURE_ASCII |
-                                   JSON_REAL_PRECISION(digits));
+        char *text = json_dumps(config, JSON_INDENT(2) | JSON_ENSURE_ASCII |
+                                            JSON_REAL_PRECISION(digits));
         json_t *again = text ? json_loads(text, 0, NULL) : NULL;
         bool same = again && json_equal(again, config);
         json_decref(again);
@@ -383,7 +403,9 @@ fanin_status peft_config_make(const key_table *keys, const peft_names *names,
                     .budget = PATTERN_BUDGET};
     fanin_status status = make(&m);
     if (!status) {
-        *text_out = dump(m.config);
+        json_t *sorted = sorted_fields(m.config);
+        *text_out = sorted ? dump(sorted) : NULL;
+        json_decref(sorted);
         *size_out = *text_out ? strlen(*text_out) : 0;
         if (!*text_out)
             status = error_set_memory(error);

@@ -204,6 +204,16 @@ static int compare_suffixes(const void *a, const void *b)
     return order != 0 ? order : (xs > ys) - (xs < ys);
 }
 
+/* Of one name by path, so that the result does not depend on how qsort() treats equals. */
+static int compare_units(const void *a, const void *b)
+{
+    const unit *x = a, *y = b;
+    int order = compare_suffixes(a, b);
+    if (order == 0)
+        order = memcmp(x->path, y->path, x->size < y->size ? x->size : y->size);
+    return order != 0 ? order : (x->size > y->size) - (x->size < y->size);
+}
+
 static bool add_pattern(json_t *patterns, const char *anchor, const char *text,
                         size_t size, uint64_t rank)
 {
@@ -221,7 +231,7 @@ static bool add_pattern(json_t *patterns, const char *anchor, const char *text,
    are anchored, so that none matches another module whose path ends alike. */
 static bool fill_patterns(json_t *patterns, unit_list *units, uint64_t r)
 {
-    qsort(units->items, units->count, sizeof(units->items[0]), compare_suffixes);
+    qsort(units->items, units->count, sizeof(units->items[0]), compare_units);
     for (size_t i = 0, end; i < units->count; i = end) {
         const unit *first = &units->items[i];
         bool same = true;

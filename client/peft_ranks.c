@@ -26,11 +26,6 @@ static void rules_free(rank_rules *rules)
     *rules = (rank_rules){0};
 }
 
-static int compare_text(const void *a, const void *b)
-{
-    return strcmp(*(const char *const *)a, *(const char *const *)b);
-}
-
 static fanin_status rules_read(peft_maker *m, rank_rules *out)
 {
     const json_t *r = peft_field(m, "r"), *pattern = peft_field(m, "rank_pattern");
@@ -55,13 +50,10 @@ static fanin_status rules_read(peft_maker *m, rank_rules *out)
         if (!json_is_integer(value) || json_integer_value(value) <= 0)
             return peft_refuse(m, UINT32_MAX, REMEDY,
                                "rank_pattern gives '%.100s' no positive integer", key);
-        out->patterns[out->count++] = key;
+        /* In the trainer's order, which the file keeps: the first match wins. */
+        out->patterns[out->count] = key;
+        out->ranks[out->count++] = (uint64_t)json_integer_value(value);
     }
-    /* The file's keys are sorted, and the first match wins. */
-    qsort(out->patterns, out->count, sizeof(out->patterns[0]), compare_text);
-    for (size_t i = 0; i < out->count; i++)
-        out->ranks[i] =
-            (uint64_t)json_integer_value(json_object_get(pattern, out->patterns[i]));
     return FANIN_OK;
 }
 

@@ -72,11 +72,12 @@ static void accept_all(struct control *c, int listener)
     }
 }
 
-static void close_listener(int *fd)
+static void close_listener(struct control *c, int *fd)
 {
     if (*fd < 0)
         return;
     /* Children of a fork hold copies of the socket: shutting it down frees the port. */
+    stop_watching(c, *fd);
     shutdown(*fd, SHUT_RDWR);
     close(*fd);
     *fd = -1;
@@ -85,8 +86,8 @@ static void close_listener(int *fd)
 static void close_listeners(struct control *c)
 {
     c->listening = c->paused = false;
-    close_listener(&c->tcp);
-    close_listener(&c->unix_fd);
+    close_listener(c, &c->tcp);
+    close_listener(c, &c->unix_fd);
     for (session *s = c->sessions, *next; s; s = next) {
         next = s->next;
         requests_cancel(s);

@@ -178,14 +178,6 @@ static fanin_status open_one_sided(session *s, const msg_open_path *m,
     fanin_status status = may_open(s, m->path, error);
     if (status == FANIN_OK)
         status = obtain_ucx(s->control, in, &end, error);
-    /* cma needs no peer: then no bytes of the client's reach UCX. */
-    if (status == FANIN_OK && in == DOMAIN_RDMA && m->address.size > 0) {
-        if (s->ucx_peer)
-            ucx_peer_close(&s->ucx_peer);
-        status = ucx_server_add_peer(end, m->address.data, m->address.size,
-                                     &s->ucx_peer, error);
-        s->control->ucx_again = true;
-    }
     if (status == FANIN_OK)
         reply->address.data = ucx_server_address(end, &reply->address.size);
     return status;

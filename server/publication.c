@@ -252,7 +252,7 @@ fanin_status fanin_server_begin_update(fanin_server *server, const char *name,
         status = publication_name_check(name, error);
     if (status != FANIN_OK)
         return status;
-    publication *p;
+    publication *p = NULL;
     pthread_mutex_lock(&server->lock);
     status = publication_obtain(server, name, &p, error);
     if (status == FANIN_OK)

@@ -19,7 +19,7 @@ static int by_address(const void *a, const void *b)
 
 static range *collect(const shard_set *shards)
 {
-    range *ranges = malloc((shards->n_boxes + 1) * sizeof *ranges);
+    range *ranges = calloc(shards->n_boxes + 1, sizeof *ranges);
     uint64_t n = 0;
     bool sorted = true;
     for (size_t i = 0; ranges && i < shards->count; i++) {
@@ -79,6 +79,7 @@ fanin_status region_set_build(registrar *r, const shard_set *shards,
     for (uint64_t i = 0; i < shards->n_boxes; i++) {
         if (count == 0 || ranges[i].low / page > (high - 1) / page + 1) {
             count++;
+            /* NOLINTNEXTLINE(clang-analyzer-core.uninitialized.Assign) n_boxes are set */
             high = ranges[i].high;
         } else if (ranges[i].high > high) {
             high = ranges[i].high;

@@ -43,7 +43,7 @@ static session *make(struct control *c, int fd, const socket_address *peer)
     if (c->sessions)
         c->sessions->previous = s;
     c->sessions = s;
-    memory_account(c->server, &s->memory, sizeof *s);
+    memory_account(c->server, &s->memory, sizeof *s + sizeof(reader));
     return s;
 }
 
@@ -91,10 +91,6 @@ static void leave(session *s)
         c->sessions = s->next;
     if (s->next)
         s->next->previous = s->previous;
-    if (s->ucx_peer) {
-        ucx_peer_close(&s->ucx_peer);
-        c->ucx_again = true;
-    }
     bool has_data = false;
     pthread_mutex_lock(&server->lock);
     server->listeners -= s->n_waits + s->n_watches;
@@ -122,6 +118,10 @@ void session_close(session *s, const char *why)
         log_write(&s->control->server->log, FANIN_LOG_INFO, "session-close", "%s: %s",
                   s->peer, why);
     leave(s);
+    /* A forked child may hold a copy of the descriptor: closing alone would neither end the
+       connection nor take it out of the epoll set. */
+    epoll_ctl(s->control->epoll, EPOLL_CTL_DEL, s->fd, NULL);
+    shutdown(s->fd, SHUT_RDWR);
     close(s->fd);
     if (s->admitted)
         dismiss(s->control->server, s->counted);
@@ -297,7 +297,7 @@ void session_work(session *s)
         return;
     }
     compact(s);
-    size_t memory = sizeof *s + s->input.capacity + s->output.capacity;
+    size_t memory = sizeof *s + sizeof(reader) + s->input.capacity + s->output.capacity;
     if (!memory_account(server, &s->memory, memory) && s->phase != SESSION_CLOSING) {
         session_close(s, "the connections have all the memory they may");
         return;

@@ -44,7 +44,6 @@ typedef struct session {
     size_t used, sent, memory;
     bool shut;
     reader *reader; /**< once open */
-    ucx_peer *ucx_peer;
     unsigned n_waits, n_watches;
     parked_wait waits[SESSION_WAITS];
     watch watches[SESSION_WATCHES];

@@ -1,52 +1,25 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The data thread: answers reads with bytes straight from the tensors' memory. Sockets are
-   watched edge-triggered; connections that can do something are in a queue and take turns
-   of at most one frame or one sendmsg each. */
-#include "stream_job.h"
-
+/* The data thread. Sockets are watched edge-triggered; connections that can do something are
+   in a queue and take turns of at most one frame or one sendmsg each. */
 #include "error_set.h"
+#include "stream_connection.h"
 
 #include <errno.h>
 #include <stdlib.h>
-#include <string.h>
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
 #include <unistd.h>
 
-#define INPUT_MOST (FRAME_SIZE + LIMIT_READ_REQUEST)
-#define INPUT_FIRST 4096
 #define SOCKET_ROOM (512 << 10) /**< of a Unix socket; the kernel doubles it */
-#define BURST_LEAST ((size_t)128 << 10)
 #define EVENTS 64
 
-typedef enum turn_result { TURN_MORE, TURN_WAIT, TURN_CLOSE } turn_result;
-
-typedef struct connection {
-    int fd;
-    reader *reader;
-    peer_count *counted;
-    char peer[64];
-    bool can_read, can_write, queued;
-    bool closing; /**< an error is on its way; nothing is read any more */
-    bool shut;    /**< ... and it has left */
-    buffer input, output;
-    size_t used, sent;   /**< of input, of output */
-    size_t memory;       /**< counted */
-    size_t burst;        /**< what the socket is likely to take at once */
-    deadline stalled_at; /**< when to give the peer up; UINT64_MAX: it owes nothing */
-    job job;
-    struct connection *next, *next_queued;
-} connection;
-
 struct stream {
-    fanin_server *server;
+    stream_tools tools;
     pthread_t thread;
     int epoll, event;
     atomic_bool quit;
     connection *connections;  /**< the thread's */
     connection *first, *last; /**< the queue */
-    read_entry *entries;      /**< LIMIT_READ_ENTRIES */
-    gather gather;
     pthread_mutex_t lock;
     connection *arriving; /**< guarded by lock */
 };
@@ -66,22 +39,6 @@ static void enqueue(struct stream *t, connection *c)
     t->last = c;
 }
 
-static void connection_free(struct stream *t, connection *c)
-{
-    fanin_server *s = t->server;
-    close(c->fd);
-    job_free(&c->job);
-    buffer_free(&c->input);
-    buffer_free(&c->output);
-    memory_account(s, &c->memory, 0);
-    dismiss(s, c->counted);
-    pthread_mutex_lock(&s->lock);
-    c->reader->n_data--;
-    reader_release(s, c->reader);
-    pthread_mutex_unlock(&s->lock);
-    free(c);
-}
-
 /* Takes it out of the list; it must not be in the queue. */
 static void connection_close(struct stream *t, connection *c)
 {
@@ -89,31 +46,16 @@ static void connection_close(struct stream *t, connection *c)
     while (*link != c)
         link = &(*link)->next;
     *link = c->next;
-    connection_free(t, c);
-}
-
-static bool account(struct stream *t, connection *c)
-{
-    size_t now =
-        sizeof *c + c->input.capacity + c->output.capacity + job_memory(&c->job);
-    return memory_account(t->server, &c->memory, now);
+    epoll_ctl(t->epoll, EPOLL_CTL_DEL, c->fd, NULL);
+    connection_free(t->tools.server, c);
 }
 
 bool stream_adopt(fanin_server *s, const handover *h)
 {
     struct stream *t = s->stream;
-    connection *c = calloc(1, sizeof *c);
+    connection *c = connection_make(h);
     if (!c)
         return false;
-    c->fd = h->fd;
-    c->reader = h->reader;
-    c->counted = h->counted;
-    memcpy(c->peer, h->peer, sizeof c->peer);
-    c->input = h->input;
-    c->output = h->output;
-    c->burst = BURST_LEAST;
-    c->stalled_at = UINT64_MAX;
-    c->can_read = c->can_write = true;
     pthread_mutex_lock(&t->lock);
     c->next = t->arriving;
     t->arriving = c;
@@ -137,8 +79,8 @@ static void welcome(struct stream *t)
             (void)setsockopt(c->fd, SOL_SOCKET, SO_SNDBUF, &room, sizeof room);
         struct epoll_event event = {.events = EPOLLIN | EPOLLOUT | EPOLLRDHUP | EPOLLET,
                                     .data.ptr = c};
-        bool good =
-            account(t, c) && epoll_ctl(t->epoll, EPOLL_CTL_ADD, c->fd, &event) == 0;
+        bool good = connection_account(t->tools.server, c) &&
+                    epoll_ctl(t->epoll, EPOLL_CTL_ADD, c->fd, &event) == 0;
         c->next = t->connections;
         t->connections = c;
         if (good)
@@ -146,287 +88,6 @@ static void welcome(struct stream *t)
         else
             connection_close(t, c);
     }
-}
-
-/* ---------------------------------------------------------------- replies */
-
-static void reply_error(connection *c, uint64_t request, fanin_status code,
-                        const char *message)
-{
-    msg_error m = {.code = code};
-    memcpy(m.message, message, strnlen(message, sizeof m.message - 1));
-    encode_error(&c->output, request, &m);
-}
-
-/* Says why and closes once that has been read, or soon. */
-static turn_result reject(struct stream *t, connection *c, uint64_t request,
-                          fanin_status code, const char *why)
-{
-    fanin_server *s = t->server;
-    if (code == FANIN_ERR_PROTOCOL || code == FANIN_ERR_VERSION) {
-        pthread_mutex_lock(&s->lock);
-        s->stats.protocol_errors++;
-        pthread_mutex_unlock(&s->lock);
-    }
-    log_write(&s->log, FANIN_LOG_WARNING, "data-rejected", "%s: %s", c->peer, why);
-    reply_error(c, request, code, why);
-    c->closing = true;
-    c->stalled_at = deadline_in_ms(LINGER_MS);
-    return c->output.failed ? TURN_CLOSE : TURN_MORE;
-}
-
-static void refuse_read(struct stream *t, connection *c, uint64_t request,
-                        fanin_status code, const char *why)
-{
-    fanin_server *s = t->server;
-    pthread_mutex_lock(&s->lock);
-    s->stats.reads_refused++;
-    pthread_mutex_unlock(&s->lock);
-    job_end(&c->job);
-    reply_error(c, request, code, why);
-}
-
-/* Finds the lease that a token stands for and takes its catalog; NULL or why not. */
-static const char *job_begin(fanin_server *s, connection *c, const uint8_t token[16])
-{
-    const char *why = NULL;
-    pthread_mutex_lock(&s->lock);
-    lease *l = lease_find(c->reader, token);
-    if (l) {
-        c->job.of = l->of;
-        c->job.epoch = l->epoch;
-        c->job.catalog = snapshot_retain(l->of->catalog);
-    } else if (lease_find_void(c->reader, token)) {
-        s->stats.pulls_stale++;
-        why = "the lease is gone: the weights are being rewritten";
-    } else {
-        why = "this session has no such lease";
-    }
-    pthread_mutex_unlock(&s->lock);
-    return why;
-}
-
-static turn_result start_read(struct stream *t, connection *c, const frame *f, body *in)
-{
-    msg_read m;
-    fanin_status status = decode_read(in, &m, t->entries);
-    if (status == FANIN_ERR_UNSUPPORTED) {
-        refuse_read(t, c, f->request, status, in->why);
-        return TURN_MORE;
-    }
-    if (status != FANIN_OK)
-        return reject(t, c, f->request, status, in->why);
-    const char *why = job_begin(t->server, c, m.token);
-    if (why) {
-        refuse_read(t, c, f->request, FANIN_ERR_STALE, why);
-        return TURN_MORE;
-    }
-    status = job_set_ranges(&c->job, &m, &why);
-    if (status != FANIN_OK) {
-        refuse_read(t, c, f->request, status, why);
-        return TURN_MORE;
-    }
-    if (!account(t, c)) {
-        job_end(&c->job);
-        return reject(t, c, f->request, FANIN_ERR_LIMIT,
-                      "the server's connections have all the memory they may");
-    }
-    encode_read_ok(&c->output, f->request, (uint32_t)m.bytes);
-    return TURN_MORE;
-}
-
-static turn_result handle_frame(struct stream *t, connection *c, const frame *f,
-                                body *in)
-{
-    if (f->type == MSG_READ)
-        return start_read(t, c, f, in);
-    if (f->type == MSG_PING) {
-        if (decode_empty(in) != FANIN_OK)
-            return reject(t, c, f->request, FANIN_ERR_PROTOCOL, in->why);
-        encode_empty(&c->output, f->request, MSG_PONG);
-        return TURN_MORE;
-    }
-    if (message_kind(f->type) == KIND_REQUEST)
-        return reject(t, c, f->request, FANIN_ERR_PROTOCOL,
-                      "a request that belongs on a control session came on a data "
-                      "connection");
-    if (message_kind(f->type) == KIND_REPLY)
-        return reject(t, c, f->request, FANIN_ERR_PROTOCOL, "a reply came to a server");
-    reply_error(c, f->request, FANIN_ERR_UNSUPPORTED,
-                "this server does not know the request");
-    return TURN_MORE;
-}
-
-/* ------------------------------------------------------------------ input */
-
-/* Makes room for the rest of the frame that the input begins with. */
-static bool make_room(connection *c, size_t need)
-{
-    size_t pending = c->input.size - c->used;
-    if (c->used > 0) {
-        memmove(c->input.data, c->input.data + c->used, pending);
-        c->input.size = pending;
-        c->used = 0;
-    }
-    if (need < INPUT_FIRST)
-        need = INPUT_FIRST;
-    return need <= pending || buffer_reserve(&c->input, need - pending);
-}
-
-static turn_result receive(struct stream *t, connection *c, size_t need)
-{
-    if (!c->can_read)
-        return TURN_WAIT;
-    if (!make_room(c, need))
-        return TURN_CLOSE;
-    if (!account(t, c))
-        return reject(t, c, 0, FANIN_ERR_LIMIT,
-                      "the server's connections have all the memory they may");
-    ssize_t n = recv(c->fd, c->input.data + c->input.size,
-                     c->input.capacity - c->input.size, MSG_DONTWAIT);
-    if (n > 0) {
-        c->input.size += (size_t)n;
-        return TURN_MORE;
-    }
-    if (n < 0 && errno == EINTR)
-        return TURN_MORE;
-    if (n < 0 && errno == EAGAIN) {
-        c->can_read = false;
-        return TURN_WAIT;
-    }
-    return TURN_CLOSE;
-}
-
-static turn_result next_frame(struct stream *t, connection *c)
-{
-    size_t pending = c->input.size - c->used;
-    if (pending < FRAME_SIZE)
-        return receive(t, c, FRAME_SIZE);
-    frame f;
-    const char *why;
-    const uint8_t *start = c->input.data + c->used;
-    fanin_status status = frame_decode(start, &f, &why);
-    if (status != FANIN_OK)
-        return reject(t, c, 0, status, why);
-    if (f.length > LIMIT_READ_REQUEST)
-        return reject(t, c, f.request, FANIN_ERR_PROTOCOL, "the request is too long");
-    if (pending < FRAME_SIZE + (size_t)f.length)
-        return receive(t, c, FRAME_SIZE + (size_t)f.length);
-    body in = {.data = start + FRAME_SIZE, .size = f.length};
-    c->used += FRAME_SIZE + (size_t)f.length;
-    turn_result result = handle_frame(t, c, &f, &in);
-    if (c->used == c->input.size)
-        c->used = c->input.size = 0;
-    return c->output.failed ? TURN_CLOSE : result;
-}
-
-/* Reads what comes after an error until the peer has closed, so that it gets the error. */
-static turn_result discard(connection *c)
-{
-    if (!c->shut) {
-        c->shut = true;
-        shutdown(c->fd, SHUT_WR);
-    }
-    char nothing[4096];
-    ssize_t n = recv(c->fd, nothing, sizeof nothing, MSG_DONTWAIT);
-    if (n > 0 || (n < 0 && errno == EINTR))
-        return TURN_MORE;
-    return n < 0 && errno == EAGAIN ? TURN_WAIT : TURN_CLOSE;
-}
-
-/* ----------------------------------------------------------------- output */
-
-/* Announces a send that reads the publication's memory; false: the epoch has gone. */
-static bool send_enter(fanin_server *s, job *j)
-{
-    pthread_mutex_lock(&s->lock);
-    bool stands = j->of->epoch == j->epoch || !RULE(RULE_SEND_CHECK);
-    if (stands) {
-        j->of->in_flight++;
-        j->of->in_flight_epoch = j->epoch;
-    } else {
-        s->stats.pulls_stale++;
-    }
-    pthread_mutex_unlock(&s->lock);
-    return stands;
-}
-
-static void send_leave(fanin_server *s, connection *c, bool reading, uint64_t bytes)
-{
-    job *j = &c->job;
-    pthread_mutex_lock(&s->lock);
-    if (reading) {
-        j->of->in_flight--;
-        if (j->of->epoch != j->epoch)
-            pthread_cond_broadcast(&s->freed);
-    }
-    s->stats.bytes_streamed += bytes;
-    s->stats.reads_streamed += bytes > 0 && bytes == j->left && !j->is_void;
-    c->reader->active_ns = clock_ns();
-    pthread_mutex_unlock(&s->lock);
-}
-
-static void account_sent(connection *c, size_t bytes, uint64_t *of_job)
-{
-    size_t queued = c->output.size - c->sent;
-    size_t first = bytes < queued ? bytes : queued;
-    c->sent += first;
-    if (c->sent == c->output.size)
-        c->sent = c->output.size = 0;
-    *of_job = bytes - first;
-}
-
-static turn_result send_some(struct stream *t, connection *c)
-{
-    gather *g = &t->gather;
-    job *j = &c->job;
-    bool reading = false;
-    g->n = 0;
-    g->bytes = g->bounced = 0;
-    g->most = c->burst;
-    bool more = gather_add(g, c->output.data + c->sent, c->output.size - c->sent);
-    if (j->left > 0 && more) {
-        reading = !j->is_void && send_enter(t->server, j);
-        j->is_void = !reading;
-        if (reading)
-            ON_SEND();
-        if (reading)
-            job_gather(j, g);
-        else
-            job_gather_zeros(j, g);
-    }
-    struct msghdr message = {.msg_iov = g->iov, .msg_iovlen = (size_t)g->n};
-    ssize_t n = sendmsg(c->fd, &message, MSG_NOSIGNAL | MSG_DONTWAIT);
-    int code = errno;
-    uint64_t of_job = 0;
-    if (n > 0)
-        account_sent(c, (size_t)n, &of_job);
-    if (reading || of_job > 0)
-        send_leave(t->server, c, reading, of_job);
-    if (n < 0 && code != EAGAIN && code != EINTR)
-        return TURN_CLOSE;
-    if (n > 0 && !c->closing)
-        c->stalled_at = UINT64_MAX;
-    bool full = n < 0 ? code == EAGAIN : (size_t)n < g->bytes;
-    c->burst = full ? c->burst / 2 : 2 * c->burst;
-    c->burst = c->burst < BURST_LEAST ? BURST_LEAST : c->burst;
-    c->burst = c->burst > SEND_MOST ? SEND_MOST : c->burst;
-    job_advance(j, of_job);
-    if (j->of && j->left == 0)
-        job_end(j);
-    if (!full)
-        return TURN_MORE;
-    c->can_write = false;
-    if (c->stalled_at == UINT64_MAX)
-        c->stalled_at = deadline_in_ms(STALL_MS);
-    return TURN_WAIT;
-}
-
-static turn_result take_turn(struct stream *t, connection *c)
-{
-    if (c->output.size > c->sent || c->job.left > 0)
-        return c->can_write ? send_some(t, c) : TURN_WAIT;
-    return c->closing ? discard(c) : next_frame(t, c);
 }
 
 /* ----------------------------------------------------------------- thread */
@@ -439,7 +100,7 @@ static void run_queue(struct stream *t)
     while (c) {
         connection *next = c->next_queued;
         c->queued = false;
-        switch (take_turn(t, c)) {
+        switch (connection_turn(&t->tools, c)) {
         case TURN_MORE:
             enqueue(t, c);
             break;
@@ -464,7 +125,7 @@ static deadline sweep(struct stream *t)
             continue;
         }
         if (!c->closing)
-            log_write(&t->server->log, FANIN_LOG_WARNING, "data-stalled",
+            log_write(&t->tools.server->log, FANIN_LOG_WARNING, "data-stalled",
                       "%s took no bytes for %d s and is dropped", c->peer,
                       STALL_MS / 1000);
         connection_close(t, c);
@@ -475,7 +136,7 @@ static deadline sweep(struct stream *t)
 /* Connections end with their session: their next turn finds the socket shut. */
 static void drop_orphans(struct stream *t)
 {
-    fanin_server *s = t->server;
+    fanin_server *s = t->tools.server;
     pthread_mutex_lock(&s->lock);
     for (connection *c = t->connections; c; c = c->next) {
         if (!c->reader->closed)
@@ -525,8 +186,8 @@ static void stream_free(struct stream *t)
     if (t->event >= 0)
         close(t->event);
     pthread_mutex_destroy(&t->lock);
-    free(t->entries);
-    free(t->gather.bounce);
+    free(t->tools.entries);
+    free(t->tools.gather.bounce);
     free(t);
 }
 
@@ -535,15 +196,15 @@ fanin_status stream_create(fanin_server *s, fanin_error *error)
     struct stream *t = calloc(1, sizeof *t);
     if (!t)
         return error_set_memory(error);
-    t->server = s;
+    t->tools.server = s;
     pthread_mutex_init(&t->lock, NULL);
     t->epoll = epoll_create1(EPOLL_CLOEXEC);
     t->event = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
-    t->entries = malloc(LIMIT_READ_ENTRIES * sizeof *t->entries);
-    t->gather.bounce = malloc(SEND_MOST);
+    t->tools.entries = malloc(LIMIT_READ_ENTRIES * sizeof *t->tools.entries);
+    t->tools.gather.bounce = malloc(SEND_MOST);
     struct epoll_event event = {.events = EPOLLIN, .data.ptr = NULL};
     fanin_status status = FANIN_OK;
-    if (!t->entries || !t->gather.bounce)
+    if (!t->tools.entries || !t->tools.gather.bounce)
         status = error_set_memory(error);
     else if (t->epoll < 0 || t->event < 0 ||
              epoll_ctl(t->epoll, EPOLL_CTL_ADD, t->event, &event) != 0)

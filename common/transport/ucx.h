@@ -4,7 +4,7 @@
  * UCX, loaded at run time: the only place that knows its API. A build without UCX headers
  * has the same functions; ucx_load() then says so.
  *
- * Threads: a ucx_server and its peers, and a ucx_client and what hangs from it, are used by
+ * Threads: a ucx_server, and a ucx_client and what hangs from it, are used by
  * one thread at a time. ucx_region_create, _rkey and _destroy may be called by other threads
  * while one progresses the server.
  *
@@ -42,16 +42,17 @@ bool ucx_versions_match(const char *a, const char *b);
 /** A region that peers may read. */
 typedef struct ucx_region ucx_region;
 /** The trainer's end. Its features are STREAM and WAKEUP: with RMA any peer could read and
-    write the whole process, and with AM or TAG too (rendezvous messages of UCX 1.22). */
+    write the whole process, and with AM or TAG too (rendezvous messages of UCX 1.22). It
+    answers connections and starts none: two ends that connect to each other and disagree about
+    lanes make UCX end a process. With RDMA, what a client may read ends with its region; for
+    cma the kernel decides, which lets the same uid read anything. */
 typedef struct ucx_server ucx_server;
-/** A client that a server knows, so that it can be closed. */
-typedef struct ucx_peer ucx_peer;
 
 /** @p loopback: shared memory, cma and CUDA IPC; else RDMA. FANIN_ERR_UNSUPPORTED: this host
     or this UCX has none of it. */
 fanin_status ucx_server_create(ucx *u, bool loopback, const logger *log,
                                ucx_server **out, fanin_error *error);
-/** Closes all peers (forced), drains (bounded), destroys. Regions must be gone. */
+/** Clients may still be connected. Regions must be gone. */
 void ucx_server_destroy(ucx_server **s);
 /** The worker's address; owned by the server. */
 const uint8_t *ucx_server_address(const ucx_server *s, size_t *size_out);
@@ -59,11 +60,6 @@ int ucx_server_fd(const ucx_server *s); /**< readable: call ucx_server_progress 
 /** Progresses until nothing is left and the fd is armed; bounded work a call: false: call
     again before sleeping. Call it once before the first sleep. */
 bool ucx_server_progress(ucx_server *s);
-/** Knows a client by its worker address (bytes from the network, at most 4 KiB). Not needed
-    for cma and CUDA IPC, where closing a peer revokes nothing. */
-fanin_status ucx_server_add_peer(ucx_server *s, const uint8_t *address, size_t size,
-                                 ucx_peer **out, fanin_error *error);
-void ucx_peer_close(ucx_peer **p); /**< forced; finished by later progress */
 
 /** Registers [base, base+length). @p memory must be HOST or CUDA; for CUDA its device's
     context must be current. FANIN_ERR_LIMIT (locked memory: says the limit and how to raise

@@ -74,18 +74,6 @@ bool ucx_server_progress(ucx_server *s)
     return true;
 }
 
-fanin_status ucx_server_add_peer(ucx_server *s, const uint8_t *address, size_t size,
-                                 ucx_peer **out, fanin_error *error)
-{
-    (void)s, (void)address, (void)size, (void)out;
-    return unreachable_without_ucx(error);
-}
-
-void ucx_peer_close(ucx_peer **p)
-{
-    (void)p;
-}
-
 fanin_status ucx_region_create(ucx_server *s, void *base, size_t length,
                                fanin_memory memory, ucx_region **out,
                                fanin_error *error)

@@ -1,6 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "ucx_internal.h"
-#include <poll.h>
 #include <stdlib.h>
 
 #define PROGRESS_AT_ONCE 64
@@ -8,14 +7,6 @@
 
 struct ucx_server {
     ucx_worker w;
-    ucx_peer *peers; /**< those open */
-    size_t closing;  /**< peers whose close UCX has not finished */
-};
-
-struct ucx_peer {
-    ucx_server *server;
-    ucx_peer *next, **link;
-    ucp_ep_h ep;
 };
 
 struct ucx_region {
@@ -50,21 +41,12 @@ void ucx_server_destroy(ucx_server **server)
     if (!s)
         return;
     *server = NULL;
-    while (s->peers) {
-        ucx_peer *peer = s->peers;
-        ucx_peer_close(&peer);
-    }
     /* Destroying a worker while UCX still discards an endpoint may abort the process: rather
        leak one that does not finish. */
     const deadline at = deadline_in_ms(DESTROY_MS);
-    for (bool idle = false; s->closing > 0 || !idle;) {
-        struct pollfd wait = {.fd = s->w.fd, .events = POLLIN};
+    while (!ucx_server_progress(s))
         if (deadline_passed(at))
             return;
-        idle = ucx_server_progress(s);
-        if (idle && s->closing > 0)
-            (void)poll(&wait, 1, 1);
-    }
     ucx_worker_close(&s->w);
     free(s);
 }
@@ -89,72 +71,6 @@ bool ucx_server_progress(ucx_server *s)
                  s->w.u->ucp_worker_arm(s->w.worker) == UCS_OK;
     ucx_scope_leave(&scope);
     return asleep;
-}
-
-/* Nothing to do: the control connection says when a client is gone, and its owner closes. */
-static void on_peer_error(void *cookie, ucp_ep_h ep, ucs_status_t status)
-{
-    const ucx_peer *p = cookie;
-    (void)ep;
-    log_write(&p->server->w.log, FANIN_LOG_DEBUG, "ucx-peer",
-              "a client's endpoint failed: %s",
-              p->server->w.u->ucs_status_string(status));
-}
-
-fanin_status ucx_server_add_peer(ucx_server *s, const uint8_t *address, size_t size,
-                                 ucx_peer **out, fanin_error *error)
-{
-    ucx_peer *p = calloc(1, sizeof(*p));
-    if (!p)
-        return error_set_memory(error);
-    p->server = s;
-    const fanin_status status =
-        ucx_worker_connect(&s->w, address, size, on_peer_error, p, &p->ep, error);
-    if (status != FANIN_OK) {
-        free(p);
-        return status;
-    }
-    p->next = s->peers;
-    p->link = &s->peers;
-    if (p->next)
-        p->next->link = &p->next;
-    s->peers = p;
-    *out = p;
-    return FANIN_OK;
-}
-
-static void on_peer_closed(void *request, ucs_status_t status, void *cookie)
-{
-    ucx_peer *p = cookie;
-    (void)status;
-    p->server->closing--;
-    p->server->w.u->ucp_request_free(request);
-    free(p);
-}
-
-void ucx_peer_close(ucx_peer **peer)
-{
-    ucx_peer *p = peer ? *peer : NULL;
-    if (!p)
-        return;
-    *peer = NULL;
-    *p->link = p->next;
-    if (p->next)
-        p->next->link = p->link;
-    const ucp_request_param_t param = {
-        .op_attr_mask = UCP_OP_ATTR_FIELD_FLAGS | UCP_OP_ATTR_FIELD_CALLBACK |
-                        UCP_OP_ATTR_FIELD_USER_DATA,
-        .flags = UCP_EP_CLOSE_FLAG_FORCE,
-        .cb.send = on_peer_closed,
-        .user_data = p,
-    };
-    const ucx_scope scope = ucx_scope_enter(&p->server->w.log, false);
-    const ucs_status_ptr_t request = p->server->w.u->ucp_ep_close_nbx(p->ep, &param);
-    ucx_scope_leave(&scope);
-    if (UCS_PTR_IS_PTR(request))
-        p->server->closing++;
-    else
-        free(p);
 }
 
 fanin_status ucx_region_create(ucx_server *s, void *base, size_t length,

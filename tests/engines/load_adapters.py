@@ -42,7 +42,9 @@ from peft import LoraConfig, PeftConfig, get_peft_model_state_dict
 from safetensors.torch import load_file, save_file
 from trainer import pull, ranks_of, serve
 from transformers import AutoModelForCausalLM
+from transformers.utils import logging
 
+CONFIG = "adapter_config.json"
 CASES = []
 
 
@@ -73,7 +75,7 @@ def round_trip(lab, world_size, config, **options):
     with serve(world_size, "--adapter", str(directory)) as target:
         pulled = pull(target, lab.scratch / "pulled")
     check(pulled, original)
-    ours, theirs = (json.loads((d / "adapter_config.json").read_text()) for d in (pulled, directory))
+    ours, theirs = (json.loads((d / CONFIG).read_text()) for d in (pulled, directory))
     assert ours == theirs, "adapter_config.json is not the trainer's, whole"
 
 
@@ -94,7 +96,11 @@ def saved_rank_and_alpha_pattern_with_rslora(lab):
         "r": 8,
         "lora_alpha": 16,
         "target_modules": ATTENTION + MLP,
-        "rank_pattern": {"q_proj": 4, r"layers\.1\.mlp\.\w+_proj": 6, "^model.layers.0.mlp.up_proj": 2},
+        "rank_pattern": {
+            "q_proj": 4,
+            r"layers\.1\.mlp\.\w+_proj": 6,
+            "^model.layers.0.mlp.up_proj": 2,
+        },
         "alpha_pattern": {"q_proj": 6},
         "use_rslora": True,
         "lora_dropout": 0.1,
@@ -125,7 +131,6 @@ def saved_regular_expression_and_lora_bias(lab):
         "lora_alpha": 8,
         "target_modules": r".*\.self_attn\.(q|v)_proj",
         "lora_bias": True,
-        "init_lora_weights": "gaussian",
     }
     round_trip(lab, 2, config)
 
@@ -164,7 +169,9 @@ def saved_fused_experts(lab):
 # ------------- parameters of a trainer's process, a few metadata, a configuration derived
 
 
-def in_memory(lab, config, metadata, kind="qwen2", name="default", rename=None, world_size=4):
+def in_memory(
+    lab, config, metadata, kind="qwen2", name="default", rename=None, world_size=4, bias="none"
+):
     """Lends the model's own parameters to ranks; returns the pulled configuration."""
 
     def make_base():
@@ -184,7 +191,7 @@ def in_memory(lab, config, metadata, kind="qwen2", name="default", rename=None, 
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": lab.bases.path(kind),
         "lora_alpha": 16,
-        "bias": "none",
+        "bias": bias,
     }
     check(pulled, Original(expected, fields, make_base, logits(model)))
     return PeftConfig.from_pretrained(pulled)
@@ -249,8 +256,42 @@ def derived_lora_bias(lab):
 
 
 @case
+def derived_trained_biases(lab):
+    """Biases of the base model, which the metadata have to announce."""
+    config = {"r": 4, "lora_alpha": 16, "target_modules": ATTENTION, "bias": "lora_only"}
+    assert in_memory(lab, config, {"bias": "lora_only"}, bias="lora_only").bias == "lora_only"
+
+
+@case
+def derived_trainable_tokens(lab):
+    config = {
+        "r": 4,
+        "lora_alpha": 16,
+        "target_modules": ATTENTION,
+        "trainable_token_indices": [3, 5, 8],
+    }
+    found = in_memory(lab, config, {"trainable_token_indices": "[3, 5, 8]"}, name="run1")
+    assert found.trainable_token_indices == [3, 5, 8]
+
+
+@case
+def given_patterns_keep_their_order(lab):
+    """Of PEFT's patterns the first that matches wins."""
+    config = {
+        "r": 8,
+        "lora_alpha": 16,
+        "target_modules": ATTENTION,
+        "rank_pattern": {"q_proj": 4, "layers.1.self_attn.q_proj": 2},
+        "alpha_pattern": {"v_proj": 12, "layers.1.self_attn.v_proj": 2},
+    }
+    fields = {**config, "peft_type": "LORA", "task_type": "CAUSAL_LM"}
+    found = in_memory(lab, config, {"peft_config": json.dumps(fields)})
+    assert list(found.alpha_pattern) == list(config["alpha_pattern"])
+
+
+@case
 def derived_fused_experts(lab):
-    """From r, or from the number of experts; without target_parameters."""
+    """From the number of experts; without target_parameters."""
     config = {**FUSED, "lora_alpha": 16}
     found = in_memory(lab, config, {"num_experts": "4"}, kind="qwen3-moe", name="run1")
     assert found.target_modules == set(ATTENTION)
@@ -351,7 +392,7 @@ def real_shape_fused_experts(lab):
 
 def change_config(**changes):
     def damage(directory):
-        path = directory / "adapter_config.json"
+        path = directory / CONFIG
         path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
 
     return damage
@@ -435,8 +476,14 @@ def run(function, bases, scratch):
 
 
 def main():
+    logging.disable_progress_bar()
     wanted = sys.argv[1:]
-    cases = [c for c in CASES if not wanted or c.__name__ in wanted]
+    names = [function.__name__ for function in CASES]
+    unknown = sorted(set(wanted) - set(names))
+    if unknown:
+        print(f"no case {unknown[0]}; the cases are:", *names, sep="\n  ", file=sys.stderr)
+        return 2
+    cases = [function for function in CASES if not wanted or function.__name__ in wanted]
     passed = 0
     with tempfile.TemporaryDirectory(prefix="fanin-engines-") as base:
         bases = Bases(pathlib.Path(base))
@@ -444,7 +491,7 @@ def main():
             with tempfile.TemporaryDirectory(prefix="fanin-engines-") as scratch:
                 passed += run(function, bases, pathlib.Path(scratch))
     print(f"{passed} passed, {len(cases) - passed} failed")
-    return 0 if cases and passed == len(cases) else 1
+    return 0 if passed == len(cases) else 1
 
 
 if __name__ == "__main__":

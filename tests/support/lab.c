@@ -71,6 +71,7 @@ static answer begin_world(rank_world *w, const lab_order *o)
     w->options.replicate = o->replicate;
     w->options.base_port = o->base_port;
     w->options.flags = o->flags;
+    w->options.first_step = o->step ? o->step : 1;
     w->options.bind = o->bind[0] ? o->bind : NULL;
     w->options.allow = o->allow[0] ? o->allow : NULL;
     memset(w->options.world_id, o->world, sizeof(w->options.world_id));

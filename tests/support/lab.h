@@ -18,7 +18,8 @@ typedef struct lab_order {
     uint32_t world_size, replicate;
     uint16_t base_port; /**< see lab_free_ports() */
     uint8_t world;      /**< the world id's bytes */
-    uint32_t life;      /**< the bytes of step 1 are those of step lab_step(life) */
+    uint64_t step;      /**< that is committed; 0: step 1 */
+    uint32_t life;      /**< 0: the bytes are the step's; else those of step lab_step(life) */
     uint32_t flags;
     char bind[32], allow[32]; /**< "": loopback */
 } lab_order;
@@ -33,7 +34,7 @@ void lab_open(lab *l, bool own_network);
 /** Ends its ranks and itself. */
 void lab_close(lab *l);
 
-/** Starts the ordered ranks, which commit step 1, and describes them in @p w (to be freed with
+/** Starts the ordered ranks, which commit one step, and describes them in @p w (to be freed with
     rank_world_free()). */
 void lab_start(lab *l, const lab_order *order, rank_world *w);
 /** Starts them without a new description: another life at the addresses of the one before. */

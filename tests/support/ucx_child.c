@@ -94,20 +94,7 @@ static uint64_t count_changed(process *p)
     return changed;
 }
 
-static uint64_t add_and_close_peer(process *p, const uint8_t *address, size_t size)
-{
-    ucx_peer *peer;
-    if (!p->server ||
-        ucx_server_add_peer(p->server, address, size, &peer, NULL) != FANIN_OK)
-        return 0;
-    ucx_peer_close(&peer);
-    while (!process_progress(p))
-        ;
-    return 1;
-}
-
-static uint64_t process_obey(process *p, uint8_t order, const uint8_t *data,
-                             size_t size)
+static uint64_t process_obey(process *p, uint8_t order)
 {
     struct stat output;
     switch (order) {
@@ -120,8 +107,6 @@ static uint64_t process_obey(process *p, uint8_t order, const uint8_t *data,
         fflush(NULL);
         return fstat(STDOUT_FILENO, &output) == 0 ? (uint64_t)output.st_size
                                                   : UINT64_MAX;
-    case UCX_CHILD_ADD_PEER:
-        return add_and_close_peer(p, data, size);
     default:
         return UINT64_MAX;
     }
@@ -129,7 +114,7 @@ static uint64_t process_obey(process *p, uint8_t order, const uint8_t *data,
 
 static int process_run(process *p)
 {
-    uint8_t message[4097];
+    uint8_t order;
     for (;;) {
         struct pollfd wait[2] = {
             {.fd = p->fd, .events = POLLIN},
@@ -140,11 +125,10 @@ static int process_run(process *p)
             continue;
         if (poll(wait, 2, -1) < 0 || !wait[0].revents)
             continue;
-        const ssize_t got = recv(p->fd, message, sizeof(message), 0);
+        const ssize_t got = recv(p->fd, &order, sizeof(order), 0);
         if (got <= 0)
             return 0;
-        const uint64_t answer =
-            process_obey(p, message[0], message + 1, (size_t)got - 1);
+        const uint64_t answer = process_obey(p, order);
         if (!send_all(p->fd, &answer, sizeof(answer)))
             return 0;
     }
@@ -214,17 +198,12 @@ bool ucx_child_start(ucx_child *c, ucx_child_kind kind)
     return false;
 }
 
-uint64_t ucx_child_ask(ucx_child *c, ucx_child_order order, const void *data,
-                       size_t size)
+uint64_t ucx_child_ask(ucx_child *c, ucx_child_order order)
 {
-    uint8_t message[4097] = {(uint8_t)order};
+    const uint8_t message = (uint8_t)order;
     uint64_t answer;
-    if (size > sizeof(message) - 1)
-        return UINT64_MAX;
-    if (size)
-        memcpy(message + 1, data, size);
-    if (!send_all(c->fd, message, size + 1) ||
-        receive(c->fd, &answer, sizeof(answer)) != 8)
+    if (!send_all(c->fd, &message, sizeof(message)) ||
+        receive(c->fd, &answer, sizeof(answer)) != sizeof(answer))
         return UINT64_MAX;
     return answer;
 }

@@ -21,7 +21,6 @@ typedef enum ucx_child_order {
     UCX_CHILD_COUNT_CHANGED = 1, /**< progresses, then counts words that differ */
     UCX_CHILD_UNMAP,             /**< unmaps the second half of the words */
     UCX_CHILD_COUNT_OUTPUT,      /**< bytes that were written to stdout and stderr */
-    UCX_CHILD_ADD_PEER, /**< knows and closes the client of ucx_child_address() */
 } ucx_child_order;
 
 typedef struct ucx_child {
@@ -36,10 +35,9 @@ typedef struct ucx_child {
 int ucx_child_main(int argc, char **argv);
 /** fork and exec of this very program. False: it could not start. */
 bool ucx_child_start(ucx_child *c, ucx_child_kind kind);
-/** Sends an order with @p size bytes, returns the answer. UINT64_MAX: the process is gone or
-    took more than 10 s. */
-uint64_t ucx_child_ask(ucx_child *c, ucx_child_order order, const void *data,
-                       size_t size);
+/** Sends an order, returns the answer. UINT64_MAX: the process is gone or took more than
+    10 s. */
+uint64_t ucx_child_ask(ucx_child *c, ucx_child_order order);
 /** Ends it and waits. True: it had not crashed. */
 bool ucx_child_stop(ucx_child *c);
 

@@ -608,6 +608,40 @@ static void a_given_configuration_is_kept_whole(void **state)
     assert_refused(&f, "lora_alpha is '32', which contradicts", "");
 }
 
+/* In PEFT the first pattern that matches wins. */
+static void patterns_keep_the_trainers_order(void **state)
+{
+    (void)state;
+    static const char alphas[] = "{\"q\": 6, \"a.q\": 12, \"Z\": 1}";
+    static const char given[] =
+        CONFIG("\"r\": 4, \"lora_alpha\": 16, \"target_modules\": [\"q\"],"
+               "\"rank_pattern\": {\"q\": 8, \"a.q\": 2},"
+               "\"alpha_pattern\": {\"q\": 6, \"a.q\": 12, \"Z\": 1}");
+    for (int i = 0; i < 2; i++) {
+        fixture f = {0};
+        if (i == 0) {
+            pair(&f, "peft_config", given);
+        } else {
+            usual_pairs(&f);
+            pair(&f, "alpha_pattern", alphas);
+        }
+        add_layer(&f, "m.a.q", 8, 16, 16);
+        add_layer(&f, "m.b.q", 8, 16, 16);
+        json_t *config = make(&f);
+        char *text =
+            json_dumps(json_object_get(config, "alpha_pattern"), JSON_PRESERVE_ORDER);
+        assert_string_equal(text, alphas);
+        free(text);
+        json_decref(config);
+    }
+    fixture f = {0};
+    pair(&f, "peft_config",
+         CONFIG("\"r\": 4, \"target_modules\": [\"q\"],"
+                "\"rank_pattern\": {\"a.q\": 2, \"q\": 8}"));
+    add_layer(&f, "m.a.q", 8, 16, 16);
+    assert_refused(&f, "rank 2", "m.a.q");
+}
+
 static void a_given_configuration_must_fit(void **state)
 {
     (void)state;
@@ -724,6 +758,7 @@ int main(void)
         cmocka_unit_test(fused_experts_are_derived_where_provable),
         cmocka_unit_test(fused_experts_of_unusual_shape_are_refused),
         cmocka_unit_test(a_given_configuration_is_kept_whole),
+        cmocka_unit_test(patterns_keep_the_trainers_order),
         cmocka_unit_test(a_given_configuration_must_fit),
         cmocka_unit_test(what_cannot_be_proven_is_believed),
         cmocka_unit_test(given_fused_experts_are_checked),

@@ -12,6 +12,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/resource.h>
+#include <sys/socket.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -183,6 +184,49 @@ static void a_forked_child_touches_nothing(void **state)
     peer p = peer_open(s);
     peer_wait(&p, WIRE_RULE_NEWEST, 0);
     peer_close(&p);
+    fanin_server_destroy(&s, 0);
+}
+
+/* Trainers fork (data loaders): copies of descriptors in a child keep nothing alive. */
+static void a_child_with_copies_does_not_keep_connections(void **state)
+{
+    (void)state;
+    fanin_server *s = server_start(NULL);
+    peer p = peer_open(s), q = peer_open(s), late;
+    peer d = peer_data(s, &p);
+    int hold[2];
+    assert_int_equal(pipe(hold), 0);
+    pid_t child = fork();
+    if (child == 0) {
+        char byte;
+        close(hold[1]);
+        _exit(read(hold[0], &byte, 1) == 0 ? 0 : 1);
+    }
+    close(hold[0]);
+    /* The server ends one session, which ends its data connection, too. */
+    buffer b = {0};
+    encode_empty(&b, 1, MSG_PONG);
+    peer_send(&p, &b);
+    peer_expect_error(&p, FANIN_ERR_PROTOCOL);
+    shutdown(p.fd, SHUT_WR);
+    peer_expect_closed(&p);
+    peer_expect_closed(&d);
+    peer_ping(&q);
+    fanin_server_config c = server_config();
+    c.base_port = fanin_server_port(s);
+    fanin_server_destroy(&s, 0);
+    peer_expect_closed(&q);
+    s = server_start(&c); /* the port is free, although the child has the listener */
+    late = peer_open(s);
+    peer_ping(&late);
+    close(hold[1]);
+    int code;
+    assert_int_equal(waitpid(child, &code, 0), child);
+    assert_int_equal(code, 0);
+    peer_close(&p);
+    peer_close(&q);
+    peer_close(&d);
+    peer_close(&late);
     fanin_server_destroy(&s, 0);
 }
 
@@ -472,6 +516,7 @@ int main(void)
         cmocka_unit_test(the_config_of_a_caller_may_be_shorter),
         cmocka_unit_test(descriptor_limits_are_checked),
         cmocka_unit_test(a_forked_child_touches_nothing),
+        cmocka_unit_test(a_child_with_copies_does_not_keep_connections),
         cmocka_unit_test(threads_block_signals),
         cmocka_unit_test(connections_are_limited),
         cmocka_unit_test(many_refused_peers_do_no_harm),

@@ -140,9 +140,9 @@ static outcome attack_child(ucx_child_kind target, const attack *kind)
                                                               : SUCCESS_MS);
         for (size_t i = 0; i < 512; i++)
             o.read = o.read || a->words[i] == ucx_child_word(i);
-        o.changed = ucx_child_ask(&child, UCX_CHILD_COUNT_CHANGED, NULL, 0);
+        o.changed = ucx_child_ask(&child, UCX_CHILD_COUNT_CHANGED);
         attacker_close(a);
-        o.alive = ucx_child_ask(&child, UCX_CHILD_COUNT_CHANGED, NULL, 0) == o.changed;
+        o.alive = ucx_child_ask(&child, UCX_CHILD_COUNT_CHANGED) == o.changed;
     }
     o.alive = ucx_child_stop(&child) && o.alive;
     free(a);

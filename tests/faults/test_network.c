@@ -1,0 +1,240 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * Broken networks: trainer and worker in two network namespaces, joined by a link that is
+ * cut and packets that are dropped in the middle of a read. Needs root.
+ */
+#include "clock.h"
+#include "lab.h"
+#include "testing.h"
+#include <sched.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+#define RANKS 4
+#define VICTIM 1
+#define HOST "10.213.7.2"
+#define SILENT_MS 1000
+#define DEADLINE_MS 20000
+#define PROMPT_MS 12000
+
+static bool separate; /* this process has a network namespace of its own */
+
+typedef struct network_fault {
+    lab lab;
+    lab_order order;
+    rank_world world;
+    landing landing;
+    fanin_client *client;
+    const char *command; /* run in the middle of a read */
+    bool triggered;
+} network_fault;
+
+static bool try_command(const char *command)
+{
+    fflush(NULL);
+    return system(command) == 0;
+}
+
+static void run_command(const char *command)
+{
+    if (!try_command(command))
+        fail_msg("%s", command);
+}
+
+static bool can_filter(void)
+{
+    return separate && try_command("iptables -L INPUT -n >/dev/null 2>&1");
+}
+
+/* ------------------------------------------------------------------ set-up */
+
+static void join_networks(const lab *l)
+{
+    char command[512];
+    snprintf(command, sizeof(command),
+             "ip link del fanin0 2>/dev/null; set -e; ip link set lo up; "
+             "ip link add fanin0 type veth peer name fanin1 netns %d; "
+             "ip addr add 10.213.7.1/24 dev fanin0; ip link set fanin0 up; "
+             "nsenter -t %d -n sh -ec 'ip link set lo up; "
+             "ip addr add " HOST "/24 dev fanin1; ip link set fanin1 up'",
+             (int)l->pid, (int)l->pid);
+    run_command(command);
+}
+
+static void set_up(network_fault *f, uint32_t replicate)
+{
+    *f = (network_fault){.order = {.shape = "small",
+                                   .world_size = RANKS,
+                                   .replicate = replicate,
+                                   .base_port = 6000,
+                                   .world = 0x42,
+                                   .flags = FANIN_SERVER_OPEN,
+                                   .bind = HOST,
+                                   .allow = "10.213.7.0/24"}};
+    lab_open(&f->lab, true);
+    join_networks(&f->lab);
+    lab_start(&f->lab, &f->order, &f->world);
+    landing_make(&f->world, &f->landing);
+    fanin_error error = FANIN_ERROR_INIT;
+    fanin_client_config config;
+    fanin_client_config_init(&config, sizeof(config));
+    config.connect_timeout_ms = SILENT_MS;
+    config.lost_ms = SILENT_MS;
+    config.max_inflight = 1 << 20;
+    assert_ok(fanin_client_create(&config, &f->client, &error), error);
+}
+
+static void tear_down(network_fault *f)
+{
+    fanin_client_destroy(&f->client);
+    landing_free(&f->landing);
+    rank_world_free(&f->world);
+    lab_close(&f->lab);
+}
+
+static void on_progress(void *cookie, uint64_t done, uint64_t total)
+{
+    network_fault *f = cookie;
+    if (f->triggered)
+        return;
+    f->triggered = true;
+    assert_true(done < total);
+    run_command(f->command);
+}
+
+static fanin_status pull(network_fault *f, const char *command, fanin_error *error)
+{
+    fanin_pull_options options;
+    fanin_pull_options_init(&options, sizeof(options));
+    options.publication = "lora:0";
+    options.timeout_ms = DEADLINE_MS;
+    if (command) {
+        f->command = command;
+        options.progress = on_progress;
+        options.progress_cookie = f;
+    }
+    *error = (fanin_error)FANIN_ERROR_INIT;
+    fanin_result_info info;
+    uint64_t started = clock_ns();
+    fanin_status status =
+        rank_world_pull(&f->world, f->client, &options, &f->landing, &info, error);
+    uint64_t ms = (clock_ns() - started) / 1000000;
+    if (ms > PROMPT_MS)
+        fail_msg("the pull took %llu ms (%s)", (unsigned long long)ms, error->message);
+    if (status == FANIN_OK) {
+        assert_int_equal(info.path, FANIN_PATH_STREAM);
+        assert_true(landing_is_step(&f->world, &f->landing, 1));
+    }
+    return status;
+}
+
+static void connect_all(network_fault *f)
+{
+    fanin_error error = FANIN_ERROR_INIT;
+    assert_ok(fanin_client_connect(f->client, f->world.address_list, RANKS, DEADLINE_MS,
+                                   &error),
+              error);
+}
+
+static void expect_lost(fanin_status status, const fanin_error *error)
+{
+    if (status != FANIN_ERR_UNREACHABLE && status != FANIN_ERR_CLOSED)
+        fail_msg("%s: %s", fanin_status_name(status), error->message);
+    printf("# %s\n", error->message);
+    assert_non_null(strstr(error->message, "rank "));
+    assert_non_null(strstr(error->message, HOST ":600"));
+    assert_int_equal(strncmp(error->address, HOST ":600", strlen(HOST ":600")), 0);
+    assert_true(error->remedy[0]);
+}
+
+/* ------------------------------------------------------------------- tests */
+
+static void test_link_cut(void **state)
+{
+    (void)state;
+    if (!separate)
+        skip();
+    network_fault f;
+    fanin_error error;
+    set_up(&f, 1);
+    connect_all(&f);
+    expect_lost(pull(&f, "ip link set fanin0 down", &error), &error);
+    assert_true(error.rank >= 0);
+    run_command("ip link set fanin0 up");
+    assert_ok(pull(&f, NULL, &error), error);
+    tear_down(&f);
+}
+
+/* Packets of one rank vanish: no reset, no refusal, nothing. */
+#define DROP_VICTIM "iptables -A INPUT -p tcp --sport 6001 -j DROP"
+
+static void test_packets_dropped(void **state)
+{
+    (void)state;
+    if (!can_filter())
+        skip();
+    network_fault f;
+    fanin_error error;
+    set_up(&f, 1);
+    connect_all(&f);
+    expect_lost(pull(&f, DROP_VICTIM, &error), &error);
+    assert_int_equal(error.rank, VICTIM);
+    assert_string_equal(error.address, HOST ":6001");
+    run_command("iptables -F INPUT");
+    assert_ok(pull(&f, NULL, &error), error);
+    tear_down(&f);
+}
+
+static void test_packets_dropped_replica(void **state)
+{
+    (void)state;
+    if (!can_filter())
+        skip();
+    network_fault f;
+    fanin_error error;
+    set_up(&f, 2);
+    connect_all(&f);
+    assert_ok(pull(&f, DROP_VICTIM, &error), error);
+    run_command("iptables -F INPUT");
+    assert_ok(pull(&f, NULL, &error), error);
+    tear_down(&f);
+}
+
+static void test_dropped_before_connect(void **state)
+{
+    (void)state;
+    if (!can_filter())
+        skip();
+    network_fault f;
+    fanin_error error;
+    set_up(&f, 1);
+    run_command(DROP_VICTIM);
+    connect_all(&f); /* to the three others */
+    fanin_status status = pull(&f, NULL, &error);
+    assert_int_equal(status, FANIN_ERR_UNREACHABLE);
+    assert_string_equal(error.address, HOST ":6001");
+    assert_true(error.key[0]);
+    run_command("iptables -F INPUT");
+    assert_ok(pull(&f, NULL, &error), error);
+    tear_down(&f);
+}
+
+int main(int argc, char **argv)
+{
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(test_link_cut),
+        cmocka_unit_test(test_packets_dropped),
+        cmocka_unit_test(test_packets_dropped_replica),
+        cmocka_unit_test(test_dropped_before_connect),
+    };
+    separate = geteuid() == 0 && unshare(CLONE_NEWNET) == 0;
+    if (!separate)
+        printf("# skipped: network namespaces need root\n");
+    else if (!can_filter())
+        printf("# partly skipped: there is no iptables\n");
+    if (argc > 1)
+        cmocka_set_test_filter(argv[1]);
+    return cmocka_run_group_tests_name("network", tests, NULL, NULL);
+}

@@ -1,0 +1,548 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * Adapter directories through the public interface: what is written, what is reused, what is
+ * refused, and what several processes that want one directory at once do.
+ */
+#include "lab.h"
+#include "local_world.h"
+#include "pattern.h"
+#include "testing.h"
+#include <dirent.h>
+#include <errno.h>
+#include <fanin/safetensors.h>
+#include <fcntl.h>
+#include <jansson.h>
+#include <sched.h>
+#include <signal.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mount.h>
+#include <sys/prctl.h>
+#include <sys/stat.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#define RANKS 4
+#define PULL_MS 30000
+
+typedef struct bench {
+    lab lab;
+    lab_order order;
+    rank_world world;
+    char scratch[64], directory[96];
+} bench;
+
+/* ------------------------------------------------------------------ set-up */
+
+static void make_scratch(bench *b)
+{
+    const char *root = getenv("TMPDIR");
+    snprintf(b->scratch, sizeof(b->scratch), "%.40s/fanin-adapter-XXXXXX",
+             root && root[0] ? root : "/tmp");
+    assert_non_null(mkdtemp(b->scratch));
+    snprintf(b->directory, sizeof(b->directory), "%s/adapter", b->scratch);
+}
+
+static void set_up(bench *b)
+{
+    *b = (bench){0};
+    make_scratch(b);
+    b->order = (lab_order){.shape = "small",
+                           .world_size = RANKS,
+                           .replicate = 1,
+                           .base_port = lab_free_ports(RANKS),
+                           .world = 0x42};
+    lab_open(&b->lab, false);
+    lab_start(&b->lab, &b->order, &b->world);
+}
+
+/* Another world, or another step, at the same addresses. */
+static void exchange(bench *b, uint8_t world, uint64_t step, uint32_t life)
+{
+    lab_stop(&b->lab);
+    b->order.world = world;
+    b->order.step = step;
+    b->order.life = life;
+    lab_restart(&b->lab, &b->order);
+}
+
+static void for_entries(const char *directory, void (*fn)(int directory, const char *))
+{
+    DIR *dir = opendir(directory);
+    if (!dir)
+        return;
+    for (struct dirent *e; (e = readdir(dir));) {
+        if (strcmp(e->d_name, ".") != 0 && strcmp(e->d_name, "..") != 0)
+            fn(dirfd(dir), e->d_name);
+    }
+    closedir(dir);
+}
+
+static void remove_file(int directory, const char *name)
+{
+    assert_int_equal(unlinkat(directory, name, 0), 0);
+}
+
+static unsigned counted;
+
+static void count_entry(int directory, const char *name)
+{
+    (void)directory;
+    (void)name;
+    counted++;
+}
+
+/* Nothing beside the directory, hidden or not: no lock, no temporary files. */
+static void expect_alone(const bench *b, unsigned entries)
+{
+    counted = 0;
+    for_entries(b->scratch, count_entry);
+    assert_int_equal(counted, entries);
+}
+
+static void tear_down(bench *b)
+{
+    for_entries(b->directory, remove_file);
+    (void)rmdir(b->directory); /* some tests end without one */
+    assert_int_equal(rmdir(b->scratch), 0);
+    rank_world_free(&b->world);
+    lab_close(&b->lab);
+}
+
+/* ------------------------------------------------------------------ pulling */
+
+static fanin_client *connect_to(const bench *b, fanin_path path)
+{
+    fanin_error error = FANIN_ERROR_INIT;
+    fanin_client_config config;
+    fanin_client_config_init(&config, sizeof(config));
+    config.path = path;
+    config.max_inflight = 1 << 20;
+    fanin_client *client = NULL;
+    assert_ok(fanin_client_create(&config, &client, &error), error);
+    assert_ok(fanin_client_connect(client, b->world.address_list, RANKS, 20000, &error),
+              error);
+    return client;
+}
+
+static fanin_pull_options defaults(void)
+{
+    fanin_pull_options options;
+    fanin_pull_options_init(&options, sizeof(options));
+    options.publication = "lora:0";
+    options.timeout_ms = PULL_MS;
+    return options;
+}
+
+static fanin_status pull_with(const bench *b, fanin_path path,
+                              const fanin_pull_options *options, bool *reused,
+                              fanin_error *error)
+{
+    fanin_client *client = connect_to(b, path);
+    fanin_result *result = NULL;
+    *error = (fanin_error)FANIN_ERROR_INIT;
+    fanin_status status =
+        fanin_client_pull_adapter(client, options, b->directory, &result, error);
+    fanin_result_info info = {.struct_size = sizeof(info)};
+    if (status == FANIN_OK)
+        fanin_result_get(result, &info);
+    if (status == FANIN_OK && info.reused)
+        assert_int_equal(info.reads, 0);
+    if (status == FANIN_OK && !info.reused)
+        assert_true(info.reads > 0 && info.bytes == b->world.tensors.bytes);
+    *reused = info.reused;
+    fanin_result_free(&result);
+    fanin_client_destroy(&client);
+    return status;
+}
+
+static fanin_status pull(const bench *b, bool *reused, fanin_error *error)
+{
+    fanin_pull_options options = defaults();
+    return pull_with(b, FANIN_PATH_STREAM, &options, reused, error);
+}
+
+/* ----------------------------------------------------------------- checking */
+
+static void check_tensor(const fanin_safetensors *file, const rank_world *w,
+                         size_t index, uint64_t step)
+{
+    const tensor_spec *t = &w->tensors.tensors[index];
+    char name[FANIN_MAX_NAME + 32];
+    assert_true(fanin_adapter_name(t->name, name, sizeof(name)));
+    fanin_safetensors_entry e = {.struct_size = sizeof(e)};
+    int64_t at = fanin_safetensors_find(file, name);
+    assert_true(at >= 0);
+    assert_true(fanin_safetensors_get(file, (size_t)at, &e));
+    assert_int_equal(e.dtype, t->dtype);
+    assert_int_equal(e.bytes, t->bytes);
+    uint8_t *bytes = malloc(t->bytes);
+    assert_non_null(bytes);
+    assert_int_equal(
+        pread(fanin_safetensors_descriptor(file), bytes, t->bytes, (off_t)e.offset),
+        t->bytes);
+    assert_int_equal(
+        pattern_compare(bytes, pattern_start(w->seeds[index], step), 0, t->bytes),
+        t->bytes);
+    free(bytes);
+}
+
+static json_t *load(const bench *b, const char *name)
+{
+    char path[160];
+    snprintf(path, sizeof(path), "%s/%s", b->directory, name);
+    json_t *root = json_load_file(path, 0, NULL);
+    assert_non_null(root);
+    return root;
+}
+
+/* Every byte of every tensor, the configuration and the identity. */
+static void check_adapter(const bench *b, uint64_t pattern_step)
+{
+    char path[160];
+    fanin_error error = FANIN_ERROR_INIT;
+    fanin_safetensors *file = NULL;
+    snprintf(path, sizeof(path), "%s/adapter_model.safetensors", b->directory);
+    assert_ok(fanin_safetensors_open(path, &file, &error), error);
+    assert_int_equal(fanin_safetensors_count(file), b->world.tensors.count);
+    for (size_t i = 0; i < b->world.tensors.count; i++)
+        check_tensor(file, &b->world, i, pattern_step);
+    fanin_safetensors_close(&file);
+    json_t *config = load(b, "adapter_config.json"), *identity = load(b, "fanin.json");
+    assert_int_equal(json_integer_value(json_object_get(config, "r")), 8);
+    assert_string_equal(
+        json_string_value(json_object_get(config, "base_model_name_or_path")),
+        "test/model");
+    assert_int_equal(json_integer_value(json_object_get(identity, "step")),
+                     b->order.step ? b->order.step : 1);
+    assert_string_equal(json_string_value(json_object_get(identity, "publication")),
+                        "lora:0");
+    json_decref(config);
+    json_decref(identity);
+}
+
+/* ------------------------------------------------------------- one process */
+
+static void written_and_reused(fanin_path path)
+{
+    bench b;
+    fanin_error error;
+    fanin_pull_options options = defaults();
+    bool reused;
+    struct stat first, second;
+    set_up(&b);
+    assert_ok(pull_with(&b, path, &options, &reused, &error), error);
+    assert_false(reused);
+    check_adapter(&b, 1);
+    expect_alone(&b, 1);
+    assert_int_equal(stat(b.directory, &first), 0);
+    assert_ok(pull_with(&b, path, &options, &reused, &error), error);
+    assert_true(reused);
+    assert_int_equal(stat(b.directory, &second), 0);
+    assert_int_equal(first.st_ino, second.st_ino);
+    assert_int_equal(first.st_mtim.tv_nsec, second.st_mtim.tv_nsec);
+    check_adapter(&b, 1);
+    expect_alone(&b, 1);
+    tear_down(&b);
+}
+
+static void test_stream(void **state)
+{
+    (void)state;
+    written_and_reused(FANIN_PATH_STREAM);
+}
+
+static void test_cma(void **state)
+{
+    (void)state;
+    if (!world_has_cma())
+        skip();
+    written_and_reused(FANIN_PATH_CMA);
+}
+
+static void expect_refused(const bench *b, const char *why, uint64_t pattern_step,
+                           uint64_t step)
+{
+    fanin_error error;
+    bool reused;
+    assert_int_equal(pull(b, &reused, &error), FANIN_ERR_EXISTS);
+    if (!strstr(error.message, why) || !strstr(error.message, b->directory))
+        fail_msg("\"%s\" does not say \"%s\"", error.message, why);
+    assert_true(error.remedy[0]);
+    bench before = *b; /* what is there is still what was there */
+    before.order.step = step;
+    check_adapter(&before, pattern_step);
+    expect_alone(b, 1);
+}
+
+/* The same step of another life, and another step of the same life. */
+static void test_other_identity(void **state)
+{
+    (void)state;
+    bench b;
+    fanin_error error;
+    bool reused;
+    set_up(&b);
+    assert_ok(pull(&b, &reused, &error), error);
+    exchange(&b, 0x43, 1, 1);
+    expect_refused(&b, "another life", 1, 1);
+    exchange(&b, 0x42, 2, 0);
+    expect_refused(&b, "another step", 1, 1);
+    /* Back in the life that it is of, it is reused. */
+    exchange(&b, 0x42, 1, 0);
+    assert_ok(pull(&b, &reused, &error), error);
+    assert_true(reused);
+    tear_down(&b);
+}
+
+/* ------------------------------------------------------- several processes */
+
+typedef struct outcome {
+    fanin_status status;
+    bool reused;
+    fanin_error error;
+} outcome;
+
+/* A process that pulls into the directory. */
+typedef struct puller {
+    pid_t pid;
+    int reports; /* "I am reading" as one byte, then an outcome */
+} puller;
+
+static int report_to;
+static bool reported;
+
+static void report_reading(void *cookie, uint64_t done, uint64_t total)
+{
+    (void)done;
+    (void)total;
+    if (reported)
+        return;
+    reported = true;
+    if (write(report_to, "r", 1) != 1)
+        _exit(1);
+    if (cookie) /* whoever waits for this process's stop knows where it is */
+        raise(*(int *)cookie);
+}
+
+static _Noreturn void be_puller(const bench *b, int number)
+{
+    outcome o = {.error = FANIN_ERROR_INIT};
+    fanin_pull_options options = defaults();
+    options.progress = report_reading;
+    options.progress_cookie = number ? &number : NULL;
+    o.status = pull_with(b, FANIN_PATH_STREAM, &options, &o.reused, &o.error);
+    _exit(write(report_to, &o, sizeof(o)) == (ssize_t)sizeof(o) ? 0 : 1);
+}
+
+/* @p number: the signal that it raises in the middle of its read, 0: none. */
+static puller start_puller(const bench *b, int number)
+{
+    int ends[2];
+    assert_int_equal(pipe2(ends, O_CLOEXEC), 0);
+    fflush(NULL);
+    pid_t parent = getpid(), pid = fork();
+    assert_true(pid >= 0);
+    if (pid == 0) {
+        prctl(PR_SET_PDEATHSIG, SIGKILL);
+        report_to = ends[1];
+        if (getppid() == parent)
+            be_puller(b, number);
+        _exit(1);
+    }
+    close(ends[1]);
+    return (puller){.pid = pid, .reports = ends[0]};
+}
+
+static void await_reading(const puller *p)
+{
+    char byte = 0;
+    assert_int_equal(read(p->reports, &byte, 1), 1);
+    assert_int_equal(byte, 'r');
+}
+
+static outcome await_outcome(puller *p)
+{
+    outcome o;
+    assert_int_equal(read(p->reports, &o, sizeof(o)), sizeof(o));
+    close(p->reports);
+    assert_int_equal(waitpid(p->pid, NULL, 0), p->pid);
+    return o;
+}
+
+/* The second is let loose while the first is in the middle of its read. */
+static void test_two_at_once(void **state)
+{
+    (void)state;
+    bench b;
+    set_up(&b);
+    puller first = start_puller(&b, SIGSTOP);
+    await_reading(&first);
+    siginfo_t info;
+    assert_int_equal(waitid(P_PID, (id_t)first.pid, &info, WSTOPPED | WNOWAIT), 0);
+    puller second = start_puller(&b, 0);
+    assert_int_equal(kill(first.pid, SIGCONT), 0);
+    outcome o = await_outcome(&first);
+    assert_ok(o.status, o.error);
+    assert_false(o.reused);
+    o = await_outcome(&second);
+    assert_ok(o.status, o.error);
+    assert_true(o.reused);
+    check_adapter(&b, 1);
+    expect_alone(&b, 1);
+    tear_down(&b);
+}
+
+#define CROWD 6
+
+/* All start together; whoever is first reads, and nobody else. */
+static void test_crowd(void **state)
+{
+    (void)state;
+    bench b;
+    puller pullers[CROWD];
+    unsigned readers = 0;
+    set_up(&b);
+    for (int i = 0; i < CROWD; i++)
+        pullers[i] = start_puller(&b, 0);
+    for (int i = 0; i < CROWD; i++) {
+        /* A reader's report comes before its outcome. */
+        char first = 0;
+        assert_int_equal(read(pullers[i].reports, &first, 1), 1);
+        outcome o;
+        if (first == 'r') {
+            o = await_outcome(&pullers[i]);
+        } else {
+            *(char *)&o = first;
+            assert_int_equal(read(pullers[i].reports, (char *)&o + 1, sizeof(o) - 1),
+                             sizeof(o) - 1);
+            close(pullers[i].reports);
+            assert_int_equal(waitpid(pullers[i].pid, NULL, 0), pullers[i].pid);
+        }
+        assert_ok(o.status, o.error);
+        readers += !o.reused;
+    }
+    assert_int_equal(readers, 1);
+    check_adapter(&b, 1);
+    expect_alone(&b, 1);
+    tear_down(&b);
+}
+
+/* One that is stopped while it reads keeps the place; who waits for it does so no longer than
+   it was told to. */
+static void test_stopped_holder(void **state)
+{
+    (void)state;
+    bench b;
+    fanin_error error;
+    bool reused;
+    set_up(&b);
+    puller holder = start_puller(&b, SIGSTOP);
+    await_reading(&holder);
+    siginfo_t info;
+    assert_int_equal(waitid(P_PID, (id_t)holder.pid, &info, WSTOPPED | WNOWAIT), 0);
+    fanin_pull_options options = defaults();
+    options.timeout_ms = 300;
+    assert_int_equal(pull_with(&b, FANIN_PATH_STREAM, &options, &reused, &error),
+                     FANIN_ERR_TIMEOUT);
+    assert_non_null(strstr(error.message, b.directory));
+    assert_int_equal(access(b.directory, F_OK), -1);
+    assert_int_equal(kill(holder.pid, SIGCONT), 0);
+    outcome o = await_outcome(&holder);
+    assert_ok(o.status, o.error);
+    check_adapter(&b, 1);
+    tear_down(&b);
+}
+
+/* One that is killed while it reads leaves nothing that another could take for whole. */
+static void test_killed_holder(void **state)
+{
+    (void)state;
+    bench b;
+    fanin_error error;
+    bool reused;
+    set_up(&b);
+    puller holder = start_puller(&b, SIGKILL);
+    await_reading(&holder);
+    close(holder.reports);
+    assert_int_equal(waitpid(holder.pid, NULL, 0), holder.pid);
+    assert_int_equal(access(b.directory, F_OK), -1);
+    assert_ok(pull(&b, &reused, &error), error);
+    assert_false(reused);
+    check_adapter(&b, 1);
+    expect_alone(&b, 1); /* what the dead one left is gone too */
+    tear_down(&b);
+}
+
+/* -------------------------------------------------------------- failed pulls */
+
+static void kill_rank(void *cookie, uint64_t done, uint64_t total)
+{
+    bench *b = cookie;
+    (void)done;
+    (void)total;
+    if (!reported)
+        lab_signal(&b->lab, 1, SIGKILL);
+    reported = true;
+}
+
+static void test_rank_dies(void **state)
+{
+    (void)state;
+    bench b;
+    fanin_error error;
+    bool reused;
+    set_up(&b);
+    fanin_pull_options options = defaults();
+    options.progress = kill_rank;
+    options.progress_cookie = &b;
+    reported = false;
+    assert_int_equal(pull_with(&b, FANIN_PATH_STREAM, &options, &reused, &error),
+                     FANIN_ERR_UNREACHABLE);
+    assert_int_equal(error.rank, 1);
+    expect_alone(&b, 0); /* nothing at all was left */
+    tear_down(&b);
+}
+
+/* A filesystem of its own that is too small, then large enough. Needs root. */
+static void test_disk_full(void **state)
+{
+    (void)state;
+    if (geteuid() != 0 || unshare(CLONE_NEWNS) != 0 ||
+        mount("none", "/", NULL, MS_REC | MS_PRIVATE, NULL) != 0) {
+        printf("# skipped: a small filesystem needs root\n");
+        skip();
+    }
+    bench b;
+    fanin_error error;
+    bool reused;
+    set_up(&b);
+    assert_int_equal(mount("none", b.scratch, "tmpfs", 0, "size=4m"), 0);
+    assert_int_equal(pull(&b, &reused, &error), FANIN_ERR_IO);
+    assert_int_equal(error.sys_errno, ENOSPC);
+    assert_non_null(strstr(error.message, b.directory));
+    assert_true(error.remedy[0]);
+    expect_alone(&b, 0);
+    assert_int_equal(mount("none", b.scratch, "tmpfs", MS_REMOUNT, "size=64m"), 0);
+    assert_ok(pull(&b, &reused, &error), error);
+    check_adapter(&b, 1);
+    expect_alone(&b, 1);
+    assert_int_equal(umount(b.scratch), 0);
+    tear_down(&b);
+}
+
+/* Those that fork processes that pull come before this one loads UCX. */
+int main(int argc, char **argv)
+{
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(test_two_at_once),    cmocka_unit_test(test_crowd),
+        cmocka_unit_test(test_stopped_holder), cmocka_unit_test(test_killed_holder),
+        cmocka_unit_test(test_stream),         cmocka_unit_test(test_cma),
+        cmocka_unit_test(test_other_identity), cmocka_unit_test(test_rank_dies),
+        cmocka_unit_test(test_disk_full),
+    };
+    if (argc > 1)
+        cmocka_set_test_filter(argv[1]);
+    return cmocka_run_group_tests_name("adapter_pull", tests, NULL, NULL);
+}
