@@ -89,6 +89,8 @@ static int pull(session *s, const common_options *common, const pull_options *o)
     }
     fanin_result_get(result, &info);
     if (o->check_pattern) {
+        /* A second list of all tensors is made: not on top of the catalog and the plan. */
+        session_disconnect(s);
         status = check_directory(o->out, s->publication, info.step, &checked, &error);
     }
     int code = status != FANIN_OK ? failure_report("the pattern is broken", &error)

@@ -4,6 +4,7 @@
 #include "interrupt.h"
 #include "output.h"
 
+#include <malloc.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -186,6 +187,13 @@ int session_connect(session *s, uint32_t timeout_ms)
         return failure_report("cannot connect", &error);
     }
     return 0;
+}
+
+void session_disconnect(session *s)
+{
+    interrupt_detach();
+    fanin_client_destroy(&s->client);
+    malloc_trim(0);
 }
 
 void session_close(session *s)

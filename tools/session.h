@@ -63,6 +63,9 @@ int session_open(session *s, const command *self, const invocation *line,
 /** Connects; warns about ranks that did not answer. 0, or the exit status after a message. */
 int session_connect(session *s, uint32_t timeout_ms);
 
+/** Gives the client and its memory back early; names of run and publication stay. */
+void session_disconnect(session *s);
+
 void session_close(session *s);
 
 #endif
