@@ -19,7 +19,7 @@ typedef struct lab_order {
     uint16_t base_port; /**< see lab_free_ports() */
     uint8_t world;      /**< the world id's bytes */
     uint64_t step;      /**< that is committed; 0: step 1 */
-    uint32_t life;      /**< 0: the bytes are the step's; else those of step lab_step(life) */
+    uint32_t life; /**< 0: the bytes are the step's; else those of lab_step(life) */
     uint32_t flags;
     char bind[32], allow[32]; /**< "": loopback */
 } lab_order;

@@ -62,7 +62,8 @@ class Watch(threading.Thread):
         if parts is None:
             return
         anonymous, mapped, shared = parts
-        if files == 0:
+        # Nor since: a file may have come and been mapped while this looked.
+        if files == 0 and (not self.tmpfs or file_bytes(self.directory) == 0):
             self.other_shared = max(self.other_shared, shared if self.tmpfs else 0)
         self.samples += 1
         self.peak = max(self.peak, anonymous + mapped + max(shared, self.other_shared + files))
