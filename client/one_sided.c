@@ -74,17 +74,10 @@ static void tell_landed(const one_sided *o, const get *g)
     const span *s = g->span;
     for (uint64_t i = s->first; i < s->first + s->count; i++) {
         const span_piece *p = &spans->pieces[i];
-        if (p->view == 0) {
+        if (p->view)
+            landed_view(o->landed, o->landed_cookie, &spans->views[p->view - 1], p->to);
+        else
             o->landed(o->landed_cookie, p->to, p->length);
-            continue;
-        }
-        const strided *view = &spans->views[p->view - 1];
-        uint64_t runs = strided_runs(view);
-        for (uint64_t run = 0; run < runs; run++) {
-            int64_t offset;
-            strided_run(view, run, NULL, &offset);
-            o->landed(o->landed_cookie, p->to + (uint64_t)offset, view->run);
-        }
     }
 }
 
@@ -258,7 +251,7 @@ static void on_done(void *cookie, uint64_t tag, int ucx_status)
     get *g = &o->gets[tag];
     o->outstanding--;
     if (!o->pool) {
-        g->busy = false; /* the reading has ended; this only drains */
+        g->busy = false; /* the reading has ended: what comes stays where it is */
     } else if (ucx_status != 0) {
         const char *text = "the read failed";
         if (g->work->peer->endpoint)
@@ -267,10 +260,10 @@ static void on_done(void *cookie, uint64_t tag, int ucx_status)
         fail(g->work, text);
     } else if (g->direct) {
         finish(o, g);
-    } else if (o->pool) {
+    } else {
         o->scattering++;
         scatter_pool_submit(o->pool, &g->job);
-    } /* else the phase has ended: what still comes stays in its slot */
+    }
 }
 
 static const ucx_local *local_for(const one_sided *o, const uint8_t *to,

@@ -7,7 +7,8 @@
 #ifndef ONE_SIDED_H
 #define ONE_SIDED_H
 
-#include "stream_link.h"
+#include "landed.h"
+#include "tables.h"
 
 #define SPAN_MAX ((uint64_t)512 << 10) /**< bytes of one get, and of one staging slot */
 

@@ -2,6 +2,7 @@
 #include "pull_plan.h"
 
 #include "error_set.h"
+#include "stream_link.h"
 #include <stdlib.h>
 #include <string.h>
 

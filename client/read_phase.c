@@ -2,6 +2,7 @@
 #include "read_phase.h"
 
 #include "error_set.h"
+#include "stream_link.h"
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>

@@ -270,27 +270,6 @@ static bool fill_batch(data_connection *d)
     return true;
 }
 
-/* A view's runs, counted by digest piece so that tiny runs cost no call each. */
-static void land_view(const stream_work *w, const strided *view, uint64_t to)
-{
-    uint64_t runs = strided_runs(view), pending = 0, start = 0;
-    for (uint64_t i = 0; i < runs; i++) {
-        int64_t offset;
-        strided_run(view, i, NULL, &offset);
-        uint64_t at = to + (uint64_t)offset;
-        if (pending > 0 && at == start + pending) {
-            pending += view->run;
-            continue;
-        }
-        if (pending > 0)
-            w->landed(w->landed_cookie, start, pending);
-        start = at;
-        pending = view->run;
-    }
-    if (pending > 0)
-        w->landed(w->landed_cookie, start, pending);
-}
-
 static void finish_batch(data_connection *d)
 {
     stream_work *w = d->link->work;
@@ -299,7 +278,7 @@ static void finish_batch(data_connection *d)
         const strided *view = &w->plan->views[p->view - 1];
         strided_copy(view, w->base + p->to, d->staging);
         if (w->landed)
-            land_view(w, view, p->to);
+            landed_view(w->landed, w->landed_cookie, view, p->to);
         return;
     }
     for (unsigned i = 0; i < d->n_iov && w->landed; i++) {

@@ -7,10 +7,8 @@
 #ifndef STREAM_LINK_H
 #define STREAM_LINK_H
 
+#include "landed.h"
 #include "tables.h"
-
-/** Told about bytes that are in place: destination as in plan pieces, without the base. */
-typedef void (*landed_fn)(void *cookie, uint64_t to, uint64_t length);
 
 /** One rank's reading in one attempt. */
 typedef struct stream_work {

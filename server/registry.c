@@ -2,6 +2,7 @@
 /* What a publication consists of: shards and metadata, put and removed by the trainer. */
 #include "error_set.h"
 #include "server_internal.h"
+#include "utf8.h"
 
 #include <stdio.h>
 #include <stdlib.h>
@@ -287,7 +288,7 @@ static fanin_status check_pairs(const fanin_pair *pairs, size_t count, size_t *s
             return error_set(error, FANIN_ERR_ARGUMENT, &place,
                              "pair %zu of the metadata has no key or no value", i);
         size_t key_size = strlen(key), value_size = strlen(value);
-        if (!text_is_utf8(key, key_size) || !text_is_utf8(value, value_size))
+        if (!utf8_valid(key, key_size) || !utf8_valid(value, value_size))
             return error_set(error, FANIN_ERR_ARGUMENT, &place,
                              "pair %zu of the metadata is not UTF-8", i);
         bytes += key_size + value_size;

@@ -4,6 +4,7 @@
 #include "error_set.h"
 #include "host_id.h"
 #include "server_internal.h"
+#include "utf8.h"
 
 #include <arpa/inet.h>
 #include <dirent.h>
@@ -110,7 +111,7 @@ static fanin_status check_config(const fanin_server_config *c, fanin_error *erro
     if (c->flags & ~(uint32_t)ALL_FLAGS)
         return bad(error, "an unknown flag is set", NULL);
     size_t length = c->name ? strlen(c->name) : 0;
-    if (length == 0 || length > NAME_MOST || !text_is_utf8(c->name, length))
+    if (length == 0 || length > NAME_MOST || !utf8_valid(c->name, length))
         return bad(error, "the server's name is not 1 to 100 bytes of UTF-8", NULL);
     if (c->max_sessions < 2)
         return bad(error, "max_sessions is below 2",

@@ -3,6 +3,7 @@
 #include "dtype.h"
 #include "error_set.h"
 #include "frame.h"
+#include "utf8.h"
 
 #include <stdio.h>
 #include <stdlib.h>
@@ -28,45 +29,6 @@ fanin_status publication_name_check(const char *name, fanin_error *error)
     return FANIN_OK;
 }
 
-/* Length of the UTF-8 sequence at @p s, 0: none. */
-static size_t utf8_length(const uint8_t *s, size_t left)
-{
-    static const struct {
-        uint8_t lead, mask;
-        uint32_t least;
-    } forms[] = {{0x00, 0x80, 0},
-                 {0xc0, 0xe0, 0x80},
-                 {0xe0, 0xf0, 0x800},
-                 {0xf0, 0xf8, 0x10000}};
-    for (size_t n = 0; n < 4; n++) {
-        if ((s[0] & forms[n].mask) != forms[n].lead)
-            continue;
-        if (n >= left)
-            return 0;
-        uint32_t code = s[0] & (uint8_t)~forms[n].mask;
-        for (size_t i = 1; i <= n; i++) {
-            if ((s[i] & 0xc0) != 0x80)
-                return 0;
-            code = code << 6 | (s[i] & 0x3fu);
-        }
-        bool surrogate = code >= 0xd800 && code <= 0xdfff;
-        return code < forms[n].least || code > 0x10ffff || surrogate ? 0 : n + 1;
-    }
-    return 0;
-}
-
-bool text_is_utf8(const char *text, size_t size)
-{
-    const uint8_t *s = (const uint8_t *)text;
-    for (size_t at = 0; at < size;) {
-        size_t length = s[at] == 0 ? 0 : utf8_length(s + at, size - at);
-        if (length == 0)
-            return false;
-        at += length;
-    }
-    return true;
-}
-
 static const char *name_fault(const char *name)
 {
     if (!name || !*name)
@@ -77,7 +39,7 @@ static const char *name_fault(const char *name)
     for (size_t i = 0; i < length; i++)
         if ((uint8_t)name[i] < 0x20 || name[i] == 0x7f)
             return "the tensor's name holds a control character";
-    if (!text_is_utf8(name, length))
+    if (!utf8_valid(name, length))
         return "the tensor's name is not UTF-8";
     return NULL;
 }

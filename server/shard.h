@@ -42,9 +42,6 @@ typedef struct shard_set {
 /** "lora:<run>" or "full:<run>" with run = [A-Za-z0-9._-]{1,64}, not "." or "..". */
 fanin_status publication_name_check(const char *name, fanin_error *error);
 
-/** Whether @p size bytes are UTF-8 without NUL, surrogates and overlong forms. */
-bool text_is_utf8(const char *text, size_t size);
-
 /**
  * Checks @p count descriptions and makes a set of them. Errors are those of
  * fanin_server_put(), with the key. *out is to be freed also on failure.

@@ -1,0 +1,24 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include "landed.h"
+
+#include <stddef.h>
+
+void landed_view(landed_fn landed, void *cookie, const strided *view, uint64_t to)
+{
+    uint64_t runs = strided_runs(view), pending = 0, start = 0;
+    for (uint64_t i = 0; i < runs; i++) {
+        int64_t offset;
+        strided_run(view, i, NULL, &offset);
+        uint64_t at = to + (uint64_t)offset;
+        if (pending > 0 && at == start + pending) {
+            pending += view->run;
+            continue;
+        }
+        if (pending > 0)
+            landed(cookie, start, pending);
+        start = at;
+        pending = view->run;
+    }
+    if (pending > 0)
+        landed(cookie, start, pending);
+}
