@@ -2,11 +2,11 @@
 /* The temporary directory and the file in it, allocated and mapped before it is filled. */
 #include "adapter_internal.h"
 #include "error_set.h"
+#include "worker_thread.h"
 
 #include <errno.h>
 #include <fcntl.h>
 #include <inttypes.h>
-#include <signal.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
@@ -102,12 +102,8 @@ static void *populate(void *argument)
 
 static void start_populating(adapter *a)
 {
-    sigset_t all, before;
-    sigfillset(&all);
     atomic_store(&a->stop_populating, false);
-    pthread_sigmask(SIG_SETMASK, &all, &before);
-    a->has_populator = pthread_create(&a->populator, NULL, populate, a) == 0;
-    pthread_sigmask(SIG_SETMASK, &before, NULL);
+    a->has_populator = worker_thread_start(&a->populator, populate, a);
 }
 
 void adapter_stop_populating(adapter *a)

@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "piece_digests.h"
 
+#include "worker_thread.h"
 #include <pthread.h>
-#include <signal.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -69,11 +69,7 @@ static void forget(piece_digests *p)
 
 static void start_thread(piece_digests *p)
 {
-    sigset_t all, before;
-    sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &before);
-    p->has_thread = pthread_create(&p->thread, NULL, make_all, p) == 0;
-    pthread_sigmask(SIG_SETMASK, &before, NULL);
+    p->has_thread = worker_thread_start(&p->thread, make_all, p);
 }
 
 piece_digests *piece_digests_start(const uint8_t *base, uint64_t size)

@@ -21,8 +21,8 @@
 
 struct fanin_safetensors {
     int fd;
-    json_t *root; /* owns all strings */
-    fanin_safetensors_entry *entries;
+    json_t *metadata;                 /* owns the strings of pairs */
+    fanin_safetensors_entry *entries; /* own their names */
     uint32_t *by_name;
     size_t count;
     fanin_pair *pairs;
@@ -39,12 +39,16 @@ static fanin_status invalid(fanin_error *error, const char *name, const char *wh
 
 /*
  * The JSON library builds a tree before anybody can look at it. This pass makes sure that
- * the tree is no larger than the header of a file with that many bytes can need.
+ * no tree is larger than the header of a file with that many bytes can need, and that the
+ * header has no more than @p members_out members that are objects.
  */
-static const char *scan_header(const char *text, size_t size)
+static const char *scan_header(const char *text, size_t size, size_t *members_out)
 {
     if (size < 2 || text[0] != '{')
         return "the header does not begin with a brace";
+    /* The library skips some of them, and does not count those. */
+    if (memchr(text, '\0', size))
+        return "the header holds a NUL byte";
     uint64_t braces = 0, brackets = 0, commas = 0;
     bool quoted = false;
     for (size_t i = 0; i < size; i++) {
@@ -81,6 +85,7 @@ static const char *scan_header(const char *text, size_t size)
     /* The root and the metadata are objects too; each pair of the latter has a comma. */
     if (braces > most + 2 || brackets > 2 * most)
         return "the header holds more than tensors";
+    *members_out = (size_t)(braces - 1);
     return commas > most * ENTRY_COMMAS + METADATA_MAX
                ? "the header holds too many commas"
                : NULL;
@@ -104,14 +109,14 @@ static const char *read_sizes(const json_t *list, uint32_t max, uint64_t *out,
     return NULL;
 }
 
-/* @p data: where tensors' bytes begin; @p end: the file's size. */
-static const char *read_entry(const char *name, const json_t *value, uint64_t data,
-                              uint64_t end, fanin_safetensors_entry *out)
+/* @p data: where tensors' bytes begin; @p end: the file's size. The name is left out. */
+static const char *read_entry(const json_t *value, uint64_t data, uint64_t end,
+                              fanin_safetensors_entry *out)
 {
     if (!json_is_object(value) || json_object_size(value) != 3)
         return "an entry is not made of dtype, shape and data_offsets";
     const char *dtype = json_string_value(json_object_get(value, "dtype"));
-    *out = (fanin_safetensors_entry){.struct_size = sizeof(*out), .name = name};
+    *out = (fanin_safetensors_entry){.struct_size = sizeof(*out)};
     out->dtype = dtype ? fanin_dtype_from_name(dtype) : 0;
     if (out->dtype == 0)
         return "an entry's dtype is missing or unknown";
@@ -161,6 +166,9 @@ static fanin_status read_metadata(fanin_safetensors *file, json_t *object,
 {
     if (!json_is_object(object))
         return invalid(error, NULL, "__metadata__ is no object");
+    if (file->metadata)
+        return invalid(error, NULL, "__metadata__ is there twice");
+    file->metadata = json_incref(object);
     file->pairs = calloc(json_object_size(object) + 1, sizeof(file->pairs[0]));
     if (!file->pairs)
         return error_set_memory(error);
@@ -178,39 +186,134 @@ static fanin_status read_metadata(fanin_safetensors *file, json_t *object,
     return FANIN_OK;
 }
 
-static fanin_status read_entries(fanin_safetensors *file, uint64_t data, uint64_t end,
-                                 fanin_error *error)
+/* The header's text and how far it was read. */
+typedef struct header_text {
+    const char *text;
+    size_t size, at;
+} header_text;
+
+static bool is_blank(char c)
 {
-    size_t room = json_object_size(file->root) + 1;
-    file->entries = calloc(room, sizeof(file->entries[0]));
-    file->by_name = calloc(room, sizeof(file->by_name[0]));
+    return c == ' ' || c == '\t' || c == '\n' || c == '\r';
+}
+
+/* What follows next but for whitespace; '\0': the end, or a byte that is no JSON anyway. */
+static char next_byte(header_text *h)
+{
+    while (h->at < h->size && is_blank(h->text[h->at]))
+        h->at++;
+    return h->at < h->size ? h->text[h->at] : '\0';
+}
+
+static fanin_status no_json(fanin_error *error, const char *why, size_t at)
+{
+    char sentence[200];
+    snprintf(sentence, sizeof(sentence),
+             "its header is no JSON object: %.120s at byte %zu", why, at);
+    return invalid(error, NULL, sentence);
+}
+
+/* The next value, whatever its type; @p value_out is to be released. */
+static fanin_status read_value(header_text *h, json_t **value_out, fanin_error *error)
+{
+    json_error_t detail;
+    *value_out = json_loadb(
+        h->text + h->at, h->size - h->at,
+        JSON_DECODE_ANY | JSON_DISABLE_EOF_CHECK | JSON_REJECT_DUPLICATES, &detail);
+    if (!*value_out && json_error_code(&detail) == json_error_out_of_memory)
+        return error_set_memory(error);
+    size_t place = h->at + (size_t)detail.position;
+    if (!*value_out)
+        return no_json(error, detail.text, place);
+    h->at = place; /* of the first byte after the value */
+    return FANIN_OK;
+}
+
+/* A member whose name is known. */
+static fanin_status read_member(fanin_safetensors *file, size_t room, header_text *h,
+                                const char *name, uint64_t end, fanin_error *error)
+{
+    json_t *value;
+    fanin_status status = read_value(h, &value, error);
+    if (status)
+        return status;
+    if (strcmp(name, "__metadata__") == 0) {
+        status = read_metadata(file, value, error);
+        json_decref(value);
+        return status;
+    }
+    fanin_safetensors_entry entry;
+    const char *why = read_entry(value, SAFETENSORS_LENGTH + h->size, end, &entry);
+    json_decref(value);
+    if (!why && file->count == room)
+        why = "the header holds more than tensors"; /* the scan has counted them */
+    if (why)
+        return invalid(error, name, why);
+    if (!(entry.name = strdup(name)))
+        return error_set_memory(error);
+    file->entries[file->count++] = entry;
+    return FANIN_OK;
+}
+
+/*
+ * Member by member, because a tree of all of them would take ten times the memory of what is
+ * kept. @p room: no more members than that are objects; @p end: the file's size.
+ */
+static fanin_status read_members(fanin_safetensors *file, size_t room, header_text *h,
+                                 uint64_t end, fanin_error *error)
+{
+    file->entries = calloc(room + 1, sizeof(file->entries[0]));
+    file->by_name = calloc(room + 1, sizeof(file->by_name[0]));
     if (!file->entries || !file->by_name)
         return error_set_memory(error);
-    const char *name;
-    json_t *value;
-    json_object_foreach(file->root, name, value)
-    {
-        if (strcmp(name, "__metadata__") == 0) {
-            fanin_status status = read_metadata(file, value, error);
-            if (status)
-                return status;
-            continue;
+    h->at = 1; /* the scan has seen the brace */
+    bool more = next_byte(h) != '}';
+    while (more) {
+        if (next_byte(h) != '"')
+            return no_json(error, "a name is expected", h->at);
+        json_t *name;
+        fanin_status status = read_value(h, &name, error);
+        if (status)
+            return status;
+        if (next_byte(h) == ':') {
+            h->at++;
+            status = read_member(file, room, h, json_string_value(name), end, error);
+        } else {
+            status = no_json(error, "':' is expected", h->at);
         }
-        const char *why =
-            read_entry(name, value, data, end, &file->entries[file->count]);
-        if (why)
-            return invalid(error, name, why);
-        file->count++;
+        json_decref(name);
+        if (status)
+            return status;
+        more = next_byte(h) == ',';
+        if (more)
+            h->at++;
+    }
+    if (next_byte(h) != '}')
+        return no_json(error, "',' or '}' is expected", h->at);
+    h->at++;
+    (void)next_byte(h);
+    return h->at < h->size ? no_json(error, "something follows it", h->at) : FANIN_OK;
+}
+
+static fanin_status sort_names(fanin_safetensors *file, fanin_error *error)
+{
+    for (size_t i = 0; i < file->count; i++)
+        file->by_name[i] = (uint32_t)i;
+    if (file->count > 0)
+        qsort_r(file->by_name, file->count, sizeof(file->by_name[0]), compare_names,
+                file);
+    for (size_t i = 1; i < file->count; i++) {
+        const char *name = file->entries[file->by_name[i]].name;
+        if (strcmp(name, file->entries[file->by_name[i - 1]].name) == 0)
+            return invalid(error, name, "two tensors have the same name");
     }
     return FANIN_OK;
 }
 
 /* Without holes and overlaps, from the first byte after the header to the last. */
-static fanin_status check_tiling(fanin_safetensors *file, uint64_t data, uint64_t end,
-                                 fanin_error *error)
+static fanin_status check_tiling(const fanin_safetensors *file, uint64_t data,
+                                 uint64_t end, fanin_error *error)
 {
-    if (file->count > 0)
-        qsort(file->entries, file->count, sizeof(file->entries[0]), compare_offsets);
     uint64_t at = data;
     for (size_t i = 0; i < file->count; i++) {
         const fanin_safetensors_entry *entry = &file->entries[i];
@@ -222,11 +325,6 @@ static fanin_status check_tiling(fanin_safetensors *file, uint64_t data, uint64_
     }
     if (at != end)
         return invalid(error, NULL, "bytes follow the last tensor");
-    for (size_t i = 0; i < file->count; i++)
-        file->by_name[i] = (uint32_t)i;
-    if (file->count > 0)
-        qsort_r(file->by_name, file->count, sizeof(file->by_name[0]), compare_names,
-                file);
     return FANIN_OK;
 }
 
@@ -236,7 +334,8 @@ fanin_status safetensors_parse(const char *text, size_t size, uint64_t file_size
     if (size > SAFETENSORS_HEADER_MAX || file_size < SAFETENSORS_LENGTH ||
         size > file_size - SAFETENSORS_LENGTH)
         return invalid(error, NULL, "the header is longer than the file or 100 MB");
-    const char *why = scan_header(text, size);
+    size_t room = 0;
+    const char *why = scan_header(text, size, &room);
     if (why)
         return invalid(error, NULL, why);
     fanin_safetensors *file = calloc(1, sizeof(*file));
@@ -244,22 +343,14 @@ fanin_status safetensors_parse(const char *text, size_t size, uint64_t file_size
         return error_set_memory(error);
     file->fd = -1;
 
-    json_error_t detail;
-    file->root = json_loadb(text, size, JSON_REJECT_DUPLICATES, &detail);
-    fanin_status status;
-    if (!file->root && json_error_code(&detail) == json_error_out_of_memory) {
-        status = error_set_memory(error);
-    } else if (!json_is_object(file->root)) {
-        char sentence[200];
-        snprintf(sentence, sizeof(sentence),
-                 "its header is no JSON object: %.120s at byte %d", detail.text,
-                 detail.position);
-        status = invalid(error, NULL, sentence);
-    } else {
-        status = read_entries(file, SAFETENSORS_LENGTH + size, file_size, error);
-        if (!status)
-            status = check_tiling(file, SAFETENSORS_LENGTH + size, file_size, error);
-    }
+    header_text header = {.text = text, .size = size};
+    fanin_status status = read_members(file, room, &header, file_size, error);
+    if (!status && file->count > 0)
+        qsort(file->entries, file->count, sizeof(file->entries[0]), compare_offsets);
+    if (!status)
+        status = sort_names(file, error);
+    if (!status)
+        status = check_tiling(file, SAFETENSORS_LENGTH + size, file_size, error);
     if (status) {
         fanin_safetensors_close(&file);
         return status;
@@ -348,7 +439,9 @@ void fanin_safetensors_close(fanin_safetensors **file)
     *file = NULL;
     if (f->fd >= 0)
         close(f->fd);
-    json_decref(f->root);
+    json_decref(f->metadata);
+    for (size_t i = 0; i < f->count; i++)
+        free((char *)f->entries[i].name);
     free(f->entries);
     free(f->by_name);
     free(f->pairs);

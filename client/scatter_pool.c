@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "scatter_pool.h"
+#include "worker_thread.h"
 
 #include <pthread.h>
 #include <sched.h>
-#include <signal.h>
 #include <stdlib.h>
 
 typedef struct queue {
@@ -84,13 +84,9 @@ scatter_pool *scatter_pool_create(unsigned most)
     pthread_cond_init(&pool->done_cond, NULL);
     pool->waiting.end = &pool->waiting.first;
     pool->done.end = &pool->done.first;
-    sigset_t all, before;
-    sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &before);
     while (pool->n_threads < n &&
-           pthread_create(&pool->threads[pool->n_threads], NULL, work, pool) == 0)
+           worker_thread_start(&pool->threads[pool->n_threads], work, pool))
         pool->n_threads++;
-    pthread_sigmask(SIG_SETMASK, &before, NULL);
     return pool;
 }
 

@@ -162,7 +162,7 @@ key=base_model.model.model.layers.0.self_attn.k_proj.lora_A.weight
 }
 
 @test "watch: tells the step that stands, then waits until its time is over" {
-    run -12 --separate-stderr "$NIXL_FETCH" watch "$info" --timeout 500ms --json
+    run -12 --separate-stderr "$NIXL_FETCH" watch "$info" --timeout 2s --json
     [ "$(grep -c '"step":1,' <<<"$output")" -eq 1 ]
     run -0 "$NIXL_FETCH" watch "$info" --count 1
     [[ $output == "step 1  ranks apart "* ]]

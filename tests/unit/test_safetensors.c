@@ -3,6 +3,8 @@
 #include "safetensors.h"
 #include "testing.h"
 
+#include <jansson.h>
+#include <malloc.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -120,6 +122,11 @@ static void good_headers_are_read(void **state)
          "\"c\":{\"dtype\":\"F32\",\"shape\":[0],\"data_offsets\":[4,4]}}",
          4, 3},
         {"{\"a\":{\"dtype\":\"F4\",\"shape\":[3,2],\"data_offsets\":[0,3]}}", 3, 1},
+        /* whitespace wherever it may be, metadata in the middle */
+        {"{\n \"a\"\t:\r {\"dtype\":\"U8\",\"shape\":[1],\"data_offsets\":[0,1]} ,\n"
+         " \"__metadata__\" : {} , \"b\":{\"dtype\":\"U8\",\"shape\":[1],"
+         "\"data_offsets\":[1,2]}\n}  ",
+         2, 2},
         {"{\"a\\u00e9\\n\":{\"shape\":[1,1,1,1,1,1,1,2],\"data_offsets\":[0,4],"
          "\"dtype\":\"BF16\"}}",
          4, 1},
@@ -150,7 +157,37 @@ static void bad_headers_are_refused(void **state)
         {"[]", "brace", 0},
         {"{", "brace", 0},
         {"{} x", "JSON", 0},
-        {"{" U8_AT("a", "0", "1") "," U8_AT("a", "0", "1") "}", "JSON", 1},
+        {"{} {}", "JSON", 0},
+        {"{}}", "JSON", 0},
+        {"{,}", "JSON", 0},
+        {"{\"a\"}", "JSON", 0},
+        {"{\"a\":}", "JSON", 0},
+        {"{\"a\":", "JSON", 0},
+        {"{\"a", "JSON", 0},
+        {"{a:1}", "JSON", 0},
+        {"{1:1}", "JSON", 0},
+        {"{[]:1}", "JSON", 0},
+        {"{\"a\" 1}", "JSON", 0},
+        {"{\"a\"::1}", "JSON", 0},
+        {"{\"a\":tru}", "JSON", 0},
+        {"{" U8_AT("a", "0", "1"), "',' or '}'", 1},
+        {"{" U8_AT("a", "0", "1") ",", "a name", 1},
+        {"{" U8_AT("a", "0", "1") ",}", "a name", 1},
+        {"{," U8_AT("a", "0", "1") "}", "a name", 1},
+        {"{" U8_AT("a", "0", "1") " " U8_AT("b", "1", "2") "}", "',' or '}'", 2},
+        {"{" U8_AT("a", "0", "1") ",," U8_AT("b", "1", "2") "}", "a name", 2},
+        {"{" U8_AT("a", "0", "1") "]", "',' or '}'", 1},
+        {"{" U8_AT("a", "0", "1") "," U8_AT("a", "1", "2") "}", "same name", 2},
+        {"{" U8_AT("a", "0", "1") "," U8_AT("a", "0", "1") "}", "same name", 1},
+        {"{" U8_AT("a", "0", "1") "," U8_AT("b", "1", "2") "," U8_AT("\\u0061", "2",
+                                                                     "3") "}",
+         "same name", 3},
+        {"{\"a\":{\"dtype\":\"U8\",\"dtype\":\"U8\",\"shape\":[1],\"data_offsets\":[0,"
+         "1]}}",
+         "duplicate", 1},
+        {"{\"__metadata__\":{\"x\":\"1\",\"x\":\"1\"}}", "duplicate", 0},
+        {"{\"__metadata__\":{},\"__metadata__\":{}}", "twice", 0},
+        {"{\"__metadata__\":{},\"__metadata\\u005f_\":{}}", "twice", 0},
         {"{\"a\\u0000\":{}}", "JSON", 0},
         {"{\"a\xff\":{}}", "JSON", 0},
         {"{\"__metadata__\":null}", "__metadata__", 0},
@@ -203,6 +240,92 @@ static void bad_headers_are_refused(void **state)
                      cases[i].why);
         assert_null(file);
     }
+}
+
+/* Wherever it is: no byte of JSON is one. */
+static void nul_bytes_are_refused(void **state)
+{
+    (void)state;
+    static const char json[] = "{" U8_AT("a", "0", "1") "," U8_AT("b", "1", "2") "}";
+    for (size_t i = 1; i <= sizeof(json) - 1; i++) {
+        char with[sizeof(json)];
+        memcpy(with, json, i);
+        with[i] = '\0';
+        memcpy(with + i + 1, json + i, sizeof(json) - 1 - i);
+        fanin_safetensors *file = NULL;
+        fanin_error error = FANIN_ERROR_INIT;
+        assert_int_equal(
+            safetensors_parse(with, sizeof(json), 8 + sizeof(json) + 2, &file, &error),
+            FANIN_ERR_MISMATCH);
+        assert_non_null(strstr(error.message, "NUL"));
+        assert_null(file);
+    }
+}
+
+static void errors_tell_where(void **state)
+{
+    (void)state;
+    fanin_safetensors *file = NULL;
+    fanin_error error = FANIN_ERROR_INIT;
+    static const char json[] = "{" U8_AT("a", "0", "1") ",  \"b\" 5}";
+    char where[32];
+    snprintf(where, sizeof(where), "at byte %zu", strlen(json) - 2);
+    assert_int_equal(parse(json, 1, &file, &error), FANIN_ERR_MISMATCH);
+    assert_non_null(strstr(error.message, where));
+    /* in a member: counted from the header's first byte too */
+    static const char member[] = "{" U8_AT("a", "0", "1") ",\"b\":{x}}";
+    snprintf(where, sizeof(where), "at byte %zu", strlen(member) - 2);
+    assert_int_equal(parse(member, 1, &file, &error), FANIN_ERR_MISMATCH);
+    assert_non_null(strstr(error.message, where));
+    assert_int_equal(
+        parse("{" U8_AT("x", "0", "1") "," U8_AT("x", "1", "2") "}", 2, &file, &error),
+        FANIN_ERR_MISMATCH);
+    assert_string_equal(error.key, "x");
+}
+
+static size_t tree_bytes, tree_most;
+
+static void *tree_malloc(size_t size)
+{
+    void *at = malloc(size);
+    tree_bytes += at ? malloc_usable_size(at) : 0;
+    tree_most = tree_bytes > tree_most ? tree_bytes : tree_most;
+    return at;
+}
+
+static void tree_free(void *at)
+{
+    tree_bytes -= at ? malloc_usable_size(at) : 0;
+    free(at);
+}
+
+static void trees_are_of_one_member_each(void **state)
+{
+    (void)state;
+    enum { COUNT = 20000 };
+    char *json = malloc((size_t)COUNT * 100);
+    assert_non_null(json);
+    size_t size = (size_t)sprintf(json, "{\"__metadata__\":{\"format\":\"pt\"}");
+    for (int i = 0; i < COUNT; i++)
+        size += (size_t)sprintf(
+            json + size,
+            ",\"t%d\":{\"dtype\":\"U8\",\"shape\":[1],\"data_offsets\":[%d,%d]}", i, i,
+            i + 1);
+    json[size++] = '}';
+    fanin_safetensors *file = NULL;
+    json_malloc_t malloc_before;
+    json_free_t free_before;
+    json_get_alloc_funcs(&malloc_before, &free_before);
+    json_set_alloc_funcs(tree_malloc, tree_free);
+    fanin_status status = safetensors_parse(json, size, 8 + size + COUNT, &file, NULL);
+    assert_int_equal(status, FANIN_OK);
+    assert_int_equal(fanin_safetensors_count(file), COUNT);
+    assert_true(fanin_safetensors_find(file, "t19999") >= 0);
+    fanin_safetensors_close(&file);
+    json_set_alloc_funcs(malloc_before, free_before);
+    free(json);
+    assert_int_equal(tree_bytes, 0);
+    assert_in_range(tree_most, 1, 16 * 1024);
 }
 
 static void what_is_written_is_read(void **state)
@@ -326,6 +449,9 @@ int main(void)
         cmocka_unit_test(an_empty_file_has_only_metadata),
         cmocka_unit_test(good_headers_are_read),
         cmocka_unit_test(bad_headers_are_refused),
+        cmocka_unit_test(nul_bytes_are_refused),
+        cmocka_unit_test(errors_tell_where),
+        cmocka_unit_test(trees_are_of_one_member_each),
         cmocka_unit_test(what_is_written_is_read),
         cmocka_unit_test(a_short_entry_gets_what_fits),
         cmocka_unit_test(files_are_opened),

@@ -375,7 +375,7 @@ static void idle_sessions_are_closed(void **state)
 {
     (void)state;
     fanin_server_config c = server_config();
-    c.idle_ms = 200;
+    c.idle_ms = 1000;
     fanin_server *s = server_start(&c);
     peer idle = peer_open(s), waiting = peer_open(s);
     peer_request_wait(&waiting, RUN, WIRE_RULE_NEWEST, 0, 10000);

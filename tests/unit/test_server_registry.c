@@ -312,15 +312,20 @@ static void many_shards_are_put_and_committed_fast(void **state)
     assert_ok(fanin_server_put(s, RUN, t, MANY, false, &error), error);
     uint64_t put = clock_ns();
     server_commit(s, 1);
-    uint64_t first = clock_ns();
-    server_begin(s);
-    server_commit(s, 2);
-    uint64_t second = clock_ns();
-    print_message("# put %.1f ms, first commit %.1f ms, second %.3f ms\n",
+    uint64_t first = clock_ns(), later = UINT64_MAX;
+    /* The shortest of several: in any one of them another process may have had its turn. */
+    for (uint64_t step = 2; step < 12; step++) {
+        uint64_t before = clock_ns();
+        server_begin(s);
+        server_commit(s, step);
+        uint64_t took = clock_ns() - before;
+        later = took < later ? took : later;
+    }
+    print_message("# put %.1f ms, first commit %.1f ms, later ones %.3f ms\n",
                   (double)(put - start) / 1e6, (double)(first - put) / 1e6,
-                  (double)(second - first) / 1e6);
+                  (double)later / 1e6);
     /* Without a change of the catalog a commit does nothing that grows with it. */
-    assert_true(second - first < (first - start) / 4);
+    assert_true(later < (first - start) / 4);
     peer p = peer_open(s);
     grant g = peer_wait(&p, WIRE_RULE_NEWEST, 0);
     buffer blob = peer_blob(&p, MSG_REGIONS, &g, WIRE_PATH_STREAM);
