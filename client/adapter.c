@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "adapter_internal.h"
+#include "convert.h"
 #include "error_set.h"
 #include "peft_config.h"
 
@@ -71,7 +72,7 @@ fanin_status adapter_open(const char *directory, deadline at, bool (*cancelled)(
     adapter *a = calloc(1, sizeof(*a));
     if (!a)
         return error_set_memory(error);
-    a->place.parent = a->lock = a->directory = a->file = -1;
+    a->place.parent = a->lock = a->directory = a->memory.file = -1;
     a->at = at;
     a->cancelled = cancelled;
     a->cookie = cookie;
@@ -134,6 +135,35 @@ static void forget_layout(adapter *a)
     a->config = NULL;
 }
 
+void adapter_convert(adapter *a, fanin_dtype dtype)
+{
+    a->dtype = dtype;
+}
+
+void adapter_offer_spare(adapter *a, spare_file **spare)
+{
+    a->spare = spare;
+}
+
+/* The tensors as they are written; entries are the caller's to free. */
+static bool convert_keys(const key_table *keys, fanin_dtype dtype, key_table *out)
+{
+    *out = *keys;
+    out->entries = malloc(((size_t)keys->count + 1) * sizeof(*out->entries));
+    if (!out->entries)
+        return false;
+    for (uint32_t i = 0; i < keys->count; i++) {
+        key_entry *e = &out->entries[i];
+        *e = keys->entries[i];
+        int conversion = dtype != 0 ? convert_between(e->dtype, dtype) : -1;
+        if (e->dtype != FANIN_DTYPE_F32 || conversion <= CONVERT_NONE)
+            continue;
+        e->dtype = dtype;
+        e->bytes = convert_bytes((uint32_t)conversion, e->bytes);
+    }
+    return true;
+}
+
 fanin_status adapter_prepare(adapter *a, const key_table *keys, const char *publication,
                              const uint64_t **to_of_key_out, uint64_t *file_size_out,
                              fanin_error *error)
@@ -147,8 +177,12 @@ fanin_status adapter_prepare(adapter *a, const key_table *keys, const char *publ
     if (!status)
         status = peft_config_make(keys, &names, publication, &a->config,
                                   &a->config_size, error);
+    key_table written = {.entries = NULL};
+    if (!status && !convert_keys(keys, a->dtype, &written))
+        status = error_set_memory(error);
     if (!status)
-        status = lay_out(keys, &names, a->to_of_key, &a->layout, error);
+        status = lay_out(&written, &names, a->to_of_key, &a->layout, error);
+    free(written.entries);
     peft_names_free(&names);
     if (status) {
         forget_layout(a);

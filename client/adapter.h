@@ -15,6 +15,7 @@
 #include "catalog.h"
 #include "clock.h"
 #include "log.h"
+#include "spare_file.h"
 
 typedef struct adapter adapter;
 
@@ -24,6 +25,7 @@ typedef struct adapter_identity {
     const char *publication;
     uint64_t step;
     digest key_table;
+    fanin_dtype dtype; /**< what F32 tensors were converted to; 0: nothing */
 } adapter_identity;
 
 /**
@@ -35,6 +37,11 @@ typedef struct adapter_identity {
 fanin_status adapter_open(const char *directory, deadline at, bool (*cancelled)(void *),
                           void *cookie, const logger *log, adapter **out,
                           fanin_error *error);
+
+/** F32 tensors are written as @p dtype, 0: as F32. Before adapter_prepare(). */
+void adapter_convert(adapter *a, fanin_dtype dtype);
+/** The client's spare file, which adapter_map() takes if it fits. Before adapter_map(). */
+void adapter_offer_spare(adapter *a, spare_file **spare);
 
 /**
  * Names, order, header and offsets of the safetensors file and the text of
@@ -55,12 +62,14 @@ fanin_status adapter_prepare(adapter *a, const key_table *keys, const char *publ
 fanin_status adapter_reusable(adapter *a, const adapter_identity *identity,
                               bool *reuse_out, fanin_error *error);
 
-/** Creates, allocates (posix_fallocate: a full disk is FANIN_ERR_IO here, not SIGBUS later) and
+/** A spare file that fits; else creates, allocates (posix_fallocate: a full disk is FANIN_ERR_IO here, not SIGBUS later) and
     maps the file, header in place. Kept between attempts of one pull. */
 fanin_status adapter_map(adapter *a, uint8_t **base_out, fanin_error *error);
+/** Whether CUDA's copy engine may write what is mapped. */
+bool adapter_is_pinned(const adapter *a);
 
 /** The pull tells what has landed: bytes [offset, offset+length) of the file are final unless
-    the attempt is given up. Digests of whole 4 MiB pieces are made on the way, in a thread
+    the attempt is given up. Digests of whole 4 MiB pieces are made on the way, in threads
     of the adapter's. Thread: the pulling one. */
 void adapter_landed(adapter *a, uint64_t offset, uint64_t length);
 /** A new attempt: everything will land again. */
@@ -70,6 +79,10 @@ void adapter_restart(adapter *a);
     renames, fsyncs the parent. FANIN_ERR_IO, EXISTS, INTERNAL (bytes that never landed). */
 fanin_status adapter_publish(adapter *a, const adapter_identity *identity,
                              fanin_error *error);
+/** Starts making the next spare file beside the directory, pinned if @p g is not NULL, unless
+    *spare fits already; hands it the published file's mapping to let go of. Last before
+    adapter_close(). */
+void adapter_make_spare(adapter *a, spare_file **spare, gpu *g);
 void adapter_close(adapter **a);
 
 #endif

@@ -2,11 +2,11 @@
 /* The temporary directory and the file in it, allocated and mapped before it is filled. */
 #include "adapter_internal.h"
 #include "error_set.h"
-#include "worker_thread.h"
 
 #include <errno.h>
 #include <fcntl.h>
 #include <inttypes.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
@@ -14,10 +14,6 @@
 #include <sys/statvfs.h>
 #include <unistd.h>
 
-#ifndef MADV_POPULATE_WRITE /* Linux 5.14 */
-#define MADV_POPULATE_WRITE 23
-#endif
-#define POPULATE_STEP ((uint64_t)4 << 20)
 /* Between two steps of the allocation the deadline and cancel are looked at. */
 #define ALLOCATE_STEP ((uint64_t)256 << 20)
 
@@ -38,8 +34,8 @@ static fanin_status full_disk(const adapter *a, int reason, fanin_error *error)
 static bool surely_full(const adapter *a)
 {
     struct statvfs info;
-    return fstatvfs(a->file, &info) == 0 && info.f_blocks > 0 && info.f_frsize > 0 &&
-           info.f_bfree < a->layout.file_size / info.f_frsize;
+    return fstatvfs(a->memory.file, &info) == 0 && info.f_blocks > 0 &&
+           info.f_frsize > 0 && info.f_bfree < a->layout.file_size / info.f_frsize;
 }
 
 static fanin_status allocate(const adapter *a, fanin_error *error)
@@ -52,7 +48,7 @@ static fanin_status allocate(const adapter *a, fanin_error *error)
         fanin_status status = adapter_may_go_on(a, "allocating", error);
         if (status)
             return status;
-        int reason = posix_fallocate(a->file, (off_t)at, (off_t)step);
+        int reason = posix_fallocate(a->memory.file, (off_t)at, (off_t)step);
         if (reason == EINTR)
             continue;
         if (reason == ENOSPC || reason == EDQUOT || reason == EFBIG)
@@ -68,7 +64,8 @@ static fanin_status allocate(const adapter *a, fanin_error *error)
 static fanin_status map(adapter *a, fanin_error *error)
 {
     size_t size = (size_t)a->layout.file_size;
-    void *base = mmap(NULL, size, PROT_READ | PROT_WRITE, MAP_SHARED, a->file, 0);
+    void *base =
+        mmap(NULL, size, PROT_READ | PROT_WRITE, MAP_SHARED, a->memory.file, 0);
     a->anonymous = false;
     if (base == MAP_FAILED && errno != ENOMEM) {
         log_write(
@@ -81,38 +78,40 @@ static fanin_status map(adapter *a, fanin_error *error)
     }
     if (base == MAP_FAILED)
         return error_set_memory(error);
-    a->base = base;
-    a->mapped = size;
+    a->memory.base = base;
+    a->memory.size = size;
     return FANIN_OK;
 }
 
-/* Page faults in the thread that lands the data would cost as much as the data. */
-static void *populate(void *argument)
+/* The file that was made beforehand gets its name. False: there is none, or it cannot. */
+static bool take_spare(adapter *a)
 {
-    adapter *a = argument;
-    for (uint64_t at = 0; at < a->mapped && !atomic_load(&a->stop_populating);
-         at += POPULATE_STEP) {
-        uint64_t left = a->mapped - at;
-        size_t step = (size_t)(left < POPULATE_STEP ? left : POPULATE_STEP);
-        if (madvise(a->base + at, step, MADV_POPULATE_WRITE) != 0 && errno != EAGAIN)
-            break; /* an old kernel: pages appear when they are touched */
+    if (!a->spare ||
+        !spare_file_fits(*a->spare, a->place.parent, a->layout.file_size) ||
+        !spare_file_take(a->spare, &a->memory))
+        return false;
+    char self[40];
+    snprintf(self, sizeof(self), "/proc/self/fd/%d", a->memory.file);
+    if (linkat(AT_FDCWD, self, a->directory, MODEL_FILE, AT_SYMLINK_FOLLOW) == 0) {
+        a->anonymous = false;
+        return true;
     }
-    return NULL;
+    log_write(&a->log, FANIN_LOG_INFO, "spare-file",
+              "the spare file cannot be used for '%s' (%s)", a->place.directory,
+              strerrorname_np(errno));
+    file_memory_release(&a->memory);
+    return false;
 }
 
-static void start_populating(adapter *a)
+static fanin_status make_fresh(adapter *a, fanin_error *error)
 {
-    atomic_store(&a->stop_populating, false);
-    a->has_populator = worker_thread_start(&a->populator, populate, a);
-}
-
-void adapter_stop_populating(adapter *a)
-{
-    if (!a->has_populator)
-        return;
-    atomic_store(&a->stop_populating, true);
-    pthread_join(a->populator, NULL);
-    a->has_populator = false;
+    a->memory.file =
+        openat(a->directory, MODEL_FILE, O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
+    if (a->memory.file < 0)
+        return adapter_io_error(&a->place, errno, "cannot make", MODEL_FILE, NULL,
+                                error);
+    fanin_status status = allocate(a, error);
+    return status ? status : map(a, error);
 }
 
 static fanin_status make_file(adapter *a, fanin_error *error)
@@ -126,16 +125,11 @@ static fanin_status make_file(adapter *a, fanin_error *error)
     }
     a->directory = openat(a->place.parent, a->temporary,
                           O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
-    if (a->directory >= 0)
-        a->file = openat(a->directory, MODEL_FILE,
-                         O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
-    if (a->file < 0)
+    if (a->directory < 0)
         return adapter_io_error(&a->place, errno, "cannot make", MODEL_FILE, NULL,
                                 error);
-    fanin_status status = allocate(a, error);
-    if (!status)
-        status = map(a, error);
-    if (!status && !(a->digests = piece_digests_start(a->base, a->mapped)))
+    fanin_status status = take_spare(a) ? FANIN_OK : make_fresh(a, error);
+    if (!status && !(a->digests = piece_digests_start(a->memory.base, a->memory.size)))
         status = error_set_memory(error);
     return status;
 }
@@ -144,7 +138,7 @@ static fanin_status make_file(adapter *a, fanin_error *error)
 static void land_header(adapter *a)
 {
     if (a->layout.header) {
-        memcpy(a->base, a->layout.header, a->layout.header_size);
+        memcpy(a->memory.base, a->layout.header, a->layout.header_size);
         free(a->layout.header);
         a->layout.header = NULL;
     }
@@ -155,25 +149,43 @@ fanin_status adapter_map(adapter *a, uint8_t **base_out, fanin_error *error)
 {
     if (a->layout.file_size == 0)
         return error_set(error, FANIN_ERR_INTERNAL, NULL, "nothing was prepared");
-    if (a->base && a->mapped == a->layout.file_size) {
+    if (a->memory.base && a->memory.size == a->layout.file_size) {
         /* Prepared again in between: perhaps other names of the same sizes. */
         if (a->layout.header) {
             piece_digests_restart(a->digests);
             land_header(a);
         }
-        *base_out = a->base;
+        *base_out = a->memory.base;
         return FANIN_OK;
     }
     adapter_discard(a);
     fanin_status status = make_file(a, error);
-    if (status || !a->base) {
+    if (status || !a->memory.base) {
         adapter_discard(a);
         return status;
     }
     land_header(a);
-    start_populating(a);
-    *base_out = a->base;
+    /* Page faults in the thread that lands the data would cost as much as the data. */
+    if (!a->memory.populated)
+        a->populator = populator_start(a->memory.base, a->memory.size);
+    *base_out = a->memory.base;
     return FANIN_OK;
+}
+
+bool adapter_is_pinned(const adapter *a)
+{
+    return a->memory.pinned_by != NULL;
+}
+
+void adapter_make_spare(adapter *a, spare_file **spare, gpu *g)
+{
+    uint64_t size = a->layout.file_size;
+    if (size == 0 || a->anonymous || spare_file_fits(*spare, a->place.parent, size))
+        return;
+    populator_stop(&a->populator);
+    piece_digests_stop(&a->digests);
+    spare_file_drop(spare);
+    *spare = spare_file_start(a->place.parent, size, g, &a->memory, &a->log);
 }
 
 void adapter_landed(adapter *a, uint64_t offset, uint64_t length)
@@ -191,17 +203,12 @@ void adapter_restart(adapter *a)
 
 void adapter_discard(adapter *a)
 {
-    adapter_stop_populating(a);
+    populator_stop(&a->populator);
     piece_digests_stop(&a->digests);
-    if (a->base)
-        munmap(a->base, (size_t)a->mapped);
-    a->base = NULL;
-    a->mapped = 0;
-    if (a->file >= 0)
-        close(a->file);
+    file_memory_release(&a->memory);
     if (a->directory >= 0)
         close(a->directory);
-    a->file = a->directory = -1;
+    a->directory = -1;
     if (a->temporary[0] != '\0' &&
         !adapter_remove_directory(a->place.parent, a->temporary))
         log_write(&a->log, FANIN_LOG_WARNING, "adapter-leftover",

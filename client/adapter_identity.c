@@ -47,6 +47,13 @@ char *adapter_identity_text(const adapter_identity *identity, uint64_t file_size
         identity->publication, "step", step_json(identity->step), "key_table", table,
         "files", CONFIG_FILE, "bytes", (json_int_t)config_size, MODEL_FILE, "bytes",
         (json_int_t)file_size, "xxh3_128_of_4mib_pieces", content);
+    /* Without a conversion the key table says it all. */
+    if (root && identity->dtype != 0 &&
+        json_object_set_new(root, "dtype",
+                            json_string(fanin_dtype_name(identity->dtype))) != 0) {
+        json_decref(root);
+        return NULL;
+    }
     char *text = root ? json_dumps(root, JSON_INDENT(2) | JSON_SORT_KEYS) : NULL;
     json_decref(root);
     return text;
@@ -104,6 +111,10 @@ static const char *difference(const json_t *root, const adapter_identity *identi
         return "another step";
     if (!hex_equal(root, "key_table", identity->key_table.bytes))
         return "other tensors or metadata of the same step";
+    const char *dtype = json_string_value(json_object_get(root, "dtype"));
+    const char *wanted = identity->dtype ? fanin_dtype_name(identity->dtype) : "";
+    if (strcmp(dtype ? dtype : "", wanted) != 0)
+        return "the same step with another dtype";
     return NULL;
 }
 

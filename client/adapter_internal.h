@@ -5,10 +5,10 @@
 
 #include "adapter.h"
 #include "piece_digests.h"
+#include "populate.h"
 #include "safetensors.h"
 
 #include <limits.h>
-#include <pthread.h>
 #include <stdatomic.h>
 
 #define MODEL_FILE "adapter_model.safetensors"
@@ -31,6 +31,7 @@ struct adapter {
     logger log;
 
     /* what is to be written */
+    fanin_dtype dtype; /**< what F32 tensors arrive as; 0: F32 */
     uint64_t *to_of_key;
     safetensors_layout layout; /**< header NULL: it is in the file already */
     char *config;
@@ -38,15 +39,14 @@ struct adapter {
 
     /* the temporary directory and the file in it */
     char temporary[NAME_MAX + 1]; /**< "": none */
-    int directory, file;
-    uint8_t *base;
-    uint64_t mapped; /**< bytes at base */
+    int directory;
+    file_memory memory; /**< the file and its mapping */
     uint64_t header_size;
-    bool anonymous; /**< base is not the file's memory: written when published */
+    bool anonymous; /**< the mapping is not the file's: written when published */
     piece_digests *digests;
-    pthread_t populator;
-    bool has_populator;
-    atomic_bool stop_populating;
+    populator *populator;
+    spare_file *
+        *spare; /**< where a file may be that was made beforehand; may be NULL */
 };
 
 /** A place's errors: FANIN_ERR_IO with errno, "<what> '<directory>/<file>'". */
@@ -72,9 +72,6 @@ fanin_status adapter_may_go_on(const adapter *a, const char *doing, fanin_error 
 
 /** Ends the helper threads, unmaps, removes the temporary directory if there is one. */
 void adapter_discard(adapter *a);
-/** Ends the thread that touches pages ahead, if it runs. */
-void adapter_stop_populating(adapter *a);
-
 /** Text of fanin.json, to be freed; NULL: out of memory. */
 char *adapter_identity_text(const adapter_identity *identity, uint64_t file_size,
                             const digest *file, size_t config_size);

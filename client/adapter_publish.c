@@ -56,9 +56,10 @@ static fanin_status write_file(const adapter *a, const char *name, const char *t
 
 static fanin_status write_model(adapter *a, fanin_error *error)
 {
-    int reason = a->anonymous ? write_whole(a->file, a->base, a->mapped) : 0;
+    int reason =
+        a->anonymous ? write_whole(a->memory.file, a->memory.base, a->memory.size) : 0;
     if (reason == 0)
-        reason = sync_descriptor(a->file);
+        reason = sync_descriptor(a->memory.file);
     return reason == 0
                ? FANIN_OK
                : adapter_io_error(&a->place, reason, "cannot write", MODEL_FILE,
@@ -115,16 +116,16 @@ static fanin_status appear(adapter *a, fanin_error *error)
 fanin_status adapter_publish(adapter *a, const adapter_identity *identity,
                              fanin_error *error)
 {
-    if (!a->base || a->temporary[0] == '\0')
+    if (!a->memory.base || a->temporary[0] == '\0')
         return error_set(error, FANIN_ERR_INTERNAL, NULL,
                          "there is no file to publish");
-    adapter_stop_populating(a);
+    populator_stop(&a->populator);
     digest file;
     if (!piece_digests_finish(a->digests, &file))
         return error_set(error, FANIN_ERR_INTERNAL, NULL,
                          "some bytes of '%.300s' were not landed exactly once",
                          a->place.directory);
-    char *text = adapter_identity_text(identity, a->mapped, &file, a->config_size);
+    char *text = adapter_identity_text(identity, a->memory.size, &file, a->config_size);
     if (!text)
         return error_set_memory(error);
     fanin_status status = write_model(a, error);

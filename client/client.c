@@ -1,11 +1,14 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "client_state.h"
 
+#include "device_kit.h"
 #include "digest.h"
 #include "error_set.h"
+#include "ipc_map.h"
 #include "one_sided.h"
 #include "path.h"
 #include "client_rules.h"
+#include "spare_file.h"
 #include "stream_link.h"
 #include "tables.h"
 #include <errno.h>
@@ -101,15 +104,30 @@ static fanin_status check_config(const fanin_client_config *config, fanin_error 
 static void load_ucx(fanin_client *client)
 {
     fanin_error why = FANIN_ERROR_INIT;
-    if (client->config.no_ucx || client->config.path == FANIN_PATH_STREAM) {
+    fanin_path forced = client->config.path;
+    if (client->config.no_ucx || forced == FANIN_PATH_STREAM ||
+        forced == FANIN_PATH_CUDA_IPC) {
         snprintf(client->ucx_missing, sizeof(client->ucx_missing),
                  client->config.no_ucx ? "UCX is switched off"
-                                       : "the stream path was asked for");
+                                       : "a path that needs no UCX was asked for");
         return;
     }
     if (ucx_load(&client->log, &client->ucx, &why) != FANIN_OK)
         snprintf(client->ucx_missing, sizeof(client->ucx_missing), "%.255s",
                  why.message);
+}
+
+gpu *client_gpu(fanin_client *client)
+{
+    fanin_error why = FANIN_ERROR_INIT;
+    if (client->gpu || client->gpu_missing[0])
+        return client->gpu;
+    if (gpu_load(&client->log, &client->gpu, &why) != FANIN_OK) {
+        client->gpu = NULL;
+        snprintf(client->gpu_missing, sizeof(client->gpu_missing), "%.255s",
+                 why.message[0] ? why.message : "there is no CUDA");
+    }
+    return client->gpu;
 }
 
 static fanin_status init_client(fanin_client *client, const fanin_client_config *config,
@@ -182,7 +200,9 @@ bool client_close_one_sided(fanin_client *client)
             peer_drop_paths(client, i);
     }
     ucx_local_destroy(&client->staging_local);
+    device_pool_unregister(client->device_pool);
     bool drained = ucx_client_destroy(&client->one_sided);
+    drained = device_pool_close(client->device_pool, drained);
     if (client->staging && drained)
         munmap(client->staging, STAGING_BYTES);
     client->staging = NULL;
@@ -193,7 +213,10 @@ void fanin_client_disconnect(fanin_client *client)
 {
     if (client_check(client, NULL) != FANIN_OK)
         return;
+    spare_file_drop(&client->spare);
     tables_free_all(client);
+    ipc_map_destroy(&client->ipc);
+    device_kit_destroy(&client->kit);
     for (size_t i = 0; i < client->n_peers; i++) {
         peer_drop_paths(client, i);
         connection_destroy(&client->peers[i].control);
@@ -214,6 +237,7 @@ void fanin_client_destroy(fanin_client **client)
     if (c->pid != getpid())
         return;
     fanin_client_disconnect(c);
+    device_pool_free(&c->device_pool);
     ucx_unload(&c->ucx);
     if (c->cancel.fd >= 0)
         close(c->cancel.fd);
@@ -318,13 +342,14 @@ bool peer_ready(const peer *p)
 bool peer_drop_paths(fanin_client *client, size_t index)
 {
     peer *p = &client->peers[index];
-    tables_forget_rkeys(client, index);
+    tables_forget_paths(client, index);
     stream_link_destroy(&p->stream);
     bool drained = true;
     if (p->endpoint)
         drained = ucx_endpoint_close(&p->endpoint, deadline_in_ms(DRAIN_MS));
     p->endpoint = NULL;
     p->path = FANIN_PATH_AUTO;
+    p->spoiled = false;
     return drained;
 }
 

@@ -5,6 +5,7 @@
 
 #include "catalog.h"
 #include "connection.h"
+#include "device_pool.h"
 #include "log.h"
 #include "plan.h"
 #include "ucx.h"
@@ -14,6 +15,11 @@
 
 typedef struct stream_link stream_link; /* stream_link.h */
 typedef struct publication publication; /* tables.h */
+typedef struct ipc_map ipc_map;         /* ipc_map.h */
+typedef struct device_kit device_kit;   /* device_kit.h */
+typedef struct spare_file spare_file;   /* spare_file.h */
+
+#define PATH_REASON 256 /**< bytes of a sentence that says why a path was taken */
 
 /** One trainer rank as the client sees it: its connection and what was built upon it. */
 typedef struct peer {
@@ -21,8 +27,10 @@ typedef struct peer {
     stream_link *stream;    /**< data connections, NULL: none yet */
     ucx_endpoint *endpoint; /**< NULL: none */
     uint64_t generation;    /**< of the connection that the two belong to */
-    fanin_path path;        /**< FANIN_PATH_AUTO: not decided for this generation */
-    char reason[160];       /**< why this path */
+    fanin_path path;        /**< of the pull under way; FANIN_PATH_AUTO: not decided */
+    char reason[PATH_REASON]; /**< why this path */
+    /** a path failed while it was used: stream for the rest of this generation */
+    bool spoiled;
 } peer;
 
 struct fanin_client {
@@ -42,6 +50,13 @@ struct fanin_client {
     fanin_path one_sided_path; /**< the path that one_sided was made for */
     uint8_t *staging;          /**< where staged gets land; kept between pulls */
     ucx_local *staging_local;  /**< its registration with one_sided */
+    device_pool
+        *device_pool;      /**< memory for landing on devices, NULL: not needed yet */
+    gpu *gpu;              /**< CUDA, loaded by the first pull that needs it */
+    char gpu_missing[256]; /**< why there is none; "": not tried yet */
+    ipc_map *ipc;          /**< other processes' device memory; NULL: none yet */
+    device_kit *kit;       /**< own streams and staging on devices; NULL: none yet */
+    spare_file *spare;     /**< being made between calls, or ready; NULL: none */
     publication *publications;
     bool connected; /**< addresses are known */
 };
@@ -76,6 +91,9 @@ fanin_status client_pause(fanin_client *client, deadline at, deadline until,
 fanin_status client_ensure_connected(fanin_client *client, deadline at,
                                      fanin_error *error);
 
+/** CUDA, loaded if need be; NULL: there is none, client->gpu_missing says why. */
+gpu *client_gpu(fanin_client *client);
+
 /** Closes all endpoints and destroys one_sided. False: reads could not be recalled even so; what
     they land in must never be freed. */
 bool client_close_one_sided(fanin_client *client);
@@ -83,7 +101,8 @@ bool client_close_one_sided(fanin_client *client);
 bool peer_ready(const peer *p);
 /** Drops data connections and endpoint if the connection under them is another one now. */
 void peer_refresh(fanin_client *client, size_t index);
-/** Drops them in any case; false: reads could not be drained (see ucx_endpoint_close). */
+/** Drops them in any case, and what was decided about paths; false: reads could not be drained
+    (see ucx_endpoint_close). */
 bool peer_drop_paths(fanin_client *client, size_t index);
 
 #endif

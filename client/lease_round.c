@@ -54,6 +54,7 @@ static void on_begun(void *cookie, connection *c, message_type type, body *b)
     t->status = FANIN_OK;
     t->lease->held = true;
     t->lease->lease_ms = m.lease_ms;
+    t->lease->first_region = m.first_region;
     memcpy(t->lease->token, m.token, sizeof(t->lease->token));
 }
 

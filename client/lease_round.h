@@ -10,6 +10,8 @@ typedef struct reader_lease {
     bool held;
     uint8_t token[16];
     uint32_t lease_ms;
+    uint32_t
+        first_region; /**< added to the box table's regions: where the bytes are now */
 } reader_lease;
 
 /**

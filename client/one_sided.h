@@ -7,7 +7,9 @@
 #ifndef ONE_SIDED_H
 #define ONE_SIDED_H
 
+#include "device_sink.h"
 #include "landed.h"
+#include "memory_range.h"
 #include "tables.h"
 
 #define SPAN_MAX ((uint64_t)512 << 10) /**< bytes of one get, and of one staging slot */
@@ -21,27 +23,25 @@ typedef struct one_sided_work {
     uint32_t rank;
     const shard_table *shards;
     const plan_spans *spans;
+    /** added to the spans' regions: which of shards' regions and rkeys hold the bytes */
+    uint32_t first_region;
     uint64_t next_span, done_spans, bytes; /**< bytes: fetched */
-    bool failed;
+    bool failed; /**< if device_sink_failed() too, no other attempt would mend it */
     fanin_error error;
 } one_sided_work;
-
-/** Memory that direct gets may land in. */
-typedef struct memory_range {
-    uint8_t *base;
-    size_t length;
-} memory_range;
 
 typedef struct one_sided one_sided;
 
 /**
  * @p works is the caller's array of @p n and must outlive the reader. @p ranges (sorted, may
- * be none) are registered if that works; else everything goes through staging.
+ * be none) are registered if that works; else everything goes through staging. @p devices takes
+ * what lands in CUDA memory, outlives the reader, NULL: nothing does.
  */
 fanin_status one_sided_create(fanin_client *client, one_sided_work *works, size_t n,
                               uint8_t *base, const memory_range *ranges,
                               size_t n_ranges, landed_fn landed, void *landed_cookie,
-                              one_sided **out, fanin_error *error);
+                              device_sink *devices, one_sided **out,
+                              fanin_error *error);
 /** Posts gets and takes completions; true: something happened. Never blocks. */
 bool one_sided_step(one_sided *o);
 /** The loop's source that wakes the caller; armed when one_sided_step() returned false. */

@@ -5,13 +5,22 @@
 
 #include "tables.h"
 
+/** Where the bytes are to go, and what that led to. */
+typedef struct path_goal {
+    const memory_range *ranges;
+    size_t n_ranges;
+    int gather_device; /**< out: that collects what cuda_ipc brings to host memory; -1: none */
+    uint64_t map_ns; /**< out: spent on mapping other processes' memory */
+} path_goal;
+
 /**
- * Decides the path of every peer with want[i] that has none yet and sets it up (endpoint,
- * regions, remote keys); for those that have one, brings the remote keys to the current
- * tables. FANIN_ERR_UNSUPPORTED: the path that the configuration forces does not work (says
- * why). With FANIN_PATH_AUTO what fails falls back to stream and peer.reason says why.
+ * Decides the path of every peer with want[i] that has none yet for this publication and sets it
+ * up (endpoint, regions, remote keys, mappings); for those that have one, brings keys and
+ * mappings to the current tables and the goal's devices. Sets peer.path and peer.reason.
+ * FANIN_ERR_UNSUPPORTED: the path that the configuration forces does not work (says why). With
+ * FANIN_PATH_AUTO what fails falls back to stream and peer.reason says why.
  */
 fanin_status path_prepare(fanin_client *client, publication *p, const bool *want,
-                          deadline at, fanin_error *error);
+                          path_goal *goal, deadline at, fanin_error *error);
 
 #endif

@@ -1,10 +1,14 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "piece_digests.h"
 
+#include "populate.h"
 #include "worker_thread.h"
-#include <pthread.h>
 #include <stdlib.h>
 #include <string.h>
+
+/* One thread digests 4 GB/s of memory that it has not touched before; a copy engine brings 55. */
+#define MAX_THREADS 16
+#define BYTES_A_THREAD ((uint64_t)64 << 20) /* below, one is enough */
 
 struct piece_digests {
     const uint8_t *base;
@@ -22,8 +26,8 @@ struct piece_digests {
     bool stopping;
 
     digest *digests;
-    pthread_t thread;
-    bool has_thread;
+    pthread_t threads[MAX_THREADS];
+    unsigned n_threads;
 };
 
 static uint64_t piece_size(const piece_digests *p, size_t piece)
@@ -67,9 +71,15 @@ static void forget(piece_digests *p)
     p->head = p->tail = 0;
 }
 
-static void start_thread(piece_digests *p)
+static void start_threads(piece_digests *p)
 {
-    p->has_thread = worker_thread_start(&p->thread, make_all, p);
+    unsigned cpus = usable_cpus(), wanted = cpus > 2 ? cpus - 1 : 1;
+    uint64_t worth = 1 + p->size / BYTES_A_THREAD;
+    wanted = wanted < MAX_THREADS ? wanted : MAX_THREADS;
+    wanted = wanted < worth ? wanted : (unsigned)worth;
+    while (p->n_threads < wanted &&
+           worker_thread_start(&p->threads[p->n_threads], make_all, p))
+        p->n_threads++;
 }
 
 piece_digests *piece_digests_start(const uint8_t *base, uint64_t size)
@@ -91,7 +101,7 @@ piece_digests *piece_digests_start(const uint8_t *base, uint64_t size)
         return NULL;
     }
     forget(p);
-    start_thread(p);
+    start_threads(p);
     return p;
 }
 
@@ -143,7 +153,7 @@ bool piece_digests_finish(piece_digests *p, digest *out)
         whole = whole && p->missing[i] == 0;
     pthread_mutex_lock(&p->lock);
     while (whole && p->head < p->tail)
-        make_next(p); /* the rest is shared with the thread */
+        make_next(p); /* the rest is shared with the threads */
     while (p->busy > 0)
         pthread_cond_wait(&p->idle, &p->lock);
     pthread_mutex_unlock(&p->lock);
@@ -158,13 +168,12 @@ void piece_digests_stop(piece_digests **p)
         return;
     piece_digests *d = *p;
     *p = NULL;
-    if (d->has_thread) {
-        pthread_mutex_lock(&d->lock);
-        d->stopping = true;
-        pthread_cond_signal(&d->more);
-        pthread_mutex_unlock(&d->lock);
-        pthread_join(d->thread, NULL);
-    }
+    pthread_mutex_lock(&d->lock);
+    d->stopping = true;
+    pthread_cond_broadcast(&d->more);
+    pthread_mutex_unlock(&d->lock);
+    for (unsigned i = 0; i < d->n_threads; i++)
+        pthread_join(d->threads[i], NULL);
     pthread_cond_destroy(&d->idle);
     pthread_cond_destroy(&d->more);
     pthread_mutex_destroy(&d->lock);

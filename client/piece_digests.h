@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/** @file The digest of a file that fills in any order, made in a thread while it fills. */
+/** @file The digest of a file that fills in any order, made in threads while it fills. */
 #ifndef PIECE_DIGESTS_H
 #define PIECE_DIGESTS_H
 
@@ -27,7 +27,7 @@ void piece_digests_restart(piece_digests *p);
 /** The XXH3-128 of the pieces' XXH3-128s. False: some bytes did not land, or landed twice. */
 bool piece_digests_finish(piece_digests *p, digest *out);
 
-/** Ends the thread, frees. NULL and *p == NULL are fine. */
+/** Ends the threads, frees. NULL and *p == NULL are fine. */
 void piece_digests_stop(piece_digests **p);
 
 #endif

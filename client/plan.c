@@ -16,6 +16,7 @@ typedef struct collector {
 typedef struct builder {
     const plan_target *targets;
     const uint64_t *to_of_key;
+    uint32_t convert; /* what becomes of F32 */
     cover cover;
     fill_set fills;
     uint32_t *fill_of;   /* by target */
@@ -58,13 +59,21 @@ static fanin_status check_targets(const key_table *keys, const plan_target *targ
     return FANIN_OK;
 }
 
+static uint32_t convert_of(const builder *b, uint32_t key)
+{
+    return b->convert != CONVERT_NONE &&
+                   b->cover.keys->entries[key].dtype == FANIN_DTYPE_F32
+               ? b->convert
+               : CONVERT_NONE;
+}
+
 /* Whole tensors: a fill a key is the geometry's; here the uses are counted. */
 static bool fill_keys(builder *b)
 {
     cover *c = &b->cover;
     uint32_t id;
     for (uint32_t key = 0; key < c->keys->count; key++) {
-        if (!fill_whole(&b->fills, c, c->of_key[key], &id))
+        if (!fill_whole(&b->fills, c, c->of_key[key], convert_of(b, key), &id))
             return false;
         b->fills.fills[id].uses++;
     }
@@ -84,8 +93,8 @@ static bool fill_targets(builder *b, size_t n)
     for (size_t i = 0; i < n; i++) {
         const plan_target *t = &b->targets[i];
         uint64_t bytes = 0;
-        if (!fill_target(&b->fills, &b->cover, b->cover.of_key[t->key], t,
-                         &b->fill_of[i]))
+        if (!fill_target(&b->fills, &b->cover, b->cover.of_key[t->key],
+                         convert_of(b, t->key), t, &b->fill_of[i]))
             return false;
         b->fills.fills[b->fill_of[i]].uses++;
         dtype_bytes(keys->entries[t->key].dtype, t->block.n_dims, t->block.extent,
@@ -212,7 +221,8 @@ static bool emit_key(builder *b, uint32_t key)
 {
     const cover *c = &b->cover;
     if (!b->targets) {
-        const fill *f = &b->fills.fills[c->geometries[c->of_key[key]].whole];
+        const geometry *g = &c->geometries[c->of_key[key]];
+        const fill *f = &b->fills.fills[g->whole[convert_of(b, key) != CONVERT_NONE]];
         return emit(b, key, f, b->to_of_key[key]);
     }
     for (uint64_t i = b->key_first[key]; i < b->key_first[key + 1]; i++) {
@@ -276,10 +286,18 @@ static plan *plan_new(size_t n_sources)
 
 fanin_status plan_build(const key_table *keys, const plan_source *sources,
                         size_t n_sources, const plan_target *targets, size_t n_targets,
-                        const uint64_t *to_of_key, plan **out, fanin_error *error)
+                        const uint64_t *to_of_key, fanin_dtype dtype, plan **out,
+                        fanin_error *error)
 {
     builder b = {.targets = n_targets ? targets : NULL, .to_of_key = to_of_key};
+    int convert = dtype == 0 ? CONVERT_NONE : convert_between(FANIN_DTYPE_F32, dtype);
     *out = NULL;
+    if (convert < 0)
+        return error_set(error, FANIN_ERR_ARGUMENT, NULL,
+                         "F32 tensors are not converted to %s",
+                         fanin_dtype_name(dtype) ? fanin_dtype_name(dtype)
+                                                 : "a dtype of that number");
+    b.convert = (uint32_t)convert;
     if (n_targets == 0 && keys->count > 0 && !to_of_key)
         return error_set(error, FANIN_ERR_ARGUMENT, NULL, "nothing is wanted");
     fanin_status status = check_targets(keys, targets, n_targets, error);

@@ -20,15 +20,17 @@ typedef struct plan_target {
     uint32_t key;
     block block;
     uint64_t to;
-    int64_t stride[FANIN_MAX_DIMS]; /**< bytes, all 0: packed */
+    int64_t stride[FANIN_MAX_DIMS]; /**< bytes of the destination, all 0: packed */
 } plan_target;
 
 #define PIECE_MAX ((uint64_t)4 << 20) /**< bytes of one piece */
 
 /** Packed source bytes of one box that land together. */
 typedef struct piece {
-    uint32_t box;  /**< ordinal in the source's box table */
-    uint32_t view; /**< 0: contiguous at `to`; else plan->views[view - 1] says how */
+    uint32_t box; /**< ordinal in the source's box table */
+    /** 0: contiguous at `to`, as it is; else plan->views[view - 1] says how. What is converted
+        has a view, also if it is contiguous (n_dims 0) */
+    uint32_t view;
     uint64_t offset, length; /**< packed row-major bytes of the box; <= PIECE_MAX */
     uint64_t to;
 } piece;
@@ -45,7 +47,7 @@ typedef struct plan {
     /** from = in the piece's packed bytes (or span bytes), to = destination */
     strided *views;
     uint32_t n_views;
-    uint64_t bytes;    /**< wanted */
+    uint64_t bytes;    /**< wanted, as they are published: before any conversion */
     uint64_t tensors;  /**< distinct keys */
     bool has_replicas; /**< some source could be spared */
 } plan;
@@ -58,12 +60,18 @@ typedef struct plan {
  *
  * @p n_targets 0: every tensor whole, packed, at to = to_of_key[key].
  *
+ * @p dtype: F32 tensors land as FANIN_DTYPE_BF16 or FANIN_DTYPE_F16, all others as they are; 0:
+ * all do. Targets' addresses and strides, to_of_key, and `to` of pieces and views are then those
+ * of the destination's smaller elements; lengths and `from` stay the sources'.
+ *
  * FANIN_ERR_INCOMPLETE: hole or conflicting overlap; names key, range and ranks.
- * FANIN_ERR_MEMORY, FANIN_ERR_ARGUMENT (a target outside its tensor, targets' units).
+ * FANIN_ERR_MEMORY, FANIN_ERR_ARGUMENT (a target outside its tensor, targets' units, a dtype
+ * that F32 is not converted to).
  */
 fanin_status plan_build(const key_table *keys, const plan_source *sources,
                         size_t n_sources, const plan_target *targets, size_t n_targets,
-                        const uint64_t *to_of_key, plan **out, fanin_error *error);
+                        const uint64_t *to_of_key, fanin_dtype dtype, plan **out,
+                        fanin_error *error);
 void plan_free(plan **plan);
 
 /** Whether those sources with use[i] tile everything (the proof alone). */

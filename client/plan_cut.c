@@ -40,7 +40,9 @@ static uint32_t joined_from(const copy_block *b, const cut_rule *rule)
 
 static bool give(cutting *c, uint32_t dim, uint64_t from, uint64_t to)
 {
-    copy_block part = {.n_dims = c->part.n_dims - dim, .unit = c->part.unit};
+    copy_block part = {.n_dims = c->part.n_dims - dim,
+                       .unit = c->part.unit,
+                       .convert = c->part.convert};
     memcpy(part.extent, c->part.extent + dim, part.n_dims * sizeof part.extent[0]);
     memcpy(part.from, c->part.from + dim, part.n_dims * sizeof part.from[0]);
     memcpy(part.to, c->part.to + dim, part.n_dims * sizeof part.to[0]);
@@ -75,6 +77,7 @@ bool cut_block(const copy_block *b, const cut_rule *rule, cut_fn fn, void *cooki
 {
     cutting c = {.rule = rule, .fn = fn, .cookie = cookie};
     c.part.unit = b->unit;
+    c.part.convert = b->convert;
     for (uint32_t i = 0; i < b->n_dims; i++) {
         if (b->extent[i] == 1)
             continue;
@@ -90,16 +93,17 @@ bool cut_block(const copy_block *b, const cut_rule *rule, cut_fn fn, void *cooki
 static bool view_equal(const strided *a, const strided *b)
 {
     size_t n = a->n_dims * sizeof a->extent[0];
-    return a->n_dims == b->n_dims && a->run == b->run &&
+    return a->n_dims == b->n_dims && a->run == b->run && a->convert == b->convert &&
            memcmp(a->extent, b->extent, n) == 0 && memcmp(a->from, b->from, n) == 0 &&
            memcmp(a->to, b->to, n) == 0;
 }
 
 static uint64_t view_hash(const strided *s)
 {
-    uint64_t words[2 + 3 * FANIN_MAX_DIMS], n = 0;
+    uint64_t words[3 + 3 * FANIN_MAX_DIMS], n = 0;
     words[n++] = s->n_dims;
     words[n++] = s->run;
+    words[n++] = s->convert;
     for (uint32_t i = 0; i < s->n_dims; i++) {
         words[n++] = s->extent[i];
         words[n++] = (uint64_t)s->from[i];
@@ -130,10 +134,15 @@ bool view_of_block(view_set *set, const copy_block *part, uint32_t *view_out)
 {
     strided s;
     *view_out = 0;
-    if (part->n_dims == 0)
+    if (part->n_dims == 0 && part->convert == CONVERT_NONE)
         return true;
     strided_init(&s, part->n_dims, part->extent, part->from, part->to, part->unit);
-    return s.n_dims == 0 || view_intern(set, &s, view_out);
+    if (s.n_dims == 0 && part->convert == CONVERT_NONE)
+        return true;
+    s.convert = part->convert;
+    for (uint32_t i = 0; i < s.n_dims; i++)
+        s.to[i] = copy_landed(part->convert, s.to[i]);
+    return view_intern(set, &s, view_out);
 }
 
 void view_set_free(view_set *set)

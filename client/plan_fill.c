@@ -15,7 +15,9 @@ static const cut_rule piece_rule = {
 typedef struct filling {
     fill_set *set;
     uint32_t unique;
-    uint64_t from, to; /* of the cut block's first element: in the box, in the target */
+    uint64_t from,
+        to; /* of the cut block's first element: in the box, in the target (as
+                          measured by a copy_block) */
 } filling;
 
 static bool add_template(void *cookie, const copy_block *part, uint64_t from,
@@ -23,8 +25,8 @@ static bool add_template(void *cookie, const copy_block *part, uint64_t from,
 {
     filling *f = cookie;
     fill_set *set = f->set;
-    piece p = {
-        .box = f->unique, .offset = f->from + from, .length = length, .to = f->to + to};
+    piece p = {.box = f->unique, .offset = f->from + from, .length = length};
+    p.to = (uint64_t)copy_landed(part->convert, (int64_t)(f->to + to));
     if (!view_of_block(&set->views, part, &p.view) ||
         !array_reserve(&set->templates, &set->template_capacity, set->n_templates + 1,
                        sizeof *set->templates))
@@ -35,7 +37,7 @@ static bool add_template(void *cookie, const copy_block *part, uint64_t from,
 
 /* What the target wants of one box. */
 static bool fill_box(fill_set *set, const geometry *g, uint32_t unique,
-                     const block *want, const int64_t *stride)
+                     const block *want, const int64_t *stride, uint32_t convert)
 {
     block box, part;
     uint64_t box_at[FANIN_MAX_DIMS], box_extent[FANIN_MAX_DIMS],
@@ -44,7 +46,7 @@ static bool fill_box(fill_set *set, const geometry *g, uint32_t unique,
     geometry_block(g, unique, &box);
     if (!block_intersect(&box, want, &part))
         return true;
-    copy_block copy = {.unit = g->unit.bytes};
+    copy_block copy = {.unit = g->unit.bytes, .convert = convert};
     block_to_units(&box, g->unit, box_at, box_extent);
     block_to_units(want, g->unit, want_at, unused);
     copy.n_dims = block_to_units(&part, g->unit, part_at, copy.extent);
@@ -73,7 +75,7 @@ static uint32_t first_beyond(const geometry *g, uint64_t at)
 }
 
 static bool fill_boxes(fill_set *set, const geometry *g, const block *want,
-                       const int64_t *stride)
+                       const int64_t *stride, uint32_t convert)
 {
     block box;
     uint64_t start = g->n_dims ? want->offset[g->axis] : 0;
@@ -82,7 +84,7 @@ static bool fill_boxes(fill_set *set, const geometry *g, const block *want,
         geometry_block(g, u, &box);
         if (g->n_dims && box.offset[g->axis] >= end)
             break;
-        if (!fill_box(set, g, u, want, stride))
+        if (!fill_box(set, g, u, want, stride, convert))
             return false;
     }
     return true;
@@ -90,21 +92,24 @@ static bool fill_boxes(fill_set *set, const geometry *g, const block *want,
 
 /* @p stride: bytes between units, NULL: packed. */
 static bool fill_make(fill_set *set, const cover *c, uint32_t geometry_id,
-                      const block *want, const int64_t *stride, uint32_t *id_out)
+                      uint32_t convert, const block *want, const int64_t *stride,
+                      uint32_t *id_out)
 {
     const geometry *g = &c->geometries[geometry_id];
     uint64_t at[FANIN_MAX_DIMS], extent[FANIN_MAX_DIMS];
-    int64_t packed[FANIN_MAX_DIMS];
+    int64_t measure[FANIN_MAX_DIMS];
     fill f = {.geometry = geometry_id, .first = set->n_templates};
     if (!stride) {
         uint32_t n = block_to_units(want, g->unit, at, extent);
-        block_packed_strides(n, extent, g->unit.bytes, packed);
-        stride = packed;
+        block_packed_strides(n, extent, g->unit.bytes, measure);
+    } else {
+        for (uint32_t i = 0; i < want->n_dims; i++)
+            measure[i] = copy_measure(convert, stride[i]);
     }
     if (set->n >= PLAN_NONE - 1 ||
         !array_reserve(&set->fills, &set->capacity, set->n + 1, sizeof *set->fills))
         return false;
-    if (!block_is_empty(want) && !fill_boxes(set, g, want, stride))
+    if (!block_is_empty(want) && !fill_boxes(set, g, want, measure, convert))
         return false;
     f.count = set->n_templates - f.first;
     *id_out = (uint32_t)set->n;
@@ -112,26 +117,29 @@ static bool fill_make(fill_set *set, const cover *c, uint32_t geometry_id,
     return true;
 }
 
-bool fill_whole(fill_set *set, cover *c, uint32_t geometry_id, uint32_t *id_out)
+bool fill_whole(fill_set *set, cover *c, uint32_t geometry_id, uint32_t convert,
+                uint32_t *id_out)
 {
     geometry *g = &c->geometries[geometry_id];
-    if (g->whole == PLAN_NONE) {
+    uint32_t *whole = &g->whole[convert != CONVERT_NONE];
+    if (*whole == PLAN_NONE) {
         block all = {.n_dims = g->n_dims};
         memcpy(all.extent, g->shape, g->n_dims * sizeof *g->shape);
-        if (!fill_make(set, c, geometry_id, &all, NULL, &g->whole))
+        if (!fill_make(set, c, geometry_id, convert, &all, NULL, whole))
             return false;
     }
-    *id_out = g->whole;
+    *id_out = *whole;
     return true;
 }
 
-bool fill_target(fill_set *set, cover *c, uint32_t geometry_id,
+bool fill_target(fill_set *set, cover *c, uint32_t geometry_id, uint32_t convert,
                  const plan_target *target, uint32_t *id_out)
 {
     uint32_t n_dims = target->block.n_dims, id;
-    uint64_t words[1 + 3 * FANIN_MAX_DIMS], n = 0, probe = 0;
+    uint64_t words[2 + 3 * FANIN_MAX_DIMS], n = 0, probe = 0;
     bool packed = true;
     words[n++] = geometry_id;
+    words[n++] = convert;
     for (uint32_t i = 0; i < n_dims; i++) {
         words[n++] = target->block.offset[i];
         words[n++] = target->block.extent[i];
@@ -149,8 +157,8 @@ bool fill_target(fill_set *set, cover *c, uint32_t geometry_id,
     }
     if (!array_reserve(&set->words, &set->word_capacity, set->n_words + n,
                        sizeof *set->words) ||
-        !fill_make(set, c, geometry_id, &target->block, packed ? NULL : target->stride,
-                   id_out) ||
+        !fill_make(set, c, geometry_id, convert, &target->block,
+                   packed ? NULL : target->stride, id_out) ||
         !intern_add(&set->index, hash, *id_out))
         return false;
     memcpy(set->words + set->n_words, words, n * sizeof *words);

@@ -166,7 +166,7 @@ fanin_status geometry_make(cover *c, uint32_t key, uint64_t n_id, uint64_t hash,
     const key_entry *e = &c->keys->entries[key];
     geometry g = {.unit = dtype_get_unit(e->dtype),
                   .n_dims = e->n_dims,
-                  .whole = PLAN_NONE,
+                  .whole = {PLAN_NONE, PLAN_NONE},
                   .n_id = n_id};
     uint64_t n_owners = (c->n_words - 2 - e->n_dims) / geometry_step(e->n_dims);
     memcpy(g.shape, e->shape, e->n_dims * sizeof *e->shape);

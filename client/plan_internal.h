@@ -9,6 +9,7 @@
 #ifndef PLAN_INTERNAL_H
 #define PLAN_INTERNAL_H
 
+#include "convert.h"
 #include "dtype.h"
 #include "plan.h"
 
@@ -43,14 +44,30 @@ uint64_t words_hash(const uint64_t *words, uint64_t count);
 
 /* ------------------------------ cutting and views (plan_cut.c) ---- */
 
-/** A block copied between two strided layouts, in units (whole bytes). n_dims may be 0. */
+/**
+ * A block copied between two strided layouts, in units (whole bytes). n_dims may be 0. If it is
+ * converted, `to` is counted as if the landed elements were as large as those they come from, so
+ * that what is contiguous looks so on both sides; copy_landed() tells the true bytes.
+ */
 typedef struct copy_block {
     uint32_t n_dims;
     uint64_t extent[FANIN_MAX_DIMS]; /**< > 0 */
     int64_t from[FANIN_MAX_DIMS];    /**< bytes, >= 0, descending */
     int64_t to[FANIN_MAX_DIMS];      /**< bytes */
     uint32_t unit;                   /**< bytes */
+    uint32_t convert;                /**< CONVERT_... */
 } copy_block;
+
+/** Bytes in the destination that copy_block's measure @p to stands for. */
+static inline int64_t copy_landed(uint32_t convert, int64_t to)
+{
+    return convert == CONVERT_NONE ? to : to / 2; /* always a multiple of 2 */
+}
+/** The other way. */
+static inline int64_t copy_measure(uint32_t convert, int64_t bytes)
+{
+    return convert == CONVERT_NONE ? bytes : (int64_t)(2 * (uint64_t)bytes);
+}
 
 typedef struct cut_rule {
     uint64_t max_length; /**< of a covering range; at least one unit */
@@ -76,7 +93,7 @@ typedef struct view_set {
 
 /** 1 + the number of an equal view, added if new. False: out of memory. */
 bool view_intern(view_set *set, const strided *s, uint32_t *view_out);
-/** 0 if the part lands contiguously, else as view_intern(). */
+/** 0 if the part lands contiguously and as it is, else as view_intern(). */
 bool view_of_block(view_set *set, const copy_block *part, uint32_t *view_out);
 void view_set_free(view_set *set);
 
@@ -99,7 +116,8 @@ typedef struct geometry {
     uint32_t n_owners;  /**< boxes, replicas counted */
     uint32_t n_uniques; /**< different boxes, ascending along the axis */
     uint32_t axis;      /**< the most finely cut dimension */
-    uint32_t whole;     /**< fill of the whole tensor, PLAN_NONE: not made yet */
+    /** fills of the whole tensor, as it is and converted; PLAN_NONE: not made yet */
+    uint32_t whole[2];
     uint64_t shape[FANIN_MAX_DIMS];
     uint64_t keys;      /**< tensors that have it, counted under chunk rules */
     uint64_t n_id;      /**< of words: what tells it from others */
@@ -201,9 +219,10 @@ typedef struct fill_set {
 } fill_set;
 
 /** The fill of the whole tensor, packed. False: out of memory. */
-bool fill_whole(fill_set *set, cover *c, uint32_t geometry_id, uint32_t *id_out);
+bool fill_whole(fill_set *set, cover *c, uint32_t geometry_id, uint32_t convert,
+                uint32_t *id_out);
 /** The fill of a (valid) target. */
-bool fill_target(fill_set *set, cover *c, uint32_t geometry_id,
+bool fill_target(fill_set *set, cover *c, uint32_t geometry_id, uint32_t convert,
                  const plan_target *target, uint32_t *id_out);
 void fill_set_free(fill_set *set);
 

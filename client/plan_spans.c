@@ -107,17 +107,16 @@ static fanin_status open_box(spanner *s, uint32_t ordinal, fanin_error *error)
     return FANIN_OK;
 }
 
-/* Where the byte at @p packed of the view's source lands. */
-static uint64_t view_land(const plan *p, uint32_t view, uint64_t packed)
+/* Where the byte at @p packed of the view's source lands, as measured by a copy_block. */
+static uint64_t view_land(const strided *v, uint64_t packed)
 {
     uint64_t to = 0;
-    if (view == 0)
+    if (!v)
         return packed;
-    const strided *v = &p->views[view - 1];
     for (uint32_t i = 0; i < v->n_dims; i++) {
         uint64_t at = packed / (uint64_t)v->from[i];
         packed -= at * (uint64_t)v->from[i];
-        to += at * (uint64_t)v->to[i];
+        to += at * (uint64_t)copy_measure(v->convert, v->to[i]);
     }
     return to + packed;
 }
@@ -160,7 +159,9 @@ static bool add_part(void *cookie, const copy_block *part, uint64_t from, uint64
     spanner *s = cookie;
     uint32_t view;
     return view_of_block(&s->views, part, &view) &&
-           add_atom(s, s->atom_from + from, length, s->atom_to + to, view);
+           add_atom(s, s->atom_from + from, length,
+                    s->atom_to + (uint64_t)copy_landed(part->convert, (int64_t)to),
+                    view);
 }
 
 /* A piece is the block between its first and its last element: each piece was cut as one
@@ -169,9 +170,11 @@ static bool add_block(spanner *s, const piece *p)
 {
     const remote_box *r = &s->box;
     uint64_t first = p->offset, last = p->offset + p->length - r->unit;
+    const strided *view = p->view ? &s->plan->views[p->view - 1] : NULL;
     copy_block b = {.n_dims = r->n_dims, .unit = r->unit};
+    b.convert = view ? view->convert : CONVERT_NONE;
+    uint64_t turned = 0; /* how far the landing's start moves */
     s->atom_from = r->place.offset;
-    s->atom_to = p->to;
     for (uint32_t i = 0; i < r->n_dims; i++) {
         uint64_t step = (uint64_t)r->packed[i];
         uint64_t a = first / step, z = last / step;
@@ -179,12 +182,13 @@ static bool add_block(spanner *s, const piece *p)
         last -= z * step;
         b.extent[i] = z - a + 1;
         b.from[i] = r->stride[i];
-        b.to[i] = b.extent[i] > 1 ? (int64_t)view_land(s->plan, p->view, step) : 0;
+        b.to[i] = b.extent[i] > 1 ? (int64_t)view_land(view, step) : 0;
         s->atom_from += a * (uint64_t)r->stride[i];
         if (b.extent[i] == 1)
             b.from[i] = 0;
     }
-    walk_upwards(&b, &s->atom_from, &s->atom_to);
+    walk_upwards(&b, &s->atom_from, &turned);
+    s->atom_to = p->to + (uint64_t)copy_landed(b.convert, (int64_t)turned);
     return cut_block(&b, &s->cut, add_part, s);
 }
 

@@ -2,6 +2,7 @@
 #include "pull.h"
 
 #include "agree.h"
+#include "convert.h"
 #include "error_set.h"
 #include "path.h"
 #include "pull_plan.h"
@@ -14,6 +15,9 @@
 #define ADVISE_AFTER 3
 /* Lost paths that a forced path may cost before the pull gives up. */
 #define MAX_TRANSPORT_FAILURES 3
+/* Device memory of publications that are not pulled any more is unmapped after so long. Mapping it
+   again costs less than a millisecond. */
+#define KEEP_MAPPED_NS (UINT64_C(60) * 1000 * 1000 * 1000)
 
 typedef struct pull {
     fanin_client *client;
@@ -26,6 +30,9 @@ typedef struct pull {
     reader_lease *leases;
     fanin_result *result;
     adapter_identity identity;
+    const memory_range *ranges;
+    size_t n_ranges;
+    bool final;   /* the attempt ended by what no other one would mend */
     bool refused; /* the attempt ended before anything was read: not stale */
     bool missing; /* it ended for want of ranks that cannot be connected */
     uint64_t attempt_ns;
@@ -56,10 +63,28 @@ fanin_status pull_check(const fanin_client *client, const fanin_pull_options *in
     if (out->rule < FANIN_STEP_NEWEST || out->rule > FANIN_STEP_AT_LEAST)
         return error_set(error, FANIN_ERR_ARGUMENT, NULL, "unknown step rule %d",
                          (int)out->rule);
+    if (out->dtype != 0 && convert_between(FANIN_DTYPE_F32, out->dtype) < 0) {
+        place.remedy = "use BF16 or F16, or nothing: as published";
+        return error_set(error, FANIN_ERR_ARGUMENT, &place,
+                         "F32 tensors cannot be converted to dtype %d",
+                         (int)out->dtype);
+    }
+    if (out->dtype == FANIN_DTYPE_F32)
+        out->dtype = 0;
     if (out->timeout_ms == 0)
         return error_set(error, FANIN_ERR_ARGUMENT, NULL,
                          "timeout_ms must not be 0: every pull has a deadline");
     return FANIN_OK;
+}
+
+/* Without an F32 tensor the conversion changes nothing. */
+static fanin_dtype pull_dtype(const key_table *keys, fanin_dtype dtype)
+{
+    for (uint32_t i = 0; i < keys->count && dtype != 0; i++) {
+        if (keys->entries[i].dtype == FANIN_DTYPE_F32)
+            return dtype;
+    }
+    return 0;
 }
 
 /* ----------------------------------------------------------------- attempt */
@@ -83,6 +108,9 @@ static fanin_status get_ready(pull *p, fanin_error *error)
     if (status == FANIN_OK)
         status = agree(client, p->publication, p->options, p->at, p->announced, p->use,
                        error);
+    /* Its owner may want to free memory that is mapped here. */
+    if (status == FANIN_ERR_NOT_FOUND)
+        tables_forget(client, p->publication);
     info->wait_ns += lap(&clock);
     if (status == FANIN_OK)
         status =
@@ -109,10 +137,45 @@ static void identify(pull *p)
     }
     p->identity.publication = p->publication->name;
     p->identity.key_table = p->publication->keys->id;
+    p->identity.dtype = pull_dtype(p->publication->keys, p->options->dtype);
+}
+
+/* Destinations on devices need CUDA, whatever the paths. */
+static fanin_status look_at_ranges(pull *p, plan_cache *cache, fanin_error *error)
+{
+    fanin_client *client = p->client;
+    fanin_status status =
+        pull_plan_ranges(cache, p->destination, &p->ranges, &p->n_ranges, error);
+    bool devices = false;
+    for (size_t i = 0; i < p->n_ranges && status == FANIN_OK; i++)
+        devices = devices || p->ranges[i].device >= 0;
+    if (devices && !client_gpu(client)) {
+        error_place place = {.phase = "plan",
+                             .remedy = "use a build and a machine with CUDA, or pull "
+                                       "into host memory"};
+        return error_set(error, FANIN_ERR_UNSUPPORTED, &place,
+                         "the destination is CUDA memory, and %.200s",
+                         client->gpu_missing);
+    }
+    return status;
+}
+
+/* Request lists, spans and copy tables by the paths that were chosen. */
+static fanin_status detail_plan(pull *p, plan_cache *cache, const path_goal *goal,
+                                uint8_t *base, fanin_error *error)
+{
+    fanin_status status = FANIN_OK;
+    for (size_t i = 0; i < cache->n_sources && status == FANIN_OK; i++)
+        status = pull_plan_source(p->client, p->publication, cache, i, error);
+    uint64_t clock = clock_ns();
+    if (status == FANIN_OK)
+        status = pull_plan_tables(p->client, cache, goal, base, error);
+    p->result->info.table_ns += lap(&clock);
+    return status;
 }
 
 /* Paths and what they need, then leases: nothing slow happens under a lease but reads. */
-static fanin_status begin(pull *p, plan_cache *cache, fanin_error *error)
+static fanin_status begin(pull *p, plan_cache *cache, uint8_t *base, fanin_error *error)
 {
     fanin_client *client = p->client;
     fanin_result_info *info = &p->result->info;
@@ -121,10 +184,15 @@ static fanin_status begin(pull *p, plan_cache *cache, fanin_error *error)
         p->needed[i] = false;
     for (size_t i = 0; i < cache->n_sources; i++)
         p->needed[cache->peer_of[i]] = cache->plan->ranks[i].n_pieces > 0;
-    fanin_status status = path_prepare(client, p->publication, p->needed, p->at, error);
+    fanin_status status = look_at_ranges(p, cache, error);
+    info->plan_ns += lap(&clock);
+    path_goal goal = {.ranges = p->ranges, .n_ranges = p->n_ranges};
+    if (status == FANIN_OK)
+        status = path_prepare(client, p->publication, p->needed, &goal, p->at, error);
     info->connect_ns += lap(&clock);
-    for (size_t i = 0; i < cache->n_sources && status == FANIN_OK; i++)
-        status = pull_plan_source(client, p->publication, cache, i, error);
+    info->map_ns += goal.map_ns;
+    if (status == FANIN_OK)
+        status = detail_plan(p, cache, &goal, base, error);
     info->plan_ns += lap(&clock);
     if (status != FANIN_OK)
         return status;
@@ -145,11 +213,14 @@ static fanin_status read_and_end(pull *p, plan_cache *cache, uint8_t *base,
                     .leases = p->leases,
                     .destination = p->destination,
                     .base = base,
+                    .ranges = p->ranges,
+                    .n_ranges = p->n_ranges,
                     .options = p->options,
                     .result = p->result};
     memset(p->result->served, 0, p->result->n_peers * sizeof(*p->result->served));
     p->refused = false;
     fanin_status status = read_phase_run(&r, p->at, error);
+    p->final = r.final;
     info->read_ns += r.last_ns - r.first_ns;
     info->fixed_ns = r.last_ns - r.first_ns; /* turned into the rest at the end */
     if (status != FANIN_OK)
@@ -180,7 +251,7 @@ static fanin_status attempt(pull *p, fanin_error *error)
         return status;
     }
     plan_cache *cache = &p->publication->plans[d->plan_slot];
-    status = begin(p, cache, error);
+    status = begin(p, cache, base, error);
     if (status == FANIN_OK)
         status = read_and_end(p, cache, base, error);
     lease_round_abandon(p->client, p->leases);
@@ -266,7 +337,7 @@ static fanin_status pull_until_good(pull *p, fanin_error *error)
         fanin_status status = attempt(p, &local);
         if (status == FANIN_OK)
             return status;
-        bool again = may_restart(p, status) && !p->destination->leak;
+        bool again = may_restart(p, status) && !p->destination->leak && !p->final;
         if (status == FANIN_ERR_STALE) {
             p->result->info.stale += !p->refused;
             p->stale = local;
@@ -315,6 +386,10 @@ static fanin_status prepare(pull *p, fanin_error *error)
     if (!p->publication || !p->announced || !p->use || !p->needed || !p->leases ||
         !p->result)
         return error_set_memory(error);
+    uint64_t now = clock_ns();
+    p->publication->used_ns = now;
+    if (now > KEEP_MAPPED_NS)
+        tables_unmap_idle(p->client, now - KEEP_MAPPED_NS);
     return FANIN_OK;
 }
 

@@ -33,8 +33,13 @@ typedef struct destination {
     /** The bytes are good: make them visible. May be NULL. */
     fanin_status (*publish)(void *cookie, const adapter_identity *identity,
                             fanin_error *error);
-    /** Sorted ranges for registration; valid after agreed(). */
-    void (*ranges)(void *cookie, const memory_range **ranges, size_t *n);
+    /** Ranges of memory that ascend and are disjoint; valid after agreed(). FANIN_ERR_ARGUMENT,
+        FANIN_ERR_MEMORY. */
+    fanin_status (*ranges)(void *cookie, const memory_range **ranges, size_t *n,
+                           fanin_error *error);
+    bool lasting_ranges; /**< they follow from layout() alone */
+    fanin_dtype dtype;   /**< what F32 tensors arrive as; 0: as published */
+    bool pinned; /**< by agreed(): CUDA's copy engine may write the memory at base */
     /** set by the pull: reads could not be recalled, never free the memory */
     bool leak;
 } destination;

@@ -8,6 +8,7 @@
 
 typedef struct adapter_destination {
     adapter *adapter;
+    destination *destination;
     bool prepared;
     digest prepared_for;
     const char *publication;
@@ -18,7 +19,7 @@ typedef struct adapter_destination {
 static digest layout(void *cookie)
 {
     (void)cookie;
-    return (digest){{0}}; /* the file's layout follows from the key table alone */
+    return (digest){{0}}; /* the file's layout follows from key table and dtype */
 }
 
 static fanin_status prepare(void *cookie, const key_table *keys,
@@ -52,7 +53,8 @@ static fanin_status agreed(void *cookie, const key_table *keys,
     if (status != FANIN_OK || *skip_out)
         return status;
     status = adapter_map(a->adapter, base_out, error);
-    a->range = (memory_range){*base_out, a->file_size};
+    a->range = (memory_range){*base_out, a->file_size, -1};
+    a->destination->pinned = status == FANIN_OK && adapter_is_pinned(a->adapter);
     return status;
 }
 
@@ -72,11 +74,14 @@ static fanin_status publish(void *cookie, const adapter_identity *identity,
     return adapter_publish(((adapter_destination *)cookie)->adapter, identity, error);
 }
 
-static void ranges(void *cookie, const memory_range **out, size_t *n)
+static fanin_status ranges(void *cookie, const memory_range **out, size_t *n,
+                           fanin_error *error)
 {
+    (void)error;
     adapter_destination *a = cookie;
     *out = &a->range;
     *n = 1;
+    return FANIN_OK;
 }
 
 static bool is_cancelled(void *cookie)
@@ -111,10 +116,16 @@ fanin_status fanin_client_pull_adapter(fanin_client *client,
                      .landed = landed,
                      .restart = restart,
                      .publish = publish,
-                     .ranges = ranges};
+                     .ranges = ranges,
+                     .dtype = checked.dtype};
+    a.destination = &d;
+    adapter_convert(a.adapter, checked.dtype);
+    adapter_offer_spare(a.adapter, &client->spare);
     uint64_t left_ms = deadline_left_ns(at) / 1000000;
     checked.timeout_ms = left_ms > 0 ? (uint32_t)left_ms : 1;
     status = pull_run(client, &checked, &d, result_out, error);
+    if (status == FANIN_OK && checked.spare_file)
+        adapter_make_spare(a.adapter, &client->spare, client->kit ? client->gpu : NULL);
     if (!d.leak)
         adapter_close(&a.adapter);
     return status;

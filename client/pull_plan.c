@@ -1,7 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "pull_plan.h"
 
+#include "device_plan.h"
 #include "error_set.h"
+#include "one_sided.h"
 #include "stream_link.h"
 #include <stdlib.h>
 #include <string.h>
@@ -10,6 +12,8 @@
    its own is worth it from some tens of KiB on. */
 static const span_rule span_rules = {
     .max_length = SPAN_MAX, .max_gap = 8192, .direct_from = 65536};
+/* A kernel reads where bytes lie: nothing is joined, nothing read for nothing. */
+static const span_rule kernel_rules = {.max_length = UINT64_C(1) << 40};
 
 /* What a plan depends on besides the destination. */
 static digest made_from(const fanin_client *client, const publication *p,
@@ -18,6 +22,7 @@ static digest made_from(const fanin_client *client, const publication *p,
     buffer b = {0};
     digest layout = d->layout(d->cookie);
     buffer_append(&b, &layout, sizeof(layout));
+    buffer_append(&b, &d->dtype, sizeof(d->dtype));
     buffer_append(&b, &p->keys->id, sizeof(p->keys->id));
     for (size_t i = 0; i < client->n_peers; i++) {
         const shard_table *s = &p->shards[i];
@@ -59,7 +64,9 @@ static fanin_status list_sources(fanin_client *client, publication *p, const boo
     cache->peer_of = calloc(n, sizeof(*cache->peer_of));
     cache->lists = calloc(n, sizeof(*cache->lists));
     cache->spans = calloc(n, sizeof(*cache->spans));
-    if (!cache->sources || !cache->peer_of || !cache->lists || !cache->spans)
+    cache->spans_of = calloc(n, sizeof(*cache->spans_of));
+    if (!cache->sources || !cache->peer_of || !cache->lists || !cache->spans ||
+        !cache->spans_of)
         return error_set_memory(error);
     for (size_t i = 0; i < n; i++) {
         if (!use[i])
@@ -90,7 +97,7 @@ fanin_status pull_plan(fanin_client *client, publication *p, const bool *use,
         status = list_sources(client, p, use, cache, why);
     if (status == FANIN_OK)
         status = plan_build(p->keys, cache->sources, cache->n_sources, targets,
-                            n_targets, to_of_key, &cache->plan, why);
+                            n_targets, to_of_key, d->dtype, &cache->plan, why);
     if (status == FANIN_ERR_INCOMPLETE)
         status = blame_missing_rank(client, use, why);
     if (status != FANIN_OK) {
@@ -107,14 +114,68 @@ fanin_status pull_plan_source(fanin_client *client, publication *p, plan_cache *
 {
     size_t index = cache->peer_of[source];
     const shard_table *s = &p->shards[index];
-    if (client->peers[index].path == FANIN_PATH_STREAM) {
+    fanin_path path = client->peers[index].path;
+    if (cache->plan->ranks[source].n_pieces == 0)
+        return FANIN_OK;
+    if (path == FANIN_PATH_STREAM) {
         if (cache->lists[source].requests)
             return FANIN_OK;
         return read_list_build(&cache->plan->ranks[source], s->boxes, p->keys,
                                &cache->lists[source], error);
     }
-    if (cache->spans[source])
+    if (cache->spans[source] && (path == FANIN_PATH_CUDA_IPC) ==
+                                    (cache->spans_of[source] == FANIN_PATH_CUDA_IPC))
         return FANIN_OK;
+    plan_spans_free(&cache->spans[source]);
+    cache->spans_of[source] = path;
     return plan_spans_build(cache->plan, p->keys, cache->sources, source, s->regions,
-                            &span_rules, &cache->spans[source], error);
+                            path == FANIN_PATH_CUDA_IPC ? &kernel_rules : &span_rules,
+                            &cache->spans[source], error);
+}
+
+fanin_status pull_plan_ranges(plan_cache *cache, destination *d,
+                              const memory_range **ranges, size_t *n,
+                              fanin_error *error)
+{
+    if (!cache->ranges || !d->lasting_ranges) {
+        fanin_status status = d->ranges(d->cookie, ranges, n, error);
+        if (status != FANIN_OK || !d->lasting_ranges)
+            return status;
+        cache->ranges = malloc((*n + 1) * sizeof(*cache->ranges));
+        if (!cache->ranges)
+            return error_set_memory(error);
+        if (*n > 0)
+            memcpy(cache->ranges, *ranges, *n * sizeof(*cache->ranges));
+        cache->n_ranges = *n;
+    }
+    *ranges = cache->ranges;
+    *n = cache->n_ranges;
+    return FANIN_OK;
+}
+
+fanin_status pull_plan_tables(fanin_client *client, plan_cache *cache,
+                              const path_goal *goal, uint8_t *base, fanin_error *error)
+{
+    bool *of_source = calloc(cache->n_sources + 1, sizeof(*of_source));
+    if (!of_source)
+        return error_set_memory(error);
+    bool any = false;
+    for (size_t i = 0; i < cache->n_sources; i++) {
+        of_source[i] = cache->plan->ranks[i].n_pieces > 0 &&
+                       client->peers[cache->peer_of[i]].path == FANIN_PATH_CUDA_IPC;
+        any = any || of_source[i];
+    }
+    device_plan_parts parts = {.cache = cache,
+                               .of_source = of_source,
+                               .base = base,
+                               .ranges = goal->ranges,
+                               .n_ranges = goal->n_ranges,
+                               .gather_device = goal->gather_device};
+    fanin_status status = FANIN_OK;
+    if (any && !device_plan_fits(cache->device, &parts)) {
+        device_plan_free(&cache->device);
+        status = device_plan_build(client->gpu, &parts, &cache->device, error);
+    }
+    free(of_source);
+    return status;
 }

@@ -3,6 +3,7 @@
 #ifndef PULL_PLAN_H
 #define PULL_PLAN_H
 
+#include "path.h"
 #include "pull.h"
 
 /** cache->plan for the ranks with use[i] and the destination. Errors of plan_build(); a hole
@@ -13,5 +14,14 @@ fanin_status pull_plan(fanin_client *client, publication *p, const bool *use,
 /** Makes what the source's path needs: its request list, or its spans. */
 fanin_status pull_plan_source(fanin_client *client, publication *p, plan_cache *cache,
                               size_t source, fanin_error *error);
+
+/** The destination's ranges, from the cache if they last. The cache's or the destination's. */
+fanin_status pull_plan_ranges(plan_cache *cache, destination *d,
+                              const memory_range **ranges, size_t *n,
+                              fanin_error *error);
+
+/** The copy tables of the sources that are read by cuda_ipc, all of whose spans are there. */
+fanin_status pull_plan_tables(fanin_client *client, plan_cache *cache,
+                              const path_goal *goal, uint8_t *base, fanin_error *error);
 
 #endif

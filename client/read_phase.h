@@ -14,8 +14,11 @@ typedef struct read_phase {
     const reader_lease *leases; /**< one a peer */
     destination *destination;
     uint8_t *base;
+    const memory_range *ranges; /**< of the destination */
+    size_t n_ranges;
     const fanin_pull_options *options;
     fanin_result *result; /**< served[], scatter_ns; fixed: first/last times below */
+    bool final; /**< out: a device failed, another attempt would not mend it */
     uint64_t first_ns, last_ns; /**< out: first read posted, last byte in place */
 } read_phase;
 

@@ -14,7 +14,7 @@ typedef struct served {
 
 struct fanin_result {
     fanin_result_info info;
-    char reason[160];
+    char reason[PATH_REASON];
     char *ranks_json;
     served *served; /**< one a peer */
     size_t n_peers;

@@ -1,58 +1,28 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-#include "stream_link.h"
+#include "stream_link_internal.h"
 
 #include "error_set.h"
-#include "outgoing.h"
 #include <errno.h>
+#include <stddef.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
 
-#define QUEUE 4        /* requests under way on one connection */
-#define MAX_IOVECS 256 /* in one readv */
-#define BATCH_BYTES ((size_t)1 << 20)
-#define TURN_BYTES                                                                     \
-    ((size_t)4 << 20) /* read from one connection before others get a turn */
-#define SHORT_RUN 256 /* shorter runs are scattered from a buffer, not by iovecs */
-
-typedef enum stage { CONNECTING, HELLO, IDLE_OR_HEADER, BODY, ERROR_BODY } stage;
-
-typedef struct data_connection {
-    loop_source source; /* first: the loop hands it back */
-    struct stream_link *link;
-    stage stage;
-    outgoing out;
-    uint64_t queue[QUEUE]; /* requests, oldest first */
-    unsigned queued;
-    uint8_t header[FRAME_SIZE];
-    size_t header_got;
-    frame reply;
-    buffer text; /* body of a hello or an error */
-    /* where in the oldest request's pieces the bytes that come next belong */
-    uint64_t piece, pieces_end, run;
-    struct iovec iov[MAX_IOVECS];
-    size_t lengths[MAX_IOVECS]; /* of the iovecs, before anything came */
-    unsigned n_iov, at_iov;
-    size_t iov_left; /* bytes of the batch that have not come */
-    bool staged;     /* the batch is one piece in `staging` */
-    uint8_t *staging;
-} data_connection;
-
-struct stream_link {
-    fanin_client *client;
-    const connection *control;
-    stream_work *work; /* NULL: idle */
-    data_connection *connections;
-    unsigned n;
-};
+/* Read from one connection before others get a turn. */
+#define TURN_BYTES ((size_t)4 << 20)
 
 static void on_ready(loop_source *source, uint32_t events);
+static void on_chunk(sink_waiter *waiter);
 
 /* ------------------------------------------------------------- life cycle */
 
 static void close_data(stream_link *link, data_connection *d)
 {
+    device_sink_unwait(&d->waiter);
+    if (d->job)
+        sink_job_give(d->job);
+    d->job = NULL;
     if (d->source.fd >= 0) {
         loop_remove(&link->client->loop, &d->source);
         close(d->source.fd);
@@ -78,6 +48,8 @@ fanin_status stream_link_create(fanin_client *client, const connection *control,
         data_connection *d = &link->connections[i];
         d->link = link;
         d->source = (loop_source){.fd = -1, .ready = on_ready};
+        d->waiter.ready = on_chunk;
+        d->end_job = &d->first_job;
         link->n++;
         int fd;
         status = socket_connect_start(connection_address(control), &fd, error);
@@ -100,6 +72,7 @@ void stream_link_destroy(stream_link **link)
 {
     if (!*link)
         return;
+    (void)stream_link_stop(*link);
     for (unsigned i = 0; i < (*link)->n; i++)
         close_data(*link, &(*link)->connections[i]);
     free((*link)->connections);
@@ -112,11 +85,31 @@ unsigned stream_link_count(const stream_link *link)
     return link->n;
 }
 
+/* What devices still do for a connection is waited for; the rest is dropped. */
+static void recall(data_connection *d, device_sink *devices)
+{
+    device_sink_unwait(&d->waiter);
+    d->paused = false;
+    if (d->job)
+        sink_job_give(d->job);
+    d->job = NULL;
+    for (sink_job *job = d->first_job, *next; job; job = next) {
+        next = job->next;
+        if (job->finished) /* it waited for one before it */
+            sink_job_give(job);
+    }
+    (void)device_sink_recall(devices, d);
+    d->first_job = NULL;
+    d->end_job = &d->first_job;
+}
+
 bool stream_link_stop(stream_link *link)
 {
     bool idle = true;
     for (unsigned i = 0; i < link->n; i++) {
-        const data_connection *d = &link->connections[i];
+        data_connection *d = &link->connections[i];
+        if (link->work && link->work->devices)
+            recall(d, link->work->devices);
         idle =
             idle && d->source.fd >= 0 && d->queued == 0 && d->stage == IDLE_OR_HEADER;
     }
@@ -144,23 +137,45 @@ static void fail(stream_link *link, fanin_status status, int sys_errno,
         error_set(&w->error, status, &place, "rank %u at %s %s", rank, text, what);
 }
 
-static void lose(data_connection *d, fanin_status status, int sys_errno,
-                 const char *what)
+/* The sink's failure is the work's: it says which device. */
+static void fail_by_device(stream_link *link)
+{
+    stream_work *w = link->work;
+    if (!w || w->failed || !device_sink_failed(w->devices, &w->error))
+        return;
+    w->failed = true;
+    w->status = w->error.status;
+}
+
+void data_lose(data_connection *d, fanin_status status, int sys_errno, const char *what)
 {
     fail(d->link, status, sys_errno, what);
     close_data(d->link, d);
 }
 
+void data_lose_device(data_connection *d)
+{
+    fail_by_device(d->link);
+    close_data(d->link, d);
+}
+
 /* ----------------------------------------------------------------- sending */
+
+void data_want(data_connection *d)
+{
+    uint32_t events = d->paused ? 0 : EPOLLIN;
+    if (!outgoing_is_empty(&d->out))
+        events |= EPOLLOUT;
+    loop_want(&d->link->client->loop, &d->source, events);
+}
 
 static void flush(data_connection *d)
 {
     int failed = outgoing_flush(&d->out, d->source.fd);
     if (failed)
-        lose(d, FANIN_ERR_CLOSED, failed, "broke a data connection");
+        data_lose(d, FANIN_ERR_CLOSED, failed, "broke a data connection");
     else
-        loop_want(&d->link->client->loop, &d->source,
-                  outgoing_is_empty(&d->out) ? EPOLLIN : EPOLLIN | EPOLLOUT);
+        data_want(d);
 }
 
 static bool window_open(const stream_work *w)
@@ -190,7 +205,7 @@ static void pump(data_connection *d)
         added = true;
     }
     if (d->out.bytes.failed)
-        lose(d, FANIN_ERR_MEMORY, 0, "cannot be asked: out of memory");
+        data_lose(d, FANIN_ERR_MEMORY, 0, "cannot be asked: out of memory");
     else if (added)
         flush(d);
 }
@@ -204,103 +219,28 @@ void stream_link_pump(stream_link *link)
 void stream_link_start(stream_link *link, stream_work *work)
 {
     link->work = work;
+    if (work->devices && !device_sink_attach(work->devices, &link->client->loop,
+                                             &link->client->device_pool))
+        fail_by_device(link);
     stream_link_pump(link);
 }
 
 /* --------------------------------------------------------------- receiving */
 
-static void begin_body(data_connection *d)
-{
-    const stream_work *w = d->link->work;
-    const read_request *r = &w->list->requests[d->queue[0]];
-    d->piece = r->first_piece;
-    d->pieces_end = r->first_piece + r->n_pieces;
-    d->run = 0;
-    d->n_iov = d->at_iov = 0;
-    d->iov_left = 0;
-    d->stage = BODY;
-}
-
-static void add_iovec(data_connection *d, uint8_t *to, size_t length)
-{
-    d->lengths[d->n_iov] = length;
-    d->iov[d->n_iov++] = (struct iovec){.iov_base = to, .iov_len = length};
-    d->iov_left += length;
-}
-
-static bool batch_full(const data_connection *d)
-{
-    return d->n_iov == MAX_IOVECS || d->iov_left >= BATCH_BYTES;
-}
-
-/* Destinations of the bytes that come next; at least one if any piece is left. */
-static bool fill_batch(data_connection *d)
-{
-    const stream_work *w = d->link->work;
-    d->n_iov = d->at_iov = 0;
-    d->iov_left = 0;
-    d->staged = false;
-    while (d->piece < d->pieces_end && !batch_full(d)) {
-        const piece *p = &w->pieces->pieces[d->piece];
-        const strided *view = p->view ? &w->plan->views[p->view - 1] : NULL;
-        if (!view) {
-            add_iovec(d, w->base + p->to, p->length);
-        } else if (view->run < SHORT_RUN) {
-            if (d->n_iov > 0)
-                break; /* a staged piece is a batch of its own */
-            if (!d->staging && !(d->staging = malloc(PIECE_MAX)))
-                return false;
-            add_iovec(d, d->staging, p->length);
-            d->staged = true;
-            d->piece++;
-            break;
-        } else {
-            uint64_t runs = strided_runs(view);
-            for (; d->run < runs && !batch_full(d); d->run++) {
-                int64_t to;
-                strided_run(view, d->run, NULL, &to);
-                add_iovec(d, w->base + p->to + to, view->run);
-            }
-            if (d->run < runs)
-                break;
-            d->run = 0;
-        }
-        d->piece++;
-    }
-    return true;
-}
-
-static void finish_batch(data_connection *d)
+/* A request's bytes are where they belong, or in a job. */
+static void count_request(data_connection *d, uint64_t bytes)
 {
     stream_work *w = d->link->work;
-    if (d->staged) {
-        const piece *p = &w->pieces->pieces[d->piece - 1];
-        const strided *view = &w->plan->views[p->view - 1];
-        strided_copy(view, w->base + p->to, d->staging);
-        if (w->landed)
-            landed_view(w->landed, w->landed_cookie, view, p->to);
-        return;
+    sink_job *job = d->job;
+    for (sink_job *j = d->first_job; j && !d->job; j = j->next)
+        job = j; /* the last that was submitted */
+    if (d->on_device && job) {
+        job->requests++;
+        job->bytes += bytes;
+    } else {
+        w->done_requests++;
+        w->bytes += bytes;
     }
-    for (unsigned i = 0; i < d->n_iov && w->landed; i++) {
-        const uint8_t *end = d->iov[i].iov_base; /* consume() moved it there */
-        w->landed(w->landed_cookie, (uint64_t)(end - d->lengths[i] - w->base),
-                  d->lengths[i]);
-    }
-}
-
-static void consume(data_connection *d, size_t bytes)
-{
-    d->iov_left -= bytes;
-    while (bytes > 0) {
-        struct iovec *v = &d->iov[d->at_iov];
-        size_t step = bytes < v->iov_len ? bytes : v->iov_len;
-        v->iov_base = (uint8_t *)v->iov_base + step;
-        v->iov_len -= step;
-        bytes -= step;
-        d->at_iov += v->iov_len == 0;
-    }
-    if (d->iov_left == 0)
-        finish_batch(d);
 }
 
 /* The oldest request is answered. */
@@ -313,9 +253,41 @@ static void finish_request(data_connection *d)
     d->stage = IDLE_OR_HEADER;
     d->header_got = 0;
     *w->inflight -= bytes;
-    w->bytes += bytes;
-    w->done_requests++;
+    count_request(d, bytes);
     pump(d);
+    /* A chunk with room is kept for what is coming, unless others want one. */
+    if (d->job && d->job->n_items > 0 &&
+        (d->queued == 0 || device_sink_is_short(w->devices)))
+        batch_submit(d);
+}
+
+void data_landed(sink_job *job, bool ok)
+{
+    data_connection *d = job->owner;
+    stream_work *w = d->link->work;
+    job->finished = true;
+    while (d->first_job && d->first_job->finished) {
+        sink_job *first = d->first_job;
+        d->first_job = first->next;
+        if (!d->first_job)
+            d->end_job = &d->first_job;
+        if (ok) {
+            w->done_requests += first->requests;
+            w->bytes += first->bytes;
+        }
+        sink_job_give(first);
+    }
+    if (!ok)
+        fail_by_device(d->link);
+}
+
+/* A chunk may be free. */
+static void on_chunk(sink_waiter *waiter)
+{
+    data_connection *d =
+        (data_connection *)((char *)waiter - offsetof(data_connection, waiter));
+    d->paused = false;
+    data_want(d);
 }
 
 /* recv/readv with the usual cases; 0: nothing now or the connection is gone. */
@@ -329,22 +301,20 @@ static size_t receive(data_connection *d, struct iovec *iov, unsigned n)
             continue;
         if (got < 0 && (errno == EAGAIN || errno == EWOULDBLOCK))
             return 0;
-        lose(d, FANIN_ERR_CLOSED, got < 0 ? errno : 0,
-             got < 0 ? "broke a data connection" : "closed a data connection");
+        data_lose(d, FANIN_ERR_CLOSED, got < 0 ? errno : 0,
+                  got < 0 ? "broke a data connection" : "closed a data connection");
         return 0;
     }
 }
 
 static size_t read_body(data_connection *d)
 {
-    if (d->at_iov == d->n_iov && !fill_batch(d)) {
-        lose(d, FANIN_ERR_MEMORY, 0, "sent what memory does not suffice to sort");
+    if (d->at_iov == d->n_iov && !batch_fill(d))
         return 0;
-    }
     size_t got = receive(d, d->iov + d->at_iov, d->n_iov - d->at_iov);
     if (got == 0)
         return 0;
-    consume(d, got);
+    batch_consume(d, got);
     if (d->iov_left == 0 && d->piece == d->pieces_end)
         finish_request(d);
     return got;
@@ -356,7 +326,7 @@ static size_t read_text(data_connection *d)
     size_t missing = d->reply.length - d->text.size;
     if (missing > 0) {
         if (!buffer_reserve(&d->text, missing)) {
-            lose(d, FANIN_ERR_MEMORY, 0, "sent what memory does not suffice for");
+            data_lose(d, FANIN_ERR_MEMORY, 0, "sent what memory does not suffice for");
             return 0;
         }
         struct iovec iov = {d->text.data + d->text.size, missing};
@@ -375,9 +345,10 @@ static size_t read_text(data_connection *d)
     }
     msg_error m;
     if (d->reply.type == MSG_ERROR && decode_error(&b, &m) == FANIN_OK)
-        lose(d, m.code < 0 ? m.code : FANIN_ERR_PROTOCOL, 0, m.message);
+        data_lose(d, m.code < 0 ? m.code : FANIN_ERR_PROTOCOL, 0, m.message);
     else
-        lose(d, FANIN_ERR_PROTOCOL, 0, "sent a malformed reply on a data connection");
+        data_lose(d, FANIN_ERR_PROTOCOL, 0,
+                  "sent a malformed reply on a data connection");
     return 0;
 }
 
@@ -386,7 +357,7 @@ static void take_header(data_connection *d)
     const char *why = "sent a reply that does not fit the read";
     const stream_work *w = d->link->work;
     if (frame_decode(d->header, &d->reply, &why) != FANIN_OK) {
-        lose(d, FANIN_ERR_PROTOCOL, 0, why);
+        data_lose(d, FANIN_ERR_PROTOCOL, 0, why);
         return;
     }
     bool text = d->stage == HELLO || d->reply.type == MSG_ERROR;
@@ -398,10 +369,10 @@ static void take_header(data_connection *d)
     if (!text && w && d->queued > 0 && d->reply.type == MSG_READ_OK &&
         d->reply.request == d->queue[0] + 2 &&
         d->reply.length == w->list->requests[d->queue[0]].bytes) {
-        begin_body(d);
+        batch_begin(d);
         return;
     }
-    lose(d, FANIN_ERR_PROTOCOL, 0, why);
+    data_lose(d, FANIN_ERR_PROTOCOL, 0, why);
 }
 
 static size_t read_header(data_connection *d)
@@ -434,7 +405,7 @@ static void on_ready(loop_source *source, uint32_t events)
     if (d->stage == CONNECTING) {
         int failed = socket_connect_result(source->fd);
         if (failed) {
-            lose(d, FANIN_ERR_UNREACHABLE, failed, "refuses data connections");
+            data_lose(d, FANIN_ERR_UNREACHABLE, failed, "refuses data connections");
             return;
         }
         socket_tune(source->fd);

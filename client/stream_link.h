@@ -7,6 +7,7 @@
 #ifndef STREAM_LINK_H
 #define STREAM_LINK_H
 
+#include "device_sink.h"
 #include "landed.h"
 #include "tables.h"
 
@@ -17,14 +18,17 @@ typedef struct stream_work {
     const read_list *list;
     uint8_t token[16];
     uint8_t *base;
-    landed_fn landed; /**< may be NULL */
+    landed_fn landed; /**< of what lands in host memory; may be NULL */
     void *landed_cookie;
-    uint64_t *inflight; /**< bytes asked for and not here, shared by all ranks */
+    device_sink *devices; /**< takes what lands in CUDA memory; NULL: nothing does */
+    uint64_t *inflight;   /**< bytes asked for and not here, shared by all ranks */
     uint64_t max_inflight;
-    uint64_t next_request, done_requests;
-    uint64_t bytes; /**< in place */
+    uint64_t next_request, done_requests; /**< done: its bytes are in place */
+    uint64_t bytes;                       /**< in place; of the sources */
     bool failed;
-    fanin_status status; /**< FANIN_ERR_STALE: begin again; else the link is lost */
+    /** FANIN_ERR_STALE: begin again; else the link is lost, or a device has failed, which
+        device_sink_failed() tells and no other attempt would mend */
+    fanin_status status;
     fanin_error error;
 } stream_work;
 
@@ -43,7 +47,8 @@ void stream_link_start(stream_link *link, stream_work *work);
 /** Sends more requests if the shared window has room again. */
 void stream_link_pump(stream_link *link);
 /** True: the link is idle and can be used again. False: replies are still on their way; it
-    must be destroyed. Ends the work in any case: nothing is written after it. */
+    must be destroyed. Ends the work in any case: nothing is written after it, unless a device
+    does not finish, which device_sink_destroy() tells. */
 bool stream_link_stop(stream_link *link);
 
 #endif

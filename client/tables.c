@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "tables.h"
 
+#include "device_plan.h"
 #include "error_set.h"
 #include "fetch.h"
 #include <stdio.h>
@@ -30,8 +31,32 @@ publication *tables_of(fanin_client *client, const char *name)
     return p;
 }
 
+const ipc_view *tables_view(const shard_table *s, int device)
+{
+    for (size_t i = 0; i < s->n_views; i++) {
+        if (s->views[i].device == device)
+            return &s->views[i];
+    }
+    return NULL;
+}
+
+static void drop_views(shard_table *s)
+{
+    for (size_t i = 0; i < s->n_views; i++) {
+        for (uint32_t j = 0; j < s->regions->count; j++)
+            ipc_mapping_release(&s->views[i].mappings[j]);
+        free(s->views[i].mappings);
+    }
+    free(s->views);
+    free(s->ipc_keys);
+    s->views = NULL;
+    s->n_views = 0;
+    s->ipc_keys = NULL;
+}
+
 static void drop_regions(shard_table *s)
 {
+    drop_views(s);
     for (uint32_t i = 0; s->rkeys && i < s->regions->count; i++)
         ucx_rkey_destroy(&s->rkeys[i]);
     free(s->rkeys);
@@ -45,6 +70,7 @@ static void drop_shard(shard_table *s)
     drop_regions(s);
     box_table_free(&s->boxes);
     s->generation = s->version = 0;
+    s->path = FANIN_PATH_AUTO; /* other regions may be other memory */
 }
 
 void plan_cache_clear(plan_cache *cache)
@@ -57,8 +83,11 @@ void plan_cache_clear(plan_cache *cache)
         if (cache->spans)
             plan_spans_free(&cache->spans[i]);
     }
+    device_plan_free(&cache->device);
     free(cache->lists);
     free(cache->spans);
+    free(cache->spans_of);
+    free(cache->ranges);
     free(cache->sources);
     free(cache->peer_of);
     plan_free(&cache->plan);
@@ -85,11 +114,41 @@ void tables_free_all(fanin_client *client)
     }
 }
 
-void tables_forget_rkeys(fanin_client *client, size_t index)
+void tables_forget(fanin_client *client, publication *p)
+{
+    clear_plans(p);
+    for (size_t i = 0; i < p->n_peers; i++)
+        drop_shard(&p->shards[i]); /* box tables point into the key table */
+    key_table_free(&p->keys);
+    if (client->ipc)
+        ipc_map_sweep(client->ipc);
+}
+
+void tables_unmap_idle(fanin_client *client, uint64_t since_ns)
+{
+    bool any = false;
+    for (publication *p = client->publications; p; p = p->next) {
+        for (size_t i = 0; i < p->n_peers && p->used_ns < since_ns; i++) {
+            shard_table *s = &p->shards[i];
+            if (s->n_views == 0)
+                continue;
+            drop_views(s);
+            s->path = FANIN_PATH_AUTO;
+            any = true;
+        }
+    }
+    if (any)
+        ipc_map_sweep(client->ipc);
+}
+
+void tables_forget_paths(fanin_client *client, size_t index)
 {
     for (publication *p = client->publications; p; p = p->next) {
-        free(p->shards[index].rkeys); /* the endpoint frees the keys themselves */
-        p->shards[index].rkeys = NULL;
+        shard_table *s = &p->shards[index];
+        free(s->rkeys); /* the endpoint frees the keys themselves */
+        s->rkeys = NULL;
+        drop_views(s);
+        s->path = FANIN_PATH_AUTO;
     }
 }
 
@@ -282,8 +341,50 @@ static fanin_status check_regions(const peer *p, const shard_table *s,
                      connection_peer(p->control)->rank, connection_text(p->control));
 }
 
+/* A refusal of one rank's, which concerns nobody else. */
+static bool is_refusal(const fanin_client *client, const fetch *f, fanin_error *refused)
+{
+    if (!refused || f->status == FANIN_OK || f->status == FANIN_ERR_STALE ||
+        !peer_ready(&client->peers[f->peer]))
+        return false;
+    error_copy(&refused[f->peer], &f->error);
+    return true;
+}
+
+/* The first error that is not a rank's own. */
+static fanin_status sift(const fanin_client *client, const fetch *fetches, size_t n,
+                         fanin_status status, fanin_error *refused, fanin_error *error)
+{
+    if (status == FANIN_OK || status == FANIN_ERR_CANCELLED ||
+        status == FANIN_ERR_TIMEOUT)
+        return status;
+    for (size_t i = 0; i < n; i++) {
+        if (fetches[i].status == FANIN_OK || is_refusal(client, &fetches[i], refused))
+            continue;
+        error_copy(error, &fetches[i].error);
+        return fetches[i].status;
+    }
+    return FANIN_OK;
+}
+
+static fanin_status take_regions(const peer *owner, shard_table *s, const buffer *data,
+                                 fanin_path path, fanin_error *error)
+{
+    fanin_status status =
+        region_table_decode(data->data, data->size, &s->regions, error);
+    if (status != FANIN_OK)
+        return add_rank(owner, status, error);
+    status = check_regions(owner, s, error);
+    if (status != FANIN_OK)
+        drop_regions(s);
+    else
+        s->regions_path = path;
+    return status;
+}
+
 fanin_status tables_sync_regions(fanin_client *client, publication *p, const bool *want,
-                                 fanin_path path, deadline at, fanin_error *error)
+                                 fanin_path path, deadline at, fanin_error *refused,
+                                 fanin_error *error)
 {
     fetch *fetches = calloc(client->n_peers, sizeof(*fetches));
     if (!fetches)
@@ -301,19 +402,12 @@ fanin_status tables_sync_regions(fanin_client *client, publication *p, const boo
         f->request.path = path;
     }
     fanin_status status = fetch_all(client, fetches, n, at, error);
+    status = sift(client, fetches, n, status, refused, error);
     for (size_t i = 0; i < n && status == FANIN_OK; i++) {
-        shard_table *s = &p->shards[fetches[i].peer];
-        const peer *owner = &client->peers[fetches[i].peer];
-        status = region_table_decode(fetches[i].data.data, fetches[i].data.size,
-                                     &s->regions, error);
-        if (status == FANIN_OK)
-            status = check_regions(owner, s, error);
-        else
-            add_rank(owner, status, error);
-        if (status != FANIN_OK)
-            drop_regions(s);
-        else
-            s->regions_path = path;
+        size_t index = fetches[i].peer;
+        if (fetches[i].status == FANIN_OK)
+            status = take_regions(&client->peers[index], &p->shards[index],
+                                  &fetches[i].data, path, error);
     }
     fetch_free(fetches, n);
     free(fetches);

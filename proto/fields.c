@@ -82,9 +82,12 @@ TABLE(fields_wait_ok, U64(1, msg_wait_ok, step), U64(2, msg_wait_ok, catalog_ver
 
 TABLE(fields_begin, NAME(1, msg_begin, publication), U64(2, msg_begin, step),
       U64(3, msg_begin, catalog_version));
-TABLE(fields_begin_verdict, FLAG(1, msg_begin_ok, granted));
+#define FIRST_REGION                                                                   \
+    OPTIONAL_NUMBER(KEY_CRITICAL, FIELD_U32, msg_begin_ok, first_region, UINT32_MAX)
+TABLE(fields_begin_verdict, FLAG(1, msg_begin_ok, granted), FIRST_REGION);
 TABLE(fields_begin_granted, FLAG(1, msg_begin_ok, granted), ID(2, msg_begin_ok, token),
-      U64(3, msg_begin_ok, epoch), U32(4, msg_begin_ok, lease_ms, 0, UINT32_MAX));
+      U64(3, msg_begin_ok, epoch), U32(4, msg_begin_ok, lease_ms, 0, UINT32_MAX),
+      FIRST_REGION);
 TABLE(fields_begin_refused, FLAG(1, msg_begin_ok, granted),
       I32(5, msg_begin_ok, state, WIRE_STATE_UNPUBLISHED, WIRE_STATE_WRITING),
       U64(6, msg_begin_ok, step), U64(7, msg_begin_ok, catalog_version),

@@ -8,6 +8,8 @@
 
 #include "messages.h"
 
+#define KEY_CRITICAL 64 /* unknown keys from here on may not be ignored */
+
 typedef enum field_kind {
     FIELD_U32, /* also enum role */
     FIELD_U64,

@@ -114,8 +114,11 @@ typedef struct msg_begin_ok {
     bool granted;
     /* granted */
     uint8_t token[16];
-    uint64_t epoch;
+    uint64_t epoch; /**< of the publication, or the generation of the arena */
     uint32_t lease_ms;
+    /** added to the region numbers of the box table: which arena of a snapshot holds the bytes.
+        Critical when not 0 */
+    uint32_t first_region;
     /* refused */
     int32_t state;                  /**< FANIN_PUBLICATION_... now */
     uint64_t step, catalog_version; /**< now */

@@ -5,8 +5,6 @@
 #include <stdlib.h>
 #include <string.h>
 
-#define KEY_CRITICAL 64 /* unknown keys from here on may not be ignored */
-
 /* ------------------------------------------------------------- one field */
 
 static void store(void *message, const field *f, const void *value, size_t size)

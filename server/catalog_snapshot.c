@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "catalog_snapshot.h"
-#include "dtype.h"
+#include "arena.h"
 #include "error_set.h"
 
 #include <stdlib.h>
@@ -24,17 +24,6 @@ static bool encode_keys(snapshot *s, const shard_set *shards, key_entry *keys,
     return true;
 }
 
-/* How a box that is not packed is walked in the order of its packed bytes. */
-static void make_view(strided *view, const shard *from, const shard_box *b)
-{
-    dtype_unit unit = dtype_get_unit(from->dtype);
-    block units;
-    int64_t packed[FANIN_MAX_DIMS] = {0};
-    block_in_units(&b->block, unit.elements, &units);
-    block_packed_strides(from->n_dims, units.extent, unit.bytes, packed);
-    strided_init(view, from->n_dims, units.extent, b->stride, packed, unit.bytes);
-}
-
 static void place_boxes(snapshot *s, const shard_set *shards,
                         const uint32_t *region_of_box, box_record *records)
 {
@@ -45,10 +34,10 @@ static void place_boxes(snapshot *s, const shard_set *shards,
         for (size_t j = 0; j < from->n_boxes; j++, n++) {
             const shard_box *b = &from->boxes[j];
             const region *in = s->regions.regions[region_of_box[n]];
-            s->boxes[n] = (source_box){b->first, start, VIEW_PACKED};
+            s->boxes[n] = (source_box){b->first, start, VIEW_PACKED, region_of_box[n]};
             if (!b->packed) {
                 s->boxes[n].view = views;
-                make_view(&s->views[views++], from, b);
+                shard_box_view(from, b, &s->views[views++]);
             }
             start += b->bytes;
             box_record *record = &records[n];
@@ -99,6 +88,9 @@ static fanin_status fill(snapshot *s, const shard_set *shards, const fanin_pair 
             region_set_build(s->registrar, shards, before ? &before->regions : NULL,
                              &s->regions, region_of_box, error);
     if (status == FANIN_OK) {
+        for (uint32_t i = 0; i < s->regions.count; i++)
+            if (s->regions.regions[i]->memory.kind == FANIN_MEMORY_CUDA)
+                s->has_device = true;
         place_boxes(s, shards, region_of_box, records);
         box_table_encode(&s->boxes_blob, keys, s->n_keys, records, s->n_boxes, rank,
                          world_size);
@@ -138,14 +130,29 @@ snapshot *snapshot_retain(snapshot *s)
     return s;
 }
 
-void snapshot_release(snapshot *s)
+bool snapshot_drop(snapshot *s)
 {
-    if (!s || atomic_fetch_sub_explicit(&s->references, 1, memory_order_acq_rel) > 1)
-        return;
+    return atomic_fetch_sub_explicit(&s->references, 1, memory_order_acq_rel) == 1;
+}
+
+void snapshot_free(snapshot *s)
+{
+    /* Arenas are memory of ours: who maps them is told, and they go after their regions. */
+    bool last = s->plan && arena_plan_drop(s->plan);
+    if (last)
+        region_set_forget(s->registrar, &s->regions, NULL);
     region_set_free(s->registrar, &s->regions);
+    if (s->plan)
+        arena_plan_free(s->plan, last);
     buffer_free(&s->keys_blob);
     buffer_free(&s->boxes_blob);
     free(s->boxes);
     free(s->views);
     free(s);
+}
+
+void snapshot_release(snapshot *s)
+{
+    if (s && snapshot_drop(s))
+        snapshot_free(s);
 }

@@ -101,6 +101,7 @@ static void notify(struct control *c)
 {
     eventfd_t count;
     (void)eventfd_read(c->event, &count);
+    commit_tidy(c->server);
     for (session *s = c->sessions, *next; s; s = next) {
         next = s->next;
         if (s->n_waits + s->n_watches == 0)
@@ -231,6 +232,9 @@ void control_destroy(fanin_server *s)
     atomic_store(&c->quit, true);
     control_wake(s);
     pthread_join(c->thread, NULL);
+    /* The data thread still runs, and wakes whoever is there (commit_retire()). */
+    pthread_mutex_lock(&s->lock);
     s->control = NULL;
+    pthread_mutex_unlock(&s->lock);
     control_free(c);
 }

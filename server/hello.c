@@ -9,11 +9,18 @@
 
 /* ------------------------------------------------------------------- hello */
 
+bool session_may_map(const session *s)
+{
+    return gpu_built() && s->trusted && s->is_unix;
+}
+
 /* Paths that open_path would grant this session, as bits. */
 static uint32_t offered_paths(const session *s)
 {
     const fanin_server *server = s->control->server;
     uint32_t paths = 1u << WIRE_PATH_STREAM;
+    if (session_may_map(s))
+        paths |= 1u << WIRE_PATH_CUDA_IPC;
     if (!server->ucx || !s->trusted ||
         !ucx_versions_match(ucx_version(server->ucx), s->ucx_version))
         return paths;
@@ -113,13 +120,27 @@ void request_hello(session *s, const frame *f, body *in)
 
 /* --------------------------------------------------------------- open_path */
 
+static fanin_status may_open_ipc(const session *s, fanin_error *error)
+{
+    error_place place = {.phase = "connect"};
+    if (session_may_map(s))
+        return FANIN_OK;
+    if (gpu_built()) {
+        place.remedy = "connect on the same host as the same user";
+        return error_set(
+            error, FANIN_ERR_UNSUPPORTED, &place,
+            "cuda_ipc needs a session over the Unix socket of the same host, "
+            "of the server's own user");
+    }
+    place.remedy = "install a build with CUDA in the trainer";
+    return error_set(error, FANIN_ERR_UNSUPPORTED, &place,
+                     "the server was built without CUDA");
+}
+
 static fanin_status may_open(const session *s, int32_t path, fanin_error *error)
 {
     const fanin_server *server = s->control->server;
     error_place place = {.phase = "connect"};
-    if (path == WIRE_PATH_CUDA_IPC)
-        return error_set(error, FANIN_ERR_UNSUPPORTED, &place,
-                         "this rank serves host memory only");
     if (!s->trusted) {
         place.remedy = "connect on the same host as the same user, or declare the "
                        "network trusted in the trainer's configuration";
@@ -175,6 +196,8 @@ static fanin_status open_one_sided(session *s, const msg_open_path *m,
 {
     domain in = m->path == WIRE_PATH_RDMA ? DOMAIN_RDMA : DOMAIN_HOST;
     ucx_server *end = NULL;
+    if (m->path == WIRE_PATH_CUDA_IPC)
+        return may_open_ipc(s, error);
     fanin_status status = may_open(s, m->path, error);
     if (status == FANIN_OK)
         status = obtain_ucx(s->control, in, &end, error);
@@ -190,7 +213,7 @@ fanin_status request_open_path(session *s, uint64_t request, body *in)
     fanin_status status = decode_open_path(in, &m);
     if (status != FANIN_OK)
         return status;
-    msg_open_path reply = {.path = m.path};
+    msg_open_path reply = {.path = m.path, .address = {(const uint8_t *)"", 0}};
     if (m.path != WIRE_PATH_STREAM)
         status = open_one_sided(s, &m, &reply, &error);
     if (status == FANIN_OK)

@@ -60,6 +60,8 @@ lease *lease_grant(fanin_server *s, reader *r, publication *p)
         return NULL;
     l->of = p;
     l->epoch = p->epoch;
+    l->catalog = snapshot_retain(p->catalog);
+    l->first_region = p->arena * p->catalog->arena_regions;
     l->expires = deadline_in_ms(s->lease_ms);
     l->holder = r;
     l->newer = NULL;
@@ -95,19 +97,34 @@ void lease_drop(fanin_server *s, lease *l)
         p->newest = l->older;
     l->holder->n_leases--;
     s->n_leases--;
+    commit_discard(s, l->catalog);
     memset(l, 0, sizeof *l);
-    if (p->state == STATE_DRAINING || (s->stopping && s->n_leases == 0))
+    if (p->state == STATE_DRAINING || p->waiting > 0 ||
+        (s->stopping && s->n_leases == 0))
         pthread_cond_broadcast(&s->freed);
+}
+
+void lease_void(fanin_server *s, lease *l)
+{
+    reader *r = l->holder;
+    void_lease *v = &r->gone[r->n_void++ % SESSION_LEASES];
+    memcpy(v->token, l->token, sizeof v->token);
+    v->of = l->of;
+    lease_drop(s, l);
 }
 
 void lease_void_all(fanin_server *s, publication *p)
 {
-    while (p->oldest) {
-        reader *r = p->oldest->holder;
-        void_lease *v = &r->gone[r->n_void++ % SESSION_LEASES];
-        memcpy(v->token, p->oldest->token, sizeof v->token);
-        v->of = p;
-        lease_drop(s, p->oldest);
+    while (p->oldest)
+        lease_void(s, p->oldest);
+}
+
+void lease_void_strays(fanin_server *s, publication *p)
+{
+    for (lease *l = p->oldest, *newer; l; l = newer) {
+        newer = l->newer;
+        if (!publication_stands(p, l->epoch))
+            lease_void(s, l);
     }
 }
 

@@ -40,13 +40,13 @@ publication *publication_find(const fanin_server *s, const char *name)
     return found ? s->publications[at] : NULL;
 }
 
-static uint64_t next_odd(fanin_server *s)
+uint64_t next_odd(fanin_server *s)
 {
     s->counter += 1 + s->counter % 2;
     return s->counter;
 }
 
-static uint64_t next_even(fanin_server *s)
+uint64_t next_even(fanin_server *s)
 {
     s->counter += 2 - s->counter % 2;
     return s->counter;
@@ -165,7 +165,7 @@ uint64_t publication_stable_ns(const publication *p)
     return sum;
 }
 
-static void wait_until(fanin_server *s, deadline at)
+void publication_wait(fanin_server *s, deadline at)
 {
     struct timespec when = {.tv_sec = (time_t)(at / 1000000000),
                             .tv_nsec = (long)(at % 1000000000)};
@@ -181,17 +181,61 @@ static void drain(fanin_server *s, publication *p)
         return;
     while (p->newest && !deadline_passed(p->newest->expires) &&
            (!deadline_passed(limit) || !RULE(RULE_DRAIN_DEADLINE)))
-        wait_until(s, RULE(RULE_DRAIN_DEADLINE)
-                          ? deadline_sooner(limit, p->newest->expires)
-                          : p->newest->expires);
+        publication_wait(s, RULE(RULE_DRAIN_DEADLINE)
+                                ? deadline_sooner(limit, p->newest->expires)
+                                : p->newest->expires);
     if (p->newest)
         s->stats.drains_expired++;
 }
 
-/* A send never blocks, so this is as short as one copy of at most 1 MiB. */
-static void wait_for_sends(fanin_server *s, publication *p, uint64_t epoch)
+bool publication_stands(const publication *p, uint64_t epoch)
 {
-    while (RULE(RULE_SEND_WAIT) && p->in_flight > 0 && p->in_flight_epoch < epoch)
+    return epoch == p->epoch || (epoch == p->previous && epoch != 0);
+}
+
+bool publication_read_enter(publication *p, uint64_t epoch)
+{
+    if (!publication_stands(p, epoch) && RULE(RULE_SEND_CHECK))
+        return false;
+    reading *slot = NULL;
+    for (size_t i = 0; i < READING_EPOCHS; i++) {
+        reading *r = &p->reading[i];
+        if (r->count > 0 && r->epoch == epoch) {
+            r->count++;
+            return true;
+        }
+        if (r->count == 0)
+            slot = r;
+    }
+    if (slot)
+        *slot = (reading){epoch, 1};
+    return slot != NULL;
+}
+
+void publication_read_leave(fanin_server *s, publication *p, uint64_t epoch)
+{
+    for (size_t i = 0; i < READING_EPOCHS; i++)
+        if (p->reading[i].count > 0 && p->reading[i].epoch == epoch) {
+            p->reading[i].count--;
+            break;
+        }
+    if (!publication_stands(p, epoch))
+        pthread_cond_broadcast(&s->freed);
+}
+
+static bool reads_what_has_gone(const publication *p)
+{
+    for (size_t i = 0; i < READING_EPOCHS; i++)
+        if (p->reading[i].count > 0 && !publication_stands(p, p->reading[i].epoch))
+            return true;
+    return false;
+}
+
+/* A send never blocks, so this is as short as one copy of at most 1 MiB; copies out of device
+   memory give up on their own. */
+void publication_wait_for_reads(fanin_server *s, publication *p)
+{
+    while (RULE(RULE_SEND_WAIT) && reads_what_has_gone(p))
         pthread_cond_wait(&s->freed, &s->lock);
 }
 
@@ -204,18 +248,26 @@ static void turn(fanin_server *s, publication *p)
         publication_enter(s, p, STATE_DRAINING);
         drain(s, p);
     }
-    uint64_t epoch = p->epoch = next_odd(s);
+    p->epoch = next_odd(s);
+    p->previous = 0;
     lease_void_all(s, p);
     p->update_open = true;
     if (p->state != STATE_WRITING)
         publication_enter(s, p, STATE_WRITING);
     pthread_cond_broadcast(&s->freed); /* for those that wait for the draining to end */
-    wait_for_sends(s, p, epoch);
+    publication_wait_for_reads(s, p);
     uint64_t waited = clock_ns() - began;
     s->stats.updates++;
     s->stats.drain_wait_ns_total += waited;
     if (waited > s->stats.drain_wait_ns_max)
         s->stats.drain_wait_ns_max = waited;
+}
+
+/* Whether the trainer may write the shards while readers go on, or wait for, a copy of them. */
+static bool has_copies(const publication *p)
+{
+    return (p->mode == MODE_SNAPSHOT && p->state == STATE_STABLE) ||
+           (p->pending && commit_is_copy(p->pending));
 }
 
 fanin_status publication_open_update(fanin_server *s, publication *p,
@@ -228,6 +280,15 @@ fanin_status publication_open_update(fanin_server *s, publication *p,
         return error_set(error, FANIN_ERR_STATE, &place,
                          "another thread is in begin_update of %s", p->name);
     }
+    commit_settle(s, p);
+    if (has_copies(p)) {
+        /* A copy that is still to be made comes before what is written now. */
+        p->update_open = true;
+        s->stats.updates++;
+        return FANIN_OK;
+    }
+    if (RULE(RULE_LATE_EFFECT))
+        commit_withdraw(s, p, "begin_update came before its stream had got there");
     turn(s, p);
     return FANIN_OK;
 }
@@ -236,10 +297,34 @@ void publication_make_unreadable(fanin_server *s, publication *p)
 {
     while (p->state == STATE_DRAINING)
         pthread_cond_wait(&s->freed, &s->lock);
+    commit_settle(s, p);
+    if (has_copies(p)) {
+        p->update_open = true;
+        return;
+    }
+    commit_withdraw(s, p, "shards of it were replaced or removed");
     if (p->state == STATE_STABLE)
         turn(s, p);
     else
-        wait_for_sends(s, p, p->epoch);
+        publication_wait_for_reads(s, p);
+}
+
+void publication_close(fanin_server *s, publication *p)
+{
+    while (p->state == STATE_DRAINING)
+        pthread_cond_wait(&s->freed, &s->lock);
+    commit_settle(s, p);
+    commit_withdraw(s, p, "the publication was removed");
+    if (p->state == STATE_STABLE)
+        turn(s, p);
+    else
+        publication_wait_for_reads(s, p);
+    p->update_open = false;
+    p->mode = MODE_UNKNOWN;
+    p->cast = 0;
+    p->arena = 0;
+    p->aborted = false;
+    p->filling = NULL;
 }
 
 /* ------------------------------------------------------ public functions */
@@ -260,7 +345,31 @@ fanin_status fanin_server_begin_update(fanin_server *server, const char *name,
     if (status == FANIN_OK)
         status = publication_open_update(server, p, error);
     pthread_mutex_unlock(&server->lock);
+    commit_tidy(server);
     return status;
+}
+
+/* An update is open until its commit has taken effect. Lock held. */
+static bool may_abort(fanin_server *s, publication *p)
+{
+    commit_settle(s, p);
+    return p->state != STATE_DRAINING && (p->update_open || p->pending);
+}
+
+/* Lock held. */
+static void abort_update(fanin_server *s, publication *p)
+{
+    /* A copy that is being made belongs to the update before the open one. */
+    if (!p->update_open || !has_copies(p))
+        commit_withdraw(s, p, "its update was aborted");
+    p->update_open = false;
+    s->stats.aborts++;
+    if (has_copies(p)) {
+        p->aborted = true;
+        return;
+    }
+    p->epoch = next_odd(s);
+    publication_enter(s, p, STATE_UNPUBLISHED);
 }
 
 fanin_status fanin_server_abort_update(fanin_server *server, const char *name,
@@ -277,120 +386,13 @@ fanin_status fanin_server_abort_update(fanin_server *server, const char *name,
     if (!p || !p->present) {
         status = error_set(error, FANIN_ERR_NOT_FOUND, &place,
                            "there is no publication %s", name);
-    } else if (!p->update_open || p->state != STATE_WRITING) {
+    } else if (!may_abort(server, p)) {
         status =
             error_set(error, FANIN_ERR_STATE, &place, "no update of %s is open", name);
     } else {
-        p->update_open = false;
-        server->stats.aborts++;
-        publication_enter(server, p, STATE_UNPUBLISHED);
+        abort_update(server, p);
     }
     pthread_mutex_unlock(&server->lock);
-    return status;
-}
-
-/* Whether @p step may be committed now. Lock held. */
-static fanin_status check_commit(const publication *p, uint64_t step,
-                                 fanin_error *error)
-{
-    error_place place = {.phase = "commit"};
-    if (!p->present) {
-        place.remedy = "put shards, or call begin_update, first";
-        return error_set(error, FANIN_ERR_ARGUMENT, &place,
-                         "there is no publication %s", p->name);
-    }
-    if (p->state == STATE_DRAINING || p->state == STATE_STABLE) {
-        place.remedy = "call begin_update before the bytes are written";
-        return error_set(error, FANIN_ERR_STATE, &place, "no update of %s is open",
-                         p->name);
-    }
-    if (p->has_step && step <= p->step) {
-        place.remedy = "steps must grow, also after a publication was removed";
-        return error_set(error, FANIN_ERR_ARGUMENT, &place,
-                         "step %llu of %s is not above the last one, %llu",
-                         (unsigned long long)step, p->name,
-                         (unsigned long long)p->step);
-    }
-    return FANIN_OK;
-}
-
-/* Takes effect only if the update that it closes is still the current one. Lock held. */
-static fanin_status close_update(fanin_server *s, publication *p, uint64_t step,
-                                 uint64_t closing, snapshot **built, fanin_error *error)
-{
-    if (!p->present || p->epoch != closing) {
-        error_place place = {.phase = "commit"};
-        return error_set(error, FANIN_ERR_STATE, &place,
-                         "another update of %s began before step %llu was committed",
-                         p->name, (unsigned long long)step);
-    }
-    fanin_status status = check_commit(p, step, error);
-    if (status != FANIN_OK)
-        return status;
-    if (*built) {
-        snapshot *old = p->catalog;
-        p->catalog = *built;
-        *built = old;
-    }
-    p->epoch = next_even(s);
-    p->update_open = false;
-    p->has_step = true;
-    p->step = step;
-    p->committed_at = clock_ns();
-    s->stats.commits++;
-    publication_enter(s, p, STATE_STABLE);
-    return FANIN_OK;
-}
-
-/* With the publication's writer lock: builds the catalog outside of the server's lock. */
-static fanin_status commit(fanin_server *s, publication *p, uint64_t step,
-                           fanin_error *error)
-{
-    pthread_mutex_lock(&s->lock);
-    fanin_status status = check_commit(p, step, error);
-    uint64_t closing = p->epoch;
-    bool build = p->catalog_changed || !p->catalog;
-    uint64_t version = build ? next_even(s) : 0;
-    pthread_mutex_unlock(&s->lock);
-    snapshot *other = NULL; /* the new catalog, then the one it replaces */
-    if (status == FANIN_OK && build)
-        status =
-            snapshot_build(&s->registrar, &p->shards, p->pairs, (uint32_t)p->n_pairs,
-                           version, s->rank, s->world_size, p->catalog, &other, error);
-    if (status == FANIN_OK) {
-        pthread_mutex_lock(&s->lock);
-        status = close_update(s, p, step, closing, &other, error);
-        pthread_mutex_unlock(&s->lock);
-        if (status == FANIN_OK)
-            p->catalog_changed = false;
-    }
-    snapshot_release(other);
-    return status;
-}
-
-fanin_status fanin_server_commit(fanin_server *server, const char *name, uint64_t step,
-                                 const fanin_commit_options *options,
-                                 fanin_error *error)
-{
-    fanin_status status = server_check(server, error);
-    if (status == FANIN_OK)
-        status = publication_name_check(name, error);
-    if (status != FANIN_OK)
-        return status;
-    error_place place = {.phase = "commit"};
-    if (options && options->struct_size < sizeof *options)
-        return error_set(error, FANIN_ERR_ARGUMENT, &place,
-                         "struct_size of the commit options is not set");
-    pthread_mutex_lock(&server->lock);
-    publication *p = publication_find(server, name);
-    pthread_mutex_unlock(&server->lock);
-    if (!p) {
-        place.remedy = "put shards, or call begin_update, first";
-        return error_set(error, FANIN_ERR_ARGUMENT, &place,
-                         "there is no publication %s", name);
-    }
-    pthread_mutex_lock(&p->writer);
-    status = commit(server, p, step, error);
-    pthread_mutex_unlock(&p->writer);
+    commit_tidy(server);
     return status;
 }

@@ -1,6 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "region.h"
 #include "error_set.h"
+#include "mapper.h"
+#include "messages.h"
 
 #include <stdlib.h>
 #include <string.h>
@@ -9,6 +11,7 @@
 typedef struct range {
     uint64_t low, high;
     uint64_t box;
+    const gpu_range *in;
 } range;
 
 static int by_address(const void *a, const void *b)
@@ -25,7 +28,8 @@ static range *collect(const shard_set *shards)
     for (size_t i = 0; ranges && i < shards->count; i++) {
         const shard *s = shards->shards[i];
         for (size_t j = 0; j < s->n_boxes; j++, n++) {
-            ranges[n] = (range){s->boxes[j].low, s->boxes[j].high, n};
+            const shard_box *b = &s->boxes[j];
+            ranges[n] = (range){b->low, b->high, n, &b->in};
             sorted = sorted && (n == 0 || ranges[n - 1].low <= ranges[n].low);
         }
     }
@@ -34,9 +38,22 @@ static range *collect(const shard_set *shards)
     return ranges;
 }
 
-static region *find(const region_set *set, uint64_t address)
+/* Whether a range belongs to the region of the one before, which ends at @p high. */
+static bool continues(const range *one, const range *before, uint64_t high,
+                      uint64_t page)
 {
-    uint32_t low = 0, high = set->count;
+    if (one->low < high)
+        return true;
+    if (before->in->memory.kind == FANIN_MEMORY_CUDA ||
+        one->in->memory.kind == FANIN_MEMORY_CUDA)
+        return one->in->memory.kind == before->in->memory.kind &&
+               one->in->id == before->in->id;
+    return one->low / page <= (high - 1) / page + 1;
+}
+
+region *region_set_find(const region_set *set, uint64_t address)
+{
+    uint32_t low = 0, high = set->n_sorted;
     while (low < high) {
         uint32_t middle = low + (high - low) / 2;
         region *r = set->regions[middle];
@@ -50,18 +67,27 @@ static region *find(const region_set *set, uint64_t address)
     return NULL;
 }
 
-/* The region [low, high) of the set before, or a new one. */
-static region *obtain(const region_set *before, uint64_t low, uint64_t high)
+static bool is_same(const region *r, uint64_t base, uint64_t length,
+                    const gpu_range *in)
 {
-    region *r = before ? find(before, low) : NULL;
-    if (r && r->base == low && r->length == high - low && !r->gone) {
-        r->users++;
-        return r;
+    return r && !r->gone && r->base == base && r->length == length &&
+           r->memory.kind == in->memory.kind && r->in.id == in->id;
+}
+
+/* A use of @p known if it is that region, or of a new one; NULL: no memory. */
+static region *obtain(region *known, uint64_t base, uint64_t length,
+                      const gpu_range *in)
+{
+    if (is_same(known, base, length, in)) {
+        known->users++;
+        return known;
     }
-    r = calloc(1, sizeof *r);
+    region *r = calloc(1, sizeof *r);
     if (r) {
-        r->base = low;
-        r->length = high - low;
+        r->base = base;
+        r->length = length;
+        r->memory = in->memory;
+        r->in = *in;
         r->users = 1;
     }
     return r;
@@ -77,7 +103,7 @@ fanin_status region_set_build(registrar *r, const shard_set *shards,
         return error_set_memory(error);
     uint64_t page = (uint64_t)r->page_size, count = 0, high = 0;
     for (uint64_t i = 0; i < shards->n_boxes; i++) {
-        if (count == 0 || ranges[i].low / page > (high - 1) / page + 1) {
+        if (count == 0 || !continues(&ranges[i], &ranges[i - 1], high, page)) {
             count++;
             /* NOLINTNEXTLINE(clang-analyzer-core.uninitialized.Assign) n_boxes are set */
             high = ranges[i].high;
@@ -92,31 +118,75 @@ fanin_status region_set_build(registrar *r, const shard_set *shards,
     for (uint64_t i = 0; status == FANIN_OK && i < shards->n_boxes;) {
         uint32_t id = region_of_box[ranges[i].box];
         uint64_t low = ranges[i].low, end = low;
+        const gpu_range *in = ranges[i].in;
         for (; i < shards->n_boxes && region_of_box[ranges[i].box] == id; i++)
             end = ranges[i].high > end ? ranges[i].high : end;
-        out->regions[id] = obtain(before, low, end);
+        out->regions[id] =
+            obtain(before ? region_set_find(before, low) : NULL, low, end - low, in);
         if (out->regions[id])
             out->count++;
         else
             status = error_set_memory(error);
     }
     pthread_mutex_unlock(&r->lock);
+    out->n_sorted = out->count;
     free(ranges);
     if (status != FANIN_OK)
         region_set_free(r, out);
     return status;
 }
 
-static void unregister(region *one)
+fanin_status region_set_append(registrar *r, region_set *set, const region_set *before,
+                               uint64_t base, uint64_t length, const gpu_range *in,
+                               fanin_error *error)
 {
-    for (int i = 0; i < DOMAINS; i++)
-        if (one->registered[i])
-            ucx_region_destroy(&one->registered[i]);
+    static const gpu_range host = {.memory = {FANIN_MEMORY_HOST, -1}};
+    region **grown = realloc(set->regions, ((size_t)set->count + 1) * sizeof(region *));
+    if (!grown)
+        return error_set_memory(error);
+    set->regions = grown;
+    in = in ? in : &host;
+    region *known = NULL, *one;
+    pthread_mutex_lock(&r->lock);
+    for (uint32_t i = 0; before && i < before->count && !known; i++)
+        if (is_same(before->regions[i], base, length, in))
+            known = before->regions[i];
+    one = obtain(known, base, length, in);
+    pthread_mutex_unlock(&r->lock);
+    if (!one)
+        return error_set_memory(error);
+    set->regions[set->count++] = one;
+    return FANIN_OK;
 }
 
-void region_set_free(registrar *r, region_set *set)
+/* UCX wants the device's context to be current while it works on its memory. */
+static fanin_status enter(const region *one, fanin_error *error)
 {
-    pthread_mutex_lock(&r->lock);
+    if (one->memory.kind != FANIN_MEMORY_CUDA)
+        return FANIN_OK;
+    return gpu_context_enter(gpu_present(), one->memory.device, error);
+}
+
+static void leave(const region *one)
+{
+    if (one->memory.kind == FANIN_MEMORY_CUDA)
+        gpu_context_leave(gpu_present());
+}
+
+static void unregister(region *one)
+{
+    for (int i = 0; i < DOMAINS; i++) {
+        if (!one->registered[i])
+            continue;
+        bool entered = enter(one, NULL) == FANIN_OK;
+        ucx_region_destroy(&one->registered[i]);
+        if (entered)
+            leave(one);
+    }
+}
+
+void region_set_release(region_set *set)
+{
     for (uint32_t i = 0; i < set->count; i++) {
         region *one = set->regions[i];
         if (--one->users > 0)
@@ -124,46 +194,134 @@ void region_set_free(registrar *r, region_set *set)
         unregister(one);
         free(one);
     }
-    pthread_mutex_unlock(&r->lock);
     free(set->regions);
     memset(set, 0, sizeof *set);
 }
 
-static void forget(region *one)
+void region_set_free(registrar *r, region_set *set)
 {
+    pthread_mutex_lock(&r->lock);
+    region_set_release(set);
+    pthread_mutex_unlock(&r->lock);
+}
+
+bool region_set_is_gone(const region_set *set)
+{
+    for (uint32_t i = 0; i < set->count; i++)
+        if (!set->regions[i]->gone)
+            return false;
+    return true;
+}
+
+static void forget(registrar *r, region *one)
+{
+    if (one->gone)
+        return;
     one->gone = true;
     unregister(one);
+    mappers_lose(r, one);
 }
 
 void region_set_forget(registrar *r, region_set *set, const shard *s)
 {
     pthread_mutex_lock(&r->lock);
     for (uint32_t i = 0; !s && i < set->count; i++)
-        forget(set->regions[i]);
+        forget(r, set->regions[i]);
     for (size_t i = 0; s && i < s->n_boxes; i++) {
-        region *one = find(set, s->boxes[i].low);
+        region *one = region_set_find(set, s->boxes[i].low);
         if (one)
-            forget(one);
+            forget(r, one);
     }
     pthread_mutex_unlock(&r->lock);
 }
 
-static fanin_status register_all(registrar *r, region_set *set, domain in,
-                                 fanin_error *error)
+/* -------------------------------------------------------------------- keys */
+
+/* A region that UCX cannot register is one that rdma cannot read; pages that are short may be
+   there the next time. */
+static fanin_status register_device(registrar *r, region *one, fanin_error *error)
 {
-    fanin_memory host = {.kind = FANIN_MEMORY_HOST, .device = -1};
-    fanin_status status = FANIN_OK;
-    for (uint32_t i = 0; status == FANIN_OK && i < set->count; i++) {
-        region *one = set->regions[i];
-        if (one->gone)
-            return error_set(error, FANIN_ERR_STALE, NULL,
-                             "the trainer is replacing shards of this catalog");
-        if (!one->registered[in])
-            status = ucx_region_create(r->ucx[in], (void *)(uintptr_t)one->base,
-                                       one->length, host, &one->registered[in], error);
+    fanin_error why = FANIN_ERROR_INIT;
+    fanin_status status = enter(one, &why);
+    if (status == FANIN_OK) {
+        status = ucx_region_create(r->ucx[DOMAIN_RDMA], (void *)(uintptr_t)one->base,
+                                   one->length, one->memory,
+                                   &one->registered[DOMAIN_RDMA], &why);
+        leave(one);
     }
+    if (status == FANIN_OK)
+        return FANIN_OK;
+    if (status == FANIN_ERR_MEMORY || status == FANIN_ERR_LIMIT) {
+        if (error)
+            *error = why;
+        return status;
+    }
+    one->ucx_refused = true;
+    log_write(r->log, FANIN_LOG_WARNING, "no-rdma",
+              "%llu bytes on CUDA device %d cannot be registered for rdma: %s%s%s",
+              (unsigned long long)one->length, (int)one->memory.device, why.message,
+              why.remedy[0] ? "; " : "", why.remedy);
+    return FANIN_OK;
+}
+
+static fanin_status add_ucx_key(registrar *r, region *one, domain in, region_entry *out,
+                                fanin_error *error)
+{
+    fanin_status status = FANIN_OK;
+    bool device = one->memory.kind == FANIN_MEMORY_CUDA;
+    out->base = one->base;
+    if (device && (in != DOMAIN_RDMA || one->ucx_refused))
+        return FANIN_OK;
+    if (!one->registered[in])
+        status = device ? register_device(r, one, error)
+                        : ucx_region_create(r->ucx[in], (void *)(uintptr_t)one->base,
+                                            one->length, one->memory,
+                                            &one->registered[in], error);
+    if (status == FANIN_OK && one->registered[in])
+        out->rkey = ucx_region_rkey(one->registered[in], &out->rkey_size);
     return status;
 }
+
+/* Asks CUDA once; what has no handle is read by stream. */
+static void export_region(registrar *r, region *one)
+{
+    fanin_error why = FANIN_ERROR_INIT;
+    ipc_key key = {.offset = one->base - one->in.base, .length = one->in.length};
+    gpu_device device;
+    one->exported = true;
+    if (one->in.origin != GPU_ORIGIN_MALLOC)
+        return; /* put has told so */
+    gpu *g = gpu_present();
+    fanin_status status = gpu_device_get(g, one->memory.device, &device, &why);
+    if (status == FANIN_OK)
+        status = gpu_export(g, &one->in, key.handle, &why);
+    if (status != FANIN_OK) {
+        log_write(
+            r->log, FANIN_LOG_WARNING, "no-ipc",
+            "an allocation of %llu bytes on CUDA device %d cannot be exported, it is "
+            "served by stream: %s%s%s",
+            (unsigned long long)one->in.length, (int)one->memory.device, why.message,
+            why.remedy[0] ? "; " : "", why.remedy);
+        return;
+    }
+    memcpy(key.uuid, device.uuid, sizeof key.uuid);
+    ipc_key_encode(&key, one->key);
+    one->has_key = true;
+}
+
+static void add_ipc_key(registrar *r, region *one, region_entry *out)
+{
+    if (one->memory.kind != FANIN_MEMORY_CUDA)
+        return;
+    if (!one->exported)
+        export_region(r, one);
+    if (!one->has_key)
+        return;
+    out->rkey = one->key;
+    out->rkey_size = sizeof one->key;
+}
+
+/* ------------------------------------------------------------------- tables */
 
 /* The table's rows without bases and keys; NULL: no memory. */
 static region_entry *rows(const region_set *set)
@@ -172,8 +330,8 @@ static region_entry *rows(const region_set *set)
     for (uint32_t i = 0; entries && i < set->count; i++)
         entries[i] = (region_entry){.id = i,
                                     .length = set->regions[i]->length,
-                                    .memory = FANIN_MEMORY_HOST,
-                                    .device = -1,
+                                    .memory = set->regions[i]->memory.kind,
+                                    .device = set->regions[i]->memory.device,
                                     .rkey = (const uint8_t *)""};
     return entries;
 }
@@ -192,19 +350,28 @@ fanin_status region_set_encode(const region_set *set, buffer *out, fanin_error *
     return entries ? finish(entries, set, out, error) : error_set_memory(error);
 }
 
-fanin_status region_set_encode_keys(registrar *r, region_set *set, domain in,
-                                    buffer *out, fanin_error *error)
+fanin_status region_set_encode_keys(registrar *r, region_set *set, int32_t path,
+                                    const key_reader *to, buffer *out,
+                                    fanin_error *error)
 {
+    domain in = path == WIRE_PATH_RDMA ? DOMAIN_RDMA : DOMAIN_HOST;
     region_entry *entries = rows(set);
     if (!entries)
         return error_set_memory(error);
+    fanin_status status = FANIN_OK;
     pthread_mutex_lock(&r->lock);
-    fanin_status status = register_all(r, set, in, error);
     for (uint32_t i = 0; status == FANIN_OK && i < set->count; i++) {
-        const region *one = set->regions[i];
-        entries[i].base = one->base;
-        entries[i].rkey = ucx_region_rkey(one->registered[in], &entries[i].rkey_size);
+        region *one = set->regions[i];
+        if (one->gone)
+            status = error_set(error, FANIN_ERR_STALE, NULL,
+                               "the trainer is replacing shards of this catalog");
+        else if (path == WIRE_PATH_CUDA_IPC)
+            add_ipc_key(r, one, &entries[i]);
+        else
+            status = add_ucx_key(r, one, in, &entries[i], error);
     }
+    if (status == FANIN_OK && path == WIRE_PATH_CUDA_IPC)
+        status = mapper_note(r, to, set, error);
     if (status == FANIN_OK)
         status = finish(entries, set, out, error);
     else

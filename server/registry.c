@@ -1,7 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* What a publication consists of: shards and metadata, put and removed by the trainer. */
 #include "error_set.h"
+#include "mapper.h"
 #include "server_internal.h"
+#include "shard_memory.h"
 #include "utf8.h"
 
 #include <stdio.h>
@@ -114,7 +116,7 @@ static void exchange(fanin_server *s, publication *p, shard_set *fresh)
         shard *old = p->shards.shards[at];
         p->shards.shards[at] = fresh->shards[i];
         fresh->shards[i] = old;
-        if (p->catalog)
+        if (p->catalog && !p->catalog->plan)
             region_set_forget(&s->registrar, &p->catalog->regions, old);
     }
 }
@@ -151,13 +153,18 @@ static fanin_status put(fanin_server *s, publication *p, shard_set *fresh, bool 
         status = appear(s, p, error);
     if (status != FANIN_OK || plan.added + plan.changed == 0)
         return status;
+    shard_set_log_origins(fresh, p->name, &s->log);
     if (plan.changed > 0) {
+        status = commit_wait_for_copies(s, p, error);
+        if (status != FANIN_OK)
+            return status;
         make_unreadable(s, p);
         exchange(s, p, fresh);
+        mappers_tell(&s->registrar, &s->log, p->name, "replaced");
     }
     insert(p, fresh, plan.added);
     p->shards.n_boxes = plan.boxes;
-    p->catalog_changed = true;
+    p->revision++;
     pthread_mutex_lock(&s->lock);
     p->n_shards = p->shards.count;
     pthread_mutex_unlock(&s->lock);
@@ -175,12 +182,16 @@ fanin_status fanin_server_put(fanin_server *server, const char *name,
         return status;
     shard_set fresh;
     publication *p;
-    status = shard_set_build(name, tensors, count, &fresh, error);
+    memory_probe probe = {.log = &server->log};
+    status = shard_set_build(&probe, name, tensors, count, &fresh, error);
+    if (status == FANIN_OK && probe.last.length > 0)
+        atomic_store(&server->gpu, probe.gpu);
     if (status == FANIN_OK)
         status = lock_publication(server, name, &p, error);
     if (status == FANIN_OK) {
         status = put(server, p, &fresh, replace, error);
         pthread_mutex_unlock(&p->writer);
+        commit_tidy(server);
     }
     shard_set_free(&fresh);
     return status;
@@ -199,28 +210,37 @@ static fanin_status remove_shard(fanin_server *s, publication *p, const char *na
         return error_set(error, FANIN_ERR_NOT_FOUND, &place,
                          "%s has no shard of this name", p->name);
     }
+    fanin_status status = commit_wait_for_copies(s, p, error);
+    if (status != FANIN_OK)
+        return status;
     make_unreadable(s, p);
     shard *old = p->shards.shards[at];
-    if (p->catalog)
+    if (p->catalog && !p->catalog->plan)
         region_set_forget(&s->registrar, &p->catalog->regions, old);
+    mappers_tell(&s->registrar, &s->log, p->name, "removed");
     p->shards.count--;
     p->shards.n_boxes -= old->n_boxes;
     memmove(&p->shards.shards[at], &p->shards.shards[at + 1],
             (p->shards.count - (size_t)at) * sizeof *p->shards.shards);
     shard_free(old);
-    p->catalog_changed = true;
+    p->revision++;
     pthread_mutex_lock(&s->lock);
     p->n_shards = p->shards.count;
     pthread_mutex_unlock(&s->lock);
     return FANIN_OK;
 }
 
-static void remove_all(fanin_server *s, publication *p)
+static fanin_status remove_all(fanin_server *s, publication *p, fanin_error *error)
 {
     pthread_mutex_lock(&s->lock);
-    publication_make_unreadable(s, p);
+    commit_withdraw(s, p, "the publication was removed");
+    pthread_mutex_unlock(&s->lock);
+    fanin_status status = commit_wait_for_copies(s, p, error);
+    if (status != FANIN_OK)
+        return status;
+    pthread_mutex_lock(&s->lock);
+    publication_close(s, p);
     p->present = false;
-    p->update_open = false;
     p->n_shards = 0;
     snapshot *old = p->catalog;
     p->catalog = NULL;
@@ -228,12 +248,14 @@ static void remove_all(fanin_server *s, publication *p)
     pthread_mutex_unlock(&s->lock);
     if (old)
         region_set_forget(&s->registrar, &old->regions, NULL);
+    mappers_tell(&s->registrar, &s->log, p->name, "removed");
     snapshot_release(old);
     shard_set_free(&p->shards);
     free(p->pairs);
     p->pairs = NULL;
     p->n_pairs = 0;
-    p->catalog_changed = false;
+    p->revision++;
+    return FANIN_OK;
 }
 
 fanin_status fanin_server_remove(fanin_server *server, const char *publication_name,
@@ -262,9 +284,10 @@ fanin_status fanin_server_remove(fanin_server *server, const char *publication_n
     else if (name)
         status = remove_shard(server, p, name, error);
     else
-        remove_all(server, p);
+        status = remove_all(server, p, error);
     if (p)
         pthread_mutex_unlock(&p->writer);
+    commit_tidy(server);
     return status;
 }
 
@@ -368,7 +391,7 @@ fanin_status fanin_server_set_metadata(fanin_server *server, const char *name,
         fanin_pair *old = p->pairs;
         p->pairs = copy;
         p->n_pairs = count;
-        p->catalog_changed = true;
+        p->revision++;
         copy = old;
     }
     pthread_mutex_unlock(&p->writer);

@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Requests of an open control session. */
+#include "arena.h"
 #include "error_set.h"
 #include "session.h"
 
@@ -123,18 +124,28 @@ static void reply_page(session *s, uint64_t request, message_type type,
     encode_blob_page(&s->output, request, type, &page);
 }
 
-static fanin_status encode_regions(session *s, snapshot *catalog, int32_t path,
-                                   buffer *out, fanin_error *error)
+/* Whether the session may have remote keys of that path. */
+static bool has_path(const session *s, int32_t path)
+{
+    const registrar *r = &s->control->server->registrar;
+    if (path == WIRE_PATH_CUDA_IPC)
+        return session_may_map(s);
+    return s->trusted && r->ucx[path == WIRE_PATH_RDMA ? DOMAIN_RDMA : DOMAIN_HOST];
+}
+
+static fanin_status encode_regions(session *s, snapshot *catalog,
+                                   const msg_blob_request *m, buffer *out,
+                                   fanin_error *error)
 {
     registrar *r = &s->control->server->registrar;
-    if (path == WIRE_PATH_STREAM)
+    if (m->path == WIRE_PATH_STREAM)
         return region_set_encode(&catalog->regions, out, error);
-    domain in = path == WIRE_PATH_RDMA ? DOMAIN_RDMA : DOMAIN_HOST;
-    if (!s->trusted || path == WIRE_PATH_CUDA_IPC || !r->ucx[in])
+    if (!has_path(s, m->path))
         return error_set(error, FANIN_ERR_UNSUPPORTED, NULL,
                          "this session has not opened the path");
-    s->control->ucx_again = true;
-    return region_set_encode_keys(r, &catalog->regions, in, out, error);
+    key_reader to = {s->reader, s->peer, m->publication};
+    s->control->ucx_again = s->control->ucx_again || m->path != WIRE_PATH_CUDA_IPC;
+    return region_set_encode_keys(r, &catalog->regions, m->path, &to, out, error);
 }
 
 static fanin_status handle_blob(session *s, uint64_t request, message_type type,
@@ -164,12 +175,12 @@ static fanin_status handle_blob(session *s, uint64_t request, message_type type,
         reply_page(s, request, MSG_KEYS_OK, &catalog->keys_blob, m.offset);
     else if (type == MSG_BOXES)
         reply_page(s, request, MSG_BOXES_OK, &catalog->boxes_blob, m.offset);
-    else if (encode_regions(s, catalog, m.path, &regions, &error) == FANIN_OK)
+    else if (encode_regions(s, catalog, &m, &regions, &error) == FANIN_OK)
         reply_page(s, request, MSG_REGIONS_OK, &regions, m.offset);
     else
         session_reply_error(s, request, &error);
     buffer_free(&regions);
-    snapshot_release(catalog);
+    commit_retire(server, catalog);
     return FANIN_OK;
 }
 
@@ -384,6 +395,10 @@ static const char *refusal(const fanin_server *server, const publication *p,
         return "it is at another step";
     if (p->catalog->version != m->catalog_version && RULE(RULE_CATALOG))
         return "its catalog has changed";
+    /* Filling the published arena is what commits never do: a second guard. */
+    if (p->catalog->plan && p->filling == p->catalog->plan->arenas &&
+        p->filling_arena == p->arena && RULE(RULE_ARENA_BEGIN))
+        return "the snapshot is being rewritten";
     return NULL;
 }
 
@@ -413,6 +428,7 @@ static void answer_begin(session *s, publication *p, const msg_begin *m,
     memcpy(reply->token, l->token, sizeof reply->token);
     reply->epoch = l->epoch;
     reply->lease_ms = server->lease_ms;
+    reply->first_region = l->first_region;
 }
 
 static fanin_status handle_begin(session *s, uint64_t request, body *in)

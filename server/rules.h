@@ -16,6 +16,14 @@ enum {
     RULE_CATALOG = 1 << 5,        /**< ... and on the catalog version */
     RULE_SEND_CHECK = 1 << 6,     /**< no send under an epoch that has gone */
     RULE_SEND_WAIT = 1 << 7,      /**< begin_update waits for a running send */
+    RULE_LATE_EFFECT = 1 << 8,    /**< a commit takes effect only on its own update */
+    /* Snapshots: */
+    RULE_ARENA_RAISE = 1 << 9,   /**< the generation is raised before the first byte */
+    RULE_ARENA_CHOICE = 1 << 10, /**< the published arena is never filled */
+    RULE_ARENA_BEGIN = 1 << 11,  /**< no lease on an arena that is being filled */
+    RULE_ARENA_WAIT =
+        1 << 12, /**< a commit waits for leases of the arena that it fills */
+    RULE_ARENA_DEADLINE = 1 << 13, /**< ... at most the lease time from its call */
 };
 
 #ifdef FANIN_TEST_HOOKS
@@ -23,6 +31,8 @@ enum {
 extern atomic_uint server_rules_off;
 /** Called by the data thread when it is about to read the tensors' memory; NULL: nothing. */
 extern void (*_Atomic server_on_send)(void);
+/** Called by a committing thread when it is about to fill an arena; NULL: nothing. */
+extern void (*_Atomic server_on_fill)(void);
 #define RULE(name) (!(atomic_load(&server_rules_off) & (name)))
 #define ON_SEND()                                                                      \
     do {                                                                               \
@@ -30,9 +40,16 @@ extern void (*_Atomic server_on_send)(void);
         if (on_send)                                                                   \
             on_send();                                                                 \
     } while (0)
+#define ON_FILL()                                                                      \
+    do {                                                                               \
+        void (*on_fill)(void) = atomic_load(&server_on_fill);                          \
+        if (on_fill)                                                                   \
+            on_fill();                                                                 \
+    } while (0)
 #else
 #define RULE(name) 1
 #define ON_SEND() (void)0
+#define ON_FILL() (void)0
 #endif
 
 #endif

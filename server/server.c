@@ -3,6 +3,7 @@
 #include "digest.h"
 #include "error_set.h"
 #include "host_id.h"
+#include "mapper.h"
 #include "server_internal.h"
 #include "utf8.h"
 
@@ -30,6 +31,7 @@
 #ifdef FANIN_TEST_HOOKS
 atomic_uint server_rules_off;
 void (*_Atomic server_on_send)(void);
+void (*_Atomic server_on_fill)(void);
 #endif
 
 fanin_status server_check(const fanin_server *s, fanin_error *error)
@@ -250,6 +252,7 @@ static fanin_status fill(fanin_server *s, const fanin_server_config *c,
     s->idle_ms = c->idle_ms;
     s->max_memory = c->max_memory;
     s->log = (logger){c->log, c->log_cookie};
+    s->registrar.log = &s->log;
     host_id(s->host);
     if (!random_bytes(s->incarnation, sizeof s->incarnation))
         return error_set(error, FANIN_ERR_IO, NULL, "the kernel gives no random bytes");
@@ -283,7 +286,9 @@ static fanin_status start(fanin_server *s, fanin_error *error)
     s->port = socket_port(tcp);
     unix_fd = listen_unix(s);
     load_ucx(s);
-    status = stream_create(s, error);
+    status = commit_create(s, error);
+    if (status == FANIN_OK)
+        status = stream_create(s, error);
     if (status == FANIN_OK)
         status = control_create(s, tcp, unix_fd, error);
     if (status != FANIN_OK) {
@@ -304,6 +309,7 @@ static void finish(fanin_server *s)
 {
     control_destroy(s);
     stream_destroy(s);
+    commit_destroy(s);
     publications_free(s);
     for (int i = 0; i < DOMAINS; i++)
         if (s->registrar.ucx[i])
@@ -383,5 +389,8 @@ void fanin_server_destroy(fanin_server **server, uint32_t drain_ms)
     wait_for_leases(s, drain_ms);
     log_write(&s->log, FANIN_LOG_INFO, "server-stop", "%s_%u stops", s->name,
               (unsigned)s->rank);
+    commit_stop(s);
+    mappers_lose_all(&s->registrar);
+    mappers_tell(&s->registrar, &s->log, s->name, "the trainer's own again");
     finish(s);
 }

@@ -5,14 +5,16 @@
  *
  * Threads: the trainer's threads (public functions), the control thread (listeners,
  * control sessions, UCX) and the data thread (data connections). Locks, in the order in
- * which they are taken: a publication's `writer`, then `lock`. The registrar's lock is
- * taken under `writer` or alone, never together with `lock`.
+ * which they are taken: a publication's `writer`, then `lock`, then that of commit.c. The
+ * registrar's lock is taken under `writer` or alone, never together with `lock`. Under
+ * `lock` no function of the GPU is called and no catalog is freed (commit_discard()).
  */
 #ifndef SERVER_INTERNAL_H
 #define SERVER_INTERNAL_H
 
 #include "catalog_snapshot.h"
 #include "clock.h"
+#include "gpu.h"
 #include "log.h"
 #include "messages.h"
 #include "rules.h"
@@ -55,7 +57,9 @@ typedef struct lease {
     uint8_t token[16];
     publication *of; /**< NULL: this slot is free */
     uint64_t epoch;
-    deadline expires; /**< when begin_update stops waiting for it */
+    snapshot *catalog;     /**< that it is for, with a reference */
+    uint32_t first_region; /**< of the arena that it is for (messages.h, begin_ok) */
+    deadline expires;      /**< when begin_update stops waiting for it */
     reader *holder;
     struct lease *older, *newer; /**< of the publication */
 } lease;
@@ -83,6 +87,22 @@ typedef struct state_change {
     publication_state state;
 } state_change;
 
+/** Whether a publication's commits publish the shards themselves or copies of them. */
+typedef enum publication_mode {
+    MODE_UNKNOWN, /**< no commit has taken effect yet */
+    MODE_REFERENCE,
+    MODE_SNAPSHOT,
+} publication_mode;
+
+/** Reads of published memory by the data thread that are under way, by their lease's epoch. */
+typedef struct reading {
+    uint64_t epoch;
+    unsigned count; /**< 0: this slot is free */
+} reading;
+#define READING_EPOCHS 4 /**< more than can stand at a time */
+
+struct commit;
+
 /** Never freed before the server: its name's last step outlives a removal. */
 struct publication {
     char name[PUBLICATION_NAME_SIZE];
@@ -91,20 +111,31 @@ struct publication {
     shard_set shards;       /**< guarded by writer */
     fanin_pair *pairs;      /**< guarded by writer; one allocation */
     size_t n_pairs;
-    bool catalog_changed; /**< guarded by writer: the snapshot is out of date */
+    uint64_t revision; /**< guarded by writer: grows whenever a new catalog is due */
 
     /* Guarded by the server's lock. */
     bool present; /**< it is there; false: removed */
     publication_state state;
+    publication_mode mode;
+    fanin_dtype cast; /**< of a snapshot publication's commits */
     bool update_open; /**< between begin_update and commit or abort */
-    uint64_t epoch;   /**< odd: unreadable */
+    bool aborted;     /**< the last update of a snapshot publication was */
+    uint64_t
+        epoch; /**< odd: unreadable; of snapshots the published arena's generation */
+    /** the generation that still stands of an arena that is not published any more; 0: none */
+    uint64_t previous;
+    unsigned arena;                  /**< the published one, 0 or 1 */
+    const struct arena_set *filling; /**< that holds the arena being filled, or NULL */
+    unsigned filling_arena;
+    unsigned waiting; /**< threads that wait for leases to end, other than draining */
+    struct commit
+        *pending; /**< a commit that has not taken effect yet, with a reference */
     bool has_step;
     uint64_t step;
     snapshot *catalog; /**< of the last commit, or NULL; changed under both locks */
     uint64_t n_shards; /**< for statistics */
     lease *oldest, *newest;
-    unsigned in_flight; /**< sends that read the memory right now */
-    uint64_t in_flight_epoch;
+    reading reading[READING_EPOCHS];
     uint64_t committed_at; /**< clock_ns() of the last commit */
     uint64_t stable_ns[STABLE_SAMPLES];
     unsigned n_stable;
@@ -121,6 +152,7 @@ typedef struct peer_count {
 
 struct control;
 struct stream;
+struct commit_hub;
 
 struct fanin_server {
     pid_t pid;
@@ -134,8 +166,9 @@ struct fanin_server {
     size_t n_allow;
     logger log;
     ucx *ucx;
-    char ucx_why[512]; /**< why there is no UCX, "" otherwise */
-    bool ucx_failed;   /**< ... although there should be */
+    char ucx_why[512];  /**< why there is no UCX, "" otherwise */
+    bool ucx_failed;    /**< ... although there should be */
+    _Atomic(gpu *) gpu; /**< NULL until device memory is put */
     char host[64];
 
     struct control *control;
@@ -153,6 +186,10 @@ struct fanin_server {
     peer_count *peers;
     unsigned listeners; /**< parked waits and watches: whether a change wakes anybody */
     unsigned n_leases;
+    struct commit_hub *hub;   /**< does not change */
+    struct commit *commits;   /**< pending, or withdrawn with a stream still to come */
+    struct commit *untold;    /**< withdrawn or failed, to be logged by commit_tidy() */
+    snapshot *garbage;        /**< without references, to be freed by commit_tidy() */
     bool stopping;            /**< no begins any more */
     fanin_server_stats stats; /**< counters; gauges are filled in when asked for */
 };
@@ -161,7 +198,7 @@ struct fanin_server {
 
 /** FANIN_OK, or FANIN_ERR_ARGUMENT or FANIN_ERR_FORKED with a sentence. */
 fanin_status server_check(const fanin_server *s, fanin_error *error);
-/** Fills @p out with a message's name for a rank: "rank 3". */
+/** "stable", ...: static. */
 const char *state_name(publication_state state);
 
 /* ------------------------------------------------------- publication.c */
@@ -180,9 +217,25 @@ fanin_status publication_appear(fanin_server *s, publication *p, fanin_error *er
  */
 fanin_status publication_open_update(fanin_server *s, publication *p,
                                      fanin_error *error);
-/** The same for changes outside of begin_update: waits for another thread's draining, and
-    does nothing if the publication is unreadable. Lock held. */
+/** The same for changes outside of begin_update: waits for another thread's draining; an
+    unreadable publication only loses its pending commit, a snapshot publication stays readable.
+    Lock held. */
 void publication_make_unreadable(fanin_server *s, publication *p);
+/** Lock held. Nobody reads anything of it afterwards, snapshots neither. */
+void publication_close(fanin_server *s, publication *p);
+/** Lock held. Whether bytes may still be read under a lease of that epoch. */
+bool publication_stands(const publication *p, uint64_t epoch);
+/** Lock held. Announces that the data thread reads memory under that epoch; false: it has gone.
+    Every read that was announced is to be left, also when the epoch has gone meanwhile. */
+bool publication_read_enter(publication *p, uint64_t epoch);
+void publication_read_leave(fanin_server *s, publication *p, uint64_t epoch);
+/** Lock held, given up while waiting: until nothing is read under an epoch that has gone. */
+void publication_wait_for_reads(fanin_server *s, publication *p);
+/** Lock held. Waits for s->freed, at most until then. */
+void publication_wait(fanin_server *s, deadline at);
+/** Lock held. The next number of the server's one counter. */
+uint64_t next_odd(fanin_server *s);
+uint64_t next_even(fanin_server *s);
 /** Lock held. Sets the state, remembers the change and wakes the control thread. */
 void publication_enter(fanin_server *s, publication *p, publication_state state);
 /** Lock held. Mean time that it was stable between its last commits, 0: unknown. */
@@ -190,6 +243,36 @@ uint64_t publication_stable_ns(const publication *p);
 /** Lock held. Writes names of publications, comma-separated, cut to @p size. */
 void publication_names(const fanin_server *s, char *out, size_t size);
 void publications_free(fanin_server *s);
+
+/* ------------------------------------------------------------ commit.c */
+
+/** How long a commit waits for one that has not taken effect, and for itself if it is asked to;
+    and whoever changes shards for a copy of them that is under way. */
+#define COMMIT_WAIT_MS 60000
+
+fanin_status commit_create(fanin_server *s, fanin_error *error);
+/** Lock held. Whether it publishes a copy of the shards. */
+bool commit_is_copy(const struct commit *c);
+/** Lock held. Lets the pending commit take effect if its stream has got there. */
+void commit_settle(fanin_server *s, publication *p);
+/** Lock held. The pending commit, unless it can take effect now, never will. @p why completes
+    "was not published: ..."; static. */
+void commit_withdraw(fanin_server *s, publication *p, const char *why);
+/** Waits, at most COMMIT_WAIT_MS, until no copy of the publication's shards is under way. With
+    the writer lock. FANIN_ERR_TIMEOUT. */
+fanin_status commit_wait_for_copies(fanin_server *s, publication *p,
+                                    fanin_error *error);
+/** Settles what can be settled, logs and frees what was put off. No lock held. */
+void commit_tidy(fanin_server *s);
+/** Withdraws everything; streams that get there later find nothing. NULL hub is fine. */
+void commit_stop(fanin_server *s);
+/** After commit_stop() and the threads' ends. */
+void commit_destroy(fanin_server *s);
+/** Lock held. Gives a reference back; commit_tidy() frees what is left without one. */
+void commit_discard(fanin_server *s, snapshot *catalog);
+/** The same, lock not held: for the threads that serve readers, which should not wait while
+    what is freed with a catalog (arenas, registered memory) goes. NULL is fine. */
+void commit_retire(fanin_server *s, snapshot *catalog);
 
 /* ------------------------------------------------------------- lease.c */
 
@@ -204,7 +287,11 @@ lease *lease_find(reader *r, const uint8_t token[16]);
 /** The publication of a lease that was taken away, NULL: there was none (lately). */
 publication *lease_find_void(reader *r, const uint8_t token[16]);
 void lease_drop(fanin_server *s, lease *l);
+/** Takes a lease away: its end will not be good. */
+void lease_void(fanin_server *s, lease *l);
 void lease_void_all(fanin_server *s, publication *p);
+/** Those whose epoch has gone. */
+void lease_void_strays(fanin_server *s, publication *p);
 
 /* ------------------------------------------------------------ messages */
 

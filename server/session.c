@@ -2,6 +2,7 @@
 /* A control session's bytes: input cut into frames, output that never blocks, deadlines. */
 #include "session.h"
 #include "error_set.h"
+#include "mapper.h"
 
 #include <errno.h>
 #include <stdlib.h>
@@ -92,6 +93,8 @@ static void leave(session *s)
     if (s->next)
         s->next->previous = s->previous;
     bool has_data = false;
+    if (s->reader)
+        mappers_drop(&server->registrar, s->reader);
     pthread_mutex_lock(&server->lock);
     server->listeners -= s->n_waits + s->n_watches;
     if (s->reader) {

@@ -100,6 +100,8 @@ void requests_cancel(session *s);
 /* -------------------------------------------------------------- hello.c */
 
 void request_hello(session *s, const frame *f, body *in);
+/** Whether it may map device memory of this process (path cuda_ipc). */
+bool session_may_map(const session *s);
 /** As the other requests: not FANIN_OK if the body is refused. */
 fanin_status request_open_path(session *s, uint64_t request, body *in);
 /** Lets UCX work; true: it wants to be called again before the thread sleeps. */

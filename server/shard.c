@@ -3,6 +3,7 @@
 #include "dtype.h"
 #include "error_set.h"
 #include "frame.h"
+#include "shard_memory.h"
 #include "utf8.h"
 
 #include <stdio.h>
@@ -48,6 +49,7 @@ static const char *name_fault(const char *name)
 
 typedef struct shard_context {
     const char *publication;
+    memory_probe *probe;
     fanin_error *error;
 } shard_context;
 
@@ -176,10 +178,6 @@ static fanin_status check_tensor(const shard_context *c, const fanin_tensor *t,
     if (t->n_boxes > LIMIT_BOXES)
         return fault(c, FANIN_ERR_LIMIT, t->name,
                      "the shard has more than 4194304 boxes", NULL);
-    if (t->memory.kind != FANIN_MEMORY_DETECT && t->memory.kind != FANIN_MEMORY_HOST)
-        return fault(c, FANIN_ERR_UNSUPPORTED, t->name,
-                     "this build serves tensors in host memory only",
-                     "copy the shard to host memory");
     return FANIN_OK;
 }
 
@@ -201,7 +199,6 @@ static fanin_status shard_make(const shard_context *c, const fanin_tensor *t,
     s->n_dims = t->n_dims;
     memcpy(s->shape, t->shape, t->n_dims * sizeof s->shape[0]);
     s->shape_bytes = bytes;
-    s->memory = (fanin_memory){.kind = FANIN_MEMORY_HOST, .device = -1};
     for (size_t i = 0; i < t->n_boxes; i++) {
         block where = {.n_dims = t->n_dims};
         memcpy(where.offset, t->boxes[i].offset, t->n_dims * sizeof where.offset[0]);
@@ -217,7 +214,21 @@ static fanin_status shard_make(const shard_context *c, const fanin_tensor *t,
             return fault(c, FANIN_ERR_ARGUMENT, t->name, why, NULL);
         s->n_boxes++;
     }
+    fanin_error why = FANIN_ERROR_INIT;
+    status = shard_locate(c->probe, t->memory, s, &why);
+    if (status != FANIN_OK)
+        return fault(c, status, t->name, why.message, why.remedy);
     return check_overlap(c, s);
+}
+
+void shard_box_view(const shard *s, const shard_box *b, strided *out)
+{
+    dtype_unit unit = dtype_get_unit(s->dtype);
+    block units;
+    int64_t packed[FANIN_MAX_DIMS] = {0};
+    block_in_units(&b->block, unit.elements, &units);
+    block_packed_strides(s->n_dims, units.extent, unit.bytes, packed);
+    strided_init(out, s->n_dims, units.extent, b->stride, packed, unit.bytes);
 }
 
 void shard_free(shard *s)
@@ -232,7 +243,8 @@ bool shard_equal(const shard *a, const shard *b)
         return false;
     for (size_t i = 0; i < a->n_boxes; i++) {
         const shard_box *x = &a->boxes[i], *y = &b->boxes[i];
-        if (x->first != y->first || !block_equal(&x->block, &y->block) ||
+        if (x->first != y->first || x->in.id != y->in.id ||
+            !block_equal(&x->block, &y->block) ||
             memcmp(x->stride, y->stride, sizeof x->stride) != 0)
             return false;
     }
@@ -254,10 +266,11 @@ static bool is_sorted(const shard_set *set)
     return true;
 }
 
-fanin_status shard_set_build(const char *publication, const fanin_tensor *tensors,
-                             size_t count, shard_set *out, fanin_error *error)
+fanin_status shard_set_build(memory_probe *probe, const char *publication,
+                             const fanin_tensor *tensors, size_t count, shard_set *out,
+                             fanin_error *error)
 {
-    shard_context c = {.publication = publication, .error = error};
+    shard_context c = {.publication = publication, .probe = probe, .error = error};
     memset(out, 0, sizeof *out);
     if (count == 0)
         return FANIN_OK;

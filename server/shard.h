@@ -4,6 +4,7 @@
 #define SHARD_H
 
 #include "block.h"
+#include "gpu.h"
 #include <fanin/types.h>
 #include <stddef.h>
 
@@ -19,6 +20,7 @@ typedef struct shard_box {
     uint8_t *first;     /**< first element */
     uint64_t low, high; /**< addresses of all bytes: [low, high) */
     uint64_t bytes;
+    gpu_range in; /**< the allocation that holds it, if it is device memory */
 } shard_box;
 
 typedef struct shard {
@@ -27,7 +29,7 @@ typedef struct shard {
     uint32_t n_dims;
     uint64_t shape[FANIN_MAX_DIMS];
     uint64_t shape_bytes;
-    fanin_memory memory;
+    fanin_memory memory; /**< of all boxes */
     size_t n_boxes;
     shard_box boxes[];
 } shard;
@@ -42,12 +44,19 @@ typedef struct shard_set {
 /** "lora:<run>" or "full:<run>" with run = [A-Za-z0-9._-]{1,64}, not "." or "..". */
 fanin_status publication_name_check(const char *name, fanin_error *error);
 
+struct memory_probe;
+
 /**
- * Checks @p count descriptions and makes a set of them. Errors are those of
- * fanin_server_put(), with the key. *out is to be freed also on failure.
+ * Checks @p count descriptions, finds out where their memory is and makes a set of them. Errors
+ * are those of fanin_server_put(), with the key. *out is to be freed also on failure.
  */
-fanin_status shard_set_build(const char *publication, const fanin_tensor *tensors,
-                             size_t count, shard_set *out, fanin_error *error);
+fanin_status shard_set_build(struct memory_probe *probe, const char *publication,
+                             const fanin_tensor *tensors, size_t count, shard_set *out,
+                             fanin_error *error);
+
+/** How a box that is not packed is walked in the order of its packed bytes: from its own layout to
+    the packed one. */
+void shard_box_view(const shard *s, const shard_box *b, strided *out);
 
 void shard_free(shard *s);
 void shard_set_free(shard_set *set);
@@ -55,7 +64,7 @@ void shard_set_free(shard_set *set);
 /** Index of @p name, or -1 - (index where it would be inserted). */
 ptrdiff_t shard_set_find(const shard_set *set, const char *name);
 
-/** Same dtype, shape, boxes, addresses and strides. */
+/** Same dtype, shape, boxes, addresses, allocations and strides. */
 bool shard_equal(const shard *a, const shard *b);
 
 #endif

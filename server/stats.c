@@ -20,6 +20,7 @@ static void collect(fanin_server *s, fanin_server_stats *out)
     }
     pthread_mutex_unlock(&s->lock);
     out->session_memory = atomic_load(&s->memory);
+    out->ipc_mappers = atomic_load(&s->registrar.n_mappers);
 }
 
 fanin_status fanin_server_get_stats(fanin_server *server, fanin_server_stats *stats)
@@ -113,6 +114,11 @@ static void add_updates(text *t, const fanin_server_stats *s)
 {
     number(t, "fanin_updates_total", "counter", "Updates that began.", s->updates);
     number(t, "fanin_commits_total", "counter", "Steps committed.", s->commits);
+    number(
+        t, "fanin_commits_withdrawn_total", "counter",
+        "Steps that were never published because an update began before their stream "
+        "had got there.",
+        s->commits_withdrawn);
     number(t, "fanin_aborts_total", "counter", "Updates aborted.", s->aborts);
     seconds(t, "fanin_drain_wait_seconds_total", "counter",
             "Time that begin_update waited for readers.", s->drain_wait_ns_total);
@@ -140,6 +146,8 @@ static void add_sessions(text *t, const fanin_server_stats *s)
     number(t, "fanin_tensors", "gauge", "Shards registered now.", s->tensors);
     number(t, "fanin_connection_memory_bytes", "gauge",
            "Memory that all connections take now.", s->session_memory);
+    number(t, "fanin_ipc_mappers", "gauge",
+           "Sessions that were given keys to map CUDA memory.", s->ipc_mappers);
 }
 
 fanin_status fanin_server_prometheus(fanin_server *server, char *out, size_t capacity,

@@ -12,6 +12,8 @@
 
 #define SOCKET_ROOM (512 << 10) /**< of a Unix socket; the kernel doubles it */
 #define EVENTS 64
+#define SWEEP_MS                                                                       \
+    1000 /**< deadlines are looked at so often while the queue is never empty */
 
 struct stream {
     stream_tools tools;
@@ -39,15 +41,31 @@ static void enqueue(struct stream *t, connection *c)
     t->last = c;
 }
 
-/* Takes it out of the list; it must not be in the queue. */
+static void dequeue(struct stream *t, connection *c)
+{
+    connection *before = NULL, *at = t->first;
+    for (; at != c; at = at->next_queued)
+        before = at;
+    if (before)
+        before->next_queued = c->next_queued;
+    else
+        t->first = c->next_queued;
+    if (t->last == c)
+        t->last = before;
+    c->queued = false;
+}
+
+/* Takes it out of list and queue. */
 static void connection_close(struct stream *t, connection *c)
 {
+    if (c->queued)
+        dequeue(t, c);
     connection **link = &t->connections;
     while (*link != c)
         link = &(*link)->next;
     *link = c->next;
     epoll_ctl(t->epoll, EPOLL_CTL_DEL, c->fd, NULL);
-    connection_free(t->tools.server, c);
+    connection_free(&t->tools, c);
 }
 
 bool stream_adopt(fanin_server *s, const handover *h)
@@ -114,10 +132,18 @@ static void run_queue(struct stream *t)
     }
 }
 
-/* Closes who has not moved for too long; when to look again. The queue is empty. */
+/* Memory of the stage that nothing is done with now goes to those that wait for it. */
+static void share_stage(struct stream *t)
+{
+    stage *st = t->tools.stage;
+    for (connection *c = t->connections; c && st && stage_is_short(st); c = c->next)
+        connection_yield(&t->tools, c);
+}
+
+/* Closes who has not moved for too long; when to look again. The queue may fill. */
 static deadline sweep(struct stream *t)
 {
-    deadline soonest = UINT64_MAX;
+    deadline soonest = t->tools.stage ? stage_expire(t->tools.stage) : UINT64_MAX;
     for (connection *c = t->connections, *next; c; c = next) {
         next = c->next;
         if (c->stalled_at == UINT64_MAX || !deadline_passed(c->stalled_at)) {
@@ -152,11 +178,20 @@ static void *run(void *cookie)
 {
     struct stream *t = cookie;
     struct epoll_event events[EVENTS];
+    deadline at = UINT64_MAX, sweep_due = 0;
     while (!atomic_load(&t->quit)) {
-        int timeout = t->first ? 0 : deadline_poll_ms(sweep(t));
+        if (!t->first || deadline_passed(sweep_due)) {
+            at = sweep(t);
+            sweep_due = deadline_in_ms(SWEEP_MS);
+        }
+        int timeout = t->first ? 0 : deadline_poll_ms(at);
         int n = epoll_wait(t->epoll, events, EVENTS, timeout);
         for (int i = 0; i < n; i++) {
             connection *c = events[i].data.ptr;
+            if (events[i].data.ptr == &t->tools) {
+                stage_reap(t->tools.stage);
+                continue;
+            }
             if (!c) {
                 eventfd_t count;
                 (void)eventfd_read(t->event, &count);
@@ -170,8 +205,35 @@ static void *run(void *cookie)
             enqueue(t, c);
         }
         run_queue(t);
+        share_stage(t);
     }
     return NULL;
+}
+
+static void wake(void *cookie, connection *c)
+{
+    enqueue(cookie, c);
+}
+
+static fanin_status need_stage(stream_tools *tools, fanin_error *error)
+{
+    struct stream *t = (struct stream *)tools; /* its first member */
+    gpu *g = atomic_load(&tools->server->gpu);
+    stage *made = NULL;
+    if (!g)
+        return error_set(error, FANIN_ERR_INTERNAL, NULL,
+                         "device memory is published without CUDA");
+    fanin_status status = stage_create(tools->server, g, wake, t, &made, error);
+    if (status != FANIN_OK)
+        return status;
+    struct epoll_event event = {.events = EPOLLIN, .data.ptr = tools};
+    if (epoll_ctl(t->epoll, EPOLL_CTL_ADD, stage_event(made), &event) != 0) {
+        stage_destroy(&made);
+        return error_set(error, FANIN_ERR_IO, NULL,
+                         "epoll refuses the stage's descriptor");
+    }
+    tools->stage = made;
+    return FANIN_OK;
 }
 
 void stream_wake(fanin_server *s)
@@ -197,6 +259,7 @@ fanin_status stream_create(fanin_server *s, fanin_error *error)
     if (!t)
         return error_set_memory(error);
     t->tools.server = s;
+    t->tools.need_stage = need_stage;
     pthread_mutex_init(&t->lock, NULL);
     t->epoll = epoll_create1(EPOLL_CLOEXEC);
     t->event = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
@@ -229,9 +292,9 @@ void stream_destroy(fanin_server *s)
     stream_wake(s);
     pthread_join(t->thread, NULL);
     welcome(t);
-    t->first = t->last = NULL;
     while (t->connections)
         connection_close(t, t->connections);
+    stage_destroy(&t->tools.stage);
     stream_free(t);
     s->stream = NULL;
 }

@@ -28,12 +28,15 @@ connection *connection_make(const handover *h)
     return c;
 }
 
-void connection_free(fanin_server *s, connection *c)
+void connection_free(stream_tools *t, connection *c)
 {
+    fanin_server *s = t->server;
+    if (t->stage)
+        stage_leave(t->stage, c);
     /* A forked child may hold a copy of the descriptor: closing alone would not end it. */
     shutdown(c->fd, SHUT_RDWR);
     close(c->fd);
-    job_free(&c->job);
+    job_free(s, &c->job);
     buffer_free(&c->input);
     buffer_free(&c->output);
     memory_account(s, &c->memory, 0);
@@ -86,7 +89,7 @@ static void refuse_read(stream_tools *t, connection *c, uint64_t request,
     pthread_mutex_lock(&s->lock);
     s->stats.reads_refused++;
     pthread_mutex_unlock(&s->lock);
-    job_end(&c->job);
+    job_end(s, &c->job);
     reply_error(c, request, code, why);
 }
 
@@ -99,7 +102,9 @@ static const char *job_begin(fanin_server *s, connection *c, const uint8_t token
     if (l) {
         c->job.of = l->of;
         c->job.epoch = l->epoch;
-        c->job.catalog = snapshot_retain(l->of->catalog);
+        c->job.first_region = l->first_region;
+        memcpy(c->job.token, token, sizeof c->job.token);
+        c->job.catalog = snapshot_retain(l->catalog);
     } else if (lease_find_void(c->reader, token)) {
         s->stats.pulls_stale++;
         why = "the lease is gone: the weights are being rewritten";
@@ -108,6 +113,20 @@ static const char *job_begin(fanin_server *s, connection *c, const uint8_t token
     }
     pthread_mutex_unlock(&s->lock);
     return why;
+}
+
+/* A reply from device memory; its header waits until the first bytes are there. */
+static turn_result start_staged(stream_tools *t, connection *c, uint64_t request)
+{
+    fanin_error why = FANIN_ERROR_INIT;
+    if (!t->stage && t->need_stage(t, &why) != FANIN_OK) {
+        refuse_read(t, c, request, why.status, why.message);
+        return TURN_MORE;
+    }
+    c->job.request = request;
+    c->job.ungathered = c->job.left;
+    c->job.is_staged = c->job.header_due = true;
+    return TURN_MORE;
 }
 
 static turn_result start_read(stream_tools *t, connection *c, const frame *f, body *in)
@@ -131,12 +150,15 @@ static turn_result start_read(stream_tools *t, connection *c, const frame *f, bo
         return TURN_MORE;
     }
     if (!connection_account(t->server, c)) {
-        job_end(&c->job);
+        job_end(t->server, &c->job);
         return reject(t, c, f->request, FANIN_ERR_LIMIT,
                       "the server's connections have all the memory they may");
     }
-    encode_read_ok(&c->output, f->request, (uint32_t)m.bytes);
-    return TURN_MORE;
+    if (!job_needs_stage(&c->job)) {
+        encode_read_ok(&c->output, f->request, (uint32_t)m.bytes);
+        return TURN_MORE;
+    }
+    return start_staged(t, c, f->request);
 }
 
 static turn_result handle_frame(stream_tools *t, connection *c, const frame *f,
@@ -240,33 +262,21 @@ static turn_result discard(connection *c)
 
 /* ----------------------------------------------------------------- output */
 
-/* Announces a send that reads the publication's memory; false: the epoch has gone. */
-static bool send_enter(fanin_server *s, job *j)
+static void count_sent(fanin_server *s, connection *c, uint64_t bytes)
 {
-    pthread_mutex_lock(&s->lock);
-    bool stands = j->of->epoch == j->epoch || !RULE(RULE_SEND_CHECK);
-    if (stands) {
-        j->of->in_flight++;
-        j->of->in_flight_epoch = j->epoch;
-    } else {
-        s->stats.pulls_stale++;
-    }
-    pthread_mutex_unlock(&s->lock);
-    return stands;
+    job *j = &c->job;
+    s->stats.bytes_streamed += bytes;
+    s->stats.reads_streamed += bytes > 0 && bytes == j->left && !j->is_void;
+    c->reader->active_ns = clock_ns();
 }
 
 static void send_leave(fanin_server *s, connection *c, bool reading, uint64_t bytes)
 {
     job *j = &c->job;
     pthread_mutex_lock(&s->lock);
-    if (reading) {
-        j->of->in_flight--;
-        if (j->of->epoch != j->epoch)
-            pthread_cond_broadcast(&s->freed);
-    }
-    s->stats.bytes_streamed += bytes;
-    s->stats.reads_streamed += bytes > 0 && bytes == j->left && !j->is_void;
-    c->reader->active_ns = clock_ns();
+    if (reading)
+        bracket_leave(s, j->of, j->epoch);
+    count_sent(s, c, bytes);
     pthread_mutex_unlock(&s->lock);
 }
 
@@ -280,33 +290,28 @@ static void account_sent(connection *c, size_t bytes, uint64_t *of_job)
     *of_job = bytes - first;
 }
 
-static turn_result send_some(stream_tools *t, connection *c)
+static void gather_start(gather *g, const connection *c, size_t most)
 {
-    gather *g = &t->gather;
-    job *j = &c->job;
-    bool reading = false;
     g->n = 0;
     g->bytes = g->bounced = 0;
-    g->most = c->burst;
-    bool more = gather_add(g, c->output.data + c->sent, c->output.size - c->sent);
-    if (j->left > 0 && more) {
-        reading = !j->is_void && send_enter(t->server, j);
-        j->is_void = !reading;
-        if (reading)
-            ON_SEND();
-        if (reading)
-            job_gather(j, g);
-        else
-            job_gather_zeros(j, g);
-    }
+    g->most = most;
+    gather_add(g, c->output.data + c->sent, c->output.size - c->sent);
+}
+
+/* Sends what is gathered; @p reading: from the publication's memory. What of it was the job's is in
+   *of_job. */
+static turn_result transmit(stream_tools *t, connection *c, bool reading,
+                            uint64_t *of_job)
+{
+    gather *g = &t->gather;
     struct msghdr message = {.msg_iov = g->iov, .msg_iovlen = (size_t)g->n};
     ssize_t n = sendmsg(c->fd, &message, MSG_NOSIGNAL | MSG_DONTWAIT);
     int code = errno;
-    uint64_t of_job = 0;
+    *of_job = 0;
     if (n > 0)
-        account_sent(c, (size_t)n, &of_job);
-    if (reading || of_job > 0)
-        send_leave(t->server, c, reading, of_job);
+        account_sent(c, (size_t)n, of_job);
+    if (reading || *of_job > 0)
+        send_leave(t->server, c, reading, *of_job);
     if (n < 0 && code != EAGAIN && code != EINTR)
         return TURN_CLOSE;
     if (n > 0 && !c->closing)
@@ -315,9 +320,7 @@ static turn_result send_some(stream_tools *t, connection *c)
     c->burst = full ? c->burst / 2 : 2 * c->burst;
     c->burst = c->burst < BURST_LEAST ? BURST_LEAST : c->burst;
     c->burst = c->burst > SEND_MOST ? SEND_MOST : c->burst;
-    job_advance(j, of_job);
-    if (j->of && j->left == 0)
-        job_end(j);
+    job_advance(&c->job, *of_job);
     if (!full)
         return TURN_MORE;
     c->can_write = false;
@@ -326,8 +329,136 @@ static turn_result send_some(stream_tools *t, connection *c)
     return TURN_WAIT;
 }
 
+static turn_result send_some(stream_tools *t, connection *c)
+{
+    gather *g = &t->gather;
+    job *j = &c->job;
+    bool reading = false;
+    uint64_t of_job;
+    gather_start(g, c, c->burst);
+    if (j->left > 0 && g->bytes < g->most) {
+        reading = !j->is_void && bracket_enter(t->server, j->of, j->epoch);
+        j->is_void = !reading;
+        if (reading)
+            ON_SEND();
+        if (reading)
+            job_gather(j, g);
+        else
+            job_gather_zeros(j, g);
+    }
+    turn_result result = transmit(t, c, reading, &of_job);
+    if (result != TURN_CLOSE && j->of && j->left == 0)
+        job_end(t->server, j);
+    return result;
+}
+
+/* ----------------------------------------------------------- device memory */
+
+/* Bytes that a device owes will not come. If nothing of the reply has left, the reply is an error;
+   else its rest is padding, and the lease is taken away, so that the reader's end is not
+   good and its next read gets the error. */
+static void give_up(stream_tools *t, connection *c, const fanin_error *why)
+{
+    fanin_server *s = t->server;
+    job *j = &c->job;
+    log_write(&s->log, FANIN_LOG_ERROR, "device-failed",
+              "a read of %s for %s fails: %s", j->of->name, c->peer, why->message);
+    stage_leave(t->stage, c);
+    if (j->header_due) {
+        refuse_read(t, c, j->request, why->status, why->message);
+        return;
+    }
+    j->is_void = true;
+    pthread_mutex_lock(&s->lock);
+    lease *l = lease_find(c->reader, j->token);
+    if (l)
+        lease_void(s, l);
+    pthread_mutex_unlock(&s->lock);
+}
+
+/* Starts copies as long as there are chunks for them; false: the read was given up. */
+static bool fill_chunks(stream_tools *t, connection *c)
+{
+    job *j = &c->job;
+    while (c->staged.count < CHUNKS_EACH && j->ungathered > 0 && !j->is_void) {
+        fanin_error why = FANIN_ERROR_INIT;
+        fill_result result = stage_fill(t->stage, c, j, &why);
+        j->is_void = result == FILL_VOID;
+        if (result == FILL_FAILED)
+            give_up(t, c, &why);
+        if (result == FILL_WAIT || result == FILL_FAILED)
+            return result == FILL_WAIT;
+    }
+    const chunk *first = c->staged.first;
+    if (first && first->state == CHUNK_FAILED) {
+        fanin_error why = FANIN_ERROR_INIT;
+        stage_explain(t->stage, first, &why);
+        give_up(t, c, &why);
+        return false;
+    }
+    return true;
+}
+
+/* @p bytes of the reply have left. */
+static void drop_sent(stream_tools *t, staged *of, uint64_t bytes)
+{
+    while (bytes > 0 && of->first) {
+        chunk *first = of->first;
+        uint64_t step = first->bytes - first->sent;
+        step = bytes < step ? bytes : step;
+        first->sent += step;
+        bytes -= step;
+        if (first->sent == first->bytes)
+            stage_drop_first(t->stage, of);
+    }
+}
+
+void connection_yield(stream_tools *t, connection *c)
+{
+    uint64_t unsent = 0;
+    if (c->can_write || !c->staged.first)
+        return;
+    for (const chunk *at = c->staged.first; at; at = at->next)
+        unsent += at->bytes - at->sent;
+    job_rewind(&c->job, unsent);
+    c->job.ungathered += unsent;
+    stage_leave(t->stage, c);
+}
+
+static turn_result send_staged(stream_tools *t, connection *c)
+{
+    gather *g = &t->gather;
+    job *j = &c->job;
+    uint64_t of_job;
+    if (!fill_chunks(t, c))
+        return TURN_MORE;
+    const chunk *first = c->staged.first;
+    if (j->header_due && (first ? first->state == CHUNK_READY : j->is_void)) {
+        encode_read_ok(&c->output, j->request, (uint32_t)j->left);
+        j->header_due = false;
+    }
+    if (c->output.failed)
+        return TURN_CLOSE;
+    if (!c->can_write)
+        return TURN_WAIT;
+    gather_start(g, c, SEND_MOST);
+    for (const chunk *at = first; at && at->state == CHUNK_READY; at = at->next)
+        gather_add(g, at->data + at->sent, at->bytes - at->sent);
+    if (!first && j->is_void)
+        job_gather_zeros(j, g);
+    if (g->bytes == 0)
+        return TURN_WAIT; /* for a copy, or for a chunk */
+    turn_result result = transmit(t, c, false, &of_job);
+    drop_sent(t, &c->staged, of_job);
+    if (result != TURN_CLOSE && j->left == 0)
+        job_end(t->server, j);
+    return result;
+}
+
 turn_result connection_turn(stream_tools *t, connection *c)
 {
+    if (c->job.is_staged)
+        return send_staged(t, c);
     if (c->output.size > c->sent || c->job.left > 0)
         return c->can_write ? send_some(t, c) : TURN_WAIT;
     return c->closing ? discard(c) : next_frame(t, c);

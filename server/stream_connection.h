@@ -3,7 +3,7 @@
 #ifndef STREAM_CONNECTION_H
 #define STREAM_CONNECTION_H
 
-#include "stream_job.h"
+#include "stream_stage.h"
 
 /** TURN_MORE: give it another turn; TURN_WAIT: not before epoll speaks of it. */
 typedef enum turn_result { TURN_MORE, TURN_WAIT, TURN_CLOSE } turn_result;
@@ -13,6 +13,9 @@ typedef struct stream_tools {
     fanin_server *server;
     read_entry *entries; /**< LIMIT_READ_ENTRIES */
     gather gather;
+    stage *stage; /**< NULL until device memory is asked for */
+    /** Makes it. */
+    fanin_status (*need_stage)(struct stream_tools *t, fanin_error *error);
 } stream_tools;
 
 typedef struct connection {
@@ -29,15 +32,19 @@ typedef struct connection {
     size_t burst;        /**< what the socket is likely to take at once */
     deadline stalled_at; /**< when to give the peer up; UINT64_MAX: it owes nothing */
     job job;
+    staged staged;
     struct connection *next, *next_queued;
 } connection;
 
 /** Made by the control thread. NULL: no memory, and nothing was taken. */
 connection *connection_make(const handover *h);
 /** The connection is in no list any more. It must have left the epoll set. */
-void connection_free(fanin_server *s, connection *c);
+void connection_free(stream_tools *t, connection *c);
 /** False: the connections have all the memory they may. */
 bool connection_account(fanin_server *s, connection *c);
+/** Gives back the chunks of a connection that can send nothing now: what is in them is gathered
+    again later. For others that wait for chunks. */
+void connection_yield(stream_tools *t, connection *c);
 /** Takes one frame, or sends once: at most 1 MiB. Never blocks. */
 turn_result connection_turn(stream_tools *t, connection *c);
 

@@ -50,6 +50,7 @@ fanin_status job_set_ranges(job *j, const msg_read *m, const char **why)
             *why = "the read asks for more than 4 MiB";
             return FANIN_ERR_ARGUMENT;
         }
+        j->ranges[i].whole = j->ranges[i].length;
         sum += j->ranges[i].length;
     }
     if (sum != m->bytes || sum == 0) {
@@ -59,7 +60,7 @@ fanin_status job_set_ranges(job *j, const msg_read *m, const char **why)
     j->n_ranges = m->n_entries;
     j->current = 0;
     j->left = sum;
-    j->is_void = false;
+    j->is_void = j->is_staged = j->header_due = false;
     return FANIN_OK;
 }
 
@@ -68,17 +69,18 @@ size_t job_memory(const job *j)
     return j->capacity * sizeof *j->ranges;
 }
 
-void job_end(job *j)
+void job_end(fanin_server *s, job *j)
 {
-    snapshot_release(j->catalog);
+    commit_retire(s, j->catalog);
     j->catalog = NULL;
     j->of = NULL;
-    j->left = 0;
+    j->left = j->ungathered = 0;
+    j->is_staged = j->header_due = false;
 }
 
-void job_free(job *j)
+void job_free(fanin_server *s, job *j)
 {
-    job_end(j);
+    job_end(s, j);
     free(j->ranges);
     memset(j, 0, sizeof *j);
 }
@@ -163,23 +165,19 @@ static bool gather_view(gather *g, const strided *view, const uint8_t *first,
     return true;
 }
 
+static bool gather_piece(void *cookie, const job *j, const source_box *b,
+                         uint64_t offset, uint64_t length)
+{
+    gather *g = cookie;
+    const uint8_t *first = snapshot_box_first(j->catalog, b, j->first_region);
+    return b->view == VIEW_PACKED
+               ? gather_add(g, first + offset, length)
+               : gather_view(g, &j->catalog->views[b->view], first, offset, length);
+}
+
 void job_gather(const job *j, gather *g)
 {
-    const snapshot *catalog = j->catalog;
-    for (uint32_t i = j->current; i < j->n_ranges; i++) {
-        uint64_t at = j->ranges[i].at, end = at + j->ranges[i].length;
-        for (const source_box *b = &catalog->boxes[j->ranges[i].box]; at < end; b++) {
-            uint64_t stop = b[1].start < end ? b[1].start : end;
-            uint64_t offset = at - b->start, length = stop - at;
-            bool more = b->view == VIEW_PACKED
-                            ? gather_add(g, b->first + offset, length)
-                            : gather_view(g, &catalog->views[b->view], b->first, offset,
-                                          length);
-            if (!more)
-                return;
-            at = stop;
-        }
-    }
+    job_each(j, gather_piece, g);
 }
 
 void job_gather_zeros(const job *j, gather *g)
@@ -193,9 +191,8 @@ void job_gather_zeros(const job *j, gather *g)
     }
 }
 
-void job_advance(job *j, uint64_t bytes)
+void job_skip(job *j, uint64_t bytes)
 {
-    j->left -= bytes;
     while (bytes > 0) {
         job_range *r = &j->ranges[j->current];
         uint64_t step = bytes < r->length ? bytes : r->length;
@@ -205,9 +202,66 @@ void job_advance(job *j, uint64_t bytes)
         if (r->length == 0)
             j->current++;
     }
-    if (j->left == 0 || j->is_void)
+    if (j->current == j->n_ranges)
         return;
     job_range *r = &j->ranges[j->current];
     while (r->at >= j->catalog->boxes[r->box + 1].start)
         r->box++;
+}
+
+void job_rewind(job *j, uint64_t bytes)
+{
+    if (bytes > 0 && j->current == j->n_ranges)
+        j->current--;
+    while (bytes > 0) {
+        job_range *r = &j->ranges[j->current];
+        uint64_t gone = r->whole - r->length, step = bytes < gone ? bytes : gone;
+        r->at -= step;
+        r->length += step;
+        bytes -= step;
+        while (r->at < j->catalog->boxes[r->box].start)
+            r->box--;
+        if (bytes > 0)
+            j->current--;
+    }
+}
+
+void job_advance(job *j, uint64_t bytes)
+{
+    j->left -= bytes;
+    if (j->left > 0 && !j->is_void && !j->is_staged)
+        job_skip(j, bytes);
+}
+
+static bool is_host(void *cookie, const job *j, const source_box *b, uint64_t offset,
+                    uint64_t length)
+{
+    bool *found = cookie;
+    (void)offset, (void)length;
+    *found = snapshot_box_device(j->catalog, b, j->first_region) >= 0;
+    return !*found;
+}
+
+bool job_needs_stage(const job *j)
+{
+    bool found = false;
+    if (j->catalog->has_device)
+        job_each(j, is_host, &found);
+    return found;
+}
+
+/* --------------------------------------------------------------- brackets */
+
+bool bracket_enter(fanin_server *s, publication *of, uint64_t epoch)
+{
+    pthread_mutex_lock(&s->lock);
+    bool stands = publication_read_enter(of, epoch);
+    s->stats.pulls_stale += !stands;
+    pthread_mutex_unlock(&s->lock);
+    return stands;
+}
+
+void bracket_leave(fanin_server *s, publication *of, uint64_t epoch)
+{
+    publication_read_leave(s, of, epoch);
 }

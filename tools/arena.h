@@ -6,19 +6,34 @@
 #include <fanin/client.h>
 
 typedef struct arena {
-    uint8_t *memory; /**< pre-faulted; one tensor after the other, 64-byte aligned */
+    int device;      /**< DEVICE_HOST, or the CUDA device whose memory it is */
+    uint8_t *memory; /**< pre-faulted; one tensor after the other, well aligned */
     uint64_t size;
     uint64_t bytes; /**< of tensors */
     fanin_tensor *tensors;
     fanin_box *boxes;
     size_t count, capacity;
+    fanin_dtype half; /**< what F32 tensors are here; 0: F32 */
+    uint8_t *copy;    /**< a device's memory as arena_read() left it */
+    void *stream;
 } arena;
 
-/** Reads the publication's catalog and maps memory for it, faulted in. Errors are
-    fanin_client_catalog()'s, and FANIN_ERR_MEMORY. To be freed also after an error. */
+/** Reads the publication's catalog and makes memory for it: the host's, faulted in, or of
+    @p device. @p half: tensors that are F32 there have that dtype here; 0: all as they are.
+    Errors are fanin_client_catalog()'s, FANIN_ERR_MEMORY and device_driver.h's. To be freed also
+    after an error. */
 fanin_status arena_make(fanin_client *client, const char *publication,
-                        uint32_t timeout_ms, arena *out, fanin_error *error);
+                        uint32_t timeout_ms, int device, fanin_dtype half, arena *out,
+                        fanin_error *error);
 void arena_free(arena *a);
+
+/** Bytes of the tensor number @p i. */
+uint64_t arena_bytes(const arena *a, size_t i);
+/** All of the memory, for the host to read until the next call; *@p out + (address of a box -
+    memory) is where the box is. */
+fanin_status arena_read(arena *a, const uint8_t **out, fanin_error *error);
+/** Overwrites all of it, so that what is read later was written later. */
+fanin_status arena_spoil(arena *a, fanin_error *error);
 
 /** Anonymous memory with its pages in place; NULL without memory. */
 void *arena_map(uint64_t size);

@@ -2,7 +2,10 @@
 #include "bench.h"
 #include "report.h"
 
+#include <stdarg.h>
+#include <stdio.h>
 #include <stdlib.h>
+#include <string.h>
 
 bool bench_samples_init(bench_samples *s, uint32_t iterations)
 {
@@ -47,7 +50,34 @@ bench_figure bench_figure_make(uint64_t *values, uint32_t count)
                           values[count - 1]};
 }
 
+bench_figure bench_figure_part(const bench_samples *s, uint32_t phase, uint32_t first,
+                               uint32_t count)
+{
+    uint64_t *copy = malloc(((size_t)count + 1) * sizeof(copy[0]));
+    bench_figure figure = {0};
+    if (copy != NULL) {
+        memcpy(copy, s->values + (size_t)phase * s->capacity + first,
+               count * sizeof(copy[0]));
+        figure = bench_figure_make(copy, count);
+    }
+    free(copy);
+    return figure;
+}
+
 bench_figure bench_figure_of(const bench_samples *s, uint32_t phase)
 {
-    return bench_figure_make(s->values + (size_t)phase * s->capacity, s->count);
+    return bench_figure_part(s, phase, 0, s->count);
+}
+
+bench_limit *bench_limit_add(bench_limits *limits, const char *format, ...)
+{
+    size_t at =
+        limits->count < BENCH_MAX_LIMITS ? limits->count++ : BENCH_MAX_LIMITS - 1;
+    bench_limit *limit = &limits->items[at];
+    va_list arguments;
+    *limit = (bench_limit){.pieces = 1};
+    va_start(arguments, format);
+    vsnprintf(limit->name, sizeof(limit->name), format, arguments);
+    va_end(arguments);
+    return limit;
 }

@@ -4,6 +4,7 @@
 
 #include <errno.h>
 #include <pthread.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
@@ -121,47 +122,50 @@ static int read_once(const pieces *p, const arena *a, uint32_t threads)
     return failed;
 }
 
-bench_limit bench_raw_read(const rank_options *options, const ranks *r, const arena *a,
-                           uint32_t threads)
+void bench_raw_read(bench_limits *limits, const rank_options *options, const ranks *r,
+                    const arena *a, uint32_t threads)
 {
     pieces p = {0};
     uint64_t times[ROUNDS];
-    bench_limit limit = {.name = "raw reads", .threads = threads};
+    bench_limit *limit = bench_limit_add(limits, "raw reads");
+    const char *problem = NULL;
     uint32_t parts = options->world_size / options->replicate;
-    if (threads > MAX_THREADS) {
-        limit.threads = threads = MAX_THREADS;
-    }
-    for (uint32_t rank = 0; rank < parts && limit.problem == NULL; rank++) {
+    threads = threads < MAX_THREADS ? threads : MAX_THREADS;
+    for (uint32_t rank = 0; rank < parts && problem == NULL; rank++) {
         if (!add_rank(&p, ranks_pid(r, rank), ranks_extents(r, rank),
                       options->tensors->count, a->size)) {
-            limit.problem = "out of memory";
+            problem = "out of memory";
         }
     }
-    for (uint32_t round = 0; round < ROUNDS && limit.problem == NULL; round++) {
+    for (uint32_t round = 0; round < ROUNDS && problem == NULL; round++) {
         uint64_t start = progress_now_ns();
         int failed = read_once(&p, a, threads);
         times[round] = progress_now_ns() - start;
         if (failed != 0) {
-            limit.problem = strerror(failed);
+            problem = strerror(failed);
         }
     }
-    limit.bytes = p.bytes;
-    limit.pieces = p.count;
-    if (limit.problem == NULL) {
-        limit.ns = bench_figure_make(times, ROUNDS);
+    limit->threads = threads;
+    limit->bytes = p.bytes;
+    limit->pieces = p.count;
+    if (problem == NULL) {
+        limit->ns = bench_figure_make(times, ROUNDS);
+    } else {
+        snprintf(limit->problem, sizeof(limit->problem), "%s", problem);
     }
     free(p.items);
-    return limit;
 }
 
-bench_limit bench_memcpy(const arena *a)
+void bench_memcpy(bench_limits *limits, const arena *a)
 {
     uint64_t times[ROUNDS];
-    bench_limit limit = {.name = "memcpy", .bytes = a->size, .pieces = 1, .threads = 1};
+    bench_limit *limit = bench_limit_add(limits, "memcpy");
+    limit->bytes = a->size;
+    limit->threads = 1;
     uint8_t *source = arena_map(a->size);
     if (source == NULL) {
-        limit.problem = "out of memory";
-        return limit;
+        snprintf(limit->problem, sizeof(limit->problem), "out of memory");
+        return;
     }
     memset(source, 1, a->size); /* all pages its own, not the zero page */
     for (uint32_t round = 0; round < ROUNDS; round++) {
@@ -169,7 +173,6 @@ bench_limit bench_memcpy(const arena *a)
         memcpy(a->memory, source, a->size);
         times[round] = progress_now_ns() - start;
     }
-    limit.ns = bench_figure_make(times, ROUNDS);
+    limit->ns = bench_figure_make(times, ROUNDS);
     munmap(source, a->size > 0 ? a->size : 1);
-    return limit;
 }

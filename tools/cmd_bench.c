@@ -2,50 +2,25 @@
 #include "bench.h"
 #include "check.h"
 #include "command.h"
+#include "device_driver.h"
 #include "failure.h"
 #include "interrupt.h"
 #include "output.h"
 #include "progress.h"
 #include "report.h"
 #include "session.h"
-#include "source.h"
-#include "world.h"
 
 #include <dirent.h>
 #include <errno.h>
 #include <fcntl.h>
+#include <poll.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
-typedef struct bench {
-    const command *self;
-    invocation line;
-    source_options source_options;
-    world_options world;
-    char *dest;
-    int iterations, cold;
-
-    rank_options rank_options;
-    source source;
-    ranks *ranks; /**< NULL: ranks that run already */
-    char *target; /**< theirs, or of our own ranks */
-    session session;
-    arena arena;
-    bool follows_pattern, have_limits;
-    bench_samples samples;
-    bench_limit limits[3];
-    fanin_result_info last;
-    char reason[256];
-    uint64_t peak_bytes, serial;
-} bench;
-
-static bool to_memory(const bench *b)
-{
-    return b->dest == NULL || strcmp(b->dest, "memory") == 0;
-}
+enum { START_MS = 300000 };
 
 /* Removes an adapter directory that this bench made. */
 static void remove_directory(const char *path)
@@ -63,49 +38,63 @@ static void remove_directory(const char *path)
     rmdir(path);
 }
 
-/* One pull; @p info is filled but for its strings. */
-static fanin_status pull_once(bench *b, bool check, fanin_result_info *info,
-                              fanin_error *error)
+static fanin_status check_arena(bench *b, uint64_t step, fanin_error *error)
+{
+    const uint8_t *memory;
+    fanin_status status = arena_read(&b->arena, &memory, error);
+    for (size_t i = 0; status == FANIN_OK && i < b->arena.count; i++) {
+        const fanin_tensor *t = &b->arena.tensors[i];
+        const uint8_t *address = t->boxes[0].address;
+        status = check_memory(&b->pattern, b->session.publication, t->name, t->dtype,
+                              step, memory + (address - b->arena.memory),
+                              arena_bytes(&b->arena, i), error);
+    }
+    return status;
+}
+
+static fanin_status pull_memory(bench *b, const fanin_pull_options *options, bool check,
+                                fanin_result **result, fanin_error *error)
+{
+    fanin_status status = check ? arena_spoil(&b->arena, error) : FANIN_OK;
+    if (status == FANIN_OK) {
+        status = fanin_client_pull(b->session.client, options, b->arena.tensors,
+                                   b->arena.count, result, error);
+    }
+    return status;
+}
+
+fanin_status bench_pull(bench *b, bool check, fanin_result_info *info,
+                        fanin_error *error)
 {
     fanin_result *result = NULL;
     fanin_pull_options options;
     char path[4096];
-    fanin_status status;
+    uint64_t checked;
     fanin_pull_options_init(&options, sizeof(options));
     options.publication = b->session.publication;
     options.timeout_ms = b->line.common.timeout_ms;
+    options.dtype = b->half;
+    options.spare_file = b->spare_file != 0;
     *info = (fanin_result_info){.struct_size = sizeof(*info)};
-    snprintf(path, sizeof(path), "%s/fanin-bench-%d-%llu", to_memory(b) ? "" : b->dest,
+    snprintf(path, sizeof(path), "%s/fanin-bench-%d-%llu", b->directory ? b->dest : "",
              (int)getpid(), (unsigned long long)b->serial++);
-    if (to_memory(b)) {
-        status = fanin_client_pull(b->session.client, &options, b->arena.tensors,
-                                   b->arena.count, &result, error);
-    } else {
-        status = fanin_client_pull_adapter(b->session.client, &options, path, &result,
-                                           error);
-    }
+    fanin_status status = b->directory
+                              ? fanin_client_pull_adapter(b->session.client, &options,
+                                                          path, &result, error)
+                              : pull_memory(b, &options, check, &result, error);
     if (status == FANIN_OK) {
         fanin_result_get(result, info);
         snprintf(b->reason, sizeof(b->reason), "%s",
                  info->path_reason != NULL ? info->path_reason : "");
         info->path_reason = info->ranks_json = NULL;
     }
-    for (size_t i = 0;
-         status == FANIN_OK && check && to_memory(b) && i < b->arena.count; i++) {
-        const fanin_tensor *t = &b->arena.tensors[i];
-        uint64_t bytes = fanin_dtype_bits(t->dtype);
-        for (uint32_t d = 0; d < t->n_dims; d++) {
-            bytes *= t->shape[d];
-        }
-        status = check_memory(b->session.publication, t->name, info->step,
-                              t->boxes[0].address, bytes / 8, error);
+    if (status == FANIN_OK && check) {
+        status = b->directory
+                     ? check_directory(&b->pattern, path, b->session.publication,
+                                       info->step, &checked, error)
+                     : check_arena(b, info->step, error);
     }
-    if (!to_memory(b)) {
-        uint64_t checked;
-        if (status == FANIN_OK && check) {
-            status = check_directory(path, b->session.publication, info->step, &checked,
-                                     error);
-        }
+    if (b->directory) {
         remove_directory(path);
     }
     fanin_result_free(&result);
@@ -123,7 +112,7 @@ static int pull_cold(bench *b, fanin_result_info *info)
         code = session_connect(&b->session, b->line.common.timeout_ms);
     }
     uint64_t connected = progress_now_ns() - start;
-    if (code == 0 && pull_once(b, false, info, &error) != FANIN_OK) {
+    if (code == 0 && bench_pull(b, b->check_all, info, &error) != FANIN_OK) {
         code = failure_report("cannot pull", &error);
     }
     info->connect_ns += connected;
@@ -132,11 +121,12 @@ static int pull_cold(bench *b, fanin_result_info *info)
     return code;
 }
 
+/* One round of pulls. */
 static int measure(bench *b)
 {
     fanin_error error = FANIN_ERROR_INIT;
     fanin_result_info info;
-    if (pull_once(b, b->follows_pattern, &info, &error) != FANIN_OK) {
+    if (bench_pull(b, b->pattern.follows, &info, &error) != FANIN_OK) {
         return failure_report("cannot pull", &error); /* the warm-up proves the bytes */
     }
     for (int i = 0; i < b->iterations; i++) {
@@ -145,142 +135,48 @@ static int measure(bench *b)
             if (code != 0) {
                 return code;
             }
-        } else if (pull_once(b, false, &info, &error) != FANIN_OK) {
+        } else if (bench_pull(b, b->check_all, &info, &error) != FANIN_OK) {
             return failure_report("cannot pull", &error);
         }
         bench_samples_add(&b->samples, &info);
         b->last = info;
+        if (b->pause > 0) {
+            poll(NULL, 0, b->pause);
+        }
         if (interrupt_requested()) {
             return EXIT_INTERRUPTED;
         }
     }
-    b->peak_bytes = report_peak_bytes();
     return 0;
 }
 
+/* What can be said without this library of the bytes that were pulled. */
 static void measure_limits(bench *b)
 {
     long processors = sysconf(_SC_NPROCESSORS_ONLN);
+    uint32_t threads = processors > 1 ? (uint32_t)processors : 1;
+    bench_spread spread = {0};
+    bool host = b->dest_device == DEVICE_HOST;
+    bool devices = b->device.device != NULL;
     if (b->ranks != NULL) {
-        b->limits[0] = bench_raw_read(&b->rank_options, b->ranks, &b->arena, 1);
-        b->limits[1] = bench_raw_read(&b->rank_options, b->ranks, &b->arena,
-                                      processors > 1 ? (uint32_t)processors : 1);
+        bench_spread_of(&b->rank_options, &spread);
     }
-    b->limits[2] = bench_memcpy(&b->arena);
-    b->have_limits = true;
-}
-
-static json_t *figure_json(bench_figure f)
-{
-    json_t *o = json_object();
-    output_set_u64(o, "median_ns", f.median);
-    output_set_u64(o, "min_ns", f.least);
-    output_set_u64(o, "max_ns", f.most);
-    return o;
-}
-
-static json_t *limits_json(const bench *b)
-{
-    json_t *list = json_array();
-    for (size_t i = 0; i < 3; i++) {
-        const bench_limit *l = &b->limits[i];
-        if (l->name == NULL) {
-            continue;
+    if (devices) {
+        bench_device_copies(&b->limits, &spread, b->dest_device);
+    }
+    if (b->directory) {
+        if (b->ranks != NULL) {
+            bench_file_pages(&b->limits, &spread, b->dest, b->last.bytes);
         }
-        json_t *o = l->problem == NULL ? figure_json(l->ns) : json_object();
-        output_set_string(o, "name", l->name);
-        output_set_u64(o, "threads", l->threads);
-        output_set_u64(o, "bytes", l->bytes);
-        output_set_u64(o, "pieces", l->pieces);
-        output_set_string(o, "problem", l->problem);
-        json_array_append_new(list, o);
+        return;
     }
-    return list;
-}
-
-static void tell_json(const bench *b)
-{
-    json_t *phases = json_object();
-    json_t *o = json_object();
-    for (uint32_t i = 0; report_phases[i].name != NULL; i++) {
-        json_object_set_new(phases, report_phases[i].name,
-                            figure_json(bench_figure_of(&b->samples, i)));
-        if (strcmp(report_phases[i].name, "total") == 0) {
-            double total = (double)bench_figure_of(&b->samples, i).median;
-            json_object_set_new(o, "bytes_per_second",
-                                json_real((double)b->last.bytes / total * 1e9));
-        }
+    if (host && !devices && b->ranks != NULL) {
+        bench_raw_read(&b->limits, &b->rank_options, b->ranks, &b->arena, 1);
+        bench_raw_read(&b->limits, &b->rank_options, b->ranks, &b->arena, threads);
     }
-    output_set_u64(o, "tensors", b->last.tensors);
-    output_set_u64(o, "bytes", b->last.bytes);
-    output_set_u64(o, "world_size", b->session.target.count);
-    output_set_string(o, "destination", to_memory(b) ? "memory" : b->dest);
-    output_set_string(o, "path", fanin_path_name(b->last.path));
-    output_set_string(o, "path_reason", b->reason);
-    output_set_u64(o, "reads", b->last.reads);
-    output_set_u64(o, "iterations", b->samples.count);
-    json_object_set_new(o, "cold", json_boolean(b->cold));
-    json_object_set_new(o, "pattern_checked", json_boolean(b->follows_pattern));
-    json_object_set_new(o, "phases", phases);
-    json_object_set_new(o, "limits", limits_json(b));
-    output_set_u64(o, "peak_resident_bytes", b->peak_bytes);
-    output_json(o);
-}
-
-static void add_figure(struct libscols_table *table, const char *name, bench_figure f,
-                       uint64_t bytes)
-{
-    output_text median = output_duration(f.median);
-    output_text least = output_duration(f.least);
-    output_text most = output_duration(f.most);
-    output_text rate = output_rate(bytes, f.median);
-    const char *cells[] = {name, median.s, least.s, most.s, bytes > 0 ? rate.s : NULL};
-    output_row(table, NULL, cells, 5);
-}
-
-static void tell_text(const bench *b)
-{
-    static const output_column columns[] = {{"PHASE", false, false},
-                                            {"MEDIAN", true, false},
-                                            {"MIN", true, false},
-                                            {"MAX", true, false},
-                                            {"RATE", true, false}};
-    struct libscols_table *table = output_table(columns, 5);
-    printf("%llu tensors, %s, %u ranks, to %s\n", (unsigned long long)b->last.tensors,
-           output_bytes(b->last.bytes).s, b->session.target.count,
-           to_memory(b) ? "memory" : b->dest);
-    printf("path %s%s%s, %llu reads a pull\n", fanin_path_name(b->last.path),
-           b->reason[0] != '\0' ? ": " : "", b->reason,
-           (unsigned long long)b->last.reads);
-    printf("%u pulls, %s; %s\n", b->samples.count,
-           b->cold ? "each by a new client" : "warm",
-           b->follows_pattern ? "every byte of the first one proven"
-                              : "bytes not proven: the ranks follow no pattern");
-    for (uint32_t i = 0; report_phases[i].name != NULL; i++) {
-        const char *name = report_phases[i].name;
-        bench_figure f = bench_figure_of(&b->samples, i);
-        bool moves = strcmp(name, "read") == 0 || strcmp(name, "total") == 0;
-        if (f.most > 0) {
-            add_figure(table, name, f, moves ? b->last.bytes : 0);
-        }
+    if (host) {
+        bench_memcpy(&b->limits, &b->arena);
     }
-    for (size_t i = 0; b->have_limits && i < 3; i++) {
-        const bench_limit *l = &b->limits[i];
-        char name[96];
-        if (l->name == NULL || l->problem != NULL) {
-            continue;
-        }
-        snprintf(name, sizeof(name), "limit: %s, %u thread%s", l->name, l->threads,
-                 l->threads == 1 ? "" : "s");
-        add_figure(table, name, l->ns, l->bytes);
-    }
-    output_print(table);
-    for (size_t i = 0; b->have_limits && i < 3; i++) {
-        if (b->limits[i].problem != NULL) {
-            failure_warn("no limit by %s: %s", b->limits[i].name, b->limits[i].problem);
-        }
-    }
-    printf("peak resident set %s\n", output_bytes(b->peak_bytes).s);
 }
 
 /* The ranks' addresses, as a target. */
@@ -303,10 +199,26 @@ static int own_target(bench *b)
     return 0;
 }
 
+/* Ranks that work update now and then; those of snapshots make some commits at first, which
+   are timed; others stay with their first step. */
+static void set_updates(bench *b)
+{
+    rank_options *o = &b->rank_options;
+    o->update_every_ms = -1;
+    if (o->load != DEVICE_LOAD_NONE) {
+        o->update_every_ms = b->update_every;
+    } else if (o->publishing.snapshot) {
+        o->publishing.timed = true;
+        o->steps = (uint64_t)b->commits + 2; /* the first two make the arenas */
+        o->update_every_ms = 0;
+    }
+}
+
 static int start_ranks(bench *b)
 {
     static char zero[] = "0";
     static char *runs[] = {zero};
+    b->source_options.masters = b->device.cast != NULL;
     int code = source_open(b->self, &b->source_options, "small", &b->source);
     if (code != 0) {
         return code;
@@ -316,6 +228,9 @@ static int start_ranks(bench *b)
     }
     b->world.no_ucx = b->line.connect.no_ucx;
     code = world_resolve(b->self, &b->world, &b->rank_options);
+    if (code == 0) {
+        code = device_resolve(b->self, &b->device, &b->rank_options);
+    }
     if (code != 0) {
         return code;
     }
@@ -332,72 +247,148 @@ static int start_ranks(bench *b)
     o->pairs = b->source.pairs;
     o->n_pairs = b->source.n_pairs;
     o->first_step = 1;
-    o->update_every_ms = -1;
     o->extents = true;
     o->verbose = b->line.common.verbose != 0;
+    set_updates(b);
     code = ranks_start(o, &b->ranks);
     if (code == 0) {
-        code = ranks_wait_ready(b->ranks, 300000);
+        code = ranks_wait_ready(b->ranks, START_MS);
+    }
+    if (code == 0 && o->steps > 0) {
+        code = ranks_wait_step(b->ranks, o->first_step + o->steps - 1, START_MS);
     }
     return code != 0 ? code : own_target(b);
 }
 
-static int bench_all(bench *b)
+/* Destination and pattern. */
+static int prepare(bench *b)
 {
     fanin_error error = FANIN_ERROR_INIT;
     uint32_t timeout_ms = b->line.common.timeout_ms;
-    if (!bench_samples_init(&b->samples, (uint32_t)b->iterations)) {
+    const session *s = &b->session;
+    fanin_status status = FANIN_OK;
+    if (!b->directory) {
+        status = arena_make(s->client, s->publication, timeout_ms, b->dest_device,
+                            b->half, &b->arena, &error);
+    }
+    if (status == FANIN_OK) {
+        status = check_ask(s->client, s->publication, timeout_ms, &b->pattern, &error);
+    }
+    if (status != FANIN_OK) {
+        return failure_report("cannot pull", &error);
+    }
+    if (b->check_all && !b->pattern.follows) {
+        return failure_local(
+            "cannot pull", FANIN_ERR_UNSUPPORTED, "leave out --check-pattern",
+            "%s does not say that its bytes follow the pattern", s->publication);
+    }
+    return 0;
+}
+
+static int bench_all(bench *b)
+{
+    uint32_t rounds = (uint32_t)b->repeat;
+    if (!bench_samples_init(&b->samples, (uint32_t)b->iterations * rounds)) {
         return failure_local("cannot measure", FANIN_ERR_MEMORY, "fewer --iterations",
                              "no memory for the samples");
     }
     int code = session_open(&b->session, b->self, &b->line, b->target, b->line.run);
     if (code == 0) {
-        code = session_connect(&b->session, timeout_ms);
+        code = session_connect(&b->session, b->line.common.timeout_ms);
+    }
+    if (code == 0) {
+        code = prepare(b);
+    }
+    for (uint32_t round = 0; code == 0 && round < rounds; round++) {
+        code = measure(b);
+    }
+    b->peak_bytes = report_peak_bytes();
+    if (code == 0 && b->rank_options.load != DEVICE_LOAD_NONE) {
+        code = bench_trainer(b);
     }
     if (code != 0) {
         return code;
     }
-    session *s = &b->session;
-    fanin_status status = FANIN_OK;
-    if (to_memory(b)) {
-        status = arena_make(s->client, s->publication, timeout_ms, &b->arena, &error);
+    measure_limits(b);
+    if (b->line.common.json) {
+        bench_tell_json(b);
+    } else {
+        bench_tell_text(b);
     }
-    if (status == FANIN_OK) {
-        status = check_follows_pattern(s->client, s->publication, timeout_ms,
-                                       &b->follows_pattern, &error);
-    }
-    if (status != FANIN_OK) {
-        return failure_report("cannot pull", &error);
-    }
-    code = measure(b);
-    if (code == 0) {
-        if (to_memory(b)) {
-            measure_limits(b);
+    return 0;
+}
+
+/* --dest, --pull-dtype and --trainer-load. */
+static int resolve(bench *b)
+{
+    const char *name = b->self->name;
+    b->dest_device = DEVICE_HOST;
+    if (b->dest != NULL && strncmp(b->dest, "device:", 7) == 0) {
+        int list[DEVICE_LIST];
+        size_t count;
+        if (!device_list_parse(b->dest + 7, list, &count) || count != 1 ||
+            list[0] == DEVICE_HOST) {
+            return failure_usage(name, "--dest is memory, device:N or a directory");
         }
-        if (b->line.common.json) {
-            tell_json(b);
-        } else {
-            tell_text(b);
-        }
+        b->dest_device = list[0];
+    } else {
+        b->directory = b->dest != NULL && strcmp(b->dest, "memory") != 0;
     }
-    return code;
+    if (b->pull_dtype != NULL && (b->half = device_half_dtype(b->pull_dtype)) == 0) {
+        return failure_usage(name, "--pull-dtype is bf16 or f16, not '%s'",
+                             b->pull_dtype);
+    }
+    if (b->load_name == NULL) {
+        return 0;
+    }
+    b->rank_options.load = strcmp(b->load_name, "product") == 0 ? DEVICE_LOAD_PRODUCT
+                           : strcmp(b->load_name, "sweep") == 0 ? DEVICE_LOAD_SWEEP
+                                                                : DEVICE_LOAD_NONE;
+    if (b->rank_options.load == DEVICE_LOAD_NONE) {
+        return failure_usage(name, "--trainer-load is product or sweep");
+    }
+    if (b->device.device == NULL || b->line.parsed.count > 0) {
+        return failure_usage(name, "--trainer-load is for own ranks with --device");
+    }
+    return 0;
+}
+
+static int check_numbers(const bench *b)
+{
+    const char *name = b->self->name;
+    if (b->iterations < 1 || b->iterations > BENCH_MAX_ITERATIONS) {
+        return failure_usage(name, "--iterations is 1 to %d", BENCH_MAX_ITERATIONS);
+    }
+    if (b->repeat < 1 || b->repeat > BENCH_MAX_ROUNDS) {
+        return failure_usage(name, "--repeat is 1 to %d", BENCH_MAX_ROUNDS);
+    }
+    if (b->commits < 1 || b->commits > RANK_COMMITS - 2) {
+        return failure_usage(name, "--commits is 1 to %d", RANK_COMMITS - 2);
+    }
+    if (b->update_every < 0 || b->pause < 0) {
+        return failure_usage(name, "--update-every and --pause are not negative");
+    }
+    return 0;
 }
 
 static int check_usage(bench *b)
 {
-    if (b->iterations < 1 || b->iterations > BENCH_MAX_ITERATIONS) {
-        return failure_usage(b->self->name, "--iterations is 1 to %d",
-                             BENCH_MAX_ITERATIONS);
+    int code = check_numbers(b);
+    if (code != 0) {
+        return code;
     }
     if (b->line.parsed.count > 1) {
         return failure_usage(b->self->name, "unexpected argument '%s'",
                              b->line.parsed.positional[1]);
     }
-    if (b->line.parsed.count == 0) {
-        return 0;
+    code = resolve(b);
+    if (code != 0 || b->line.parsed.count == 0) {
+        return code;
     }
-    if (source_given(&b->source_options)) {
-        return failure_usage(b->self->name, "TARGET and --model exclude each other");
+    if (source_given(&b->source_options) || b->device.device != NULL ||
+        b->device.snapshot) {
+        return failure_usage(b->self->name, "TARGET excludes --model, --adapter-shape, "
+                                            "--device and --snapshot");
     }
     b->target = strdup(b->line.parsed.positional[0]);
     return b->target != NULL ? 0
@@ -417,16 +408,45 @@ static void close_all(bench *b)
 
 static int run(const command *self, int argc, const char **argv)
 {
-    bench b = {.self = self, .line.common.timeout_ms = 60000, .iterations = 10};
-    struct poptOption source_part[SOURCE_OPTIONS], world_part[WORLD_OPTIONS];
+    static bench b; /* large */
+    b = (bench){.self = self,
+                .line.common.timeout_ms = 60000,
+                .iterations = 10,
+                .repeat = 1,
+                .commits = 20,
+                .update_every = 1000,
+                .dest_device = DEVICE_HOST,
+                .arena.device = DEVICE_HOST};
+    struct poptOption source_part[SOURCE_OPTIONS], world_part[WORLD_OPTIONS],
+        device_part[DEVICE_OPTIONS];
     struct poptOption table[] = {
         {"dest", 'd', POPT_ARG_STRING, &b.dest, 0,
-         "memory (default), or a directory to make adapters in", "memory|DIR"},
+         "memory (default), memory of a CUDA device, or a directory to make adapters "
+         "in",
+         "memory|device:N|DIR"},
         {"iterations", 'i', POPT_ARG_INT, &b.iterations, 0, "pulls (default 10)", "N"},
         {"cold", 0, POPT_ARG_NONE, &b.cold, 0,
          "a new client for each pull: connection, catalog and plan anew", NULL},
+        {"repeat", 0, POPT_ARG_INT, &b.repeat, 0, "rounds of pulls (default 1)", "N"},
+        {"check-pattern", 0, POPT_ARG_NONE, &b.check_all, 0,
+         "prove every byte of each pull, not of the first one only", NULL},
+        {"pull-dtype", 0, POPT_ARG_STRING, &b.pull_dtype, 0,
+         "pull F32 tensors as bf16 or f16", "DTYPE"},
+        {"spare-file", 0, POPT_ARG_NONE, &b.spare_file, 0,
+         "into a directory: keep the next pull's file ready", NULL},
+        {"pause", 0, POPT_ARG_INT, &b.pause, 0,
+         "wait between pulls, as workers do (default 0)", "MS"},
+        {"commits", 0, POPT_ARG_INT, &b.commits, 0,
+         "with --snapshot: commits that are timed first (default 20)", "N"},
+        {"trainer-load", 0, POPT_ARG_STRING, &b.load_name, 0,
+         "also measure what pulls cost ranks that multiply matrices (product) or move "
+         "memory (sweep)",
+         "KIND"},
+        {"update-every", 0, POPT_ARG_INT, &b.update_every, 0,
+         "how often those ranks update (default 1000)", "MS"},
         {NULL, 0, POPT_ARG_INCLUDE_TABLE, source_part, 0,
          "What own ranks serve:", NULL},
+        {NULL, 0, POPT_ARG_INCLUDE_TABLE, device_part, 0, "How they publish:", NULL},
         {NULL, 0, POPT_ARG_INCLUDE_TABLE, world_part, 0, "Own ranks:", NULL},
         SESSION_TABLE(&b.line),
         POPT_TABLEEND,
@@ -435,6 +455,7 @@ static int run(const command *self, int argc, const char **argv)
     world_init(&b.world);
     source_table(&b.source_options, true, source_part);
     world_table(&b.world, false, world_part);
+    device_table(&b.device, device_part);
     if (session_parse(self, &b.line, argc, argv, table, &code)) {
         code = check_usage(&b);
         if (code == 0 && b.target == NULL) {
@@ -458,6 +479,8 @@ const command cmd_bench = {
             "  nixl-fetch bench --model qwen3-30b-a3b --r 16 --dest /dev/shm "
             "--iterations 5\n"
             "  nixl-fetch bench 10.0.0.1:6000 --world-size 8 --run 0 --json\n"
+            "  nixl-fetch bench --adapter-shape moe --device 0,1 --dest device:1 "
+            "--snapshot\n"
             "\n"
             "Without TARGET it starts ranks of its own. Figures are medians; 'fixed' "
             "is the\n"
@@ -465,6 +488,7 @@ const command cmd_bench = {
             "place. The\n"
             "limits are raw process_vm_readv of the same shards in pieces of 1 MiB "
             "into the\n"
-            "same memory, and memcpy.",
+            "same memory, and memcpy; of devices, copies of as many bytes in one "
+            "piece.",
     .run = run,
 };

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "check.h"
 #include "command.h"
+#include "device_options.h"
 #include "failure.h"
 #include "output.h"
 #include "progress.h"
@@ -10,21 +11,21 @@
 #include <stdio.h>
 
 typedef struct pull_options {
-    char *out;
+    char *out, *dtype;
     long long step, min_step;
-    int check_pattern, max_attempts;
+    int prove, max_attempts, spare_file;
+    fanin_dtype half; /**< what dtype says */
+    check_pattern pattern;
 } pull_options;
 
 /* --check-pattern needs a publication that follows the pattern: asked before the pull. */
-static int demand_pattern(session *s, uint32_t timeout_ms)
+static int demand_pattern(session *s, uint32_t timeout_ms, check_pattern *out)
 {
     fanin_error error = FANIN_ERROR_INIT;
-    bool follows;
-    if (check_follows_pattern(s->client, s->publication, timeout_ms, &follows,
-                              &error) != FANIN_OK) {
+    if (check_ask(s->client, s->publication, timeout_ms, out, &error) != FANIN_OK) {
         return failure_report("cannot pull", &error);
     }
-    if (!follows) {
+    if (!out->follows) {
         return failure_local("cannot pull", FANIN_ERR_UNSUPPORTED,
                              "leave out --check-pattern, or use 'nixl-fetch verify'",
                              "%s does not say that its bytes follow the pattern",
@@ -40,7 +41,7 @@ static int tell(const session *s, const common_options *common, const pull_optio
         json_t *object = report_json(info);
         output_set_string(object, "publication", s->publication);
         output_set_string(object, "directory", o->out);
-        if (o->check_pattern) {
+        if (o->prove) {
             json_object_set_new(object, "pattern", json_string("equal"));
             output_set_u64(object, "pattern_bytes", checked);
         }
@@ -52,7 +53,7 @@ static int tell(const session *s, const common_options *common, const pull_optio
                         : "");
     printf("%-9s %s\n", "run", s->run);
     report_print(info);
-    if (o->check_pattern) {
+    if (o->prove) {
         printf("%-9s all %llu bytes are those of step %llu\n", "pattern",
                (unsigned long long)checked, (unsigned long long)info->step);
     }
@@ -71,6 +72,8 @@ static int pull(session *s, const common_options *common, const pull_options *o)
     options.publication = s->publication;
     options.timeout_ms = common->timeout_ms;
     options.max_attempts = (uint32_t)o->max_attempts;
+    options.dtype = o->half;
+    options.spare_file = o->spare_file != 0;
     options.progress = progress_update;
     options.progress_cookie = &bar;
     if (o->step >= 0) {
@@ -88,10 +91,11 @@ static int pull(session *s, const common_options *common, const pull_options *o)
         return failure_report("cannot pull", &error);
     }
     fanin_result_get(result, &info);
-    if (o->check_pattern) {
+    if (o->prove) {
         /* A second list of all tensors is made: not on top of the catalog and the plan. */
         session_disconnect(s);
-        status = check_directory(o->out, s->publication, info.step, &checked, &error);
+        status = check_directory(&o->pattern, o->out, s->publication, info.step,
+                                 &checked, &error);
     }
     int code = status != FANIN_OK ? failure_report("the pattern is broken", &error)
                                   : tell(s, common, o, &info, checked);
@@ -99,8 +103,11 @@ static int pull(session *s, const common_options *common, const pull_options *o)
     return code;
 }
 
-static int check_usage(const command *self, const pull_options *o)
+static int check_usage(const command *self, pull_options *o)
 {
+    if (o->dtype != NULL && (o->half = device_half_dtype(o->dtype)) == 0) {
+        return failure_usage(self->name, "--dtype is bf16 or f16, not '%s'", o->dtype);
+    }
     if (o->out == NULL || o->out[0] == '\0') {
         return failure_usage(self->name, "--out DIR is needed");
     }
@@ -124,8 +131,12 @@ static int run(const command *self, int argc, const char **argv)
          "N"},
         {"min-step", 0, POPT_ARG_LONGLONG, &o.min_step, 0, "this step or a later one",
          "N"},
-        {"check-pattern", 0, POPT_ARG_NONE, &o.check_pattern, 0,
+        {"check-pattern", 0, POPT_ARG_NONE, &o.prove, 0,
          "prove every byte of the file (ranks of 'nixl-fetch serve')", NULL},
+        {"dtype", 0, POPT_ARG_STRING, &o.dtype, 0,
+         "write F32 tensors as bf16 or f16 (default: as published)", "DTYPE"},
+        {"spare-file", 0, POPT_ARG_NONE, &o.spare_file, 0,
+         "keep a file of that size ready for the next pull of this process", NULL},
         {"max-attempts", 0, POPT_ARG_INT, &o.max_attempts, 0,
          "give up after so many stale attempts (default: by time only)", "N"},
         SESSION_TABLE(&line),
@@ -142,8 +153,8 @@ static int run(const command *self, int argc, const char **argv)
         if (code == 0) {
             code = session_connect(&s, line.common.timeout_ms);
         }
-        if (code == 0 && o.check_pattern) {
-            code = demand_pattern(&s, line.common.timeout_ms);
+        if (code == 0 && o.prove) {
+            code = demand_pattern(&s, line.common.timeout_ms, &o.pattern);
         }
         if (code == 0) {
             code = pull(&s, &line.common, &o);

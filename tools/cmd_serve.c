@@ -1,5 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "command.h"
+#include "device_options.h"
+#include "device_driver.h"
 #include "failure.h"
 #include "output.h"
 #include "source.h"
@@ -15,8 +17,9 @@ typedef struct serve_options {
     common_options common;
     source_options source;
     world_options world;
+    device_options device;
     char **runs, *info;
-    int update_every, ready_fd, uncoupled, keep_going;
+    int update_every, ready_fd, uncoupled, keep_going, wait_commit;
     long long steps, first_step;
 } serve_options;
 
@@ -64,10 +67,15 @@ static json_t *ready_json(const rank_options *options, const ranks *r,
     output_set_u64(object, "tensors", options->tensors->count);
     output_set_u64(object, "bytes", options->tensors->bytes);
     for (uint32_t rank = 0; rank < options->world_size; rank++) {
-        json_array_append_new(list, json_pack("{s:i, s:i, s:i, s:s}", "rank", (int)rank,
-                                              "pid", (int)ranks_pid(r, rank), "port",
-                                              (int)ranks_port(r, rank), "address",
-                                              address_of(options, r, rank).s));
+        json_t *one =
+            json_pack("{s:i, s:i, s:i, s:s}", "rank", (int)rank, "pid",
+                      (int)ranks_pid(r, rank), "port", (int)ranks_port(r, rank),
+                      "address", address_of(options, r, rank).s);
+        int device = rank_device(options, rank);
+        if (device != DEVICE_HOST) {
+            json_object_set_new(one, "device", json_integer(device));
+        }
+        json_array_append_new(list, one);
     }
     for (size_t i = 0; i < options->n_runs; i++) {
         json_array_append_new(runs, json_string(options->runs[i]));
@@ -179,6 +187,7 @@ static json_t *stats_json(uint32_t rank, uint64_t step, const fanin_server_stats
     output_set_u64(o, "reads_refused", s->reads_refused);
     output_set_u64(o, "updates", s->updates);
     output_set_u64(o, "commits", s->commits);
+    output_set_u64(o, "commits_withdrawn", s->commits_withdrawn);
     output_set_u64(o, "drain_wait_ns_total", s->drain_wait_ns_total);
     output_set_u64(o, "drain_wait_ns_max", s->drain_wait_ns_max);
     output_set_u64(o, "drains_expired", s->drains_expired);
@@ -189,6 +198,18 @@ static json_t *stats_json(uint32_t rank, uint64_t step, const fanin_server_stats
     output_set_u64(o, "leases", s->leases);
     output_set_u64(o, "session_memory", s->session_memory);
     return o;
+}
+
+/* How long the last timed commits took. */
+static json_t *commits_json(const ranks *r, uint32_t rank)
+{
+    uint64_t ns[RANK_COMMITS];
+    uint32_t count = ranks_commits(r, rank, ns);
+    json_t *list = json_array();
+    for (uint32_t i = 0; i < count; i++) {
+        json_array_append_new(list, json_integer((json_int_t)ns[i]));
+    }
+    return list;
 }
 
 static void tell_stopped(const serve_options *o, const rank_options *options,
@@ -204,7 +225,11 @@ static void tell_stopped(const serve_options *o, const rank_options *options,
             good += s->pulls_good;
             stale += s->pulls_stale;
             longest = s->drain_wait_ns_max > longest ? s->drain_wait_ns_max : longest;
-            json_array_append_new(list, stats_json(rank, ranks_step(r, rank), s));
+            json_t *one = stats_json(rank, ranks_step(r, rank), s);
+            if (options->publishing.timed) {
+                json_object_set_new(one, "commit_ns", commits_json(r, rank));
+            }
+            json_array_append_new(list, one);
         }
     }
     if (o->common.json) {
@@ -222,7 +247,7 @@ static void tell_stopped(const serve_options *o, const rank_options *options,
     }
 }
 
-static int resolve(const command *self, const serve_options *o, rank_options *out)
+static int resolve(const command *self, serve_options *o, rank_options *out)
 {
     if (o->steps < 0 || o->first_step < 1) {
         return failure_usage(self->name, "--steps and --first-step are 1 and above");
@@ -256,7 +281,9 @@ static int resolve(const command *self, const serve_options *o, rank_options *ou
     out->uncoupled = o->uncoupled != 0;
     out->keep_going = o->keep_going != 0;
     out->verbose = o->common.verbose != 0;
-    return world_resolve(self, &o->world, out);
+    out->publishing.timed = o->wait_commit != 0;
+    int code = world_resolve(self, &o->world, out);
+    return code != 0 ? code : device_resolve(self, &o->device, out);
 }
 
 static int live(const serve_options *o, const rank_options *options)
@@ -292,7 +319,7 @@ static int run(const command *self, int argc, const char **argv)
                        .ready_fd = -1,
                        .first_step = 1};
     struct poptOption common[COMMON_OPTIONS], source_part[SOURCE_OPTIONS],
-        world_part[WORLD_OPTIONS];
+        world_part[WORLD_OPTIONS], device_part[DEVICE_OPTIONS];
     struct poptOption table[] = {
         {NULL, 0, POPT_ARG_INCLUDE_TABLE, source_part, 0, "What to serve:", NULL},
         {"run", 0, POPT_ARG_ARGV, &o.runs, 0, "the run's name (default 0); repeatable",
@@ -308,9 +335,12 @@ static int run(const command *self, int argc, const char **argv)
          "ranks do not wait for each other between steps", NULL},
         {"keep-going", 0, POPT_ARG_NONE, &o.keep_going, 0,
          "the others go on when a rank dies", NULL},
+        {"wait-commit", 0, POPT_ARG_NONE, &o.wait_commit, 0,
+         "each commit waits until it has taken effect, and is timed", NULL},
         {"info", 0, POPT_ARG_STRING, &o.info, 0, "write a nixl_info.json", "FILE"},
         {"ready-fd", 0, POPT_ARG_INT, &o.ready_fd, 0,
          "write the ready line to this descriptor", "FD"},
+        {NULL, 0, POPT_ARG_INCLUDE_TABLE, device_part, 0, "How they publish:", NULL},
         {NULL, 0, POPT_ARG_INCLUDE_TABLE, world_part, 0, "The ranks:", NULL},
         {NULL, 0, POPT_ARG_INCLUDE_TABLE, common, 0, "Common options:", NULL},
         POPT_TABLEEND,
@@ -324,12 +354,14 @@ static int run(const command *self, int argc, const char **argv)
     world_init(&o.world);
     source_table(&o.source, true, source_part);
     world_table(&o.world, true, world_part);
+    device_table(&o.device, device_part);
     options_common(&o.common, common);
     if (options_parse(self, argc, argv, table, &o.common, &parsed, &code)) {
         code = parsed.count > 0 ? failure_usage(self->name, "unexpected argument '%s'",
                                                 parsed.positional[0])
                                 : resolve(self, &o, &options);
         if (code == 0) {
+            o.source.masters = options.publishing.cast != 0;
             code = source_open(self, &o.source, NULL, &served);
         }
         if (code == 0) {
@@ -355,6 +387,8 @@ const command cmd_serve = {
         "  nixl-fetch serve --adapter-shape small --update-every 5 --info "
         "nixl_info.json\n"
         "  nixl-fetch serve --adapter ./my-adapter --run 3 --base-port 6000\n"
+        "  nixl-fetch serve --adapter-shape moe --device 0,1 --snapshot --cast bf16 "
+        "--update-every 100\n"
         "\n"
         "Prints one line that begins with \"ready:\" when all ranks have committed "
         "their\n"

@@ -16,7 +16,7 @@ typedef struct command {
 } command;
 
 extern const command cmd_list, cmd_show, cmd_ping, cmd_pull, cmd_verify, cmd_watch,
-    cmd_serve, cmd_bench, cmd_complete;
+    cmd_serve, cmd_bench, cmd_doctor, cmd_complete;
 
 /** All commands, NULL at the end. */
 extern const command *const commands[];

@@ -29,8 +29,8 @@ static const char *const outro =
     "'nixl-fetch COMMAND --help' tells a command's options, nixl-fetch(1) all of it.\n";
 
 const command *const commands[] = {
-    &cmd_list,  &cmd_show,  &cmd_ping,  &cmd_pull,     &cmd_verify,
-    &cmd_watch, &cmd_serve, &cmd_bench, &cmd_complete, NULL,
+    &cmd_list,  &cmd_show,  &cmd_ping,   &cmd_pull,     &cmd_verify, &cmd_watch,
+    &cmd_serve, &cmd_bench, &cmd_doctor, &cmd_complete, NULL,
 };
 
 const command *command_find(const char *name)

@@ -16,6 +16,10 @@
 #define PATTERN_PAIR_KEY "fanin_pattern"
 #define PATTERN_PAIR_VALUE "splitmix64-xxh3"
 
+/** And by which it names the dtype of those bytes: tensors of another one (a cast by the ranks or
+    by the pull) are the pattern's elements, converted. */
+#define PATTERN_DTYPE_KEY "fanin_pattern_dtype"
+
 uint64_t pattern_splitmix64(uint64_t x);
 
 /** XXH3_64 of the whole key. */

@@ -60,6 +60,20 @@ bool rank_board_barrier(rank_board *board, uint32_t rank)
     }
 }
 
+bool rank_board_work(rank_board *board)
+{
+    for (;;) {
+        uint32_t seen = atomic_load(&board->wake);
+        if (atomic_load(&board->stop) != 0) {
+            return false;
+        }
+        if (atomic_load(&board->phase) != 0) {
+            return true;
+        }
+        futex_wait(&board->wake, seen, NULL);
+    }
+}
+
 bool rank_board_pause(rank_board *board, int64_t ms)
 {
     uint64_t end = progress_now_ns() + (ms > 0 ? (uint64_t)ms * 1000000 : 0);

@@ -14,6 +14,9 @@ typedef struct rank_slot {
     _Atomic uint64_t step;    /**< last committed */
     pid_t pid;
     uint16_t port;
+    uint64_t commit_ns[RANK_COMMITS]; /**< a ring of the last ones */
+    _Atomic uint32_t commits;
+    rank_work work[RANK_PHASES];
     /* Written before the process ends, read after it ended. */
     bool failed, has_stats;
     fanin_error error;
@@ -23,7 +26,8 @@ typedef struct rank_slot {
 typedef struct rank_board {
     _Atomic uint32_t
         wake; /**< futex; grows with every event that somebody may wait for */
-    _Atomic uint32_t stop; /**< all ranks are to end */
+    _Atomic uint32_t stop;  /**< all ranks are to end */
+    _Atomic uint32_t phase; /**< of the work: 0 not begun, RANK_PHASES ended */
     uint32_t world_size;
     rank_slot slots[];
 } rank_board;
@@ -39,6 +43,9 @@ bool rank_board_barrier(rank_board *board, uint32_t rank);
 
 /** Waits @p ms milliseconds (negative: for ever); false: the world is to end. */
 bool rank_board_pause(rank_board *board, int64_t ms);
+
+/** Waits for the first phase of work; false: the world is to end. */
+bool rank_board_work(rank_board *board);
 
 /** A rank's life; returns its process's exit status. @p ready_fd: an eventfd that is told
     when the rank is ready. @p extents: one a tensor to be filled, or NULL. */

@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "ranks.h"
+#include "device_driver.h"
 #include "failure.h"
 #include "progress.h"
 #include "rank_board.h"
@@ -24,6 +25,7 @@ struct ranks {
     size_t board_size, extents_size;
     int signals, ready;
     bool stopped;
+    bool told; /**< of a rank's death; others often follow for the same reason */
 };
 
 enum { STOP_MARGIN_MS = 3000 };
@@ -123,9 +125,14 @@ int ranks_start(const rank_options *options, ranks **ranks_out)
 }
 
 /* A rank has ended although nobody asked it to. */
-static int tell_death(const ranks *r, uint32_t rank, int wait_status)
+static int tell_death(ranks *r, uint32_t rank, int wait_status)
 {
     const rank_slot *slot = &r->board->slots[rank];
+    if (r->told) {
+        return slot->failed ? failure_exit_code(slot->error.status)
+                            : failure_exit_code(FANIN_ERR_CLOSED);
+    }
+    r->told = true;
     if (slot->failed) {
         return failure_report("a rank failed", &slot->error);
     }
@@ -210,6 +217,15 @@ static int interrupted(void)
     return EXIT_INTERRUPTED;
 }
 
+/* Waits at most @p ms for something to happen. 0, or the exit status of an end. */
+static int look(ranks *r, int ms)
+{
+    if (wait_event(r, ms) || atomic_load(&r->board->stop) != 0) {
+        return interrupted();
+    }
+    return reap(r);
+}
+
 int ranks_wait_ready(ranks *r, uint32_t timeout_ms)
 {
     uint64_t end = progress_now_ns() + (uint64_t)timeout_ms * 1000000;
@@ -221,11 +237,42 @@ int ranks_wait_ready(ranks *r, uint32_t timeout_ms)
                                  "not all ranks were ready in %u ms", timeout_ms);
         }
         uint64_t left = (end - now) / 1000000 + 1;
-        if (wait_event(r, left > 1000000 ? 1000000 : (int)left) ||
-            atomic_load(&r->board->stop) != 0) {
-            return interrupted();
+        int code = look(r, left > 1000000 ? 1000000 : (int)left);
+        if (code != 0) {
+            return code;
         }
-        int code = reap(r);
+    }
+    return 0;
+}
+
+int ranks_wait_step(ranks *r, uint64_t step, uint32_t timeout_ms)
+{
+    enum { LOOK_MS = 5 };
+    uint64_t end = progress_now_ns() + (uint64_t)timeout_ms * 1000000;
+    for (uint32_t rank = 0; rank < r->options->world_size;) {
+        if (ranks_step(r, rank) >= step) {
+            rank++;
+            continue;
+        }
+        if (progress_now_ns() >= end) {
+            return failure_local("the ranks do not go on", FANIN_ERR_TIMEOUT,
+                                 "give a longer --timeout or fewer bytes",
+                                 "rank %u has not committed step %llu in %u ms", rank,
+                                 (unsigned long long)step, timeout_ms);
+        }
+        int code = look(r, LOOK_MS);
+        if (code != 0) {
+            return code;
+        }
+    }
+    return 0;
+}
+
+int ranks_pause(ranks *r, uint32_t ms)
+{
+    uint64_t end = progress_now_ns() + (uint64_t)ms * 1000000;
+    for (uint64_t now; (now = progress_now_ns()) < end;) {
+        int code = look(r, (int)((end - now) / 1000000) + 1);
         if (code != 0) {
             return code;
         }
@@ -328,6 +375,44 @@ uint64_t ranks_step(const ranks *r, uint32_t rank)
 const rank_extent *ranks_extents(const ranks *r, uint32_t rank)
 {
     return r->extents + rank * r->options->tensors->count;
+}
+
+uint32_t ranks_commits(const ranks *r, uint32_t rank, uint64_t out[RANK_COMMITS])
+{
+    const rank_slot *slot = &r->board->slots[rank];
+    uint32_t count = atomic_load(&slot->commits);
+    memcpy(out, slot->commit_ns, sizeof(slot->commit_ns));
+    return count < RANK_COMMITS ? count : RANK_COMMITS;
+}
+
+void ranks_phase(ranks *r, uint32_t phase)
+{
+    atomic_store(&r->board->phase, phase != 0 ? phase : RANK_PHASES);
+    rank_board_wake(r->board);
+}
+
+rank_work ranks_work(const ranks *r, uint32_t rank, uint32_t phase)
+{
+    return r->board->slots[rank].work[phase];
+}
+
+int rank_device(const rank_options *options, uint32_t rank)
+{
+    const rank_publishing *p = &options->publishing;
+    return p->n_devices > 0
+               ? p->devices[(uint64_t)rank * p->n_devices / options->world_size]
+               : DEVICE_HOST;
+}
+
+bool rank_works(const rank_options *options, uint32_t rank)
+{
+    int device = rank_device(options, rank);
+    for (uint32_t other = 0; other < rank; other++) {
+        if (rank_device(options, other) == device) {
+            return false;
+        }
+    }
+    return options->load != DEVICE_LOAD_NONE && device != DEVICE_HOST;
 }
 
 const fanin_server_stats *ranks_stats(const ranks *r, uint32_t rank)

@@ -9,8 +9,10 @@
 
 const report_phase report_phases[] = {
     {"connect", offsetof(fanin_result_info, connect_ns)},
+    {"map", offsetof(fanin_result_info, map_ns)},
     {"catalog", offsetof(fanin_result_info, catalog_ns)},
     {"plan", offsetof(fanin_result_info, plan_ns)},
+    {"table", offsetof(fanin_result_info, table_ns)},
     {"wait", offsetof(fanin_result_info, wait_ns)},
     {"begin", offsetof(fanin_result_info, begin_ns)},
     {"read", offsetof(fanin_result_info, read_ns)},
@@ -66,6 +68,70 @@ json_t *report_json(const fanin_result_info *info)
     return object;
 }
 
+static const char *text_of(const json_t *rank, const char *name)
+{
+    const char *text = json_string_value(json_object_get(rank, name));
+    return text != NULL ? text : "";
+}
+
+static bool same_path(const json_t *a, const json_t *b)
+{
+    return strcmp(text_of(a, "path"), text_of(b, "path")) == 0 &&
+           strcmp(text_of(a, "reason"), text_of(b, "reason")) == 0;
+}
+
+/* "ranks 0-3, 5": those that were read as @p rank was. */
+static void print_group(const json_t *ranks, const json_t *rank)
+{
+    size_t count = json_array_size(ranks);
+    const char *separator = "ranks ";
+    for (size_t i = 0; i < count; i++) {
+        size_t end = i;
+        while (end < count && same_path(json_array_get(ranks, end), rank)) {
+            end++;
+        }
+        if (end > i) {
+            printf("%s%zu", separator, i);
+            separator = ", ";
+        }
+        if (end > i + 1) {
+            printf("-%zu", end - 1);
+        }
+        i = end > i ? end : i;
+    }
+}
+
+/* One line a group of ranks that were read by one path for one reason. */
+static void print_paths(const fanin_result_info *info)
+{
+    json_t *ranks =
+        info->ranks_json != NULL ? json_loads(info->ranks_json, 0, NULL) : NULL;
+    size_t count = json_array_size(ranks);
+    bool one = true;
+    for (size_t i = 1; i < count; i++) {
+        one = one && same_path(json_array_get(ranks, i), json_array_get(ranks, 0));
+    }
+    if (one) {
+        printf("%-9s %s%s%s\n", "path", fanin_path_name(info->path),
+               info->path_reason != NULL && info->path_reason[0] != '\0' ? ": " : "",
+               info->path_reason != NULL ? info->path_reason : "");
+    }
+    for (size_t i = 0; !one && i < count; i++) {
+        const json_t *rank = json_array_get(ranks, i);
+        size_t earlier = 0;
+        while (earlier < i && !same_path(json_array_get(ranks, earlier), rank)) {
+            earlier++;
+        }
+        if (earlier == i) {
+            printf("%-9s %s, ", i == 0 ? "path" : "", text_of(rank, "path"));
+            print_group(ranks, rank);
+            printf("%s%s\n", text_of(rank, "reason")[0] != '\0' ? ": " : "",
+                   text_of(rank, "reason"));
+        }
+    }
+    json_decref(ranks);
+}
+
 void report_print(const fanin_result_info *info)
 {
     printf("%-9s %llu\n", "step", (unsigned long long)info->step);
@@ -74,9 +140,7 @@ void report_print(const fanin_result_info *info)
     printf("%-9s %s (%llu)\n", "bytes", output_bytes(info->bytes).s,
            (unsigned long long)info->bytes);
     if (!info->reused) {
-        printf("%-9s %s%s%s\n", "path", fanin_path_name(info->path),
-               info->path_reason != NULL && info->path_reason[0] != '\0' ? ": " : "",
-               info->path_reason != NULL ? info->path_reason : "");
+        print_paths(info);
         printf("%-9s %llu\n", "reads", (unsigned long long)info->reads);
     }
     if (info->restarts > 0) {

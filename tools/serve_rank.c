@@ -1,8 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* One rank of the stand-in trainer: allocates shards as a trainer does, one by one, and
    lives through updates until the world ends. */
+#include "device_driver.h"
+#include "device_shards.h"
 #include "failure.h"
 #include "pattern.h"
+#include "progress.h"
 #include "rank_board.h"
 #include "session.h"
 #include "shard.h"
@@ -15,9 +18,10 @@
 #include <unistd.h>
 
 typedef struct published {
-    char name[96];    /**< "lora:<run>" */
-    uint8_t **memory; /**< one a tensor, NULL: empty */
+    char name[96]; /**< "lora:<run>" */
+    void **memory; /**< one a tensor, NULL: empty */
     uint64_t *seeds;
+    device_shards *device; /**< whose the memory is; NULL: the host's */
 } published;
 
 typedef struct life {
@@ -25,9 +29,14 @@ typedef struct life {
     rank_board *board;
     rank_slot *slot;
     uint32_t rank;
+    int device;
     shard *shards; /**< one a tensor, the same for all runs */
     published *runs;
     fanin_server *server;
+    device_load *load; /**< NULL: does not work between updates */
+    /* of the phase that is counted */
+    uint32_t phase;
+    uint64_t phase_start, units;
 } life;
 
 static rank_board *board_of_handler;
@@ -46,7 +55,24 @@ static fanin_status no_memory(fanin_error *error, const char *key)
     return FANIN_ERR_MEMORY;
 }
 
-/* Each shard by an allocation of its own, as tensors of a framework are. */
+/* On a device as PyTorch does it; on the host each shard by an allocation of its own. */
+static fanin_status allocate_shards(life *l, published *run, fanin_error *error)
+{
+    const tensor_list *list = l->options->tensors;
+    if (l->device != DEVICE_HOST) {
+        return device_shards_make(l->device, list, l->shards, run->seeds, run->memory,
+                                  &run->device, error);
+    }
+    for (size_t i = 0; i < list->count; i++) {
+        if (l->shards[i].bytes > 0 &&
+            posix_memalign(&run->memory[i], 64, l->shards[i].bytes) != 0) {
+            run->memory[i] = NULL;
+            return no_memory(error, run->name);
+        }
+    }
+    return FANIN_OK;
+}
+
 static fanin_status allocate_run(life *l, published *run, const char *name,
                                  fanin_error *error)
 {
@@ -61,14 +87,8 @@ static fanin_status allocate_run(life *l, published *run, const char *name,
         char key[FANIN_MAX_NAME + sizeof(run->name) + 2];
         snprintf(key, sizeof(key), "%s:%s", run->name, list->tensors[i].name);
         run->seeds[i] = pattern_seed(key);
-        void *memory = NULL;
-        if (l->shards[i].bytes > 0 &&
-            posix_memalign(&memory, 64, l->shards[i].bytes) != 0) {
-            return no_memory(error, key);
-        }
-        run->memory[i] = memory;
     }
-    return FANIN_OK;
+    return allocate_shards(l, run, error);
 }
 
 static fanin_status allocate(life *l, fanin_error *error)
@@ -90,17 +110,23 @@ static fanin_status allocate(life *l, fanin_error *error)
             return status;
         }
     }
-    return FANIN_OK;
+    return rank_works(o, l->rank)
+               ? device_load_make(l->device, o->load, &l->load, error)
+               : FANIN_OK;
 }
 
 static void release(life *l)
 {
     const rank_options *o = l->options;
+    device_load_free(&l->load);
     for (size_t run = 0; l->runs != NULL && run < o->n_runs; run++) {
         published *p = &l->runs[run];
-        for (size_t i = 0; p->memory != NULL && i < o->tensors->count; i++) {
+        for (size_t i = 0;
+             l->device == DEVICE_HOST && p->memory != NULL && i < o->tensors->count;
+             i++) {
             free(p->memory[i]);
         }
+        device_shards_free(&p->device);
         free(p->memory);
         free(p->seeds);
     }
@@ -108,9 +134,13 @@ static void release(life *l)
     free(l->shards);
 }
 
-static void rewrite(const life *l, const published *run, uint64_t step)
+static fanin_status rewrite(const life *l, const published *run, uint64_t step,
+                            fanin_error *error)
 {
     const tensor_list *list = l->options->tensors;
+    if (run->device != NULL) {
+        return device_shards_write(run->device, step, error);
+    }
     for (size_t i = 0; i < list->count; i++) {
         const shard *s = &l->shards[i];
         const uint8_t *data = list->tensors[i].data;
@@ -125,6 +155,43 @@ static void rewrite(const life *l, const published *run, uint64_t step)
             }
         }
     }
+    return FANIN_OK;
+}
+
+/* Waits for what was queued on the run's stream. */
+static fanin_status finish(const life *l, const published *run, fanin_error *error)
+{
+    return run->device != NULL
+               ? device_wait(l->device, device_shards_stream(run->device), error)
+               : FANIN_OK;
+}
+
+/* In the order of the stream that rewrites; @p wait: returns when it has taken effect. */
+static fanin_status commit(life *l, const published *run, uint64_t step, bool wait,
+                           fanin_error *error)
+{
+    const rank_publishing *p = &l->options->publishing;
+    fanin_commit_options options;
+    fanin_commit_options_init(&options, sizeof(options));
+    options.flags = (p->snapshot ? (uint32_t)FANIN_COMMIT_SNAPSHOT : 0) |
+                    (wait ? (uint32_t)FANIN_COMMIT_WAIT : 0);
+    options.cast = p->cast;
+    if (run->device != NULL && !p->no_stream) {
+        options.stream =
+            (fanin_stream){device_shards_stream(run->device), (int32_t)l->device};
+    }
+    fanin_status status = p->no_stream || p->timed ? finish(l, run, error) : FANIN_OK;
+    if (status != FANIN_OK) {
+        return status;
+    }
+    uint64_t start = progress_now_ns();
+    status = fanin_server_commit(l->server, run->name, step, &options, error);
+    if (status == FANIN_OK && p->timed) {
+        uint32_t n = atomic_load(&l->slot->commits);
+        l->slot->commit_ns[n % RANK_COMMITS] = progress_now_ns() - start;
+        atomic_store(&l->slot->commits, n + 1);
+    }
+    return status;
 }
 
 static fanin_status put(const life *l, const published *run, fanin_error *error)
@@ -149,7 +216,8 @@ static fanin_status put(const life *l, const published *run, fanin_error *error)
             .n_dims = spec->n_dims,
             .boxes = &boxes[i],
             .n_boxes = s->bytes > 0,
-            .memory = {FANIN_MEMORY_HOST, -1},
+            .memory = {run->device != NULL ? FANIN_MEMORY_DETECT : FANIN_MEMORY_HOST,
+                       -1},
         };
         memcpy(tensors[i].shape, spec->shape, sizeof(spec->shape));
     }
@@ -193,15 +261,16 @@ static fanin_status publish_first(life *l, fanin_error *error)
     const rank_options *o = l->options;
     for (size_t i = 0; i < o->n_runs; i++) {
         const published *run = &l->runs[i];
-        rewrite(l, run, o->first_step);
-        fanin_status status = put(l, run, error);
+        fanin_status status = rewrite(l, run, o->first_step, error);
+        if (status == FANIN_OK) {
+            status = put(l, run, error);
+        }
         if (status == FANIN_OK) {
             status = fanin_server_set_metadata(l->server, run->name, o->pairs,
                                                o->n_pairs, error);
         }
         if (status == FANIN_OK) {
-            status =
-                fanin_server_commit(l->server, run->name, o->first_step, NULL, error);
+            status = commit(l, run, o->first_step, true, error);
         }
         if (status != FANIN_OK) {
             return status;
@@ -215,10 +284,17 @@ static fanin_status update(life *l, uint64_t step, fanin_error *error)
 {
     for (size_t i = 0; i < l->options->n_runs; i++) {
         const published *run = &l->runs[i];
-        fanin_status status = fanin_server_begin_update(l->server, run->name, error);
+        /* As a trainer that has looked at a loss: the last step's work is done, so that this
+           update does not withdraw its commit. */
+        fanin_status status = finish(l, run, error);
         if (status == FANIN_OK) {
-            rewrite(l, run, step);
-            status = fanin_server_commit(l->server, run->name, step, NULL, error);
+            status = fanin_server_begin_update(l->server, run->name, error);
+        }
+        if (status == FANIN_OK) {
+            status = rewrite(l, run, step, error);
+        }
+        if (status == FANIN_OK) {
+            status = commit(l, run, step, l->options->publishing.timed, error);
         }
         if (status != FANIN_OK) {
             return status;
@@ -231,6 +307,64 @@ static fanin_status update(life *l, uint64_t step, fanin_error *error)
 static bool barrier(const life *l)
 {
     return l->options->uncoupled || rank_board_barrier(l->board, l->rank);
+}
+
+/* Counts a batch of work, which belongs to the phase in which it began and ended. */
+static void count_work(life *l, uint64_t units)
+{
+    uint64_t now = progress_now_ns();
+    uint32_t phase = atomic_load(&l->board->phase);
+    if (phase != l->phase) {
+        l->phase = phase;
+        l->phase_start = now;
+        l->units = 0;
+        return;
+    }
+    l->units += units;
+    if (phase < RANK_PHASES) {
+        l->slot->work[phase] = (rank_work){l->units, now - l->phase_start};
+    }
+}
+
+/* What lies between two updates of a trainer. */
+static fanin_status work(life *l, bool *going, fanin_error *error)
+{
+    const uint64_t end =
+        progress_now_ns() + (uint64_t)l->options->update_every_ms * 1000000;
+    if (l->load == NULL) {
+        *going = rank_board_pause(l->board, l->options->update_every_ms);
+        return FANIN_OK;
+    }
+    while (progress_now_ns() < end && atomic_load(&l->board->stop) == 0 &&
+           atomic_load(&l->board->phase) < RANK_PHASES) {
+        uint64_t units;
+        fanin_status status = device_load_run(l->load, &units, error);
+        if (status != FANIN_OK) {
+            return status;
+        }
+        count_work(l, units);
+    }
+    return FANIN_OK;
+}
+
+/* Works and updates while there are phases, then waits for the world's end. */
+static fanin_status train(life *l, fanin_error *error)
+{
+    fanin_status status = FANIN_OK;
+    bool going = rank_board_work(l->board);
+    uint64_t step = atomic_load(&l->slot->step);
+    while (going && status == FANIN_OK && atomic_load(&l->board->phase) < RANK_PHASES) {
+        status = work(l, &going, error);
+        going = going && status == FANIN_OK && barrier(l);
+        if (going) {
+            status = update(l, ++step, error);
+            going = status == FANIN_OK && barrier(l);
+        }
+    }
+    if (status == FANIN_OK) {
+        (void)rank_board_pause(l->board, -1);
+    }
+    return status;
 }
 
 /* Step after step until the world ends. */
@@ -246,6 +380,9 @@ static fanin_status live(life *l, int ready_fd, fanin_error *error)
     atomic_store(&l->slot->ready, 1);
     if (write(ready_fd, &one, sizeof(one)) != (ssize_t)sizeof(one)) {
         return failure_set(error, FANIN_ERR_IO, "", "the rank cannot tell it is ready");
+    }
+    if (going && o->load != DEVICE_LOAD_NONE) {
+        return train(l, error);
     }
     for (uint64_t n = 1; going; n++) {
         bool last = o->update_every_ms < 0 || (o->steps > 0 && n >= o->steps);
@@ -278,8 +415,11 @@ static void install_handlers(rank_board *board)
 int serve_rank(const rank_options *options, rank_board *board, uint32_t rank,
                int ready_fd, rank_extent *extents)
 {
-    life l = {
-        .options = options, .board = board, .slot = &board->slots[rank], .rank = rank};
+    life l = {.options = options,
+              .board = board,
+              .slot = &board->slots[rank],
+              .rank = rank,
+              .device = rank_device(options, rank)};
     fanin_error error = FANIN_ERROR_INIT;
     install_handlers(board);
     fanin_status status = allocate(&l, &error);

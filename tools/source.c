@@ -28,8 +28,8 @@ void source_table(source_options *options, bool adapter,
          "experts of a layer as one parameter each", NULL},
         {"adapter-shape", 0, POPT_ARG_STRING, &options->shape, 0,
          "model and r of small, dense, large, moe or moe-fused", "SHAPE"},
-        {"dtype", 0, POPT_ARG_STRING, &options->dtype, 0, "element type (default bf16)",
-         "DTYPE"},
+        {"dtype", 0, POPT_ARG_STRING, &options->dtype, 0,
+         "element type (default bf16, f32 with --cast)", "DTYPE"},
         POPT_TABLEEND,
         POPT_TABLEEND,
         POPT_TABLEEND,
@@ -80,7 +80,9 @@ static int open_model(const command *self, const source_options *options,
     }
     uint32_t r = options->r != 0 ? (uint32_t)options->r : shape != NULL ? shape->r : 16;
     bool fused = options->fused || (shape != NULL && shape->fused);
-    fanin_dtype dtype = options_dtype(options->dtype != NULL ? options->dtype : "bf16");
+    fanin_dtype dtype = options_dtype(options->dtype != NULL ? options->dtype
+                                      : options->masters     ? "f32"
+                                                             : "bf16");
     if (options->r < 0 || dtype == 0) {
         return failure_usage(self->name, "a bad --r or --dtype");
     }
@@ -89,6 +91,7 @@ static int open_model(const command *self, const source_options *options,
         return error.status == FANIN_ERR_ARGUMENT ? EXIT_USAGE : code;
     }
     add_pair(out, PATTERN_PAIR_KEY, PATTERN_PAIR_VALUE);
+    add_pair(out, PATTERN_DTYPE_KEY, fanin_dtype_name(dtype));
     if (fused) {
         out->config = model_fused_config(m, r);
         if (out->config == NULL) {

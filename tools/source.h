@@ -14,6 +14,7 @@ typedef struct source_options {
     char *adapter; /**< a directory */
     char *model, *shape, *dtype;
     int r, fused;
+    bool masters; /**< not an option: F32 unless --dtype says otherwise, for casts */
 } source_options;
 
 typedef struct source {

@@ -61,7 +61,8 @@ typedef struct strided {
     uint32_t n_dims;
     uint64_t extent[FANIN_MAX_DIMS];                  /**< units */
     int64_t from[FANIN_MAX_DIMS], to[FANIN_MAX_DIMS]; /**< bytes between neighbours */
-    uint64_t run; /**< bytes of one contiguous run after fusing */
+    uint64_t run; /**< bytes of one contiguous run after fusing, on the source's side */
+    uint32_t convert; /**< CONVERT_... (convert.h): what becomes of the elements */
 } strided;
 
 /** Fuses; extents must be > 0. After it n_dims counts the dimensions around the run. */
@@ -70,7 +71,8 @@ void strided_init(strided *s, uint32_t n_dims, const uint64_t *extent_units,
 uint64_t strided_runs(const strided *s); /**< number of runs */
 /** Offsets of run @p index (0 .. strided_runs()-1); either out may be NULL. */
 void strided_run(const strided *s, uint64_t index, int64_t *from_out, int64_t *to_out);
-/** memcpy of everything, from the first source element to the first destination one. */
+/** Copies, and converts, everything, from the first source element to the first destination
+    one. */
 void strided_copy(const strided *s, void *to, const void *from);
 
 #endif

@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "block.h"
+#include "convert.h"
 
 #include <string.h>
 
@@ -78,8 +79,14 @@ void strided_run(const strided *s, uint64_t index, int64_t *from_out, int64_t *t
 
 /* One line of runs. Constant sizes let the compiler turn memcpy into single moves. */
 static void copy_line(char *to, int64_t to_stride, const char *from,
-                      int64_t from_stride, uint64_t count, uint64_t run)
+                      int64_t from_stride, uint64_t count, uint64_t run,
+                      uint32_t convert)
 {
+    if (convert != CONVERT_NONE) {
+        for (uint64_t i = 0; i < count; i++, to += to_stride, from += from_stride)
+            convert_run(convert, to, from, run);
+        return;
+    }
 #define COPY_LINE(size)                                                                \
     for (uint64_t i = 0; i < count; i++, to += to_stride, from += from_stride)         \
     memcpy(to, from, (size))
@@ -109,7 +116,7 @@ static void copy_line(char *to, int64_t to_stride, const char *from,
 void strided_copy(const strided *s, void *to, const void *from)
 {
     if (s->n_dims == 0) {
-        memcpy(to, from, s->run);
+        convert_run(s->convert, to, from, s->run);
         return;
     }
     uint32_t last = s->n_dims - 1;
@@ -117,7 +124,7 @@ void strided_copy(const strided *s, void *to, const void *from)
     int64_t from_at = 0, to_at = 0;
     for (;;) {
         copy_line((char *)to + to_at, s->to[last], (const char *)from + from_at,
-                  s->from[last], s->extent[last], s->run);
+                  s->from[last], s->extent[last], s->run, s->convert);
         uint32_t i = last;
         for (; i > 0; i--) {
             from_at = plus(from_at, s->from[i - 1]);

@@ -8,7 +8,7 @@
  * one thread at a time. ucx_region_create, _rkey and _destroy may be called by other threads
  * while one progresses the server.
  *
- * No end opens an IP socket for UCX: the transports are shared memory, cma and CUDA, or RDMA.
+ * No end opens an IP socket for UCX: the transports are shared memory and cma, or RDMA.
  *
  * On a kernel with yama's ptrace_scope 1, UCX lets every process of the same uid read this
  * one (PR_SET_PTRACER) when a server or client with cma is created: cma needs that.
@@ -48,7 +48,7 @@ typedef struct ucx_region ucx_region;
     cma the kernel decides, which lets the same uid read anything. */
 typedef struct ucx_server ucx_server;
 
-/** @p loopback: shared memory, cma and CUDA IPC; else RDMA. FANIN_ERR_UNSUPPORTED: this host
+/** @p loopback: shared memory and cma; else RDMA. FANIN_ERR_UNSUPPORTED: this host
     or this UCX has none of it. */
 fanin_status ucx_server_create(ucx *u, bool loopback, const logger *log,
                                ucx_server **out, fanin_error *error);
@@ -78,7 +78,6 @@ void ucx_region_destroy(ucx_region **r);
 typedef enum ucx_path {
     UCX_PATH_CMA = 2,
     UCX_PATH_RDMA = 3,
-    UCX_PATH_CUDA_IPC = 4,
 } ucx_path;
 
 typedef struct ucx_client ucx_client;
@@ -90,10 +89,11 @@ typedef struct ucx_local ucx_local; /**< a registered destination */
  * @p path narrows the transports to it. Gets that UCX would emulate fail at once where UCX
  * knows PROTO_EMULATION_ENABLE (>= 1.21); with older ones they never complete, since the
  * server ignores them: the first get on an endpoint is a probe with a deadline. RDMA uses
- * one port: the first that UCX_NET_DEVICES names, else the fastest.
+ * one port: the first that UCX_NET_DEVICES names, else the nearest to the GPU with PCI address
+ * @p gpu (NULL: host memory), then the fastest.
  */
-fanin_status ucx_client_create(ucx *u, ucx_path path, const logger *log,
-                               ucx_client **out, fanin_error *error);
+fanin_status ucx_client_create(ucx *u, ucx_path path, const char *gpu,
+                               const logger *log, ucx_client **out, fanin_error *error);
 /** All endpoints are force-closed and drained first. The client's ucx_locals must be gone.
     False: not drained within 5 s; then the client is leaked on purpose, and the destinations
     of its gets must never be released. */

@@ -47,8 +47,8 @@ struct ucx_local {
     ucx_mapping mapping;
 };
 
-fanin_status ucx_client_create(ucx *u, ucx_path path, const logger *log,
-                               ucx_client **out, fanin_error *error)
+fanin_status ucx_client_create(ucx *u, ucx_path path, const char *gpu,
+                               const logger *log, ucx_client **out, fanin_error *error)
 {
     ucx_role role;
     switch (path) {
@@ -58,9 +58,6 @@ fanin_status ucx_client_create(ucx *u, ucx_path path, const logger *log,
     case UCX_PATH_RDMA:
         role = UCX_ROLE_CLIENT_RDMA;
         break;
-    case UCX_PATH_CUDA_IPC:
-        role = UCX_ROLE_CLIENT_CUDA_IPC;
-        break;
     default:
         return error_set(error, FANIN_ERR_ARGUMENT, NULL, "path %d is not UCX's",
                          (int)path);
@@ -69,7 +66,7 @@ fanin_status ucx_client_create(ucx *u, ucx_path path, const logger *log,
     if (!c)
         return error_set_memory(error);
     const fanin_status status = ucx_worker_open(
-        &c->w, u, role, UCP_FEATURE_RMA | UCP_FEATURE_WAKEUP, log, error);
+        &c->w, u, role, UCP_FEATURE_RMA | UCP_FEATURE_WAKEUP, gpu, log, error);
     if (status != FANIN_OK) {
         free(c);
         return status;
@@ -199,14 +196,9 @@ uint64_t ucx_endpoint_outstanding(const ucx_endpoint *e)
 
 static bool is_of_path(ucx_path path, const char *transport)
 {
-    switch (path) {
-    case UCX_PATH_CMA:
+    if (path == UCX_PATH_CMA)
         return strcmp(transport, "cma") == 0;
-    case UCX_PATH_CUDA_IPC:
-        return strcmp(transport, "cuda_ipc") == 0;
-    default:
-        return strncmp(transport, "rc", 2) == 0 || strncmp(transport, "dc", 2) == 0;
-    }
+    return strncmp(transport, "rc", 2) == 0 || strncmp(transport, "dc", 2) == 0;
 }
 
 const char *ucx_endpoint_transport(ucx_endpoint *e)

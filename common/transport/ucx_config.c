@@ -6,8 +6,8 @@
 
 /* Bits of roles. */
 #define R(role) (1u << UCX_ROLE_##role)
-#define CLIENTS (R(CLIENT_CMA) | R(CLIENT_RDMA) | R(CLIENT_CUDA_IPC))
-#define SAME_HOST (R(SERVER_HOST) | R(CLIENT_CMA) | R(CLIENT_CUDA_IPC))
+#define CLIENTS (R(CLIENT_CMA) | R(CLIENT_RDMA))
+#define SAME_HOST (R(SERVER_HOST) | R(CLIENT_CMA))
 #define EVERYBODY (SAME_HOST | R(SERVER_RDMA) | R(CLIENT_RDMA))
 
 typedef struct setting {
@@ -20,9 +20,7 @@ typedef struct setting {
 static const setting settings[] = {
     /* What may be used. tcp is never among it: it would listen on IP sockets, and reads over
        it are emulated by the server. The transports decide what a path's name means. */
-    {"TLS", "posix,sysv,cma,cuda_copy,cuda_ipc", R(SERVER_HOST), 0, true},
-    {"TLS", "posix,sysv,cma", R(CLIENT_CMA), 0, true},
-    {"TLS", "posix,sysv,cuda_copy,cuda_ipc", R(CLIENT_CUDA_IPC), 0, true},
+    {"TLS", "posix,sysv,cma", SAME_HOST, 0, true},
     {"TLS", "rc,dc,cuda_copy,gdr_copy", R(SERVER_RDMA) | R(CLIENT_RDMA), 0, true},
     /* An emulated read would wait for ever: the server ignores it. */
     {"PROTO_EMULATION_ENABLE", "n", CLIENTS, 21, true},
@@ -31,11 +29,7 @@ static const setting settings[] = {
     /* Without these, shared memory and cma are not used with PEER error handling. */
     {"POSIX_ERROR_HANDLING", "y", SAME_HOST, 0, false},
     {"SYSV_ERROR_HANDLING", "y", SAME_HOST, 0, false},
-    {"CMA_MEMORY_INVALIDATE", "y", R(SERVER_HOST) | R(CLIENT_CMA), 0, false},
-    /* "auto" gives cuda_ipc up where not all NVLinks are up. */
-    {"CUDA_IPC_ENABLE_GET_ZCOPY", "y", R(SERVER_HOST) | R(CLIENT_CUDA_IPC), 0, false},
-    /* dmabuf serves RDMA only, and probing for it has crashed on managed pools. */
-    {"CUDA_COPY_DMABUF", "n", R(SERVER_HOST) | R(CLIENT_CUDA_IPC), 17, false},
+    {"CMA_MEMORY_INVALIDATE", "y", SAME_HOST, 0, false},
     /* One lane of RDMA: the server, which lacks the RMA feature, answers a connection with
        one, and UCX ends the process when it expected more. See also pin_device(). */
     {"MAX_RMA_RAILS", "1", EVERYBODY, 0, true},
@@ -96,12 +90,12 @@ static fanin_status apply_all(const ucx *u, ucp_config_t *config, ucx_role role,
 }
 
 /* Lanes for different purposes must not lie on different devices either. */
-static fanin_status pin_device(const ucx *u, ucp_config_t *config, const logger *log,
-                               fanin_error *error)
+static fanin_status pin_device(const ucx *u, ucp_config_t *config, const char *gpu,
+                               const logger *log, fanin_error *error)
 {
     char name[UCX_DEVICE_NAME];
     const char *wanted = getenv("UCX_NET_DEVICES");
-    if (!ucx_device_choose("/sys/class/infiniband", wanted, name))
+    if (!ucx_device_choose("/sys", wanted, gpu, name))
         return error_set(error, FANIN_ERR_UNSUPPORTED, NULL,
                          "this host has no active RDMA port");
     if (wanted && strchr(wanted, ','))
@@ -111,8 +105,8 @@ static fanin_status pin_device(const ucx *u, ucp_config_t *config, const logger 
     return apply(u, config, &pinned, log, error);
 }
 
-fanin_status ucx_config_make(const ucx *u, ucx_role role, const logger *log,
-                             ucp_config_t **out, fanin_error *error)
+fanin_status ucx_config_make(const ucx *u, ucx_role role, const char *gpu,
+                             const logger *log, ucp_config_t **out, fanin_error *error)
 {
     ucp_config_t *config;
     const ucs_status_t ucs = u->ucp_config_read(NULL, NULL, &config);
@@ -130,7 +124,7 @@ fanin_status ucx_config_make(const ucx *u, ucx_role role, const logger *log,
             apply_all(u, config, role, global_settings,
                       sizeof(global_settings) / sizeof(global_settings[0]), log, error);
     if (status == FANIN_OK && role == UCX_ROLE_CLIENT_RDMA)
-        status = pin_device(u, config, log, error);
+        status = pin_device(u, config, gpu, log, error);
     if (status != FANIN_OK) {
         u->ucp_config_release(config);
         return status;

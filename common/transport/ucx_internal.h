@@ -85,19 +85,20 @@ typedef enum ucx_role {
     UCX_ROLE_SERVER_RDMA,
     UCX_ROLE_CLIENT_CMA,
     UCX_ROLE_CLIENT_RDMA,
-    UCX_ROLE_CLIENT_CUDA_IPC,
 } ucx_role;
-/** The role's configuration, respecting the environment. Released by the caller. */
-fanin_status ucx_config_make(const ucx *u, ucx_role role, const logger *log,
-                             ucp_config_t **out, fanin_error *error);
+/** The role's configuration, respecting the environment; @p gpu as in ucx_client_create().
+    Released by the caller. */
+fanin_status ucx_config_make(const ucx *u, ucx_role role, const char *gpu,
+                             const logger *log, ucp_config_t **out, fanin_error *error);
 
 #define UCX_DEVICE_NAME 64
 /**
  * The RDMA port that a client uses ("mlx5_0:1"): the first of @p wanted (the user's
- * UCX_NET_DEVICES, may be NULL), else the fastest active one in @p directory
- * (/sys/class/infiniband). False: there is none.
+ * UCX_NET_DEVICES, may be NULL), else of the active ones that @p sysfs ("/sys") shows the
+ * nearest to the GPU with PCI address @p gpu (may be NULL), then the fastest. False: there is
+ * none.
  */
-bool ucx_device_choose(const char *directory, const char *wanted,
+bool ucx_device_choose(const char *sysfs, const char *wanted, const char *gpu,
                        char name[UCX_DEVICE_NAME]);
 
 /** A context with its one worker. Zeroed: none. */
@@ -113,7 +114,7 @@ typedef struct ucx_worker {
     size_t address_size;
 } ucx_worker;
 fanin_status ucx_worker_open(ucx_worker *w, ucx *u, ucx_role role, uint64_t features,
-                             const logger *log, fanin_error *error);
+                             const char *gpu, const logger *log, fanin_error *error);
 /** Everything that hangs from it must be gone, endpoints excepted. */
 void ucx_worker_close(ucx_worker *w);
 

@@ -94,10 +94,10 @@ void ucx_region_destroy(ucx_region **r)
     (void)r;
 }
 
-fanin_status ucx_client_create(ucx *u, ucx_path path, const logger *log,
-                               ucx_client **out, fanin_error *error)
+fanin_status ucx_client_create(ucx *u, ucx_path path, const char *gpu,
+                               const logger *log, ucx_client **out, fanin_error *error)
 {
-    (void)u, (void)path, (void)log, (void)out;
+    (void)u, (void)path, (void)gpu, (void)log, (void)out;
     return unreachable_without_ucx(error);
 }
 

@@ -26,7 +26,7 @@ fanin_status ucx_server_create(ucx *u, bool loopback, const logger *log,
        that installs no handler which takes an address from the peer. */
     const fanin_status status = ucx_worker_open(
         &s->w, u, loopback ? UCX_ROLE_SERVER_HOST : UCX_ROLE_SERVER_RDMA,
-        UCP_FEATURE_STREAM | UCP_FEATURE_WAKEUP, log, error);
+        UCP_FEATURE_STREAM | UCP_FEATURE_WAKEUP, NULL, log, error);
     if (status != FANIN_OK) {
         free(s);
         return status;

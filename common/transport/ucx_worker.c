@@ -14,11 +14,11 @@ fanin_status ucx_error(const ucx *u, fanin_error *error, fanin_status status,
 }
 
 static fanin_status open_context(ucx_worker *w, ucx_role role, uint64_t features,
-                                 fanin_error *error)
+                                 const char *gpu, fanin_error *error)
 {
     const ucx *u = w->u;
     ucp_config_t *config;
-    fanin_status status = ucx_config_make(u, role, &w->log, &config, error);
+    fanin_status status = ucx_config_make(u, role, gpu, &w->log, &config, error);
     if (status != FANIN_OK)
         return status;
     /* mt_workers_shared: regions are made by other threads than the one that progresses. */
@@ -75,14 +75,14 @@ static fanin_status open_worker(ucx_worker *w, fanin_error *error)
 }
 
 fanin_status ucx_worker_open(ucx_worker *w, ucx *u, ucx_role role, uint64_t features,
-                             const logger *log, fanin_error *error)
+                             const char *gpu, const logger *log, fanin_error *error)
 {
     *w = (ucx_worker){.u = u, .fd = -1};
     if (log)
         w->log = *log;
     w->has_rdma = role == UCX_ROLE_SERVER_RDMA || role == UCX_ROLE_CLIENT_RDMA;
     const ucx_scope scope = ucx_scope_enter(&w->log, true);
-    fanin_status status = open_context(w, role, features, error);
+    fanin_status status = open_context(w, role, features, gpu, error);
     if (status == FANIN_OK)
         status = open_worker(w, error);
     ucx_scope_leave(&scope);

@@ -11,7 +11,7 @@ setup()
     cd "$BATS_TEST_TMPDIR" || return 1
 }
 
-commands=(list show ping pull verify watch serve bench)
+commands=(list show ping doctor pull verify watch serve bench)
 
 @test "--version names tool and library" {
     run -0 "$NIXL_FETCH" --version

@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The smallest use of both halves: a rank publishes four bytes, a client reads them. */
+/* The smallest use of both halves: a rank publishes a copy of four bytes, a client reads
+   it. */
 #include <fanin/fanin.h>
 #include <stdio.h>
 #include <string.h>
@@ -24,9 +25,12 @@ static int publish(fanin_server *server, uint8_t *bytes, size_t size,
         .n_boxes = 1,
         .memory = {FANIN_MEMORY_HOST, -1},
     };
+    fanin_commit_options how;
+    fanin_commit_options_init(&how, sizeof(how));
+    how.flags = FANIN_COMMIT_SNAPSHOT | FANIN_COMMIT_WAIT;
     if (fanin_server_begin_update(server, "lora:0", error) ||
         fanin_server_put(server, "lora:0", &tensor, 1, false, error) ||
-        fanin_server_commit(server, "lora:0", 1, NULL, error))
+        fanin_server_commit(server, "lora:0", 1, &how, error))
         return fail("publish", error);
     return 0;
 }

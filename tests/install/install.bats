@@ -137,6 +137,11 @@ warnings='-Wall -Wextra -pedantic -Werror'
         grep '^fanin_' | sort -u >"$scratch/used"
     [ -s "$scratch/used" ]
     [ -z "$(comm -23 "$scratch/used" "$scratch/exported")" ]
+    # What it links statically brings no second copy of a public function.
+    nm --defined-only "$FANIN_PREFIX/bin/nixl-fetch" | awk '{print $3}' | sort -u >"$scratch/own"
+    grep -qx main "$scratch/own"
+    [ -z "$(comm -12 "$scratch/own" "$scratch/exported")" ]
+    ! grep -q '^fanin_' "$scratch/own"
 }
 
 @test "the examples have under 50 lines, build with pkg-config and pull a step" {

@@ -76,6 +76,49 @@ static void test_stream_tcp(void **state)
     world_stop(&w);
 }
 
+/* Both arenas in turn, through one client that has planned once. */
+static void pull_snapshots(fanin_path path)
+{
+    static const world_cut cuts[] = {CUT_CHUNK0, CUT_CHUNK1, CUT_STRIDED,
+                                     CUT_REPLICATE};
+    for (size_t i = 0; i < sizeof(cuts) / sizeof(*cuts); i++) {
+        world w = {.snapshots = true};
+        fanin_error error = FANIN_ERROR_INIT;
+        fanin_result_info info;
+        world_start(&w, 3, cuts[i], world_lora, world_lora_count);
+        world_commit(&w, 1);
+        fanin_client *client = world_client(&w, path);
+        for (uint64_t step = 1; step < 6; step++) {
+            if (step > 1)
+                world_commit(&w, step);
+            assert_ok(world_pull(&w, client, NULL, &info, &error), error);
+            assert_int_equal(info.step, step);
+            assert_int_equal(info.path, path);
+        }
+        /* One rank is an arena ahead: it has committed twice as often. */
+        world_commit_rank(&w, 0, 6);
+        world_commit(&w, 7);
+        assert_ok(world_pull(&w, client, NULL, &info, &error), error);
+        assert_int_equal(info.step, 7);
+        fanin_client_destroy(&client);
+        world_stop(&w);
+    }
+}
+
+static void test_snapshots_stream(void **state)
+{
+    (void)state;
+    pull_snapshots(FANIN_PATH_STREAM);
+}
+
+static void test_snapshots_cma(void **state)
+{
+    (void)state;
+    if (!world_has_cma())
+        skip();
+    pull_snapshots(FANIN_PATH_CMA);
+}
+
 /* auto: cma where it can be, stream with a reason where it cannot. */
 static void test_auto(void **state)
 {
@@ -153,6 +196,63 @@ static void test_slice(void **state)
         fanin_client_destroy(&client);
     }
     free(memory);
+    world_stop(&w);
+}
+
+/* Columns of every width at which a run is scattered or received in place, beside gaps that are
+   read along and beside such that are not: what comes behind them on the connection must still be
+   what it is taken for. */
+static void test_columns(void **state)
+{
+    (void)state;
+    enum { ROWS = 600, COLUMNS = 2048, OTHERS = 5 };
+    static const world_tensor tensors[] = {
+        {"a.lora_A.weight", FANIN_DTYPE_U8, 2, {ROWS, COLUMNS}},
+        {"b.lora_A.weight", FANIN_DTYPE_U8, 2, {ROWS, COLUMNS}},
+    };
+    static const uint64_t widths[] = {8, 255, 256, 257, 300, 511, 512, 513, 1500};
+    static uint8_t memory[2][ROWS * COLUMNS];
+    world w = {0};
+    world_start(&w, 3, CUT_CHUNK0, tensors, 2);
+    world_commit(&w, 1);
+    fanin_error error = FANIN_ERROR_INIT;
+    fanin_pull_options options;
+    fanin_pull_options_init(&options, sizeof(options));
+    options.publication = "lora:0";
+    options.timeout_ms = 20000;
+    fanin_client *client = world_client(&w, FANIN_PATH_STREAM);
+    for (size_t i = 0; i < sizeof(widths) / sizeof(*widths); i++) {
+        uint64_t width = widths[i];
+        fanin_box boxes[2] = {{.extent = {ROWS, width}, .address = memory[0]},
+                              {.offset = {OTHERS, OTHERS},
+                               .extent = {ROWS - OTHERS, COLUMNS - OTHERS},
+                               .address = memory[1]}};
+        fanin_tensor wanted[2];
+        for (size_t t = 0; t < 2; t++) {
+            wanted[t] = (fanin_tensor){.struct_size = sizeof(fanin_tensor),
+                                       .name = tensors[t].name,
+                                       .dtype = FANIN_DTYPE_U8,
+                                       .n_dims = 2,
+                                       .shape = {ROWS, COLUMNS},
+                                       .boxes = &boxes[t],
+                                       .n_boxes = 1};
+            memset(memory[t], 0xaa, sizeof(memory[t]));
+        }
+        assert_ok(fanin_client_pull(client, &options, wanted, 2, NULL, &error), error);
+        for (size_t t = 0; t < 2; t++) {
+            const fanin_box *box = &boxes[t];
+            for (uint64_t at = 0; at < box->extent[0] * box->extent[1]; at++) {
+                uint64_t row = box->offset[0] + at / box->extent[1];
+                uint64_t column = box->offset[1] + at % box->extent[1];
+                if (memory[t][at] != world_byte(&w, t, 1, row * COLUMNS + column))
+                    fail_msg("%llu columns: row %llu, column %llu is wrong",
+                             (unsigned long long)width, (unsigned long long)row,
+                             (unsigned long long)column);
+            }
+            assert_int_equal(memory[t][box->extent[0] * box->extent[1]], 0xaa);
+        }
+    }
+    fanin_client_destroy(&client);
     world_stop(&w);
 }
 
@@ -347,12 +447,20 @@ static void test_cancel(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_stream_unix), cmocka_unit_test(test_stream_tcp),
-        cmocka_unit_test(test_cma),         cmocka_unit_test(test_auto),
-        cmocka_unit_test(test_slice),       cmocka_unit_test(test_step_rules),
-        cmocka_unit_test(test_ranks_apart), cmocka_unit_test(test_replicas),
-        cmocka_unit_test(test_restart),     cmocka_unit_test(test_catalog_changes),
+        cmocka_unit_test(test_stream_unix),
+        cmocka_unit_test(test_stream_tcp),
+        cmocka_unit_test(test_cma),
+        cmocka_unit_test(test_auto),
+        cmocka_unit_test(test_slice),
+        cmocka_unit_test(test_columns),
+        cmocka_unit_test(test_step_rules),
+        cmocka_unit_test(test_ranks_apart),
+        cmocka_unit_test(test_replicas),
+        cmocka_unit_test(test_restart),
+        cmocka_unit_test(test_catalog_changes),
         cmocka_unit_test(test_cancel),
+        cmocka_unit_test(test_snapshots_stream),
+        cmocka_unit_test(test_snapshots_cma),
     };
     return cmocka_run_group_tests_name("pull", tests, NULL, NULL);
 }

@@ -14,7 +14,8 @@
  * Time is as in inplace.pml.
  *
  * Switches (scenarios):  RE_ADD      a rank may remove and re-add the publication between two commits
- *                        STREAM      the copy is made later, in stream order, while the trainer's host runs on
+ *                        STREAM      the copy is made later, in stream order, while the trainer's host runs on; some time
+ *                                    after it a thread of the server notices and publishes, unless the commit was withdrawn
  *                        READERS=1|2 whole readers;  LEASER  one more, that takes leases, drops them, hangs or dies
  * Switches (mutations):  NO_x removes rule x; BAD_x replaces it by what a plausible implementation might do.
  */
@@ -49,6 +50,7 @@ typedef Rank {
     byte  target;                   /* the arena that a commit waits for */
     byte  waited;
     bool  copying;                  /* a queued copy has not been made yet */
+    byte  pending;                  /* the step of a commit that has not taken effect; 0: none */
     byte  lease[HOLDERS], on[HOLDERS]
 }
 Rank rank[2];
@@ -175,6 +177,7 @@ inline publish(r, a, n)
 
 #ifdef STREAM
 chan stream[2] = [1] of { byte, byte };                 /* arena, step */
+chan copied[2] = [STEPS] of { byte, byte };               /* the same */
 
 proctype Stream(byte r)
 {
@@ -182,8 +185,23 @@ proctype Stream(byte r)
 end:
     do
     :: stream[r] ? a, n ->
-        copy(r, a); publish(r, a, n);
+        copy(r, a);
+        copied[r] ! a, n;
         atomic { rank[r].copying = false; a = 0; n = 0 }
+    od
+}
+
+proctype Control(byte r)            /* what lets commits take effect, at any time after their copies */
+{
+    byte a, n;
+end:
+    do
+    :: atomic { copied[r] ? a, n ->
+        if
+        :: rank[r].pending == n -> publish(r, a, n); rank[r].pending = 0
+        :: else                     /* it was withdrawn */
+        fi;
+        a = 0; n = 0 }
     od
 }
 #endif
@@ -200,6 +218,9 @@ proctype Trainer(byte r)
         :: !added_again && !rank[r].copying ->
             atomic {                /* remove: the arenas go; waiting for leases as in commit is left out, it only helps */
                 added_again = true;
+#ifndef BAD_PENDING_COMMIT          /* rule: what has not taken effect never will */
+                rank[r].pending = 0;
+#endif
                 rank[r].current = NONE;
                 for (h : 0 .. HOLDERS - 1) { rank[r].lease[h] = 0 }
                 h = 0;
@@ -221,10 +242,10 @@ proctype Trainer(byte r)
         arrived[n]++;
         (arrived[n] == 2);          /* the collective in the optimizer */
         rank[r].source[1] = n;
-        !rank[r].copying;           /* the copy before, in stream order */
+        rank[r].pending == 0;       /* commit waits for the one before */
         take(r);
 #ifdef STREAM
-        rank[r].copying = true;
+        atomic { rank[r].copying = true; rank[r].pending = n };
         stream[r] ! a, n;
 #else
         copy(r, a); publish(r, a, n);
@@ -368,7 +389,7 @@ init {
         }
         run Clock(); run Trainer(0); run Trainer(1);
 #ifdef STREAM
-        run Stream(0); run Stream(1);
+        run Stream(0); run Stream(1); run Control(0); run Control(1);
 #endif
 #ifdef LEASER
         run Leaser();

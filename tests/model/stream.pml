@@ -5,12 +5,14 @@
  *
  * Checked: no send touches memory that the trainer has taken back; nobody deadlocks.
  *
+ * A send that reads device memory is a copy that a device makes while the thread does other things, so there may be several.
+ *
  * Leases are left out: they bound how long the trainer waits, not what a send may touch, so here a reader may ask at any
  * time with a token as old as it likes.
  *
  * Switches (mutations):  NO_SEND_CHECK    a read is answered without looking whether the token's epoch still stands
  *                        BAD_CHECK_EARLY  ... looked at, but not under the lock that announces the send
- *                        NO_SEND_WAIT     turning the epoch does not wait for the send that is under way
+ *                        NO_SEND_WAIT     turning the epoch does not wait for the sends that are under way
  */
 #define UPDATES 3
 #define READERS 2
@@ -18,7 +20,7 @@
 byte epoch = 2;                     /* odd: unreadable */
 byte memory = 1;                    /* the truth: which allocation is the publication's now */
 byte catalog = 1;                   /* the allocation that the last commit's catalog points at */
-bool in_flight;                     /* a send reads the memory */
+byte in_flight;                     /* sends that read the memory */
 byte token[READERS];
 bool asked[READERS];
 
@@ -29,8 +31,8 @@ active proctype Trainer()
     :: n < UPDATES ->
         n++;
         epoch++;
-#ifndef NO_SEND_WAIT                /* rule: the epoch turns first, then the running send is waited for */
-        !in_flight;
+#ifndef NO_SEND_WAIT                /* rule: the epoch turns first, then the running sends are waited for */
+        in_flight == 0;
 #endif
         if
         :: true -> memory++         /* moved: the old allocation is freed */
@@ -51,7 +53,7 @@ active [READERS] proctype Reader()
     od
 }
 
-active proctype Data()              /* one thread, one send at a time */
+active [2] proctype Data()          /* one send at a time each */
 {
     byte r, address;
 end:
@@ -63,7 +65,7 @@ end:
         fi;
         asked[r] = false;
 #ifdef NO_SEND_CHECK
-        address = catalog; in_flight = true
+        address = catalog; in_flight++
     }
 #else
         if
@@ -73,13 +75,13 @@ end:
 #ifdef BAD_CHECK_EARLY
     }
 #endif
-        address = catalog; in_flight = true
+        address = catalog; in_flight++
 #ifndef BAD_CHECK_EARLY
     }
 #endif
 #endif
         assert(address == memory);
         assert(address == memory);  /* ... until its last byte */
-        in_flight = false
+        in_flight--
     od
 }

@@ -62,11 +62,34 @@ static void end_world(rank_world *w)
     *w = (rank_world){0};
 }
 
+/* For the ranks, which are about to be forked. */
+static void change_environment(const lab_order *o, bool set)
+{
+    for (size_t i = 0; i < sizeof(o->environment) / sizeof(*o->environment); i++) {
+        char name[sizeof(*o->environment)];
+        snprintf(name, sizeof(name), "%s", o->environment[i]);
+        char *value = strchr(name, '=');
+        if (!value)
+            continue;
+        *value++ = '\0';
+        if (set)
+            setenv(name, value, 1);
+        else
+            unsetenv(name);
+    }
+}
+
+static void init(rank_world *w, const lab_order *o)
+{
+    rank_world_init_of(w, o->shape, o->dtype ? o->dtype : FANIN_DTYPE_BF16,
+                       o->world_size);
+}
+
 static answer begin_world(rank_world *w, const lab_order *o)
 {
     answer a = {0};
     end_world(w);
-    rank_world_init(w, o->shape, o->world_size);
+    init(w, o);
     w->options.tensors = &w->tensors;
     w->options.replicate = o->replicate;
     w->options.base_port = o->base_port;
@@ -74,9 +97,15 @@ static answer begin_world(rank_world *w, const lab_order *o)
     w->options.first_step = o->step ? o->step : 1;
     w->options.bind = o->bind[0] ? o->bind : NULL;
     w->options.allow = o->allow[0] ? o->allow : NULL;
+    w->options.publishing = (rank_publishing){.devices = o->devices,
+                                              .n_devices = o->n_devices,
+                                              .snapshot = o->snapshot,
+                                              .cast = o->cast};
     memset(w->options.world_id, o->world, sizeof(w->options.world_id));
+    change_environment(o, true);
     a.good = give_bytes(w, o->life) && ranks_start(&w->options, &w->ranks) == 0 &&
              ranks_wait_ready(w->ranks, 60000) == 0;
+    change_environment(o, false);
     for (uint32_t i = 0; a.good && i < o->world_size; i++)
         a.ports[i] = ranks_port(w->ranks, i);
     return a;
@@ -159,7 +188,7 @@ void lab_restart(lab *l, const lab_order *order)
 void lab_start(lab *l, const lab_order *order, rank_world *w)
 {
     answer a = ask(l, &(request){.verb = START, .order = *order});
-    rank_world_init(w, order->shape, order->world_size);
+    init(w, order);
     rank_world_describe(w, order->bind[0] ? order->bind : "127.0.0.1", a.ports);
 }
 

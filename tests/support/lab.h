@@ -22,6 +22,12 @@ typedef struct lab_order {
     uint32_t life; /**< 0: the bytes are the step's; else those of lab_step(life) */
     uint32_t flags;
     char bind[32], allow[32]; /**< "": loopback */
+    int devices[4];           /**< whose memory ranks have, see rank_publishing */
+    size_t n_devices;
+    bool snapshot;
+    fanin_dtype dtype;       /**< of the tensors; 0: BF16 */
+    fanin_dtype cast;        /**< of the snapshots; 0: none */
+    char environment[2][48]; /**< of the ranks: "NAME=VALUE" */
 } lab_order;
 
 typedef struct lab {

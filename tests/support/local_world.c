@@ -263,7 +263,12 @@ void world_commit_rank(world *w, size_t rank, uint64_t step)
     fanin_server *server = w->ranks[rank].server;
     assert_ok(fanin_server_begin_update(server, "lora:0", &error), error);
     world_write(w, rank, step);
-    assert_ok(fanin_server_commit(server, "lora:0", step, NULL, &error), error);
+    fanin_commit_options options;
+    fanin_commit_options_init(&options, sizeof(options));
+    options.flags = w->snapshots ? FANIN_COMMIT_SNAPSHOT : 0;
+    assert_ok(fanin_server_commit(server, "lora:0", step, &options, &error), error);
+    if (w->snapshots)
+        memset(w->ranks[rank].memory, 0xee, w->ranks[rank].size);
     w->ranks[rank].step = step;
 }
 

@@ -46,6 +46,8 @@ typedef struct world {
     const char *address_list[WORLD_MAX_RANKS];
     uint32_t lease_ms, flags;
     uint32_t salt; /**< other bytes for the same steps */
+    bool
+        snapshots; /**< commits publish copies; the shards are overwritten after each */
 } world;
 
 /** A few LoRA-like tensors of uneven shapes (10 x 33, vectors, an empty one, 3-d). */

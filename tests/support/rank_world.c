@@ -23,13 +23,19 @@ fanin_log_fn session_log(bool verbose)
 
 void rank_world_init(rank_world *w, const char *shape, uint32_t world_size)
 {
+    rank_world_init_of(w, shape, FANIN_DTYPE_BF16, world_size);
+}
+
+void rank_world_init_of(rank_world *w, const char *shape, fanin_dtype dtype,
+                        uint32_t world_size)
+{
     fanin_error error = FANIN_ERROR_INIT;
     const adapter_shape *a = adapter_shape_find(shape);
     assert_non_null(a);
     *w = (rank_world){0};
-    assert_ok(model_expand(model_find(a->model), a->r, a->fused, FANIN_DTYPE_BF16,
-                           &w->tensors, &error),
-              error);
+    assert_ok(
+        model_expand(model_find(a->model), a->r, a->fused, dtype, &w->tensors, &error),
+        error);
     w->options = (rank_options){
         .world_size = world_size,
         .replicate = 1,

@@ -36,6 +36,9 @@ void rank_world_unshare(rank_world *w);
 
 /** Sensible defaults for @p shape ("small", "dense", ...); change options, then start. */
 void rank_world_init(rank_world *w, const char *shape, uint32_t world_size);
+/** The same with tensors of another dtype than BF16. */
+void rank_world_init_of(rank_world *w, const char *shape, fanin_dtype dtype,
+                        uint32_t world_size);
 void rank_world_start(rank_world *w);
 /** Fills addresses and seeds for ranks that somebody else started (see lab.h). */
 void rank_world_describe(rank_world *w, const char *host, const uint16_t *ports);

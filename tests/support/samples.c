@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "samples.h"
+#include "ipc_key.h"
 
 #include <stdlib.h>
 
@@ -64,6 +65,10 @@ static void add_paths(samples *s)
     msg_open_path m = {.path = WIRE_PATH_CMA, .address = {(const uint8_t *)"ucx", 3}};
     encode_open_path(add(s, "open_path"), SAMPLE_REQUEST, MSG_OPEN_PATH, &m);
     encode_open_path(add(s, "open_path_ok"), SAMPLE_REQUEST, MSG_OPEN_PATH_OK, &m);
+    m = (msg_open_path){.path = WIRE_PATH_CUDA_IPC,
+                        .address = {(const uint8_t *)"", 0}};
+    encode_open_path(add(s, "open_path_ipc"), SAMPLE_REQUEST, MSG_OPEN_PATH, &m);
+    encode_open_path(add(s, "open_path_ipc_ok"), SAMPLE_REQUEST, MSG_OPEN_PATH_OK, &m);
 }
 
 static void add_lists(samples *s)
@@ -124,6 +129,8 @@ static void add_leases(samples *s)
                             .why = "an update is about to begin"};
     encode_begin(add(s, "begin"), SAMPLE_REQUEST, &begin);
     encode_begin_ok(add(s, "begin_granted"), SAMPLE_REQUEST, &granted);
+    granted.first_region = 1; /* of region_table_arenas */
+    encode_begin_ok(add(s, "begin_granted_arena"), SAMPLE_REQUEST, &granted);
     encode_begin_ok(add(s, "begin_refused"), SAMPLE_REQUEST, &refused);
 }
 
@@ -249,6 +256,27 @@ samples samples_of_boxes(void)
     return s;
 }
 
+/* One region an arena, each in an allocation of its own. */
+static void add_arenas(samples *s)
+{
+    uint8_t bytes[2][IPC_KEY_SIZE];
+    region_entry regions[2];
+    for (int i = 0; i < 2; i++) {
+        ipc_key key = {.offset = 512, .length = 2 << 20};
+        for (uint8_t j = 0; j < 4; j++)
+            fill(key.handle + 16 * j, (uint8_t)(0x80 + 0x40 * i + 16 * j));
+        fill(key.uuid, 0x70);
+        ipc_key_encode(&key, bytes[i]);
+        regions[i] = (region_entry){.id = (uint32_t)i,
+                                    .length = 0x12345,
+                                    .memory = FANIN_MEMORY_CUDA,
+                                    .device = 1,
+                                    .rkey = bytes[i],
+                                    .rkey_size = IPC_KEY_SIZE};
+    }
+    region_table_encode(add(s, "region_table_arenas"), regions, 2);
+}
+
 samples samples_of_regions(void)
 {
     static const region_entry regions[] = {
@@ -268,5 +296,6 @@ samples samples_of_regions(void)
     samples s = {0};
     region_table_encode(add(&s, "region_table"), regions, 2);
     region_table_encode(add(&s, "region_table_empty"), NULL, 0);
+    add_arenas(&s);
     return s;
 }

@@ -69,7 +69,7 @@ static bool process_open(process *p, ucx_child_kind kind)
     } else {
         ucx_mapping mapping;
         if (ucx_worker_open(&p->worker, p->u, UCX_ROLE_SERVER_HOST,
-                            UCP_FEATURE_RMA | UCP_FEATURE_WAKEUP, NULL,
+                            UCP_FEATURE_RMA | UCP_FEATURE_WAKEUP, NULL, NULL,
                             NULL) != FANIN_OK ||
             ucx_mapping_open(&p->worker, p->words, UCX_CHILD_BYTES, host, true,
                              &mapping, NULL) != FANIN_OK ||

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "plan_world.h"
 
+#include "convert.h"
 #include "testing.h"
 #include <stdio.h>
 #include <stdlib.h>
@@ -246,13 +247,27 @@ void world_free(world *w)
 
 /* ------------------------------------------------------------- landings */
 
-void landing_whole(landing *l, const world *w)
+static uint32_t convert_of(const landing *l, const key_entry *e)
 {
-    *l = (landing){.to_of_key = calloc(w->n_keys + 1, sizeof *l->to_of_key)};
+    return l->dtype ? (uint32_t)(e->dtype == FANIN_DTYPE_F32) *
+                          (uint32_t)convert_between(FANIN_DTYPE_F32, l->dtype)
+                    : CONVERT_NONE;
+}
+
+void landing_init(landing *l, fanin_dtype dtype)
+{
+    *l = (landing){.dtype = dtype};
+}
+
+void landing_whole(landing *l, const world *w, fanin_dtype dtype)
+{
+    *l = (landing){.to_of_key = calloc(w->n_keys + 1, sizeof *l->to_of_key),
+                   .dtype = dtype};
     assert_non_null(l->to_of_key);
     for (uint32_t i = 0; i < w->n_keys; i++) {
+        const key_entry *e = &w->entries[i];
         l->to_of_key[i] = l->size;
-        l->size += w->entries[i].bytes + i % 3;
+        l->size += convert_bytes(convert_of(l, e), e->bytes) + i % 3;
     }
     l->bytes = malloc(l->size + 1);
     assert_non_null(l->bytes);
@@ -262,6 +277,7 @@ void landing_add(landing *l, world *w, uint32_t key, const block *b, bool stride
 {
     plan_target t = {.key = key, .block = *b};
     units u = in_units(&w->entries[key], b);
+    u.bytes = (uint32_t)convert_bytes(convert_of(l, &w->entries[key]), u.bytes);
     uint64_t size = volume(&u) * u.bytes, first = 0;
     if (strided && size > 0)
         spread(w, &u, world_random(w, 2) ? LAYOUT_ROWS : LAYOUT_MIXED, t.stride, &size,
@@ -287,43 +303,62 @@ fanin_status world_plan(const world *w, const landing *l, plan **out,
                         fanin_error *error)
 {
     return plan_build(w->keys, w->sources, w->n_sources, l->targets, l->n_targets,
-                      l->to_of_key, out, error);
+                      l->to_of_key, l->dtype, out, error);
+}
+
+/* One unit of a tensor, as it is to land. */
+static void expect_unit(uint32_t key, uint64_t number, uint32_t bytes, uint32_t convert,
+                        uint8_t *expected)
+{
+    uint8_t unit[16];
+    for (uint32_t k = 0; k < bytes; k++)
+        unit[k] = world_byte(key, number * bytes + k);
+    convert_run(convert, expected, unit, bytes);
 }
 
 /* What must lie at the landing, unit by unit, without any of the planner's arithmetic. */
-static void expect_target(const world *w, const plan_target *t, uint8_t *expected)
+static void expect_target(const world *w, const landing *l, const plan_target *t,
+                          uint8_t *expected)
 {
     const key_entry *e = &w->entries[t->key];
-    units u = in_units(e, &t->block);
+    units u = in_units(e, &t->block), landed = u;
+    uint32_t convert = convert_of(l, e);
     uint64_t at[FANIN_MAX_DIMS];
     int64_t stride[FANIN_MAX_DIMS];
     bool packed = true;
+    landed.bytes = (uint32_t)convert_bytes(convert, u.bytes);
     for (uint32_t i = 0; i < u.n; i++) {
         stride[i] = t->stride[i];
         packed = packed && stride[i] == 0;
     }
     if (packed)
-        packed_strides(&u, stride);
+        packed_strides(&landed, stride);
     for (uint64_t i = 0; i < volume(&u); i++) {
         coordinates(&u, i, at);
         uint64_t number = number_in_tensor(e, &u, at);
         uint64_t to = t->to + (uint64_t)dot(u.n, at, stride);
-        for (uint32_t k = 0; k < u.bytes; k++)
-            expected[to + k] = world_byte(t->key, number * u.bytes + k);
+        expect_unit(t->key, number, u.bytes, convert, expected + to);
     }
 }
 
-static void compare_landing(const world *w, const landing *l)
+void landing_clear(landing *l)
+{
+    memset(l->bytes, UNTOUCHED, l->size + 1);
+}
+
+void landing_compare(const world *w, const landing *l)
 {
     uint8_t *expected = malloc(l->size + 1);
     assert_non_null(expected);
     memset(expected, UNTOUCHED, l->size + 1);
     for (size_t i = 0; i < l->n_targets; i++)
-        expect_target(w, &l->targets[i], expected);
+        expect_target(w, l, &l->targets[i], expected);
     for (uint32_t i = 0; l->to_of_key && i < w->n_keys; i++) {
         const key_entry *e = &w->entries[i];
-        for (uint64_t k = 0; k < e->bytes; k++)
-            expected[l->to_of_key[i] + k] = world_byte(i, k);
+        uint32_t convert = convert_of(l, e), unit = dtype_get_unit(e->dtype).bytes;
+        for (uint64_t k = 0; k < e->bytes / unit; k++)
+            expect_unit(i, k, unit, convert,
+                        expected + l->to_of_key[i] + k * convert_bytes(convert, unit));
     }
     for (uint64_t i = 0; i < l->size; i++)
         if (expected[i] != l->bytes[i])
@@ -425,7 +460,8 @@ static uint8_t *pack_box(const world *w, size_t source, uint32_t box)
 static void check_view(const strided *v, uint64_t length, const landing *l, uint64_t to)
 {
     uint64_t reach = v->run;
-    int64_t low = (int64_t)to, high = (int64_t)(to + v->run);
+    int64_t low = (int64_t)to;
+    int64_t high = (int64_t)(to + convert_bytes(v->convert, v->run));
     for (uint32_t i = 0; i < v->n_dims; i++) {
         int64_t move = (int64_t)(v->extent[i] - 1) * v->to[i];
         reach += (v->extent[i] - 1) * (uint64_t)v->from[i];
@@ -464,7 +500,7 @@ void world_execute(const world *w, landing *l, const plan *p)
         }
         free(packed);
     }
-    compare_landing(w, l);
+    landing_compare(w, l);
 }
 
 /* ----------------------------------------------------------------- spans */
@@ -532,5 +568,5 @@ void world_execute_spans(const world *w, landing *l, const plan *p,
         }
         plan_spans_free(&spans);
     }
-    compare_landing(w, l);
+    landing_compare(w, l);
 }

@@ -62,12 +62,20 @@ typedef struct landing {
     plan_target *targets;
     size_t n_targets;
     uint64_t *to_of_key; /* instead of targets */
+    fanin_dtype dtype;   /* of what is published as F32; 0: F32 */
 } landing;
 
-void landing_whole(landing *l, const world *w);
+/** @p dtype: as landing.dtype. */
+void landing_whole(landing *l, const world *w, fanin_dtype dtype);
+/** Nothing yet: for landing_add(). */
+void landing_init(landing *l, fanin_dtype dtype);
 /** A block of @p key, with random strides if @p strided, appended to the landing. */
 void landing_add(landing *l, world *w, uint32_t key, const block *b, bool strided);
 void landing_free(landing *l);
+/** Marks all bytes as untouched. */
+void landing_clear(landing *l);
+/** Whether every byte is what must have landed, and the others are untouched. */
+void landing_compare(const world *w, const landing *l);
 
 fanin_status world_plan(const world *w, const landing *l, plan **out,
                         fanin_error *error);

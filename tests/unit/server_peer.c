@@ -66,6 +66,15 @@ void server_commit(fanin_server *s, uint64_t step)
     assert_ok(fanin_server_commit(s, RUN, step, NULL, &error), error);
 }
 
+void server_snapshot(fanin_server *s, uint64_t step)
+{
+    fanin_error error = FANIN_ERROR_INIT;
+    fanin_commit_options o;
+    fanin_commit_options_init(&o, sizeof o);
+    o.flags = FANIN_COMMIT_SNAPSHOT;
+    assert_ok(fanin_server_commit(s, RUN, step, &o, &error), error);
+}
+
 fanin_server_stats server_stats(fanin_server *s)
 {
     fanin_server_stats stats = {.struct_size = sizeof stats};

@@ -25,6 +25,7 @@ void server_put(fanin_server *s, const char *publication, const char *name,
                 void *memory, uint64_t size);
 void server_begin(fanin_server *s);
 void server_commit(fanin_server *s, uint64_t step);
+void server_snapshot(fanin_server *s, uint64_t step); /**< commits a copy */
 fanin_server_stats server_stats(fanin_server *s);
 
 /* ----------------------------------------------------------------- the peer */

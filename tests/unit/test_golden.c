@@ -3,6 +3,7 @@
  * The wire format, byte for byte: tests/golden/NAME.hex holds what each sample is encoded
  * to. FANIN_GOLDEN_WRITE=1 writes the files anew, for a deliberate change of the format.
  */
+#include "ipc_key.h"
 #include "recode.h"
 #include "samples.h"
 #include "testing.h"
@@ -154,6 +155,37 @@ static void region_tables_have_their_bytes(void **state)
     samples_free(&all);
 }
 
+/* What another client has to find in the table of a snapshot on the path cuda_ipc. */
+static void arenas_have_keys_to_map(void **state)
+{
+    (void)state;
+    samples all = samples_of_regions();
+    const buffer *blob = &all.list[all.count - 1].bytes;
+    region_table *table;
+    assert_string_equal(all.list[all.count - 1].name, "region_table_arenas");
+    assert_int_equal(region_table_decode(blob->data, blob->size, &table, NULL), 0);
+    assert_int_equal(table->count, 2);
+    for (uint32_t i = 0; i < table->count; i++) {
+        const region_entry *e = &table->entries[i];
+        ipc_key key;
+        assert_int_equal(e->base, 0);
+        assert_int_equal(e->length, table->entries[0].length);
+        assert_true(ipc_key_decode(e->rkey, e->rkey_size, e->length, &key));
+        assert_int_equal(key.handle[0], 0x80 + 0x40 * i);
+        assert_int_equal(key.handle[63], 0xbf + 0x40 * i);
+        assert_int_equal(key.uuid[0], 0x70);
+        assert_int_equal(key.offset, 512);
+        assert_int_equal(key.length, 2 << 20);
+        /* The key says how long the allocation is: a region may not reach beyond it. */
+        assert_false(ipc_key_decode(e->rkey, e->rkey_size - 1, e->length, &key));
+        assert_true(ipc_key_decode(e->rkey, e->rkey_size, (2 << 20) - 512, &key));
+        assert_false(ipc_key_decode(e->rkey, e->rkey_size, (2 << 20) - 511, &key));
+        assert_false(ipc_key_decode(e->rkey, e->rkey_size, UINT64_MAX, &key));
+    }
+    region_table_free(&table);
+    samples_free(&all);
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
@@ -162,6 +194,7 @@ int main(void)
         cmocka_unit_test(key_tables_have_their_bytes),
         cmocka_unit_test(box_tables_have_their_bytes),
         cmocka_unit_test(region_tables_have_their_bytes),
+        cmocka_unit_test(arenas_have_keys_to_map),
     };
     return cmocka_run_group_tests_name("golden", tests, NULL, NULL);
 }

@@ -137,6 +137,36 @@ static void unknown_fields(void **state)
     buffer_free(&b);
 }
 
+/* Which arena holds the bytes is critical, and there only if it is another than the first. */
+static void begin_ok_names_the_arena(void **state)
+{
+    (void)state;
+    for (uint32_t first = 0; first < 4; first += 3) {
+        buffer b = {0};
+        msg_begin_ok m = {.granted = true, .first_region = first}, again;
+        encode_begin_ok(&b, 1, &m);
+        body in = body_of(&b);
+        assert_int_equal(in.data[0] & 15, first ? 5 : 4);
+        if (first) /* the last key, beyond those that may be ignored */
+            assert_int_equal(in.data[in.size - 2], 64);
+        assert_int_equal(decode_begin_ok(&in, &again), FANIN_OK);
+        assert_int_equal(again.first_region, first);
+        buffer_free(&b);
+    }
+    buffer b = {0};
+    pack_map(&b, 5);
+    pack_uint(&b, 1);
+    pack_bool(&b, false);
+    const uint64_t refused[][2] = {{5, 1}, {6, 1}, {7, 1}, {64, 1}};
+    for (size_t i = 0; i < 4; i++) {
+        pack_uint(&b, refused[i][0]);
+        pack_uint(&b, refused[i][1]);
+    }
+    expect(&b, MSG_BEGIN_OK, FANIN_ERR_UNSUPPORTED,
+           "a field that must be understood is unknown here");
+    buffer_free(&b);
+}
+
 /* Without any one of its required fields a message is refused; with all it is not. */
 static void required_fields(void **state)
 {
@@ -451,6 +481,7 @@ int main(void)
         cmocka_unit_test(foreign_frames_are_refused),
         cmocka_unit_test(bodies_follow_the_rules),
         cmocka_unit_test(unknown_fields),
+        cmocka_unit_test(begin_ok_names_the_arena),
         cmocka_unit_test(required_fields),
         cmocka_unit_test(cut_or_damaged_bodies_never_crash),
         cmocka_unit_test(hello_ranges),

@@ -44,7 +44,7 @@ static fanin_error refused(const world *w, const landing *l, fanin_status expect
 static fanin_error incomplete(const world *w)
 {
     landing l;
-    landing_whole(&l, w);
+    landing_whole(&l, w, 0);
     fanin_error error = refused(w, &l, FANIN_ERR_INCOMPLETE);
     landing_free(&l);
     assert_string_not_equal(error.remedy, "");
@@ -63,7 +63,7 @@ static void uneven_chunks_land_in_order(void **state)
     for (uint32_t r = 0; r < 4; r++)
         world_hold_chunks(&w, r, 0, 4, r);
     world_seal(&w, NULL);
-    landing_whole(&l, &w);
+    landing_whole(&l, &w, 0);
     plan *p = plan_and_run(&w, &l);
     static const uint64_t expected[] = {3, 3, 3, 1};
     for (int r = 0; r < 4; r++) {
@@ -220,7 +220,7 @@ static void empty_shards_and_tensors_need_nobody(void **state)
     for (uint32_t r = 0; r < 16; r++)
         world_hold_chunks(&w, r, 0, 16, r);
     world_seal(&w, NULL);
-    landing_whole(&l, &w);
+    landing_whole(&l, &w, 0);
     plan *p = plan_and_run(&w, &l);
     for (uint32_t r = 0; r < 16; r++) {
         assert_int_equal(p->ranks[r].n_pieces, r < 8);
@@ -244,7 +244,7 @@ static void nothing_is_planned_from_nothing(void **state)
     world_init(&w, 0, 1);
     world_key(&w, FANIN_DTYPE_F64, 1, SHAPE(0));
     world_seal(&w, NULL);
-    landing_whole(&l, &w);
+    landing_whole(&l, &w, 0);
     plan *p = plan_and_run(&w, &l);
     assert_int_equal(p->n_ranks, 0);
     assert_true(plan_sufficient(w.keys, w.sources, 0, NULL));
@@ -266,7 +266,7 @@ static void neighbouring_boxes_stay_together(void **state)
     for (uint32_t r = 0; r < 8; r++)
         world_hold_chunks(&w, r, 0, 4, r % 4);
     world_seal(&w, NULL);
-    landing_whole(&l, &w);
+    landing_whole(&l, &w, 0);
     plan *p = plan_and_run(&w, &l);
     assert_true(p->has_replicas);
     uint64_t box = 10 * 9 * 2;
@@ -299,7 +299,7 @@ static void unequal_replicas_are_levelled(void **state)
         world_hold(&w, i < 60 ? 1 : 2, i, &all, 0, 0, LAYOUT_PACKED);
     }
     world_seal(&w, NULL);
-    landing_whole(&l, &w);
+    landing_whole(&l, &w, 0);
     plan *p = plan_and_run(&w, &l);
     for (int r = 0; r < 3; r++)
         assert_in_range(p->ranks[r].bytes, 3900, 4100);
@@ -323,7 +323,7 @@ static void check_lone(uint32_t shared, uint64_t expected)
             world_hold(&w, 1, i, &all, 0, 0, LAYOUT_PACKED);
     }
     world_seal(&w, NULL);
-    landing_whole(&l, &w);
+    landing_whole(&l, &w, 0);
     plan *p = plan_and_run(&w, &l);
     assert_int_equal(p->ranks[0].bytes, expected);
     assert_int_equal(p->ranks[1].bytes, 4000 - expected);
@@ -358,7 +358,7 @@ static void long_boxes_become_several_pieces(void **state)
     block line = {.n_dims = 1, .extent = {PIECE_MAX / 8 + 3}};
     world_hold(&w, 1, 1, &line, 0, 0, LAYOUT_PACKED);
     world_seal(&w, NULL);
-    landing_whole(&l, &w);
+    landing_whole(&l, &w, 0);
     plan *p = plan_and_run(&w, &l);
     assert_int_equal(p->ranks[0].n_pieces, 3); /* 8.5 MB, by rows */
     assert_int_equal(p->ranks[0].pieces[0].length % 8000, 0);
@@ -381,7 +381,7 @@ static void equal_geometries_share_views(void **state)
     for (uint32_t r = 0; r < 4; r++)
         world_hold_chunks(&w, r, 1, 4, r);
     world_seal(&w, NULL);
-    landing_whole(&l, &w);
+    landing_whole(&l, &w, 0);
     plan *p = plan_and_run(&w, &l);
     assert_int_equal(p->n_views, 2);
     for (int r = 0; r < 4; r++)

@@ -112,7 +112,7 @@ static void every_allocation_may_fail(void **state)
         world w;
         landing l;
         make_world(&w, explicit);
-        landing_whole(&l, &w);
+        landing_whole(&l, &w, 0);
         check_plans(&w, &l);
         add_slices(&w, &l);
         check_plans(&w, &l);

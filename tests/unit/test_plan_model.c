@@ -242,9 +242,15 @@ static void check_sufficient(world *w, bool has_replicas)
                      model_tiles(w, use));
 }
 
+static fanin_dtype any_dtype(world *w)
+{
+    static const fanin_dtype wanted[] = {0, FANIN_DTYPE_BF16, FANIN_DTYPE_F16};
+    return wanted[world_random(w, 3)];
+}
+
 static void add_targets(world *w, landing *l)
 {
-    *l = (landing){0};
+    landing_init(l, any_dtype(w));
     for (uint64_t n = 1 + world_random(w, 6); n > 0; n--) {
         uint32_t key = (uint32_t)world_random(w, w->n_keys);
         const key_entry *e = &w->entries[key];
@@ -308,7 +314,7 @@ static void run_world(cut_style style, uint64_t seed, uint64_t *complete_out)
         use[i] = true;
     bool complete = model_tiles(&w, use);
     assert_int_equal(plan_sufficient(w.keys, w.sources, w.n_sources, use), complete);
-    landing_whole(&l, &w);
+    landing_whole(&l, &w, any_dtype(&w));
     run_landing(&w, &l, complete, &has_replicas);
     add_targets(&w, &l);
     run_landing(&w, &l, complete, &has_replicas);

@@ -22,7 +22,7 @@ static void one_rank(world *w, landing *l, plan **p, uint32_t n_keys,
         world_hold(w, 0, i, &all, regions ? regions[i] : 0, gaps ? gaps[i] : 0,
                    LAYOUT_PACKED);
     world_seal(w, NULL);
-    landing_whole(l, w);
+    landing_whole(l, w, 0);
     assert_int_equal(world_plan(w, l, p, &error), FANIN_OK);
 }
 
@@ -218,7 +218,7 @@ static void strided_boxes_are_checked_too(void **state)
             w.sources[0].boxes = w.ranks[0].boxes;
             region_entry entry = {.length = cases[i].length};
             region_table table = {.entries = &entry, .count = 1};
-            landing_whole(&l, &w);
+            landing_whole(&l, &w, 0);
             assert_int_equal(world_plan(&w, &l, &p, NULL), FANIN_OK);
             status = plan_spans_build(p, w.keys, w.sources, 0, &table, &usual, &spans,
                                       &error);
@@ -245,7 +245,7 @@ static void transposed_memory_is_one_view(void **state)
     world_hold(&w, 0, 0, &all, 0, 0, LAYOUT_PACKED);
     w.ranks[0].records[0].place = (box_place){.packed = false, .stride = {2, 100}};
     world_seal(&w, NULL);
-    landing_whole(&l, &w);
+    landing_whole(&l, &w, 0);
     assert_int_equal(world_plan(&w, &l, &p, NULL), FANIN_OK);
     plan_spans *spans = spans_of(&w, p, &usual);
     assert_int_equal(spans->n_spans, 1);
@@ -269,7 +269,7 @@ static void gaps_inside_of_boxes_obey_the_rule(void **state)
     world_hold(&w, 0, 0, &all, 0, 280, LAYOUT_PACKED);
     w.ranks[0].records[0].place = (box_place){.packed = false, .stride = {128, 1}};
     world_seal(&w, NULL);
-    landing_whole(&l, &w);
+    landing_whole(&l, &w, 0);
     assert_int_equal(world_plan(&w, &l, &p, NULL), FANIN_OK);
     plan_spans *spans = spans_of(&w, p, &rule);
     assert_int_equal(spans->n_spans, 1);

@@ -484,6 +484,10 @@ static void prometheus_text_is_well_formed(void **state)
     assert_non_null(strstr(text, "fanin_pulls_total{result=\"good\"} 1\n"));
     assert_non_null(strstr(text, "fanin_commits_total 1\n"));
     assert_non_null(strstr(text, "fanin_connections 1\n"));
+    assert_non_null(strstr(text, "# HELP fanin_commits_withdrawn_total "));
+    assert_non_null(strstr(text, "fanin_commits_withdrawn_total 0\n"));
+    assert_non_null(strstr(text, "# HELP fanin_ipc_mappers "));
+    assert_non_null(strstr(text, "fanin_ipc_mappers 0\n"));
     assert_non_null(strstr(text, "# TYPE fanin_drain_wait_seconds_total counter\n"));
     char family[100] = "";
     for (char *line = strtok(text, "\n"); line; line = strtok(NULL, "\n")) {

@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* One-sided paths: who may open them, who gets remote keys, and when they end. */
+#include "gpu.h"
 #include "server_peer.h"
 #include "testing.h"
 #include "ucx.h"
@@ -24,6 +25,12 @@ static int set_up(void **state)
         ucx_unload(&u);
     }
     return 0;
+}
+
+/* What a session over the Unix socket is offered without UCX. */
+static uint32_t own_paths(void)
+{
+    return 1u << WIRE_PATH_STREAM | (gpu_built() ? 1u << WIRE_PATH_CUDA_IPC : 0);
 }
 
 static fanin_server *start(uint32_t flags)
@@ -78,15 +85,16 @@ static region_table *regions_of(peer *p, const grant *g, wire_path path)
     return t;
 }
 
-static void without_ucx_only_stream_is_offered(void **state)
+static void without_ucx_nothing_of_ucx_is_offered(void **state)
 {
     (void)state;
     fanin_server *s = start(FANIN_SERVER_NO_UCX);
     uint32_t paths;
     peer p = hello(s, true, "1.22.0", &paths);
-    assert_int_equal(paths, 1u << WIRE_PATH_STREAM);
+    assert_int_equal(paths, own_paths());
     expect_refused(&p, WIRE_PATH_CMA, "not to use UCX");
-    expect_refused(&p, WIRE_PATH_CUDA_IPC, "host memory");
+    if (!gpu_built())
+        expect_refused(&p, WIRE_PATH_CUDA_IPC, "without CUDA");
     peer_close(&p);
     fanin_server_destroy(&s, 0);
 }
@@ -102,6 +110,8 @@ static void strangers_get_stream_only(void **state)
     assert_int_equal(paths, 1u << WIRE_PATH_STREAM);
     expect_refused(&p, WIRE_PATH_CMA, "own user");
     expect_refused(&p, WIRE_PATH_RDMA, "own user");
+    expect_refused(&p, WIRE_PATH_CUDA_IPC,
+                   gpu_built() ? "Unix socket" : "without CUDA");
     grant g = peer_wait(&p, WIRE_RULE_NEWEST, 0);
     buffer b = {0};
     msg_blob_request m = {.publication = RUN,
@@ -112,7 +122,7 @@ static void strangers_get_stream_only(void **state)
     peer_expect_error(&p, FANIN_ERR_UNSUPPORTED);
     peer_close(&p);
     p = hello(s, true, "0.9.1", &paths);
-    assert_int_equal(paths, 1u << WIRE_PATH_STREAM);
+    assert_int_equal(paths, own_paths());
     expect_refused(&p, WIRE_PATH_CMA, "0.9.1");
     peer_close(&p);
     p = hello(s, true, "", &paths);
@@ -131,7 +141,7 @@ static void open_servers_offer_stream_only(void **state)
     fanin_server *s = server_start(&c);
     uint32_t paths;
     peer p = hello(s, true, version, &paths);
-    assert_int_equal(paths, 1u << WIRE_PATH_STREAM);
+    assert_int_equal(paths, own_paths());
     request_path(&p, WIRE_PATH_CMA);
     peer_expect_error(&p, FANIN_ERR_UNSUPPORTED);
     peer_close(&p);
@@ -204,7 +214,7 @@ static void keys_end_with_the_memory(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(without_ucx_only_stream_is_offered),
+        cmocka_unit_test(without_ucx_nothing_of_ucx_is_offered),
         cmocka_unit_test(strangers_get_stream_only),
         cmocka_unit_test(open_servers_offer_stream_only),
         cmocka_unit_test(the_own_user_gets_remote_keys),

@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* What a well-behaved client sees of a server, message by message. */
+#include "gpu.h"
 #include "server_peer.h"
 #include "socket.h"
 #include "testing.h"
@@ -38,7 +39,8 @@ static void hello_tells_who_answers(void **state)
     assert_int_equal(ok.rank, 3);
     assert_int_equal(ok.world_size, 8);
     assert_int_equal(ok.lease_ms, 250);
-    assert_int_equal(ok.paths, 1u << WIRE_PATH_STREAM);
+    uint32_t ipc = gpu_built() ? 1u << WIRE_PATH_CUDA_IPC : 0;
+    assert_int_equal(ok.paths, 1u << WIRE_PATH_STREAM | ipc);
     assert_memory_equal(ok.world_id, c.world_id, 16);
     assert_true(strlen(ok.host_id) > 32);
     assert_string_equal(ok.warnings, "");

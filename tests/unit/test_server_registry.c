@@ -89,7 +89,10 @@ static void bad_tensors_are_refused(void **state)
     expect_refused(&t, 1, FANIN_ERR_ARGUMENT, "too large");
     t = good;
     t.memory.kind = FANIN_MEMORY_CUDA;
-    expect_refused(&t, 1, FANIN_ERR_UNSUPPORTED, "host memory");
+    setenv("FANIN_CUDA_LIBRARY", "", 1);
+    expect_refused(&t, 1, FANIN_ERR_UNSUPPORTED, "CUDA");
+    t.memory.kind = 3;
+    expect_refused(&t, 1, FANIN_ERR_ARGUMENT, "kind of memory");
     t = good;
     t.boxes = NULL;
     expect_refused(&t, 1, FANIN_ERR_ARGUMENT, "NULL");

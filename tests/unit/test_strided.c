@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Strided copies against a model that moves one unit after the other. */
 #include "block.h"
+#include "convert.h"
 #include "random.h"
 #include "testing.h"
 #include <stdlib.h>
@@ -104,6 +105,50 @@ static void copies_match_the_model(void **state)
     assert_true(fused > 500);
 }
 
+/* Elements of 4 bytes from one layout to elements of 2 in another. */
+static void conversions_match_the_model(void **state)
+{
+    (void)state;
+    random_source r = {4};
+    static uint8_t source[ARENA], expected[ARENA], got[ARENA];
+    for (size_t i = 0; i < ARENA; i++)
+        source[i] = (uint8_t)random_next(&r);
+    for (int done = 0; done < 3000;) {
+        uint32_t convert = random_below(&r, 2) ? CONVERT_F32_BF16 : CONVERT_F32_F16;
+        uint32_t n_dims = (uint32_t)random_below(&r, 5);
+        uint64_t extent[FANIN_MAX_DIMS], cells = 1;
+        int64_t measure[FANIN_MAX_DIMS];
+        layout from, to;
+        for (uint32_t i = 0; i < n_dims; i++)
+            cells *= extent[i] = 1 + random_below(&r, 5);
+        if (!random_layout(&r, n_dims, extent, 4, &from) ||
+            !random_layout(&r, n_dims, extent, 2, &to))
+            continue;
+        /* As planners do it: fused by the source's measure, then halved. */
+        for (uint32_t i = 0; i < n_dims; i++)
+            measure[i] = 2 * to.stride[i];
+        strided s;
+        strided_init(&s, n_dims, extent, from.stride, measure, 4);
+        s.convert = convert;
+        for (uint32_t i = 0; i < s.n_dims; i++)
+            s.to[i] /= 2;
+        memset(expected, 0xee, sizeof expected);
+        for (uint64_t cell = 0; cell < cells; cell++) {
+            uint64_t rest = cell;
+            int64_t a = (int64_t)from.first, b = (int64_t)to.first;
+            for (uint32_t i = n_dims; i-- > 0; rest /= extent[i]) {
+                a += from.stride[i] * (int64_t)(rest % extent[i]);
+                b += to.stride[i] * (int64_t)(rest % extent[i]);
+            }
+            convert_run(convert, expected + b, source + a, 4);
+        }
+        memset(got, 0xee, sizeof got);
+        strided_copy(&s, got + to.first, source + from.first);
+        assert_memory_equal(got, expected, sizeof got);
+        done++;
+    }
+}
+
 static void packed_blocks_are_one_run(void **state)
 {
     (void)state;
@@ -166,6 +211,7 @@ int main(void)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(copies_match_the_model),
+        cmocka_unit_test(conversions_match_the_model),
         cmocka_unit_test(packed_blocks_are_one_run),
         cmocka_unit_test(rows_of_a_wider_tensor_are_one_dimension),
         cmocka_unit_test(what_differs_on_one_side_is_not_fused),

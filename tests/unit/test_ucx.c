@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Reads over cma from another process, and what happens when it stops, dies or unmaps. */
+#include "sysfs_tree.h"
 #include "testing.h"
 #include "ucx_child.h"
 #include "ucx_internal.h"
@@ -52,7 +53,7 @@ static int set_up(void **state)
     f->to = mmap(NULL, UCX_CHILD_BYTES, PROT_READ | PROT_WRITE,
                  MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     return f->to != MAP_FAILED && ucx_child_start(&f->child, UCX_CHILD_SAFE) &&
-                   ucx_client_create(library, UCX_PATH_CMA, &counting, &f->client,
+                   ucx_client_create(library, UCX_PATH_CMA, NULL, &counting, &f->client,
                                      NULL) == FANIN_OK &&
                    ucx_endpoint_create(f->client, f->child.address,
                                        f->child.address_size, &f->endpoint,
@@ -356,8 +357,8 @@ static void open_and_close_all(const ucx_child *child)
     assert_int_equal(ucx_server_create(library, true, NULL, &server, NULL), FANIN_OK);
     assert_int_equal(
         ucx_region_create(server, &word, sizeof(word), host, &region, NULL), FANIN_OK);
-    assert_int_equal(ucx_client_create(library, UCX_PATH_CMA, NULL, &client, NULL),
-                     FANIN_OK);
+    assert_int_equal(
+        ucx_client_create(library, UCX_PATH_CMA, NULL, NULL, &client, NULL), FANIN_OK);
     assert_int_equal(ucx_endpoint_create(client, child->address, child->address_size,
                                          &endpoint, NULL),
                      FANIN_OK);
@@ -421,7 +422,7 @@ static void wrong_arguments_are_refused(void **state)
     assert_int_equal(ucx_local_create(f->client, blob, 8, unknown, &local, &error),
                      FANIN_ERR_ARGUMENT);
     assert_non_null(strstr(error.message, "kind 0"));
-    assert_int_equal(ucx_client_create(library, (ucx_path)1, NULL, &client, NULL),
+    assert_int_equal(ucx_client_create(library, (ucx_path)1, NULL, NULL, &client, NULL),
                      FANIN_ERR_ARGUMENT);
 }
 
@@ -439,49 +440,41 @@ static void versions_match_by_major_and_minor(void **state)
     assert_false(ucx_versions_match(NULL, "1.22.0"));
 }
 
-static void make_port(const char *root, const char *device, const char *state,
-                      const char *rate)
-{
-    char path[256], file[300];
-    snprintf(path, sizeof(path), "%s/%s", root, device);
-    assert_int_equal(mkdir(path, 0700), 0);
-    strcat(path, "/ports");
-    assert_int_equal(mkdir(path, 0700), 0);
-    strcat(path, "/1");
-    assert_int_equal(mkdir(path, 0700), 0);
-    const char *const contents[][2] = {{"state", state}, {"rate", rate}};
-    for (size_t i = 0; i < 2; i++) {
-        snprintf(file, sizeof(file), "%s/%s", path, contents[i][0]);
-        FILE *stream = fopen(file, "we");
-        assert_non_null(stream);
-        fputs(contents[i][1], stream);
-        fclose(stream);
-    }
-}
-
 static void one_rdma_port_is_chosen(void **state)
 {
     (void)state;
-    char root[] = "/tmp/fanin-ports-XXXXXX", name[UCX_DEVICE_NAME], command[64];
-    assert_non_null(mkdtemp(root));
-    assert_false(ucx_device_choose(root, NULL, name));
-    assert_false(ucx_device_choose("/nonexistent", NULL, name));
-    make_port(root, "mlx5_0", "1: DOWN\n", "400 Gb/sec (4X NDR)\n");
-    assert_false(ucx_device_choose(root, NULL, name));
-    make_port(root, "mlx5_1", "4: ACTIVE\n", "100 Gb/sec (4X EDR)\n");
-    make_port(root, "mlx5_3", "4: ACTIVE\n", "200 Gb/sec (4X HDR)\n");
-    make_port(root, "mlx5_2", "4: ACTIVE\n", "200 Gb/sec (4X HDR)\n");
-    make_port(root, "mlx5_4", "4: ACTIVE\n", "2.5 Gb/sec (1X SDR)\n");
-    assert_true(ucx_device_choose(root, NULL, name));
+    char root[256], name[UCX_DEVICE_NAME];
+    assert_false(ucx_device_choose("/nonexistent", NULL, NULL, name));
+    sysfs_tree_nic(sysfs_tree_make(root), "mlx5_0", NULL, 400, 1, "InfiniBand");
+    assert_false(ucx_device_choose(root, NULL, NULL, name));
+    sysfs_tree_nic(root, "mlx5_1", NULL, 100, 4, "InfiniBand");
+    sysfs_tree_nic(root, "mlx5_3", NULL, 200, 4, "InfiniBand");
+    sysfs_tree_nic(root, "mlx5_2", NULL, 200, 4, "InfiniBand");
+    sysfs_tree_nic(root, "mlx5_4", NULL, 2.5, 4, "InfiniBand");
+    assert_true(ucx_device_choose(root, NULL, NULL, name));
     assert_string_equal(name, "mlx5_2:1");
-    assert_true(ucx_device_choose(root, "all", name));
+    assert_true(ucx_device_choose(root, "all", NULL, name));
     assert_string_equal(name, "mlx5_2:1");
-    assert_true(ucx_device_choose(root, "eth0,mlx5_4:1,mlx5_1:1", name));
+    assert_true(ucx_device_choose(root, "eth0,mlx5_4:1,mlx5_1:1", NULL, name));
     assert_string_equal(name, "mlx5_4:1");
-    assert_true(ucx_device_choose(root, "mlx5_1:1", name));
+    assert_true(ucx_device_choose(root, "mlx5_1:1", NULL, name));
     assert_string_equal(name, "mlx5_1:1");
-    snprintf(command, sizeof(command), "rm -r %s", root);
-    assert_int_equal(system(command), 0);
+    sysfs_tree_remove(root);
+}
+
+static void the_port_next_to_the_gpu_is_chosen(void **state)
+{
+    (void)state;
+    char root[256], name[UCX_DEVICE_NAME];
+    sysfs_tree_dgx(sysfs_tree_make(root));
+    assert_true(ucx_device_choose(root, NULL, "0000:d1:00.0", name));
+    assert_string_equal(name, "mlx5_10:1");
+    assert_true(
+        ucx_device_choose(root, NULL, "0000:99:00.0", name)); /* there is no such GPU */
+    assert_string_equal(name, "mlx5_0:1");
+    assert_true(ucx_device_choose(root, "mlx5_4:1", "0000:d1:00.0", name));
+    assert_string_equal(name, "mlx5_4:1");
+    sysfs_tree_remove(root);
 }
 
 #define WITH_CHILD(test) cmocka_unit_test_setup_teardown(test, set_up, tear_down)
@@ -518,6 +511,7 @@ int main(int argc, char **argv)
         WITH_CHILD(wrong_arguments_are_refused),
         cmocka_unit_test(versions_match_by_major_and_minor),
         cmocka_unit_test(one_rdma_port_is_chosen),
+        cmocka_unit_test(the_port_next_to_the_gpu_is_chosen),
     };
     return cmocka_run_group_tests_name("ucx", tests, NULL, NULL);
 }

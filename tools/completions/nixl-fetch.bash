@@ -6,16 +6,20 @@ _nixl_fetch_client="--run --world-size --path --no-unix --no-ucx --server-name -
 _nixl_fetch_source='--model --r --fused --adapter-shape --dtype --adapter'
 _nixl_fetch_world='--base-port --replicate --shard-dim --lease-ms --bind --allow --open --trusted-network --name --world-id'
 
+_nixl_fetch_publish='--device --snapshot --cast --no-stream-commit'
+
 _nixl_fetch_options()
 {
     case $1 in
     list | show | ping) echo "$_nixl_fetch_client" ;;
-    pull) echo "--out --step --min-step --check-pattern --max-attempts $_nixl_fetch_client" ;;
+    doctor) echo "--sysfs --procfs --dev $_nixl_fetch_client" ;;
+    pull) echo "--out --step --min-step --check-pattern --max-attempts --dtype --spare-file $_nixl_fetch_client" ;;
     verify) echo "--dir $_nixl_fetch_client" ;;
     watch) echo "--count $_nixl_fetch_client" ;;
     serve) echo "--run --update-every --steps --first-step --uncoupled --keep-going --info" \
-        "--ready-fd --world-size --no-ucx $_nixl_fetch_source $_nixl_fetch_world $_nixl_fetch_common" ;;
-    bench) echo "--dest --iterations --cold $_nixl_fetch_source $_nixl_fetch_world $_nixl_fetch_client" ;;
+        "--ready-fd --wait-commit --world-size --no-ucx $_nixl_fetch_publish $_nixl_fetch_source $_nixl_fetch_world $_nixl_fetch_common" ;;
+    bench) echo "--dest --iterations --cold --repeat --check-pattern --pull-dtype --spare-file --pause" \
+        "--commits --trainer-load --update-every $_nixl_fetch_publish $_nixl_fetch_source $_nixl_fetch_world $_nixl_fetch_client" ;;
     esac
 }
 
@@ -33,7 +37,8 @@ _nixl_fetch_scan()
         case $word in
         --*=*) ;;
         --json | --quiet | --verbose | --no-color | --help | --no-unix | --no-ucx | --fused | \
-            --open | --trusted-network | --uncoupled | --keep-going | --cold | --check-pattern) ;;
+            --open | --trusted-network | --uncoupled | --keep-going | --cold | --check-pattern | \
+            --spare-file | --snapshot | --no-stream-commit | --wait-commit) ;;
         -[jqvh]) ;;
         -*) ((i++)) ;;
         *)
@@ -78,7 +83,9 @@ _nixl_fetch()
     --adapter-shape) mapfile -t COMPREPLY < <(_nixl_fetch_ask shapes "$cur") ;;
     --dtype) mapfile -t COMPREPLY < <(compgen -W 'bf16 f16 f32 f64 f8_e4m3 f8_e5m2 i8 u8' -- "$cur") ;;
     --out | -o | --dir | --adapter) mapfile -t COMPREPLY < <(compgen -d -- "$cur") ;;
-    --dest) mapfile -t COMPREPLY < <(compgen -W memory -- "$cur" && compgen -d -- "$cur") ;;
+    --dest) mapfile -t COMPREPLY < <(compgen -W 'memory device:0' -- "$cur" && compgen -d -- "$cur") ;;
+    --cast | --pull-dtype) mapfile -t COMPREPLY < <(compgen -W 'bf16 f16' -- "$cur") ;;
+    --trainer-load) mapfile -t COMPREPLY < <(compgen -W 'product sweep' -- "$cur") ;;
     --info) mapfile -t COMPREPLY < <(compgen -f -- "$cur") ;;
     --run) mapfile -t COMPREPLY < <(_nixl_fetch_ask runs "$cur" "$target" "$size") ;;
     --timeout | -t | --world-size | -n | --server-name | --expect-world-id | --step | -s | --min-step | \

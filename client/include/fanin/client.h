@@ -112,14 +112,30 @@ typedef struct fanin_pull_options {
     uint32_t max_attempts; /**< give up after so many stale attempts; 0: by time only */
     fanin_progress_fn progress;
     void *progress_cookie;
+    /** F32 tensors arrive as FANIN_DTYPE_BF16 or FANIN_DTYPE_F16, rounded to nearest even;
+        0 (default): as published */
+    fanin_dtype dtype;
+    /** device destinations: they are written only after the work that is on this stream when the
+        call is made, for which the call waits (within timeout_ms); none: they are not in use
+        when the call is made. The writes have ended when the call returns: no stream has to wait
+        for them */
+    fanin_stream stream;
+    /** fanin_client_pull_adapter(): once a pull of a size has succeeded, keep a file of that
+        size ready beside the directory (hidden, its pages allocated by a thread between
+        calls, registered with CUDA if the client uses it), so that the next pull into the same
+        parent directory finds its memory made. Costs the adapter's size once more, until the
+        client is destroyed or disconnected. A file that was published is never used again */
+    bool spare_file;
 } fanin_pull_options;
 
 FANIN_API void fanin_pull_options_init(fanin_pull_options *options, size_t size);
 
 /**
- * Fills memory of the caller. Each tensor names what is wanted: name, dtype and global
- * shape (must equal the catalog's), and the boxes to fill: the whole tensor or any part of
- * it, each with address and byte strides. @p count 0 is an error; tensors that are not
+ * Fills memory of the caller, the host's or CUDA devices'. Each tensor names what is wanted:
+ * name, dtype and global shape (must equal the catalog's, or what options->dtype makes of
+ * it), and the boxes to fill: the whole tensor or any part of it, each with address and byte
+ * strides, all boxes of a tensor in the same kind of memory and on the same device (found out
+ * unless the tensor says them). @p count 0 is an error; tensors that are not
  * named are not read.
  *
  * Blocks at most options->timeout_ms. On success all boxes hold the bytes of one step. On
@@ -180,6 +196,8 @@ typedef struct fanin_result_info {
     uint64_t fixed_ns; /**< total minus first read posted to last byte in place */
     /** array: rank, address, path, reason, bytes, reads, read_ns, connections */
     const char *ranks_json;
+    uint64_t map_ns;   /**< opening other processes' CUDA memory; part of connect_ns */
+    uint64_t table_ns; /**< making copy tables on devices; part of plan_ns */
 } fanin_result_info;
 
 /** Fills @p info up to its struct_size. */

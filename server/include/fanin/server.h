@@ -27,7 +27,7 @@ enum {
     /** Everybody in the allowed networks may read and, with RDMA, write registered memory:
         remote keys of verbs are writable whatever is asked for. */
     FANIN_SERVER_TRUSTED_NETWORK = 2,
-    /** Never load UCX: stream only. */
+    /** Never load UCX: stream, and cuda_ipc for CUDA memory, only. */
     FANIN_SERVER_NO_UCX = 4,
 };
 
@@ -73,19 +73,25 @@ FANIN_API uint16_t fanin_server_port(const fanin_server *server);
 /**
  * Registers @p count shards under @p publication ("lora:<run>"), all or none. The boxes'
  * memory stays the caller's and must stay valid until the shard is removed, replaced or
- * the server destroyed. Strides may be negative or non-packed. Inside
+ * the server destroyed. Strides may be negative or non-packed. Memory may be the host's or
+ * any CUDA device's, all boxes of one tensor the same; kind and device are found out unless
+ * the tensor says them (a contradiction is FANIN_ERR_ARGUMENT). Device memory that has no IPC
+ * handle (PyTorch's expandable_segments, stream-ordered pools, managed memory) is served by
+ * stream, which the log tells with the remedy (event "no-ipc"). Inside
  * begin_update .. commit the change belongs to that update; outside of one, new shards
  * become visible with the next commit.
  *
  * @p replace false: a name that is there already is FANIN_ERR_EXISTS. @p replace true: an
  * existing shard is exchanged; outside an update this acts as fanin_server_begin_update()
  * first (blocks at most lease_ms, and the publication is unreadable until the next
- * commit) if pointer, dtype, shape or boxes differ, and does nothing if all are equal.
+ * commit) if pointer, dtype, shape or boxes differ, and does nothing if all are equal. Of a
+ * snapshot publication the last snapshot stays readable.
  *
  * FANIN_ERR_ARGUMENT (bad publication or name, unknown dtype, a box outside the global
  * shape, boxes that overlap, NULL address of a non-empty box, a name twice in the call),
  * FANIN_ERR_EXISTS, FANIN_ERR_LIMIT (keys, boxes, locked memory), FANIN_ERR_UNSUPPORTED
- * (memory kind this build cannot serve), FANIN_ERR_MEMORY, FANIN_ERR_FORKED.
+ * (CUDA memory, and a build or a process without CUDA), FANIN_ERR_TIMEOUT (a snapshot's copy of
+ * the shards has not ended for 60 s), FANIN_ERR_MEMORY, FANIN_ERR_FORKED.
  */
 FANIN_API FANIN_MUST_CHECK fanin_status fanin_server_put(fanin_server *server,
                                                          const char *publication,
@@ -96,9 +102,17 @@ FANIN_API FANIN_MUST_CHECK fanin_status fanin_server_put(fanin_server *server,
 /**
  * Removes one shard, or the whole publication if @p name is NULL. Outside an update it
  * acts as begin_update first: blocks at most lease_ms; when it returns, the library does
- * not touch the memory any more and readers' tokens are void.
+ * not touch the memory any more and readers' tokens are void (a snapshot of a shard that was
+ * removed alone stays readable until the next commit).
  *
- * FANIN_ERR_NOT_FOUND, FANIN_ERR_ARGUMENT, FANIN_ERR_FORKED.
+ * Workers of this host may still map CUDA memory that they read by cuda_ipc, and to free memory
+ * that another process maps is undefined in CUDA. They close the mapping at their next pull, which
+ * finds a new catalog version, and when they end. Who may still map it, and how much, is logged
+ * (event "still-mapped"), here, when a shard is replaced and when the server is destroyed; the
+ * statistics count such sessions (ipc_mappers).
+ *
+ * FANIN_ERR_NOT_FOUND, FANIN_ERR_TIMEOUT (as fanin_server_put(); nothing was removed),
+ * FANIN_ERR_ARGUMENT, FANIN_ERR_FORKED.
  */
 FANIN_API FANIN_MUST_CHECK fanin_status fanin_server_remove(fanin_server *server,
                                                             const char *publication,
@@ -123,7 +137,8 @@ fanin_server_set_metadata(fanin_server *server, const char *publication,
  * Announces that the trainer is about to write @p publication in place. New readers are
  * told to wait; blocks until the running ones are done, at most lease_ms from this call,
  * then voids their tokens. Creates the publication if it is not there. Called again
- * during an update it takes a new epoch and returns at once.
+ * during an update it takes a new epoch and returns at once. Of a snapshot publication it returns
+ * at once too: readers go on.
  *
  * FANIN_ERR_ARGUMENT, FANIN_ERR_STATE (another thread is in begin_update of the same
  * publication), FANIN_ERR_FORKED.
@@ -131,27 +146,71 @@ fanin_server_set_metadata(fanin_server *server, const char *publication,
 FANIN_API FANIN_MUST_CHECK fanin_status fanin_server_begin_update(
     fanin_server *server, const char *publication, fanin_error *error);
 
+enum {
+    /** Publish copies instead of the shards' own memory: the server copies them into one of
+        two arenas that it owns (host memory, and memory of each CUDA device that holds
+        shards), so that readers do not delay the next update and are not overtaken by it.
+        Costs twice the shards' memory. To be given at every commit of a publication or at
+        none. */
+    FANIN_COMMIT_SNAPSHOT = 1,
+    /** Return when the commit has taken effect, not before. */
+    FANIN_COMMIT_WAIT = 2,
+};
+
 /** How a commit is made; grows in later versions. */
 typedef struct fanin_commit_options {
     size_t struct_size;
+    uint32_t flags; /**< FANIN_COMMIT_... */
+    /** snapshots: F32 shards are published as FANIN_DTYPE_BF16 or FANIN_DTYPE_F16, rounded to
+        nearest even; 0: as they are. The same at every commit */
+    fanin_dtype cast;
+    /** the CUDA stream that writes the shards (any context of the device; not while it is captured
+        into a graph); none: all writes are done. Stays the caller's, and may be destroyed when
+        the call has returned */
+    fanin_stream stream;
 } fanin_commit_options;
+
+/** By reference, no cast, no stream, no waiting. @p size: as fanin_server_config_init(). */
+FANIN_API void fanin_commit_options_init(fanin_commit_options *options, size_t size);
 
 /**
  * Declares the publication's bytes to be those of @p step and lets readers in; wakes
  * waiting pulls. Everything written by this thread, or ordered before this call, is
- * published. Does not wait for readers. @p options may be NULL.
+ * published. Does not wait for readers. @p options may be NULL: by reference, at once.
+ *
+ * With a stream the commit takes effect when the work that is on the stream now is done; this
+ * call does not wait for that. What comes before that moment and takes the bytes back withdraws
+ * the commit: a begin_update (unless it is a snapshot), an abort, a removal, a shard that is
+ * replaced, the server's end. The step is never published then, which the log (event
+ * "commit-withdrawn") and the statistics tell. A commit whose predecessor has not taken effect
+ * waits for it. If the stream's device fails, the commit never takes effect (event
+ * "commit-failed"). No wait is longer than 60 s (FANIN_ERR_TIMEOUT); with FANIN_COMMIT_WAIT the
+ * commit stays pending then.
+ *
+ * Work put on the stream later is ordered behind a snapshot's copy, so a begin_update does not
+ * withdraw it: the trainer may run ahead of its stream, and writes the shards on this stream, or
+ * on one that it orders behind it. Between begin_update and commit, and after an abort, readers go
+ * on with the last snapshot. A snapshot without a stream is complete when the call returns, and so
+ * is one that has host memory: that is copied by this thread and a few helpers when the stream
+ * has got there. Each waits at most lease_ms for readers of the arena that it fills. Shards that
+ * are being copied can be replaced or removed only when the stream has got there: put and remove
+ * wait for that.
  *
  * A first commit needs no begin_update. FANIN_ERR_ARGUMENT (a step that is not above the
- * last committed one, no such publication), FANIN_ERR_STATE (no update is open),
- * FANIN_ERR_MEMORY, FANIN_ERR_LIMIT, FANIN_ERR_FORKED.
+ * last committed one, no such publication, a cast without snapshot or to another dtype, a device
+ * that there is not), FANIN_ERR_STATE (no update is open; snapshot and reference mixed; with
+ * FANIN_COMMIT_WAIT: withdrawn; a stream that is being captured), FANIN_ERR_TIMEOUT, FANIN_ERR_UNSUPPORTED (a stream and no CUDA),
+ * FANIN_ERR_TRANSPORT (the device has failed), FANIN_ERR_MEMORY, FANIN_ERR_LIMIT,
+ * FANIN_ERR_FORKED.
  */
 FANIN_API FANIN_MUST_CHECK fanin_status
 fanin_server_commit(fanin_server *server, const char *publication, uint64_t step,
                     const fanin_commit_options *options, fanin_error *error);
 
 /**
- * Ends an update without publishing: the publication stays unreadable (its bytes may be
- * half-written) until a later begin_update and commit, or a commit alone.
+ * Ends an update without publishing, or withdraws its commit if that has not taken effect: the
+ * publication stays unreadable (its bytes may be half-written) until a later begin_update and
+ * commit, or a commit alone. Of a snapshot publication the last snapshot stays readable.
  *
  * FANIN_ERR_STATE (no update is open), FANIN_ERR_NOT_FOUND, FANIN_ERR_FORKED.
  */
@@ -180,10 +239,12 @@ typedef struct fanin_server_stats {
     uint64_t bytes_streamed;
     uint64_t reads_streamed, reads_refused;
     uint64_t updates, commits, aborts;
+    uint64_t commits_withdrawn; /**< never published: see fanin_server_commit() */
     uint64_t drain_wait_ns_total, drain_wait_ns_max; /**< spent inside begin_update */
     uint64_t drains_expired; /**< begin_updates that ran into the lease time */
     uint64_t sessions_opened, sessions_refused, protocol_errors;
     uint64_t sessions, leases, publications, tensors, session_memory; /**< now */
+    uint64_t ipc_mappers; /**< sessions now that may map CUDA memory of this process */
 } fanin_server_stats;
 
 /** Fills @p stats up to its struct_size. Thread: any. FANIN_ERR_ARGUMENT, FORKED. */
@@ -203,7 +264,9 @@ FANIN_API FANIN_MUST_CHECK fanin_status fanin_server_prometheus(fanin_server *se
  * Stops listening, lets running pulls end for at most @p drain_ms, closes everything, joins
  * the threads, frees, sets *server to NULL. NULL and *server == NULL are fine. After it
  * returns the library does not touch the shards' memory. In a forked child it frees
- * nothing. Blocks at most drain_ms and a little.
+ * nothing. Blocks at most drain_ms and a little; CUDA devices that do not finish copies out of
+ * the shards (of snapshots on a stream, of reads) are waited for at most 70 s more, then the copies are
+ * left alone, and what they write to stays allocated (events "commit-stuck", "device-stalled").
  */
 FANIN_API void fanin_server_destroy(fanin_server **server, uint32_t drain_ms);
 

@@ -76,6 +76,14 @@ enum {
     FANIN_MEMORY_CUDA = 2,
 };
 
+/** A CUDA stream of the caller's. */
+typedef struct fanin_stream {
+    /** cudaStream_t or CUstream. NULL: none is given; the default streams are (void *)1
+        (cudaStreamLegacy) and (void *)2 (cudaStreamPerThread), not 0 */
+    void *handle;
+    int32_t device; /**< CUDA device of the stream */
+} fanin_stream;
+
 /**
  * An N-dimensional block of a tensor and where it lies in memory. The layout of this
  * struct never changes. Entries at and beyond the tensor's n_dims are ignored.

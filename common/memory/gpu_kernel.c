@@ -1,0 +1,127 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include "copy_units.h"
+#include "gpu_internal.h"
+
+/** Made from copy_kernel.cu. */
+const void *copy_kernel_image(void);
+
+static fanin_status load_error(const gpu *g, int device, fanin_error *error,
+                               CUresult result)
+{
+    const gpu_device *info = &g->slots[device].info;
+    const error_place place = {
+        .remedy =
+            "update NVIDIA's driver to 580 (CUDA 13.0) or newer; where the GPU is "
+            "newer "
+            "than the kernels, build with its architecture in -Dgpu_architectures"};
+    switch (result) {
+    case CUDA_ERROR_NO_BINARY_FOR_GPU:
+    case CUDA_ERROR_INVALID_IMAGE:
+    case CUDA_ERROR_INVALID_PTX:
+    case CUDA_ERROR_UNSUPPORTED_PTX_VERSION:
+    case CUDA_ERROR_JIT_COMPILER_NOT_FOUND:
+    case CUDA_ERROR_INVALID_SOURCE:
+        gpu_error(g, error, result, "the copy kernel");
+        return error_set(
+            error, FANIN_ERR_UNSUPPORTED, &place,
+            "the driver (CUDA %s) cannot run the copy kernel on device %d (%s, "
+            "compute capability %d.%d)",
+            g->version_text, device, info->name, info->major, info->minor);
+    default:
+        return gpu_error(g, error, result, "loading the copy kernel on device %d (%s)",
+                         device, info->name);
+    }
+}
+
+static CUresult load_kernel(gpu *g, gpu_slot *slot)
+{
+    CUmodule module;
+    CUfunction function;
+    int blocks = 0, processors = 0;
+    /* The module stays as long as the context, which stays as long as the process. */
+    CUresult result = g->cuModuleLoadData(&module, copy_kernel_image());
+    if (result == CUDA_SUCCESS)
+        result = g->cuModuleGetFunction(&function, module, COPY_KERNEL_NAME);
+    if (result == CUDA_SUCCESS)
+        result = g->cuOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, function,
+                                                                COPY_KERNEL_THREADS, 0);
+    if (result == CUDA_SUCCESS)
+        result = g->cuDeviceGetAttribute(
+            &processors, CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT, slot->handle);
+    if (result != CUDA_SUCCESS)
+        return result;
+    slot->resident_blocks =
+        blocks > 0 && processors > 0 ? (unsigned)(blocks * processors) : 1;
+    slot->copy = function;
+    return CUDA_SUCCESS;
+}
+
+/* Loads it once; the context is current. */
+static fanin_status need_kernel(gpu *g, int device, fanin_error *error)
+{
+    gpu_slot *slot = &g->slots[device];
+    CUresult result = CUDA_SUCCESS;
+    pthread_mutex_lock(&g->lock);
+    if (!slot->copy)
+        result = load_kernel(g, slot);
+    pthread_mutex_unlock(&g->lock);
+    return result == CUDA_SUCCESS ? FANIN_OK : load_error(g, device, error, result);
+}
+
+fanin_status gpu_prepare(gpu *g, int device, fanin_error *error)
+{
+    fanin_status status = gpu_context_enter(g, device, error);
+    if (status != FANIN_OK)
+        return status;
+    status = need_kernel(g, device, error);
+    gpu_context_leave(g);
+    return status;
+}
+
+fanin_status gpu_kernel_launch(gpu_stream *stream, copy_parameters *parameters,
+                               fanin_error *error)
+{
+    gpu *g = stream->g;
+    void *arguments[] = {parameters};
+    fanin_status status = need_kernel(g, stream->device, error);
+    if (status != FANIN_OK)
+        return status;
+    const gpu_slot *slot = &g->slots[stream->device];
+    uint64_t blocks = (parameters->count * parameters->parts + COPY_KERNEL_WARPS - 1) /
+                      COPY_KERNEL_WARPS;
+    if (blocks > slot->resident_blocks)
+        blocks = slot->resident_blocks;
+    CUresult result =
+        g->cuLaunchKernel(slot->copy, (unsigned)blocks, 1, 1, COPY_KERNEL_THREADS, 1, 1,
+                          0, stream->handle, arguments, NULL);
+    if (result != CUDA_SUCCESS)
+        return gpu_error(g, error, result, "starting the copy kernel on device %d",
+                         stream->device);
+    return FANIN_OK;
+}
+
+fanin_status gpu_entries_run(gpu_stream *stream, const copy_entry *pinned, uint64_t n,
+                             uint64_t from_add, uint64_t to_add, fanin_error *error)
+{
+    gpu *g = stream->g;
+    if (n == 0)
+        return FANIN_OK;
+    fanin_status status = gpu_context_enter(g, stream->device, error);
+    if (status != FANIN_OK)
+        return status;
+    status = need_kernel(g, stream->device, error);
+    if (status == FANIN_OK) {
+        uint64_t warps =
+            (uint64_t)g->slots[stream->device].resident_blocks * COPY_KERNEL_WARPS;
+        copy_parameters parameters = {
+            .entries = pinned,
+            .count = n,
+            .from_add = from_add,
+            .to_add = to_add,
+            .parts = copy_units_parts(pinned, n, warps),
+        };
+        status = gpu_kernel_launch(stream, &parameters, error);
+    }
+    gpu_context_leave(g);
+    return status;
+}

@@ -1,0 +1,87 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/**
+ * @file
+ * RDMA devices and GPUs of this host and how far they are from each other, as sysfs tells:
+ * the PCI tree and NUMA nodes. Loads no driver; the root of sysfs is a parameter.
+ */
+#ifndef TOPOLOGY_H
+#define TOPOLOGY_H
+
+#include <fanin/types.h>
+
+#define TOPOLOGY_NAME 32
+#define TOPOLOGY_PATH 320
+
+/** Where a device hangs. */
+typedef struct topology_place {
+    char pci[16]; /**< "0000:1b:00.0"; "": no PCI device (soft-RoCE, say) */
+    char path
+        [TOPOLOGY_PATH]; /**< below the devices folder: "pci0000:15/0000:15:01.0/..." */
+    int numa;            /**< -1: unknown */
+} topology_place;
+
+typedef struct topology_port {
+    unsigned number;
+    int state;   /**< 4: ACTIVE, 1: DOWN, ... (InfiniBand Architecture, PortState) */
+    double gbps; /**< 0: unknown */
+    bool is_ethernet;              /**< RoCE; else InfiniBand */
+    char interface[TOPOLOGY_NAME]; /**< network interface of the first GID, "": none */
+} topology_port;
+
+#define TOPOLOGY_PORTS 4
+
+typedef struct topology_nic {
+    char name[TOPOLOGY_NAME]; /**< "mlx5_0" */
+    topology_place place;
+    topology_port ports[TOPOLOGY_PORTS];
+    unsigned n_ports;
+} topology_nic;
+
+typedef struct topology_gpu {
+    topology_place place;
+} topology_gpu;
+
+typedef struct topology {
+    topology_nic *nics; /**< ascending by name, numbers in names as numbers */
+    size_t n_nics;
+    topology_gpu *gpus; /**< NVIDIA's, ascending by PCI address */
+    size_t n_gpus;
+    bool has_peer_memory; /**< nvidia_peermem or nv_peer_mem is loaded */
+    unsigned iommus;      /**< DMA remapping units in use */
+    unsigned numa_nodes;
+} topology;
+
+/** Reads below @p sysfs ("/sys"). What is absent is left out; nothing found is no error.
+    FANIN_ERR_MEMORY. */
+fanin_status topology_read(const char *sysfs, topology **out, fanin_error *error);
+void topology_free(topology **t);
+
+/** Nearest first; the words of `nvidia-smi topo -m` for them are in topology_distance_name(). */
+typedef enum topology_distance {
+    DISTANCE_SELF,   /**< the same device */
+    DISTANCE_SWITCH, /**< PIX: at most one PCIe switch */
+    DISTANCE_BRIDGE, /**< PXB: several switches, no host bridge */
+    DISTANCE_HOST,   /**< PHB: one host bridge */
+    DISTANCE_NODE,   /**< NODE: one NUMA node */
+    DISTANCE_SYSTEM, /**< SYS: between NUMA nodes */
+    DISTANCE_UNKNOWN,
+} topology_distance;
+topology_distance topology_between(const topology_place *a, const topology_place *b);
+const char *topology_distance_name(topology_distance distance); /**< "PIX" */
+
+/** The bridges of @p place, from the device to the root: writes at most @p most PCI addresses;
+    how many there are. */
+size_t topology_bridges(const topology_place *place, char (*pci)[16], size_t most);
+
+/** The GPU with that PCI address in any writing ("00000000:1B:00.0" too); NULL: none. */
+const topology_gpu *topology_gpu_at(const topology *t, const char *pci);
+
+/**
+ * The RDMA port to use for memory at @p near (NULL: anywhere): nearest, then fastest, then the
+ * first by name, so that all processes of a host choose alike. "mlx5_0:1" into @p name. False:
+ * no port is active.
+ */
+bool topology_choose_port(const topology *t, const topology_place *near,
+                          char name[TOPOLOGY_NAME + 8]);
+
+#endif

@@ -1,0 +1,81 @@
+#!/usr/bin/env bats
+# SPDX-License-Identifier: Apache-2.0
+# nixl-fetch doctor: this host, trees of other hosts, and a trainer.
+# shellcheck disable=SC2154 # info is set by ranks.bash
+
+bats_require_minimum_version 1.5.0
+
+setup()
+{
+    load ranks
+    unset NIXL_FETCH_SERVERS NIXL_FETCH_TIMEOUT
+    cd "$BATS_TEST_TMPDIR" || return 1
+}
+
+teardown()
+{
+    [ -z "${ranks_pid-}" ] || kill -KILL "$ranks_pid" 2>/dev/null || true
+}
+
+# json EXPRESSION: of the object in $output, which is called d.
+json()
+{
+    printf '%s\n' "$output" | "$FANIN_TEST_PYTHON" -c "import json, sys; d = json.load(sys.stdin); print($1)"
+}
+
+@test "this host gets findings, and an exit status by the worst" {
+    run --separate-stderr "$NIXL_FETCH" doctor --json
+    [ -z "$stderr" ]
+    worst=$(json 'd["worst"]')
+    case $worst in
+    ok | note) [ "$status" -eq 0 ] ;;
+    warning) [ "$status" -eq 3 ] ;;
+    problem) [ "$status" -eq 4 ] ;;
+    *) false ;;
+    esac
+    [ "$(json '"locked memory" in [f["subject"] for f in d["findings"]]')" = True ]
+    run --separate-stderr "$NIXL_FETCH" doctor
+    [[ $output == *"locked memory:"* ]]
+}
+
+@test "a machine without RDMA ports, of another tree" {
+    mkdir -p sys/class proc dev/shm
+    run --separate-stderr "$NIXL_FETCH" doctor --sysfs sys --procfs proc --dev dev --json
+    [ "$(json 'd["nics"] == [] and d["gpus"] == []')" = True ]
+}
+
+@test "a machine with RDMA ports and no device files is a problem" {
+    mkdir -p sys/class/infiniband/mlx5_0/ports/1 proc dev/shm
+    echo '4: ACTIVE' >sys/class/infiniband/mlx5_0/ports/1/state
+    echo '400 Gb/sec (4X NDR)' >sys/class/infiniband/mlx5_0/ports/1/rate
+    echo InfiniBand >sys/class/infiniband/mlx5_0/ports/1/link_layer
+    run -4 --separate-stderr "$NIXL_FETCH" doctor --sysfs sys --procfs proc --dev dev
+    [[ $output == *"mlx5_0:1"*400*active* ]]
+    [[ $output == *"there is no /dev/infiniband/uverbs"* ]]
+    run -4 --separate-stderr "$NIXL_FETCH" doctor --sysfs sys --procfs proc --dev dev -q
+    [[ $output != *"note "* ]]
+}
+
+@test "a trainer's ranks are asked, missing ones are a problem" {
+    start_ranks --adapter-shape small --world-size 3 --keep-going
+    run --separate-stderr "$NIXL_FETCH" doctor "$info" --json
+    [ "$(json '[f["text"] for f in d["findings"] if f["subject"] == "trainer"][0].startswith("all 3 ranks answer")')" = True ]
+    pid=$(rank_pid 1)
+    kill -KILL "$pid"
+    gone "$pid"
+    run -4 --separate-stderr "$NIXL_FETCH" doctor "$info"
+    [[ $output == *"1 of 3 ranks refuse"* ]]
+    stop_ranks || true
+}
+
+@test "a world of another size than the addresses is a problem" {
+    start_ranks --adapter-shape small --world-size 2
+    ranks=$("$FANIN_TEST_PYTHON" -c 'import json, sys; print(",".join("%s:%d" % (h["host"], h["base_port"]) for h in json.load(open(sys.argv[1]))["hosts"]))' "$info")
+    run -4 --separate-stderr "$NIXL_FETCH" doctor "$ranks,127.0.0.1:1"
+    [[ $output == *"the world size is 2, but 3 addresses were given"* ]]
+    stop_ranks
+}
+
+@test "wrong usage" {
+    run -2 "$NIXL_FETCH" doctor one two
+}

@@ -1,0 +1,533 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * The life of mapped device memory: a trainer that moves, removes and frees shards which workers
+ * have mapped, workers that die while they read. Trainer and workers are processes, forked from
+ * this one, which does not use the driver itself.
+ */
+#include "fake_cuda.h"
+#include "testing.h"
+#include <fanin/fanin.h>
+#include <pthread.h>
+#include <signal.h>
+#include <stdatomic.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/prctl.h>
+#include <sys/socket.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#define SHARDS 40
+#define BYTES 50000
+#define LEASE_MS 300
+
+enum { PASSED = 0, FAILED = 1 };
+
+#define CHECK(condition)                                                               \
+    do {                                                                               \
+        if (!(condition)) {                                                            \
+            fprintf(stderr, "%s:%d: %s: %s\n", __FILE__, __LINE__, #condition,         \
+                    failure.message);                                                  \
+            return FAILED;                                                             \
+        }                                                                              \
+    } while (0)
+
+static fanin_error failure = FANIN_ERROR_INIT;
+
+static uint8_t byte_of(uint64_t step, uint64_t i)
+{
+    uint64_t x = (i + 1) * 0x9E3779B97F4A7C15u + step * 0xD6E8FEB86659FD93u;
+    return (uint8_t)((x ^ (x >> 29)) * 0xBF58476D1CE4E5B9u >> 40);
+}
+
+static void describe(fanin_tensor *tensors, fanin_box *boxes, char names[][16],
+                     uint8_t *memory)
+{
+    for (size_t i = 0; i < SHARDS; i++) {
+        snprintf(names[i], sizeof(names[i]), "w%02zu", i);
+        boxes[i] = (fanin_box){.extent = {BYTES}, .address = memory + i * BYTES};
+        tensors[i] = (fanin_tensor){.struct_size = sizeof(*tensors),
+                                    .name = names[i],
+                                    .dtype = FANIN_DTYPE_U8,
+                                    .n_dims = 1,
+                                    .shape = {BYTES},
+                                    .boxes = &boxes[i],
+                                    .n_boxes = 1};
+    }
+}
+
+/* ----------------------------------------------------------------- the trainer */
+
+enum verb {
+    COMMIT, /* the next step, in place */
+    MOVE, /* to other memory, of the same addresses if that is free, and the next step */
+    REMOVE,  /* the publication */
+    RELEASE, /* its memory */
+    AGAIN,   /* the publication, in new memory */
+    MAPPERS, /* answers how many sessions may map it */
+    MAPPED,  /* answers how many mappings there really are */
+    TOLD,    /* answers how often "still-mapped" was logged */
+};
+
+typedef struct trainer {
+    pid_t pid;
+    int channel;
+    char address[32];
+} trainer;
+
+static fanin_server *server;
+static uint8_t *shards;
+static uint64_t step;
+static atomic_int still_mapped;
+
+static void on_log(void *cookie, fanin_log_level level, const char *event,
+                   const char *message)
+{
+    (void)cookie, (void)level, (void)message;
+    still_mapped += strcmp(event, "still-mapped") == 0;
+}
+
+static void write_shards(void)
+{
+    uint8_t *bytes = fake_cuda_alias(shards);
+    for (uint64_t i = 0; i < SHARDS * BYTES; i++)
+        bytes[i] = byte_of(step, i);
+}
+
+static fanin_status put(bool replace)
+{
+    static fanin_tensor tensors[SHARDS];
+    static fanin_box boxes[SHARDS];
+    static char names[SHARDS][16];
+    describe(tensors, boxes, names, shards);
+    return fanin_server_put(server, "lora:0", tensors, SHARDS, replace, &failure);
+}
+
+static int commit(void)
+{
+    step++;
+    write_shards();
+    CHECK(fanin_server_commit(server, "lora:0", step, NULL, &failure) == FANIN_OK);
+    return 0;
+}
+
+static int rewrite(void)
+{
+    CHECK(fanin_server_begin_update(server, "lora:0", &failure) == FANIN_OK);
+    return commit();
+}
+
+/* What comes next has the old addresses, larger by some bytes: freed first. */
+static int move(void)
+{
+    CHECK(fanin_server_begin_update(server, "lora:0", &failure) == FANIN_OK);
+    fake_cuda_free(shards);
+    shards = fake_cuda_alloc(0, SHARDS * BYTES + 512, FAKE_CUDA_MALLOC);
+    /* Where this is the same address, only the driver can tell that it is other memory. */
+    CHECK(put(true) == FANIN_OK);
+    return commit();
+}
+
+static int obey(enum verb verb)
+{
+    fanin_server_stats stats = {.struct_size = sizeof(stats)};
+    switch (verb) {
+    case COMMIT:
+        return rewrite();
+    case MOVE:
+        return move();
+    case REMOVE:
+        CHECK(fanin_server_remove(server, "lora:0", NULL, &failure) == FANIN_OK);
+        return 0;
+    case RELEASE:
+        fake_cuda_free(shards);
+        return 0;
+    case AGAIN:
+        shards = fake_cuda_alloc(0, SHARDS * BYTES, FAKE_CUDA_MALLOC);
+        CHECK(put(false) == FANIN_OK);
+        return commit();
+    case MAPPERS:
+        CHECK(fanin_server_get_stats(server, &stats) == FANIN_OK);
+        return (int)stats.ipc_mappers;
+    case MAPPED:
+        return (int)fake_cuda_mapped_by_others(shards);
+    case TOLD:
+        return still_mapped;
+    }
+    return -1;
+}
+
+static int train(int channel)
+{
+    fanin_server_config config;
+    fanin_server_config_init(&config, sizeof(config));
+    memset(config.world_id, 0x42, sizeof(config.world_id));
+    config.world_size = 1;
+    config.lease_ms = LEASE_MS;
+    config.flags = FANIN_SERVER_NO_UCX;
+    config.log = on_log;
+    CHECK(fanin_server_create(&config, &server, &failure) == FANIN_OK);
+    shards = fake_cuda_alloc(0, SHARDS * BYTES, FAKE_CUDA_MALLOC);
+    CHECK(put(false) == FANIN_OK);
+    CHECK(commit() == 0);
+    int answer = fanin_server_port(server);
+    enum verb verb;
+    while (send(channel, &answer, sizeof(answer), MSG_NOSIGNAL) == sizeof(answer) &&
+           recv(channel, &verb, sizeof(verb), 0) == sizeof(verb))
+        answer = obey(verb);
+    fanin_server_destroy(&server, LEASE_MS);
+    return PASSED;
+}
+
+static int answer_of(const trainer *t)
+{
+    int answer;
+    assert_int_equal(recv(t->channel, &answer, sizeof(answer), 0), sizeof(answer));
+    return answer;
+}
+
+static int ask(const trainer *t, enum verb verb)
+{
+    assert_int_equal(send(t->channel, &verb, sizeof(verb), MSG_NOSIGNAL), sizeof(verb));
+    return answer_of(t);
+}
+
+static void start(trainer *t)
+{
+    int pair[2];
+    assert_int_equal(socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0, pair), 0);
+    fflush(NULL);
+    t->pid = fork();
+    assert_true(t->pid >= 0);
+    if (t->pid == 0) {
+        prctl(PR_SET_PDEATHSIG, SIGKILL);
+        close(pair[0]);
+        exit(train(pair[1]));
+    }
+    close(pair[1]);
+    t->channel = pair[0];
+    snprintf(t->address, sizeof(t->address), "127.0.0.1:%d", answer_of(t));
+}
+
+static int ended(pid_t pid)
+{
+    int status;
+    assert_int_equal(waitpid(pid, &status, 0), pid);
+    return WIFEXITED(status) ? WEXITSTATUS(status) : -WTERMSIG(status);
+}
+
+static void stop(trainer *t)
+{
+    close(t->channel);
+    assert_int_equal(ended(t->pid), PASSED);
+}
+
+/* ------------------------------------------------------------------ the workers */
+
+typedef struct worker {
+    fanin_client *client;
+    int device;
+    uint32_t timeout_ms; /* of a pull; 0: enough */
+    uint8_t *memory;
+    uint64_t step; /* of the last pull */
+    fanin_path path;
+} worker;
+
+/* In the worker's process: what the parent and it tell each other. */
+static const trainer *served_by;
+static int parent;
+
+static fanin_status pull(worker *w)
+{
+    static fanin_tensor tensors[SHARDS];
+    static fanin_box boxes[SHARDS];
+    static char names[SHARDS][16];
+    fanin_pull_options options;
+    fanin_result *result = NULL;
+    fanin_result_info info = {.struct_size = sizeof(info)};
+    fanin_pull_options_init(&options, sizeof(options));
+    options.publication = "lora:0";
+    options.timeout_ms = w->timeout_ms ? w->timeout_ms : 10000;
+    describe(tensors, boxes, names, w->memory);
+    failure = (fanin_error)FANIN_ERROR_INIT;
+    fanin_status status =
+        fanin_client_pull(w->client, &options, tensors, SHARDS, &result, &failure);
+    if (status == FANIN_OK) {
+        fanin_result_get(result, &info);
+        /* For CHECK() to print. */
+        snprintf(failure.message, sizeof(failure.message), "%s", info.path_reason);
+    }
+    w->step = info.step;
+    w->path = info.path;
+    fanin_result_free(&result);
+    return status;
+}
+
+static bool is_right(const worker *w)
+{
+    const uint8_t *bytes = fake_cuda_alias(w->memory);
+    for (uint64_t i = 0; i < SHARDS * BYTES; i++)
+        if (bytes[i] != byte_of(w->step, i))
+            return false;
+    return true;
+}
+
+static int begin(worker *w)
+{
+    fanin_client_config config;
+    fanin_client_config_init(&config, sizeof(config));
+    const char *address = served_by->address;
+    CHECK(fanin_client_create(&config, &w->client, &failure) == FANIN_OK);
+    CHECK(fanin_client_connect(w->client, &address, 1, 10000, &failure) == FANIN_OK);
+    w->memory = fake_cuda_alloc(w->device, SHARDS * BYTES, FAKE_CUDA_MALLOC);
+    CHECK(pull(w) == FANIN_OK && w->path == FANIN_PATH_CUDA_IPC && is_right(w));
+    return PASSED;
+}
+
+static uint64_t open_mappings(void)
+{
+    fake_cuda_counts c;
+    fake_cuda_count(&c);
+    return c.mappings;
+}
+
+static int end(worker *w)
+{
+    fanin_client_destroy(&w->client);
+    CHECK(open_mappings() == 0);
+    fake_cuda_free(w->memory);
+    return PASSED;
+}
+
+/* Lets the parent go on, and waits until it lets this process go on. */
+static bool meet(void)
+{
+    char c = 0;
+    return send(parent, &c, 1, MSG_NOSIGNAL) == 1 && recv(parent, &c, 1, 0) == 1;
+}
+
+typedef struct started {
+    pid_t pid;
+    int channel;
+} started;
+
+static started start_worker(const trainer *t, int (*body)(void))
+{
+    int pair[2];
+    assert_int_equal(socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0, pair), 0);
+    fflush(NULL);
+    started s = {.pid = fork(), .channel = pair[0]};
+    assert_true(s.pid >= 0);
+    if (s.pid == 0) {
+        prctl(PR_SET_PDEATHSIG, SIGKILL);
+        close(t->channel);
+        close(pair[0]);
+        served_by = t;
+        parent = pair[1];
+        exit(body());
+    }
+    close(pair[1]);
+    return s;
+}
+
+/* Until the worker is at its next meet(). */
+static void await(const started *s)
+{
+    char c;
+    assert_int_equal(recv(s->channel, &c, 1, 0), 1);
+}
+
+static void go_on(const started *s)
+{
+    char c = 0;
+    assert_int_equal(send(s->channel, &c, 1, MSG_NOSIGNAL), 1);
+}
+
+static int finish(const started *s)
+{
+    int status = ended(s->pid);
+    close(s->channel);
+    return status;
+}
+
+/* ------------------------------------------------------------------------ cases */
+
+/* Pulls again and again while the trainer rewrites and moves; has one mapping at a time. */
+static int follow(void)
+{
+    for (int device = 0; device < 2; device++) {
+        worker w = {.device = device};
+        CHECK(begin(&w) == PASSED);
+        uint64_t last = w.step;
+        for (int i = 0; i < 4; i++) {
+            CHECK(meet());
+            CHECK(pull(&w) == FANIN_OK && w.step == last + 1);
+            CHECK(w.path == FANIN_PATH_CUDA_IPC);
+            CHECK(is_right(&w));
+            CHECK(open_mappings() == 1);
+            last = w.step;
+        }
+        CHECK(end(&w) == PASSED);
+        CHECK(meet());
+    }
+    return PASSED;
+}
+
+static void test_moved_shards(void **state)
+{
+    (void)state;
+    trainer t;
+    start(&t);
+    started w = start_worker(&t, follow);
+    for (int device = 0; device < 2; device++) {
+        for (int i = 0; i < 4; i++) {
+            await(&w);
+            assert_int_equal(ask(&t, MAPPED), 1);
+            assert_int_equal(ask(&t, i % 2 == 0 ? MOVE : COMMIT), 0);
+            go_on(&w);
+        }
+        await(&w);
+        assert_int_equal(ask(&t, MAPPED), 0);
+        go_on(&w);
+    }
+    assert_int_equal(finish(&w), PASSED);
+    assert_true(ask(&t, TOLD) > 0); /* moving what a worker has mapped */
+    stop(&t);
+}
+
+static int lose(void)
+{
+    worker w = {.device = 1};
+    CHECK(begin(&w) == PASSED);
+    CHECK(meet());
+    w.timeout_ms = 300; /* a run that is not there may come yet */
+    CHECK(pull(&w) == FANIN_ERR_NOT_FOUND);
+    CHECK(open_mappings() == 0);
+    CHECK(meet());
+    w.timeout_ms = 0;
+    CHECK(pull(&w) == FANIN_OK && w.path == FANIN_PATH_CUDA_IPC && is_right(&w));
+    return end(&w);
+}
+
+/* Removed while mapped: the trainer is told, frees, and goes on; the worker finds nothing and
+   unmaps, until there is something again. */
+static void test_removed_shards(void **state)
+{
+    (void)state;
+    trainer t;
+    start(&t);
+    started w = start_worker(&t, lose);
+    await(&w);
+    assert_int_equal(ask(&t, MAPPERS), 1);
+    assert_int_equal(ask(&t, REMOVE), 0);
+    assert_int_equal(ask(&t, TOLD), 1);
+    assert_int_equal(ask(&t, RELEASE), 0);
+    go_on(&w);
+    await(&w);
+    assert_int_equal(ask(&t, AGAIN), 0);
+    go_on(&w);
+    assert_int_equal(finish(&w), PASSED);
+    stop(&t);
+}
+
+static void *tell_when_held(void *cookie)
+{
+    (void)cookie;
+    if (fake_cuda_wait_kernel_held(1))
+        meet();
+    return NULL;
+}
+
+/* Stands still in the middle of a pull's kernel. */
+static int stand_still(void)
+{
+    pthread_t thread;
+    worker w = {.device = 1};
+    CHECK(begin(&w) == PASSED);
+    fake_cuda_hold_kernel(1, 20);
+    CHECK(pthread_create(&thread, NULL, tell_when_held, NULL) == 0);
+    CHECK(pull(&w) == FANIN_OK); /* the process is killed in here */
+    return FAILED;
+}
+
+static int pull_well(void)
+{
+    worker w = {.device = 1};
+    CHECK(begin(&w) == PASSED);
+    return end(&w);
+}
+
+/* The worker dies while it reads; the trainer's update begins as soon as its session is gone, and
+   its memory can be freed. */
+static void test_killed_worker(void **state)
+{
+    (void)state;
+    trainer t;
+    start(&t);
+    started w = start_worker(&t, stand_still);
+    await(&w);
+    assert_int_equal(kill(w.pid, SIGKILL), 0);
+    assert_int_equal(finish(&w), -SIGKILL);
+    assert_int_equal(ask(&t, MOVE), 0); /* frees the memory that was being read */
+    started next = start_worker(&t, pull_well);
+    assert_int_equal(finish(&next), PASSED);
+    assert_int_equal(ask(&t, REMOVE), 0);
+    assert_int_equal(ask(&t, RELEASE), 0);
+    stop(&t);
+}
+
+static void *release_when_told(void *cookie)
+{
+    tell_when_held(cookie);
+    fake_cuda_release(1);
+    return NULL;
+}
+
+/* The kernel stands still; when the parent says so it goes on, too late. */
+static int be_overtaken(void)
+{
+    pthread_t thread;
+    worker w = {.device = 1};
+    CHECK(begin(&w) == PASSED);
+    fake_cuda_hold_kernel(1, 20);
+    CHECK(pthread_create(&thread, NULL, release_when_told, NULL) == 0);
+    fanin_status status = pull(&w);
+    CHECK(pthread_join(thread, NULL) == 0);
+    CHECK(status == FANIN_OK && w.step == 2);
+    CHECK(is_right(&w));
+    return end(&w);
+}
+
+/* The trainer waits for the reader no longer than the lease, then rewrites under its kernel, or
+   frees what it reads: what was read is thrown away, and the pull gives the new step whole. */
+static void test_overtaken_reader(void **state)
+{
+    (void)state;
+    static const enum verb verbs[] = {COMMIT, MOVE};
+    for (size_t i = 0; i < 2; i++) {
+        trainer t;
+        start(&t);
+        started w = start_worker(&t, be_overtaken);
+        await(&w);
+        assert_int_equal(ask(&t, verbs[i]), 0);
+        go_on(&w);
+        assert_int_equal(finish(&w), PASSED);
+        stop(&t);
+    }
+}
+
+int main(int argc, char **argv)
+{
+    setenv("FANIN_CUDA_LIBRARY", getenv("FANIN_TEST_CUDA_LIBRARY"), 1);
+    unsetenv("CUDA_VISIBLE_DEVICES");
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(test_moved_shards),
+        cmocka_unit_test(test_removed_shards),
+        cmocka_unit_test(test_killed_worker),
+        cmocka_unit_test(test_overtaken_reader),
+    };
+    if (argc > 1)
+        cmocka_set_test_filter(argv[1]);
+    return cmocka_run_group_tests_name("device memory's life", tests, NULL, NULL);
+}

@@ -1,0 +1,885 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * Pulls between processes whose shards and destinations are device memory, with a driver that
+ * needs no GPU: its kernels abort where a real one would fault or corrupt.
+ */
+#include "fake_cuda.h"
+#include "half.h"
+#include "lab.h"
+#include "pattern.h"
+#include "testing.h"
+#include <cuda.h>
+#include <fanin/safetensors.h>
+#include <pthread.h>
+#include <signal.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+#define RANKS 3
+#define HOST (-1)
+
+typedef struct bench {
+    lab lab;
+    lab_order order;
+    rank_world world;
+    fanin_client *client;
+} bench;
+
+/* --------------------------------------------------------------------- set-up */
+
+static lab the_lab;
+
+static lab_order order_of(uint32_t ranks, int first, int second)
+{
+    lab_order o = {.shape = "small",
+                   .world_size = ranks,
+                   .replicate = 1,
+                   .base_port = lab_free_ports(ranks),
+                   .world = 0x42,
+                   .devices = {first, second},
+                   .n_devices = 2};
+    return o;
+}
+
+static void connect_client(bench *b, fanin_path path)
+{
+    fanin_error error = FANIN_ERROR_INIT;
+    fanin_client_config config;
+    fanin_client_config_init(&config, sizeof(config));
+    config.path = path;
+    config.lost_ms = 2000;
+    assert_ok(fanin_client_create(&config, &b->client, &error), error);
+    assert_ok(fanin_client_connect(b->client, b->world.address_list,
+                                   b->order.world_size, 20000, &error),
+              error);
+}
+
+static void set_up(bench *b, lab_order order, fanin_path path)
+{
+    *b = (bench){.lab = the_lab, .order = order};
+    lab_start(&b->lab, &b->order, &b->world);
+    connect_client(b, path);
+}
+
+static fake_cuda_counts counts(void)
+{
+    fake_cuda_counts c;
+    fake_cuda_count(&c);
+    return c;
+}
+
+/* What a client had on devices goes with it, mappings above all. */
+static void tear_down(bench *b)
+{
+    fanin_client_destroy(&b->client);
+    fake_cuda_counts c = counts();
+    assert_int_equal(c.mappings, 0);
+    assert_int_equal(c.allocations, 0);
+    assert_int_equal(c.pinned, 0);
+    assert_int_equal(c.events, 0);
+    rank_world_free(&b->world);
+    lab_stop(&b->lab);
+}
+
+/* --------------------------------------------------------------- destinations */
+
+/* Room for everything in memory of a device, or of the host. */
+typedef struct target {
+    int device;
+    uint8_t *memory, *bytes; /**< as the library and as the CPU sees it */
+    landing places;
+} target;
+
+static void target_make(const rank_world *w, int device, fake_cuda_kind kind, target *t)
+{
+    *t = (target){.device = device};
+    landing_make(w, &t->places);
+    t->memory = t->bytes = t->places.arena;
+    if (device != HOST) {
+        t->memory = fake_cuda_alloc(device, t->places.size, kind);
+        t->bytes = fake_cuda_alias(t->memory);
+    }
+    memset(t->bytes, 0xee, t->places.size);
+    for (size_t i = 0; i < w->tensors.count; i++) {
+        fanin_box *box = &t->places.boxes[i];
+        box->address = t->memory + ((uint8_t *)box->address - t->places.arena);
+        t->places.wanted[i].memory = (fanin_memory){FANIN_MEMORY_DETECT, -1};
+    }
+}
+
+static void target_free(target *t)
+{
+    if (t->device != HOST)
+        fake_cuda_free(t->memory);
+    landing_free(&t->places);
+}
+
+static bool target_is_step(const rank_world *w, const target *t, uint64_t step)
+{
+    for (size_t i = 0; i < w->tensors.count; i++) {
+        const tensor_spec *spec = &w->tensors.tensors[i];
+        const uint8_t *at =
+            t->bytes + ((uint8_t *)t->places.boxes[i].address - t->memory);
+        if (pattern_compare(at, pattern_start(w->seeds[i], step), 0, spec->bytes) !=
+            spec->bytes) {
+            printf("# %s differs from step %llu\n", spec->name,
+                   (unsigned long long)step);
+            return false;
+        }
+    }
+    return true;
+}
+
+/* One pull of everything; what it said is kept until the next. */
+typedef struct outcome {
+    fanin_status status;
+    fanin_error error;
+    fanin_path path;
+    char reason[512], ranks[4096];
+} outcome;
+
+static void assert_told(const outcome *o, const char *word)
+{
+    if (strstr(o->error.message, word) == NULL)
+        fail_msg("\"%s\" (%d) does not say \"%s\"", o->error.message,
+                 (int)o->error.status, word);
+}
+
+static outcome pull_with(const bench *b, const fanin_pull_options *options,
+                         const target *t)
+{
+    outcome o = {.error = FANIN_ERROR_INIT};
+    fanin_result *result = NULL;
+    fanin_result_info info = {.struct_size = sizeof(info)};
+    o.status = fanin_client_pull(b->client, options, t->places.wanted,
+                                 b->world.tensors.count, &result, &o.error);
+    if (o.status == FANIN_OK) {
+        fanin_result_get(result, &info);
+        o.path = info.path;
+        snprintf(o.reason, sizeof(o.reason), "%s", info.path_reason);
+        snprintf(o.ranks, sizeof(o.ranks), "%s", info.ranks_json);
+    }
+    fanin_result_free(&result);
+    return o;
+}
+
+static fanin_pull_options defaults(void)
+{
+    fanin_pull_options options;
+    fanin_pull_options_init(&options, sizeof(options));
+    options.publication = "lora:0";
+    options.timeout_ms = 20000;
+    return options;
+}
+
+static outcome pull(const bench *b, const target *t)
+{
+    const fanin_pull_options options = defaults();
+    return pull_with(b, &options, t);
+}
+
+static void expect(const bench *b, const target *t, fanin_path path)
+{
+    outcome o = pull(b, t);
+    assert_ok(o.status, o.error);
+    if (o.path != path)
+        fail_msg("by %s instead of %s: %s", fanin_path_name(o.path),
+                 fanin_path_name(path), o.reason);
+    assert_true(target_is_step(&b->world, t, 1));
+}
+
+/* ------------------------------------------------------------- all that works */
+
+/* Cold and warm, into a kind of memory; the warm one maps nothing new. */
+static void pull_twice(const bench *b, int device, fake_cuda_kind kind, fanin_path path)
+{
+    target t;
+    target_make(&b->world, device, kind, &t);
+    expect(b, &t, path);
+    memset(t.bytes, 0xee, t.places.size);
+    fake_cuda_counts before = counts();
+    expect(b, &t, path);
+    assert_int_equal(counts().opens, before.opens);
+    target_free(&t);
+}
+
+static void pull_everywhere(lab_order order, fanin_path asked, fanin_path path)
+{
+    bench b;
+    set_up(&b, order, asked);
+    for (int device = HOST; device < 2; device++)
+        pull_twice(&b, device, FAKE_CUDA_MALLOC, path);
+    pull_twice(&b, 0, FAKE_CUDA_VIRTUAL, path);
+    pull_twice(&b, 1, FAKE_CUDA_POOL, path);
+    pull_twice(&b, 1, FAKE_CUDA_MANAGED, path);
+    tear_down(&b);
+}
+
+static void test_two_devices(void **state)
+{
+    (void)state;
+    pull_everywhere(order_of(RANKS, 0, 1), FANIN_PATH_AUTO, FANIN_PATH_CUDA_IPC);
+    pull_everywhere(order_of(RANKS, 0, 1), FANIN_PATH_STREAM, FANIN_PATH_STREAM);
+}
+
+/* One GPU that all ranks share, with the worker too. */
+static void test_one_device(void **state)
+{
+    (void)state;
+    pull_everywhere(order_of(LAB_RANKS, 1, 1), FANIN_PATH_CUDA_IPC,
+                    FANIN_PATH_CUDA_IPC);
+    pull_everywhere(order_of(LAB_RANKS, 1, 1), FANIN_PATH_STREAM, FANIN_PATH_STREAM);
+}
+
+static void test_host_ranks(void **state)
+{
+    (void)state;
+    pull_everywhere(order_of(RANKS, HOST, HOST), FANIN_PATH_STREAM, FANIN_PATH_STREAM);
+}
+
+static void test_snapshots(void **state)
+{
+    (void)state;
+    lab_order o = order_of(RANKS, 0, 1);
+    o.snapshot = true;
+    pull_everywhere(o, FANIN_PATH_AUTO, FANIN_PATH_CUDA_IPC);
+    pull_everywhere(o, FANIN_PATH_STREAM, FANIN_PATH_STREAM);
+}
+
+/* Rank 0 on the host, the others on a device: each by what it can. */
+static void test_mixed_ranks(void **state)
+{
+    (void)state;
+    bench b;
+    lab_order o = order_of(RANKS, HOST, 1);
+    o.flags = FANIN_SERVER_NO_UCX;
+    set_up(&b, o, FANIN_PATH_AUTO);
+    for (int device = HOST; device < 2; device++) {
+        target t;
+        target_make(&b.world, device, FAKE_CUDA_MALLOC, &t);
+        outcome r = pull(&b, &t);
+        assert_ok(r.status, r.error);
+        assert_non_null(strstr(r.ranks, "\"cuda_ipc\""));
+        assert_non_null(strstr(r.ranks, "\"stream\""));
+        assert_true(target_is_step(&b.world, &t, 1));
+        target_free(&t);
+    }
+    tear_down(&b);
+}
+
+/* Some tensors here, some there, in one call. */
+static void test_mixed_destinations(void **state)
+{
+    (void)state;
+    static const fanin_path paths[] = {FANIN_PATH_AUTO, FANIN_PATH_STREAM};
+    for (size_t p = 0; p < 2; p++) {
+        bench b;
+        target t[3];
+        set_up(&b, order_of(RANKS, 0, 1), paths[p]);
+        for (int i = 0; i < 3; i++)
+            target_make(&b.world, i - 1, FAKE_CUDA_MALLOC, &t[i]);
+        size_t n = b.world.tensors.count;
+        for (size_t i = 0; i < n; i++)
+            t[0].places.wanted[i] = t[i % 3].places.wanted[i];
+        outcome r = pull(&b, &t[0]);
+        assert_ok(r.status, r.error);
+        for (size_t i = 0; i < n; i++) {
+            const tensor_spec *spec = &b.world.tensors.tensors[i];
+            const target *own = &t[i % 3];
+            const uint8_t *at =
+                own->bytes + ((uint8_t *)own->places.boxes[i].address - own->memory);
+            assert_int_equal(
+                pattern_compare(at, pattern_start(b.world.seeds[i], 1), 0, spec->bytes),
+                spec->bytes);
+        }
+        for (int i = 0; i < 3; i++)
+            target_free(&t[i]);
+        tear_down(&b);
+    }
+}
+
+/* A tensor's bytes at step 1, as @p dtype. */
+static void check_tensor(const bench *b, size_t index, fanin_dtype dtype,
+                         const uint8_t *bytes)
+{
+    const tensor_spec *t = &b->world.tensors.tensors[index];
+    uint64_t start = pattern_start(b->world.seeds[index], 1), size = t->bytes;
+    if (dtype == t->dtype) {
+        assert_int_equal(pattern_compare(bytes, start, 0, size), size);
+        return;
+    }
+    uint8_t *published = malloc(size), *wanted = malloc(size / 2);
+    assert_true(published && wanted && half_converts(t->dtype, dtype));
+    pattern_fill(published, start, 0, size);
+    half_convert(dtype, wanted, published, size / 4);
+    assert_memory_equal(bytes, wanted, size / 2);
+    free(published);
+    free(wanted);
+}
+
+static void check_directory(const bench *b, const char *directory, fanin_dtype dtype)
+{
+    char path[160];
+    fanin_error error = FANIN_ERROR_INIT;
+    fanin_safetensors *file = NULL;
+    snprintf(path, sizeof(path), "%s/adapter_model.safetensors", directory);
+    assert_ok(fanin_safetensors_open(path, &file, &error), error);
+    for (size_t i = 0; i < b->world.tensors.count; i++) {
+        const tensor_spec *t = &b->world.tensors.tensors[i];
+        char name[FANIN_MAX_NAME + 32];
+        fanin_safetensors_entry e = {.struct_size = sizeof(e)};
+        assert_true(fanin_adapter_name(t->name, name, sizeof(name)));
+        int64_t at = fanin_safetensors_find(file, name);
+        assert_true(at >= 0 && fanin_safetensors_get(file, (size_t)at, &e));
+        uint64_t size = t->bytes / fanin_dtype_bits(t->dtype) * fanin_dtype_bits(dtype);
+        uint8_t *bytes = malloc(size);
+        assert_non_null(bytes);
+        assert_int_equal(e.dtype, dtype);
+        assert_int_equal(
+            pread(fanin_safetensors_descriptor(file), bytes, size, (off_t)e.offset),
+            size);
+        check_tensor(b, i, dtype, bytes);
+        free(bytes);
+    }
+    fanin_safetensors_close(&file);
+}
+
+static void test_directories(void **state)
+{
+    (void)state;
+    static const fanin_path paths[] = {FANIN_PATH_CUDA_IPC, FANIN_PATH_STREAM};
+    for (size_t p = 0; p < 2; p++) {
+        bench b;
+        char scratch[] = "/tmp/fanin-device-XXXXXX", directory[64], command[96];
+        fanin_error error = FANIN_ERROR_INIT;
+        fanin_result *result = NULL;
+        fanin_result_info info = {.struct_size = sizeof(info)};
+        assert_non_null(mkdtemp(scratch));
+        set_up(&b, order_of(RANKS, 0, 1), paths[p]);
+        fanin_pull_options options = defaults();
+        options.spare_file = true;
+        for (int i = 0; i < 2; i++) { /* the second finds a spare file */
+            snprintf(directory, sizeof(directory), "%s/%d", scratch, i);
+            assert_ok(fanin_client_pull_adapter(b.client, &options, directory, &result,
+                                                &error),
+                      error);
+            fanin_result_get(result, &info);
+            assert_int_equal(info.path, paths[p]);
+            assert_false(info.reused);
+            fanin_result_free(&result);
+            check_directory(&b, directory, FANIN_DTYPE_BF16);
+        }
+        tear_down(&b);
+        snprintf(command, sizeof(command), "rm -r %s", scratch);
+        assert_int_equal(system(command), 0);
+    }
+}
+
+/* Everything in the halves of the places that would hold F32. */
+static void pull_converted(const bench *b, int device, fanin_dtype asked,
+                           fanin_dtype dtype, fanin_path path)
+{
+    target t;
+    fanin_pull_options options = defaults();
+    options.dtype = asked;
+    target_make(&b->world, device, FAKE_CUDA_MALLOC, &t);
+    for (size_t i = 0; i < b->world.tensors.count; i++)
+        t.places.wanted[i].dtype = dtype;
+    for (int again = 0; again < 2; again++) {
+        memset(t.bytes, 0xee, t.places.size);
+        outcome o = pull_with(b, &options, &t);
+        assert_ok(o.status, o.error);
+        assert_int_equal(o.path, path);
+        for (size_t i = 0; i < b->world.tensors.count; i++)
+            check_tensor(b, i, dtype,
+                         t.bytes + ((uint8_t *)t.places.boxes[i].address - t.memory));
+    }
+    target_free(&t);
+}
+
+/* By the pull, and by the ranks' snapshots; what arrives as it was published in between. */
+static void test_conversions(void **state)
+{
+    (void)state;
+    static const fanin_path paths[] = {FANIN_PATH_CUDA_IPC, FANIN_PATH_STREAM};
+    for (size_t p = 0; p < 2; p++) {
+        bench b;
+        lab_order o = order_of(RANKS, 0, 1);
+        o.dtype = FANIN_DTYPE_F32;
+        set_up(&b, o, paths[p]);
+        for (int device = HOST; device < 2; device++) {
+            pull_converted(&b, device, FANIN_DTYPE_BF16, FANIN_DTYPE_BF16, paths[p]);
+            pull_converted(&b, device, 0, FANIN_DTYPE_F32, paths[p]);
+            pull_converted(&b, device, FANIN_DTYPE_F16, FANIN_DTYPE_F16, paths[p]);
+        }
+        tear_down(&b);
+        o.snapshot = true;
+        o.cast = FANIN_DTYPE_BF16;
+        set_up(&b, o, paths[p]);
+        for (int device = HOST; device < 2; device++)
+            pull_converted(&b, device, 0, FANIN_DTYPE_BF16, paths[p]);
+        tear_down(&b);
+    }
+}
+
+/* A directory that holds another dtype of the same step is neither used again nor touched. */
+static void pull_directories(const bench *b, const char *scratch)
+{
+    static const struct {
+        const char *name;
+        fanin_dtype asked, dtype; /* 0: refused */
+        bool reused;
+    } turns[] = {{"half", FANIN_DTYPE_BF16, FANIN_DTYPE_BF16, false},
+                 {"half", FANIN_DTYPE_BF16, FANIN_DTYPE_BF16, true},
+                 {"half", FANIN_DTYPE_F16, 0, false},
+                 {"half", 0, 0, false},
+                 {"whole", 0, FANIN_DTYPE_F32, false},
+                 {"whole", FANIN_DTYPE_F32, FANIN_DTYPE_F32, true},
+                 {"whole", FANIN_DTYPE_BF16, 0, false}};
+    fanin_dtype holds = 0;
+    for (size_t i = 0; i < sizeof(turns) / sizeof(*turns); i++) {
+        char directory[64];
+        fanin_error error = FANIN_ERROR_INIT;
+        fanin_result *result = NULL;
+        fanin_result_info info = {.struct_size = sizeof(info)};
+        fanin_pull_options options = defaults();
+        options.dtype = turns[i].asked;
+        snprintf(directory, sizeof(directory), "%s/%s", scratch, turns[i].name);
+        fanin_status status =
+            fanin_client_pull_adapter(b->client, &options, directory, &result, &error);
+        if (turns[i].dtype) {
+            assert_ok(status, error);
+            fanin_result_get(result, &info);
+            assert_int_equal(info.reused, turns[i].reused);
+            holds = turns[i].dtype;
+        } else {
+            assert_int_not_equal(status, FANIN_OK);
+            assert_non_null(strstr(error.message, "another dtype"));
+        }
+        fanin_result_free(&result);
+        check_directory(b, directory, holds);
+    }
+}
+
+static void test_converted_directories(void **state)
+{
+    (void)state;
+    static const fanin_path paths[] = {FANIN_PATH_CUDA_IPC, FANIN_PATH_STREAM};
+    for (size_t p = 0; p < 2; p++) {
+        bench b;
+        char scratch[] = "/tmp/fanin-device-XXXXXX", command[96];
+        lab_order o = order_of(RANKS, 0, 1);
+        o.dtype = FANIN_DTYPE_F32;
+        assert_non_null(mkdtemp(scratch));
+        set_up(&b, o, paths[p]);
+        pull_directories(&b, scratch);
+        tear_down(&b);
+        snprintf(command, sizeof(command), "rm -r %s", scratch);
+        assert_int_equal(system(command), 0);
+    }
+}
+
+/* A part of each matrix, to places that are not neighbours. */
+static void test_parts(void **state)
+{
+    (void)state;
+    static const fanin_path paths[] = {FANIN_PATH_CUDA_IPC, FANIN_PATH_STREAM};
+    for (size_t p = 0; p < 2; p++) {
+        bench b;
+        target whole, part;
+        set_up(&b, order_of(RANKS, 0, 1), paths[p]);
+        target_make(&b.world, HOST, FAKE_CUDA_MALLOC, &whole);
+        target_make(&b.world, 1, FAKE_CUDA_MALLOC, &part);
+        expect(&b, &whole, paths[p]);
+        const tensor_spec *t = &b.world.tensors.tensors[0];
+        uint64_t rows = t->shape[0] - 2, columns = t->shape[1] / 2 - 3;
+        fanin_tensor wanted = part.places.wanted[0];
+        fanin_box box = {.offset = {1, 3},
+                         .extent = {rows, columns},
+                         .stride = {(int64_t)t->shape[1] * 2, 4},
+                         .address = part.memory};
+        wanted.boxes = &box;
+        fanin_error error = FANIN_ERROR_INIT;
+        const fanin_pull_options options = defaults();
+        assert_ok(fanin_client_pull(b.client, &options, &wanted, 1, NULL, &error),
+                  error);
+        for (uint64_t i = 0; i < rows * t->shape[1]; i++) {
+            uint64_t row = i / t->shape[1], place = i % t->shape[1];
+            const uint8_t none[2] = {0xee, 0xee};
+            const uint8_t *from =
+                whole.bytes + 2 * ((row + 1) * t->shape[1] + 3 + place / 2);
+            bool inside = place % 2 == 0 && place / 2 < columns;
+            assert_memory_equal(part.bytes + 2 * i, inside ? from : none, 2);
+        }
+        target_free(&whole);
+        target_free(&part);
+        tear_down(&b);
+    }
+}
+
+/* ----------------------------------------------------------- what cannot work */
+
+/* Memory without a handle goes by stream, and the reason is told; asked for, it is refused. */
+static void check_fallback(lab_order order, const char *word)
+{
+    bench b;
+    target t;
+    set_up(&b, order, FANIN_PATH_AUTO);
+    target_make(&b.world, 0, FAKE_CUDA_MALLOC, &t);
+    outcome o = pull(&b, &t);
+    assert_ok(o.status, o.error);
+    assert_int_equal(o.path, FANIN_PATH_STREAM);
+    if (strstr(o.reason, word) == NULL)
+        fail_msg("\"%s\" does not say \"%s\"", o.reason, word);
+    assert_true(target_is_step(&b.world, &t, 1));
+    fanin_client_destroy(&b.client);
+    connect_client(&b, FANIN_PATH_CUDA_IPC);
+    o = pull(&b, &t);
+    assert_int_equal(o.status, FANIN_ERR_UNSUPPORTED);
+    assert_told(&o, word);
+    target_free(&t);
+    tear_down(&b);
+}
+
+static void test_memory_without_handle(void **state)
+{
+    (void)state;
+    static const char *const kinds[] = {"virtual", "pool", "managed"};
+    for (size_t i = 0; i < 3; i++) {
+        lab_order o = order_of(RANKS, 0, 0);
+        snprintf(o.environment[0], sizeof(o.environment[0]), "FAKE_CUDA_KIND=%s",
+                 kinds[i]);
+        check_fallback(o, "no IPC handle");
+    }
+}
+
+/* The ranks use the machine's third GPU, of which this process knows nothing. */
+static void test_invisible_device(void **state)
+{
+    (void)state;
+    lab_order o = order_of(RANKS, 0, 0);
+    snprintf(o.environment[0], sizeof(o.environment[0]), "FAKE_CUDA_DEVICES=3");
+    snprintf(o.environment[1], sizeof(o.environment[1]), "CUDA_VISIBLE_DEVICES=2");
+    check_fallback(o, "not visible");
+}
+
+static void expect_refused(const bench *b, const target *t, size_t index,
+                           const char *words)
+{
+    outcome o = pull(b, t);
+    assert_int_equal(o.status, FANIN_ERR_ARGUMENT);
+    assert_told(&o, words);
+    assert_non_null(strstr(o.error.key, t->places.wanted[index].name));
+    assert_true(o.error.remedy[0] != '\0');
+}
+
+static void test_contradictions(void **state)
+{
+    (void)state;
+    bench b;
+    target t;
+    set_up(&b, order_of(RANKS, 0, 1), FANIN_PATH_AUTO);
+    static const fanin_memory wrong[] = {
+        {FANIN_MEMORY_CUDA, 1}, {FANIN_MEMORY_CUDA, 7}, {FANIN_MEMORY_HOST, -1}};
+    static const char *const words[] = {"device 1, a box is on device 0",
+                                        "device 7, a box is on device 0",
+                                        "host memory, a box is on CUDA device 0"};
+    for (size_t i = 0; i < 3; i++) {
+        target_make(&b.world, 0, FAKE_CUDA_MALLOC, &t);
+        t.places.wanted[3].memory = wrong[i];
+        expect_refused(&b, &t, 3, words[i]);
+        t.places.wanted[3].memory = (fanin_memory){FANIN_MEMORY_CUDA, 0};
+        expect(&b, &t, FANIN_PATH_CUDA_IPC);
+        target_free(&t);
+    }
+    target_make(&b.world, HOST, FAKE_CUDA_MALLOC, &t);
+    t.places.wanted[3].memory = (fanin_memory){FANIN_MEMORY_CUDA, 0};
+    expect_refused(&b, &t, 3, "a box is in host memory");
+    target_free(&t);
+    tear_down(&b);
+}
+
+/* Both halves of a matrix, on two devices: not as one tensor, but as two of one name. */
+static void test_halves_on_two_devices(void **state)
+{
+    (void)state;
+    bench b;
+    target t[2];
+    set_up(&b, order_of(RANKS, 0, 1), FANIN_PATH_AUTO);
+    for (int i = 0; i < 2; i++)
+        target_make(&b.world, i, FAKE_CUDA_MALLOC, &t[i]);
+    const tensor_spec *spec = &b.world.tensors.tensors[0];
+    uint64_t rows = spec->shape[0] / 2, half = spec->bytes / 2;
+    fanin_box halves[2] = {
+        {.extent = {rows, spec->shape[1]}, .address = t[0].memory},
+        {.offset = {rows}, .extent = {rows, spec->shape[1]}, .address = t[1].memory}};
+    fanin_tensor *wanted = t[0].places.wanted;
+    assert_int_equal(spec->shape[0] % 2, 0);
+    wanted[0].boxes = halves;
+    wanted[0].n_boxes = 2;
+    expect_refused(&b, &t[0], 0, "CUDA devices 0 and 1");
+    wanted[0].n_boxes = 1;
+    wanted[1] = wanted[0];
+    wanted[1].boxes = &halves[1];
+    fanin_error error = FANIN_ERROR_INIT;
+    const fanin_pull_options options = defaults();
+    assert_ok(fanin_client_pull(b.client, &options, wanted, 2, NULL, &error), error);
+    for (int i = 0; i < 2; i++) {
+        uint64_t start = pattern_start(b.world.seeds[0], 1);
+        assert_int_equal(pattern_compare(t[i].bytes, start, (uint64_t)i * half, half),
+                         half);
+        target_free(&t[i]);
+    }
+    tear_down(&b);
+}
+
+/* Host memory is looked at by the stretch, managed memory may be called the host's. */
+static void test_host_destinations(void **state)
+{
+    (void)state;
+    static const fanin_path paths[] = {FANIN_PATH_CUDA_IPC, FANIN_PATH_STREAM};
+    for (size_t p = 0; p < 2; p++) {
+        bench b;
+        target t;
+        set_up(&b, order_of(RANKS, 0, 1), paths[p]);
+        for (int device = HOST; device < 1; device++) {
+            target_make(&b.world, device, FAKE_CUDA_MANAGED, &t);
+            for (size_t i = 0; i < b.world.tensors.count; i++)
+                t.places.wanted[i].memory = (fanin_memory){FANIN_MEMORY_HOST, -1};
+            uint64_t before = fake_cuda_calls("cuPointerGetAttributes");
+            expect(&b, &t, paths[p]);
+            assert_true(fake_cuda_calls("cuPointerGetAttributes") - before <=
+                        t.places.size / (2 << 20) + 2);
+            target_free(&t);
+        }
+        tear_down(&b);
+    }
+}
+
+/* A box that ends outside of the allocation it begins in. */
+static void test_too_small_destination(void **state)
+{
+    (void)state;
+    bench b;
+    target t;
+    set_up(&b, order_of(RANKS, 0, 1), FANIN_PATH_AUTO);
+    target_make(&b.world, 0, FAKE_CUDA_MALLOC, &t);
+    size_t last = b.world.tensors.count - 1;
+    t.places.boxes[last].address = (uint8_t *)t.places.boxes[last].address + 2;
+    expect_refused(&b, &t, last, "beyond its allocation");
+    target_free(&t);
+    tear_down(&b);
+}
+
+/* ------------------------------------------------------------------ in the middle */
+
+typedef struct puller {
+    const bench *bench;
+    const target *target;
+    fanin_stream stream;
+    outcome outcome;
+    pthread_t thread;
+} puller;
+
+static void *pull_main(void *cookie)
+{
+    puller *p = cookie;
+    fanin_pull_options options = defaults();
+    options.stream = p->stream;
+    p->outcome = pull_with(p->bench, &options, p->target);
+    return NULL;
+}
+
+static void pull_start(puller *p)
+{
+    assert_int_equal(pthread_create(&p->thread, NULL, pull_main, p), 0);
+}
+
+/* The kernel of a pull stands still while a rank dies. The rank is named, nothing is written
+   after the return, and the rank's next life is mapped anew. */
+static void test_rank_dies(void **state)
+{
+    (void)state;
+    for (int device = HOST; device < 2; device++) {
+        bench b;
+        target t;
+        set_up(&b, order_of(RANKS, 1, 1), FANIN_PATH_CUDA_IPC);
+        target_make(&b.world, device, FAKE_CUDA_MALLOC, &t);
+        expect(&b, &t, FANIN_PATH_CUDA_IPC);
+        int reader =
+            device == HOST ? 1 : device; /* the device that has most of it gathers */
+        fake_cuda_hold_kernel(reader, 3);
+        puller p = {.bench = &b, .target = &t};
+        pull_start(&p);
+        assert_true(fake_cuda_wait_kernel_held(reader));
+        lab_signal(&b.lab, 1, SIGKILL);
+        fake_cuda_release(reader);
+        assert_int_equal(pthread_join(p.thread, NULL), 0);
+        assert_int_not_equal(p.outcome.status, FANIN_OK);
+        assert_int_equal(p.outcome.error.rank, 1);
+        memset(t.bytes, 0xab, t.places.size);
+        assert_true(fake_cuda_wait_idle(0) && fake_cuda_wait_idle(1));
+        for (size_t i = 0; i < t.places.size; i++)
+            assert_int_equal(t.bytes[i], 0xab);
+        lab_stop(&b.lab);
+        lab_restart(&b.lab, &b.order);
+        uint64_t mapped = counts().mappings;
+        expect(&b, &t, FANIN_PATH_CUDA_IPC);
+        assert_int_equal(counts().mappings, mapped); /* as many as before, not more */
+        target_free(&t);
+        tear_down(&b);
+    }
+}
+
+/* The same where another rank holds the same: the pull goes on with that one's, and the client
+   works on. */
+static void test_replica_steps_in(void **state)
+{
+    (void)state;
+    bench b;
+    target t;
+    lab_order order = order_of(4, 1, 1);
+    order.replicate = 2;
+    set_up(&b, order, FANIN_PATH_AUTO);
+    target_make(&b.world, 1, FAKE_CUDA_MALLOC, &t);
+    expect(&b, &t, FANIN_PATH_CUDA_IPC);
+    memset(t.bytes, 0xee, t.places.size);
+    fake_cuda_hold_kernel(1, 3);
+    puller p = {.bench = &b, .target = &t};
+    pull_start(&p);
+    assert_true(fake_cuda_wait_kernel_held(1));
+    lab_signal(&b.lab, 1, SIGKILL);
+    fake_cuda_release(1);
+    assert_int_equal(pthread_join(p.thread, NULL), 0);
+    assert_ok(p.outcome.status, p.outcome.error);
+    assert_true(target_is_step(&b.world, &t, 1));
+    memset(t.bytes, 0xee, t.places.size);
+    outcome again = pull(&b, &t);
+    assert_ok(again.status, again.error);
+    assert_true(target_is_step(&b.world, &t, 1));
+    target_free(&t);
+    tear_down(&b);
+}
+
+/* The destinations are in use on a stream of the caller's until it gets there. */
+static void test_callers_stream(void **state)
+{
+    (void)state;
+    static const fanin_path paths[] = {FANIN_PATH_CUDA_IPC, FANIN_PATH_STREAM};
+    /* The caller's copy, a mark behind it and a wait for that; or the copy and a callback. */
+    static const uint64_t behind[] = {3, 2};
+    for (size_t p = 0; p < 2; p++) {
+        bench b;
+        target t;
+        CUcontext context;
+        CUstream stream;
+        set_up(&b, order_of(RANKS, 0, 1), paths[p]);
+        target_make(&b.world, 0, FAKE_CUDA_MALLOC, &t);
+        expect(&b, &t, paths[p]);
+        memset(t.bytes, 0x11, t.places.size);
+        assert_int_equal(cuDevicePrimaryCtxRetain(&context, 0), CUDA_SUCCESS);
+        assert_int_equal(cuCtxPushCurrent(context), CUDA_SUCCESS);
+        assert_int_equal(cuStreamCreate(&stream, CU_STREAM_NON_BLOCKING), CUDA_SUCCESS);
+        fake_cuda_hold_stream(stream);
+        uint8_t *copy = fake_cuda_alloc(0, t.places.size, FAKE_CUDA_MALLOC);
+        assert_int_equal(cuMemcpyAsync((CUdeviceptr)copy, (CUdeviceptr)t.memory,
+                                       t.places.size, stream),
+                         CUDA_SUCCESS);
+        puller one = {.bench = &b, .target = &t, .stream = {stream, 0}};
+        pull_start(&one);
+        assert_true(fake_cuda_wait_queued(0, behind[p]));
+        fake_cuda_release(0);
+        assert_int_equal(pthread_join(one.thread, NULL), 0);
+        assert_ok(one.outcome.status, one.outcome.error);
+        assert_int_equal(cuStreamSynchronize(stream), CUDA_SUCCESS);
+        const uint8_t *saved = fake_cuda_alias(copy);
+        for (size_t i = 0; i < t.places.size; i++)
+            assert_int_equal(saved[i], 0x11);
+        assert_true(target_is_step(&b.world, &t, 1));
+        fake_cuda_free(copy);
+        assert_int_equal(cuStreamDestroy(stream), CUDA_SUCCESS);
+        assert_int_equal(cuCtxPopCurrent(NULL), CUDA_SUCCESS);
+        target_free(&t);
+        tear_down(&b);
+    }
+}
+
+/* The last test: a device fails in the middle of a pull. */
+static void test_device_fails(void **state)
+{
+    (void)state;
+    bench b;
+    target t, other;
+    set_up(&b, order_of(RANKS, 0, 0), FANIN_PATH_AUTO);
+    target_make(&b.world, 1, FAKE_CUDA_MALLOC, &t);
+    target_make(&b.world, 0, FAKE_CUDA_MALLOC, &other);
+    expect(&b, &t, FANIN_PATH_CUDA_IPC);
+    expect(&b, &other, FANIN_PATH_CUDA_IPC);
+    fake_cuda_hold_kernel(1, 3);
+    puller p = {.bench = &b, .target = &t};
+    pull_start(&p);
+    assert_true(fake_cuda_wait_kernel_held(1));
+    fake_cuda_break(1);
+    assert_int_equal(pthread_join(p.thread, NULL), 0);
+    assert_int_equal(p.outcome.status, FANIN_ERR_TRANSPORT);
+    assert_told(&p.outcome, "CUDA_ERROR_LAUNCH_FAILED");
+    memset(other.bytes, 0, other.places.size);
+    /* The other device works. */
+    outcome o = pull(&b, &other);
+    assert_ok(o.status, o.error);
+    assert_true(target_is_step(&b.world, &other, 1));
+    fanin_client_destroy(&b.client);
+    fake_cuda_repair(1);
+    fake_cuda_release(1);
+    target_free(&t);
+    target_free(&other);
+    rank_world_free(&b.world);
+    lab_stop(&b.lab);
+}
+
+static int open_lab(void **state)
+{
+    (void)state;
+    lab_open(&the_lab, false);
+    return 0;
+}
+
+static int close_lab(void **state)
+{
+    (void)state;
+    lab_close(&the_lab);
+    return 0;
+}
+
+int main(int argc, char **argv)
+{
+    setenv("FANIN_CUDA_LIBRARY", getenv("FANIN_TEST_CUDA_LIBRARY"), 1);
+    unsetenv("CUDA_VISIBLE_DEVICES");
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(test_two_devices),
+        cmocka_unit_test(test_one_device),
+        cmocka_unit_test(test_host_ranks),
+        cmocka_unit_test(test_snapshots),
+        cmocka_unit_test(test_mixed_ranks),
+        cmocka_unit_test(test_mixed_destinations),
+        cmocka_unit_test(test_directories),
+        cmocka_unit_test(test_conversions),
+        cmocka_unit_test(test_converted_directories),
+        cmocka_unit_test(test_parts),
+        cmocka_unit_test(test_memory_without_handle),
+        cmocka_unit_test(test_invisible_device),
+        cmocka_unit_test(test_contradictions),
+        cmocka_unit_test(test_halves_on_two_devices),
+        cmocka_unit_test(test_host_destinations),
+        cmocka_unit_test(test_too_small_destination),
+        cmocka_unit_test(test_rank_dies),
+        cmocka_unit_test(test_replica_steps_in),
+        cmocka_unit_test(test_callers_stream),
+        cmocka_unit_test(test_device_fails),
+    };
+    if (argc > 1)
+        cmocka_set_test_filter(argv[1]);
+    return cmocka_run_group_tests_name("device pulls", tests, open_lab, close_lab);
+}

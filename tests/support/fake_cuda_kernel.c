@@ -1,0 +1,286 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Modules, and the kernels in them, by name, carried out by the CPU. Every byte that a kernel
+ * reads or writes has to be in memory that its device can reach. */
+#include "fake_cuda_internal.h"
+
+#include "copy_kernel.h"
+#include "device_pattern.h"
+#include "device_work.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+#define FATBIN_MAGIC 0xba55ed50u
+#define ELF_MAGIC 0x464c457fu
+#define MOST_RANGES 1024 /* that one kernel uses */
+
+/* A kernel under way: the memory that it has touched so far cannot go away until it is done. */
+typedef struct work {
+    CUcontext context;
+    fake_range *used[MOST_RANGES];
+    size_t n_used;
+} work;
+
+struct CUfunc_st {
+    const char *name;
+    size_t size; /* of its parameter */
+    unsigned threads;
+    void (*run)(work *w, const void *parameter);
+};
+
+struct CUmod_st {
+    CUcontext context;
+    CUmodule next;
+};
+static CUmodule modules; /* as a rule nobody unloads them */
+
+struct fake_launch {
+    const struct CUfunc_st *function;
+    unsigned char parameter[128];
+};
+
+/* --------------------------------------------------------------------- touching */
+
+static fake_range *look_up(work *w, uint64_t address, uint64_t length)
+{
+    for (size_t i = 0; i < w->n_used; i++) { /* without the lock: they stay */
+        fake_range *r = w->used[i];
+        if (address >= r->start && address - r->start < r->length &&
+            length <= r->length - (address - r->start))
+            return r;
+    }
+    pthread_mutex_lock(&fake.lock);
+    fake_range *r = fake_find(address, length);
+    bool reachable = r != NULL && fake_reachable(w->context, r);
+    if (reachable)
+        r->busy++;
+    pthread_mutex_unlock(&fake.lock);
+    if (r == NULL)
+        fake_die("a kernel on device %d touches %llu bytes at %#llx: no device memory "
+                 "or pinned "
+                 "memory",
+                 w->context->device, (unsigned long long)length,
+                 (unsigned long long)address);
+    if (!reachable)
+        fake_die(
+            "a kernel on device %d touches memory of device %d at %#llx without access",
+            w->context->device, r->device, (unsigned long long)address);
+    if (w->n_used == MOST_RANGES)
+        fake_die("a kernel uses more than %d allocations", MOST_RANGES);
+    w->used[w->n_used++] = r;
+    return r;
+}
+
+/* Where the CPU finds the bytes. */
+static uint8_t *touch(work *w, uint64_t address, uint64_t length)
+{
+    const fake_range *r = look_up(w, address, length);
+    return r->alias + (address - r->start);
+}
+
+/* The same for all runs of one side of an entry: for the first of them. */
+static uint8_t *touch_runs(work *w, uint64_t first, int64_t step, uint64_t run,
+                           uint32_t runs)
+{
+    uint64_t distance = step < 0 ? -(uint64_t)step : (uint64_t)step, span;
+    if (__builtin_mul_overflow(distance, (uint64_t)(runs - 1), &span) ||
+        span + run < run)
+        fake_die("runs of an entry reach beyond all addresses");
+    uint64_t low = step < 0 ? first - span : first;
+    return touch(w, low, span + run) + (first - low);
+}
+
+/* ------------------------------------------------------------------ the kernels */
+
+static void copy_entry_run(work *w, const copy_entry *e, uint64_t from, uint64_t to)
+{
+    if (e->run == 0 || e->runs == 0)
+        return;
+    if (e->convert > CONVERT_F32_F16 || (e->convert != CONVERT_NONE && e->run % 4 != 0))
+        fake_die("an entry converts %u bytes in way %u", e->run, e->convert);
+    uint64_t out = convert_bytes(e->convert, e->run);
+    const uint8_t *source = touch_runs(w, from, e->from_step, e->run, e->runs);
+    uint8_t *destination = touch_runs(w, to, e->to_step, out, e->runs);
+    for (uint32_t i = 0; i < e->runs; i++)
+        convert_run(e->convert, destination + (int64_t)i * e->to_step,
+                    source + (int64_t)i * e->from_step, e->run);
+}
+
+static void copy_units(work *w, const void *parameter)
+{
+    copy_parameters p;
+    memcpy(&p, parameter, sizeof p);
+    if (p.count == 0 || p.count > UINT64_MAX / sizeof *p.entries || p.parts == 0 ||
+        p.zero != 0)
+        fake_die("the copy kernel is started for %llu entries in %u parts",
+                 (unsigned long long)p.count, p.parts);
+    const uint8_t *entries =
+        touch(w, (uint64_t)(uintptr_t)p.entries, p.count * sizeof *p.entries);
+    for (uint64_t i = 0; i < p.count; i++) {
+        copy_entry e;
+        memcpy(&e, entries + i * sizeof e, sizeof e);
+        uint64_t base = 0, bases = (uint64_t)(uintptr_t)p.bases;
+        if (bases != 0)
+            memcpy(&base, touch(w, bases + e.base * sizeof base, sizeof base),
+                   sizeof base);
+        fake_kernel_gate(w->context, i);
+        copy_entry_run(w, &e, base + e.from + p.from_add, e.to + p.to_add);
+    }
+}
+
+/* The pattern of the tool's shards. */
+static void write_pattern(work *w, const void *parameter)
+{
+    pattern_parameters p;
+    memcpy(&p, parameter, sizeof p);
+    const uint8_t *pieces =
+        touch(w, (uint64_t)(uintptr_t)p.pieces, p.count * sizeof *p.pieces);
+    for (uint64_t i = 0; i < p.count; i++) {
+        pattern_piece piece;
+        memcpy(&piece, pieces + i * sizeof piece, sizeof piece);
+        fake_kernel_gate(w->context, i);
+        uint8_t *to = touch(w, piece.to + piece.begin, piece.bytes);
+        piece.to = (uint64_t)(uintptr_t)to - piece.begin;
+        for (uint64_t at = piece.begin; at < piece.begin + piece.bytes; at += 8)
+            device_pattern_write(&piece, p.add, at);
+    }
+}
+
+/* Kernels that keep a device busy and whose results nobody looks at. */
+static void only_work(work *w, const void *parameter)
+{
+    work_parameters p;
+    memcpy(&p, parameter, sizeof p);
+    touch(w, (uint64_t)(uintptr_t)p.c, 1);
+}
+
+static struct CUfunc_st functions[] = {
+    {COPY_KERNEL_NAME, sizeof(copy_parameters), COPY_KERNEL_THREADS, copy_units},
+    {DEVICE_PATTERN_KERNEL, sizeof(pattern_parameters), DEVICE_PATTERN_THREADS,
+     write_pattern},
+    {DEVICE_PRODUCT_KERNEL, sizeof(work_parameters), DEVICE_WORK_THREADS, only_work},
+    {DEVICE_SWEEP_KERNEL, sizeof(work_parameters), DEVICE_WORK_THREADS, only_work},
+    {DEVICE_HALVES_KERNEL, sizeof(work_parameters), DEVICE_WORK_THREADS, only_work},
+};
+
+void fake_kernel_run(CUcontext context, fake_launch *launch)
+{
+    work *w = calloc(1, sizeof *w);
+    if (w == NULL)
+        fake_die("out of memory");
+    w->context = context;
+    launch->function->run(w, launch->parameter);
+    pthread_mutex_lock(&fake.lock);
+    for (size_t i = 0; i < w->n_used; i++)
+        w->used[i]->busy--;
+    fake.counts.kernels++;
+    pthread_mutex_unlock(&fake.lock);
+    free(w);
+}
+
+void fake_kernel_free(fake_launch *launch)
+{
+    free(launch);
+}
+
+/* --------------------------------------------------------------------- launching */
+
+CUresult CUDAAPI cuModuleLoadData(CUmodule *out, const void *image)
+{
+    CUresult result = fake_enter(__func__, FAKE_CONTEXT);
+    if (result != CUDA_SUCCESS)
+        return result;
+    uint32_t magic = 0;
+    if (image != NULL)
+        memcpy(&magic, image, sizeof magic);
+    if (magic != FATBIN_MAGIC && magic != ELF_MAGIC)
+        return fake_leave(CUDA_ERROR_INVALID_IMAGE);
+    CUmodule module = malloc(sizeof *module);
+    if (module == NULL)
+        fake_die("out of memory");
+    module->context = fake_current();
+    module->next = modules;
+    modules = module;
+    fake.counts.modules++;
+    *out = module;
+    return fake_leave(CUDA_SUCCESS);
+}
+
+CUresult CUDAAPI cuModuleUnload(CUmodule module)
+{
+    CUresult result = fake_enter(__func__, FAKE_CONTEXT);
+    if (result != CUDA_SUCCESS)
+        return result;
+    for (CUmodule *at = &modules; *at != NULL; at = &(*at)->next) {
+        if (*at == module) {
+            *at = module->next;
+            free(module);
+            fake.counts.modules--;
+            return fake_leave(CUDA_SUCCESS);
+        }
+    }
+    return fake_leave(CUDA_ERROR_INVALID_HANDLE);
+}
+
+CUresult CUDAAPI cuModuleGetFunction(CUfunction *out, CUmodule module, const char *name)
+{
+    CUresult result = fake_enter(__func__, FAKE_CONTEXT);
+    if (result != CUDA_SUCCESS)
+        return result;
+    if (module->context != fake_current())
+        return fake_leave(CUDA_ERROR_INVALID_HANDLE);
+    for (size_t i = 0; i < sizeof functions / sizeof *functions; i++) {
+        if (strcmp(functions[i].name, name) == 0) {
+            *out = &functions[i];
+            return fake_leave(CUDA_SUCCESS);
+        }
+    }
+    return fake_leave(CUDA_ERROR_NOT_FOUND);
+}
+
+CUresult CUDAAPI cuFuncGetAttribute(int *value, CUfunction_attribute attribute,
+                                    CUfunction function)
+{
+    CUresult result = fake_enter(__func__, FAKE_CONTEXT);
+    if (result != CUDA_SUCCESS)
+        return result;
+    (void)function;
+    *value = attribute == CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK ? 1024 : 0;
+    return fake_leave(CUDA_SUCCESS);
+}
+
+CUresult CUDAAPI cuOccupancyMaxActiveBlocksPerMultiprocessor(int *blocks,
+                                                             CUfunction function,
+                                                             int threads, size_t shared)
+{
+    CUresult result = fake_enter(__func__, FAKE_CONTEXT);
+    if (result != CUDA_SUCCESS)
+        return result;
+    (void)function;
+    (void)shared;
+    *blocks = threads > 0 && threads <= 1024 ? 2048 / threads : 0;
+    return fake_leave(CUDA_SUCCESS);
+}
+
+CUresult CUDAAPI cuLaunchKernel(CUfunction function, unsigned int grid_x,
+                                unsigned int grid_y, unsigned int grid_z,
+                                unsigned int block_x, unsigned int block_y,
+                                unsigned int block_z, unsigned int shared,
+                                CUstream stream, void **parameters, void **extra)
+{
+    CUresult result = fake_enter(__func__, FAKE_CONTEXT);
+    if (result != CUDA_SUCCESS)
+        return result;
+    if (function == NULL)
+        return fake_leave(CUDA_ERROR_INVALID_HANDLE);
+    if (grid_x == 0 || grid_x > INT32_MAX || grid_y != 1 || grid_z != 1 ||
+        block_y != 1 || block_z != 1 || block_x != function->threads ||
+        shared > 49152 || extra != NULL)
+        return fake_leave(CUDA_ERROR_INVALID_VALUE);
+    fake_launch *launch = calloc(1, sizeof *launch);
+    if (launch == NULL)
+        fake_die("out of memory");
+    launch->function = function;
+    memcpy(launch->parameter, parameters[0], function->size);
+    return fake_leave(fake_stream_launch(fake_current(), stream, launch));
+}

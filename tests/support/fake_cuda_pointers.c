@@ -1,0 +1,110 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* What the driver says about pointers. */
+#include "fake_cuda_memory.h"
+
+#include <string.h>
+
+CUresult CUDAAPI cuMemGetAddressRange(CUdeviceptr *base, size_t *length,
+                                      CUdeviceptr pointer)
+{
+    CUresult result = fake_enter(__func__, FAKE_CONTEXT);
+    if (result != CUDA_SUCCESS)
+        return result;
+    const fake_range *r = fake_find(pointer, 1);
+    if (r == NULL || r->host)
+        return fake_leave(CUDA_ERROR_NOT_FOUND);
+    if (base != NULL)
+        *base = r->start;
+    if (length != NULL)
+        *length = r->length;
+    return fake_leave(CUDA_SUCCESS);
+}
+
+static void put_int(void *out, int value)
+{
+    memcpy(out, &value, sizeof value);
+}
+
+static void put_word(void *out, uint64_t value)
+{
+    memcpy(out, &value, sizeof value);
+}
+
+/* One attribute, at the size that the real one writes; r NULL: of no memory that it knows. */
+static CUresult attribute(void *out, CUpointer_attribute which, const fake_range *r,
+                          uint64_t address)
+{
+    bool pooled =
+        r != NULL && (r->kind == FAKE_CUDA_POOL || r->kind == FAKE_CUDA_VIRTUAL);
+    switch (which) {
+    case CU_POINTER_ATTRIBUTE_CONTEXT: /* memory of pools and of mappings belongs to none */
+        put_word(out, r == NULL || pooled ? 0 : (uint64_t)(uintptr_t)r->context);
+        return CUDA_SUCCESS;
+    case CU_POINTER_ATTRIBUTE_MEMORY_TYPE:
+        put_int(out,
+                r == NULL ? 0 : (r->host ? CU_MEMORYTYPE_HOST : CU_MEMORYTYPE_DEVICE));
+        return CUDA_SUCCESS;
+    case CU_POINTER_ATTRIBUTE_DEVICE_POINTER:
+        put_word(out, r == NULL ? 0 : address);
+        return CUDA_SUCCESS;
+    case CU_POINTER_ATTRIBUTE_HOST_POINTER:
+        put_word(out,
+                 r == NULL || !(r->host || r->kind == FAKE_CUDA_MANAGED) ? 0 : address);
+        return CUDA_SUCCESS;
+    case CU_POINTER_ATTRIBUTE_BUFFER_ID:
+        put_word(out, r == NULL ? 0 : r->id);
+        return CUDA_SUCCESS;
+    case CU_POINTER_ATTRIBUTE_IS_MANAGED:
+        put_int(out, r != NULL && r->kind == FAKE_CUDA_MANAGED);
+        return CUDA_SUCCESS;
+    case CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL:
+        put_int(out, r == NULL ? CU_DEVICE_INVALID
+                               : (r->host ? r->context->device : r->device));
+        return CUDA_SUCCESS;
+    case CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE:
+        put_int(out,
+                r != NULL && !r->host && r->kind == FAKE_CUDA_MALLOC && r->opens == 0);
+        return CUDA_SUCCESS;
+    case CU_POINTER_ATTRIBUTE_RANGE_START_ADDR:
+        put_word(out, r == NULL ? 0 : r->start);
+        return CUDA_SUCCESS;
+    case CU_POINTER_ATTRIBUTE_RANGE_SIZE:
+        put_word(out, r == NULL ? 0 : r->length);
+        return CUDA_SUCCESS;
+    case CU_POINTER_ATTRIBUTE_MAPPED:
+        put_int(out, r != NULL);
+        return CUDA_SUCCESS;
+    case CU_POINTER_ATTRIBUTE_MEMPOOL_HANDLE:
+        put_word(out, r != NULL && r->kind == FAKE_CUDA_POOL
+                          ? (uint64_t)(uintptr_t)r->context
+                          : 0);
+        return CUDA_SUCCESS;
+    default:
+        return CUDA_ERROR_INVALID_VALUE;
+    }
+}
+
+CUresult CUDAAPI cuPointerGetAttribute(void *data, CUpointer_attribute which,
+                                       CUdeviceptr pointer)
+{
+    CUresult result = fake_enter(__func__, FAKE_INIT);
+    if (result != CUDA_SUCCESS)
+        return result;
+    const fake_range *r = fake_find(pointer, 1);
+    if (r == NULL)
+        return fake_leave(CUDA_ERROR_INVALID_VALUE);
+    return fake_leave(attribute(data, which, r, pointer));
+}
+
+/* Unlike the one above this knows an answer for any pointer. */
+CUresult CUDAAPI cuPointerGetAttributes(unsigned int n, CUpointer_attribute *which,
+                                        void **data, CUdeviceptr pointer)
+{
+    CUresult result = fake_enter(__func__, FAKE_INIT);
+    if (result != CUDA_SUCCESS)
+        return result;
+    const fake_range *r = fake_find(pointer, 1);
+    for (unsigned i = 0; i < n && result == CUDA_SUCCESS; i++)
+        result = attribute(data[i], which[i], r, pointer);
+    return fake_leave(result);
+}

@@ -1,0 +1,704 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Reading by cuda_ipc: what another process exports lands on devices and in host memory. That
+   process is this program once more, which makes the same world again. */
+#include "client_state.h"
+#include "device_kit.h"
+#include "device_reader.h"
+#include "fake_cuda.h"
+#include "plan_world.h"
+#include "testing.h"
+
+#include <fcntl.h>
+#include <pthread.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#define KEYS (WORLD_RANKS * WORLD_REGIONS * 2)
+#define SHAPE(...) ((const uint64_t[]){__VA_ARGS__})
+
+static const span_rule kernel_rules = {.max_length = UINT64_C(1) << 40};
+
+/* ------------------------------------------------------------------- fixture */
+
+typedef struct bench {
+    world w;
+    landing l;
+    const char *kind; /* of the world, for the exporter: and its parameters */
+    uint32_t ranks, dim;
+    pid_t child;
+    int until;
+    fanin_client *client;
+    plan_cache cache;
+    shard_table shards[WORLD_RANKS];
+    region_table regions[WORLD_RANKS];
+    region_entry entries[WORLD_RANKS][2 * WORLD_REGIONS];
+    ipc_key keys[KEYS];
+    const shard_table *of_source[WORLD_RANKS];
+    uint32_t first_region[WORLD_RANKS];
+    bool used[WORLD_RANKS];
+    memory_range ranges[2];
+    size_t n_ranges;
+    uint8_t *base;
+    uint64_t told; /* bytes that landed() was told of */
+} bench;
+
+/* -------------------------------------------------------------------- worlds */
+
+/* Tensors of several kinds, cut into rows or columns by all ranks. */
+static void make_chunks(bench *b, uint32_t ranks, uint32_t dim, fanin_dtype dtype)
+{
+    *b = (bench){.kind = "chunks", .ranks = ranks, .dim = dim};
+    world_init(&b->w, ranks, 7);
+    world_key(&b->w, FANIN_DTYPE_F32, 2, SHAPE(640, 1024));
+    world_key(&b->w, FANIN_DTYPE_F32, 2, SHAPE(96, 52));
+    world_key(&b->w, FANIN_DTYPE_BF16, 2, SHAPE(1536, 4096));
+    world_key(&b->w, FANIN_DTYPE_BF16, 2, SHAPE(512, 512));
+    world_key(&b->w, FANIN_DTYPE_U8, 2, SHAPE(1023, 517));
+    for (uint32_t i = 0; i < ranks; i++)
+        world_hold_chunks(&b->w, i, dim, ranks, i);
+    world_seal(&b->w, NULL);
+    landing_whole(&b->l, &b->w, dtype);
+}
+
+/* As in a file: one tensor behind the other. */
+static void close_gaps(landing *l, const world *w)
+{
+    l->size = 0;
+    for (uint32_t i = 0; i < w->n_keys; i++) {
+        const key_entry *e = &w->entries[i];
+        bool halves = l->dtype && e->dtype == FANIN_DTYPE_F32;
+        l->to_of_key[i] = l->size;
+        l->size += e->bytes / (halves ? 2 : 1);
+    }
+}
+
+/* Boxes with strides of their own, to parts that are wanted with strides. */
+static void make_odd(bench *b, fanin_dtype dtype)
+{
+    *b = (bench){.kind = "odd", .ranks = 3};
+    world_init(&b->w, 3, 11);
+    block all[6] = {{0}};
+    for (uint32_t i = 0; i < 6; i++) {
+        all[i] = (block){.n_dims = 3, .extent = {5 + i, 17, 33 + 2 * i}};
+        world_key(&b->w, i % 2 ? FANIN_DTYPE_F32 : FANIN_DTYPE_I16, 3, all[i].extent);
+    }
+    for (uint32_t i = 0; i < 6; i++)
+        world_hold(&b->w, i % 3, i, &all[i], i % WORLD_REGIONS, i,
+                   i < 3 ? LAYOUT_MIXED : LAYOUT_ROWS);
+    world_seal(&b->w, NULL);
+    landing_init(&b->l, dtype);
+    for (uint32_t i = 0; i < 6; i++) {
+        block part = all[i];
+        part.offset[0] = 1;
+        part.extent[0] -= 2;
+        part.offset[1] = i;
+        part.extent[1] -= i;
+        landing_add(&b->l, &b->w, i, &part, i % 3 != 2);
+    }
+}
+
+/* ------------------------------------------------------------------ exporter */
+
+/* Every region twice: the second arena holds the bytes, the first one nothing of use. */
+static void export_region(gpu *g, const world_rank *r, uint32_t rank, int region,
+                          bool filled, ipc_key *out)
+{
+    void *memory;
+    gpu_range range;
+    gpu_stream *stream;
+    fanin_error error = FANIN_ERROR_INIT;
+    int device = (int)(rank % 2);
+    size_t length = r->used[region] + 64;
+    if (gpu_alloc(g, device, length, &memory, &error) ||
+        gpu_stream_create(g, device, &stream, &error))
+        _exit(2);
+    if (filled && (gpu_copy(stream, (uint8_t *)memory + 64, r->memory[region],
+                            r->used[region], &error) ||
+                   gpu_stream_wait(stream, UINT64_MAX, &error)))
+        _exit(3);
+    gpu_device info;
+    *out = (ipc_key){.offset = 64, .length = length};
+    if (gpu_range_of(g, memory, &range, &error) ||
+        gpu_export(g, &range, out->handle, &error) ||
+        gpu_device_get(g, device, &info, &error))
+        _exit(4);
+    memcpy(out->uuid, info.uuid, sizeof(out->uuid));
+    gpu_stream_destroy(&stream);
+}
+
+/* Arguments: kind, ranks, dimension, where the keys go, whose end ends it. */
+static int be_exporter(char **arguments)
+{
+    gpu *g;
+    static bench b;
+    static ipc_key keys[KEYS];
+    fanin_error error = FANIN_ERROR_INIT;
+    logger nobody = {0};
+    const world *w = &b.w;
+    int out = atoi(arguments[3]), until = atoi(arguments[4]);
+    if (strcmp(arguments[0], "chunks") == 0)
+        make_chunks(&b, (uint32_t)atoi(arguments[1]), (uint32_t)atoi(arguments[2]), 0);
+    else
+        make_odd(&b, 0);
+    if (gpu_load(&nobody, &g, &error))
+        return 1;
+    size_t n = 0;
+    for (uint32_t i = 0; i < w->n_ranks; i++) {
+        for (int k = 0; k < 2 * WORLD_REGIONS; k++)
+            export_region(g, &w->ranks[i], i, k % WORLD_REGIONS, k >= WORLD_REGIONS,
+                          &keys[n++]);
+    }
+    if (write(out, keys, n * sizeof(*keys)) != (ssize_t)(n * sizeof(*keys)))
+        return 5;
+    char end;
+    (void)!read(until, &end, 1);
+    return 0;
+}
+
+static void start_exporter(bench *b)
+{
+    int keys[2], until[2];
+    char ranks[12], dim[12], out[12], end[12];
+    assert_int_equal(pipe(keys), 0);
+    assert_int_equal(pipe(until), 0);
+    assert_int_equal(fcntl(until[1], F_SETFD, FD_CLOEXEC), 0);
+    snprintf(ranks, sizeof(ranks), "%u", b->ranks);
+    snprintf(dim, sizeof(dim), "%u", b->dim);
+    snprintf(out, sizeof(out), "%d", keys[1]);
+    snprintf(end, sizeof(end), "%d", until[0]);
+    b->child = fork();
+    assert_true(b->child >= 0);
+    if (b->child == 0) {
+        execl("/proc/self/exe", "export", b->kind, ranks, dim, out, end, (char *)NULL);
+        _exit(127);
+    }
+    close(keys[1]);
+    close(until[0]);
+    b->until = until[1];
+    size_t size = (size_t)b->w.n_ranks * 2 * WORLD_REGIONS * sizeof(ipc_key), got = 0;
+    while (got < size) {
+        ssize_t n = read(keys[0], (char *)b->keys + got, size - got);
+        if (n <= 0)
+            fail_msg("the exporter failed");
+        got += (size_t)n;
+    }
+    close(keys[0]);
+}
+
+static void make_shard(bench *b, uint32_t rank)
+{
+    shard_table *s = &b->shards[rank];
+    b->regions[rank] =
+        (region_table){.entries = b->entries[rank], .count = 2 * WORLD_REGIONS};
+    for (uint32_t k = 0; k < 2 * WORLD_REGIONS; k++)
+        b->entries[rank][k] =
+            (region_entry){.id = k,
+                           .length = b->w.ranks[rank].used[k % WORLD_REGIONS],
+                           .memory = FANIN_MEMORY_CUDA};
+    *s = (shard_table){.regions = &b->regions[rank],
+                       .ipc_keys = &b->keys[rank * 2 * WORLD_REGIONS]};
+}
+
+static void map_for(bench *b, uint32_t rank, int device)
+{
+    static const uint8_t life[16] = {1};
+    fanin_error error = FANIN_ERROR_INIT;
+    shard_table *s = &b->shards[rank];
+    s->views = realloc(s->views, (s->n_views + 1) * sizeof(*s->views));
+    ipc_view *v = &s->views[s->n_views++];
+    v->device = device;
+    v->mappings = calloc(2 * WORLD_REGIONS, sizeof(*v->mappings));
+    for (uint32_t k = 0; k < 2 * WORLD_REGIONS; k++)
+        assert_ok(ipc_map_open(b->client->ipc, device, life, &s->ipc_keys[k],
+                               &v->mappings[k], &error),
+                  error);
+}
+
+/* The world is sealed, the landing wanted. */
+static void open_bench(bench *b)
+{
+    fanin_error error = FANIN_ERROR_INIT;
+    fanin_client_config config;
+    start_exporter(b);
+    fanin_client_config_init(&config, sizeof(config));
+    config.no_ucx = true;
+    assert_ok(fanin_client_create(&config, &b->client, &error), error);
+    if (!client_gpu(b->client))
+        fail_msg("%s", b->client->gpu_missing);
+    b->client->ipc = ipc_map_create(b->client->gpu);
+    b->client->kit = device_kit_create(b->client->gpu);
+    for (uint32_t i = 0; i < b->w.n_ranks; i++) {
+        make_shard(b, i);
+        map_for(b, i, 0);
+        map_for(b, i, 1);
+        b->of_source[i] = &b->shards[i];
+        b->first_region[i] = WORLD_REGIONS;
+        b->used[i] = true;
+    }
+    plan_cache *c = &b->cache;
+    c->sources = b->w.sources;
+    c->n_sources = b->w.n_sources;
+    assert_ok(world_plan(&b->w, &b->l, &c->plan, &error), error);
+    c->spans = calloc(c->n_sources, sizeof(*c->spans));
+    for (size_t i = 0; i < c->n_sources; i++)
+        assert_ok(plan_spans_build(c->plan, b->w.keys, c->sources, i, &b->regions[i],
+                                   &kernel_rules, &c->spans[i], &error),
+                  error);
+}
+
+static void close_bench(bench *b)
+{
+    for (size_t i = 0; i < b->cache.n_sources; i++)
+        plan_spans_free(&b->cache.spans[i]);
+    free(b->cache.spans);
+    plan_free(&b->cache.plan);
+    device_plan_free(&b->cache.device);
+    for (uint32_t i = 0; i < b->w.n_ranks; i++) {
+        for (size_t v = 0; v < b->shards[i].n_views; v++) {
+            for (int k = 0; k < 2 * WORLD_REGIONS; k++)
+                ipc_mapping_release(&b->shards[i].views[v].mappings[k]);
+            free(b->shards[i].views[v].mappings);
+        }
+        free(b->shards[i].views);
+    }
+    ipc_map_sweep(b->client->ipc);
+    assert_int_equal(ipc_map_count(b->client->ipc), 0);
+    fanin_client_destroy(&b->client);
+    close(b->until);
+    int status;
+    assert_int_equal(waitpid(b->child, &status, 0), b->child);
+    assert_int_equal(status, 0);
+    landing_free(&b->l);
+    world_free(&b->w);
+}
+
+static void build(bench *b, int gather_device)
+{
+    fanin_error error = FANIN_ERROR_INIT;
+    device_plan_parts parts = {.cache = &b->cache,
+                               .of_source = b->used,
+                               .base = b->base,
+                               .ranges = b->ranges,
+                               .n_ranges = b->n_ranges,
+                               .gather_device = gather_device};
+    device_plan_free(&b->cache.device);
+    assert_ok(device_plan_build(b->client->gpu, &parts, &b->cache.device, &error),
+              error);
+    assert_true(device_plan_fits(b->cache.device, &parts));
+}
+
+static void landed(void *cookie, uint64_t to, uint64_t length)
+{
+    bench *b = cookie;
+    assert_true(to <= b->l.size && length <= b->l.size - to);
+    b->told += length;
+}
+
+static device_reading reading_of(bench *b, bool pinned, const fanin_stream *after)
+{
+    return (device_reading){.client = b->client,
+                            .plan = b->cache.device,
+                            .shards = b->of_source,
+                            .first_region = b->first_region,
+                            .base = b->base,
+                            .pinned = pinned,
+                            .landed = landed,
+                            .landed_cookie = b,
+                            .after = after};
+}
+
+static void read_all(bench *b, bool pinned)
+{
+    fanin_error error = FANIN_ERROR_INIT;
+    device_reader *r;
+    device_reading how = reading_of(b, pinned, NULL);
+    b->told = 0;
+    assert_ok(device_reader_start(&how, &r, &error), error);
+    for (bool done = false; !done;)
+        assert_ok(device_reader_step(r, deadline_in_ms(1000), &done, &error), error);
+    assert_true(device_reader_destroy(&r));
+}
+
+/* ------------------------------------------------------------- destinations */
+
+static void copy_now(bench *b, int device, void *to, const void *from, size_t bytes)
+{
+    gpu_stream *stream;
+    fanin_error error = FANIN_ERROR_INIT;
+    assert_ok(device_kit_stream(b->client->kit, device, &stream, &error), error);
+    assert_ok(gpu_copy(stream, to, from, bytes, &error), error);
+    assert_ok(gpu_stream_wait(stream, UINT64_MAX, &error), error);
+}
+
+/* All of it on one device. */
+static void land_on_device(bench *b, int device)
+{
+    void *memory;
+    fanin_error error = FANIN_ERROR_INIT;
+    assert_ok(gpu_alloc(b->client->gpu, device, b->l.size + 1, &memory, &error), error);
+    b->base = memory;
+    b->ranges[0] = (memory_range){memory, b->l.size, device};
+    b->n_ranges = 1;
+    landing_clear(&b->l);
+    copy_now(b, device, memory, b->l.bytes, b->l.size);
+    build(b, -1);
+    read_all(b, false);
+    copy_now(b, device, b->l.bytes, memory, b->l.size);
+    landing_compare(&b->w, &b->l);
+    assert_int_equal(b->told, 0);
+    gpu_free(b->client->gpu, device, memory);
+}
+
+/* No byte of a tensor is what untouched ones are, unless it was converted. */
+static uint64_t count_touched(const landing *l)
+{
+    uint64_t n = 0;
+    landing mark = {.bytes = malloc(l->size + 1), .size = l->size};
+    landing_clear(&mark);
+    for (uint64_t i = 0; i < l->size; i++)
+        n += l->bytes[i] != mark.bytes[i];
+    free(mark.bytes);
+    return n;
+}
+
+static void land_on_host(bench *b, int gather_device, bool contiguous)
+{
+    b->base = b->l.bytes;
+    b->ranges[0] = (memory_range){b->l.bytes, b->l.size, -1};
+    b->n_ranges = 1;
+    landing_clear(&b->l);
+    build(b, gather_device);
+    assert_int_equal(b->cache.device->contiguous, contiguous);
+    read_all(b, false);
+    landing_compare(&b->w, &b->l);
+    if (b->l.dtype == 0)
+        assert_int_equal(b->told, count_touched(&b->l));
+}
+
+/* Straight by the copy engine. */
+static void land_on_pinned(bench *b)
+{
+    void *memory;
+    uint8_t *bytes = b->l.bytes;
+    fanin_error error = FANIN_ERROR_INIT;
+    assert_ok(gpu_host_alloc(b->client->gpu, b->l.size + 1, &memory, &error), error);
+    b->base = memory;
+    b->ranges[0] = (memory_range){memory, b->l.size, -1};
+    b->n_ranges = 1;
+    build(b, 1);
+    assert_true(b->cache.device->contiguous);
+    b->l.bytes = memory;
+    landing_clear(&b->l);
+    read_all(b, true);
+    landing_compare(&b->w, &b->l);
+    b->l.bytes = bytes;
+    assert_int_equal(b->told, b->l.size);
+    gpu_host_free(b->client->gpu, memory);
+}
+
+/* --------------------------------------------------------------------- tests */
+
+static void chunks_land_on_devices(void **state)
+{
+    (void)state;
+    for (uint32_t dim = 0; dim < 2; dim++) {
+        bench b;
+        make_chunks(&b, 4, dim, dim ? FANIN_DTYPE_F16 : 0);
+        open_bench(&b);
+        land_on_device(&b, 0);
+        land_on_device(&b, 1);
+        close_bench(&b);
+    }
+}
+
+static void chunks_land_in_host_memory(void **state)
+{
+    (void)state;
+    for (uint32_t dim = 0; dim < 2; dim++) {
+        bench b;
+        make_chunks(&b, 3, dim, dim ? FANIN_DTYPE_BF16 : 0);
+        open_bench(&b);
+        land_on_host(&b, (int)dim, false);
+        close_bench(&b);
+    }
+}
+
+static void files_land_by_whole_chunks(void **state)
+{
+    (void)state;
+    for (uint32_t i = 0; i < 4; i++) {
+        bench b;
+        make_chunks(&b, 4, i % 2, i / 2 ? FANIN_DTYPE_BF16 : 0);
+        close_gaps(&b.l, &b.w);
+        open_bench(&b);
+        land_on_host(&b, 0, true);
+        land_on_pinned(&b);
+        assert_true(b.cache.device->n_chunks > GATHER_LANES);
+        close_bench(&b);
+    }
+}
+
+static void odd_boxes_land_anywhere(void **state)
+{
+    (void)state;
+    for (int convert = 0; convert < 2; convert++) {
+        bench b;
+        make_odd(&b, convert ? FANIN_DTYPE_BF16 : 0);
+        open_bench(&b);
+        land_on_device(&b, 1);
+        land_on_host(&b, 1, false);
+        close_bench(&b);
+    }
+}
+
+/* One half of the memory is on a device. */
+static void both_kinds_land_at_once(void **state)
+{
+    (void)state;
+    bench b;
+    void *memory;
+    fanin_error error = FANIN_ERROR_INIT;
+    make_chunks(&b, 2, 0, 0);
+    open_bench(&b);
+    uint64_t half = b.l.to_of_key[2], rest = b.l.size - half;
+    assert_ok(gpu_alloc(b.client->gpu, 0, rest, &memory, &error), error);
+    /* As addresses, wherever the two lie. */
+    plan_free(&b.cache.plan);
+    for (uint32_t i = 0; i < b.w.n_keys; i++)
+        b.l.to_of_key[i] +=
+            i < 2 ? (uint64_t)(uintptr_t)b.l.bytes : (uint64_t)(uintptr_t)memory - half;
+    assert_ok(world_plan(&b.w, &b.l, &b.cache.plan, &error), error);
+    for (size_t i = 0; i < b.cache.n_sources; i++) {
+        plan_spans_free(&b.cache.spans[i]);
+        assert_ok(plan_spans_build(b.cache.plan, b.w.keys, b.cache.sources, i,
+                                   &b.regions[i], &kernel_rules, &b.cache.spans[i],
+                                   &error),
+                  error);
+    }
+    for (uint32_t i = 0; i < b.w.n_keys; i++)
+        b.l.to_of_key[i] -=
+            i < 2 ? (uint64_t)(uintptr_t)b.l.bytes : (uint64_t)(uintptr_t)memory - half;
+    memory_range host = {b.l.bytes, half, -1}, device = {memory, rest, 0};
+    bool first = host.base < device.base;
+    b.ranges[0] = first ? host : device;
+    b.ranges[1] = first ? device : host;
+    b.n_ranges = 2;
+    landing_clear(&b.l);
+    copy_now(&b, 0, memory, b.l.bytes + half, rest);
+    build(&b, 1);
+    device_reading how = reading_of(&b, false, NULL);
+    how.landed = NULL;
+    device_reader *r;
+    assert_ok(device_reader_start(&how, &r, &error), error);
+    for (bool done = false; !done;)
+        assert_ok(device_reader_step(r, deadline_in_ms(1000), &done, &error), error);
+    assert_true(device_reader_destroy(&r));
+    copy_now(&b, 0, b.l.bytes + half, memory, rest);
+    landing_compare(&b.w, &b.l);
+    gpu_free(b.client->gpu, 0, memory);
+    close_bench(&b);
+}
+
+/* A device destination, with the plan made and nothing read. */
+static void *prepare_device(bench *b)
+{
+    void *memory;
+    fanin_error error = FANIN_ERROR_INIT;
+    make_chunks(b, 2, 0, 0);
+    open_bench(b);
+    assert_ok(gpu_alloc(b->client->gpu, 0, b->l.size, &memory, &error), error);
+    b->base = memory;
+    b->ranges[0] = (memory_range){memory, b->l.size, 0};
+    b->n_ranges = 1;
+    build(b, -1);
+    return memory;
+}
+
+static void *release_soon(void *argument)
+{
+    (void)argument;
+    fake_cuda_release(0);
+    return NULL;
+}
+
+static void a_kernel_under_way_is_waited_for(void **state)
+{
+    (void)state;
+    bench b;
+    pthread_t thread;
+    fanin_error error = FANIN_ERROR_INIT;
+    void *memory = prepare_device(&b);
+    device_reading how = reading_of(&b, false, NULL);
+    device_reader *r;
+    bool done = true;
+    fake_cuda_hold_kernel(0, 1);
+    assert_ok(device_reader_start(&how, &r, &error), error);
+    assert_true(fake_cuda_wait_kernel_held(0));
+    assert_ok(device_reader_step(r, deadline_in_ms(1), &done, &error), error);
+    assert_false(done);
+    /* The pull gives up; the kernel goes on until it is done. */
+    assert_int_equal(pthread_create(&thread, NULL, release_soon, NULL), 0);
+    assert_true(device_reader_destroy(&r));
+    pthread_join(thread, NULL);
+    copy_now(&b, 0, b.l.bytes, memory, b.l.size);
+    gpu_free(b.client->gpu, 0, memory);
+    close_bench(&b);
+}
+
+static void the_callers_stream_comes_first(void **state)
+{
+    (void)state;
+    bench b;
+    fanin_error error = FANIN_ERROR_INIT;
+    void *memory = prepare_device(&b);
+    fake_cuda_counts before, after;
+    fanin_stream callers = {.handle = (void *)2, .device = 0};
+    device_reading how = reading_of(&b, false, &callers);
+    device_reader *r;
+    bool done = true;
+    fake_cuda_hold(0);
+    fake_cuda_count(&before);
+    assert_ok(device_reader_start(&how, &r, &error), error);
+    assert_ok(device_reader_step(r, deadline_in_ms(2), &done, &error), error);
+    assert_false(done);
+    fake_cuda_count(&after);
+    assert_int_equal(after.kernels, before.kernels);
+    /* Given up, nothing of it is left on a stream that could write. */
+    assert_true(device_reader_destroy(&r));
+    fake_cuda_release(0);
+    assert_true(fake_cuda_wait_idle(0));
+    fake_cuda_count(&after);
+    assert_int_equal(after.kernels, before.kernels);
+    assert_ok(device_reader_start(&how, &r, &error), error);
+    for (done = false; !done;)
+        assert_ok(device_reader_step(r, deadline_in_ms(1000), &done, &error), error);
+    assert_true(device_reader_destroy(&r));
+    gpu_free(b.client->gpu, 0, memory);
+    close_bench(&b);
+}
+
+static void a_failed_device_is_an_error(void **state)
+{
+    (void)state;
+    bench b;
+    fanin_error error = FANIN_ERROR_INIT;
+    void *memory = prepare_device(&b);
+    device_reading how = reading_of(&b, false, NULL);
+    device_reader *r;
+    bool done = false;
+    fanin_status status;
+    fake_cuda_hold_kernel(0, 1);
+    assert_ok(device_reader_start(&how, &r, &error), error);
+    assert_true(fake_cuda_wait_kernel_held(0));
+    fake_cuda_break(0);
+    fake_cuda_release(0);
+    do
+        status = device_reader_step(r, deadline_in_ms(1000), &done, &error);
+    while (status == FANIN_OK && !done);
+    assert_int_equal(status, FANIN_ERR_TRANSPORT);
+    assert_true(device_reader_destroy(&r));
+    fake_cuda_repair(0);
+    gpu_free(b.client->gpu, 0, memory);
+    close_bench(&b);
+}
+
+static void arenas_outside_of_the_table_are_refused(void **state)
+{
+    (void)state;
+    bench b;
+    fanin_error error = FANIN_ERROR_INIT;
+    void *memory = prepare_device(&b);
+    device_reading how = reading_of(&b, false, NULL);
+    device_reader *r;
+    b.first_region[1] = WORLD_REGIONS + 1;
+    assert_int_equal(device_reader_start(&how, &r, &error), FANIN_ERR_PROTOCOL);
+    assert_true(device_reader_destroy(&r));
+    gpu_free(b.client->gpu, 0, memory);
+    close_bench(&b);
+}
+
+static void mappings_are_shared_and_swept(void **state)
+{
+    (void)state;
+    bench b;
+    fanin_error error = FANIN_ERROR_INIT;
+    void *memory = prepare_device(&b);
+    ipc_map *map = b.client->ipc;
+    static const uint8_t life[16] = {1}, other[16] = {2};
+    ipc_mapping *again = NULL, *later = NULL;
+    fake_cuda_counts before, after;
+    size_t n = ipc_map_count(map);
+    fake_cuda_count(&before);
+    assert_ok(ipc_map_open(map, 0, life, &b.keys[0], &again, &error), error);
+    assert_ptr_equal(again, b.shards[0].views[0].mappings[0]);
+    fake_cuda_count(&after);
+    assert_int_equal(after.opens, before.opens);
+    /* Another life of the process: whatever the handle says, it is other memory. */
+    assert_ok(ipc_map_open(map, 0, other, &b.keys[0], &later, &error), error);
+    assert_int_equal(ipc_map_count(map), n + 1);
+    ipc_mapping_release(&later);
+    ipc_mapping_release(&again);
+    assert_int_equal(ipc_map_count(map), n + 1);
+    ipc_map_sweep(map);
+    assert_int_equal(ipc_map_count(map), n);
+    fake_cuda_count(&after);
+    assert_int_equal(after.mappings, before.mappings);
+    gpu_free(b.client->gpu, 0, memory);
+    close_bench(&b);
+}
+
+static void idle_publications_are_unmapped(void **state)
+{
+    (void)state;
+    bench b;
+    void *memory = prepare_device(&b);
+    ipc_map *map = b.client->ipc;
+    fake_cuda_counts before, after;
+    publication p = {.shards = b.shards, .n_peers = b.w.n_ranks, .used_ns = 100};
+    for (uint32_t i = 0; i < b.w.n_ranks; i++) {
+        b.shards[i].path = FANIN_PATH_CUDA_IPC;
+        b.shards[i].ipc_keys = NULL; /* the bench's, not the tables' */
+    }
+    size_t n = ipc_map_count(map);
+    assert_true(n > 0);
+    fake_cuda_count(&before);
+    b.client->publications = &p;
+    tables_unmap_idle(b.client, 100);
+    assert_int_equal(ipc_map_count(map), n);
+    assert_int_equal(b.shards[0].path, FANIN_PATH_CUDA_IPC);
+    tables_unmap_idle(b.client, 101);
+    assert_int_equal(ipc_map_count(map), 0);
+    assert_int_equal(b.shards[0].path, FANIN_PATH_AUTO); /* decided, and mapped, anew */
+    fake_cuda_count(&after);
+    assert_int_equal(after.mappings, before.mappings - n);
+    b.client->publications = NULL;
+    gpu_free(b.client->gpu, 0, memory);
+    close_bench(&b);
+}
+
+/* ---------------------------------------------------------------------- main */
+
+static const struct CMUnitTest tests[] = {
+    cmocka_unit_test(chunks_land_on_devices),
+    cmocka_unit_test(chunks_land_in_host_memory),
+    cmocka_unit_test(files_land_by_whole_chunks),
+    cmocka_unit_test(odd_boxes_land_anywhere),
+    cmocka_unit_test(both_kinds_land_at_once),
+    cmocka_unit_test(a_kernel_under_way_is_waited_for),
+    cmocka_unit_test(the_callers_stream_comes_first),
+    cmocka_unit_test(a_failed_device_is_an_error),
+    cmocka_unit_test(arenas_outside_of_the_table_are_refused),
+    cmocka_unit_test(mappings_are_shared_and_swept),
+    cmocka_unit_test(idle_publications_are_unmapped),
+};
+
+int main(int argc, char **argv)
+{
+    setenv("FANIN_CUDA_LIBRARY", getenv("FANIN_TEST_CUDA_LIBRARY"), 1);
+    if (argc == 6)
+        return be_exporter(argv + 1);
+    return cmocka_run_group_tests_name("device reader", tests, NULL, NULL);
+}

@@ -1,0 +1,270 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* The stand-in trainer's device memory: laid out as PyTorch's caching allocator does, written by
+   the kernel as the host writes it; and what conversions the tool expects. */
+#include "testing.h"
+
+#include "device_driver.h"
+#include "device_shards.h"
+#include "fake_cuda.h"
+#include "half.h"
+#include "pattern.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#define KIB UINT64_C(1024)
+#define MIB (UINT64_C(1024) * KIB)
+
+enum { COUNT = 10 };
+
+/* Tensors of one dimension of bytes, whole in one rank. */
+static const uint64_t sizes[COUNT] = {
+    600,     1 * MIB, 0,  1 * MIB - 512, 1 * MIB + 1, 10 * MIB,
+    9 * MIB, 3 * MIB, 77, 13 * MIB,
+};
+
+typedef struct world {
+    tensor_spec specs[COUNT];
+    tensor_list list;
+    shard shards[COUNT];
+    uint64_t seeds[COUNT];
+    void *memory[COUNT];
+    device_shards *device;
+    fanin_error error;
+} world;
+
+static void begin(world *w)
+{
+    static const char *const names[COUNT] = {"a", "b", "c", "d", "e",
+                                             "f", "g", "h", "i", "j"};
+    *w = (world){.error = FANIN_ERROR_INIT};
+    for (size_t i = 0; i < COUNT; i++) {
+        w->specs[i] = (tensor_spec){.name = names[i],
+                                    .dtype = FANIN_DTYPE_U8,
+                                    .n_dims = 1,
+                                    .shape = {sizes[i]},
+                                    .bytes = sizes[i]};
+        w->seeds[i] = pattern_seed(names[i]);
+        shard_cut(&w->specs[i], 0, 1, 0, &w->shards[i]);
+    }
+    w->list = (tensor_list){.tensors = w->specs, .count = COUNT};
+}
+
+static void finish(world *w)
+{
+    device_shards_free(&w->device);
+    assert_null(w->device);
+}
+
+static uint64_t at(const world *w, size_t i)
+{
+    return (uint64_t)(uintptr_t)w->memory[i];
+}
+
+/* Whether @p i lies outside the segment of @p size that begins with @p first. */
+static bool apart(const world *w, size_t i, size_t first, uint64_t size)
+{
+    return at(w, i) < at(w, first) || at(w, i) >= at(w, first) + size;
+}
+
+static void test_layout(void **state)
+{
+    (void)state;
+    world w;
+    begin(&w);
+    assert_int_equal(device_shards_make(1, &w.list, w.shards, w.seeds, w.memory,
+                                        &w.device, &w.error),
+                     FANIN_OK);
+    /* Small ones share a segment of 2 MiB, in which 600 bytes take 1024. */
+    assert_int_equal(at(&w, 1), at(&w, 0) + 1024);
+    assert_null(w.memory[2]);
+    /* 1 MiB - 1024 is left: too little for the next; the last one fits best there. */
+    assert_true(apart(&w, 3, 0, 2 * MIB));
+    assert_int_equal(at(&w, 8), at(&w, 1) + 1 * MIB);
+    /* More than 1 MiB: a segment of 20 MiB, whose rest serves the next ones that fit. */
+    assert_true(apart(&w, 4, 0, 2 * MIB));
+    assert_int_equal(at(&w, 5), at(&w, 4) + 1 * MIB + 512);
+    assert_true(apart(&w, 6, 4, 20 * MIB));
+    assert_int_equal(at(&w, 7), at(&w, 5) + 10 * MIB);
+    /* What fits nowhere and is large: a segment of its own. */
+    assert_true(apart(&w, 9, 4, 20 * MIB));
+    assert_true(apart(&w, 9, 6, 20 * MIB));
+    fake_cuda_counts counts;
+    fake_cuda_count(&counts);
+    /* Five segments, and the table of the pattern's pieces. */
+    assert_int_equal(counts.allocations, 6);
+    assert_true(counts.bytes >= (2 + 2 + 20 + 20 + 14) * MIB);
+    assert_true(counts.bytes < (2 + 2 + 20 + 20 + 14 + 1) * MIB);
+    finish(&w);
+}
+
+/* Bytes of a shard as the device has them. */
+static uint8_t *fetch(world *w, size_t i)
+{
+    uint8_t *bytes = malloc(w->shards[i].bytes + 1);
+    assert_non_null(bytes);
+    assert_int_equal(device_copy(1, device_shards_stream(w->device), bytes,
+                                 w->memory[i], w->shards[i].bytes, &w->error),
+                     FANIN_OK);
+    assert_int_equal(device_wait(1, device_shards_stream(w->device), &w->error),
+                     FANIN_OK);
+    return bytes;
+}
+
+static void check_bytes(world *w, uint64_t step)
+{
+    assert_int_equal(device_shards_write(w->device, step, &w->error), FANIN_OK);
+    for (size_t i = 0; i < w->list.count; i++) {
+        const shard *s = &w->shards[i];
+        if (s->bytes == 0) {
+            continue;
+        }
+        uint8_t *bytes = fetch(w, i);
+        for (uint64_t n = 0; n < s->runs; n++) {
+            assert_int_equal(pattern_compare(bytes + n * s->run_bytes,
+                                             pattern_start(w->seeds[i], step),
+                                             s->first + n * s->step, s->run_bytes),
+                             s->run_bytes);
+        }
+        free(bytes);
+    }
+}
+
+static void test_pattern(void **state)
+{
+    (void)state;
+    world w;
+    begin(&w);
+    assert_int_equal(device_shards_make(1, &w.list, w.shards, w.seeds, w.memory,
+                                        &w.device, &w.error),
+                     FANIN_OK);
+    check_bytes(&w, 1);
+    check_bytes(&w, UINT64_C(1) << 40);
+    finish(&w);
+}
+
+/* Columns of matrices: runs of odd lengths at odd places, and of whole words. */
+static void test_runs(void **state)
+{
+    (void)state;
+    static const uint64_t columns[] = {7, 40, 1000, 3};
+    for (uint32_t index = 0; index < 3; index++) {
+        world w;
+        begin(&w);
+        w.list.count = 4;
+        for (size_t i = 0; i < 4; i++) {
+            w.specs[i] = (tensor_spec){.name = w.specs[i].name,
+                                       .dtype = FANIN_DTYPE_BF16,
+                                       .n_dims = 3,
+                                       .shape = {5, columns[i], 37},
+                                       .bytes = 5 * columns[i] * 37 * 2};
+            shard_cut(&w.specs[i], i % 2 == 0 ? 1 : 2, 3, index, &w.shards[i]);
+        }
+        assert_int_equal(device_shards_make(1, &w.list, w.shards, w.seeds, w.memory,
+                                            &w.device, &w.error),
+                         FANIN_OK);
+        check_bytes(&w, 3);
+        finish(&w);
+    }
+}
+
+static void test_own_bytes(void **state)
+{
+    (void)state;
+    world w;
+    uint8_t *data = malloc(14 * MIB);
+    assert_non_null(data);
+    pattern_fill(data, 5, 0, 14 * MIB);
+    begin(&w);
+    for (size_t i = 0; i < COUNT; i++) {
+        w.specs[i].data = data + i;
+    }
+    assert_int_equal(device_shards_make(1, &w.list, w.shards, w.seeds, w.memory,
+                                        &w.device, &w.error),
+                     FANIN_OK);
+    assert_int_equal(device_shards_write(w.device, 9, &w.error), FANIN_OK);
+    for (size_t i = 0; i < COUNT; i++) {
+        if (sizes[i] > 0) {
+            uint8_t *bytes = fetch(&w, i);
+            assert_memory_equal(bytes, data + i, sizes[i]);
+            free(bytes);
+        }
+    }
+    finish(&w);
+    free(data);
+}
+
+static void test_refusals(void **state)
+{
+    (void)state;
+    world w;
+    begin(&w);
+    assert_int_equal(device_shards_make(2, &w.list, w.shards, w.seeds, w.memory,
+                                        &w.device, &w.error),
+                     FANIN_ERR_ARGUMENT);
+    assert_non_null(strstr(w.error.message, "device 2"));
+    finish(&w);
+    w.shards[5].bytes = w.shards[5].run_bytes = UINT64_C(1) << 45;
+    assert_int_equal(device_shards_make(1, &w.list, w.shards, w.seeds, w.memory,
+                                        &w.device, &w.error),
+                     FANIN_ERR_MEMORY);
+    finish(&w);
+}
+
+/* Values worked out by hand. */
+static void test_half(void **state)
+{
+    (void)state;
+    static const struct {
+        uint32_t from;
+        uint16_t bf16, f16;
+    } cases[] = {
+        {0x00000000, 0x0000, 0x0000},
+        {0x80000000, 0x8000, 0x8000}, /* zeros */
+        {0x3f800000, 0x3f80, 0x3c00},
+        {0xc0000000, 0xc000, 0xc000}, /* 1, -2 */
+        {0x3f808000, 0x3f80, 0x3c04}, /* 1 + 2^-8: tie, to even */
+        {0x3f818000, 0x3f82, 0x3c0c}, /* tie, up to even */
+        {0x3f808001, 0x3f81, 0x3c04}, /* just above the tie */
+        {0x3f801000, 0x3f80, 0x3c00}, /* 1 + 2^-11: tie of a half */
+        {0x3f803000, 0x3f80, 0x3c02}, /* 1 + 3 * 2^-11 */
+        {0x477fe000, 0x4780, 0x7bff}, /* 65504, the largest half */
+        {0x477fefff, 0x4780, 0x7bff},
+        {0x477ff000, 0x4780, 0x7c00}, /* around 65520 */
+        {0x7f7fffff, 0x7f80, 0x7c00},
+        {0xff800000, 0xff80, 0xfc00}, /* largest, -inf */
+        {0x7f800001, 0x7fc0, 0x7e00},
+        {0xffc01234, 0xffc0, 0xfe00}, /* NaN */
+        {0x33800000, 0x3380, 0x0001},
+        {0x33000000, 0x3300, 0x0000}, /* 2^-24, 2^-25 */
+        {0x33000001, 0x3300, 0x0001},
+        {0x387fffff, 0x3880, 0x0400}, /* above; 2^-14 */
+        {0x00000001, 0x0000, 0x0000},
+        {0x00018000, 0x0002, 0x0000}, /* subnormal floats */
+    };
+    for (size_t i = 0; i < sizeof(cases) / sizeof(cases[0]); i++) {
+        uint32_t from = cases[i].from;
+        uint8_t in[4] = {(uint8_t)from, (uint8_t)(from >> 8), (uint8_t)(from >> 16),
+                         (uint8_t)(from >> 24)};
+        uint8_t out[2];
+        half_convert(FANIN_DTYPE_BF16, out, in, 1);
+        assert_int_equal(out[0] | out[1] << 8, cases[i].bf16);
+        half_convert(FANIN_DTYPE_F16, out, in, 1);
+        assert_int_equal(out[0] | out[1] << 8, cases[i].f16);
+    }
+    assert_true(half_converts(FANIN_DTYPE_F32, FANIN_DTYPE_F16));
+    assert_false(half_converts(FANIN_DTYPE_F64, FANIN_DTYPE_F16));
+    assert_false(half_converts(FANIN_DTYPE_F32, FANIN_DTYPE_F32));
+}
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(test_layout),   cmocka_unit_test(test_pattern),
+        cmocka_unit_test(test_runs),     cmocka_unit_test(test_own_bytes),
+        cmocka_unit_test(test_refusals), cmocka_unit_test(test_half),
+    };
+    setenv("FANIN_CUDA_LIBRARY", getenv("FANIN_TEST_CUDA_LIBRARY"), 1);
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}

@@ -1,0 +1,253 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* What the doctor says of machines that are not there. */
+#include "doctor.h"
+#include "sysfs_tree.h"
+#include "testing.h"
+
+#include <stdio.h>
+#include <string.h>
+
+typedef struct patient {
+    char root[256], sys[300], proc[300], dev[300];
+    doctor_facts facts;
+    doctor_report report;
+} patient;
+
+static void admit(patient *p, void (*machine)(const char *root))
+{
+    memset(p, 0, sizeof *p);
+    sysfs_tree_make(p->root);
+    snprintf(p->sys, sizeof p->sys, "%s/sys", p->root);
+    snprintf(p->proc, sizeof p->proc, "%s/proc", p->root);
+    snprintf(p->dev, sizeof p->dev, "%s/dev", p->root);
+    machine(p->sys);
+    sysfs_tree_file(p->root, "0", "proc/sys/kernel/yama/ptrace_scope");
+    sysfs_tree_file(p->root, "32768\t60999", "proc/sys/net/ipv4/ip_local_port_range");
+    sysfs_tree_file(p->root, "", "dev/shm/x");
+}
+
+static void examine(patient *p)
+{
+    doctor_roots roots = {
+        .sys = p->sys, .proc = p->proc, .dev = p->dev, .drivers = false};
+    assert_int_equal(doctor_gather(&roots, &p->facts, NULL), FANIN_OK);
+    /* Of this machine, not of that one. */
+    p->facts.memlock = p->facts.memlock_most = DOCTOR_UNLIMITED;
+    p->facts.descriptors = p->facts.descriptors_most = 1 << 20;
+    p->facts.shm_size = p->facts.shm_free = (uint64_t)64 << 30;
+    p->facts.is_container = false;
+}
+
+static void judge(patient *p)
+{
+    memset(&p->report, 0, sizeof p->report);
+    doctor_judge(&p->facts, &p->report);
+}
+
+static void discharge(patient *p)
+{
+    doctor_facts_free(&p->facts);
+    sysfs_tree_remove(p->root);
+}
+
+/* The finding of that level whose text or remedy holds @p words; fails without one. */
+static const doctor_finding *finding(const patient *p, doctor_level level,
+                                     const char *words)
+{
+    for (unsigned i = 0; i < p->report.n; i++) {
+        const doctor_finding *f = &p->report.findings[i];
+        if (f->level == level && (strstr(f->text, words) || strstr(f->remedy, words)))
+            return f;
+    }
+    for (unsigned i = 0; i < p->report.n; i++)
+        print_message("%s: %s: %s -> %s\n",
+                      doctor_level_name(p->report.findings[i].level),
+                      p->report.findings[i].subject, p->report.findings[i].text,
+                      p->report.findings[i].remedy);
+    fail_msg("no %s with \"%s\"", doctor_level_name(level), words);
+    return NULL;
+}
+
+/* As a driver for CUDA 13 would have told. */
+static void add_cuda(patient *p)
+{
+    p->facts.cuda_found = true;
+    snprintf(p->facts.cuda_version, sizeof p->facts.cuda_version, "13.0");
+    for (unsigned i = 0; i < p->facts.n_gpus; i++) {
+        p->facts.gpus[i].visible = true;
+        p->facts.gpus[i].device = (int)i;
+        for (unsigned j = 0; j < p->facts.n_gpus; j++)
+            p->facts.reaches[i][j] = true;
+    }
+}
+
+static void add_ucx(patient *p, bool verbs, bool cuda)
+{
+    p->facts.ucx_found = true;
+    snprintf(p->facts.ucx_version, sizeof p->facts.ucx_version, "1.22.0");
+    p->facts.ucx_has_cma = true;
+    p->facts.ucx_has_verbs = verbs;
+    p->facts.ucx_has_cuda = cuda;
+}
+
+static void a_healthy_dgx_has_no_warnings(void **state)
+{
+    (void)state;
+    patient p;
+    admit(&p, sysfs_tree_dgx);
+    sysfs_tree_file(p.root, "", "dev/infiniband/uverbs0");
+    examine(&p);
+    assert_int_equal(p.facts.n_gpus, 8);
+    assert_true(p.facts.has_uverbs);
+    assert_int_equal(p.facts.ptrace_scope, 0);
+    assert_int_equal(p.facts.ports_high, 60999);
+    add_cuda(&p);
+    add_ucx(&p, true, true);
+    judge(&p);
+    assert_true(doctor_worst(&p.report) <= DOCTOR_NOTE);
+    finding(&p, DOCTOR_GOOD, "GPU 0000:1b:00.0: nearest is mlx5_0 (PIX)");
+    finding(&p, DOCTOR_GOOD, "mlx5_11:1 InfiniBand, 400 Gb/s");
+    finding(&p, DOCTOR_GOOD, "nvidia_peermem");
+    finding(&p, DOCTOR_NOTE, "mlx5_2 has no active port");
+    discharge(&p);
+}
+
+static void a_dgx_in_a_bare_container(void **state)
+{
+    (void)state;
+    patient p;
+    admit(&p, sysfs_tree_dgx);
+    examine(&p);
+    p.facts.is_container = true;
+    p.facts.memlock = 65536;
+    p.facts.shm_size = (uint64_t)64 << 20;
+    judge(&p);
+    assert_int_equal(doctor_worst(&p.report), DOCTOR_PROBLEM);
+    finding(&p, DOCTOR_PROBLEM, "--device=/dev/infiniband");
+    finding(&p, DOCTOR_PROBLEM, "--ulimit memlock=-1");
+    finding(&p, DOCTOR_PROBLEM, "--gpus all");
+    finding(&p, DOCTOR_WARNING, "--shm-size");
+    finding(&p, DOCTOR_WARNING, "libucx0");
+    discharge(&p);
+}
+
+static void missing_modules_are_named(void **state)
+{
+    (void)state;
+    patient p;
+    admit(&p, sysfs_tree_dgx);
+    sysfs_tree_file(p.root, "", "dev/infiniband/uverbs0");
+    examine(&p);
+    add_cuda(&p);
+    add_ucx(&p, false, true);
+    judge(&p);
+    finding(&p, DOCTOR_WARNING, "libuct_ib");
+    add_ucx(&p, true, false);
+    judge(&p);
+    finding(&p, DOCTOR_WARNING, "libuct_cuda");
+    discharge(&p);
+}
+
+static void a_cloud_machine(void **state)
+{
+    (void)state;
+    patient p;
+    admit(&p, sysfs_tree_cloud);
+    sysfs_tree_file(p.root, "", "dev/infiniband/uverbs0");
+    examine(&p);
+    add_cuda(&p);
+    add_ucx(&p, true, true);
+    p.facts.reaches[0][1] = false;
+    p.facts.ports_low = 1024;
+    judge(&p);
+    finding(&p, DOCTOR_WARNING, "GPUs 0 and 1 cannot read each other's memory");
+    finding(&p, DOCTOR_WARNING, "nvidia_peermem, or the open kernel modules");
+    finding(&p, DOCTOR_NOTE, "iommu=pt");
+    finding(&p, DOCTOR_NOTE, "ip_local_reserved_ports");
+    p.facts.verbs[0].dma_buf = VERBS_YES;
+    judge(&p);
+    finding(&p, DOCTOR_GOOD, "dma-buf");
+    snprintf(p.facts.acs_bridge, sizeof p.facts.acs_bridge, "0000:00:01.0");
+    judge(&p);
+    finding(&p, DOCTOR_WARNING, "0000:00:01.0");
+    discharge(&p);
+}
+
+static void a_laptop_is_fine_for_trying_it(void **state)
+{
+    (void)state;
+    patient p;
+    admit(&p, sysfs_tree_laptop);
+    examine(&p);
+    judge(&p);
+    assert_true(doctor_worst(&p.report) <= DOCTOR_NOTE);
+    finding(&p, DOCTOR_NOTE, "no RDMA device");
+    p.facts.ptrace_scope = 2;
+    judge(&p);
+    finding(&p, DOCTOR_WARNING, "kernel.yama.ptrace_scope is 2");
+    discharge(&p);
+}
+
+static void hidden_gpus_are_told(void **state)
+{
+    (void)state;
+    patient p;
+    admit(&p, sysfs_tree_cloud);
+    examine(&p);
+    add_cuda(&p);
+    p.facts.gpus[1].visible = false;
+    judge(&p);
+    finding(&p, DOCTOR_NOTE, "1 of the host's 2 GPUs are hidden");
+    discharge(&p);
+}
+
+static void ranks_are_compared(void **state)
+{
+    (void)state;
+    patient p;
+    admit(&p, sysfs_tree_laptop);
+    examine(&p);
+    add_ucx(&p, true, true);
+    doctor_ranks ranks = {.addresses = 8,
+                          .answered = 5,
+                          .silent = 2,
+                          .refused = 1,
+                          .silent_address = "10.0.0.1:6003",
+                          .refused_address = "10.0.0.1:6007",
+                          .ucx_rank = 4,
+                          .other_ucx = "1.16.0",
+                          .software_rank = 1,
+                          .other_software = "fanin 9.9.9"};
+    doctor_judge_ranks(&p.facts, &ranks, &p.report);
+    finding(&p, DOCTOR_PROBLEM,
+            "2 of 8 ranks do not answer (the first is 10.0.0.1:6003)");
+    finding(&p, DOCTOR_PROBLEM, "firewall");
+    finding(&p, DOCTOR_PROBLEM, "10.0.0.1:6007");
+    finding(&p, DOCTOR_WARNING, "rank 4 has UCX 1.16.0, this host 1.22.0");
+    finding(&p, DOCTOR_NOTE, "rank 1 runs fanin 9.9.9");
+    discharge(&p);
+}
+
+static void the_report_is_bounded(void **state)
+{
+    (void)state;
+    doctor_report report = {.n = 0};
+    for (int i = 0; i < 2 * DOCTOR_FINDINGS; i++)
+        doctor_add(&report, DOCTOR_NOTE, "many", NULL, "%d", i);
+    assert_int_equal(report.n, DOCTOR_FINDINGS);
+}
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(a_healthy_dgx_has_no_warnings),
+        cmocka_unit_test(a_dgx_in_a_bare_container),
+        cmocka_unit_test(missing_modules_are_named),
+        cmocka_unit_test(a_cloud_machine),
+        cmocka_unit_test(a_laptop_is_fine_for_trying_it),
+        cmocka_unit_test(hidden_gpus_are_told),
+        cmocka_unit_test(ranks_are_compared),
+        cmocka_unit_test(the_report_is_bounded),
+    };
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}

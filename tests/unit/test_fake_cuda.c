@@ -1,0 +1,263 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* That the stand-in for the CUDA driver is as strict as fake_cuda.h promises: other tests rely on
+   it to notice what a real device would not forgive. */
+#include "fake_cuda.h"
+#include "gpu.h"
+#include "testing.h"
+#include <cuda.h>
+#include <errno.h>
+#include <fcntl.h>
+#include <signal.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/resource.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#define SIZE 8192
+
+enum { PASSED = 0, FAILED = 1 };
+
+#define CHECK(condition)                                                               \
+    do {                                                                               \
+        if (!(condition)) {                                                            \
+            fprintf(stderr, "%s:%d: %s\n", __FILE__, __LINE__, #condition);            \
+            return FAILED;                                                             \
+        }                                                                              \
+    } while (0)
+
+static gpu *g;
+
+static int ends_with(int (*body)(void), int signal)
+{
+    int status;
+    fflush(NULL);
+    const pid_t pid = fork();
+    if (pid == 0) {
+        setrlimit(RLIMIT_CORE, &(struct rlimit){0, 0});
+        if (signal != 0) /* what it says is expected */
+            (void)!freopen("/dev/null", "w", stderr);
+        _exit(gpu_load(NULL, &g, NULL) == FANIN_OK ? body() : FAILED);
+    }
+    if (waitpid(pid, &status, 0) != pid)
+        return FAILED;
+    if (signal != 0)
+        return WIFSIGNALED(status) && WTERMSIG(status) == signal ? PASSED : FAILED;
+    return WIFEXITED(status) ? WEXITSTATUS(status) : FAILED;
+}
+
+/* The kernel of @p device copies; what stops it does so before this returns. */
+static int kernel_copies(int device, const void *from, void *to)
+{
+    gpu_stream *s;
+    gpu_table *t;
+    const copy_entry e = {
+        .from = (uintptr_t)from, .to = (uintptr_t)to, .run = SIZE, .runs = 1};
+    CHECK(gpu_stream_create(g, device, &s, NULL) == FANIN_OK);
+    CHECK(gpu_table_create(g, device, &e, 1, 1, &t, NULL) == FANIN_OK);
+    CHECK(gpu_table_run(t, s, 0, 1, 0, 0, NULL) == FANIN_OK);
+    CHECK(gpu_stream_wait(s, deadline_in_ms(20000), NULL) == FANIN_OK);
+    gpu_table_destroy(&t);
+    gpu_stream_destroy(&s);
+    return PASSED;
+}
+
+static void *memory_on(int device)
+{
+    return fake_cuda_alloc(device, SIZE, FAKE_CUDA_MALLOC);
+}
+
+/* ---------------------------------------------------------- what the CPU may do */
+
+static int cpu_reads(void)
+{
+    return *(volatile char *)memory_on(0);
+}
+
+static int system_calls(void)
+{
+    void *memory = memory_on(0);
+    int file = open("/dev/null", O_WRONLY), pipes[2];
+    CHECK(file >= 0 && pipe(pipes) == 0);
+    CHECK(write(pipes[1], memory, SIZE) == -1 && errno == EFAULT);
+    CHECK(write(pipes[1], "x", 1) == 1);
+    CHECK(read(pipes[0], memory, 1) == -1 && errno == EFAULT);
+    return PASSED;
+}
+
+static int cpu_uses_managed_memory(void)
+{
+    char *memory = fake_cuda_alloc(0, SIZE, FAKE_CUDA_MANAGED);
+    char *to = memory_on(0);
+    memset(memory, 'm', SIZE);
+    CHECK(kernel_copies(0, memory, to) == PASSED);
+    CHECK(*(char *)fake_cuda_alias(to) == 'm');
+    fake_cuda_free(memory);
+    return PASSED;
+}
+
+/* ----------------------------------------------------------- what kernels may do */
+
+static int kernel_reads_pageable_memory(void)
+{
+    static char host[SIZE];
+    return kernel_copies(0, host, memory_on(0));
+}
+
+static int kernel_reads_past_the_end(void)
+{
+    char *memory = memory_on(0);
+    memory_on(0);
+    return kernel_copies(0, memory + 1, memory_on(0));
+}
+
+static int kernel_writes_freed_memory(void)
+{
+    void *from = memory_on(0), *to = memory_on(0);
+    fake_cuda_free(to);
+    return kernel_copies(0, from, to);
+}
+
+static int kernel_reads_another_device(void)
+{
+    return kernel_copies(0, memory_on(1), memory_on(0));
+}
+
+static int kernel_reads_a_peer(void)
+{
+    CUcontext context, peer;
+    CHECK(cuDevicePrimaryCtxRetain(&context, 0) == CUDA_SUCCESS);
+    CHECK(cuDevicePrimaryCtxRetain(&peer, 1) == CUDA_SUCCESS);
+    CHECK(cuCtxEnablePeerAccess(peer, 0) == CUDA_ERROR_INVALID_CONTEXT);
+    CHECK(cuCtxPushCurrent(context) == CUDA_SUCCESS);
+    CHECK(cuCtxEnablePeerAccess(peer, 0) == CUDA_SUCCESS);
+    CHECK(cuCtxEnablePeerAccess(peer, 0) == CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED);
+    return kernel_copies(0, memory_on(1), memory_on(0));
+}
+
+/* ------------------------------------------------------------------- misuse ends */
+
+static int unmapped_while_pinned(void)
+{
+    void *memory =
+        mmap(NULL, SIZE, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    CHECK(gpu_pin(g, memory, SIZE, NULL) == FANIN_OK);
+    munmap(memory, SIZE);
+    gpu_unpin(g, memory);
+    return PASSED;
+}
+
+static int freed_under_a_kernel(void)
+{
+    gpu_stream *s;
+    void *host, *entries;
+    CHECK(gpu_stream_create(g, 0, &s, NULL) == FANIN_OK);
+    CHECK(gpu_host_alloc(g, SIZE, &host, NULL) == FANIN_OK);
+    CHECK(gpu_host_alloc(g, 2 * sizeof(copy_entry), &entries, NULL) == FANIN_OK);
+    const copy_entry e = {
+        .from = (uintptr_t)host, .to = (uintptr_t)memory_on(0), .run = SIZE, .runs = 1};
+    memcpy(entries, &e, sizeof e);
+    memcpy((copy_entry *)entries + 1, &e, sizeof e);
+    fake_cuda_hold_kernel(0, 1);
+    CHECK(gpu_entries_run(s, entries, 2, 0, 0, NULL) == FANIN_OK);
+    CHECK(fake_cuda_wait_kernel_held(0));
+    gpu_host_free(g, host);
+    return PASSED;
+}
+
+static int last_context_released(void)
+{
+    CUcontext context;
+    CHECK(cuDevicePrimaryCtxRetain(&context, 0) == CUDA_SUCCESS);
+    memory_on(0);
+    return (int)cuDevicePrimaryCtxRelease(0);
+}
+
+static int in_callback_result;
+
+static void CUDA_CB in_callback(void *cookie)
+{
+    int count;
+    (void)cookie;
+    in_callback_result = (int)cuDeviceGetCount(&count);
+}
+
+static int callbacks_call_nothing(void)
+{
+    CUcontext context;
+    CHECK(cuDevicePrimaryCtxRetain(&context, 0) == CUDA_SUCCESS);
+    CHECK(cuLaunchHostFunc(NULL, in_callback, NULL) == CUDA_ERROR_INVALID_CONTEXT);
+    CHECK(cuCtxPushCurrent(context) == CUDA_SUCCESS);
+    CHECK(cuLaunchHostFunc(NULL, in_callback, NULL) == CUDA_SUCCESS);
+    CHECK(cuStreamSynchronize(NULL) == CUDA_SUCCESS);
+    CHECK(in_callback_result == CUDA_ERROR_NOT_PERMITTED);
+    return PASSED;
+}
+
+static int children_cannot_use_it(void)
+{
+    int status;
+    const pid_t pid = fork();
+    if (pid == 0) {
+        int count;
+        _exit(cuInit(0) == CUDA_ERROR_NOT_INITIALIZED &&
+                      cuDeviceGetCount(&count) == CUDA_ERROR_NOT_INITIALIZED
+                  ? PASSED
+                  : FAILED);
+    }
+    CHECK(waitpid(pid, &status, 0) == pid);
+    return WIFEXITED(status) ? WEXITSTATUS(status) : FAILED;
+}
+
+/* ------------------------------------------------------------------------- main */
+
+#define CASE(name, signal)                                                             \
+    static void test_##name(void **state)                                              \
+    {                                                                                  \
+        (void)state;                                                                   \
+        assert_int_equal(ends_with(name, signal), PASSED);                             \
+    }
+
+CASE(system_calls, 0)
+CASE(cpu_uses_managed_memory, 0)
+CASE(kernel_reads_pageable_memory, SIGABRT)
+CASE(kernel_reads_past_the_end, SIGABRT)
+CASE(kernel_writes_freed_memory, SIGABRT)
+CASE(kernel_reads_another_device, SIGABRT)
+CASE(kernel_reads_a_peer, 0)
+CASE(unmapped_while_pinned, SIGABRT)
+CASE(freed_under_a_kernel, SIGABRT)
+CASE(last_context_released, SIGABRT)
+CASE(callbacks_call_nothing, 0)
+CASE(children_cannot_use_it, 0)
+
+/* Sanitizers make an exit of the signal. */
+static int cpu_reads_plainly(void)
+{
+    signal(SIGSEGV, SIG_DFL);
+    return cpu_reads();
+}
+CASE(cpu_reads_plainly, SIGSEGV)
+
+int main(void)
+{
+    setenv("FANIN_CUDA_LIBRARY", getenv("FANIN_TEST_CUDA_LIBRARY"), 1);
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(test_cpu_reads_plainly),
+        cmocka_unit_test(test_system_calls),
+        cmocka_unit_test(test_cpu_uses_managed_memory),
+        cmocka_unit_test(test_kernel_reads_pageable_memory),
+        cmocka_unit_test(test_kernel_reads_past_the_end),
+        cmocka_unit_test(test_kernel_writes_freed_memory),
+        cmocka_unit_test(test_kernel_reads_another_device),
+        cmocka_unit_test(test_kernel_reads_a_peer),
+        cmocka_unit_test(test_unmapped_while_pinned),
+        cmocka_unit_test(test_freed_under_a_kernel),
+        cmocka_unit_test(test_last_context_released),
+        cmocka_unit_test(test_callbacks_call_nothing),
+        cmocka_unit_test(test_children_cannot_use_it),
+    };
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}

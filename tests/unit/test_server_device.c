@@ -1,0 +1,457 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Device memory on a server: what put finds out, who gets keys, and who is told to map what. The
+   driver is a stand-in. */
+#include "clock.h"
+#include "gpu.h"
+#include "ipc_key.h"
+#include "server_device.h"
+#include "testing.h"
+
+#include <cuda.h>
+#include <stdio.h>
+#include <string.h>
+
+static gpu *driver;
+
+static region_table *regions_of(peer *p, const grant *g, wire_path path)
+{
+    region_table *t;
+    fanin_error error = FANIN_ERROR_INIT;
+    buffer blob = peer_blob(p, MSG_REGIONS, g, path);
+    assert_ok(region_table_decode(blob.data, blob.size, &t, &error), error);
+    buffer_free(&blob);
+    return t;
+}
+
+static void request_regions(peer *p, const grant *g, wire_path path)
+{
+    buffer b = {0};
+    msg_blob_request m = {
+        .publication = RUN, .catalog_version = g->catalog_version, .path = path};
+    encode_blob_request(&b, ++p->request, MSG_REGIONS, &m);
+    peer_send(p, &b);
+}
+
+/* --------------------------------------------------------------------- put */
+
+/* Before anything in this process has started CUDA. */
+static void host_memory_starts_no_cuda(void **state)
+{
+    (void)state;
+    static uint8_t memory[1000];
+    served l = device_serve_bytes(memory, sizeof memory);
+    uint8_t got[1000];
+    read_entry all = {.box = 0, .count = 1};
+    peer_read(&l.data, &l.grant, &all, 1, got, sizeof got);
+    device_leave(&l);
+    assert_int_equal(fake_cuda_calls("cuInit"), 0);
+    fanin_error error = FANIN_ERROR_INIT;
+    logger none = {0};
+    assert_ok(gpu_load(&none, &driver, &error), error); /* as the trainer does */
+}
+
+static void kind_and_device_are_found_out(void **state)
+{
+    (void)state;
+    static uint8_t memory[100];
+    /* Neighbouring allocations touch each other. */
+    uint8_t *a = device_alloc(0, 2 * MIB, FAKE_CUDA_MALLOC);
+    uint8_t *b = device_alloc(0, 2 * MIB, FAKE_CUDA_MALLOC);
+    uint8_t *c = device_alloc(1, 2 * MIB, FAKE_CUDA_MALLOC);
+    fanin_box boxes[5];
+    fanin_tensor t[] = {
+        byte_tensor("a", &boxes[0], a + 512, 1000),
+        byte_tensor("b", &boxes[1], a + 2 * MIB - 1000,
+                    1000), /* same allocation, far off */
+        byte_tensor("c", &boxes[2], b, 1000),
+        byte_tensor("d", &boxes[3], c, 2 * MIB),
+        byte_tensor("e", &boxes[4], memory, sizeof memory),
+    };
+    t[2].memory = (fanin_memory){FANIN_MEMORY_CUDA, 0};
+    t[3].memory = (fanin_memory){FANIN_MEMORY_CUDA, -1};
+    served l = device_serve(t, 5);
+    region_table *r = regions_of(&l.control, &l.grant, WIRE_PATH_STREAM);
+    assert_int_equal(r->count, 4);
+    unsigned seen = 0;
+    for (uint32_t i = 0; i < r->count; i++) {
+        const region_entry *e = &r->entries[i];
+        assert_int_equal(e->base, 0);
+        assert_int_equal(e->rkey_size, 0);
+        if (e->memory == FANIN_MEMORY_HOST && e->device == -1 && e->length == 100)
+            seen |= 1;
+        else if (e->memory == FANIN_MEMORY_CUDA && e->device == 1 &&
+                 e->length == 2 * MIB)
+            seen |= 2;
+        else if (e->memory == FANIN_MEMORY_CUDA && e->device == 0 && e->length == 1000)
+            seen |= 4;
+        else if (e->memory == FANIN_MEMORY_CUDA && e->device == 0 &&
+                 e->length == 2 * MIB - 512)
+            seen |= 8;
+    }
+    assert_int_equal(seen, 15);
+    region_table_free(&r);
+    device_leave(&l);
+    fake_cuda_free(a);
+    fake_cuda_free(b);
+    fake_cuda_free(c);
+}
+
+static void expect_refused(const fanin_tensor *t, fanin_status code, const char *words)
+{
+    fanin_server *s = device_start(0);
+    fanin_error error = FANIN_ERROR_INIT;
+    assert_int_equal(fanin_server_put(s, RUN, t, 1, false, &error), code);
+    assert_says(error.message, words);
+    assert_string_equal(error.key, RUN ":t");
+    assert_true(error.remedy[0] != '\0');
+    fanin_server_destroy(&s, 0);
+}
+
+static void contradictions_are_refused(void **state)
+{
+    (void)state;
+    static uint8_t memory[100];
+    uint8_t *zero = device_alloc(0, 4096, FAKE_CUDA_MALLOC);
+    uint8_t *one = device_alloc(1, 4096, FAKE_CUDA_MALLOC);
+    fanin_box boxes[2];
+    fanin_tensor t = byte_tensor("t", boxes, memory, 100);
+    t.memory = (fanin_memory){FANIN_MEMORY_CUDA, -1};
+    expect_refused(&t, FANIN_ERR_ARGUMENT, "host memory");
+    boxes[0].address = one;
+    t.memory.device = 0;
+    expect_refused(&t, FANIN_ERR_ARGUMENT, "device 0, a box is on device 1");
+    boxes[0] = (fanin_box){.extent = {50}, .address = zero};
+    boxes[1] = (fanin_box){.offset = {50}, .extent = {50}, .address = one};
+    t.n_boxes = 2;
+    t.memory = (fanin_memory){0};
+    expect_refused(&t, FANIN_ERR_ARGUMENT, "devices 0 and 1");
+    boxes[0].address = memory;
+    expect_refused(&t, FANIN_ERR_ARGUMENT, "CUDA device 1");
+    t = byte_tensor("t", boxes, zero + 4000, 100);
+    expect_refused(&t, FANIN_ERR_ARGUMENT, "beyond its allocation");
+    boxes[0].stride[0] = -1; /* the lowest byte counts */
+    boxes[0].address = zero + 50;
+    expect_refused(&t, FANIN_ERR_ARGUMENT, "beyond its allocation");
+    t = byte_tensor("t", boxes, one, 100);
+    t.memory = (fanin_memory){FANIN_MEMORY_HOST, -1};
+    expect_refused(&t, FANIN_ERR_ARGUMENT, "host memory, a box is on CUDA device 1");
+    fake_cuda_free(one);
+    t.memory = (fanin_memory){FANIN_MEMORY_CUDA, -1};
+    expect_refused(&t, FANIN_ERR_ARGUMENT, "");
+    fake_cuda_free(zero);
+}
+
+/* The CPU can read managed memory: who calls it the host's may do so. */
+static void managed_memory_may_be_called_host_memory(void **state)
+{
+    (void)state;
+    uint8_t *memory = device_alloc(0, 4096, FAKE_CUDA_MANAGED);
+    fanin_box box;
+    fanin_tensor t = byte_tensor("t", &box, memory, 100);
+    t.memory = (fanin_memory){FANIN_MEMORY_HOST, -1};
+    served l = device_serve(&t, 1);
+    region_table *r = regions_of(&l.control, &l.grant, WIRE_PATH_STREAM);
+    assert_int_equal(r->count, 1);
+    assert_int_equal(r->entries[0].memory, FANIN_MEMORY_HOST);
+    region_table_free(&r);
+    device_leave(&l);
+    fake_cuda_free(memory);
+}
+
+/* A driver that knows nothing of a pointer contradicts nobody. */
+static void host_memory_needs_no_answer(void **state)
+{
+    (void)state;
+    static uint8_t memory[100];
+    fanin_box box;
+    fanin_tensor t = byte_tensor("t", &box, memory, 100);
+    t.memory = (fanin_memory){FANIN_MEMORY_HOST, -1};
+    fake_cuda_fail("cuPointerGetAttributes", CUDA_ERROR_UNKNOWN, 0, 0);
+    served l = device_serve(&t, 1);
+    fake_cuda_fail("cuPointerGetAttributes", CUDA_SUCCESS, 0, 0);
+    device_leave(&l);
+}
+
+/* Host memory by the megabyte is asked for once, whether it was said to be the host's or not. */
+static void host_shards_cost_few_questions(void **state)
+{
+    (void)state;
+    enum { COUNT = 1000 };
+    static uint8_t memory[COUNT * 500];
+    static fanin_tensor t[COUNT];
+    static fanin_box boxes[COUNT];
+    static char names[COUNT][16];
+    for (size_t i = 0; i < COUNT; i++) {
+        snprintf(names[i], sizeof names[i], "%08zu", i);
+        t[i] = byte_tensor(names[i], &boxes[i], memory + i * 500, 500);
+        t[i].memory.kind = i % 2 ? FANIN_MEMORY_HOST : FANIN_MEMORY_DETECT;
+    }
+    uint64_t before = fake_cuda_calls("cuPointerGetAttributes");
+    served l = device_serve(t, COUNT);
+    assert_in_range(fake_cuda_calls("cuPointerGetAttributes") - before, 1, 2);
+    device_leave(&l);
+}
+
+static void many_shards_cost_few_questions(void **state)
+{
+    (void)state;
+    enum { COUNT = 37248, SEGMENTS = 8, EACH = COUNT / SEGMENTS };
+    static fanin_tensor t[COUNT];
+    static fanin_box boxes[COUNT];
+    static char names[COUNT][16];
+    uint8_t *segments[SEGMENTS];
+    for (size_t i = 0; i < SEGMENTS; i++)
+        segments[i] = device_alloc((int)i % 2, (size_t)EACH * 512, FAKE_CUDA_MALLOC);
+    for (size_t i = 0; i < COUNT; i++) {
+        snprintf(names[i], sizeof names[i], "%08zu", i);
+        t[i] =
+            byte_tensor(names[i], &boxes[i], segments[i / EACH] + i % EACH * 512, 500);
+    }
+    uint64_t before = fake_cuda_calls("cuPointerGetAttributes");
+    served l = device_serve(t, COUNT);
+    assert_in_range(fake_cuda_calls("cuPointerGetAttributes") - before, 1,
+                    2 * SEGMENTS);
+    region_table *r = regions_of(&l.control, &l.grant, WIRE_PATH_CUDA_IPC);
+    assert_int_equal(r->count, SEGMENTS);
+    region_table_free(&r);
+    device_leave(&l);
+    for (size_t i = 0; i < SEGMENTS; i++)
+        fake_cuda_free(segments[i]);
+}
+
+static void memory_without_handles_is_streamed(void **state)
+{
+    (void)state;
+    static const fake_cuda_kind kinds[] = {FAKE_CUDA_VIRTUAL, FAKE_CUDA_POOL,
+                                           FAKE_CUDA_MANAGED};
+    static const char *const words[] = {"virtual-memory", "pool", "managed"};
+    for (size_t i = 0; i < 3; i++) {
+        uint8_t *memory = device_alloc(0, 3000, kinds[i]);
+        fanin_box boxes[2];
+        fanin_tensor t[] = {byte_tensor("a", &boxes[0], memory, 1000),
+                            byte_tensor("b", &boxes[1], memory + 1000, 2000)};
+        device_listen("no-ipc");
+        served l = device_serve(t, 2);
+        assert_int_equal(device_heard(), 1);
+        assert_says(device_log_text, words[i]);
+        assert_says(device_log_text, "expandable_segments:False");
+        assert_says(device_log_text, "snapshots");
+        region_table *r = regions_of(&l.control, &l.grant, WIRE_PATH_CUDA_IPC);
+        assert_int_equal(r->count, 1);
+        assert_int_equal(r->entries[0].memory, FANIN_MEMORY_CUDA);
+        assert_int_equal(r->entries[0].rkey_size, 0);
+        region_table_free(&r);
+        assert_int_equal(device_heard(), 1);
+        assert_int_equal(server_stats(l.server).ipc_mappers, 0);
+        uint8_t got[3000];
+        read_entry all = {.box = 0, .count = 2};
+        peer_read(&l.data, &l.grant, &all, 1, got, sizeof got);
+        assert_memory_equal(got, device_bytes(memory), sizeof got);
+        device_leave(&l);
+        fake_cuda_free(memory);
+    }
+}
+
+/* -------------------------------------------------------------------- keys */
+
+static void open_path(peer *p, wire_path path)
+{
+    buffer b = {0};
+    msg_open_path m = {.path = path, .address = {(const uint8_t *)"", 0}};
+    encode_open_path(&b, ++p->request, MSG_OPEN_PATH, &m);
+    peer_send(p, &b);
+}
+
+static void own_user_gets_handles(void **state)
+{
+    (void)state;
+    static uint8_t host[100];
+    uint8_t *memory = device_alloc(1, 2 * MIB, FAKE_CUDA_MALLOC);
+    fanin_box boxes[2];
+    fanin_tensor t[] = {byte_tensor("a", &boxes[0], memory + 4096, MIB),
+                        byte_tensor("b", &boxes[1], host, sizeof host)};
+    served l = device_serve(t, 2);
+    open_path(&l.control, WIRE_PATH_CUDA_IPC);
+    body in = peer_expect(&l.control, MSG_OPEN_PATH_OK);
+    msg_open_path ok;
+    assert_int_equal(decode_open_path(&in, &ok), FANIN_OK);
+    assert_int_equal(ok.address.size, 0);
+    uint64_t before = fake_cuda_calls("cuIpcGetMemHandle");
+    region_table *r = NULL;
+    for (int i = 0; i < 3; i++) {
+        if (r)
+            region_table_free(&r);
+        r = regions_of(&l.control, &l.grant, WIRE_PATH_CUDA_IPC);
+    }
+    assert_int_equal(fake_cuda_calls("cuIpcGetMemHandle"), before + 1);
+    assert_int_equal(r->count, 2);
+    const region_entry *device = &r->entries[r->entries[0].device == -1];
+    const region_entry *other = &r->entries[r->entries[0].device != -1];
+    assert_int_equal(other->memory, FANIN_MEMORY_HOST);
+    assert_int_equal(other->rkey_size, 0);
+    assert_int_equal(device->base, 0);
+    assert_int_equal(device->length, MIB);
+    ipc_key key;
+    gpu_device d;
+    gpu_range range;
+    uint8_t handle[GPU_HANDLE_SIZE];
+    fanin_error error = FANIN_ERROR_INIT;
+    assert_true(ipc_key_decode(device->rkey, device->rkey_size, device->length, &key));
+    assert_ok(gpu_device_get(driver, 1, &d, &error), error);
+    assert_ok(gpu_range_of(driver, memory, &range, &error), error);
+    assert_ok(gpu_export(driver, &range, handle, &error), error);
+    assert_memory_equal(key.uuid, d.uuid, sizeof d.uuid);
+    assert_memory_equal(key.handle, handle, sizeof handle);
+    assert_int_equal(key.offset, 4096);
+    assert_int_equal(key.length, 2 * MIB);
+    region_table_free(&r);
+    peer stranger = peer_open(l.server);
+    open_path(&stranger, WIRE_PATH_CUDA_IPC);
+    assert_says(peer_expect_error(&stranger, FANIN_ERR_UNSUPPORTED).message,
+                "same host");
+    grant g = peer_wait(&stranger, WIRE_RULE_NEWEST, 0);
+    request_regions(&stranger, &g, WIRE_PATH_CUDA_IPC);
+    peer_expect_error(&stranger, FANIN_ERR_UNSUPPORTED);
+    peer_close(&stranger);
+    device_leave(&l);
+    fake_cuda_free(memory);
+}
+
+/* The driver refuses to export: that is told, and the rest is served. */
+static void refused_exports_leave_no_key(void **state)
+{
+    (void)state;
+    uint8_t *memory = device_alloc(0, 4096, FAKE_CUDA_MALLOC);
+    served l = device_serve_bytes(memory, 4096);
+    fake_cuda_fail("cuIpcGetMemHandle", CUDA_ERROR_INVALID_VALUE, 0, 1);
+    device_listen("no-ipc");
+    for (int i = 0; i < 2; i++) {
+        region_table *r = regions_of(&l.control, &l.grant, WIRE_PATH_CUDA_IPC);
+        assert_int_equal(r->entries[0].rkey_size, 0);
+        region_table_free(&r);
+    }
+    fake_cuda_fail("cuIpcGetMemHandle", CUDA_SUCCESS, 0, 0);
+    assert_int_equal(device_heard(), 1);
+    assert_int_equal(server_stats(l.server).ipc_mappers, 0);
+    device_leave(&l);
+    fake_cuda_free(memory);
+}
+
+static void map(peer *p, const grant *g)
+{
+    region_table *r = regions_of(p, g, WIRE_PATH_CUDA_IPC);
+    region_table_free(&r);
+}
+
+static void await_mappers(fanin_server *s, uint64_t n)
+{
+    deadline at = deadline_in_ms(PATIENCE_MS);
+    while (server_stats(s).ipc_mappers != n && !deadline_passed(at))
+        ;
+    assert_int_equal(server_stats(s).ipc_mappers, n);
+}
+
+static void who_still_maps_is_told(void **state)
+{
+    (void)state;
+    uint8_t *a = device_alloc(0, 2 * MIB, FAKE_CUDA_MALLOC),
+            *b = device_alloc(1, MIB, FAKE_CUDA_MALLOC);
+    fanin_box boxes[2];
+    fanin_tensor t[] = {byte_tensor("a", &boxes[0], a, 1000),
+                        byte_tensor("b", &boxes[1], b, 1000)};
+    served l = device_serve(t, 2);
+    peer second = peer_open_unix(l.server);
+    device_listen("still-mapped");
+    assert_int_equal(server_stats(l.server).ipc_mappers, 0);
+    map(&l.control, &l.grant);
+    map(&l.control, &l.grant);
+    map(&second, &l.grant);
+    assert_int_equal(server_stats(l.server).ipc_mappers, 2);
+    peer_end(&l.control, &l.grant, false);
+    peer_close(&second);
+    await_mappers(l.server, 1);
+    assert_int_equal(fanin_server_remove(l.server, RUN, "a", NULL), FANIN_OK);
+    assert_int_equal(device_heard(), 1); /* the second one has closed */
+    assert_says(device_log_text, "2097152 bytes");
+    assert_says(device_log_text, "removed");
+    /* What is forgotten is never exported again. */
+    uint64_t exports = fake_cuda_calls("cuIpcGetMemHandle");
+    request_regions(&l.control, &l.grant, WIRE_PATH_CUDA_IPC);
+    peer_expect_error(&l.control, FANIN_ERR_STALE);
+    assert_int_equal(fake_cuda_calls("cuIpcGetMemHandle"), exports);
+    server_commit(l.server, 2);
+    grant g = peer_wait(&l.control, WIRE_RULE_NEWEST, 0);
+    assert_true(g.catalog_version != l.grant.catalog_version);
+    map(&l.control, &g);
+    assert_int_equal(fake_cuda_calls("cuIpcGetMemHandle"), exports); /* b's is cached */
+    uint8_t *c = device_alloc(0, 3 * MIB, FAKE_CUDA_MALLOC);
+    server_put(l.server, RUN, "b", c, 1000);
+    assert_int_equal(device_heard(), 2);
+    assert_says(device_log_text, "1048576 bytes");
+    assert_says(device_log_text, "replaced");
+    server_commit(l.server, 3);
+    g = peer_wait(&l.control, WIRE_RULE_NEWEST, 0);
+    map(&l.control, &g);
+    fanin_server_destroy(&l.server, 0);
+    assert_int_equal(device_heard(), 3);
+    assert_says(device_log_text, "3145728 bytes");
+    device_leave(&l);
+    fake_cuda_free(a);
+    fake_cuda_free(b);
+    fake_cuda_free(c);
+}
+
+/* The last reader of a snapshot is a reply that is still being copied: its end frees the arena, which
+   the session has mapped. */
+static void freed_arenas_are_told(void **state)
+{
+    (void)state;
+    uint8_t *a = device_alloc(0, MIB, FAKE_CUDA_MALLOC),
+            *b = device_alloc(1, MIB, FAKE_CUDA_MALLOC);
+    served l = {.server = device_start(0)};
+    server_put(l.server, RUN, "a", a, MIB);
+    server_snapshot(l.server, 1);
+    device_peers(&l);
+    map(&l.control, &l.grant);
+    device_listen("still-mapped");
+    fake_cuda_hold_kernel(0, 0);
+    read_entry all = {.box = 0, .count = 1};
+    peer_request_read(&l.data, l.grant.token, MIB, &all, 1);
+    assert_true(fake_cuda_wait_kernel_held(0));
+    /* Another arena, on a device that works: the first one's kernels are all held. */
+    server_begin(l.server);
+    assert_int_equal(fanin_server_remove(l.server, RUN, "a", NULL), FANIN_OK);
+    server_put(l.server, RUN, "b", b, MIB);
+    server_snapshot(l.server, 2);
+    assert_true(peer_end(&l.control, &l.grant, false).good);
+    assert_int_equal(device_heard(), 0);
+    fake_cuda_release(0);
+    assert_memory_equal(peer_expect(&l.data, MSG_READ_OK).data, device_bytes(a), MIB);
+    deadline at = deadline_in_ms(PATIENCE_MS);
+    while (device_heard() == 0 && !deadline_passed(at))
+        ;
+    assert_int_equal(device_heard(), 1);
+    assert_says(device_log_text, "freed");
+    device_leave(&l);
+    fake_cuda_free(a);
+    fake_cuda_free(b);
+}
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(host_memory_starts_no_cuda),
+        cmocka_unit_test(kind_and_device_are_found_out),
+        cmocka_unit_test(contradictions_are_refused),
+        cmocka_unit_test(managed_memory_may_be_called_host_memory),
+        cmocka_unit_test(host_memory_needs_no_answer),
+        cmocka_unit_test(host_shards_cost_few_questions),
+        cmocka_unit_test(many_shards_cost_few_questions),
+        cmocka_unit_test(memory_without_handles_is_streamed),
+        cmocka_unit_test(own_user_gets_handles),
+        cmocka_unit_test(refused_exports_leave_no_key),
+        cmocka_unit_test(who_still_maps_is_told),
+        cmocka_unit_test(freed_arenas_are_told),
+    };
+    return cmocka_run_group_tests(tests, device_set_up, NULL);
+}

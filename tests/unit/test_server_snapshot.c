@@ -1,0 +1,631 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Snapshot publications of host memory: copies in two arenas, what readers of either get, and
+   what the trainer may do meanwhile. */
+#include "clock.h"
+#include "server_peer.h"
+#include "testing.h"
+
+#include <pthread.h>
+#include <stdatomic.h>
+#include <stdlib.h>
+#include <string.h>
+
+#define SIZE 1000
+
+static uint8_t first[SIZE], second[SIZE];
+
+static fanin_server *start(uint32_t lease_ms)
+{
+    fanin_server_config c = server_config();
+    c.lease_ms = lease_ms;
+    return server_start(&c);
+}
+
+static void fill(uint8_t value)
+{
+    memset(first, value, SIZE);
+    memset(second, value + 100, SIZE);
+}
+
+static fanin_server *start_published(uint32_t lease_ms)
+{
+    fanin_server *s = start(lease_ms);
+    server_put(s, RUN, "a", first, SIZE);
+    server_put(s, RUN, "b", second, SIZE);
+    fill(1);
+    server_snapshot(s, 1);
+    return s;
+}
+
+static void publish(fanin_server *s, uint64_t step)
+{
+    server_begin(s);
+    fill((uint8_t)step);
+    server_snapshot(s, step);
+}
+
+typedef struct reader {
+    peer control, data;
+} reader;
+
+static reader open_reader(fanin_server *s)
+{
+    reader r = {.control = peer_open(s)};
+    r.data = peer_data(s, &r.control);
+    return r;
+}
+
+static void close_reader(reader *r)
+{
+    peer_close(&r->data);
+    peer_close(&r->control);
+}
+
+/* Waits for the newest step and begins it. */
+static msg_begin_ok begin(reader *r, grant *g)
+{
+    *g = peer_wait(&r->control, WIRE_RULE_NEWEST, 0);
+    msg_begin_ok ok = peer_begin(&r->control, g);
+    assert_true(ok.granted);
+    return ok;
+}
+
+/* Both shards hold what fill() wrote for that step. */
+static void expect_step(reader *r, const grant *g, uint8_t step)
+{
+    uint8_t got[2 * SIZE];
+    read_entry all = {.box = 0, .count = 2};
+    peer_read(&r->data, g, &all, 1, got, sizeof got);
+    for (size_t i = 0; i < SIZE; i++) {
+        assert_int_equal(got[i], step);
+        assert_int_equal(got[SIZE + i], step + 100);
+    }
+}
+
+static void expect_refused(reader *r, const grant *g)
+{
+    read_entry one = {.box = 0, .length = 1};
+    peer_request_read(&r->data, g->token, 1, &one, 1);
+    peer_expect_error(&r->data, FANIN_ERR_STALE);
+}
+
+static wire_state state_of(peer *p)
+{
+    buffer b = {0};
+    msg_list_entry *entries;
+    uint32_t count;
+    encode_list(&b, ++p->request, RUN);
+    peer_send(p, &b);
+    body in = peer_expect(p, MSG_LIST_OK);
+    assert_int_equal(decode_list_ok(&in, &entries, &count), FANIN_OK);
+    assert_int_equal(count, 1);
+    wire_state state = (wire_state)entries[0].state;
+    free(entries);
+    return state;
+}
+
+static fanin_status snapshot(fanin_server *s, uint64_t step, fanin_dtype cast,
+                             fanin_error *error)
+{
+    fanin_commit_options o;
+    fanin_commit_options_init(&o, sizeof o);
+    o.flags = FANIN_COMMIT_SNAPSHOT;
+    o.cast = cast;
+    return fanin_server_commit(s, RUN, step, &o, error);
+}
+
+/* ------------------------------------------------------------------- arenas */
+
+static void readers_get_copies(void **state)
+{
+    (void)state;
+    fanin_server *s = start_published(0);
+    reader r = open_reader(s);
+    grant g;
+    fill(77); /* the trainer goes on at once */
+    assert_int_equal(begin(&r, &g).first_region, 0);
+    expect_step(&r, &g, 1);
+    assert_true(peer_end(&r.control, &g, false).good);
+    for (uint64_t step = 2; step < 6; step++) {
+        publish(s, step);
+        fill(77);
+        msg_begin_ok ok = begin(&r, &g);
+        assert_int_equal(ok.first_region, step % 2 == 0 ? 1 : 0);
+        assert_int_equal(g.step, step);
+        assert_int_equal(ok.epoch % 2, 0);
+        expect_step(&r, &g, (uint8_t)step);
+        assert_true(peer_end(&r.control, &g, false).good);
+    }
+    close_reader(&r);
+    fanin_server_destroy(&s, 0);
+}
+
+static void tables_describe_both_arenas(void **state)
+{
+    (void)state;
+    fanin_server *s = start_published(0);
+    reader r = open_reader(s);
+    fanin_error error = FANIN_ERROR_INIT;
+    key_table *keys;
+    box_table *boxes;
+    region_table *regions;
+    grant g = peer_wait(&r.control, WIRE_RULE_NEWEST, 0);
+    peer_catalog(&r.control, &g, &keys, &boxes);
+    buffer blob = peer_blob(&r.control, MSG_REGIONS, &g, WIRE_PATH_STREAM);
+    assert_ok(region_table_decode(blob.data, blob.size, &regions, &error), error);
+    assert_int_equal(box_table_regions(boxes), 1);
+    assert_int_equal(regions->count, 2);
+    assert_int_equal(regions->entries[0].length, regions->entries[1].length);
+    for (uint64_t i = 0; i < 2; i++) {
+        box_place place;
+        box_table_get(boxes, i, NULL, NULL, &place);
+        assert_true(place.packed);
+        assert_int_equal(place.region, 0);
+        assert_int_equal(place.offset, 512 * 2 * i);
+        assert_true(place.offset + SIZE <= regions->entries[0].length);
+    }
+    /* A step changes neither. */
+    publish(s, 2);
+    grant next = peer_wait(&r.control, WIRE_RULE_NEWEST, 0);
+    assert_int_equal(next.catalog_version, g.catalog_version);
+    buffer_free(&blob);
+    region_table_free(&regions);
+    box_table_free(&boxes);
+    key_table_free(&keys);
+    close_reader(&r);
+    fanin_server_destroy(&s, 0);
+}
+
+static void a_lease_outlives_one_commit(void **state)
+{
+    (void)state;
+    fanin_server *s = start_published(0);
+    reader r = open_reader(s);
+    grant old, new;
+    begin(&r, &old);
+    publish(s, 2);
+    expect_step(&r, &old, 1);
+    begin(&r, &new);
+    expect_step(&r, &new, 2);
+    publish(s, 3); /* fills the first one's arena */
+    expect_refused(&r, &old);
+    assert_false(peer_end(&r.control, &old, false).good);
+    expect_step(&r, &new, 2);
+    assert_true(peer_end(&r.control, &new, false).good);
+    fanin_server_stats stats = server_stats(s);
+    assert_int_equal(stats.commits, 3);
+    assert_int_equal(stats.updates, 2);
+    assert_int_equal(stats.drains_expired, 0);
+    assert_int_equal(stats.leases, 0);
+    close_reader(&r);
+    fanin_server_destroy(&s, 0);
+}
+
+static void begin_update_does_not_drain(void **state)
+{
+    (void)state;
+    fanin_server *s = start_published(60000);
+    reader r = open_reader(s);
+    grant g, more;
+    begin(&r, &g);
+    uint64_t before = clock_ns();
+    server_begin(s);
+    assert_true(clock_ns() - before < UINT64_C(10000000000));
+    assert_int_equal(state_of(&r.control), WIRE_STATE_STABLE);
+    fill(9);
+    begin(&r, &more); /* readers still come */
+    expect_step(&r, &more, 1);
+    expect_step(&r, &g, 1);
+    assert_true(peer_end(&r.control, &more, false).good);
+    assert_true(peer_end(&r.control, &g, false).good);
+    server_snapshot(s, 2);
+    assert_int_equal(snapshot(s, 3, 0, NULL), FANIN_ERR_STATE); /* no update is open */
+    close_reader(&r);
+    fanin_server_destroy(&s, 0);
+}
+
+/* --------------------------------------------------------------- the catalog */
+
+static void new_shards_get_new_arenas(void **state)
+{
+    (void)state;
+    static uint8_t third[SIZE];
+    fanin_server *s = start_published(0);
+    reader r = open_reader(s);
+    grant old, new;
+    begin(&r, &old);
+    memset(third, 33, SIZE);
+    server_put(s, RUN, "c", third, SIZE);
+    publish(s, 2);
+    begin(&r, &new);
+    assert_true(new.catalog_version > old.catalog_version);
+    expect_step(&r, &new, 2);
+    uint8_t got[SIZE];
+    read_entry last = {.box = 2, .count = 1};
+    peer_read(&r.data, &new, &last, 1, got, SIZE);
+    assert_memory_equal(got, third, SIZE);
+    /* The old arenas stay until the commit after. */
+    expect_step(&r, &old, 1);
+    publish(s, 3);
+    expect_refused(&r, &old);
+    assert_false(peer_end(&r.control, &old, false).good);
+    expect_step(&r, &new, 2);
+    assert_true(peer_end(&r.control, &new, false).good);
+    close_reader(&r);
+    fanin_server_destroy(&s, 0);
+}
+
+static void metadata_keep_the_arenas(void **state)
+{
+    (void)state;
+    fanin_server *s = start_published(0);
+    reader r = open_reader(s);
+    grant old, new;
+    fanin_pair pair = {"r", "16"};
+    begin(&r, &old);
+    assert_int_equal(fanin_server_set_metadata(s, RUN, &pair, 1, NULL), FANIN_OK);
+    publish(s, 2);
+    assert_int_equal(begin(&r, &new).first_region, 1); /* the other one */
+    assert_true(new.catalog_version > old.catalog_version);
+    expect_step(&r, &old, 1);
+    expect_step(&r, &new, 2);
+    assert_true(peer_end(&r.control, &old, false).good);
+    assert_true(peer_end(&r.control, &new, false).good);
+    close_reader(&r);
+    fanin_server_destroy(&s, 0);
+}
+
+static void shards_may_move_while_readers_go_on(void **state)
+{
+    (void)state;
+    static uint8_t moved[SIZE];
+    fanin_server *s = start_published(60000);
+    reader r = open_reader(s);
+    grant g;
+    begin(&r, &g);
+    memset(moved, 2, SIZE);
+    server_put(s, RUN, "a", moved, SIZE); /* acts as begin_update */
+    memset(first, 0xee, SIZE);
+    assert_int_equal(state_of(&r.control), WIRE_STATE_STABLE);
+    expect_step(&r, &g, 1);
+    assert_true(peer_end(&r.control, &g, false).good);
+    memset(second, 102, SIZE);
+    server_snapshot(s, 2);
+    begin(&r, &g);
+    expect_step(&r, &g, 2);
+    assert_true(peer_end(&r.control, &g, false).good);
+    /* One goes: the copy still has it until the next commit. */
+    assert_int_equal(fanin_server_remove(s, RUN, "b", NULL), FANIN_OK);
+    begin(&r, &g);
+    expect_step(&r, &g, 2);
+    assert_true(peer_end(&r.control, &g, false).good);
+    server_snapshot(s, 3);
+    begin(&r, &g);
+    uint8_t got[SIZE];
+    read_entry gone = {.box = 1, .length = 1}, there = {.box = 0, .count = 1};
+    peer_request_read(&r.data, g.token, 1, &gone, 1);
+    peer_expect_error(&r.data, FANIN_ERR_ARGUMENT);
+    peer_read(&r.data, &g, &there, 1, got, SIZE);
+    assert_memory_equal(got, moved, SIZE);
+    close_reader(&r);
+    fanin_server_destroy(&s, 0);
+}
+
+static void removal_takes_the_arenas(void **state)
+{
+    (void)state;
+    fanin_server *s = start_published(0);
+    reader r = open_reader(s);
+    grant g, old;
+    begin(&r, &old);
+    publish(s, 2);
+    begin(&r, &g);
+    assert_int_equal(fanin_server_remove(s, RUN, NULL, NULL), FANIN_OK);
+    expect_refused(&r, &g);
+    expect_refused(&r, &old);
+    assert_false(peer_end(&r.control, &g, false).good);
+    assert_false(peer_end(&r.control, &old, false).good);
+    /* It may come back in the other way. */
+    server_put(s, RUN, "a", first, SIZE);
+    server_commit(s, 3);
+    assert_int_equal(begin(&r, &g).first_region, 0);
+    close_reader(&r);
+    fanin_server_destroy(&s, 0);
+}
+
+static void an_abort_leaves_the_last_snapshot(void **state)
+{
+    (void)state;
+    fanin_server *s = start_published(60000);
+    reader r = open_reader(s);
+    grant g;
+    begin(&r, &g);
+    server_begin(s);
+    fill(50);
+    assert_int_equal(fanin_server_abort_update(s, RUN, NULL), FANIN_OK);
+    assert_int_equal(fanin_server_abort_update(s, RUN, NULL), FANIN_ERR_STATE);
+    assert_int_equal(state_of(&r.control), WIRE_STATE_STABLE);
+    expect_step(&r, &g, 1);
+    assert_true(peer_end(&r.control, &g, false).good);
+    fill(2);
+    server_snapshot(s, 2); /* alone, after an abort */
+    begin(&r, &g);
+    expect_step(&r, &g, 2);
+    close_reader(&r);
+    fanin_server_destroy(&s, 0);
+}
+
+/* ------------------------------------------------------------------ options */
+
+static void ways_are_not_mixed(void **state)
+{
+    (void)state;
+    fanin_error error = FANIN_ERROR_INIT;
+    fanin_server *s = start_published(0);
+    server_begin(s);
+    assert_int_equal(fanin_server_commit(s, RUN, 2, NULL, &error), FANIN_ERR_STATE);
+    assert_non_null(strstr(error.message, "snapshot"));
+    assert_int_equal(snapshot(s, 2, FANIN_DTYPE_BF16, NULL), FANIN_ERR_ARGUMENT);
+    assert_int_equal(snapshot(s, 1, 0, NULL), FANIN_ERR_ARGUMENT); /* the step */
+    assert_int_equal(snapshot(s, 2, 0, NULL), FANIN_OK);
+    fanin_server_destroy(&s, 0);
+    s = start(0);
+    server_put(s, RUN, "a", first, SIZE);
+    server_commit(s, 1);
+    server_begin(s);
+    assert_int_equal(snapshot(s, 2, 0, NULL), FANIN_ERR_STATE);
+    server_commit(s, 2);
+    fanin_server_destroy(&s, 0);
+}
+
+static void options_are_checked(void **state)
+{
+    (void)state;
+    fanin_server *s = start(0);
+    server_put(s, RUN, "a", first, SIZE);
+    fanin_commit_options o;
+    fanin_commit_options_init(&o, sizeof o);
+    assert_int_equal(o.struct_size, sizeof o);
+    o.struct_size = 0;
+    assert_int_equal(fanin_server_commit(s, RUN, 1, &o, NULL), FANIN_ERR_ARGUMENT);
+    fanin_commit_options_init(&o, sizeof o);
+    o.flags = 1u << 31;
+    assert_int_equal(fanin_server_commit(s, RUN, 1, &o, NULL), FANIN_ERR_ARGUMENT);
+    o.flags = 0;
+    o.cast = FANIN_DTYPE_BF16;
+    assert_int_equal(fanin_server_commit(s, RUN, 1, &o, NULL), FANIN_ERR_ARGUMENT);
+    static const fanin_dtype casts[] = {FANIN_DTYPE_F32, FANIN_DTYPE_I8, -1, 999};
+    for (size_t i = 0; i < sizeof casts / sizeof *casts; i++)
+        assert_int_equal(snapshot(s, 1, casts[i], NULL), FANIN_ERR_ARGUMENT);
+    /* An older caller's struct ends before the cast; what lies behind it is not its. */
+    fanin_commit_options_init(&o, sizeof o);
+    o.struct_size = offsetof(fanin_commit_options, cast);
+    o.flags = FANIN_COMMIT_SNAPSHOT | FANIN_COMMIT_WAIT;
+    o.cast = 999;
+    o.stream.handle = &o;
+    assert_int_equal(fanin_server_commit(s, RUN, 1, &o, NULL), FANIN_OK);
+    /* init never writes beyond the caller's struct. */
+    memset(&o, 0x5a, sizeof o);
+    fanin_commit_options_init(&o, offsetof(fanin_commit_options, cast));
+    assert_int_equal(o.cast, 0x5a5a5a5a);
+    assert_int_equal(o.flags, 0);
+    fanin_server_destroy(&s, 0);
+}
+
+/* ------------------------------------------------------------------- copies */
+
+static float values[6][4]; /* published transposed */
+
+static void put_floats(fanin_server *s)
+{
+    fanin_box box = {.extent = {4, 6}, .stride = {4, 16}, .address = values};
+    fanin_tensor t = {.struct_size = sizeof t,
+                      .name = "t",
+                      .dtype = FANIN_DTYPE_F32,
+                      .n_dims = 2,
+                      .shape = {4, 6},
+                      .boxes = &box,
+                      .n_boxes = 1};
+    fanin_box flat = {.extent = {24}, .address = values};
+    fanin_tensor f = {.struct_size = sizeof f,
+                      .name = "f",
+                      .dtype = FANIN_DTYPE_F32,
+                      .n_dims = 1,
+                      .shape = {24},
+                      .boxes = &flat,
+                      .n_boxes = 1};
+    fanin_box bytes = {.extent = {SIZE}, .address = first};
+    fanin_tensor u = byte_tensor("u", &bytes, first, SIZE);
+    fanin_tensor all[] = {f, t, u};
+    fanin_error error = FANIN_ERROR_INIT;
+    assert_ok(fanin_server_put(s, RUN, all, 3, false, &error), error);
+    for (size_t i = 0; i < 6; i++)
+        for (size_t j = 0; j < 4; j++)
+            values[i][j] = (float)(i * 4 + j) - 12.5f;
+}
+
+static uint16_t bf16_of(float value)
+{
+    uint32_t bits;
+    memcpy(&bits, &value, sizeof bits);
+    return (uint16_t)(bits >> 16); /* these values are exact */
+}
+
+static void strides_are_packed(void **state)
+{
+    (void)state;
+    fanin_server *s = start(0);
+    put_floats(s);
+    server_snapshot(s, 1);
+    float expected[4][6], got[4][6];
+    for (size_t i = 0; i < 4; i++)
+        for (size_t j = 0; j < 6; j++)
+            expected[i][j] = values[j][i];
+    memset(values, 0, sizeof values);
+    reader r = open_reader(s);
+    grant g;
+    begin(&r, &g);
+    read_entry one = {.box = 1, .count = 1};
+    peer_read(&r.data, &g, &one, 1, got, sizeof got);
+    assert_memory_equal(got, expected, sizeof got);
+    close_reader(&r);
+    fanin_server_destroy(&s, 0);
+}
+
+static void f32_is_cast(void **state)
+{
+    (void)state;
+    fanin_server *s = start(0);
+    put_floats(s);
+    memset(first, 0x7f, SIZE);
+    assert_int_equal(snapshot(s, 1, FANIN_DTYPE_BF16, NULL), FANIN_OK);
+    uint16_t flat[24], turned[24], got[48];
+    for (size_t i = 0; i < 24; i++) {
+        flat[i] = bf16_of(values[i / 4][i % 4]);
+        turned[i] = bf16_of(values[i % 6][i / 6]);
+    }
+    reader r = open_reader(s);
+    grant g;
+    begin(&r, &g);
+    key_table *keys;
+    box_table *boxes;
+    peer_catalog(&r.control, &g, &keys, &boxes);
+    assert_int_equal(keys->entries[0].dtype, FANIN_DTYPE_BF16);
+    assert_int_equal(keys->entries[0].bytes, 48);
+    assert_int_equal(keys->entries[1].dtype, FANIN_DTYPE_BF16);
+    assert_int_equal(keys->entries[2].dtype, FANIN_DTYPE_U8);
+    assert_int_equal(keys->entries[2].bytes, SIZE);
+    read_entry both = {.box = 0, .count = 2}, other = {.box = 2, .count = 1};
+    uint8_t bytes[SIZE];
+    peer_read(&r.data, &g, &both, 1, got, sizeof got);
+    assert_memory_equal(got, flat, sizeof flat);
+    assert_memory_equal(got + 24, turned, sizeof turned);
+    peer_read(&r.data, &g, &other, 1, bytes, SIZE);
+    assert_memory_equal(bytes, first, SIZE);
+    key_table_free(&keys);
+    box_table_free(&boxes);
+    close_reader(&r);
+    fanin_server_destroy(&s, 0);
+}
+
+/* Enough for several threads and batches. */
+static void large_shards_are_copied_by_threads(void **state)
+{
+    (void)state;
+    const size_t size = (size_t)100 << 20, piece = (size_t)4 << 20;
+    uint8_t *large = malloc(size), *got = malloc(piece);
+    assert_true(large && got);
+    for (size_t i = 0; i < size / 8; i++)
+        memcpy(large + 8 * i, &(uint64_t){i * UINT64_C(0x9e3779b97f4a7c15)}, 8);
+    fanin_server *s = start(0);
+    server_put(s, RUN, "large", large, size);
+    server_put(s, RUN, "small", first, SIZE);
+    server_snapshot(s, 1);
+    reader r = open_reader(s);
+    grant g;
+    begin(&r, &g);
+    for (size_t at = 0; at < size; at += piece) {
+        read_entry part = {.box = 0, .offset = at, .length = piece};
+        peer_read(&r.data, &g, &part, 1, got, piece);
+        assert_memory_equal(got, large + at, piece);
+    }
+    assert_true(peer_end(&r.control, &g, false).good);
+    close_reader(&r);
+    fanin_server_destroy(&s, 0);
+    free(large);
+    free(got);
+}
+
+static void nothing_can_be_published(void **state)
+{
+    (void)state;
+    fanin_server *s = start(0);
+    server_begin(s);
+    server_snapshot(s, 1);
+    server_begin(s);
+    server_snapshot(s, 2);
+    reader r = open_reader(s);
+    grant g;
+    assert_int_equal(begin(&r, &g).first_region, 0);
+    assert_true(peer_end(&r.control, &g, false).good);
+    close_reader(&r);
+    fanin_server_destroy(&s, 0);
+}
+
+/* ------------------------------------------------------------------ threads */
+
+typedef struct trainer {
+    fanin_server *server;
+    atomic_bool stop;
+} trainer;
+
+static void *train(void *cookie)
+{
+    trainer *t = cookie;
+    for (uint64_t step = 2; !atomic_load(&t->stop); step++) {
+        server_begin(t->server);
+        fill((uint8_t)(step % 100));
+        server_snapshot(t->server, step);
+    }
+    return NULL;
+}
+
+/* A step that was confirmed is whole, however fast the trainer is. */
+static void steps_are_never_mixed(void **state)
+{
+    (void)state;
+    trainer t = {.server = start_published(100)};
+    atomic_init(&t.stop, false);
+    pthread_t thread;
+    reader r = open_reader(t.server);
+    assert_int_equal(pthread_create(&thread, NULL, train, &t), 0);
+    unsigned good = 0;
+    deadline end = deadline_in_ms(20000);
+    while (good < 200 && !deadline_passed(end)) {
+        grant g = peer_wait(&r.control, WIRE_RULE_NEWEST, 0);
+        if (!peer_begin(&r.control, &g).granted)
+            continue;
+        uint8_t got[2 * SIZE];
+        read_entry all = {.box = 0, .count = 2};
+        peer_request_read(&r.data, g.token, sizeof got, &all, 1);
+        peer_receive(&r.data);
+        bool read = r.data.frame.type == MSG_READ_OK;
+        if (read)
+            memcpy(got, r.data.body, sizeof got);
+        if (!peer_end(&r.control, &g, !read).good || !read)
+            continue;
+        for (size_t i = 0; i < SIZE; i++) {
+            assert_int_equal(got[i], g.step % 100);
+            assert_int_equal(got[SIZE + i], g.step % 100 + 100);
+        }
+        good++;
+    }
+    atomic_store(&t.stop, true);
+    pthread_join(thread, NULL);
+    assert_int_equal(good, 200);
+    close_reader(&r);
+    fanin_server_destroy(&t.server, 0);
+}
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(readers_get_copies),
+        cmocka_unit_test(tables_describe_both_arenas),
+        cmocka_unit_test(a_lease_outlives_one_commit),
+        cmocka_unit_test(begin_update_does_not_drain),
+        cmocka_unit_test(new_shards_get_new_arenas),
+        cmocka_unit_test(metadata_keep_the_arenas),
+        cmocka_unit_test(shards_may_move_while_readers_go_on),
+        cmocka_unit_test(removal_takes_the_arenas),
+        cmocka_unit_test(an_abort_leaves_the_last_snapshot),
+        cmocka_unit_test(ways_are_not_mixed),
+        cmocka_unit_test(options_are_checked),
+        cmocka_unit_test(strides_are_packed),
+        cmocka_unit_test(f32_is_cast),
+        cmocka_unit_test(large_shards_are_copied_by_threads),
+        cmocka_unit_test(nothing_can_be_published),
+        cmocka_unit_test(steps_are_never_mixed),
+    };
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}
