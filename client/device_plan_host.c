@@ -21,8 +21,7 @@ typedef struct layout {
     copy_list *list;
     uint64_t landing_capacity, chunk_capacity;
     uint64_t n_landings;
-    uint64_t n_views, view_capacity;
-    intern view_index;
+    view_set views; /* becomes the plan's */
 } layout;
 
 /* ------------------------------------------------------------------ measures */
@@ -281,20 +280,6 @@ static void split_view(const strided *view, strided *gather, strided *land)
     }
 }
 
-static bool keep_view(layout *l, const strided *land, uint32_t *view_out)
-{
-    view_set set = {.views = l->d->views,
-                    .n = l->n_views,
-                    .capacity = l->view_capacity,
-                    .index = l->view_index};
-    bool ok = view_intern(&set, land, view_out);
-    l->d->views = set.views;
-    l->n_views = set.n;
-    l->view_capacity = set.capacity;
-    l->view_index = set.index;
-    return ok;
-}
-
 static host_chunk *last_chunk(layout *l)
 {
     return &l->d->chunks[l->d->n_chunks - 1];
@@ -314,7 +299,7 @@ static bool pack_view(layout *l, const host_piece *p)
     uint32_t view;
     uint64_t length = landed_bytes(p);
     split_view(p->view, &gather, &land);
-    if (!keep_view(l, &land, &view) || !make_room(l, length))
+    if (!view_intern(&l->views, &land, &view) || !make_room(l, length))
         return false;
     host_chunk *c = last_chunk(l);
     uint64_t before = l->list->n;
@@ -365,7 +350,8 @@ static bool lay_out_packed(layout *l, host_pieces *pieces)
         const host_piece *p = &pieces->pieces[i];
         ok = p->view ? pack_view(l, p) : make_room(l, 0) && pack_bytes(l, p);
     }
-    intern_free(&l->view_index);
+    l->d->views = l->views.views;
+    intern_free(&l->views.index);
     return ok;
 }
 

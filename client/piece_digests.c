@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "piece_digests.h"
 
-#include "populate.h"
+#include "cpus.h"
 #include "worker_thread.h"
 #include <stdlib.h>
 #include <string.h>

@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "populate.h"
 
+#include "cpus.h"
 #include "worker_thread.h"
 #include <errno.h>
-#include <sched.h>
 #include <stdatomic.h>
 #include <stdlib.h>
 #include <sys/mman.h>
@@ -22,14 +22,6 @@ struct populator {
     unsigned n_threads;
     pthread_t threads[MAX_THREADS];
 };
-
-unsigned usable_cpus(void)
-{
-    cpu_set_t set;
-    CPU_ZERO(&set);
-    int n = sched_getaffinity(0, sizeof(set), &set) == 0 ? CPU_COUNT(&set) : 1;
-    return n > 0 ? (unsigned)n : 1;
-}
 
 static void *populate(void *argument)
 {

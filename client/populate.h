@@ -12,9 +12,6 @@
 
 typedef struct populator populator;
 
-/** CPUs that this process may use. */
-unsigned usable_cpus(void);
-
 /** From the start upwards; the content stays as it is. NULL: not a thread could be had, which
     costs nothing but time. */
 populator *populator_start(uint8_t *base, uint64_t size);

@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "scatter_pool.h"
+#include "cpus.h"
 #include "worker_thread.h"
 
 #include <pthread.h>
-#include <sched.h>
 #include <stdlib.h>
 
 typedef struct queue {
@@ -64,18 +64,9 @@ static void *work(void *cookie)
     return NULL;
 }
 
-static unsigned spare_cpus(unsigned most)
-{
-    cpu_set_t set;
-    if (sched_getaffinity(0, sizeof(set), &set) != 0)
-        return 0;
-    unsigned spare = (unsigned)CPU_COUNT(&set) - 1;
-    return spare < most ? spare : most;
-}
-
 scatter_pool *scatter_pool_create(unsigned most)
 {
-    unsigned n = spare_cpus(most);
+    unsigned spare = usable_cpus() - 1, n = spare < most ? spare : most;
     scatter_pool *pool = calloc(1, sizeof(*pool) + n * sizeof(pool->threads[0]));
     if (!pool)
         return NULL;

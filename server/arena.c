@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "arena.h"
 #include "convert.h"
+#include "cpus.h"
 #include "dtype.h"
 #include "error_set.h"
 #include "server_internal.h"
@@ -8,7 +9,6 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
-#include <unistd.h>
 
 #define THREADS_MOST 4
 #define BATCH_BYTES (UINT64_C(8) << 20)
@@ -376,10 +376,10 @@ static void *copy_batches(void *cookie)
 
 static unsigned threads_for(uint64_t bytes)
 {
-    long cpus = sysconf(_SC_NPROCESSORS_ONLN);
     uint64_t n = bytes / THREAD_BYTES;
-    n = n > THREADS_MOST ? THREADS_MOST : n;
-    return cpus > 0 && n > (uint64_t)cpus ? (unsigned)cpus : (unsigned)n;
+    unsigned wanted = n < THREADS_MOST ? (unsigned)n : THREADS_MOST,
+             cpus = usable_cpus();
+    return wanted < cpus ? wanted : cpus;
 }
 
 void arena_copy_host(const arena_plan *plan, unsigned arena)

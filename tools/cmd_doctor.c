@@ -82,7 +82,8 @@ static void print_nics(const doctor_facts *f)
             const char *cells[] = {port,
                                    nic->ports[j].is_ethernet ? "RoCE" : "InfiniBand",
                                    rate,
-                                   nic->ports[j].state == 4 ? "active" : "down",
+                                   nic->ports[j].state == TOPOLOGY_ACTIVE ? "active"
+                                                                          : "down",
                                    nic->place.numa >= 0 ? numa : "-",
                                    gpus[0] ? gpus : "-"};
             output_row(table, NULL, cells, 6);
@@ -142,8 +143,8 @@ static json_t *json_of_nics(const doctor_facts *f)
             const topology_port *p = &nic->ports[j];
             json_array_append_new(
                 ports, json_pack("{s:i, s:b, s:f, s:s}", "port", (int)p->number,
-                                 "active", p->state == 4, "gbps", p->gbps, "link",
-                                 p->is_ethernet ? "RoCE" : "InfiniBand"));
+                                 "active", p->state == TOPOLOGY_ACTIVE, "gbps", p->gbps,
+                                 "link", p->is_ethernet ? "RoCE" : "InfiniBand"));
         }
         for (unsigned j = 0; j < f->n_gpus; j++) {
             if (f->gpus[j].place != NULL) {

@@ -50,10 +50,8 @@ doctor_level doctor_worst(const doctor_report *report)
 static bool has_active_port(const doctor_facts *f)
 {
     for (size_t i = 0; i < f->topology->n_nics; i++) {
-        for (unsigned j = 0; j < f->topology->nics[i].n_ports; j++) {
-            if (f->topology->nics[i].ports[j].state == 4) {
-                return true;
-            }
+        if (topology_is_active(&f->topology->nics[i])) {
+            return true;
         }
     }
     return false;
@@ -182,19 +180,17 @@ static void judge_nic(const doctor_facts *f, size_t index, doctor_report *r)
 {
     const topology_nic *nic = &f->topology->nics[index];
     const verbs_facts *v = &f->verbs[index];
-    unsigned active = 0;
     for (unsigned i = 0; i < nic->n_ports; i++) {
         const topology_port *port = &nic->ports[i];
-        if (port->state != 4) {
+        if (port->state != TOPOLOGY_ACTIVE) {
             continue;
         }
-        active++;
         doctor_add(r, DOCTOR_GOOD, "RDMA", NULL,
                    "%s:%u %s, %.0f Gb/s%s%s, NUMA node %d", nic->name, port->number,
                    port->is_ethernet ? "RoCE" : "InfiniBand", port->gbps,
                    port->interface[0] ? ", " : "", port->interface, nic->place.numa);
     }
-    if (active == 0) {
+    if (!topology_is_active(nic)) {
         doctor_add(r, DOCTOR_NOTE, "RDMA",
                    "check cable, switch port and subnet manager",
                    "%s has no active port", nic->name);
@@ -284,12 +280,8 @@ static const topology_nic *nearest_nic(const topology *t, const topology_place *
     const topology_nic *best = NULL;
     *distance = DISTANCE_UNKNOWN;
     for (size_t i = 0; i < t->n_nics; i++) {
-        bool active = false;
-        for (unsigned j = 0; j < t->nics[i].n_ports; j++) {
-            active = active || t->nics[i].ports[j].state == 4;
-        }
         topology_distance d = topology_between(&t->nics[i].place, gpu);
-        if (active && (best == NULL || d < *distance)) {
+        if (topology_is_active(&t->nics[i]) && (best == NULL || d < *distance)) {
             best = &t->nics[i];
             *distance = d;
         }

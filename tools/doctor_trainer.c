@@ -1,6 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "doctor.h"
 
+#include "ucx.h"
+
 #include <stdio.h>
 #include <string.h>
 
@@ -13,14 +15,6 @@ static bool is_loopback(const char *address)
 {
     return strncmp(address, "127.", 4) == 0 || strncmp(address, "[::1]", 5) == 0 ||
            strncmp(address, "localhost", 9) == 0;
-}
-
-/* Versions of UCX that may talk: equal up to the second dot. */
-static bool ucx_fits(const char *a, const char *b)
-{
-    size_t length = strcspn(a, ".");
-    length += a[length] == '.' ? 1 + strcspn(a + length + 1, ".") : 0;
-    return strncmp(a, b, length) == 0 && (b[length] == '\0' || b[length] == '.');
 }
 
 static void compare(const asking *a, const fanin_rank_info *info)
@@ -38,7 +32,7 @@ static void compare(const asking *a, const fanin_rank_info *info)
         snprintf(r->other_software, sizeof(r->other_software), "%s", info->software);
     }
     if (r->ucx_rank < 0 && a->facts->ucx_found &&
-        !ucx_fits(a->facts->ucx_version, info->ucx_version)) {
+        !ucx_versions_match(a->facts->ucx_version, info->ucx_version)) {
         r->ucx_rank = info->rank;
         snprintf(r->other_ucx, sizeof(r->other_ucx), "%s", info->ucx_version);
     }

@@ -10,12 +10,10 @@ static const char *export_remedy(gpu_origin origin)
     switch (origin) {
     case GPU_ORIGIN_VIRTUAL:
         return "allocate with cudaMalloc; with PyTorch, take expandable_segments:True "
-               "out of "
-               "PYTORCH_CUDA_ALLOC_CONF";
+               "out of PYTORCH_CUDA_ALLOC_CONF";
     case GPU_ORIGIN_POOL:
         return "allocate with cudaMalloc; with PyTorch, take backend:cudaMallocAsync "
-               "out of "
-               "PYTORCH_CUDA_ALLOC_CONF";
+               "out of PYTORCH_CUDA_ALLOC_CONF";
     default:
         return "allocate with cudaMalloc";
     }

@@ -126,20 +126,16 @@ static const char *init_remedy(CUresult result)
     switch (result) {
     case CUDA_ERROR_NO_DEVICE:
         return "look at nvidia-smi and at CUDA_VISIBLE_DEVICES; in a container, start "
-               "it "
-               "with the GPUs";
+               "it with the GPUs";
     case CUDA_ERROR_STUB_LIBRARY:
         return "this is the toolkit's stub for linking: let the loader find the "
-               "driver's "
-               "libcuda.so.1 first";
+               "driver's libcuda.so.1 first";
     case CUDA_ERROR_SYSTEM_DRIVER_MISMATCH:
         return "the driver's library and its kernel module differ in version: reboot, "
-               "or "
-               "mount the host's library into the container";
+               "or mount the host's library into the container";
     case CUDA_ERROR_COMPAT_NOT_SUPPORTED_ON_DEVICE:
         return "take CUDA's compatibility package out of the library path: this GPU "
-               "does "
-               "not allow it";
+               "does not allow it";
     case CUDA_ERROR_SYSTEM_NOT_READY:
         return "start nvidia-fabricmanager";
     default:

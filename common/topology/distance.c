@@ -84,7 +84,7 @@ bool topology_choose_port(const topology *t, const topology_place *near,
             const topology_port *port = &nic->ports[j];
             bool better = distance != nearest && fastest >= 0 ? distance < nearest
                                                               : port->gbps > fastest;
-            if (port->state != 4 || !better)
+            if (port->state != TOPOLOGY_ACTIVE || !better)
                 continue;
             nearest = distance;
             fastest = port->gbps;

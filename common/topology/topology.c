@@ -144,3 +144,11 @@ const topology_gpu *topology_gpu_at(const topology *t, const char *pci)
             return &t->gpus[i];
     return NULL;
 }
+
+bool topology_is_active(const topology_nic *nic)
+{
+    for (unsigned i = 0; i < nic->n_ports; i++)
+        if (nic->ports[i].state == TOPOLOGY_ACTIVE)
+            return true;
+    return false;
+}

@@ -11,6 +11,7 @@
 
 #define TOPOLOGY_NAME 32
 #define TOPOLOGY_PATH 320
+#define TOPOLOGY_PORTS 4 /**< of one device */
 
 /** Where a device hangs. */
 typedef struct topology_place {
@@ -20,15 +21,15 @@ typedef struct topology_place {
     int numa;            /**< -1: unknown */
 } topology_place;
 
+#define TOPOLOGY_ACTIVE 4 /**< a port's state */
+
 typedef struct topology_port {
     unsigned number;
-    int state;   /**< 4: ACTIVE, 1: DOWN, ... (InfiniBand Architecture, PortState) */
-    double gbps; /**< 0: unknown */
+    int state; /**< InfiniBand Architecture, PortState: TOPOLOGY_ACTIVE, 1: down, ... */
+    double gbps;                   /**< 0: unknown */
     bool is_ethernet;              /**< RoCE; else InfiniBand */
     char interface[TOPOLOGY_NAME]; /**< network interface of the first GID, "": none */
 } topology_port;
-
-#define TOPOLOGY_PORTS 4
 
 typedef struct topology_nic {
     char name[TOPOLOGY_NAME]; /**< "mlx5_0" */
@@ -55,6 +56,9 @@ typedef struct topology {
     FANIN_ERR_MEMORY. */
 fanin_status topology_read(const char *sysfs, topology **out, fanin_error *error);
 void topology_free(topology **t);
+
+/** Whether a port of it is active. */
+bool topology_is_active(const topology_nic *nic);
 
 /** Nearest first; the words of `nvidia-smi topo -m` for them are in topology_distance_name(). */
 typedef enum topology_distance {
