@@ -3,7 +3,7 @@
 #include "convert.h"
 #include "dtype.h"
 #include "error_set.h"
-#include "gpu.h"
+#include "gpu_finder.h"
 #include "pull.h"
 #include <stdarg.h>
 #include <stdio.h>
@@ -11,10 +11,6 @@
 #include <string.h>
 
 #define PAGE ((uintptr_t)4096)
-/* Allocations that are remembered in one call: PyTorch's hold hundreds of tensors each. Where
-   there are more, the driver is asked again. */
-#define KNOWN_MAX 1024
-#define HOST_KNOWN 64
 
 typedef struct memory_destination {
     const fanin_tensor *tensors;
@@ -24,11 +20,8 @@ typedef struct memory_destination {
     size_t n_targets;
     memory_range *ranges;
     size_t n_ranges;
-    gpu *g;           /* NULL: nothing in this process is device memory */
-    int32_t *device;  /* of each tensor, -1: host memory */
-    gpu_range *known; /* allocations on devices, ascending */
-    size_t n_known, last;
-    uint64_t host[HOST_KNOWN]; /* 1 + stretches of addresses that are host memory */
+    gpu_finder finder; /* without a driver: nothing in this process is device memory */
+    int32_t *device;   /* of each tensor, -1: host memory */
 } memory_destination;
 
 /* The caller's array may have larger elements than this version knows. */
@@ -49,59 +42,6 @@ static bool box_is_empty(const fanin_tensor *t, const fanin_box *box)
 
 /* ------------------------------------------------------------ kinds of memory */
 
-static bool holds(const gpu_range *r, const void *address)
-{
-    return (uint64_t)(uintptr_t)address - r->base < r->length;
-}
-
-/* The allocation that holds @p address, from what is known or from the driver; length 0: host
-   memory. */
-static fanin_status look_up(memory_destination *m, const void *address, gpu_range *out,
-                            fanin_error *error)
-{
-    uint64_t grain = (uint64_t)(uintptr_t)address / GPU_ADDRESS_GRAIN;
-    uint64_t *host = &m->host[grain % HOST_KNOWN];
-    if (*host == grain + 1) {
-        *out = (gpu_range){.memory = {FANIN_MEMORY_HOST, -1}};
-        return FANIN_OK;
-    }
-    if (m->n_known > 0 && holds(&m->known[m->last], address)) {
-        *out = m->known[m->last];
-        return FANIN_OK;
-    }
-    size_t low = 0, high = m->n_known;
-    while (low < high) {
-        size_t middle = low + (high - low) / 2;
-        if (m->known[middle].base + m->known[middle].length <=
-            (uint64_t)(uintptr_t)address)
-            low = middle + 1;
-        else
-            high = middle;
-    }
-    if (low < m->n_known && holds(&m->known[low], address)) {
-        m->last = low;
-        *out = m->known[low];
-        return FANIN_OK;
-    }
-    fanin_status status = gpu_range_of(m->g, address, out, error);
-    if (status != FANIN_OK)
-        return status;
-    if (out->memory.kind != FANIN_MEMORY_CUDA) {
-        *out = (gpu_range){.memory = {FANIN_MEMORY_HOST, -1}};
-        *host = grain + 1;
-        return FANIN_OK;
-    }
-    if (!m->known)
-        m->known = malloc(KNOWN_MAX * sizeof(*m->known));
-    if (!m->known || m->n_known == KNOWN_MAX || !holds(out, address))
-        return FANIN_OK;
-    memmove(&m->known[low + 1], &m->known[low], (m->n_known - low) * sizeof(*m->known));
-    m->known[low] = *out;
-    m->n_known++;
-    m->last = low;
-    return FANIN_OK;
-}
-
 static fanin_status refuse(const fanin_tensor *t, const char *remedy,
                            fanin_error *error, const char *format, ...)
     __attribute__((format(printf, 4, 5)));
@@ -118,31 +58,6 @@ static fanin_status refuse(const fanin_tensor *t, const char *remedy,
     return error_set(error, FANIN_ERR_ARGUMENT, &place, "%s", what);
 }
 
-/* What the caller says of a tensor against where one of its boxes is. */
-static fanin_status check_said(const fanin_tensor *t, const gpu_range *here,
-                               fanin_error *error)
-{
-    bool on_device = here->memory.kind == FANIN_MEMORY_CUDA;
-    if (t->memory.kind == FANIN_MEMORY_HOST) {
-        /* The CPU may write managed memory. */
-        if (!on_device || here->origin == GPU_ORIGIN_MANAGED)
-            return FANIN_OK;
-        return refuse(t, "let the library find out: FANIN_MEMORY_DETECT", error,
-                      "the tensor says host memory, a box is on CUDA device %d",
-                      (int)here->memory.device);
-    }
-    if (t->memory.kind != FANIN_MEMORY_CUDA)
-        return FANIN_OK;
-    if (!on_device)
-        return refuse(t, "let the library find out: FANIN_MEMORY_DETECT", error,
-                      "the tensor says CUDA memory, a box is in host memory");
-    if (t->memory.device < 0 || t->memory.device == here->memory.device)
-        return FANIN_OK;
-    return refuse(t, "name the device that holds the memory, or -1", error,
-                  "the tensor says CUDA device %d, a box is on device %d",
-                  (int)t->memory.device, (int)here->memory.device);
-}
-
 /* The device that a box is on, -1: host memory. */
 static fanin_status find_box(memory_destination *m, const fanin_tensor *t,
                              const fanin_box *box, int32_t *device_out,
@@ -152,18 +67,20 @@ static fanin_status find_box(memory_destination *m, const fanin_tensor *t,
     fanin_error why = FANIN_ERROR_INIT;
     bool host = t->memory.kind == FANIN_MEMORY_HOST;
     *device_out = -1;
-    fanin_status status = look_up(m, box->address, &here, &why);
+    fanin_status status = gpu_find(&m->finder, box->address, &here, &why);
     if (status != FANIN_OK && !host)
         return refuse(t, "pull into memory that is allocated", error,
                       "CUDA knows no allocation at a box's address: %.180s",
                       why.message);
-    if (status == FANIN_OK)
-        status = check_said(t, &here, error);
-    else
-        status = FANIN_OK; /* the driver cannot contradict */
-    if (status == FANIN_OK && !host && here.memory.kind == FANIN_MEMORY_CUDA)
+    if (status != FANIN_OK)
+        return FANIN_OK; /* the driver cannot contradict */
+    char wrong[160];
+    const char *remedy = gpu_contradiction(t->memory, &here, wrong);
+    if (remedy)
+        return refuse(t, remedy, error, "%s", wrong);
+    if (!host && here.memory.kind == FANIN_MEMORY_CUDA)
         *device_out = here.memory.device;
-    return status;
+    return FANIN_OK;
 }
 
 /* Where the tensor's boxes are: one kind of memory, one device, and what the caller says. */
@@ -172,11 +89,11 @@ static fanin_status find_device(memory_destination *m, const fanin_tensor *t,
 {
     bool first = true;
     *device_out = -1;
-    if (!m->g && t->memory.kind == FANIN_MEMORY_CUDA)
+    if (!m->finder.g && t->memory.kind == FANIN_MEMORY_CUDA)
         return refuse(
             t, "let the library find out: FANIN_MEMORY_DETECT", error,
             "the tensor says CUDA memory, and this process does not use CUDA");
-    for (size_t i = 0; m->g && i < t->n_boxes; i++) {
+    for (size_t i = 0; m->finder.g && i < t->n_boxes; i++) {
         const fanin_box *box = &t->boxes[i];
         int32_t device;
         if (!box->address || box_is_empty(t, box))
@@ -198,7 +115,7 @@ static fanin_status find_device(memory_destination *m, const fanin_tensor *t,
 
 static fanin_status find_devices(memory_destination *m, fanin_error *error)
 {
-    m->g = gpu_present();
+    m->finder.g = gpu_present();
     m->device = malloc(m->count * sizeof(*m->device));
     if (!m->device)
         return error_set_memory(error);
@@ -286,7 +203,7 @@ static void put_box(summary *s, memory_destination *m, const fanin_tensor *t,
     to = put_word(to, (uint64_t)(uintptr_t)box->address);
     /* The ranges follow from the allocations too. */
     if (device >= 0 && !box_is_empty(t, box) &&
-        look_up(m, box->address, &range, NULL) == FANIN_OK) {
+        gpu_find(&m->finder, box->address, &range, NULL) == FANIN_OK) {
         to = put_word(to, range.base);
         to = put_word(to, range.length);
         to = put_word(to, range.id);
@@ -487,8 +404,9 @@ static fanin_status check_inside(memory_destination *m, const fanin_tensor *t,
     if (inside)
         return FANIN_OK;
     if (allocation->origin == GPU_ORIGIN_VIRTUAL &&
-        look_up(m, r->base, &end, NULL) == FANIN_OK && end.memory.device == r->device &&
-        look_up(m, r->base + r->length - 1, &end, NULL) == FANIN_OK &&
+        gpu_find(&m->finder, r->base, &end, NULL) == FANIN_OK &&
+        end.memory.device == r->device &&
+        gpu_find(&m->finder, r->base + r->length - 1, &end, NULL) == FANIN_OK &&
         end.memory.device == r->device)
         return FANIN_OK;
     return refuse(t, "check the box's address, extent and strides", error,
@@ -506,7 +424,7 @@ static fanin_status stretch_of(memory_destination *m, size_t index,
     if (out->range.device < 0)
         return FANIN_OK;
     gpu_range allocation;
-    fanin_status status = look_up(m, box->address, &allocation, error);
+    fanin_status status = gpu_find(&m->finder, box->address, &allocation, error);
     if (status != FANIN_OK)
         return status;
     out->allocation = allocation.base;
@@ -619,7 +537,7 @@ fanin_status fanin_client_pull(fanin_client *client, const fanin_pull_options *o
         status = pull_run(client, &checked, &d, result_out, error);
     free(m.targets);
     free(m.device);
-    free(m.known);
+    gpu_finder_free(&m.finder);
     free(m.ranges);
     return status;
 }

@@ -184,8 +184,9 @@ fanin_status fanin_server_put(fanin_server *server, const char *name,
     publication *p;
     memory_probe probe = {.log = &server->log};
     status = shard_set_build(&probe, name, tensors, count, &fresh, error);
-    if (status == FANIN_OK && probe.last.length > 0)
-        atomic_store(&server->gpu, probe.gpu);
+    if (status == FANIN_OK && probe.found_device)
+        atomic_store(&server->gpu, probe.finder.g);
+    gpu_finder_free(&probe.finder);
     if (status == FANIN_OK)
         status = lock_publication(server, name, &p, error);
     if (status == FANIN_OK) {

@@ -22,31 +22,16 @@ static fanin_status wrong(fanin_error *error, const char *remedy, const char *fo
 
 static const gpu_range in_host_memory = {.memory = {FANIN_MEMORY_HOST, -1}};
 
-/* The allocation that holds @p address. Shards lie by the hundreds in one. */
 static fanin_status range_at(memory_probe *probe, uint64_t address, gpu_range *out,
                              fanin_error *error)
 {
-    const gpu_range *last = &probe->last;
-    if (probe->host == address / GPU_ADDRESS_GRAIN + 1) {
-        *out = in_host_memory;
-        return FANIN_OK;
-    }
-    if (last->length > 0 && address - last->base < last->length) {
-        *out = *last;
-        return FANIN_OK;
-    }
     fanin_error why = FANIN_ERROR_INIT;
-    fanin_status status =
-        gpu_range_of(probe->gpu, (const void *)(uintptr_t)address, out, &why);
-    if (status != FANIN_OK)
-        return wrong(
-            error, "put memory that is allocated, and leave it so until it is removed",
-            "CUDA knows no allocation at a box's address: %.180s", why.message);
-    if (out->memory.kind == FANIN_MEMORY_CUDA)
-        probe->last = *out;
-    else
-        probe->host = address / GPU_ADDRESS_GRAIN + 1;
-    return FANIN_OK;
+    if (gpu_find(&probe->finder, (const void *)(uintptr_t)address, out, &why) ==
+        FANIN_OK)
+        return FANIN_OK;
+    return wrong(error,
+                 "put memory that is allocated, and leave it so until it is removed",
+                 "CUDA knows no allocation at a box's address: %.180s", why.message);
 }
 
 /* Whether @p address is in the allocation that holds the box's first element. Memory of the
@@ -77,14 +62,10 @@ static fanin_status check_place(fanin_memory said, const shard *s, size_t index,
                                 fanin_error *error)
 {
     fanin_memory here = s->boxes[index].in.memory, first = s->boxes[0].in.memory;
-    if (said.kind == FANIN_MEMORY_CUDA && here.kind != FANIN_MEMORY_CUDA)
-        return wrong(error, "let the library find out: FANIN_MEMORY_DETECT",
-                     "the tensor says CUDA memory, a box is in host memory");
-    if (said.kind == FANIN_MEMORY_CUDA && said.device >= 0 &&
-        here.device != said.device)
-        return wrong(error, "name the device that holds the memory, or -1",
-                     "the tensor says CUDA device %d, a box is on device %d",
-                     (int)said.device, (int)here.device);
+    char why[160];
+    const char *remedy = gpu_contradiction(said, &s->boxes[index].in, why);
+    if (remedy)
+        return wrong(error, remedy, "%s", why);
     if (here.kind == first.kind && here.device == first.device)
         return FANIN_OK;
     if (here.kind != first.kind)
@@ -97,28 +78,26 @@ static fanin_status check_place(fanin_memory said, const shard *s, size_t index,
                  (int)here.device);
 }
 
-/* What is said to be host memory, against the driver, which may know nothing of it. The CPU may
-   read managed memory. */
-static fanin_status check_host(memory_probe *probe, const shard_box *b,
-                               fanin_error *error)
+/* What is said to be host memory, against the driver, which may know nothing of it. */
+static fanin_status check_host(memory_probe *probe, fanin_memory said,
+                               const shard_box *b, fanin_error *error)
 {
     gpu_range here;
-    if (range_at(probe, (uintptr_t)b->first, &here, NULL) != FANIN_OK ||
-        here.memory.kind != FANIN_MEMORY_CUDA || here.origin == GPU_ORIGIN_MANAGED)
-        return FANIN_OK;
-    return wrong(error, "let the library find out: FANIN_MEMORY_DETECT",
-                 "the tensor says host memory, a box is on CUDA device %d",
-                 (int)here.memory.device);
+    char why[160];
+    const char *remedy = NULL;
+    if (range_at(probe, (uintptr_t)b->first, &here, NULL) == FANIN_OK)
+        remedy = gpu_contradiction(said, &here, why);
+    return remedy ? wrong(error, remedy, "%s", why) : FANIN_OK;
 }
 
 static fanin_status ask(memory_probe *probe, bool needed, fanin_error *error)
 {
     if (!probe->asked)
-        probe->gpu = gpu_present();
+        probe->finder.g = gpu_present();
     probe->asked = true;
-    if (!needed || probe->gpu)
+    if (!needed || probe->finder.g)
         return FANIN_OK;
-    return gpu_load(probe->log, &probe->gpu, error);
+    return gpu_load(probe->log, &probe->finder.g, error);
 }
 
 fanin_status shard_locate(memory_probe *probe, fanin_memory said, shard *s,
@@ -132,12 +111,12 @@ fanin_status shard_locate(memory_probe *probe, fanin_memory said, shard *s,
                      "the kind of memory is unknown");
     if (s->n_boxes > 0)
         status = ask(probe, said.kind == FANIN_MEMORY_CUDA, error);
-    bool host = said.kind == FANIN_MEMORY_HOST, look = probe->gpu && !host;
+    bool host = said.kind == FANIN_MEMORY_HOST, look = probe->finder.g && !host;
     for (size_t i = 0; status == FANIN_OK && i < s->n_boxes; i++) {
         shard_box *b = &s->boxes[i];
         b->in = in_host_memory;
-        if (host && probe->gpu)
-            status = check_host(probe, b, error);
+        if (host && probe->finder.g)
+            status = check_host(probe, said, b, error);
         if (look)
             status = range_at(probe, (uintptr_t)b->first, &b->in, error);
         if (status == FANIN_OK && look)
@@ -147,6 +126,7 @@ fanin_status shard_locate(memory_probe *probe, fanin_memory said, shard *s,
     }
     if (status == FANIN_OK && s->n_boxes > 0)
         s->memory = s->boxes[0].in.memory;
+    probe->found_device = probe->found_device || s->memory.kind == FANIN_MEMORY_CUDA;
     return status;
 }
 

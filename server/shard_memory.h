@@ -3,18 +3,16 @@
 #ifndef SHARD_MEMORY_H
 #define SHARD_MEMORY_H
 
-#include "gpu.h"
+#include "gpu_finder.h"
 #include "log.h"
 #include "shard.h"
 
-/** What one call of put knows already. Zeroed but for the log. */
+/** What one call of put knows already. Zeroed but for the log; ends with gpu_finder_free(). */
 typedef struct memory_probe {
     const logger *log;
-    gpu *gpu; /**< NULL: no pointer can be device memory, or nobody has asked yet */
-    bool asked;
-    gpu_range last; /**< of the device memory that was found last; length 0: none */
-    uint64_t
-        host; /**< 1 + the stretch of addresses (GPU_ADDRESS_GRAIN) found to be host's */
+    bool asked;        /**< whether the finder's driver is what it is for good */
+    bool found_device; /**< some shard is in CUDA memory */
+    gpu_finder finder; /**< without a driver: no pointer can be device memory */
 } memory_probe;
 
 /**

@@ -1,0 +1,98 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include "gpu_finder.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+/* Where there are more, the driver is asked again. */
+#define KNOWN_MAX 1024
+
+static bool holds(const gpu_range *r, const void *address)
+{
+    return (uint64_t)(uintptr_t)address - r->base < r->length;
+}
+
+/* The first known allocation that ends behind @p address. */
+static size_t place_of(const gpu_finder *f, const void *address)
+{
+    size_t low = 0, high = f->n_known;
+    while (low < high) {
+        size_t middle = low + (high - low) / 2;
+        if (f->known[middle].base + f->known[middle].length <=
+            (uint64_t)(uintptr_t)address)
+            low = middle + 1;
+        else
+            high = middle;
+    }
+    return low;
+}
+
+static void remember(gpu_finder *f, size_t at, const gpu_range *r)
+{
+    if (!f->known)
+        f->known = malloc(KNOWN_MAX * sizeof(*f->known));
+    if (!f->known || f->n_known == KNOWN_MAX)
+        return;
+    memmove(&f->known[at + 1], &f->known[at], (f->n_known - at) * sizeof(*f->known));
+    f->known[at] = *r;
+    f->n_known++;
+    f->last = at;
+}
+
+fanin_status gpu_find(gpu_finder *f, const void *address, gpu_range *out,
+                      fanin_error *error)
+{
+    uint64_t grain = (uint64_t)(uintptr_t)address / GPU_ADDRESS_GRAIN;
+    uint64_t *host = &f->host[grain % GPU_FINDER_STRETCHES];
+    *out = (gpu_range){.memory = {FANIN_MEMORY_HOST, -1}};
+    if (*host == grain + 1)
+        return FANIN_OK;
+    size_t at = f->last;
+    if (f->n_known == 0 || !holds(&f->known[at], address))
+        at = place_of(f, address);
+    if (at < f->n_known && holds(&f->known[at], address)) {
+        f->last = at;
+        *out = f->known[at];
+        return FANIN_OK;
+    }
+    fanin_status status = gpu_range_of(f->g, address, out, error);
+    if (status != FANIN_OK)
+        return status;
+    if (out->memory.kind == FANIN_MEMORY_CUDA)
+        remember(f, at, out);
+    else
+        *host = grain + 1;
+    return FANIN_OK;
+}
+
+void gpu_finder_free(gpu_finder *f)
+{
+    free(f->known);
+    f->known = NULL;
+    f->n_known = f->last = 0;
+}
+
+const char *gpu_contradiction(fanin_memory said, const gpu_range *here, char why[160])
+{
+    bool on_device = here->memory.kind == FANIN_MEMORY_CUDA;
+    const char *find_out = "let the library find out: FANIN_MEMORY_DETECT";
+    if (said.kind == FANIN_MEMORY_HOST) {
+        if (!on_device || here->origin == GPU_ORIGIN_MANAGED)
+            return NULL;
+        snprintf(why, 160, "the tensor says host memory, a box is on CUDA device %d",
+                 (int)here->memory.device);
+        return find_out;
+    }
+    if (said.kind != FANIN_MEMORY_CUDA)
+        return NULL;
+    if (!on_device) {
+        snprintf(why, 160, "the tensor says CUDA memory, a box is in host memory");
+        return find_out;
+    }
+    if (said.device < 0 || said.device == here->memory.device)
+        return NULL;
+    snprintf(why, 160, "the tensor says CUDA device %d, a box is on device %d",
+             (int)said.device, (int)here->memory.device);
+    return "name the device that holds the memory, or -1";
+}

@@ -1,0 +1,34 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/**
+ * @file
+ * Where many addresses are, asking the driver about each allocation once: adapters have tens of
+ * thousands of tensors in some hundred allocations. For one call of put or pull, since memory may
+ * be freed afterwards. Thread: one.
+ */
+#ifndef GPU_FINDER_H
+#define GPU_FINDER_H
+
+#include "gpu.h"
+
+#define GPU_FINDER_STRETCHES 64
+
+/** Zeroed but for the driver. */
+typedef struct gpu_finder {
+    gpu *g;           /**< not NULL when something is looked for */
+    gpu_range *known; /**< allocations on devices, ascending */
+    size_t n_known, last;
+    /** 1 + stretches of addresses (GPU_ADDRESS_GRAIN) that are host memory */
+    uint64_t host[GPU_FINDER_STRETCHES];
+} gpu_finder;
+
+/** gpu_range_of(), from what is known already if it can. */
+fanin_status gpu_find(gpu_finder *f, const void *address, gpu_range *out,
+                      fanin_error *error);
+void gpu_finder_free(gpu_finder *f);
+
+/** What a tensor says of its memory against where one of its boxes is: NULL if it is true, else
+    the remedy, and what is wrong in @p why. The CPU may use managed memory, so it may be said to
+    be the host's. */
+const char *gpu_contradiction(fanin_memory said, const gpu_range *here, char why[160]);
+
+#endif
