@@ -130,6 +130,18 @@ static fanin_status pull(network_fault *f, const char *command, fanin_error *err
     return status;
 }
 
+/* A link that is up again may lose the first packets: a rank then is unreachable for once more. */
+static void expect_back(network_fault *f)
+{
+    fanin_error error;
+    fanin_status status;
+    deadline at = deadline_in_ms(DEADLINE_MS);
+    do
+        status = pull(f, NULL, &error);
+    while (status == FANIN_ERR_UNREACHABLE && !deadline_passed(at));
+    assert_ok(status, error);
+}
+
 static void connect_all(network_fault *f)
 {
     fanin_error error = FANIN_ERROR_INIT;
@@ -163,7 +175,7 @@ static void test_link_cut(void **state)
     expect_lost(pull(&f, "ip link set fanin0 down", &error), &error);
     assert_true(error.rank >= 0);
     run_command("ip link set fanin0 up");
-    assert_ok(pull(&f, NULL, &error), error);
+    expect_back(&f);
     tear_down(&f);
 }
 
