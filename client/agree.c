@@ -123,12 +123,23 @@ static fanin_status check_refusals(const agreement *g, fanin_error *error)
 {
     for (size_t i = 0; i < g->client->n_peers; i++) {
         const asker *a = &g->askers[i];
-        if (a->refused && a->refused != FANIN_ERR_TIMEOUT) {
+        if (a->refused && a->refused != FANIN_ERR_TIMEOUT &&
+            a->refused != FANIN_ERR_PAUSED) {
             error_copy(error, &a->error);
             return a->refused;
         }
     }
     return FANIN_OK;
+}
+
+/* The first rank that is paused, NULL: none. */
+static const asker *find_paused(const agreement *g)
+{
+    for (size_t i = 0; i < g->client->n_peers; i++) {
+        if (g->askers[i].refused == FANIN_ERR_PAUSED)
+            return &g->askers[i];
+    }
+    return NULL;
 }
 
 /* Marks the ranks that announced the target; true: that is every rank of the world. */
@@ -183,6 +194,22 @@ static fanin_status judge(agreement *g, bool *enough, fanin_error *error)
     return FANIN_OK;
 }
 
+/* A rank is paused, which waiting does not mend: the marked ones suffice, or the pull is over. Those
+   that have not answered yet are given the time that replicas are given to catch up. */
+static fanin_status decide_without(agreement *g, const asker *paused, size_t marked,
+                                   bool *agreed, fanin_error *error)
+{
+    if (g->grace == UINT64_MAX)
+        g->grace = deadline_in_ms(GRACE_MS);
+    if (!nobody_waits(g) && !deadline_passed(g->grace))
+        return FANIN_OK;
+    fanin_status status = marked > 0 ? judge(g, agreed, error) : FANIN_OK;
+    if (status != FANIN_OK || *agreed)
+        return status;
+    error_copy(error, &paused->error);
+    return FANIN_ERR_PAUSED;
+}
+
 /* FANIN_OK and *agreed: the marked ranks are the ones to read. */
 static fanin_status decide(agreement *g, bool *agreed, fanin_error *error)
 {
@@ -195,6 +222,9 @@ static fanin_status decide(agreement *g, bool *agreed, fanin_error *error)
         return superseded(g, error);
     size_t marked;
     *agreed = mark(g, &marked);
+    const asker *paused = find_paused(g);
+    if (paused)
+        return decide_without(g, paused, marked, agreed, error);
     if (*agreed || marked == 0)
         return FANIN_OK;
     if (nobody_waits(g)) {

@@ -10,7 +10,8 @@
  * them, or a sufficient set of them (replicas), announce one. announced[i] and use[i]
  * (one a peer) say who did; the step is announced[i].step of any with use[i].
  *
- * FANIN_ERR_SUPERSEDED, FANIN_ERR_NOT_FOUND (no such run), FANIN_ERR_TIMEOUT (names the ranks
+ * FANIN_ERR_SUPERSEDED, FANIN_ERR_NOT_FOUND (no such run), FANIN_ERR_PAUSED (by a rank without
+ * which the others, as soon as they have answered, do not suffice), FANIN_ERR_TIMEOUT (names the ranks
  * that are behind and their steps), FANIN_ERR_CANCELLED, connection errors if no rank is left.
  */
 fanin_status agree(fanin_client *client, publication *p,

@@ -169,8 +169,10 @@ void connection_start(connection *c)
 
 static void send_hello(connection *c)
 {
-    msg_hello hello = {
-        .version_min = VERSION_MIN, .version_max = VERSION_MAX, .role = ROLE_CONTROL};
+    msg_hello hello = {.version_min = VERSION_MIN,
+                       .version_max = VERSION_MAX,
+                       .features = FEATURES,
+                       .role = ROLE_CONTROL};
     memcpy(hello.id, c->shared->client_id, sizeof(hello.id));
     snprintf(hello.software, sizeof(hello.software), "fanin %s", fanin_version());
     if (c->shared->ucx_version)
@@ -395,6 +397,30 @@ static void on_ready(loop_source *source, uint32_t events)
 
 /* -------------------------------------------------------------- requests */
 
+static void on_pong(void *cookie, connection *c, message_type type, body *b)
+{
+    (void)cookie;
+    (void)c;
+    (void)type;
+    (void)b; /* any byte counts as a sign of life */
+}
+
+/* Whether anybody still waits for this rank. The answer to a question that was given up may lie
+   unread until the next call: that silence is this side's, not the rank's. */
+static bool awaited(const connection *c)
+{
+    bool any = c->owing;
+    for (const pending *p = c->pending; p && !any; p = p->next)
+        any = p->fn && p->fn != on_pong;
+    return any;
+}
+
+static void listen_anew(connection *c)
+{
+    c->heard_ns = clock_ns();
+    c->pinged = false;
+}
+
 uint64_t connection_next_request(connection *c)
 {
     return c->next_request++;
@@ -416,8 +442,8 @@ void connection_ask(connection *c, uint64_t request, reply_fn fn, void *cookie)
         fn(cookie, c, 0, NULL);
         return;
     }
-    if (!c->pending)
-        c->heard_ns = clock_ns();
+    if (!awaited(c))
+        listen_anew(c);
     *p = (pending){.next = c->pending, .request = request, .fn = fn, .cookie = cookie};
     c->pending = p;
     flush(c);
@@ -440,14 +466,6 @@ void connection_keep(connection *c, uint64_t request)
         p->keep |= p->request == request;
 }
 
-static void on_pong(void *cookie, connection *c, message_type type, body *b)
-{
-    (void)cookie;
-    (void)c;
-    (void)type;
-    (void)b; /* any byte counts as a sign of life */
-}
-
 bool connection_owes(const connection *c)
 {
     bool owes = c->state == CONNECTION_READY && c->owing;
@@ -458,8 +476,8 @@ bool connection_owes(const connection *c)
 
 void connection_set_owing(connection *c, bool owing)
 {
-    if (owing && !c->owing && !c->pending)
-        c->heard_ns = clock_ns();
+    if (owing && !awaited(c))
+        listen_anew(c);
     c->owing = owing;
 }
 
@@ -476,7 +494,7 @@ deadline connection_tick(connection *c)
                           : "did not answer in time");
         return c->state == CONNECTION_DOWN ? UINT64_MAX : c->connect_by;
     }
-    if (!c->pending && !c->owing)
+    if (!awaited(c))
         return UINT64_MAX;
     uint64_t lost_ns = (uint64_t)c->shared->lost_ms * 1000000;
     uint64_t now = clock_ns();

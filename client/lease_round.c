@@ -42,6 +42,9 @@ static void on_begun(void *cookie, connection *c, message_type type, body *b)
     t->error = (fanin_error)FANIN_ERROR_INIT;
     if (type != MSG_BEGIN_OK || decode_begin_ok(b, &m) != FANIN_OK) {
         t->status = connection_reply_error(c, "begin", type, b, &t->error);
+        /* The next agreement finds out whether the others suffice without it. */
+        if (t->status == FANIN_ERR_PAUSED)
+            t->status = t->error.status = FANIN_ERR_STALE;
         return;
     }
     if (!m.granted) {

@@ -111,6 +111,8 @@ static fanin_status get_ready(pull *p, fanin_error *error)
     /* Its owner may want to free memory that is mapped here. */
     if (status == FANIN_ERR_NOT_FOUND)
         tables_forget(client, p->publication);
+    if (status == FANIN_ERR_PAUSED)
+        tables_unmap(client, p->publication);
     info->wait_ns += lap(&clock);
     if (status == FANIN_OK)
         status =

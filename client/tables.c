@@ -124,18 +124,33 @@ void tables_forget(fanin_client *client, publication *p)
         ipc_map_sweep(client->ipc);
 }
 
+/* Whether there was anything to drop. */
+static bool drop_all_views(publication *p)
+{
+    bool any = false;
+    for (size_t i = 0; i < p->n_peers; i++) {
+        shard_table *s = &p->shards[i];
+        if (s->n_views == 0)
+            continue;
+        drop_views(s);
+        s->path = FANIN_PATH_AUTO;
+        any = true;
+    }
+    return any;
+}
+
+void tables_unmap(fanin_client *client, publication *p)
+{
+    if (drop_all_views(p))
+        ipc_map_sweep(client->ipc);
+}
+
 void tables_unmap_idle(fanin_client *client, uint64_t since_ns)
 {
     bool any = false;
     for (publication *p = client->publications; p; p = p->next) {
-        for (size_t i = 0; i < p->n_peers && p->used_ns < since_ns; i++) {
-            shard_table *s = &p->shards[i];
-            if (s->n_views == 0)
-                continue;
-            drop_views(s);
-            s->path = FANIN_PATH_AUTO;
+        if (p->used_ns < since_ns && drop_all_views(p))
             any = true;
-        }
     }
     if (any)
         ipc_map_sweep(client->ipc);

@@ -85,6 +85,9 @@ publication *tables_of(fanin_client *client, const char *name);
 void tables_free_all(fanin_client *client);
 /** The ranks do not publish it any more: drops what is known of it, and unmaps its memory. */
 void tables_forget(fanin_client *client, publication *p);
+/** The publication is paused: unmaps its memory, which the trainer wants to free, and keeps the tables.
+    No kernel may be under way. */
+void tables_unmap(fanin_client *client, publication *p);
 /** The regions of @p s as @p device sees them, NULL: not mapped for it. */
 const ipc_view *tables_view(const shard_table *s, int device);
 /** Unmaps the memory of publications of which no pull has begun since @p since_ns: their owners may

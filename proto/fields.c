@@ -60,7 +60,7 @@ TABLE(fields_list_entry, NAME(1, msg_list_entry, publication),
       U64(2, msg_list_entry, step), U64(3, msg_list_entry, epoch),
       U64(4, msg_list_entry, catalog_version), U64(5, msg_list_entry, tensors),
       U64(6, msg_list_entry, bytes), ID(7, msg_list_entry, key_digest),
-      I32(8, msg_list_entry, state, WIRE_STATE_UNPUBLISHED, WIRE_STATE_WRITING));
+      I32(8, msg_list_entry, state, WIRE_STATE_UNPUBLISHED, WIRE_STATE_PAUSED));
 
 TABLE(fields_keys, ID(2, msg_blob_request, digest), U64(5, msg_blob_request, offset));
 TABLE(fields_boxes, NAME(1, msg_blob_request, publication),
@@ -89,7 +89,7 @@ TABLE(fields_begin_granted, FLAG(1, msg_begin_ok, granted), ID(2, msg_begin_ok, 
       U64(3, msg_begin_ok, epoch), U32(4, msg_begin_ok, lease_ms, 0, UINT32_MAX),
       FIRST_REGION);
 TABLE(fields_begin_refused, FLAG(1, msg_begin_ok, granted),
-      I32(5, msg_begin_ok, state, WIRE_STATE_UNPUBLISHED, WIRE_STATE_WRITING),
+      I32(5, msg_begin_ok, state, WIRE_STATE_UNPUBLISHED, WIRE_STATE_PAUSED),
       U64(6, msg_begin_ok, step), U64(7, msg_begin_ok, catalog_version),
       OPTIONAL_TEXT(8, msg_begin_ok, why));
 
@@ -102,7 +102,7 @@ TABLE(fields_end_ok, FLAG(1, msg_end_ok, good), U64(2, msg_end_ok, step));
 
 TABLE(fields_watch, NAME(1, msg_watch, publication));
 TABLE(fields_event, NAME(1, msg_event, publication), U64(2, msg_event, step),
-      I32(3, msg_event, state, WIRE_STATE_UNPUBLISHED, WIRE_STATE_WRITING));
+      I32(3, msg_event, state, WIRE_STATE_UNPUBLISHED, WIRE_STATE_PAUSED));
 
 TABLE(fields_error, NUMBER(1, FIELD_I32, msg_error, code, -999, (uint64_t)-100),
       OPTIONAL_TEXT(2, msg_error, message), OPTIONAL_TEXT(3, msg_error, remedy),

@@ -37,7 +37,12 @@ typedef enum wire_state {
     WIRE_STATE_STABLE = 1,
     WIRE_STATE_DRAINING = 2,
     WIRE_STATE_WRITING = 3,
+    WIRE_STATE_PAUSED = 4, /**< only to peers with FEATURE_PAUSED */
 } wire_state;
+
+/** Bits of features in hello and hello_ok. */
+#define FEATURE_PAUSED UINT64_C(1) /**< knows WIRE_STATE_PAUSED */
+#define FEATURES FEATURE_PAUSED    /**< that this code has */
 
 typedef struct bytes_view {
     const uint8_t *data;

@@ -242,12 +242,17 @@ static void publish_copy(fanin_server *s, publication *p, commit *c)
     lease_void_strays(s, p);
 }
 
+void commit_set_catalog(fanin_server *s, publication *p, snapshot *catalog)
+{
+    if (p->catalog == catalog)
+        return;
+    commit_discard(s, p->catalog);
+    p->catalog = snapshot_retain(catalog);
+}
+
 static void take_effect(fanin_server *s, publication *p, commit *c)
 {
-    if (p->catalog != c->catalog) {
-        commit_discard(s, p->catalog);
-        p->catalog = snapshot_retain(c->catalog);
-    }
+    commit_set_catalog(s, p, c->catalog);
     if (c->mode == MODE_SNAPSHOT)
         publish_copy(s, p, c);
     else

@@ -82,6 +82,9 @@ static fanin_status check_commit(const publication *p, const commit *terms,
         return error_set(error, FANIN_ERR_ARGUMENT, &place,
                          "there is no publication %s", p->name);
     }
+    fanin_status status = publication_check_paused(p, "commit", error);
+    if (status != FANIN_OK)
+        return status;
     bool readable = p->state == STATE_DRAINING || p->state == STATE_STABLE;
     bool may_follow = p->mode == MODE_SNAPSHOT && (p->update_open || p->aborted);
     if (readable && !may_follow) {
@@ -112,8 +115,7 @@ static fanin_status check_commit(const publication *p, const commit *terms,
     return FANIN_OK;
 }
 
-/* Takes both locks once nothing is pending. FANIN_ERR_TIMEOUT: holds none. */
-static fanin_status enter(fanin_server *s, publication *p, fanin_error *error)
+fanin_status commit_enter(fanin_server *s, publication *p, fanin_error *error)
 {
     deadline at = deadline_in_ms(COMMIT_WAIT_MS);
     for (;;) {
@@ -220,32 +222,47 @@ static void prepare_devices(fanin_server *s, const publication *p,
     }
 }
 
-/* Gives the commit its catalog: the last one if nothing has changed. With the writer lock, which
+/* The publication's catalog as @p c will have it, NULL: by reference. With the writer lock, which
    also keeps p->catalog from changing; builds outside of the server's lock. */
-static fanin_status give_catalog(fanin_server *s, publication *p, commit *c,
-                                 fanin_error *error)
+static fanin_status make_catalog(fanin_server *s, publication *p, const commit *c,
+                                 snapshot **out, fanin_error *error)
 {
     pthread_mutex_lock(&s->lock);
     bool current = p->catalog && p->catalog->revision == p->revision;
     if (current)
-        c->catalog = snapshot_retain(p->catalog);
+        *out = snapshot_retain(p->catalog);
     uint64_t version = current ? 0 : next_even(s);
     pthread_mutex_unlock(&s->lock);
     if (current)
         return FANIN_OK;
-    snapshot *built = NULL;
     fanin_status status =
-        c->mode == MODE_SNAPSHOT
-            ? build_copied(s, p, c, version, &built, error)
+        c && c->mode == MODE_SNAPSHOT
+            ? build_copied(s, p, c, version, out, error)
             : snapshot_build(&s->registrar, &p->shards, p->pairs, (uint32_t)p->n_pairs,
-                             version, s->rank, s->world_size, p->catalog, &built,
-                             error);
+                             version, s->rank, s->world_size, p->catalog, out, error);
     if (status != FANIN_OK)
         return status;
-    built->revision = p->revision;
-    prepare_devices(s, p, built);
+    (*out)->revision = p->revision;
+    prepare_devices(s, p, *out);
+    return FANIN_OK;
+}
+
+fanin_status commit_make_catalog(fanin_server *s, publication *p, snapshot **out,
+                                 fanin_error *error)
+{
+    return make_catalog(s, p, NULL, out, error);
+}
+
+/* With the writer lock. */
+static fanin_status give_catalog(fanin_server *s, publication *p, commit *c,
+                                 fanin_error *error)
+{
+    snapshot *made = NULL;
+    fanin_status status = make_catalog(s, p, c, &made, error);
+    if (status != FANIN_OK)
+        return status;
     pthread_mutex_lock(&s->lock);
-    c->catalog = built;
+    c->catalog = made;
     pthread_mutex_unlock(&s->lock);
     return FANIN_OK;
 }
@@ -436,7 +453,7 @@ static fanin_status run(fanin_server *s, publication *p, const request *q,
                         fanin_error *error)
 {
     commit *c = NULL;
-    fanin_status status = enter(s, p, error);
+    fanin_status status = commit_enter(s, p, error);
     if (status != FANIN_OK)
         return status;
     status = check_commit(p, &q->terms, error);

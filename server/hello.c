@@ -33,6 +33,7 @@ static void reply_hello(session *s, uint64_t request, const uint8_t id[16])
 {
     const fanin_server *server = s->control->server;
     msg_hello_ok m = {.version = VERSION_MAX,
+                      .features = FEATURES,
                       .rank = server->rank,
                       .world_size = server->world_size,
                       .paths = offered_paths(s),
@@ -63,6 +64,7 @@ static void open_control(session *s, uint64_t request, const msg_hello *m)
         return;
     }
     memcpy(s->ucx_version, m->ucx_version, sizeof s->ucx_version);
+    s->features = m->features & FEATURES;
     s->phase = SESSION_OPEN;
     s->idle = deadline_in_ms(server->idle_ms);
     log_write(&server->log, FANIN_LOG_INFO, "session-open", "%s: %s%s%s", s->peer,

@@ -3,6 +3,8 @@
 
        unpublished --commit--> stable --begin_update--> draining --> writing --commit--> stable
                                                                         `--abort--> unpublished
+       stable --pause--> draining --> paused --resume--> stable
+       unpublished --pause--> paused --resume--> unpublished
 
    A publication is readable while it is stable or draining; its epoch is odd otherwise. */
 #include "error_set.h"
@@ -143,7 +145,8 @@ void publications_free(fanin_server *s)
 
 const char *state_name(publication_state state)
 {
-    static const char *const names[] = {"unpublished", "stable", "draining", "writing"};
+    static const char *const names[] = {"unpublished", "stable", "draining", "writing",
+                                        "paused"};
     return names[state];
 }
 
@@ -239,8 +242,8 @@ void publication_wait_for_reads(fanin_server *s, publication *p)
         pthread_cond_wait(&s->freed, &s->lock);
 }
 
-/* From any state but draining to an odd epoch. */
-static void turn(fanin_server *s, publication *p)
+/* From any state but draining to an odd epoch, and to the state writing or paused. */
+static void turn(fanin_server *s, publication *p, publication_state to)
 {
     uint64_t began = clock_ns();
     if (p->state == STATE_STABLE) {
@@ -251,13 +254,13 @@ static void turn(fanin_server *s, publication *p)
     p->epoch = next_odd(s);
     p->previous = 0;
     lease_void_all(s, p);
-    p->update_open = true;
-    if (p->state != STATE_WRITING)
-        publication_enter(s, p, STATE_WRITING);
+    p->update_open = to == STATE_WRITING;
+    if (p->state != to)
+        publication_enter(s, p, to);
     pthread_cond_broadcast(&s->freed); /* for those that wait for the draining to end */
     publication_wait_for_reads(s, p);
     uint64_t waited = clock_ns() - began;
-    s->stats.updates++;
+    s->stats.updates += to == STATE_WRITING;
     s->stats.drain_wait_ns_total += waited;
     if (waited > s->stats.drain_wait_ns_max)
         s->stats.drain_wait_ns_max = waited;
@@ -270,9 +273,36 @@ static bool has_copies(const publication *p)
            (p->pending && commit_is_copy(p->pending));
 }
 
+bool publication_is_away(const publication *p)
+{
+    return p->paused && p->state != STATE_STABLE;
+}
+
+fanin_status publication_check_paused(const publication *p, const char *phase,
+                                      fanin_error *error)
+{
+    error_place place = {.phase = phase, .remedy = "resume it first"};
+    if (!p->paused)
+        return FANIN_OK;
+    return error_set(error, FANIN_ERR_STATE, &place, "%s is paused: resume it first",
+                     p->name);
+}
+
+void publication_pause(fanin_server *s, publication *p, const char *reason)
+{
+    p->paused = true;
+    p->was_stable = p->state == STATE_STABLE;
+    snprintf(p->reason, sizeof p->reason, "%s", reason);
+    if (!has_copies(p))
+        turn(s, p, STATE_PAUSED);
+}
+
 fanin_status publication_open_update(fanin_server *s, publication *p,
                                      fanin_error *error)
 {
+    fanin_status status = publication_check_paused(p, "update", error);
+    if (status != FANIN_OK)
+        return status;
     if (p->state == STATE_DRAINING) {
         error_place place = {.phase = "update",
                              .remedy =
@@ -289,12 +319,14 @@ fanin_status publication_open_update(fanin_server *s, publication *p,
     }
     if (RULE(RULE_LATE_EFFECT))
         commit_withdraw(s, p, "begin_update came before its stream had got there");
-    turn(s, p);
+    turn(s, p, STATE_WRITING);
     return FANIN_OK;
 }
 
 void publication_make_unreadable(fanin_server *s, publication *p)
 {
+    if (p->paused)
+        return; /* nobody reads the shards, and no commit is due to resume */
     while (p->state == STATE_DRAINING)
         pthread_cond_wait(&s->freed, &s->lock);
     commit_settle(s, p);
@@ -304,7 +336,7 @@ void publication_make_unreadable(fanin_server *s, publication *p)
     }
     commit_withdraw(s, p, "shards of it were replaced or removed");
     if (p->state == STATE_STABLE)
-        turn(s, p);
+        turn(s, p, STATE_WRITING);
     else
         publication_wait_for_reads(s, p);
 }
@@ -316,10 +348,10 @@ void publication_close(fanin_server *s, publication *p)
     commit_settle(s, p);
     commit_withdraw(s, p, "the publication was removed");
     if (p->state == STATE_STABLE)
-        turn(s, p);
+        turn(s, p, STATE_WRITING);
     else
         publication_wait_for_reads(s, p);
-    p->update_open = false;
+    p->update_open = p->paused = false;
     p->mode = MODE_UNKNOWN;
     p->cast = 0;
     p->arena = 0;
@@ -372,6 +404,14 @@ static void abort_update(fanin_server *s, publication *p)
     publication_enter(s, p, STATE_UNPUBLISHED);
 }
 
+/* While it is paused: resume does not show the step again. Lock held. */
+static void give_up(fanin_server *s, publication *p)
+{
+    p->was_stable = false;
+    p->aborted = p->aborted || has_copies(p);
+    s->stats.aborts++;
+}
+
 fanin_status fanin_server_abort_update(fanin_server *server, const char *name,
                                        fanin_error *error)
 {
@@ -386,6 +426,8 @@ fanin_status fanin_server_abort_update(fanin_server *server, const char *name,
     if (!p || !p->present) {
         status = error_set(error, FANIN_ERR_NOT_FOUND, &place,
                            "there is no publication %s", name);
+    } else if (p->paused) {
+        give_up(server, p);
     } else if (!may_abort(server, p)) {
         status =
             error_set(error, FANIN_ERR_STATE, &place, "no update of %s is open", name);

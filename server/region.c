@@ -235,6 +235,32 @@ void region_set_forget(registrar *r, region_set *set, const shard *s)
     pthread_mutex_unlock(&r->lock);
 }
 
+bool region_set_lend(registrar *r, region_set *set)
+{
+    bool any = false;
+    pthread_mutex_lock(&r->lock);
+    for (uint32_t i = 0; i < set->count; i++) {
+        region *one = set->regions[i];
+        bool known = one->has_key;
+        for (int k = 0; k < DOMAINS; k++)
+            known = known || one->registered[k];
+        any = any || known;
+        one->away = true;
+        if (known)
+            forget(r, one);
+    }
+    pthread_mutex_unlock(&r->lock);
+    return any;
+}
+
+void region_set_return(registrar *r, region_set *set)
+{
+    pthread_mutex_lock(&r->lock);
+    for (uint32_t i = 0; i < set->count; i++)
+        set->regions[i]->away = false;
+    pthread_mutex_unlock(&r->lock);
+}
+
 /* -------------------------------------------------------------------- keys */
 
 /* A region that UCX cannot register is one that rdma cannot read; pages that are short may be
@@ -362,7 +388,7 @@ fanin_status region_set_encode_keys(registrar *r, region_set *set, int32_t path,
     pthread_mutex_lock(&r->lock);
     for (uint32_t i = 0; status == FANIN_OK && i < set->count; i++) {
         region *one = set->regions[i];
-        if (one->gone)
+        if (one->gone || one->away)
             status = error_set(error, FANIN_ERR_STALE, NULL,
                                "the trainer is replacing shards of this catalog");
         else if (path == WIRE_PATH_CUDA_IPC)

@@ -34,6 +34,7 @@ typedef struct region {
     gpu_range in;   /**< the allocation that holds it, if it is device memory */
     unsigned users; /**< catalogs and mappers */
     bool gone; /**< the memory is the trainer's again: never register it any more */
+    bool away; /**< the same for now */
     bool ucx_refused; /**< device memory that RDMA cannot read here */
     bool exported;    /**< gpu_export() was asked */
     bool has_key;     /**< ... and gave `key` */
@@ -93,6 +94,14 @@ region *region_set_find(const region_set *set, uint64_t address);
 /** Deregisters, for good, the regions in which bytes of @p s lie; NULL: all regions. Who maps
     them is noted for mappers_tell(). */
 void region_set_forget(registrar *r, region_set *set, const shard *s);
+
+/**
+ * The memory is the trainer's until region_set_return(). Regions for which keys were given out are
+ * forgotten for good, as the same addresses may be other memory then; true: there were such, and a
+ * new catalog is due.
+ */
+bool region_set_lend(registrar *r, region_set *set);
+void region_set_return(registrar *r, region_set *set);
 
 /** Appends the region table without remote keys. All bases are 0: it is for readers that
     have no use for this process's addresses. FANIN_ERR_MEMORY. */

@@ -39,15 +39,32 @@ static publication *find_present(const fanin_server *server, const char *name)
     return p && p->present ? p : NULL;
 }
 
+/* Why readers of a publication get nothing. Lock held. */
+static void paused(const publication *p, fanin_error *error)
+{
+    error_place place = {.phase = "wait",
+                         .key = p->name,
+                         .remedy = "pull again when the trainer has resumed it"};
+    error_set(error, FANIN_ERR_PAUSED, &place, "%s is paused: %s", p->name, p->reason);
+}
+
+/* As the session's peer knows it: an older one takes paused for writing. */
+static int32_t state_for(const session *s, publication_state state)
+{
+    if (state == STATE_PAUSED && !(s->features & FEATURE_PAUSED))
+        return WIRE_STATE_WRITING;
+    return (int32_t)state;
+}
+
 /* ------------------------------------------------------------------- list */
 
-static void fill_entry(msg_list_entry *e, const publication *p)
+static void fill_entry(const session *s, msg_list_entry *e, const publication *p)
 {
     memset(e, 0, sizeof *e);
     memcpy(e->publication, p->name, sizeof p->name);
     e->step = p->step;
     e->epoch = p->epoch;
-    e->state = (int32_t)p->state;
+    e->state = state_for(s, p->state);
     if (!p->catalog)
         return;
     e->catalog_version = p->catalog->version;
@@ -69,7 +86,7 @@ static fanin_status handle_list(session *s, uint64_t request, body *in)
     for (size_t i = 0; entries && i < server->n_publications; i++) {
         const publication *p = server->publications[i];
         if (p->present && (!name[0] || strcmp(p->name, name) == 0))
-            fill_entry(&entries[count++], p);
+            fill_entry(s, &entries[count++], p);
     }
     pthread_mutex_unlock(&server->lock);
     if (entries)
@@ -186,10 +203,16 @@ static fanin_status handle_blob(session *s, uint64_t request, message_type type,
 
 /* ------------------------------------------------------------------- wait */
 
-/* Answers if the publication is stable at a step that will do. Lock held. */
+/* Answers if the publication is paused, or stable at a step that will do. Lock held. */
 static bool answer_wait(session *s, uint64_t request, const msg_wait *w)
 {
     const publication *p = find_present(s->control->server, w->publication);
+    if (p && publication_is_away(p)) {
+        fanin_error error = FANIN_ERROR_INIT;
+        paused(p, &error);
+        session_reply_error(s, request, &error);
+        return true;
+    }
     if (!p || p->state != STATE_STABLE ||
         (w->rule != WIRE_RULE_NEWEST && p->step < w->step))
         return false;
@@ -244,6 +267,26 @@ static void unpark(session *s, parked_wait *w)
     s->control->server->listeners--;
 }
 
+/* A client whose pull failed elsewhere does not take its wait back, and comes again: with all slots
+   taken the oldest wait for the publication makes room. Lock held. */
+static void make_room(session *s, const msg_wait *w)
+{
+    parked_wait *oldest = NULL;
+    if (s->n_waits < SESSION_WAITS)
+        return;
+    for (size_t i = 0; i < SESSION_WAITS; i++) {
+        parked_wait *one = &s->waits[i];
+        if (strcmp(one->wait.publication, w->publication) == 0 &&
+            (!oldest || one->request < oldest->request))
+            oldest = one;
+    }
+    if (!oldest)
+        return;
+    unpark(s, oldest);
+    reply_fault(s, oldest->request, FANIN_ERR_CANCELLED,
+                "a later wait of the session took its place");
+}
+
 static fanin_status handle_wait(session *s, uint64_t request, body *in)
 {
     fanin_server *server = s->control->server;
@@ -253,8 +296,11 @@ static fanin_status handle_wait(session *s, uint64_t request, body *in)
     if (status != FANIN_OK)
         return status;
     pthread_mutex_lock(&server->lock);
-    if (!answer_wait(s, request, &m) && may_park(s, &m, &error))
-        park(s, request, &m);
+    if (!answer_wait(s, request, &m)) {
+        make_room(s, &m);
+        if (may_park(s, &m, &error))
+            park(s, request, &m);
+    }
     pthread_mutex_unlock(&server->lock);
     if (error.status != FANIN_OK)
         session_reply_error(s, request, &error);
@@ -318,7 +364,7 @@ void requests_cancel(session *s)
 /* Change @p index of the publication. Lock held. */
 static void report(session *s, const watch *w, const state_change *change)
 {
-    msg_event m = {.step = change->step, .state = (int32_t)change->state};
+    msg_event m = {.step = change->step, .state = state_for(s, change->state)};
     memcpy(m.publication, w->publication, sizeof m.publication);
     encode_event(&s->output, w->request, &m);
 }
@@ -407,10 +453,15 @@ static void answer_begin(session *s, publication *p, const msg_begin *m,
                          msg_begin_ok *reply, fanin_error *error)
 {
     fanin_server *server = s->control->server;
+    if (publication_is_away(p) && !server->stopping) {
+        server->stats.begins_refused++;
+        paused(p, error);
+        return;
+    }
     const char *why = refusal(server, p, m);
     if (why) {
         server->stats.begins_refused++;
-        reply->state = (int32_t)p->state;
+        reply->state = state_for(s, p->state);
         reply->step = p->step;
         reply->catalog_version = p->catalog ? p->catalog->version : 0;
         snprintf(reply->why, sizeof reply->why, "%s", why);

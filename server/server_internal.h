@@ -40,6 +40,7 @@
 #define OUTPUT_MOST (8 << 20)  /**< queued bytes beyond which a session is dropped */
 #define HISTORY 32             /**< state changes that a watcher may lag behind */
 #define STABLE_SAMPLES 8
+#define REASON_SIZE 256  /**< of a pause, with its NUL */
 #define NAMES_MOST 65536 /**< publications' names in one server's life */
 
 typedef enum publication_state {
@@ -47,6 +48,7 @@ typedef enum publication_state {
     STATE_STABLE = WIRE_STATE_STABLE,
     STATE_DRAINING = WIRE_STATE_DRAINING,
     STATE_WRITING = WIRE_STATE_WRITING,
+    STATE_PAUSED = WIRE_STATE_PAUSED,
 } publication_state;
 
 typedef struct publication publication;
@@ -120,6 +122,10 @@ struct publication {
     fanin_dtype cast; /**< of a snapshot publication's commits */
     bool update_open; /**< between begin_update and commit or abort */
     bool aborted;     /**< the last update of a snapshot publication was */
+    /** between pause and resume; unreadable unless it is stable, which a snapshot stays */
+    bool paused;
+    bool was_stable; /**< when it was paused */
+    char reason[REASON_SIZE];
     uint64_t
         epoch; /**< odd: unreadable; of snapshots the published arena's generation */
     /** the generation that still stands of an arena that is not published any more; 0: none */
@@ -221,6 +227,14 @@ fanin_status publication_open_update(fanin_server *s, publication *p,
     unreadable publication only loses its pending commit, a snapshot publication stays readable.
     Lock held. */
 void publication_make_unreadable(fanin_server *s, publication *p);
+/** Lock held, given up while waiting; not paused, no update is open. Nothing is granted, and no
+    shard is read by this process, any more when it returns. */
+void publication_pause(fanin_server *s, publication *p, const char *reason);
+/** Lock held. Whether readers are told that it is paused. */
+bool publication_is_away(const publication *p);
+/** Lock held. FANIN_ERR_STATE if it is paused. */
+fanin_status publication_check_paused(const publication *p, const char *phase,
+                                      fanin_error *error);
 /** Lock held. Nobody reads anything of it afterwards, snapshots neither. */
 void publication_close(fanin_server *s, publication *p);
 /** Lock held. Whether bytes may still be read under a lease of that epoch. */
@@ -251,6 +265,15 @@ void publications_free(fanin_server *s);
 #define COMMIT_WAIT_MS 60000
 
 fanin_status commit_create(fanin_server *s, fanin_error *error);
+/** Takes the writer lock, then the lock, once nothing is pending; waits at most COMMIT_WAIT_MS for
+    that. FANIN_ERR_TIMEOUT: none is held. */
+fanin_status commit_enter(fanin_server *s, publication *p, fanin_error *error);
+/** The catalog of the publication's shards, by reference, with a reference: its last one if
+    nothing has changed. With the writer lock. FANIN_ERR_MEMORY, FANIN_ERR_LIMIT. */
+fanin_status commit_make_catalog(fanin_server *s, publication *p, snapshot **out,
+                                 fanin_error *error);
+/** Lock held. Makes it the publication's. */
+void commit_set_catalog(fanin_server *s, publication *p, snapshot *catalog);
 /** Lock held. Whether it publishes a copy of the shards. */
 bool commit_is_copy(const struct commit *c);
 /** Lock held. Lets the pending commit take effect if its stream has got there. */

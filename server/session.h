@@ -35,6 +35,7 @@ typedef struct session {
     bool trusted;  /**< may use one-sided paths */
     peer_count *counted;
     char peer[64], ucx_version[32];
+    uint64_t features; /**< that both ends have */
     session_phase phase;
     deadline due; /**< of the phase: hello's, or the end's */
     deadline idle;

@@ -11,11 +11,12 @@ static void collect(fanin_server *s, fanin_server_stats *out)
     pthread_mutex_lock(&s->lock);
     *out = s->stats;
     out->leases = s->n_leases;
-    out->publications = out->tensors = 0;
+    out->publications = out->tensors = out->publications_paused = 0;
     for (size_t i = 0; i < s->n_publications; i++) {
         if (!s->publications[i]->present)
             continue;
         out->publications++;
+        out->publications_paused += s->publications[i]->paused;
         out->tensors += s->publications[i]->n_shards;
     }
     pthread_mutex_unlock(&s->lock);
@@ -143,6 +144,8 @@ static void add_sessions(text *t, const fanin_server_stats *s)
            s->sessions);
     number(t, "fanin_leases", "gauge", "Leases that readers hold now.", s->leases);
     number(t, "fanin_publications", "gauge", "Publications now.", s->publications);
+    number(t, "fanin_publications_paused", "gauge",
+           "Publications between pause and resume now.", s->publications_paused);
     number(t, "fanin_tensors", "gauge", "Shards registered now.", s->tensors);
     number(t, "fanin_connection_memory_bytes", "gauge",
            "Memory that all connections take now.", s->session_memory);

@@ -35,6 +35,8 @@ static const char *state_name(int32_t state)
         return "draining";
     case FANIN_PUBLICATION_WRITING:
         return "writing";
+    case FANIN_PUBLICATION_PAUSED:
+        return "paused";
     default:
         return "unknown";
     }

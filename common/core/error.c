@@ -21,6 +21,7 @@ static const status_row status_rows[] = {
     ROW(FANIN_ERR_TIMEOUT, "the deadline passed"),
     ROW(FANIN_ERR_CANCELLED, "the call was cancelled"),
     ROW(FANIN_ERR_SUPERSEDED, "the step asked for has passed"),
+    ROW(FANIN_ERR_PAUSED, "the trainer's memory is away for now"),
     ROW(FANIN_ERR_UNREACHABLE, "nobody answers at the address"),
     ROW(FANIN_ERR_CLOSED, "the connection was closed"),
     ROW(FANIN_ERR_LIMIT, "a limit was reached"),

@@ -65,6 +65,8 @@ enum verb {
     REMOVE,  /* the publication */
     RELEASE, /* its memory */
     AGAIN,   /* the publication, in new memory */
+    PAUSE,   /* the publication */
+    RESUME,  /* it, in new memory, at the same step */
     MAPPERS, /* answers how many sessions may map it */
     MAPPED,  /* answers how many mappings there really are */
     TOLD,    /* answers how often "still-mapped" was logged */
@@ -147,6 +149,15 @@ static int obey(enum verb verb)
         shards = fake_cuda_alloc(0, SHARDS * BYTES, FAKE_CUDA_MALLOC);
         CHECK(put(false) == FANIN_OK);
         return commit();
+    case PAUSE:
+        CHECK(fanin_server_pause(server, "lora:0", NULL, &failure) == FANIN_OK);
+        return 0;
+    case RESUME:
+        shards = fake_cuda_alloc(0, SHARDS * BYTES, FAKE_CUDA_MALLOC);
+        write_shards();
+        CHECK(put(true) == FANIN_OK);
+        CHECK(fanin_server_resume(server, "lora:0", &failure) == FANIN_OK);
+        return 0;
     case MAPPERS:
         CHECK(fanin_server_get_stats(server, &stats) == FANIN_OK);
         return (int)stats.ipc_mappers;
@@ -431,6 +442,45 @@ static void test_removed_shards(void **state)
     stop(&t);
 }
 
+static int bear_pauses(void)
+{
+    worker w = {.device = 1};
+    CHECK(begin(&w) == PASSED);
+    for (int i = 0; i < 3; i++) {
+        CHECK(meet());
+        CHECK(pull(&w) == FANIN_ERR_PAUSED);
+        CHECK(open_mappings() == 0);
+        CHECK(meet());
+        CHECK(pull(&w) == FANIN_OK && w.path == FANIN_PATH_CUDA_IPC && is_right(&w));
+        CHECK(w.step == 1 && open_mappings() == 1);
+    }
+    return end(&w);
+}
+
+/* Paused while mapped: the worker's next pull unmaps, then the memory can be freed; what takes its
+   place, often at the same address, is mapped anew. */
+static void test_paused_shards(void **state)
+{
+    (void)state;
+    trainer t;
+    start(&t);
+    started w = start_worker(&t, bear_pauses);
+    for (int i = 0; i < 3; i++) {
+        await(&w);
+        assert_int_equal(ask(&t, MAPPED), 1);
+        assert_int_equal(ask(&t, PAUSE), 0);
+        assert_int_equal(ask(&t, TOLD), i + 1);
+        go_on(&w);
+        await(&w);
+        assert_int_equal(ask(&t, MAPPED), 0);
+        assert_int_equal(ask(&t, RELEASE), 0);
+        assert_int_equal(ask(&t, RESUME), 0);
+        go_on(&w);
+    }
+    assert_int_equal(finish(&w), PASSED);
+    stop(&t);
+}
+
 static void *tell_when_held(void *cookie)
 {
     (void)cookie;
@@ -522,9 +572,8 @@ int main(int argc, char **argv)
     setenv("FANIN_CUDA_LIBRARY", getenv("FANIN_TEST_CUDA_LIBRARY"), 1);
     unsetenv("CUDA_VISIBLE_DEVICES");
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_moved_shards),
-        cmocka_unit_test(test_removed_shards),
-        cmocka_unit_test(test_killed_worker),
+        cmocka_unit_test(test_moved_shards),     cmocka_unit_test(test_removed_shards),
+        cmocka_unit_test(test_paused_shards),    cmocka_unit_test(test_killed_worker),
         cmocka_unit_test(test_overtaken_reader),
     };
     if (argc > 1)

@@ -18,6 +18,7 @@ static void every_code_has_a_name_and_a_text(void **state)
         FANIN_ERR_TIMEOUT,
         FANIN_ERR_CANCELLED,
         FANIN_ERR_SUPERSEDED,
+        FANIN_ERR_PAUSED,
         FANIN_ERR_UNREACHABLE,
         FANIN_ERR_CLOSED,
         FANIN_ERR_LIMIT,
@@ -64,6 +65,7 @@ static void only_what_may_pass_by_itself_is_retryable(void **state)
     (void)state;
     assert_true(fanin_status_is_retryable(FANIN_ERR_STALE));
     assert_true(fanin_status_is_retryable(FANIN_ERR_TIMEOUT));
+    assert_true(fanin_status_is_retryable(FANIN_ERR_PAUSED));
     assert_true(fanin_status_is_retryable(FANIN_ERR_UNREACHABLE));
     assert_true(fanin_status_is_retryable(FANIN_ERR_CLOSED));
     assert_false(fanin_status_is_retryable(FANIN_OK));

@@ -323,7 +323,7 @@ static void pages_stay_in_their_table(void **state)
 static void states_paths_and_rules_are_enumerated(void **state)
 {
     (void)state;
-    msg_event event = {.publication = "lora:0", .state = WIRE_STATE_WRITING + 1};
+    msg_event event = {.publication = "lora:0", .state = WIRE_STATE_PAUSED + 1};
     msg_wait wait = {.publication = "lora:0", .rule = WIRE_RULE_AT_LEAST + 1};
     msg_open_path path = {.path = 0};
     msg_watch watch = {.publication = ""};

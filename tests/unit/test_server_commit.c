@@ -561,6 +561,51 @@ static void removal_waits_for_the_copy(void **state)
     fanin_server_destroy(&s, 0);
 }
 
+static void *pause_run(void *cookie)
+{
+    committer *c = cookie;
+    c->status = fanin_server_pause(c->server, RUN, NULL, NULL);
+    atomic_store(&c->returned, true);
+    return NULL;
+}
+
+/* Of a commit, whose step is published before, and of a copy that nobody will see. */
+static void pauses_wait_for_the_stream(void **state)
+{
+    (void)state;
+    for (uint32_t flags = 0; flags <= FANIN_COMMIT_SNAPSHOT; flags++) {
+        bool copies = flags == FANIN_COMMIT_SNAPSHOT;
+        fanin_server *s = start(0);
+        uint8_t *a = alloc(0, s, "a");
+        reader r = open_reader(s);
+        commit_ok(s, 1, flags | FANIN_COMMIT_WAIT);
+        server_begin(s);
+        hold();
+        commit_ok(s, 2, flags);
+        if (copies)
+            abort_it(s);
+        committer c = {.server = s};
+        assert_int_equal(pthread_create(&c.thread, NULL, pause_run, &c), 0);
+        assert_true(stays_away(&c));
+        release();
+        assert_int_equal(commit_end(&c), FANIN_OK);
+        memset(fake_cuda_alias(a), 9, SIZE);
+        if (copies) {
+            assert_int_equal(begin(&r), 1); /* the last snapshot */
+            expect_bytes(&r, 0, 1);
+            expect_good(&r);
+        }
+        memset(fake_cuda_alias(a), 1, SIZE);
+        assert_int_equal(fanin_server_resume(s, RUN, NULL), FANIN_OK);
+        assert_int_equal(begin(&r), copies ? 1 : 2);
+        expect_bytes(&r, 0, 1);
+        expect_good(&r);
+        close_reader(&r);
+        fanin_server_destroy(&s, 0);
+        fake_cuda_free(a);
+    }
+}
+
 static void *destroy_run(void *cookie)
 {
     committer *c = cookie;
@@ -782,6 +827,7 @@ int main(void)
         cmocka_unit_test(without_a_stream_it_is_complete),
         cmocka_unit_test(host_memory_waits_for_the_stream),
         cmocka_unit_test(removal_waits_for_the_copy),
+        cmocka_unit_test(pauses_wait_for_the_stream),
         cmocka_unit_test(destruction_waits_for_the_copy),
         cmocka_unit_test(aborted_copies_are_not_published),
         cmocka_unit_test(arenas_can_be_exported),

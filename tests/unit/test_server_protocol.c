@@ -243,9 +243,15 @@ static void a_session_has_a_limited_number_of_waits(void **state)
     peer p = peer_open(s);
     for (int i = 0; i < 16; i++)
         peer_request_wait(&p, RUN, WIRE_RULE_NEWEST, 0, 10000);
-    peer_request_wait(&p, RUN, WIRE_RULE_NEWEST, 0, 10000);
+    uint64_t oldest = p.request - 15;
+    peer_request_wait(&p, "lora:1", WIRE_RULE_NEWEST, 0, 10000);
     peer_expect_error(&p, FANIN_ERR_LIMIT);
     assert_int_equal(p.frame.request, p.request);
+    for (int i = 0; i < 3; i++) { /* the oldest of the publication makes room */
+        peer_request_wait(&p, RUN, WIRE_RULE_NEWEST, 0, 10000);
+        peer_expect_error(&p, FANIN_ERR_CANCELLED);
+        assert_int_equal(p.frame.request, oldest + (uint64_t)i);
+    }
     server_put(s, RUN, "a", memory[0], 10);
     server_commit(s, 1);
     for (int i = 0; i < 16; i++)

@@ -145,7 +145,8 @@ FANIN_API void fanin_pull_options_init(fanin_pull_options *options, size_t size)
  *
  * Errors: those of fanin_client_connect() (lost ranks are connected again), and
  * FANIN_ERR_NOT_FOUND (no such run or tensor), FANIN_ERR_MISMATCH (dtype or shape, catalogs
- * that differ), FANIN_ERR_INCOMPLETE, FANIN_ERR_SUPERSEDED, FANIN_ERR_STALE,
+ * that differ), FANIN_ERR_INCOMPLETE, FANIN_ERR_SUPERSEDED, FANIN_ERR_STALE, FANIN_ERR_PAUSED (a
+ * rank whose bytes no other one holds has paused the run; at once, names the rank),
  * FANIN_ERR_TIMEOUT, FANIN_ERR_CANCELLED, FANIN_ERR_TRANSPORT, FANIN_ERR_MEMORY.
  */
 FANIN_API FANIN_MUST_CHECK fanin_status
@@ -234,6 +235,7 @@ enum {
     FANIN_PUBLICATION_STABLE = 1,
     FANIN_PUBLICATION_DRAINING = 2,
     FANIN_PUBLICATION_WRITING = 3,
+    FANIN_PUBLICATION_PAUSED = 4, /**< the trainer's memory is away for now */
 };
 
 /** One box that one rank holds. */

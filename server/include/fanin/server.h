@@ -217,6 +217,47 @@ fanin_server_commit(fanin_server *server, const char *publication, uint64_t step
 FANIN_API FANIN_MUST_CHECK fanin_status fanin_server_abort_update(
     fanin_server *server, const char *publication, fanin_error *error);
 
+/**
+ * Announces that the trainer is about to take the shards' memory away (offload, an engine's sleep,
+ * a checkpoint that is loaded over it). Acts as begin_update: blocks until the running readers are
+ * done, at most lease_ms, then voids their tokens; a commit that is pending on a stream is waited
+ * for first (at most 60 s). From then until fanin_server_resume() no thread of the library touches
+ * the shards' memory, none of it is registered for one-sided reads (workers of this host may still
+ * map CUDA memory, see fanin_server_remove()), and every pull, also one that waits already, fails at
+ * once with FANIN_ERR_PAUSED, "... is paused: <reason>". Steps stay what they are.
+ *
+ * Of a snapshot publication the last snapshot, which is memory of the server, stays readable; only
+ * the shards are left alone.
+ *
+ * While it is paused, put and remove are allowed and wait for nobody, set_metadata too;
+ * begin_update and commit are FANIN_ERR_STATE. abort_update gives the step up that was published:
+ * for a caller that brings other values back and commits them after resume, which then shows
+ * nothing until that commit (a snapshot stays readable). Paused again: only the reason changes.
+ *
+ * @p reason is UTF-8, one sentence that readers get to see, cut to 255 bytes; NULL or "": "trainer
+ * memory offloaded".
+ *
+ * FANIN_ERR_NOT_FOUND (nothing is created), FANIN_ERR_STATE (an update is open, or another thread is
+ * in begin_update), FANIN_ERR_TIMEOUT (a commit's stream), FANIN_ERR_ARGUMENT, FANIN_ERR_FORKED.
+ */
+FANIN_API FANIN_MUST_CHECK fanin_status fanin_server_pause(fanin_server *server,
+                                                           const char *publication,
+                                                           const char *reason,
+                                                           fanin_error *error);
+
+/**
+ * Ends a pause. What was stable is so again, at the same step under a new epoch, from the shards as
+ * they are put now: the caller promises that all their bytes, moved or not, are those of that
+ * step. What was not published stays so until a commit. Readers fetch the catalog anew only if
+ * shards or metadata changed, or if memory was registered for one-sided reads. Does not block.
+ *
+ * FANIN_ERR_NOT_FOUND, FANIN_ERR_STATE (it is not paused), FANIN_ERR_MEMORY and FANIN_ERR_LIMIT (it
+ * stays paused), FANIN_ERR_ARGUMENT, FANIN_ERR_FORKED.
+ */
+FANIN_API FANIN_MUST_CHECK fanin_status fanin_server_resume(fanin_server *server,
+                                                            const char *publication,
+                                                            fanin_error *error);
+
 /** Called once per key or publication, under no lock; return false to stop. */
 typedef bool (*fanin_name_fn)(void *cookie, const char *name);
 
@@ -245,6 +286,7 @@ typedef struct fanin_server_stats {
     uint64_t sessions_opened, sessions_refused, protocol_errors;
     uint64_t sessions, leases, publications, tensors, session_memory; /**< now */
     uint64_t ipc_mappers; /**< sessions now that may map CUDA memory of this process */
+    uint64_t publications_paused; /**< now */
 } fanin_server_stats;
 
 /** Fills @p stats up to its struct_size. Thread: any. FANIN_ERR_ARGUMENT, FORKED. */

@@ -42,6 +42,7 @@ enum {
     FANIN_ERR_TIMEOUT = -201,    /**< the caller's deadline passed */
     FANIN_ERR_CANCELLED = -202,  /**< fanin_client_cancel() was called */
     FANIN_ERR_SUPERSEDED = -203, /**< the exact step asked for has passed */
+    FANIN_ERR_PAUSED = -204,     /**< the trainer's memory is away for now */
 
     /* The connection is unusable: connect again. */
     FANIN_ERR_UNREACHABLE = -300, /**< nobody answers at the address */

@@ -1,8 +1,15 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/** @file Log messages. The library writes to no descriptor; it calls the caller's function. */
+/**
+ * @file
+ * Log messages. The library writes to no descriptor; it calls the caller's function, or
+ * keeps the messages in a ring that one thread of the caller reads.
+ */
 #ifndef FANIN_LOG_H
 #define FANIN_LOG_H
 
+#include <fanin/error.h>
+
+#include <stddef.h>
 #include <stdint.h>
 
 #ifdef __cplusplus
@@ -24,6 +31,65 @@ enum {
  */
 typedef void (*fanin_log_fn)(void *cookie, fanin_log_level level, const char *event,
                              const char *message);
+
+/**
+ * Messages that wait for a reader. For callers in whose language a call from a foreign
+ * thread is slow or can deadlock: fanin_log_ring_write with the ring as its cookie is the
+ * log function of any number of handles, and one thread reads.
+ */
+typedef struct fanin_log_ring fanin_log_ring;
+
+/** One message. Strings end in a NUL; those that are too long are cut. */
+typedef struct fanin_log_line {
+    size_t struct_size; /**< sizeof(fanin_log_line), set by the caller */
+    fanin_log_level level;
+    uint32_t lost;    /**< messages dropped for want of room just before this one */
+    uint64_t time_ns; /**< CLOCK_REALTIME of the message */
+    char event[48];
+    char message[976];
+} fanin_log_line;
+
+/** Initializer for a fanin_log_line on the stack. */
+#define FANIN_LOG_LINE_INIT                                                            \
+    {                                                                                  \
+        sizeof(fanin_log_line), 0, 0, 0, "", ""                                        \
+    }
+
+/**
+ * Makes a ring of @p lines (1 to 65536, 1 KiB each) that keeps messages of @p level and
+ * graver ones. The caller owns *out. Thread: any. Does not block.
+ * Errors: FANIN_ERR_ARGUMENT, FANIN_ERR_MEMORY.
+ */
+FANIN_API fanin_status fanin_log_ring_create(uint32_t lines, fanin_log_level level,
+                                             fanin_log_ring **out,
+                                             fanin_error *error) FANIN_MUST_CHECK;
+
+/**
+ * A fanin_log_fn whose cookie is the ring (NULL: the message is dropped). Does not wait for
+ * the reader: a full ring drops the new message, and the next one that finds room says how
+ * many. Thread: any, several at once. Dropped too: everything after
+ * fanin_log_ring_close(), and in a forked child.
+ */
+FANIN_API void fanin_log_ring_write(void *ring, fanin_log_level level,
+                                    const char *event, const char *message);
+
+/**
+ * Takes the oldest message, waiting at most @p timeout_ms for one (0: does not block).
+ * Thread: any; several readers share the messages.
+ * Errors: FANIN_ERR_TIMEOUT; FANIN_ERR_CLOSED when the ring is closed and empty;
+ * FANIN_ERR_ARGUMENT (no ring or line, or its struct_size is not set); FANIN_ERR_FORKED.
+ */
+FANIN_API fanin_status fanin_log_ring_read(fanin_log_ring *ring, uint32_t timeout_ms,
+                                           fanin_log_line *line) FANIN_MUST_CHECK;
+
+/** Ends the ring and wakes its readers. Thread: any. Does not block. NULL and twice: fine. */
+FANIN_API void fanin_log_ring_close(fanin_log_ring *ring);
+
+/**
+ * Frees *ring and sets it to NULL. Call it when every handle that logs into the ring is
+ * destroyed and no read is under way. NULL and a pointer to NULL are fine.
+ */
+FANIN_API void fanin_log_ring_destroy(fanin_log_ring **ring);
 
 #ifdef __cplusplus
 }

@@ -1,0 +1,162 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include "clock.h"
+#include "error_set.h"
+
+#include <fanin/log.h>
+
+#include <pthread.h>
+#include <stdbool.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+#include <unistd.h>
+
+#define LINES_MAX 65536u
+
+struct fanin_log_ring {
+    pid_t pid;
+    fanin_log_level level;
+    /* Held for the copy of one line, never while anybody waits for messages. */
+    pthread_mutex_t lock;
+    pthread_cond_t arrived;
+    bool closed;
+    uint32_t capacity, first, used;
+    uint32_t lost; /* since the last message that found room */
+    fanin_log_line lines[];
+};
+
+fanin_status fanin_log_ring_create(uint32_t lines, fanin_log_level level,
+                                   fanin_log_ring **out, fanin_error *error)
+{
+    if (!out || lines == 0 || lines > LINES_MAX || level < FANIN_LOG_ERROR ||
+        level > FANIN_LOG_DEBUG) {
+        const error_place place = {.remedy =
+                                       "give 1 to 65536 lines, a level of fanin/log.h "
+                                       "and a place for the ring"};
+        return error_set(error, FANIN_ERR_ARGUMENT, &place,
+                         "a log ring of %u lines for level %d cannot be made",
+                         (unsigned)lines, (int)level);
+    }
+    fanin_log_ring *ring = calloc(1, sizeof *ring + lines * sizeof ring->lines[0]);
+    if (!ring)
+        return error_set_memory(error);
+    ring->pid = getpid();
+    ring->level = level;
+    ring->capacity = lines;
+    /* Of the attribute and the condition, glibc allocates nothing: these cannot fail. */
+    pthread_condattr_t attributes;
+    pthread_condattr_init(&attributes);
+    pthread_condattr_setclock(&attributes, CLOCK_MONOTONIC);
+    pthread_cond_init(&ring->arrived, &attributes);
+    pthread_condattr_destroy(&attributes);
+    pthread_mutex_init(&ring->lock, NULL);
+    *out = ring;
+    return FANIN_OK;
+}
+
+/* Cuts between two characters, so that a cut text is still UTF-8. */
+static void copy_text(char *to, size_t capacity, const char *from)
+{
+    size_t size = strnlen(from ? from : "", capacity);
+    if (size == capacity) {
+        size--;
+        while (size > 0 && ((unsigned char)from[size] & 0xc0) == 0x80)
+            size--;
+    }
+    if (size)
+        memcpy(to, from, size);
+    to[size] = '\0';
+}
+
+void fanin_log_ring_write(void *cookie, fanin_log_level level, const char *event,
+                          const char *message)
+{
+    fanin_log_ring *ring = cookie;
+    /* In a forked child nobody reads, and the lock may belong to a thread of the parent. */
+    if (!ring || level > ring->level || ring->pid != getpid())
+        return;
+    struct timespec now;
+    clock_gettime(CLOCK_REALTIME, &now);
+    pthread_mutex_lock(&ring->lock);
+    if (ring->closed) {
+        pthread_mutex_unlock(&ring->lock);
+        return;
+    }
+    if (ring->used == ring->capacity) {
+        if (ring->lost < UINT32_MAX)
+            ring->lost++;
+        pthread_mutex_unlock(&ring->lock);
+        return;
+    }
+    fanin_log_line *line = &ring->lines[(ring->first + ring->used) % ring->capacity];
+    line->level = level;
+    line->lost = ring->lost;
+    line->time_ns = (uint64_t)now.tv_sec * UINT64_C(1000000000) + (uint64_t)now.tv_nsec;
+    copy_text(line->event, sizeof line->event, event);
+    copy_text(line->message, sizeof line->message, message);
+    ring->lost = 0;
+    ring->used++;
+    pthread_cond_signal(&ring->arrived);
+    pthread_mutex_unlock(&ring->lock);
+}
+
+/* Waits until there is a message, the ring is closed, or the time is over. */
+static void wait_locked(fanin_log_ring *ring, uint32_t timeout_ms)
+{
+    if (timeout_ms == 0)
+        return;
+    deadline until = deadline_in_ms(timeout_ms);
+    struct timespec at = {.tv_sec = (time_t)(until / UINT64_C(1000000000)),
+                          .tv_nsec = (long)(until % UINT64_C(1000000000))};
+    while (ring->used == 0 && !ring->closed)
+        if (pthread_cond_timedwait(&ring->arrived, &ring->lock, &at) != 0)
+            return;
+}
+
+fanin_status fanin_log_ring_read(fanin_log_ring *ring, uint32_t timeout_ms,
+                                 fanin_log_line *line)
+{
+    size_t skip = offsetof(fanin_log_line, level);
+    if (!ring || !line || line->struct_size <= skip)
+        return FANIN_ERR_ARGUMENT;
+    if (ring->pid != getpid())
+        return FANIN_ERR_FORKED;
+    fanin_status status = FANIN_OK;
+    pthread_mutex_lock(&ring->lock);
+    wait_locked(ring, timeout_ms);
+    if (ring->used > 0) {
+        size_t size =
+            line->struct_size < sizeof *line ? line->struct_size : sizeof *line;
+        memcpy((char *)line + skip, (const char *)&ring->lines[ring->first] + skip,
+               size - skip);
+        ring->first = (ring->first + 1) % ring->capacity;
+        ring->used--;
+    } else {
+        status = ring->closed ? FANIN_ERR_CLOSED : FANIN_ERR_TIMEOUT;
+    }
+    pthread_mutex_unlock(&ring->lock);
+    return status;
+}
+
+void fanin_log_ring_close(fanin_log_ring *ring)
+{
+    if (!ring || ring->pid != getpid())
+        return;
+    pthread_mutex_lock(&ring->lock);
+    ring->closed = true;
+    pthread_cond_broadcast(&ring->arrived);
+    pthread_mutex_unlock(&ring->lock);
+}
+
+void fanin_log_ring_destroy(fanin_log_ring **ring)
+{
+    if (!ring || !*ring)
+        return;
+    /* A forked child frees its copy and leaves alone what threads of the parent used. */
+    if ((*ring)->pid == getpid()) {
+        pthread_mutex_destroy(&(*ring)->lock);
+        pthread_cond_destroy(&(*ring)->arrived);
+    }
+    free(*ring);
+    *ring = NULL;
+}

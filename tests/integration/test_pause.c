@@ -1,0 +1,482 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Pulls from trainers whose memory is away for a while: what fails and how soon, which replicas
+   suffice, what is served afterwards. */
+#include "clock.h"
+#include "local_world.h"
+#include "testing.h"
+
+#include <pthread.h>
+#include <stdatomic.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+
+#define RUN "lora:0"
+#define SOON_NS (UINT64_C(10) * 1000 * 1000 * 1000) /* far below any deadline here */
+
+static void pause_rank(world *w, size_t rank)
+{
+    fanin_error error = FANIN_ERROR_INIT;
+    assert_ok(fanin_server_pause(w->ranks[rank].server, RUN, NULL, &error), error);
+}
+
+static void resume_rank(world *w, size_t rank)
+{
+    fanin_error error = FANIN_ERROR_INIT;
+    assert_ok(fanin_server_resume(w->ranks[rank].server, RUN, &error), error);
+}
+
+static fanin_status pull(const world *w, fanin_client *client, fanin_step_rule rule,
+                         uint64_t step, uint64_t *got, fanin_error *error)
+{
+    fanin_pull_options options;
+    fanin_result_info info;
+    fanin_pull_options_init(&options, sizeof(options));
+    options.publication = RUN;
+    options.rule = rule;
+    options.step = step;
+    options.timeout_ms = 60000;
+    fanin_status status = world_pull(w, client, &options, &info, error);
+    *got = info.step;
+    return status;
+}
+
+static void expect_step(const world *w, fanin_client *client, uint64_t step)
+{
+    fanin_error error = FANIN_ERROR_INIT;
+    uint64_t got;
+    assert_ok(pull(w, client, FANIN_STEP_NEWEST, 0, &got, &error), error);
+    assert_int_equal(got, step);
+}
+
+static void expect_paused(const world *w, fanin_client *client, int32_t rank)
+{
+    fanin_error error = FANIN_ERROR_INIT;
+    uint64_t got, began = clock_ns();
+    assert_int_equal(pull(w, client, FANIN_STEP_NEWEST, 0, &got, &error),
+                     FANIN_ERR_PAUSED);
+    assert_true(clock_ns() - began < SOON_NS);
+    assert_int_equal(error.status, FANIN_ERR_PAUSED);
+    assert_int_equal(error.rank, rank);
+    char who[32];
+    snprintf(who, sizeof who, "rank %d", (int)rank);
+    assert_non_null(strstr(error.message, who));
+    assert_non_null(strstr(error.message, RUN " is paused: trainer memory offloaded"));
+    assert_non_null(strstr(error.remedy, "pull again"));
+    assert_string_equal(error.key, RUN);
+}
+
+static void test_one_rank(void **state)
+{
+    (void)state;
+    world w = {0};
+    world_start(&w, 4, CUT_CHUNK0, world_lora, world_lora_count);
+    world_commit(&w, 1);
+    fanin_client *warm = world_client(&w, FANIN_PATH_STREAM);
+    fanin_client *cold = world_client(&w, FANIN_PATH_STREAM);
+    expect_step(&w, warm, 1);
+    pause_rank(&w, 3);
+    memset(w.ranks[3].memory, 0xee, w.ranks[3].size);
+    expect_paused(&w, warm, 3);
+    expect_paused(&w, cold, 3);
+    world_write(&w, 3, 1);
+    resume_rank(&w, 3);
+    expect_step(&w, warm, 1);
+    expect_step(&w, cold, 1);
+    for (size_t i = 0; i < 4; i++)
+        pause_rank(&w, i);
+    expect_paused(&w, warm, 0);
+    for (size_t i = 0; i < 4; i++)
+        resume_rank(&w, i);
+    world_commit(&w, 2);
+    expect_step(&w, warm, 2);
+    fanin_client_destroy(&warm);
+    fanin_client_destroy(&cold);
+    world_stop(&w);
+}
+
+typedef struct waiting {
+    const world *w;
+    fanin_client *client;
+    fanin_status status;
+    fanin_error error;
+} waiting;
+
+static void *wait_run(void *cookie)
+{
+    waiting *t = cookie;
+    uint64_t got;
+    t->status = pull(t->w, t->client, FANIN_STEP_EXACT, 5, &got, &t->error);
+    return NULL;
+}
+
+/* For a step that is not there yet, and whose deadline is far away. */
+static void test_waiting_pull(void **state)
+{
+    (void)state;
+    world w = {0};
+    world_start(&w, 2, CUT_CHUNK0, world_lora, world_lora_count);
+    world_commit(&w, 1);
+    fanin_client *client = world_client(&w, FANIN_PATH_STREAM);
+    for (int round = 0; round < 20; round++) {
+        waiting t = {.w = &w, .client = client, .error = FANIN_ERROR_INIT};
+        pthread_t thread;
+        uint64_t began = clock_ns();
+        assert_int_equal(pthread_create(&thread, NULL, wait_run, &t), 0);
+        /* Later and later: before the pull asks, while it does, while it waits. */
+        deadline until = began + (uint64_t)round * 200000;
+        while (!deadline_passed(until))
+            ;
+        pause_rank(&w, 1);
+        pthread_join(thread, NULL);
+        assert_int_equal(t.status, FANIN_ERR_PAUSED);
+        assert_int_equal(t.error.rank, 1);
+        assert_true(clock_ns() - began < SOON_NS);
+        resume_rank(&w, 1);
+    }
+    expect_step(&w, client, 1);
+    fanin_client_destroy(&client);
+    world_stop(&w);
+}
+
+/* What a paused rank holds may be had from another one. */
+static void test_replicas(void **state)
+{
+    (void)state;
+    world w = {0};
+    world_start(&w, 4, CUT_HSDP, world_lora, world_lora_count);
+    world_commit(&w, 1);
+    fanin_client *client = world_client(&w, FANIN_PATH_STREAM);
+    expect_step(&w, client, 1);
+    for (size_t i = 0; i < 4; i++) {
+        pause_rank(&w, i);
+        memset(w.ranks[i].memory, 0xee, w.ranks[i].size);
+        expect_step(&w, client, 1);
+        fanin_client *cold = world_client(&w, FANIN_PATH_STREAM);
+        expect_step(&w, cold, 1);
+        fanin_client_destroy(&cold);
+        world_write(&w, i, 1);
+        resume_rank(&w, i);
+    }
+    pause_rank(&w, 0);
+    pause_rank(&w, 2); /* its replica, or the half of another: */
+    pause_rank(&w, 1);
+    expect_paused(&w, client, 0);
+    fanin_client_destroy(&client);
+    world_stop(&w);
+}
+
+static bool see_paused(void *cookie, const fanin_publication_info *info)
+{
+    unsigned *paused = cookie;
+    assert_int_equal(info->state, info->rank == 1 ? FANIN_PUBLICATION_PAUSED
+                                                  : FANIN_PUBLICATION_STABLE);
+    *paused += info->state == FANIN_PUBLICATION_PAUSED;
+    assert_int_equal(info->step, 1);
+    return true;
+}
+
+/* What the command shows, standard error included. */
+static void expect_listed(const world *w)
+{
+    const char *program = getenv("NIXL_FETCH");
+    char command[1024], text[8192];
+    if (!program || !program[0])
+        return; /* a build without it */
+    snprintf(command, sizeof command, "'%s' list %s,%s 2>&1", program, w->addresses[0],
+             w->addresses[1]);
+    FILE *output = popen(command, "re");
+    assert_non_null(output);
+    size_t size = fread(text, 1, sizeof text - 1, output);
+    text[size] = '\0';
+    assert_int_equal(pclose(output), 0);
+    assert_non_null(strstr(text, "paused"));
+    assert_non_null(strstr(text, "is paused: trainer memory offloaded"));
+}
+
+static bool see_pair(void *cookie, const char *key, const char *value)
+{
+    (void)cookie, (void)key, (void)value;
+    return true;
+}
+
+static void test_looking(void **state)
+{
+    (void)state;
+    world w = {0};
+    world_start(&w, 2, CUT_CHUNK0, world_lora, world_lora_count);
+    world_commit(&w, 1);
+    fanin_client *client = world_client(&w, FANIN_PATH_STREAM);
+    fanin_error error = FANIN_ERROR_INIT;
+    unsigned paused = 0;
+    pause_rank(&w, 1);
+    assert_ok(fanin_client_list(client, 5000, see_paused, &paused, &error), error);
+    assert_int_equal(paused, 1);
+    expect_listed(&w);
+    assert_int_equal(fanin_client_metadata(client, RUN, 60000, see_pair, NULL, &error),
+                     FANIN_ERR_PAUSED);
+    resume_rank(&w, 1);
+    assert_ok(fanin_client_metadata(client, RUN, 5000, see_pair, NULL, &error), error);
+    fanin_client_destroy(&client);
+    world_stop(&w);
+}
+
+/* ----------------------------------------------- memory that comes and goes */
+
+#define BYTES ((size_t)1 << 20)
+
+/* A trainer of one tensor, whose memory is unmapped while it is paused. */
+typedef struct trainer {
+    fanin_server *server;
+    char address[32];
+    uint8_t *memory;
+    uint64_t step;
+    atomic_bool stop;
+} trainer;
+
+static uint8_t value_at(uint64_t step)
+{
+    return (uint8_t)(step * 37 + 11);
+}
+
+static fanin_tensor tensor_at(fanin_box *box, void *memory)
+{
+    *box = (fanin_box){.extent = {BYTES}, .address = memory};
+    return (fanin_tensor){.struct_size = sizeof(fanin_tensor),
+                          .name = "a",
+                          .dtype = FANIN_DTYPE_U8,
+                          .n_dims = 1,
+                          .shape = {BYTES},
+                          .boxes = box,
+                          .n_boxes = 1};
+}
+
+/* At another address than before, as far as the kernel sees fit. */
+static uint8_t *map_memory(uint8_t value)
+{
+    uint8_t *memory =
+        mmap(NULL, BYTES, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    assert_true(memory != MAP_FAILED);
+    memset(memory, value, BYTES);
+    return memory;
+}
+
+static void put(trainer *t)
+{
+    fanin_box box;
+    fanin_error error = FANIN_ERROR_INIT;
+    fanin_tensor tensor = tensor_at(&box, t->memory);
+    assert_ok(fanin_server_put(t->server, RUN, &tensor, 1, true, &error), error);
+}
+
+static void train(trainer *t)
+{
+    fanin_error error = FANIN_ERROR_INIT;
+    assert_ok(fanin_server_begin_update(t->server, RUN, &error), error);
+    t->step++;
+    memset(t->memory, value_at(t->step), BYTES);
+    assert_ok(fanin_server_commit(t->server, RUN, t->step, NULL, &error), error);
+}
+
+/* Away and back: where it was, or elsewhere. */
+static void offload(trainer *t, bool move)
+{
+    fanin_error error = FANIN_ERROR_INIT;
+    assert_ok(fanin_server_pause(t->server, RUN, NULL, &error), error);
+    if (move) {
+        uint8_t *fresh = map_memory(value_at(t->step));
+        assert_int_equal(munmap(t->memory, BYTES), 0);
+        t->memory = fresh;
+        put(t);
+    } else {
+        assert_int_equal(mprotect(t->memory, BYTES, PROT_NONE), 0);
+        assert_int_equal(mprotect(t->memory, BYTES, PROT_READ | PROT_WRITE), 0);
+        memset(t->memory, 0xee, BYTES);
+        memset(t->memory, value_at(t->step), BYTES);
+    }
+    assert_ok(fanin_server_resume(t->server, RUN, &error), error);
+}
+
+static void trainer_start(trainer *t)
+{
+    fanin_error error = FANIN_ERROR_INIT;
+    fanin_server_config config;
+    fanin_server_config_init(&config, sizeof(config));
+    memset(config.world_id, 5, sizeof(config.world_id));
+    config.rank = 0;
+    config.world_size = 1;
+    config.lease_ms = 200;
+    assert_ok(fanin_server_create(&config, &t->server, &error), error);
+    snprintf(t->address, sizeof t->address, "127.0.0.1:%u",
+             (unsigned)fanin_server_port(t->server));
+    t->memory = map_memory(0);
+    put(t);
+    train(t);
+}
+
+static void trainer_stop(trainer *t)
+{
+    fanin_server_destroy(&t->server, 0);
+    munmap(t->memory, BYTES);
+}
+
+static fanin_client *trainer_client(const trainer *t, fanin_path path)
+{
+    fanin_client_config config;
+    fanin_client *client = NULL;
+    fanin_error error = FANIN_ERROR_INIT;
+    fanin_client_config_init(&config, sizeof(config));
+    config.path = path;
+    const char *address = t->address;
+    assert_ok(fanin_client_create(&config, &client, &error), error);
+    assert_ok(fanin_client_connect(client, &address, 1, 10000, &error), error);
+    return client;
+}
+
+static fanin_status pull_tensor(fanin_client *client, uint8_t *into, uint64_t *step,
+                                fanin_error *error)
+{
+    fanin_box box;
+    fanin_tensor tensor = tensor_at(&box, into);
+    fanin_pull_options options;
+    fanin_result *result = NULL;
+    fanin_result_info info = {.struct_size = sizeof(info)};
+    fanin_pull_options_init(&options, sizeof(options));
+    options.publication = RUN;
+    fanin_status status =
+        fanin_client_pull(client, &options, &tensor, 1, &result, error);
+    if (status == FANIN_OK)
+        fanin_result_get(result, &info);
+    *step = info.step;
+    fanin_result_free(&result);
+    return status;
+}
+
+static bool note_version(void *cookie, const fanin_publication_info *info)
+{
+    *(uint64_t *)cookie = info->catalog_version;
+    return true;
+}
+
+static void expect_pulled(const trainer *t, fanin_client *client)
+{
+    uint8_t *into = malloc(BYTES);
+    uint64_t step;
+    fanin_error error = FANIN_ERROR_INIT;
+    assert_non_null(into);
+    assert_ok(pull_tensor(client, into, &step, &error), error);
+    assert_int_equal(step, t->step);
+    for (size_t i = 0; i < BYTES; i++)
+        if (into[i] != value_at(step))
+            fail_msg("byte %zu is %d, not %d", i, into[i], value_at(step));
+    free(into);
+}
+
+static void offload_on(fanin_path path)
+{
+    trainer t = {0};
+    trainer_start(&t);
+    fanin_client *client = trainer_client(&t, path);
+    expect_pulled(&t, client);
+    uint64_t before, after;
+    fanin_error error = FANIN_ERROR_INIT;
+    for (int round = 0; round < 6; round++) {
+        bool move = round % 2;
+        assert_ok(fanin_client_list(client, 5000, note_version, &before, &error),
+                  error);
+        offload(&t, move);
+        expect_pulled(&t, client);
+        assert_ok(fanin_client_list(client, 5000, note_version, &after, &error), error);
+        /* Keys for one-sided reads end with the pause, as addresses may be used again. */
+        assert_int_equal(after != before, move || path != FANIN_PATH_STREAM);
+        if (round == 3)
+            train(&t);
+    }
+    fanin_client_destroy(&client);
+    trainer_stop(&t);
+}
+
+static void test_offload_stream(void **state)
+{
+    (void)state;
+    offload_on(FANIN_PATH_STREAM);
+}
+
+static void test_offload_cma(void **state)
+{
+    (void)state;
+    if (!world_has_cma())
+        skip();
+    offload_on(FANIN_PATH_CMA);
+}
+
+typedef struct reading {
+    trainer *from;
+    fanin_client *client;
+    uint64_t good, paused, wrong;
+    fanin_status other;
+    fanin_error error;
+} reading;
+
+static void *read_on(void *cookie)
+{
+    reading *r = cookie;
+    uint8_t *into = malloc(BYTES);
+    while (into && !atomic_load(&r->from->stop)) {
+        uint64_t step;
+        fanin_error error = FANIN_ERROR_INIT;
+        fanin_status status = pull_tensor(r->client, into, &step, &error);
+        if (status == FANIN_OK) {
+            r->good++;
+            for (size_t i = 0; i < BYTES; i++)
+                r->wrong += into[i] != value_at(step);
+        } else if (status == FANIN_ERR_PAUSED) {
+            r->paused++;
+        } else {
+            r->other = status;
+            r->error = error;
+            break;
+        }
+    }
+    free(into);
+    return NULL;
+}
+
+/* Pulls without pause, of the reader, while the trainer's memory comes and goes: each has the bytes
+   of its step, or says that the trainer is paused. */
+static void test_reader_loop(void **state)
+{
+    (void)state;
+    trainer t = {0};
+    trainer_start(&t);
+    atomic_init(&t.stop, false);
+    reading r = {.from = &t, .client = trainer_client(&t, FANIN_PATH_STREAM)};
+    pthread_t thread;
+    assert_int_equal(pthread_create(&thread, NULL, read_on, &r), 0);
+    for (int round = 0; round < 150; round++) {
+        if (round % 3 == 0)
+            train(&t);
+        offload(&t, round % 2);
+    }
+    atomic_store(&t.stop, true);
+    pthread_join(thread, NULL);
+    if (r.other)
+        fail_msg("%s: %s", fanin_status_name(r.other), r.error.message);
+    assert_int_equal(r.wrong, 0);
+    assert_true(r.good + r.paused > 0);
+    expect_pulled(&t, r.client);
+    fanin_client_destroy(&r.client);
+    trainer_stop(&t);
+}
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(test_one_rank),       cmocka_unit_test(test_waiting_pull),
+        cmocka_unit_test(test_replicas),       cmocka_unit_test(test_looking),
+        cmocka_unit_test(test_offload_stream), cmocka_unit_test(test_offload_cma),
+        cmocka_unit_test(test_reader_loop),
+    };
+    return cmocka_run_group_tests_name("pause", tests, NULL, NULL);
+}
