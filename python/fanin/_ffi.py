@@ -1,0 +1,451 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The C library's structures and functions, as its public headers declare them.
+
+Nothing here calls the library; :mod:`fanin._library` loads it and applies :data:`PROTOTYPES`.
+Structures that begin with ``struct_size`` may grow at their end in later versions of the library.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import (
+    CFUNCTYPE,
+    POINTER,
+    Structure,
+    c_bool,
+    c_char,
+    c_char_p,
+    c_int32,
+    c_int64,
+    c_size_t,
+    c_uint8,
+    c_uint16,
+    c_uint32,
+    c_uint64,
+    c_void_p,
+)
+from typing import Any
+
+MAX_DIMS = 8
+MAX_NAME = 512
+WORLD_ID_SIZE = 16
+
+OK = 0
+ERR_ARGUMENT = -100
+ERR_TIMEOUT = -201
+ERR_CANCELLED = -202
+ERR_CLOSED = -301
+
+LOG_ERROR, LOG_WARNING, LOG_INFO, LOG_DEBUG = 1, 2, 3, 4
+
+MEMORY_DETECT, MEMORY_HOST, MEMORY_CUDA = 0, 1, 2
+
+SERVER_OPEN, SERVER_TRUSTED_NETWORK, SERVER_NO_UCX = 1, 2, 4
+COMMIT_SNAPSHOT, COMMIT_WAIT = 1, 2
+STEP_NEWEST, STEP_EXACT, STEP_AT_LEAST = 0, 1, 2
+
+#: Names of ``fanin_publication_info.state``.
+PUBLICATION_STATES = ("unpublished", "stable", "draining", "writing", "paused")
+
+#: safetensors' names of the element types, by the library's numbers.
+DTYPES = {
+    "BOOL": 1,
+    "F4": 2,
+    "F6_E2M3": 3,
+    "F6_E3M2": 4,
+    "U8": 5,
+    "I8": 6,
+    "F8_E5M2": 7,
+    "F8_E4M3": 8,
+    "F8_E8M0": 9,
+    "F8_E4M3FNUZ": 10,
+    "F8_E5M2FNUZ": 11,
+    "I16": 12,
+    "U16": 13,
+    "F16": 14,
+    "BF16": 15,
+    "I32": 16,
+    "U32": 17,
+    "F32": 18,
+    "C64": 19,
+    "F64": 20,
+    "I64": 21,
+    "U64": 22,
+}
+
+
+class Error(Structure):
+    """``fanin_error``"""
+
+    _fields_ = [
+        ("struct_size", c_size_t),
+        ("status", c_int32),
+        ("rank", c_int32),
+        ("sys_errno", c_int32),
+        ("ucx_status", c_int32),
+        ("phase", c_char * 16),
+        ("address", c_char * 64),
+        ("key", c_char * 640),
+        ("message", c_char * 512),
+        ("remedy", c_char * 256),
+    ]
+
+
+LogFn = CFUNCTYPE(None, c_void_p, c_int32, c_char_p, c_char_p)
+
+
+class LogLine(Structure):
+    """``fanin_log_line``"""
+
+    _fields_ = [
+        ("struct_size", c_size_t),
+        ("level", c_int32),
+        ("lost", c_uint32),
+        ("time_ns", c_uint64),
+        ("event", c_char * 48),
+        ("message", c_char * 976),
+    ]
+
+
+class Memory(Structure):
+    """``fanin_memory``"""
+
+    _fields_ = [("kind", c_int32), ("device", c_int32)]
+
+
+class Stream(Structure):
+    """``fanin_stream``"""
+
+    _fields_ = [("handle", c_void_p), ("device", c_int32)]
+
+
+class Box(Structure):
+    """``fanin_box``"""
+
+    _fields_ = [
+        ("offset", c_uint64 * MAX_DIMS),
+        ("extent", c_uint64 * MAX_DIMS),
+        ("stride", c_int64 * MAX_DIMS),
+        ("address", c_void_p),
+    ]
+
+
+class Tensor(Structure):
+    """``fanin_tensor``"""
+
+    _fields_ = [
+        ("struct_size", c_size_t),
+        ("name", c_char_p),
+        ("dtype", c_int32),
+        ("n_dims", c_uint32),
+        ("shape", c_uint64 * MAX_DIMS),
+        ("boxes", POINTER(Box)),
+        ("n_boxes", c_size_t),
+        ("memory", Memory),
+    ]
+
+
+class Pair(Structure):
+    """``fanin_pair``"""
+
+    _fields_ = [("key", c_char_p), ("value", c_char_p)]
+
+
+class ServerConfig(Structure):
+    """``fanin_server_config``"""
+
+    _fields_ = [
+        ("struct_size", c_size_t),
+        ("name", c_char_p),
+        ("world_id", c_uint8 * WORLD_ID_SIZE),
+        ("rank", c_uint32),
+        ("world_size", c_uint32),
+        ("bind", c_char_p),
+        ("allow", c_char_p),
+        ("base_port", c_uint16),
+        ("flags", c_uint32),
+        ("lease_ms", c_uint32),
+        ("max_sessions", c_uint32),
+        ("max_memory", c_uint64),
+        ("idle_ms", c_uint32),
+        ("log", c_void_p),
+        ("log_cookie", c_void_p),
+    ]
+
+
+class CommitOptions(Structure):
+    """``fanin_commit_options``"""
+
+    _fields_ = [
+        ("struct_size", c_size_t),
+        ("flags", c_uint32),
+        ("cast", c_int32),
+        ("stream", Stream),
+    ]
+
+
+class ServerStats(Structure):
+    """``fanin_server_stats``"""
+
+    _fields_ = [
+        ("struct_size", c_size_t),
+        ("pulls_good", c_uint64),
+        ("pulls_stale", c_uint64),
+        ("pulls_abandoned", c_uint64),
+        ("begins_granted", c_uint64),
+        ("begins_refused", c_uint64),
+        ("bytes_streamed", c_uint64),
+        ("reads_streamed", c_uint64),
+        ("reads_refused", c_uint64),
+        ("updates", c_uint64),
+        ("commits", c_uint64),
+        ("aborts", c_uint64),
+        ("commits_withdrawn", c_uint64),
+        ("drain_wait_ns_total", c_uint64),
+        ("drain_wait_ns_max", c_uint64),
+        ("drains_expired", c_uint64),
+        ("sessions_opened", c_uint64),
+        ("sessions_refused", c_uint64),
+        ("protocol_errors", c_uint64),
+        ("sessions", c_uint64),
+        ("leases", c_uint64),
+        ("publications", c_uint64),
+        ("tensors", c_uint64),
+        ("session_memory", c_uint64),
+        ("ipc_mappers", c_uint64),
+        ("publications_paused", c_uint64),
+    ]
+
+
+class ClientConfig(Structure):
+    """``fanin_client_config``"""
+
+    _fields_ = [
+        ("struct_size", c_size_t),
+        ("server_name", c_char_p),
+        ("world_id", c_uint8 * WORLD_ID_SIZE),
+        ("connect_timeout_ms", c_uint32),
+        ("lost_ms", c_uint32),
+        ("max_inflight", c_uint64),
+        ("max_catalog", c_uint64),
+        ("streams_per_rank", c_uint32),
+        ("path", c_int32),
+        ("no_unix", c_bool),
+        ("no_ucx", c_bool),
+        ("log", c_void_p),
+        ("log_cookie", c_void_p),
+    ]
+
+
+ProgressFn = CFUNCTYPE(None, c_void_p, c_uint64, c_uint64)
+
+
+class PullOptions(Structure):
+    """``fanin_pull_options``"""
+
+    _fields_ = [
+        ("struct_size", c_size_t),
+        ("publication", c_char_p),
+        ("rule", c_int32),
+        ("step", c_uint64),
+        ("timeout_ms", c_uint32),
+        ("max_attempts", c_uint32),
+        ("progress", ProgressFn),
+        ("progress_cookie", c_void_p),
+        ("dtype", c_int32),
+        ("stream", Stream),
+        ("spare_file", c_bool),
+    ]
+
+
+class ResultInfo(Structure):
+    """``fanin_result_info``"""
+
+    _fields_ = [
+        ("struct_size", c_size_t),
+        ("step", c_uint64),
+        ("world_id", c_uint8 * WORLD_ID_SIZE),
+        ("bytes", c_uint64),
+        ("tensors", c_uint64),
+        ("reads", c_uint64),
+        ("restarts", c_uint32),
+        ("stale", c_uint32),
+        ("reused", c_bool),
+        ("path", c_int32),
+        ("path_reason", c_char_p),
+        ("connect_ns", c_uint64),
+        ("catalog_ns", c_uint64),
+        ("plan_ns", c_uint64),
+        ("wait_ns", c_uint64),
+        ("begin_ns", c_uint64),
+        ("read_ns", c_uint64),
+        ("scatter_ns", c_uint64),
+        ("end_ns", c_uint64),
+        ("write_ns", c_uint64),
+        ("total_ns", c_uint64),
+        ("fixed_ns", c_uint64),
+        ("ranks_json", c_char_p),
+        ("map_ns", c_uint64),
+        ("table_ns", c_uint64),
+    ]
+
+
+class RankInfo(Structure):
+    """``fanin_rank_info``"""
+
+    _fields_ = [
+        ("struct_size", c_size_t),
+        ("rank", c_int32),
+        ("world_size", c_uint32),
+        ("address", c_char_p),
+        ("server_name", c_char_p),
+        ("world_id", c_uint8 * 16),
+        ("incarnation", c_uint8 * 16),
+        ("software", c_char_p),
+        ("ucx_version", c_char_p),
+        ("status", c_int32),
+        ("message", c_char_p),
+    ]
+
+
+class PublicationInfo(Structure):
+    """``fanin_publication_info``"""
+
+    _fields_ = [
+        ("struct_size", c_size_t),
+        ("name", c_char_p),
+        ("rank", c_uint32),
+        ("state", c_int32),
+        ("step", c_uint64),
+        ("epoch", c_uint64),
+        ("catalog_version", c_uint64),
+        ("tensors", c_uint64),
+        ("bytes", c_uint64),
+        ("key_digest", c_uint8 * 16),
+    ]
+
+
+class Owner(Structure):
+    """``fanin_owner``"""
+
+    _fields_ = [
+        ("rank", c_uint32),
+        ("offset", c_uint64 * MAX_DIMS),
+        ("extent", c_uint64 * MAX_DIMS),
+        ("bytes", c_uint64),
+        ("region", c_uint32),
+        ("region_offset", c_uint64),
+        ("packed", c_bool),
+    ]
+
+
+class Entry(Structure):
+    """``fanin_entry``"""
+
+    _fields_ = [
+        ("struct_size", c_size_t),
+        ("name", c_char_p),
+        ("dtype", c_int32),
+        ("n_dims", c_uint32),
+        ("shape", c_uint64 * MAX_DIMS),
+        ("bytes", c_uint64),
+        ("owners", POINTER(Owner)),
+        ("n_owners", c_size_t),
+    ]
+
+
+class WatchEvent(Structure):
+    """``fanin_watch_event``"""
+
+    _fields_ = [
+        ("struct_size", c_size_t),
+        ("step", c_uint64),
+        ("step_newest", c_uint64),
+        ("spread_ns", c_uint64),
+        ("slowest_rank", c_int32),
+    ]
+
+
+NameFn = CFUNCTYPE(c_bool, c_void_p, c_char_p)
+RankFn = CFUNCTYPE(c_bool, c_void_p, POINTER(RankInfo))
+PublicationFn = CFUNCTYPE(c_bool, c_void_p, POINTER(PublicationInfo))
+# The entry as an address: there may be tens of thousands, which are read by struct.
+EntryFn = CFUNCTYPE(c_bool, c_void_p, c_void_p)
+PairFn = CFUNCTYPE(c_bool, c_void_p, c_char_p, c_char_p)
+WatchFn = CFUNCTYPE(c_bool, c_void_p, POINTER(WatchEvent))
+PingFn = CFUNCTYPE(c_bool, c_void_p, POINTER(RankInfo), c_uint64)
+
+_handle = c_void_p
+_handle_out = POINTER(c_void_p)
+_error = POINTER(Error)
+_status = c_int32
+
+#: Function: (type of the result, types of the arguments).
+PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {
+    "fanin_version": (c_char_p, []),
+    "fanin_status_name": (c_char_p, [_status]),
+    "fanin_status_text": (c_char_p, [_status]),
+    "fanin_status_is_retryable": (c_bool, [_status]),
+    "fanin_dtype_name": (c_char_p, [c_int32]),
+    "fanin_dtype_from_name": (c_int32, [c_char_p]),
+    "fanin_dtype_bits": (c_uint32, [c_int32]),
+    "fanin_path_name": (c_char_p, [c_int32]),
+    "fanin_path_from_name": (c_int32, [c_char_p]),
+    "fanin_adapter_name": (c_bool, [c_char_p, c_char_p, c_size_t]),
+    "fanin_log_ring_create": (_status, [c_uint32, c_int32, _handle_out, _error]),
+    "fanin_log_ring_write": (None, [c_void_p, c_int32, c_char_p, c_char_p]),
+    "fanin_log_ring_read": (_status, [_handle, c_uint32, POINTER(LogLine)]),
+    "fanin_log_ring_close": (None, [_handle]),
+    "fanin_log_ring_destroy": (None, [_handle_out]),
+    "fanin_server_config_init": (None, [POINTER(ServerConfig), c_size_t]),
+    "fanin_server_create": (_status, [POINTER(ServerConfig), _handle_out, _error]),
+    "fanin_server_port": (c_uint16, [_handle]),
+    # The tensors are packed into a buffer: its address is passed.
+    "fanin_server_put": (_status, [_handle, c_char_p, c_void_p, c_size_t, c_bool, _error]),
+    "fanin_server_remove": (_status, [_handle, c_char_p, c_char_p, _error]),
+    "fanin_server_set_metadata": (_status, [_handle, c_char_p, POINTER(Pair), c_size_t, _error]),
+    "fanin_server_begin_update": (_status, [_handle, c_char_p, _error]),
+    "fanin_commit_options_init": (None, [POINTER(CommitOptions), c_size_t]),
+    "fanin_server_commit": (_status, [_handle, c_char_p, c_uint64, POINTER(CommitOptions), _error]),
+    "fanin_server_abort_update": (_status, [_handle, c_char_p, _error]),
+    "fanin_server_pause": (_status, [_handle, c_char_p, c_char_p, _error]),
+    "fanin_server_resume": (_status, [_handle, c_char_p, _error]),
+    "fanin_server_list": (_status, [_handle, c_char_p, NameFn, c_void_p, _error]),
+    "fanin_server_get_stats": (_status, [_handle, POINTER(ServerStats)]),
+    "fanin_server_prometheus": (_status, [_handle, c_char_p, c_size_t, POINTER(c_size_t)]),
+    "fanin_server_destroy": (None, [_handle_out, c_uint32]),
+    "fanin_client_config_init": (None, [POINTER(ClientConfig), c_size_t]),
+    "fanin_client_create": (_status, [POINTER(ClientConfig), _handle_out, _error]),
+    "fanin_client_destroy": (None, [_handle_out]),
+    "fanin_client_cancel": (None, [_handle]),
+    "fanin_client_connect": (_status, [_handle, POINTER(c_char_p), c_size_t, c_uint32, _error]),
+    "fanin_client_disconnect": (None, [_handle]),
+    "fanin_pull_options_init": (None, [POINTER(PullOptions), c_size_t]),
+    "fanin_client_pull": (
+        _status,
+        [_handle, POINTER(PullOptions), c_void_p, c_size_t, _handle_out, _error],
+    ),
+    "fanin_client_pull_adapter": (
+        _status,
+        [_handle, POINTER(PullOptions), c_char_p, _handle_out, _error],
+    ),
+    "fanin_result_get": (None, [_handle, POINTER(ResultInfo)]),
+    "fanin_result_free": (None, [_handle_out]),
+    "fanin_client_ranks": (_status, [_handle, RankFn, c_void_p, _error]),
+    "fanin_client_list": (_status, [_handle, c_uint32, PublicationFn, c_void_p, _error]),
+    "fanin_client_catalog": (
+        _status,
+        [_handle, c_char_p, c_char_p, c_uint32, EntryFn, c_void_p, _error],
+    ),
+    "fanin_client_metadata": (_status, [_handle, c_char_p, c_uint32, PairFn, c_void_p, _error]),
+    "fanin_client_watch": (_status, [_handle, c_char_p, c_uint32, WatchFn, c_void_p, _error]),
+    "fanin_client_ping": (_status, [_handle, c_uint32, PingFn, c_void_p, _error]),
+}
+
+
+def apply(library: ctypes.CDLL) -> None:
+    """Gives every function of *library* its prototype. AttributeError: a function is missing."""
+    for name, (result, arguments) in PROTOTYPES.items():
+        function = getattr(library, name)
+        function.restype = result
+        function.argtypes = arguments

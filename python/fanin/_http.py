@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One JSON request to an inference engine, with a deadline, by the standard library only."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import time
+import urllib.parse
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from fanin.errors import RequestError, status_name
+
+__all__ = ["FAILURES", "Reply", "base_url", "post_json"]
+
+FAILURES = (OSError, http.client.HTTPException)
+"""What :func:`post_json` raises when no answer was got."""
+
+_MAX_REPLY = 1 << 20
+
+
+def base_url(url: str) -> str:
+    """An engine's URL without a final ``/`` and without OpenAI's ``/v1``.
+
+    Raises RequestError unless it is ``http://host[:port][/path]`` or https.
+    """
+    try:
+        split = urllib.parse.urlsplit(url.strip())
+        good = split.scheme in ("http", "https") and bool(split.hostname)
+        split.port  # raises ValueError if it is none  # noqa: B018
+    except (ValueError, AttributeError):
+        good = False
+    if not good or split.query or split.fragment or split.username:
+        raise RequestError.make(
+            f"{url!r} is no engine's URL", "give http://HOST:PORT, and a key by api_key"
+        )
+    path = split.path.rstrip("/")
+    if path.endswith("/v1"):
+        path = path[:-3].rstrip("/")
+    return f"{split.scheme}://{split.netloc}{path}"
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """What an engine answered: the HTTP status and the body as text."""
+
+    status: int
+    text: str
+    retry_after: float | None = None
+
+    def json(self) -> Any:
+        """The body as JSON, None if it is none."""
+        try:
+            return json.loads(self.text)
+        except (ValueError, RecursionError):
+            return None
+
+    def error(self) -> dict[str, Any]:
+        """The body's ``error`` object, {} if there is none."""
+        body = self.json()
+        error = body.get("error") if isinstance(body, dict) else None
+        return error if isinstance(error, dict) else {}
+
+    @property
+    def code(self) -> str:
+        """``"FANIN_ERR_..."`` if a fanin route answered with an error, else ``""``."""
+        code = self.error().get("code")
+        if isinstance(code, int) and not isinstance(code, bool) and code < 0:
+            code = status_name(code)
+        return code if isinstance(code, str) and code.startswith("FANIN_ERR_") else ""
+
+    @property
+    def reason(self) -> str:
+        """The sentence in which the engine says why, in whichever of the usual forms."""
+        body = self.json()
+        places: list[Any] = [self.error().get("message")]
+        if isinstance(body, dict):
+            places += [body.get(key) for key in ("message", "error_message", "detail", "error")]
+        for place in places:
+            if place and isinstance(place, (str, list)):
+                return (place if isinstance(place, str) else json.dumps(place))[:1000]
+        return " ".join(self.text.split())[:300]
+
+
+def post_json(
+    url: str, path: str, body: Mapping[str, Any], *, deadline: float, api_key: str | None = None
+) -> Reply:
+    """Posts *body* to ``url + path`` and returns the answer, whatever its status.
+
+    deadline: by time.monotonic(). Ignores proxies of the environment: engines are in the same
+    cluster. Blocks at most until the deadline or a little longer; any thread. Raises one of
+    FAILURES if there is no answer.
+    """
+    split = urllib.parse.urlsplit(url)
+    kind = http.client.HTTPSConnection if split.scheme == "https" else http.client.HTTPConnection
+    connection = kind(split.hostname or "", split.port, timeout=_remaining(deadline))
+    headers = {"Content-Type": "application/json", "Accept": "application/json"}
+    if api_key is not None:
+        headers["Authorization"] = f"Bearer {api_key}"
+    try:
+        connection.connect()
+        connection.sock.settimeout(_remaining(deadline))
+        connection.request("POST", split.path + path, json.dumps(body).encode(), headers)
+        connection.sock.settimeout(_remaining(deadline))
+        response = connection.getresponse()
+        content = b""
+        while len(content) <= _MAX_REPLY:
+            if connection.sock is not None:
+                connection.sock.settimeout(_remaining(deadline))
+            piece = response.read1(65536)
+            if not piece:
+                break
+            content += piece
+        return Reply(
+            response.status,
+            content[:_MAX_REPLY].decode("utf-8", "replace"),
+            _seconds(response.getheader("Retry-After")),
+        )
+    finally:
+        connection.close()
+
+
+def _remaining(deadline: float) -> float:
+    remaining = deadline - time.monotonic()
+    if remaining <= 0:
+        raise TimeoutError("no answer in time")
+    return remaining
+
+
+def _seconds(text: str | None) -> float | None:
+    return float(text) if text is not None and text.isascii() and text.isdigit() else None

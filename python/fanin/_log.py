@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The C library's log lines in :mod:`logging`.
+
+Lines of servers go to the logger ``fanin.server``, those of clients to ``fanin.client``; each
+record has the line's ``event`` ("session-open") as an attribute, and its time. The library's
+threads never wait for Python: they write into a ring, and one daemon thread for each of the two
+loggers, started with the first server or client, reads it. A line that found the ring full is lost;
+how many were is logged as a warning with the event ``log-lost``.
+
+Levels: ERROR, WARNING and INFO lines always get as far as the loggers, which decide as usual
+(nothing below WARNING is shown unless logging is configured). DEBUG lines are made only if
+``logging.getLogger("fanin")`` is effectively at DEBUG when the first server or client is created::
+
+    logging.getLogger("fanin").setLevel(logging.DEBUG)
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import logging
+import os
+import threading
+import traceback
+
+from . import _ffi
+from ._library import check, library, new_error, text
+
+_LINES = 2048  # of 1 KiB, for each of the two rings
+_WAIT_MS = 3_600_000  # closing the ring ends the wait
+_JOIN_SECONDS = 5.0
+
+_LEVELS = {
+    _ffi.LOG_ERROR: logging.ERROR,
+    _ffi.LOG_WARNING: logging.WARNING,
+    _ffi.LOG_INFO: logging.INFO,
+    _ffi.LOG_DEBUG: logging.DEBUG,
+}
+
+
+class _Ring:
+    """A ring of the library and the thread that reads it. Lives as long as the process."""
+
+    def __init__(self, logger: logging.Logger) -> None:
+        self._library = library()
+        self._logger = logger
+        level = logging.getLogger("fanin").getEffectiveLevel()
+        handle, error = ctypes.c_void_p(), new_error()
+        check(
+            self._library.fanin_log_ring_create(
+                _LINES,
+                _ffi.LOG_DEBUG if level <= logging.DEBUG else _ffi.LOG_INFO,
+                ctypes.byref(handle),
+                ctypes.byref(error),
+            ),
+            error,
+        )
+        self.handle = handle
+        self._thread = threading.Thread(target=self._drain, name=f"{logger.name}-log", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Ends the thread once it has read all lines. The ring stays: handles may hold it yet."""
+        self._library.fanin_log_ring_close(self.handle)
+        self._thread.join(_JOIN_SECONDS)
+
+    def _drain(self) -> None:
+        line = _ffi.LogLine()
+        line.struct_size = ctypes.sizeof(line)
+        while True:
+            status = self._library.fanin_log_ring_read(self.handle, _WAIT_MS, ctypes.byref(line))
+            if status == _ffi.OK:
+                self._forward(line)
+            elif status != _ffi.ERR_TIMEOUT:
+                return
+
+    def _forward(self, line: _ffi.LogLine) -> None:
+        if line.lost:
+            self._handle(
+                logging.WARNING,
+                "log-lost",
+                f"{line.lost} log lines were lost: they came faster than they were handled",
+                line.time_ns,
+            )
+        level = _LEVELS.get(line.level, logging.DEBUG)
+        self._handle(level, text(line.event), text(line.message), line.time_ns)
+
+    def _handle(self, level: int, event: str, message: str, time_ns: int) -> None:
+        if not self._logger.isEnabledFor(level):
+            return
+        record = self._logger.makeRecord(
+            self._logger.name, level, "libfanin", 0, message, (), None, extra={"event": event}
+        )
+        record.created = time_ns / 1e9
+        record.msecs = time_ns // 1_000_000 % 1000
+        try:
+            self._logger.handle(record)
+        except Exception:
+            # A filter that raises must not end the log. Handlers' errors never get here.
+            if logging.raiseExceptions:
+                traceback.print_exc()
+
+
+_lock = threading.Lock()
+_rings: dict[str, _Ring] = {}
+
+
+def _forget() -> None:
+    # The threads stayed in the parent, whose rings these are; a lock may have been held.
+    global _lock
+    _lock = threading.Lock()
+    _rings.clear()
+
+
+os.register_at_fork(after_in_child=_forget)
+
+
+def log_target(kind: str) -> tuple[ctypes.c_void_p, ctypes.c_void_p]:
+    """Log function and cookie for the configuration of a *kind* ("server" or "client")."""
+    with _lock:
+        ring = _rings.get(kind)
+        if ring is None:
+            ring = _rings[kind] = _Ring(logging.getLogger(f"fanin.{kind}"))
+            atexit.register(_stop, ring)
+    return ctypes.cast(library().fanin_log_ring_write, ctypes.c_void_p), ring.handle
+
+
+def _stop(ring: _Ring) -> None:
+    if ring in _rings.values():  # not in a forked child
+        ring.stop()

@@ -1,0 +1,250 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a client tells of a trainer and of its pulls: the C library's structures as dataclasses."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import struct
+from dataclasses import dataclass, field
+from typing import Any
+
+from . import _ffi
+from ._library import text
+from .errors import status_name
+
+_DTYPE_NAMES = {code: name for name, code in _ffi.DTYPES.items()}
+
+
+@dataclass(frozen=True)
+class PullResult:
+    """What a pull did. Times are in seconds."""
+
+    step: int
+    #: 32 hexadecimal digits.
+    world_id: str
+    #: Of tensor data.
+    bytes: int
+    #: Filled or written.
+    tensors: int
+    #: Read requests or one-sided gets.
+    reads: int
+    #: Attempts that were begun again.
+    restarts: int
+    #: Of them, those that were overtaken by an update.
+    stale: int
+    #: The directory was there already, and nothing was read.
+    reused: bool
+    #: Of most bytes: "stream", "cma", "rdma", "cuda_ipc".
+    path: str
+    #: Why this path.
+    path_reason: str
+    connect: float
+    catalog: float
+    plan: float
+    wait: float
+    begin: float
+    read: float
+    scatter: float
+    end: float
+    write: float
+    #: The whole call.
+    total: float
+    #: The total, minus first read asked for to last byte in place.
+    fixed: float
+    #: Opening other processes' CUDA memory; part of *connect*.
+    map: float
+    #: Making copy tables on devices; part of *plan*.
+    table: float
+    #: For each rank: rank, address, path, reason, bytes, reads, read_ns, connections.
+    ranks: list[dict[str, Any]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class RankInfo:
+    """A rank as it was last seen."""
+
+    #: None: never answered.
+    rank: int | None
+    #: 0: never answered.
+    world_size: int
+    address: str
+    #: "<name>_<rank>"; "" if it never answered.
+    server_name: str
+    #: 32 hexadecimal digits.
+    world_id: str
+    #: 32 hexadecimal digits, new with every life of the rank's server.
+    incarnation: str
+    #: Library version of the rank.
+    software: str
+    #: "" without UCX.
+    ucx_version: str
+    #: Whether it is connected.
+    connected: bool
+    #: Name of the code that says why it is not ("FANIN_ERR_UNREACHABLE"), "" if it is.
+    status: str
+    #: Why it is not connected, "" if it is.
+    message: str
+
+
+@dataclass(frozen=True)
+class PublicationInfo:
+    """A publication as one rank sees it."""
+
+    #: "lora:<run>".
+    name: str
+    rank: int
+    #: "unpublished", "stable", "draining", "writing" or "paused".
+    state: str
+    #: Last committed.
+    step: int
+    epoch: int
+    catalog_version: int
+    #: Held by this rank.
+    tensors: int
+    #: Held by this rank.
+    bytes: int
+    #: 32 hexadecimal digits.
+    key_digest: str
+
+
+@dataclass(frozen=True)
+class Owner:
+    """A box that one rank holds; *offset* and *extent* in elements of the whole tensor."""
+
+    rank: int
+    offset: tuple[int, ...]
+    extent: tuple[int, ...]
+    bytes: int
+    #: Number in the rank's region table.
+    region: int
+    #: Bytes.
+    region_offset: int
+    packed: bool
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A tensor of a publication and the ranks that hold it."""
+
+    name: str
+    #: safetensors' name: "BF16".
+    dtype: str
+    shape: tuple[int, ...]
+    #: Of the whole tensor.
+    bytes: int
+    owners: tuple[Owner, ...]
+
+
+@dataclass(frozen=True)
+class WatchEvent:
+    """A step that all ranks have committed."""
+
+    step: int
+    #: Of the rank that is furthest.
+    step_newest: int
+    #: Seconds between the first and the last rank's commit of *step*.
+    spread: float
+    #: None: not known.
+    slowest_rank: int | None
+
+
+# ---------------------------------------------------------------------------------- structures
+
+
+def pull_result(lib: ctypes.CDLL, result: ctypes.c_void_p) -> PullResult:
+    info = _ffi.ResultInfo()
+    info.struct_size = ctypes.sizeof(info)
+    lib.fanin_result_get(result, ctypes.byref(info))
+    return PullResult(
+        step=info.step,
+        world_id=bytes(info.world_id).hex(),
+        bytes=info.bytes,
+        tensors=info.tensors,
+        reads=info.reads,
+        restarts=info.restarts,
+        stale=info.stale,
+        reused=info.reused,
+        path=text(lib.fanin_path_name(info.path)),
+        path_reason=text(info.path_reason),
+        connect=info.connect_ns / 1e9,
+        catalog=info.catalog_ns / 1e9,
+        plan=info.plan_ns / 1e9,
+        wait=info.wait_ns / 1e9,
+        begin=info.begin_ns / 1e9,
+        read=info.read_ns / 1e9,
+        scatter=info.scatter_ns / 1e9,
+        end=info.end_ns / 1e9,
+        write=info.write_ns / 1e9,
+        total=info.total_ns / 1e9,
+        fixed=info.fixed_ns / 1e9,
+        map=info.map_ns / 1e9,
+        table=info.table_ns / 1e9,
+        ranks=json.loads(text(info.ranks_json) or "[]"),
+    )
+
+
+def rank_info(info: _ffi.RankInfo) -> RankInfo:
+    return RankInfo(
+        rank=info.rank if info.rank >= 0 else None,
+        world_size=info.world_size,
+        address=text(info.address),
+        server_name=text(info.server_name),
+        world_id=bytes(info.world_id).hex(),
+        incarnation=bytes(info.incarnation).hex(),
+        software=text(info.software),
+        ucx_version=text(info.ucx_version),
+        connected=info.status == _ffi.OK,
+        status="" if info.status == _ffi.OK else status_name(info.status),
+        message=text(info.message),
+    )
+
+
+def publication_info(info: _ffi.PublicationInfo) -> PublicationInfo:
+    states = _ffi.PUBLICATION_STATES
+    return PublicationInfo(
+        name=text(info.name),
+        rank=info.rank,
+        state=states[info.state] if 0 <= info.state < len(states) else f"state {info.state}",
+        step=info.step,
+        epoch=info.epoch,
+        catalog_version=info.catalog_version,
+        tensors=info.tensors,
+        bytes=info.bytes,
+        key_digest=bytes(info.key_digest).hex(),
+    )
+
+
+# struct_size, name, dtype, n_dims, shape, bytes, owners, n_owners
+ENTRY = struct.Struct(f"@NPiI{_ffi.MAX_DIMS}QQPN")
+# rank, offset and extent, bytes, region, region_offset, packed
+OWNER = struct.Struct(f"@I{2 * _ffi.MAX_DIMS}QQIQ?0Q")
+
+
+def entry_at(address: int) -> Entry:
+    """The ``fanin_entry`` there, copied."""
+    _, name, dtype, dims, *shape, size, owners, n_owners = ENTRY.unpack(
+        ctypes.string_at(address, ENTRY.size)
+    )
+    held = OWNER.iter_unpack(ctypes.string_at(owners, n_owners * OWNER.size) if n_owners else b"")
+    return Entry(
+        text(ctypes.string_at(name)),
+        _DTYPE_NAMES.get(dtype, f"dtype {dtype}"),
+        tuple(shape[:dims]),
+        size,
+        tuple([_owner(owner, dims) for owner in held]),
+    )
+
+
+def _owner(owner: tuple[Any, ...], dims: int) -> Owner:
+    middle = 1 + _ffi.MAX_DIMS
+    return Owner(owner[0], owner[1 : 1 + dims], owner[middle : middle + dims], *owner[-4:])
+
+
+def watch_event(event: _ffi.WatchEvent) -> WatchEvent:
+    return WatchEvent(
+        step=event.step,
+        step_newest=event.step_newest,
+        spread=event.spread_ns / 1e9,
+        slowest_rank=event.slowest_rank if event.slowest_rank >= 0 else None,
+    )

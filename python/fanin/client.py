@@ -1,0 +1,640 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The client of an inference worker: pulls adapters from all ranks of a trainer."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import TracebackType
+from typing import Any, TypeVar
+
+from . import _ffi
+from ._calls import Use, Work
+from ._exit import OpenHandles
+from ._library import (
+    c_string,
+    check,
+    dtype_code,
+    initialised,
+    integer,
+    library,
+    milliseconds,
+    new_error,
+    text,
+    world_id_bytes,
+)
+from ._log import log_target
+from ._records import (
+    Entry,
+    Owner,
+    PublicationInfo,
+    PullResult,
+    RankInfo,
+    WatchEvent,
+    entry_at,
+    publication_info,
+    pull_result,
+    rank_info,
+    watch_event,
+)
+from ._tensors import PackedTensors, Shard, pack, shard_of
+from .errors import ProcessError, RequestError, StateError
+from .server import Stream, c_stream, publication_of
+
+__all__ = [
+    "Client",
+    "Entry",
+    "Owner",
+    "PublicationInfo",
+    "PullResult",
+    "RankInfo",
+    "WatchEvent",
+]
+
+_T = TypeVar("_T")
+
+_PATHS = ("auto", "stream", "cma", "rdma", "cuda_ipc")
+# A cancelled call ends within moments; only a file system that hangs takes longer.
+_CLOSE_SECONDS = 10.0
+
+
+class Client:
+    """Connects to every rank of a trainer, and pulls what it publishes.
+
+    Used by one thread at a time: a call while another one is under way raises
+    :class:`StateError`. Only :meth:`cancel` and :meth:`close` may be called from any thread at any
+    time. All calls release the GIL; every blocking call has a timeout. In the main thread a
+    blocking call is made by a helper thread, so that KeyboardInterrupt cancels it and is raised
+    within a moment; callbacks then run in that helper. In any other thread the call is made
+    directly.
+
+    What a callback raises cancels the call and is raised by it.
+
+    Closed by :meth:`close`, at the end of a ``with`` block, or when the interpreter exits. In a
+    forked child every method raises :class:`ProcessError` and touches nothing.
+
+    :param addresses: connects to these (see :meth:`connect`) within *connect_timeout*.
+    :param server_name: demand this job's name; None: any.
+    :param world_id: demand this world, 16 bytes or 32 hexadecimal digits; None: any.
+    :param connect_timeout: seconds, for one rank.
+    :param lost: a rank that owes an answer and is silent for so many seconds is lost.
+    :param max_inflight: bytes asked for and not yet here, all ranks together.
+    :param max_catalog: bytes of catalog accepted from a rank.
+    :param streams_per_rank: data connections; 0: 1 on this host, 4 to another one; at most 16.
+    :param path: "auto", "stream", "cma", "rdma" or "cuda_ipc".
+    :param use_unix: False: TCP even on one host.
+    :param use_ucx: False: never load UCX.
+    :raises RequestError: an argument is wrong.
+    :raises HostError: the C library cannot be loaded; no memory.
+    """
+
+    def __init__(
+        self,
+        addresses: Sequence[str] | None = None,
+        *,
+        server_name: str | None = None,
+        world_id: bytes | str | None = None,
+        connect_timeout: float = 5.0,
+        lost: float = 5.0,
+        max_inflight: int = 64 << 20,
+        max_catalog: int = 256 << 20,
+        streams_per_rank: int = 0,
+        path: str = "auto",
+        use_unix: bool = True,
+        use_ucx: bool = True,
+    ) -> None:
+        self._handle: ctypes.c_void_p | None = None
+        self._pid = os.getpid()
+        self._library = library()
+        config: _ffi.ClientConfig = initialised(
+            _ffi.ClientConfig, self._library.fanin_client_config_init
+        )
+        if path not in _PATHS:
+            raise RequestError.make(f"{path!r} is no path", f"the paths are {', '.join(_PATHS)}")
+        if server_name is not None:
+            config.server_name = c_string(server_name, "the server's name")
+        if world_id is not None:
+            config.world_id[:] = list(world_id_bytes(world_id))
+        config.connect_timeout_ms = milliseconds(connect_timeout, "connect_timeout")
+        config.lost_ms = milliseconds(lost, "lost")
+        config.max_inflight = integer(max_inflight, "max_inflight", 64)
+        config.max_catalog = integer(max_catalog, "max_catalog", 64)
+        config.streams_per_rank = integer(streams_per_rank, "streams_per_rank", 32)
+        config.path = _PATHS.index(path)
+        config.no_unix = not use_unix
+        config.no_ucx = not use_ucx
+        config.log, config.log_cookie = log_target("client")
+
+        # At most one call, under "use": dict.setdefault cannot be interrupted half-way.
+        self._uses: dict[str, Use] = {}
+        # Held where the handle is used outside of a call, and where it is taken away. A signal
+        # handler may cancel while the thread it interrupts holds it.
+        self._handle_lock = threading.RLock()
+        self._left_cancelled = False
+
+        handle, error = ctypes.c_void_p(), new_error()
+        status = self._library.fanin_client_create(
+            ctypes.byref(config), ctypes.byref(handle), ctypes.byref(error)
+        )
+        check(status, error)
+        self._handle = handle
+        _open.add(self)
+        if addresses is not None:
+            try:
+                self.connect(addresses, connect_timeout)
+            except BaseException:
+                self.close()
+                raise
+
+    # ------------------------------------------------------------------------------ connections
+
+    def connect(self, addresses: Sequence[str], timeout: float = 5.0) -> None:
+        """Connects to all ranks at once and learns who they are.
+
+        Succeeds when at least one rank of one world answers; the others are tried again by each
+        pull. Connections to other addresses are closed.
+
+        :param addresses: ``"host:port"`` or ``"[v6]:port"``, one a rank, in any order.
+        :param timeout: seconds, for the whole call.
+        :raises RequestError: an address is malformed or there twice.
+        :raises UnreachableError: nobody answered.
+        :raises PeerError: ranks of different worlds, a rank twice, another server's name, another
+            protocol version.
+        :raises PullTimeoutError, CancelledError: as named.
+        """
+        if isinstance(addresses, (str, bytes)):
+            raise RequestError.make(
+                f"the addresses are one string, {addresses!r}", 'give a list: ["host:port", ...]'
+            )
+        raw = [c_string(address, "an address") for address in addresses]
+        array = (ctypes.c_char_p * len(raw))(*raw)
+        self._call(
+            "connect",
+            self._library.fanin_client_connect,
+            array,
+            len(raw),
+            milliseconds(timeout, "timeout"),
+        )
+
+    def disconnect(self) -> None:
+        """Closes all connections, forgets catalogs and addresses. Does not block."""
+        self._alone("disconnect", lambda _, h: self._library.fanin_client_disconnect(h))
+
+    def cancel(self) -> None:
+        """Makes the call that is under way raise :class:`CancelledError` soon.
+
+        If none is, the next one does. Any thread, also from a signal handler and a callback. Does
+        nothing once the client is closed, and in a forked child.
+        """
+        if self._pid != os.getpid():
+            return
+        with self._handle_lock:
+            self._left_cancelled = False  # from here on it is somebody's wish
+            if self._handle is not None:
+                self._library.fanin_client_cancel(self._handle)
+
+    # ------------------------------------------------------------------------------ pulls
+
+    def pull_adapter(
+        self,
+        run: str | int,
+        directory: str | os.PathLike[str],
+        *,
+        step: int | None = None,
+        at_least: int | None = None,
+        timeout: float = 60.0,
+        max_attempts: int = 0,
+        dtype: str | None = None,
+        spare_file: bool = False,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> PullResult:
+        """Writes a run's adapter as a PEFT directory, which appears whole or not at all.
+
+        adapter_model.safetensors, adapter_config.json and fanin.json. *directory* must not exist,
+        be empty, or hold the same adapter of the same step and world: then nothing is read, and the
+        result says *reused*. Two processes that ask for one directory at once pull once.
+
+        :param run: ``0``, ``"0"`` or ``"lora:0"``.
+        :param step: this very step: waits for it.
+        :param at_least: this step or a later one. Neither: the newest that all ranks have.
+        :param timeout: seconds, for the whole call.
+        :param max_attempts: give up after so many attempts that updates overtook; 0: by time only.
+        :param dtype: "BF16" or "F16": F32 tensors arrive rounded to that; None: as published.
+        :param spare_file: keep a file of the adapter's size ready for the next pull into the same
+            parent directory. Costs that much memory there once more, until :meth:`disconnect`.
+        :param progress: called with (bytes done, bytes in all), at most some 20 times a second.
+        :raises NotFoundError: no such run.
+        :raises SupersededError: *step* has passed.
+        :raises PausedError: the trainer's memory is offloaded.
+        :raises StaleError: *max_attempts* updates overtook the pull.
+        :raises PullTimeoutError, CancelledError: as named.
+        :raises ConnectionFailedError: a rank that holds bytes is lost and does not answer.
+        :raises PeerError: ranks contradict each other, or do not cover every tensor.
+        :raises HostError: disk full, no permission, no memory.
+        :raises RequestError: an argument is wrong; *directory* holds something else
+            (``FANIN_ERR_EXISTS``); no addresses (:class:`StateError`).
+        """
+        options = self._options(run, step, at_least, timeout, max_attempts, dtype, None)
+        options.spare_file = spare_file
+        try:
+            path = os.fsencode(directory)
+        except TypeError:
+            raise RequestError.make(f"the directory is {directory!r}, not a path") from None
+        if b"\0" in path:
+            raise RequestError.make(f"the directory {directory!r} contains a NUL character")
+        return self._pull(
+            "pull_adapter", options, progress, self._library.fanin_client_pull_adapter, path
+        )
+
+    def pull_into(
+        self,
+        run: str | int,
+        tensors: Mapping[str, Any] | Iterable[Shard] | PackedTensors,
+        *,
+        step: int | None = None,
+        at_least: int | None = None,
+        timeout: float = 60.0,
+        max_attempts: int = 0,
+        dtype: str | None = None,
+        stream: Stream | None = None,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> PullResult:
+        """Fills memory of the caller with a run's tensors, or parts of them.
+
+        On success all hold the bytes of one step. On failure their content is undefined, and
+        nothing writes them after the return.
+
+        :param tensors: arrays, tensors or buffers by name, each a whole tensor of the catalog's
+            dtype and shape and writable (see :func:`fanin.shard_of`); or shards, which may also be
+            parts of tensors; or what :func:`fanin.pack` made of shards, for a pull that is
+            repeated. Tensors that are not named are not read.
+        :param stream: CUDA destinations are written only after the work that is on this stream
+            now; None: they are not in use. No stream has to wait for the writes.
+
+        The other parameters and what is raised: as :meth:`pull_adapter`, and
+
+        :raises NotFoundError: no such run or tensor.
+        :raises PeerError: a tensor's dtype or shape is another one (``FANIN_ERR_MISMATCH``).
+        :raises RequestError: *tensors* is empty, or one is read-only.
+        """
+        if isinstance(tensors, PackedTensors):
+            packed = tensors
+        elif isinstance(tensors, Mapping):
+            packed = pack(shard_of(n, value, writable=True) for n, value in tensors.items())
+        else:
+            packed = pack(tensors)
+        if not packed:
+            raise RequestError.make("no tensor is asked for", "name at least one tensor")
+        options = self._options(run, step, at_least, timeout, max_attempts, dtype, stream)
+        return self._pull(
+            "pull_into",
+            options,
+            progress,
+            self._library.fanin_client_pull,
+            packed.address,
+            len(packed),
+        )
+
+    def _options(
+        self,
+        run: str | int,
+        step: int | None,
+        at_least: int | None,
+        timeout: float,
+        max_attempts: int,
+        dtype: str | None,
+        stream: Stream | None,
+    ) -> _ffi.PullOptions:
+        options: _ffi.PullOptions = initialised(
+            _ffi.PullOptions, self._library.fanin_pull_options_init
+        )
+        options.publication = publication_of(run).encode()
+        if step is not None and at_least is not None:
+            raise RequestError.make("step and at_least are both given", "give one of them")
+        if step is not None:
+            options.rule, options.step = _ffi.STEP_EXACT, integer(step, "step", 64)
+        elif at_least is not None:
+            options.rule, options.step = _ffi.STEP_AT_LEAST, integer(at_least, "at_least", 64)
+        options.timeout_ms = milliseconds(timeout, "timeout")
+        options.max_attempts = integer(max_attempts, "max_attempts", 32)
+        options.dtype = dtype_code(dtype, "dtype")
+        options.stream = c_stream(stream)
+        return options
+
+    def _pull(
+        self,
+        name: str,
+        options: _ffi.PullOptions,
+        progress: Callable[[int, int], None] | None,
+        function: Any,
+        *arguments: Any,
+    ) -> PullResult:
+        result = ctypes.c_void_p()
+
+        def call(use: Use, handle: ctypes.c_void_p) -> None:
+            if progress is not None:
+                options.progress = _ffi.ProgressFn(self._progress(use, progress))
+            self._run(
+                use, function, handle, ctypes.byref(options), *arguments, ctypes.byref(result)
+            )
+
+        try:
+            self._alone(name, call)
+            return pull_result(self._library, result)
+        finally:
+            self._library.fanin_result_free(ctypes.byref(result))
+
+    def _progress(
+        self, use: Use, progress: Callable[[int, int], None]
+    ) -> Callable[[Any, int, int], None]:
+        def report(_: Any, done: int, total: int) -> None:
+            if use.failure is not None:
+                return
+            try:
+                progress(done, total)
+            except BaseException as error:
+                use.failure = error
+                self._cancel_own(use)
+
+        return report
+
+    # ------------------------------------------------------------------------------ looking
+
+    def ranks(self) -> list[RankInfo]:
+        """The ranks as last seen. Does not block. :raises StateError: no addresses."""
+        found: list[RankInfo] = []
+        error = new_error()
+
+        def call(use: Use, handle: ctypes.c_void_p) -> None:
+            add = _ffi.RankFn(_collect(use, lambda info: found.append(rank_info(info.contents))))
+            status = self._library.fanin_client_ranks(handle, add, None, ctypes.byref(error))
+            _finish(use, status, error)
+
+        self._alone("ranks", call)
+        return found
+
+    def publications(self, timeout: float = 5.0) -> list[PublicationInfo]:
+        """What every connected rank publishes: one for each rank and publication.
+
+        Blocks at most *timeout* seconds.
+
+        :raises StateError: no addresses.
+        :raises PullTimeoutError, CancelledError, ConnectionFailedError: as named.
+        """
+        found: list[PublicationInfo] = []
+        self._look(
+            "publications",
+            self._library.fanin_client_list,
+            (),
+            timeout,
+            _ffi.PublicationFn,
+            lambda info: found.append(publication_info(info.contents)),
+        )
+        return found
+
+    def catalog(self, run: str | int, name: str | None = None, timeout: float = 5.0) -> list[Entry]:
+        """The run's tensors in order of their names, with every rank's boxes.
+
+        Waits for a first commit, at most *timeout* seconds.
+
+        :param name: this tensor only.
+        :raises NotFoundError: no such run or tensor.
+        :raises PullTimeoutError, CancelledError, ConnectionFailedError, PeerError: as named.
+        """
+        found: list[Entry] = []
+        which = None if name is None else c_string(name, "the tensor's name")
+        self._look(
+            "catalog",
+            self._library.fanin_client_catalog,
+            (publication_of(run).encode(), which),
+            timeout,
+            _ffi.EntryFn,
+            lambda address: found.append(entry_at(address)),
+        )
+        return found
+
+    def metadata(self, run: str | int, timeout: float = 5.0) -> dict[str, str]:
+        """The run's metadata, as the trainer set it. Blocks and raises as :meth:`catalog`."""
+        found: dict[str, str] = {}
+
+        def add(key: bytes, value: bytes) -> None:
+            found[text(key)] = text(value)
+
+        self._look(
+            "metadata",
+            self._library.fanin_client_metadata,
+            (publication_of(run).encode(),),
+            timeout,
+            _ffi.PairFn,
+            add,
+        )
+        return found
+
+    def watch(
+        self, run: str | int, callback: Callable[[WatchEvent], object], timeout: float = 60.0
+    ) -> None:
+        """Calls *callback* for each step that all ranks have committed, until it returns False.
+
+        The connections are given up at the end; the next call makes them anew.
+
+        :param callback: its result, if it is False, ends the watch; None goes on.
+        :param timeout: seconds, for the whole call.
+        :raises PullTimeoutError: the time has passed.
+        :raises CancelledError, NotFoundError: as named.
+        :raises ConnectionFailedError: a rank was lost.
+        """
+        self._look(
+            "watch",
+            self._library.fanin_client_watch,
+            (publication_of(run).encode(),),
+            timeout,
+            _ffi.WatchFn,
+            lambda event: callback(watch_event(event.contents)),
+        )
+
+    def ping(self, timeout: float = 5.0) -> list[tuple[RankInfo, float]]:
+        """Round trip times to the connected ranks, in seconds.
+
+        Blocks at most *timeout* seconds and raises as :meth:`publications`.
+        """
+        found: list[tuple[RankInfo, float]] = []
+        self._look(
+            "ping",
+            self._library.fanin_client_ping,
+            (),
+            timeout,
+            _ffi.PingFn,
+            lambda info, rtt: found.append((rank_info(info.contents), rtt / 1e9)),
+        )
+        return found
+
+    def _look(
+        self,
+        name: str,
+        function: Any,
+        before: tuple[Any, ...],
+        timeout: float,
+        kind: Any,
+        each: Callable[..., object],
+    ) -> None:
+        limit = milliseconds(timeout, "timeout")
+
+        def call(use: Use, handle: ctypes.c_void_p) -> None:
+            self._run(use, function, handle, *before, limit, kind(_collect(use, each)), None)
+
+        self._alone(name, call)
+
+    # ------------------------------------------------------------------------------ the end
+
+    def close(self) -> None:
+        """Cancels a call that is under way in another thread, closes everything and frees.
+
+        Does nothing the second time, and in a forked child.
+
+        :raises StateError: called by a callback, or the other thread's call does not end.
+        """
+        if self._pid != os.getpid():
+            return
+        use = Use("close")
+        try:
+            while (other := self._uses.setdefault("use", use)) is not use:
+                if threading.get_ident() in other.threads:
+                    raise StateError.make(
+                        f"the client is closed inside its own {other}", "close it afterwards"
+                    )
+                self.cancel()
+                if not other.done.wait(_CLOSE_SECONDS):
+                    raise StateError.make(f"the client's {other} does not end")
+            self._destroy()
+        finally:
+            self._leave(use)
+
+    def _destroy(self) -> None:
+        with self._handle_lock:
+            handle, self._handle = self._handle, None
+        if handle is not None:
+            _open.discard(self)
+            self._library.fanin_client_destroy(ctypes.byref(handle))
+
+    @property
+    def closed(self) -> bool:
+        """Whether :meth:`close` was called."""
+        return self._handle is None
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        # Nothing calls it any more; a finalizing interpreter has closed it by atexit.
+        if getattr(self, "_handle", None) is None or sys is None or sys.is_finalizing():
+            return
+        if self._pid == os.getpid():
+            warnings.warn(f"{self!r} is not closed", ResourceWarning, source=self, stacklevel=2)
+            self._destroy()
+
+    def __repr__(self) -> str:
+        return f"<fanin.Client{', closed' if self.closed else ''}>"
+
+    # ------------------------------------------------------------------------------ calls
+
+    def _alone(self, name: str, call: Callable[[Use, ctypes.c_void_p], _T]) -> _T:
+        """Calls with the handle, if no other call is under way."""
+        if self._pid != os.getpid():
+            raise ProcessError.make(
+                f"the client belongs to the parent process {self._pid}",
+                "create a client of its own in the child",
+            )
+        use = Use(name)
+        try:
+            other = self._uses.setdefault("use", use)
+            if other is not use:
+                raise StateError.make(
+                    f"{name}() is called while the client's {other} is under way",
+                    "use a client by one thread at a time",
+                )
+            handle = self._handle
+            if handle is None:
+                raise StateError.make("the client is closed")
+            return call(use, handle)
+        finally:
+            self._leave(use)
+
+    def _leave(self, use: Use) -> None:
+        if self._uses.get("use") is use:
+            del self._uses["use"]
+        use.done.set()
+
+    def _call(self, name: str, function: Any, *arguments: Any) -> None:
+        self._alone(name, lambda use, handle: self._run(use, function, handle, *arguments))
+
+    def _run(self, use: Use, function: Any, *arguments: Any) -> None:
+        """Makes a blocking call of the library, and raises what comes of it."""
+        error = new_error()
+
+        def call() -> int:
+            return int(function(*arguments, ctypes.byref(error)))
+
+        status = self._interruptible(use, call)
+        if status == _ffi.ERR_CANCELLED:
+            # Not every cancel finds a call that it ends. One of our own that came too late for
+            # the call before is not to end this one.
+            late, self._left_cancelled = self._left_cancelled, False
+            if late and not use.cancelled:
+                status = self._interruptible(use, call)
+        _finish(use, status, error)
+
+    def _interruptible(self, use: Use, call: Callable[[], int]) -> int:
+        if threading.current_thread() is not threading.main_thread():
+            return call()
+        work = Work(call)
+        try:
+            work.begin(use)
+            work.wait()
+        except BaseException:
+            if not work.forbid():
+                work.end(lambda: self._cancel_own(use))
+            raise
+        if work.failure is not None:
+            raise work.failure
+        return work.status
+
+    def _cancel_own(self, use: Use) -> None:
+        """As cancel(), for a reason of the running call's own. close() waits for that call."""
+        use.cancelled = True
+        self._left_cancelled = True
+        self._library.fanin_client_cancel(self._handle)
+
+
+def _finish(use: Use, status: int, error: _ffi.Error) -> None:
+    if use.failure is not None:
+        raise use.failure
+    check(status, error)
+
+
+def _collect(use: Use, each: Callable[..., object]) -> Callable[..., bool]:
+    """A callback of the library that gives its arguments to *each*; False from it, or an
+    exception, ends the call."""
+
+    def one(_: Any, *arguments: Any) -> bool:
+        try:
+            return each(*arguments) is not False
+        except BaseException as error:
+            use.failure = error
+            return False
+
+    return one
+
+
+_open: OpenHandles[Client] = OpenHandles(Client.close)

@@ -1,0 +1,625 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Configuration of trainer, orchestrator and inference, from TOML files and the environment.
+
+The files are those of the RL trainer; this module reads their section ``[weight_broadcast]``
+(and ``[model.lora]``) and leaves the others alone::
+
+    # trainer.toml                      # orchestrator.toml           # inference.toml
+    [weight_broadcast]                  [weight_broadcast]            [weight_broadcast]
+    type = "nixl"                       type = "nixl"                 type = "nixl"
+    port = 6000                         timeout = 60.0                trainer = "/run/job/weights"
+    server_name = "lora_param_server"   engines = ["http://h:8000"]   keep = 2
+
+    [model.lora]                        [model.lora]
+    rank = 16                           name = "policy"
+                                        alpha = 32.0
+
+A variable of the environment overrides the file's key. A key that is unknown, a value of the wrong
+kind and settings that contradict each other are a ConfigError that says where it is written and
+what to write instead.
+"""
+
+from __future__ import annotations
+
+import difflib
+import ipaddress
+import logging
+import math
+import os
+import sys
+import urllib.parse
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fanin.errors import FaninError, RequestError
+from fanin.info import addresses_of, is_path
+from fanin.names import AdapterName
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+__all__ = [
+    "ConfigError",
+    "InferenceConfig",
+    "OrchestratorConfig",
+    "TrainerConfig",
+    "default_cache_dir",
+    "inference_config",
+    "orchestrator_config",
+    "trainer_config",
+    "validate_together",
+]
+
+SECTION = "weight_broadcast"
+PATHS = ("auto", "stream", "cma", "rdma", "cuda_ipc")
+DEFAULT_SERVER_NAME = "lora_param_server"
+_OTHER_VARIABLES = frozenset(
+    ("FANIN_CONFIG", "FANIN_LIBRARY", "FANIN_UCX_LIBRARY", "FANIN_CUDA_LIBRARY")
+)
+
+_log = logging.getLogger("fanin.config")
+
+
+class ConfigError(RequestError, ValueError):
+    """A configuration that cannot work; the message names the file or variable, then the key."""
+
+
+# -------------------------------------------------------------------- values
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str) or not value.strip():
+        raise ValueError("a text that is not empty")
+    return value.strip()
+
+
+def _switch(value: Any) -> bool:
+    if isinstance(value, bool):
+        return value
+    known = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
+    if isinstance(value, str) and value.strip().lower() in known:
+        return known[value.strip().lower()]
+    raise ValueError("true or false")
+
+
+def _integer(low: int, high: int) -> Callable[[Any], int]:
+    def convert(value: Any) -> int:
+        if isinstance(value, str) and value.strip().isascii() and value.strip().isdigit():
+            value = int(value.strip()[:20])
+        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+            raise ValueError(f"an integer from {low} to {high}")
+        return value
+
+    return convert
+
+
+def _number(low: float, high: float, what: str) -> Callable[[Any], float]:
+    def convert(value: Any) -> float:
+        problem = ValueError(f"a number{what} from {low:g} to {high:g}")
+        if isinstance(value, str):
+            try:
+                value = float(value)
+            except ValueError:
+                raise problem from None
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise problem
+        if not math.isfinite(value) or not low <= value <= high:
+            raise problem
+        return float(value)
+
+    return convert
+
+
+def _choice(*names: str) -> Callable[[Any], str]:
+    def convert(value: Any) -> str:
+        if not isinstance(value, str) or value.strip().lower() not in names:
+            raise ValueError("one of " + ", ".join(f'"{name}"' for name in names))
+        return value.strip().lower()
+
+    return convert
+
+
+def _dtype(value: Any) -> str:
+    return _choice("bf16", "f16")(value).upper()
+
+
+def _networks(value: Any) -> str:
+    parts = value if isinstance(value, list) else str(value).split(",")
+    try:
+        networks = [str(ipaddress.ip_network(part.strip(), strict=False)) for part in parts]
+    except (ValueError, AttributeError):
+        raise ValueError('networks such as "10.0.0.0/8,fd00::/8"') from None
+    return ",".join(networks)
+
+
+def _address(value: Any) -> str:
+    try:
+        return str(ipaddress.ip_address(_text(value)))
+    except ValueError:
+        raise ValueError("a numeric address of this host, such as 10.0.0.1") from None
+
+
+def _seconds() -> Callable[[Any], float]:
+    return _number(0.001, 86400, " of seconds")
+
+
+def _engines(value: Any) -> tuple[str, ...]:
+    parts = value.split(",") if isinstance(value, str) else value
+    expected = ValueError('a list of engines\' URLs, such as ["http://10.0.0.1:8000"]')
+    if not isinstance(parts, (list, tuple)) or not parts:
+        raise expected
+    result = []
+    for part in parts:
+        if not isinstance(part, str):
+            raise expected
+        url = part.strip().rstrip("/")
+        split = urllib.parse.urlsplit(url)
+        if split.scheme not in ("http", "https") or not split.hostname:
+            raise expected
+        if url in result:
+            raise ValueError(f"every engine once; {url} is there twice")
+        result.append(url)
+    return tuple(result)
+
+
+def _trainer(value: Any) -> str:
+    if isinstance(value, list):
+        try:
+            return ",".join(addresses_of(value))
+        except FaninError as error:
+            raise ValueError(f"addresses or a path: {error.message}") from None
+    text = _text(value)
+    if not is_path(text):
+        try:
+            addresses_of(text)
+        except FaninError as error:
+            raise ValueError(f"addresses or a path: {error.message}") from None
+    return text
+
+
+def _prefix(value: Any) -> str:
+    text = _text(value)
+    try:
+        AdapterName(text, "0", 1)
+    except FaninError:
+        raise ValueError("one word before -run<r>-step<s>, without blanks") from None
+    return text
+
+
+def _directory(value: Any) -> Path:
+    path = Path(_text(value)).expanduser()
+    if not path.is_absolute():
+        raise ValueError("an absolute path, which all processes of the engine see alike")
+    return path
+
+
+# ------------------------------------------------------------------- sources
+
+
+@dataclass(frozen=True, slots=True)
+class _Key:
+    name: str  # of the field, and in [weight_broadcast] unless table says otherwise
+    convert: Callable[[Any], Any]
+    variable: str | None = None
+    table: tuple[str, ...] = (SECTION,)
+    key: str | None = None  # in the file, if it is not the field's name
+
+    @property
+    def path(self) -> str:
+        return ".".join((*self.table, self.key or self.name))
+
+
+def _suggest(word: str, known: Sequence[str]) -> str:
+    near = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
+    return f"did you mean {near[0]!r}?" if near else "known are " + ", ".join(sorted(known))
+
+
+def _load(path: str | os.PathLike[str]) -> dict[str, Any]:
+    try:
+        with open(path, "rb") as stream:
+            result: dict[str, Any] = tomllib.load(stream)
+    except OSError as error:
+        raise ConfigError.make(
+            f"{path}: {error.strerror or error}", "check the path of the configuration file"
+        ) from error
+    except ValueError as error:  # TOMLDecodeError, and bytes that are not UTF-8
+        raise ConfigError.make(f"{path}: no valid TOML: {error}", "correct that line") from None
+    return result
+
+
+def _table(root: Mapping[str, Any], names: Sequence[str], file: str) -> Mapping[str, Any]:
+    table: Any = root
+    for i, name in enumerate(names):
+        table = table.get(name, {})
+        if not isinstance(table, dict):
+            where = ".".join(names[: i + 1])
+            raise ConfigError.make(f"{file}: {where} is no table", f"write [{where}]")
+    result: Mapping[str, Any] = table
+    return result
+
+
+def _check_section(root: Mapping[str, Any], keys: Sequence[_Key], file: str) -> None:
+    if SECTION not in root:
+        near = difflib.get_close_matches(SECTION, list(root), n=1, cutoff=0.75)
+        raise ConfigError.make(
+            f"{file}: there is no [{SECTION}]" + (f", but [{near[0]}]" if near else ""),
+            f'add [{SECTION}] with type = "nixl"',
+        )
+    section = _table(root, (SECTION,), file)
+    known = ["type", *(key.key or key.name for key in keys if key.table == (SECTION,))]
+    for name in section:
+        if name not in known:
+            raise ConfigError.make(
+                f"{file}: {SECTION}.{name} is unknown", _suggest(name, known), key=name
+            )
+    kind = section.get("type")
+    if kind != "nixl":
+        raise ConfigError.make(
+            f"{file}: {SECTION}.type is " + ("missing" if kind is None else repr(kind)),
+            'write type = "nixl", or do not start fanin with this file',
+        )
+
+
+def _check_lora(root: Mapping[str, Any], keys: Sequence[_Key], file: str) -> None:
+    """Other keys of [model.lora] are the trainer's, but a misspelt one of ours is an error."""
+    names = [key.key or key.name for key in keys if key.table == ("model", "lora")]
+    lora = _table(root, ("model", "lora"), file)
+    for name in lora:
+        near = difflib.get_close_matches(name, names, n=1, cutoff=0.75)
+        if name not in names and near and near[0] not in lora:
+            raise ConfigError.make(
+                f"{file}: model.lora.{name} is unknown", f"did you mean {near[0]!r}?", key=name
+            )
+
+
+class _Settings:
+    """Values of keys, each with the place that it comes from."""
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str] | None,
+        environ: Mapping[str, str],
+        keys: Sequence[_Key],
+    ) -> None:
+        self.file = "" if path is None else str(path)
+        self.root = {} if path is None else _load(path)
+        self.places: dict[str, str] = {}
+        self.values: dict[str, Any] = {}
+        if path is not None:
+            _check_section(self.root, keys, self.file)
+            _check_lora(self.root, keys, self.file)
+        for key in keys:
+            self._take(key, environ)
+
+    def _take(self, key: _Key, environ: Mapping[str, str]) -> None:
+        value = _table(self.root, key.table, self.file).get(key.key or key.name)
+        place = f"{self.file}: {key.path}"
+        if key.variable is not None and environ.get(key.variable, "").strip():
+            value, place = environ[key.variable], f"environment: {key.variable}"
+        self.places[key.name] = place if value is not None else self._where(key)
+        if value is None:
+            return
+        try:
+            self.values[key.name] = key.convert(value)
+        except ValueError as error:
+            raise ConfigError.make(f"{place} is {value!r}", f"give {error}", key=key.name) from None
+
+    def _where(self, key: _Key) -> str:
+        file = f"{key.path} of {self.file}" if self.file else ""
+        places = [place for place in (file, key.variable) if place]
+        return " or ".join(places) or key.path
+
+    def bad(self, name: str, problem: str, remedy: str) -> ConfigError:
+        return ConfigError.make(f"{self.places[name]}: {problem}", remedy, key=name)
+
+    def require(self, name: str, remedy: str) -> None:
+        if name not in self.values:
+            raise ConfigError.make(f"{self.places[name]} is missing", remedy, key=name)
+
+    def get(self, name: str, default: Any) -> Any:
+        return self.values.get(name, default)
+
+
+def _warn_of_misspelt(environ: Mapping[str, str], keys: Sequence[_Key]) -> None:
+    known = {v for group in _ALL_KEYS for key in group if (v := key.variable) is not None}
+    mine = [key.variable for key in keys if key.variable is not None]
+    for name in environ:
+        if name.startswith("FANIN_") and name not in known | _OTHER_VARIABLES:
+            near = difflib.get_close_matches(name, mine, n=1, cutoff=0.85)
+            if near:
+                _log.warning(
+                    "environment: %s is unknown and has no effect; did you mean %s?", name, near[0]
+                )
+
+
+# ------------------------------------------------------------------- trainer
+
+_TRAINER_KEYS = (
+    _Key("port", _integer(0, 65535), "FANIN_PORT"),
+    _Key("server_name", _text, "FANIN_SERVER_NAME"),
+    _Key("bind", _address, "FANIN_BIND"),
+    _Key("advertise", _text, "FANIN_ADVERTISE"),
+    _Key("allow", _networks, "FANIN_ALLOW"),
+    _Key("trusted_network", _switch, "FANIN_TRUSTED_NETWORK"),
+    _Key("lease", _number(0, 60, " of seconds"), "FANIN_LEASE"),
+    _Key("snapshot", _switch, "FANIN_SNAPSHOT"),
+    _Key("cast", _dtype, "FANIN_CAST"),
+    _Key("port_by", _choice("global", "local"), "FANIN_PORT_BY"),
+    _Key("lora_name", _prefix, None, ("model", "lora"), "name"),
+    _Key("lora_alpha", _number(1e-9, 1e9, ""), None, ("model", "lora"), "alpha"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerConfig:
+    """What a trainer rank is started with; see fanin.torch.AdapterServer. Immutable.
+
+    port: rank r listens on port + r; 0: any free port. server_name: the job's name.
+    bind: numeric address to listen on, None: 127.0.0.1 (one host). advertise: address that
+    engines are told, None: bind. allow: networks that may connect, comma-separated; needed when
+    bind is not this host's own. trusted_network: serve one-sided reads to them. lease: seconds
+    that readers may delay an update. snapshot: publish copies. cast: dtype of snapshots, "BF16",
+    "F16" or None. port_by: count ports by global or by local rank. lora_alpha, lora_name: what
+    the trainer's file says of its adapter, None: nothing.
+    """
+
+    port: int = 6000
+    server_name: str = DEFAULT_SERVER_NAME
+    bind: str | None = None
+    advertise: str | None = None
+    allow: str | None = None
+    trusted_network: bool = False
+    lease: float = 1.0
+    snapshot: bool = False
+    cast: str | None = None
+    port_by: str = "global"
+    lora_name: str | None = None
+    lora_alpha: float | None = None
+
+    def server_arguments(self) -> dict[str, Any]:
+        """Keyword arguments of fanin.torch.AdapterServer that say the same."""
+        return {
+            "base_port": self.port,
+            "name": self.server_name,
+            "bind": self.bind,
+            "advertise": self.advertise,
+            "allow": self.allow,
+            "trusted_network": self.trusted_network,
+            "lease": self.lease,
+            "snapshot": self.snapshot,
+            "cast": self.cast,
+            "port_by": self.port_by,
+        }
+
+
+def _require_lora(settings: _Settings) -> None:
+    model = _table(settings.root, ("model",), settings.file)
+    if settings.file and "lora" not in model:
+        raise ConfigError.make(
+            f'{settings.file}: {SECTION}.type is "nixl", and LoRA is not enabled',
+            "add [model.lora]; whole models need another weight broadcast",
+        )
+
+
+def _is_loopback(address: str) -> bool:
+    return ipaddress.ip_address(address).is_loopback
+
+
+def trainer_config(
+    path: str | os.PathLike[str] | None = None, environ: Mapping[str, str] = os.environ
+) -> TrainerConfig:
+    """The trainer's configuration, from its TOML file and variables that override it.
+
+    path: the file, None: variables and defaults only. Variables: FANIN_PORT,
+    FANIN_SERVER_NAME, FANIN_BIND, FANIN_ADVERTISE, FANIN_ALLOW, FANIN_TRUSTED_NETWORK,
+    FANIN_LEASE, FANIN_SNAPSHOT, FANIN_CAST, FANIN_PORT_BY. Blocks for reading the file; any
+    thread. Raises ConfigError.
+    """
+    settings = _Settings(path, environ, _TRAINER_KEYS)
+    _warn_of_misspelt(environ, _TRAINER_KEYS)
+    _require_lora(settings)
+    config = TrainerConfig(**settings.values)
+    if config.cast is not None and not config.snapshot:
+        raise settings.bad(
+            "cast", "only snapshots can be cast", "add snapshot = true, or leave out cast"
+        )
+    if config.bind is not None and ipaddress.ip_address(config.bind).is_unspecified:
+        raise settings.bad(
+            "bind", "a server does not listen on all interfaces", "give one address of this host"
+        )
+    if config.bind is not None and not _is_loopback(config.bind) and config.allow is None:
+        raise settings.bad(
+            "bind",
+            f"a server on {config.bind} needs to know whom it may serve",
+            'add allow = "10.0.0.0/8" or whichever network the engines are in',
+        )
+    if config.trusted_network and config.allow is None:
+        raise settings.bad("trusted_network", "no network is given", "add allow")
+    return config
+
+
+# -------------------------------------------------------------- orchestrator
+
+_ORCHESTRATOR_KEYS = (
+    _Key("engines", _engines, "FANIN_ENGINES"),
+    _Key("timeout", _seconds(), "FANIN_UPDATE_TIMEOUT"),
+    _Key("server_name", _text, "FANIN_SERVER_NAME"),
+    _Key("lora_name", _prefix, "FANIN_LORA_NAME", ("model", "lora"), "name"),
+    _Key("lora_alpha", _number(1e-9, 1e9, ""), "FANIN_LORA_ALPHA", ("model", "lora"), "alpha"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class OrchestratorConfig:
+    """What the orchestrator posts updates with; see fanin.pool.EnginePool. Immutable.
+
+    engines: URLs; may be empty, if the orchestrator has its own list. timeout: seconds for one
+    update of all engines. server_name: the job's name, None: any. lora_name: prefix of the
+    adapters' names. lora_alpha: PEFT's alpha, which must be the trainer's, None: not checked.
+    """
+
+    lora_name: str
+    engines: tuple[str, ...] = ()
+    timeout: float = 60.0
+    server_name: str | None = None
+    lora_alpha: float | None = None
+
+
+def orchestrator_config(
+    path: str | os.PathLike[str] | None = None, environ: Mapping[str, str] = os.environ
+) -> OrchestratorConfig:
+    """The orchestrator's configuration, from its TOML file and variables that override it.
+
+    path: the file, None: variables and defaults only. Variables: FANIN_ENGINES (URLs,
+    comma-separated), FANIN_UPDATE_TIMEOUT, FANIN_SERVER_NAME, FANIN_LORA_NAME,
+    FANIN_LORA_ALPHA. Blocks for reading the file; any thread. Raises ConfigError.
+    """
+    settings = _Settings(path, environ, _ORCHESTRATOR_KEYS)
+    _warn_of_misspelt(environ, _ORCHESTRATOR_KEYS)
+    _require_lora(settings)
+    settings.require("lora_name", "engines know the adapter by it: give it a name")
+    return OrchestratorConfig(**settings.values)
+
+
+# ----------------------------------------------------------------- inference
+
+_INFERENCE_KEYS = (
+    _Key("trainer", _trainer, "FANIN_TRAINER"),
+    _Key("server_name", _text, "FANIN_SERVER_NAME"),
+    _Key("cache_dir", _directory, "NIXL_LORA_CACHE_DIR"),
+    _Key("timeout", _seconds(), "FANIN_PULL_TIMEOUT"),
+    _Key("keep", _integer(1, 10000), "FANIN_KEEP_ADAPTERS"),
+    _Key("path", _choice(*PATHS), "FANIN_PATH"),
+    _Key("prefix", _prefix, "FANIN_ADAPTER_PREFIX"),
+)
+
+_ALL_KEYS = (_TRAINER_KEYS, _ORCHESTRATOR_KEYS, _INFERENCE_KEYS)
+
+
+@dataclass(frozen=True, slots=True)
+class InferenceConfig:
+    """What an engine pulls with. Immutable.
+
+    trainer: addresses ("host:port,host:port") or path of a nixl_info.json, which is read at each
+    pull; None: the requests say it. server_name: the job's name, None: any. cache_dir: absolute;
+    adapters are made in it. timeout: seconds for a pull. keep: adapters of a run that stay on
+    disk. path: how bytes travel, "auto" or one that is demanded. prefix: adapters' names begin
+    with it, None: any.
+    """
+
+    trainer: str | None
+    server_name: str | None
+    cache_dir: Path
+    timeout: float
+    keep: int
+    path: str
+    prefix: str | None
+
+
+def default_cache_dir() -> Path:
+    """``/dev/shm/fanin-<uid>``: memory of this host that no other user can plant files in."""
+    return Path(f"/dev/shm/fanin-{os.getuid()}")
+
+
+def inference_config(
+    environ: Mapping[str, str] = os.environ, path: str | os.PathLike[str] | None = None
+) -> InferenceConfig:
+    """The engine's configuration, from variables and a TOML file.
+
+    path: the file, None: the one that FANIN_CONFIG names, if it is set. Variables, each of which
+    overrides the file: FANIN_TRAINER, FANIN_SERVER_NAME, NIXL_LORA_CACHE_DIR,
+    FANIN_PULL_TIMEOUT, FANIN_KEEP_ADAPTERS, FANIN_PATH, FANIN_ADAPTER_PREFIX. Blocks for reading
+    the file; any thread. Raises ConfigError.
+    """
+    if path is None and environ.get("FANIN_CONFIG", "").strip():
+        path = environ["FANIN_CONFIG"].strip()
+    settings = _Settings(path, environ, _INFERENCE_KEYS)
+    _warn_of_misspelt(environ, _INFERENCE_KEYS)
+    if settings.root.get("enable_lora") is False:
+        raise ConfigError.make(
+            f'{settings.file}: {SECTION}.type is "nixl", and enable_lora is false',
+            "write enable_lora = true",
+            key="enable_lora",
+        )
+    return InferenceConfig(
+        trainer=settings.get("trainer", None),
+        server_name=settings.get("server_name", None),
+        cache_dir=settings.get("cache_dir", default_cache_dir()),
+        timeout=settings.get("timeout", 60.0),
+        keep=settings.get("keep", 2),
+        path=settings.get("path", "auto"),
+        prefix=settings.get("prefix", None),
+    )
+
+
+# ------------------------------------------------------------------ together
+
+
+def _same(key: str, named: Mapping[str, object], remedy: str) -> None:
+    given = {who: value for who, value in named.items() if value is not None}
+    if len(set(given.values())) > 1:
+        told = ", ".join(f"{value!r} ({who})" for who, value in given.items())
+        raise ConfigError.make(f"{key} differs: {told}", remedy, key=key)
+
+
+def validate_together(
+    trainer: TrainerConfig | None = None,
+    orchestrator: OrchestratorConfig | None = None,
+    inference: InferenceConfig | None = None,
+) -> None:
+    """Whether the parts of one job fit; parts that are None are not looked at.
+
+    Raises ConfigError naming the key, the values and whose they are, if server names, LoRA alphas
+    or adapters' names differ, or if the engines are told an address that the trainer does not
+    listen on. Does not block; any thread.
+    """
+    _same(
+        "server_name",
+        {
+            "trainer": trainer and trainer.server_name,
+            "orchestrator": orchestrator and orchestrator.server_name,
+            "inference": inference and inference.server_name,
+        },
+        "give all parts of the job the trainer's server_name",
+    )
+    _same(
+        "model.lora.alpha",
+        {
+            "trainer": trainer and trainer.lora_alpha,
+            "orchestrator": orchestrator and orchestrator.lora_alpha,
+        },
+        "give the orchestrator the alpha that the trainer trains with",
+    )
+    _same(
+        "adapters' name",
+        {
+            "orchestrator's model.lora.name": orchestrator and orchestrator.lora_name,
+            "inference's prefix": inference and inference.prefix,
+        },
+        "make them equal, or leave out the prefix",
+    )
+    _check_reach(trainer, inference)
+
+
+def _check_reach(trainer: TrainerConfig | None, inference: InferenceConfig | None) -> None:
+    if trainer is None or (trainer.bind is not None and not _is_loopback(trainer.bind)):
+        return
+    if inference is None or inference.trainer is None or is_path(inference.trainer):
+        return
+    for address in inference.trainer.split(","):
+        host = address.strip().rpartition(":")[0].strip("[]")
+        try:
+            far = not _is_loopback(host)
+        except ValueError:
+            far = False  # a name, which may stand for 127.0.0.1
+        if far:
+            raise ConfigError.make(
+                f"the trainer listens on {trainer.bind or '127.0.0.1'} only, and the engines are"
+                f" told {host}",
+                "give the trainer bind, an address of its host, and allow, the engines' network",
+                key="bind",
+            )

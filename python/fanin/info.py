@@ -1,0 +1,497 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``nixl_info.json``: where the ranks of a trainer listen, and the marker ``STABLE`` beside it.
+
+The trainer writes the file into the directory of a step, then the marker; the orchestrator waits
+for the marker and hands the addresses to the engines. ``nixl-fetch`` reads and writes the same
+file. Two forms are read::
+
+    {"host": "10.0.0.1", "base_port": 6000, "world_size": 8}
+    {"hosts": [{"host": "10.0.0.1", "base_port": 6000, "ranks": [0, 1, 2, 3]},
+               {"host": "10.0.0.2", "base_port": 7000, "ranks": 4}]}
+
+Rank r listens on ``base_port + r`` of its host. ``ranks`` is a list of ranks or how many follow
+those before. ``run_idx`` (number or text), ``world_id`` (32 hex digits), ``server_name``,
+``world_size`` and ``step`` may be there; fields that are unknown are ignored.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from fanin.errors import FaninError, HostError, NotFoundError, PullTimeoutError, RequestError
+from fanin.names import MAX_STEP, check_run
+
+__all__ = [
+    "INFO_NAME",
+    "MARKER_NAME",
+    "Target",
+    "TrainerInfo",
+    "addresses_of",
+    "is_path",
+    "join_address",
+    "read_info",
+    "split_address",
+    "wait_stable",
+    "write_info",
+]
+
+INFO_NAME = "nixl_info.json"
+MARKER_NAME = "STABLE"
+MAX_RANKS = 65536
+_MAX_FILE = 32 << 20
+_FORMS = "give HOST:PORT[,HOST:PORT...], a list of addresses, or the path of a nixl_info.json"
+
+Target: TypeAlias = "str | os.PathLike[str] | TrainerInfo | Iterable[str | Sequence[Any]]"
+"""What names a trainer: a path, ``"host:port,host:port"``, a list of ``"host:port"`` or of
+``[host, port]``, or a TrainerInfo."""
+
+
+# ------------------------------------------------------------------ addresses
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """``"host:port"`` or ``"[v6]:port"`` as (host without brackets, port).
+
+    Does not block; any thread. Raises RequestError if it is neither.
+    """
+    host, colon, port = address.rpartition(":")
+    bracketed = len(host) > 2 and host[0] == "[" and host[-1] == "]"
+    if bracketed:
+        host = host[1:-1]
+    good = bool(colon) and 1 <= len(port) <= 5 and port.isascii() and port.isdigit()
+    if not good or not _good_host(host, bracketed) or not 1 <= int(port) <= 65535:
+        raise RequestError.make(f"{address!r} is no HOST:PORT", _FORMS, address=address[:63])
+    return host, int(port)
+
+
+def join_address(host: str, port: int) -> str:
+    """``host`` and ``port`` as one text, an IPv6 host in brackets.
+
+    Does not block; any thread. Raises RequestError for a malformed host or a port that is not
+    1 to 65535.
+    """
+    bare = host[1:-1] if len(host) > 2 and host[0] == "[" and host[-1] == "]" else host
+    if not _good_host(bare, ":" in bare) or isinstance(port, bool) or not 1 <= port <= 65535:
+        raise RequestError.make(f"host {host!r} and port {port!r} make no address", _FORMS)
+    return f"[{bare}]:{port}" if ":" in bare else f"{bare}:{port}"
+
+
+def _good_host(host: str, may_be_v6: bool) -> bool:
+    forbidden = "/,[]" if may_be_v6 else "/,[]:"
+    return bool(host) and not any(c in forbidden or c <= " " or c == "\x7f" for c in host)
+
+
+def is_path(text: str) -> bool:
+    """Whether *text* is meant as a path: it holds a ``/``, ends in ``.json`` or has no ``:``."""
+    return "/" in text or text.endswith(".json") or ":" not in text
+
+
+def addresses_of(target: Target) -> tuple[str, ...]:
+    """The addresses of *target*, ``"host:port"`` or ``"[v6]:port"``, one a rank, rank by rank.
+
+    target: a nixl_info.json or the directory that holds one (a pathlib.Path, or a text with a
+    ``/``, ending in ``.json`` or without a ``:``), ``"host:port,host:port"``, a list of
+    ``"host:port"`` or of ``[host, port]`` pairs, or a TrainerInfo.
+
+    Blocks as long as reading the file takes, and does not wait for it; any thread. Raises
+    RequestError if it is not understood, NotFoundError or HostError if the file is not there or
+    cannot be read.
+    """
+    if isinstance(target, TrainerInfo):
+        return target.addresses
+    if isinstance(target, os.PathLike):
+        return read_info(target).addresses
+    if isinstance(target, str):
+        if not target.strip():
+            raise RequestError.make("the trainer's address is empty", _FORMS)
+        if is_path(target):
+            return read_info(target).addresses
+        return _unique(_one_address(part.strip()) for part in target.split(","))
+    if isinstance(target, (bytes, bytearray, dict)) or not isinstance(target, Iterable):
+        raise RequestError.make(f"a {type(target).__name__} is no trainer's address", _FORMS)
+    return _unique(_one_address(item) for item in target)
+
+
+def _one_address(item: Any) -> str:
+    if isinstance(item, str):
+        return join_address(*split_address(item))
+    if isinstance(item, (list, tuple)) and len(item) == 2:
+        host, port = item
+        if isinstance(port, str) and port.isascii() and port.isdigit() and len(port) <= 5:
+            port = int(port)
+        if isinstance(host, str) and isinstance(port, int):
+            return join_address(host, port)
+    raise RequestError.make(f"{item!r} is no address of a rank", _FORMS)
+
+
+def _unique(addresses: Iterable[str]) -> tuple[str, ...]:
+    seen: dict[str, int] = {}
+    for address in addresses:
+        if address in seen:
+            raise RequestError.make(
+                f"{address} is given for rank {seen[address]} and for rank {len(seen)}",
+                "name every rank once",
+                address=address,
+            )
+        if len(seen) == MAX_RANKS:
+            raise RequestError.make(f"more than {MAX_RANKS} addresses", _FORMS)
+        seen[address] = len(seen)
+    if not seen:
+        raise RequestError.make("no address of a trainer rank is given", _FORMS)
+    return tuple(seen)
+
+
+# ----------------------------------------------------------------- the object
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerInfo:
+    """What nixl_info.json says of a trainer. Immutable.
+
+    addresses: ``"host:port"`` or ``"[v6]:port"`` of rank 0, 1, ...; at least one, all different.
+    world_id: 32 hex digits of this launch, None: unknown.
+    run: the run that is meant, None: not said.
+    server_name: the job's name, None: not said.
+    step: the step that was committed when the file was written, None: not said.
+
+    Raises RequestError for malformed values.
+    """
+
+    addresses: tuple[str, ...]
+    world_id: str | None = None
+    run: str | None = None
+    server_name: str | None = None
+    step: int | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "addresses", _unique(map(_one_address, self.addresses)))
+        if self.run is not None:
+            object.__setattr__(self, "run", check_run(self.run))
+        if self.world_id is not None:
+            object.__setattr__(self, "world_id", _world_id(self.world_id))
+        if self.server_name is not None and not self.server_name:
+            raise RequestError.make("the server name is empty", "leave it out or give one")
+        if self.step is not None:
+            _step(self.step)
+
+    @property
+    def world_size(self) -> int:
+        """Number of trainer ranks."""
+        return len(self.addresses)
+
+    def to_json(self) -> dict[str, Any]:
+        """The object of nixl_info.json, in the short form if the addresses allow it.
+
+        Raises RequestError if a rank's port is below its number: the file's form, in which rank
+        r listens on ``base_port + r``, cannot say that.
+        """
+        result: dict[str, Any] = {}
+        if self.run is not None:
+            number = self.run.isdigit() and str(int(self.run)) == self.run and len(self.run) < 18
+            result["run_idx"] = int(self.run) if number else self.run
+        result["world_size"] = self.world_size
+        if self.world_id is not None:
+            result["world_id"] = self.world_id
+        if self.server_name is not None:
+            result["server_name"] = self.server_name
+        if self.step is not None:
+            # JSON readers in C take integers of 63 bits.
+            result["step"] = self.step if self.step < 2**63 else str(self.step)
+        hosts = self._hosts()
+        if len(hosts) == 1 and hosts[0]["base_port"] > 0:
+            result["host"] = hosts[0]["host"]
+            result["base_port"] = hosts[0]["base_port"]
+        else:
+            result["hosts"] = hosts
+        return result
+
+    def _hosts(self) -> list[dict[str, Any]]:
+        hosts: dict[tuple[str, int], dict[str, Any]] = {}
+        for rank, address in enumerate(self.addresses):
+            host, port = split_address(address)
+            if port < rank:
+                raise RequestError.make(
+                    f"rank {rank} listens on port {port}, and {INFO_NAME} cannot say ports below"
+                    " the rank's number",
+                    "give the ranks larger ports",
+                    rank=rank,
+                    address=address,
+                )
+            entry = {"host": host, "base_port": port - rank, "ranks": []}
+            hosts.setdefault((host, port - rank), entry)["ranks"].append(rank)
+        return list(hosts.values())
+
+
+def _world_id(text: Any) -> str:
+    good = isinstance(text, str) and len(text) == 32 and text.isascii()
+    if not good or any(c not in "0123456789abcdefABCDEF" for c in text):
+        raise RequestError.make(f"world id {text!r} is not 32 hex digits", "copy it whole")
+    result: str = text.lower()
+    if not result.strip("0"):
+        raise RequestError.make("the world id is all zero", "leave it out if it is not known")
+    return result
+
+
+def _step(value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= MAX_STEP:
+        raise RequestError.make(f"step {value!r} is not an integer from 0 to {MAX_STEP}")
+    return value
+
+
+# -------------------------------------------------------------------- reading
+
+
+class _Reader:
+    """Turns one parsed file into a TrainerInfo; every complaint names the file and the field."""
+
+    def __init__(self, path: Path, root: Any) -> None:
+        self.path = path
+        self.root = root
+
+    def bad(self, field: str, problem: str, rank: int | None = None) -> RequestError:
+        where = f"{self.path}: {field}: " if field else f"{self.path}: "
+        remedy = "it should hold host, base_port and world_size, or hosts; write it with write_info"
+        return RequestError.make(where + problem, remedy, rank=rank)
+
+    def integer(self, value: Any, field: str, low: int, high: int) -> int:
+        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+            raise self.bad(field, f"{_shown(value)} is not an integer from {low} to {high}")
+        return value
+
+    def host(self, value: Any, field: str) -> str:
+        if not isinstance(value, str) or not value:
+            raise self.bad(field, "is missing" if value is None else f"{_shown(value)} is no host")
+        return value
+
+    def address(self, host: str, port: int, rank: int, field: str) -> str:
+        if not 1 <= port <= 65535:
+            raise self.bad(field, f"rank {rank} would listen on port {port}", rank)
+        try:
+            return join_address(host, port)
+        except FaninError:
+            raise self.bad(field, f"{_shown(host)} is no host", rank) from None
+
+    def short(self, size: int | None) -> list[str]:
+        host = self.host(self.root.get("host"), "host")
+        base = self.integer(self.root.get("base_port"), "base_port", 1, 65535)
+        if size is None:
+            raise self.bad("world_size", "is missing")
+        return [self.address(host, base + rank, rank, "base_port") for rank in range(size)]
+
+    def long(self, hosts: list[Any], size: int | None) -> list[str]:
+        total = 0
+        for i, entry in enumerate(hosts):
+            ranks = entry.get("ranks") if isinstance(entry, dict) else None
+            if isinstance(ranks, list):
+                total += len(ranks)
+            else:
+                total += self.integer(ranks, f"hosts[{i}].ranks", 0, MAX_RANKS)
+        if size is not None and size != total:
+            raise self.bad("world_size", f"is {size}, but the hosts have {total} ranks")
+        if not 1 <= total <= MAX_RANKS:
+            raise self.bad("hosts", f"{total} ranks, 1 to {MAX_RANKS} are possible")
+        placed: dict[int, str] = {}
+        following = 0
+        for i, entry in enumerate(hosts):
+            where = f"hosts[{i}]"
+            host = self.host(entry.get("host"), where + ".host")
+            base = self.integer(entry.get("base_port"), where + ".base_port", 0, 65535)
+            ranks = entry["ranks"]
+            if not isinstance(ranks, list):
+                ranks = range(following, following + ranks)
+            for rank in ranks:
+                self.integer(rank, where + ".ranks", 0, total - 1)
+                if rank in placed:
+                    raise self.bad(where + ".ranks", f"rank {rank} is named twice", rank)
+                placed[rank] = self.address(host, base + rank, rank, where)
+                following = rank + 1
+        return [placed[rank] for rank in range(total)]
+
+    def run(self) -> str | None:
+        value = self.root.get("run_idx")
+        if value is None:
+            return None
+        try:
+            return check_run(value)
+        except FaninError:
+            raise self.bad("run_idx", f"{_shown(value)} is no run") from None
+
+    def step(self) -> int | None:
+        value = self.root.get("step")
+        if value is None:
+            return None
+        if isinstance(value, str) and value.isascii() and value.isdigit() and len(value) <= 20:
+            value = int(value)
+        return self.integer(value, "step", 0, MAX_STEP)
+
+    def read(self) -> TrainerInfo:
+        if not isinstance(self.root, dict):
+            raise self.bad("", "is not a JSON object")
+        size = self.root.get("world_size")
+        if size is not None:
+            self.integer(size, "world_size", 1, MAX_RANKS)
+        hosts = self.root.get("hosts")
+        if hosts is not None and not isinstance(hosts, list):
+            raise self.bad("hosts", "is not a list")
+        addresses = self.long(hosts, size) if hosts is not None else self.short(size)
+        name = self.root.get("server_name")
+        if name is not None and (not isinstance(name, str) or not name):
+            raise self.bad("server_name", f"{_shown(name)} is no name")
+        world = self.root.get("world_id")
+        try:
+            world = None if world is None else _world_id(world)
+        except FaninError as error:
+            raise self.bad("world_id", error.message) from None
+        try:
+            return TrainerInfo(tuple(addresses), world, self.run(), name, self.step())
+        except FaninError as error:
+            if str(self.path) in error.message:
+                raise
+            raise self.bad("hosts", error.message) from None
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in result:
+            raise ValueError(f"the field {key!r} is there twice")
+        result[key] = value
+    return result
+
+
+def read_info(path: str | os.PathLike[str]) -> TrainerInfo:
+    """Reads a nixl_info.json; *path* is the file or the directory that holds it.
+
+    Does not look for the marker: see :func:`wait_stable`. Blocks as long as reading takes; any
+    thread. Raises NotFoundError if there is no such file, HostError if it cannot be read,
+    RequestError, naming file and field, if it is cut off or contradicts itself.
+    """
+    file = Path(path)
+    try:
+        if file.is_dir():
+            file /= INFO_NAME
+        with open(file, "rb") as stream:
+            content = stream.read(_MAX_FILE + 1)
+    except FileNotFoundError:
+        raise NotFoundError.make(
+            f"{file}: no such file", f"check the path of {INFO_NAME}; the trainer writes it"
+        ) from None
+    except (OSError, ValueError) as error:
+        raise HostError.make(f"{file}: {error}", f"check the path of {INFO_NAME}") from error
+    if len(content) > _MAX_FILE:
+        raise RequestError.make(f"{file}: larger than {_MAX_FILE} bytes", "check the path")
+    try:
+        root = json.loads(content.decode("utf-8"), object_pairs_hook=_no_duplicates)
+    except (ValueError, RecursionError) as error:
+        raise RequestError.make(
+            f"{file}: no valid JSON: {error}", "if it was cut off, let the trainer write it again"
+        ) from None
+    return _Reader(file, root).read()
+
+
+# -------------------------------------------------------------------- writing
+
+
+def _sync_directory(directory: Path) -> None:
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _write_synced(path: Path, content: bytes) -> None:
+    with open(path, "xb") as stream:
+        stream.write(content)
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def _write(directory: Path, content: bytes) -> Path:
+    directory.mkdir(parents=True, exist_ok=True)
+    path, marker = directory / INFO_NAME, directory / MARKER_NAME
+    try:
+        # A marker of an earlier writing must not vouch for what is written now.
+        os.unlink(marker)
+        _sync_directory(directory)
+    except FileNotFoundError:
+        pass
+    temporary = directory / f".{INFO_NAME}.{os.getpid()}.{os.urandom(4).hex()}"
+    try:
+        _write_synced(temporary, content)
+        os.rename(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    # The name of the file is on disk before the marker's can be, also after a power cut.
+    _sync_directory(directory)
+    _write_synced(marker, b"")
+    _sync_directory(directory)
+    return path
+
+
+def write_info(directory: str | os.PathLike[str], info: TrainerInfo) -> Path:
+    """Writes ``nixl_info.json`` into *directory* (made if need be), then the marker ``STABLE``.
+
+    The file appears whole, by rename; it and its name are on disk before the marker appears. A
+    marker that is there already is removed first. One writer a directory at a time. Blocks until
+    all is on disk; any thread. Returns the file's path. Raises RequestError if the addresses
+    cannot be written (see TrainerInfo.to_json), HostError if the directory cannot be.
+    """
+    content = (json.dumps(info.to_json(), indent=2) + "\n").encode()
+    try:
+        return _write(Path(directory), content)
+    except OSError as error:
+        raise HostError.make(
+            f"{directory}: cannot write {INFO_NAME}: {error.strerror or error}",
+            "let rank 0 write to a directory that it may write to, with room",
+        ) from error
+
+
+def wait_stable(directory: str | os.PathLike[str], timeout: float) -> TrainerInfo:
+    """Waits until the trainer has finished *directory*, then reads its ``nixl_info.json``.
+
+    directory: of the step; a path that ends in ``.json`` means the file, with the marker beside
+    it. timeout: seconds, 0: look once. Blocks at most so long (looks every 1 to 50 ms, because
+    network filesystems tell of no changes); any thread. Raises PullTimeoutError saying what is
+    not there yet, and the errors of :func:`read_info`.
+    """
+    place = Path(directory)
+    place = place.parent if place.suffix == ".json" else place
+    file = Path(directory) if Path(directory).suffix == ".json" else place / INFO_NAME
+    deadline = time.monotonic() + timeout
+    pause = 0.001
+    while True:
+        missing: Path = place
+        try:
+            if not place.is_dir():
+                raise FileNotFoundError
+            missing = place / MARKER_NAME
+            os.stat(missing)
+            missing = file
+            return read_info(file)
+        except (FileNotFoundError, NotFoundError):
+            # Also a marker without a file is waited for: caches of network filesystems may show
+            # the newer of two names first.
+            pass
+        except (OSError, ValueError) as error:
+            raise HostError.make(f"{missing}: {error}", "check the path") from error
+        remaining = deadline - time.monotonic()
+        if remaining <= 0:
+            raise PullTimeoutError.make(
+                f"{missing} is not there after {max(timeout, 0):g} s",
+                "check that the trainer runs and writes to this directory, which both must see",
+            )
+        time.sleep(min(pause, remaining))
+        pause = min(pause * 2, 0.05)

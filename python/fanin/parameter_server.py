@@ -1,0 +1,455 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A key-value store of tensors with the calls of NIXL-style parameter servers.
+
+Code that was written for such a server ports by importing :class:`ParameterServer` from here and
+:class:`fanin.parameter_client.ParameterClient` beside it. What differs:
+
+* Tensors are still served by reference, but readers never get half-written ones. Each ``put``,
+  ``update`` and ``remove`` is a step and publishes itself: at once, or together with others that
+  follow within moments, for which readers wait. A trainer that writes registered tensors
+  in place says so, which is the one line that porting adds::
+
+      with server.updating():
+          optimizer.step()
+
+* ``put`` takes any strides, not only contiguous tensors; and NumPy arrays.
+* The server answers from its construction on; :meth:`ParameterServer.run` only waits.
+* Only this host can connect, unless ``bind`` and ``allow`` (or FANIN_BIND and FANIN_ALLOW) say
+  who may.
+
+Each server is a world of its own with one rank: a client that connects to it gets exactly the
+tensors that were put there, for instance one rank's shards, which the caller joins. Shards of
+several servers are each whole, but may be of different steps (compare ``ParameterClient.steps``).
+fanin.torch.AdapterServer and fanin.Client make one world of all ranks, and pull one step of it.
+
+Keys ``lora:<run>:<name>`` belong to the publication ``lora:<run>``, each of which has its steps;
+all other keys to one publication more. One ``batch_get`` gives one step of each publication.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import logging
+import os
+import re
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from fanin._tensors import TORCH_DTYPES, Shard, shard_of
+from fanin.config import trainer_config
+from fanin.errors import FaninError
+from fanin.server import Server, Stream
+
+__all__ = ["OTHER_KEYS", "ParameterServer", "TensorInfo", "join_key", "split_key"]
+
+_log = logging.getLogger("fanin.parameter_server")
+
+OTHER_KEYS = "lora:-"
+"""The publication of keys that are not ``lora:<run>:<name>``."""
+
+_KEY = re.compile(r"(lora:[A-Za-z0-9._-]{1,64}):(.+)", re.ASCII | re.DOTALL)
+
+
+def split_key(key: str) -> tuple[str, str]:
+    """A key's publication and the tensor's name in it. Different keys give different pairs."""
+    match = _KEY.fullmatch(key)
+    if match is None or match[1] in (OTHER_KEYS, "lora:.", "lora:.."):
+        return OTHER_KEYS, key
+    return match[1], match[2]
+
+
+def join_key(publication: str, name: str) -> str:
+    """The key of a publication's tensor: the inverse of :func:`split_key`."""
+    return name if publication == OTHER_KEYS else f"{publication}:{name}"
+
+
+@dataclass
+class TensorInfo:
+    """What is known of a tensor. dtype: PyTorch's name, such as "bfloat16"."""
+
+    size: int  # bytes
+    shape: tuple[int, ...]
+    dtype: str
+    device_id: int  # of CUDA, 0 also for the host
+
+
+_NAMES = {ours: theirs for theirs, ours in TORCH_DTYPES.items()}
+
+
+def dtype_name(dtype: str) -> str:
+    """PyTorch's name of one of safetensors' dtypes; that itself if PyTorch has none."""
+    return _NAMES.get(dtype, dtype)
+
+
+@dataclass
+class _Entry:
+    tensor: Any
+    shard: Shard
+
+
+def _is_loopback(address: str) -> bool:
+    try:
+        return ipaddress.ip_address(address).is_loopback
+    except ValueError:
+        return False
+
+
+class ParameterServer:
+    """Serves tensors by key.
+
+    name: of the server; clients must give the same. port: to listen on, 0: any, see
+    :attr:`port`. tcp_only: no RDMA and no shared memory between processes by UCX.
+    bind: numeric address of this host, None: FANIN_BIND or 127.0.0.1. allow: networks whose
+    clients may connect, None: FANIN_ALLOW. trusted_network: let them read by RDMA. lease: seconds
+    that readers may delay a change. snapshot: serve copies, which readers never delay, made when
+    an update ends; costs twice the memory.
+
+    Methods may be called from any thread. Raises RequestError (the port is taken, bind needs
+    allow), HostError (no libfanin), ConfigError (a malformed variable).
+    """
+
+    def __init__(
+        self,
+        name: str,
+        port: int = 5555,
+        tcp_only: bool = False,
+        *,
+        bind: str | None = None,
+        allow: str | None = None,
+        trusted_network: bool | None = None,
+        lease: float | None = None,
+        snapshot: bool | None = None,
+    ) -> None:
+        environ = {**os.environ, "FANIN_CAST": ""}
+        given = {
+            "FANIN_BIND": bind,
+            "FANIN_ALLOW": allow,
+            "FANIN_TRUSTED_NETWORK": trusted_network,
+            "FANIN_LEASE": lease,
+            "FANIN_SNAPSHOT": snapshot,
+        }
+        environ.update({key: str(value) for key, value in given.items() if value is not None})
+        config = trainer_config(environ=environ)
+        address = config.bind or "127.0.0.1"
+        self.name = name
+        self.running = False
+        self._snapshot = config.snapshot
+        self._server = Server(
+            world_id=os.urandom(16),
+            rank=0,
+            world_size=1,
+            name=name,
+            bind=address,
+            allow=config.allow,
+            base_port=port,
+            open=not _is_loopback(address),
+            trusted_network=config.trusted_network,
+            use_ucx=not tcp_only,
+            lease=config.lease,
+        )
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
+        self._stop = threading.Event()
+        self._closed = False
+        self._store: dict[str, _Entry] = {}
+        self._sizes: Counter[str] = Counter()
+        self._devices: dict[str, Counter[int]] = {}
+        self._steps: dict[str, int] = {}
+        self._open: set[str] | None = None  # publications of an updating(), None: outside of one
+        self._torn: set[str] = set()  # half-written, after an exception in updating()
+        self._last: dict[str, tuple[float, float]] = {}  # when it was committed, how long it took
+        self._due: dict[str, float] = {}  # changed and not committed yet, and until when at most
+        self._flusher: threading.Thread | None = None
+        self._streams: dict[str, Any] = {}  # whose end the last commit waits for
+        _log.info("parameter server %s listens on %s, port %d", name, address, self.port)
+
+    @property
+    def port(self) -> int:
+        """The port that the server listens on."""
+        return self._server.port
+
+    @property
+    def steps(self) -> dict[str, int]:
+        """The last step, by publication: as many as changes were made, unless steps were given."""
+        with self._lock:
+            return dict(self._steps)
+
+    # ---------------------------------------------------------------- changes
+
+    def put(self, key: str, tensor: Any) -> None:
+        """Registers *tensor*, a PyTorch tensor or NumPy array, by reference, and publishes it.
+
+        Many tensors are registered fastest inside one :meth:`updating`. Blocks at most the lease,
+        and for what the current stream still writes to a CUDA tensor.
+        Raises ValueError if the key is there already, RequestError if the memory cannot be served.
+        """
+        with self._lock:
+            self._alive()
+            if key in self._store:
+                raise ValueError(f"key {key!r} is there already: update() replaces a tensor")
+            publication, name = split_key(key)
+            shard = shard_of(name, tensor)
+            self._finish_writes(shard)
+            self._server.put(publication, [shard])  # not seen by readers before a commit
+            with self._change(publication):
+                self._store[key] = _Entry(tensor, shard)
+                self._sizes[publication] += 1
+                self._devices.setdefault(publication, Counter())[_device(shard)] += 1
+
+    def update(self, key: str, tensor: Any) -> None:
+        """Puts *tensor* in the place of the key's, which may be the same, and publishes it.
+
+        To change a registered tensor's values use :meth:`updating`: writing first and calling this
+        afterwards would let readers in between. Blocks at most the lease. Raises KeyError if the
+        key is not there, RequestError if the memory cannot be served.
+        """
+        with self._lock:
+            self._alive()
+            if key not in self._store:
+                raise KeyError(f"no key {key!r}: put() adds a tensor")
+            publication, name = split_key(key)
+            shard = shard_of(name, tensor)
+            self._finish_writes(shard)
+            with self._change(publication):
+                self._server.put(publication, [shard], replace=True)
+                devices = self._devices[publication]
+                devices[_device(self._store[key].shard)] -= 1
+                devices[_device(shard)] += 1
+                self._store[key] = _Entry(tensor, shard)
+
+    def remove(self, key: str) -> None:
+        """Takes the tensor out; when this returns, nobody reads its memory any more.
+
+        Blocks at most the lease. Raises KeyError if the key is not there.
+        """
+        with self._lock:
+            self._alive()
+            if key not in self._store:
+                raise KeyError(f"no key {key!r}")
+            publication, name = split_key(key)
+            if self._sizes[publication] == 1:
+                self._server.remove(publication)
+                self._torn.discard(publication)
+                self._due.pop(publication, None)
+                self._streams.pop(publication, None)
+                self._steps[publication] = self._steps.get(publication, 0) + 1
+                if self._open is not None:
+                    self._open.discard(publication)
+                self._drop(key, publication)
+                return
+            with self._change(publication):
+                self._server.remove(publication, name)
+                self._drop(key, publication)
+
+    def _drop(self, key: str, publication: str) -> None:
+        self._devices[publication][_device(self._store.pop(key).shard)] -= 1
+        self._sizes[publication] -= 1
+
+    @contextlib.contextmanager
+    def updating(self, step: int | None = None) -> Iterator[None]:
+        """In this block registered tensors may be written; its end publishes them as one step.
+
+        step: of all publications, above their last; None: each one's next. Readers that are at
+        work are waited for at first, at most the lease; new ones wait until the block ends, and
+        until the current streams, on which CUDA tensors are to be written, have got there.
+        ``put``, ``update`` and ``remove`` inside belong to the same step. Other threads' changes
+        wait. If the block raises, the tensors may be half-written: nobody can read the publications
+        until a later updating() has ended well. Blocks do not nest (RuntimeError). Raises
+        ValueError, before the block, for a step that is not above the last one.
+        """
+        with self._lock:
+            self._alive()
+            if self._open is not None:
+                raise RuntimeError("updating() is called inside updating()")
+            last = max((self._steps.get(p, 0) for p, n in self._sizes.items() if n > 0), default=0)
+            if step is not None and step <= last:
+                raise ValueError(f"step {step} is not above the last one, {last}")
+            self._open = set()
+            try:
+                for publication in [p for p, size in self._sizes.items() if size > 0]:
+                    self._begin(publication)
+                yield
+                for publication in sorted(self._open):
+                    number = self._steps.get(publication, 0) + 1 if step is None else step
+                    self._commit(publication, number, self._stream(publication))
+            except BaseException:
+                for publication in self._open:
+                    self._abort(publication)
+                raise
+            finally:
+                self._open = None
+
+    @contextlib.contextmanager
+    def _change(self, publication: str) -> Iterator[None]:
+        """A change of which tensors there are, not of their bytes: published even if it fails."""
+        if self._open is not None:
+            if publication not in self._open:
+                self._begin(publication)
+            yield
+            return
+        if publication not in self._due:
+            self._synchronize(publication)
+            self._server.begin_update(publication)
+        try:
+            yield
+        finally:
+            self._steps[publication] = self._steps.get(publication, 0) + 1
+            if publication not in self._torn:
+                self._commit_soon(publication)
+
+    def _commit_soon(self, publication: str) -> None:
+        """Commits, or leaves it to the flusher if commits would take most of the time.
+
+        A commit of many tensors takes milliseconds, and code that puts thousands one by one is
+        usual. Readers wait while a publication is due, so they never miss what was put.
+        """
+        at, took = self._last.get(publication, (0.0, 0.0))
+        due = at + 4 * took
+        if took < 0.001 or time.monotonic() >= due:
+            self._commit(publication, self._steps[publication], None)
+            return
+        self._due.setdefault(publication, due)
+        if self._flusher is None:
+            self._flusher = threading.Thread(
+                target=self._flush, name=f"fanin {self.name}", daemon=True
+            )
+            self._flusher.start()
+        self._changed.notify_all()
+
+    def _flush(self) -> None:
+        with self._lock:
+            while not self._closed:
+                if not self._due:
+                    self._changed.wait()
+                    continue
+                publication, due = min(self._due.items(), key=lambda item: item[1])
+                left = due - time.monotonic()
+                if left > 0:
+                    self._changed.wait(left)
+                    continue
+                try:
+                    self._commit(publication, self._steps[publication], None)
+                except Exception as error:
+                    self._due.pop(publication, None)
+                    self._torn.add(publication)
+                    _log.error("%s cannot be published: %s", publication, error)
+
+    def _begin(self, publication: str) -> None:
+        assert self._open is not None
+        self._server.begin_update(publication)
+        self._open.add(publication)
+
+    def _commit(self, publication: str, step: int, stream: Stream | None) -> None:
+        started = time.monotonic()
+        self._server.commit(publication, step, snapshot=self._snapshot, stream=stream)
+        self._steps[publication] = step
+        self._last[publication] = (time.monotonic(), time.monotonic() - started)
+        self._due.pop(publication, None)
+        self._torn.discard(publication)
+
+    def _abort(self, publication: str) -> None:
+        self._torn.add(publication)
+        self._due.pop(publication, None)
+        try:
+            self._server.abort_update(publication)
+        except FaninError as error:  # of a publication that this block has committed already
+            _log.debug("no update of %s to abort: %s", publication, error)
+            self._torn.discard(publication)
+
+    # ------------------------------------------------------------------- CUDA
+
+    def _finish_writes(self, shard: Shard) -> None:
+        """Waits for what this thread's stream still writes to a tensor that is registered."""
+        if _device(shard) >= 0:
+            import torch
+
+            torch.cuda.current_stream(_device(shard)).synchronize()
+
+    def _synchronize(self, publication: str) -> None:
+        """Waits for the writes whose end the last commit waits for: a new one withdraws it."""
+        stream = self._streams.pop(publication, None)
+        if stream is not None:
+            stream.synchronize()
+
+    def _stream(self, publication: str) -> Stream | None:
+        """The stream of this thread that writes the tensors, if they are on one CUDA device."""
+        devices = [d for d, count in self._devices[publication].items() if count > 0 and d >= 0]
+        if not devices:
+            return None
+        import torch
+
+        streams = [torch.cuda.current_stream(device) for device in devices]
+        if self._streams.get(publication) not in (None, streams[0]):
+            self._synchronize(publication)
+        if len(streams) == 1:
+            self._streams[publication] = streams[0]
+            return Stream(streams[0].cuda_stream, devices[0])
+        for stream in streams:
+            stream.synchronize()
+        return None
+
+    # ---------------------------------------------------------------- looking
+
+    def get(self, key: str) -> Any:
+        """The registered tensor itself, None if there is none. Does not block."""
+        entry = self._store.get(key)
+        return None if entry is None else entry.tensor
+
+    def keys(self) -> list[str]:
+        """All keys, in the order in which they were put. Does not block."""
+        return list(self._store)
+
+    # -------------------------------------------------------------------- end
+
+    def run(self) -> None:
+        """Blocks until :meth:`stop` or :meth:`shutdown`; readers are served without it, too."""
+        if self._closed:
+            return
+        self.running = True
+        try:
+            self._stop.wait()
+        finally:
+            self.running = False
+            self._stop.clear()
+
+    def stop(self) -> None:
+        """Lets :meth:`run` return, also one that is called only afterwards. Any thread."""
+        self._stop.set()
+
+    def shutdown(self) -> None:
+        """Ends the server: readers are cut off and no tensor is held any more.
+
+        Blocks for running reads, at most a second, and for :meth:`updating` in another thread. A
+        second call does nothing.
+        """
+        self.stop()
+        with self._lock:
+            if not self._closed:
+                self._closed = True
+                self._changed.notify_all()
+                self._server.close()
+                self._store.clear()
+                self._sizes.clear()
+                self._devices.clear()
+                self._due.clear()
+        if self._flusher is not None and self._flusher is not threading.current_thread():
+            self._flusher.join()
+
+    def _alive(self) -> None:
+        if self._closed:
+            raise RuntimeError(f"parameter server {self.name} is shut down")
+
+    def __enter__(self) -> ParameterServer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.shutdown()
+
+
+def _device(shard: Shard) -> int:
+    return -1 if shard.device is None else shard.device

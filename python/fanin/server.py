@@ -1,0 +1,561 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The parameter server of one trainer rank: lends its shards to inference workers."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from types import TracebackType
+from typing import Any, NamedTuple
+
+from . import _ffi
+from ._exit import OpenHandles
+from ._library import (
+    c_string,
+    check,
+    dtype_code,
+    initialised,
+    integer,
+    library,
+    milliseconds,
+    new_error,
+    text,
+    world_id_bytes,
+)
+from ._log import log_target
+from ._tensors import PackedTensors, Shard, pack
+from .errors import ProcessError, RequestError, StateError
+
+__all__ = ["Server", "ServerStats", "Stream", "publication_of"]
+
+#: Counters since creation, and gauges, by the names of ``fanin_server_stats``: ``pulls_good``,
+#: ``commits``, ``leases``... Times are in nanoseconds (``drain_wait_ns_max``).
+ServerStats = dict[str, int]
+
+_PUBLICATION = re.compile(r"(?:(?:lora|full):)?[A-Za-z0-9._-]{1,64}")
+
+# What close() waits for calls of other threads: none takes longer than 60 s and a little.
+_CLOSE_SECONDS = 75.0
+# The same at the interpreter's exit.
+_EXIT_SECONDS = 5.0
+
+
+class _Use:
+    """A call that is under way."""
+
+    __slots__ = ("thread",)
+
+    def __init__(self, thread: int) -> None:
+        self.thread = thread
+
+
+class Stream(NamedTuple):
+    """A CUDA stream."""
+
+    #: ``cudaStream_t`` as an integer (``torch.cuda.Stream.cuda_stream``); 0: the default stream.
+    handle: int
+    #: CUDA device of the stream.
+    device: int
+
+
+def c_stream(stream: Stream | None) -> _ffi.Stream:
+    """For the library, to which 0 means that there is no stream."""
+    if stream is None:
+        return _ffi.Stream(None, 0)
+    return _ffi.Stream(integer(stream[0], "the stream", 64) or 1, integer(stream[1], "device", 31))
+
+
+def publication_of(run: str | int) -> str:
+    """The publication of a run: ``"lora:0"`` for ``0``, ``"0"`` and ``"lora:0"``.
+
+    :raises RequestError: not 1 to 64 of ``A-Z a-z 0-9 . _ -``, after ``lora:`` (or ``full:``) or
+        alone.
+    """
+    name = str(run) if isinstance(run, int) and not isinstance(run, bool) else run
+    if not isinstance(name, str) or not _PUBLICATION.fullmatch(name):
+        raise RequestError.make(
+            f"{run!r} is no run", 'name it by 1 to 64 of A-Z a-z 0-9 . _ - ("lora:<run>" too)'
+        )
+    return name if ":" in name else f"lora:{name}"
+
+
+class Server:
+    """Lends one trainer rank's shards to readers, between two updates of the weights.
+
+    Shards are registered by reference: nothing is copied, and the server keeps a reference to
+    each shard's owner until the shard is replaced or removed, or the server is closed. Weights are
+    written in place between :meth:`begin_update` and :meth:`commit`.
+
+    All methods may be called from any thread, several at once, and release the GIL. The library's
+    own threads need no Python. None blocks for more than a minute or so, and signals are handled
+    when the call has ended. A server is closed by :meth:`close`, at the end of a ``with`` block,
+    or when the interpreter exits. In a forked child every method raises :class:`ProcessError` and
+    touches nothing.
+
+    :param world_id: 16 bytes (or 32 hexadecimal digits), not all zero: random, the same on all
+        ranks, new at every launch.
+    :param rank: below *world_size*.
+    :param world_size: ranks of the trainer, 1 to 65536.
+    :param name: rank r announces itself as ``<name>_<r>``.
+    :param bind: numeric address to listen on.
+    :param allow: networks that may read (``"10.0.0.0/8,fd00::/8"``), needed by an open server.
+    :param base_port: listens on base_port + rank; 0: on a port that the system chooses.
+    :param open: listen on a network address; serves the stream path only, unless
+    :param trusted_network: everybody in the allowed networks may read and, with RDMA, write the
+        registered memory.
+    :param use_ucx: False: never load UCX (stream, and CUDA IPC, only).
+    :param lease: seconds that readers can delay :meth:`begin_update` at most; 0: not at all.
+    :param max_sessions: connections, control and data, at least 2.
+    :param max_memory: bytes for all sessions together.
+    :param idle: seconds after which a silent session is closed.
+    :raises RequestError: an argument is wrong; the port is in use (``FANIN_ERR_EXISTS``).
+    :raises ConnectionFailedError: fewer descriptors than *max_sessions* needs.
+    :raises HostError: the C library cannot be loaded; no memory, no sockets.
+    """
+
+    def __init__(
+        self,
+        *,
+        world_id: bytes | str,
+        rank: int,
+        world_size: int,
+        name: str = "lora_param_server",
+        bind: str = "127.0.0.1",
+        allow: str | None = None,
+        base_port: int = 0,
+        open: bool = False,
+        trusted_network: bool = False,
+        use_ucx: bool = True,
+        lease: float = 1.0,
+        max_sessions: int = 256,
+        max_memory: int = 256 << 20,
+        idle: float = 300.0,
+    ) -> None:
+        self._handle: ctypes.c_void_p | None = None
+        self._pid = os.getpid()
+        self._library = library()
+        config: _ffi.ServerConfig = initialised(
+            _ffi.ServerConfig, self._library.fanin_server_config_init
+        )
+        raw_id = world_id_bytes(world_id)
+        config.name = c_string(name, "the server's name")
+        config.world_id[:] = list(raw_id)
+        config.rank = integer(rank, "rank", 32)
+        config.world_size = integer(world_size, "world_size", 32)
+        config.bind = c_string(bind, "bind")
+        config.allow = None if allow is None else c_string(allow, "allow")
+        config.base_port = integer(base_port, "base_port", 16)
+        config.flags = (
+            (_ffi.SERVER_OPEN if open else 0)
+            | (_ffi.SERVER_TRUSTED_NETWORK if trusted_network else 0)
+            | (0 if use_ucx else _ffi.SERVER_NO_UCX)
+        )
+        config.lease_ms = milliseconds(lease, "lease", zero=True)
+        config.max_sessions = integer(max_sessions, "max_sessions", 32)
+        config.max_memory = integer(max_memory, "max_memory", 64)
+        config.idle_ms = milliseconds(idle, "idle")
+        config.log, config.log_cookie = log_target("server")
+
+        self._name, self._rank, self._world_size = name, rank, world_size
+        self._world_id = raw_id.hex()
+        self._closing = False
+        self._idle = threading.Condition()
+        self._calls: set[_Use] = set()  # under way
+        # Changes of the shards come one after the other: the owners that are kept must be those
+        # of the shards that are registered.
+        self._shards = threading.Lock()
+        self._owners: dict[str, dict[str, object]] = {}
+        # Shards of calls whose outcome is not known. A call that is interrupted by an exception
+        # on its way back leaves its entry, which keeps too much alive rather than too little.
+        self._transit: dict[object, PackedTensors] = {}
+
+        handle, error = ctypes.c_void_p(), new_error()
+        status = self._library.fanin_server_create(
+            ctypes.byref(config), ctypes.byref(handle), ctypes.byref(error)
+        )
+        check(status, error)
+        self._handle = handle
+        self._port = int(self._library.fanin_server_port(handle))
+        _open.add(self)
+
+    # ------------------------------------------------------------------------------ identity
+
+    @property
+    def name(self) -> str:
+        """Without the rank."""
+        return self._name
+
+    @property
+    def rank(self) -> int:
+        """This server's rank."""
+        return self._rank
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the trainer."""
+        return self._world_size
+
+    @property
+    def world_id(self) -> str:
+        """32 hexadecimal digits."""
+        return self._world_id
+
+    @property
+    def port(self) -> int:
+        """The TCP port that the server listens on (or did, once closed)."""
+        return self._port
+
+    @property
+    def closed(self) -> bool:
+        """Whether :meth:`close` was called."""
+        return self._handle is None or self._closing
+
+    # ------------------------------------------------------------------------------ the shards
+
+    def put(
+        self,
+        publication: str,
+        shards: Iterable[Shard] | PackedTensors,
+        *,
+        replace: bool = False,
+    ) -> None:
+        """Registers this rank's shards under *publication* (``"lora:<run>"``), all or none.
+
+        The memory is lent, not copied; each shard's owner is kept until the shard is replaced or
+        removed. Inside an update the change belongs to it; outside, new shards become visible with
+        the next commit. Of one publication every rank puts every name: a rank that holds nothing
+        of a tensor puts a shard without boxes.
+
+        :param replace: exchange shards that are there already. Outside an update that acts as
+            :meth:`begin_update` first if anything differs (blocks at most the lease, and the
+            publication is unreadable until the next commit), and does nothing if all is equal.
+        :raises RequestError: a shard is wrong (overlapping boxes, a box outside of the shape, a
+            name twice); ``FANIN_ERR_EXISTS``: a name is there already.
+        :raises PullTimeoutError: a snapshot's copy of the shards has not ended for 60 s.
+        :raises ConnectionFailedError: a limit: keys, boxes, locked memory.
+        :raises PeerError: CUDA memory, and no CUDA in this process or build.
+        :raises HostError: no memory.
+        """
+        packed = shards if isinstance(shards, PackedTensors) else pack(shards)
+        name = c_string(publication, "the publication")
+        error = new_error()
+
+        def call(handle: ctypes.c_void_p) -> int:
+            token = object()
+            with self._shards:
+                self._transit[token] = packed
+                status = int(
+                    self._library.fanin_server_put(
+                        handle,
+                        name,
+                        packed.address or None,
+                        len(packed),
+                        replace,
+                        ctypes.byref(error),
+                    )
+                )
+                if status == _ffi.OK:
+                    kept = self._owners.setdefault(publication, {})
+                    kept.update((shard.name, shard.owner) for shard in packed.shards)
+                del self._transit[token]
+            return status
+
+        check(self._enter(call), error)
+
+    def remove(self, publication: str, name: str | None = None) -> None:
+        """Removes one shard, or the whole publication if *name* is None.
+
+        Outside an update it acts as :meth:`begin_update` first: blocks at most the lease. When it
+        returns, the library does not touch the memory any more and its owner is let go. (Workers
+        of this host may still map CUDA memory that they read; the log says who.)
+
+        :raises NotFoundError: there is no such publication or shard.
+        :raises PullTimeoutError: a snapshot's copy has not ended for 60 s; nothing was removed.
+        """
+        raw = c_string(publication, "the publication")
+        raw_name = None if name is None else c_string(name, "the tensor's name")
+        error = new_error()
+
+        def call(handle: ctypes.c_void_p) -> int:
+            with self._shards:
+                status = int(
+                    self._library.fanin_server_remove(handle, raw, raw_name, ctypes.byref(error))
+                )
+                if status == _ffi.OK and name is None:
+                    self._owners.pop(publication, None)
+                elif status == _ffi.OK:
+                    self._owners.get(publication, {}).pop(str(name), None)
+            return status
+
+        check(self._enter(call), error)
+
+    def set_metadata(self, publication: str, metadata: Mapping[str, str]) -> None:
+        """Replaces the publication's metadata (the same on all ranks) from the next commit on.
+
+        Keys that have a meaning: ``peft_config`` (the whole adapter_config.json as text), or
+        ``lora_alpha``, ``r``, ``base_model_name_or_path``, ``rank_pattern`` and so on.
+
+        :raises RequestError: a key or value is not text; more than 1 MiB in all.
+        """
+        pairs = [
+            (c_string(key, "a metadata key"), c_string(value, f"metadata {key!r}"))
+            for key, value in metadata.items()
+        ]
+        array = (_ffi.Pair * len(pairs))(*(_ffi.Pair(*pair) for pair in pairs))
+        raw = c_string(publication, "the publication")
+        self._call(self._library.fanin_server_set_metadata, raw, array, len(pairs))
+
+    # ------------------------------------------------------------------------------ updates
+
+    def begin_update(self, publication: str) -> None:
+        """Announces that the weights are about to be written in place.
+
+        New readers wait; running ones are waited for, at most the lease. Creates the publication.
+        Of a snapshot publication readers go on, and it returns at once.
+
+        :raises StateError: another thread is in it for the same publication.
+        """
+        self._call(
+            self._library.fanin_server_begin_update, c_string(publication, "the publication")
+        )
+
+    def commit(
+        self,
+        publication: str,
+        step: int,
+        *,
+        snapshot: bool = False,
+        wait: bool = False,
+        cast: str | None = None,
+        stream: Stream | None = None,
+    ) -> None:
+        """Declares the publication's bytes to be those of *step* and lets readers in.
+
+        Does not wait for readers. A first commit needs no :meth:`begin_update`.
+
+        :param step: above the last committed one.
+        :param snapshot: publish copies, which readers may read while the weights are written.
+            Costs twice the shards' memory; at every commit of a publication or at none.
+        :param wait: return when the commit has taken effect, at most 60 s.
+        :param cast: with *snapshot*: F32 shards are published as ``"BF16"`` or ``"F16"``.
+        :param stream: the CUDA stream that writes the weights: the commit takes effect when the
+            work that is on it now is done. None: everything is written already.
+        :raises NotFoundError, RequestError: no such publication; the step is not above the last
+            one; a cast without snapshot.
+        :raises StateError: no update is open; snapshot and reference mixed; with *wait*: withdrawn.
+        :raises PullTimeoutError: 60 s passed.
+        :raises HostError: the device has failed, or no memory.
+        """
+        options: _ffi.CommitOptions = initialised(
+            _ffi.CommitOptions, self._library.fanin_commit_options_init
+        )
+        options.flags = (_ffi.COMMIT_SNAPSHOT if snapshot else 0) | (
+            _ffi.COMMIT_WAIT if wait else 0
+        )
+        options.cast = dtype_code(cast, "cast")
+        options.stream = c_stream(stream)
+        self._call(
+            self._library.fanin_server_commit,
+            c_string(publication, "the publication"),
+            integer(step, "step", 64),
+            ctypes.byref(options),
+        )
+
+    def abort_update(self, publication: str) -> None:
+        """Ends an update without publishing: unreadable until a later commit.
+
+        Of a snapshot publication the last snapshot stays readable.
+
+        :raises StateError: no update is open.
+        :raises NotFoundError: there is no such publication.
+        """
+        self._call(
+            self._library.fanin_server_abort_update, c_string(publication, "the publication")
+        )
+
+    def pause(self, publication: str, reason: str = "trainer memory offloaded") -> None:
+        """Announces that the shards' memory is about to be taken away: offload, sleep, a load.
+
+        Blocks until running readers are done, at most the lease, and for a commit that is pending
+        on a stream, at most 60 s. Until :meth:`resume` the library does not touch the shards'
+        memory, and every pull fails at once with :class:`PausedError`, which says *reason*. Of a
+        snapshot publication the last snapshot stays readable.
+
+        While it is paused, shards can be put and removed, which waits for nobody, and metadata be
+        set; :meth:`abort_update` gives the published step up, for a caller that brings other
+        values back. Paused again: only the reason changes.
+
+        :param reason: one sentence for readers, cut to 255 bytes.
+        :raises NotFoundError: there is no such publication.
+        :raises StateError: an update is open, or another thread begins one.
+        :raises PullTimeoutError: the stream of a commit took more than 60 s.
+        """
+        self._call(
+            self._library.fanin_server_pause,
+            c_string(publication, "the publication"),
+            c_string(reason, "the reason"),
+        )
+
+    def resume(self, publication: str) -> None:
+        """Ends a pause: the step that was published is again, from the shards as they are now.
+
+        The caller promises that all their bytes, moved or not, are those of that step. Does not
+        block.
+
+        :raises NotFoundError: there is no such publication.
+        :raises StateError: it is not paused.
+        :raises HostError, ConnectionFailedError: memory or limits; it stays paused.
+        """
+        self._call(self._library.fanin_server_resume, c_string(publication, "the publication"))
+
+    # ------------------------------------------------------------------------------ looking
+
+    def publications(self) -> list[str]:
+        """Names of the publications. Does not block."""
+        return self._list(None)
+
+    def names(self, publication: str) -> list[str]:
+        """Names of the publication's tensors on this rank. Does not block.
+
+        :raises NotFoundError: there is no such publication.
+        """
+        return self._list(c_string(publication, "the publication"))
+
+    def _list(self, publication: bytes | None) -> list[str]:
+        names: list[str] = []
+
+        def add(_: int | None, name: bytes) -> bool:
+            names.append(text(name))
+            return True
+
+        self._call(self._library.fanin_server_list, publication, _ffi.NameFn(add), None)
+        return names
+
+    def stats(self) -> ServerStats:
+        """Counters since creation, and gauges. Does not block."""
+        stats = _ffi.ServerStats()
+        stats.struct_size = ctypes.sizeof(stats)
+        status = self._enter(
+            lambda handle: self._library.fanin_server_get_stats(handle, ctypes.byref(stats))
+        )
+        check(status, new_error())
+        return {field[0]: getattr(stats, field[0]) for field in _ffi.ServerStats._fields_[1:]}
+
+    def prometheus(self) -> str:
+        """The same in Prometheus' text exposition format 0.0.4. Does not block."""
+        size = 8192
+        while True:
+            content, length = self._prometheus(size)
+            if length < size:
+                return content
+            size = length + 256
+
+    def _prometheus(self, size: int) -> tuple[str, int]:
+        """What fits into *size* bytes, and the length of it all."""
+        buffer, length = ctypes.create_string_buffer(size), ctypes.c_size_t()
+        function = self._library.fanin_server_prometheus
+        status = self._enter(lambda handle: function(handle, buffer, size, ctypes.byref(length)))
+        check(status, new_error())
+        return text(buffer.value), length.value
+
+    # ------------------------------------------------------------------------------ the end
+
+    def close(self, drain: float = 1.0) -> None:
+        """Stops listening, lets running pulls end for at most *drain* seconds, and frees.
+
+        Waits for calls of other threads first. When it returns, the library does not touch the
+        shards' memory any more, and their owners are let go. Does nothing the second time, and
+        in a forked child.
+
+        :raises StateError: calls of other threads have not ended for 75 s; the server is unusable
+            and not freed.
+        """
+        if self._pid != os.getpid() or self._handle is None:
+            return
+        self._close(milliseconds(drain, "drain", zero=True), _CLOSE_SECONDS)
+
+    def _close(self, drain_ms: int, patience: float) -> None:
+        # A call of this very thread is one that a signal handler interrupts, and is not in the
+        # library now: it will find the handle empty.
+        own = threading.get_ident()
+        limit = time.monotonic() + patience
+        with self._idle:
+            self._closing = True
+            while any(use.thread != own for use in list(self._calls)):
+                if time.monotonic() >= limit:
+                    raise StateError.make(
+                        "the server is closed while calls of other threads do not end",
+                        "end the threads that use it first",
+                    )
+                # The timeout: a call that was interrupted may have left without a word.
+                self._idle.wait(0.1)
+            handle, self._handle = self._handle, None
+        if handle is None:
+            return
+        _open.discard(self)
+        self._library.fanin_server_destroy(ctypes.byref(handle), drain_ms)
+        self._owners.clear()
+        self._transit.clear()
+
+    def __enter__(self) -> Server:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        # Nothing calls it any more; a finalizing interpreter has closed it by atexit.
+        if getattr(self, "_handle", None) is None or sys is None or sys.is_finalizing():
+            return
+        if self._pid == os.getpid():
+            warnings.warn(f"{self!r} is not closed", ResourceWarning, source=self, stacklevel=2)
+            self._close(0, 0.0)
+
+    def __repr__(self) -> str:
+        state = "closed" if self.closed else f"port {self._port}"
+        return f"<fanin.Server {self._name}_{self._rank} of {self._world_size}, {state}>"
+
+    # ------------------------------------------------------------------------------ calls
+
+    def _enter(self, call: Callable[[ctypes.c_void_p], int]) -> int:
+        """Calls with the handle, which :meth:`close` leaves alone meanwhile."""
+        if self._pid != os.getpid():
+            raise ProcessError.make(
+                f"the server belongs to the parent process {self._pid}",
+                "create servers after the fork",
+            )
+        use = _Use(threading.get_ident())
+        try:
+            self._calls.add(use)
+            handle = self._handle
+            if handle is None or self._closing:
+                raise StateError.make("the server is closed")
+            return call(handle)
+        finally:
+            self._calls.discard(use)
+            if self._closing:
+                with self._idle:
+                    self._idle.notify_all()
+
+    def _call(self, function: Any, *arguments: Any) -> None:
+        error = new_error()
+        check(self._enter(lambda handle: function(handle, *arguments, ctypes.byref(error))), error)
+
+
+def _close_at_exit(server: Server) -> None:
+    if server._pid == os.getpid():
+        server._close(1000, _EXIT_SECONDS)
+
+
+_open: OpenHandles[Server] = OpenHandles(_close_at_exit)

@@ -1,0 +1,414 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Adapters for SGLang: pulled into a directory, then loaded by SGLang's own HTTP route.
+
+::
+
+    engine = SGLangEngine("http://127.0.0.1:30000", trainer="/run/job/weights")
+    adapter = engine.load(run=0, step=120)       # POST /load_lora_adapter with a path
+    ...                                          # requests with lora_path=adapter.name
+    engine.unload(adapter.name)                  # POST /unload_lora_adapter, then deletes
+
+The directory must be one that the engine sees: run this on the engine's host (of each node, if it
+has several). What SGLang refuses, or would load and compute wrongly, is refused before any bytes
+move. SGLang's routes that take tensors are not used: they unpickle what they are sent, so whoever
+can reach them can run code in the engine.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fanin._http import FAILURES, Reply, base_url, post_json
+from fanin.client import Client, PullResult
+from fanin.config import PATHS, default_cache_dir
+from fanin.errors import (
+    ConnectionFailedError,
+    HostError,
+    NotFoundError,
+    PeerError,
+    PullTimeoutError,
+    RequestError,
+    StaleError,
+    UnreachableError,
+)
+from fanin.info import Target, TrainerInfo, addresses_of, is_path, read_info
+from fanin.names import AdapterName, run_of
+from fanin.vllm.checks import AdapterFacts, read_facts
+from fanin.vllm.directories import Lease, Places
+
+__all__ = ["LoadedAdapter", "SGLangEngine", "check_adapter"]
+
+LOAD_PATH = "/load_lora_adapter"
+UNLOAD_PATH = "/unload_lora_adapter"
+
+# Initial weights that leave the base model as it is.
+_PLAIN_INITS = ("gaussian", "eva", "orthogonal", "true", "false")
+
+
+@dataclass(frozen=True)
+class LoadedAdapter:
+    """An adapter that the engine has.
+
+    name: as requests say it. directory: of the pulled files; stays until it is unloaded. pull:
+    what the pull did. load_seconds: what the engine took to load it.
+    """
+
+    name: str
+    run: str
+    step: int
+    directory: Path
+    pull: PullResult
+    load_seconds: float
+    _lease: Lease = field(repr=False, compare=False)
+
+
+def check_adapter(facts: AdapterFacts, run: str) -> None:
+    """Whether SGLang loads an adapter, and computes with it what PEFT does.
+
+    Does not block; any thread. Raises RequestError naming the field of the configuration.
+    """
+    config = facts.config
+
+    def refuse(key: str, problem: str, remedy: str) -> RequestError:
+        return RequestError.make(f"run {run}: SGLang {problem}", remedy, key=key)
+
+    kind = config.get("peft_type", "LORA")
+    if kind not in (None, "LORA"):
+        raise refuse("peft_type", f"loads LoRA adapters only, not {kind}", "train with LoRA")
+    if config.get("use_rslora"):
+        raise refuse(
+            "use_rslora",
+            "scales by lora_alpha / r, not by lora_alpha / sqrt(r) as use_rslora asks",
+            "train without use_rslora, with lora_alpha multiplied by sqrt(r)",
+        )
+    if facts.dora or config.get("use_dora"):
+        raise refuse("use_dora", "does not load DoRA adapters", "train without use_dora")
+    if facts.lora_bias or config.get("lora_bias") or config.get("bias") not in (None, "none"):
+        raise refuse("bias", "does not load biases", "train with bias='none', without lora_bias")
+    if config.get("modules_to_save"):
+        raise refuse(
+            "modules_to_save",
+            f"does not load whole modules beside the adapter ({config['modules_to_save']})",
+            "train without modules_to_save",
+        )
+    init = config.get("init_lora_weights")
+    if isinstance(init, str) and init.lower() not in _PLAIN_INITS:
+        raise refuse(
+            "init_lora_weights",
+            f"does not change the base model as init_lora_weights={init!r} does",
+            "train with init_lora_weights=True",
+        )
+    target = config.get("target_modules")
+    if isinstance(target, str) and target not in ("all", "all-linear"):
+        raise refuse(
+            "target_modules",
+            f"takes no pattern as target_modules ({target!r})",
+            "give target_modules as a list of names, or 'all-linear'",
+        )
+    if "target_modules" in config and not target:
+        raise refuse(
+            "target_modules",
+            "does not find out by itself which modules an adapter is of",
+            "give target_modules as a list of names",
+        )
+    _check_patterns(config, refuse)
+
+
+def _check_patterns(config: Mapping[str, Any], refuse: Any) -> None:
+    """One scale is used for the whole adapter, so layers must not differ in alpha or rank."""
+    for key, default in (("rank_pattern", "r"), ("alpha_pattern", "lora_alpha")):
+        pattern = config.get(key)
+        if isinstance(pattern, dict):
+            other = [name for name, value in pattern.items() if value != config.get(default)]
+            if other:
+                raise refuse(
+                    key,
+                    f"scales all layers alike, and {key} gives {other[0]!r} another value than"
+                    f" {default}",
+                    f"train without {key}",
+                )
+
+
+class SGLangEngine:
+    """One SGLang server on this host, and the adapters that were loaded into it.
+
+    url: ``http://host:port``. trainer: as fanin.info.addresses_of takes it; a path is read at
+    each load. cache_dir: absolute; directories are ``<cache_dir>/<world>/<run>/<prefix>-step<s>``;
+    None: /dev/shm/fanin-<uid>. prefix: begins the adapters' names. api_key: SGLang's --api-key or
+    --admin-api-key. server_name: demand this job's ranks. path: how bytes travel. timeout:
+    seconds for a load or unload.
+
+    Any thread; loads of different steps may run at once. Raises RequestError.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        trainer: Target,
+        cache_dir: str | os.PathLike[str] | None = None,
+        prefix: str = "policy",
+        api_key: str | None = None,
+        server_name: str | None = None,
+        path: str = "auto",
+        timeout: float = 60.0,
+    ) -> None:
+        self.url = base_url(url)
+        AdapterName(prefix, "0", 0)
+        if path not in PATHS:
+            raise RequestError.make(f"path {path!r} is unknown", "give one of " + ", ".join(PATHS))
+        root = Path(cache_dir) if cache_dir is not None else default_cache_dir()
+        if not root.is_absolute():
+            raise RequestError.make(f"cache_dir {root} is not absolute", "give an absolute path")
+        self.prefix = prefix
+        self.timeout = timeout
+        self._trainer = trainer
+        self._server_name = server_name
+        self._path = path
+        self._api_key = api_key
+        self._places = Places(root)
+        self._lock = threading.Lock()
+        self._loaded: dict[str, LoadedAdapter] = {}
+        self._doubtful: dict[str, Lease] = {}
+        self._busy: set[str] = set()
+
+    @property
+    def loaded(self) -> list[LoadedAdapter]:
+        """What was loaded and not unloaded, the oldest first."""
+        with self._lock:
+            return list(self._loaded.values())
+
+    # ---------------------------------------------------------------- load
+
+    def load(
+        self, run: str | int, step: int, *, pinned: bool = False, timeout: float | None = None
+    ) -> LoadedAdapter:
+        """Pulls exactly *step* of *run* and has the engine load it as ``<prefix>-run<r>-step<s>``.
+
+        An adapter that this object has loaded already is returned as it is. pinned: SGLang keeps
+        it in its batch. timeout: seconds for all, None: the engine's.
+
+        Blocks at most *timeout* and a little. Raises what fanin.Client.pull_adapter raises,
+        RequestError if SGLang cannot use the adapter or refuses it (the directory is gone then),
+        UnreachableError if the engine does not answer: whether it has the adapter is not known
+        then, and the directory stays until :meth:`load` or :meth:`unload` of that name succeeds.
+        """
+        name = AdapterName(self.prefix, run_of(run), step)
+        deadline = time.monotonic() + (self.timeout if timeout is None else timeout)
+        with self._exclusive(str(name)):
+            with self._lock:
+                known = self._loaded.get(str(name))
+            if known is not None:
+                return known
+            self._settle(str(name), deadline)
+            lease, pulled = self._pull(name, deadline)
+            return self._register(name, lease, pulled, pinned, deadline)
+
+    def _pull(self, name: AdapterName, deadline: float) -> tuple[Lease, PullResult]:
+        info = self._resolve()
+        client = Client(
+            server_name=self._server_name or info.server_name,
+            world_id=info.world_id,
+            path=self._path,
+        )
+        with client:
+            client.connect(info.addresses, timeout=_left(deadline))
+            world = next((rank.world_id for rank in client.ranks() if rank.connected), "")
+            facts = read_facts(
+                client.catalog(name.run, timeout=_left(deadline)),
+                client.metadata(name.run, timeout=_left(deadline)),
+            )
+            check_adapter(facts, name.run)
+            path = self._places.choose(world, name.run, name.prefix, name.step)
+            lease = self._places.lease(path, deadline)
+            try:
+                pulled = client.pull_adapter(
+                    name.run, path, step=name.step, timeout=_left(deadline)
+                )
+                if pulled.world_id != world:
+                    raise StaleError.make(
+                        "the trainer was started again while its adapter was pulled", "load again"
+                    )
+                _check_written(path, name.run)
+            except BaseException:
+                lease.release(delete=True)
+                raise
+            self._places.spend(path, world, name.run, name.prefix, name.step)
+        return lease, pulled
+
+    def _resolve(self) -> TrainerInfo:
+        trainer = self._trainer
+        if isinstance(trainer, TrainerInfo):
+            return trainer
+        if isinstance(trainer, os.PathLike) or (isinstance(trainer, str) and is_path(trainer)):
+            return read_info(trainer)
+        return TrainerInfo(addresses_of(trainer))
+
+    def _register(
+        self, name: AdapterName, lease: Lease, pulled: PullResult, pinned: bool, deadline: float
+    ) -> LoadedAdapter:
+        body = {"lora_name": str(name), "lora_path": str(lease.path), "pinned": pinned}
+        started = time.monotonic()
+        try:
+            reply = self._post(LOAD_PATH, body, deadline)
+        except BaseException:
+            with self._lock:
+                self._doubtful[str(name)] = lease
+            raise
+        if not _succeeded(reply):
+            lease.release(delete=True)
+            raise RequestError.make(
+                f"{self.url} did not load {name}: HTTP {reply.status}: {reply.reason}",
+                _advice(reply),
+                address=self.url,
+            )
+        took = time.monotonic() - started
+        adapter = LoadedAdapter(str(name), name.run, name.step, lease.path, pulled, took, lease)
+        with self._lock:
+            self._loaded[str(name)] = adapter
+        return adapter
+
+    # -------------------------------------------------------------- unload
+
+    def unload(self, name: str, *, timeout: float | None = None) -> None:
+        """Has the engine forget the adapter, then deletes its directory.
+
+        SGLang takes no new request for it and answers when the running ones have ended. An engine
+        that does not know the name any more, because it was started again, has forgotten it.
+
+        Blocks at most *timeout* seconds (None: the engine's) and a little. Raises NotFoundError if
+        this object has not loaded it, RequestError if the engine refuses, UnreachableError if it
+        does not answer; the adapter then counts as loaded and the directory stays.
+        """
+        deadline = time.monotonic() + (self.timeout if timeout is None else timeout)
+        with self._exclusive(name):
+            if self._settle(name, deadline):
+                return
+            with self._lock:
+                adapter = self._loaded.get(name)
+            if adapter is None:
+                raise NotFoundError.make(
+                    f"{name} was not loaded here", "give the name of a loaded adapter", key=name
+                )
+            self._forget(name, deadline)
+            with self._lock:
+                del self._loaded[name]
+            adapter._lease.release(delete=True)
+
+    def retire(self, run: str | int, keep: int, *, timeout: float | None = None) -> list[str]:
+        """Unloads all adapters of *run* but those of the *keep* highest steps; their names.
+
+        timeout: seconds for each. Blocks and raises as :meth:`unload`; the first failure ends it.
+        """
+        wanted = run_of(run)
+        mine = sorted((a for a in self.loaded if a.run == wanted), key=lambda a: a.step)
+        leaving = [adapter.name for adapter in mine[: max(len(mine) - max(keep, 0), 0)]]
+        for name in leaving:
+            self.unload(name, timeout=timeout)
+        return leaving
+
+    def _settle(self, name: str, deadline: float) -> bool:
+        """Ends the doubt about a load that got no answer. True: there was one."""
+        with self._lock:
+            lease = self._doubtful.get(name)
+        if lease is None:
+            return False
+        self._forget(name, deadline)
+        with self._lock:
+            del self._doubtful[name]
+        lease.release(delete=True)
+        return True
+
+    def _forget(self, name: str, deadline: float) -> None:
+        reply = self._post(UNLOAD_PATH, {"lora_name": name}, deadline)
+        gone = reply.status in (400, 404) and any(
+            words in reply.reason.lower() for words in ("not loaded", "not found", "does not exist")
+        )
+        if not _succeeded(reply) and not gone:
+            raise RequestError.make(
+                f"{self.url} did not unload {name}: HTTP {reply.status}: {reply.reason}",
+                "unload it again later",
+                address=self.url,
+            )
+
+    # ------------------------------------------------------------- helpers
+
+    def _post(self, path: str, body: Mapping[str, Any], deadline: float) -> Reply:
+        try:
+            reply = post_json(self.url, path, body, deadline=deadline, api_key=self._api_key)
+        except FAILURES as error:
+            why = "no answer in time" if isinstance(error, TimeoutError) else str(error)
+            raise UnreachableError.make(
+                f"{self.url}{path}: {why}",
+                "check that the engine runs, then try again",
+                address=self.url,
+            ) from error
+        if reply.status >= 500:
+            raise ConnectionFailedError.make(
+                f"{self.url}{path}: HTTP {reply.status}: {reply.reason}",
+                "look into the engine's log, then try again",
+                address=self.url,
+            )
+        return reply
+
+    def _exclusive(self, name: str) -> _Exclusive:
+        return _Exclusive(self._lock, self._busy, name)
+
+
+class _Exclusive:
+    """One load or unload of a name at a time."""
+
+    def __init__(self, lock: threading.Lock, busy: set[str], name: str) -> None:
+        self._lock, self._busy, self._name = lock, busy, name
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if self._name in self._busy:
+                raise RequestError.make(
+                    f"{self._name} is being loaded or unloaded by another thread", "wait for it"
+                )
+            self._busy.add(self._name)
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._busy.discard(self._name)
+
+
+def _left(deadline: float) -> float:
+    left = deadline - time.monotonic()
+    if left <= 0:
+        raise PullTimeoutError.make("the time for the load is over", "give it a longer timeout")
+    return left
+
+
+def _succeeded(reply: Reply) -> bool:
+    body = reply.json()
+    said = body.get("success", True) if isinstance(body, dict) else True
+    return reply.status == 200 and said is not False
+
+
+def _advice(reply: Reply) -> str:
+    if reply.status == 404:
+        return "check the URL, and that this SGLang has /load_lora_adapter"
+    if reply.status in (401, 403):
+        return "give the engine's api_key"
+    return "start SGLang with --enable-lora, --max-lora-rank and --lora-target-modules that fit"
+
+
+def _check_written(path: Path, run: str) -> None:
+    """The check once more, of the configuration that the engine will read."""
+    try:
+        config = json.loads((path / "adapter_config.json").read_text())
+    except (OSError, ValueError) as error:
+        raise HostError.make(f"{path}: {error}", "check the disk") from error
+    if not isinstance(config, dict):
+        raise PeerError.make(f"{path}: adapter_config.json is no object", "look at the trainer")
+    config.setdefault("target_modules", None)
+    check_adapter(AdapterFacts(config, None, None, 0, ""), run)

@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The trainer's side for PyTorch: LoRA parameters, sharded as they are, read by workers.
+
+The patch of a training loop, whose model is PEFT's and may be sharded by FSDP2::
+
+    from fanin.torch import AdapterServer
+
+    server = AdapterServer(model, base_port=6000)      # on every rank
+    server.publish(0)
+    for step in range(1, steps):
+        ...
+        with server.updating(step):
+            optimizer.step()
+
+:func:`per_expert`, :func:`renamed`, :func:`slot` and :func:`chain` make functions for
+``AdapterServer(names=...)``. PyTorch is imported when :class:`AdapterServer` is first used.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from fanin.torch._names import NamesFunction, Slice, chain, on_disk, per_expert, renamed, slot
+
+if TYPE_CHECKING:
+    from fanin.torch.server import AdapterServer
+
+__all__ = [
+    "AdapterServer",
+    "NamesFunction",
+    "Slice",
+    "chain",
+    "on_disk",
+    "per_expert",
+    "renamed",
+    "slot",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "AdapterServer":
+        from fanin.torch.server import AdapterServer
+
+        return AdapterServer
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

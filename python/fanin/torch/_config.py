@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The adapter's configuration: found in the model, or given, and made into metadata."""
+
+from __future__ import annotations
+
+import enum
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from fanin.errors import RequestError
+
+_BASE = "base_model_name_or_path"
+_REQUIRED = ("lora_alpha", "r", _BASE)
+
+
+def holder_of(model: Any) -> Any | None:
+    """The outermost module that has PEFT's configurations by adapter name, None without PEFT."""
+    for module in model.modules():
+        if isinstance(getattr(module, "peft_config", None), Mapping):
+            return module
+    return None
+
+
+def active_adapters(holder: Any | None) -> list[str]:
+    """The adapters that PEFT says are active; empty if it does not say."""
+    for attribute in ("active_adapters", "active_adapter"):
+        try:
+            value = getattr(holder, attribute, None)
+            value = value() if callable(value) else value
+        except (ValueError, AttributeError, ImportError):
+            continue  # transformers' model without an adapter of its own
+        if isinstance(value, str):
+            return [value]
+        if isinstance(value, (list, tuple)) and value:
+            return [str(name) for name in value]
+    return []
+
+
+def config_of(model: Any, adapter: str | None, given: Any) -> Mapping[str, Any] | None:
+    """The configuration as a mapping: what is given (a PEFT configuration or a mapping), else that
+    of the model's adapter; None if there is none. TypeError: what is given is neither."""
+    if given is None:
+        configs = getattr(holder_of(model), "peft_config", {})
+        given = configs.get(adapter) if adapter is not None else None
+        if given is None and len(configs) == 1:
+            given = next(iter(configs.values()))
+        if given is None:
+            return None
+    if isinstance(given, Mapping):
+        return dict(given)
+    if not hasattr(given, "to_dict"):
+        raise TypeError(
+            f"config is a {type(given).__name__}; PEFT's configuration or a dict is wanted"
+        )
+    fields: dict[str, Any] = given.to_dict()
+    return fields
+
+
+def bias_of(config: Mapping[str, Any] | None) -> str:
+    """Which biases PEFT trains: "none", "all" or "lora_only"."""
+    bias = (config or {}).get("bias", "none")
+    return bias if isinstance(bias, str) else "none"
+
+
+def _plain(value: Any) -> Any:
+    """JSON's types, as PEFT writes them; sets are sorted, so that all ranks say the same."""
+    if isinstance(value, enum.Enum):
+        return value.value
+    if isinstance(value, (set, frozenset)):
+        return sorted((_plain(item) for item in value), key=str)
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    return str(value)
+
+
+def _base_model(model: Any) -> str | None:
+    """The name that transformers gave the base model."""
+    base = getattr(holder_of(model), "base_model", model)
+    for place in (getattr(base, "model", None), base, model):
+        for owner in (place, getattr(place, "config", None)):
+            name = getattr(owner, "name_or_path", None)
+            if isinstance(name, str) and name:
+                return name
+    return None
+
+
+def metadata_of(model: Any, config: Mapping[str, Any] | None) -> dict[str, str]:
+    """The metadata pairs of a publication.
+
+    A configuration of PEFT's (it has ``peft_type``) goes whole as ``peft_config``; another
+    mapping becomes pairs. RequestError: lora_alpha, r or the base model's name is not known.
+    """
+    if config is None:
+        raise RequestError.make(
+            "the model has no PEFT configuration",
+            "give config=, PEFT's configuration or a dict with lora_alpha, r and " + _BASE,
+        )
+    fields = _plain(config)
+    if not fields.get(_BASE):
+        fields[_BASE] = _base_model(model)
+    missing = [name for name in _REQUIRED if fields.get(name) in (None, "")]
+    if missing == [_BASE]:
+        raise RequestError.make(
+            "the adapter's configuration does not name its base model",
+            f"set {_BASE} in the PEFT configuration, or give config= with it",
+        )
+    if missing:
+        raise RequestError.make(
+            f"the adapter's configuration lacks {', '.join(missing)}",
+            f"give config= with {', '.join(_REQUIRED)}",
+        )
+    if "peft_type" not in fields:
+        return {
+            name: value if isinstance(value, str) else json.dumps(value)
+            for name, value in fields.items()
+            if value is not None
+        }
+    fields["inference_mode"] = True
+    # Sorted on the outside only: of the patterns inside of a field the first that matches wins.
+    ordered = {name: fields[name] for name in sorted(fields)}
+    return {"peft_config": json.dumps(ordered), _BASE: fields[_BASE]}

@@ -1,0 +1,209 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Names of parameters: in memory, in an adapter's file, and of slices of one stored tensor.
+
+No torch in here.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from fanin.torch import _blocks
+
+PREFIX = "base_model.model."
+WRAPPERS = frozenset(("_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module"))
+
+# The component that says what a tensor is to a LoRA layer. Experts' projections may stand before
+# it in the same component: `w1_lora_A` is lora_A of `w1`.
+_PART = re.compile(
+    r"^(?:(?P<stem>.+?)_)?"
+    r"(?P<part>lora_A|lora_B|lora_embedding_A|lora_embedding_B|lora_magnitude_vector)$"
+)
+_WITH_LEAF = ("lora_A", "lora_B")
+_LEAVES = ("weight", "bias")
+
+
+class Parameter(NamedTuple):
+    """A parameter's name taken apart."""
+
+    name: str
+    """PEFT's name on disk."""
+    adapter: str | None
+    """PEFT's name of the adapter, which the name on disk lacks; None: the name has none."""
+    part: str
+    """The component that told: "lora_A", "modules_to_save", ..., "bias" for a trained bias."""
+
+
+def _components(path: str) -> list[str]:
+    if path.startswith("module." + PREFIX):  # DistributedDataParallel around the whole
+        path = path[len("module.") :]
+    return [part for part in path.split(".") if part not in WRAPPERS]
+
+
+def _with_prefix(parts: Sequence[str]) -> str:
+    name = ".".join(parts)
+    return name if name.startswith(PREFIX) else PREFIX + name
+
+
+def parse(path: str) -> Parameter | None:
+    """What the parameter at ``path`` in a module tree is to an adapter; None: no part of one.
+
+    Wrappers' components (FSDP, DDP, torch.compile, activation checkpointing) are dropped.
+    """
+    if "lora_" not in path and "modules_to_save" not in path and "trainable_tokens" not in path:
+        return None
+    parts = _components(path)
+    for at in range(len(parts) - 1, -1, -1):
+        component, rest = parts[at], parts[at + 1 :]
+        if component == "modules_to_save" and len(rest) >= 2:
+            return Parameter(_with_prefix(parts[:at] + rest[1:]), rest[0], component)
+        if component == "trainable_tokens_delta" and len(rest) <= 1:
+            return Parameter(_with_prefix(parts[: at + 1]), rest[0] if rest else None, component)
+        match = _PART.match(component)
+        if match is None or len(rest) > 2:
+            continue
+        part = match["part"]
+        module = parts[:at] + ([match["stem"]] if match["stem"] else [])
+        leaf = rest[-1] if rest and rest[-1] in _LEAVES else None
+        named = rest[:-1] if leaf else rest
+        if len(named) > 1:
+            continue
+        ending = [leaf or "weight"] if part in _WITH_LEAF else []
+        return Parameter(_with_prefix([*module, part, *ending]), named[0] if named else None, part)
+    return None
+
+
+def on_disk(path: str) -> str:
+    """PEFT's name on disk of the parameter at ``path``: wrappers and adapter name dropped."""
+    found = parse(path)
+    return found.name if found is not None else _with_prefix(_components(path))
+
+
+@dataclass(frozen=True)
+class Slice:
+    """A part of a stored tensor that is published under a name of its own, without a copy.
+
+    ``index`` has an int or a slice of step 1 for each of the first dimensions; an int drops its
+    dimension, dimensions behind the last index are whole. ``Slice("q", (3, slice(0, 8)))`` of
+    ``t`` is ``t[3, 0:8]``.
+    """
+
+    key: str
+    index: tuple[int | slice, ...] = ()
+
+
+Published = str | Slice | Sequence[Slice] | None
+NamesFunction = Callable[[str, tuple[int, ...]], Published]
+"""What is published of a parameter: called with its name on disk and its global shape, returns a
+name, None for nothing, or slices. All ranks must answer alike."""
+
+
+def slices_of(names: NamesFunction, name: str, shape: tuple[int, ...]) -> tuple[Slice, ...]:
+    """The answer of ``names``, as slices. TypeError if it is of another kind."""
+    answer = names(name, shape)
+    if answer is None:
+        return ()
+    if isinstance(answer, str):
+        return (Slice(answer),)
+    if isinstance(answer, Slice):
+        return (answer,)
+    out = tuple(answer)
+    if not all(isinstance(item, Slice) for item in out):
+        raise TypeError(
+            f"names() returned {answer!r} for {name}; a name, None or fanin.torch.Slice is wanted"
+        )
+    return out
+
+
+EXPERT_NAMES: Mapping[str, str] = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
+"""How many trainers call the projections of an expert, and how engines do."""
+
+
+def per_expert(
+    name: str, shape: tuple[int, ...], *, projections: Mapping[str, str] = EXPERT_NAMES
+) -> Published:
+    """Stacked experts to one name an expert; to be given as ``names=per_expert``.
+
+    ``...experts.w1.lora_A.weight`` of [E, r, in] becomes ``...experts.<e>.gate_proj.lora_A.weight``
+    of [r, in] for e < E, and lora_B of [E, out, r] likewise. Other names, and tensors of fewer
+    than three dimensions, stay as they are but for the projections' names.
+    """
+    head, found, tail = name.rpartition(".experts.")
+    if not found:
+        return name
+    parts = [projections.get(part, part) for part in tail.split(".")]
+    if len(shape) < 3 or parts[0].isdigit():
+        return head + found + ".".join(parts)
+    return [
+        Slice(f"{head}{found}{expert}.{'.'.join(parts)}", (expert,)) for expert in range(shape[0])
+    ]
+
+
+def renamed(components: Mapping[str, str]) -> NamesFunction:
+    """A function for ``names=`` that exchanges components of names: {"w1": "gate_proj"}."""
+
+    def rename(name: str, shape: tuple[int, ...]) -> str:
+        return ".".join(components.get(part, part) for part in name.split("."))
+
+    return rename
+
+
+def slot(index: int, *, dim: int = 0, size: int | None = None, pattern: str = "") -> NamesFunction:
+    """A function for ``names=`` that publishes one run's part of stacked tensors.
+
+    Without ``size`` dimension ``dim`` counts the runs and is dropped: [runs, r, in] to [r, in].
+    With it the runs lie one behind the other: elements ``index * size`` up to
+    ``(index + 1) * size`` of the dimension. ``pattern``, a regular expression, tells which names
+    are stacked (searched for; default: all); the others are published whole.
+    """
+    at = index if size is None else slice(index * size, (index + 1) * size)
+
+    def choose(name: str, shape: tuple[int, ...]) -> Published:
+        if not re.search(pattern, name):
+            return name
+        if size is not None and shape[dim] < (index + 1) * size:
+            raise ValueError(
+                f"{name} has {shape[dim]} elements in dimension {dim}, no slot {index}"
+            )
+        return Slice(name, (slice(None),) * dim + (at,))
+
+    return choose
+
+
+def _composed(outer: Slice, shape: tuple[int, ...], inner: Slice) -> Slice:
+    """The slice ``inner`` of the slice ``outer`` of a tensor of ``shape``."""
+    kept = _blocks.sliced_shape(shape, outer.index)
+    wanted = iter(_blocks.normal_index(inner.index, kept))
+    index: list[int | slice] = []
+    for start, _, dropped in _blocks.normal_index(outer.index, shape):
+        if dropped:
+            index.append(start)
+            continue
+        first, last, drop = next(wanted)
+        index.append(start + first if drop else slice(start + first, start + last))
+    return Slice(inner.key, tuple(index))
+
+
+def chain(*functions: NamesFunction) -> NamesFunction:
+    """A function for ``names=``: each function is asked about what those before it published.
+
+    ``chain(slot(2), per_expert)`` publishes one expert after the other of the third run of
+    [runs, E, r, in].
+    """
+
+    def answer(name: str, shape: tuple[int, ...]) -> list[Slice]:
+        slices = [Slice(name)]
+        for function in functions:
+            slices = [
+                _composed(outer, shape, inner)
+                for outer in slices
+                for inner in slices_of(
+                    function, outer.key, _blocks.sliced_shape(shape, outer.index)
+                )
+            ]
+        return slices
+
+    return answer

@@ -1,0 +1,625 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The parameters that a run publishes: found once in the module tree, resolved at every commit.
+
+Training frameworks replace parameter objects, move their storage and show temporary buffers in
+their place. So nothing is remembered but the owning module and the attribute's name; what the
+library has registered is compared with what is there now.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from operator import attrgetter, eq, is_
+from typing import Any, NamedTuple
+
+import torch
+
+from fanin._tensors import Shard, torch_dtype
+from fanin.errors import RequestError, StateError
+from fanin.torch._blocks import Order, Split, layout, place, slice_boxes, sliced_shape
+from fanin.torch._names import NamesFunction, Slice, on_disk, parse, slices_of
+
+try:
+    from torch.distributed.fsdp import FullyShardedDataParallel as _Fsdp1
+    from torch.distributed.tensor import DTensor as _DTensor
+except ImportError:  # a PyTorch without distributed
+    _Fsdp1 = _DTensor = None
+
+try:
+    from torch.distributed.fsdp import FSDPModule as _Fsdp2
+except ImportError:
+    _Fsdp2 = None
+
+OFFLOADED = (
+    "pause(run) the run before its memory is offloaded, put to sleep or loaded from a checkpoint, "
+    "and resume(run) it afterwards"
+)
+UNSHARDED = (
+    "commit when FSDP has resharded the parameters: right after optimizer.step(), before any "
+    "forward; after a forward without backward call module.reshard() first, or shard the root "
+    "with reshard_after_forward=True"
+)
+
+
+class Layout(NamedTuple):
+    """What a DTensor's placements and mesh say."""
+
+    splits: tuple[Split | None, ...]
+    mesh_shape: tuple[int, ...]
+    coordinate: tuple[int, ...] | None
+    order: Order | None
+
+
+Tree = tuple[list[Any], list[str], list[Any]]
+"""Each module on the way to an item: its parent's children, its name there and itself. A link that
+breaks is a new tree."""
+
+
+class State(NamedTuple):
+    """What is registered of a parameter."""
+
+    param: Any
+    spec: Any
+    """A DTensor's specification, None for a plain tensor."""
+    pointer: int
+    dtype: Any
+    local_shape: tuple[int, ...]
+    steps: tuple[int, ...]
+    """Elements between neighbours of the local tensor."""
+    stride: tuple[int, ...]
+    """The same in bytes."""
+    device: int
+    """CUDA device, -1: host memory."""
+    storage: Any
+    """Keeps the memory allocated for as long as readers may be told of it."""
+    shape: tuple[int, ...]
+    slices: tuple[Slice, ...]
+
+
+class Item:
+    """One stored parameter: where it is found, and what is registered of it."""
+
+    __slots__ = ("attribute", "name", "owner", "path", "sharded", "state")
+
+    def __init__(self, path: str, name: str, owner: Any, attribute: str, sharded: bool) -> None:
+        self.path = path
+        self.name = name
+        self.owner = owner
+        self.attribute = attribute
+        self.sharded = sharded
+        self.state: State | None = None
+
+
+_parameters = attrgetter("_parameters")
+_spec = attrgetter("_spec")
+_local_tensor = attrgetter("_local_tensor")
+_dtype = attrgetter("dtype")
+_shape = attrgetter("shape")
+
+
+class Columns:
+    """What is registered of many items, one list an attribute.
+
+    Tens of thousands of parameters are compared at each commit, so no Python runs for each.
+    """
+
+    def __init__(self, items: list[Item], sharded: bool) -> None:
+        states = [item.state for item in items if item.state is not None]
+        self._sharded = sharded
+        self._owners = [item.owner for item in items]
+        self._attributes = [item.attribute for item in items]
+        self._params = [state.param for state in states]
+        self._specs = [state.spec for state in states]
+        self._pointers = [state.pointer for state in states]
+        self._dtypes = [state.dtype for state in states]
+        self._shapes = [state.local_shape for state in states]
+        self._steps = [state.steps for state in states]
+
+    def stand(self) -> bool:
+        """Whether every parameter is the object that is registered, and lies where it did."""
+        now = map(dict.get, map(_parameters, self._owners), self._attributes)
+        if not all(map(is_, now, self._params)):
+            return False
+        local = self._params
+        if self._sharded:
+            if not all(map(is_, map(_spec, self._params), self._specs)):
+                return False
+            local = list(map(_local_tensor, self._params))
+        return (
+            all(map(eq, map(torch.Tensor.data_ptr, local), self._pointers))
+            and all(map(is_, map(_dtype, local), self._dtypes))
+            and all(map(eq, map(_shape, local), self._shapes))
+            and all(map(eq, map(torch.Tensor.stride, local), self._steps))
+        )
+
+
+class Change(NamedTuple):
+    """What has to be told to the library before the next commit."""
+
+    shards: list[Shard]
+    removed: list[str]
+    states: list[tuple[Item, State]]
+    items: list[Item] | None
+    """The items that take the place of all, when the module tree has changed."""
+    tree: Tree
+
+
+def root_of(model: Any) -> Any:
+    """The model inside of DistributedDataParallel and the like."""
+    while isinstance(
+        model, (torch.nn.parallel.DistributedDataParallel, torch.nn.parallel.DataParallel)
+    ):
+        model = model.module
+    return model
+
+
+def adapters_of(model: Any) -> list[str]:
+    """PEFT's names of the adapters that the module tree holds, sorted."""
+    found = set()
+    for _, _, _, path in _walk(root_of(model)):
+        parsed = parse(path)
+        if parsed is not None and parsed.adapter is not None:
+            found.add(parsed.adapter)
+    return sorted(found)
+
+
+def choose_adapter(model: Any, wanted: str | None, active: list[str]) -> str | None:
+    """The adapter to publish; None if parameters carry no adapter's name.
+
+    ``active`` are the adapters that PEFT says are active. RequestError: there is no adapter of
+    that name, or nothing tells which one of several.
+    """
+    found = adapters_of(model)
+    listed = ", ".join(repr(name) for name in found)
+    if wanted is not None:
+        if found and wanted not in found:
+            raise RequestError.make(
+                f"the model has no adapter {wanted!r}", f"its adapters are: {listed}"
+            )
+        return wanted if found else None
+    if len(found) <= 1:
+        return found[0] if found else None
+    current = [name for name in active if name in found]
+    if len(current) == 1:
+        return current[0]
+    raise RequestError.make(
+        f"the model has several adapters: {listed}", "say which one by adapter="
+    )
+
+
+def _walk(root: Any) -> Iterator[tuple[Any, str, Any, str]]:
+    """Owner, attribute, parameter and path of every parameter, under each of its names."""
+    for prefix, module in root.named_modules(remove_duplicate=False):
+        for attribute, param in module._parameters.items():
+            if param is not None:
+                yield module, attribute, param, f"{prefix}.{attribute}" if prefix else attribute
+
+
+def _refuse_fsdp1(root: Any) -> None:
+    for path, module in root.named_modules():
+        if _Fsdp1 is not None and isinstance(module, _Fsdp1):
+            raise RequestError.make(
+                f"module '{path or type(module).__name__}' is sharded by "
+                "FullyShardedDataParallel (FSDP1), whose flat parameters have lost their shapes",
+                "shard the model by torch.distributed.fsdp.fully_shard (FSDP2)",
+            )
+
+
+def _managed(root: Any) -> set[tuple[int, str]] | None:
+    """Owner's id and attribute of all parameters that FSDP2 shards; None: it does not tell."""
+    out: set[tuple[int, str]] = set()
+    for module in root.modules():
+        if _Fsdp2 is None or not isinstance(module, _Fsdp2):
+            continue
+        try:
+            state = module._get_fsdp_state()
+            groups = getattr(state, "_fsdp_param_groups", None)
+            if groups is None:
+                groups = [state._fsdp_param_group]
+            for group in groups:
+                for param in group.fsdp_params if group is not None else ():
+                    info = param._module_info
+                    out.add((id(info.module), info.param_name))
+                    shared = zip(info.shared_modules, info.shared_param_names, strict=True)
+                    out.update((id(owner), name) for owner, name in shared)
+        except AttributeError:
+            return None
+    return out
+
+
+def _is_trained_bias(path: str, bias: str, layers: set[str]) -> bool:
+    if bias == "none" or not path.endswith("bias") or ".original_module." in path:
+        return False
+    if bias == "all":
+        return path == "bias" or path.endswith(".bias")
+    return path.removesuffix(".base_layer.bias") in layers
+
+
+def _find(root: Any, adapter: str | None, bias: str) -> list[Item]:
+    """The adapter's parameters, and the biases that PEFT trains with it."""
+    _refuse_fsdp1(root)
+    managed = _managed(root)
+    fsdp = [
+        path
+        for path, module in root.named_modules()
+        if managed is None and _Fsdp2 is not None and isinstance(module, _Fsdp2)
+    ]
+    items: list[Item] = []
+    biases: list[tuple[Any, str, str]] = []
+    layers: set[str] = set()
+    names: dict[str, str] = {}
+
+    def add(owner: Any, attribute: str, path: str, name: str) -> None:
+        if name in names:
+            raise RequestError.make(
+                f"the parameters '{names[name]}' and '{path}' would both be published as '{name}'",
+                "give the AdapterServer the model that holds the adapter once",
+            )
+        names[name] = path
+        if managed is None:
+            sharded = any(not at or path.startswith(at + ".") for at in fsdp)
+        else:
+            sharded = (id(owner), attribute) in managed
+        items.append(Item(path, name, owner, attribute, sharded))
+
+    for owner, attribute, _, path in _walk(root):
+        parsed = parse(path)
+        if parsed is None:
+            if bias != "none" and attribute == "bias":
+                biases.append((owner, attribute, path))
+        elif parsed.adapter is None or parsed.adapter == adapter:
+            add(owner, attribute, path, parsed.name)
+            layers.add(path[: path.rfind(f".{parsed.part}")])
+    for owner, attribute, path in biases:
+        if _is_trained_bias(path, bias, layers):
+            add(owner, attribute, path, on_disk(path))
+    if not items:
+        raise RequestError.make(
+            f"no LoRA parameters in {type(root).__name__}"
+            + (f" for adapter {adapter!r}" if adapter else ""),
+            "give the model that PEFT made; parameters are found by names as "
+            "'...lora_A.<adapter>.weight'",
+        )
+    return items
+
+
+def _tree(root: Any, items: list[Item]) -> Tree:
+    out: dict[str, tuple[Any, str, Any]] = {}
+    for item in items:
+        module, at = root, ""
+        for part in item.path.split(".")[:-1]:
+            child = module._modules[part]
+            at = f"{at}.{part}"
+            out[at] = (module, part, child)
+            module = child
+    links = list(out.values())
+    return (
+        [parent._modules for parent, _, _ in links],
+        [name for _, name, _ in links],
+        [child for _, _, child in links],
+    )
+
+
+def _is_sharded(item: Item) -> bool:
+    return item.state is not None and item.state.spec is not None
+
+
+class Parameters:
+    """The parameters of one run. Not for several threads at once."""
+
+    def __init__(
+        self, model: Any, adapter: str | None, bias: str, names: NamesFunction | None
+    ) -> None:
+        self._root = root_of(model)
+        self._adapter = adapter
+        self._bias = bias
+        self._names = names
+        self._items: list[Item] = []
+        self._tree: Tree = ([], [], [])
+        self._keys: list[str] = []
+        self._layouts: dict[Any, Layout] = {}
+        self._columns: list[Columns] = []
+        #: CUDA devices that hold registered shards, sorted.
+        self.devices: list[int] = []
+
+    def look(self) -> Change:
+        """Resolves every parameter anew and says what differs from what is registered.
+
+        Does not block and changes nothing: see :meth:`accept`. Errors: RequestError (a kind of
+        tensor that cannot be published), StateError (a temporary unsharded buffer, memory that
+        is offloaded).
+        """
+        if self._columns and self._tree_stands() and all(c.stand() for c in self._columns):
+            return Change([], [], [], None, self._tree)
+        items, tree = None, self._tree
+        rekeyed = not self._items or not self._tree_stands()
+        if rekeyed:
+            items = _find(self._root, self._adapter, self._bias)
+            tree = _tree(self._root, items)
+            known = {item.name: item for item in self._items}
+            for item in items:
+                if item.name in known:
+                    item.state = known[item.name].state
+                    item.sharded = item.sharded or known[item.name].sharded
+        shards: list[Shard] = []
+        states: list[tuple[Item, State]] = []
+        for item in self._items if items is None else items:
+            param = item.owner._parameters.get(item.attribute)
+            state = item.state
+            if state is not None and param is state.param and _is_same(param, state):
+                continue
+            new = self._resolve(item, param)
+            states.append((item, new))
+            if state is None or not _is_registered(new, state):
+                shards += self._shards(item, new)
+            rekeyed = rekeyed or state is None or new.slices != state.slices
+        removed: list[str] = []
+        if rekeyed:
+            new_states = {id(item): state for item, state in states}
+            removed = self._removed(self._items if items is None else items, new_states)
+        return Change(shards, removed, states, items, tree)
+
+    def accept(self, change: Change) -> None:
+        """To be called when the library has taken what :meth:`look` told."""
+        if change.items is not None:
+            self._items, self._tree = change.items, change.tree
+        for item, state in change.states:
+            item.state = state
+            item.sharded = item.sharded or state.spec is not None
+        if change.items is not None or change.states:
+            self._keys = [
+                part.key
+                for item in self._items
+                if item.state is not None
+                for part in item.state.slices
+            ]
+            self._columns = [
+                Columns(part, sharded)
+                for sharded in (False, True)
+                if (part := [item for item in self._items if _is_sharded(item) == sharded])
+            ]
+            held = {item.state.device for item in self._items if item.state is not None}
+            self.devices = sorted(device for device in held if device >= 0)
+
+    def release(self) -> None:
+        """Lets go of all storage, so that offloading it frees it; the next look tells it all."""
+        self._columns = []
+        for item in self._items:
+            if item.state is not None:
+                item.state = item.state._replace(param=None, pointer=-1, storage=None)
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def _tree_stands(self) -> bool:
+        return all(map(is_, map(dict.get, *self._tree[:2]), self._tree[2]))
+
+    def _removed(self, items: list[Item], new: dict[int, State]) -> list[str]:
+        """Keys that are registered and will not be there any more. RequestError: a key twice."""
+        owners: dict[str, str] = {}
+        for item in items:
+            state = new.get(id(item), item.state)
+            for part in state.slices if state is not None else ():
+                if part.key in owners:
+                    raise RequestError.make(
+                        f"names() publishes '{part.key}' of '{owners[part.key]}' and again of "
+                        f"'{item.path}'",
+                        "give every slice a key of its own",
+                        key=part.key,
+                    )
+                owners[part.key] = item.path
+        return [key for key in self._keys if key not in owners]
+
+    def _resolve(self, item: Item, param: Any) -> State:
+        if param is None:
+            raise RequestError.make(
+                f"the parameter '{item.path}' is not there any more",
+                "remove_run() the run, and add_run() what the model holds now",
+                key=item.name,
+            )
+        spec = None
+        local = param
+        if _DTensor is not None and isinstance(param, _DTensor):
+            spec, local = param._spec, param._local_tensor
+            if hasattr(local, "trigger_wait"):  # the result of a collective still under way
+                local = local.trigger_wait()
+        elif item.sharded:
+            raise StateError.make(
+                f"the parameter '{item.path}' is a plain tensor now, FSDP's temporary unsharded "
+                "buffer",
+                UNSHARDED,
+                key=item.name,
+            )
+        _refuse_kind(item, local)
+        storage = local.untyped_storage()
+        if local.numel() > 0 and storage.nbytes() == 0:
+            raise StateError.make(
+                f"trainer memory offloaded: the storage of '{item.path}' has no bytes",
+                OFFLOADED,
+                key=item.name,
+            )
+        shape = tuple(param.shape)
+        state = item.state
+        if state is not None and state.shape == shape:
+            slices = state.slices
+        else:
+            slices = self._slices(item, shape)
+        size, steps = local.element_size(), tuple(local.stride())
+        return State(
+            param=param,
+            spec=spec,
+            pointer=local.data_ptr(),
+            dtype=local.dtype,
+            local_shape=tuple(local.shape),
+            steps=steps,
+            stride=tuple(step * size for step in steps),
+            device=local.device.index if local.is_cuda else -1,
+            storage=storage,
+            shape=shape,
+            slices=slices,
+        )
+
+    def _slices(self, item: Item, shape: tuple[int, ...]) -> tuple[Slice, ...]:
+        if self._names is None:
+            return (Slice(item.name),)
+        slices = slices_of(self._names, item.name, shape)
+        for part in slices:
+            try:
+                sliced_shape(shape, part.index)
+            except ValueError as error:
+                raise RequestError.make(
+                    f"names() slices '{item.name}' of shape {list(shape)} as '{part.key}': {error}",
+                    key=part.key,
+                ) from None
+        return slices
+
+    def _shards(self, item: Item, state: State) -> list[Shard]:
+        dtype, shape = torch_dtype(state.dtype), state.shape
+        if dtype is None:
+            raise RequestError.make(
+                f"'{item.path}' has elements of {state.dtype}, which adapter files do not know",
+                "publish parameters of a floating-point type",
+                key=item.name,
+            )
+        if state.spec is None:
+            blocks = layout(shape, (), (), (), state.local_shape)
+        else:
+            blocks = layout(shape, *self._layout(item, state))
+        if blocks is None:
+            raise RequestError.make(
+                f"the local tensor of '{item.path}' has shape {list(state.local_shape)}, which "
+                f"placements {state.spec.placements} on mesh {list(state.spec.mesh.shape)} do not "
+                f"give for {list(shape)}",
+                "make the parameter by fully_shard or distribute_tensor",
+                key=item.name,
+            )
+        boxes = place(blocks, state.stride, state.pointer)
+        device = state.device
+        return [
+            Shard(part.key, dtype, shape, boxes, device)
+            if not part.index
+            else Shard(
+                part.key,
+                dtype,
+                sliced_shape(shape, part.index),
+                slice_boxes(boxes, shape, part.index),
+                device,
+            )
+            for part in state.slices
+        ]
+
+    def _layout(
+        self, item: Item, state: State
+    ) -> tuple[
+        tuple[Split | None, ...],
+        tuple[int, ...],
+        tuple[int, ...] | None,
+        tuple[int, ...],
+        Order | None,
+    ]:
+        spec = state.spec
+        order = getattr(spec, "shard_order", None)
+        key = (spec.mesh, spec.placements, order)
+        known = self._layouts.get(key)
+        if known is None:
+            known = self._layouts[key] = _layout_of(item, spec, order)
+        return known.splits, known.mesh_shape, known.coordinate, state.local_shape, known.order
+
+
+def _layout_of(item: Item, spec: Any, order: Any) -> Layout:
+    splits: list[Split | None] = []
+    for placement in spec.placements:
+        kind = type(placement).__name__
+        if kind == "Shard":
+            splits.append(Split(placement.dim))
+        elif kind == "_StridedShard":
+            splits.append(Split(placement.dim, int(placement.split_factor)))
+        elif kind == "Replicate":
+            splits.append(None)
+        elif "Partial" in kind:
+            raise RequestError.make(
+                f"'{item.path}' has the placement {placement}: its ranks hold summands, "
+                "not weights",
+                "redistribute the parameter to Replicate() or Shard(dim)",
+                key=item.name,
+            )
+        else:
+            raise RequestError.make(
+                f"'{item.path}' has a placement of an unknown kind, {placement}",
+                "redistribute the parameter to Replicate() or Shard(dim)",
+                key=item.name,
+            )
+    coordinate = spec.mesh.get_coordinate()
+    return Layout(
+        tuple(splits),
+        tuple(spec.mesh.shape),
+        None if coordinate is None else tuple(coordinate),
+        None
+        if order is None
+        else tuple((entry.tensor_dim, tuple(entry.mesh_dims)) for entry in order),
+    )
+
+
+def _is_same(param: Any, state: State) -> bool:
+    """Whether a parameter object that is the registered one still lies where it was registered."""
+    if state.spec is None:
+        local = param
+    else:
+        if param._spec is not state.spec:
+            return False
+        local = param._local_tensor
+    return (
+        local.data_ptr() == state.pointer
+        and local.dtype is state.dtype
+        and local.shape == state.local_shape
+        and local.stride() == state.steps
+    )
+
+
+def _is_registered(new: State, old: State) -> bool:
+    """Whether the library knows all this already, of another object."""
+    return (
+        new.pointer == old.pointer
+        and new.dtype is old.dtype
+        and new.shape == old.shape
+        and new.local_shape == old.local_shape
+        and new.stride == old.stride
+        and new.device == old.device
+        and new.spec == old.spec
+        and new.slices == old.slices
+    )
+
+
+def _refuse_kind(item: Item, local: Any) -> None:
+    """RequestError for tensors whose elements do not lie in memory of their own."""
+
+    def refuse(what: str, remedy: str) -> RequestError:
+        return RequestError.make(f"'{item.path}' {what}", remedy, key=item.name)
+
+    if local.is_meta:
+        raise refuse(
+            "is on the meta device and has no values", "materialise the model before (to_empty)"
+        )
+    if local.layout is not torch.strided:
+        raise refuse(f"is sparse ({local.layout})", "make it dense")
+    if local.is_quantized:
+        raise refuse("is quantized", "publish parameters of a floating-point type")
+    if isinstance(local, torch.nn.parameter.UninitializedTensorMixin):
+        raise refuse("is not initialised", "run a first forward of its lazy module before")
+    dispatch = getattr(type(local), "__torch_dispatch__", None)
+    if dispatch is not torch.Tensor.__torch_dispatch__:
+        raise refuse(
+            f"is a {type(local).__name__}, whose values do not lie in it as in a plain tensor",
+            "publish parameters of plain tensors or DTensors",
+        )
+    if getattr(local, "ds_id", None) is not None and tuple(
+        getattr(local, "ds_shape", local.shape)
+    ) != tuple(local.shape):
+        raise refuse(
+            "is partitioned by DeepSpeed's ZeRO-3, which hides its pieces",
+            "use PyTorch's fully_shard, or ZeRO stages below 3",
+        )
+    if local.device.type not in ("cpu", "cuda"):
+        raise refuse(
+            f"is on device {local.device}", "publish parameters in host memory or on CUDA devices"
+        )

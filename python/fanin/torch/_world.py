@@ -1,0 +1,246 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ranks of the trainer: who they are, on which hosts, and at which addresses they listen."""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import os
+import secrets
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fanin.errors import FaninError, HostError, RequestError
+
+MAX_PORT = 65535
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a rank tells the others before it listens."""
+
+    error: FaninError | None
+    hostname: str
+    network: str
+    """Ranks with the same text reach each other by 127.0.0.1."""
+    local_rank: int | None
+    world_id: bytes
+    """Rank 0's is everybody's."""
+
+
+class Ranks:
+    """The ranks that exchange objects: a process group, or this process alone."""
+
+    def __init__(self, group: Any, device: int | None) -> None:
+        self._group = group
+        self._device = device
+        dist = torch.distributed
+        self._distributed = bool(dist.is_available() and dist.is_initialized())
+        self.rank, self.size = 0, 1
+        if self._distributed:
+            self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        elif group is not None:
+            raise RequestError.make(
+                "group is given, but torch.distributed is not initialised",
+                "call torch.distributed.init_process_group before",
+            )
+        if self.rank < 0:
+            raise RequestError.make(
+                "this process is no rank of the group", "give a group that this process is in"
+            )
+
+    def gather(self, value: Any) -> list[Any]:
+        """Everybody's values, rank by rank. Blocks until all ranks have called it."""
+        if not self._distributed or self.size == 1:
+            return [value]
+        out: list[Any] = [None] * self.size
+        with self._on_device():
+            torch.distributed.all_gather_object(out, value, group=self._group)
+        return out
+
+    def _on_device(self) -> Any:
+        # NCCL gathers objects through the current device, which must be one of this rank's own.
+        if self._device is None or not torch.cuda.is_available():
+            return contextlib.nullcontext()
+        return torch.cuda.device(self._device)
+
+
+def network_of_host() -> str:
+    """Names this host's network namespace: processes with the same name share 127.0.0.1."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+            boot = file.read().strip()
+        return f"{boot}/{os.stat('/proc/self/ns/net').st_ino}"
+    except OSError:
+        return socket.gethostname()
+
+
+def report(error: FaninError | None) -> Report:
+    """This rank's report. The world id is drawn anew, and used if this is rank 0."""
+    local = os.environ.get("LOCAL_RANK", "")
+    return Report(
+        error,
+        socket.gethostname(),
+        network_of_host(),
+        int(local) if local.isdigit() else None,
+        secrets.token_bytes(16),
+    )
+
+
+def raise_first(errors: Sequence[FaninError | None], rank: int, what: str) -> None:
+    """On every rank: an error that names the first rank that has one, of that error's class."""
+    for at, error in enumerate(errors):
+        if error is None:
+            continue
+        if at == rank and len(errors) == 1:
+            raise error
+        raise type(error)(
+            f"rank {at} could not {what}: {error.message}",
+            code=error.code,
+            remedy=error.remedy,
+            key=error.key,
+            rank=at,
+            address=error.address,
+        ) from (error if at == rank else None)
+
+
+def as_fanin_error(error: Exception) -> FaninError:
+    """What travels to the other ranks: an error of this package, whatever it was."""
+    if isinstance(error, FaninError):
+        return error
+    if isinstance(error, OSError):
+        return HostError.make(f"{type(error).__name__}: {error}")
+    return RequestError.make(f"{type(error).__name__}: {error}")
+
+
+def is_loopback(address: str) -> bool:
+    """Whether others can not reach the address: 127.x, ::1, localhost."""
+    if address == "localhost" or address.endswith(".localhost"):
+        return True
+    try:
+        return ipaddress.ip_address(address).is_loopback
+    except ValueError:
+        return False
+
+
+def _is_numeric(address: str) -> bool:
+    try:
+        ipaddress.ip_address(address)
+    except ValueError:
+        return False
+    return True
+
+
+def route_address(targets: Sequence[str]) -> str | None:
+    """This host's address on the way to the first target that another address than 127.x leads to.
+
+    Sends nothing; a name among the targets is looked up, which may block.
+    """
+    for target in targets:
+        try:
+            infos = socket.getaddrinfo(target, 9, type=socket.SOCK_DGRAM)
+        except OSError:
+            continue
+        for family, kind, protocol, _, address in infos:
+            try:
+                with socket.socket(family, kind, protocol) as probe:
+                    probe.connect(address)
+                    found = str(probe.getsockname()[0]).partition("%")[0]
+            except OSError:
+                continue
+            if not is_loopback(found):
+                return found
+    return None
+
+
+def _networks(allow: str) -> list[str]:
+    return [part.strip().split("/")[0] for part in allow.split(",") if part.strip()]
+
+
+@dataclass(frozen=True)
+class Listening:
+    """How this rank is to listen."""
+
+    bind: str
+    advertise: str
+    open: bool
+
+
+def choose_addresses(
+    reports: Sequence[Report], bind: str | None, advertise: str | None, allow: str | None
+) -> Listening:
+    """Where to listen and what to tell the engines.
+
+    Without anything given a world of one host listens on 127.0.0.1. RequestError: several hosts
+    and no allow-list, or an address that other hosts cannot reach.
+    """
+    hosts = sorted({item.hostname for item in reports})
+    several = len({item.network for item in reports}) > 1
+    listed = ", ".join(hosts)
+    if several and advertise is not None and is_loopback(advertise):
+        raise RequestError.make(
+            f"advertise is {advertise}, which only this host can reach, and the world spans "
+            f"several hosts ({listed})",
+            "advertise each host's own address, or leave advertise out",
+            address=advertise,
+        )
+    if several and bind is not None and is_loopback(bind):
+        raise RequestError.make(
+            f"bind is {bind}, which only this host can reach, and the world spans several hosts "
+            f"({listed})",
+            "bind each host's own address, or leave bind out",
+            address=bind,
+        )
+    wanted = several or allow is not None
+    if bind is None and advertise is not None and _is_numeric(advertise):
+        bind = advertise
+    if bind is None and (wanted or advertise is not None):
+        targets = [os.environ.get("MASTER_ADDR", ""), *_networks(allow or ""), "192.0.2.1"]
+        bind = route_address([target for target in targets if target])
+        if bind is None:
+            raise RequestError.make(
+                "this host's address for others is not found out",
+                "give bind= and advertise= with it",
+            )
+    if bind is None:
+        bind = "127.0.0.1"
+    open_server = not is_loopback(bind)
+    if open_server and allow is None:
+        where = f"the world spans several hosts ({listed})" if several else f"bind is {bind}"
+        raise RequestError.make(
+            f"{where}, and nothing says who may read the weights",
+            "give allow=, the networks of the inference workers: allow='10.0.0.0/8'",
+        )
+    return Listening(bind, advertise or bind, open_server)
+
+
+def base_port_for(reports: Sequence[Report], rank: int, base_port: int, port_by: str) -> int:
+    """The base port to give the server, which listens on it plus its rank. 0: any free port.
+
+    ``port_by`` "global": base_port + rank; "local": base_port + the rank on its host (LOCAL_RANK
+    where all ranks have it, else counted). RequestError: there is no such port.
+    """
+    if port_by not in ("global", "local"):
+        raise RequestError.make(f"port_by is {port_by!r}", "give 'global' or 'local'")
+    if not 0 <= base_port <= MAX_PORT:
+        raise RequestError.make(f"base_port is {base_port}", "give a port, or 0 for any")
+    if base_port == 0:
+        return 0
+    if port_by == "global":
+        last, base = base_port + len(reports) - 1, base_port
+    else:
+        here = reports[rank].network
+        given = reports[rank].local_rank
+        if given is None or any(item.local_rank is None for item in reports):
+            given = sum(1 for item in reports[:rank] if item.network == here)
+        last, base = base_port + given, base_port + given - rank
+    if last > MAX_PORT or base < 1:
+        raise RequestError.make(
+            f"ports from {base_port} on do not do for rank {rank} of {len(reports)}",
+            f"give a base_port above {len(reports)} and below {MAX_PORT - len(reports)}, or 0",
+        )
+    return base

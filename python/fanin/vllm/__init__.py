@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The plugin for vLLM: an adapter by name, pulled from the trainer when it is asked for.
+
+Two entry points, both named ``fanin`` so that ``VLLM_PLUGINS=fanin`` loads the two of them:
+
+* ``vllm.general_plugins`` -> :func:`register`, run by vLLM in each of its processes: a LoRA
+  resolver for names ``<prefix>-run<run>-step<step>``, and the methods that workers on other
+  hosts are called by;
+* ``vllm.endpoint_plugins`` -> :func:`endpoint_plugin`, run in the API server: the routes
+  ``/load_lora_adapter_nixl``, ``/init_nixl_client`` and ``/nixl/status``.
+
+Importing this package imports neither vLLM nor libfanin.
+
+What is configured: see :func:`fanin.config.inference_config`. Adapters lie in
+``<cache_dir>/<world id>/<run>/<prefix>-step<step>``, a new directory for each step, and are
+retired when ``keep`` newer ones of the run are there and no request needs them any more (see
+:mod:`fanin.vllm.retire`).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import Any
+
+__all__ = ["endpoint_plugin", "register"]
+
+# Below vLLM's logger, so that its handlers and its level show these lines.
+_log = logging.getLogger("vllm.fanin")
+
+
+def register() -> None:
+    """Registers the resolver and the workers' methods in this process.
+
+    Called by vLLM, in the API server, the engine core and each worker, maybe more than once in
+    one process; a second call changes nothing. Does not block, touches no network and does not
+    load libfanin. Raises ImportError if this vLLM has no LoRA resolvers.
+    """
+    from vllm.lora.resolver import LoRAResolverRegistry
+
+    from fanin.vllm.resolver import RESOLVER_NAME, make_resolver
+    from fanin.vllm.worker import install
+
+    methods = install()
+    if RESOLVER_NAME not in LoRAResolverRegistry.get_supported_resolvers():
+        LoRAResolverRegistry.register_resolver(RESOLVER_NAME, make_resolver())
+        _log.info(
+            "fanin: LoRA resolver registered in process %d; workers' methods: %s",
+            os.getpid(),
+            ", ".join(methods) or "none (this vLLM has no vllm.v1 workers)",
+        )
+
+
+def endpoint_plugin() -> Any:
+    """The object that vLLM attaches routes with; see :class:`fanin.vllm.routes.EndpointPlugin`.
+
+    Does not block.
+    """
+    from fanin.vllm.routes import EndpointPlugin
+
+    return EndpointPlugin()

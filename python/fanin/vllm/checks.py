@@ -1,0 +1,265 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What vLLM would refuse, refused before any bytes move.
+
+An adapter that an engine cannot load would otherwise be pulled, written and only then rejected,
+by a stack trace in the engine's log; some (per-expert names on a model with fused experts) it
+would load without the experts and say nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from fanin.errors import PeerError, RequestError
+
+__all__ = ["AdapterFacts", "EngineFacts", "check_adapter", "check_alpha", "read_facts"]
+
+# Initial weights that leave the base model as it is; vLLM's PEFTHelper accepts these.
+_PLAIN_INITS = ("gaussian", "eva", "orthogonal", "mica", "lora_ga")
+# vLLM loads these two as classification heads.
+_SAVED_MODULES = ("classifier", "score")
+_UNSUPPORTED = {
+    "alora_invocation_tokens": "activated LoRA (aLoRA)",
+    "layer_replication": "layer_replication",
+    "use_bdlora": "block-diagonal LoRA (BD-LoRA)",
+    "use_qalora": "QALoRA",
+}
+
+_FUSED = re.compile(r"\.experts(?:\.base_layer)?\.lora_[AB](?:\.|$)")
+_PER_EXPERT = re.compile(r"\.experts\.\d+\.")
+_LORA_A = re.compile(r"\.lora_A(?:\.[^.]+)?\.weight$")
+_LORA_BIAS = re.compile(r"\.lora_[AB](?:\.[^.]+)?\.bias$")
+_MAGNITUDE = re.compile(r"\.lora_magnitude_vector(?:\.|$)")
+_LORA = re.compile(r"\.lora_(?:A|B|embedding_A|embedding_B|magnitude_vector)(?:\.|$)")
+
+_MIXED_FLAG = "--enable-mixed-moe-lora-format"
+
+
+class CatalogEntry(Protocol):
+    """What is read of :class:`fanin.Entry`."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+
+@dataclass(frozen=True)
+class EngineFacts:
+    """How the engine was started; None where it could not be found out.
+
+    fused_model: whether the model's expert layers take fused (3-D) adapters.
+    """
+
+    lora_enabled: bool = True
+    max_lora_rank: int | None = None
+    max_cpu_loras: int | None = None
+    mixed_moe: bool = False
+    shared_moe: bool = False
+    fused_model: bool | None = None
+
+
+@dataclass(frozen=True)
+class AdapterFacts:
+    """What catalog and metadata of a publication say of its adapter.
+
+    config: the trainer's PEFT configuration, or the metadata pairs that stand for it.
+    max_rank: the largest rank of any layer, 0 if none is known. fused, per_expert: which kinds of
+    experts' tensors there are. others: up to three names that are neither LoRA nor known.
+    """
+
+    config: Mapping[str, Any]
+    alpha: float | None
+    base_model: str | None
+    max_rank: int
+    max_rank_from: str
+    fused: bool = False
+    per_expert: bool = False
+    dora: bool = False
+    lora_bias: bool = False
+    others: tuple[str, ...] = field(default_factory=tuple)
+
+
+def _json(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+
+
+def _config_of(metadata: Mapping[str, str]) -> dict[str, Any]:
+    text = metadata.get("peft_config")
+    if text is None:
+        return {key: _json(value) for key, value in metadata.items()}
+    config = _json(text)
+    if not isinstance(config, dict):
+        raise PeerError.make(
+            "the publication's peft_config is no JSON object",
+            "let the trainer publish its adapter_config.json whole",
+            key="peft_config",
+        )
+    # The pairs beside it win nowhere: it is the file that PEFT would write.
+    return config
+
+
+def _number(value: Any) -> float | None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return None
+    return float(value)
+
+
+def _ranks_of(config: Mapping[str, Any]) -> list[tuple[int, str]]:
+    found = []
+    if isinstance(config.get("r"), int):
+        found.append((int(config["r"]), "r"))
+    pattern = config.get("rank_pattern")
+    if isinstance(pattern, dict):
+        found += [
+            (rank, f"rank_pattern of {name}")
+            for name, rank in pattern.items()
+            if isinstance(rank, int)
+        ]
+    return found
+
+
+def read_facts(entries: Iterable[CatalogEntry], metadata: Mapping[str, str]) -> AdapterFacts:
+    """Reads a publication's catalog and metadata. Does not block; any thread.
+
+    Raises PeerError if the metadata's configuration is malformed.
+    """
+    config = _config_of(metadata)
+    ranks = _ranks_of(config)
+    fused = per_expert = dora = lora_bias = False
+    others: list[str] = []
+    for entry in entries:
+        name = entry.name
+        is_fused = _FUSED.search(name) is not None
+        fused = fused or is_fused
+        per_expert = per_expert or _PER_EXPERT.search(name) is not None
+        dora = dora or _MAGNITUDE.search(name) is not None
+        lora_bias = lora_bias or _LORA_BIAS.search(name) is not None
+        if not is_fused and _LORA_A.search(name) and len(entry.shape) == 2:
+            ranks.append((int(entry.shape[0]), name))
+        if _LORA.search(name) is None and len(others) < 3:
+            others.append(name)
+    rank, where = max(ranks, key=lambda pair: pair[0], default=(0, ""))
+    base = config.get("base_model_name_or_path") or metadata.get("base_model_name_or_path")
+    return AdapterFacts(
+        config=config,
+        alpha=_number(config.get("lora_alpha")),
+        base_model=base if isinstance(base, str) else None,
+        max_rank=rank,
+        max_rank_from=where,
+        fused=fused,
+        per_expert=per_expert,
+        dora=dora,
+        lora_bias=lora_bias,
+        others=tuple(others),
+    )
+
+
+def check_alpha(wanted: float | None, facts: AdapterFacts) -> None:
+    """Whether *wanted*, the caller's lora_alpha, is the trainer's.
+
+    Raises RequestError naming both, if both are known and differ.
+    """
+    if wanted is not None and facts.alpha is not None and wanted != facts.alpha:
+        raise RequestError.make(
+            f"lora_alpha {wanted:g} is asked for, but the trainer's adapter has {facts.alpha:g}",
+            "leave lora_alpha out, or give orchestrator and trainer the same one",
+            key="lora_alpha",
+        )
+
+
+def check_adapter(facts: AdapterFacts, engine: EngineFacts, run: str) -> bool:
+    """Whether this engine can load the adapter; the request's ``is_3d_lora_weight``.
+
+    Does not block; any thread. Raises RequestError whose message names the field of the adapter's
+    configuration and whose remedy names the flag of the engine, if there is one that helps.
+    """
+    if not engine.lora_enabled:
+        raise RequestError.make("this engine was started without LoRA", "add --enable-lora")
+    _check_features(facts, run)
+    limit = engine.max_lora_rank
+    if limit is not None and facts.max_rank > limit:
+        raise RequestError.make(
+            f"run {run}: rank {facts.max_rank} ({facts.max_rank_from}) is greater than the"
+            f" engine's --max-lora-rank {limit}",
+            f"start the engine with --max-lora-rank {_next_rank(facts.max_rank)}",
+            key="r",
+        )
+    return _check_experts(facts, engine, run)
+
+
+def _next_rank(rank: int) -> int:
+    allowed = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+    return next((value for value in allowed if value >= rank), rank)
+
+
+def _check_features(facts: AdapterFacts, run: str) -> None:
+    config = facts.config
+
+    def refuse(problem: str, remedy: str, key: str) -> RequestError:
+        return RequestError.make(f"run {run}: vLLM does not load {problem}", remedy, key=key)
+
+    if facts.dora or config.get("use_dora"):
+        raise refuse("DoRA adapters (use_dora)", "train without use_dora", "use_dora")
+    if facts.lora_bias or config.get("lora_bias"):
+        raise refuse("LoRA layers with bias (lora_bias)", "train without lora_bias", "lora_bias")
+    if config.get("bias") not in (None, "none"):
+        raise refuse(f"trained biases (bias={config['bias']!r})", "train with bias='none'", "bias")
+    init = config.get("init_lora_weights")
+    if isinstance(init, str) and init.lower() not in (*_PLAIN_INITS, "true", "false"):
+        raise refuse(
+            f"adapters with init_lora_weights={init!r}, which changes the base model's weights",
+            "train with init_lora_weights=True, or serve the changed base model and publish that",
+            "init_lora_weights",
+        )
+    saved = config.get("modules_to_save")
+    if isinstance(saved, str):
+        saved = [saved]
+    strange = [name for name in saved or () if name not in _SAVED_MODULES]
+    if strange:
+        raise refuse(
+            f"whole modules beside the adapter (modules_to_save={strange})",
+            "train without modules_to_save",
+            "modules_to_save",
+        )
+    if facts.others and not saved:
+        raise refuse(
+            f"tensors that belong to no LoRA layer ({facts.others[0]})",
+            "publish the adapter's tensors only",
+            facts.others[0],
+        )
+    for key, name in _UNSUPPORTED.items():
+        if config.get(key):
+            raise refuse(f"{name} adapters ({key})", f"train without {key}", key)
+
+
+def _check_experts(facts: AdapterFacts, engine: EngineFacts, run: str) -> bool:
+    if facts.fused and facts.per_expert:
+        raise RequestError.make(
+            f"run {run}: some experts' tensors are fused and some are one an expert",
+            "publish all experts in one layout",
+        )
+    if engine.mixed_moe or engine.fused_model is None:
+        return facts.fused
+    if facts.fused and not engine.fused_model:
+        raise RequestError.make(
+            f"run {run}: the adapter's experts are fused (3-D), and this model takes one adapter"
+            " an expert (2-D)",
+            f"start the engine with {_MIXED_FLAG}, or publish per-expert names",
+        )
+    # The engine would load such an adapter without its experts and not say so.
+    if facts.per_expert and engine.fused_model and not engine.shared_moe:
+        raise RequestError.make(
+            f"run {run}: the adapter has one adapter an expert (2-D), and this model takes fused"
+            " experts (3-D)",
+            f"start the engine with {_MIXED_FLAG}, or publish fused experts",
+        )
+    return facts.fused

@@ -1,0 +1,256 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Connections to trainers, kept between pulls.
+
+A client is used by one pull at a time, and a pull may wait a minute for its step; so there are
+several, and a pull that waits holds up no other. Each of them demands the world that it was made
+for: a trainer that was started again is another world, and bytes of it never go into a directory
+of the old one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from fanin.errors import (
+    CancelledError,
+    ConnectionFailedError,
+    FaninError,
+    NotFoundError,
+    PeerError,
+    PullAgainError,
+    PullTimeoutError,
+    RequestError,
+)
+from fanin.info import addresses_of, is_path, read_info
+
+__all__ = ["MAX_CLIENTS", "ClientPool", "Source", "Target", "remaining"]
+
+MAX_CLIENTS = 8
+"""Connected clients at a time, busy and idle ones."""
+
+_CONNECT = 5.0
+
+Factory: TypeAlias = Callable[..., Any]
+
+
+def remaining(deadline: float) -> float:
+    """Seconds until *deadline* (of time.monotonic). Raises PullTimeoutError if it has passed."""
+    left = deadline - time.monotonic()
+    if left <= 0:
+        raise PullTimeoutError.make("the pull's time is over", "give it a longer timeout")
+    return left
+
+
+@dataclass(frozen=True)
+class Target:
+    """A trainer as it is to be found now. world_id: 32 hex digits that are demanded, or None."""
+
+    addresses: tuple[str, ...]
+    server_name: str | None = None
+    world_id: str | None = None
+
+    @property
+    def key(self) -> tuple[tuple[str, ...], str | None]:
+        return self.addresses, self.server_name
+
+
+@dataclass(frozen=True)
+class Source:
+    """What somebody said of where the trainer is: its addresses, or the path of a file.
+
+    text: for humans, and what two equal sources have in common.
+    """
+
+    text: str
+    addresses: tuple[str, ...] = ()
+    path: str | None = None
+    server_name: str | None = None
+
+    @classmethod
+    def of(cls, trainer: Any, server_name: str | None = None) -> Source:
+        """From a path, ``"host:port,host:port"``, ``["host:port", ...]`` or ``[[host, port],
+        ...]``.
+
+        A path's file is not read here but at each pull. Raises RequestError.
+        """
+        if isinstance(trainer, str) and trainer.strip() and is_path(trainer):
+            return cls(trainer, path=trainer, server_name=server_name)
+        if not isinstance(trainer, (str, list, tuple)):
+            raise RequestError.make(
+                f"trainer_addresses is {type(trainer).__name__}",
+                'give ["host:port", ...], [["host", port], ...] or the path of a nixl_info.json',
+                key="trainer_addresses",
+            )
+        addresses = tuple(addresses_of(trainer))
+        return cls(",".join(addresses), addresses=addresses, server_name=server_name)
+
+    def resolve(self) -> Target:
+        """Where the trainer is now; reads the file. Raises as :func:`fanin.info.read_info`."""
+        if self.path is None:
+            return Target(self.addresses, self.server_name)
+        info = read_info(self.path)
+        return Target(tuple(info.addresses), self.server_name or info.server_name, info.world_id)
+
+
+class ClientPool:
+    """Clients by trainer and world, at most *limit* of them. Any thread.
+
+    factory: makes a connected client; :class:`fanin.Client`, whose arguments it gets.
+    path: how bytes travel, as :class:`fanin.Client` takes it.
+    """
+
+    def __init__(
+        self, factory: Factory | None = None, *, path: str = "auto", limit: int = MAX_CLIENTS
+    ) -> None:
+        self._factory = factory
+        self._path = path
+        self._limit = limit
+        self._changed = threading.Condition()
+        self._idle: list[tuple[Any, Any]] = []  # (key, client), the longest unused first
+        self._busy: set[Any] = set()
+        self._making = 0
+        self._worlds: dict[Any, str] = {}
+        self._closed = False
+
+    def _connect(self, target: Target, world: str | None, deadline: float) -> Any:
+        factory = self._factory
+        if factory is None:
+            # Not at import: it loads libfanin, and workers that never pull need none.
+            from fanin.client import Client
+
+            factory = Client
+        return factory(
+            list(target.addresses),
+            server_name=target.server_name,
+            world_id=world,
+            connect_timeout=min(_CONNECT, remaining(deadline)),
+            path=self._path,
+        )
+
+    def discover(self, target: Target, deadline: float) -> str:
+        """The world that answers at *target* now, 32 hex digits.
+
+        Blocks for connecting, until *deadline*. Raises as :class:`fanin.Client`.
+        """
+        client = self._connect(target, None, deadline)
+        try:
+            worlds = [info.world_id for info in client.ranks() if info.rank is not None]
+        finally:
+            client.close()
+        if not worlds:
+            raise PeerError.make("no rank said which world it is of", "look at the trainer's log")
+        with self._changed:
+            self._worlds[target.key] = worlds[0]
+        return worlds[0]
+
+    def world_of(self, target: Target, deadline: float) -> str:
+        """The world that *target* names or that was last seen there; else :meth:`discover`."""
+        with self._changed:
+            world = target.world_id or self._worlds.get(target.key)
+        return world or self.discover(target, deadline)
+
+    def forget(self, target: Target) -> None:
+        """The trainer at *target* is another than before: drops what is known and idle."""
+        with self._changed:
+            self._worlds.pop(target.key, None)
+            old = [client for key, client in self._idle if key[:2] == target.key]
+            self._idle = [pair for pair in self._idle if pair[0][:2] != target.key]
+            self._changed.notify_all()
+        for client in old:
+            client.close()
+
+    @contextlib.contextmanager
+    def borrow(self, target: Target, world: str, deadline: float) -> Iterator[Any]:
+        """A client for this thread alone, connected to *world*.
+
+        Blocks until one is free and connected, until *deadline*. It is closed, not kept, if the
+        body raises anything that may leave its connections in doubt.
+        """
+        key = (*target.key, world)
+        client = self._take(key, deadline)
+        if client is None:
+            client = self._make(key, target, world, deadline)
+        keep = False
+        try:
+            yield client
+            keep = True
+        except FaninError as error:
+            # These say something of the request or the moment; the connections are sound.
+            keep = isinstance(error, (NotFoundError, RequestError, PullAgainError))
+            keep = keep and not isinstance(error, CancelledError)
+            raise
+        finally:
+            self._give_back(key, client, keep)
+
+    def _take(self, key: Any, deadline: float) -> Any:
+        """An idle client of *key*; None: the caller may make one, and is counted for it."""
+        victim = None
+        with self._changed:
+            while True:
+                if self._closed:
+                    raise CancelledError.make("the engine is shutting down", "")
+                for index, (other, client) in enumerate(self._idle):
+                    if other == key:
+                        del self._idle[index]
+                        self._busy.add(client)
+                        return client
+                if len(self._busy) + len(self._idle) + self._making < self._limit:
+                    self._making += 1
+                    return None
+                if self._idle:
+                    victim = self._idle.pop(0)[1]
+                    self._making += 1
+                    break
+                left = deadline - time.monotonic()
+                if left <= 0 or not self._changed.wait(left):
+                    raise ConnectionFailedError.make(
+                        f"all {self._limit} connections to trainers are busy with other pulls",
+                        "ask again when the steps that they wait for have come",
+                        code=-302,
+                    )
+        victim.close()
+        return None
+
+    def _make(self, key: Any, target: Target, world: str, deadline: float) -> Any:
+        client = None
+        try:
+            client = self._connect(target, world, deadline)
+        finally:
+            with self._changed:
+                self._making -= 1
+                if client is not None:
+                    self._busy.add(client)
+                self._changed.notify_all()
+        return client
+
+    def _give_back(self, key: Any, client: Any, keep: bool) -> None:
+        with self._changed:
+            self._busy.discard(client)
+            keep = keep and not self._closed
+            if keep:
+                self._idle.append((key, client))
+            self._changed.notify_all()
+        if not keep:
+            client.close()
+
+    def close(self) -> None:
+        """Cancels running pulls and closes idle clients; busy ones are closed by their pulls."""
+        with self._changed:
+            self._closed = True
+            idle, self._idle = self._idle, []
+            busy = list(self._busy)
+            self._changed.notify_all()
+        for client in busy:
+            client.cancel()
+        for _, client in idle:
+            client.close()
+
+    def stats(self) -> dict[str, int]:
+        """How many clients are busy and idle."""
+        with self._changed:
+            return {"busy": len(self._busy) + self._making, "idle": len(self._idle)}

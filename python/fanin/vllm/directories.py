@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where pulled adapters lie, and who still needs them.
+
+``<root>/<world id>/<run>/<label>-step<step>`` holds one step's adapter. All engines of a host
+that use one root share it: each holds a shared lock (``flock``) on ``.<name>.fanin-use`` beside
+the directory from before the pull until the adapter is retired, and only who gets that lock for
+itself alone deletes. The kernel drops the locks of a process that dies, so what it left behind
+is found by :meth:`Places.sweep`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import shutil
+import stat
+import threading
+import time
+from pathlib import Path
+
+from fanin.errors import HostError, PullTimeoutError
+
+__all__ = ["Lease", "Places"]
+
+_USE = ".fanin-use"
+_DEAD = ".fanin-dead"
+
+
+def _use_file(path: Path) -> Path:
+    return path.parent / f".{path.name}{_USE}"
+
+
+class Lease:
+    """A directory that this process needs. Made by :meth:`Places.lease`; any thread."""
+
+    def __init__(self, path: Path, descriptor: int) -> None:
+        self.path = path
+        self._descriptor = descriptor
+        self._lock = threading.Lock()
+
+    def release(self, *, delete: bool) -> bool:
+        """Gives the directory up. True: this call deleted it.
+
+        delete: delete it, unless another process needs it; then that one will. Blocks as long as
+        deleting takes. A second call does nothing. Raises HostError if it cannot be deleted.
+        """
+        with self._lock:
+            descriptor, self._descriptor = self._descriptor, -1
+        if descriptor < 0:
+            return False
+        try:
+            return delete and _delete_if_alone(self.path, descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def _delete_if_alone(path: Path, descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    dead = path.parent / f".{path.name}{_DEAD}"
+    try:
+        # Gone at once under its name: nobody ever sees half of it.
+        if dead.exists():
+            shutil.rmtree(dead)
+        with contextlib.suppress(FileNotFoundError):
+            os.rename(path, dead)
+            shutil.rmtree(dead)
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(_use_file(path))
+    except OSError as error:
+        raise HostError.make(f"{path} cannot be deleted: {error}", "delete it by hand") from error
+    # The run's and the world's folder, if this was their last adapter.
+    for folder in (path.parent, path.parent.parent):
+        with contextlib.suppress(OSError):
+            os.rmdir(folder)
+    return True
+
+
+class Places:
+    """The directories below one root. Any thread."""
+
+    def __init__(self, root: str | os.PathLike[str]) -> None:
+        self.root = Path(root)
+        self._lock = threading.Lock()
+        self._used: dict[Path, int] = {}
+
+    def choose(self, world: str, run: str, label: str, step: int) -> Path:
+        """Where the adapter of this identity goes: a path that this process has not used yet.
+
+        An engine's prefix cache knows adapters by their paths, so a step that is pulled again
+        after it was retired goes to ``...-2``, ``...-3``. Does not block.
+        """
+        base = self.root / world / _folder(run) / f"{_folder(label)}-step{step}"
+        with self._lock:
+            times = self._used.get(base, 0)
+        return base if times == 0 else base.with_name(f"{base.name}-{times + 1}")
+
+    def spend(self, path: Path, world: str, run: str, label: str, step: int) -> None:
+        """Notes that *path*, which :meth:`choose` gave, has been used. Does not block."""
+        base = self.root / world / _folder(run) / f"{_folder(label)}-step{step}"
+        with self._lock:
+            times = self._used.get(base, 0)
+            current = base if times == 0 else base.with_name(f"{base.name}-{times + 1}")
+            if current == path:
+                self._used[base] = times + 1
+
+    def lease(self, path: Path, deadline: float) -> Lease:
+        """Makes the folders above *path* and keeps it from being deleted by others.
+
+        Blocks while another process deletes it, until *deadline* (of time.monotonic). Raises
+        HostError if a folder cannot be made or another user could write to it, PullTimeoutError.
+        """
+        while True:
+            try:
+                self._make_folders(path.parent)
+                descriptor = os.open(
+                    _use_file(path), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600
+                )
+            except FileNotFoundError:
+                descriptor = -1  # a sweep has just removed the empty folder
+            except OSError as error:
+                raise HostError.make(
+                    f"{path.parent} cannot be written: {error}", "set NIXL_LORA_CACHE_DIR"
+                ) from error
+            if descriptor >= 0 and _lock_shared(descriptor, _use_file(path)):
+                return Lease(path, descriptor)
+            if time.monotonic() >= deadline:
+                raise PullTimeoutError.make(
+                    f"{path} is being deleted by another process and is not gone in time",
+                    "ask again",
+                )
+            time.sleep(0.01)
+
+    def _make_folders(self, parent: Path) -> None:
+        os.makedirs(self.root, mode=0o700, exist_ok=True)
+        root = os.stat(self.root)
+        if root.st_mode & stat.S_IWOTH and not root.st_mode & stat.S_ISVTX:
+            raise HostError.make(
+                f"everybody may rename what lies in {self.root}",
+                f"chmod o-w {self.root}, or set NIXL_LORA_CACHE_DIR",
+            )
+        for folder in (parent.parent, parent):
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(folder, 0o700)
+            found = os.lstat(folder)
+            if (
+                not stat.S_ISDIR(found.st_mode)
+                or found.st_uid != os.geteuid()
+                or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+            ):
+                raise HostError.make(f"{folder} is not a directory of this user alone", "remove it")
+
+    def sweep(self) -> list[Path]:
+        """Deletes what processes that are gone have left below the root; what was deleted.
+
+        Never blocks on another process and raises nothing: what cannot be deleted stays.
+        """
+        gone = []
+        for use in self.root.glob(f"*/*/.*{_USE}"):
+            world = use.parent.parent.name
+            if len(world) != 32 or world.strip("0123456789abcdef"):
+                continue
+            path = use.parent / use.name[1 : -len(_USE)]
+            with contextlib.suppress(OSError, HostError):
+                descriptor = os.open(use, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+                if not _lock_shared(descriptor, use):
+                    continue
+                if Lease(path, descriptor).release(delete=True):
+                    gone.append(path)
+        return gone
+
+
+def _lock_shared(descriptor: int, file: Path) -> bool:
+    """Takes the shared lock; False, and the descriptor closed, if the file is being deleted."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        mine = os.fstat(descriptor)
+        there = os.stat(file)
+        if (mine.st_dev, mine.st_ino) == (there.st_dev, there.st_ino):
+            return True
+    except OSError as error:
+        if error.errno not in (errno.EWOULDBLOCK, errno.ENOENT):
+            os.close(descriptor)
+            raise
+    os.close(descriptor)
+    return False
+
+
+def _folder(text: str) -> str:
+    """*text* as one component of a path."""
+    plain = (c.isascii() and (c.isalnum() or c in "._-+=@") for c in text)
+    safe = "".join(c if good else "_" for c, good in zip(text, plain, strict=True))[:120]
+    return "_" + safe if not safe or safe.startswith(".") else safe

@@ -1,0 +1,312 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One pull for all who ask for the same adapter at once, without blocking the event loop.
+
+A caller that goes away leaves the pull running: the next one who asks finds it done. On one host
+the API server pulls, in a thread, and engine and workers read the directory. If there are workers
+on other hosts, each host pulls for itself: a short call starts the pull on every worker, further
+short calls ask how far they are, and between them the engine generates.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import threading
+import time
+import uuid
+from collections.abc import Awaitable, Callable
+from typing import Any, Protocol, TypeVar
+
+from fanin.errors import ConnectionFailedError, FaninError, HostError, PullTimeoutError
+from fanin.vllm.faults import from_wire, says
+from fanin.vllm.metrics import Metrics
+from fanin.vllm.pulls import Adapter, Plan, PullService, Wanted
+from fanin.vllm.retire import Keeper
+
+__all__ = ["Flights", "WorkerCalls", "in_thread"]
+
+_log = logging.getLogger("vllm.fanin")
+
+_T = TypeVar("_T")
+
+_MAX_FLIGHTS = 64
+_GRACE = 5.0
+_POLL_FIRST = 0.02
+_POLL_LAST = 0.25
+_TRIES = 3
+# What a worker's kept connection says when its trainer has gone and another may be there.
+_ANOTHER_LAUNCH = ("FANIN_ERR_WORLD", "FANIN_ERR_CLOSED")
+
+
+class WorkerCalls(Protocol):
+    """Calls a method of every worker, on all hosts; their answers. Must be short."""
+
+    def __call__(self, method: str, *args: Any) -> Awaitable[list[Any]]: ...
+
+
+async def in_thread(work: Callable[[], _T]) -> _T:
+    """Runs *work* in a thread of its own and waits for it.
+
+    Not asyncio.to_thread: a pull waits for up to a minute, and the loop's few shared threads are
+    vLLM's. A caller that is cancelled leaves the thread running.
+    """
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[_T] = loop.create_future()
+
+    def settle(setter: Callable[[Any], None], value: Any) -> None:
+        if not future.cancelled():
+            setter(value)
+
+    def run() -> None:
+        setter: Callable[[Any], None]
+        try:
+            value: Any = work()
+            setter = future.set_result
+        except BaseException as error:
+            value, setter = error, future.set_exception
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            loop.call_soon_threadsafe(settle, setter, value)
+
+    threading.Thread(target=run, name="fanin-pull", daemon=True).start()
+    return await future
+
+
+class _Flight:
+    """One pull, and how many wait for it."""
+
+    def __init__(self, wanted: Wanted) -> None:
+        self.wanted = wanted
+        self.started = time.monotonic()
+        self.task: asyncio.Task[Adapter] | None = None
+        self.adapter: Adapter | None = None
+        self.waiters = 0
+        self.done_bytes = 0
+        self.total_bytes = 0
+
+    def progress(self, done: int, total: int) -> None:
+        self.done_bytes, self.total_bytes = done, total
+
+    def finish(self, adapter: Adapter) -> None:
+        """Those who wait get the adapter pinned, before anything can retire it."""
+        adapter.pins += self.waiters
+        self.adapter = adapter
+
+    def leave(self) -> None:
+        """One of those who wait goes away."""
+        if self.adapter is not None:
+            self.adapter.pins -= 1
+        else:
+            self.waiters -= 1
+
+
+class Flights:
+    """The pulls of this engine. Used in one event loop's thread.
+
+    service: pulls. keeper: what is here already. counters: where pulls are counted.
+    """
+
+    def __init__(self, service: PullService, keeper: Keeper, counters: Metrics) -> None:
+        self._service = service
+        self._keeper = keeper
+        self._counters = counters
+        self._workers: WorkerCalls | None = None
+        self._flights: dict[Any, _Flight] = {}
+        self.last_error = ""
+
+    def use_workers(self, workers: WorkerCalls) -> None:
+        """From now on the workers pull, each host for itself."""
+        self._workers = workers
+
+    async def fetch(self, wanted: Wanted) -> Adapter:
+        """The adapter, pulled unless it is here, and pinned: the caller must take one from pins.
+
+        Waits at most about wanted.timeout. Raises as :meth:`PullService.pull`.
+        """
+        flight = self._flights.get(wanted.key)
+        if flight is None:
+            if len(self._flights) >= _MAX_FLIGHTS:
+                raise ConnectionFailedError.make(
+                    f"{_MAX_FLIGHTS} adapters are being pulled already", "ask again", code=-302
+                )
+            flight = _Flight(wanted)
+            self._flights[wanted.key] = flight
+            flight.task = asyncio.get_running_loop().create_task(self._fly(flight))
+            # Nobody may be waiting any more when it fails.
+            flight.task.add_done_callback(lambda task: task.cancelled() or task.exception())
+        assert flight.task is not None
+        flight.waiters += 1
+        try:
+            done, _ = await asyncio.wait({flight.task}, timeout=wanted.timeout + _GRACE)
+            if not done:
+                raise PullTimeoutError.make(
+                    f"adapter {wanted.name} is not here within {wanted.timeout:g} s",
+                    "give it a longer timeout",
+                )
+            return flight.task.result()
+        except BaseException:
+            flight.leave()
+            raise
+
+    async def _fly(self, flight: _Flight) -> Adapter:
+        wanted = flight.wanted
+        try:
+            adapter = await self._here(wanted)
+            if adapter is None:
+                adapter = self._keeper.add(await self._counted(flight))
+            flight.finish(adapter)
+            self._keeper.enforce(adapter)
+            return adapter
+        except Exception as error:
+            self.last_error = f"{wanted.name}: {says(error)}"
+            _log.warning("fanin: %s", self.last_error)
+            raise
+        finally:
+            self._flights.pop(wanted.key, None)
+            world = self._service.last_world(wanted.source.text)
+            if world is not None:
+                self._keeper.world_is(wanted.source.text, world)
+
+    async def _here(self, wanted: Wanted) -> Adapter | None:
+        """The adapter if it is here and of the trainer's present launch."""
+        adapter = self._keeper.get(wanted.name)
+        if adapter is None:
+            return None
+        if (adapter.run, adapter.step) == (wanted.run, wanted.step):
+            try:
+                world = await in_thread(lambda: self._service.world_now(wanted.source, _GRACE))
+            except FaninError as error:
+                _log.info("fanin: adapter %s is here already: %s", adapter.name, says(error))
+                world = adapter.world
+            if world == adapter.world and self._keeper.get(wanted.name) is adapter:
+                from fanin.vllm.checks import check_alpha
+
+                check_alpha(wanted.lora_alpha, adapter.facts)
+                return adapter
+        if self._keeper.get(wanted.name) is adapter:
+            self._keeper.retire(adapter, "another launch or step of the trainer has its name")
+        return None
+
+    async def _counted(self, flight: _Flight) -> Adapter:
+        started = time.monotonic()
+        self._counters.began()
+        try:
+            if self._workers is not None:
+                adapter = await self._pull_on_workers(self._workers, flight)
+            else:
+                adapter = await in_thread(
+                    lambda: self._service.pull(flight.wanted, flight.progress)
+                )
+        except BaseException as error:
+            self._counters.ended(time.monotonic() - started, error)
+            raise
+        self._counters.ended(
+            time.monotonic() - started,
+            None,
+            run=adapter.run,
+            step=adapter.step,
+            size=0 if adapter.reused else adapter.bytes,
+        )
+        _log.info(
+            "fanin: adapter %s pulled: %d bytes in %.3f s by %s%s",
+            adapter.name,
+            adapter.bytes,
+            adapter.seconds,
+            adapter.transport or "?",
+            " (was here)" if adapter.reused else "",
+        )
+        return adapter
+
+    # ------------------------------------------------------------- several hosts
+
+    async def _pull_on_workers(self, workers: WorkerCalls, flight: _Flight) -> Adapter:
+        wanted = flight.wanted
+        deadline = flight.started + wanted.timeout
+        for attempt in range(_TRIES):
+            plan = await in_thread(lambda: self._service.plan(wanted))
+            try:
+                reports = await self._run_job(workers, flight, plan, deadline)
+            except FaninError as error:
+                if error.name not in _ANOTHER_LAUNCH or attempt == _TRIES - 1:
+                    raise
+                self._service.pool.forget(plan.target)
+                continue
+            return self._service.arrived(
+                wanted,
+                plan,
+                bytes=sum(report["bytes"] for report in reports if not report["reused"]),
+                seconds=time.monotonic() - flight.started,
+                reused=all(report["reused"] for report in reports),
+                transport=str(reports[0]["transport"]),
+            )
+        raise AssertionError("unreachable")
+
+    async def _run_job(
+        self, workers: WorkerCalls, flight: _Flight, plan: Plan, deadline: float
+    ) -> list[dict[str, Any]]:
+        wanted = flight.wanted
+        left = deadline - time.monotonic()
+        if left <= 0:
+            raise PullTimeoutError.make("the pull's time is over", "give it a longer timeout")
+        job = {
+            "id": uuid.uuid4().hex,
+            "root": str(self._service.places.root),
+            "path": str(plan.path),
+            "addresses": list(plan.target.addresses),
+            "server_name": plan.target.server_name,
+            "world": plan.world,
+            "run": wanted.run,
+            # As text: message formats on the way end at 63 bits.
+            "step": str(wanted.step),
+            "timeout": left,
+        }
+        try:
+            await workers("fanin_start_pull", job)
+            return await self._poll(workers, flight, job["id"], deadline)
+        except BaseException:
+            with contextlib.suppress(Exception):
+                await workers("fanin_drop_adapter", job["path"], job["id"])
+            raise
+
+    async def _poll(
+        self, workers: WorkerCalls, flight: _Flight, job: Any, deadline: float
+    ) -> list[dict[str, Any]]:
+        delay = _POLL_FIRST
+        while True:
+            reports = await workers("fanin_poll_pull", job)
+            for report in reports:
+                if report["state"] == "failed":
+                    error = from_wire(report["error"])
+                    error.message = f"on host {report['host']}: {error.message}"
+                    raise error
+            if not reports:
+                raise HostError.make("the engine has no workers that answer", "see its log")
+            flight.progress(
+                min(report["bytes"] for report in reports),
+                max(report["total"] for report in reports),
+            )
+            if all(report["state"] == "done" for report in reports):
+                return reports
+            if time.monotonic() > deadline + _GRACE:
+                hosts = sorted({r["host"] for r in reports if r["state"] != "done"})
+                raise PullTimeoutError.make(
+                    f"adapter {flight.wanted.name} is not complete on {', '.join(hosts)}",
+                    "look at the workers' logs there",
+                )
+            await asyncio.sleep(delay)
+            delay = min(delay * 1.5, _POLL_LAST)
+
+    def status(self) -> list[dict[str, Any]]:
+        """The pulls that run, as plain values."""
+        return [
+            {
+                "name": flight.wanted.name,
+                "run": flight.wanted.run,
+                "step": flight.wanted.step,
+                "seconds": round(time.monotonic() - flight.started, 3),
+                "bytes_done": flight.done_bytes,
+                "bytes_total": flight.total_bytes,
+                "waiters": flight.waiters,
+            }
+            for flight in self._flights.values()
+        ]

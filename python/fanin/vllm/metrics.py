@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Counters of pulls in vLLM's own ``/metrics``.
+
+vLLM shows the default registry of ``prometheus_client`` of its API server's process, or, if
+``PROMETHEUS_MULTIPROC_DIR`` is set, what all processes have written there; metrics that are made
+in the API server appear in both. Without prometheus_client nothing is counted.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+from fanin.errors import FaninError
+
+__all__ = ["Metrics", "metrics"]
+
+_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
+
+
+class Metrics:
+    """The counters, and the same numbers for ``/nixl/status``. Any thread; never blocks.
+
+    registry: of prometheus_client; None: the default one.
+    """
+
+    def __init__(self, registry: Any = None) -> None:
+        self._lock = threading.Lock()
+        self._counts = {"pulls_ok": 0, "pulls_failed": 0, "bytes": 0, "inflight": 0}
+        self._made = _make(registry)
+
+    def began(self) -> None:
+        """A pull has begun."""
+        with self._lock:
+            self._counts["inflight"] += 1
+        if self._made is not None:
+            self._made["inflight"].inc()
+
+    def ended(
+        self,
+        seconds: float,
+        error: BaseException | None,
+        *,
+        run: str = "",
+        step: int = 0,
+        size: int = 0,
+    ) -> None:
+        """A pull has ended, after *seconds*, by *error* or with *size* bytes of a run's step."""
+        with self._lock:
+            self._counts["inflight"] -= 1
+            self._counts["pulls_ok" if error is None else "pulls_failed"] += 1
+            self._counts["bytes"] += size
+        if self._made is None:
+            return
+        self._made["inflight"].dec()
+        self._made["pulls"].labels(result=_result(error)).inc()
+        self._made["seconds"].observe(seconds)
+        if error is None:
+            self._made["bytes"].inc(size)
+            self._made["step"].labels(run=run).set(step)
+
+    def snapshot(self) -> dict[str, int]:
+        """The numbers now."""
+        with self._lock:
+            return dict(self._counts)
+
+
+def _result(error: BaseException | None) -> str:
+    if error is None:
+        return "ok"
+    if isinstance(error, FaninError):
+        return error.name
+    return "FANIN_ERR_INTERNAL"
+
+
+def _make(registry: Any) -> dict[str, Any] | None:
+    try:
+        from prometheus_client import REGISTRY, Counter, Gauge, Histogram
+    except ImportError:
+        return None
+    where = {"registry": REGISTRY if registry is None else registry}
+    return {
+        "pulls": Counter(
+            "fanin_pulls",
+            "Pulls of adapters: ok, or the error that ended them.",
+            ["result"],
+            **where,
+        ),
+        "seconds": Histogram(
+            "fanin_pull_seconds",
+            "Seconds from the request for an adapter until it is on disk, or the error.",
+            buckets=_BUCKETS,
+            **where,
+        ),
+        "bytes": Counter("fanin_pull_bytes", "Bytes of tensors pulled.", **where),
+        "step": Gauge(
+            "fanin_adapter_step",
+            "Step of the run's adapter that was pulled last.",
+            ["run"],
+            multiprocess_mode="mostrecent",
+            **where,
+        ),
+        "inflight": Gauge(
+            "fanin_pull_inflight",
+            "Pulls that are running or waiting for their step.",
+            multiprocess_mode="livesum",
+            **where,
+        ),
+    }
+
+
+_shared: Metrics | None = None
+_shared_lock = threading.Lock()
+
+
+def metrics() -> Metrics:
+    """This process' metrics, made at the first call: a registry takes each name once."""
+    global _shared
+    with _shared_lock:
+        if _shared is None:
+            _shared = Metrics()
+        return _shared

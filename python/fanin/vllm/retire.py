@@ -1,0 +1,219 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which adapters are here, and how one leaves.
+
+The newest ``keep`` of each run stay. An older one goes in this order, because an engine that
+re-reads a directory that is gone dies with all its requests:
+
+1. its name is taken from the API server's list, so that no new request gets it;
+2. nothing happens until the last request that holds it is over, however long that takes;
+3. the engine forgets it;
+4. its directory is deleted, unless another engine of this host needs it.
+
+A request that passed the name check but has not reached the engine yet is in no list of the
+engine's; it holds vLLM's LoRARequest object, though, and so does each request that waits or
+runs. So step 2 counts the references to that object: without any, nobody in this process can send
+the path to the engine again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import time
+from typing import Any, Protocol
+
+from fanin.vllm.pulls import Adapter
+
+__all__ = ["EngineLink", "Keeper", "holders"]
+
+_log = logging.getLogger("vllm.fanin")
+
+_POLL = 0.1
+_POLL_SLOW = 1.0
+_COLLECT_AFTER = 30.0
+_WARN_AFTER = 120.0
+
+
+class EngineLink(Protocol):
+    """What retirement asks of the engine. Called in the event loop's thread."""
+
+    def unregister(self, adapter: Adapter) -> None:
+        """Takes the adapter's name from the list, if it still stands for this adapter."""
+        ...
+
+    def users(self, adapter: Adapter) -> int:
+        """How many requests of the adapter wait or run in the engine."""
+        ...
+
+    async def forget(self, lora_int_id: int) -> None:
+        """The engine removes the adapter from all its caches."""
+        ...
+
+    async def drop(self, adapter: Adapter) -> None:
+        """Releases and deletes the directory, on all hosts that pulled it."""
+        ...
+
+
+def _references(box: list[Any], index: int) -> int:
+    import sys
+
+    return sys.getrefcount(box[index])
+
+
+_ALONE = _references([object()], 0)
+
+
+def holders(requests: list[Any]) -> int:
+    """How many references there are to the objects in *requests*, beside the list's own.
+
+    CPython only, which vLLM needs as well. Does not block.
+    """
+    return sum(_references(requests, index) - _ALONE for index in range(len(requests)))
+
+
+class Keeper:
+    """The adapters of this engine. Used in one event loop's thread.
+
+    keep: adapters of a run that stay. Retirements run as tasks of the loop.
+    """
+
+    def __init__(self, keep: int, *, poll: float = _POLL) -> None:
+        self._keep = keep
+        self._poll = poll
+        self._link: EngineLink | None = None
+        self._here: dict[str, Adapter] = {}  # by name, the oldest first
+        self._leaving: dict[Adapter, str] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._told = False
+
+    def attach(self, link: EngineLink) -> None:
+        """Says how to reach the engine; before, nothing is retired."""
+        self._link = link
+
+    def get(self, name: str) -> Adapter | None:
+        """The adapter of that name, if it is here and stays."""
+        return self._here.get(name)
+
+    def add(self, adapter: Adapter) -> Adapter:
+        """Takes a pulled adapter in; what is then here under its name.
+
+        If there is one already (two callers with different alphas, say), that one stays and
+        the new one is given up.
+        """
+        here = self._here.get(adapter.name)
+        if here is not None and (here.world, here.run, here.step) == (
+            adapter.world,
+            adapter.run,
+            adapter.step,
+        ):
+            if adapter.lease is not None:
+                adapter.lease.release(delete=False)
+            return here
+        if here is not None:
+            self.retire(here, "another adapter has its name")
+        self._here[adapter.name] = adapter
+        return adapter
+
+    def enforce(self, just: Adapter) -> None:
+        """Retires what *just*, the adapter that was asked for last, leaves no room for."""
+        # Asked for again is as good as new.
+        if self._here.pop(just.name, None) is not None:
+            self._here[just.name] = just
+        same = [a for a in self._here.values() if a.run == just.run]
+        for old in same[: max(len(same) - self._keep, 0)]:
+            if old is not just:
+                self.retire(old, f"{self._keep} newer ones of run {old.run} are here")
+
+    def world_is(self, source: str, world: str) -> None:
+        """Retires what came from an earlier launch of the trainer at *source*."""
+        for old in [a for a in self._here.values() if a.source == source and a.world != world]:
+            self.retire(old, f"the trainer was started again as world {world}")
+
+    def retire(self, adapter: Adapter, why: str) -> None:
+        """Begins the adapter's way out; its name is free at once. Does not block."""
+        if self._link is None:
+            if not self._told:
+                self._told = True
+                _log.warning(
+                    "fanin: adapters stay on disk for ever: the engine's list of models was not"
+                    " found; load the endpoint plugin with VLLM_PLUGINS=fanin"
+                )
+            return
+        if self._here.get(adapter.name) is adapter:
+            del self._here[adapter.name]
+        if adapter in self._leaving:
+            return
+        self._leaving[adapter] = why
+        self._link.unregister(adapter)
+        task = asyncio.get_running_loop().create_task(self._leave(self._link, adapter, why))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _leave(self, link: EngineLink, adapter: Adapter, why: str) -> None:
+        started = time.monotonic()
+        try:
+            await self._until_unused(link, adapter, started)
+            for request in adapter.requests:
+                await link.forget(request.lora_int_id)
+            await link.drop(adapter)
+        except Exception as error:
+            # The directory stays until this process ends; the next one sweeps it up.
+            _log.error("fanin: adapter %s stays on disk: %s", adapter.name, error)
+        else:
+            waited = time.monotonic() - started
+            _log.info("fanin: adapter %s retired after %.1f s: %s", adapter.name, waited, why)
+        finally:
+            self._leaving.pop(adapter, None)
+
+    async def _until_unused(self, link: EngineLink, adapter: Adapter, started: float) -> None:
+        collected = warned = False
+        while True:
+            # Anew each time: the engine may have registered it only now.
+            link.unregister(adapter)
+            users = link.users(adapter)
+            held = holders(adapter.requests)
+            if adapter.pins == 0 and users == 0 and held == 0:
+                return
+            waited = time.monotonic() - started
+            if waited > _COLLECT_AFTER and users == 0 and not collected:
+                # What holds it may be garbage in a cycle, the frame of a failed request say.
+                collected = True
+                gc.collect()
+            if waited > _WARN_AFTER and not warned:
+                warned = True
+                _log.warning(
+                    "fanin: adapter %s is still used by %d requests (%d references) %.0f s after"
+                    " it was to go; its directory stays until they end",
+                    adapter.name,
+                    users,
+                    held,
+                    waited,
+                )
+            await asyncio.sleep(self._poll if waited < _COLLECT_AFTER else _POLL_SLOW)
+
+    async def settled(self) -> None:
+        """Waits until all retirements that have begun are over."""
+        while self._tasks:
+            await asyncio.wait(set(self._tasks))
+
+    def status(self) -> dict[str, Any]:
+        """The adapters here and leaving, as plain values."""
+
+        def show(adapter: Adapter) -> dict[str, Any]:
+            return {
+                "name": adapter.name,
+                "run": adapter.run,
+                "step": adapter.step,
+                "world": adapter.world,
+                "path": str(adapter.path),
+                "bytes": adapter.bytes,
+                "seconds": round(adapter.seconds, 6),
+                "reused": adapter.reused,
+                "transport": adapter.transport,
+            }
+
+        return {
+            "adapters": [show(adapter) for adapter in self._here.values()],
+            "retiring": [{**show(a), "why": why} for a, why in self._leaving.items()],
+        }

@@ -1,0 +1,344 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Routes of the API server: load an adapter, say where the trainer is, how things stand.
+
+``POST /load_lora_adapter_nixl`` ``{lora_name, run_idx, trainer_addresses, lora_alpha, timeout,
+step}`` pulls one step and registers it under ``lora_name``; it needs no
+``VLLM_ALLOW_RUNTIME_LORA_UPDATING``. ``POST /init_nixl_client`` ``{trainer_addresses,
+server_name, timeout}`` says where the trainer is from now on. ``GET /nixl/status``.
+
+All of them want the engine's API key, if it has one.
+"""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import math
+import os
+import time
+from typing import Any
+
+from fanin.errors import FaninError, HostError, RequestError, StateError
+from fanin.vllm.clients import Source
+from fanin.vllm.faults import body_of, status_of
+from fanin.vllm.flights import in_thread
+from fanin.vllm.pulls import Adapter, Wanted, which
+from fanin.vllm.state import State, state
+
+__all__ = ["Api", "EndpointPlugin", "api_processes"]
+
+_log = logging.getLogger("vllm.fanin")
+
+_MAX_TIMEOUT = 3600.0
+
+
+def api_processes(args: Any, config: Any) -> int:
+    """How many API server processes this engine has, by its arguments and its configuration."""
+    asked = getattr(args, "api_server_count", None)
+    parallel = getattr(config, "parallel_config", None)
+    real = getattr(parallel, "_api_process_count", 1)
+    return max(asked if isinstance(asked, int) else 1, real if isinstance(real, int) else 1)
+
+
+def _seconds(body: dict[str, Any], default: float) -> float:
+    value = body.get("timeout")
+    if value is None:
+        return default
+    good = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not good or not math.isfinite(value) or not 0 < value <= _MAX_TIMEOUT:
+        raise RequestError.make(
+            f"timeout {value!r} is no number of seconds up to {_MAX_TIMEOUT:g}", key="timeout"
+        )
+    return float(value)
+
+
+def _alpha(body: dict[str, Any]) -> float | None:
+    value = body.get("lora_alpha")
+    if value is None:
+        return None
+    good = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not good or not math.isfinite(value) or value <= 0:
+        raise RequestError.make(f"lora_alpha {value!r} is no positive number", key="lora_alpha")
+    return float(value)
+
+
+def _server_name(body: dict[str, Any], default: str | None) -> str | None:
+    value = body.get("server_name", default)
+    if value is not None and (not isinstance(value, str) or not value):
+        raise RequestError.make(f"server_name {value!r} is no name", key="server_name")
+    return value
+
+
+def _trainer(body: dict[str, Any]) -> Any:
+    return body.get("trainer_addresses", body.get("nixl_info"))
+
+
+class Api:
+    """What the routes do. Used in the event loop's thread."""
+
+    def __init__(self, here: State) -> None:
+        self._here = here
+
+    def wanted(self, body: dict[str, Any]) -> Wanted:
+        """The request of /load_lora_adapter_nixl. Raises RequestError naming the field."""
+        run, step, label = which(body.get("lora_name"), body.get("run_idx"), body.get("step"))
+        return Wanted(
+            name=body["lora_name"],
+            run=run,
+            step=step,
+            label=label,
+            source=self._source(body),
+            timeout=_seconds(body, self._here.config.timeout),
+            lora_alpha=_alpha(body),
+        )
+
+    def _source(self, body: dict[str, Any]) -> Source:
+        trainer = _trainer(body)
+        if trainer is None:
+            if self._here.source is None:
+                raise RequestError.make(
+                    "trainer_addresses is missing, and this engine has not been told where the"
+                    " trainer is",
+                    "give trainer_addresses, set FANIN_TRAINER, or POST /init_nixl_client",
+                    key="trainer_addresses",
+                )
+            return self._here.source
+        return Source.of(trainer, _server_name(body, self._here.config.server_name))
+
+    async def load(self, body: dict[str, Any]) -> dict[str, Any]:
+        """Pulls the adapter and registers it. Raises FaninError.
+
+        Waits at most about the request's timeout, plus what the engine takes to load it.
+        """
+        here = self._here
+        wanted = self.wanted(body)
+        engine = here.engine
+        if engine is None:
+            raise StateError.make("the engine is not up yet", "ask again")
+        self._check_name(engine.models, wanted.name)
+        adapter = await here.flights.fetch(wanted)
+        try:
+            here.service.warn_of_base_model(
+                adapter, str(getattr(engine.models.model_config, "model", ""))
+            )
+            loaded = time.monotonic()
+            await self._register(engine.models, adapter)
+        finally:
+            adapter.pins -= 1
+        if here.source is None:
+            here.use_source(wanted.source)
+        return {
+            "status": "ok",
+            "lora_name": adapter.name,
+            "run": adapter.run,
+            "step": adapter.step,
+            "world": adapter.world,
+            "path": str(adapter.path),
+            "bytes": adapter.bytes,
+            "reused": adapter.reused,
+            "pull_seconds": round(adapter.seconds, 6),
+            "load_seconds": round(time.monotonic() - loaded, 6),
+        }
+
+    def _check_name(self, models: Any, name: str) -> None:
+        """Whether the name is free, or ours."""
+        there = models.lora_requests.get(name)
+        mine = self._here.keeper.get(name)
+        if models.is_base_model(name):
+            raise RequestError.make(
+                f"{name!r} is a base model of this engine", "take another name", key="lora_name"
+            )
+        if there is not None and (mine is None or there.lora_path != str(mine.path)):
+            raise RequestError.make(
+                f"{name!r} is loaded already, from {there.lora_path}, by somebody else",
+                "take another name, or unload that one",
+                key="lora_name",
+            )
+
+    async def _register(self, models: Any, adapter: Adapter) -> None:
+        from vllm.entrypoints.serve.lora.protocol import LoadLoRAAdapterRequest
+
+        there = models.lora_requests.get(adapter.name)
+        if there is None:
+            answer = await models.load_lora_adapter(
+                LoadLoRAAdapterRequest(
+                    lora_name=adapter.name,
+                    lora_path=str(adapter.path),
+                    is_3d_lora_weight=adapter.is_3d,
+                )
+            )
+            there = models.lora_requests.get(adapter.name)
+            # Two at once: the second is told that the name is taken, and it is by the first.
+            if there is None or there.lora_path != str(adapter.path):
+                problem = getattr(getattr(answer, "error", None), "message", answer)
+                raise HostError.make(
+                    f"the engine did not load adapter {adapter.name}: {problem}",
+                    "see the engine's log",
+                )
+        elif there.lora_path != str(adapter.path):
+            raise StateError.make(
+                f"adapter {adapter.name} was loaded from elsewhere meanwhile", "ask again"
+            )
+        if not any(there is request for request in adapter.requests):
+            adapter.requests.append(there)
+
+    async def init(self, body: dict[str, Any]) -> dict[str, Any]:
+        """Connects to the trainer and uses it from now on. Raises FaninError: then nothing changes.
+
+        Waits at most the request's timeout, 10 s if it has none.
+        """
+        trainer = _trainer(body)
+        if trainer is None:
+            raise RequestError.make(
+                "trainer_addresses is missing",
+                'give ["host:port", ...], [["host", port], ...] or the path of a nixl_info.json',
+                key="trainer_addresses",
+            )
+        source = Source.of(trainer, _server_name(body, self._here.config.server_name))
+        timeout = _seconds(body, 10.0)
+        try:
+            world = await in_thread(lambda: self._here.service.world_now(source, timeout))
+        except FaninError as error:
+            _log.warning("fanin: not pointed at %s: %s", source.text, error)
+            raise
+        self._here.use_source(source)
+        self._here.keeper.world_is(source.text, world)
+        _log.info("fanin: adapters come from %s, world %s", source.text, world)
+        return {"status": "ok", "trainer": source.text, "world": world}
+
+    def status(self) -> dict[str, Any]:
+        """How things stand, as plain values."""
+        here = self._here
+        source = here.source
+        return {
+            "trainer": None if source is None else source.text,
+            "server_name": None if source is None else source.server_name,
+            "world": None if source is None else here.service.last_world(source.text),
+            "cache_dir": str(here.config.cache_dir),
+            "keep": here.config.keep,
+            **here.keeper.status(),
+            "pulling": here.flights.status(),
+            "connections": here.service.pool.stats(),
+            "counters": here.counters.snapshot(),
+            "last_error": here.flights.last_error,
+        }
+
+
+class EndpointPlugin:
+    """What ``vllm.endpoint_plugins`` wants: vLLM lets it attach routes, then gives the engine."""
+
+    name = "fanin"
+    required_tasks = ("generate",)
+
+    def __init__(self) -> None:
+        self._api: Api | None = None
+        self._keys: tuple[str, ...] = ()
+
+    def attach_router(self, app: Any) -> None:
+        """Registers the routes on *app*, a FastAPI application."""
+        from fastapi import Request
+        from fastapi.responses import JSONResponse
+
+        async def answer(request: Any, work: Any) -> Any:
+            try:
+                api = self._ready(request.headers.get("authorization"))
+                if api is None:
+                    return JSONResponse({"error": "Unauthorized"}, status_code=401)
+                return JSONResponse(await work(api))
+            except FaninError as error:
+                return JSONResponse(body_of(error), status_code=status_of(error))
+            except Exception as error:
+                _log.exception("fanin: %s failed", request.url.path)
+                return JSONResponse(body_of(error), status_code=500)
+
+        async def load_lora_adapter_nixl(request: Any) -> Any:
+            """Pulls one step of a run's adapter from the trainer and loads it."""
+
+            async def work(api: Api) -> dict[str, Any]:
+                return await api.load(await _object_of(request))
+
+            return await answer(request, work)
+
+        async def init_nixl_client(request: Any) -> Any:
+            """Says where the trainer is from now on."""
+
+            async def work(api: Api) -> dict[str, Any]:
+                return await api.init(await _object_of(request))
+
+            return await answer(request, work)
+
+        async def nixl_status(request: Any) -> Any:
+            """The trainer, the adapters that are here, and the pulls that run."""
+
+            async def work(api: Api) -> dict[str, Any]:
+                return api.status()
+
+            return await answer(request, work)
+
+        routes = (
+            ("/load_lora_adapter_nixl", "POST", load_lora_adapter_nixl),
+            ("/init_nixl_client", "POST", init_nixl_client),
+            ("/nixl/status", "GET", nixl_status),
+        )
+        for path, method, endpoint in routes:
+            # FastAPI looks annotations' names up in the module, where fastapi is not imported.
+            endpoint.__annotations__ = {"request": Request}
+            app.add_api_route(path, endpoint, methods=[method], response_model=None)
+        _log.info("fanin: routes %s", ", ".join(path for path, _, _ in routes))
+
+    def _ready(self, authorization: str | None) -> Api | None:
+        """The routes' work; None: the caller has not got the key."""
+        if self._keys:
+            scheme, _, token = (authorization or "").partition(" ")
+            given = token.encode()
+            good = [hmac.compare_digest(given, key.encode()) for key in self._keys]
+            if scheme.lower() != "bearer" or not any(good):
+                return None
+        if self._api is None:
+            raise StateError.make("the engine is not up yet", "ask again")
+        return self._api
+
+    async def init_state(self, engine_client: Any, app_state: Any, args: Any) -> None:
+        """Takes the engine. Raises ConfigError, and StateError for what cannot work.
+
+        vLLM calls it when the engine is up; an error ends the server with its sentence.
+        """
+        if engine_client is None:
+            return
+        count = api_processes(args, getattr(engine_client, "vllm_config", None))
+        if count > 1:
+            raise StateError.make(
+                f"fanin cannot load adapters with {count} API server processes: a request to load"
+                " one reaches one of them only",
+                "start vLLM with --api-server-count 1",
+            )
+        here = state()
+        # vLLM guards its own paths only, and these load what they are told to.
+        keys = getattr(args, "api_key", None) or [os.environ.get("VLLM_API_KEY")]
+        self._keys = tuple(key for key in keys if key)
+        engine = await here.attach(app_state.openai_serving_models)
+        self._api = Api(here)
+        app_state.fanin = here
+        facts = engine.facts()
+        if not facts.lora_enabled:
+            _log.warning("fanin: this engine was started without --enable-lora")
+        by_name = os.environ.get("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "0").strip().lower()
+        _log.info(
+            "fanin: ready; trainer %s, adapters in %s, %d of a run are kept; names %s",
+            "not configured" if here.source is None else here.source.text,
+            here.config.cache_dir,
+            here.config.keep,
+            "are resolved"
+            if by_name in ("1", "true")
+            else "are not resolved (VLLM_ALLOW_RUNTIME_LORA_UPDATING is not 1), only routes load",
+        )
+
+
+async def _object_of(request: Any) -> dict[str, Any]:
+    try:
+        body = await request.json()
+    except ValueError as error:
+        raise RequestError.make(f"the body is no JSON: {error}", "send an object") from None
+    if not isinstance(body, dict):
+        raise RequestError.make("the body is no JSON object", "send an object")
+    return body

@@ -1,0 +1,229 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the plugin knows in an API server: its configuration, its pulls, and the engine.
+
+There is one :class:`State` a process, made when it is first needed. The engine comes to it by the
+endpoint plugin, at start, or, if only the resolver is loaded, with the first name that is
+resolved.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import logging
+import os
+import threading
+from typing import Any
+
+from fanin.config import InferenceConfig, inference_config
+from fanin.errors import StateError
+from fanin.vllm.checks import EngineFacts
+from fanin.vllm.clients import ClientPool, Source
+from fanin.vllm.directories import Places
+from fanin.vllm.flights import Flights, in_thread
+from fanin.vllm.metrics import Metrics, metrics
+from fanin.vllm.pulls import Adapter, PullService
+from fanin.vllm.retire import Keeper
+
+__all__ = ["Engine", "State", "has_distant_workers", "state"]
+
+_log = logging.getLogger("vllm.fanin")
+
+
+def has_distant_workers(parallel: Any) -> bool:
+    """Whether workers of this engine may run on other hosts than the API server.
+
+    parallel: vLLM's ParallelConfig. With Ray nobody but Ray knows, so the answer is yes.
+    """
+    if getattr(parallel, "nnodes", 1) > 1:
+        return True
+    if getattr(parallel, "use_ray", False):
+        return True
+    if getattr(parallel, "distributed_executor_backend", None) == "ray":
+        return True
+    if getattr(parallel, "local_engines_only", False):
+        return False
+    size = getattr(parallel, "data_parallel_size", 1)
+    return bool(getattr(parallel, "data_parallel_size_local", size) < size)
+
+
+class Engine:
+    """vLLM's engine, as the API server reaches it. Used in the event loop's thread.
+
+    models: OpenAIServingModels. client: its EngineClient.
+    """
+
+    def __init__(self, models: Any, client: Any) -> None:
+        self.models = models
+        self.client = client
+        self.config = getattr(client, "vllm_config", None)
+        self.fused_model: bool | None = None
+        self._probe: asyncio.Task[None] | None = None
+
+    # ------------------------------------------------------------------ facts
+
+    def facts(self) -> EngineFacts:
+        """How it was started. Any thread."""
+        lora = getattr(self.config, "lora_config", None)
+        if self.config is None:
+            return EngineFacts()
+        return EngineFacts(
+            lora_enabled=lora is not None,
+            max_lora_rank=getattr(lora, "max_lora_rank", None),
+            max_cpu_loras=getattr(lora, "max_cpu_loras", None),
+            mixed_moe=bool(getattr(lora, "enable_mixed_moe_lora_format", False)),
+            shared_moe=bool(getattr(lora, "enable_moe_shared_loras", False)),
+            fused_model=self.fused_model,
+        )
+
+    async def probe(self) -> None:
+        """Asks a worker, once, which layout of experts the model takes; waits for the answer."""
+        if self._probe is None:
+            self._probe = asyncio.get_running_loop().create_task(self._ask())
+        # The first of several callers may go away; the others still want to know.
+        await asyncio.wait({self._probe})
+
+    async def _ask(self) -> None:
+        try:
+            answers = await self.call_workers("fanin_model_facts")
+        except Exception as error:
+            _log.warning("fanin: the workers do not say which experts the model takes: %s", error)
+            return
+        for answer in answers:
+            if isinstance(answer, dict) and answer.get("is_3d_moe_weight") is not None:
+                self.fused_model = bool(answer["is_3d_moe_weight"])
+
+    async def call_workers(self, method: str, *args: Any) -> list[Any]:
+        """Calls *method* of every worker of every engine; all answers."""
+        # With data parallelism collective_rpc calls all engines and answers for the first one.
+        core = getattr(self.client, "engine_core", None)
+        call_all = getattr(core, "call_utility_all_async", None)
+        parallel = getattr(self.config, "parallel_config", None)
+        if call_all is not None and getattr(parallel, "data_parallel_size", 1) > 1:
+            answers = await call_all("collective_rpc", method, None, args, None)
+            return [answer for of_engine in answers for answer in of_engine]
+        return list(await self.client.collective_rpc(method, args=args))
+
+    # ------------------------------------------------------------- retirement
+
+    def unregister(self, adapter: Adapter) -> None:
+        """See :class:`fanin.vllm.retire.EngineLink`."""
+        # By hand rather than by unload_lora_adapter(): no other request can come between.
+        here = self.models.lora_requests.get(adapter.name)
+        if here is not None and any(here is request for request in adapter.requests):
+            del self.models.lora_requests[adapter.name]
+
+    def users(self, adapter: Adapter) -> int:
+        """See :class:`fanin.vllm.retire.EngineLink`."""
+        processor = getattr(self.client, "output_processor", None)
+        states = getattr(processor, "request_states", None) or {}
+        mine = {id(request) for request in adapter.requests}
+        requests = [getattr(state, "lora_request", None) for state in states.values()]
+        return sum(id(request) in mine for request in requests)
+
+    async def forget(self, lora_int_id: int) -> None:
+        """See :class:`fanin.vllm.retire.EngineLink`."""
+        await self.client.remove_lora(lora_int_id)
+
+    async def drop(self, adapter: Adapter) -> None:
+        """See :class:`fanin.vllm.retire.EngineLink`."""
+        lease = adapter.lease
+        if lease is None:
+            await self.call_workers("fanin_drop_adapter", str(adapter.path), "")
+            return
+        await in_thread(lambda: lease.release(delete=True))
+
+
+class State:
+    """All of it. Used in the event loop's thread; made without blocking.
+
+    config: of this engine. pool: for tests. Raises ConfigError, if the trainer is malformed.
+    """
+
+    def __init__(
+        self,
+        config: InferenceConfig,
+        *,
+        pool: ClientPool | None = None,
+        counters: Metrics | None = None,
+    ) -> None:
+        self.config = config
+        self.source: Source | None = None
+        if config.trainer is not None:
+            self.source = Source.of(config.trainer, config.server_name)
+        self.engine: Engine | None = None
+        self.places = Places(config.cache_dir)
+        self.counters = metrics() if counters is None else counters
+        self.service = PullService(
+            self.places, ClientPool(path=config.path) if pool is None else pool, self.facts
+        )
+        self.keeper = Keeper(config.keep)
+        self.flights = Flights(self.service, self.keeper, self.counters)
+
+    def facts(self) -> EngineFacts:
+        """How the engine was started, as far as it is known. Any thread."""
+        return EngineFacts() if self.engine is None else self.engine.facts()
+
+    async def attach(self, models: Any) -> Engine:
+        """Takes the engine behind *models* (OpenAIServingModels); again: does nothing.
+
+        Raises StateError if another engine was attached.
+        """
+        if self.engine is not None:
+            if self.engine.models is not models:
+                raise StateError.make(
+                    "two engines in one process cannot share this plugin", "start two processes"
+                )
+            await self.engine.probe()
+            return self.engine
+        engine = self.engine = Engine(models, models.engine_client)
+        self.keeper.attach(engine)
+        parallel = getattr(engine.config, "parallel_config", None)
+        if parallel is not None and has_distant_workers(parallel):
+            self.flights.use_workers(engine.call_workers)
+            _log.info("fanin: workers may be on other hosts: each host pulls for itself")
+        self._warn_of_small_cache(engine.facts())
+        threading.Thread(target=self._sweep, name="fanin-sweep", daemon=True).start()
+        await engine.probe()
+        return engine
+
+    def _warn_of_small_cache(self, facts: EngineFacts) -> None:
+        size = facts.max_cpu_loras
+        if facts.lora_enabled and size is not None and size < self.config.keep:
+            _log.warning(
+                "fanin: %d adapters of a run are kept, and the engine caches max_cpu_loras=%d:"
+                " it will read adapters from disk again and again; start it with"
+                " --max-cpu-loras %d or more (and as many for each further run)",
+                self.config.keep,
+                size,
+                self.config.keep,
+            )
+
+    def _sweep(self) -> None:
+        for path in self.places.sweep():
+            _log.info("fanin: removed %s, which a process that is gone had left", path)
+
+    def use_source(self, source: Source) -> None:
+        """From now on names are resolved by the trainer at *source*."""
+        self.source = source
+
+    def close(self) -> None:
+        """Cancels pulls and closes connections; adapters stay for the engine. Any thread."""
+        self.service.close()
+
+
+_state: State | None = None
+_lock = threading.Lock()
+
+
+def state() -> State:
+    """This process' state, made from file and environment at the first call.
+
+    Raises :class:`fanin.config.ConfigError`.
+    """
+    global _state
+    with _lock:
+        if _state is None:
+            _state = State(inference_config(os.environ))
+            atexit.register(_state.close)
+        return _state

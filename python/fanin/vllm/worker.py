@@ -1,0 +1,430 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pulls in workers' processes, started and asked after by short calls.
+
+While a method runs that ``collective_rpc`` calls, the engine generates nothing. So no method here
+waits for the network: one starts a thread, others look how far it is.
+
+:func:`install` gives the methods of the API server's protocol to vLLM's workers. For engines
+without endpoint plugins there is :class:`WorkerExtension`, to be named with
+``--worker-extension-cls fanin.vllm.worker.WorkerExtension``, and :func:`load_lora`, which calls it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from fanin.errors import FaninError, HostError, NotFoundError, RequestError, StateError
+from fanin.vllm.checks import EngineFacts
+from fanin.vllm.clients import ClientPool, Source
+from fanin.vllm.directories import Lease, Places
+from fanin.vllm.faults import from_wire, to_wire
+from fanin.vllm.pulls import PullService, Wanted, which
+
+__all__ = ["Jobs", "WorkerExtension", "install", "load_lora"]
+
+_log = logging.getLogger("vllm.fanin")
+
+
+@dataclass
+class _Done:
+    """What a job's thread brings home."""
+
+    path: str
+    world: str
+    step: int
+    bytes: int
+    reused: bool
+    transport: str
+    is_3d: bool
+    lease: Lease
+
+
+class _Job:
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.started = time.monotonic()
+        self.done_bytes = 0
+        self.total = 0
+        self.result: _Done | None = None
+        self.error: BaseException | None = None
+        self.unwanted = False
+
+
+class Jobs:
+    """Pulls of one process that run or have run, by a name that the caller gives. Any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._jobs: dict[str, _Job] = {}
+
+    def start(self, name: str, work: Callable[[Callable[[int, int], None]], _Done]) -> None:
+        """Runs *work* in a thread, unless a job of that name runs or has succeeded."""
+        job = _Job(name)
+        with self._lock:
+            old = self._jobs.get(name)
+            if old is not None and old.error is None:
+                return
+            self._jobs[name] = job
+        threading.Thread(target=self._run, args=(job, work), name="fanin-pull", daemon=True).start()
+
+    def _run(self, job: _Job, work: Callable[[Callable[[int, int], None]], _Done]) -> None:
+        def progress(done: int, total: int) -> None:
+            job.done_bytes, job.total = done, total
+
+        result: _Done | None = None
+        error: BaseException | None = None
+        try:
+            result = work(progress)
+        except BaseException as caught:
+            error = caught
+            _log.warning("fanin: pull %s failed: %s", job.name, caught)
+        with self._lock:
+            job.result, job.error = result, error
+            unwanted = job.unwanted
+        if unwanted and result is not None:
+            _release(result)
+
+    def poll(self, name: str) -> dict[str, Any]:
+        """How far the job is: state "running", "done" or "failed", and what belongs to it."""
+        with self._lock:
+            job = self._jobs.get(name)
+            report: dict[str, Any] = {
+                "host": socket.gethostname(),
+                "pid": os.getpid(),
+                "state": "running",
+                "bytes": 0,
+                "total": 0,
+                "reused": False,
+                "transport": "",
+            }
+            if job is None:
+                missing = NotFoundError.make(f"no pull {name} was started here", "start it")
+                return {**report, "state": "failed", "error": to_wire(missing)}
+            report["bytes"], report["total"] = job.done_bytes, job.total
+            report["seconds"] = time.monotonic() - job.started
+            if job.error is not None:
+                return {**report, "state": "failed", "error": to_wire(job.error)}
+            if job.result is not None:
+                done = job.result
+                return {
+                    **report,
+                    "state": "done",
+                    "bytes": done.bytes,
+                    "reused": done.reused,
+                    "transport": done.transport,
+                    "path": done.path,
+                    "world": done.world,
+                    "step": str(done.step),
+                    "is_3d": done.is_3d,
+                }
+            return report
+
+    def result(self, name: str) -> _Done | None:
+        """What the job of that name brought, if it is done."""
+        with self._lock:
+            job = self._jobs.get(name)
+            return None if job is None else job.result
+
+    def drop(self, *, name: str = "", path: str = "") -> None:
+        """Forgets the job and gives its directory up, by its name or its path; does not wait."""
+        with self._lock:
+            found = [
+                key
+                for key, job in self._jobs.items()
+                if key == name or (path and job.result is not None and job.result.path == path)
+            ]
+            jobs = [self._jobs.pop(key) for key in found]
+            for job in jobs:
+                job.unwanted = True
+            results = [job.result for job in jobs if job.result is not None]
+        for result in results:
+            # Deleting gigabytes takes a while, and the engine stands still meanwhile.
+            threading.Thread(
+                target=_release, args=(result,), name="fanin-delete", daemon=True
+            ).start()
+
+
+def _release(done: _Done) -> None:
+    try:
+        done.lease.release(delete=True)
+    except HostError as error:
+        _log.error("fanin: %s", error)
+
+
+_jobs = Jobs()
+_services: dict[str, PullService] = {}
+_services_lock = threading.Lock()
+
+
+def _service(root: str, path: str) -> PullService:
+    """This process' service for adapters below *root*; sweeps it when it is made."""
+    with _services_lock:
+        service = _services.get(root)
+        if service is None:
+            service = PullService(Places(root), ClientPool(path=path))
+            _services[root] = service
+            threading.Thread(target=service.places.sweep, name="fanin-sweep", daemon=True).start()
+        return service
+
+
+def _config() -> Any:
+    from fanin.config import inference_config
+
+    return inference_config(os.environ)
+
+
+# ---------------------------------------------------- what the API server calls
+
+
+def fanin_start_pull(self: Any, job: dict[str, Any]) -> dict[str, Any]:
+    """Starts the pull that the API server has planned; returns at once."""
+
+    def work(progress: Callable[[int, int], None]) -> _Done:
+        service = _service(job["root"], _config().path)
+        result, lease = service.pull_to(job, progress)
+        return _Done(
+            path=job["path"],
+            world=job["world"],
+            step=int(job["step"]),
+            bytes=int(result.bytes),
+            reused=bool(result.reused),
+            transport=str(result.path),
+            is_3d=False,
+            lease=lease,
+        )
+
+    _jobs.start(job["id"], work)
+    return {"host": socket.gethostname(), "pid": os.getpid()}
+
+
+def fanin_poll_pull(self: Any, job_id: str) -> dict[str, Any]:
+    """How far the pull is; returns at once."""
+    return _jobs.poll(job_id)
+
+
+def fanin_drop_adapter(self: Any, path: str, job_id: str = "") -> bool:
+    """Gives the directory up, which is deleted in a thread; returns at once."""
+    _jobs.drop(name=job_id, path=path)
+    return True
+
+
+def fanin_model_facts(self: Any) -> dict[str, Any]:
+    """What the API server cannot know of the model; returns at once."""
+    try:
+        model = self.get_model()
+    except NotImplementedError:
+        return {"is_3d_moe_weight": None}
+    return {"is_3d_moe_weight": getattr(model, "is_3d_moe_weight", None)}
+
+
+_METHODS = (fanin_start_pull, fanin_poll_pull, fanin_drop_adapter, fanin_model_facts)
+
+
+def install(worker_base: Any = None) -> list[str]:
+    """Gives *worker_base* (vLLM's WorkerBase) the methods above; their names.
+
+    Does not block; again: does nothing new. Without such a class in this vLLM: none.
+    """
+    if worker_base is None:
+        try:
+            from vllm.v1.worker.worker_base import WorkerBase
+        except ImportError:
+            return []
+        worker_base = WorkerBase
+    for method in _METHODS:
+        setattr(worker_base, method.__name__, method)
+    return [method.__name__ for method in _METHODS]
+
+
+# --------------------------------------------------------------- the extension
+
+
+class WorkerExtension:
+    """Methods for ``--worker-extension-cls``: an adapter into every worker, without any route.
+
+    Call them by ``collective_rpc``, in this order, or let :func:`load_lora` do it:
+    ``load_lora_from_nixl`` once, ``poll_lora_from_nixl`` until every worker says "done",
+    ``add_lora_from_nixl`` once. When no request uses the adapter any more:
+    ``drop_lora_from_nixl``. None of them waits for the network.
+    """
+
+    def load_lora_from_nixl(
+        self,
+        lora_name: str,
+        run_idx: str | int,
+        trainer_addresses: Any = None,
+        timeout: float = 60.0,
+        step: int | None = None,
+        lora_alpha: float | None = None,
+    ) -> dict[str, Any]:
+        """Starts pulling one step of run *run_idx*; returns at once.
+
+        lora_name: ``<prefix>-run<run>-step<step>``, or any name if *step* is given.
+        trainer_addresses: as everywhere, or None: the configured one. timeout: seconds.
+        Raises RequestError for malformed arguments; the pull's own errors come with the poll.
+        """
+        config = _config()
+        wanted = _wanted(config, lora_name, run_idx, trainer_addresses, timeout, step, lora_alpha)
+        facts = _facts_of_worker(self)
+
+        def work(progress: Callable[[int, int], None]) -> _Done:
+            shared = _service(str(config.cache_dir), config.path)
+            # A service of its own facts: one process may hold workers of several engines.
+            service = PullService(Places(shared.places.root), shared.pool, facts)
+            adapter = service.pull(wanted, progress)
+            assert adapter.lease is not None
+            return _Done(
+                path=str(adapter.path),
+                world=adapter.world,
+                step=adapter.step,
+                bytes=adapter.bytes,
+                reused=adapter.reused,
+                transport=adapter.transport,
+                is_3d=adapter.is_3d,
+                lease=adapter.lease,
+            )
+
+        _jobs.start(_extension_job(lora_name), work)
+        return _jobs.poll(_extension_job(lora_name))
+
+    def poll_lora_from_nixl(self, lora_name: str) -> dict[str, Any]:
+        """How far this worker's pull is: ``{"state": "running" | "done" | "failed", ...}``."""
+        return _jobs.poll(_extension_job(lora_name))
+
+    def add_lora_from_nixl(self, lora_name: str, lora_int_id: int) -> bool:
+        """Loads the pulled adapter into this worker; requests then name it by *lora_int_id*.
+
+        Takes as long as vLLM needs to load it. Raises StateError if the pull is not done.
+        """
+        from vllm.lora.request import LoRARequest
+
+        done = _jobs.result(_extension_job(lora_name))
+        if done is None:
+            raise StateError.make(f"adapter {lora_name} is not here", "poll until it is done")
+        request = LoRARequest(
+            lora_name=lora_name,
+            lora_int_id=lora_int_id,
+            lora_path=done.path,
+            is_3d_lora_weight=done.is_3d,
+        )
+        return bool(self.add_lora(request))  # type: ignore[attr-defined]
+
+    def drop_lora_from_nixl(self, lora_name: str, lora_int_id: int) -> bool:
+        """Unloads the adapter and gives its directory up.
+
+        Only when no request that names it waits or runs: an engine that re-reads a directory
+        which is gone dies.
+        """
+        self.remove_lora(lora_int_id)  # type: ignore[attr-defined]
+        _jobs.drop(name=_extension_job(lora_name))
+        return True
+
+
+def _extension_job(lora_name: str) -> str:
+    return f"extension:{lora_name}"
+
+
+def _facts_of_worker(worker: Any) -> Callable[[], EngineFacts]:
+    lora = getattr(worker, "lora_config", None)
+    model = fanin_model_facts(worker)["is_3d_moe_weight"]
+    facts = EngineFacts(
+        lora_enabled=lora is not None,
+        max_lora_rank=getattr(lora, "max_lora_rank", None),
+        mixed_moe=bool(getattr(lora, "enable_mixed_moe_lora_format", False)),
+        shared_moe=bool(getattr(lora, "enable_moe_shared_loras", False)),
+        fused_model=None if model is None else bool(model),
+    )
+    return lambda: facts
+
+
+def _wanted(
+    config: Any,
+    lora_name: str,
+    run_idx: str | int,
+    trainer: Any,
+    timeout: float,
+    step: int | None,
+    lora_alpha: float | None,
+) -> Wanted:
+    run, step, label = which(lora_name, run_idx, step)
+    trainer = config.trainer if trainer is None else trainer
+    if trainer is None:
+        raise RequestError.make("trainer_addresses is missing", "give it, or set FANIN_TRAINER")
+    return Wanted(
+        name=lora_name,
+        run=run,
+        step=step,
+        label=label,
+        source=Source.of(trainer, config.server_name),
+        timeout=timeout,
+        lora_alpha=lora_alpha,
+    )
+
+
+async def load_lora(
+    engine: Any,
+    lora_name: str,
+    run_idx: str | int,
+    lora_int_id: int,
+    trainer_addresses: Any = None,
+    *,
+    timeout: float = 60.0,
+    step: int | None = None,
+    lora_alpha: float | None = None,
+) -> Any:
+    """Pulls an adapter into every worker of *engine* and loads it; the LoRARequest to ask by.
+
+    engine: an AsyncLLM that was started with ``worker_extension_cls=
+    "fanin.vllm.worker.WorkerExtension"``. lora_int_id: a number that no other adapter has or had.
+    Waits at most about *timeout* seconds without blocking the event loop, and the engine
+    generates meanwhile. Raises FaninError of the first worker that failed.
+    """
+    from vllm.lora.request import LoRARequest
+
+    arguments = (lora_name, run_idx, trainer_addresses, timeout, step, lora_alpha)
+    await engine.collective_rpc("load_lora_from_nixl", args=arguments)
+    try:
+        reports = await _until_done(engine, lora_name, timeout)
+        places = {(report["path"], report["world"]) for report in reports}
+        if len(places) != 1:
+            raise StateError.make(
+                f"the workers pulled {lora_name} from different launches of the trainer",
+                "load it again",
+            )
+        await engine.collective_rpc("add_lora_from_nixl", args=(lora_name, lora_int_id))
+    except BaseException:
+        with contextlib.suppress(Exception):
+            await engine.collective_rpc("drop_lora_from_nixl", args=(lora_name, lora_int_id))
+        raise
+    return LoRARequest(
+        lora_name=lora_name,
+        lora_int_id=lora_int_id,
+        lora_path=reports[0]["path"],
+        is_3d_lora_weight=reports[0]["is_3d"],
+    )
+
+
+async def _until_done(engine: Any, lora_name: str, timeout: float) -> list[dict[str, Any]]:
+    deadline = time.monotonic() + timeout + 5.0
+    delay = 0.02
+    while True:
+        reports = await engine.collective_rpc("poll_lora_from_nixl", args=(lora_name,))
+        for report in reports:
+            if report["state"] == "failed":
+                error: FaninError = from_wire(report["error"])
+                raise error
+        if all(report["state"] == "done" for report in reports):
+            return list(reports)
+        if time.monotonic() > deadline:
+            raise HostError.make(f"adapter {lora_name} is not here in time", "see the logs")
+        await asyncio.sleep(delay)
+        delay = min(delay * 1.5, 0.25)

@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A trainer that lives in the test's process, and the client of it, as the plugin uses one."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from fanin.errors import (
+    CancelledError,
+    ConnectionFailedError,
+    NotFoundError,
+    PeerError,
+    PullTimeoutError,
+    RequestError,
+    SupersededError,
+    UnreachableError,
+)
+
+WORLD = "0123456789abcdef" * 2
+OTHER_WORLD = "fedcba9876543210" * 2
+ADDRESS = "127.0.0.1:6000"
+CONFIG = {"r": 8, "lora_alpha": 16, "base_model_name_or_path": "org/base"}
+NAMES = ("base_model.model.model.layers.0.q_proj.lora_A.default.weight",)
+
+
+@dataclass
+class Entry:
+    name: str
+    shape: tuple[int, ...] = (8, 64)
+
+
+@dataclass
+class Run:
+    step: int = 1
+    config: dict[str, Any] = field(default_factory=lambda: dict(CONFIG))
+    entries: list[Entry] = field(default_factory=lambda: [Entry(name) for name in NAMES])
+    catalog_version: int = 1
+
+
+class FakeTrainer:
+    """All ranks of a trainer. `client` is the factory that takes the place of fanin.Client."""
+
+    def __init__(self) -> None:
+        self.world = WORLD
+        self.alive = True
+        self.runs = {"0": Run()}
+        self.changed = threading.Condition()
+        self.clients: list[FakeClient] = []
+        self.pulls: list[tuple[str, int, str]] = []
+        self.catalogs = 0
+        self.before_pull: Callable[[], None] = lambda: None
+
+    def commit(self, step: int, run: str = "0") -> None:
+        with self.changed:
+            self.runs[run].step = step
+            self.changed.notify_all()
+
+    def restart(self, world: str, step: int) -> None:
+        """A new launch; connections to the old one are closed, which their next use tells."""
+        with self.changed:
+            self.world = world
+            for client in self.clients:
+                client.hung_up = True
+            self.runs = {"0": Run(step=step)}
+            self.changed.notify_all()
+
+    def client(self, addresses: list[str], **options: Any) -> FakeClient:
+        return FakeClient(self, addresses, **options)
+
+    @property
+    def connected(self) -> int:
+        return sum(not client.closed for client in self.clients)
+
+
+class FakeClient:
+    def __init__(
+        self,
+        trainer: FakeTrainer,
+        addresses: list[str],
+        *,
+        server_name: str | None,
+        world_id: str | None,
+        connect_timeout: float,
+        path: str,
+    ) -> None:
+        assert connect_timeout > 0
+        self.trainer, self.addresses, self.demanded = trainer, addresses, world_id
+        self.closed = self.cancelled = self.hung_up = False
+        self._look()
+        trainer.clients.append(self)
+
+    def _look(self) -> None:
+        assert not self.closed
+        if self.hung_up:
+            raise ConnectionFailedError.make("rank 0 closed the connection", code=-301)
+        if not self.trainer.alive:
+            raise UnreachableError.make("rank 0 does not answer", address=self.addresses[0])
+        if self.demanded is not None and self.demanded != self.trainer.world:
+            raise PeerError.make(f"rank 0 is of world {self.trainer.world}", code=-402)
+
+    def _run(self, run: str) -> Run:
+        self._look()
+        if run not in self.trainer.runs:
+            raise NotFoundError.make(f"no run {run}")
+        return self.trainer.runs[run]
+
+    def ranks(self) -> list[Any]:
+        return [
+            SimpleNamespace(rank=None, world_id=""),
+            SimpleNamespace(rank=0, world_id=self.trainer.world),
+        ]
+
+    def publications(self, timeout: float) -> list[Any]:
+        self._look()
+        return [
+            SimpleNamespace(
+                name=f"lora:{name}", rank=0, catalog_version=run.catalog_version, key_digest="d"
+            )
+            for name, run in self.trainer.runs.items()
+        ]
+
+    def metadata(self, run: str, timeout: float) -> dict[str, str]:
+        return {"peft_config": json.dumps(self._run(run).config)}
+
+    def catalog(self, run: str, timeout: float) -> list[Entry]:
+        self.trainer.catalogs += 1
+        return self._run(run).entries
+
+    def pull_adapter(
+        self, run: str, directory: str, *, step: int, timeout: float, progress: Any
+    ) -> Any:
+        self.trainer.before_pull()
+        deadline = time.monotonic() + timeout
+        with self.trainer.changed:
+            while self._run(run).step < step:
+                left = deadline - time.monotonic()
+                if self.cancelled:
+                    raise CancelledError.make("cancelled")
+                if left <= 0 or not self.trainer.changed.wait(left):
+                    raise PullTimeoutError.make(f"step {step} did not come")
+            now = self._run(run).step
+        if now > step:
+            raise SupersededError.make(f"step {step} has passed, {now} is committed")
+        place = Path(directory)
+        identity = json.dumps([self.trainer.world, run, step])
+        reused = place.exists()
+        if reused and (place / "fanin.json").read_text() != identity:
+            raise RequestError.make(f"{place} holds something else", code=-101)
+        if not reused:
+            place.mkdir()
+            (place / "fanin.json").write_text(identity)
+        if progress is not None:
+            progress(100, 100)
+        self.trainer.pulls.append((run, step, directory))
+        return SimpleNamespace(bytes=100, reused=reused, path="stream")
+
+    def cancel(self) -> None:
+        with self.trainer.changed:
+            self.cancelled = True
+            self.trainer.changed.notify_all()
+
+    def close(self) -> None:
+        self.closed = True

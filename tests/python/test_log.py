@@ -1,0 +1,194 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The library's lines arrive in logging."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Iterator
+
+import fanin
+import local_world
+import numpy as np
+import pytest
+from fanin import _ffi, _log
+from fanin._library import library
+from local_world import client_of, run_script, servers, until
+
+
+class Records(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.all: list[logging.LogRecord] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.all.append(record)
+
+    def find(self, logger: str, event: str) -> logging.LogRecord | None:
+        for record in self.all:
+            if (record.name, record.__dict__["event"]) == (logger, event):
+                return record
+        return None
+
+
+@pytest.fixture
+def records() -> Iterator[Records]:
+    handler = Records()
+    logger = logging.getLogger("fanin")
+    before = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    yield handler
+    logger.setLevel(before)
+    logger.removeHandler(handler)
+
+
+def test_lines_of_servers_and_clients(records: Records) -> None:
+    begin = time.time()
+    with servers(1, name="my_job") as (server,):
+        server.put("lora:0", [fanin.shard_of("x", np.zeros(4, np.float32))])
+        server.commit("lora:0", 1)
+        with client_of([server]) as client:
+            client.pull_into(0, {"x": np.zeros(4, np.float32)})
+        until(lambda: records.find("fanin.client", "path"))
+    until(lambda: records.find("fanin.server", "server-stop"))
+    record = records.find("fanin.server", "server-start")
+    assert record is not None and record.levelno == logging.INFO
+    assert record.getMessage().startswith("my_job_0, rank 0 of 1")
+    assert begin - 1 <= record.created <= time.time() + 1
+    assert 0 <= record.msecs < 1000
+
+
+def test_levels_are_loggings(records: Records) -> None:
+    logging.getLogger("fanin.server").setLevel(logging.WARNING)
+    try:
+        with servers(1) as (server,):
+            port = server.port
+        # Lines are judged when they are handled: those of that server are before this one.
+        ring = _log._rings["server"].handle
+        library().fanin_log_ring_write(ring, _ffi.LOG_WARNING, b"all-handled", b"")
+        until(lambda: records.find("fanin.server", "all-handled"))
+    finally:
+        logging.getLogger("fanin.server").setLevel(logging.NOTSET)
+    with servers(1) as (other,):
+        until(lambda: any(str(other.port) in r.getMessage() for r in records.all))
+    assert not any(f"port {port}" in record.getMessage() for record in records.all)
+
+
+def test_lost_lines_are_told(records: Records) -> None:
+    with servers(1):  # so that there is a ring
+        ring = _log._rings["server"]
+    line = _ffi.LogLine(
+        level=_ffi.LOG_ERROR, lost=41, event=b"some-event", message=b"it \xff broke"
+    )
+    line.time_ns = 1_700_000_000_123_456_789
+    ring._forward(line)
+    until(lambda: records.find("fanin.server", "some-event"))
+    lost, said = [r for r in records.all if r.created == pytest.approx(1_700_000_000.123, abs=1e-3)]
+    assert (lost.levelno, lost.__dict__["event"]) == (logging.WARNING, "log-lost")
+    assert "41 log lines" in lost.getMessage()
+    assert (said.levelno, said.getMessage()) == (logging.ERROR, "it \ufffd broke")
+
+
+def test_lines_beyond_what_fits_are_counted(records: Records) -> None:
+    written = 3 * _log._LINES
+    blocked, go_on = threading.Event(), threading.Event()
+
+    class Blocks(logging.Filter):
+        def filter(self, record: logging.LogRecord) -> bool:
+            blocked.set()
+            return go_on.wait(local_world.PATIENCE)
+
+    with servers(1):
+        ring = _log._rings["server"].handle
+    write, blocks = library().fanin_log_ring_write, Blocks()
+    records.addFilter(blocks)
+    try:
+        write(ring, _ffi.LOG_INFO, b"overflow", b"the first")
+        assert blocked.wait(local_world.PATIENCE)
+        for _ in range(written - 1):
+            write(ring, _ffi.LOG_INFO, b"overflow", b"one of many")
+    finally:
+        go_on.set()
+        records.removeFilter(blocks)
+
+    def told() -> int:
+        # Losses are told with the next line that finds room.
+        write(ring, _ffi.LOG_INFO, b"afterwards", b"there is room again")
+        lost = [r for r in records.all if r.__dict__["event"] == "log-lost"]
+        return sum(int(r.getMessage().split()[0]) for r in lost)
+
+    until(lambda: told() > 0)
+    here = [r for r in records.all if r.__dict__["event"] == "overflow"]
+    assert 0 < len(here) < written
+    assert len(here) + told() >= written
+
+
+def test_a_filter_that_raises_does_not_end_the_log(
+    records: Records, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def wrong(record: logging.LogRecord) -> bool:
+        raise ValueError("a filter's own fault")
+
+    logger = logging.getLogger("fanin.server")
+    logger.addFilter(wrong)
+    said = ""
+    try:
+        with servers(1):
+            while "a filter's own fault" not in said:
+                said += capfd.readouterr().err
+    finally:
+        logger.removeFilter(wrong)
+    with servers(1, name="after"):
+        until(lambda: any(r.getMessage().startswith("after_0") for r in records.all))
+
+
+LINES = """
+import logging, os, sys
+import fanin
+logging.basicConfig(level=getattr(logging, sys.argv[1]), format="%(name)s|%(levelname)s|%(event)s")
+for _ in range(3):
+    fanin.Server(world_id=os.urandom(16), rank=0, world_size=1, use_ucx=False).close()
+server = fanin.Server(world_id=os.urandom(16), rank=0, world_size=1, use_ucx=False)
+"""
+
+
+def test_all_lines_are_there_when_the_process_has_ended() -> None:
+    done = run_script(LINES, "INFO")
+    assert done.returncode == 0
+    assert done.stderr.splitlines().count("fanin.server|INFO|server-start") == 4
+    assert done.stderr.splitlines().count("fanin.server|INFO|server-stop") == 4
+    assert "Traceback" not in done.stderr
+
+
+def test_nothing_is_said_unless_logging_is_configured() -> None:
+    assert run_script(LINES, "WARNING").stderr == ""
+
+
+def test_debug_lines_are_made_only_when_asked_for() -> None:
+    level = """
+from fanin import _log
+_log.library().fanin_log_ring_write(_log._rings["server"].handle, 4, b"fine-print", b"a detail")
+"""
+    assert "fine-print" in run_script(LINES + level, "DEBUG").stderr
+    assert "fine-print" not in run_script(LINES + level, "INFO").stderr
+
+
+def test_a_forked_child_has_a_log_of_its_own() -> None:
+    done = run_script(
+        LINES
+        + """
+child = os.fork()
+if child == 0:
+    fanin.Server(world_id=os.urandom(16), rank=0, world_size=1, name="child", use_ucx=False)
+    sys.exit(0)
+assert os.waitpid(child, 0)[1] == 0
+""",
+        "INFO",
+    )
+    lines = done.stderr.splitlines()
+    assert done.returncode == 0
+    # The child's own line; and the parent's stop is said once, by the parent.
+    assert lines.count("fanin.server|INFO|server-start") == 5
+    assert lines.count("fanin.server|INFO|server-stop") == 5

@@ -1,0 +1,511 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Servers and clients: what is put arrives."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import json
+import os
+import threading
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+
+import fanin
+import local_world
+import numpy as np
+import pytest
+from fanin import _ffi, _records
+from local_world import A_NAME, B_NAME, PUBLICATION, client_of, publish, servers
+from safetensors.numpy import load_file
+
+
+@pytest.fixture
+def ranks() -> Iterator[list[fanin.Server]]:
+    """Three ranks that have published step 1."""
+    with servers() as made:
+        publish(made, 1)
+        yield made
+
+
+@pytest.fixture
+def client(ranks: list[fanin.Server]) -> Iterator[fanin.Client]:
+    with client_of(ranks) as made:
+        yield made
+
+
+def destinations() -> dict[str, np.ndarray]:
+    return {name: np.zeros_like(value) for name, value in local_world.weights(1).items()}
+
+
+def assert_step(got: dict[str, np.ndarray], step: int) -> None:
+    for name, value in local_world.weights(step).items():
+        np.testing.assert_array_equal(got[name], value, err_msg=name)
+
+
+# ---------------------------------------------------------------------------------- pulls
+
+
+def test_uneven_shards_of_three_ranks_are_put_together(client: fanin.Client) -> None:
+    got = destinations()
+    result = client.pull_into(0, got)
+    assert_step(got, 1)
+    assert (result.step, result.tensors, result.bytes) == (1, 2, 2 * 24 * 4)
+    assert result.path == "stream" and result.path_reason
+    assert 0 < result.read <= result.total < 60
+    assert [rank["rank"] for rank in result.ranks] == [0, 1, 2]
+    assert len(bytes.fromhex(result.world_id)) == 16 and not result.reused
+
+
+def test_destinations_may_have_any_strides(client: fanin.Client) -> None:
+    a = np.zeros((8, 6), np.float32)
+    b = np.zeros((3, 8, 2), np.float32)
+    client.pull_into("0", {A_NAME: a.T[::-2], B_NAME: b.transpose(1, 0, 2)[::-1, :, 0]})
+    whole = local_world.weights(1)
+    np.testing.assert_array_equal(a.T[::-2], whole[A_NAME])
+    np.testing.assert_array_equal(b.transpose(1, 0, 2)[::-1, :, 0], whole[B_NAME])
+    assert not a.T[::2].any() and not b[..., 1].any()
+
+
+def test_parts_are_pulled_as_shards(client: fanin.Client) -> None:
+    rows, columns = np.zeros((2, 8), np.float32), np.zeros((8, 1), np.float32)
+    shards = fanin.pack(
+        [
+            fanin.shard_of(A_NAME, rows, shape=(3, 8), offset=(1, 0), writable=True),
+            fanin.shard_of(B_NAME, columns, shape=(8, 3), offset=(0, 2), writable=True),
+        ]
+    )
+    for _ in range(2):  # a pack may be used again
+        rows[:], columns[:] = 0, 0
+        client.pull_into("lora:0", shards)
+        np.testing.assert_array_equal(rows, local_world.weights(1)[A_NAME][1:])
+        np.testing.assert_array_equal(columns, local_world.weights(1)[B_NAME][:, 2:])
+
+
+def test_steps_follow_each_other(ranks: list[fanin.Server], client: fanin.Client) -> None:
+    got = destinations()
+    for step in (2, 3):
+        publish(ranks, step)
+        assert client.pull_into(0, got, step=step).step == step
+        assert_step(got, step)
+    assert client.pull_into(0, got, at_least=2).step == 3
+    with pytest.raises(fanin.SupersededError, match="step 2") as caught:
+        client.pull_into(0, got, step=2)
+    assert not caught.value.retryable
+
+
+def test_weights_may_arrive_rounded(client: fanin.Client) -> None:
+    got = {name: np.zeros(v.shape, np.uint16) for name, v in local_world.weights(1).items()}
+    client.pull_into(0, [fanin.shard_of(n, v, dtype="BF16") for n, v in got.items()], dtype="BF16")
+    for name, value in local_world.weights(1).items():
+        wide = (got[name].astype(np.uint32) << 16).view(np.float32)
+        np.testing.assert_allclose(wide, value, rtol=2**-8)
+    half = {name: np.zeros(v.shape, np.float16) for name, v in local_world.weights(1).items()}
+    client.pull_into(0, half, dtype="F16")
+    np.testing.assert_array_equal(half[A_NAME], local_world.weights(1)[A_NAME].astype(np.float16))
+
+
+def test_progress_is_told(client: fanin.Client) -> None:
+    told: list[tuple[int, int]] = []
+    client.pull_into(0, destinations(), progress=lambda done, total: told.append((done, total)))
+    assert told and {total for _, total in told} == {192}
+    assert [done for done, _ in told] == sorted(done for done, _ in told)
+
+
+def test_calls_of_other_threads_are_direct(ranks: list[fanin.Server]) -> None:
+    seen: list[int] = []
+
+    def work() -> None:
+        with client_of(ranks) as client:
+            client.pull_into(0, destinations(), progress=lambda *_: seen.append(ident()))
+            seen.append(ident())
+
+    ident = threading.get_ident
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert len(set(seen)) == 1
+
+
+# ---------------------------------------------------------------------------------- directories
+
+
+def test_an_adapter_directory(client: fanin.Client, tmp_path: Path) -> None:
+    target = tmp_path / "adapter"
+    result = client.pull_adapter(0, target, step=1)
+    assert not result.reused
+    assert_step(load_file(target / "adapter_model.safetensors"), 1)
+    config = json.loads((target / "adapter_config.json").read_text())
+    assert config["lora_alpha"] == 6 and config["peft_type"] == "LORA"
+    assert client.pull_adapter(0, str(target)).reused
+    assert client.pull_adapter(0, os.fsencode(tmp_path / "other"), spare_file=True).step == 1
+
+
+def test_another_step_needs_another_directory(
+    ranks: list[fanin.Server], client: fanin.Client, tmp_path: Path
+) -> None:
+    client.pull_adapter(0, tmp_path / "adapter")
+    publish(ranks, 2)
+    with pytest.raises(fanin.RequestError) as caught:
+        client.pull_adapter(0, tmp_path / "adapter", step=2)
+    assert caught.value.name == "FANIN_ERR_EXISTS"
+    for wrong in (None, 7, "a\0b"):
+        with pytest.raises(fanin.RequestError, match="directory"):
+            client.pull_adapter(0, wrong)  # type: ignore[arg-type]
+
+
+def test_a_directory_that_cannot_be_made_is_the_hosts_fault(
+    client: fanin.Client, tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(fanin.HostError) as caught:
+        client.pull_adapter(0, tmp_path / "file" / "adapter")
+    assert caught.value.sys_errno != 0
+
+
+# ---------------------------------------------------------------------------------- processes
+
+
+@pytest.mark.parametrize("use_ucx", [False, True], ids=["stream", "auto"])
+def test_ranks_in_other_processes(use_ucx: bool, tmp_path: Path) -> None:
+    world = local_world.Processes(use_ucx)
+    try:
+        world.publish(1)
+        with fanin.Client(world.addresses, use_ucx=use_ucx) as client:
+            for step in (1, 2):
+                if step > 1:
+                    world.publish(step)
+                got = destinations()
+                client.pull_into(0, got, step=step)
+                assert_step(got, step)
+                client.pull_adapter(0, tmp_path / f"{step}", step=step)
+                assert_step(load_file(tmp_path / f"{step}" / "adapter_model.safetensors"), step)
+            world.processes[1].kill()
+            world.processes[1].join()
+            with pytest.raises(fanin.FaninError) as caught:
+                client.pull_into(0, destinations(), step=2, timeout=2)
+            assert caught.value.rank == 1 or world.addresses[1] in str(caught.value)
+    finally:
+        for pipe in (world.pipes[0], world.pipes[2]):
+            pipe.send(None)
+        for process in world.processes:
+            process.join(local_world.PATIENCE)
+    assert [p.exitcode for p in world.processes] == [0, -9, 0]
+
+
+# ---------------------------------------------------------------------------------- looking
+
+
+def test_what_a_client_sees(ranks: list[fanin.Server], client: fanin.Client) -> None:
+    seen = client.ranks()
+    assert [rank.rank for rank in seen] == [0, 1, 2]
+    assert {rank.world_id for rank in seen} == {ranks[0].world_id}
+    assert all(rank.connected and not rank.status and rank.world_size == 3 for rank in seen)
+    assert seen[1].server_name == "lora_param_server_1"
+    assert seen[2].address == f"127.0.0.1:{ranks[2].port}"
+
+    published = client.publications()
+    assert [(p.rank, p.name, p.state, p.step, p.tensors) for p in published] == [
+        (rank, PUBLICATION, "stable", 1, 2) for rank in range(3)
+    ]
+    assert [p.bytes for p in published] == [128, 64, 0]
+
+    a, b = client.catalog(0)
+    assert (a.name, a.dtype, a.shape, a.bytes) == (A_NAME, "F32", (3, 8), 96)
+    assert [(o.rank, o.offset, o.extent, o.bytes) for o in a.owners] == [
+        (0, (0, 0), (2, 8), 64),
+        (1, (2, 0), (1, 8), 32),
+    ]
+    assert a.owners[0].packed and not b.owners[0].packed
+    assert [entry.name for entry in client.catalog("0", B_NAME)] == [B_NAME]
+    assert client.metadata("lora:0") == local_world.CONFIG
+    trips = client.ping()
+    assert [info.rank for info, _ in trips] == [0, 1, 2]
+    assert all(0 < seconds < 5 for _, seconds in trips)
+
+
+def test_watching(ranks: list[fanin.Server], client: fanin.Client) -> None:
+    seen: list[fanin.WatchEvent] = []
+
+    def look(event: fanin.WatchEvent) -> bool | None:
+        seen.append(event)
+        if event.step == 3:
+            return False
+        publish(ranks, event.step + 1)
+        return None
+
+    client.watch(0, look, timeout=local_world.PATIENCE)
+    assert [event.step for event in seen] == [1, 2, 3]
+    assert all(event.spread >= 0 and event.slowest_rank in (0, 1, 2) for event in seen[1:])
+    assert client.pull_into(0, destinations()).step == 3  # connects again
+
+
+def test_what_a_server_tells(ranks: list[fanin.Server], client: fanin.Client) -> None:
+    server = ranks[1]
+    client.pull_into(0, destinations())
+    assert (server.rank, server.world_size, server.name) == (1, 3, "lora_param_server")
+    assert server.publications() == [PUBLICATION]
+    assert sorted(server.names(PUBLICATION)) == [A_NAME, B_NAME]
+    with pytest.raises(fanin.NotFoundError, match="lora:9"):
+        server.names("lora:9")
+    stats = server.stats()
+    assert stats["commits"] == 1 and stats["tensors"] == 2 and stats["publications_paused"] == 0
+    local_world.until(lambda: server.stats()["pulls_good"] == 1)
+    text = server.prometheus()
+    assert "# TYPE fanin_" in text and text.endswith("\n") and "\0" not in text
+
+
+# ---------------------------------------------------------------------------------- updates
+
+
+def test_an_update_that_is_aborted_is_not_read(
+    ranks: list[fanin.Server], client: fanin.Client
+) -> None:
+    got = destinations()
+    for server in ranks:
+        server.begin_update(PUBLICATION)
+        with pytest.raises(fanin.StateError):
+            server.pause(PUBLICATION)
+        server.abort_update(PUBLICATION)
+    with pytest.raises(fanin.PullTimeoutError):
+        client.pull_into(0, got, timeout=0.2)
+    publish(ranks, 2)
+    assert client.pull_into(0, got).step == 2
+
+
+def test_snapshots_are_read_during_updates() -> None:
+    value = np.full((4, 4), 1, np.float32)
+    got = np.zeros((4, 4), np.uint16)
+    shard = fanin.shard_of("x", got, dtype="BF16", writable=True)
+    with servers(1) as (server,), client_of([server]) as client:
+        server.put("full:w", [fanin.shard_of("x", value)])
+        server.commit("full:w", 1, snapshot=True, cast="BF16", wait=True)
+        server.begin_update("full:w")
+        value[:] = 2
+        client.pull_into("full:w", [shard])
+        assert (got == 0x3F80).all()  # 1.0
+        server.commit("full:w", 2, snapshot=True, cast="BF16")
+        client.pull_into("full:w", [shard], step=2)
+        assert (got == 0x4000).all()  # 2.0
+
+
+def test_paused_publications_say_why(ranks: list[fanin.Server], client: fanin.Client) -> None:
+    got = destinations()
+    for server in ranks:
+        server.pause(PUBLICATION, "asleep until the next rollout")
+    with pytest.raises(fanin.PausedError, match="asleep until the next rollout") as caught:
+        client.pull_into(0, got)
+    assert caught.value.retryable and caught.value.rank in (0, 1, 2)
+    assert {p.state for p in client.publications()} == {"paused"}
+    assert ranks[0].stats()["publications_paused"] == 1
+    for server in ranks:
+        server.resume(PUBLICATION)
+        with pytest.raises(fanin.StateError):
+            server.resume(PUBLICATION)
+    assert client.pull_into(0, got).step == 1
+    assert_step(got, 1)
+
+
+# ---------------------------------------------------------------------------------- owners
+
+
+def test_a_server_holds_what_it_lends() -> None:
+    def array() -> tuple[np.ndarray, weakref.ref[np.ndarray]]:
+        value = np.zeros((2, 2), np.float32)
+        return value, weakref.ref(value)
+
+    def alive(*references: weakref.ref[np.ndarray]) -> list[bool]:
+        gc.collect()
+        return [reference() is not None for reference in references]
+
+    with servers(1) as (server,):
+        (a, a_ref), (b, b_ref), (c, c_ref), (d, d_ref) = (array() for _ in range(4))
+        server.put("lora:0", [fanin.shard_of("a", a), fanin.shard_of("b", b)])
+        server.put("lora:1", [fanin.shard_of("c", c)])
+        del a, b, c
+        assert alive(a_ref, b_ref, c_ref) == [True] * 3
+        with pytest.raises(fanin.RequestError, match="a"):  # it exists
+            server.put("lora:0", [fanin.shard_of("a", d)])
+        server.put("lora:0", [fanin.shard_of("a", d)], replace=True)
+        del d
+        assert alive(a_ref, b_ref, c_ref, d_ref) == [False, True, True, True]
+        with pytest.raises(fanin.NotFoundError):
+            server.remove("lora:0", "z")
+        server.remove("lora:0", "a")
+        assert alive(d_ref, b_ref) == [False, True]
+        server.remove("lora:1")
+        assert alive(c_ref, b_ref) == [False, True]
+        assert not server._transit
+    assert alive(b_ref) == [False]
+
+
+def test_a_refused_put_keeps_what_was_there() -> None:
+    with servers(1) as (server,):
+        old, new = np.zeros(2, np.float32), np.zeros(2, np.float32)
+        server.put("lora:0", [fanin.shard_of("a", old)])
+        reference = weakref.ref(old)
+        del old
+        twice = [fanin.shard_of("a", new), fanin.shard_of("a", new)]
+        with pytest.raises(fanin.RequestError, match="twice") as caught:
+            server.put("lora:0", twice, replace=True)
+        assert "a" in caught.value.key
+        gc.collect()
+        assert reference() is not None
+
+
+# ---------------------------------------------------------------------------------- refusals
+
+
+def test_pulls_that_are_refused(client: fanin.Client) -> None:
+    got = destinations()
+    with pytest.raises(fanin.NotFoundError, match="lora:other"):
+        client.pull_into("other", got)
+    with pytest.raises(fanin.NotFoundError) as missing:
+        client.pull_into(0, {"no.such.tensor": np.zeros(3, np.float32)})
+    assert "no.such.tensor" in missing.value.key and missing.value.remedy
+    with pytest.raises(fanin.PeerError) as contradiction:
+        client.pull_into(0, {A_NAME: np.zeros((3, 8), np.int32)})
+    assert contradiction.value.name == "FANIN_ERR_MISMATCH"
+    assert A_NAME in contradiction.value.key
+    got[A_NAME].flags.writeable = False
+    with pytest.raises(fanin.RequestError, match="read-only"):
+        client.pull_into(0, got)
+    for arguments, said in [
+        ({"step": 1, "at_least": 1}, "both"),
+        ({"step": -1}, "step"),
+        ({"step": 1.5}, "step"),
+        ({"timeout": 0}, "timeout"),
+        ({"timeout": float("nan")}, "timeout"),
+        ({"timeout": "soon"}, "timeout"),
+        ({"max_attempts": -1}, "max_attempts"),
+        ({"dtype": "floaty"}, "no dtype"),
+        ({"dtype": "I8"}, "converted"),
+        ({"stream": fanin.Stream(-1, 0)}, "stream"),
+    ]:
+        with pytest.raises(fanin.RequestError, match=said):
+            client.pull_into(0, destinations(), **arguments)  # type: ignore[arg-type]
+    with pytest.raises(fanin.RequestError, match="no tensor"):
+        client.pull_into(0, {})
+    with pytest.raises(fanin.RequestError, match="is no run"):
+        client.pull_into("a/b", destinations())
+
+
+def test_a_step_that_never_comes(client: fanin.Client) -> None:
+    with pytest.raises(fanin.PullTimeoutError) as caught:
+        client.pull_into(0, destinations(), step=7, timeout=0.1)
+    assert caught.value.phase == "wait" and isinstance(caught.value, TimeoutError)
+
+
+def test_connections_that_are_refused(ranks: list[fanin.Server]) -> None:
+    address = local_world.addresses(ranks)[0]
+    with servers(1) as (gone,):
+        port = gone.port
+    with pytest.raises(fanin.UnreachableError) as caught:
+        fanin.Client([f"127.0.0.1:{port}"], use_ucx=False)
+    assert caught.value.address == f"127.0.0.1:{port}" and caught.value.retryable
+    for wrong, said in [
+        ([address, address], "twice"),
+        (["nowhere"], "nowhere"),
+        ([7], "int, not str"),
+        (address, "one string"),
+        ([], "address"),
+    ]:
+        with pytest.raises(fanin.RequestError, match=said):
+            fanin.Client(wrong, use_ucx=False)  # type: ignore[arg-type]
+    with pytest.raises(fanin.PeerError):
+        fanin.Client([address], use_ucx=False)  # two ranks are missing
+    for options in ({"server_name": "other"}, {"world_id": os.urandom(16)}):
+        with pytest.raises(fanin.PeerError) as world:
+            client_of(ranks, **options)
+        assert world.value.name == "FANIN_ERR_WORLD"
+    client_of(ranks, world_id=ranks[0].world_id, server_name="lora_param_server").close()
+    with fanin.Client(use_ucx=False) as lonely, pytest.raises(fanin.StateError, match="address"):
+        lonely.pull_into(0, destinations())
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"path": "carrier pigeon"}, "no path"),
+        ({"world_id": b"short"}, "16 bytes"),
+        ({"streams_per_rank": 17}, "17"),
+        ({"connect_timeout": 0}, "connect_timeout"),
+        ({"max_inflight": "much"}, "max_inflight"),
+    ],
+)
+def test_client_arguments(options: dict[str, object], said: str) -> None:
+    with pytest.raises(fanin.RequestError, match=said):
+        fanin.Client(**options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"rank": 1}, "rank"),
+        ({"rank": -1}, "rank"),
+        ({"world_id": b"\0" * 16}, "world id"),
+        ({"world_id": "not hex"}, "world id"),
+        ({"base_port": 65536}, "base_port"),
+        ({"bind": "localhost"}, "numeric"),
+        ({"bind": "0.0.0.0", "open": True, "allow": "10.0.0.0/8"}, "wildcard"),
+        ({"lease": -1}, "lease"),
+        ({"lease": 1e12}, "lease"),
+        ({"name": ""}, "name"),
+        ({"name": b"x"}, "bytes, not str"),
+        ({"max_sessions": 1}, "max_sessions"),
+    ],
+)
+def test_server_arguments(options: dict[str, object], said: str) -> None:
+    good: dict[str, object] = {"world_id": os.urandom(16), "rank": 0, "world_size": 1}
+    with pytest.raises(fanin.RequestError, match=said):
+        fanin.Server(**{**good, **options}, use_ucx=False)  # type: ignore[arg-type]
+
+
+def test_a_port_that_is_taken() -> None:
+    with servers(1) as (server,), pytest.raises(fanin.RequestError) as caught:
+        fanin.Server(world_id="ab" * 16, rank=0, world_size=1, base_port=server.port)
+    assert caught.value.name == "FANIN_ERR_EXISTS" and str(server.port) in str(caught.value)
+
+
+def test_calls_of_a_server_that_are_refused() -> None:
+    good = fanin.shard_of("a", np.zeros(2, np.float32))
+    with servers(1) as (server,):
+        for publication in ("0", "", "lora:a b", "lora:\0"):
+            with pytest.raises(fanin.RequestError):
+                server.put(publication, [good])
+        with pytest.raises(fanin.RequestError):
+            server.commit("lora:0", 1)
+        server.put("lora:0", [good])
+        server.commit("lora:0", 5)
+        server.begin_update("lora:0")
+        with pytest.raises(fanin.RequestError, match="5"):
+            server.commit("lora:0", 5)
+        with pytest.raises(fanin.RequestError, match="no dtype"):
+            server.commit("lora:0", 6, cast="floaty")
+        with pytest.raises(fanin.RequestError, match="step"):
+            server.commit("lora:0", "6")  # type: ignore[arg-type]
+        with pytest.raises(fanin.FaninError):
+            server.commit("lora:0", 6, stream=fanin.Stream(0, 0))  # no CUDA here
+        server.commit("lora:0", 6)
+        with pytest.raises(fanin.StateError):
+            server.commit("lora:0", 7)
+        with pytest.raises(fanin.RequestError, match="metadata"):
+            server.set_metadata("lora:0", {"r": 8})  # type: ignore[dict-item]
+
+
+def test_entries_are_read_with_the_layout_of_the_c_structures() -> None:
+    assert _records.ENTRY.size == ctypes.sizeof(_ffi.Entry)
+    assert _records.OWNER.size == ctypes.sizeof(_ffi.Owner)
+    owners = (_ffi.Owner * 2)()
+    for index, owner in enumerate(owners):
+        owner.rank, owner.bytes, owner.region, owner.region_offset = index + 1, 10, 11, 12
+        owner.offset[:], owner.extent[:], owner.packed = range(20, 28), range(30, 38), index == 1
+    entry = _ffi.Entry(ctypes.sizeof(_ffi.Entry), b"n\xff", 15, 3)
+    entry.shape[:], entry.bytes, entry.owners, entry.n_owners = range(40, 48), 9, owners, 2
+    got = _records.entry_at(ctypes.addressof(entry))
+    held = [
+        fanin.Owner(rank, (20, 21, 22), (30, 31, 32), 10, 11, 12, packed)
+        for rank, packed in ((1, False), (2, True))
+    ]
+    assert got == fanin.Entry("n\ufffd", "BF16", (40, 41, 42), 9, tuple(held))

@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Directories of adapters: nobody deletes what another process needs, and none is used twice."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from fake_trainer import WORLD
+from fanin.errors import HostError, PullTimeoutError
+from fanin.vllm.directories import Places
+
+
+def soon() -> float:
+    return time.monotonic() + 10.0
+
+
+def fill(path: Path) -> Path:
+    path.mkdir()
+    (path / "adapter_config.json").write_text("{}")
+    return path
+
+
+def test_a_path_is_chosen_once(tmp_path: Path) -> None:
+    places = Places(tmp_path)
+    first = places.choose(WORLD, "0", "policy", 7)
+    assert first == tmp_path / WORLD / "0" / "policy-step7"
+    assert places.choose(WORLD, "0", "policy", 7) == first
+    places.spend(first, WORLD, "0", "policy", 7)
+    second = places.choose(WORLD, "0", "policy", 7)
+    assert second == first.with_name("policy-step7-2")
+    places.spend(first, WORLD, "0", "policy", 7)
+    assert places.choose(WORLD, "0", "policy", 7) == second
+    assert places.choose(WORLD, "0", "policy", 8).name == "policy-step8"
+
+
+@pytest.mark.parametrize("label", ["../../x", "a/b", "..", ".", "ä" * 300, "x" * 300, "a b"])
+def test_names_stay_below_the_root(tmp_path: Path, label: str) -> None:
+    path = Places(tmp_path).choose(WORLD, "0", label, 1)
+    assert path.parent == tmp_path / WORLD / "0"
+    assert len(os.fsencode(path.name)) < 200 and not path.name.startswith("..")
+
+
+def test_deleted_by_the_last_who_needs_it(tmp_path: Path) -> None:
+    places = Places(tmp_path / "root")
+    path = places.choose(WORLD, "0", "policy", 7)
+    ours = places.lease(path, soon())
+    theirs = Places(tmp_path / "root").lease(path, soon())
+    fill(path)
+    assert ours.release(delete=True) is False and path.exists()
+    assert theirs.release(delete=True) is True and not path.exists()
+    assert theirs.release(delete=True) is False
+    assert list((tmp_path / "root").iterdir()) == []
+
+
+def test_given_up_but_not_deleted(tmp_path: Path) -> None:
+    places = Places(tmp_path)
+    path = places.choose(WORLD, "0", "policy", 7)
+    lease = places.lease(path, soon())
+    fill(path)
+    assert lease.release(delete=False) is False
+    assert path.exists()
+
+
+def test_waits_for_the_one_who_deletes(tmp_path: Path) -> None:
+    import fcntl
+
+    places = Places(tmp_path)
+    path = places.choose(WORLD, "0", "policy", 7)
+    places.lease(path, soon()).release(delete=False)
+    use = path.parent / f".{path.name}.fanin-use"
+    with open(use) as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        with pytest.raises(PullTimeoutError):
+            places.lease(path, time.monotonic() + 0.05)
+        got = []
+        waiter = threading.Thread(target=lambda: got.append(places.lease(path, soon())))
+        waiter.start()
+        use.unlink()
+        fcntl.flock(file, fcntl.LOCK_UN)
+    waiter.join(10)
+    assert use.exists() and got[0].release(delete=True)
+
+
+def test_a_sweep_takes_what_nobody_needs(tmp_path: Path) -> None:
+    places = Places(tmp_path)
+    left, used, foreign = (places.choose(WORLD, "0", "policy", step) for step in (1, 2, 3))
+    program = (
+        "import sys, time, os; from fanin.vllm.directories import Places; from pathlib import Path;"
+        "path = Path(sys.argv[2]); lease = Places(sys.argv[1]).lease(path, time.monotonic() + 10);"
+        "path.mkdir(); os._exit(0)"
+    )
+    subprocess.run([sys.executable, "-c", program, str(tmp_path), str(left)], check=True)
+    lease = places.lease(used, soon())
+    fill(used)
+    fill(foreign)  # made by somebody who takes no lease
+    assert left.exists()
+    assert Places(tmp_path).sweep() == [left]
+    assert not left.exists() and used.exists() and foreign.exists()
+    assert lease.release(delete=True)
+
+
+def test_a_sweep_touches_its_own_only(tmp_path: Path) -> None:
+    other = tmp_path / "photos" / "2020"
+    other.mkdir(parents=True)
+    (other / ".album.fanin-use").touch()
+    (other / "album").mkdir()
+    assert Places(tmp_path).sweep() == []
+    assert (other / "album").exists()
+    assert Places(tmp_path / "missing").sweep() == []
+
+
+def test_directories_of_others_are_refused(tmp_path: Path) -> None:
+    places = Places(tmp_path)
+    path = places.choose(WORLD, "0", "policy", 7)
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (tmp_path / WORLD).symlink_to(elsewhere)
+    with pytest.raises(HostError):
+        places.lease(path, soon())
+    (tmp_path / WORLD).unlink()
+    (tmp_path / WORLD).mkdir()
+    (tmp_path / WORLD).chmod(0o777)
+    with pytest.raises(HostError):
+        places.lease(path, soon())
+    tmp_path.chmod(0o777)
+    with pytest.raises(HostError, match="o-w"):
+        places.lease(path, soon())
+    tmp_path.chmod(0o1777)
+    (tmp_path / WORLD).chmod(0o700)
+    assert places.lease(path, soon()).release(delete=True) is True
+    file = tmp_path / "file"
+    file.touch()
+    with pytest.raises(HostError, match="NIXL_LORA_CACHE_DIR"):
+        Places(file / "x").lease(file / "x" / WORLD / "0" / "y", soon())

@@ -1,0 +1,208 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pulls into directories: worlds, checks before bytes, connections kept and shared."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_trainer import ADDRESS, OTHER_WORLD, WORLD, Entry, FakeTrainer, Run
+from fanin import errors
+from fanin.info import TrainerInfo, write_info
+from fanin.vllm.checks import EngineFacts
+from fanin.vllm.clients import ClientPool, Source, Target
+from fanin.vllm.directories import Places
+from fanin.vllm.pulls import PullService, Wanted
+
+
+class Bench:
+    def __init__(self, root: Path, limit: int = 8) -> None:
+        self.trainer = FakeTrainer()
+        self.pool = ClientPool(self.trainer.client, limit=limit)
+        self.facts = EngineFacts(max_lora_rank=16)
+        self.service = PullService(Places(root), self.pool, lambda: self.facts)
+        self.source = Source.of([ADDRESS])
+
+    def wanted(self, step: int, run: str = "0", **more: Any) -> Wanted:
+        source = more.pop("source", self.source)
+        fields = {"timeout": 10.0, **more}
+        return Wanted(f"policy-run{run}-step{step}", run, step, "policy", source, **fields)
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Bench:
+    return Bench(tmp_path / "cache")
+
+
+def test_a_pull(bench: Bench, tmp_path: Path) -> None:
+    seen: list[tuple[int, int]] = []
+    adapter = bench.service.pull(bench.wanted(1), lambda *state: seen.append(state))
+    assert adapter.path == tmp_path / "cache" / WORLD / "0" / "policy-step1"
+    assert adapter.path.exists() and adapter.world == WORLD
+    assert (adapter.bytes, adapter.reused, seen) == (100, False, [(100, 100)])
+    assert bench.service.last_world(bench.source.text) == WORLD
+    # One client is kept; the one that found the world out is closed.
+    assert bench.trainer.connected == 1 == bench.pool.stats()["idle"]
+    assert adapter.lease is not None and adapter.lease.release(delete=True)
+    again = bench.service.pull(bench.wanted(1))
+    assert again.path.name == "policy-step1-2"
+    assert bench.trainer.catalogs == 1, "the catalog is read again though it is the same"
+
+
+def test_a_new_catalog_is_read(bench: Bench) -> None:
+    bench.service.pull(bench.wanted(1))
+    run = bench.trainer.runs["0"]
+    run.entries, run.catalog_version, run.step = [Entry("x.lora_A.weight", (32, 8))], 2, 2
+    with pytest.raises(errors.RequestError, match="--max-lora-rank 32"):
+        bench.service.pull(bench.wanted(2))
+    assert [step for _, step, _ in bench.trainer.pulls] == [1]
+
+
+def test_errors_leave_nothing(bench: Bench, tmp_path: Path) -> None:
+    with pytest.raises(errors.NotFoundError):
+        bench.service.pull(bench.wanted(1, run="9"))
+    bench.trainer.commit(5)
+    with pytest.raises(errors.SupersededError):
+        bench.service.pull(bench.wanted(4))
+    with pytest.raises(errors.PullTimeoutError):
+        bench.service.pull(bench.wanted(6, timeout=0.05))
+    with pytest.raises(errors.RequestError, match="alpha"):
+        bench.service.pull(bench.wanted(5, lora_alpha=3.0))
+    bench.trainer.alive = False
+    with pytest.raises(errors.UnreachableError):
+        bench.service.pull(bench.wanted(5))
+    assert bench.trainer.connected == 0
+    assert [path for path in (tmp_path / "cache").rglob("*")] == []
+
+
+def test_a_trainer_that_was_started_again(bench: Bench) -> None:
+    first = bench.service.pull(bench.wanted(1))
+    bench.trainer.restart(OTHER_WORLD, 1)
+    second = bench.service.pull(bench.wanted(1))
+    assert (first.world, second.world) == (WORLD, OTHER_WORLD)
+    assert first.path != second.path and first.path.exists() and second.path.exists()
+    assert second.path.name == "policy-step1"
+
+
+def test_a_trainer_that_is_started_again_during_the_pull(bench: Bench) -> None:
+    def restart() -> None:
+        bench.trainer.before_pull = lambda: None
+        bench.trainer.restart(OTHER_WORLD, 1)
+
+    bench.trainer.before_pull = restart
+    adapter = bench.service.pull(bench.wanted(1))
+    assert adapter.world == OTHER_WORLD and OTHER_WORLD in str(adapter.path)
+    assert OTHER_WORLD in (adapter.path / "fanin.json").read_text()
+
+
+def test_the_file_is_read_at_each_pull(bench: Bench, tmp_path: Path) -> None:
+    info = tmp_path / "info"
+    info.mkdir()
+    source = Source.of(str(info))
+    with pytest.raises(errors.NotFoundError):
+        bench.service.pull(bench.wanted(1, source=source))
+    write_info(info, TrainerInfo(("10.0.0.1:6000",), world_id=WORLD))
+    assert bench.service.pull(bench.wanted(1, source=source)).world == WORLD
+    assert bench.trainer.clients[-1].addresses == ["10.0.0.1:6000"]
+    assert bench.trainer.clients[-1].demanded == WORLD
+    bench.trainer.restart(OTHER_WORLD, 2)
+    with pytest.raises(errors.PeerError, match=f"{WORLD}.*{OTHER_WORLD}"):
+        bench.service.pull(bench.wanted(2, source=source))
+    write_info(info, TrainerInfo(("10.0.0.2:6000",), world_id=OTHER_WORLD))
+    assert bench.service.pull(bench.wanted(2, source=source)).world == OTHER_WORLD
+    assert bench.trainer.clients[-1].addresses == ["10.0.0.2:6000"]
+
+
+def test_world_now(bench: Bench, tmp_path: Path) -> None:
+    assert bench.service.world_now(bench.source, 5.0) == WORLD
+    write_info(tmp_path, TrainerInfo((ADDRESS,), world_id=OTHER_WORLD))
+    with pytest.raises(errors.PeerError, match="older than the trainer"):
+        bench.service.world_now(Source.of(str(tmp_path)), 5.0)
+
+
+def test_a_pull_that_waits_holds_up_no_other(bench: Bench) -> None:
+    bench.trainer.runs["1"] = Run()
+    got: list[Any] = []
+    waiter = threading.Thread(
+        target=lambda: got.append(bench.service.pull(bench.wanted(2, timeout=30.0)))
+    )
+    waiter.start()
+    assert bench.service.pull(bench.wanted(1, run="1")).run == "1"
+    assert not got
+    bench.trainer.commit(2)
+    waiter.join(10)
+    assert got[0].step == 2
+
+
+def test_connections_are_few(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, limit=1)
+    target = bench.source.resolve()
+    deadline = time.monotonic() + 10
+    with bench.pool.borrow(target, WORLD, deadline):
+        with pytest.raises(errors.ConnectionFailedError, match="busy"):
+            with bench.pool.borrow(target, WORLD, time.monotonic() + 0.05):
+                raise AssertionError
+    with bench.pool.borrow(target, WORLD, deadline) as first:
+        pass
+    # Another trainer's takes the idle one's place.
+    with bench.pool.borrow(Target(("10.0.0.9:1",)), WORLD, deadline) as second:
+        assert first.closed and not second.closed
+    bench.pool.forget(Target(("10.0.0.9:1",)))
+    assert second.closed and bench.pool.stats() == {"busy": 0, "idle": 0}
+
+
+def test_a_client_that_could_not_connect_counts_no_more(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, limit=1)
+    bench.trainer.alive = False
+    for _ in range(3):
+        with pytest.raises(errors.UnreachableError):
+            bench.service.pull(bench.wanted(1))
+    bench.trainer.alive = True
+    assert bench.service.pull(bench.wanted(1)).step == 1
+
+
+def test_closing_cancels(bench: Bench) -> None:
+    failed: list[BaseException] = []
+
+    def pull() -> None:
+        try:
+            bench.service.pull(bench.wanted(2, timeout=60.0))
+        except errors.FaninError as error:
+            failed.append(error)
+
+    waiting = threading.Event()
+    bench.trainer.before_pull = waiting.set
+    thread = threading.Thread(target=pull)
+    thread.start()
+    assert waiting.wait(10)
+    bench.service.close()
+    thread.join(10)
+    assert isinstance(failed[0], errors.CancelledError)
+    assert bench.trainer.connected == 0
+    with pytest.raises(errors.CancelledError):
+        bench.service.pull(bench.wanted(1))
+
+
+def test_another_base_model_is_told_once(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
+    adapter = bench.service.pull(bench.wanted(1))
+    with caplog.at_level("WARNING", "vllm.fanin"):
+        bench.service.warn_of_base_model(adapter, "/models/base")
+        assert not caplog.records
+        for _ in range(2):
+            bench.service.warn_of_base_model(adapter, "org/another")
+    (record,) = caplog.records
+    assert "org/base" in record.getMessage() and "org/another" in record.getMessage()
+
+
+@pytest.mark.parametrize("trainer", [7, None, {}, "", [], ["nonsense"], [["h"]]])
+def test_what_is_no_trainer(trainer: Any) -> None:
+    with pytest.raises(errors.RequestError):
+        Source.of(trainer)
+
+
+def test_sources() -> None:
+    assert Source.of("h:1,h:2") == Source.of(["h:1", ["h", 2]])
+    assert Source.of("/x/nixl_info.json").path == "/x/nixl_info.json"

@@ -1,0 +1,441 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the routes take and answer, names that are resolved, and the workers' extension."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import threading
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+from fake_trainer import OTHER_WORLD, WORLD
+from fanin import errors
+from fanin.info import TrainerInfo, write_info
+from fanin.vllm import worker
+from fanin.vllm.clients import ClientPool
+from fanin.vllm.resolver import calling_models, wanted_by_name
+from fanin.vllm.routes import Api, EndpointPlugin, api_processes
+from test_vllm_flights import Bench, FakeEngine, Request, run
+
+NAME = "policy-run0-step1"
+
+
+class FakeModels(FakeEngine):
+    """OpenAIServingModels, as far as the routes use it."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.model_config = SimpleNamespace(model="org/base")
+        self.refuse = ""
+
+    def is_base_model(self, name: str) -> bool:
+        return name == "base"
+
+    async def load_lora_adapter(self, request: Any) -> Any:
+        await asyncio.sleep(0)
+        if self.refuse:
+            return SimpleNamespace(error=SimpleNamespace(message=self.refuse))
+        if request.lora_name in self.lora_requests:
+            return SimpleNamespace(error=SimpleNamespace(message="has already been loaded"))
+        self.lora_requests[request.lora_name] = Request(request.lora_name, request.lora_path)
+        return "Success"
+
+
+class Desk(Bench):
+    def __init__(self, root: Path, **config: str) -> None:
+        self.models = FakeModels()
+        super().__init__(root, self.models, **config)
+        self.api = Api(self.state)
+
+    async def load(self, **body: Any) -> dict[str, Any]:
+        await self.state.attach(self.models)
+        return await self.api.load({"lora_name": NAME, "timeout": 5.0, **body})
+
+
+@pytest.fixture(autouse=True)
+def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only vLLM's request class is needed of it, and each test counts for itself."""
+    monkeypatch.setattr("fanin.vllm.metrics._make", lambda registry: None)
+    parts = "vllm.entrypoints.serve.lora.protocol".split(".")
+    for depth in range(1, len(parts) + 1):
+        monkeypatch.setitem(sys.modules, ".".join(parts[:depth]), ModuleType(parts[depth - 1]))
+    protocol: Any = sys.modules["vllm.entrypoints.serve.lora.protocol"]
+    protocol.LoadLoRAAdapterRequest = SimpleNamespace
+
+
+@pytest.fixture
+def desk(tmp_path: Path) -> Desk:
+    return Desk(tmp_path)
+
+
+# --------------------------------------------------------------------- /load
+
+
+def test_load(desk: Desk) -> None:
+    async def work() -> None:
+        answer = await desk.load(run_idx=0, lora_alpha=16)
+        assert (answer["status"], answer["step"], answer["world"]) == ("ok", 1, WORLD)
+        assert desk.models.lora_requests[NAME].lora_path == answer["path"]
+        adapter = desk.keeper.get(NAME)
+        assert adapter is not None and adapter.pins == 0
+        assert adapter.requests == [desk.models.lora_requests[NAME]]
+        # Again, and by several at once: the same.
+        answers = await asyncio.gather(*(desk.load() for _ in range(3)))
+        assert {reply["path"] for reply in answers} == {answer["path"]}
+        assert len(desk.trainer.pulls) == 1 and len(adapter.requests) == 1
+
+    run(work())
+
+
+def test_load_by_several_at_once(desk: Desk) -> None:
+    async def work() -> None:
+        answers = await asyncio.gather(*(desk.load() for _ in range(3)))
+        assert len({answer["path"] for answer in answers}) == 1
+        adapter = desk.keeper.get(NAME)
+        assert adapter is not None and (len(adapter.requests), adapter.pins) == (1, 0)
+
+    run(work())
+
+
+def test_load_under_a_name_of_ones_own(desk: Desk) -> None:
+    async def work() -> None:
+        answer = await desk.load(lora_name="mine", run_idx="0", step=1)
+        assert Path(answer["path"]).name == "lora-step1"
+        assert "mine" in desk.models.lora_requests
+        desk.trainer.commit(2)
+        # The same name for another step: nothing of the old one is served under it.
+        answer = await desk.load(lora_name="mine", run_idx="0", step=2)
+        assert desk.models.lora_requests["mine"].lora_path == answer["path"]
+        assert Path(answer["path"]).name == "lora-step2"
+
+    run(work())
+
+
+def test_load_after_the_trainer_was_started_again(desk: Desk) -> None:
+    async def work() -> None:
+        first = await desk.load()
+        desk.trainer.restart(OTHER_WORLD, 1)
+        second = await desk.load()
+        assert (first["world"], second["world"]) == (WORLD, OTHER_WORLD)
+        assert desk.models.lora_requests[NAME].lora_path == second["path"] != first["path"]
+
+    run(work())
+
+
+@pytest.mark.parametrize(
+    ("body", "named"),
+    [
+        ({"lora_name": ""}, "lora_name"),
+        ({"lora_name": 7}, "lora_name"),
+        ({"lora_name": "policy"}, "run_idx"),
+        ({"lora_name": "policy", "run_idx": 0}, "step is missing"),
+        ({"lora_name": "policy-run0", "run_idx": 0}, "step is missing"),
+        ({"step": 2}, "step 2"),
+        ({"run_idx": 1}, "run 1"),
+        ({"run_idx": "../x"}, "run"),
+        ({"step": -1}, "step"),
+        ({"step": "1"}, "step"),
+        ({"timeout": 0}, "timeout"),
+        ({"timeout": "fast"}, "timeout"),
+        ({"timeout": float("inf")}, "timeout"),
+        ({"lora_alpha": 0}, "lora_alpha"),
+        ({"lora_alpha": 15}, "15 .* 16"),
+        ({"trainer_addresses": 5}, "trainer_addresses"),
+        ({"trainer_addresses": ["h"]}, "address"),
+        ({"trainer_addresses": ["h:1"], "server_name": 4}, "server_name"),
+        ({"lora_name": "base", "run_idx": 0, "step": 1}, "base model"),
+    ],
+)
+def test_what_load_refuses(desk: Desk, body: dict[str, Any], named: str) -> None:
+    async def work() -> None:
+        with pytest.raises(errors.RequestError, match=named):
+            await desk.load(**body)
+        assert desk.models.lora_requests == {} and desk.trainer.pulls == []
+
+    run(work())
+
+
+def test_a_name_that_is_somebody_elses(desk: Desk) -> None:
+    async def work() -> None:
+        desk.models.lora_requests[NAME] = Request(NAME, "/by/hand")
+        with pytest.raises(errors.RequestError, match="/by/hand"):
+            await desk.load()
+        assert desk.trainer.pulls == []
+
+    run(work())
+
+
+def test_an_engine_that_does_not_load_it(desk: Desk) -> None:
+    async def work() -> None:
+        await desk.state.attach(desk.models)
+        desk.models.refuse = "expected target modules in ..."
+        with pytest.raises(errors.HostError, match="expected target modules"):
+            await desk.load()
+        adapter = desk.keeper.get(NAME)
+        assert adapter is not None and adapter.pins == 0
+        desk.models.refuse = ""
+        assert (await desk.load())["status"] == "ok"
+
+    run(work())
+
+
+def test_before_the_engine_is_up(desk: Desk) -> None:
+    async def work() -> None:
+        with pytest.raises(errors.StateError):
+            await desk.api.load({"lora_name": NAME})
+
+    run(work())
+
+
+# ------------------------------------------------------------- /init, /status
+
+
+def test_init(tmp_path: Path) -> None:
+    desk = Desk(tmp_path, FANIN_TRAINER="")
+
+    async def work() -> None:
+        with pytest.raises(errors.RequestError, match="FANIN_TRAINER"):
+            await desk.load()
+        with pytest.raises(errors.RequestError, match="trainer_addresses"):
+            await desk.api.init({})
+        desk.trainer.alive = False
+        with pytest.raises(errors.UnreachableError):
+            await desk.api.init({"trainer_addresses": [["h", 1]]})
+        assert desk.state.source is None
+        desk.trainer.alive = True
+        answer = await desk.api.init({"trainer_addresses": [["h", 1]], "timeout": 3})
+        assert answer == {"status": "ok", "trainer": "h:1", "world": WORLD}
+        first = await desk.load()
+        # The file of another launch.
+        desk.trainer.restart(OTHER_WORLD, 1)
+        write_info(tmp_path, TrainerInfo(("h:2",), world_id=OTHER_WORLD))
+        answer = await desk.api.init({"trainer_addresses": str(tmp_path)})
+        assert answer["world"] == OTHER_WORLD
+        second = await desk.load()
+        assert second["world"] == OTHER_WORLD != first["world"]
+
+    run(work())
+
+
+def test_the_first_trainer_that_is_named_is_the_one_of_names(tmp_path: Path) -> None:
+    desk = Desk(tmp_path, FANIN_TRAINER="")
+
+    async def work() -> None:
+        with pytest.raises(errors.ConnectionFailedError, match="FANIN_TRAINER"):
+            wanted_by_name(desk.state, NAME)
+        await desk.load(trainer_addresses="h:1")
+        wanted = wanted_by_name(desk.state, NAME)
+        assert wanted is not None and wanted.source.addresses == ("h:1",)
+
+    run(work())
+
+
+def test_status(desk: Desk) -> None:
+    async def work() -> None:
+        await desk.load()
+        with pytest.raises(errors.SupersededError):
+            desk.trainer.commit(9)
+            await desk.load(lora_name="policy-run0-step3")
+        status = desk.api.status()
+        assert status["world"] == WORLD and status["trainer"] == "127.0.0.1:6000"
+        assert [(one["name"], one["step"]) for one in status["adapters"]] == [(NAME, 1)]
+        assert status["pulling"] == [] and status["retiring"] == []
+        assert "step 3" in status["last_error"]
+        assert status["counters"]["pulls_failed"] == 1
+
+    run(work())
+
+
+# ------------------------------------------------------------------- the plugin
+
+
+@pytest.mark.parametrize(
+    ("args", "config", "count"),
+    [
+        ({}, {}, 1),
+        ({"api_server_count": None}, {"_api_process_count": 1}, 1),
+        ({"api_server_count": 4}, {}, 4),
+        ({"api_server_count": None}, {"_api_process_count": 2}, 2),
+    ],
+)
+def test_api_processes(args: dict[str, Any], config: dict[str, Any], count: int) -> None:
+    told = SimpleNamespace(parallel_config=SimpleNamespace(**config))
+    assert api_processes(SimpleNamespace(**args), told) == count
+
+
+def test_several_api_servers_are_refused() -> None:
+    async def work() -> None:
+        engine = SimpleNamespace(vllm_config=SimpleNamespace(parallel_config=SimpleNamespace()))
+        with pytest.raises(errors.StateError, match="--api-server-count 1"):
+            await EndpointPlugin().init_state(
+                engine, SimpleNamespace(), SimpleNamespace(api_server_count=2)
+            )
+        await EndpointPlugin().init_state(None, SimpleNamespace(), SimpleNamespace())
+
+    run(work())
+
+
+def test_the_engines_key(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fanin.vllm.routes.state", lambda: desk.state)
+
+    async def work() -> None:
+        plugin = EndpointPlugin()
+        with pytest.raises(errors.StateError):
+            plugin._ready(None)
+        state = SimpleNamespace(openai_serving_models=desk.models)
+        await plugin.init_state(desk.models, state, SimpleNamespace(api_key=["one", "two"]))
+        assert plugin._ready("Bearer two") is not None
+        assert plugin._ready("bearer one") is not None
+        for wrong in (None, "", "Bearer", "Bearer three", "Basic one", "one", "Bearer ö"):
+            assert plugin._ready(wrong) is None
+        monkeypatch.setenv("VLLM_API_KEY", "three")
+        await plugin.init_state(desk.models, state, SimpleNamespace(api_key=None))
+        assert plugin._ready("Bearer three") is not None and plugin._ready("Bearer one") is None
+        monkeypatch.delenv("VLLM_API_KEY")
+        await plugin.init_state(desk.models, state, SimpleNamespace(api_key=None))
+        assert plugin._ready(None) is not None
+
+    run(work())
+
+
+# --------------------------------------------------------------------- by name
+
+
+def test_names(tmp_path: Path) -> None:
+    desk = Desk(tmp_path, FANIN_ADAPTER_PREFIX="policy", FANIN_PULL_TIMEOUT="7")
+    wanted = wanted_by_name(desk.state, "policy-runa.b-step12")
+    assert wanted is not None
+    assert (wanted.run, wanted.step, wanted.label, wanted.timeout) == ("a.b", 12, "policy", 7.0)
+    assert wanted_by_name(desk.state, "other-run0-step1") is None
+    assert wanted_by_name(desk.state, "policy-run0") is None
+
+
+def test_the_models_that_ask(desk: Desk) -> None:
+    found: list[Any] = []
+
+    async def resolve() -> None:
+        found.append(calling_models(sys._getframe().f_back))
+
+    class Caller:
+        lora_requests: dict[str, Any] = {}
+        engine_client = None
+
+        async def ask(self) -> None:
+            await resolve()
+
+    async def stranger() -> None:
+        await resolve()
+
+    caller = Caller()
+    run(caller.ask())
+    run(stranger())
+    assert found == [caller, None]
+    assert calling_models(None) is None
+
+
+# ---------------------------------------------------------------- the extension
+
+
+class FakeWorker(worker.WorkerExtension):
+    lora_config = SimpleNamespace(max_lora_rank=16)
+
+    def __init__(self) -> None:
+        self.loras: dict[int, Any] = {}
+
+    def get_model(self) -> Any:
+        return SimpleNamespace()
+
+    def add_lora(self, request: Any) -> bool:
+        assert Path(request.lora_path, "fanin.json").exists()
+        self.loras[request.lora_int_id] = request
+        return True
+
+    def remove_lora(self, lora_int_id: int) -> bool:
+        return self.loras.pop(lora_int_id, None) is not None
+
+
+class FakeAsyncEngine:
+    def __init__(self) -> None:
+        self.workers = [FakeWorker()]
+
+    async def collective_rpc(self, method: str, args: tuple[Any, ...]) -> list[Any]:
+        await asyncio.sleep(0)
+        return [getattr(one, method)(*args) for one in self.workers]
+
+
+@pytest.fixture
+def extended(desk: Desk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeAsyncEngine:
+    monkeypatch.setenv("NIXL_LORA_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("FANIN_TRAINER", "127.0.0.1:6000")
+    monkeypatch.setattr(worker, "_jobs", worker.Jobs())
+    monkeypatch.setattr(worker, "_services", {})
+    monkeypatch.setattr(worker, "ClientPool", lambda path: ClientPool(desk.trainer.client))
+    monkeypatch.setitem(sys.modules, "vllm.lora", ModuleType("lora"))
+    requests: Any = ModuleType("request")
+    requests.LoRARequest = SimpleNamespace
+    monkeypatch.setitem(sys.modules, "vllm.lora.request", requests)
+    return FakeAsyncEngine()
+
+
+def test_the_extension_loads(desk: Desk, extended: FakeAsyncEngine) -> None:
+    async def work() -> None:
+        request = await worker.load_lora(extended, NAME, 0, 5, timeout=10.0)
+        assert extended.workers[0].loras[5].lora_path == request.lora_path
+        path = Path(request.lora_path)
+        assert path.exists()
+        await extended.collective_rpc("drop_lora_from_nixl", (NAME, 5))
+        assert extended.workers[0].loras == {}
+        while path.exists():
+            await asyncio.sleep(0.001)
+
+    run(work())
+
+
+def test_the_extension_does_not_wait_in_a_call(desk: Desk, extended: FakeAsyncEngine) -> None:
+    one = extended.workers[0]
+    report = one.load_lora_from_nixl("mine", "0", "127.0.0.1:6000", 10.0, 2)
+    assert report["state"] == "running"
+    with pytest.raises(errors.StateError):
+        one.add_lora_from_nixl("mine", 1)
+    desk.trainer.commit(2)
+    for thread in threading.enumerate():
+        if thread.name == "fanin-pull":
+            thread.join(10)
+    assert one.poll_lora_from_nixl("mine")["state"] == "done"
+    assert one.add_lora_from_nixl("mine", 1)
+
+
+def test_the_extension_says_what_failed(desk: Desk, extended: FakeAsyncEngine) -> None:
+    desk.trainer.commit(9)
+
+    async def work() -> None:
+        with pytest.raises(errors.SupersededError):
+            await worker.load_lora(extended, NAME, 0, 5, timeout=10.0)
+        with pytest.raises(errors.RequestError, match="step"):
+            await worker.load_lora(extended, "mine", 0, 5)
+        FakeWorker.lora_config.max_lora_rank = 4
+        try:
+            with pytest.raises(errors.RequestError, match="--max-lora-rank 8"):
+                await worker.load_lora(extended, "mine", 0, 5, step=9)
+        finally:
+            FakeWorker.lora_config.max_lora_rank = 16
+
+    run(work())
+
+
+def test_install() -> None:
+    class Base:
+        pass
+
+    assert worker.install(Base) == worker.install(Base)
+    assert {name for name in vars(Base) if name.startswith("fanin_")} == {
+        "fanin_start_pull",
+        "fanin_poll_pull",
+        "fanin_drop_adapter",
+        "fanin_model_facts",
+    }
+    # vLLM refuses an extension that has a name of the worker's own.
+    assert not any(hasattr(worker.WorkerExtension, name) for name in vars(Base) if name[0] != "_")
