@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What an adapter directory must be to PEFT: whole, the trainer's, and computing the same."""
+
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Callable
 
 import torch
 from models import logits

@@ -6,6 +6,7 @@ Adapters that trainer ranks hold, pulled by nixl-fetch, read by PEFT and loaded 
 Each case cuts an adapter over several ranks and pulls it; a model with the pulled adapter must
 compute bit for bit what the trainer's computes. The last line is "N passed, N failed".
 """
+
 import json
 import pathlib
 import shutil

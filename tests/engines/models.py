@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Small random base models, adapters on them, and models of real shape without memory."""
+
 import torch
 from peft import get_peft_model
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3MoeConfig

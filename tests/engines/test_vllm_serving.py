@@ -1,0 +1,468 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A real vLLM that pulls its adapters from live FSDP2 trainers, over HTTP.
+
+One server for the file: it takes most of a minute to start. The tests run in order, each on what
+the earlier ones left: the trainers' step only grows, and what an engine keeps is a short list.
+"""
+
+from __future__ import annotations
+
+import collections.abc
+import contextlib
+import http.client
+import json
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import moe_engine
+import pytest
+from judge import same_tensors
+from live_trainer import LiveTrainer
+from vllm_server import ALPHA, RANK, Oracle, Refused, TokenStream, VllmServer, save_model
+
+PROMPT = [5, 9, 13, 17, 21]
+COUNT = 16
+KEEP = 3
+SLOTS = 2  # of vLLM's own cache: fewer than are kept, so that it goes back to the directories
+TIMEOUT = 8.0  # seconds that a pull by name waits for its step
+PATIENCE = 60.0
+
+
+class Place:
+    """The model, its trainers, the engine, and PEFT to say what is right.
+
+    What it starts ends with the stack.
+    """
+
+    def __init__(self, scratch: Path, stack: contextlib.ExitStack) -> None:
+        self.scratch = scratch
+        self.model = save_model(scratch / "model")
+        self.oracle = Oracle(self.model)
+        self.cache = scratch / "cache"
+        self._stack = stack
+        self.engine = stack.enter_context(
+            VllmServer(
+                self.model,
+                scratch,
+                *("--max-loras", str(SLOTS), "--max-cpu-loras", str(SLOTS)),
+                *("--worker-extension-cls", "fanin.vllm.worker.WorkerExtension"),
+                environment={
+                    "FANIN_TRAINER": str(scratch / "trainer" / "nixl_info.json"),
+                    "FANIN_PULL_TIMEOUT": str(TIMEOUT),
+                    "FANIN_KEEP_ADAPTERS": str(KEEP),
+                    "NIXL_LORA_CACHE_DIR": str(self.cache),
+                    "VLLM_SERVER_DEV_MODE": "1",  # for /collective_rpc
+                },
+            )
+        )
+        self.trainer = self.launch(step=0, seed=1)
+        self.engine.wait_ready()
+        self.base_tokens = self.oracle.tokens(None, PROMPT, COUNT)
+
+    def launch(self, step: int, seed: int, where: str = "trainer") -> LiveTrainer:
+        """A new launch of trainers, whose nixl_info.json takes the place of an earlier one's."""
+        trainer = LiveTrainer(self.model, self.scratch / where, step=step, seed=seed)
+        return self._stack.enter_context(trainer).wait_ready()
+
+    def pulled(self, name: str) -> list[int]:
+        return self.engine.tokens(name, PROMPT, COUNT)
+
+    def expected(self, step: int, trainer: LiveTrainer | None = None) -> list[int]:
+        return self.oracle.tokens((trainer or self.trainer).record(step), PROMPT, COUNT)
+
+    def next_step(self) -> int:
+        return int(self.trainer.step()["step"])
+
+    def load(self, name: str, **fields: Any) -> Any:
+        """The plugin's own route; `Refused` unless it loaded the adapter."""
+        body = {"lora_name": name, **fields}
+        return self.engine.ask("POST", "/load_lora_adapter_nixl", body, PATIENCE + 60)
+
+    def point_at(self, **fields: Any) -> Any:
+        return self.engine.ask("POST", "/init_nixl_client", fields)
+
+    def status(self) -> dict[str, Any]:
+        return dict(self.engine.ask("GET", "/nixl/status"))
+
+    def pulling(self) -> bool:
+        """Whether a pull is under way in the engine's process."""
+        return bool(self.status()["pulling"])
+
+    def pulls(self, result: str = "ok") -> float:
+        """Pulls that have ended so."""
+        return self.engine.metric("fanin_pulls_total", result=result)
+
+    def still_serves(self) -> None:
+        """The base model and the newest adapter give what PEFT gives."""
+        assert self.engine.tokens("base", PROMPT, COUNT) == self.base_tokens
+        step = self.next_step()
+        assert self.pulled(f"alive-run0-step{step}") == self.expected(step)
+
+    @property
+    def step(self) -> int:
+        """The trainers' newest."""
+        return self.trainer.published
+
+    def directories(self, prefix: str) -> set[Path]:
+        """Of adapters whose names begin so, all runs and launches."""
+        return {
+            config.parent
+            for config in self.cache.rglob("adapter_config.json")
+            if config.parent.name.startswith(f"{prefix}-")
+        }
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> collections.abc.Iterator[Place]:
+    with contextlib.ExitStack() as stack:
+        yield Place(tmp_path_factory.mktemp("vllm"), stack)
+
+
+def until(condition: collections.abc.Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < deadline, f"{what}: not within {PATIENCE:.0f} s"
+        time.sleep(0.02)
+
+
+@contextlib.contextmanager
+def meanwhile() -> collections.abc.Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(8) as pool:
+        yield pool
+
+
+# ------------------------------------------------------------------------------- by its name
+
+
+def test_a_name_pulls_its_step_from_the_live_trainers(place: Place) -> None:
+    answers = [place.engine.tokens("base", PROMPT, COUNT)]
+    assert answers[0] == place.base_tokens
+    for _ in range(3):
+        step = place.next_step()
+        answers.append(place.pulled(f"policy-run0-step{step}"))
+        assert answers[-1] == place.expected(step)
+    assert len({tuple(tokens) for tokens in answers}) == 4, "steps that cannot be told apart"
+    assert place.pulls() == 3
+
+
+def test_requests_for_one_new_name_share_one_pull(place: Place) -> None:
+    before = place.pulls()
+    name = f"shared-run0-step{place.step + 1}"
+    with meanwhile() as pool:
+        answers = [pool.submit(place.load, name, timeout=PATIENCE)]
+        until(place.pulling, "a pull")
+        answers += [pool.submit(place.pulled, name) for _ in range(3)]
+        step = place.next_step()
+        assert answers[0].result(PATIENCE)["step"] == step
+        expected = place.expected(step)
+        assert all(answer.result(PATIENCE) == expected for answer in answers[1:])
+    assert place.pulls() == before + 1
+    assert len(place.directories("shared")) == 1
+
+
+def test_a_pull_that_waits_for_its_step_holds_nothing_up(place: Place) -> None:
+    loaded = place.step
+    assert place.pulled(f"shared-run0-step{loaded}") == place.expected(loaded)
+    with meanwhile() as pool:
+        waiting = pool.submit(place.load, f"later-run0-step{loaded + 1}", timeout=PATIENCE)
+        until(place.pulling, "a pull")
+        for _ in range(3):
+            assert place.engine.request("GET", "/health")[0] == 200
+            assert place.engine.tokens("base", PROMPT, COUNT) == place.base_tokens
+            assert place.pulled(f"shared-run0-step{loaded}") == place.expected(loaded)
+        assert place.pulling() and not waiting.done()
+        step = place.next_step()
+        waiting.result(PATIENCE)
+    assert place.pulled(f"later-run0-step{step}") == place.expected(step)
+
+
+def test_a_client_that_leaves_while_its_adapter_is_pulled(place: Place) -> None:
+    before = place.pulls()
+    name = f"left-run0-step{place.step + 1}"
+    connection = http.client.HTTPConnection("127.0.0.1", place.engine.port, timeout=PATIENCE)
+    body = place.engine.completion(name, PROMPT, COUNT)
+    headers = {"Content-Type": "application/json"}
+    connection.request("POST", "/v1/completions", json.dumps(body), headers)
+    until(place.pulling, "a pull")
+    connection.close()
+    step = place.next_step()
+    assert place.pulled(name) == place.expected(step)
+    assert place.pulls() == before + 1
+
+
+# ------------------------------------------------------------------------- what cannot be had
+
+
+def refused(place: Place, name: str) -> Refused:
+    with pytest.raises(Refused) as caught:
+        place.pulled(name)
+    return caught.value
+
+
+def test_an_unknown_run(place: Place) -> None:
+    error = refused(place, "policy-run7-step1")
+    assert error.status == 404
+    assert "7" in error.message and "run" in error.message
+    place.still_serves()
+
+
+def test_a_step_that_has_passed(place: Place) -> None:
+    passed = place.step
+    newest = place.next_step()
+    error = refused(place, f"late-run0-step{passed}")
+    assert error.status == 404
+    assert str(passed) in error.message and str(newest) in error.message
+    place.still_serves()
+
+
+def test_a_step_that_never_comes(place: Place) -> None:
+    never = place.step + 1000
+    error = refused(place, f"early-run0-step{never}")
+    assert error.status == 504
+    assert str(never) in error.message
+    place.still_serves()
+
+    with pytest.raises(Refused) as caught:
+        place.load(f"early-run0-step{never}", timeout=1.0)
+    assert caught.value.status == 504
+    assert str(never) in caught.value.message
+    place.still_serves()
+
+
+@pytest.mark.parametrize("name", ["no-such-model", "policy-run0", "policy-run0-step01"])
+def test_a_name_of_another_form_is_left_to_others(place: Place, name: str) -> None:
+    error = refused(place, name)
+    assert error.status == 404
+    assert name in error.message and "does not exist" in error.message
+
+
+def test_paused_trainers(place: Place) -> None:
+    step = place.next_step()
+    place.trainer.pause()
+    error = refused(place, f"paused-run0-step{step}")
+    assert error.status == 503
+    assert "offloaded" in error.message
+    place.trainer.resume()
+    place.still_serves()
+
+
+def test_an_alpha_that_contradicts_the_trainers(place: Place) -> None:
+    step = place.next_step()
+    name = f"alpha-run0-step{step}"
+    with pytest.raises(Refused) as caught:
+        place.load(name, lora_alpha=ALPHA + 1)
+    assert caught.value.status == 400
+    assert str(ALPHA) in caught.value.message and str(ALPHA + 1) in caught.value.message
+    assert name not in place.engine.names()
+    assert place.load(name, lora_alpha=ALPHA)["step"] == step
+    assert place.pulled(name) == place.expected(step)
+
+
+@pytest.mark.parametrize("what", ["rank", "dora", "pissa"])
+def test_what_vllm_does_not_take_is_refused_before_bytes_move(place: Place, what: str) -> None:
+    import torch
+
+    shape = moe_engine.Shape(rank=2 * RANK if what == "rank" else 4)
+    module = "base_model.model.model.layers.0.self_attn.q_proj"
+    tensors = {
+        f"{module}.lora_A.weight": torch.zeros(shape.rank, 128),
+        f"{module}.lora_B.weight": torch.zeros(128, shape.rank),
+    }
+    fields: dict[str, Any] = {"target_modules": ["q_proj"]}
+    if what == "dora":
+        tensors[f"{module}.lora_magnitude_vector"] = torch.ones(128)
+        fields["use_dora"] = True
+    if what == "pissa":
+        fields["init_lora_weights"] = "pissa"
+    config = moe_engine.configuration(shape, fields)
+    moved = place.engine.metric("fanin_pull_bytes_total")
+    with moe_engine.ranks_of(tensors, config) as addresses:
+        with pytest.raises(Refused) as caught:
+            place.load("refused-run0-step1", trainer_addresses=addresses)
+    assert caught.value.status == 400
+    assert {"rank": "max-lora-rank", "dora": "DoRA", "pissa": "pissa"}[what] in caught.value.message
+    assert place.engine.metric("fanin_pull_bytes_total") == moved
+    place.still_serves()
+
+
+# ------------------------------------------------------------------------------- retirement
+
+
+def test_retired_adapters_leave_no_trap(place: Place) -> None:
+    steps = [place.next_step()]
+    old = f"retired-run0-step{steps[0]}"
+    place.pulled(old)
+    first = place.directories("retired")
+    assert len(first) == 1
+    for _ in range(KEEP):
+        steps.append(place.next_step())
+        name = f"retired-run0-step{steps[-1]}"
+        assert place.pulled(name) == place.expected(steps[-1])
+    until(lambda: not first & place.directories("retired"), "retirement")
+    assert len(place.directories("retired")) == KEEP
+    assert old not in place.engine.names()
+
+    error = refused(place, old)
+    assert error.status == 404 and str(steps[-1]) in error.message
+
+    # The engine's own cache holds fewer adapters than are used now: it reads them again.
+    other = {"lora_name": "by-file", "lora_path": str(place.trainer.record(steps[0]))}
+    place.engine.ask("POST", "/v1/load_lora_adapter", other)
+    for _ in range(2):
+        for step in steps[1:]:
+            assert place.pulled(f"retired-run0-step{step}") == place.expected(step)
+        assert place.pulled("by-file") == place.expected(steps[0])
+    place.engine.ask("POST", "/v1/unload_lora_adapter", {"lora_name": "by-file"}, PATIENCE)
+    place.still_serves()
+
+
+def test_an_adapter_in_use_is_not_deleted(place: Place) -> None:
+    """A request of a name that is retired while it runs goes on with the same weights."""
+    step = place.next_step()
+    name = f"busy-run0-step{step}"
+    with TokenStream(place.engine, name, PROMPT, 60000) as stream:
+        stream.wait_for(1)
+        (directory,) = place.directories("busy")
+        for _ in range(KEEP):
+            newer = place.next_step()
+            assert place.pulled(f"busy-run0-step{newer}") == place.expected(newer)
+        until(lambda: name not in place.engine.names(), "retirement's beginning")
+        stream.wait_for(len(stream.tokens) + 32)
+        assert stream.running and directory.exists()
+        told = stream.tokens[:100]
+    assert told == place.oracle.tokens(place.trainer.record(step), PROMPT, len(told))
+    until(lambda: not directory.exists(), "retirement")
+    place.still_serves()
+
+
+# ---------------------------------------------------------------------- other trainers, pools
+
+
+def test_a_pool_updates_its_engines(place: Place) -> None:
+    from fanin.pool import EnginePool
+
+    pool = EnginePool([place.engine.url], lora_alpha=ALPHA)
+    step = place.next_step()
+    result = pool.update_weights(place.trainer.scratch, f"pool-run0-step{step}", step)
+    assert (result.step, result.superseded) == (step, False)
+    assert place.pulled(f"pool-run0-step{step}") == place.expected(step)
+
+    # A step that is gone by the time it is asked for: all get the newest, under its own name.
+    newest = place.next_step()
+    newest = place.next_step()
+    result = pool.update_weights(place.trainer.scratch, "pool", newest - 1)
+    assert (result.step, result.superseded) == (newest, True)
+    assert result.lora_name == f"pool-run0-step{newest}"
+    names = place.engine.names()
+    assert f"pool-run0-step{newest}" in names and f"pool-run0-step{newest - 1}" not in names
+    assert place.pulled(f"pool-run0-step{newest}") == place.expected(newest)
+
+
+def test_pointed_at_other_trainers_and_back(place: Place) -> None:
+    from fanin.pool import EnginePool
+
+    step = place.next_step()
+    with place.launch(step, seed=77, where="other") as other:
+        answer = place.point_at(trainer_addresses=other.addresses)
+        assert answer["world"] == other.world_id
+        assert place.pulled(f"other-run0-step{step}") == place.expected(step, other)
+        EnginePool([place.engine.url]).init_engines(place.trainer.info)
+        assert place.pulled(f"back-run0-step{step}") == place.expected(step)
+        assert place.expected(step, other) != place.expected(step)
+    place.still_serves()
+
+
+def test_dead_trainers(place: Place) -> None:
+    step = place.next_step()
+    kept = f"kept-run0-step{step}"
+    assert place.pulled(kept) == place.expected(step)
+    expected = place.expected(step)
+    place.trainer.kill()
+    for name in ("dead", "still-dead"):  # on an old connection, and on a new one
+        error = refused(place, f"{name}-run0-step{step + 1}")
+        assert error.status == 503
+        assert any(address in error.message for address in place.trainer.addresses)
+    assert place.engine.tokens("base", PROMPT, COUNT) == place.base_tokens
+    assert place.pulled(kept) == expected
+
+    place.trainer.close()
+    place.trainer = place.launch(step, seed=2)
+    place.still_serves()
+
+
+def test_trainers_restarted_from_an_earlier_step(place: Place) -> None:
+    earlier = place.step
+    wanted = earlier + 5
+    place.trainer.step(5)
+    name = f"again-run0-step{wanted}"
+    first = place.load(name)
+    assert first["world"] == place.trainer.world_id
+    before = place.pulled(name)
+    assert before == place.expected(wanted)
+
+    assert place.trainer.exit() == [0, 0]
+    place.trainer.close()
+    place.trainer = place.launch(earlier, seed=3)
+    place.trainer.step(5)
+    second = place.load(name)
+    assert second["world"] == place.trainer.world_id != first["world"]
+    after = place.pulled(name)
+    assert after == place.expected(wanted)
+    assert after != before
+    place.still_serves()
+
+
+# ------------------------------------------------------------------- without plugin's routes
+
+
+def test_the_worker_extension_loads_an_adapter(place: Place) -> None:
+    """What an engine without endpoint plugins has: short calls of its workers."""
+    from safetensors.torch import load_file
+
+    def call(method: str, *arguments: Any) -> Any:
+        body = {"method": method, "args": list(arguments), "timeout": PATIENCE}
+        (result,) = place.engine.ask("POST", "/collective_rpc", body)["results"]
+        return result
+
+    step = place.step + 1
+    name, number = f"extension-run0-step{step}", 1_000_000
+    call("load_lora_from_nixl", name, "0", None, PATIENCE)
+    assert call("poll_lora_from_nixl", name)["state"] == "running"
+    assert place.engine.tokens("base", PROMPT, COUNT) == place.base_tokens
+    place.next_step()
+    until(lambda: call("poll_lora_from_nixl", name)["state"] != "running", "the pull")
+    report = call("poll_lora_from_nixl", name)
+    assert report["state"] == "done" and report["world"] == place.trainer.world_id, report
+    directory = Path(report["path"])
+    file = "adapter_model.safetensors"
+    same_tensors(load_file(directory / file), load_file(place.trainer.record(step) / file))
+    call("add_lora_from_nixl", name, number)
+    assert number in call("list_loras")
+    call("drop_lora_from_nixl", name, number)
+    assert number not in call("list_loras")
+    until(lambda: not directory.exists(), "retirement")
+    place.still_serves()
+
+
+# --------------------------------------------------------------------------- what it tells
+
+
+def test_status_and_metrics(place: Place) -> None:
+    step = place.next_step()
+    place.pulled(f"told-run0-step{step}")
+    status = place.status()
+    assert f"told-run0-step{step}" in json.dumps(status)
+    assert place.trainer.world_id in json.dumps(status)
+    for name in ("fanin_pulls_total", "fanin_pull_bytes_total", "fanin_pull_seconds_count"):
+        assert place.engine.metric(name) > 0, name
+    assert place.pulls() > 0
+    for error in ("SUPERSEDED", "TIMEOUT", "NOT_FOUND", "UNREACHABLE", "PAUSED", "ARGUMENT"):
+        assert place.pulls(f"FANIN_ERR_{error}") > 0, error
+
+
+def test_the_engine_never_died_and_said_what_was_wrong(place: Place) -> None:
+    log = place.engine.log_text()
+    assert "max_cpu_loras" in log and f"--max-cpu-loras {KEEP}" in log
+    assert "EngineDeadError" not in log and "Traceback" not in log

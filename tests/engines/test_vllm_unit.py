@@ -1,0 +1,426 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The plugin against vLLM's own classes, without an engine: what they want of it, they get."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import logging
+import os
+import subprocess
+import sys
+from argparse import Namespace
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "python"))
+
+from fake_trainer import WORLD, Entry, FakeTrainer
+from fanin import errors
+from fanin.config import inference_config
+from fanin.vllm import checks, endpoint_plugin, register, worker
+from fanin.vllm import resolver as resolver_module
+from fanin.vllm import routes as routes_module
+from fanin.vllm.clients import ClientPool
+from fanin.vllm.faults import to_wire
+from fanin.vllm.metrics import Metrics
+from fanin.vllm.state import State
+from vllm.config.lora import LoRAConfig
+from vllm.entrypoints.openai.models.protocol import BaseModelPath
+from vllm.entrypoints.openai.models.serving import OpenAIServingModels
+from vllm.entrypoints.serve.engine.protocol import ErrorResponse
+from vllm.exceptions import GracefulHTTPError
+from vllm.lora.peft_helper import PEFTHelper
+from vllm.lora.request import LoRARequest
+from vllm.lora.resolver import LoRAResolver, LoRAResolverRegistry
+from vllm.plugins.endpoint_plugins.interface import EndpointPlugin as PluginProtocol
+from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder, UtilityResult
+from vllm.v1.worker.worker_base import WorkerBase
+
+NAME = "policy-run0-step1"
+
+
+class FakeClient:
+    """An EngineClient that notes what the API server sends to the engine."""
+
+    def __init__(self) -> None:
+        self.model_config = SimpleNamespace(model="org/base", max_model_len=64)
+        self.renderer = self.input_processor = None
+        self.vllm_config = SimpleNamespace(
+            lora_config=LoRAConfig(max_lora_rank=16, max_loras=1, max_cpu_loras=4),
+            parallel_config=SimpleNamespace(),
+        )
+        self.output_processor = SimpleNamespace(request_states={})
+        self.loaded: dict[int, str] = {}
+
+    async def add_lora(self, request: LoRARequest) -> bool:
+        assert Path(request.lora_path).is_dir()
+        await asyncio.sleep(0)
+        self.loaded[request.lora_int_id] = request.lora_path
+        return True
+
+    async def remove_lora(self, lora_int_id: int) -> bool:
+        return self.loaded.pop(lora_int_id, None) is not None
+
+    async def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
+        return [getattr(worker, method)(SimpleNamespace(get_model=lambda: None), *args)]
+
+
+class Bench:
+    def __init__(self, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        from prometheus_client import CollectorRegistry
+
+        self.registry = CollectorRegistry()
+        self.trainer = FakeTrainer()
+        environment = {"FANIN_TRAINER": "127.0.0.1:6000", "NIXL_LORA_CACHE_DIR": str(root / "c")}
+        self.state = State(
+            inference_config(environment),
+            pool=ClientPool(self.trainer.client),
+            counters=Metrics(self.registry),
+        )
+        monkeypatch.setattr(resolver_module, "state", lambda: self.state)
+        monkeypatch.setattr(routes_module, "state", lambda: self.state)
+        register()
+        self.client = FakeClient()
+        self.models = OpenAIServingModels(self.client, [BaseModelPath("base", "org/base")])  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
+    before = dict(LoRAResolverRegistry.resolvers)
+    LoRAResolverRegistry.resolvers.clear()
+    try:
+        yield Bench(tmp_path, monkeypatch)
+    finally:
+        LoRAResolverRegistry.resolvers.clear()
+        LoRAResolverRegistry.resolvers.update(before)
+
+
+def run(work: Any) -> Any:
+    return asyncio.run(asyncio.wait_for(work, 60))
+
+
+# ------------------------------------------------------------------ registration
+
+
+def test_registering_again_changes_nothing(bench: Bench) -> None:
+    first = LoRAResolverRegistry.get_resolver("fanin")
+    register()
+    assert LoRAResolverRegistry.get_resolver("fanin") is first
+    assert isinstance(first, LoRAResolver)
+    assert bench.models.lora_resolvers == [first]
+
+
+def test_importing_the_plugin_imports_no_vllm() -> None:
+    program = """
+import sys, fanin.vllm, fanin.vllm.worker
+assert "vllm" not in sys.modules and "fastapi" not in sys.modules
+assert "libfanin" not in open("/proc/self/maps").read()
+"""
+    subprocess.run([sys.executable, "-S", "-c", program], check=True, env=_bare())
+
+
+def _bare() -> dict[str, str]:
+    fanin = Path(importlib.import_module("fanin").__file__ or "").parents[1]
+    return {**os.environ, "PYTHONPATH": str(fanin)}
+
+
+def test_extension_and_workers_methods_do_not_collide(bench: Bench) -> None:
+    """vLLM ends at once if an extension has a name that its worker has."""
+    from vllm.v1.worker.cpu_worker import CPUWorker
+
+    ours = [name for name in dir(worker.WorkerExtension) if not name.startswith("__")]
+    assert ours and not [name for name in ours if hasattr(CPUWorker, name)]
+    assert all(hasattr(CPUWorker, name) for name in worker.install())
+    assert WorkerBase.fanin_start_pull is worker.fanin_start_pull
+
+
+def test_what_workers_answer_travels(bench: Bench, tmp_path: Path) -> None:
+    """Arguments and answers of collective_rpc go through vLLM's MessagePack."""
+    jobs = worker.Jobs()
+    report = jobs.poll("none")
+    assert report["state"] == "failed"
+    for sent in (report, {"error": to_wire(errors.StaleError.make("x", rank=2)), "total": 2**62}):
+        packed = MsgpackEncoder().encode(UtilityResult([sent]))
+        assert MsgpackDecoder(UtilityResult).decode(packed).result == [sent]
+    job = {"id": "i", "step": str(2**64 - 1), "addresses": ["h:1"], "timeout": 1.5, "x": None}
+    packed = MsgpackEncoder().encode((0, 1, "collective_rpc", ("fanin_start_pull", None, (job,))))
+    assert MsgpackDecoder().decode(packed)[3][2][0] == job
+
+
+# ---------------------------------------------------------------------- resolver
+
+
+def test_a_name_is_resolved(bench: Bench) -> None:
+    async def work() -> None:
+        request = await bench.models.resolve_lora(NAME)
+        assert isinstance(request, LoRARequest) and request.lora_name == NAME
+        assert request.lora_int_id == 1 and not request.is_3d_lora_weight
+        assert not request.load_inplace
+        assert bench.client.loaded == {1: request.lora_path} and WORLD in request.lora_path
+        adapter = bench.state.keeper.get(NAME)
+        assert adapter is not None and adapter.pins == 0
+        assert adapter.requests[0] is bench.models.lora_requests[NAME]
+        # The engine was found without the endpoint plugin.
+        assert bench.state.engine is not None and bench.state.engine.models is bench.models
+
+    run(work())
+
+
+def test_names_of_others(bench: Bench) -> None:
+    async def work() -> None:
+        for name in ("anything", "policy-run0", "policy-run0-step"):
+            answer = await bench.models.resolve_lora(name)
+            assert isinstance(answer, ErrorResponse) and answer.error.code == 404
+
+    run(work())
+
+
+@pytest.mark.parametrize(
+    ("name", "status", "said"),
+    [
+        ("policy-run9-step1", 404, "run 9"),
+        ("policy-run0-step0", 404, "has passed"),
+        ("policy-run0-step2", 504, "did not come"),
+    ],
+)
+def test_reasons_reach_the_client(bench: Bench, name: str, status: int, said: str) -> None:
+    bench.state.config = inference_config(
+        {"FANIN_TRAINER": "127.0.0.1:6000", "FANIN_PULL_TIMEOUT": "0.2"}
+    )
+
+    async def work() -> None:
+        with pytest.raises(GracefulHTTPError) as caught:
+            await bench.models.resolve_lora(name)
+        assert caught.value.http_status == status and said in caught.value.message
+        bench.trainer.alive = False
+        with pytest.raises(GracefulHTTPError) as caught:
+            await bench.models.resolve_lora("policy-run0-step1")
+        assert caught.value.http_status == 503 and "127.0.0.1:6000" in caught.value.message
+
+    run(work())
+
+
+def test_adapters_are_retired_from_vllms_list(bench: Bench) -> None:
+    async def work() -> None:
+        requests = []
+        for step in (1, 2, 3):
+            bench.trainer.commit(step)
+            request = await bench.models.resolve_lora(f"policy-run0-step{step}")
+            assert isinstance(request, LoRARequest)
+            requests.append(request)
+        assert sorted(bench.models.lora_requests) == ["policy-run0-step2", "policy-run0-step3"]
+        path = Path(requests[0].lora_path)
+        await asyncio.sleep(0.3)
+        assert path.exists() and len(bench.client.loaded) == 3, "its request is still held"
+        del requests, request
+        await bench.state.keeper.settled()
+        assert not path.exists() and sorted(bench.client.loaded) == [2, 3]
+
+    run(work())
+
+
+def test_fused_experts_say_so(bench: Bench) -> None:
+    stem = "base_model.model.model.layers.0.mlp.experts"
+    bench.trainer.runs["0"].entries = [
+        Entry(f"{stem}.base_layer.lora_A.weight", (32, 64)),
+        Entry(f"{stem}.lora_A.weight", (32, 64)),
+    ]
+
+    async def work() -> None:
+        request = await bench.models.resolve_lora(NAME)
+        assert isinstance(request, LoRARequest) and request.is_3d_lora_weight
+
+    run(work())
+
+
+# --------------------------------------------------------- refused as vLLM would
+
+
+CONFIGS: list[dict[str, Any]] = [
+    {},
+    {"use_rslora": True},
+    {"use_dora": True},
+    {"lora_bias": True},
+    {"bias": "lora_only"},
+    {"modules_to_save": ["lm_head"]},
+    {"modules_to_save": ["score"]},
+    {"r": 17},
+    {"rank_pattern": {"q_proj": 16}},
+    {"rank_pattern": {"q_proj": 17}},
+    {"alora_invocation_tokens": [3]},
+    {"layer_replication": [[0, 2]]},
+    {"use_bdlora": {"x": 1}},
+    {"use_qalora": True},
+    *(
+        {"init_lora_weights": init}
+        for init in (True, False, "gaussian", "Eva", "orthogonal", "lora_ga", "mica")
+    ),
+    *({"init_lora_weights": init} for init in ("pissa", "pissa_niter_2", "olora", "corda")),
+]
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: str(config) or "plain")
+def test_what_vllm_refuses_is_refused(config: dict[str, Any]) -> None:
+    import json
+
+    whole = {"r": 8, "lora_alpha": 16, "target_modules": ["q_proj"], **config}
+
+    def vllm() -> bool:
+        try:
+            PEFTHelper.from_dict(whole).validate_legal(LoRAConfig(max_lora_rank=16))
+        except ValueError:
+            return False
+        return True
+
+    def ours() -> bool:
+        facts = checks.read_facts([], {"peft_config": json.dumps(whole)})
+        try:
+            checks.check_adapter(facts, checks.EngineFacts(max_lora_rank=16), "0")
+        except errors.RequestError:
+            return False
+        return True
+
+    assert ours() is vllm()
+
+
+# ------------------------------------------------------------------------ routes
+
+
+def app_of(bench: Bench, **args: Any) -> Any:
+    from fastapi import FastAPI
+
+    plugin = endpoint_plugin()
+    assert isinstance(plugin, PluginProtocol)
+    app = FastAPI()
+    plugin.attach_router(app)
+    app.state.openai_serving_models = bench.models
+    app.state.plugin = plugin
+    app.state.arguments = Namespace(api_key=None, api_server_count=None, **args)
+    return app
+
+
+async def ask(app: Any, method: str, path: str, **options: Any) -> tuple[int, Any]:
+    import httpx
+
+    transport = httpx.ASGITransport(app=app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://engine") as client:
+        answer = await client.request(method, path, **options)
+        return answer.status_code, answer.json()
+
+
+def test_routes(bench: Bench) -> None:
+    app = app_of(bench)
+
+    async def work() -> None:
+        status, body = await ask(app, "GET", "/nixl/status")
+        assert status == 503 and "not up" in body["error"]["message"]
+        await app.state.plugin.init_state(bench.client, app.state, app.state.arguments)
+
+        status, body = await ask(
+            app, "POST", "/load_lora_adapter_nixl", json={"lora_name": NAME, "run_idx": 0}
+        )
+        assert (status, body["status"], body["step"], body["world"]) == (200, "ok", 1, WORLD)
+        assert bench.models.lora_requests[NAME].lora_path == body["path"]
+
+        bench.trainer.commit(5)
+        status, body = await ask(
+            app, "POST", "/load_lora_adapter_nixl", json={"lora_name": "policy-run0-step4"}
+        )
+        assert status == 404 and body["error"]["code"] == "FANIN_ERR_SUPERSEDED"
+        assert set(body["error"]) >= {"code", "message", "remedy", "rank", "key"}
+
+        for content in ("[]", "{", '"x"', ""):
+            status, body = await ask(app, "POST", "/init_nixl_client", content=content)
+            assert status == 400 and "body" in body["error"]["message"]
+        status, body = await ask(
+            app, "POST", "/init_nixl_client", json={"trainer_addresses": [["h", 1]]}
+        )
+        assert (status, body["world"]) == (200, WORLD)
+        status, body = await ask(app, "GET", "/nixl/status")
+        assert status == 200 and body["trainer"] == "h:1"
+        assert body["adapters"][0]["name"] == NAME
+
+    run(work())
+
+
+def test_routes_want_the_engines_key(bench: Bench) -> None:
+    app = app_of(bench)
+    app.state.arguments.api_key = ["secret"]
+
+    async def work() -> None:
+        await app.state.plugin.init_state(bench.client, app.state, app.state.arguments)
+        paths = [("POST", "/load_lora_adapter_nixl"), ("POST", "/init_nixl_client")]
+        for method, path in [*paths, ("GET", "/nixl/status")]:
+            assert (await ask(app, method, path))[0] == 401
+            wrong = {"Authorization": "Bearer wrong"}
+            assert (await ask(app, method, path, headers=wrong))[0] == 401
+        right = {"Authorization": "Bearer secret"}
+        assert (await ask(app, "GET", "/nixl/status", headers=right))[0] == 200
+
+    run(work())
+
+
+def test_a_bug_is_an_answer(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
+    app = app_of(bench)
+
+    async def work() -> None:
+        await app.state.plugin.init_state(bench.client, app.state, app.state.arguments)
+        bench.state.flights = None  # type: ignore[assignment]
+        with caplog.at_level(logging.CRITICAL, "vllm.fanin"):
+            status, body = await ask(app, "GET", "/nixl/status")
+        assert status == 500 and body["error"]["code"] == "FANIN_ERR_INTERNAL"
+
+    run(work())
+
+
+# ----------------------------------------------------------------------- metrics
+
+
+def test_metrics(bench: Bench) -> None:
+    from prometheus_client import generate_latest
+
+    async def work() -> None:
+        await bench.models.resolve_lora(NAME)
+        with pytest.raises(GracefulHTTPError):
+            await bench.models.resolve_lora("policy-run0-step0")
+
+    run(work())
+    text = generate_latest(bench.registry).decode()
+    for line in (
+        'fanin_pulls_total{result="ok"} 1.0',
+        'fanin_pulls_total{result="FANIN_ERR_SUPERSEDED"} 1.0',
+        "fanin_pull_bytes_total 100.0",
+        'fanin_adapter_step{run="0"} 1.0',
+        "fanin_pull_inflight 0.0",
+        "fanin_pull_seconds_count 2.0",
+    ):
+        assert line in text, line
+
+
+def test_metrics_of_several_processes(tmp_path: Path) -> None:
+    """With PROMETHEUS_MULTIPROC_DIR vLLM shows what lies in that directory."""
+    program = """
+from fanin.vllm.metrics import metrics
+metrics().began()
+metrics().ended(0.5, None, run="0", step=7, size=9)
+from prometheus_client import generate_latest
+from vllm.v1.metrics.prometheus import get_prometheus_registry
+text = generate_latest(get_prometheus_registry()).decode()
+assert 'fanin_pulls_total{result="ok"} 1.0' in text, text
+assert 'fanin_adapter_step{run="0"} 7.0' in text, text
+assert 'fanin_pull_inflight 0.0' in text, text
+"""
+    subprocess.run(
+        [sys.executable, "-c", program],
+        check=True,
+        env={**os.environ, "PROMETHEUS_MULTIPROC_DIR": str(tmp_path), **_path()},
+    )
+
+
+def _path() -> dict[str, str]:
+    return {"PYTHONPATH": _bare()["PYTHONPATH"]}
