@@ -170,7 +170,7 @@ def measure_engine(rounds: int, scratch: Path) -> None:
                 for name, way in ways.items():
                     table.add(name, way()[2])
                 for name, way in ways.items():
-                    with TokenStream(engine, engine.base, PROMPT, 8000) as stream:
+                    with TokenStream(engine, engine.base, PROMPT, 60000) as stream:
                         stream.wait_for(50)
                         begun, ended, _ = way()
                         table.add(name, {"stall of others": stall(stream, begun, ended)})
