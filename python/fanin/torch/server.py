@@ -232,24 +232,9 @@ class AdapterServer:
             aborted.
         """
         runs = self._chosen(step)
-        begun: list[_Run] = []
-        try:
-            for run, _ in runs:
-                self._wait_for_commit(run)
-                self._server.begin_update(run.publication)
-                begun.append(run)
+        with self._rewriting(runs):
             yield
-            changes = [run.parameters.look() for run, _ in runs]
-            for (run, _), change in zip(runs, changes, strict=True):
-                self._tell(run, change)
-            for run, at in runs:
-                self._commit(run, at)
-                begun.remove(run)
-        except BaseException:
-            for run in begun:
-                with contextlib.suppress(FaninError):
-                    self._server.abort_update(run.publication)
-            raise
+            self._tell_all(runs, [run.parameters.look() for run, _ in runs])
 
     def publish(self, step: Steps) -> None:
         """Publishes the parameters as they are, as ``step`` or ``{run: step}``.
@@ -257,10 +242,10 @@ class AdapterServer:
         For the first step, and the one at which training is resumed; on every rank. Blocks and
         raises as :meth:`updating`; where parameters are refused the last step stays readable.
         """
-        for run, _ in self._chosen(step):
-            run.parameters.look()
-        with self.updating(step):
-            pass
+        runs = self._chosen(step)
+        changes = [run.parameters.look() for run, _ in runs]
+        with self._rewriting(runs):
+            self._tell_all(runs, changes)
 
     def pause(self, run: Run | None = None, reason: str = "trainer memory offloaded") -> None:
         """Before the parameters' memory is offloaded, put to sleep or loaded from a checkpoint.
@@ -306,7 +291,8 @@ class AdapterServer:
             self._server.resume(one.publication)
             one.paused = False
         if step is not None:
-            self._publish_unchecked([(one, step) for one in runs])
+            with self._rewriting([(one, step) for one in runs]):
+                pass
 
     def add_run(
         self,
@@ -487,15 +473,31 @@ class AdapterServer:
             self._server.remove(run.publication, key)
         run.parameters.accept(change)
 
-    def _publish_unchecked(self, runs: list[tuple[_Run, int]]) -> None:
-        for run, step in runs:
-            self._server.begin_update(run.publication)
-            try:
+    def _tell_all(self, runs: list[tuple[_Run, int]], changes: list[Change]) -> None:
+        for (run, _), change in zip(runs, changes, strict=True):
+            self._tell(run, change)
+
+    @contextlib.contextmanager
+    def _rewriting(self, runs: list[tuple[_Run, int]]) -> Iterator[None]:
+        """Begins the runs' updates, and commits them at their steps when the body has ended.
+
+        If anything raises, those that are not committed yet are aborted.
+        """
+        begun: list[_Run] = []
+        try:
+            for run, _ in runs:
+                self._wait_for_commit(run)
+                self._server.begin_update(run.publication)
+                begun.append(run)
+            yield
+            for run, step in runs:
                 self._commit(run, step)
-            except BaseException:
+                begun.remove(run)
+        except BaseException:
+            for run in begun:
                 with contextlib.suppress(FaninError):
                     self._server.abort_update(run.publication)
-                raise
+            raise
 
     def _commit(self, run: _Run, step: int) -> None:
         devices = run.parameters.devices
