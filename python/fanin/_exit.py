@@ -1,16 +1,57 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is still open when the process ends is closed in order."""
+"""The end of handles: of a with block, of the last reference, of the process."""
 
 from __future__ import annotations
 
 import atexit
+import os
+import sys
+import warnings
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from typing import Generic, TypeVar
+from types import TracebackType
+from typing import Any, Generic, TypeVar
 
 from .errors import StateError
 
 Handle = TypeVar("Handle")
+_Closable = TypeVar("_Closable", bound="ClosableHandle")
+
+
+class ClosableHandle(ABC):
+    """A handle of the library that this process must close: by close(), or in a with block."""
+
+    _handle: Any
+    """None: there is none, or not any more."""
+    _pid: int
+    """The process that made it."""
+
+    @abstractmethod
+    def close(self) -> None: ...
+
+    @abstractmethod
+    def _abandon(self) -> None:
+        """Closes what nobody refers to any more; does not wait."""
+
+    def __enter__(self: _Closable) -> _Closable:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        # Nothing calls it any more; a finalizing interpreter has closed it by atexit.
+        if getattr(self, "_handle", None) is None or sys is None or sys.is_finalizing():
+            return
+        if self._pid == os.getpid():
+            warnings.warn(f"{self!r} is not closed", ResourceWarning, source=self, stacklevel=2)
+            self._abandon()
 
 
 class OpenHandles(Generic[Handle]):

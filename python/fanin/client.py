@@ -5,16 +5,13 @@ from __future__ import annotations
 
 import ctypes
 import os
-import sys
 import threading
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from types import TracebackType
 from typing import Any, TypeVar
 
 from . import _ffi
 from ._calls import Use, Work
-from ._exit import OpenHandles
+from ._exit import ClosableHandle, OpenHandles
 from ._library import (
     c_string,
     check,
@@ -62,7 +59,7 @@ _PATHS = ("auto", "stream", "cma", "rdma", "cuda_ipc")
 _CLOSE_SECONDS = 10.0
 
 
-class Client:
+class Client(ClosableHandle):
     """Connects to every rank of a trainer, and pulls what it publishes.
 
     Used by one thread at a time: a call while another one is under way raises
@@ -525,24 +522,8 @@ class Client:
         """Whether :meth:`close` was called."""
         return self._handle is None
 
-    def __enter__(self) -> Client:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
-
-    def __del__(self) -> None:
-        # Nothing calls it any more; a finalizing interpreter has closed it by atexit.
-        if getattr(self, "_handle", None) is None or sys is None or sys.is_finalizing():
-            return
-        if self._pid == os.getpid():
-            warnings.warn(f"{self!r} is not closed", ResourceWarning, source=self, stacklevel=2)
-            self._destroy()
+    def _abandon(self) -> None:
+        self._destroy()
 
     def __repr__(self) -> str:
         return f"<fanin.Client{', closed' if self.closed else ''}>"

@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import Any
 
 from fanin.errors import FaninError, RequestError
-from fanin.info import addresses_of, is_path
+from fanin.info import addresses_of, is_loopback, is_numeric, is_path
 from fanin.names import AdapterName
 
 if sys.version_info >= (3, 11):
@@ -405,10 +405,6 @@ def _require_lora(settings: _Settings) -> None:
         )
 
 
-def _is_loopback(address: str) -> bool:
-    return ipaddress.ip_address(address).is_loopback
-
-
 def trainer_config(
     path: str | os.PathLike[str] | None = None, environ: Mapping[str, str] = os.environ
 ) -> TrainerConfig:
@@ -431,7 +427,7 @@ def trainer_config(
         raise settings.bad(
             "bind", "a server does not listen on all interfaces", "give one address of this host"
         )
-    if config.bind is not None and not _is_loopback(config.bind) and config.allow is None:
+    if config.bind is not None and not is_loopback(config.bind) and config.allow is None:
         raise settings.bad(
             "bind",
             f"a server on {config.bind} needs to know whom it may serve",
@@ -606,17 +602,14 @@ def validate_together(
 
 
 def _check_reach(trainer: TrainerConfig | None, inference: InferenceConfig | None) -> None:
-    if trainer is None or (trainer.bind is not None and not _is_loopback(trainer.bind)):
+    if trainer is None or (trainer.bind is not None and not is_loopback(trainer.bind)):
         return
     if inference is None or inference.trainer is None or is_path(inference.trainer):
         return
     for address in inference.trainer.split(","):
         host = address.strip().rpartition(":")[0].strip("[]")
-        try:
-            far = not _is_loopback(host)
-        except ValueError:
-            far = False  # a name, which may stand for 127.0.0.1
-        if far:
+        # A name may stand for 127.0.0.1.
+        if is_numeric(host) and not is_loopback(host):
             raise ConfigError.make(
                 f"the trainer listens on {trainer.bind or '127.0.0.1'} only, and the engines are"
                 f" told {host}",

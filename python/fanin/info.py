@@ -16,6 +16,7 @@ those before. ``run_idx`` (number or text), ``world_id`` (32 hex digits), ``serv
 
 from __future__ import annotations
 
+import ipaddress
 import json
 import os
 import time
@@ -33,6 +34,8 @@ __all__ = [
     "Target",
     "TrainerInfo",
     "addresses_of",
+    "is_loopback",
+    "is_numeric",
     "is_path",
     "join_address",
     "read_info",
@@ -80,6 +83,22 @@ def join_address(host: str, port: int) -> str:
     if not _good_host(bare, ":" in bare) or isinstance(port, bool) or not 1 <= port <= 65535:
         raise RequestError.make(f"host {host!r} and port {port!r} make no address", _FORMS)
     return f"[{bare}]:{port}" if ":" in bare else f"{bare}:{port}"
+
+
+def is_numeric(host: str) -> bool:
+    """Whether *host* is an address, not a name. Does not block."""
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
+
+
+def is_loopback(host: str) -> bool:
+    """Whether others cannot reach *host*: 127.x, ::1, localhost. Does not block."""
+    if host == "localhost" or host.endswith(".localhost"):
+        return True
+    return is_numeric(host) and ipaddress.ip_address(host).is_loopback
 
 
 def _good_host(host: str, may_be_v6: bool) -> bool:

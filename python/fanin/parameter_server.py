@@ -29,7 +29,6 @@ all other keys to one publication more. One ``batch_get`` gives one step of each
 from __future__ import annotations
 
 import contextlib
-import ipaddress
 import logging
 import os
 import re
@@ -43,6 +42,7 @@ from typing import Any
 from fanin._tensors import TORCH_DTYPES, Shard, shard_of
 from fanin.config import trainer_config
 from fanin.errors import FaninError
+from fanin.info import is_loopback
 from fanin.server import Server, Stream
 
 __all__ = ["OTHER_KEYS", "ParameterServer", "TensorInfo", "join_key", "split_key"]
@@ -90,13 +90,6 @@ def dtype_name(dtype: str) -> str:
 class _Entry:
     tensor: Any
     shard: Shard
-
-
-def _is_loopback(address: str) -> bool:
-    try:
-        return ipaddress.ip_address(address).is_loopback
-    except ValueError:
-        return False
 
 
 class ParameterServer:
@@ -147,7 +140,7 @@ class ParameterServer:
             bind=address,
             allow=config.allow,
             base_port=port,
-            open=not _is_loopback(address),
+            open=not is_loopback(address),
             trusted_network=config.trusted_network,
             use_ucx=not tcp_only,
             lease=config.lease,

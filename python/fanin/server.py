@@ -6,16 +6,13 @@ from __future__ import annotations
 import ctypes
 import os
 import re
-import sys
 import threading
 import time
-import warnings
 from collections.abc import Callable, Iterable, Mapping
-from types import TracebackType
 from typing import Any, NamedTuple
 
 from . import _ffi
-from ._exit import OpenHandles
+from ._exit import ClosableHandle, OpenHandles
 from ._library import (
     c_string,
     check,
@@ -85,7 +82,7 @@ def publication_of(run: str | int) -> str:
     return name if ":" in name else f"lora:{name}"
 
 
-class Server:
+class Server(ClosableHandle):
     """Lends one trainer rank's shards to readers, between two updates of the weights.
 
     Shards are registered by reference: nothing is copied, and the server keeps a reference to
@@ -503,24 +500,8 @@ class Server:
         self._owners.clear()
         self._transit.clear()
 
-    def __enter__(self) -> Server:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
-
-    def __del__(self) -> None:
-        # Nothing calls it any more; a finalizing interpreter has closed it by atexit.
-        if getattr(self, "_handle", None) is None or sys is None or sys.is_finalizing():
-            return
-        if self._pid == os.getpid():
-            warnings.warn(f"{self!r} is not closed", ResourceWarning, source=self, stacklevel=2)
-            self._close(0, 0.0)
+    def _abandon(self) -> None:
+        self._close(0, 0.0)
 
     def __repr__(self) -> str:
         state = "closed" if self.closed else f"port {self._port}"

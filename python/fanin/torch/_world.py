@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import contextlib
-import ipaddress
 import os
 import secrets
 import socket
@@ -15,6 +14,7 @@ from typing import Any
 import torch
 
 from fanin.errors import FaninError, HostError, RequestError
+from fanin.info import is_loopback, is_numeric
 
 MAX_PORT = 65535
 
@@ -117,24 +117,6 @@ def as_fanin_error(error: Exception) -> FaninError:
     return RequestError.make(f"{type(error).__name__}: {error}")
 
 
-def is_loopback(address: str) -> bool:
-    """Whether others can not reach the address: 127.x, ::1, localhost."""
-    if address == "localhost" or address.endswith(".localhost"):
-        return True
-    try:
-        return ipaddress.ip_address(address).is_loopback
-    except ValueError:
-        return False
-
-
-def _is_numeric(address: str) -> bool:
-    try:
-        ipaddress.ip_address(address)
-    except ValueError:
-        return False
-    return True
-
-
 def route_address(targets: Sequence[str]) -> str | None:
     """This host's address on the way to the first target that another address than 127.x leads to.
 
@@ -196,7 +178,7 @@ def choose_addresses(
             address=bind,
         )
     wanted = several or allow is not None
-    if bind is None and advertise is not None and _is_numeric(advertise):
+    if bind is None and advertise is not None and is_numeric(advertise):
         bind = advertise
     if bind is None and (wanted or advertise is not None):
         targets = [os.environ.get("MASTER_ADDR", ""), *_networks(allow or ""), "192.0.2.1"]

@@ -19,6 +19,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any, Protocol, TypeVar
 
 from fanin.errors import ConnectionFailedError, FaninError, HostError, PullTimeoutError
+from fanin.vllm.checks import check_alpha
 from fanin.vllm.faults import from_wire, says
 from fanin.vllm.metrics import Metrics
 from fanin.vllm.pulls import Adapter, Plan, PullService, Wanted
@@ -179,8 +180,6 @@ class Flights:
                 _log.info("fanin: adapter %s is here already: %s", adapter.name, says(error))
                 world = adapter.world
             if world == adapter.world and self._keeper.get(wanted.name) is adapter:
-                from fanin.vllm.checks import check_alpha
-
                 check_alpha(wanted.lora_alpha, adapter.facts)
                 return adapter
         if self._keeper.get(wanted.name) is adapter:
