@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import stat
 import subprocess
 import sys
 import threading
@@ -129,7 +130,10 @@ def test_directories_of_others_are_refused(tmp_path: Path) -> None:
     with pytest.raises(HostError):
         places.lease(path, soon())
     tmp_path.chmod(0o777)
-    with pytest.raises(HostError, match="o-w"):
+    with pytest.raises(HostError, match="go-w"):
+        places.lease(path, soon())
+    tmp_path.chmod(0o770)
+    with pytest.raises(HostError, match="go-w"):
         places.lease(path, soon())
     tmp_path.chmod(0o1777)
     (tmp_path / WORLD).chmod(0o700)
@@ -138,3 +142,44 @@ def test_directories_of_others_are_refused(tmp_path: Path) -> None:
     file.touch()
     with pytest.raises(HostError, match="NIXL_LORA_CACHE_DIR"):
         Places(file / "x").lease(file / "x" / WORLD / "0" / "y", soon())
+
+
+def test_the_default_root_is_ours_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = tmp_path / "fanin-1234"
+    monkeypatch.setattr("fanin.vllm.directories.default_cache_dir", lambda: root)
+    places = Places(root)
+    path = places.choose(WORLD, "0", "policy", 7)
+    assert places.lease(path, soon()).release(delete=False) is False
+    assert stat.S_IMODE(root.stat().st_mode) == 0o700
+    for mode in (0o1777, 0o770, 0o755):
+        root.chmod(mode)
+        with pytest.raises(HostError, match=f"open to other users.*{mode:04o}"):
+            places.lease(path, soon())
+        assert places.sweep() == []
+    root.chmod(0o700)
+    assert places.sweep() == [path]
+    root.mkdir(mode=0o700, exist_ok=True)
+    root.rename(tmp_path / "elsewhere")
+    root.symlink_to("elsewhere")
+    with pytest.raises(HostError, match="not a directory"):
+        places.lease(path, soon())
+
+
+@pytest.mark.parametrize("default", [True, False])
+def test_a_root_of_another_user_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, default: bool
+) -> None:
+    """What another user has made beforehand, with all that a lease would find in it."""
+    root = tmp_path / "root"
+    places = Places(root)
+    path = places.choose(WORLD, "0", "policy", 7)
+    places.lease(path, soon()).release(delete=False)
+    fill(path)
+    if os.geteuid() == 0:
+        os.chown(root, 1, 1)
+    monkeypatch.setattr(os, "geteuid", lambda: 4321)
+    if default:
+        monkeypatch.setattr("fanin.vllm.directories.default_cache_dir", lambda: root)
+    with pytest.raises(HostError, match="belongs to uid"):
+        places.lease(path, soon())
+    assert places.sweep() == [] and path.exists()

@@ -20,6 +20,7 @@ import threading
 import time
 from pathlib import Path
 
+from fanin.config import default_cache_dir
 from fanin.errors import HostError, PullTimeoutError
 
 __all__ = ["Lease", "Places"]
@@ -137,12 +138,7 @@ class Places:
 
     def _make_folders(self, parent: Path) -> None:
         os.makedirs(self.root, mode=0o700, exist_ok=True)
-        root = os.stat(self.root)
-        if root.st_mode & stat.S_IWOTH and not root.st_mode & stat.S_ISVTX:
-            raise HostError.make(
-                f"everybody may rename what lies in {self.root}",
-                f"chmod o-w {self.root}, or set NIXL_LORA_CACHE_DIR",
-            )
+        _judge_root(self.root)
         for folder in (parent.parent, parent):
             with contextlib.suppress(FileExistsError):
                 os.mkdir(folder, 0o700)
@@ -159,7 +155,11 @@ class Places:
 
         Never blocks on another process and raises nothing: what cannot be deleted stays.
         """
-        gone = []
+        gone: list[Path] = []
+        try:
+            _judge_root(self.root)
+        except (OSError, HostError):
+            return gone
         for use in self.root.glob(f"*/*/.*{_USE}"):
             world = use.parent.parent.name
             if len(world) != 32 or world.strip("0123456789abcdef"):
@@ -172,6 +172,35 @@ class Places:
                 if Lease(path, descriptor).release(delete=True):
                     gone.append(path)
         return gone
+
+
+def _judge_root(root: Path) -> None:
+    """Raises HostError if another user could plant or exchange what lies in *root*.
+
+    Everybody can make the default root before we do: it must be our own directory, closed to
+    others. One that was configured may also be root's, and open to others if it is sticky.
+    """
+    default = root == default_cache_dir()
+    found = os.lstat(root) if default else os.stat(root)
+    user = os.geteuid()
+    remedy = "or set NIXL_LORA_CACHE_DIR to a directory of your own"
+    if default and not stat.S_ISDIR(found.st_mode):
+        raise HostError.make(f"{root} is not a directory", f"remove it, {remedy}")
+    if found.st_uid != user and (default or found.st_uid != 0):
+        raise HostError.make(
+            f"{root} belongs to uid {found.st_uid}, this process is uid {user}",
+            f"let its owner remove it, {remedy}",
+        )
+    shared = found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    if default and found.st_mode & 0o077:
+        raise HostError.make(
+            f"{root} is open to other users (mode {stat.S_IMODE(found.st_mode):04o})",
+            f"look at what lies there, chmod 700 {root}, {remedy}",
+        )
+    if shared and not found.st_mode & stat.S_ISVTX:
+        raise HostError.make(
+            f"other users may rename what lies in {root}", f"chmod go-w {root}, {remedy}"
+        )
 
 
 def _lock_shared(descriptor: int, file: Path) -> bool:
