@@ -8,6 +8,8 @@
 /* A probe on a healthy path takes microseconds on one host, milliseconds over a fabric
    (the first get also connects). */
 #define PROBE_MS 3000
+/* Turns of UCX in which answers that have come are taken, and one more for each rank. */
+#define PROBE_TURNS 64
 
 /** One call of path_prepare(). */
 typedef struct path_round {

@@ -144,7 +144,7 @@ static fanin_status unpack_keys(peer *p, shard_table *s, fanin_path path,
 /* ------------------------------------------------------------------ probe */
 
 typedef struct probe {
-    bool posted, done;
+    bool posted, judged; /* judged: by its answer, or given up without one */
     int ucx_status;
     char why[PATH_REASON];
 } probe;
@@ -152,36 +152,64 @@ typedef struct probe {
 static void on_probed(void *cookie, uint64_t tag, int ucx_status)
 {
     probe *p = &((probe *)cookie)[tag];
-    p->done = true;
+    if (p->judged)
+        return; /* recalled: its endpoint is gone, whatever the read came to */
+    p->judged = true;
     p->ucx_status = ucx_status;
 }
 
-static bool all_probed(const probe *probes, size_t n)
+static bool all_judged(const probe *probes, size_t n)
 {
     for (size_t i = 0; i < n; i++) {
-        if (probes[i].posted && !probes[i].done)
+        if (probes[i].posted && !probes[i].judged)
             return false;
     }
     return true;
 }
 
-/* Waits for the probes; endpoints of those that never answer are closed, which drains them. */
-static fanin_status await_probes(fanin_client *client, probe *probes, deadline at,
+/* Takes the answers that are there; true: there were some. */
+static bool take_answers(const fanin_client *client)
+{
+    bool any = false;
+    for (size_t turn = 0; turn < PROBE_TURNS + client->n_peers; turn++) {
+        if (!ucx_client_progress(client->one_sided))
+            break;
+        any = true;
+    }
+    return any;
+}
+
+/* Endpoints of probes that were never answered are closed, which recalls the reads. False: some
+   could not be recalled, they may still call back. */
+static bool recall_probes(fanin_client *client, probe *probes)
+{
+    bool recalled = true;
+    for (size_t i = 0; i < client->n_peers; i++) {
+        if (!probes[i].posted || probes[i].judged)
+            continue;
+        probes[i].judged = true;
+        probes[i].ucx_status = -1;
+        recalled = peer_drop_paths(client, i) && recalled;
+    }
+    return recalled;
+}
+
+static fanin_status await_probes(fanin_client *client, const probe *probes, deadline at,
                                  fanin_error *error)
 {
     deadline by = deadline_sooner(at, deadline_in_ms(PROBE_MS));
     fanin_status status = FANIN_OK;
-    while (!all_probed(probes, client->n_peers) && !deadline_passed(by) &&
-           status == FANIN_OK) {
-        if (!ucx_client_progress(client->one_sided))
+    /* The clock is read before the answers are taken: that this process was stopped for a while
+       says nothing about the path. */
+    bool late = false;
+    while (!late && status == FANIN_OK) {
+        late = deadline_passed(by);
+        bool any = take_answers(client);
+        if (all_judged(probes, client->n_peers))
+            break;
+        if (!any && !late)
             status = client_step(client, at, deadline_sooner(by, deadline_in_ms(1)),
                                  "connect", error);
-    }
-    for (size_t i = 0; i < client->n_peers; i++) {
-        if (probes[i].posted && !probes[i].done) {
-            probes[i].ucx_status = -1;
-            peer_drop_paths(client, i);
-        }
     }
     return status;
 }
@@ -208,7 +236,7 @@ static void post_probes(path_round *r, const bool *want, probe *probes,
                     probe_length(first), local, on_probed, probes, i,
                     &failed) == FANIN_OK)
             continue;
-        probes[i] = (probe){.posted = true, .done = true, .ucx_status = -1};
+        probes[i] = (probe){.posted = true, .judged = true, .ucx_status = -1};
         snprintf(probes[i].why, sizeof(probes[i].why), "%.250s", failed.message);
     }
 }
@@ -232,12 +260,24 @@ static fanin_status judge_probes(path_round *r, bool *want, const probe *probes,
                 return status;
             continue;
         }
-        ucx_endpoint *endpoint = client->peers[i].endpoint;
         snprintf(reason, sizeof(reason), "a probe read by %s succeeded (%.60s)",
-                 name ? name : "?", endpoint ? ucx_endpoint_transport(endpoint) : "");
+                 name ? name : "?", ucx_endpoint_transport(client->peers[i].endpoint));
         path_choose(r, i, path, reason);
     }
     return FANIN_OK;
+}
+
+/* UCX was closed for want of another way to recall a read: what it carried takes stream. */
+static fanin_status go_without(path_round *r, bool *want, fanin_error *error)
+{
+    fanin_status status = FANIN_OK;
+    for (size_t i = 0; i < r->client->n_peers && status == FANIN_OK; i++) {
+        if (!r->want[i] || r->publication->shards[i].path != FANIN_PATH_AUTO)
+            continue;
+        want[i] = false;
+        status = give_up(r, i, "a probe read could not be recalled", error);
+    }
+    return status;
 }
 
 static fanin_status probe_all(path_round *r, bool *want, fanin_path path,
@@ -253,13 +293,22 @@ static fanin_status probe_all(path_round *r, bool *want, fanin_path path,
         status =
             ucx_local_create(client->one_sided, landing,
                              client->n_peers * sizeof(*landing), host, &local, error);
+    bool recalled = true, closed = false;
     if (status == FANIN_OK) {
         post_probes(r, want, probes, landing, local);
         status = await_probes(client, probes, r->at, error);
+        recalled = recall_probes(client, probes);
+    }
+    ucx_local_destroy(&local);
+    if (!recalled) {
+        recalled = client_close_one_sided(client);
+        closed = true;
     }
     if (status == FANIN_OK)
-        status = judge_probes(r, want, probes, path, error);
-    ucx_local_destroy(&local);
+        status = closed ? go_without(r, want, error)
+                        : judge_probes(r, want, probes, path, error);
+    if (!recalled)
+        return status; /* what the reads may still write stays */
     free(landing);
     free(probes);
     return status;

@@ -1,0 +1,160 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * The first one-sided read of a rank, when it is not answered in time: it may still call back
+ * while it is recalled, or even later. Time and UCX's turns are the test's.
+ */
+#include "local_world.h"
+#include "testing.h"
+#include "ucx.h"
+#include <string.h>
+#include <time.h>
+
+#define RANKS 2
+#define STALL_S 4 /* longer than a probe may take */
+
+static struct {
+    bool stall;     /* the next turn of UCX does nothing, and time passes */
+    bool deaf;      /* ... and no later one does anything */
+    bool undrained; /* endpoints close, but their reads are not recalled */
+    unsigned closed, destroyed;
+} ucx_does;
+
+/* The client's thread only: the servers' go on. */
+static _Thread_local time_t ahead_s;
+
+int __real_clock_gettime(clockid_t id, struct timespec *now);
+int __wrap_clock_gettime(clockid_t id, struct timespec *now);
+int __wrap_clock_gettime(clockid_t id, struct timespec *now)
+{
+    int result = __real_clock_gettime(id, now);
+    now->tv_sec += ahead_s;
+    return result;
+}
+
+bool __real_ucx_client_progress(ucx_client *c);
+bool __wrap_ucx_client_progress(ucx_client *c);
+bool __wrap_ucx_client_progress(ucx_client *c)
+{
+    if (!ucx_does.stall && !ucx_does.deaf)
+        return __real_ucx_client_progress(c);
+    ahead_s += ucx_does.stall ? STALL_S : 0;
+    ucx_does.stall = false;
+    return false;
+}
+
+bool __real_ucx_endpoint_close(ucx_endpoint **e, deadline at);
+bool __wrap_ucx_endpoint_close(ucx_endpoint **e, deadline at);
+bool __wrap_ucx_endpoint_close(ucx_endpoint **e, deadline at)
+{
+    ucx_does.closed++;
+    if (!ucx_does.undrained)
+        return __real_ucx_endpoint_close(e, at);
+    *e = NULL;
+    return false;
+}
+
+bool __real_ucx_client_destroy(ucx_client **c);
+bool __wrap_ucx_client_destroy(ucx_client **c);
+bool __wrap_ucx_client_destroy(ucx_client **c)
+{
+    ucx_does.destroyed += *c != NULL;
+    return __real_ucx_client_destroy(c);
+}
+
+typedef struct fixture {
+    world world;
+    fanin_client *client;
+} fixture;
+
+static void set_up(fixture *f)
+{
+    if (!world_has_cma())
+        skip();
+    *f = (fixture){0};
+    memset(&ucx_does, 0, sizeof(ucx_does));
+    world_start(&f->world, RANKS, CUT_CHUNK0, world_lora, world_lora_count);
+    world_commit(&f->world, 1);
+    f->client = world_client(&f->world, FANIN_PATH_AUTO);
+}
+
+static void tear_down(fixture *f)
+{
+    memset(&ucx_does, 0, sizeof(ucx_does));
+    fanin_client_destroy(&f->client);
+    world_stop(&f->world);
+}
+
+static fanin_path pull(fixture *f)
+{
+    fanin_error error = FANIN_ERROR_INIT;
+    fanin_result_info info;
+    assert_ok(world_pull(&f->world, f->client, NULL, &info, &error), error);
+    assert_int_equal(info.step, 1);
+    return info.path;
+}
+
+/* cma may be forbidden here (containers): then nothing of this happens. */
+static bool has_cma(void)
+{
+    fixture f;
+    set_up(&f);
+    fanin_path path = pull(&f);
+    tear_down(&f);
+    if (path != FANIN_PATH_CMA)
+        print_message("no cma here\n");
+    return path == FANIN_PATH_CMA;
+}
+
+static void a_stalled_process_keeps_the_path(void **state)
+{
+    (void)state;
+    fixture f;
+    if (!has_cma())
+        skip();
+    set_up(&f);
+    ucx_does.stall = true;
+    assert_int_equal(pull(&f), FANIN_PATH_CMA);
+    assert_false(ucx_does.stall);
+    assert_int_equal(ucx_does.closed, 0);
+    tear_down(&f);
+}
+
+static void an_answer_after_the_verdict_changes_nothing(void **state)
+{
+    (void)state;
+    fixture f;
+    if (!has_cma())
+        skip();
+    set_up(&f);
+    ucx_does.stall = ucx_does.deaf = true;
+    assert_int_equal(pull(&f), FANIN_PATH_STREAM);
+    assert_int_equal(ucx_does.closed, RANKS);
+    assert_int_equal(ucx_does.destroyed, 0);
+    assert_int_equal(pull(&f), FANIN_PATH_STREAM);
+    tear_down(&f);
+}
+
+static void a_read_that_cannot_be_recalled_closes_ucx(void **state)
+{
+    (void)state;
+    fixture f;
+    if (!has_cma())
+        skip();
+    set_up(&f);
+    ucx_does.stall = ucx_does.deaf = ucx_does.undrained = true;
+    assert_int_equal(pull(&f), FANIN_PATH_STREAM);
+    assert_int_equal(ucx_does.destroyed, 1);
+    ucx_does.deaf = ucx_does.undrained = false;
+    assert_int_equal(pull(&f), FANIN_PATH_STREAM);
+    tear_down(&f);
+}
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(a_stalled_process_keeps_the_path),
+        cmocka_unit_test(an_answer_after_the_verdict_changes_nothing),
+        cmocka_unit_test(a_read_that_cannot_be_recalled_closes_ucx),
+    };
+    return cmocka_run_group_tests_name("probe", tests, NULL, NULL);
+}
