@@ -121,13 +121,10 @@ static bool start_on(connection *c, const socket_address *address, fanin_error *
 /* The abstract name may belong to another user: then only TCP is left. */
 static bool start_unix(connection *c)
 {
-    uint16_t port = c->tcp.storage.ss_family == AF_INET6
-                        ? ntohs(((struct sockaddr_in6 *)&c->tcp.storage)->sin6_port)
-                        : ntohs(((struct sockaddr_in *)&c->tcp.storage)->sin_port);
     if (c->shared->no_unix || !socket_is_loopback(&c->tcp))
         return false;
     socket_address name;
-    socket_unix_address(geteuid(), port, &name);
+    socket_unix_address(geteuid(), &c->tcp, &name);
     if (!start_on(c, &name, NULL))
         return false;
     uid_t uid;
@@ -144,17 +141,13 @@ static bool start_unix(connection *c)
     return false;
 }
 
-void connection_start(connection *c)
+static void start_tcp(connection *c)
 {
-    if (c->state != CONNECTION_DOWN)
-        return;
+    fanin_error fault = FANIN_ERROR_INIT;
     c->is_unix = false;
     c->in.size = c->in_used = 0;
     outgoing_clear(&c->out);
     c->next_request = 1;
-    fanin_error fault = FANIN_ERROR_INIT;
-    if (start_unix(c))
-        return;
     if (start_on(c, &c->tcp, &fault))
         return;
     error_place place = connection_place(c, "connect");
@@ -165,6 +158,36 @@ void connection_start(connection *c)
                   fault.message);
     else
         error_set(&c->fault, FANIN_ERR_UNREACHABLE, &place, "%s", fault.message);
+}
+
+void connection_start(connection *c)
+{
+    if (c->state != CONNECTION_DOWN)
+        return;
+    c->is_unix = false;
+    c->in.size = c->in_used = 0;
+    outgoing_clear(&c->out);
+    c->next_request = 1;
+    if (!start_unix(c))
+        start_tcp(c);
+}
+
+/* Whoever took the Unix name of an address need not be who listens there. Over TCP addresses may
+   differ lawfully: forwarders, names, NAT. */
+static bool is_who_was_asked(const connection *c, const msg_hello_ok *peer)
+{
+    char asked[SOCKET_TEXT];
+    socket_listen_text(&c->tcp, asked);
+    return !c->is_unix || strcmp(asked, peer->address) == 0;
+}
+
+static void leave_unix(connection *c)
+{
+    loop_remove(c->shared->loop, &c->source);
+    close(c->source.fd);
+    c->source.fd = -1;
+    c->state = CONNECTION_DOWN;
+    start_tcp(c);
 }
 
 static void send_hello(connection *c)
@@ -241,6 +264,10 @@ static void on_hello_ok(connection *c, message_type type, body *b)
                   "chose a protocol version that was not offered");
         return;
     }
+    if (!is_who_was_asked(c, &peer)) {
+        leave_unix(c);
+        return;
+    }
     c->peer = peer;
     c->known = true;
     c->generation++;
@@ -304,7 +331,7 @@ static bool take_frames(connection *c)
         c->in_used += FRAME_SIZE + (size_t)f.length;
         uint64_t generation = c->generation;
         dispatch(c, &f, &b);
-        if (c->state == CONNECTION_DOWN || c->source.fd < 0 ||
+        if (c->state <= CONNECTION_CONNECTING || c->source.fd < 0 ||
             (generation != c->generation && c->state != CONNECTION_READY))
             return false;
     }

@@ -48,7 +48,8 @@ TABLE(fields_hello_ok, U32(1, msg_hello_ok, version, 1, UINT16_MAX),
       OPTIONAL_TEXT(11, msg_hello_ok, host_id),
       U32(12, msg_hello_ok, paths, 0, UINT32_MAX),
       U32(13, msg_hello_ok, lease_ms, 0, UINT32_MAX),
-      OPTIONAL_TEXT(14, msg_hello_ok, warnings));
+      OPTIONAL_TEXT(14, msg_hello_ok, warnings),
+      OPTIONAL_TEXT(15, msg_hello_ok, address));
 
 TABLE(fields_open_path,
       I32(1, msg_open_path, path, WIRE_PATH_STREAM, WIRE_PATH_CUDA_IPC),

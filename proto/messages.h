@@ -68,6 +68,7 @@ typedef struct msg_hello_ok {
     uint32_t paths; /**< bit 1 << fanin_path */
     uint32_t lease_ms;
     char warnings[512]; /**< lines */
+    char address[64];   /**< that the server listens on, "127.0.0.1:6000" */
 } msg_hello_ok;
 
 typedef struct msg_open_path { /* request and reply */

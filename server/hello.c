@@ -44,6 +44,7 @@ static void reply_hello(session *s, uint64_t request, const uint8_t id[16])
     snprintf(m.server_name, sizeof m.server_name, "%s_%u", server->name,
              (unsigned)server->rank);
     snprintf(m.software, sizeof m.software, "fanin %s", fanin_version());
+    socket_listen_text(&server->address, m.address);
     if (server->ucx)
         snprintf(m.ucx_version, sizeof m.ucx_version, "%s", ucx_version(server->ucx));
     if (s->is_local || s->trusted)

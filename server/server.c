@@ -269,7 +269,7 @@ static int listen_unix(fanin_server *s)
     int fd = -1;
     if (!socket_is_loopback(&s->address))
         return -1;
-    socket_unix_address(geteuid(), s->port, &address);
+    socket_unix_address(geteuid(), &s->address, &address);
     if (socket_listen(&address, BACKLOG, &fd, &error) != FANIN_OK)
         log_write(&s->log, FANIN_LOG_WARNING, "unix-socket",
                   "no Unix socket beside port %u, TCP only: %s", (unsigned)s->port,
@@ -284,6 +284,7 @@ static fanin_status start(fanin_server *s, fanin_error *error)
     if (status != FANIN_OK)
         return status;
     s->port = socket_port(tcp);
+    socket_set_port(&s->address, s->port);
     unix_fd = listen_unix(s);
     load_ucx(s);
     status = commit_create(s, error);

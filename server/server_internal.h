@@ -166,7 +166,7 @@ struct fanin_server {
     uint8_t world_id[16], incarnation[16];
     uint32_t rank, world_size, flags, lease_ms, max_sessions, idle_ms;
     uint64_t max_memory;
-    socket_address address; /**< bound to */
+    socket_address address; /**< that it listens on, with the port */
     uint16_t port;
     network *allow;
     size_t n_allow;

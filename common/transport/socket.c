@@ -56,6 +56,21 @@ static void write_text(socket_address *a)
     snprintf(a->text, sizeof a->text, format, host, port);
 }
 
+void socket_listen_text(const socket_address *a, char out[SOCKET_TEXT])
+{
+    socket_address plain = *a;
+    int family;
+    const uint8_t *bytes;
+    if (ip_bytes(a, &family, &bytes) && family != a->storage.ss_family) {
+        const struct sockaddr_in6 *in6 = (const void *)&a->storage;
+        struct sockaddr_in in = {.sin_family = AF_INET, .sin_port = in6->sin6_port};
+        memcpy(&in.sin_addr, bytes, sizeof in.sin_addr);
+        memcpy(&plain.storage, &in, sizeof in);
+    }
+    write_text(&plain);
+    memcpy(out, plain.text, SOCKET_TEXT);
+}
+
 /* Splits "host:port" and "[v6]:port". */
 static bool split(const char *host_port, char *host, size_t host_size,
                   const char **port_out)
@@ -173,17 +188,19 @@ bool socket_is_local(const socket_address *a)
     return local;
 }
 
-void socket_unix_address(uid_t uid, uint16_t port, socket_address *out)
+void socket_unix_address(uid_t uid, const socket_address *tcp, socket_address *out)
 {
+    char where[SOCKET_TEXT];
+    socket_listen_text(tcp, where);
     memset(out, 0, sizeof *out);
     struct sockaddr_un *un = (void *)&out->storage;
     un->sun_family = AF_UNIX;
     /* An abstract name begins with a NUL and is as long as the length says. */
-    int length = snprintf(un->sun_path + 1, sizeof un->sun_path - 1, "fanin-%u-%u",
-                          (unsigned)uid, (unsigned)port);
+    int length = snprintf(un->sun_path + 1, sizeof un->sun_path - 1, "fanin-%u-%s",
+                          (unsigned)uid, where);
     out->length =
         (socklen_t)(offsetof(struct sockaddr_un, sun_path) + 1 + (size_t)length);
-    snprintf(out->text, sizeof out->text, "unix:%u/%u", (unsigned)uid, (unsigned)port);
+    snprintf(out->text, sizeof out->text, "unix:%u/%.48s", (unsigned)uid, where);
 }
 
 /* --------------------------------------------------------------- sockets */
@@ -196,6 +213,15 @@ static unsigned address_port(const socket_address *a)
         return ntohs(
             ((const struct sockaddr_in6 *)(const void *)&a->storage)->sin6_port);
     return 0;
+}
+
+void socket_set_port(socket_address *a, uint16_t port)
+{
+    if (a->storage.ss_family == AF_INET)
+        ((struct sockaddr_in *)(void *)&a->storage)->sin_port = htons(port);
+    else if (a->storage.ss_family == AF_INET6)
+        ((struct sockaddr_in6 *)(void *)&a->storage)->sin6_port = htons(port);
+    write_text(a);
 }
 
 static fanin_status listen_failed(const socket_address *a, int code, fanin_error *error)

@@ -12,10 +12,12 @@
 #include <sys/uio.h>
 
 /** A peer: resolved address and text. */
+#define SOCKET_TEXT 64
 typedef struct socket_address {
     struct sockaddr_storage storage;
     socklen_t length;
-    char text[64]; /**< "127.0.0.1:6000", "[::1]:6000", "unix:0/6000" */
+    char text
+        [SOCKET_TEXT]; /**< "127.0.0.1:6000", "[::1]:6000", "unix:0/127.0.0.1:6000" */
 } socket_address;
 
 /** Splits "host:port" / "[v6]:port" and resolves; getaddrinfo may block on DNS, so numeric
@@ -26,8 +28,14 @@ bool socket_is_loopback(const socket_address *a);
 /** Whether the address belongs to this host (loopback or one of its interfaces). */
 bool socket_is_local(const socket_address *a);
 bool socket_is_wildcard(const socket_address *a);
-/** The abstract Unix name of uid and port, "\0fanin-<uid>-<port>". */
-void socket_unix_address(uid_t uid, uint16_t port, socket_address *out);
+/** Address and port as one canonical text, "127.0.0.1:6000" or "[::1]:6000": one address has one
+    text, an IPv4 address that is mapped into IPv6 that of the IPv4 address. */
+void socket_listen_text(const socket_address *a, char out[SOCKET_TEXT]);
+/** The abstract Unix name beside a TCP address, "\0fanin-<uid>-<socket_listen_text()>": trainers on
+    one port of several loopback addresses have a name each. */
+void socket_unix_address(uid_t uid, const socket_address *tcp, socket_address *out);
+/** Sets the port of an IP address, and its text. */
+void socket_set_port(socket_address *a, uint16_t port);
 
 /** Listens (TCP: SO_REUSEADDR). FANIN_ERR_EXISTS: in use; FANIN_ERR_IO. */
 fanin_status socket_listen(const socket_address *a, int backlog, int *fd_out,

@@ -2,6 +2,7 @@
 #include "rank_proxy.h"
 
 #include "buffer.h"
+#include "messages.h"
 #include "socket.h"
 #include "testing.h"
 #include <errno.h>
@@ -19,6 +20,8 @@
 typedef struct pair {
     int client, rank; /* -1: free */
     buffer asked;     /* of the client, not yet passed on */
+    buffer greeting;  /* of the rank, until it is whole and told anew */
+    bool greeted;
 } pair;
 
 static void close_pair(pair *p)
@@ -26,6 +29,7 @@ static void close_pair(pair *p)
     close(p->client);
     close(p->rank);
     buffer_free(&p->asked);
+    buffer_free(&p->greeting);
     *p = (pair){.client = -1, .rank = -1};
 }
 
@@ -69,30 +73,66 @@ static bool from_client(rank_proxy *p, pair *c)
     }
 }
 
-static bool from_rank(const pair *c)
+/* The rank's hello with the address that the proxy stands for. */
+static bool greet(rank_proxy *p, pair *c)
+{
+    frame f;
+    const char *why;
+    const buffer *g = &c->greeting;
+    if (g->size < FRAME_SIZE)
+        return true;
+    if (frame_decode(g->data, &f, &why) != FANIN_OK)
+        return false;
+    size_t whole = FRAME_SIZE + (size_t)f.length;
+    if (g->size < whole)
+        return true;
+    body b = {.data = g->data + FRAME_SIZE, .size = f.length};
+    msg_hello_ok m;
+    buffer told = {0};
+    if (f.type == MSG_HELLO_OK && decode_hello_ok(&b, &m) == FANIN_OK) {
+        snprintf(m.address, sizeof(m.address), "%s", p->address);
+        encode_hello_ok(&told, f.request, &m);
+    } else {
+        buffer_append(&told, g->data, whole);
+    }
+    buffer_append(&told, g->data + whole, g->size - whole);
+    c->greeted = put(c->client, told.data, told.size);
+    buffer_free(&told);
+    return c->greeted;
+}
+
+static bool from_rank(rank_proxy *p, pair *c)
 {
     static _Thread_local uint8_t piece[PIECE];
     ssize_t n = recv(c->rank, piece, sizeof(piece), 0);
-    return n > 0 && put(c->client, piece, (size_t)n);
+    if (n <= 0)
+        return false;
+    if (c->greeted)
+        return put(c->client, piece, (size_t)n);
+    buffer_append(&c->greeting, piece, (size_t)n);
+    return greet(p, c);
 }
 
 static void target_address(const rank_proxy *p, bool is_unix, socket_address *out)
 {
     char text[32];
+    socket_address tcp;
     snprintf(text, sizeof(text), "127.0.0.1:%u", (unsigned)p->target);
+    assert_int_equal(socket_resolve(text, &tcp, NULL), FANIN_OK);
     if (is_unix)
-        socket_unix_address(geteuid(), p->target, out);
+        socket_unix_address(geteuid(), &tcp, out);
     else
-        assert_int_equal(socket_resolve(text, out, NULL), FANIN_OK);
+        *out = tcp;
 }
 
 /* A rank that is gone refuses here; the client sees its connection closed at once. */
-static void on_accept(const rank_proxy *p, pair *pairs, bool is_unix)
+static void on_accept(rank_proxy *p, pair *pairs, bool is_unix)
 {
     socket_address to;
     int client = accept4(p->listeners[is_unix], NULL, NULL, SOCK_CLOEXEC);
     if (client < 0)
         return;
+    atomic_fetch_add(&p->accepted[is_unix], 1);
     target_address(p, is_unix, &to);
     int rank = socket(to.storage.ss_family, SOCK_STREAM | SOCK_CLOEXEC, 0);
     pair *c = pairs;
@@ -106,7 +146,9 @@ static void on_accept(const rank_proxy *p, pair *pairs, bool is_unix)
     }
     socket_tune(client);
     socket_tune(rank);
-    *c = (pair){.client = client, .rank = rank};
+    /* Over TCP a forwarder is nothing special, and its rank has another address. */
+    *c =
+        (pair){.client = client, .rank = rank, .greeted = !is_unix || p->keeps_address};
 }
 
 static void *run(void *cookie)
@@ -129,7 +171,7 @@ static void *run(void *cookie)
         for (int i = 0; i < MAX_PAIRS; i++) {
             pair *c = &pairs[i];
             if ((polled[3 + 2 * i].revents && !from_client(p, c)) ||
-                (polled[4 + 2 * i].revents && !from_rank(c)))
+                (polled[4 + 2 * i].revents && !from_rank(p, c)))
                 close_pair(c);
         }
         for (int i = 0; i < 2; i++) {
@@ -152,9 +194,9 @@ void rank_proxy_start(rank_proxy *p, uint16_t target, message_type when,
     socket_address tcp, name;
     assert_int_equal(socket_resolve("127.0.0.1:0", &tcp, NULL), FANIN_OK);
     assert_int_equal(socket_listen(&tcp, 16, &p->listeners[0], NULL), FANIN_OK);
-    uint16_t port = socket_port(p->listeners[0]);
-    snprintf(p->address, sizeof(p->address), "127.0.0.1:%u", (unsigned)port);
-    socket_unix_address(geteuid(), port, &name);
+    socket_set_port(&tcp, socket_port(p->listeners[0]));
+    snprintf(p->address, sizeof(p->address), "%.31s", tcp.text);
+    socket_unix_address(geteuid(), &tcp, &name);
     assert_int_equal(socket_listen(&name, 16, &p->listeners[1], NULL), FANIN_OK);
     p->wake = eventfd(0, EFD_CLOEXEC);
     assert_true(p->wake >= 0);

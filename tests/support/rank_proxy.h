@@ -3,7 +3,8 @@
  * @file
  * A man in the middle: stands for one rank on a port of its own (TCP and the Unix name that
  * belongs to it), passes everything on, and calls a function just before the first request
- * of one type goes through.
+ * of one type goes through. On the Unix name it says its own address instead of the rank's, as
+ * whoever really listened there would.
  */
 #ifndef RANK_PROXY_H
 #define RANK_PROXY_H
@@ -19,6 +20,8 @@ typedef struct rank_proxy {
     void (*trigger)(void *cookie);
     void *cookie;
     atomic_bool triggered;
+    atomic_bool keeps_address; /**< the rank's address is said on the Unix name, too */
+    atomic_uint accepted[2];   /**< connections over TCP, over the Unix name */
     int listeners[2], wake;
     pthread_t thread;
 } rank_proxy;

@@ -53,7 +53,8 @@ static void add_hellos(samples *s)
                        .host_id = "host",
                        .paths = 1u << WIRE_PATH_STREAM | 1u << WIRE_PATH_CMA,
                        .lease_ms = 1000,
-                       .warnings = "locked memory is limited to 8 MiB"};
+                       .warnings = "locked memory is limited to 8 MiB",
+                       .address = "127.0.0.1:6003"};
     fill(ok.world_id, 0x20);
     fill(ok.incarnation, 0x30);
     fill(ok.session, 0x40);

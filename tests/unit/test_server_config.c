@@ -351,8 +351,11 @@ static void other_users_are_refused_on_the_unix_socket(void **state)
     if (geteuid() != 0)
         skip();
     fanin_server *s = server_start(NULL);
-    socket_address a;
-    socket_unix_address(0, fanin_server_port(s), &a);
+    socket_address a, tcp;
+    char where[32];
+    snprintf(where, sizeof where, "127.0.0.1:%u", (unsigned)fanin_server_port(s));
+    assert_int_equal(socket_resolve(where, &tcp, NULL), FANIN_OK);
+    socket_unix_address(0, &tcp, &a);
     pid_t child = fork();
     if (child == 0) {
         int fd, code = 1;

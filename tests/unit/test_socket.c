@@ -6,9 +6,11 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <poll.h>
+#include <stddef.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/un.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -73,11 +75,33 @@ static void addresses_are_classified(void **state)
     assert_true(wildcard("[::]:1"));
     assert_true(wildcard("[::ffff:0.0.0.0]:1"));
     assert_false(wildcard("127.0.0.1:1"));
-    socket_address a;
-    socket_unix_address(1000, 6000, &a);
-    assert_string_equal(a.text, "unix:1000/6000");
+}
+
+static void unix_name_is(const char *address, const char *expected)
+{
+    socket_address tcp = resolved(address), a;
+    socket_unix_address(1000, &tcp, &a);
+    const struct sockaddr_un *un = (const void *)&a.storage;
+    assert_int_equal(un->sun_family, AF_UNIX);
+    assert_int_equal(a.length,
+                     offsetof(struct sockaddr_un, sun_path) + 1 + strlen(expected));
+    assert_int_equal(un->sun_path[0], '\0');
+    assert_memory_equal(un->sun_path + 1, expected, strlen(expected));
     assert_true(socket_is_loopback(&a));
     assert_false(socket_is_wildcard(&a));
+}
+
+static void unix_names_have_the_address(void **state)
+{
+    (void)state;
+    unix_name_is("127.0.0.1:6000", "fanin-1000-127.0.0.1:6000");
+    unix_name_is("127.0.0.2:6000", "fanin-1000-127.0.0.2:6000");
+    unix_name_is("localhost:6000", "fanin-1000-127.0.0.1:6000");
+    unix_name_is("[::ffff:127.0.0.2]:65535", "fanin-1000-127.0.0.2:65535");
+    unix_name_is("[0:0::1]:6000", "fanin-1000-[::1]:6000");
+    socket_address a = resolved("[::1]:0");
+    socket_set_port(&a, 6001);
+    assert_string_equal(a.text, "[::1]:6001");
 }
 
 static int accept_in_time(int listener, socket_address *peer)
@@ -145,7 +169,8 @@ static void sockets_connect(void **state)
     } else {
         assert_int_equal(error.status, FANIN_ERR_UNREACHABLE);
     }
-    socket_unix_address(geteuid(), port, &a);
+    socket_address tcp = a;
+    socket_unix_address(geteuid(), &tcp, &a);
     assert_ok(socket_listen(&a, 5, &listener, &error), error);
     connects(&a, listener);
     assert_int_equal(socket_listen(&a, 5, &other, &error), FANIN_ERR_EXISTS);
@@ -222,6 +247,7 @@ int main(void)
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(addresses_are_parsed),
         cmocka_unit_test(addresses_are_classified),
+        cmocka_unit_test(unix_names_have_the_address),
         cmocka_unit_test(sockets_connect),
         cmocka_unit_test(networks_contain_addresses),
         cmocka_unit_test(processes_of_a_host_have_one_id),
