@@ -25,7 +25,7 @@ typedef struct ucx ucx;
 
 /**
  * Looks in FANIN_UCX_LIBRARY (a file; empty string: do not load; nothing else is tried), a
- * libucp.so.0 already loaded, the directory recorded at build, the system. Needs >= 1.16.
+ * libucp.so.0 already loaded, where the dynamic loader looks. Needs >= 1.16.
  * FANIN_ERR_UNSUPPORTED with a sentence that says what was found where and what to install.
  * Logs path and version. Sets UCX_MEM_EVENTS=n, UCX_HANDLE_ERRORS=none, UCX_DEBUG_SIGNO=0
  * (where unset) around the first dlopen and removes them again, under a lock: no other

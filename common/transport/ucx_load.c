@@ -157,25 +157,14 @@ static fanin_status open_named(const char *file, void *present, void **out,
     return refuse(error, "let FANIN_UCX_LIBRARY name a libucp.so.0, or unset it", text);
 }
 
-/* The recorded directory, then the system. */
+/* Where the dynamic loader looks; the build tree's run paths name the UCX of the build. */
 static fanin_status open_found(void **out, fanin_error *error)
 {
     char text[512];
-    size_t used = 0;
-#ifdef FANIN_UCX_LIBRARY_DIR
-    static const char *const places[] = {FANIN_UCX_LIBRARY_DIR "/" SONAME, SONAME};
-#else
-    static const char *const places[] = {SONAME};
-#endif
-    for (size_t i = 0; i < sizeof(places) / sizeof(places[0]); i++) {
-        *out = open_harmlessly(places[i]);
-        if (*out)
-            return FANIN_OK;
-        int written = snprintf(text + used, sizeof(text) - used, "%s%.220s",
-                               used ? "; " : "no UCX: ", dlerror());
-        if (written > 0 && (used += (size_t)written) >= sizeof(text))
-            used = sizeof(text) - 1;
-    }
+    *out = open_harmlessly(SONAME);
+    if (*out)
+        return FANIN_OK;
+    snprintf(text, sizeof(text), "no UCX: %.400s", dlerror());
     return refuse(error, install_hint, text);
 }
 

@@ -3,6 +3,8 @@
 # What a user of the installed library gets. FANIN_PREFIX: where it was installed,
 # FANIN_BUILD_DIR: the build it comes from.
 
+bats_require_minimum_version 1.5.0
+
 setup()
 {
     here=$BATS_TEST_DIRNAME
@@ -10,8 +12,24 @@ setup()
     libdir=$(realpath "$(dirname "$pc")/..")
     library=$libdir/libfanin.so.0
     export PKG_CONFIG_PATH=${pc%/fanin.pc}
-    export LD_LIBRARY_PATH=$libdir
+    unset LD_LIBRARY_PATH FANIN_UCX_LIBRARY
     scratch=$BATS_TEST_TMPDIR
+}
+
+# alone COMMAND...: without any environment of ours.
+alone()
+{
+    env -i PATH=/usr/bin:/bin "$@"
+}
+
+# compiled SOURCE PROGRAM COMPILER...: by pkg-config, as the README says for a prefix of one's own.
+compiled()
+{
+    local source=$1 program=$2
+    shift 2
+    # shellcheck disable=SC2046
+    "$@" $warnings "$source" -o "$program" $(pkg-config --cflags --libs fanin) \
+        -Wl,-rpath,"$(pkg-config --variable=libdir fanin)"
 }
 
 headers()
@@ -105,28 +123,56 @@ warnings='-Wall -Wextra -pedantic -Werror'
 }
 
 @test "a program in C builds with pkg-config and runs" {
-    # shellcheck disable=SC2046
-    gcc -std=c11 $warnings "$here/consumer.c" -o "$scratch/consumer" \
-        $(pkg-config --cflags --libs fanin)
-    run -0 "$scratch/consumer"
+    compiled "$here/consumer.c" "$scratch/consumer" gcc -std=c11
+    run -0 alone "$scratch/consumer"
     [ "$output" = "$(pkg-config --modversion fanin)" ]
 }
 
 @test "a program in C++ builds with pkg-config and runs" {
-    # shellcheck disable=SC2046
-    g++ -std=c++17 $warnings "$here/consumer.cpp" -o "$scratch/consumer" \
-        $(pkg-config --cflags --libs fanin)
-    run -0 "$scratch/consumer"
+    compiled "$here/consumer.cpp" "$scratch/consumer" g++ -std=c++17
+    run -0 alone "$scratch/consumer"
     [ "$output" = "$(pkg-config --modversion fanin)" ]
 }
 
 @test "the installed tool runs, and its manual page and completion are there" {
-    [ -x "$FANIN_PREFIX/bin/nixl-fetch" ]
-    run -0 "$FANIN_PREFIX/bin/nixl-fetch" --help
+    run -0 alone "$FANIN_PREFIX/bin/nixl-fetch" --help
     [[ $output == *pull* ]]
     # Not its warnings: scdoc writes paragraph macros that mandoc finds superfluous.
     mandoc -T lint -W error "$FANIN_PREFIX/share/man/man1/nixl-fetch.1"
     bash -n "$FANIN_PREFIX/share/bash-completion/completions/nixl-fetch"
+}
+
+@test "installed below DESTDIR, and moved from there, the tool runs" {
+    DESTDIR=$scratch/package meson install -C "$FANIN_BUILD_DIR" --no-rebuild --quiet
+    staged=$scratch/package$FANIN_PREFIX
+    diff <(cd "$FANIN_PREFIX" && find . | sort) <(cd "$staged" && find . | sort)
+    run -0 alone "$staged/bin/nixl-fetch" --help
+    mv "$staged" "$scratch/elsewhere"
+    run -0 alone "$scratch/elsewhere/bin/nixl-fetch" --help
+    [[ $output == *pull* ]]
+}
+
+@test "nothing installed names the checkout, the build directory or the UCX of the build" {
+    run -0 readelf -d "$FANIN_PREFIX/bin/nixl-fetch"
+    [[ $output == *'RUNPATH'*'[$ORIGIN/../'"${libdir#"$(realpath "$FANIN_PREFIX")"/}]"* ]]
+    for file in "$library" "$FANIN_PREFIX/bin/nixl-fetch"; do
+        strip -o "$scratch/stripped" "$file" # debugging information names sources
+        run -1 grep -aoE ".{40}($(realpath "$here/../..")|$(realpath "$FANIN_BUILD_DIR")|\.deps/).*" "$scratch/stripped"
+    done
+}
+
+@test "the installed tool says how to give it UCX, and takes the one that it is given" {
+    doctor=("$FANIN_PREFIX/bin/nixl-fetch" doctor)
+    run -0 alone FANIN_UCX_LIBRARY=/nonexistent/libucp.so.0 "${doctor[@]}"
+    [[ $output == *'UCX: none is used (FANIN_UCX_LIBRARY: /nonexistent/libucp.so.0: cannot open'* ]]
+    run -0 alone "${doctor[@]}"
+    if [[ $output != *'ok '*' UCX: 1.'* ]]; then # the system has none, or too old a one
+        [[ $output == *'UCX: none is used'*'install'*'FANIN_UCX_LIBRARY'* ]]
+    fi
+    ucx=$("$here/../../tools/find-ucx")
+    [ -n "$ucx" ] || skip 'no UCX in .deps'
+    run -0 alone FANIN_UCX_LIBRARY="$ucx/lib/libucp.so.0" "${doctor[@]}"
+    [[ $output == *' UCX: 1.'*" at $ucx/lib/libucp.so.0"* ]]
 }
 
 @test "the tool uses public functions of the shared library only" {
@@ -147,9 +193,7 @@ warnings='-Wall -Wextra -pedantic -Werror'
 @test "the examples have under 50 lines, build with pkg-config and pull a step" {
     for example in trainer worker; do
         [ "$(wc -l <"$here/../examples/$example.c")" -lt 50 ]
-        # shellcheck disable=SC2046
-        gcc -std=c11 $warnings "$here/../examples/$example.c" -o "$scratch/$example" \
-            $(pkg-config --cflags --libs fanin)
+        compiled "$here/../examples/$example.c" "$scratch/$example" gcc -std=c11
     done
     # A trainer prints its port, takes a step a line, and ends with its input.
     mkfifo "$scratch/in0" "$scratch/in1" "$scratch/out0" "$scratch/out1"
