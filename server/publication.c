@@ -242,15 +242,9 @@ void publication_wait_for_reads(fanin_server *s, publication *p)
         pthread_cond_wait(&s->freed, &s->lock);
 }
 
-/* From any state but draining to an odd epoch, and to the state writing or paused. */
-static void turn(fanin_server *s, publication *p, publication_state to)
+/* A new odd epoch, and what was read under the old ones is worth nothing from now on. */
+static void void_readers(fanin_server *s, publication *p, publication_state to)
 {
-    uint64_t began = clock_ns();
-    if (p->state == STATE_STABLE) {
-        p->stable_ns[p->n_stable++ % STABLE_SAMPLES] = began - p->committed_at;
-        publication_enter(s, p, STATE_DRAINING);
-        drain(s, p);
-    }
     p->epoch = next_odd(s);
     p->previous = 0;
     lease_void_all(s, p);
@@ -259,6 +253,23 @@ static void turn(fanin_server *s, publication *p, publication_state to)
         publication_enter(s, p, to);
     pthread_cond_broadcast(&s->freed); /* for those that wait for the draining to end */
     publication_wait_for_reads(s, p);
+}
+
+static void count_stable(publication *p)
+{
+    p->stable_ns[p->n_stable++ % STABLE_SAMPLES] = clock_ns() - p->committed_at;
+}
+
+/* From any state but draining to an odd epoch, and to the state writing or paused. */
+static void turn(fanin_server *s, publication *p, publication_state to)
+{
+    uint64_t began = clock_ns();
+    if (p->state == STATE_STABLE) {
+        count_stable(p);
+        publication_enter(s, p, STATE_DRAINING);
+        drain(s, p);
+    }
+    void_readers(s, p, to);
     uint64_t waited = clock_ns() - began;
     s->stats.updates += to == STATE_WRITING;
     s->stats.drain_wait_ns_total += waited;
@@ -433,6 +444,49 @@ fanin_status fanin_server_abort_update(fanin_server *server, const char *name,
             error_set(error, FANIN_ERR_STATE, &place, "no update of %s is open", name);
     } else {
         abort_update(server, p);
+    }
+    pthread_mutex_unlock(&server->lock);
+    commit_tidy(server);
+    return status;
+}
+
+/* Whether readers may read the shards themselves, now or when a pending commit takes effect. Lock
+   held. */
+static bool may_withdraw(fanin_server *s, publication *p)
+{
+    commit_settle(s, p);
+    return (p->state == STATE_STABLE || p->pending) && !p->paused && !has_copies(p);
+}
+
+/* Lock held. */
+static void withdraw(fanin_server *s, publication *p)
+{
+    if (p->state == STATE_STABLE)
+        count_stable(p);
+    commit_withdraw(s, p, "its bytes were written outside of an update");
+    s->stats.aborts++;
+    void_readers(s, p, STATE_UNPUBLISHED);
+}
+
+fanin_status fanin_server_withdraw(fanin_server *server, const char *name,
+                                   fanin_error *error)
+{
+    fanin_status status = server_check(server, error);
+    if (status == FANIN_OK)
+        status = publication_name_check(name, error);
+    if (status != FANIN_OK)
+        return status;
+    error_place place = {.phase = "withdraw"};
+    pthread_mutex_lock(&server->lock);
+    publication *p = publication_find(server, name);
+    if (!p || !p->present) {
+        status = error_set(error, FANIN_ERR_NOT_FOUND, &place,
+                           "there is no publication %s", name);
+    } else if (!may_withdraw(server, p)) {
+        status = error_set(error, FANIN_ERR_STATE, &place,
+                           "no shards of %s are readable by reference", name);
+    } else {
+        withdraw(server, p);
     }
     pthread_mutex_unlock(&server->lock);
     commit_tidy(server);

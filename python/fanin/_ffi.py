@@ -408,6 +408,7 @@ PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {
     "fanin_commit_options_init": (None, [POINTER(CommitOptions), c_size_t]),
     "fanin_server_commit": (_status, [_handle, c_char_p, c_uint64, POINTER(CommitOptions), _error]),
     "fanin_server_abort_update": (_status, [_handle, c_char_p, _error]),
+    "fanin_server_withdraw": (_status, [_handle, c_char_p, _error]),
     "fanin_server_pause": (_status, [_handle, c_char_p, c_char_p, _error]),
     "fanin_server_resume": (_status, [_handle, c_char_p, _error]),
     "fanin_server_list": (_status, [_handle, c_char_p, NameFn, c_void_p, _error]),

@@ -35,13 +35,13 @@ import re
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from fanin._tensors import TORCH_DTYPES, Shard, shard_of
 from fanin.config import trainer_config
-from fanin.errors import FaninError
+from fanin.errors import FaninError, StateError
 from fanin.info import is_loopback
 from fanin.server import Server, Stream
 
@@ -90,6 +90,25 @@ def dtype_name(dtype: str) -> str:
 class _Entry:
     tensor: Any
     shard: Shard
+    #: How often PyTorch had written the tensor when it was published; None: it does not count.
+    version: int | None = None
+
+    def __post_init__(self) -> None:
+        self.published()
+
+    def published(self) -> None:
+        self.version = _version(self.tensor)
+
+    @property
+    def written(self) -> bool:
+        return self.version != _version(self.tensor)
+
+
+def _version(tensor: Any) -> int | None:
+    try:
+        return getattr(tensor, "_version", None)
+    except RuntimeError:  # a tensor made in inference mode
+        return None
 
 
 class ParameterServer:
@@ -198,14 +217,17 @@ class ParameterServer:
         """Puts *tensor* in the place of the key's, which may be the same, and publishes it.
 
         To change a registered tensor's values use :meth:`updating`: writing first and calling this
-        afterwards would let readers in between. Blocks at most the lease. Raises KeyError if the
-        key is not there, RequestError if the memory cannot be served.
+        afterwards lets readers in between, and is a StateError where PyTorch counts the writes.
+        Blocks at most the lease. Raises KeyError if the key is not there, RequestError if the
+        memory cannot be served.
         """
         with self._lock:
             self._alive()
             if key not in self._store:
                 raise KeyError(f"no key {key!r}: put() adds a tensor")
             publication, name = split_key(key)
+            if self._open is None:
+                self._refuse_written([key])
             shard = shard_of(name, tensor)
             self._finish_writes(shard)
             with self._change(publication):
@@ -253,7 +275,9 @@ class ParameterServer:
         ``put``, ``update`` and ``remove`` inside belong to the same step. Other threads' changes
         wait. If the block raises, the tensors may be half-written: nobody can read the publications
         until a later updating() has ended well. Blocks do not nest (RuntimeError). Raises
-        ValueError, before the block, for a step that is not above the last one.
+        before the block: ValueError for a step that is not above the last one, StateError for
+        tensors that PyTorch has written outside of such a block, which nobody can read then until
+        the next one has ended well.
         """
         with self._lock:
             self._alive()
@@ -262,6 +286,7 @@ class ParameterServer:
             last = max((self._steps.get(p, 0) for p, n in self._sizes.items() if n > 0), default=0)
             if step is not None and step <= last:
                 raise ValueError(f"step {step} is not above the last one, {last}")
+            self._refuse_written(self._store)
             self._open = set()
             try:
                 for publication in [p for p, size in self._sizes.items() if size > 0]:
@@ -270,12 +295,36 @@ class ParameterServer:
                 for publication in sorted(self._open):
                     number = self._steps.get(publication, 0) + 1 if step is None else step
                     self._commit(publication, number, self._stream(publication))
+                for entry in self._store.values():
+                    entry.published()
             except BaseException:
                 for publication in self._open:
                     self._abort(publication)
                 raise
             finally:
                 self._open = None
+
+    def _refuse_written(self, keys: Iterable[str]) -> None:
+        """Readers may have got half of what was written while they could read it."""
+        if self._snapshot:
+            return
+        written = [
+            key for key in keys if self._store[key].written and split_key(key)[0] not in self._torn
+        ]
+        if not written:
+            return
+        for publication in {split_key(key)[0] for key in written}:
+            self._torn.add(publication)
+            self._due.pop(publication, None)
+            with contextlib.suppress(StateError):
+                self._server.withdraw(publication)
+        more = f" and {len(written) - 1} more" if len(written) > 1 else ""
+        raise StateError.make(
+            f"'{written[0]}'{more} was written outside of updating(): its readers may have got "
+            "half of what was written. It is withdrawn until the next updating() ends",
+            "write registered tensors inside: with server.updating(): optimizer.step()",
+            key=written[0],
+        )
 
     @contextlib.contextmanager
     def _change(self, publication: str) -> Iterator[None]:

@@ -376,6 +376,18 @@ class Server(ClosableHandle):
             self._library.fanin_server_abort_update, c_string(publication, "the publication")
         )
 
+    def withdraw(self, publication: str) -> None:
+        """Takes a published step back at once: its bytes were written outside of an update.
+
+        Pulls that are reading start again, and the publication is unreadable until a later
+        commit. Waits for no reader.
+
+        :raises StateError: nothing of it is readable by reference now (an update is open, it is
+            paused or was never committed), or it is a snapshot, which nobody can write.
+        :raises NotFoundError: there is no such publication.
+        """
+        self._call(self._library.fanin_server_withdraw, c_string(publication, "the publication"))
+
     def pause(self, publication: str, reason: str = "trainer memory offloaded") -> None:
         """Announces that the shards' memory is about to be taken away: offload, sleep, a load.
 

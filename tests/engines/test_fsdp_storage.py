@@ -65,7 +65,13 @@ def lab(folder: pathlib.Path, **more: Any) -> collections.abc.Iterator[Lab]:
     record.mkdir()
     # lm_head belongs to the root's group, whose parameters stay whole after a forward.
     targets = [*ATTENTION, "lm_head"]
-    options = {"kind": "qwen2", "r": 3, "targets": targets, "record": str(record), **more}
+    options = {
+        "kind": "qwen2",
+        "r": 3,
+        "targets": targets,
+        "record": str(record),
+        **more,
+    }
     with World(2, options, folder / "world") as world:
         one = Lab(world, folder, options)
         with contextlib.closing(one.client):
@@ -83,6 +89,7 @@ def test_moved_storage_is_put_again(tmp_path: pathlib.Path) -> None:
         assert here.pull(at_least=2).step == 2
         here.next_steps_work(3, 5)
         here.do("load_checkpoint")
+        here.refused("publish", "written outside of updating", step=6)
         here.do("publish", step=6)
         assert here.pull(at_least=6).step == 6
         here.do("convert", dtype="bfloat16")
@@ -134,6 +141,7 @@ def test_memory_given_back_is_not_published(tmp_path: pathlib.Path) -> None:
     with lab(tmp_path) as here:
         here.do("shrink")
         here.refused("publish", step=2)
+        here.nothing_to_pull()
         here.do("grow")
         here.do("publish", step=2)
         assert here.pull(at_least=2).step == 2

@@ -135,7 +135,10 @@ def values(model, name="default"):
         {"target_modules": ["embed", "v_proj"]},
         {"bias": "all"},
         {"bias": "lora_only", "target_modules": ["v_proj"]},
-        {"rank_pattern": {"layers.0.q_proj": 5, ".*q_proj": 2}, "alpha_pattern": {"v_proj": 1}},
+        {
+            "rank_pattern": {"layers.0.q_proj": 5, ".*q_proj": 2},
+            "alpha_pattern": {"v_proj": 1},
+        },
         {"use_rslora": True, "task_type": "FEATURE_EXTRACTION"},
     ],
     ids=lambda options: ",".join(options) or "plain",
@@ -205,6 +208,128 @@ def test_in_place_training(pull):
 # ------------------------------------------------------------------------------ storage that moves
 
 
+def trained(model):
+    return [p for p in model.parameters() if p.requires_grad]
+
+
+def step_of(optimizer, model):
+    model(torch.arange(8)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda p: torch.optim.AdamW(p, lr=0.1),
+        lambda p: torch.optim.AdamW(p, lr=0.1, foreach=True),
+        lambda p: torch.optim.AdamW(p, lr=0.1, fused=True),
+        lambda p: torch.optim.SGD(p, lr=1e-9, momentum=0.5),
+        lambda p: torch.optim.Adafactor(p, lr=0.1),
+    ],
+    ids=["single", "foreach", "fused", "sgd", "adafactor"],
+)
+@pytest.mark.parametrize("call", ["publish", "updating", "pause"])
+def test_writes_outside_of_updating_are_refused(pull, make, call):
+    model = adapted()
+    optimizer = make(trained(model))
+    with serve(model) as server, Client(server.addresses) as client:
+        server.publish(0)
+        step_of(optimizer, model)
+        with pytest.raises(StateError) as caught:
+            if call == "publish":
+                server.publish(1)
+            elif call == "updating":
+                with server.updating(1):
+                    pytest.fail("the body has run")
+            else:
+                server.pause()
+        assert "with server.updating(step): optimizer.step()" in caught.value.remedy
+        assert "after step 0" in str(caught.value)
+        assert caught.value.key == "lora:0"
+        # What is there is of no step: nobody gets it.
+        assert [info.state for info in client.publications()] == ["unpublished"]
+        server.publish(1)
+        same(pull(server, step=1)[1], values(model))
+        with server.updating(2):
+            step_of(optimizer, model)
+        same(pull(server, step=2)[1], values(model))
+
+
+def test_a_pull_that_reads_what_is_written_outside_starts_again(pull):
+    """It is reading while the step is withdrawn, and gets the next one, whole."""
+    model = adapted()
+    with serve(model, lease=60.0) as server, Client(server.addresses) as client:
+        server.publish(0)
+        told = []
+
+        def progress(done, total):
+            if not told:
+                told.append(done)
+                with torch.no_grad():
+                    trained(model)[0].add_(1.0)
+                with pytest.raises(StateError, match="outside of updating"):
+                    server.publish(1)
+                server.publish(1)
+
+        result = client.pull_adapter("0", pull.directory / "one", timeout=10, progress=progress)
+        assert (result.step, told != []) == (1, True)
+        same(
+            load_file(pull.directory / "one" / "adapter_model.safetensors"),
+            values(model),
+        )
+
+
+def test_snapshots_may_be_written_at_any_time(pull):
+    model = adapted()
+    optimizer = torch.optim.AdamW(trained(model), lr=0.1)
+    with serve(model, snapshot=True) as server:
+        for step in range(3):
+            server.publish(step)
+            same(pull(server, step=step)[1], values(model))
+            step_of(optimizer, model)
+
+
+def test_what_does_not_write_is_not_refused(pull):
+    model = adapted()
+    with serve(model) as server:
+        server.publish(0)
+        model.eval()(torch.arange(8)).square().mean().backward()
+        model.train()
+        torch.nn.utils.clip_grad_norm_(trained(model), 1.0)
+        model.zero_grad()
+        model.load_state_dict(values(model), strict=False, assign=True)  # other memory
+        server.publish(1)
+        same(pull(server, step=1)[1], values(model))
+        server.pause()
+        fill(model, 9)  # a checkpoint that is loaded
+        server.resume(step=2)
+        server.pause()
+        server.resume()
+        server.publish(3)
+        same(pull(server, step=3)[1], values(model))
+
+
+def test_an_update_that_failed_may_be_written_at_any_time(pull):
+    model = adapted()
+    with serve(model) as server:
+        server.publish(0)
+        with contextlib.suppress(ZeroDivisionError), server.updating(1):
+            raise ZeroDivisionError
+        fill(model, 5)
+        server.publish(1)
+        same(pull(server, step=1)[1], values(model))
+
+
+def test_inference_tensors_are_published(pull):
+    with torch.inference_mode():
+        model = adapted()
+    with serve(model) as server:
+        server.publish(0)
+        server.publish(1)
+        same(pull(server, step=1)[1], values(model))
+
+
 def test_assign_load_replaces_the_objects(pull):
     model = adapted()
     with serve(model) as server:
@@ -232,7 +357,10 @@ def test_to_another_dtype(pull):
 
 def test_old_storage_is_held_until_it_is_replaced(pull):
     model = adapted()
-    owner, attribute = model.base_model.model.layers[0].q_proj.lora_A["default"], "weight"
+    owner, attribute = (
+        model.base_model.model.layers[0].q_proj.lora_A["default"],
+        "weight",
+    )
     array = numpy.arange(72, dtype=numpy.float32).reshape(3, 24)
     alive = weakref.ref(array)
     owner.weight.data = torch.from_numpy(array)
@@ -333,7 +461,12 @@ def test_steps_are_checked_before_anything_is_written():
     model = adapted()
     with serve(model) as server:
         server.publish(3)
-        for step, message in [(3, "not above"), (-1, "no step"), (True, "no step"), ("4", "no st")]:
+        for step, message in [
+            (3, "not above"),
+            (-1, "no step"),
+            (True, "no step"),
+            ("4", "no st"),
+        ]:
             with pytest.raises(RequestError, match=message), server.updating(step):
                 pytest.fail("the body ran")
         assert server.stats()["updates"] == 1
@@ -368,7 +501,10 @@ def test_several_runs(pull):
         # One run that cannot be committed leaves none half-committed.
         weight = model.base_model.model.layers[0].q_proj.lora_A["bob"].weight
         size = weight.untyped_storage().nbytes()
-        with pytest.raises(StateError, match="offloaded"), server.updating({"a": 11, "b": 22}):
+        with (
+            pytest.raises(StateError, match="offloaded"),
+            server.updating({"a": 11, "b": 22}),
+        ):
             weight.untyped_storage().resize_(0)
         assert server.runs == {"lora:a": 10, "lora:b": 21}
         weight.untyped_storage().resize_(size)
@@ -380,7 +516,10 @@ def test_several_runs(pull):
         server.publish(22)
         server.add_run("a", adapter="alice")
         assert server.runs == {"lora:b": 22, "lora:a": None}
-        with pytest.raises(RequestError, match="last step 10"), server.updating({"a": 10}):
+        with (
+            pytest.raises(RequestError, match="last step 10"),
+            server.updating({"a": 10}),
+        ):
             pytest.fail("the body ran")
         server.publish({"a": 11})
         same(pull(server, run="a")[1], values(model, "alice"))
@@ -566,6 +705,36 @@ def test_slots_of_stacked_runs(pull):
         assert pull(server, run=0)[0] == 1
 
 
+def test_runs_that_share_a_parameter_are_written_one_by_one(pull):
+    model = Stacked()
+    with serve(model, run=None) as server:
+        for run in range(2):
+            server.add_run(run, names=chain(slot(run), per_expert), config=FIELDS)
+        server.publish({0: 1, 1: 1})
+
+        def write(run):
+            with torch.no_grad():
+                for param in model.parameters():
+                    param[run].add_(1.0)
+
+        for step in (2, 3):
+            for run in range(2):
+                with server.updating({run: step}):
+                    write(run)
+        for run in range(2):
+            same(pull(server, run=run, step=3)[1], slot_values(model, run))
+        write(1)  # outside: it can be either's
+        with (
+            pytest.raises(StateError, match="lora:0 was written"),
+            server.updating({0: 4}),
+        ):
+            pass
+        with server.updating({0: 4}):
+            write(0)
+        with pytest.raises(StateError, match="lora:1 was written"):
+            server.publish({1: 4})
+
+
 def test_names_that_change_with_the_shape(pull):
     model = Stacked()
     one = chain(slot(0), per_expert)
@@ -573,7 +742,11 @@ def test_names_that_change_with_the_shape(pull):
         server.publish(1)
         with server.updating(2):
             for name, param in list(model.experts.named_parameters()):
-                setattr(model.experts, name, torch.nn.Parameter(param.detach()[:, :2].clone()))
+                setattr(
+                    model.experts,
+                    name,
+                    torch.nn.Parameter(param.detach()[:, :2].clone()),
+                )
         same(pull(server, step=2)[1], slot_values(model, 0, experts=2))
 
 
@@ -684,7 +857,11 @@ def test_addresses_of_several_hosts(monkeypatch):
     there = choose_addresses(reports("a", "b"), None, None, "10.0.0.0/8")
     assert (there.bind, there.advertise, there.open) == ("10.9.9.9", "10.9.9.9", True)
     there = choose_addresses(reports("a", "b"), None, "pod-0.trainer", "10.0.0.0/8")
-    assert (there.bind, there.advertise, there.open) == ("10.9.9.9", "pod-0.trainer", True)
+    assert (there.bind, there.advertise, there.open) == (
+        "10.9.9.9",
+        "pod-0.trainer",
+        True,
+    )
     monkeypatch.setattr(world_module, "route_address", lambda targets: None)
     with pytest.raises(RequestError, match="not found out"):
         choose_addresses(reports("a", "b"), None, None, "10.0.0.0/8")
@@ -699,9 +876,17 @@ def test_ports():
         6000, 6001, 6000, 6001,
     ]  # fmt: skip
     given = reports("a", "b", local=[3, 5])
-    assert [base_port_for(given, r, 6000, "local") + r for r in range(2)] == [6003, 6005]
+    assert [base_port_for(given, r, 6000, "local") + r for r in range(2)] == [
+        6003,
+        6005,
+    ]
     assert base_port_for(hosts, 3, 0, "local") == 0
-    for port, by in [(65534, "global"), (70000, "global"), (6000, "other"), (-1, "local")]:
+    for port, by in [
+        (65534, "global"),
+        (70000, "global"),
+        (6000, "other"),
+        (-1, "local"),
+    ]:
         with pytest.raises(RequestError):
             base_port_for(hosts, 3, port, by)
 
@@ -776,7 +961,10 @@ def test_exit(how):
         server.publish(0)
     """)
     done = subprocess.run(
-        [sys.executable, "-c", program + ending], capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", program + ending],
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
     assert done.returncode == code, done.stderr
     assert "Traceback" not in done.stderr

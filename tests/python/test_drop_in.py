@@ -16,7 +16,14 @@ from typing import Any
 import numpy as np
 import pytest
 from fanin.config import ConfigError
-from fanin.errors import FaninError, PeerError, PullTimeoutError, RequestError
+from fanin.errors import (
+    FaninError,
+    PeerError,
+    PullAgainError,
+    PullTimeoutError,
+    RequestError,
+    StateError,
+)
 from fanin.parameter_client import ParameterClient
 from fanin.parameter_client import TensorInfo as ClientInfo
 from fanin.parameter_server import ParameterServer, TensorInfo, join_key, split_key
@@ -130,7 +137,16 @@ def test_signatures() -> None:
 
 def test_keys_and_publications() -> None:
     assert split_key("lora:0:a:b") == ("lora:0", "a:b")
-    for key in (OTHER, "lora:0", "lora:0:", "lora:a b:x", "lora:-:x", "lora:..:x", ":", "x:lora:0"):
+    for key in (
+        OTHER,
+        "lora:0",
+        "lora:0:",
+        "lora:a b:x",
+        "lora:-:x",
+        "lora:..:x",
+        ":",
+        "x:lora:0",
+    ):
         assert split_key(key) == ("lora:-", key)
     random.seed(3)
     pieces = ["lora", ":", "0", "-", "a", "/", ".", "\n"]
@@ -265,12 +281,56 @@ def test_every_change_is_a_step(server: ParameterServer) -> None:
     with server.updating():
         pass
     assert server.steps["lora:0"] == 101
-    with pytest.raises(ValueError, match="step 101 is not above"), server.updating(step=101):
+    with (
+        pytest.raises(ValueError, match="step 101 is not above"),
+        server.updating(step=101),
+    ):
         raise AssertionError("the block must not run")
     with connect(server) as client:
         assert sorted(client.keys()) == sorted([A, B])
-    with pytest.raises(RuntimeError, match="inside"), server.updating(), server.updating():
+    with (
+        pytest.raises(RuntimeError, match="inside"),
+        server.updating(),
+        server.updating(),
+    ):
         pass
+
+
+@pytest.mark.skipif(torch is None, reason="no PyTorch here")
+@pytest.mark.parametrize("how", ["update", "updating"])
+def test_writes_outside_of_updating_are_refused(server: ParameterServer, how: str) -> None:
+    tensor, other = torch.zeros(4), torch.ones(4)
+    server.put(A, tensor)
+    server.put(OTHER, other)
+    with server.updating():
+        tensor.add_(1)
+    server.update(A, tensor)  # not written since
+    tensor.add_(1)
+    with pytest.raises(StateError, match="outside of updating") as caught:
+        if how == "update":
+            server.update(A, tensor)
+        else:
+            with server.updating():
+                raise AssertionError("the block must not run")
+    assert caught.value.key == A
+    with connect(server, timeout=0.2) as client:
+        with pytest.raises(PullAgainError):
+            client.get(A)
+        assert (client.get(OTHER).numpy() == 1).all()
+        with server.updating():
+            tensor.add_(1)
+        assert (client.get(A, timeout=20.0).numpy() == 3).all()
+
+
+@pytest.mark.skipif(torch is None, reason="no PyTorch here")
+def test_copies_may_be_written_at_any_time() -> None:
+    tensor = torch.zeros(4)
+    with ParameterServer("copies", port=0, snapshot=True) as server:
+        server.put(A, tensor)
+        tensor.add_(1)
+        server.update(A, tensor)
+        with connect(server) as client:
+            assert (client.get(A).numpy() == 1).all()
 
 
 def test_commits_that_cost_much_are_gathered(server: ParameterServer) -> None:

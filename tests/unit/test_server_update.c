@@ -85,6 +85,42 @@ static void steps_grow_also_after_a_removal(void **state)
     fanin_server_destroy(&s, 0);
 }
 
+static void a_withdrawn_step_is_worth_nothing(void **state)
+{
+    (void)state;
+    fanin_server *s = start(60000); /* it must not wait for the reader below */
+    assert_int_equal(fanin_server_withdraw(s, RUN, NULL), FANIN_ERR_NOT_FOUND);
+    server_put(s, RUN, "a", memory[0], 100);
+    assert_int_equal(fanin_server_withdraw(s, RUN, NULL), FANIN_ERR_STATE);
+    server_commit(s, 1);
+    peer p = peer_open(s);
+    grant g = peer_lease(&p);
+    assert_int_equal(fanin_server_withdraw(s, RUN, NULL), FANIN_OK);
+    assert_false(peer_end(&p, &g, false).good);
+    assert_false(peer_begin(&p, &g).granted);
+    assert_int_equal(fanin_server_withdraw(s, RUN, NULL), FANIN_ERR_STATE);
+    assert_int_equal(commit(s, 1), FANIN_ERR_ARGUMENT);
+    assert_int_equal(commit(s, 2), FANIN_OK);
+    g = peer_lease(&p);
+    assert_int_equal(g.step, 2);
+    assert_true(peer_end(&p, &g, false).good);
+    server_begin(s);
+    assert_int_equal(fanin_server_withdraw(s, RUN, NULL), FANIN_ERR_STATE);
+    assert_int_equal(server_stats(s).aborts, 1);
+    peer_close(&p);
+    fanin_server_destroy(&s, 0);
+}
+
+static void a_snapshot_is_not_withdrawn(void **state)
+{
+    (void)state;
+    fanin_server *s = start(0);
+    server_put(s, RUN, "a", memory[0], 100);
+    server_snapshot(s, 1);
+    assert_int_equal(fanin_server_withdraw(s, RUN, NULL), FANIN_ERR_STATE);
+    fanin_server_destroy(&s, 0);
+}
+
 static void numbers_are_never_used_twice(void **state)
 {
     (void)state;
@@ -420,6 +456,8 @@ int main(void)
         cmocka_unit_test(first_commit_needs_no_update),
         cmocka_unit_test(begin_update_makes_the_publication),
         cmocka_unit_test(steps_grow_also_after_a_removal),
+        cmocka_unit_test(a_withdrawn_step_is_worth_nothing),
+        cmocka_unit_test(a_snapshot_is_not_withdrawn),
         cmocka_unit_test(numbers_are_never_used_twice),
         cmocka_unit_test(the_catalog_version_changes_with_the_catalog),
         cmocka_unit_test(new_shards_appear_with_the_next_commit),

@@ -94,6 +94,8 @@ _parameters = attrgetter("_parameters")
 _spec = attrgetter("_spec")
 _local_tensor = attrgetter("_local_tensor")
 _dtype = attrgetter("dtype")
+_local = attrgetter("local")
+_version = attrgetter("_version")
 _shape = attrgetter("shape")
 
 
@@ -131,6 +133,17 @@ class Columns:
             and all(map(eq, map(_shape, local), self._shapes))
             and all(map(eq, map(torch.Tensor.stride, local), self._steps))
         )
+
+
+class Lent(NamedTuple):
+    """A tensor of this rank that readers may be reading."""
+
+    path: str
+    param: Any
+    local: Any
+    """The tensor that holds this rank's part: of a DTensor its local one, else *param*."""
+    pointer: int
+    """Where it lay: writes to memory that it was moved to since do not matter."""
 
 
 class Change(NamedTuple):
@@ -321,6 +334,10 @@ class Parameters:
         self._columns: list[Columns] = []
         #: CUDA devices that hold registered shards, sorted.
         self.devices: list[int] = []
+        self._lent: list[Lent] = []
+        self._lent_ids: frozenset[int] = frozenset()
+        self._by_param: dict[int, Any] = {}
+        self._versions: list[int] = []
 
     def look(self) -> Change:
         """Resolves every parameter anew and says what differs from what is registered.
@@ -378,12 +395,84 @@ class Parameters:
                 for sharded in (False, True)
                 if (part := [item for item in self._items if _is_sharded(item) == sharded])
             ]
+            self.take_back()
+            self._lent = [
+                Lent(item.path, item.state.param, local, item.state.pointer)
+                for item in self._items
+                if item.state is not None
+                and not (local := _local_of(item.state)).is_inference()  # counts no writes
+            ]
+            self._lent_ids = frozenset(map(id, map(_local, self._lent)))
+            self._by_param = {id(lent.param): lent.local for lent in self._lent}
             held = {item.state.device for item in self._items if item.state is not None}
             self.devices = sorted(device for device in held if device >= 0)
 
+    def lend(self) -> None:
+        """To be called when a step is published by reference: from now on writes are counted."""
+        self._versions = list(map(_version, map(_local, self._lent)))
+
+    def stepped(self, optimizer: Any) -> None:
+        """To be called when an optimizer has stepped: PyTorch counts no writes of fused ones."""
+        if self._versions:
+            for group in optimizer.param_groups:
+                for param in group["params"]:
+                    local = self._by_param.get(id(param))
+                    if local is not None and param.grad is not None:
+                        torch.autograd.graph.increment_version(local)
+
+    def written(self) -> list[str]:
+        """Paths of the parameters whose published memory was written since :meth:`lend`.
+
+        Only writes that PyTorch counts: those by its operations and optimizers, not through
+        ``.data``, NumPy or kernels that are given a pointer.
+        """
+        if not self._versions:
+            return []
+        now = list(map(_version, map(_local, self._lent)))
+        if now == self._versions:
+            return []
+        return [
+            lent.path
+            for lent, before, after in zip(self._lent, self._versions, now, strict=True)
+            if before != after and lent.local.data_ptr() == lent.pointer
+        ]
+
+    def gone(self) -> bool:
+        """Whether memory that readers may be reading was given back (offloaded)."""
+        return bool(self._versions) and any(
+            lent.local.numel() > 0 and lent.local.untyped_storage().nbytes() == 0
+            for lent in self._lent
+        )
+
+    def counts(self, other: Parameters) -> dict[int, int]:
+        """How often the tensors that this run has in common with *other* were written so far.
+
+        Runs have tensors in common where each publishes a slot of them.
+        """
+        if self._lent_ids.isdisjoint(other._lent_ids):
+            return {}
+        return {
+            id(lent.local): lent.local._version
+            for lent in self._lent
+            if id(lent.local) in other._lent_ids
+        }
+
+    def allow(self, before: dict[int, int]) -> None:
+        """What was written since :meth:`counts` gave *before* belongs to another run's update."""
+        if self._versions:
+            self._versions = [
+                version + lent.local._version - before.get(id(lent.local), lent.local._version)
+                for version, lent in zip(self._versions, self._lent, strict=True)
+            ]
+
+    def take_back(self) -> None:
+        """Nobody reads the memory any more: writes do not matter."""
+        self._versions = []
+
     def release(self) -> None:
         """Lets go of all storage, so that offloading it frees it; the next look tells it all."""
-        self._columns = []
+        self.take_back()
+        self._columns, self._lent, self._lent_ids, self._by_param = [], [], frozenset(), {}
         for item in self._items:
             if item.state is not None:
                 item.state = item.state._replace(param=None, pointer=-1, storage=None)
@@ -560,14 +649,16 @@ def _layout_of(item: Item, spec: Any, order: Any) -> Layout:
     )
 
 
+def _local_of(state: State) -> Any:
+    """The tensor that holds this rank's part."""
+    return state.param if state.spec is None else state.param._local_tensor
+
+
 def _is_same(param: Any, state: State) -> bool:
     """Whether a parameter object that is the registered one still lies where it was registered."""
-    if state.spec is None:
-        local = param
-    else:
-        if param._spec is not state.spec:
-            return False
-        local = param._local_tensor
+    if state.spec is not None and param._spec is not state.spec:
+        return False
+    local = _local_of(state)
     return (
         local.data_ptr() == state.pointer
         and local.dtype is state.dtype

@@ -6,11 +6,12 @@ from __future__ import annotations
 import contextlib
 import os
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from fanin.errors import FaninError, NotFoundError, RequestError, StateError
 from fanin.info import TrainerInfo, join_address, write_info
@@ -50,6 +51,8 @@ class _Run:
         self.parameters = source.parameters
         self.step: int | None = None
         self.paused = False
+        #: Its step is published, and its memory neither being written nor taken back.
+        self.stands = False
         #: Recorded behind the last commit on its CUDA stream.
         self.committed: Any = None
 
@@ -211,6 +214,7 @@ class AdapterServer:
         self._world_id = world_id.hex()
         self._addresses = [item[1] for item in answers]
         self._finalizer = weakref.finalize(self, _finish, server, os.getpid())
+        self._watch_optimizers()
 
     # -- what is published ------------------------------------------------------------------
 
@@ -228,10 +232,13 @@ class AdapterServer:
         :raises NotFoundError: no such run.
         :raises RequestError: a step that is not above the last; parameters that cannot be
             published. The update is aborted.
-        :raises StateError: the run is paused; parameters are unsharded or offloaded. The update is
-            aborted.
+        :raises StateError: the run is paused; parameters are unsharded or offloaded, the update
+            is aborted; parameters were written outside of :meth:`updating` since the last step,
+            which is withdrawn (not with snapshots). Writes that PyTorch does not count are not
+            seen: through ``.data`` and NumPy, by kernels that are given a pointer.
         """
         runs = self._chosen(step)
+        self._refuse_written(run for run, _ in runs)
         with self._rewriting(runs):
             yield
             self._tell_all(runs, [run.parameters.look() for run, _ in runs])
@@ -239,11 +246,14 @@ class AdapterServer:
     def publish(self, step: Steps) -> None:
         """Publishes the parameters as they are, as ``step`` or ``{run: step}``.
 
-        For the first step, and the one at which training is resumed; on every rank. Blocks and
-        raises as :meth:`updating`; where parameters are refused the last step stays readable.
+        For the first step, and the one at which training is resumed; on every rank, and with
+        ``snapshot=True`` also after ``optimizer.step()``. Blocks and raises as :meth:`updating`;
+        the last step stays readable where parameters are refused, unless they were written or their
+        memory is gone.
         """
         runs = self._chosen(step)
-        changes = [run.parameters.look() for run, _ in runs]
+        self._refuse_written(run for run, _ in runs)
+        changes = self._look([run for run, _ in runs])
         with self._rewriting(runs):
             self._tell_all(runs, changes)
 
@@ -255,9 +265,12 @@ class AdapterServer:
         ``run`` None: all runs. On every rank.
 
         :raises NotFoundError: no such run.
-        :raises StateError: an update is open.
+        :raises StateError: an update is open; written outside of :meth:`updating` (nothing is
+            paused, and the step is withdrawn: pause again).
         """
-        for one in self._named(run):
+        runs = self._named(run)
+        self._refuse_written(runs)
+        for one in runs:
             self._wait_for_commit(one)
             self._server.pause(one.publication, reason)
             one.paused = True
@@ -290,6 +303,8 @@ class AdapterServer:
                 self._server.abort_update(one.publication)
             self._server.resume(one.publication)
             one.paused = False
+            if step is None:
+                self._lend(one)
         if step is not None:
             with self._rewriting([(one, step) for one in runs]):
                 pass
@@ -407,6 +422,17 @@ class AdapterServer:
 
     # -- inside -----------------------------------------------------------------------------
 
+    def _watch_optimizers(self) -> None:
+        me = weakref.ref(self)
+
+        def stepped(optimizer: Any, args: Any, kwargs: Any) -> None:
+            server = me()
+            for run in server._runs.values() if server is not None else ():
+                run.parameters.stepped(optimizer)
+
+        handle = register_optimizer_step_post_hook(stepped)
+        weakref.finalize(self, handle.remove)
+
     def _register(self, server: Server, source: _Source) -> None:
         server.put(source.publication, source.change.shards)
         try:
@@ -460,6 +486,38 @@ class AdapterServer:
                 key=run.publication,
             )
 
+    def _refuse_written(self, runs: Iterable[_Run]) -> None:
+        """Readers of the last step may have seen half of what was written outside of updates."""
+        written = {run: paths for run in runs if (paths := run.parameters.written())}
+        for run in written:
+            self._withdraw(run)
+        for run, paths in written.items():
+            more = f" and {len(paths) - 1} more" if len(paths) > 1 else ""
+            raise StateError.make(
+                f"'{paths[0]}'{more} of {run.publication} was written outside of updating() after "
+                f"step {run.step} was published: its readers may have got half of what was "
+                "written. The step is withdrawn",
+                "write parameters inside: with server.updating(step): optimizer.step(); or make "
+                "the server with snapshot=True, which publishes copies",
+                key=run.publication,
+            )
+
+    def _withdraw(self, run: _Run) -> None:
+        """Nobody reads the run's memory any more, so whatever is there may be published next."""
+        run.parameters.take_back()
+        run.stands = False
+        self._server.withdraw(run.publication)
+
+    def _look(self, runs: list[_Run]) -> list[Change]:
+        """What differs from what is registered. A step whose memory is gone is withdrawn."""
+        try:
+            return [run.parameters.look() for run in runs]
+        except FaninError:
+            for run in runs:
+                if run.parameters.gone():
+                    self._withdraw(run)
+            raise
+
     def _wait_for_commit(self, run: _Run) -> None:
         """A commit whose CUDA work is under way would be withdrawn, and its step never seen."""
         if run.committed is not None and not self._snapshot:
@@ -484,10 +542,20 @@ class AdapterServer:
         If anything raises, those that are not committed yet are aborted.
         """
         begun: list[_Run] = []
+        written = {id(run) for run, _ in runs}
+        shared = [
+            (other, counts)
+            for other in self._runs.values()
+            if id(other) not in written
+            for run, _ in runs
+            if (counts := run.parameters.counts(other.parameters))
+        ]
         try:
             for run, _ in runs:
                 self._wait_for_commit(run)
                 self._server.begin_update(run.publication)
+                run.parameters.take_back()
+                run.stands = False
                 begun.append(run)
             yield
             for run, step in runs:
@@ -498,6 +566,13 @@ class AdapterServer:
                 with contextlib.suppress(FaninError):
                     self._server.abort_update(run.publication)
             raise
+        finally:
+            for other, counts in shared:
+                other.parameters.allow(counts)
+
+    def _lend(self, run: _Run) -> None:
+        if not self._snapshot and run.stands:
+            run.parameters.lend()
 
     def _commit(self, run: _Run, step: int) -> None:
         devices = run.parameters.devices
@@ -510,6 +585,8 @@ class AdapterServer:
             run.publication, step, snapshot=self._snapshot, cast=self._cast, stream=stream
         )
         run.step = self._last[run.publication] = int(step)
+        run.stands = True
+        self._lend(run)
         if streams:
             if self._snapshot:
                 _order(streams[:1], streams[1:])

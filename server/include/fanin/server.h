@@ -218,6 +218,20 @@ FANIN_API FANIN_MUST_CHECK fanin_status fanin_server_abort_update(
     fanin_server *server, const char *publication, fanin_error *error);
 
 /**
+ * Takes a published step back at once, or a commit that waits for its stream, for a caller that
+ * finds the bytes written outside of an update: tokens are voided, so pulls that are reading start again, and the publication stays
+ * unreadable until a later begin_update and commit, or a commit alone. Waits for no reader; blocks
+ * no longer than one copy into a socket. The step is not shown again.
+ *
+ * FANIN_ERR_STATE (nothing of it is readable by reference: an update is open, it is paused, was never
+ * committed, or is a snapshot, which nobody can write), FANIN_ERR_NOT_FOUND, FANIN_ERR_ARGUMENT,
+ * FANIN_ERR_FORKED.
+ */
+FANIN_API FANIN_MUST_CHECK fanin_status fanin_server_withdraw(fanin_server *server,
+                                                              const char *publication,
+                                                              fanin_error *error);
+
+/**
  * Announces that the trainer is about to take the shards' memory away (offload, an engine's sleep,
  * a checkpoint that is loaded over it). Acts as begin_update: blocks until the running readers are
  * done, at most lease_ms, then voids their tokens; a commit that is pending on a stream is waited
