@@ -119,6 +119,15 @@ void lease_void_all(fanin_server *s, publication *p)
         lease_void(s, p->oldest);
 }
 
+void lease_void_epoch(fanin_server *s, publication *p, uint64_t epoch)
+{
+    for (lease *l = p->oldest, *newer; l; l = newer) {
+        newer = l->newer;
+        if (l->epoch == epoch)
+            lease_void(s, l);
+    }
+}
+
 void lease_void_strays(fanin_server *s, publication *p)
 {
     for (lease *l = p->oldest, *newer; l; l = newer) {

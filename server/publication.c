@@ -196,7 +196,7 @@ bool publication_stands(const publication *p, uint64_t epoch)
     return epoch == p->epoch || (epoch == p->previous && epoch != 0);
 }
 
-bool publication_read_enter(publication *p, uint64_t epoch)
+bool publication_read_enter(fanin_server *s, publication *p, uint64_t epoch)
 {
     if (!publication_stands(p, epoch) && RULE(RULE_SEND_CHECK))
         return false;
@@ -210,9 +210,13 @@ bool publication_read_enter(publication *p, uint64_t epoch)
         if (r->count == 0)
             slot = r;
     }
-    if (slot)
-        *slot = (reading){epoch, 1};
-    return slot != NULL;
+    if (!slot) {
+        /* What cannot be announced is not read, so the end must not be good either. */
+        lease_void_epoch(s, p, epoch);
+        return false;
+    }
+    *slot = (reading){epoch, 1};
+    return true;
 }
 
 void publication_read_leave(fanin_server *s, publication *p, uint64_t epoch)

@@ -239,9 +239,10 @@ fanin_status publication_check_paused(const publication *p, const char *phase,
 void publication_close(fanin_server *s, publication *p);
 /** Lock held. Whether bytes may still be read under a lease of that epoch. */
 bool publication_stands(const publication *p, uint64_t epoch);
-/** Lock held. Announces that the data thread reads memory under that epoch; false: it has gone.
+/** Lock held. Announces that the data thread reads memory under that epoch; false: it has gone, or
+    too many others are still being read: then its leases are void, as if it had gone.
     Every read that was announced is to be left, also when the epoch has gone meanwhile. */
-bool publication_read_enter(publication *p, uint64_t epoch);
+bool publication_read_enter(fanin_server *s, publication *p, uint64_t epoch);
 void publication_read_leave(fanin_server *s, publication *p, uint64_t epoch);
 /** Lock held, given up while waiting: until nothing is read under an epoch that has gone. */
 void publication_wait_for_reads(fanin_server *s, publication *p);
@@ -313,6 +314,7 @@ void lease_drop(fanin_server *s, lease *l);
 /** Takes a lease away: its end will not be good. */
 void lease_void(fanin_server *s, lease *l);
 void lease_void_all(fanin_server *s, publication *p);
+void lease_void_epoch(fanin_server *s, publication *p, uint64_t epoch);
 /** Those whose epoch has gone. */
 void lease_void_strays(fanin_server *s, publication *p);
 

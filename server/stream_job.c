@@ -255,7 +255,7 @@ bool job_needs_stage(const job *j)
 bool bracket_enter(fanin_server *s, publication *of, uint64_t epoch)
 {
     pthread_mutex_lock(&s->lock);
-    bool stands = publication_read_enter(of, epoch);
+    bool stands = publication_read_enter(s, of, epoch);
     s->stats.pulls_stale += !stands;
     pthread_mutex_unlock(&s->lock);
     return stands;

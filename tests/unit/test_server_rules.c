@@ -3,6 +3,7 @@
    Built with FANIN_TEST_HOOKS, which lets a test take rules out. */
 #include "clock.h"
 #include "rules.h"
+#include "server_internal.h"
 #include "server_peer.h"
 #include "testing.h"
 
@@ -341,6 +342,38 @@ static void begin_update_waits_for_sends(void **state)
     check(begin_waits_for_a_send, RULE_SEND_WAIT);
 }
 
+/* Reads of four other epochs are still under way, so no more can be announced: the reply is padding,
+   and no end says that it was good. */
+static void unannounced_reads_void_the_lease(void **state)
+{
+    (void)state;
+    memset(memory, 1, BIG);
+    fanin_server *s = start(0);
+    peer p = peer_open(s);
+    peer d = peer_data(s, &p);
+    grant g = peer_lease(&p);
+    pthread_mutex_lock(&s->lock);
+    publication *of = publication_find(s, RUN);
+    for (size_t i = 0; i < READING_EPOCHS; i++)
+        of->reading[i] = (reading){.epoch = g.epoch + 2 * (i + 1), .count = 1};
+    pthread_mutex_unlock(&s->lock);
+    read_entry one = {.box = 0, .length = 100};
+    uint8_t got[100];
+    peer_read(&d, &g, &one, 1, got, sizeof got);
+    assert_int_equal(got[0], 0);
+    assert_false(peer_end(&p, &g, false).good);
+    pthread_mutex_lock(&s->lock);
+    memset(of->reading, 0, sizeof of->reading);
+    pthread_mutex_unlock(&s->lock);
+    g = peer_lease(&p);
+    peer_read(&d, &g, &one, 1, got, sizeof got);
+    assert_int_equal(got[0], 1);
+    assert_true(peer_end(&p, &g, false).good);
+    peer_close(&d);
+    peer_close(&p);
+    fanin_server_destroy(&s, 0);
+}
+
 /* ---------------------------------------------------------------- snapshots */
 
 static fanin_server *start_copies(uint32_t lease_ms)
@@ -549,6 +582,7 @@ int main(void)
         cmocka_unit_test(begin_minds_the_catalog),
         cmocka_unit_test(sends_mind_the_epoch),
         cmocka_unit_test(begin_update_waits_for_sends),
+        cmocka_unit_test(unannounced_reads_void_the_lease),
         cmocka_unit_test(generations_are_raised_before_reuse),
         cmocka_unit_test(the_published_arena_is_never_filled),
         cmocka_unit_test(an_arena_being_filled_cannot_be_begun),
