@@ -120,6 +120,14 @@ static fanin_status check_kinds(const shard_table *s, fanin_path path,
     return FANIN_OK;
 }
 
+static void drop_keys(shard_table *s)
+{
+    for (uint32_t i = 0; i < s->regions->count; i++)
+        ucx_rkey_destroy(&s->rkeys[i]);
+    free(s->rkeys);
+    s->rkeys = NULL;
+}
+
 static fanin_status unpack_keys(peer *p, shard_table *s, fanin_path path,
                                 fanin_error *error)
 {
@@ -135,8 +143,11 @@ static fanin_status unpack_keys(peer *p, shard_table *s, fanin_path path,
         const region_entry *r = &s->regions->entries[i];
         status =
             ucx_rkey_unpack(p->endpoint, r->rkey, r->rkey_size, &s->rkeys[i], error);
-        if (status != FANIN_OK)
+        if (status != FANIN_OK) {
+            /* Some of them would look like all of them the next time. */
+            drop_keys(s);
             return status;
+        }
     }
     return FANIN_OK;
 }

@@ -1,4 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
+#include "ucx_address.h"
 #include "ucx_internal.h"
 #include <poll.h>
 #include <stdio.h>
@@ -281,6 +282,10 @@ fanin_status ucx_rkey_unpack(ucx_endpoint *e, const uint8_t *data, size_t size,
     if (size == 0 || size > UCX_BLOB_MAX)
         return error_set(error, FANIN_ERR_PROTOCOL, NULL, "a remote key of %zu bytes",
                          size);
+    const char *why = ucx_rkey_check(data, size);
+    if (why)
+        return error_set(error, FANIN_ERR_PROTOCOL, NULL,
+                         "what the peer sent is no UCX remote key: %s", why);
     ucx_rkey *rkey = calloc(1, sizeof(*rkey));
     uint8_t *copy = calloc(2, UCX_BLOB_MAX);
     if (!rkey || !copy) {

@@ -19,16 +19,21 @@ typedef struct setting {
 
 static const setting settings[] = {
     /* What may be used. tcp is never among it: it would listen on IP sockets, and reads over
-       it are emulated by the server. The transports decide what a path's name means. */
-    {"TLS", "posix,sysv,cma", SAME_HOST, 0, true},
+       it are emulated by the server. Nor is sysv: its segments can be written by every user of
+       the group, and what is scribbled over a queue ends the process. The transports decide what
+       a path's name means. */
+    {"TLS", "posix,cma", SAME_HOST, 0, true},
     {"TLS", "rc,dc,cuda_copy,gdr_copy", R(SERVER_RDMA) | R(CLIENT_RDMA), 0, true},
+    /* The one form of addresses that ucx_address.h knows. */
+    {"ADDRESS_VERSION", "v1", EVERYBODY, 0, true},
+    {"ADDRESS_DEBUG_INFO", "n", EVERYBODY, 0, true},
+    {"UNIFIED_MODE", "n", EVERYBODY, 0, true},
     /* An emulated read would wait for ever: the server ignores it. */
     {"PROTO_EMULATION_ENABLE", "n", CLIENTS, 21, true},
     /* Transports listed above that this host lacks are no reason to warn. */
     {"WARN_INVALID_CONFIG", "n", EVERYBODY, 0, false},
     /* Without these, shared memory and cma are not used with PEER error handling. */
     {"POSIX_ERROR_HANDLING", "y", SAME_HOST, 0, false},
-    {"SYSV_ERROR_HANDLING", "y", SAME_HOST, 0, false},
     {"CMA_MEMORY_INVALIDATE", "y", SAME_HOST, 0, false},
     /* One lane of RDMA: the server, which lacks the RMA feature, answers a connection with
        one, and UCX ends the process when it expected more. See also pin_device(). */

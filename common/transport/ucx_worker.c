@@ -1,5 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
+#include "ucx_address.h"
 #include "ucx_internal.h"
+#include "ucx_leftovers.h"
 #include <inttypes.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -81,6 +83,8 @@ fanin_status ucx_worker_open(ucx_worker *w, ucx *u, ucx_role role, uint64_t feat
     if (log)
         w->log = *log;
     w->has_rdma = role == UCX_ROLE_SERVER_RDMA || role == UCX_ROLE_CLIENT_RDMA;
+    if (!w->has_rdma)
+        ucx_leftovers_remove("/dev/shm", &w->log);
     const ucx_scope scope = ucx_scope_enter(&w->log, true);
     fanin_status status = open_context(w, role, features, gpu, error);
     if (status == FANIN_OK)
@@ -111,6 +115,11 @@ fanin_status ucx_worker_connect(const ucx_worker *w, const uint8_t *address,
     if (size == 0 || size > UCX_BLOB_MAX)
         return error_set(error, FANIN_ERR_PROTOCOL, NULL,
                          "a UCX worker address of %zu bytes", size);
+    const char *why = ucx_address_check(address, size, (const uint8_t *)w->address,
+                                        w->address_size, !w->has_rdma);
+    if (why)
+        return error_set(error, FANIN_ERR_PROTOCOL, NULL,
+                         "what the peer sent is no UCX worker address: %s", why);
     uint8_t *copy = calloc(2, UCX_BLOB_MAX);
     if (!copy)
         return error_set_memory(error);

@@ -309,6 +309,101 @@ static void no_end_has_an_ip_socket(void **state)
     }
 }
 
+/* Lines of the kernel's table whose creator is the process. */
+static unsigned count_sysv_segments(pid_t pid)
+{
+    unsigned count = 0;
+    char line[512];
+    FILE *table = fopen("/proc/sysvipc/shm", "re");
+    while (table && fgets(line, sizeof(line), table)) {
+        int creator;
+        count += sscanf(line, "%*d %*d %*o %*u %d", &creator) == 1 && creator == pid;
+    }
+    if (table)
+        fclose(table);
+    return count;
+}
+
+/* Every user of the group could write into them. */
+static void no_end_has_a_sysv_segment(void **state)
+{
+    fixture *f = fixture_of(state);
+    assert_int_equal(start(f, 0, 1), FANIN_OK);
+    assert_true(wait_for(f, 1));
+    assert_int_equal(count_sysv_segments(f->child.pid), 0);
+    assert_int_equal(count_sysv_segments(getpid()), 0);
+}
+
+static bool connects(fixture *f, const uint8_t *address, size_t size)
+{
+    fanin_error error = FANIN_ERROR_INIT;
+    ucx_endpoint *e = NULL;
+    fanin_status status = ucx_endpoint_create(f->client, address, size, &e, &error);
+    if (status == FANIN_ERR_PROTOCOL)
+        assert_non_null(strstr(error.message, "no UCX worker address: "));
+    else
+        assert_int_equal(status, FANIN_OK);
+    assert_true(ucx_endpoint_close(&e, deadline_in_ms(PATIENCE_MS)));
+    return status == FANIN_OK;
+}
+
+/* UCX ends the process over some of these. */
+static void false_addresses_are_refused(void **state)
+{
+    fixture *f = fixture_of(state);
+    const uint8_t *true_one = f->child.address;
+    size_t size = f->child.address_size;
+    uint8_t a[4096];
+    assert_true(connects(f, true_one, size));
+    for (size_t cut = 1; cut < size; cut++)
+        assert_false(connects(f, true_one, cut));
+    memcpy(a, true_one, size);
+    a[size] = 0;
+    assert_false(connects(f, a, size + 1));
+    for (unsigned head = 0; head < 256; head++) {
+        a[0] = (uint8_t)head;
+        assert_int_equal(connects(f, a, size), head == true_one[0]);
+    }
+    /* The first transport: name, speeds, abilities, length. */
+    size_t transport = 11 + (true_one[10] & 0x1f);
+    static const uint8_t nan[] = {0, 0, 0xc0, 0x7f}, none[4],
+                         negative[] = {0, 0, 1, 0xc0};
+    for (size_t at = transport + 2; at < transport + 14; at += 4) {
+        const uint8_t *const wrong[] = {nan, negative,
+                                        at == transport + 6 ? none : nan};
+        for (size_t i = 0; i < 3; i++) {
+            memcpy(a, true_one, size);
+            memcpy(a + at, wrong[i], 4);
+            assert_false(connects(f, a, size));
+        }
+    }
+    for (size_t at = transport + 14; at < transport + 19; at++) {
+        memcpy(a, true_one, size);
+        a[at] ^= 0x41; /* abilities, then endpoints that are not there */
+        assert_false(connects(f, a, size));
+    }
+    memset(a, 0xff, sizeof(a));
+    assert_false(connects(f, a, sizeof(a)));
+}
+
+static void false_keys_are_refused(void **state)
+{
+    fixture *f = fixture_of(state);
+    ucx_rkey *key = NULL;
+    uint8_t k[64] = {0};
+    for (size_t cut = 1; cut < 9; cut++)
+        assert_int_equal(ucx_rkey_unpack(f->endpoint, f->child.rkey, cut, &key, NULL),
+                         FANIN_ERR_PROTOCOL);
+    k[8] = 77; /* kind of memory */
+    assert_int_equal(ucx_rkey_unpack(f->endpoint, k, 9, &key, NULL),
+                     FANIN_ERR_PROTOCOL);
+    k[8] = 0;
+    k[0] = 1; /* a domain whose key is longer than what is there */
+    k[9] = 200;
+    assert_int_equal(ucx_rkey_unpack(f->endpoint, k, 40, &key, NULL),
+                     FANIN_ERR_PROTOCOL);
+}
+
 static void ucx_prints_nothing(void **state)
 {
     fixture *f = fixture_of(state);
@@ -505,6 +600,9 @@ int main(int argc, char **argv)
         WITH_CHILD(destroying_the_client_drains_too),
         WITH_CHILD(a_callback_may_start_the_next_read),
         WITH_CHILD(no_end_has_an_ip_socket),
+        WITH_CHILD(no_end_has_a_sysv_segment),
+        WITH_CHILD(false_addresses_are_refused),
+        WITH_CHILD(false_keys_are_refused),
         WITH_CHILD(ucx_prints_nothing),
         WITH_CHILD(nothing_leaks),
         WITH_CHILD(the_server_may_end_first),
