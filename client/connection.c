@@ -264,6 +264,13 @@ static void on_hello_ok(connection *c, message_type type, body *b)
                   "chose a protocol version that was not offered");
         return;
     }
+    static const uint8_t none[sizeof(peer.world_id)];
+    if (memcmp(peer.world_id, none, sizeof(none)) == 0) {
+        fail_here(c, FANIN_ERR_PROTOCOL, 0, "connect",
+                  "let the trainer draw a world id for each launch",
+                  "announces a world id that is all zero, which stands for none");
+        return;
+    }
     if (!is_who_was_asked(c, &peer)) {
         leave_unix(c);
         return;

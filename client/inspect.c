@@ -3,6 +3,7 @@
 #include "agree.h"
 #include "dtype.h"
 #include "error_set.h"
+#include "peft_config.h"
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -329,6 +330,39 @@ fanin_status fanin_client_metadata(fanin_client *client, const char *publication
         if (!fn(cookie, keys->pairs[i].key, keys->pairs[i].value))
             break;
     }
+    snapshot_free(&s);
+    return status;
+}
+
+static fanin_status make_config(const key_table *keys, const char *publication,
+                                fanin_pair_fn fn, void *cookie, fanin_error *error)
+{
+    peft_names names = {0};
+    char *text = NULL;
+    size_t size;
+    fanin_status status = peft_names_make(keys, publication, &names, error);
+    if (status == FANIN_OK)
+        status = peft_config_make(keys, &names, publication, &text, &size, error);
+    if (status == FANIN_OK)
+        (void)fn(cookie, "adapter_config.json", text);
+    free(text);
+    peft_names_free(&names);
+    return status;
+}
+
+fanin_status fanin_client_adapter_config(fanin_client *client,
+                                         const fanin_pull_options *options,
+                                         fanin_pair_fn fn, void *cookie,
+                                         fanin_error *error)
+{
+    snapshot s = {0};
+    if (!options)
+        return error_set(error, FANIN_ERR_ARGUMENT, NULL, "the options are NULL");
+    fanin_status status =
+        snapshot_take(client, options->publication, options->timeout_ms, &s, error);
+    if (status == FANIN_OK)
+        status =
+            make_config(s.publication->keys, options->publication, fn, cookie, error);
     snapshot_free(&s);
     return status;
 }

@@ -2,8 +2,8 @@
 /* Words for the shell's completion, one a line. Never a message: a failure completes
    nothing. */
 #include "command.h"
-#include "target.h"
 #include "models.h"
+#include "session.h"
 
 #include <fanin/client.h>
 #include <stdio.h>
@@ -120,7 +120,7 @@ static int run(const command *self, int argc, const char **argv)
         return 0;
     }
     const char *text =
-        argc > 3 && argv[3][0] != '\0' ? argv[3] : getenv("NIXL_FETCH_SERVERS");
+        argc > 3 && argv[3][0] != '\0' ? argv[3] : session_default_target();
     unsigned long size = argc > 4 ? strtoul(argv[4], NULL, 10) : 0;
     lister l = {.prefix = prefix, .keys = keys};
     if (text != NULL && size <= TARGET_MAX_RANKS) {

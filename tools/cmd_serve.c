@@ -134,6 +134,9 @@ static json_t *info_json(const rank_options *options, const ranks *r)
                         is_number ? json_integer(number) : json_string(run));
     json_object_set_new(object, "world_size", json_integer(options->world_size));
     output_set_hex(object, "world_id", options->world_id, sizeof(options->world_id));
+    if (options->server_name != NULL) {
+        output_set_string(object, "server_name", options->server_name);
+    }
     if (options->base_port != 0) {
         output_set_string(object, "host", host_of(options));
         json_object_set_new(object, "base_port", json_integer(options->base_port));

@@ -8,12 +8,18 @@
 
 #include <errno.h>
 #include <fanin/safetensors.h>
+#include <fcntl.h>
 #include <inttypes.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <sys/stat.h>
 #include <unistd.h>
+
+#define IDENTITY "fanin.json"
+#define CONFIG "adapter_config.json"
+#define MODEL "adapter_model.safetensors"
 
 /* Tensors are pulled in batches, so that memory stays bounded. */
 enum { BATCH_BYTES = 64 << 20, PIECE = 1 << 20 };
@@ -34,6 +40,9 @@ typedef struct verifier {
     uint8_t world_id[FANIN_WORLD_ID_SIZE];
     char publication[96]; /**< of fanin.json */
     uint64_t step;
+    fanin_dtype dtype;    /**< what F32 became when it was pulled; 0: nothing */
+    json_t *config;       /**< adapter_config.json */
+    char difference[256]; /**< from the ranks' configuration, "" if none */
     pair *pairs;
     size_t count, capacity;
     uint64_t bytes, done;
@@ -55,43 +64,105 @@ static fanin_status mismatch(fanin_error *error, const verifier *v, const char *
     return FANIN_ERR_MISMATCH;
 }
 
+static bool read_step(const json_t *step, uint64_t *out)
+{
+    const char *text =
+        json_string_value(step); /* beyond what JSON takes for an integer */
+    char *end;
+    if (text == NULL) {
+        *out = (uint64_t)json_integer_value(step);
+        return json_is_integer(step) && json_integer_value(step) >= 0;
+    }
+    errno = 0;
+    *out = strtoull(text, &end, 10);
+    return text[0] >= '0' && text[0] <= '9' && *end == '\0' && errno == 0;
+}
+
 static bool read_identity(verifier *v, const json_t *root)
 {
     const char *world = json_string_value(json_object_get(root, "world_id"));
     const char *publication = json_string_value(json_object_get(root, "publication"));
-    const json_t *step = json_object_get(root, "step");
-    if (world == NULL || publication == NULL || !json_is_integer(step) ||
-        json_integer_value(step) < 0 || strncmp(publication, "lora:", 5) != 0 ||
-        !options_run_valid(publication + 5) ||
+    const char *dtype = json_string_value(json_object_get(root, "dtype"));
+    if (world == NULL || publication == NULL ||
+        !read_step(json_object_get(root, "step"), &v->step) ||
+        strncmp(publication, "lora:", 5) != 0 || !options_run_valid(publication + 5) ||
         !output_parse_hex(world, v->world_id, sizeof(v->world_id))) {
         return false;
     }
     snprintf(v->publication, sizeof(v->publication), "%s", publication);
-    v->step = (uint64_t)json_integer_value(step);
-    return true;
+    v->dtype = dtype != NULL ? fanin_dtype_from_name(dtype) : 0;
+    return dtype == NULL || v->dtype != 0;
+}
+
+/* A file of the directory as JSON; NULL after filling @p error. */
+static json_t *load_json(const char *directory, const char *name, fanin_error *error)
+{
+    char path[4096];
+    struct stat st;
+    json_error_t why = {.text = ""};
+    json_t *root = NULL;
+    snprintf(path, sizeof(path), "%s/%s", directory, name);
+    int descriptor = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK | O_NOCTTY);
+    if (descriptor < 0 || fstat(descriptor, &st) != 0) {
+        snprintf(why.text, sizeof(why.text), "%s", strerror(errno));
+    } else if (!S_ISREG(st.st_mode)) {
+        snprintf(why.text, sizeof(why.text), "is no regular file");
+    } else {
+        root = json_loadfd(descriptor, JSON_REJECT_DUPLICATES, &why);
+    }
+    if (descriptor >= 0) {
+        close(descriptor);
+    }
+    if (root == NULL) {
+        failure_set(error, FANIN_ERR_MISMATCH,
+                    "give a directory that 'nixl-fetch pull' made", "%s: %s", path,
+                    why.text);
+    }
+    return root;
+}
+
+static fanin_status load_files(verifier *v, const char *directory, fanin_error *error)
+{
+    char path[4096];
+    json_t *identity = load_json(directory, IDENTITY, error);
+    if (identity == NULL) {
+        return error->status;
+    }
+    bool good = read_identity(v, identity);
+    json_decref(identity);
+    if (!good) {
+        return failure_set(error, FANIN_ERR_MISMATCH,
+                           "give a directory that 'nixl-fetch pull' made",
+                           "%s/%s: fields are missing or wrong", directory, IDENTITY);
+    }
+    v->config = load_json(directory, CONFIG, error);
+    if (v->config == NULL) {
+        return error->status;
+    }
+    snprintf(path, sizeof(path), "%s/%s", directory, MODEL);
+    fanin_status status = fanin_safetensors_open(path, &v->file, error);
+    if (status == FANIN_ERR_NOT_FOUND) { /* the directory is there, but not whole */
+        status = error->status = FANIN_ERR_MISMATCH;
+    }
+    return status;
 }
 
 static int load_directory(verifier *v, const char *directory)
 {
-    char path[4096];
-    json_error_t why = {.text = ""};
     fanin_error error = FANIN_ERROR_INIT;
-    snprintf(path, sizeof(path), "%s/fanin.json", directory);
+    struct stat st;
     errno = 0;
-    json_t *root = json_load_file(path, JSON_REJECT_DUPLICATES, &why);
-    bool good = root != NULL && read_identity(v, root);
-    json_decref(root);
-    if (!good) {
-        return failure_local("cannot verify", FANIN_ERR_MISMATCH,
-                             "give a directory that 'nixl-fetch pull' made",
-                             "%s says no identity: %s", path,
-                             root == NULL ? why.text : "fields are missing or wrong");
+    if (stat(directory, &st) != 0 || !S_ISDIR(st.st_mode)) {
+        int reason = errno;
+        bool other = reason != ENOENT && reason != ENOTDIR && reason != 0;
+        return failure_local(
+            "cannot verify", other ? FANIN_ERR_IO : FANIN_ERR_NOT_FOUND,
+            "give a directory that 'nixl-fetch pull' made", "--dir %s: %s", directory,
+            reason != 0 ? strerror(reason) : "is no directory");
     }
-    snprintf(path, sizeof(path), "%s/adapter_model.safetensors", directory);
-    if (fanin_safetensors_open(path, &v->file, &error) != FANIN_OK) {
-        return failure_report("cannot verify", &error);
-    }
-    return 0;
+    return load_files(v, directory, &error) == FANIN_OK
+               ? 0
+               : failure_report("cannot verify", &error);
 }
 
 static bool reserve(verifier *v)
@@ -123,7 +194,9 @@ static bool on_entry(void *cookie, const fanin_entry *e)
         mismatch(&v->error, v, e->name, "is not in the file");
         return false;
     }
-    if (f.dtype != e->dtype || f.n_dims != e->n_dims || f.bytes != e->bytes ||
+    bool cast = v->dtype != 0 && e->dtype == FANIN_DTYPE_F32; /* to half the bytes */
+    if (f.dtype != (cast ? v->dtype : e->dtype) || f.n_dims != e->n_dims ||
+        f.bytes != (cast ? e->bytes / 2 : e->bytes) ||
         memcmp(f.shape, e->shape, e->n_dims * sizeof(f.shape[0])) != 0) {
         mismatch(&v->error, v, e->name, "has another dtype or shape in the file");
         return false;
@@ -135,9 +208,9 @@ static bool on_entry(void *cookie, const fanin_entry *e)
         return false;
     }
     pair *p = &v->pairs[v->count++];
-    *p = (pair){copy, e->dtype, e->n_dims, {0}, e->bytes, f.offset};
+    *p = (pair){copy, f.dtype, e->n_dims, {0}, f.bytes, f.offset};
     memcpy(p->shape, e->shape, sizeof(p->shape));
-    v->bytes += e->bytes;
+    v->bytes += f.bytes;
     return true;
 }
 
@@ -155,6 +228,57 @@ static bool on_rank(void *cookie, const fanin_rank_info *info)
         return false;
     }
     return true;
+}
+
+/* The first field in which the file's configuration is another than the ranks'. */
+static void compare_config(verifier *v, const json_t *ranks)
+{
+    const char *field;
+    json_t *value;
+    json_t *all = json_deep_copy(v->config);
+    json_object_update(all, (json_t *)(uintptr_t)ranks);
+    json_object_foreach(all, field, value)
+    {
+        const json_t *here = json_object_get(v->config, field);
+        const json_t *there = json_object_get(ranks, field);
+        if (here == NULL || there == NULL || !json_equal(here, there)) {
+            char *ours = here != NULL ? json_dumps(here, JSON_ENCODE_ANY) : NULL;
+            char *theirs = there != NULL ? json_dumps(there, JSON_ENCODE_ANY) : NULL;
+            snprintf(v->difference, sizeof(v->difference),
+                     "%s is %.60s in the file, %.60s on the ranks", field,
+                     ours != NULL ? ours : "absent",
+                     theirs != NULL ? theirs : "absent");
+            free(ours);
+            free(theirs);
+            break;
+        }
+    }
+    json_decref(all);
+}
+
+static bool on_config(void *cookie, const char *name, const char *text)
+{
+    (void)name;
+    verifier *v = cookie;
+    json_t *ranks = json_loads(text, JSON_REJECT_DUPLICATES, NULL);
+    if (json_is_object(ranks) && json_is_object(v->config)) {
+        compare_config(v, ranks);
+    } else {
+        snprintf(v->difference, sizeof(v->difference), "it is no object");
+    }
+    json_decref(ranks);
+    return true;
+}
+
+/* Asked before the bytes are pulled: that pull proves that the step still stands. */
+static fanin_status ask_config(verifier *v, fanin_error *error)
+{
+    fanin_pull_options options;
+    fanin_pull_options_init(&options, sizeof(options));
+    options.publication = v->publication;
+    options.timeout_ms = v->common->timeout_ms;
+    return fanin_client_adapter_config(v->session->client, &options, on_config, v,
+                                       error);
 }
 
 /* Catalog against file; the worlds first, since all else follows from them. */
@@ -245,6 +369,7 @@ static fanin_status pull_batch(verifier *v, size_t first, size_t end, uint8_t *m
     options.rule = FANIN_STEP_EXACT;
     options.step = v->step;
     options.timeout_ms = v->common->timeout_ms;
+    options.dtype = v->dtype;
     fanin_status status =
         fanin_client_pull(v->session->client, &options, tensors, count, &result, error);
     if (status == FANIN_OK) {
@@ -285,6 +410,9 @@ static fanin_status verify_batch(verifier *v, size_t first, size_t end, uint64_t
 static fanin_status verify_all(verifier *v, fanin_error *error)
 {
     fanin_status status = pair_up(v, error);
+    if (status == FANIN_OK) {
+        status = ask_config(v, error);
+    }
     for (size_t first = 0; status == FANIN_OK && first < v->count;) {
         size_t end = first + 1;
         uint64_t bytes = v->pairs[first].bytes;
@@ -296,7 +424,30 @@ static fanin_status verify_all(verifier *v, fanin_error *error)
                      : verify_batch(v, first, end, bytes, error);
         first = end;
     }
+    if (status == FANIN_OK && v->difference[0] != '\0') {
+        status = failure_set(error, FANIN_ERR_MISMATCH,
+                             "do not load the directory; pull again", CONFIG ": %s",
+                             v->difference);
+    }
     return status;
+}
+
+static void tell(const verifier *v)
+{
+    if (!v->common->json) {
+        printf("equal: %zu tensors, %llu bytes of %s at step %llu (" MODEL "), and "
+               "their configuration (" CONFIG ")\n",
+               v->count, (unsigned long long)v->bytes, v->publication,
+               (unsigned long long)v->step);
+        return;
+    }
+    json_t *o = json_pack("{s:s, s:[s, s]}", "result", "equal", "files", MODEL, CONFIG);
+    output_set_string(o, "publication", v->publication);
+    output_set_u64(o, "step", v->step);
+    output_set_hex(o, "world_id", v->world_id, sizeof(v->world_id));
+    output_set_u64(o, "tensors", v->count);
+    output_set_u64(o, "bytes", v->bytes);
+    output_json(o);
 }
 
 static int verify(verifier *v)
@@ -316,19 +467,7 @@ static int verify(verifier *v)
                                                              : "cannot verify",
                               &error);
     }
-    if (v->common->json) {
-        json_t *o = json_pack("{s:s}", "result", "equal");
-        output_set_string(o, "publication", v->publication);
-        output_set_u64(o, "step", v->step);
-        output_set_hex(o, "world_id", v->world_id, sizeof(v->world_id));
-        output_set_u64(o, "tensors", v->count);
-        output_set_u64(o, "bytes", v->bytes);
-        output_json(o);
-    } else {
-        printf("equal: %zu tensors, %llu bytes of %s at step %llu\n", v->count,
-               (unsigned long long)v->bytes, v->publication,
-               (unsigned long long)v->step);
-    }
+    tell(v);
     return 0;
 }
 
@@ -353,6 +492,7 @@ static int open_and_verify(const command *self, const invocation *line,
         free(v.pairs[i].name);
     }
     free(v.pairs);
+    json_decref(v.config);
     fanin_safetensors_close(&v.file);
     session_close(&s);
     return code;
@@ -386,8 +526,11 @@ const command cmd_verify = {
         "  nixl-fetch verify 127.0.0.1:6000 --world-size 8 --run 0 --dir adapter\n"
         "\n"
         "Reads every byte of the directory's step from the ranks, under leases, and\n"
-        "compares. Exit status 0: all are equal. 12: stale, the ranks have moved on "
-        "to\n"
-        "another step or another life, nothing can be said. 14: a key differs, named.",
+        "compares; likewise the configuration. Exit status 0: all is equal, with the "
+        "files\n"
+        "that were compared. 12: stale, the ranks have moved on to another step or "
+        "another\n"
+        "life, nothing can be said. 14: a key or a field differs, named, or a file is "
+        "missing.",
     .run = run,
 };

@@ -25,7 +25,8 @@ static const char *const intro =
 static const char *const outro =
     "\n"
     "A TARGET is HOST:PORT[,HOST:PORT...], HOST:BASEPORT with --world-size N, or the\n"
-    "path of a nixl_info.json; without one, NIXL_FETCH_SERVERS from the environment.\n"
+    "path of a nixl_info.json or of its directory; without one, NIXL_FETCH_SERVERS or\n"
+    "FANIN_TRAINER from the environment.\n"
     "'nixl-fetch COMMAND --help' tells a command's options, nixl-fetch(1) all of it.\n";
 
 const command *const commands[] = {

@@ -55,6 +55,15 @@ bool session_parse(const command *self, invocation *line, int argc, const char *
                          status_out);
 }
 
+const char *session_default_target(void)
+{
+    const char *text = getenv("NIXL_FETCH_SERVERS");
+    if (text == NULL || text[0] == '\0') {
+        text = getenv("FANIN_TRAINER");
+    }
+    return text;
+}
+
 const char *session_begin(const command *self, invocation *line, int argc,
                           const char **argv, struct poptOption *table, int words,
                           int *status_out)
@@ -62,7 +71,7 @@ const char *session_begin(const command *self, invocation *line, int argc,
     if (!session_parse(self, line, argc, argv, table, status_out)) {
         return NULL;
     }
-    const char *text = getenv("NIXL_FETCH_SERVERS");
+    const char *text = session_default_target();
     int first = 0;
     if (line->parsed.count > words) {
         text = line->parsed.positional[0];
@@ -76,7 +85,8 @@ const char *session_begin(const command *self, invocation *line, int argc,
     }
     if (line->parsed.count < first + words || text == NULL || text[0] == '\0') {
         failure_usage(self->name, words > 0 ? "TARGET and KEY are needed"
-                                            : "no TARGET and no NIXL_FETCH_SERVERS in "
+                                            : "no TARGET, and neither "
+                                              "NIXL_FETCH_SERVERS nor FANIN_TRAINER in "
                                               "the environment");
         return NULL;
     }
@@ -113,12 +123,29 @@ static int configure(session *s, const invocation *line, fanin_client_config *co
         }
     }
     if (connect->world_id != NULL &&
-        !output_parse_hex(connect->world_id, config->world_id, FANIN_WORLD_ID_SIZE)) {
+        !target_world_id(connect->world_id, config->world_id)) {
         return failure_usage(s->command->name,
-                             "world id '%s' is not 32 hexadecimal digits",
+                             "--expect-world-id '%s' is not 32 hexadecimal digits, not "
+                             "all zero",
                              connect->world_id);
     }
+    if (connect->server_name != NULL && connect->server_name[0] == '\0') {
+        return failure_usage(s->command->name, "--server-name is empty");
+    }
     return 0;
+}
+
+/* What the target file says of its ranks is demanded of them, unless an option says more. */
+static void demand(session *s, const connect_options *connect,
+                   fanin_client_config *config)
+{
+    if (connect->server_name == NULL) {
+        config->server_name = s->target.server_name;
+    }
+    if (connect->world_id == NULL) {
+        memcpy(config->world_id, s->target.world_id, sizeof(config->world_id));
+    }
+    s->demanding = connect->server_name != NULL || connect->world_id != NULL;
 }
 
 static int choose_run(session *s, const char *run)
@@ -158,6 +185,7 @@ int session_open(session *s, const command *self, const invocation *line,
     if (code != 0) {
         return code;
     }
+    demand(s, &line->connect, &config);
     if (fanin_client_create(&config, &s->client, &error) != FANIN_OK) {
         return failure_report("cannot make a client", &error);
     }
@@ -176,11 +204,27 @@ static bool warn_missing(void *cookie, const fanin_rank_info *info)
     return true;
 }
 
+void session_explain(const session *s, fanin_error *error)
+{
+    if (error->status == FANIN_ERR_WORLD && s->target.file != NULL) {
+        snprintf(
+            error->remedy, sizeof(error->remedy),
+            "the ranks must be those that %.160s names: if the trainer was started "
+            "anew, wait for its new file",
+            s->target.file);
+    } else if (error->status == FANIN_ERR_WORLD && s->target.count == 1 &&
+               !s->demanding) {
+        snprintf(error->remedy, sizeof(error->remedy),
+                 "give --world-size N, or the address of every rank");
+    }
+}
+
 int session_connect(session *s, uint32_t timeout_ms)
 {
     fanin_error error = FANIN_ERROR_INIT;
     if (fanin_client_connect(s->client, (const char *const *)s->target.addresses,
                              s->target.count, timeout_ms, &error) != FANIN_OK) {
+        session_explain(s, &error);
         return failure_report("cannot connect", &error);
     }
     if (fanin_client_ranks(s->client, warn_missing, NULL, &error) != FANIN_OK) {

@@ -12,6 +12,7 @@ typedef struct session {
     fanin_client *client;
     char run[80];
     char publication[96]; /**< "lora:<run>" */
+    bool demanding;       /**< an option says who the ranks must be */
 } session;
 
 /** A log function for the library: prints to stderr; with @p verbose also what is routine. */
@@ -42,10 +43,13 @@ typedef struct invocation {
 bool session_parse(const command *self, invocation *line, int argc, const char **argv,
                    struct poptOption *table, int *status_out);
 
+/** The environment's target: NIXL_FETCH_SERVERS, else FANIN_TRAINER; NULL or "": none. */
+const char *session_default_target(void);
+
 /**
- * session_parse(), and the words of a command that needs a target: TARGET (or NIXL_FETCH_SERVERS) and
- * @p words more words. Returns TARGET's text; NULL if the command is over, *status_out is then
- * the exit status. session_end() in either case.
+ * session_parse(), and the words of a command that needs a target: TARGET (or the
+ * environment's) and @p words more words. Returns TARGET's text; NULL if the command is over,
+ * *status_out is then the exit status. session_end() in either case.
  */
 const char *session_begin(const command *self, invocation *line, int argc,
                           const char **argv, struct poptOption *table, int words,
@@ -59,6 +63,9 @@ void session_end(invocation *line);
  */
 int session_open(session *s, const command *self, const invocation *line,
                  const char *target_text, const char *run);
+
+/** Makes the remedy of a WORLD error one for the words on the command line. */
+void session_explain(const session *s, fanin_error *error);
 
 /** Connects; warns about ranks that did not answer. 0, or the exit status after a message. */
 int session_connect(session *s, uint32_t timeout_ms);

@@ -110,19 +110,26 @@ static int open_model(const command *self, const source_options *options,
     return 0;
 }
 
-static int bad_adapter(const char *path, const char *problem)
+static int refuse_adapter(const char *path, fanin_status status, const char *problem)
 {
-    return failure_local("cannot serve the adapter", FANIN_ERR_IO,
+    return failure_local("cannot serve the adapter", status,
                          "give a directory with adapter_config.json and "
                          "adapter_model.safetensors",
                          "%s: %s", path, problem);
+}
+
+static int bad_adapter(const char *path, const char *problem)
+{
+    return refuse_adapter(path, FANIN_ERR_IO, problem);
 }
 
 static int read_config(const char *path, source *out)
 {
     FILE *file = fopen(path, "re");
     if (file == NULL) {
-        return bad_adapter(path, strerror(errno));
+        return refuse_adapter(path,
+                              errno == ENOENT ? FANIN_ERR_NOT_FOUND : FANIN_ERR_IO,
+                              strerror(errno));
     }
     out->config = malloc(MAX_CONFIG + 1);
     size_t size = out->config != NULL ? fread(out->config, 1, MAX_CONFIG + 1, file) : 0;

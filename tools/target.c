@@ -1,16 +1,25 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "target.h"
 #include "failure.h"
+#include "options.h"
+#include "output.h"
 
 #include <ctype.h>
 #include <errno.h>
+#include <fcntl.h>
 #include <jansson.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/stat.h>
+#include <unistd.h>
 
-static const char forms[] = "give HOST:PORT[,HOST:PORT...], HOST:BASEPORT with "
-                            "--world-size N, or a nixl_info.json";
+enum { MAX_FILE = 32 << 20 };
+
+static const char info_name[] = "nixl_info.json";
+static const char forms[] =
+    "give HOST:PORT[,HOST:PORT...], HOST:BASEPORT with --world-size N, a "
+    "nixl_info.json, or the directory that holds one";
 
 static fanin_status out_of_memory(fanin_error *error)
 {
@@ -100,8 +109,13 @@ static fanin_status parse_list(const char *text, uint32_t world_size, target *ou
     }
     fanin_status status = reserve(out, world_size != 0 ? world_size : count, error);
     for (uint32_t rank = 0; status == FANIN_OK && rank < out->count; rank++) {
+        text += strspn(text, " ");
         size_t length = strcspn(text, ",");
-        status = split(text, length, &host, &port, error);
+        size_t word = length;
+        while (word > 0 && text[word - 1] == ' ') {
+            word--;
+        }
+        status = split(text, word, &host, &port, error);
         if (status == FANIN_OK) {
             status =
                 place(out, rank, text, host, count == 1 ? port + rank : port, error);
@@ -188,33 +202,51 @@ static fanin_status parse_hosts(const json_t *hosts, const char *path,
     return status;
 }
 
-static fanin_status parse_object(const json_t *root, const char *path,
-                                 uint32_t world_size, target *out, fanin_error *error)
+/* "run_idx": a number or a name. */
+static fanin_status parse_run(const json_t *run, const char *path, target *out,
+                              fanin_error *error)
 {
-    const json_t *run = json_object_get(root, "run_idx");
-    const json_t *world = json_object_get(root, "world_size");
-    const json_t *hosts = json_object_get(root, "hosts");
-    if (!json_is_object(root)) {
-        return bad_file(error, path, "not an object");
+    if (run == NULL || json_is_null(run)) {
+        return FANIN_OK;
     }
-    if (json_is_integer(run)) {
+    if (json_is_integer(run) && json_integer_value(run) >= 0) {
         snprintf(out->run, sizeof(out->run), "%lld",
                  (long long)json_integer_value(run));
     } else if (json_is_string(run)) {
         snprintf(out->run, sizeof(out->run), "%s", json_string_value(run));
     }
-    if (world != NULL && (!json_is_integer(world) || json_integer_value(world) < 1 ||
-                          json_integer_value(world) > TARGET_MAX_RANKS)) {
-        return bad_file(error, path, "a bad world_size");
+    return options_run_valid(out->run)
+               ? FANIN_OK
+               : bad_file(error, path,
+                          "\"run_idx\" is neither a number from 0 on nor 1 to 64 of "
+                          "A-Z a-z 0-9 . _ -");
+}
+
+/* What the ranks must announce: "world_id" and "server_name". */
+static fanin_status parse_demands(const json_t *root, const char *path, target *out,
+                                  fanin_error *error)
+{
+    const json_t *world = json_object_get(root, "world_id");
+    const json_t *name = json_object_get(root, "server_name");
+    if (world != NULL && !json_is_null(world) &&
+        (!json_is_string(world) ||
+         !target_world_id(json_string_value(world), out->world_id))) {
+        return bad_file(error, path,
+                        "\"world_id\" is not 32 hexadecimal digits, not all zero");
     }
-    uint64_t size = (uint64_t)json_integer_value(world);
-    if (size != 0 && world_size != 0 && size != world_size) {
-        return bad_file(error, path, "another world_size than --world-size");
+    if (name == NULL || json_is_null(name)) {
+        return FANIN_OK;
     }
-    size = size != 0 ? size : world_size;
-    if (json_is_array(hosts)) {
-        return parse_hosts(hosts, path, size, out, error);
+    if (!json_is_string(name) || json_string_value(name)[0] == '\0') {
+        return bad_file(error, path, "\"server_name\" is no name");
     }
+    out->server_name = strdup(json_string_value(name));
+    return out->server_name != NULL ? FANIN_OK : out_of_memory(error);
+}
+
+static fanin_status parse_base(const json_t *root, const char *path, uint64_t size,
+                               target *out, fanin_error *error)
+{
     const char *host = json_string_value(json_object_get(root, "host"));
     const json_t *port = json_object_get(root, "base_port");
     if (host == NULL || host[0] == '\0' || !json_is_integer(port) ||
@@ -229,32 +261,110 @@ static fanin_status parse_object(const json_t *root, const char *path,
     return status;
 }
 
-static fanin_status parse_file(const char *path, uint32_t world_size, target *out,
+static fanin_status parse_object(const json_t *root, const char *path,
+                                 uint32_t world_size, target *out, fanin_error *error)
+{
+    const json_t *world = json_object_get(root, "world_size");
+    const json_t *hosts = json_object_get(root, "hosts");
+    if (!json_is_object(root)) {
+        return bad_file(error, path, "not an object");
+    }
+    if (world != NULL && (!json_is_integer(world) || json_integer_value(world) < 1 ||
+                          json_integer_value(world) > TARGET_MAX_RANKS)) {
+        return bad_file(error, path, "a bad world_size");
+    }
+    if (hosts != NULL && !json_is_array(hosts)) {
+        return bad_file(error, path, "\"hosts\" is not a list");
+    }
+    uint64_t size = (uint64_t)json_integer_value(world);
+    if (size != 0 && world_size != 0 && size != world_size) {
+        return bad_file(error, path, "another world_size than --world-size");
+    }
+    size = size != 0 ? size : world_size;
+    fanin_status status = parse_run(json_object_get(root, "run_idx"), path, out, error);
+    if (status == FANIN_OK) {
+        status = parse_demands(root, path, out, error);
+    }
+    if (status != FANIN_OK) {
+        return status;
+    }
+    return hosts != NULL ? parse_hosts(hosts, path, size, out, error)
+                         : parse_base(root, path, size, out, error);
+}
+
+static fanin_status unreadable(fanin_error *error, const char *path, int reason)
+{
+    fanin_status status =
+        reason == ENOENT || reason == ENOTDIR ? FANIN_ERR_NOT_FOUND : FANIN_ERR_IO;
+    failure_set(error, status,
+                "check the path of nixl_info.json; the trainer writes it", "%s: %s",
+                path, strerror(reason));
+    error->sys_errno = reason;
+    return status;
+}
+
+/* A regular file; a pipe could be waited at for ever. */
+static fanin_status open_regular(const char *path, int *descriptor_out,
+                                 fanin_error *error)
+{
+    struct stat st;
+    int descriptor = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK | O_NOCTTY);
+    if (descriptor < 0 || fstat(descriptor, &st) != 0) {
+        int reason = errno;
+        if (descriptor >= 0) {
+            close(descriptor);
+        }
+        return unreadable(error, path, reason);
+    }
+    if (!S_ISREG(st.st_mode) || st.st_size > MAX_FILE) {
+        close(descriptor);
+        return failure_set(error, FANIN_ERR_ARGUMENT, forms, "the target %s %s", path,
+                           S_ISREG(st.st_mode) ? "is larger than 32 MiB"
+                                               : "is no regular file");
+    }
+    *descriptor_out = descriptor;
+    return FANIN_OK;
+}
+
+static fanin_status parse_file(const char *text, uint32_t world_size, target *out,
                                fanin_error *error)
 {
     json_error_t why;
-    FILE *file = fopen(path, "re");
-    if (file == NULL) {
-        failure_set(error, FANIN_ERR_IO, "check the path of nixl_info.json", "%s: %s",
-                    path, strerror(errno));
-        error->sys_errno = errno;
-        return FANIN_ERR_IO;
+    struct stat st;
+    int descriptor = -1;
+    bool directory = stat(text, &st) == 0 && S_ISDIR(st.st_mode);
+    if (asprintf(&out->file, "%s%s%s", text, directory ? "/" : "",
+                 directory ? info_name : "") < 0) {
+        out->file = NULL;
+        return out_of_memory(error);
     }
-    json_t *root = json_loadf(file, JSON_REJECT_DUPLICATES, &why);
-    fclose(file);
+    fanin_status status = open_regular(out->file, &descriptor, error);
+    if (status != FANIN_OK) {
+        return status;
+    }
+    json_t *root = json_loadfd(descriptor, JSON_REJECT_DUPLICATES, &why);
+    close(descriptor);
     if (root == NULL) {
-        return bad_file(error, path, why.text);
+        return bad_file(error, out->file, why.text);
     }
-    fanin_status status = parse_object(root, path, world_size, out, error);
+    status = parse_object(root, out->file, world_size, out, error);
     json_decref(root);
     return status;
 }
 
-static bool is_file(const char *text)
+static bool is_path(const char *text)
 {
     size_t length = strlen(text);
     return strchr(text, '/') != NULL ||
-           (length > 5 && strcmp(text + length - 5, ".json") == 0);
+           (length > 5 && strcmp(text + length - 5, ".json") == 0) ||
+           (strchr(text, ':') == NULL && access(text, F_OK) == 0);
+}
+
+bool target_world_id(const char *text, uint8_t world_id[FANIN_WORLD_ID_SIZE])
+{
+    static const uint8_t zero[FANIN_WORLD_ID_SIZE];
+    return output_parse_hex(text, world_id, FANIN_WORLD_ID_SIZE) &&
+           memcmp(world_id, zero, sizeof(zero)) != 0;
 }
 
 fanin_status target_parse(const char *text, uint32_t world_size, target *out,
@@ -264,8 +374,13 @@ fanin_status target_parse(const char *text, uint32_t world_size, target *out,
     fanin_status status;
     if (text[0] == '\0') {
         status = failure_set(error, FANIN_ERR_ARGUMENT, forms, "the target is empty");
-    } else if (is_file(text)) {
+    } else if (is_path(text)) {
         status = parse_file(text, world_size, out, error);
+    } else if (strpbrk(text, ":,") == NULL) {
+        status = failure_set(error, FANIN_ERR_ARGUMENT, forms,
+                             "'%.200s' has no port, and no file or directory has that "
+                             "name",
+                             text);
     } else {
         status = parse_list(text, world_size, out, error);
     }
@@ -281,6 +396,7 @@ void target_free(target *t)
         free(t->addresses[i]);
     }
     free(t->addresses);
-    t->addresses = NULL;
-    t->count = 0;
+    free(t->file);
+    free(t->server_name);
+    *t = (target){0};
 }

@@ -2,37 +2,44 @@
 /**
  * @file
  * Where the ranks are: HOST:PORT[,HOST:PORT...], HOST:BASEPORT with a world size, or the
- * path of a nixl_info.json.
+ * path of a nixl_info.json or of the directory that holds one.
  */
 #ifndef TARGET_H
 #define TARGET_H
 
-#include <fanin/error.h>
+#include <fanin/types.h>
 #include <stdint.h>
 
 typedef struct target {
     char **addresses; /**< "host:port" or "[v6]:port", one a rank */
     uint32_t count;
-    char run[72]; /**< what the file says, "" if it says nothing */
+    char run[72];      /**< what the file says, "" if it says nothing */
+    char *file;        /**< the nixl_info.json, NULL: none */
+    char *server_name; /**< what the ranks must announce, NULL: the file says nothing */
+    uint8_t world_id[FANIN_WORLD_ID_SIZE]; /**< likewise; all zero: it says nothing */
 } target;
 
 enum { TARGET_MAX_RANKS = 65536 };
 
 /**
- * Reads @p text. @p world_size 0: not given. A word that ends in ".json" or holds a '/'
- * is a file:
+ * Reads @p text. @p world_size 0: not given. A word that ends in ".json", holds a '/', or
+ * has no ':' and exists is a file, or a directory with a nixl_info.json:
  *   {"host": H, "base_port": P, "world_size": N}       ranks 0..N-1
  *   {"hosts": [{"host": H, "base_port": P, "ranks": R}, ...]}
  * R is a list of ranks, or a number of ranks that follow those of the entries before.
  * Rank r listens on base_port + r of its host. "run_idx" (a number or a string) is the
- * run that commands use by default; other fields are ignored.
+ * run that commands use by default; "world_id" (32 hexadecimal digits, not all zero) and
+ * "server_name" are what the ranks must announce; other fields are ignored.
  *
- * FANIN_ERR_ARGUMENT: not understood; FANIN_ERR_IO: the file cannot be read;
- * FANIN_ERR_MEMORY. On failure @p out is empty.
+ * FANIN_ERR_ARGUMENT: not understood; FANIN_ERR_NOT_FOUND: no such file; FANIN_ERR_IO: it
+ * cannot be read; FANIN_ERR_MEMORY. On failure @p out is empty.
  */
 fanin_status target_parse(const char *text, uint32_t world_size, target *out,
                           fanin_error *error);
 
 void target_free(target *t);
+
+/** 32 hexadecimal digits that are not all zero, which would demand nothing. */
+bool target_world_id(const char *text, uint8_t world_id[FANIN_WORLD_ID_SIZE]);
 
 #endif

@@ -205,7 +205,7 @@ def dtype_code(name: object, what: str) -> int:
 
 
 def world_id_bytes(value: bytes | str) -> bytes:
-    """The 16 bytes of a world id that is given as such or in hexadecimal digits."""
+    """The 16 bytes, not all zero, of a world id: as such or in hexadecimal digits."""
     try:
         raw = bytes.fromhex(value) if isinstance(value, str) else bytes(value)
     except (TypeError, ValueError):
@@ -214,6 +214,11 @@ def world_id_bytes(value: bytes | str) -> bytes:
         raise RequestError.make(
             f"the world id {value!r} is not {_ffi.WORLD_ID_SIZE} bytes",
             "draw os.urandom(16) on one rank and give it to all",
+        )
+    if not any(raw):
+        raise RequestError.make(
+            "the world id is all zero, which stands for none",
+            "draw os.urandom(16) on one rank and give it to all; None takes any",
         )
     return raw
 

@@ -76,7 +76,8 @@ class Client(ClosableHandle):
 
     :param addresses: connects to these (see :meth:`connect`) within *connect_timeout*.
     :param server_name: demand this job's name; None: any.
-    :param world_id: demand this world, 16 bytes or 32 hexadecimal digits; None: any.
+    :param world_id: demand this world, 16 bytes or 32 hexadecimal digits, not all zero; None:
+        any.
     :param connect_timeout: seconds, for one rank.
     :param lost: a rank that owes an answer and is silent for so many seconds is lost.
     :param max_inflight: bytes asked for and not yet here, all ranks together.

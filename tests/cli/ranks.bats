@@ -22,7 +22,7 @@ teardown_file()
 setup()
 {
     load ranks
-    unset NIXL_FETCH_SERVERS NIXL_FETCH_TIMEOUT
+    unset NIXL_FETCH_SERVERS NIXL_FETCH_TIMEOUT FANIN_TRAINER
     cd "$BATS_TEST_TMPDIR" || return 1
 }
 
@@ -133,6 +133,49 @@ key=base_model.model.model.layers.0.self_attn.k_proj.lora_A.weight
     [ -z "$(ls)" ]
 }
 
+# recode OPTION...: a copy of the info file with other fields, as info.json.
+recode()
+{
+    "$FANIN_TEST_PYTHON" -c '
+import json, sys
+o = json.load(open(sys.argv[1]))
+o.update(json.loads(sys.argv[2]))
+json.dump(o, open("info.json", "w"))' "$info" "$1"
+}
+
+@test "the info file says which world and which job is meant" {
+    recode '{"world_id": "ffffffffffffffffffffffffffffffff"}'
+    for command in list ping watch "pull --out d" "verify --dir d"; do
+        # shellcheck disable=SC2086
+        [[ $command != verify* ]] || "$NIXL_FETCH" pull "$info" --out d
+        # shellcheck disable=SC2086
+        run -14 "$NIXL_FETCH" $command info.json --timeout 5s
+        has "another world id than was demanded"
+        [[ $command == verify* ]] || [ ! -e d ]
+    done
+    run -0 "$NIXL_FETCH" list info.json --expect-world-id 000102030405060708090a0b0c0d0e0f
+    recode '{"server_name": "other"}'
+    run -14 "$NIXL_FETCH" list info.json
+    has "belongs to another job"
+    has info.json
+    run -0 "$NIXL_FETCH" list info.json --server-name job
+    [ "$(grep -c '"server_name": "job"' "$info")" -eq 1 ]
+}
+
+@test "a directory with nixl_info.json, and FANIN_TRAINER, are targets" {
+    mkdir step_1
+    cp "$info" step_1/
+    run -0 "$NIXL_FETCH" list step_1
+    FANIN_TRAINER=$PWD/step_1 run -0 "$NIXL_FETCH" ping
+    FANIN_TRAINER=${ready##* } run -0 "$NIXL_FETCH" list
+    NIXL_FETCH_SERVERS=$info FANIN_TRAINER=./nowhere run -0 "$NIXL_FETCH" list
+}
+
+@test "one rank of several cannot be listed alone, and the message says how to go on" {
+    run -14 "$NIXL_FETCH" list "${ready##*,}"
+    has "--world-size N"
+}
+
 @test "pull: Ctrl-C is exit status 130 and leaves nothing" {
     # Waits for a step that never comes; its lock file says that it has begun.
     "$NIXL_FETCH" pull "$info" --out d --step 9 --timeout 60s 3>&- &
@@ -148,9 +191,11 @@ key=base_model.model.model.layers.0.self_attn.k_proj.lora_A.weight
 @test "verify: equal, a changed byte, a missing tensor, another run" {
     "$NIXL_FETCH" pull "$info" --out d
     run -0 "$NIXL_FETCH" verify "$info" --dir d
-    has "equal: 336 tensors, 8798208 bytes of lora:0 at step 1"
+    has "equal: 336 tensors, 8798208 bytes of lora:0 at step 1 (adapter_model.safetensors)"
+    has "(adapter_config.json)"
     run -0 "$NIXL_FETCH" verify "$info" --dir d --json
     [ "$(field result)" = equal ]
+    [ "$(field files 1)" = adapter_config.json ]
     run -14 "$NIXL_FETCH" verify "$info" --run best.1 --dir d
     printf '\377\376' | dd of=d/adapter_model.safetensors bs=1 seek=5000000 conv=notrunc status=none
     run -14 --separate-stderr "$NIXL_FETCH" verify "$info" --dir d --json
@@ -159,6 +204,25 @@ key=base_model.model.model.layers.0.self_attn.k_proj.lora_A.weight
     rm d/fanin.json
     run -14 "$NIXL_FETCH" verify "$info" --dir d
     has fanin.json
+}
+
+@test "verify: another configuration, missing files, a missing directory" {
+    "$NIXL_FETCH" pull "$info" --out d
+    cp -r d other
+    sed -i 's/"lora_alpha": 16/"lora_alpha": 64/' other/adapter_config.json
+    run -14 "$NIXL_FETCH" verify "$info" --dir other
+    has "lora_alpha is 64 in the file, 16 on the ranks"
+    for file in adapter_config.json adapter_model.safetensors; do
+        rm -rf less
+        cp -r d less
+        rm less/$file
+        run -14 "$NIXL_FETCH" verify "$info" --dir less
+        has $file
+    done
+    run -11 "$NIXL_FETCH" verify "$info" --dir nowhere
+    has "nowhere: No such file or directory"
+    touch file
+    run -11 "$NIXL_FETCH" verify "$info" --dir file
 }
 
 @test "watch: tells the step that stands, then waits until its time is over" {

@@ -9,7 +9,7 @@ bats_require_minimum_version 1.5.0
 setup()
 {
     load ranks
-    unset NIXL_FETCH_SERVERS NIXL_FETCH_TIMEOUT
+    unset NIXL_FETCH_SERVERS NIXL_FETCH_TIMEOUT FANIN_TRAINER
     cd "$BATS_TEST_TMPDIR" || return 1
     export BATS_FILE_TMPDIR=$BATS_TEST_TMPDIR
     ranks_pid=
@@ -61,6 +61,15 @@ teardown()
         run -0 "$NIXL_FETCH" verify "$info" --dir "${options//[ -]/_}"
         stop_ranks
     done
+}
+
+@test "verify knows what pull --dtype made of F32" {
+    start_ranks --model qwen2.5-0.5b --r 2 --dtype float32 --world-size 2
+    run -0 "$NIXL_FETCH" pull "$info" --out half --dtype bf16
+    run -0 "$NIXL_FETCH" verify "$info" --dir half
+    printf '\377\376' | dd of=half/adapter_model.safetensors bs=1 seek=100000 conv=notrunc status=none
+    run -14 "$NIXL_FETCH" verify "$info" --dir half
+    stop_ranks
 }
 
 @test "show names replicas" {

@@ -7,7 +7,7 @@ bats_require_minimum_version 1.5.0
 setup()
 {
     load ranks
-    unset NIXL_FETCH_SERVERS NIXL_FETCH_TIMEOUT
+    unset NIXL_FETCH_SERVERS NIXL_FETCH_TIMEOUT FANIN_TRAINER
     cd "$BATS_TEST_TMPDIR" || return 1
 }
 
@@ -83,6 +83,7 @@ commands=(list show ping doctor pull verify watch serve bench)
         "pull h:1 --out d --timeout 5parsecs"
         "pull h:1 --out d --timeout 0"
         "pull h:1 --out d --expect-world-id 12"
+        "pull h:1 --out d --expect-world-id 00000000000000000000000000000000"
         "pull h --out d"
         "pull h:0 --out d"
         "pull h:99999 --out d"
@@ -139,6 +140,10 @@ commands=(list show ping doctor pull verify watch serve bench)
     # Nobody listens on port 1 of this host.
     NIXL_FETCH_SERVERS=127.0.0.1:1 NIXL_FETCH_TIMEOUT=2s run -13 "$NIXL_FETCH" list
     has "127.0.0.1:1"
+    FANIN_TRAINER=127.0.0.1:2 NIXL_FETCH_TIMEOUT=2s run -13 "$NIXL_FETCH" list
+    has "127.0.0.1:2"
+    FANIN_TRAINER=127.0.0.1:2 NIXL_FETCH_SERVERS=127.0.0.1:1 run -13 "$NIXL_FETCH" list --timeout 2s
+    has "127.0.0.1:1"
 }
 
 @test "nobody there is exit status 13 within the timeout, and names the address" {
@@ -152,16 +157,21 @@ commands=(list show ping doctor pull verify watch serve bench)
     run -13 "$NIXL_FETCH" ping 127.0.0.1:1 --timeout 1s
 }
 
-@test "target files: absent is 15, malformed is 2" {
-    run -15 "$NIXL_FETCH" list ./absent.json
+@test "target files: absent is 11, malformed is 2" {
+    run -11 "$NIXL_FETCH" list ./absent.json
     has absent.json
+    mkfifo pipe.json
+    run -2 timeout 20 "$NIXL_FETCH" list pipe.json
+    has "pipe.json is no regular file"
+    run -2 "$NIXL_FETCH" list 127.0.0.1
+    has "'127.0.0.1' has no port"
     echo '{"host": "h"}' >bad.json
     run -2 "$NIXL_FETCH" list bad.json
     has bad.json
 }
 
 @test "an adapter that is none cannot be served" {
-    run -15 "$NIXL_FETCH" serve --adapter ./nowhere
+    run -11 "$NIXL_FETCH" serve --adapter ./nowhere
     has adapter_config.json
     mkdir broken
     echo '{}' >broken/adapter_config.json

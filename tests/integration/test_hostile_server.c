@@ -56,6 +56,7 @@ static const lie lies[] = {
     {"hello_error", HELLO_ERROR, {FANIN_ERR_AUTH}, "xxx"},
     {"hello_rank", HELLO_RANK, {FANIN_ERR_WORLD, PROTOCOL}, NULL},
     {"hello_world_size", HELLO_WORLD_SIZE, {FANIN_ERR_WORLD}, "65536"},
+    {"hello_no_world", HELLO_NO_WORLD, {PROTOCOL}, "all zero"},
     {"hello_version", HELLO_VERSION, {FANIN_ERR_VERSION}, NULL},
     {"hello_close", HELLO_CLOSE, {UNREACHABLE, CLOSED}, "closed"},
 

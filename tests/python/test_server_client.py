@@ -420,6 +420,8 @@ def test_connections_that_are_refused(ranks: list[fanin.Server]) -> None:
             client_of(ranks, **options)
         assert world.value.name == "FANIN_ERR_WORLD"
     client_of(ranks, world_id=ranks[0].world_id, server_name="lora_param_server").close()
+    with pytest.raises(fanin.RequestError, match="all zero"):
+        client_of(ranks, world_id="0" * 32)
     with (
         fanin.Client(use_ucx=False) as lonely,
         pytest.raises(fanin.StateError, match="address"),

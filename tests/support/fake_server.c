@@ -110,7 +110,7 @@ static bool greet(const fake_server *f, fake_connection *c, uint64_t request)
                       .server_name = "lora_param_server_0",
                       .paths = 1u << WIRE_PATH_STREAM,
                       .lease_ms = 1000};
-    memset(m.world_id, 0x66, sizeof(m.world_id));
+    memset(m.world_id, is(f, HELLO_NO_WORLD) ? 0 : 0x66, sizeof(m.world_id));
     memset(m.incarnation, 0x67, sizeof(m.incarnation));
     memset(m.session, 0x68, sizeof(m.session));
     encode_hello_ok(&b, request, &m);

@@ -37,6 +37,7 @@ typedef enum mischief {
     HELLO_ERROR,
     HELLO_RANK,
     HELLO_WORLD_SIZE,
+    HELLO_NO_WORLD, /**< a world id of zeros */
     HELLO_VERSION,
     HELLO_CLOSE,
 

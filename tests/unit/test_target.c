@@ -7,6 +7,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 /* Parses and gives the addresses joined by blanks; "" if it was refused. */
@@ -51,6 +52,7 @@ static void lists_and_base_ports(void **state)
     expect("h:6000,g:1", 0, "h:6000 g:1");
     expect("h:6000,g:1", 2, "h:6000 g:1");
     expect("[::1]:6000", 2, "[::1]:6000 [::1]:6001");
+    expect("h:6000, g:1 ,f:2", 0, "h:6000 g:1 f:2");
     expect("10.0.0.1:65535", 1, "10.0.0.1:65535");
 }
 
@@ -129,6 +131,73 @@ static void info_files_name_the_run(void **state)
     target_free(&t);
 }
 
+static void info_files_name_world_and_job(void **state)
+{
+    (void)state;
+    fanin_error error = FANIN_ERROR_INIT;
+    static const uint8_t id[FANIN_WORLD_ID_SIZE] = {0x0a, [15] = 0xff};
+    static const uint8_t none[FANIN_WORLD_ID_SIZE];
+    target t;
+    assert_ok(target_parse(file_with("{\"host\":\"h\",\"base_port\":1,\"world_size\":1,"
+                                     "\"server_name\":\"job\",\"world_id\":"
+                                     "\"0A0000000000000000000000000000ff\"}"),
+                           0, &t, &error),
+              error);
+    assert_memory_equal(t.world_id, id, sizeof(id));
+    assert_string_equal(t.server_name, "job");
+    assert_string_equal(t.file, path);
+    target_free(&t);
+    assert_ok(target_parse(file_with("{\"host\":\"h\",\"base_port\":1,\"world_size\":1,"
+                                     "\"server_name\":null,\"world_id\":null,"
+                                     "\"run_idx\":null}"),
+                           0, &t, &error),
+              error);
+    assert_memory_equal(t.world_id, none, sizeof(none));
+    assert_null(t.server_name);
+    assert_string_equal(t.run, "");
+    target_free(&t);
+}
+
+static void directories(void **state)
+{
+    (void)state;
+    char directory[] = "/tmp/fanin-target-XXXXXX";
+    char file[64];
+    fanin_status status;
+    assert_non_null(mkdtemp(directory));
+    joined(directory, 0, &status);
+    assert_int_equal(status, FANIN_ERR_NOT_FOUND);
+    snprintf(file, sizeof(file), "%s/nixl_info.json", directory);
+    assert_int_equal(symlink(file_with("{\"host\":\"h\",\"base_port\":6000,"
+                                       "\"world_size\":2}"),
+                             file),
+                     0);
+    expect(directory, 0, "h:6000 h:6001");
+    expect(file, 0, "h:6000 h:6001");
+    /* Without a slash: a name that exists. */
+    char *here = getcwd(NULL, 0);
+    assert_non_null(here);
+    assert_int_equal(chdir("/tmp"), 0);
+    expect(directory + strlen("/tmp/"), 0, "h:6000 h:6001");
+    assert_int_equal(chdir(here), 0);
+    free(here);
+    assert_int_equal(unlink(file), 0);
+    assert_int_equal(mkfifo(file, 0600), 0);
+    refuse(file, 0);
+    refuse(directory, 0);
+    assert_int_equal(unlink(file), 0);
+    assert_int_equal(rmdir(directory), 0);
+}
+
+static void a_forgotten_port(void **state)
+{
+    (void)state;
+    fanin_error error = FANIN_ERROR_INIT;
+    target t;
+    assert_int_equal(target_parse("127.0.0.1", 0, &t, &error), FANIN_ERR_ARGUMENT);
+    assert_non_null(strstr(error.message, "'127.0.0.1' has no port"));
+}
+
 static void wrong_info_files(void **state)
 {
     (void)state;
@@ -151,6 +220,18 @@ static void wrong_info_files(void **state)
         "{\"hosts\":[{\"host\":\"h\",\"base_port\":1,\"ranks\":\"all\"}]}",
         "{\"hosts\":[{\"host\":\"h\",\"ranks\":[0]}]}",
         "{\"world_size\":3,\"hosts\":[{\"host\":\"h\",\"base_port\":1,\"ranks\":[0]}]}",
+        "{\"host\":\"h\",\"base_port\":1,\"world_size\":1,\"hosts\":{}}",
+#define BASE "{\"host\":\"h\",\"base_port\":1,\"world_size\":1,"
+        BASE "\"run_idx\":1.5}",
+        BASE "\"run_idx\":-1}",
+        BASE "\"run_idx\":true}",
+        BASE "\"run_idx\":\"a/b\"}",
+        BASE "\"run_idx\":\"\"}",
+        BASE "\"server_name\":\"\"}",
+        BASE "\"server_name\":7}",
+        BASE "\"world_id\":\"00000000000000000000000000000000\"}",
+        BASE "\"world_id\":\"0a\"}",
+        BASE "\"world_id\":16}",
     };
     for (size_t i = 0; i < sizeof(texts) / sizeof(texts[0]); i++) {
         refuse(file_with(texts[i]), 0);
@@ -163,7 +244,9 @@ static void absent_files(void **state)
     (void)state;
     fanin_status status;
     joined("/nonexistent/nixl_info.json", 0, &status);
-    assert_int_equal(status, FANIN_ERR_IO);
+    assert_int_equal(status, FANIN_ERR_NOT_FOUND);
+    joined("absent.json", 0, &status);
+    assert_int_equal(status, FANIN_ERR_NOT_FOUND);
 }
 
 static void durations(void **state)
@@ -220,6 +303,9 @@ int main(void)
         cmocka_unit_test(malformed_words),
         cmocka_unit_test(info_files),
         cmocka_unit_test(info_files_name_the_run),
+        cmocka_unit_test(info_files_name_world_and_job),
+        cmocka_unit_test(directories),
+        cmocka_unit_test(a_forgotten_port),
         cmocka_unit_test(wrong_info_files),
         cmocka_unit_test(absent_files),
         cmocka_unit_test(durations),

@@ -95,7 +95,7 @@ _nixl_fetch()
     *)
         if [[ $cur == -* ]]; then
             mapfile -t COMPREPLY < <(compgen -W "$(_nixl_fetch_options "$command")" -- "$cur")
-        elif [ "$command" = show ] && { [ -n "$target" ] || [ -n "${NIXL_FETCH_SERVERS-}" ]; }; then
+        elif [ "$command" = show ] && { [ -n "$target" ] || [ -n "${NIXL_FETCH_SERVERS-}${FANIN_TRAINER-}" ]; }; then
             mapfile -t COMPREPLY < <(_nixl_fetch_ask keys "$cur" "$target" "$size")
             ! declare -F __ltrim_colon_completions >/dev/null || __ltrim_colon_completions "$cur"
         elif [ -z "$target" ] && [ "$command" != serve ]; then

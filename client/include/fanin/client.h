@@ -40,7 +40,7 @@ FANIN_API fanin_path fanin_path_from_name(const char *name);
 typedef struct fanin_client_config {
     size_t struct_size;
     const char *server_name; /**< demand this job's name; default NULL: any */
-    /** demand this world; all zero: any */
+    /** demand this world; all zero, which no trainer may announce: any */
     uint8_t world_id[FANIN_WORLD_ID_SIZE];
     uint32_t connect_timeout_ms; /**< for one rank, default 5000 */
     /** a rank that owes an answer and is silent for so long is lost, default 5000 */
@@ -291,6 +291,16 @@ typedef bool (*fanin_pair_fn)(void *cookie, const char *key, const char *value);
 FANIN_API FANIN_MUST_CHECK fanin_status fanin_client_metadata(
     fanin_client *client, const char *publication, uint32_t timeout_ms,
     fanin_pair_fn fn, void *cookie, fanin_error *error);
+
+/**
+ * What fanin_client_pull_adapter() would write into adapter_config.json: @p fn gets the file's
+ * name and its text, once. Of @p options only publication and timeout_ms count.
+ * FANIN_ERR_MISMATCH (tensors and metadata make no configuration) and the errors of
+ * fanin_client_catalog().
+ */
+FANIN_API FANIN_MUST_CHECK fanin_status
+fanin_client_adapter_config(fanin_client *client, const fanin_pull_options *options,
+                            fanin_pair_fn fn, void *cookie, fanin_error *error);
 
 /** What fanin_client_watch() reports. */
 typedef struct fanin_watch_event {
