@@ -260,9 +260,7 @@ void fanin_client_cancel(fanin_client *client)
 
 /* -------------------------------------------------------------------- loop */
 
-/* When to look again: at once if a rank was given up just now, for nothing may follow that
-   would wake the loop. */
-static deadline tick_all(fanin_client *client)
+deadline client_tick(fanin_client *client)
 {
     deadline next = UINT64_MAX;
     for (size_t i = 0; i < client->n_peers; i++) {
@@ -305,7 +303,7 @@ fanin_status client_step(fanin_client *client, deadline at, deadline wake,
     if (deadline_passed(at))
         return out_of_time(client, phase, error);
     loop_step(&client->loop,
-              deadline_sooner(deadline_sooner(at, wake), tick_all(client)));
+              deadline_sooner(deadline_sooner(at, wake), client_tick(client)));
     return FANIN_OK;
 }
 
@@ -316,7 +314,7 @@ fanin_status client_run(fanin_client *client, const size_t *left, deadline at,
         fanin_status status = client_step(client, at, UINT64_MAX, phase, error);
         if (status != FANIN_OK)
             return status;
-        tick_all(client);
+        client_tick(client);
     }
     return FANIN_OK;
 }
@@ -362,136 +360,6 @@ void peer_refresh(fanin_client *client, size_t index)
         return;
     peer_drop_paths(client, index);
     p->generation = generation;
-}
-
-/* ---------------------------------------------------------------- identity */
-
-static fanin_status world_error(const peer *p, fanin_error *error, const char *remedy,
-                                const char *what, const char *detail)
-{
-    error_place place = connection_place(p->control, "connect");
-    place.remedy = remedy;
-    return error_set(error, FANIN_ERR_WORLD, &place, "rank %u at %s %s %s",
-                     connection_peer(p->control)->rank, connection_text(p->control),
-                     what, detail);
-}
-
-static fanin_status check_server_name(const fanin_client *client, const peer *p,
-                                      fanin_error *error)
-{
-    const msg_hello_ok *hello = connection_peer(p->control);
-    if (!client->server_name)
-        return FANIN_OK;
-    char expected[160];
-    snprintf(expected, sizeof(expected), "%s_%u", client->server_name, hello->rank);
-    if (strcmp(expected, hello->server_name) == 0)
-        return FANIN_OK;
-    return world_error(p, error, "connect to the job that is meant, or change the name",
-                       "belongs to another job:", hello->server_name);
-}
-
-/* Compares one rank with the first and with all before it. */
-static fanin_status check_against(const fanin_client *client, size_t first, size_t i,
-                                  fanin_error *error)
-{
-    const peer *p = &client->peers[i];
-    const msg_hello_ok *a = connection_peer(client->peers[first].control);
-    const msg_hello_ok *b = connection_peer(p->control);
-    char text[160];
-    if (CLIENT_RULE(CLIENT_RULE_WORLD) &&
-        memcmp(a->world_id, b->world_id, sizeof(a->world_id)) != 0) {
-        snprintf(text, sizeof(text), "rank %u at %s", a->rank,
-                 connection_text(client->peers[first].control));
-        return world_error(p, error,
-                           "a rank of an earlier launch may still be alive: end it, or "
-                           "wait until all ranks have restarted",
-                           "is of another world (launch) than", text);
-    }
-    if (b->world_size != a->world_size || b->rank >= b->world_size) {
-        snprintf(text, sizeof(text), "%u, rank %u says %u", b->world_size, a->rank,
-                 a->world_size);
-        return world_error(p, error, "restart the trainer ranks together",
-                           "says the world size is", text);
-    }
-    if (b->world_size != client->n_peers) {
-        snprintf(text, sizeof(text), "%u, but %zu addresses were given", b->world_size,
-                 client->n_peers);
-        return world_error(p, error, "give the address of every rank, each once",
-                           "says the world size is", text);
-    }
-    for (size_t j = 0; j < i; j++) {
-        const peer *other = &client->peers[j];
-        if (!peer_ready(other) || connection_peer(other->control)->rank != b->rank)
-            continue;
-        return world_error(p, error, "give the address of every rank, each once",
-                           "is a rank that answers twice, also at",
-                           connection_text(other->control));
-    }
-    return FANIN_OK;
-}
-
-static fanin_status identify(fanin_client *client, fanin_error *error)
-{
-    static const uint8_t any[FANIN_WORLD_ID_SIZE];
-    size_t first = client->n_peers;
-    for (size_t i = 0; i < client->n_peers; i++) {
-        const peer *p = &client->peers[i];
-        if (!peer_ready(p))
-            continue;
-        if (first == client->n_peers)
-            first = i;
-        fanin_status status = check_server_name(client, p, error);
-        if (status == FANIN_OK)
-            status = check_against(client, first, i, error);
-        if (status == FANIN_OK && memcmp(client->config.world_id, any, sizeof(any)) &&
-            memcmp(client->config.world_id, connection_peer(p->control)->world_id,
-                   sizeof(any)))
-            status = world_error(p, error, "connect to the launch that is meant",
-                                 "announces another world id than was demanded", "");
-        if (status != FANIN_OK)
-            return status;
-    }
-    if (first < client->n_peers)
-        return FANIN_OK;
-    connection *c = client->peers[0].control;
-    if (connection_get_state(c) != CONNECTION_DOWN) {
-        error_place place = connection_place(c, "connect");
-        place.remedy = "is the trainer process stopped, or a firewall in between?";
-        return error_set(error, FANIN_ERR_TIMEOUT, &place,
-                         "%s did not answer before the deadline", connection_text(c));
-    }
-    error_copy(error, connection_fault(c));
-    return connection_fault(c)->status;
-}
-
-static size_t count_connecting(const fanin_client *client)
-{
-    size_t n = 0;
-    for (size_t i = 0; i < client->n_peers; i++) {
-        connection_state state = connection_get_state(client->peers[i].control);
-        n += state == CONNECTION_CONNECTING || state == CONNECTION_HELLO;
-    }
-    return n;
-}
-
-fanin_status client_ensure_connected(fanin_client *client, deadline at,
-                                     fanin_error *error)
-{
-    for (size_t i = 0; i < client->n_peers; i++)
-        connection_start(client->peers[i].control);
-    while (count_connecting(client) > 0) {
-        fanin_status status = client_step(client, at, UINT64_MAX, "connect", error);
-        if (status == FANIN_ERR_CANCELLED)
-            return status;
-        if (status == FANIN_ERR_TIMEOUT)
-            break; /* what did not answer yet counts as missing */
-        tick_all(client);
-    }
-    for (size_t i = 0; i < client->n_peers; i++)
-        peer_refresh(client, i);
-    if (client->connected && !CLIENT_RULE(CLIENT_RULE_WORLD_AGAIN))
-        return FANIN_OK;
-    return identify(client, error);
 }
 
 fanin_status client_enter(fanin_client *client, uint32_t timeout_ms, deadline *at_out,

@@ -12,6 +12,7 @@ enum {
     CLIENT_RULE_WORLD = 1 << 1,     /**< all ranks of a pull are of one world */
     CLIENT_RULE_WORLD_AGAIN = 1 << 2, /**< ... compared again after every reconnect */
     CLIENT_RULE_INCARNATION = 1 << 3, /**< nothing of an old incarnation is used */
+    CLIENT_RULE_WORLD_ASK = 1 << 4, /**< worlds differ only if their ranks still live */
 };
 
 #ifdef FANIN_TEST_HOOKS

@@ -79,14 +79,18 @@ fanin_status client_run(fanin_client *client, const size_t *left, deadline at,
     FANIN_ERR_TIMEOUT when @p at has passed. */
 fanin_status client_step(fanin_client *client, deadline at, deadline wake,
                          const char *phase, fanin_error *error);
+/** Pings and gives up ranks that fell silent. When to look again: at once if a rank was given up
+    just now, for nothing may follow that would wake the loop. */
+deadline client_tick(fanin_client *client);
 /** Lets time pass until @p until or @p at, minding cancel. */
 fanin_status client_pause(fanin_client *client, deadline at, deadline until,
                           fanin_error *error);
 
 /**
  * Connects what is down and waits until every connection is READY or failed, at most until
- * @p at; then compares all ranks (one world, each rank once, one world size). FANIN_OK if at
- * least one rank is there.
+ * @p at; then compares all ranks (one world, each rank once, one world size). If they differ, all
+ * are asked whether they still live, for lost_ms or half of the time at most; who is silent is
+ * connected anew, and all are compared again. FANIN_OK if at least one rank is there.
  */
 fanin_status client_ensure_connected(fanin_client *client, deadline at,
                                      fanin_error *error);

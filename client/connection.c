@@ -89,14 +89,12 @@ static void fail_here(connection *c, fanin_status status, int sys_errno,
     fanin_error fault = FANIN_ERROR_INIT;
     error_place place = connection_place(c, phase);
     place.remedy = remedy;
-    char who[48] = "the rank";
-    if (c->known)
-        snprintf(who, sizeof(who), "rank %u", c->peer.rank);
+    char who[CONNECTION_NAME];
+    connection_name(c, who);
     if (sys_errno)
-        error_set_errno(&fault, status, sys_errno, &place, "%s at %s %s", who, c->text,
-                        what);
+        error_set_errno(&fault, status, sys_errno, &place, "%s %s", who, what);
     else
-        error_set(&fault, status, &place, "%s at %s %s", who, c->text, what);
+        error_set(&fault, status, &place, "%s %s", who, what);
     connection_fail(c, &fault);
 }
 
@@ -515,6 +513,13 @@ void connection_set_owing(connection *c, bool owing)
     c->owing = owing;
 }
 
+void connection_give_up(connection *c)
+{
+    fail_here(c, FANIN_ERR_UNREACHABLE, 0, "connection",
+              "is the trainer process stopped, or the network cut?",
+              "owes an answer and fell silent");
+}
+
 deadline connection_tick(connection *c)
 {
     if (c->state == CONNECTION_DOWN)
@@ -533,9 +538,7 @@ deadline connection_tick(connection *c)
     uint64_t lost_ns = (uint64_t)c->shared->lost_ms * 1000000;
     uint64_t now = clock_ns();
     if (now - c->heard_ns >= lost_ns) {
-        fail_here(c, FANIN_ERR_UNREACHABLE, 0, "connection",
-                  "is the trainer process stopped, or the network cut?",
-                  "owes an answer and fell silent");
+        connection_give_up(c);
         return UINT64_MAX;
     }
     if (now - c->heard_ns >= lost_ns / 2 && !c->pinged) {
@@ -559,11 +562,11 @@ fanin_status connection_reply_error(connection *c, const char *phase, message_ty
     }
     msg_error m;
     if (type != MSG_ERROR || decode_error(b, &m) != FANIN_OK) {
+        char who[CONNECTION_NAME];
         place.remedy = "use the same fanin release on both ends";
-        return error_set(
-            error, FANIN_ERR_PROTOCOL, &place,
-            "rank %u at %s sent a reply that does not fit the request (%s)",
-            c->peer.rank, c->text, b->why ? b->why : "unexpected type");
+        return error_set(error, FANIN_ERR_PROTOCOL, &place,
+                         "%s sent a reply that does not fit the request (%s)",
+                         connection_name(c, who), b->why ? b->why : "unexpected type");
     }
     place.remedy = m.remedy;
     place.key = m.key;
@@ -595,6 +598,14 @@ bool connection_known(const connection *c)
 const char *connection_text(const connection *c)
 {
     return c->text;
+}
+const char *connection_name(const connection *c, char name[CONNECTION_NAME])
+{
+    char rank[16] = "the rank";
+    if (c->known)
+        snprintf(rank, sizeof(rank), "rank %u", c->peer.rank);
+    snprintf(name, CONNECTION_NAME, "%s at %s", rank, c->text);
+    return name;
 }
 const socket_address *connection_address(const connection *c)
 {

@@ -42,6 +42,8 @@ void connection_destroy(connection **c);
 
 /** Starts connecting if it is down; the loop carries it on to READY or back to DOWN. */
 void connection_start(connection *c);
+/** Closes it as one whose rank does not answer, see connection_fail(). */
+void connection_give_up(connection *c);
 /** Closes it; pending handlers run with type 0. @p fault is remembered (copied). */
 void connection_fail(connection *c, const fanin_error *fault);
 
@@ -50,6 +52,9 @@ const fanin_error *connection_fault(const connection *c); /**< why it is DOWN */
 const msg_hello_ok *connection_peer(const connection *c); /**< last hello; rank etc. */
 bool connection_known(const connection *c);               /**< it once was READY */
 const char *connection_text(const connection *c);         /**< address for messages */
+/** "rank 3 at host:port" in @p name, "the rank at host:port" if it never said which. */
+#define CONNECTION_NAME 96
+const char *connection_name(const connection *c, char name[CONNECTION_NAME]);
 const socket_address *connection_address(const connection *c); /**< the one in use */
 bool connection_is_unix(const connection *c);
 bool connection_is_local(const connection *c);       /**< the rank is on this host */

@@ -96,6 +96,14 @@ static uint64_t lap(uint64_t *since)
     return passed;
 }
 
+static size_t count_ready(const fanin_client *client)
+{
+    size_t n = 0;
+    for (size_t i = 0; i < client->n_peers; i++)
+        n += peer_ready(&client->peers[i]);
+    return n;
+}
+
 /* Connected, agreed, catalogs and plan at hand. */
 static fanin_status get_ready(pull *p, fanin_error *error)
 {
@@ -105,6 +113,7 @@ static fanin_status get_ready(pull *p, fanin_error *error)
     fanin_status status = client_ensure_connected(client, p->at, error);
     info->connect_ns += lap(&clock);
     p->missing = status != FANIN_OK;
+    size_t there = count_ready(client);
     if (status == FANIN_OK)
         status = agree(client, p->publication, p->options, p->at, p->announced, p->use,
                        error);
@@ -120,7 +129,8 @@ static fanin_status get_ready(pull *p, fanin_error *error)
     info->catalog_ns += lap(&clock);
     if (status == FANIN_OK) {
         status = pull_plan(client, p->publication, p->use, p->destination, error);
-        p->missing = status != FANIN_OK;
+        /* Who was lost just now may be back. */
+        p->missing = status != FANIN_OK && count_ready(client) == there;
     }
     info->plan_ns += lap(&clock);
     return status;

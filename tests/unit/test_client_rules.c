@@ -7,12 +7,22 @@
 #include "client_rules.h"
 #include "local_world.h"
 #include "testing.h"
+#include <fcntl.h>
+#include <netinet/in.h>
+#include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/socket.h>
+#include <unistd.h>
 
 #define HALF                                                                           \
     ((size_t)12 << 20) /* bytes of a rank: more than one round of gets brings */
+
+#define MOST_ENDS 16
+#define MOST_FDS 512 /* descriptors that are looked at */
+/* Of a rank that went unheard; the time it takes to find that out. */
+#define LOST_MS 200
 
 /* One tensor of bytes, the first half on rank 0; a rank's bytes all have one value. */
 typedef struct pair {
@@ -20,6 +30,8 @@ typedef struct pair {
     uint8_t *memory[2];
     char addresses[2][32];
     uint8_t world;
+    int ends[MOST_ENDS]; /* of connections to ranks that went unheard */
+    size_t n_ends;
 } pair;
 
 static void start_rank(pair *p, uint32_t rank, uint16_t port)
@@ -76,12 +88,50 @@ static void restart(pair *p, uint32_t rank)
     start_rank(p, rank, port);
 }
 
+static bool is_connection_at(int fd, uint16_t port)
+{
+    struct sockaddr_in here = {0}, there;
+    socklen_t size = sizeof(here), other = sizeof(there);
+    return getsockname(fd, (struct sockaddr *)&here, &size) == 0 &&
+           here.sin_family == AF_INET && ntohs(here.sin_port) == port &&
+           getpeername(fd, (struct sockaddr *)&there, &other) == 0;
+}
+
+static atomic_bool unheard;
+
+int __real_shutdown(int fd, int how);
+int __wrap_shutdown(int fd, int how);
+int __wrap_shutdown(int fd, int how)
+{
+    return atomic_load(&unheard) ? 0 : __real_shutdown(fd, how);
+}
+
+/* The same when its host had gone: the ends of its connections stay open, and say nothing. */
+static void restart_unheard(pair *p, uint32_t rank)
+{
+    uint16_t port = fanin_server_port(p->servers[rank]);
+    for (int fd = 0; fd < MOST_FDS; fd++) {
+        if (!is_connection_at(fd, port))
+            continue;
+        assert_true(p->n_ends < MOST_ENDS);
+        p->ends[p->n_ends] = fcntl(fd, F_DUPFD_CLOEXEC, MOST_FDS);
+        assert_true(p->ends[p->n_ends] >= 0);
+        p->n_ends++;
+    }
+    assert_true(p->n_ends > 0);
+    atomic_store(&unheard, true);
+    restart(p, rank);
+    atomic_store(&unheard, false);
+}
+
 static void stop(pair *p)
 {
     for (uint32_t i = 0; i < 2; i++) {
         fanin_server_destroy(&p->servers[i], 0);
         free(p->memory[i]);
     }
+    for (size_t i = 0; i < p->n_ends; i++)
+        close(p->ends[i]);
 }
 
 static fanin_client *make_client(fanin_path path)
@@ -90,6 +140,8 @@ static fanin_client *make_client(fanin_path path)
     fanin_client_config config;
     fanin_client_config_init(&config, sizeof(config));
     config.path = path;
+    config.lost_ms = LOST_MS;
+    config.no_unix = path == FANIN_PATH_STREAM;
     fanin_client *client = NULL;
     assert_ok(fanin_client_create(&config, &client, &error), error);
     return client;
@@ -102,9 +154,10 @@ static fanin_status connect_to(const pair *p, fanin_client *client)
     return fanin_client_connect(client, addresses, 2, 5000, &error);
 }
 
-/* Pulls step 1; true: the bytes are @p value throughout, or the pull was refused. */
-static bool good_or_refused(fanin_client *client, uint8_t value,
-                            fanin_progress_fn progress, void *cookie)
+/* Pulls step 1; *good: it was refused, or the bytes are @p value throughout. */
+static fanin_status pull(fanin_client *client, uint8_t value,
+                         fanin_progress_fn progress, void *cookie, bool *good,
+                         fanin_error *error)
 {
     uint8_t *bytes = malloc(2 * HALF);
     assert_non_null(bytes);
@@ -124,13 +177,20 @@ static bool good_or_refused(fanin_client *client, uint8_t value,
     options.timeout_ms = 10000;
     options.progress = progress;
     options.progress_cookie = cookie;
-    fanin_error error = FANIN_ERROR_INIT;
-    bool good = true;
-    if (fanin_client_pull(client, &options, &wanted, 1, NULL, &error) == FANIN_OK) {
-        for (size_t i = 0; i < 2 * HALF && good; i++)
-            good = bytes[i] == value;
-    }
+    *good = true;
+    fanin_status status = fanin_client_pull(client, &options, &wanted, 1, NULL, error);
+    for (size_t i = 0; i < 2 * HALF && *good && status == FANIN_OK; i++)
+        *good = bytes[i] == value;
     free(bytes);
+    return status;
+}
+
+static bool good_or_refused(fanin_client *client, uint8_t value,
+                            fanin_progress_fn progress, void *cookie)
+{
+    bool good;
+    fanin_error error = FANIN_ERROR_INIT;
+    (void)pull(client, value, progress, cookie, &good, &error);
     return good;
 }
 
@@ -227,6 +287,44 @@ static bool overtaken_bytes_are_discarded(void)
     return good;
 }
 
+/* The ranks restart one after the other, the client pulls in between. */
+static bool staggered(void (*restart_one)(pair *, uint32_t))
+{
+    pair p;
+    bool good;
+    fanin_error error = FANIN_ERROR_INIT;
+    start(&p);
+    fanin_client *client = make_client(FANIN_PATH_STREAM);
+    assert_int_equal(connect_to(&p, client), FANIN_OK);
+    assert_true(good_or_refused(client, 10, NULL, NULL));
+    p.world = 2;
+    restart_one(&p, 1);
+    commit(&p, 1, 20, 1);
+    for (int i = 0; i < 2; i++) {
+        assert_int_equal(pull(client, 20, NULL, NULL, &good, &error), FANIN_ERR_WORLD);
+        assert_non_null(strstr(error.message, "rank 0 at"));
+        assert_non_null(strstr(error.message, p.addresses[0]));
+        assert_non_null(strstr(error.message, "(0101010101010101)"));
+        assert_non_null(strstr(error.message, "rank 1 at"));
+        assert_non_null(strstr(error.message, p.addresses[1]));
+        assert_non_null(strstr(error.message, "(0202020202020202)"));
+    }
+    restart_one(&p, 0);
+    commit(&p, 0, 20, 1);
+    fanin_status status = pull(client, 20, NULL, NULL, &good, &error);
+    assert_true(good);
+    assert_true(status == FANIN_OK || status == FANIN_ERR_WORLD);
+    fanin_client_destroy(&client);
+    stop(&p);
+    return status == FANIN_OK;
+}
+
+/* A world of which nobody said that its ranks have gone is found as soon as it is whole. */
+static bool a_whole_world_is_found(void)
+{
+    return staggered(restart_unheard);
+}
+
 static void test_world(void **state)
 {
     (void)state;
@@ -255,13 +353,24 @@ static void test_end(void **state)
     check(overtaken_bytes_are_discarded, CLIENT_RULE_END_CHECK);
 }
 
+static void test_world_ask(void **state)
+{
+    (void)state;
+    check(a_whole_world_is_found, CLIENT_RULE_WORLD_ASK);
+}
+
+static void test_staggered_restart(void **state)
+{
+    (void)state;
+    assert_true(staggered(restart));
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_world),
-        cmocka_unit_test(test_world_again),
-        cmocka_unit_test(test_incarnation),
-        cmocka_unit_test(test_end),
+        cmocka_unit_test(test_world),       cmocka_unit_test(test_world_again),
+        cmocka_unit_test(test_world_ask),   cmocka_unit_test(test_staggered_restart),
+        cmocka_unit_test(test_incarnation), cmocka_unit_test(test_end),
     };
     return cmocka_run_group_tests_name("client rules", tests, NULL, NULL);
 }

@@ -80,7 +80,8 @@ FANIN_API void fanin_client_cancel(fanin_client *client);
  *
  * Blocks at most @p timeout_ms. FANIN_ERR_ARGUMENT (an address twice or malformed),
  * FANIN_ERR_UNREACHABLE (nobody answered; names the first rank), FANIN_ERR_WORLD (different
- * worlds, a rank twice, another world size than addresses, another server name),
+ * worlds: says which ranks are of which; a rank twice, another world size than addresses, another
+ * server name),
  * FANIN_ERR_VERSION, FANIN_ERR_PROTOCOL, FANIN_ERR_LIMIT, FANIN_ERR_CANCELLED,
  * FANIN_ERR_TIMEOUT.
  */
