@@ -11,9 +11,6 @@
 #include <string.h>
 #include <unistd.h>
 
-/* What temporary names add to a directory's name, with room to spare. */
-#define NAME_EXTRA 55
-
 fanin_status adapter_io_error(const adapter_place *place, int sys_errno,
                               const char *what, const char *file, const char *remedy,
                               fanin_error *error)
@@ -40,10 +37,10 @@ static fanin_status find_place(const char *directory, adapter_place *out,
         return error_set(error, FANIN_ERR_ARGUMENT, &where,
                          "'%.300s' does not name a directory that could be made",
                          directory ? directory : "");
-    if (name_size > NAME_MAX - NAME_EXTRA)
+    if (name_size > ADAPTER_NAME_MAX)
         return error_set(error, FANIN_ERR_ARGUMENT, &where,
                          "the name of directory '%.100s...' is longer than %d bytes",
-                         directory, NAME_MAX - NAME_EXTRA);
+                         directory, ADAPTER_NAME_MAX);
     memcpy(out->name, name, name_size);
     out->name[name_size] = '\0';
     out->directory = strndup(directory, size);

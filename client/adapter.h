@@ -30,9 +30,10 @@ typedef struct adapter_identity {
 
 /**
  * Takes the lock of @p directory (a lock file beside it, flock; removed when closed), waiting at
- * most until @p at for another process that makes the same directory; removes what a
- * dead process left. Checks that the parent exists and can be written.
- * FANIN_ERR_TIMEOUT, FANIN_ERR_IO, FANIN_ERR_ARGUMENT, FANIN_ERR_CANCELLED (@p cancelled, may be NULL, becomes true).
+ * most until @p at for another process that makes the same directory; removes what dead
+ * processes have left in the parent. Checks that the parent exists and can be written.
+ * FANIN_ERR_TIMEOUT, FANIN_ERR_IO, FANIN_ERR_ARGUMENT, FANIN_ERR_EXISTS (the lock file may be
+ * another user's), FANIN_ERR_CANCELLED (@p cancelled, may be NULL, becomes true).
  */
 fanin_status adapter_open(const char *directory, deadline at, bool (*cancelled)(void *),
                           void *cookie, const logger *log, adapter **out,
@@ -55,9 +56,11 @@ fanin_status adapter_prepare(adapter *a, const key_table *keys, const char *publ
                              fanin_error *error);
 
 /**
- * FANIN_OK with *reuse_out true: the directory holds this identity (and its files' sizes
- * agree); false: it is absent or empty. FANIN_ERR_EXISTS: it holds something else (says what
- * and that it is never overwritten).
+ * FANIN_OK with *reuse_out true: the directory holds this identity, its files have their digests,
+ * adapter_config.json is what adapter_prepare() made, and no other user can have put it there or
+ * can change it; false: it is absent, or empty and ours. FANIN_ERR_EXISTS: anything else (says
+ * what and that it is never overwritten). Reads the whole file, in threads, until the deadline.
+ * FANIN_ERR_IO, FANIN_ERR_MEMORY, FANIN_ERR_TIMEOUT, FANIN_ERR_CANCELLED.
  */
 fanin_status adapter_reusable(adapter *a, const adapter_identity *identity,
                               bool *reuse_out, fanin_error *error);

@@ -2,6 +2,7 @@
 /* The temporary directory and the file in it, allocated and mapped before it is filled. */
 #include "adapter_internal.h"
 #include "error_set.h"
+#include "ownership.h"
 
 #include <errno.h>
 #include <fcntl.h>
@@ -105,8 +106,8 @@ static bool take_spare(adapter *a)
 
 static fanin_status make_fresh(adapter *a, fanin_error *error)
 {
-    a->memory.file =
-        openat(a->directory, MODEL_FILE, O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
+    a->memory.file = openat(a->directory, MODEL_FILE,
+                            O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, ADAPTER_FILE_MODE);
     if (a->memory.file < 0)
         return adapter_io_error(&a->place, errno, "cannot make", MODEL_FILE, NULL,
                                 error);
@@ -117,7 +118,7 @@ static fanin_status make_fresh(adapter *a, fanin_error *error)
 static fanin_status make_file(adapter *a, fanin_error *error)
 {
     adapter_temporary_name(&a->place, a->temporary);
-    if (mkdirat(a->place.parent, a->temporary, 0777) != 0) {
+    if (mkdirat(a->place.parent, a->temporary, ADAPTER_DIRECTORY_MODE) != 0) {
         int reason = errno;
         a->temporary[0] = '\0';
         return adapter_io_error(&a->place, reason, "cannot make a directory beside",
@@ -125,9 +126,15 @@ static fanin_status make_file(adapter *a, fanin_error *error)
     }
     a->directory = openat(a->place.parent, a->temporary,
                           O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
-    if (a->directory < 0)
+    struct stat info;
+    char why[OWNERSHIP_TEXT];
+    if (a->directory < 0 || fstat(a->directory, &info) != 0)
         return adapter_io_error(&a->place, errno, "cannot make", MODEL_FILE, NULL,
                                 error);
+    if (ownership_doubtful(&info, why))
+        return error_set(error, FANIN_ERR_EXISTS, NULL,
+                         "the directory made beside '%.300s' was exchanged: it %s",
+                         a->place.directory, why);
     fanin_status status = take_spare(a) ? FANIN_OK : make_fresh(a, error);
     if (!status && !(a->digests = piece_digests_start(a->memory.base, a->memory.size)))
         status = error_set_memory(error);

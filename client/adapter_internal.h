@@ -14,6 +14,10 @@
 #define MODEL_FILE "adapter_model.safetensors"
 #define CONFIG_FILE "adapter_config.json"
 #define IDENTITY_FILE "fanin.json"
+#define LOCK_SUFFIX ".fanin-lock" /**< of the hidden file beside the directory */
+
+/** Bytes of a directory's name: what temporary names and locks add to it fits as well. */
+#define ADAPTER_NAME_MAX 200
 
 /** Where an adapter directory is to be: its parent, open, and its name there. */
 typedef struct adapter_place {
@@ -59,12 +63,16 @@ fanin_status adapter_take_lock(const adapter *a, int *lock_out, fanin_error *err
 /** Removes the lock's file and lets go. */
 void adapter_unlock(const adapter_place *place, int lock);
 
-/** Removes the temporary directories of processes that died. The lock is held. */
-void adapter_remove_leftovers(const adapter *a);
+/** Takes the lock if nobody holds it, without waiting; place->directory may be NULL. */
+bool adapter_try_lock(const adapter_place *place, int *lock_out);
+
 /** A new temporary directory's name. */
 void adapter_temporary_name(const adapter_place *place, char out[NAME_MAX + 1]);
-/** Removes a temporary directory and the files in it; false with errno: it is still there. */
+/** Removes a directory of ours with the files that a pull makes; false with errno: it is still
+    there, also because something else is in it. */
 bool adapter_remove_directory(int parent, const char *name);
+/** Removes what dead processes have left beside the directory, whose lock is held. */
+void adapter_remove_leftovers(const adapter *a);
 
 /** FANIN_OK: go on. FANIN_ERR_CANCELLED or FANIN_ERR_TIMEOUT otherwise; @p doing says what
     was interrupted. */
@@ -72,8 +80,4 @@ fanin_status adapter_may_go_on(const adapter *a, const char *doing, fanin_error 
 
 /** Ends the helper threads, unmaps, removes the temporary directory if there is one. */
 void adapter_discard(adapter *a);
-/** Text of fanin.json, to be freed; NULL: out of memory. */
-char *adapter_identity_text(const adapter_identity *identity, uint64_t file_size,
-                            const digest *file, size_t config_size);
-
 #endif

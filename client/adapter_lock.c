@@ -1,43 +1,25 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The lock beside a directory, and the leftovers of those who held it and died. */
+/* The lock beside a directory. In a directory of many users' its file may be anybody's: it is
+   judged before it is waited for. */
 #include "adapter_internal.h"
 #include "error_set.h"
+#include "ownership.h"
 
-#include <ctype.h>
-#include <dirent.h>
 #include <errno.h>
 #include <fcntl.h>
 #include <stdio.h>
-#include <string.h>
 #include <sys/file.h>
 #include <sys/stat.h>
 #include <time.h>
 #include <unistd.h>
 
-#define TEMPORARY_DIGITS 16
 /* flock() has no timed form: it is tried again at growing intervals. */
 #define POLL_FIRST_NS ((uint64_t)1000 * 1000)
 #define POLL_MAX_NS ((uint64_t)16 * 1000 * 1000)
 
 static void lock_name(const adapter_place *place, char out[NAME_MAX + 1])
 {
-    snprintf(out, NAME_MAX + 1, ".%.200s.fanin-lock", place->name);
-}
-
-static void temporary_prefix(const adapter_place *place, char out[NAME_MAX + 1])
-{
-    snprintf(out, NAME_MAX + 1, ".%.200s.fanin-tmp-", place->name);
-}
-
-void adapter_temporary_name(const adapter_place *place, char out[NAME_MAX + 1])
-{
-    static atomic_uint counter;
-    uint64_t id = 0;
-    if (!random_bytes(&id, sizeof(id)))
-        id = clock_ns() ^ (uint64_t)getpid() << 40 ^ atomic_fetch_add(&counter, 1);
-    temporary_prefix(place, out);
-    size_t size = strlen(out);
-    snprintf(out + size, NAME_MAX + 1 - size, "%016llx", (unsigned long long)id);
+    snprintf(out, NAME_MAX + 1, ".%.200s" LOCK_SUFFIX, place->name);
 }
 
 fanin_status adapter_may_go_on(const adapter *a, const char *doing, fanin_error *error)
@@ -53,17 +35,57 @@ fanin_status adapter_may_go_on(const adapter *a, const char *doing, fanin_error 
     return FANIN_OK;
 }
 
+/* -1 with errno; EAGAIN: it was removed just now. */
 static int open_lock_file(const adapter_place *place, const char *name)
 {
-    int flags = O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK | O_NOCTTY;
-    int fd = openat(place->parent, name, O_RDWR | O_CREAT | flags, 0666);
-    /* Another user's: reading is enough for a lock. */
-    if (fd < 0 && errno == EACCES) {
-        fd = openat(place->parent, name, O_RDONLY | flags);
-        if (fd < 0 && errno == ENOENT)
-            errno = EACCES; /* it is not there because it must not be made */
-    }
+    int flags = O_RDWR | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK | O_NOCTTY;
+    int fd = openat(place->parent, name, flags | O_CREAT | O_EXCL, 0600);
+    if (fd >= 0 || errno != EEXIST)
+        return fd;
+    fd = openat(place->parent, name, flags);
+    if (fd < 0 && errno == ENOENT)
+        errno = EAGAIN;
     return fd;
+}
+
+/* Whether @p info is of a lock file that we made. */
+static bool is_ours(const struct stat *info, char why_out[OWNERSHIP_TEXT])
+{
+    if (!S_ISREG(info->st_mode))
+        snprintf(why_out, OWNERSHIP_TEXT, "is no regular file");
+    else if (info->st_nlink > 1)
+        snprintf(why_out, OWNERSHIP_TEXT, "has other names (hard links)");
+    else if (info->st_size != 0)
+        snprintf(why_out, OWNERSHIP_TEXT, "is not empty");
+    else
+        return !ownership_doubtful(info, why_out);
+    return false;
+}
+
+static fanin_status refuse_lock_file(const adapter *a, const char *name,
+                                     const char *why, fanin_error *error)
+{
+    error_place where = {.phase = "write",
+                         .remedy = "let its owner remove that file, or pull into a "
+                                   "directory that only you can write to"};
+    return error_set(error, FANIN_ERR_EXISTS, &where,
+                     "'%.200s' cannot be locked: '%.120s' beside it %.120s",
+                     a->place.directory, name, why);
+}
+
+/* @p reason: why it could not be opened. */
+static fanin_status explain(const adapter *a, const char *name, int reason,
+                            fanin_error *error)
+{
+    struct stat info;
+    char why[OWNERSHIP_TEXT];
+    if (fstatat(a->place.parent, name, &info, AT_SYMLINK_NOFOLLOW) == 0 &&
+        !is_ours(&info, why))
+        return refuse_lock_file(a, name, why, error);
+    return adapter_io_error(&a->place, reason, "cannot write beside", NULL,
+                            "make the parent directory writable, or give another "
+                            "directory",
+                            error);
 }
 
 /* The one who held the lock before may have removed the file that was locked just now. */
@@ -97,30 +119,58 @@ static fanin_status wait_for_lock(const adapter *a, int fd, fanin_error *error)
     return FANIN_OK;
 }
 
+/* Takes it now or in a while; *lock_out -1 with FANIN_OK: it was removed meanwhile. */
+static fanin_status try_file(const adapter *a, const char *name, int *lock_out,
+                             fanin_error *error)
+{
+    struct stat info;
+    char why[OWNERSHIP_TEXT];
+    int fd = open_lock_file(&a->place, name);
+    *lock_out = -1;
+    if (fd < 0)
+        return errno == EAGAIN ? FANIN_OK : explain(a, name, errno, error);
+    fanin_status status = FANIN_OK;
+    if (fstat(fd, &info) != 0)
+        status = explain(a, name, errno, error);
+    else if (!is_ours(&info, why))
+        status = refuse_lock_file(a, name, why, error);
+    if (!status)
+        status = wait_for_lock(a, fd, error);
+    if (!status && is_current(&a->place, name, fd))
+        *lock_out = fd;
+    else
+        close(fd);
+    return status;
+}
+
 fanin_status adapter_take_lock(const adapter *a, int *lock_out, fanin_error *error)
 {
     char name[NAME_MAX + 1];
     lock_name(&a->place, name);
-    for (;;) {
-        int fd = open_lock_file(&a->place, name);
-        if (fd < 0)
-            return adapter_io_error(
-                &a->place, errno, "cannot write beside", NULL,
-                "make the parent directory writable, or give another "
-                "directory",
-                error);
-        fanin_status status = wait_for_lock(a, fd, error);
-        if (!status && is_current(&a->place, name, fd)) {
-            *lock_out = fd;
-            return FANIN_OK;
-        }
-        close(fd);
+    fanin_status status = try_file(a, name, lock_out, error);
+    while (!status && *lock_out < 0) {
+        status = adapter_may_go_on(a, "waiting for another process that makes", error);
         if (!status)
-            status =
-                adapter_may_go_on(a, "waiting for another process that makes", error);
-        if (status)
-            return status;
+            status = try_file(a, name, lock_out, error);
     }
+    return status;
+}
+
+bool adapter_try_lock(const adapter_place *place, int *lock_out)
+{
+    struct stat info;
+    char name[NAME_MAX + 1], why[OWNERSHIP_TEXT];
+    lock_name(place, name);
+    int fd = open_lock_file(place, name);
+    if (fd < 0)
+        return false;
+    if (fstat(fd, &info) == 0 && is_ours(&info, why) &&
+        flock(fd, LOCK_EX | LOCK_NB) == 0 && is_current(place, name, fd)) {
+        *lock_out = fd;
+        return true;
+    }
+    close(fd);
+    return false;
 }
 
 void adapter_unlock(const adapter_place *place, int lock)
@@ -132,58 +182,4 @@ void adapter_unlock(const adapter_place *place, int lock)
     /* Also for copies of the descriptor that a forked child holds. */
     flock(lock, LOCK_UN);
     close(lock);
-}
-
-bool adapter_remove_directory(int parent, const char *name)
-{
-    int fd = openat(parent, name, O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
-    DIR *dir = fd < 0 ? NULL : fdopendir(fd);
-    if (!dir) {
-        int reason = errno;
-        if (fd >= 0)
-            close(fd);
-        errno = reason;
-        return reason == ENOENT;
-    }
-    for (struct dirent *entry; (entry = readdir(dir)) != NULL;) {
-        if (strcmp(entry->d_name, ".") != 0 && strcmp(entry->d_name, "..") != 0)
-            unlinkat(dirfd(dir), entry->d_name, 0);
-    }
-    closedir(dir);
-    return unlinkat(parent, name, AT_REMOVEDIR) == 0;
-}
-
-static bool is_temporary(const char *name, const char *prefix)
-{
-    size_t size = strlen(prefix);
-    if (strncmp(name, prefix, size) != 0 || strlen(name) != size + TEMPORARY_DIGITS)
-        return false;
-    for (const char *at = name + size; *at; at++) {
-        if (!isxdigit((unsigned char)*at))
-            return false;
-    }
-    return true;
-}
-
-void adapter_remove_leftovers(const adapter *a)
-{
-    char prefix[NAME_MAX + 1];
-    temporary_prefix(&a->place, prefix);
-    int fd = openat(a->place.parent, ".", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-    DIR *dir = fd < 0 ? NULL : fdopendir(fd);
-    if (!dir) {
-        if (fd >= 0)
-            close(fd);
-        return;
-    }
-    for (struct dirent *entry; (entry = readdir(dir)) != NULL;) {
-        if (!is_temporary(entry->d_name, prefix))
-            continue;
-        bool removed = adapter_remove_directory(a->place.parent, entry->d_name);
-        log_write(&a->log, removed ? FANIN_LOG_INFO : FANIN_LOG_WARNING,
-                  "adapter-leftover", "%s %s beside '%s', left by a process that died",
-                  removed ? "removed" : "could not remove", entry->d_name,
-                  a->place.directory);
-    }
-    closedir(dir);
 }

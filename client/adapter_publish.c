@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* From a filled temporary directory to the one that was asked for. */
+#include "adapter_identity.h"
 #include "adapter_internal.h"
 #include "error_set.h"
 
@@ -41,7 +42,8 @@ static int sync_descriptor(int fd)
 static fanin_status write_file(const adapter *a, const char *name, const char *text,
                                size_t size, fanin_error *error)
 {
-    int fd = openat(a->directory, name, O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
+    int fd = openat(a->directory, name, O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC,
+                    ADAPTER_FILE_MODE);
     int reason = fd < 0 ? errno : write_whole(fd, (const uint8_t *)text, size);
     if (reason == 0)
         reason = sync_descriptor(fd);
@@ -67,12 +69,13 @@ static fanin_status write_model(adapter *a, fanin_error *error)
                                   error);
 }
 
-/* An empty directory that somebody made for us may be private. */
+/* An empty directory that we made before may be private. Another user's has no say. */
 static void keep_mode(const adapter *a)
 {
     struct stat there;
     if (fstatat(a->place.parent, a->place.name, &there, AT_SYMLINK_NOFOLLOW) == 0 &&
-        S_ISDIR(there.st_mode) && fchmod(a->directory, there.st_mode & 07777) != 0)
+        S_ISDIR(there.st_mode) && there.st_uid == geteuid() &&
+        fchmod(a->directory, there.st_mode & 07777 & ~(mode_t)(S_IWGRP | S_IWOTH)) != 0)
         log_write(&a->log, FANIN_LOG_WARNING, "adapter-mode",
                   "the permissions of '%s' could not be kept", a->place.directory);
 }
@@ -125,7 +128,8 @@ fanin_status adapter_publish(adapter *a, const adapter_identity *identity,
         return error_set(error, FANIN_ERR_INTERNAL, NULL,
                          "some bytes of '%.300s' were not landed exactly once",
                          a->place.directory);
-    char *text = adapter_identity_text(identity, a->memory.size, &file, a->config_size);
+    char *text = adapter_identity_text(identity, a->memory.size, &file, a->config,
+                                       a->config_size);
     if (!text)
         return error_set_memory(error);
     fanin_status status = write_model(a, error);

@@ -14,6 +14,11 @@
 #include "gpu.h"
 #include "log.h"
 
+/* What an adapter's files and directory are made with, less the umask: other users never get a
+   descriptor that writes. */
+#define ADAPTER_FILE_MODE 0644
+#define ADAPTER_DIRECTORY_MODE 0755
+
 /** A mapped file. */
 typedef struct file_memory {
     int file; /**< -1: none */

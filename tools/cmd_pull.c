@@ -171,7 +171,8 @@ const command cmd_pull = {
     .summary = "pull a run as a PEFT adapter directory",
     .help =
         "Examples:\n"
-        "  nixl-fetch pull 127.0.0.1:6000 --world-size 8 --run 0 --out /dev/shm/step\n"
+        "  nixl-fetch pull 127.0.0.1:6000 --world-size 8 --run 0 --out "
+        "/dev/shm/me/step\n"
         "  nixl-fetch pull nixl_info.json --min-step 100 --timeout 2m --out "
         "adapter-100\n"
         "\n"

@@ -157,7 +157,8 @@ static int write_info(const char *path, const rank_options *options, const ranks
     char temporary[4096];
     snprintf(temporary, sizeof(temporary), "%s.%d.tmp", path, (int)getpid());
     json_t *object = info_json(options, r);
-    FILE *file = fopen(temporary, "we");
+    unlink(temporary); /* of a process of this number that was killed */
+    FILE *file = fopen(temporary, "wxe");
     bool good = file != NULL && json_dumpf(object, file, JSON_INDENT(2)) == 0 &&
                 fputc('\n', file) != EOF;
     if (file != NULL && fclose(file) != 0) {

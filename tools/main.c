@@ -15,7 +15,7 @@ static const char *const intro =
     "\n"
     "Examples:\n"
     "  nixl-fetch list 10.0.0.1:6000 --world-size 8\n"
-    "  nixl-fetch pull nixl_info.json --run 0 --out /dev/shm/adapter\n"
+    "  nixl-fetch pull nixl_info.json --run 0 --out /dev/shm/me/adapter\n"
     "  nixl-fetch serve --model llama-3.1-8b --r 16 --world-size 8 --base-port 6000\n"
     "\n"
     "Usage: nixl-fetch COMMAND [ARGUMENT...] [OPTION...]\n"

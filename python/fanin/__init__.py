@@ -13,6 +13,7 @@ made.
 from __future__ import annotations
 
 from ._library import __version__
+from ._sweep import sweep_adapter_directory
 from ._tensors import Box, PackedTensors, Shard, pack, shard_of
 from .client import (
     Client,
@@ -75,4 +76,5 @@ __all__ = [
     "pack",
     "publication_of",
     "shard_of",
+    "sweep_adapter_directory",
 ]

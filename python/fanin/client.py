@@ -213,8 +213,10 @@ class Client(ClosableHandle):
         """Writes a run's adapter as a PEFT directory, which appears whole or not at all.
 
         adapter_model.safetensors, adapter_config.json and fanin.json. *directory* must not exist,
-        be empty, or hold the same adapter of the same step and world: then nothing is read, and the
-        result says *reused*. Two processes that ask for one directory at once pull once.
+        be empty, or hold the same adapter of the same step and world: then its files are compared
+        with their digests, and the result says *reused*. What another user could have put there is
+        not used. Two processes that ask for one directory at once pull once. Half-made adapters of
+        pulls that were killed are removed beside it (:func:`fanin.sweep_adapter_directory`).
 
         :param run: ``0``, ``"0"`` or ``"lora:0"``.
         :param step: this very step: waits for it.
@@ -233,8 +235,9 @@ class Client(ClosableHandle):
         :raises ConnectionFailedError: a rank that holds bytes is lost and does not answer.
         :raises PeerError: ranks contradict each other, or do not cover every tensor.
         :raises HostError: disk full, no permission, no memory.
-        :raises RequestError: an argument is wrong; *directory* holds something else
-            (``FANIN_ERR_EXISTS``); no addresses (:class:`StateError`).
+        :raises RequestError: an argument is wrong; *directory* holds something else, or what
+            another user could have put there (``FANIN_ERR_EXISTS``); no addresses
+            (:class:`StateError`).
         """
         options = self._options(run, step, at_least, timeout, max_attempts, dtype, None)
         options.spare_file = spare_file

@@ -1,18 +1,21 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Adapter directories: made whole or not at all, reused, refused, locked. Linked with
-   --wrap=mmap and --wrap=fsync, which let these fail. */
+   --wrap=mmap and --wrap=fsync, which let these fail, and --wrap=geteuid: the files that we make
+   are then another user's. */
 #include "adapter.h"
 #include "testing.h"
 
 #include <dirent.h>
 #include <errno.h>
 #include <fcntl.h>
+#include <fanin/client.h>
 #include <fanin/safetensors.h>
 #include <jansson.h>
 #include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/file.h>
 #include <sys/mman.h>
 #include <sys/mount.h>
 #include <sys/stat.h>
@@ -39,6 +42,15 @@ void *__wrap_mmap(void *address, size_t size, int protection, int flags, int fd,
         return MAP_FAILED;
     }
     return __real_mmap(address, size, protection, flags, fd, offset);
+}
+
+static uid_t other_user; /* who we are; 0: who we really are */
+uid_t __real_geteuid(void);
+uid_t __wrap_geteuid(void);
+
+uid_t __wrap_geteuid(void)
+{
+    return other_user ? other_user : __real_geteuid();
 }
 
 int __wrap_fsync(int fd)
@@ -97,6 +109,7 @@ static int teardown(void **state)
     char command[128];
     no_shared_mappings = false;
     fsync_to_fail = 0;
+    other_user = 0;
     snprintf(command, sizeof(command), "rm -rf '%s'", root);
     return system(command);
 }
@@ -181,6 +194,19 @@ static digest file_digest(const char *path)
     return digest_of(pieces, count * sizeof(pieces[0]));
 }
 
+/* A file of the directory, to be freed. */
+static size_t read_file(const char *name, char **text_out)
+{
+    char path[160];
+    snprintf(path, sizeof(path), "%s/%s", place, name);
+    FILE *file = fopen(path, "rbe");
+    assert_non_null(file);
+    *text_out = calloc(1, 65536);
+    size_t size = fread(*text_out, 1, 65535, file);
+    fclose(file);
+    return size;
+}
+
 static void assert_text(const json_t *object, const char *field, const char *wanted)
 {
     assert_string_equal(json_string_value(json_object_get(object, field)), wanted);
@@ -222,6 +248,14 @@ static void assert_whole(unsigned seed)
     const json_t *model =
         json_object_get(json_object_get(json, "files"), "adapter_model.safetensors");
     assert_text(model, "xxh3_128_of_4mib_pieces", hex);
+    const json_t *config =
+        json_object_get(json_object_get(json, "files"), "adapter_config.json");
+    char *text = NULL;
+    size_t size = read_file("adapter_config.json", &text);
+    d = digest_of(text, size);
+    free(text);
+    digest_hex(d.bytes, hex);
+    assert_text(config, "xxh3_128", hex);
     assert_text(json, "publication", "lora:0");
     assert_text(json, "world_id", "01020300000000000000000000000000");
     assert_text(json, "key_table", "04050600000000000000000000000000");
@@ -435,6 +469,16 @@ static void assert_exists(const char *why)
         fail_msg("'%s', not '%s'", error.message, why);
 }
 
+static void flip_byte(const char *path, off_t at)
+{
+    unsigned char byte;
+    int fd = open(path, O_RDWR | O_CLOEXEC);
+    assert_int_equal(pread(fd, &byte, 1, at), 1);
+    byte ^= 1;
+    assert_int_equal(pwrite(fd, &byte, 1, at), 1);
+    close(fd);
+}
+
 static void damaged_and_foreign_content_is_refused(void **state)
 {
     (void)state;
@@ -445,8 +489,16 @@ static void damaged_and_foreign_content_is_refused(void **state)
     fanin_error error;
     assert_int_equal(try_reuse(&identity, &reuse, &error), FANIN_OK);
     assert_true(reuse);
+    snprintf(path, sizeof(path), "%s/adapter_model.safetensors", place);
+    flip_byte(path, 5 << 20);
+    assert_exists("adapter_model.safetensors is not as fanin.json says");
+    flip_byte(path, 5 << 20);
+    assert_int_equal(try_reuse(&identity, &reuse, &error), FANIN_OK);
+    snprintf(path, sizeof(path), "%s/adapter_config.json", place);
+    flip_byte(path, 30); /* of the same size */
+    assert_exists("adapter_config.json is not as fanin.json says");
     write_text("adapter_config.json", "{}");
-    assert_exists("damaged");
+    assert_exists("adapter_config.json is not as fanin.json says");
     snprintf(path, sizeof(path), "%s/adapter_model.safetensors", place);
     assert_int_equal(truncate(path, 100), 0);
     assert_exists("damaged");
@@ -472,18 +524,195 @@ static void what_is_no_directory_is_refused(void **state)
     assert_int_equal(count_entries(root), 2);
 }
 
-static void a_link_to_the_same_adapter_is_reused(void **state)
+static void links_are_not_followed(void **state)
 {
     (void)state;
+    static const char *const files[] = {"adapter_model.safetensors",
+                                        "adapter_config.json", "fanin.json"};
     make_adapter(1);
-    char real[80];
+    char real[80], path[160], moved[160];
     snprintf(real, sizeof(real), "%s/real", root);
     assert_int_equal(rename(place, real), 0);
     assert_int_equal(symlink("real", place), 0);
+    assert_exists("is a symbolic link, which is not followed");
+    assert_int_equal(unlink(place), 0);
+    assert_int_equal(rename(real, place), 0);
+    for (size_t i = 0; i < 3; i++) {
+        snprintf(path, sizeof(path), "%s/%s", place, files[i]);
+        snprintf(moved, sizeof(moved), "%s/moved", root);
+        assert_int_equal(rename(path, moved), 0);
+        assert_int_equal(symlink("../moved", path), 0);
+        assert_exists("is a symbolic link");
+        assert_int_equal(unlink(path), 0);
+        assert_int_equal(mkfifo(path, 0600), 0); /* opened, it would wait */
+        assert_exists("is no regular file");
+        assert_int_equal(unlink(path), 0);
+        assert_int_equal(rename(moved, path), 0);
+    }
+    /* Another name of a file that only we can write to does no harm. */
+    snprintf(path, sizeof(path), "%s/%s", place, files[0]);
+    assert_int_equal(link(path, moved), 0);
     bool reuse = false;
     fanin_error error;
     assert_int_equal(try_reuse(&identity, &reuse, &error), FANIN_OK);
     assert_true(reuse);
+}
+
+static void what_another_user_made_is_refused(void **state)
+{
+    (void)state;
+    char path[160];
+    make_adapter(1);
+    adapter *a = open_at(place);
+    const uint64_t *to;
+    uint64_t size;
+    bool reuse = true;
+    fanin_error error = FANIN_ERROR_INIT;
+    assert_int_equal(adapter_prepare(a, &keys, "lora:0", &to, &size, NULL), 0);
+    /* Everything fits, but it is not ours. The parent is, as /tmp, fine. */
+    other_user = 4321;
+    assert_int_equal(adapter_reusable(a, &identity, &reuse, &error), FANIN_ERR_EXISTS);
+    assert_false(reuse);
+    assert_non_null(strstr(error.message, "this process is uid 4321"));
+    other_user = 0;
+    assert_int_equal(adapter_reusable(a, &identity, &reuse, &error), FANIN_OK);
+    assert_true(reuse);
+    adapter_close(&a);
+
+    static const char *const files[] = {"adapter_model.safetensors",
+                                        "adapter_config.json", "fanin.json"};
+    for (size_t i = 0; i < 3; i++) {
+        snprintf(path, sizeof(path), "%s/%s", place, files[i]);
+        assert_int_equal(chmod(path, 0664), 0);
+        assert_exists("may be written by other users (mode 0664)");
+        assert_int_equal(chmod(path, 0600), 0);
+    }
+    assert_int_equal(chmod(place, 0757), 0);
+    assert_exists("it may be written by other users (mode 0757)");
+    assert_int_equal(chmod(place, 0700), 0);
+    assert_int_equal(chmod(root, 0770), 0);
+    assert_exists("the directory that it lies in may be written by other users");
+    assert_int_equal(chmod(root, 01777), 0);
+    assert_int_equal(try_reuse(&identity, &reuse, &error), FANIN_OK);
+    assert_true(reuse);
+}
+
+static void an_empty_directory_of_another_user_is_refused(void **state)
+{
+    (void)state;
+    assert_int_equal(mkdir(place, 0777), 0);
+    adapter *a = open_at(place);
+    const uint64_t *to;
+    uint64_t size;
+    uint8_t *base;
+    bool reuse;
+    fanin_error error = FANIN_ERROR_INIT;
+    assert_int_equal(adapter_prepare(a, &keys, "lora:0", &to, &size, NULL), 0);
+    assert_int_equal(adapter_map(a, &base, NULL), 0);
+    other_user = 4321;
+    assert_int_equal(adapter_reusable(a, &identity, &reuse, &error), FANIN_ERR_EXISTS);
+    /* Appeared after the look: its mode is not taken over. */
+    fill(a, base, to, 1);
+    assert_int_equal(chmod(place, 0707), 0);
+    assert_int_equal(adapter_publish(a, &identity, NULL), 0);
+    struct stat info;
+    assert_int_equal(stat(place, &info), 0);
+    assert_int_equal(info.st_mode & 07002, 0);
+    other_user = 0;
+    adapter_close(&a);
+}
+
+static void nobody_else_may_write_what_is_published(void **state)
+{
+    (void)state;
+    char path[160];
+    struct stat info;
+    mode_t before = umask(0);
+    assert_int_equal(mkdir(place, 0777), 0);
+    make_adapter(1);
+    umask(before);
+    assert_int_equal(stat(place, &info), 0);
+    assert_int_equal(info.st_mode & 07777, 0755);
+    static const char *const files[] = {"adapter_model.safetensors",
+                                        "adapter_config.json", "fanin.json"};
+    for (size_t i = 0; i < 3; i++) {
+        snprintf(path, sizeof(path), "%s/%s", place, files[i]);
+        assert_int_equal(stat(path, &info), 0);
+        assert_int_equal(info.st_mode & 07777, 0644);
+    }
+}
+
+/* Of a version that wrote no digest of adapter_config.json: its bytes are looked at. */
+static void a_directory_of_an_earlier_version_is_reused(void **state)
+{
+    (void)state;
+    char *text, path[160];
+    make_adapter(1);
+    read_file("fanin.json", &text);
+    json_t *json = json_loads(text, 0, NULL);
+    json_t *config =
+        json_object_get(json_object_get(json, "files"), "adapter_config.json");
+    assert_int_equal(json_object_del(config, "xxh3_128"), 0);
+    snprintf(path, sizeof(path), "%s/fanin.json", place);
+    assert_int_equal(json_dump_file(json, path, 0), 0);
+    json_decref(json);
+    free(text);
+    bool reuse = false;
+    fanin_error error;
+    assert_int_equal(try_reuse(&identity, &reuse, &error), FANIN_OK);
+    assert_true(reuse);
+    read_file("adapter_config.json", &text);
+    char *alpha = strstr(text, "16");
+    assert_non_null(alpha);
+    alpha[1] = '7';
+    write_text("adapter_config.json", text);
+    free(text);
+    assert_exists("another adapter_config.json");
+}
+
+static void a_lock_of_another_user_is_not_waited_for(void **state)
+{
+    (void)state;
+    char path[160], file[160];
+    fanin_error error = FANIN_ERROR_INIT;
+    adapter *a = NULL;
+    snprintf(path, sizeof(path), "%s/.step.fanin-lock", root);
+    snprintf(file, sizeof(file), "%s/file", root);
+    static const char *const why[] = {"is no regular file", "is no regular file",
+                                      "is no regular file", "has other names",
+                                      "is not empty",       "belongs to uid"};
+    for (size_t i = 0; i < sizeof(why) / sizeof(why[0]); i++) {
+        FILE *other = fopen(i == 4 ? path : file, "we");
+        if (i == 4)
+            fputs("precious", other);
+        fclose(other);
+        int held = -1;
+        if (i == 0) {
+            assert_int_equal(symlink("file", path), 0);
+        } else if (i == 1) {
+            assert_int_equal(mkfifo(path, 0600), 0);
+        } else if (i == 2) {
+            assert_int_equal(mkdir(path, 0700), 0);
+        } else if (i == 3) {
+            assert_int_equal(link(file, path), 0);
+        } else if (i == 5) {
+            held = open(path, O_RDWR | O_CREAT | O_CLOEXEC, 0666);
+            assert_int_equal(flock(held, LOCK_EX), 0);
+            other_user = 4321;
+        }
+        /* Without a deadline: it must not even begin to wait. */
+        assert_int_equal(adapter_open(place, UINT64_MAX, NULL, NULL, NULL, &a, &error),
+                         FANIN_ERR_EXISTS);
+        other_user = 0;
+        assert_null(a);
+        if (!strstr(error.message, why[i]) ||
+            !strstr(error.message, ".step.fanin-lock"))
+            fail_msg("%s", error.message);
+        assert_int_equal(access(path, F_OK), 0);
+        assert_int_equal(remove(path), 0);
+        if (held >= 0)
+            close(held);
+    }
 }
 
 static void what_appears_meanwhile_is_kept(void **state)
@@ -595,28 +824,115 @@ static void a_full_disk_is_an_error(void **state)
 
 /* ------------------------------------------------------------- other processes */
 
+/* A directory under @p name with an empty file @p file in it. */
+static void make_leftover(const char *name, const char *file)
+{
+    char path[200];
+    snprintf(path, sizeof(path), "%s/%s", root, name);
+    assert_int_equal(mkdir(path, 0755), 0);
+    strcat(path, "/");
+    strcat(path, file);
+    fclose(fopen(path, "we"));
+}
+
+static void make_lock_file(const char *name)
+{
+    char path[160];
+    snprintf(path, sizeof(path), "%s/%s", root, name);
+    fclose(fopen(path, "we"));
+}
+
+static bool is_there(const char *name)
+{
+    char path[160];
+    snprintf(path, sizeof(path), "%s/%s", root, name);
+    return access(path, F_OK) == 0;
+}
+
+#define MODEL "adapter_model.safetensors"
+
+static void make_leftovers(void)
+{
+    make_leftover(".step.fanin-tmp-0123456789abcdef", MODEL);
+    make_lock_file(".step.fanin-lock");
+    make_leftover(".other.fanin-tmp-0123456789abcdef", MODEL);
+    make_leftover(".other.fanin-tmp-1123456789abcdef", "fanin.json");
+    make_lock_file(".other.fanin-lock");
+    make_lock_file(".third.fanin-lock");
+}
+
+/* Names that are like those of leftovers, or a directory of something else. */
+static void make_neighbours(void)
+{
+    make_leftover(".step.fanin-tmp-0123456789abcde", MODEL);
+    make_leftover(".step.fanin-tmp-0123456789abcdefa", MODEL);
+    make_leftover(".step.fanin-tmp-q.fanin-tmp-0123456789ab", MODEL);
+    make_leftover("step.fanin-tmp-0123456789abcdef", MODEL);
+    make_leftover(".full.fanin-tmp-0123456789abcdef", "thesis.tex");
+}
+#define NEIGHBOURS 5
+
 static void leftovers_of_the_dead_are_removed(void **state)
 {
     (void)state;
-    static const char *const names[] = {
-        ".step.fanin-tmp-0123456789abcdef", /* goes, the others stay */
-        ".step.fanin-tmp-0123456789abcde",   ".step.fanin-tmp-0123456789abcdefa",
-        ".other.fanin-tmp-0123456789abcdef", ".step.fanin-tmp-q.fanin-tmp-0123456789ab",
-    };
-    char path[160];
-    for (size_t i = 0; i < sizeof(names) / sizeof(names[0]); i++) {
-        snprintf(path, sizeof(path), "%s/%s", root, names[i]);
-        assert_int_equal(mkdir(path, 0777), 0);
-        strcat(path, "/adapter_model.safetensors");
-        fclose(fopen(path, "we"));
-    }
-    snprintf(path, sizeof(path), "%s/.step.fanin-lock", root);
-    fclose(fopen(path, "we")); /* a lock file that nobody holds */
+    make_leftovers();
+    make_neighbours();
     adapter *a = open_at(place);
     adapter_close(&a);
-    assert_int_equal(count_entries(root), 4);
-    snprintf(path, sizeof(path), "%s/%s", root, names[0]);
-    assert_int_equal(access(path, F_OK), -1);
+    assert_int_equal(count_entries(root), NEIGHBOURS);
+    assert_true(is_there(".full.fanin-tmp-0123456789abcdef/thesis.tex"));
+}
+
+static void a_directory_can_be_swept(void **state)
+{
+    (void)state;
+    fanin_error error = FANIN_ERROR_INIT;
+    uint64_t removed = 9;
+    make_leftovers();
+    make_neighbours();
+    assert_int_equal(fanin_sweep_adapter_directory(root, &removed, &error), FANIN_OK);
+    assert_int_equal(removed, 3);
+    assert_int_equal(count_entries(root), NEIGHBOURS);
+    assert_int_equal(fanin_sweep_adapter_directory(root, &removed, &error), FANIN_OK);
+    assert_int_equal(removed, 0);
+    assert_int_equal(fanin_sweep_adapter_directory("", NULL, &error),
+                     FANIN_ERR_ARGUMENT);
+    assert_int_equal(fanin_sweep_adapter_directory(place, NULL, &error), FANIN_ERR_IO);
+    assert_int_equal(error.sys_errno, ENOENT);
+}
+
+static void a_sweep_leaves_what_may_be_alive_or_not_ours(void **state)
+{
+    (void)state;
+    fanin_error error = FANIN_ERROR_INIT;
+    uint64_t removed;
+    char path[160];
+    make_leftovers();
+    snprintf(path, sizeof(path), "%s/.other.fanin-lock", root);
+    int held = open(path, O_RDWR | O_CLOEXEC);
+    assert_int_equal(flock(held, LOCK_EX), 0);
+    assert_int_equal(fanin_sweep_adapter_directory(root, &removed, &error), FANIN_OK);
+    assert_int_equal(removed, 1);
+    assert_int_equal(count_entries(root), 3);
+    assert_true(is_there(".other.fanin-tmp-0123456789abcdef/" MODEL));
+    close(held);
+    /* In /tmp or in a directory of root's, where others have theirs. */
+    other_user = 4321;
+    fanin_status status = fanin_sweep_adapter_directory(root, &removed, &error);
+    other_user = 0;
+    assert_true(status == FANIN_OK || __real_geteuid() != 0);
+    assert_int_equal(count_entries(root), 3);
+    /* Where others may rename, a leftover's name proves nothing. */
+    assert_int_equal(chmod(root, 0777), 0);
+    assert_int_equal(fanin_sweep_adapter_directory(root, &removed, &error),
+                     FANIN_ERR_ARGUMENT);
+    adapter *a = open_at(place);
+    adapter_close(&a);
+    assert_int_equal(count_entries(root), 3);
+    assert_int_equal(chmod(root, 01777), 0);
+    a = open_at(place);
+    adapter_close(&a);
+    assert_int_equal(count_entries(root), 0);
 }
 
 static bool yes(void *cookie)
@@ -744,13 +1060,20 @@ int main(void)
         TEST(another_identity_is_refused),
         TEST(damaged_and_foreign_content_is_refused),
         TEST(what_is_no_directory_is_refused),
-        TEST(a_link_to_the_same_adapter_is_reused),
+        TEST(links_are_not_followed),
+        TEST(what_another_user_made_is_refused),
+        TEST(an_empty_directory_of_another_user_is_refused),
+        TEST(nobody_else_may_write_what_is_published),
+        TEST(a_directory_of_an_earlier_version_is_reused),
+        TEST(a_lock_of_another_user_is_not_waited_for),
         TEST(what_appears_meanwhile_is_kept),
         TEST(bad_places_are_refused),
         TEST(an_unwritable_parent_is_refused),
         TEST(a_failed_sync_leaves_nothing),
         TEST(a_full_disk_is_an_error),
         TEST(leftovers_of_the_dead_are_removed),
+        TEST(a_directory_can_be_swept),
+        TEST(a_sweep_leaves_what_may_be_alive_or_not_ours),
         TEST(a_held_lock_is_waited_for),
         TEST(of_many_processes_one_makes_it),
         TEST(a_forked_child_does_not_keep_the_lock),

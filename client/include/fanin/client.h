@@ -158,10 +158,14 @@ fanin_client_pull(fanin_client *client, const fanin_pull_options *options,
 /**
  * Writes the publication as a PEFT adapter directory: adapter_model.safetensors,
  * adapter_config.json and fanin.json (identity). @p directory must not exist or be empty, or
- * hold the same identity (world id, publication, step, key table): then nothing is
- * read and the result says "reused". Another content is FANIN_ERR_EXISTS. The directory
- * appears whole, by rename, or not at all; two processes that ask for one directory at once
- * pull once.
+ * hold the same identity (world id, publication, step, key table): then its files are read and
+ * compared with their digests, nothing is asked of the ranks, and the result says "reused".
+ * Another content is FANIN_ERR_EXISTS, and so is what another user could have put there: links,
+ * a directory, file or lock that is not ours or that others may write to, a parent that others
+ * may write to and that is not sticky. The directory appears whole, by rename, or not at all,
+ * and nobody else may write to it; two processes of one user that ask for one directory at once
+ * pull once. What killed pulls have left in the parent directory is removed:
+ * fanin_sweep_adapter_directory().
  *
  * Blocks at most options->timeout_ms (plus what fsync takes). Errors as
  * fanin_client_pull(), and FANIN_ERR_IO (disk full, no permission), FANIN_ERR_EXISTS,
@@ -170,6 +174,19 @@ fanin_client_pull(fanin_client *client, const fanin_pull_options *options,
 FANIN_API FANIN_MUST_CHECK fanin_status fanin_client_pull_adapter(
     fanin_client *client, const fanin_pull_options *options, const char *directory,
     fanin_result **result_out, fanin_error *error);
+
+/**
+ * Removes from @p directory what pulls into it have left that were killed: half-made adapters
+ * (".<name>.fanin-tmp-<16 hex digits>") and lock files (".<name>.fanin-lock") of this user,
+ * if nobody holds the lock of that name. Elsewhere than on filesystems of this host, whose locks
+ * tell nothing of other hosts, it removes nothing. *@p removed_out (may be NULL): half-made
+ * adapters that are gone. What cannot be removed stays.
+ *
+ * Waits for nobody, blocks as long as deleting takes. Thread: any. FANIN_ERR_ARGUMENT (other
+ * users may rename what lies there), FANIN_ERR_IO (it cannot be read).
+ */
+FANIN_API FANIN_MUST_CHECK fanin_status fanin_sweep_adapter_directory(
+    const char *directory, uint64_t *removed_out, fanin_error *error);
 
 /**
  * The name under which fanin_client_pull_adapter() writes the tensor @p name: with PEFT's
