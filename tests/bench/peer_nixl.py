@@ -24,28 +24,13 @@ import time
 def adapter_shapes(tool, shape):
     """(bytes of a row, rows) of every tensor, as the tool's own stand-in trainer serves them."""
     with subprocess.Popen(
-        [
-            tool,
-            "serve",
-            "--adapter-shape",
-            shape,
-            "--world-size",
-            "1",
-            "--base-port",
-            "0",
-            "--json",
-        ],
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as server:
+        [tool, "serve", "--adapter-shape", shape, "--world-size", "1", "--base-port", "0",
+         "--json"], stdout=subprocess.PIPE, text=True) as server:
         try:
             ready = json.loads(server.stdout.readline())
             listed = subprocess.run(
                 [tool, "list", ready["target"], "--run", "0", "--json"],
-                check=True,
-                capture_output=True,
-                text=True,
-            ).stdout
+                check=True, capture_output=True, text=True).stdout
         finally:
             server.terminate()
     keys = json.loads(listed)["keys"]
@@ -97,14 +82,9 @@ def prepare(pipes):
             here.append((at, size, 0))
             at += size
         there = [(address, size, 0) for address, size in table]
-        handles.append(
-            agent.initialize_xfer(
-                "READ",
-                agent.get_xfer_descs(here, "DRAM"),
-                agent.get_xfer_descs(there, "DRAM"),
-                peer,
-            )
-        )
+        handles.append(agent.initialize_xfer(
+            "READ", agent.get_xfer_descs(here, "DRAM"), agent.get_xfer_descs(there, "DRAM"),
+            peer))
 
     def pull():
         start = time.perf_counter()
@@ -125,9 +105,8 @@ def nixl_round(shapes, world, result):
     """In a process of its own, which ends with NIXL's busy threads before anything else runs."""
     context = multiprocessing.get_context("spawn")
     pairs = [context.Pipe() for _ in range(world)]
-    processes = [
-        context.Process(target=serve, args=(shapes, world, r, pairs[r][1])) for r in range(world)
-    ]
+    processes = [context.Process(target=serve, args=(shapes, world, r, pairs[r][1]))
+                 for r in range(world)]
     for process in processes:
         process.start()
     pull, proven, total = prepare([a for a, _ in pairs])
@@ -154,23 +133,8 @@ def over_nixl(shapes, world):
 
 def ours(tool, shape, world, path):
     out = subprocess.run(
-        [
-            tool,
-            "bench",
-            "--adapter-shape",
-            shape,
-            "--world-size",
-            str(world),
-            "--path",
-            path,
-            "--iterations",
-            "11",
-            "--json",
-        ],
-        check=True,
-        capture_output=True,
-        text=True,
-    ).stdout
+        [tool, "bench", "--adapter-shape", shape, "--world-size", str(world), "--path", path,
+         "--iterations", "11", "--json"], check=True, capture_output=True, text=True).stdout
     return json.loads(out)
 
 
@@ -194,12 +158,9 @@ def main():
     peer = statistics.median(times["nixl"])
     for name, values in times.items():
         median = statistics.median(values)
-        print(
-            f"{options.shape} {options.world_size} ranks {name:7} median "
-            f"{median * 1e3:8.1f} ms  {total / median / 1e9:5.2f} GB/s  "
-            f"{peer / median:5.1f} x NIXL",
-            flush=True,
-        )
+        print(f"{options.shape} {options.world_size} ranks {name:7} median "
+              f"{median * 1e3:8.1f} ms  {total / median / 1e9:5.2f} GB/s  "
+              f"{peer / median:5.1f} x NIXL", flush=True)
 
 
 if __name__ == "__main__":

@@ -46,10 +46,7 @@ def adapted(options: dict[str, Any]) -> PeftModel:
     adapter = options.get("adapter", "default")
     config = lora_config(options)
     model = get_peft_model(
-        base_model(options["kind"]),
-        config,
-        adapter_name=adapter,
-        autocast_adapter_dtype=False,
+        base_model(options["kind"]), config, adapter_name=adapter, autocast_adapter_dtype=False
     )
     torch.manual_seed(2)
     with torch.no_grad():

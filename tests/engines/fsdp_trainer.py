@@ -186,10 +186,7 @@ def answer(trainer: Trainer, command: dict[str, Any]) -> dict[str, Any]:
         return {"result": getattr(trainer, name)(**command), "error": None}
     except fanin.FaninError as error:
         kind = type(error).__name__
-        return {
-            "result": None,
-            "error": {"type": kind, "text": str(error), "name": error.name},
-        }
+        return {"result": None, "error": {"type": kind, "text": str(error), "name": error.name}}
     except Planned as error:
         return {"result": None, "error": {"type": "Planned", "text": str(error)}}
 

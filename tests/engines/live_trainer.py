@@ -39,11 +39,7 @@ class LiveTrainer:
         self.published = step
         scratch.mkdir(parents=True, exist_ok=True)
         (scratch / "rendezvous").unlink(missing_ok=True)
-        options: dict[str, Any] = {
-            "model": str(model),
-            "scratch": str(scratch),
-            "run": run,
-        }
+        options: dict[str, Any] = {"model": str(model), "scratch": str(scratch), "run": run}
         options |= {"step": step, "seed": seed}
         self._world = World(world_size, options, scratch, "live_trainer.py")
 
@@ -115,10 +111,7 @@ class Trainer:
         self.rank = int(os.environ["RANK"])
         world_size = int(os.environ["WORLD_SIZE"])
         dist.init_process_group(
-            "gloo",
-            init_method=options["rendezvous"],
-            rank=self.rank,
-            world_size=world_size,
+            "gloo", init_method=options["rendezvous"], rank=self.rank, world_size=world_size
         )
         base = AutoModelForCausalLM.from_pretrained(options["model"], dtype=torch.float32)
         self.config = LoraConfig(

@@ -139,11 +139,7 @@ def saved_regular_expression_and_lora_bias(lab):
 @case
 def saved_trained_biases(lab):
     """Biases of the base model itself, which are no part of a LoRA layer."""
-    round_trip(
-        lab,
-        2,
-        {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj"], "bias": "lora_only"},
-    )
+    round_trip(lab, 2, {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj"], "bias": "lora_only"})
 
 
 @case
@@ -175,14 +171,7 @@ def saved_fused_experts(lab):
 
 
 def in_memory(
-    lab,
-    config,
-    metadata,
-    kind="qwen2",
-    name="default",
-    rename=None,
-    world_size=4,
-    bias="none",
+    lab, config, metadata, kind="qwen2", name="default", rename=None, world_size=4, bias="none"
 ):
     """Lends the model's own parameters to ranks; returns the pulled configuration."""
 
@@ -193,11 +182,7 @@ def in_memory(
     tensors = {key: value for key, value in model.named_parameters() if value.requires_grad}
     if rename:
         tensors = {rename(key): value for key, value in tensors.items()}
-    metadata = {
-        "base_model_name_or_path": lab.bases.path(kind),
-        "lora_alpha": "16",
-        **metadata,
-    }
+    metadata = {"base_model_name_or_path": lab.bases.path(kind), "lora_alpha": "16", **metadata}
     with ranks_of(tensors, metadata, world_size) as target:
         pulled = pull(target, lab.scratch / "pulled")
 
@@ -274,12 +259,7 @@ def derived_lora_bias(lab):
 @case
 def derived_trained_biases(lab):
     """Biases of the base model, which the metadata have to announce."""
-    config = {
-        "r": 4,
-        "lora_alpha": 16,
-        "target_modules": ATTENTION,
-        "bias": "lora_only",
-    }
+    config = {"r": 4, "lora_alpha": 16, "target_modules": ATTENTION, "bias": "lora_only"}
     assert in_memory(lab, config, {"bias": "lora_only"}, bias="lora_only").bias == "lora_only"
 
 
@@ -450,17 +430,11 @@ DAMAGES = {
     "a name": (check_tensors, change_tensors(another_name)),
     "rows": (check_tensors, change_tensors(swapped_rows)),
     "a dtype": (check_tensors, change_tensors(other_dtype)),
-    "a tensor gone": (
-        check_tensors,
-        change_tensors(lambda tensors: tensors.pop(DAMAGED)),
-    ),
+    "a tensor gone": (check_tensors, change_tensors(lambda tensors: tensors.pop(DAMAGED))),
     "r": (check_config, change_config(r=4)),
     "lora_alpha": (check_config, change_config(lora_alpha=17)),
     "use_rslora": (check_config, change_config(use_rslora=True)),
-    "target_modules": (
-        check_config,
-        change_config(target_modules=["k_proj", "o_proj"]),
-    ),
+    "target_modules": (check_config, change_config(target_modules=["k_proj", "o_proj"])),
 }
 
 

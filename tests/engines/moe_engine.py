@@ -98,12 +98,7 @@ def configuration(shape: Shape, fields: dict[str, Any]) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def ranks_of(
-    tensors: Tensors,
-    config: dict[str, Any],
-    *,
-    run: str = "0",
-    step: int = 1,
-    world_size: int = 2,
+    tensors: Tensors, config: dict[str, Any], *, run: str = "0", step: int = 1, world_size: int = 2
 ) -> Iterator[list[str]]:
     """Servers in this process, each with its rows of every tensor; yields their addresses."""
     import fanin
@@ -176,10 +171,7 @@ def worker(shape: Shape, *, is_3d_model: bool = False, mixed: bool = False) -> A
     loader._adapter_manager = manager
     loader._lora_model_cls = LoRAModel
     loader.lora_config = LoRAConfig(
-        max_lora_rank=8,
-        max_loras=1,
-        lora_dtype=torch.float32,
-        enable_mixed_moe_lora_format=mixed,
+        max_lora_rank=8, max_loras=1, lora_dtype=torch.float32, enable_mixed_moe_lora_format=mixed
     )
     loader.max_position_embeddings = 1024
     loader.vocab_size = 256

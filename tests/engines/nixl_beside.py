@@ -38,11 +38,7 @@ class Nixl:
     def lend(self, tensor: torch.Tensor) -> dict[str, Any]:
         self.agent.register_memory(tensor)
         metadata = self.agent.get_agent_metadata().hex()
-        return {
-            "metadata": metadata,
-            "address": tensor.data_ptr(),
-            "bytes": tensor.nbytes,
-        }
+        return {"metadata": metadata, "address": tensor.data_ptr(), "bytes": tensor.nbytes}
 
     def connect(self, lent: dict[str, Any]) -> None:
         peer = self.agent.add_remote_agent(bytes.fromhex(lent["metadata"]))

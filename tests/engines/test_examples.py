@@ -24,13 +24,7 @@ PATIENCE = 240.0
 @contextmanager
 def trainer(folder: Path, steps: int) -> Iterator[subprocess.Popen[str]]:
     """Two ranks; the log is in *folder*, and so is nixl_info.json once it yields."""
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node=2",
-    ]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     command += [str(EXAMPLES / "trainer.py"), "--info", str(folder), "--base-port", "0"]
     command += ["--steps", str(steps), "--pause", "0.2"]
     with (folder / "log").open("w") as log:
@@ -52,11 +46,7 @@ def trainer(folder: Path, steps: int) -> Iterator[subprocess.Popen[str]]:
 def worker(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-W", "ignore", str(EXAMPLES / "engine.py"), *arguments]
     return subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-        env=child_environment(),
+        command, capture_output=True, text=True, timeout=PATIENCE, env=child_environment()
     )
 
 

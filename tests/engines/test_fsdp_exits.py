@@ -43,11 +43,7 @@ def test_trainers_end(how: str, tmp_path: pathlib.Path) -> None:
         ):
             assert client.pull_adapter("0", tmp_path / "first").step == 1
             waiting = pool.submit(
-                client.pull_adapter,
-                "0",
-                tmp_path / "never",
-                at_least=1000,
-                timeout=30.0,
+                client.pull_adapter, "0", tmp_path / "never", at_least=1000, timeout=30.0
             )
             world.tell("end", how=how)
             world.expect("ending")

@@ -65,13 +65,7 @@ def lab(folder: pathlib.Path, **more: Any) -> collections.abc.Iterator[Lab]:
     record.mkdir()
     # lm_head belongs to the root's group, whose parameters stay whole after a forward.
     targets = [*ATTENTION, "lm_head"]
-    options = {
-        "kind": "qwen2",
-        "r": 3,
-        "targets": targets,
-        "record": str(record),
-        **more,
-    }
+    options = {"kind": "qwen2", "r": 3, "targets": targets, "record": str(record), **more}
     with World(2, options, folder / "world") as world:
         one = Lab(world, folder, options)
         with contextlib.closing(one.client):

@@ -53,14 +53,7 @@ class Case:
 
 CASES = [
     Case("two-ranks", 2, 8),
-    Case(
-        "four-ranks-empty-shards",
-        4,
-        3,
-        kind="llama",
-        adapter="run7",
-        server={"run": "7"},
-    ),
+    Case("four-ranks-empty-shards", 4, 3, kind="llama", adapter="run7", server={"run": "7"}),
     Case("three-ranks-uneven", 3, 5),
     Case("hsdp-2x2", 4, 3, layout="hsdp", kind="llama"),
     Case("fsdp-tp-2x2", 4, 3, layout="fsdp+tp"),

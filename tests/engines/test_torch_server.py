@@ -135,10 +135,7 @@ def values(model, name="default"):
         {"target_modules": ["embed", "v_proj"]},
         {"bias": "all"},
         {"bias": "lora_only", "target_modules": ["v_proj"]},
-        {
-            "rank_pattern": {"layers.0.q_proj": 5, ".*q_proj": 2},
-            "alpha_pattern": {"v_proj": 1},
-        },
+        {"rank_pattern": {"layers.0.q_proj": 5, ".*q_proj": 2}, "alpha_pattern": {"v_proj": 1}},
         {"use_rslora": True, "task_type": "FEATURE_EXTRACTION"},
     ],
     ids=lambda options: ",".join(options) or "plain",
@@ -274,10 +271,7 @@ def test_a_pull_that_reads_what_is_written_outside_starts_again(pull):
 
         result = client.pull_adapter("0", pull.directory / "one", timeout=10, progress=progress)
         assert (result.step, told != []) == (1, True)
-        same(
-            load_file(pull.directory / "one" / "adapter_model.safetensors"),
-            values(model),
-        )
+        same(load_file(pull.directory / "one" / "adapter_model.safetensors"), values(model))
 
 
 def test_snapshots_may_be_written_at_any_time(pull):
@@ -357,10 +351,7 @@ def test_to_another_dtype(pull):
 
 def test_old_storage_is_held_until_it_is_replaced(pull):
     model = adapted()
-    owner, attribute = (
-        model.base_model.model.layers[0].q_proj.lora_A["default"],
-        "weight",
-    )
+    owner, attribute = model.base_model.model.layers[0].q_proj.lora_A["default"], "weight"
     array = numpy.arange(72, dtype=numpy.float32).reshape(3, 24)
     alive = weakref.ref(array)
     owner.weight.data = torch.from_numpy(array)
@@ -461,12 +452,7 @@ def test_steps_are_checked_before_anything_is_written():
     model = adapted()
     with serve(model) as server:
         server.publish(3)
-        for step, message in [
-            (3, "not above"),
-            (-1, "no step"),
-            (True, "no step"),
-            ("4", "no st"),
-        ]:
+        for step, message in [(3, "not above"), (-1, "no step"), (True, "no step"), ("4", "no st")]:
             with pytest.raises(RequestError, match=message), server.updating(step):
                 pytest.fail("the body ran")
         assert server.stats()["updates"] == 1
@@ -501,10 +487,7 @@ def test_several_runs(pull):
         # One run that cannot be committed leaves none half-committed.
         weight = model.base_model.model.layers[0].q_proj.lora_A["bob"].weight
         size = weight.untyped_storage().nbytes()
-        with (
-            pytest.raises(StateError, match="offloaded"),
-            server.updating({"a": 11, "b": 22}),
-        ):
+        with pytest.raises(StateError, match="offloaded"), server.updating({"a": 11, "b": 22}):
             weight.untyped_storage().resize_(0)
         assert server.runs == {"lora:a": 10, "lora:b": 21}
         weight.untyped_storage().resize_(size)
@@ -516,10 +499,7 @@ def test_several_runs(pull):
         server.publish(22)
         server.add_run("a", adapter="alice")
         assert server.runs == {"lora:b": 22, "lora:a": None}
-        with (
-            pytest.raises(RequestError, match="last step 10"),
-            server.updating({"a": 10}),
-        ):
+        with pytest.raises(RequestError, match="last step 10"), server.updating({"a": 10}):
             pytest.fail("the body ran")
         server.publish({"a": 11})
         same(pull(server, run="a")[1], values(model, "alice"))
@@ -724,10 +704,7 @@ def test_runs_that_share_a_parameter_are_written_one_by_one(pull):
         for run in range(2):
             same(pull(server, run=run, step=3)[1], slot_values(model, run))
         write(1)  # outside: it can be either's
-        with (
-            pytest.raises(StateError, match="lora:0 was written"),
-            server.updating({0: 4}),
-        ):
+        with pytest.raises(StateError, match="lora:0 was written"), server.updating({0: 4}):
             pass
         with server.updating({0: 4}):
             write(0)
@@ -742,11 +719,7 @@ def test_names_that_change_with_the_shape(pull):
         server.publish(1)
         with server.updating(2):
             for name, param in list(model.experts.named_parameters()):
-                setattr(
-                    model.experts,
-                    name,
-                    torch.nn.Parameter(param.detach()[:, :2].clone()),
-                )
+                setattr(model.experts, name, torch.nn.Parameter(param.detach()[:, :2].clone()))
         same(pull(server, step=2)[1], slot_values(model, 0, experts=2))
 
 
@@ -857,11 +830,7 @@ def test_addresses_of_several_hosts(monkeypatch):
     there = choose_addresses(reports("a", "b"), None, None, "10.0.0.0/8")
     assert (there.bind, there.advertise, there.open) == ("10.9.9.9", "10.9.9.9", True)
     there = choose_addresses(reports("a", "b"), None, "pod-0.trainer", "10.0.0.0/8")
-    assert (there.bind, there.advertise, there.open) == (
-        "10.9.9.9",
-        "pod-0.trainer",
-        True,
-    )
+    assert (there.bind, there.advertise, there.open) == ("10.9.9.9", "pod-0.trainer", True)
     monkeypatch.setattr(world_module, "route_address", lambda targets: None)
     with pytest.raises(RequestError, match="not found out"):
         choose_addresses(reports("a", "b"), None, None, "10.0.0.0/8")
@@ -876,17 +845,9 @@ def test_ports():
         6000, 6001, 6000, 6001,
     ]  # fmt: skip
     given = reports("a", "b", local=[3, 5])
-    assert [base_port_for(given, r, 6000, "local") + r for r in range(2)] == [
-        6003,
-        6005,
-    ]
+    assert [base_port_for(given, r, 6000, "local") + r for r in range(2)] == [6003, 6005]
     assert base_port_for(hosts, 3, 0, "local") == 0
-    for port, by in [
-        (65534, "global"),
-        (70000, "global"),
-        (6000, "other"),
-        (-1, "local"),
-    ]:
+    for port, by in [(65534, "global"), (70000, "global"), (6000, "other"), (-1, "local")]:
         with pytest.raises(RequestError):
             base_port_for(hosts, 3, port, by)
 
@@ -961,10 +922,7 @@ def test_exit(how):
         server.publish(0)
     """)
     done = subprocess.run(
-        [sys.executable, "-c", program + ending],
-        capture_output=True,
-        text=True,
-        timeout=120,
+        [sys.executable, "-c", program + ending], capture_output=True, text=True, timeout=120
     )
     assert done.returncode == code, done.stderr
     assert "Traceback" not in done.stderr

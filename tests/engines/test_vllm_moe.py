@@ -49,10 +49,7 @@ def test_per_expert_adapter_is_packed_as_trained(pull: Pull) -> None:
                 f"base_model.model.{expert_module(layer)}.{expert}.{projection}"
                 for expert in range(SHAPE.experts)
             ]
-            same(
-                packed.lora_a[place],
-                torch.stack([tensors[f"{p}.lora_A.weight"] for p in paths]),
-            )
+            same(packed.lora_a[place], torch.stack([tensors[f"{p}.lora_A.weight"] for p in paths]))
             trained = torch.stack([tensors[f"{p}.lora_B.weight"] for p in paths])
             same(packed.lora_b[place], trained * SHAPE.scaling)
 

@@ -20,15 +20,7 @@ import moe_engine
 import pytest
 from judge import same_tensors
 from live_trainer import LiveTrainer
-from vllm_server import (
-    ALPHA,
-    RANK,
-    Oracle,
-    Refused,
-    TokenStream,
-    VllmServer,
-    save_model,
-)
+from vllm_server import ALPHA, RANK, Oracle, Refused, TokenStream, VllmServer, save_model
 
 PROMPT = [5, 9, 13, 17, 21]
 COUNT = 16
@@ -463,21 +455,10 @@ def test_status_and_metrics(place: Place) -> None:
     status = place.status()
     assert f"told-run0-step{step}" in json.dumps(status)
     assert place.trainer.world_id in json.dumps(status)
-    for name in (
-        "fanin_pulls_total",
-        "fanin_pull_bytes_total",
-        "fanin_pull_seconds_count",
-    ):
+    for name in ("fanin_pulls_total", "fanin_pull_bytes_total", "fanin_pull_seconds_count"):
         assert place.engine.metric(name) > 0, name
     assert place.pulls() > 0
-    for error in (
-        "SUPERSEDED",
-        "TIMEOUT",
-        "NOT_FOUND",
-        "UNREACHABLE",
-        "PAUSED",
-        "ARGUMENT",
-    ):
+    for error in ("SUPERSEDED", "TIMEOUT", "NOT_FOUND", "UNREACHABLE", "PAUSED", "ARGUMENT"):
         assert place.pulls(f"FANIN_ERR_{error}") > 0, error
 
 

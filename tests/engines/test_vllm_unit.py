@@ -76,10 +76,7 @@ class Bench:
 
         self.registry = CollectorRegistry()
         self.trainer = FakeTrainer()
-        environment = {
-            "FANIN_TRAINER": "127.0.0.1:6000",
-            "NIXL_LORA_CACHE_DIR": str(root / "c"),
-        }
+        environment = {"FANIN_TRAINER": "127.0.0.1:6000", "NIXL_LORA_CACHE_DIR": str(root / "c")}
         self.state = State(
             inference_config(environment),
             pool=ClientPool(self.trainer.client),
@@ -147,19 +144,10 @@ def test_what_workers_answer_travels(bench: Bench, tmp_path: Path) -> None:
     jobs = worker.Jobs()
     report = jobs.poll("none")
     assert report["state"] == "failed"
-    for sent in (
-        report,
-        {"error": to_wire(errors.StaleError.make("x", rank=2)), "total": 2**62},
-    ):
+    for sent in (report, {"error": to_wire(errors.StaleError.make("x", rank=2)), "total": 2**62}):
         packed = MsgpackEncoder().encode(UtilityResult([sent]))
         assert MsgpackDecoder(UtilityResult).decode(packed).result == [sent]
-    job = {
-        "id": "i",
-        "step": str(2**64 - 1),
-        "addresses": ["h:1"],
-        "timeout": 1.5,
-        "x": None,
-    }
+    job = {"id": "i", "step": str(2**64 - 1), "addresses": ["h:1"], "timeout": 1.5, "x": None}
     packed = MsgpackEncoder().encode((0, 1, "collective_rpc", ("fanin_start_pull", None, (job,))))
     assert MsgpackDecoder().decode(packed)[3][2][0] == job
 
@@ -225,10 +213,7 @@ def test_adapters_are_retired_from_vllms_list(bench: Bench) -> None:
             request = await bench.models.resolve_lora(f"policy-run0-step{step}")
             assert isinstance(request, LoRARequest)
             requests.append(request)
-        assert sorted(bench.models.lora_requests) == [
-            "policy-run0-step2",
-            "policy-run0-step3",
-        ]
+        assert sorted(bench.models.lora_requests) == ["policy-run0-step2", "policy-run0-step3"]
         path = Path(requests[0].lora_path)
         await asyncio.sleep(0.3)
         assert path.exists() and len(bench.client.loaded) == 3, "its request is still held"
@@ -337,25 +322,14 @@ def test_routes(bench: Bench) -> None:
         await app.state.plugin.init_state(bench.client, app.state, app.state.arguments)
 
         status, body = await ask(
-            app,
-            "POST",
-            "/load_lora_adapter_nixl",
-            json={"lora_name": NAME, "run_idx": 0},
+            app, "POST", "/load_lora_adapter_nixl", json={"lora_name": NAME, "run_idx": 0}
         )
-        assert (status, body["status"], body["step"], body["world"]) == (
-            200,
-            "ok",
-            1,
-            WORLD,
-        )
+        assert (status, body["status"], body["step"], body["world"]) == (200, "ok", 1, WORLD)
         assert bench.models.lora_requests[NAME].lora_path == body["path"]
 
         bench.trainer.commit(5)
         status, body = await ask(
-            app,
-            "POST",
-            "/load_lora_adapter_nixl",
-            json={"lora_name": "policy-run0-step4"},
+            app, "POST", "/load_lora_adapter_nixl", json={"lora_name": "policy-run0-step4"}
         )
         assert status == 404 and body["error"]["code"] == "FANIN_ERR_SUPERSEDED"
         assert set(body["error"]) >= {"code", "message", "remedy", "rank", "key"}

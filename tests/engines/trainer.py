@@ -53,16 +53,7 @@ def serve(world_size, *arguments):
     with tempfile.TemporaryDirectory() as scratch:
         info = os.path.join(scratch, "nixl_info.json")
         process = subprocess.Popen(
-            [
-                FETCH,
-                "serve",
-                "--quiet",
-                "-n",
-                str(world_size),
-                "--info",
-                info,
-                *arguments,
-            ],
+            [FETCH, "serve", "--quiet", "-n", str(world_size), "--info", info, *arguments],
             stdout=subprocess.PIPE,
             text=True,
         )

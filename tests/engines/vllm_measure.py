@@ -144,13 +144,7 @@ def through_a_file(
 def measure_engine(rounds: int, scratch: Path) -> None:
     model = save_model(scratch / "model")
     files = scratch / "files"
-    parts = [
-        "commit to first token",
-        "pull",
-        "of it write",
-        "gather, save",
-        "vLLM's load",
-    ]
+    parts = ["commit to first token", "pull", "of it write", "gather, save", "vLLM's load"]
     parts += ["first token", "rest", "stall of others"]
     table = Table("dense adapter, 28 tensors, 2 FSDP2 ranks, ms", parts)
     environment = {
@@ -229,24 +223,14 @@ def measure_moe(rounds: int, scratch: Path) -> None:
     for layout in LAYOUTS:
         with expert_ranks(layout, scratch) as ranks:
             ready = ranks.expect("ready")
-            parts = [
-                "pull",
-                "of it write",
-                "gather, save",
-                "vLLM reads",
-                "vLLM packs",
-                "whole",
-            ]
+            parts = ["pull", "of it write", "gather, save", "vLLM reads", "vLLM packs", "whole"]
             table = Table(f"{layout} experts, {ready['tensors']} tensors, 2 ranks, ms", parts)
             with fanin.Client(ready["addresses"]) as client:
                 for number in range(rounds + 1):
                     directory = scratch / f"{layout}-{number}"
                     begun = time.monotonic()
                     pulled = client.pull_adapter("0", directory, step=1)
-                    times = {
-                        "pull": time.monotonic() - begun,
-                        "of it write": pulled.write,
-                    }
+                    times = {"pull": time.monotonic() - begun, "of it write": pulled.write}
                     times |= read_and_pack(directory, layout)
                     times["whole"] = times["pull"] + times["vLLM reads"] + times["vLLM packs"]
                     shutil.rmtree(directory)

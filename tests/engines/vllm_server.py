@@ -182,21 +182,8 @@ class VllmServer:
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
         command += ["--model", str(model), "--served-model-name", self.base]
         command += ["--host", "127.0.0.1", "--port", str(self.port)]
-        command += [
-            "--dtype",
-            "float32",
-            "--max-model-len",
-            str(LONGEST),
-            "--max-num-seqs",
-            "8",
-        ]
-        command += [
-            "--enforce-eager",
-            "--enable-lora",
-            "--max-lora-rank",
-            str(RANK),
-            *arguments,
-        ]
+        command += ["--dtype", "float32", "--max-model-len", str(LONGEST), "--max-num-seqs", "8"]
+        command += ["--enforce-eager", "--enable-lora", "--max-lora-rank", str(RANK), *arguments]
         self.started = time.monotonic()
         with open(self.log, "wb") as log:
             self._process = subprocess.Popen(

@@ -62,13 +62,7 @@ class Child:
         self.log = folder / f"{name}.log"
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
-                [
-                    sys.executable,
-                    "-W",
-                    "ignore",
-                    str(HERE / script),
-                    json.dumps(options),
-                ],
+                [sys.executable, "-W", "ignore", str(HERE / script), json.dumps(options)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
@@ -156,11 +150,7 @@ class World:
         self.ranks: list[Child] = []
         try:
             for rank in range(size):
-                numbers = {
-                    "RANK": str(rank),
-                    "LOCAL_RANK": str(rank),
-                    "WORLD_SIZE": str(size),
-                }
+                numbers = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size)}
                 self.ranks.append(Child(f"rank{rank}", script, options, folder, **numbers))
         except BaseException:
             self.close()

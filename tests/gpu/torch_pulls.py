@@ -44,12 +44,7 @@ except ImportError as missing:
     sys.exit(77)
 from worlds import Child, Control
 
-MODES = {
-    "plain": 4,
-    "counted": 1,
-    "adamw": 10,
-    "snapshot": 10,
-}  # these parts of --pulls
+MODES = {"plain": 4, "counted": 1, "adamw": 10, "snapshot": 10}  # these parts of --pulls
 BASES = 1000  # a counted element starts at less: sums stay exact in F32
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj")
 SLOWEST = 100.0  # seconds that any wait may take
@@ -245,11 +240,7 @@ class Trainer:
     def serve(self, model: torch.nn.Module, **options: Any) -> Any:
         from fanin.torch import AdapterServer
 
-        config = {
-            "peft_type": "LORA",
-            "r": sizes(self.device.type)["r"],
-            "lora_alpha": 16,
-        }
+        config = {"peft_type": "LORA", "r": sizes(self.device.type)["r"], "lora_alpha": 16}
         config |= {"base_model_name_or_path": "none", "target_modules": list(LINEARS)}
         return AdapterServer(model, base_port=0, config=config, **options)
 
@@ -375,8 +366,7 @@ class Worker:
         """Destinations in one arena, in the order of names."""
         dtypes = {"F32": torch.float32, "BF16": torch.bfloat16}
         entries = sorted(
-            client.catalog("0", timeout=SLOWEST),
-            key=lambda entry: self.plain_name(entry.name),
+            client.catalog("0", timeout=SLOWEST), key=lambda entry: self.plain_name(entry.name)
         )
         total = sum(torch.Size(entry.shape).numel() for entry in entries)
         arena = torch.empty(total, dtype=dtypes[entries[0].dtype], device=self.device)
@@ -462,12 +452,7 @@ class Run:
             rank.tell(name)
         addresses = [rank.expect("ready", SLOWEST) for rank in self.ranks][0]["addresses"]
         count = self.options.pulls // MODES[name]
-        wish = {
-            "mode": name,
-            "addresses": addresses,
-            "count": count,
-            "every": max(count // 5, 1),
-        }
+        wish = {"mode": name, "addresses": addresses, "count": count, "every": max(count // 5, 1)}
         self.worker.tell("pull", **wish, seconds=seconds)
         result = self.worker.expect("pulled", SLOWEST)
         for rank in self.ranks:
@@ -499,11 +484,7 @@ class Run:
 
 
 def check(options: argparse.Namespace) -> int:
-    results: dict[str, Any] = {
-        "device": options.device,
-        "torch": torch.__version__,
-        "modes": {},
-    }
+    results: dict[str, Any] = {"device": options.device, "torch": torch.__version__, "modes": {}}
     passed = failed = 0
     modes = [mode for mode in MODES if not options.only or mode in options.only.split(",")]
     begun = time.monotonic()
@@ -552,10 +533,7 @@ def main() -> int:
     )
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument(
-        "--pulls",
-        type=int,
-        default=1000,
-        help="of the mode counted; the others: a part",
+        "--pulls", type=int, default=1000, help="of the mode counted; the others: a part"
     )
     parser.add_argument(
         "--seconds", type=float, default=100.0, help="that all pulls together may take"

@@ -9,7 +9,6 @@ byte for byte, and be read by it. adapter_config.json must hold what a reader ne
 adapter, or say the same as the other directory's; fanin.json must name the file's true digest.
 The last line starts with "ok:".
 """
-
 import argparse
 import json
 import mmap
@@ -30,17 +29,9 @@ MODELS = {
     "llama-3.3-70b": (80, 8192, 8192, 1024, 28672, 0),
     "qwen3-30b-a3b": (48, 2048, 4096, 512, 768, 128),
 }
-SHAPES = {
-    "small": ("qwen2.5-0.5b", 8, False),
-    "dense": ("llama-3.1-8b", 16, False),
-    "moe": ("qwen3-30b-a3b", 16, False),
-    "moe-fused": ("qwen3-30b-a3b", 16, True),
-}
-DTYPES = {
-    "bf16": ("BF16", "bfloat16", 2),
-    "f16": ("F16", "float16", 2),
-    "f32": ("F32", "float32", 4),
-}
+SHAPES = {"small": ("qwen2.5-0.5b", 8, False), "dense": ("llama-3.1-8b", 16, False),
+          "moe": ("qwen3-30b-a3b", 16, False), "moe-fused": ("qwen3-30b-a3b", 16, True)}
+DTYPES = {"bf16": ("BF16", "bfloat16", 2), "f16": ("F16", "float16", 2), "f32": ("F32", "float32", 4)}
 ATTENTION = ["k_proj", "o_proj", "q_proj", "v_proj"]
 MLP = ["down_proj", "gate_proj", "up_proj"]
 PIECE = 4 << 20
@@ -62,12 +53,8 @@ def modules(model, r, fused):
     layers, hidden, q, kv, inner, experts = MODELS[model]
     for layer in range(layers):
         place = f"base_model.model.model.layers.{layer}"
-        for name, fan_in, fan_out in (
-            ("q_proj", hidden, q),
-            ("k_proj", hidden, kv),
-            ("v_proj", hidden, kv),
-            ("o_proj", q, hidden),
-        ):
+        for name, fan_in, fan_out in (("q_proj", hidden, q), ("k_proj", hidden, kv),
+                                      ("v_proj", hidden, kv), ("o_proj", q, hidden)):
             yield f"{place}.self_attn.{name}", r, fan_in, fan_out
         if fused:
             yield f"{place}.mlp.experts.base_layer", 2 * r * experts, hidden, 2 * inner
@@ -92,12 +79,8 @@ def pattern_tensors(options, identity):
     for name, shape in shapes.items():
         size = shape[0] * shape[1] * width
         for begin in range(0, size, PATTERN_PIECE):
-            raw = pattern(
-                f"lora:{options.run}:{name}",
-                identity["step"],
-                begin,
-                min(PATTERN_PIECE, size - begin),
-            )
+            raw = pattern(f"lora:{options.run}:{name}", identity["step"], begin,
+                          min(PATTERN_PIECE, size - begin))
             buffer[at + begin : at + begin + len(raw)] = numpy.frombuffer(raw, numpy.uint8)
         tensors[name] = (package, shape, at, size)
         at += size
@@ -111,24 +94,14 @@ def file_tensors(path):
     start = 8 + int.from_bytes(raw[:8].tobytes(), "little")
     header = json.loads(raw[8:start].tobytes())
     header.pop("__metadata__", None)
-    return {
-        name: (
-            packages[e["dtype"]],
-            e["shape"],
-            start + e["data_offsets"][0],
-            e["data_offsets"][1] - e["data_offsets"][0],
-        )
-        for name, e in header.items()
-    }, raw
+    return {name: (packages[e["dtype"]], e["shape"], start + e["data_offsets"][0],
+                   e["data_offsets"][1] - e["data_offsets"][0]) for name, e in header.items()}, raw
 
 
 def as_package_writes(tensors, buffer):
-    specs = {
-        name: safetensors.TensorSpec(
-            dtype=dtype, shape=shape, data_len=size, data_ptr=buffer.ctypes.data + at
-        )
-        for name, (dtype, shape, at, size) in tensors.items()
-    }
+    specs = {name: safetensors.TensorSpec(dtype=dtype, shape=shape, data_len=size,
+                                          data_ptr=buffer.ctypes.data + at)
+             for name, (dtype, shape, at, size) in tensors.items()}
     return numpy.frombuffer(safetensors.serialize(specs, metadata={"format": "pt"}), numpy.uint8)
 
 
@@ -136,84 +109,48 @@ def check_file(path, tensors, buffer):
     with open(path, "rb") as file:
         got = numpy.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), numpy.uint8)
     wanted = as_package_writes(tensors, buffer)
-    need(
-        len(got) == len(wanted),
-        f"{FILE} has {len(got)} bytes, expected are {len(wanted)}",
-    )
+    need(len(got) == len(wanted), f"{FILE} has {len(got)} bytes, expected are {len(wanted)}")
     for at in range(0, len(got), PIECE):
         a, b = got[at : at + PIECE], wanted[at : at + PIECE]
-        need(
-            numpy.array_equal(a, b),
-            f"{FILE} differs at byte {at + int(numpy.argmax(a != b))}",
-        )
+        need(numpy.array_equal(a, b), f"{FILE} differs at byte {at + int(numpy.argmax(a != b))}")
     del wanted
     tags = {package: tag for tag, package, _ in DTYPES.values()}
     with safetensors.safe_open(path, "numpy") as file:
-        need(
-            file.metadata() == {"format": "pt"},
-            f"{FILE} has metadata {file.metadata()}",
-        )
-        need(
-            sorted(file.keys()) == sorted(tensors),
-            f"safetensors reads other names in {FILE}",
-        )
+        need(file.metadata() == {"format": "pt"}, f"{FILE} has metadata {file.metadata()}")
+        need(sorted(file.keys()) == sorted(tensors), f"safetensors reads other names in {FILE}")
         for name in list(tensors)[:: max(1, len(tensors) // 64)]:
             part, (dtype, shape, _, _) = file.get_slice(name), tensors[name]
-            need(
-                (part.get_dtype(), part.get_shape()) == (tags[dtype], list(shape)),
-                f"safetensors reads {name} as {part.get_dtype()} {part.get_shape()}",
-            )
+            need((part.get_dtype(), part.get_shape()) == (tags[dtype], list(shape)),
+                 f"safetensors reads {name} as {part.get_dtype()} {part.get_shape()}")
     return got
 
 
 def check_identity(directory, identity, options, got):
     record = identity["files"][FILE]
-    digests = b"".join(
-        xxhash.xxh3_128_digest(got[at : at + PIECE]) for at in range(0, len(got), PIECE)
-    )
+    digests = b"".join(xxhash.xxh3_128_digest(got[at : at + PIECE]) for at in range(0, len(got), PIECE))
     need(record["bytes"] == len(got), "fanin.json names another size")
-    need(
-        record["xxh3_128_of_4mib_pieces"] == xxhash.xxh3_128_hexdigest(digests),
-        "fanin.json names another digest",
-    )
-    need(
-        identity["publication"] == f"lora:{options.run}",
-        "fanin.json names another publication",
-    )
-    need(
-        identity["files"]["adapter_config.json"]["bytes"]
-        == (directory / "adapter_config.json").stat().st_size,
-        "fanin.json on adapter_config.json",
-    )
-    need(
-        sorted(p.name for p in directory.iterdir()) == ["adapter_config.json", FILE, "fanin.json"],
-        "there are other files",
-    )
+    need(record["xxh3_128_of_4mib_pieces"] == xxhash.xxh3_128_hexdigest(digests),
+         "fanin.json names another digest")
+    need(identity["publication"] == f"lora:{options.run}", "fanin.json names another publication")
+    need(identity["files"]["adapter_config.json"]["bytes"]
+         == (directory / "adapter_config.json").stat().st_size, "fanin.json on adapter_config.json")
+    need(sorted(p.name for p in directory.iterdir()) == ["adapter_config.json", FILE, "fanin.json"],
+         "there are other files")
 
 
 def check_config(config, options):
-    wanted = {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "r": options.r,
-        "lora_alpha": 2 * options.r,
-        "base_model_name_or_path": options.model,
-        "target_modules": ATTENTION if options.fused else sorted(ATTENTION + MLP),
-        "lora_dropout": 0,
-        "bias": "none",
-        "use_rslora": False,
-        "use_dora": False,
-    }
+    wanted = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": options.r,
+              "lora_alpha": 2 * options.r, "base_model_name_or_path": options.model,
+              "target_modules": ATTENTION if options.fused else sorted(ATTENTION + MLP),
+              "lora_dropout": 0, "bias": "none", "use_rslora": False, "use_dora": False}
     if options.fused:
         wanted["target_parameters"] = ["down_proj", "gate_up_proj"]
         wanted["rank_pattern"] = {".*\\.gate_up_proj": 2 * options.r}
     else:
         wanted.update(modules_to_save=None, rank_pattern={}, alpha_pattern={})
     for name, value in wanted.items():
-        need(
-            name in config and config[name] == value,
-            f"adapter_config.json says {name} {config.get(name, 'nothing')!r}, expected is {value!r}",
-        )
+        need(name in config and config[name] == value,
+             f"adapter_config.json says {name} {config.get(name, 'nothing')!r}, expected is {value!r}")
 
 
 def main():
@@ -235,10 +172,7 @@ def main():
         config = json.loads((directory / "adapter_config.json").read_text())
         if options.like:
             source = json.loads((options.like / "adapter_config.json").read_text())
-            need(
-                config == source,
-                "adapter_config.json says something else than the source's",
-            )
+            need(config == source, "adapter_config.json says something else than the source's")
             tensors, buffer = file_tensors(options.like / FILE)
         else:
             check_config(config, options)
@@ -247,10 +181,8 @@ def main():
         check_identity(directory, identity, options, got)
     except Wrong as wrong:
         sys.exit(f"check_pulled: {directory}: {wrong}")
-    print(
-        f"ok: {len(tensors)} tensors, {len(got)} bytes, as safetensors {safetensors.__version__} "
-        f"writes them, at step {identity['step']}"
-    )
+    print(f"ok: {len(tensors)} tensors, {len(got)} bytes, as safetensors {safetensors.__version__} "
+          f"writes them, at step {identity['step']}")
 
 
 main()

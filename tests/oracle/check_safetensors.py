@@ -6,7 +6,6 @@ Adapter files against the safetensors package: random names, dtypes and shapes a
 WRITE_ADAPTER and by the package, and must be equal byte for byte; the package must read what was
 written. fanin.json's digest is computed anew. Exit status 77: a package is missing.
 """
-
 import ctypes
 import json
 import os
@@ -31,50 +30,30 @@ except ImportError as missing:
 
 # What the package calls a dtype; bits of one element.
 DTYPES = {
-    "BOOL": ("bool", 8),
-    "F4": ("float4_e2m1fn_x2", 4),
-    "U8": ("uint8", 8),
-    "I8": ("int8", 8),
-    "F8_E5M2": ("float8_e5m2", 8),
-    "F8_E4M3": ("float8_e4m3fn", 8),
-    "F8_E8M0": ("float8_e8m0fnu", 8),
-    "F8_E4M3FNUZ": ("float8_e4m3fnuz", 8),
-    "F8_E5M2FNUZ": ("float8_e5m2fnuz", 8),
-    "I16": ("int16", 16),
-    "U16": ("uint16", 16),
-    "F16": ("float16", 16),
-    "BF16": ("bfloat16", 16),
-    "I32": ("int32", 32),
-    "U32": ("uint32", 32),
-    "F32": ("float32", 32),
-    "C64": ("complex64", 64),
-    "F64": ("float64", 64),
-    "I64": ("int64", 64),
-    "U64": ("uint64", 64),
+    "BOOL": ("bool", 8), "F4": ("float4_e2m1fn_x2", 4), "U8": ("uint8", 8), "I8": ("int8", 8),
+    "F8_E5M2": ("float8_e5m2", 8), "F8_E4M3": ("float8_e4m3fn", 8),
+    "F8_E8M0": ("float8_e8m0fnu", 8), "F8_E4M3FNUZ": ("float8_e4m3fnuz", 8),
+    "F8_E5M2FNUZ": ("float8_e5m2fnuz", 8), "I16": ("int16", 16), "U16": ("uint16", 16),
+    "F16": ("float16", 16), "BF16": ("bfloat16", 16), "I32": ("int32", 32),
+    "U32": ("uint32", 32), "F32": ("float32", 32), "C64": ("complex64", 64),
+    "F64": ("float64", 64), "I64": ("int64", 64), "U64": ("uint64", 64),
 }
-NUMPY = {
-    name: numpy.dtype(package)
-    for name, (package, _) in DTYPES.items()
-    if name not in ("F4", "BF16") and not name.startswith("F8")
-}
+NUMPY = {name: numpy.dtype(package) for name, (package, _) in DTYPES.items()
+         if name not in ("F4", "BF16") and not name.startswith("F8")}
 PREFIX = "base_model.model."
 PIECE = 4 << 20
 LETTERS = 'abcXYZ019_-/ "\\\b\f\n\r\t\x01\x1f\x7f\u00e9\u00df\u0416\u4e2d\u2028\ufffd\U0001f600'
 
 
 def random_name(rng):
-    parts = [
-        "".join(rng.choice(LETTERS) for _ in range(rng.randrange(1, 8)))
-        for _ in range(rng.randrange(1, 5))
-    ]
+    parts = ["".join(rng.choice(LETTERS) for _ in range(rng.randrange(1, 8)))
+             for _ in range(rng.randrange(1, 5))]
     return PREFIX + ".".join(parts)
 
 
 def random_shape(rng, dtype):
-    shape = [
-        rng.choice((0, 1, 2, 3, 5, 8, 17)) if rng.random() < 0.9 else 301
-        for _ in range(rng.choice((0, 1, 1, 2, 2, 2, 3, 4, 8)))
-    ]
+    shape = [rng.choice((0, 1, 2, 3, 5, 8, 17)) if rng.random() < 0.9 else 301
+             for _ in range(rng.choice((0, 1, 1, 2, 2, 2, 3, 4, 8)))]
     while numpy.prod(shape, dtype=float) > 300_000:
         shape[shape.index(max(shape))] = 2
     if dtype == "F4":
@@ -101,26 +80,16 @@ def with_package(tensors):
         alive.append(block)
         if dtype == "F4":  # the package counts bytes in the last dimension
             shape = shape[:-1] + [shape[-1] // 2]
-        specs[name] = TensorSpec(
-            dtype=DTYPES[dtype][0],
-            shape=shape,
-            data_ptr=ctypes.addressof(block),
-            data_len=len(data),
-        )
+        specs[name] = TensorSpec(dtype=DTYPES[dtype][0], shape=shape,
+                                 data_ptr=ctypes.addressof(block), data_len=len(data))
     return serialize(specs, metadata={"format": "pt"})
 
 
 def write(program, scratch, names, tensors, metadata):
     """Writes with names[i] instead of the i-th name; returns the directory."""
-    description = {
-        "publication": "lora:0",
-        "step": 3,
-        "metadata": metadata,
-        "tensors": [
-            {"name": name, "dtype": dtype, "shape": shape}
-            for name, (dtype, shape, _) in zip(names, tensors.values())
-        ],
-    }
+    description = {"publication": "lora:0", "step": 3, "metadata": metadata,
+                   "tensors": [{"name": name, "dtype": dtype, "shape": shape} for name, (dtype, shape, _)
+                               in zip(names, tensors.values())]}
     (scratch / "description").write_text(json.dumps(description))
     (scratch / "data").write_bytes(b"".join(data for _, _, data in tensors.values()))
     place = scratch / "adapter"
@@ -131,33 +100,21 @@ def write(program, scratch, names, tensors, metadata):
 def check_identity(place):
     file = (place / "adapter_model.safetensors").read_bytes()
     identity = json.loads((place / "fanin.json").read_text())
-    pieces = b"".join(
-        xxhash.xxh3_128_digest(file[at : at + PIECE]) for at in range(0, len(file), PIECE)
-    )
+    pieces = b"".join(xxhash.xxh3_128_digest(file[at:at + PIECE]) for at in range(0, len(file), PIECE))
     record = identity["files"]["adapter_model.safetensors"]
     assert record["xxh3_128_of_4mib_pieces"] == xxhash.xxh3_128_hexdigest(pieces), "digest"
     assert record["bytes"] == len(file)
-    assert (
-        identity["files"]["adapter_config.json"]["bytes"]
-        == (place / "adapter_config.json").stat().st_size
-    )
+    assert identity["files"]["adapter_config.json"]["bytes"] == \
+        (place / "adapter_config.json").stat().st_size
     assert (identity["publication"], identity["step"]) == ("lora:0", 3)
 
 
 def check_equal(place, tensors, label):
-    got, wanted = (
-        (place / "adapter_model.safetensors").read_bytes(),
-        with_package(tensors),
-    )
+    got, wanted = (place / "adapter_model.safetensors").read_bytes(), with_package(tensors)
     if got != wanted:
-        at = next(
-            (i for i, (a, b) in enumerate(zip(got, wanted)) if a != b),
-            min(len(got), len(wanted)),
-        )
-        sys.exit(
-            f"{label}: {len(got)} bytes, the package writes {len(wanted)}; first difference at {at}: "
-            f"{got[max(at - 40, 0) : at + 40]!r} instead of {wanted[max(at - 40, 0) : at + 40]!r}"
-        )
+        at = next((i for i, (a, b) in enumerate(zip(got, wanted)) if a != b), min(len(got), len(wanted)))
+        sys.exit(f"{label}: {len(got)} bytes, the package writes {len(wanted)}; first difference at {at}: "
+                 f"{got[max(at - 40, 0):at + 40]!r} instead of {wanted[max(at - 40, 0):at + 40]!r}")
     with safe_open(place / "adapter_model.safetensors", "numpy") as file:
         assert file.metadata() == {"format": "pt"}
         assert sorted(file.keys()) == sorted(tensors)
@@ -168,13 +125,7 @@ def check_random(program, cases):
     for seed in range(cases):
         tensors = make_case(random.Random(seed))
         with tempfile.TemporaryDirectory() as scratch:
-            place = write(
-                program,
-                pathlib.Path(scratch),
-                list(tensors),
-                tensors,
-                {"peft_config": config},
-            )
+            place = write(program, pathlib.Path(scratch), list(tensors), tensors, {"peft_config": config})
             check_equal(place, tensors, f"case {seed}")
             check_identity(place)
     return cases
@@ -184,14 +135,8 @@ def check_adapter(program, layers, experts):
     """An adapter under its names in memory, read back by numpy."""
     rng = random.Random(1)
     tensors, names = {}, []
-    modules = [
-        f"model.layers.{layer}.self_attn.{m}_proj" for layer in range(layers) for m in "qkvo"
-    ]
-    modules += [
-        f"model.layers.{layer}.mlp.experts.{e}.up_proj"
-        for layer in range(layers)
-        for e in range(experts)
-    ]
+    modules = [f"model.layers.{layer}.self_attn.{m}_proj" for layer in range(layers) for m in "qkvo"]
+    modules += [f"model.layers.{layer}.mlp.experts.{e}.up_proj" for layer in range(layers) for e in range(experts)]
     for module in modules:
         for part, shape in (("A", [8, 48]), ("B", [32, 8])):
             data = rng.randbytes(4 * shape[0] * shape[1])
@@ -202,21 +147,13 @@ def check_adapter(program, layers, experts):
         place = write(program, pathlib.Path(scratch), names, tensors, metadata)
         check_equal(place, tensors, "adapter")
         check_identity(place)
-        arrays = {
-            name: numpy.frombuffer(data, NUMPY[dtype]).reshape(shape)
-            for name, (dtype, shape, data) in tensors.items()
-        }
+        arrays = {name: numpy.frombuffer(data, NUMPY[dtype]).reshape(shape)
+                  for name, (dtype, shape, data) in tensors.items()}
         for name, array in load_file(place / "adapter_model.safetensors").items():
             assert array.tobytes() == arrays[name].tobytes() and array.shape == arrays[name].shape
         assert (place / "adapter_model.safetensors").read_bytes() == save(arrays, {"format": "pt"})
         config = json.loads((place / "adapter_config.json").read_text())
-        assert config["target_modules"] == [
-            "k_proj",
-            "o_proj",
-            "q_proj",
-            "up_proj",
-            "v_proj",
-        ]
+        assert config["target_modules"] == ["k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
         assert (config["r"], config["lora_alpha"]) == (8, 16)
     return len(tensors)
 

@@ -121,10 +121,7 @@ class FakeClient:
         self._look()
         return [
             SimpleNamespace(
-                name=f"lora:{name}",
-                rank=0,
-                catalog_version=run.catalog_version,
-                key_digest="d",
+                name=f"lora:{name}", rank=0, catalog_version=run.catalog_version, key_digest="d"
             )
             for name, run in self.trainer.runs.items()
         ]

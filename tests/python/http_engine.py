@@ -100,13 +100,7 @@ class Engine:
 
 def refusal(status: int, code: str, message: str = "because", remedy: str = "") -> Answer:
     return status, {
-        "error": {
-            "code": code,
-            "message": message,
-            "remedy": remedy,
-            "rank": None,
-            "key": "",
-        }
+        "error": {"code": code, "message": message, "remedy": remedy, "rank": None, "key": ""}
     }
 
 
@@ -129,11 +123,7 @@ class Trainer:
         prefix = "model.layers.0.self_attn.q_proj"
         for rank in range(size):
             server = fanin.Server(
-                world_id=self.world,
-                rank=rank,
-                world_size=size,
-                name="job",
-                use_ucx=False,
+                world_id=self.world, rank=rank, world_size=size, name="job", use_ucx=False
             )
             self.servers.append(server)
             shards = [

@@ -85,10 +85,7 @@ def client_of(ranks: list[fanin.Server], **options: Any) -> fanin.Client:
 
 
 def _serve(
-    world_id: bytes,
-    rank: int,
-    use_ucx: bool,
-    pipe: multiprocessing.connection.Connection,
+    world_id: bytes, rank: int, use_ucx: bool, pipe: multiprocessing.connection.Connection
 ) -> None:
     """One rank in a process of its own: publishes each step it is sent, until None comes."""
     with fanin.Server(

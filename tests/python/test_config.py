@@ -110,11 +110,7 @@ TRAINER_MISTAKES = [
     ("lease = -1", "weight_broadcast.lease is -1", "a number of seconds from 0 to 60"),
     ("lease = nan", "weight_broadcast.lease is nan", "a number of seconds"),
     ("cast = 'bf16'", "only snapshots can be cast", "snapshot = true"),
-    (
-        "cast = 'int8'\nsnapshot = true",
-        "weight_broadcast.cast is 'int8'",
-        '"bf16", "f16"',
-    ),
+    ("cast = 'int8'\nsnapshot = true", "weight_broadcast.cast is 'int8'", '"bf16", "f16"'),
     ("port_by = 'node'", "weight_broadcast.port_by is 'node'", '"global", "local"'),
     ("snapshot = 'maybe'", "weight_broadcast.snapshot is 'maybe'", "true or false"),
 ]
@@ -246,13 +242,7 @@ def test_inference(tmp_path: Path) -> None:
     )
     path = write(tmp_path, INFERENCE + "keep = 4\n")
     from_file = InferenceConfig(
-        "/run/job/weights",
-        None,
-        Path(f"/dev/shm/fanin-{os.getuid()}"),
-        60.0,
-        4,
-        "auto",
-        None,
+        "/run/job/weights", None, Path(f"/dev/shm/fanin-{os.getuid()}"), 60.0, 4, "auto", None
     )
     assert inference_config({"FANIN_CONFIG": str(path)}) == from_file
     assert inference_config({}, path) == from_file
@@ -267,19 +257,11 @@ def test_inference(tmp_path: Path) -> None:
         "FANIN_ADAPTER_PREFIX": "policy",
     }
     assert inference_config(environ) == InferenceConfig(
-        "10.0.0.1:6000,10.0.0.1:6001",
-        "job",
-        Path("/tmp/cache"),
-        12.5,
-        8,
-        "stream",
-        "policy",
+        "10.0.0.1:6000,10.0.0.1:6001", "job", Path("/tmp/cache"), 12.5, 8, "stream", "policy"
     )
 
 
-def test_inference_reads_the_process_environment(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_inference_reads_the_process_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FANIN_KEEP_ADAPTERS", "7")
     monkeypatch.delenv("FANIN_CONFIG", raising=False)
     assert inference_config().keep == 7
@@ -329,11 +311,7 @@ def job(**changes: Any) -> tuple[TrainerConfig, OrchestratorConfig, InferenceCon
         "path": "auto",
         "prefix": None,
     }
-    return (
-        trainer,
-        orchestrator,
-        InferenceConfig(**{**base, **changes.pop("inference", {})}),
-    )
+    return trainer, orchestrator, InferenceConfig(**{**base, **changes.pop("inference", {})})
 
 
 @pytest.mark.parametrize(
@@ -360,32 +338,16 @@ def test_jobs_that_fit(changes: dict[str, Any]) -> None:
     [
         (
             {"inference": {"server_name": "other"}},
-            [
-                "server_name differs",
-                "'lora_param_server' (trainer)",
-                "'other' (inference)",
-            ],
+            ["server_name differs", "'lora_param_server' (trainer)", "'other' (inference)"],
         ),
-        (
-            {"orchestrator": {"server_name": "x"}},
-            ["server_name differs", "'x' (orchestrator)"],
-        ),
+        ({"orchestrator": {"server_name": "x"}}, ["server_name differs", "'x' (orchestrator)"]),
         (
             {"trainer": {"lora_alpha": 16.0}, "orchestrator": {"lora_alpha": 32.0}},
             ["alpha differs", "16.0 (trainer)", "32.0 (orchestrator)"],
         ),
-        (
-            {"inference": {"prefix": "other"}},
-            ["adapters' name differs", "'policy'", "'other'"],
-        ),
-        (
-            {"inference": {"trainer": "10.0.0.1:6000"}},
-            ["listens on 127.0.0.1 only", "10.0.0.1"],
-        ),
-        (
-            {"inference": {"trainer": "[fd00::1]:6000"}},
-            ["listens on 127.0.0.1 only", "fd00::1"],
-        ),
+        ({"inference": {"prefix": "other"}}, ["adapters' name differs", "'policy'", "'other'"]),
+        ({"inference": {"trainer": "10.0.0.1:6000"}}, ["listens on 127.0.0.1 only", "10.0.0.1"]),
+        ({"inference": {"trainer": "[fd00::1]:6000"}}, ["listens on 127.0.0.1 only", "fd00::1"]),
     ],
 )
 def test_jobs_that_do_not_fit(changes: dict[str, Any], words: list[str]) -> None:

@@ -137,16 +137,7 @@ def test_signatures() -> None:
 
 def test_keys_and_publications() -> None:
     assert split_key("lora:0:a:b") == ("lora:0", "a:b")
-    for key in (
-        OTHER,
-        "lora:0",
-        "lora:0:",
-        "lora:a b:x",
-        "lora:-:x",
-        "lora:..:x",
-        ":",
-        "x:lora:0",
-    ):
+    for key in (OTHER, "lora:0", "lora:0:", "lora:a b:x", "lora:-:x", "lora:..:x", ":", "x:lora:0"):
         assert split_key(key) == ("lora:-", key)
     random.seed(3)
     pieces = ["lora", ":", "0", "-", "a", "/", ".", "\n"]
@@ -281,18 +272,11 @@ def test_every_change_is_a_step(server: ParameterServer) -> None:
     with server.updating():
         pass
     assert server.steps["lora:0"] == 101
-    with (
-        pytest.raises(ValueError, match="step 101 is not above"),
-        server.updating(step=101),
-    ):
+    with pytest.raises(ValueError, match="step 101 is not above"), server.updating(step=101):
         raise AssertionError("the block must not run")
     with connect(server) as client:
         assert sorted(client.keys()) == sorted([A, B])
-    with (
-        pytest.raises(RuntimeError, match="inside"),
-        server.updating(),
-        server.updating(),
-    ):
+    with pytest.raises(RuntimeError, match="inside"), server.updating(), server.updating():
         pass
 
 

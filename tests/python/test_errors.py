@@ -63,11 +63,7 @@ def test_what_the_library_says_is_carried() -> None:
         check(-200, said)
     error = caught.value
     assert (error.code, error.name, error.rank) == (-200, "FANIN_ERR_STALE", 3)
-    assert (error.key, error.address, error.phase) == (
-        "lora:0:x",
-        "10.0.0.1:6003",
-        "read",
-    )
+    assert (error.key, error.address, error.phase) == ("lora:0:x", "10.0.0.1:6003", "read")
     assert (error.sys_errno, error.ucx_status) == (111, -5)
     assert (error.message, error.remedy) == ("it \ufffd broke", "mend it")
     assert str(error) == (

@@ -102,18 +102,10 @@ def nixl_fetch() -> str:
 def test_nixl_fetch_reads_what_is_written(tmp_path: Path) -> None:
     with served(tmp_path, ["--world-size", "3"]) as (info, _):
         path = write_info(
-            tmp_path / "step",
-            TrainerInfo(info.addresses, info.world_id, info.run, "job", 1),
+            tmp_path / "step", TrainerInfo(info.addresses, info.world_id, info.run, "job", 1)
         )
         done = subprocess.run(
-            [
-                nixl_fetch(),
-                "pull",
-                str(path),
-                "--out",
-                str(tmp_path / "adapter"),
-                "--json",
-            ],
+            [nixl_fetch(), "pull", str(path), "--out", str(tmp_path / "adapter"), "--json"],
             capture_output=True,
             text=True,
             timeout=60,
@@ -161,10 +153,7 @@ class served:
 # ------------------------------------------------------------- bad files
 
 GOOD = {"host": "a", "base_port": 6000, "world_size": 2}
-TWO = [
-    {"host": "a", "base_port": 6000, "ranks": 1},
-    {"host": "b", "base_port": 6000, "ranks": 1},
-]
+TWO = [{"host": "a", "base_port": 6000, "ranks": 1}, {"host": "b", "base_port": 6000, "ranks": 1}]
 BAD = [
     ("", "no valid JSON"),
     ('{"host": "a", "base_port": 60', "no valid JSON"),
@@ -196,25 +185,13 @@ BAD = [
     ({"hosts": []}, "hosts: 0 ranks"),
     ({"hosts": [3]}, r"hosts\[0\].ranks"),
     ({"hosts": TWO, "world_size": 3}, "world_size: is 3, but the hosts have 2 ranks"),
-    (
-        {"hosts": [{**TWO[0], "ranks": [0, 0]}]},
-        r"hosts\[0\].ranks: rank 0 is named twice",
-    ),
-    (
-        {"hosts": [{**TWO[0], "ranks": [1]}]},
-        r"hosts\[0\].ranks: 1 is not an integer from 0 to 0",
-    ),
+    ({"hosts": [{**TWO[0], "ranks": [0, 0]}]}, r"hosts\[0\].ranks: rank 0 is named twice"),
+    ({"hosts": [{**TWO[0], "ranks": [1]}]}, r"hosts\[0\].ranks: 1 is not an integer from 0 to 0"),
     ({"hosts": [{**TWO[0], "ranks": ["0"]}]}, r"hosts\[0\].ranks: '0' is not"),
     ({"hosts": [{**TWO[0], "ranks": -1}]}, r"hosts\[0\].ranks: -1 is not"),
-    (
-        {"hosts": [{"host": "a", "base_port": 0, "ranks": 1}]},
-        "rank 0 would listen on port 0",
-    ),
+    ({"hosts": [{"host": "a", "base_port": 0, "ranks": 1}]}, "rank 0 would listen on port 0"),
     ({"hosts": [{"base_port": 1, "ranks": 1}]}, r"hosts\[0\].host: is missing"),
-    (
-        {"hosts": [TWO[0], {**TWO[1], "host": "a", "base_port": 5999}]},
-        "a:6000 is given for rank 0",
-    ),
+    ({"hosts": [TWO[0], {**TWO[1], "host": "a", "base_port": 5999}]}, "a:6000 is given for rank 0"),
 ]
 
 
@@ -269,13 +246,7 @@ def test_the_marker_comes_last_and_goes_first(
 
     for name in ("fsync", "rename", "unlink"):
         record(name)
-    made = [
-        "sync file",
-        "rename nixl_info.json",
-        "sync directory",
-        "sync file",
-        "sync directory",
-    ]
+    made = ["sync file", "rename nixl_info.json", "sync directory", "sync file", "sync directory"]
     write_info(tmp_path, CASES["nothing else"])
     assert events == ["unlink STABLE", *made]
     events.clear()

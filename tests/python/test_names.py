@@ -9,22 +9,7 @@ import pytest
 from fanin.errors import RequestError
 from fanin.names import MAX_STEP, AdapterName, check_run, check_step, parse, run_of
 
-PIECES = [
-    "a",
-    "Z",
-    "0",
-    "9",
-    ".",
-    "_",
-    "-",
-    "-run",
-    "-step",
-    "run",
-    "step",
-    "-run1",
-    "-step2",
-    "x",
-]
+PIECES = ["a", "Z", "0", "9", ".", "_", "-", "-run", "-step", "run", "step", "-run1", "-step2", "x"]
 
 
 def test_text_and_parts() -> None:

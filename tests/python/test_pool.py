@@ -43,18 +43,11 @@ def pool_of(made: list[Engine], **options: Any) -> EnginePool:
 def test_all_engines_get_the_step(tmp_path: Path, stack: ExitStack) -> None:
     made = engines(stack, [OK], [(200, {"status": "ok", "step": 7, "world": "whatever"})])
     pool = EnginePool(
-        [made[0].url + "/v1", made[1].url + "/"],
-        api_key="secret",
-        lora_alpha=32.0,
-        timeout=20,
+        [made[0].url + "/v1", made[1].url + "/"], api_key="secret", lora_alpha=32.0, timeout=20
     )
     write_info(tmp_path, HERE)
     result = pool.update_weights(tmp_path, "policy", 7)
-    assert (result.step, result.lora_name, result.superseded) == (
-        7,
-        "policy-run3-step7",
-        False,
-    )
+    assert (result.step, result.lora_name, result.superseded) == (7, "policy-run3-step7", False)
     assert set(result.seconds) == {engine.url for engine in made}
     assert all(0 < seconds < 20 for seconds in result.seconds.values())
     for engine in made:
@@ -196,10 +189,7 @@ def test_an_engine_that_hangs(stack: ExitStack) -> None:
         ((200, b"<html>"), "unexpected answer: <html>"),
         ((200, {"status": "error"}), "unexpected answer"),
         ((200, [1]), "unexpected answer"),
-        (
-            (200, {"status": "ok", "step": 2}),
-            "loaded step 2 under the name p-run0-step1",
-        ),
+        ((200, {"status": "ok", "step": 2}), "loaded step 2 under the name p-run0-step1"),
         ((200, {"status": "ok", "world": "22" * 16}), "from world 2222"),
         ((200, b"x" * (2 << 20)), "unexpected answer"),
     ],
@@ -219,11 +209,7 @@ def test_all_get_the_newest_step_under_its_own_name(stack: ExitStack) -> None:
         trainer.commit(3)
         made = engines(stack, [OK], [SUPERSEDED, OK], [SUPERSEDED, OK])
         result = pool_of(made, server_name="job").update_weights(trainer.info, "p", 1)
-        assert (result.step, result.lora_name, result.superseded) == (
-            3,
-            "p-run0-step3",
-            True,
-        )
+        assert (result.step, result.lora_name, result.superseded) == (3, "p-run0-step3", True)
         for engine in made:
             assert engine.names == ["p-run0-step1", "p-run0-step3"]
             assert engine.bodies[-1]["step"] == 3
@@ -299,10 +285,7 @@ def test_superseded_does_not_wait_for_a_hanging_engine(stack: ExitStack) -> None
         with pytest.raises(PoolError) as caught:
             pool_of(made, timeout=3.0).update_weights(trainer.info, "p", 1)
         assert list(caught.value.failures) == [made[0].url]
-        assert caught.value.step == 4 and caught.value.loaded == (
-            made[1].url,
-            made[2].url,
-        )
+        assert caught.value.step == 4 and caught.value.loaded == (made[1].url, made[2].url)
         assert made[1].names[-1] == made[2].names[-1] == "p-run0-step4"
         release.set()
 
@@ -495,10 +478,7 @@ def test_init_engines(tmp_path: Path, stack: ExitStack) -> None:
     assert [request.path for request in made[1].requests] == ["/init_nixl_client"] * 2
     assert all(0 < body.pop("timeout") < 20 for body in made[1].bodies)
     assert made[1].bodies == [
-        {
-            "trainer_addresses": [["10.0.0.1", 6000], ["::1", 6001]],
-            "server_name": "job",
-        },
+        {"trainer_addresses": [["10.0.0.1", 6000], ["::1", 6001]], "server_name": "job"},
         {"trainer_addresses": str(tmp_path / "weights"), "server_name": "job"},
     ]
     assert len(made[0].requests) == 3

@@ -504,24 +504,10 @@ def test_entries_are_read_with_the_layout_of_the_c_structures() -> None:
     assert _records.OWNER.size == ctypes.sizeof(_ffi.Owner)
     owners = (_ffi.Owner * 2)()
     for index, owner in enumerate(owners):
-        owner.rank, owner.bytes, owner.region, owner.region_offset = (
-            index + 1,
-            10,
-            11,
-            12,
-        )
-        owner.offset[:], owner.extent[:], owner.packed = (
-            range(20, 28),
-            range(30, 38),
-            index == 1,
-        )
+        owner.rank, owner.bytes, owner.region, owner.region_offset = index + 1, 10, 11, 12
+        owner.offset[:], owner.extent[:], owner.packed = range(20, 28), range(30, 38), index == 1
     entry = _ffi.Entry(ctypes.sizeof(_ffi.Entry), b"n\xff", 15, 3)
-    entry.shape[:], entry.bytes, entry.owners, entry.n_owners = (
-        range(40, 48),
-        9,
-        owners,
-        2,
-    )
+    entry.shape[:], entry.bytes, entry.owners, entry.n_owners = range(40, 48), 9, owners, 2
     got = _records.entry_at(ctypes.addressof(entry))
     held = [
         fanin.Owner(rank, (20, 21, 22), (30, 31, 32), 10, 11, 12, packed)

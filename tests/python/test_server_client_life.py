@@ -223,11 +223,7 @@ assert not into["x"].any()
         ("", 0, ""),
         ("sys.exit(3)", 3, ""),
         ("raise ValueError('the trainer broke')", 1, "ValueError: the trainer broke"),
-        (
-            "server.begin_update('lora:0')\nraise KeyboardInterrupt",
-            -2,
-            "KeyboardInterrupt",
-        ),
+        ("server.begin_update('lora:0')\nraise KeyboardInterrupt", -2, "KeyboardInterrupt"),
         # In the middle of a pull of another thread, which the end of the process ends.
         (
             "pull = lambda: client.pull_into(0, into, step=99)\n"
@@ -238,11 +234,7 @@ assert not into["x"].any()
             "",
         ),
         # Cycles and module globals that only the finalization takes apart.
-        (
-            "class Holder: pass\nh = Holder(); h.me = h; h.all = (server, client)\nsys.h = h",
-            0,
-            "",
-        ),
+        ("class Holder: pass\nh = Holder(); h.me = h; h.all = (server, client)\nsys.h = h", 0, ""),
     ],
     ids=["plain", "sys.exit", "exception", "interrupt", "busy thread", "cycle"],
 )

@@ -46,10 +46,7 @@ class SGLang:
         name = request.body["lora_name"]
         if request.path == "/load_lora_adapter":
             if name in self.adapters:
-                return 400, {
-                    "success": False,
-                    "error_message": f"{name} is already loaded",
-                }
+                return 400, {"success": False, "error_message": f"{name} is already loaded"}
             path = Path(request.body["lora_path"])
             content = (path / "adapter_model.safetensors").read_bytes()
             (length,) = struct.unpack("<Q", content[:8])
@@ -59,10 +56,7 @@ class SGLang:
             return 200, {"success": True, "loaded_adapters": list(self.adapters)}
         assert request.path == "/unload_lora_adapter"
         if name not in self.adapters:
-            return 400, {
-                "success": False,
-                "error_message": f"LoRA adapters not loaded: {name}",
-            }
+            return 400, {"success": False, "error_message": f"LoRA adapters not loaded: {name}"}
         self.seen_at_unload.append(self.paths[name].is_dir())
         del self.adapters[name]
         return 200, {"success": True}
@@ -93,11 +87,7 @@ def test_load_and_unload(tmp_path: Path, trainer: Trainer) -> None:
         assert adapter.pull.step == 3 and adapter.load_seconds > 0
         assert http.requests[0].headers["Authorization"] == "Bearer k"
         assert http.bodies == [
-            {
-                "lora_name": adapter.name,
-                "lora_path": str(adapter.directory),
-                "pinned": True,
-            }
+            {"lora_name": adapter.name, "lora_path": str(adapter.directory), "pinned": True}
         ]
         assert sglang.adapters == {adapter.name: 3.0}
         # Asked for again, it is there.
@@ -119,21 +109,13 @@ def test_steps_and_retirement(tmp_path: Path, trainer: Trainer) -> None:
     sglang = SGLang()
     with Engine(sglang) as http:
         engine = SGLangEngine(
-            http.url,
-            trainer=trainer.addresses,
-            cache_dir=tmp_path,
-            prefix="p",
-            path="stream",
+            http.url, trainer=trainer.addresses, cache_dir=tmp_path, prefix="p", path="stream"
         )
         for step in (3, 4, 5):
             if step > 3:
                 trainer.commit(step)
             engine.load(0, step)
-        assert sglang.adapters == {
-            "p-run0-step3": 3,
-            "p-run0-step4": 4,
-            "p-run0-step5": 5,
-        }
+        assert sglang.adapters == {"p-run0-step3": 3, "p-run0-step4": 4, "p-run0-step5": 5}
         with pytest.raises(SupersededError):
             engine.load(0, 2)
         with pytest.raises(NotFoundError):
@@ -181,12 +163,7 @@ def test_refused_before_bytes_move(tmp_path: Path, changes: dict[str, Any], word
 
 @pytest.mark.parametrize("target", ["all-linear", "all", ["q_proj"]])
 def test_targets_that_sglang_takes(tmp_path: Path, target: Any) -> None:
-    config = {
-        **PEFT,
-        "target_modules": target,
-        "rank_pattern": {"q_proj": 8},
-        "alpha_pattern": {},
-    }
+    config = {**PEFT, "target_modules": target, "rank_pattern": {"q_proj": 8}, "alpha_pattern": {}}
     with Trainer(peft_config=json.dumps(config)) as trainer, Engine(SGLang()) as http:
         trainer.commit(1)
         engine = SGLangEngine(http.url, trainer=trainer.addresses, cache_dir=tmp_path)
@@ -231,10 +208,7 @@ def test_dora_is_seen_by_its_tensors(tmp_path: Path) -> None:
 
 
 def test_the_engine_refuses(tmp_path: Path, trainer: Trainer) -> None:
-    answer = (
-        400,
-        {"success": False, "error_message": "rank 8 is above --max-lora-rank 4"},
-    )
+    answer = 400, {"success": False, "error_message": "rank 8 is above --max-lora-rank 4"}
     with Engine([answer, (200, {"success": False, "error_message": "no"}), (404, b"x")]) as http:
         engine = SGLangEngine(http.url, trainer=trainer.addresses, cache_dir=tmp_path)
         with pytest.raises(RequestError, match="HTTP 400: rank 8 is above") as caught:
@@ -266,11 +240,7 @@ def test_an_answer_that_is_lost(tmp_path: Path, trainer: Trainer, failure: Any) 
         first = sglang.paths["policy-run0-step3"]
         assert first.is_dir() and engine.loaded == []
         adapter = engine.load(0, 3)
-        assert calls == [
-            "/load_lora_adapter",
-            "/unload_lora_adapter",
-            "/load_lora_adapter",
-        ]
+        assert calls == ["/load_lora_adapter", "/unload_lora_adapter", "/load_lora_adapter"]
         assert sglang.seen_at_unload == [True]
         assert not first.exists() and adapter.directory.is_dir()
 

@@ -65,12 +65,7 @@ def test_packed_tensors_are_what_was_described() -> None:
     packed = fanin.pack(shards)
     first, second, third = unpacked(packed)
     assert first.struct_size == second.struct_size == ctypes.sizeof(_ffi.Tensor)
-    assert (first.name, first.dtype, first.n_dims, first.n_boxes) == (
-        b"a.weight",
-        15,
-        0,
-        1,
-    )
+    assert (first.name, first.dtype, first.n_dims, first.n_boxes) == (b"a.weight", 15, 0, 1)
     assert (first.memory.kind, first.memory.device) == (_ffi.MEMORY_DETECT, -1)
     assert first.boxes[0].address == 64
     assert (second.name.decode(), second.n_dims, second.n_boxes) == ("ä", 3, 2)
@@ -135,12 +130,7 @@ def test_an_empty_pack_is_empty() -> None:
 )
 def test_pack_says_what_is_wrong(change: dict[str, object], said: str) -> None:
     box = fanin.Box((0, 0), (4, 8), (0, 0), 64)
-    good: dict[str, object] = {
-        "name": "x",
-        "dtype": "F32",
-        "shape": (4, 8),
-        "boxes": (box,),
-    }
+    good: dict[str, object] = {"name": "x", "dtype": "F32", "shape": (4, 8), "boxes": (box,)}
     fine = fanin.Shard(**good)  # type: ignore[arg-type]
     with pytest.raises(fanin.RequestError, match=said):
         fanin.pack([fine, fanin.Shard(**{**good, **change})])  # type: ignore[arg-type]
@@ -174,14 +164,7 @@ def test_arrays_of_any_strides_are_described(value: np.ndarray) -> None:
 
 @pytest.mark.parametrize(
     ("dtype", "name"),
-    [
-        ("?", "BOOL"),
-        ("u1", "U8"),
-        ("i2", "I16"),
-        ("f2", "F16"),
-        ("f8", "F64"),
-        ("c8", "C64"),
-    ],
+    [("?", "BOOL"), ("u1", "U8"), ("i2", "I16"), ("f2", "F16"), ("f8", "F64"), ("c8", "C64")],
 )
 def test_numpy_dtypes(dtype: str, name: str) -> None:
     assert fanin.shard_of("x", np.zeros(2, dtype)).dtype == name
@@ -200,10 +183,7 @@ def test_elements_smaller_than_a_byte_are_counted() -> None:
         "x", np.zeros((2, 6), np.uint8), dtype="F4", shape=(4, 12), offset=(2, 0)
     )
     assert shard.boxes[0].extent == (2, 12) and shard.boxes[0].stride == (0, 0)
-    assert fanin.shard_of("x", np.zeros((2, 6), np.uint8), dtype="F6_E2M3").shape == (
-        2,
-        8,
-    )
+    assert fanin.shard_of("x", np.zeros((2, 6), np.uint8), dtype="F6_E2M3").shape == (2, 8)
     with pytest.raises(fanin.RequestError, match="whole number"):
         fanin.shard_of("x", np.zeros((2, 5), np.uint8), dtype="F6_E2M3")
     with pytest.raises(fanin.RequestError, match="packed"):
@@ -215,12 +195,7 @@ def test_a_part_is_placed_in_the_whole() -> None:
     shard = fanin.shard_of("x", part, shape=[5, 6], offset=[3, 3])
     assert shard.shape == (5, 6)
     assert (shard.boxes[0].offset, shard.boxes[0].extent) == ((3, 3), (2, 3))
-    for shape, offset in [
-        ((5, 6), (4, 3)),
-        ((5, 6), (-1, 0)),
-        ((5, 6, 1), (0, 0)),
-        ((1, 1), None),
-    ]:
+    for shape, offset in [((5, 6), (4, 3)), ((5, 6), (-1, 0)), ((5, 6, 1), (0, 0)), ((1, 1), None)]:
         with pytest.raises(fanin.RequestError, match="shape"):
             fanin.shard_of("x", part, shape=shape, offset=offset)
     with pytest.raises(fanin.RequestError, match="offset"):
@@ -383,17 +358,6 @@ def test_publications_of_runs() -> None:
     assert fanin.publication_of(0) == fanin.publication_of("0") == "lora:0"
     assert fanin.publication_of("lora:my-run_1.x") == "lora:my-run_1.x"
     assert fanin.publication_of("full:0") == "full:0"
-    for wrong in (
-        "",
-        "lora:",
-        "other:0",
-        "a b",
-        "a/b",
-        "x" * 65,
-        -1.5,
-        None,
-        True,
-        "0\n",
-    ):
+    for wrong in ("", "lora:", "other:0", "a b", "a/b", "x" * 65, -1.5, None, True, "0\n"):
         with pytest.raises(fanin.RequestError, match="is no run"):
             fanin.publication_of(wrong)  # type: ignore[arg-type]

@@ -167,10 +167,7 @@ def test_an_order_that_is_known_is_followed():
     order = ((0, (1, 0)),)
     blocks = layout((8,), (Split(0), Split(0)), (2, 2), (1, 0), (2,), order)
     assert cells(blocks) == [(2,), (3,)]
-    assert cells(layout((8,), (Split(0), Split(0)), (2, 2), (1, 0), (2,))) == [
-        (4,),
-        (5,),
-    ]
+    assert cells(layout((8,), (Split(0), Split(0)), (2, 2), (1, 0), (2,))) == [(4,), (5,)]
 
 
 def test_decode_order():
@@ -315,8 +312,7 @@ def test_parse(path, name, adapter):
 
 
 @pytest.mark.parametrize(
-    "path",
-    ["model.embed_tokens.weight", "x.lora_dropout.p", "x.base_layer.weight", "x.bias"],
+    "path", ["model.embed_tokens.weight", "x.lora_dropout.p", "x.base_layer.weight", "x.bias"]
 )
 def test_what_is_no_part_of_an_adapter(path):
     assert parse(path) is None

@@ -39,12 +39,7 @@ def check(entries: list[Entry] = PLAIN, engine: EngineFacts | None = None, **con
     "config",
     [
         {},
-        {
-            "bias": "none",
-            "use_dora": False,
-            "modules_to_save": None,
-            "lora_bias": False,
-        },
+        {"bias": "none", "use_dora": False, "modules_to_save": None, "lora_bias": False},
         {"init_lora_weights": "gaussian"},
         {"init_lora_weights": "EVA"},
         {"init_lora_weights": True, "rank_pattern": {"q_proj": 16}},
@@ -116,8 +111,7 @@ def test_the_layout_of_experts(entries: list[Entry], engine: EngineFacts, is_3d:
 
 
 @pytest.mark.parametrize(
-    ("entries", "fused_model"),
-    [(FUSED, False), (PER_EXPERT, True), (FUSED + PER_EXPERT, True)],
+    ("entries", "fused_model"), [(FUSED, False), (PER_EXPERT, True), (FUSED + PER_EXPERT, True)]
 )
 def test_experts_that_the_model_does_not_take(entries: list[Entry], fused_model: bool) -> None:
     with pytest.raises(errors.RequestError) as caught:
@@ -140,8 +134,7 @@ def test_alpha() -> None:
 
 def test_metadata_without_a_configuration() -> None:
     found = read_facts(
-        PLAIN,
-        {"lora_alpha": "32", "base_model_name_or_path": "org/m", "use_dora": "true"},
+        PLAIN, {"lora_alpha": "32", "base_model_name_or_path": "org/m", "use_dora": "true"}
     )
     assert (found.alpha, found.base_model, found.max_rank) == (32.0, "org/m", 8)
     with pytest.raises(errors.RequestError, match="DoRA"):

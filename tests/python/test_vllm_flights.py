@@ -184,18 +184,13 @@ def test_a_failure_reaches_all_and_is_not_kept(bench: Bench) -> None:
     async def work() -> None:
         bench.trainer.commit(5)
         failed = await asyncio.gather(
-            *(bench.state.flights.fetch(bench.wanted(4)) for _ in range(3)),
-            return_exceptions=True,
+            *(bench.state.flights.fetch(bench.wanted(4)) for _ in range(3)), return_exceptions=True
         )
         assert [type(error) for error in failed] == [errors.SupersededError] * 3
         assert "step 4" in bench.state.flights.last_error
         assert (await bench.state.flights.fetch(bench.wanted(5))).step == 5
         counts = bench.state.counters.snapshot()
-        assert (counts["pulls_ok"], counts["pulls_failed"], counts["bytes"]) == (
-            1,
-            1,
-            100,
-        )
+        assert (counts["pulls_ok"], counts["pulls_failed"], counts["bytes"]) == (1, 1, 100)
 
     run(work())
 

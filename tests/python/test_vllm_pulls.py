@@ -55,11 +55,7 @@ def test_a_pull(bench: Bench, tmp_path: Path) -> None:
 def test_a_new_catalog_is_read(bench: Bench) -> None:
     bench.service.pull(bench.wanted(1))
     run = bench.trainer.runs["0"]
-    run.entries, run.catalog_version, run.step = (
-        [Entry("x.lora_A.weight", (32, 8))],
-        2,
-        2,
-    )
+    run.entries, run.catalog_version, run.step = [Entry("x.lora_A.weight", (32, 8))], 2, 2
     with pytest.raises(errors.RequestError, match="--max-lora-rank 32"):
         bench.service.pull(bench.wanted(2))
     assert [step for _, step, _ in bench.trainer.pulls] == [1]

@@ -289,15 +289,7 @@ def test_the_engines_key(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
         await plugin.init_state(desk.models, state, SimpleNamespace(api_key=["one", "two"]))
         assert plugin._ready("Bearer two") is not None
         assert plugin._ready("bearer one") is not None
-        for wrong in (
-            None,
-            "",
-            "Bearer",
-            "Bearer three",
-            "Basic one",
-            "one",
-            "Bearer ö",
-        ):
+        for wrong in (None, "", "Bearer", "Bearer three", "Basic one", "one", "Bearer ö"):
             assert plugin._ready(wrong) is None
         monkeypatch.setenv("VLLM_API_KEY", "three")
         await plugin.init_state(desk.models, state, SimpleNamespace(api_key=None))
@@ -316,12 +308,7 @@ def test_names(tmp_path: Path) -> None:
     desk = Desk(tmp_path, FANIN_ADAPTER_PREFIX="policy", FANIN_PULL_TIMEOUT="7")
     wanted = wanted_by_name(desk.state, "policy-runa.b-step12")
     assert wanted is not None
-    assert (wanted.run, wanted.step, wanted.label, wanted.timeout) == (
-        "a.b",
-        12,
-        "policy",
-        7.0,
-    )
+    assert (wanted.run, wanted.step, wanted.label, wanted.timeout) == ("a.b", 12, "policy", 7.0)
     assert wanted_by_name(desk.state, "other-run0-step1") is None
     assert wanted_by_name(desk.state, "policy-run0") is None
 

@@ -10,7 +10,6 @@ prints one JSON object, {"ranks": [{"NAME": [frames, bytes of bodies], ...}, ...
 --hold-reads: passes so many bytes of each rank's read replies on and then no more; prints a line
 "held" when a rank has come to that point.
 """
-
 import argparse
 import asyncio
 import json
@@ -19,31 +18,10 @@ import struct
 import sys
 
 NAMES = {
-    1: "hello",
-    2: "hello_ok",
-    5: "open_path",
-    6: "open_path_ok",
-    7: "list",
-    8: "list_ok",
-    9: "keys",
-    10: "keys_ok",
-    11: "boxes",
-    12: "boxes_ok",
-    13: "regions",
-    14: "regions_ok",
-    15: "wait",
-    16: "wait_ok",
-    17: "begin",
-    18: "begin_ok",
-    19: "read",
-    20: "read_ok",
-    21: "end",
-    22: "end_ok",
-    23: "watch",
-    24: "event",
-    25: "ping",
-    26: "pong",
-    31: "error",
+    1: "hello", 2: "hello_ok", 5: "open_path", 6: "open_path_ok", 7: "list", 8: "list_ok",
+    9: "keys", 10: "keys_ok", 11: "boxes", 12: "boxes_ok", 13: "regions", 14: "regions_ok",
+    15: "wait", 16: "wait_ok", 17: "begin", 18: "begin_ok", 19: "read", 20: "read_ok",
+    21: "end", 22: "end_ok", 23: "watch", 24: "event", 25: "ping", 26: "pong", 31: "error",
 }
 HEADER = struct.Struct("<4sBBHQII")
 PIECE = 1 << 20
@@ -115,10 +93,8 @@ class Rank:
             self.listener.close()  # as if it had refused the connection itself
             writer.close()
             return
-        ways = [
-            asyncio.ensure_future(self.forward(reader, rank_writer)),
-            asyncio.ensure_future(self.forward(rank_reader, writer)),
-        ]
+        ways = [asyncio.ensure_future(self.forward(reader, rank_writer)),
+                asyncio.ensure_future(self.forward(rank_reader, writer))]
         ended, left = await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
         for way in left:
             way.cancel()

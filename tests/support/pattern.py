@@ -7,7 +7,6 @@
 
 Needs the packages numpy and xxhash.
 """
-
 import json
 import pathlib
 import sys
@@ -44,10 +43,10 @@ def check(directory):
     header.pop("__metadata__", None)
     for name, entry in header.items():
         begin, end = (8 + size + o for o in entry["data_offsets"])
-        key = f"{identity['publication']}:{name}"
+        key = f'{identity["publication"]}:{name}'
         if raw[begin:end] != pattern(key, identity["step"], 0, end - begin):
-            sys.exit(f"{key} is not the pattern of step {identity['step']}")
-    print(f"ok: {len(header)} tensors of step {identity['step']}")
+            sys.exit(f'{key} is not the pattern of step {identity["step"]}')
+    print(f'ok: {len(header)} tensors of step {identity["step"]}')
 
 
 def main(words_given):

@@ -7,7 +7,6 @@ is what the kernel counts as resident, shared pages included, and, where DIR is 
 those files that the command does not map. Prints the command's standard output; the peak goes to
 standard error. Exit status: the command's, or 99 beyond the limit.
 """
-
 import argparse
 import os
 import pathlib
@@ -91,11 +90,9 @@ def main():
     watch.stop.set()
     watch.join()
     peak = max(watch.peak, usage.ru_maxrss * 1024)
-    print(
-        f"peak: {peak} bytes ({usage.ru_maxrss * 1024} resident, {watch.peak} with files' pages in "
-        f"{watch.samples} samples of {time.monotonic() - begin:.1f} s), the limit is {options.limit}",
-        file=sys.stderr,
-    )
+    print(f"peak: {peak} bytes ({usage.ru_maxrss * 1024} resident, {watch.peak} with files' pages in "
+          f"{watch.samples} samples of {time.monotonic() - begin:.1f} s), the limit is {options.limit}",
+          file=sys.stderr)
     if child.returncode != 0:
         return child.returncode if child.returncode > 0 else 128 - child.returncode
     if watch.samples < 10:
