@@ -7,6 +7,7 @@
 #include "ipc_map.h"
 #include "one_sided.h"
 #include "path.h"
+#include "resolve.h"
 #include "client_rules.h"
 #include "spare_file.h"
 #include "stream_link.h"
@@ -453,11 +454,15 @@ fanin_status fanin_client_connect(fanin_client *client, const char *const *addre
     client->peers = calloc(count, sizeof(*client->peers));
     if (!client->peers)
         return error_set_memory(error);
+    socket_address *resolved = calloc(count, sizeof(*resolved));
+    status = resolved ? resolve_all(client, addresses, count, at, resolved, error)
+                      : error_set_memory(error);
     for (size_t i = 0; i < count && status == FANIN_OK; i++) {
-        status = connection_create(&client->shared, addresses[i],
+        status = connection_create(&client->shared, addresses[i], &resolved[i],
                                    &client->peers[i].control, error);
         client->n_peers += status == FANIN_OK;
     }
+    free(resolved);
     if (status == FANIN_OK)
         status = client_ensure_connected(client, at, error);
     if (status != FANIN_OK) {

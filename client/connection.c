@@ -41,7 +41,8 @@ struct connection {
 static void on_ready(loop_source *source, uint32_t events);
 
 fanin_status connection_create(const connection_shared *shared, const char *address,
-                               connection **out, fanin_error *error)
+                               const socket_address *tcp, connection **out,
+                               fanin_error *error)
 {
     connection *c = calloc(1, sizeof(*c));
     if (!c)
@@ -50,11 +51,7 @@ fanin_status connection_create(const connection_shared *shared, const char *addr
     c->source = (loop_source){.fd = -1, .ready = on_ready};
     c->fault = (fanin_error)FANIN_ERROR_INIT;
     snprintf(c->text, sizeof(c->text), "%s", address);
-    fanin_status status = socket_resolve(address, &c->tcp, error);
-    if (status != FANIN_OK) {
-        free(c);
-        return status;
-    }
+    c->tcp = *tcp;
     c->local = socket_is_local(&c->tcp);
     error_set(&c->fault, FANIN_ERR_UNREACHABLE, NULL, "not connected yet");
     *out = c;

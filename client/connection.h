@@ -35,9 +35,10 @@ typedef struct connection_shared {
     const char *ucx_version;
 } connection_shared;
 
-/** Resolves the address (the only step that may ask DNS). */
+/** @p address: as the caller gave it, for messages; @p tcp: resolved. FANIN_ERR_MEMORY. */
 fanin_status connection_create(const connection_shared *shared, const char *address,
-                               connection **out, fanin_error *error);
+                               const socket_address *tcp, connection **out,
+                               fanin_error *error);
 void connection_destroy(connection **c);
 
 /** Starts connecting if it is down; the loop carries it on to READY or back to DOWN. */

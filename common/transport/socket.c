@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "socket.h"
+#include "socket_fork.h"
 #include "error_set.h"
 
 #include <arpa/inet.h>
@@ -71,9 +72,7 @@ void socket_listen_text(const socket_address *a, char out[SOCKET_TEXT])
     memcpy(out, plain.text, SOCKET_TEXT);
 }
 
-/* Splits "host:port" and "[v6]:port". */
-static bool split(const char *host_port, char *host, size_t host_size,
-                  const char **port_out)
+bool socket_split(const char *host_port, char host[SOCKET_HOST], uint16_t *port_out)
 {
     const char *start = host_port, *end, *port;
     if (*host_port == '[') {
@@ -89,13 +88,13 @@ static bool split(const char *host_port, char *host, size_t host_size,
         port = end + 1;
     }
     size_t length = (size_t)(end - start);
-    if (length == 0 || length >= host_size || strlen(port) > 5 ||
+    if (length == 0 || length >= SOCKET_HOST || strlen(port) > 5 ||
         strspn(port, "0123456789") != strlen(port) || *port == '\0' ||
         strtoul(port, NULL, 10) > UINT16_MAX)
         return false;
     memcpy(host, start, length);
     host[length] = '\0';
-    *port_out = port;
+    *port_out = (uint16_t)strtoul(port, NULL, 10);
     return true;
 }
 
@@ -103,36 +102,29 @@ fanin_status socket_resolve(const char *host_port, socket_address *out,
                             fanin_error *error)
 {
     error_place place = {.phase = "connect", .address = host_port};
-    char host[256];
-    const char *port;
-    if (!host_port || !split(host_port, host, sizeof host, &port))
+    char host[SOCKET_HOST];
+    uint16_t port;
+    if (!host_port || !socket_split(host_port, host, &port))
         return error_set(error, FANIN_ERR_ARGUMENT, &place,
                          "\"%s\" is no address of the form host:port or [v6]:port",
                          host_port ? host_port : "");
     /* "localhost" is not looked up: a resolver may be slow or say something else. */
     const char *name = strcmp(host, "localhost") == 0 ? "127.0.0.1" : host;
-    struct addrinfo hints = {.ai_family = AF_UNSPEC,
-                             .ai_socktype = SOCK_STREAM,
-                             .ai_flags = AI_NUMERICHOST | AI_NUMERICSERV};
+    struct addrinfo hints = {
+        .ai_family = AF_UNSPEC, .ai_socktype = SOCK_STREAM, .ai_flags = AI_NUMERICHOST};
     struct addrinfo *found = NULL;
-    int code = getaddrinfo(name, port, &hints, &found);
-    if (code == EAI_NONAME) {
-        hints.ai_flags = AI_NUMERICSERV | AI_ADDRCONFIG;
-        code = getaddrinfo(name, port, &hints, &found);
-    }
+    int code = getaddrinfo(name, NULL, &hints, &found);
     if (code != 0 || !found || found->ai_addrlen > sizeof out->storage) {
         if (found)
             freeaddrinfo(found);
-        place.remedy = "check the name, or give the address in numbers";
-        return error_set(error, FANIN_ERR_UNREACHABLE, &place,
-                         "the name %s cannot be resolved: %s", host,
-                         gai_strerror(code));
+        return error_set(error, FANIN_ERR_NOT_FOUND, &place,
+                         "%s is a name, not an address in numbers", host);
     }
     memset(out, 0, sizeof *out);
     memcpy(&out->storage, found->ai_addr, found->ai_addrlen);
     out->length = found->ai_addrlen;
     freeaddrinfo(found);
-    write_text(out);
+    socket_set_port(out, port);
     return FANIN_OK;
 }
 
@@ -252,7 +244,7 @@ fanin_status socket_listen(const socket_address *a, int backlog, int *fd_out,
 {
     int family = a->storage.ss_family, one = 1;
     *fd_out = -1;
-    int fd = socket(family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
+    int fd = socket_make(family);
     if (fd < 0)
         return listen_failed(a, errno, error);
     /* Only what was asked for: an IPv6 address never catches IPv4 as well. */
@@ -282,8 +274,8 @@ int socket_accept(int listener, socket_address *peer_out)
 {
     memset(peer_out, 0, sizeof *peer_out);
     peer_out->length = sizeof peer_out->storage;
-    int fd = accept4(listener, (struct sockaddr *)&peer_out->storage, &peer_out->length,
-                     SOCK_NONBLOCK | SOCK_CLOEXEC);
+    int fd =
+        socket_take(listener, (struct sockaddr *)&peer_out->storage, &peer_out->length);
     if (fd >= 0)
         write_text(peer_out);
     return fd;
@@ -294,8 +286,7 @@ fanin_status socket_connect_start(const socket_address *a, int *fd_out,
 {
     error_place place = {.phase = "connect", .address = a->text};
     *fd_out = -1;
-    int fd =
-        socket(a->storage.ss_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
+    int fd = socket_make(a->storage.ss_family);
     if (fd < 0)
         return error_set_errno(error, FANIN_ERR_IO, errno, &place,
                                "cannot make a socket for %s", a->text);

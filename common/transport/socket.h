@@ -20,8 +20,11 @@ typedef struct socket_address {
         [SOCKET_TEXT]; /**< "127.0.0.1:6000", "[::1]:6000", "unix:0/127.0.0.1:6000" */
 } socket_address;
 
-/** Splits "host:port" / "[v6]:port" and resolves; getaddrinfo may block on DNS, so numeric
-    addresses and "localhost" never ask it. FANIN_ERR_ARGUMENT, FANIN_ERR_UNREACHABLE. */
+#define SOCKET_HOST 256 /**< bytes of a host's name */
+/** Splits "host:port" and "[v6]:port"; false: it has no such form. */
+bool socket_split(const char *host_port, char host[SOCKET_HOST], uint16_t *port_out);
+/** Addresses in numbers, and "localhost"; does not block. FANIN_ERR_ARGUMENT: it is no host:port;
+    FANIN_ERR_NOT_FOUND: a name, which lookup.h asks for. */
 fanin_status socket_resolve(const char *host_port, socket_address *out,
                             fanin_error *error);
 bool socket_is_loopback(const socket_address *a);

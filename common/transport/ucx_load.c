@@ -1,4 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
+#include "pin.h"
 #include "ucx_internal.h"
 #include <dlfcn.h>
 #include <limits.h>
@@ -182,14 +183,6 @@ static fanin_status find(void **out, bool *ours_out, fanin_error *error)
     return open_found(out, error);
 }
 
-/* UCX keeps a pointer to our log handler for the life of the process. */
-static void pin_own_library(void)
-{
-    Dl_info info;
-    if (dladdr(&load_lock, &info) && info.dli_fname)
-        (void)dlopen(info.dli_fname, RTLD_LAZY | RTLD_NOLOAD | RTLD_NODELETE);
-}
-
 static fanin_status load(const logger *log, fanin_error *error)
 {
     void *handle = NULL;
@@ -211,7 +204,7 @@ static fanin_status load(const logger *log, fanin_error *error)
         free(u);
         return refuse(error, install_hint, text);
     }
-    pin_own_library();
+    pin_own_library(); /* UCX keeps a pointer to our log handler */
     ucx_log_install(u);
     log_write(log, FANIN_LOG_INFO, "ucx-loaded", "UCX %s, %s%s", u->version, u->path,
               u->ours ? "" : " (was loaded already and is left as it is)");

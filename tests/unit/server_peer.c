@@ -100,13 +100,18 @@ static peer connect_to(const socket_address *a)
     return p;
 }
 
-peer peer_connect(fanin_server *s)
+static peer connect_to_port(uint16_t port)
 {
     char text[32];
     socket_address a;
-    snprintf(text, sizeof text, "127.0.0.1:%u", (unsigned)fanin_server_port(s));
+    snprintf(text, sizeof text, "127.0.0.1:%u", (unsigned)port);
     assert_int_equal(socket_resolve(text, &a, NULL), FANIN_OK);
     return connect_to(&a);
+}
+
+peer peer_connect(fanin_server *s)
+{
+    return connect_to_port(fanin_server_port(s));
 }
 
 peer peer_connect_unix(fanin_server *s)
@@ -233,11 +238,16 @@ msg_hello_ok peer_hello(peer *p, role r, const uint8_t id[16])
 
 static const uint8_t some_id[16] = {1, 2, 3};
 
-peer peer_open(fanin_server *s)
+peer peer_open_at(uint16_t port)
 {
-    peer p = peer_connect(s);
+    peer p = connect_to_port(port);
     peer_hello(&p, ROLE_CONTROL, some_id);
     return p;
+}
+
+peer peer_open(fanin_server *s)
+{
+    return peer_open_at(fanin_server_port(s));
 }
 
 peer peer_open_unix(fanin_server *s)

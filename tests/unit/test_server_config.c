@@ -7,6 +7,7 @@
 
 #include <dirent.h>
 #include <errno.h>
+#include <sched.h>
 #include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -228,6 +229,53 @@ static void a_child_with_copies_does_not_keep_connections(void **state)
     peer_close(&d);
     peer_close(&late);
     fanin_server_destroy(&s, 0);
+}
+
+/* A rank that is killed while a child of it lives on: its readers notice at once, and the next rank
+   gets the port. */
+static void a_killed_rank_leaves_its_child_nothing(void **state)
+{
+    (void)state;
+    int report[2], hold[2];
+    assert_int_equal(pipe(report), 0);
+    assert_int_equal(pipe(hold), 0);
+    pid_t rank = fork();
+    if (rank == 0) {
+        fanin_server *s = server_start(NULL);
+        uint16_t port = fanin_server_port(s);
+        char byte;
+        close(hold[1]);
+        if (write(report[1], &port, sizeof port) != sizeof port)
+            _exit(1);
+        while (server_stats(s).sessions_opened == 0)
+            sched_yield();
+        pid_t child = fork();
+        if (child == 0) /* until the test ends */
+            _exit(write(report[1], &child, sizeof child) > 0 &&
+                  read(hold[0], &byte, 1));
+        for (;;)
+            pause();
+    }
+    uint16_t port;
+    pid_t child;
+    assert_int_equal(read(report[0], &port, sizeof port), sizeof port);
+    peer p = peer_open_at(port);
+    assert_int_equal(read(report[0], &child, sizeof child), sizeof child);
+    assert_int_equal(kill(rank, SIGKILL), 0);
+    assert_int_equal(waitpid(rank, NULL, 0), rank);
+    peer_expect_closed(&p);
+    fanin_server_config c = server_config();
+    c.base_port = port;
+    fanin_server *s = server_start(&c);
+    peer q = peer_open(s);
+    peer_ping(&q);
+    peer_close(&p);
+    peer_close(&q);
+    fanin_server_destroy(&s, 0);
+    close(hold[0]);
+    close(hold[1]);
+    close(report[0]);
+    close(report[1]);
 }
 
 /* Whether a thread of that name exists and blocks every signal that can be blocked. */
@@ -524,6 +572,7 @@ int main(void)
         cmocka_unit_test(descriptor_limits_are_checked),
         cmocka_unit_test(a_forked_child_touches_nothing),
         cmocka_unit_test(a_child_with_copies_does_not_keep_connections),
+        cmocka_unit_test(a_killed_rank_leaves_its_child_nothing),
         cmocka_unit_test(threads_block_signals),
         cmocka_unit_test(connections_are_limited),
         cmocka_unit_test(many_refused_peers_do_no_harm),

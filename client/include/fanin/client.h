@@ -6,7 +6,8 @@
  *
  * A client is used by one thread at a time; fanin_client_cancel() by any, also from a
  * signal handler. All work happens in the calling thread and in threads that end before the
- * call returns. A handle used in a forked child gives FANIN_ERR_FORKED and touches nothing.
+ * call returns; only the question for a host's name may stay with the name server for longer.
+ * A handle used in a forked child gives FANIN_ERR_FORKED and touches nothing.
  * Create clients before other threads use getenv() (see fanin/server.h).
  */
 #ifndef FANIN_CLIENT_H
@@ -78,10 +79,10 @@ FANIN_API void fanin_client_cancel(fanin_client *client);
  * when at least one does (the others are tried again by each pull; a pull whose bytes only
  * a missing rank holds names it).
  *
- * Blocks at most @p timeout_ms. FANIN_ERR_ARGUMENT (an address twice or malformed),
- * FANIN_ERR_UNREACHABLE (nobody answered; names the first rank), FANIN_ERR_WORLD (different
- * worlds: says which ranks are of which; a rank twice, another world size than addresses, another
- * server name),
+ * Blocks at most @p timeout_ms, names that are slow to resolve included. FANIN_ERR_ARGUMENT (an
+ * address twice or malformed), FANIN_ERR_UNREACHABLE (nobody answered: names the first rank; a
+ * name that does not resolve), FANIN_ERR_WORLD (different worlds: says which ranks are of which; a
+ * rank twice, another world size than addresses, another server name),
  * FANIN_ERR_VERSION, FANIN_ERR_PROTOCOL, FANIN_ERR_LIMIT, FANIN_ERR_CANCELLED,
  * FANIN_ERR_TIMEOUT.
  */

@@ -6,7 +6,8 @@
  *
  * Every function may be called from any thread, several at once, unless its comment says
  * otherwise. A handle that is used in a forked child gives FANIN_ERR_FORKED and touches
- * nothing. Create servers before other threads use getenv(): loading UCX sets and removes
+ * nothing; the child has no sockets of it, so it keeps no port and no reader of a killed rank (but a
+ * child made by clone() itself does). Create servers before other threads use getenv(): loading UCX sets and removes
  * UCX_MEM_EVENTS, UCX_HANDLE_ERRORS and UCX_DEBUG_SIGNO around dlopen(), where unset.
  */
 #ifndef FANIN_SERVER_H

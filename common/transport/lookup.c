@@ -1,0 +1,153 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include "lookup.h"
+
+#include "error_set.h"
+#include "pin.h"
+#include <errno.h>
+#include <netdb.h>
+#include <pthread.h>
+#include <signal.h>
+#include <stdatomic.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/eventfd.h>
+#include <unistd.h>
+
+/* Threads that wait for an answer, also to calls that have given up. */
+#define LOOKUPS_MOST 64
+
+struct lookup {
+    char host[SOCKET_HOST];
+    int event; /* closed by whoever lets go last: its number must not be another's meanwhile */
+    atomic_int holders; /* the caller and the thread */
+    atomic_bool done;
+    int code, system_code; /* of getaddrinfo */
+    socket_address address;
+};
+
+static atomic_int running;
+
+static void let_go(lookup *l)
+{
+    if (atomic_fetch_sub(&l->holders, 1) > 1)
+        return;
+    close(l->event);
+    free(l);
+}
+
+static void ask(lookup *l)
+{
+    struct addrinfo hints = {
+        .ai_family = AF_UNSPEC, .ai_socktype = SOCK_STREAM, .ai_flags = AI_ADDRCONFIG};
+    struct addrinfo *found = NULL;
+    l->code = getaddrinfo(l->host, NULL, &hints, &found);
+    l->system_code = errno;
+    if (l->code == 0 && found && found->ai_addrlen <= sizeof l->address.storage) {
+        memcpy(&l->address.storage, found->ai_addr, found->ai_addrlen);
+        l->address.length = found->ai_addrlen;
+        socket_set_port(&l->address, 0);
+    } else if (l->code == 0) {
+        l->code = EAI_NONAME;
+    }
+    if (found)
+        freeaddrinfo(found);
+}
+
+static void *run(void *cookie)
+{
+    lookup *l = cookie;
+    ask(l);
+    atomic_store(&l->done, true);
+    (void)eventfd_write(l->event, 1);
+    let_go(l);
+    atomic_fetch_sub(&running, 1);
+    return NULL;
+}
+
+/* Detached, and deaf to the process's signals. */
+static int start_thread(lookup *l)
+{
+    pthread_attr_t attributes;
+    pthread_t thread;
+    sigset_t all, before;
+    int code = pthread_attr_init(&attributes);
+    if (code != 0)
+        return code;
+    (void)pthread_attr_setdetachstate(&attributes, PTHREAD_CREATE_DETACHED);
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    code = pthread_create(&thread, &attributes, run, l);
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
+    pthread_attr_destroy(&attributes);
+    return code;
+}
+
+fanin_status lookup_start(const char *host, lookup **out, fanin_error *error)
+{
+    error_place place = {.phase = "connect", .address = host};
+    lookup *l = calloc(1, sizeof *l);
+    if (!l)
+        return error_set_memory(error);
+    snprintf(l->host, sizeof l->host, "%s", host);
+    atomic_init(&l->holders, 2);
+    l->event = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+    pin_own_library(); /* the thread may still run when the library is unloaded */
+    bool many = atomic_fetch_add(&running, 1) >= LOOKUPS_MOST;
+    int code = l->event < 0 ? errno : many ? EAGAIN : start_thread(l);
+    if (code == 0) {
+        *out = l;
+        return FANIN_OK;
+    }
+    atomic_fetch_sub(&running, 1);
+    if (l->event >= 0)
+        close(l->event);
+    free(l);
+    place.remedy = "check the name server, or give the address in numbers";
+    if (many)
+        return error_set(
+            error, FANIN_ERR_LIMIT, &place,
+            "the name %s is not looked up: %d names still wait for an answer", host,
+            LOOKUPS_MOST);
+    return error_set_errno(error, FANIN_ERR_LIMIT, code, &place,
+                           "the name %s cannot be looked up", host);
+}
+
+int lookup_fd(const lookup *l)
+{
+    return l->event;
+}
+
+bool lookup_done(const lookup *l)
+{
+    return atomic_load(&l->done);
+}
+
+fanin_status lookup_result(const lookup *l, socket_address *out, fanin_error *error)
+{
+    error_place place = {.phase = "connect",
+                         .address = l->host,
+                         .remedy = "check the name server, or give the address in "
+                                   "numbers"};
+    if (!lookup_done(l))
+        return error_set(error, FANIN_ERR_TIMEOUT, &place,
+                         "the name %s was not resolved before the deadline", l->host);
+    if (l->code == 0) {
+        *out = l->address;
+        return FANIN_OK;
+    }
+    place.remedy = "check the name, or give the address in numbers";
+    if (l->code == EAI_SYSTEM)
+        return error_set_errno(error, FANIN_ERR_UNREACHABLE, l->system_code, &place,
+                               "the name %s cannot be resolved", l->host);
+    return error_set(error, FANIN_ERR_UNREACHABLE, &place,
+                     "the name %s cannot be resolved: %s", l->host,
+                     gai_strerror(l->code));
+}
+
+void lookup_drop(lookup **l)
+{
+    if (*l)
+        let_go(*l);
+    *l = NULL;
+}

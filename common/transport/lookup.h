@@ -1,0 +1,26 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/**
+ * @file
+ * Looking up a host's name. getaddrinfo() takes as long as the name server likes and cannot be
+ * ended, so a thread asks, which owns what it needs and may outlive whoever wanted to know.
+ */
+#ifndef LOOKUP_H
+#define LOOKUP_H
+
+#include "socket.h"
+
+typedef struct lookup lookup;
+
+/** @p host: shorter than SOCKET_HOST. FANIN_ERR_MEMORY; FANIN_ERR_LIMIT: too many are still
+    waiting for an answer. */
+fanin_status lookup_start(const char *host, lookup **out, fanin_error *error);
+/** Becomes readable once there is an answer. */
+int lookup_fd(const lookup *l);
+bool lookup_done(const lookup *l);
+/** The first address found, with port 0. Not done yet: FANIN_ERR_TIMEOUT; not found:
+    FANIN_ERR_UNREACHABLE. */
+fanin_status lookup_result(const lookup *l, socket_address *out, fanin_error *error);
+/** Ends the interest in it, answered or not. NULL is fine. */
+void lookup_drop(lookup **l);
+
+#endif

@@ -1,0 +1,172 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* A name server that does not answer costs a call no more than its own time. */
+#include "lookup.h"
+#include "testing.h"
+
+#include <arpa/inet.h>
+#include <fanin/client.h>
+#include <netdb.h>
+#include <poll.h>
+#include <pthread.h>
+#include <semaphore.h>
+#include <stdatomic.h>
+#include <stdlib.h>
+#include <string.h>
+
+int __real_getaddrinfo(const char *host, const char *port, const struct addrinfo *hints,
+                       struct addrinfo **out);
+int __wrap_getaddrinfo(const char *host, const char *port, const struct addrinfo *hints,
+                       struct addrinfo **out);
+
+static sem_t asked, answer;
+static atomic_uint n_asked;
+
+/* "silent*" waits for `answer`; what is known is 127.0.0.7. */
+int __wrap_getaddrinfo(const char *host, const char *port, const struct addrinfo *hints,
+                       struct addrinfo **out)
+{
+    if (hints->ai_flags & AI_NUMERICHOST)
+        return __real_getaddrinfo(host, port, hints, out);
+    atomic_fetch_add(&n_asked, 1);
+    if (strcmp(host, "unknown") == 0)
+        return EAI_NONAME;
+    if (strncmp(host, "silent", 6) == 0) {
+        sem_post(&asked);
+        while (sem_wait(&answer) != 0)
+            ;
+    }
+    struct addrinfo numeric = {.ai_flags = AI_NUMERICHOST, .ai_socktype = SOCK_STREAM};
+    return __real_getaddrinfo("127.0.0.7", NULL, &numeric, out);
+}
+
+/* Every test waits for as many questions as it makes, and lets all be answered. */
+static void wait_until_asked(void)
+{
+    while (sem_wait(&asked) != 0)
+        ;
+}
+
+static void wait_for(const lookup *l)
+{
+    struct pollfd wait = {.fd = lookup_fd(l), .events = POLLIN};
+    while (poll(&wait, 1, -1) != 1)
+        ;
+    assert_true(lookup_done(l));
+}
+
+static void names_are_found_or_not(void **state)
+{
+    (void)state;
+    lookup *l;
+    socket_address a;
+    fanin_error error = FANIN_ERROR_INIT;
+    assert_ok(lookup_start("known", &l, &error), error);
+    wait_for(l);
+    assert_ok(lookup_result(l, &a, &error), error);
+    socket_set_port(&a, 6001);
+    assert_string_equal(a.text, "127.0.0.7:6001");
+    lookup_drop(&l);
+    assert_ok(lookup_start("unknown", &l, &error), error);
+    wait_for(l);
+    assert_int_equal(lookup_result(l, &a, &error), FANIN_ERR_UNREACHABLE);
+    assert_non_null(strstr(error.message, "the name unknown cannot be resolved"));
+    lookup_drop(&l);
+    lookup_drop(&l);
+}
+
+static void an_answer_may_come_after_the_interest(void **state)
+{
+    (void)state;
+    lookup *l;
+    socket_address a;
+    fanin_error error = FANIN_ERROR_INIT;
+    assert_ok(lookup_start("silent", &l, &error), error);
+    wait_until_asked();
+    assert_false(lookup_done(l));
+    assert_int_equal(lookup_result(l, &a, &error), FANIN_ERR_TIMEOUT);
+    assert_non_null(strstr(error.message, "the name silent was not resolved"));
+    lookup_drop(&l);
+    sem_post(&answer);
+}
+
+/* ------------------------------------------------------------ of a client */
+
+static fanin_client *make_client(void)
+{
+    fanin_error error = FANIN_ERROR_INIT;
+    fanin_client_config config;
+    fanin_client_config_init(&config, sizeof config);
+    config.path = FANIN_PATH_STREAM;
+    config.no_unix = true;
+    fanin_client *client = NULL;
+    assert_ok(fanin_client_create(&config, &client, &error), error);
+    return client;
+}
+
+static void a_call_ends_at_its_deadline(void **state)
+{
+    (void)state;
+    unsigned before = atomic_load(&n_asked);
+    fanin_client *client = make_client();
+    fanin_error error = FANIN_ERROR_INIT;
+    static const char *const ranks[] = {"127.0.0.1:1", "silent:6001", "silent:6002",
+                                        "silent2:6003"};
+    assert_int_equal(fanin_client_connect(client, ranks, 4, 50, &error),
+                     FANIN_ERR_TIMEOUT);
+    assert_string_equal(error.address, "silent");
+    assert_non_null(strstr(error.remedy, "name server"));
+    wait_until_asked();
+    wait_until_asked();
+    assert_int_equal(atomic_load(&n_asked), before + 2); /* each name once */
+    sem_post(&answer);
+    sem_post(&answer);
+    fanin_client_destroy(&client);
+}
+
+static void *cancel_when_asked(void *cookie)
+{
+    wait_until_asked();
+    fanin_client_cancel(cookie);
+    return NULL;
+}
+
+static void a_call_can_be_cancelled(void **state)
+{
+    (void)state;
+    fanin_client *client = make_client();
+    fanin_error error = FANIN_ERROR_INIT;
+    static const char *const ranks[] = {"silent:6001"};
+    pthread_t thread;
+    assert_int_equal(pthread_create(&thread, NULL, cancel_when_asked, client), 0);
+    assert_int_equal(fanin_client_connect(client, ranks, 1, 600000, &error),
+                     FANIN_ERR_CANCELLED);
+    pthread_join(thread, NULL);
+    sem_post(&answer);
+    fanin_client_destroy(&client);
+}
+
+static void unknown_names_are_named(void **state)
+{
+    (void)state;
+    fanin_client *client = make_client();
+    fanin_error error = FANIN_ERROR_INIT;
+    static const char *const ranks[] = {"known:1", "unknown:6002"};
+    assert_int_equal(fanin_client_connect(client, ranks, 2, 5000, &error),
+                     FANIN_ERR_UNREACHABLE);
+    assert_string_equal(error.address, "unknown");
+    fanin_client_destroy(&client);
+}
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(names_are_found_or_not),
+        cmocka_unit_test(an_answer_may_come_after_the_interest),
+        cmocka_unit_test(a_call_ends_at_its_deadline),
+        cmocka_unit_test(a_call_can_be_cancelled),
+        cmocka_unit_test(unknown_names_are_named),
+    };
+    if (sem_init(&asked, 0, 0) != 0 || sem_init(&answer, 0, 0) != 0)
+        return 1;
+    return cmocka_run_group_tests_name("lookup", tests, NULL, NULL);
+}
