@@ -43,15 +43,19 @@ void path_choose(path_round *r, size_t index, fanin_path path, const char *reaso
               reason);
 }
 
+/* A forced path: what this host lacks is this host's fault. */
 static fanin_status refuse(const path_round *r, size_t index, const char *why,
                            fanin_error *error)
 {
-    const connection *c = r->client->peers[index].control;
+    const fanin_client *client = r->client;
+    const connection *c = client->peers[index].control;
+    bool here = client->config.path == FANIN_PATH_CUDA_IPC ? client->gpu_missing[0]
+                                                           : !client->ucx;
     error_place place = connection_place(c, "connect");
     place.remedy = "use --path auto or stream, or set up what the path needs";
-    return error_set(error, FANIN_ERR_UNSUPPORTED, &place,
+    return error_set(error, here ? FANIN_ERR_TRANSPORT : FANIN_ERR_UNSUPPORTED, &place,
                      "path %s to rank %u at %s is not possible: %s",
-                     fanin_path_name(r->client->config.path), connection_peer(c)->rank,
+                     fanin_path_name(client->config.path), connection_peer(c)->rank,
                      connection_text(c), why);
 }
 

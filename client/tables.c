@@ -356,10 +356,14 @@ static fanin_status check_regions(const peer *p, const shard_table *s,
                      connection_peer(p->control)->rank, connection_text(p->control));
 }
 
-/* A refusal of one rank's, which concerns nobody else. */
+/* A refusal of one rank's, which concerns nobody else. That the publication is gone or away is
+   no matter of the path that was asked about. */
 static bool is_refusal(const fanin_client *client, const fetch *f, fanin_error *refused)
 {
-    if (!refused || f->status == FANIN_OK || f->status == FANIN_ERR_STALE ||
+    bool of_publication = f->status == FANIN_ERR_STALE ||
+                          f->status == FANIN_ERR_PAUSED ||
+                          f->status == FANIN_ERR_NOT_FOUND;
+    if (!refused || f->status == FANIN_OK || of_publication ||
         !peer_ready(&client->peers[f->peer]))
         return false;
     error_copy(&refused[f->peer], &f->error);

@@ -21,7 +21,7 @@ static int pull_for(bench *b, uint32_t ms)
         }
         b->loss_pulls++;
         if (interrupt_requested()) {
-            return EXIT_INTERRUPTED;
+            return interrupt_exit_code();
         }
     }
     return 0;

@@ -144,7 +144,7 @@ static int measure(bench *b)
             poll(NULL, 0, b->pause);
         }
         if (interrupt_requested()) {
-            return EXIT_INTERRUPTED;
+            return interrupt_exit_code();
         }
     }
     return 0;
@@ -248,6 +248,7 @@ static int start_ranks(bench *b)
     o->n_pairs = b->source.n_pairs;
     o->first_step = 1;
     o->extents = true;
+    o->readers_gone = true;
     o->verbose = b->line.common.verbose != 0;
     set_updates(b);
     code = ranks_start(o, &b->ranks);
@@ -356,17 +357,58 @@ static int resolve(bench *b)
 static int check_numbers(const bench *b)
 {
     const char *name = b->self->name;
-    if (b->iterations < 1 || b->iterations > BENCH_MAX_ITERATIONS) {
+    if (b->iterations > BENCH_MAX_ITERATIONS) {
         return failure_usage(name, "--iterations is 1 to %d", BENCH_MAX_ITERATIONS);
     }
-    if (b->repeat < 1 || b->repeat > BENCH_MAX_ROUNDS) {
+    if (b->repeat > BENCH_MAX_ROUNDS) {
         return failure_usage(name, "--repeat is 1 to %d", BENCH_MAX_ROUNDS);
     }
-    if (b->commits < 1 || b->commits > RANK_COMMITS - 2) {
+    if (b->commits > RANK_COMMITS - 2) {
         return failure_usage(name, "--commits is 1 to %d", RANK_COMMITS - 2);
     }
-    if (b->update_every < 0 || b->pause < 0) {
-        return failure_usage(name, "--update-every and --pause are not negative");
+    return 0;
+}
+
+/* Options that would do nothing. */
+static int check_idle(const bench *b)
+{
+    static const char *const own[] = {"model",
+                                      "r",
+                                      "fused",
+                                      "adapter-shape",
+                                      "dtype",
+                                      "adapter",
+                                      "device",
+                                      "snapshot",
+                                      "cast",
+                                      "no-stream-commit",
+                                      "base-port",
+                                      "bind",
+                                      "replicate",
+                                      "shard-dim",
+                                      "lease-ms",
+                                      "allow",
+                                      "open",
+                                      "name",
+                                      "trusted-network",
+                                      "world-id",
+                                      "commits",
+                                      "trainer-load",
+                                      "update-every",
+                                      NULL};
+    static const char *const commits[] = {"commits", NULL};
+    static const char *const updates[] = {"update-every", NULL};
+    const arguments *parsed = &b->line.parsed;
+    const char *given = parsed->count > 0 ? options_given(parsed, own) : NULL;
+    if (given != NULL) {
+        return failure_usage(b->self->name,
+                             "--%s is for own ranks, and TARGET names others", given);
+    }
+    if (!b->device.snapshot && options_given(parsed, commits) != NULL) {
+        return failure_usage(b->self->name, "--commits needs --snapshot");
+    }
+    if (b->load_name == NULL && options_given(parsed, updates) != NULL) {
+        return failure_usage(b->self->name, "--update-every needs --trainer-load");
     }
     return 0;
 }
@@ -381,14 +423,12 @@ static int check_usage(bench *b)
         return failure_usage(b->self->name, "unexpected argument '%s'",
                              b->line.parsed.positional[1]);
     }
-    code = resolve(b);
+    code = check_idle(b);
+    if (code == 0) {
+        code = resolve(b);
+    }
     if (code != 0 || b->line.parsed.count == 0) {
         return code;
-    }
-    if (source_given(&b->source_options) || b->device.device != NULL ||
-        b->device.snapshot) {
-        return failure_usage(b->self->name, "TARGET excludes --model, --adapter-shape, "
-                                            "--device and --snapshot");
     }
     b->target = strdup(b->line.parsed.positional[0]);
     return b->target != NULL ? 0

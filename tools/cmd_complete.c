@@ -38,6 +38,17 @@ static void complete_static(const char *what, const char *prefix)
     }
 }
 
+/* Options of the command @p name, by its own table. */
+static void complete_options(const char *name)
+{
+    const command *found = command_find(name);
+    const char *argv[] = {name, NULL};
+    if (found != NULL && !found->hidden) {
+        options_list_only();
+        (void)found->run(found, 1, argv);
+    }
+}
+
 typedef struct lister {
     fanin_client *client;
     const char *prefix;
@@ -115,6 +126,10 @@ static int run(const command *self, int argc, const char **argv)
     const char *what = argc > 1 ? argv[1] : "";
     const char *prefix = argc > 2 ? argv[2] : "";
     bool keys = strcmp(what, "keys") == 0;
+    if (strcmp(what, "options") == 0) {
+        complete_options(prefix);
+        return 0;
+    }
     if (!keys && strcmp(what, "runs") != 0) {
         complete_static(what, prefix);
         return 0;
@@ -129,7 +144,7 @@ static int run(const command *self, int argc, const char **argv)
     return 0;
 }
 
-/* __complete commands|models|shapes PREFIX, keys|runs PREFIX TARGET [WORLD-SIZE] */
+/* __complete options COMMAND, commands|models|shapes PREFIX, keys|runs PREFIX TARGET [WORLD-SIZE] */
 const command cmd_complete = {
     .name = "__complete",
     .arguments = "",

@@ -3,11 +3,15 @@
 #include "doctor.h"
 #include "failure.h"
 #include "output.h"
+#include "interrupt.h"
 #include "session.h"
+#include "terminal.h"
 
+#include <errno.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/stat.h>
 
 /* Exit statuses; 2 is wrong usage everywhere. */
 #define EXIT_WARNING 3
@@ -100,9 +104,9 @@ static void print_findings(const doctor_report *report, bool quiet)
         if (quiet && f->level < DOCTOR_WARNING) {
             continue;
         }
-        printf("%-8s %s: %s\n", doctor_level_name(f->level), f->subject, f->text);
+        terminal_print("%-8s %s: %s", doctor_level_name(f->level), f->subject, f->text);
         if (f->remedy[0] != '\0' && f->level > DOCTOR_GOOD) {
-            printf("         -> %s\n", f->remedy);
+            terminal_print("         -> %s", f->remedy);
         }
     }
 }
@@ -214,7 +218,31 @@ static int ask_trainer(const command *self, doctor_line *d, const char *where,
         }
     }
     session_close(&s);
+    if (code == 0 && interrupt_requested()) {
+        failure_warn("interrupted");
+        code = interrupt_exit_code();
+    }
     return code;
+}
+
+/* A tree that an option names must be there: else nothing would be found, in silence. */
+static int check_tree(const char *option, const char *path)
+{
+    struct stat st;
+    errno = 0;
+    if (path == NULL || (stat(path, &st) == 0 && S_ISDIR(st.st_mode))) {
+        return 0;
+    }
+    return failure_local("cannot look at this host", FANIN_ERR_NOT_FOUND,
+                         "give a directory", "%s %s: %s", option, path,
+                         strerror(errno != 0 ? errno : ENOTDIR));
+}
+
+static int check_trees(const doctor_line *d)
+{
+    int code = check_tree("--sysfs", d->sysfs);
+    code = code != 0 ? code : check_tree("--procfs", d->procfs);
+    return code != 0 ? code : check_tree("--dev", d->dev);
 }
 
 static int examine(const command *self, doctor_line *d)
@@ -273,7 +301,8 @@ static int run(const command *self, int argc, const char **argv)
         if (d.line.parsed.count > 1) {
             code = failure_usage(self->name, "one TARGET at most");
         } else {
-            code = examine(self, &d);
+            code = check_trees(&d);
+            code = code != 0 ? code : examine(self, &d);
         }
     }
     session_end(&d.line);

@@ -4,6 +4,7 @@
 #include "keys.h"
 #include "output.h"
 #include "session.h"
+#include "terminal.h"
 
 #include <stdio.h>
 #include <stdlib.h>
@@ -179,8 +180,9 @@ static void print_metadata(const char *name, json_t *metadata)
         const char *text = json_string_value(value);
         int length = text != NULL ? (int)strcspn(text, "\n") : 0;
         bool cut = text != NULL && (text[length] != '\0' || length > 60);
-        printf("run %s: %s = %.*s%s\n", run_name(name), key, length > 60 ? 60 : length,
-               text != NULL ? text : "", cut ? "..." : "");
+        terminal_print("run %s: %s = %.*s%s", run_name(name), key,
+                       length > 60 ? 60 : length, text != NULL ? text : "",
+                       cut ? "..." : "");
     }
 }
 

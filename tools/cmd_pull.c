@@ -7,6 +7,7 @@
 #include "progress.h"
 #include "report.h"
 #include "session.h"
+#include "terminal.h"
 
 #include <stdio.h>
 
@@ -48,10 +49,11 @@ static int tell(const session *s, const common_options *common, const pull_optio
         output_json(object);
         return 0;
     }
-    printf("%-9s %s%s\n", "directory", o->out,
-           info->reused ? " (was there already, with this identity: nothing was read)"
-                        : "");
-    printf("%-9s %s\n", "run", s->run);
+    terminal_print("%-9s %s%s", "directory", o->out,
+                   info->reused
+                       ? " (was there already, with this identity: nothing was read)"
+                       : "");
+    terminal_print("%-9s %s", "run", s->run);
     report_print(info);
     if (o->prove) {
         printf("%-9s all %llu bytes are those of step %llu\n", "pattern",
@@ -113,9 +115,6 @@ static int check_usage(const command *self, pull_options *o)
     }
     if (o->step >= 0 && o->min_step >= 0) {
         return failure_usage(self->name, "--step and --min-step exclude each other");
-    }
-    if (o->step < -1 || o->min_step < -1 || o->max_attempts < 0) {
-        return failure_usage(self->name, "steps and attempts are not negative");
     }
     return 0;
 }

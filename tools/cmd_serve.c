@@ -115,9 +115,14 @@ static int tell_ready(const serve_options *o, const rank_options *options,
                 (unsigned long long)options->first_step, target);
     }
     free(target);
-    fflush(stream);
-    if (o->ready_fd >= 0) {
-        fclose(stream);
+    if (o->ready_fd < 0) {
+        return failure_of_output(0);
+    }
+    bool bad = ferror(stream) != 0;
+    if (fclose(stream) != 0 || bad) {
+        return failure_local("cannot start ranks", FANIN_ERR_IO,
+                             "give a descriptor that can be written",
+                             "--ready-fd %d: %s", o->ready_fd, strerror(errno));
     }
     return 0;
 }
@@ -253,9 +258,6 @@ static void tell_stopped(const serve_options *o, const rank_options *options,
 
 static int resolve(const command *self, serve_options *o, rank_options *out)
 {
-    if (o->steps < 0 || o->first_step < 1) {
-        return failure_usage(self->name, "--steps and --first-step are 1 and above");
-    }
     if (o->steps > 1 && o->update_every < 0) {
         return failure_usage(self->name, "--steps needs --update-every");
     }

@@ -4,6 +4,7 @@
 #include "keys.h"
 #include "output.h"
 #include "session.h"
+#include "terminal.h"
 
 #include <stdio.h>
 #include <stdlib.h>
@@ -89,9 +90,11 @@ static void show_table(const shower *s, const fanin_entry *e, uint64_t distinct)
                                replica};
         output_row(table, NULL, cells, 8);
     }
-    printf("key    %s\ndtype  %s\nshape  %s\nbytes  %llu, of which ranks hold %llu\n",
-           s->key, fanin_dtype_name(e->dtype), output_dims(e->shape, e->n_dims).s,
-           (unsigned long long)e->bytes, (unsigned long long)distinct);
+    terminal_print("key    %s", s->key);
+    terminal_print("dtype  %s", fanin_dtype_name(e->dtype));
+    terminal_print("shape  %s", output_dims(e->shape, e->n_dims).s);
+    terminal_print("bytes  %llu, of which ranks hold %llu",
+                   (unsigned long long)e->bytes, (unsigned long long)distinct);
     output_print(table);
 }
 
@@ -155,8 +158,12 @@ static int run(const command *self, int argc, const char **argv)
     const char *where = session_begin(self, &line, argc, argv, table, 1, &code);
     if (where != NULL) {
         const char *name = split_key(line.words[0], run_of_key);
-        code = session_open(&s, self, &line, where,
-                            run_of_key[0] != '\0' ? run_of_key : line.run);
+        bool named = run_of_key[0] != '\0';
+        code =
+            named && line.run != NULL && strcmp(line.run, run_of_key) != 0
+                ? failure_usage(self->name, "--run '%s' is not the run of the key '%s'",
+                                line.run, line.words[0])
+                : session_open(&s, self, &line, where, named ? run_of_key : line.run);
         if (code == 0) {
             code = show(&s, &line.common, name);
         }

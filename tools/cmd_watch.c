@@ -90,9 +90,7 @@ static int run(const command *self, int argc, const char **argv)
     session s = {0};
     int code;
     const char *where = session_begin(self, &line, argc, argv, table, 0, &code);
-    if (where != NULL && count < 0) {
-        code = failure_usage(self->name, "--count is 1 and above");
-    } else if (where != NULL) {
+    if (where != NULL) {
         code = session_open(&s, self, &line, where, line.run);
         if (code == 0) {
             code = watch(&s, &line.common, count);

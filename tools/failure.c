@@ -2,12 +2,15 @@
 #include "failure.h"
 #include "interrupt.h"
 #include "output.h"
+#include "terminal.h"
 
+#include <errno.h>
 #include <stdarg.h>
 #include <stdio.h>
 #include <string.h>
 
 static bool json_wanted;
+static int output_errno; /**< of the first write that failed */
 
 int failure_exit_code(fanin_status status)
 {
@@ -23,34 +26,12 @@ void failure_use_json(bool json)
     json_wanted = json;
 }
 
-/* Messages carry names that came from the network: nothing in them may steer a terminal. */
-static void print_safe(FILE *stream, const char *text)
-{
-    for (const unsigned char *p = (const unsigned char *)text; *p != '\0'; p++) {
-        bool c1 = p[0] == 0xc2 && p[1] >= 0x80 && p[1] < 0xa0;
-        if (c1) {
-            p++;
-        }
-        fputc(c1 || *p < 0x20 || *p == 0x7f ? '?' : *p, stream);
-    }
-}
-
 static void print_line(const char *what, const fanin_error *error)
 {
     const char *why =
         error->message[0] != '\0' ? error->message : fanin_status_text(error->status);
-    fflush(stdout);
-    flockfile(stderr);
-    fputs("nixl-fetch: ", stderr);
-    print_safe(stderr, what);
-    fputs(": ", stderr);
-    print_safe(stderr, why);
-    if (error->remedy[0] != '\0') {
-        fputs(": ", stderr);
-        print_safe(stderr, error->remedy);
-    }
-    fputc('\n', stderr);
-    funlockfile(stderr);
+    terminal_tell("nixl-fetch: %s: %s%s%s", what, why,
+                  error->remedy[0] != '\0' ? ": " : "", error->remedy);
 }
 
 static void print_json(int code, const char *status, const fanin_error *error)
@@ -74,7 +55,7 @@ int failure_report(const char *what, const fanin_error *error)
     }
     /* Ctrl-C reaches the ranks of a bench too: what they do then is not the cause. */
     if (interrupt_requested()) {
-        return EXIT_INTERRUPTED;
+        return interrupt_exit_code();
     }
     return failure_exit_code(error->status);
 }
@@ -134,10 +115,26 @@ void failure_warn(const char *format, ...)
     va_start(arguments, format);
     vsnprintf(text, sizeof(text), format, arguments);
     va_end(arguments);
-    fflush(stdout);
-    flockfile(stderr);
-    fputs("nixl-fetch: warning: ", stderr);
-    print_safe(stderr, text);
-    fputc('\n', stderr);
-    funlockfile(stderr);
+    terminal_tell("nixl-fetch: warning: %s", text);
+}
+
+void failure_flush_output(void)
+{
+    errno = 0;
+    if (fflush(stdout) != 0 && output_errno == 0) {
+        output_errno = errno;
+    }
+}
+
+int failure_of_output(int code)
+{
+    failure_flush_output();
+    if (output_errno == 0 && !ferror(stdout)) {
+        return code;
+    }
+    json_wanted = false; /* there is nowhere to */
+    return failure_local("cannot write the output", FANIN_ERR_IO,
+                         "give standard output a place with room", "%s",
+                         output_errno != 0 ? strerror(output_errno)
+                                           : "an earlier write failed");
 }

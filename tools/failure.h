@@ -12,8 +12,8 @@
 
 enum {
     EXIT_USAGE = 2,
-    EXIT_GROUP = 10, /**< plus the hundreds of the status: 11 .. 16 */
-    EXIT_INTERRUPTED = 130,
+    EXIT_GROUP = 10,   /**< plus the hundreds of the status: 11 .. 16 */
+    EXIT_SIGNAL = 128, /**< plus the signal's number: 130, 143 */
 };
 
 /** 0 for FANIN_OK, else EXIT_GROUP + 1..6. */
@@ -36,6 +36,13 @@ fanin_status failure_set(fanin_error *error, fanin_status status, const char *re
 /** A wrong command line; names the command's help. Returns EXIT_USAGE. */
 int failure_usage(const char *command, const char *format, ...)
     __attribute__((format(printf, 2, 3)));
+
+/** Flushes standard output and remembers why it could not be written. */
+void failure_flush_output(void);
+
+/** The same at the end; @p code, or after a message that of an output that cannot be
+    written. */
+int failure_of_output(int code);
 
 /** A warning on stderr. */
 void failure_warn(const char *format, ...) __attribute__((format(printf, 1, 2)));

@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "interrupt.h"
+#include "failure.h"
 
 #include <signal.h>
 #include <stdatomic.h>
@@ -10,8 +11,7 @@ static volatile sig_atomic_t requested;
 
 static void on_signal(int number)
 {
-    (void)number;
-    requested = 1;
+    requested = number;
     fanin_client *client = atomic_load(&current);
     if (client != NULL) {
         fanin_client_cancel(client);
@@ -36,6 +36,11 @@ void interrupt_install(fanin_client *client)
 void interrupt_detach(void)
 {
     atomic_store(&current, NULL);
+}
+
+int interrupt_exit_code(void)
+{
+    return EXIT_SIGNAL + (requested != 0 ? requested : SIGINT);
 }
 
 bool interrupt_requested(void)

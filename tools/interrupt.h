@@ -15,4 +15,7 @@ void interrupt_detach(void);
 /** Whether SIGINT or SIGTERM came. */
 bool interrupt_requested(void);
 
+/** The exit status after that: 130 or 143. */
+int interrupt_exit_code(void);
+
 #endif

@@ -4,11 +4,13 @@
 #include "options.h"
 
 #include <fanin/types.h>
+#include <fcntl.h>
 #include <locale.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/resource.h>
+#include <unistd.h>
 
 static const char *const intro =
     "nixl-fetch looks at, pulls and measures LoRA adapters that trainer ranks serve.\n"
@@ -87,10 +89,7 @@ static int dispatch(const command *found, int argc, char **argv)
     }
     int code = found->run(found, argc, words);
     free(words);
-    if (fflush(stdout) != 0 || ferror(stdout)) {
-        return code != 0 ? code : failure_exit_code(FANIN_ERR_IO);
-    }
-    return code;
+    return failure_of_output(code);
 }
 
 /* A world of ranks needs more descriptors than many shells allow at first. */
@@ -107,11 +106,25 @@ static int print_version(void)
 {
     printf("nixl-fetch %d.%d.%d (libfanin %s)\n", FANIN_VERSION_MAJOR,
            FANIN_VERSION_MINOR, FANIN_VERSION_PATCH, fanin_version());
-    return fflush(stdout) != 0 ? failure_exit_code(FANIN_ERR_IO) : 0;
+    return failure_of_output(0);
+}
+
+/* A closed descriptor must not become a socket that output is written to; what is opened in
+   its place refuses output. */
+static void occupy_standard_descriptors(void)
+{
+    for (int descriptor = open("/dev/null", O_RDONLY); descriptor >= 0;
+         descriptor = open("/dev/null", O_RDONLY)) {
+        if (descriptor > STDERR_FILENO) {
+            close(descriptor);
+            return;
+        }
+    }
 }
 
 int main(int argc, char **argv)
 {
+    occupy_standard_descriptors();
     setlocale(LC_CTYPE, "");
     raise_descriptor_limit();
     if (argc < 2) {
@@ -126,7 +139,7 @@ int main(int argc, char **argv)
     }
     if (help && argc == 2) {
         print_help(stdout);
-        return fflush(stdout) != 0 ? failure_exit_code(FANIN_ERR_IO) : 0;
+        return failure_of_output(0);
     }
     if (help) { /* help COMMAND is COMMAND --help */
         static char option[] = "--help";

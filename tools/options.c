@@ -4,13 +4,37 @@
 
 #include <ctype.h>
 #include <errno.h>
+#include <limits.h>
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <strings.h>
 
-enum { OPTION_HELP = 0x4800 };
+enum { OPTION_HELP = 0x4800, OPTION_FIRST = 0x5000 };
+
+static bool list_only;
+
+void options_list_only(void)
+{
+    list_only = true;
+}
+
+/* What numbers may be; commands may be stricter. */
+static const struct number_range {
+    const char *name;
+    long long low, high;
+} ranges[] = {
+    {"base-port", 0, 65535},      {"commits", 1, INT_MAX},
+    {"count", 1, LLONG_MAX},      {"first-step", 1, LLONG_MAX},
+    {"iterations", 1, INT_MAX},   {"lease-ms", 0, 3600000},
+    {"max-attempts", 1, INT_MAX}, {"min-step", 0, LLONG_MAX},
+    {"pause", 0, INT_MAX},        {"r", 1, 65536},
+    {"ready-fd", 0, INT_MAX},     {"repeat", 1, INT_MAX},
+    {"replicate", 1, 65536},      {"shard-dim", 0, FANIN_MAX_DIMS - 1},
+    {"step", 0, LLONG_MAX},       {"steps", 1, LLONG_MAX},
+    {"update-every", 0, INT_MAX}, {"world-size", 1, 65536},
+};
 
 void options_common(common_options *options, struct poptOption table[COMMON_OPTIONS])
 {
@@ -128,28 +152,104 @@ const char *options_nearest(const char *word, const char *const *names)
     return nearest;
 }
 
-static size_t long_names(const struct poptOption *table, const char **names,
-                         size_t used, size_t capacity)
+/* ------------------------------------------------------------- a command's table */
+
+/* A command's options in order, those of included tables too. */
+typedef struct flat_table {
+    struct poptOption *options[MAX_OPTIONS];
+    size_t count;
+} flat_table;
+
+static bool is_end(const struct poptOption *option)
 {
-    for (; table->longName != NULL || table->shortName != 0 || table->arg != NULL;
-         table++) {
-        if ((table->argInfo & POPT_ARG_MASK) == POPT_ARG_INCLUDE_TABLE) {
-            used = long_names(table->arg, names, used, capacity);
-        } else if (table->longName != NULL && used + 1 < capacity) {
-            names[used++] = table->longName;
-        }
-    }
-    return used;
+    return option->longName == NULL && option->shortName == '\0' && option->arg == NULL;
 }
 
-static int bad_option(const command *self, const struct poptOption *table,
-                      poptContext context, int code)
+static void flatten(struct poptOption *table, flat_table *flat)
+{
+    for (; !is_end(table); table++) {
+        if ((table->argInfo & POPT_ARG_MASK) == POPT_ARG_INCLUDE_TABLE) {
+            flatten(table->arg, flat);
+        } else if (flat->count < MAX_OPTIONS) {
+            flat->options[flat->count++] = table;
+        }
+    }
+}
+
+const char *options_given(const arguments *parsed, const char *const *names)
+{
+    flat_table flat = {.count = 0};
+    flatten(parsed->table, &flat);
+    for (; *names != NULL; names++) {
+        for (size_t i = 0; i < flat.count; i++) {
+            if ((parsed->given & UINT64_C(1) << i) != 0 &&
+                strcmp(flat.options[i]->longName, *names) == 0) {
+                return *names;
+            }
+        }
+    }
+    return NULL;
+}
+
+static void list_options(const flat_table *flat)
+{
+    for (size_t i = 0; i < flat->count; i++) {
+        const struct poptOption *o = flat->options[i];
+        printf("--%s\t%s\t%s\n", o->longName,
+               o->argDescrip != NULL ? o->argDescrip : "", o->descrip);
+    }
+}
+
+/* Stores the number for one of the command's options; false after a message. */
+static bool set_number(const command *self, const struct poptOption *option,
+                       const char *text)
+{
+    long long low = LLONG_MIN;
+    long long high = LLONG_MAX;
+    char *end;
+    for (size_t i = 0; i < sizeof(ranges) / sizeof(ranges[0]); i++) {
+        if (strcmp(ranges[i].name, option->longName) == 0) {
+            low = ranges[i].low;
+            high = ranges[i].high;
+        }
+    }
+    errno = 0;
+    bool digits = isdigit((unsigned char)text[0]) || text[0] == '-';
+    long long value = strtoll(text, &end, 10);
+    if (!digits || *end != '\0' || errno != 0 || value < low || value > high) {
+        if (high >= INT_MAX) {
+            failure_usage(self->name, "--%s '%s' is no whole number from %lld on",
+                          option->longName, text, low);
+        } else {
+            failure_usage(self->name, "--%s '%s' is no whole number from %lld to %lld",
+                          option->longName, text, low, high);
+        }
+        return false;
+    }
+    if ((option->argInfo & POPT_ARG_MASK) == POPT_ARG_INT) {
+        *(int *)option->arg = (int)value;
+    } else {
+        *(long long *)option->arg = value;
+    }
+    return true;
+}
+
+static bool is_number(const struct poptOption *option)
+{
+    unsigned kind = option->argInfo & POPT_ARG_MASK;
+    return kind == POPT_ARG_INT || kind == POPT_ARG_LONGLONG;
+}
+
+static int bad_option(const command *self, const flat_table *flat, poptContext context,
+                      int code)
 {
     const char *option = poptBadOption(context, POPT_BADOPTION_NOALIAS);
     if (code == POPT_ERROR_BADOPT && strncmp(option, "--", 2) == 0) {
-        const char *names[64];
+        const char *names[MAX_OPTIONS + 1] = {NULL};
         char word[64];
-        names[long_names(table, names, 0, 64)] = NULL;
+        for (size_t i = 0; i < flat->count; i++) {
+            names[i] = flat->options[i]->longName;
+        }
         snprintf(word, sizeof(word), "%s", option + 2);
         word[strcspn(word, "=")] = '\0';
         const char *nearest = options_nearest(word, names);
@@ -162,12 +262,15 @@ static int bad_option(const command *self, const struct poptOption *table,
     return failure_usage(self->name, "option '%s': %s", option, poptStrerror(code));
 }
 
-static void print_help(const command *self, poptContext context)
+static void print_help(const command *self, int argc, const char **argv,
+                       const struct poptOption *table)
 {
+    poptContext context = poptGetContext(NULL, argc, argv, table, 0);
     printf("%s\n\n%s\n\n", self->summary, self->help);
     fflush(stdout);
     poptSetOtherOptionHelp(context, self->arguments);
     poptPrintHelp(context, stdout, 0);
+    poptFreeContext(context);
 }
 
 /* --timeout, or the environment's; false after a message. */
@@ -191,40 +294,103 @@ static bool resolve_timeout(const command *self, common_options *common)
     return true;
 }
 
+/* All options on one level, each of which is told of by its index; popt stores flags and lists
+   only. */
+static void split_table(const flat_table *flat, struct poptOption *out)
+{
+    for (size_t i = 0; i < flat->count; i++) {
+        unsigned kind = flat->options[i]->argInfo & POPT_ARG_MASK;
+        out[i] = *flat->options[i];
+        if (is_number(&out[i]) || kind == POPT_ARG_STRING) {
+            out[i].argInfo = POPT_ARG_STRING;
+            out[i].arg = NULL;
+        }
+        if (out[i].val == 0) {
+            out[i].val = OPTION_FIRST + (int)i;
+        }
+    }
+    out[flat->count] = (struct poptOption)POPT_TABLEEND;
+}
+
+/* An option was read; false if its value is refused, after a message. */
+static bool take(const command *self, const struct poptOption *option,
+                 poptContext context)
+{
+    char *text = poptGetOptArg(context);
+    bool good = true;
+    if (is_number(option)) {
+        good = text != NULL && set_number(self, option, text);
+    } else if (text != NULL && text[0] == '\0') {
+        failure_usage(self->name, "--%s is empty", option->longName);
+        good = false;
+    } else if ((option->argInfo & POPT_ARG_MASK) == POPT_ARG_STRING) {
+        char **out = option->arg; /* the last one counts */
+        free(*out);
+        *out = text;
+        text = NULL;
+    }
+    free(text);
+    return good;
+}
+
+/* Reads the options; popt only splits words, so that each value is judged with its option's
+   name. 0, or the value of an option that ends the command, or popt's error. */
+static int read_options(const command *self, const flat_table *flat, arguments *parsed,
+                        bool *good_out)
+{
+    int code;
+    *good_out = true;
+    while ((code = poptGetNextOpt(parsed->context)) >= OPTION_FIRST) {
+        size_t index = (size_t)(code - OPTION_FIRST);
+        parsed->given |= UINT64_C(1) << index;
+        if (!take(self, flat->options[index], parsed->context)) {
+            *good_out = false;
+            return 0;
+        }
+    }
+    return code;
+}
+
 bool options_parse(const command *self, int argc, const char **argv,
                    struct poptOption *table, common_options *common, arguments *parsed,
                    int *status_out)
 {
-    int code;
+    flat_table flat = {.count = 0};
+    bool good;
     *parsed = (arguments){.table = table};
-    poptContext context = poptGetContext(NULL, argc, argv, table, 0);
-    parsed->context = context;
+    flatten(table, &flat);
+    if (list_only) {
+        list_options(&flat);
+        *status_out = 0;
+        return false;
+    }
+    split_table(&flat, parsed->split);
+    parsed->context = poptGetContext(NULL, argc, argv, parsed->split, 0);
     *status_out = EXIT_USAGE;
     for (int i = 1; i < argc; i++) { /* so that a wrong option is told as JSON too */
         if (strcmp(argv[i], "--json") == 0 || strcmp(argv[i], "-j") == 0) {
             failure_use_json(true);
         }
     }
-    while ((code = poptGetNextOpt(context)) >= 0) {
-        if (code == OPTION_HELP) {
-            print_help(self, context);
-            *status_out = 0;
-            return false;
-        }
+    int code = read_options(self, &flat, parsed, &good);
+    if (code == OPTION_HELP) {
+        print_help(self, argc, argv, table);
+        *status_out = 0;
+        return false;
     }
     if (code < -1) {
-        bad_option(self, table, context, code);
+        bad_option(self, &flat, parsed->context, code);
         return false;
     }
     failure_use_json(common->json != 0);
-    for (const char *word; (word = poptGetArg(context)) != NULL;) {
+    for (const char *word; good && (word = poptGetArg(parsed->context)) != NULL;) {
         if (parsed->count == MAX_POSITIONAL) {
             failure_usage(self->name, "too many arguments, from '%s' on", word);
             return false;
         }
         parsed->positional[parsed->count++] = word;
     }
-    return resolve_timeout(self, common);
+    return good && resolve_timeout(self, common);
 }
 
 static void free_strings(struct poptOption *table)

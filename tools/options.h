@@ -13,6 +13,7 @@ enum {
     COMMON_OPTIONS = 7, /**< entries of the tables, the end included */
     CONNECT_OPTIONS = 7,
     MAX_POSITIONAL = 8,
+    MAX_OPTIONS = 64, /**< of one command */
 };
 
 /** What every command takes. */
@@ -38,6 +39,8 @@ typedef struct arguments {
     int count;
     poptContext context; /**< owns the positional arguments */
     struct poptOption *table;
+    struct poptOption split[MAX_OPTIONS + 1]; /**< the same, as popt is to read it */
+    uint64_t given; /**< bit i: the table's option i is on the command line */
 } arguments;
 
 /** Fill @p table, to be included in the command's own table. */
@@ -45,8 +48,17 @@ void options_common(common_options *options, struct poptOption table[COMMON_OPTI
 void options_connect(connect_options *options,
                      struct poptOption table[CONNECT_OPTIONS]);
 
+/** The first of the options @p names (long ones, NULL at the end) that is on the command line,
+    NULL: none. */
+const char *options_given(const arguments *parsed, const char *const *names);
+
+/** From now on options_parse() prints the command's options instead: a line each, its long
+    name, what its value is called ("" if it has none) and its description, by tabs. */
+void options_list_only(void);
+
 /**
- * Parses; the value of --timeout or NIXL_FETCH_TIMEOUT goes to common->timeout_ms.
+ * Parses. Numbers must be whole and in their option's range, texts not empty. The value of
+ * --timeout or NIXL_FETCH_TIMEOUT goes to common->timeout_ms.
  * Returns false if the command is over: help was printed or usage was wrong; *status_out
  * is then the exit status. @p table and what it includes must live until options_free().
  */

@@ -46,7 +46,7 @@ void output_print(struct libscols_table *table)
 {
     scols_print_table(table);
     scols_unref_table(table);
-    fflush(stdout);
+    failure_flush_output();
 }
 
 static void dump(json_t *object, size_t flags)
@@ -56,7 +56,7 @@ static void dump(json_t *object, size_t flags)
     json_decref(object);
     json_dumpf(whole, stdout, flags | JSON_ENSURE_ASCII);
     fputc('\n', stdout);
-    fflush(stdout);
+    failure_flush_output();
     json_decref(whole);
 }
 

@@ -25,7 +25,8 @@ struct ranks {
     size_t board_size, extents_size;
     int signals, ready;
     bool stopped;
-    bool told; /**< of a rank's death; others often follow for the same reason */
+    int signal; /**< that asked to end, 0: none */
+    bool told;  /**< of a rank's death; others often follow for the same reason */
 };
 
 enum { STOP_MARGIN_MS = 3000 };
@@ -193,7 +194,10 @@ static bool wait_event(ranks *r, int timeout_ms)
     bool asked = false;
     poll(descriptors, 2, timeout_ms);
     while (read(r->signals, &info, sizeof(info)) == (ssize_t)sizeof(info)) {
-        asked |= info.ssi_signo != SIGCHLD;
+        if (info.ssi_signo != SIGCHLD) {
+            asked = true;
+            r->signal = (int)info.ssi_signo;
+        }
     }
     if (read(r->ready, &ready, sizeof(ready)) < 0) {
         ready = 0; /* nobody became ready; the slots say who is */
@@ -211,17 +215,17 @@ static bool all_ready(const ranks *r)
     return true;
 }
 
-static int interrupted(void)
+static int interrupted(const ranks *r)
 {
     failure_warn("interrupted");
-    return EXIT_INTERRUPTED;
+    return EXIT_SIGNAL + (r->signal != 0 ? r->signal : SIGINT);
 }
 
 /* Waits at most @p ms for something to happen. 0, or the exit status of an end. */
 static int look(ranks *r, int ms)
 {
     if (wait_event(r, ms) || atomic_load(&r->board->stop) != 0) {
-        return interrupted();
+        return interrupted(r);
     }
     return reap(r);
 }

@@ -46,6 +46,8 @@ typedef struct rank_options {
     bool keep_going;         /**< the others go on when a rank dies */
     bool extents; /**< tell the parent where shards lie, see ranks_extents() */
     bool verbose;
+    bool
+        readers_gone; /**< at the end all readers have closed: the ranks wait to see it */
     rank_publishing publishing;
     /** What the first rank of each device does between updates, from ranks_phase() on; it and
         the others update until the phases end, not before. */

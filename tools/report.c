@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "report.h"
 #include "output.h"
+#include "terminal.h"
 
 #include <stddef.h>
 #include <stdio.h>
@@ -112,9 +113,10 @@ static void print_paths(const fanin_result_info *info)
         one = one && same_path(json_array_get(ranks, i), json_array_get(ranks, 0));
     }
     if (one) {
-        printf("%-9s %s%s%s\n", "path", fanin_path_name(info->path),
-               info->path_reason != NULL && info->path_reason[0] != '\0' ? ": " : "",
-               info->path_reason != NULL ? info->path_reason : "");
+        terminal_print("%-9s %s%s%s", "path", fanin_path_name(info->path),
+                       info->path_reason != NULL && info->path_reason[0] != '\0' ? ": "
+                                                                                 : "",
+                       info->path_reason != NULL ? info->path_reason : "");
     }
     for (size_t i = 0; !one && i < count; i++) {
         const json_t *rank = json_array_get(ranks, i);
@@ -125,8 +127,8 @@ static void print_paths(const fanin_result_info *info)
         if (earlier == i) {
             printf("%-9s %s, ", i == 0 ? "path" : "", text_of(rank, "path"));
             print_group(ranks, rank);
-            printf("%s%s\n", text_of(rank, "reason")[0] != '\0' ? ": " : "",
-                   text_of(rank, "reason"));
+            terminal_print("%s%s", text_of(rank, "reason")[0] != '\0' ? ": " : "",
+                           text_of(rank, "reason"));
         }
     }
     json_decref(ranks);

@@ -10,6 +10,7 @@
 #include "session.h"
 #include "shard.h"
 
+#include <poll.h>
 #include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -412,6 +413,20 @@ static void install_handlers(rank_board *board)
     sigprocmask(SIG_UNBLOCK, &set, NULL);
 }
 
+/* A server that saw its readers leave knows that none of them maps its memory. */
+static void see_readers_off(const life *l)
+{
+    enum { PATIENCE = 1000 };
+    fanin_server_stats stats = {.struct_size = sizeof(stats)};
+    for (int ms = 0; ms < PATIENCE; ms++) {
+        if (fanin_server_get_stats(l->server, &stats) != FANIN_OK ||
+            stats.sessions == 0) {
+            return;
+        }
+        poll(NULL, 0, 1);
+    }
+}
+
 int serve_rank(const rank_options *options, rank_board *board, uint32_t rank,
                int ready_fd, rank_extent *extents)
 {
@@ -436,6 +451,9 @@ int serve_rank(const rank_options *options, rank_board *board, uint32_t rank,
         status = live(&l, ready_fd, &error);
     }
     if (l.server != NULL) {
+        if (options->readers_gone) {
+            see_readers_off(&l);
+        }
         l.slot->stats.struct_size = sizeof(l.slot->stats);
         l.slot->has_stats =
             fanin_server_get_stats(l.server, &l.slot->stats) == FANIN_OK;

@@ -2,7 +2,7 @@
 #include "session.h"
 #include "failure.h"
 #include "interrupt.h"
-#include "output.h"
+#include "terminal.h"
 
 #include <malloc.h>
 #include <stdio.h>
@@ -13,7 +13,7 @@ static void print_log(fanin_log_level level, const char *event, const char *mess
 {
     static const char *const names[] = {"", "error", "warning", "info", "debug"};
     const char *name = level >= 1 && level <= 4 ? names[level] : "log";
-    fprintf(stderr, "nixl-fetch: %s: %s: %s\n", name, event, message);
+    terminal_tell("nixl-fetch: %s: %s: %s", name, event, message);
 }
 
 static void log_all(void *cookie, fanin_log_level level, const char *event,
@@ -122,6 +122,11 @@ static int configure(session *s, const invocation *line, fanin_client_config *co
                 connect->path);
         }
     }
+    if (config->no_ucx &&
+        (config->path == FANIN_PATH_CMA || config->path == FANIN_PATH_RDMA)) {
+        return failure_usage(s->command->name, "--no-ucx excludes --path %s",
+                             connect->path);
+    }
     if (connect->world_id != NULL &&
         !target_world_id(connect->world_id, config->world_id)) {
         return failure_usage(s->command->name,
@@ -169,8 +174,9 @@ int session_open(session *s, const command *self, const invocation *line,
     fanin_client_config config;
     fanin_error error = FANIN_ERROR_INIT;
     *s = (session){.command = self};
-    if (world_size < 0 || world_size > TARGET_MAX_RANKS) {
-        return failure_usage(self->name, "--world-size is 1 to %d", TARGET_MAX_RANKS);
+    if (line->run != NULL && !options_run_valid(line->run)) {
+        return failure_usage(
+            self->name, "--run '%s' is not 1 to 64 of A-Z a-z 0-9 . _ -", line->run);
     }
     int code = configure(s, line, &config);
     if (code != 0) {

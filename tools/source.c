@@ -83,8 +83,9 @@ static int open_model(const command *self, const source_options *options,
     fanin_dtype dtype = options_dtype(options->dtype != NULL ? options->dtype
                                       : options->masters     ? "f32"
                                                              : "bf16");
-    if (options->r < 0 || dtype == 0) {
-        return failure_usage(self->name, "a bad --r or --dtype");
+    if (dtype == 0) {
+        return failure_usage(self->name, "--dtype '%s' is no element type",
+                             options->dtype);
     }
     if (model_expand(m, r, fused, dtype, &out->tensors, &error) != FANIN_OK) {
         int code = failure_report("cannot make the adapter", &error);

@@ -1,12 +1,12 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "world.h"
 #include "failure.h"
-#include "output.h"
+#include "target.h"
 
 #include <string.h>
 #include <sys/random.h>
 
-enum { DEFAULT_WORLD = 8, MAX_WORLD = 512, MAX_LEASE_MS = 3600000 };
+enum { DEFAULT_WORLD = 8, MAX_WORLD = 512 };
 
 void world_init(world_options *options)
 {
@@ -63,22 +63,19 @@ void world_table(world_options *options, bool size,
 
 static int check(const command *self, const world_options *o, const rank_options *out)
 {
-    if (o->world_size == 0 || out->world_size > MAX_WORLD) {
+    if (out->world_size > MAX_WORLD) {
         return failure_usage(self->name, "--world-size is 1 to %d", MAX_WORLD);
     }
-    if (o->base_port > 65535 || (uint64_t)out->base_port + out->world_size > 65536) {
+    if ((uint64_t)out->base_port + out->world_size > 65536) {
         return failure_usage(self->name,
                              "--base-port and the ranks above it end at 65535");
     }
-    if (out->replicate == 0 || out->world_size % out->replicate != 0) {
+    if (out->world_size % out->replicate != 0) {
         return failure_usage(self->name, "--replicate %d does not divide the %u ranks",
                              o->replicate, out->world_size);
     }
-    if (o->shard_dim >= FANIN_MAX_DIMS) {
-        return failure_usage(self->name, "--shard-dim is 0 to %d", FANIN_MAX_DIMS - 1);
-    }
-    if (o->lease_ms > MAX_LEASE_MS) {
-        return failure_usage(self->name, "--lease-ms is at most %d", MAX_LEASE_MS);
+    if (o->allow != NULL && !o->open) {
+        return failure_usage(self->name, "--allow needs --open");
     }
     if (o->open && (o->bind == NULL || o->allow == NULL)) {
         return failure_usage(self->name, "--open needs --bind and --allow");
@@ -107,8 +104,12 @@ int world_resolve(const command *self, const world_options *o, rank_options *out
         return code;
     }
     if (o->world_id != NULL) {
-        if (!output_parse_hex(o->world_id, out->world_id, sizeof(out->world_id))) {
-            return failure_usage(self->name, "--world-id is not 32 hexadecimal digits");
+        if (!target_world_id(o->world_id, out->world_id)) {
+            return failure_usage(
+                self->name,
+                "--world-id '%s' is not 32 hexadecimal digits, not all "
+                "zero",
+                o->world_id);
         }
         return 0;
     }

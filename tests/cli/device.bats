@@ -241,3 +241,11 @@ every_way()
     run -1 "$FANIN_SOURCE_DIR/tools/gpu-pack" "$FANIN_BUILD_DIR" empty
     has "something else"
 }
+
+@test "a benchmark's own ranks do not warn of its own mappings" {
+    for _ in 1 2 3; do
+        run -0 --separate-stderr "$NIXL_FETCH" bench --adapter-shape small --world-size 4 \
+            --device 0,1 --dest device:0 --iterations 2
+        [ -z "$stderr" ]
+    done
+}

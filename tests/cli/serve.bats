@@ -95,6 +95,75 @@ teardown()
     stop_ranks
 }
 
+@test "what a rank says steers no terminal" {
+    start_ranks --adapter-shape small --world-size 1
+    "$NIXL_FETCH" pull "$info" --out d
+    stop_ranks
+    printf '{"x": "\033[31mred\302\2331m\t", "r": 8, "lora_alpha": 16, "peft_type": "LORA"}' \
+        >d/adapter_config.json
+    start_ranks --adapter d --world-size 1 --name "$(printf 'job\033[31m')"
+    for command in list "list --run 0" ping doctor "pull --out e"; do
+        # shellcheck disable=SC2086
+        "$NIXL_FETCH" $command "$info" -v >out 2>&1 || true
+        [ -s out ]
+        ! grep -q "$(printf '\033\|\302\233')" out
+    done
+    run -0 "$NIXL_FETCH" list "$info"
+    has '\x1b[31mred\xc2\x9b1m\x09'
+    stop_ranks
+}
+
+@test "a pull ends by SIGTERM with 143, a doctor by Ctrl-C with 130, and says why" {
+    start_ranks --adapter-shape small --world-size 1
+    "$NIXL_FETCH" pull "$info" --out d --step 9 --timeout 60s 3>&- 2>err &
+    pid=$!
+    timeout 30 sh -c 'until [ -e .d.fanin-lock ]; do sleep 0.02; done'
+    kill -TERM "$pid"
+    status=0
+    wait "$pid" || status=$?
+    [ "$status" -eq 143 ]
+    # Nobody answers at a rank that is stopped.
+    kill -STOP "$(rank_pid 0)"
+    "$FANIN_TEST_PYTHON" - "$NIXL_FETCH" "$info" <<'END'
+import signal, subprocess, sys, time
+child = subprocess.Popen([sys.argv[1], "doctor", sys.argv[2], "--timeout", "60s", "--no-unix"],
+                         stderr=subprocess.PIPE, text=True)
+status = f"/proc/{child.pid}/status"
+def catches():
+    lines = open(status).read().splitlines()
+    return int(next(l for l in lines if l.startswith("SigCgt")).split()[1], 16) & 1 << signal.SIGINT - 1
+while not catches():
+    time.sleep(0.01)
+child.send_signal(signal.SIGINT)
+_, told = child.communicate(timeout=30)
+assert child.returncode == 130, child.returncode
+assert "interrupted" in told, told
+END
+    kill -CONT "$(rank_pid 0)"
+    stop_ranks
+}
+
+@test "a serve that is stopped before it is ready ends by that signal" {
+    "$NIXL_FETCH" serve --adapter-shape large --world-size 2 3>&- >out 2>err &
+    ranks_pid=$!
+    timeout 30 sh -c "until pgrep -P $ranks_pid >/dev/null; do sleep 0.01; done"
+    kill -TERM "$ranks_pid"
+    status=0
+    wait "$ranks_pid" || status=$?
+    [ "$status" -eq 143 ] || { [ "$status" -eq 0 ] && grep -q ready: out; }
+    ranks_pid=
+}
+
+@test "a ready line that cannot be written ends serve with a message" {
+    [ -c /dev/full ] || skip "no /dev/full"
+    "$NIXL_FETCH" serve --adapter-shape small --world-size 1 >/dev/full 2>err && return 1 ||
+        [ $? -eq 15 ]
+    grep -q "cannot write the output: No space left on device" err
+    "$NIXL_FETCH" serve --adapter-shape small --world-size 1 --ready-fd 5 5>/dev/full 2>err &&
+        return 1 || [ $? -eq 15 ]
+    grep -q -- "--ready-fd 5: No space left on device" err
+}
+
 @test "SIGINT and SIGTERM end all ranks with exit status 0" {
     for signal in INT TERM; do
         start_ranks --adapter-shape small --world-size 3 --update-every 10

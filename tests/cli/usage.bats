@@ -42,13 +42,11 @@ commands=(list show ping doctor pull verify watch serve bench)
 
 @test "every option is in the manual page and in the completion" {
     source=$FANIN_SOURCE_DIR/tools
-    # shellcheck source=/dev/null
-    source "$source/completions/nixl-fetch.bash"
     for command in "${commands[@]}"; do
         "$NIXL_FETCH" "$command" --help | grep -oE '^ +(-[a-z], )?--[a-z0-9-]+' |
             grep -oE -- '--.*' | sort -u >in-help
         [ -s in-help ]
-        _nixl_fetch_options "$command" | tr ' ' '\n' | sort -u >in-completion
+        "$NIXL_FETCH" __complete options "$command" | cut -f 1 | sort -u >in-completion
         diff in-help in-completion
         while read -r option; do
             grep -qF -- "*$option*" "$source/nixl-fetch.1.scd" || {
@@ -57,6 +55,46 @@ commands=(list show ping doctor pull verify watch serve bench)
             }
         done <in-help
     done
+}
+
+@test "every option of every command refuses what makes no sense, and is named" {
+    "$FANIN_TEST_PYTHON" - "$NIXL_FETCH" "${commands[@]}" <<'END'
+import subprocess
+import sys
+
+tool, *commands = sys.argv[1:]
+least_one = set("""--world-size --count --max-attempts --steps --first-step --r --iterations
+    --repeat --commits --replicate""".split())
+numbers = {"N", "MS", "PORT", "K", "FD"}
+seen = set()
+
+
+def refused(command, option, value):
+    done = subprocess.run([tool, command, f"{option}={value}"], capture_output=True, text=True,
+                          timeout=20)
+    good = done.returncode == 2 and not done.stdout and option in done.stderr
+    if not good or not done.stderr.startswith(f"nixl-fetch: {command}: "):
+        sys.exit(f"{command} {option}={value}: {done}")
+
+
+for command in commands:
+    listed = subprocess.run([tool, "__complete", "options", command], capture_output=True,
+                            text=True, check=True).stdout
+    for option, value, _ in (line.split("\t") for line in listed.splitlines()):
+        if not value:
+            continue
+        refused(command, option, "")
+        if value not in numbers and (option, value) not in {
+            ("--r", "R"), ("--shard-dim", "D"), ("--first-step", "S")
+        }:
+            continue
+        refused(command, option, "-1")
+        if option not in seen:
+            for bad in ["x", "1.5", "9" * 20] + ["0"] * (option in least_one):
+                refused(command, option, bad)
+        seen.add(option)
+assert least_one < seen, least_one - seen
+END
 }
 
 @test "typos get a suggestion" {
@@ -79,6 +117,7 @@ commands=(list show ping doctor pull verify watch serve bench)
         "pull h:1 --out d --step -3"
         "pull h:1 --out d --step x"
         "pull h:1 --out d --path teleport"
+        "pull h:1 --out d --path rdma --no-ucx"
         "pull h:1 --out d --run a/b"
         "pull h:1 --out d --timeout 5parsecs"
         "pull h:1 --out d --timeout 0"
@@ -92,6 +131,18 @@ commands=(list show ping doctor pull verify watch serve bench)
         "pull h:1 --world-size -1 --out d"
         "verify h:1"
         "watch h:1 --count -1"
+        "watch h:1 --count 0"
+        "list h:1 --run a/b"
+        "ping h:1 --run a/b"
+        "show h:1 lora:0:x --run 1"
+        "pull h:1 --out d --max-attempts 0"
+        "doctor h:1 --timeout 0"
+        "serve --adapter-shape small --allow 10.0.0.0/8"
+        "serve --adapter-shape small --world-id 00000000000000000000000000000000"
+        "bench h:1 --lease-ms 5"
+        "bench h:1 --cast bf16"
+        "bench --commits 5"
+        "bench --update-every 5"
         "serve"
         "serve word"
         "serve --model gpt"
@@ -123,6 +174,25 @@ commands=(list show ping doctor pull verify watch serve bench)
         [ -z "$output" ]
         [[ $stderr == nixl-fetch:\ *:\ *:\ * ]]
         [ "$(wc -l <<<"$stderr")" -eq 1 ]
+    done
+}
+
+@test "a tree that is not there is not looked at" {
+    for option in --sysfs --procfs --dev; do
+        run -11 "$NIXL_FETCH" doctor $option ./nowhere
+        has "$option ./nowhere: No such file or directory"
+    done
+}
+
+@test "output that cannot be written is a failure with a message" {
+    [ -c /dev/full ] || skip "no /dev/full"
+    for line in --version --help "pull --help" "doctor" "doctor --json"; do
+        # shellcheck disable=SC2086
+        "$NIXL_FETCH" $line >/dev/full 2>err && return 1 || [ $? -eq 15 ]
+        grep -q "^nixl-fetch: cannot write the output: No space left on device: " err
+        # shellcheck disable=SC2086
+        "$NIXL_FETCH" $line >&- 2>err && return 1 || [ $? -eq 15 ]
+        grep -q "^nixl-fetch: cannot write the output: Bad file descriptor: " err
     done
 }
 

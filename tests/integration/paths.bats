@@ -30,11 +30,14 @@ reasons()
     done
 }
 
-# cma_refused TEXT: --path cma ends with "unsupported", the reason and a remedy.
+# cma_refused TEXT [here]: --path cma ends with "unsupported" or, where it is this host that
+# cannot, "transport", the reason and a remedy.
 cma_refused()
 {
-    run -14 --separate-stderr "$NIXL_FETCH" pull "${target:-$info}" --out refused --path cma --json
-    [ "$(field error status)" = FANIN_ERR_UNSUPPORTED ]
+    local code=14 name=FANIN_ERR_UNSUPPORTED
+    [ -z "${2-}" ] || code=15 name=FANIN_ERR_TRANSPORT
+    run "-$code" --separate-stderr "$NIXL_FETCH" pull "${target:-$info}" --out refused --path cma --json
+    [ "$(field error status)" = "$name" ]
     [ "$(field error rank)" = 0 ]
     [[ $(field error address) == 127.0.0.1:* ]]
     [[ $(field error message) == *"path cma"*"$1"* ]]
@@ -82,7 +85,7 @@ cma_refused()
     proven auto --shape small
     run -0 "$NIXL_FETCH" pull "$info" --out text
     grep -q "^path  *stream: .*UCX $old_version" <<<"$output"
-    cma_refused "it is UCX $old_version, and 1.16"
+    cma_refused "it is UCX $old_version, and 1.16" here
     stop_ranks
 }
 
@@ -94,7 +97,7 @@ cma_refused()
         pulled auto stream
         reasons "$reason"
         rm -r auto
-        cma_refused "$reason"
+        cma_refused "$reason" here
     done <<END
 |FANIN_UCX_LIBRARY is empty
 /nonexistent/libucp.so.0|/nonexistent/libucp.so.0: cannot open

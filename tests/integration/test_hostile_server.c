@@ -110,7 +110,7 @@ static const lie lies[] = {
 
 static world honest; /* for afterwards */
 
-static fanin_client *make_client(void)
+static fanin_client *make_client(fanin_path path)
 {
     fanin_error error = FANIN_ERROR_INIT;
     fanin_client_config config;
@@ -120,6 +120,7 @@ static fanin_client *make_client(void)
     config.max_catalog = CATALOG_MAX;
     config.no_unix = true;
     config.no_ucx = true;
+    config.path = path;
     fanin_client *client = NULL;
     assert_ok(fanin_client_create(&config, &client, &error), error);
     return client;
@@ -203,7 +204,7 @@ static void test_lie(void **state)
     const lie *l = *state;
     fake_server f;
     fanin_error error = FANIN_ERROR_INIT;
-    fanin_client *client = make_client();
+    fanin_client *client = make_client(FANIN_PATH_AUTO);
     fake_server_start(&f, l->mischief);
     long before_kib = peak_kib();
     uint64_t started = clock_ns();
@@ -232,7 +233,7 @@ static void believe(mischief mischief)
 {
     fake_server f;
     fanin_error error = FANIN_ERROR_INIT;
-    fanin_client *client = make_client();
+    fanin_client *client = make_client(FANIN_PATH_AUTO);
     fake_server_start(&f, mischief);
     assert_ok(pull_from(&f, client, 20000, &error), error);
     fanin_client_destroy(&client);
@@ -273,15 +274,33 @@ static int stop_honest(void **state)
     return 0;
 }
 
+/* What has gone is not told as a path that is not possible. */
+static void test_gone(void **state)
+{
+    (void)state;
+    static const fanin_path paths[] = {FANIN_PATH_AUTO, FANIN_PATH_CUDA_IPC};
+    for (size_t i = 0; i < 2; i++) {
+        fake_server f;
+        fanin_error error = FANIN_ERROR_INIT;
+        fanin_client *client = make_client(paths[i]);
+        fake_server_start(&f, REGIONS_GONE);
+        assert_int_equal(pull_from(&f, client, PULL_MS, &error), FANIN_ERR_NOT_FOUND);
+        assert_null(strstr(error.message, "not possible"));
+        fanin_client_destroy(&client);
+        fake_server_stop(&f);
+    }
+}
+
 int main(int argc, char **argv)
 {
-    struct CMUnitTest tests[N_LIES + 3] = {
+    struct CMUnitTest tests[N_LIES + 4] = {
         cmocka_unit_test(test_honest),
         cmocka_unit_test(test_byte_by_byte),
         cmocka_unit_test(test_small_pages),
+        cmocka_unit_test(test_gone),
     };
     for (size_t i = 0; i < N_LIES; i++)
-        tests[i + 3] =
+        tests[i + 4] =
             (struct CMUnitTest){.name = lies[i].name,
                                 .test_func = test_lie,
                                 .initial_state = (void *)(uintptr_t)&lies[i]};

@@ -2,6 +2,7 @@
 #include "fake_server.h"
 
 #include "catalog.h"
+#include "host_id.h"
 #include "messages.h"
 #include "pack.h"
 #include "testing.h"
@@ -108,9 +109,11 @@ static bool greet(const fake_server *f, fake_connection *c, uint64_t request)
                       .rank = is(f, HELLO_RANK) ? 5 : 0,
                       .world_size = is(f, HELLO_WORLD_SIZE) ? 65536 : 1,
                       .server_name = "lora_param_server_0",
-                      .paths = 1u << WIRE_PATH_STREAM,
+                      .paths = 1u << WIRE_PATH_STREAM |
+                               (is(f, REGIONS_GONE) ? 1u << WIRE_PATH_CUDA_IPC : 0),
                       .lease_ms = 1000};
     memset(m.world_id, is(f, HELLO_NO_WORLD) ? 0 : 0x66, sizeof(m.world_id));
+    host_id(m.host_id);
     memset(m.incarnation, 0x67, sizeof(m.incarnation));
     memset(m.session, 0x68, sizeof(m.session));
     encode_hello_ok(&b, request, &m);
@@ -430,6 +433,8 @@ static bool on_frame(const fake_server *f, fake_connection *c, const frame *h, b
         return on_hello(f, c, h->request, in);
     case MSG_WAIT:
         return on_wait(f, c, h->request, in);
+    case MSG_REGIONS:
+        return is(f, REGIONS_GONE) && put_error(f, c, h->request, FANIN_ERR_NOT_FOUND);
     case MSG_KEYS:
     case MSG_BOXES:
         return on_blob(f, c, h, in);

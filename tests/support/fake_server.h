@@ -74,6 +74,7 @@ typedef enum mischief {
     /* instead of a lease, bytes and a confirmation */
     BEGIN_REFUSED, /**< for ever */
     BEGIN_GARBAGE,
+    REGIONS_GONE, /**< offers cuda_ipc, and has lost the publication when asked for regions */
     BEGIN_CLOSE,
     DATA_GARBAGE,
     DATA_SILENT,

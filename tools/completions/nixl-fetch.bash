@@ -1,32 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 # bash completion of nixl-fetch. Runs and keys are asked of the ranks, briefly.
 
-_nixl_fetch_common='--timeout --json --quiet --verbose --no-color --help'
-_nixl_fetch_client="--run --world-size --path --no-unix --no-ucx --server-name --expect-world-id $_nixl_fetch_common"
-_nixl_fetch_source='--model --r --fused --adapter-shape --dtype --adapter'
-_nixl_fetch_world='--base-port --replicate --shard-dim --lease-ms --bind --allow --open --trusted-network --name --world-id'
-
-_nixl_fetch_publish='--device --snapshot --cast --no-stream-commit'
-
-_nixl_fetch_options()
+# Options without a value.
+_nixl_fetch_flags()
 {
-    case $1 in
-    list | show | ping) echo "$_nixl_fetch_client" ;;
-    doctor) echo "--sysfs --procfs --dev $_nixl_fetch_client" ;;
-    pull) echo "--out --step --min-step --check-pattern --max-attempts --dtype --spare-file $_nixl_fetch_client" ;;
-    verify) echo "--dir $_nixl_fetch_client" ;;
-    watch) echo "--count $_nixl_fetch_client" ;;
-    serve) echo "--run --update-every --steps --first-step --uncoupled --keep-going --info" \
-        "--ready-fd --wait-commit --world-size --no-ucx $_nixl_fetch_publish $_nixl_fetch_source $_nixl_fetch_world $_nixl_fetch_common" ;;
-    bench) echo "--dest --iterations --cold --repeat --check-pattern --pull-dtype --spare-file --pause" \
-        "--commits --trainer-load --update-every $_nixl_fetch_publish $_nixl_fetch_source $_nixl_fetch_world $_nixl_fetch_client" ;;
-    esac
+    _nixl_fetch_ask options "$1" | awk -F '\t' '$2 == "" { printf "%s ", $1 }'
 }
 
 # The words of the command line that matter to others: sets command, target, size.
 _nixl_fetch_scan()
 {
-    local i word
+    local i word flags='--help --version'
     command='' target='' size=''
     for ((i = 1; i < COMP_CWORD_; i++)); do
         word=${words_[i]}
@@ -35,15 +19,13 @@ _nixl_fetch_scan()
         --world-size=*) size=${word#*=} ;;
         esac
         case $word in
-        --*=*) ;;
-        --json | --quiet | --verbose | --no-color | --help | --no-unix | --no-ucx | --fused | \
-            --open | --trusted-network | --uncoupled | --keep-going | --cold | --check-pattern | \
-            --spare-file | --snapshot | --no-stream-commit | --wait-commit) ;;
-        -[jqvh]) ;;
-        -*) ((i++)) ;;
+        -*)
+            [[ $word == *=* || " $flags " == *" $word "* ]] || ((i++))
+            ;;
         *)
             if [ -z "$command" ]; then
                 command=$word
+                flags="-j -q -v -h $(_nixl_fetch_flags "$command")"
             elif [ -z "$target" ]; then
                 target=$word
             fi
@@ -94,7 +76,7 @@ _nixl_fetch()
         --world-id | --iterations | -i | -d) ;;
     *)
         if [[ $cur == -* ]]; then
-            mapfile -t COMPREPLY < <(compgen -W "$(_nixl_fetch_options "$command")" -- "$cur")
+            mapfile -t COMPREPLY < <(compgen -W "$(_nixl_fetch_ask options "$command" | cut -f 1)" -- "$cur")
         elif [ "$command" = show ] && { [ -n "$target" ] || [ -n "${NIXL_FETCH_SERVERS-}${FANIN_TRAINER-}" ]; }; then
             mapfile -t COMPREPLY < <(_nixl_fetch_ask keys "$cur" "$target" "$size")
             ! declare -F __ltrim_colon_completions >/dev/null || __ltrim_colon_completions "$cur"
