@@ -10,9 +10,14 @@
  *   B  begin_update returns within LEASE ticks of its call, whatever readers do; nobody deadlocks
  *   C  when the trainer has come to rest on a step, a reader restarts at most three times (one stale end,
  *      one catalog that moved on each rank) and then succeeds
+ *   D  a pull that begins when all ranks have restarted is not refused for being of different worlds
  *
  * Time is discrete. A tick shortens every lease and lengthens every drain; a begin_update that may return does so before
  * the next tick. Everything else takes any time at all.
+ *
+ * A reader learns of a restart only by what a client has: what a rank said when it was connected to, and whether a
+ * request on that connection is answered. A rank that dies ends its connections; of some that end is never heard, and
+ * only silence tells.
  *
  * Switches (scenarios):  CRASH       a rank may die at any moment, once each, and comes back with a new incarnation
  *                        SAME_WORLD  ... under the old world id (default: another)
@@ -64,6 +69,7 @@ Rank rank[2];
 byte arrived[2 * (STEPS + 1)];      /* the collective, per life and step */
 byte at_rest;                       /* trainers that have made their last commit */
 bool crashed[2], die[2];
+bool unheard[2];                    /* nobody hears the end of the first life's connections */
 
 #if HOLDERS == 1
 #define LEASED(r) (rank[r].lease[0] > 0)
@@ -326,6 +332,8 @@ end_idle:
 proctype Fate()
 {
     do
+    :: atomic { !crashed[0] -> crashed[0] = true; die[0] = true; unheard[0] = true }
+    :: atomic { !crashed[1] -> crashed[1] = true; die[1] = true; unheard[1] = true }
     :: atomic { !crashed[0] -> crashed[0] = true; die[0] = true }
     :: atomic { !crashed[1] -> crashed[1] = true; die[1] = true }
     :: break
@@ -364,17 +372,29 @@ proctype Fate()
 #endif
 #endif
 
-inline connect(r)                   /* new connection, catalog and addresses, if the old ones are dead */
+inline connect(r)                   /* what a rank says now is believed as long as the connection seems to stand */
 {
     atomic {
         if
-        :: rank[r].incarnation != session[r] || !known[r] ->
+        :: !up[r] ->
             session[r] = rank[r].incarnation;
             world[r] = rank[r].world;
-            known[r] = false
+            known[r] = false;
+            up[r] = true
         :: else
         fi
     }
+}
+
+inline ask(r)                       /* whether it still lives */
+{
+    if
+    :: rank[r].incarnation == session[r]                /* it answers */
+    :: atomic { rank[r].incarnation != session[r] && !unheard[r] -> up[r] = false }
+#ifndef NO_ASK_DEADLINE             /* rule: the answer is waited for a limited time only */
+    :: atomic { rank[r].incarnation != session[r] && unheard[r] -> up[r] = false }
+#endif
+    fi
 }
 
 inline read_catalog(r)
@@ -391,7 +411,7 @@ inline wait(r)                      /* holds no lease: until the rank announces 
 {
     if
     :: atomic { rank[r].state == stable && rank[r].step >= want -> seen[r] = rank[r].step }
-    :: rank[r].incarnation != session[r] -> goto reconnect
+    :: atomic { rank[r].incarnation != session[r] -> up[r] = false; goto reconnect }   /* no answer */
 #ifdef CRASH
     :: crashed[0] || crashed[1] -> goto give_up         /* the pull's deadline: ranks that never agree again */
 #endif
@@ -407,7 +427,8 @@ inline begin(r)
             token[r] = rank[r].epoch
         :: else ->
             if
-            :: rank[r].catalog != catalog[r] -> known[r] = false
+            :: !ALIVE(r) -> up[r] = false
+            :: ALIVE(r) && rank[r].catalog != catalog[r] -> known[r] = false
             :: else
             fi;
             goto release
@@ -443,14 +464,21 @@ inline end(r)
             :: ALIVE(r) -> rank[r].lease[me] = 0
             :: else
             fi
-        :: else -> goto release
+        :: else ->
+            if
+            :: !ALIVE(r) -> up[r] = false
+            :: else
+            fi;
+            goto release
         fi
     }
 }
 
 proctype Reader(byte me)
 {
+    bool up[2];                     /* the connection is thought to stand */
     bool known[2];                  /* the cached catalog is thought to be good */
+    bool whole;                     /* the pull began when both ranks had restarted */
     byte session[2], world[2], catalog[2], layout[2], seen[2], token[2];
     byte got[4];
     byte todo, want, late;
@@ -458,6 +486,8 @@ proctype Reader(byte me)
     bool connected;
 #endif
 
+pull:
+    whole = (rank[0].world == 2 && rank[1].world == 2);
 reconnect:
     connect(0);
     connect(1);
@@ -468,14 +498,19 @@ reconnect:
     :: world[0] != world[1] && connected
 #endif
     :: else ->
-#ifdef CRASH
-        if                          /* until the other rank has been restarted too, or the deadline */
-        :: rank[0].incarnation != session[0] || rank[1].incarnation != session[1] -> goto reconnect
+#ifndef BAD_WORLD_BELIEVED          /* rule: ranks that differ are asked whether they live before anybody is refused */
+        ask(0);
+        ask(1);
+        if
+        :: !up[0] || !up[1] -> goto reconnect
+        :: else
+        fi;
+#endif
+        assert(!whole);                                                         /* D */
+        if                          /* until the other rank has been restarted too, or never again */
+        :: goto pull
         :: goto give_up
         fi
-#else
-        assert(false)
-#endif
     fi;
 #endif
 #ifdef BAD_WORLD_ONCE
