@@ -2,13 +2,19 @@
 #include "agree.h"
 
 #include "error_set.h"
-#include <stdarg.h>
+#include "standing.h"
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
 /* Ranks commit at about the same time; replicas that lag more than this are done without. */
 #define GRACE_MS 50
+/* How long ranks may take to say where they are, and after how long they are asked again if that
+   did not tell whether they can do without one that is gone. */
+#define ANSWER_MS 500
+#define AGAIN_MS 1000
+/* Kept of the pull's time, if it is that long, for finding out who is behind. */
+#define LOOK_MS 100
 
 typedef struct asker {
     struct agreement *agreement;
@@ -23,14 +29,20 @@ typedef struct agreement {
     fanin_client *client;
     publication *publication;
     const fanin_pull_options *options;
+    const agree_need *need; /* NULL: nobody says what is needed */
     deadline at;
     announcement *announced;
     bool *use;
     asker *askers;
-    uint64_t target; /* least step that is asked for now */
+    standing
+        *standings;  /* asked for when ranks are lost, and when time is nearly over */
+    bool time_is_up; /* a rank has said so */
+    uint64_t target; /* the furthest step that a rank announces which is there */
     deadline grace;  /* when a sufficient set is enough; UINT64_MAX: not yet running */
     size_t changes;  /* replies so far: an insufficient set is judged once */
     size_t judged;
+    size_t gone;   /* ranks that are not there */
+    deadline look; /* when to judge whether the others can do without them */
 } agreement;
 
 static void on_announced(void *cookie, connection *c, message_type type, body *b)
@@ -64,20 +76,33 @@ static void on_announced(void *cookie, connection *c, message_type type, body *b
     a->refused = a->lost ? FANIN_OK : status;
 }
 
+/* The least step that does now. */
+static uint64_t wanted(const agreement *g)
+{
+    uint64_t asked = g->options->rule == FANIN_STEP_NEWEST ? 0 : g->options->step;
+    bool exact = g->options->rule == FANIN_STEP_EXACT;
+    return exact || asked > g->target ? asked : g->target;
+}
+
+/* A rank's "not yet" should come before this side gives up, with time to look around. */
+static uint32_t time_for_rank(const agreement *g)
+{
+    uint64_t left = deadline_left_ns(g->at) / 1000000, rest = left / 20;
+    if (rest < LOOK_MS)
+        rest = left / 4 < LOOK_MS ? left / 4 : LOOK_MS;
+    return left > 3600000 ? 3600000 : (uint32_t)(left - rest);
+}
+
 static void ask(asker *a)
 {
     agreement *g = a->agreement;
     connection *c = g->client->peers[a->peer].control;
-    msg_wait m = {.rule = g->options->rule, .step = g->options->step};
-    if (g->options->rule != FANIN_STEP_EXACT && g->target > 0) {
+    msg_wait m = {.rule = g->options->rule, .step = wanted(g)};
+    if (g->options->rule != FANIN_STEP_EXACT && g->target > 0)
         m.rule = FANIN_STEP_AT_LEAST;
-        m.step = g->target;
-    }
     snprintf(m.publication, sizeof(m.publication), "%s", g->publication->name);
-    /* The rank's "not yet, I am at step 7" should come before this side gives up. */
-    uint64_t left_ms = deadline_left_ns(g->at) / 1000000;
-    m.timeout_ms = left_ms > 3600000 ? 3600000 : (uint32_t)(left_ms - left_ms / 20);
-    a->least = m.rule == FANIN_STEP_NEWEST ? 0 : m.step;
+    m.timeout_ms = time_for_rank(g);
+    a->least = m.step;
     uint64_t request = connection_next_request(c);
     encode_wait(connection_out(c), request, &m);
     a->waiting = true;
@@ -85,25 +110,33 @@ static void ask(asker *a)
     connection_ask(c, request, on_announced, a);
 }
 
-/* Asks whoever has nothing, or less than the furthest rank, to announce (again). */
+/* Asks whoever has nothing, or less than the furthest rank, to announce (again), and whoever was
+   asked for the step of a rank that is gone by now. */
 static void ask_those_behind(agreement *g)
 {
     for (size_t i = 0; i < g->client->n_peers; i++) {
         asker *a = &g->askers[i];
-        if (a->waiting || a->lost || a->refused || !peer_ready(&g->client->peers[i]))
+        if (a->lost || a->refused || !peer_ready(&g->client->peers[i]) ||
+            (a->waiting && a->least <= wanted(g)))
             continue;
         if (g->announced[i].valid && g->announced[i].step >= g->target)
             continue;
+        if (a->waiting)
+            connection_forget(g->client->peers[i].control, a);
         g->announced[i].valid = false;
         ask(a);
     }
 }
 
+/* What a rank has announced ends with it. */
 static void find_target(agreement *g)
 {
+    g->target = 0;
     for (size_t i = 0; i < g->client->n_peers; i++) {
-        if (g->announced[i].valid && g->announced[i].step > g->target)
-            g->target = g->announced[i].step;
+        announcement *n = &g->announced[i];
+        n->valid = n->valid && peer_ready(&g->client->peers[i]);
+        if (n->valid && n->step > g->target)
+            g->target = n->step;
     }
 }
 
@@ -210,6 +243,73 @@ static fanin_status decide_without(agreement *g, const asker *paused, size_t mar
     return FANIN_ERR_PAUSED;
 }
 
+static size_t count_gone(const agreement *g)
+{
+    size_t n = 0;
+    for (size_t i = 0; i < g->client->n_peers; i++)
+        n += !peer_ready(&g->client->peers[i]);
+    return n;
+}
+
+/* The tables that the ranks which are there have now; false: some have none yet. */
+static bool take_catalogs(const agreement *g, announcement *now, bool *use)
+{
+    for (size_t i = 0; i < g->client->n_peers; i++) {
+        const standing *s = &g->standings[i];
+        use[i] = peer_ready(&g->client->peers[i]);
+        if (use[i] && s->version == 0)
+            return false;
+        now[i] =
+            (announcement){.valid = use[i], .step = s->step, .version = s->version};
+        memcpy(now[i].keys.bytes, s->keys, sizeof(s->keys));
+    }
+    return true;
+}
+
+/* Ranks are gone and the others wait for a step: an error if they would wait in vain, because
+   nobody else holds what the ranks held. By the catalogs of now; *known false: not all have one. */
+static fanin_status do_without(agreement *g, bool *known, fanin_error *error)
+{
+    fanin_client *client = g->client;
+    fanin_error why = FANIN_ERROR_INIT;
+    announcement *now = calloc(client->n_peers, sizeof(*now));
+    bool *use = calloc(client->n_peers, sizeof(*use));
+    bool vain = false;
+    fanin_status status =
+        now && use ? standing_ask(client, g->publication->name,
+                                  deadline_sooner(g->at, deadline_in_ms(ANSWER_MS)),
+                                  g->standings, &why)
+                   : error_set_memory(&why);
+    *known = status == FANIN_OK && take_catalogs(g, now, use);
+    if (*known)
+        status = tables_sync(client, g->publication, now, use, g->at, &why);
+    *known = *known && status == FANIN_OK;
+    if (*known)
+        status = g->need->without(g->need->cookie, use, &vain, &why);
+    free(now);
+    free(use);
+    if (!vain && status != FANIN_ERR_CANCELLED && status != FANIN_ERR_MEMORY)
+        return FANIN_OK;
+    error_copy(error, &why);
+    return status;
+}
+
+static fanin_status look_for_gone(agreement *g, fanin_error *error)
+{
+    size_t gone = count_gone(g);
+    if (!g->need || gone == 0)
+        return FANIN_OK;
+    if (gone != g->gone)
+        g->look = deadline_in_ms(GRACE_MS);
+    g->gone = gone;
+    if (!deadline_passed(g->look))
+        return FANIN_OK;
+    bool known;
+    fanin_status status = do_without(g, &known, error);
+    g->look = known ? UINT64_MAX : deadline_in_ms(AGAIN_MS);
+    return status;
+}
+
 /* FANIN_OK and *agreed: the marked ranks are the ones to read. */
 static fanin_status decide(agreement *g, bool *agreed, fanin_error *error)
 {
@@ -225,8 +325,12 @@ static fanin_status decide(agreement *g, bool *agreed, fanin_error *error)
     const asker *paused = find_paused(g);
     if (paused)
         return decide_without(g, paused, marked, agreed, error);
-    if (*agreed || marked == 0)
+    if (*agreed)
         return FANIN_OK;
+    if (!nobody_waits(g))
+        status = look_for_gone(g, error);
+    if (status != FANIN_OK || marked == 0)
+        return status;
     if (nobody_waits(g)) {
         /* The others are down: the plan proves or disproves that these suffice. */
         bool behind = false;
@@ -243,49 +347,59 @@ static fanin_status decide(agreement *g, bool *agreed, fanin_error *error)
     return judge(g, agreed, error);
 }
 
-static void append(char *text, size_t size, const char *format, ...)
+/* A rank's time is up, so the pull's is nearly: there is just enough to ask where all are. */
+static fanin_status look_around(agreement *g, fanin_error *error)
 {
-    size_t used = strlen(text);
-    va_list arguments;
-    va_start(arguments, format);
-    vsnprintf(text + used, size - used, format, arguments);
-    va_end(arguments);
+    bool up = false;
+    for (size_t i = 0; i < g->client->n_peers; i++)
+        up = up || g->askers[i].refused == FANIN_ERR_TIMEOUT;
+    if (!up || g->time_is_up)
+        return FANIN_OK;
+    g->time_is_up = true;
+    return standing_ask(g->client, g->publication->name,
+                        clock_ns() + deadline_left_ns(g->at) / 4 * 3, g->standings,
+                        error);
 }
 
 static fanin_status explain_timeout(const agreement *g, fanin_error *error)
 {
-    char who[400] = "";
-    int32_t first = -1;
-    size_t index = 0;
-    for (size_t i = 0; i < g->client->n_peers; i++) {
-        const asker *a = &g->askers[i];
-        const connection *c = g->client->peers[i].control;
-        if (g->announced[i].valid && g->announced[i].step >= g->target && g->target > 0)
-            continue;
-        if (first < 0) {
-            first = connection_known(c) ? (int32_t)connection_peer(c)->rank : -1;
-            index = i;
-        }
-        const char *what = a->error.message[0] ? a->error.message : NULL;
-        if (strlen(who) > 250) {
-            append(who, sizeof(who), " ...");
-            break;
-        }
-        if (what)
-            append(who, sizeof(who), "; %.180s", what);
-        else
-            append(who, sizeof(who), "; rank %u at %s did not commit it",
-                   connection_peer(c)->rank, connection_text(c));
+    const fanin_client *client = g->client;
+    char who[400];
+    uint64_t step = wanted(g);
+    for (size_t i = 0; i < client->n_peers; i++) {
+        if (g->announced[i].valid)
+            g->standings[i] = (standing){.answered = true,
+                                         .present = true,
+                                         .state = FANIN_PUBLICATION_STABLE,
+                                         .step = g->announced[i].step};
     }
-    error_place place = connection_place(g->client->peers[index].control, "wait");
+    size_t culprit =
+        standing_text(client, g->standings, step ? step : 1, who, sizeof(who));
+    error_place place = {.phase = "wait"};
+    if (culprit < client->n_peers)
+        place = connection_place(client->peers[culprit].control, "wait");
     place.key = g->publication->name;
     place.remedy = "is the trainer stuck, or further behind than this pull may wait?";
-    place.rank_plus_1 = first + 1;
-    uint64_t step = g->target > g->options->step ? g->target : g->options->step;
     return error_set(error, FANIN_ERR_TIMEOUT, &place,
-                     "%s%llu of %s was not committed on all ranks in time%s",
+                     "%s%llu of %.80s was not committed on all ranks in time%s%s",
                      step ? "step " : "a step, at least ",
-                     (unsigned long long)(step ? step : 1), g->publication->name, who);
+                     (unsigned long long)(step ? step : 1), g->publication->name,
+                     who[0] ? ": " : "", who);
+}
+
+/* Nobody is asked any more, and nothing was agreed upon. */
+static fanin_status explain_silence(const agreement *g, fanin_error *error)
+{
+    const fanin_client *client = g->client;
+    const fanin_error *fault = connection_fault(client->peers[0].control);
+    if (g->time_is_up)
+        return explain_timeout(g, error);
+    for (size_t i = client->n_peers; i-- > 0;) {
+        if (!peer_ready(&client->peers[i]))
+            fault = connection_fault(client->peers[i].control);
+    }
+    error_copy(error, fault);
+    return fault->status;
 }
 
 static fanin_status wait_for_agreement(agreement *g, fanin_error *error)
@@ -296,22 +410,14 @@ static fanin_status wait_for_agreement(agreement *g, fanin_error *error)
         fanin_status status = decide(g, &agreed, error);
         if (status != FANIN_OK || agreed)
             return status;
-        ask_those_behind(g); /* the target may have grown */
-        if (nobody_waits(g)) {
-            for (size_t i = 0; i < g->client->n_peers; i++) {
-                if (g->askers[i].refused == FANIN_ERR_TIMEOUT)
-                    return explain_timeout(g, error);
-            }
-            const fanin_error *fault = connection_fault(g->client->peers[0].control);
-            for (size_t i = 0; i < g->client->n_peers; i++) {
-                if (!peer_ready(&g->client->peers[i]))
-                    fault = connection_fault(g->client->peers[i].control);
-            }
-            error_copy(error, fault);
-            return fault->status;
-        }
+        ask_those_behind(g); /* the target may have changed */
+        status = look_around(g, error);
+        if (status == FANIN_OK && nobody_waits(g))
+            return explain_silence(g, error);
         deadline wake = deadline_passed(g->grace) ? UINT64_MAX : g->grace;
-        status = client_step(g->client, g->at, wake, "wait", error);
+        wake = deadline_sooner(wake, g->look);
+        if (status == FANIN_OK)
+            status = client_step(g->client, g->at, wake, "wait", error);
         if (status == FANIN_ERR_TIMEOUT)
             return explain_timeout(g, error);
         if (status != FANIN_OK)
@@ -320,19 +426,25 @@ static fanin_status wait_for_agreement(agreement *g, fanin_error *error)
 }
 
 fanin_status agree(fanin_client *client, publication *p,
-                   const fanin_pull_options *options, deadline at,
-                   announcement *announced, bool *use, fanin_error *error)
+                   const fanin_pull_options *options, const agree_need *need,
+                   deadline at, announcement *announced, bool *use, fanin_error *error)
 {
     agreement g = {.client = client,
                    .publication = p,
                    .options = options,
+                   .need = need,
                    .at = at,
                    .announced = announced,
                    .use = use,
-                   .grace = UINT64_MAX};
+                   .grace = UINT64_MAX,
+                   .look = UINT64_MAX};
     g.askers = calloc(client->n_peers, sizeof(*g.askers));
-    if (!g.askers)
+    g.standings = calloc(client->n_peers, sizeof(*g.standings));
+    if (!g.askers || !g.standings) {
+        free(g.askers);
+        free(g.standings);
         return error_set_memory(error);
+    }
     for (size_t i = 0; i < client->n_peers; i++) {
         g.askers[i] = (asker){.agreement = &g, .peer = i};
         announced[i] = (announcement){0};
@@ -342,5 +454,6 @@ fanin_status agree(fanin_client *client, publication *p,
     for (size_t i = 0; i < client->n_peers; i++)
         connection_forget(client->peers[i].control, &g.askers[i]);
     free(g.askers);
+    free(g.standings);
     return status;
 }

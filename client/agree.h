@@ -5,6 +5,15 @@
 
 #include "tables.h"
 
+/** What the caller is going to read. */
+typedef struct agree_need {
+    /** *@p vain: the ranks with @p use[i] can't serve it for want of one that is gone; returned is that
+        rank's error. Their tables are at hand. */
+    fanin_status (*without)(void *cookie, const bool *use, bool *vain,
+                            fanin_error *error);
+    void *cookie;
+} agree_need;
+
 /**
  * Asks all READY ranks to announce a stable step by the options' rule and waits until all of
  * them, or a sufficient set of them (replicas), announce one. announced[i] and use[i]
@@ -12,10 +21,11 @@
  *
  * FANIN_ERR_SUPERSEDED, FANIN_ERR_NOT_FOUND (no such run), FANIN_ERR_PAUSED (by a rank without
  * which the others, as soon as they have answered, do not suffice), FANIN_ERR_TIMEOUT (names the ranks
- * that are behind and their steps), FANIN_ERR_CANCELLED, connection errors if no rank is left.
+ * that are gone, silent or behind, and their steps), FANIN_ERR_CANCELLED, connection errors if no
+ * rank is left, or one is gone without which @p need (NULL: not asked) can't be met.
  */
 fanin_status agree(fanin_client *client, publication *p,
-                   const fanin_pull_options *options, deadline at,
-                   announcement *announced, bool *use, fanin_error *error);
+                   const fanin_pull_options *options, const agree_need *need,
+                   deadline at, announcement *announced, bool *use, fanin_error *error);
 
 #endif

@@ -274,16 +274,25 @@ deadline client_tick(fanin_client *client)
     return next;
 }
 
-/* Names the first rank that is waited for. */
+/* Of the ranks that are waited for the one that has been silent for longest. */
+static const connection *find_owing(const fanin_client *client)
+{
+    const connection *found = NULL;
+    for (size_t i = 0; i < client->n_peers; i++) {
+        const connection *c = client->peers[i].control;
+        if (connection_owes(c) &&
+            (!found || connection_heard_ns(c) < connection_heard_ns(found)))
+            found = c;
+    }
+    return found;
+}
+
 static fanin_status out_of_time(const fanin_client *client, const char *phase,
                                 fanin_error *error)
 {
     error_place place = {.phase = phase};
-    const connection *owing = NULL;
-    for (size_t i = 0; i < client->n_peers && !owing; i++) {
-        if (connection_owes(client->peers[i].control))
-            owing = client->peers[i].control;
-    }
+    const connection *owing = find_owing(client);
+    char who[CONNECTION_NAME];
     if (owing)
         place = connection_place(owing, phase);
     place.remedy = "allow more time, or look at the ranks with `nixl-fetch ping`";
@@ -291,8 +300,8 @@ static fanin_status out_of_time(const fanin_client *client, const char *phase,
         return error_set(error, FANIN_ERR_TIMEOUT, &place,
                          "the deadline passed in phase %s", phase);
     return error_set(error, FANIN_ERR_TIMEOUT, &place,
-                     "the deadline passed in phase %s, waiting for rank %u at %s",
-                     phase, connection_peer(owing)->rank, connection_text(owing));
+                     "the deadline passed in phase %s, waiting for %s", phase,
+                     connection_name(owing, who));
 }
 
 fanin_status client_step(fanin_client *client, deadline at, deadline wake,
@@ -335,7 +344,8 @@ fanin_status client_pause(fanin_client *client, deadline at, deadline until,
 
 bool peer_ready(const peer *p)
 {
-    return connection_get_state(p->control) == CONNECTION_READY;
+    return connection_get_state(p->control) == CONNECTION_READY &&
+           p->admitted == connection_generation(p->control);
 }
 
 bool peer_drop_paths(fanin_client *client, size_t index)
@@ -370,7 +380,7 @@ fanin_status client_enter(fanin_client *client, uint32_t timeout_ms, deadline *a
     if (status != FANIN_OK)
         return status;
     *at_out = deadline_in_ms(timeout_ms);
-    return client_ensure_connected(client, *at_out, error);
+    return client_ensure_connected(client, false, *at_out, error);
 }
 
 /* ----------------------------------------------------------------- connect */
@@ -464,7 +474,7 @@ fanin_status fanin_client_connect(fanin_client *client, const char *const *addre
     }
     free(resolved);
     if (status == FANIN_OK)
-        status = client_ensure_connected(client, at, error);
+        status = client_ensure_connected(client, false, at, error);
     if (status != FANIN_OK) {
         fanin_client_disconnect(client);
         return status;

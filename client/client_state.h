@@ -27,7 +27,9 @@ typedef struct peer {
     stream_link *stream;    /**< data connections, NULL: none yet */
     ucx_endpoint *endpoint; /**< NULL: none */
     uint64_t generation;    /**< of the connection that the two belong to */
-    fanin_path path;        /**< of the pull under way; FANIN_PATH_AUTO: not decided */
+    uint64_t admitted; /**< of the connection that was compared with the other ranks' */
+    bool slow;         /**< the last call stopped waiting for the connection */
+    fanin_path path;   /**< of the pull under way; FANIN_PATH_AUTO: not decided */
     char reason[PATH_REASON]; /**< why this path */
     /** a path failed while it was used: stream for the rest of this generation */
     bool spoiled;
@@ -91,9 +93,15 @@ fanin_status client_pause(fanin_client *client, deadline at, deadline until,
  * @p at; then compares all ranks (one world, each rank once, one world size). If they differ, all
  * are asked whether they still live, for lost_ms or half of the time at most; who is silent is
  * connected anew, and all are compared again. FANIN_OK if at least one rank is there.
+ *
+ * Unless @p patient, who is silent holds nobody up once a rank is there: ranks that fell silent or
+ * did not answer in time before are not waited for, the others for half of the time at most. They
+ * go on connecting, and are there in a later call.
  */
-fanin_status client_ensure_connected(fanin_client *client, deadline at,
+fanin_status client_ensure_connected(fanin_client *client, bool patient, deadline at,
                                      fanin_error *error);
+/** Whether ranks that are not there are still connecting. */
+bool client_expects_more(const fanin_client *client);
 
 /** CUDA, loaded if need be; NULL: there is none, client->gpu_missing says why. */
 gpu *client_gpu(fanin_client *client);
@@ -102,6 +110,7 @@ gpu *client_gpu(fanin_client *client);
     they land in must never be freed. */
 bool client_close_one_sided(fanin_client *client);
 
+/** Connected, and compared with the other ranks. */
 bool peer_ready(const peer *p);
 /** Drops data connections and endpoint if the connection under them is another one now. */
 void peer_refresh(fanin_client *client, size_t index);

@@ -31,7 +31,7 @@ struct connection {
     uint64_t generation, next_request;
     deadline connect_by;
     uint64_t heard_ns; /* last byte from the peer, or when it began to owe an answer */
-    bool pinged, owing;
+    bool pinged, owing, silent;
     buffer in;
     size_t in_used;
     outgoing out;
@@ -53,7 +53,10 @@ fanin_status connection_create(const connection_shared *shared, const char *addr
     snprintf(c->text, sizeof(c->text), "%s", address);
     c->tcp = *tcp;
     c->local = socket_is_local(&c->tcp);
-    error_set(&c->fault, FANIN_ERR_UNREACHABLE, NULL, "not connected yet");
+    error_place place = connection_place(c, "connect");
+    place.remedy = "is the trainer process stopped, or a firewall in between?";
+    error_set(&c->fault, FANIN_ERR_UNREACHABLE, &place,
+              "the rank at %s has not answered yet", c->text);
     *out = c;
     return FANIN_OK;
 }
@@ -157,8 +160,11 @@ static void start_tcp(connection *c)
 
 void connection_start(connection *c)
 {
-    if (c->state != CONNECTION_DOWN)
+    if (c->state != CONNECTION_DOWN) {
+        if (c->state != CONNECTION_READY && deadline_passed(c->connect_by))
+            c->connect_by = deadline_in_ms(c->shared->connect_ms);
         return;
+    }
     c->is_unix = false;
     c->in.size = c->in_used = 0;
     outgoing_clear(&c->out);
@@ -272,6 +278,7 @@ static void on_hello_ok(connection *c, message_type type, body *b)
     }
     c->peer = peer;
     c->known = true;
+    c->silent = false;
     c->generation++;
     c->state = CONNECTION_READY;
 }
@@ -512,6 +519,7 @@ void connection_set_owing(connection *c, bool owing)
 
 void connection_give_up(connection *c)
 {
+    c->silent = true;
     fail_here(c, FANIN_ERR_UNREACHABLE, 0, "connection",
               "is the trainer process stopped, or the network cut?",
               "owes an answer and fell silent");
@@ -522,12 +530,14 @@ deadline connection_tick(connection *c)
     if (c->state == CONNECTION_DOWN)
         return UINT64_MAX;
     if (c->state != CONNECTION_READY) {
-        if (deadline_passed(c->connect_by))
+        if (deadline_passed(c->connect_by)) {
+            c->silent = true;
             fail_here(c, FANIN_ERR_UNREACHABLE, 0, "connect",
                       "is the trainer process stopped, or a firewall in between?",
                       c->state == CONNECTION_HELLO
                           ? "accepted but did not answer in time"
                           : "did not answer in time");
+        }
         return c->state == CONNECTION_DOWN ? UINT64_MAX : c->connect_by;
     }
     if (!awaited(c))
@@ -615,6 +625,14 @@ bool connection_is_unix(const connection *c)
 bool connection_is_local(const connection *c)
 {
     return c->local;
+}
+uint64_t connection_heard_ns(const connection *c)
+{
+    return c->heard_ns;
+}
+bool connection_was_silent(const connection *c)
+{
+    return c->silent;
 }
 uint64_t connection_generation(const connection *c)
 {

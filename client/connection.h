@@ -41,7 +41,8 @@ fanin_status connection_create(const connection_shared *shared, const char *addr
                                fanin_error *error);
 void connection_destroy(connection **c);
 
-/** Starts connecting if it is down; the loop carries it on to READY or back to DOWN. */
+/** Starts connecting if it is down; the loop carries it on to READY or back to DOWN. One that is
+    under way and late gets its time again: it may have been the caller who was away. */
 void connection_start(connection *c);
 /** Closes it as one whose rank does not answer, see connection_fail(). */
 void connection_give_up(connection *c);
@@ -76,6 +77,10 @@ void connection_keep(connection *c, uint64_t request);
     reading phase, and silence must be noticed. */
 void connection_set_owing(connection *c, bool owing);
 
+/** When the last byte came, or when the rank began to owe an answer; clock_ns(). */
+uint64_t connection_heard_ns(const connection *c);
+/** It, or the last attempt to make it, ended in silence. */
+bool connection_was_silent(const connection *c);
 /** Whether somebody waits for an answer of this rank. */
 bool connection_owes(const connection *c);
 

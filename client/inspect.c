@@ -159,7 +159,7 @@ fanin_status fanin_client_ping(fanin_client *client, uint32_t timeout_ms,
         return status;
     deadline at = deadline_in_ms(timeout_ms);
     fanin_error why = FANIN_ERROR_INIT;
-    status = client_ensure_connected(client, at, &why);
+    status = client_ensure_connected(client, false, at, &why);
     if (status == FANIN_ERR_CANCELLED) {
         error_copy(error, &why);
         return status;
@@ -221,8 +221,8 @@ static fanin_status snapshot_take(fanin_client *client, const char *name,
     if (!s->publication || !s->announced || !s->use)
         return error_set_memory(error);
     do {
-        status =
-            agree(client, s->publication, &options, at, s->announced, s->use, error);
+        status = agree(client, s->publication, &options, NULL, at, s->announced, s->use,
+                       error);
         if (status == FANIN_OK)
             status =
                 tables_sync(client, s->publication, s->announced, s->use, at, error);

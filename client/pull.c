@@ -35,6 +35,7 @@ typedef struct pull {
     bool final;   /* the attempt ended by what no other one would mend */
     bool refused; /* the attempt ended before anything was read: not stale */
     bool missing; /* it ended for want of ranks that cannot be connected */
+    bool patient; /* ranks that did not answer the last time are waited for again */
     uint64_t attempt_ns;
     unsigned transport_failures;
     fanin_error stale; /* the last reason to restart */
@@ -104,19 +105,39 @@ static size_t count_ready(const fanin_client *client)
     return n;
 }
 
+static fanin_status plan_without(void *cookie, const bool *use, bool *vain,
+                                 fanin_error *error)
+{
+    const pull *p = cookie;
+    fanin_status status =
+        pull_plan(p->client, p->publication, use, p->destination, error);
+    *vain = p->publication->plans[p->destination->plan_slot].lacks_rank;
+    return status;
+}
+
+/* The attempt failed. Who was lost just now may be back, and who was not waited for may come. */
+static void look_for_more(pull *p, size_t there)
+{
+    bool coming = !p->patient && client_expects_more(p->client);
+    p->patient = p->patient || coming;
+    p->missing = count_ready(p->client) == there && !coming;
+}
+
 /* Connected, agreed, catalogs and plan at hand. */
 static fanin_status get_ready(pull *p, fanin_error *error)
 {
     fanin_client *client = p->client;
     fanin_result_info *info = &p->result->info;
+    const agree_need need = {.without = plan_without, .cookie = p};
     uint64_t clock = clock_ns();
-    fanin_status status = client_ensure_connected(client, p->at, error);
+    fanin_status status = client_ensure_connected(client, p->patient, p->at, error);
     info->connect_ns += lap(&clock);
     p->missing = status != FANIN_OK;
+    if (status != FANIN_OK)
+        return status;
     size_t there = count_ready(client);
-    if (status == FANIN_OK)
-        status = agree(client, p->publication, p->options, p->at, p->announced, p->use,
-                       error);
+    status = agree(client, p->publication, p->options, &need, p->at, p->announced,
+                   p->use, error);
     /* Its owner may want to free memory that is mapped here. */
     if (status == FANIN_ERR_NOT_FOUND)
         tables_forget(client, p->publication);
@@ -127,11 +148,10 @@ static fanin_status get_ready(pull *p, fanin_error *error)
         status =
             tables_sync(client, p->publication, p->announced, p->use, p->at, error);
     info->catalog_ns += lap(&clock);
-    if (status == FANIN_OK) {
+    if (status == FANIN_OK)
         status = pull_plan(client, p->publication, p->use, p->destination, error);
-        /* Who was lost just now may be back. */
-        p->missing = status != FANIN_OK && count_ready(client) == there;
-    }
+    if (p->publication->plans[p->destination->plan_slot].lacks_rank)
+        look_for_more(p, there);
     info->plan_ns += lap(&clock);
     return status;
 }

@@ -41,7 +41,7 @@ static fanin_status blame_missing_rank(const fanin_client *client, const bool *u
 {
     for (size_t i = 0; i < client->n_peers; i++) {
         const connection *c = client->peers[i].control;
-        if (use[i] || connection_get_state(c) == CONNECTION_READY)
+        if (use[i] || peer_ready(&client->peers[i]))
             continue;
         const fanin_error *fault = connection_fault(c);
         fanin_error hole = *error;
@@ -98,10 +98,12 @@ fanin_status pull_plan(fanin_client *client, publication *p, const bool *use,
     if (status == FANIN_OK)
         status = plan_build(p->keys, cache->sources, cache->n_sources, targets,
                             n_targets, to_of_key, d->dtype, &cache->plan, why);
-    if (status == FANIN_ERR_INCOMPLETE)
+    bool hole = status == FANIN_ERR_INCOMPLETE;
+    if (hole)
         status = blame_missing_rank(client, use, why);
     if (status != FANIN_OK) {
         plan_cache_clear(cache);
+        cache->lacks_rank = hole && status != FANIN_ERR_INCOMPLETE;
         return status;
     }
     cache->made_from = from;

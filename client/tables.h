@@ -56,6 +56,7 @@ typedef struct read_list {
 /** A plan and what it was made from. */
 typedef struct plan_cache {
     bool valid;
+    bool lacks_rank;  /**< there is none for want of a rank that is gone */
     digest made_from; /**< of tables, participants and destination layout */
     plan *plan;
     plan_source *sources;

@@ -196,30 +196,73 @@ static fanin_status identify(fanin_client *client, fanin_error *error)
 
 /* -------------------------------------------------------------- connecting */
 
-static size_t count_connecting(const fanin_client *client)
+static bool is_connecting(const peer *p)
 {
-    size_t n = 0;
-    for (size_t i = 0; i < client->n_peers; i++) {
-        connection_state state = connection_get_state(client->peers[i].control);
-        n += state == CONNECTION_CONNECTING || state == CONNECTION_HELLO;
-    }
-    return n;
+    connection_state state = connection_get_state(p->control);
+    return state == CONNECTION_CONNECTING || state == CONNECTION_HELLO;
 }
 
-static fanin_status connect_all(fanin_client *client, deadline at, fanin_error *error)
+bool client_expects_more(const fanin_client *client)
 {
+    bool any = false;
+    for (size_t i = 0; i < client->n_peers; i++)
+        any =
+            any || (!peer_ready(&client->peers[i]) &&
+                    connection_get_state(client->peers[i].control) != CONNECTION_DOWN);
+    return any;
+}
+
+/* Ranks that are worth waiting for; without *enough the slow ones are, too. */
+static size_t count_awaited(const fanin_client *client, bool patient, bool *enough)
+{
+    size_t slow = 0, others = 0;
+    *enough = false;
+    for (size_t i = 0; i < client->n_peers; i++) {
+        const peer *p = &client->peers[i];
+        *enough = *enough || connection_get_state(p->control) == CONNECTION_READY;
+        if (is_connecting(p) && (p->slow || connection_was_silent(p->control)))
+            slow++;
+        else
+            others += is_connecting(p);
+    }
+    return others + (patient || !*enough ? slow : 0);
+}
+
+/* Those that are there take part from now on. */
+static void admit(fanin_client *client)
+{
+    for (size_t i = 0; i < client->n_peers; i++) {
+        peer *p = &client->peers[i];
+        peer_refresh(client, i);
+        p->slow = is_connecting(p);
+        if (connection_get_state(p->control) == CONNECTION_READY)
+            p->admitted = connection_generation(p->control);
+    }
+}
+
+static fanin_status connect_all(fanin_client *client, bool patient, deadline at,
+                                fanin_error *error)
+{
+    fanin_error why = FANIN_ERROR_INIT;
+    deadline half = clock_ns() + deadline_left_ns(at) / 2;
+    bool enough;
     for (size_t i = 0; i < client->n_peers; i++)
         connection_start(client->peers[i].control);
-    while (count_connecting(client) > 0) {
-        fanin_status status = client_step(client, at, UINT64_MAX, "connect", error);
-        if (status == FANIN_ERR_CANCELLED)
+    while (count_awaited(client, patient, &enough) > 0) {
+        bool in_hurry = enough && !patient;
+        if (in_hurry && deadline_passed(half))
+            break;
+        fanin_status status =
+            client_step(client, at, in_hurry ? half : UINT64_MAX, "connect", &why);
+        if (status == FANIN_ERR_CANCELLED) {
+            error_copy(error, &why);
             return status;
+        }
         if (status == FANIN_ERR_TIMEOUT)
             break; /* what did not answer yet counts as missing */
         client_tick(client);
     }
-    for (size_t i = 0; i < client->n_peers; i++)
-        peer_refresh(client, i);
+    admit(client);
     return FANIN_OK;
 }
 
@@ -293,13 +336,13 @@ static fanin_status find_dead(fanin_client *client, deadline at, size_t *lost,
 
 /* ------------------------------------------------------------------- whole */
 
-fanin_status client_ensure_connected(fanin_client *client, deadline at,
+fanin_status client_ensure_connected(fanin_client *client, bool patient, deadline at,
                                      fanin_error *error)
 {
     loop_step(&client->loop, 0); /* who has gone since the last call */
     for (bool asked = false;; asked = true) {
         size_t lost = 0;
-        fanin_status status = connect_all(client, at, error);
+        fanin_status status = connect_all(client, patient, at, error);
         if (status != FANIN_OK)
             return status;
         if (client->connected && !CLIENT_RULE(CLIENT_RULE_WORLD_AGAIN))

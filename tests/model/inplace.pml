@@ -69,7 +69,9 @@ Rank rank[2];
 byte arrived[2 * (STEPS + 1)];      /* the collective, per life and step */
 byte at_rest;                       /* trainers that have made their last commit */
 bool crashed[2], die[2];
+#ifdef NO_ASK_DEADLINE
 bool unheard[2];                    /* nobody hears the end of the first life's connections */
+#endif
 
 #if HOLDERS == 1
 #define LEASED(r) (rank[r].lease[0] > 0)
@@ -332,8 +334,10 @@ end_idle:
 proctype Fate()
 {
     do
+#ifdef NO_ASK_DEADLINE
     :: atomic { !crashed[0] -> crashed[0] = true; die[0] = true; unheard[0] = true }
     :: atomic { !crashed[1] -> crashed[1] = true; die[1] = true; unheard[1] = true }
+#endif
     :: atomic { !crashed[0] -> crashed[0] = true; die[0] = true }
     :: atomic { !crashed[1] -> crashed[1] = true; die[1] = true }
     :: break
@@ -388,13 +392,16 @@ inline connect(r)                   /* what a rank says now is believed as long 
 
 inline ask(r)                       /* whether it still lives */
 {
-    if
-    :: rank[r].incarnation == session[r]                /* it answers */
-    :: atomic { rank[r].incarnation != session[r] && !unheard[r] -> up[r] = false }
-#ifndef NO_ASK_DEADLINE             /* rule: the answer is waited for a limited time only */
-    :: atomic { rank[r].incarnation != session[r] && unheard[r] -> up[r] = false }
+    atomic {
+        if
+        :: rank[r].incarnation == session[r]            /* it answers */
+#ifdef NO_ASK_DEADLINE              /* rule: the answer is waited for a limited time only */
+        :: rank[r].incarnation != session[r] && !unheard[r] -> up[r] = false
+#else                               /* the end of the stream is heard, or the time passes: all the same */
+        :: else -> up[r] = false
 #endif
-    fi
+        fi
+    }
 }
 
 inline read_catalog(r)
@@ -478,7 +485,9 @@ proctype Reader(byte me)
 {
     bool up[2];                     /* the connection is thought to stand */
     bool known[2];                  /* the cached catalog is thought to be good */
-    bool whole;                     /* the pull began when both ranks had restarted */
+#ifdef CRASH
+    bool whole;                     /* both ranks had restarted before they were compared */
+#endif
     byte session[2], world[2], catalog[2], layout[2], seen[2], token[2];
     byte got[4];
     byte todo, want, late;
@@ -486,9 +495,10 @@ proctype Reader(byte me)
     bool connected;
 #endif
 
-pull:
-    whole = (rank[0].world == 2 && rank[1].world == 2);
 reconnect:
+#ifdef CRASH
+    whole = (rank[0].world == 2 && rank[1].world == 2);
+#endif
     connect(0);
     connect(1);
 #ifndef NO_WORLD                    /* rule: one world id, checked again after every reconnect */
@@ -506,12 +516,19 @@ reconnect:
         :: else
         fi;
 #endif
+#ifdef CRASH
         assert(!whole);                                                         /* D */
-        if                          /* until the other rank has been restarted too, or never again */
-        :: goto pull
+#else
+        assert(false);
+#endif
+        if                          /* refused; the next pull, until the other rank has been restarted too, or none */
+        :: goto reconnect
         :: goto give_up
         fi
     fi;
+#endif
+#ifdef CRASH
+    whole = false;
 #endif
 #ifdef BAD_WORLD_ONCE
     connected = true;

@@ -76,8 +76,9 @@ FANIN_API void fanin_client_cancel(fanin_client *client);
 /**
  * Connects to all ranks at once and learns who they are. @p addresses: "host:port",
  * "[v6]:port", one a rank, in any order. Succeeds when all ranks of one world answer, or
- * when at least one does (the others are tried again by each pull; a pull whose bytes only
- * a missing rank holds names it).
+ * when at least one does (the others go on connecting, or are tried again, during each pull; who is
+ * silent is waited for during half of the time at most, and by pulls that need it. A pull whose
+ * bytes only a missing rank holds names it, also while it waits for a step).
  *
  * Blocks at most @p timeout_ms, names that are slow to resolve included. FANIN_ERR_ARGUMENT (an
  * address twice or malformed), FANIN_ERR_UNREACHABLE (nobody answered: names the first rank; a
