@@ -111,16 +111,18 @@ class PoolError(FaninError):
 
 @dataclass(frozen=True, slots=True)
 class UpdateResult:
-    """What all engines serve now.
+    """What all engines serve now, or with *stragglers* those in ``seconds``.
 
     step, lora_name: of the adapter; not those that were asked for if *superseded*. seconds: by
-    engine's URL, from the call until that engine had it.
+    engine's URL, from the call until that engine had it. failures: by URL, why the others do not
+    have it; those that were not waited for may still load it.
     """
 
     step: int
     lora_name: str
     superseded: bool
     seconds: dict[str, float] = field(default_factory=dict)
+    failures: dict[str, EngineFailure] = field(default_factory=dict)
 
 
 # ----------------------------------------------------------- the newest step
@@ -196,6 +198,8 @@ class _Flight:
         self.deadline = deadline
         self.stop = stop
         self.world = world
+        #: Why the engines that are asked again do not have it yet.
+        self.last: dict[str, EngineFailure] = {}
         self._changed = threading.Condition()
         self._name: AdapterName | None = None
 
@@ -315,6 +319,7 @@ class EnginePool:
         step: int,
         *,
         timeout: float | None = None,
+        stragglers: float | None = None,
     ) -> UpdateResult:
         """Makes every engine load *step* of the adapter, or the newest step if it has passed.
 
@@ -328,6 +333,11 @@ class EnginePool:
         newest step that all ranks have committed is posted to all of them, under its own name, as
         often as need be.
 
+        stragglers: seconds from when the first engine has the step until the others are not waited
+        for any longer, so that a dead engine does not cost the whole timeout. Then, and also if
+        engines refuse, the result names those that failed in ``failures`` instead of an error, as
+        long as one engine has the step. None: all are waited for.
+
         Blocks at most *timeout* and a little; any thread. Raises PoolError naming every engine
         that failed and why (the others have the adapter: ``error.loaded``), PullTimeoutError if
         the marker does not come, RequestError for names that contradict, and the
@@ -335,7 +345,7 @@ class EnginePool:
         """
         stop = threading.Event()
         try:
-            return self._update(weight_dir, lora_name, step, timeout, stop)
+            return self._update(weight_dir, lora_name, step, timeout, stragglers, stop)
         finally:
             stop.set()
 
@@ -346,6 +356,7 @@ class EnginePool:
         step: int,
         *,
         timeout: float | None = None,
+        stragglers: float | None = None,
     ) -> UpdateResult:
         """:meth:`update_weights` for asyncio: runs in a thread, does not block the loop.
 
@@ -354,7 +365,9 @@ class EnginePool:
         """
         stop = threading.Event()
         try:
-            return await asyncio.to_thread(self._update, weight_dir, lora_name, step, timeout, stop)
+            return await asyncio.to_thread(
+                self._update, weight_dir, lora_name, step, timeout, stragglers, stop
+            )
         finally:
             stop.set()
 
@@ -405,17 +418,22 @@ class EnginePool:
         lora_name: str | None,
         step: int,
         timeout: float | None,
+        stragglers: float | None,
         stop: threading.Event,
     ) -> UpdateResult:
         started = time.monotonic()
         deadline = started + (self.timeout if timeout is None else timeout)
+        if stragglers is not None and not stragglers >= 0:
+            raise RequestError.make(
+                f"stragglers {stragglers!r} is not 0 or above", "give seconds, or None"
+            )
         wanted = self._parse(lora_name, step)
         info = _trainer(weight_dir, deadline)
         name = self._name(wanted, lora_name, step, info)
         flight = _Flight(deadline, stop, info.world_id)
         flight.set(name)
         try:
-            return _Update(self, info, flight, name, started).run()
+            return _Update(self, info, flight, name, started, stragglers).run()
         finally:
             flight.end()
 
@@ -519,6 +537,7 @@ class EnginePool:
             late = time.monotonic() + wait >= flight.deadline
             if final or late or (self.retries is not None and attempts > self.retries):
                 return failure
+            flight.last[engine] = failure
             if not flight.pause(wait, name):
                 return failure
             pause = min(pause * 2, _LONGEST_PAUSE)
@@ -590,8 +609,10 @@ class _Update:
         flight: _Flight,
         name: AdapterName,
         started: float,
+        stragglers: float | None,
     ) -> None:
         self.pool = pool
+        self.stragglers = stragglers
         self.info = info
         self.flight = flight
         self.name = name
@@ -608,7 +629,7 @@ class _Update:
             if self.flight.stop.is_set():
                 raise CancelledError.make("the update was cancelled")
             if outcome is None:
-                if time.monotonic() < self.flight.deadline + _GRACE:
+                if time.monotonic() < self._end():
                     continue
                 break
             self.busy.discard(outcome.engine)
@@ -620,7 +641,15 @@ class _Update:
 
     def _until(self) -> float:
         """Looks up every 0.1 s whether the caller has gone."""
-        return min(time.monotonic() + 0.1, self.flight.deadline + _GRACE)
+        return min(time.monotonic() + 0.1, self._end())
+
+    def _end(self) -> float:
+        """When nobody is waited for any longer."""
+        end = self.flight.deadline + _GRACE
+        loaded = [outcome.at for outcome in self.done.values() if outcome.failure is None]
+        if self.stragglers is None or not loaded:
+            return end
+        return min(end, min(loaded) + self.stragglers)
 
     def _post(self) -> None:
         name, info, pool = self.name, self.info, self.pool
@@ -670,11 +699,13 @@ class _Update:
         for engine in self.pool.engines:
             outcome = self.done.get(engine)
             if outcome is None:
-                failures[engine] = _no_answer(engine, TimeoutError(), 1)
+                failures[engine] = self.flight.last.get(engine) or _no_answer(
+                    engine, TimeoutError(), 1
+                )
             elif outcome.failure is not None:
                 failures[engine] = outcome.failure
-        if failures:
-            loaded = [engine for engine in self.pool.engines if engine not in failures]
+        loaded = [engine for engine in self.pool.engines if engine not in failures]
+        if failures and (self.stragglers is None or not loaded):
             raise PoolError.of(
                 failures,
                 loaded,
@@ -686,5 +717,6 @@ class _Update:
             self.name.step,
             str(self.name),
             self.superseded,
-            {engine: outcome.at - self.started for engine, outcome in self.done.items()},
+            {engine: self.done[engine].at - self.started for engine in loaded},
+            failures,
         )

@@ -35,6 +35,9 @@ __all__ = ["Server", "ServerStats", "Stream", "publication_of"]
 #: ``commits``, ``leases``... Times are in nanoseconds (``drain_wait_ns_max``).
 ServerStats = dict[str, int]
 
+#: A run, ``0``, ``"0"`` or ``"policy"``, or the whole name of its publication, ``"lora:policy"``.
+Run = str | int
+
 _PUBLICATION = re.compile(r"(?:(?:lora|full):)?[A-Za-z0-9._-]{1,64}")
 
 # What close() waits for calls of other threads: none takes longer than 60 s and a little.
@@ -68,7 +71,7 @@ def c_stream(stream: Stream | None) -> _ffi.Stream:
     return _ffi.Stream(integer(stream[0], "the stream", 64) or 1, integer(stream[1], "device", 31))
 
 
-def publication_of(run: str | int) -> str:
+def publication_of(run: Run) -> str:
     """The publication of a run: ``"lora:0"`` for ``0``, ``"0"`` and ``"lora:0"``.
 
     :raises RequestError: not 1 to 64 of ``A-Z a-z 0-9 . _ -``, after ``lora:`` (or ``full:``) or
@@ -80,6 +83,10 @@ def publication_of(run: str | int) -> str:
             f"{run!r} is no run", 'name it by 1 to 64 of A-Z a-z 0-9 . _ - ("lora:<run>" too)'
         )
     return name if ":" in name else f"lora:{name}"
+
+
+def _c_publication(run: Run) -> bytes:
+    return publication_of(run).encode()
 
 
 class Server(ClosableHandle):
@@ -217,12 +224,12 @@ class Server(ClosableHandle):
 
     def put(
         self,
-        publication: str,
+        run: Run,
         shards: Iterable[Shard] | PackedTensors,
         *,
         replace: bool = False,
     ) -> None:
-        """Registers this rank's shards under *publication* (``"lora:<run>"``), all or none.
+        """Registers this rank's shards of *run*, all or none.
 
         The memory is lent, not copied; each shard's owner is kept until the shard is replaced or
         removed. Inside an update the change belongs to it; outside, new shards become visible with
@@ -240,7 +247,8 @@ class Server(ClosableHandle):
         :raises HostError: no memory.
         """
         packed = shards if isinstance(shards, PackedTensors) else pack(shards)
-        name = c_string(publication, "the publication")
+        publication = publication_of(run)
+        name = publication.encode()
         error = new_error()
 
         def call(handle: ctypes.c_void_p) -> int:
@@ -265,7 +273,7 @@ class Server(ClosableHandle):
 
         check(self._enter(call), error)
 
-    def remove(self, publication: str, name: str | None = None) -> None:
+    def remove(self, run: Run, name: str | None = None) -> None:
         """Removes one shard, or the whole publication if *name* is None.
 
         Outside an update it acts as :meth:`begin_update` first: blocks at most the lease. When it
@@ -275,7 +283,8 @@ class Server(ClosableHandle):
         :raises NotFoundError: there is no such publication or shard.
         :raises PullTimeoutError: a snapshot's copy has not ended for 60 s; nothing was removed.
         """
-        raw = c_string(publication, "the publication")
+        publication = publication_of(run)
+        raw = publication.encode()
         raw_name = None if name is None else c_string(name, "the tensor's name")
         error = new_error()
 
@@ -292,7 +301,7 @@ class Server(ClosableHandle):
 
         check(self._enter(call), error)
 
-    def set_metadata(self, publication: str, metadata: Mapping[str, str]) -> None:
+    def set_metadata(self, run: Run, metadata: Mapping[str, str]) -> None:
         """Replaces the publication's metadata (the same on all ranks) from the next commit on.
 
         Keys that have a meaning: ``peft_config`` (the whole adapter_config.json as text), or
@@ -305,12 +314,12 @@ class Server(ClosableHandle):
             for key, value in metadata.items()
         ]
         array = (_ffi.Pair * len(pairs))(*(_ffi.Pair(*pair) for pair in pairs))
-        raw = c_string(publication, "the publication")
+        raw = _c_publication(run)
         self._call(self._library.fanin_server_set_metadata, raw, array, len(pairs))
 
     # ------------------------------------------------------------------------------ updates
 
-    def begin_update(self, publication: str) -> None:
+    def begin_update(self, run: Run) -> None:
         """Announces that the weights are about to be written in place.
 
         New readers wait; running ones are waited for, at most the lease. Creates the publication.
@@ -318,13 +327,11 @@ class Server(ClosableHandle):
 
         :raises StateError: another thread is in it for the same publication.
         """
-        self._call(
-            self._library.fanin_server_begin_update, c_string(publication, "the publication")
-        )
+        self._call(self._library.fanin_server_begin_update, _c_publication(run))
 
     def commit(
         self,
-        publication: str,
+        run: Run,
         step: int,
         *,
         snapshot: bool = False,
@@ -359,12 +366,12 @@ class Server(ClosableHandle):
         options.stream = c_stream(stream)
         self._call(
             self._library.fanin_server_commit,
-            c_string(publication, "the publication"),
+            _c_publication(run),
             integer(step, "step", 64),
             ctypes.byref(options),
         )
 
-    def abort_update(self, publication: str) -> None:
+    def abort_update(self, run: Run) -> None:
         """Ends an update without publishing: unreadable until a later commit.
 
         Of a snapshot publication the last snapshot stays readable.
@@ -372,11 +379,9 @@ class Server(ClosableHandle):
         :raises StateError: no update is open.
         :raises NotFoundError: there is no such publication.
         """
-        self._call(
-            self._library.fanin_server_abort_update, c_string(publication, "the publication")
-        )
+        self._call(self._library.fanin_server_abort_update, _c_publication(run))
 
-    def withdraw(self, publication: str) -> None:
+    def withdraw(self, run: Run) -> None:
         """Takes a published step back at once: its bytes were written outside of an update.
 
         Pulls that are reading start again, and the publication is unreadable until a later
@@ -386,9 +391,9 @@ class Server(ClosableHandle):
             paused or was never committed), or it is a snapshot, which nobody can write.
         :raises NotFoundError: there is no such publication.
         """
-        self._call(self._library.fanin_server_withdraw, c_string(publication, "the publication"))
+        self._call(self._library.fanin_server_withdraw, _c_publication(run))
 
-    def pause(self, publication: str, reason: str = "trainer memory offloaded") -> None:
+    def pause(self, run: Run, reason: str = "trainer memory offloaded") -> None:
         """Announces that the shards' memory is about to be taken away: offload, sleep, a load.
 
         Blocks until running readers are done, at most the lease, and for a commit that is pending
@@ -407,11 +412,11 @@ class Server(ClosableHandle):
         """
         self._call(
             self._library.fanin_server_pause,
-            c_string(publication, "the publication"),
+            _c_publication(run),
             c_string(reason, "the reason"),
         )
 
-    def resume(self, publication: str) -> None:
+    def resume(self, run: Run) -> None:
         """Ends a pause: the step that was published is again, from the shards as they are now.
 
         The caller promises that all their bytes, moved or not, are those of that step. Does not
@@ -421,7 +426,7 @@ class Server(ClosableHandle):
         :raises StateError: it is not paused.
         :raises HostError, ConnectionFailedError: memory or limits; it stays paused.
         """
-        self._call(self._library.fanin_server_resume, c_string(publication, "the publication"))
+        self._call(self._library.fanin_server_resume, _c_publication(run))
 
     # ------------------------------------------------------------------------------ looking
 
@@ -429,12 +434,12 @@ class Server(ClosableHandle):
         """Names of the publications. Does not block."""
         return self._list(None)
 
-    def names(self, publication: str) -> list[str]:
+    def names(self, run: Run) -> list[str]:
         """Names of the publication's tensors on this rank. Does not block.
 
         :raises NotFoundError: there is no such publication.
         """
-        return self._list(c_string(publication, "the publication"))
+        return self._list(_c_publication(run))
 
     def _list(self, publication: bytes | None) -> list[str]:
         names: list[str] = []

@@ -183,6 +183,35 @@ def test_an_engine_that_hangs(stack: ExitStack) -> None:
     release.set()
 
 
+def test_stragglers_are_not_waited_for(stack: ExitStack) -> None:
+    """One engine hangs, one is gone, one refuses: the others' step is told as soon as it may be."""
+    release = threading.Event()
+    stack.callback(release.set)
+
+    def hang(_: Request) -> Answer:
+        release.wait()
+        return OK
+
+    with Engine([OK]) as gone:
+        url = gone.url
+    hanging, refusing, good = engines(stack, hang, [refusal(400, "FANIN_ERR_MISMATCH")], [OK])
+    urls = [url, hanging.url, refusing.url, good.url]
+    # Without stragglers this would take an hour.
+    pool = EnginePool(urls, timeout=3600.0)
+    result = pool.update_weights(HERE, "p", 1, stragglers=0.05)
+    assert result.lora_name == "p-run3-step1" and list(result.seconds) == [good.url]
+    assert list(result.failures) == [url, hanging.url, refusing.url]
+    assert "cannot be reached" in str(result.failures[url])
+    assert "no answer" in str(result.failures[hanging.url])
+    assert result.failures[refusing.url].status == 400
+    # With nobody who has it there is nothing to return.
+    with pytest.raises(PoolError, match="1 of 1"):
+        EnginePool([refusing.url]).update_weights(HERE, "p", 1, stragglers=0.0)
+    with pytest.raises(RequestError, match="stragglers"):
+        pool.update_weights(HERE, "p", 1, stragglers=-1)
+    release.set()
+
+
 @pytest.mark.parametrize(
     ("answer", "words"),
     [

@@ -473,12 +473,33 @@ def test_a_port_that_is_taken() -> None:
     assert caught.value.name == "FANIN_ERR_EXISTS" and str(server.port) in str(caught.value)
 
 
+@pytest.mark.parametrize("run", [3, "3", "lora:3"])
+def test_a_server_takes_runs_as_a_client_does(run: int | str, tmp_path: Path) -> None:
+    with servers(1) as (server,), fanin.Client([f"127.0.0.1:{server.port}"]) as client:
+        name = "base_model.model.q_proj.lora_{}.weight"
+        for part, shape in (("A", (2, 4)), ("B", (4, 2))):
+            server.put(run, [fanin.shard_of(name.format(part), np.zeros(shape, np.float32))])
+        server.set_metadata(run, {"lora_alpha": "2", "base_model_name_or_path": "base"})
+        server.commit(run, 1)
+        assert client.pull_adapter(run, str(tmp_path / "a"), step=1).step == 1
+        server.begin_update(run)
+        server.abort_update(run)
+        server.commit(run, 2)
+        server.pause(run)
+        server.resume(run)
+        server.withdraw(run)
+        assert server.names(run) == [name.format("A"), name.format("B")]
+        server.remove(run, name.format("B"))
+        server.remove(run)
+        assert server.publications() == []
+
+
 def test_calls_of_a_server_that_are_refused() -> None:
     good = fanin.shard_of("a", np.zeros(2, np.float32))
     with servers(1) as (server,):
-        for publication in ("0", "", "lora:a b", "lora:\0"):
+        for publication in (".", "", "lora:a b", "lora:\0", "dora:0", 1.5, True, None):
             with pytest.raises(fanin.RequestError):
-                server.put(publication, [good])
+                server.put(publication, [good])  # type: ignore[arg-type]
         with pytest.raises(fanin.RequestError):
             server.commit("lora:0", 1)
         server.put("lora:0", [good])
