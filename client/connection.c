@@ -98,6 +98,14 @@ static void fail_here(connection *c, fanin_status status, int sys_errno,
     connection_fail(c, &fault);
 }
 
+/* Nobody else's fault. */
+static void fail_for_memory(connection *c)
+{
+    fanin_error fault = FANIN_ERROR_INIT;
+    error_set_memory(&fault);
+    connection_fail(c, &fault);
+}
+
 static bool start_on(connection *c, const socket_address *address, fanin_error *fault)
 {
     int fd;
@@ -143,7 +151,8 @@ static void start_tcp(connection *c)
 {
     fanin_error fault = FANIN_ERROR_INIT;
     c->is_unix = false;
-    c->in.size = c->in_used = 0;
+    buffer_clear(&c->in);
+    c->in_used = 0;
     outgoing_clear(&c->out);
     c->next_request = 1;
     if (start_on(c, &c->tcp, &fault))
@@ -166,7 +175,8 @@ void connection_start(connection *c)
         return;
     }
     c->is_unix = false;
-    c->in.size = c->in_used = 0;
+    buffer_clear(&c->in);
+    c->in_used = 0;
     outgoing_clear(&c->out);
     c->next_request = 1;
     if (!start_unix(c))
@@ -368,8 +378,7 @@ static void on_readable(connection *c)
 {
     for (;;) {
         if (!buffer_reserve(&c->in, bytes_missing(c))) {
-            fail_here(c, FANIN_ERR_MEMORY, 0, "connection", NULL,
-                      "sent more than this process has memory for");
+            fail_for_memory(c);
             return;
         }
         ssize_t n =
@@ -419,7 +428,7 @@ static void on_ready(loop_source *source, uint32_t events)
         socket_tune(source->fd);
         send_hello(c);
         if (c->out.bytes.failed) {
-            fail_here(c, FANIN_ERR_MEMORY, 0, "connect", NULL, "needs memory");
+            fail_for_memory(c);
             return;
         }
         flush(c);
@@ -473,8 +482,7 @@ void connection_ask(connection *c, uint64_t request, reply_fn fn, void *cookie)
     if (!p || c->out.bytes.failed || c->state != CONNECTION_READY) {
         free(p);
         if (c->state == CONNECTION_READY)
-            fail_here(c, FANIN_ERR_MEMORY, 0, "connection", NULL,
-                      "cannot be asked: out of memory");
+            fail_for_memory(c);
         fn(cookie, c, 0, NULL);
         return;
     }

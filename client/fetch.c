@@ -49,7 +49,7 @@ static void on_page(void *cookie, connection *c, message_type type, body *b)
     }
     buffer_append(&f->data, page.data.data, page.data.size);
     if (f->data.failed)
-        fail(f, FANIN_ERR_MEMORY, "sent a table that memory does not suffice for");
+        finish(f, error_set_memory(&f->error));
     else if (f->data.size < page.total)
         ask(f);
     else

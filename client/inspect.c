@@ -60,9 +60,13 @@ static void on_listed(void *cookie, connection *c, message_type type, body *b)
     --*q->left;
     q->answered_ns = clock_ns();
     q->error = (fanin_error)FANIN_ERROR_INIT;
-    if (type == MSG_LIST_OK && decode_list_ok(b, &q->entries, &q->count) == FANIN_OK)
-        return;
-    q->status = connection_reply_error(c, "catalog", type, b, &q->error);
+    fanin_status status = FANIN_ERR_PROTOCOL;
+    if (type == MSG_LIST_OK)
+        status = decode_list_ok(b, &q->entries, &q->count);
+    if (status == FANIN_ERR_MEMORY)
+        q->status = error_set_memory(&q->error);
+    else if (status != FANIN_OK)
+        q->status = connection_reply_error(c, "catalog", type, b, &q->error);
 }
 
 static void on_pong(void *cookie, connection *c, message_type type, body *b)

@@ -11,7 +11,8 @@ bool outgoing_is_empty(const outgoing *o)
 
 void outgoing_clear(outgoing *o)
 {
-    o->bytes.size = o->sent = 0;
+    buffer_clear(&o->bytes);
+    o->sent = 0;
 }
 
 void outgoing_free(outgoing *o)

@@ -130,7 +130,9 @@ static void fail(stream_link *link, fanin_status status, int sys_errno,
     const char *text = connection_text(link->control);
     w->failed = true;
     w->status = status;
-    if (sys_errno)
+    if (status == FANIN_ERR_MEMORY)
+        error_set_memory(&w->error); /* nobody else's fault */
+    else if (sys_errno)
         error_set_errno(&w->error, status, sys_errno, &place, "rank %u at %s %s", rank,
                         text, what);
     else

@@ -172,8 +172,8 @@ void tables_forget_paths(fanin_client *client, size_t index)
 /* An error of a table that some rank sent. */
 static fanin_status add_rank(const peer *p, fanin_status status, fanin_error *error)
 {
-    if (!error || error->rank >= 0)
-        return status;
+    if (!error || error->rank >= 0 || status == FANIN_ERR_MEMORY)
+        return status; /* known already, or not the rank's fault */
     fanin_error inner = *error;
     error_place place = connection_place(p->control, "catalog");
     place.key = inner.key;
@@ -240,8 +240,10 @@ static fanin_status get_keys(fanin_client *client, const publication *p, size_t 
     memcpy(f.request.digest, id->bytes, sizeof(f.request.digest));
     snprintf(f.request.publication, sizeof(f.request.publication), "%s", p->name);
     fanin_status status = fetch_all(client, &f, 1, at, error);
-    if (status != FANIN_OK)
+    if (status != FANIN_OK) {
+        fetch_free(&f, 1);
         return status;
+    }
     digest got = digest_of(f.data.data, f.data.size);
     error_place place = connection_place(client->peers[index].control, "catalog");
     if (!digest_equal(&got, id))
@@ -253,7 +255,7 @@ static fanin_status get_keys(fanin_client *client, const publication *p, size_t 
     else if ((status = key_table_decode(f.data.data, f.data.size, out, error)) !=
              FANIN_OK)
         add_rank(&client->peers[index], status, error);
-    buffer_free(&f.data);
+    fetch_free(&f, 1);
     return status;
 }
 

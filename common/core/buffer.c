@@ -35,6 +35,12 @@ void buffer_append(buffer *b, const void *data, size_t size)
     }
 }
 
+void buffer_clear(buffer *b)
+{
+    b->size = 0;
+    b->failed = false;
+}
+
 void buffer_free(buffer *b)
 {
     free(b->data);

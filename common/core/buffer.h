@@ -10,11 +10,13 @@
 typedef struct buffer {
     uint8_t *data;
     size_t size, capacity;
-    bool failed; /**< an allocation failed; the content is not to be used */
+    bool
+        failed; /**< an allocation failed; the content is not to be used until it is cleared */
 } buffer;
 
 void buffer_append(buffer *b, const void *data, size_t size);
 bool buffer_reserve(buffer *b, size_t more); /**< capacity for size + more */
+void buffer_clear(buffer *b);                /**< empty and good; keeps the memory */
 void buffer_free(buffer *b);                 /**< and zeroes it */
 
 #endif

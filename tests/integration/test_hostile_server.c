@@ -77,6 +77,7 @@ static const lie lies[] = {
     {"keys_empty_page", KEYS_EMPTY_PAGE, {PROTOCOL}, NULL},
     {"keys_beyond_total", KEYS_BEYOND_TOTAL, {PROTOCOL}, NULL},
     {"keys_error", KEYS_ERROR, {FANIN_ERR_INTERNAL}, "xxx"},
+    {"keys_stale", KEYS_STALE, {STALE, TIMEOUT}, NULL},
     {"keys_close", KEYS_CLOSE, GONE, NULL},
     {"boxes_garbage", BOXES_GARBAGE, {PROTOCOL}, NULL},
     {"boxes_huge_count", BOXES_HUGE_COUNT, {PROTOCOL}, NULL},

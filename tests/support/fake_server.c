@@ -330,6 +330,21 @@ static bool put_page(const fake_server *f, fake_connection *c, uint64_t request,
     return put_buffer(f, c, &b);
 }
 
+/* Three pages of zeros, then "the catalog has changed". */
+static bool put_stale_keys(const fake_server *f, fake_connection *c, uint64_t request,
+                           uint64_t offset)
+{
+    static const uint8_t zeros[LIMIT_PAGE];
+    if (offset >= 3 * sizeof(zeros))
+        return put_error(f, c, request, FANIN_ERR_STALE);
+    msg_blob_page page = {.total = 4 * sizeof(zeros) - 1,
+                          .offset = offset,
+                          .data = {zeros, sizeof(zeros)}};
+    buffer b = {0};
+    encode_blob_page(&b, request, MSG_KEYS_OK, &page);
+    return put_buffer(f, c, &b);
+}
+
 static bool on_blob(const fake_server *f, fake_connection *c, const frame *h, body *in)
 {
     msg_blob_request m;
@@ -339,6 +354,8 @@ static bool on_blob(const fake_server *f, fake_connection *c, const frame *h, bo
         return false;
     if (h->type == MSG_KEYS && is(f, KEYS_ERROR))
         return put_error(f, c, h->request, FANIN_ERR_INTERNAL);
+    if (h->type == MSG_KEYS && is(f, KEYS_STALE))
+        return put_stale_keys(f, c, h->request, m.offset);
     if (h->type == MSG_BOXES && is(f, BOXES_STALE))
         return put_error(f, c, h->request, FANIN_ERR_STALE);
     return put_page(f, c, h->request, h->type,

@@ -60,6 +60,7 @@ typedef enum mischief {
     KEYS_EMPTY_PAGE,
     KEYS_BEYOND_TOTAL,
     KEYS_ERROR,
+    KEYS_STALE, /**< after megabytes of it, again and again */
     KEYS_CLOSE,
     BOXES_GARBAGE,
     BOXES_HUGE_COUNT,

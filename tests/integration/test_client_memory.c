@@ -1,0 +1,214 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * A client's allocations fail, the first, the second, ... of a call, and all behind it: the call says
+ * that this process has no memory and blames nobody else, and the next call of the same client works.
+ * Linked with --wrap; under AddressSanitizer nothing leaks either.
+ */
+#include "local_world.h"
+#include "testing.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+#define RANKS 3
+#define CALLS_MOST 20000
+#define TENSOR 0 /* of world_lora */
+
+void *__real_malloc(size_t size);
+void *__real_calloc(size_t count, size_t size);
+void *__real_realloc(void *old, size_t size);
+void *__wrap_malloc(size_t size);
+void *__wrap_calloc(size_t count, size_t size);
+void *__wrap_realloc(void *old, size_t size);
+
+static _Thread_local long left = -1; /* allocations until they fail; -1: none does */
+static _Thread_local bool failed;
+
+/* Only this thread's: the servers and the other threads of the process have memory. */
+static bool fails(void)
+{
+    if (left < 0)
+        return false;
+    if (left > 0) {
+        left--;
+        return false;
+    }
+    failed = true;
+    return true;
+}
+
+void *__wrap_malloc(size_t size)
+{
+    return fails() ? NULL : __real_malloc(size);
+}
+
+void *__wrap_calloc(size_t count, size_t size)
+{
+    return fails() ? NULL : __real_calloc(count, size);
+}
+
+void *__wrap_realloc(void *old, size_t size)
+{
+    return fails() ? NULL : __real_realloc(old, size);
+}
+
+static world served;
+static char root[] = "/tmp/fanin-memory-XXXXXX";
+
+typedef fanin_status (*call_fn)(fanin_client *client, fanin_error *error);
+
+static fanin_status pull_memory(fanin_client *client, fanin_error *error)
+{
+    static uint8_t bytes[1 << 16];
+    const world_tensor *t = &served.tensors[TENSOR];
+    fanin_box box = {.address = bytes};
+    fanin_tensor tensor = {.struct_size = sizeof tensor,
+                           .name = t->name,
+                           .dtype = t->dtype,
+                           .n_dims = t->n_dims,
+                           .boxes = &box,
+                           .n_boxes = 1};
+    assert_true(world_bytes(t) <= sizeof bytes);
+    memcpy(box.extent, t->shape, sizeof box.extent);
+    memcpy(tensor.shape, t->shape, sizeof tensor.shape);
+    fanin_pull_options options;
+    fanin_pull_options_init(&options, sizeof options);
+    options.publication = "lora:0";
+    options.timeout_ms = 20000;
+    fanin_status status = fanin_client_pull(client, &options, &tensor, 1, NULL, error);
+    if (status == FANIN_OK)
+        world_check(&served, TENSOR, served.ranks[0].step, bytes);
+    return status;
+}
+
+static void remove_directory(const char *directory)
+{
+    static const char *const files[] = {"adapter_model.safetensors",
+                                        "adapter_config.json", "fanin.json"};
+    char path[128];
+    for (size_t i = 0; i < 3; i++) {
+        snprintf(path, sizeof path, "%s/%s", directory, files[i]);
+        (void)unlink(path);
+    }
+    assert_int_equal(rmdir(directory), 0);
+}
+
+static fanin_status pull_directory(fanin_client *client, fanin_error *error)
+{
+    char directory[64];
+    snprintf(directory, sizeof directory, "%s/adapter", root);
+    fanin_pull_options options;
+    fanin_pull_options_init(&options, sizeof options);
+    options.publication = "lora:0";
+    options.timeout_ms = 20000;
+    fanin_status status =
+        fanin_client_pull_adapter(client, &options, directory, NULL, error);
+    if (status == FANIN_OK)
+        remove_directory(directory);
+    return status;
+}
+
+static bool next_rank(void *cookie, const fanin_publication_info *info)
+{
+    (void)info;
+    ++*(unsigned *)cookie;
+    return true;
+}
+
+static fanin_status list_all(fanin_client *client, fanin_error *error)
+{
+    unsigned ranks = 0;
+    return fanin_client_list(client, 20000, next_rank, &ranks, error);
+}
+
+static fanin_status connect_again(fanin_client *client, fanin_error *error)
+{
+    return fanin_client_connect(client, served.address_list, served.size, 20000, error);
+}
+
+static void check_good(call_fn call, fanin_client *client, long calls)
+{
+    fanin_error error = FANIN_ERROR_INIT;
+    if (call(client, &error) != FANIN_OK)
+        fail_msg("after allocation %ld had failed: %s", calls, error.message);
+}
+
+static void check(call_fn call)
+{
+    fanin_client_config config;
+    fanin_client_config_init(&config, sizeof config);
+    config.path = FANIN_PATH_STREAM;
+    failed = true;
+    long calls = 0;
+    for (; failed; calls++) {
+        fanin_client *client = world_client_with(&served, &config);
+        fanin_error error = FANIN_ERROR_INIT;
+        assert_true(calls < CALLS_MOST);
+        failed = false;
+        left = calls;
+        fanin_status status = call(client, &error);
+        left = -1;
+        if (status != FANIN_OK &&
+            (status != FANIN_ERR_MEMORY || error.rank != -1 || !failed))
+            fail_msg("allocation %ld: %s (rank %d): %s", calls,
+                     fanin_status_name(status), (int)error.rank, error.message);
+        if (call == connect_again && status != FANIN_OK)
+            check_good(connect_again, client, calls);
+        check_good(pull_memory, client, calls);
+        fanin_client_destroy(&client);
+    }
+    assert_true(calls > 3);
+}
+
+static void pulls_recover(void **state)
+{
+    (void)state;
+    check(pull_memory);
+}
+
+static void directories_recover(void **state)
+{
+    (void)state;
+    check(pull_directory);
+}
+
+static void listing_recovers(void **state)
+{
+    (void)state;
+    check(list_all);
+}
+
+static void connecting_recovers(void **state)
+{
+    (void)state;
+    check(connect_again);
+}
+
+static int set_up(void **state)
+{
+    (void)state;
+    served = (world){.flags = FANIN_SERVER_NO_UCX};
+    world_start(&served, RANKS, CUT_CHUNK0, world_lora, world_lora_count);
+    world_commit(&served, 7);
+    return mkdtemp(root) ? 0 : -1;
+}
+
+static int tear_down(void **state)
+{
+    (void)state;
+    world_stop(&served);
+    return rmdir(root);
+}
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(pulls_recover),
+        cmocka_unit_test(directories_recover),
+        cmocka_unit_test(listing_recovers),
+        cmocka_unit_test(connecting_recovers),
+    };
+    return cmocka_run_group_tests_name("client_memory", tests, set_up, tear_down);
+}
