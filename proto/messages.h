@@ -14,7 +14,7 @@
 #include <fanin/types.h>
 
 #define VERSION_MIN 1 /**< protocol versions this code speaks */
-#define VERSION_MAX 1
+#define VERSION_MAX FANIN_PROTOCOL_VERSION
 
 typedef enum role { ROLE_CONTROL = 1, ROLE_DATA = 2 } role;
 

@@ -1,53 +1,46 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Words for the shell's completion, one a line. Never a message: a failure completes
+/* Words for the shells' completion, one a line, with a description after a tab. What files to
+   offer is the shell's matter: ":files", ":directories". Never a message: a failure completes
    nothing. */
-#include "command.h"
 #include "models.h"
 #include "session.h"
 
-#include <fanin/client.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
 enum { PATIENCE_MS = 1500, MAX_PUBLICATIONS = 64 };
 
-static void print_with_prefix(const char *word, const char *prefix)
+/* One of a command's options, as options_list_only() tells of it. */
+typedef struct option {
+    char name[40], value[40], description[200], letter;
+} option;
+
+/* A command line up to the word that is completed. */
+typedef struct line {
+    const command *command;
+    option options[MAX_OPTIONS];
+    size_t n_options;
+    const char *target, *size; /**< NULL: not given */
+    int positional;            /**< words before the current one that are no options */
+    const option *wanting; /**< whose value the current word is, NULL: it is none's */
+} line;
+
+static void offer(const char *word, const char *prefix, const char *description)
 {
     if (strncmp(word, prefix, strlen(prefix)) == 0) {
-        puts(word);
+        printf(description != NULL ? "%s\t%s\n" : "%s\n", word, description);
     }
 }
 
-static void complete_static(const char *what, const char *prefix)
+static void offer_list(const char *const *words, const char *prefix)
 {
-    if (strcmp(what, "commands") == 0) {
-        for (size_t i = 0; commands[i] != NULL; i++) {
-            if (!commands[i]->hidden) {
-                print_with_prefix(commands[i]->name, prefix);
-            }
-        }
-    } else if (strcmp(what, "models") == 0) {
-        for (size_t i = 0; i < n_models; i++) {
-            print_with_prefix(models[i].name, prefix);
-        }
-    } else if (strcmp(what, "shapes") == 0) {
-        for (size_t i = 0; i < n_adapter_shapes; i++) {
-            print_with_prefix(adapter_shapes[i].name, prefix);
-        }
+    for (; *words != NULL; words++) {
+        offer(*words, prefix, NULL);
     }
 }
 
-/* Options of the command @p name, by its own table. */
-static void complete_options(const char *name)
-{
-    const command *found = command_find(name);
-    const char *argv[] = {name, NULL};
-    if (found != NULL && !found->hidden) {
-        options_list_only();
-        (void)found->run(found, 1, argv);
-    }
-}
+/* ----------------------------------------------------------------- from the ranks */
 
 typedef struct lister {
     fanin_client *client;
@@ -80,18 +73,18 @@ static bool on_entry(void *cookie, const fanin_entry *entry)
     const key_printer *p = cookie;
     char key[FANIN_MAX_NAME + 128];
     snprintf(key, sizeof(key), "%s:%s", p->publication, entry->name);
-    print_with_prefix(key, p->prefix);
+    offer(key, p->prefix, NULL);
     return true;
 }
 
-static void print_publications(lister *l)
+static void offer_publications(lister *l)
 {
     fanin_status status =
         fanin_client_list(l->client, PATIENCE_MS, on_publication, l, NULL);
     for (size_t i = 0; status == FANIN_OK && i < l->count; i++) {
         if (!l->keys) {
             const char *run = strchr(l->names[i], ':');
-            print_with_prefix(run != NULL ? run + 1 : l->names[i], l->prefix);
+            offer(run != NULL ? run + 1 : l->names[i], l->prefix, NULL);
             continue;
         }
         key_printer p = {l->names[i], l->prefix};
@@ -100,51 +93,212 @@ static void print_publications(lister *l)
     }
 }
 
-static void complete_from_ranks(const char *text, uint32_t world_size, lister *l)
+static void offer_from_ranks(const line *line, bool keys, const char *prefix)
 {
     fanin_client_config config;
     target where;
     fanin_error error = FANIN_ERROR_INIT;
-    if (target_parse(text, world_size, &where, &error) != FANIN_OK) {
+    lister l = {.prefix = prefix, .keys = keys};
+    const char *text = line->target != NULL ? line->target : session_default_target();
+    unsigned long size = line->size != NULL ? strtoul(line->size, NULL, 10) : 0;
+    if (text == NULL || size > TARGET_MAX_RANKS ||
+        target_parse(text, (uint32_t)size, &where, &error) != FANIN_OK) {
         return;
     }
     fanin_client_config_init(&config, sizeof(config));
     config.no_ucx = true;
     config.connect_timeout_ms = PATIENCE_MS;
-    if (fanin_client_create(&config, &l->client, NULL) == FANIN_OK &&
-        fanin_client_connect(l->client, (const char *const *)where.addresses,
+    if (fanin_client_create(&config, &l.client, NULL) == FANIN_OK &&
+        fanin_client_connect(l.client, (const char *const *)where.addresses,
                              where.count, PATIENCE_MS, NULL) == FANIN_OK) {
-        print_publications(l);
+        offer_publications(&l);
     }
-    fanin_client_destroy(&l->client);
+    fanin_client_destroy(&l.client);
     target_free(&where);
+}
+
+/* ------------------------------------------------------------------ the words' kinds */
+
+static void offer_commands(const char *prefix)
+{
+    for (size_t i = 0; commands[i] != NULL; i++) {
+        if (!commands[i]->hidden) {
+            offer(commands[i]->name, prefix, commands[i]->summary);
+        }
+    }
+}
+
+static void offer_value(const line *line, const char *name, const char *prefix)
+{
+    static const struct {
+        const char *option;
+        const char *const words[10];
+    } fixed[] = {
+        {"path", {"auto", "stream", "cma", "rdma", "cuda_ipc"}},
+        {"dtype", {"bf16", "f16", "f32", "f64", "f8_e4m3", "f8_e5m2", "i8", "u8"}},
+        {"cast", {"bf16", "f16"}},
+        {"pull-dtype", {"bf16", "f16"}},
+        {"trainer-load", {"product", "sweep"}},
+        {"dest", {"memory", "device:0", ":directories"}},
+        {"out", {":directories"}},
+        {"dir", {":directories"}},
+        {"adapter", {":directories"}},
+        {"sysfs", {":directories"}},
+        {"procfs", {":directories"}},
+        {"dev", {":directories"}},
+        {"info", {":files"}},
+    };
+    for (size_t i = 0; i < sizeof(fixed) / sizeof(fixed[0]); i++) {
+        for (size_t j = 0; strcmp(name, fixed[i].option) == 0 && fixed[i].words[j];
+             j++) {
+            const char *word = fixed[i].words[j];
+            offer(word, word[0] == ':' ? "" : prefix, NULL);
+        }
+    }
+    for (size_t i = 0; strcmp(name, "model") == 0 && i < n_models; i++) {
+        offer(models[i].name, prefix, NULL);
+    }
+    for (size_t i = 0; strcmp(name, "adapter-shape") == 0 && i < n_adapter_shapes;
+         i++) {
+        offer(adapter_shapes[i].name, prefix, NULL);
+    }
+    if (strcmp(name, "run") == 0) {
+        offer_from_ranks(line, false, prefix);
+    }
+}
+
+static void offer_options(const line *line, const char *prefix)
+{
+    char word[sizeof(line->options[0].name) + 2];
+    for (size_t i = 0; i < line->n_options; i++) {
+        snprintf(word, sizeof(word), "--%s", line->options[i].name);
+        offer(word, prefix, line->options[i].description);
+    }
+}
+
+/* ------------------------------------------------------------------------ the line */
+
+/* Takes @p text, the listing of options_list_only(), apart. */
+static void read_options(line *line, char *text)
+{
+    for (char *row = strtok(text, "\n"); row != NULL && line->n_options < MAX_OPTIONS;
+         row = strtok(NULL, "\n")) {
+        option *o = &line->options[line->n_options++];
+        const char *fields[4] = {"", "", "", ""};
+        for (size_t i = 0; i < 4 && row != NULL; i++) {
+            fields[i] = strsep(&row, "\t");
+        }
+        snprintf(o->name, sizeof(o->name), "%s", fields[0] + 2);
+        snprintf(o->value, sizeof(o->value), "%s", fields[1]);
+        snprintf(o->description, sizeof(o->description), "%s", fields[2]);
+        o->letter = fields[3][0];
+    }
+}
+
+static bool learn_command(line *line, const char *name)
+{
+    char *text = NULL;
+    size_t size = 0;
+    const char *argv[] = {name, NULL};
+    line->command = command_find(name);
+    FILE *stream = line->command != NULL && !line->command->hidden
+                       ? open_memstream(&text, &size)
+                       : NULL;
+    if (stream == NULL) {
+        return false;
+    }
+    options_list_only(stream);
+    (void)line->command->run(line->command, 1, argv);
+    if (fclose(stream) == 0) {
+        read_options(line, text);
+    }
+    free(text);
+    return true;
+}
+
+/* The option that @p word is, if its value is the next word. */
+static const option *option_wanting(const line *line, const char *word)
+{
+    for (size_t i = 0; i < line->n_options; i++) {
+        const option *o = &line->options[i];
+        bool is = word[1] == '-' ? strcmp(word + 2, o->name) == 0
+                                 : word[1] == o->letter && word[2] == '\0';
+        if (is && o->value[0] != '\0' && word[1] != '\0') {
+            return o;
+        }
+    }
+    return NULL;
+}
+
+static void scan(line *line, int count, const char *const *words)
+{
+    for (int i = 0; i < count; i++) {
+        if (line->wanting != NULL) {
+            if (strcmp(line->wanting->name, "world-size") == 0) {
+                line->size = words[i];
+            }
+            line->wanting = NULL;
+        } else if (words[i][0] == '-') {
+            line->wanting = option_wanting(line, words[i]);
+            line->size = strncmp(words[i], "--world-size=", 13) == 0 ? words[i] + 13
+                                                                     : line->size;
+        } else if (line->positional++ == 0) {
+            line->target = words[i];
+        }
+    }
+}
+
+static void complete_argument(line *line, const char *prefix)
+{
+    bool takes_key = strcmp(line->command->name, "show") == 0;
+    bool has_target = line->target != NULL || session_default_target() != NULL;
+    if (takes_key && has_target && line->positional <= 1) {
+        offer_from_ranks(line, true, prefix);
+    } else if (line->positional == 0 && strcmp(line->command->name, "serve") != 0) {
+        offer(":files", "", NULL);
+    }
+}
+
+/* @p words after the program's name; the last one is completed. */
+static void complete_line(int count, const char *const *words)
+{
+    static const char *const others[] = {"help", "--help", "--version", NULL};
+    const char *current = words[count - 1];
+    static line line; /* large */
+    if (count == 1 || strcmp(words[0], "help") == 0) {
+        offer_commands(current);
+        offer_list(count == 1 ? others : others + 3, current);
+        return;
+    }
+    if (!learn_command(&line, words[0])) {
+        return;
+    }
+    scan(&line, count - 2, words + 1);
+    if (line.wanting != NULL) {
+        offer_value(&line, line.wanting->name, current);
+    } else if (current[0] == '-') {
+        offer_options(&line, current);
+    } else {
+        complete_argument(&line, current);
+    }
 }
 
 static int run(const command *self, int argc, const char **argv)
 {
     (void)self;
-    const char *what = argc > 1 ? argv[1] : "";
-    const char *prefix = argc > 2 ? argv[2] : "";
-    bool keys = strcmp(what, "keys") == 0;
-    if (strcmp(what, "options") == 0) {
-        complete_options(prefix);
-        return 0;
-    }
-    if (!keys && strcmp(what, "runs") != 0) {
-        complete_static(what, prefix);
-        return 0;
-    }
-    const char *text =
-        argc > 3 && argv[3][0] != '\0' ? argv[3] : session_default_target();
-    unsigned long size = argc > 4 ? strtoul(argv[4], NULL, 10) : 0;
-    lister l = {.prefix = prefix, .keys = keys};
-    if (text != NULL && size <= TARGET_MAX_RANKS) {
-        complete_from_ranks(text, (uint32_t)size, &l);
+    const char *what = argc > 2 ? argv[1] : "";
+    if (strcmp(what, "line") == 0) {
+        complete_line(argc - 2, argv + 2);
+    } else if (strcmp(what, "options") == 0) {
+        const command *found = command_find(argv[2]);
+        const char *words[] = {argv[2], NULL};
+        options_list_only(stdout);
+        return found != NULL && !found->hidden ? found->run(found, 1, words) : 0;
     }
     return 0;
 }
 
-/* __complete options COMMAND, commands|models|shapes PREFIX, keys|runs PREFIX TARGET [WORLD-SIZE] */
+/* __complete line WORD..., options COMMAND */
 const command cmd_complete = {
     .name = "__complete",
     .arguments = "",

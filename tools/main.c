@@ -2,8 +2,8 @@
 #include "command.h"
 #include "failure.h"
 #include "options.h"
+#include "version.h"
 
-#include <fanin/types.h>
 #include <fcntl.h>
 #include <locale.h>
 #include <stdio.h>
@@ -104,8 +104,7 @@ static void raise_descriptor_limit(void)
 
 static int print_version(void)
 {
-    printf("nixl-fetch %d.%d.%d (libfanin %s)\n", FANIN_VERSION_MAJOR,
-           FANIN_VERSION_MINOR, FANIN_VERSION_PATCH, fanin_version());
+    version_print();
     return failure_of_output(0);
 }
 

@@ -13,11 +13,11 @@
 
 enum { OPTION_HELP = 0x4800, OPTION_FIRST = 0x5000 };
 
-static bool list_only;
+static FILE *listing; /**< NULL: command lines are read */
 
-void options_list_only(void)
+void options_list_only(FILE *stream)
 {
-    list_only = true;
+    listing = stream;
 }
 
 /* What numbers may be; commands may be stricter. */
@@ -102,50 +102,64 @@ bool options_duration(const char *text, uint32_t *ms_out)
     return false;
 }
 
-/* Optimal string alignment: insertions, deletions, substitutions, swaps of neighbours. */
+/* Optimal string alignment: insertions, deletions, substitutions, swaps of neighbours; of words
+   of at most NEAREST_LENGTH bytes. Rows of the usual table, of which three are needed. */
 static size_t distance(const char *a, const char *b)
 {
-    enum { LONGEST = 32 };
+    static size_t rows[3][OPTIONS_NEAREST_LENGTH + 1];
     size_t n = strlen(a);
     size_t m = strlen(b);
-    size_t d[LONGEST + 1][LONGEST + 1];
-    if (n > LONGEST || m > LONGEST) {
-        return LONGEST;
+    for (size_t j = 0; j <= m; j++) {
+        rows[0][j] = j;
     }
-    for (size_t i = 0; i <= n; i++) {
-        for (size_t j = 0; j <= m; j++) {
-            if (i == 0 || j == 0) {
-                d[i][j] = i + j;
-                continue;
-            }
-            size_t best = d[i - 1][j - 1] + (a[i - 1] != b[j - 1]);
-            if (d[i - 1][j] + 1 < best) {
-                best = d[i - 1][j] + 1;
-            }
-            if (d[i][j - 1] + 1 < best) {
-                best = d[i][j - 1] + 1;
-            }
+    for (size_t i = 1; i <= n; i++) {
+        size_t *row = rows[i % 3];
+        const size_t *above = rows[(i + 2) % 3];
+        const size_t *before = rows[(i + 1) % 3];
+        row[0] = i;
+        for (size_t j = 1; j <= m; j++) {
+            size_t best = above[j - 1] + (a[i - 1] != b[j - 1]);
+            best = above[j] + 1 < best ? above[j] + 1 : best;
+            best = row[j - 1] + 1 < best ? row[j - 1] + 1 : best;
             if (i > 1 && j > 1 && a[i - 1] == b[j - 2] && a[i - 2] == b[j - 1] &&
-                d[i - 2][j - 2] + 1 < best) {
-                best = d[i - 2][j - 2] + 1;
+                before[j - 2] + 1 < best) {
+                best = before[j - 2] + 1;
             }
-            d[i][j] = best;
+            row[j] = best;
         }
     }
-    return d[n][m];
+    return rows[n % 3][m];
+}
+
+bool options_nearer(const char *word, const char *name, size_t *best)
+{
+    size_t n = strlen(word);
+    size_t m = strlen(name);
+    size_t least = n > m ? n - m : m - n;
+    if (n > OPTIONS_NEAREST_LENGTH || m > OPTIONS_NEAREST_LENGTH) {
+        return false;
+    }
+    if (*best == 0) { /* the first: what is still a typo */
+        size_t most = 3 + n / 8;
+        *best = n / 2 + 1 < most ? n / 2 + 1 : most;
+    }
+    if (least >= *best) {
+        return false;
+    }
+    size_t d = distance(word, name);
+    if (d >= *best) {
+        return false;
+    }
+    *best = d > 0 ? d : 1;
+    return true;
 }
 
 const char *options_nearest(const char *word, const char *const *names)
 {
     const char *nearest = NULL;
-    size_t best = strlen(word) / 2 + 1;
-    if (best > 3) {
-        best = 3;
-    }
+    size_t best = 0;
     for (; *names != NULL; names++) {
-        size_t d = distance(word, *names);
-        if (d < best) {
-            best = d;
+        if (options_nearer(word, *names, &best)) {
             nearest = *names;
         }
     }
@@ -195,8 +209,8 @@ static void list_options(const flat_table *flat)
 {
     for (size_t i = 0; i < flat->count; i++) {
         const struct poptOption *o = flat->options[i];
-        printf("--%s\t%s\t%s\n", o->longName,
-               o->argDescrip != NULL ? o->argDescrip : "", o->descrip);
+        fprintf(listing, "--%s\t%s\t%s\t%.1s\n", o->longName,
+                o->argDescrip != NULL ? o->argDescrip : "", o->descrip, &o->shortName);
     }
 }
 
@@ -359,7 +373,7 @@ bool options_parse(const command *self, int argc, const char **argv,
     bool good;
     *parsed = (arguments){.table = table};
     flatten(table, &flat);
-    if (list_only) {
+    if (listing != NULL) {
         list_options(&flat);
         *status_out = 0;
         return false;

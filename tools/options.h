@@ -7,6 +7,7 @@
 
 #include <fanin/client.h>
 #include <popt.h>
+#include <stdio.h>
 #include <stdint.h>
 
 enum {
@@ -52,9 +53,10 @@ void options_connect(connect_options *options,
     NULL: none. */
 const char *options_given(const arguments *parsed, const char *const *names);
 
-/** From now on options_parse() prints the command's options instead: a line each, its long
-    name, what its value is called ("" if it has none) and its description, by tabs. */
-void options_list_only(void);
+/** From now on options_parse() prints the command's options to @p stream instead: a line each,
+    its long name, what its value is called ("" if it has none), its description and its
+    letter ("" if it has none), by tabs. */
+void options_list_only(FILE *stream);
 
 /**
  * Parses. Numbers must be whole and in their option's range, texts not empty. The value of
@@ -71,6 +73,12 @@ void options_free(arguments *parsed);
 
 /** "500ms", "30s", "2m", "1h", a bare number is seconds; 1 ms to 1000 h. */
 bool options_duration(const char *text, uint32_t *ms_out);
+
+enum { OPTIONS_NEAREST_LENGTH = 640 };
+
+/** Whether @p name is nearer to @p word than what was seen so far, and near enough for a typo.
+    *@p best is 0 at first. */
+bool options_nearer(const char *word, const char *name, size_t *best);
 
 /** The nearest of @p names (NULL at the end) if it is near enough for a typo, else NULL. */
 const char *options_nearest(const char *word, const char *const *names);

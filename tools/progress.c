@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "progress.h"
 #include "output.h"
+#include "terminal.h"
 
 #include <stdio.h>
 #include <stdlib.h>
@@ -29,34 +30,72 @@ void progress_start(progress *p, const char *what, bool quiet, bool no_color)
     p->started_ns = p->printed_ns = progress_now_ns();
 }
 
-static void print_bar(const progress *p, uint64_t done, uint64_t total,
-                      const char *numbers)
+void progress_text(const progress_state *at, progress_parts parts, char *out,
+                   size_t size)
 {
-    enum { WIDEST = 60 };
-    struct winsize size = {0};
-    int columns = ioctl(STDERR_FILENO, TIOCGWINSZ, &size) == 0 && size.ws_col > 0
-                      ? size.ws_col
-                      : 80;
-    int room = columns - (int)strlen(p->what) - (int)strlen(numbers) - 6;
-    char bar[WIDEST + 1] = "";
-    if (room > WIDEST) {
-        room = WIDEST;
+    double share = at->total > 0 ? (double)at->done / (double)at->total : 1.0;
+    size_t used = (size_t)snprintf(out, size, "%3.0f %%", 100.0 * share);
+    if (parts >= PROGRESS_AMOUNT && used < size) {
+        used += (size_t)snprintf(out + used, size - used, "  %s of %s",
+                                 output_bytes(at->done).s, output_bytes(at->total).s);
     }
-    if (room >= 8) {
-        int full = total > 0 ? (int)((double)done / (double)total * room) : 0;
-        memset(bar, '-', (size_t)room);
-        memset(bar, '#', (size_t)(full < room ? full : room));
-        bar[room] = '\0';
+    if (parts >= PROGRESS_RATE && used < size) {
+        used += (size_t)snprintf(out + used, size - used, ", %s",
+                                 output_rate(at->done, at->spent_ns).s);
     }
-    fprintf(stderr, "\r%s %s[%s]%s %s\033[K", p->what, p->color ? "\033[32m" : "", bar,
-            p->color ? "\033[0m" : "", numbers);
-    fflush(stderr);
+    if (parts == PROGRESS_LEFT && at->done > 0 && at->total >= at->done &&
+        used < size) {
+        double rest =
+            (double)at->spent_ns / (double)at->done * (double)(at->total - at->done);
+        snprintf(out + used, size - used,
+                 rest < 1e10 ? ", %.1f s left" : ", %.0f s left", rest / 1e9);
+    }
+}
+
+void progress_line(const char *what, const progress_state *at, int columns, bool color,
+                   char *out, size_t size)
+{
+    enum { NARROWEST_BAR = 8, WIDEST_BAR = 60, FRAME = 4 }; /* two blanks, brackets */
+    char numbers[PROGRESS_TEXT];
+    char bar[WIDEST_BAR + 1] = "";
+    int name = (int)strlen(what) + 1;
+    int parts = PROGRESS_LEFT;
+    columns--; /* the last one would wrap some terminals */
+    progress_text(at, (progress_parts)parts, numbers, sizeof(numbers));
+    while (parts > PROGRESS_SHARE && name + (int)strlen(numbers) > columns) {
+        progress_text(at, (progress_parts)--parts, numbers, sizeof(numbers));
+    }
+    if (name + (int)strlen(numbers) > columns) {
+        name = 0;
+    }
+    int room = columns - name - (int)strlen(numbers) - FRAME + 1;
+    if (name == 0 || room < NARROWEST_BAR) {
+        snprintf(out, size, "%s%s%.*s", name > 0 ? what : "", name > 0 ? " " : "",
+                 columns > name ? columns - name : 0, numbers);
+        return;
+    }
+    room = room < WIDEST_BAR ? room : WIDEST_BAR;
+    double share = at->total > 0 ? (double)at->done / (double)at->total : 0.0;
+    int full = (int)(share * room);
+    memset(bar, '-', (size_t)room);
+    memset(bar, '#', (size_t)(full < room ? full : room));
+    snprintf(out, size, "%s %s[%s]%s %s", what, color ? "\033[32m" : "", bar,
+             color ? "\033[0m" : "", numbers);
+}
+
+static int terminal_columns(void)
+{
+    struct winsize window = {0};
+    return ioctl(STDERR_FILENO, TIOCGWINSZ, &window) == 0 && window.ws_col > 0
+               ? window.ws_col
+               : 80;
 }
 
 void progress_update(void *cookie, uint64_t done, uint64_t total)
 {
     progress *p = cookie;
     uint64_t now = progress_now_ns();
+    char text[PROGRESS_TEXT];
     if (done < p->last_done) { /* the pull began anew */
         p->started_ns = now;
     }
@@ -65,22 +104,14 @@ void progress_update(void *cookie, uint64_t done, uint64_t total)
     if (p->off || (now - p->printed_ns) / 1000000 < pause) {
         return;
     }
-    uint64_t spent = now - p->started_ns;
-    char left[256] = "";
-    char numbers[1024];
-    if (done > 0 && total >= done) {
-        double rest = (double)spent / (double)done * (double)(total - done);
-        snprintf(left, sizeof(left), rest < 1e10 ? ", %.1f s left" : ", %.0f s left",
-                 rest / 1e9);
-    }
-    snprintf(numbers, sizeof(numbers), "%3.0f %%  %s of %s, %s%s",
-             total > 0 ? 100.0 * (double)done / (double)total : 100.0,
-             output_bytes(done).s, output_bytes(total).s, output_rate(done, spent).s,
-             left);
+    const progress_state at = {done, total, now - p->started_ns};
     if (p->bar) {
-        print_bar(p, done, total, numbers);
+        progress_line(p->what, &at, terminal_columns(), p->color, text, sizeof(text));
+        fprintf(stderr, "\r%s\033[K", text);
+        fflush(stderr);
     } else {
-        fprintf(stderr, "%s: %s\n", p->what, numbers);
+        progress_text(&at, PROGRESS_LEFT, text, sizeof(text));
+        terminal_tell("%s: %s", p->what, text);
     }
     p->shown = true;
     p->printed_ns = now;

@@ -8,6 +8,7 @@
 #define PROGRESS_H
 
 #include <stdbool.h>
+#include <stddef.h>
 #include <stdint.h>
 
 typedef struct progress {
@@ -26,6 +27,29 @@ void progress_update(void *cookie, uint64_t done, uint64_t total);
 
 /** Takes the bar off the terminal. */
 void progress_end(progress *p);
+
+/** How much there is to tell; the later, the more. */
+typedef enum progress_parts {
+    PROGRESS_SHARE,
+    PROGRESS_AMOUNT,
+    PROGRESS_RATE,
+    PROGRESS_LEFT,
+} progress_parts;
+
+typedef struct progress_state {
+    uint64_t done, total, spent_ns;
+} progress_state;
+
+enum { PROGRESS_TEXT = 1024 };
+
+/** " 45 %  1.2 MB of 3.4 MB, 5.6 GB/s, 0.1 s left", or the beginning of it. */
+void progress_text(const progress_state *at, progress_parts parts, char *out,
+                   size_t size);
+
+/** A line for a terminal of @p columns, none of which it exceeds: what is pulled, a bar and
+    numbers, or as much of them as there is room for. */
+void progress_line(const char *what, const progress_state *at, int columns, bool color,
+                   char *out, size_t size);
 
 /** CLOCK_MONOTONIC. */
 uint64_t progress_now_ns(void);

@@ -58,6 +58,43 @@ static void add_pair(source *s, const char *key, const char *value)
     s->pairs[s->n_pairs++] = (fanin_pair){key, value};
 }
 
+enum { MAX_NAMES = 32 };
+
+static const char *const *model_names(void)
+{
+    static const char *names[MAX_NAMES + 1];
+    for (size_t i = 0; i < n_models && i < MAX_NAMES; i++) {
+        names[i] = models[i].name;
+    }
+    return names;
+}
+
+static const char *const *shape_names(void)
+{
+    static const char *names[MAX_NAMES + 1];
+    for (size_t i = 0; i < n_adapter_shapes && i < MAX_NAMES; i++) {
+        names[i] = adapter_shapes[i].name;
+    }
+    return names;
+}
+
+/* Wrong usage: a name that is none of @p names. */
+static int unknown(const command *self, const char *what, const char *name,
+                   const char *const *names)
+{
+    char all[512] = "";
+    const char *nearest = options_nearest(name, names);
+    for (size_t i = 0; names[i] != NULL; i++) {
+        size_t used = strlen(all);
+        snprintf(all + used, sizeof(all) - used, "%s%s", i > 0 ? ", " : "", names[i]);
+    }
+    return nearest != NULL
+               ? failure_usage(self->name, "unknown %s '%s', did you mean '%s'?", what,
+                               name, nearest)
+               : failure_usage(self->name, "unknown %s '%s', it is none of %s", what,
+                               name, all);
+}
+
 static int open_model(const command *self, const source_options *options,
                       const char *fallback, source *out)
 {
@@ -67,7 +104,7 @@ static int open_model(const command *self, const source_options *options,
                                                       : NULL;
     const adapter_shape *shape = shape_name ? adapter_shape_find(shape_name) : NULL;
     if (shape_name != NULL && shape == NULL) {
-        return failure_usage(self->name, "unknown adapter shape '%s'", shape_name);
+        return unknown(self, "adapter shape", shape_name, shape_names());
     }
     if (shape_name != NULL && options->model != NULL) {
         return failure_usage(self->name,
@@ -76,7 +113,7 @@ static int open_model(const command *self, const source_options *options,
     const char *name = shape != NULL ? shape->model : options->model;
     const model *m = model_find(name);
     if (m == NULL) {
-        return failure_usage(self->name, "unknown model '%s'", name);
+        return unknown(self, "model", name, model_names());
     }
     uint32_t r = options->r != 0 ? (uint32_t)options->r : shape != NULL ? shape->r : 16;
     bool fused = options->fused || (shape != NULL && shape->fused);

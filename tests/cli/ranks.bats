@@ -244,10 +244,12 @@ json.dump(o, open("info.json", "w"))' "$info" "$1"
 }
 
 @test "completion asks the ranks for runs and keys" {
-    run -0 "$NIXL_FETCH" __complete runs "" "$info"
+    run -0 "$NIXL_FETCH" __complete line pull "$info" --run ""
     [ "$output" = "$(printf '0\nbest.1')" ]
-    run -0 "$NIXL_FETCH" __complete keys lora:0:base_model.model.model.layers.23.mlp.up "$info"
+    run -0 "$NIXL_FETCH" __complete line show "$info" lora:0:base_model.model.model.layers.23.mlp.up
     [ "${#lines[@]}" -eq 2 ]
-    run -0 "$NIXL_FETCH" __complete keys "" 127.0.0.1:1
+    FANIN_TRAINER=$info run -0 "$NIXL_FETCH" __complete line show lora:0:base_model.model.model.layers.23.mlp.up
+    [ "${#lines[@]}" -eq 2 ]
+    run -0 "$NIXL_FETCH" __complete line show 127.0.0.1:1 ""
     [ -z "$output" ]
 }

@@ -13,9 +13,16 @@ setup()
 
 commands=(list show ping doctor pull verify watch serve bench)
 
-@test "--version names tool and library" {
-    run -0 "$NIXL_FETCH" --version
-    [[ $output =~ ^nixl-fetch\ [0-9.]+\ \(libfanin\ [0-9.]+\)$ ]]
+@test "--version names tool, library, revision, protocol, UCX and CUDA" {
+    run -0 --separate-stderr "$NIXL_FETCH" --version
+    [[ ${lines[0]} =~ ^nixl-fetch\ [0-9.]+\ \(libfanin\ [0-9.]+\)$ ]]
+    [[ ${lines[1]} =~ ^revision\ ([0-9a-f]{12}|unknown)$ ]]
+    [[ ${lines[2]} =~ ^protocol\ [0-9]+$ ]]
+    [[ ${lines[3]} =~ ^UCX\ ([0-9.]+\ \(/.*\)|none:\ .+)$ ]]
+    [[ ${lines[4]} =~ ^CUDA\ (driver\ for\ [0-9.]+|none:\ .+)$ ]]
+    [ "${#lines[@]}" -eq 5 ]
+    FANIN_UCX_LIBRARY='' run -0 "$NIXL_FETCH" --version
+    has "UCX none: "
 }
 
 @test "help lists every command, and no hidden one" {
@@ -80,7 +87,7 @@ def refused(command, option, value):
 for command in commands:
     listed = subprocess.run([tool, "__complete", "options", command], capture_output=True,
                             text=True, check=True).stdout
-    for option, value, _ in (line.split("\t") for line in listed.splitlines()):
+    for option, value, *_ in (line.split("\t") for line in listed.splitlines()):
         if not value:
             continue
         refused(command, option, "")
@@ -104,6 +111,12 @@ END
     [[ $output != *"did you mean"* ]]
     run -2 "$NIXL_FETCH" pull --world-siez 8
     has "did you mean '--world-size'"
+    run -2 "$NIXL_FETCH" serve --model lama-3.1-8b
+    has "did you mean 'llama-3.1-8b'"
+    run -2 "$NIXL_FETCH" bench --adapter-shape dnese
+    has "did you mean 'dense'"
+    run -2 "$NIXL_FETCH" serve --model gpt
+    has "none of qwen2.5-0.5b, llama-3.1-8b"
 }
 
 @test "wrong usage is exit status 2 and says what to look at" {
@@ -249,25 +262,83 @@ END
     run -14 "$NIXL_FETCH" serve --adapter broken
 }
 
-@test "completion of commands, options, models and shapes" {
-    # shellcheck source=/dev/null
-    source "$FANIN_SOURCE_DIR/tools/completions/nixl-fetch.bash"
-    complete_line()
-    {
-        COMP_WORDS=("$NIXL_FETCH" "$@")
-        COMP_CWORD=$#
-        COMP_LINE="${COMP_WORDS[*]}"
-        COMP_POINT=${#COMP_LINE}
-        _nixl_fetch
+# expect_words SHELL WANTED WORD...: the words that the line leads to, sorted.
+expect_words()
+{
+    local shell=$1 wanted=$2
+    shift 2
+    run -0 "complete_by_$shell" "$@"
+    [ "$(sort <<<"$output" | paste -sd ' ')" = "$wanted" ] || {
+        printf '%s: %s: %s instead of %s\n' "$shell" "$*" "$output" "$wanted" >&2
+        return 1
     }
-    complete_line pu
-    [ "${COMPREPLY[*]}" = pull ]
-    complete_line pull --check
-    [ "${COMPREPLY[*]}" = --check-pattern ]
-    complete_line serve --model llama-3.1
-    [ "${COMPREPLY[*]}" = llama-3.1-8b ]
-    complete_line bench --adapter-shape moe
-    [ "${COMPREPLY[*]}" = "moe moe-fused" ]
-    complete_line pull --path st
-    [ "${COMPREPLY[*]}" = stream ]
+}
+
+complete_by_bash()
+{
+    # shellcheck disable=SC2016
+    bash --norc -c 'source "$1"; shift
+        COMP_WORDS=("$@") COMP_CWORD=$(($# - 1)) COMP_LINE=$* COMP_POINT=${#COMP_LINE}
+        _nixl_fetch
+        printf "%s\n" "${COMPREPLY[@]}"' - \
+        "$FANIN_SOURCE_DIR/tools/completions/nixl-fetch.bash" "$NIXL_FETCH" "$@"
+}
+
+complete_by_zsh()
+{
+    # shellcheck disable=SC2016
+    zsh -f -c '
+        _describe() { print -rl -- "${(@)${(P)2}%%:*}" }
+        _files() { print -r -- files "$@" }
+        source "$1"; shift
+        words=("$@") CURRENT=$#
+        _nixl_fetch' - "$FANIN_SOURCE_DIR/tools/completions/nixl-fetch.zsh" "$NIXL_FETCH" "$@"
+}
+
+complete_by_fish()
+{
+    # shellcheck disable=SC2016
+    PATH=$(dirname "$NIXL_FETCH"):$PATH fish --no-config -c '
+        source $argv[1]; complete -C "$argv[2]"' \
+        "$FANIN_SOURCE_DIR/tools/completions/nixl-fetch.fish" "nixl-fetch $*" | cut -f 1
+}
+
+@test "completion of commands, options, models and shapes, in three shells" {
+    for shell in bash zsh fish; do
+        command -v "$shell" >/dev/null || {
+            echo "# no $shell, it is in tools/setup test" >&3
+            continue
+        }
+        expect_words "$shell" pull pu
+        expect_words "$shell" --check-pattern pull --check
+        expect_words "$shell" "--world-id --world-size" serve --adapter-shape small --world
+        expect_words "$shell" llama-3.1-8b serve --model llama-3.1
+        expect_words "$shell" "moe moe-fused" bench --adapter-shape moe
+        expect_words "$shell" stream pull 127.0.0.1:1 -n 4 --path st
+        expect_words "$shell" "ping pull" help p
+    done
+}
+
+@test "completion knows what a word is" {
+    line()
+    {
+        run -0 "$NIXL_FETCH" __complete line "$@"
+    }
+    line ''
+    has "list	list runs with"
+    [[ $output != *__complete* ]]
+    line pull --out ''
+    [ "$output" = :directories ]
+    line pull -o ''
+    [ "$output" = :directories ]
+    line list ''
+    [ "$output" = :files ]
+    line list ./info.json ''
+    [ -z "$output" ]
+    line pull --json ''
+    [ "$output" = :files ]
+    line frobnicate ''
+    [ -z "$output" ]
+    line __complete ''
+    [ -z "$output" ]
 }

@@ -228,6 +228,26 @@ static void ranks_are_compared(void **state)
     discharge(&p);
 }
 
+/* That is how they are meant to be, whatever is installed there. */
+static void open_ranks_are_not_told_to_install_ucx(void **state)
+{
+    (void)state;
+    patient p;
+    admit(&p, sysfs_tree_laptop);
+    examine(&p);
+    add_ucx(&p, true, true);
+    p.report.n = 0;
+    doctor_ranks ranks = {
+        .addresses = 8, .answered = 8, .ucx_rank = 0, .software_rank = -1};
+    doctor_judge_ranks(&p.facts, &ranks, &p.report);
+    finding(&p, DOCTOR_NOTE, "rank 0 offers no path through UCX, as open servers do");
+    for (unsigned i = 0; i < p.report.n; i++) {
+        assert_null(strstr(p.report.findings[i].remedy, "install the same"));
+        assert_true(p.report.findings[i].level < DOCTOR_WARNING);
+    }
+    discharge(&p);
+}
+
 static void the_report_is_bounded(void **state)
 {
     (void)state;
@@ -247,6 +267,7 @@ int main(void)
         cmocka_unit_test(a_laptop_is_fine_for_trying_it),
         cmocka_unit_test(hidden_gpus_are_told),
         cmocka_unit_test(ranks_are_compared),
+        cmocka_unit_test(open_ranks_are_not_told_to_install_ucx),
         cmocka_unit_test(the_report_is_bounded),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);

@@ -277,6 +277,19 @@ static void typos(void **state)
     assert_string_equal(options_nearest("pul", names), "pull");
     assert_string_equal(options_nearest("verivy", names), "verify");
     assert_null(options_nearest("frobnicate", names));
+    static const char *const keys[] = {
+        "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight",
+        "base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight", NULL};
+    assert_string_equal(
+        options_nearest("base_model.model.layers.0.self_attn.q_porj.lora_B.wieght",
+                        keys),
+        keys[1]);
+    char longest[OPTIONS_NEAREST_LENGTH + 2];
+    memset(longest, 'x', sizeof(longest) - 1);
+    longest[sizeof(longest) - 1] = '\0';
+    assert_null(options_nearest(longest, names));
+    longest[sizeof(longest) - 2] = '\0';
+    assert_null(options_nearest(longest, names));
     assert_null(options_nearest("x", names));
 }
 

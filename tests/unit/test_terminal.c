@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* What reaches a terminal: text that steers nothing. */
+/* What reaches a terminal: text that steers nothing, progress that fits. */
+#include "progress.h"
 #include "terminal.h"
 #include "testing.h"
 
@@ -56,12 +57,58 @@ static void what_is_not_utf8_is_escaped(void **state)
     expect("\xf4\x90\x80\x80", "\\xf4\\x90\\x80\\x80"); /* beyond the last character */
 }
 
+/* Bytes that move the cursor; colours do not. */
+static size_t width(const char *line)
+{
+    size_t n = 0;
+    for (; *line != '\0'; line++) {
+        if (*line == '\033') {
+            line = strchr(line, 'm');
+            continue;
+        }
+        n++;
+    }
+    return n;
+}
+
+static void progress_fits_every_terminal(void **state)
+{
+    (void)state;
+    static const progress_state states[] = {
+        {0, 0, 0},
+        {0, 1000, 5},
+        {450, 1000, 1000000},
+        {UINT64_C(123456789012), UINT64_C(999999999999), UINT64_C(3600000000000)}};
+    char line[PROGRESS_TEXT];
+    for (size_t i = 0; i < 8; i++) {
+        for (int columns = 1; columns <= 300; columns++) {
+            progress_line("lora:run-42", &states[i % 4], columns, i < 4, line,
+                          sizeof(line));
+            if (width(line) >= (size_t)columns && width(line) > 0) {
+                fail_msg("%d columns: '%s'", columns, line);
+            }
+            if (columns > 6 && strchr(line, '%') == NULL) {
+                fail_msg("%d columns: '%s' says no share", columns, line);
+            }
+            if (columns >= 24 && strstr(line, "lora:run-42 ") != line) {
+                fail_msg("%d columns: '%s' has no name", columns, line);
+            }
+        }
+    }
+    progress_line("lora:0", &states[2], 120, false, line, sizeof(line));
+    assert_non_null(strstr(line, "[####"));
+    assert_non_null(strstr(line, "450 B of 1.00 kB"));
+    progress_line("lora:0", &states[2], 31, false, line, sizeof(line));
+    assert_string_equal(line, "lora:0  45 %  450 B of 1.00 kB");
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(text_is_shown_as_it_is),
         cmocka_unit_test(what_steers_is_escaped),
         cmocka_unit_test(what_is_not_utf8_is_escaped),
+        cmocka_unit_test(progress_fits_every_terminal),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
