@@ -103,11 +103,12 @@ void doctor_judge_ranks(const doctor_facts *facts, const doctor_ranks *ranks,
     }
     bool open = !ranks->is_local && ranks->other_ucx[0] == '\0';
     if (ranks->ucx_rank >= 0 && open) {
-        doctor_add(report, DOCTOR_NOTE, "paths",
-                   "serve with the flag for a trusted network if its peers may be given "
-                   "RDMA, and if UCX is installed there",
-                   "rank %d offers no path through UCX, as open servers do: stream",
-                   ranks->ucx_rank);
+        doctor_add(
+            report, DOCTOR_NOTE, "paths",
+            "serve with the flag for a trusted network if its peers may be given "
+            "RDMA, and if UCX is installed there",
+            "rank %d offers no path through UCX, as open servers do: stream",
+            ranks->ucx_rank);
     } else if (ranks->ucx_rank >= 0) {
         doctor_add(report, ranks->is_local ? DOCTOR_NOTE : DOCTOR_WARNING, "versions",
                    "install the same major.minor version of UCX on both ends",

@@ -281,7 +281,7 @@ static void typos(void **state)
         "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight",
         "base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight", NULL};
     assert_string_equal(
-        options_nearest("base_model.model.layers.0.self_attn.q_porj.lora_B.wieght",
+        options_nearest("base_model.model.layers.0.self_attn.q_porj.lora_B.wei_ght",
                         keys),
         keys[1]);
     char longest[OPTIONS_NEAREST_LENGTH + 2];

@@ -1,11 +1,15 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* What reaches a terminal: text that steers nothing, progress that fits. */
+#include "failure.h"
 #include "progress.h"
+#include "session.h"
 #include "terminal.h"
 #include "testing.h"
 
 #include <stdlib.h>
 #include <string.h>
+#include <sys/socket.h>
+#include <unistd.h>
 
 static void expect(const char *text, const char *shown)
 {
@@ -102,6 +106,44 @@ static void progress_fits_every_terminal(void **state)
     assert_string_equal(line, "lora:0  45 %  450 B of 1.00 kB");
 }
 
+/* Each write(2) to a datagram socket is one datagram. */
+static void a_line_is_one_write(void **state)
+{
+    (void)state;
+    int ends[2];
+    char line[4096];
+    char text[2000];
+    fanin_error error = FANIN_ERROR_INIT;
+    assert_int_equal(socketpair(AF_UNIX, SOCK_DGRAM, 0, ends), 0);
+    int saved = dup(STDERR_FILENO);
+    assert_true(saved >= 0 && dup2(ends[1], STDERR_FILENO) >= 0);
+    memset(text, 'x', sizeof(text) - 1);
+    text[sizeof(text) - 1] = '\0';
+    terminal_tell("%s\n%s", text, text);
+    failure_warn("a %s", "b");
+    failure_set(&error, FANIN_ERR_IO, "do something", "it broke");
+    (void)failure_report("cannot do it", &error);
+    session_log(true)(NULL, FANIN_LOG_INFO, "event", "message\033[0m");
+    assert_true(dup2(saved, STDERR_FILENO) >= 0);
+    ssize_t n = recv(ends[0], line, sizeof(line), MSG_DONTWAIT);
+    assert_int_equal(n, 2 * (sizeof(text) - 1) + 5);
+    static const char *const lines[] = {
+        "nixl-fetch: warning: a b\n",
+        "nixl-fetch: cannot do it: it broke: do something\n",
+        "nixl-fetch: info: event: message\\x1b[0m\n",
+    };
+    for (size_t i = 0; i < sizeof(lines) / sizeof(lines[0]); i++) {
+        n = recv(ends[0], line, sizeof(line) - 1, MSG_DONTWAIT);
+        assert_true(n > 0);
+        line[n] = '\0';
+        assert_string_equal(line, lines[i]);
+    }
+    assert_int_equal(recv(ends[0], line, sizeof(line), MSG_DONTWAIT), -1);
+    close(saved);
+    close(ends[0]);
+    close(ends[1]);
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
@@ -109,6 +151,7 @@ int main(void)
         cmocka_unit_test(what_steers_is_escaped),
         cmocka_unit_test(what_is_not_utf8_is_escaped),
         cmocka_unit_test(progress_fits_every_terminal),
+        cmocka_unit_test(a_line_is_one_write),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

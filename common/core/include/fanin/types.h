@@ -20,11 +20,11 @@ extern "C" {
 /** Version of the library that is loaded, "0.1.0". Thread: any. Static storage. */
 FANIN_API const char *fanin_version(void);
 
-#define FANIN_MAX_DIMS 8       /**< dimensions of a tensor */
-#define FANIN_MAX_NAME 512     /**< bytes of a tensor's name, without the final NUL */
-#define FANIN_MAX_RUN 64       /**< bytes of a run's name */
+#define FANIN_MAX_DIMS 8         /**< dimensions of a tensor */
+#define FANIN_MAX_NAME 512       /**< bytes of a tensor's name, without the final NUL */
+#define FANIN_MAX_RUN 64         /**< bytes of a run's name */
 #define FANIN_PROTOCOL_VERSION 1 /**< of the wire, the newest that is spoken */
-#define FANIN_WORLD_ID_SIZE 16 /**< bytes of a world id */
+#define FANIN_WORLD_ID_SIZE 16   /**< bytes of a world id */
 
 /**
  * Element types: those of the safetensors format, in that format's order (README of
