@@ -54,7 +54,8 @@ class EngineFailure:
     """Why one engine does not have the step; ``str()`` says it in one sentence.
 
     status: of HTTP, None if no answer came. code: "FANIN_ERR_..." as the engine's fanin route
-    gave it, "" if it gave none. attempts: requests that were made.
+    gave it, "" if it gave none. attempts: requests that were made. rank, address, key: what the
+    engine's error is about, as its client was told.
     """
 
     engine: str
@@ -63,6 +64,9 @@ class EngineFailure:
     message: str
     remedy: str = ""
     attempts: int = 1
+    rank: int | None = None
+    address: str = ""
+    key: str = ""
 
     def __str__(self) -> str:
         told = self.message
@@ -255,7 +259,8 @@ def _no_answer(engine: str, error: BaseException, attempts: int) -> EngineFailur
 
 
 def _refusal(engine: str, reply: Reply, attempts: int) -> EngineFailure:
-    remedy = reply.error().get("remedy")
+    told = reply.error()
+    remedy, rank, address, key = (told.get(name) for name in ("remedy", "rank", "address", "key"))
     if reply.status == 404 and not reply.code and not remedy:
         remedy = "start the engine with fanin's plugin: VLLM_PLUGINS=fanin"
     return EngineFailure(
@@ -265,6 +270,9 @@ def _refusal(engine: str, reply: Reply, attempts: int) -> EngineFailure:
         reply.reason,
         remedy if isinstance(remedy, str) else "",
         attempts,
+        rank=rank if isinstance(rank, int) else None,
+        address=address if isinstance(address, str) else "",
+        key=key if isinstance(key, str) else "",
     )
 
 
