@@ -16,6 +16,7 @@
 #include "clock.h"
 #include "log.h"
 #include "spare_file.h"
+#include <fanin/client.h>
 
 typedef struct adapter adapter;
 
@@ -26,6 +27,8 @@ typedef struct adapter_identity {
     uint64_t step;
     digest key_table;
     fanin_dtype dtype; /**< what F32 tensors were converted to; 0: nothing */
+    /* how it came; says nothing of what it is */
+    fanin_checksums transport_checksums;
 } adapter_identity;
 
 /**

@@ -167,6 +167,7 @@ static fanin_status init_client(fanin_client *client, const fanin_client_config 
     client->shared = (connection_shared){
         .loop = &client->loop,
         .no_unix = client->config.no_unix,
+        .no_checksums = client->config.no_checksums,
         .connect_ms = client->config.connect_timeout_ms,
         .lost_ms = client->config.lost_ms,
         .ucx_version = client->ucx ? ucx_version(client->ucx) : NULL,

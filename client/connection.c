@@ -3,6 +3,7 @@
 
 #include "error_set.h"
 #include "outgoing.h"
+#include "seal.h"
 #include <errno.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -26,6 +27,8 @@ struct connection {
     char text[64];
     connection_state state;
     bool is_unix, local, known;
+    bool sealed;   /* frames have checksums: from the hello's reply on */
+    checksum *sum; /* of the hello and its reply */
     fanin_error fault;
     msg_hello_ok peer;
     uint64_t generation, next_request;
@@ -48,6 +51,11 @@ fanin_status connection_create(const connection_shared *shared, const char *addr
     if (!c)
         return error_set_memory(error);
     c->shared = shared;
+    c->sum = checksum_create();
+    if (!c->sum) {
+        free(c);
+        return error_set_memory(error);
+    }
     c->source = (loop_source){.fd = -1, .ready = on_ready};
     c->fault = (fanin_error)FANIN_ERROR_INIT;
     snprintf(c->text, sizeof(c->text), "%s", address);
@@ -70,6 +78,7 @@ void connection_destroy(connection **c)
     connection_fail(*c, &closed);
     buffer_free(&(*c)->in);
     outgoing_free(&(*c)->out);
+    checksum_free((*c)->sum);
     free(*c);
     *c = NULL;
 }
@@ -147,14 +156,19 @@ static bool start_unix(connection *c)
     return false;
 }
 
-static void start_tcp(connection *c)
+static void forget_talk(connection *c)
 {
-    fanin_error fault = FANIN_ERROR_INIT;
-    c->is_unix = false;
+    c->is_unix = c->sealed = c->out.bytes.sealed = false;
     buffer_clear(&c->in);
     c->in_used = 0;
     outgoing_clear(&c->out);
     c->next_request = 1;
+}
+
+static void start_tcp(connection *c)
+{
+    fanin_error fault = FANIN_ERROR_INIT;
+    forget_talk(c);
     if (start_on(c, &c->tcp, &fault))
         return;
     error_place place = connection_place(c, "connect");
@@ -174,11 +188,7 @@ void connection_start(connection *c)
             c->connect_by = deadline_in_ms(c->shared->connect_ms);
         return;
     }
-    c->is_unix = false;
-    buffer_clear(&c->in);
-    c->in_used = 0;
-    outgoing_clear(&c->out);
-    c->next_request = 1;
+    forget_talk(c);
     if (!start_unix(c))
         start_tcp(c);
 }
@@ -207,23 +217,31 @@ static void send_hello(connection *c)
                        .version_max = VERSION_MAX,
                        .features = FEATURES,
                        .role = ROLE_CONTROL};
+    if (c->is_unix || c->shared->no_checksums)
+        hello.features &= ~FEATURE_SEALS;
     memcpy(hello.id, c->shared->client_id, sizeof(hello.id));
     snprintf(hello.software, sizeof(hello.software), "fanin %s", fanin_version());
     if (c->shared->ucx_version)
         snprintf(hello.ucx_version, sizeof(hello.ucx_version), "%s",
                  c->shared->ucx_version);
     encode_hello(&c->out.bytes, c->next_request++, &hello);
+    checksum_reset(c->sum);
+    checksum_add(c->sum, c->out.bytes.data, c->out.bytes.size);
     c->state = CONNECTION_HELLO;
     loop_want(c->shared->loop, &c->source, EPOLLIN | EPOLLOUT);
 }
 
-void connection_encode_data_hello(const connection *c, buffer *out)
+void connection_encode_data_hello(const connection *c, buffer *out, checksum *sum)
 {
-    msg_hello hello = {
-        .version_min = VERSION_MIN, .version_max = VERSION_MAX, .role = ROLE_DATA};
+    msg_hello hello = {.version_min = VERSION_MIN,
+                       .version_max = VERSION_MAX,
+                       .features = c->sealed ? FEATURE_SEALS : 0,
+                       .role = ROLE_DATA};
     memcpy(hello.id, c->peer.session, sizeof(hello.id));
     snprintf(hello.software, sizeof(hello.software), "fanin %s", fanin_version());
     encode_hello(out, 1, &hello);
+    if (c->sealed)
+        checksum_add(sum, out->data, out->size);
 }
 
 void connection_fail(connection *c, const fanin_error *fault)
@@ -302,6 +320,9 @@ static void dispatch(connection *c, const frame *f, body *b)
     if (f->request == 0 && f->type == MSG_ERROR) {
         fanin_error fault = FANIN_ERROR_INIT;
         connection_reply_error(c, "connection", f->type, b, &fault);
+        /* The rank says that of what came to it, and of nothing else. */
+        if (fault.status == FANIN_ERR_TRANSPORT && c->sealed)
+            fault.sys_errno = EBADMSG;
         connection_fail(c, &fault);
         return;
     }
@@ -325,13 +346,48 @@ static void dispatch(connection *c, const frame *f, body *b)
               "answered a request that was not made");
 }
 
+static void fail_seal(connection *c)
+{
+    fail_here(c, FANIN_ERR_TRANSPORT, EBADMSG, "connection",
+              "is a link, a switch or memory on the way faulty?",
+              "and this process do not agree on a frame: " SEAL_BROKEN);
+}
+
+/* The bytes behind a frame that is whole. The reply to the hello says by itself whether there are
+   any. */
+static size_t seal_of(const connection *c, const frame *f, const uint8_t *start)
+{
+    msg_hello_ok m;
+    body b = {.data = start + FRAME_SIZE, .size = f->length};
+    if (c->state != CONNECTION_HELLO)
+        return seal_size(c->sealed);
+    return seal_size(!c->is_unix && !c->shared->no_checksums &&
+                     f->type == MSG_HELLO_OK && decode_hello_ok(&b, &m) == FANIN_OK &&
+                     (m.features & FEATURE_SEALS));
+}
+
+/* Whether the frame is what was sent. Sealed are, from the hello's reply on, all. */
+static bool seal_holds(connection *c, const uint8_t *start, size_t size)
+{
+    if (c->sealed)
+        return seal_check(start, size);
+    checksum_add(c->sum, start, size);
+    c->sealed = c->out.bytes.sealed = true;
+    return seal_fits(checksum_get(c->sum), start + size);
+}
+
 /* Hands over every complete frame; false: the connection is gone. */
 static bool take_frames(connection *c)
 {
     while (c->in.size - c->in_used >= FRAME_SIZE) {
         frame f;
         const char *why = NULL;
-        fanin_status status = frame_decode(c->in.data + c->in_used, &f, &why);
+        const uint8_t *start = c->in.data + c->in_used;
+        fanin_status status = seal_decode(start, c->sealed, &f, &why);
+        if (status == FANIN_ERR_TRANSPORT) {
+            fail_seal(c);
+            return false;
+        }
         if (status != FANIN_OK) {
             char what[160];
             snprintf(what, sizeof(what), "sent something else: %s", why);
@@ -344,10 +400,18 @@ static bool take_frames(connection *c)
                       "announced a reply beyond the limit");
             return false;
         }
-        if (c->in.size - c->in_used < FRAME_SIZE + (size_t)f.length)
+        size_t whole = FRAME_SIZE + (size_t)f.length;
+        if (c->in.size - c->in_used < whole)
             break;
-        body b = {.data = c->in.data + c->in_used + FRAME_SIZE, .size = f.length};
-        c->in_used += FRAME_SIZE + (size_t)f.length;
+        size_t seal = seal_of(c, &f, start);
+        if (c->in.size - c->in_used < whole + seal)
+            break;
+        if (seal > 0 && !seal_holds(c, start, whole)) {
+            fail_seal(c);
+            return false;
+        }
+        body b = {.data = start + FRAME_SIZE, .size = f.length};
+        c->in_used += whole + seal;
         uint64_t generation = c->generation;
         dispatch(c, &f, &b);
         if (c->state <= CONNECTION_CONNECTING || c->source.fd < 0 ||
@@ -368,9 +432,10 @@ static size_t bytes_missing(const connection *c)
 {
     frame f;
     const char *why;
-    if (c->in.size < FRAME_SIZE || frame_decode(c->in.data, &f, &why) != FANIN_OK)
+    if (c->in.size < FRAME_SIZE ||
+        seal_decode(c->in.data, c->sealed, &f, &why) != FANIN_OK)
         return INPUT_STEP;
-    size_t whole = FRAME_SIZE + (size_t)f.length;
+    size_t whole = FRAME_SIZE + (size_t)f.length + SEAL_SIZE;
     return whole > c->in.size + INPUT_STEP ? whole - c->in.size : INPUT_STEP;
 }
 
@@ -629,6 +694,10 @@ const socket_address *connection_address(const connection *c)
 bool connection_is_unix(const connection *c)
 {
     return c->is_unix;
+}
+bool connection_is_sealed(const connection *c)
+{
+    return c->sealed;
 }
 bool connection_is_local(const connection *c)
 {

@@ -7,6 +7,7 @@
 #ifndef CONNECTION_H
 #define CONNECTION_H
 
+#include "checksum.h"
 #include "loop.h"
 #include "messages.h"
 #include "socket.h"
@@ -30,7 +31,7 @@ typedef void (*reply_fn)(void *cookie, connection *c, message_type type, body *b
 typedef struct connection_shared {
     loop *loop;
     uint8_t client_id[16];
-    bool no_unix;
+    bool no_unix, no_checksums;
     uint32_t connect_ms, lost_ms;
     const char *ucx_version;
 } connection_shared;
@@ -59,6 +60,8 @@ const char *connection_text(const connection *c);         /**< address for messa
 const char *connection_name(const connection *c, char name[CONNECTION_NAME]);
 const socket_address *connection_address(const connection *c); /**< the one in use */
 bool connection_is_unix(const connection *c);
+/** Whether frames carry checksums, in both directions; data connections are to do as it does. */
+bool connection_is_sealed(const connection *c);
 bool connection_is_local(const connection *c);       /**< the rank is on this host */
 uint64_t connection_generation(const connection *c); /**< grows with every hello */
 
@@ -94,7 +97,8 @@ fanin_status connection_reply_error(connection *c, const char *phase, message_ty
 /** Fills place fields rank and address. */
 struct error_place connection_place(const connection *c, const char *phase);
 
-/** Hello of a data connection: appended to @p out. */
-void connection_encode_data_hello(const connection *c, buffer *out);
+/** Hello of a data connection: appended to @p out, which is empty, and added to @p sum if the
+    connection is sealed. */
+void connection_encode_data_hello(const connection *c, buffer *out, checksum *sum);
 
 #endif

@@ -7,6 +7,7 @@
 #include "path.h"
 #include "pull_plan.h"
 #include "read_phase.h"
+#include <errno.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -293,7 +294,7 @@ static fanin_status attempt(pull *p, fanin_error *error)
 
 /* ---------------------------------------------------------------- restarting */
 
-static bool may_restart(pull *p, fanin_status status)
+static bool may_restart(pull *p, fanin_status status, const fanin_error *why)
 {
     switch (status) {
     case FANIN_ERR_STALE:
@@ -306,6 +307,9 @@ static bool may_restart(pull *p, fanin_status status)
            missing when the plan was made: nothing to try. */
         return !p->missing;
     case FANIN_ERR_TRANSPORT:
+        /* A checksum that does not fit says nothing of the next attempt's bytes. */
+        if (why->sys_errno == EBADMSG)
+            return true;
         return ++p->transport_failures < MAX_TRANSPORT_FAILURES;
     default:
         return false;
@@ -369,7 +373,8 @@ static fanin_status pull_until_good(pull *p, fanin_error *error)
         fanin_status status = attempt(p, &local);
         if (status == FANIN_OK)
             return status;
-        bool again = may_restart(p, status) && !p->destination->leak && !p->final;
+        bool again =
+            may_restart(p, status, &local) && !p->destination->leak && !p->final;
         if (status == FANIN_ERR_STALE) {
             p->result->info.stale += !p->refused;
             p->stale = local;
@@ -430,6 +435,9 @@ static fanin_status complete(pull *p, uint64_t started, fanin_error *error)
     fanin_result_info *info = &p->result->info;
     uint64_t clock = clock_ns();
     fanin_status status = FANIN_OK;
+    if (!info->reused)
+        info->transport_checksums = result_guard(p->result, p->client);
+    p->identity.transport_checksums = info->transport_checksums;
     if (p->destination->publish && !info->reused)
         status = p->destination->publish(p->destination->cookie, &p->identity, error);
     info->write_ns += lap(&clock);

@@ -2,6 +2,7 @@
 #include "result.h"
 
 #include "error_set.h"
+#include "guard.h"
 #include <jansson.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -41,15 +42,42 @@ void fanin_result_get(const fanin_result *result, fanin_result_info *info)
     memcpy(info, &size, sizeof(size));
 }
 
+/* How the bytes of one rank were guarded. */
+static fanin_checksums guard_of(const peer *p)
+{
+    if (p->path == FANIN_PATH_CMA || p->path == FANIN_PATH_CUDA_IPC ||
+        connection_is_unix(p->control))
+        return FANIN_CHECKSUMS_LOCAL;
+    return p->path == FANIN_PATH_STREAM && connection_is_sealed(p->control)
+               ? FANIN_CHECKSUMS_ALL
+               : FANIN_CHECKSUMS_NONE;
+}
+
+fanin_checksums result_guard(const fanin_result *r, const fanin_client *client)
+{
+    bool any = false, all = true;
+    for (size_t i = 0; i < r->n_peers; i++) {
+        if (!r->served[i].used)
+            continue;
+        fanin_checksums guard = guard_of(&client->peers[i]);
+        any = any || guard == FANIN_CHECKSUMS_ALL;
+        all = all && guard != FANIN_CHECKSUMS_NONE;
+    }
+    if (!all)
+        return FANIN_CHECKSUMS_NONE;
+    return any ? FANIN_CHECKSUMS_ALL : FANIN_CHECKSUMS_LOCAL;
+}
+
 static json_t *describe(const peer *p, const served *s)
 {
     return json_pack(
-        "{s:i,s:s,s:s,s:s,s:I,s:I,s:I,s:i}", "rank",
+        "{s:i,s:s,s:s,s:s,s:I,s:I,s:I,s:i,s:o}", "rank",
         connection_known(p->control) ? (int)connection_peer(p->control)->rank : -1,
         "address", connection_text(p->control), "path",
         s->used ? fanin_path_name(p->path) : "none", "reason", p->reason, "bytes",
         (json_int_t)s->bytes, "reads", (json_int_t)s->reads, "read_ns",
-        (json_int_t)s->read_ns, "connections", (int)s->connections);
+        (json_int_t)s->read_ns, "connections", (int)s->connections, "checksums",
+        guard_json(s->used ? guard_of(p) : FANIN_CHECKSUMS_NONE));
 }
 
 fanin_status result_finish(fanin_result *r, const fanin_client *client,

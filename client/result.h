@@ -21,6 +21,8 @@ struct fanin_result {
 };
 
 fanin_result *result_create(size_t n_peers); /**< NULL: out of memory */
+/** What guarded the bytes that served[] counts. */
+fanin_checksums result_guard(const fanin_result *r, const fanin_client *client);
 /** Fills ranks_json, path and its reason, bytes and reads from served[]. */
 fanin_status result_finish(fanin_result *r, const fanin_client *client,
                            fanin_error *error);

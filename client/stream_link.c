@@ -30,6 +30,8 @@ static void close_data(stream_link *link, data_connection *d)
     d->source.fd = -1;
     outgoing_free(&d->out);
     buffer_free(&d->text);
+    checksum_free(d->sum);
+    d->sum = NULL;
     free(d->staging);
     d->staging = NULL;
 }
@@ -42,6 +44,7 @@ fanin_status stream_link_create(fanin_client *client, const connection *control,
         return error_set_memory(error);
     link->client = client;
     link->control = control;
+    link->sealed = connection_is_sealed(control);
     link->connections = calloc(count, sizeof(*link->connections));
     fanin_status status = link->connections ? FANIN_OK : error_set_memory(error);
     for (unsigned i = 0; i < count && status == FANIN_OK; i++) {
@@ -51,13 +54,19 @@ fanin_status stream_link_create(fanin_client *client, const connection *control,
         d->waiter.ready = on_chunk;
         d->end_job = &d->first_job;
         link->n++;
+        d->sum = checksum_create();
+        if (!d->sum) {
+            status = error_set_memory(error);
+            break;
+        }
         int fd;
         status = socket_connect_start(connection_address(control), &fd, error);
         if (status != FANIN_OK)
             break;
         d->source.fd = fd;
         d->source.events = EPOLLOUT;
-        connection_encode_data_hello(control, &d->out.bytes);
+        connection_encode_data_hello(control, &d->out.bytes, d->sum);
+        d->out.bytes.sealed = link->sealed;
         status = loop_add(&client->loop, &d->source, error);
     }
     if (status != FANIN_OK) {
@@ -309,6 +318,23 @@ static size_t receive(data_connection *d, struct iovec *iov, unsigned n)
     }
 }
 
+static void lose_seal(data_connection *d)
+{
+    data_lose(d, FANIN_ERR_TRANSPORT, EBADMSG,
+              "sent weights that did not come as they were sent: a checksum does not "
+              "fit");
+}
+
+/* What has just come, while the CPU's caches have it. */
+static void sum_received(data_connection *d, size_t bytes)
+{
+    for (unsigned i = d->at_iov; bytes > 0; i++) {
+        size_t size = d->iov[i].iov_len < bytes ? d->iov[i].iov_len : bytes;
+        checksum_add(d->sum, d->iov[i].iov_base, size);
+        bytes -= size;
+    }
+}
+
 static size_t read_body(data_connection *d)
 {
     if (d->at_iov == d->n_iov && !batch_fill(d))
@@ -316,16 +342,43 @@ static size_t read_body(data_connection *d)
     size_t got = receive(d, d->iov + d->at_iov, d->n_iov - d->at_iov);
     if (got == 0)
         return 0;
+    if (d->link->sealed)
+        sum_received(d, got);
     batch_consume(d, got);
-    if (d->iov_left == 0 && d->piece == d->pieces_end)
+    if (d->iov_left > 0 || d->piece < d->pieces_end)
+        return got;
+    d->seal_got = 0;
+    if (d->link->sealed)
+        d->stage = SEAL;
+    else
         finish_request(d);
     return got;
+}
+
+static size_t read_seal(data_connection *d)
+{
+    struct iovec iov = {d->seal + d->seal_got, SEAL_SIZE - d->seal_got};
+    size_t got = receive(d, &iov, 1);
+    d->seal_got += got;
+    if (d->seal_got < SEAL_SIZE)
+        return got;
+    if (seal_fits(checksum_get(d->sum), d->seal))
+        finish_request(d);
+    else
+        lose_seal(d);
+    return got;
+}
+
+/* A refusal of the hello has no seal. */
+static bool is_sealed_text(const data_connection *d)
+{
+    return d->link->sealed && (d->stage != HELLO || d->reply.type == MSG_HELLO_OK);
 }
 
 /* A hello's answer or an error: small, decoded when whole. */
 static size_t read_text(data_connection *d)
 {
-    size_t missing = d->reply.length - d->text.size;
+    size_t missing = d->reply.length + seal_size(is_sealed_text(d)) - d->text.size;
     if (missing > 0) {
         if (!buffer_reserve(&d->text, missing)) {
             data_lose(d, FANIN_ERR_MEMORY, 0, "sent what memory does not suffice for");
@@ -336,18 +389,33 @@ static size_t read_text(data_connection *d)
         d->text.size += got;
         return got;
     }
-    body b = {.data = d->text.data, .size = d->text.size};
+    body b = {.data = d->text.data, .size = d->reply.length};
     msg_hello_ok hello;
+    if (is_sealed_text(d)) {
+        checksum_add(d->sum, d->text.data, d->reply.length);
+        if (!seal_fits(checksum_get(d->sum), d->text.data + d->reply.length)) {
+            lose_seal(d);
+            return 0;
+        }
+    }
     if (d->stage == HELLO && d->reply.type == MSG_HELLO_OK &&
         decode_hello_ok(&b, &hello) == FANIN_OK) {
+        if (d->link->sealed && !(hello.features & FEATURE_SEALS)) {
+            data_lose(d, FANIN_ERR_PROTOCOL, 0,
+                      "gives no checksums on a data connection");
+            return 0;
+        }
         d->stage = IDLE_OR_HEADER;
         d->header_got = 0;
         pump(d);
         return 1;
     }
     msg_error m;
+    /* About no request, a rank says that of what came to it only. */
+    bool altered = d->link->sealed && d->reply.request == 0;
     if (d->reply.type == MSG_ERROR && decode_error(&b, &m) == FANIN_OK)
-        data_lose(d, m.code < 0 ? m.code : FANIN_ERR_PROTOCOL, 0, m.message);
+        data_lose(d, m.code < 0 ? m.code : FANIN_ERR_PROTOCOL,
+                  altered && m.code == FANIN_ERR_TRANSPORT ? EBADMSG : 0, m.message);
     else
         data_lose(d, FANIN_ERR_PROTOCOL, 0,
                   "sent a malformed reply on a data connection");
@@ -358,10 +426,20 @@ static void take_header(data_connection *d)
 {
     const char *why = "sent a reply that does not fit the read";
     const stream_work *w = d->link->work;
-    if (frame_decode(d->header, &d->reply, &why) != FANIN_OK) {
+    bool sealed = d->link->sealed && d->stage != HELLO;
+    fanin_status status = seal_decode(d->header, sealed, &d->reply, &why);
+    if (status == FANIN_ERR_TRANSPORT) {
+        lose_seal(d);
+        return;
+    }
+    if (status != FANIN_OK) {
         data_lose(d, FANIN_ERR_PROTOCOL, 0, why);
         return;
     }
+    if (sealed)
+        checksum_reset(d->sum);
+    if (d->link->sealed)
+        checksum_add(d->sum, d->header, FRAME_SIZE);
     bool text = d->stage == HELLO || d->reply.type == MSG_ERROR;
     if (text && d->reply.length <= LIMIT_REPLY) {
         d->text.size = 0;
@@ -393,6 +471,8 @@ static void on_readable(data_connection *d)
     do {
         if (d->stage == BODY)
             got = read_body(d);
+        else if (d->stage == SEAL)
+            got = read_seal(d);
         else if (d->header_got < FRAME_SIZE)
             got = read_header(d);
         else

@@ -4,12 +4,13 @@
 #define STREAM_LINK_INTERNAL_H
 
 #include "outgoing.h"
+#include "seal.h"
 #include "stream_link.h"
 
 #define QUEUE 4        /* requests under way on one connection */
 #define MAX_IOVECS 256 /* in one readv */
 
-typedef enum stage { CONNECTING, HELLO, IDLE_OR_HEADER, BODY, ERROR_BODY } stage;
+typedef enum stage { CONNECTING, HELLO, IDLE_OR_HEADER, BODY, SEAL, ERROR_BODY } stage;
 
 typedef struct data_connection {
     loop_source source; /* first: the loop hands it back */
@@ -21,7 +22,10 @@ typedef struct data_connection {
     uint8_t header[FRAME_SIZE];
     size_t header_got;
     frame reply;
-    buffer text; /* body of a hello or an error */
+    buffer text;             /* body of a hello or an error, and its seal */
+    checksum *sum;           /* sealed: of the reply that is coming, up to now */
+    uint8_t seal[SEAL_SIZE]; /* of a body of bytes */
+    size_t seal_got;
     /* where in the oldest request's pieces the bytes that come next belong */
     uint64_t piece, pieces_end, run;
     struct iovec iov[MAX_IOVECS];
@@ -45,6 +49,7 @@ struct stream_link {
     stream_work *work; /* NULL: idle */
     data_connection *connections;
     unsigned n;
+    bool sealed; /* frames have checksums */
 };
 
 /* stream_link.c */

@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /**
  * @file
- * Bodies of messages as C structs. Encoders append a whole frame (header and body) to a
- * buffer. Decoders take a body, refuse what PROTOCOL.md refuses with FANIN_ERR_PROTOCOL or
+ * Bodies of messages as C structs. Encoders append a whole frame (header and body, and the seal
+ * if the buffer is sealed) to a buffer. Decoders take a body, refuse what PROTOCOL.md refuses with FANIN_ERR_PROTOCOL or
  * FANIN_ERR_UNSUPPORTED (unknown critical key) and a static sentence, and point into the body
  * for blobs ("borrowed": valid as long as the body).
  */
@@ -42,7 +42,8 @@ typedef enum wire_state {
 
 /** Bits of features in hello and hello_ok. */
 #define FEATURE_PAUSED UINT64_C(1) /**< knows WIRE_STATE_PAUSED */
-#define FEATURES FEATURE_PAUSED    /**< that this code has */
+#define FEATURE_SEALS UINT64_C(2) /**< on if both ends have it: frames have checksums */
+#define FEATURES (FEATURE_PAUSED | FEATURE_SEALS) /**< that this code has */
 
 typedef struct bytes_view {
     const uint8_t *data;
@@ -190,7 +191,7 @@ void encode_wait_ok(buffer *b, uint64_t request, const msg_wait_ok *m);
 void encode_begin(buffer *b, uint64_t request, const msg_begin *m);
 void encode_begin_ok(buffer *b, uint64_t request, const msg_begin_ok *m);
 void encode_read(buffer *b, uint64_t request, const msg_read *m);
-/** Header only: body_bytes raw bytes follow. */
+/** Header only: body_bytes raw bytes follow, and the seal. */
 void encode_read_ok(buffer *b, uint64_t request, uint32_t body_bytes);
 void encode_end(buffer *b, uint64_t request, const msg_end *m);
 void encode_end_ok(buffer *b, uint64_t request, const msg_end_ok *m);

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "fields.h"
 #include "pack.h"
+#include "seal.h"
 #include "utf8.h"
 
 #include <string.h>
@@ -23,6 +24,12 @@ static void frame_close(buffer *b, size_t start, uint64_t request, message_type 
                .request = request,
                .length = (uint32_t)(b->size - start - FRAME_SIZE)};
     frame_encode(&f, b->data + start);
+    if (!b->sealed)
+        return;
+    uint8_t seal[SEAL_SIZE];
+    seal_header(b->data + start);
+    seal_encode(checksum_of(b->data + start, b->size - start), seal);
+    buffer_append(b, seal, sizeof seal);
 }
 
 /* ------------------------------------------------------------- one field */
@@ -242,6 +249,8 @@ void encode_read_ok(buffer *b, uint64_t request, uint32_t body_bytes)
     frame f = {.type = MSG_READ_OK, .request = request, .length = body_bytes};
     uint8_t head[FRAME_SIZE];
     frame_encode(&f, head);
+    if (b->sealed)
+        seal_header(head);
     buffer_append(b, head, sizeof head);
 }
 

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Who talks to whom, and which one-sided paths they may use. */
 #include "error_set.h"
+#include "seal.h"
 #include "session.h"
 
 #include <stdio.h>
@@ -29,7 +30,26 @@ static uint32_t offered_paths(const session *s)
     return paths | 1u << WIRE_PATH_RDMA;
 }
 
-static void reply_hello(session *s, uint64_t request, const uint8_t id[16])
+/* The reply's seal covers the hello, too: nobody else can tell whether that came as it was sent. */
+static void seal_hello(session *s, const body *hello, size_t reply)
+{
+    uint8_t seal[SEAL_SIZE];
+    checksum *sum = checksum_create();
+    if (!sum || s->output.failed) {
+        s->output.failed = true;
+        checksum_free(sum);
+        return;
+    }
+    checksum_add(sum, hello->data - FRAME_SIZE, FRAME_SIZE + hello->size);
+    checksum_add(sum, s->output.data + reply, s->output.size - reply);
+    seal_encode(checksum_get(sum), seal);
+    checksum_free(sum);
+    buffer_append(&s->output, seal, sizeof seal);
+    s->output.sealed = s->sealed = true;
+}
+
+static void reply_hello(session *s, uint64_t request, const msg_hello *hello,
+                        const body *in, const uint8_t id[16])
 {
     const fanin_server *server = s->control->server;
     msg_hello_ok m = {.version = VERSION_MAX,
@@ -51,10 +71,14 @@ static void reply_hello(session *s, uint64_t request, const uint8_t id[16])
         memcpy(m.host_id, server->host, sizeof m.host_id);
     if (server->ucx_failed)
         snprintf(m.warnings, sizeof m.warnings, "%s", server->ucx_why);
+    size_t reply = s->output.size;
     encode_hello_ok(&s->output, request, &m);
+    if (hello->features & FEATURE_SEALS)
+        seal_hello(s, in, reply);
 }
 
-static void open_control(session *s, uint64_t request, const msg_hello *m)
+static void open_control(session *s, uint64_t request, const msg_hello *m,
+                         const body *in)
 {
     fanin_server *server = s->control->server;
     pthread_mutex_lock(&server->lock);
@@ -70,10 +94,10 @@ static void open_control(session *s, uint64_t request, const msg_hello *m)
     s->idle = deadline_in_ms(server->idle_ms);
     log_write(&server->log, FANIN_LOG_INFO, "session-open", "%s: %s%s%s", s->peer,
               m->software, m->trace_id[0] ? ", trace " : "", m->trace_id);
-    reply_hello(s, request, s->reader->id);
+    reply_hello(s, request, m, in, s->reader->id);
 }
 
-static void open_data(session *s, uint64_t request, const msg_hello *m)
+static void open_data(session *s, uint64_t request, const msg_hello *m, const body *in)
 {
     fanin_server *server = s->control->server;
     pthread_mutex_lock(&server->lock);
@@ -90,7 +114,7 @@ static void open_data(session *s, uint64_t request, const msg_hello *m)
                        : "the session of this data connection is gone");
         return;
     }
-    reply_hello(s, request, m->id);
+    reply_hello(s, request, m, in, m->id);
     session_hand_over(s, r);
 }
 
@@ -115,9 +139,9 @@ void request_hello(session *s, const frame *f, body *in)
                  (unsigned)m.version_max);
         session_fail(s, f->request, FANIN_ERR_VERSION, why);
     } else if (m.role == ROLE_DATA) {
-        open_data(s, f->request, &m);
+        open_data(s, f->request, &m, in);
     } else {
-        open_control(s, f->request, &m);
+        open_control(s, f->request, &m, in);
     }
 }
 

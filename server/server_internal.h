@@ -369,6 +369,7 @@ typedef struct handover {
     reader *reader;       /**< with a reference, and counted in n_data */
     peer_count *counted;  /**< as admit() gave it */
     buffer input, output; /**< bytes received and not yet used, to be sent yet */
+    bool sealed;          /**< frames have checksums */
     char peer[64];
 } handover;
 

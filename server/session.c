@@ -3,6 +3,7 @@
 #include "session.h"
 #include "error_set.h"
 #include "mapper.h"
+#include "seal.h"
 
 #include <errno.h>
 #include <stdlib.h>
@@ -10,7 +11,7 @@
 #include <sys/epoll.h>
 #include <unistd.h>
 
-#define INPUT_MOST (FRAME_SIZE + LIMIT_REQUEST)
+#define INPUT_MOST (FRAME_SIZE + LIMIT_REQUEST + SEAL_SIZE)
 #define INPUT_FIRST 4096
 #define KEEP_MOST 65536 /**< of an empty output buffer */
 
@@ -141,7 +142,7 @@ void session_free(session *s)
 void session_hand_over(session *s, reader *r)
 {
     fanin_server *server = s->control->server;
-    handover h = {.fd = s->fd, .reader = r, .counted = s->counted};
+    handover h = {.fd = s->fd, .reader = r, .counted = s->counted, .sealed = s->sealed};
     memcpy(h.peer, s->peer, sizeof h.peer);
     buffer_append(&h.input, s->input.data + s->used, s->input.size - s->used);
     buffer_append(&h.output, s->output.data + s->sent, session_pending(s));
@@ -211,6 +212,7 @@ static bool flush(session *s)
     s->stalled_at = UINT64_MAX;
     if (s->output.capacity > KEEP_MOST)
         buffer_free(&s->output);
+    s->output.sealed = s->sealed;
     return true;
 }
 
@@ -256,7 +258,7 @@ static bool next_frame(session *s)
     frame f;
     const char *why;
     const uint8_t *start = s->input.data + s->used;
-    fanin_status status = frame_decode(start, &f, &why);
+    fanin_status status = seal_decode(start, s->sealed, &f, &why);
     if (status != FANIN_OK) {
         session_fail(s, 0, status, why);
         return false;
@@ -265,10 +267,15 @@ static bool next_frame(session *s)
         session_fail(s, f.request, FANIN_ERR_PROTOCOL, "the request is too long");
         return false;
     }
-    if (there < FRAME_SIZE + (size_t)f.length)
+    size_t whole = FRAME_SIZE + (size_t)f.length, seal = seal_size(s->sealed);
+    if (there < whole + seal)
         return false;
+    if (s->sealed && !seal_check(start, whole)) {
+        session_fail(s, 0, FANIN_ERR_TRANSPORT, SEAL_BROKEN);
+        return false;
+    }
     body in = {.data = start + FRAME_SIZE, .size = f.length};
-    s->used += FRAME_SIZE + (size_t)f.length;
+    s->used += whole + seal;
     if (s->phase == SESSION_HELLO)
         request_hello(s, &f, &in);
     else

@@ -42,6 +42,8 @@ typedef struct session {
     deadline stalled_at; /**< UINT64_MAX: it owes no room for output */
     uint32_t interest;   /**< in the epoll set */
     buffer input, output;
+    bool
+        sealed; /**< frames of both directions have checksums, from the hello's reply on */
     size_t used, sent, memory;
     bool shut;
     reader *reader; /**< once open */

@@ -1,4 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
+#include "seal.h"
 #include "stream_connection.h"
 
 #include <errno.h>
@@ -22,6 +23,11 @@ connection *connection_make(const handover *h)
     memcpy(c->peer, h->peer, sizeof c->peer);
     c->input = h->input;
     c->output = h->output;
+    c->sealed = c->output.sealed = h->sealed;
+    if (c->sealed && !(c->sum = checksum_create())) {
+        free(c);
+        return NULL;
+    }
     c->burst = BURST_LEAST;
     c->stalled_at = UINT64_MAX;
     c->can_read = c->can_write = true;
@@ -39,6 +45,7 @@ void connection_free(stream_tools *t, connection *c)
     job_free(s, &c->job);
     buffer_free(&c->input);
     buffer_free(&c->output);
+    checksum_free(c->sum);
     memory_account(s, &c->memory, 0);
     dismiss(s, c->counted);
     pthread_mutex_lock(&s->lock);
@@ -115,6 +122,27 @@ static const char *job_begin(fanin_server *s, connection *c, const uint8_t token
     return why;
 }
 
+/* The header of the reply to a read. */
+static void start_reply(connection *c, uint64_t request)
+{
+    encode_read_ok(&c->output, request, (uint32_t)c->job.left);
+    if (!c->sealed || c->output.failed)
+        return;
+    checksum_reset(c->sum);
+    checksum_add(c->sum, c->output.data + c->output.size - FRAME_SIZE, FRAME_SIZE);
+}
+
+/* All of the reply has left, but for its seal. */
+static void end_reply(stream_tools *t, connection *c)
+{
+    uint8_t seal[SEAL_SIZE];
+    job_end(t->server, &c->job);
+    if (!c->sealed)
+        return;
+    seal_encode(checksum_get(c->sum), seal);
+    buffer_append(&c->output, seal, sizeof seal);
+}
+
 /* A reply from device memory; its header waits until the first bytes are there. */
 static turn_result start_staged(stream_tools *t, connection *c, uint64_t request)
 {
@@ -155,7 +183,7 @@ static turn_result start_read(stream_tools *t, connection *c, const frame *f, bo
                       "the server's connections have all the memory they may");
     }
     if (!job_needs_stage(&c->job)) {
-        encode_read_ok(&c->output, f->request, (uint32_t)m.bytes);
+        start_reply(c, f->request);
         return TURN_MORE;
     }
     return start_staged(t, c, f->request);
@@ -231,15 +259,18 @@ static turn_result next_frame(stream_tools *t, connection *c)
     frame f;
     const char *why;
     const uint8_t *start = c->input.data + c->used;
-    fanin_status status = frame_decode(start, &f, &why);
+    fanin_status status = seal_decode(start, c->sealed, &f, &why);
     if (status != FANIN_OK)
         return reject(t, c, 0, status, why);
     if (f.length > LIMIT_READ_REQUEST)
         return reject(t, c, f.request, FANIN_ERR_PROTOCOL, "the request is too long");
-    if (pending < FRAME_SIZE + (size_t)f.length)
-        return receive(t, c, FRAME_SIZE + (size_t)f.length);
+    size_t whole = FRAME_SIZE + (size_t)f.length, seal = seal_size(c->sealed);
+    if (pending < whole + seal)
+        return receive(t, c, whole + seal);
+    if (c->sealed && !seal_check(start, whole))
+        return reject(t, c, 0, FANIN_ERR_TRANSPORT, SEAL_BROKEN);
     body in = {.data = start + FRAME_SIZE, .size = f.length};
-    c->used += FRAME_SIZE + (size_t)f.length;
+    c->used += whole + seal;
     turn_result result = handle_frame(t, c, &f, &in);
     if (c->used == c->input.size)
         c->used = c->input.size = 0;
@@ -298,6 +329,20 @@ static void gather_start(gather *g, const connection *c, size_t most)
     gather_add(g, c->output.data + c->sent, c->output.size - c->sent);
 }
 
+/* Of what was gathered, @p bytes of the reply behind the first @p skip have left. They are as they
+   were: what was read for them still is, or is the stage's. */
+static void sum_sent(connection *c, const gather *g, size_t skip, uint64_t bytes)
+{
+    for (int i = 0; i < g->n && bytes > 0; i++) {
+        size_t size = g->iov[i].iov_len;
+        size_t from = skip < size ? skip : size;
+        size_t more = bytes < size - from ? (size_t)bytes : size - from;
+        checksum_add(c->sum, (const char *)g->iov[i].iov_base + from, more);
+        skip -= from;
+        bytes -= more;
+    }
+}
+
 /* Sends what is gathered; @p reading: from the publication's memory. What of it was the job's is in
    *of_job. */
 static turn_result transmit(stream_tools *t, connection *c, bool reading,
@@ -307,9 +352,12 @@ static turn_result transmit(stream_tools *t, connection *c, bool reading,
     struct msghdr message = {.msg_iov = g->iov, .msg_iovlen = (size_t)g->n};
     ssize_t n = sendmsg(c->fd, &message, MSG_NOSIGNAL | MSG_DONTWAIT);
     int code = errno;
+    size_t queued = c->output.size - c->sent;
     *of_job = 0;
     if (n > 0)
         account_sent(c, (size_t)n, of_job);
+    if (c->sealed)
+        sum_sent(c, g, queued, *of_job);
     if (reading || *of_job > 0)
         send_leave(t->server, c, reading, *of_job);
     if (n < 0 && code != EAGAIN && code != EINTR)
@@ -348,8 +396,8 @@ static turn_result send_some(stream_tools *t, connection *c)
     }
     turn_result result = transmit(t, c, reading, &of_job);
     if (result != TURN_CLOSE && j->of && j->left == 0)
-        job_end(t->server, j);
-    return result;
+        end_reply(t, c);
+    return c->output.failed ? TURN_CLOSE : result;
 }
 
 /* ----------------------------------------------------------- device memory */
@@ -434,7 +482,7 @@ static turn_result send_staged(stream_tools *t, connection *c)
         return TURN_MORE;
     const chunk *first = c->staged.first;
     if (j->header_due && (first ? first->state == CHUNK_READY : j->is_void)) {
-        encode_read_ok(&c->output, j->request, (uint32_t)j->left);
+        start_reply(c, j->request);
         j->header_due = false;
     }
     if (c->output.failed)
@@ -451,8 +499,8 @@ static turn_result send_staged(stream_tools *t, connection *c)
     turn_result result = transmit(t, c, false, &of_job);
     drop_sent(t, &c->staged, of_job);
     if (result != TURN_CLOSE && j->left == 0)
-        job_end(t->server, j);
-    return result;
+        end_reply(t, c);
+    return c->output.failed ? TURN_CLOSE : result;
 }
 
 turn_result connection_turn(stream_tools *t, connection *c)

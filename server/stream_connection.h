@@ -3,6 +3,7 @@
 #ifndef STREAM_CONNECTION_H
 #define STREAM_CONNECTION_H
 
+#include "checksum.h"
 #include "stream_stage.h"
 
 /** TURN_MORE: give it another turn; TURN_WAIT: not before epoll speaks of it. */
@@ -27,6 +28,8 @@ typedef struct connection {
     bool closing; /**< an error is on its way; nothing is read any more */
     bool shut;    /**< ... and it has left */
     buffer input, output;
+    bool sealed;         /**< frames of both directions have checksums */
+    checksum *sum;       /**< sealed: of the read reply that is being sent */
     size_t used, sent;   /**< of input, of output */
     size_t memory;       /**< counted */
     size_t burst;        /**< what the socket is likely to take at once */

@@ -64,6 +64,8 @@ void options_connect(connect_options *options, struct poptOption table[CONNECT_O
         {"no-unix", 0, POPT_ARG_NONE, &options->no_unix, 0, "TCP even on one host",
          NULL},
         {"no-ucx", 0, POPT_ARG_NONE, &options->no_ucx, 0, "never load UCX", NULL},
+        {"no-checksums", 0, POPT_ARG_NONE, &options->no_checksums, 0,
+         "no checksums over TCP: the network tells altered bytes", NULL},
         {"server-name", 0, POPT_ARG_STRING, &options->server_name, 0,
          "accept only this job's ranks", "NAME"},
         {"expect-world-id", 0, POPT_ARG_STRING, &options->world_id, 0,

@@ -38,6 +38,26 @@ static bool moves_bytes(const report_phase *phase)
            strcmp(phase->name, "write") == 0;
 }
 
+static json_t *checksums_json(const fanin_result_info *info)
+{
+    if (info->transport_checksums == FANIN_CHECKSUMS_LOCAL) {
+        return json_string("local");
+    }
+    return json_boolean(info->transport_checksums == FANIN_CHECKSUMS_ALL);
+}
+
+static const char *checksums_text(const fanin_result_info *info)
+{
+    switch (info->transport_checksums) {
+    case FANIN_CHECKSUMS_ALL:
+        return "of all that came over the network";
+    case FANIN_CHECKSUMS_LOCAL:
+        return "none needed: nothing came over a network";
+    default:
+        return "none, of bytes that came over a network";
+    }
+}
+
 json_t *report_json(const fanin_result_info *info)
 {
     json_t *object = json_object();
@@ -53,6 +73,7 @@ json_t *report_json(const fanin_result_info *info)
     output_set_string(object, "path",
                       info->reused ? "none" : fanin_path_name(info->path));
     output_set_string(object, "path_reason", info->path_reason);
+    json_object_set_new(object, "transport_checksums", checksums_json(info));
     for (const report_phase *p = report_phases; p->name != NULL; p++) {
         output_set_u64(phases, p->name, report_phase_ns(info, p));
     }
@@ -143,6 +164,7 @@ void report_print(const fanin_result_info *info)
            (unsigned long long)info->bytes);
     if (!info->reused) {
         print_paths(info);
+        printf("%-9s %s\n", "checksums", checksums_text(info));
         printf("%-9s %llu\n", "reads", (unsigned long long)info->reads);
     }
     if (info->restarts > 0) {

@@ -10,8 +10,9 @@
 typedef struct buffer {
     uint8_t *data;
     size_t size, capacity;
-    bool
-        failed; /**< an allocation failed; the content is not to be used until it is cleared */
+    /** an allocation failed; the content is not to be used until it is cleared */
+    bool failed;
+    bool sealed; /**< the frames that proto appends get checksums (seal.h) */
 } buffer;
 
 void buffer_append(buffer *b, const void *data, size_t size);

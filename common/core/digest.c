@@ -1,10 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "digest.h"
+#include "digest_library.h"
 
 #include <errno.h>
 #include <string.h>
 #include <sys/random.h>
-#include <xxhash.h>
 
 digest digest_of(const void *data, size_t size)
 {

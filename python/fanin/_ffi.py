@@ -234,6 +234,7 @@ class ClientConfig(Structure):
         ("no_ucx", c_bool),
         ("log", c_void_p),
         ("log_cookie", c_void_p),
+        ("no_checksums", c_bool),
     ]
 
 
@@ -287,6 +288,7 @@ class ResultInfo(Structure):
         ("ranks_json", c_char_p),
         ("map_ns", c_uint64),
         ("table_ns", c_uint64),
+        ("transport_checksums", c_int32),
     ]
 
 

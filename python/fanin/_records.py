@@ -56,7 +56,10 @@ class PullResult:
     map: float
     #: Making copy tables on devices; part of *plan*.
     table: float
-    #: For each rank: rank, address, path, reason, bytes, reads, read_ns, connections.
+    #: True: what came over a network came with checksums, which fit. False: some of it had none
+    #: (also of a directory that was there already). "local": nothing came over a network.
+    transport_checksums: bool | str = False
+    #: For each rank: rank, address, path, reason, bytes, reads, read_ns, connections, checksums.
     ranks: list[dict[str, Any]] = field(default_factory=list)
 
 
@@ -152,6 +155,9 @@ class WatchEvent:
 # ---------------------------------------------------------------------------------- structures
 
 
+_CHECKSUMS: tuple[bool | str, ...] = (False, True, "local")
+
+
 def pull_result(lib: ctypes.CDLL, result: ctypes.c_void_p) -> PullResult:
     info = _ffi.ResultInfo()
     info.struct_size = ctypes.sizeof(info)
@@ -180,6 +186,7 @@ def pull_result(lib: ctypes.CDLL, result: ctypes.c_void_p) -> PullResult:
         fixed=info.fixed_ns / 1e9,
         map=info.map_ns / 1e9,
         table=info.table_ns / 1e9,
+        transport_checksums=_CHECKSUMS[info.transport_checksums],
         ranks=json.loads(text(info.ranks_json) or "[]"),
     )
 

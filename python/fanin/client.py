@@ -86,6 +86,7 @@ class Client(ClosableHandle):
     :param path: "auto", "stream", "cma", "rdma" or "cuda_ipc".
     :param use_unix: False: TCP even on one host.
     :param use_ucx: False: never load UCX.
+    :param checksums: False: no checksums over TCP, where the network itself tells altered bytes.
     :raises RequestError: an argument is wrong.
     :raises HostError: the C library cannot be loaded; no memory.
     """
@@ -104,6 +105,7 @@ class Client(ClosableHandle):
         path: str = "auto",
         use_unix: bool = True,
         use_ucx: bool = True,
+        checksums: bool = True,
     ) -> None:
         self._handle: ctypes.c_void_p | None = None
         self._pid = os.getpid()
@@ -125,6 +127,7 @@ class Client(ClosableHandle):
         config.path = _PATHS.index(path)
         config.no_unix = not use_unix
         config.no_ucx = not use_ucx
+        config.no_checksums = not checksums
         config.log, config.log_cookie = log_target("client")
 
         # At most one call, under "use": dict.setdefault cannot be interrupted half-way.

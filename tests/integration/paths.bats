@@ -63,6 +63,15 @@ cma_refused()
     for place in tcp cma auto text; do
         same unix "$place"
     done
+    for place in unix cma; do
+        grep -q '"transport_checksums": "local"' "$place/fanin.json"
+    done
+    grep -q '"transport_checksums": true' tcp/fanin.json
+    pulled bare stream --path stream --no-unix --no-checksums
+    same unix bare
+    grep -q '"transport_checksums": false' bare/fanin.json
+    run -0 "$NIXL_FETCH" pull "$info" --path stream --no-unix --out sealed
+    has "checksums of all that came over the network"
     proven unix --shape small
     stop_ranks
 }

@@ -17,6 +17,8 @@ import signal
 import struct
 import sys
 
+import xxhash
+
 NAMES = {
     1: "hello", 2: "hello_ok", 5: "open_path", 6: "open_path_ok", 7: "list", 8: "list_ok",
     9: "keys", 10: "keys_ok", 11: "boxes", 12: "boxes_ok", 13: "regions", 14: "regions_ok",
@@ -25,6 +27,7 @@ NAMES = {
 }
 HEADER = struct.Struct("<4sBBHQII")
 PIECE = 1 << 20
+SEAL = struct.Struct("<Q")  # behind every frame but the hello: both ends are this library
 
 
 class Rank:
@@ -70,7 +73,17 @@ class Rank:
             writer.write(piece)
             await writer.drain()
 
-    async def forward(self, reader, writer):
+    async def seal(self, name, frame, reader, hello):
+        """What is behind a frame; a reply to the hello that was rewritten needs a new one."""
+        if name == "hello":
+            hello.append(frame)
+            return b""
+        seal = await reader.readexactly(SEAL.size)
+        if name == "hello_ok" and self.options.ucx_version:
+            return SEAL.pack(xxhash.xxh3_64_intdigest(hello[0] + frame))
+        return seal
+
+    async def forward(self, reader, writer, hello):
         while True:
             header = await reader.readexactly(HEADER.size)
             magic, _, _, kind, _, length, _ = HEADER.unpack(header)
@@ -82,8 +95,11 @@ class Rank:
             writer.write(header)
             if NAMES[kind] == "read_ok":
                 await self.pass_read(reader, writer, length)
+                writer.write(await reader.readexactly(SEAL.size))
             else:
-                writer.write(self.rewrite(NAMES[kind], await reader.readexactly(length)))
+                body = self.rewrite(NAMES[kind], await reader.readexactly(length))
+                seal = await self.seal(NAMES[kind], header + body, reader, hello)
+                writer.write(body + seal)
             await writer.drain()
 
     async def serve(self, reader, writer):
@@ -93,8 +109,9 @@ class Rank:
             self.listener.close()  # as if it had refused the connection itself
             writer.close()
             return
-        ways = [asyncio.ensure_future(self.forward(reader, rank_writer)),
-                asyncio.ensure_future(self.forward(rank_reader, writer))]
+        hello = []
+        ways = [asyncio.ensure_future(self.forward(reader, rank_writer, hello)),
+                asyncio.ensure_future(self.forward(rank_reader, writer, hello))]
         ended, left = await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
         for way in left:
             way.cancel()

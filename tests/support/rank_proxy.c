@@ -3,6 +3,7 @@
 
 #include "buffer.h"
 #include "messages.h"
+#include "seal.h"
 #include "socket.h"
 #include "testing.h"
 #include <errno.h>
@@ -22,6 +23,7 @@ typedef struct pair {
     buffer asked;     /* of the client, not yet passed on */
     buffer greeting;  /* of the rank, until it is whole and told anew */
     bool greeted;
+    bool is_unix, sealed; /* sealed: the client's frames have checksums */
 } pair;
 
 static void close_pair(pair *p)
@@ -59,11 +61,13 @@ static bool from_client(rank_proxy *p, pair *c)
         const char *why;
         if (c->asked.size < FRAME_SIZE)
             return true;
-        if (frame_decode(c->asked.data, &f, &why) != FANIN_OK)
+        if (seal_decode(c->asked.data, c->sealed, &f, &why) != FANIN_OK)
             return false;
-        size_t whole = FRAME_SIZE + (size_t)f.length;
+        size_t whole = FRAME_SIZE + (size_t)f.length + seal_size(c->sealed);
         if (c->asked.size < whole)
             return true;
+        /* Both ends are this library: over TCP all frames but the hello are sealed. */
+        c->sealed = !c->is_unix;
         if (f.type == p->when && !atomic_exchange(&p->triggered, true))
             p->trigger(p->cookie);
         if (!put(c->rank, c->asked.data, whole))
@@ -147,8 +151,10 @@ static void on_accept(rank_proxy *p, pair *pairs, bool is_unix)
     socket_tune(client);
     socket_tune(rank);
     /* Over TCP a forwarder is nothing special, and its rank has another address. */
-    *c =
-        (pair){.client = client, .rank = rank, .greeted = !is_unix || p->keeps_address};
+    *c = (pair){.client = client,
+                .rank = rank,
+                .greeted = !is_unix || p->keeps_address,
+                .is_unix = is_unix};
 }
 
 static void *run(void *cookie)

@@ -6,6 +6,7 @@
 #include "ipc_key.h"
 #include "recode.h"
 #include "samples.h"
+#include "seal.h"
 #include "testing.h"
 #include <stdio.h>
 #include <stdlib.h>
@@ -48,6 +49,34 @@ static void compare_golden(const sample *s)
     fclose(file);
     if (at != s->bytes.size)
         fail_msg("%s has %zu bytes, %zu are expected", s->name, s->bytes.size, at);
+}
+
+/* A sealed frame, and that any other bit does not fit. */
+static void seals_have_their_bytes(void **state)
+{
+    (void)state;
+    sample s = {.name = "ping_sealed", .bytes = {.sealed = true}};
+    encode_empty(&s.bytes, SAMPLE_REQUEST, MSG_PING);
+    compare_golden(&s);
+    size_t size = s.bytes.size - SEAL_SIZE;
+    frame f;
+    const char *why = NULL;
+    assert_int_equal(size, FRAME_SIZE + 1);
+    assert_int_equal(seal_decode(s.bytes.data, true, &f, &why), FANIN_OK);
+    assert_int_equal(f.type, MSG_PING);
+    assert_true(f.request == SAMPLE_REQUEST);
+    assert_true(seal_check(s.bytes.data, size));
+    for (size_t bit = 0; bit < 8 * s.bytes.size; bit++) {
+        s.bytes.data[bit / 8] ^= (uint8_t)(1u << bit % 8);
+        assert_false(seal_check(s.bytes.data, size));
+        fanin_status status = seal_decode(s.bytes.data, true, &f, &why);
+        assert_int_equal(status, bit < 8 * FRAME_SIZE ? FANIN_ERR_TRANSPORT : FANIN_OK);
+        s.bytes.data[bit / 8] ^= (uint8_t)(1u << bit % 8);
+    }
+    /* A plain frame is no sealed one, and the other way round. */
+    assert_int_equal(frame_decode(s.bytes.data, &f, &why), FANIN_ERR_PROTOCOL);
+    assert_int_equal(seal_decode(s.bytes.data, false, &f, &why), FANIN_ERR_PROTOCOL);
+    buffer_free(&s.bytes);
 }
 
 static void messages_have_their_bytes(void **state)
@@ -189,6 +218,7 @@ static void arenas_have_keys_to_map(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {
+        cmocka_unit_test(seals_have_their_bytes),
         cmocka_unit_test(messages_have_their_bytes),
         cmocka_unit_test(every_message_has_a_sample),
         cmocka_unit_test(key_tables_have_their_bytes),

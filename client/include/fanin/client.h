@@ -56,6 +56,10 @@ typedef struct fanin_client_config {
     bool no_ucx;     /**< never load UCX */
     fanin_log_fn log;
     void *log_cookie;
+    /** do without checksums over TCP, where the network itself tells altered bytes (IPsec,
+        WireGuard). Default: every frame and every reply with weights has one, and what does not
+        fit is FANIN_ERR_TRANSPORT and asked for again. Unix sockets have none */
+    bool no_checksums;
 } fanin_client_config;
 
 FANIN_API void fanin_client_config_init(fanin_client_config *config, size_t size);
@@ -199,6 +203,15 @@ FANIN_API FANIN_MUST_CHECK fanin_status fanin_sweep_adapter_directory(
 FANIN_API FANIN_MUST_CHECK bool fanin_adapter_name(const char *name, char *out,
                                                    size_t capacity);
 
+/** What guarded the bytes of a pull on their way. */
+typedef int32_t fanin_checksums;
+enum {
+    FANIN_CHECKSUMS_NONE = 0, /**< some came over a network without checksums of ours */
+    FANIN_CHECKSUMS_ALL =
+        1, /**< what came over a network came with checksums, and they fit */
+    FANIN_CHECKSUMS_LOCAL = 2, /**< nothing came over a network */
+};
+
 /** What a pull did. Strings live as long as the result. */
 typedef struct fanin_result_info {
     size_t struct_size;
@@ -215,10 +228,12 @@ typedef struct fanin_result_info {
     uint64_t connect_ns, catalog_ns, plan_ns, wait_ns, begin_ns, read_ns, scatter_ns,
         end_ns, write_ns, total_ns;
     uint64_t fixed_ns; /**< total minus first read posted to last byte in place */
-    /** array: rank, address, path, reason, bytes, reads, read_ns, connections */
+    /** array: rank, address, path, reason, bytes, reads, read_ns, connections, checksums (true,
+        false, or "local") */
     const char *ranks_json;
     uint64_t map_ns;   /**< opening other processes' CUDA memory; part of connect_ns */
     uint64_t table_ns; /**< making copy tables on devices; part of plan_ns */
+    fanin_checksums transport_checksums; /**< of what was read; reused: NONE */
 } fanin_result_info;
 
 /** Fills @p info up to its struct_size. */

@@ -1,0 +1,181 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Links that alter bits: whatever is altered on the way, no wrong byte is delivered. */
+#include "flip_proxy.h"
+#include "testing.h"
+#include <fanin/fanin.h>
+#include <string.h>
+
+#define PUBLICATION "lora:0"
+#define ROWS 60
+#define COLUMNS 50
+
+static uint32_t published[ROWS][COLUMNS], landed[ROWS][COLUMNS];
+
+static fanin_tensor matrix(fanin_box *box, void *memory)
+{
+    *box = (fanin_box){.extent = {ROWS, COLUMNS}, .address = memory};
+    return (fanin_tensor){.struct_size = sizeof(fanin_tensor),
+                          .name = "matrix",
+                          .dtype = FANIN_DTYPE_U32,
+                          .n_dims = 2,
+                          .shape = {ROWS, COLUMNS},
+                          .boxes = box,
+                          .n_boxes = 1};
+}
+
+static fanin_server *start_server(void)
+{
+    fanin_error error = FANIN_ERROR_INIT;
+    fanin_server *server;
+    fanin_server_config config;
+    fanin_server_config_init(&config, sizeof(config));
+    memset(config.world_id, 7, sizeof(config.world_id));
+    config.flags = FANIN_SERVER_NO_UCX;
+    assert_ok(fanin_server_create(&config, &server, &error), error);
+    for (uint32_t i = 0; i < ROWS * COLUMNS; i++)
+        published[i / COLUMNS][i % COLUMNS] = i * UINT32_C(2654435761);
+    fanin_box box;
+    fanin_tensor tensor = matrix(&box, published);
+    assert_ok(fanin_server_put(server, PUBLICATION, &tensor, 1, false, &error), error);
+    assert_ok(fanin_server_commit(server, PUBLICATION, 41, NULL, &error), error);
+    return server;
+}
+
+typedef struct outcome {
+    fanin_error error;
+    fanin_result_info info;
+    uint64_t passed[2][2]; /* of the first two connections, by way */
+    bool flipped;
+} outcome;
+
+static void pull(flip_proxy *p, fanin_server *server, bool no_checksums, outcome *out)
+{
+    *out = (outcome){.error = FANIN_ERROR_INIT,
+                     .info = {.struct_size = sizeof(out->info)}};
+    flip_proxy_start(p, fanin_server_port(server));
+    fanin_client_config config;
+    fanin_client_config_init(&config, sizeof(config));
+    config.no_ucx = config.no_unix = true;
+    config.no_checksums = no_checksums;
+    config.streams_per_rank = 1;
+    config.connect_timeout_ms = config.lost_ms = 100; /* for hellos that never end */
+    fanin_client *client;
+    fanin_result *result = NULL;
+    const char *address = p->address;
+    assert_ok(fanin_client_create(&config, &client, &out->error), out->error);
+    fanin_pull_options options;
+    fanin_pull_options_init(&options, sizeof(options));
+    options.publication = PUBLICATION;
+    fanin_box box;
+    fanin_tensor tensor = matrix(&box, landed);
+    memset(landed, 0, sizeof(landed));
+    fanin_status status = fanin_client_connect(client, &address, 1, 10000, &out->error);
+    if (status == FANIN_OK)
+        status = fanin_client_pull(client, &options, &tensor, 1, &result, &out->error);
+    if (result)
+        fanin_result_get(result, &out->info);
+    out->info.path_reason = out->info.ranks_json = NULL;
+    fanin_result_free(&result);
+    fanin_client_destroy(&client);
+    flip_proxy_stop(p);
+    out->flipped = atomic_load(&p->flipped);
+    for (int i = 0; i < 4; i++)
+        out->passed[i / 2][i % 2] = atomic_load(&p->passed[i / 2][i % 2]);
+}
+
+static bool is_right(const outcome *o)
+{
+    return o->info.step == 41 && memcmp(landed, published, sizeof(landed)) == 0;
+}
+
+static uint64_t greeting_bytes(unsigned connection, flip_way way)
+{
+    static const uint64_t sizes[2][2] = {{100, 400}, {100, 400}};
+    return sizes[connection][way];
+}
+
+/* Some hundred positions of one way of one connection. */
+static void alter(fanin_server *server, unsigned connection, flip_way way,
+                  uint64_t total)
+{
+    uint64_t step = total / 96 + 1;
+    for (uint64_t at = 0; at < total; at += step) {
+        flip_proxy p = {.connection = connection, .way = way, .at = at, .bit = at % 8};
+        outcome o;
+        pull(&p, server, false, &o);
+        assert_true(o.flipped);
+        if (o.error.status == FANIN_OK)
+            assert_true(is_right(&o));
+        else
+            assert_true(at < greeting_bytes(connection, way)); /* else: asked again */
+    }
+}
+
+static void no_altered_bit_arrives(void **state)
+{
+    (void)state;
+    fanin_server *server = start_server();
+    flip_proxy clean = {.at = UINT64_MAX};
+    outcome o;
+    pull(&clean, server, false, &o);
+    assert_ok(o.error.status, o.error);
+    assert_true(is_right(&o));
+    assert_int_equal(o.info.transport_checksums, FANIN_CHECKSUMS_ALL);
+    assert_int_equal(o.info.restarts, 0);
+    for (int i = 0; i < 4; i++)
+        alter(server, (unsigned)i / 2, (flip_way)(i % 2), o.passed[i / 2][i % 2]);
+    fanin_server_destroy(&server, 0);
+}
+
+/* What is altered, says so and is asked for again. */
+static void altered_weights_are_asked_for_again(void **state)
+{
+    (void)state;
+    fanin_server *server = start_server();
+    flip_proxy clean = {.at = UINT64_MAX};
+    outcome o;
+    pull(&clean, server, false, &o);
+    /* In the last reply's bytes, its seal, and its header. */
+    uint64_t total = o.passed[1][FLIP_TO_CLIENT];
+    const uint64_t places[] = {total - sizeof(landed) / 2, total - 3,
+                               total - sizeof(landed) - 8 - 4};
+    for (int i = 0; i < 3; i++) {
+        flip_proxy p = {.connection = 1, .way = FLIP_TO_CLIENT, .at = places[i]};
+        pull(&p, server, false, &o);
+        assert_ok(o.error.status, o.error);
+        assert_true(is_right(&o));
+        assert_int_equal(o.info.restarts, 1);
+        assert_int_equal(o.info.stale, 0);
+    }
+    fanin_server_destroy(&server, 0);
+}
+
+/* The proxy does what it says, and this is what checksums are for. */
+static void without_checksums_it_arrives(void **state)
+{
+    (void)state;
+    fanin_server *server = start_server();
+    flip_proxy clean = {.at = UINT64_MAX};
+    outcome o;
+    pull(&clean, server, true, &o);
+    assert_ok(o.error.status, o.error);
+    assert_true(is_right(&o));
+    assert_int_equal(o.info.transport_checksums, FANIN_CHECKSUMS_NONE);
+    flip_proxy p = {.connection = 1,
+                    .way = FLIP_TO_CLIENT,
+                    .at = o.passed[1][FLIP_TO_CLIENT] - sizeof(landed) / 2};
+    pull(&p, server, true, &o);
+    assert_ok(o.error.status, o.error);
+    assert_false(is_right(&o));
+    fanin_server_destroy(&server, 0);
+}
+
+int main(void)
+{
+    static const struct CMUnitTest tests[] = {
+        cmocka_unit_test(no_altered_bit_arrives),
+        cmocka_unit_test(altered_weights_are_asked_for_again),
+        cmocka_unit_test(without_checksums_it_arrives),
+    };
+    return cmocka_run_group_tests_name("altered", tests, NULL, NULL);
+}
