@@ -2,7 +2,6 @@
 #include "adapter_internal.h"
 #include "convert.h"
 #include "error_set.h"
-#include "peft_config.h"
 
 #include <errno.h>
 #include <fcntl.h>
@@ -126,15 +125,19 @@ static void forget_layout(adapter *a)
 {
     free(a->to_of_key);
     free(a->layout.header);
-    free(a->config);
+    peft_config_free(&a->config);
     a->to_of_key = NULL;
     a->layout = (safetensors_layout){0};
-    a->config = NULL;
 }
 
 void adapter_convert(adapter *a, fanin_dtype dtype)
 {
     a->dtype = dtype;
+}
+
+void adapter_trust_config(adapter *a)
+{
+    a->trust_config = true;
 }
 
 void adapter_offer_spare(adapter *a, spare_file **spare)
@@ -172,8 +175,8 @@ fanin_status adapter_prepare(adapter *a, const key_table *keys, const char *publ
                               ? peft_names_make(keys, publication, &names, error)
                               : error_set_memory(error);
     if (!status)
-        status = peft_config_make(keys, &names, publication, &a->config,
-                                  &a->config_size, error);
+        status = peft_config_make(keys, &names, publication, a->trust_config,
+                                  &a->config, error);
     key_table written = {.entries = NULL};
     if (!status && !convert_keys(keys, a->dtype, &written))
         status = error_set_memory(error);

@@ -44,6 +44,8 @@ fanin_status adapter_open(const char *directory, deadline at, bool (*cancelled)(
 
 /** F32 tensors are written as @p dtype, 0: as F32. Before adapter_prepare(). */
 void adapter_convert(adapter *a, fanin_dtype dtype);
+/** adapter_config.json keeps all fields of the trainer's. Before adapter_prepare(). */
+void adapter_trust_config(adapter *a);
 /** The client's spare file, which adapter_map() takes if it fits. Before adapter_map(). */
 void adapter_offer_spare(adapter *a, spare_file **spare);
 

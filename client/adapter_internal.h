@@ -4,6 +4,7 @@
 #define ADAPTER_INTERNAL_H
 
 #include "adapter.h"
+#include "peft_config.h"
 #include "piece_digests.h"
 #include "populate.h"
 #include "safetensors.h"
@@ -38,8 +39,8 @@ struct adapter {
     fanin_dtype dtype; /**< what F32 tensors arrive as; 0: F32 */
     uint64_t *to_of_key;
     safetensors_layout layout; /**< header NULL: it is in the file already */
-    char *config;
-    size_t config_size;
+    bool trust_config;
+    peft_config config;
 
     /* the temporary directory and the file in it */
     char temporary[NAME_MAX + 1]; /**< "": none */

@@ -128,15 +128,22 @@ fanin_status adapter_publish(adapter *a, const adapter_identity *identity,
         return error_set(error, FANIN_ERR_INTERNAL, NULL,
                          "some bytes of '%.300s' were not landed exactly once",
                          a->place.directory);
-    char *text = adapter_identity_text(identity, a->memory.size, &file, a->config,
-                                       a->config_size);
+    char *text = adapter_identity_text(identity, a->memory.size, &file, a->config.text,
+                                       a->config.size);
     if (!text)
         return error_set_memory(error);
     fanin_status status = write_model(a, error);
     if (!status)
-        status = write_file(a, CONFIG_FILE, a->config, a->config_size, error);
+        status = write_file(a, CONFIG_FILE, a->config.text, a->config.size, error);
     if (!status)
         status = write_file(a, IDENTITY_FILE, text, strlen(text), error);
     free(text);
-    return status ? status : appear(a, error);
+    if (!status)
+        status = appear(a, error);
+    if (!status && a->config.dropped)
+        log_write(&a->log, FANIN_LOG_WARNING, "adapter-config",
+                  "'%s' lacks fields of the trainer's configuration that may load code "
+                  "or are not known: %s; a pull with trust_config keeps them",
+                  a->place.directory, a->config.dropped);
+    return status;
 }

@@ -148,8 +148,8 @@ static fanin_status check_config(const adapter *a, int directory, const json_t *
     digest found = digest_of(text ? text : "", text ? size : 0);
     if (!text || size != bytes || (hex && !has_digest(&found, hex)))
         status = refuse_damaged(a, CONFIG_FILE, error);
-    else if (a->config &&
-             (size != a->config_size || memcmp(text, a->config, size) != 0))
+    else if (a->config.text &&
+             (size != a->config.size || memcmp(text, a->config.text, size) != 0))
         status = refuse(a, error,
                         "holds the step asked for with another " CONFIG_FILE
                         " than this pull would write");

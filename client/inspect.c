@@ -4,6 +4,7 @@
 #include "dtype.h"
 #include "error_set.h"
 #include "peft_config.h"
+#include "pull.h"
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -339,17 +340,17 @@ fanin_status fanin_client_metadata(fanin_client *client, const char *publication
 }
 
 static fanin_status make_config(const key_table *keys, const char *publication,
-                                fanin_pair_fn fn, void *cookie, fanin_error *error)
+                                bool trusted, fanin_pair_fn fn, void *cookie,
+                                fanin_error *error)
 {
     peft_names names = {0};
-    char *text = NULL;
-    size_t size;
+    peft_config config = {0};
     fanin_status status = peft_names_make(keys, publication, &names, error);
     if (status == FANIN_OK)
-        status = peft_config_make(keys, &names, publication, &text, &size, error);
+        status = peft_config_make(keys, &names, publication, trusted, &config, error);
     if (status == FANIN_OK)
-        (void)fn(cookie, "adapter_config.json", text);
-    free(text);
+        (void)fn(cookie, "adapter_config.json", config.text);
+    peft_config_free(&config);
     peft_names_free(&names);
     return status;
 }
@@ -360,13 +361,14 @@ fanin_status fanin_client_adapter_config(fanin_client *client,
                                          fanin_error *error)
 {
     snapshot s = {0};
-    if (!options)
-        return error_set(error, FANIN_ERR_ARGUMENT, NULL, "the options are NULL");
-    fanin_status status =
-        snapshot_take(client, options->publication, options->timeout_ms, &s, error);
+    fanin_pull_options checked;
+    fanin_status status = pull_check(client, options, &checked, error);
     if (status == FANIN_OK)
         status =
-            make_config(s.publication->keys, options->publication, fn, cookie, error);
+            snapshot_take(client, checked.publication, checked.timeout_ms, &s, error);
+    if (status == FANIN_OK)
+        status = make_config(s.publication->keys, checked.publication,
+                             checked.trust_config, fn, cookie, error);
     snapshot_free(&s);
     return status;
 }

@@ -2,6 +2,7 @@
 #include "peft_config.h"
 #include "error_set.h"
 #include "peft_maker.h"
+#include "peft_trust.h"
 
 #include <stdarg.h>
 #include <stdio.h>
@@ -324,7 +325,37 @@ static fanin_status require_base_model(const peft_maker *m)
                        "the metadata of %s do not name the base model", m->publication);
 }
 
-static fanin_status make(peft_maker *m)
+/* Before anything is made of the fields. */
+static fanin_status drop_untrusted(peft_maker *m, const char *type, bool lora,
+                                   char **dropped_out)
+{
+    if (!lora)
+        return peft_refuse(m, UINT32_MAX,
+                           "pull with trust_config (--trust-config) if you trust the "
+                           "trainer",
+                           "peft_type is %.40s, of which it is not known which fields "
+                           "load code",
+                           type);
+    buffer dropped = {0};
+    const char *foreign = peft_trust_filter(m->config, &dropped);
+    if (foreign) {
+        buffer_free(&dropped);
+        return peft_refuse(m, UINT32_MAX,
+                           "correct the field, or pull with trust_config "
+                           "(--trust-config) if you trust the trainer",
+                           "peft_config's %s is not what PEFT has there", foreign);
+    }
+    if (dropped.size > 0)
+        buffer_append(&dropped, "", 1);
+    if (dropped.failed) {
+        buffer_free(&dropped);
+        return error_set_memory(m->error);
+    }
+    *dropped_out = (char *)dropped.data;
+    return FANIN_OK;
+}
+
+static fanin_status make(peft_maker *m, bool trusted, char **dropped_out)
 {
     const char *given = peft_pair(m, "peft_config");
     fanin_status status = FANIN_OK;
@@ -343,6 +374,10 @@ static fanin_status make(peft_maker *m)
     if (!lora && !m->given)
         return peft_refuse(m, UINT32_MAX, REMEDY,
                            "peft_type is %.40s; only LORA can be derived", type);
+    if (!trusted)
+        status = drop_untrusted(m, type, lora, dropped_out);
+    if (status)
+        return status;
     if (!lora)
         return FANIN_OK; /* nothing is known of other methods' tensors */
     status =
@@ -393,24 +428,34 @@ static char *dump(const json_t *config)
 }
 
 fanin_status peft_config_make(const key_table *keys, const peft_names *names,
-                              const char *publication, char **text_out,
-                              size_t *size_out, fanin_error *error)
+                              const char *publication, bool trusted, peft_config *out,
+                              fanin_error *error)
 {
+    *out = (peft_config){0};
     peft_maker m = {.keys = keys,
                     .names = names,
                     .publication = publication,
                     .error = error,
                     .budget = PATTERN_BUDGET};
-    fanin_status status = make(&m);
+    fanin_status status = make(&m, trusted, &out->dropped);
     if (!status) {
         json_t *sorted = sorted_fields(m.config);
-        *text_out = sorted ? dump(sorted) : NULL;
+        out->text = sorted ? dump(sorted) : NULL;
         json_decref(sorted);
-        *size_out = *text_out ? strlen(*text_out) : 0;
-        if (!*text_out)
+        out->size = out->text ? strlen(out->text) : 0;
+        if (!out->text)
             status = error_set_memory(error);
     }
     json_decref(m.config);
     peft_modules_free(&m.modules);
+    if (status)
+        peft_config_free(out);
     return status;
+}
+
+void peft_config_free(peft_config *config)
+{
+    free(config->text);
+    free(config->dropped);
+    *config = (peft_config){0};
 }

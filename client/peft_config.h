@@ -9,17 +9,25 @@
 
 #include "peft_names.h"
 
+/** adapter_config.json, to be freed with peft_config_free(). */
+typedef struct peft_config {
+    char *text;
+    size_t size;   /**< bytes of text */
+    char *dropped; /**< names of the fields that were not trusted; NULL: none */
+} peft_config;
+
 /**
- * The text of adapter_config.json (to be freed, *size_out bytes) for a publication with
- * these tensors and keys->pairs as its metadata.
+ * The text of adapter_config.json for a publication with these tensors and keys->pairs as its
+ * metadata.
  *
- * With "peft_config" in the metadata that object is written back whole, else the fields are
- * derived. Other pairs that bear the name of one of PEFT's fields fill what is not there and
- * must not contradict what is. FANIN_ERR_MISMATCH (names key or pair, and the remedy),
- * FANIN_ERR_MEMORY.
+ * With "peft_config" in the metadata that object is written back, whole if it is @p trusted, else
+ * without what may load code (peft_trust.h); or the fields are derived. Other pairs that
+ * bear the name of one of PEFT's fields fill what is not there and must not contradict what is.
+ * FANIN_ERR_MISMATCH (names key or pair, and the remedy), FANIN_ERR_MEMORY.
  */
 fanin_status peft_config_make(const key_table *keys, const peft_names *names,
-                              const char *publication, char **text_out,
-                              size_t *size_out, fanin_error *error);
+                              const char *publication, bool trusted, peft_config *out,
+                              fanin_error *error);
+void peft_config_free(peft_config *config);
 
 #endif

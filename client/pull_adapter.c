@@ -120,6 +120,8 @@ fanin_status fanin_client_pull_adapter(fanin_client *client,
                      .dtype = checked.dtype};
     a.destination = &d;
     adapter_convert(a.adapter, checked.dtype);
+    if (checked.trust_config)
+        adapter_trust_config(a.adapter);
     adapter_offer_spare(a.adapter, &client->spare);
     uint64_t left_ms = deadline_left_ns(at) / 1000000;
     checked.timeout_ms = left_ms > 0 ? (uint32_t)left_ms : 1;

@@ -14,7 +14,7 @@
 typedef struct pull_options {
     char *out, *dtype;
     long long step, min_step;
-    int prove, max_attempts, spare_file;
+    int prove, max_attempts, spare_file, trust_config;
     fanin_dtype half; /**< what dtype says */
     check_pattern pattern;
 } pull_options;
@@ -76,6 +76,7 @@ static int pull(session *s, const common_options *common, const pull_options *o)
     options.max_attempts = (uint32_t)o->max_attempts;
     options.dtype = o->half;
     options.spare_file = o->spare_file != 0;
+    options.trust_config = o->trust_config != 0;
     options.progress = progress_update;
     options.progress_cookie = &bar;
     if (o->step >= 0) {
@@ -136,6 +137,11 @@ static int run(const command *self, int argc, const char **argv)
          "write F32 tensors as bf16 or f16 (default: as published)", "DTYPE"},
         {"spare-file", 0, POPT_ARG_NONE, &o.spare_file, 0,
          "keep a file of that size ready for the next pull of this process", NULL},
+        {"trust-config", 0, POPT_ARG_NONE, &o.trust_config, 0,
+         "keep all fields of the trainer's PEFT configuration, also those that can "
+         "load "
+         "code",
+         NULL},
         {"max-attempts", 0, POPT_ARG_INT, &o.max_attempts, 0,
          "give up after so many stale attempts (default: by time only)", "N"},
         SESSION_TABLE(&line),

@@ -41,6 +41,7 @@ typedef struct verifier {
     char publication[96]; /**< of fanin.json */
     uint64_t step;
     fanin_dtype dtype;    /**< what F32 became when it was pulled; 0: nothing */
+    bool trust_config;    /**< how it was pulled */
     json_t *config;       /**< adapter_config.json */
     char difference[256]; /**< from the ranks' configuration, "" if none */
     pair *pairs;
@@ -277,6 +278,7 @@ static fanin_status ask_config(verifier *v, fanin_error *error)
     fanin_pull_options_init(&options, sizeof(options));
     options.publication = v->publication;
     options.timeout_ms = v->common->timeout_ms;
+    options.trust_config = v->trust_config;
     return fanin_client_adapter_config(v->session->client, &options, on_config, v,
                                        error);
 }
@@ -472,10 +474,13 @@ static int verify(verifier *v)
 }
 
 static int open_and_verify(const command *self, const invocation *line,
-                           const char *where, const char *directory)
+                           const char *where, const char *directory, bool trust_config)
 {
     session s = {0};
-    verifier v = {.session = &s, .common = &line->common, .error = FANIN_ERROR_INIT};
+    verifier v = {.session = &s,
+                  .common = &line->common,
+                  .trust_config = trust_config,
+                  .error = FANIN_ERROR_INIT};
     int code = load_directory(&v, directory);
     if (code == 0) {
         code = session_open(&s, self, line, where,
@@ -502,16 +507,20 @@ static int run(const command *self, int argc, const char **argv)
 {
     invocation line = {.common.timeout_ms = 60000};
     char *directory = NULL;
+    int trust_config = 0;
     struct poptOption table[] = {
         {"dir", 'd', POPT_ARG_STRING, &directory, 0, "the adapter directory", "DIR"},
+        {"trust-config", 0, POPT_ARG_NONE, &trust_config, 0,
+         "it was pulled with --trust-config", NULL},
         SESSION_TABLE(&line),
         POPT_TABLEEND,
     };
     int code;
     const char *where = session_begin(self, &line, argc, argv, table, 0, &code);
     if (where != NULL) {
-        code = directory == NULL ? failure_usage(self->name, "--dir DIR is needed")
-                                 : open_and_verify(self, &line, where, directory);
+        code = directory == NULL
+                   ? failure_usage(self->name, "--dir DIR is needed")
+                   : open_and_verify(self, &line, where, directory, trust_config != 0);
     }
     session_end(&line);
     return code;

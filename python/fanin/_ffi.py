@@ -256,6 +256,7 @@ class PullOptions(Structure):
         ("dtype", c_int32),
         ("stream", Stream),
         ("spare_file", c_bool),
+        ("trust_config", c_bool),
     ]
 
 

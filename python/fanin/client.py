@@ -211,6 +211,7 @@ class Client(ClosableHandle):
         max_attempts: int = 0,
         dtype: str | None = None,
         spare_file: bool = False,
+        trust_config: bool = False,
         progress: Callable[[int, int], None] | None = None,
     ) -> PullResult:
         """Writes a run's adapter as a PEFT directory, which appears whole or not at all.
@@ -229,6 +230,8 @@ class Client(ClosableHandle):
         :param dtype: "BF16" or "F16": F32 tensors arrive rounded to that; None: as published.
         :param spare_file: keep a file of the adapter's size ready for the next pull into the same
             parent directory. Costs that much memory there once more, until :meth:`disconnect`.
+        :param trust_config: keep every field of the trainer's PEFT configuration. Otherwise those
+            that can load code, name files or are not known are left out, and logged.
         :param progress: called with (bytes done, bytes in all), at most some 20 times a second.
         :raises NotFoundError: no such run.
         :raises SupersededError: *step* has passed.
@@ -244,6 +247,7 @@ class Client(ClosableHandle):
         """
         options = self._options(run, step, at_least, timeout, max_attempts, dtype, None)
         options.spare_file = spare_file
+        options.trust_config = trust_config
         try:
             path = os.fsencode(directory)
         except TypeError:

@@ -28,7 +28,7 @@ make_adapter()
         start_ranks --adapter source --world-size "$world" --run mine
         for path in stream ${FANIN_TEST_UCX_LIBRARY:+cma}; do
             run -0 --separate-stderr "$NIXL_FETCH" pull "$info" --run mine --out "$world-$path" \
-                --path "$path" --json
+                --path "$path" --trust-config --json
             [ "$(field path)" = "$path" ]
             cmp "source/$file" "$world-$path/$file"
             proven "$world-$path" --like source --run mine
@@ -63,6 +63,30 @@ make_adapter()
     "$NIXL_FETCH" pull "$info" --out later --min-step $((step + 1))
     run -12 "$NIXL_FETCH" verify "$info" --dir e
     has stale
+    stop_ranks
+}
+
+@test "fields of a configuration that load code stay with the trainer, unless it is trusted" {
+    make_adapter source
+    "$FANIN_TEST_PYTHON" - source/adapter_config.json <<'END'
+import json, sys
+config = json.load(open(sys.argv[1]))
+config |= {"auto_mapping": {"parent_library": "evil"}, "trust_remote_code": True}
+json.dump(config, open(sys.argv[1], "w"))
+END
+    start_ranks --adapter source --world-size 2
+    run -0 --separate-stderr "$NIXL_FETCH" pull "$info" --out safe
+    [[ $stderr == *"a_later_field, auto_mapping, trust_remote_code"* ]]
+    run -1 grep -e evil -e trust_remote_code safe/adapter_config.json
+    run -0 "$NIXL_FETCH" verify "$info" --dir safe
+    run -0 --separate-stderr "$NIXL_FETCH" pull "$info" --out whole --trust-config
+    [[ $stderr != *auto_mapping* ]]
+    grep -q evil whole/adapter_config.json
+    run -0 "$NIXL_FETCH" verify "$info" --dir whole --trust-config
+    run -14 "$NIXL_FETCH" verify "$info" --dir whole
+    # Neither is used where the other is asked for.
+    run -11 "$NIXL_FETCH" pull "$info" --out whole
+    has "another adapter_config.json"
     stop_ranks
 }
 

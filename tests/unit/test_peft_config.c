@@ -233,24 +233,27 @@ static int compare_entries(const void *a, const void *b)
     return strcmp(((const key_entry *)a)->name, ((const key_entry *)b)->name);
 }
 
+static bool trusted; /* what the next make() is told */
+static char dropped[256];
+
 static fanin_status try_make(fixture *f, json_t **out, fanin_error *error)
 {
     qsort(f->entries, f->table.count, sizeof(f->entries[0]), compare_entries);
     peft_names names;
     *error = (fanin_error)FANIN_ERROR_INIT;
     fanin_status status = peft_names_make(&f->table, "lora:7", &names, error);
-    char *text = NULL;
-    size_t size = 0;
+    peft_config made = {0};
     if (!status)
-        status = peft_config_make(&f->table, &names, "lora:7", &text, &size, error);
+        status = peft_config_make(&f->table, &names, "lora:7", trusted, &made, error);
     peft_names_free(&names);
     *out = NULL;
     if (!status) {
-        assert_int_equal(strlen(text), size);
-        *out = json_loads(text, JSON_REJECT_DUPLICATES, NULL);
+        assert_int_equal(strlen(made.text), made.size);
+        *out = json_loads(made.text, JSON_REJECT_DUPLICATES, NULL);
         assert_non_null(*out);
     }
-    free(text);
+    snprintf(dropped, sizeof(dropped), "%s", made.dropped ? made.dropped : "");
+    peft_config_free(&made);
     return status;
 }
 
@@ -333,23 +336,22 @@ static void the_text_is_as_peft_writes_it(void **state)
          "{}}");
     add_layer(&f, "m.q", 8, 16, 16);
     peft_names names;
-    char *text;
-    size_t size;
+    peft_config made;
     assert_int_equal(peft_names_make(&f.table, "lora:7", &names, NULL), FANIN_OK);
-    assert_int_equal(peft_config_make(&f.table, &names, "lora:7", &text, &size, NULL),
+    assert_int_equal(peft_config_make(&f.table, &names, "lora:7", true, &made, NULL),
                      FANIN_OK);
-    assert_string_equal(text, "{\n"
-                              "  \"base_model_name_or_path\": \"caf\\u00E9\",\n"
-                              "  \"e\": {},\n"
-                              "  \"lora_dropout\": 0.10000000000000001,\n"
-                              "  \"peft_type\": \"LORA\",\n"
-                              "  \"r\": 8,\n"
-                              "  \"target_modules\": [\n"
-                              "    \"q\"\n"
-                              "  ],\n"
-                              "  \"x\": 0.30000000000000004\n"
-                              "}");
-    free(text);
+    assert_string_equal(made.text, "{\n"
+                                   "  \"base_model_name_or_path\": \"caf\\u00E9\",\n"
+                                   "  \"e\": {},\n"
+                                   "  \"lora_dropout\": 0.10000000000000001,\n"
+                                   "  \"peft_type\": \"LORA\",\n"
+                                   "  \"r\": 8,\n"
+                                   "  \"target_modules\": [\n"
+                                   "    \"q\"\n"
+                                   "  ],\n"
+                                   "  \"x\": 0.30000000000000004\n"
+                                   "}");
+    peft_config_free(&made);
     peft_names_free(&names);
 }
 
@@ -598,14 +600,133 @@ static void a_given_configuration_is_kept_whole(void **state)
     pair(&f, "target_modules", "[\"unused\", \"q\"]");
     pair(&f, "revision", "main");
     add_layer(&f, "m.q", 8, 16, 16);
+    trusted = true;
     json_t *config = make(&f);
+    trusted = false;
+    assert_string_equal(dropped, "");
     json_t *wanted = json_loads(f.pairs[0].value, 0, NULL);
     json_object_set_new(wanted, "revision", json_string("main"));
+    assert_true(json_equal(config, wanted));
+    json_decref(config);
+    /* Not trusted: the same without what is no field of PEFT's, or names a revision. */
+    config = make(&f);
+    assert_string_equal(dropped, "zz, revision");
+    json_object_del(wanted, "zz");
+    json_object_del(wanted, "revision");
     assert_true(json_equal(config, wanted));
     json_decref(wanted);
     json_decref(config);
     f.pairs[1].value = "32";
     assert_refused(&f, "lora_alpha is '32', which contradicts", "");
+}
+
+static void fields_that_load_code_are_dropped(void **state)
+{
+    (void)state;
+    static const struct {
+        const char *field, *kept, *dropped; /* kept NULL: the field is absent */
+    } cases[] = {
+        {"\"auto_mapping\": {\"base_model_class\": \"X\", \"parent_library\": "
+         "\"evil\"}",
+         NULL, "auto_mapping"},
+        {"\"megatron_config\": {\"a\": 1}", NULL, "megatron_config"},
+        {"\"megatron_core\": \"evil.module\"", NULL, "megatron_core"},
+        {"\"revision\": \"refs/pr/1\"", NULL, "revision"},
+        {"\"runtime_config\": {\"ephemeral_gpu_offload\": true}", NULL,
+         "runtime_config"},
+        {"\"trust_remote_code\": true", NULL, "trust_remote_code"},
+        {"\"custom_code\": \"x.py\"", NULL, "custom_code"},
+        {"\"a\\u001b[2J\\n\": 1", NULL, "a?[2J?"},
+        {"\"exclude_modules\": [[[\"deep\"]], \"x\"]", "[[[\"deep\"]], \"x\"]", ""},
+        {"\"alpha_pattern\": {\"q\": 1.5}", "{\"q\": 1.5}", ""},
+        {"\"corda_config\": {\"cache_file\": \"/etc/x\", \"covariance_file\": null,"
+         "\"corda_method\": \"kpm\"}",
+         "{\"corda_method\": \"kpm\", \"covariance_file\": null}",
+         "corda_config.cache_file"},
+        {"\"loftq_config\": {\"loftq_bits\": 4, \"evil\": 2}", "{\"loftq_bits\": 4}",
+         "loftq_config.evil"},
+        {"\"eva_config\": {\"rho\": 2.0}", "{\"rho\": 2.0}", ""},
+        {"\"arrow_config\": {\"top_k\": 3, \"task_adapter_names\": [\"a\"]}",
+         "{\"top_k\": 3, \"task_adapter_names\": [\"a\"]}", ""},
+        {"\"trainable_token_indices\": {\"embed\": [1, 2]}", "{\"embed\": [1, 2]}", ""},
+        /* What PEFT writes into every file, and what asks for nothing. */
+        {"\"megatron_core\": \"megatron.core\"", "\"megatron.core\"", ""},
+        {"\"auto_mapping\": null", "null", ""},
+        {"\"of_the_future\": null", "null", ""},
+        {"\"layer_replication\": [[0, 4], [2, 5]]", "[[0, 4], [2, 5]]", ""},
+    };
+    for (size_t i = 0; i < sizeof(cases) / sizeof(cases[0]); i++) {
+        char text[512], name[64];
+        fixture f = {0};
+        snprintf(text, sizeof(text),
+                 CONFIG("\"r\": 8, \"target_modules\": [\"q\"], %s"), cases[i].field);
+        pair(&f, "peft_config", text);
+        add_layer(&f, "m.q", 8, 16, 16);
+        json_t *config = make(&f);
+        if (strcmp(dropped, cases[i].dropped) != 0)
+            fail_msg("%s: dropped '%s'", cases[i].field, dropped);
+        snprintf(name, sizeof(name), "%.*s", (int)strcspn(cases[i].field + 1, "\""),
+                 cases[i].field + 1);
+        if (cases[i].kept)
+            assert_field(config, name, cases[i].kept);
+        else
+            assert_null(json_object_get(config, name));
+        json_decref(config);
+    }
+    /* Metadata pairs of these names are no other way in. */
+    fixture f = {0};
+    usual_pairs(&f);
+    pair(&f, "auto_mapping", "{\"parent_library\": \"evil\"}");
+    pair(&f, "revision", "refs/pr/1");
+    add_layer(&f, "m.q", 8, 16, 16);
+    json_t *config = make(&f);
+    assert_field(config, "auto_mapping", "null");
+    assert_field(config, "revision", "null");
+    assert_string_equal(dropped, "auto_mapping, revision");
+    json_decref(config);
+}
+
+static void fields_of_another_shape_are_refused(void **state)
+{
+    (void)state;
+    static const char *const fields[] = {
+        "\"init_lora_weights\": {\"_target_\": \"os.system\"}",
+        "\"exclude_modules\": [[[[\"deep\"]]], \"x\"]",
+        "\"exclude_modules\": [\"x\", {\"y\": 1}]",
+        "\"alpha_pattern\": {\"q\": \"__import__\"}",
+        "\"eva_config\": [\"rho\"]",
+        "\"loftq_config\": {\"loftq_bits\": {\"x\": 1}}",
+        "\"trainable_token_indices\": {\"embed\": {\"x\": 2}}",
+        "\"base_model_name_or_path\": {\"x\": 2}",
+    };
+    for (size_t i = 0; i < sizeof(fields) / sizeof(fields[0]); i++) {
+        char text[512], why[64];
+        fixture f = {0};
+        snprintf(
+            text, sizeof(text),
+            "{\"peft_type\": \"LORA\", \"r\": 8, \"target_modules\": [\"q\"], %s%s}",
+            fields[i], i < 7 ? ", \"base_model_name_or_path\": \"m\"" : "");
+        pair(&f, "peft_config", text);
+        add_layer(&f, "m.q", 8, 16, 16);
+        snprintf(why, sizeof(why), "%.*s", (int)strcspn(fields[i] + 1, "\""),
+                 fields[i] + 1);
+        if (i == 7) /* asked for before */
+            strcpy(why, "do not name the base model");
+        assert_refused(&f, why, "");
+    }
+}
+
+static void other_methods_than_lora_need_trust(void **state)
+{
+    (void)state;
+    fixture f = {0};
+    pair(&f, "peft_config",
+         "{\"peft_type\": \"IA3\", \"base_model_name_or_path\": \"m\", \"r\": 3}");
+    add_layer(&f, "m.q", 8, 16, 16);
+    assert_refused(&f, "peft_type is IA3", "");
+    trusted = true;
+    json_decref(make(&f));
+    trusted = false;
 }
 
 /* In PEFT the first pattern that matches wins. */
@@ -691,7 +812,6 @@ static void what_cannot_be_proven_is_believed(void **state)
         CONFIG("\"r\": 8, \"target_modules\": \"m\\\\.\\\\w\""),
         CONFIG("\"r\": 4, \"rank_pattern\": {\"(q|k)\": 8}"),
         CONFIG("\"r\": 4, \"rank_pattern\": {\"q\": 8, \"m.k\": 8}"),
-        "{\"peft_type\": \"IA3\", \"base_model_name_or_path\": \"m\", \"r\": 3}",
     };
     for (size_t i = 0; i < sizeof(configs) / sizeof(configs[0]); i++) {
         fixture f = {0};
@@ -758,6 +878,9 @@ int main(void)
         cmocka_unit_test(fused_experts_are_derived_where_provable),
         cmocka_unit_test(fused_experts_of_unusual_shape_are_refused),
         cmocka_unit_test(a_given_configuration_is_kept_whole),
+        cmocka_unit_test(fields_that_load_code_are_dropped),
+        cmocka_unit_test(fields_of_another_shape_are_refused),
+        cmocka_unit_test(other_methods_than_lora_need_trust),
         cmocka_unit_test(patterns_keep_the_trainers_order),
         cmocka_unit_test(a_given_configuration_must_fit),
         cmocka_unit_test(what_cannot_be_proven_is_believed),

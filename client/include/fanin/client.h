@@ -133,6 +133,11 @@ typedef struct fanin_pull_options {
         parent directory finds its memory made. Costs the adapter's size once more, until the
         client is destroyed or disconnected. A file that was published is never used again */
     bool spare_file;
+    /** fanin_client_pull_adapter(): adapter_config.json keeps every field of the trainer's
+        configuration. Default: of a LoRA configuration only the fields of PEFT that can load no
+        code and name no file; the others are left out, and a line of the log (warning,
+        "adapter-config") names them; other methods than LoRA are FANIN_ERR_MISMATCH */
+    bool trust_config;
 } fanin_pull_options;
 
 FANIN_API void fanin_pull_options_init(fanin_pull_options *options, size_t size);
@@ -329,7 +334,7 @@ FANIN_API FANIN_MUST_CHECK fanin_status fanin_client_metadata(
 
 /**
  * What fanin_client_pull_adapter() would write into adapter_config.json: @p fn gets the file's
- * name and its text, once. Of @p options only publication and timeout_ms count.
+ * name and its text, once. Of @p options only publication, timeout_ms and trust_config count.
  * FANIN_ERR_MISMATCH (tensors and metadata make no configuration) and the errors of
  * fanin_client_catalog().
  */
