@@ -55,23 +55,52 @@ static fanin_status read_given(peft_maker *m, const char *text)
     return FANIN_OK;
 }
 
-pattern_result peft_targets(peft_maker *m, const json_t *targets, const char *path,
-                            size_t size)
+bool peft_listed(const json_t *targets, const char *path, size_t size)
 {
-    if (json_is_string(targets)) {
-        const char *text = json_string_value(targets);
-        if (strncmp(text, "all", 3) == 0) /* "all-linear", "all" */
-            return PATTERN_UNKNOWN;
-        return pattern_match_whole(text, path, size, &m->budget);
-    }
-    if (!json_is_array(targets))
-        return PATTERN_UNKNOWN; /* PEFT has defaults for known models */
     for (size_t i = 0; i < json_array_size(targets); i++) {
         const char *target = json_string_value(json_array_get(targets, i));
         if (target && peft_ends_with(path, size, target, strlen(target)))
-            return PATTERN_YES;
+            return true;
     }
-    return PATTERN_NO;
+    return false;
+}
+
+fanin_status peft_refuse_pattern(const peft_maker *m, const char *field,
+                                 const pattern *p, pattern_result result,
+                                 const char *path, size_t size)
+{
+    if (result == PATTERN_MEMORY)
+        return error_set_memory(m->error);
+    if (result == PATTERN_INVALID)
+        return peft_refuse(m, UINT32_MAX,
+                           "correct the pattern in the trainer's configuration",
+                           "the pattern '%.200s' in %s is no regular expression: %s",
+                           pattern_text(p), field, pattern_problem(p));
+    return peft_refuse(m, UINT32_MAX,
+                       "write the pattern without nested repetitions, or list the "
+                       "modules by name",
+                       "the pattern '%.200s' in %s takes too long to match %.*s",
+                       pattern_text(p), field, (int)size, path);
+}
+
+/* Whether target_modules cover a path. */
+static fanin_status is_target(peft_maker *m, const json_t *targets, const char *path,
+                              size_t size, pattern_result *out)
+{
+    const char *text = json_string_value(targets);
+    if (json_is_array(targets)) {
+        *out = peft_listed(targets, path, size) ? PATTERN_YES : PATTERN_NO;
+        return FANIN_OK;
+    }
+    *out = PATTERN_UNKNOWN; /* PEFT has defaults for known models */
+    if (!text || strcasecmp(text, "all-linear") == 0 || strcasecmp(text, "all") == 0)
+        return FANIN_OK;
+    if (!m->target && !(m->target = pattern_compile(text, PATTERN_WHOLE)))
+        return error_set_memory(m->error);
+    *out = pattern_match(m->target, path, size, &m->budget);
+    return *out < PATTERN_INVALID
+               ? FANIN_OK
+               : peft_refuse_pattern(m, "target_modules", m->target, *out, path, size);
 }
 
 /* @p dotless: whether names without a module's, which may be any module's, count. */
@@ -93,9 +122,12 @@ static fanin_status check_targets(peft_maker *m)
     const json_t *parameters = peft_field(m, "target_parameters");
     for (uint32_t i = 0; i < m->modules.count; i++) {
         peft_module *module = &m->modules.items[i];
-        pattern_result named =
-            module->fused ? PATTERN_NO
-                          : peft_targets(m, targets, module->path, module->size);
+        pattern_result named = PATTERN_NO;
+        fanin_status status =
+            module->fused ? FANIN_OK
+                          : is_target(m, targets, module->path, module->size, &named);
+        if (status)
+            return status;
         if (named == PATTERN_YES)
             continue;
         if (has_parameter(parameters, module, true)) {
@@ -178,7 +210,7 @@ static fanin_status check_saved(peft_maker *m)
         const peft_tensor *saved = m->modules.saved[i];
         const char *path = saved->name.text + sizeof(PEFT_PREFIX) - 1;
         size_t size = saved->name.module - (sizeof(PEFT_PREFIX) - 1);
-        if (json_is_array(list) && peft_targets(m, list, path, size) == PATTERN_YES)
+        if (peft_listed(list, path, size))
             continue;
         if (m->given || (list && peft_pair(m, "modules_to_save")))
             return peft_refuse(
@@ -446,6 +478,7 @@ fanin_status peft_config_make(const key_table *keys, const peft_names *names,
         if (!out->text)
             status = error_set_memory(error);
     }
+    pattern_free(m.target);
     json_decref(m.config);
     peft_modules_free(&m.modules);
     if (status)

@@ -19,6 +19,8 @@ typedef struct peft_maker {
     bool given;           /**< it began as the trainer's own */
     uint64_t num_experts; /**< from the metadata, 0: unknown */
     pattern_budget budget;
+    pattern
+        *target; /**< of target_modules, where that is a string; NULL: not yet made */
 } peft_maker;
 
 /** FANIN_ERR_MISMATCH about @p key (UINT32_MAX: none). */
@@ -43,9 +45,14 @@ bool peft_set(json_t *object, const char *name, json_t *value);
 /** An object's keys as a sorted list, NULL: out of memory. */
 json_t *peft_sorted_keys(json_t *object);
 
-/** Whether a list or string of module names (PEFT's target_modules) covers a path. */
-pattern_result peft_targets(peft_maker *m, const json_t *targets, const char *path,
-                            size_t size);
+/** Whether a list of module names covers a path, as PEFT's target_modules do. */
+bool peft_listed(const json_t *targets, const char *path, size_t size);
+
+/** FANIN_ERR_MISMATCH about a pattern in @p field that pattern_match() could not do with a path
+    (PATTERN_INVALID, PATTERN_LIMIT), or FANIN_ERR_MEMORY. */
+fanin_status peft_refuse_pattern(const peft_maker *m, const char *field,
+                                 const pattern *p, pattern_result result,
+                                 const char *path, size_t size);
 
 /** Checks r and rank_pattern against all layers. */
 fanin_status peft_ranks_check(peft_maker *m);

@@ -1,157 +1,277 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "peft_pattern.h"
 
+#include "clock.h"
+
+#define PCRE2_CODE_UNIT_WIDTH 8
 #include <ctype.h>
+#include <pcre2.h>
+#include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
+#include <time.h>
 
 #define SPECIAL ".^$*+?{}[]\\|()"
-#define DEPTH_MAX 64 /* repeated elements in one pattern */
 
-typedef enum element_kind {
-    ELEMENT_CHAR,
-    ELEMENT_ANY,
-    ELEMENT_DIGIT,
-    ELEMENT_WORD
-} element_kind;
+/* Steps of backtracking in one match: a millisecond or two. A name of 512 bytes takes thousands. */
+#define MATCH_LIMIT 100000
+#define HEAP_LIMIT 16384 /* KiB */
+/* Reading the processor time costs as much as a match. */
+#define MATCHES_A_LOOK 16
 
-/* One element of a pattern and how often it may occur. */
-typedef struct element {
-    element_kind kind;
-    char c;
-    char repeat;     /* '*', '+', '?' or 0 */
-    const char *end; /* what follows it */
-} element;
+struct pattern {
+    const char *text;
+    pattern_result broken; /* PATTERN_NO: it can be matched */
+    char problem[128];
+    pcre2_code *code;
+    pcre2_match_data *data;
+    pcre2_match_context *limits;
+    uint32_t options; /* of each match */
+};
 
-/* False: not understood. */
-static bool read_element(const char *pattern, element *out)
+/* ------------------------------------------------------------- what both languages mean */
+
+/* From a backslash on. Python has no other escapes with letters, and means something else by \v, \Z
+   and numbers of two digits. @p numbers: whether a group can be referred to by its number. */
+static bool read_escape(const char **at, bool in_class, bool numbers)
 {
-    *out = (element){.kind = ELEMENT_CHAR, .c = pattern[0], .end = pattern + 1};
-    if (pattern[0] == '.') {
-        out->kind = ELEMENT_ANY;
-    } else if (pattern[0] == '\\') {
-        out->c = pattern[1];
-        out->end = pattern + 2;
-        if (pattern[1] == 'd')
-            out->kind = ELEMENT_DIGIT;
-        else if (pattern[1] == 'w')
-            out->kind = ELEMENT_WORD;
-        else if (!ispunct((unsigned char)pattern[1]))
+    char c = (*at)[1];
+    bool good = c != '\0' &&
+                (ispunct((unsigned char)c) || strchr("dDsSwWnrtfa", c) || (c == 'b') ||
+                 (!in_class && strchr("AB", c)) || (numbers && c >= '1' && c <= '9'));
+    if (isdigit((unsigned char)c) && isdigit((unsigned char)(*at)[2]))
+        good = false;
+    if (c == 'x' && isxdigit((unsigned char)(*at)[2]) &&
+        isxdigit((unsigned char)(*at)[3])) {
+        *at += 2;
+        good = true;
+    }
+    *at += good ? 2 : 0;
+    return good;
+}
+
+/* From "[" on. PCRE2 knows "[[:alpha:]]", Python has plans for "[[", "--", "&&", "~~", "||". */
+static bool read_class(const char **at)
+{
+    ++*at;
+    if (**at == '^')
+        ++*at;
+    if (**at == ']')
+        ++*at;
+    while (**at && **at != ']') {
+        if (**at == '[' || (strchr("-&~|", **at) && (*at)[1] == **at))
             return false;
-    } else if (strchr(SPECIAL, pattern[0])) {
+        if (**at != '\\')
+            ++*at;
+        else if (!read_escape(at, true, false))
+            return false;
+    }
+    if (**at == ']')
+        ++*at;
+    return true;
+}
+
+/* From "(" on, up to where the group's content begins. @p first: nothing is before it. */
+static bool read_group(const char **at, bool first)
+{
+    static const char *const plain[] = {
+        "?:", "?=", "?!", "?<=", "?<!", "?P<", "?P=", "?#"};
+    const char *p = ++*at;
+    if (*p == '*')
+        return false; /* PCRE2's verbs */
+    if (*p != '?')
+        return true;
+    for (size_t i = 0; i < sizeof(plain) / sizeof(plain[0]); i++) {
+        if (strncmp(p, plain[i], strlen(plain[i])) == 0) {
+            *at += strlen(plain[i]);
+            return true;
+        }
+    }
+    /* Flags: for the group, or at the beginning for all. */
+    size_t flags = 1 + strspn(p + 1, "ims-");
+    if (flags == 1 ||
+        (p[flags] != ':' && (p[flags] != ')' || !first || memchr(p, '-', flags))))
         return false;
-    }
-    if (*out->end && strchr("*+?", *out->end)) {
-        out->repeat = *out->end++;
-        if (*out->end == '?') /* lazy: the same texts match */
-            out->end++;
-        else if (*out->end == '+') /* possessive: fewer do */
+    *at += flags;
+    return true;
+}
+
+/* From "{" on: "{2}", "{2,}", "{2,3}". Python has "{,3}" as well, PCRE2 later added blanks. */
+static bool read_braces(const char **at)
+{
+    const char *p = *at + 1;
+    size_t digits = strspn(p, "0123456789");
+    p += digits;
+    if (*p == ',')
+        p += 1 + strspn(p + 1, "0123456789");
+    *at = p + 1;
+    return digits > 0 && *p == '}';
+}
+
+/* Whether Python and PCRE2 read the pattern alike, or both refuse it. */
+static bool means_the_same(const char *pattern, pattern_use use)
+{
+    for (const char *at = pattern; *at;) {
+        bool good = true;
+        if (*at == '\\')
+            good = read_escape(&at, false, use == PATTERN_WHOLE);
+        else if (*at == '[')
+            good = read_class(&at);
+        else if (*at == '(')
+            good = read_group(&at, use == PATTERN_WHOLE && at == pattern);
+        else if (*at == '{')
+            good = read_braces(&at);
+        else
+            at++;
+        if (!good)
             return false;
     }
     return true;
 }
 
-static bool understood(const char *pattern)
+/* ------------------------------------------------------------- compiling */
+
+/* Limits of PCRE2 that Python does not have, as opposed to errors of the pattern. */
+static bool is_limit(int reason)
 {
-    int repeated = 0;
-    while (*pattern) {
-        element e;
-        if (!read_element(pattern, &e))
-            return false;
-        if (e.repeat && ++repeated > DEPTH_MAX)
-            return false;
-        pattern = e.end;
+    return reason == PCRE2_ERROR_QUANTIFIER_TOO_BIG ||
+           reason == PCRE2_ERROR_PARENTHESES_NEST_TOO_DEEP ||
+           reason == PCRE2_ERROR_PATTERN_TOO_LARGE ||
+           reason == PCRE2_ERROR_PATTERN_TOO_COMPLICATED ||
+           reason == PCRE2_ERROR_PATTERN_STRING_TOO_LONG ||
+           reason == PCRE2_ERROR_LOOKBEHIND_TOO_COMPLICATED ||
+           reason == PCRE2_ERROR_LOOKBEHIND_TOO_LONG;
+}
+
+static void refuse(pattern *p, int reason)
+{
+    if (reason == PCRE2_ERROR_HEAP_FAILED) {
+        p->broken = PATTERN_MEMORY;
+        return;
     }
+    p->broken = is_limit(reason) ? PATTERN_UNKNOWN : PATTERN_INVALID;
+    pcre2_get_error_message(reason, (PCRE2_UCHAR8 *)p->problem, sizeof(p->problem));
+}
+
+/* False: out of memory. */
+static bool compile(pattern *p, const char *text)
+{
+    int reason;
+    PCRE2_SIZE offset;
+    pcre2_compile_context *how = pcre2_compile_context_create(NULL);
+    if (!how)
+        return false;
+    pcre2_set_newline(how, PCRE2_NEWLINE_LF); /* all that Python's "." does not match */
+    p->code = pcre2_compile((PCRE2_SPTR8)text, PCRE2_ZERO_TERMINATED,
+                            PCRE2_UTF | PCRE2_UCP | PCRE2_NEVER_BACKSLASH_C, &reason,
+                            &offset, how);
+    pcre2_compile_context_free(how);
+    if (!p->code) {
+        refuse(p, reason);
+        return p->broken != PATTERN_MEMORY;
+    }
+    p->data = pcre2_match_data_create(1, NULL);
+    p->limits = pcre2_match_context_create(NULL);
+    if (!p->data || !p->limits)
+        return false;
+    pcre2_set_match_limit(p->limits, MATCH_LIMIT);
+    pcre2_set_heap_limit(p->limits, HEAP_LIMIT);
     return true;
 }
 
-static bool element_fits(const element *e, char c)
+static bool compile_for(pattern *p, pattern_use use)
 {
-    switch (e->kind) {
-    case ELEMENT_CHAR:
-        return c == e->c;
-    case ELEMENT_ANY:
-        return c != '\n';
-    case ELEMENT_DIGIT:
-        return isdigit((unsigned char)c);
-    case ELEMENT_WORD:
-        return isalnum((unsigned char)c) || c == '_';
+    if (use == PATTERN_WHOLE) {
+        p->options = PCRE2_ANCHORED | PCRE2_ENDANCHORED;
+        return compile(p, p->text);
     }
-    return false;
+    char *key = NULL;
+    p->options = PCRE2_ANCHORED;
+    bool good = asprintf(&key, "(.*\\.)?(%s)$", p->text) >= 0 && compile(p, key);
+    free(key);
+    return good;
 }
 
-/* Recursion is as deep as the pattern has repeated elements. */
-static pattern_result match_here(const char *pattern, const char *text, const char *end,
-                                 pattern_budget *budget)
+pattern *pattern_compile(const char *text, pattern_use use)
 {
-    while (*pattern) {
-        element e;
-        if (*budget == 0 || !read_element(pattern, &e))
-            return PATTERN_UNKNOWN;
-        --*budget;
-        if (!e.repeat) {
-            if (text == end || !element_fits(&e, *text))
-                return PATTERN_NO;
-            text++;
-            pattern = e.end;
-            continue;
-        }
-        size_t least = e.repeat == '+', most = e.repeat == '?' ? 1 : SIZE_MAX;
-        for (size_t n = 0;; n++) {
-            if (n >= least) {
-                pattern_result rest = match_here(e.end, text, end, budget);
-                if (rest != PATTERN_NO)
-                    return rest;
-            }
-            if (n == most || text == end || !element_fits(&e, *text))
-                return PATTERN_NO;
-            text++;
-        }
+    pattern *p = calloc(1, sizeof(*p));
+    if (!p)
+        return NULL;
+    p->text = text;
+    if (!means_the_same(text, use)) {
+        p->broken = PATTERN_UNKNOWN;
+        return p;
     }
-    return text == end ? PATTERN_YES : PATTERN_NO;
+    if (compile_for(p, use))
+        return p;
+    pattern_free(p);
+    return NULL;
 }
 
-/* @p anywhere: also from behind each dot of the text. */
-static pattern_result match(const char *pattern, const char *text, const char *end,
-                            bool anywhere, pattern_budget *budget)
+void pattern_free(pattern *p)
 {
-    /* Python counts characters where this counts bytes. */
-    for (const char *at = text; at < end; at++) {
-        if ((unsigned char)*at >= 0x80)
-            return PATTERN_UNKNOWN;
-    }
-    bool anchored = pattern[0] == '^';
-    if (anchored)
-        pattern++;
-    size_t size = strlen(pattern);
-    char copy[1024];
-    if (size >= sizeof(copy))
+    if (!p)
+        return;
+    pcre2_code_free(p->code);
+    pcre2_match_data_free(p->data);
+    pcre2_match_context_free(p->limits);
+    free(p);
+}
+
+/* ------------------------------------------------------------- matching */
+
+static uint64_t cpu_ns(void)
+{
+    struct timespec now;
+    if (clock_gettime(CLOCK_THREAD_CPUTIME_ID, &now) != 0)
+        return clock_ns();
+    return (uint64_t)now.tv_sec * 1000000000 + (uint64_t)now.tv_nsec;
+}
+
+static bool may_cost_more(pattern_budget *budget)
+{
+    if (budget->spent || budget->matches++ % MATCHES_A_LOOK != 0)
+        return !budget->spent;
+    uint64_t now = cpu_ns();
+    if (budget->until == 0)
+        budget->until = now + budget->ns;
+    budget->spent = now >= budget->until;
+    return !budget->spent;
+}
+
+pattern_result pattern_match(pattern *p, const char *text, size_t size,
+                             pattern_budget *budget)
+{
+    if (p->broken)
+        return p->broken;
+    if (!may_cost_more(budget))
         return PATTERN_UNKNOWN;
-    memcpy(copy, pattern, size + 1);
-    if (size > 0 && copy[size - 1] == '$' && (size < 2 || copy[size - 2] != '\\'))
-        copy[size - 1] = '\0';
-    if (!understood(copy))
-        return PATTERN_UNKNOWN;
-    for (const char *at = text;;) {
-        pattern_result result = match_here(copy, at, end, budget);
-        if (result != PATTERN_NO || anchored || !anywhere)
-            return result;
-        const char *dot = memchr(at, '.', (size_t)(end - at));
-        if (!dot)
-            return PATTERN_NO;
-        at = dot + 1;
+    int result = pcre2_match(p->code, (PCRE2_SPTR8)text, size, 0, p->options, p->data,
+                             p->limits);
+    if (result >= 0)
+        return PATTERN_YES;
+    switch (result) {
+    case PCRE2_ERROR_NOMATCH:
+        return PATTERN_NO;
+    case PCRE2_ERROR_MATCHLIMIT:
+    case PCRE2_ERROR_DEPTHLIMIT:
+    case PCRE2_ERROR_HEAPLIMIT:
+        return PATTERN_LIMIT;
+    case PCRE2_ERROR_NOMEMORY:
+        return PATTERN_MEMORY;
+    default:
+        return PATTERN_UNKNOWN; /* a text that is not UTF-8 */
     }
 }
 
-pattern_result pattern_match_key(const char *pattern, const char *text, size_t size,
-                                 pattern_budget *budget)
+const char *pattern_text(const pattern *p)
 {
-    return match(pattern, text, text + size, true, budget);
+    return p->text;
 }
 
-pattern_result pattern_match_whole(const char *pattern, const char *text, size_t size,
-                                   pattern_budget *budget)
+const char *pattern_problem(const pattern *p)
 {
-    return match(pattern, text, text + size, false, budget);
+    return p->problem;
 }
 
 void pattern_escape(buffer *out, const char *text, size_t size)

@@ -1,29 +1,54 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /**
  * @file
- * PEFT's patterns: regular expressions of Python. Only the part of the language is understood
- * that configurations really use (characters, ".", "\d", "\w", escaped punctuation, each with
- * "*", "+" or "?"); anything else is unknown, which is no error. Pure.
+ * PEFT's patterns: regular expressions of Python, evaluated by PCRE2 within limits that no
+ * trainer's pattern can exceed. What the two languages read differently is not evaluated.
  */
 #ifndef PEFT_PATTERN_H
 #define PEFT_PATTERN_H
 
 #include "buffer.h"
 
-typedef enum pattern_result { PATTERN_NO, PATTERN_YES, PATTERN_UNKNOWN } pattern_result;
+typedef enum pattern_result {
+    PATTERN_NO,
+    PATTERN_YES,
+    PATTERN_UNKNOWN, /**< Python may read it otherwise, or the budget is used up */
+    PATTERN_INVALID, /**< it is no regular expression */
+    PATTERN_LIMIT,   /**< this one match takes too long */
+    PATTERN_MEMORY
+} pattern_result;
 
-/** What matching may still cost, in steps; when it is used up everything is unknown. Bounds
-    what a hostile pattern can do. */
-typedef uint64_t pattern_budget;
-#define PATTERN_BUDGET ((pattern_budget)20 * 1000 * 1000)
+/** How PEFT uses it. */
+typedef enum pattern_use {
+    PATTERN_WHOLE, /**< target_modules given as a string: re.fullmatch(PATTERN, name) */
+    PATTERN_KEY    /**< rank_pattern's keys: re.match("(.*\\.)?(PATTERN)$", name) */
+} pattern_use;
 
-/** How PEFT uses pattern keys: `(.*\.)?(PATTERN)$` against @p size bytes of @p text. */
-pattern_result pattern_match_key(const char *pattern, const char *text, size_t size,
-                                 pattern_budget *budget);
+/** What all matches of one configuration may still cost together, in nanoseconds of the thread's
+    processor time; when it is used up everything is unknown. */
+typedef struct pattern_budget {
+    uint64_t ns;
+    uint64_t until; /**< 0: nothing was matched yet */
+    unsigned matches;
+    bool spent;
+} pattern_budget;
+#define PATTERN_BUDGET ((pattern_budget){.ns = (uint64_t)2 * 1000 * 1000 * 1000})
 
-/** How PEFT uses target_modules given as a string: against the whole text. */
-pattern_result pattern_match_whole(const char *pattern, const char *text, size_t size,
-                                   pattern_budget *budget);
+typedef struct pattern pattern;
+
+/** Copies nothing: @p text, NUL-terminated UTF-8, outlives it. NULL: out of memory. What is wrong
+    with the pattern is told by the matches. To be freed with pattern_free(). */
+pattern *pattern_compile(const char *text, pattern_use use);
+void pattern_free(pattern *p);
+
+/** Whether it matches @p size bytes of UTF-8 at @p text. Takes at most a few milliseconds. */
+pattern_result pattern_match(pattern *p, const char *text, size_t size,
+                             pattern_budget *budget);
+
+/** What pattern_compile() was given. */
+const char *pattern_text(const pattern *p);
+/** Why it is PATTERN_INVALID, in a few words. */
+const char *pattern_problem(const pattern *p);
 
 /** Appends a pattern that matches just this text, without an anchor. */
 void pattern_escape(buffer *out, const char *text, size_t size);

@@ -14,13 +14,15 @@
 /* What a configuration says about ranks. */
 typedef struct rank_rules {
     uint64_t r;
-    const char **patterns; /* in the order in which a reader of the file meets them */
+    pattern **patterns; /* in the order in which a reader of the file meets them */
     uint64_t *ranks;
     size_t count;
 } rank_rules;
 
 static void rules_free(rank_rules *rules)
 {
+    for (size_t i = 0; i < rules->count; i++)
+        pattern_free(rules->patterns[i]);
     free(rules->patterns);
     free(rules->ranks);
     *rules = (rank_rules){0};
@@ -51,7 +53,9 @@ static fanin_status rules_read(peft_maker *m, rank_rules *out)
             return peft_refuse(m, UINT32_MAX, REMEDY,
                                "rank_pattern gives '%.100s' no positive integer", key);
         /* In the trainer's order, which the file keeps: the first match wins. */
-        out->patterns[out->count] = key;
+        out->patterns[out->count] = pattern_compile(key, PATTERN_KEY);
+        if (!out->patterns[out->count])
+            return error_set_memory(m->error);
         out->ranks[out->count++] = (uint64_t)json_integer_value(value);
     }
     return FANIN_OK;
@@ -77,19 +81,23 @@ static void rank_set_add(rank_set *set, uint64_t value)
         set->values[set->count++] = value;
 }
 
-static void rules_apply(const rank_rules *rules, const char *path, size_t size,
-                        pattern_budget *budget, rank_set *out)
+static fanin_status rules_apply(peft_maker *m, const rank_rules *rules,
+                                const char *path, size_t size, rank_set *out)
 {
     for (size_t i = 0; i < rules->count; i++) {
         pattern_result result =
-            pattern_match_key(rules->patterns[i], path, size, budget);
+            pattern_match(rules->patterns[i], path, size, &m->budget);
+        if (result >= PATTERN_INVALID)
+            return peft_refuse_pattern(m, "rank_pattern", rules->patterns[i], result,
+                                       path, size);
         if (result == PATTERN_NO)
             continue;
         rank_set_add(out, rules->ranks[i]);
         if (result == PATTERN_YES)
-            return;
+            return FANIN_OK;
     }
     rank_set_add(out, rules->r);
+    return FANIN_OK;
 }
 
 /* The possible ranks of a module's wrapped parameters; which wrapper belongs to which
@@ -107,12 +115,13 @@ static fanin_status fused_ranks(peft_maker *m, const rank_rules *rules,
         buffer_append(&path, module->path, module->size);
         buffer_append(&path, ".", 1);
         buffer_append(&path, parameter, strlen(parameter));
-        if (!path.failed)
-            rules_apply(rules, (const char *)path.data, path.size, &m->budget, out);
-        bool failed = path.failed;
+        fanin_status status =
+            path.failed
+                ? error_set_memory(m->error)
+                : rules_apply(m, rules, (const char *)path.data, path.size, out);
         buffer_free(&path);
-        if (failed)
-            return error_set_memory(m->error);
+        if (status)
+            return status;
     }
     if (out->count == 0) { /* an older way to reach them: anything may be meant */
         for (size_t i = 0; i < rules->count; i++)
@@ -187,7 +196,9 @@ static fanin_status check_plain(peft_maker *m, const rank_rules *rules,
                                 const peft_module *module)
 {
     rank_set set = {0};
-    rules_apply(rules, module->path, module->size, &m->budget, &set);
+    fanin_status status = rules_apply(m, rules, module->path, module->size, &set);
+    if (status)
+        return status;
     for (size_t i = 0; i < set.count; i++) {
         if (set.values[i] == module->rank)
             return FANIN_OK;

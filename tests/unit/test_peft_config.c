@@ -101,82 +101,169 @@ static void suffixes_do_not_begin_with_numbers(void **state)
 
 /* ------------------------------------------------------------- patterns */
 
+static pattern_result match(const char *pattern_of, pattern_use use, const char *text)
+{
+    pattern_budget budget = PATTERN_BUDGET;
+    pattern *p = pattern_compile(pattern_of, use);
+    assert_non_null(p);
+    pattern_result result = pattern_match(p, text, strlen(text), &budget);
+    assert_string_equal(pattern_text(p), pattern_of);
+    if (result == PATTERN_INVALID)
+        assert_true(pattern_problem(p)[0] != '\0');
+    pattern_free(p);
+    return result;
+}
+
 static void patterns_match_as_in_peft(void **state)
 {
     (void)state;
     static const struct {
         const char *pattern, *text;
-        pattern_result result;
+        pattern_result key, whole; /* as rank_pattern's, as target_modules */
     } cases[] = {
-        {"q_proj", "model.layers.0.q_proj", PATTERN_YES},
-        {"q_proj", "q_proj", PATTERN_YES},
-        {"q_proj", "model.xq_proj", PATTERN_NO},
-        {"q_proj", "model.q_proj.x", PATTERN_NO},
-        {"^q_proj", "model.q_proj", PATTERN_NO},
-        {"^model.q_proj", "model.q_proj", PATTERN_YES},
-        {"^model\\.q_proj$", "model.q_proj", PATTERN_YES},
-        {"layers.1.q", "model.layers.1.q", PATTERN_YES},
-        {"layers.1.q", "model.layers.11.q", PATTERN_NO},
-        {"layers.1.q", "model.layersx1.q", PATTERN_YES},
-        {"layers\\.1\\.q", "model.layersx1.q", PATTERN_NO},
-        {".*\\.gate_up_proj", "mlp.experts.gate_up_proj", PATTERN_YES},
-        {".*\\.gate_up_proj", "gate_up_proj", PATTERN_NO},
-        {"layers\\.\\d+\\.q", "model.layers.117.q", PATTERN_YES},
-        {"layers\\.\\d+\\.q", "model.layers.x.q", PATTERN_NO},
-        {".*?q", "a.b.q", PATTERN_YES},
-        {"ab?c", "m.ac", PATTERN_YES},
-        {"\\w+_proj", "m.q_proj", PATTERN_YES},
-        {"", "a.b", PATTERN_NO},
-        {"", "a.", PATTERN_YES},
-        {"(q|v)_proj", "q_proj", PATTERN_UNKNOWN},
-        {"q|v", "q", PATTERN_UNKNOWN},
-        {"[qv]_proj", "q_proj", PATTERN_UNKNOWN},
-        {"a{2}", "aa", PATTERN_UNKNOWN},
-        {"a\\", "a", PATTERN_UNKNOWN},
-        {"\\bq", "q", PATTERN_UNKNOWN},
-        {"a++", "aa", PATTERN_UNKNOWN},
-        {"q_proj", "caf\xc3\xa9.q_proj", PATTERN_UNKNOWN},
+        {"q_proj", "model.layers.0.q_proj", PATTERN_YES, PATTERN_NO},
+        {"q_proj", "q_proj", PATTERN_YES, PATTERN_YES},
+        {"q_proj", "model.xq_proj", PATTERN_NO, PATTERN_NO},
+        {"q_proj", "model.q_proj.x", PATTERN_NO, PATTERN_NO},
+        {"^q_proj", "model.q_proj", PATTERN_NO, PATTERN_NO},
+        {"^model.q_proj", "model.q_proj", PATTERN_YES, PATTERN_YES},
+        {"^model\\.q_proj$", "model.q_proj", PATTERN_YES, PATTERN_YES},
+        {"layers.1.q", "model.layers.1.q", PATTERN_YES, PATTERN_NO},
+        {"layers.1.q", "model.layers.11.q", PATTERN_NO, PATTERN_NO},
+        {"layers.1.q", "model.layersx1.q", PATTERN_YES, PATTERN_NO},
+        {"layers\\.1\\.q", "model.layersx1.q", PATTERN_NO, PATTERN_NO},
+        {".*\\.gate_up_proj", "mlp.experts.gate_up_proj", PATTERN_YES, PATTERN_YES},
+        {".*\\.gate_up_proj", "gate_up_proj", PATTERN_NO, PATTERN_NO},
+        {"layers\\.\\d+\\.q", "model.layers.117.q", PATTERN_YES, PATTERN_NO},
+        {"layers\\.\\d+\\.q", "model.layers.x.q", PATTERN_NO, PATTERN_NO},
+        {".*?q", "a.b.q", PATTERN_YES, PATTERN_YES},
+        {"ab?c", "m.ac", PATTERN_YES, PATTERN_NO},
+        {"\\w+_proj", "m.q_proj", PATTERN_YES, PATTERN_NO},
+        {"", "a.b", PATTERN_NO, PATTERN_NO},
+        {"", "a.", PATTERN_YES, PATTERN_NO},
+        {"", "", PATTERN_YES, PATTERN_YES},
+        {"(q|v)_proj", "m.q_proj", PATTERN_YES, PATTERN_NO},
+        {"(q|v)_proj", "q_proj", PATTERN_YES, PATTERN_YES},
+        {"q|v", "q", PATTERN_YES, PATTERN_YES},
+        {"q|v", "m.v", PATTERN_YES, PATTERN_NO},
+        {"a)|(q", "m.q", PATTERN_NO, PATTERN_INVALID},
+        {"[qv]_proj", "q_proj", PATTERN_YES, PATTERN_YES},
+        {"[^qv]_proj", "q_proj", PATTERN_NO, PATTERN_NO},
+        {"[\\]]q[\\\\]", "]q\\", PATTERN_YES, PATTERN_YES},
+        {"[]q]", "q", PATTERN_YES, PATTERN_YES},
+        {"[a\\]-]", "-", PATTERN_YES, PATTERN_YES},
+        {"a{2}", "aa", PATTERN_YES, PATTERN_YES},
+        {"a{2,}", "aaaa", PATTERN_YES, PATTERN_YES},
+        {"a{1,2}?b", "m.aab", PATTERN_YES, PATTERN_NO},
+        {"\\bq", "q", PATTERN_YES, PATTERN_YES},
+        {"\\bq", "m.q", PATTERN_YES, PATTERN_NO},
+        {"a++", "aa", PATTERN_YES, PATTERN_YES},
+        {"a*+a", "aa", PATTERN_NO, PATTERN_NO},
+        {"a|ab", "ab", PATTERN_YES, PATTERN_YES},
+        {"(?:q|k)", "m.k", PATTERN_YES, PATTERN_NO},
+        {"(?=q).", "q", PATTERN_YES, PATTERN_YES},
+        {"(?!q).", "q", PATTERN_NO, PATTERN_NO},
+        {"(?<=\\.)q", "m.q", PATTERN_YES, PATTERN_NO},
+        {"(?<!m\\.)q", "m.q", PATTERN_NO, PATTERN_NO},
+        {"(?P<n>q)(?P=n)", "qq", PATTERN_YES, PATTERN_YES},
+        {"(?P<n>q)(?P=n)", "qk", PATTERN_NO, PATTERN_NO},
+        {"(?i:Q)", "m.q", PATTERN_YES, PATTERN_NO},
+        {"(?#note)q", "q", PATTERN_YES, PATTERN_YES},
+        {"(q)\\1", "qq", PATTERN_UNKNOWN, PATTERN_YES},
+        {"\\x71", "q", PATTERN_YES, PATTERN_YES},
+        {"[\\w.]+", "a.b", PATTERN_YES, PATTERN_YES},
+        {".*\\.\\d{1,2}\\.(q|k|v)_proj", "model.layers.31.k_proj", PATTERN_YES,
+         PATTERN_YES},
+        {".*\\.(self_attn|mlp)\\.(q|up)_proj$", "m.layers.0.mlp.up_proj", PATTERN_YES,
+         PATTERN_YES},
+        {"q_proj", "caf\303\251.q_proj", PATTERN_YES, PATTERN_NO},
+        {"caf.", "caf\303\251", PATTERN_YES, PATTERN_YES},
+        {"\\w+", "caf\303\251", PATTERN_YES, PATTERN_YES},
+        {"\\d", "\331\243", PATTERN_YES, PATTERN_YES},
+        {"q$", "q\n", PATTERN_YES, PATTERN_NO},
+        {".", "\n", PATTERN_NO, PATTERN_NO},
     };
     for (size_t i = 0; i < sizeof(cases) / sizeof(cases[0]); i++) {
-        pattern_budget budget = PATTERN_BUDGET;
-        pattern_result got = pattern_match_key(cases[i].pattern, cases[i].text,
-                                               strlen(cases[i].text), &budget);
-        if (got != cases[i].result)
-            fail_msg("'%s' on '%s': %d", cases[i].pattern, cases[i].text, got);
+        pattern_result key = match(cases[i].pattern, PATTERN_KEY, cases[i].text);
+        pattern_result whole = match(cases[i].pattern, PATTERN_WHOLE, cases[i].text);
+        if (key != cases[i].key || whole != cases[i].whole)
+            fail_msg("'%s' on '%s': %d, %d", cases[i].pattern, cases[i].text, key,
+                     whole);
     }
-    pattern_budget budget = PATTERN_BUDGET;
-    assert_int_equal(pattern_match_whole("q", "m.q", 3, &budget), PATTERN_NO);
-    assert_int_equal(pattern_match_whole(".*\\.q", "m.q", 3, &budget), PATTERN_YES);
+}
+
+/* What Python and PCRE2 read differently, or only one of them reads. */
+static void what_python_reads_otherwise_is_unknown(void **state)
+{
+    (void)state;
+    static const char *const patterns[] = {
+        "[[:alpha:]]", "[a&&b]",  "[a--b]",  "a{,2}",        "a{x}",    "\\vq",
+        "q\\Z",        "\\x4",    "\\Qq\\E", "\\h",          "\\R",     "\\K",
+        "\\p{L}",      "\\N",     "\\G",     "\\g1",         "(?<n>q)", "(?|q)",
+        "(?R)",        "(?1)",    "(?&n)",   "(?>q)",        "(?x:q )", "(?a:q)",
+        "(*ACCEPT)",   "(*UTF)q", "q(?i)",   "(a)(?(1)b|c)", "\\012",   "\\u0071",
+        "(?C1)q",      "\\C",     "(?P>n)",  "\\",           "(?-i)q",  "\\10",
+    };
+    for (size_t i = 0; i < sizeof(patterns) / sizeof(patterns[0]); i++) {
+        if (match(patterns[i], PATTERN_WHOLE, "q") != PATTERN_UNKNOWN)
+            fail_msg("'%s' was evaluated", patterns[i]);
+    }
+    /* Flags for the whole are only allowed at its beginning. */
+    assert_int_equal(match("(?i)Q", PATTERN_WHOLE, "q"), PATTERN_YES);
+    assert_int_equal(match("(?i)Q", PATTERN_KEY, "q"), PATTERN_UNKNOWN);
+    /* A limit of PCRE2, not an error of the pattern. */
+    assert_int_equal(match("(a{60000}){60000}", PATTERN_WHOLE, "q"), PATTERN_UNKNOWN);
+    assert_int_equal(match("q", PATTERN_WHOLE, "\xff"), PATTERN_UNKNOWN);
+}
+
+static void what_is_no_expression_is_invalid(void **state)
+{
+    (void)state;
+    static const char *const patterns[] = {
+        "(q",  "q)",     "[q",    "*q",    "a**", "(?P<n>a)(?P<n>b)",
+        "\\1", "a{3,2}", "[b-a]", "(?P=n)"};
+    for (size_t i = 0; i < sizeof(patterns) / sizeof(patterns[0]); i++) {
+        if (match(patterns[i], PATTERN_WHOLE, "q") != PATTERN_INVALID)
+            fail_msg("'%s' was taken", patterns[i]);
+    }
 }
 
 static void hostile_patterns_end(void **state)
 {
     (void)state;
-    char text[400], pattern[121] = "";
-    memset(text, 'a', sizeof(text));
-    for (int i = 0; i < 30; i++)
-        strcat(pattern, "a*a?");
-    strcpy(pattern + 117, "b");
-    pattern_budget budget = PATTERN_BUDGET;
-    assert_int_equal(pattern_match_key(pattern, text, sizeof(text), &budget),
-                     PATTERN_UNKNOWN);
-    assert_int_equal(budget, 0);
-    assert_int_equal(pattern_match_key("q", "q", 1, &budget), PATTERN_UNKNOWN);
+    static const char *const patterns[] = {
+        "(a*)*b",  "(a|aa)+[bc]",        "(.*)*(.*)*(.*)*[^x]b",
+        "(a+)+$b", "(a|a)*b|(a|b|ab)*c", "((a?){30}a*){30}b"};
+    char text[401];
+    memset(text, 'a', sizeof(text) - 1);
+    text[400] = '\0';
+    for (size_t i = 0; i < sizeof(patterns) / sizeof(patterns[0]); i++) {
+        pattern_result result = match(patterns[i], PATTERN_KEY, text);
+        if (result != PATTERN_LIMIT && result != PATTERN_NO)
+            fail_msg("'%s': %d", patterns[i], result);
+    }
+    assert_int_equal(match(patterns[1], PATTERN_WHOLE, text), PATTERN_LIMIT);
+    /* All matches of a configuration share what they may cost. */
+    pattern *p = pattern_compile("(a|aa)+[bc]", PATTERN_WHOLE);
+    pattern_budget budget = {.ns = 1};
+    unsigned tried = 0;
+    while (pattern_match(p, text, 20, &budget) == PATTERN_NO)
+        assert_true(tried++ < 1000);
+    assert_true(tried > 0);
+    assert_int_equal(pattern_match(p, "ab", 2, &budget), PATTERN_UNKNOWN);
+    pattern_free(p);
 }
 
 static void escaped_text_matches_itself_only(void **state)
 {
     (void)state;
-    static const char text[] = "a.b+c$(d)[e]\\f-g_h";
+    static const char text[] = "a.b+c$(d)[e]\\f-g_h{2}";
     buffer out = {0};
     pattern_escape(&out, text, strlen(text));
     buffer_append(&out, "", 1);
-    assert_string_equal((char *)out.data, "a\\.b\\+c\\$\\(d\\)\\[e\\]\\\\f-g_h");
-    pattern_budget budget = PATTERN_BUDGET;
-    assert_int_equal(pattern_match_whole((char *)out.data, text, strlen(text), &budget),
-                     PATTERN_YES);
-    assert_int_equal(pattern_match_whole((char *)out.data, "axb+c$(d)[e]\\f-g_h",
-                                         strlen(text), &budget),
+    assert_string_equal((char *)out.data, "a\\.b\\+c\\$\\(d\\)\\[e\\]\\\\f-g_h\\{2\\}");
+    assert_int_equal(match((char *)out.data, PATTERN_WHOLE, text), PATTERN_YES);
+    assert_int_equal(match((char *)out.data, PATTERN_WHOLE, "axb+c$(d)[e]\\f-g_h{2}"),
                      PATTERN_NO);
     buffer_free(&out);
 }
@@ -788,6 +875,17 @@ static void a_given_configuration_must_fit(void **state)
          "m.k"},
         {CONFIG("\"r\": 16, \"rank_pattern\": {\"(q)\": 4}"), "16", "m."},
         {CONFIG("\"r\": 8, \"rank_pattern\": {\"q\": \"x\"}"), "rank_pattern", ""},
+        {CONFIG("\"r\": 8, \"rank_pattern\": {\"(q|x)\": 16}"), "rank 16", "m.q"},
+        {CONFIG("\"r\": 8, \"target_modules\": \".*\\\\.(q|v)\""),
+         "m.k has a LoRA layer", "m.k"},
+        {CONFIG("\"r\": 8, \"rank_pattern\": {\"(q\": 16}"),
+         "the pattern '(q' in rank_pattern is no regular expression: missing", ""},
+        {CONFIG("\"r\": 8, \"target_modules\": \"[q\""),
+         "the pattern '[q' in target_modules is no regular expression: missing", ""},
+        {CONFIG("\"r\": 8, \"target_modules\": \"(.?.?.?.?.?){60}[xy]\""),
+         "the pattern '(.?.?.?.?.?){60}[xy]' in target_modules takes too long to "
+         "match m.k",
+         ""},
         {CONFIG("\"r\": 8, \"rank_pattern\": []"), "rank_pattern", ""},
         {CONFIG("\"r\": 8, \"use_dora\": true"), "use_dora is set", "m."},
         {CONFIG("\"r\": 8, \"lora_bias\": true"), "lora_bias is set", "m."},
@@ -811,6 +909,7 @@ static void what_cannot_be_proven_is_believed(void **state)
         CONFIG("\"r\": 8, \"target_modules\": \".*\\\\.(q|k)\""),
         CONFIG("\"r\": 8, \"target_modules\": \"m\\\\.\\\\w\""),
         CONFIG("\"r\": 4, \"rank_pattern\": {\"(q|k)\": 8}"),
+        CONFIG("\"r\": 4, \"rank_pattern\": {\"(?x: q)\": 8, \"k\": 8}"),
         CONFIG("\"r\": 4, \"rank_pattern\": {\"q\": 8, \"m.k\": 8}"),
     };
     for (size_t i = 0; i < sizeof(configs) / sizeof(configs[0]); i++) {
@@ -865,6 +964,8 @@ int main(void)
         cmocka_unit_test(the_longest_name_fits),
         cmocka_unit_test(suffixes_do_not_begin_with_numbers),
         cmocka_unit_test(patterns_match_as_in_peft),
+        cmocka_unit_test(what_python_reads_otherwise_is_unknown),
+        cmocka_unit_test(what_is_no_expression_is_invalid),
         cmocka_unit_test(hostile_patterns_end),
         cmocka_unit_test(escaped_text_matches_itself_only),
         cmocka_unit_test(a_plain_adapter_is_derived),
