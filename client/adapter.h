@@ -70,9 +70,17 @@ fanin_status adapter_prepare(adapter *a, const key_table *keys, const char *publ
 fanin_status adapter_reusable(adapter *a, const adapter_identity *identity,
                               bool *reuse_out, fanin_error *error);
 
-/** A spare file that fits; else creates, allocates (posix_fallocate: a full disk is FANIN_ERR_IO here, not SIGBUS later) and
-    maps the file, header in place. Kept between attempts of one pull. */
+/** FANIN_ERR_LIMIT if the file that was prepared has more than @p max_bytes; 0: than a quarter of
+    the size (not of the free space, which other adapters take) of the directory's file system. */
+fanin_status adapter_check_size(const adapter *a, uint64_t max_bytes,
+                                fanin_error *error);
+/** A spare file that fits; else creates and maps the file, header in place. A disk that is
+    too full, or a limit of file sizes, is FANIN_ERR_IO here if that is known already. Kept between attempts of one pull. */
 fanin_status adapter_map(adapter *a, uint8_t **base_out, fanin_error *error);
+/** Bytes [offset, offset+length) of the file are about to be written: makes their space. Not asked,
+    a full disk would be SIGBUS. FANIN_ERR_IO, FANIN_ERR_MEMORY. Thread: the pulling one. */
+fanin_status adapter_need(adapter *a, uint64_t offset, uint64_t length,
+                          fanin_error *error);
 /** Whether CUDA's copy engine may write what is mapped. */
 bool adapter_is_pinned(const adapter *a);
 

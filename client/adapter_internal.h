@@ -6,7 +6,7 @@
 #include "adapter.h"
 #include "peft_config.h"
 #include "piece_digests.h"
-#include "populate.h"
+#include "file_pages.h"
 #include "safetensors.h"
 
 #include <limits.h>
@@ -49,7 +49,8 @@ struct adapter {
     uint64_t header_size;
     bool anonymous; /**< the mapping is not the file's: written when published */
     piece_digests *digests;
-    populator *populator;
+    file_pages
+        *pages; /**< of a file that is made as bytes come; NULL: it is all there */
     spare_file *
         *spare; /**< where a file may be that was made beforehand; may be NULL */
 };

@@ -3,6 +3,7 @@
 #include "adapter_identity.h"
 #include "adapter_internal.h"
 #include "error_set.h"
+#include "file_limit.h"
 
 #include <errno.h>
 #include <fcntl.h>
@@ -15,7 +16,7 @@
 /* One write of at most so much; larger ones gain nothing. */
 #define WRITE_STEP ((uint64_t)8 << 20)
 
-static int write_whole(int fd, const uint8_t *data, uint64_t size)
+static int write_all(int fd, const uint8_t *data, uint64_t size)
 {
     for (uint64_t done = 0; done < size;) {
         uint64_t left = size - done;
@@ -29,6 +30,14 @@ static int write_whole(int fd, const uint8_t *data, uint64_t size)
         done += (uint64_t)n;
     }
     return 0;
+}
+
+static int write_whole(int fd, const uint8_t *data, uint64_t size)
+{
+    file_limit_guard guard = file_limit_enter();
+    int reason = write_all(fd, data, size);
+    file_limit_leave(&guard);
+    return reason;
 }
 
 /* Some filesystems cannot sync directories, and need not. */
@@ -122,7 +131,7 @@ fanin_status adapter_publish(adapter *a, const adapter_identity *identity,
     if (!a->memory.base || a->temporary[0] == '\0')
         return error_set(error, FANIN_ERR_INTERNAL, NULL,
                          "there is no file to publish");
-    populator_stop(&a->populator);
+    file_pages_stop(&a->pages);
     digest file;
     if (!piece_digests_finish(a->digests, &file))
         return error_set(error, FANIN_ERR_INTERNAL, NULL,

@@ -221,7 +221,9 @@ static fanin_status judge(agreement *g, bool *enough, fanin_error *error)
         sources[n++] = (plan_source){connection_peer(client->peers[i].control)->rank,
                                      g->publication->shards[i].boxes};
     }
-    *enough = plan_sufficient(g->publication->keys, sources, n, use);
+    client_patience patience = {client, g->at};
+    work_stop stop = {.fn = client_wants_no_more, .cookie = &patience};
+    *enough = plan_sufficient(g->publication->keys, sources, n, use, &stop);
     free(sources);
     free(use);
     return FANIN_OK;

@@ -318,6 +318,12 @@ fanin_status client_step(fanin_client *client, deadline at, deadline wake,
     return FANIN_OK;
 }
 
+bool client_wants_no_more(void *patience)
+{
+    const client_patience *p = patience;
+    return deadline_passed(p->at) || atomic_load(&p->client->cancelled);
+}
+
 fanin_status client_run(fanin_client *client, const size_t *left, deadline at,
                         const char *phase, fanin_error *error)
 {

@@ -77,6 +77,13 @@ fanin_status client_enter(fanin_client *client, uint32_t timeout_ms, deadline *a
  */
 fanin_status client_run(fanin_client *client, const size_t *left, deadline at,
                         const char *phase, fanin_error *error);
+/** For work that computes for long: whether @p at has passed or the call was cancelled. The
+    cookie of a work_stop with client_wants_no_more(). */
+typedef struct client_patience {
+    const fanin_client *client;
+    deadline at;
+} client_patience;
+bool client_wants_no_more(void *patience);
 /** One step of the loop; returns at @p wake at the latest. FANIN_ERR_CANCELLED,
     FANIN_ERR_TIMEOUT when @p at has passed. */
 fanin_status client_step(fanin_client *client, deadline at, deadline wake,

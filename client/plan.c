@@ -73,7 +73,8 @@ static bool fill_keys(builder *b)
     cover *c = &b->cover;
     uint32_t id;
     for (uint32_t key = 0; key < c->keys->count; key++) {
-        if (!fill_whole(&b->fills, c, c->of_key[key], convert_of(b, key), &id))
+        if (work_stopped(c->stop) ||
+            !fill_whole(&b->fills, c, c->of_key[key], convert_of(b, key), &id))
             return false;
         b->fills.fills[id].uses++;
     }
@@ -93,7 +94,8 @@ static bool fill_targets(builder *b, size_t n)
     for (size_t i = 0; i < n; i++) {
         const plan_target *t = &b->targets[i];
         uint64_t bytes = 0;
-        if (!fill_target(&b->fills, &b->cover, b->cover.of_key[t->key],
+        if (work_stopped(b->cover.stop) ||
+            !fill_target(&b->fills, &b->cover, b->cover.of_key[t->key],
                          convert_of(b, t->key), t, &b->fill_of[i]))
             return false;
         b->fills.fills[b->fill_of[i]].uses++;
@@ -198,7 +200,7 @@ static bool emit(builder *b, uint32_t key, const fill *f, uint64_t to)
         }
         p.box = (uint32_t)(c->cursor[h->source] + h->local);
         p.to += to;
-        if (!push(b, h->source, key, &p))
+        if (work_stopped(c->stop) || !push(b, h->source, key, &p))
             return false;
     }
     return true;
@@ -286,8 +288,8 @@ static plan *plan_new(size_t n_sources)
 
 fanin_status plan_build(const key_table *keys, const plan_source *sources,
                         size_t n_sources, const plan_target *targets, size_t n_targets,
-                        const uint64_t *to_of_key, fanin_dtype dtype, plan **out,
-                        fanin_error *error)
+                        const uint64_t *to_of_key, fanin_dtype dtype, work_stop *stop,
+                        plan **out, fanin_error *error)
 {
     builder b = {.targets = n_targets ? targets : NULL, .to_of_key = to_of_key};
     int convert = dtype == 0 ? CONVERT_NONE : convert_between(FANIN_DTYPE_F32, dtype);
@@ -303,14 +305,14 @@ fanin_status plan_build(const key_table *keys, const plan_source *sources,
     fanin_status status = check_targets(keys, targets, n_targets, error);
     if (status != FANIN_OK)
         return status;
-    status = cover_build(&b.cover, keys, sources, n_sources, error);
+    status = cover_build(&b.cover, keys, sources, n_sources, stop, error);
     if (status == FANIN_OK) {
         b.plan = plan_new(n_sources);
         if (b.plan && (n_targets ? fill_targets(&b, n_targets) : fill_keys(&b)) &&
             share_out(&b) && emit_all(&b))
             finish(&b);
         else
-            status = error_set_memory(error);
+            status = plan_broken_off(stop, error);
     }
     cover_free(&b.cover);
     fill_set_free(&b.fills);

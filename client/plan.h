@@ -7,6 +7,7 @@
 #define PLAN_H
 
 #include "catalog.h"
+#include "work_stop.h"
 
 /** A rank whose boxes may be read. */
 typedef struct plan_source {
@@ -64,19 +65,23 @@ typedef struct plan {
  * all do. Targets' addresses and strides, to_of_key, and `to` of pieces and views are then those
  * of the destination's smaller elements; lengths and `from` stay the sources'.
  *
+ * @p stop (may be NULL): whether the plan is still wanted; FANIN_ERR_TIMEOUT if not.
+ *
  * FANIN_ERR_INCOMPLETE: hole or conflicting overlap; names key, range and ranks.
+ * FANIN_ERR_LIMIT: a tensor is cut into too many boxes in too many dimensions.
  * FANIN_ERR_MEMORY, FANIN_ERR_ARGUMENT (a target outside its tensor, targets' units, a dtype
  * that F32 is not converted to).
  */
 fanin_status plan_build(const key_table *keys, const plan_source *sources,
                         size_t n_sources, const plan_target *targets, size_t n_targets,
-                        const uint64_t *to_of_key, fanin_dtype dtype, plan **out,
-                        fanin_error *error);
+                        const uint64_t *to_of_key, fanin_dtype dtype, work_stop *stop,
+                        plan **out, fanin_error *error);
 void plan_free(plan **plan);
 
-/** Whether those sources with use[i] tile everything (the proof alone). */
+/** Whether those sources with use[i] tile everything (the proof alone); false also if @p stop (may be
+    NULL) stops it. */
 bool plan_sufficient(const key_table *keys, const plan_source *sources,
-                     size_t n_sources, const bool *use);
+                     size_t n_sources, const bool *use, work_stop *stop);
 
 /* ---- one-sided reads ---- */
 

@@ -71,7 +71,7 @@ static bool add_boxes(cover *c, uint32_t key)
         const box_table *boxes = c->sources[s].boxes;
         while (c->next_key[s] == key) {
             box_table_get(boxes, c->cursor[s], NULL, &b, NULL);
-            if (!add_owner(c, (uint32_t)s, &b))
+            if (work_stopped(c->stop) || !add_owner(c, (uint32_t)s, &b))
                 return false;
             c->next_key[s] = PLAN_NONE;
             if (++c->cursor[s] < box_table_count(boxes))
@@ -95,11 +95,20 @@ static bool add_chunks(cover *c, const key_entry *e)
     return true;
 }
 
+fanin_status plan_broken_off(const work_stop *stop, fanin_error *error)
+{
+    error_place place = {.phase = "plan", .remedy = "allow more time"};
+    if (!stop || !stop->stopped)
+        return error_set_memory(error);
+    return error_set(error, FANIN_ERR_TIMEOUT, &place,
+                     "the deadline passed while the plan was made");
+}
+
 static fanin_status cover_key(cover *c, uint32_t key, fanin_error *error)
 {
     const key_entry *e = &c->keys->entries[key];
     if (!add_shape(c, e) || (!c->by_shape && !add_boxes(c, key)))
-        return error_set_memory(error);
+        return plan_broken_off(c->stop, error);
     uint64_t n_id = c->n_words, probe = 0;
     uint64_t hash = words_hash(c->words, n_id);
     for (uint32_t id; (id = intern_next(&c->index, hash, &probe)) != PLAN_NONE;) {
@@ -162,15 +171,17 @@ static fanin_status cover_start(cover *c, fanin_error *error)
 }
 
 fanin_status cover_build(cover *c, const key_table *keys, const plan_source *sources,
-                         size_t n_sources, fanin_error *error)
+                         size_t n_sources, work_stop *stop, fanin_error *error)
 {
-    *c = (cover){.keys = keys, .sources = sources, .n_sources = n_sources};
+    *c =
+        (cover){.keys = keys, .sources = sources, .n_sources = n_sources, .stop = stop};
     if (n_sources >= PLAN_NONE)
         return error_set(error, FANIN_ERR_ARGUMENT, NULL, "too many ranks");
     c->by_shape = sources_rule(sources, n_sources, NULL, &c->dim, &c->world);
     fanin_status status = cover_start(c, error);
     for (uint32_t key = 0; key < keys->count && status == FANIN_OK; key++) {
-        status = cover_key(c, key, error);
+        status = work_stopped(stop) ? plan_broken_off(stop, error)
+                                    : cover_key(c, key, error);
         if (status == FANIN_OK && c->by_shape)
             c->geometries[c->of_key[key]].keys++;
     }
@@ -235,7 +246,7 @@ static bool chunks_sufficient(const key_table *keys, const plan_source *sources,
 }
 
 bool plan_sufficient(const key_table *keys, const plan_source *sources,
-                     size_t n_sources, const bool *use)
+                     size_t n_sources, const bool *use, work_stop *stop)
 {
     uint32_t dim, world;
     if (sources_rule(sources, n_sources, use, &dim, &world) && world > 0)
@@ -248,7 +259,7 @@ bool plan_sufficient(const key_table *keys, const plan_source *sources,
         if (use[i])
             used[n_used++] = sources[i];
     cover c;
-    bool enough = cover_build(&c, keys, used, n_used, NULL) == FANIN_OK;
+    bool enough = cover_build(&c, keys, used, n_used, stop, NULL) == FANIN_OK;
     cover_free(&c);
     free(used);
     return enough;

@@ -75,7 +75,7 @@ static uint32_t first_beyond(const geometry *g, uint64_t at)
 }
 
 static bool fill_boxes(fill_set *set, const geometry *g, const block *want,
-                       const int64_t *stride, uint32_t convert)
+                       const int64_t *stride, uint32_t convert, work_stop *stop)
 {
     block box;
     uint64_t start = g->n_dims ? want->offset[g->axis] : 0;
@@ -84,7 +84,7 @@ static bool fill_boxes(fill_set *set, const geometry *g, const block *want,
         geometry_block(g, u, &box);
         if (g->n_dims && box.offset[g->axis] >= end)
             break;
-        if (!fill_box(set, g, u, want, stride, convert))
+        if (work_stopped(stop) || !fill_box(set, g, u, want, stride, convert))
             return false;
     }
     return true;
@@ -109,7 +109,7 @@ static bool fill_make(fill_set *set, const cover *c, uint32_t geometry_id,
     if (set->n >= PLAN_NONE - 1 ||
         !array_reserve(&set->fills, &set->capacity, set->n + 1, sizeof *set->fills))
         return false;
-    if (!block_is_empty(want) && !fill_boxes(set, g, want, measure, convert))
+    if (!block_is_empty(want) && !fill_boxes(set, g, want, measure, convert, c->stop))
         return false;
     f.count = set->n_templates - f.first;
     *id_out = (uint32_t)set->n;

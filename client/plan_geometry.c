@@ -44,6 +44,8 @@ static bool geometry_alloc(geometry *g, uint64_t n_words, uint64_t n_owners)
 static int compare_owners(const void *a, const void *b, void *context)
 {
     const geometry *g = context;
+    if (work_stopped(g->stop))
+        return 0; /* sorting ends soon, and its result is not used */
     uint32_t i = *(const uint32_t *)a, j = *(const uint32_t *)b;
     const uint64_t *x = owner_words(g, i) + 1, *y = owner_words(g, j) + 1;
     if (g->n_dims > 0 && x[g->axis] != y[g->axis])
@@ -123,12 +125,14 @@ static fanin_status prove(const cover *c, const geometry *g, uint32_t key,
     for (uint32_t u = 0; u < g->n_uniques; u++)
         geometry_block(g, u, &blocks[u]);
     block_tiling tiling =
-        block_tiles(g->n_dims, g->shape, blocks, g->n_uniques, &fault, &a, &b);
+        block_tiles(g->n_dims, g->shape, blocks, g->n_uniques, c->stop, &fault, &a, &b);
     free(blocks);
     if (tiling == TILING_EXACT)
         return FANIN_OK;
-    if (tiling == TILING_MEMORY)
-        return error_set_memory(error);
+    if (tiling == TILING_LIMIT)
+        return report_size(c, g, key, error);
+    if (tiling == TILING_MEMORY || tiling == TILING_STOPPED)
+        return plan_broken_off(c->stop, error);
     return report_tiling(c, g, key, &fault, a, b, error);
 }
 
@@ -167,7 +171,8 @@ fanin_status geometry_make(cover *c, uint32_t key, uint64_t n_id, uint64_t hash,
     geometry g = {.unit = dtype_get_unit(e->dtype),
                   .n_dims = e->n_dims,
                   .whole = {PLAN_NONE, PLAN_NONE},
-                  .n_id = n_id};
+                  .n_id = n_id,
+                  .stop = c->stop};
     uint64_t n_owners = (c->n_words - 2 - e->n_dims) / geometry_step(e->n_dims);
     memcpy(g.shape, e->shape, e->n_dims * sizeof *e->shape);
     if (n_owners >= PLAN_NONE || !geometry_alloc(&g, c->n_words, n_owners))
@@ -175,8 +180,8 @@ fanin_status geometry_make(cover *c, uint32_t key, uint64_t n_id, uint64_t hash,
     memcpy(g.words, c->words, c->n_words * sizeof *c->words);
     g.n_owners = (uint32_t)n_owners;
     fanin_status status = FANIN_OK;
-    if (!find_uniques(&g))
-        status = error_set_memory(error);
+    if (!find_uniques(&g) || work_stopped(c->stop))
+        status = plan_broken_off(c->stop, error);
     if (status == FANIN_OK)
         status = prove(c, &g, key, error);
     if (status == FANIN_OK &&

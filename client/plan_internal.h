@@ -129,6 +129,7 @@ typedef struct geometry {
     uint32_t *class_of; /**< of each unique */
     uint32_t *sources;  /**< of each owner */
     void *storage;
+    work_stop *stop; /**< while it is made */
 } geometry;
 
 /** Sources that hold the same boxes. The first n_sources classes are single sources. */
@@ -159,13 +160,16 @@ typedef struct cover {
     /* while building */
     uint64_t *words;
     uint64_t n_words, word_capacity;
+    work_stop *stop;
     uint64_t *cursor;   /**< by source: next box */
     uint32_t *next_key; /**< by source: that box's key */
 } cover;
 
 /** Reads all boxes and proves that they tile. As plan_build(). */
 fanin_status cover_build(cover *c, const key_table *keys, const plan_source *sources,
-                         size_t n_sources, fanin_error *error);
+                         size_t n_sources, work_stop *stop, fanin_error *error);
+/** Why a step did not succeed: FANIN_ERR_TIMEOUT if the work was stopped, else FANIN_ERR_MEMORY. */
+fanin_status plan_broken_off(const work_stop *stop, fanin_error *error);
 void cover_free(cover *c);
 
 /** Block of unique @p u. */
@@ -188,6 +192,10 @@ fanin_status geometry_make(cover *c, uint32_t key, uint64_t n_id, uint64_t hash,
     uniques in conflict, -1: nobody holds @p fault. */
 fanin_status report_tiling(const cover *c, const geometry *g, uint32_t key,
                            const block *fault, long a, long b, fanin_error *error);
+
+/** FANIN_ERR_LIMIT: a proof would take more corners than are compared. */
+fanin_status report_size(const cover *c, const geometry *g, uint32_t key,
+                         fanin_error *error);
 
 /* ------------------------------- who serves what (plan_balance.c) ---- */
 

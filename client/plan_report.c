@@ -99,6 +99,20 @@ static void add_holders(text *t, const cover *c, const geometry *g, long a, long
     }
 }
 
+fanin_status report_size(const cover *c, const geometry *g, uint32_t key,
+                         fanin_error *error)
+{
+    error_place place = {.phase = "plan",
+                         .key = c->keys->entries[key].name,
+                         .remedy = "cut the tensor in fewer dimensions, or into larger "
+                                   "blocks"};
+    return error_set(
+        error, FANIN_ERR_LIMIT, &place,
+        "%.256s is cut into %u different blocks in several dimensions: more "
+        "than are compared (their corners must be fewer than %zu)",
+        place.key, g->n_uniques, TILING_CORNERS_MAX);
+}
+
 fanin_status report_tiling(const cover *c, const geometry *g, uint32_t key,
                            const block *fault, long a, long b, fanin_error *error)
 {

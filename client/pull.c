@@ -111,7 +111,7 @@ static fanin_status plan_without(void *cookie, const bool *use, bool *vain,
 {
     const pull *p = cookie;
     fanin_status status =
-        pull_plan(p->client, p->publication, use, p->destination, error);
+        pull_plan(p->client, p->publication, use, p->destination, p->at, error);
     *vain = p->publication->plans[p->destination->plan_slot].lacks_rank;
     return status;
 }
@@ -150,7 +150,8 @@ static fanin_status get_ready(pull *p, fanin_error *error)
             tables_sync(client, p->publication, p->announced, p->use, p->at, error);
     info->catalog_ns += lap(&clock);
     if (status == FANIN_OK)
-        status = pull_plan(client, p->publication, p->use, p->destination, error);
+        status =
+            pull_plan(client, p->publication, p->use, p->destination, p->at, error);
     if (p->publication->plans[p->destination->plan_slot].lacks_rank)
         look_for_more(p, there);
     info->plan_ns += lap(&clock);
@@ -207,6 +208,37 @@ static fanin_status detail_plan(pull *p, plan_cache *cache, const path_goal *goa
     return status;
 }
 
+static fanin_status check_size(const pull *p, const plan_cache *cache,
+                               fanin_error *error)
+{
+    uint64_t most = p->options->max_bytes;
+    error_place place = {.phase = "plan",
+                         .key = p->publication->name,
+                         .remedy = "if that is right, raise max_bytes"};
+    if (most == 0 || cache->plan->bytes <= most)
+        return FANIN_OK;
+    return error_set(error, FANIN_ERR_LIMIT, &place,
+                     "the pull would bring %llu bytes, more than the %llu that it may "
+                     "(max_bytes)",
+                     (unsigned long long)cache->plan->bytes, (unsigned long long)most);
+}
+
+/* Whatever does not come by stream is written without asking before each part. */
+static fanin_status need_whole(const pull *p, const plan_cache *cache,
+                               fanin_error *error)
+{
+    const destination *d = p->destination;
+    bool all_stream = true;
+    for (size_t i = 0; i < cache->n_sources; i++) {
+        size_t peer = cache->peer_of[i];
+        all_stream = all_stream && (!p->needed[peer] ||
+                                    p->client->peers[peer].path == FANIN_PATH_STREAM);
+    }
+    if (!d->need || all_stream)
+        return FANIN_OK;
+    return d->need(d->cookie, 0, p->ranges->length, error);
+}
+
 /* Paths and what they need, then leases: nothing slow happens under a lease but reads. */
 static fanin_status begin(pull *p, plan_cache *cache, uint8_t *base, fanin_error *error)
 {
@@ -217,13 +249,17 @@ static fanin_status begin(pull *p, plan_cache *cache, uint8_t *base, fanin_error
         p->needed[i] = false;
     for (size_t i = 0; i < cache->n_sources; i++)
         p->needed[cache->peer_of[i]] = cache->plan->ranks[i].n_pieces > 0;
-    fanin_status status = look_at_ranges(p, cache, error);
+    fanin_status status = check_size(p, cache, error);
+    if (status == FANIN_OK)
+        status = look_at_ranges(p, cache, error);
     info->plan_ns += lap(&clock);
     path_goal goal = {.ranges = p->ranges, .n_ranges = p->n_ranges};
     if (status == FANIN_OK)
         status = path_prepare(client, p->publication, p->needed, &goal, p->at, error);
     info->connect_ns += lap(&clock);
     info->map_ns += goal.map_ns;
+    if (status == FANIN_OK)
+        status = need_whole(p, cache, error);
     if (status == FANIN_OK)
         status = detail_plan(p, cache, &goal, base, error);
     info->plan_ns += lap(&clock);

@@ -28,6 +28,9 @@ typedef struct destination {
     fanin_status (*agreed)(void *cookie, const key_table *keys,
                            const adapter_identity *identity, uint8_t **base_out,
                            bool *skip_out, fanin_error *error);
+    /** Before anything is written there; NULL: all of the memory is there. A failure ends the
+        pull */
+    need_fn need;
     landed_fn landed;              /**< may be NULL */
     void (*restart)(void *cookie); /**< may be NULL: the attempt's bytes do not count */
     /** The bytes are good: make them visible. May be NULL. */

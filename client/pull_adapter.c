@@ -12,7 +12,7 @@ typedef struct adapter_destination {
     bool prepared;
     digest prepared_for;
     const char *publication;
-    uint64_t file_size;
+    uint64_t file_size, max_bytes;
     memory_range range;
 } adapter_destination;
 
@@ -29,6 +29,8 @@ static fanin_status prepare(void *cookie, const key_table *keys,
     adapter_destination *a = cookie;
     fanin_status status = adapter_prepare(a->adapter, keys, a->publication, to_of_key,
                                           &a->file_size, error);
+    if (status == FANIN_OK)
+        status = adapter_check_size(a->adapter, a->max_bytes, error);
     *targets = NULL;
     *n_targets = 0;
     a->prepared = status == FANIN_OK;
@@ -56,6 +58,11 @@ static fanin_status agreed(void *cookie, const key_table *keys,
     a->range = (memory_range){*base_out, a->file_size, -1};
     a->destination->pinned = status == FANIN_OK && adapter_is_pinned(a->adapter);
     return status;
+}
+
+static fanin_status need(void *cookie, uint64_t to, uint64_t length, fanin_error *error)
+{
+    return adapter_need(((adapter_destination *)cookie)->adapter, to, length, error);
 }
 
 static void landed(void *cookie, uint64_t to, uint64_t length)
@@ -100,7 +107,8 @@ fanin_status fanin_client_pull_adapter(fanin_client *client,
         return status;
     if (!directory || !directory[0])
         return error_set(error, FANIN_ERR_ARGUMENT, NULL, "no directory was given");
-    adapter_destination a = {.publication = checked.publication};
+    adapter_destination a = {.publication = checked.publication,
+                             .max_bytes = checked.max_bytes};
     deadline at = deadline_in_ms(checked.timeout_ms);
     status = adapter_open(directory, at, is_cancelled, client, &client->log, &a.adapter,
                           error);
@@ -113,6 +121,7 @@ fanin_status fanin_client_pull_adapter(fanin_client *client,
                      .layout = layout,
                      .prepare = prepare,
                      .agreed = agreed,
+                     .need = need,
                      .landed = landed,
                      .restart = restart,
                      .publish = publish,

@@ -78,10 +78,22 @@ static fanin_status list_sources(fanin_client *client, publication *p, const boo
     return FANIN_OK;
 }
 
+/* Cancelled, or out of time: the error says the latter. */
+static fanin_status stopped(fanin_client *client, fanin_status status,
+                            fanin_error *error)
+{
+    error_place place = {.phase = "plan"};
+    if (!atomic_exchange(&client->cancelled, false))
+        return status;
+    return error_set(error, FANIN_ERR_CANCELLED, &place, "the call was cancelled");
+}
+
 fanin_status pull_plan(fanin_client *client, publication *p, const bool *use,
-                       destination *d, fanin_error *error)
+                       destination *d, deadline at, fanin_error *error)
 {
     plan_cache *cache = &p->plans[d->plan_slot];
+    client_patience patience = {client, at};
+    work_stop stop = {.fn = client_wants_no_more, .cookie = &patience};
     digest from = made_from(client, p, use, d);
     if (cache->valid && digest_equal(&cache->made_from, &from))
         return FANIN_OK;
@@ -97,7 +109,9 @@ fanin_status pull_plan(fanin_client *client, publication *p, const bool *use,
         status = list_sources(client, p, use, cache, why);
     if (status == FANIN_OK)
         status = plan_build(p->keys, cache->sources, cache->n_sources, targets,
-                            n_targets, to_of_key, d->dtype, &cache->plan, why);
+                            n_targets, to_of_key, d->dtype, &stop, &cache->plan, why);
+    if (stop.stopped)
+        status = stopped(client, status, why);
     bool hole = status == FANIN_ERR_INCOMPLETE;
     if (hole)
         status = blame_missing_rank(client, use, why);

@@ -9,7 +9,7 @@
 /** cache->plan for the ranks with use[i] and the destination. Errors of plan_build(); a hole
     whose holder is a rank that is down becomes that rank's error. */
 fanin_status pull_plan(fanin_client *client, publication *p, const bool *use,
-                       destination *d, fanin_error *error);
+                       destination *d, deadline at, fanin_error *error);
 
 /** Makes what the source's path needs: its request list, or its spans. */
 fanin_status pull_plan_source(fanin_client *client, publication *p, plan_cache *cache,

@@ -116,6 +116,25 @@ static bool is_staged(const strided *view, uint64_t length)
            strided_runs(view) * view->run != length;
 }
 
+/* Where the piece lands is made ready for it. */
+static bool prepare_landing(data_connection *d, const piece *p, const strided *view)
+{
+    stream_work *w = d->link->work;
+    int64_t low = 0, high = (int64_t)p->length;
+    if (!w->need || w->failed)
+        return !w->failed;
+    for (uint32_t i = 0; view && i < view->n_dims; i++) {
+        int64_t reach = (int64_t)(view->extent[i] - 1) * view->to[i];
+        low += reach < 0 ? reach : 0;
+        high += reach > 0 ? reach : 0;
+    }
+    fanin_status status = w->need(w->landed_cookie, p->to + (uint64_t)low,
+                                  (uint64_t)(high - low), &w->error);
+    if (status != FANIN_OK)
+        data_lose_destination(d, status);
+    return status == FANIN_OK;
+}
+
 bool batch_fill(data_connection *d)
 {
     const stream_work *w = d->link->work;
@@ -128,6 +147,8 @@ bool batch_fill(data_connection *d)
         if (w->devices && device_sink_device(w->devices, w->base + p->to) >= 0) {
             if (d->n_iov == 0 ? !find_room(d, p, view) : !add_placed(d, p, view))
                 return d->n_iov > 0;
+        } else if (!prepare_landing(d, p, view)) {
+            return false;
         } else if (!view) {
             add_iovec(d, w->base + p->to, p->length);
         } else if (is_staged(view, p->length)) {

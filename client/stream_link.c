@@ -164,6 +164,14 @@ void data_lose(data_connection *d, fanin_status status, int sys_errno, const cha
     close_data(d->link, d);
 }
 
+void data_lose_destination(data_connection *d, fanin_status status)
+{
+    stream_work *w = d->link->work;
+    w->failed = true;
+    w->status = status;
+    close_data(d->link, d);
+}
+
 void data_lose_device(data_connection *d)
 {
     fail_by_device(d->link);

@@ -18,6 +18,7 @@ typedef struct stream_work {
     const read_list *list;
     uint8_t token[16];
     uint8_t *base;
+    need_fn need;     /**< of host memory; may be NULL; its failure is the work's */
     landed_fn landed; /**< of what lands in host memory; may be NULL */
     void *landed_cookie;
     device_sink *devices; /**< takes what lands in CUDA memory; NULL: nothing does */

@@ -59,6 +59,8 @@ void data_lose(data_connection *d, fanin_status status, int sys_errno,
                const char *what);
 /** The same because of the sink, which says what failed. */
 void data_lose_device(data_connection *d);
+/** The same because the destination failed, which has said why in the work's error. */
+void data_lose_destination(data_connection *d, fanin_status status);
 /** Tells the loop what to wait for. */
 void data_want(data_connection *d);
 /** The sink is through with a job. */

@@ -13,7 +13,7 @@
 
 typedef struct pull_options {
     char *out, *dtype;
-    long long step, min_step;
+    long long step, min_step, max_bytes;
     int prove, max_attempts, spare_file, trust_config;
     fanin_dtype half; /**< what dtype says */
     check_pattern pattern;
@@ -77,6 +77,7 @@ static int pull(session *s, const common_options *common, const pull_options *o)
     options.dtype = o->half;
     options.spare_file = o->spare_file != 0;
     options.trust_config = o->trust_config != 0;
+    options.max_bytes = (uint64_t)o->max_bytes;
     options.progress = progress_update;
     options.progress_cookie = &bar;
     if (o->step >= 0) {
@@ -142,6 +143,9 @@ static int run(const command *self, int argc, const char **argv)
          "load "
          "code",
          NULL},
+        {"max-bytes", 0, POPT_ARG_LONGLONG, &o.max_bytes, 0,
+         "refuse an adapter of more bytes (default: a quarter of DIR's file system)",
+         "N"},
         {"max-attempts", 0, POPT_ARG_INT, &o.max_attempts, 0,
          "give up after so many stale attempts (default: by time only)", "N"},
         SESSION_TABLE(&line),

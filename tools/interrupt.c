@@ -25,6 +25,10 @@ void interrupt_install(fanin_client *client)
     sigemptyset(&action.sa_mask);
     sigaction(SIGINT, &action, NULL);
     sigaction(SIGTERM, &action, NULL);
+    struct sigaction hangup;
+    if (sigaction(SIGHUP, NULL, &hangup) == 0 && hangup.sa_handler != SIG_IGN) {
+        sigaction(SIGHUP, &action, NULL); /* under nohup it is ignored, and stays so */
+    }
     /* A bench blocks both while it starts its ranks. */
     sigset_t set;
     sigemptyset(&set);

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/** @file Ctrl-C (and SIGTERM) of the commands that use a client: cancels its running call. */
+/** @file Ctrl-C (and SIGTERM, SIGHUP) of the commands that use a client: cancels its running call. */
 #ifndef INTERRUPT_H
 #define INTERRUPT_H
 
@@ -12,10 +12,10 @@ void interrupt_install(fanin_client *client);
 /** The client is about to be destroyed; signals are still noted. */
 void interrupt_detach(void);
 
-/** Whether SIGINT or SIGTERM came. */
+/** Whether SIGINT, SIGTERM or SIGHUP came. */
 bool interrupt_requested(void);
 
-/** The exit status after that: 130 or 143. */
+/** The exit status after that: 130, 143 or 129. */
 int interrupt_exit_code(void);
 
 #endif

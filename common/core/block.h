@@ -3,6 +3,7 @@
 #ifndef BLOCK_H
 #define BLOCK_H
 
+#include "work_stop.h"
 #include <fanin/types.h>
 
 /** A block of a tensor, in elements. n_dims 0: the one element of a scalar. */
@@ -31,15 +32,22 @@ block block_chunk(uint32_t n_dims, const uint64_t *shape, uint32_t dim, uint32_t
  * block nobody holds, or the overlap; a_out/b_out: indexes of conflicting blocks, -1 for a
  * hole. O(n log n) along one dimension, O(2^k n log n) when k dimensions are cut. A block
  * that is empty or reaches outside counts as a conflict with itself.
+ *
+ * TILING_LIMIT: more corners than are ever compared (TILING_CORNERS_MAX). TILING_STOPPED: @p stop
+ * (may be NULL) said so.
  */
+#define TILING_CORNERS_MAX ((size_t)1 << 24) /**< 128 MiB of work space */
 typedef enum block_tiling {
     TILING_EXACT,
     TILING_HOLE,
     TILING_CONFLICT,
-    TILING_MEMORY
+    TILING_MEMORY,
+    TILING_LIMIT,
+    TILING_STOPPED
 } block_tiling;
 block_tiling block_tiles(uint32_t n_dims, const uint64_t *shape, const block *blocks,
-                         size_t count, block *fault_out, long *a_out, long *b_out);
+                         size_t count, work_stop *stop, block *fault_out, long *a_out,
+                         long *b_out);
 
 /**
  * The block in units of a packed dtype (dtype_get_unit): last offset and extent divided by

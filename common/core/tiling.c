@@ -15,8 +15,6 @@
 #include <stdlib.h>
 #include <string.h>
 
-#define CORNERS_MAX ((size_t)1 << 24) /* 128 MiB: bounds what a hostile catalog costs */
-
 typedef struct corner {
     uint32_t block; /* index into unique, n_unique: the tensor itself */
     uint32_t mask;  /* bit j: the far end in cut dimension j */
@@ -31,6 +29,7 @@ typedef struct tiling {
     block whole;
     uint32_t cut[FANIN_MAX_DIMS]; /* dimensions that are cut */
     uint32_t n_cut;
+    work_stop *stop;
 } tiling;
 
 static int compare_words(const uint64_t *a, const uint64_t *b, uint32_t count)
@@ -41,9 +40,12 @@ static int compare_words(const uint64_t *a, const uint64_t *b, uint32_t count)
     return 0;
 }
 
+/* Once the work is to stop all are equal, so that sorting ends soon; its result is not used. */
 static int compare_blocks(const void *a, const void *b, void *context)
 {
     const tiling *t = context;
+    if (work_stopped(t->stop))
+        return 0;
     const block *x = &t->blocks[*(const uint32_t *)a];
     const block *y = &t->blocks[*(const uint32_t *)b];
     int order = compare_words(x->offset, y->offset, t->n_dims);
@@ -63,12 +65,19 @@ static uint64_t corner_at(const tiling *t, const corner *c, uint32_t cut_index)
 static int compare_corners(const void *a, const void *b, void *context)
 {
     const tiling *t = context;
+    if (work_stopped(t->stop))
+        return 0;
     for (uint32_t i = 0; i < t->n_cut; i++) {
         uint64_t x = corner_at(t, a, i), y = corner_at(t, b, i);
         if (x != y)
             return x < y ? -1 : 1;
     }
     return 0;
+}
+
+static bool is_stopped(const tiling *t)
+{
+    return t->stop && t->stop->stopped;
 }
 
 static bool covers(const block *b, const uint64_t *point)
@@ -166,8 +175,8 @@ static block_tiling tile_line(const tiling *t, block *fault, long *a_out, long *
 static block_tiling tile_corners(const tiling *t, block *fault, long *a_out,
                                  long *b_out)
 {
-    if (t->n_unique >= CORNERS_MAX >> t->n_cut)
-        return TILING_MEMORY;
+    if (t->n_unique >= TILING_CORNERS_MAX >> t->n_cut)
+        return TILING_LIMIT;
     size_t n = (t->n_unique + 1) << t->n_cut;
     corner *corners = malloc(n * sizeof *corners);
     if (!corners)
@@ -176,7 +185,7 @@ static block_tiling tile_corners(const tiling *t, block *fault, long *a_out,
         corners[i] = (corner){.block = (uint32_t)(i >> t->n_cut),
                               .mask = (uint32_t)(i & ((1u << t->n_cut) - 1))};
     qsort_r(corners, n, sizeof *corners, compare_corners, (void *)t);
-    block_tiling result = TILING_EXACT;
+    block_tiling result = is_stopped(t) ? TILING_STOPPED : TILING_EXACT;
     size_t next;
     for (size_t i = 0; i < n && result == TILING_EXACT; i = next) {
         int64_t weight = 0;
@@ -196,16 +205,17 @@ static block_tiling tile_corners(const tiling *t, block *fault, long *a_out,
                             : report_conflict(t, point, fault, a_out, b_out);
     }
     free(corners);
-    return result;
+    return is_stopped(t) ? TILING_STOPPED : result;
 }
 
 block_tiling block_tiles(uint32_t n_dims, const uint64_t *shape, const block *blocks,
-                         size_t count, block *fault_out, long *a_out, long *b_out)
+                         size_t count, work_stop *stop, block *fault_out, long *a_out,
+                         long *b_out)
 {
     block fault = {.n_dims = n_dims};
     long a = -1, b = -1;
     block_tiling result = TILING_EXACT;
-    tiling t = {.n_dims = n_dims, .shape = shape, .blocks = blocks};
+    tiling t = {.n_dims = n_dims, .shape = shape, .blocks = blocks, .stop = stop};
     t.whole.n_dims = n_dims;
     for (uint32_t i = 0; i < n_dims; i++)
         t.whole.extent[i] = shape[i];
@@ -221,6 +231,8 @@ block_tiling block_tiles(uint32_t n_dims, const uint64_t *shape, const block *bl
     if (result == TILING_EXACT && !block_is_empty(&t.whole)) {
         if (count >= UINT32_MAX || !prepare(&t, count))
             result = TILING_MEMORY;
+        else if (is_stopped(&t))
+            result = TILING_STOPPED;
         else if (t.n_cut <= 1)
             result = tile_line(&t, &fault, &a, &b);
         else

@@ -257,6 +257,7 @@ class PullOptions(Structure):
         ("stream", Stream),
         ("spare_file", c_bool),
         ("trust_config", c_bool),
+        ("max_bytes", c_uint64),
     ]
 
 

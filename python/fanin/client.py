@@ -59,6 +59,14 @@ _PATHS = ("auto", "stream", "cma", "rdma", "cuda_ipc")
 _CLOSE_SECONDS = 10.0
 
 
+def _set_max_bytes(options: _ffi.PullOptions, max_bytes: int | None) -> None:
+    if max_bytes is None:
+        return
+    options.max_bytes = integer(max_bytes, "max_bytes", 64)
+    if max_bytes == 0:
+        raise RequestError.make("max_bytes is 0: nothing could be pulled", "leave it out")
+
+
 class Client(ClosableHandle):
     """Connects to every rank of a trainer, and pulls what it publishes.
 
@@ -212,6 +220,7 @@ class Client(ClosableHandle):
         dtype: str | None = None,
         spare_file: bool = False,
         trust_config: bool = False,
+        max_bytes: int | None = None,
         progress: Callable[[int, int], None] | None = None,
     ) -> PullResult:
         """Writes a run's adapter as a PEFT directory, which appears whole or not at all.
@@ -232,6 +241,8 @@ class Client(ClosableHandle):
             parent directory. Costs that much memory there once more, until :meth:`disconnect`.
         :param trust_config: keep every field of the trainer's PEFT configuration. Otherwise those
             that can load code, name files or are not known are left out, and logged.
+        :param max_bytes: refuse a larger adapter before anything is made; None: one that is larger
+            than a quarter of the file system's size.
         :param progress: called with (bytes done, bytes in all), at most some 20 times a second.
         :raises NotFoundError: no such run.
         :raises SupersededError: *step* has passed.
@@ -248,6 +259,7 @@ class Client(ClosableHandle):
         options = self._options(run, step, at_least, timeout, max_attempts, dtype, None)
         options.spare_file = spare_file
         options.trust_config = trust_config
+        _set_max_bytes(options, max_bytes)
         try:
             path = os.fsencode(directory)
         except TypeError:
@@ -269,6 +281,7 @@ class Client(ClosableHandle):
         max_attempts: int = 0,
         dtype: str | None = None,
         stream: Stream | None = None,
+        max_bytes: int | None = None,
         progress: Callable[[int, int], None] | None = None,
     ) -> PullResult:
         """Fills memory of the caller with a run's tensors, or parts of them.
@@ -282,6 +295,7 @@ class Client(ClosableHandle):
             repeated. Tensors that are not named are not read.
         :param stream: CUDA destinations are written only after the work that is on this stream
             now; None: they are not in use. No stream has to wait for the writes.
+        :param max_bytes: refuse to bring more; None: as many as *tensors* hold.
 
         The other parameters and what is raised: as :meth:`pull_adapter`, and
 
@@ -298,6 +312,7 @@ class Client(ClosableHandle):
         if not packed:
             raise RequestError.make("no tensor is asked for", "name at least one tensor")
         options = self._options(run, step, at_least, timeout, max_attempts, dtype, stream)
+        _set_max_bytes(options, max_bytes)
         return self._pull(
             "pull_into",
             options,

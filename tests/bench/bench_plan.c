@@ -203,7 +203,7 @@ static double time_sufficient(const bench *b, uint32_t parts)
     memset(use, true, b->n_sources);
     use[1] = false; /* the dead one */
     double start = now_ms();
-    bool enough = plan_sufficient(b->keys, b->sources, b->n_sources, use);
+    bool enough = plan_sufficient(b->keys, b->sources, b->n_sources, use, NULL);
     double spent = now_ms() - start;
     require(enough == (b->n_sources > parts), "only a replica can be spared");
     free(use);
@@ -225,7 +225,7 @@ static double time_slices(const bench *b)
     plan *p;
     double start = now_ms();
     require(plan_build(b->keys, b->sources, b->n_sources, targets, b->n_keys, NULL, 0,
-                       &p, NULL) == FANIN_OK,
+                       NULL, &p, NULL) == FANIN_OK,
             "plan of slices");
     double spent = now_ms() - start;
     plan_free(&p);
@@ -246,7 +246,7 @@ static void run(bench *b, const char *name, uint32_t world, uint32_t parts,
         plan_free(&p);
         double start = now_ms();
         require(plan_build(b->keys, b->sources, b->n_sources, NULL, 0, b->to_of_key, 0,
-                           &p, NULL) == FANIN_OK,
+                           NULL, &p, NULL) == FANIN_OK,
                 "plan");
         spent = now_ms() - start;
         best = spent < best ? spent : best;

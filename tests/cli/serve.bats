@@ -113,15 +113,18 @@ teardown()
     stop_ranks
 }
 
-@test "a pull ends by SIGTERM with 143, a doctor by Ctrl-C with 130, and says why" {
+@test "a pull ends by SIGTERM with 143, SIGHUP with 129, a doctor by Ctrl-C with 130, and says why" {
     start_ranks --adapter-shape small --world-size 1
-    "$NIXL_FETCH" pull "$info" --out d --step 9 --timeout 60s 3>&- 2>err &
-    pid=$!
-    timeout 30 sh -c 'until [ -e .d.fanin-lock ]; do sleep 0.02; done'
-    kill -TERM "$pid"
-    status=0
-    wait "$pid" || status=$?
-    [ "$status" -eq 143 ]
+    for signal in TERM HUP; do
+        "$NIXL_FETCH" pull "$info" --out d --step 9 --timeout 60s 3>&- 2>err &
+        pid=$!
+        timeout 30 sh -c 'until [ -e .d.fanin-lock ]; do sleep 0.02; done'
+        kill "-$signal" "$pid"
+        status=0
+        wait "$pid" || status=$?
+        [ "$status" -eq $((128 + $(kill -l "$signal"))) ]
+        [ ! -e .d.fanin-lock ]
+    done
     # Nobody answers at a rank that is stopped.
     kill -STOP "$(rank_pid 0)"
     "$FANIN_TEST_PYTHON" - "$NIXL_FETCH" "$info" <<'END'

@@ -9,7 +9,7 @@ import json
 import os
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import fanin
@@ -162,6 +162,22 @@ def test_a_directory_that_cannot_be_made_is_the_hosts_fault(
     with pytest.raises(fanin.HostError) as caught:
         client.pull_adapter(0, tmp_path / "file" / "adapter")
     assert caught.value.sys_errno != 0
+
+
+def test_a_pull_has_a_size(client: fanin.Client, tmp_path: Path) -> None:
+    calls: list[Callable[[int], fanin.PullResult]] = [
+        lambda most: client.pull_adapter(0, tmp_path / "adapter", max_bytes=most),
+        lambda most: client.pull_into(0, destinations(), max_bytes=most),
+    ]
+    for call in calls:
+        with pytest.raises(fanin.ConnectionFailedError, match="max_bytes") as caught:
+            call(10)
+        assert caught.value.name == "FANIN_ERR_LIMIT"
+        for wrong in (0, -1, 1 << 64):
+            with pytest.raises(fanin.RequestError, match="max_bytes"):
+                call(wrong)
+        assert not (tmp_path / "adapter").exists()
+    assert all(call(1 << 20).step == 1 for call in calls)
 
 
 # ---------------------------------------------------------------------------------- processes

@@ -303,7 +303,7 @@ fanin_status world_plan(const world *w, const landing *l, plan **out,
                         fanin_error *error)
 {
     return plan_build(w->keys, w->sources, w->n_sources, l->targets, l->n_targets,
-                      l->to_of_key, l->dtype, out, error);
+                      l->to_of_key, l->dtype, NULL, out, error);
 }
 
 /* One unit of a tensor, as it is to land. */

@@ -18,6 +18,7 @@
 #include <sys/file.h>
 #include <sys/mman.h>
 #include <sys/mount.h>
+#include <sys/resource.h>
 #include <sys/stat.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -148,6 +149,7 @@ static void fill(adapter *a, uint8_t *base, const uint64_t *to, unsigned seed)
         uint64_t step = 5611;
         for (uint64_t end = entries[k].bytes; end > 0;) {
             uint64_t begin = end > step ? end - step : 0;
+            assert_int_equal(adapter_need(a, to[k] + begin, end - begin, NULL), 0);
             for (uint64_t i = begin; i < end; i++)
                 base[to[k] + i] = content_at(i, seed + k);
             adapter_landed(a, to[k] + begin, end - begin);
@@ -822,6 +824,139 @@ static void a_full_disk_is_an_error(void **state)
     assert_int_equal(left, 0);
 }
 
+/* What the file of the adapter that is being made takes of the disk. */
+static uint64_t space_taken(void)
+{
+    uint64_t bytes = 0;
+    char path[512];
+    DIR *beside = opendir(root);
+    assert_non_null(beside);
+    for (struct dirent *d; (d = readdir(beside));) {
+        struct stat info;
+        snprintf(path, sizeof(path), "%s/%s/adapter_model.safetensors", root,
+                 d->d_name);
+        if (stat(path, &info) == 0)
+            bytes += (uint64_t)info.st_blocks * 512;
+    }
+    closedir(beside);
+    return bytes;
+}
+
+/* A layout of as many GiB as a rank cares to announce. */
+static adapter *map_claim(uint64_t gib, uint64_t *size_out)
+{
+    key_entry claimed[2] = {entries[0], entries[1]};
+    key_table table = keys;
+    const uint64_t *to;
+    uint8_t *base;
+    fanin_error error = FANIN_ERROR_INIT;
+    claimed[1].shape[0] = gib << 26;
+    claimed[1].bytes = gib << 30;
+    table.entries = claimed;
+    adapter *a = open_at(place);
+    assert_ok(adapter_prepare(a, &table, "lora:0", &to, size_out, &error), error);
+    assert_ok(adapter_map(a, &base, &error), error);
+    return a;
+}
+
+#define MIB ((uint64_t)1 << 20)
+
+static void a_claim_takes_no_space(void **state)
+{
+    (void)state;
+    uint64_t size;
+    adapter *a = map_claim(1, &size);
+    /* The threads go ahead by 64 MiB, whenever they get to it. */
+    for (int i = 0; i < 100; i++)
+        assert_true(space_taken() <= 72 * MIB);
+    uint64_t before = space_taken();
+    assert_int_equal(adapter_need(a, 900 * MIB, 100, NULL), 0);
+    assert_true(space_taken() >= before + 4 * MIB);
+    assert_int_equal(adapter_need(a, size - 1, 1, NULL), 0);
+    adapter_close(&a);
+    assert_int_equal(count_entries(root), 0);
+}
+
+static void a_disk_that_fills_up_is_an_error(void **state)
+{
+    (void)state;
+    if (mount("none", root, "tmpfs", 0, "size=1100m") != 0) {
+        print_message("cannot mount a filesystem of its own\n");
+        skip();
+    }
+    uint64_t size;
+    fanin_error error = FANIN_ERROR_INIT;
+    adapter *a = map_claim(1, &size);
+    assert_int_equal(mount("none", root, "tmpfs", MS_REMOUNT, "size=80m"), 0);
+    fanin_status status = FANIN_OK;
+    for (uint64_t at = 200 * MIB; at < 400 * MIB && status == FANIN_OK; at += MIB)
+        status = adapter_need(a, at, MIB, &error);
+    adapter_close(&a);
+    int left = count_entries(root);
+    assert_int_equal(umount2(root, MNT_DETACH), 0);
+    assert_int_equal(status, FANIN_ERR_IO);
+    assert_int_equal(error.sys_errno, ENOSPC);
+    assert_non_null(strstr(error.message, "no room for"));
+    assert_int_equal(left, 0);
+}
+
+static void sizes_have_a_limit(void **state)
+{
+    (void)state;
+    if (mount("none", root, "tmpfs", 0, "size=32m") != 0) {
+        print_message("cannot mount a filesystem of its own\n");
+        skip();
+    }
+    adapter *a = open_at(place);
+    const uint64_t *to;
+    uint64_t size;
+    fanin_error error = FANIN_ERROR_INIT;
+    assert_ok(adapter_prepare(a, &keys, "lora:0", &to, &size, &error), error);
+    fanin_status by_default = adapter_check_size(a, 0, &error);
+    fanin_status enough = adapter_check_size(a, size, NULL);
+    fanin_error told = FANIN_ERROR_INIT;
+    fanin_status given = adapter_check_size(a, size - 1, &told);
+    adapter_close(&a);
+    assert_int_equal(umount2(root, MNT_DETACH), 0);
+    assert_int_equal(by_default, FANIN_ERR_LIMIT);
+    assert_non_null(strstr(error.message, "a quarter of its file system"));
+    assert_non_null(strstr(error.remedy, "--max-bytes"));
+    assert_int_equal(enough, FANIN_OK);
+    assert_int_equal(given, FANIN_ERR_LIMIT);
+    assert_non_null(strstr(told.message, "(max_bytes)"));
+}
+
+/* In a child: a limit cannot be raised again. Neither writing a file nor making its space ends it. */
+static void limit_of_file_sizes(bool mappings, rlim_t bytes)
+{
+    pid_t child = fork();
+    if (child == 0) {
+        struct rlimit limit = {bytes, bytes};
+        fanin_error error = FANIN_ERROR_INIT;
+        no_shared_mappings = !mappings;
+        adapter *a = open_at(place);
+        if (setrlimit(RLIMIT_FSIZE, &limit) != 0)
+            _exit(1);
+        fanin_status status = write_it(a, 1, &error);
+        adapter_close(&a);
+        bool told = error.sys_errno == EFBIG && strstr(error.remedy, "ulimit -f");
+        _exit(status == FANIN_ERR_IO && told ? 0 : 2);
+    }
+    int code;
+    assert_int_equal(waitpid(child, &code, 0), child);
+    assert_true(WIFEXITED(code));
+    assert_int_equal(WEXITSTATUS(code), 0);
+    assert_int_equal(count_entries(root), 0);
+}
+
+static void a_limit_of_file_sizes_is_an_error(void **state)
+{
+    (void)state;
+    limit_of_file_sizes(true, 1 << 20);
+    limit_of_file_sizes(true, 100);
+    limit_of_file_sizes(false, 1 << 20);
+}
+
 /* ------------------------------------------------------------- other processes */
 
 /* A directory under @p name with an empty file @p file in it. */
@@ -1071,6 +1206,10 @@ int main(void)
         TEST(an_unwritable_parent_is_refused),
         TEST(a_failed_sync_leaves_nothing),
         TEST(a_full_disk_is_an_error),
+        TEST(a_claim_takes_no_space),
+        TEST(a_disk_that_fills_up_is_an_error),
+        TEST(sizes_have_a_limit),
+        TEST(a_limit_of_file_sizes_is_an_error),
         TEST(leftovers_of_the_dead_are_removed),
         TEST(a_directory_can_be_swept),
         TEST(a_sweep_leaves_what_may_be_alive_or_not_ours),

@@ -291,9 +291,10 @@ static int compare_with_model(const case_of_blocks *c)
     long a, b;
     bool conflict, hole;
     block_tiling got =
-        block_tiles(c->n_dims, c->shape, c->blocks, c->count, &fault, &a, &b);
+        block_tiles(c->n_dims, c->shape, c->blocks, c->count, NULL, &fault, &a, &b);
     assert_int_equal(
-        block_tiles(c->n_dims, c->shape, c->blocks, c->count, NULL, NULL, NULL), got);
+        block_tiles(c->n_dims, c->shape, c->blocks, c->count, NULL, NULL, NULL, NULL),
+        got);
     model(c, &conflict, &hole);
     switch (got) {
     case TILING_EXACT:
@@ -307,7 +308,7 @@ static int compare_with_model(const case_of_blocks *c)
         assert_true(conflict);
         check_conflict(c, &fault, a, b);
         break;
-    case TILING_MEMORY:
+    default:
         fail();
     }
     return (int)got;
@@ -359,13 +360,18 @@ static void scalars_and_empty_tensors(void **state)
     (void)state;
     block scalar = {.n_dims = 0}, twice[2] = {{.n_dims = 0}, {.n_dims = 0}};
     uint64_t shape[] = {0, 5};
-    assert_int_equal(block_tiles(0, NULL, &scalar, 1, NULL, NULL, NULL), TILING_EXACT);
-    assert_int_equal(block_tiles(0, NULL, twice, 2, NULL, NULL, NULL), TILING_EXACT);
-    assert_int_equal(block_tiles(0, NULL, NULL, 0, NULL, NULL, NULL), TILING_HOLE);
-    assert_int_equal(block_tiles(2, shape, NULL, 0, NULL, NULL, NULL), TILING_EXACT);
+    assert_int_equal(block_tiles(0, NULL, &scalar, 1, NULL, NULL, NULL, NULL),
+                     TILING_EXACT);
+    assert_int_equal(block_tiles(0, NULL, twice, 2, NULL, NULL, NULL, NULL),
+                     TILING_EXACT);
+    assert_int_equal(block_tiles(0, NULL, NULL, 0, NULL, NULL, NULL, NULL),
+                     TILING_HOLE);
+    assert_int_equal(block_tiles(2, shape, NULL, 0, NULL, NULL, NULL, NULL),
+                     TILING_EXACT);
     shape[0] = 4;
     block fault;
-    assert_int_equal(block_tiles(2, shape, NULL, 0, &fault, NULL, NULL), TILING_HOLE);
+    assert_int_equal(block_tiles(2, shape, NULL, 0, NULL, &fault, NULL, NULL),
+                     TILING_HOLE);
     assert_int_equal(fault.extent[0], 4);
     assert_int_equal(fault.extent[1], 5);
 }
@@ -377,11 +383,13 @@ static void blocks_outside_are_conflicts(void **state)
     block blocks[] = {{.n_dims = 1, .offset = {0}, .extent = {4}},
                       {.n_dims = 1, .offset = {3}, .extent = {UINT64_MAX - 1}}};
     long a, b;
-    assert_int_equal(block_tiles(1, shape, blocks, 2, NULL, &a, &b), TILING_CONFLICT);
+    assert_int_equal(block_tiles(1, shape, blocks, 2, NULL, NULL, &a, &b),
+                     TILING_CONFLICT);
     assert_int_equal(a, 1);
     assert_int_equal(b, 1);
     blocks[1].extent[0] = 0;
-    assert_int_equal(block_tiles(1, shape, blocks, 2, NULL, &a, &b), TILING_CONFLICT);
+    assert_int_equal(block_tiles(1, shape, blocks, 2, NULL, NULL, &a, &b),
+                     TILING_CONFLICT);
 }
 
 static void many_blocks_are_quick(void **state)
@@ -393,13 +401,44 @@ static void many_blocks_are_quick(void **state)
     uint64_t shape[] = {A * 3, B * 5};
     for (uint64_t i = 0; i < A * B; i++)
         blocks[i] = make(2, (uint64_t[]){i / B * 3, i % B * 5}, (uint64_t[]){3, 5});
-    assert_int_equal(block_tiles(2, shape, blocks, A * B, NULL, NULL, NULL),
+    assert_int_equal(block_tiles(2, shape, blocks, A * B, NULL, NULL, NULL, NULL),
                      TILING_EXACT);
     blocks[777].extent[1] = 4;
     block fault;
-    assert_int_equal(block_tiles(2, shape, blocks, A * B, &fault, NULL, NULL),
+    assert_int_equal(block_tiles(2, shape, blocks, A * B, NULL, &fault, NULL, NULL),
                      TILING_HOLE);
     assert_int_equal(fault.offset[1], 777 % B * 5 + 4);
+}
+
+static bool say_yes(void *cookie)
+{
+    ++*(unsigned *)cookie;
+    return true;
+}
+
+/* Cut into units in all eight dimensions. */
+static void work_is_bounded_and_stops(void **state)
+{
+    (void)state;
+    enum { SIDE = 4, N = 65536 };
+    static block blocks[N];
+    uint64_t shape[8];
+    unsigned asked = 0;
+    work_stop stop = {.fn = say_yes, .cookie = &asked};
+    for (int d = 0; d < 8; d++)
+        shape[d] = SIDE;
+    for (uint64_t i = 0; i < N; i++) {
+        blocks[i] = (block){.n_dims = 8};
+        for (uint32_t d = 0; d < 8; d++) {
+            blocks[i].offset[d] = i * 40503 % N >> 2 * d & 3;
+            blocks[i].extent[d] = 1;
+        }
+    }
+    assert_int_equal(block_tiles(8, shape, blocks, N, NULL, NULL, NULL, NULL),
+                     TILING_LIMIT);
+    assert_int_equal(block_tiles(8, shape, blocks, N, &stop, NULL, NULL, NULL),
+                     TILING_STOPPED);
+    assert_int_equal(asked, 1);
 }
 
 int main(void)
@@ -417,6 +456,7 @@ int main(void)
         cmocka_unit_test(scalars_and_empty_tensors),
         cmocka_unit_test(blocks_outside_are_conflicts),
         cmocka_unit_test(many_blocks_are_quick),
+        cmocka_unit_test(work_is_bounded_and_stops),
     };
     return cmocka_run_group_tests_name("block", tests, NULL, NULL);
 }

@@ -228,10 +228,79 @@ static void empty_shards_and_tensors_need_nobody(void **state)
     }
     assert_int_equal(p->tensors, 2);
     assert_false(p->has_replicas);
-    assert_true(plan_sufficient(w.keys, w.sources, w.n_sources, use));
+    assert_true(plan_sufficient(w.keys, w.sources, w.n_sources, use, NULL));
     use[7] = false;
-    assert_false(plan_sufficient(w.keys, w.sources, w.n_sources, use));
+    assert_false(plan_sufficient(w.keys, w.sources, w.n_sources, use, NULL));
     plan_free(&p);
+    landing_free(&l);
+    world_free(&w);
+}
+
+static bool stop_now(void *cookie)
+{
+    (void)cookie;
+    return true;
+}
+
+/* One rank holds a tensor in units, in no order. */
+static void hold_units(world *w, uint32_t n_dims, uint64_t side)
+{
+    uint64_t shape[FANIN_MAX_DIMS], count = 1;
+    for (uint32_t d = 0; d < n_dims; d++) {
+        shape[d] = side;
+        count *= side;
+    }
+    world_init(w, 1, 1);
+    world_key(w, FANIN_DTYPE_U8, n_dims, shape);
+    for (uint64_t i = 0; i < count; i++) {
+        block b = {.n_dims = n_dims};
+        uint64_t left = i * 40503 % count;
+        for (uint32_t d = 0; d < n_dims; d++) {
+            b.offset[d] = left % side;
+            b.extent[d] = 1;
+            left /= side;
+        }
+        world_hold(w, 0, 0, &b, 0, 0, LAYOUT_PACKED);
+    }
+    world_seal(w, NULL);
+}
+
+static void a_plan_stops_when_nobody_waits_for_it(void **state)
+{
+    (void)state;
+    world w;
+    landing l;
+    plan *p = NULL;
+    fanin_error error = FANIN_ERROR_INIT;
+    work_stop stop = {.fn = stop_now};
+    hold_units(&w, 2, 128);
+    landing_whole(&l, &w, 0);
+    assert_int_equal(plan_build(w.keys, w.sources, w.n_sources, NULL, 0, l.to_of_key, 0,
+                                &stop, &p, &error),
+                     FANIN_ERR_TIMEOUT);
+    assert_null(p);
+    assert_true(stop.stopped);
+    assert_non_null(strstr(error.message, "while the plan was made"));
+    stop.stopped = false;
+    bool use[] = {true};
+    assert_false(plan_sufficient(w.keys, w.sources, w.n_sources, use, &stop));
+    assert_true(plan_sufficient(w.keys, w.sources, w.n_sources, use, NULL));
+    landing_free(&l);
+    world_free(&w);
+}
+
+static void too_many_pieces_are_not_want_of_memory(void **state)
+{
+    (void)state;
+    world w;
+    landing l;
+    plan *p = NULL;
+    fanin_error error = FANIN_ERROR_INIT;
+    hold_units(&w, 8, 4);
+    landing_whole(&l, &w, 0);
+    assert_int_equal(world_plan(&w, &l, &p, &error), FANIN_ERR_LIMIT);
+    assert_non_null(strstr(error.message, "is cut into 65536 different blocks"));
+    assert_true(error.key[0]);
     landing_free(&l);
     world_free(&w);
 }
@@ -247,7 +316,7 @@ static void nothing_is_planned_from_nothing(void **state)
     landing_whole(&l, &w, 0);
     plan *p = plan_and_run(&w, &l);
     assert_int_equal(p->n_ranks, 0);
-    assert_true(plan_sufficient(w.keys, w.sources, 0, NULL));
+    assert_true(plan_sufficient(w.keys, w.sources, 0, NULL, NULL));
     plan_free(&p);
     landing_free(&l);
     world_free(&w);
@@ -514,6 +583,8 @@ int main(void)
         cmocka_unit_test(tensors_that_nobody_wants_are_proven_too),
         cmocka_unit_test(empty_shards_and_tensors_need_nobody),
         cmocka_unit_test(nothing_is_planned_from_nothing),
+        cmocka_unit_test(a_plan_stops_when_nobody_waits_for_it),
+        cmocka_unit_test(too_many_pieces_are_not_want_of_memory),
         cmocka_unit_test(neighbouring_boxes_stay_together),
         cmocka_unit_test(unequal_replicas_are_levelled),
         cmocka_unit_test(lone_boxes_count_as_load),

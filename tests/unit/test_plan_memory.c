@@ -120,7 +120,7 @@ static void every_allocation_may_fail(void **state)
         memset(use, true, sizeof use);
         for (left = 0;;) {
             long tried = left;
-            if (plan_sufficient(w.keys, w.sources, 8, use))
+            if (plan_sufficient(w.keys, w.sources, 8, use, NULL))
                 break;
             left = tried + 1;
             assert_true(tried < 1000);

@@ -231,14 +231,14 @@ static void check_sufficient(world *w, bool has_replicas)
         for (size_t i = 0; i < w->n_sources; i++)
             use[i] = i != s;
         bool enough = model_tiles(w, use);
-        assert_int_equal(plan_sufficient(w->keys, w->sources, w->n_sources, use),
+        assert_int_equal(plan_sufficient(w->keys, w->sources, w->n_sources, use, NULL),
                          enough);
         spared = spared || (enough && box_table_count(w->sources[s].boxes) > 0);
     }
     assert_int_equal(has_replicas, spared);
     for (size_t i = 0; i < w->n_sources; i++)
         use[i] = world_random(w, 4) != 0;
-    assert_int_equal(plan_sufficient(w->keys, w->sources, w->n_sources, use),
+    assert_int_equal(plan_sufficient(w->keys, w->sources, w->n_sources, use, NULL),
                      model_tiles(w, use));
 }
 
@@ -313,7 +313,8 @@ static void run_world(cut_style style, uint64_t seed, uint64_t *complete_out)
     for (uint32_t i = 0; i < WORLD_RANKS; i++)
         use[i] = true;
     bool complete = model_tiles(&w, use);
-    assert_int_equal(plan_sufficient(w.keys, w.sources, w.n_sources, use), complete);
+    assert_int_equal(plan_sufficient(w.keys, w.sources, w.n_sources, use, NULL),
+                     complete);
     landing_whole(&l, &w, any_dtype(&w));
     run_landing(&w, &l, complete, &has_replicas);
     add_targets(&w, &l);

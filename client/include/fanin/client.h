@@ -138,6 +138,11 @@ typedef struct fanin_pull_options {
         code and name no file; the others are left out, and a line of the log (warning,
         "adapter-config") names them; other methods than LoRA are FANIN_ERR_MISMATCH */
     bool trust_config;
+    /** FANIN_ERR_LIMIT, before anything is read or made, if the pull would bring more bytes: the
+        tensors' that are wanted, or of the adapter's file. 0: into the caller's memory as many as
+        its boxes hold; into a directory a quarter of the size of its file system (of the size, not
+        of what is free: adapters that are there already do not lower it) */
+    uint64_t max_bytes;
 } fanin_pull_options;
 
 FANIN_API void fanin_pull_options_init(fanin_pull_options *options, size_t size);
