@@ -454,8 +454,9 @@ static fanin_status check_descriptors(const fanin_client *client, size_t ranks,
         ranks, need, (unsigned long long)limit.rlim_cur);
 }
 
-fanin_status fanin_client_connect(fanin_client *client, const char *const *addresses,
-                                  size_t count, uint32_t timeout_ms, fanin_error *error)
+static fanin_status connect_to(fanin_client *client, const char *const *addresses,
+                               size_t count, bool any, uint32_t timeout_ms,
+                               fanin_error *error)
 {
     fanin_status status = client_check(client, error);
     if (status == FANIN_OK)
@@ -481,11 +482,25 @@ fanin_status fanin_client_connect(fanin_client *client, const char *const *addre
     }
     free(resolved);
     if (status == FANIN_OK)
-        status = client_ensure_connected(client, false, at, error);
+        status = any ? client_connect_first(client, at, error)
+                     : client_ensure_connected(client, false, at, error);
     if (status != FANIN_OK) {
         fanin_client_disconnect(client);
         return status;
     }
     client->connected = true;
     return FANIN_OK;
+}
+
+fanin_status fanin_client_connect(fanin_client *client, const char *const *addresses,
+                                  size_t count, uint32_t timeout_ms, fanin_error *error)
+{
+    return connect_to(client, addresses, count, false, timeout_ms, error);
+}
+
+fanin_status fanin_client_connect_any(fanin_client *client,
+                                      const char *const *addresses, size_t count,
+                                      uint32_t timeout_ms, fanin_error *error)
+{
+    return connect_to(client, addresses, count, true, timeout_ms, error);
 }

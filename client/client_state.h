@@ -110,6 +110,12 @@ fanin_status client_ensure_connected(fanin_client *client, bool patient, deadlin
 /** Whether ranks that are not there are still connecting. */
 bool client_expects_more(const fanin_client *client);
 
+/** The first connecting: returns as soon as one rank is there; the loop carries on the others. */
+fanin_status client_connect_first(fanin_client *client, deadline at,
+                                  fanin_error *error);
+/** All that are connected take part from now on, if they belong together and are who was demanded:
+    FANIN_ERR_WORLD. None is there: why the first one is not. */
+fanin_status client_compare(fanin_client *client, fanin_error *error);
 /** CUDA, loaded if need be; NULL: there is none, client->gpu_missing says why. */
 gpu *client_gpu(fanin_client *client);
 

@@ -455,6 +455,7 @@ static void on_readable(connection *c)
         if (n <= 0) {
             /* Whoever accepts and says nothing is a forwarder in front of a dead rank. */
             bool ready = c->state == CONNECTION_READY;
+            c->silent = false;
             fail_here(c, ready ? FANIN_ERR_CLOSED : FANIN_ERR_UNREACHABLE,
                       n < 0 ? errno : 0, "connection",
                       "is the trainer process still alive?",
@@ -485,6 +486,7 @@ static void on_ready(loop_source *source, uint32_t events)
     if (c->state == CONNECTION_CONNECTING) {
         int failed = socket_connect_result(source->fd);
         if (failed) {
+            c->silent = false;
             fail_here(c, FANIN_ERR_UNREACHABLE, failed, "connect",
                       "is the trainer running, and is this its base port + rank?",
                       "cannot be reached");
@@ -592,10 +594,20 @@ void connection_set_owing(connection *c, bool owing)
 
 void connection_give_up(connection *c)
 {
+    static const char stopped[] =
+        "is the trainer process stopped, or a firewall in between?";
+    bool accepted = c->state == CONNECTION_HELLO;
+    if (c->state == CONNECTION_DOWN)
+        return;
     c->silent = true;
-    fail_here(c, FANIN_ERR_UNREACHABLE, 0, "connection",
-              "is the trainer process stopped, or the network cut?",
-              "owes an answer and fell silent");
+    if (c->state == CONNECTION_READY)
+        fail_here(c, FANIN_ERR_UNREACHABLE, 0, "connection",
+                  "is the trainer process stopped, or the network cut?",
+                  "owes an answer and fell silent");
+    else
+        fail_here(c, FANIN_ERR_UNREACHABLE, 0, "connect", stopped,
+                  accepted ? "accepted but did not answer in time"
+                           : "did not answer in time");
 }
 
 deadline connection_tick(connection *c)
@@ -603,14 +615,8 @@ deadline connection_tick(connection *c)
     if (c->state == CONNECTION_DOWN)
         return UINT64_MAX;
     if (c->state != CONNECTION_READY) {
-        if (deadline_passed(c->connect_by)) {
-            c->silent = true;
-            fail_here(c, FANIN_ERR_UNREACHABLE, 0, "connect",
-                      "is the trainer process stopped, or a firewall in between?",
-                      c->state == CONNECTION_HELLO
-                          ? "accepted but did not answer in time"
-                          : "did not answer in time");
-        }
+        if (deadline_passed(c->connect_by))
+            connection_give_up(c);
         return c->state == CONNECTION_DOWN ? UINT64_MAX : c->connect_by;
     }
     if (!awaited(c))

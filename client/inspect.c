@@ -5,6 +5,7 @@
 #include "error_set.h"
 #include "peft_config.h"
 #include "pull.h"
+#include "survey.h"
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -26,6 +27,8 @@ static fanin_rank_info describe(const peer *p)
         .ucx_version = hello->ucx_version,
         .status = ready ? FANIN_OK : fault->status,
         .message = ready ? "" : fault->message,
+        .silent = !ready && (connection_was_silent(p->control) ||
+                             connection_get_state(p->control) != CONNECTION_DOWN),
     };
     memcpy(info.world_id, hello->world_id, sizeof(info.world_id));
     memcpy(info.incarnation, hello->incarnation, sizeof(info.incarnation));
@@ -46,72 +49,11 @@ fanin_status fanin_client_ranks(fanin_client *client, fanin_rank_fn fn, void *co
 
 /* ---------------------------------------------------- one request, all ranks */
 
-typedef struct question {
-    size_t *left;
-    fanin_status status;
-    fanin_error error;
-    uint64_t asked_ns, answered_ns;
-    msg_list_entry *entries;
-    uint32_t count;
-} question;
-
-static void on_listed(void *cookie, connection *c, message_type type, body *b)
-{
-    question *q = cookie;
-    --*q->left;
-    q->answered_ns = clock_ns();
-    q->error = (fanin_error)FANIN_ERROR_INIT;
-    fanin_status status = FANIN_ERR_PROTOCOL;
-    if (type == MSG_LIST_OK)
-        status = decode_list_ok(b, &q->entries, &q->count);
-    if (status == FANIN_ERR_MEMORY)
-        q->status = error_set_memory(&q->error);
-    else if (status != FANIN_OK)
-        q->status = connection_reply_error(c, "catalog", type, b, &q->error);
-}
-
-static void on_pong(void *cookie, connection *c, message_type type, body *b)
-{
-    question *q = cookie;
-    --*q->left;
-    q->answered_ns = clock_ns();
-    q->error = (fanin_error)FANIN_ERROR_INIT;
-    if (type != MSG_PONG)
-        q->status = connection_reply_error(c, "ping", type, b, &q->error);
-}
-
-/* Asks all READY ranks; questions[i].asked_ns is 0 for the others. */
-static fanin_status ask_all(fanin_client *client, question *questions, bool list,
-                            deadline at, fanin_error *error)
-{
-    size_t left = 0;
-    for (size_t i = 0; i < client->n_peers; i++) {
-        connection *c = client->peers[i].control;
-        if (!peer_ready(&client->peers[i]))
-            continue;
-        questions[i] = (question){.left = &left, .asked_ns = clock_ns()};
-        left++;
-        uint64_t request = connection_next_request(c);
-        if (list)
-            encode_list(connection_out(c), request, NULL);
-        else
-            encode_empty(connection_out(c), request, MSG_PING);
-        connection_ask(c, request, list ? on_listed : on_pong, &questions[i]);
-    }
-    fanin_status status =
-        client_run(client, &left, at, list ? "catalog" : "ping", error);
-    for (size_t i = 0; i < client->n_peers; i++) {
-        if (questions[i].asked_ns)
-            connection_forget(client->peers[i].control, &questions[i]);
-    }
-    return status;
-}
-
-static bool report_list(const peer *p, const question *q, fanin_publication_fn fn,
+static bool report_list(const peer *p, const answer *a, fanin_publication_fn fn,
                         void *cookie)
 {
-    for (uint32_t i = 0; i < q->count; i++) {
-        const msg_list_entry *e = &q->entries[i];
+    for (uint32_t i = 0; i < a->count; i++) {
+        const msg_list_entry *e = &a->entries[i];
         fanin_publication_info info = {
             .struct_size = sizeof(info),
             .name = e->publication,
@@ -122,6 +64,8 @@ static bool report_list(const peer *p, const question *q, fanin_publication_fn f
             .catalog_version = e->catalog_version,
             .tensors = e->tensors,
             .bytes = e->bytes,
+            .state_age_ms = e->state_age_ms,
+            .commit_age_ms = e->commit_age_ms,
         };
         memcpy(info.key_digest, e->key_digest, sizeof(info.key_digest));
         if (!fn(cookie, &info))
@@ -134,25 +78,19 @@ fanin_status fanin_client_list(fanin_client *client, uint32_t timeout_ms,
                                fanin_publication_fn fn, void *cookie,
                                fanin_error *error)
 {
-    deadline at;
-    fanin_status status = client_enter(client, timeout_ms, &at, error);
+    fanin_status status = client_check_connected(client, error);
     if (status != FANIN_OK)
         return status;
-    question *questions = calloc(client->n_peers, sizeof(*questions));
-    if (!questions)
-        return error_set_memory(error);
-    status = ask_all(client, questions, true, at, error);
-    bool more = true;
-    for (size_t i = 0; i < client->n_peers; i++) {
-        if (status == FANIN_OK && questions[i].status != FANIN_OK) {
-            status = questions[i].status;
-            error_copy(error, &questions[i].error);
-        }
-        if (status == FANIN_OK && more)
-            more = report_list(&client->peers[i], &questions[i], fn, cookie);
-        free(questions[i].entries);
+    survey s = {.client = client, .type = MSG_LIST, .at = deadline_in_ms(timeout_ms)};
+    status = survey_run(&s, error);
+    if (status == FANIN_OK)
+        status = survey_judge(&s, error);
+    bool more = status == FANIN_OK;
+    for (size_t i = 0; i < client->n_peers && more; i++) {
+        if (survey_answered(&s, i))
+            more = report_list(&client->peers[i], &s.answers[i], fn, cookie);
     }
-    free(questions);
+    survey_finish(&s);
     return status;
 }
 
@@ -162,33 +100,18 @@ fanin_status fanin_client_ping(fanin_client *client, uint32_t timeout_ms,
     fanin_status status = client_check_connected(client, error);
     if (status != FANIN_OK)
         return status;
-    deadline at = deadline_in_ms(timeout_ms);
-    fanin_error why = FANIN_ERROR_INIT;
-    status = client_ensure_connected(client, false, at, &why);
-    if (status == FANIN_ERR_CANCELLED) {
-        error_copy(error, &why);
-        return status;
-    }
-    question *questions = calloc(client->n_peers, sizeof(*questions));
-    if (!questions)
-        return error_set_memory(error);
-    fanin_status asked = ask_all(client, questions, false, at, &why);
-    if (status == FANIN_OK)
-        status = asked;
-    for (size_t i = 0; i < client->n_peers; i++) {
-        const question *q = &questions[i];
+    survey s = {.client = client, .type = MSG_PING, .at = deadline_in_ms(timeout_ms)};
+    status = survey_run(&s, error);
+    bool more = status == FANIN_OK;
+    if (more)
+        status = survey_judge(&s, error);
+    for (size_t i = 0; i < client->n_peers && more; i++) {
+        const answer *a = &s.answers[i];
         fanin_rank_info info = describe(&client->peers[i]);
-        bool answered = q->asked_ns && q->answered_ns && q->status == FANIN_OK;
-        if (!answered && info.status == FANIN_OK) {
-            info.status = FANIN_ERR_TIMEOUT;
-            info.message = "connected, but the ping was not answered in time";
-        }
-        if (!fn(cookie, &info, answered ? q->answered_ns - q->asked_ns : 0))
-            break;
+        more = fn(cookie, &info,
+                  survey_answered(&s, i) ? a->answered_ns - a->asked_ns : 0);
     }
-    free(questions);
-    if (status != FANIN_OK)
-        error_copy(error, &why);
+    survey_finish(&s);
     return status;
 }
 
@@ -206,6 +129,20 @@ static void snapshot_free(snapshot *s)
     free(s->use);
 }
 
+static fanin_status snapshot_make(fanin_client *client, const char *name, snapshot *s,
+                                  fanin_error *error)
+{
+    if (!name || strlen(name) >= sizeof(s->publication->name))
+        return error_set(error, FANIN_ERR_ARGUMENT, NULL,
+                         "the publication's name is missing or too long");
+    s->publication = tables_of(client, name);
+    s->announced = calloc(client->n_peers, sizeof(*s->announced));
+    s->use = calloc(client->n_peers, sizeof(*s->use));
+    if (!s->publication || !s->announced || !s->use)
+        return error_set_memory(error);
+    return FANIN_OK;
+}
+
 /* Current tables of all ranks that announce one step. */
 static fanin_status snapshot_take(fanin_client *client, const char *name,
                                   uint32_t timeout_ms, snapshot *s, fanin_error *error)
@@ -215,19 +152,61 @@ static fanin_status snapshot_take(fanin_client *client, const char *name,
     options.publication = name;
     deadline at;
     fanin_status status = client_enter(client, timeout_ms, &at, error);
+    if (status == FANIN_OK)
+        status = snapshot_make(client, name, s, error);
     if (status != FANIN_OK)
         return status;
-    if (!name || strlen(name) >= sizeof(s->publication->name))
-        return error_set(error, FANIN_ERR_ARGUMENT, NULL,
-                         "the publication's name is missing or too long");
-    s->publication = tables_of(client, name);
-    s->announced = calloc(client->n_peers, sizeof(*s->announced));
-    s->use = calloc(client->n_peers, sizeof(*s->use));
-    if (!s->publication || !s->announced || !s->use)
-        return error_set_memory(error);
     do {
         status = agree(client, s->publication, &options, NULL, at, s->announced, s->use,
                        error);
+        if (status == FANIN_OK)
+            status =
+                tables_sync(client, s->publication, s->announced, s->use, at, error);
+    } while (status == FANIN_ERR_STALE && !deadline_passed(at));
+    return status;
+}
+
+/* One rank's announcement, of the first that makes one. */
+static fanin_status ask_any(fanin_client *client, snapshot *s, deadline at,
+                            fanin_error *error)
+{
+    survey any = {.client = client,
+                  .type = MSG_WAIT,
+                  .publication = s->publication->name,
+                  .first = true,
+                  .at = at};
+    fanin_status status = survey_run(&any, error);
+    if (status == FANIN_OK)
+        status = survey_judge(&any, error);
+    if (status == FANIN_ERR_WORLD) {
+        /* Those that have not answered may be dead. */
+        status = client_ensure_connected(client, false, at, error);
+        status = status == FANIN_OK ? FANIN_ERR_STALE : status;
+    }
+    bool found = false;
+    for (size_t i = 0; i < client->n_peers && status == FANIN_OK; i++) {
+        s->use[i] = !found && survey_answered(&any, i);
+        found = found || s->use[i];
+        if (s->use[i])
+            s->announced[i] = any.answers[i].announced;
+    }
+    survey_finish(&any);
+    return status;
+}
+
+/* The tables of any one rank: metadata are the same on all. */
+static fanin_status snapshot_take_any(fanin_client *client, const char *name,
+                                      uint32_t timeout_ms, snapshot *s,
+                                      fanin_error *error)
+{
+    deadline at = deadline_in_ms(timeout_ms);
+    fanin_status status = client_check_connected(client, error);
+    if (status == FANIN_OK)
+        status = snapshot_make(client, name, s, error);
+    if (status != FANIN_OK)
+        return status;
+    do {
+        status = ask_any(client, s, at, error);
         if (status == FANIN_OK)
             status =
                 tables_sync(client, s->publication, s->announced, s->use, at, error);
@@ -329,7 +308,7 @@ fanin_status fanin_client_metadata(fanin_client *client, const char *publication
                                    fanin_error *error)
 {
     snapshot s = {0};
-    fanin_status status = snapshot_take(client, publication, timeout_ms, &s, error);
+    fanin_status status = snapshot_take_any(client, publication, timeout_ms, &s, error);
     const key_table *keys = status == FANIN_OK ? s.publication->keys : NULL;
     for (uint32_t i = 0; keys && i < keys->n_pairs; i++) {
         if (!fn(cookie, keys->pairs[i].key, keys->pairs[i].value))

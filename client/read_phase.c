@@ -23,6 +23,8 @@ typedef struct works {
     device_reader *kernels;     /* reads the sources on cuda_ipc */
     const shard_table **shards; /* of these, one a source */
     uint32_t *first_region;
+    uint64_t *
+        done_ns; /* of each source: when its last byte was found in place; 0: not yet */
     bool kernels_failed;
     uint64_t inflight;
     uint64_t progress_ns;
@@ -182,7 +184,9 @@ static fanin_status start(read_phase *r, works *w, fanin_error *error)
     w->get_source = calloc(n + 1, sizeof(*w->get_source));
     w->shards = calloc(n + 1, sizeof(*w->shards));
     w->first_region = calloc(n + 1, sizeof(*w->first_region));
-    if (!w->streams || !w->gets || !w->get_source || !w->shards || !w->first_region)
+    w->done_ns = calloc(n + 1, sizeof(*w->done_ns));
+    if (!w->streams || !w->gets || !w->get_source || !w->shards || !w->first_region ||
+        !w->done_ns)
         return error_set_memory(error);
     fanin_status status = start_kernels(r, w, error);
     if (status == FANIN_OK)
@@ -197,6 +201,12 @@ static fanin_status start(read_phase *r, works *w, fanin_error *error)
 }
 
 /* ------------------------------------------------------------------- running */
+
+static void note_done(works *w, size_t source)
+{
+    if (w->done_ns[source] == 0)
+        w->done_ns[source] = clock_ns();
+}
 
 static fanin_status check_streams(read_phase *r, works *w, bool *done,
                                   fanin_error *error)
@@ -214,16 +224,18 @@ static fanin_status check_streams(read_phase *r, works *w, bool *done,
             error_copy(error, connection_fault(c));
             return connection_fault(c)->status;
         }
-        if (s->done_requests == s->list->n_requests)
+        if (s->done_requests == s->list->n_requests) {
             connection_set_owing(peer_of(r, i)->control, false);
-        else
+            note_done(w, i);
+        } else {
             *done = false;
+        }
         stream_link_pump(peer_of(r, i)->stream);
     }
     return FANIN_OK;
 }
 
-static fanin_status check_gets(const works *w, bool *done, fanin_error *error)
+static fanin_status check_gets(works *w, bool *done, fanin_error *error)
 {
     for (size_t i = 0; i < w->n_gets; i++) {
         const connection *c = w->gets[i].peer->control;
@@ -238,6 +250,8 @@ static fanin_status check_gets(const works *w, bool *done, fanin_error *error)
         }
         if (w->gets[i].done_spans < w->gets[i].spans->n_spans)
             *done = false;
+        else
+            note_done(w, w->get_source[i]);
     }
     return FANIN_OK;
 }
@@ -259,6 +273,10 @@ static fanin_status check_kernels(const read_phase *r, works *w, bool *done,
     deadline until = *done ? clock_ns() + KERNEL_NS : 0;
     fanin_status status = device_reader_step(w->kernels, until, &finished, error);
     w->kernels_failed = status == FANIN_ERR_TRANSPORT;
+    for (size_t i = 0; status == FANIN_OK && finished && i < r->cache->n_sources; i++) {
+        if (is_ipc(r, i))
+            note_done(w, i);
+    }
     *done = *done && finished;
     return status;
 }
@@ -309,7 +327,12 @@ static fanin_status run(read_phase *r, works *w, deadline at, fanin_error *error
 
 /* -------------------------------------------------------------------- ending */
 
-static void account(read_phase *r, const works *w, uint64_t elapsed)
+static uint64_t own_ns(const read_phase *r, const works *w, size_t source)
+{
+    return w->done_ns[source] - r->first_ns;
+}
+
+static void account(read_phase *r, const works *w)
 {
     for (size_t i = 0; i < r->cache->n_sources; i++) {
         if (!is_stream(r, i))
@@ -318,7 +341,7 @@ static void account(read_phase *r, const works *w, uint64_t elapsed)
             (served){.used = true,
                      .bytes = w->streams[i].bytes,
                      .reads = w->streams[i].done_requests,
-                     .read_ns = elapsed,
+                     .read_ns = own_ns(r, w, i),
                      .connections = stream_link_count(peer_of(r, i)->stream)};
     }
     for (size_t i = 0; i < w->n_gets; i++)
@@ -326,14 +349,14 @@ static void account(read_phase *r, const works *w, uint64_t elapsed)
             (served){.used = true,
                      .bytes = w->gets[i].bytes,
                      .reads = w->gets[i].done_spans,
-                     .read_ns = elapsed};
+                     .read_ns = own_ns(r, w, w->get_source[i])};
     for (size_t i = 0; i < r->cache->n_sources; i++) {
         if (is_ipc(r, i))
             r->result->served[r->cache->peer_of[i]] =
                 (served){.used = true,
                          .bytes = r->cache->plan->ranks[i].bytes,
                          .reads = r->cache->spans[i]->n_spans,
-                         .read_ns = elapsed};
+                         .read_ns = own_ns(r, w, i)};
     }
     if (w->reader)
         r->result->info.scatter_ns += one_sided_scatter_ns(w->reader);
@@ -406,12 +429,13 @@ fanin_status read_phase_run(read_phase *r, deadline at, fanin_error *error)
         status = run(r, &w, at, why);
     r->last_ns = clock_ns();
     if (status == FANIN_OK)
-        account(r, &w, r->last_ns - r->first_ns);
+        account(r, &w);
     finish(r, &w, status, why);
     free(w.streams);
     free(w.gets);
     free(w.get_source);
     free(w.shards);
     free(w.first_region);
+    free(w.done_ns);
     return status;
 }

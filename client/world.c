@@ -234,7 +234,6 @@ static void admit(fanin_client *client)
     for (size_t i = 0; i < client->n_peers; i++) {
         peer *p = &client->peers[i];
         peer_refresh(client, i);
-        p->slow = is_connecting(p);
         if (connection_get_state(p->control) == CONNECTION_READY)
             p->admitted = connection_generation(p->control);
     }
@@ -262,6 +261,8 @@ static fanin_status connect_all(fanin_client *client, bool patient, deadline at,
             break; /* what did not answer yet counts as missing */
         client_tick(client);
     }
+    for (size_t i = 0; i < client->n_peers; i++)
+        client->peers[i].slow = is_connecting(&client->peers[i]);
     admit(client);
     return FANIN_OK;
 }
@@ -357,4 +358,29 @@ fanin_status client_ensure_connected(fanin_client *client, bool patient, deadlin
         if (ended != FANIN_OK || lost == 0)
             return ended != FANIN_OK ? ended : status;
     }
+}
+
+fanin_status client_compare(fanin_client *client, fanin_error *error)
+{
+    admit(client);
+    return identify(client, error);
+}
+
+fanin_status client_connect_first(fanin_client *client, deadline at, fanin_error *error)
+{
+    bool enough;
+    fanin_error why = FANIN_ERROR_INIT;
+    for (size_t i = 0; i < client->n_peers; i++)
+        connection_start(client->peers[i].control);
+    while (count_awaited(client, false, &enough) > 0 && !enough) {
+        fanin_status status = client_step(client, at, UINT64_MAX, "connect", &why);
+        if (status == FANIN_ERR_CANCELLED) {
+            error_copy(error, &why);
+            return status;
+        }
+        if (status == FANIN_ERR_TIMEOUT)
+            break;
+        client_tick(client);
+    }
+    return client_compare(client, error);
 }

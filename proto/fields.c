@@ -61,7 +61,9 @@ TABLE(fields_list_entry, NAME(1, msg_list_entry, publication),
       U64(2, msg_list_entry, step), U64(3, msg_list_entry, epoch),
       U64(4, msg_list_entry, catalog_version), U64(5, msg_list_entry, tensors),
       U64(6, msg_list_entry, bytes), ID(7, msg_list_entry, key_digest),
-      I32(8, msg_list_entry, state, WIRE_STATE_UNPUBLISHED, WIRE_STATE_PAUSED));
+      I32(8, msg_list_entry, state, WIRE_STATE_UNPUBLISHED, WIRE_STATE_PAUSED),
+      OPTIONAL_NUMBER(9, FIELD_U64, msg_list_entry, state_age_ms, UINT64_MAX),
+      OPTIONAL_NUMBER(10, FIELD_U64, msg_list_entry, commit_age_ms, UINT64_MAX));
 
 TABLE(fields_keys, ID(2, msg_blob_request, digest), U64(5, msg_blob_request, offset));
 TABLE(fields_boxes, NAME(1, msg_blob_request, publication),

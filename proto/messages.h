@@ -82,6 +82,8 @@ typedef struct msg_list_entry {
     uint64_t step, epoch, catalog_version, tensors, bytes;
     uint8_t key_digest[16];
     int32_t state; /**< FANIN_PUBLICATION_... */
+    /** since it has this state, since the last commit; rounded up, 0: not known */
+    uint64_t state_age_ms, commit_age_ms;
 } msg_list_entry;
 
 typedef struct msg_blob_request { /* MSG_KEYS, MSG_BOXES, MSG_REGIONS */

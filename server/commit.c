@@ -235,7 +235,7 @@ static void remember(fanin_server *s, commit *c)
 static void publish_copy(fanin_server *s, publication *p, commit *c)
 {
     if (p->state == STATE_STABLE)
-        p->stable_ns[p->n_stable++ % STABLE_SAMPLES] = clock_ns() - p->committed_at;
+        p->stable_ns[p->n_stable++ % STABLE_SAMPLES] = clock_ns() - p->entered_at;
     p->previous = p->state == STATE_STABLE ? p->epoch : 0;
     p->epoch = RULE(RULE_ARENA_RAISE) ? c->generation : next_even(s);
     p->arena = c->arena;
@@ -250,6 +250,13 @@ void commit_set_catalog(fanin_server *s, publication *p, snapshot *catalog)
     p->catalog = snapshot_retain(catalog);
 }
 
+static uint64_t time_of_day_ns(void)
+{
+    struct timespec now;
+    clock_gettime(CLOCK_REALTIME, &now);
+    return (uint64_t)now.tv_sec * 1000000000 + (uint64_t)now.tv_nsec;
+}
+
 static void take_effect(fanin_server *s, publication *p, commit *c)
 {
     commit_set_catalog(s, p, c->catalog);
@@ -262,6 +269,7 @@ static void take_effect(fanin_server *s, publication *p, commit *c)
     p->has_step = true;
     p->step = c->step;
     p->committed_at = clock_ns();
+    p->committed_unix_ns = time_of_day_ns();
     s->stats.commits++;
     conclude(p, c, COMMIT_EFFECTIVE);
     publication_enter(s, p, STATE_STABLE);

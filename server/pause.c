@@ -136,7 +136,6 @@ static void go_on(fanin_server *s, publication *p, snapshot *catalog)
     }
     commit_set_catalog(s, p, catalog);
     p->epoch = next_even(s);
-    p->committed_at = clock_ns();
     publication_enter(s, p, STATE_STABLE);
 }
 

@@ -105,6 +105,7 @@ fanin_status publication_appear(fanin_server *s, publication *p, fanin_error *er
                          "this server has %d publications already", LIMIT_PUBLICATIONS);
     }
     p->present = true;
+    p->entered_at = clock_ns();
     return FANIN_OK;
 }
 
@@ -153,6 +154,7 @@ const char *state_name(publication_state state)
 void publication_enter(fanin_server *s, publication *p, publication_state state)
 {
     p->state = state;
+    p->entered_at = clock_ns();
     p->history[p->changes % HISTORY] = (state_change){p->step, state};
     p->changes++;
     if (s->listeners > 0)
@@ -261,7 +263,7 @@ static void void_readers(fanin_server *s, publication *p, publication_state to)
 
 static void count_stable(publication *p)
 {
-    p->stable_ns[p->n_stable++ % STABLE_SAMPLES] = clock_ns() - p->committed_at;
+    p->stable_ns[p->n_stable++ % STABLE_SAMPLES] = clock_ns() - p->entered_at;
 }
 
 /* From any state but draining to an odd epoch, and to the state writing or paused. */

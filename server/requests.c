@@ -58,6 +58,12 @@ static int32_t state_for(const session *s, publication_state state)
 
 /* ------------------------------------------------------------------- list */
 
+/* At least 1: 0 is "not known". */
+static uint64_t age_ms(uint64_t since_ns)
+{
+    return (clock_ns() - since_ns) / 1000000 + 1;
+}
+
 static void fill_entry(const session *s, msg_list_entry *e, const publication *p)
 {
     memset(e, 0, sizeof *e);
@@ -65,6 +71,9 @@ static void fill_entry(const session *s, msg_list_entry *e, const publication *p
     e->step = p->step;
     e->epoch = p->epoch;
     e->state = state_for(s, p->state);
+    e->state_age_ms = age_ms(p->entered_at);
+    if (p->has_step)
+        e->commit_age_ms = age_ms(p->committed_at);
     if (!p->catalog)
         return;
     e->catalog_version = p->catalog->version;

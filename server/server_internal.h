@@ -142,7 +142,9 @@ struct publication {
     uint64_t n_shards; /**< for statistics */
     lease *oldest, *newest;
     reading reading[READING_EPOCHS];
-    uint64_t committed_at; /**< clock_ns() of the last commit */
+    uint64_t entered_at; /**< clock_ns() when it came into its state, or anew into it */
+    uint64_t committed_at;      /**< clock_ns() of the last commit */
+    uint64_t committed_unix_ns; /**< the same as the time of day */
     uint64_t stable_ns[STABLE_SAMPLES];
     unsigned n_stable;
     uint64_t changes; /**< ever; change i is history[i % HISTORY] */

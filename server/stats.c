@@ -4,6 +4,7 @@
 
 #include <stdarg.h>
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 
 static void collect(fanin_server *s, fanin_server_stats *out)
@@ -153,6 +154,80 @@ static void add_sessions(text *t, const fanin_server_stats *s)
            "Sessions that were given keys to map CUDA memory.", s->ipc_mappers);
 }
 
+/* ---------------------------------------------------------- each publication */
+
+typedef struct row {
+    char name[PUBLICATION_NAME_SIZE];
+    bool has_step;
+    publication_state state;
+    uint64_t step, committed_unix_ns;
+} row;
+
+/* *rows_out is the caller's. */
+static fanin_status copy_rows(fanin_server *s, row **rows_out, size_t *count_out)
+{
+    size_t count = 0;
+    pthread_mutex_lock(&s->lock);
+    row *rows = calloc(s->n_publications + 1, sizeof *rows);
+    for (size_t i = 0; rows && i < s->n_publications; i++) {
+        const publication *p = s->publications[i];
+        if (!p->present)
+            continue;
+        row *r = &rows[count++];
+        *r = (row){.has_step = p->has_step,
+                   .state = p->state,
+                   .step = p->step,
+                   .committed_unix_ns = p->committed_unix_ns};
+        memcpy(r->name, p->name, sizeof r->name);
+    }
+    pthread_mutex_unlock(&s->lock);
+    *rows_out = rows;
+    *count_out = count;
+    return rows ? FANIN_OK : FANIN_ERR_MEMORY;
+}
+
+/* Names of publications need no escapes: publication_name_check(). */
+static void labels(text *t, const char *name, const fanin_server *s, const row *r)
+{
+    add(t, "%s{publication=\"%s\",rank=\"%u\"", name, r->name, (unsigned)s->rank);
+}
+
+static void add_states(text *t, const fanin_server *s, const row *rows, size_t count)
+{
+    head(t, "fanin_publication_state", "gauge",
+         "1 for the state that the publication has, 0 for the others.");
+    for (size_t i = 0; i < count; i++) {
+        for (int state = STATE_UNPUBLISHED; state <= STATE_PAUSED; state++) {
+            labels(t, "fanin_publication_state", s, &rows[i]);
+            add(t, ",state=\"%s\"} %d\n", state_name((publication_state)state),
+                rows[i].state == (publication_state)state);
+        }
+    }
+}
+
+static void add_publications(text *t, const fanin_server *s, const row *rows,
+                             size_t count)
+{
+    head(t, "fanin_publication_step", "gauge", "The last step that was committed.");
+    for (size_t i = 0; i < count; i++) {
+        if (!rows[i].has_step)
+            continue;
+        labels(t, "fanin_publication_step", s, &rows[i]);
+        add(t, "} %llu\n", (unsigned long long)rows[i].step);
+    }
+    add_states(t, s, rows, count);
+    head(t, "fanin_publication_commit_timestamp_seconds", "gauge",
+         "When the last step was committed, in seconds since 1970.");
+    for (size_t i = 0; i < count; i++) {
+        uint64_t ns = rows[i].committed_unix_ns;
+        if (!rows[i].has_step)
+            continue;
+        labels(t, "fanin_publication_commit_timestamp_seconds", s, &rows[i]);
+        add(t, "} %llu.%09llu\n", (unsigned long long)(ns / 1000000000),
+            (unsigned long long)(ns % 1000000000));
+    }
+}
+
 fanin_status fanin_server_prometheus(fanin_server *server, char *out, size_t capacity,
                                      size_t *length_out)
 {
@@ -162,11 +237,18 @@ fanin_status fanin_server_prometheus(fanin_server *server, char *out, size_t cap
     if (!out && capacity > 0)
         return FANIN_ERR_ARGUMENT;
     fanin_server_stats now;
+    row *rows;
+    size_t count;
+    status = copy_rows(server, &rows, &count);
+    if (status != FANIN_OK)
+        return status;
     collect(server, &now);
     text t = {.buffer = out, .capacity = capacity};
     add_pulls(&t, &now);
     add_updates(&t, &now);
     add_sessions(&t, &now);
+    add_publications(&t, server, rows, count);
+    free(rows);
     if (length_out)
         *length_out = t.length;
     return FANIN_OK;

@@ -3,13 +3,15 @@
    offer is the shell's matter: ":files", ":directories". Never a message: a failure completes
    nothing. */
 #include "models.h"
+#include "progress.h"
 #include "session.h"
 
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
-enum { PATIENCE_MS = 1500, MAX_PUBLICATIONS = 64 };
+/* For all that is asked, and for a rank that does not answer. */
+enum { PATIENCE_MS = 1500, RANK_MS = PATIENCE_MS / 3, MAX_PUBLICATIONS = 64 };
 
 /* One of a command's options, as options_list_only() tells of it. */
 typedef struct option {
@@ -46,6 +48,7 @@ typedef struct lister {
     fanin_client *client;
     const char *prefix;
     bool keys;
+    uint64_t end_ns;                  /**< when the shell should have its words */
     char names[MAX_PUBLICATIONS][96]; /**< publications, each once */
     size_t count;
 } lister;
@@ -77,18 +80,28 @@ static bool on_entry(void *cookie, const fanin_entry *entry)
     return true;
 }
 
+static uint32_t left_ms(const lister *l)
+{
+    uint64_t now = progress_now_ns();
+    return now < l->end_ns ? (uint32_t)((l->end_ns - now) / 1000000) : 0;
+}
+
 static void offer_publications(lister *l)
 {
     fanin_status status =
-        fanin_client_list(l->client, PATIENCE_MS, on_publication, l, NULL);
+        fanin_client_list(l->client, left_ms(l), on_publication, l, NULL);
     for (size_t i = 0; status == FANIN_OK && i < l->count; i++) {
         if (!l->keys) {
             const char *run = strchr(l->names[i], ':');
             offer(run != NULL ? run + 1 : l->names[i], l->prefix, NULL);
             continue;
         }
+        size_t same = strlen(l->names[i]), typed = strlen(l->prefix);
+        if (strncmp(l->names[i], l->prefix, same < typed ? same : typed) != 0) {
+            continue;
+        }
         key_printer p = {l->names[i], l->prefix};
-        status = fanin_client_catalog(l->client, l->names[i], NULL, PATIENCE_MS,
+        status = fanin_client_catalog(l->client, l->names[i], NULL, left_ms(l),
                                       on_entry, &p, NULL);
     }
 }
@@ -107,10 +120,11 @@ static void offer_from_ranks(const line *line, bool keys, const char *prefix)
     }
     fanin_client_config_init(&config, sizeof(config));
     config.no_ucx = true;
-    config.connect_timeout_ms = PATIENCE_MS;
+    config.connect_timeout_ms = RANK_MS;
+    l.end_ns = progress_now_ns() + PATIENCE_MS * UINT64_C(1000000);
     if (fanin_client_create(&config, &l.client, NULL) == FANIN_OK &&
-        fanin_client_connect(l.client, (const char *const *)where.addresses,
-                             where.count, PATIENCE_MS, NULL) == FANIN_OK) {
+        fanin_client_connect_any(l.client, (const char *const *)where.addresses,
+                                 where.count, left_ms(&l), NULL) == FANIN_OK) {
         offer_publications(&l);
     }
     fanin_client_destroy(&l.client);

@@ -2,8 +2,8 @@
 #include "command.h"
 #include "failure.h"
 #include "keys.h"
+#include "missing.h"
 #include "output.h"
-#include "session.h"
 #include "terminal.h"
 
 #include <stdio.h>
@@ -15,6 +15,7 @@ typedef struct view {
     uint32_t rank;
     int32_t state;
     uint64_t step, epoch, catalog_version, tensors, bytes;
+    uint64_t state_age_ms, commit_age_ms; /**< 0: not known */
     char name[96];
     uint8_t digest[16];
 } view;
@@ -63,7 +64,9 @@ static bool on_publication(void *cookie, const fanin_publication_info *info)
                   .epoch = info->epoch,
                   .catalog_version = info->catalog_version,
                   .tensors = info->tensors,
-                  .bytes = info->bytes};
+                  .bytes = info->bytes,
+                  .state_age_ms = info->state_age_ms,
+                  .commit_age_ms = info->commit_age_ms};
     snprintf(one->name, sizeof(one->name), "%s", info->name);
     memcpy(one->digest, info->key_digest, sizeof(one->digest));
     return true;
@@ -97,6 +100,42 @@ static const char *common_state(const view *items, size_t count)
     return state_name(items[0].state);
 }
 
+/* Ranks of the world that do not show the publication. */
+typedef struct absentees {
+    uint32_t *ranks; /**< that answered */
+    size_t count;
+} absentees;
+
+static bool is_missing(const missing *m, uint32_t rank)
+{
+    bool found = false;
+    for (uint32_t i = 0; i < m->count; i++) {
+        found = found || m->ranks[i].rank == (int32_t)rank;
+    }
+    return found;
+}
+
+/* Views are in the order of their ranks. Without knowing who is missing nobody is absent. */
+static absentees find_absent(const view *items, size_t count, const missing *m)
+{
+    absentees a = {.ranks = output_require(calloc(m->asked, sizeof(a.ranks[0])))};
+    bool known = true;
+    for (uint32_t i = 0; i < m->count; i++) {
+        known = known && m->ranks[i].rank >= 0;
+    }
+    size_t next = 0;
+    for (uint32_t rank = 0; known && rank < m->asked; rank++) {
+        while (next < count && items[next].rank < rank) {
+            next++;
+        }
+        bool shown = next < count && items[next].rank == rank;
+        if (!shown && !is_missing(m, rank)) {
+            a.ranks[a.count++] = rank;
+        }
+    }
+    return a;
+}
+
 static output_text step_range(const view *items, size_t count)
 {
     uint64_t low = items[0].step;
@@ -120,27 +159,65 @@ static const char *run_name(const char *publication)
     return strncmp(publication, "lora:", 5) == 0 ? publication + 5 : publication;
 }
 
-static void add_group(struct libscols_table *table, const view *items, size_t count)
+static void add_row(struct libscols_table *table, struct libscols_line *parent,
+                    const char *name, const char *state)
 {
+    const char *cells[] = {name, state, "-", "-", "-", "-", "-"};
+    output_row(table, parent, cells, 7);
+}
+
+static void add_others(struct libscols_table *table, struct libscols_line *parent,
+                       const absentees *absent, const missing *m)
+{
+    char name[96];
+    for (size_t i = 0; i < absent->count; i++) {
+        snprintf(name, sizeof(name), "rank %u", absent->ranks[i]);
+        add_row(table, parent, name, "absent");
+    }
+    for (uint32_t i = 0; i < m->count; i++) {
+        missing_name(&m->ranks[i], name, sizeof(name));
+        add_row(table, parent, name, "unreachable");
+    }
+}
+
+static void add_group(struct libscols_table *table, const view *items, size_t count,
+                      const missing *m)
+{
+    absentees absent = find_absent(items, count, m);
+    char state[64];
     uint64_t bytes = 0;
     for (size_t i = 0; i < count; i++) {
         bytes += items[i].bytes;
     }
+    snprintf(state, sizeof(state), "%s", common_state(items, count));
+    if (m->asked > count) {
+        snprintf(state, sizeof(state), "%s, %zu of %u ranks",
+                 common_state(items, count), count, m->asked);
+    }
     output_text step = step_range(items, count);
     output_text size = output_bytes(bytes);
-    const char *head[] = {run_name(items[0].name), common_state(items, count), step.s,
-                          NULL, size.s};
-    struct libscols_line *parent = output_row(table, NULL, head, 5);
+    const char *head[] = {
+        run_name(items[0].name), state, NULL, step.s, NULL, NULL, size.s};
+    struct libscols_line *parent = output_row(table, NULL, head, 7);
     for (size_t i = 0; i < count; i++) {
         char rank[32];
         snprintf(rank, sizeof(rank), "rank %u", items[i].rank);
         step = output_number(items[i].step);
         size = output_bytes(items[i].bytes);
         output_text tensors = output_number(items[i].tensors);
-        const char *cells[] = {rank, state_name(items[i].state), step.s, tensors.s,
-                               size.s};
-        output_row(table, parent, cells, 5);
+        output_text held = output_age(items[i].state_age_ms);
+        output_text committed = output_age(items[i].commit_age_ms);
+        if (items[i].commit_age_ms > 0) {
+            snprintf(committed.s, sizeof(committed.s), "%.60s ago",
+                     output_age(items[i].commit_age_ms).s);
+        }
+        const char *cells[] = {
+            rank,  state_name(items[i].state), held.s, step.s, committed.s, tensors.s,
+            size.s};
+        output_row(table, parent, cells, 7);
     }
+    add_others(table, parent, &absent, m);
+    free(absent.ranks);
 }
 
 typedef struct pairs {
@@ -154,18 +231,40 @@ static bool on_pair(void *cookie, const char *key, const char *value)
     return true;
 }
 
+static bool stop_at_once(void *cookie, const fanin_entry *entry)
+{
+    (void)cookie, (void)entry;
+    return false;
+}
+
+/* A pull would be told why ranks have paused it: so is who looks at it. */
+static void warn_paused(session *s, const char *name)
+{
+    fanin_error error = FANIN_ERROR_INIT;
+    if (fanin_client_catalog(s->client, name, NULL, session_left_ms(s), stop_at_once,
+                             NULL, &error) == FANIN_ERR_PAUSED) {
+        failure_warn("%s", error.message);
+    }
+}
+
 /* Metadata of a publication that is committed somewhere; empty otherwise. */
-static json_t *metadata_of(session *s, const view *items, size_t count,
-                           uint32_t timeout_ms)
+static json_t *metadata_of(session *s, const view *items, size_t count)
 {
     fanin_error error = FANIN_ERROR_INIT;
     pairs p = {json_object()};
-    bool committed = true;
+    bool committed = true, paused = false;
     for (size_t i = 0; i < count; i++) {
         committed &= items[i].state != FANIN_PUBLICATION_UNPUBLISHED;
+        paused |= items[i].state == FANIN_PUBLICATION_PAUSED;
     }
-    if (committed && fanin_client_metadata(s->client, items[0].name, timeout_ms,
-                                           on_pair, &p, &error) != FANIN_OK) {
+    if (paused) {
+        warn_paused(s, items[0].name);
+    }
+    fanin_status status =
+        committed ? fanin_client_metadata(s->client, items[0].name, session_left_ms(s),
+                                          on_pair, &p, &error)
+                  : FANIN_OK;
+    if (status != FANIN_OK && !(paused && status == FANIN_ERR_PAUSED)) {
         failure_warn("no metadata of %s: %s", items[0].name, error.message);
     }
     return p.object;
@@ -186,9 +285,15 @@ static void print_metadata(const char *name, json_t *metadata)
     }
 }
 
-static json_t *group_json(const view *items, size_t count, json_t *metadata)
+static json_t *group_json(const view *items, size_t count, const missing *m,
+                          json_t *metadata)
 {
-    json_t *ranks = json_array();
+    json_t *ranks = json_array(), *others = json_array();
+    absentees absent = find_absent(items, count, m);
+    for (size_t i = 0; i < absent.count; i++) {
+        json_array_append_new(others, json_integer(absent.ranks[i]));
+    }
+    free(absent.ranks);
     uint64_t bytes = 0;
     for (size_t i = 0; i < count; i++) {
         json_t *one = json_pack("{s:i, s:s}", "rank", (int)items[i].rank, "state",
@@ -198,6 +303,8 @@ static json_t *group_json(const view *items, size_t count, json_t *metadata)
         output_set_u64(one, "catalog_version", items[i].catalog_version);
         output_set_u64(one, "tensors", items[i].tensors);
         output_set_u64(one, "bytes", items[i].bytes);
+        output_set_age(one, "state_age_ns", items[i].state_age_ms);
+        output_set_age(one, "commit_age_ns", items[i].commit_age_ms);
         output_set_hex(one, "key_digest", items[i].digest, sizeof(items[i].digest));
         json_array_append_new(ranks, one);
         bytes += items[i].bytes;
@@ -208,59 +315,87 @@ static json_t *group_json(const view *items, size_t count, json_t *metadata)
     output_set_string(object, "state", common_state(items, count));
     output_set_u64(object, "bytes", bytes);
     json_object_set_new(object, "ranks", ranks);
+    json_object_set_new(object, "absent", others);
     json_object_set(object, "metadata", metadata);
     return object;
 }
 
+/* FANIN_OK: views of all ranks that answered, in order. */
+static fanin_status gather(session *s, views *v, fanin_error *error)
+{
+    /* Half of the time: the metadata come after it. */
+    fanin_status status = fanin_client_list(s->client, session_left_ms(s) / 2 + 1,
+                                            on_publication, v, error);
+    if (v->failed) {
+        return failure_set(error, FANIN_ERR_MEMORY, "free memory",
+                           "too many publications");
+    }
+    if (status == FANIN_OK && v->count > 0) {
+        qsort(v->items, v->count, sizeof(v->items[0]), by_name_and_rank);
+    }
+    return status;
+}
+
+static void print_runs(const views *v, const missing *m, const json_t *metadata)
+{
+    static const output_column columns[] = {
+        {"RUN", false, true},  {"STATE", false, false},    {"FOR", true, false},
+        {"STEP", true, false}, {"COMMITTED", true, false}, {"TENSORS", true, false},
+        {"BYTES", true, false}};
+    if (v->count == 0) {
+        printf("nothing is published: %u of %u ranks answered, and hold no run\n",
+               m->asked - m->count, m->asked);
+    } else {
+        struct libscols_table *table = output_table(columns, 7);
+        for (size_t i = 0; i < v->count; i = group_end(v, i)) {
+            add_group(table, &v->items[i], group_end(v, i) - i, m);
+        }
+        output_print(table);
+    }
+    for (size_t i = 0; i < v->count; i = group_end(v, i)) {
+        const char *name = v->items[i].name;
+        print_metadata(name, json_object_get(metadata, name));
+    }
+    missing_print(m);
+}
+
+static json_t *runs_json(const views *v, const missing *m, const json_t *metadata)
+{
+    json_t *list = json_array();
+    for (size_t i = 0; i < v->count; i = group_end(v, i)) {
+        json_array_append_new(list,
+                              group_json(&v->items[i], group_end(v, i) - i, m,
+                                         json_object_get(metadata, v->items[i].name)));
+    }
+    return json_pack("{s:o, s:o}", "runs", list, "missing", missing_json(m));
+}
+
 static int list_runs(session *s, const common_options *common)
 {
-    static const output_column columns[] = {{"RUN", false, true},
-                                            {"STATE", false, false},
-                                            {"STEP", true, false},
-                                            {"TENSORS", true, false},
-                                            {"BYTES", true, false}};
     fanin_error error = FANIN_ERROR_INIT;
     views v = {0};
-    fanin_status status =
-        fanin_client_list(s->client, common->timeout_ms, on_publication, &v, &error);
-    if (status != FANIN_OK || v.failed) {
-        if (v.failed) {
-            failure_set(&error, FANIN_ERR_MEMORY, "free memory",
-                        "too many publications");
-        }
+    missing m;
+    fanin_status status = gather(s, &v, &error);
+    if (status != FANIN_OK) {
         free(v.items);
-        return failure_report("cannot list", &error);
+        return session_failure(s, "cannot list", &error);
     }
-    if (v.count > 0) {
-        qsort(v.items, v.count, sizeof(v.items[0]), by_name_and_rank);
-    }
-    struct libscols_table *table = output_table(columns, 5);
+    missing_gather(s, &m);
     json_t *metadata = json_object();
-    json_t *list = json_array();
-    for (size_t i = 0; i < v.count;) {
-        size_t n = group_end(&v, i) - i;
-        json_t *one = metadata_of(s, &v.items[i], n, common->timeout_ms);
-        add_group(table, &v.items[i], n);
-        json_array_append_new(list, group_json(&v.items[i], n, one));
-        json_object_set_new(metadata, v.items[i].name, one);
-        i += n;
+    for (size_t i = 0; i < v.count; i = group_end(&v, i)) {
+        json_object_set_new(metadata, v.items[i].name,
+                            metadata_of(s, &v.items[i], group_end(&v, i) - i));
     }
     if (common->json) {
-        scols_unref_table(table);
-        output_json(json_pack("{s:O}", "runs", list));
+        output_json(runs_json(&v, &m, metadata));
     } else {
-        const char *name;
-        json_t *value;
-        output_print(table);
-        json_object_foreach(metadata, name, value)
-        {
-            print_metadata(name, value);
-        }
+        print_runs(&v, &m, metadata);
     }
-    json_decref(list);
+    int code = missing_report(&m);
     json_decref(metadata);
+    missing_free(&m);
     free(v.items);
-    return 0;
+    return code;
 }
 
 typedef struct key_lister {
@@ -304,22 +439,28 @@ static int list_keys(session *s, const common_options *common)
     fanin_error error = FANIN_ERROR_INIT;
     key_lister l = {.session = s, .list = json_array()};
     l.table = common->json ? NULL : output_table(columns, 5);
-    if (fanin_client_catalog(s->client, s->publication, NULL, common->timeout_ms,
+    missing m;
+    if (fanin_client_catalog(s->client, s->publication, NULL, session_left_ms(s),
                              on_entry, &l, &error) != FANIN_OK) {
         scols_unref_table(l.table);
         json_decref(l.list);
-        return failure_report("cannot list keys", &error);
+        return session_failure(s, "cannot list keys", &error);
     }
+    missing_gather(s, &m);
     if (common->json) {
         json_t *object = json_object();
         output_set_string(object, "publication", s->publication);
         json_object_set(object, "keys", l.list);
+        json_object_set_new(object, "missing", missing_json(&m));
         output_json(object);
     } else {
         output_print(l.table);
+        missing_print(&m);
     }
     json_decref(l.list);
-    return 0;
+    int code = missing_report(&m);
+    missing_free(&m);
+    return code;
 }
 
 static int run(const command *self, int argc, const char **argv)
@@ -332,7 +473,7 @@ static int run(const command *self, int argc, const char **argv)
     if (where != NULL) {
         code = session_open(&s, self, &line, where, line.run);
         if (code == 0) {
-            code = session_connect(&s, line.common.timeout_ms);
+            code = session_reach(&s);
         }
         if (code == 0) {
             code = line.run != NULL ? list_keys(&s, &line.common)
@@ -354,6 +495,7 @@ const command cmd_list = {
             "\n"
             "Without --run: every run, its state and step on each rank, its metadata.\n"
             "With --run: every key, its dtype, shape, the ranks that hold parts, its "
-            "bytes.",
+            "bytes.\n"
+            "A rank that does not answer is named; the exit status is then 13.",
     .run = run,
 };

@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "command.h"
 #include "failure.h"
+#include "missing.h"
 #include "output.h"
-#include "session.h"
 
 #include <stdio.h>
 #include <string.h>
@@ -10,15 +10,16 @@
 typedef struct report {
     struct libscols_table *table; /**< NULL with --json */
     json_t *ranks;
+    const session *session;
     uint32_t answered, asked;
     fanin_error first; /**< of the first rank that did not answer */
 } report;
 
-static void add_json(report *r, const fanin_rank_info *info, uint64_t rtt_ns)
+static void add_json(report *r, const fanin_rank_info *info, int32_t rank,
+                     uint64_t rtt_ns)
 {
     json_t *o = json_object();
-    json_object_set_new(o, "rank",
-                        info->rank >= 0 ? json_integer(info->rank) : json_null());
+    json_object_set_new(o, "rank", rank >= 0 ? json_integer(rank) : json_null());
     output_set_string(o, "address", info->address);
     output_set_string(o, "status", fanin_status_name(info->status));
     output_set_string(o, "message", info->message);
@@ -34,12 +35,13 @@ static void add_json(report *r, const fanin_rank_info *info, uint64_t rtt_ns)
     json_array_append_new(r->ranks, o);
 }
 
-static void add_row(report *r, const fanin_rank_info *info, uint64_t rtt_ns)
+static void add_row(report *r, const fanin_rank_info *info, int32_t number,
+                    uint64_t rtt_ns)
 {
     bool good = info->status == FANIN_OK;
     output_text rank = {"-"};
-    if (info->rank >= 0) {
-        rank = output_number((uint64_t)info->rank);
+    if (number >= 0) {
+        rank = output_number((uint64_t)number);
     }
     output_text rtt = output_duration(rtt_ns);
     output_text world = output_hex(info->world_id, 16);
@@ -61,20 +63,22 @@ static void add_row(report *r, const fanin_rank_info *info, uint64_t rtt_ns)
 static bool on_rank(void *cookie, const fanin_rank_info *info, uint64_t rtt_ns)
 {
     report *r = cookie;
+    bool placed = info->rank < 0 && r->session->target.in_rank_order;
+    int32_t rank = placed ? (int32_t)r->asked : info->rank;
     r->asked++;
     if (info->status == FANIN_OK) {
         r->answered++;
     } else if (r->first.status == FANIN_OK) {
-        failure_set(
-            &r->first, info->status, "start the rank, or correct the target", "%s",
-            info->message[0] != '\0' ? info->message : fanin_status_text(info->status));
-        r->first.rank = info->rank;
+        failure_set(&r->first, info->status, missing_remedy(info->silent), "%s",
+                    info->message[0] != '\0' ? info->message
+                                             : fanin_status_text(info->status));
+        r->first.rank = rank;
         snprintf(r->first.address, sizeof(r->first.address), "%s", info->address);
     }
     if (r->table != NULL) {
-        add_row(r, info, rtt_ns);
+        add_row(r, info, rank, rtt_ns);
     } else {
-        add_json(r, info, rtt_ns);
+        add_json(r, info, rank, rtt_ns);
     }
     return true;
 }
@@ -111,22 +115,22 @@ static int ping(session *s, const common_options *common)
         {"UCX", false, false},  {"STATUS", false, false},
     };
     fanin_error error = FANIN_ERROR_INIT;
-    report r = {.ranks = json_array(), .first = FANIN_ERROR_INIT};
+    report r = {.session = s, .ranks = json_array(), .first = FANIN_ERROR_INIT};
     if (!common->json) {
         r.table = output_table(columns, sizeof(columns) / sizeof(columns[0]));
     }
     fanin_status status =
-        fanin_client_connect(s->client, (const char *const *)s->target.addresses,
-                             s->target.count, common->timeout_ms, &error);
+        fanin_client_connect_any(s->client, (const char *const *)s->target.addresses,
+                                 s->target.count, session_left_ms(s), &error);
     if (status == FANIN_OK) {
-        status = fanin_client_ping(s->client, common->timeout_ms, on_rank, &r, &error);
+        status = fanin_client_ping(s->client, session_left_ms(s), on_rank, &r, &error);
     }
     int code;
     if (status == FANIN_OK || r.asked > 0) {
         code = finish(&r, s);
     } else {
         scols_unref_table(r.table);
-        code = failure_report("no ping", &error);
+        code = session_failure(s, "no ping", &error);
     }
     json_decref(r.ranks);
     return code;

@@ -20,11 +20,12 @@ typedef struct pull_options {
 } pull_options;
 
 /* --check-pattern needs a publication that follows the pattern: asked before the pull. */
-static int demand_pattern(session *s, uint32_t timeout_ms, check_pattern *out)
+static int demand_pattern(session *s, check_pattern *out)
 {
     fanin_error error = FANIN_ERROR_INIT;
-    if (check_ask(s->client, s->publication, timeout_ms, out, &error) != FANIN_OK) {
-        return failure_report("cannot pull", &error);
+    if (check_ask(s->client, s->publication, session_left_ms(s), out, &error) !=
+        FANIN_OK) {
+        return session_failure(s, "cannot pull", &error);
     }
     if (!out->follows) {
         return failure_local("cannot pull", FANIN_ERR_UNSUPPORTED,
@@ -72,7 +73,7 @@ static int pull(session *s, const common_options *common, const pull_options *o)
     uint64_t checked = 0;
     fanin_pull_options_init(&options, sizeof(options));
     options.publication = s->publication;
-    options.timeout_ms = common->timeout_ms;
+    options.timeout_ms = session_left_ms(s);
     options.max_attempts = (uint32_t)o->max_attempts;
     options.dtype = o->half;
     options.spare_file = o->spare_file != 0;
@@ -91,8 +92,9 @@ static int pull(session *s, const common_options *common, const pull_options *o)
     fanin_status status =
         fanin_client_pull_adapter(s->client, &options, o->out, &result, &error);
     progress_end(&bar);
+    session_warn_missing(s);
     if (status != FANIN_OK) {
-        return failure_report("cannot pull", &error);
+        return session_failure(s, "cannot pull", &error);
     }
     fanin_result_get(result, &info);
     if (o->prove) {
@@ -160,10 +162,10 @@ static int run(const command *self, int argc, const char **argv)
             code = session_open(&s, self, &line, where, line.run);
         }
         if (code == 0) {
-            code = session_connect(&s, line.common.timeout_ms);
+            code = session_reach(&s);
         }
         if (code == 0 && o.prove) {
-            code = demand_pattern(&s, line.common.timeout_ms, &o.pattern);
+            code = demand_pattern(&s, &o.pattern);
         }
         if (code == 0) {
             code = pull(&s, &line.common, &o);

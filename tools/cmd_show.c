@@ -2,8 +2,8 @@
 #include "command.h"
 #include "failure.h"
 #include "keys.h"
+#include "missing.h"
 #include "output.h"
-#include "session.h"
 #include "terminal.h"
 
 #include <stdio.h>
@@ -11,8 +11,10 @@
 #include <string.h>
 
 typedef struct shower {
+    const session *session;
     const char *key;
     bool json;
+    missing missing;
 } shower;
 
 /* The first owner that holds the very box of owner @p index; @p index: it is the first. */
@@ -55,6 +57,7 @@ static void show_json(const shower *s, const fanin_entry *e, uint64_t distinct)
     output_set_u64(object, "bytes", e->bytes);
     output_set_u64(object, "distinct_bytes", distinct);
     json_object_set_new(object, "owners", owners);
+    json_object_set_new(object, "missing", missing_json(&s->missing));
     output_json(object);
 }
 
@@ -96,12 +99,16 @@ static void show_table(const shower *s, const fanin_entry *e, uint64_t distinct)
     terminal_print("bytes  %llu, of which ranks hold %llu",
                    (unsigned long long)e->bytes, (unsigned long long)distinct);
     output_print(table);
+    missing_print(&s->missing);
 }
 
 static bool on_entry(void *cookie, const fanin_entry *e)
 {
-    const shower *s = cookie;
+    shower *s = cookie;
     uint64_t distinct = 0;
+    if (s->missing.asked == 0) {
+        missing_gather(s->session, &s->missing);
+    }
     for (size_t i = 0; i < e->n_owners; i++) {
         if (original_of(e, i) == i) {
             distinct += e->owners[i].bytes;
@@ -138,13 +145,16 @@ static int show(session *s, const common_options *common, const char *name)
     char key[FANIN_MAX_NAME + 128];
     fanin_error error = FANIN_ERROR_INIT;
     snprintf(key, sizeof(key), "%s:%s", s->publication, name);
-    shower cookie = {key, common->json != 0};
-    int code = session_connect(s, common->timeout_ms);
-    if (code == 0 &&
-        fanin_client_catalog(s->client, s->publication, name, common->timeout_ms,
-                             on_entry, &cookie, &error) != FANIN_OK) {
-        code = failure_report("cannot show the key", &error);
+    shower cookie = {.session = s, .key = key, .json = common->json != 0};
+    int code = session_reach(s);
+    if (code != 0) {
+        return code;
     }
+    fanin_status status = fanin_client_catalog(
+        s->client, s->publication, name, session_left_ms(s), on_entry, &cookie, &error);
+    code = status == FANIN_OK ? missing_report(&cookie.missing)
+                              : session_failure(s, "cannot show the key", &error);
+    missing_free(&cookie.missing);
     return code;
 }
 
@@ -182,6 +192,8 @@ const command cmd_show = {
         "  nixl-fetch show 127.0.0.1:6000 --world-size 8 \\\n"
         "      lora:0:base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight\n"
         "\n"
-        "KEY is lora:<run>:<name>, or a name together with --run.",
+        "KEY is lora:<run>:<name>, or a name together with --run. A rank that does "
+        "not\n"
+        "answer is named; the exit status is then 13.",
     .run = run,
 };

@@ -290,7 +290,7 @@ static fanin_status pair_up(verifier *v, fanin_error *error)
     fanin_status status = fanin_client_ranks(s->client, on_rank, v, error);
     if (status == FANIN_OK && v->error.status == FANIN_OK) {
         status = fanin_client_catalog(s->client, v->publication, NULL,
-                                      v->common->timeout_ms, on_entry, v, error);
+                                      session_left_ms(s), on_entry, v, error);
     }
     if (v->error.status != FANIN_OK) {
         *error = v->error;
@@ -370,7 +370,7 @@ static fanin_status pull_batch(verifier *v, size_t first, size_t end, uint8_t *m
     options.publication = v->publication;
     options.rule = FANIN_STEP_EXACT;
     options.step = v->step;
-    options.timeout_ms = v->common->timeout_ms;
+    options.timeout_ms = session_left_ms(v->session);
     options.dtype = v->dtype;
     fanin_status status =
         fanin_client_pull(v->session->client, &options, tensors, count, &result, error);
@@ -455,7 +455,7 @@ static void tell(const verifier *v)
 static int verify(verifier *v)
 {
     fanin_error error = FANIN_ERROR_INIT;
-    int code = session_connect(v->session, v->common->timeout_ms);
+    int code = session_connect(v->session, session_left_ms(v->session));
     if (code != 0) {
         return code;
     }

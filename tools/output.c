@@ -6,7 +6,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-static void *require(void *memory)
+void *output_require(void *memory)
 {
     if (memory == NULL) {
         fputs("nixl-fetch: out of memory: the output cannot be made: free memory\n",
@@ -18,13 +18,13 @@ static void *require(void *memory)
 
 struct libscols_table *output_table(const output_column *columns, size_t count)
 {
-    struct libscols_table *table = require(scols_new_table());
+    struct libscols_table *table = output_require(scols_new_table());
     for (size_t i = 0; i < count; i++) {
         int flags = columns[i].right ? SCOLS_FL_RIGHT : 0;
         if (columns[i].tree) {
             flags |= SCOLS_FL_TREE;
         }
-        require(scols_table_new_column(table, columns[i].name, 0, flags));
+        output_require(scols_table_new_column(table, columns[i].name, 0, flags));
     }
     return table;
 }
@@ -33,10 +33,10 @@ struct libscols_line *output_row(struct libscols_table *table,
                                  struct libscols_line *parent, const char *const *cells,
                                  size_t count)
 {
-    struct libscols_line *line = require(scols_table_new_line(table, parent));
+    struct libscols_line *line = output_require(scols_table_new_line(table, parent));
     for (size_t i = 0; i < count; i++) {
         if (cells[i] != NULL && scols_line_set_data(line, i, cells[i]) != 0) {
-            require(NULL);
+            output_require(NULL);
         }
     }
     return line;
@@ -51,8 +51,8 @@ void output_print(struct libscols_table *table)
 
 static void dump(json_t *object, size_t flags)
 {
-    json_t *whole = require(json_pack("{s:i}", "schema", 1));
-    json_object_update(whole, require(object));
+    json_t *whole = output_require(json_pack("{s:i}", "schema", 1));
+    json_object_update(whole, output_require(object));
     json_decref(object);
     json_dumpf(whole, stdout, flags | JSON_ENSURE_ASCII);
     fputc('\n', stdout);
@@ -78,13 +78,13 @@ void output_set_string(json_t *object, const char *name, const char *text)
     }
     json_t *value = json_string(text);
     if (value == NULL) {
-        char *copy = require(strdup(text));
+        char *copy = output_require(strdup(text));
         for (char *p = copy; *p != '\0'; p++) {
             if ((unsigned char)*p >= 0x80) {
                 *p = '?';
             }
         }
-        value = require(json_string(copy));
+        value = output_require(json_string(copy));
         free(copy);
     }
     json_object_set_new(object, name, value);
@@ -93,6 +93,12 @@ void output_set_string(json_t *object, const char *name, const char *text)
 void output_set_u64(json_t *object, const char *name, uint64_t value)
 {
     json_object_set_new(object, name, json_integer((json_int_t)value));
+}
+
+void output_set_age(json_t *object, const char *name, uint64_t ms)
+{
+    json_object_set_new(
+        object, name, ms > 0 ? json_integer((json_int_t)(ms * 1000000)) : json_null());
 }
 
 void output_set_hex(json_t *object, const char *name, const uint8_t *bytes, size_t size)
@@ -125,6 +131,28 @@ output_text output_duration(uint64_t ns)
         snprintf(text.s, sizeof(text.s), "%.2f ms", value / 1e6);
     } else {
         snprintf(text.s, sizeof(text.s), "%.2f s", value / 1e9);
+    }
+    return text;
+}
+
+output_text output_age(uint64_t ms)
+{
+    static const struct {
+        uint64_t below, unit;
+        const char *name;
+    } units[] = {{1000, 1, "ms"},
+                 {600000, 1000, "s"},
+                 {36000000, 60000, "min"},
+                 {1728000000, 3600000, "h"},
+                 {UINT64_MAX, 86400000, "d"}};
+    output_text text = {"-"};
+    size_t i = 0;
+    while (ms >= units[i].below && units[i].below != UINT64_MAX) {
+        i++;
+    }
+    if (ms > 0) {
+        snprintf(text.s, sizeof(text.s), "%llu %s",
+                 (unsigned long long)(ms / units[i].unit), units[i].name);
     }
     return text;
 }

@@ -7,6 +7,9 @@
 #include <jansson.h>
 #include <libsmartcols/libsmartcols.h>
 
+/** @p memory; NULL ends the program with a message. */
+void *output_require(void *memory);
+
 typedef struct output_column {
     const char *name;
     bool right; /**< numbers */
@@ -31,6 +34,8 @@ void output_json_line(json_t *object);
 /** Sets a string; bytes that are not UTF-8 become '?'; "" becomes null. */
 void output_set_string(json_t *object, const char *name, const char *text);
 void output_set_u64(json_t *object, const char *name, uint64_t value);
+/** Sets nanoseconds; null if the age is 0, not known. */
+void output_set_age(json_t *object, const char *name, uint64_t ms);
 /** Sets bytes as hexadecimal digits. */
 void output_set_hex(json_t *object, const char *name, const uint8_t *bytes,
                     size_t size);
@@ -39,8 +44,9 @@ typedef struct output_text {
     char s[200];
 } output_text;
 
-output_text output_bytes(uint64_t bytes);                  /**< "84.1 MB" */
-output_text output_duration(uint64_t ns);                  /**< "12.3 ms" */
+output_text output_bytes(uint64_t bytes); /**< "84.1 MB" */
+output_text output_duration(uint64_t ns); /**< "12.3 ms" */
+output_text output_age(uint64_t ms);      /**< "350 ms", "64 s", "5 min"; 0: "-" */
 output_text output_rate(uint64_t bytes, uint64_t ns);      /**< "4.58 GB/s" */
 output_text output_hex(const uint8_t *bytes, size_t size); /**< at most 99 bytes */
 output_text output_number(uint64_t value);

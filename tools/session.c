@@ -2,6 +2,7 @@
 #include "session.h"
 #include "failure.h"
 #include "interrupt.h"
+#include "progress.h"
 #include "terminal.h"
 
 #include <malloc.h>
@@ -174,7 +175,9 @@ int session_open(session *s, const command *self, const invocation *line,
     const int world_size = line->connect.world_size;
     fanin_client_config config;
     fanin_error error = FANIN_ERROR_INIT;
-    *s = (session){.command = self};
+    *s = (session){.command = self,
+                   .end_ns =
+                       progress_now_ns() + (uint64_t)line->common.timeout_ms * 1000000};
     if (line->run != NULL && !options_run_valid(line->run)) {
         return failure_usage(
             self->name, "--run '%s' is not 1 to 64 of A-Z a-z 0-9 . _ -", line->run);
@@ -226,17 +229,42 @@ void session_explain(const session *s, fanin_error *error)
     }
 }
 
+int session_failure(const session *s, const char *what, fanin_error *error)
+{
+    session_explain(s, error);
+    return failure_report(what, error);
+}
+
+void session_warn_missing(const session *s)
+{
+    (void)!fanin_client_ranks(s->client, warn_missing, NULL, NULL);
+}
+
+uint32_t session_left_ms(const session *s)
+{
+    uint64_t now = progress_now_ns();
+    return now < s->end_ns ? (uint32_t)((s->end_ns - now) / 1000000) + 1 : 1;
+}
+
+int session_reach(session *s)
+{
+    fanin_error error = FANIN_ERROR_INIT;
+    if (fanin_client_connect_any(s->client, (const char *const *)s->target.addresses,
+                                 s->target.count, session_left_ms(s),
+                                 &error) != FANIN_OK) {
+        return session_failure(s, "cannot connect", &error);
+    }
+    return 0;
+}
+
 int session_connect(session *s, uint32_t timeout_ms)
 {
     fanin_error error = FANIN_ERROR_INIT;
     if (fanin_client_connect(s->client, (const char *const *)s->target.addresses,
                              s->target.count, timeout_ms, &error) != FANIN_OK) {
-        session_explain(s, &error);
-        return failure_report("cannot connect", &error);
+        return session_failure(s, "cannot connect", &error);
     }
-    if (fanin_client_ranks(s->client, warn_missing, NULL, &error) != FANIN_OK) {
-        return failure_report("cannot connect", &error);
-    }
+    session_warn_missing(s);
     return 0;
 }
 

@@ -13,6 +13,7 @@ typedef struct session {
     char run[80];
     char publication[96]; /**< "lora:<run>" */
     bool demanding;       /**< an option says who the ranks must be */
+    uint64_t end_ns;      /**< when the command's --timeout is over */
 } session;
 
 /** A log function for the library: prints to stderr; with @p verbose also what is routine. */
@@ -56,6 +57,9 @@ const char *session_begin(const command *self, invocation *line, int argc,
                           int *status_out);
 void session_end(invocation *line);
 
+/** Warns about ranks that are not connected. */
+void session_warn_missing(const session *s);
+
 /**
  * Parses the target, creates the client and chooses the run (@p run, else the target
  * file's, else "0"). Nothing is connected yet. Returns 0 or the exit status after a
@@ -66,8 +70,17 @@ int session_open(session *s, const command *self, const invocation *line,
 
 /** Makes the remedy of a WORLD error one for the words on the command line. */
 void session_explain(const session *s, fanin_error *error);
+/** failure_report() of what ranks answered, or not, so explained. */
+int session_failure(const session *s, const char *what, fanin_error *error);
 
-/** Connects; warns about ranks that did not answer. 0, or the exit status after a message. */
+/** What is left of the command's --timeout, which began with session_open(); at least 1. */
+uint32_t session_left_ms(const session *s);
+
+/** Connects within what is left, until one rank has answered: the calls that follow see to the
+    others. 0, or the exit status after a message. */
+int session_reach(session *s);
+
+/** Connects to all ranks; warns about those that did not answer. 0, or the exit status after a message. */
 int session_connect(session *s, uint32_t timeout_ms);
 
 /** Gives the client and its memory back early; names of run and publication stay. */

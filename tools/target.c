@@ -108,6 +108,7 @@ static fanin_status parse_list(const char *text, uint32_t world_size, target *ou
                            (unsigned long long)count, world_size);
     }
     fanin_status status = reserve(out, world_size != 0 ? world_size : count, error);
+    out->in_rank_order = count == 1;
     for (uint32_t rank = 0; status == FANIN_OK && rank < out->count; rank++) {
         text += strspn(text, " ");
         size_t length = strcspn(text, ",");
@@ -376,6 +377,7 @@ fanin_status target_parse(const char *text, uint32_t world_size, target *out,
         status = failure_set(error, FANIN_ERR_ARGUMENT, forms, "the target is empty");
     } else if (is_path(text)) {
         status = parse_file(text, world_size, out, error);
+        out->in_rank_order = true;
     } else if (strpbrk(text, ":,") == NULL) {
         status = failure_set(error, FANIN_ERR_ARGUMENT, forms,
                              "'%.200s' has no port, and no file or directory has that "

@@ -8,13 +8,15 @@
 #define TARGET_H
 
 #include <fanin/types.h>
+#include <stdbool.h>
 #include <stdint.h>
 
 typedef struct target {
     char **addresses; /**< "host:port" or "[v6]:port", one a rank */
     uint32_t count;
-    char run[72];      /**< what the file says, "" if it says nothing */
-    char *file;        /**< the nixl_info.json, NULL: none */
+    bool in_rank_order; /**< addresses[r] is rank r's; false: any order */
+    char run[72];       /**< what the file says, "" if it says nothing */
+    char *file;         /**< the nixl_info.json, NULL: none */
     char *server_name; /**< what the ranks must announce, NULL: the file says nothing */
     uint8_t world_id[FANIN_WORLD_ID_SIZE]; /**< likewise; all zero: it says nothing */
 } target;

@@ -309,6 +309,7 @@ class RankInfo(Structure):
         ("ucx_version", c_char_p),
         ("status", c_int32),
         ("message", c_char_p),
+        ("silent", c_bool),
     ]
 
 
@@ -326,6 +327,8 @@ class PublicationInfo(Structure):
         ("tensors", c_uint64),
         ("bytes", c_uint64),
         ("key_digest", c_uint8 * 16),
+        ("state_age_ms", c_uint64),
+        ("commit_age_ms", c_uint64),
     ]
 
 

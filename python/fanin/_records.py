@@ -88,6 +88,8 @@ class RankInfo:
     status: str
     #: Why it is not connected, "" if it is.
     message: str
+    #: It is not connected because it refused nothing and said nothing in time.
+    silent: bool
 
 
 @dataclass(frozen=True)
@@ -109,6 +111,10 @@ class PublicationInfo:
     bytes: int
     #: 32 hexadecimal digits.
     key_digest: str
+    #: Seconds since it has this state, or since the commit that renewed it; None: not known.
+    state_age: float | None
+    #: Seconds since the last commit; None: not known, or there was none.
+    commit_age: float | None
 
 
 @dataclass(frozen=True)
@@ -204,6 +210,7 @@ def rank_info(info: _ffi.RankInfo) -> RankInfo:
         connected=info.status == _ffi.OK,
         status="" if info.status == _ffi.OK else status_name(info.status),
         message=text(info.message),
+        silent=info.silent,
     )
 
 
@@ -219,6 +226,8 @@ def publication_info(info: _ffi.PublicationInfo) -> PublicationInfo:
         tensors=info.tensors,
         bytes=info.bytes,
         key_digest=bytes(info.key_digest).hex(),
+        state_age=info.state_age_ms / 1e3 if info.state_age_ms else None,
+        commit_age=info.commit_age_ms / 1e3 if info.commit_age_ms else None,
     )
 
 

@@ -401,9 +401,10 @@ class Client(ClosableHandle):
         return found
 
     def publications(self, timeout: float = 5.0) -> list[PublicationInfo]:
-        """What every connected rank publishes: one for each rank and publication.
+        """What every rank publishes: one for each rank and publication.
 
-        Blocks at most *timeout* seconds.
+        Blocks at most *timeout* seconds. A rank that gave no answer until then is left out;
+        :meth:`ranks` says which and why.
 
         :raises StateError: no addresses.
         :raises PullTimeoutError, CancelledError, ConnectionFailedError: as named.
@@ -441,7 +442,10 @@ class Client(ClosableHandle):
         return found
 
     def metadata(self, run: str | int, timeout: float = 5.0) -> dict[str, str]:
-        """The run's metadata, as the trainer set it. Blocks and raises as :meth:`catalog`."""
+        """The run's metadata, as the trainer set it: of the first rank that answers.
+
+        Blocks and raises as :meth:`catalog`.
+        """
         found: dict[str, str] = {}
 
         def add(key: bytes, value: bytes) -> None:
@@ -480,7 +484,7 @@ class Client(ClosableHandle):
         )
 
     def ping(self, timeout: float = 5.0) -> list[tuple[RankInfo, float]]:
-        """Round trip times to the connected ranks, in seconds.
+        """Round trip times to the ranks, in seconds; each rank is judged by itself.
 
         Blocks at most *timeout* seconds and raises as :meth:`publications`.
         """

@@ -61,6 +61,9 @@ key=base_model.model.model.layers.0.self_attn.k_proj.lora_A.weight
     [ "$(field runs 0 ranks 2 state)" = stable ]
     [ "$(field runs 0 metadata r)" = 8 ]
     [ "$(field runs 0 bytes)" = 8798208 ]
+    [ "$(field runs 0 ranks 1 state_age_ns)" -gt 0 ]
+    [ "$(field runs 0 ranks 1 commit_age_ns)" -gt 0 ]
+    [ "$(field missing)" = "[]" ]
 }
 
 @test "list --run: keys with dtype, shape, ranks and bytes" {
@@ -120,6 +123,14 @@ key=base_model.model.model.layers.0.self_attn.k_proj.lora_A.weight
     [ "$(field world_id)" = 000102030405060708090a0b0c0d0e0f ]
     [ "$(field ranks 3 rank)" = 3 ]
     [ "$(field phases_ns total)" -gt 0 ]
+    whole=$(field phases_ns read)
+    own=()
+    for rank in 0 1 2 3; do
+        own+=("$(field ranks "$rank" read_ns)")
+        [ "${own[rank]}" -gt 0 ]
+        [ "${own[rank]}" -le "$whole" ]
+    done
+    [ "$(printf '%s\n' "${own[@]}" | sort -u | wc -l)" -gt 1 ] # each rank's own
     [ "$(field peak_resident_bytes)" -lt $((8798208 + 67108864)) ]
 }
 

@@ -214,8 +214,12 @@ static void test_looking(void **state)
     assert_ok(fanin_client_list(client, 5000, see_paused, &paused, &error), error);
     assert_int_equal(paused, 1);
     expect_listed(&w);
+    /* The other rank has the same metadata. */
+    assert_ok(fanin_client_metadata(client, RUN, 5000, see_pair, NULL, &error), error);
+    pause_rank(&w, 0);
     assert_int_equal(fanin_client_metadata(client, RUN, 60000, see_pair, NULL, &error),
                      FANIN_ERR_PAUSED);
+    resume_rank(&w, 0);
     resume_rank(&w, 1);
     assert_ok(fanin_client_metadata(client, RUN, 5000, see_pair, NULL, &error), error);
     fanin_client_destroy(&client);

@@ -81,7 +81,9 @@ static void add_lists(samples *s)
          .catalog_version = 2,
          .tensors = 448,
          .bytes = 83886080,
-         .state = WIRE_STATE_STABLE},
+         .state = WIRE_STATE_STABLE,
+         .state_age_ms = 1500,
+         .commit_age_ms = 2500},
         {.publication = "lora:eval", .state = WIRE_STATE_UNPUBLISHED}};
     fill(entries[0].key_digest, 0x50);
     encode_list(add(s, "list_all"), SAMPLE_REQUEST, NULL);

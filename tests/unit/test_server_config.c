@@ -7,6 +7,7 @@
 
 #include <dirent.h>
 #include <errno.h>
+#include <regex.h>
 #include <sched.h>
 #include <signal.h>
 #include <stdio.h>
@@ -15,6 +16,7 @@
 #include <sys/resource.h>
 #include <sys/socket.h>
 #include <sys/wait.h>
+#include <time.h>
 #include <unistd.h>
 
 static uint8_t memory[1000];
@@ -514,6 +516,79 @@ static void destroy_lets_pulls_end(void **state)
 
 /* -------------------------------------------------------------- statistics */
 
+static size_t count_text(const char *text, const char *what)
+{
+    size_t n = 0;
+    for (const char *at = text; (at = strstr(at, what)); at += strlen(what))
+        n++;
+    return n;
+}
+
+/* Every line is a comment or a sample as text format 0.0.4 has them, and none comes twice. */
+static void check_exposition(const char *text)
+{
+    static const char sample[] =
+        "^[a-z_]+(\\{[a-z_]+=\"[^\"\\\\]*\"(,[a-z_]+=\"[^\"\\\\]*\")*\\})? "
+        "[0-9]+(\\.[0-9]+)?$";
+    regex_t form, comment;
+    assert_int_equal(regcomp(&form, sample, REG_EXTENDED | REG_NOSUB), 0);
+    assert_int_equal(regcomp(&comment,
+                             "^# (HELP [a-z_]+ .+|TYPE [a-z_]+ (counter|gauge))$",
+                             REG_EXTENDED | REG_NOSUB),
+                     0);
+    char *copy = strdup(text);
+    for (char *line = strtok(copy, "\n"); line; line = strtok(NULL, "\n")) {
+        char key[256];
+        if (regexec(line[0] == '#' ? &comment : &form, line, 0, NULL, 0) != 0)
+            fail_msg("no line of the text format: %s", line);
+        size_t length =
+            line[0] == '#' ? strlen(line) : (size_t)(strrchr(line, ' ') - line) + 1;
+        snprintf(key, sizeof key, "\n%.*s", (int)length, line);
+        if (copy != line)
+            assert_int_equal(count_text(text, key), 1);
+    }
+    free(copy);
+    regfree(&form);
+    regfree(&comment);
+}
+
+static void prometheus_tells_of_publications(void **state)
+{
+    (void)state;
+    static char text[65536];
+    fanin_server *s = server_start(NULL);
+    server_put(s, RUN, "a", memory, 10);
+    server_put(s, "lora:b-2.x", "a", memory, 10);
+    time_t before = time(NULL);
+    server_commit(s, 7);
+    server_begin(s);
+    assert_int_equal(fanin_server_prometheus(s, text, sizeof text, NULL), FANIN_OK);
+    check_exposition(text);
+    static const char step[] =
+        "fanin_publication_step{publication=\"" RUN "\",rank=\"0\"} 7\n";
+    assert_non_null(strstr(text, step));
+    assert_non_null(strstr(text, "fanin_publication_state{publication=\"" RUN
+                                 "\",rank=\"0\",state=\"writing\"} 1\n"));
+    assert_non_null(strstr(text, "fanin_publication_state{publication=\"" RUN
+                                 "\",rank=\"0\",state=\"stable\"} 0\n"));
+    assert_non_null(strstr(text, "fanin_publication_state{publication=\"lora:b-2.x\","
+                                 "rank=\"0\",state=\"unpublished\"} 1\n"));
+    assert_null(strstr(text, "step{publication=\"lora:b-2.x\"")); /* never committed */
+    assert_non_null(
+        strstr(text, "# TYPE fanin_publication_commit_timestamp_seconds gauge\n"));
+    static const char stamp[] =
+        "fanin_publication_commit_timestamp_seconds{publication=\"" RUN
+        "\",rank=\"0\"} ";
+    const char *at = strstr(text, stamp);
+    assert_non_null(at);
+    double seconds = strtod(at + strlen(stamp), NULL);
+    assert_true(seconds >= (double)before && seconds < (double)time(NULL) + 1);
+    assert_int_equal(fanin_server_remove(s, "lora:b-2.x", NULL, NULL), FANIN_OK);
+    assert_int_equal(fanin_server_prometheus(s, text, sizeof text, NULL), FANIN_OK);
+    assert_null(strstr(text, "lora:b-2.x"));
+    fanin_server_destroy(&s, 0);
+}
+
 static void prometheus_text_is_well_formed(void **state)
 {
     (void)state;
@@ -532,6 +607,7 @@ static void prometheus_text_is_well_formed(void **state)
     size_t again;
     assert_int_equal(fanin_server_prometheus(s, text, length + 1, &again), FANIN_OK);
     assert_int_equal(strlen(text), again);
+    check_exposition(text);
     assert_non_null(strstr(text, "fanin_pulls_total{result=\"good\"} 1\n"));
     assert_non_null(strstr(text, "fanin_commits_total 1\n"));
     assert_non_null(strstr(text, "fanin_connections 1\n"));
@@ -582,6 +658,7 @@ int main(void)
         cmocka_unit_test(memory_is_limited),
         cmocka_unit_test(destroy_lets_pulls_end),
         cmocka_unit_test(prometheus_text_is_well_formed),
+        cmocka_unit_test(prometheus_tells_of_publications),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

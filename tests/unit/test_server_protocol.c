@@ -66,6 +66,45 @@ static msg_list_entry *list(peer *p, const char *publication, uint32_t *count)
     return entries;
 }
 
+static uint64_t ms_since(uint64_t ns)
+{
+    return (clock_ns() - ns) / 1000000;
+}
+
+static void list_tells_ages(void **state)
+{
+    (void)state;
+    fanin_server *s = server_start(NULL);
+    peer p = peer_open(s);
+    uint32_t count;
+    uint64_t began = clock_ns();
+    server_put(s, RUN, "a", memory[0], 10);
+    msg_list_entry *e = list(&p, RUN, &count);
+    assert_int_equal(count, 1);
+    assert_in_range(e->state_age_ms, 1, ms_since(began) + 1);
+    assert_int_equal(e->commit_age_ms, 0); /* there was none */
+    free(e);
+    uint64_t before = clock_ns();
+    server_commit(s, 1);
+    uint64_t committed = clock_ns();
+    while (ms_since(committed) < 5)
+        ; /* so that the two ages differ */
+    uint64_t updated = clock_ns();
+    server_begin(s);
+    e = list(&p, RUN, &count);
+    assert_int_equal(e->state, WIRE_STATE_WRITING);
+    assert_in_range(e->state_age_ms, 1, ms_since(updated) + 1);
+    assert_in_range(e->commit_age_ms, 6, ms_since(before) + 1);
+    free(e);
+    assert_int_equal(fanin_server_commit(s, RUN, 2, NULL, NULL), FANIN_OK);
+    e = list(&p, RUN, &count);
+    assert_true(e->commit_age_ms <= ms_since(updated) + 1);
+    assert_true(e->state_age_ms <= e->commit_age_ms);
+    free(e);
+    peer_close(&p);
+    fanin_server_destroy(&s, 0);
+}
+
 static void list_shows_publications_and_states(void **state)
 {
     (void)state;
@@ -379,6 +418,7 @@ int main(void)
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(hello_tells_who_answers),
         cmocka_unit_test(list_shows_publications_and_states),
+        cmocka_unit_test(list_tells_ages),
         cmocka_unit_test(a_pull_over_tcp_and_over_unix),
         cmocka_unit_test(regions_without_keys_have_no_addresses),
         cmocka_unit_test(a_wait_is_answered_by_the_commit),

@@ -95,6 +95,15 @@ FANIN_API FANIN_MUST_CHECK fanin_status
 fanin_client_connect(fanin_client *client, const char *const *addresses, size_t count,
                      uint32_t timeout_ms, fanin_error *error);
 
+/**
+ * fanin_client_connect() that returns as soon as one rank has answered. The calls that follow go on
+ * connecting to the others, each within its own time, and find what fanin_client_connect() would
+ * have said of them: FANIN_ERR_WORLD in particular.
+ */
+FANIN_API FANIN_MUST_CHECK fanin_status
+fanin_client_connect_any(fanin_client *client, const char *const *addresses,
+                         size_t count, uint32_t timeout_ms, fanin_error *error);
+
 /** Closes all connections, forgets catalogs and addresses. Does not block. */
 FANIN_API void fanin_client_disconnect(fanin_client *client);
 
@@ -238,8 +247,9 @@ typedef struct fanin_result_info {
     uint64_t connect_ns, catalog_ns, plan_ns, wait_ns, begin_ns, read_ns, scatter_ns,
         end_ns, write_ns, total_ns;
     uint64_t fixed_ns; /**< total minus first read posted to last byte in place */
-    /** array: rank, address, path, reason, bytes, reads, read_ns, connections, checksums (true,
-        false, or "local") */
+    /** array: rank, address, path, reason, bytes, reads, read_ns (from the first read posted to this
+        rank's last byte in place; on cuda_ipc one kernel reads all ranks), connections, checksums
+        (true, false, or "local") */
     const char *ranks_json;
     uint64_t map_ns;   /**< opening other processes' CUDA memory; part of connect_ns */
     uint64_t table_ns; /**< making copy tables on devices; part of plan_ns */
@@ -263,6 +273,7 @@ typedef struct fanin_rank_info {
     const char *ucx_version; /**< "" without UCX */
     fanin_status status;     /**< FANIN_OK: connected */
     const char *message;     /**< why not, "" otherwise */
+    bool silent; /**< not connected: it refused nothing, and said nothing in time */
 } fanin_rank_info;
 
 typedef struct fanin_publication_info {
@@ -274,6 +285,9 @@ typedef struct fanin_publication_info {
     uint64_t epoch, catalog_version;
     uint64_t tensors, bytes; /**< bytes held by this rank */
     uint8_t key_digest[16];
+    /** Milliseconds since it has this state, or since the commit that renewed it, and since the last
+        commit, as the rank answered; 0: not known (an older rank, nothing committed) */
+    uint64_t state_age_ms, commit_age_ms;
 } fanin_publication_info;
 enum {
     FANIN_PUBLICATION_UNPUBLISHED = 0,
@@ -315,7 +329,14 @@ FANIN_API FANIN_MUST_CHECK fanin_status fanin_client_ranks(fanin_client *client,
                                                            void *cookie,
                                                            fanin_error *error);
 
-/** Asks every connected rank what it publishes: one call a rank and publication. */
+/**
+ * Asks every rank what it publishes: one call a rank and publication. Ranks that are connected are
+ * asked at once, the others as soon as they are. Each is judged by itself: one that gave no answer
+ * until @p timeout_ms had passed, or refused, is left out, and fanin_client_ranks() says why.
+ *
+ * Blocks at most @p timeout_ms. FANIN_OK if one rank answered. FANIN_ERR_WORLD,
+ * FANIN_ERR_CANCELLED, FANIN_ERR_MEMORY; why the first rank gave no answer if none did.
+ */
 FANIN_API FANIN_MUST_CHECK fanin_status fanin_client_list(fanin_client *client,
                                                           uint32_t timeout_ms,
                                                           fanin_publication_fn fn,
@@ -331,7 +352,11 @@ FANIN_API FANIN_MUST_CHECK fanin_status fanin_client_catalog(
     fanin_client *client, const char *publication, const char *name,
     uint32_t timeout_ms, fanin_entry_fn fn, void *cookie, fanin_error *error);
 
-/** The publication's metadata; @p fn gets pairs as (key, value). */
+/**
+ * The publication's metadata; @p fn gets pairs as (key, value). They are the same on all ranks:
+ * those of the first rank that answers are taken. Waits for a first commit there until the timeout.
+ * Errors as fanin_client_catalog().
+ */
 typedef bool (*fanin_pair_fn)(void *cookie, const char *key, const char *value);
 FANIN_API FANIN_MUST_CHECK fanin_status fanin_client_metadata(
     fanin_client *client, const char *publication, uint32_t timeout_ms,
@@ -365,7 +390,12 @@ FANIN_API FANIN_MUST_CHECK fanin_status
 fanin_client_watch(fanin_client *client, const char *publication, uint32_t timeout_ms,
                    fanin_watch_fn fn, void *cookie, fanin_error *error);
 
-/** Round trip to every rank: @p fn gets rank infos; rtt in ns through @p rtt_ns. */
+/**
+ * Round trip to every rank: @p fn gets rank infos; rtt in ns through @p rtt_ns. Ranks that are
+ * connected are asked at once, the others as soon as they are; each is judged by itself, and has
+ * until @p timeout_ms, for which the call blocks at most. @p fn is called for all ranks, then
+ * FANIN_ERR_WORLD is told, or why nobody answered.
+ */
 typedef bool (*fanin_ping_fn)(void *cookie, const fanin_rank_info *info,
                               uint64_t rtt_ns);
 FANIN_API FANIN_MUST_CHECK fanin_status fanin_client_ping(fanin_client *client,

@@ -1,0 +1,132 @@
+#!/usr/bin/env bats
+# SPDX-License-Identifier: Apache-2.0
+# Looking at three stand-in ranks one of which is stopped or dead: each rank is told by itself, and
+# the whole command takes one --timeout.
+
+# shellcheck disable=SC2154 # info, ready and ranks_pid are set by ranks.bash
+
+bats_require_minimum_version 1.5.0
+
+setup_file()
+{
+    load ranks
+    start_ranks --adapter-shape small --world-size 3 --keep-going
+}
+
+teardown_file()
+{
+    load ranks
+    stop_ranks || true
+}
+
+setup()
+{
+    load ranks
+    unset NIXL_FETCH_SERVERS NIXL_FETCH_TIMEOUT
+    cd "$BATS_TEST_TMPDIR" || return 1
+}
+
+teardown()
+{
+    [ -z "${stopped-}" ] || kill -CONT "$stopped"
+}
+
+stop_rank()
+{
+    [ -z "${stopped-}" ] || kill -CONT "$stopped"
+    stopped=$(rank_pid "$1")
+    kill -STOP "$stopped"
+}
+
+key=base_model.model.model.layers.0.self_attn.k_proj.lora_A.weight
+
+@test "ping: a stopped rank is one dead rank, wherever it stands" {
+    for odd in 0 1 2; do
+        stop_rank "$odd"
+        run -13 --separate-stderr "$NIXL_FETCH" ping "$info" --timeout 600ms --json
+        [ "$(field answered)" = 2 ]
+        for rank in 0 1 2; do
+            [ "$(field ranks "$rank" rank)" = "$rank" ]
+            if [ "$rank" = "$odd" ]; then
+                [ "$(field ranks "$rank" status)" = FANIN_ERR_UNREACHABLE ]
+            else
+                [ "$(field ranks "$rank" status)" = FANIN_OK ]
+            fi
+        done
+        has "2 of 3 ranks answered"
+        has "did not answer in time"
+        has "is the trainer process stopped"
+    done
+}
+
+@test "list: a stopped rank is a row and exit status 13, the metadata are there" {
+    for odd in 0 2; do
+        stop_rank "$odd"
+        run -13 --separate-stderr "$NIXL_FETCH" list "$info" --timeout 1200ms
+        [ "$(grep -c 'rank [0-2] *stable' <<<"$output")" -eq 2 ]
+        grep -q "rank $odd *unreachable" <<<"$output"
+        grep -q "^0 *stable, 2 of 3 ranks" <<<"$output"
+        grep -q "^rank $odd unreachable: .* did not answer in time" <<<"$output"
+        has "run 0: lora_alpha = 16"
+        run -13 --separate-stderr "$NIXL_FETCH" list "$info" --timeout 1200ms --json
+        [ "$(field missing 0 rank)" = "$odd" ]
+        [ "$(field missing 0 status)" = FANIN_ERR_UNREACHABLE ]
+        [ "$(field runs 0 metadata r)" = 8 ]
+    done
+}
+
+@test "list --run and show: what the others hold, and who is missing" {
+    stop_rank 1
+    run -13 --separate-stderr "$NIXL_FETCH" list "$info" --run 0 --timeout 1200ms
+    grep -Eq "^lora:0:$key +BF16 +\[8, 896\] +0,2 +14336$" <<<"$output"
+    has "rank 1 unreachable: "
+    run -13 --separate-stderr "$NIXL_FETCH" list "$info" --run 0 --timeout 1200ms --json
+    [ "$(field keys 0 ranks)" = "[0, 2]" ]
+    [ "$(field missing 0 rank)" = 1 ]
+    run -13 --separate-stderr "$NIXL_FETCH" show "$info" "$key" --timeout 1200ms
+    has "rank 1 unreachable: "
+    run -13 --separate-stderr "$NIXL_FETCH" show "$info" "$key" --timeout 1200ms --json
+    [ "$(field owners 1 rank)" = 2 ]
+    [ "$(field missing 0 rank)" = 1 ]
+}
+
+@test "a rank that is left over is known by its number in any order of addresses" {
+    target=${ready##* }
+    IFS=, read -r a b c <<<"$target"
+    stop_rank 1
+    run -13 --separate-stderr "$NIXL_FETCH" list "$c,$b,$a" --timeout 1200ms --json
+    [ "$(field missing 0 rank)" = 1 ]
+    [ "$(field missing 0 address)" = "$b" ]
+}
+
+@test "completion: a stopped rank leaves the others' words" {
+    stop_rank 0
+    run -0 "$NIXL_FETCH" __complete line pull "$info" --run ""
+    [ "$output" = 0 ]
+    run -0 "$NIXL_FETCH" __complete line show "$info" lora:0:base_model.model.model.layers.23.mlp.up
+    [ "${#lines[@]}" -eq 2 ]
+}
+
+@test "pull: names the rank that nobody stands in for" {
+    stop_rank 1
+    run --separate-stderr "$NIXL_FETCH" pull "$info" --out d --timeout 1200ms --json
+    [[ $status == 1[23] ]] # it is unreachable, or the time is over
+    [ "$(field error address)" = "$(field error message | grep -o '127[0-9.:]*' | head -n 1)" ]
+    has "no other rank holds"
+    [ ! -e d ]
+    run -1 compgen -G ".d*"
+}
+
+@test "a dead rank is a row too" {
+    pid=$(rank_pid 2)
+    kill -KILL "$pid"
+    gone "$pid"
+    run -13 --separate-stderr "$NIXL_FETCH" list "$info" --json
+    [ "$(field missing 0 rank)" = 2 ]
+    has "2 of 3 ranks answered"
+    has "start the rank"
+    run -13 --separate-stderr "$NIXL_FETCH" show "$info" "$key" --json
+    [ "$(field missing 0 rank)" = 2 ]
+    run -13 --separate-stderr "$NIXL_FETCH" ping "$info" --json
+    [ "$(field answered)" = 2 ]
+}
