@@ -48,9 +48,7 @@ static void forget_if_unused(fanin_server *s, peer_count *counted)
     free(counted);
 }
 
-/* One network peer gets at most half of the connections, but never less than two: one for
-   control and one for data. */
-static unsigned most_per_peer(const fanin_server *s)
+unsigned most_per_peer(const fanin_server *s)
 {
     return s->max_sessions / 2 > 2 ? s->max_sessions / 2 : 2;
 }

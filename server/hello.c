@@ -77,10 +77,39 @@ static void reply_hello(session *s, uint64_t request, const msg_hello *hello,
         seal_hello(s, in, reply);
 }
 
+/* Open sessions of one network peer, NULL: of all. */
+static unsigned count_open(const struct control *c, const peer_count *of)
+{
+    unsigned n = 0;
+    for (const session *s = c->sessions; s; s = s->next)
+        n += s->reader && (!of || s->counted == of);
+    return n;
+}
+
+/* A session without room for a data connection could look, and never pull: every other connection
+   is kept for that. */
+static bool has_room(const session *s)
+{
+    const fanin_server *server = s->control->server;
+    unsigned all = server->max_sessions / 2, each = most_per_peer(server) / 2;
+    return count_open(s->control, NULL) < all &&
+           (!s->counted || count_open(s->control, s->counted) < each);
+}
+
 static void open_control(session *s, uint64_t request, const msg_hello *m,
                          const body *in)
 {
     fanin_server *server = s->control->server;
+    if (!has_room(s)) {
+        pthread_mutex_lock(&server->lock);
+        server->stats.sessions_refused++;
+        pthread_mutex_unlock(&server->lock);
+        session_fail(
+            s, request, FANIN_ERR_LIMIT,
+            "no more sessions: the other connections are for the bytes of those "
+            "that are open; close idle clients, or raise max_sessions");
+        return;
+    }
     pthread_mutex_lock(&server->lock);
     s->reader = reader_make(server);
     pthread_mutex_unlock(&server->lock);

@@ -338,24 +338,60 @@ static void connections_are_limited(void **state)
     c.max_sessions = 6;
     fanin_server *s = server_start(&c);
     peer p[6];
-    for (size_t i = 0; i < 3; i++)
-        p[i] = peer_open(s);
+    p[0] = peer_open(s);
+    p[1] = peer_data(s, &p[0]);
+    p[2] = peer_data(s, &p[0]);
     refused(s, false, FANIN_ERR_LIMIT); /* half for one network peer */
-    for (size_t i = 3; i < 6; i++)
-        p[i] = peer_open_unix(s); /* the server's own user may have the rest */
+    p[3] = peer_open_unix(s);           /* the server's own user may have the rest */
+    p[4] = peer_open_unix(s);
+    p[5] = peer_data_unix(s, &p[4]);
     msg_error e = refused(s, true, FANIN_ERR_LIMIT);
     assert_non_null(strstr(e.message, "6 connections"));
     fanin_server_stats stats = server_stats(s);
     assert_int_equal(stats.sessions, 6);
     assert_int_equal(stats.sessions_opened, 6);
     assert_int_equal(stats.sessions_refused, 2);
-    peer_close(&p[0]);
+    peer_close(&p[4]);
     deadline at = deadline_in_ms(10000);
     while (server_stats(s).sessions == 6 && !deadline_passed(at))
         ;
-    p[0] = peer_open(s);
+    p[4] = peer_open_unix(s);
     for (size_t i = 0; i < 6; i++)
         peer_close(&p[i]);
+    fanin_server_destroy(&s, 0);
+}
+
+/* Clients that connect first and pull later find room for their bytes. */
+static void sessions_leave_room_for_data(void **state)
+{
+    (void)state;
+    fanin_server_config c = server_config();
+    c.max_sessions = 8;
+    fanin_server *s = server_start(&c);
+    peer p[4], d[4];
+    p[0] = peer_open(s);
+    p[1] = peer_open(s);
+    peer late = peer_connect(s);
+    buffer b = {0};
+    msg_hello hello = {
+        .version_min = VERSION_MIN, .version_max = VERSION_MAX, .role = ROLE_CONTROL};
+    encode_hello(&b, 1, &hello);
+    peer_send(&late, &b);
+    msg_error e = peer_expect_error(&late, FANIN_ERR_LIMIT);
+    assert_non_null(strstr(e.message, "max_sessions"));
+    peer_expect_closed(&late);
+    peer_close(&late);
+    while (server_stats(s).sessions > 2) /* what was refused is gone */
+        sched_yield();
+    p[2] = peer_open_unix(s);
+    p[3] = peer_open_unix(s);
+    for (size_t i = 0; i < 4; i++)
+        d[i] = i < 2 ? peer_data(s, &p[i]) : peer_data_unix(s, &p[i]);
+    for (size_t i = 0; i < 4; i++) {
+        peer_ping(&d[i]);
+        peer_close(&d[i]);
+        peer_close(&p[i]);
+    }
     fanin_server_destroy(&s, 0);
 }
 
@@ -365,7 +401,7 @@ static void many_refused_peers_do_no_harm(void **state)
     fanin_server_config c = server_config();
     c.max_sessions = 2;
     fanin_server *s = server_start(&c);
-    peer p = peer_open(s), q = peer_open(s), refusals[40];
+    peer p = peer_open(s), q = peer_data(s, &p), refusals[40];
     for (size_t i = 0; i < 40; i++)
         refusals[i] = peer_connect(s);
     peer_ping(&p);
@@ -651,6 +687,7 @@ int main(void)
         cmocka_unit_test(a_killed_rank_leaves_its_child_nothing),
         cmocka_unit_test(threads_block_signals),
         cmocka_unit_test(connections_are_limited),
+        cmocka_unit_test(sessions_leave_room_for_data),
         cmocka_unit_test(many_refused_peers_do_no_harm),
         cmocka_unit_test(open_servers_mind_the_allow_list),
         cmocka_unit_test(other_users_are_refused_on_the_unix_socket),

@@ -47,10 +47,12 @@ typedef struct fanin_server_config {
     /** the most that readers can delay begin_update; default 1000;
         0: begin_update never waits */
     uint32_t lease_ms;
-    uint32_t max_sessions; /**< control and data connections, default 256 */
-    uint64_t max_memory;   /**< bytes for all sessions together, default 256 MiB */
-    uint32_t idle_ms; /**< a session silent for so long is closed, default 300000 */
-    fanin_log_fn log; /**< default none */
+    uint32_t
+        max_sessions; /**< control and data connections, default 256; half of them at most are for control, so that
+             every client that connects can also pull */
+    uint64_t max_memory; /**< bytes for all sessions together, default 256 MiB */
+    uint32_t idle_ms;    /**< a session silent for so long is closed, default 300000 */
+    fanin_log_fn log;    /**< default none */
     void *log_cookie;
 } fanin_server_config;
 
