@@ -3,7 +3,9 @@
 #include "failure.h"
 #include "missing.h"
 #include "output.h"
+#include "terminal.h"
 
+#include <stdarg.h>
 #include <stdio.h>
 #include <string.h>
 
@@ -11,6 +13,8 @@ typedef struct report {
     struct libscols_table *table; /**< NULL with --json */
     json_t *ranks;
     const session *session;
+    json_t *notes;   /**< lines below the table */
+    char facts[200]; /**< the last of what ranks say of themselves */
     uint32_t answered, asked;
     fanin_error first; /**< of the first rank that did not answer */
 } report;
@@ -35,6 +39,19 @@ static void add_json(report *r, const fanin_rank_info *info, int32_t rank,
     json_array_append_new(r->ranks, o);
 }
 
+static void note(report *r, const char *format, ...)
+    __attribute__((format(printf, 2, 3)));
+
+static void note(report *r, const char *format, ...)
+{
+    char text[1024];
+    va_list arguments;
+    va_start(arguments, format);
+    vsnprintf(text, sizeof(text), format, arguments);
+    va_end(arguments);
+    json_array_append_new(r->notes, output_string(text));
+}
+
 static void add_row(report *r, const fanin_rank_info *info, int32_t number,
                     uint64_t rtt_ns)
 {
@@ -44,20 +61,33 @@ static void add_row(report *r, const fanin_rank_info *info, int32_t number,
         rank = output_number((uint64_t)number);
     }
     output_text rtt = output_duration(rtt_ns);
-    output_text world = output_hex(info->world_id, 16);
-    bool ucx = info->ucx_version != NULL && info->ucx_version[0] != '\0';
-    const char *state = good                       ? "ok"
-                        : info->message[0] != '\0' ? info->message
-                                                   : fanin_status_text(info->status);
-    const char *cells[] = {rank.s,
-                           info->address,
-                           good ? rtt.s : "-",
+    const char *cells[] = {rank.s, info->address, good ? rtt.s : "-",
                            good ? info->server_name : "-",
-                           good ? world.s : "-",
-                           good ? info->software : "-",
-                           good && ucx ? info->ucx_version : "-",
-                           state};
+                           good ? "ok" : fanin_status_text(info->status)};
     output_row(r->table, NULL, cells, sizeof(cells) / sizeof(cells[0]));
+}
+
+/* Below the table: why a rank does not answer; what the others say of themselves, each time that
+   it is something else than before. */
+static void add_note(report *r, const fanin_rank_info *info, int32_t rank)
+{
+    char facts[sizeof(r->facts)];
+    bool ucx = info->ucx_version != NULL && info->ucx_version[0] != '\0';
+    if (info->status != FANIN_OK) {
+        note(r, "%s: %s", info->address,
+             info->message[0] != '\0' ? info->message
+                                      : fanin_status_text(info->status));
+        return;
+    }
+    snprintf(facts, sizeof(facts), "world %.32s of %u ranks, %.63s, UCX %.31s",
+             output_hex(info->world_id, 16).s, info->world_size, info->software,
+             ucx ? info->ucx_version : "none");
+    if (r->facts[0] == '\0') {
+        note(r, "%s", facts);
+    } else if (strcmp(facts, r->facts) != 0) {
+        note(r, "from rank %d on: %s", (int)rank, facts);
+    }
+    memcpy(r->facts, facts, sizeof(r->facts));
 }
 
 static bool on_rank(void *cookie, const fanin_rank_info *info, uint64_t rtt_ns)
@@ -77,6 +107,7 @@ static bool on_rank(void *cookie, const fanin_rank_info *info, uint64_t rtt_ns)
     }
     if (r->table != NULL) {
         add_row(r, info, rank, rtt_ns);
+        add_note(r, info, rank);
     } else {
         add_json(r, info, rank, rtt_ns);
     }
@@ -89,6 +120,9 @@ static int finish(report *r, const session *s)
     bool good = r->answered == s->target.count;
     if (r->table != NULL) {
         output_print(r->table);
+        for (size_t i = 0; i < json_array_size(r->notes); i++) {
+            terminal_print("%s", json_string_value(json_array_get(r->notes, i)));
+        }
     } else {
         output_json(json_pack("{s:b, s:i, s:i, s:O}", "healthy", good ? 1 : 0,
                               "answered", (int)r->answered, "addresses",
@@ -111,11 +145,13 @@ static int ping(session *s, const common_options *common)
 {
     static const output_column columns[] = {
         {"RANK", true, false},  {"ADDRESS", false, false}, {"RTT", true, false},
-        {"NAME", false, false}, {"WORLD", false, false},   {"VERSION", false, false},
-        {"UCX", false, false},  {"STATUS", false, false},
+        {"NAME", false, false}, {"STATUS", false, false},
     };
     fanin_error error = FANIN_ERROR_INIT;
-    report r = {.session = s, .ranks = json_array(), .first = FANIN_ERROR_INIT};
+    report r = {.session = s,
+                .ranks = json_array(),
+                .notes = json_array(),
+                .first = FANIN_ERROR_INIT};
     if (!common->json) {
         r.table = output_table(columns, sizeof(columns) / sizeof(columns[0]));
     }
@@ -133,6 +169,7 @@ static int ping(session *s, const common_options *common)
         code = session_failure(s, "no ping", &error);
     }
     json_decref(r.ranks);
+    json_decref(r.notes);
     return code;
 }
 
@@ -144,7 +181,7 @@ static int run(const command *self, int argc, const char **argv)
     int code;
     const char *where = session_begin(self, &line, argc, argv, table, 0, &code);
     if (where != NULL) {
-        code = session_open(&s, self, &line, where, NULL);
+        code = session_open(&s, self, &line, where, line.run);
         if (code == 0) {
             code = ping(&s, &line.common);
         }
@@ -158,10 +195,14 @@ const command cmd_ping = {
     .name = "ping",
     .arguments = "TARGET [OPTION...]",
     .summary = "ask every rank whether it lives",
-    .help = "Examples:\n"
-            "  nixl-fetch ping 127.0.0.1:6000 --world-size 8\n"
-            "  nixl-fetch ping nixl_info.json --timeout 500ms --json\n"
-            "\n"
-            "Exit status 0: all ranks answered, and they are of one world.",
+    .help =
+        "Examples:\n"
+        "  nixl-fetch ping 127.0.0.1:6000 --world-size 8\n"
+        "  nixl-fetch ping nixl_info.json --timeout 500ms --json\n"
+        "\n"
+        "Exit status 0: all ranks answered, and they are of one world. The address of "
+        "one\n"
+        "rank, without --world-size, asks that rank alone.",
+    .of_some = true,
     .run = run,
 };

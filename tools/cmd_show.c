@@ -6,15 +6,17 @@
 #include "output.h"
 #include "terminal.h"
 
+#include <fnmatch.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
 typedef struct shower {
-    const session *session;
-    const char *key;
-    bool json;
-    missing missing;
+    const char *publication;
+    const char *name; /**< or a pattern */
+    bool pattern;
+    size_t found;
+    json_t *keys; /**< those found; NULL: printed as tables */
 } shower;
 
 /* The first owner that holds the very box of owner @p index; @p index: it is the first. */
@@ -32,7 +34,7 @@ static size_t original_of(const fanin_entry *e, size_t index)
     return index;
 }
 
-static void show_json(const shower *s, const fanin_entry *e, uint64_t distinct)
+static json_t *key_json(const char *key, const fanin_entry *e, uint64_t distinct)
 {
     json_t *owners = json_array();
     for (size_t i = 0; i < e->n_owners; i++) {
@@ -51,17 +53,16 @@ static void show_json(const shower *s, const fanin_entry *e, uint64_t distinct)
         json_array_append_new(owners, one);
     }
     json_t *object = json_object();
-    output_set_string(object, "key", s->key);
+    output_set_string(object, "key", key);
     output_set_string(object, "dtype", fanin_dtype_name(e->dtype));
     json_object_set_new(object, "shape", keys_dims(e->shape, e->n_dims));
     output_set_u64(object, "bytes", e->bytes);
     output_set_u64(object, "distinct_bytes", distinct);
     json_object_set_new(object, "owners", owners);
-    json_object_set_new(object, "missing", missing_json(&s->missing));
-    output_json(object);
+    return object;
 }
 
-static void show_table(const shower *s, const fanin_entry *e, uint64_t distinct)
+static void show_table(const char *key, const fanin_entry *e, uint64_t distinct)
 {
     static const output_column columns[] = {
         {"RANK", true, false},    {"OFFSET", false, false},
@@ -93,32 +94,35 @@ static void show_table(const shower *s, const fanin_entry *e, uint64_t distinct)
                                replica};
         output_row(table, NULL, cells, 8);
     }
-    terminal_print("key    %s", s->key);
+    terminal_print("key    %s", key);
     terminal_print("dtype  %s", fanin_dtype_name(e->dtype));
     terminal_print("shape  %s", output_dims(e->shape, e->n_dims).s);
     terminal_print("bytes  %llu, of which ranks hold %llu",
                    (unsigned long long)e->bytes, (unsigned long long)distinct);
     output_print(table);
-    missing_print(&s->missing);
 }
 
 static bool on_entry(void *cookie, const fanin_entry *e)
 {
     shower *s = cookie;
+    char key[FANIN_MAX_NAME + 128];
     uint64_t distinct = 0;
-    if (s->missing.asked == 0) {
-        missing_gather(s->session, &s->missing);
+    if (s->pattern && fnmatch(s->name, e->name, 0) != 0) {
+        return true;
     }
     for (size_t i = 0; i < e->n_owners; i++) {
         if (original_of(e, i) == i) {
             distinct += e->owners[i].bytes;
         }
     }
-    if (s->json) {
-        show_json(s, e, distinct);
+    snprintf(key, sizeof(key), "%s:%s", s->publication, e->name);
+    if (s->keys != NULL) {
+        json_array_append_new(s->keys, key_json(key, e, distinct));
     } else {
-        show_table(s, e, distinct);
+        fputs(s->found > 0 ? "\n" : "", stdout);
+        show_table(key, e, distinct);
     }
+    s->found++;
     return true;
 }
 
@@ -140,21 +144,54 @@ static const char *split_key(const char *key, char run_out[FANIN_MAX_RUN + 1])
     return run + length + 1;
 }
 
+/* With a pattern an object with a list, else the key's own. */
+static void tell(const shower *s, const missing *absent)
+{
+    if (s->keys == NULL) {
+        missing_print(absent);
+        return;
+    }
+    json_t *object =
+        s->pattern ? json_object() : json_deep_copy(json_array_get(s->keys, 0));
+    if (s->pattern) {
+        output_set_string(object, "publication", s->publication);
+        json_object_set(object, "keys", s->keys);
+    }
+    json_object_set_new(object, "missing", missing_json(absent));
+    output_json(object);
+}
+
 static int show(session *s, const common_options *common, const char *name)
 {
-    char key[FANIN_MAX_NAME + 128];
     fanin_error error = FANIN_ERROR_INIT;
-    snprintf(key, sizeof(key), "%s:%s", s->publication, name);
-    shower cookie = {.session = s, .key = key, .json = common->json != 0};
+    missing absent = {0};
+    shower cookie = {.publication = s->publication,
+                     .name = name,
+                     .pattern = strpbrk(name, "*?[") != NULL,
+                     .keys = common->json ? json_array() : NULL};
     int code = session_reach(s);
     if (code != 0) {
+        json_decref(cookie.keys);
         return code;
     }
-    fanin_status status = fanin_client_catalog(
-        s->client, s->publication, name, session_left_ms(s), on_entry, &cookie, &error);
-    code = status == FANIN_OK ? missing_report(&cookie.missing)
-                              : session_failure(s, "cannot show the key", &error);
-    missing_free(&cookie.missing);
+    s->key = cookie.pattern ? NULL : name;
+    fanin_status status =
+        fanin_client_catalog(s->client, s->publication, s->key, session_left_ms(s),
+                             on_entry, &cookie, &error);
+    if (status == FANIN_OK && cookie.found == 0) {
+        status = failure_set(&error, FANIN_ERR_NOT_FOUND,
+                             "'nixl-fetch list --run R' shows the names",
+                             "no key of %s is like '%s'", s->publication, name);
+    }
+    if (status != FANIN_OK) {
+        code = session_failure(s, "cannot show the key", &error);
+    } else {
+        missing_gather(s, &absent);
+        tell(&cookie, &absent);
+        code = missing_report(&absent);
+        missing_free(&absent);
+    }
+    json_decref(cookie.keys);
     return code;
 }
 
@@ -191,9 +228,11 @@ const command cmd_show = {
         "Examples:\n"
         "  nixl-fetch show 127.0.0.1:6000 --world-size 8 \\\n"
         "      lora:0:base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight\n"
+        "  nixl-fetch show nixl_info.json 'lora:0:*.layers.0.*'\n"
         "\n"
-        "KEY is lora:<run>:<name>, or a name together with --run. A rank that does "
-        "not\n"
-        "answer is named; the exit status is then 13.",
+        "KEY is lora:<run>:<name>, or a name together with --run; the name may be a "
+        "pattern\n"
+        "with *, ? and [...]. A rank that does not answer is named; the exit status is "
+        "then 13.",
     .run = run,
 };

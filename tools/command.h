@@ -11,6 +11,7 @@ typedef struct command {
     const char *summary;   /**< one line, for the list of commands */
     const char *help;      /**< examples and paragraphs, printed before the options */
     bool hidden;           /**< not listed, no suggestion leads to it */
+    bool of_some;          /**< one address alone may be that of a rank among others */
     /** @p argv[0] is "nixl-fetch NAME". Returns the exit status. */
     int (*run)(const struct command *self, int argc, const char **argv);
 } command;

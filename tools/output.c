@@ -70,11 +70,10 @@ void output_json_line(json_t *object)
     dump(object, JSON_COMPACT);
 }
 
-void output_set_string(json_t *object, const char *name, const char *text)
+json_t *output_string(const char *text)
 {
     if (text == NULL || text[0] == '\0') {
-        json_object_set_new(object, name, json_null());
-        return;
+        return json_null();
     }
     json_t *value = json_string(text);
     if (value == NULL) {
@@ -87,7 +86,12 @@ void output_set_string(json_t *object, const char *name, const char *text)
         value = output_require(json_string(copy));
         free(copy);
     }
-    json_object_set_new(object, name, value);
+    return value;
+}
+
+void output_set_string(json_t *object, const char *name, const char *text)
+{
+    json_object_set_new(object, name, output_string(text));
 }
 
 void output_set_u64(json_t *object, const char *name, uint64_t value)

@@ -33,6 +33,8 @@ void output_json(json_t *object);
 void output_json_line(json_t *object);
 /** Sets a string; bytes that are not UTF-8 become '?'; "" becomes null. */
 void output_set_string(json_t *object, const char *name, const char *text);
+/** The same alone. */
+json_t *output_string(const char *text);
 void output_set_u64(json_t *object, const char *name, uint64_t value);
 /** Sets nanoseconds; null if the age is 0, not known. */
 void output_set_age(json_t *object, const char *name, uint64_t ms);

@@ -3,6 +3,7 @@
 #include "failure.h"
 #include "interrupt.h"
 #include "progress.h"
+#include "suggest.h"
 #include "terminal.h"
 
 #include <malloc.h>
@@ -196,6 +197,8 @@ int session_open(session *s, const command *self, const invocation *line,
         return code;
     }
     demand(s, &line->connect, &config);
+    config.partial = self->of_some && s->target.count == 1 && world_size == 0 &&
+                     s->target.file == NULL;
     if (fanin_client_create(&config, &s->client, &error) != FANIN_OK) {
         return failure_report("cannot make a client", &error);
     }
@@ -232,6 +235,7 @@ void session_explain(const session *s, fanin_error *error)
 int session_failure(const session *s, const char *what, fanin_error *error)
 {
     session_explain(s, error);
+    suggest(s, s->key, error);
     return failure_report(what, error);
 }
 

@@ -12,6 +12,7 @@ typedef struct session {
     fanin_client *client;
     char run[80];
     char publication[96]; /**< "lora:<run>" */
+    const char *key;      /**< that is asked for, NULL: none */
     bool demanding;       /**< an option says who the ranks must be */
     uint64_t end_ns;      /**< when the command's --timeout is over */
 } session;

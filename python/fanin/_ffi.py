@@ -235,6 +235,7 @@ class ClientConfig(Structure):
         ("log", c_void_p),
         ("log_cookie", c_void_p),
         ("no_checksums", c_bool),
+        ("partial", c_bool),
     ]
 
 

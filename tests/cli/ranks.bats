@@ -37,10 +37,26 @@ key=base_model.model.model.layers.0.self_attn.k_proj.lora_A.weight
     run -0 "$NIXL_FETCH" ping "$info"
     [ "$(grep -c ' ok *$' <<<"$output")" -eq 4 ]
     has job_3
+    has "world 000102030405060708090a0b0c0d0e0f of 4 ranks, fanin "
+    while read -r line; do
+        [ "${#line}" -le 80 ]
+    done <<<"$output"
     run -0 "$NIXL_FETCH" ping "$info" --json
     [ "$(field healthy)" = true ]
     [ "$(field ranks 3 rank)" = 3 ]
     [ "$(field ranks 0 world_id)" = 000102030405060708090a0b0c0d0e0f ]
+}
+
+@test "ping: one rank of several, by its address alone" {
+    run -0 "$NIXL_FETCH" ping "${ready##*,}"
+    grep -Eq '^ *3 127.0.0.1:[0-9]+ .* ok *$' <<<"$output"
+    [ "$(grep -c ' ok *$' <<<"$output")" -eq 1 ]
+    has "of 4 ranks"
+    run -0 "$NIXL_FETCH" ping "${ready##*,}" --json
+    [ "$(field ranks 0 world_size)" = 4 ]
+    [ "$(field addresses)" = 1 ]
+    # Whoever says how many ranks there are is believed.
+    run -14 "$NIXL_FETCH" ping "${ready##*,}" --world-size 1
 }
 
 @test "ping fails when one of the ranks is missing" {
@@ -84,6 +100,32 @@ key=base_model.model.model.layers.0.self_attn.k_proj.lora_A.weight
     run -0 "$NIXL_FETCH" show "$info" "lora:0:$key" --json
     [ "$(field owners 1 offset)" = "[2, 0]" ]
     [ "$(field distinct_bytes)" = 14336 ]
+}
+
+@test "show: a pattern shows the keys that are like it" {
+    run -0 "$NIXL_FETCH" show "$info" 'lora:0:*.layers.1.*.[kv]_proj.lora_?.weight'
+    [ "$(grep -c '^key ' <<<"$output")" -eq 4 ]
+    [ "$(grep -c 'layers.1.self_attn.v_proj.lora_B' <<<"$output")" -eq 1 ]
+    run -0 "$NIXL_FETCH" show "$info" '*.layers.1.*.[kv]_proj.lora_?.weight' --run best.1 --json
+    [ "$(field publication)" = lora:best.1 ]
+    [ "$(field keys 3 shape)" = "[128, 8]" ]
+    run -11 "$NIXL_FETCH" show "$info" 'lora:0:*nothing*'
+    has "no key of lora:0 is like '*nothing*'"
+}
+
+@test "a name that is not there gets a suggestion" {
+    run -11 "$NIXL_FETCH" show "$info" lora:0:base_model.model.model.layers.0.self_attn.k_prj.lora_A.weight
+    has "did you mean '$key'?"
+    run -11 "$NIXL_FETCH" show "$info" lora:0:nothing.like.it
+    [[ $output != *"did you mean"* ]]
+    for command in list "pull --out d" "show key"; do
+        # shellcheck disable=SC2086
+        set -- $command
+        run -11 "$NIXL_FETCH" "$1" "$info" "${@:2}" --run bset.1 --timeout 5s
+        has "did you mean the run 'best.1'?"
+    done
+    run -11 "$NIXL_FETCH" list "$info" --run quite-another --timeout 5s
+    has "the ranks have the runs 0, best.1"
 }
 
 @test "what is not there is exit status 11 and named" {

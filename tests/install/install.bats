@@ -140,6 +140,7 @@ warnings='-Wall -Wextra -pedantic -Werror'
     # Not its warnings: scdoc writes paragraph macros that mandoc finds superfluous.
     mandoc -T lint -W error "$FANIN_PREFIX/share/man/man1/nixl-fetch.1"
     bash -n "$FANIN_PREFIX/share/bash-completion/completions/nixl-fetch"
+    [ -f "$FANIN_PREFIX/share/fanin/schemas/pull.json" ]
     [ -f "$FANIN_PREFIX/share/zsh/site-functions/_nixl-fetch" ]
     [ -f "$FANIN_PREFIX/share/fish/vendor_completions.d/nixl-fetch.fish" ]
 }

@@ -60,6 +60,9 @@ typedef struct fanin_client_config {
         WireGuard). Default: every frame and every reply with weights has one, and what does not
         fit is FANIN_ERR_TRANSPORT and asked for again. Unix sockets have none */
     bool no_checksums;
+    /** the addresses may be those of some of the world's ranks, to look at these; a pull
+        succeeds only if they hold everything */
+    bool partial;
 } fanin_client_config;
 
 FANIN_API void fanin_client_config_init(fanin_client_config *config, size_t size);
