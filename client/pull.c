@@ -130,6 +130,8 @@ static fanin_status get_ready(pull *p, fanin_error *error)
     fanin_client *client = p->client;
     fanin_result_info *info = &p->result->info;
     const agree_need need = {.without = plan_without, .cookie = p};
+    plan_cache *cache = &p->publication->plans[p->destination->plan_slot];
+    cache->lacks_rank = false;
     uint64_t clock = clock_ns();
     fanin_status status = client_ensure_connected(client, p->patient, p->at, error);
     info->connect_ns += lap(&clock);
@@ -152,7 +154,7 @@ static fanin_status get_ready(pull *p, fanin_error *error)
     if (status == FANIN_OK)
         status =
             pull_plan(client, p->publication, p->use, p->destination, p->at, error);
-    if (p->publication->plans[p->destination->plan_slot].lacks_rank)
+    if (cache->lacks_rank)
         look_for_more(p, there);
     info->plan_ns += lap(&clock);
     return status;
@@ -429,7 +431,8 @@ static fanin_status pull_until_good(pull *p, fanin_error *error)
         if (p->result->info.stale > 0 &&
             (status == FANIN_ERR_TIMEOUT || status == FANIN_ERR_STALE))
             return stale_error(p, error);
-        if (status == FANIN_ERR_TIMEOUT && p->lost.status != FANIN_OK)
+        /* An error of the agreement has a key, and tells of lost ranks itself. */
+        if (status == FANIN_ERR_TIMEOUT && p->lost.status != FANIN_OK && !local.key[0])
             return lost_error(p, error);
         error_copy(error, &local);
         return status;
