@@ -130,10 +130,11 @@ static fanin_status map(adapter *a, fanin_error *error)
         mmap(NULL, size, PROT_READ | PROT_WRITE, MAP_SHARED, a->memory.file, 0);
     a->anonymous = false;
     if (base == MAP_FAILED && errno != ENOMEM) {
+        char reason[64];
         log_write(
             &a->log, FANIN_LOG_INFO, "adapter-no-mmap",
             "the filesystem of '%s' has no shared mappings (%s): writing from memory",
-            a->place.directory, strerrorname_np(errno));
+            a->place.directory, strerror_r(errno, reason, sizeof(reason)));
         a->anonymous = true;
         base = mmap(NULL, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1,
                     0);
@@ -154,7 +155,7 @@ static bool take_spare(adapter *a)
         !spare_file_fits(*a->spare, a->place.parent, a->layout.file_size) ||
         !spare_file_take(a->spare, &a->memory))
         return false;
-    char self[40];
+    char self[40], reason[64];
     snprintf(self, sizeof(self), "/proc/self/fd/%d", a->memory.file);
     if (linkat(AT_FDCWD, self, a->directory, MODEL_FILE, AT_SYMLINK_FOLLOW) == 0) {
         a->anonymous = false;
@@ -162,7 +163,7 @@ static bool take_spare(adapter *a)
     }
     log_write(&a->log, FANIN_LOG_INFO, "spare-file",
               "the spare file cannot be used for '%s' (%s)", a->place.directory,
-              strerrorname_np(errno));
+              strerror_r(errno, reason, sizeof(reason)));
     file_memory_release(&a->memory);
     return false;
 }

@@ -114,6 +114,7 @@ static bool locks_prove_death(int directory)
 
 static void remove_directory(sweep *s, const char *entry)
 {
+    char reason[64];
     if (adapter_remove_directory(s->parent, entry)) {
         s->removed++;
         log_write(&s->log, FANIN_LOG_INFO, "adapter-leftover",
@@ -121,7 +122,7 @@ static void remove_directory(sweep *s, const char *entry)
     } else {
         log_write(&s->log, FANIN_LOG_WARNING, "adapter-leftover",
                   "could not remove %s, left by a process that died (%s)", entry,
-                  strerrorname_np(errno));
+                  strerror_r(errno, reason, sizeof(reason)));
     }
 }
 
@@ -183,11 +184,12 @@ static bool sweep_run(sweep *s)
 /* Where others may rename, what bears a leftover's name may be anything of ours. */
 static bool is_safe(int parent, char why_out[OWNERSHIP_TEXT])
 {
+    char reason[64];
     struct stat info;
     if (fstat(parent, &info) == 0)
         return !ownership_parent_doubtful(&info, why_out);
     snprintf(why_out, OWNERSHIP_TEXT, "cannot be looked at (%s)",
-             strerrorname_np(errno));
+             strerror_r(errno, reason, sizeof(reason)));
     return false;
 }
 

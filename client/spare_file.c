@@ -94,11 +94,12 @@ static void *make(void *argument)
 /* Neither name nor leftovers; not every filesystem has such files. */
 static int open_nameless(int parent, const logger *log)
 {
+    char reason[64];
     int fd = openat(parent, ".", O_TMPFILE | O_RDWR | O_CLOEXEC, ADAPTER_FILE_MODE);
     if (fd < 0 && log)
         log_write(log, FANIN_LOG_INFO, "spare-file",
                   "no spare file is kept: the filesystem has no nameless files (%s)",
-                  strerrorname_np(errno));
+                  strerror_r(errno, reason, sizeof(reason)));
     return fd;
 }
 
