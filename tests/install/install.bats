@@ -215,3 +215,57 @@ warnings='-Wall -Wextra -pedantic -Werror'
     wait "$first"
     wait "$second"
 }
+
+# block N: the README's Nth example in C.
+block()
+{
+    awk -v n="$1" '/^```/ { inside = $0 == "```c" && ++seen == n; next } inside' "$here/../../README.md"
+}
+
+# two_ports: the first of two that nobody listens on.
+two_ports()
+{
+    local port=21000
+    while [ -n "$(ss -Hltn "sport = :$port or sport = :$((port + 1))")" ]; do
+        port=$((port + 2))
+    done
+    echo "$port"
+}
+
+@test "the README's examples in C compile without a warning, and one pulls the other's step" {
+    [ "$(grep -c '^```c$' "$here/../../README.md")" = 2 ]
+    number=0
+    for example in trainer worker; do
+        number=$((number + 1))
+        block "$number" >"$scratch/$example.c"
+        [ -s "$scratch/$example.c" ]
+        for compiler in gcc clang; do
+            compiled "$scratch/$example.c" "$scratch/$example" "$compiler" -std=c11 \
+                "$here/readme_$example.c"
+        done
+    done
+    port=$(two_ports)
+    mkfifo "$scratch/in0" "$scratch/in1" "$scratch/out0" "$scratch/out1"
+    "$scratch/trainer" 0 "$port" <"$scratch/in0" >"$scratch/out0" 3>&- &
+    first=$!
+    "$scratch/trainer" 1 "$port" <"$scratch/in1" >"$scratch/out1" 3>&- &
+    second=$!
+    exec 7>"$scratch/in0" 8>"$scratch/in1" 5<"$scratch/out0" 6<"$scratch/out1"
+    # Before each step a trainer says how many it has taken.
+    for taken in 0 1; do
+        read -r -t 20 -u 5 said && [ "$said" = "$taken" ]
+        read -r -t 20 -u 6 said && [ "$said" = "$taken" ]
+        if [ "$taken" = 1 ]; then
+            "$scratch/worker" 1 "$scratch/adapter" "127.0.0.1:$port" "127.0.0.1:$((port + 1))"
+            run -1 "$scratch/worker" 1 "$scratch/none" "127.0.0.1:$port"
+            [[ $output == *"rank"* ]]
+        fi
+        echo >&7
+        echo >&8
+    done
+    wait "$first"
+    wait "$second"
+    exec 5<&- 6<&- 7>&- 8>&-
+    [ "$(tail -c 1024 "$scratch/adapter/adapter_model.safetensors" | od -An -v -tx1 | tr -d ' \n' | sort -u)" = \
+        "$(printf '01%.0s' {1..1024})" ]
+}
