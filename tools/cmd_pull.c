@@ -52,7 +52,7 @@ static int tell(const session *s, const common_options *common, const pull_optio
     }
     terminal_print("%-9s %s%s", "directory", o->out,
                    info->reused
-                       ? " (was there already, with this identity: nothing was read)"
+                       ? " (was there already, and is unchanged: nothing was pulled)"
                        : "");
     terminal_print("%-9s %s", "run", s->run);
     report_print(info);

@@ -33,7 +33,7 @@ class PullResult:
     restarts: int
     #: Of them, those that were overtaken by an update.
     stale: int
-    #: The directory was there already, and nothing was read.
+    #: The directory was there already, and no rank was read.
     reused: bool
     #: Of most bytes: "stream", "cma", "rdma", "cuda_ipc".
     path: str

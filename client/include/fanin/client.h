@@ -243,7 +243,7 @@ typedef struct fanin_result_info {
     uint64_t tensors; /**< filled or written */
     uint64_t reads;   /**< read requests or one-sided gets */
     uint32_t restarts, stale;
-    bool reused;             /**< the directory was there already; nothing was read */
+    bool reused;             /**< the directory was there already; no rank was read */
     fanin_path path;         /**< of most bytes */
     const char *path_reason; /**< why this path */
     /* nanoseconds; total is the whole call */
