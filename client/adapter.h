@@ -29,6 +29,7 @@ typedef struct adapter_identity {
     fanin_dtype dtype; /**< what F32 tensors were converted to; 0: nothing */
     /* how it came; says nothing of what it is */
     fanin_checksums transport_checksums;
+    bool verified;
 } adapter_identity;
 
 /**

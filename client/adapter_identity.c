@@ -35,12 +35,13 @@ char *adapter_identity_text(const adapter_identity *identity, uint64_t file_size
     digest_hex(file->bytes, content);
     digest_hex(config_digest.bytes, fields);
     json_t *root = json_pack(
-        "{s:i, s:s, s:s, s:s, s:o, s:s, s:{s:{s:I, s:s}, s:{s:I, s:s}}, s:o}", "format",
-        FORMAT, "fanin_version", fanin_version(), "world_id", world, "publication",
-        identity->publication, "step", step_json(identity->step), "key_table", table,
-        "files", CONFIG_FILE, "bytes", (json_int_t)config_size, "xxh3_128", fields,
-        MODEL_FILE, "bytes", (json_int_t)file_size, "xxh3_128_of_4mib_pieces", content,
-        "transport_checksums", guard_json(identity->transport_checksums));
+        "{s:i, s:s, s:s, s:s, s:o, s:s, s:{s:{s:I, s:s}, s:{s:I, s:s}}, s:o, s:b}",
+        "format", FORMAT, "fanin_version", fanin_version(), "world_id", world,
+        "publication", identity->publication, "step", step_json(identity->step),
+        "key_table", table, "files", CONFIG_FILE, "bytes", (json_int_t)config_size,
+        "xxh3_128", fields, MODEL_FILE, "bytes", (json_int_t)file_size,
+        "xxh3_128_of_4mib_pieces", content, "transport_checksums",
+        guard_json(identity->transport_checksums), "verified", (int)identity->verified);
     /* Without a conversion the key table says it all. */
     if (root && identity->dtype != 0 &&
         json_object_set_new(root, "dtype",

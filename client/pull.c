@@ -6,7 +6,7 @@
 #include "error_set.h"
 #include "path.h"
 #include "pull_plan.h"
-#include "read_phase.h"
+#include "verify.h"
 #include <errno.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -297,6 +297,14 @@ static fanin_status read_and_end(pull *p, plan_cache *cache, uint8_t *base,
     if (status != FANIN_OK)
         return status;
     uint64_t clock = clock_ns();
+    if (p->options->verify) {
+        status = verify_run(&r, p->at, error);
+        p->final = r.final;
+        info->verify_ns += lap(&clock);
+        info->verified = status == FANIN_OK;
+    }
+    if (status != FANIN_OK)
+        return status;
     status = lease_round_end(p->client, p->leases, p->at, error);
     info->end_ns += lap(&clock);
     return status;
@@ -476,6 +484,7 @@ static fanin_status complete(pull *p, uint64_t started, fanin_error *error)
     fanin_status status = FANIN_OK;
     if (!info->reused)
         info->transport_checksums = result_guard(p->result, p->client);
+    p->identity.verified = info->verified;
     p->identity.transport_checksums = info->transport_checksums;
     if (p->destination->publish && !info->reused)
         status = p->destination->publish(p->destination->cookie, &p->identity, error);

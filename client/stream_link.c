@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "stream_link_internal.h"
 
+#include "convert.h"
 #include "error_set.h"
 #include <errno.h>
 #include <stddef.h>
@@ -205,6 +206,16 @@ static bool window_open(const stream_work *w)
     return *w->inflight == 0 || *w->inflight + bytes <= w->max_inflight;
 }
 
+static void ask_digest(data_connection *d, const read_request *r, uint64_t index,
+                       msg_read *m)
+{
+    const stream_work *w = d->link->work;
+    const piece *p = &w->pieces->pieces[r->first_piece];
+    if (p->view && w->plan->views[p->view - 1].convert != CONVERT_NONE)
+        m->dtype = w->dtype;
+    encode_digest(&d->out.bytes, index + 2, m);
+}
+
 static void pump(data_connection *d)
 {
     stream_work *w = d->link->work;
@@ -218,7 +229,10 @@ static void pump(data_connection *d)
                       .entries = &w->list->entries[r->first_entry],
                       .n_entries = r->n_entries};
         memcpy(m.token, w->token, sizeof(m.token));
-        encode_read(&d->out.bytes, index + 2, &m); /* 1 was the hello */
+        if (w->digested)
+            ask_digest(d, r, index, &m);
+        else
+            encode_read(&d->out.bytes, index + 2, &m); /* 1 was the hello */
         d->queue[d->queued++] = index;
         *w->inflight += r->bytes;
         added = true;
@@ -383,7 +397,26 @@ static bool is_sealed_text(const data_connection *d)
     return d->link->sealed && (d->stage != HELLO || d->reply.type == MSG_HELLO_OK);
 }
 
-/* A hello's answer or an error: small, decoded when whole. */
+/* What a rank's boxes digest to. */
+static void take_digests(data_connection *d, body *b)
+{
+    stream_work *w = d->link->work;
+    const read_request *r = &w->list->requests[d->queue[0]];
+    msg_digest_ok m;
+    if (decode_digest_ok(b, &m) != FANIN_OK ||
+        m.digests.size != (size_t)r->n_entries * 16) {
+        data_lose(d, FANIN_ERR_PROTOCOL, 0, "sent digests that do not fit the request");
+        return;
+    }
+    if (!w->digested(w->digested_cookie, d->queue[0], m.digests.data)) {
+        data_lose(d, w->status, 0, "sent other digests"); /* w has said why already */
+        return;
+    }
+    d->on_device = false;
+    finish_request(d);
+}
+
+/* A hello's answer, digests or an error: small, decoded when whole. */
 static size_t read_text(data_connection *d)
 {
     size_t missing = d->reply.length + seal_size(is_sealed_text(d)) - d->text.size;
@@ -418,6 +451,10 @@ static size_t read_text(data_connection *d)
         pump(d);
         return 1;
     }
+    if (d->reply.type == MSG_DIGEST_OK) {
+        take_digests(d, &b);
+        return 1;
+    }
     msg_error m;
     /* About no request, a rank says that of what came to it only. */
     bool altered = d->link->sealed && d->reply.request == 0;
@@ -448,14 +485,15 @@ static void take_header(data_connection *d)
         checksum_reset(d->sum);
     if (d->link->sealed)
         checksum_add(d->sum, d->header, FRAME_SIZE);
-    bool text = d->stage == HELLO || d->reply.type == MSG_ERROR;
+    bool is_next = w && d->queued > 0 && d->reply.request == d->queue[0] + 2;
+    bool text = d->stage == HELLO || d->reply.type == MSG_ERROR ||
+                (is_next && w->digested && d->reply.type == MSG_DIGEST_OK);
     if (text && d->reply.length <= LIMIT_REPLY) {
         d->text.size = 0;
         d->stage = d->stage == HELLO ? HELLO : ERROR_BODY;
         return;
     }
-    if (!text && w && d->queued > 0 && d->reply.type == MSG_READ_OK &&
-        d->reply.request == d->queue[0] + 2 &&
+    if (!text && is_next && !w->digested && d->reply.type == MSG_READ_OK &&
         d->reply.length == w->list->requests[d->queue[0]].bytes) {
         batch_begin(d);
         return;

@@ -24,6 +24,11 @@ typedef struct stream_work {
     device_sink *devices; /**< takes what lands in CUDA memory; NULL: nothing does */
     uint64_t *inflight;   /**< bytes asked for and not here, shared by all ranks */
     uint64_t max_inflight;
+    /** not NULL: digests are asked for, not bytes, one an entry; gets those of a request, sets failed,
+        status and error before it returns false */
+    bool (*digested)(void *cookie, uint64_t request, const uint8_t *digests);
+    void *digested_cookie;
+    uint32_t dtype; /**< of digests: what entries of pieces that are converted become */
     uint64_t next_request, done_requests; /**< done: its bytes are in place */
     uint64_t bytes;                       /**< in place; of the sources */
     bool failed;

@@ -99,6 +99,12 @@ TABLE(fields_begin_refused, FLAG(1, msg_begin_ok, granted),
 TABLE(fields_read, ID(1, msg_read, token),
       NUMBER(2, FIELD_U64, msg_read, bytes, 1, LIMIT_READ_BYTES));
 
+TABLE(fields_digest, ID(1, msg_read, token),
+      NUMBER(2, FIELD_U64, msg_read, bytes, 1, LIMIT_READ_BYTES),
+      OPTIONAL_NUMBER(4, FIELD_U32, msg_read, dtype, FANIN_DTYPE_U64));
+TABLE(fields_digest_ok,
+      {1, FIELD_BYTES, true, AT(msg_digest_ok, digests), 16, 16 * LIMIT_READ_ENTRIES});
+
 TABLE(fields_end, ID(1, msg_end, token),
       OPTIONAL_NUMBER(2, FIELD_BOOL, msg_end, abandon, 1));
 TABLE(fields_end_ok, FLAG(1, msg_end_ok, good), U64(2, msg_end_ok, step));

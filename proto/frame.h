@@ -36,6 +36,8 @@ typedef enum message_type {
     MSG_EVENT = 24,
     MSG_PING = 25,
     MSG_PONG = 26,
+    MSG_DIGEST = 27,
+    MSG_DIGEST_OK = 28,
     MSG_ERROR = 31,
 } message_type;
 

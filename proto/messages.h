@@ -43,7 +43,9 @@ typedef enum wire_state {
 /** Bits of features in hello and hello_ok. */
 #define FEATURE_PAUSED UINT64_C(1) /**< knows WIRE_STATE_PAUSED */
 #define FEATURE_SEALS UINT64_C(2) /**< on if both ends have it: frames have checksums */
-#define FEATURES (FEATURE_PAUSED | FEATURE_SEALS) /**< that this code has */
+#define FEATURE_DIGESTS UINT64_C(4) /**< a server knows MSG_DIGEST */
+#define FEATURES                                                                       \
+    (FEATURE_PAUSED | FEATURE_SEALS | FEATURE_DIGESTS) /**< that this code has */
 
 typedef struct bytes_view {
     const uint8_t *data;
@@ -149,7 +151,13 @@ typedef struct msg_read {
     uint64_t bytes;
     const read_entry *entries;
     uint32_t n_entries;
+    /** MSG_DIGEST: what F32 tensors are converted to first, as by fanin_pull_options; 0: nothing */
+    uint32_t dtype;
 } msg_read;
+
+typedef struct msg_digest_ok {
+    bytes_view digests; /**< 16 bytes an entry; borrowed */
+} msg_digest_ok;
 
 typedef struct msg_end {
     uint8_t token[16];
@@ -195,6 +203,8 @@ void encode_begin_ok(buffer *b, uint64_t request, const msg_begin_ok *m);
 void encode_read(buffer *b, uint64_t request, const msg_read *m);
 /** Header only: body_bytes raw bytes follow, and the seal. */
 void encode_read_ok(buffer *b, uint64_t request, uint32_t body_bytes);
+void encode_digest(buffer *b, uint64_t request, const msg_read *m);
+void encode_digest_ok(buffer *b, uint64_t request, const msg_digest_ok *m);
 void encode_end(buffer *b, uint64_t request, const msg_end *m);
 void encode_end_ok(buffer *b, uint64_t request, const msg_end_ok *m);
 void encode_watch(buffer *b, uint64_t request, const msg_watch *m);
@@ -224,6 +234,9 @@ fanin_status decode_begin(body *in, msg_begin *out);
 fanin_status decode_begin_ok(body *in, msg_begin_ok *out);
 /** out->entries points to @p entries, which has room for LIMIT_READ_ENTRIES. */
 fanin_status decode_read(body *in, msg_read *out, read_entry *entries);
+/** The same, with the dtype. */
+fanin_status decode_digest(body *in, msg_read *out, read_entry *entries);
+fanin_status decode_digest_ok(body *in, msg_digest_ok *out);
 fanin_status decode_end(body *in, msg_end *out);
 fanin_status decode_end_ok(body *in, msg_end_ok *out);
 fanin_status decode_watch(body *in, msg_watch *out);

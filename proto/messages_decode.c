@@ -317,12 +317,13 @@ static void read_entries(cursor *c, void *context)
     }
 }
 
-fanin_status decode_read(body *in, msg_read *out, read_entry *entries)
+static fanin_status decode_entries(body *in, const field_table *table, msg_read *out,
+                                   read_entry *entries)
 {
     read_reader r = {.entries = entries};
     array_field array = {.key = KEY_READ_ENTRIES, .read = read_entries, .context = &r};
     memset(out, 0, sizeof *out);
-    fanin_status status = read_body(in, &fields_read, out, &array);
+    fanin_status status = read_body(in, table, out, &array);
     if (status)
         return status;
     /* Without the box table: a whole box holds a byte at least. */
@@ -333,6 +334,25 @@ fanin_status decode_read(body *in, msg_read *out, read_entry *entries)
     out->entries = entries;
     out->n_entries = r.count;
     return FANIN_OK;
+}
+
+fanin_status decode_read(body *in, msg_read *out, read_entry *entries)
+{
+    return decode_entries(in, &fields_read, out, entries);
+}
+
+fanin_status decode_digest(body *in, msg_read *out, read_entry *entries)
+{
+    return decode_entries(in, &fields_digest, out, entries);
+}
+
+fanin_status decode_digest_ok(body *in, msg_digest_ok *out)
+{
+    memset(out, 0, sizeof *out);
+    fanin_status status = read_body(in, &fields_digest_ok, out, NULL);
+    if (!status && out->digests.size % 16 != 0)
+        return refuse(in, "digests have 16 bytes each");
+    return status;
 }
 
 fanin_status decode_end(body *in, msg_end *out)

@@ -224,10 +224,8 @@ void encode_begin_ok(buffer *b, uint64_t request, const msg_begin_ok *m)
            m->granted ? &fields_begin_granted : &fields_begin_refused, m);
 }
 
-void encode_read(buffer *b, uint64_t request, const msg_read *m)
+static void pack_entries(buffer *b, const msg_read *m)
 {
-    size_t start = frame_open(b);
-    pack_fields(b, &fields_read, m, 1);
     pack_uint(b, KEY_READ_ENTRIES);
     pack_array(b, m->n_entries);
     for (uint32_t i = 0; i < m->n_entries; i++) {
@@ -241,7 +239,32 @@ void encode_read(buffer *b, uint64_t request, const msg_read *m)
         pack_uint(b, e->offset);
         pack_uint(b, e->length);
     }
+}
+
+void encode_read(buffer *b, uint64_t request, const msg_read *m)
+{
+    size_t start = frame_open(b);
+    pack_fields(b, &fields_read, m, 1);
+    pack_entries(b, m);
     frame_close(b, start, request, MSG_READ);
+}
+
+/* Keys ascend, so the dtype comes behind the entries. */
+void encode_digest(buffer *b, uint64_t request, const msg_read *m)
+{
+    size_t start = frame_open(b);
+    pack_fields(b, &fields_read, m, m->dtype ? 2 : 1);
+    pack_entries(b, m);
+    if (m->dtype) {
+        pack_uint(b, KEY_DIGEST_DTYPE);
+        pack_uint(b, m->dtype);
+    }
+    frame_close(b, start, request, MSG_DIGEST);
+}
+
+void encode_digest_ok(buffer *b, uint64_t request, const msg_digest_ok *m)
+{
+    encode(b, request, MSG_DIGEST_OK, &fields_digest_ok, m);
 }
 
 void encode_read_ok(buffer *b, uint64_t request, uint32_t body_bytes)

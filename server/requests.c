@@ -574,6 +574,7 @@ static fanin_status dispatch(session *s, const frame *f, body *in)
         in->why = "hello came twice";
         return FANIN_ERR_PROTOCOL;
     case MSG_READ:
+    case MSG_DIGEST:
         in->why = "reads belong on a data connection";
         return FANIN_ERR_PROTOCOL;
     default:

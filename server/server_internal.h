@@ -329,7 +329,7 @@ static inline kind message_kind(unsigned type)
 {
     if (type == MSG_ERROR)
         return KIND_REPLY;
-    if (type == MSG_AUTH || type == 0 || type > MSG_PONG)
+    if (type == MSG_AUTH || type == 0 || type > MSG_DIGEST_OK)
         return KIND_UNKNOWN;
     return type % 2 == 1 ? KIND_REQUEST : KIND_REPLY;
 }

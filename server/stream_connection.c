@@ -43,6 +43,7 @@ void connection_free(stream_tools *t, connection *c)
     shutdown(c->fd, SHUT_RDWR);
     close(c->fd);
     job_free(s, &c->job);
+    digester_free(&c->digester);
     buffer_free(&c->input);
     buffer_free(&c->output);
     checksum_free(c->sum);
@@ -57,8 +58,8 @@ void connection_free(stream_tools *t, connection *c)
 
 bool connection_account(fanin_server *s, connection *c)
 {
-    size_t now =
-        sizeof *c + c->input.capacity + c->output.capacity + job_memory(&c->job);
+    size_t now = sizeof *c + c->input.capacity + c->output.capacity +
+                 job_memory(&c->job) + digester_memory(&c->digester);
     return memory_account(s, &c->memory, now);
 }
 
@@ -97,6 +98,7 @@ static void refuse_read(stream_tools *t, connection *c, uint64_t request,
     s->stats.reads_refused++;
     pthread_mutex_unlock(&s->lock);
     job_end(s, &c->job);
+    c->digester.on = false;
     reply_error(c, request, code, why);
 }
 
@@ -157,10 +159,24 @@ static turn_result start_staged(stream_tools *t, connection *c, uint64_t request
     return TURN_MORE;
 }
 
+static turn_result start_digest(stream_tools *t, connection *c, const frame *f,
+                                uint32_t dtype)
+{
+    fanin_status code;
+    const char *why = digester_start(&c->digester, &c->job, f->request, dtype, &code);
+    if (why)
+        refuse_read(t, c, f->request, code, why);
+    else if (job_needs_stage(&c->job))
+        return start_staged(t, c, f->request);
+    return TURN_MORE;
+}
+
 static turn_result start_read(stream_tools *t, connection *c, const frame *f, body *in)
 {
     msg_read m;
-    fanin_status status = decode_read(in, &m, t->entries);
+    bool is_digest = f->type == MSG_DIGEST;
+    fanin_status status =
+        is_digest ? decode_digest(in, &m, t->entries) : decode_read(in, &m, t->entries);
     if (status == FANIN_ERR_UNSUPPORTED) {
         refuse_read(t, c, f->request, status, in->why);
         return TURN_MORE;
@@ -182,6 +198,8 @@ static turn_result start_read(stream_tools *t, connection *c, const frame *f, bo
         return reject(t, c, f->request, FANIN_ERR_LIMIT,
                       "the server's connections have all the memory they may");
     }
+    if (is_digest)
+        return start_digest(t, c, f, m.dtype);
     if (!job_needs_stage(&c->job)) {
         start_reply(c, f->request);
         return TURN_MORE;
@@ -192,7 +210,7 @@ static turn_result start_read(stream_tools *t, connection *c, const frame *f, bo
 static turn_result handle_frame(stream_tools *t, connection *c, const frame *f,
                                 body *in)
 {
-    if (f->type == MSG_READ)
+    if (f->type == MSG_READ || f->type == MSG_DIGEST)
         return start_read(t, c, f, in);
     if (f->type == MSG_PING) {
         if (decode_empty(in) != FANIN_OK)
@@ -503,8 +521,84 @@ static turn_result send_staged(stream_tools *t, connection *c)
     return c->output.failed ? TURN_CLOSE : result;
 }
 
+/* ----------------------------------------------------------------- digests */
+
+static void end_digest(stream_tools *t, connection *c)
+{
+    digester *d = &c->digester;
+    msg_digest_ok m = {
+        .digests = {d->digests[0].bytes, c->job.n_ranges * sizeof *d->digests}};
+    encode_digest_ok(&c->output, d->request, &m);
+    d->on = false;
+    job_end(t->server, &c->job);
+}
+
+static turn_result lose_digest(stream_tools *t, connection *c)
+{
+    if (t->stage)
+        stage_leave(t->stage, c);
+    refuse_read(t, c, c->digester.request, FANIN_ERR_STALE,
+                "the lease is gone: the weights are being rewritten");
+    return TURN_MORE;
+}
+
+/* At most as much as one sendmsg would send, while begin_update waits for it. */
+static bool digest_some(stream_tools *t, connection *c)
+{
+    gather *g = &t->gather;
+    job *j = &c->job;
+    if (!bracket_enter(t->server, j->of, j->epoch))
+        return false;
+    ON_SEND();
+    g->n = 0;
+    g->bytes = g->bounced = 0;
+    g->most = SEND_MOST;
+    job_gather(j, g);
+    for (int i = 0; i < g->n; i++)
+        digester_add(&c->digester, j, g->iov[i].iov_base, g->iov[i].iov_len);
+    pthread_mutex_lock(&t->server->lock);
+    bracket_leave(t->server, j->of, j->epoch);
+    c->reader->active_ns = clock_ns();
+    pthread_mutex_unlock(&t->server->lock);
+    job_advance(j, g->bytes);
+    return true;
+}
+
+/* What has been copied from devices. */
+static turn_result digest_staged(stream_tools *t, connection *c)
+{
+    job *j = &c->job;
+    if (!fill_chunks(t, c))
+        return TURN_MORE;
+    if (j->is_void)
+        return lose_digest(t, c);
+    const chunk *first = c->staged.first;
+    if (!first || first->state != CHUNK_READY)
+        return TURN_WAIT;
+    size_t bytes = first->bytes;
+    digester_add(&c->digester, j, first->data, bytes);
+    drop_sent(t, &c->staged, bytes);
+    job_advance(j, bytes);
+    if (j->left == 0)
+        end_digest(t, c);
+    return c->output.failed ? TURN_CLOSE : TURN_MORE;
+}
+
+static turn_result digest_turn(stream_tools *t, connection *c)
+{
+    if (c->job.is_staged)
+        return digest_staged(t, c);
+    if (!digest_some(t, c))
+        return lose_digest(t, c);
+    if (c->job.left == 0)
+        end_digest(t, c);
+    return c->output.failed ? TURN_CLOSE : TURN_MORE;
+}
+
 turn_result connection_turn(stream_tools *t, connection *c)
 {
+    if (c->digester.on)
+        return digest_turn(t, c);
     if (c->job.is_staged)
         return send_staged(t, c);
     if (c->output.size > c->sent || c->job.left > 0)

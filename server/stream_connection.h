@@ -4,6 +4,7 @@
 #define STREAM_CONNECTION_H
 
 #include "checksum.h"
+#include "stream_digest.h"
 #include "stream_stage.h"
 
 /** TURN_MORE: give it another turn; TURN_WAIT: not before epoll speaks of it. */
@@ -36,6 +37,7 @@ typedef struct connection {
     deadline stalled_at; /**< when to give the peer up; UINT64_MAX: it owes nothing */
     job job;
     staged staged;
+    digester digester; /**< used while the job is to be digested, not sent */
     struct connection *next, *next_queued;
 } connection;
 

@@ -102,7 +102,8 @@ typedef struct bench {
     world_options world;
     device_options device;
     char *dest, *pull_dtype, *load_name;
-    int iterations, cold, repeat, commits, check_all, spare_file, update_every, pause;
+    int iterations, cold, repeat, commits, check_all, spare_file, verify, update_every,
+        pause;
 
     rank_options rank_options;
     source source;

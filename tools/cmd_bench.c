@@ -75,6 +75,7 @@ fanin_status bench_pull(bench *b, bool check, fanin_result_info *info,
     options.timeout_ms = b->line.common.timeout_ms;
     options.dtype = b->half;
     options.spare_file = b->spare_file != 0;
+    options.verify = b->verify != 0;
     *info = (fanin_result_info){.struct_size = sizeof(*info)};
     snprintf(path, sizeof(path), "%s/fanin-bench-%d-%llu", b->directory ? b->dest : "",
              (int)getpid(), (unsigned long long)b->serial++);
@@ -474,6 +475,8 @@ static int run(const command *self, int argc, const char **argv)
          "pull F32 tensors as bf16 or f16", "DTYPE"},
         {"spare-file", 0, POPT_ARG_NONE, &b.spare_file, 0,
          "into a directory: keep the next pull's file ready", NULL},
+        {"verify", 0, POPT_ARG_NONE, &b.verify, 0,
+         "compare each pull with digests that the ranks make", NULL},
         {"pause", 0, POPT_ARG_INT, &b.pause, 0,
          "wait between pulls, as workers do (default 0)", "MS"},
         {"commits", 0, POPT_ARG_INT, &b.commits, 0,

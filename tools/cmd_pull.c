@@ -14,7 +14,7 @@
 typedef struct pull_options {
     char *out, *dtype;
     long long step, min_step, max_bytes;
-    int prove, max_attempts, spare_file, trust_config;
+    int prove, max_attempts, spare_file, trust_config, verify;
     fanin_dtype half; /**< what dtype says */
     check_pattern pattern;
 } pull_options;
@@ -79,6 +79,7 @@ static int pull(session *s, const common_options *common, const pull_options *o)
     options.spare_file = o->spare_file != 0;
     options.trust_config = o->trust_config != 0;
     options.max_bytes = (uint64_t)o->max_bytes;
+    options.verify = o->verify != 0;
     options.progress = progress_update;
     options.progress_cookie = &bar;
     if (o->step >= 0) {
@@ -148,6 +149,8 @@ static int run(const command *self, int argc, const char **argv)
         {"max-bytes", 0, POPT_ARG_LONGLONG, &o.max_bytes, 0,
          "refuse an adapter of more bytes (default: a quarter of DIR's file system)",
          "N"},
+        {"verify", 0, POPT_ARG_NONE, &o.verify, 0,
+         "compare with digests that the ranks make under their leases", NULL},
         {"max-attempts", 0, POPT_ARG_INT, &o.max_attempts, 0,
          "give up after so many stale attempts (default: by time only)", "N"},
         SESSION_TABLE(&line),

@@ -18,6 +18,7 @@ const report_phase report_phases[] = {
     {"begin", offsetof(fanin_result_info, begin_ns)},
     {"read", offsetof(fanin_result_info, read_ns)},
     {"scatter", offsetof(fanin_result_info, scatter_ns)},
+    {"verify", offsetof(fanin_result_info, verify_ns)},
     {"end", offsetof(fanin_result_info, end_ns)},
     {"write", offsetof(fanin_result_info, write_ns)},
     {"total", offsetof(fanin_result_info, total_ns)},
@@ -74,6 +75,7 @@ json_t *report_json(const fanin_result_info *info)
                       info->reused ? "none" : fanin_path_name(info->path));
     output_set_string(object, "path_reason", info->path_reason);
     json_object_set_new(object, "transport_checksums", checksums_json(info));
+    json_object_set_new(object, "verified", json_boolean(info->verified));
     for (const report_phase *p = report_phases; p->name != NULL; p++) {
         output_set_u64(phases, p->name, report_phase_ns(info, p));
     }
@@ -165,6 +167,9 @@ void report_print(const fanin_result_info *info)
     if (!info->reused) {
         print_paths(info);
         printf("%-9s %s\n", "checksums", checksums_text(info));
+        if (info->verified) {
+            printf("%-9s the ranks hold what has landed\n", "verified");
+        }
         printf("%-9s %llu\n", "reads", (unsigned long long)info->reads);
     }
     if (info->restarts > 0) {

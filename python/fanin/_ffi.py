@@ -259,6 +259,7 @@ class PullOptions(Structure):
         ("spare_file", c_bool),
         ("trust_config", c_bool),
         ("max_bytes", c_uint64),
+        ("verify", c_bool),
     ]
 
 
@@ -292,6 +293,8 @@ class ResultInfo(Structure):
         ("map_ns", c_uint64),
         ("table_ns", c_uint64),
         ("transport_checksums", c_int32),
+        ("verified", c_bool),
+        ("verify_ns", c_uint64),
     ]
 
 

@@ -59,6 +59,9 @@ class PullResult:
     #: True: what came over a network came with checksums, which fit. False: some of it had none
     #: (also of a directory that was there already). "local": nothing came over a network.
     transport_checksums: bool | str = False
+    #: The ranks' digests are those of what has landed, and what comparing them took.
+    verified: bool = False
+    verify: float = 0.0
     #: For each rank: rank, address, path, reason, bytes, reads, read_ns, connections, checksums.
     ranks: list[dict[str, Any]] = field(default_factory=list)
 
@@ -192,6 +195,8 @@ def pull_result(lib: ctypes.CDLL, result: ctypes.c_void_p) -> PullResult:
         fixed=info.fixed_ns / 1e9,
         map=info.map_ns / 1e9,
         table=info.table_ns / 1e9,
+        verified=info.verified,
+        verify=info.verify_ns / 1e9,
         transport_checksums=_CHECKSUMS[info.transport_checksums],
         ranks=json.loads(text(info.ranks_json) or "[]"),
     )

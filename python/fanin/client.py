@@ -221,6 +221,7 @@ class Client(ClosableHandle):
         spare_file: bool = False,
         trust_config: bool = False,
         max_bytes: int | None = None,
+        verify: bool = False,
         progress: Callable[[int, int], None] | None = None,
     ) -> PullResult:
         """Writes a run's adapter as a PEFT directory, which appears whole or not at all.
@@ -243,6 +244,8 @@ class Client(ClosableHandle):
             that can load code, name files or are not known are left out, and logged.
         :param max_bytes: refuse a larger adapter before anything is made; None: one that is larger
             than a quarter of the file system's size.
+        :param verify: compare what has landed with digests that the ranks make under their leases;
+            unequal: :class:`HostError` (``FANIN_ERR_TRANSPORT``), and nothing is published.
         :param progress: called with (bytes done, bytes in all), at most some 20 times a second.
         :raises NotFoundError: no such run.
         :raises SupersededError: *step* has passed.
@@ -260,6 +263,7 @@ class Client(ClosableHandle):
         options.spare_file = spare_file
         options.trust_config = trust_config
         _set_max_bytes(options, max_bytes)
+        options.verify = verify
         try:
             path = os.fsencode(directory)
         except TypeError:
@@ -280,6 +284,7 @@ class Client(ClosableHandle):
         timeout: float = 60.0,
         max_attempts: int = 0,
         dtype: str | None = None,
+        verify: bool = False,
         stream: Stream | None = None,
         max_bytes: int | None = None,
         progress: Callable[[int, int], None] | None = None,
@@ -313,6 +318,7 @@ class Client(ClosableHandle):
             raise RequestError.make("no tensor is asked for", "name at least one tensor")
         options = self._options(run, step, at_least, timeout, max_attempts, dtype, stream)
         _set_max_bytes(options, max_bytes)
+        options.verify = verify
         return self._pull(
             "pull_into",
             options,

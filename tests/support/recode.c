@@ -34,6 +34,16 @@ static fanin_status recode_read(uint64_t request, body *in, buffer *out)
     return status;
 }
 
+static fanin_status recode_digest(uint64_t request, body *in, buffer *out)
+{
+    static read_entry entries[LIMIT_READ_ENTRIES];
+    msg_read m;
+    fanin_status status = decode_digest(in, &m, entries);
+    if (!status)
+        encode_digest(out, request, &m);
+    return status;
+}
+
 static fanin_status recode_list(uint64_t request, body *in, buffer *out)
 {
     char publication[80];
@@ -95,12 +105,15 @@ fanin_status recode_message(message_type type, uint64_t request, body *in, buffe
         RECODE(MSG_WATCH, watch)
         RECODE(MSG_EVENT, event)
         RECODE(MSG_ERROR, error)
+        RECODE(MSG_DIGEST_OK, digest_ok)
     case MSG_LIST:
         return recode_list(request, in, out);
     case MSG_LIST_OK:
         return recode_list_ok(request, in, out);
     case MSG_READ:
         return recode_read(request, in, out);
+    case MSG_DIGEST:
+        return recode_digest(request, in, out);
     case MSG_OPEN_PATH:
     case MSG_OPEN_PATH_OK:
         return recode_open_path(type, request, in, out);

@@ -147,6 +147,15 @@ static void add_reads(samples *s)
     msg_read read = {.bytes = 1000000, .entries = entries, .n_entries = 3};
     fill(read.token, 0x60);
     encode_read(add(s, "read"), SAMPLE_REQUEST, &read);
+    encode_digest(add(s, "digest"), SAMPLE_REQUEST, &read);
+    read.dtype = FANIN_DTYPE_BF16;
+    encode_digest(add(s, "digest_bf16"), SAMPLE_REQUEST, &read);
+    uint8_t digests[3 * 16] = {0};
+    fill(digests, 0x10);
+    fill(digests + 16, 0x20);
+    fill(digests + 32, 0x30);
+    encode_digest_ok(add(s, "digest_ok"), SAMPLE_REQUEST,
+                     &(msg_digest_ok){.digests = {digests, sizeof(digests)}});
     encode_read_ok(add(s, "read_ok"), SAMPLE_REQUEST, 1000000);
 
     msg_end end = {.abandon = false}, abandon = {.abandon = true};

@@ -1,7 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The small modules of common/core: log, clock, buffer, dtype, digest, utf8. */
+#include "box_digest.h"
 #include "buffer.h"
 #include "clock.h"
+#include "convert.h"
 #include "digest.h"
 #include "dtype.h"
 #include "log.h"
@@ -202,6 +204,44 @@ static void digests_are_xxh3_128(void **state)
     assert_false(digest_equal(&empty, &other));
 }
 
+static void box_digest_is(box_digest *d, const char *expected)
+{
+    char hex[33];
+    digest taken = box_digest_take(d);
+    digest_hex(taken.bytes, hex);
+    assert_string_equal(hex, expected);
+}
+
+/* The values are those of Python's xxhash over what PROTOCOL.md says. */
+static void box_digests(void **state)
+{
+    (void)state;
+    static uint8_t bytes[10000];
+    static const float floats[] = {1.0F, 2.5F, -3.25F, 1e38F};
+    box_digest *d = box_digest_create();
+    assert_non_null(d);
+    for (size_t i = 0; i < sizeof bytes; i++)
+        bytes[i] = (uint8_t)(i * 7);
+    for (size_t step = 1; step < sizeof bytes; step = 3 * step + 1) {
+        for (size_t at = 0; at < sizeof bytes; at += step)
+            box_digest_add(d, bytes + at,
+                           step < sizeof bytes - at ? step : sizeof bytes - at,
+                           CONVERT_NONE);
+        box_digest_is(d, "1fa5e0432fb511dda7f98ac0a4f37108");
+    }
+    box_digest_is(d, "2c0a8a99dc147d5445c3b49d035665b2"); /* of nothing */
+    box_digest_add(d, "abc", 3, CONVERT_NONE);
+    box_digest_is(d, "19a219ef31e5097a1cc51d2e7469d5e9");
+    for (size_t step = 1; step <= sizeof floats; step++) {
+        for (size_t at = 0; at < sizeof floats; at += step)
+            box_digest_add(d, (const uint8_t *)floats + at,
+                           step < sizeof floats - at ? step : sizeof floats - at,
+                           CONVERT_F32_BF16);
+        box_digest_is(d, "6693c7d68b7e538d335c2bc6d5961f3a");
+    }
+    box_digest_free(d);
+}
+
 static void digests_as_text(void **state)
 {
     (void)state;
@@ -283,6 +323,7 @@ int main(void)
         cmocka_unit_test(dtype_sizes_of_shapes),
         cmocka_unit_test(dtype_sizes_do_not_overflow),
         cmocka_unit_test(digests_are_xxh3_128),
+        cmocka_unit_test(box_digests),
         cmocka_unit_test(digests_as_text),
         cmocka_unit_test(random_bytes_differ),
         cmocka_unit_test(utf8_is_checked),

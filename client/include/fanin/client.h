@@ -155,6 +155,11 @@ typedef struct fanin_pull_options {
         its boxes hold; into a directory a quarter of the size of its file system (of the size, not
         of what is free: adapters that are there already do not lower it) */
     uint64_t max_bytes;
+    /** compare before the leases end: every rank digests the boxes that it served, this process what
+        has landed, on every path. Unequal: FANIN_ERR_TRANSPORT, naming rank and key, and nothing is
+        published. Reads everything once more on both ends, and needs ranks of this release
+        (FANIN_ERR_UNSUPPORTED). A directory that is there already is not compared */
+    bool verify;
 } fanin_pull_options;
 
 FANIN_API void fanin_pull_options_init(fanin_pull_options *options, size_t size);
@@ -257,6 +262,8 @@ typedef struct fanin_result_info {
     uint64_t map_ns;   /**< opening other processes' CUDA memory; part of connect_ns */
     uint64_t table_ns; /**< making copy tables on devices; part of plan_ns */
     fanin_checksums transport_checksums; /**< of what was read; reused: NONE */
+    bool verified;      /**< the ranks' digests are those of what has landed */
+    uint64_t verify_ns; /**< comparing them */
 } fanin_result_info;
 
 /** Fills @p info up to its struct_size. */

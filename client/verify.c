@@ -1,0 +1,361 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include "verify.h"
+
+#include "box_digest.h"
+#include "convert.h"
+#include "dtype.h"
+#include "error_set.h"
+#include "path.h"
+#include "stream_link.h"
+#include <stdlib.h>
+#include <string.h>
+
+#define REQUEST_BYTES ((uint64_t)1 << 20)
+#define WHOLE UINT64_MAX
+
+/* What one digest is of: a piece, or one run of a piece that was read along gaps. */
+typedef struct unit {
+    uint64_t piece, run; /* run: WHOLE, or which one */
+} unit;
+
+/* What is asked of one rank. */
+typedef struct inquiry {
+    struct verifier *verifier;
+    size_t source;
+    peer *peer;
+    read_list list;
+    unit *units; /* one an entry */
+    uint64_t n_units, unit_capacity, request_capacity;
+    stream_work work;
+} inquiry;
+
+typedef struct verifier {
+    read_phase *r;
+    inquiry *inquiries; /* one a source */
+    box_digest *sum;
+    gpu_stream *streams[GPU_MAX_DEVICES];
+    uint8_t *bounce; /* pinned: what was read back from a device */
+    size_t bounce_size;
+    uint64_t inflight;
+    deadline at;
+} verifier;
+
+/* ----------------------------------------------------------- what to ask for */
+
+static const strided *view_of(const verifier *v, const piece *p)
+{
+    return p->view ? &v->r->cache->plan->views[p->view - 1] : NULL;
+}
+
+static uint32_t convert_of(const verifier *v, const piece *p)
+{
+    const strided *view = view_of(v, p);
+    return view ? view->convert : CONVERT_NONE;
+}
+
+static bool room_for(void **array, uint64_t *capacity, uint64_t need, size_t size)
+{
+    if (need <= *capacity)
+        return true;
+    uint64_t more = *capacity ? 2 * *capacity : 64;
+    void *grown = realloc(*array, more * size);
+    if (!grown)
+        return false;
+    *array = grown;
+    *capacity = more;
+    return true;
+}
+
+static bool add_unit(inquiry *q, const piece *p, unit u, uint64_t from, uint64_t length,
+                     uint32_t convert)
+{
+    read_list *list = &q->list;
+    verifier *v = q->verifier;
+    read_request *last =
+        list->n_requests > 0 ? &list->requests[list->n_requests - 1] : NULL;
+    /* A request is converted as a whole. */
+    bool fits = last && last->bytes + length <= REQUEST_BYTES &&
+                last->n_entries < LIMIT_READ_ENTRIES &&
+                convert_of(v, &q->work.pieces->pieces[last->first_piece]) == convert;
+    uint64_t capacity = q->unit_capacity;
+    if (!room_for((void **)&q->units, &q->unit_capacity, q->n_units + 1,
+                  sizeof(*q->units)) ||
+        !room_for((void **)&list->entries, &capacity, q->n_units + 1,
+                  sizeof(*list->entries)))
+        return false;
+    if (!fits) {
+        if (!room_for((void **)&list->requests, &q->request_capacity,
+                      list->n_requests + 1, sizeof(*list->requests)))
+            return false;
+        last = &list->requests[list->n_requests++];
+        *last = (read_request){.first_piece = u.piece, .first_entry = q->n_units};
+    }
+    last->n_entries++;
+    last->bytes += length;
+    list->entries[q->n_units] =
+        (read_entry){.box = p->box, .offset = p->offset + from, .length = length};
+    q->units[q->n_units++] = u;
+    return true;
+}
+
+/* Whether the view's runs are all of the piece, one after the other. */
+static bool is_dense(const strided *view, uint64_t length)
+{
+    uint64_t runs = strided_runs(view);
+    if (runs * view->run != length)
+        return false;
+    for (uint64_t i = 0; i < runs; i++) {
+        int64_t from;
+        strided_run(view, i, &from, NULL);
+        if (from != (int64_t)(i * view->run))
+            return false;
+    }
+    return true;
+}
+
+static bool add_piece(inquiry *q, uint64_t index)
+{
+    const piece *p = &q->work.pieces->pieces[index];
+    const strided *view = view_of(q->verifier, p);
+    uint32_t convert = view ? view->convert : CONVERT_NONE;
+    if (!view || is_dense(view, p->length))
+        return add_unit(q, p, (unit){index, WHOLE}, 0, p->length, convert);
+    for (uint64_t i = 0; i < strided_runs(view); i++) {
+        int64_t from;
+        strided_run(view, i, &from, NULL);
+        if (!add_unit(q, p, (unit){index, i}, (uint64_t)from, view->run, convert))
+            return false;
+    }
+    return true;
+}
+
+/* --------------------------------------------------------- what is held here */
+
+/* Where host code can read [at, at + length), which may be device memory. */
+static const uint8_t *readable(verifier *v, const uint8_t *at, size_t length,
+                               fanin_error *error)
+{
+    const memory_range *range = memory_range_find(v->r->ranges, v->r->n_ranges, at);
+    if (!range || range->device < 0)
+        return at;
+    gpu *g = v->r->client->gpu;
+    gpu_stream **stream = &v->streams[range->device];
+    if (v->bounce_size < length) {
+        void *memory = NULL;
+        gpu_host_free(g, v->bounce);
+        v->bounce = NULL;
+        v->bounce_size = 0;
+        if (gpu_host_alloc(g, length, &memory, error) != FANIN_OK)
+            return NULL;
+        v->bounce = memory;
+        v->bounce_size = length;
+    }
+    if ((!*stream && gpu_stream_create(g, range->device, stream, error) != FANIN_OK) ||
+        gpu_copy(*stream, v->bounce, at, length, error) != FANIN_OK ||
+        gpu_stream_wait(*stream, v->at, error) != FANIN_OK)
+        return NULL;
+    return v->bounce;
+}
+
+/* From the first to the last byte that a view lands on, from its first element. */
+static void view_reach(const strided *view, uint64_t run, int64_t *low, int64_t *high)
+{
+    *low = 0;
+    *high = (int64_t)run;
+    for (uint32_t i = 0; i < view->n_dims; i++) {
+        int64_t reach = view->to[i] * (int64_t)(view->extent[i] - 1);
+        *low += reach < 0 ? reach : 0;
+        *high += reach > 0 ? reach : 0;
+    }
+}
+
+static fanin_status digest_landed(verifier *v, const inquiry *q, const unit *u,
+                                  digest *out, fanin_error *error)
+{
+    const piece *p = &q->work.pieces->pieces[u->piece];
+    const strided *view = view_of(v, p);
+    const uint8_t *at = v->r->base + p->to;
+    int64_t low = 0, high = (int64_t)p->length;
+    uint64_t run = p->length, first = 0, count = 1;
+    if (view) {
+        run = convert_bytes(view->convert, view->run);
+        count = u->run == WHOLE ? strided_runs(view) : 1;
+        first = u->run == WHOLE ? 0 : u->run;
+        view_reach(view, run, &low, &high);
+    }
+    if (view && u->run != WHOLE) {
+        strided_run(view, u->run, NULL, &low);
+        high = low + (int64_t)run;
+    }
+    const uint8_t *there = readable(v, at + low, (size_t)(high - low), error);
+    if (!there)
+        return error && error->status != FANIN_OK ? error->status : FANIN_ERR_TRANSPORT;
+    for (uint64_t i = first; i < first + count; i++) {
+        int64_t to = 0;
+        if (view)
+            strided_run(view, i, NULL, &to);
+        box_digest_add(v->sum, there + (to - low), run, CONVERT_NONE);
+    }
+    *out = box_digest_take(v->sum);
+    return FANIN_OK;
+}
+
+static fanin_status unequal(const inquiry *q, const unit *u, fanin_error *error)
+{
+    const read_phase *r = q->verifier->r;
+    const connection *c = q->peer->control;
+    const piece *p = &q->work.pieces->pieces[u->piece];
+    uint32_t key;
+    block b;
+    box_table_get(r->cache->sources[q->source].boxes, p->box, &key, &b, NULL);
+    const char *name = r->publication->keys->entries[key].name;
+    error_place place = connection_place(c, "verify");
+    place.key = name;
+    place.remedy = "a path, a link or memory on the way alters bytes, or the trainer "
+                   "writes outside of an update: pull again, or by another path";
+    return error_set(error, FANIN_ERR_TRANSPORT, &place,
+                     "rank %u at %s holds other bytes of %.200s than those that have "
+                     "landed, by path %s",
+                     connection_peer(c)->rank, connection_text(c), name,
+                     fanin_path_name(q->peer->path));
+}
+
+/* The digests of one request. */
+static bool compare(void *cookie, uint64_t request, const uint8_t *digests)
+{
+    inquiry *q = cookie;
+    verifier *v = q->verifier;
+    stream_work *w = &q->work;
+    const read_request *asked = &q->list.requests[request];
+    for (uint32_t i = 0; i < asked->n_entries; i++) {
+        const unit *u = &q->units[asked->first_entry + i];
+        digest here;
+        w->status = digest_landed(v, q, u, &here, &w->error);
+        if (w->status == FANIN_OK &&
+            memcmp(here.bytes, digests + 16 * (size_t)i, 16) != 0)
+            w->status = unequal(q, u, &w->error);
+        if (w->status != FANIN_OK) {
+            w->failed = v->r->final = true;
+            return false;
+        }
+    }
+    return true;
+}
+
+/* ------------------------------------------------------------------- running */
+
+static fanin_status cannot(const peer *p, fanin_error *error)
+{
+    error_place place = connection_place(p->control, "verify");
+    place.remedy = "use the same fanin release on both ends, or do not verify";
+    return error_set(error, FANIN_ERR_UNSUPPORTED, &place,
+                     "rank %u at %s does not digest what it serves",
+                     connection_peer(p->control)->rank, connection_text(p->control));
+}
+
+static fanin_status start(verifier *v, inquiry *q, fanin_error *error)
+{
+    read_phase *r = v->r;
+    size_t index = r->cache->peer_of[q->source];
+    q->peer = &r->client->peers[index];
+    q->work = (stream_work){.plan = r->cache->plan,
+                            .pieces = &r->cache->plan->ranks[q->source],
+                            .list = &q->list,
+                            .base = r->base,
+                            .inflight = &v->inflight,
+                            .max_inflight = r->client->config.max_inflight,
+                            .digested = compare,
+                            .digested_cookie = q,
+                            .dtype = (uint32_t)r->destination->dtype,
+                            .error = FANIN_ERROR_INIT};
+    if (q->work.pieces->n_pieces == 0)
+        return FANIN_OK;
+    if (!(connection_peer(q->peer->control)->features & FEATURE_DIGESTS)) {
+        r->final = true;
+        return cannot(q->peer, error);
+    }
+    for (uint64_t i = 0; i < q->work.pieces->n_pieces; i++) {
+        if (!add_piece(q, i))
+            return error_set_memory(error);
+    }
+    memcpy(q->work.token, r->leases[index].token, sizeof(q->work.token));
+    fanin_status status = FANIN_OK;
+    if (!q->peer->stream)
+        status =
+            stream_link_create(r->client, q->peer->control, 1, &q->peer->stream, error);
+    if (status != FANIN_OK)
+        return status;
+    connection_set_owing(q->peer->control, true);
+    stream_link_start(q->peer->stream, &q->work);
+    return FANIN_OK;
+}
+
+static fanin_status look(const verifier *v, bool *done, fanin_error *error)
+{
+    *done = true;
+    for (size_t i = 0; i < v->r->cache->n_sources; i++) {
+        inquiry *q = &v->inquiries[i];
+        if (q->list.n_requests == 0)
+            continue;
+        const connection *c = q->peer->control;
+        if (q->work.failed) {
+            error_copy(error, &q->work.error);
+            return q->work.status;
+        }
+        if (connection_get_state(c) != CONNECTION_READY) {
+            error_copy(error, connection_fault(c));
+            return connection_fault(c)->status;
+        }
+        *done = *done && q->work.done_requests == q->list.n_requests;
+        stream_link_pump(q->peer->stream);
+    }
+    return FANIN_OK;
+}
+
+static fanin_status run(verifier *v, fanin_error *error)
+{
+    for (;;) {
+        bool done;
+        fanin_status status = look(v, &done, error);
+        if (status == FANIN_OK && !done)
+            status = client_step(v->r->client, v->at, UINT64_MAX, "verify", error);
+        if (status != FANIN_OK || done)
+            return status;
+    }
+}
+
+static void finish(verifier *v)
+{
+    for (size_t i = 0; v->inquiries && i < v->r->cache->n_sources; i++) {
+        inquiry *q = &v->inquiries[i];
+        if (q->peer && q->list.n_requests > 0)
+            connection_set_owing(q->peer->control, false);
+        if (q->peer && q->peer->stream && q->list.n_requests > 0 &&
+            !stream_link_stop(q->peer->stream))
+            stream_link_destroy(&q->peer->stream);
+        free(q->list.entries);
+        free(q->list.requests);
+        free(q->units);
+    }
+    for (int i = 0; i < GPU_MAX_DEVICES; i++)
+        gpu_stream_destroy(&v->streams[i]);
+    if (v->bounce)
+        gpu_host_free(v->r->client->gpu, v->bounce);
+    box_digest_free(v->sum);
+    free(v->inquiries);
+}
+
+fanin_status verify_run(read_phase *r, deadline at, fanin_error *error)
+{
+    verifier v = {.r = r, .at = at, .sum = box_digest_create()};
+    v.inquiries = calloc(r->cache->n_sources + 1, sizeof(*v.inquiries));
+    fanin_status status = v.sum && v.inquiries ? FANIN_OK : error_set_memory(error);
+    for (size_t i = 0; i < r->cache->n_sources && status == FANIN_OK; i++) {
+        v.inquiries[i] = (inquiry){.verifier = &v, .source = i};
+        status = start(&v, &v.inquiries[i], error);
+    }
+    if (status == FANIN_OK)
+        status = run(&v, error);
+    finish(&v);
+    return status;
+}

@@ -1,0 +1,114 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include "box_digest.h"
+
+#include "convert.h"
+#include "digest_library.h"
+#include <stdlib.h>
+#include <string.h>
+
+struct box_digest {
+    XXH3_state_t *pieces;
+    uint64_t length;
+    size_t filled; /* of piece */
+    uint8_t piece[BOX_DIGEST_PIECE];
+    size_t begun; /* bytes of an element that came in parts */
+    uint8_t element[4];
+};
+
+box_digest *box_digest_create(void)
+{
+    box_digest *d = calloc(1, sizeof(*d));
+    if (!d)
+        return NULL;
+    d->pieces = XXH3_createState();
+    if (!d->pieces) {
+        free(d);
+        return NULL;
+    }
+    XXH3_128bits_reset(d->pieces);
+    return d;
+}
+
+void box_digest_free(box_digest *d)
+{
+    if (d)
+        XXH3_freeState(d->pieces);
+    free(d);
+}
+
+static void add_number(box_digest *d, uint64_t number)
+{
+    uint8_t bytes[8];
+    for (int i = 0; i < 8; i++)
+        bytes[i] = (uint8_t)(number >> (8 * i));
+    (void)XXH3_128bits_update(d->pieces, bytes, sizeof(bytes));
+}
+
+static void add_plain(box_digest *d, const uint8_t *data, size_t size)
+{
+    d->length += size;
+    while (size > 0) {
+        size_t step = sizeof(d->piece) - d->filled;
+        if (d->filled == 0 && size >= step) {
+            add_number(d, XXH3_64bits(data, step));
+        } else {
+            step = size < step ? size : step;
+            memcpy(d->piece + d->filled, data, step);
+            d->filled += step;
+        }
+        if (d->filled == sizeof(d->piece)) {
+            add_number(d, XXH3_64bits(d->piece, sizeof(d->piece)));
+            d->filled = 0;
+        }
+        data += step;
+        size -= step;
+    }
+}
+
+static void add_element(box_digest *d, const uint8_t *from, uint32_t convert)
+{
+    uint32_t bits;
+    memcpy(&bits, from, sizeof(bits));
+    uint16_t half =
+        convert == CONVERT_F32_BF16 ? convert_to_bf16(bits) : convert_to_f16(bits);
+    add_plain(d, (const uint8_t *)&half, sizeof(half));
+}
+
+void box_digest_add(box_digest *d, const void *data, size_t size, uint32_t convert)
+{
+    const uint8_t *from = data;
+    if (convert == CONVERT_NONE) {
+        add_plain(d, from, size);
+        return;
+    }
+    for (; d->begun > 0 && size > 0; from++, size--) {
+        d->element[d->begun++] = *from;
+        if (d->begun < sizeof(d->element))
+            continue;
+        add_element(d, d->element, convert);
+        d->begun = 0;
+    }
+    for (; size >= sizeof(d->element);
+         from += sizeof(d->element), size -= sizeof(d->element))
+        add_element(d, from, convert);
+    if (size > 0)
+        memcpy(d->element, from, size);
+    d->begun += size;
+}
+
+digest box_digest_take(box_digest *d)
+{
+    if (d->filled > 0) {
+        memset(d->piece + d->filled, 0, sizeof(d->piece) - d->filled);
+        add_number(d, XXH3_64bits(d->piece, sizeof(d->piece)));
+    }
+    add_number(d, d->length);
+    XXH128_canonical_t canonical;
+    digest out;
+    XXH128_canonicalFromHash(&canonical, XXH3_128bits_digest(d->pieces));
+    memcpy(out.bytes, canonical.digest, sizeof(out.bytes));
+    XXH3_128bits_reset(d->pieces);
+    d->length = 0;
+    d->filled = d->begun = 0;
+    return out;
+}
