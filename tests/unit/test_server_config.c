@@ -656,7 +656,7 @@ static void prometheus_text_is_well_formed(void **state)
     for (char *line = strtok(text, "\n"); line; line = strtok(NULL, "\n")) {
         char name[100], kind[20];
         if (sscanf(line, "# TYPE %99s %19s", name, kind) == 2) {
-            strcpy(family, name);
+            snprintf(family, sizeof family, "%s", name);
             assert_true(!strcmp(kind, "counter") || !strcmp(kind, "gauge"));
             assert_int_equal(!strcmp(kind, "counter"),
                              !strcmp(name + strlen(name) - 6, "_total"));

@@ -82,9 +82,9 @@ static void other_files_stay(void **state)
     ucx_leftovers_remove(root, NULL);
     for (size_t i = 0; i < 4; i++)
         expect(names[i], true);
-    for (char c = '0'; c < '4'; c++) {
+    for (int i = 0; i < 4; i++) {
         char name[32];
-        snprintf(name, sizeof(name), "ucx_shm_posix_a%c", c);
+        snprintf(name, sizeof(name), "ucx_shm_posix_a%d", i);
         expect(name, true);
     }
     expect("linked", true);
