@@ -101,8 +101,8 @@ void output_set_u64(json_t *object, const char *name, uint64_t value)
 
 void output_set_age(json_t *object, const char *name, uint64_t ms)
 {
-    json_object_set_new(
-        object, name, ms > 0 ? json_integer((json_int_t)(ms * 1000000)) : json_null());
+    json_object_set_new(object, name,
+                        ms > 0 ? json_integer((json_int_t)ms * 1000000) : json_null());
 }
 
 void output_set_hex(json_t *object, const char *name, const uint8_t *bytes, size_t size)

@@ -71,7 +71,7 @@ import sys
 
 tool, *commands = sys.argv[1:]
 least_one = set("""--world-size --count --max-attempts --steps --first-step --r --iterations
-    --repeat --commits --replicate""".split())
+    --repeat --commits --replicate --max-bytes""".split())
 numbers = {"N", "MS", "PORT", "K", "FD"}
 seen = set()
 

@@ -100,7 +100,7 @@ def nixl_fetch() -> str:
 
 
 def test_nixl_fetch_reads_what_is_written(tmp_path: Path) -> None:
-    with served(tmp_path, ["--world-size", "3"]) as (info, _):
+    with served(tmp_path, ["--world-size", "3", "--name", "job"]) as (info, _):
         path = write_info(
             tmp_path / "step", TrainerInfo(info.addresses, info.world_id, info.run, "job", 1)
         )
