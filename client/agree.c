@@ -197,36 +197,42 @@ static bool nobody_waits(const agreement *g)
     return true;
 }
 
-/* Whether the marked ranks hold everything; needs their box tables. */
-static fanin_status judge(agreement *g, bool *enough, fanin_error *error)
+fanin_status agree_sufficient(fanin_client *client, const publication *p,
+                              const bool *use, deadline at, bool *enough,
+                              fanin_error *error)
 {
-    fanin_client *client = g->client;
-    *enough = false;
-    fanin_status status =
-        tables_sync(client, g->publication, g->announced, g->use, g->at, error);
-    if (status != FANIN_OK)
-        return status;
     plan_source *sources = calloc(client->n_peers, sizeof(*sources));
-    bool *use = calloc(client->n_peers, sizeof(*use));
-    if (!sources || !use) {
+    bool *all = calloc(client->n_peers, sizeof(*all));
+    if (!sources || !all) {
         free(sources);
-        free(use);
+        free(all);
         return error_set_memory(error);
     }
     size_t n = 0;
     for (size_t i = 0; i < client->n_peers; i++) {
-        if (!g->use[i])
+        if (!use[i])
             continue;
-        use[n] = true;
+        all[n] = true;
         sources[n++] = (plan_source){connection_peer(client->peers[i].control)->rank,
-                                     g->publication->shards[i].boxes};
+                                     p->shards[i].boxes};
     }
-    client_patience patience = {client, g->at};
+    client_patience patience = {client, at};
     work_stop stop = {.fn = client_wants_no_more, .cookie = &patience};
-    *enough = plan_sufficient(g->publication->keys, sources, n, use, &stop);
+    *enough = plan_sufficient(p->keys, sources, n, all, &stop);
     free(sources);
-    free(use);
+    free(all);
     return FANIN_OK;
+}
+
+/* Whether the marked ranks hold everything; needs their box tables. */
+static fanin_status judge(agreement *g, bool *enough, fanin_error *error)
+{
+    *enough = false;
+    fanin_status status =
+        tables_sync(g->client, g->publication, g->announced, g->use, g->at, error);
+    if (status != FANIN_OK)
+        return status;
+    return agree_sufficient(g->client, g->publication, g->use, g->at, enough, error);
 }
 
 /* A rank is paused, which waiting does not mend: the marked ones suffice, or the pull is over. Those

@@ -28,4 +28,10 @@ fanin_status agree(fanin_client *client, publication *p,
                    const fanin_pull_options *options, const agree_need *need,
                    deadline at, announcement *announced, bool *use, fanin_error *error);
 
+/** *@p enough: the ranks with @p use[i] hold the whole publication. Their tables are at hand.
+    False if it is not known by @p at. */
+fanin_status agree_sufficient(fanin_client *client, const publication *p,
+                              const bool *use, deadline at, bool *enough,
+                              fanin_error *error);
+
 #endif

@@ -451,6 +451,7 @@ PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {
         [_handle, c_char_p, c_char_p, c_uint32, EntryFn, c_void_p, _error],
     ),
     "fanin_client_metadata": (_status, [_handle, c_char_p, c_uint32, PairFn, c_void_p, _error]),
+    "fanin_client_wait": (_status, [_handle, POINTER(PullOptions), POINTER(c_uint64), _error]),
     "fanin_client_watch": (_status, [_handle, c_char_p, c_uint32, WatchFn, c_void_p, _error]),
     "fanin_client_ping": (_status, [_handle, c_uint32, PingFn, c_void_p, _error]),
 }

@@ -328,6 +328,34 @@ class Client(ClosableHandle):
             len(packed),
         )
 
+    def wait(
+        self,
+        run: str | int,
+        *,
+        step: int | None = None,
+        at_least: int | None = None,
+        timeout: float = 60.0,
+    ) -> int:
+        """Waits for a step as a pull does, and reads nothing of it; the step that has come.
+
+        *run*, *step*, *at_least*, *timeout* and what is raised: as :meth:`pull_adapter`, as far
+        as it concerns steps and connections. The connections stay.
+        """
+        options = self._options(run, step, at_least, timeout, 0, None, None)
+        found = ctypes.c_uint64()
+
+        def call(use: Use, handle: ctypes.c_void_p) -> None:
+            self._run(
+                use,
+                self._library.fanin_client_wait,
+                handle,
+                ctypes.byref(options),
+                ctypes.byref(found),
+            )
+
+        self._alone("wait", call)
+        return found.value
+
     def _options(
         self,
         run: str | int,

@@ -68,6 +68,45 @@ def test_destinations_may_have_any_strides(client: fanin.Client) -> None:
     assert not a.T[::2].any() and not b[..., 1].any()
 
 
+def test_waiting_reads_nothing(ranks: list[fanin.Server], client: fanin.Client) -> None:
+    assert client.wait(0) == 1 == client.wait(0, step=1)
+    got: list[int] = []
+    waiter = threading.Thread(target=lambda: got.append(client.wait(0, at_least=2, timeout=30)))
+    waiter.start()
+    for server in ranks[:2]:
+        local_world.publish_rank(server, 3)
+    assert not got, "a rank has not committed it"
+    local_world.publish_rank(ranks[2], 3)
+    waiter.join(30)
+    assert got == [3]
+    for server in ranks:
+        assert server.stats()["bytes_streamed"] == 0
+    with pytest.raises(fanin.SupersededError, match="step 2"):
+        client.wait(0, step=2)
+    with pytest.raises(fanin.NotFoundError):
+        client.wait(7)
+    with pytest.raises(fanin.PullTimeoutError, match="rank 0"):
+        client.wait(0, step=4, timeout=0.05)
+    for server in ranks:
+        server.pause(PUBLICATION, "offloaded")
+    with pytest.raises(fanin.PausedError, match="offloaded"):
+        client.wait(0, at_least=4)
+    with pytest.raises(fanin.RequestError, match="timeout"):
+        client.wait(0, timeout=0)
+
+
+def test_waiting_ends_with_a_rank_that_nobody_can_replace(
+    ranks: list[fanin.Server], client: fanin.Client
+) -> None:
+    assert client.wait(0) == 1
+    ranks[2].close()  # has nothing
+    with pytest.raises(fanin.PullTimeoutError):
+        client.wait(0, step=2, timeout=0.3)
+    ranks[1].close()
+    with pytest.raises(fanin.ConnectionFailedError, match="rank 1"):
+        client.wait(0, step=2, timeout=30)
+
+
 def test_parts_are_pulled_as_shards(client: fanin.Client) -> None:
     rows, columns = np.zeros((2, 8), np.float32), np.zeros((8, 1), np.float32)
     shards = fanin.pack(

@@ -382,6 +382,19 @@ FANIN_API FANIN_MUST_CHECK fanin_status
 fanin_client_adapter_config(fanin_client *client, const fanin_pull_options *options,
                             fanin_pair_fn fn, void *cookie, fanin_error *error);
 
+/**
+ * Waits for a step as a pull with these options does, and reads nothing of it: until the ranks
+ * that a pull needs have committed one. *@p step (may be NULL) is that step. Of the options,
+ * publication, rule, step and timeout_ms count. The connections stay.
+ *
+ * Blocks at most options->timeout_ms. Errors: those of fanin_client_connect(), and
+ * FANIN_ERR_NOT_FOUND (no such run), FANIN_ERR_SUPERSEDED, FANIN_ERR_PAUSED, FANIN_ERR_TIMEOUT
+ * (names the ranks that are behind), FANIN_ERR_CANCELLED, FANIN_ERR_MEMORY.
+ */
+FANIN_API FANIN_MUST_CHECK fanin_status
+fanin_client_wait(fanin_client *client, const fanin_pull_options *options,
+                  uint64_t *step, fanin_error *error);
+
 /** What fanin_client_watch() reports. */
 typedef struct fanin_watch_event {
     size_t struct_size;

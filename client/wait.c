@@ -1,0 +1,68 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Waiting for a step without reading anything of it. */
+#include "agree.h"
+#include "error_set.h"
+#include "pull.h"
+#include <stdlib.h>
+
+typedef struct waiter {
+    fanin_client *client;
+    publication *publication;
+    deadline at;
+} waiter;
+
+/* Nobody says what will be read: all of it. */
+static fanin_status all_without(void *cookie, const bool *use, bool *vain,
+                                fanin_error *error)
+{
+    const waiter *w = cookie;
+    bool enough = false;
+    *vain = false;
+    fanin_status status =
+        agree_sufficient(w->client, w->publication, use, w->at, &enough, error);
+    for (size_t i = 0; i < w->client->n_peers && status == FANIN_OK && !enough; i++) {
+        if (peer_ready(&w->client->peers[i]))
+            continue;
+        const fanin_error *fault = connection_fault(w->client->peers[i].control);
+        error_copy(error, fault);
+        *vain = true;
+        return fault->status;
+    }
+    return status;
+}
+
+static fanin_status wait_for(fanin_client *client, const fanin_pull_options *options,
+                             uint64_t *step, fanin_error *error)
+{
+    deadline at;
+    fanin_status status = client_enter(client, options->timeout_ms, &at, error);
+    if (status != FANIN_OK)
+        return status;
+    waiter w = {client, tables_of(client, options->publication), at};
+    const agree_need need = {.without = all_without, .cookie = &w};
+    announcement *announced = calloc(client->n_peers, sizeof(*announced));
+    bool *use = calloc(client->n_peers, sizeof(*use));
+    if (w.publication && announced && use)
+        status =
+            agree(client, w.publication, options, &need, at, announced, use, error);
+    else
+        status = error_set_memory(error);
+    for (size_t i = 0; i < client->n_peers && status == FANIN_OK; i++) {
+        if (use[i])
+            *step = announced[i].step;
+    }
+    free(announced);
+    free(use);
+    return status;
+}
+
+fanin_status fanin_client_wait(fanin_client *client, const fanin_pull_options *in,
+                               uint64_t *step, fanin_error *error)
+{
+    fanin_pull_options options;
+    uint64_t unasked = 0;
+    fanin_status status = pull_check(client, in, &options, error);
+    if (status != FANIN_OK)
+        return status;
+    return wait_for(client, &options, step ? step : &unasked, error);
+}
