@@ -491,6 +491,8 @@ _INFERENCE_KEYS = (
     _Key("keep", _integer(1, 10000), "FANIN_KEEP_ADAPTERS"),
     _Key("path", _choice(*PATHS), "FANIN_PATH"),
     _Key("prefix", _prefix, "FANIN_ADAPTER_PREFIX"),
+    _Key("dtype", _dtype, "FANIN_DTYPE"),
+    _Key("newest", _switch, "FANIN_NEWEST"),
 )
 
 _ALL_KEYS = (_TRAINER_KEYS, _ORCHESTRATOR_KEYS, _INFERENCE_KEYS)
@@ -504,7 +506,8 @@ class InferenceConfig:
     pull; None: the requests say it. server_name: the job's name, None: any. cache_dir: absolute;
     adapters are made in it. timeout: seconds for a pull. keep: adapters of a run that stay on
     disk. path: how bytes travel, "auto" or one that is demanded. prefix: adapters' names begin
-    with it, None: any.
+    with it, None: any. dtype: what F32 tensors arrive as, "BF16" or "F16", None: as published.
+    newest: a request to load an adapter that says no step gets the newest.
     """
 
     trainer: str | None
@@ -514,6 +517,8 @@ class InferenceConfig:
     keep: int
     path: str
     prefix: str | None
+    dtype: str | None = None
+    newest: bool = False
 
 
 def default_cache_dir() -> Path:
@@ -528,8 +533,8 @@ def inference_config(
 
     path: the file, None: the one that FANIN_CONFIG names, if it is set. Variables, each of which
     overrides the file: FANIN_TRAINER, FANIN_SERVER_NAME, NIXL_LORA_CACHE_DIR,
-    FANIN_PULL_TIMEOUT, FANIN_KEEP_ADAPTERS, FANIN_PATH, FANIN_ADAPTER_PREFIX. Blocks for reading
-    the file; any thread. Raises ConfigError.
+    FANIN_PULL_TIMEOUT, FANIN_KEEP_ADAPTERS, FANIN_PATH, FANIN_ADAPTER_PREFIX, FANIN_DTYPE,
+    FANIN_NEWEST. Blocks for reading the file; any thread. Raises ConfigError.
     """
     if path is None and environ.get("FANIN_CONFIG", "").strip():
         path = environ["FANIN_CONFIG"].strip()
@@ -549,6 +554,8 @@ def inference_config(
         keep=settings.get("keep", 2),
         path=settings.get("path", "auto"),
         prefix=settings.get("prefix", None),
+        dtype=settings.get("dtype", None),
+        newest=settings.get("newest", False),
     )
 
 

@@ -414,6 +414,121 @@ def test_trainers_restarted_from_an_earlier_step(place: Place) -> None:
     place.still_serves()
 
 
+def test_names_asked_for_before_a_restart(place: Place) -> None:
+    """Nobody uses a route, and vLLM does not ask for a name that it knows."""
+    step = place.next_step()
+    name, other = f"known-run0-step{step}", f"known-too-run0-step{step}"
+    before = place.pulled(name)
+    assert before == place.expected(step) == place.pulled(other)
+    ended = place.engine.metric("fanin_worlds_ended_total")
+    gone = place.directories("known") | place.directories("known-too")
+
+    place.trainer.kill()
+    place.trainer.close()
+    place.trainer = place.launch(step, seed=11)
+    after = place.pulled(name)
+    assert after == place.expected(step) != before
+    until(lambda: not gone & place.directories("known"), "retirement")
+    assert other not in place.engine.names(), "served though nobody asked again"
+    assert place.pulled(other) == after
+    assert place.engine.metric("fanin_worlds_ended_total") == ended + 1
+    assert place.engine.metric("fanin_adapters_retired_total", reason="launch") >= 2
+    assert "has ended" in place.engine.log_text()
+    place.still_serves()
+
+
+def test_names_asked_for_before_the_engine_is_pointed_elsewhere(place: Place) -> None:
+    step = place.next_step()
+    name = f"pointed-run0-step{step}"
+    here = place.pulled(name)
+    assert here == place.expected(step)
+    with place.launch(step, seed=78, where="elsewhere") as elsewhere:
+        place.point_at(trainer_addresses=elsewhere.addresses)
+        there = place.pulled(name)
+        assert there == place.expected(step, elsewhere) != here
+        place.point_at(trainer_addresses=str(place.trainer.info))
+        assert place.pulled(name) == here
+    place.still_serves()
+
+
+def test_the_last_adapter_of_a_training_that_is_over(place: Place) -> None:
+    """Served until another launch takes the trainer's place, which nobody has to say."""
+    step = place.next_step()
+    name = f"last-run0-step{step}"
+    expected = place.expected(step)
+    assert place.pulled(name) == expected
+    assert place.trainer.exit() == [0, 0]
+    until(lambda: place.engine.metric("fanin_worlds_silent") == 1, "silence")
+    for _ in range(2):
+        assert place.pulled(name) == expected
+    place.trainer.close()
+    place.trainer = place.launch(step + 1, seed=12)
+    until(lambda: name not in place.engine.names(), "the end of the old launch")
+    error = refused(place, name)
+    assert error.status == 404 and str(step + 1) in error.message
+    assert place.engine.metric("fanin_worlds_silent") == 0
+    place.still_serves()
+
+
+def test_an_unloaded_name_is_not_answered_from_its_old_directory(place: Place) -> None:
+    step = place.next_step()
+    name = f"unloaded-run0-step{step}"
+    assert place.pulled(name) == place.expected(step)
+    (old,) = place.directories("unloaded")
+    place.engine.ask("POST", "/v1/unload_lora_adapter", {"lora_name": name})
+    until(lambda: not old.exists(), "retirement")
+    assert place.pulled(name) == place.expected(step)
+    (new,) = place.directories("unloaded")
+    assert new != old
+    place.engine.ask("POST", "/v1/unload_lora_adapter", {"lora_name": name})
+    place.next_step()
+    assert refused(place, name).status == 404
+    place.still_serves()
+
+
+def test_those_who_ask_for_one_failing_name_fail_together(place: Place) -> None:
+    """vLLM lets them in one after the other; the deadline is that of the first."""
+    name = f"convoy-run0-step{place.step + 1000}"
+    failed = place.pulls("FANIN_ERR_TIMEOUT")
+    with meanwhile() as pool:
+        errors = [error.result() for error in [pool.submit(refused, place, name) for _ in range(6)]]
+    assert {error.status for error in errors} == {504}
+    assert len({error.message for error in errors}) == 1
+    assert place.pulls("FANIN_ERR_TIMEOUT") == failed + 1
+
+
+def test_names_that_wait_hold_up_no_pull(place: Place) -> None:
+    """More of them than a trainer has connections from this engine."""
+    later = place.step + 3
+    with ThreadPoolExecutor(12) as pool:
+        names = [f"wait{number}-run0-step{later}" for number in range(12)]
+        waiting = [pool.submit(place.load, name, timeout=PATIENCE) for name in names]
+        until(lambda: len(place.status()["pulling"]) == len(names), "waiting")
+        step = place.next_step()
+        assert place.pulled(f"passing-run0-step{step}") == place.expected(step)
+        assert len(place.status()["pulling"]) == len(names)
+        assert place.status()["connections"]["busy"] == 0
+        while place.step < later:
+            place.next_step()
+        assert {answer.result(PATIENCE)["step"] for answer in waiting} == {later}
+    place.still_serves()
+
+
+def test_a_dtype_for_one_adapter(place: Place) -> None:
+    import torch
+    from safetensors.torch import load_file
+
+    step = place.next_step()
+    answer = place.load(f"narrow-run0-step{step}", dtype="BF16")
+    assert answer["dtype"] == "BF16" and "bf16" in Path(answer["path"]).name
+    file = "adapter_model.safetensors"
+    got, masters = (load_file(Path(d) / file) for d in (answer["path"], place.trainer.record(step)))
+    assert {value.dtype for value in masters.values()} == {torch.float32}
+    same_tensors(got, {name: value.to(torch.bfloat16) for name, value in masters.items()})
+    assert place.pulled(f"narrow-run0-step{step}") != place.base_tokens
+    place.still_serves()
+
+
 # ------------------------------------------------------------------- without plugin's routes
 
 

@@ -42,6 +42,7 @@ class Run:
     config: dict[str, Any] = field(default_factory=lambda: dict(CONFIG))
     entries: list[Entry] = field(default_factory=lambda: [Entry(name) for name in NAMES])
     catalog_version: int = 1
+    state: str = "stable"
 
 
 class FakeTrainer:
@@ -51,10 +52,14 @@ class FakeTrainer:
         self.world = WORLD
         self.alive = True
         self.runs = {"0": Run()}
-        self.changed = threading.Condition()
+        self.changed = threading.Condition(threading.RLock())
         self.clients: list[FakeClient] = []
         self.pulls: list[tuple[str, int, str]] = []
         self.catalogs = 0
+        self.waits = self.looks = self.watching = 0
+        self.mixed = False
+        self.dtypes: list[str | None] = []
+        self.all_ranks = True
         self.before_pull: Callable[[], None] = lambda: None
 
     def commit(self, step: int, run: str = "0") -> None:
@@ -66,9 +71,22 @@ class FakeTrainer:
         """A new launch; connections to the old one are closed, which their next use tells."""
         with self.changed:
             self.world = world
+            self.hang_up()
+            self.runs = {"0": Run(step=step)}
+            self.alive = True
+            self.changed.notify_all()
+
+    def end(self) -> None:
+        """All ranks are gone, and nobody listens there."""
+        with self.changed:
+            self.alive = False
+            self.hang_up()
+
+    def hang_up(self) -> None:
+        """All connections are closed."""
+        with self.changed:
             for client in self.clients:
                 client.hung_up = True
-            self.runs = {"0": Run(step=step)}
             self.changed.notify_all()
 
     def client(self, addresses: list[str], **options: Any) -> FakeClient:
@@ -102,6 +120,8 @@ class FakeClient:
             raise ConnectionFailedError.make("rank 0 closed the connection", code=-301)
         if not self.trainer.alive:
             raise UnreachableError.make("rank 0 does not answer", address=self.addresses[0])
+        if self.trainer.mixed:
+            raise PeerError.make("rank 1 is of another world than rank 0", code=-402)
         if self.demanded is not None and self.demanded != self.trainer.world:
             raise PeerError.make(f"rank 0 is of world {self.trainer.world}", code=-402)
 
@@ -113,15 +133,21 @@ class FakeClient:
 
     def ranks(self) -> list[Any]:
         return [
-            SimpleNamespace(rank=None, world_id=""),
-            SimpleNamespace(rank=0, world_id=self.trainer.world),
+            SimpleNamespace(rank=None, world_id="", connected=self.trainer.all_ranks),
+            SimpleNamespace(rank=0, world_id=self.trainer.world, connected=True),
         ]
 
     def publications(self, timeout: float) -> list[Any]:
         self._look()
+        self.trainer.looks += 1
         return [
             SimpleNamespace(
-                name=f"lora:{name}", rank=0, catalog_version=run.catalog_version, key_digest="d"
+                name=f"lora:{name}",
+                rank=0,
+                catalog_version=run.catalog_version,
+                key_digest="d",
+                step=run.step,
+                state=run.state,
             )
             for name, run in self.trainer.runs.items()
         ]
@@ -133,23 +159,54 @@ class FakeClient:
         self.trainer.catalogs += 1
         return self._run(run).entries
 
+    def _until(self, come: Callable[[], bool], timeout: float, what: str) -> None:
+        """With the trainer's lock held."""
+        deadline = time.monotonic() + timeout
+        while not come():
+            left = deadline - time.monotonic()
+            if self.cancelled:
+                self.cancelled = False
+                raise CancelledError.make("cancelled")
+            if left <= 0 or not self.trainer.changed.wait(left):
+                raise PullTimeoutError.make(f"{what} did not come")
+
+    def wait(
+        self, run: str, *, timeout: float, step: int | None = None, at_least: int | None = None
+    ) -> int:
+        self.trainer.waits += 1
+        least = step if step is not None else at_least or 0
+        with self.trainer.changed:
+            self._until(lambda: self._run(run).step >= least, timeout, f"step {least}")
+            return self._run(run).step
+
+    def watch(self, run: str, callback: Any, timeout: float) -> None:
+        self._look()
+        with self.trainer.changed:
+            self.trainer.watching += 1
+            try:
+                self._until(lambda: bool(self._look()), timeout, "its end")
+            finally:
+                self.trainer.watching -= 1
+
     def pull_adapter(
-        self, run: str, directory: str, *, step: int, timeout: float, progress: Any
+        self,
+        run: str,
+        directory: str,
+        *,
+        step: int,
+        timeout: float,
+        dtype: str | None,
+        progress: Any,
     ) -> Any:
         self.trainer.before_pull()
-        deadline = time.monotonic() + timeout
+        self.trainer.dtypes.append(dtype)
         with self.trainer.changed:
-            while self._run(run).step < step:
-                left = deadline - time.monotonic()
-                if self.cancelled:
-                    raise CancelledError.make("cancelled")
-                if left <= 0 or not self.trainer.changed.wait(left):
-                    raise PullTimeoutError.make(f"step {step} did not come")
+            self._until(lambda: self._run(run).step >= step, timeout, f"step {step}")
             now = self._run(run).step
         if now > step:
             raise SupersededError.make(f"step {step} has passed, {now} is committed")
         place = Path(directory)
-        identity = json.dumps([self.trainer.world, run, step])
+        identity = json.dumps([self.trainer.world, run, step, dtype])
         reused = place.exists()
         if reused and (place / "fanin.json").read_text() != identity:
             raise RequestError.make(f"{place} holds something else", code=-101)

@@ -11,6 +11,7 @@ import threading
 import time
 from pathlib import Path
 
+import local_world
 import pytest
 from fake_trainer import WORLD
 from fanin.errors import HostError, PullTimeoutError
@@ -104,6 +105,30 @@ def test_a_sweep_takes_what_nobody_needs(tmp_path: Path) -> None:
     assert Places(tmp_path).sweep() == [left]
     assert not left.exists() and used.exists() and foreign.exists()
     assert lease.release(delete=True)
+
+
+def test_a_sweep_takes_what_a_killed_pull_left(tmp_path: Path) -> None:
+    """Half of the adapter and the locks, in a folder that nobody uses again."""
+    program = (
+        "import os, signal, sys, time; from fanin import Client; from pathlib import Path;"
+        "from fanin.vllm.directories import Places; root, path = sys.argv[1], Path(sys.argv[2]);"
+        "lease = Places(root).lease(path, time.monotonic() + 10);"
+        "Client([sys.argv[3]], use_ucx=False).pull_adapter(0, path,"
+        " progress=lambda *_: os.kill(os.getpid(), signal.SIGKILL))"
+    )
+    places = Places(tmp_path)
+    path = places.choose(WORLD, "0", "policy", 1)
+    with local_world.servers(1) as ranks:
+        local_world.publish(ranks, 1)
+        command = [sys.executable, "-c", program, str(tmp_path), str(path)]
+        subprocess.run([*command, *local_world.addresses(ranks)], check=False)
+    left = [one.name for one in path.parent.iterdir()]
+    assert any(".fanin-tmp-" in name for name in left) and not path.exists()
+    lease = places.lease(path.with_name("policy-step2"), soon())
+    assert Places(tmp_path).sweep() == [path]
+    assert [one.name for one in path.parent.iterdir()] == [".policy-step2.fanin-use"]
+    assert lease.release(delete=True)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_sweep_touches_its_own_only(tmp_path: Path) -> None:

@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import threading
+import time
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,7 +20,7 @@ from fanin import errors
 from fanin.config import inference_config
 from fanin.vllm import worker
 from fanin.vllm.checks import EngineFacts
-from fanin.vllm.clients import ClientPool
+from fanin.vllm.clients import MAX_CLIENTS, ClientPool, Target
 from fanin.vllm.metrics import Metrics
 from fanin.vllm.pulls import Adapter, Wanted
 from fanin.vllm.retire import holders
@@ -99,9 +101,14 @@ class Bench:
 
     def wanted(self, step: int, run: str = "0", **more: Any) -> Wanted:
         assert self.state.source is not None
-        fields: dict[str, Any] = {"timeout": 10.0, "label": "policy", **more}
+        fields: dict[str, Any] = {
+            "timeout": 10.0,
+            "label": "policy",
+            "source": self.state.source,
+            **more,
+        }
         name = f"{fields['label']}-run{run}-step{step}"
-        return Wanted(name, run, step, source=self.state.source, **fields)
+        return Wanted(name, run, step, **fields)
 
     async def fetch(self, step: int, **more: Any) -> Adapter:
         """A pull that has been made a request of, and committed for it."""
@@ -209,6 +216,111 @@ def test_flights_are_bounded(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> N
         await asked[0]
         bench.trainer.commit(3)
         await asked[1]
+
+    run(work())
+
+
+def test_names_that_wait_hold_nothing_that_pulls_need(bench: Bench) -> None:
+    """Hundreds of them, of many runs: a connection and a thread for each run."""
+
+    async def work() -> None:
+        fetch = bench.state.flights.fetch
+        runs = [str(number) for number in range(1, 21)]
+        for name in runs:
+            bench.trainer.runs[name] = Run()
+        waiting = [
+            asyncio.create_task(fetch(bench.wanted(step, run=name, timeout=60.0)))
+            for name in runs
+            for step in range(2, 12)
+        ]
+        while bench.trainer.waits < len(runs) or len(bench.state.flights.status()) < 200:
+            await asyncio.sleep(0.001)
+        while bench.state.service.pool.stats()["busy"]:
+            await asyncio.sleep(0.001)
+        assert (await fetch(bench.wanted(1, timeout=5.0))).step == 1
+        assert bench.trainer.connected <= len(runs) + MAX_CLIENTS
+        mine = [thread for thread in threading.enumerate() if thread.name == "fanin-pull"]
+        assert len(mine) < len(runs)
+        bench.trainer.commit(2, "1")
+        assert (await waiting[0]).run == "1"
+        bench.trainer.commit(4, "1")
+        with pytest.raises(errors.SupersededError):
+            await waiting[1]
+        assert (await waiting[2]).step == 4
+        for one in waiting[3:]:
+            one.cancel()
+
+    run(work())
+
+
+def test_a_lower_step_is_waited_for_too(bench: Bench) -> None:
+    async def work() -> None:
+        high = asyncio.create_task(bench.state.flights.fetch(bench.wanted(9)))
+        while not bench.trainer.waits:
+            await asyncio.sleep(0.001)
+        low = asyncio.create_task(bench.state.flights.fetch(bench.wanted(5)))
+        while bench.trainer.waits < 2:
+            await asyncio.sleep(0.001)
+        bench.trainer.commit(5)
+        assert (await low).step == 5 and not high.done()
+        bench.trainer.commit(9)
+        assert (await high).step == 9
+
+    run(work())
+
+
+def test_more_runs_wait_than_have_connections(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fanin.vllm.waits.MAX_RUNS", 1)
+    monkeypatch.setattr("fanin.vllm.waits._ASK", 0.001)
+    bench.trainer.runs["1"] = Run()
+
+    async def work() -> None:
+        asked = [
+            asyncio.create_task(bench.state.flights.fetch(bench.wanted(2, run=name)))
+            for name in ("0", "1")
+        ]
+        while len(bench.state.flights.status()) < 2 or not bench.trainer.waits:
+            await asyncio.sleep(0.001)
+        for name in ("1", "0"):
+            bench.trainer.commit(2, name)
+        assert [(await one).step for one in asked] == [2, 2]
+
+    run(work())
+
+
+def test_a_launch_that_ends_while_its_step_is_waited_for(bench: Bench) -> None:
+    async def work() -> None:
+        asked = asyncio.create_task(bench.state.flights.fetch(bench.wanted(5)))
+        while not bench.trainer.waits:
+            await asyncio.sleep(0.001)
+        bench.trainer.restart(OTHER_WORLD, 4)
+        while bench.trainer.waits < 2:
+            await asyncio.sleep(0.001)
+        bench.trainer.commit(5)
+        assert (await asked).world == OTHER_WORLD
+        asked = asyncio.create_task(bench.state.flights.fetch(bench.wanted(6)))
+        while bench.trainer.waits < 3:
+            await asyncio.sleep(0.001)
+        bench.trainer.end()
+        with pytest.raises(errors.UnreachableError):
+            await asked
+
+    run(work())
+
+
+def test_a_trainer_that_is_silent_holds_up_no_other(bench: Bench) -> None:
+    """Connections are counted for each trainer."""
+    target = Target(("10.0.0.9:1",))
+
+    async def work() -> None:
+        with contextlib.ExitStack() as stack:
+            for _ in range(MAX_CLIENTS):
+                stack.enter_context(
+                    bench.state.service.pool.borrow(target, WORLD, time.monotonic() + 9)
+                )
+            assert (await bench.state.flights.fetch(bench.wanted(1))).step == 1
 
     run(work())
 
@@ -483,9 +595,9 @@ def test_each_host_pulls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     async def work() -> None:
         await bench.state.attach(bench.engine)
         asked = asyncio.create_task(bench.state.flights.fetch(bench.wanted(2)))
-        while ("fanin_poll_pull" not in [name for name, _ in bench.engine.calls]) or not threads:
+        while not bench.trainer.waits:
             await asyncio.sleep(0.001)
-        assert not asked.done()
+        assert not asked.done() and not threads, "the workers wait for the step"
         bench.trainer.commit(2)
         adapter = await asked
         assert adapter.lease is None and adapter.path.exists()
@@ -561,6 +673,7 @@ def test_a_job_nobody_wants_any_more(tmp_path: Path, monkeypatch: pytest.MonkeyP
         "world": WORLD,
         "run": "0",
         "step": "2",
+        "dtype": None,
         "timeout": 10.0,
     }
     worker.fanin_start_pull(None, job)
@@ -570,7 +683,7 @@ def test_a_job_nobody_wants_any_more(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert worker.fanin_poll_pull(None, "j")["state"] == "failed"
     bench.trainer.commit(2)
     for thread in threading.enumerate():
-        if thread.name.startswith("fanin-"):
+        if thread.name in ("fanin-pull", "fanin-delete", "fanin-sweep"):
             thread.join(10)
     assert len(bench.trainer.pulls) == 1 and not path.exists()
 

@@ -43,7 +43,7 @@ def test_a_pull(bench: Bench, tmp_path: Path) -> None:
     assert adapter.path == tmp_path / "cache" / WORLD / "0" / "policy-step1"
     assert adapter.path.exists() and adapter.world == WORLD
     assert (adapter.bytes, adapter.reused, seen) == (100, False, [(100, 100)])
-    assert bench.service.last_world(bench.source.text) == WORLD
+    assert bench.service.last_met(bench.source) == (WORLD, (ADDRESS,))
     # One client is kept; the one that found the world out is closed.
     assert bench.trainer.connected == 1 == bench.pool.stats()["idle"]
     assert adapter.lease is not None and adapter.lease.release(delete=True)
@@ -147,11 +147,14 @@ def test_connections_are_few(tmp_path: Path) -> None:
                 raise AssertionError
     with bench.pool.borrow(target, WORLD, deadline) as first:
         pass
-    # Another trainer's takes the idle one's place.
-    with bench.pool.borrow(Target(("10.0.0.9:1",)), WORLD, deadline) as second:
-        assert first.closed and not second.closed
-    bench.pool.forget(Target(("10.0.0.9:1",)))
-    assert second.closed and bench.pool.stats() == {"busy": 0, "idle": 0}
+    # Another trainer has its own; of idle ones the longest unused goes.
+    with bench.pool.borrow(target, WORLD, deadline) as again:
+        assert again is first
+        with bench.pool.borrow(Target(("10.0.0.9:1",)), WORLD, deadline) as second:
+            pass
+    assert second.closed and not first.closed
+    bench.pool.forget(target)
+    assert first.closed and bench.pool.stats() == {"busy": 0, "idle": 0}
 
 
 def test_a_client_that_could_not_connect_counts_no_more(tmp_path: Path) -> None:
@@ -173,11 +176,10 @@ def test_closing_cancels(bench: Bench) -> None:
         except errors.FaninError as error:
             failed.append(error)
 
-    waiting = threading.Event()
-    bench.trainer.before_pull = waiting.set
     thread = threading.Thread(target=pull)
     thread.start()
-    assert waiting.wait(10)
+    while not bench.trainer.waits:
+        time.sleep(0.001)
     bench.service.close()
     thread.join(10)
     assert isinstance(failed[0], errors.CancelledError)

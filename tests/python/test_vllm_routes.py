@@ -135,7 +135,14 @@ def test_load_after_the_trainer_was_started_again(desk: Desk) -> None:
         ({"lora_name": "policy-run0", "run_idx": 0}, "step is missing"),
         ({"step": 2}, "step 2"),
         ({"run_idx": 1}, "run 1"),
-        ({"run_idx": "../x"}, "run"),
+        ({"run_idx": "../x"}, "run_idx"),
+        ({"run_idx": 1.5}, "run_idx 1.5"),
+        ({"run_idx": True}, "run_idx True"),
+        ({"run_idx": [0]}, "run_idx"),
+        ({"lora_name": "mine", "run_idx": 0, "step": 1.0}, "step 1.0"),
+        ({"stepp": 1}, "did you mean 'step'"),
+        ({"dtype": "F64"}, "dtype 'F64'"),
+        ({"dtype": 16}, "dtype 16"),
         ({"step": -1}, "step"),
         ({"step": "1"}, "step"),
         ({"timeout": 0}, "timeout"),
@@ -154,6 +161,76 @@ def test_what_load_refuses(desk: Desk, body: dict[str, Any], named: str) -> None
         with pytest.raises(errors.RequestError, match=named):
             await desk.load(**body)
         assert desk.models.lora_requests == {} and desk.trainer.pulls == []
+
+    run(work())
+
+
+@pytest.mark.parametrize("field", ["run_idx", "step", "dtype", "timeout", "lora_alpha"])
+def test_a_refused_field_is_named(desk: Desk, field: str) -> None:
+    async def work() -> None:
+        with pytest.raises(errors.RequestError) as caught:
+            await desk.load(**{field: {"a": 1}})
+        assert caught.value.key == field and field in str(caught.value)
+
+    run(work())
+
+
+def test_dtypes(tmp_path: Path) -> None:
+    desk = Desk(tmp_path, FANIN_DTYPE="bf16")
+
+    async def work() -> None:
+        first = await desk.load()
+        assert (first["dtype"], Path(first["path"]).name) == ("BF16", "policy-bf16-step1")
+        assert (await desk.load(dtype="BF16"))["path"] == first["path"]
+        other = await desk.load(dtype="F16")
+        assert (other["dtype"], Path(other["path"]).name) == ("F16", "policy-f16-step1")
+        assert desk.models.lora_requests[NAME].lora_path == other["path"]
+        assert desk.trainer.dtypes == ["BF16", "F16"]
+        await desk.keeper.settled()
+        assert not Path(first["path"]).exists()
+        wanted = wanted_by_name(desk.state, NAME)
+        assert wanted is not None and wanted.dtype == "BF16"
+
+    run(work())
+
+
+def test_without_a_step(tmp_path: Path) -> None:
+    """As other trainers' orchestrators ask."""
+    desk = Desk(tmp_path, FANIN_NEWEST="1")
+
+    async def work() -> None:
+        desk.trainer.commit(7)
+        answer = await desk.load(lora_name="policy", run_idx=0)
+        assert (answer["lora_name"], answer["step"]) == ("policy", 7)
+        old = desk.models.lora_requests["policy"].lora_path
+        desk.trainer.commit(9)
+        # A step that passes between the question and the pull.
+        desk.trainer.before_pull = lambda: desk.trainer.commit(10)
+        answer = await desk.load(lora_name="policy", run_idx=0)
+        assert (answer["lora_name"], answer["step"]) == ("policy", 10)
+        assert desk.models.lora_requests["policy"].lora_path == answer["path"] != old
+        desk.trainer.before_pull = lambda: None
+        # A name that says its step means that one.
+        with pytest.raises(errors.SupersededError):
+            await desk.load(lora_name="policy-run0-step9")
+        with pytest.raises(errors.RequestError, match="run_idx"):
+            await desk.load(lora_name="policy")
+
+    run(work())
+
+
+def test_the_old_one_is_served_until_the_new_one_is_there(tmp_path: Path) -> None:
+    desk = Desk(tmp_path)
+
+    async def work() -> None:
+        first = await desk.load(lora_name="mine", run_idx=0, step=1)
+        asked = asyncio.create_task(desk.load(lora_name="mine", run_idx=0, step=2))
+        while not desk.trainer.waits:
+            await asyncio.sleep(0.001)
+        assert desk.models.lora_requests["mine"].lora_path == first["path"]
+        desk.trainer.commit(2)
+        second = await asked
+        assert desk.models.lora_requests["mine"].lora_path == second["path"]
 
     run(work())
 
@@ -216,6 +293,28 @@ def test_init(tmp_path: Path) -> None:
         assert answer["world"] == OTHER_WORLD
         second = await desk.load()
         assert second["world"] == OTHER_WORLD != first["world"]
+
+    run(work())
+
+
+def test_init_retires_every_other_world(desk: Desk) -> None:
+    """Names that were asked for before, and never by a route."""
+
+    async def work() -> None:
+        await desk.state.attach(desk.models)
+        old = await desk.fetch(12)
+        desk.trainer.restart(OTHER_WORLD, 12)
+        answer = await desk.api.init({"trainer_addresses": ["elsewhere:1"]})
+        assert answer["world"] == OTHER_WORLD
+        assert old.name not in desk.models.lora_requests and desk.keeper.get(old.name) is None
+        await desk.keeper.settled()
+        assert not old.path.exists()
+        new = await desk.fetch(12)
+        # The same world by another address.
+        await desk.api.init({"trainer_addresses": ["also-elsewhere:1"]})
+        assert desk.keeper.get(new.name) is new
+        with pytest.raises(errors.RequestError, match="did you mean 'trainer_addresses'"):
+            await desk.api.init({"trainer_address": ["h:1"]})
 
     run(work())
 

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Connections to trainers, kept between pulls.
 
-A client is used by one pull at a time, and a pull may wait a minute for its step; so there are
-several, and a pull that waits holds up no other. Each of them demands the world that it was made
-for: a trainer that was started again is another world, and bytes of it never go into a directory
-of the old one.
+A client is used by one pull at a time, so there are several of each trainer; one that waits for
+its step has none of them (see :mod:`fanin.vllm.waits`), and a trainer that does not answer holds up
+no other. Each of them demands the world that it was made for: a trainer that was started again is
+another world, and bytes of it never go into a directory of the old one.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from fanin.info import addresses_of, is_path, read_info
 __all__ = ["MAX_CLIENTS", "ClientPool", "Source", "Target", "remaining"]
 
 MAX_CLIENTS = 8
-"""Connected clients at a time, busy and idle ones."""
+"""Connected clients of one trainer at a time, busy and idle ones; and idle ones of all trainers."""
 
 _CONNECT = 5.0
 
@@ -98,7 +98,7 @@ class Source:
 
 
 class ClientPool:
-    """Clients by trainer and world, at most *limit* of them. Any thread.
+    """Clients by trainer and world, at most *limit* of a trainer. Any thread.
 
     factory: makes a connected client; :class:`fanin.Client`, whose arguments it gets.
     path: how bytes travel, as :class:`fanin.Client` takes it.
@@ -112,12 +112,13 @@ class ClientPool:
         self._limit = limit
         self._changed = threading.Condition()
         self._idle: list[tuple[Any, Any]] = []  # (key, client), the longest unused first
-        self._busy: set[Any] = set()
-        self._making = 0
+        self._busy: dict[Any, Any] = {}  # client: key
+        self._making: list[Any] = []  # their keys
         self._worlds: dict[Any, str] = {}
         self._closed = False
 
-    def _connect(self, target: Target, world: str | None, deadline: float) -> Any:
+    def connect(self, target: Target, world: str | None, deadline: float) -> Any:
+        """A client of the caller's own, who closes it; it is not counted. Blocks for connecting."""
         factory = self._factory
         if factory is None:
             # Not at import: it loads libfanin, and workers that never pull need none.
@@ -137,7 +138,7 @@ class ClientPool:
 
         Blocks for connecting, until *deadline*. Raises as :class:`fanin.Client`.
         """
-        client = self._connect(target, None, deadline)
+        client = self.connect(target, None, deadline)
         try:
             worlds = [info.world_id for info in client.ranks() if info.rank is not None]
         finally:
@@ -197,46 +198,55 @@ class ClientPool:
                 for index, (other, client) in enumerate(self._idle):
                     if other == key:
                         del self._idle[index]
-                        self._busy.add(client)
+                        self._busy[client] = key
                         return client
-                if len(self._busy) + len(self._idle) + self._making < self._limit:
-                    self._making += 1
+                idle = [index for index, (k, _) in enumerate(self._idle) if k[:2] == key[:2]]
+                if self._in_use(key) + len(idle) < self._limit:
+                    self._making.append(key)
                     return None
-                if self._idle:
-                    victim = self._idle.pop(0)[1]
-                    self._making += 1
+                if idle:
+                    victim = self._idle.pop(idle[0])[1]
+                    self._making.append(key)
                     break
                 left = deadline - time.monotonic()
                 if left <= 0 or not self._changed.wait(left):
                     raise ConnectionFailedError.make(
-                        f"all {self._limit} connections to trainers are busy with other pulls",
-                        "ask again when the steps that they wait for have come",
+                        f"all {self._limit} connections to the trainer are busy with other pulls",
+                        "ask again",
                         code=-302,
                     )
         victim.close()
         return None
 
+    def _in_use(self, key: Any) -> int:
+        """Clients of the trainer of *key* that are not idle."""
+        return sum(other[:2] == key[:2] for other in (*self._busy.values(), *self._making))
+
     def _make(self, key: Any, target: Target, world: str, deadline: float) -> Any:
         client = None
         try:
-            client = self._connect(target, world, deadline)
+            client = self.connect(target, world, deadline)
         finally:
             with self._changed:
-                self._making -= 1
+                self._making.remove(key)
                 if client is not None:
-                    self._busy.add(client)
+                    self._busy[client] = key
                 self._changed.notify_all()
         return client
 
     def _give_back(self, key: Any, client: Any, keep: bool) -> None:
+        unwanted = [] if keep else [client]
         with self._changed:
-            self._busy.discard(client)
-            keep = keep and not self._closed
-            if keep:
+            self._busy.pop(client, None)
+            if keep and not self._closed:
                 self._idle.append((key, client))
+                while len(self._idle) > self._limit:
+                    unwanted.append(self._idle.pop(0)[1])
+            elif keep:
+                unwanted.append(client)
             self._changed.notify_all()
-        if not keep:
-            client.close()
+        for one in unwanted:
+            one.close()
 
     def close(self) -> None:
         """Cancels running pulls and closes idle clients; busy ones are closed by their pulls."""
@@ -253,4 +263,4 @@ class ClientPool:
     def stats(self) -> dict[str, int]:
         """How many clients are busy and idle."""
         with self._changed:
-            return {"busy": len(self._busy) + self._making, "idle": len(self._idle)}
+            return {"busy": len(self._busy) + len(self._making), "idle": len(self._idle)}

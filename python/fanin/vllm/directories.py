@@ -21,7 +21,7 @@ import time
 from pathlib import Path
 
 from fanin.config import default_cache_dir
-from fanin.errors import HostError, PullTimeoutError
+from fanin.errors import FaninError, HostError, PullTimeoutError
 
 __all__ = ["Lease", "Places"]
 
@@ -74,10 +74,7 @@ def _delete_if_alone(path: Path, descriptor: int) -> bool:
             os.unlink(_use_file(path))
     except OSError as error:
         raise HostError.make(f"{path} cannot be deleted: {error}", "delete it by hand") from error
-    # The run's and the world's folder, if this was their last adapter.
-    for folder in (path.parent, path.parent.parent):
-        with contextlib.suppress(OSError):
-            os.rmdir(folder)
+    _remove_empty(path.parent)
     return True
 
 
@@ -160,18 +157,37 @@ class Places:
             _judge_root(self.root)
         except (OSError, HostError):
             return gone
-        for use in self.root.glob(f"*/*/.*{_USE}"):
-            world = use.parent.parent.name
-            if len(world) != 32 or world.strip("0123456789abcdef"):
-                continue
-            path = use.parent / use.name[1 : -len(_USE)]
-            with contextlib.suppress(OSError, HostError):
-                descriptor = os.open(use, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-                if not _lock_shared(descriptor, use):
-                    continue
-                if Lease(path, descriptor).release(delete=True):
-                    gone.append(path)
+        for world in self.root.iterdir():
+            if len(world.name) == 32 and not world.name.strip("0123456789abcdef"):
+                with contextlib.suppress(OSError):
+                    for run in world.iterdir():
+                        gone += _sweep_run(run)
         return gone
+
+
+def _sweep_run(folder: Path) -> list[Path]:
+    """The same of one run's folder: half-made adapters first, which keep the folder from going."""
+    # Not at import: it loads libfanin, and workers that never pull need none.
+    from fanin import sweep_adapter_directory
+
+    gone = []
+    with contextlib.suppress(FaninError):
+        sweep_adapter_directory(folder)
+    for use in folder.glob(f".*{_USE}"):
+        path = folder / use.name[1 : -len(_USE)]
+        with contextlib.suppress(OSError, HostError):
+            descriptor = os.open(use, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+            if _lock_shared(descriptor, use) and Lease(path, descriptor).release(delete=True):
+                gone.append(path)
+    _remove_empty(folder)
+    return gone
+
+
+def _remove_empty(folder: Path) -> None:
+    """The run's folder and the world's, if there is nothing in them any more."""
+    for one in (folder, folder.parent):
+        with contextlib.suppress(OSError):
+            os.rmdir(one)
 
 
 def _judge_root(root: Path) -> None:

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """One pull for all who ask for the same adapter at once, without blocking the event loop.
 
-A caller that goes away leaves the pull running: the next one who asks finds it done. On one host
+A caller that goes away leaves the pull running: the next one who asks finds it done. While the
+step has not come a pull is a future, no thread, and has no connection of its own. On one host
 the API server pulls, in a thread, and engine and workers read the directory. If there are workers
 on other hosts, each host pulls for itself: a short call starts the pull on every worker, further
 short calls ask how far they are, and between them the engine generates.
@@ -11,33 +12,39 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import logging
-import threading
 import time
 import uuid
-from collections.abc import Awaitable, Callable
-from typing import Any, Protocol, TypeVar
+from collections.abc import Awaitable
+from typing import Any, Protocol
 
-from fanin.errors import ConnectionFailedError, FaninError, HostError, PullTimeoutError
+from fanin.errors import (
+    CancelledError,
+    ConnectionFailedError,
+    FaninError,
+    HostError,
+    PullTimeoutError,
+)
 from fanin.vllm.checks import check_alpha
 from fanin.vllm.faults import from_wire, says
+from fanin.vllm.lookout import Lookout
 from fanin.vllm.metrics import Metrics
-from fanin.vllm.pulls import Adapter, Plan, PullService, Wanted
+from fanin.vllm.pulls import Adapter, Plan, PullService, StepToCome, Wanted, moved_on
 from fanin.vllm.retire import Keeper
+from fanin.vllm.threads import in_thread
 
-__all__ = ["Flights", "WorkerCalls", "in_thread"]
+__all__ = ["Flights", "WorkerCalls"]
 
 _log = logging.getLogger("vllm.fanin")
 
-_T = TypeVar("_T")
-
-_MAX_FLIGHTS = 64
+_MAX_FLIGHTS = 1024
 _GRACE = 5.0
 _POLL_FIRST = 0.02
 _POLL_LAST = 0.25
 _TRIES = 3
-# What a worker's kept connection says when its trainer has gone and another may be there.
-_ANOTHER_LAUNCH = ("FANIN_ERR_WORLD", "FANIN_ERR_CLOSED")
+_BREATH = 0.05
+_REMEMBERED = 1024  # failures
 
 
 class WorkerCalls(Protocol):
@@ -46,39 +53,13 @@ class WorkerCalls(Protocol):
     def __call__(self, method: str, *args: Any) -> Awaitable[list[Any]]: ...
 
 
-async def in_thread(work: Callable[[], _T]) -> _T:
-    """Runs *work* in a thread of its own and waits for it.
-
-    Not asyncio.to_thread: a pull waits for up to a minute, and the loop's few shared threads are
-    vLLM's. A caller that is cancelled leaves the thread running.
-    """
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[_T] = loop.create_future()
-
-    def settle(setter: Callable[[Any], None], value: Any) -> None:
-        if not future.cancelled():
-            setter(value)
-
-    def run() -> None:
-        setter: Callable[[Any], None]
-        try:
-            value: Any = work()
-            setter = future.set_result
-        except BaseException as error:
-            value, setter = error, future.set_exception
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
-            loop.call_soon_threadsafe(settle, setter, value)
-
-    threading.Thread(target=run, name="fanin-pull", daemon=True).start()
-    return await future
-
-
 class _Flight:
     """One pull, and how many wait for it."""
 
     def __init__(self, wanted: Wanted) -> None:
         self.wanted = wanted
         self.started = time.monotonic()
+        self.deadline = self.started + wanted.timeout
         self.task: asyncio.Task[Adapter] | None = None
         self.adapter: Adapter | None = None
         self.waiters = 0
@@ -104,26 +85,36 @@ class _Flight:
 class Flights:
     """The pulls of this engine. Used in one event loop's thread.
 
-    service: pulls. keeper: what is here already. counters: where pulls are counted.
+    service: pulls. keeper: what is here already. lookout: told of the worlds that it is from.
+    counters: where pulls are counted.
     """
 
-    def __init__(self, service: PullService, keeper: Keeper, counters: Metrics) -> None:
+    def __init__(
+        self, service: PullService, keeper: Keeper, lookout: Lookout, counters: Metrics
+    ) -> None:
         self._service = service
         self._keeper = keeper
+        self._lookout = lookout
         self._counters = counters
         self._workers: WorkerCalls | None = None
         self._flights: dict[Any, _Flight] = {}
+        self._failed: dict[Any, tuple[float, Exception]] = {}  # when, and how
         self.last_error = ""
 
     def use_workers(self, workers: WorkerCalls) -> None:
         """From now on the workers pull, each host for itself."""
         self._workers = workers
 
-    async def fetch(self, wanted: Wanted) -> Adapter:
+    async def fetch(self, wanted: Wanted, asked: float | None = None) -> Adapter:
         """The adapter, pulled unless it is here, and pinned: the caller must take one from pins.
 
+        asked: when the caller was asked (time.monotonic), None: now. vLLM lets those who ask for
+        one name in one after the other; who asked before the last pull failed gets its error.
         Waits at most about wanted.timeout. Raises as :meth:`PullService.pull`.
         """
+        when, failure = self._failed.get(wanted.key, (0.0, None))
+        if failure is not None and asked is not None and asked <= when:
+            raise copy.copy(failure)
         flight = self._flights.get(wanted.key)
         if flight is None:
             if len(self._flights) >= _MAX_FLIGHTS:
@@ -157,45 +148,64 @@ class Flights:
                 adapter = self._keeper.add(await self._counted(flight))
             flight.finish(adapter)
             self._keeper.enforce(adapter)
+            self._lookout.follow(adapter.world)
+            self._failed.pop(wanted.key, None)
             return adapter
         except Exception as error:
-            self.last_error = f"{wanted.name}: {says(error)}"
-            _log.warning("fanin: %s", self.last_error)
+            self._note(wanted, error)
             raise
         finally:
             self._flights.pop(wanted.key, None)
-            world = self._service.last_world(wanted.source.text)
-            if world is not None:
-                self._keeper.world_is(wanted.source.text, world)
+            met = self._service.last_met(wanted.source)
+            if met is not None:
+                self._keeper.met(wanted.source.text, met[1], met[0])
+
+    def _note(self, wanted: Wanted, error: Exception) -> None:
+        self.last_error = f"{wanted.name}: {says(error)}"
+        _log.warning("fanin: %s", self.last_error)
+        self._failed.pop(wanted.key, None)
+        self._failed[wanted.key] = time.monotonic(), error.with_traceback(None)
+        while len(self._failed) > _REMEMBERED:
+            del self._failed[next(iter(self._failed))]
 
     async def _here(self, wanted: Wanted) -> Adapter | None:
         """The adapter if it is here and of the trainer's present launch."""
         adapter = self._keeper.get(wanted.name)
         if adapter is None:
             return None
-        if (adapter.run, adapter.step) == (wanted.run, wanted.step):
-            try:
-                world = await in_thread(lambda: self._service.world_now(wanted.source, _GRACE))
-            except FaninError as error:
-                _log.info("fanin: adapter %s is here already: %s", adapter.name, says(error))
-                world = adapter.world
+        if (adapter.run, adapter.step, adapter.dtype) == (wanted.run, wanted.step, wanted.dtype):
+            world = await self._present_world(wanted, adapter)
             if world == adapter.world and self._keeper.get(wanted.name) is adapter:
                 check_alpha(wanted.lora_alpha, adapter.facts)
                 return adapter
-        if self._keeper.get(wanted.name) is adapter:
-            self._keeper.retire(adapter, "another launch or step of the trainer has its name")
+            if world != adapter.world:
+                self._keeper.end_world(
+                    adapter.world, f"world {world} is at {wanted.source.text} now"
+                )
+        # Another step or dtype under that name replaces it when it is here.
         return None
+
+    async def _present_world(self, wanted: Wanted, adapter: Adapter) -> str:
+        """The trainer's world; if nobody answers, that of the adapter, which is here."""
+        try:
+            return await in_thread(lambda: self._service.world_now(wanted.source, _GRACE))
+        except FaninError as error:
+            met = self._service.last_met(wanted.source)
+            if moved_on(error) and not isinstance(error, ConnectionFailedError):
+                why = f"other worlds are at {wanted.source.text} now"
+                self._keeper.end_world(adapter.world, why)
+                raise
+            if met is not None and met[0] != adapter.world:
+                raise
+            _log.info("fanin: adapter %s is here already: %s", adapter.name, says(error))
+        return adapter.world
 
     async def _counted(self, flight: _Flight) -> Adapter:
         started = time.monotonic()
         self._counters.began()
         try:
-            if self._workers is not None:
-                adapter = await self._pull_on_workers(self._workers, flight)
-            else:
-                adapter = await in_thread(
-                    lambda: self._service.pull(flight.wanted, flight.progress)
-                )
+            adapter = await self._pull(flight)
+            await self._refuse_outlived(adapter, flight)
         except BaseException as error:
             self._counters.ended(time.monotonic() - started, error)
             raise
@@ -216,17 +226,55 @@ class Flights:
         )
         return adapter
 
+    async def _pull(self, flight: _Flight) -> Adapter:
+        """Pulls when the step has come."""
+        wanted, deadline = flight.wanted, flight.deadline
+        while True:
+            try:
+                if self._workers is not None:
+                    adapter = await self._pull_on_workers(self._workers, flight)
+                else:
+                    adapter = await in_thread(
+                        lambda: self._service.pull_now(wanted, deadline, flight.progress)
+                    )
+            except StepToCome as to_come:
+                await self._await(flight, to_come)
+                continue
+            adapter.seconds = time.monotonic() - flight.started
+            return adapter
+
+    async def _await(self, flight: _Flight, to_come: StepToCome) -> None:
+        left = flight.deadline - time.monotonic()
+        try:
+            await asyncio.wait_for(asyncio.wrap_future(to_come.future), left)
+        except FaninError as error:
+            if not moved_on(error):
+                raise
+            # Another launch, or a rank that is gone for good: the pull itself finds out.
+            await asyncio.sleep(_BREATH)
+        except asyncio.TimeoutError:
+            wanted = flight.wanted
+            raise await in_thread(lambda: self._service.overdue(wanted, to_come)) from None
+
+    async def _refuse_outlived(self, adapter: Adapter, flight: _Flight) -> None:
+        """Gives the adapter up if its world ended for this engine while it was pulled."""
+        why = self._keeper.outlived(adapter.world, flight.started)
+        if why:
+            await self._keeper.give_up(adapter)
+            raise CancelledError.make(
+                f"adapter {adapter.name} was pulled, and is not served: {why}", "ask again"
+            )
+
     # ------------------------------------------------------------- several hosts
 
     async def _pull_on_workers(self, workers: WorkerCalls, flight: _Flight) -> Adapter:
-        wanted = flight.wanted
-        deadline = flight.started + wanted.timeout
+        wanted, deadline = flight.wanted, flight.deadline
         for attempt in range(_TRIES):
-            plan = await in_thread(lambda: self._service.plan(wanted))
+            plan = await in_thread(lambda: self._service.plan(wanted, deadline))
             try:
                 reports = await self._run_job(workers, flight, plan, deadline)
             except FaninError as error:
-                if error.name not in _ANOTHER_LAUNCH or attempt == _TRIES - 1:
+                if not moved_on(error) or attempt == _TRIES - 1:
                     raise
                 self._service.pool.forget(plan.target)
                 continue
@@ -257,6 +305,7 @@ class Flights:
             "run": wanted.run,
             # As text: message formats on the way end at 63 bits.
             "step": str(wanted.step),
+            "dtype": wanted.dtype,
             "timeout": left,
         }
         try:

@@ -26,7 +26,13 @@ class Metrics:
 
     def __init__(self, registry: Any = None) -> None:
         self._lock = threading.Lock()
-        self._counts = {"pulls_ok": 0, "pulls_failed": 0, "bytes": 0, "inflight": 0}
+        self._counts = dict.fromkeys(
+            (
+                *("pulls_ok", "pulls_failed", "bytes", "inflight"),
+                *("retired", "worlds_ended", "worlds_silent"),
+            ),
+            0,
+        )
         self._made = _make(registry)
 
     def began(self) -> None:
@@ -58,6 +64,27 @@ class Metrics:
         if error is None:
             self._made["bytes"].inc(size)
             self._made["step"].labels(run=run).set(step)
+
+    def retired(self, reason: str) -> None:
+        """An adapter leaves."""
+        with self._lock:
+            self._counts["retired"] += 1
+        if self._made is not None:
+            self._made["retired"].labels(reason=reason).inc()
+
+    def world_ended(self) -> None:
+        """A launch whose adapters were here has a successor, or the engine another trainer."""
+        with self._lock:
+            self._counts["worlds_ended"] += 1
+        if self._made is not None:
+            self._made["ended"].inc()
+
+    def silent(self, worlds: int) -> None:
+        """So many launches whose adapters are served do not answer now."""
+        with self._lock:
+            self._counts["worlds_silent"] = worlds
+        if self._made is not None:
+            self._made["silent"].set(worlds)
 
     def snapshot(self) -> dict[str, int]:
         """The numbers now."""
@@ -98,6 +125,23 @@ def _make(registry: Any) -> dict[str, Any] | None:
             "Step of the run's adapter that was pulled last.",
             ["run"],
             multiprocess_mode="mostrecent",
+            **where,
+        ),
+        "retired": Counter(
+            "fanin_adapters_retired",
+            "Adapters that left: newer, launch, run, replaced, unloaded, unloadable.",
+            ["reason"],
+            **where,
+        ),
+        "ended": Counter(
+            "fanin_worlds_ended",
+            "Launches of trainers whose adapters were here and went: another one took their place.",
+            **where,
+        ),
+        "silent": Gauge(
+            "fanin_worlds_silent",
+            "Launches of trainers that do not answer now and whose adapters are served.",
+            multiprocess_mode="livesum",
             **where,
         ),
         "inflight": Gauge(

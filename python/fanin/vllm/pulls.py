@@ -10,19 +10,27 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from fanin.errors import FaninError, PeerError, RequestError
+from fanin.errors import (
+    FaninError,
+    PeerError,
+    PullTimeoutError,
+    RequestError,
+)
 from fanin.names import check_step, parse, run_of
 from fanin.vllm import checks
 from fanin.vllm.checks import AdapterFacts, EngineFacts
 from fanin.vllm.clients import ClientPool, Source, Target, remaining
 from fanin.vllm.directories import Lease, Places
+from fanin.vllm.waits import Waits
 
-__all__ = ["Adapter", "Plan", "PullService", "Wanted", "which"]
+__all__ = ["Adapter", "Plan", "PullService", "StepToCome", "Wanted", "which"]
 
 _log = logging.getLogger("vllm.fanin")
 
@@ -31,6 +39,7 @@ Progress: TypeAlias = Callable[[int, int], None]
 _WORLD = "FANIN_ERR_WORLD"
 _CLOSED = "FANIN_ERR_CLOSED"
 _TRIES = 5
+_LAST_LOOK = 0.5
 _LABEL = "lora"
 
 
@@ -39,7 +48,8 @@ class Wanted:
     """One adapter that somebody asked for.
 
     name: as engines know it. label: begins the directory's name. timeout: seconds for all of it.
-    lora_alpha: what the caller believes it to be, None: nothing.
+    lora_alpha: what the caller believes it to be, None: nothing. dtype: what F32 tensors arrive
+    as, None: as they are published.
     """
 
     name: str
@@ -49,11 +59,28 @@ class Wanted:
     source: Source
     timeout: float = 60.0
     lora_alpha: float | None = None
+    dtype: str | None = None
 
     @property
     def key(self) -> tuple[Any, ...]:
         """Two requests with one key are served by one pull."""
-        return self.name, self.run, self.step, self.source, self.lora_alpha
+        return self.name, self.run, self.step, self.source, self.lora_alpha, self.dtype
+
+    @property
+    def place(self) -> tuple[str, str, int]:
+        """What :meth:`Places.choose` makes a path of, beside the world: another dtype's bytes are
+        other bytes."""
+        label = self.label if self.dtype is None else f"{self.label}-{self.dtype.lower()}"
+        return self.run, label, self.step
+
+
+class StepToCome(Exception):
+    """No rank has committed the step yet. *future* is done when it is worth while to look again,
+    and holds the error of waiting for it, if there is one."""
+
+    def __init__(self, target: Target, world: str, future: Future[None]) -> None:
+        super().__init__("the step has not come")
+        self.target, self.world, self.future = target, world, future
 
 
 def which(lora_name: Any, run_idx: Any, step: Any) -> tuple[str, int, str]:
@@ -75,9 +102,9 @@ def which(lora_name: Any, run_idx: Any, step: Any) -> tuple[str, int, str]:
                     " decided by whoever asks, so that all engines get the same one",
                     key=key,
                 )
-        return run_of(run_idx), check_step(step), _LABEL
-    run = str(name.run) if run_idx is None else run_of(run_idx)
-    step = name.step if step is None else check_step(step)
+        return _run_of(run_idx), _step_of(step), _LABEL
+    run = str(name.run) if run_idx is None else _run_of(run_idx)
+    step = name.step if step is None else _step_of(step)
     if (str(name.run), name.step) != (run, step):
         raise RequestError.make(
             f"{lora_name!r} names run {name.run}, step {name.step}, but the request asks for run"
@@ -86,6 +113,22 @@ def which(lora_name: Any, run_idx: Any, step: Any) -> tuple[str, int, str]:
             key="lora_name",
         )
     return run, step, name.prefix
+
+
+def _run_of(run_idx: Any) -> str:
+    try:
+        return run_of(run_idx)
+    except RequestError as error:
+        raise RequestError.make(
+            f"run_idx {run_idx!r} is no run", f"{error.remedy}: {error.message}", key="run_idx"
+        ) from None
+
+
+def _step_of(step: Any) -> int:
+    try:
+        return check_step(step)
+    except RequestError as error:
+        raise RequestError.make(error.message, error.remedy, key="step") from None
 
 
 @dataclass(frozen=True)
@@ -103,21 +146,25 @@ class Plan:
 class Adapter:
     """An adapter that is here.
 
-    path: the directory, which is there until the lease is released. bytes, seconds: what the pull
-    moved and took; reused: another engine of this host had pulled it, nothing moved. lease: None
-    if it was pulled by workers on other hosts. requests: vLLM's requests that name the path.
-    pins: callers that have been given it and have made no request of it yet.
+    source: where its trainer was found; addresses: of the ranks. path: the directory, which is
+    there until the lease is released. bytes, seconds: what the pull moved and took; reused:
+    another engine of this host had pulled it, nothing moved. lease: None if it was pulled by
+    workers on other hosts. requests: vLLM's requests that name the path. pins: callers that have
+    been given it and have made no request of it yet. suspended: its name was taken away until it
+    is known what has become of its trainer.
     """
 
     name: str
     run: str
     step: int
     label: str
-    source: str
+    source: Source
+    addresses: tuple[str, ...]
     world: str
     path: Path
     facts: AdapterFacts
     is_3d: bool
+    dtype: str | None = None
     bytes: int = 0
     seconds: float = 0.0
     reused: bool = False
@@ -125,6 +172,7 @@ class Adapter:
     lease: Lease | None = None
     requests: list[Any] = field(default_factory=list)
     pins: int = 0
+    suspended: bool = False
 
 
 class PullService:
@@ -141,10 +189,11 @@ class PullService:
     ) -> None:
         self.places = places
         self.pool = pool
+        self.waits = Waits(pool)
         self._limits = limits
         self._lock = threading.Lock()
         self._facts: dict[tuple[str, str], tuple[Any, AdapterFacts]] = {}
-        self._worlds: dict[str, str] = {}
+        self._met: dict[str, tuple[str, tuple[str, ...]]] = {}
         self._warned: set[tuple[str, str]] = set()
 
     def world_now(self, source: Source, timeout: float) -> str:
@@ -152,19 +201,61 @@ class PullService:
         deadline = time.monotonic() + timeout
         target = source.resolve()
         world = self.pool.discover(target, deadline)
+        self._note_world(source, target, world)
         if target.world_id is not None and target.world_id != world:
             raise self._stale_file(source, target, world)
-        self._note_world(source, world)
         return world
 
-    def last_world(self, source: str) -> str | None:
-        """The world that was last met at *source* (its text); None: none yet. Does not block."""
+    def last_met(self, source: Source) -> tuple[str, tuple[str, ...]] | None:
+        """The world last met at *source*, and its addresses; None: none yet. Does not block."""
         with self._lock:
-            return self._worlds.get(source)
+            return self._met.get(source.text)
 
-    def _note_world(self, source: Source, world: str) -> None:
+    def _note_world(self, source: Source, target: Target, world: str) -> None:
         with self._lock:
-            self._worlds[source.text] = world
+            self._met[source.text] = world, target.addresses
+
+    # -------------------------------------------------------- what becomes of a world
+
+    def runs_now(self, source: Source, world: str, timeout: float) -> set[str] | None:
+        """The runs that *world* publishes; None: not all of its ranks say.
+
+        Blocks at most about *timeout*. Raises PeerError if *source* names another world or
+        another one answers there, ConnectionFailedError, PullTimeoutError, and what reading
+        *source* raises.
+        """
+        deadline = time.monotonic() + timeout
+        target = source.resolve()
+        if target.world_id not in (None, world):
+            raise PeerError.make(f"{source.path} names world {target.world_id}", code=-402)
+        with self.pool.borrow(target, world, deadline) as client:
+            found = client.publications(timeout=remaining(deadline))
+            ranks = client.ranks()
+        if not all(info.connected for info in ranks):
+            return None
+        return {info.name.removeprefix("lora:") for info in found}
+
+    def successor(self, source: Source, world: str, timeout: float) -> str | None:
+        """Who has taken the place of *world* at *source*: the other world, ``"another"`` if it is
+        several; None if it is *world* still.
+
+        Blocks at most about *timeout*. Raises FaninError if nobody says.
+        """
+        target = source.resolve()
+        if target.world_id not in (None, world):
+            return target.world_id  # the file tells of it, whether it has come up or not
+        try:
+            now = self.pool.discover(target, time.monotonic() + timeout)
+        except FaninError as error:
+            if error.name != _WORLD:
+                raise
+            return "another"
+        self._note_world(source, target, now)
+        return None if now == world else now
+
+    def lost(self, source: Source, world: str, run: str) -> Future[None]:
+        """See :meth:`Waits.lost`. Blocks for reading *source*, and raises what that raises."""
+        return self.waits.lost(source.resolve(), world, run)
 
     @staticmethod
     def _stale_file(source: Source, target: Target, world: str) -> PeerError:
@@ -175,34 +266,98 @@ class PullService:
             address=target.addresses[0],
         )
 
-    def plan(self, wanted: Wanted) -> Plan:
+    def plan(self, wanted: Wanted, deadline: float) -> Plan:
         """Connects and finds out whether the engine could load the adapter; reads no weights.
 
-        Blocks at most wanted.timeout. Raises as :meth:`pull`.
+        Blocks until *deadline*. Raises as :meth:`pull_now`.
         """
-        deadline = time.monotonic() + wanted.timeout
         return self._retry(wanted, deadline, lambda client, plan: plan)
 
-    def pull(self, wanted: Wanted, progress: Progress | None = None) -> Adapter:
-        """Pulls exactly wanted.step, waiting for it if it has not come yet.
+    def pull_now(
+        self, wanted: Wanted, deadline: float, progress: Progress | None = None
+    ) -> Adapter:
+        """Pulls exactly wanted.step.
 
-        Blocks at most wanted.timeout. The adapter's directory is held by its lease. A trainer
-        that was started again meanwhile is pulled from anew.
+        Blocks until *deadline* (of time.monotonic). The adapter's directory is held by its lease.
+        A trainer that was started again meanwhile is pulled from anew.
 
-        Raises NotFoundError (no such run), SupersededError (the step has passed),
-        PullTimeoutError (it did not come), UnreachableError and ConnectionFailedError, PeerError,
-        PausedError, StaleError, RequestError (this engine cannot load such an adapter, or the
-        alpha is another), HostError.
+        Raises StepToCome at once if the step has not come; NotFoundError (no such run),
+        SupersededError (the step has passed), PullTimeoutError, UnreachableError and
+        ConnectionFailedError, PeerError, PausedError, StaleError, RequestError (this engine cannot
+        load such an adapter, or the alpha is another), HostError.
         """
         started = time.monotonic()
-        deadline = started + wanted.timeout
 
         def transfer(client: Any, plan: Plan) -> Adapter:
             return self._transfer(client, plan, wanted, deadline, progress)
 
-        adapter = self._retry(wanted, deadline, transfer)
+        adapter: Adapter = self._retry(wanted, deadline, transfer)
         adapter.seconds = time.monotonic() - started
         return adapter
+
+    def pull(self, wanted: Wanted, progress: Progress | None = None) -> Adapter:
+        """As :meth:`pull_now`, but waits for the step; blocks at most wanted.timeout."""
+        started = time.monotonic()
+        deadline = started + wanted.timeout
+        while True:
+            try:
+                adapter = self.pull_now(wanted, deadline, progress)
+            except StepToCome as to_come:
+                self._await(wanted, to_come, deadline)
+                continue
+            adapter.seconds = time.monotonic() - started
+            return adapter
+
+    def _await(self, wanted: Wanted, to_come: StepToCome, deadline: float) -> None:
+        try:
+            to_come.future.result(deadline - time.monotonic())
+        except FaninError as error:
+            if not moved_on(error):
+                raise
+        except FutureTimeoutError:
+            to_come.future.cancel()
+            raise self.overdue(wanted, to_come) from None
+
+    def overdue(self, wanted: Wanted, to_come: StepToCome) -> PullTimeoutError:
+        """The error of a step that has not come in time; names ranks that are behind, if they say.
+
+        Blocks for some tenths of a second.
+        """
+        more = ""
+        try:
+            deadline = time.monotonic() + _LAST_LOOK
+            with self.pool.borrow(to_come.target, to_come.world, deadline) as client:
+                client.wait(wanted.run, step=wanted.step, timeout=_LAST_LOOK / 10)
+        except PullTimeoutError as error:
+            more = f": {error.message}"
+        except FaninError as error:
+            more = f": {error}"
+        return PullTimeoutError.make(
+            f"step {wanted.step} of run {wanted.run} did not come within"
+            f" {wanted.timeout:g} s{more}",
+            "is the trainer stuck, or further behind than this request may wait?",
+            key=f"lora:{wanted.run}",
+            address=to_come.target.addresses[0],
+        )
+
+    def newest(self, source: Source, run: str, deadline: float) -> int:
+        """The newest step of *run* that all ranks hold. Blocks until *deadline*.
+
+        Raises as :meth:`pull`; PullTimeoutError if there is none in time.
+        """
+        for attempt in range(_TRIES):
+            target = source.resolve()
+            world = self.pool.world_of(target, deadline)
+            try:
+                with self.pool.borrow(target, world, deadline) as client:
+                    step = int(client.wait(run, timeout=remaining(deadline)))
+                self._note_world(source, target, world)
+                return step
+            except FaninError as error:
+                if not moved_on(error) or attempt == _TRIES - 1:
+                    raise
+                self.pool.forget(target)
+        raise AssertionError("unreachable")
 
     def _retry(self, wanted: Wanted, deadline: float, work: Callable[[Any, Plan], Any]) -> Any:
         """Runs *work* with a client of the trainer's present world."""
@@ -213,7 +368,10 @@ class PullService:
             try:
                 with self.pool.borrow(target, world, deadline) as client:
                     plan = self._checked(client, wanted, target, world, deadline)
-                    return work(client, plan)
+                    if plan is not None:
+                        return work(client, plan)
+                future = self.waits.expect(target, world, wanted.run, wanted.step)
+                raise StepToCome(target, world, future)
             except FaninError as error:
                 # A kept connection tells only now that its trainer has gone: another may be there.
                 if error.name == _CLOSED and not hung_up:
@@ -225,6 +383,7 @@ class PullService:
                 self.pool.forget(target)
                 if target.world_id is not None and wanted.source.resolve() == target:
                     now = self.pool.discover(target, deadline)
+                    self._note_world(wanted.source, target, now)
                     if now != target.world_id:
                         raise self._stale_file(wanted.source, target, now) from error
                 _log.info(
@@ -236,18 +395,28 @@ class PullService:
 
     def _checked(
         self, client: Any, wanted: Wanted, target: Target, world: str, deadline: float
-    ) -> Plan:
-        facts = self._read_facts(client, wanted.run, world, deadline)
+    ) -> Plan | None:
+        """What to do; None: the step has not come."""
+        found = [
+            info
+            for info in client.publications(timeout=remaining(deadline))
+            if info.name == f"lora:{wanted.run}"
+        ]
         # Only now has the world answered: before, it was what somebody remembered.
-        self._note_world(wanted.source, world)
+        self._note_world(wanted.source, target, world)
+        if is_to_come(found, wanted.step):
+            return None
+        facts = self._read_facts(client, wanted.run, world, deadline, found)
         checks.check_alpha(wanted.lora_alpha, facts)
         is_3d = checks.check_adapter(facts, self._limits(), wanted.run)
-        path = self.places.choose(world, wanted.run, wanted.label, wanted.step)
+        path = self.places.choose(world, *wanted.place)
         return Plan(target, world, path, facts, is_3d)
 
-    def _read_facts(self, client: Any, run: str, world: str, deadline: float) -> AdapterFacts:
+    def _read_facts(
+        self, client: Any, run: str, world: str, deadline: float, found: Iterable[Any]
+    ) -> AdapterFacts:
         """The publication's facts, read once for each version of its catalog."""
-        version = self._version(client, run, deadline)
+        version = _version(found)
         with self._lock:
             known = self._facts.get((world, run))
         if known is not None and version is not None and known[0] == version:
@@ -260,18 +429,6 @@ class PullService:
             self._facts = {key: value for key, value in self._facts.items() if key[0] == world}
             self._facts[(world, run)] = (version, facts)
         return facts
-
-    @staticmethod
-    def _version(client: Any, run: str, deadline: float) -> Any:
-        """What changes with catalog or metadata; None if nothing is committed yet."""
-        found = [
-            (info.rank, info.catalog_version, info.key_digest)
-            for info in client.publications(timeout=remaining(deadline))
-            if info.name == f"lora:{run}"
-        ]
-        if not found or any(version == 0 for _, version, _ in found):
-            return None
-        return sorted(found)
 
     def _transfer(
         self,
@@ -288,6 +445,7 @@ class PullService:
                 str(plan.path),
                 step=wanted.step,
                 timeout=remaining(deadline),
+                dtype=wanted.dtype,
                 progress=progress,
             )
         except BaseException:
@@ -304,17 +462,19 @@ class PullService:
 
     def arrived(self, wanted: Wanted, plan: Plan, **pulled: Any) -> Adapter:
         """The adapter of a pull that has succeeded; *pulled* are fields of it. Does not block."""
-        self.places.spend(plan.path, plan.world, wanted.run, wanted.label, wanted.step)
+        self.places.spend(plan.path, plan.world, *wanted.place)
         return Adapter(
             name=wanted.name,
             run=wanted.run,
             step=wanted.step,
             label=wanted.label,
-            source=wanted.source.text,
+            source=wanted.source,
+            addresses=plan.target.addresses,
             world=plan.world,
             path=plan.path,
             facts=plan.facts,
             is_3d=plan.is_3d,
+            dtype=wanted.dtype,
             **pulled,
         )
 
@@ -335,6 +495,7 @@ class PullService:
                     str(path),
                     step=int(job["step"]),
                     timeout=remaining(deadline),
+                    dtype=job["dtype"],
                     progress=progress,
                 )
         except BaseException:
@@ -360,4 +521,30 @@ class PullService:
 
     def close(self) -> None:
         """Cancels running pulls and closes all connections. Any thread."""
+        self.waits.close()
         self.pool.close()
+
+
+def moved_on(error: FaninError) -> bool:
+    """Whether *error* says that the trainer has gone, and that another may be there."""
+    return error.name in (_WORLD, _CLOSED)
+
+
+def is_to_come(found: Iterable[Any], step: int) -> bool:
+    """Whether no rank has come to *step* yet, as far as they say; *found* is of one run.
+
+    If one has, or one is paused, the pull itself knows how long to wait for the others.
+    """
+    infos = list(found)
+    return bool(infos) and all(
+        info.state != "paused" and (info.state == "unpublished" or info.step < step)
+        for info in infos
+    )
+
+
+def _version(found: Iterable[Any]) -> Any:
+    """What changes with catalog or metadata; None if nothing is committed yet."""
+    versions = [(info.rank, info.catalog_version, info.key_digest) for info in found]
+    if not versions or any(version == 0 for _, version, _ in versions):
+        return None
+    return sorted(versions)

@@ -50,6 +50,7 @@ def wanted_by_name(here: State, lora_name: str) -> Wanted | None:
         label=name.prefix,
         source=here.source,
         timeout=here.config.timeout,
+        dtype=here.config.dtype,
     )
 
 
@@ -102,7 +103,7 @@ def make_resolver() -> Any:
                 return None
             if models is not None:
                 await here.attach(models)
-            adapter = await here.flights.fetch(wanted)
+            adapter = await here.flights.fetch(wanted, here.asked())
             try:
                 here.service.warn_of_base_model(adapter, base_model_name)
                 request = LoRARequest(
@@ -112,6 +113,7 @@ def make_resolver() -> Any:
                     is_3d_lora_weight=adapter.is_3d,
                 )
                 adapter.requests.append(request)
+                adapter.suspended = False  # vLLM registers the name when this returns
                 return request
             finally:
                 adapter.pins -= 1

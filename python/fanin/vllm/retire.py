@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which adapters are here, and how one leaves.
 
-The newest ``keep`` of each run stay. An older one goes in this order, because an engine that
-re-reads a directory that is gone dies with all its requests:
+The newest ``keep`` of each run stay, as long as the launch of the trainer that they are of has no
+successor (see :mod:`fanin.vllm.lookout`). One that leaves goes in this order, because an engine
+that re-reads a directory that is gone dies with all its requests:
 
 1. its name is taken from the API server's list, so that no new request gets it;
 2. nothing happens until the last request that holds it is over, however long that takes;
@@ -21,8 +22,10 @@ import asyncio
 import gc
 import logging
 import time
+from collections.abc import Iterable
 from typing import Any, Protocol
 
+from fanin.vllm.metrics import Metrics
 from fanin.vllm.pulls import Adapter
 
 __all__ = ["EngineLink", "Keeper", "holders"]
@@ -33,6 +36,7 @@ _POLL = 0.1
 _POLL_SLOW = 1.0
 _COLLECT_AFTER = 30.0
 _WARN_AFTER = 120.0
+_WORLDS_KNOWN = 64
 
 
 class EngineLink(Protocol):
@@ -40,6 +44,14 @@ class EngineLink(Protocol):
 
     def unregister(self, adapter: Adapter) -> None:
         """Takes the adapter's name from the list, if it still stands for this adapter."""
+        ...
+
+    def register(self, adapter: Adapter) -> None:
+        """Puts the name back that unregister() took, unless somebody else has it."""
+        ...
+
+    def resolves(self, adapter: Adapter) -> bool:
+        """Whether a request for a name that is not in the list would be for this adapter."""
         ...
 
     def users(self, adapter: Adapter) -> int:
@@ -53,6 +65,10 @@ class EngineLink(Protocol):
     async def drop(self, adapter: Adapter) -> None:
         """Releases and deletes the directory, on all hosts that pulled it."""
         ...
+
+
+def _identity(adapter: Adapter) -> tuple[Any, ...]:
+    return adapter.world, adapter.run, adapter.step, adapter.dtype
 
 
 def _references(box: list[Any], index: int) -> int:
@@ -75,17 +91,21 @@ def holders(requests: list[Any]) -> int:
 class Keeper:
     """The adapters of this engine. Used in one event loop's thread.
 
-    keep: adapters of a run that stay. Retirements run as tasks of the loop.
+    keep: adapters of a run that stay. counters: where those that leave are counted. Retirements
+    run as tasks of the loop.
     """
 
-    def __init__(self, keep: int, *, poll: float = _POLL) -> None:
+    def __init__(self, keep: int, counters: Metrics, *, poll: float = _POLL) -> None:
         self._keep = keep
+        self._counters = counters
         self._poll = poll
         self._link: EngineLink | None = None
         self._here: dict[str, Adapter] = {}  # by name, the oldest first
         self._leaving: dict[Adapter, str] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._told = False
+        self._ended: dict[str, tuple[float, str]] = {}  # world: when, and why
+        self._pointed: tuple[float, str] = (-1.0, "")  # when, and at which world
 
     def attach(self, link: EngineLink) -> None:
         """Says how to reach the engine; before, nothing is retired."""
@@ -102,16 +122,12 @@ class Keeper:
         the new one is given up.
         """
         here = self._here.get(adapter.name)
-        if here is not None and (here.world, here.run, here.step) == (
-            adapter.world,
-            adapter.run,
-            adapter.step,
-        ):
+        if here is not None and _identity(here) == _identity(adapter):
             if adapter.lease is not None:
                 adapter.lease.release(delete=False)
             return here
         if here is not None:
-            self.retire(here, "another adapter has its name")
+            self.retire(here, "another adapter has its name", "replaced")
         self._here[adapter.name] = adapter
         return adapter
 
@@ -123,15 +139,103 @@ class Keeper:
         same = [a for a in self._here.values() if a.run == just.run]
         for old in same[: max(len(same) - self._keep, 0)]:
             if old is not just:
-                self.retire(old, f"{self._keep} newer ones of run {old.run} are here")
+                self.retire(old, f"{self._keep} newer ones of run {old.run} are here", "newer")
 
-    def world_is(self, source: str, world: str) -> None:
-        """Retires what came from an earlier launch of the trainer at *source*."""
-        for old in [a for a in self._here.values() if a.source == source and a.world != world]:
-            self.retire(old, f"the trainer was started again as world {world}")
+    # ----------------------------------------------------------------- worlds
 
-    def retire(self, adapter: Adapter, why: str) -> None:
-        """Begins the adapter's way out; its name is free at once. Does not block."""
+    def of(self, world: str) -> list[Adapter]:
+        """The adapters of *world* that stay, the oldest first."""
+        return [adapter for adapter in self._here.values() if adapter.world == world]
+
+    def worlds(self) -> set[str]:
+        """The worlds of all adapters that stay."""
+        return {adapter.world for adapter in self._here.values()}
+
+    def met(self, source: str, addresses: Iterable[str], world: str) -> None:
+        """*world* was met at *source* (its text) and *addresses*: others that were there ended."""
+        there = set(addresses)
+        ended = {
+            old.world
+            for old in self._here.values()
+            if old.world != world and (old.source.text == source or there & set(old.addresses))
+        }
+        for one in ended:
+            self.end_world(one, f"the trainer at {source} was started again as world {world}")
+
+    def end_world(self, world: str, why: str) -> None:
+        """Retires all adapters of *world*, wherever they came from, and those still on the way."""
+        leaving = self.of(world)
+        self._ended[world] = time.monotonic(), why
+        for old in list(self._ended)[:-_WORLDS_KNOWN]:
+            del self._ended[old]
+        if leaving and self._link is not None:
+            self._counters.world_ended()
+            names = ", ".join(adapter.name for adapter in leaving)
+            _log.warning("fanin: world %s has ended: %s; retired: %s", world, why, names)
+        for adapter in leaving:
+            self.retire(adapter, why, "launch")
+
+    def point_at(self, world: str, why: str) -> None:
+        """Ends every world but *world*, also for pulls that are under way."""
+        self._pointed = time.monotonic(), world
+        self._ended.pop(world, None)
+        for other in self.worlds() - {world}:
+            self.end_world(other, why)
+
+    def outlived(self, world: str, since: float) -> str:
+        """Why what a pull of *world* brings that began at *since* is not to be served, or "".
+
+        since: of time.monotonic.
+        """
+        ended, why = self._ended.get(world, (-1.0, ""))
+        if ended >= since:
+            return why
+        pointed, at = self._pointed
+        return (
+            "the engine was pointed at another trainer" if pointed >= since and at != world else ""
+        )
+
+    def suspend(self, world: str) -> None:
+        """Takes the names of *world*'s adapters away that come back when they are asked for."""
+        for adapter in self.of(world):
+            if self._link is not None and not adapter.suspended and self._link.resolves(adapter):
+                adapter.suspended = True
+                self._link.unregister(adapter)
+
+    def resume(self, world: str) -> None:
+        """Gives them back."""
+        for adapter in self.of(world):
+            if self._link is not None and adapter.suspended:
+                adapter.suspended = False
+                self._link.register(adapter)
+
+    def runs_are(self, world: str, runs: set[str]) -> None:
+        """Retires the adapters of runs that *world* does not publish any more."""
+        for adapter in self.of(world):
+            if adapter.run not in runs:
+                self.retire(adapter, f"the trainer has no run {adapter.run} any more", "run")
+
+    # ------------------------------------------------------------------ names
+
+    def unloaded(self, name: str) -> None:
+        """Somebody has taken the name from the engine's list: the adapter goes, too."""
+        adapter = self._here.get(name)
+        if adapter is not None:
+            self.retire(adapter, "it was unloaded by its name", "unloaded")
+
+    def not_loaded(self, name: str) -> None:
+        """The engine did not load the adapter that it was given."""
+        adapter = self._here.get(name)
+        if adapter is not None and adapter.pins == 0 and not adapter.suspended:
+            self.retire(adapter, "the engine could not load it", "unloadable")
+
+    # ------------------------------------------------------------- retirement
+
+    def retire(self, adapter: Adapter, why: str, reason: str) -> None:
+        """Begins the adapter's way out; its name is free at once. Does not block.
+
+        why: for humans. reason: one word, for counting.
+        """
         if self._link is None:
             if not self._told:
                 self._told = True
@@ -145,10 +249,16 @@ class Keeper:
         if adapter in self._leaving:
             return
         self._leaving[adapter] = why
+        self._counters.retired(reason)
         self._link.unregister(adapter)
         task = asyncio.get_running_loop().create_task(self._leave(self._link, adapter, why))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+    async def give_up(self, adapter: Adapter) -> None:
+        """Deletes an adapter that was never here; without an engine its directory stays."""
+        if self._link is not None:
+            await self._link.drop(adapter)
 
     async def _leave(self, link: EngineLink, adapter: Adapter, why: str) -> None:
         started = time.monotonic()
@@ -206,6 +316,7 @@ class Keeper:
                 "run": adapter.run,
                 "step": adapter.step,
                 "world": adapter.world,
+                "dtype": adapter.dtype,
                 "path": str(adapter.path),
                 "bytes": adapter.bytes,
                 "seconds": round(adapter.seconds, 6),

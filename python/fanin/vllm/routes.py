@@ -2,7 +2,7 @@
 """Routes of the API server: load an adapter, say where the trainer is, how things stand.
 
 ``POST /load_lora_adapter_nixl`` ``{lora_name, run_idx, trainer_addresses, lora_alpha, timeout,
-step}`` pulls one step and registers it under ``lora_name``; it needs no
+step, dtype}`` pulls one step and registers it under ``lora_name``; it needs no
 ``VLLM_ALLOW_RUNTIME_LORA_UPDATING``. ``POST /init_nixl_client`` ``{trainer_addresses,
 server_name, timeout}`` says where the trainer is from now on. ``GET /nixl/status``.
 
@@ -11,6 +11,8 @@ All of them want the engine's API key, if it has one.
 
 from __future__ import annotations
 
+import dataclasses
+import difflib
 import hmac
 import logging
 import math
@@ -18,18 +20,21 @@ import os
 import time
 from typing import Any
 
-from fanin.errors import FaninError, HostError, RequestError, StateError
+from fanin.errors import FaninError, HostError, RequestError, StateError, SupersededError
+from fanin.names import parse
 from fanin.vllm.clients import Source
 from fanin.vllm.faults import body_of, status_of
-from fanin.vllm.flights import in_thread
 from fanin.vllm.pulls import Adapter, Wanted, which
-from fanin.vllm.state import State, state
+from fanin.vllm.state import State, names_are_resolved, state
+from fanin.vllm.threads import in_thread
 
 __all__ = ["Api", "EndpointPlugin", "api_processes"]
 
 _log = logging.getLogger("vllm.fanin")
 
 _MAX_TIMEOUT = 3600.0
+_TRAINER_FIELDS = ("trainer_addresses", "nixl_info", "server_name", "timeout")
+_LOAD_FIELDS = (*_TRAINER_FIELDS, "lora_name", "run_idx", "step", "lora_alpha", "dtype")
 
 
 def api_processes(args: Any, config: Any) -> int:
@@ -62,6 +67,29 @@ def _alpha(body: dict[str, Any]) -> float | None:
     return float(value)
 
 
+def _dtype(body: dict[str, Any], default: str | None) -> str | None:
+    value = body.get("dtype")
+    if value is None:
+        return default
+    if not isinstance(value, str) or value.upper() not in ("BF16", "F16"):
+        raise RequestError.make(
+            f"dtype {value!r} is not one that F32 tensors are converted to",
+            'give "BF16" or "F16", or leave it out',
+            key="dtype",
+        )
+    return value.upper()
+
+
+def _check_fields(body: dict[str, Any], known: tuple[str, ...]) -> None:
+    """Other fields are somebody else's, but a misspelt one of ours is an error."""
+    for name in body:
+        near = difflib.get_close_matches(name, known, n=1, cutoff=0.75)
+        if name not in known and near and near[0] not in body:
+            raise RequestError.make(
+                f"{name!r} is no field of the request", f"did you mean {near[0]!r}?", key=name
+            )
+
+
 def _server_name(body: dict[str, Any], default: str | None) -> str | None:
     value = body.get("server_name", default)
     if value is not None and (not isinstance(value, str) or not value):
@@ -81,6 +109,7 @@ class Api:
 
     def wanted(self, body: dict[str, Any]) -> Wanted:
         """The request of /load_lora_adapter_nixl. Raises RequestError naming the field."""
+        _check_fields(body, _LOAD_FIELDS)
         run, step, label = which(body.get("lora_name"), body.get("run_idx"), body.get("step"))
         return Wanted(
             name=body["lora_name"],
@@ -90,7 +119,30 @@ class Api:
             source=self._source(body),
             timeout=_seconds(body, self._here.config.timeout),
             lora_alpha=_alpha(body),
+            dtype=_dtype(body, self._here.config.dtype),
         )
+
+    def _wants_newest(self, body: dict[str, Any]) -> bool:
+        """Whether the body leaves the step to this engine, and the engine may choose it."""
+        name = body.get("lora_name")
+        free = isinstance(name, str) and parse(name) is None
+        return self._here.config.newest and body.get("step") is None and free
+
+    async def _fetch(self, body: dict[str, Any]) -> Adapter:
+        """The adapter that the body asks for, pinned."""
+        here = self._here
+        if not self._wants_newest(body):
+            return await here.flights.fetch(self.wanted(body))
+        first = self.wanted({**body, "step": 0})
+        deadline = time.monotonic() + first.timeout
+        while True:
+            step = await in_thread(lambda: here.service.newest(first.source, first.run, deadline))
+            wanted = dataclasses.replace(first, step=step, timeout=deadline - time.monotonic())
+            try:
+                return await here.flights.fetch(wanted)
+            except SupersededError:
+                if time.monotonic() >= deadline:
+                    raise
 
     def _source(self, body: dict[str, Any]) -> Source:
         trainer = _trainer(body)
@@ -111,12 +163,12 @@ class Api:
         Waits at most about the request's timeout, plus what the engine takes to load it.
         """
         here = self._here
-        wanted = self.wanted(body)
+        wanted = self.wanted({**body, "step": 0} if self._wants_newest(body) else body)
         engine = here.engine
         if engine is None:
             raise StateError.make("the engine is not up yet", "ask again")
         self._check_name(engine.models, wanted.name)
-        adapter = await here.flights.fetch(wanted)
+        adapter = await self._fetch(body)
         try:
             here.service.warn_of_base_model(
                 adapter, str(getattr(engine.models.model_config, "model", ""))
@@ -133,6 +185,7 @@ class Api:
             "run": adapter.run,
             "step": adapter.step,
             "world": adapter.world,
+            "dtype": adapter.dtype,
             "path": str(adapter.path),
             "bytes": adapter.bytes,
             "reused": adapter.reused,
@@ -181,12 +234,14 @@ class Api:
             )
         if not any(there is request for request in adapter.requests):
             adapter.requests.append(there)
+        adapter.suspended = False
 
     async def init(self, body: dict[str, Any]) -> dict[str, Any]:
         """Connects to the trainer and uses it from now on. Raises FaninError: then nothing changes.
 
         Waits at most the request's timeout, 10 s if it has none.
         """
+        _check_fields(body, _TRAINER_FIELDS)
         trainer = _trainer(body)
         if trainer is None:
             raise RequestError.make(
@@ -202,7 +257,9 @@ class Api:
             _log.warning("fanin: not pointed at %s: %s", source.text, error)
             raise
         self._here.use_source(source)
-        self._here.keeper.world_is(source.text, world)
+        self._here.keeper.point_at(
+            world, f"this engine was pointed at {source.text}, world {world}"
+        )
         _log.info("fanin: adapters come from %s, world %s", source.text, world)
         return {"status": "ok", "trainer": source.text, "world": world}
 
@@ -210,12 +267,15 @@ class Api:
         """How things stand, as plain values."""
         here = self._here
         source = here.source
+        met = None if source is None else here.service.last_met(source)
         return {
             "trainer": None if source is None else source.text,
             "server_name": None if source is None else source.server_name,
-            "world": None if source is None else here.service.last_world(source.text),
+            "world": None if met is None else met[0],
+            "worlds_silent": here.lookout.status(),
             "cache_dir": str(here.config.cache_dir),
             "keep": here.config.keep,
+            "dtype": here.config.dtype,
             **here.keeper.status(),
             "pulling": here.flights.status(),
             "connections": here.service.pool.stats(),
@@ -322,14 +382,13 @@ class EndpointPlugin:
         facts = engine.facts()
         if not facts.lora_enabled:
             _log.warning("fanin: this engine was started without --enable-lora")
-        by_name = os.environ.get("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "0").strip().lower()
         _log.info(
             "fanin: ready; trainer %s, adapters in %s, %d of a run are kept; names %s",
             "not configured" if here.source is None else here.source.text,
             here.config.cache_dir,
             here.config.keep,
             "are resolved"
-            if by_name in ("1", "true")
+            if names_are_resolved()
             else "are not resolved (VLLM_ALLOW_RUNTIME_LORA_UPDATING is not 1), only routes load",
         )
 

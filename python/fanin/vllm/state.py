@@ -13,21 +13,32 @@ import atexit
 import logging
 import os
 import threading
+import time
+from collections.abc import Callable
 from typing import Any
 
 from fanin.config import InferenceConfig, inference_config
 from fanin.errors import StateError
+from fanin.names import parse
 from fanin.vllm.checks import EngineFacts
 from fanin.vllm.clients import ClientPool, Source
 from fanin.vllm.directories import Places
-from fanin.vllm.flights import Flights, in_thread
+from fanin.vllm.flights import Flights
+from fanin.vllm.hooks import asked_at, hook
+from fanin.vllm.lookout import Lookout
 from fanin.vllm.metrics import Metrics, metrics
 from fanin.vllm.pulls import Adapter, PullService
 from fanin.vllm.retire import Keeper
+from fanin.vllm.threads import in_thread
 
-__all__ = ["Engine", "State", "has_distant_workers", "state"]
+__all__ = ["Engine", "State", "has_distant_workers", "names_are_resolved", "state"]
 
 _log = logging.getLogger("vllm.fanin")
+
+
+def names_are_resolved() -> bool:
+    """Whether vLLM asks resolvers for names that it does not know."""
+    return os.environ.get("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "0").strip().lower() in ("1", "true")
 
 
 def has_distant_workers(parallel: Any) -> bool:
@@ -50,12 +61,14 @@ def has_distant_workers(parallel: Any) -> bool:
 class Engine:
     """vLLM's engine, as the API server reaches it. Used in the event loop's thread.
 
-    models: OpenAIServingModels. client: its EngineClient.
+    models: OpenAIServingModels. client: its EngineClient. resolves: whether a request for the
+    adapter's name, if vLLM does not know it, would be for that adapter.
     """
 
-    def __init__(self, models: Any, client: Any) -> None:
+    def __init__(self, models: Any, client: Any, resolves: Callable[[Adapter], bool]) -> None:
         self.models = models
         self.client = client
+        self.resolves = resolves
         self.config = getattr(client, "vllm_config", None)
         self.fused_model: bool | None = None
         self._probe: asyncio.Task[None] | None = None
@@ -113,6 +126,11 @@ class Engine:
         if here is not None and any(here is request for request in adapter.requests):
             del self.models.lora_requests[adapter.name]
 
+    def register(self, adapter: Adapter) -> None:
+        """See :class:`fanin.vllm.retire.EngineLink`."""
+        if adapter.requests:
+            self.models.lora_requests.setdefault(adapter.name, adapter.requests[-1])
+
     def users(self, adapter: Adapter) -> int:
         """See :class:`fanin.vllm.retire.EngineLink`."""
         processor = getattr(self.client, "output_processor", None)
@@ -157,12 +175,32 @@ class State:
         self.service = PullService(
             self.places, ClientPool(path=config.path) if pool is None else pool, self.facts
         )
-        self.keeper = Keeper(config.keep)
-        self.flights = Flights(self.service, self.keeper, self.counters)
+        self.keeper = Keeper(config.keep, self.counters)
+        self.lookout = Lookout(self.service, self.keeper, self.counters)
+        self.flights = Flights(self.service, self.keeper, self.lookout, self.counters)
+        self._attached = 0.0
 
     def facts(self) -> EngineFacts:
         """How the engine was started, as far as it is known. Any thread."""
         return EngineFacts() if self.engine is None else self.engine.facts()
+
+    def asked(self) -> float:
+        """When the request that runs now asked for its adapter (time.monotonic).
+
+        Those that asked before the engine was known did not say.
+        """
+        when = asked_at()
+        return self._attached if when is None else when
+
+    def resolves(self, adapter: Adapter) -> bool:
+        """Whether a request for a name that vLLM does not know would be for *adapter*."""
+        if not names_are_resolved() or os.environ.get("VLLM_SKIP_MODEL_NAME_VALIDATION"):
+            return False
+        name = parse(adapter.name)
+        if name is None or self.config.prefix not in (None, name.prefix):
+            return False
+        mine = adapter.run, adapter.step, adapter.source, adapter.dtype
+        return mine == (str(name.run), name.step, self.source, self.config.dtype)
 
     async def attach(self, models: Any) -> Engine:
         """Takes the engine behind *models* (OpenAIServingModels); again: does nothing.
@@ -176,7 +214,9 @@ class State:
                 )
             await self.engine.probe()
             return self.engine
-        engine = self.engine = Engine(models, models.engine_client)
+        engine = self.engine = Engine(models, models.engine_client, self.resolves)
+        self._attached = time.monotonic()
+        hook(models, self.keeper.unloaded, self.keeper.not_loaded)
         self.keeper.attach(engine)
         parallel = getattr(engine.config, "parallel_config", None)
         if parallel is not None and has_distant_workers(parallel):

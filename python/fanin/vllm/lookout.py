@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What becomes of the launches of trainers ("worlds") whose adapters are here.
+
+vLLM never asks again for a name that it knows, so somebody else has to notice that the name means
+another adapter now. An adapter lives as long as its world has no successor:
+
+* A connection that does nothing else tells at once when a rank has gone. The adapters' names are
+  taken from vLLM's list until it is known what has become of the trainer, if a request for them
+  would bring them back; whoever asks meanwhile makes the engine look for itself.
+* Every second the world is looked at, because not every connection tells of its end.
+* Another world at the same place, or in the file that says where the trainer is: it has ended,
+  and all its adapters leave.
+* The same world: nothing has happened.
+* Nobody: it may come back, or training is over and its last adapters are to stay. They are served;
+  it is looked for every second, and counted.
+
+A run that the world does not publish any more has ended as well.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from fanin.errors import FaninError, PullTimeoutError
+from fanin.vllm.faults import says
+from fanin.vllm.metrics import Metrics
+from fanin.vllm.pulls import Adapter, PullService
+from fanin.vllm.retire import Keeper
+from fanin.vllm.threads import in_thread
+
+__all__ = ["Lookout"]
+
+_log = logging.getLogger("vllm.fanin")
+
+_EVERY = 1.0
+_PATIENCE = 5.0
+_SOON = 0.02
+# A rank that is down in a world that lives must not make names come and go all the time.
+_WATCH_AGAIN = 30.0
+_LIMIT = "FANIN_ERR_LIMIT"
+
+
+class Lookout:
+    """Follows the worlds whose adapters are here. Used in one event loop's thread.
+
+    A world is followed by a task of the loop, until its last adapter leaves.
+    """
+
+    def __init__(self, service: PullService, keeper: Keeper, counters: Metrics) -> None:
+        self._service = service
+        self._keeper = keeper
+        self._counters = counters
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._silent: set[str] = set()
+
+    def follow(self, world: str) -> None:
+        """Looks after *world* from now on. Does not block; again: does nothing."""
+        if world in self._tasks:
+            return
+        task = asyncio.get_running_loop().create_task(self._follow(world))
+        self._tasks[world] = task
+        task.add_done_callback(lambda _: self._forget(world))
+
+    def _forget(self, world: str) -> None:
+        self._tasks.pop(world, None)
+        self._hear(world)
+
+    def _newest(self, world: str) -> Adapter | None:
+        here = self._keeper.of(world)
+        return here[-1] if here else None
+
+    async def _follow(self, world: str) -> None:
+        loop = asyncio.get_running_loop()
+        watch_from = loop.time()
+        while (adapter := self._newest(world)) is not None:
+            try:
+                if loop.time() >= watch_from:
+                    await self._watch(world, adapter)
+                else:
+                    await asyncio.sleep(_EVERY)
+                    await self._look(world, adapter)
+            except FaninError as error:
+                watch_from = loop.time() + _WATCH_AGAIN
+                await self._find_out(world, error)
+
+    async def _watch(self, world: str, adapter: Adapter) -> None:
+        """Looks every second, and at once when a connection is lost; returns when *adapter* goes.
+
+        Raises FaninError when the world may have ended.
+        """
+        lost = asyncio.wrap_future(
+            await in_thread(lambda: self._service.lost(adapter.source, world, adapter.run))
+        )
+        try:
+            while self._keeper.get(adapter.name) is adapter:
+                done, _ = await asyncio.wait({lost}, timeout=_EVERY)
+                if done:
+                    lost.result()
+                await self._look(world, adapter)
+        finally:
+            if not lost.cancel():
+                lost.exception()
+
+    async def _look(self, world: str, adapter: Adapter) -> None:
+        try:
+            runs = await in_thread(lambda: self._service.runs_now(adapter.source, world, _PATIENCE))
+        except FaninError as error:
+            if error.name == _LIMIT:  # pulls use all connections, and see for themselves
+                return
+            raise
+        self._hear(world)
+        if runs is not None:
+            self._keeper.runs_are(world, runs)
+
+    async def _find_out(self, world: str, error: FaninError) -> None:
+        """What has become of *world*: returns when it answers, or has no adapters any more."""
+        # Silence is not an end: a rank that is stopped goes on as if nothing had been.
+        if not isinstance(error, PullTimeoutError):
+            self._keeper.suspend(world)
+        delay = _SOON
+        while (adapter := self._newest(world)) is not None:
+            try:
+                successor = await in_thread(
+                    lambda: self._service.successor(adapter.source, world, _PATIENCE)
+                )
+            except FaninError as problem:
+                self._miss(world, adapter, problem)
+                await asyncio.sleep(delay)
+                delay = min(delay * 2, _EVERY)
+                continue
+            if successor is None:
+                self._hear(world)
+                self._keeper.resume(world)
+            else:
+                who = "" if successor == "another" else f" {successor}"
+                why = f"another launch{who} is at {adapter.source.text}"
+                self._keeper.end_world(world, why)
+            return
+
+    # ------------------------------------------------------------------ silence
+
+    def _miss(self, world: str, adapter: Adapter, problem: FaninError) -> None:
+        if world in self._silent:
+            return
+        self._silent.add(world)
+        self._counters.silent(len(self._silent))
+        _log.warning(
+            "fanin: the trainer at %s, world %s, does not answer (%s): its adapters are served"
+            " until another launch takes its place",
+            adapter.source.text,
+            world,
+            says(problem),
+        )
+
+    def _hear(self, world: str) -> None:
+        if world in self._silent:
+            self._silent.discard(world)
+            self._counters.silent(len(self._silent))
+
+    def status(self) -> list[str]:
+        """The worlds that do not answer now and whose adapters are served."""
+        return sorted(self._silent)

@@ -1,0 +1,416 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An adapter lives as long as the launch of the trainer that it is of has no successor."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from fake_trainer import ADDRESS, OTHER_WORLD, WORLD, FakeClient, Run
+from fanin import errors
+from fanin.info import TrainerInfo, write_info
+from fanin.vllm.clients import Source
+from fanin.vllm.pulls import Adapter
+from test_vllm_flights import Bench, Request, run
+
+NAME = "policy-run0-step12"
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fanin.vllm.metrics._make", lambda registry: None)
+    monkeypatch.setattr("fanin.vllm.lookout._EVERY", 0.01)
+
+
+@pytest.fixture(params=["by name", "by route"])
+def bench(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
+    """Whether vLLM asks for names that it does not know, or not."""
+    monkeypatch.setenv("VLLM_ALLOW_RUNTIME_LORA_UPDATING", str(int(request.param == "by name")))
+    return Bench(tmp_path)
+
+
+@pytest.fixture
+def by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
+    monkeypatch.setenv("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "1")
+    return Bench(tmp_path)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():
+        await asyncio.sleep(0.001)
+
+
+async def loaded(bench: Bench, step: int = 12, **more: Any) -> Adapter:
+    """An adapter that was pulled by its name, whose trainer is watched."""
+    await bench.state.attach(bench.engine)
+    adapter = await bench.fetch(step, **more)
+    await until(lambda: bench.trainer.watching > 0)
+    return adapter
+
+
+# ---------------------------------------------------------------------------- successors
+
+
+def test_another_launch_with_the_same_step(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
+    """Nobody asks, and no route is used."""
+
+    async def work() -> None:
+        old = await loaded(bench)
+        bench.trainer.restart(OTHER_WORLD, 12)
+        await until(lambda: bench.keeper.get(NAME) is None)
+        assert NAME not in bench.engine.lora_requests
+        await bench.keeper.settled()
+        assert not old.path.exists()
+        new = await bench.fetch(12)
+        assert (old.world, new.world) == (WORLD, OTHER_WORLD)
+        counts = bench.state.counters.snapshot()
+        assert (counts["worlds_ended"], counts["retired"], counts["worlds_silent"]) == (1, 1, 0)
+
+    run(work())
+    told = [r.getMessage() for r in caplog.records if "has ended" in r.getMessage()]
+    assert len(told) == 1 and WORLD in told[0] and OTHER_WORLD in told[0] and NAME in told[0]
+
+
+def test_whoever_asks_at_that_moment_is_not_answered_by_the_old(by_name: Bench) -> None:
+    """The engine knows that the connection was lost, and nothing else yet."""
+    bench = by_name
+
+    async def work() -> None:
+        await loaded(bench)
+        bench.trainer.end()
+        await until(lambda: NAME not in bench.engine.lora_requests)
+        bench.trainer.restart(OTHER_WORLD, 12)
+        assert (await bench.state.flights.fetch(bench.wanted(12))).world == OTHER_WORLD
+
+    run(work())
+
+
+def test_requests_that_run_finish(bench: Bench) -> None:
+    async def work() -> None:
+        old = await loaded(bench)
+        bench.engine.output_processor.request_states["r"] = SimpleNamespace(
+            lora_request=old.requests[0]
+        )
+        bench.trainer.restart(OTHER_WORLD, 12)
+        await until(lambda: bench.keeper.status()["retiring"] != [])
+        await bench.fetch(12)
+        assert old.path.exists() and bench.engine.events == []
+        bench.engine.output_processor.request_states.clear()
+        await bench.keeper.settled()
+        assert not old.path.exists()
+
+    run(work())
+
+
+def test_a_launch_that_the_file_names(tmp_path: Path) -> None:
+    info = tmp_path / "info"
+    info.mkdir()
+    write_info(info, TrainerInfo((ADDRESS,), world_id=WORLD))
+    bench = Bench(tmp_path, FANIN_TRAINER=str(info / "nixl_info.json"))
+
+    async def work() -> None:
+        await loaded(bench)
+        # Elsewhere, while the old ones still run.
+        write_info(info, TrainerInfo(("10.0.0.9:1",), world_id=OTHER_WORLD))
+        await until(lambda: bench.keeper.get(NAME) is None)
+
+    run(work())
+
+
+def test_adapters_of_the_world_from_wherever_they_came(bench: Bench) -> None:
+    async def work() -> None:
+        bench.trainer.runs["1"] = Run()
+        await loaded(bench)
+        same = Source.of(["localhost:6000"])
+        await bench.fetch(1, run="1", source=same)
+        bench.trainer.restart(OTHER_WORLD, 3)
+        await until(lambda: bench.keeper.status()["adapters"] == [])
+        assert bench.engine.lora_requests == {}
+        assert bench.state.counters.snapshot()["worlds_ended"] == 1
+
+    run(work())
+
+
+def test_a_pull_that_meets_another_world_at_its_address(bench: Bench) -> None:
+    async def work() -> None:
+        await bench.state.attach(bench.engine)
+        old = await bench.fetch(12)
+        bench.keeper.met("a file", [ADDRESS], WORLD)
+        assert bench.keeper.get(NAME) is old
+        bench.keeper.met("a file", ["10.0.0.1:1"], OTHER_WORLD)
+        assert bench.keeper.get(NAME) is old
+        bench.keeper.met("a file", ["10.0.0.1:1", ADDRESS], OTHER_WORLD)
+        assert bench.keeper.get(NAME) is None
+
+    run(work())
+
+
+def test_some_ranks_are_of_another_world_already(bench: Bench) -> None:
+    async def work() -> None:
+        await loaded(bench)
+        bench.trainer.mixed = True
+        bench.trainer.hang_up()
+        await until(lambda: bench.keeper.get(NAME) is None)
+
+    run(work())
+
+
+def test_a_pull_whose_world_ends_meanwhile(bench: Bench) -> None:
+    """It brings what is not served any more."""
+
+    async def work() -> None:
+        await bench.state.attach(bench.engine)
+        bench.trainer.before_pull = lambda: bench.keeper.end_world(WORLD, "of something")
+        with pytest.raises(errors.CancelledError, match="of something"):
+            await bench.state.flights.fetch(bench.wanted(1))
+        assert not list(bench.state.places.root.glob("*/*/policy*"))
+        bench.trainer.before_pull = lambda: None
+        assert (await bench.state.flights.fetch(bench.wanted(1))).step == 1
+
+    run(work())
+
+
+def test_a_pull_that_ends_after_the_engine_was_pointed_elsewhere(bench: Bench) -> None:
+    async def work() -> None:
+        await bench.state.attach(bench.engine)
+        asked = asyncio.create_task(bench.state.flights.fetch(bench.wanted(2)))
+        await until(lambda: bench.trainer.waits > 0)
+        bench.keeper.point_at(OTHER_WORLD, "so told")
+        bench.trainer.commit(2)
+        with pytest.raises(errors.CancelledError, match="pointed at another"):
+            await asked
+        assert bench.keeper.status()["adapters"] == []
+
+    run(work())
+
+
+# -------------------------------------------------------------------------------- silence
+
+
+def test_a_trainer_that_has_ended_leaves_its_adapters(
+    bench: Bench, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def work() -> None:
+        old = await loaded(bench)
+        bench.trainer.end()
+        await until(lambda: bench.state.counters.snapshot()["worlds_silent"] == 1)
+        assert bench.state.lookout.status() == [WORLD]
+        again = await bench.state.flights.fetch(bench.wanted(12))
+        assert again is old and old.path.exists() and len(bench.trainer.pulls) == 1
+        bench.engine.request(old, 2)
+        old.suspended = False
+        # Served until another launch is there.
+        bench.trainer.restart(OTHER_WORLD, 12)
+        await until(lambda: bench.keeper.get(NAME) is None)
+        assert NAME not in bench.engine.lora_requests
+        assert bench.state.counters.snapshot()["worlds_silent"] == 0
+
+    run(work())
+    assert sum("does not answer" in r.getMessage() for r in caplog.records) == 1
+
+
+def test_names_that_nobody_would_bring_back_stay_while_nobody_answers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "0")
+    bench = Bench(tmp_path)
+
+    async def work() -> None:
+        await loaded(bench)
+        bench.trainer.end()
+        await until(lambda: bench.state.counters.snapshot()["worlds_silent"] == 1)
+        assert NAME in bench.engine.lora_requests
+
+    run(work())
+
+
+def test_a_connection_that_breaks_ends_nothing(bench: Bench) -> None:
+    async def work() -> None:
+        old = await loaded(bench)
+        request = bench.engine.lora_requests[NAME]
+        connected = len(bench.trainer.clients)
+        bench.trainer.hang_up()
+        await until(lambda: len(bench.trainer.clients) > connected + 1)
+        await until(lambda: bench.engine.lora_requests.get(NAME) is request)
+        assert bench.keeper.get(NAME) is old and not old.suspended
+
+    run(work())
+
+
+def test_ranks_that_are_stopped_end_nothing(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is known but that they are silent."""
+    looks = []
+
+    def silent(self: FakeClient, timeout: float) -> list[Any]:
+        looks.append(timeout)
+        raise errors.PullTimeoutError.make("rank 0 does not answer")
+
+    async def work() -> None:
+        old = await loaded(bench)
+        monkeypatch.setattr(FakeClient, "publications", silent)
+        await until(lambda: len(looks) > 3)
+        assert bench.keeper.get(NAME) is old and NAME in bench.engine.lora_requests
+
+    run(work())
+
+
+def test_pulls_that_use_all_connections_are_no_trouble(bench: Bench) -> None:
+    async def work() -> None:
+        old = await loaded(bench)
+        monkeypatched = bench.state.service.runs_now
+        looks = []
+
+        def busy(*arguments: Any) -> set[str] | None:
+            looks.append(1)
+            raise errors.ConnectionFailedError.make("all are busy", code=-302)
+
+        bench.state.service.runs_now = busy  # type: ignore[method-assign]
+        await until(lambda: len(looks) > 3)
+        bench.state.service.runs_now = monkeypatched  # type: ignore[method-assign]
+        assert bench.keeper.get(NAME) is old and NAME in bench.engine.lora_requests
+
+    run(work())
+
+
+# ----------------------------------------------------------------------------- runs, names
+
+
+def test_a_run_that_is_over(bench: Bench) -> None:
+    async def work() -> None:
+        bench.trainer.runs["1"] = Run()
+        stays = await loaded(bench)
+        over = await bench.fetch(3, run="1")
+        del bench.trainer.runs["1"]
+        await until(lambda: bench.keeper.get(over.name) is None)
+        await bench.keeper.settled()
+        assert not over.path.exists() and over.name not in bench.engine.lora_requests
+        assert bench.keeper.get(NAME) is stays and stays.path.exists()
+
+    run(work())
+
+
+def test_runs_are_over_only_if_all_ranks_say_so(bench: Bench) -> None:
+    async def work() -> None:
+        old = await loaded(bench)
+        bench.trainer.all_ranks = False
+        run0 = bench.trainer.runs.pop("0")
+        looked = bench.trainer.looks
+        await until(lambda: bench.trainer.looks > looked + 3)
+        assert bench.keeper.get(NAME) is old
+        bench.trainer.runs["0"] = run0
+
+    run(work())
+
+
+class Models:
+    """vLLM's list of models, as far as it locks and forgets."""
+
+    def __init__(self, bench: Bench) -> None:
+        self.bench = bench
+        self.lora_requests = bench.engine.lora_requests
+        self.engine_client = bench.engine
+        self.lock = asyncio.Lock()
+        self.loads = True
+        self.number = 100
+
+    async def resolve_lora(self, lora_name: str) -> Any:
+        async with self.lock:
+            if lora_name in self.lora_requests:
+                return self.lora_requests[lora_name]
+            step = int(lora_name.rpartition("step")[2])
+            wanted = self.bench.wanted(step, timeout=self.bench.state.config.timeout)
+            adapter = await self.bench.state.flights.fetch(wanted, self.bench.state.asked())
+            self.number += 1
+            request = Request(lora_name, str(adapter.path), self.number)
+            adapter.requests.append(request)
+            adapter.suspended = False
+            adapter.pins -= 1
+            if self.loads:
+                self.lora_requests[lora_name] = request
+            return request if self.loads else None
+
+    async def unload_lora_adapter(self, request: Any) -> str:
+        del self.lora_requests[request.lora_name]
+        return "Success"
+
+
+def test_what_was_unloaded_is_pulled_anew(by_name: Bench) -> None:
+    bench = by_name
+
+    async def work() -> None:
+        models = Models(bench)
+        await bench.state.attach(models)
+        first = await models.resolve_lora("policy-run0-step1")
+        path = Path(first.lora_path)
+        del first
+        await models.unload_lora_adapter(SimpleNamespace(lora_name="policy-run0-step1"))
+        await bench.keeper.settled()
+        assert not path.exists()
+        again = await models.resolve_lora("policy-run0-step1")
+        assert again.lora_path != str(path) and len(bench.trainer.pulls) == 2
+        await models.unload_lora_adapter(SimpleNamespace(lora_name="policy-run0-step1"))
+        bench.trainer.commit(2)
+        with pytest.raises(errors.SupersededError):
+            await models.resolve_lora("policy-run0-step1")
+
+    run(work())
+
+
+def test_what_did_not_load_does_not_stay(by_name: Bench) -> None:
+    bench = by_name
+
+    async def work() -> None:
+        models = Models(bench)
+        await bench.state.attach(models)
+        models.loads = False
+        assert await models.resolve_lora("policy-run0-step1") is None
+        await bench.keeper.settled()
+        assert not list(bench.state.places.root.glob("*/*/policy*"))
+
+    run(work())
+
+
+def test_the_next_in_line_get_the_answer_of_the_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM lets those who ask for one name in one after the other."""
+    bench = Bench(tmp_path, FANIN_PULL_TIMEOUT="0.3")
+
+    async def work() -> None:
+        models = Models(bench)
+        await bench.state.attach(models)
+        asked = [models.resolve_lora("policy-run0-step2") for _ in range(5)]
+        answers = await asyncio.gather(*asked, return_exceptions=True)
+        assert [type(one) for one in answers] == [errors.PullTimeoutError] * 5
+        assert len({str(one) for one in answers}) == 1
+        assert bench.state.counters.snapshot()["pulls_failed"] == 1
+        # Who asks afterwards is not answered by what is over.
+        bench.trainer.commit(2)
+        assert (await models.resolve_lora("policy-run0-step2")).lora_name == "policy-run0-step2"
+
+    run(work())
+
+
+def test_those_in_line_before_the_engine_was_known(tmp_path: Path) -> None:
+    """Without the endpoint plugin the first request is the one that makes it known."""
+    bench = Bench(tmp_path, FANIN_PULL_TIMEOUT="0.3")
+
+    async def work() -> None:
+        models = Models(bench)
+        plain = models.resolve_lora
+
+        async def first() -> Any:
+            return await plain("policy-run0-step2")
+
+        asked = [asyncio.create_task(first()) for _ in range(3)]
+        await until(lambda: bool(bench.state.flights.status()))
+        await bench.state.attach(models)
+        answers = await asyncio.gather(*asked, return_exceptions=True)
+        assert [type(one) for one in answers] == [errors.PullTimeoutError] * 3
+        assert bench.state.counters.snapshot()["pulls_failed"] == 1
+
+    run(work())
