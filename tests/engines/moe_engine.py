@@ -98,7 +98,13 @@ def configuration(shape: Shape, fields: dict[str, Any]) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def ranks_of(
-    tensors: Tensors, config: dict[str, Any], *, run: str = "0", step: int = 1, world_size: int = 2
+    tensors: Tensors,
+    config: dict[str, Any],
+    *,
+    run: str = "0",
+    step: int = 1,
+    world_size: int = 2,
+    base_port: int = 0,
 ) -> Iterator[list[str]]:
     """Servers in this process, each with its rows of every tensor; yields their addresses."""
     import fanin
@@ -109,7 +115,9 @@ def ranks_of(
         addresses = []
         for rank in range(world_size):
             server = stack.enter_context(
-                fanin.Server(world_id=world_id, rank=rank, world_size=world_size)
+                fanin.Server(
+                    world_id=world_id, rank=rank, world_size=world_size, base_port=base_port
+                )
             )
             server.put(publication, [_rows(n, t, rank, world_size) for n, t in tensors.items()])
             server.set_metadata(publication, {"peft_config": json.dumps(config)})

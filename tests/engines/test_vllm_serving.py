@@ -20,7 +20,16 @@ import moe_engine
 import pytest
 from judge import same_tensors
 from live_trainer import LiveTrainer
-from vllm_server import ALPHA, RANK, Oracle, Refused, TokenStream, VllmServer, save_model
+from vllm_server import (
+    ALPHA,
+    RANK,
+    Oracle,
+    Refused,
+    TokenStream,
+    VllmServer,
+    free_port,
+    save_model,
+)
 
 PROMPT = [5, 9, 13, 17, 21]
 COUNT = 16
@@ -414,60 +423,83 @@ def test_trainers_restarted_from_an_earlier_step(place: Place) -> None:
     place.still_serves()
 
 
+@contextlib.contextmanager
+def launch_of(
+    place: Place, weights: int, step: int, base_port: int = 0
+) -> collections.abc.Iterator[list[str]]:
+    """Another launch, in this process, whose *step* is what the live trainers had at *weights*."""
+    from safetensors.torch import load_file
+
+    record = place.trainer.record(weights)
+    config = json.loads((record / "adapter_config.json").read_text())
+    tensors = load_file(record / "adapter_model.safetensors")
+    with moe_engine.ranks_of(tensors, config, step=step, base_port=base_port) as addresses:
+        yield addresses
+
+
+@contextlib.contextmanager
+def elsewhere(place: Place) -> collections.abc.Iterator[tuple[int, int]]:
+    """Two steps whose weights differ; afterwards the engine is at its own trainers again."""
+    try:
+        yield place.next_step(), place.next_step()
+    finally:
+        place.point_at(trainer_addresses=str(place.trainer.info))
+    place.still_serves()
+
+
 def test_names_asked_for_before_a_restart(place: Place) -> None:
     """Nobody uses a route, and vLLM does not ask for a name that it knows."""
-    step = place.next_step()
-    name, other = f"known-run0-step{step}", f"known-too-run0-step{step}"
-    before = place.pulled(name)
-    assert before == place.expected(step) == place.pulled(other)
-    ended = place.engine.metric("fanin_worlds_ended_total")
-    gone = place.directories("known") | place.directories("known-too")
-
-    place.trainer.kill()
-    place.trainer.close()
-    place.trainer = place.launch(step, seed=11)
-    after = place.pulled(name)
-    assert after == place.expected(step) != before
-    until(lambda: not gone & place.directories("known"), "retirement")
-    assert other not in place.engine.names(), "served though nobody asked again"
-    assert place.pulled(other) == after
-    assert place.engine.metric("fanin_worlds_ended_total") == ended + 1
-    assert place.engine.metric("fanin_adapters_retired_total", reason="launch") >= 2
+    name, also = "known-run0-step12", "known-too-run0-step12"
+    port = free_port()
+    with elsewhere(place) as (one, two):
+        with launch_of(place, one, 12, port) as addresses:
+            place.point_at(trainer_addresses=addresses)
+            before = place.pulled(name)
+            assert before == place.expected(one) == place.pulled(also)
+            ended = place.engine.metric("fanin_worlds_ended_total")
+            old = place.directories("known") | place.directories("known-too")
+            assert len(old) == 2
+        with launch_of(place, two, 12, port):
+            after = place.pulled(name)
+            assert after == place.expected(two) != before
+            until(lambda: not any(path.exists() for path in old), "retirement")
+            assert also not in place.engine.names(), "served though nobody asked again"
+            assert place.pulled(also) == after
+            assert place.engine.metric("fanin_worlds_ended_total") == ended + 1
+            assert place.engine.metric("fanin_adapters_retired_total", reason="launch") >= 2
     assert "has ended" in place.engine.log_text()
-    place.still_serves()
 
 
 def test_names_asked_for_before_the_engine_is_pointed_elsewhere(place: Place) -> None:
-    step = place.next_step()
-    name = f"pointed-run0-step{step}"
-    here = place.pulled(name)
-    assert here == place.expected(step)
-    with place.launch(step, seed=78, where="elsewhere") as elsewhere:
-        place.point_at(trainer_addresses=elsewhere.addresses)
-        there = place.pulled(name)
-        assert there == place.expected(step, elsewhere) != here
-        place.point_at(trainer_addresses=str(place.trainer.info))
-        assert place.pulled(name) == here
-    place.still_serves()
+    name = "pointed-run0-step12"
+    with elsewhere(place) as (one, two):
+        with launch_of(place, one, 12) as first, launch_of(place, two, 12) as second:
+            place.point_at(trainer_addresses=first)
+            here = place.pulled(name)
+            assert here == place.expected(one)
+            place.point_at(trainer_addresses=second)
+            there = place.pulled(name)
+            assert there == place.expected(two) != here
+            place.point_at(trainer_addresses=first)
+            assert place.pulled(name) == here
 
 
 def test_the_last_adapter_of_a_training_that_is_over(place: Place) -> None:
     """Served until another launch takes the trainer's place, which nobody has to say."""
-    step = place.next_step()
-    name = f"last-run0-step{step}"
-    expected = place.expected(step)
-    assert place.pulled(name) == expected
-    assert place.trainer.exit() == [0, 0]
-    until(lambda: place.engine.metric("fanin_worlds_silent") == 1, "silence")
-    for _ in range(2):
-        assert place.pulled(name) == expected
-    place.trainer.close()
-    place.trainer = place.launch(step + 1, seed=12)
-    until(lambda: name not in place.engine.names(), "the end of the old launch")
-    error = refused(place, name)
-    assert error.status == 404 and str(step + 1) in error.message
-    assert place.engine.metric("fanin_worlds_silent") == 0
-    place.still_serves()
+    name = "last-run0-step12"
+    port = free_port()
+    with elsewhere(place) as (one, two):
+        with launch_of(place, one, 12, port) as addresses:
+            place.point_at(trainer_addresses=addresses)
+            assert place.pulled(name) == place.expected(one)
+        until(lambda: place.engine.metric("fanin_worlds_silent") == 1, "silence")
+        for _ in range(2):
+            assert place.pulled(name) == place.expected(one)
+        with launch_of(place, two, 13, port):
+            until(lambda: name not in place.engine.names(), "the end of the old launch")
+            error = refused(place, name)
+            assert error.status == 404 and "13" in error.message
+            assert place.engine.metric("fanin_worlds_silent") == 0
 
 
 def test_an_unloaded_name_is_not_answered_from_its_old_directory(place: Place) -> None:

@@ -525,6 +525,29 @@ def test_the_extension_says_what_failed(desk: Desk, extended: FakeAsyncEngine) -
     run(work())
 
 
+def test_the_extension_asks_whether_the_launch_is_the_same(
+    desk: Desk, extended: FakeAsyncEngine
+) -> None:
+    """A name that is here is not of the present trainer for ever."""
+
+    async def work() -> None:
+        first = await worker.load_lora(extended, NAME, 0, 5, timeout=10.0)
+        again = await worker.load_lora(extended, NAME, 0, 6, timeout=10.0)
+        assert again.lora_path == first.lora_path and len(desk.trainer.pulls) == 1
+        desk.trainer.alive = False
+        assert (await worker.load_lora(extended, NAME, 0, 7)).lora_path == first.lora_path
+        desk.trainer.restart(OTHER_WORLD, 1)
+        second = await worker.load_lora(extended, NAME, 0, 8, timeout=10.0)
+        assert OTHER_WORLD in second.lora_path and len(desk.trainer.pulls) == 2
+        # The engine may still have the first one loaded.
+        assert Path(first.lora_path).exists()
+        await extended.collective_rpc("drop_lora_from_nixl", (NAME, 8))
+        while Path(first.lora_path).exists() or Path(second.lora_path).exists():
+            await asyncio.sleep(0.001)
+
+    run(work())
+
+
 def test_install() -> None:
     class Base:
         pass

@@ -33,6 +33,8 @@ __all__ = ["Jobs", "WorkerExtension", "install", "load_lora"]
 
 _log = logging.getLogger("vllm.fanin")
 
+_LOOK = 5.0
+
 
 @dataclass
 class _Done:
@@ -46,11 +48,13 @@ class _Done:
     transport: str
     is_3d: bool
     lease: Lease
+    wanted: Wanted | None = None
 
 
 class _Job:
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, before: list[_Done]) -> None:
         self.name = name
+        self.before = before  # of the same name; the engine may have them loaded
         self.started = time.monotonic()
         self.done_bytes = 0
         self.total = 0
@@ -66,14 +70,23 @@ class Jobs:
         self._lock = threading.Lock()
         self._jobs: dict[str, _Job] = {}
 
-    def start(self, name: str, work: Callable[[Callable[[int, int], None]], _Done]) -> None:
-        """Runs *work* in a thread, unless a job of that name runs or has succeeded."""
-        job = _Job(name)
+    def start(
+        self,
+        name: str,
+        work: Callable[[Callable[[int, int], None]], _Done],
+        *,
+        again: bool = False,
+    ) -> None:
+        """Runs *work* in a thread, unless a job of that name runs or has succeeded.
+
+        again: also if it has succeeded. What it brought is kept until the job is dropped.
+        """
         with self._lock:
             old = self._jobs.get(name)
-            if old is not None and old.error is None:
+            if old is not None and old.error is None and (old.result is None or not again):
                 return
-            self._jobs[name] = job
+            before = [] if old is None else [*old.before, *([old.result] if old.result else [])]
+            job = self._jobs[name] = _Job(name, before)
         threading.Thread(target=self._run, args=(job, work), name="fanin-pull", daemon=True).start()
 
     def _run(self, job: _Job, work: Callable[[Callable[[int, int], None]], _Done]) -> None:
@@ -146,6 +159,7 @@ class Jobs:
             for job in jobs:
                 job.unwanted = True
             results = [job.result for job in jobs if job.result is not None]
+            results += [result for job in jobs for result in job.before]
         for result in results:
             # Deleting gigabytes takes a while, and the engine stands still meanwhile.
             threading.Thread(
@@ -268,6 +282,9 @@ class WorkerExtension:
     ) -> dict[str, Any]:
         """Starts pulling one step of run *run_idx*; returns at once.
 
+        Again for a name that is here: asks whether the trainer is the same launch still, and
+        pulls anew if it is not. Then the caller loads it under a new number.
+
         lora_name: ``<prefix>-run<run>-step<step>``, or any name if *step* is given.
         trainer_addresses: as everywhere, or None: the configured one. timeout: seconds.
         Raises RequestError for malformed arguments; the pull's own errors come with the poll.
@@ -275,11 +292,14 @@ class WorkerExtension:
         config = _config()
         wanted = _wanted(config, lora_name, run_idx, trainer_addresses, timeout, step, lora_alpha)
         facts = _facts_of_worker(self)
+        old = _jobs.result(_extension_job(lora_name))
 
         def work(progress: Callable[[int, int], None]) -> _Done:
             shared = _service(str(config.cache_dir), config.path)
             # A service of its own facts: one process may hold workers of several engines.
-            service = PullService(Places(shared.places.root), shared.pool, facts)
+            service = PullService(shared.places, shared.pool, facts)
+            if old is not None and _stands(service, old, wanted):
+                return old
             adapter = service.pull(wanted, progress)
             assert adapter.lease is not None
             return _Done(
@@ -291,9 +311,10 @@ class WorkerExtension:
                 transport=adapter.transport,
                 is_3d=adapter.is_3d,
                 lease=adapter.lease,
+                wanted=wanted,
             )
 
-        _jobs.start(_extension_job(lora_name), work)
+        _jobs.start(_extension_job(lora_name), work, again=True)
         return _jobs.poll(_extension_job(lora_name))
 
     def poll_lora_from_nixl(self, lora_name: str) -> dict[str, Any]:
@@ -326,6 +347,17 @@ class WorkerExtension:
         """
         self.remove_lora(lora_int_id)  # type: ignore[attr-defined]
         _jobs.drop(name=_extension_job(lora_name))
+        return True
+
+
+def _stands(service: PullService, old: _Done, wanted: Wanted) -> bool:
+    """Whether *old* is what is wanted now: of the trainer's present launch, as far as it says."""
+    if old.wanted is None or old.wanted.key != wanted.key:
+        return False
+    try:
+        return service.successor(wanted.source, old.world, _LOOK) is None
+    except FaninError as error:
+        _log.info("fanin: adapter %s is here already: %s", wanted.name, error)
         return True
 
 
@@ -367,6 +399,7 @@ def _wanted(
         source=Source.of(trainer, config.server_name),
         timeout=timeout,
         lora_alpha=lora_alpha,
+        dtype=config.dtype,
     )
 
 
