@@ -31,20 +31,20 @@ static fanin_status all_without(void *cookie, const bool *use, bool *vain,
     return status;
 }
 
-static fanin_status wait_for(fanin_client *client, const fanin_pull_options *options,
-                             uint64_t *step, fanin_error *error)
+/* Patient: ranks that have not answered yet are waited for first. */
+static fanin_status look(waiter *w, const fanin_pull_options *options, bool patient,
+                         uint64_t *step, fanin_error *error)
 {
-    deadline at;
-    fanin_status status = client_enter(client, options->timeout_ms, &at, error);
+    fanin_client *client = w->client;
+    const agree_need need = {.without = all_without, .cookie = w};
+    fanin_status status = client_ensure_connected(client, patient, w->at, error);
     if (status != FANIN_OK)
         return status;
-    waiter w = {client, tables_of(client, options->publication), at};
-    const agree_need need = {.without = all_without, .cookie = &w};
     announcement *announced = calloc(client->n_peers, sizeof(*announced));
     bool *use = calloc(client->n_peers, sizeof(*use));
-    if (w.publication && announced && use)
+    if (announced && use)
         status =
-            agree(client, w.publication, options, &need, at, announced, use, error);
+            agree(client, w->publication, options, &need, w->at, announced, use, error);
     else
         status = error_set_memory(error);
     for (size_t i = 0; i < client->n_peers && status == FANIN_OK; i++) {
@@ -64,5 +64,17 @@ fanin_status fanin_client_wait(fanin_client *client, const fanin_pull_options *i
     fanin_status status = pull_check(client, in, &options, error);
     if (status != FANIN_OK)
         return status;
-    return wait_for(client, &options, step ? step : &unasked, error);
+    waiter w = {client, tables_of(client, options.publication),
+                deadline_in_ms(options.timeout_ms)};
+    if (!w.publication)
+        return error_set_memory(error);
+    step = step ? step : &unasked;
+    fanin_error first = FANIN_ERROR_INIT;
+    status = look(&w, &options, false, step, &first);
+    bool lost = status == FANIN_ERR_CLOSED || status == FANIN_ERR_UNREACHABLE;
+    if (!lost || !client_expects_more(client)) {
+        error_copy(error, &first);
+        return status;
+    }
+    return look(&w, &options, true, step, error);
 }
