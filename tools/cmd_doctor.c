@@ -205,12 +205,17 @@ static int ask_trainer(const command *self, doctor_line *d, const char *where,
     int code = session_open(&s, self, &d->line, where, NULL);
     if (code == 0) {
         fanin_status status =
-            fanin_client_connect(s.client, (const char *const *)s.target.addresses,
-                                 s.target.count, d->line.common.timeout_ms, &error);
-        fanin_error ignored = FANIN_ERROR_INIT;
-        if (doctor_ask(s.client, facts, &ranks, &ignored) == FANIN_OK &&
-            ranks.addresses > 0) {
+            fanin_client_connect_any(s.client, (const char *const *)s.target.addresses,
+                                     s.target.count, session_left_ms(&s), &error);
+        fanin_error asked = FANIN_ERROR_INIT;
+        fanin_status answer =
+            doctor_ask(s.client, facts, session_left_ms(&s), &ranks, &asked);
+        if (ranks.addresses > 0) {
             doctor_judge_ranks(facts, &ranks, report);
+        }
+        if (status == FANIN_OK && answer == FANIN_ERR_WORLD) {
+            status = answer;
+            error = asked;
         }
         if (status != FANIN_OK && (ranks.answered > 0 || ranks.addresses == 0)) {
             doctor_add(report, DOCTOR_PROBLEM, "trainer", error.remedy, "%s",

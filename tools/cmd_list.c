@@ -4,6 +4,7 @@
 #include "keys.h"
 #include "missing.h"
 #include "output.h"
+#include "rank_states.h"
 #include "terminal.h"
 
 #include <stdio.h>
@@ -25,24 +26,6 @@ typedef struct views {
     size_t count, capacity;
     bool failed;
 } views;
-
-static const char *state_name(int32_t state)
-{
-    switch (state) {
-    case FANIN_PUBLICATION_UNPUBLISHED:
-        return "unpublished";
-    case FANIN_PUBLICATION_STABLE:
-        return "stable";
-    case FANIN_PUBLICATION_DRAINING:
-        return "draining";
-    case FANIN_PUBLICATION_WRITING:
-        return "writing";
-    case FANIN_PUBLICATION_PAUSED:
-        return "paused";
-    default:
-        return "unknown";
-    }
-}
 
 static bool on_publication(void *cookie, const fanin_publication_info *info)
 {

@@ -98,11 +98,21 @@ typedef struct doctor_ranks {
     int software_rank; /**< the first with another version of the library, -1: none */
     char other_software[64];
     bool is_local; /**< all addresses are loopback */
+    /* the publication that a rank has been draining or writing for longest, if that is too long */
+    unsigned stuck; /**< how many are */
+    unsigned stuck_rank;
+    uint64_t stuck_ms;
+    char stuck_name[96], stuck_state[16];
+    unsigned empty;      /**< ranks that answer and have committed nothing */
+    unsigned empty_rank; /**< the first of them */
 } doctor_ranks;
 
-/** Asks the ranks behind @p client (connected as far as that was possible). */
+/** An update that takes longer is told of: readers wait for it, and drains end with the lease. */
+enum { DOCTOR_STUCK_MS = 30000 };
+
+/** Asks the ranks behind @p client, which has addresses, for at most @p timeout_ms. */
 fanin_status doctor_ask(fanin_client *client, const doctor_facts *facts,
-                        doctor_ranks *out, fanin_error *error);
+                        uint32_t timeout_ms, doctor_ranks *out, fanin_error *error);
 void doctor_judge_ranks(const doctor_facts *facts, const doctor_ranks *ranks,
                         doctor_report *report);
 

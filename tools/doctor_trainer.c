@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "doctor.h"
 
+#include "target.h"
 #include "ucx.h"
 
 #include <stdio.h>
@@ -9,7 +10,32 @@
 typedef struct asking {
     const doctor_facts *facts;
     doctor_ranks *ranks;
+    uint8_t
+        published[TARGET_MAX_RANKS / 8]; /**< bits: the rank has committed something */
 } asking;
+
+static bool on_publication(void *cookie, const fanin_publication_info *info)
+{
+    asking *a = cookie;
+    doctor_ranks *r = a->ranks;
+    bool draining = info->state == FANIN_PUBLICATION_DRAINING;
+    if (info->rank < TARGET_MAX_RANKS && info->catalog_version > 0) {
+        a->published[info->rank / 8] |= (uint8_t)(1u << info->rank % 8);
+    }
+    if ((!draining && info->state != FANIN_PUBLICATION_WRITING) ||
+        info->state_age_ms < DOCTOR_STUCK_MS) {
+        return true;
+    }
+    r->stuck++;
+    if (info->state_age_ms > r->stuck_ms) {
+        r->stuck_ms = info->state_age_ms;
+        r->stuck_rank = info->rank;
+        snprintf(r->stuck_name, sizeof(r->stuck_name), "%s", info->name);
+        snprintf(r->stuck_state, sizeof(r->stuck_state), "%s",
+                 draining ? "draining" : "writing");
+    }
+    return true;
+}
 
 static bool is_loopback(const char *address)
 {
@@ -21,6 +47,10 @@ static void compare(const asking *a, const fanin_rank_info *info)
 {
     doctor_ranks *r = a->ranks;
     char here[64];
+    if (info->rank >= 0 && info->rank < TARGET_MAX_RANKS &&
+        (a->published[info->rank / 8] >> info->rank % 8 & 1) == 0 && r->empty++ == 0) {
+        r->empty_rank = (unsigned)info->rank;
+    }
     r->answered++;
     if (r->software[0] == '\0') {
         snprintf(r->software, sizeof(r->software), "%s", info->software);
@@ -46,7 +76,7 @@ static bool on_rank(void *cookie, const fanin_rank_info *info)
     r->is_local = r->is_local && is_loopback(info->address);
     if (info->status == FANIN_OK) {
         compare(a, info);
-    } else if (info->status == FANIN_ERR_TIMEOUT) {
+    } else if (info->silent) {
         if (r->silent++ == 0) {
             snprintf(r->silent_address, sizeof(r->silent_address), "%s", info->address);
         }
@@ -57,11 +87,14 @@ static bool on_rank(void *cookie, const fanin_rank_info *info)
 }
 
 fanin_status doctor_ask(fanin_client *client, const doctor_facts *facts,
-                        doctor_ranks *out, fanin_error *error)
+                        uint32_t timeout_ms, doctor_ranks *out, fanin_error *error)
 {
     *out = (doctor_ranks){.ucx_rank = -1, .software_rank = -1, .is_local = true};
-    asking a = {facts, out};
-    return fanin_client_ranks(client, on_rank, &a, error);
+    asking a = {.facts = facts, .ranks = out};
+    fanin_status status =
+        fanin_client_list(client, timeout_ms, on_publication, &a, error);
+    fanin_status seen = fanin_client_ranks(client, on_rank, &a, NULL);
+    return status != FANIN_OK ? status : seen;
 }
 
 static void judge_reach(const doctor_ranks *r, doctor_report *report)
@@ -91,10 +124,36 @@ static void judge_reach(const doctor_ranks *r, doctor_report *report)
     }
 }
 
+static void judge_publications(const doctor_ranks *r, doctor_report *report)
+{
+    if (r->stuck > 0) {
+        doctor_add(report, DOCTOR_PROBLEM, "trainer",
+                   "look at that rank: an update that began must end in a commit or an "
+                   "abort, on every rank",
+                   "rank %u has been %s %s for %llu s%s: no reader gets it meanwhile",
+                   r->stuck_rank, r->stuck_state, r->stuck_name,
+                   (unsigned long long)(r->stuck_ms / 1000),
+                   r->stuck > 1 ? ", and others are stuck as well" : "");
+    }
+    if (r->empty > 0 && r->empty == r->answered) {
+        doctor_add(report, DOCTOR_WARNING, "trainer",
+                   "a trainer publishes with its first commit: has it got there?",
+                   "nothing is published: none of the %u ranks that answer has "
+                   "committed anything",
+                   r->answered);
+    } else if (r->empty > 0) {
+        doctor_add(report, DOCTOR_PROBLEM, "trainer",
+                   "all ranks of a launch publish the same runs: look at that rank",
+                   "rank %u publishes nothing, others do (%u of %u ranks)",
+                   r->empty_rank, r->empty, r->answered);
+    }
+}
+
 void doctor_judge_ranks(const doctor_facts *facts, const doctor_ranks *ranks,
                         doctor_report *report)
 {
     judge_reach(ranks, report);
+    judge_publications(ranks, report);
     if (ranks->software_rank >= 0) {
         doctor_add(report, DOCTOR_NOTE, "versions",
                    "install one version of fanin in trainer and worker",

@@ -25,25 +25,16 @@ static const struct number_range {
     const char *name;
     long long low, high;
 } ranges[] = {
-    {"base-port", 0, 65535},
-    {"commits", 1, INT_MAX},
-    {"count", 1, LLONG_MAX},
-    {"first-step", 1, LLONG_MAX},
-    {"iterations", 1, INT_MAX},
-    {"lease-ms", 0, 3600000},
-    {"max-attempts", 1, INT_MAX},
-    {"max-bytes", 1, LLONG_MAX},
-    {"min-step", 0, LLONG_MAX},
-    {"pause", 0, INT_MAX},
-    {"r", 1, 65536},
-    {"ready-fd", 0, INT_MAX},
-    {"repeat", 1, INT_MAX},
-    {"replicate", 1, 65536},
-    {"shard-dim", 0, FANIN_MAX_DIMS - 1},
-    {"step", 0, LLONG_MAX},
-    {"steps", 1, LLONG_MAX},
-    {"update-every", 0, INT_MAX},
-    {"world-size", 1, 65536},
+    {"base-port", 0, 65535},      {"commits", 1, INT_MAX},
+    {"count", 1, LLONG_MAX},      {"idle-ms", 1, UINT32_MAX},
+    {"first-step", 1, LLONG_MAX}, {"iterations", 1, INT_MAX},
+    {"lease-ms", 0, 3600000},     {"max-attempts", 1, INT_MAX},
+    {"max-bytes", 1, LLONG_MAX},  {"min-step", 0, LLONG_MAX},
+    {"pause", 0, INT_MAX},        {"r", 1, 65536},
+    {"ready-fd", 0, INT_MAX},     {"repeat", 1, INT_MAX},
+    {"replicate", 1, 65536},      {"shard-dim", 0, FANIN_MAX_DIMS - 1},
+    {"step", 0, LLONG_MAX},       {"steps", 1, LLONG_MAX},
+    {"update-every", 0, INT_MAX}, {"world-size", 1, 65536},
 };
 
 void options_common(common_options *options, struct poptOption table[COMMON_OPTIONS])

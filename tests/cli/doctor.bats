@@ -65,6 +65,13 @@ json()
     gone "$pid"
     run -4 --separate-stderr "$NIXL_FETCH" doctor "$info"
     [[ $output == *"1 of 3 ranks refuse"* ]]
+    pid=$(rank_pid 2)
+    kill -STOP "$pid"
+    run --separate-stderr "$NIXL_FETCH" doctor "$info" --timeout 500ms
+    kill -CONT "$pid"
+    [ "$status" -eq 4 ]
+    [[ $output == *"1 of 3 ranks do not answer (the first is "*"or the trainer is stopped"* ]]
+    [[ $output == *"1 of 3 ranks refuse"* ]]
     stop_ranks || true
 }
 

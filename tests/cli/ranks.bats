@@ -282,7 +282,23 @@ json.dump(o, open("info.json", "w"))' "$info" "$1"
     run -12 --separate-stderr "$NIXL_FETCH" watch "$info" --timeout 2s --json
     [ "$(grep -c '"step":1,' <<<"$output")" -eq 1 ]
     run -0 "$NIXL_FETCH" watch "$info" --count 1
-    [[ $output == "step 1  ranks apart "* ]]
+    [[ $output =~ ^[0-2][0-9]:[0-5][0-9]:[0-6][0-9]\.[0-9]{3}\ \ step\ 1\ \ ranks\ apart\  ]]
+}
+
+@test "watch: says what the ranks do while no step comes" {
+    run -12 --separate-stderr "$NIXL_FETCH" watch "$info" --timeout 700ms --idle-ms 100
+    grep -Eq '  no step for [0-9]+ m?s: ranks 0-3 stable at step 1 for [0-9]+ (ms|s|min)$' <<<"$output"
+    run -12 --separate-stderr "$NIXL_FETCH" watch "$info" --timeout 700ms --idle-ms 100 --json
+    output=$(grep '"quiet"' <<<"$output" | head -n 1)
+    [ "$(field quiet_ns)" -ge 100000000 ]
+    [ "$(field ranks 3 state)" = stable ]
+    [ "$(field ranks 3 state_age_ns)" -gt 0 ]
+}
+
+@test "watch: a run that is not there is refused, with the names of those that are" {
+    run -11 "$NIXL_FETCH" watch "$info" --run other --timeout 20s
+    has "lora:other"
+    has "they publish lora:0, lora:best.1"
 }
 
 @test "bench against ranks that run, to memory and to a directory" {

@@ -419,6 +419,53 @@ static void test_catalog_changes(void **state)
 
 /* ------------------------------------------------------------------- cancel */
 
+static bool see_quiet(void *cookie, uint64_t quiet_ms, const fanin_rank_state *ranks,
+                      size_t count)
+{
+    bool *seen = cookie;
+    assert_true(quiet_ms >= 50);
+    assert_int_equal(count, 3);
+    for (uint32_t i = 0; i < 3; i++) {
+        assert_int_equal(ranks[i].rank, i);
+        assert_int_equal(ranks[i].state,
+                         i == 2 ? FANIN_PUBLICATION_WRITING : FANIN_PUBLICATION_STABLE);
+        assert_int_equal(ranks[i].step, 1);
+        assert_true(ranks[i].state_age_ms >= 50); /* it was so before the watch */
+    }
+    *seen = true;
+    return false;
+}
+
+static bool see_step(void *cookie, const fanin_watch_event *event)
+{
+    (void)cookie;
+    (void)event;
+    return true;
+}
+
+/* A watch speaks while nothing happens, and is refused for a run that is not there. */
+static void test_quiet_watch(void **state)
+{
+    (void)state;
+    world w = {0};
+    fanin_error error = FANIN_ERROR_INIT;
+    bool seen = false;
+    world_start(&w, 3, CUT_CHUNK0, world_lora, world_lora_count);
+    world_commit(&w, 1);
+    assert_ok(fanin_server_begin_update(w.ranks[2].server, "lora:0", &error), error);
+    fanin_client *client = world_client(&w, FANIN_PATH_STREAM);
+    assert_ok(fanin_client_follow(client, "lora:0", 20000, see_step, 50, see_quiet,
+                                  &seen, &error),
+              error);
+    assert_true(seen);
+    assert_int_equal(
+        fanin_client_watch(client, "lora:9", 20000, see_step, NULL, &error),
+        FANIN_ERR_NOT_FOUND);
+    assert_non_null(strstr(error.message, "lora:0"));
+    fanin_client_destroy(&client);
+    world_stop(&w);
+}
+
 static void *cancel_it(void *cookie)
 {
     fanin_client_cancel(cookie);
@@ -459,6 +506,7 @@ int main(void)
         cmocka_unit_test(test_restart),
         cmocka_unit_test(test_catalog_changes),
         cmocka_unit_test(test_cancel),
+        cmocka_unit_test(test_quiet_watch),
         cmocka_unit_test(test_snapshots_stream),
         cmocka_unit_test(test_snapshots_cma),
     };

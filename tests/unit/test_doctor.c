@@ -248,6 +248,38 @@ static void open_ranks_are_not_told_to_install_ucx(void **state)
     discharge(&p);
 }
 
+static void ranks_that_hang_or_hold_nothing_are_told(void **state)
+{
+    (void)state;
+    patient p;
+    admit(&p, sysfs_tree_laptop);
+    examine(&p);
+    doctor_ranks ranks = {.addresses = 4,
+                          .answered = 4,
+                          .ucx_rank = -1,
+                          .software_rank = -1,
+                          .stuck = 1,
+                          .stuck_rank = 2,
+                          .stuck_ms = 64000,
+                          .stuck_name = "lora:0",
+                          .stuck_state = "writing",
+                          .empty = 1,
+                          .empty_rank = 3};
+    doctor_judge_ranks(&p.facts, &ranks, &p.report);
+    finding(&p, DOCTOR_PROBLEM, "rank 2 has been writing lora:0 for 64 s");
+    finding(&p, DOCTOR_PROBLEM, "rank 3 publishes nothing, others do (1 of 4 ranks)");
+    p.report.n = 0;
+    ranks.stuck = 0;
+    ranks.empty = 4;
+    doctor_judge_ranks(&p.facts, &ranks, &p.report);
+    finding(&p, DOCTOR_WARNING, "nothing is published: none of the 4 ranks");
+    p.report.n = 0;
+    ranks.empty = 0;
+    doctor_judge_ranks(&p.facts, &ranks, &p.report);
+    assert_int_equal(doctor_worst(&p.report), DOCTOR_GOOD);
+    discharge(&p);
+}
+
 static void the_report_is_bounded(void **state)
 {
     (void)state;
@@ -268,6 +300,7 @@ int main(void)
         cmocka_unit_test(hidden_gpus_are_told),
         cmocka_unit_test(ranks_are_compared),
         cmocka_unit_test(open_ranks_are_not_told_to_install_ucx),
+        cmocka_unit_test(ranks_that_hang_or_hold_nothing_are_told),
         cmocka_unit_test(the_report_is_bounded),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);

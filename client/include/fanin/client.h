@@ -405,9 +405,33 @@ typedef struct fanin_watch_event {
 } fanin_watch_event;
 typedef bool (*fanin_watch_fn)(void *cookie, const fanin_watch_event *event);
 
+/** What one rank is doing with a publication. */
+typedef struct fanin_rank_state {
+    size_t struct_size;
+    uint32_t rank;
+    const char *address;
+    int32_t state;         /**< FANIN_PUBLICATION_... */
+    uint64_t step;         /**< last committed; 0: none */
+    uint64_t state_age_ms; /**< since it has this state; 0: not known */
+} fanin_rank_state;
+/** @p quiet_ms: for how long no step has been committed on all ranks. */
+typedef bool (*fanin_quiet_fn)(void *cookie, uint64_t quiet_ms,
+                               const fanin_rank_state *ranks, size_t count);
+
+/**
+ * fanin_client_watch() that also speaks while nothing happens: each time that @p quiet_ms (not 0)
+ * have passed without a call of @p fn, @p quiet gets the state of every rank. It ends the watch by
+ * returning false, too.
+ */
+FANIN_API FANIN_MUST_CHECK fanin_status
+fanin_client_follow(fanin_client *client, const char *publication, uint32_t timeout_ms,
+                    fanin_watch_fn fn, uint32_t quiet_ms, fanin_quiet_fn quiet,
+                    void *cookie, fanin_error *error);
+
 /**
  * Calls @p fn once for each step committed on all ranks, until @p fn returns false, the
- * timeout (FANIN_ERR_TIMEOUT), cancel, or a rank is lost.
+ * timeout (FANIN_ERR_TIMEOUT), cancel, or a rank is lost. FANIN_ERR_NOT_FOUND: the ranks publish
+ * other runs and not this one, the message names those. If nothing is published yet, it waits.
  */
 FANIN_API FANIN_MUST_CHECK fanin_status
 fanin_client_watch(fanin_client *client, const char *publication, uint32_t timeout_ms,
