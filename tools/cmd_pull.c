@@ -7,6 +7,7 @@
 #include "progress.h"
 #include "report.h"
 #include "session.h"
+#include "waiting.h"
 #include "terminal.h"
 
 #include <stdio.h>
@@ -63,13 +64,26 @@ static int tell(const session *s, const common_options *common, const pull_optio
     return 0;
 }
 
+/* What a pull tells while it goes on. */
+typedef struct telling {
+    progress bar;
+    waiting *waiting; /**< until the first read; NULL: quiet */
+} telling;
+
+static void on_progress(void *cookie, uint64_t done, uint64_t total)
+{
+    telling *t = cookie;
+    waiting_hush(t->waiting);
+    progress_update(&t->bar, done, total);
+}
+
 static int pull(session *s, const common_options *common, const pull_options *o)
 {
     fanin_error error = FANIN_ERROR_INIT;
     fanin_pull_options options;
     fanin_result_info info = {.struct_size = sizeof(info)};
     fanin_result *result = NULL;
-    progress bar;
+    telling telling = {.waiting = NULL};
     uint64_t checked = 0;
     fanin_pull_options_init(&options, sizeof(options));
     options.publication = s->publication;
@@ -80,8 +94,8 @@ static int pull(session *s, const common_options *common, const pull_options *o)
     options.trust_config = o->trust_config != 0;
     options.max_bytes = (uint64_t)o->max_bytes;
     options.verify = o->verify != 0;
-    options.progress = progress_update;
-    options.progress_cookie = &bar;
+    options.progress = on_progress;
+    options.progress_cookie = &telling;
     if (o->step >= 0) {
         options.rule = FANIN_STEP_EXACT;
         options.step = (uint64_t)o->step;
@@ -89,10 +103,13 @@ static int pull(session *s, const common_options *common, const pull_options *o)
         options.rule = FANIN_STEP_AT_LEAST;
         options.step = (uint64_t)o->min_step;
     }
-    progress_start(&bar, s->publication, common->quiet != 0, common->no_color != 0);
+    progress_start(&telling.bar, s->publication, common->quiet != 0,
+                   common->no_color != 0);
+    telling.waiting = common->quiet ? NULL : waiting_start(s, options.step);
     fanin_status status =
         fanin_client_pull_adapter(s->client, &options, o->out, &result, &error);
-    progress_end(&bar);
+    waiting_end(&telling.waiting);
+    progress_end(&telling.bar);
     session_warn_missing(s);
     if (status != FANIN_OK) {
         return session_failure(s, "cannot pull", &error);

@@ -285,6 +285,13 @@ json.dump(o, open("info.json", "w"))' "$info" "$1"
     [[ $output =~ ^[0-2][0-9]:[0-5][0-9]:[0-6][0-9]\.[0-9]{3}\ \ step\ 1\ \ ranks\ apart\  ]]
 }
 
+@test "pull --step: says whom it waits for, unless it is to be quiet" {
+    run -12 --separate-stderr "$NIXL_FETCH" pull "$info" --out d --step 5 --timeout 3s
+    grep -Eq "waiting for step 5 of lora:0: ranks 0-3 stable at step 1 for [0-9]+ (ms|s|min)\$" <<<"$stderr"
+    run -12 --separate-stderr "$NIXL_FETCH" pull "$info" --out d --step 5 --timeout 2500ms --quiet
+    [[ $stderr != *"waiting for"* ]]
+}
+
 @test "watch: says what the ranks do while no step comes" {
     run -12 --separate-stderr "$NIXL_FETCH" watch "$info" --timeout 700ms --idle-ms 100
     grep -Eq '  no step for [0-9]+ m?s: ranks 0-3 stable at step 1 for [0-9]+ (ms|s|min)$' <<<"$output"
