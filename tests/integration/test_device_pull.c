@@ -158,6 +158,7 @@ static outcome pull_with(const bench *b, const fanin_pull_options *options,
     if (o.status == FANIN_OK) {
         fanin_result_get(result, &info);
         o.path = info.path;
+        assert_int_equal(info.verified, options->verify);
         snprintf(o.reason, sizeof(o.reason), "%s", info.path_reason);
         snprintf(o.ranks, sizeof(o.ranks), "%s", info.ranks_json);
     }
@@ -165,12 +166,15 @@ static outcome pull_with(const bench *b, const fanin_pull_options *options,
     return o;
 }
 
+static bool verifies; /* what pulls do by default now */
+
 static fanin_pull_options defaults(void)
 {
     fanin_pull_options options;
     fanin_pull_options_init(&options, sizeof(options));
     options.publication = "lora:0";
     options.timeout_ms = 20000;
+    options.verify = verifies;
     return options;
 }
 
@@ -192,7 +196,7 @@ static void expect(const bench *b, const target *t, fanin_path path)
 
 /* ------------------------------------------------------------- all that works */
 
-/* Cold and warm, into a kind of memory; the warm one maps nothing new. */
+/* Cold and warm, into a kind of memory; the warm one maps nothing new, and is verified. */
 static void pull_twice(const bench *b, int device, fake_cuda_kind kind, fanin_path path)
 {
     target t;
@@ -200,7 +204,9 @@ static void pull_twice(const bench *b, int device, fake_cuda_kind kind, fanin_pa
     expect(b, &t, path);
     memset(t.bytes, 0xee, t.places.size);
     fake_cuda_counts before = counts();
+    verifies = true;
     expect(b, &t, path);
+    verifies = false;
     assert_int_equal(counts().opens, before.opens);
     target_free(&t);
 }
@@ -404,6 +410,7 @@ static void test_conversions(void **state)
 {
     (void)state;
     static const fanin_path paths[] = {FANIN_PATH_CUDA_IPC, FANIN_PATH_STREAM};
+    verifies = true;
     for (size_t p = 0; p < 2; p++) {
         bench b;
         lab_order o = order_of(RANKS, 0, 1);
@@ -422,6 +429,7 @@ static void test_conversions(void **state)
             pull_converted(&b, device, 0, FANIN_DTYPE_BF16, paths[p]);
         tear_down(&b);
     }
+    verifies = false;
 }
 
 /* A directory that holds another dtype of the same step is neither used again nor touched. */
