@@ -150,7 +150,7 @@ static fanin_status follow(fanin_client *client, watch *w, deadline at,
             more = report(client, w, step, newest, fn, cookie);
             w->quiet_since = clock_ns();
             speak = w->quiet ? w->quiet_since + w->quiet_ns : UINT64_MAX;
-        } else if (deadline_passed(speak)) {
+        } else if (w->quiet && deadline_passed(speak)) {
             more = report_quiet(client, w, cookie);
             speak = clock_ns() + w->quiet_ns;
         }
