@@ -89,6 +89,22 @@ def test_whoever_asks_at_that_moment_is_not_answered_by_the_old(by_name: Bench) 
     run(work())
 
 
+def test_ranks_that_go_one_after_the_other(by_name: Bench) -> None:
+    """While some of them are there the world lives, and its end is near."""
+    bench = by_name
+
+    async def work() -> None:
+        await loaded(bench)
+        bench.trainer.all_ranks = False
+        bench.trainer.hang_up()
+        await until(lambda: bench.state.lookout.status() == [WORLD])
+        assert NAME not in bench.engine.lora_requests
+        bench.trainer.restart(OTHER_WORLD, 12)
+        assert (await bench.state.flights.fetch(bench.wanted(12))).world == OTHER_WORLD
+
+    run(work())
+
+
 def test_requests_that_run_finish(bench: Bench) -> None:
     async def work() -> None:
         old = await loaded(bench)

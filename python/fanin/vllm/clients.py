@@ -34,6 +34,7 @@ MAX_CLIENTS = 8
 """Connected clients of one trainer at a time, busy and idle ones; and idle ones of all trainers."""
 
 _CONNECT = 5.0
+_ROLL_CALL = 1.0
 
 Factory: TypeAlias = Callable[..., Any]
 
@@ -140,14 +141,26 @@ class ClientPool:
         """
         client = self.connect(target, None, deadline)
         try:
-            worlds = [info.world_id for info in client.ranks() if info.rank is not None]
+            return self._world_of(client, target)
         finally:
             client.close()
+
+    def survey(self, target: Target, deadline: float) -> tuple[str, bool]:
+        """As :meth:`discover`, and whether all ranks are there."""
+        client = self.connect(target, None, deadline)
+        try:
+            client.publications(timeout=min(_ROLL_CALL, remaining(deadline)))
+            return self._world_of(client, target), all(one.connected for one in client.ranks())
+        finally:
+            client.close()
+
+    def _world_of(self, client: Any, target: Target) -> str:
+        worlds = [info.world_id for info in client.ranks() if info.rank is not None]
         if not worlds:
             raise PeerError.make("no rank said which world it is of", "look at the trainer's log")
         with self._changed:
             self._worlds[target.key] = worlds[0]
-        return worlds[0]
+        return str(worlds[0])
 
     def world_of(self, target: Target, deadline: float) -> str:
         """The world that *target* names or that was last seen there; else :meth:`discover`."""

@@ -10,9 +10,9 @@ another adapter now. An adapter lives as long as its world has no successor:
 * Every second the world is looked at, because not every connection tells of its end.
 * Another world at the same place, or in the file that says where the trainer is: it has ended,
   and all its adapters leave.
-* The same world: nothing has happened.
-* Nobody: it may come back, or training is over and its last adapters are to stay. They are served;
-  it is looked for every second, and counted.
+* The same world, whole: nothing has happened.
+* Nobody, or not all of its ranks: it may come back, or training is over and its last adapters are
+  to stay. They are served; it is looked for every second, and counted.
 
 A run that the world does not publish any more has ended as well.
 """
@@ -36,8 +36,9 @@ _log = logging.getLogger("vllm.fanin")
 _EVERY = 1.0
 _PATIENCE = 5.0
 _SOON = 0.02
-# A rank that is down in a world that lives must not make names come and go all the time.
+# Connections that break all the time must not make names come and go.
 _WATCH_AGAIN = 30.0
+_LASTING = 5.0
 _LIMIT = "FANIN_ERR_LIMIT"
 
 
@@ -74,14 +75,16 @@ class Lookout:
         loop = asyncio.get_running_loop()
         watch_from = loop.time()
         while (adapter := self._newest(world)) is not None:
+            began = loop.time()
             try:
-                if loop.time() >= watch_from:
+                if began >= watch_from:
                     await self._watch(world, adapter)
                 else:
                     await asyncio.sleep(_EVERY)
                     await self._look(world, adapter)
             except FaninError as error:
-                watch_from = loop.time() + _WATCH_AGAIN
+                if began >= watch_from and loop.time() < began + _LASTING:
+                    watch_from = began + _WATCH_AGAIN
                 await self._find_out(world, error)
 
     async def _watch(self, world: str, adapter: Adapter) -> None:

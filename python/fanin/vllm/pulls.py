@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from fanin.errors import (
+    ConnectionFailedError,
     FaninError,
     PeerError,
     PullTimeoutError,
@@ -237,20 +238,25 @@ class PullService:
 
     def successor(self, source: Source, world: str, timeout: float) -> str | None:
         """Who has taken the place of *world* at *source*: the other world, ``"another"`` if it is
-        several; None if it is *world* still.
+        several; None if it is *world* still, whole.
 
-        Blocks at most about *timeout*. Raises FaninError if nobody says.
+        Blocks at most about *timeout*. Raises FaninError if nobody says, or not all ranks: they may
+        be going one after the other.
         """
         target = source.resolve()
         if target.world_id not in (None, world):
             return target.world_id  # the file tells of it, whether it has come up or not
         try:
-            now = self.pool.discover(target, time.monotonic() + timeout)
+            now, whole = self.pool.survey(target, time.monotonic() + timeout)
         except FaninError as error:
             if error.name != _WORLD:
                 raise
             return "another"
         self._note_world(source, target, now)
+        if now == world and not whole:
+            raise ConnectionFailedError.make(
+                f"not all ranks of world {world} are there", address=target.addresses[0]
+            )
         return None if now == world else now
 
     def lost(self, source: Source, world: str, run: str) -> Future[None]:
