@@ -439,9 +439,12 @@ def launch_of(
 
 @contextlib.contextmanager
 def elsewhere(place: Place) -> collections.abc.Iterator[tuple[int, int]]:
-    """Two steps whose weights differ; afterwards the engine is at its own trainers again."""
+    """Two steps that answer differently; afterwards the engine is at its own trainers again."""
+    one, two = place.next_step(), place.next_step()
+    while place.expected(one) == place.expected(two):
+        two = place.next_step()
     try:
-        yield place.next_step(), place.next_step()
+        yield one, two
     finally:
         place.point_at(trainer_addresses=str(place.trainer.info))
     place.still_serves()
