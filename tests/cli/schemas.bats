@@ -56,6 +56,7 @@ say_doctor()
     say ping 0 ping "$info"
     say watch 0 watch "$info" --count 3
     say pull 0 pull "$info" --out proven --check-pattern
+    say watch 0 watch "$info" --count 3 # until the pulled step is surely over
     say error 12 verify "$info" --dir proven
     say error 11 show "$info" lora:0:nothing
     say_doctor "$info"

@@ -116,7 +116,9 @@ teardown()
 @test "a pull ends by SIGTERM with 143, SIGHUP with 129, a doctor by Ctrl-C with 130, and says why" {
     start_ranks --adapter-shape small --world-size 1
     for signal in TERM HUP; do
-        "$NIXL_FETCH" pull "$info" --out d --step 9 --timeout 60s 3>&- 2>err &
+        # Where this runs under nohup, SIGHUP would be left ignored.
+        env "--default-signal=$signal" "$NIXL_FETCH" pull "$info" --out d --step 9 \
+            --timeout 60s 3>&- 2>err &
         pid=$!
         timeout 30 sh -c 'until [ -e .d.fanin-lock ]; do sleep 0.02; done'
         kill "-$signal" "$pid"

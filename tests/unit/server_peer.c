@@ -116,10 +116,15 @@ peer peer_connect(fanin_server *s)
 
 peer peer_connect_unix(fanin_server *s)
 {
+    return peer_connect_unix_at(s, "127.0.0.1");
+}
+
+peer peer_connect_unix_at(fanin_server *s, const char *bind)
+{
     socket_address a;
     socket_address tcp;
-    char text[32];
-    snprintf(text, sizeof text, "127.0.0.1:%u", (unsigned)fanin_server_port(s));
+    char text[64];
+    snprintf(text, sizeof text, "%s:%u", bind, (unsigned)fanin_server_port(s));
     assert_int_equal(socket_resolve(text, &tcp, NULL), FANIN_OK);
     socket_unix_address(geteuid(), &tcp, &a);
     return connect_to(&a);

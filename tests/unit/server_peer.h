@@ -47,7 +47,9 @@ typedef struct grant {
 
 peer peer_connect(fanin_server *s);      /**< TCP, no hello yet */
 peer peer_connect_unix(fanin_server *s); /**< the same over the Unix socket */
-peer peer_open(fanin_server *s);         /**< TCP and hello */
+peer peer_connect_unix_at(fanin_server *s,
+                          const char *bind); /**< of a server bound there */
+peer peer_open(fanin_server *s);             /**< TCP and hello */
 peer peer_open_at(uint16_t port); /**< the same, of a server in another process */
 peer peer_open_unix(fanin_server *s);
 /** A data connection of @p control's session. */

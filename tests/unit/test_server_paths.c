@@ -44,18 +44,23 @@ static fanin_server *start(uint32_t flags)
     return s;
 }
 
-static peer hello(fanin_server *s, bool over_unix, const char *ucx, uint32_t *paths)
+static void greet(peer *p, const char *ucx, uint32_t *paths)
 {
-    peer p = over_unix ? peer_connect_unix(s) : peer_connect(s);
     buffer b = {0};
     msg_hello m = {.version_min = 1, .version_max = 1, .role = ROLE_CONTROL};
     snprintf(m.ucx_version, sizeof m.ucx_version, "%s", ucx);
-    encode_hello(&b, ++p.request, &m);
-    peer_send(&p, &b);
-    body in = peer_expect(&p, MSG_HELLO_OK);
+    encode_hello(&b, ++p->request, &m);
+    peer_send(p, &b);
+    body in = peer_expect(p, MSG_HELLO_OK);
     msg_hello_ok ok;
     assert_int_equal(decode_hello_ok(&in, &ok), FANIN_OK);
     *paths = ok.paths;
+}
+
+static peer hello(fanin_server *s, bool over_unix, const char *ucx, uint32_t *paths)
+{
+    peer p = over_unix ? peer_connect_unix(s) : peer_connect(s);
+    greet(&p, ucx, paths);
     return p;
 }
 
@@ -140,7 +145,8 @@ static void open_servers_offer_stream_only(void **state)
     c.allow = "127.0.0.0/8";
     fanin_server *s = server_start(&c);
     uint32_t paths;
-    peer p = hello(s, true, version, &paths);
+    peer p = peer_connect_unix_at(s, c.bind);
+    greet(&p, version, &paths);
     assert_int_equal(paths, own_paths());
     request_path(&p, WIRE_PATH_CMA);
     peer_expect_error(&p, FANIN_ERR_UNSUPPORTED);
