@@ -102,7 +102,7 @@ END
         kill -"$signal" "$pull_pid"
         status=0
         wait "$pull_pid" || status=$?
-        [ "$status" -eq 130 ]
+        [ "$status" -eq $((128 + $(kill -l "$signal"))) ]
         [ -z "$(ls -A parent)" ]
     done
     run -0 "$NIXL_FETCH" pull "$info" --out parent/d --check-pattern
