@@ -18,7 +18,7 @@ int __real_getaddrinfo(const char *host, const char *port, const struct addrinfo
 int __wrap_getaddrinfo(const char *host, const char *port, const struct addrinfo *hints,
                        struct addrinfo **out);
 
-static sem_t asked, answer;
+static sem_t asked, answer, answered;
 static atomic_uint n_asked;
 
 /* "silent*" waits for `answer`; what is known is 127.0.0.7. */
@@ -34,6 +34,7 @@ int __wrap_getaddrinfo(const char *host, const char *port, const struct addrinfo
         sem_post(&asked);
         while (sem_wait(&answer) != 0)
             ;
+        sem_post(&answered);
     }
     struct addrinfo numeric = {.ai_flags = AI_NUMERICHOST, .ai_socktype = SOCK_STREAM};
     return __real_getaddrinfo("127.0.0.7", NULL, &numeric, out);
@@ -44,6 +45,16 @@ static void wait_until_asked(void)
 {
     while (sem_wait(&asked) != 0)
         ;
+}
+
+/* Waits until they are taken: the next test's questions must not get them. */
+static void let_answer(unsigned n)
+{
+    for (unsigned i = 0; i < n; i++)
+        sem_post(&answer);
+    for (unsigned i = 0; i < n; i++)
+        while (sem_wait(&answered) != 0)
+            ;
 }
 
 static void wait_for(const lookup *l)
@@ -86,7 +97,7 @@ static void an_answer_may_come_after_the_interest(void **state)
     assert_int_equal(lookup_result(l, &a, &error), FANIN_ERR_TIMEOUT);
     assert_non_null(strstr(error.message, "the name silent was not resolved"));
     lookup_drop(&l);
-    sem_post(&answer);
+    let_answer(1);
 }
 
 /* ------------------------------------------------------------ of a client */
@@ -118,8 +129,7 @@ static void a_call_ends_at_its_deadline(void **state)
     wait_until_asked();
     wait_until_asked();
     assert_int_equal(atomic_load(&n_asked), before + 2); /* each name once */
-    sem_post(&answer);
-    sem_post(&answer);
+    let_answer(2);
     fanin_client_destroy(&client);
 }
 
@@ -141,7 +151,7 @@ static void a_call_can_be_cancelled(void **state)
     assert_int_equal(fanin_client_connect(client, ranks, 1, 600000, &error),
                      FANIN_ERR_CANCELLED);
     pthread_join(thread, NULL);
-    sem_post(&answer);
+    let_answer(1);
     fanin_client_destroy(&client);
 }
 
@@ -166,7 +176,8 @@ int main(void)
         cmocka_unit_test(a_call_can_be_cancelled),
         cmocka_unit_test(unknown_names_are_named),
     };
-    if (sem_init(&asked, 0, 0) != 0 || sem_init(&answer, 0, 0) != 0)
+    if (sem_init(&asked, 0, 0) != 0 || sem_init(&answer, 0, 0) != 0 ||
+        sem_init(&answered, 0, 0) != 0)
         return 1;
     return cmocka_run_group_tests_name("lookup", tests, NULL, NULL);
 }
