@@ -57,6 +57,7 @@ __all__ = [
 SECTION = "weight_broadcast"
 PATHS = ("auto", "stream", "cma", "rdma", "cuda_ipc")
 DEFAULT_SERVER_NAME = "lora_param_server"
+MOST_BYTES = (1 << 63) - 1
 _OTHER_VARIABLES = frozenset(
     ("FANIN_CONFIG", "FANIN_LIBRARY", "FANIN_UCX_LIBRARY", "FANIN_CUDA_LIBRARY")
 )
@@ -492,6 +493,8 @@ _INFERENCE_KEYS = (
     _Key("path", _choice(*PATHS), "FANIN_PATH"),
     _Key("prefix", _prefix, "FANIN_ADAPTER_PREFIX"),
     _Key("dtype", _dtype, "FANIN_DTYPE"),
+    _Key("max_bytes", _integer(1, MOST_BYTES), "FANIN_MAX_BYTES"),
+    _Key("trust_config", _switch, "FANIN_TRUST_CONFIG"),
     _Key("newest", _switch, "FANIN_NEWEST"),
 )
 
@@ -507,7 +510,9 @@ class InferenceConfig:
     adapters are made in it. timeout: seconds for a pull. keep: adapters of a run that stay on
     disk. path: how bytes travel, "auto" or one that is demanded. prefix: adapters' names begin
     with it, None: any. dtype: what F32 tensors arrive as, "BF16" or "F16", None: as published.
-    newest: a request to load an adapter that says no step gets the newest.
+    max_bytes: larger adapters are refused, None: those above a quarter of the file system.
+    trust_config: adapters keep every field of the trainer's PEFT configuration. newest: a request
+    to load an adapter that says no step gets the newest.
     """
 
     trainer: str | None
@@ -518,6 +523,8 @@ class InferenceConfig:
     path: str
     prefix: str | None
     dtype: str | None = None
+    max_bytes: int | None = None
+    trust_config: bool = False
     newest: bool = False
 
 
@@ -534,7 +541,8 @@ def inference_config(
     path: the file, None: the one that FANIN_CONFIG names, if it is set. Variables, each of which
     overrides the file: FANIN_TRAINER, FANIN_SERVER_NAME, NIXL_LORA_CACHE_DIR,
     FANIN_PULL_TIMEOUT, FANIN_KEEP_ADAPTERS, FANIN_PATH, FANIN_ADAPTER_PREFIX, FANIN_DTYPE,
-    FANIN_NEWEST. Blocks for reading the file; any thread. Raises ConfigError.
+    FANIN_MAX_BYTES, FANIN_TRUST_CONFIG, FANIN_NEWEST. Blocks for reading the file; any
+    thread. Raises ConfigError.
     """
     if path is None and environ.get("FANIN_CONFIG", "").strip():
         path = environ["FANIN_CONFIG"].strip()
@@ -555,6 +563,8 @@ def inference_config(
         path=settings.get("path", "auto"),
         prefix=settings.get("prefix", None),
         dtype=settings.get("dtype", None),
+        max_bytes=settings.get("max_bytes", None),
+        trust_config=settings.get("trust_config", False),
         newest=settings.get("newest", False),
     )
 

@@ -42,11 +42,16 @@ from fanin.info import Target, TrainerInfo, addresses_of, is_path, read_info
 from fanin.names import AdapterName, run_of
 from fanin.vllm.checks import AdapterFacts, read_facts
 from fanin.vllm.directories import Lease, Places
+from fanin.vllm.faults import refused_as_too_large
 
 __all__ = ["LoadedAdapter", "SGLangEngine", "check_adapter"]
 
 LOAD_PATH = "/load_lora_adapter"
 UNLOAD_PATH = "/unload_lora_adapter"
+_TOO_LARGE = (
+    "raise SGLangEngine's max_bytes; a larger file system to keep adapters in: docker run"
+    " --shm-size, or another cache_dir"
+)
 
 # Initial weights that leave the base model as it is.
 _PLAIN_INITS = ("gaussian", "eva", "orthogonal", "true", "false")
@@ -142,8 +147,9 @@ class SGLangEngine:
     url: ``http://host:port``. trainer: as fanin.info.addresses_of takes it; a path is read at
     each load. cache_dir: absolute; directories are ``<cache_dir>/<world>/<run>/<prefix>-step<s>``;
     None: /dev/shm/fanin-<uid>. prefix: begins the adapters' names. api_key: SGLang's --api-key or
-    --admin-api-key. server_name: demand this job's ranks. path: how bytes travel. timeout:
-    seconds for a load or unload.
+    --admin-api-key. server_name: demand this job's ranks. path: how bytes travel. max_bytes,
+    trust_config: as :meth:`fanin.Client.pull_adapter` takes them. timeout: seconds for a load or
+    unload.
 
     Any thread; loads of different steps may run at once. Raises RequestError.
     """
@@ -158,6 +164,8 @@ class SGLangEngine:
         api_key: str | None = None,
         server_name: str | None = None,
         path: str = "auto",
+        max_bytes: int | None = None,
+        trust_config: bool = False,
         timeout: float = 60.0,
     ) -> None:
         self.url = base_url(url)
@@ -172,6 +180,8 @@ class SGLangEngine:
         self._trainer = trainer
         self._server_name = server_name
         self._path = path
+        self._max_bytes = max_bytes
+        self._trust_config = trust_config
         self._api_key = api_key
         self._places = Places(root)
         self._lock = threading.Lock()
@@ -230,13 +240,21 @@ class SGLangEngine:
             lease = self._places.lease(path, deadline)
             try:
                 pulled = client.pull_adapter(
-                    name.run, path, step=name.step, timeout=_left(deadline)
+                    name.run,
+                    path,
+                    step=name.step,
+                    timeout=_left(deadline),
+                    max_bytes=self._max_bytes,
+                    trust_config=self._trust_config,
                 )
                 if pulled.world_id != world:
                     raise StaleError.make(
                         "the trainer was started again while its adapter was pulled", "load again"
                     )
                 _check_written(path, name.run)
+            except ConnectionFailedError as error:
+                lease.release(delete=True)
+                raise refused_as_too_large(error, _TOO_LARGE) from None
             except BaseException:
                 lease.release(delete=True)
                 raise

@@ -58,7 +58,7 @@ class FakeTrainer:
         self.catalogs = 0
         self.waits = self.looks = self.watching = 0
         self.mixed = False
-        self.dtypes: list[str | None] = []
+        self.how: list[dict[str, Any]] = []
         self.all_ranks = True
         self.before_pull: Callable[[], None] = lambda: None
 
@@ -195,18 +195,19 @@ class FakeClient:
         *,
         step: int,
         timeout: float,
-        dtype: str | None,
         progress: Any,
+        **how: Any,
     ) -> Any:
         self.trainer.before_pull()
-        self.trainer.dtypes.append(dtype)
+        assert set(how) == {"dtype", "trust_config", "max_bytes"}
+        self.trainer.how.append(how)
         with self.trainer.changed:
             self._until(lambda: self._run(run).step >= step, timeout, f"step {step}")
             now = self._run(run).step
         if now > step:
             raise SupersededError.make(f"step {step} has passed, {now} is committed")
         place = Path(directory)
-        identity = json.dumps([self.trainer.world, run, step, dtype])
+        identity = json.dumps([self.trainer.world, run, step, how["dtype"], how["trust_config"]])
         reused = place.exists()
         if reused and (place / "fanin.json").read_text() != identity:
             raise RequestError.make(f"{place} holds something else", code=-101)

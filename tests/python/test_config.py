@@ -255,10 +255,19 @@ def test_inference(tmp_path: Path) -> None:
         "FANIN_KEEP_ADAPTERS": "8",
         "FANIN_PATH": "STREAM",
         "FANIN_ADAPTER_PREFIX": "policy",
+        "FANIN_DTYPE": "bf16",
+        "FANIN_MAX_BYTES": str((1 << 63) - 1),
+        "FANIN_TRUST_CONFIG": "true",
     }
     assert inference_config(environ) == InferenceConfig(
-        "10.0.0.1:6000,10.0.0.1:6001", "job", Path("/tmp/cache"), 12.5, 8, "stream", "policy"
+        *("10.0.0.1:6000,10.0.0.1:6001", "job", Path("/tmp/cache"), 12.5, 8, "stream", "policy"),
+        dtype="BF16",
+        max_bytes=(1 << 63) - 1,
+        trust_config=True,
     )
+    text = INFERENCE + "max_bytes = 5\ntrust_config = true\n"
+    of_file = inference_config({}, write(tmp_path, text))
+    assert (of_file.max_bytes, of_file.trust_config) == (5, True)
 
 
 def test_inference_reads_the_process_environment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -280,6 +289,11 @@ def test_trainer_as_list(tmp_path: Path) -> None:
         ({"FANIN_PULL_TIMEOUT": "0"}, "FANIN_PULL_TIMEOUT is '0'"),
         ({"FANIN_PULL_TIMEOUT": "inf"}, "FANIN_PULL_TIMEOUT is 'inf'"),
         ({"FANIN_KEEP_ADAPTERS": "0"}, "FANIN_KEEP_ADAPTERS is '0'"),
+        ({"FANIN_MAX_BYTES": "0"}, "FANIN_MAX_BYTES is '0'"),
+        ({"FANIN_MAX_BYTES": "-1"}, "FANIN_MAX_BYTES is '-1'"),
+        ({"FANIN_MAX_BYTES": "16MiB"}, "FANIN_MAX_BYTES is '16MiB'"),
+        ({"FANIN_MAX_BYTES": str(1 << 63)}, f"FANIN_MAX_BYTES is '{1 << 63}'"),
+        ({"FANIN_TRUST_CONFIG": "2"}, "FANIN_TRUST_CONFIG is '2'"),
         ({"FANIN_PATH": "tcp"}, "FANIN_PATH is 'tcp'"),
         ({"FANIN_ADAPTER_PREFIX": "a b"}, "FANIN_ADAPTER_PREFIX is 'a b'"),
         ({"FANIN_CONFIG": "/nowhere.toml"}, "/nowhere.toml: No such file"),

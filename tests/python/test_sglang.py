@@ -105,6 +105,31 @@ def test_load_and_unload(tmp_path: Path, trainer: Trainer) -> None:
         engine.unload(again.name)
 
 
+def test_an_adapter_that_is_too_large(tmp_path: Path, trainer: Trainer) -> None:
+    with Engine(SGLang()) as http:
+        engine = SGLangEngine(
+            http.url, trainer=trainer.info, cache_dir=tmp_path / "cache", max_bytes=100
+        )
+        with pytest.raises(RequestError, match="max_bytes.*--shm-size.*cache_dir") as caught:
+            engine.load(0, 3)
+        assert caught.value.name == "FANIN_ERR_LIMIT" and http.requests == []
+        assert not list((tmp_path / "cache").rglob("*step3*"))
+
+
+def test_a_configuration_that_is_trusted(tmp_path: Path) -> None:
+    told = json.dumps({**PEFT, "custom_code": "x"})
+    with Trainer(peft_config=told) as trainer, Engine(SGLang()) as http:
+        trainer.commit(3)
+        for trust in (False, True):
+            engine = SGLangEngine(
+                http.url, trainer=trainer.info, cache_dir=tmp_path / str(trust), trust_config=trust
+            )
+            adapter = engine.load(0, 3)
+            config = json.loads((adapter.directory / "adapter_config.json").read_text())
+            assert ("custom_code" in config) is trust
+            engine.unload(adapter.name)
+
+
 def test_steps_and_retirement(tmp_path: Path, trainer: Trainer) -> None:
     sglang = SGLang()
     with Engine(sglang) as http:

@@ -673,7 +673,7 @@ def test_a_job_nobody_wants_any_more(tmp_path: Path, monkeypatch: pytest.MonkeyP
         "world": WORLD,
         "run": "0",
         "step": "2",
-        "dtype": None,
+        "how": {"dtype": None, "trust_config": False, "max_bytes": None},
         "timeout": 10.0,
     }
     worker.fanin_start_pull(None, job)

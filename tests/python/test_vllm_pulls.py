@@ -3,8 +3,11 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +18,9 @@ from fanin.info import TrainerInfo, write_info
 from fanin.vllm.checks import EngineFacts
 from fanin.vllm.clients import ClientPool, Source, Target
 from fanin.vllm.directories import Places
+from fanin.vllm.faults import status_of
 from fanin.vllm.pulls import PullService, Wanted
+from local_world import CONFIG, PUBLICATION, addresses, publish, servers
 
 
 class Bench:
@@ -208,3 +213,60 @@ def test_what_is_no_trainer(trainer: Any) -> None:
 def test_sources() -> None:
     assert Source.of("h:1,h:2") == Source.of(["h:1", ["h", 2]])
     assert Source.of("/x/nixl_info.json").path == "/x/nixl_info.json"
+
+
+# -------------------------------------------------------------------- with the library
+
+
+@pytest.fixture
+def real(tmp_path: Path) -> Iterator[tuple[PullService, Wanted]]:
+    """Pulls from trainers of this process, and what they have."""
+    with servers() as ranks:
+        publish(ranks, 1)
+        service = PullService(Places(tmp_path / "cache"), ClientPool())
+        source = Source.of(addresses(ranks))
+        yield service, Wanted("policy-run0-step1", "0", 1, "policy", source, 10.0)
+        service.close()
+
+
+def test_an_adapter_that_is_too_large(real: tuple[PullService, Wanted], tmp_path: Path) -> None:
+    """Nobody asks again: the settings have to be others."""
+    service, wanted = real
+    with pytest.raises(errors.RequestError) as caught:
+        service.pull(replace(wanted, max_bytes=100))
+    assert (caught.value.name, caught.value.key) == ("FANIN_ERR_LIMIT", "max_bytes")
+    assert status_of(caught.value) == 400
+    for remedy in ("FANIN_MAX_BYTES", "--shm-size", "NIXL_LORA_CACHE_DIR"):
+        assert remedy in str(caught.value)
+    assert not list((tmp_path / "cache").rglob("*step1*"))
+    assert service.pool.stats() == {"busy": 0, "idle": 1}, "the connections are sound"
+
+    plan = service.plan(wanted, time.monotonic() + 10)
+    job: dict[str, Any] = {
+        **{"path": str(plan.path), "addresses": plan.target.addresses, "server_name": None},
+        **{"world": plan.world, "run": "0", "step": "1", "timeout": 10.0},
+    }
+    with pytest.raises(errors.RequestError, match="FANIN_MAX_BYTES"):
+        service.pull_to({**job, "how": {**wanted.how, "max_bytes": 100}})
+    result, lease = service.pull_to({**job, "how": {**wanted.how, "max_bytes": 10000}})
+    assert result.bytes > 100 and lease.release(delete=True)
+
+
+def test_a_configuration_that_is_trusted(tmp_path: Path) -> None:
+    with servers() as ranks:
+        publish(ranks, 1)
+        config = {**json.loads(CONFIG["peft_config"]), "custom_code": "x"}
+        for server in ranks:
+            server.begin_update(PUBLICATION)
+            server.set_metadata(PUBLICATION, {"peft_config": json.dumps(config)})
+            server.commit(PUBLICATION, 2)
+        service = PullService(Places(tmp_path / "cache"), ClientPool())
+        wanted = Wanted("policy-run0-step2", "0", 2, "policy", Source.of(addresses(ranks)), 10.0)
+        filtered = service.pull(wanted)
+        whole = service.pull(replace(wanted, trust_config=True))
+        service.close()
+    kept = [
+        "custom_code" in json.loads((one.path / "adapter_config.json").read_text())
+        for one in (filtered, whole)
+    ]
+    assert kept == [False, True] and filtered.path != whole.path

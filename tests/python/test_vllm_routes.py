@@ -143,6 +143,12 @@ def test_load_after_the_trainer_was_started_again(desk: Desk) -> None:
         ({"stepp": 1}, "did you mean 'step'"),
         ({"dtype": "F64"}, "dtype 'F64'"),
         ({"dtype": 16}, "dtype 16"),
+        ({"max_bytes": 0}, "max_bytes 0"),
+        ({"max_bytes": 1.5}, "max_bytes 1.5"),
+        ({"max_bytes": True}, "max_bytes True"),
+        ({"max_bytes": 1 << 63}, "to 9223372036854775807"),
+        ({"trust_config": 1}, "trust_config 1"),
+        ({"trust_conf": True}, "did you mean 'trust_config'"),
         ({"step": -1}, "step"),
         ({"step": "1"}, "step"),
         ({"timeout": 0}, "timeout"),
@@ -165,7 +171,10 @@ def test_what_load_refuses(desk: Desk, body: dict[str, Any], named: str) -> None
     run(work())
 
 
-@pytest.mark.parametrize("field", ["run_idx", "step", "dtype", "timeout", "lora_alpha"])
+FIELDS = ["run_idx", "step", "dtype", "timeout", "lora_alpha", "max_bytes", "trust_config"]
+
+
+@pytest.mark.parametrize("field", FIELDS)
 def test_a_refused_field_is_named(desk: Desk, field: str) -> None:
     async def work() -> None:
         with pytest.raises(errors.RequestError) as caught:
@@ -185,11 +194,35 @@ def test_dtypes(tmp_path: Path) -> None:
         other = await desk.load(dtype="F16")
         assert (other["dtype"], Path(other["path"]).name) == ("F16", "policy-f16-step1")
         assert desk.models.lora_requests[NAME].lora_path == other["path"]
-        assert desk.trainer.dtypes == ["BF16", "F16"]
+        assert [how["dtype"] for how in desk.trainer.how] == ["BF16", "F16"]
         await desk.keeper.settled()
         assert not Path(first["path"]).exists()
         wanted = wanted_by_name(desk.state, NAME)
         assert wanted is not None and wanted.dtype == "BF16"
+
+    run(work())
+
+
+def test_trust_and_most_bytes(tmp_path: Path) -> None:
+    desk = Desk(tmp_path, FANIN_TRUST_CONFIG="yes", FANIN_MAX_BYTES="1000")
+
+    async def work() -> None:
+        first = await desk.load()
+        assert first["trust_config"] is True
+        assert Path(first["path"]).name == "policy-trusted-step1"
+        assert (await desk.load(trust_config=True, max_bytes=5))["path"] == first["path"]
+        other = await desk.load(trust_config=False, max_bytes=2000)
+        assert other["trust_config"] is False and Path(other["path"]).name == "policy-step1"
+        asked = [(how["trust_config"], how["max_bytes"]) for how in desk.trainer.how]
+        assert asked == [(True, 1000), (False, 2000)]
+        status = desk.api.status()
+        assert (status["trust_config"], status["max_bytes"]) == (True, 1000)
+        assert [adapter["trust_config"] for adapter in status["adapters"]] == [False]
+        wanted = wanted_by_name(desk.state, NAME)
+        assert wanted is not None and (wanted.trust_config, wanted.max_bytes) == (True, 1000)
+        # A name whose adapter a request would not bring back is not taken away for a moment.
+        adapter = desk.keeper.get(NAME)
+        assert adapter is not None and not desk.state.resolves(adapter)
 
     run(work())
 

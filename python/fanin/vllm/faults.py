@@ -6,9 +6,9 @@ from __future__ import annotations
 from typing import Any
 
 from fanin import errors
-from fanin.errors import FaninError
+from fanin.errors import FaninError, RequestError
 
-__all__ = ["body_of", "from_wire", "says", "status_of", "to_wire"]
+__all__ = ["body_of", "from_wire", "refused_as_too_large", "says", "status_of", "to_wire"]
 
 # The most special class first.
 _STATUS: tuple[tuple[type[BaseException], int], ...] = (
@@ -39,6 +39,19 @@ def status_of(error: BaseException) -> int:
         if isinstance(error, kind):
             return status
     return 500
+
+
+def refused_as_too_large(error: FaninError, remedy: str) -> FaninError:
+    """*error*; if max_bytes refused the adapter, a RequestError with this remedy instead.
+
+    The library's code for it is that of a trainer whose connections are all taken, and asking again
+    helps there.
+    """
+    if error.name != "FANIN_ERR_LIMIT" or "max_bytes" not in error.remedy:
+        return error
+    return RequestError.make(
+        error.message, remedy, key="max_bytes", code=error.code, phase=error.phase
+    )
 
 
 def says(error: BaseException) -> str:

@@ -173,7 +173,7 @@ class Flights:
         adapter = self._keeper.get(wanted.name)
         if adapter is None:
             return None
-        if (adapter.run, adapter.step, adapter.dtype) == (wanted.run, wanted.step, wanted.dtype):
+        if adapter.content == wanted.content:
             world = await self._present_world(wanted, adapter)
             if world == adapter.world and self._keeper.get(wanted.name) is adapter:
                 check_alpha(wanted.lora_alpha, adapter.facts)
@@ -182,7 +182,7 @@ class Flights:
                 self._keeper.end_world(
                     adapter.world, f"world {world} is at {wanted.source.text} now"
                 )
-        # Another step or dtype under that name replaces it when it is here.
+        # Other files under that name replace it when they are here.
         return None
 
     async def _present_world(self, wanted: Wanted, adapter: Adapter) -> str:
@@ -305,7 +305,7 @@ class Flights:
             "run": wanted.run,
             # As text: message formats on the way end at 63 bits.
             "step": str(wanted.step),
-            "dtype": wanted.dtype,
+            "how": wanted.how,
             "timeout": left,
         }
         try:

@@ -29,6 +29,7 @@ from fanin.vllm import checks
 from fanin.vllm.checks import AdapterFacts, EngineFacts
 from fanin.vllm.clients import ClientPool, Source, Target, remaining
 from fanin.vllm.directories import Lease, Places
+from fanin.vllm.faults import refused_as_too_large
 from fanin.vllm.waits import Waits
 
 __all__ = ["Adapter", "Plan", "PullService", "StepToCome", "Wanted", "which"]
@@ -42,6 +43,10 @@ _CLOSED = "FANIN_ERR_CLOSED"
 _TRIES = 5
 _LAST_LOOK = 0.5
 _LABEL = "lora"
+_TOO_LARGE = (
+    "raise FANIN_MAX_BYTES (or max_bytes of the request); a larger file system to keep adapters in:"
+    " docker run --shm-size, or another NIXL_LORA_CACHE_DIR"
+)
 
 
 @dataclass(frozen=True)
@@ -49,8 +54,8 @@ class Wanted:
     """One adapter that somebody asked for.
 
     name: as engines know it. label: begins the directory's name. timeout: seconds for all of it.
-    lora_alpha: what the caller believes it to be, None: nothing. dtype: what F32 tensors arrive
-    as, None: as they are published.
+    lora_alpha: what the caller believes it to be, None: nothing. dtype, trust_config, max_bytes: as
+    :meth:`fanin.Client.pull_adapter` takes them.
     """
 
     name: str
@@ -61,18 +66,37 @@ class Wanted:
     timeout: float = 60.0
     lora_alpha: float | None = None
     dtype: str | None = None
+    trust_config: bool = False
+    max_bytes: int | None = None
 
     @property
     def key(self) -> tuple[Any, ...]:
         """Two requests with one key are served by one pull."""
-        return self.name, self.run, self.step, self.source, self.lora_alpha, self.dtype
+        return self.name, self.content, self.source, self.lora_alpha, self.max_bytes
+
+    @property
+    def content(self) -> tuple[Any, ...]:
+        """What the files depend on, beside the world."""
+        return self.run, self.step, self.dtype, self.trust_config
 
     @property
     def place(self) -> tuple[str, str, int]:
-        """What :meth:`Places.choose` makes a path of, beside the world: another dtype's bytes are
-        other bytes."""
-        label = self.label if self.dtype is None else f"{self.label}-{self.dtype.lower()}"
-        return self.run, label, self.step
+        """What :meth:`Places.choose` makes a path of: other files are another directory."""
+        parts = [self.label]
+        if self.dtype is not None:
+            parts.append(self.dtype.lower())
+        if self.trust_config:
+            parts.append("trusted")
+        return self.run, "-".join(parts), self.step
+
+    @property
+    def how(self) -> dict[str, Any]:
+        """Those arguments of :meth:`fanin.Client.pull_adapter`, as plain values."""
+        return {
+            "dtype": self.dtype,
+            "trust_config": self.trust_config,
+            "max_bytes": self.max_bytes,
+        }
 
 
 class StepToCome(Exception):
@@ -166,6 +190,7 @@ class Adapter:
     facts: AdapterFacts
     is_3d: bool
     dtype: str | None = None
+    trust_config: bool = False
     bytes: int = 0
     seconds: float = 0.0
     reused: bool = False
@@ -174,6 +199,11 @@ class Adapter:
     requests: list[Any] = field(default_factory=list)
     pins: int = 0
     suspended: bool = False
+
+    @property
+    def content(self) -> tuple[Any, ...]:
+        """See :attr:`Wanted.content`."""
+        return self.run, self.step, self.dtype, self.trust_config
 
 
 class PullService:
@@ -446,13 +476,8 @@ class PullService:
     ) -> Adapter:
         lease = self.places.lease(plan.path, deadline)
         try:
-            result = client.pull_adapter(
-                wanted.run,
-                str(plan.path),
-                step=wanted.step,
-                timeout=remaining(deadline),
-                dtype=wanted.dtype,
-                progress=progress,
+            result = _bring(
+                client, wanted.run, plan.path, wanted.step, deadline, progress, wanted.how
             )
         except BaseException:
             lease.release(delete=True)
@@ -481,6 +506,7 @@ class PullService:
             facts=plan.facts,
             is_3d=plan.is_3d,
             dtype=wanted.dtype,
+            trust_config=wanted.trust_config,
             **pulled,
         )
 
@@ -496,13 +522,8 @@ class PullService:
         lease = self.places.lease(path, deadline)
         try:
             with self.pool.borrow(target, job["world"], deadline) as client:
-                result = client.pull_adapter(
-                    job["run"],
-                    str(path),
-                    step=int(job["step"]),
-                    timeout=remaining(deadline),
-                    dtype=job["dtype"],
-                    progress=progress,
+                result = _bring(
+                    client, job["run"], path, int(job["step"]), deadline, progress, job["how"]
                 )
         except BaseException:
             lease.release(delete=True)
@@ -529,6 +550,24 @@ class PullService:
         """Cancels running pulls and closes all connections. Any thread."""
         self.waits.close()
         self.pool.close()
+
+
+def _bring(
+    client: Any,
+    run: str,
+    path: Path,
+    step: int,
+    deadline: float,
+    progress: Progress | None,
+    how: dict[str, Any],
+) -> Any:
+    timeout = remaining(deadline)
+    try:
+        return client.pull_adapter(
+            run, str(path), step=step, timeout=timeout, progress=progress, **how
+        )
+    except FaninError as error:
+        raise refused_as_too_large(error, _TOO_LARGE) from None
 
 
 def moved_on(error: FaninError) -> bool:

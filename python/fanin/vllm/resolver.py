@@ -51,6 +51,8 @@ def wanted_by_name(here: State, lora_name: str) -> Wanted | None:
         source=here.source,
         timeout=here.config.timeout,
         dtype=here.config.dtype,
+        trust_config=here.config.trust_config,
+        max_bytes=here.config.max_bytes,
     )
 
 

@@ -68,7 +68,7 @@ class EngineLink(Protocol):
 
 
 def _identity(adapter: Adapter) -> tuple[Any, ...]:
-    return adapter.world, adapter.run, adapter.step, adapter.dtype
+    return adapter.world, *adapter.content
 
 
 def _references(box: list[Any], index: int) -> int:
@@ -317,6 +317,7 @@ class Keeper:
                 "step": adapter.step,
                 "world": adapter.world,
                 "dtype": adapter.dtype,
+                "trust_config": adapter.trust_config,
                 "path": str(adapter.path),
                 "bytes": adapter.bytes,
                 "seconds": round(adapter.seconds, 6),

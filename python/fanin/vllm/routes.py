@@ -2,8 +2,8 @@
 """Routes of the API server: load an adapter, say where the trainer is, how things stand.
 
 ``POST /load_lora_adapter_nixl`` ``{lora_name, run_idx, trainer_addresses, lora_alpha, timeout,
-step, dtype}`` pulls one step and registers it under ``lora_name``; it needs no
-``VLLM_ALLOW_RUNTIME_LORA_UPDATING``. ``POST /init_nixl_client`` ``{trainer_addresses,
+step, dtype, max_bytes, trust_config}`` pulls one step and registers it under ``lora_name``; it
+needs no ``VLLM_ALLOW_RUNTIME_LORA_UPDATING``. ``POST /init_nixl_client`` ``{trainer_addresses,
 server_name, timeout}`` says where the trainer is from now on. ``GET /nixl/status``.
 
 All of them want the engine's API key, if it has one.
@@ -20,6 +20,7 @@ import os
 import time
 from typing import Any
 
+from fanin.config import MOST_BYTES
 from fanin.errors import FaninError, HostError, RequestError, StateError, SupersededError
 from fanin.names import parse
 from fanin.vllm.clients import Source
@@ -34,7 +35,10 @@ _log = logging.getLogger("vllm.fanin")
 
 _MAX_TIMEOUT = 3600.0
 _TRAINER_FIELDS = ("trainer_addresses", "nixl_info", "server_name", "timeout")
-_LOAD_FIELDS = (*_TRAINER_FIELDS, "lora_name", "run_idx", "step", "lora_alpha", "dtype")
+_LOAD_FIELDS = (
+    *(*_TRAINER_FIELDS, "lora_name", "run_idx", "step"),
+    *("lora_alpha", "dtype", "max_bytes", "trust_config"),
+)
 
 
 def api_processes(args: Any, config: Any) -> int:
@@ -80,6 +84,28 @@ def _dtype(body: dict[str, Any], default: str | None) -> str | None:
     return value.upper()
 
 
+def _max_bytes(body: dict[str, Any], default: int | None) -> int | None:
+    value = body.get("max_bytes")
+    if value is None:
+        return default
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= MOST_BYTES:
+        raise RequestError.make(
+            f"max_bytes {value!r} is no integer from 1 to {MOST_BYTES}", key="max_bytes"
+        )
+    return value
+
+
+def _trust_config(body: dict[str, Any], default: bool) -> bool:
+    value = body.get("trust_config")
+    if value is None:
+        return default
+    if not isinstance(value, bool):
+        raise RequestError.make(
+            f"trust_config {value!r} is neither true nor false", key="trust_config"
+        )
+    return value
+
+
 def _check_fields(body: dict[str, Any], known: tuple[str, ...]) -> None:
     """Other fields are somebody else's, but a misspelt one of ours is an error."""
     for name in body:
@@ -120,6 +146,8 @@ class Api:
             timeout=_seconds(body, self._here.config.timeout),
             lora_alpha=_alpha(body),
             dtype=_dtype(body, self._here.config.dtype),
+            trust_config=_trust_config(body, self._here.config.trust_config),
+            max_bytes=_max_bytes(body, self._here.config.max_bytes),
         )
 
     def _wants_newest(self, body: dict[str, Any]) -> bool:
@@ -186,6 +214,7 @@ class Api:
             "step": adapter.step,
             "world": adapter.world,
             "dtype": adapter.dtype,
+            "trust_config": adapter.trust_config,
             "path": str(adapter.path),
             "bytes": adapter.bytes,
             "reused": adapter.reused,
@@ -276,6 +305,8 @@ class Api:
             "cache_dir": str(here.config.cache_dir),
             "keep": here.config.keep,
             "dtype": here.config.dtype,
+            "max_bytes": here.config.max_bytes,
+            "trust_config": here.config.trust_config,
             **here.keeper.status(),
             "pulling": here.flights.status(),
             "connections": here.service.pool.stats(),

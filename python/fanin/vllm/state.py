@@ -199,8 +199,8 @@ class State:
         name = parse(adapter.name)
         if name is None or self.config.prefix not in (None, name.prefix):
             return False
-        mine = adapter.run, adapter.step, adapter.source, adapter.dtype
-        return mine == (str(name.run), name.step, self.source, self.config.dtype)
+        how = self.config.dtype, self.config.trust_config
+        return adapter.source == self.source and adapter.content == (name.run, name.step, *how)
 
     async def attach(self, models: Any) -> Engine:
         """Takes the engine behind *models* (OpenAIServingModels); again: does nothing.

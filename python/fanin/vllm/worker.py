@@ -400,6 +400,8 @@ def _wanted(
         timeout=timeout,
         lora_alpha=lora_alpha,
         dtype=config.dtype,
+        trust_config=config.trust_config,
+        max_bytes=config.max_bytes,
     )
 
 
