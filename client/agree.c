@@ -216,9 +216,9 @@ fanin_status agree_sufficient(fanin_client *client, const publication *p,
         sources[n++] = (plan_source){connection_peer(client->peers[i].control)->rank,
                                      p->shards[i].boxes};
     }
-    client_patience patience = {client, at};
-    work_stop stop = {.fn = client_wants_no_more, .cookie = &patience};
-    *enough = plan_sufficient(p->keys, sources, n, all, &stop);
+    client_work work;
+    client_work_start(&work, client, at);
+    *enough = plan_sufficient(p->keys, sources, n, all, &work.stop);
     free(sources);
     free(all);
     return FANIN_OK;

@@ -318,10 +318,25 @@ fanin_status client_step(fanin_client *client, deadline at, deadline wake,
     return FANIN_OK;
 }
 
-bool client_wants_no_more(void *patience)
+static bool wants_no_more(void *cookie)
 {
-    const client_patience *p = patience;
-    return deadline_passed(p->at) || atomic_load(&p->client->cancelled);
+    const client_work *w = cookie;
+    return deadline_passed(w->at) || atomic_load(&w->client->cancelled);
+}
+
+void client_work_start(client_work *w, fanin_client *client, deadline at)
+{
+    *w = (client_work){
+        .stop = {.fn = wants_no_more, .cookie = w}, .client = client, .at = at};
+}
+
+fanin_status client_work_end(const client_work *w, fanin_status status,
+                             fanin_error *error)
+{
+    error_place place = {.phase = "plan"};
+    if (!w->stop.stopped || !atomic_exchange(&w->client->cancelled, false))
+        return status;
+    return error_set(error, FANIN_ERR_CANCELLED, &place, "the call was cancelled");
 }
 
 fanin_status client_run(fanin_client *client, const size_t *left, deadline at,

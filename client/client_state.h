@@ -77,13 +77,17 @@ fanin_status client_enter(fanin_client *client, uint32_t timeout_ms, deadline *a
  */
 fanin_status client_run(fanin_client *client, const size_t *left, deadline at,
                         const char *phase, fanin_error *error);
-/** For work that computes for long: whether @p at has passed or the call was cancelled. The
-    cookie of a work_stop with client_wants_no_more(). */
-typedef struct client_patience {
-    const fanin_client *client;
+/** For work that computes for long: stops when a deadline has passed or the call was cancelled. */
+typedef struct client_work {
+    work_stop stop;
+    fanin_client *client;
     deadline at;
-} client_patience;
-bool client_wants_no_more(void *patience);
+} client_work;
+/** @p w must stay where it is. */
+void client_work_start(client_work *w, fanin_client *client, deadline at);
+/** @p status of the work and its @p error; if it was stopped by cancel, FANIN_ERR_CANCELLED. */
+fanin_status client_work_end(const client_work *w, fanin_status status,
+                             fanin_error *error);
 /** One step of the loop; returns at @p wake at the latest. FANIN_ERR_CANCELLED,
     FANIN_ERR_TIMEOUT when @p at has passed. */
 fanin_status client_step(fanin_client *client, deadline at, deadline wake,

@@ -62,7 +62,7 @@ static copy_list *list_of(builder *b, int device, device_part **part_out)
             return NULL;
         d->parts = parts;
         d->parts[i] = (device_part){.device = device};
-        b->lists[i] = (copy_list){0};
+        b->lists[i] = (copy_list){.stop = b->from->stop};
         d->n_parts++;
     }
     *part_out = &d->parts[i];
@@ -82,7 +82,8 @@ static const memory_range *range_at(builder *b, uint64_t to)
 
 static bool add_host(builder *b, const host_piece *piece)
 {
-    if (!array_reserve(&b->host.pieces, &b->host.capacity, b->host.n + 1,
+    if (work_stopped(b->from->stop) ||
+        !array_reserve(&b->host.pieces, &b->host.capacity, b->host.n + 1,
                        sizeof(*b->host.pieces)))
         return false;
     b->host.pieces[b->host.n++] = *piece;
@@ -92,6 +93,11 @@ static bool add_host(builder *b, const host_piece *piece)
 static uint64_t bytes_of(const span_piece *p, const strided *view)
 {
     return view ? strided_runs(view) * view->run : p->length;
+}
+
+static fanin_status broken_off(const builder *b, fanin_error *error)
+{
+    return work_broken_off(b->from->stop, "plan", "copies were listed", error);
 }
 
 static fanin_status add_piece(builder *b, const plan_spans *spans, uint32_t base,
@@ -106,7 +112,7 @@ static fanin_status add_piece(builder *b, const plan_spans *spans, uint32_t base
     if (range->device < 0) {
         host_piece piece = {
             .from = from, .to = p->to, .length = p->length, .view = view, .base = base};
-        return add_host(b, &piece) ? FANIN_OK : error_set_memory(error);
+        return add_host(b, &piece) ? FANIN_OK : broken_off(b, error);
     }
     device_part *part;
     copy_list *list = list_of(b, range->device, &part);
@@ -118,7 +124,7 @@ static fanin_status add_piece(builder *b, const plan_spans *spans, uint32_t base
     else
         copy_list_add(list, base, from, to, p->length);
     part->bytes += bytes_of(p, view);
-    return list->failed ? error_set_memory(error) : FANIN_OK;
+    return list->failed ? broken_off(b, error) : FANIN_OK;
 }
 
 static fanin_status add_source(builder *b, size_t source, uint32_t first_base,
@@ -165,7 +171,7 @@ static fanin_status upload(gpu *g, int device, const copy_list *list, uint32_t n
 static fanin_status make_tables(builder *b, gpu *g, fanin_error *error)
 {
     device_plan *d = b->d;
-    copy_list gather = {0};
+    copy_list gather = {.stop = b->from->stop};
     fanin_status status = number_bases(d, b->from, error);
     if (status == FANIN_OK)
         status = add_sources(b, error);

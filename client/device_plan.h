@@ -67,11 +67,13 @@ typedef struct device_plan_parts {
     const memory_range *ranges;
     size_t n_ranges;
     int gather_device;
+    work_stop *stop;
 } device_plan_parts;
 
 /** Whether @p d (may be NULL) is what device_plan_build() would make again. */
 bool device_plan_fits(const device_plan *d, const device_plan_parts *parts);
-/** Uploads the tables; blocks for that. FANIN_ERR_MEMORY, errors of gpu_table_create(). */
+/** Uploads the tables; blocks for that. FANIN_ERR_MEMORY, FANIN_ERR_TIMEOUT (stopped), errors of
+    gpu_table_create(). */
 fanin_status device_plan_build(gpu *g, const device_plan_parts *parts,
                                device_plan **out, fanin_error *error);
 /** No kernel may be under way. *d NULL is fine. */

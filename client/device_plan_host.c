@@ -193,7 +193,7 @@ static bool put_part(void *cookie, uint64_t chunk, const copy_entry *part)
 static bool cut_list(const copy_list *list, uint64_t size, part_fn fn, void *cookie)
 {
     for (uint64_t i = 0; i < list->n; i++) {
-        if (!cut_entry(&list->entries[i], size, fn, cookie))
+        if (work_stopped(list->stop) || !cut_entry(&list->entries[i], size, fn, cookie))
             return false;
     }
     return true;
@@ -231,20 +231,21 @@ static void add_all(copy_list *list, const host_pieces *pieces, uint64_t start)
     }
 }
 
-/* False: out of memory, or (*torn) chunks would tear elements apart. */
+/* False: out of memory, stopped, or (*torn) chunks would tear elements apart. */
 static bool lay_out_contiguous(layout *l, const host_pieces *pieces, uint64_t start,
                                uint64_t bytes, bool *torn)
 {
     device_plan *d = l->d;
-    copy_list whole = {0};
+    work_stop *stop = l->list->stop;
+    copy_list whole = {.stop = stop};
     sorting s = {0};
     add_all(&whole, pieces, start);
     bool ok = !whole.failed && add_chunks(l, start, bytes);
     if (ok)
         ok = (s.next = calloc(d->n_chunks + 1, sizeof(*s.next))) != NULL;
     if (ok && !cut_list(&whole, d->chunk_bytes, count_part, &s))
-        *torn = true;
-    ok = ok && !*torn;
+        *torn = !work_stopped(stop);
+    ok = ok && !*torn && !work_stopped(stop);
     uint64_t total = 0;
     for (uint64_t i = 0; i < d->n_chunks && ok; i++) {
         d->chunks[i].first_entry = total;
@@ -255,9 +256,10 @@ static bool lay_out_contiguous(layout *l, const host_pieces *pieces, uint64_t st
     if (ok)
         ok = (s.entries = calloc(total + 1, sizeof(*s.entries))) != NULL;
     if (ok) {
-        (void)cut_list(&whole, d->chunk_bytes, put_part, &s);
+        ok = cut_list(&whole, d->chunk_bytes, put_part, &s);
         copy_list_free(l->list);
-        *l->list = (copy_list){.entries = s.entries, .n = total, .capacity = total + 1};
+        *l->list = (copy_list){
+            .entries = s.entries, .n = total, .capacity = total + 1, .stop = stop};
     }
     copy_list_free(&whole);
     free(s.next);
@@ -336,19 +338,26 @@ static bool pack_bytes(layout *l, const host_piece *p)
     return true;
 }
 
-static int by_destination(const void *a, const void *b)
+/* Once the work is to stop all are equal, so that sorting ends soon. */
+static int by_destination(const void *a, const void *b, void *stop)
 {
+    if (work_stopped(stop))
+        return 0;
     const host_piece *x = a, *y = b;
     return x->to < y->to ? -1 : x->to > y->to;
 }
 
 static bool lay_out_packed(layout *l, host_pieces *pieces)
 {
-    qsort(pieces->pieces, pieces->n, sizeof(*pieces->pieces), by_destination);
+    qsort_r(pieces->pieces, pieces->n, sizeof(*pieces->pieces), by_destination,
+            l->list->stop);
     bool ok = add_chunk(l, 0);
     for (uint64_t i = 0; i < pieces->n && ok; i++) {
         const host_piece *p = &pieces->pieces[i];
-        ok = p->view ? pack_view(l, p) : make_room(l, 0) && pack_bytes(l, p);
+        if (work_stopped(l->list->stop))
+            ok = false;
+        else
+            ok = p->view ? pack_view(l, p) : make_room(l, 0) && pack_bytes(l, p);
     }
     l->d->views = l->views.views;
     intern_free(&l->views.index);
@@ -356,6 +365,11 @@ static bool lay_out_packed(layout *l, host_pieces *pieces)
 }
 
 /* ------------------------------------------------------------------- whole */
+
+static fanin_status broken_off(const copy_list *list, fanin_error *error)
+{
+    return work_broken_off(list->stop, "plan", "copies were listed", error);
+}
 
 fanin_status device_plan_lay_out_host(device_plan *d, host_pieces *pieces,
                                       copy_list *list, fanin_error *error)
@@ -369,9 +383,9 @@ fanin_status device_plan_lay_out_host(device_plan *d, host_pieces *pieces,
         if (lay_out_contiguous(&l, pieces, start, bytes, &torn))
             return FANIN_OK;
         if (!torn)
-            return error_set_memory(error);
+            return broken_off(list, error);
         d->contiguous = false;
         d->n_chunks = l.n_landings = 0;
     }
-    return lay_out_packed(&l, pieces) ? FANIN_OK : error_set_memory(error);
+    return lay_out_packed(&l, pieces) ? FANIN_OK : broken_off(list, error);
 }

@@ -20,7 +20,7 @@ typedef struct host_pieces {
 } host_pieces;
 
 /** Fills the host part of @p d; @p pieces are sorted by the way. The copies are added to
-    @p list, in the order of chunks. FANIN_ERR_MEMORY. */
+    @p list, in the order of chunks. FANIN_ERR_MEMORY, FANIN_ERR_TIMEOUT (the list's stop). */
 fanin_status device_plan_lay_out_host(device_plan *d, host_pieces *pieces,
                                       copy_list *list, fanin_error *error);
 

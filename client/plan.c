@@ -38,12 +38,14 @@ static fanin_status refuse_target(const key_table *keys, const plan_target *t,
 }
 
 static fanin_status check_targets(const key_table *keys, const plan_target *targets,
-                                  size_t n, fanin_error *error)
+                                  size_t n, work_stop *stop, fanin_error *error)
 {
     if (n >= PLAN_NONE)
         return error_set(error, FANIN_ERR_ARGUMENT, NULL, "too many blocks wanted");
     for (size_t i = 0; i < n; i++) {
         const plan_target *t = &targets[i];
+        if (work_stopped(stop))
+            return plan_broken_off(stop, error);
         if (t->key >= keys->count)
             return refuse_target(keys, t, "that is not in the key table", error);
         const key_entry *e = &keys->entries[t->key];
@@ -123,6 +125,8 @@ static bool share_out(builder *b)
         const geometry *g = &c->geometries[f->geometry];
         for (uint64_t j = f->first; j < f->first + f->count; j++) {
             const piece *p = &b->fills.templates[j];
+            if (work_stopped(c->stop))
+                return false;
             c->classes[g->class_of[p->box]].weight += p->length * f->uses;
         }
     }
@@ -139,11 +143,14 @@ static bool reserve(builder *b)
     for (uint64_t i = 0; i < b->fills.n && ok; i++) {
         const fill *f = &b->fills.fills[i];
         const uint32_t *class_of = c->geometries[f->geometry].class_of;
-        for (uint64_t j = f->first; j < f->first + f->count; j++)
+        for (uint64_t j = f->first; j < f->first + f->count && ok; j++) {
+            ok = !work_stopped(c->stop);
             pieces[class_of[b->fills.templates[j].box]] += f->uses;
+        }
     }
     for (uint64_t i = 0; i < c->n_classes && ok; i++) {
         const holder_class *k = &c->classes[i];
+        ok = !work_stopped(c->stop);
         for (uint32_t j = 0; j < k->count; j++)
             wanted[c->class_sources[k->first + j]] += pieces[i] / k->count;
     }
@@ -161,8 +168,11 @@ static bool is_before(const piece *a, const piece *b)
     return a->box != b->box ? a->box < b->box : a->offset < b->offset;
 }
 
-static int compare_pieces(const void *a, const void *b)
+/* Once the work is to stop all are equal, so that sorting ends soon. */
+static int compare_pieces(const void *a, const void *b, void *stop)
 {
+    if (work_stopped(stop))
+        return 0;
     return is_before(a, b) ? -1 : is_before(b, a);
 }
 
@@ -213,8 +223,8 @@ static void sort_key(builder *b)
         uint32_t source = b->disordered[--b->n_disordered];
         plan_rank *r = &b->plan->ranks[source];
         collector *k = &b->collectors[source];
-        qsort(r->pieces + k->key_start, r->n_pieces - k->key_start, sizeof *r->pieces,
-              compare_pieces);
+        qsort_r(r->pieces + k->key_start, r->n_pieces - k->key_start, sizeof *r->pieces,
+                compare_pieces, b->cover.stop);
         k->disordered = false;
     }
 }
@@ -252,6 +262,8 @@ static bool emit_all(builder *b)
         if (!emit_key(b, key))
             return false;
         sort_key(b);
+        if (work_stopped(c->stop))
+            return false;
         for (uint32_t i = 0; i < g->n_owners; i++)
             c->cursor[g->sources[i]]++;
     }
@@ -302,7 +314,7 @@ fanin_status plan_build(const key_table *keys, const plan_source *sources,
     b.convert = (uint32_t)convert;
     if (n_targets == 0 && keys->count > 0 && !to_of_key)
         return error_set(error, FANIN_ERR_ARGUMENT, NULL, "nothing is wanted");
-    fanin_status status = check_targets(keys, targets, n_targets, error);
+    fanin_status status = check_targets(keys, targets, n_targets, stop, error);
     if (status != FANIN_OK)
         return status;
     status = cover_build(&b.cover, keys, sources, n_sources, stop, error);

@@ -120,12 +120,13 @@ typedef struct span_rule {
 /**
  * Cuts what source @p index must bring into one-sided reads, ascending by region and
  * offset. Never leaves a region (@p regions gives lengths: a box outside of its region is
- * FANIN_ERR_PROTOCOL naming key and rank). Gaps are crossed only inside one region.
+ * FANIN_ERR_PROTOCOL naming key and rank). Gaps are crossed only inside one region. @p stop: as
+ * in plan_build().
  */
 fanin_status plan_spans_build(const plan *plan, const key_table *keys,
                               const plan_source *sources, size_t index,
                               const region_table *regions, const span_rule *rule,
-                              plan_spans **out, fanin_error *error);
+                              work_stop *stop, plan_spans **out, fanin_error *error);
 void plan_spans_free(plan_spans **spans);
 
 #endif

@@ -95,6 +95,12 @@ static bool pour(const cover *c, const holder_class *k, uint64_t *loads, level *
     return moved;
 }
 
+/* Sorting is most of it. */
+static uint32_t pour_steps(const holder_class *k)
+{
+    return k->count < WORK_STEPS / 8 ? 8 * k->count : WORK_STEPS;
+}
+
 bool classes_balance(cover *c)
 {
     uint64_t *loads = calloc(c->n_sources + 1, sizeof *loads);
@@ -105,8 +111,10 @@ bool classes_balance(cover *c)
         loads[s] = c->classes[s].weight;
     for (int round = 0; round < ROUNDS_MAX && moved && ok; round++) {
         moved = false;
-        for (uint64_t i = c->n_sources; i < c->n_classes; i++)
+        for (uint64_t i = c->n_sources; i < c->n_classes && ok; i++) {
+            ok = !work_stopped_after(c->stop, pour_steps(&c->classes[i]));
             moved = pour(c, &c->classes[i], loads, levels) || moved;
+        }
     }
     for (uint64_t i = c->n_sources; i < c->n_classes && ok; i++) {
         uint64_t *bounds = &c->bounds[c->classes[i].first];

@@ -89,7 +89,8 @@ static bool add_chunks(cover *c, const key_entry *e)
             continue;
         box_table_rule(c->sources[s].boxes, &dim, &world, &index);
         block b = block_chunk(e->n_dims, e->shape, dim, world, index);
-        if (!block_is_empty(&b) && !add_owner(c, (uint32_t)s, &b))
+        if (work_stopped(c->stop) ||
+            (!block_is_empty(&b) && !add_owner(c, (uint32_t)s, &b)))
             return false;
     }
     return true;
@@ -97,11 +98,7 @@ static bool add_chunks(cover *c, const key_entry *e)
 
 fanin_status plan_broken_off(const work_stop *stop, fanin_error *error)
 {
-    error_place place = {.phase = "plan", .remedy = "allow more time"};
-    if (!stop || !stop->stopped)
-        return error_set_memory(error);
-    return error_set(error, FANIN_ERR_TIMEOUT, &place,
-                     "the deadline passed while the plan was made");
+    return work_broken_off(stop, "plan", "the plan was made", error);
 }
 
 static fanin_status cover_key(cover *c, uint32_t key, fanin_error *error)
@@ -110,7 +107,7 @@ static fanin_status cover_key(cover *c, uint32_t key, fanin_error *error)
     if (!add_shape(c, e) || (!c->by_shape && !add_boxes(c, key)))
         return plan_broken_off(c->stop, error);
     uint64_t n_id = c->n_words, probe = 0;
-    uint64_t hash = words_hash(c->words, n_id);
+    uint64_t hash = words_hash(c->words, n_id, c->stop);
     for (uint32_t id; (id = intern_next(&c->index, hash, &probe)) != PLAN_NONE;) {
         const geometry *g = &c->geometries[id];
         if (g->n_id == n_id &&
@@ -119,8 +116,8 @@ static fanin_status cover_key(cover *c, uint32_t key, fanin_error *error)
             return FANIN_OK;
         }
     }
-    if (c->by_shape && !add_chunks(c, e))
-        return error_set_memory(error);
+    if (work_stopped(c->stop) || (c->by_shape && !add_chunks(c, e)))
+        return plan_broken_off(c->stop, error);
     return geometry_make(c, key, n_id, hash, &c->of_key[key], error);
 }
 
@@ -196,7 +193,7 @@ fanin_status cover_build(cover *c, const key_table *keys, const plan_source *sou
 void cover_free(cover *c)
 {
     for (uint64_t i = 0; i < c->n_geometries; i++)
-        free(c->geometries[i].storage);
+        geometry_free(&c->geometries[i]);
     free(c->geometries);
     intern_free(&c->index);
     intern_free(&c->class_index);

@@ -109,7 +109,7 @@ static uint64_t view_hash(const strided *s)
         words[n++] = (uint64_t)s->from[i];
         words[n++] = (uint64_t)s->to[i];
     }
-    return words_hash(words, n);
+    return words_hash(words, n, NULL);
 }
 
 bool view_intern(view_set *set, const strided *s, uint32_t *view_out)

@@ -146,7 +146,7 @@ bool fill_target(fill_set *set, cover *c, uint32_t geometry_id, uint32_t convert
         words[n++] = (uint64_t)target->stride[i];
         packed = packed && target->stride[i] == 0;
     }
-    uint64_t hash = words_hash(words, n);
+    uint64_t hash = words_hash(words, n, NULL);
     while ((id = intern_next(&set->index, hash, &probe)) != PLAN_NONE) {
         const fill *f = &set->fills[id];
         if (f->geometry == geometry_id &&

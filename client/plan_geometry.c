@@ -23,22 +23,36 @@ void geometry_block(const geometry *g, uint32_t u, block *out)
     owner_block(g, g->sample[u], out);
 }
 
-/* One allocation for all of it. */
-static bool geometry_alloc(geometry *g, uint64_t n_words, uint64_t n_owners)
+/* One allocation for all but the words. */
+static bool geometry_alloc(geometry *g, uint64_t n_owners)
 {
-    size_t wide = (n_words + n_owners) * sizeof(uint64_t) + n_owners * sizeof(holder);
+    size_t wide = n_owners * (sizeof(uint64_t) + sizeof(holder));
     char *at = malloc(wide + (4 * n_owners + 1) * sizeof(uint32_t));
     g->storage = at;
     if (!at)
         return false;
-    g->words = (uint64_t *)(void *)at;
-    g->end_max = g->words + n_words;
+    g->end_max = (uint64_t *)(void *)at;
     g->holders = (holder *)(void *)(g->end_max + n_owners);
     g->first = (uint32_t *)(void *)(at + wide);
     g->sample = g->first + n_owners + 1;
     g->class_of = g->sample + n_owners;
     g->sources = g->class_of + n_owners;
     return true;
+}
+
+void geometry_free(geometry *g)
+{
+    free(g->words);
+    free(g->storage);
+}
+
+/* The words are many where a tensor is cut into many boxes: they change hands. */
+static void take_words(geometry *g, cover *c)
+{
+    array_shrink(&c->words, c->n_words, sizeof *c->words);
+    g->words = c->words;
+    c->words = NULL;
+    c->n_words = c->word_capacity = 0;
 }
 
 static int compare_owners(const void *a, const void *b, void *context)
@@ -71,6 +85,10 @@ static uint32_t *sort_owners(geometry *g, uint32_t **locals_out)
     uint32_t *locals = *locals_out = order + g->n_owners;
     bool sorted = true;
     for (uint32_t i = 0; i < g->n_owners; i++) {
+        if (work_stopped(g->stop)) {
+            free(order);
+            return NULL;
+        }
         order[i] = i;
         g->sources[i] = (uint32_t)owner_words(g, i)[0];
         bool again = i > 0 && g->sources[i] == g->sources[i - 1];
@@ -96,7 +114,7 @@ static bool find_uniques(geometry *g)
     uint32_t *order = sort_owners(g, &locals);
     if (!order)
         return false;
-    for (uint32_t i = 0; i < g->n_owners; i++) {
+    for (uint32_t i = 0; i < g->n_owners && !work_stopped(g->stop); i++) {
         uint32_t owner = order[i], source = g->sources[owner];
         if (i == 0 || !same_block(g, order[i - 1], owner)) {
             uint32_t u = g->n_uniques++;
@@ -122,7 +140,7 @@ static fanin_status prove(const cover *c, const geometry *g, uint32_t key,
     long a = -1, b = -1;
     if (!blocks)
         return error_set_memory(error);
-    for (uint32_t u = 0; u < g->n_uniques; u++)
+    for (uint32_t u = 0; u < g->n_uniques && !work_stopped(c->stop); u++)
         geometry_block(g, u, &blocks[u]);
     block_tiling tiling =
         block_tiles(g->n_dims, g->shape, blocks, g->n_uniques, c->stop, &fault, &a, &b);
@@ -146,7 +164,7 @@ static bool find_classes(cover *c, geometry *g)
             sources[i] = g->holders[g->first[u] + i].source;
         if (count == 1)
             c->sole[sources[0]] = true;
-        ok = class_intern(c, sources, count, &g->class_of[u]);
+        ok = !work_stopped(c->stop) && class_intern(c, sources, count, &g->class_of[u]);
     }
     free(sources);
     return ok;
@@ -175,9 +193,9 @@ fanin_status geometry_make(cover *c, uint32_t key, uint64_t n_id, uint64_t hash,
                   .stop = c->stop};
     uint64_t n_owners = (c->n_words - 2 - e->n_dims) / geometry_step(e->n_dims);
     memcpy(g.shape, e->shape, e->n_dims * sizeof *e->shape);
-    if (n_owners >= PLAN_NONE || !geometry_alloc(&g, c->n_words, n_owners))
+    if (n_owners >= PLAN_NONE || !geometry_alloc(&g, n_owners))
         return error_set_memory(error);
-    memcpy(g.words, c->words, c->n_words * sizeof *c->words);
+    take_words(&g, c);
     g.n_owners = (uint32_t)n_owners;
     fanin_status status = FANIN_OK;
     if (!find_uniques(&g) || work_stopped(c->stop))
@@ -186,8 +204,8 @@ fanin_status geometry_make(cover *c, uint32_t key, uint64_t n_id, uint64_t hash,
         status = prove(c, &g, key, error);
     if (status == FANIN_OK &&
         (!find_classes(c, &g) || !geometry_add(c, &g, hash, id_out)))
-        status = error_set_memory(error);
+        status = plan_broken_off(c->stop, error);
     if (status != FANIN_OK)
-        free(g.storage);
+        geometry_free(&g);
     return status;
 }

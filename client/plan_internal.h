@@ -40,7 +40,8 @@ typedef struct intern {
 uint32_t intern_next(const intern *t, uint64_t hash, uint64_t *probe);
 bool intern_add(intern *t, uint64_t hash, uint32_t id); /**< false: out of memory */
 void intern_free(intern *t);
-uint64_t words_hash(const uint64_t *words, uint64_t count);
+/** @p stop (may be NULL) is looked at; once it is stopped the hash is not to be used. */
+uint64_t words_hash(const uint64_t *words, uint64_t count, work_stop *stop);
 
 /* ------------------------------ cutting and views (plan_cut.c) ---- */
 
@@ -184,9 +185,10 @@ static inline uint64_t geometry_step(uint32_t n_dims)
 bool sources_rule(const plan_source *sources, size_t n_sources, const bool *use,
                   uint32_t *dim_out, uint32_t *world_out);
 
-/* A geometry from c->words (plan_geometry.c); PROTOCOL, INCOMPLETE, MEMORY. */
+/* A geometry from c->words, which it takes (plan_geometry.c); PROTOCOL, INCOMPLETE, MEMORY. */
 fanin_status geometry_make(cover *c, uint32_t key, uint64_t n_id, uint64_t hash,
                            uint32_t *id_out, fanin_error *error);
+void geometry_free(geometry *g);
 
 /** What is wrong with a tensor, as FANIN_ERR_INCOMPLETE (plan_report.c). @p a, @p b:
     uniques in conflict, -1: nobody holds @p fault. */
@@ -201,7 +203,8 @@ fanin_status report_size(const cover *c, const geometry *g, uint32_t key,
 
 /** The class of boxes that exactly these sources (ascending) hold. */
 bool class_intern(cover *c, const uint32_t *sources, uint32_t count, uint32_t *id_out);
-/** Shares out the classes' weights so that the sources' loads are level. */
+/** Shares out the classes' weights so that the sources' loads are level. False: out of memory, or
+    c->stop. */
 bool classes_balance(cover *c);
 /** Position among the class's sources of the one that serves @p key; keys ascend. */
 uint32_t class_position(const cover *c, holder_class *k, uint32_t key);

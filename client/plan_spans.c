@@ -33,6 +33,7 @@ typedef struct spanner {
     const plan_source *source;
     const region_table *regions;
     const span_rule *rule;
+    work_stop *stop;
     cut_rule cut;
     remote_box box;
     uint64_t atom_from, atom_to; /* of the block that is being cut */
@@ -47,7 +48,8 @@ typedef struct spanner {
 static bool add_atom(spanner *s, uint64_t offset, uint64_t length, uint64_t to,
                      uint32_t view)
 {
-    if (!array_reserve(&s->atoms, &s->atom_capacity, s->n_atoms + 1, sizeof *s->atoms))
+    if (work_stopped(s->stop) ||
+        !array_reserve(&s->atoms, &s->atom_capacity, s->n_atoms + 1, sizeof *s->atoms))
         return false;
     s->atoms[s->n_atoms++] = (atom){.offset = offset,
                                     .length = length,
@@ -204,6 +206,11 @@ static bool add_packed(spanner *s, const piece *p)
     return add_atom(s, s->box.place.offset + p->offset, p->length, p->to, view);
 }
 
+static fanin_status broken_off(const spanner *s, fanin_error *error)
+{
+    return work_broken_off(s->stop, "plan", "one-sided reads were cut", error);
+}
+
 static fanin_status collect(spanner *s, const plan_rank *r, fanin_error *error)
 {
     for (uint64_t i = 0; i < r->n_pieces; i++) {
@@ -215,7 +222,7 @@ static fanin_status collect(spanner *s, const plan_rank *r, fanin_error *error)
         }
         bool simple = s->box.place.packed && p->length <= s->rule->max_length;
         if (!(simple ? add_packed(s, p) : add_block(s, p)))
-            return error_set_memory(error);
+            return broken_off(s, error);
     }
     return FANIN_OK;
 }
@@ -227,10 +234,10 @@ static bool lies_before(const atom *a, const atom *b)
 
 /* Merges the sorted from[start .. middle) and from[middle .. end) into to. */
 static void merge_runs(const atom *from, atom *to, uint64_t start, uint64_t middle,
-                       uint64_t end)
+                       uint64_t end, work_stop *stop)
 {
     uint64_t a = start, b = middle;
-    for (uint64_t i = start; i < end; i++) {
+    for (uint64_t i = start; i < end && !work_stopped(stop); i++) {
         bool second = b < end && (a == middle || lies_before(&from[b], &from[a]));
         to[i] = second ? from[b++] : from[a++];
     }
@@ -243,7 +250,7 @@ static bool sort_atoms(spanner *s)
     atom *from = s->atoms, *to = NULL;
     for (;;) {
         uint64_t runs = 0;
-        for (uint64_t i = 0; i < n; runs++) {
+        for (uint64_t i = 0; i < n && !work_stopped(s->stop); runs++) {
             uint64_t middle = i + 1, end;
             while (middle < n && !lies_before(&from[middle], &from[middle - 1]))
                 middle++;
@@ -254,10 +261,10 @@ static bool sort_atoms(spanner *s)
                 break;
             if (!to && !(to = malloc(n * sizeof *to)))
                 return false;
-            merge_runs(from, to, i, middle, end);
+            merge_runs(from, to, i, middle, end, s->stop);
             i = end;
         }
-        if (runs == 0)
+        if (runs == 0 || work_stopped(s->stop))
             break;
         atom *swap = from;
         from = to;
@@ -265,14 +272,14 @@ static bool sort_atoms(spanner *s)
     }
     free(to);
     s->atoms = from;
-    return true;
+    return !work_stopped(s->stop);
 }
 
 /* Contiguous atoms that follow one another on both sides are one. */
 static void fuse_atoms(spanner *s)
 {
     uint64_t kept = 0;
-    for (uint64_t i = 0; i < s->n_atoms; i++) {
+    for (uint64_t i = 0; i < s->n_atoms && !work_stopped(s->stop); i++) {
         const atom *a = &s->atoms[i];
         atom *last = kept > 0 ? &s->atoms[kept - 1] : NULL;
         if (last && last->view == 0 && a->view == 0 && last->region == a->region &&
@@ -315,6 +322,8 @@ static bool join_atoms(spanner *s)
         const atom *a = &s->atoms[i];
         span *open = out->n_spans ? &out->spans[out->n_spans - 1] : NULL;
         uint64_t length;
+        if (work_stopped(s->stop))
+            return false;
         if (closed || is_large(s, a) || !may_join(s, open, a, &length)) {
             if (!array_reserve(&out->spans, &s->span_capacity, out->n_spans + 1,
                                sizeof *out->spans))
@@ -345,10 +354,10 @@ static fanin_status build(spanner *s, const plan_rank *r, fanin_error *error)
     if (status != FANIN_OK)
         return status;
     if (!sort_atoms(s))
-        return error_set_memory(error);
+        return broken_off(s, error);
     fuse_atoms(s);
     if (!join_atoms(s))
-        return error_set_memory(error);
+        return broken_off(s, error);
     array_shrink(&s->spans->spans, s->spans->n_spans, sizeof(span));
     array_shrink(&s->spans->pieces, s->spans->n_pieces, sizeof(span_piece));
     s->spans->views = s->views.views;
@@ -360,7 +369,7 @@ static fanin_status build(spanner *s, const plan_rank *r, fanin_error *error)
 fanin_status plan_spans_build(const plan *plan, const key_table *keys,
                               const plan_source *sources, size_t index,
                               const region_table *regions, const span_rule *rule,
-                              plan_spans **out, fanin_error *error)
+                              work_stop *stop, plan_spans **out, fanin_error *error)
 {
     *out = NULL;
     if (index >= plan->n_ranks || rule->max_length < LENGTH_MIN)
@@ -372,6 +381,7 @@ fanin_status plan_spans_build(const plan *plan, const key_table *keys,
                  .source = &sources[index],
                  .regions = regions,
                  .rule = rule,
+                 .stop = stop,
                  .cut = {.max_length = rule->max_length,
                          .short_run = rule->direct_from,
                          .max_gap = rule->max_gap}};

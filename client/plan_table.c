@@ -5,6 +5,9 @@
 #include <stdlib.h>
 #include <string.h>
 
+#define HASH_WORDS                                                                     \
+    65536 /* that are hashed without a look at whether it is still wanted */
+
 bool array_reserve(void *array, uint64_t *capacity, uint64_t need, size_t size)
 {
     if (need <= *capacity)
@@ -85,10 +88,19 @@ void intern_free(intern *t)
     *t = (intern){0};
 }
 
-uint64_t words_hash(const uint64_t *words, uint64_t count)
+uint64_t words_hash(const uint64_t *words, uint64_t count, work_stop *stop)
 {
-    digest d = digest_of(words, count * sizeof *words);
-    uint64_t hash;
-    memcpy(&hash, d.bytes, sizeof hash);
-    return hash;
+    uint64_t state[2] = {0}, done = 0;
+    do {
+        uint64_t n = count - done < HASH_WORDS ? count - done : HASH_WORDS;
+        digest d = digest_of(words + done, n * sizeof *words);
+        memcpy(&state[1], d.bytes, sizeof state[1]);
+        if (done > 0) {
+            d = digest_of(state, sizeof state);
+            memcpy(&state[1], d.bytes, sizeof state[1]);
+        }
+        state[0] = state[1];
+        done += n;
+    } while (done < count && !work_stopped_after(stop, WORK_STEPS));
+    return state[0];
 }

@@ -201,13 +201,16 @@ static fanin_status detail_plan(pull *p, plan_cache *cache, const path_goal *goa
                                 uint8_t *base, fanin_error *error)
 {
     fanin_status status = FANIN_OK;
+    client_work work;
+    client_work_start(&work, p->client, p->at);
     for (size_t i = 0; i < cache->n_sources && status == FANIN_OK; i++)
-        status = pull_plan_source(p->client, p->publication, cache, i, error);
+        status =
+            pull_plan_source(p->client, p->publication, cache, i, &work.stop, error);
     uint64_t clock = clock_ns();
     if (status == FANIN_OK)
-        status = pull_plan_tables(p->client, cache, goal, base, error);
+        status = pull_plan_tables(p->client, cache, goal, base, &work.stop, error);
     p->result->info.table_ns += lap(&clock);
-    return status;
+    return client_work_end(&work, status, error);
 }
 
 static fanin_status check_size(const pull *p, const plan_cache *cache,

@@ -78,25 +78,15 @@ static fanin_status list_sources(fanin_client *client, publication *p, const boo
     return FANIN_OK;
 }
 
-/* Cancelled, or out of time: the error says the latter. */
-static fanin_status stopped(fanin_client *client, fanin_status status,
-                            fanin_error *error)
-{
-    error_place place = {.phase = "plan"};
-    if (!atomic_exchange(&client->cancelled, false))
-        return status;
-    return error_set(error, FANIN_ERR_CANCELLED, &place, "the call was cancelled");
-}
-
 fanin_status pull_plan(fanin_client *client, publication *p, const bool *use,
                        destination *d, deadline at, fanin_error *error)
 {
     plan_cache *cache = &p->plans[d->plan_slot];
-    client_patience patience = {client, at};
-    work_stop stop = {.fn = client_wants_no_more, .cookie = &patience};
+    client_work work;
     digest from = made_from(client, p, use, d);
     if (cache->valid && digest_equal(&cache->made_from, &from))
         return FANIN_OK;
+    client_work_start(&work, client, at);
     plan_cache_clear(cache);
     const plan_target *targets = NULL;
     const uint64_t *to_of_key = NULL;
@@ -108,10 +98,10 @@ fanin_status pull_plan(fanin_client *client, publication *p, const bool *use,
     if (status == FANIN_OK)
         status = list_sources(client, p, use, cache, why);
     if (status == FANIN_OK)
-        status = plan_build(p->keys, cache->sources, cache->n_sources, targets,
-                            n_targets, to_of_key, d->dtype, &stop, &cache->plan, why);
-    if (stop.stopped)
-        status = stopped(client, status, why);
+        status =
+            plan_build(p->keys, cache->sources, cache->n_sources, targets, n_targets,
+                       to_of_key, d->dtype, &work.stop, &cache->plan, why);
+    status = client_work_end(&work, status, why);
     bool hole = status == FANIN_ERR_INCOMPLETE;
     if (hole)
         status = blame_missing_rank(client, use, why);
@@ -126,7 +116,7 @@ fanin_status pull_plan(fanin_client *client, publication *p, const bool *use,
 }
 
 fanin_status pull_plan_source(fanin_client *client, publication *p, plan_cache *cache,
-                              size_t source, fanin_error *error)
+                              size_t source, work_stop *stop, fanin_error *error)
 {
     size_t index = cache->peer_of[source];
     const shard_table *s = &p->shards[index];
@@ -136,7 +126,7 @@ fanin_status pull_plan_source(fanin_client *client, publication *p, plan_cache *
     if (path == FANIN_PATH_STREAM) {
         if (cache->lists[source].requests)
             return FANIN_OK;
-        return read_list_build(&cache->plan->ranks[source], s->boxes, p->keys,
+        return read_list_build(&cache->plan->ranks[source], s->boxes, p->keys, stop,
                                &cache->lists[source], error);
     }
     if (cache->spans[source] && (path == FANIN_PATH_CUDA_IPC) ==
@@ -146,7 +136,7 @@ fanin_status pull_plan_source(fanin_client *client, publication *p, plan_cache *
     cache->spans_of[source] = path;
     return plan_spans_build(cache->plan, p->keys, cache->sources, source, s->regions,
                             path == FANIN_PATH_CUDA_IPC ? &kernel_rules : &span_rules,
-                            &cache->spans[source], error);
+                            stop, &cache->spans[source], error);
 }
 
 fanin_status pull_plan_ranges(plan_cache *cache, destination *d,
@@ -170,7 +160,8 @@ fanin_status pull_plan_ranges(plan_cache *cache, destination *d,
 }
 
 fanin_status pull_plan_tables(fanin_client *client, plan_cache *cache,
-                              const path_goal *goal, uint8_t *base, fanin_error *error)
+                              const path_goal *goal, uint8_t *base, work_stop *stop,
+                              fanin_error *error)
 {
     bool *of_source = calloc(cache->n_sources + 1, sizeof(*of_source));
     if (!of_source)
@@ -186,7 +177,8 @@ fanin_status pull_plan_tables(fanin_client *client, plan_cache *cache,
                                .base = base,
                                .ranges = goal->ranges,
                                .n_ranges = goal->n_ranges,
-                               .gather_device = goal->gather_device};
+                               .gather_device = goal->gather_device,
+                               .stop = stop};
     fanin_status status = FANIN_OK;
     if (any && !device_plan_fits(cache->device, &parts)) {
         device_plan_free(&cache->device);

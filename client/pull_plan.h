@@ -11,9 +11,9 @@
 fanin_status pull_plan(fanin_client *client, publication *p, const bool *use,
                        destination *d, deadline at, fanin_error *error);
 
-/** Makes what the source's path needs: its request list, or its spans. */
+/** Makes what the source's path needs: its request list, or its spans. FANIN_ERR_TIMEOUT: stopped. */
 fanin_status pull_plan_source(fanin_client *client, publication *p, plan_cache *cache,
-                              size_t source, fanin_error *error);
+                              size_t source, work_stop *stop, fanin_error *error);
 
 /** The destination's ranges, from the cache if they last. The cache's or the destination's. */
 fanin_status pull_plan_ranges(plan_cache *cache, destination *d,
@@ -22,6 +22,7 @@ fanin_status pull_plan_ranges(plan_cache *cache, destination *d,
 
 /** The copy tables of the sources that are read by cuda_ipc, all of whose spans are there. */
 fanin_status pull_plan_tables(fanin_client *client, plan_cache *cache,
-                              const path_goal *goal, uint8_t *base, fanin_error *error);
+                              const path_goal *goal, uint8_t *base, work_stop *stop,
+                              fanin_error *error);
 
 #endif

@@ -45,22 +45,29 @@ static bool is_full(const read_request *r, const piece *next)
                                r->n_entries == LIMIT_READ_ENTRIES);
 }
 
+static fanin_status give_up(read_list *list, const work_stop *stop, fanin_error *error)
+{
+    free(list->entries);
+    free(list->requests);
+    return work_broken_off(stop, "plan", "requests were made", error);
+}
+
 fanin_status read_list_build(const plan_rank *pieces, const box_table *boxes,
-                             const key_table *keys, read_list *out, fanin_error *error)
+                             const key_table *keys, work_stop *stop, read_list *out,
+                             fanin_error *error)
 {
     read_list list = {0};
     uint64_t n_entries = 0;
     list.entries = malloc((pieces->n_pieces + 1) * sizeof(*list.entries));
     list.requests = malloc((pieces->n_pieces + 1) * sizeof(*list.requests));
-    if (!list.entries || !list.requests) {
-        free(list.entries);
-        free(list.requests);
-        return error_set_memory(error);
-    }
+    if (!list.entries || !list.requests)
+        return give_up(&list, stop, error);
     read_request *open = &list.requests[0];
     *open = (read_request){0};
     for (uint64_t i = 0; i < pieces->n_pieces; i++) {
         const piece *p = &pieces->pieces[i];
+        if (work_stopped(stop))
+            return give_up(&list, stop, error);
         if (is_full(open, p)) {
             list.n_requests++;
             open = &list.requests[list.n_requests];

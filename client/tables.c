@@ -183,6 +183,14 @@ static fanin_status add_rank(const peer *p, fanin_status status, fanin_error *er
                      inner.message);
 }
 
+/* Of a table that was not taken. */
+static fanin_status end_decoding(const client_work *work, const peer *p,
+                                 fanin_status status, fanin_error *error)
+{
+    status = client_work_end(work, status, error);
+    return status == FANIN_ERR_CANCELLED ? status : add_rank(p, status, error);
+}
+
 /* Says what the key tables of two ranks that announce different digests differ in. */
 static fanin_status explain_difference(const fanin_client *client, const key_table *a,
                                        size_t peer_a, const key_table *b, size_t peer_b,
@@ -233,13 +241,13 @@ static fanin_status explain_difference(const fanin_client *client, const key_tab
 }
 
 static fanin_status get_keys(fanin_client *client, const publication *p, size_t index,
-                             const digest *id, deadline at, key_table **out,
+                             const digest *id, client_work *work, key_table **out,
                              fanin_error *error)
 {
     fetch f = {.peer = index, .type = MSG_KEYS};
     memcpy(f.request.digest, id->bytes, sizeof(f.request.digest));
     snprintf(f.request.publication, sizeof(f.request.publication), "%s", p->name);
-    fanin_status status = fetch_all(client, &f, 1, at, error);
+    fanin_status status = fetch_all(client, &f, 1, work->at, error);
     if (status != FANIN_OK) {
         fetch_free(&f, 1);
         return status;
@@ -252,16 +260,16 @@ static fanin_status get_keys(fanin_client *client, const publication *p, size_t 
                       "rank %u at %s sent a key table that is not the announced one",
                       connection_peer(client->peers[index].control)->rank,
                       connection_text(client->peers[index].control));
-    else if ((status = key_table_decode(f.data.data, f.data.size, out, error)) !=
-             FANIN_OK)
-        add_rank(&client->peers[index], status, error);
+    else if ((status = key_table_decode(f.data.data, f.data.size, &work->stop, out,
+                                        error)) != FANIN_OK)
+        status = end_decoding(work, &client->peers[index], status, error);
     fetch_free(&f, 1);
     return status;
 }
 
 static fanin_status sync_keys(fanin_client *client, publication *p,
                               const announcement *announced, const bool *use,
-                              deadline at, fanin_error *error)
+                              client_work *work, fanin_error *error)
 {
     size_t first = 0;
     while (first < client->n_peers && !use[first])
@@ -271,7 +279,7 @@ static fanin_status sync_keys(fanin_client *client, publication *p,
     const digest *id = &announced[first].keys;
     if (!p->keys || !digest_equal(&p->keys->id, id)) {
         key_table *fresh = NULL;
-        fanin_status status = get_keys(client, p, first, id, at, &fresh, error);
+        fanin_status status = get_keys(client, p, first, id, work, &fresh, error);
         if (status != FANIN_OK)
             return status;
         clear_plans(p);
@@ -285,7 +293,7 @@ static fanin_status sync_keys(fanin_client *client, publication *p,
             continue;
         key_table *other = NULL;
         fanin_status status =
-            get_keys(client, p, i, &announced[i].keys, at, &other, error);
+            get_keys(client, p, i, &announced[i].keys, work, &other, error);
         if (status == FANIN_OK)
             status = explain_difference(client, p->keys, first, other, i, error);
         key_table_free(&other);
@@ -298,15 +306,15 @@ static fanin_status sync_keys(fanin_client *client, publication *p,
 
 static fanin_status take_boxes(fanin_client *client, publication *p,
                                const announcement *announced, fetch *fetches, size_t n,
-                               fanin_error *error)
+                               client_work *work, fanin_error *error)
 {
     for (size_t i = 0; i < n; i++) {
         fetch *f = &fetches[i];
         shard_table *s = &p->shards[f->peer];
-        fanin_status status =
-            box_table_decode(f->data.data, f->data.size, p->keys, &s->boxes, error);
+        fanin_status status = box_table_decode(f->data.data, f->data.size, p->keys,
+                                               &work->stop, &s->boxes, error);
         if (status != FANIN_OK)
-            return add_rank(&client->peers[f->peer], status, error);
+            return end_decoding(work, &client->peers[f->peer], status, error);
         s->generation = client->peers[f->peer].generation;
         s->version = announced[f->peer].version;
         buffer_free(&f->data);
@@ -318,7 +326,9 @@ fanin_status tables_sync(fanin_client *client, publication *p,
                          const announcement *announced, const bool *use, deadline at,
                          fanin_error *error)
 {
-    fanin_status status = sync_keys(client, p, announced, use, at, error);
+    client_work work;
+    client_work_start(&work, client, at);
+    fanin_status status = sync_keys(client, p, announced, use, &work, error);
     if (status != FANIN_OK)
         return status;
     fetch *fetches = calloc(client->n_peers, sizeof(*fetches));
@@ -339,7 +349,7 @@ fanin_status tables_sync(fanin_client *client, publication *p,
     }
     status = fetch_all(client, fetches, n, at, error);
     if (status == FANIN_OK)
-        status = take_boxes(client, p, announced, fetches, n, error);
+        status = take_boxes(client, p, announced, fetches, n, &work, error);
     fetch_free(fetches, n);
     free(fetches);
     return status;
@@ -389,12 +399,12 @@ static fanin_status sift(const fanin_client *client, const fetch *fetches, size_
 }
 
 static fanin_status take_regions(const peer *owner, shard_table *s, const buffer *data,
-                                 fanin_path path, fanin_error *error)
+                                 fanin_path path, client_work *work, fanin_error *error)
 {
     fanin_status status =
-        region_table_decode(data->data, data->size, &s->regions, error);
+        region_table_decode(data->data, data->size, &work->stop, &s->regions, error);
     if (status != FANIN_OK)
-        return add_rank(owner, status, error);
+        return end_decoding(work, owner, status, error);
     status = check_regions(owner, s, error);
     if (status != FANIN_OK)
         drop_regions(s);
@@ -422,13 +432,15 @@ fanin_status tables_sync_regions(fanin_client *client, publication *p, const boo
         f->request.catalog_version = s->version;
         f->request.path = path;
     }
+    client_work work;
+    client_work_start(&work, client, at);
     fanin_status status = fetch_all(client, fetches, n, at, error);
     status = sift(client, fetches, n, status, refused, error);
     for (size_t i = 0; i < n && status == FANIN_OK; i++) {
         size_t index = fetches[i].peer;
         if (fetches[i].status == FANIN_OK)
             status = take_regions(&client->peers[index], &p->shards[index],
-                                  &fetches[i].data, path, error);
+                                  &fetches[i].data, path, &work, error);
     }
     fetch_free(fetches, n);
     free(fetches);

@@ -11,6 +11,7 @@
 #include "block.h"
 #include "buffer.h"
 #include "digest.h"
+#include "work_stop.h"
 #include <fanin/types.h>
 
 /* ------------------------------------------------------------- key table */
@@ -40,10 +41,10 @@ void key_table_encode(buffer *out, const key_entry *entries, uint32_t count,
 /**
  * Builds a table from a blob of untrusted bytes; linear time, memory bounded by a small
  * multiple of @p size. FANIN_ERR_PROTOCOL (any deviation from the canonical form), LIMIT,
- * MEMORY; error names the entry.
+ * MEMORY, TIMEOUT (@p stop, which may be NULL, as in all decoders here); error names the entry.
  */
-fanin_status key_table_decode(const uint8_t *blob, size_t size, key_table **out,
-                              fanin_error *error);
+fanin_status key_table_decode(const uint8_t *blob, size_t size, work_stop *stop,
+                              key_table **out, fanin_error *error);
 void key_table_free(key_table **table);
 /** Index of @p name, -1: not there. Binary search. */
 int64_t key_table_find(const key_table *table, const char *name);
@@ -85,7 +86,7 @@ void box_table_encode(buffer *out, const key_entry *keys, uint32_t n_keys,
 /** Untrusted bytes against a key table (which must outlive the result). Every box lies
     inside its tensor, is not empty, and offset + extent of its bytes does not overflow. */
 fanin_status box_table_decode(const uint8_t *blob, size_t size, const key_table *keys,
-                              box_table **out, fanin_error *error);
+                              work_stop *stop, box_table **out, fanin_error *error);
 void box_table_free(box_table **table);
 
 uint64_t box_table_count(const box_table *table);
@@ -116,8 +117,8 @@ typedef struct region_table {
 } region_table;
 
 void region_table_encode(buffer *out, const region_entry *entries, uint32_t count);
-fanin_status region_table_decode(const uint8_t *blob, size_t size, region_table **out,
-                                 fanin_error *error);
+fanin_status region_table_decode(const uint8_t *blob, size_t size, work_stop *stop,
+                                 region_table **out, fanin_error *error);
 void region_table_free(region_table **table);
 
 #endif

@@ -36,12 +36,13 @@ typedef struct box_reader {
     uint64_t all_offsets;
     buffer words;
     uint64_t index; /* of the box at work, for messages */
-    bool out_of_memory;
+    work_stop *stop;
+    bool broken_off; /* out of memory, or stopped */
 } box_reader;
 
-static bool no_memory(box_reader *r)
+static bool break_off(box_reader *r)
 {
-    r->out_of_memory = true;
+    r->broken_off = true;
     return false;
 }
 
@@ -129,10 +130,12 @@ static bool read_chunks(box_reader *r)
         return cursor_fail(c, "a chunk rule that makes no sense");
     t->slots = malloc((size_t)t->keys->count * sizeof *t->slots);
     if (!t->slots)
-        return no_memory(r);
+        return break_off(r);
     for (uint32_t key = 0; key < t->keys->count; key++) {
         const key_entry *e = &t->keys->entries[key];
         box_place place;
+        if (work_stopped(r->stop))
+            return break_off(r);
         if (e->n_dims <= t->dim)
             return cursor_fail(c, "a chunk rule on a dimension that a key lacks");
         block b = block_chunk(e->n_dims, e->shape, t->dim, t->world, t->index);
@@ -196,10 +199,12 @@ static bool read_explicit(box_reader *r)
     t->slots = malloc((size_t)(count + 1) * sizeof *t->slots);
     t->positions = malloc((size_t)(count + 1) * sizeof *t->positions);
     if (!t->slots || !t->positions || !buffer_reserve(&r->words, sizeof *t->words))
-        return no_memory(r);
+        return break_off(r);
     for (r->index = 0; r->index < count; r->index++) {
         block b;
         box_place place;
+        if (work_stopped(r->stop))
+            return break_off(r);
         if (!cursor_u32(c, UINT32_MAX, &step))
             return false;
         if (key >= t->keys->count || step >= t->keys->count - key)
@@ -212,7 +217,7 @@ static bool read_explicit(box_reader *r)
         add_slot(t, key, &place);
     }
     if (r->words.failed)
-        return no_memory(r);
+        return break_off(r);
     t->words = (uint64_t *)(void *)r->words.data;
     r->words = (buffer){0};
     return true;
@@ -234,7 +239,7 @@ static bool read_table(box_reader *r)
 }
 
 fanin_status box_table_decode(const uint8_t *blob, size_t size, const key_table *keys,
-                              box_table **out, fanin_error *error)
+                              work_stop *stop, box_table **out, fanin_error *error)
 {
     static const error_place place = {.phase = "catalog"};
     *out = NULL;
@@ -246,11 +251,12 @@ fanin_status box_table_decode(const uint8_t *blob, size_t size, const key_table 
     } else {
         table->keys = keys;
         r->table = table;
+        r->stop = stop;
         r->in = (cursor){.at = blob, .end = blob + size, .canonical = true};
         if (read_table(r))
             *out = table;
-        else if (r->out_of_memory)
-            status = error_set_memory(error);
+        else if (r->broken_off)
+            status = work_broken_off(stop, "catalog", "a box table was read", error);
         else
             status =
                 error_set(error, FANIN_ERR_PROTOCOL, &place, "box table, box %llu: %s",

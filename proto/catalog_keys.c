@@ -56,11 +56,13 @@ typedef struct key_reader {
     size_t *starts; /* of each name, then of each pair's key and value */
     const char *what;
     uint32_t index; /* of the entry at work, for messages */
+    work_stop *stop;
+    bool broken_off; /* out of memory, or stopped */
 } key_reader;
 
-static bool out_of_memory(key_reader *r)
+static bool break_off(key_reader *r)
 {
-    r->text.failed = true;
+    r->broken_off = true;
     return false;
 }
 
@@ -80,7 +82,7 @@ static bool read_name(key_reader *r, size_t last, size_t *last_size)
     if (r->text.size + size + 1 > LIMIT_NAMES)
         return cursor_fail(c, "the names are too long in all");
     if (!buffer_reserve(&r->text, size + 1))
-        return false;
+        return break_off(r);
     const uint8_t *before = r->text.data + last;
     uint8_t *name = r->text.data + r->text.size;
     if (shared < *last_size && tail.data[0] <= before[shared])
@@ -121,6 +123,8 @@ static bool read_keys(key_reader *r)
     for (r->index = 0; r->index < t->count; r->index++) {
         key_entry *e = &t->entries[r->index];
         size_t start = r->text.size;
+        if (work_stopped(r->stop))
+            return break_off(r);
         if (!read_name(r, last, &last_size) || !read_shape(&r->in, e))
             return false;
         if (__builtin_add_overflow(t->bytes, e->bytes, &t->bytes))
@@ -136,7 +140,7 @@ static bool read_text(key_reader *r, size_t min, size_t *budget, size_t *start_o
     if (!cursor_text(&r->in, min, *budget, &v))
         return false;
     if (!buffer_reserve(&r->text, v.size + 1))
-        return false;
+        return break_off(r);
     *start_out = r->text.size;
     *budget -= v.size;
     buffer_append(&r->text, v.data, v.size);
@@ -150,6 +154,8 @@ static bool read_pairs(key_reader *r)
     size_t *starts = r->starts + r->table->count;
     r->what = "metadata pair";
     for (r->index = 0; r->index < r->table->n_pairs; r->index++, starts += 2) {
+        if (work_stopped(r->stop))
+            return break_off(r);
         if (!read_text(r, 1, &budget, &starts[0]) ||
             !read_text(r, 0, &budget, &starts[1]))
             return false;
@@ -175,7 +181,7 @@ static bool read_counts(key_reader *r)
     t->entries = calloc(t->count ? t->count : 1, sizeof *t->entries);
     t->pairs = calloc(t->n_pairs ? t->n_pairs : 1, sizeof *t->pairs);
     r->starts = malloc((n_starts ? n_starts : 1) * sizeof *r->starts);
-    return (t->entries && t->pairs && r->starts) || out_of_memory(r);
+    return (t->entries && t->pairs && r->starts) || break_off(r);
 }
 
 static void set_pointers(key_reader *r)
@@ -196,21 +202,22 @@ static void set_pointers(key_reader *r)
 static fanin_status report(const key_reader *r, fanin_error *error)
 {
     static const error_place place = {.phase = "catalog"};
-    if (r->text.failed)
-        return error_set_memory(error);
+    if (r->broken_off)
+        return work_broken_off(r->stop, "catalog", "the key table was read", error);
     return error_set(error, FANIN_ERR_PROTOCOL, &place, "key table, %s %u: %s", r->what,
                      r->index, r->in.why);
 }
 
-fanin_status key_table_decode(const uint8_t *blob, size_t size, key_table **out,
-                              fanin_error *error)
+fanin_status key_table_decode(const uint8_t *blob, size_t size, work_stop *stop,
+                              key_table **out, fanin_error *error)
 {
     key_table *table = calloc(1, sizeof *table);
     *out = NULL;
     if (!table)
         return error_set_memory(error);
     key_reader r = {.in = {.at = blob, .end = blob + size, .canonical = true},
-                    .table = table};
+                    .table = table,
+                    .stop = stop};
     fanin_status status = FANIN_OK;
     bool good = read_counts(&r) && read_keys(&r) && read_pairs(&r);
     if (good && cursor_left(&r.in) != 0)

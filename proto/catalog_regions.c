@@ -62,7 +62,8 @@ static bool own_rkeys(region_table *table)
     return true;
 }
 
-static fanin_status fill(region_table *table, cursor *c, fanin_error *error)
+static fanin_status fill(region_table *table, cursor *c, work_stop *stop,
+                         fanin_error *error)
 {
     static const error_place place = {.phase = "catalog"};
     uint32_t count = 0, index = 0;
@@ -74,6 +75,9 @@ static fanin_status fill(region_table *table, cursor *c, fanin_error *error)
             return error_set_memory(error);
     }
     for (; index < count && !c->why; index++) {
+        if (work_stopped(stop))
+            return work_broken_off(stop, "catalog", "a table of regions was read",
+                                   error);
         table->entries[index].id = index;
         if (!read_region(c, &table->entries[index]))
             break;
@@ -87,15 +91,15 @@ static fanin_status fill(region_table *table, cursor *c, fanin_error *error)
     return own_rkeys(table) ? FANIN_OK : error_set_memory(error);
 }
 
-fanin_status region_table_decode(const uint8_t *blob, size_t size, region_table **out,
-                                 fanin_error *error)
+fanin_status region_table_decode(const uint8_t *blob, size_t size, work_stop *stop,
+                                 region_table **out, fanin_error *error)
 {
     region_table *table = calloc(1, sizeof *table);
     *out = NULL;
     if (!table)
         return error_set_memory(error);
     cursor c = {.at = blob, .end = blob + size, .canonical = true};
-    fanin_status status = fill(table, &c, error);
+    fanin_status status = fill(table, &c, stop, error);
     if (status)
         region_table_free(&table);
     *out = table;

@@ -94,9 +94,12 @@ static block_tiling report_conflict(const tiling *t, const uint64_t *point,
 {
     long found[2] = {-1, -1};
     int n = 0;
-    for (size_t i = 0; i < t->n_unique && n < 2; i++)
+    for (size_t i = 0; i < t->n_unique && n < 2; i++) {
+        if (work_stopped(t->stop))
+            return TILING_STOPPED;
         if (covers(&t->blocks[t->unique[i]], point))
             found[n++] = (long)t->unique[i];
+    }
     *a_out = found[0];
     *b_out = found[1];
     if (n == 2)
@@ -116,6 +119,8 @@ static block_tiling report_hole(const tiling *t, const uint64_t *point, block *f
         hole.extent[i] = t->shape[i] - point[i];
         for (size_t j = 0; j < t->n_unique; j++) {
             const block *b = &t->blocks[t->unique[j]];
+            if (work_stopped(t->stop))
+                return TILING_STOPPED;
             if (b->offset[i] > point[i] && block_intersect(b, &hole, NULL))
                 hole.extent[i] = b->offset[i] - point[i];
         }
@@ -144,7 +149,7 @@ static bool prepare(tiling *t, size_t count)
             t->unique[t->n_unique++] = t->unique[i];
     for (uint32_t dim = 0; dim < t->n_dims; dim++) {
         bool full = true;
-        for (size_t i = 0; i < t->n_unique && full; i++)
+        for (size_t i = 0; i < t->n_unique && full && !work_stopped(t->stop); i++)
             full = t->blocks[t->unique[i]].extent[dim] == t->shape[dim];
         if (!full)
             t->cut[t->n_cut++] = dim;
@@ -160,6 +165,8 @@ static block_tiling tile_line(const tiling *t, block *fault, long *a_out, long *
     uint64_t reached = 0;
     for (size_t i = 0; i < t->n_unique; i++) {
         const block *b = &t->blocks[t->unique[i]];
+        if (work_stopped(t->stop))
+            return TILING_STOPPED;
         uint64_t start = t->n_dims ? b->offset[dim] : 0;
         point[dim] = start < reached ? start : reached;
         if (start < reached)
@@ -181,7 +188,7 @@ static block_tiling tile_corners(const tiling *t, block *fault, long *a_out,
     corner *corners = malloc(n * sizeof *corners);
     if (!corners)
         return TILING_MEMORY;
-    for (size_t i = 0; i < n; i++)
+    for (size_t i = 0; i < n && !work_stopped(t->stop); i++)
         corners[i] = (corner){.block = (uint32_t)(i >> t->n_cut),
                               .mask = (uint32_t)(i & ((1u << t->n_cut) - 1))};
     qsort_r(corners, n, sizeof *corners, compare_corners, (void *)t);
@@ -221,6 +228,10 @@ block_tiling block_tiles(uint32_t n_dims, const uint64_t *shape, const block *bl
         t.whole.extent[i] = shape[i];
 
     for (size_t i = 0; i < count && result == TILING_EXACT; i++) {
+        if (work_stopped(stop)) {
+            result = TILING_STOPPED;
+            break;
+        }
         if (blocks[i].n_dims == n_dims && !block_is_empty(&blocks[i]) &&
             block_inside(&blocks[i], shape))
             continue;

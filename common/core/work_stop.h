@@ -3,6 +3,7 @@
 #ifndef WORK_STOP_H
 #define WORK_STOP_H
 
+#include <fanin/types.h>
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
@@ -15,14 +16,32 @@ typedef struct work_stop {
     bool stopped;
 } work_stop;
 
-/** To be called at every small step of the work; asks only now and then. NULL: never stops. */
-static inline bool work_stopped(work_stop *w)
+/** Small steps between two looks; a step takes a microsecond at most. */
+#define WORK_STEPS 4096
+
+/** To be called for every @p steps small steps of the work, at most WORK_STEPS; asks only now and
+    then. NULL: never stops. */
+static inline bool work_stopped_after(work_stop *w, uint32_t steps)
 {
     if (!w || w->stopped)
         return w != NULL;
-    if (++w->steps % 4096 == 0)
-        w->stopped = w->fn(w->cookie);
+    w->steps += steps;
+    if (w->steps < WORK_STEPS)
+        return false;
+    w->steps -= WORK_STEPS;
+    w->stopped = w->fn(w->cookie);
     return w->stopped;
 }
+
+/** The same for one step. */
+static inline bool work_stopped(work_stop *w)
+{
+    return work_stopped_after(w, 1);
+}
+
+/** Why work was not completed: FANIN_ERR_TIMEOUT ("the deadline passed while @p doing") if it was
+    stopped, else FANIN_ERR_MEMORY. @p stop may be NULL. */
+fanin_status work_broken_off(const work_stop *stop, const char *phase,
+                             const char *doing, fanin_error *error);
 
 #endif

@@ -15,6 +15,10 @@ void copy_list_free(copy_list *list)
 
 static void append(copy_list *list, const copy_entry *entry)
 {
+    if (work_stopped(list->stop)) {
+        list->failed = true;
+        return;
+    }
     if (list->n == list->capacity) {
         uint64_t capacity = list->capacity ? list->capacity * 2 : 64;
         copy_entry *grown = NULL;

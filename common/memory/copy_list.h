@@ -12,7 +12,8 @@
 typedef struct copy_list {
     copy_entry *entries;
     uint64_t n, capacity;
-    bool failed; /**< out of memory: what was added since is lost */
+    bool failed;     /**< out of memory or stopped: what was added since is lost */
+    work_stop *stop; /**< NULL: never stops */
 } copy_list;
 
 void copy_list_free(copy_list *list);

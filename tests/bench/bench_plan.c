@@ -89,7 +89,8 @@ static void make_keys(bench *b)
     qsort(b->entries, b->n_keys, sizeof *b->entries, by_name);
     buffer blob = {0};
     key_table_encode(&blob, b->entries, b->n_keys, NULL, 0);
-    require(key_table_decode(blob.data, blob.size, &b->keys, NULL) == FANIN_OK, "keys");
+    require(key_table_decode(blob.data, blob.size, NULL, &b->keys, NULL) == FANIN_OK,
+            "keys");
     buffer_free(&blob);
     b->to_of_key = malloc((b->n_keys + 1) * sizeof *b->to_of_key);
     require(b->to_of_key != NULL, "no memory");
@@ -135,7 +136,8 @@ static void make_source(bench *b, uint32_t rank, uint32_t world, uint32_t parts,
     buffer blob = {0};
     box_table *boxes;
     box_table_encode(&blob, b->keys->entries, b->n_keys, records, n, rank, world);
-    require(box_table_decode(blob.data, blob.size, b->keys, &boxes, NULL) == FANIN_OK,
+    require(box_table_decode(blob.data, blob.size, b->keys, NULL, &boxes, NULL) ==
+                FANIN_OK,
             "boxes");
     require((box_table_rule(boxes, NULL, NULL, NULL) == BOXES_EXPLICIT) == explicit ||
                 n == 0,
@@ -187,8 +189,8 @@ static double time_spans(const bench *b, const plan *p, uint64_t *spans_out)
         region_entry entry = {.length = b->region_length[s]};
         region_table regions = {.entries = &entry, .count = 1};
         plan_spans *spans;
-        require(plan_spans_build(p, b->keys, b->sources, s, &regions, &rule, &spans,
-                                 NULL) == FANIN_OK,
+        require(plan_spans_build(p, b->keys, b->sources, s, &regions, &rule, NULL,
+                                 &spans, NULL) == FANIN_OK,
                 "spans");
         *spans_out += spans->n_spans;
         plan_spans_free(&spans);

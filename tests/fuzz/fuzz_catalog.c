@@ -22,7 +22,7 @@ static void try_keys(const uint8_t *data, size_t size)
     key_table *table;
     fanin_error error = FANIN_ERROR_INIT;
     buffer again = {0};
-    if (key_table_decode(data, size, &table, &error)) {
+    if (key_table_decode(data, size, NULL, &table, &error)) {
         check(table == NULL && error.message[0] != '\0');
         return;
     }
@@ -58,7 +58,8 @@ static void compare_boxes(const box_table *table, const key_table *keys,
     box_table *second;
     uint32_t a[3], b[3];
     check(recode_boxes(table, keys, &again));
-    check(box_table_decode(again.data, again.size, keys, &second, NULL) == FANIN_OK);
+    check(box_table_decode(again.data, again.size, keys, NULL, &second, NULL) ==
+          FANIN_OK);
     compare_tables(table, second);
     if (box_table_rule(table, &a[0], &a[1], &a[2]) ==
             box_table_rule(second, &b[0], &b[1], &b[2]) &&
@@ -77,11 +78,11 @@ static void try_boxes(const uint8_t *data, size_t size)
     size_t keys_size = (size_t)data[0] | (size_t)data[1] << 8;
     data += 2;
     size -= 2;
-    if (keys_size > size || key_table_decode(data, keys_size, &keys, NULL))
+    if (keys_size > size || key_table_decode(data, keys_size, NULL, &keys, NULL))
         return;
     data += keys_size;
     size -= keys_size;
-    if (box_table_decode(data, size, keys, &table, NULL) == FANIN_OK) {
+    if (box_table_decode(data, size, keys, NULL, &table, NULL) == FANIN_OK) {
         uint64_t boxes = 0;
         for (uint32_t key = 0; key < keys->count; key++) {
             uint64_t count, first = box_table_of_key(table, key, &count);
@@ -99,7 +100,7 @@ static void try_regions(const uint8_t *data, size_t size)
 {
     region_table *table;
     buffer again = {0};
-    if (region_table_decode(data, size, &table, NULL))
+    if (region_table_decode(data, size, NULL, &table, NULL))
         return;
     region_table_encode(&again, table->entries, table->count);
     check(same(&again, data, size));

@@ -87,7 +87,7 @@ static void make_table(job *j)
     buffer blob = {0};
     fanin_error error = FANIN_ERROR_INIT;
     key_table_encode(&blob, entries, (uint32_t)j->count, pairs, n_pairs);
-    if (blob.failed || key_table_decode(blob.data, blob.size, &j->keys, &error))
+    if (blob.failed || key_table_decode(blob.data, blob.size, NULL, &j->keys, &error))
         die(error.message);
     buffer_free(&blob);
     free(pairs);

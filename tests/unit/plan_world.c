@@ -206,7 +206,7 @@ void world_seal(world *w, const bool *leave_out)
     buffer blob = {0};
     fanin_error error = FANIN_ERROR_INIT;
     key_table_encode(&blob, w->entries, w->n_keys, NULL, 0);
-    assert_int_equal(key_table_decode(blob.data, blob.size, &w->keys, &error),
+    assert_int_equal(key_table_decode(blob.data, blob.size, NULL, &w->keys, &error),
                      FANIN_OK);
     buffer_free(&blob);
     w->n_sources = 0;
@@ -222,7 +222,7 @@ void world_seal(world *w, const bool *leave_out)
         box_table_encode(&blob, w->keys->entries, w->keys->count, r->records,
                          r->n_records, i, w->n_ranks);
         fanin_status status =
-            box_table_decode(blob.data, blob.size, w->keys, &r->boxes, &error);
+            box_table_decode(blob.data, blob.size, w->keys, NULL, &r->boxes, &error);
         if (status != FANIN_OK)
             fail_msg("box table of rank %u: %s", i, error.message);
         buffer_free(&blob);
@@ -550,8 +550,8 @@ void world_execute_spans(const world *w, landing *l, const plan *p,
         plan_spans *spans;
         for (uint32_t i = 0; i < WORLD_REGIONS; i++)
             entries[i] = (region_entry){.id = i, .length = r->used[i]};
-        fanin_status status =
-            plan_spans_build(p, w->keys, w->sources, s, &regions, rule, &spans, &error);
+        fanin_status status = plan_spans_build(p, w->keys, w->sources, s, &regions,
+                                               rule, NULL, &spans, &error);
         if (status != FANIN_OK)
             fail_msg("spans of rank %u: %s", w->sources[s].rank, error.message);
         check_spans(spans, &regions, rule);

@@ -393,10 +393,11 @@ void peer_catalog(peer *p, const grant *g, key_table **keys, box_table **boxes)
 {
     fanin_error error = FANIN_ERROR_INIT;
     buffer blob = peer_blob(p, MSG_KEYS, g, 0);
-    assert_ok(key_table_decode(blob.data, blob.size, keys, &error), error);
+    assert_ok(key_table_decode(blob.data, blob.size, NULL, keys, &error), error);
     assert_memory_equal((*keys)->id.bytes, g->key_digest, 16);
     buffer_free(&blob);
     blob = peer_blob(p, MSG_BOXES, g, 0);
-    assert_ok(box_table_decode(blob.data, blob.size, *keys, boxes, &error), error);
+    assert_ok(box_table_decode(blob.data, blob.size, *keys, NULL, boxes, &error),
+              error);
     buffer_free(&blob);
 }

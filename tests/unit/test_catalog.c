@@ -15,7 +15,7 @@ static key_table *decode_keys(const buffer *b)
 {
     key_table *table = NULL;
     fanin_error error = FANIN_ERROR_INIT;
-    if (key_table_decode(b->data, b->size, &table, &error))
+    if (key_table_decode(b->data, b->size, NULL, &table, &error))
         fail_msg("%s", error.message);
     return table;
 }
@@ -25,7 +25,7 @@ static void refuse_keys(const buffer *b, const char *message)
     key_table *table = (key_table *)b;
     fanin_error error = FANIN_ERROR_INIT;
     assert_false(b->failed);
-    assert_int_equal(key_table_decode(b->data, b->size, &table, &error),
+    assert_int_equal(key_table_decode(b->data, b->size, NULL, &table, &error),
                      FANIN_ERR_PROTOCOL);
     assert_null(table);
     assert_string_equal(error.message, message);
@@ -234,7 +234,8 @@ static void key_tables_are_whole_and_alone(void **state)
         key_table *t;
         uint8_t *copy = malloc(b->size ? b->size : 1);
         memcpy(copy, b->data, b->size);
-        assert_int_equal(key_table_decode(copy, b->size, &t, NULL), FANIN_ERR_PROTOCOL);
+        assert_int_equal(key_table_decode(copy, b->size, NULL, &t, NULL),
+                         FANIN_ERR_PROTOCOL);
         free(copy);
     }
     buffer_append(b, "\0", 1);
@@ -244,7 +245,8 @@ static void key_tables_are_whole_and_alone(void **state)
     static const uint8_t lie[] = {0xce, 0, 0x10, 0, 0, 0, 0, 0, 0, 0, 0};
     key_table *t;
     fanin_error error = FANIN_ERROR_INIT;
-    assert_int_equal(key_table_decode(lie, sizeof lie, &t, &error), FANIN_ERR_PROTOCOL);
+    assert_int_equal(key_table_decode(lie, sizeof lie, NULL, &t, &error),
+                     FANIN_ERR_PROTOCOL);
     assert_string_equal(
         error.message,
         "key table, count 0: more entries are announced than bytes are there");
@@ -355,7 +357,7 @@ static void large_box_tables_are_small(void **state)
     box_table_encode(&b, moe_keys, MOE_KEYS, boxes, n, 5, 8);
     assert_true(b.size <= 4 * n);
     box_table *t;
-    assert_int_equal(box_table_decode(b.data, b.size, keys, &t, NULL), FANIN_OK);
+    assert_int_equal(box_table_decode(b.data, b.size, keys, NULL, &t, NULL), FANIN_OK);
     uint32_t dim, world, index;
     assert_int_equal(box_table_rule(t, &dim, &world, &index), BOXES_CHUNK);
     assert_int_equal(dim, 0);
@@ -412,7 +414,8 @@ static box_rule rule_for(const box_record *boxes, uint64_t n, uint32_t rank,
     buffer b = {0};
     box_table *t = NULL;
     box_table_encode(&b, matrices, 2, boxes, n, rank, world_size);
-    assert_int_equal(box_table_decode(b.data, b.size, w.keys, &t, NULL), FANIN_OK);
+    assert_int_equal(box_table_decode(b.data, b.size, w.keys, NULL, &t, NULL),
+                     FANIN_OK);
     assert_int_equal(box_table_count(t), n);
     box_rule rule = box_table_rule(t, &out[0], &out[1], &out[2]);
     box_table_free(&t);
@@ -534,7 +537,7 @@ static void explicit_boxes_come_back(void **state)
         box_table *t;
         fanin_error error = FANIN_ERROR_INIT;
         box_table_encode(&b, keys, n_keys, boxes, n, 0, 1);
-        if (box_table_decode(b.data, b.size, w.keys, &t, &error))
+        if (box_table_decode(b.data, b.size, w.keys, NULL, &t, &error))
             fail_msg("%s", error.message);
         assert_int_equal(box_table_count(t), n);
         uint64_t of_keys = 0;
@@ -641,7 +644,8 @@ static void other_forms_are_refused(void **state)
         buffer b = written(&rows[i].w);
         box_table *t = NULL;
         fanin_error error = FANIN_ERROR_INIT;
-        fanin_status status = box_table_decode(b.data, b.size, w.keys, &t, &error);
+        fanin_status status =
+            box_table_decode(b.data, b.size, w.keys, NULL, &t, &error);
         if (!rows[i].why) {
             if (status)
                 fail_msg("row %zu: %s", i, error.message);
@@ -667,10 +671,11 @@ static void packed_dtypes_are_cut_at_whole_bytes(void **state)
     words cut = {{1, 0, 0, 2, 1, 0}, 6}; /* elements 3..5 begin inside a byte */
     buffer b = written(&cut);
     box_table *t;
-    assert_int_equal(box_table_decode(b.data, b.size, w.keys, &t, NULL),
+    assert_int_equal(box_table_decode(b.data, b.size, w.keys, NULL, &t, NULL),
                      FANIN_ERR_PROTOCOL);
     b.data[3] = 3; /* a third, the second one: 2..3 */
-    assert_int_equal(box_table_decode(b.data, b.size, w.keys, &t, NULL), FANIN_OK);
+    assert_int_equal(box_table_decode(b.data, b.size, w.keys, NULL, &t, NULL),
+                     FANIN_OK);
     box_table_free(&t);
     buffer_free(&b);
     end_world(&w);
@@ -683,9 +688,9 @@ static void regions_come_back(void **state)
     (void)state;
     samples all = samples_of_regions();
     region_table *t;
-    assert_int_equal(
-        region_table_decode(all.list[0].bytes.data, all.list[0].bytes.size, &t, NULL),
-        FANIN_OK);
+    assert_int_equal(region_table_decode(all.list[0].bytes.data, all.list[0].bytes.size,
+                                         NULL, &t, NULL),
+                     FANIN_OK);
     assert_int_equal(t->count, 2);
     assert_int_equal(t->entries[1].id, 1);
     assert_true(t->entries[0].base == UINT64_C(0x7f0012345000));
@@ -720,12 +725,12 @@ static void wrong_regions_are_refused(void **state)
         region_table *t;
         fanin_error error = FANIN_ERROR_INIT;
         region_table_encode(&b, two, 2);
-        assert_int_equal(region_table_decode(b.data, b.size, &t, &error),
+        assert_int_equal(region_table_decode(b.data, b.size, NULL, &t, &error),
                          FANIN_ERR_PROTOCOL);
         assert_null(t);
         assert_non_null(strstr(error.message, "entry 1"));
         for (size_t size = 0; size < b.size; size++)
-            assert_int_equal(region_table_decode(b.data, size, &t, NULL),
+            assert_int_equal(region_table_decode(b.data, size, NULL, &t, NULL),
                              FANIN_ERR_PROTOCOL);
         buffer_free(&b);
     }

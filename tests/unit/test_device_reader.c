@@ -245,7 +245,7 @@ static void open_bench(bench *b)
     c->spans = calloc(c->n_sources, sizeof(*c->spans));
     for (size_t i = 0; i < c->n_sources; i++)
         assert_ok(plan_spans_build(c->plan, b->w.keys, c->sources, i, &b->regions[i],
-                                   &kernel_rules, &c->spans[i], &error),
+                                   &kernel_rules, NULL, &c->spans[i], &error),
                   error);
 }
 
@@ -474,8 +474,8 @@ static void both_kinds_land_at_once(void **state)
     for (size_t i = 0; i < b.cache.n_sources; i++) {
         plan_spans_free(&b.cache.spans[i]);
         assert_ok(plan_spans_build(b.cache.plan, b.w.keys, b.cache.sources, i,
-                                   &b.regions[i], &kernel_rules, &b.cache.spans[i],
-                                   &error),
+                                   &b.regions[i], &kernel_rules, NULL,
+                                   &b.cache.spans[i], &error),
                   error);
     }
     for (uint32_t i = 0; i < b.w.n_keys; i++)

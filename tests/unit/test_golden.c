@@ -128,7 +128,8 @@ static void key_tables_have_their_bytes(void **state)
         key_table *table;
         buffer again = {0};
         compare_golden(&all.list[i]);
-        assert_int_equal(key_table_decode(blob->data, blob->size, &table, NULL), 0);
+        assert_int_equal(key_table_decode(blob->data, blob->size, NULL, &table, NULL),
+                         0);
         key_table_encode(&again, table->entries, table->count, table->pairs,
                          table->n_pairs);
         assert_int_equal(again.size, blob->size);
@@ -145,15 +146,15 @@ static void box_tables_have_their_bytes(void **state)
     samples all_keys = samples_of_keys(), all = samples_of_boxes();
     key_table *keys;
     assert_int_equal(key_table_decode(all_keys.list[0].bytes.data,
-                                      all_keys.list[0].bytes.size, &keys, NULL),
+                                      all_keys.list[0].bytes.size, NULL, &keys, NULL),
                      0);
     for (size_t i = 0; i < all.count; i++) {
         const buffer *blob = &all.list[i].bytes;
         box_table *table;
         buffer again = {0};
         compare_golden(&all.list[i]);
-        assert_int_equal(box_table_decode(blob->data, blob->size, keys, &table, NULL),
-                         0);
+        assert_int_equal(
+            box_table_decode(blob->data, blob->size, keys, NULL, &table, NULL), 0);
         assert_true(recode_boxes(table, keys, &again));
         assert_int_equal(again.size, blob->size);
         assert_memory_equal(again.data, blob->data, again.size);
@@ -174,7 +175,8 @@ static void region_tables_have_their_bytes(void **state)
         region_table *table;
         buffer again = {0};
         compare_golden(&all.list[i]);
-        assert_int_equal(region_table_decode(blob->data, blob->size, &table, NULL), 0);
+        assert_int_equal(
+            region_table_decode(blob->data, blob->size, NULL, &table, NULL), 0);
         region_table_encode(&again, table->entries, table->count);
         assert_int_equal(again.size, blob->size);
         assert_memory_equal(again.data, blob->data, again.size);
@@ -192,7 +194,8 @@ static void arenas_have_keys_to_map(void **state)
     const buffer *blob = &all.list[all.count - 1].bytes;
     region_table *table;
     assert_string_equal(all.list[all.count - 1].name, "region_table_arenas");
-    assert_int_equal(region_table_decode(blob->data, blob->size, &table, NULL), 0);
+    assert_int_equal(region_table_decode(blob->data, blob->size, NULL, &table, NULL),
+                     0);
     assert_int_equal(table->count, 2);
     for (uint32_t i = 0; i < table->count; i++) {
         const region_entry *e = &table->entries[i];

@@ -74,9 +74,9 @@ static void converted_spans_are_not_direct(void **state)
     region_table regions = {.entries = entries, .count = WORLD_REGIONS};
     for (uint32_t i = 0; i < WORLD_REGIONS; i++)
         entries[i] = (region_entry){.id = i, .length = w.ranks[0].used[i]};
-    assert_int_equal(
-        plan_spans_build(p, w.keys, w.sources, 0, &regions, &rule, &spans, &error),
-        FANIN_OK);
+    assert_int_equal(plan_spans_build(p, w.keys, w.sources, 0, &regions, &rule, NULL,
+                                      &spans, &error),
+                     FANIN_OK);
     uint64_t direct = 0, converted = 0;
     for (uint64_t i = 0; i < spans->n_spans; i++) {
         const span *s = &spans->spans[i];

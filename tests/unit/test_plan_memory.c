@@ -94,8 +94,8 @@ static void check_plans(const world *w, landing *l)
     for (calls = 0; status != FANIN_OK; calls++) {
         assert_true(calls < 1000);
         left = calls;
-        status =
-            plan_spans_build(p, w->keys, w->sources, 0, &regions, &rule, &spans, NULL);
+        status = plan_spans_build(p, w->keys, w->sources, 0, &regions, &rule, NULL,
+                                  &spans, NULL);
         left = -1;
         assert_true(status == FANIN_OK || (status == FANIN_ERR_MEMORY && !spans));
     }

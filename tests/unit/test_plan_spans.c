@@ -34,7 +34,7 @@ static plan_spans *spans_of(const world *w, const plan *p, const span_rule *rule
     for (uint32_t i = 0; i < WORLD_REGIONS; i++)
         entries[i] = (region_entry){.id = i, .length = w->ranks[0].used[i]};
     assert_int_equal(
-        plan_spans_build(p, w->keys, w->sources, 0, &regions, rule, &spans, NULL),
+        plan_spans_build(p, w->keys, w->sources, 0, &regions, rule, NULL, &spans, NULL),
         FANIN_OK);
     return spans;
 }
@@ -161,9 +161,9 @@ static void boxes_outside_of_their_region_are_refused(void **state)
     region_table table = {.entries = entries, .count = 2};
     for (int i = 0; i < 2; i++) {
         fanin_error error = FANIN_ERROR_INIT;
-        assert_int_equal(
-            plan_spans_build(p, w.keys, w.sources, 0, &table, &usual, &spans, &error),
-            FANIN_ERR_PROTOCOL);
+        assert_int_equal(plan_spans_build(p, w.keys, w.sources, 0, &table, &usual, NULL,
+                                          &spans, &error),
+                         FANIN_ERR_PROTOCOL);
         assert_null(spans);
         assert_int_equal(error.rank, 0);
         assert_string_equal(error.key, "key00001");
@@ -172,7 +172,7 @@ static void boxes_outside_of_their_region_are_refused(void **state)
     table.count = 2;
     entries[1].length = 100;
     assert_int_equal(
-        plan_spans_build(p, w.keys, w.sources, 0, &table, &usual, &spans, NULL),
+        plan_spans_build(p, w.keys, w.sources, 0, &table, &usual, NULL, &spans, NULL),
         FANIN_OK);
     end(&w, &l, &p, &spans);
 }
@@ -211,8 +211,8 @@ static void strided_boxes_are_checked_too(void **state)
         box->place.stride[0] = cases[i].stride;
         box_table_encode(&blob, w.keys->entries, 1, box, 1, 0, 1);
         box_table_free(&w.ranks[0].boxes);
-        fanin_status status =
-            box_table_decode(blob.data, blob.size, w.keys, &w.ranks[0].boxes, &error);
+        fanin_status status = box_table_decode(blob.data, blob.size, w.keys, NULL,
+                                               &w.ranks[0].boxes, &error);
         buffer_free(&blob);
         if (status == FANIN_OK) { /* tables refuse the wildest themselves */
             w.sources[0].boxes = w.ranks[0].boxes;
@@ -220,8 +220,8 @@ static void strided_boxes_are_checked_too(void **state)
             region_table table = {.entries = &entry, .count = 1};
             landing_whole(&l, &w, 0);
             assert_int_equal(world_plan(&w, &l, &p, NULL), FANIN_OK);
-            status = plan_spans_build(p, w.keys, w.sources, 0, &table, &usual, &spans,
-                                      &error);
+            status = plan_spans_build(p, w.keys, w.sources, 0, &table, &usual, NULL,
+                                      &spans, &error);
             assert_int_equal(status, cases[i].good ? FANIN_OK : FANIN_ERR_PROTOCOL);
             plan_spans_free(&spans);
             plan_free(&p);
@@ -298,11 +298,11 @@ static void senseless_calls_are_refused(void **state)
     const span_rule tiny = {.max_length = 15};
     one_rank(&w, &l, &p, 1, NULL, NULL);
     assert_int_equal(
-        plan_spans_build(p, w.keys, w.sources, 1, &none, &usual, &spans, NULL),
+        plan_spans_build(p, w.keys, w.sources, 1, &none, &usual, NULL, &spans, NULL),
         FANIN_ERR_ARGUMENT);
     assert_null(spans);
     assert_int_equal(
-        plan_spans_build(p, w.keys, w.sources, 0, &none, &tiny, &spans, NULL),
+        plan_spans_build(p, w.keys, w.sources, 0, &none, &tiny, NULL, &spans, NULL),
         FANIN_ERR_ARGUMENT);
     end(&w, &l, &p, &spans);
 }

@@ -676,7 +676,7 @@ static void arenas_can_be_exported(void **state)
     buffer blob = peer_blob(&r.control, MSG_REGIONS, &r.grant, WIRE_PATH_CUDA_IPC);
     region_table *regions;
     fanin_error error = FANIN_ERROR_INIT;
-    assert_ok(region_table_decode(blob.data, blob.size, &regions, &error), error);
+    assert_ok(region_table_decode(blob.data, blob.size, NULL, &regions, &error), error);
     assert_int_equal(regions->count, 2);
     for (uint32_t i = 0; i < 2; i++) {
         assert_int_equal(regions->entries[i].memory, FANIN_MEMORY_CUDA);

@@ -18,7 +18,7 @@ static region_table *regions_of(peer *p, const grant *g, wire_path path)
     region_table *t;
     fanin_error error = FANIN_ERROR_INIT;
     buffer blob = peer_blob(p, MSG_REGIONS, g, path);
-    assert_ok(region_table_decode(blob.data, blob.size, &t, &error), error);
+    assert_ok(region_table_decode(blob.data, blob.size, NULL, &t, &error), error);
     buffer_free(&blob);
     return t;
 }

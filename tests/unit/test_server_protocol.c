@@ -192,7 +192,7 @@ static void regions_without_keys_have_no_addresses(void **state)
     buffer blob = peer_blob(&p, MSG_REGIONS, &g, WIRE_PATH_STREAM);
     region_table *regions;
     fanin_error error = FANIN_ERROR_INIT;
-    assert_ok(region_table_decode(blob.data, blob.size, &regions, &error), error);
+    assert_ok(region_table_decode(blob.data, blob.size, NULL, &regions, &error), error);
     assert_int_equal(regions->count, 1); /* both lie in neighbouring pages */
     assert_int_equal(regions->entries[0].base, 0);
     assert_int_equal(regions->entries[0].rkey_size, 0);

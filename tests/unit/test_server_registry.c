@@ -333,7 +333,7 @@ static void many_shards_are_put_and_committed_fast(void **state)
     grant g = peer_wait(&p, WIRE_RULE_NEWEST, 0);
     buffer blob = peer_blob(&p, MSG_REGIONS, &g, WIRE_PATH_STREAM);
     region_table *regions;
-    assert_ok(region_table_decode(blob.data, blob.size, &regions, &error), error);
+    assert_ok(region_table_decode(blob.data, blob.size, NULL, &regions, &error), error);
     print_message("# %u regions\n", regions->count);
     assert_true(regions->count < MANY / 100);
     region_table_free(&regions);

@@ -152,7 +152,7 @@ static void tables_describe_both_arenas(void **state)
     grant g = peer_wait(&r.control, WIRE_RULE_NEWEST, 0);
     peer_catalog(&r.control, &g, &keys, &boxes);
     buffer blob = peer_blob(&r.control, MSG_REGIONS, &g, WIRE_PATH_STREAM);
-    assert_ok(region_table_decode(blob.data, blob.size, &regions, &error), error);
+    assert_ok(region_table_decode(blob.data, blob.size, NULL, &regions, &error), error);
     assert_int_equal(box_table_regions(boxes), 1);
     assert_int_equal(regions->count, 2);
     assert_int_equal(regions->entries[0].length, regions->entries[1].length);
