@@ -1,16 +1,15 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "verify.h"
 
-#include "box_digest.h"
 #include "convert.h"
-#include "dtype.h"
 #include "error_set.h"
+#include "held_digest.h"
 #include "path.h"
 #include "stream_link.h"
 #include <stdlib.h>
 #include <string.h>
 
-#define REQUEST_BYTES ((uint64_t)1 << 20)
+#define REQUEST_BYTES LIMIT_READ_BYTES
 #define WHOLE UINT64_MAX
 
 /* What one digest is of: a piece, or one run of a piece that was read along gaps. */
@@ -26,16 +25,15 @@ typedef struct inquiry {
     read_list list;
     unit *units; /* one an entry */
     uint64_t n_units, unit_capacity, request_capacity;
+    digest *digests; /* of what is here, one a unit; the first n_held */
+    uint64_t n_held;
     stream_work work;
 } inquiry;
 
 typedef struct verifier {
     read_phase *r;
     inquiry *inquiries; /* one a source */
-    box_digest *sum;
-    gpu_stream *streams[GPU_MAX_DEVICES];
-    uint8_t *bounce; /* pinned: what was read back from a device */
-    size_t bounce_size;
+    held *held;
     uint64_t inflight;
     deadline at;
 } verifier;
@@ -131,73 +129,35 @@ static bool add_piece(inquiry *q, uint64_t index)
 
 /* --------------------------------------------------------- what is held here */
 
-/* Where host code can read [at, at + length), which may be device memory. */
-static const uint8_t *readable(verifier *v, const uint8_t *at, size_t length,
-                               fanin_error *error)
+static held_part part_of(void *cookie, uint64_t index)
 {
-    const memory_range *range = memory_range_find(v->r->ranges, v->r->n_ranges, at);
-    if (!range || range->device < 0)
-        return at;
-    gpu *g = v->r->client->gpu;
-    gpu_stream **stream = &v->streams[range->device];
-    if (v->bounce_size < length) {
-        void *memory = NULL;
-        gpu_host_free(g, v->bounce);
-        v->bounce = NULL;
-        v->bounce_size = 0;
-        if (gpu_host_alloc(g, length, &memory, error) != FANIN_OK)
-            return NULL;
-        v->bounce = memory;
-        v->bounce_size = length;
-    }
-    if ((!*stream && gpu_stream_create(g, range->device, stream, error) != FANIN_OK) ||
-        gpu_copy(*stream, v->bounce, at, length, error) != FANIN_OK ||
-        gpu_stream_wait(*stream, v->at, error) != FANIN_OK)
-        return NULL;
-    return v->bounce;
-}
-
-/* From the first to the last byte that a view lands on, from its first element. */
-static void view_reach(const strided *view, uint64_t run, int64_t *low, int64_t *high)
-{
-    *low = 0;
-    *high = (int64_t)run;
-    for (uint32_t i = 0; i < view->n_dims; i++) {
-        int64_t reach = view->to[i] * (int64_t)(view->extent[i] - 1);
-        *low += reach < 0 ? reach : 0;
-        *high += reach > 0 ? reach : 0;
-    }
-}
-
-static fanin_status digest_landed(verifier *v, const inquiry *q, const unit *u,
-                                  digest *out, fanin_error *error)
-{
+    const inquiry *q = cookie;
+    const verifier *v = q->verifier;
+    const unit *u = &q->units[index];
     const piece *p = &q->work.pieces->pieces[u->piece];
-    const strided *view = view_of(v, p);
-    const uint8_t *at = v->r->base + p->to;
-    int64_t low = 0, high = (int64_t)p->length;
-    uint64_t run = p->length, first = 0, count = 1;
-    if (view) {
-        run = convert_bytes(view->convert, view->run);
-        count = u->run == WHOLE ? strided_runs(view) : 1;
-        first = u->run == WHOLE ? 0 : u->run;
-        view_reach(view, run, &low, &high);
+    held_part part = {.at = v->r->base + p->to,
+                      .view = view_of(v, p),
+                      .runs = 1,
+                      .length = p->length};
+    if (part.view && u->run == WHOLE)
+        part.runs = strided_runs(part.view);
+    else if (part.view)
+        part.first = u->run;
+    return part;
+}
+
+/* Digests what is here up to unit @p end, and more where that costs little. */
+static fanin_status hold(inquiry *q, uint64_t end, fanin_error *error)
+{
+    const verifier *v = q->verifier;
+    fanin_status status = FANIN_OK;
+    while (q->n_held < end && status == FANIN_OK) {
+        uint64_t n;
+        status = held_digest(v->held, part_of, q, q->n_held, q->n_units, v->at,
+                             &q->digests[q->n_held], &n, error);
+        q->n_held += n;
     }
-    if (view && u->run != WHOLE) {
-        strided_run(view, u->run, NULL, &low);
-        high = low + (int64_t)run;
-    }
-    const uint8_t *there = readable(v, at + low, (size_t)(high - low), error);
-    if (!there)
-        return error && error->status != FANIN_OK ? error->status : FANIN_ERR_TRANSPORT;
-    for (uint64_t i = first; i < first + count; i++) {
-        int64_t to = 0;
-        if (view)
-            strided_run(view, i, NULL, &to);
-        box_digest_add(v->sum, there + (to - low), run, CONVERT_NONE);
-    }
-    *out = box_digest_take(v->sum);
-    return FANIN_OK;
+    return status;
 }
 
 static fanin_status unequal(const inquiry *q, const unit *u, fanin_error *error)
@@ -227,19 +187,16 @@ static bool compare(void *cookie, uint64_t request, const uint8_t *digests)
     verifier *v = q->verifier;
     stream_work *w = &q->work;
     const read_request *asked = &q->list.requests[request];
-    for (uint32_t i = 0; i < asked->n_entries; i++) {
-        const unit *u = &q->units[asked->first_entry + i];
-        digest here;
-        w->status = digest_landed(v, q, u, &here, &w->error);
-        if (w->status == FANIN_OK &&
-            memcmp(here.bytes, digests + 16 * (size_t)i, 16) != 0)
-            w->status = unequal(q, u, &w->error);
-        if (w->status != FANIN_OK) {
-            w->failed = v->r->final = true;
-            return false;
-        }
+    w->status = hold(q, asked->first_entry + asked->n_entries, &w->error);
+    for (uint32_t i = 0; i < asked->n_entries && w->status == FANIN_OK; i++) {
+        uint64_t at = asked->first_entry + i;
+        if (memcmp(q->digests[at].bytes, digests + DIGEST_SIZE * (size_t)i,
+                   DIGEST_SIZE) != 0)
+            w->status = unequal(q, &q->units[at], &w->error);
     }
-    return true;
+    if (w->status != FANIN_OK)
+        w->failed = v->r->final = true;
+    return !w->failed;
 }
 
 /* ------------------------------------------------------------------- running */
@@ -278,6 +235,9 @@ static fanin_status start(verifier *v, inquiry *q, fanin_error *error)
         if (!add_piece(q, i))
             return error_set_memory(error);
     }
+    q->digests = calloc(q->n_units, sizeof(*q->digests));
+    if (!q->digests)
+        return error_set_memory(error);
     memcpy(q->work.token, r->leases[index].token, sizeof(q->work.token));
     fanin_status status = FANIN_OK;
     if (!q->peer->stream)
@@ -336,20 +296,18 @@ static void finish(verifier *v)
         free(q->list.entries);
         free(q->list.requests);
         free(q->units);
+        free(q->digests);
     }
-    for (int i = 0; i < GPU_MAX_DEVICES; i++)
-        gpu_stream_destroy(&v->streams[i]);
-    if (v->bounce)
-        gpu_host_free(v->r->client->gpu, v->bounce);
-    box_digest_free(v->sum);
+    held_free(v->held);
     free(v->inquiries);
 }
 
 fanin_status verify_run(read_phase *r, deadline at, fanin_error *error)
 {
-    verifier v = {.r = r, .at = at, .sum = box_digest_create()};
+    verifier v = {.r = r, .at = at};
+    v.held = held_create(r->client->gpu, r->ranges, r->n_ranges);
     v.inquiries = calloc(r->cache->n_sources + 1, sizeof(*v.inquiries));
-    fanin_status status = v.sum && v.inquiries ? FANIN_OK : error_set_memory(error);
+    fanin_status status = v.held && v.inquiries ? FANIN_OK : error_set_memory(error);
     for (size_t i = 0; i < r->cache->n_sources && status == FANIN_OK; i++) {
         v.inquiries[i] = (inquiry){.verifier = &v, .source = i};
         status = start(&v, &v.inquiries[i], error);

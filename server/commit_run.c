@@ -202,8 +202,9 @@ static fanin_status build_copied(fanin_server *s, publication *p, const commit *
     return status;
 }
 
-/* Reads by stream copy device memory with a kernel. It is loaded here, by the trainer's thread, as all
-   readers would wait while the data thread did. Devices that cannot run it serve cuda_ipc still. */
+/* Reads by stream copy device memory with a kernel, digests of it are made by another. They are loaded
+   here, by the trainer's thread, as all readers would wait while the data thread did. Devices that
+   cannot run the first serve cuda_ipc still. */
 static void prepare_devices(fanin_server *s, const publication *p,
                             const snapshot *built)
 {
@@ -219,6 +220,10 @@ static void prepare_devices(fanin_server *s, const publication *p,
                       "%s: CUDA device %d cannot be read by stream: %s%s%s", p->name,
                       (int)in.device, why.message, why.remedy[0] ? "; " : "",
                       why.remedy);
+        else if (gpu_prepare_digest(atomic_load(&s->gpu), in.device, &why) != FANIN_OK)
+            log_write(&s->log, FANIN_LOG_WARNING, "slow-digests",
+                      "%s: memory of CUDA device %d is digested by the CPU: %s",
+                      p->name, (int)in.device, why.message);
     }
 }
 

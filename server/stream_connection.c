@@ -564,7 +564,7 @@ static bool digest_some(stream_tools *t, connection *c)
     return true;
 }
 
-/* What has been copied from devices. */
+/* What has been copied from devices, or digested there. */
 static turn_result digest_staged(stream_tools *t, connection *c)
 {
     job *j = &c->job;
@@ -576,7 +576,10 @@ static turn_result digest_staged(stream_tools *t, connection *c)
     if (!first || first->state != CHUNK_READY)
         return TURN_WAIT;
     size_t bytes = first->bytes;
-    digester_add(&c->digester, j, first->data, bytes);
+    if (first->digests.n_pieces > 0)
+        digester_add_pieces(&c->digester, j, first->digests.digests);
+    else
+        digester_add(&c->digester, j, first->data, bytes);
     drop_sent(t, &c->staged, bytes);
     job_advance(j, bytes);
     if (j->left == 0)

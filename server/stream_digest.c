@@ -66,6 +66,16 @@ void digester_add(digester *d, const job *j, const uint8_t *data, size_t size)
     }
 }
 
+void digester_add_pieces(digester *d, const job *j, const uint64_t *pieces)
+{
+    for (d->range = 0; d->range < j->n_ranges; d->range++) {
+        uint64_t length = convert_bytes(d->convert, j->ranges[d->range].whole);
+        box_digest_add_pieces(d->sum, pieces, length);
+        d->digests[d->range] = box_digest_take(d->sum);
+        pieces += box_digest_pieces(length);
+    }
+}
+
 size_t digester_memory(const digester *d)
 {
     return d->capacity * sizeof *d->digests + (d->sum ? 8192 : 0);

@@ -22,6 +22,8 @@ const char *digester_start(digester *d, const job *j, uint64_t request, uint32_t
                            fanin_status *code_out);
 /** The job's next bytes, in its order. */
 void digester_add(digester *d, const job *j, const uint8_t *data, size_t size);
+/** The same, all of it at once, from the XXH3-64s of the pieces of the ranges. */
+void digester_add_pieces(digester *d, const job *j, const uint64_t *pieces);
 size_t digester_memory(const digester *d);
 void digester_free(digester *d);
 

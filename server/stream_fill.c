@@ -107,3 +107,73 @@ filling filling_gather(chunk *to, const job *j)
                      0, 0);
     return f;
 }
+
+/* ----------------------------------------------------------------- digests */
+
+/* What comes into a list. */
+typedef struct listing {
+    digest_list list;
+    uint32_t convert;
+    int device;
+    bool good;
+} listing;
+
+/* Bytes [offset, offset + length) of a box that is not packed, as add_view(). */
+static bool list_view(listing *l, const strided *view, uint64_t first, uint64_t offset,
+                      uint64_t length)
+{
+    uint64_t run = view->run;
+    uint64_t in_row = view->n_dims > 0 ? view->extent[view->n_dims - 1] : 1;
+    int64_t step = view->n_dims > 0 ? view->from[view->n_dims - 1] : 0;
+    while (length > 0) {
+        uint64_t index = offset / run, skip = offset % run;
+        uint64_t size = smaller(run - skip, length), runs = 1;
+        int64_t at;
+        strided_run(view, index, &at, NULL);
+        if (skip == 0 && size == run)
+            runs = smaller(in_row - index % in_row, length / run);
+        if (!digest_list_add(&l->list, first + (uint64_t)at + skip, size, runs, step,
+                             l->convert))
+            return false;
+        offset += size * runs;
+        length -= size * runs;
+    }
+    return true;
+}
+
+static bool list_piece(void *cookie, const job *j, const source_box *b, uint64_t offset,
+                       uint64_t length)
+{
+    listing *l = cookie;
+    int device = snapshot_box_device(j->catalog, b, j->first_region);
+    uint64_t first = (uintptr_t)snapshot_box_first(j->catalog, b, j->first_region);
+    if (l->device < 0)
+        l->device = device;
+    l->good = device >= 0 && device == l->device &&
+              (b->view == VIEW_PACKED
+                   ? digest_list_add(&l->list, first + offset, length, 1, 0, l->convert)
+                   : list_view(l, &j->catalog->views[b->view], first, offset, length));
+    return l->good;
+}
+
+bool filling_digest(chunk *to, const job *j, uint32_t convert, filling *out)
+{
+    listing l = {.list = digest_list_in(to->data, CHUNK_BYTES, CHUNK_PIECES),
+                 .convert = convert,
+                 .device = -1,
+                 .good = true};
+    /* Range by range: each begins a piece. */
+    for (uint32_t i = 0; i < j->n_ranges && l.good; i++) {
+        job one = *j;
+        one.current = i;
+        one.n_ranges = i + 1;
+        digest_list_cut(&l.list);
+        job_each(&one, list_piece, &l);
+    }
+    if (!l.good)
+        return false;
+    to->digests = l.list;
+    to->bytes = j->left;
+    *out = (filling){.to = to, .device = l.device};
+    return true;
+}

@@ -19,4 +19,11 @@ typedef struct filling {
  */
 filling filling_gather(chunk *to, const job *j);
 
+/**
+ * What the device is told to digest instead: all of the reply, of which nothing has been gathered,
+ * converted. No bytes come into the chunk, but the digests of their pieces. False: not of one
+ * device alone, or cut into too many runs; the chunk is as it was.
+ */
+bool filling_digest(chunk *to, const job *j, uint32_t convert, filling *out);
+
 #endif

@@ -66,6 +66,11 @@ void job_advance(job *j, uint64_t bytes);
 /** Moves the ranges on by @p bytes, or back. */
 void job_skip(job *j, uint64_t bytes);
 void job_rewind(job *j, uint64_t bytes);
+/** Whether nothing has left yet, nor been gathered. */
+static inline bool job_is_whole(const job *j)
+{
+    return j->current == 0 && j->ranges[0].length == j->ranges[0].whole;
+}
 /** Whether any of the reply is device memory. */
 bool job_needs_stage(const job *j);
 

@@ -163,7 +163,9 @@ static fanin_status launch(stage *s, const filling *f, bool *settled,
     *settled = true;
     if (!*stream)
         status = gpu_stream_create(s->gpu, f->device, stream, error);
-    if (status == FANIN_OK)
+    if (status == FANIN_OK && c->digests.n_pieces > 0)
+        status = gpu_digest_run(*stream, &c->digests, error);
+    else if (status == FANIN_OK)
         status = gpu_entries_run(*stream, c->entries, f->n_device, 0, 0, error);
     if (status != FANIN_OK)
         return status;
@@ -199,6 +201,20 @@ static void append(staged *of, chunk *c)
     of->count++;
 }
 
+/* By the digest kernel if nothing of the reply has been read back yet and all of it can be so. */
+static filling fill(stage *s, chunk *to, const connection *c, const job *j)
+{
+    const digester *d = &c->digester;
+    filling f;
+    to->digests = (digest_list){0};
+    if (d->on && job_is_whole(j) && filling_digest(to, j, d->convert, &f) &&
+        gpu_prepare_digest(s->gpu, f.device, NULL) == FANIN_OK)
+        return f;
+    to->digests = (digest_list){0};
+    to->bytes = 0;
+    return filling_gather(to, j);
+}
+
 fill_result stage_fill(stage *s, connection *c, job *j, fanin_error *error)
 {
     chunk *to = chunk_obtain(s, c, error);
@@ -213,7 +229,7 @@ fill_result stage_fill(stage *s, connection *c, job *j, fanin_error *error)
         return FILL_VOID;
     }
     ON_SEND();
-    const filling f = filling_gather(to, j);
+    const filling f = fill(s, to, c, j);
     to->device = f.device;
     to->state = f.device >= 0 ? CHUNK_COPYING : CHUNK_READY;
     to->due = deadline_in_ms(STALL_MS);

@@ -2,7 +2,8 @@
 /**
  * @file
  * Device memory on its way to data connections: a copy kernel gathers the next bytes of a reply
- * into a chunk of pinned host memory, from which they are sent. A connection has two chunks at
+ * into a chunk of pinned host memory, from which they are sent. For a reply of digests another
+ * kernel writes those of pieces into a chunk, if the device has that kernel. A connection has two chunks at
  * most, so that one fills while the other is sent; all connections share a bounded pool. While
  * none is free connections wait in a queue, and those that cannot send what they have give
  * it back and gather it again later: who does not take its bytes keeps nobody waiting.
@@ -13,18 +14,22 @@
  *
  * All of it belongs to the data thread; only copies end in threads of CUDA's driver, which tell it by
  * an eventfd. Nothing blocks that thread but what is made once: a stream for each device, and the
- * pinned memory of a chunk (some 100 us each) as long as the pool grows. The kernel is there since
+ * pinned memory of a chunk (some 100 us each) as long as the pool grows. The kernels are there since
  * the commit.
  */
 #ifndef STREAM_STAGE_H
 #define STREAM_STAGE_H
 
+#include "box_digest.h"
 #include "stream_job.h"
 
 #define CHUNK_BYTES ((size_t)1 << 20)
 #define CHUNK_ENTRIES 4096 /**< copies that one kernel makes at most */
-#define CHUNKS_EACH 2      /**< of one connection */
-#define CHUNKS_MOST 32     /**< of all */
+/** Pieces of all that one request may digest; each entry's last one may be short. */
+#define CHUNK_PIECES                                                                   \
+    ((uint32_t)(LIMIT_READ_BYTES / BOX_DIGEST_PIECE + LIMIT_READ_ENTRIES))
+#define CHUNKS_EACH 2  /**< of one connection */
+#define CHUNKS_MOST 32 /**< of all */
 
 struct connection;
 typedef struct stage stage;
@@ -37,6 +42,8 @@ typedef struct chunk {
     uint8_t *data; /* pinned, as are: */
     copy_entry *entries;
     size_t bytes, sent;
+    digest_list
+        digests; /**< of pieces: the bytes were digested where they are; it lies in `data` */
     deadline due; /**< when a copy has to be done */
     struct chunk *next;
     /* The stage's own. */
@@ -83,7 +90,8 @@ bool stage_is_short(const stage *s);
 typedef enum fill_result { FILL_DONE, FILL_WAIT, FILL_VOID, FILL_FAILED } fill_result;
 
 /**
- * Starts to gather the next bytes of the reply into a chunk and adds that to the connection's.
+ * Starts to gather the next bytes of the reply into a chunk, or to digest them if that is what
+ * the connection is to answer and its device can, and adds that to the connection's.
  * FILL_VOID: the epoch has gone. FILL_FAILED: @p error says which device, or what is short.
  */
 fill_result stage_fill(stage *s, struct connection *c, job *j, fanin_error *error);

@@ -96,6 +96,13 @@ void box_digest_add(box_digest *d, const void *data, size_t size, uint32_t conve
     d->begun += size;
 }
 
+void box_digest_add_pieces(box_digest *d, const uint64_t *pieces, uint64_t length)
+{
+    for (uint64_t i = 0; i < box_digest_pieces(length); i++)
+        add_number(d, pieces[i]);
+    d->length += length;
+}
+
 digest box_digest_take(box_digest *d)
 {
     if (d->filled > 0) {

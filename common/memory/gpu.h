@@ -2,8 +2,8 @@
 /**
  * @file
  * CUDA, through its driver alone, loaded at run time: what memory a pointer names, memory and
- * streams of our own, exported allocations, and the copy kernel. The only place that knows
- * CUDA's API. A build without CUDA has the same functions; gpu_load() then says so.
+ * streams of our own, exported allocations, and the kernels that copy and digest. The only place
+ * that knows CUDA's API. A build without CUDA has the same functions; gpu_load() then says so.
  *
  * No CUDA runtime is linked or loaded: the library has one build for machines with and without
  * a GPU, and brings no second runtime into a trainer's process. All work is done in the devices'
@@ -19,6 +19,7 @@
 
 #include "clock.h"
 #include "copy_entry.h"
+#include "digest_list.h"
 #include "log.h"
 #include <fanin/types.h>
 
@@ -191,5 +192,15 @@ fanin_status gpu_table_run(const gpu_table *table, gpu_stream *stream, uint64_t 
     run), all of base 0 being 0. For entries made for one use. */
 fanin_status gpu_entries_run(gpu_stream *stream, const copy_entry *pinned, uint64_t n,
                              uint64_t from_add, uint64_t to_add, fanin_error *error);
+
+/* ---------------------------------------------------------------- digesting */
+
+/** Loads the digest kernel on @p device; asked of the driver once, later calls return the same and
+    are cheap. Not FANIN_OK: memory of the device is to be read back and digested by the host. */
+fanin_status gpu_prepare_digest(gpu *g, int device, fanin_error *error);
+/** Queues the digests of the list's pieces. The list's memory is pinned host memory, to be kept
+    until it has run; what its entries name is memory that the device can read. */
+fanin_status gpu_digest_run(gpu_stream *stream, const digest_list *list,
+                            fanin_error *error);
 
 #endif

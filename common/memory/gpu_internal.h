@@ -4,6 +4,7 @@
 #define GPU_INTERNAL_H
 
 #include "copy_kernel.h"
+#include "digest_kernel.h"
 #include "error_set.h"
 #include "gpu.h"
 #include <cuda.h>
@@ -60,6 +61,12 @@
     X(cuLaunchKernel)                                                                  \
     X(cuFlushGPUDirectRDMAWrites)
 
+/** A kernel on a device. */
+typedef struct gpu_kernel {
+    CUfunction function;      /**< NULL: not loaded */
+    unsigned resident_blocks; /**< of it, on the whole device */
+} gpu_kernel;
+
 /** What is known of a device, and what belongs to it for the rest of the process. */
 typedef struct gpu_slot {
     CUdevice handle;
@@ -68,8 +75,8 @@ typedef struct gpu_slot {
     _Atomic(CUcontext)
         context; /**< the primary one, retained; NULL: not needed so far */
     /* under the lock, until they are set */
-    CUfunction copy;          /**< the kernel */
-    unsigned resident_blocks; /**< of it, on the whole device */
+    gpu_kernel copy, digest;
+    CUresult digest_refused; /**< why there is no digest kernel; asked once */
     CUstream uploads;
 } gpu_slot;
 

@@ -2,8 +2,9 @@
 #include "copy_units.h"
 #include "gpu_internal.h"
 
-/** Made from copy_kernel.cu. */
+/** Made from copy_kernel.cu and digest_kernel.cu. */
 const void *copy_kernel_image(void);
+const void *digest_kernel_image(void);
 
 static fanin_status load_error(const gpu *g, int device, fanin_error *error,
                                CUresult result)
@@ -33,26 +34,27 @@ static fanin_status load_error(const gpu *g, int device, fanin_error *error,
     }
 }
 
-static CUresult load_kernel(gpu *g, gpu_slot *slot)
+static CUresult load_kernel(gpu *g, const gpu_slot *slot, const void *image,
+                            const char *name, int threads, gpu_kernel *out)
 {
     CUmodule module;
     CUfunction function;
     int blocks = 0, processors = 0;
     /* The module stays as long as the context, which stays as long as the process. */
-    CUresult result = g->cuModuleLoadData(&module, copy_kernel_image());
+    CUresult result = g->cuModuleLoadData(&module, image);
     if (result == CUDA_SUCCESS)
-        result = g->cuModuleGetFunction(&function, module, COPY_KERNEL_NAME);
+        result = g->cuModuleGetFunction(&function, module, name);
     if (result == CUDA_SUCCESS)
         result = g->cuOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, function,
-                                                                COPY_KERNEL_THREADS, 0);
+                                                                threads, 0);
     if (result == CUDA_SUCCESS)
         result = g->cuDeviceGetAttribute(
             &processors, CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT, slot->handle);
     if (result != CUDA_SUCCESS)
         return result;
-    slot->resident_blocks =
+    out->resident_blocks =
         blocks > 0 && processors > 0 ? (unsigned)(blocks * processors) : 1;
-    slot->copy = function;
+    out->function = function;
     return CUDA_SUCCESS;
 }
 
@@ -62,10 +64,32 @@ static fanin_status need_kernel(gpu *g, int device, fanin_error *error)
     gpu_slot *slot = &g->slots[device];
     CUresult result = CUDA_SUCCESS;
     pthread_mutex_lock(&g->lock);
-    if (!slot->copy)
-        result = load_kernel(g, slot);
+    if (!slot->copy.function)
+        result = load_kernel(g, slot, copy_kernel_image(), COPY_KERNEL_NAME,
+                             COPY_KERNEL_THREADS, &slot->copy);
     pthread_mutex_unlock(&g->lock);
     return result == CUDA_SUCCESS ? FANIN_OK : load_error(g, device, error, result);
+}
+
+fanin_status gpu_prepare_digest(gpu *g, int device, fanin_error *error)
+{
+    fanin_status status = gpu_context_enter(g, device, error);
+    if (status != FANIN_OK)
+        return status;
+    gpu_slot *slot = &g->slots[device];
+    pthread_mutex_lock(&g->lock);
+    if (!slot->digest.function && slot->digest_refused == CUDA_SUCCESS)
+        slot->digest_refused =
+            load_kernel(g, slot, digest_kernel_image(), DIGEST_KERNEL_NAME,
+                        DIGEST_KERNEL_THREADS, &slot->digest);
+    CUresult result = slot->digest_refused;
+    pthread_mutex_unlock(&g->lock);
+    gpu_context_leave(g);
+    if (result != CUDA_SUCCESS)
+        return gpu_error(g, error, result,
+                         "loading the digest kernel on device %d (%s)", device,
+                         slot->info.name);
+    return FANIN_OK;
 }
 
 fanin_status gpu_prepare(gpu *g, int device, fanin_error *error)
@@ -89,11 +113,11 @@ fanin_status gpu_kernel_launch(gpu_stream *stream, copy_parameters *parameters,
     const gpu_slot *slot = &g->slots[stream->device];
     uint64_t blocks = (parameters->count * parameters->parts + COPY_KERNEL_WARPS - 1) /
                       COPY_KERNEL_WARPS;
-    if (blocks > slot->resident_blocks)
-        blocks = slot->resident_blocks;
-    CUresult result =
-        g->cuLaunchKernel(slot->copy, (unsigned)blocks, 1, 1, COPY_KERNEL_THREADS, 1, 1,
-                          0, stream->handle, arguments, NULL);
+    if (blocks > slot->copy.resident_blocks)
+        blocks = slot->copy.resident_blocks;
+    CUresult result = g->cuLaunchKernel(slot->copy.function, (unsigned)blocks, 1, 1,
+                                        COPY_KERNEL_THREADS, 1, 1, 0, stream->handle,
+                                        arguments, NULL);
     if (result != CUDA_SUCCESS)
         return gpu_error(g, error, result, "starting the copy kernel on device %d",
                          stream->device);
@@ -112,7 +136,7 @@ fanin_status gpu_entries_run(gpu_stream *stream, const copy_entry *pinned, uint6
     status = need_kernel(g, stream->device, error);
     if (status == FANIN_OK) {
         uint64_t warps =
-            (uint64_t)g->slots[stream->device].resident_blocks * COPY_KERNEL_WARPS;
+            (uint64_t)g->slots[stream->device].copy.resident_blocks * COPY_KERNEL_WARPS;
         copy_parameters parameters = {
             .entries = pinned,
             .count = n,
@@ -124,4 +148,34 @@ fanin_status gpu_entries_run(gpu_stream *stream, const copy_entry *pinned, uint6
     }
     gpu_context_leave(g);
     return status;
+}
+
+fanin_status gpu_digest_run(gpu_stream *stream, const digest_list *list,
+                            fanin_error *error)
+{
+    gpu *g = stream->g;
+    if (list->n_pieces == 0)
+        return FANIN_OK;
+    fanin_status status = gpu_prepare_digest(g, stream->device, error);
+    if (status == FANIN_OK)
+        status = gpu_context_enter(g, stream->device, error);
+    if (status != FANIN_OK)
+        return status;
+    const gpu_kernel *kernel = &g->slots[stream->device].digest;
+    digest_parameters parameters = {.pieces = list->pieces,
+                                    .entries = list->entries,
+                                    .out = list->digests,
+                                    .count = list->n_pieces};
+    void *arguments[] = {&parameters};
+    unsigned blocks = (list->n_pieces + DIGEST_KERNEL_WARPS - 1) / DIGEST_KERNEL_WARPS;
+    if (blocks > kernel->resident_blocks)
+        blocks = kernel->resident_blocks;
+    CUresult result =
+        g->cuLaunchKernel(kernel->function, blocks, 1, 1, DIGEST_KERNEL_THREADS, 1, 1,
+                          0, stream->handle, arguments, NULL);
+    gpu_context_leave(g);
+    if (result != CUDA_SUCCESS)
+        return gpu_error(g, error, result, "starting the digest kernel on device %d",
+                         stream->device);
+    return FANIN_OK;
 }

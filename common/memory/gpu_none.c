@@ -242,3 +242,16 @@ fanin_status gpu_entries_run(gpu_stream *stream, const copy_entry *pinned, uint6
     (void)stream, (void)pinned, (void)n, (void)from_add, (void)to_add;
     return refuse(error);
 }
+
+fanin_status gpu_prepare_digest(gpu *g, int device, fanin_error *error)
+{
+    (void)g, (void)device;
+    return refuse(error);
+}
+
+fanin_status gpu_digest_run(gpu_stream *stream, const digest_list *list,
+                            fanin_error *error)
+{
+    (void)stream, (void)list;
+    return refuse(error);
+}

@@ -75,6 +75,7 @@ typedef struct fake_cuda_counts {
         peak_bytes; /**< of device memory, since the last fake_cuda_reset_peaks() */
     uint64_t peak_pinned_bytes;
     uint64_t kernels, copies, opens; /**< done so far */
+    uint64_t digests;                /**< of the kernels, those that digest */
 } fake_cuda_counts;
 FAKE_CUDA_API void fake_cuda_count(fake_cuda_counts *out);
 FAKE_CUDA_API void fake_cuda_reset_peaks(void);

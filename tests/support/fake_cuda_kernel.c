@@ -3,12 +3,15 @@
  * reads or writes has to be in memory that its device can reach. */
 #include "fake_cuda_internal.h"
 
+#include "box_digest.h"
 #include "copy_kernel.h"
 #include "device_pattern.h"
 #include "device_work.h"
+#include "digest_kernel.h"
 
 #include <stdlib.h>
 #include <string.h>
+#include <xxhash.h>
 
 #define FATBIN_MAGIC 0xba55ed50u
 #define ELF_MAGIC 0x464c457fu
@@ -128,6 +131,51 @@ static void copy_units(work *w, const void *parameter)
     }
 }
 
+/* One entry of a piece, packed and converted. Returns where it ends. */
+static uint64_t gather_entry(work *w, const copy_entry *e, uint8_t *piece)
+{
+    uint64_t out = convert_bytes(e->convert, e->run);
+    if (e->run == 0 || e->runs == 0 || e->to + out * e->runs > BOX_DIGEST_PIECE)
+        fake_die("%u runs of %u bytes at %llu of a piece", e->runs, e->run,
+                 (unsigned long long)e->to);
+    const uint8_t *source = touch_runs(w, e->from, e->from_step, e->run, e->runs);
+    for (uint32_t i = 0; i < e->runs; i++)
+        convert_run(e->convert, piece + e->to + i * out,
+                    source + (int64_t)i * e->from_step, e->run);
+    return e->to + out * e->runs;
+}
+
+static void digest_pieces(work *w, const void *parameter)
+{
+    digest_parameters p;
+    memcpy(&p, parameter, sizeof p);
+    if (p.count == 0 || p.count > UINT32_MAX)
+        fake_die("the digest kernel is started for %llu pieces",
+                 (unsigned long long)p.count);
+    const uint8_t *pieces =
+        touch(w, (uint64_t)(uintptr_t)p.pieces, p.count * sizeof *p.pieces);
+    uint8_t *out = touch(w, (uint64_t)(uintptr_t)p.out, p.count * sizeof *p.out);
+    for (uint64_t i = 0; i < p.count; i++) {
+        digest_piece piece;
+        uint8_t bytes[BOX_DIGEST_PIECE] = {0};
+        uint64_t end = 0;
+        memcpy(&piece, pieces + i * sizeof piece, sizeof piece);
+        fake_kernel_gate(w->context, i);
+        for (uint32_t k = 0; k < piece.count; k++) {
+            copy_entry e;
+            memcpy(
+                &e,
+                touch(w, (uint64_t)(uintptr_t)(p.entries + piece.first + k), sizeof e),
+                sizeof e);
+            if (e.to != end)
+                fake_die("an entry of a piece leaves a gap");
+            end = gather_entry(w, &e, bytes);
+        }
+        uint64_t digest = XXH3_64bits(bytes, sizeof bytes);
+        memcpy(out + i * sizeof digest, &digest, sizeof digest);
+    }
+}
+
 /* The pattern of the tool's shards. */
 static void write_pattern(work *w, const void *parameter)
 {
@@ -156,6 +204,8 @@ static void only_work(work *w, const void *parameter)
 
 static struct CUfunc_st functions[] = {
     {COPY_KERNEL_NAME, sizeof(copy_parameters), COPY_KERNEL_THREADS, copy_units},
+    {DIGEST_KERNEL_NAME, sizeof(digest_parameters), DIGEST_KERNEL_THREADS,
+     digest_pieces},
     {DEVICE_PATTERN_KERNEL, sizeof(pattern_parameters), DEVICE_PATTERN_THREADS,
      write_pattern},
     {DEVICE_PRODUCT_KERNEL, sizeof(work_parameters), DEVICE_WORK_THREADS, only_work},
@@ -174,6 +224,7 @@ void fake_kernel_run(CUcontext context, fake_launch *launch)
     for (size_t i = 0; i < w->n_used; i++)
         w->used[i]->busy--;
     fake.counts.kernels++;
+    fake.counts.digests += launch->function->run == digest_pieces;
     pthread_mutex_unlock(&fake.lock);
     free(w);
 }

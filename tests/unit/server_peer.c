@@ -365,6 +365,27 @@ void peer_read(peer *p, const grant *g, const read_entry *entries, uint32_t n, v
     memcpy(to, in.data, bytes);
 }
 
+void peer_request_digest(peer *p, const grant *g, uint64_t bytes, uint32_t dtype,
+                         const read_entry *entries, uint32_t n)
+{
+    buffer b = {0};
+    msg_read m = {.bytes = bytes, .entries = entries, .n_entries = n, .dtype = dtype};
+    memcpy(m.token, g->token, sizeof m.token);
+    encode_digest(&b, ++p->request, &m);
+    peer_send(p, &b);
+}
+
+void peer_digest(peer *p, const grant *g, uint64_t bytes, uint32_t dtype,
+                 const read_entry *entries, uint32_t n, digest *out)
+{
+    msg_digest_ok ok;
+    peer_request_digest(p, g, bytes, dtype, entries, n);
+    body in = peer_expect(p, MSG_DIGEST_OK);
+    assert_int_equal(decode_digest_ok(&in, &ok), FANIN_OK);
+    assert_int_equal(ok.digests.size, n * sizeof *out);
+    memcpy(out, ok.digests.data, ok.digests.size);
+}
+
 buffer peer_blob(peer *p, message_type type, const grant *g, int32_t path)
 {
     buffer blob = {0};

@@ -83,6 +83,11 @@ void peer_request_read(peer *p, const uint8_t token[16], uint64_t bytes,
 /** Reads into @p to: the reply is MSG_READ_OK with all bytes. */
 void peer_read(peer *p, const grant *g, const read_entry *entries, uint32_t n, void *to,
                uint64_t bytes);
+void peer_request_digest(peer *p, const grant *g, uint64_t bytes, uint32_t dtype,
+                         const read_entry *entries, uint32_t n);
+/** The same, answered by MSG_DIGEST_OK: to @p out, one an entry. */
+void peer_digest(peer *p, const grant *g, uint64_t bytes, uint32_t dtype,
+                 const read_entry *entries, uint32_t n, digest *out);
 /** A whole blob, page by page; the caller frees it. */
 buffer peer_blob(peer *p, message_type type, const grant *g, int32_t path);
 /** Key and box table of RUN. */

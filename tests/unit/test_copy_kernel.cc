@@ -1,82 +1,20 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * The source of the copy kernel, compiled for the CPU: 32 fibers are a warp. It has to do what
- * copy_entries_run() does, touch nothing but the runs (they lie against pages that nobody may touch),
- * and use aligned addresses only, which a CPU would forgive and a GPU does not.
+ * The source of the copy kernel, compiled for the CPU. It has to do what copy_entries_run() does,
+ * touch nothing but the runs, and use aligned addresses only.
  */
-#include <setjmp.h>
-#include <stdarg.h>
-#include <stddef.h>
-#include <stdint.h>
-#include <stdlib.h>
-#include <string.h>
-#include <sys/mman.h>
-#include <ucontext.h>
-#include <vector_functions.h>
+#include "warp.h"
 
 extern "C" {
-#include "random.h"
-#include <cmocka.h>
 /* copy_list.h is C11 */
 void copy_entries_run(const struct copy_entry *entries, uint64_t n,
                       const uint64_t *bases, uint64_t from_add, uint64_t to_add);
-}
-
-/* ------------------------------------------------------------ what a GPU has and a CPU lacks */
-
-#define WARP 32
-#define STACK 65536
-
-struct fiber {
-    ucontext_t context;
-    bool done;
-    unsigned shuffles;
-    uint32_t passed
-        [2]; /* in an even shuffle and in an odd one: lanes are at most one apart */
-};
-
-static fiber lanes[WARP];
-static ucontext_t scheduler;
-static unsigned current;
-static char stacks[WARP][STACK];
-static struct {
-    unsigned x;
-} threadIdx, blockIdx, gridDim;
-
-template <typename T> static void check_aligned(const T *at)
-{
-    if (reinterpret_cast<uintptr_t>(at) % sizeof(T) != 0)
-        fail_msg("%zu bytes are moved at %p", sizeof(T), static_cast<const void *>(at));
-}
-
-template <typename T> static T __ldcs(const T *at)
-{
-    check_aligned(at);
-    return *at;
-}
-
-template <typename T> static void __stcs(T *at, T value)
-{
-    check_aligned(at);
-    *at = value;
 }
 
 static uint32_t __funnelshift_r(uint32_t low, uint32_t high, uint32_t shift)
 {
     return static_cast<uint32_t>((static_cast<uint64_t>(high) << 32 | low) >>
                                  (shift & 31));
-}
-
-static uint32_t __shfl_sync(unsigned mask, uint32_t value, unsigned lane)
-{
-    assert_int_equal(mask, ~0u);
-    fiber *own = &lanes[current];
-    unsigned turn = own->shuffles++ % 2;
-    own->passed[turn] = value;
-    swapcontext(&own->context, &scheduler);
-    const fiber *other = &lanes[lane % WARP];
-    assert_false(other->done && other->shuffles != own->shuffles);
-    return other->passed[turn];
 }
 
 static uint32_t __float_as_uint(float x)
@@ -93,74 +31,22 @@ static float __uint_as_float(uint32_t bits)
     return x;
 }
 
-#undef __launch_bounds__
-#define __launch_bounds__(...)
 #include "copy_kernel.cu"
 
 static copy_parameters launched;
 
-static void lane_main()
+static void copy_units()
 {
     fanin_copy_units(launched);
-    lanes[current].done = true;
-    swapcontext(&lanes[current].context, &scheduler);
-}
-
-static void make_lane(fiber *f, char *stack)
-{
-    f->done = false;
-    f->shuffles = 0;
-    getcontext(&f->context);
-    f->context.uc_stack.ss_sp = stack;
-    f->context.uc_stack.ss_size = STACK;
-    makecontext(&f->context, lane_main, 0);
-}
-
-static void run_warp(unsigned warp)
-{
-    unsigned left = WARP;
-    for (unsigned i = 0; i < WARP; i++)
-        make_lane(&lanes[i], stacks[i]);
-    while (left > 0)
-        for (current = 0; current < WARP; current++) {
-            if (lanes[current].done)
-                continue;
-            threadIdx.x = warp * WARP + current;
-            swapcontext(&scheduler, &lanes[current].context);
-            left -= lanes[current].done;
-        }
 }
 
 static void launch(const copy_parameters *parameters, unsigned blocks)
 {
     launched = *parameters;
-    gridDim.x = blocks;
-    for (blockIdx.x = 0; blockIdx.x < blocks; blockIdx.x++)
-        for (unsigned warp = 0; warp < COPY_KERNEL_WARPS; warp++)
-            run_warp(warp);
+    run_blocks(copy_units, blocks, COPY_KERNEL_WARPS);
 }
 
 /* ------------------------------------------------------------------------------- the cases */
-
-#define PAGE 4096u
-#define SPACE (1u << 17)
-
-static random_source source_of_chance = {11};
-
-static uint64_t below(uint64_t n)
-{
-    return random_below(&source_of_chance, n);
-}
-
-/* SPACE bytes between pages that nobody may touch. */
-static char *guarded()
-{
-    char *all = static_cast<char *>(
-        mmap(nullptr, SPACE + 2 * PAGE, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
-    assert_true(all != MAP_FAILED);
-    assert_int_equal(mprotect(all + PAGE, SPACE, PROT_READ | PROT_WRITE), 0);
-    return all + PAGE;
-}
 
 /* Runs and pitches of all alignments; everything at one end of its space. */
 static copy_entry make_entry(uint64_t *from_size, uint64_t *to_size)
@@ -194,9 +80,7 @@ static copy_entry make_entry(uint64_t *from_size, uint64_t *to_size)
 static void test_entries(void **state)
 {
     (void)state;
-    char *source = guarded(), *got = guarded(), *wanted = guarded();
-    for (uint32_t i = 0; i < SPACE; i++)
-        source[i] = static_cast<char>(random_next(&source_of_chance));
+    char *source = guarded_chance(), *got = guarded(), *wanted = guarded();
     for (int round = 0; round < 3000; round++) {
         uint64_t from_size, to_size;
         copy_entry e = make_entry(&from_size, &to_size);
@@ -234,9 +118,7 @@ static void test_entries(void **state)
 static void test_many(void **state)
 {
     (void)state;
-    char *source = guarded(), *got = guarded();
-    for (uint32_t i = 0; i < SPACE; i++)
-        source[i] = static_cast<char>(random_next(&source_of_chance));
+    char *source = guarded_chance(), *got = guarded();
     copy_entry entries[300] = {};
     uint64_t at = 0;
     for (uint32_t i = 0; i < 300; i++) {

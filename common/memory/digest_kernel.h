@@ -1,0 +1,36 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/**
+ * @file
+ * The digest kernel's interface: its name and its one parameter. Plain C, shared by the kernel's
+ * source, its caller, and whatever else carries it out.
+ */
+#ifndef DIGEST_KERNEL_H
+#define DIGEST_KERNEL_H
+
+#include "copy_entry.h"
+
+#define DIGEST_KERNEL_NAME "fanin_digest_pieces"
+
+/** Threads of a block; every warp of them takes pieces of its own. */
+#define DIGEST_KERNEL_THREADS 256
+#define DIGEST_KERNEL_WARPS (DIGEST_KERNEL_THREADS / 32)
+
+/** Bytes of a piece: those of BOX_DIGEST_PIECE. */
+#define DIGEST_KERNEL_PIECE 4096
+
+/** What the bytes of one piece are, in order; what they do not fill counts as zeros. */
+typedef struct digest_piece {
+    uint32_t first, count; /**< entries; `to` of each is its place in the piece */
+} digest_piece;
+
+/** The only parameter of the kernel, by value: out[i] becomes the XXH3-64 (seed 0) of piece i,
+    after its entries have converted what they convert. */
+typedef struct digest_parameters {
+    const digest_piece *pieces; /**< device memory or pinned host memory, as are: */
+    const copy_entry
+        *entries; /**< runs at equal distances; `base` and `to_step` mean nothing */
+    uint64_t *out;
+    uint64_t count; /**< of pieces */
+} digest_parameters;
+
+#endif

@@ -1,0 +1,188 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * Digests of device memory: they are those of the bytes that a read of the same entries brings,
+ * whoever makes them. Device 0 has the digest kernel, device 1 cannot load it. The driver is a
+ * stand-in.
+ */
+#include "box_digest.h"
+#include "convert.h"
+#include "server_device.h"
+#include "testing.h"
+
+#include <cuda.h>
+#include <stdlib.h>
+#include <string.h>
+
+#define BYTES 300001
+#define FLOATS ((uint64_t)40 * 30 * 20)
+#define MOST 32
+
+/* Boxes by their number: bytes, and F32 with gaps everywhere, each on one device; then bytes
+   elsewhere. */
+typedef struct scene {
+    served l;
+    uint8_t *memory, *elsewhere; /* NULL: the host's */
+    uint8_t host[1000];
+} scene;
+
+static void set_scene(scene *s, int device, int other)
+{
+    static fanin_tensor t[3];
+    static fanin_box boxes[3];
+    s->memory = device_alloc(device, 4 * MIB, FAKE_CUDA_MALLOC);
+    s->elsewhere =
+        other < 0 ? NULL : device_alloc(other, sizeof s->host, FAKE_CUDA_MALLOC);
+    t[0] = byte_tensor("a", &boxes[0], s->memory, BYTES);
+    boxes[1] = (fanin_box){.extent = {40, 30, 20},
+                           .address = s->memory + MIB,
+                           .stride = {40000, -1300, 8}};
+    boxes[1].address = s->memory + MIB + 40000;
+    t[1] = (fanin_tensor){.struct_size = sizeof t[1],
+                          .name = "b",
+                          .dtype = FANIN_DTYPE_F32,
+                          .n_dims = 3,
+                          .shape = {40, 30, 20},
+                          .boxes = &boxes[1],
+                          .n_boxes = 1};
+    t[2] = byte_tensor("c", &boxes[2], s->elsewhere ? s->elsewhere : s->host,
+                       sizeof s->host);
+    s->l = device_serve(t, 3);
+}
+
+static void strike(scene *s)
+{
+    device_leave(&s->l);
+    fake_cuda_free(s->memory);
+    if (s->elsewhere)
+        fake_cuda_free(s->elsewhere);
+    device_assert_clean();
+}
+
+static uint64_t entry_bytes(const read_entry *e)
+{
+    static const uint64_t bytes[] = {BYTES, 4 * FLOATS, 1000};
+    uint64_t sum = e->length;
+    for (uint64_t i = e->box; i < e->box + e->count; i++)
+        sum += bytes[i];
+    return sum;
+}
+
+/* How many digest kernels it took. */
+static uint64_t check(scene *s, const read_entry *entries, uint32_t n,
+                      fanin_dtype dtype)
+{
+    static uint8_t got[1 << 20];
+    digest digests[MOST];
+    fake_cuda_counts before, after;
+    uint64_t bytes = 0;
+    for (uint32_t i = 0; i < n; i++)
+        bytes += entry_bytes(&entries[i]);
+    fake_cuda_count(&before);
+    peer_digest(&s->l.data, &s->l.grant, bytes, dtype, entries, n, digests);
+    fake_cuda_count(&after);
+    peer_read(&s->l.data, &s->l.grant, entries, n, got, bytes);
+    box_digest *sum = box_digest_create();
+    int convert = dtype ? convert_between(FANIN_DTYPE_F32, dtype) : CONVERT_NONE;
+    const uint8_t *at = got;
+    for (uint32_t i = 0; i < n; at += entry_bytes(&entries[i]), i++) {
+        box_digest_add(sum, at, entry_bytes(&entries[i]), (uint32_t)convert);
+        digest want = box_digest_take(sum);
+        if (!digest_equal(&want, &digests[i]))
+            fail_msg("entry %u of %u differs as dtype %d", i, n, (int)dtype);
+    }
+    box_digest_free(sum);
+    return after.digests - before.digests;
+}
+
+/* Of device memory alone: each request takes @p kernels. */
+static void check_all(scene *s, uint64_t kernels)
+{
+    static const read_entry whole[] = {{.box = 0, .count = 1}, {.box = 1, .count = 1}};
+    static const read_entry joined[] = {{.box = 0, .count = 2}};
+    read_entry parts[MOST];
+    assert_int_equal(check(s, whole, 2, 0), kernels);
+    assert_int_equal(check(s, joined, 1, 0), kernels);
+    for (uint32_t i = 0; i < MOST; i++) /* around the ends of pieces, and of runs */
+        parts[i] = (read_entry){
+            .box = i % 2, .offset = i * 1021, .length = i < 8 ? 1 + i : 4080 + i};
+    assert_int_equal(check(s, parts, MOST, 0), kernels);
+    for (uint32_t i = 0; i < MOST; i++)
+        parts[i] =
+            (read_entry){.box = 1, .offset = i * 1024 + 4, .length = 4 * (2040 + i)};
+    assert_int_equal(check(s, parts, MOST, FANIN_DTYPE_BF16), kernels);
+    assert_int_equal(check(s, parts, MOST, FANIN_DTYPE_F16), kernels);
+    assert_int_equal(check(s, &whole[1], 1, FANIN_DTYPE_BF16), kernels);
+}
+
+static void kernels_digest(void **state)
+{
+    (void)state;
+    scene s;
+    set_scene(&s, 0, -1);
+    check_all(&s, 1);
+    strike(&s);
+}
+
+/* First of all on device 1: who cannot load a kernel is not asked again. */
+static void the_cpu_digests_otherwise(void **state)
+{
+    (void)state;
+    scene s;
+    fake_cuda_fail("cuModuleLoadData", CUDA_ERROR_OUT_OF_MEMORY, 1, 1);
+    device_listen("slow-digests");
+    set_scene(&s, 1, -1);
+    fake_cuda_fail("cuModuleLoadData", CUDA_SUCCESS, 0, 0);
+    assert_int_equal(device_heard(), 1);
+    assert_says(device_log_text, "device 1");
+    check_all(&s, 0);
+    strike(&s);
+}
+
+/* What lies in two places is digested by the CPU, and the next request is not. */
+static void places_may_mix(void **state)
+{
+    (void)state;
+    static const read_entry mixed[] = {{.box = 1, .count = 2}, {.box = 0, .count = 1}};
+    static const read_entry alone[] = {{.box = 0, .offset = 7, .length = 9000}};
+    for (int other = -1; other < 2; other += 2) {
+        scene s;
+        set_scene(&s, 0, other);
+        assert_int_equal(check(&s, mixed, 2, 0), 0);
+        assert_int_equal(check(&s, alone, 1, 0), 1);
+        strike(&s);
+    }
+}
+
+/* Nothing is answered before the device has done it; the update waits for no longer than that. */
+static void failures_are_answered(void **state)
+{
+    (void)state;
+    static const read_entry all = {.box = 0, .count = 1};
+    fanin_error error = FANIN_ERROR_INIT;
+    scene s;
+    set_scene(&s, 0, -1);
+    fake_cuda_hold(0);
+    peer_request_digest(&s.l.data, &s.l.grant, BYTES, 0, &all, 1);
+    assert_true(fake_cuda_wait_queued(0, 1));
+    fake_cuda_break(0);
+    assert_says(peer_expect_error(&s.l.data, FANIN_ERR_TRANSPORT).message, "device 0");
+    fake_cuda_release(0);
+    fake_cuda_repair(0);
+    assert_int_equal(check(&s, &all, 1, 0), 1);
+    assert_ok(fanin_server_begin_update(s.l.server, RUN, &error), error);
+    peer_request_digest(&s.l.data, &s.l.grant, BYTES, 0, &all, 1);
+    peer_expect_error(&s.l.data, FANIN_ERR_STALE);
+    strike(&s);
+}
+
+int main(void)
+{
+    static const struct CMUnitTest tests[] = {
+        cmocka_unit_test(the_cpu_digests_otherwise),
+        cmocka_unit_test(kernels_digest),
+        cmocka_unit_test(places_may_mix),
+        cmocka_unit_test(failures_are_answered),
+    };
+    return cmocka_run_group_tests_name("digests of device memory", tests, device_set_up,
+                                       NULL);
+}
