@@ -187,7 +187,7 @@ static fanin_status prepare_lanes(device_reader *r, fanin_error *error)
         }
     }
     bool threads = !r->direct && host_bytes(d) >= THREADS_FROM;
-    r->pool = scatter_pool_create(threads ? MAX_THREADS : 0);
+    r->pool = scatter_pool_create(threads ? MAX_THREADS : 0, -1);
     if (!r->pool)
         return error_set_memory(error);
     for (int i = 0; i < GATHER_LANES && status == FANIN_OK; i++)

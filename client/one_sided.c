@@ -47,8 +47,8 @@ fanin_status one_sided_create(fanin_client *client, one_sided_work *works, size_
     if (status == FANIN_OK)
         status = one_sided_make_gets(o, error);
     if (status == FANIN_OK) {
-        o->pool =
-            scatter_pool_create(bytes_of(works, n) < THREADS_FROM ? 0 : MAX_THREADS);
+        o->pool = scatter_pool_create(
+            bytes_of(works, n) < THREADS_FROM ? 0 : MAX_THREADS, -1);
         if (!o->pool)
             status = error_set_memory(error);
     }

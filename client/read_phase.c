@@ -12,6 +12,8 @@
 #define PROGRESS_NS 50000000
 /* How long a kernel is waited for before connections are looked at. */
 #define KERNEL_NS 1000000
+/* Bytes of sealed streams from which on threads check them. */
+#define CHECKS_FROM ((uint64_t)8 << 20)
 
 typedef struct works {
     stream_work *streams; /* one a source; used if the source's path is stream */
@@ -19,8 +21,9 @@ typedef struct works {
     size_t *get_source;   /* of each of them */
     size_t n_gets;
     one_sided *reader;
-    device_sink *sink;          /* takes to devices what streams and gets bring */
-    device_reader *kernels;     /* reads the sources on cuda_ipc */
+    device_sink *sink;      /* takes to devices what streams and gets bring */
+    seal_checks *checks;    /* of what streams bring; NULL: who receives makes them */
+    device_reader *kernels; /* reads the sources on cuda_ipc */
     const shard_table **shards; /* of these, one a source */
     uint32_t *first_region;
     uint64_t *
@@ -80,6 +83,7 @@ static fanin_status start_stream(read_phase *r, works *w, size_t source,
                        .landed = r->destination->landed,
                        .landed_cookie = r->destination->cookie,
                        .devices = w->sink,
+                       .checks = w->checks,
                        .inflight = &w->inflight,
                        .max_inflight = r->client->config.max_inflight,
                        .error = FANIN_ERROR_INIT};
@@ -176,6 +180,18 @@ static fanin_status make_sink(read_phase *r, works *w, fanin_error *error)
     return FANIN_OK;
 }
 
+/* Threads cost more than they spare where little comes. */
+static void make_checks(const read_phase *r, works *w)
+{
+    uint64_t bytes = 0;
+    for (size_t i = 0; i < r->cache->n_sources; i++) {
+        if (is_stream(r, i) && connection_is_sealed(peer_of(r, i)->control))
+            bytes += r->cache->plan->ranks[i].bytes;
+    }
+    if (bytes >= CHECKS_FROM && !w->sink)
+        w->checks = seal_checks_create(&r->client->loop);
+}
+
 static fanin_status start(read_phase *r, works *w, fanin_error *error)
 {
     size_t n = r->cache->n_sources;
@@ -191,6 +207,8 @@ static fanin_status start(read_phase *r, works *w, fanin_error *error)
     fanin_status status = start_kernels(r, w, error);
     if (status == FANIN_OK)
         status = make_sink(r, w, error);
+    if (status == FANIN_OK)
+        make_checks(r, w);
     for (size_t i = 0; i < n && status == FANIN_OK; i++) {
         if (is_stream(r, i))
             status = start_stream(r, w, i, error);
@@ -305,6 +323,8 @@ static fanin_status run(read_phase *r, works *w, deadline at, fanin_error *error
     for (;;) {
         bool done = true;
         bool busy = w->reader && one_sided_step(w->reader);
+        if (w->inflight == 0 && seal_checks_help(w->checks))
+            busy = true;
         fanin_status status = check_streams(r, w, &done, error);
         if (status == FANIN_OK)
             status = check_gets(w, &done, error);
@@ -400,6 +420,8 @@ static void finish(read_phase *r, works *w, fanin_status status, const fanin_err
     /* First: kernels read what lives with the peers' paths. */
     if (!device_reader_destroy(&w->kernels))
         leave_to_device(r);
+    seal_checks_destroy(
+        &w->checks); /* they read the destination, and tell the streams */
     for (size_t i = 0; w->streams && i < r->cache->n_sources; i++) {
         peer *p = peer_of(r, i);
         connection_set_owing(p->control, false);

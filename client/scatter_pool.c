@@ -5,6 +5,7 @@
 
 #include <pthread.h>
 #include <stdlib.h>
+#include <sys/eventfd.h>
 
 typedef struct queue {
     scatter_job *first, **end;
@@ -16,6 +17,7 @@ struct scatter_pool {
     queue waiting, done;
     unsigned running, n_threads;
     bool quit;
+    int event; /* -1: none */
     pthread_t threads[];
 };
 
@@ -47,6 +49,8 @@ static void run_one(scatter_pool *pool, scatter_job *job)
     pool->running--;
     push(&pool->done, job);
     pthread_cond_signal(&pool->done_cond);
+    if (pool->event >= 0)
+        (void)eventfd_write(pool->event, 1);
 }
 
 static void *work(void *cookie)
@@ -64,12 +68,13 @@ static void *work(void *cookie)
     return NULL;
 }
 
-scatter_pool *scatter_pool_create(unsigned most)
+scatter_pool *scatter_pool_create(unsigned most, int event)
 {
     unsigned spare = usable_cpus() - 1, n = spare < most ? spare : most;
     scatter_pool *pool = calloc(1, sizeof(*pool) + n * sizeof(pool->threads[0]));
     if (!pool)
         return NULL;
+    pool->event = event;
     pthread_mutex_init(&pool->lock, NULL);
     pthread_cond_init(&pool->work, NULL);
     pthread_cond_init(&pool->done_cond, NULL);
@@ -79,6 +84,11 @@ scatter_pool *scatter_pool_create(unsigned most)
            worker_thread_start(&pool->threads[pool->n_threads], work, pool))
         pool->n_threads++;
     return pool;
+}
+
+unsigned scatter_pool_threads(const scatter_pool *pool)
+{
+    return pool->n_threads;
 }
 
 void scatter_pool_destroy(scatter_pool **pool)

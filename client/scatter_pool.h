@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /**
  * @file
- * Threads that copy out of staging slots while the pulling thread fetches the next ones. They
- * live for one read phase, so that nothing of a client runs between calls.
+ * Threads that copy out of staging slots, or check what came, while the pulling thread fetches the
+ * next bytes. They live for one read phase, so that nothing of a client runs between calls.
  */
 #ifndef SCATTER_POOL_H
 #define SCATTER_POOL_H
@@ -18,8 +18,11 @@ typedef struct scatter_job {
 } scatter_job;
 
 /** As many threads as the process may use CPUs beyond its own, at most @p most; 0 is fine: then
-    the caller's scatter_pool_help() does everything. NULL: out of memory. */
-scatter_pool *scatter_pool_create(unsigned most);
+    the caller's scatter_pool_help() does everything. @p event: an eventfd that tells of jobs that
+    are done, it outlives the pool; -1: none. NULL: out of memory. */
+scatter_pool *scatter_pool_create(unsigned most, int event);
+/** Threads that run. */
+unsigned scatter_pool_threads(const scatter_pool *pool);
 /** Drops what is queued, waits for what is running, ends the threads. */
 void scatter_pool_destroy(scatter_pool **pool);
 

@@ -33,6 +33,9 @@ static void close_data(stream_link *link, data_connection *d)
     buffer_free(&d->text);
     checksum_free(d->sum);
     d->sum = NULL;
+    if (d->check)
+        seal_checks_give_back(d->check);
+    d->check = NULL;
     free(d->staging);
     d->staging = NULL;
 }
@@ -120,6 +123,7 @@ bool stream_link_stop(stream_link *link)
         data_connection *d = &link->connections[i];
         if (link->work && link->work->devices)
             recall(d, link->work->devices);
+        d->check = NULL; /* it went with the others */
         idle =
             idle && d->source.fd >= 0 && d->queued == 0 && d->stage == IDLE_OR_HEADER;
     }
@@ -276,8 +280,8 @@ static void count_request(data_connection *d, uint64_t bytes)
     }
 }
 
-/* The oldest request is answered. */
-static void finish_request(data_connection *d)
+/* The oldest request is answered. Its bytes. */
+static uint64_t end_request(data_connection *d)
 {
     stream_work *w = d->link->work;
     uint64_t bytes = w->list->requests[d->queue[0]].bytes;
@@ -286,7 +290,14 @@ static void finish_request(data_connection *d)
     d->stage = IDLE_OR_HEADER;
     d->header_got = 0;
     *w->inflight -= bytes;
-    count_request(d, bytes);
+    return bytes;
+}
+
+/* The oldest request is answered, and what came is what was sent. */
+static void finish_request(data_connection *d)
+{
+    stream_work *w = d->link->work;
+    count_request(d, end_request(d));
     pump(d);
     /* A chunk with room is kept for what is coming, unless others want one. */
     if (d->job && d->job->n_items > 0 &&
@@ -364,7 +375,7 @@ static size_t read_body(data_connection *d)
     size_t got = receive(d, d->iov + d->at_iov, d->n_iov - d->at_iov);
     if (got == 0)
         return 0;
-    if (d->link->sealed)
+    if (d->link->sealed && !d->check)
         sum_received(d, got);
     batch_consume(d, got);
     if (d->iov_left > 0 || d->piece < d->pieces_end)
@@ -377,6 +388,56 @@ static size_t read_body(data_connection *d)
     return got;
 }
 
+static void on_verdict(void *owner, uint64_t bytes, bool fits)
+{
+    data_connection *d = owner;
+    if (fits) {
+        d->link->work->done_requests++;
+        d->link->work->bytes += bytes;
+    } else {
+        lose_seal(d);
+    }
+}
+
+/* Whether threads can read all of the oldest request's bytes at leisure: they are in host memory
+   and as they came. */
+static bool is_plain(const data_connection *d)
+{
+    const stream_work *w = d->link->work;
+    const read_request *r = &w->list->requests[d->queue[0]];
+    bool plain = !w->devices;
+    for (uint32_t i = 0; plain && i < r->n_pieces; i++)
+        plain = w->pieces->pieces[r->first_piece + i].view == 0;
+    return plain;
+}
+
+static void start_check(data_connection *d)
+{
+    const stream_work *w = d->link->work;
+    const read_request *r = &w->list->requests[d->queue[0]];
+    d->check = is_plain(d) ? seal_checks_take(w->checks) : NULL;
+    if (!d->check)
+        return;
+    d->check->pieces = &w->pieces->pieces[r->first_piece];
+    d->check->n_pieces = r->n_pieces;
+    d->check->base = w->base;
+    d->check->bytes = r->bytes;
+    d->check->owner = d;
+    d->check->verdict = on_verdict;
+    memcpy(d->check->header, d->header, FRAME_SIZE);
+}
+
+/* The oldest request is answered; what came is looked at elsewhere. */
+static void submit_check(data_connection *d)
+{
+    sealed_body *check = d->check;
+    d->check = NULL;
+    memcpy(check->seal, d->seal, SEAL_SIZE);
+    (void)end_request(d);
+    seal_checks_submit(d->link->work->checks, check);
+    pump(d);
+}
+
 static size_t read_seal(data_connection *d)
 {
     struct iovec iov = {d->seal + d->seal_got, SEAL_SIZE - d->seal_got};
@@ -384,7 +445,9 @@ static size_t read_seal(data_connection *d)
     d->seal_got += got;
     if (d->seal_got < SEAL_SIZE)
         return got;
-    if (seal_fits(checksum_get(d->sum), d->seal))
+    if (d->check)
+        submit_check(d);
+    else if (seal_fits(checksum_get(d->sum), d->seal))
         finish_request(d);
     else
         lose_seal(d);
@@ -496,6 +559,8 @@ static void take_header(data_connection *d)
     if (!text && is_next && !w->digested && d->reply.type == MSG_READ_OK &&
         d->reply.length == w->list->requests[d->queue[0]].bytes) {
         batch_begin(d);
+        if (sealed)
+            start_check(d);
         return;
     }
     data_lose(d, FANIN_ERR_PROTOCOL, 0, why);

@@ -9,6 +9,7 @@
 
 #include "device_sink.h"
 #include "landed.h"
+#include "seal_checks.h"
 #include "tables.h"
 
 /** One rank's reading in one attempt. */
@@ -22,7 +23,9 @@ typedef struct stream_work {
     landed_fn landed; /**< of what lands in host memory; may be NULL */
     void *landed_cookie;
     device_sink *devices; /**< takes what lands in CUDA memory; NULL: nothing does */
-    uint64_t *inflight;   /**< bytes asked for and not here, shared by all ranks */
+    seal_checks
+        *checks; /**< of sealed replies; may be NULL. Ends before the work does */
+    uint64_t *inflight; /**< bytes asked for and not here, shared by all ranks */
     uint64_t max_inflight;
     /** not NULL: digests are asked for, not bytes, one an entry; gets those of a request, sets failed,
         status and error before it returns false */

@@ -22,8 +22,9 @@ typedef struct data_connection {
     uint8_t header[FRAME_SIZE];
     size_t header_got;
     frame reply;
-    buffer text;             /* body of a hello or an error, and its seal */
-    checksum *sum;           /* sealed: of the reply that is coming, up to now */
+    buffer text;        /* body of a hello or an error, and its seal */
+    checksum *sum;      /* sealed: of the reply that is coming, up to now */
+    sealed_body *check; /* the body that is coming is summed up elsewhere; NULL: here */
     uint8_t seal[SEAL_SIZE]; /* of a body of bytes */
     size_t seal_got;
     /* where in the oldest request's pieces the bytes that come next belong */

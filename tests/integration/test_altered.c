@@ -7,18 +7,26 @@
 
 #define PUBLICATION "lora:0"
 #define ROWS 60
-#define COLUMNS 50
+#define REQUEST_BYTES ((uint64_t)1 << 20) /* of the client */
+#define FEW 50                            /* columns: one reply */
+#define MANY 40000 /* nine megabytes: replies that threads check */
 
-static uint32_t published[ROWS][COLUMNS], landed[ROWS][COLUMNS];
+static uint32_t published[ROWS * MANY], landed[ROWS * MANY];
+static uint32_t columns = FEW;
+
+static size_t size(void)
+{
+    return ROWS * columns * sizeof(landed[0]);
+}
 
 static fanin_tensor matrix(fanin_box *box, void *memory)
 {
-    *box = (fanin_box){.extent = {ROWS, COLUMNS}, .address = memory};
+    *box = (fanin_box){.extent = {ROWS, columns}, .address = memory};
     return (fanin_tensor){.struct_size = sizeof(fanin_tensor),
                           .name = "matrix",
                           .dtype = FANIN_DTYPE_U32,
                           .n_dims = 2,
-                          .shape = {ROWS, COLUMNS},
+                          .shape = {ROWS, columns},
                           .boxes = box,
                           .n_boxes = 1};
 }
@@ -32,8 +40,8 @@ static fanin_server *start_server(void)
     memset(config.world_id, 7, sizeof(config.world_id));
     config.flags = FANIN_SERVER_NO_UCX;
     assert_ok(fanin_server_create(&config, &server, &error), error);
-    for (uint32_t i = 0; i < ROWS * COLUMNS; i++)
-        published[i / COLUMNS][i % COLUMNS] = i * UINT32_C(2654435761);
+    for (uint32_t i = 0; i < ROWS * columns; i++)
+        published[i] = i * UINT32_C(2654435761);
     fanin_box box;
     fanin_tensor tensor = matrix(&box, published);
     assert_ok(fanin_server_put(server, PUBLICATION, &tensor, 1, false, &error), error);
@@ -68,7 +76,7 @@ static void pull(flip_proxy *p, fanin_server *server, bool no_checksums, outcome
     options.publication = PUBLICATION;
     fanin_box box;
     fanin_tensor tensor = matrix(&box, landed);
-    memset(landed, 0, sizeof(landed));
+    memset(landed, 0, size());
     fanin_status status = fanin_client_connect(client, &address, 1, 10000, &out->error);
     if (status == FANIN_OK)
         status = fanin_client_pull(client, &options, &tensor, 1, &result, &out->error);
@@ -85,7 +93,7 @@ static void pull(flip_proxy *p, fanin_server *server, bool no_checksums, outcome
 
 static bool is_right(const outcome *o)
 {
-    return o->info.step == 41 && memcmp(landed, published, sizeof(landed)) == 0;
+    return o->info.step == 41 && memcmp(landed, published, size()) == 0;
 }
 
 static uint64_t greeting_bytes(unsigned connection, flip_way way)
@@ -130,15 +138,15 @@ static void no_altered_bit_arrives(void **state)
 /* What is altered, says so and is asked for again. */
 static void altered_weights_are_asked_for_again(void **state)
 {
-    (void)state;
+    columns = *(const uint32_t *)*state;
     fanin_server *server = start_server();
     flip_proxy clean = {.at = UINT64_MAX};
     outcome o;
     pull(&clean, server, false, &o);
     /* In the last reply's bytes, its seal, and its header. */
     uint64_t total = o.passed[1][FLIP_TO_CLIENT];
-    const uint64_t places[] = {total - sizeof(landed) / 2, total - 3,
-                               total - sizeof(landed) - 8 - 4};
+    const uint64_t last = columns == FEW ? size() : size() % REQUEST_BYTES;
+    const uint64_t places[] = {total - size() / 2, total - 3, total - last - 8 - 4};
     for (int i = 0; i < 3; i++) {
         flip_proxy p = {.connection = 1, .way = FLIP_TO_CLIENT, .at = places[i]};
         pull(&p, server, false, &o);
@@ -148,6 +156,7 @@ static void altered_weights_are_asked_for_again(void **state)
         assert_int_equal(o.info.stale, 0);
     }
     fanin_server_destroy(&server, 0);
+    columns = FEW;
 }
 
 /* The proxy does what it says, and this is what checksums are for. */
@@ -163,7 +172,7 @@ static void without_checksums_it_arrives(void **state)
     assert_int_equal(o.info.transport_checksums, FANIN_CHECKSUMS_NONE);
     flip_proxy p = {.connection = 1,
                     .way = FLIP_TO_CLIENT,
-                    .at = o.passed[1][FLIP_TO_CLIENT] - sizeof(landed) / 2};
+                    .at = o.passed[1][FLIP_TO_CLIENT] - size() / 2};
     pull(&p, server, true, &o);
     assert_ok(o.error.status, o.error);
     assert_false(is_right(&o));
@@ -172,9 +181,12 @@ static void without_checksums_it_arrives(void **state)
 
 int main(void)
 {
-    static const struct CMUnitTest tests[] = {
+    static uint32_t few = FEW, many = MANY;
+    const struct CMUnitTest tests[] = {
         cmocka_unit_test(no_altered_bit_arrives),
-        cmocka_unit_test(altered_weights_are_asked_for_again),
+        cmocka_unit_test_prestate(altered_weights_are_asked_for_again, &few),
+        {"altered_weights_are_asked_for_again_large",
+         altered_weights_are_asked_for_again, NULL, NULL, &many},
         cmocka_unit_test(without_checksums_it_arrives),
     };
     return cmocka_run_group_tests_name("altered", tests, NULL, NULL);
