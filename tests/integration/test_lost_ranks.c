@@ -2,9 +2,11 @@
 /* Pulls that wait while ranks are gone, silent or behind: when the wait ends, and whom it names. */
 #include "local_world.h"
 #include "messages.h"
+#include "rank_proxy.h"
 #include "testing.h"
 #include <arpa/inet.h>
 #include <pthread.h>
+#include <semaphore.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/socket.h>
@@ -251,6 +253,43 @@ static void a_silent_rank_is_told_by_its_address(void **state)
     world_stop(&w);
 }
 
+static void hold(void *gate)
+{
+    sem_wait(gate);
+}
+
+/* A rank that is connected and stops: it is asked for the step, and nothing of it comes any more. */
+static void a_rank_that_stops_is_named_first(void **state)
+{
+    (void)state;
+    world w;
+    uint64_t got;
+    rank_proxy proxy;
+    sem_t gate;
+    fanin_error error = FANIN_ERROR_INIT;
+    start(&w, 4, CUT_CHUNK0);
+    world_commit(&w, 3);
+    assert_int_equal(sem_init(&gate, 0, 0), 0);
+    rank_proxy_start(&proxy, fanin_server_port(w.ranks[2].server), MSG_WAIT, hold,
+                     &gate);
+    w.address_list[2] = proxy.address;
+    fanin_client *client = connect_with(&w, LONG_MS);
+    assert_int_equal(pull(&w, client, FANIN_STEP_EXACT, 9, 400, &got, &error),
+                     FANIN_ERR_TIMEOUT);
+    assert_int_equal(error.rank, 2);
+    assert_string_equal(error.address, proxy.address);
+    const char *silent = strstr(error.message, "has not answered, last heard of");
+    const char *others = strstr(error.message, "ranks 0-1, 3 are at step 3");
+    assert_non_null(silent);
+    assert_non_null(others);
+    assert_true(silent < others);
+    sem_post(&gate);
+    fanin_client_destroy(&client);
+    rank_proxy_stop(&proxy);
+    sem_destroy(&gate);
+    world_stop(&w);
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
@@ -260,6 +299,7 @@ int main(void)
         cmocka_unit_test(the_slowest_is_named_first),
         cmocka_unit_test(a_silent_replica_costs_no_deadline),
         cmocka_unit_test(a_silent_rank_is_told_by_its_address),
+        cmocka_unit_test(a_rank_that_stops_is_named_first),
     };
     return cmocka_run_group_tests_name("lost ranks", tests, NULL, NULL);
 }

@@ -6,6 +6,7 @@ from __future__ import annotations
 import multiprocessing
 import multiprocessing.connection
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -16,6 +17,7 @@ from typing import Any
 
 import fanin
 import numpy as np
+import pytest
 
 PYTHON = Path(fanin.__file__).resolve().parents[1]  # that these tests use: the tree's, or installed
 PUBLICATION = "lora:0"
@@ -45,6 +47,17 @@ def shards_of(rank: int, step: int, world: int = len(ROWS)) -> list[fanin.Shard]
         fanin.shard_of(A_NAME, whole[A_NAME][first:last].copy(), shape=(3, 8), offset=(first, 0)),
         fanin.shard_of(B_NAME, whole[B_NAME][:, first:last], shape=(8, 3), offset=(0, first)),
     ]
+
+
+def nixl_fetch() -> str:
+    """The command of this build, or the installed one."""
+    tool = os.environ.get("NIXL_FETCH", "")
+    if not tool and "FANIN_LIBRARY" in os.environ:
+        tool = str(Path(os.environ["FANIN_LIBRARY"]).parent / "tools" / "nixl-fetch")
+    tool = tool or shutil.which("nixl-fetch") or ""
+    if not os.access(tool, os.X_OK):
+        pytest.skip("no nixl-fetch: set NIXL_FETCH")
+    return tool
 
 
 @contextmanager

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import stat
 import subprocess
 import threading
@@ -23,6 +22,7 @@ from fanin.info import (
     wait_stable,
     write_info,
 )
+from local_world import nixl_fetch
 
 WORLD = "00112233445566778899aabbccddeeff"
 
@@ -87,16 +87,6 @@ def test_counted_ranks_follow_those_before(tmp_path: Path) -> None:
 
 
 # ------------------------------------------------------------- nixl-fetch
-
-
-def nixl_fetch() -> str:
-    tool = os.environ.get("NIXL_FETCH", "")
-    if not tool and "FANIN_LIBRARY" in os.environ:
-        tool = str(Path(os.environ["FANIN_LIBRARY"]).parent / "tools" / "nixl-fetch")
-    tool = tool or shutil.which("nixl-fetch") or ""
-    if not os.access(tool, os.X_OK):
-        pytest.skip("no nixl-fetch: set NIXL_FETCH")
-    return tool
 
 
 def test_nixl_fetch_reads_what_is_written(tmp_path: Path) -> None:
