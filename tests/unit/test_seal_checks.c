@@ -1,0 +1,132 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Checksums of bodies that threads check. */
+#include "cpus.h"
+#include "seal_checks.h"
+#include "testing.h"
+#include <stdlib.h>
+#include <string.h>
+
+#define BODIES 200
+#define WRONG 77
+#define PIECES 3
+
+static uint8_t memory[PIECES * 1000];
+static const piece pieces[PIECES] = {
+    {.to = 2000, .length = 1000}, {.to = 7, .length = 300}, {.to = 1500, .length = 1}};
+
+typedef struct verdicts {
+    size_t n, unfit;
+    uint64_t bytes;
+} verdicts;
+
+static void count(void *owner, uint64_t bytes, bool fits)
+{
+    verdicts *v = owner;
+    v->n++;
+    v->unfit += !fits;
+    v->bytes += bytes;
+}
+
+/* Header and pieces, in their order. */
+static void seal(sealed_body *b)
+{
+    uint8_t all[FRAME_SIZE + 1301];
+    size_t n = FRAME_SIZE;
+    memcpy(all, b->header, FRAME_SIZE);
+    for (uint32_t i = 0; i < b->n_pieces; n += b->pieces[i++].length)
+        memcpy(all + n, b->base + b->pieces[i].to, b->pieces[i].length);
+    assert_int_equal(n, sizeof(all));
+    seal_encode(checksum_of(all, n), b->seal);
+}
+
+static sealed_body *take(seal_checks *c, uint8_t number, verdicts *v)
+{
+    sealed_body *b = seal_checks_take(c);
+    if (!b)
+        return NULL;
+    memset(b->header, number, FRAME_SIZE);
+    b->pieces = pieces;
+    b->n_pieces = PIECES;
+    b->base = memory;
+    b->bytes = number;
+    b->owner = v;
+    b->verdict = count;
+    seal(b);
+    return b;
+}
+
+static seal_checks *start(loop *l)
+{
+    fanin_error error = FANIN_ERROR_INIT;
+    if (usable_cpus() < 2)
+        skip();
+    for (size_t i = 0; i < sizeof(memory); i++)
+        memory[i] = (uint8_t)(i * 31 + i / 256);
+    assert_ok(loop_init(l, &error), error);
+    seal_checks *c = seal_checks_create(l);
+    assert_non_null(c);
+    return c;
+}
+
+static void each_body_has_its_verdict(void **state)
+{
+    loop l;
+    seal_checks *c = start(&l);
+    verdicts v = {0};
+    uint64_t bytes = 0;
+    deadline at = deadline_in_ms(20000);
+    (void)state;
+    for (int i = 0; i < BODIES; i++) {
+        sealed_body *b;
+        while (!(b = take(c, (uint8_t)i, &v))) { /* they do not keep up */
+            assert_true(clock_ns() < at);
+            if (!seal_checks_help(c))
+                loop_step(&l, at);
+            loop_step(&l, 0);
+        }
+        b->seal[i % SEAL_SIZE] ^= i == WRONG;
+        bytes += (uint8_t)i;
+        seal_checks_submit(c, b);
+    }
+    while (v.n < BODIES && clock_ns() < at)
+        loop_step(&l, at);
+    assert_int_equal(v.n, BODIES);
+    assert_int_equal(v.unfit, 1);
+    assert_int_equal(v.bytes, bytes);
+    seal_checks_destroy(&c);
+    assert_null(c);
+    loop_finish(&l);
+}
+
+static void what_is_not_asked_for_any_more_has_none(void **state)
+{
+    loop l;
+    seal_checks *c = start(&l);
+    verdicts v = {0};
+    (void)state;
+    seal_checks_give_back(take(c, 1, &v));
+    seal_checks_submit(c, take(c, 2, &v));
+    seal_checks_submit(c, take(c, 3, &v));
+    assert_non_null(take(c, 4, &v)); /* it never comes */
+    seal_checks_destroy(&c);
+    loop_step(&l, 0);
+    assert_int_equal(v.n, 0);
+    loop_finish(&l);
+}
+
+static void without_threads_nobody_is_helped(void **state)
+{
+    (void)state;
+    assert_null(seal_checks_take(NULL));
+    assert_false(seal_checks_help(NULL));
+}
+
+int main(void)
+{
+    static const struct CMUnitTest tests[] = {
+        cmocka_unit_test(each_body_has_its_verdict),
+        cmocka_unit_test(what_is_not_asked_for_any_more_has_none),
+        cmocka_unit_test(without_threads_nobody_is_helped),
+    };
+    return cmocka_run_group_tests_name("seal checks", tests, NULL, NULL);
+}
