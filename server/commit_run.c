@@ -488,9 +488,7 @@ fanin_status fanin_server_commit(fanin_server *server, const char *name, uint64_
                                  const fanin_commit_options *options,
                                  fanin_error *error)
 {
-    fanin_status status = server_check(server, error);
-    if (status == FANIN_OK)
-        status = publication_name_check(name, error);
+    fanin_status status = publication_call_check(server, name, error);
     fanin_commit_options o;
     if (status == FANIN_OK)
         status = read_options(options, &o, error);

@@ -29,13 +29,6 @@ static fanin_status read_reason(const char *given, char out[REASON_SIZE],
     return FANIN_OK;
 }
 
-static fanin_status check_name(const fanin_server *s, const char *name,
-                               fanin_error *error)
-{
-    fanin_status status = server_check(s, error);
-    return status == FANIN_OK ? publication_name_check(name, error) : status;
-}
-
 static fanin_status not_there(const char *name, fanin_error *error)
 {
     error_place place = {.phase = "pause"};
@@ -96,7 +89,7 @@ fanin_status fanin_server_pause(fanin_server *server, const char *name,
                                 const char *reason, fanin_error *error)
 {
     char text[REASON_SIZE] = "";
-    fanin_status status = check_name(server, name, error);
+    fanin_status status = publication_call_check(server, name, error);
     if (status == FANIN_OK)
         status = read_reason(reason, text, error);
     if (status != FANIN_OK)
@@ -170,7 +163,7 @@ static fanin_status resume_now(fanin_server *s, publication *p, fanin_error *err
 fanin_status fanin_server_resume(fanin_server *server, const char *name,
                                  fanin_error *error)
 {
-    fanin_status status = check_name(server, name, error);
+    fanin_status status = publication_call_check(server, name, error);
     if (status != FANIN_OK)
         return status;
     publication *p = find(server, name);

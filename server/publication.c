@@ -381,9 +381,7 @@ void publication_close(fanin_server *s, publication *p)
 fanin_status fanin_server_begin_update(fanin_server *server, const char *name,
                                        fanin_error *error)
 {
-    fanin_status status = server_check(server, error);
-    if (status == FANIN_OK)
-        status = publication_name_check(name, error);
+    fanin_status status = publication_call_check(server, name, error);
     if (status != FANIN_OK)
         return status;
     publication *p = NULL;
@@ -396,6 +394,30 @@ fanin_status fanin_server_begin_update(fanin_server *server, const char *name,
     pthread_mutex_unlock(&server->lock);
     commit_tidy(server);
     return status;
+}
+
+fanin_status publication_call_check(const fanin_server *server, const char *name,
+                                    fanin_error *error)
+{
+    fanin_status status = server_check(server, error);
+    return status == FANIN_OK ? publication_name_check(name, error) : status;
+}
+
+/* Takes the lock, unless the call is wrong or the publication is not there. */
+static fanin_status lock_present(fanin_server *server, const char *name,
+                                 const error_place *place, publication **out,
+                                 fanin_error *error)
+{
+    fanin_status status = publication_call_check(server, name, error);
+    if (status != FANIN_OK)
+        return status;
+    pthread_mutex_lock(&server->lock);
+    *out = publication_find(server, name);
+    if (*out && (*out)->present)
+        return FANIN_OK;
+    pthread_mutex_unlock(&server->lock);
+    return error_set(error, FANIN_ERR_NOT_FOUND, place, "there is no publication %s",
+                     name);
 }
 
 /* An update is open until its commit has taken effect. Lock held. */
@@ -432,18 +454,12 @@ static void give_up(fanin_server *s, publication *p)
 fanin_status fanin_server_abort_update(fanin_server *server, const char *name,
                                        fanin_error *error)
 {
-    fanin_status status = server_check(server, error);
-    if (status == FANIN_OK)
-        status = publication_name_check(name, error);
+    error_place place = {.phase = "abort"};
+    publication *p;
+    fanin_status status = lock_present(server, name, &place, &p, error);
     if (status != FANIN_OK)
         return status;
-    error_place place = {.phase = "abort"};
-    pthread_mutex_lock(&server->lock);
-    publication *p = publication_find(server, name);
-    if (!p || !p->present) {
-        status = error_set(error, FANIN_ERR_NOT_FOUND, &place,
-                           "there is no publication %s", name);
-    } else if (p->paused) {
+    if (p->paused) {
         give_up(server, p);
     } else if (!may_abort(server, p)) {
         status =
@@ -477,18 +493,12 @@ static void withdraw(fanin_server *s, publication *p)
 fanin_status fanin_server_withdraw(fanin_server *server, const char *name,
                                    fanin_error *error)
 {
-    fanin_status status = server_check(server, error);
-    if (status == FANIN_OK)
-        status = publication_name_check(name, error);
+    error_place place = {.phase = "withdraw"};
+    publication *p;
+    fanin_status status = lock_present(server, name, &place, &p, error);
     if (status != FANIN_OK)
         return status;
-    error_place place = {.phase = "withdraw"};
-    pthread_mutex_lock(&server->lock);
-    publication *p = publication_find(server, name);
-    if (!p || !p->present) {
-        status = error_set(error, FANIN_ERR_NOT_FOUND, &place,
-                           "there is no publication %s", name);
-    } else if (!may_withdraw(server, p)) {
+    if (!may_withdraw(server, p)) {
         status = error_set(error, FANIN_ERR_STATE, &place,
                            "no shards of %s are readable by reference", name);
     } else {

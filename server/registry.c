@@ -14,9 +14,7 @@
 static fanin_status lock_publication(fanin_server *s, const char *name,
                                      publication **out, fanin_error *error)
 {
-    fanin_status status = server_check(s, error);
-    if (status == FANIN_OK)
-        status = publication_name_check(name, error);
+    fanin_status status = publication_call_check(s, name, error);
     if (status != FANIN_OK)
         return status;
     pthread_mutex_lock(&s->lock);
@@ -175,9 +173,7 @@ fanin_status fanin_server_put(fanin_server *server, const char *name,
                               const fanin_tensor *tensors, size_t count, bool replace,
                               fanin_error *error)
 {
-    fanin_status status = server_check(server, error);
-    if (status == FANIN_OK)
-        status = publication_name_check(name, error);
+    fanin_status status = publication_call_check(server, name, error);
     if (status != FANIN_OK)
         return status;
     shard_set fresh;
@@ -262,9 +258,7 @@ static fanin_status remove_all(fanin_server *s, publication *p, fanin_error *err
 fanin_status fanin_server_remove(fanin_server *server, const char *publication_name,
                                  const char *name, fanin_error *error)
 {
-    fanin_status status = server_check(server, error);
-    if (status == FANIN_OK)
-        status = publication_name_check(publication_name, error);
+    fanin_status status = publication_call_check(server, publication_name, error);
     if (status != FANIN_OK)
         return status;
     pthread_mutex_lock(&server->lock);
@@ -373,9 +367,7 @@ fanin_status fanin_server_set_metadata(fanin_server *server, const char *name,
                                        const fanin_pair *pairs, size_t count,
                                        fanin_error *error)
 {
-    fanin_status status = server_check(server, error);
-    if (status == FANIN_OK)
-        status = publication_name_check(name, error);
+    fanin_status status = publication_call_check(server, name, error);
     if (status != FANIN_OK)
         return status;
     fanin_pair *copy = NULL;

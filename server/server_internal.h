@@ -211,6 +211,9 @@ const char *state_name(publication_state state);
 
 /* ------------------------------------------------------- publication.c */
 
+/** How every call that names a publication begins: server_check(), publication_name_check(). */
+fanin_status publication_call_check(const fanin_server *server, const char *name,
+                                    fanin_error *error);
 /** Lock held. NULL: no such name was ever used. */
 publication *publication_find(const fanin_server *s, const char *name);
 /** Lock held. Finds or makes the object; *out may be absent (present false).
