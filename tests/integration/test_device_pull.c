@@ -208,6 +208,7 @@ static void pull_twice(const bench *b, int device, fake_cuda_kind kind, fanin_pa
     expect(b, &t, path);
     verifies = false;
     assert_int_equal(counts().opens, before.opens);
+    assert_int_equal(counts().digests > before.digests, device != HOST);
     target_free(&t);
 }
 

@@ -1,10 +1,16 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Pulls that compare with the ranks' digests: every path and cut, and what is unequal. */
 #include "local_world.h"
-#include "rank_proxy.h"
 #include "testing.h"
+#include "verify_scene.h"
+#include <dirent.h>
+#include <fcntl.h>
+#include <jansson.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/stat.h>
+#include <unistd.h>
 
 static fanin_pull_options asked(void)
 {
@@ -60,156 +66,169 @@ static void cma_is_verified(void **state)
 
 /* ------------------------------------------------- one rank behind a proxy */
 
-#define ROWS 24
-#define COLUMNS 700 /* rows are longer than a piece of the digest is as BF16 */
+static float published[2 * SCENE_FLOATS];
 
-typedef struct scene {
-    fanin_server *server;
-    rank_proxy proxy;
-    fanin_client *client;
-    float published[ROWS][COLUMNS];
-} scene;
-
-static void publish(scene *s, uint64_t step)
+static void set_scene(verify_scene *s, void (*trigger)(void *))
 {
-    fanin_error error = FANIN_ERROR_INIT;
-    fanin_box box = {.extent = {ROWS, COLUMNS}, .address = s->published};
-    fanin_tensor tensor = {.struct_size = sizeof(tensor),
-                           .name = "matrix",
-                           .dtype = FANIN_DTYPE_F32,
-                           .n_dims = 2,
-                           .shape = {ROWS, COLUMNS},
-                           .boxes = &box,
-                           .n_boxes = 1};
-    if (step == 1)
-        assert_ok(fanin_server_put(s->server, "lora:0", &tensor, 1, false, &error),
-                  error);
-    for (int i = 0; i < ROWS * COLUMNS; i++)
-        s->published[i / COLUMNS][i % COLUMNS] = (float)i * 1.7F + (float)step;
-    assert_ok(fanin_server_commit(s->server, "lora:0", step, NULL, &error), error);
-}
-
-/* A trainer that does not say that it writes. */
-static void write_in_silence(void *cookie)
-{
-    scene *s = cookie;
-    s->published[7][3] = -s->published[7][3];
-}
-
-static void update(void *cookie)
-{
-    scene *s = cookie;
-    fanin_error error = FANIN_ERROR_INIT;
-    assert_ok(fanin_server_begin_update(s->server, "lora:0", &error), error);
-    publish(s, 2);
-}
-
-static void set_scene(scene *s, void (*trigger)(void *))
-{
-    fanin_error error = FANIN_ERROR_INIT;
-    fanin_server_config config;
-    fanin_server_config_init(&config, sizeof(config));
-    memset(config.world_id, 9, sizeof(config.world_id));
-    config.flags = FANIN_SERVER_NO_UCX;
-    config.lease_ms = 1; /* an update in the middle of a pull does not wait */
-    assert_ok(fanin_server_create(&config, &s->server, &error), error);
-    publish(s, 1);
-    rank_proxy_start(&s->proxy, fanin_server_port(s->server), MSG_DIGEST, trigger, s);
-    fanin_client_config client;
-    fanin_client_config_init(&client, sizeof(client));
-    client.no_ucx = true;
-    const char *address = s->proxy.address;
-    assert_ok(fanin_client_create(&client, &s->client, &error), error);
-    assert_ok(fanin_client_connect(s->client, &address, 1, 10000, &error), error);
-}
-
-static void strike(scene *s)
-{
-    fanin_client_destroy(&s->client);
-    rank_proxy_stop(&s->proxy);
-    fanin_server_destroy(&s->server, 0);
-    free(s);
-}
-
-static fanin_status pull(scene *s, fanin_dtype dtype, void *to, int64_t row_stride,
-                         fanin_result_info *info, fanin_error *error)
-{
-    fanin_pull_options options = asked();
-    fanin_result *result = NULL;
-    options.dtype = dtype;
-    int64_t element = dtype ? 2 : 4;
-    fanin_box box = {
-        .extent = {ROWS, COLUMNS}, .address = to, .stride = {row_stride, element}};
-    fanin_tensor tensor = {.struct_size = sizeof(tensor),
-                           .name = "matrix",
-                           .dtype = dtype ? dtype : FANIN_DTYPE_F32,
-                           .n_dims = 2,
-                           .shape = {ROWS, COLUMNS},
-                           .boxes = &box,
-                           .n_boxes = 1};
-    fanin_status status =
-        fanin_client_pull(s->client, &options, &tensor, 1, &result, error);
-    *info = (fanin_result_info){.struct_size = sizeof(*info)};
-    fanin_result_get(result, info);
-    fanin_result_free(&result);
-    return status;
+    scene_start(s, published, published, trigger);
 }
 
 static void conversions_are_verified(void **state)
 {
     (void)state;
     static const fanin_dtype dtypes[] = {0, FANIN_DTYPE_BF16, FANIN_DTYPE_F16};
-    static uint8_t landed[2 * ROWS * COLUMNS * 4];
-    scene *s = calloc(1, sizeof(*s));
-    set_scene(s, write_in_silence);
-    atomic_store(&s->proxy.triggered, true); /* nothing is written */
+    static uint8_t landed[SCENE_BYTES];
+    verify_scene s;
+    set_scene(&s, scene_leave_alone);
     for (int i = 0; i < 6; i++) {
         fanin_error error = FANIN_ERROR_INIT;
         fanin_result_info info;
-        int64_t row = COLUMNS * (dtypes[i / 2] ? 2 : 4);
+        int64_t row = SCENE_COLUMNS * (dtypes[i / 2] ? 2 : 4);
         /* packed, and with gaps between the rows */
-        assert_ok(pull(s, dtypes[i / 2], landed, i % 2 ? 2 * row : row, &info, &error),
-                  error);
+        assert_ok(
+            scene_pull(&s, dtypes[i / 2], landed, i % 2 ? 2 * row : row, &info, &error),
+            error);
         assert_true(info.verified);
     }
-    strike(s);
+    scene_stop(&s);
 }
 
 static void unequal_bytes_are_named(void **state)
 {
     (void)state;
-    static float landed[ROWS][COLUMNS];
+    static float landed[SCENE_FLOATS];
     for (int i = 0; i < 2; i++) {
-        scene *s = calloc(1, sizeof(*s));
+        verify_scene s;
         fanin_error error = FANIN_ERROR_INIT;
         fanin_result_info info;
-        set_scene(s, write_in_silence);
-        assert_int_equal(pull(s, i ? FANIN_DTYPE_BF16 : 0, landed,
-                              COLUMNS * (i ? 2 : 4), &info, &error),
-                         FANIN_ERR_TRANSPORT);
-        assert_int_equal(error.rank, 0);
-        assert_string_equal(error.key, "matrix");
-        assert_string_equal(error.address, s->proxy.address);
-        assert_non_null(strstr(error.message, "matrix"));
-        assert_true(atomic_load(&s->proxy.triggered));
-        strike(s);
+        set_scene(&s, scene_write_in_silence);
+        fanin_status status = scene_pull(&s, i ? FANIN_DTYPE_BF16 : 0, landed,
+                                         SCENE_COLUMNS * (i ? 2 : 4), &info, &error);
+        scene_assert_unequal(&s, status, SCENE_A, &error);
+        assert_true(atomic_load(&s.proxy.triggered));
+        scene_stop(&s);
     }
 }
 
 static void an_update_is_only_stale(void **state)
 {
     (void)state;
-    static float landed[ROWS][COLUMNS];
-    scene *s = calloc(1, sizeof(*s));
+    static float landed[SCENE_FLOATS];
+    verify_scene s;
     fanin_error error = FANIN_ERROR_INIT;
     fanin_result_info info;
-    set_scene(s, update);
-    assert_ok(pull(s, 0, landed, COLUMNS * 4, &info, &error), error);
+    set_scene(&s, scene_update);
+    assert_ok(scene_pull(&s, 0, landed, SCENE_COLUMNS * 4, &info, &error), error);
     assert_int_equal(info.step, 2);
     assert_int_equal(info.stale, 1);
     assert_true(info.verified);
-    assert_memory_equal(landed, s->published, sizeof(landed));
-    strike(s);
+    assert_memory_equal(landed, published, sizeof(landed));
+    scene_stop(&s);
+}
+
+/* ------------------------------------------------------------- directories */
+
+static const char *const files[] = {"adapter_model.safetensors", "adapter_config.json",
+                                    "fanin.json"};
+
+static void make_scratch(char path[64])
+{
+    const char *root = getenv("TMPDIR");
+    snprintf(path, 64, "%.40s/fanin-verify-XXXXXX", root && root[0] ? root : "/tmp");
+    assert_non_null(mkdtemp(path));
+}
+
+/* Entries of the directory, hidden ones too: locks and temporary files are found. */
+static unsigned entries_of(const char *directory)
+{
+    unsigned n = 0;
+    DIR *dir = opendir(directory);
+    assert_non_null(dir);
+    while (readdir(dir))
+        n++;
+    closedir(dir);
+    return n - 2; /* . and .. */
+}
+
+static void remove_adapter(const char *directory)
+{
+    char path[128];
+    for (size_t i = 0; i < 3; i++) {
+        snprintf(path, sizeof(path), "%s/%s", directory, files[i]);
+        assert_int_equal(unlink(path), 0);
+    }
+    assert_int_equal(rmdir(directory), 0);
+}
+
+/* fanin.json's. */
+static bool says_verified(const char *directory)
+{
+    char path[128];
+    snprintf(path, sizeof(path), "%s/fanin.json", directory);
+    json_t *root = json_load_file(path, 0, NULL);
+    const json_t *verified = json_object_get(root, "verified");
+    assert_true(json_is_boolean(verified));
+    bool says = json_is_true(verified);
+    json_decref(root);
+    return says;
+}
+
+static void directories_say_what_was_done(void **state)
+{
+    (void)state;
+    char scratch[64], directory[96];
+    verify_scene s;
+    make_scratch(scratch);
+    set_scene(&s, scene_leave_alone);
+    for (int verify = 0; verify < 2; verify++) {
+        fanin_error error = FANIN_ERROR_INIT;
+        fanin_result_info info;
+        snprintf(directory, sizeof(directory), "%s/%d", scratch, verify);
+        assert_ok(scene_pull_directory(&s, directory, verify, &info, &error), error);
+        assert_int_equal(info.verified, verify);
+        assert_int_equal(says_verified(directory), verify);
+        remove_adapter(directory);
+    }
+    scene_stop(&s);
+    assert_int_equal(rmdir(scratch), 0);
+}
+
+/* Nothing of it is left, and the directory of an earlier step is as it was. */
+static void unequal_directories_are_not_published(void **state)
+{
+    (void)state;
+    char scratch[64], older[96], newer[96], file[128];
+    struct stat before[3], after;
+    fanin_error error = FANIN_ERROR_INIT;
+    fanin_result_info info;
+    verify_scene s;
+    make_scratch(scratch);
+    snprintf(older, sizeof(older), "%s/older", scratch);
+    snprintf(newer, sizeof(newer), "%s/newer", scratch);
+    set_scene(&s, scene_write_in_silence);
+    assert_ok(scene_pull_directory(&s, older, false, &info, &error), error);
+    for (size_t i = 0; i < 3; i++) {
+        snprintf(file, sizeof(file), "%s/%s", older, files[i]);
+        assert_int_equal(stat(file, &before[i]), 0);
+    }
+    fanin_status status = scene_pull_directory(&s, newer, true, &info, &error);
+    scene_assert_unequal(&s, status, SCENE_A, &error);
+    assert_int_equal(entries_of(scratch), 1);
+    for (size_t i = 0; i < 3; i++) {
+        snprintf(file, sizeof(file), "%s/%s", older, files[i]);
+        assert_int_equal(stat(file, &after), 0);
+        assert_int_equal(after.st_ino, before[i].st_ino);
+        assert_int_equal(after.st_mtim.tv_sec, before[i].st_mtim.tv_sec);
+        assert_int_equal(after.st_mtim.tv_nsec, before[i].st_mtim.tv_nsec);
+    }
+    assert_false(says_verified(older));
+    /* Nothing writes any more, so the next pull is good. */
+    assert_ok(scene_pull_directory(&s, newer, true, &info, &error), error);
+    assert_true(info.verified && says_verified(newer));
+    scene_stop(&s);
+    remove_adapter(older);
+    remove_adapter(newer);
+    assert_int_equal(rmdir(scratch), 0);
 }
 
 int main(void)
@@ -220,6 +239,8 @@ int main(void)
         cmocka_unit_test(conversions_are_verified),
         cmocka_unit_test(unequal_bytes_are_named),
         cmocka_unit_test(an_update_is_only_stale),
+        cmocka_unit_test(directories_say_what_was_done),
+        cmocka_unit_test(unequal_directories_are_not_published),
     };
     return cmocka_run_group_tests_name("verify", tests, NULL, NULL);
 }
