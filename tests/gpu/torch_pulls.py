@@ -9,6 +9,8 @@ GPU pulls into CUDA tensors without pause, and now and then a directory. No pull
   counted     fully_shard over NCCL on two GPUs; SGD with constant gradients adds 1 to every element
   adamw       the same with forward, backward and AdamW; each step's digest is recorded
   snapshot    as adamw, published as snapshots rounded to bf16
+  still       counted stops at step 1, and the engine plugin's service pulls that F32 step into
+              directories as it is, as BF16 and as F16: each element is what PyTorch rounds it to
 
 Needs PyTorch, safetensors, the package (PYTHONPATH) and its library (FANIN_LIBRARY); exit status 77
 without GPUs. With --device cpu it runs on gloo, in small. The last line is "N passed, N failed";
@@ -20,6 +22,7 @@ from __future__ import annotations
 import argparse
 import collections
 import contextlib
+import dataclasses
 import datetime
 import json
 import os
@@ -264,6 +267,18 @@ class Trainer:
                 streams.work()
             self.control.say("stopped", steps=step, digests={})
 
+    def still(self) -> None:
+        """One step of :meth:`counted`, held until the worker is through."""
+        model, streams = self.model(counted=True), Streams(self.device)
+        with self.serve(model) as server:
+            with streams.aside(), server.updating(1), torch.no_grad():
+                for value in model.parameters():
+                    value.add_(1 / 3)  # no multiple of what BF16 or F16 can tell apart
+            self.start(server.addresses)
+            while self.goes_on():
+                streams.work()
+            self.control.say("stopped", steps=1, digests={})
+
     def adamw(self, rounded: bool = False, **options: Any) -> None:
         """Real training; after each step all ranks gather the whole, and rank 0 has its digest."""
         model, streams = self.model(counted=False), Streams(self.device)
@@ -419,10 +434,42 @@ class Worker:
             torn.append(f"directory of step {result.step}: {self.spread(arena, flat)}")
         return [result.step, found]
 
+    def plugin(self, addresses: list[str], seconds: float) -> list[str]:
+        """What came in which dtype, by the engine plugin's service."""
+        from safetensors.torch import load_file
+
+        from fanin.vllm.clients import ClientPool, Source
+        from fanin.vllm.directories import Places
+        from fanin.vllm.pulls import PullService, Wanted
+
+        came = []
+        service = PullService(Places(self.folder / "cache"), ClientPool())
+        wanted = Wanted("run0-step1", "0", 1, "still", Source.of(addresses), seconds)
+        for dtype, kind in {
+            None: torch.float32,
+            "BF16": torch.bfloat16,
+            "F16": torch.float16,
+        }.items():
+            adapter = service.pull(dataclasses.replace(wanted, dtype=dtype))
+            for name, got in load_file(adapter.path / "adapter_model.safetensors").items():
+                shape = tuple(got.shape)
+                start = start_of(self.plain_name(name), shape, self.device)
+                expected = (start + 1 / 3).to(kind).cpu()
+                assert got.dtype == kind and torch.equal(got, expected), f"{name} as {dtype}"
+            came.append(str(dtype))
+        service.close()
+        return came
+
     def run(self) -> None:
         self.control.say("here")
         while (told := self.control.hear(SLOWEST)).pop("event") != "end":
-            self.control.say("pulled", **self.pulls(**told))
+            still = told["mode"] == "still"
+            result = (
+                {"dtypes": self.plugin(told["addresses"], told["seconds"])}
+                if still
+                else self.pulls(**told)
+            )
+            self.control.say("pulled", **result)
 
 
 # ----------------------------------------------------------------------------------- test
@@ -451,7 +498,7 @@ class Run:
         for rank in self.ranks:
             rank.tell(name)
         addresses = [rank.expect("ready", SLOWEST) for rank in self.ranks][0]["addresses"]
-        count = self.options.pulls // MODES[name]
+        count = self.options.pulls // MODES.get(name, 1)
         wish = {"mode": name, "addresses": addresses, "count": count, "every": max(count // 5, 1)}
         self.worker.tell("pull", **wish, seconds=seconds)
         result = self.worker.expect("pulled", SLOWEST)
@@ -459,6 +506,9 @@ class Run:
             rank.tell("stop")
         stopped = [rank.expect("stopped", SLOWEST) for rank in self.ranks][0]
         result["steps"] = stopped["steps"]
+        if name == "still":
+            assert result["dtypes"] == ["None", "BF16", "F16"], result
+            return result
         self.judge(name, result, stopped["digests"], count)
         return result
 
@@ -486,7 +536,9 @@ class Run:
 def check(options: argparse.Namespace) -> int:
     results: dict[str, Any] = {"device": options.device, "torch": torch.__version__, "modes": {}}
     passed = failed = 0
-    modes = [mode for mode in MODES if not options.only or mode in options.only.split(",")]
+    modes = [
+        mode for mode in (*MODES, "still") if not options.only or mode in options.only.split(",")
+    ]
     begun = time.monotonic()
     room = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
     with tempfile.TemporaryDirectory(prefix="torch-pulls-", dir=room) as folder:
@@ -499,6 +551,9 @@ def check(options: argparse.Namespace) -> int:
                 result = run.mode(mode, options.seconds / len(modes))
                 results["modes"][mode] = result
                 passed += 1
+                if mode == "still":
+                    print(f"passed  still: {', '.join(result['dtypes'])} by the plugin's service")
+                    continue
                 print(
                     f"passed  {mode}: {result['pulls']} pulls of {result['bytes'] / 1e6:.0f} MB in "
                     f"{time.monotonic() - start:.1f} s, median {result['median_ms']:.2f} ms, "
