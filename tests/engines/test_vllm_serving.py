@@ -27,7 +27,7 @@ from vllm_server import (
     Refused,
     TokenStream,
     VllmServer,
-    free_port,
+    free_ports,
     save_model,
 )
 
@@ -453,7 +453,7 @@ def elsewhere(place: Place) -> collections.abc.Iterator[tuple[int, int]]:
 def test_names_asked_for_before_a_restart(place: Place) -> None:
     """Nobody uses a route, and vLLM does not ask for a name that it knows."""
     name, also = "known-run0-step12", "known-too-run0-step12"
-    port = free_port()
+    port = free_ports(2)
     with elsewhere(place) as (one, two):
         with launch_of(place, one, 12, port) as addresses:
             place.point_at(trainer_addresses=addresses)
@@ -490,7 +490,7 @@ def test_names_asked_for_before_the_engine_is_pointed_elsewhere(place: Place) ->
 def test_the_last_adapter_of_a_training_that_is_over(place: Place) -> None:
     """Served until another launch takes the trainer's place, which nobody has to say."""
     name = "last-run0-step12"
-    port = free_port()
+    port = free_ports(2)
     with elsewhere(place) as (one, two):
         with launch_of(place, one, 12, port) as addresses:
             place.point_at(trainer_addresses=addresses)

@@ -9,6 +9,7 @@ import http.client
 import importlib.metadata
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -116,10 +117,18 @@ class Refused(Exception):
         return str(self.body)
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+def free_ports(count: int = 1) -> int:
+    """The first of *count* consecutive ports that nobody has.
+
+    Below those that the kernel gives to connections that go out: one of them could get the port
+    before whoever is to listen there does, even one that asks for the server that was there.
+    """
+    while True:
+        first = random.randrange(20000, 32000)
+        with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
+            for port in range(first, first + count):
+                stack.enter_context(socket.socket()).bind(("127.0.0.1", port))
+            return first
 
 
 def plugin_path(scratch: Path) -> list[str]:
@@ -158,7 +167,7 @@ class VllmServer:
         environment: dict[str, str] | None = None,
         plugins: bool = True,
     ) -> None:
-        self.port = free_port()
+        self.port = free_ports()
         self.url = f"http://127.0.0.1:{self.port}"
         self.base = "base"
         self.log = scratch / "vllm.log"
