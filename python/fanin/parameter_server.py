@@ -92,9 +92,15 @@ class _Entry:
     shard: Shard
     #: How often PyTorch had written the tensor when it was published; None: it does not count.
     version: int | None = None
+    #: Where the tensor lies, if PyTorch counts.
+    extent: Any = None
 
     def __post_init__(self) -> None:
         self.published()
+        if self.version is not None:
+            from fanin.torch._writes import extent_of
+
+            self.extent = extent_of(self.tensor)
 
     def published(self) -> None:
         self.version = _version(self.tensor)
@@ -177,6 +183,8 @@ class ParameterServer:
         self._last: dict[str, tuple[float, float]] = {}  # when it was committed, how long it took
         self._due: dict[str, float] = {}  # changed and not committed yet, and until when at most
         self._flusher: threading.Thread | None = None
+        self._lent: dict[int, dict[str, _Entry]] = {}  # by storage, of PyTorch's tensors
+        self._counting = False
         self._streams: dict[str, Any] = {}  # whose end the last commit waits for
         _log.info("parameter server %s listens on %s, port %d", name, address, self.port)
 
@@ -209,7 +217,7 @@ class ParameterServer:
             self._finish_writes(shard)
             self._server.put(publication, [shard])  # not seen by readers before a commit
             with self._change(publication):
-                self._store[key] = _Entry(tensor, shard)
+                self._keep(key, _Entry(tensor, shard))
                 self._sizes[publication] += 1
                 self._devices.setdefault(publication, Counter())[_device(shard)] += 1
 
@@ -233,9 +241,9 @@ class ParameterServer:
             with self._change(publication):
                 self._server.put(publication, [shard], replace=True)
                 devices = self._devices[publication]
-                devices[_device(self._store[key].shard)] -= 1
+                devices[_device(self._let_go(key).shard)] -= 1
                 devices[_device(shard)] += 1
-                self._store[key] = _Entry(tensor, shard)
+                self._keep(key, _Entry(tensor, shard))
 
     def remove(self, key: str) -> None:
         """Takes the tensor out; when this returns, nobody reads its memory any more.
@@ -262,8 +270,35 @@ class ParameterServer:
                 self._drop(key, publication)
 
     def _drop(self, key: str, publication: str) -> None:
-        self._devices[publication][_device(self._store.pop(key).shard)] -= 1
+        self._devices[publication][_device(self._let_go(key).shard)] -= 1
         self._sizes[publication] -= 1
+
+    def _keep(self, key: str, entry: _Entry) -> None:
+        self._store[key] = entry
+        if entry.extent is None or self._snapshot:
+            return
+        self._lent.setdefault(entry.extent.storage, {})[key] = entry
+        if not self._counting:
+            from fanin.torch._writes import count_steps
+
+            count_steps(self, ParameterServer._published)
+            self._counting = True
+
+    def _let_go(self, key: str) -> _Entry:
+        entry = self._store.pop(key)
+        if entry.extent is not None:
+            self._lent.get(entry.extent.storage, {}).pop(key, None)
+        return entry
+
+    def _published(self, param: Any) -> list[Any]:
+        """The tensors that lie where the parameter *param* does, if any."""
+        if not self._lent:
+            return []
+        from fanin.torch._writes import extent_of
+
+        written = extent_of(param)
+        there = self._lent.get(written.storage, {}) if written is not None else {}
+        return [one.tensor for one in list(there.values()) if one.extent.overlaps(written)]
 
     @contextlib.contextmanager
     def updating(self, step: int | None = None) -> Iterator[None]:
@@ -476,6 +511,7 @@ class ParameterServer:
                 self._changed.notify_all()
                 self._server.close()
                 self._store.clear()
+                self._lent.clear()
                 self._sizes.clear()
                 self._devices.clear()
                 self._due.clear()

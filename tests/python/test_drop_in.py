@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import inspect
 import random
 import sys
@@ -304,6 +305,62 @@ def test_writes_outside_of_updating_are_refused(server: ParameterServer, how: st
         with server.updating():
             tensor.add_(1)
         assert (client.get(A, timeout=20.0).numpy() == 3).all()
+
+
+@pytest.mark.skipif(torch is None, reason="no PyTorch here")
+@pytest.mark.parametrize("form", ["itself", "detach", "data", "rows"])
+@pytest.mark.parametrize("fused", [False, True])
+def test_an_optimizer_that_steps_outside_of_updating(
+    server: ParameterServer, form: str, fused: bool
+) -> None:
+    """PyTorch counts no writes of fused optimizers, and none in what .data gave."""
+    buffer = torch.zeros(3, 4)
+    param, beside = (torch.nn.Parameter(buffer[row].data) for row in (0, 1))
+    forms = {"itself": param, "detach": param.detach(), "data": param.data, "rows": param[1:3]}
+    server.put(A, forms[form])
+    optimizers = [torch.optim.AdamW([one], lr=0.1, fused=fused) for one in (param, beside)]
+
+    def step(*which: Any) -> None:
+        for optimizer in which:
+            for one in optimizer.param_groups[0]["params"]:
+                one.grad = torch.ones(4)
+            optimizer.step()
+
+    with server.updating():
+        step(*optimizers)
+    # What lies beside it in one buffer is not published, nor is what has no gradient.
+    step(optimizers[1])
+    optimizers[0].zero_grad()
+    optimizers[0].step()
+    with server.updating():
+        pass
+    step(optimizers[0])
+    with (
+        pytest.raises(StateError, match="optimizer.step()") as caught,
+        server.updating(),
+    ):
+        raise AssertionError("the block must not run")
+    assert caught.value.key == A
+    with server.updating():
+        pass
+    server.remove(A)
+    server.put(B, beside)
+    step(optimizers[0])
+    with server.updating():
+        pass
+
+
+@pytest.mark.skipif(torch is None, reason="no PyTorch here")
+def test_optimizers_forget_a_server_that_is_gone() -> None:
+    gc.collect()  # those of other tests
+    hooks = importlib.import_module("torch.optim.optimizer")._global_optimizer_post_hooks
+    before = len(hooks)
+    with ParameterServer("gone", port=0) as server:
+        server.put(A, torch.zeros(4))
+        assert len(hooks) == before + 1
+    del server
+    gc.collect()
+    assert len(hooks) == before
 
 
 @pytest.mark.skipif(torch is None, reason="no PyTorch here")

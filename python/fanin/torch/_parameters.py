@@ -411,14 +411,9 @@ class Parameters:
         """To be called when a step is published by reference: from now on writes are counted."""
         self._versions = list(map(_version, map(_local, self._lent)))
 
-    def stepped(self, optimizer: Any) -> None:
-        """To be called when an optimizer has stepped: PyTorch counts no writes of fused ones."""
-        if self._versions:
-            for group in optimizer.param_groups:
-                for param in group["params"]:
-                    local = self._by_param.get(id(param))
-                    if local is not None and param.grad is not None:
-                        torch.autograd.graph.increment_version(local)
+    def lent(self, param: Any) -> Any:
+        """The tensor in which *param* is published by reference now, None: it is not."""
+        return self._by_param.get(id(param)) if self._versions else None
 
     def written(self) -> list[str]:
         """Paths of the parameters whose published memory was written since :meth:`lend`.

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from fanin.errors import FaninError, NotFoundError, RequestError, StateError
 from fanin.info import TrainerInfo, join_address, write_info
@@ -27,6 +26,7 @@ from fanin.torch._world import (
     raise_first,
     report,
 )
+from fanin.torch._writes import count_steps
 
 __all__ = ["AdapterServer"]
 
@@ -214,7 +214,7 @@ class AdapterServer:
         self._world_id = world_id.hex()
         self._addresses = [item[1] for item in answers]
         self._finalizer = weakref.finalize(self, _finish, server, os.getpid())
-        self._watch_optimizers()
+        count_steps(self, AdapterServer._lent)
 
     # -- what is published ------------------------------------------------------------------
 
@@ -422,16 +422,10 @@ class AdapterServer:
 
     # -- inside -----------------------------------------------------------------------------
 
-    def _watch_optimizers(self) -> None:
-        me = weakref.ref(self)
-
-        def stepped(optimizer: Any, args: Any, kwargs: Any) -> None:
-            server = me()
-            for run in server._runs.values() if server is not None else ():
-                run.parameters.stepped(optimizer)
-
-        handle = register_optimizer_step_post_hook(stepped)
-        weakref.finalize(self, handle.remove)
+    def _lent(self, param: Any) -> list[Any]:
+        """The tensors in which the runs publish the memory of *param* by reference now."""
+        lent = (run.parameters.lent(param) for run in self._runs.values())
+        return [tensor for tensor in lent if tensor is not None]
 
     def _register(self, server: Server, source: _Source) -> None:
         server.put(source.publication, source.change.shards)

@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Writes of published tensors that PyTorch does not count by itself."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+__all__ = ["Extent", "count_steps", "extent_of"]
+
+_Owner = TypeVar("_Owner")
+
+
+def count_steps(owner: _Owner, tensors_of: Callable[[_Owner, Any], Iterable[Any]]) -> None:
+    """From now on each step of an optimizer counts as a write of what *owner* publishes.
+
+    Fused optimizers write without raising a tensor's ``_version``. tensors_of: the tensors, each
+    with a count, in which *owner* publishes the memory of the parameter that it is given. Lasts
+    as long as *owner*, which is held weakly.
+    """
+    me = weakref.ref(owner)
+
+    def stepped(optimizer: Any, args: Any, kwargs: Any) -> None:
+        server = me()
+        if server is None:
+            return
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    for tensor in tensors_of(server, param):
+                        torch.autograd.graph.increment_version(tensor)
+
+    weakref.finalize(owner, register_optimizer_step_post_hook(stepped).remove)
+
+
+class Extent(NamedTuple):
+    """Where a tensor's elements lie: between *first* and *end*, addresses in one storage."""
+
+    storage: int
+    first: int
+    end: int
+
+    def overlaps(self, other: Extent) -> bool:
+        return self.storage == other.storage and self.first < other.end and other.first < self.end
+
+
+def extent_of(tensor: Any) -> Extent | None:
+    """Of this rank's part, if it is a DTensor; None if it has no elements or no memory."""
+    local = getattr(tensor, "_local_tensor", tensor)
+    try:
+        storage, first = local.untyped_storage().data_ptr(), local.data_ptr()
+    except RuntimeError:  # it only stands for a tensor
+        return None
+    if storage == 0 or local.numel() == 0:
+        return None
+    steps = ((size - 1) * step for size, step in zip(local.shape, local.stride(), strict=True))
+    return Extent(storage, first, first + (sum(steps) + 1) * local.element_size())
