@@ -10,7 +10,9 @@ from __future__ import annotations
 import collections.abc
 import contextlib
 import http.client
+import itertools
 import json
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -463,14 +465,51 @@ def test_names_asked_for_before_a_restart(place: Place) -> None:
             old = place.directories("known") | place.directories("known-too")
             assert len(old) == 2
         with launch_of(place, two, 12, port):
-            after = place.pulled(name)
-            assert after == place.expected(two) != before
+            after = place.expected(two)
+            assert after != before
+            # The engine may learn of it only now.
+            until(lambda: place.pulled(name) == after, "the new launch")
             until(lambda: not any(path.exists() for path in old), "retirement")
             assert also not in place.engine.names(), "served though nobody asked again"
             assert place.pulled(also) == after
             assert place.engine.metric("fanin_worlds_ended_total") == ended + 1
             assert place.engine.metric("fanin_adapters_retired_total", reason="launch") >= 2
     assert "has ended" in place.engine.log_text()
+
+
+def test_a_name_asked_for_all_the_time_while_launches_follow_each_other(place: Place) -> None:
+    """No answer of a launch after one of its successor, and no refusal without a reason."""
+    name = "always-run0-step12"
+    port = free_ports(2)
+    over = threading.Event()
+
+    def ask(answers: list[list[int]], refusals: list[str]) -> None:
+        while not over.is_set():
+            try:
+                answers.append(place.pulled(name))
+            except Refused as error:
+                refusals.append(error.message)
+
+    with elsewhere(place) as (one, two), meanwhile() as pool:
+        launches = (one, two, one, two)
+        expected = {step: place.expected(step) for step in (one, two)}
+        told: list[tuple[list[list[int]], list[str]]] = [([], []) for _ in range(3)]
+        try:
+            for number, step in enumerate(launches):
+                with launch_of(place, step, 12, port) as addresses:
+                    if number == 0:
+                        place.point_at(trainer_addresses=addresses)
+                        asking = [pool.submit(ask, *thread) for thread in told]
+                    for answers, _ in told:
+                        until(lambda a=answers, s=step: a[-1:] == [expected[s]], "its answer")
+        finally:
+            over.set()
+        for thread in asking:
+            thread.result(PATIENCE)
+        for answers, refusals in told:
+            seen = [tokens for tokens, _ in itertools.groupby(answers)]
+            assert seen == [expected[step] for step in launches]
+            assert not [why for why in refusals if "does not exist" in why]
 
 
 def test_names_asked_for_before_the_engine_is_pointed_elsewhere(place: Place) -> None:

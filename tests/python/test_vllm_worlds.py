@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +20,7 @@ from fanin.vllm.pulls import Adapter
 from test_vllm_flights import Bench, Request, run
 
 NAME = "policy-run0-step12"
+NEW = "policy-run0-step1"
 
 
 @pytest.fixture(autouse=True)
@@ -82,7 +85,7 @@ def test_whoever_asks_at_that_moment_is_not_answered_by_the_old(by_name: Bench) 
     async def work() -> None:
         await loaded(bench)
         bench.trainer.end()
-        await until(lambda: NAME not in bench.engine.lora_requests)
+        await until(lambda: bench.engine.lora_requests.get(NAME) is None)
         bench.trainer.restart(OTHER_WORLD, 12)
         assert (await bench.state.flights.fetch(bench.wanted(12))).world == OTHER_WORLD
 
@@ -132,6 +135,77 @@ def test_a_launch_that_the_file_names(tmp_path: Path) -> None:
         await loaded(bench)
         # Elsewhere, while the old ones still run.
         write_info(info, TrainerInfo(("10.0.0.9:1",), world_id=OTHER_WORLD))
+        await until(lambda: bench.keeper.get(NAME) is None)
+
+    run(work())
+
+
+def test_a_launch_that_the_file_names_while_the_old_one_is_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks that are stopped keep who asks them waiting; the file need not wait for that. The
+    adapter that was asked for last came from addresses, which tell of no successor."""
+    info = tmp_path / "info"
+    info.mkdir()
+    write_info(info, TrainerInfo((ADDRESS,), world_id=WORLD))
+    bench = Bench(tmp_path, FANIN_TRAINER=str(info / "nixl_info.json"))
+    asked, goes_on = threading.Event(), threading.Event()
+
+    def stopped(self: FakeClient, timeout: float) -> list[Any]:
+        asked.set()
+        goes_on.wait(60)
+        raise errors.PullTimeoutError.make("rank 0 does not answer")
+
+    async def work() -> None:
+        await loaded(bench)
+        await bench.fetch(13, source=Source.of([ADDRESS]))
+        monkeypatch.setattr(FakeClient, "publications", stopped)
+        await until(asked.is_set)
+        write_info(info, TrainerInfo(("10.0.0.9:1",), world_id=OTHER_WORLD))
+        await until(lambda: bench.keeper.status()["adapters"] == [])
+        assert bench.engine.lora_requests == {}
+
+    try:
+        run(work())
+    finally:
+        goes_on.set()
+
+
+def test_an_adapter_that_comes_when_the_last_one_has_gone(bench: Bench) -> None:
+    """Its world is followed anew, whatever the order of things in one turn of the loop."""
+
+    async def work() -> None:
+        old = await loaded(bench)
+        lookout = bench.state.lookout
+        task = lookout._tasks[WORLD]
+        bench.keeper.unloaded(NAME)
+        while not task.done():
+            await asyncio.sleep(0)
+        bench.keeper.add(replace(old, requests=[]))
+        lookout.follow(WORLD)
+        bench.trainer.restart(OTHER_WORLD, 12)
+        await until(lambda: bench.keeper.get(NAME) is None)
+
+    run(work())
+
+
+def test_trouble_of_this_process_does_not_end_the_lookout(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def work() -> None:
+        old = await loaded(bench)
+        looks = []
+
+        def broken(*arguments: Any) -> Any:
+            looks.append(1)
+            raise RuntimeError("can't start new thread")
+
+        with monkeypatch.context() as patch:
+            for method in ("runs_now", "successor", "lost"):
+                patch.setattr(bench.state.service, method, broken)
+            await until(lambda: len(looks) > 5)
+            assert bench.keeper.get(NAME) is old and NAME in bench.engine.lora_requests
+        bench.trainer.restart(OTHER_WORLD, 12)
         await until(lambda: bench.keeper.get(NAME) is None)
 
     run(work())
@@ -318,6 +392,46 @@ def test_runs_are_over_only_if_all_ranks_say_so(bench: Bench) -> None:
         await until(lambda: bench.trainer.looks > looked + 3)
         assert bench.keeper.get(NAME) is old
         bench.trainer.runs["0"] = run0
+
+    run(work())
+
+
+def test_a_request_that_was_let_in_before_its_name_was_taken_away(by_name: Bench) -> None:
+    """vLLM looks the name up again when it has prepared the prompt, and nobody else may."""
+    bench = by_name
+
+    async def work() -> None:
+        models = Models(bench)
+        await bench.state.attach(models)
+        await asyncio.create_task(models.resolve_lora(NEW))
+        let_in, taken = asyncio.Event(), asyncio.Event()
+
+        async def request(*, resolve: bool) -> Any:
+            assert resolve or NEW in models.lora_requests
+            if resolve:
+                await models.resolve_lora(NEW)
+            let_in.set()
+            await taken.wait()
+            assert NEW in models.lora_requests
+            found = models.lora_requests[NEW]
+            with pytest.raises(KeyError):
+                models.lora_requests[NEW]
+            assert NEW not in models.lora_requests
+            return found.lora_path
+
+        running = [asyncio.create_task(request(resolve=one)) for one in (False, True)]
+        await let_in.wait()
+        await asyncio.sleep(0)
+        bench.keeper.end_world(WORLD, "of something")
+        assert models.lora_requests == {}
+        old = bench.keeper.status()["retiring"][0]["path"]
+        for _ in range(50):  # retirement looks each millisecond
+            await asyncio.sleep(0.001)
+        assert Path(old).exists(), "deleted under a request that was let in"
+        taken.set()
+        assert await asyncio.gather(*running) == [old, old]
+        await bench.keeper.settled()
+        assert not Path(old).exists()
 
     run(work())
 

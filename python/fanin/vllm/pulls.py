@@ -7,6 +7,7 @@ Nothing here knows vLLM or asyncio: the API server calls it in threads of its ow
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -265,6 +266,18 @@ class PullService:
         if not all(info.connected for info in ranks):
             return None
         return {info.name.removeprefix("lora:") for info in found}
+
+    def named(self, sources: Iterable[Source], world: str) -> tuple[Source, str] | None:
+        """That of *sources* whose file names another world than *world*, and that one; None: none.
+
+        Blocks for reading the files; one that cannot be read names none.
+        """
+        for source in sources:
+            with contextlib.suppress(FaninError):
+                found = source.resolve().world_id
+                if found not in (None, world):
+                    return source, str(found)
+        return None
 
     def successor(self, source: Source, world: str, timeout: float) -> str | None:
         """Who has taken the place of *world* at *source*: the other world, ``"another"`` if it is

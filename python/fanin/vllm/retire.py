@@ -11,9 +11,9 @@ that re-reads a directory that is gone dies with all its requests:
 4. its directory is deleted, unless another engine of this host needs it.
 
 A request that passed the name check but has not reached the engine yet is in no list of the
-engine's; it holds vLLM's LoRARequest object, though, and so does each request that waits or
-runs. So step 2 counts the references to that object: without any, nobody in this process can send
-the path to the engine again.
+engine's; it holds vLLM's LoRARequest object, though (:class:`fanin.vllm.hooks.Names`), and so does
+each request that waits or runs. So step 2 counts the references to that object: without any,
+nobody in this process can send the path to the engine again.
 """
 
 from __future__ import annotations
@@ -198,8 +198,8 @@ class Keeper:
     def suspend(self, world: str) -> None:
         """Takes the names of *world*'s adapters away that come back when they are asked for."""
         for adapter in self.of(world):
-            if self._link is not None and not adapter.suspended and self._link.resolves(adapter):
-                adapter.suspended = True
+            if self._link is not None and self._link.resolves(adapter):
+                adapter.suspended = True  # it may have been already, and registered only now
                 self._link.unregister(adapter)
 
     def resume(self, world: str) -> None:
