@@ -82,9 +82,7 @@ fanin_status fanin_client_list(fanin_client *client, uint32_t timeout_ms,
     if (status != FANIN_OK)
         return status;
     survey s = {.client = client, .type = MSG_LIST, .at = deadline_in_ms(timeout_ms)};
-    status = survey_run(&s, error);
-    if (status == FANIN_OK)
-        status = survey_judge(&s, error);
+    status = survey_take(&s, error);
     bool more = status == FANIN_OK;
     for (size_t i = 0; i < client->n_peers && more; i++) {
         if (survey_answered(&s, i))
@@ -101,10 +99,9 @@ fanin_status fanin_client_ping(fanin_client *client, uint32_t timeout_ms,
     if (status != FANIN_OK)
         return status;
     survey s = {.client = client, .type = MSG_PING, .at = deadline_in_ms(timeout_ms)};
-    status = survey_run(&s, error);
-    bool more = status == FANIN_OK;
-    if (more)
-        status = survey_judge(&s, error);
+    status = survey_take(&s, error);
+    /* Ranks that do not belong together, or do not answer, are told all the same. */
+    bool more = status != FANIN_ERR_CANCELLED && status != FANIN_ERR_MEMORY;
     for (size_t i = 0; i < client->n_peers && more; i++) {
         const answer *a = &s.answers[i];
         fanin_rank_info info = describe(&client->peers[i]);
@@ -175,14 +172,7 @@ static fanin_status ask_any(fanin_client *client, snapshot *s, deadline at,
                   .publication = s->publication->name,
                   .first = true,
                   .at = at};
-    fanin_status status = survey_run(&any, error);
-    if (status == FANIN_OK)
-        status = survey_judge(&any, error);
-    if (status == FANIN_ERR_WORLD) {
-        /* Those that have not answered may be dead. */
-        status = client_ensure_connected(client, false, at, error);
-        status = status == FANIN_OK ? FANIN_ERR_STALE : status;
-    }
+    fanin_status status = survey_take(&any, error);
     bool found = false;
     for (size_t i = 0; i < client->n_peers && status == FANIN_OK; i++) {
         s->use[i] = !found && survey_answered(&any, i);

@@ -124,6 +124,24 @@ static void look_for_more(pull *p, size_t there)
     p->missing = count_ready(p->client) == there && !coming;
 }
 
+/* The pull's time went by while a rank that is needed did not answer: that one is to blame, and not
+   those that were to be asked next. */
+static fanin_status blame_silent(pull *p, fanin_error *error)
+{
+    const connection *silent = NULL;
+    for (size_t i = 0; i < p->client->n_peers; i++) {
+        connection *c = p->client->peers[i].control;
+        if (connection_get_state(c) == CONNECTION_READY)
+            continue;
+        connection_give_up(c);
+        silent = silent ? silent : c;
+    }
+    if (!silent)
+        return FANIN_OK;
+    p->missing = true;
+    return pull_blame(silent, p->lost.key, error);
+}
+
 /* Connected, agreed, catalogs and plan at hand. */
 static fanin_status get_ready(pull *p, fanin_error *error)
 {
@@ -136,6 +154,8 @@ static fanin_status get_ready(pull *p, fanin_error *error)
     fanin_status status = client_ensure_connected(client, p->patient, p->at, error);
     info->connect_ns += lap(&clock);
     p->missing = status != FANIN_OK;
+    if (status == FANIN_OK && p->patient && deadline_passed(p->at))
+        status = blame_silent(p, error);
     if (status != FANIN_OK)
         return status;
     size_t there = count_ready(client);

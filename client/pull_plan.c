@@ -35,23 +35,27 @@ static digest made_from(const fanin_client *client, const publication *p,
     return result;
 }
 
+fanin_status pull_blame(const connection *c, const char *key, fanin_error *error)
+{
+    const fanin_error *fault = connection_fault(c);
+    error_place place = connection_place(c, "connect");
+    place.key = key;
+    place.remedy = fault->remedy;
+    place.sys_errno = fault->sys_errno;
+    fanin_status status = fault->status ? fault->status : FANIN_ERR_UNREACHABLE;
+    return error_set(error, status, &place, "%s%s%s", fault->message,
+                     *key ? "; no other rank holds " : "", key);
+}
+
 /* A hole that a missing rank leaves is that rank's fault, not the trainer's. */
 static fanin_status blame_missing_rank(const fanin_client *client, const bool *use,
                                        fanin_error *error)
 {
     for (size_t i = 0; i < client->n_peers; i++) {
-        const connection *c = client->peers[i].control;
         if (use[i] || peer_ready(&client->peers[i]))
             continue;
-        const fanin_error *fault = connection_fault(c);
         fanin_error hole = *error;
-        error_place place = connection_place(c, "connect");
-        place.key = hole.key;
-        place.remedy = fault->remedy;
-        place.sys_errno = fault->sys_errno;
-        fanin_status status = fault->status ? fault->status : FANIN_ERR_UNREACHABLE;
-        return error_set(error, status, &place, "%s; no other rank holds %s",
-                         fault->message, hole.key);
+        return pull_blame(client->peers[i].control, hole.key, error);
     }
     return FANIN_ERR_INCOMPLETE;
 }

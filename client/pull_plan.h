@@ -11,6 +11,9 @@
 fanin_status pull_plan(fanin_client *client, publication *p, const bool *use,
                        destination *d, deadline at, fanin_error *error);
 
+/** Why the connection is not there, and that nobody else holds @p key ("": not known). Returns its status. */
+fanin_status pull_blame(const connection *c, const char *key, fanin_error *error);
+
 /** Makes what the source's path needs: its request list, or its spans. FANIN_ERR_TIMEOUT: stopped. */
 fanin_status pull_plan_source(fanin_client *client, publication *p, plan_cache *cache,
                               size_t source, work_stop *stop, fanin_error *error);

@@ -99,9 +99,16 @@ static size_t find_blame(const fanin_client *client, const standing *all, uint64
                          blame *out)
 {
     size_t n = 0;
+    bool answered = false, gone = false;
+    for (size_t i = 0; i < client->n_peers; i++) {
+        answered = answered || all[i].answered;
+        gone = gone || !peer_ready(&client->peers[i]);
+    }
     for (size_t i = 0; i < client->n_peers; i++) {
         const standing *s = &all[i];
         bool ready = peer_ready(&client->peers[i]);
+        if (ready && gone && !answered)
+            continue; /* there was no time to answer: who is gone used it up */
         if (ready && s->answered && s->present && s->step >= step && s->step > 0)
             continue;
         out[n++] = (blame){.what = !ready         ? GONE
@@ -124,6 +131,12 @@ static const char *state_name(int32_t state)
                : "unknown";
 }
 
+static double heard_seconds_ago(const fanin_client *client, size_t peer)
+{
+    uint64_t heard = connection_heard_ns(client->peers[peer].control);
+    return (double)(clock_ns() - heard) / 1e9;
+}
+
 static void tell_group(const fanin_client *client, const blame *first,
                        const char *ranks, bool many, char *text, size_t size)
 {
@@ -132,8 +145,8 @@ static void tell_group(const fanin_client *client, const blame *first,
         snprintf(text, size, "%.180s",
                  connection_fault(client->peers[first->peer].control)->message);
     else if (first->what == SILENT)
-        snprintf(text, size, "%s %s not said where %s", ranks, has,
-                 many ? "they are" : "it is");
+        snprintf(text, size, "%s %s not answered, last heard of %.1f s ago", ranks, has,
+                 heard_seconds_ago(client, first->peer));
     else if (first->state < 0)
         snprintf(text, size, "%s %s not publish it", ranks, many ? "do" : "does");
     else if (first->step == 0)

@@ -149,7 +149,8 @@ static void settle(survey *s, bool late)
     }
 }
 
-fanin_status survey_run(survey *s, fanin_error *error)
+/* What ranks made of it is in s->answers; FANIN_OK also if nobody answered. */
+static fanin_status run(survey *s, fanin_error *error)
 {
     fanin_client *client = s->client;
     fanin_status status = FANIN_OK;
@@ -172,21 +173,14 @@ fanin_status survey_run(survey *s, fanin_error *error)
     return status;
 }
 
-void survey_finish(survey *s)
-{
-    for (size_t i = 0; s->answers && i < s->client->n_peers; i++)
-        free(s->answers[i].entries);
-    free(s->answers);
-    s->answers = NULL;
-}
-
 bool survey_answered(const survey *s, size_t peer)
 {
     const answer *a = &s->answers[peer];
     return a->asked && a->over && a->status == FANIN_OK;
 }
 
-fanin_status survey_judge(const survey *s, fanin_error *error)
+/* If nobody answered: why the first did not. */
+static fanin_status judge(const survey *s, fanin_error *error)
 {
     /* What a rank said tells more than that another one says nothing. */
     const answer *worst = &s->answers[0];
@@ -202,4 +196,27 @@ fanin_status survey_judge(const survey *s, fanin_error *error)
         return client_compare(s->client, error);
     error_copy(error, &worst->error);
     return worst->status;
+}
+
+void survey_finish(survey *s)
+{
+    for (size_t i = 0; s->answers && i < s->client->n_peers; i++)
+        free(s->answers[i].entries);
+    free(s->answers);
+    s->answers = NULL;
+}
+
+fanin_status survey_take(survey *s, fanin_error *error)
+{
+    for (bool again = false;; again = true) {
+        fanin_status status = run(s, error);
+        if (status == FANIN_OK)
+            status = judge(s, error);
+        if (status != FANIN_ERR_WORLD || again)
+            return status;
+        status = client_ensure_connected(s->client, false, s->at, error);
+        if (status != FANIN_OK)
+            return status;
+        survey_finish(s);
+    }
 }

@@ -29,17 +29,15 @@ typedef struct survey {
 
 /**
  * Connects what is down, asks, and waits until every rank has answered or failed, at most until
- * s->at; then gives up those that owe an answer. client, type, publication, first and at are the
- * caller's; survey_finish() in either case. What ranks made of it is in s->answers; FANIN_OK also
- * if nobody answered. FANIN_ERR_CANCELLED, FANIN_ERR_MEMORY.
+ * s->at; then gives up those that owe an answer. If those that are connected do not belong together,
+ * they are asked whether they still live (client_ensure_connected()), and if that mends it all are
+ * asked anew. client, type, publication, first and at are the caller's; survey_finish() in either
+ * case. What ranks made of it is in s->answers. If nobody answered: why the first did not.
+ * FANIN_ERR_WORLD, FANIN_ERR_CANCELLED, FANIN_ERR_MEMORY.
  */
-fanin_status survey_run(survey *s, fanin_error *error);
+fanin_status survey_take(survey *s, fanin_error *error);
 void survey_finish(survey *s);
 
 /** Whether the peer's answer came and is good. */
 bool survey_answered(const survey *s, size_t peer);
-/** FANIN_ERR_WORLD if ranks that are connected do not belong together: without @p first all of
-    them have just answered. If nobody did: why the first did not. */
-fanin_status survey_judge(const survey *s, fanin_error *error);
-
 #endif

@@ -225,9 +225,7 @@ static fanin_status look(fanin_client *client, watch *w, const char *publication
     deadline patience = deadline_in_ms(client->config.connect_timeout_ms);
     survey s = {
         .client = client, .type = MSG_LIST, .at = deadline_sooner(at, patience)};
-    fanin_status status = survey_run(&s, error);
-    if (status == FANIN_OK)
-        status = survey_judge(&s, error);
+    fanin_status status = survey_take(&s, error);
     if (status == FANIN_OK)
         status = take_list(w, &s, publication, error);
     survey_finish(&s);

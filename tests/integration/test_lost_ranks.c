@@ -239,9 +239,11 @@ static void a_silent_rank_is_told_by_its_address(void **state)
     world_stop_rank(&w, 2);
     int silent = be_silent(w.addresses[2]);
     fanin_client *client = connect_with(&w, 200);
-    assert_int_not_equal(pull(&w, client, FANIN_STEP_NEWEST, 0, 400, &got, &error),
-                         FANIN_OK);
+    assert_int_equal(pull(&w, client, FANIN_STEP_NEWEST, 0, 400, &got, &error),
+                     FANIN_ERR_UNREACHABLE);
     assert_int_equal(error.rank, -1);
+    assert_non_null(strstr(error.message, "accepted but did not answer in time"));
+    assert_null(strstr(error.message, "have not said where they are"));
     assert_string_equal(error.address, w.addresses[2]);
     assert_non_null(strstr(error.message, w.addresses[2]));
     /* It is back: whoever needs it waits for it. */

@@ -6,6 +6,7 @@
  */
 #include "client_rules.h"
 #include "local_world.h"
+#include "messages.h"
 #include "testing.h"
 #include <fcntl.h>
 #include <netinet/in.h>
@@ -359,6 +360,57 @@ static void test_world_ask(void **state)
     check(a_whole_world_is_found, CLIENT_RULE_WORLD_ASK);
 }
 
+/* ------------------------------------------------------------------ surveys */
+
+/* Rank 0 restarts unheard as soon as it has answered. */
+static pair *ends_after_its_answer;
+
+fanin_status __real_decode_list_ok(body *in, msg_list_entry **entries, uint32_t *count);
+fanin_status __wrap_decode_list_ok(body *in, msg_list_entry **entries, uint32_t *count);
+fanin_status __wrap_decode_list_ok(body *in, msg_list_entry **entries, uint32_t *count)
+{
+    pair *p = ends_after_its_answer;
+    ends_after_its_answer = NULL;
+    if (p)
+        restart_unheard(p, 0);
+    return __real_decode_list_ok(in, entries, count);
+}
+
+static bool count_publication(void *cookie, const fanin_publication_info *info)
+{
+    (void)info;
+    ++*(int *)cookie;
+    return true;
+}
+
+/* Rank 1 is of the new launch already; rank 0 answers as one of the old, and is not asked again
+   before the two are compared. */
+static bool a_list_asks_anew(void)
+{
+    pair p;
+    int ranks = 0;
+    fanin_error error = FANIN_ERROR_INIT;
+    start(&p);
+    fanin_client *client = make_client(FANIN_PATH_STREAM);
+    assert_int_equal(connect_to(&p, client), FANIN_OK);
+    p.world = 2;
+    restart(&p, 1);
+    ends_after_its_answer = &p;
+    fanin_status status =
+        fanin_client_list(client, 5000, count_publication, &ranks, &error);
+    assert_null(ends_after_its_answer);
+    assert_true(status == FANIN_ERR_WORLD || ranks == 2);
+    fanin_client_destroy(&client);
+    stop(&p);
+    return status == FANIN_OK;
+}
+
+static void test_survey(void **state)
+{
+    (void)state;
+    check(a_list_asks_anew, CLIENT_RULE_WORLD_ASK);
+}
+
 static void test_staggered_restart(void **state)
 {
     (void)state;
@@ -368,9 +420,13 @@ static void test_staggered_restart(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_world),       cmocka_unit_test(test_world_again),
-        cmocka_unit_test(test_world_ask),   cmocka_unit_test(test_staggered_restart),
-        cmocka_unit_test(test_incarnation), cmocka_unit_test(test_end),
+        cmocka_unit_test(test_world),
+        cmocka_unit_test(test_world_again),
+        cmocka_unit_test(test_survey),
+        cmocka_unit_test(test_world_ask),
+        cmocka_unit_test(test_staggered_restart),
+        cmocka_unit_test(test_incarnation),
+        cmocka_unit_test(test_end),
     };
     return cmocka_run_group_tests_name("client rules", tests, NULL, NULL);
 }
