@@ -22,6 +22,7 @@ from .client import (
     PublicationInfo,
     PullResult,
     RankInfo,
+    RankState,
     WatchEvent,
 )
 from .errors import (
@@ -62,6 +63,7 @@ __all__ = [
     "PullResult",
     "PullTimeoutError",
     "RankInfo",
+    "RankState",
     "RequestError",
     "Server",
     "ServerStats",

@@ -377,6 +377,19 @@ class WatchEvent(Structure):
     ]
 
 
+class RankState(Structure):
+    """``fanin_rank_state``"""
+
+    _fields_ = [
+        ("struct_size", c_size_t),
+        ("rank", c_uint32),
+        ("address", c_char_p),
+        ("state", c_int32),
+        ("step", c_uint64),
+        ("state_age_ms", c_uint64),
+    ]
+
+
 NameFn = CFUNCTYPE(c_bool, c_void_p, c_char_p)
 RankFn = CFUNCTYPE(c_bool, c_void_p, POINTER(RankInfo))
 PublicationFn = CFUNCTYPE(c_bool, c_void_p, POINTER(PublicationInfo))
@@ -384,6 +397,7 @@ PublicationFn = CFUNCTYPE(c_bool, c_void_p, POINTER(PublicationInfo))
 EntryFn = CFUNCTYPE(c_bool, c_void_p, c_void_p)
 PairFn = CFUNCTYPE(c_bool, c_void_p, c_char_p, c_char_p)
 WatchFn = CFUNCTYPE(c_bool, c_void_p, POINTER(WatchEvent))
+QuietFn = CFUNCTYPE(c_bool, c_void_p, c_uint64, POINTER(RankState), c_size_t)
 PingFn = CFUNCTYPE(c_bool, c_void_p, POINTER(RankInfo), c_uint64)
 
 _handle = c_void_p
@@ -453,6 +467,10 @@ PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {
     "fanin_client_metadata": (_status, [_handle, c_char_p, c_uint32, PairFn, c_void_p, _error]),
     "fanin_client_wait": (_status, [_handle, POINTER(PullOptions), POINTER(c_uint64), _error]),
     "fanin_client_watch": (_status, [_handle, c_char_p, c_uint32, WatchFn, c_void_p, _error]),
+    "fanin_client_follow": (
+        _status,
+        [_handle, c_char_p, c_uint32, WatchFn, c_uint32, QuietFn, c_void_p, _error],
+    ),
     "fanin_client_ping": (_status, [_handle, c_uint32, PingFn, c_void_p, _error]),
 }
 

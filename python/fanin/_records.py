@@ -161,6 +161,20 @@ class WatchEvent:
     slowest_rank: int | None
 
 
+@dataclass(frozen=True)
+class RankState:
+    """What one rank is doing with a run."""
+
+    rank: int
+    address: str
+    #: As of :class:`PublicationInfo`.
+    state: str
+    #: Last committed; 0: none.
+    step: int
+    #: Seconds since it has this state; None: not known.
+    state_age: float | None
+
+
 # ---------------------------------------------------------------------------------- structures
 
 
@@ -219,12 +233,16 @@ def rank_info(info: _ffi.RankInfo) -> RankInfo:
     )
 
 
-def publication_info(info: _ffi.PublicationInfo) -> PublicationInfo:
+def _state(number: int) -> str:
     states = _ffi.PUBLICATION_STATES
+    return states[number] if 0 <= number < len(states) else f"state {number}"
+
+
+def publication_info(info: _ffi.PublicationInfo) -> PublicationInfo:
     return PublicationInfo(
         name=text(info.name),
         rank=info.rank,
-        state=states[info.state] if 0 <= info.state < len(states) else f"state {info.state}",
+        state=_state(info.state),
         step=info.step,
         epoch=info.epoch,
         catalog_version=info.catalog_version,
@@ -268,4 +286,14 @@ def watch_event(event: _ffi.WatchEvent) -> WatchEvent:
         step_newest=event.step_newest,
         spread=event.spread_ns / 1e9,
         slowest_rank=event.slowest_rank if event.slowest_rank >= 0 else None,
+    )
+
+
+def rank_state(state: _ffi.RankState) -> RankState:
+    return RankState(
+        rank=state.rank,
+        address=text(state.address),
+        state=_state(state.state),
+        step=state.step,
+        state_age=state.state_age_ms / 1e3 if state.state_age_ms else None,
     )

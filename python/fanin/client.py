@@ -31,11 +31,13 @@ from ._records import (
     PublicationInfo,
     PullResult,
     RankInfo,
+    RankState,
     WatchEvent,
     entry_at,
     publication_info,
     pull_result,
     rank_info,
+    rank_state,
     watch_event,
 )
 from ._tensors import PackedTensors, Shard, pack, shard_of
@@ -49,6 +51,7 @@ __all__ = [
     "PublicationInfo",
     "PullResult",
     "RankInfo",
+    "RankState",
     "WatchEvent",
 ]
 
@@ -496,7 +499,13 @@ class Client(ClosableHandle):
         return found
 
     def watch(
-        self, run: str | int, callback: Callable[[WatchEvent], object], timeout: float = 60.0
+        self,
+        run: str | int,
+        callback: Callable[[WatchEvent], object],
+        timeout: float = 60.0,
+        *,
+        quiet: Callable[[float, list[RankState]], object] | None = None,
+        quiet_after: float = 5.0,
     ) -> None:
         """Calls *callback* for each step that all ranks have committed, until it returns False.
 
@@ -504,18 +513,31 @@ class Client(ClosableHandle):
 
         :param callback: its result, if it is False, ends the watch; None goes on.
         :param timeout: seconds, for the whole call.
+        :param quiet: called while nothing happens, with the seconds since all ranks have committed
+            a step and what each of them is doing; False ends the watch, too.
+        :param quiet_after: seconds without any call until *quiet* is called.
         :raises PullTimeoutError: the time has passed.
         :raises CancelledError, NotFoundError: as named.
         :raises ConnectionFailedError: a rank was lost.
         """
-        self._look(
-            "watch",
-            self._library.fanin_client_watch,
-            (publication_of(run).encode(),),
-            timeout,
-            _ffi.WatchFn,
-            lambda event: callback(watch_event(event.contents)),
-        )
+        name, limit = publication_of(run).encode(), milliseconds(timeout, "timeout")
+        every = milliseconds(quiet_after, "quiet_after")
+
+        def silence(passed: int, ranks: Any, count: int) -> object:
+            assert quiet is not None
+            return quiet(passed / 1e3, [rank_state(ranks[index]) for index in range(count)])
+
+        def call(use: Use, handle: ctypes.c_void_p) -> None:
+            events = _ffi.WatchFn(
+                _collect(use, lambda event: callback(watch_event(event.contents)))
+            )
+            if quiet is None:
+                self._run(use, self._library.fanin_client_watch, handle, name, limit, events, None)
+                return
+            follow, states = self._library.fanin_client_follow, _ffi.QuietFn(_collect(use, silence))
+            self._run(use, follow, handle, name, limit, events, every, states, None)
+
+        self._alone("watch", call)
 
     def ping(self, timeout: float = 5.0) -> list[tuple[RankInfo, float]]:
         """Round trip times to the ranks, in seconds; each rank is judged by itself.

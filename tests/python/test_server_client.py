@@ -7,7 +7,9 @@ import ctypes
 import gc
 import json
 import os
+import socket
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -294,6 +296,68 @@ def test_watching(ranks: list[fanin.Server], client: fanin.Client) -> None:
     assert [event.step for event in seen] == [1, 2, 3]
     assert all(event.spread >= 0 and event.slowest_rank in (0, 1, 2) for event in seen[1:])
     assert client.pull_into(0, destinations()).step == 3  # connects again
+
+
+def test_watching_while_nothing_happens(ranks: list[fanin.Server], client: fanin.Client) -> None:
+    told: list[tuple[float, list[fanin.RankState]]] = []
+    ranks[1].begin_update(PUBLICATION)
+
+    def quiet(seconds: float, states: list[fanin.RankState]) -> bool | None:
+        told.append((seconds, states))
+        return False if states[1].state_age else None  # less than a millisecond is not known
+
+    client.watch(0, lambda event: None, local_world.PATIENCE, quiet=quiet, quiet_after=0.001)
+    seconds, states = told[-1]
+    assert seconds > 0
+    assert [(one.rank, one.state, one.step) for one in states] == [
+        (0, "stable", 1),
+        (1, "writing", 1),
+        (2, "stable", 1),
+    ]
+    assert states[1].address == f"127.0.0.1:{ranks[1].port}"
+    with pytest.raises(ZeroDivisionError):
+        client.watch(0, lambda event: None, quiet=lambda *_: 1 / 0, quiet_after=0.001)
+    with pytest.raises(fanin.RequestError, match="quiet_after"):
+        client.watch(0, lambda event: None, quiet=quiet, quiet_after=-1)
+
+
+def test_ages(ranks: list[fanin.Server], client: fanin.Client) -> None:
+    """They are of the rank's own clock, in whole milliseconds; none is "not known"."""
+    ranks[2].put("lora:new", [fanin.shard_of("x", np.zeros(4))])
+
+    def of(rank: int, name: str = PUBLICATION) -> fanin.PublicationInfo:
+        (found,) = (p for p in client.publications() if (p.rank, p.name) == (rank, name))
+        return found
+
+    local_world.until(lambda: of(1).commit_age)
+    began = time.monotonic()
+    ranks[1].begin_update(PUBLICATION)
+    local_world.until(lambda: of(1).state_age)
+    now = of(1)
+    passed = time.monotonic() - began
+    assert now.state == "writing" and now.state_age is not None and now.commit_age is not None
+    assert 0 < now.state_age <= passed + 0.001
+    assert now.commit_age >= now.state_age, "it was committed before it was written"
+    ranks[1].commit(PUBLICATION, 2)
+    local_world.until(lambda: of(1).state == "stable" and of(1).commit_age)
+    assert (of(2, "lora:new").state, of(2, "lora:new").commit_age) == ("unpublished", None)
+
+
+def test_a_rank_that_says_nothing(ranks: list[fanin.Server]) -> None:
+    """Which is not the same as one that refuses."""
+    with socket.create_server(("127.0.0.1", 0)) as mute, socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))
+        others = [f"127.0.0.1:{one.getsockname()[1]}" for one in (mute, nobody)]
+        with fanin.Client(use_ucx=False) as client:
+            client.connect([f"127.0.0.1:{ranks[0].port}", *others])
+            assert [info.rank for info in client.publications(timeout=0.3)] == [0]
+            seen = {info.address: info for info in client.ranks()}
+    assert [(seen[one].connected, seen[one].silent) for one in others] == [
+        (False, True),
+        (False, False),
+    ]
+    assert not seen[f"127.0.0.1:{ranks[0].port}"].silent
+    assert seen[others[1]].status == "FANIN_ERR_UNREACHABLE"
 
 
 def test_what_a_server_tells(ranks: list[fanin.Server], client: fanin.Client) -> None:
