@@ -7,10 +7,9 @@
 
 /** What one kernel is told, and its results: pinned. */
 #define LIST_BYTES ((size_t)1 << 20)
-/** Pieces of it, of one entry each if all lies in a row: 64 MiB. */
+/** Digests and pieces have half of it: 100 MiB of what is digested. */
 #define LIST_PIECES                                                                    \
-    ((uint32_t)(LIST_BYTES /                                                           \
-                (sizeof(uint64_t) + sizeof(digest_piece) + sizeof(copy_entry))))
+    ((uint32_t)(LIST_BYTES / 2 / (sizeof(uint64_t) + sizeof(digest_piece))))
 
 struct held {
     gpu *g;

@@ -36,11 +36,16 @@ void box_digest_free(box_digest *d)
     free(d);
 }
 
+static void put_number(uint8_t *to, uint64_t number)
+{
+    for (int i = 0; i < 8; i++)
+        to[i] = (uint8_t)(number >> (8 * i));
+}
+
 static void add_number(box_digest *d, uint64_t number)
 {
     uint8_t bytes[8];
-    for (int i = 0; i < 8; i++)
-        bytes[i] = (uint8_t)(number >> (8 * i));
+    put_number(bytes, number);
     (void)XXH3_128bits_update(d->pieces, bytes, sizeof(bytes));
 }
 
@@ -98,9 +103,16 @@ void box_digest_add(box_digest *d, const void *data, size_t size, uint32_t conve
 
 void box_digest_add_pieces(box_digest *d, const uint64_t *pieces, uint64_t length)
 {
-    for (uint64_t i = 0; i < box_digest_pieces(length); i++)
-        add_number(d, pieces[i]);
+    uint64_t left = box_digest_pieces(length);
     d->length += length;
+    while (left > 0) { /* by way of d->piece, which is empty */
+        size_t n = left < BOX_DIGEST_PIECE / 8 ? (size_t)left : BOX_DIGEST_PIECE / 8;
+        for (size_t i = 0; i < n; i++)
+            put_number(d->piece + 8 * i, pieces[i]);
+        (void)XXH3_128bits_update(d->pieces, d->piece, 8 * n);
+        pieces += n;
+        left -= n;
+    }
 }
 
 digest box_digest_take(box_digest *d)

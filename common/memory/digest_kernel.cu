@@ -205,30 +205,37 @@ static __device__ uint32_t gather_entry(const copy_entry &e, char *room, uint32_
            (e.convert == CONVERT_NONE ? bytes : bytes / 2);
 }
 
-static __device__ bool is_plain(const copy_entry &e)
+/* The first entry of a piece, as if it had no other bytes of that run. */
+static __device__ copy_entry first_of(const digest_parameters &p, digest_piece piece)
 {
-    return e.run == DIGEST_KERNEL_PIECE && e.from % 16 == 0 &&
-           e.convert == CONVERT_NONE;
+    copy_entry e = p.entries[piece.first];
+    const uint32_t most = DIGEST_KERNEL_RUN(e.convert);
+    e.from += piece.skip;
+    e.run -= piece.skip;
+    if (e.run > most)
+        e.run = most;
+    return e;
 }
 
 /* The lane's vectors of a piece, by way of @p room where they do not lie in memory as they are. */
 static __device__ void fetch(const digest_parameters &p, digest_piece piece,
                              uint4 *room, uint4 *v, uint32_t lane)
 {
-    const copy_entry head = p.entries[piece.first];
-    if (is_plain(head)) {
+    const copy_entry head = first_of(p, piece);
+    if (head.run == DIGEST_KERNEL_PIECE && head.from % 16 == 0 &&
+        head.convert == CONVERT_NONE) {
 #pragma unroll
         for (int i = 0; i < VECTORS; i++)
             v[i] = load<uint4>(reinterpret_cast<const char *>(head.from) +
                                16 * (lane + i * LANES));
         return;
     }
-    uint32_t end = 0;
-    for (uint32_t i = 0; i < piece.count; i++)
-        end = gather_entry(p.entries[piece.first + i], reinterpret_cast<char *>(room),
-                           lane);
+    char *bytes = reinterpret_cast<char *>(room);
+    uint32_t end = gather_entry(head, bytes, lane);
+    for (uint32_t i = 1; i < piece.count; i++)
+        end = gather_entry(p.entries[piece.first + i], bytes, lane);
     for (uint32_t i = end + lane; i < DIGEST_KERNEL_PIECE; i += LANES)
-        reinterpret_cast<char *>(room)[i] = 0;
+        bytes[i] = 0;
     __syncwarp();
 #pragma unroll
     for (int i = 0; i < VECTORS; i++)

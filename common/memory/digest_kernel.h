@@ -18,10 +18,18 @@
 /** Bytes of a piece: those of BOX_DIGEST_PIECE. */
 #define DIGEST_KERNEL_PIECE 4096
 
-/** What the bytes of one piece are, in order; what they do not fill counts as zeros. */
+/**
+ * What the bytes of one piece are, in order; what they do not fill counts as zeros. An entry of one
+ * run may be longer than a piece: several pieces in a row are parts of it.
+ */
 typedef struct digest_piece {
     uint32_t first, count; /**< entries; `to` of each is its place in the piece */
+    uint32_t skip;         /**< bytes of the first entry that come before the piece */
 } digest_piece;
+
+/** Bytes of one run that a piece takes at most. */
+#define DIGEST_KERNEL_RUN(convert)                                                     \
+    ((convert) == CONVERT_NONE ? DIGEST_KERNEL_PIECE : 2 * DIGEST_KERNEL_PIECE)
 
 /** The only parameter of the kernel, by value: out[i] becomes the XXH3-64 (seed 0) of piece i,
     after its entries have converted what they convert. */

@@ -167,6 +167,12 @@ static void digest_pieces(work *w, const void *parameter)
                 &e,
                 touch(w, (uint64_t)(uintptr_t)(p.entries + piece.first + k), sizeof e),
                 sizeof e);
+            if (k == 0) { /* the others of its run are those of other pieces */
+                e.from += piece.skip;
+                e.run -= piece.skip;
+                if (e.run > DIGEST_KERNEL_RUN(e.convert))
+                    e.run = DIGEST_KERNEL_RUN(e.convert);
+            }
             if (e.to != end)
                 fake_die("an entry of a piece leaves a gap");
             end = gather_entry(w, &e, bytes);
