@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib.util
 import io
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -19,17 +20,26 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import mesonpy
-from mesonpy import get_requires_for_build_sdist, get_requires_for_build_wheel
+HERE = Path(__file__).resolve().parent
+
+try:
+    import mesonpy
+    from mesonpy import get_requires_for_build_sdist, get_requires_for_build_wheel
+except ImportError as error:
+    _project = (HERE / "pyproject.toml").read_text(encoding="utf-8")
+    _requires = re.findall(r"^requires = \[(.*)\]", _project, re.MULTILINE)[0].replace(",", "")
+    raise SystemExit(
+        f"fanin: {error}: without build isolation these must be installed: pip install {_requires}"
+    ) from None
 
 __all__ = [
+    "build_editable",
     "build_sdist",
     "build_wheel",
     "get_requires_for_build_sdist",
     "get_requires_for_build_wheel",
 ]
 
-HERE = Path(__file__).resolve().parent
 PACKAGE = [
     "LICENSE",
     "README.md",
@@ -52,6 +62,16 @@ LIBRARY = [
     "tools",
 ]
 
+# What a build runs: names, the variable that names another, what to do. Under build isolation pip
+# brings all but the compiler.
+ISOLATED = "without build isolation, pip install it into an environment that is activated"
+PROGRAMS = [
+    (("cc", "gcc", "clang"), "CC", "install a C compiler (Debian's package: build-essential)"),
+    (("meson",), "MESON", ISOLATED),
+    (("ninja", "ninja-build", "samu"), "NINJA", ISOLATED),
+    (("patchelf",), "", ISOLATED),
+]
+
 Settings = dict[str, Any]
 
 
@@ -60,6 +80,7 @@ def build_wheel(
     config_settings: Settings | None = None,
     metadata_directory: str | None = None,
 ) -> str:
+    _need_programs()
     settings = dict(config_settings or {})
     given = settings.get("setup-args", [])
     settings["setup-args"] = [*_ucx_options(), *([given] if isinstance(given, str) else given)]
@@ -74,6 +95,20 @@ def build_wheel(
         ).stdout.split()[-1]
         shutil.move(os.path.join(scratch, tagged), os.path.join(wheel_directory, tagged))
     return tagged
+
+
+def _need_programs() -> None:
+    for names, variable, remedy in PROGRAMS:
+        if not (os.environ.get(variable) or any(map(shutil.which, names))):
+            raise SystemExit(f"fanin: no {names[0]} in PATH: {remedy}")
+
+
+def build_editable(*_: object) -> str:
+    raise SystemExit(
+        "fanin is not installed in place, since it has a library to compile: pip install it "
+        "without -e, after each change; or build the library (README.md) and run with "
+        f"PYTHONPATH={HERE} and FANIN_LIBRARY=…/build/libfanin.so.0"
+    )
 
 
 def _ucx_options() -> list[str]:
