@@ -224,6 +224,48 @@ fanin_status agree_sufficient(fanin_client *client, const publication *p,
     return FANIN_OK;
 }
 
+static bool is_gone(const fanin_client *client, const bool *use, size_t peer)
+{
+    return !use[peer] && !peer_ready(&client->peers[peer]);
+}
+
+static bool suffice(fanin_client *client, const publication *p, const bool *use,
+                    deadline at)
+{
+    bool enough;
+    return agree_sufficient(client, p, use, at, &enough, NULL) == FANIN_OK && enough;
+}
+
+size_t agree_culprit(fanin_client *client, const publication *p, const bool *use,
+                     deadline at)
+{
+    size_t n = client->n_peers, first = n, unknown = n, needed = n;
+    bool *held =
+        calloc(n, sizeof(*held)); /* of those in use, and of those that are gone */
+    for (size_t i = n; i-- > 0;) {
+        if (held)
+            held[i] = use[i] || (is_gone(client, use, i) && p->shards[i].boxes);
+        if (!is_gone(client, use, i))
+            continue;
+        first = i;
+        unknown = p->shards[i].boxes ? unknown : i;
+    }
+    if (!held || first == n || !p->keys || !suffice(client, p, held, at)) {
+        free(held);
+        return unknown < n ? unknown : first;
+    }
+    /* Whoever can be done without is, one after the other: who is left is needed. */
+    for (size_t i = 0; i < n; i++) {
+        if (!is_gone(client, use, i) || !held[i])
+            continue;
+        held[i] = false;
+        held[i] = !suffice(client, p, held, at);
+        needed = held[i] && needed == n ? i : needed;
+    }
+    free(held);
+    return needed < n ? needed : first;
+}
+
 /* Whether the marked ranks hold everything; needs their box tables. */
 static fanin_status judge(agreement *g, bool *enough, fanin_error *error)
 {

@@ -28,6 +28,12 @@ fanin_status agree(fanin_client *client, publication *p,
                    const fanin_pull_options *options, const agree_need *need,
                    deadline at, announcement *announced, bool *use, fanin_error *error);
 
+/** The rank to blame for what the ranks with @p use[i], whose tables are at hand, do not hold: one that
+    is gone and without which the others do not suffice, as far as the tables of those that are gone
+    are known. n_peers: none is gone. */
+size_t agree_culprit(fanin_client *client, const publication *p, const bool *use,
+                     deadline at);
+
 /** *@p enough: the ranks with @p use[i] hold the whole publication. Their tables are at hand.
     False if it is not known by @p at. */
 fanin_status agree_sufficient(fanin_client *client, const publication *p,

@@ -128,18 +128,18 @@ static void look_for_more(pull *p, size_t there)
    those that were to be asked next. */
 static fanin_status blame_silent(pull *p, fanin_error *error)
 {
-    const connection *silent = NULL;
-    for (size_t i = 0; i < p->client->n_peers; i++) {
-        connection *c = p->client->peers[i].control;
-        if (connection_get_state(c) == CONNECTION_READY)
-            continue;
-        connection_give_up(c);
-        silent = silent ? silent : c;
+    fanin_client *client = p->client;
+    for (size_t i = 0; i < client->n_peers; i++) {
+        connection *c = client->peers[i].control;
+        if (connection_get_state(c) != CONNECTION_READY)
+            connection_give_up(c);
+        p->use[i] = peer_ready(&client->peers[i]) && p->publication->shards[i].boxes;
     }
-    if (!silent)
+    size_t silent = agree_culprit(client, p->publication, p->use, p->at);
+    if (silent == client->n_peers)
         return FANIN_OK;
     p->missing = true;
-    return pull_blame(silent, p->lost.key, error);
+    return pull_blame(client->peers[silent].control, p->lost.key, error);
 }
 
 /* Connected, agreed, catalogs and plan at hand. */

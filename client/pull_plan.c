@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "pull_plan.h"
 
+#include "agree.h"
 #include "device_plan.h"
 #include "error_set.h"
 #include "one_sided.h"
@@ -48,16 +49,14 @@ fanin_status pull_blame(const connection *c, const char *key, fanin_error *error
 }
 
 /* A hole that a missing rank leaves is that rank's fault, not the trainer's. */
-static fanin_status blame_missing_rank(const fanin_client *client, const bool *use,
-                                       fanin_error *error)
+static fanin_status blame_missing_rank(fanin_client *client, const publication *p,
+                                       const bool *use, deadline at, fanin_error *error)
 {
-    for (size_t i = 0; i < client->n_peers; i++) {
-        if (use[i] || peer_ready(&client->peers[i]))
-            continue;
-        fanin_error hole = *error;
-        return pull_blame(client->peers[i].control, hole.key, error);
-    }
-    return FANIN_ERR_INCOMPLETE;
+    fanin_error hole = *error;
+    size_t culprit = agree_culprit(client, p, use, at);
+    if (culprit == client->n_peers)
+        return FANIN_ERR_INCOMPLETE;
+    return pull_blame(client->peers[culprit].control, hole.key, error);
 }
 
 static fanin_status list_sources(fanin_client *client, publication *p, const bool *use,
@@ -108,7 +107,7 @@ fanin_status pull_plan(fanin_client *client, publication *p, const bool *use,
     status = client_work_end(&work, status, why);
     bool hole = status == FANIN_ERR_INCOMPLETE;
     if (hole)
-        status = blame_missing_rank(client, use, why);
+        status = blame_missing_rank(client, p, use, at, why);
     if (status != FANIN_OK) {
         plan_cache_clear(cache);
         cache->lacks_rank = hole && status != FANIN_ERR_INCOMPLETE;

@@ -20,15 +20,15 @@ static fanin_status all_without(void *cookie, const bool *use, bool *vain,
     *vain = false;
     fanin_status status =
         agree_sufficient(w->client, w->publication, use, w->at, &enough, error);
-    for (size_t i = 0; i < w->client->n_peers && status == FANIN_OK && !enough; i++) {
-        if (peer_ready(&w->client->peers[i]))
-            continue;
-        const fanin_error *fault = connection_fault(w->client->peers[i].control);
-        error_copy(error, fault);
-        *vain = true;
-        return fault->status;
-    }
-    return status;
+    if (status != FANIN_OK || enough)
+        return status;
+    size_t culprit = agree_culprit(w->client, w->publication, use, w->at);
+    if (culprit == w->client->n_peers)
+        return FANIN_OK;
+    const fanin_error *fault = connection_fault(w->client->peers[culprit].control);
+    error_copy(error, fault);
+    *vain = true;
+    return fault->status;
 }
 
 /* Patient: ranks that have not answered yet are waited for first. */

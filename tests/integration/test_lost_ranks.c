@@ -255,6 +255,37 @@ static void a_silent_rank_is_told_by_its_address(void **state)
     world_stop(&w);
 }
 
+/* Three are gone, and one of them has a replica that is there: it is not to blame. */
+static void a_lost_replica_is_not_to_blame(void **state)
+{
+    (void)state;
+    static const size_t lost[] = {0, 1, 3};
+    world w;
+    uint64_t got;
+    fanin_error error = FANIN_ERROR_INIT;
+    start(&w, 4, CUT_HSDP); /* ranks 0 and 2 hold one half, 1 and 3 the other */
+    world_commit(&w, 1);
+    fanin_client *client = world_client(&w, FANIN_PATH_STREAM);
+    assert_ok(pull(&w, client, FANIN_STEP_NEWEST, 0, LONG_MS, &got, &error), error);
+    for (size_t i = 0; i < 3; i++)
+        world_stop_rank(&w, lost[i]);
+    fanin_status status = pull(&w, client, FANIN_STEP_EXACT, 1, LONG_MS, &got, &error);
+    assert_true(status == FANIN_ERR_UNREACHABLE || status == FANIN_ERR_CLOSED);
+    assert_true(error.rank == 1 || error.rank == 3);
+    assert_non_null(strstr(error.message, "no other rank holds"));
+    fanin_pull_options options;
+    fanin_pull_options_init(&options, sizeof(options));
+    options.publication = "lora:0";
+    options.rule = FANIN_STEP_EXACT;
+    options.step = 2;
+    options.timeout_ms = LONG_MS;
+    status = fanin_client_wait(client, &options, &got, &error);
+    assert_true(status == FANIN_ERR_UNREACHABLE || status == FANIN_ERR_CLOSED);
+    assert_true(error.rank == 1 || error.rank == 3);
+    fanin_client_destroy(&client);
+    world_stop(&w);
+}
+
 static void hold(void *gate)
 {
     sem_wait(gate);
@@ -302,6 +333,7 @@ int main(void)
         cmocka_unit_test(a_silent_replica_costs_no_deadline),
         cmocka_unit_test(a_silent_rank_is_told_by_its_address),
         cmocka_unit_test(a_rank_that_stops_is_named_first),
+        cmocka_unit_test(a_lost_replica_is_not_to_blame),
     };
     return cmocka_run_group_tests_name("lost ranks", tests, NULL, NULL);
 }
