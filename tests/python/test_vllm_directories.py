@@ -141,6 +141,27 @@ def test_a_sweep_touches_its_own_only(tmp_path: Path) -> None:
     assert Places(tmp_path / "missing").sweep() == []
 
 
+@pytest.mark.parametrize("planted", ["world", "run", "a link", "a world's link"])
+def test_a_sweep_leaves_what_others_may_exchange(tmp_path: Path, planted: str) -> None:
+    """Whoever can rename in there could put anything of ours in the place of what is deleted."""
+    root = tmp_path / "root"
+    places = Places(root)
+    path = places.choose(WORLD, "0", "policy", 7)
+    places.lease(path, soon()).release(delete=False)
+    fill(path)
+    root.chmod(0o1777)
+    world, folder = root / WORLD, root / WORLD / "0"
+    if planted == "world":
+        world.chmod(0o777)
+    elif planted == "run":
+        folder.chmod(0o777)
+    else:
+        moved = folder if planted == "a link" else world
+        moved.rename(tmp_path / "elsewhere")
+        moved.symlink_to(tmp_path / "elsewhere")
+    assert places.sweep() == [] and path.exists()
+
+
 def test_directories_of_others_are_refused(tmp_path: Path) -> None:
     places = Places(tmp_path)
     path = places.choose(WORLD, "0", "policy", 7)

@@ -139,12 +139,7 @@ class Places:
         for folder in (parent.parent, parent):
             with contextlib.suppress(FileExistsError):
                 os.mkdir(folder, 0o700)
-            found = os.lstat(folder)
-            if (
-                not stat.S_ISDIR(found.st_mode)
-                or found.st_uid != os.geteuid()
-                or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
-            ):
+            if not _is_ours(folder):
                 raise HostError.make(f"{folder} is not a directory of this user alone", "remove it")
 
     def sweep(self) -> list[Path]:
@@ -157,12 +152,28 @@ class Places:
             _judge_root(self.root)
         except (OSError, HostError):
             return gone
-        for world in self.root.iterdir():
+        for world in _own_folders(self.root):
             if len(world.name) == 32 and not world.name.strip("0123456789abcdef"):
-                with contextlib.suppress(OSError):
-                    for run in world.iterdir():
-                        gone += _sweep_run(run)
+                for run in _own_folders(world):
+                    gone += _sweep_run(run)
         return gone
+
+
+def _is_ours(folder: Path) -> bool:
+    """Whether it is a directory, no link to one, in which this user alone can rename."""
+    found = os.lstat(folder)
+    shared = found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not shared
+
+
+def _own_folders(parent: Path) -> list[Path]:
+    """The folders in *parent* that are ours; of others nothing is deleted, whatever they hold."""
+    found = []
+    with contextlib.suppress(OSError):
+        for one in list(parent.iterdir()):
+            with contextlib.suppress(OSError):  # it has gone meanwhile
+                found += [one] if _is_ours(one) else []
+    return found
 
 
 def _sweep_run(folder: Path) -> list[Path]:
