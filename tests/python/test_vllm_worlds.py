@@ -446,6 +446,14 @@ class Models:
         self.lock = asyncio.Lock()
         self.loads = True
         self.number = 100
+        self.adding = asyncio.Event()
+        self.may_add = asyncio.Event()
+        self.may_add.set()
+
+    async def add_lora(self) -> None:
+        """The engine loads it."""
+        self.adding.set()
+        await self.may_add.wait()
 
     async def resolve_lora(self, lora_name: str) -> Any:
         async with self.lock:
@@ -459,13 +467,16 @@ class Models:
             adapter.requests.append(request)
             adapter.suspended = False
             adapter.pins -= 1
+            await self.add_lora()
             if self.loads:
                 self.lora_requests[lora_name] = request
             return request if self.loads else None
 
-    async def unload_lora_adapter(self, request: Any) -> str:
-        del self.lora_requests[request.lora_name]
-        return "Success"
+    async def unload_lora_adapter(self, request: Any) -> Any:
+        async with self.lock:
+            if self.lora_requests.pop(request.lora_name, None) is None:
+                return SimpleNamespace(error="cannot be found")
+            return "Success"
 
 
 def test_what_was_unloaded_is_pulled_anew(by_name: Bench) -> None:
@@ -486,6 +497,78 @@ def test_what_was_unloaded_is_pulled_anew(by_name: Bench) -> None:
         bench.trainer.commit(2)
         with pytest.raises(errors.SupersededError):
             await models.resolve_lora("policy-run0-step1")
+
+    run(work())
+
+
+def test_what_is_unloaded_while_it_is_loaded(by_name: Bench) -> None:
+    bench = by_name
+
+    async def work() -> None:
+        models = Models(bench)
+        models.may_add.clear()
+        await bench.state.attach(models)
+        name = SimpleNamespace(lora_name="policy-run0-step1")
+        first = asyncio.create_task(models.resolve_lora(name.lora_name))
+        await models.adding.wait()
+        unload = asyncio.create_task(models.unload_lora_adapter(name))
+        await asyncio.sleep(0)
+        models.may_add.set()
+        await first
+        assert await unload == "Success"
+        assert bench.keeper.get(name.lora_name) is None
+
+    run(work())
+
+
+def test_a_name_that_is_not_there_ends_nothing(by_name: Bench) -> None:
+    bench = by_name
+
+    async def work() -> None:
+        models = Models(bench)
+        await bench.state.attach(models)
+        adapter = await bench.state.flights.fetch(bench.wanted(1))  # a route is about to load it
+        answer = await models.unload_lora_adapter(SimpleNamespace(lora_name=adapter.name))
+        assert answer.error and bench.keeper.get(adapter.name) is adapter
+
+    run(work())
+
+
+def test_what_is_unloaded_while_nobody_answers(by_name: Bench) -> None:
+    bench = by_name
+
+    async def work() -> None:
+        models = Models(bench)
+        await bench.state.attach(models)
+        path = Path((await models.resolve_lora(NAME.replace("12", "1"))).lora_path)
+        bench.trainer.end()
+        await until(lambda: bench.state.counters.snapshot()["worlds_silent"] == 1)
+        assert not models.lora_requests
+        name = SimpleNamespace(lora_name=NAME.replace("12", "1"))
+        assert await models.unload_lora_adapter(name) == "Success"
+        await bench.keeper.settled()
+        assert not path.exists()
+
+    run(work())
+
+
+def test_who_leaves_the_line_ends_nothing(by_name: Bench) -> None:
+    """The engine still loads what the first in line is to get."""
+    bench = by_name
+
+    async def work() -> None:
+        models = Models(bench)
+        models.may_add.clear()
+        await bench.state.attach(models)
+        name = "policy-run0-step1"
+        first, second = (asyncio.create_task(models.resolve_lora(name)) for _ in range(2))
+        await models.adding.wait()
+        second.cancel()
+        await asyncio.wait({second})
+        models.may_add.set()
+        assert (await first).lora_name == name
+        assert bench.keeper.get(name) is not None
+        assert bench.state.counters.snapshot()["retired"] == 0
 
     run(work())
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from collections import Counter
 from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any
@@ -78,14 +79,20 @@ def _current_task() -> asyncio.Task[Any] | None:
     return None
 
 
-def hook(models: Any, unloaded: Callable[[str], None], not_loaded: Callable[[str], None]) -> None:
+def hook(
+    models: Any,
+    unloading: Callable[[str], None],
+    unloaded: Callable[[str], None],
+    not_loaded: Callable[[str], None],
+) -> None:
     """Wraps ``resolve_lora``, ``load_lora_adapter`` and ``unload_lora_adapter`` of *models*
     (OpenAIServingModels), and makes its ``lora_requests`` :class:`Names`.
 
-    unloaded: called with the name of an adapter that somebody has taken from the list.
-    not_loaded: with a name that was asked for and is not in the list afterwards. Methods that this
-    vLLM does not have are left out. Does not block.
+    unloading: called with a name that somebody is about to take from the list; unloaded: when it
+    was there and is gone. not_loaded: with a name that is not in the list when all who asked for it
+    have their answer. Methods that this vLLM does not have are left out. Does not block.
     """
+    asking: Counter[str] = Counter()
     names = models.lora_requests = Names(models.lora_requests)
     resolve = getattr(models, "resolve_lora", None)
     if resolve is not None:
@@ -93,6 +100,7 @@ def hook(models: Any, unloaded: Callable[[str], None], not_loaded: Callable[[str
         async def resolve_lora(lora_name: str) -> Any:
             names.forget()
             token = _asked.set(time.monotonic())
+            asking[lora_name] += 1
             try:
                 answer = await resolve(lora_name)
                 if answer is not None and names.get(lora_name) is answer:
@@ -100,8 +108,12 @@ def hook(models: Any, unloaded: Callable[[str], None], not_loaded: Callable[[str
                 return answer
             finally:
                 _asked.reset(token)
-                if names.get(lora_name) is None:
-                    not_loaded(lora_name)
+                asking[lora_name] -= 1
+                # One who leaves the line says nothing of what is loaded for the others.
+                if not asking[lora_name]:
+                    del asking[lora_name]
+                    if names.get(lora_name) is None:
+                        not_loaded(lora_name)
 
         models.resolve_lora = resolve_lora
 
@@ -120,9 +132,11 @@ def hook(models: Any, unloaded: Callable[[str], None], not_loaded: Callable[[str
         async def unload_lora_adapter(request: Any) -> Any:
             names.forget()
             name = request.lora_name
-            there = names.get(name)
+            unloading(name)
             answer = await unload(request)
-            if there is not None and names.get(name) is None:
+            # A refusal is an object. Whether the name was there before does not matter: vLLM
+            # waits for whoever loads it.
+            if isinstance(answer, str) and names.get(name) is None:
                 unloaded(name)
             return answer
 

@@ -22,7 +22,7 @@ import asyncio
 import gc
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Coroutine, Iterable
 from typing import Any, Protocol
 
 from fanin.vllm.metrics import Metrics
@@ -123,7 +123,9 @@ class Keeper:
         """
         here = self._here.get(adapter.name)
         if here is not None and _identity(here) == _identity(adapter):
-            if adapter.lease is not None:
+            if adapter.path != here.path:
+                self._start(self.give_up(adapter))
+            elif adapter.lease is not None:
                 adapter.lease.release(delete=False)
             return here
         if here is not None:
@@ -205,9 +207,12 @@ class Keeper:
     def resume(self, world: str) -> None:
         """Gives them back."""
         for adapter in self.of(world):
-            if self._link is not None and adapter.suspended:
-                adapter.suspended = False
-                self._link.register(adapter)
+            self._give_back(adapter)
+
+    def _give_back(self, adapter: Adapter) -> None:
+        if self._link is not None and adapter.suspended:
+            adapter.suspended = False
+            self._link.register(adapter)
 
     def runs_are(self, world: str, runs: set[str]) -> None:
         """Retires the adapters of runs that *world* does not publish any more."""
@@ -216,6 +221,12 @@ class Keeper:
                 self.retire(adapter, f"the trainer has no run {adapter.run} any more", "run")
 
     # ------------------------------------------------------------------ names
+
+    def unloading(self, name: str) -> None:
+        """Somebody is about to take the name from the engine's list, where it must be then."""
+        adapter = self._here.get(name)
+        if adapter is not None:
+            self._give_back(adapter)
 
     def unloaded(self, name: str) -> None:
         """Somebody has taken the name from the engine's list: the adapter goes, too."""
@@ -251,14 +262,21 @@ class Keeper:
         self._leaving[adapter] = why
         self._counters.retired(reason)
         self._link.unregister(adapter)
-        task = asyncio.get_running_loop().create_task(self._leave(self._link, adapter, why))
+        self._start(self._leave(self._link, adapter, why))
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
     async def give_up(self, adapter: Adapter) -> None:
         """Deletes an adapter that was never here; without an engine its directory stays."""
-        if self._link is not None:
-            await self._link.drop(adapter)
+        try:
+            if self._link is not None:
+                await self._link.drop(adapter)
+        except Exception as error:
+            # The directory stays until this process ends; the next one sweeps it up.
+            _log.error("fanin: adapter %s stays on disk: %s", adapter.name, error)
 
     async def _leave(self, link: EngineLink, adapter: Adapter, why: str) -> None:
         started = time.monotonic()

@@ -216,7 +216,8 @@ class State:
             return self.engine
         engine = self.engine = Engine(models, models.engine_client, self.resolves)
         self._attached = time.monotonic()
-        hook(models, self.keeper.unloaded, self.keeper.not_loaded)
+        keeper = self.keeper
+        hook(models, keeper.unloading, keeper.unloaded, keeper.not_loaded)
         self.keeper.attach(engine)
         parallel = getattr(engine.config, "parallel_config", None)
         if parallel is not None and has_distant_workers(parallel):
