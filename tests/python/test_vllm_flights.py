@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import gc
 import threading
 import time
@@ -21,6 +22,7 @@ from fanin.config import inference_config
 from fanin.vllm import worker
 from fanin.vllm.checks import EngineFacts
 from fanin.vllm.clients import MAX_CLIENTS, ClientPool, Target
+from fanin.vllm.flights import _Flight
 from fanin.vllm.metrics import Metrics
 from fanin.vllm.pulls import Adapter, Wanted
 from fanin.vllm.retire import holders
@@ -290,6 +292,19 @@ def test_more_runs_wait_than_have_connections(
     run(work())
 
 
+def test_a_thread_that_cannot_be_started(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who waits later does not wait for a thread that there never was."""
+    waits, target = bench.state.service.waits, Target(("127.0.0.1:6000",))
+
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError):
+        patch.setattr(threading.Thread, "start", refuse)
+        waits.expect(target, WORLD, "0", 1)
+    waits.expect(target, WORLD, "0", 1).result(10)
+
+
 def test_a_launch_that_ends_while_its_step_is_waited_for(bench: Bench) -> None:
     async def work() -> None:
         asked = asyncio.create_task(bench.state.flights.fetch(bench.wanted(5)))
@@ -339,6 +354,27 @@ def test_two_alphas_are_two_questions(bench: Bench) -> None:
         assert also is good
         with pytest.raises(errors.RequestError, match="alpha"):
             await bench.state.flights.fetch(bench.wanted(2, lora_alpha=4.0))
+
+    run(work())
+
+
+def test_what_is_pulled_twice_stays_once(bench: Bench) -> None:
+    """Two flights of one name, the second of which chose its place when the first was done."""
+
+    async def work() -> None:
+        await bench.state.attach(bench.engine)
+        first = await bench.fetch(2)
+        twice = dataclasses.replace(first, path=first.path.with_name("policy-step2-2"))
+        twice.lease = bench.state.places.lease(twice.path, time.monotonic() + 10)
+        twice.path.mkdir()
+        assert bench.keeper.add(twice) is first
+        await bench.keeper.settled()
+        assert not twice.path.exists() and first.path.exists()
+        again = dataclasses.replace(first)
+        again.lease = bench.state.places.lease(first.path, time.monotonic() + 10)
+        assert bench.keeper.add(again) is first
+        await bench.keeper.settled()
+        assert first.path.exists()
 
     run(work())
 
@@ -629,6 +665,33 @@ def test_a_host_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         assert bench.engine.calls[-1][0] == "fanin_drop_adapter"
         bench.trainer.before_pull = lambda: None
         assert (await bench.state.flights.fetch(bench.wanted(1))).step == 1
+
+    run(work())
+
+
+def test_a_pull_that_fails_takes_no_other_along(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two requests for one adapter, which are two pulls into one place."""
+    bench = distant(tmp_path, monkeypatch)
+    state = bench.state
+
+    def fail() -> None:
+        raise errors.HostError.make("disk full", "make room")
+
+    async def work() -> None:
+        engine = await state.attach(bench.engine)
+        plan = state.service.plan(bench.wanted(1), time.monotonic() + 10)
+        adapter = await bench.fetch(1)
+        monkeypatch.setattr(state.service, "plan", lambda wanted, deadline: plan)
+        bench.trainer.before_pull = fail
+        flight = _Flight(bench.wanted(1, lora_alpha=16.0))
+        with pytest.raises(errors.HostError, match="disk full"):
+            await state.flights._pull_on_workers(engine.call_workers, flight)
+        for thread in threading.enumerate():
+            if thread.name == "fanin-delete":
+                thread.join(10)
+        assert adapter.path == plan.path and adapter.path.exists()
 
     run(work())
 

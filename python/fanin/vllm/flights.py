@@ -313,7 +313,8 @@ class Flights:
             return await self._poll(workers, flight, job["id"], deadline)
         except BaseException:
             with contextlib.suppress(Exception):
-                await workers("fanin_drop_adapter", job["path"], job["id"])
+                # By its number alone: another pull may have brought what is in that place.
+                await workers("fanin_drop_adapter", "", job["id"])
             raise
 
     async def _poll(

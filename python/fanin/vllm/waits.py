@@ -72,13 +72,14 @@ class Waits:
                 timer.start()
                 return future
             if found is None:
-                found = self._runs[key] = _Run()
+                found = _Run()
                 threading.Thread(
                     target=self._wait,
                     args=(key, found, target, world, run),
                     name="fanin-wait",
                     daemon=True,
                 ).start()
+                self._runs[key] = found  # only if there is a thread
             found.waiters.append((step, future))
             if step < found.least:
                 found.cancel()
