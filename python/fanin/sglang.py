@@ -17,6 +17,7 @@ can reach them can run code in the engine.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import threading
 import time
@@ -30,6 +31,7 @@ from fanin.client import Client, PullResult
 from fanin.config import PATHS, default_cache_dir
 from fanin.errors import (
     ConnectionFailedError,
+    FaninError,
     HostError,
     NotFoundError,
     PeerError,
@@ -46,6 +48,9 @@ from fanin.vllm.faults import refused_as_too_large
 
 __all__ = ["LoadedAdapter", "SGLangEngine", "check_adapter"]
 
+_log = logging.getLogger("fanin.sglang")
+
+_LOOK = 5.0  # seconds
 LOAD_PATH = "/load_lora_adapter"
 UNLOAD_PATH = "/unload_lora_adapter"
 _TOO_LARGE = (
@@ -202,8 +207,9 @@ class SGLangEngine:
     ) -> LoadedAdapter:
         """Pulls exactly *step* of *run* and has the engine load it as ``<prefix>-run<r>-step<s>``.
 
-        An adapter that this object has loaded already is returned as it is. pinned: SGLang keeps
-        it in its batch. timeout: seconds for all, None: the engine's.
+        An adapter that this object has loaded already is returned as it is, if it is of the
+        trainer's present launch or none answers; one of an earlier launch is unloaded first.
+        pinned: SGLang keeps it in its batch. timeout: seconds for all, None: the engine's.
 
         Blocks at most *timeout* and a little. Raises what fanin.Client.pull_adapter raises,
         RequestError if SGLang cannot use the adapter or refuses it (the directory is gone then),
@@ -215,22 +221,19 @@ class SGLangEngine:
         with self._exclusive(str(name)):
             with self._lock:
                 known = self._loaded.get(str(name))
-            if known is not None:
+            if known is not None and self._stands(known, deadline):
                 return known
+            if known is not None:
+                self._unload(known, deadline)
             self._settle(str(name), deadline)
             lease, pulled = self._pull(name, deadline)
             return self._register(name, lease, pulled, pinned, deadline)
 
     def _pull(self, name: AdapterName, deadline: float) -> tuple[Lease, PullResult]:
         info = self._resolve()
-        client = Client(
-            server_name=self._server_name or info.server_name,
-            world_id=info.world_id,
-            path=self._path,
-        )
-        with client:
+        with self._client(info, info.world_id) as client:
             client.connect(info.addresses, timeout=_left(deadline))
-            world = next((rank.world_id for rank in client.ranks() if rank.connected), "")
+            world = _world_of(client)
             facts = read_facts(
                 client.catalog(name.run, timeout=_left(deadline)),
                 client.metadata(name.run, timeout=_left(deadline)),
@@ -260,6 +263,24 @@ class SGLangEngine:
                 raise
             self._places.spend(path, world, name.run, name.prefix, name.step)
         return lease, pulled
+
+    def _stands(self, known: LoadedAdapter, deadline: float) -> bool:
+        """Whether no other launch of the trainer is known to have followed that of *known*."""
+        try:
+            info = self._resolve()
+            if info.world_id is not None:
+                return info.world_id == known.pull.world_id
+            with self._client(info, None) as client:
+                client.connect(info.addresses, timeout=min(_LOOK, _left(deadline)))
+                return _world_of(client) == known.pull.world_id
+        except FaninError as error:
+            _log.info("%s is here already: %s", known.name, error)
+            return error.name != "FANIN_ERR_WORLD"  # several launches: the pull says more
+
+    def _client(self, info: TrainerInfo, world_id: str | None) -> Client:
+        return Client(
+            server_name=self._server_name or info.server_name, world_id=world_id, path=self._path
+        )
 
     def _resolve(self) -> TrainerInfo:
         trainer = self._trainer
@@ -315,10 +336,13 @@ class SGLangEngine:
                 raise NotFoundError.make(
                     f"{name} was not loaded here", "give the name of a loaded adapter", key=name
                 )
-            self._forget(name, deadline)
-            with self._lock:
-                del self._loaded[name]
-            adapter._lease.release(delete=True)
+            self._unload(adapter, deadline)
+
+    def _unload(self, adapter: LoadedAdapter, deadline: float) -> None:
+        self._forget(adapter.name, deadline)
+        with self._lock:
+            del self._loaded[adapter.name]
+        adapter._lease.release(delete=True)
 
     def retire(self, run: str | int, keep: int, *, timeout: float | None = None) -> list[str]:
         """Unloads all adapters of *run* but those of the *keep* highest steps; their names.
@@ -397,6 +421,11 @@ class _Exclusive:
     def __exit__(self, *_: object) -> None:
         with self._lock:
             self._busy.discard(self._name)
+
+
+def _world_of(client: Client) -> str:
+    """The world of the ranks that are connected, "" if none is."""
+    return next((rank.world_id for rank in client.ranks() if rank.connected), "")
 
 
 def _left(deadline: float) -> float:

@@ -146,11 +146,13 @@ class Trainer:
     def info(self) -> TrainerInfo:
         return TrainerInfo(self.addresses, self.world.hex(), self.run, "job")
 
-    def commit(self, step: int, ranks: Iterable[int] | None = None) -> None:
-        """All bytes become the step's number."""
+    def commit(
+        self, step: int, ranks: Iterable[int] | None = None, value: int | None = None
+    ) -> None:
+        """All bytes become *value*, None: the step's number."""
         for rank in range(len(self.servers)) if ranks is None else ranks:
             self.servers[rank].begin_update(self.publication)
-            self.weights[rank][:] = step
+            self.weights[rank][:] = step if value is None else value
             self.servers[rank].commit(self.publication, step)
 
     def __enter__(self) -> Trainer:
