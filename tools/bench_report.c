@@ -242,7 +242,8 @@ void bench_tell_text(const bench *b)
     for (uint32_t i = 0; report_phases[i].name != NULL; i++) {
         const char *name = report_phases[i].name;
         bench_figure f = bench_figure_of(&b->samples, i);
-        bool moves = strcmp(name, "read") == 0 || strcmp(name, "total") == 0;
+        bool moves = strcmp(name, "read") == 0 || strcmp(name, "verify") == 0 ||
+                     strcmp(name, "total") == 0;
         if (f.most > 0) {
             add_figure(table, name, f, moves ? b->last.bytes : 0);
         }

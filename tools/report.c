@@ -35,8 +35,13 @@ uint64_t report_phase_ns(const fanin_result_info *info, const report_phase *phas
 
 static bool moves_bytes(const report_phase *phase)
 {
-    return strcmp(phase->name, "read") == 0 || strcmp(phase->name, "total") == 0 ||
-           strcmp(phase->name, "write") == 0;
+    static const char *const names[] = {"read", "verify", "total", "write"};
+    for (size_t i = 0; i < sizeof(names) / sizeof(*names); i++) {
+        if (strcmp(phase->name, names[i]) == 0) {
+            return true;
+        }
+    }
+    return false;
 }
 
 static json_t *checksums_json(const fanin_result_info *info)

@@ -249,3 +249,18 @@ every_way()
         [ -z "$stderr" ]
     done
 }
+
+@test "verifying is measured beside the read, and said of a directory" {
+    start_ranks --adapter-shape small --world-size 3 --device 0,1
+    for path in cuda_ipc stream; do
+        proven device:1 "$path" --path "$path"
+        [ "$(field phases verify max_ns)" -eq 0 ]
+        proven device:1 "$path" --path "$path" --verify
+        [ "$(field phases verify min_ns)" -gt 0 ]
+        proven_directory "$path" --path "$path" --verify
+        [ "$(field verified)" = true ]
+        [ "$(field phases_ns verify)" -gt 0 ]
+    done
+    run -0 "$NIXL_FETCH" bench "$info" --dest device:0 --iterations 2 --verify
+    [[ "$output" =~ verify\ .*B/s ]]
+}

@@ -29,6 +29,8 @@ static void set_scene(scene *s, int device, int other)
 {
     static fanin_tensor t[3];
     static fanin_box boxes[3];
+    for (size_t i = 0; i < sizeof s->host; i++)
+        s->host[i] = device_byte(i);
     s->memory = device_alloc(device, 4 * MIB, FAKE_CUDA_MALLOC);
     s->elsewhere =
         other < 0 ? NULL : device_alloc(other, sizeof s->host, FAKE_CUDA_MALLOC);
