@@ -164,6 +164,24 @@ static bool convert_keys(const key_table *keys, fanin_dtype dtype, key_table *ou
     return true;
 }
 
+static bool is_over(void *cookie)
+{
+    return adapter_may_go_on(cookie, "", NULL) != FANIN_OK;
+}
+
+static fanin_status make_config(adapter *a, const key_table *keys,
+                                const peft_names *names, const char *publication,
+                                fanin_error *error)
+{
+    work_stop stop = {.fn = is_over, .cookie = a};
+    fanin_status status = peft_config_make(keys, names, publication, a->trust_config,
+                                           &stop, &a->config, error);
+    fanin_status over = FANIN_OK;
+    if (stop.stopped)
+        over = adapter_may_go_on(a, "making the configuration of", error);
+    return over != FANIN_OK ? over : status;
+}
+
 fanin_status adapter_prepare(adapter *a, const key_table *keys, const char *publication,
                              const uint64_t **to_of_key_out, uint64_t *file_size_out,
                              fanin_error *error)
@@ -175,8 +193,7 @@ fanin_status adapter_prepare(adapter *a, const key_table *keys, const char *publ
                               ? peft_names_make(keys, publication, &names, error)
                               : error_set_memory(error);
     if (!status)
-        status = peft_config_make(keys, &names, publication, a->trust_config,
-                                  &a->config, error);
+        status = make_config(a, keys, &names, publication, error);
     key_table written = {.entries = NULL};
     if (!status && !convert_keys(keys, a->dtype, &written))
         status = error_set_memory(error);

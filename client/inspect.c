@@ -308,15 +308,20 @@ fanin_status fanin_client_metadata(fanin_client *client, const char *publication
     return status;
 }
 
-static fanin_status make_config(const key_table *keys, const char *publication,
-                                bool trusted, fanin_pair_fn fn, void *cookie,
-                                fanin_error *error)
+static fanin_status make_config(fanin_client *client, const key_table *keys,
+                                const fanin_pull_options *options, deadline at,
+                                fanin_pair_fn fn, void *cookie, fanin_error *error)
 {
+    const char *publication = options->publication;
+    client_work work;
     peft_names names = {0};
     peft_config config = {0};
     fanin_status status = peft_names_make(keys, publication, &names, error);
+    client_work_start(&work, client, at);
     if (status == FANIN_OK)
-        status = peft_config_make(keys, &names, publication, trusted, &config, error);
+        status = peft_config_make(keys, &names, publication, options->trust_config,
+                                  &work.stop, &config, error);
+    status = client_work_end(&work, status, error);
     if (status == FANIN_OK)
         (void)fn(cookie, "adapter_config.json", config.text);
     peft_config_free(&config);
@@ -332,12 +337,13 @@ fanin_status fanin_client_adapter_config(fanin_client *client,
     snapshot s = {0};
     fanin_pull_options checked;
     fanin_status status = pull_check(client, options, &checked, error);
+    deadline at = status == FANIN_OK ? deadline_in_ms(checked.timeout_ms) : 0;
     if (status == FANIN_OK)
         status =
             snapshot_take(client, checked.publication, checked.timeout_ms, &s, error);
     if (status == FANIN_OK)
-        status = make_config(s.publication->keys, checked.publication,
-                             checked.trust_config, fn, cookie, error);
+        status =
+            make_config(client, s.publication->keys, &checked, at, fn, cookie, error);
     snapshot_free(&s);
     return status;
 }

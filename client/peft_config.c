@@ -55,9 +55,10 @@ static fanin_status read_given(peft_maker *m, const char *text)
     return FANIN_OK;
 }
 
-bool peft_listed(const json_t *targets, const char *path, size_t size)
+bool peft_listed(const peft_maker *m, const json_t *targets, const char *path,
+                 size_t size)
 {
-    for (size_t i = 0; i < json_array_size(targets); i++) {
+    for (size_t i = 0; i < json_array_size(targets) && !work_stopped(m->stop); i++) {
         const char *target = json_string_value(json_array_get(targets, i));
         if (target && peft_ends_with(path, size, target, strlen(target)))
             return true;
@@ -89,13 +90,13 @@ static fanin_status is_target(peft_maker *m, const json_t *targets, const char *
 {
     const char *text = json_string_value(targets);
     if (json_is_array(targets)) {
-        *out = peft_listed(targets, path, size) ? PATTERN_YES : PATTERN_NO;
+        *out = peft_listed(m, targets, path, size) ? PATTERN_YES : PATTERN_NO;
         return FANIN_OK;
     }
     *out = PATTERN_UNKNOWN; /* PEFT has defaults for known models */
     if (!text || strcasecmp(text, "all-linear") == 0 || strcasecmp(text, "all") == 0)
         return FANIN_OK;
-    if (!m->target && !(m->target = pattern_compile(text, PATTERN_WHOLE)))
+    if (!m->target && !(m->target = pattern_compile(text, PATTERN_WHOLE, &m->budget)))
         return error_set_memory(m->error);
     *out = pattern_match(m->target, path, size, &m->budget);
     return *out < PATTERN_INVALID
@@ -104,10 +105,10 @@ static fanin_status is_target(peft_maker *m, const json_t *targets, const char *
 }
 
 /* @p dotless: whether names without a module's, which may be any module's, count. */
-static bool has_parameter(const json_t *parameters, const peft_module *module,
-                          bool dotless)
+static bool has_parameter(const peft_maker *m, const json_t *parameters,
+                          const peft_module *module, bool dotless)
 {
-    for (size_t i = 0; i < json_array_size(parameters); i++) {
+    for (size_t i = 0; i < json_array_size(parameters) && !work_stopped(m->stop); i++) {
         const char *text = json_string_value(json_array_get(parameters, i));
         if (text && (dotless || strchr(text, '.')) && peft_parameter_of(text, module))
             return true;
@@ -130,7 +131,7 @@ static fanin_status check_targets(peft_maker *m)
             return status;
         if (named == PATTERN_YES)
             continue;
-        if (has_parameter(parameters, module, true)) {
+        if (has_parameter(m, parameters, module, true)) {
             m->modules.n_fused += !module->fused;
             module->fused = true;
             continue;
@@ -192,7 +193,7 @@ static fanin_status check_extras(peft_maker *m)
 static bool has_module(const peft_maker *m, const char *module)
 {
     size_t size = strlen(module);
-    for (uint32_t i = 0; i < m->names->count; i++) {
+    for (uint32_t i = 0; i < m->names->count && !work_stopped(m->stop); i++) {
         const peft_name *name = &m->names->tensors[i].name;
         for (const char *at = name->text; (at = strstr(at, module)) != NULL; at++) {
             if ((at == name->text || at[-1] == '.') && at[size] == '.')
@@ -210,7 +211,7 @@ static fanin_status check_saved(peft_maker *m)
         const peft_tensor *saved = m->modules.saved[i];
         const char *path = saved->name.text + sizeof(PEFT_PREFIX) - 1;
         size_t size = saved->name.module - (sizeof(PEFT_PREFIX) - 1);
-        if (peft_listed(list, path, size))
+        if (peft_listed(m, list, path, size))
             continue;
         if (m->given || (list && peft_pair(m, "modules_to_save")))
             return peft_refuse(
@@ -268,7 +269,7 @@ static fanin_status derive_targets(peft_maker *m)
     const json_t *parameters = peft_field(m, "target_parameters");
     for (uint32_t i = 0; i < m->modules.count; i++) {
         const peft_module *module = &m->modules.items[i];
-        if (!module->fused && has_parameter(parameters, module, false))
+        if (!module->fused && has_parameter(m, parameters, module, false))
             return peft_refuse(
                 m, module->key, REMEDY,
                 "%.*s holds a target parameter whose number of experts is "
@@ -460,15 +461,17 @@ static char *dump(const json_t *config)
 }
 
 fanin_status peft_config_make(const key_table *keys, const peft_names *names,
-                              const char *publication, bool trusted, peft_config *out,
-                              fanin_error *error)
+                              const char *publication, bool trusted, work_stop *stop,
+                              peft_config *out, fanin_error *error)
 {
     *out = (peft_config){0};
     peft_maker m = {.keys = keys,
                     .names = names,
                     .publication = publication,
                     .error = error,
-                    .budget = PATTERN_BUDGET};
+                    .budget = PATTERN_BUDGET,
+                    .stop = stop};
+    m.budget.stop = stop;
     fanin_status status = make(&m, trusted, &out->dropped);
     if (!status) {
         json_t *sorted = sorted_fields(m.config);
@@ -478,6 +481,9 @@ fanin_status peft_config_make(const key_table *keys, const peft_names *names,
         if (!out->text)
             status = error_set_memory(error);
     }
+    if (stop && stop->stopped)
+        status = work_broken_off(stop, "plan", "the configuration was looked through",
+                                 error);
     pattern_free(m.target);
     json_decref(m.config);
     peft_modules_free(&m.modules);

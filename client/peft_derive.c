@@ -61,7 +61,7 @@ static bool name_parameters(const peft_maker *m, peft_module *const *group,
 {
     const json_t *targets = peft_field(m, "target_parameters");
     size_t found = 0;
-    for (size_t i = 0; i < json_array_size(targets); i++) {
+    for (size_t i = 0; i < json_array_size(targets) && !work_stopped(m->stop); i++) {
         const char *name =
             peft_parameter_of(json_string_value(json_array_get(targets, i)), group[0]);
         if (name && found == count)

@@ -19,6 +19,7 @@ typedef struct peft_maker {
     bool given;           /**< it began as the trainer's own */
     uint64_t num_experts; /**< from the metadata, 0: unknown */
     pattern_budget budget;
+    work_stop *stop; /**< once it is stopped, nothing found is used */
     pattern
         *target; /**< of target_modules, where that is a string; NULL: not yet made */
 } peft_maker;
@@ -46,7 +47,8 @@ bool peft_set(json_t *object, const char *name, json_t *value);
 json_t *peft_sorted_keys(json_t *object);
 
 /** Whether a list of module names covers a path, as PEFT's target_modules do. */
-bool peft_listed(const json_t *targets, const char *path, size_t size);
+bool peft_listed(const peft_maker *m, const json_t *targets, const char *path,
+                 size_t size);
 
 /** FANIN_ERR_MISMATCH about a pattern in @p field that pattern_match() could not do with a path
     (PATTERN_INVALID, PATTERN_LIMIT), or FANIN_ERR_MEMORY. */

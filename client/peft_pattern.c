@@ -153,6 +153,35 @@ static void refuse(pattern *p, int reason)
     pcre2_get_error_message(reason, (PCRE2_UCHAR8 *)p->problem, sizeof(p->problem));
 }
 
+static uint64_t cpu_ns(void)
+{
+    struct timespec now;
+    if (clock_gettime(CLOCK_THREAD_CPUTIME_ID, &now) != 0)
+        return clock_ns();
+    return (uint64_t)now.tv_sec * 1000000000 + (uint64_t)now.tv_nsec;
+}
+
+static bool may_cost_more(pattern_budget *budget)
+{
+    if (budget->spent || budget->matches++ % MATCHES_A_LOOK != 0)
+        return !budget->spent;
+    uint64_t now = cpu_ns();
+    if (budget->until == 0)
+        budget->until = now + budget->ns;
+    budget->spent =
+        now >= budget->until || work_stopped_after(budget->stop, WORK_STEPS);
+    return !budget->spent;
+}
+
+/* Few characters may become many bytes. */
+static void count_bytes(pattern_budget *budget, const pcre2_code *code)
+{
+    size_t size = 0;
+    (void)pcre2_pattern_info(code, PCRE2_INFO_SIZE, &size);
+    budget->spent = budget->spent || size > budget->bytes;
+    budget->bytes -= size < budget->bytes ? size : budget->bytes;
+}
+
 /* False: out of memory. */
 static bool compile(pattern *p, const char *text)
 {
@@ -192,18 +221,21 @@ static bool compile_for(pattern *p, pattern_use use)
     return good;
 }
 
-pattern *pattern_compile(const char *text, pattern_use use)
+pattern *pattern_compile(const char *text, pattern_use use, pattern_budget *budget)
 {
     pattern *p = calloc(1, sizeof(*p));
     if (!p)
         return NULL;
     p->text = text;
-    if (!means_the_same(text, use)) {
+    if (!may_cost_more(budget) || !means_the_same(text, use)) {
         p->broken = PATTERN_UNKNOWN;
         return p;
     }
-    if (compile_for(p, use))
+    if (compile_for(p, use)) {
+        if (p->code)
+            count_bytes(budget, p->code);
         return p;
+    }
     pattern_free(p);
     return NULL;
 }
@@ -219,25 +251,6 @@ void pattern_free(pattern *p)
 }
 
 /* ------------------------------------------------------------- matching */
-
-static uint64_t cpu_ns(void)
-{
-    struct timespec now;
-    if (clock_gettime(CLOCK_THREAD_CPUTIME_ID, &now) != 0)
-        return clock_ns();
-    return (uint64_t)now.tv_sec * 1000000000 + (uint64_t)now.tv_nsec;
-}
-
-static bool may_cost_more(pattern_budget *budget)
-{
-    if (budget->spent || budget->matches++ % MATCHES_A_LOOK != 0)
-        return !budget->spent;
-    uint64_t now = cpu_ns();
-    if (budget->until == 0)
-        budget->until = now + budget->ns;
-    budget->spent = now >= budget->until;
-    return !budget->spent;
-}
 
 pattern_result pattern_match(pattern *p, const char *text, size_t size,
                              pattern_budget *budget)

@@ -8,6 +8,7 @@
 #define PEFT_PATTERN_H
 
 #include "buffer.h"
+#include "work_stop.h"
 
 typedef enum pattern_result {
     PATTERN_NO,
@@ -24,21 +25,25 @@ typedef enum pattern_use {
     PATTERN_KEY    /**< rank_pattern's keys: re.match("(.*\\.)?(PATTERN)$", name) */
 } pattern_use;
 
-/** What all matches of one configuration may still cost together, in nanoseconds of the thread's
-    processor time; when it is used up everything is unknown. */
+/** What all patterns of one configuration may still cost together, in nanoseconds of the thread's
+    processor time and in bytes of compiled patterns; when it is used up, or @p stop says so,
+    everything is unknown. */
 typedef struct pattern_budget {
-    uint64_t ns;
-    uint64_t until; /**< 0: nothing was matched yet */
+    uint64_t ns, bytes;
+    uint64_t until; /**< 0: nothing was done yet */
     unsigned matches;
     bool spent;
+    work_stop *stop; /**< NULL: never stops */
 } pattern_budget;
-#define PATTERN_BUDGET ((pattern_budget){.ns = (uint64_t)2 * 1000 * 1000 * 1000})
+#define PATTERN_BUDGET                                                                 \
+    ((pattern_budget){.ns = (uint64_t)2 * 1000 * 1000 * 1000,                          \
+                      .bytes = (uint64_t)64 << 20})
 
 typedef struct pattern pattern;
 
 /** Copies nothing: @p text, NUL-terminated UTF-8, outlives it. NULL: out of memory. What is wrong
     with the pattern is told by the matches. To be freed with pattern_free(). */
-pattern *pattern_compile(const char *text, pattern_use use);
+pattern *pattern_compile(const char *text, pattern_use use, pattern_budget *budget);
 void pattern_free(pattern *p);
 
 /** Whether it matches @p size bytes of UTF-8 at @p text. Takes at most a few milliseconds. */

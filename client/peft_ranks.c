@@ -53,7 +53,7 @@ static fanin_status rules_read(peft_maker *m, rank_rules *out)
             return peft_refuse(m, UINT32_MAX, REMEDY,
                                "rank_pattern gives '%.100s' no positive integer", key);
         /* In the trainer's order, which the file keeps: the first match wins. */
-        out->patterns[out->count] = pattern_compile(key, PATTERN_KEY);
+        out->patterns[out->count] = pattern_compile(key, PATTERN_KEY, &m->budget);
         if (!out->patterns[out->count])
             return error_set_memory(m->error);
         out->ranks[out->count++] = (uint64_t)json_integer_value(value);
@@ -84,7 +84,7 @@ static void rank_set_add(rank_set *set, uint64_t value)
 static fanin_status rules_apply(peft_maker *m, const rank_rules *rules,
                                 const char *path, size_t size, rank_set *out)
 {
-    for (size_t i = 0; i < rules->count; i++) {
+    for (size_t i = 0; i < rules->count && !work_stopped(m->stop); i++) {
         pattern_result result =
             pattern_match(rules->patterns[i], path, size, &m->budget);
         if (result >= PATTERN_INVALID)
@@ -106,7 +106,7 @@ static fanin_status fused_ranks(peft_maker *m, const rank_rules *rules,
                                 const peft_module *module, rank_set *out)
 {
     const json_t *targets = peft_field(m, "target_parameters");
-    for (size_t i = 0; i < json_array_size(targets); i++) {
+    for (size_t i = 0; i < json_array_size(targets) && !work_stopped(m->stop); i++) {
         const char *target = json_string_value(json_array_get(targets, i));
         const char *parameter = target ? peft_parameter_of(target, module) : NULL;
         if (!parameter)

@@ -76,7 +76,8 @@ static void make(const publication *p)
     for (uint32_t i = 1; i < names.count && !status; i++)
         check(strcmp(names.tensors[i - 1].name.text, names.tensors[i].name.text) < 0);
     if (!status)
-        status = peft_config_make(&p->table, &names, "lora:0", trusted, &made, &error);
+        status =
+            peft_config_make(&p->table, &names, "lora:0", trusted, NULL, &made, &error);
     if (status) {
         check(status == FANIN_ERR_MISMATCH && error.message[0] != '\0');
     } else {

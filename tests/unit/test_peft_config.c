@@ -104,7 +104,7 @@ static void suffixes_do_not_begin_with_numbers(void **state)
 static pattern_result match(const char *pattern_of, pattern_use use, const char *text)
 {
     pattern_budget budget = PATTERN_BUDGET;
-    pattern *p = pattern_compile(pattern_of, use);
+    pattern *p = pattern_compile(pattern_of, use, &budget);
     assert_non_null(p);
     pattern_result result = pattern_match(p, text, strlen(text), &budget);
     assert_string_equal(pattern_text(p), pattern_of);
@@ -244,13 +244,37 @@ static void hostile_patterns_end(void **state)
     }
     assert_int_equal(match(patterns[1], PATTERN_WHOLE, text), PATTERN_LIMIT);
     /* All matches of a configuration share what they may cost. */
-    pattern *p = pattern_compile("(a|aa)+[bc]", PATTERN_WHOLE);
-    pattern_budget budget = {.ns = 1};
+    pattern_budget budget = PATTERN_BUDGET;
+    pattern *p = pattern_compile("(a|aa)+[bc]", PATTERN_WHOLE, &budget);
+    budget = (pattern_budget){.ns = 1};
     unsigned tried = 0;
     while (pattern_match(p, text, 20, &budget) == PATTERN_NO)
         assert_true(tried++ < 1000);
     assert_true(tried > 0);
     assert_int_equal(pattern_match(p, "ab", 2, &budget), PATTERN_UNKNOWN);
+    pattern_free(p);
+}
+
+/* Thirty characters may become kilobytes. */
+static void compiled_patterns_are_bounded(void **state)
+{
+    (void)state;
+    pattern_budget budget = PATTERN_BUDGET;
+    uint64_t before = budget.bytes;
+    budget.ns = UINT64_MAX / 2;
+    pattern *p = pattern_compile("((((x{0,9}){0,9}){0,9}){0,9})", PATTERN_KEY, &budget);
+    assert_non_null(p);
+    assert_true(before - budget.bytes > 10000);
+    pattern_free(p);
+    budget.bytes = 100;
+    p = pattern_compile("((((x{0,9}){0,9}){0,9}){0,9})", PATTERN_KEY, &budget);
+    assert_non_null(p);
+    assert_true(budget.spent);
+    assert_int_equal(pattern_match(p, "x", 1, &budget), PATTERN_UNKNOWN);
+    pattern_free(p);
+    p = pattern_compile("x", PATTERN_KEY, &budget);
+    assert_non_null(p);
+    assert_int_equal(pattern_match(p, "x", 1, &budget), PATTERN_UNKNOWN);
     pattern_free(p);
 }
 
@@ -321,6 +345,7 @@ static int compare_entries(const void *a, const void *b)
 }
 
 static bool trusted; /* what the next make() is told */
+static work_stop *stop;
 static char dropped[256];
 
 static fanin_status try_make(fixture *f, json_t **out, fanin_error *error)
@@ -331,7 +356,8 @@ static fanin_status try_make(fixture *f, json_t **out, fanin_error *error)
     fanin_status status = peft_names_make(&f->table, "lora:7", &names, error);
     peft_config made = {0};
     if (!status)
-        status = peft_config_make(&f->table, &names, "lora:7", trusted, &made, error);
+        status =
+            peft_config_make(&f->table, &names, "lora:7", trusted, stop, &made, error);
     peft_names_free(&names);
     *out = NULL;
     if (!status) {
@@ -412,6 +438,55 @@ static void a_plain_adapter_is_derived(void **state)
     json_decref(config);
 }
 
+static bool say_stop(void *asked)
+{
+    ++*(unsigned *)asked;
+    return true;
+}
+
+/* Every layer against every name of a list: that is looked away from when nobody waits. */
+static void long_lists_are_not_looked_through_in_vain(void **state)
+{
+    (void)state;
+    static const char *const heads[] = {"\"target_modules\":[\"q\"",
+                                        "\"rank_pattern\":{\"q\":8",
+                                        "\"target_modules\":[\"y\"],"
+                                        "\"modules_to_save\":[\"w\""};
+    static const char *const tails[] = {",\"y\"]}", "},\"target_modules\":[\"y\"]}",
+                                        "]}"};
+    for (size_t i = 0; i < 3; i++) {
+        fixture f = {0};
+        unsigned asked = 0;
+        work_stop over = {.fn = say_stop, .cookie = &asked};
+        json_t *config;
+        fanin_error error;
+        buffer text = {0};
+        const char *head = "{\"peft_type\":\"LORA\",\"r\":8,"
+                           "\"base_model_name_or_path\":\"m\",";
+        buffer_append(&text, head, strlen(head));
+        buffer_append(&text, heads[i], strlen(heads[i]));
+        for (int n = 0; n < 2000; n++) {
+            char item[32];
+            /* No pattern that Python and PCRE2 read alike. */
+            snprintf(item, sizeof(item), i == 1 ? ",\"(?<=%d)x\":8" : ",\"x%d\"", n);
+            buffer_append(&text, item, strlen(item));
+        }
+        buffer_append(&text, tails[i], strlen(tails[i]) + 1);
+        pair(&f, "peft_config", (const char *)text.data);
+        for (int n = 0; n < 8; n++) {
+            char name[32];
+            snprintf(name, sizeof(name), "m.%d.y", n);
+            add_layer(&f, name, 8, 16, 16);
+        }
+        stop = &over;
+        assert_int_equal(try_make(&f, &config, &error), FANIN_ERR_TIMEOUT);
+        stop = NULL;
+        assert_int_equal(asked, 1);
+        assert_non_null(strstr(error.message, "the configuration was looked through"));
+        buffer_free(&text);
+    }
+}
+
 static void the_text_is_as_peft_writes_it(void **state)
 {
     (void)state;
@@ -425,8 +500,9 @@ static void the_text_is_as_peft_writes_it(void **state)
     peft_names names;
     peft_config made;
     assert_int_equal(peft_names_make(&f.table, "lora:7", &names, NULL), FANIN_OK);
-    assert_int_equal(peft_config_make(&f.table, &names, "lora:7", true, &made, NULL),
-                     FANIN_OK);
+    assert_int_equal(
+        peft_config_make(&f.table, &names, "lora:7", true, NULL, &made, NULL),
+        FANIN_OK);
     assert_string_equal(made.text, "{\n"
                                    "  \"base_model_name_or_path\": \"caf\\u00E9\",\n"
                                    "  \"e\": {},\n"
@@ -967,8 +1043,10 @@ int main(void)
         cmocka_unit_test(what_python_reads_otherwise_is_unknown),
         cmocka_unit_test(what_is_no_expression_is_invalid),
         cmocka_unit_test(hostile_patterns_end),
+        cmocka_unit_test(compiled_patterns_are_bounded),
         cmocka_unit_test(escaped_text_matches_itself_only),
         cmocka_unit_test(a_plain_adapter_is_derived),
+        cmocka_unit_test(long_lists_are_not_looked_through_in_vain),
         cmocka_unit_test(the_text_is_as_peft_writes_it),
         cmocka_unit_test(differing_ranks_become_a_pattern),
         cmocka_unit_test(what_nothing_tells_is_refused),
