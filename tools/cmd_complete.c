@@ -44,6 +44,16 @@ static void offer_list(const char *const *words, const char *prefix)
 
 /* ----------------------------------------------------------------- from the ranks */
 
+/* Peers choose these words, and shells put them into a command line as they are: what a shell
+   would act on, or take for another word, is not offered. */
+static void offer_of_ranks(const char *word, const char *prefix)
+{
+    if (word[strspn(word, "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
+                          "0123456789._:/+-@%,=")] == '\0') {
+        offer(word, prefix, NULL);
+    }
+}
+
 typedef struct lister {
     fanin_client *client;
     const char *prefix;
@@ -76,7 +86,7 @@ static bool on_entry(void *cookie, const fanin_entry *entry)
     const key_printer *p = cookie;
     char key[FANIN_MAX_NAME + 128];
     snprintf(key, sizeof(key), "%s:%s", p->publication, entry->name);
-    offer(key, p->prefix, NULL);
+    offer_of_ranks(key, p->prefix);
     return true;
 }
 
@@ -93,7 +103,7 @@ static void offer_publications(lister *l)
     for (size_t i = 0; status == FANIN_OK && i < l->count; i++) {
         if (!l->keys) {
             const char *run = strchr(l->names[i], ':');
-            offer(run != NULL ? run + 1 : l->names[i], l->prefix, NULL);
+            offer_of_ranks(run != NULL ? run + 1 : l->names[i], l->prefix);
             continue;
         }
         size_t same = strlen(l->names[i]), typed = strlen(l->prefix);

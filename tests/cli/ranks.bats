@@ -329,3 +329,21 @@ json.dump(o, open("info.json", "w"))' "$info" "$1"
     run -0 "$NIXL_FETCH" __complete line show 127.0.0.1:1 ""
     [ -z "$output" ]
 }
+
+@test "completion offers no key that a shell would act on" {
+    mkdir adapter
+    echo '{"peft_type": "LORA", "r": 8}' >adapter/adapter_config.json
+    "$FANIN_TEST_PYTHON" -c '
+import json, struct
+names = ["base_model.model.x.lora_A.weight", "base_model.model.$(id).lora_A.weight", "base_model.model.x y;z.lora_A.weight"]
+header = json.dumps({name: {"dtype": "F32", "shape": [8, 2], "data_offsets": [64 * i, 64 * i + 64]}
+                     for i, name in enumerate(names)}).encode()
+header += b" " * (-len(header) % 8)
+open("adapter/adapter_model.safetensors", "wb").write(struct.pack("<Q", len(header)) + header + bytes(192))'
+    exec {hostile}< <(exec "$NIXL_FETCH" serve --adapter adapter --world-size 1 3>&-)
+    pid=$!
+    read -r -t 60 line <&"$hostile"
+    run -0 "$NIXL_FETCH" __complete line show "${line##* }" ""
+    kill "$pid"
+    [ "$output" = lora:0:base_model.model.x.lora_A.weight ]
+}

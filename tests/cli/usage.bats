@@ -319,6 +319,13 @@ complete_by_fish()
     done
 }
 
+@test "completion of a target in bash: directories too, also where no file fits" {
+    mkdir step_1
+    expect_words bash step_1/ list st
+    touch story.json
+    expect_words bash "step_1/ story.json" list st
+}
+
 @test "completion knows what a word is" {
     line()
     {

@@ -15,7 +15,7 @@ _nixl_fetch()
     fi
     while IFS=$'\t' read -r word _; do
         case $word in
-        :files) mapfile -t -O "${#COMPREPLY[@]}" COMPREPLY < <(compgen -f -X '!*.json' -- "$cur" && compgen -d -S / -- "$cur") ;;
+        :files) mapfile -t -O "${#COMPREPLY[@]}" COMPREPLY < <(compgen -f -X '!*.json' -- "$cur"; compgen -d -S / -- "$cur") ;;
         :directories) mapfile -t -O "${#COMPREPLY[@]}" COMPREPLY < <(compgen -d -- "$cur") ;;
         *) COMPREPLY+=("$word") ;;
         esac
