@@ -177,7 +177,7 @@ static fanin_status identify(fanin_client *client, fanin_error *error)
             memcmp(client->config.world_id, connection_peer(p->control)->world_id,
                    sizeof(any)))
             status = world_error(p, error, "connect to the launch that is meant",
-                                 "announces another world id than was demanded", "");
+                                 "announces another world id", "than was demanded");
         if (status != FANIN_OK)
             return status;
     }

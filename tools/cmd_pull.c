@@ -3,6 +3,7 @@
 #include "command.h"
 #include "device_options.h"
 #include "failure.h"
+#include "missing.h"
 #include "output.h"
 #include "progress.h"
 #include "report.h"
@@ -110,7 +111,7 @@ static int pull(session *s, const common_options *common, const pull_options *o)
         fanin_client_pull_adapter(s->client, &options, o->out, &result, &error);
     waiting_end(&telling.waiting);
     progress_end(&telling.bar);
-    session_warn_missing(s);
+    missing_warn(s);
     if (status != FANIN_OK) {
         return session_failure(s, "cannot pull", &error);
     }

@@ -277,7 +277,7 @@ static fanin_status ask_config(verifier *v, fanin_error *error)
     fanin_pull_options options;
     fanin_pull_options_init(&options, sizeof(options));
     options.publication = v->publication;
-    options.timeout_ms = v->common->timeout_ms;
+    options.timeout_ms = session_left_ms(v->session);
     options.trust_config = v->trust_config;
     return fanin_client_adapter_config(v->session->client, &options, on_config, v,
                                        error);
@@ -464,6 +464,9 @@ static int verify(verifier *v)
     progress_end(&v->bar);
     if (status != FANIN_OK) {
         bool moved = status == FANIN_ERR_SUPERSEDED || status == FANIN_ERR_STALE;
+        if (moved) {
+            snprintf(error.remedy, sizeof(error.remedy), "pull again");
+        }
         return failure_report(moved                          ? "stale"
                               : status == FANIN_ERR_MISMATCH ? "not equal"
                                                              : "cannot verify",

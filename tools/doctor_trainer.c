@@ -106,12 +106,14 @@ static void judge_reach(const doctor_ranks *r, doctor_report *report)
     if (r->silent > 0) {
         doctor_add(
             report, DOCTOR_PROBLEM, "trainer",
-            "open base_port to base_port + world size - 1 in the firewall or security "
-            "group; behind NAT use host networking",
-            "%u of %u ranks do not answer (the first is %s): packets are dropped on "
-            "the "
-            "way, or the trainer is stopped",
-            r->silent, r->addresses, r->silent_address);
+            r->is_local
+                ? "is the trainer process stopped (kill -CONT), or held in a debugger?"
+                : "is the trainer process stopped? Otherwise open base_port to "
+                  "base_port + world size - 1 in the firewall or security group; "
+                  "behind NAT use host networking",
+            "%u of %u ranks do not answer (the first is %s): %sthe trainer is stopped",
+            r->silent, r->addresses, r->silent_address,
+            r->is_local ? "" : "packets are dropped on the way, or ");
     }
     if (r->refused > 0) {
         doctor_add(

@@ -100,6 +100,18 @@ void missing_print(const missing *m)
     }
 }
 
+void missing_warn(const session *s)
+{
+    missing m;
+    missing_gather(s, &m);
+    for (uint32_t i = 0; i < m.count; i++) {
+        char name[96];
+        missing_name(&m.ranks[i], name, sizeof(name));
+        failure_warn("%s does not answer: %s", name, m.ranks[i].message);
+    }
+    missing_free(&m);
+}
+
 json_t *missing_json(const missing *m)
 {
     json_t *list = json_array();

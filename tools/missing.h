@@ -29,6 +29,8 @@ const char *missing_remedy(bool silent);
 void missing_name(const missing_rank *r, char *out, size_t size);
 /** "rank 2 unreachable: why", a line a rank, on stdout. */
 void missing_print(const missing *m);
+/** Warns on stderr about the ranks that are not connected now. */
+void missing_warn(const session *s);
 /** An array: rank, address, status, message. */
 json_t *missing_json(const missing *m);
 /** A message on stderr and its exit status; 0: none is missing. */

@@ -234,7 +234,7 @@ static bool set_number(const command *self, const struct poptOption *option,
     bool digits = isdigit((unsigned char)text[0]) || text[0] == '-';
     long long value = strtoll(text, &end, 10);
     if (!digits || *end != '\0' || errno != 0 || value < low || value > high) {
-        if (high >= INT_MAX) {
+        if (high == LLONG_MAX) {
             failure_usage(self->name, "--%s '%s' is no whole number from %lld on",
                           option->longName, text, low);
         } else {

@@ -2,6 +2,7 @@
 #include "session.h"
 #include "failure.h"
 #include "interrupt.h"
+#include "missing.h"
 #include "progress.h"
 #include "suggest.h"
 #include "terminal.h"
@@ -206,27 +207,29 @@ int session_open(session *s, const command *self, const invocation *line,
     return 0;
 }
 
-static bool warn_missing(void *cookie, const fanin_rank_info *info)
+/* A rank that never answered has not said which one it is; the target's order says it. */
+static void place_rank(const session *s, fanin_error *error)
 {
-    (void)cookie;
-    if (info->status != FANIN_OK) {
-        failure_warn("%s does not answer: %s", info->address,
-                     info->message[0] != '\0' ? info->message
-                                              : fanin_status_text(info->status));
+    for (uint32_t i = 0; s->target.in_rank_order && i < s->target.count; i++) {
+        if (error->rank < 0 && strcmp(s->target.addresses[i], error->address) == 0) {
+            error->rank = (int32_t)i;
+        }
     }
-    return true;
 }
 
 void session_explain(const session *s, fanin_error *error)
 {
-    if (error->status == FANIN_ERR_WORLD && s->target.file != NULL) {
+    place_rank(s, error);
+    if (error->status != FANIN_ERR_WORLD || s->demanding) {
+        return; /* what an option demands the remedy speaks of */
+    }
+    if (s->target.file != NULL) {
         snprintf(
             error->remedy, sizeof(error->remedy),
             "the ranks must be those that %.160s names: if the trainer was started "
             "anew, wait for its new file",
             s->target.file);
-    } else if (error->status == FANIN_ERR_WORLD && s->target.count == 1 &&
-               !s->demanding) {
+    } else if (s->target.count == 1) {
         snprintf(error->remedy, sizeof(error->remedy),
                  "give --world-size N, or the address of every rank");
     }
@@ -237,11 +240,6 @@ int session_failure(const session *s, const char *what, fanin_error *error)
     session_explain(s, error);
     suggest(s, s->key, error);
     return failure_report(what, error);
-}
-
-void session_warn_missing(const session *s)
-{
-    (void)!fanin_client_ranks(s->client, warn_missing, NULL, NULL);
 }
 
 uint32_t session_left_ms(const session *s)
@@ -268,7 +266,7 @@ int session_connect(session *s, uint32_t timeout_ms)
                              s->target.count, timeout_ms, &error) != FANIN_OK) {
         return session_failure(s, "cannot connect", &error);
     }
-    session_warn_missing(s);
+    missing_warn(s);
     return 0;
 }
 

@@ -58,9 +58,6 @@ const char *session_begin(const command *self, invocation *line, int argc,
                           int *status_out);
 void session_end(invocation *line);
 
-/** Warns about ranks that are not connected. */
-void session_warn_missing(const session *s);
-
 /**
  * Parses the target, creates the client and chooses the run (@p run, else the target
  * file's, else "0"). Nothing is connected yet. Returns 0 or the exit status after a
@@ -69,7 +66,8 @@ void session_warn_missing(const session *s);
 int session_open(session *s, const command *self, const invocation *line,
                  const char *target_text, const char *run);
 
-/** Makes the remedy of a WORLD error one for the words on the command line. */
+/** Makes the remedy of a WORLD error one for the words on the command line, and names the rank that
+    the target says is at the error's address. */
 void session_explain(const session *s, fanin_error *error);
 /** failure_report() of what ranks answered, or not, so explained. */
 int session_failure(const session *s, const char *what, fanin_error *error);

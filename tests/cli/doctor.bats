@@ -70,7 +70,8 @@ json()
     run --separate-stderr "$NIXL_FETCH" doctor "$info" --timeout 500ms
     kill -CONT "$pid"
     [ "$status" -eq 4 ]
-    [[ $output == *"1 of 3 ranks do not answer (the first is "*"or the trainer is stopped"* ]]
+    [[ $output == *"1 of 3 ranks do not answer (the first is "*": the trainer is stopped"*"is the trainer process stopped"* ]]
+    [[ $output != *firewall* ]]
     [[ $output == *"1 of 3 ranks refuse"* ]]
     stop_ranks || true
 }

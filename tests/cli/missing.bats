@@ -113,11 +113,19 @@ key=base_model.model.model.layers.0.self_attn.k_proj.lora_A.weight
     for rule in --out=d --step=1 --step=9; do
         run -13 --separate-stderr "$NIXL_FETCH" pull "$info" --out=d --timeout 1200ms --json "$rule"
         [ "$(field error address)" = "$odd" ]
+        [ "$(field error rank)" = 1 ]
+        has "warning: rank 1 does not answer"
         has "the rank at $odd accepted but did not answer in time; no other rank holds"
         [[ "$output" != *"not said where"* ]]
     done
     [ ! -e d ]
     run -1 compgen -G ".d*"
+}
+
+@test "pull that waits: says which rank is mute" {
+    stop_rank 1
+    run -13 --separate-stderr "$NIXL_FETCH" pull "$info" --out d --step 9 --timeout 10s
+    has "waiting for rank 1: the rank at "
 }
 
 @test "a dead rank is a row too" {

@@ -181,7 +181,9 @@ key=base_model.model.model.layers.0.self_attn.k_proj.lora_A.weight
     has "step 5"
     run -12 "$NIXL_FETCH" pull "$info" --out d --min-step 2 --timeout 500ms
     run -14 "$NIXL_FETCH" pull "$info" --out d --expect-world-id ffffffffffffffffffffffffffffffff
+    has "another world id than was demanded: connect to the launch that is meant"
     run -14 "$NIXL_FETCH" pull "$info" --out d --server-name other
+    has "connect to the job that is meant, or change the name"
     run -14 "$NIXL_FETCH" pull "${ready##*,}" --out d
     [ -z "$(ls)" ]
 }

@@ -33,6 +33,7 @@ teardown()
     has "step 1"
     run -12 "$NIXL_FETCH" verify "$info" --dir d1
     has stale
+    has ": pull again"
     stop_ranks
 }
 

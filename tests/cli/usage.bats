@@ -104,6 +104,16 @@ assert least_one < seen, least_one - seen
 END
 }
 
+@test "a number that is too large is told how large it may be" {
+    run -2 "$NIXL_FETCH" watch h:1 --idle-ms 5000000000
+    has "--idle-ms '5000000000' is no whole number from 1 to 4294967295"
+}
+
+@test "serve on a network's address is told which options that takes" {
+    run -11 "$NIXL_FETCH" serve --adapter-shape small --world-size 1 --bind 192.0.2.1
+    has "--open and --allow"
+}
+
 @test "typos get a suggestion" {
     run -2 "$NIXL_FETCH" pul
     has "did you mean 'pull'"
