@@ -15,6 +15,7 @@ typedef struct reading {
     shard_table *shard;
     uint32_t rank;
     int device;
+    work_stop *stop;
 } reading;
 
 /* -------------------------------------------------------------- remote keys */
@@ -99,8 +100,11 @@ static fanin_status map_regions(const reading *r, fanin_error *error)
     uint64_t started = clock_ns();
     fanin_status status = FANIN_OK;
     for (uint32_t i = 0; i < s->regions->count && status == FANIN_OK; i++) {
-        status = ipc_map_open(client->ipc, r->device, hello->incarnation,
-                              &s->ipc_keys[i], &view.mappings[i], error);
+        if (work_stopped_after(r->stop, WORK_STEPS))
+            status = work_broken_off(r->stop, "connect", "memory was mapped", error);
+        else
+            status = ipc_map_open(client->ipc, r->device, hello->incarnation,
+                                  &s->ipc_keys[i], &view.mappings[i], error);
         if (status != FANIN_OK)
             drop_view(&view, i);
     }
@@ -162,12 +166,14 @@ static fanin_status read_by(const reading *r, bool fresh, fanin_error *error)
 }
 
 /* All that the goal's devices need of one rank. */
-static fanin_status bring(path_round *r, size_t index, bool fresh, fanin_error *error)
+static fanin_status bring(path_round *r, size_t index, bool fresh, work_stop *stop,
+                          fanin_error *error)
 {
     reading one = {.round = r,
                    .index = index,
                    .shard = &r->publication->shards[index],
-                   .rank = connection_peer(r->client->peers[index].control)->rank};
+                   .rank = connection_peer(r->client->peers[index].control)->rank,
+                   .stop = stop};
     fanin_status status = FANIN_OK;
     for (size_t i = 0; i < r->n_devices && status == FANIN_OK; i++) {
         one.device = r->devices[i];
@@ -274,7 +280,14 @@ static fanin_status settle(path_round *r, size_t index, fanin_error *error)
     shard_table *s = &r->publication->shards[index];
     fanin_error why = FANIN_ERROR_INIT;
     bool fresh = s->path != FANIN_PATH_CUDA_IPC;
-    if (bring(r, index, fresh, &why) != FANIN_OK)
+    client_work work;
+    client_work_start(&work, r->client, r->at);
+    fanin_status status = bring(r, index, fresh, &work.stop, &why);
+    if (work.stop.stopped) { /* that says nothing about the path */
+        error_copy(error, &why);
+        return client_work_end(&work, status, error);
+    }
+    if (status != FANIN_OK)
         return path_give_up(r, index, why.message, error);
     if (fresh)
         path_choose(r, index, FANIN_PATH_CUDA_IPC,

@@ -129,7 +129,7 @@ static void drop_keys(shard_table *s)
 }
 
 static fanin_status unpack_keys(peer *p, shard_table *s, fanin_path path,
-                                fanin_error *error)
+                                work_stop *stop, fanin_error *error)
 {
     if (s->rkeys)
         return FANIN_OK;
@@ -141,8 +141,10 @@ static fanin_status unpack_keys(peer *p, shard_table *s, fanin_path path,
         return error_set_memory(error);
     for (uint32_t i = 0; i < s->regions->count; i++) {
         const region_entry *r = &s->regions->entries[i];
-        status =
-            ucx_rkey_unpack(p->endpoint, r->rkey, r->rkey_size, &s->rkeys[i], error);
+        status = work_stopped_after(stop, WORK_STEPS)
+                     ? work_broken_off(stop, "connect", "remote keys were read", error)
+                     : ucx_rkey_unpack(p->endpoint, r->rkey, r->rkey_size, &s->rkeys[i],
+                                       error);
         if (status != FANIN_OK) {
             /* Some of them would look like all of them the next time. */
             drop_keys(s);
@@ -331,12 +333,18 @@ fanin_status path_ucx_keys(path_round *r, bool *mask, fanin_path path,
                            fanin_error *error)
 {
     fanin_client *client = r->client;
+    client_work work;
+    client_work_start(&work, client, r->at);
     fanin_status status = path_regions(r, mask, path, error);
     for (size_t i = 0; i < client->n_peers && status == FANIN_OK; i++) {
         fanin_error why = FANIN_ERROR_INIT;
         if (!mask[i] || unpack_keys(&client->peers[i], &r->publication->shards[i], path,
-                                    &why) == FANIN_OK)
+                                    &work.stop, &why) == FANIN_OK)
             continue;
+        if (work.stop.stopped) {
+            error_copy(error, &why);
+            return client_work_end(&work, FANIN_ERR_TIMEOUT, error);
+        }
         mask[i] = false;
         status = give_up(r, i, why.message, error);
     }

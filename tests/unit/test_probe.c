@@ -16,7 +16,8 @@ static struct {
     bool stall;     /* the next turn of UCX does nothing, and time passes */
     bool deaf;      /* ... and no later one does anything */
     bool undrained; /* endpoints close, but their reads are not recalled */
-    unsigned closed, destroyed;
+    bool slow_keys; /* to unpack a remote key takes long */
+    unsigned closed, destroyed, unpacked;
 } ucx_does;
 
 /* The client's thread only: the servers' go on. */
@@ -59,6 +60,18 @@ bool __wrap_ucx_client_destroy(ucx_client **c)
 {
     ucx_does.destroyed += *c != NULL;
     return __real_ucx_client_destroy(c);
+}
+
+fanin_status __real_ucx_rkey_unpack(ucx_endpoint *e, const void *data, size_t size,
+                                    ucx_rkey **out, fanin_error *error);
+fanin_status __wrap_ucx_rkey_unpack(ucx_endpoint *e, const void *data, size_t size,
+                                    ucx_rkey **out, fanin_error *error);
+fanin_status __wrap_ucx_rkey_unpack(ucx_endpoint *e, const void *data, size_t size,
+                                    ucx_rkey **out, fanin_error *error)
+{
+    ucx_does.unpacked++;
+    ahead_s += ucx_does.slow_keys ? 3600 : 0;
+    return __real_ucx_rkey_unpack(e, data, size, out, error);
 }
 
 typedef struct fixture {
@@ -119,6 +132,29 @@ static void a_stalled_process_keeps_the_path(void **state)
     tear_down(&f);
 }
 
+/* A rank may list millions of them. */
+static void keys_are_read_until_the_deadline(void **state)
+{
+    (void)state;
+    fixture f;
+    fanin_error error = FANIN_ERROR_INIT;
+    fanin_pull_options options;
+    fanin_pull_options_init(&options, sizeof(options));
+    options.publication = "lora:0";
+    options.timeout_ms = 60000;
+    if (!has_cma())
+        skip();
+    set_up(&f);
+    ucx_does.slow_keys = true;
+    assert_int_equal(world_pull(&f.world, f.client, &options, NULL, &error),
+                     FANIN_ERR_TIMEOUT);
+    assert_non_null(strstr(error.message, "while remote keys were read"));
+    assert_int_equal(ucx_does.unpacked, 1);
+    ucx_does.slow_keys = false;
+    assert_int_equal(pull(&f), FANIN_PATH_CMA);
+    tear_down(&f);
+}
+
 static void an_answer_after_the_verdict_changes_nothing(void **state)
 {
     (void)state;
@@ -153,6 +189,7 @@ int main(void)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(a_stalled_process_keeps_the_path),
+        cmocka_unit_test(keys_are_read_until_the_deadline),
         cmocka_unit_test(an_answer_after_the_verdict_changes_nothing),
         cmocka_unit_test(a_read_that_cannot_be_recalled_closes_ucx),
     };
