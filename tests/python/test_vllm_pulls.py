@@ -57,6 +57,15 @@ def test_a_pull(bench: Bench, tmp_path: Path) -> None:
     assert bench.trainer.catalogs == 1, "the catalog is read again though it is the same"
 
 
+def test_the_file_tells_of_a_successor_that_has_not_come_up(bench: Bench, tmp_path: Path) -> None:
+    write_info(tmp_path, TrainerInfo((ADDRESS,), world_id=OTHER_WORLD))
+    source = Source.of(str(tmp_path))
+    bench.trainer.end()
+    assert bench.service.successor(source, WORLD, 1.0) == OTHER_WORLD
+    with pytest.raises(errors.UnreachableError):
+        bench.service.successor(source, OTHER_WORLD, 1.0)
+
+
 def test_a_new_catalog_is_read(bench: Bench) -> None:
     bench.service.pull(bench.wanted(1))
     run = bench.trainer.runs["0"]
