@@ -423,6 +423,22 @@ def test_whoever_holds_the_request_may_still_send_it(bench: Bench) -> None:
     run(work())
 
 
+def test_what_somebody_else_still_loads_did_not_fail(bench: Bench) -> None:
+    async def work() -> None:
+        await bench.state.attach(bench.engine)
+        adapter = await bench.fetch(1)
+        adapter.suspended = True  # the name has gone for now, and nobody has tried to load it
+        bench.keeper.not_loaded(adapter.name)
+        adapter.suspended, adapter.pins = False, 1  # a route is about to
+        bench.keeper.not_loaded(adapter.name)
+        assert bench.keeper.get(adapter.name) is adapter
+        adapter.pins = 0
+        bench.keeper.not_loaded(adapter.name)
+        assert bench.keeper.get(adapter.name) is None
+
+    run(work())
+
+
 def test_garbage_holds_nothing_for_ever(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fanin.vllm.retire._COLLECT_AFTER", 0.0)
     monkeypatch.setattr("fanin.vllm.retire._POLL_SLOW", 0.001)

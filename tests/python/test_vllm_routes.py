@@ -581,6 +581,42 @@ def test_the_extension_asks_whether_the_launch_is_the_same(
     run(work())
 
 
+def test_the_extension_keeps_what_is_loaded_when_a_second_load_fails(
+    desk: Desk, extended: FakeAsyncEngine
+) -> None:
+    """An engine that re-reads a directory which is gone dies."""
+
+    def delete() -> None:
+        for thread in threading.enumerate():
+            if thread.name == "fanin-delete":
+                thread.join(10)
+
+    async def work() -> None:
+        (one,) = extended.workers
+        first = Path((await worker.load_lora(extended, NAME, 0, 5, timeout=10.0)).lora_path)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(one, "add_lora", lambda request: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                await worker.load_lora(extended, NAME, 0, 6, timeout=10.0)
+            delete()
+            assert first.exists() and set(one.loras) == {5}, "it was the same one"
+            desk.trainer.restart(OTHER_WORLD, 1)
+            with pytest.raises(ZeroDivisionError):
+                await worker.load_lora(extended, NAME, 0, 6, timeout=10.0)
+            delete()
+        assert first.exists() and not list(first.parents[2].glob(f"{OTHER_WORLD}/0/policy*"))
+        desk.trainer.restart(OTHER_WORLD, 9)
+        with pytest.raises(errors.SupersededError):
+            await worker.load_lora(extended, NAME, 0, 6, timeout=10.0)
+        delete()
+        assert first.exists() and one.add_lora_from_nixl(NAME, 7)
+        await extended.collective_rpc("drop_lora_from_nixl", (NAME, 5))
+        delete()
+        assert not first.exists()
+
+    run(work())
+
+
 def test_install() -> None:
     class Base:
         pass

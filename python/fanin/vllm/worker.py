@@ -62,6 +62,12 @@ class _Job:
         self.error: BaseException | None = None
         self.unwanted = False
 
+    def gain(self) -> list[_Done]:
+        """What this job alone brought: not what was there before and stands."""
+        if self.result is None or any(self.result is one for one in self.before):
+            return []
+        return [self.result]
+
 
 class Jobs:
     """Pulls of one process that run or have run, by a name that the caller gives. Any thread."""
@@ -85,7 +91,7 @@ class Jobs:
             old = self._jobs.get(name)
             if old is not None and old.error is None and (old.result is None or not again):
                 return
-            before = [] if old is None else [*old.before, *([old.result] if old.result else [])]
+            before = [] if old is None else [*old.before, *old.gain()]
             job = self._jobs[name] = _Job(name, before)
         threading.Thread(target=self._run, args=(job, work), name="fanin-pull", daemon=True).start()
 
@@ -102,9 +108,9 @@ class Jobs:
             _log.warning("fanin: pull %s failed: %s", job.name, caught)
         with self._lock:
             job.result, job.error = result, error
-            unwanted = job.unwanted
-        if unwanted and result is not None:
-            _release(result)
+            unwanted = job.gain() if job.unwanted else []
+        for one in unwanted:
+            _release(one)
 
     def poll(self, name: str) -> dict[str, Any]:
         """How far the job is: state "running", "done" or "failed", and what belongs to it."""
@@ -158,13 +164,27 @@ class Jobs:
             jobs = [self._jobs.pop(key) for key in found]
             for job in jobs:
                 job.unwanted = True
-            results = [job.result for job in jobs if job.result is not None]
-            results += [result for job in jobs for result in job.before]
-        for result in results:
-            # Deleting gigabytes takes a while, and the engine stands still meanwhile.
-            threading.Thread(
-                target=_release, args=(result,), name="fanin-delete", daemon=True
-            ).start()
+            results = [result for job in jobs for result in (*job.gain(), *job.before)]
+        _release_all(results)
+
+    def undo(self, name: str) -> None:
+        """Gives up what the last start of that job brought; what earlier ones did stays."""
+        with self._lock:
+            job = self._jobs.pop(name, None)
+            if job is None:
+                return
+            job.unwanted = True
+            if job.before:
+                old = self._jobs[name] = _Job(name, job.before[:-1])
+                old.result = job.before[-1]
+            results = job.gain()
+        _release_all(results)
+
+
+def _release_all(results: list[_Done]) -> None:
+    for result in results:
+        # Deleting gigabytes takes a while, and the engine stands still meanwhile.
+        threading.Thread(target=_release, args=(result,), name="fanin-delete", daemon=True).start()
 
 
 def _release(done: _Done) -> None:
@@ -267,8 +287,8 @@ class WorkerExtension:
 
     Call them by ``collective_rpc``, in this order, or let :func:`load_lora` do it:
     ``load_lora_from_nixl`` once, ``poll_lora_from_nixl`` until every worker says "done",
-    ``add_lora_from_nixl`` once. When no request uses the adapter any more:
-    ``drop_lora_from_nixl``. None of them waits for the network.
+    ``add_lora_from_nixl`` once; ``undo_lora_from_nixl`` if a worker failed. When no request uses
+    the adapter any more: ``drop_lora_from_nixl``. None of them waits for the network.
     """
 
     def load_lora_from_nixl(
@@ -338,6 +358,15 @@ class WorkerExtension:
             is_3d_lora_weight=done.is_3d,
         )
         return bool(self.add_lora(request))  # type: ignore[attr-defined]
+
+    def undo_lora_from_nixl(self, lora_name: str, lora_int_id: int) -> bool:
+        """Takes back a load that did not end well, here or in another worker.
+
+        What earlier loads of that name brought stays: requests may use it, by its number.
+        """
+        self.remove_lora(lora_int_id)  # type: ignore[attr-defined]
+        _jobs.undo(_extension_job(lora_name))
+        return True
 
     def drop_lora_from_nixl(self, lora_name: str, lora_int_id: int) -> bool:
         """Unloads the adapter and gives its directory up.
@@ -438,7 +467,7 @@ async def load_lora(
         await engine.collective_rpc("add_lora_from_nixl", args=(lora_name, lora_int_id))
     except BaseException:
         with contextlib.suppress(Exception):
-            await engine.collective_rpc("drop_lora_from_nixl", args=(lora_name, lora_int_id))
+            await engine.collective_rpc("undo_lora_from_nixl", args=(lora_name, lora_int_id))
         raise
     return LoRARequest(
         lora_name=lora_name,
