@@ -5,6 +5,7 @@
 #include "error_set.h"
 #include "held_digest.h"
 #include "path.h"
+#include "plan_internal.h"
 #include "stream_link.h"
 #include <stdlib.h>
 #include <string.h>
@@ -36,6 +37,7 @@ typedef struct verifier {
     held *held;
     uint64_t inflight;
     deadline at;
+    client_work work; /* of listing what is asked for */
 } verifier;
 
 /* ----------------------------------------------------------- what to ask for */
@@ -51,19 +53,6 @@ static uint32_t convert_of(const verifier *v, const piece *p)
     return view ? view->convert : CONVERT_NONE;
 }
 
-static bool room_for(void **array, uint64_t *capacity, uint64_t need, size_t size)
-{
-    if (need <= *capacity)
-        return true;
-    uint64_t more = *capacity ? 2 * *capacity : 64;
-    void *grown = realloc(*array, more * size);
-    if (!grown)
-        return false;
-    *array = grown;
-    *capacity = more;
-    return true;
-}
-
 static bool add_unit(inquiry *q, const piece *p, unit u, uint64_t from, uint64_t length,
                      uint32_t convert)
 {
@@ -76,14 +65,15 @@ static bool add_unit(inquiry *q, const piece *p, unit u, uint64_t from, uint64_t
                 last->n_entries < LIMIT_READ_ENTRIES &&
                 convert_of(v, &q->work.pieces->pieces[last->first_piece]) == convert;
     uint64_t capacity = q->unit_capacity;
-    if (!room_for((void **)&q->units, &q->unit_capacity, q->n_units + 1,
-                  sizeof(*q->units)) ||
-        !room_for((void **)&list->entries, &capacity, q->n_units + 1,
-                  sizeof(*list->entries)))
+    if (work_stopped(&v->work.stop) ||
+        !array_reserve(&q->units, &q->unit_capacity, q->n_units + 1,
+                       sizeof(*q->units)) ||
+        !array_reserve(&list->entries, &capacity, q->n_units + 1,
+                       sizeof(*list->entries)))
         return false;
     if (!fits) {
-        if (!room_for((void **)&list->requests, &q->request_capacity,
-                      list->n_requests + 1, sizeof(*list->requests)))
+        if (!array_reserve(&list->requests, &q->request_capacity, list->n_requests + 1,
+                           sizeof(*list->requests)))
             return false;
         last = &list->requests[list->n_requests++];
         *last = (read_request){.first_piece = u.piece, .first_entry = q->n_units};
@@ -97,7 +87,7 @@ static bool add_unit(inquiry *q, const piece *p, unit u, uint64_t from, uint64_t
 }
 
 /* Whether the view's runs are all of the piece, one after the other. */
-static bool is_dense(const strided *view, uint64_t length)
+static bool is_dense(const strided *view, uint64_t length, work_stop *stop)
 {
     uint64_t runs = strided_runs(view);
     if (runs * view->run != length)
@@ -105,18 +95,19 @@ static bool is_dense(const strided *view, uint64_t length)
     for (uint64_t i = 0; i < runs; i++) {
         int64_t from;
         strided_run(view, i, &from, NULL);
-        if (from != (int64_t)(i * view->run))
+        if (from != (int64_t)(i * view->run) || work_stopped(stop))
             return false;
     }
     return true;
 }
 
+/* False: out of memory, or stopped. */
 static bool add_piece(inquiry *q, uint64_t index)
 {
     const piece *p = &q->work.pieces->pieces[index];
     const strided *view = view_of(q->verifier, p);
     uint32_t convert = view ? view->convert : CONVERT_NONE;
-    if (!view || is_dense(view, p->length))
+    if (!view || is_dense(view, p->length, &q->verifier->work.stop))
         return add_unit(q, p, (unit){index, WHOLE}, 0, p->length, convert);
     for (uint64_t i = 0; i < strided_runs(view); i++) {
         int64_t from;
@@ -233,7 +224,8 @@ static fanin_status start(verifier *v, inquiry *q, fanin_error *error)
     }
     for (uint64_t i = 0; i < q->work.pieces->n_pieces; i++) {
         if (!add_piece(q, i))
-            return error_set_memory(error);
+            return work_broken_off(&v->work.stop, "verify",
+                                   "what is to be verified was listed", error);
     }
     q->digests = calloc(q->n_units, sizeof(*q->digests));
     if (!q->digests)
@@ -305,6 +297,7 @@ static void finish(verifier *v)
 fanin_status verify_run(read_phase *r, deadline at, fanin_error *error)
 {
     verifier v = {.r = r, .at = at};
+    client_work_start(&v.work, r->client, at);
     v.held = held_create(r->client->gpu, r->ranges, r->n_ranges);
     v.inquiries = calloc(r->cache->n_sources + 1, sizeof(*v.inquiries));
     fanin_status status = v.held && v.inquiries ? FANIN_OK : error_set_memory(error);
@@ -312,6 +305,7 @@ fanin_status verify_run(read_phase *r, deadline at, fanin_error *error)
         v.inquiries[i] = (inquiry){.verifier = &v, .source = i};
         status = start(&v, &v.inquiries[i], error);
     }
+    status = client_work_end(&v.work, status, error);
     if (status == FANIN_OK)
         status = run(&v, error);
     finish(&v);
