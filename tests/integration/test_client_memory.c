@@ -4,6 +4,7 @@
  * that this process has no memory and blames nobody else, and the next call of the same client works.
  * Linked with --wrap; under AddressSanitizer nothing leaks either.
  */
+#include "failing_memory.h"
 #include "local_world.h"
 #include "testing.h"
 
@@ -15,44 +16,6 @@
 #define RANKS 3
 #define CALLS_MOST 20000
 #define TENSOR 0 /* of world_lora */
-
-void *__real_malloc(size_t size);
-void *__real_calloc(size_t count, size_t size);
-void *__real_realloc(void *old, size_t size);
-void *__wrap_malloc(size_t size);
-void *__wrap_calloc(size_t count, size_t size);
-void *__wrap_realloc(void *old, size_t size);
-
-static _Thread_local long left = -1; /* allocations until they fail; -1: none does */
-static _Thread_local bool failed;
-
-/* Only this thread's: the servers and the other threads of the process have memory. */
-static bool fails(void)
-{
-    if (left < 0)
-        return false;
-    if (left > 0) {
-        left--;
-        return false;
-    }
-    failed = true;
-    return true;
-}
-
-void *__wrap_malloc(size_t size)
-{
-    return fails() ? NULL : __real_malloc(size);
-}
-
-void *__wrap_calloc(size_t count, size_t size)
-{
-    return fails() ? NULL : __real_calloc(count, size);
-}
-
-void *__wrap_realloc(void *old, size_t size)
-{
-    return fails() ? NULL : __real_realloc(old, size);
-}
 
 static world served;
 static char root[] = "/tmp/fanin-memory-XXXXXX";
@@ -140,16 +103,15 @@ static void check(call_fn call)
     fanin_client_config config;
     fanin_client_config_init(&config, sizeof config);
     config.path = FANIN_PATH_STREAM;
-    failed = true;
+    bool failed = true;
     long calls = 0;
     for (; failed; calls++) {
         fanin_client *client = world_client_with(&served, &config);
         fanin_error error = FANIN_ERROR_INIT;
         assert_true(calls < CALLS_MOST);
-        failed = false;
-        left = calls;
+        failing_memory_start(calls, true);
         fanin_status status = call(client, &error);
-        left = -1;
+        failed = failing_memory_stop();
         if (status != FANIN_OK &&
             (status != FANIN_ERR_MEMORY || error.rank != -1 || !failed))
             fail_msg("allocation %ld: %s (rank %d): %s", calls,

@@ -1,39 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Each allocation of the planner fails once: FANIN_ERR_MEMORY, nothing leaks (run under
    AddressSanitizer or valgrind for that). Linked with --wrap. */
+#include "failing_memory.h"
 #include "plan_world.h"
 #include "testing.h"
 
 #include <string.h>
-
-void *__real_malloc(size_t size);
-void *__real_calloc(size_t count, size_t size);
-void *__real_realloc(void *old, size_t size);
-void *__wrap_malloc(size_t size);
-void *__wrap_calloc(size_t count, size_t size);
-void *__wrap_realloc(void *old, size_t size);
-
-static long left = -1; /* allocations until one fails; -1: none does */
-
-static bool fails(void)
-{
-    return left >= 0 && left-- == 0;
-}
-
-void *__wrap_malloc(size_t size)
-{
-    return fails() ? NULL : __real_malloc(size);
-}
-
-void *__wrap_calloc(size_t count, size_t size)
-{
-    return fails() ? NULL : __real_calloc(count, size);
-}
-
-void *__wrap_realloc(void *old, size_t size)
-{
-    return fails() ? NULL : __real_realloc(old, size);
-}
 
 /* HSDP on columns, so that there are classes, views and several pieces; one tensor more
    makes the tables explicit. */
@@ -72,10 +44,9 @@ static void check_plans(const world *w, landing *l)
     for (; status != FANIN_OK; calls++) {
         fanin_error error = FANIN_ERROR_INIT;
         assert_true(calls < 1000);
-        left = calls;
+        failing_memory_start(calls, false);
         status = world_plan(w, l, &p, &error);
-        bool failed = left < 0;
-        left = -1;
+        bool failed = failing_memory_stop();
         if (status != FANIN_OK) {
             assert_true(failed);
             assert_int_equal(status, FANIN_ERR_MEMORY);
@@ -93,10 +64,10 @@ static void check_plans(const world *w, landing *l)
     status = FANIN_ERR_MEMORY;
     for (calls = 0; status != FANIN_OK; calls++) {
         assert_true(calls < 1000);
-        left = calls;
+        failing_memory_start(calls, false);
         status = plan_spans_build(p, w->keys, w->sources, 0, &regions, &rule, NULL,
                                   &spans, NULL);
-        left = -1;
+        failing_memory_stop();
         assert_true(status == FANIN_OK || (status == FANIN_ERR_MEMORY && !spans));
     }
     assert_true(calls > 4);
@@ -118,14 +89,13 @@ static void every_allocation_may_fail(void **state)
         check_plans(&w, &l);
         bool use[8];
         memset(use, true, sizeof use);
-        for (left = 0;;) {
-            long tried = left;
-            if (plan_sufficient(w.keys, w.sources, 8, use, NULL))
-                break;
-            left = tried + 1;
-            assert_true(tried < 1000);
+        bool enough = false;
+        for (long calls = 0; !enough; calls++) {
+            assert_true(calls < 1000);
+            failing_memory_start(calls, false);
+            enough = plan_sufficient(w.keys, w.sources, 8, use, NULL);
+            failing_memory_stop();
         }
-        left = -1;
         world_free(&w);
     }
 }
