@@ -408,6 +408,9 @@ static int check_idle(const bench *b)
     if (!b->device.snapshot && options_given(parsed, commits) != NULL) {
         return failure_usage(b->self->name, "--commits needs --snapshot");
     }
+    if (b->spare_file && !b->directory) {
+        return failure_usage(b->self->name, "--spare-file needs a directory as --dest");
+    }
     if (b->load_name == NULL && options_given(parsed, updates) != NULL) {
         return failure_usage(b->self->name, "--update-every needs --trainer-load");
     }
@@ -424,10 +427,8 @@ static int check_usage(bench *b)
         return failure_usage(b->self->name, "unexpected argument '%s'",
                              b->line.parsed.positional[1]);
     }
-    code = check_idle(b);
-    if (code == 0) {
-        code = resolve(b);
-    }
+    code = resolve(b);
+    code = code != 0 ? code : check_idle(b);
     if (code != 0 || b->line.parsed.count == 0) {
         return code;
     }

@@ -250,6 +250,16 @@ static int check_trees(const doctor_line *d)
     return code != 0 ? code : check_tree("--dev", d->dev);
 }
 
+/* Without a TARGET nobody is asked, whatever an option says of it. */
+static int check_idle(const command *self, const arguments *parsed)
+{
+    static const char *const asking[] = {
+        "run",     "world-size",   "path",        "no-unix",         "no-ucx",
+        "timeout", "no-checksums", "server-name", "expect-world-id", NULL};
+    const char *given = parsed->count == 0 ? options_given(parsed, asking) : NULL;
+    return given != NULL ? failure_usage(self->name, "--%s needs a TARGET", given) : 0;
+}
+
 static int examine(const command *self, doctor_line *d)
 {
     doctor_facts facts;
@@ -306,7 +316,8 @@ static int run(const command *self, int argc, const char **argv)
         if (d.line.parsed.count > 1) {
             code = failure_usage(self->name, "one TARGET at most");
         } else {
-            code = check_trees(&d);
+            code = check_idle(self, &d.line.parsed);
+            code = code != 0 ? code : check_trees(&d);
             code = code != 0 ? code : examine(self, &d);
         }
     }

@@ -67,6 +67,9 @@ fanin_dtype device_half_dtype(const char *text)
 int device_resolve(const command *self, device_options *options, rank_options *out)
 {
     rank_publishing *p = &out->publishing;
+    if (options->no_stream && options->device == NULL) {
+        return failure_usage(self->name, "--no-stream-commit needs --device");
+    }
     if (options->cast != NULL && !options->snapshot) {
         return failure_usage(self->name, "--cast needs --snapshot");
     }
