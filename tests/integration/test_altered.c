@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Links that alter bits: whatever is altered on the way, no wrong byte is delivered. */
-#include "flip_proxy.h"
+#include "rank_proxy.h"
 #include "testing.h"
 #include <fanin/fanin.h>
 #include <string.h>
@@ -56,11 +56,12 @@ typedef struct outcome {
     bool flipped;
 } outcome;
 
-static void pull(flip_proxy *p, fanin_server *server, bool no_checksums, outcome *out)
+static void pull(flip *p, fanin_server *server, bool no_checksums, outcome *out)
 {
     *out = (outcome){.error = FANIN_ERROR_INIT,
                      .info = {.struct_size = sizeof(out->info)}};
-    flip_proxy_start(p, fanin_server_port(server));
+    rank_proxy proxy;
+    rank_proxy_start_flip(&proxy, fanin_server_port(server), p);
     fanin_client_config config;
     fanin_client_config_init(&config, sizeof(config));
     config.no_ucx = config.no_unix = true;
@@ -69,7 +70,7 @@ static void pull(flip_proxy *p, fanin_server *server, bool no_checksums, outcome
     config.connect_timeout_ms = config.lost_ms = 100; /* for hellos that never end */
     fanin_client *client;
     fanin_result *result = NULL;
-    const char *address = p->address;
+    const char *address = proxy.address;
     assert_ok(fanin_client_create(&config, &client, &out->error), out->error);
     fanin_pull_options options;
     fanin_pull_options_init(&options, sizeof(options));
@@ -85,7 +86,7 @@ static void pull(flip_proxy *p, fanin_server *server, bool no_checksums, outcome
     out->info.path_reason = out->info.ranks_json = NULL;
     fanin_result_free(&result);
     fanin_client_destroy(&client);
-    flip_proxy_stop(p);
+    rank_proxy_stop(&proxy);
     out->flipped = atomic_load(&p->flipped);
     for (int i = 0; i < 4; i++)
         out->passed[i / 2][i % 2] = atomic_load(&p->passed[i / 2][i % 2]);
@@ -108,7 +109,7 @@ static void alter(fanin_server *server, unsigned connection, flip_way way,
 {
     uint64_t step = total / 96 + 1;
     for (uint64_t at = 0; at < total; at += step) {
-        flip_proxy p = {.connection = connection, .way = way, .at = at, .bit = at % 8};
+        flip p = {.connection = connection, .way = way, .at = at, .bit = at % 8};
         outcome o;
         pull(&p, server, false, &o);
         assert_true(o.flipped);
@@ -123,7 +124,7 @@ static void no_altered_bit_arrives(void **state)
 {
     (void)state;
     fanin_server *server = start_server();
-    flip_proxy clean = {.at = UINT64_MAX};
+    flip clean = {.at = UINT64_MAX};
     outcome o;
     pull(&clean, server, false, &o);
     assert_ok(o.error.status, o.error);
@@ -140,7 +141,7 @@ static void altered_weights_are_asked_for_again(void **state)
 {
     columns = *(const uint32_t *)*state;
     fanin_server *server = start_server();
-    flip_proxy clean = {.at = UINT64_MAX};
+    flip clean = {.at = UINT64_MAX};
     outcome o;
     pull(&clean, server, false, &o);
     /* In the last reply's bytes, its seal, and its header. */
@@ -148,7 +149,7 @@ static void altered_weights_are_asked_for_again(void **state)
     const uint64_t last = columns == FEW ? size() : size() % REQUEST_BYTES;
     const uint64_t places[] = {total - size() / 2, total - 3, total - last - 8 - 4};
     for (int i = 0; i < 3; i++) {
-        flip_proxy p = {.connection = 1, .way = FLIP_TO_CLIENT, .at = places[i]};
+        flip p = {.connection = 1, .way = FLIP_TO_CLIENT, .at = places[i]};
         pull(&p, server, false, &o);
         assert_ok(o.error.status, o.error);
         assert_true(is_right(&o));
@@ -164,15 +165,15 @@ static void without_checksums_it_arrives(void **state)
 {
     (void)state;
     fanin_server *server = start_server();
-    flip_proxy clean = {.at = UINT64_MAX};
+    flip clean = {.at = UINT64_MAX};
     outcome o;
     pull(&clean, server, true, &o);
     assert_ok(o.error.status, o.error);
     assert_true(is_right(&o));
     assert_int_equal(o.info.transport_checksums, FANIN_CHECKSUMS_NONE);
-    flip_proxy p = {.connection = 1,
-                    .way = FLIP_TO_CLIENT,
-                    .at = o.passed[1][FLIP_TO_CLIENT] - size() / 2};
+    flip p = {.connection = 1,
+              .way = FLIP_TO_CLIENT,
+              .at = o.passed[1][FLIP_TO_CLIENT] - size() / 2};
     pull(&p, server, true, &o);
     assert_ok(o.error.status, o.error);
     assert_false(is_right(&o));

@@ -24,6 +24,7 @@ typedef struct pair {
     buffer greeting;  /* of the rank, until it is whole and told anew */
     bool greeted;
     bool is_unix, sealed; /* sealed: the client's frames have checksums */
+    unsigned number;      /* in the order of accepting */
 } pair;
 
 static void close_pair(pair *p)
@@ -117,6 +118,32 @@ static bool from_rank(rank_proxy *p, pair *c)
     return greet(p, c);
 }
 
+/* Passes on whatever comes, altered where it shall be. */
+static bool pass(flip *f, const pair *c, flip_way way)
+{
+    static _Thread_local uint8_t piece[PIECE];
+    ssize_t n =
+        recv(way == FLIP_TO_RANK ? c->client : c->rank, piece, sizeof(piece), 0);
+    if (n <= 0)
+        return false;
+    uint64_t before = 0;
+    if (c->number < FLIP_CONNECTIONS)
+        before = atomic_fetch_add(&f->passed[c->number][way], (uint64_t)n);
+    if (c->number == f->connection && way == f->way && f->at >= before &&
+        f->at - before < (uint64_t)n) {
+        piece[f->at - before] ^= (uint8_t)(1u << f->bit);
+        atomic_store(&f->flipped, true);
+    }
+    return put(way == FLIP_TO_RANK ? c->rank : c->client, piece, (size_t)n);
+}
+
+static bool forward(rank_proxy *p, pair *c, flip_way way)
+{
+    if (p->flip)
+        return pass(p->flip, c, way);
+    return way == FLIP_TO_RANK ? from_client(p, c) : from_rank(p, c);
+}
+
 static void target_address(const rank_proxy *p, bool is_unix, socket_address *out)
 {
     char text[32];
@@ -136,7 +163,7 @@ static void on_accept(rank_proxy *p, pair *pairs, bool is_unix)
     int client = accept4(p->listeners[is_unix], NULL, NULL, SOCK_CLOEXEC);
     if (client < 0)
         return;
-    atomic_fetch_add(&p->accepted[is_unix], 1);
+    unsigned number = atomic_fetch_add(&p->accepted[is_unix], 1);
     target_address(p, is_unix, &to);
     int rank = socket(to.storage.ss_family, SOCK_STREAM | SOCK_CLOEXEC, 0);
     pair *c = pairs;
@@ -154,7 +181,8 @@ static void on_accept(rank_proxy *p, pair *pairs, bool is_unix)
     *c = (pair){.client = client,
                 .rank = rank,
                 .greeted = !is_unix || p->keeps_address,
-                .is_unix = is_unix};
+                .is_unix = is_unix,
+                .number = number};
 }
 
 static void *run(void *cookie)
@@ -176,8 +204,8 @@ static void *run(void *cookie)
             break;
         for (int i = 0; i < MAX_PAIRS; i++) {
             pair *c = &pairs[i];
-            if ((polled[3 + 2 * i].revents && !from_client(p, c)) ||
-                (polled[4 + 2 * i].revents && !from_rank(p, c)))
+            if ((polled[3 + 2 * i].revents && !forward(p, c, FLIP_TO_RANK)) ||
+                (polled[4 + 2 * i].revents && !forward(p, c, FLIP_TO_CLIENT)))
                 close_pair(c);
         }
         for (int i = 0; i < 2; i++) {
@@ -192,21 +220,34 @@ static void *run(void *cookie)
     return NULL;
 }
 
-void rank_proxy_start(rank_proxy *p, uint16_t target, message_type when,
-                      void (*trigger)(void *), void *cookie)
+static void start(rank_proxy *p)
 {
-    *p = (rank_proxy){
-        .target = target, .when = when, .trigger = trigger, .cookie = cookie};
     socket_address tcp, name;
     assert_int_equal(socket_resolve("127.0.0.1:0", &tcp, NULL), FANIN_OK);
     assert_int_equal(socket_listen(&tcp, 16, &p->listeners[0], NULL), FANIN_OK);
     socket_set_port(&tcp, socket_port(p->listeners[0]));
     snprintf(p->address, sizeof(p->address), "%.31s", tcp.text);
     socket_unix_address(geteuid(), &tcp, &name);
-    assert_int_equal(socket_listen(&name, 16, &p->listeners[1], NULL), FANIN_OK);
+    p->listeners[1] = -1;
+    if (!p->flip)
+        assert_int_equal(socket_listen(&name, 16, &p->listeners[1], NULL), FANIN_OK);
     p->wake = eventfd(0, EFD_CLOEXEC);
     assert_true(p->wake >= 0);
     assert_int_equal(pthread_create(&p->thread, NULL, run, p), 0);
+}
+
+void rank_proxy_start(rank_proxy *p, uint16_t target, message_type when,
+                      void (*trigger)(void *), void *cookie)
+{
+    *p = (rank_proxy){
+        .target = target, .when = when, .trigger = trigger, .cookie = cookie};
+    start(p);
+}
+
+void rank_proxy_start_flip(rank_proxy *p, uint16_t target, flip *f)
+{
+    *p = (rank_proxy){.target = target, .flip = f};
+    start(p);
 }
 
 void rank_proxy_stop(rank_proxy *p)
@@ -215,6 +256,7 @@ void rank_proxy_stop(rank_proxy *p)
     assert_int_equal(write(p->wake, &one, sizeof(one)), sizeof(one));
     pthread_join(p->thread, NULL);
     close(p->listeners[0]);
-    close(p->listeners[1]);
+    if (p->listeners[1] >= 0)
+        close(p->listeners[1]);
     close(p->wake);
 }

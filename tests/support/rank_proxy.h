@@ -4,7 +4,9 @@
  * A man in the middle: stands for one rank on a port of its own (TCP and the Unix name that
  * belongs to it), passes everything on, and calls a function just before the first request
  * of one type goes through. On the Unix name it says its own address instead of the rank's, as
- * whoever really listened there would.
+ * whoever really listened there would. Or a link that alters one bit: over TCP alone, it passes
+ * everything on and flips a bit of one byte of one direction of one connection, counted in the
+ * order in which they come.
  */
 #ifndef RANK_PROXY_H
 #define RANK_PROXY_H
@@ -12,6 +14,20 @@
 #include "frame.h"
 #include <pthread.h>
 #include <stdatomic.h>
+#include <stdint.h>
+
+#define FLIP_CONNECTIONS 16 /* whose bytes are counted */
+
+typedef enum flip_way { FLIP_TO_RANK, FLIP_TO_CLIENT } flip_way;
+
+typedef struct flip {
+    unsigned connection; /**< which one is altered */
+    flip_way way;
+    uint64_t at; /**< the byte; UINT64_MAX: none */
+    unsigned bit;
+    atomic_bool flipped;
+    _Atomic uint64_t passed[FLIP_CONNECTIONS][2]; /**< bytes, by connection and way */
+} flip;
 
 typedef struct rank_proxy {
     char address[32]; /**< to be given to clients instead of the rank's */
@@ -19,6 +35,7 @@ typedef struct rank_proxy {
     message_type when;
     void (*trigger)(void *cookie);
     void *cookie;
+    flip *flip; /**< NULL: nothing is altered */
     atomic_bool triggered;
     atomic_bool keeps_address; /**< the rank's address is said on the Unix name, too */
     atomic_uint accepted[2];   /**< connections over TCP, over the Unix name */
@@ -29,6 +46,8 @@ typedef struct rank_proxy {
 /** Stands for 127.0.0.1:@p target. @p trigger runs in the proxy's thread. Fails the test. */
 void rank_proxy_start(rank_proxy *p, uint16_t target, message_type when,
                       void (*trigger)(void *), void *cookie);
+/** The link that alters what @p f, which outlives it, says. */
+void rank_proxy_start_flip(rank_proxy *p, uint16_t target, flip *f);
 void rank_proxy_stop(rank_proxy *p);
 
 #endif
