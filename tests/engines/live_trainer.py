@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -77,6 +78,12 @@ class LiveTrainer:
         """An orderly end; the ranks' exit statuses."""
         self._world.tell("exit")
         return self._world.wait()
+
+    def stop(self) -> None:
+        """SIGSTOP to all ranks: they say nothing, and their connections stay."""
+        for rank in self._world.ranks:
+            rank.process.send_signal(signal.SIGSTOP)
+            os.waitid(os.P_PID, rank.process.pid, os.WSTOPPED)
 
     def kill(self) -> None:
         """SIGKILL to all ranks, whatever they are doing."""

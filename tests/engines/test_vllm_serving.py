@@ -403,6 +403,25 @@ def test_dead_trainers(place: Place) -> None:
     place.still_serves()
 
 
+def test_trainers_that_are_stopped_when_others_take_their_place(place: Place) -> None:
+    """Only the file tells of it: the stopped ones keep their connections, and answer nobody."""
+    step = place.next_step()
+    name = f"stopped-run0-step{step}"
+    before = place.expected(step)
+    assert place.pulled(name) == before
+    (old,) = (path for path in place.directories("stopped") if path.name == f"stopped-step{step}")
+    stopped = place.trainer
+    stopped.stop()
+    assert place.pulled(name) == before, "nothing is known of a successor"
+    place.trainer = place.launch(step, seed=4)
+    after = place.expected(step)
+    assert after != before
+    until(lambda: place.pulled(name) == after, "the new launch")
+    until(lambda: not old.exists(), "retirement")
+    stopped.close()
+    place.still_serves()
+
+
 def test_trainers_restarted_from_an_earlier_step(place: Place) -> None:
     earlier = place.step
     wanted = earlier + 5

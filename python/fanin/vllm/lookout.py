@@ -113,7 +113,7 @@ class Lookout:
     async def _watch(self, world: str, adapter: Adapter) -> None:
         """Looks every second, and at once when a connection is lost; returns when *adapter* goes.
 
-        Raises FaninError when the world may have ended.
+        Raises FaninError when the world may have ended, _NamedAnother when it has.
         """
         lost = asyncio.wrap_future(
             await in_thread(lambda: self._service.lost(adapter.source, world, adapter.run))
