@@ -34,22 +34,6 @@ fanin_status __wrap_decode_wait_ok(body *in, msg_wait_ok *out)
     return status;
 }
 
-static fanin_status pull(const world *w, fanin_client *client, fanin_step_rule rule,
-                         uint64_t step, uint32_t timeout_ms, uint64_t *got,
-                         fanin_error *error)
-{
-    fanin_pull_options options;
-    fanin_pull_options_init(&options, sizeof(options));
-    options.publication = "lora:0";
-    options.rule = rule;
-    options.step = step;
-    options.timeout_ms = timeout_ms;
-    fanin_result_info info = {0};
-    fanin_status status = world_pull(w, client, &options, &info, error);
-    *got = info.step;
-    return status;
-}
-
 static void start(world *w, size_t size, world_cut cut)
 {
     *w = (world){.flags = FANIN_SERVER_NO_UCX};
@@ -81,21 +65,23 @@ static void a_lost_rank_ends_the_wait(void **state)
     start(&w, 8, CUT_CHUNK0);
     world_commit(&w, 1);
     fanin_client *client = world_client(&w, FANIN_PATH_STREAM);
-    assert_ok(pull(&w, client, FANIN_STEP_NEWEST, 0, LONG_MS, &got, &error), error);
+    assert_ok(world_pull_step(&w, client, FANIN_STEP_NEWEST, 0, LONG_MS, &got, &error),
+              error);
     pthread_t thread;
     assert_int_equal(pthread_create(&thread, NULL, kill_seven, &w), 0);
-    fanin_status status = pull(&w, client, FANIN_STEP_EXACT, 2, LONG_MS, &got, &error);
+    fanin_status status =
+        world_pull_step(&w, client, FANIN_STEP_EXACT, 2, LONG_MS, &got, &error);
     pthread_join(thread, NULL);
     assert_names_seven(&w, status, &error);
     assert_int_equal(error.rank, 7);
-    status = pull(&w, client, FANIN_STEP_AT_LEAST, 2, LONG_MS, &got, &error);
+    status = world_pull_step(&w, client, FANIN_STEP_AT_LEAST, 2, LONG_MS, &got, &error);
     assert_names_seven(&w, status, &error);
     assert_int_equal(error.rank, 7);
     fanin_client_destroy(&client);
 
     /* Of a rank that never said who it is the address is told. */
     client = world_client(&w, FANIN_PATH_STREAM);
-    status = pull(&w, client, FANIN_STEP_EXACT, 2, LONG_MS, &got, &error);
+    status = world_pull_step(&w, client, FANIN_STEP_EXACT, 2, LONG_MS, &got, &error);
     assert_names_seven(&w, status, &error);
     assert_int_equal(error.rank, -1);
     fanin_client_destroy(&client);
@@ -119,13 +105,15 @@ static void a_lost_replica_does_not(void **state)
     world_commit(&w, 1);
     fanin_client *client = world_client(&w, FANIN_PATH_STREAM);
     world_stop_rank(&w, 3);
-    assert_int_equal(pull(&w, client, FANIN_STEP_EXACT, 2, 400, &got, &error),
-                     FANIN_ERR_TIMEOUT);
+    assert_int_equal(
+        world_pull_step(&w, client, FANIN_STEP_EXACT, 2, 400, &got, &error),
+        FANIN_ERR_TIMEOUT);
     assert_int_equal(error.rank, 3); /* gone, which is worse than behind */
     assert_string_equal(error.address, w.addresses[3]);
     pthread_t thread;
     assert_int_equal(pthread_create(&thread, NULL, commit_three, &w), 0);
-    assert_ok(pull(&w, client, FANIN_STEP_EXACT, 2, LONG_MS, &got, &error), error);
+    assert_ok(world_pull_step(&w, client, FANIN_STEP_EXACT, 2, LONG_MS, &got, &error),
+              error);
     pthread_join(thread, NULL);
     assert_int_equal(got, 2);
     fanin_client_destroy(&client);
@@ -145,7 +133,8 @@ static void a_dead_rank_sets_no_target(void **state)
     dies.rank = 3;
     dies.step = 5;
     dies.of = &w;
-    assert_ok(pull(&w, client, FANIN_STEP_NEWEST, 0, LONG_MS, &got, &error), error);
+    assert_ok(world_pull_step(&w, client, FANIN_STEP_NEWEST, 0, LONG_MS, &got, &error),
+              error);
     assert_null(dies.of);
     assert_int_equal(got, 4);
     fanin_client_destroy(&client);
@@ -163,8 +152,9 @@ static void the_slowest_is_named_first(void **state)
         world_commit_rank(&w, i, i == 5 ? 3 : 4);
     world_commit_rank(&w, 2, 5);
     fanin_client *client = world_client(&w, FANIN_PATH_STREAM);
-    assert_int_equal(pull(&w, client, FANIN_STEP_EXACT, 5, 1000, &got, &error),
-                     FANIN_ERR_TIMEOUT);
+    assert_int_equal(
+        world_pull_step(&w, client, FANIN_STEP_EXACT, 5, 1000, &got, &error),
+        FANIN_ERR_TIMEOUT);
     assert_int_equal(error.rank, 5);
     assert_string_equal(error.address, w.addresses[5]);
     const char *first = strstr(error.message, "rank 5 at");
@@ -220,7 +210,8 @@ static void a_silent_replica_costs_no_deadline(void **state)
     int silent = be_silent(w.addresses[3]);
     fanin_client *client = connect_with(&w, 400);
     for (int i = 0; i < 3; i++) {
-        assert_ok(pull(&w, client, FANIN_STEP_NEWEST, 0, 1500, &got, &error), error);
+        assert_ok(world_pull_step(&w, client, FANIN_STEP_NEWEST, 0, 1500, &got, &error),
+                  error);
         assert_int_equal(got, 3);
     }
     close(silent);
@@ -239,8 +230,9 @@ static void a_silent_rank_is_told_by_its_address(void **state)
     world_stop_rank(&w, 2);
     int silent = be_silent(w.addresses[2]);
     fanin_client *client = connect_with(&w, 200);
-    assert_int_equal(pull(&w, client, FANIN_STEP_NEWEST, 0, 400, &got, &error),
-                     FANIN_ERR_UNREACHABLE);
+    assert_int_equal(
+        world_pull_step(&w, client, FANIN_STEP_NEWEST, 0, 400, &got, &error),
+        FANIN_ERR_UNREACHABLE);
     assert_int_equal(error.rank, -1);
     assert_non_null(strstr(error.message, "accepted but did not answer in time"));
     assert_null(strstr(error.message, "have not said where they are"));
@@ -250,7 +242,8 @@ static void a_silent_rank_is_told_by_its_address(void **state)
     close(silent);
     world_restart_rank(&w, 2);
     world_commit_rank(&w, 2, 3);
-    assert_ok(pull(&w, client, FANIN_STEP_NEWEST, 0, LONG_MS, &got, &error), error);
+    assert_ok(world_pull_step(&w, client, FANIN_STEP_NEWEST, 0, LONG_MS, &got, &error),
+              error);
     fanin_client_destroy(&client);
     world_stop(&w);
 }
@@ -266,10 +259,12 @@ static void a_lost_replica_is_not_to_blame(void **state)
     start(&w, 4, CUT_HSDP); /* ranks 0 and 2 hold one half, 1 and 3 the other */
     world_commit(&w, 1);
     fanin_client *client = world_client(&w, FANIN_PATH_STREAM);
-    assert_ok(pull(&w, client, FANIN_STEP_NEWEST, 0, LONG_MS, &got, &error), error);
+    assert_ok(world_pull_step(&w, client, FANIN_STEP_NEWEST, 0, LONG_MS, &got, &error),
+              error);
     for (size_t i = 0; i < 3; i++)
         world_stop_rank(&w, lost[i]);
-    fanin_status status = pull(&w, client, FANIN_STEP_EXACT, 1, LONG_MS, &got, &error);
+    fanin_status status =
+        world_pull_step(&w, client, FANIN_STEP_EXACT, 1, LONG_MS, &got, &error);
     assert_true(status == FANIN_ERR_UNREACHABLE || status == FANIN_ERR_CLOSED);
     assert_true(error.rank == 1 || error.rank == 3);
     assert_non_null(strstr(error.message, "no other rank holds"));
@@ -307,8 +302,9 @@ static void a_rank_that_stops_is_named_first(void **state)
                      &gate);
     w.address_list[2] = proxy.address;
     fanin_client *client = connect_with(&w, LONG_MS);
-    assert_int_equal(pull(&w, client, FANIN_STEP_EXACT, 9, 400, &got, &error),
-                     FANIN_ERR_TIMEOUT);
+    assert_int_equal(
+        world_pull_step(&w, client, FANIN_STEP_EXACT, 9, 400, &got, &error),
+        FANIN_ERR_TIMEOUT);
     assert_int_equal(error.rank, 2);
     assert_string_equal(error.address, proxy.address);
     const char *silent = strstr(error.message, "has not answered, last heard of");

@@ -258,22 +258,6 @@ static void test_columns(void **state)
 
 /* -------------------------------------------------------------- step rules */
 
-static fanin_status pull_step(world *w, fanin_client *client, fanin_step_rule rule,
-                              uint64_t step, uint32_t timeout_ms, uint64_t *got,
-                              fanin_error *error)
-{
-    fanin_pull_options options;
-    fanin_pull_options_init(&options, sizeof(options));
-    options.publication = "lora:0";
-    options.rule = rule;
-    options.step = step;
-    options.timeout_ms = timeout_ms;
-    fanin_result_info info = {0};
-    fanin_status status = world_pull(w, client, &options, &info, error);
-    *got = info.step;
-    return status;
-}
-
 static void *commit_later(void *cookie)
 {
     world *w = cookie;
@@ -289,19 +273,23 @@ static void test_step_rules(void **state)
     fanin_client *client = world_client(&w, FANIN_PATH_AUTO);
     fanin_error error = FANIN_ERROR_INIT;
     uint64_t got;
-    assert_int_equal(pull_step(&w, client, FANIN_STEP_NEWEST, 0, 200, &got, &error),
-                     FANIN_ERR_TIMEOUT); /* not yet published: waited for */
+    assert_int_equal(
+        world_pull_step(&w, client, FANIN_STEP_NEWEST, 0, 200, &got, &error),
+        FANIN_ERR_TIMEOUT); /* not yet published: waited for */
     world_commit(&w, 7);
-    assert_ok(pull_step(&w, client, FANIN_STEP_EXACT, 7, 9000, &got, &error), error);
+    assert_ok(world_pull_step(&w, client, FANIN_STEP_EXACT, 7, 9000, &got, &error),
+              error);
     assert_int_equal(got, 7);
-    assert_int_equal(pull_step(&w, client, FANIN_STEP_EXACT, 6, 9000, &got, &error),
-                     FANIN_ERR_SUPERSEDED);
+    assert_int_equal(
+        world_pull_step(&w, client, FANIN_STEP_EXACT, 6, 9000, &got, &error),
+        FANIN_ERR_SUPERSEDED);
     assert_non_null(strstr(error.message, "step 7"));
-    assert_int_equal(pull_step(&w, client, FANIN_STEP_AT_LEAST, 8, 300, &got, &error),
-                     FANIN_ERR_TIMEOUT);
+    assert_int_equal(
+        world_pull_step(&w, client, FANIN_STEP_AT_LEAST, 8, 300, &got, &error),
+        FANIN_ERR_TIMEOUT);
     pthread_t thread;
     assert_int_equal(pthread_create(&thread, NULL, commit_later, &w), 0);
-    assert_ok(pull_step(&w, client, FANIN_STEP_AT_LEAST, 8, 20000, &got, &error),
+    assert_ok(world_pull_step(&w, client, FANIN_STEP_AT_LEAST, 8, 20000, &got, &error),
               error);
     pthread_join(thread, NULL);
     assert_int_equal(got, 8);
@@ -320,12 +308,14 @@ static void test_ranks_apart(void **state)
     fanin_client *client = world_client(&w, FANIN_PATH_STREAM);
     fanin_error error = FANIN_ERROR_INIT;
     uint64_t got;
-    assert_int_equal(pull_step(&w, client, FANIN_STEP_NEWEST, 0, 300, &got, &error),
-                     FANIN_ERR_TIMEOUT);
+    assert_int_equal(
+        world_pull_step(&w, client, FANIN_STEP_NEWEST, 0, 300, &got, &error),
+        FANIN_ERR_TIMEOUT);
     assert_non_null(strstr(error.message, "ranks 0, 2 are at step 1"));
     world_commit_rank(&w, 0, 2);
     world_commit_rank(&w, 2, 2);
-    assert_ok(pull_step(&w, client, FANIN_STEP_NEWEST, 0, 9000, &got, &error), error);
+    assert_ok(world_pull_step(&w, client, FANIN_STEP_NEWEST, 0, 9000, &got, &error),
+              error);
     assert_int_equal(got, 2);
     fanin_client_destroy(&client);
     world_stop(&w);
@@ -341,22 +331,26 @@ static void test_replicas(void **state)
     fanin_client *client = world_client(&w, FANIN_PATH_AUTO);
     fanin_error error = FANIN_ERROR_INIT;
     uint64_t got;
-    assert_ok(pull_step(&w, client, FANIN_STEP_NEWEST, 0, 9000, &got, &error), error);
+    assert_ok(world_pull_step(&w, client, FANIN_STEP_NEWEST, 0, 9000, &got, &error),
+              error);
     world_stop_rank(&w, 2);
-    assert_ok(pull_step(&w, client, FANIN_STEP_NEWEST, 0, 9000, &got, &error), error);
+    assert_ok(world_pull_step(&w, client, FANIN_STEP_NEWEST, 0, 9000, &got, &error),
+              error);
     world_commit_rank(&w, 0, 2);
     world_commit_rank(&w, 3, 2); /* rank 1 stays at 1; 0 and 3 hold everything */
-    assert_ok(pull_step(&w, client, FANIN_STEP_NEWEST, 0, 9000, &got, &error), error);
+    assert_ok(world_pull_step(&w, client, FANIN_STEP_NEWEST, 0, 9000, &got, &error),
+              error);
     assert_int_equal(got, 2);
     world_stop_rank(&w, 0);
     fanin_status status =
-        pull_step(&w, client, FANIN_STEP_NEWEST, 0, 2000, &got, &error);
+        world_pull_step(&w, client, FANIN_STEP_NEWEST, 0, 2000, &got, &error);
     assert_int_not_equal(status, FANIN_OK);
     world_restart_rank(&w, 0);
     world_restart_rank(&w, 2);
     for (size_t i = 0; i < 4; i++)
         world_commit_rank(&w, i, 9);
-    assert_ok(pull_step(&w, client, FANIN_STEP_NEWEST, 0, 9000, &got, &error), error);
+    assert_ok(world_pull_step(&w, client, FANIN_STEP_NEWEST, 0, 9000, &got, &error),
+              error);
     assert_int_equal(got, 9);
     fanin_client_destroy(&client);
     world_stop(&w);
@@ -372,22 +366,25 @@ static void test_restart(void **state)
     fanin_client *client = world_client(&w, FANIN_PATH_AUTO);
     fanin_error error = FANIN_ERROR_INIT;
     uint64_t got;
-    assert_ok(pull_step(&w, client, FANIN_STEP_EXACT, 4, 9000, &got, &error), error);
+    assert_ok(world_pull_step(&w, client, FANIN_STEP_EXACT, 4, 9000, &got, &error),
+              error);
     for (size_t i = 0; i < 3; i++)
         world_stop_rank(&w, i);
-    assert_int_equal(pull_step(&w, client, FANIN_STEP_EXACT, 4, 9000, &got, &error),
-                     FANIN_ERR_UNREACHABLE);
+    assert_int_equal(
+        world_pull_step(&w, client, FANIN_STEP_EXACT, 4, 9000, &got, &error),
+        FANIN_ERR_UNREACHABLE);
     memset(w.id, 0x77, sizeof(w.id));
     w.salt = 99;
     world_restart_rank(&w, 0);
     world_commit_rank(&w, 0, 4);
-    assert_int_not_equal(pull_step(&w, client, FANIN_STEP_EXACT, 4, 1000, &got, &error),
-                         FANIN_OK);
+    assert_int_not_equal(
+        world_pull_step(&w, client, FANIN_STEP_EXACT, 4, 1000, &got, &error), FANIN_OK);
     for (size_t i = 1; i < 3; i++) {
         world_restart_rank(&w, i);
         world_commit_rank(&w, i, 4);
     }
-    assert_ok(pull_step(&w, client, FANIN_STEP_EXACT, 4, 9000, &got, &error), error);
+    assert_ok(world_pull_step(&w, client, FANIN_STEP_EXACT, 4, 9000, &got, &error),
+              error);
     fanin_client_destroy(&client);
     world_stop(&w);
 }
@@ -402,16 +399,19 @@ static void test_catalog_changes(void **state)
     fanin_client *client = world_client(&w, FANIN_PATH_AUTO);
     fanin_error error = FANIN_ERROR_INIT;
     uint64_t got;
-    assert_ok(pull_step(&w, client, FANIN_STEP_NEWEST, 0, 9000, &got, &error), error);
+    assert_ok(world_pull_step(&w, client, FANIN_STEP_NEWEST, 0, 9000, &got, &error),
+              error);
     for (size_t i = 0; i < 2; i++)
         assert_ok(fanin_server_remove(w.ranks[i].server, "lora:0", world_lora[2].name,
                                       &error),
                   error);
-    assert_int_equal(pull_step(&w, client, FANIN_STEP_NEWEST, 0, 300, &got, &error),
-                     FANIN_ERR_TIMEOUT); /* unreadable until the next commit */
+    assert_int_equal(
+        world_pull_step(&w, client, FANIN_STEP_NEWEST, 0, 300, &got, &error),
+        FANIN_ERR_TIMEOUT); /* unreadable until the next commit */
     world_commit(&w, 2);
-    assert_int_equal(pull_step(&w, client, FANIN_STEP_NEWEST, 0, 9000, &got, &error),
-                     FANIN_ERR_NOT_FOUND);
+    assert_int_equal(
+        world_pull_step(&w, client, FANIN_STEP_NEWEST, 0, 9000, &got, &error),
+        FANIN_ERR_NOT_FOUND);
     assert_non_null(strstr(error.key, world_lora[2].name));
     fanin_client_destroy(&client);
     world_stop(&w);
@@ -482,11 +482,13 @@ static void test_cancel(void **state)
     uint64_t got;
     pthread_t thread;
     assert_int_equal(pthread_create(&thread, NULL, cancel_it, client), 0);
-    assert_int_equal(pull_step(&w, client, FANIN_STEP_NEWEST, 0, 60000, &got, &error),
-                     FANIN_ERR_CANCELLED);
+    assert_int_equal(
+        world_pull_step(&w, client, FANIN_STEP_NEWEST, 0, 60000, &got, &error),
+        FANIN_ERR_CANCELLED);
     pthread_join(thread, NULL);
     world_commit(&w, 1);
-    assert_ok(pull_step(&w, client, FANIN_STEP_NEWEST, 0, 9000, &got, &error), error);
+    assert_ok(world_pull_step(&w, client, FANIN_STEP_NEWEST, 0, 9000, &got, &error),
+              error);
     fanin_client_destroy(&client);
     world_stop(&w);
 }

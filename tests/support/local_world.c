@@ -345,6 +345,22 @@ fanin_status world_pull(const world *w, fanin_client *client,
     return status;
 }
 
+fanin_status world_pull_step(world *w, fanin_client *client, fanin_step_rule rule,
+                             uint64_t step, uint32_t timeout_ms, uint64_t *got,
+                             fanin_error *error)
+{
+    fanin_pull_options options;
+    fanin_pull_options_init(&options, sizeof(options));
+    options.publication = "lora:0";
+    options.rule = rule;
+    options.step = step;
+    options.timeout_ms = timeout_ms;
+    fanin_result_info info = {0};
+    fanin_status status = world_pull(w, client, &options, &info, error);
+    *got = info.step;
+    return status;
+}
+
 bool world_has_cma(void)
 {
     const char *library = getenv("FANIN_UCX_LIBRARY");

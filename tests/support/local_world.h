@@ -83,6 +83,11 @@ fanin_status world_pull(const world *w, fanin_client *client,
                         const fanin_pull_options *options, fanin_result_info *info_out,
                         fanin_error *error);
 
+/** The same by a rule; *@p got: the step. */
+fanin_status world_pull_step(world *w, fanin_client *client, fanin_step_rule rule,
+                             uint64_t step, uint32_t timeout_ms, uint64_t *got,
+                             fanin_error *error);
+
 /** Whether one-sided reads by cma can work here (UCX is there); prints why not. */
 bool world_has_cma(void);
 
