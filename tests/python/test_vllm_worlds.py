@@ -249,6 +249,61 @@ def test_some_ranks_are_of_another_world_already(bench: Bench) -> None:
     run(work())
 
 
+@pytest.fixture
+def unwatched(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> Bench:
+    """Only whoever asks can notice: the next look is far away, and no connection is lost."""
+    monkeypatch.setattr("fanin.vllm.lookout._EVERY", 1000.0)
+    return bench
+
+
+def test_a_pull_that_meets_another_world_ends_the_old_one_itself(unwatched: Bench) -> None:
+    bench = unwatched
+
+    async def work() -> None:
+        old = await loaded(bench)
+        bench.trainer.world, bench.trainer.runs = OTHER_WORLD, {"0": Run(step=13)}
+        new = await bench.state.flights.fetch(bench.wanted(13))
+        assert new.world == OTHER_WORLD
+        assert bench.keeper.get(old.name) is None and NAME not in bench.engine.lora_requests
+
+    run(work())
+
+
+def test_a_name_is_not_answered_while_ranks_are_of_two_worlds(unwatched: Bench) -> None:
+    bench = unwatched
+
+    async def work() -> None:
+        await loaded(bench)
+        bench.trainer.mixed = True
+        with pytest.raises(errors.PeerError):
+            await bench.state.flights.fetch(bench.wanted(12))
+        assert bench.keeper.get(NAME) is None
+
+    run(work())
+
+
+def test_an_adapter_that_leaves_while_its_world_is_asked(
+    unwatched: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = unwatched
+
+    async def work() -> None:
+        old = await loaded(bench)
+        loop, gone = asyncio.get_running_loop(), threading.Event()
+
+        def world_now(source: Source, timeout: float) -> str:
+            loop.call_soon_threadsafe(
+                lambda: (bench.keeper.retire(old, "it was unloaded", "unloaded"), gone.set())
+            )
+            assert gone.wait(10)
+            return WORLD
+
+        monkeypatch.setattr(bench.state.service, "world_now", world_now)
+        assert await bench.state.flights.fetch(bench.wanted(12)) is not old
+
+    run(work())
+
+
 def test_a_pull_whose_world_ends_meanwhile(bench: Bench) -> None:
     """It brings what is not served any more."""
 
