@@ -221,6 +221,43 @@ def test_a_pull_has_a_size(client: fanin.Client, tmp_path: Path) -> None:
     assert all(call(1 << 20).step == 1 for call in calls)
 
 
+@pytest.mark.parametrize(
+    ("use_unix", "checksums", "told"),
+    [(True, True, "local"), (False, True, True), (False, False, False)],
+)
+def test_what_was_checked_is_told(
+    ranks: list[fanin.Server], tmp_path: Path, use_unix: bool, checksums: bool, told: bool | str
+) -> None:
+    with client_of(ranks, use_unix=use_unix, checksums=checksums) as client:
+        for verify in (False, True):
+            got, directory = destinations(), tmp_path / str(verify)
+            for result in (
+                client.pull_into(0, got, verify=verify),
+                client.pull_adapter(0, directory, verify=verify),
+            ):
+                assert (result.transport_checksums, result.verified) == (told, verify)
+                assert (result.verify > 0) is verify
+                assert {rank["checksums"] for rank in result.ranks if rank["bytes"]} == {told}
+            assert_step(got, 1)
+            said = json.loads((directory / "fanin.json").read_text())
+            assert (said["transport_checksums"], said["verified"]) == (told, verify)
+
+
+def test_fields_that_could_load_code_are_left_out(
+    ranks: list[fanin.Server],
+    client: fanin.Client,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config = {**json.loads(local_world.CONFIG["peft_config"]), "revision": "main"}
+    monkeypatch.setattr(local_world, "CONFIG", {"peft_config": json.dumps(config)})
+    publish(ranks, 2)
+    for trusted in (False, True):
+        client.pull_adapter(0, tmp_path / str(trusted), trust_config=trusted)
+        written = json.loads((tmp_path / str(trusted) / "adapter_config.json").read_text())
+        assert ("revision" in written) is trusted
+
+
 # ---------------------------------------------------------------------------------- processes
 
 
