@@ -333,7 +333,10 @@ void client_work_start(client_work *w, fanin_client *client, deadline at)
 fanin_status client_work_end(const client_work *w, fanin_status status,
                              fanin_error *error)
 {
-    error_place place = {.phase = "plan"};
+    fanin_error broken_off = FANIN_ERROR_INIT;
+    error_place place = {.phase = broken_off.phase};
+    if (error)
+        broken_off = *error; /* says in which phase */
     if (!w->stop.stopped || !atomic_exchange(&w->client->cancelled, false))
         return status;
     return error_set(error, FANIN_ERR_CANCELLED, &place, "the call was cancelled");
