@@ -224,11 +224,10 @@ void session_explain(const session *s, fanin_error *error)
         return; /* what an option demands the remedy speaks of */
     }
     if (s->target.file != NULL) {
-        snprintf(
-            error->remedy, sizeof(error->remedy),
-            "the ranks must be those that %.160s names: if the trainer was started "
-            "anew, wait for its new file",
-            s->target.file);
+        size_t used = strlen(error->remedy);
+        snprintf(error->remedy + used, sizeof(error->remedy) - used,
+                 "; %.120s names the ranks: a trainer that starts anew writes it anew",
+                 s->target.file);
     } else if (s->target.count == 1) {
         snprintf(error->remedy, sizeof(error->remedy),
                  "give --world-size N, or the address of every rank");

@@ -217,6 +217,21 @@ json.dump(o, open("info.json", "w"))' "$info" "$1"
     [ "$(grep -c '"server_name": "job"' "$info")" -eq 1 ]
 }
 
+@test "ranks of two launches in one info file: what may be left of the earlier one is told" {
+    exec {later}< <(exec "$NIXL_FETCH" serve --adapter-shape small --world-size 4 --name job --info later.json 3>&-)
+    pid=$!
+    read -r -t 60 _ <&"$later"
+    recode "{\"world_id\": null, \"hosts\": $("$FANIN_TEST_PYTHON" -c '
+import json, sys
+earlier, later = (json.load(open(name))["hosts"] for name in sys.argv[1:])
+print(json.dumps(earlier[:3] + later[3:]))' "$info" later.json)}"
+    run -14 "$NIXL_FETCH" list info.json
+    kill "$pid"
+    has "of another world (launch) than"
+    has "a rank of an earlier launch may still be alive"
+    has "info.json names the ranks"
+}
+
 @test "a directory with nixl_info.json, and FANIN_TRAINER, are targets" {
     mkdir step_1
     cp "$info" step_1/
