@@ -388,6 +388,22 @@ def test_storage_without_bytes_is_refused(pull):
         same(pull(server)[1], values(model))
 
 
+def test_storage_that_is_gone_is_not_read(pull):
+    model = adapted()
+    weight = trained(model)[0]
+    with serve(model) as server, Client(server.addresses) as client:
+        server.publish(0)
+        size = weight.untyped_storage().nbytes()
+        weight.untyped_storage().resize_(0)
+        with pytest.raises(StateError, match="trainer memory offloaded"):
+            server.publish(1)
+        assert [info.state for info in client.publications()] == ["unpublished"]
+        weight.untyped_storage().resize_(size)
+        fill(model, 5)
+        server.publish(1)
+        same(pull(server, step=1)[1], values(model))
+
+
 def test_what_publish_refuses_leaves_the_last_step(pull):
     model = adapted()
     owner = model.base_model.model.layers[1].v_proj.lora_B["default"]
