@@ -304,6 +304,19 @@ def test_what_does_not_write_is_not_refused(pull):
         same(pull(server, step=3)[1], values(model))
 
 
+def test_writes_after_a_pause_are_refused(pull):
+    model = adapted()
+    with serve(model) as server:
+        server.publish(0)
+        server.pause()
+        server.resume()
+        fill(model, 5)
+        with pytest.raises(StateError, match="after step 0"):
+            server.publish(1)
+        server.publish(1)
+        same(pull(server, step=1)[1], values(model))
+
+
 def test_an_update_that_failed_may_be_written_at_any_time(pull):
     model = adapted()
     with serve(model) as server:
