@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "output.h"
 #include "failure.h"
+#include "terminal.h"
 
 #include <stdio.h>
 #include <stdlib.h>
@@ -19,6 +20,7 @@ void *output_require(void *memory)
 struct libscols_table *output_table(const output_column *columns, size_t count)
 {
     struct libscols_table *table = output_require(scols_new_table());
+    scols_table_enable_noencoding(table, 1); /* cells are escaped as they come */
     for (size_t i = 0; i < count; i++) {
         int flags = columns[i].right ? SCOLS_FL_RIGHT : 0;
         if (columns[i].tree) {
@@ -29,14 +31,27 @@ struct libscols_table *output_table(const output_column *columns, size_t count)
     return table;
 }
 
+/* As in lines: libsmartcols would let marks through that turn the direction of text. */
+static void set_cell(struct libscols_line *line, size_t column, const char *text)
+{
+    char *safe = NULL;
+    size_t size = 0;
+    FILE *stream = output_require(open_memstream(&safe, &size));
+    terminal_put(stream, text);
+    if (fclose(stream) != 0 || scols_line_set_data(line, column, safe) != 0) {
+        output_require(NULL);
+    }
+    free(safe);
+}
+
 struct libscols_line *output_row(struct libscols_table *table,
                                  struct libscols_line *parent, const char *const *cells,
                                  size_t count)
 {
     struct libscols_line *line = output_require(scols_table_new_line(table, parent));
     for (size_t i = 0; i < count; i++) {
-        if (cells[i] != NULL && scols_line_set_data(line, i, cells[i]) != 0) {
-            output_require(NULL);
+        if (cells[i] != NULL) {
+            set_cell(line, i, cells[i]);
         }
     }
     return line;

@@ -97,17 +97,18 @@ teardown()
 }
 
 @test "what a rank says steers no terminal" {
+    export LC_ALL=C.UTF-8 # where text has directions
     start_ranks --adapter-shape small --world-size 1
     "$NIXL_FETCH" pull "$info" --out d
     stop_ranks
     printf '{"x": "\033[31mred\302\2331m\t", "r": 8, "lora_alpha": 16, "peft_type": "LORA"}' \
         >d/adapter_config.json
-    start_ranks --adapter d --world-size 1 --name "$(printf 'job\033[31m')"
+    start_ranks --adapter d --world-size 1 --name "$(printf 'job\033[31m\342\200\256')"
     for command in list "list --run 0" ping doctor "pull --out e"; do
         # shellcheck disable=SC2086
         "$NIXL_FETCH" $command "$info" -v >out 2>&1 || true
         [ -s out ]
-        ! grep -q "$(printf '\033\|\302\233')" out
+        run ! grep -q "$(printf '\033\|\302\233\|\342\200\256')" out
     done
     run -0 "$NIXL_FETCH" list "$info"
     has '\x1b[31mred\xc2\x9b1m\x09'

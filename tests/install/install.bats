@@ -190,7 +190,7 @@ warnings='-Wall -Wextra -pedantic -Werror'
     nm --defined-only "$FANIN_PREFIX/bin/nixl-fetch" | awk '{print $3}' | sort -u >"$scratch/own"
     grep -qx main "$scratch/own"
     [ -z "$(comm -12 "$scratch/own" "$scratch/exported")" ]
-    ! grep -q '^fanin_' "$scratch/own"
+    run ! grep -q '^fanin_' "$scratch/own"
 }
 
 @test "the examples have under 50 lines, build with pkg-config and pull a step" {
