@@ -259,11 +259,6 @@ gpu *device_sink_gpu(const device_sink *sink)
     return sink->g;
 }
 
-device_pool *device_sink_pool(const device_sink *sink)
-{
-    return sink->pool;
-}
-
 /* -------------------------------------------------------------------- jobs */
 
 static void append(job_list *list, sink_job *job)

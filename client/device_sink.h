@@ -48,7 +48,6 @@ bool device_sink_ready(const device_sink *sink);
 size_t device_sink_devices(const device_sink *sink);
 int device_sink_device_at(const device_sink *sink, size_t index);
 gpu *device_sink_gpu(const device_sink *sink);
-device_pool *device_sink_pool(const device_sink *sink);
 /** Ends everything with @p error; the first one counts. */
 void device_sink_fail(device_sink *sink, const fanin_error *error);
 

@@ -275,11 +275,3 @@ void peft_names_free(peft_names *names)
     free(names->storage);
     *names = (peft_names){0};
 }
-
-const peft_tensor *peft_names_find(const peft_names *names, const char *name)
-{
-    peft_tensor wanted = {.name = {.text = name}};
-    return names->count == 0 ? NULL
-                             : bsearch(&wanted, names->tensors, names->count,
-                                       sizeof(names->tensors[0]), compare_tensors);
-}

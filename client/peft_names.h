@@ -63,9 +63,6 @@ fanin_status peft_names_make(const key_table *keys, const char *publication,
                              peft_names *out, fanin_error *error);
 void peft_names_free(peft_names *names);
 
-/** The tensor of that name on disk, NULL: none. Binary search. */
-const peft_tensor *peft_names_find(const peft_names *names, const char *name);
-
 /** "publication:name" for an error's key; cut if need be. Returns @p out. */
 const char *peft_full_key(const char *publication, const char *name, char out[640]);
 

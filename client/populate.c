@@ -18,7 +18,7 @@ struct populator {
     uint8_t *base;
     uint64_t size;
     _Atomic uint64_t next; /* where the next step begins */
-    atomic_bool stop, failed;
+    atomic_bool failed;
     unsigned n_threads;
     pthread_t threads[MAX_THREADS];
 };
@@ -26,7 +26,7 @@ struct populator {
 static void *populate(void *argument)
 {
     populator *p = argument;
-    while (!atomic_load(&p->stop)) {
+    for (;;) {
         uint64_t at = atomic_fetch_add(&p->next, STEP);
         if (at >= p->size)
             break;
@@ -35,8 +35,7 @@ static void *populate(void *argument)
         int status;
         do
             status = madvise(p->base + at, step, MADV_POPULATE_WRITE);
-        while (status != 0 && (errno == EAGAIN || errno == EINTR) &&
-               !atomic_load(&p->stop));
+        while (status != 0 && (errno == EAGAIN || errno == EINTR));
         if (status != 0) { /* an old kernel: pages appear when they are touched */
             atomic_store(&p->failed, true);
             break;
@@ -73,15 +72,7 @@ bool populator_finish(populator **populator_)
         return false;
     for (unsigned i = 0; i < p->n_threads; i++)
         pthread_join(p->threads[i], NULL);
-    bool whole = !atomic_load(&p->failed) && atomic_load(&p->next) >= p->size &&
-                 !atomic_load(&p->stop);
+    bool whole = !atomic_load(&p->failed) && atomic_load(&p->next) >= p->size;
     free(p);
     return whole;
-}
-
-void populator_stop(populator **p)
-{
-    if (*p)
-        atomic_store(&(*p)->stop, true);
-    (void)populator_finish(p);
 }

@@ -17,7 +17,5 @@ typedef struct populator populator;
 populator *populator_start(uint8_t *base, uint64_t size);
 /** Waits for the end. False: the pages could not all be had. NULL is fine, and false. */
 bool populator_finish(populator **p);
-/** Ends it within a few MiB of pages. NULL is fine. */
-void populator_stop(populator **p);
 
 #endif

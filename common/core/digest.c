@@ -30,32 +30,6 @@ void digest_hex(const uint8_t bytes[16], char out[33])
     out[32] = '\0';
 }
 
-static int hex_value(char c)
-{
-    if (c >= '0' && c <= '9')
-        return c - '0';
-    if (c >= 'a' && c <= 'f')
-        return c - 'a' + 10;
-    if (c >= 'A' && c <= 'F')
-        return c - 'A' + 10;
-    return -1;
-}
-
-bool digest_from_hex(const char *hex, uint8_t out[16])
-{
-    if (!hex || strlen(hex) != 32)
-        return false;
-    uint8_t bytes[16];
-    for (int i = 0; i < 16; i++) {
-        int high = hex_value(hex[2 * i]), low = hex_value(hex[2 * i + 1]);
-        if (high < 0 || low < 0)
-            return false;
-        bytes[i] = (uint8_t)(high << 4 | low);
-    }
-    memcpy(out, bytes, sizeof bytes);
-    return true;
-}
-
 bool random_bytes(void *out, size_t size)
 {
     uint8_t *at = out;

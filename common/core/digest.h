@@ -18,7 +18,6 @@ digest digest_of(const void *data, size_t size);
 bool digest_equal(const digest *a, const digest *b);
 /** 32 hex digits and a NUL. */
 void digest_hex(const uint8_t bytes[16], char out[33]);
-bool digest_from_hex(const char *hex, uint8_t out[16]);
 
 /** getrandom(2), retried; false only if the kernel has none. */
 bool random_bytes(void *out, size_t size);
