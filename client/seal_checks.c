@@ -7,9 +7,9 @@
 #include <sys/eventfd.h>
 #include <unistd.h>
 
-/* One keeps up with one receiving thread where memory is fast, two do everywhere. */
-#define MAX_THREADS 2
-#define BACKLOG 16 /* bodies that have come and have no verdict, of a megabyte or so */
+/* Together they keep up with one receiving thread, also where memory is slow. */
+#define MAX_THREADS 4
+#define BACKLOG 64 /* bodies that have come and have no verdict, of a megabyte or so */
 
 typedef struct check {
     sealed_body body; /* first: its owner hands it back */

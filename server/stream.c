@@ -97,6 +97,8 @@ static void welcome(struct stream *t)
             (void)setsockopt(c->fd, SOL_SOCKET, SO_SNDBUF, &room, sizeof room);
         struct epoll_event event = {.events = EPOLLIN | EPOLLOUT | EPOLLRDHUP | EPOLLET,
                                     .data.ptr = c};
+        if (c->sealed && !t->tools.sums)
+            t->tools.sums = side_sum_create();
         bool good = connection_account(t->tools.server, c) &&
                     epoll_ctl(t->epoll, EPOLL_CTL_ADD, c->fd, &event) == 0;
         c->next = t->connections;
@@ -295,6 +297,7 @@ void stream_destroy(fanin_server *s)
     while (t->connections)
         connection_close(t, t->connections);
     stage_destroy(&t->tools.stage);
+    side_sum_destroy(&t->tools.sums);
     stream_free(t);
     s->stream = NULL;
 }

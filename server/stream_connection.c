@@ -9,6 +9,7 @@
 
 #define INPUT_FIRST 4096
 #define BURST_LEAST ((size_t)128 << 10)
+#define SUM_ASIDE ((size_t)256 << 10) /* bytes that are worth waking a thread */
 
 /* ------------------------------------------------------------------- life */
 
@@ -347,20 +348,6 @@ static void gather_start(gather *g, const connection *c, size_t most)
     gather_add(g, c->output.data + c->sent, c->output.size - c->sent);
 }
 
-/* Of what was gathered, @p bytes of the reply behind the first @p skip have left. They are as they
-   were: what was read for them still is, or is the stage's. */
-static void sum_sent(connection *c, const gather *g, size_t skip, uint64_t bytes)
-{
-    for (int i = 0; i < g->n && bytes > 0; i++) {
-        size_t size = g->iov[i].iov_len;
-        size_t from = skip < size ? skip : size;
-        size_t more = bytes < size - from ? (size_t)bytes : size - from;
-        checksum_add(c->sum, (const char *)g->iov[i].iov_base + from, more);
-        skip -= from;
-        bytes -= more;
-    }
-}
-
 /* Sends what is gathered; @p reading: from the publication's memory. What of it was the job's is in
    *of_job. */
 static turn_result transmit(stream_tools *t, connection *c, bool reading,
@@ -368,14 +355,20 @@ static turn_result transmit(stream_tools *t, connection *c, bool reading,
 {
     gather *g = &t->gather;
     struct msghdr message = {.msg_iov = g->iov, .msg_iovlen = (size_t)g->n};
+    size_t queued = c->output.size - c->sent;
+    bool aside = c->sealed && t->sums && g->bytes - queued >= SUM_ASIDE;
+    if (aside)
+        side_sum_begin(t->sums, c->sum, g, queued, g->bytes - queued);
     ssize_t n = sendmsg(c->fd, &message, MSG_NOSIGNAL | MSG_DONTWAIT);
     int code = errno;
-    size_t queued = c->output.size - c->sent;
     *of_job = 0;
     if (n > 0)
         account_sent(c, (size_t)n, of_job);
-    if (c->sealed)
-        sum_sent(c, g, queued, *of_job);
+    /* What was sent is as it was: begin_update waits, or it is the stage's. */
+    if (aside)
+        side_sum_end(t->sums, *of_job);
+    else if (c->sealed)
+        gather_sum(g, queued, *of_job, c->sum);
     if (reading || *of_job > 0)
         send_leave(t->server, c, reading, *of_job);
     if (n < 0 && code != EAGAIN && code != EINTR)

@@ -6,6 +6,7 @@
 #include "checksum.h"
 #include "stream_digest.h"
 #include "stream_stage.h"
+#include "stream_sum.h"
 
 /** TURN_MORE: give it another turn; TURN_WAIT: not before epoll speaks of it. */
 typedef enum turn_result { TURN_MORE, TURN_WAIT, TURN_CLOSE } turn_result;
@@ -15,7 +16,8 @@ typedef struct stream_tools {
     fanin_server *server;
     read_entry *entries; /**< LIMIT_READ_ENTRIES */
     gather gather;
-    stage *stage; /**< NULL until device memory is asked for */
+    side_sum *sums; /**< NULL: none, or no connection needed it yet */
+    stage *stage;   /**< NULL until device memory is asked for */
     /** Makes it. */
     fanin_status (*need_stage)(struct stream_tools *t, fanin_error *error);
 } stream_tools;
