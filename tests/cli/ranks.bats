@@ -232,6 +232,27 @@ print(json.dumps(earlier[:3] + later[3:]))' "$info" later.json)}"
     has "info.json names the ranks"
 }
 
+@test "list: a rank that answers and does not hold a run is absent from it" {
+    own=()
+    pids=()
+    for run in first second; do
+        exec {out}< <(exec "$NIXL_FETCH" serve --adapter-shape small --world-size 2 --run $run \
+            --world-id 00112233445566778899aabbccddeeff 3>&-)
+        pids+=("$!")
+        read -r -t 60 line <&"$out"
+        own+=("${line##* }")
+    done
+    target=${own[0]%,*},${own[1]#*,}
+    run -0 --separate-stderr "$NIXL_FETCH" list "$target"
+    table=$output
+    run -0 --separate-stderr "$NIXL_FETCH" list "$target" --json
+    kill "${pids[@]}"
+    [ "$(field runs 0 absent)" = "[1]" ]
+    [ "$(field runs 1 absent)" = "[0]" ]
+    grep -q "^first *stable, 1 of 2 ranks" <<<"$table"
+    [ "$(grep -c "rank [01] *absent" <<<"$table")" -eq 2 ]
+}
+
 @test "a directory with nixl_info.json, and FANIN_TRAINER, are targets" {
     mkdir step_1
     cp "$info" step_1/
