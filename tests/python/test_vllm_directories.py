@@ -141,7 +141,7 @@ def test_a_sweep_touches_its_own_only(tmp_path: Path) -> None:
     assert Places(tmp_path / "missing").sweep() == []
 
 
-@pytest.mark.parametrize("planted", ["world", "run", "a link", "a world's link"])
+@pytest.mark.parametrize("planted", ["world", "run", "a link", "a world's link", "uid"])
 def test_a_sweep_leaves_what_others_may_exchange(tmp_path: Path, planted: str) -> None:
     """Whoever can rename in there could put anything of ours in the place of what is deleted."""
     root = tmp_path / "root"
@@ -151,7 +151,11 @@ def test_a_sweep_leaves_what_others_may_exchange(tmp_path: Path, planted: str) -
     fill(path)
     root.chmod(0o1777)
     world, folder = root / WORLD, root / WORLD / "0"
-    if planted == "world":
+    if planted == "uid":
+        if os.geteuid() != 0:
+            pytest.skip("only root can give a directory away")
+        os.chown(world, 1, 1)
+    elif planted == "world":
         world.chmod(0o777)
     elif planted == "run":
         folder.chmod(0o777)

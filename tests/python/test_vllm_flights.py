@@ -283,8 +283,9 @@ def test_more_runs_wait_than_have_connections(
             asyncio.create_task(bench.state.flights.fetch(bench.wanted(2, run=name)))
             for name in ("0", "1")
         ]
-        while len(bench.state.flights.status()) < 2 or not bench.trainer.waits:
+        while bench.trainer.looks < 8 or not bench.trainer.waits:
             await asyncio.sleep(0.001)
+        assert bench.trainer.waits == 1, "the other run is asked for now and then"
         for name in ("1", "0"):
             bench.trainer.commit(2, name)
         assert [(await one).step for one in asked] == [2, 2]

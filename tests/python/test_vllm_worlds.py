@@ -256,6 +256,17 @@ def unwatched(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> Bench:
     return bench
 
 
+def test_an_engine_that_ends_watches_nobody(unwatched: Bench) -> None:
+    bench = unwatched
+
+    async def work() -> None:
+        await loaded(bench)
+        bench.state.close()
+        await until(lambda: bench.trainer.watching == 0)
+
+    run(work())
+
+
 def test_a_pull_that_meets_another_world_ends_the_old_one_itself(unwatched: Bench) -> None:
     bench = unwatched
 
