@@ -166,6 +166,20 @@ def test_a_sweep_leaves_what_others_may_exchange(tmp_path: Path, planted: str) -
     assert places.sweep() == [] and path.exists()
 
 
+def test_a_lock_that_is_a_link_is_not_followed(tmp_path: Path) -> None:
+    places = Places(tmp_path / "root")
+    path = places.choose(WORLD, "0", "policy", 7)
+    places.lease(path, soon()).release(delete=False)
+    use = path.parent / f".{path.name}.fanin-use"
+    use.unlink()
+    use.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(HostError):
+        places.lease(path, soon())
+    (tmp_path / "elsewhere").touch()
+    fill(path)
+    assert places.sweep() == [] and path.exists()
+
+
 def test_directories_of_others_are_refused(tmp_path: Path) -> None:
     places = Places(tmp_path)
     path = places.choose(WORLD, "0", "policy", 7)
