@@ -95,6 +95,7 @@ _spec = attrgetter("_spec")
 _local_tensor = attrgetter("_local_tensor")
 _dtype = attrgetter("dtype")
 _local = attrgetter("local")
+_param = attrgetter("param")
 _version = attrgetter("_version")
 _shape = attrgetter("shape")
 
@@ -144,6 +145,10 @@ class Lent(NamedTuple):
     """The tensor that holds this rank's part: of a DTensor its local one, else *param*."""
     pointer: int
     """Where it lay: writes to memory that it was moved to since do not matter."""
+
+    def holds(self) -> bool:
+        """Whether writes of the parameter still are writes of that tensor."""
+        return getattr(self.param, "_local_tensor", self.param) is self.local
 
 
 class Change(NamedTuple):
@@ -337,7 +342,7 @@ class Parameters:
         self._lent: list[Lent] = []
         self._lent_ids: frozenset[int] = frozenset()
         self._by_param: dict[int, Any] = {}
-        self._versions: list[int] = []
+        self._versions: list[tuple[int, int]] = []
 
     def look(self) -> Change:
         """Resolves every parameter anew and says what differs from what is registered.
@@ -409,7 +414,13 @@ class Parameters:
 
     def lend(self) -> None:
         """To be called when a step is published by reference: from now on writes are counted."""
-        self._versions = list(map(_version, map(_local, self._lent)))
+        self._versions = self._counted()
+
+    def _counted(self) -> list[tuple[int, int]]:
+        """How often each parameter and its part were written: operations on a DTensor count in
+        it, those on its part and optimizers (see :mod:`fanin.torch._writes`) there."""
+        params, parts = map(_param, self._lent), map(_local, self._lent)
+        return list(zip(map(_version, params), map(_version, parts), strict=True))
 
     def lent(self, param: Any) -> Any:
         """The tensor in which *param* is published by reference now, None: it is not."""
@@ -423,13 +434,14 @@ class Parameters:
         """
         if not self._versions:
             return []
-        now = list(map(_version, map(_local, self._lent)))
+        now = self._counted()
         if now == self._versions:
             return []
         return [
             lent.path
             for lent, before, after in zip(self._lent, self._versions, now, strict=True)
-            if before != after and lent.local.data_ptr() == lent.pointer
+            if (before[1] != after[1] or (before != after and lent.holds()))
+            and lent.local.data_ptr() == lent.pointer
         ]
 
     def gone(self) -> bool:
@@ -439,7 +451,7 @@ class Parameters:
             for lent in self._lent
         )
 
-    def counts(self, other: Parameters) -> dict[int, int]:
+    def counts(self, other: Parameters) -> dict[int, tuple[int, int]]:
         """How often the tensors that this run has in common with *other* were written so far.
 
         Runs have tensors in common where each publishes a slot of them.
@@ -447,18 +459,20 @@ class Parameters:
         if self._lent_ids.isdisjoint(other._lent_ids):
             return {}
         return {
-            id(lent.local): lent.local._version
-            for lent in self._lent
+            id(lent.local): count
+            for lent, count in zip(self._lent, self._counted(), strict=True)
             if id(lent.local) in other._lent_ids
         }
 
-    def allow(self, before: dict[int, int]) -> None:
+    def allow(self, before: dict[int, tuple[int, int]]) -> None:
         """What was written since :meth:`counts` gave *before* belongs to another run's update."""
         if self._versions:
-            self._versions = [
-                version + lent.local._version - before.get(id(lent.local), lent.local._version)
-                for version, lent in zip(self._versions, self._lent, strict=True)
-            ]
+            for i, (lent, now) in enumerate(zip(self._lent, self._counted(), strict=True)):
+                then, lawful = before.get(id(lent.local), now), self._versions[i]
+                self._versions[i] = (
+                    lawful[0] + now[0] - then[0],
+                    lawful[1] + now[1] - then[1],
+                )
 
     def take_back(self) -> None:
         """Nobody reads the memory any more: writes do not matter."""
