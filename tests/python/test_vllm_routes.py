@@ -148,6 +148,7 @@ def test_load_after_the_trainer_was_started_again(desk: Desk) -> None:
         ({"max_bytes": True}, "max_bytes True"),
         ({"max_bytes": 1 << 63}, "to 9223372036854775807"),
         ({"trust_config": 1}, "trust_config 1"),
+        ({"trust_config": True}, "start it with FANIN_TRUST_CONFIG=1"),
         ({"trust_conf": True}, "did you mean 'trust_config'"),
         ({"step": -1}, "step"),
         ({"step": "1"}, "step"),

@@ -103,6 +103,12 @@ def _trust_config(body: dict[str, Any], default: bool) -> bool:
         raise RequestError.make(
             f"trust_config {value!r} is neither true nor false", key="trust_config"
         )
+    if value and not default:  # whoever can send a request must not make the engine trust more
+        raise RequestError.make(
+            "trust_config is off in this engine",
+            "start it with FANIN_TRUST_CONFIG=1 if its trainers may name code to load",
+            key="trust_config",
+        )
     return value
 
 
