@@ -57,28 +57,41 @@ static bool add_packed(filling *f, bool device, const uint8_t *from, uint64_t le
     return true;
 }
 
-/* Bytes [offset, offset + length) of a box that is not packed: as many whole runs at once as lie
-   at equal distances, and parts of runs. */
+/* What comes next of a view's packed bytes, from @p offset on and at most @p room: as many whole runs
+   at once as lie at equal distances, or a part of one. */
+typedef struct stretch {
+    int64_t at; /* from the view's first byte */
+    uint64_t size, runs;
+    int64_t step; /* from run to run */
+} stretch;
+
+static stretch next_of(const strided *view, uint64_t offset, uint64_t room)
+{
+    uint64_t run = view->run, index = offset / run, skip = offset % run;
+    uint64_t in_row = view->n_dims > 0 ? view->extent[view->n_dims - 1] : 1;
+    stretch s = {.size = smaller(run - skip, room),
+                 .runs = 1,
+                 .step = view->n_dims > 0 ? view->from[view->n_dims - 1] : 0};
+    strided_run(view, index, &s.at, NULL);
+    s.at += (int64_t)skip;
+    if (skip == 0 && s.size == run)
+        s.runs = smaller(in_row - index % in_row, room / run);
+    return s;
+}
+
+/* Bytes [offset, offset + length) of a box that is not packed. */
 static bool add_view(filling *f, bool device, const strided *view, const uint8_t *first,
                      uint64_t offset, uint64_t length)
 {
-    uint64_t run = view->run;
-    uint64_t in_row = view->n_dims > 0 ? view->extent[view->n_dims - 1] : 1;
     while (length > 0) {
         if (is_full(f))
             return false;
-        uint64_t index = offset / run, skip = offset % run;
-        uint64_t room =
-            smaller(smaller(length, ENTRY_MOST), CHUNK_BYTES - f->to->bytes);
-        int64_t at;
-        strided_run(view, index, &at, NULL);
-        uint64_t size = smaller(run - skip, room), runs = 1;
-        if (skip == 0 && size == run)
-            runs = smaller(in_row - index % in_row, room / run);
-        add_entry(f, device, first + at + skip, (size_t)size, (uint32_t)runs,
-                  view->n_dims > 0 ? view->from[view->n_dims - 1] : 0);
-        offset += size * runs;
-        length -= size * runs;
+        stretch s =
+            next_of(view, offset,
+                    smaller(smaller(length, ENTRY_MOST), CHUNK_BYTES - f->to->bytes));
+        add_entry(f, device, first + s.at, (size_t)s.size, (uint32_t)s.runs, s.step);
+        offset += s.size * s.runs;
+        length -= s.size * s.runs;
     }
     return true;
 }
@@ -122,21 +135,13 @@ typedef struct listing {
 static bool list_view(listing *l, const strided *view, uint64_t first, uint64_t offset,
                       uint64_t length)
 {
-    uint64_t run = view->run;
-    uint64_t in_row = view->n_dims > 0 ? view->extent[view->n_dims - 1] : 1;
-    int64_t step = view->n_dims > 0 ? view->from[view->n_dims - 1] : 0;
     while (length > 0) {
-        uint64_t index = offset / run, skip = offset % run;
-        uint64_t size = smaller(run - skip, length), runs = 1;
-        int64_t at;
-        strided_run(view, index, &at, NULL);
-        if (skip == 0 && size == run)
-            runs = smaller(in_row - index % in_row, length / run);
-        if (!digest_list_add(&l->list, first + (uint64_t)at + skip, size, runs, step,
+        stretch s = next_of(view, offset, length);
+        if (!digest_list_add(&l->list, first + (uint64_t)s.at, s.size, s.runs, s.step,
                              l->convert))
             return false;
-        offset += size * runs;
-        length -= size * runs;
+        offset += s.size * s.runs;
+        length -= s.size * s.runs;
     }
     return true;
 }

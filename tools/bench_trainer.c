@@ -76,6 +76,9 @@ int bench_trainer(bench *b)
         bool pulled = phase > 1 && phase % 2 != 0;
         ranks_phase(b->ranks, phase); /* the first one warms up */
         code = pulled ? pull_for(b, PHASE_MS) : ranks_pause(b->ranks, PHASE_MS);
+        if (code == 0 && interrupt_requested()) {
+            code = interrupt_exit_code();
+        }
     }
     ranks_phase(b->ranks, 0);
     for (uint32_t rank = 0; code == 0 && rank < b->rank_options.world_size; rank++) {

@@ -91,7 +91,7 @@ void doctor_judge(const doctor_facts *facts, doctor_report *report);
 /** What was heard of the ranks of a trainer, to be compared with this host. */
 typedef struct doctor_ranks {
     unsigned addresses, answered, silent, refused;
-    char silent_address[64], refused_address[64];
+    char silent_address[272], refused_address[272];
     char software[64], ucx_version[32]; /**< of the first rank that answered */
     int ucx_rank; /**< the first whose UCX does not fit, -1: none */
     char other_ucx[32];

@@ -11,7 +11,7 @@ typedef struct missing_rank {
     int32_t rank; /**< -1: not known */
     bool silent;  /**< refused nothing, said nothing */
     fanin_status status;
-    char address[64], message[512];
+    char address[272], message[512]; /* of a host's name of 253 and a port */
 } missing_rank;
 
 typedef struct missing {
