@@ -1,17 +1,17 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-#include "client_state.h"
+#include "net/client_state.h"
 
-#include "device_kit.h"
+#include "adapter/spare_file.h"
+#include "catalog/tables.h"
+#include "device/device_kit.h"
 #include "digest.h"
 #include "error_set.h"
-#include "ipc_map.h"
-#include "one_sided.h"
-#include "path.h"
-#include "resolve.h"
-#include "client_rules.h"
-#include "spare_file.h"
-#include "stream_link.h"
-#include "tables.h"
+#include "net/client_rules.h"
+#include "net/resolve.h"
+#include "path/ipc_map.h"
+#include "path/path.h"
+#include "stream/stream_link.h"
+#include "ucx/one_sided.h"
 #include <errno.h>
 #include <stdio.h>
 #include <stdlib.h>

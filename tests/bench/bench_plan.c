@@ -6,7 +6,7 @@
  *     bench_plan            prints one line a case
  */
 #include "dtype.h"
-#include "plan.h"
+#include "plan/plan.h"
 
 #include <stdio.h>
 #include <stdlib.h>

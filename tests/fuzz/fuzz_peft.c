@@ -4,7 +4,7 @@
  * pair, "ROWS COLUMNS NAME" a tensor. Whatever comes of it is a configuration or a reason.
  */
 #include "fuzz.h"
-#include "peft_config.h"
+#include "peft/peft_config.h"
 #include "utf8.h"
 
 #include <jansson.h>

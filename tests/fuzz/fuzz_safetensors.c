@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* A file of anybody's: what the parser accepts keeps the promises of fanin/safetensors.h. */
 #include "fuzz.h"
-#include "safetensors.h"
+#include "adapter/safetensors.h"
 
 #include <stdlib.h>
 #include <string.h>

@@ -5,7 +5,7 @@
  */
 #include "local_world.h"
 #include "rank_world.h"
-#include "client_rules.h"
+#include "net/client_rules.h"
 #include "testing.h"
 #include <pthread.h>
 #include <stdio.h>

@@ -5,7 +5,7 @@
  * "dtype", "shape"}, ...]}; DATA holds the tensors' bytes in that order. They land in pieces of
  * odd sizes, in a shuffled order. Prints nothing; a failure as "STATUS: message".
  */
-#include "adapter.h"
+#include "adapter/adapter.h"
 #include "dtype.h"
 
 #include <jansson.h>

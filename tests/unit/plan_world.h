@@ -8,7 +8,7 @@
 #define PLAN_WORLD_H
 
 #include "dtype.h"
-#include "plan.h"
+#include "plan/plan.h"
 
 #define WORLD_RANKS 16
 #define WORLD_REGIONS 3

@@ -2,7 +2,7 @@
 /* Adapter directories: made whole or not at all, reused, refused, locked. Linked with
    --wrap=mmap and --wrap=fsync, which let these fail, and --wrap=geteuid: the files that we make
    are then another user's. */
-#include "adapter.h"
+#include "adapter/adapter.h"
 #include "testing.h"
 
 #include <dirent.h>

@@ -4,7 +4,7 @@
  * collective couples the two ranks: each commits when the test says so. Built with
  * FANIN_TEST_HOOKS, which lets a test take rules out.
  */
-#include "client_rules.h"
+#include "net/client_rules.h"
 #include "local_world.h"
 #include "messages.h"
 #include "testing.h"

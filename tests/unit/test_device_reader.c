@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Reading by cuda_ipc: what another process exports lands on devices and in host memory. That
    process is this program once more, which makes the same world again. */
-#include "client_state.h"
-#include "device_kit.h"
-#include "device_reader.h"
+#include "net/client_state.h"
+#include "device/device_kit.h"
+#include "ipc/device_reader.h"
 #include "fake_cuda.h"
 #include "plan_world.h"
 #include "testing.h"

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Pieces from pinned chunks to places on (stand-in) devices: what lands, how much memory it
    takes, and what happens when streams stand still or devices fail. */
-#include "device_sink.h"
+#include "device/device_sink.h"
 
 #include "convert.h"
 #include "fake_cuda.h"

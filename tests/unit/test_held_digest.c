@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* What a client digests of its destination: equal whoever makes it, wherever it lies. Device 0 has
    the digest kernel, device 1 cannot load it. The driver is a stand-in. */
-#include "held_digest.h"
+#include "pull/held_digest.h"
 
 #include "fake_cuda.h"
 #include "random.h"

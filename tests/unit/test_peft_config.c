@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Names on disk, and the configuration that is checked or derived. */
-#include "peft_config.h"
-#include "peft_modules.h"
-#include "peft_pattern.h"
+#include "peft/peft_config.h"
+#include "peft/peft_modules.h"
+#include "peft/peft_pattern.h"
 #include "testing.h"
 
 #include <jansson.h>

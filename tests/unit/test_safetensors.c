@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The file format: what the writer lays out, and what the strict reader accepts. */
-#include "safetensors.h"
+#include "adapter/safetensors.h"
 #include "testing.h"
 
 #include <jansson.h>

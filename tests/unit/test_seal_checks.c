@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Checksums of bodies that threads check. */
 #include "cpus.h"
-#include "seal_checks.h"
+#include "stream/seal_checks.h"
 #include "testing.h"
 #include <stdlib.h>
 #include <string.h>

@@ -4,7 +4,7 @@
 #include "clock.h"
 #include "fake_cuda.h"
 #include "gpu.h"
-#include "rules.h"
+#include "core/rules.h"
 #include "server_peer.h"
 #include "testing.h"
 

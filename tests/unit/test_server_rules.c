@@ -2,8 +2,8 @@
 /* For each rule of consistency a property that holds with it and is broken without it.
    Built with FANIN_TEST_HOOKS, which lets a test take rules out. */
 #include "clock.h"
-#include "rules.h"
-#include "server_internal.h"
+#include "core/rules.h"
+#include "core/server_internal.h"
 #include "server_peer.h"
 #include "testing.h"
 

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Files that are made before they are needed, and adapters that take them. */
-#include "adapter.h"
-#include "populate.h"
+#include "adapter/adapter.h"
+#include "adapter/populate.h"
 #include "testing.h"
 
 #include <dirent.h>

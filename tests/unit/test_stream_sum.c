@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Checksums that a thread makes of what is being sent. */
 #include "cpus.h"
-#include "stream_sum.h"
+#include "stream/stream_sum.h"
 #include "testing.h"
 #include <stdlib.h>
 #include <string.h>

@@ -4,10 +4,10 @@
  * the more is claimed the more looks, and wherever a look says no the work ends as a deadline that
  * passed. Looks are counted; no clock is asked.
  */
-#include "device_plan.h"
-#include "device_plan_internal.h"
+#include "ipc/device_plan.h"
+#include "ipc/device_plan_internal.h"
 #include "plan_world.h"
-#include "stream_link.h"
+#include "stream/stream_link.h"
 #include "testing.h"
 
 #include <stdio.h>

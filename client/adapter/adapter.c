@@ -1,0 +1,228 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include "adapter/adapter_internal.h"
+#include "convert.h"
+#include "error_set.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+fanin_status adapter_io_error(const adapter_place *place, int sys_errno,
+                              const char *what, const char *file, const char *remedy,
+                              fanin_error *error)
+{
+    error_place where = {.phase = "write", .remedy = remedy};
+    return error_set_errno(error, FANIN_ERR_IO, sys_errno, &where, "%s '%.300s%s%s'",
+                           what, place->directory, file ? "/" : "", file ? file : "");
+}
+
+/* Splits "parent/name///" and opens the parent. */
+static fanin_status find_place(const char *directory, adapter_place *out,
+                               fanin_error *error)
+{
+    error_place where = {.phase = "write",
+                         .remedy = "give the path of the directory that shall appear"};
+    size_t size = directory ? strlen(directory) : 0;
+    while (size > 1 && directory[size - 1] == '/')
+        size--;
+    const char *slash = size > 0 ? memrchr(directory, '/', size) : NULL;
+    const char *name = slash ? slash + 1 : directory;
+    size_t name_size = size > 0 ? (size_t)(directory + size - name) : 0;
+    if (name_size == 0 || (name_size == 1 && name[0] == '.') ||
+        (name_size == 2 && memcmp(name, "..", 2) == 0))
+        return error_set(error, FANIN_ERR_ARGUMENT, &where,
+                         "'%.300s' does not name a directory that could be made",
+                         directory ? directory : "");
+    if (name_size > ADAPTER_NAME_MAX)
+        return error_set(error, FANIN_ERR_ARGUMENT, &where,
+                         "the name of directory '%.100s...' is longer than %d bytes",
+                         directory, ADAPTER_NAME_MAX);
+    memcpy(out->name, name, name_size);
+    out->name[name_size] = '\0';
+    out->directory = strndup(directory, size);
+    size_t parent_size = !slash               ? 0
+                         : slash == directory ? 1
+                                              : (size_t)(slash - directory);
+    char *parent = parent_size > 0 ? strndup(directory, parent_size) : strdup(".");
+    if (!out->directory || !parent) {
+        free(parent);
+        return error_set_memory(error);
+    }
+    out->parent = open(parent, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    int reason = errno;
+    free(parent);
+    if (out->parent >= 0)
+        return FANIN_OK;
+    return adapter_io_error(out, reason, "cannot open the parent directory of", NULL,
+                            reason == ENOENT ? "make the parent directory first" : NULL,
+                            error);
+}
+
+fanin_status adapter_open(const char *directory, deadline at, bool (*cancelled)(void *),
+                          void *cookie, const logger *log, adapter **out,
+                          fanin_error *error)
+{
+    adapter *a = calloc(1, sizeof(*a));
+    if (!a)
+        return error_set_memory(error);
+    a->place.parent = a->lock = a->directory = a->memory.file = -1;
+    a->at = at;
+    a->cancelled = cancelled;
+    a->cookie = cookie;
+    if (log)
+        a->log = *log;
+    fanin_status status = find_place(directory, &a->place, error);
+    if (!status)
+        status = adapter_take_lock(a, &a->lock, error);
+    if (status) {
+        adapter_close(&a);
+        return status;
+    }
+    adapter_remove_leftovers(a);
+    *out = a;
+    return FANIN_OK;
+}
+
+/* @p items and @p offsets: room for all tensors. */
+static fanin_status lay_out_items(const key_table *keys, const peft_names *names,
+                                  safetensors_item *items, uint64_t *offsets,
+                                  uint64_t *to_of_key, safetensors_layout *out,
+                                  fanin_error *error)
+{
+    for (uint32_t i = 0; i < names->count; i++) {
+        const key_entry *key = &keys->entries[names->tensors[i].key];
+        items[i] = (safetensors_item){.name = names->tensors[i].name.text,
+                                      .dtype = key->dtype,
+                                      .n_dims = key->n_dims,
+                                      .shape = key->shape,
+                                      .bytes = key->bytes};
+    }
+    fanin_status status = safetensors_lay_out(items, names->count, offsets, out, error);
+    for (uint32_t i = 0; i < names->count && !status; i++)
+        to_of_key[names->tensors[i].key] = offsets[i];
+    return status;
+}
+
+static fanin_status lay_out(const key_table *keys, const peft_names *names,
+                            uint64_t *to_of_key, safetensors_layout *out,
+                            fanin_error *error)
+{
+    size_t room = names->count ? names->count : 1;
+    safetensors_item *items = calloc(room, sizeof(items[0]));
+    uint64_t *offsets = calloc(room, sizeof(offsets[0]));
+    fanin_status status = items && offsets ? lay_out_items(keys, names, items, offsets,
+                                                           to_of_key, out, error)
+                                           : error_set_memory(error);
+    free(items);
+    free(offsets);
+    return status;
+}
+
+static void forget_layout(adapter *a)
+{
+    free(a->to_of_key);
+    free(a->layout.header);
+    peft_config_free(&a->config);
+    a->to_of_key = NULL;
+    a->layout = (safetensors_layout){0};
+}
+
+void adapter_convert(adapter *a, fanin_dtype dtype)
+{
+    a->dtype = dtype;
+}
+
+void adapter_trust_config(adapter *a)
+{
+    a->trust_config = true;
+}
+
+void adapter_offer_spare(adapter *a, spare_file **spare)
+{
+    a->spare = spare;
+}
+
+/* The tensors as they are written; entries are the caller's to free. */
+static bool convert_keys(const key_table *keys, fanin_dtype dtype, key_table *out)
+{
+    *out = *keys;
+    out->entries = malloc(((size_t)keys->count + 1) * sizeof(*out->entries));
+    if (!out->entries)
+        return false;
+    for (uint32_t i = 0; i < keys->count; i++) {
+        key_entry *e = &out->entries[i];
+        *e = keys->entries[i];
+        int conversion = dtype != 0 ? convert_between(e->dtype, dtype) : -1;
+        if (e->dtype != FANIN_DTYPE_F32 || conversion <= CONVERT_NONE)
+            continue;
+        e->dtype = dtype;
+        e->bytes = convert_bytes((uint32_t)conversion, e->bytes);
+    }
+    return true;
+}
+
+static bool is_over(void *cookie)
+{
+    return adapter_may_go_on(cookie, "", NULL) != FANIN_OK;
+}
+
+static fanin_status make_config(adapter *a, const key_table *keys,
+                                const peft_names *names, const char *publication,
+                                fanin_error *error)
+{
+    work_stop stop = {.fn = is_over, .cookie = a};
+    fanin_status status = peft_config_make(keys, names, publication, a->trust_config,
+                                           &stop, &a->config, error);
+    fanin_status over = FANIN_OK;
+    if (stop.stopped)
+        over = adapter_may_go_on(a, "making the configuration of", error);
+    return over != FANIN_OK ? over : status;
+}
+
+fanin_status adapter_prepare(adapter *a, const key_table *keys, const char *publication,
+                             const uint64_t **to_of_key_out, uint64_t *file_size_out,
+                             fanin_error *error)
+{
+    forget_layout(a);
+    a->to_of_key = calloc(keys->count ? keys->count : 1, sizeof(a->to_of_key[0]));
+    peft_names names = {0};
+    fanin_status status = a->to_of_key
+                              ? peft_names_make(keys, publication, &names, error)
+                              : error_set_memory(error);
+    if (!status)
+        status = make_config(a, keys, &names, publication, error);
+    key_table written = {.entries = NULL};
+    if (!status && !convert_keys(keys, a->dtype, &written))
+        status = error_set_memory(error);
+    if (!status)
+        status = lay_out(&written, &names, a->to_of_key, &a->layout, error);
+    free(written.entries);
+    peft_names_free(&names);
+    if (status) {
+        forget_layout(a);
+        return status;
+    }
+    a->header_size = a->layout.header_size;
+    *to_of_key_out = a->to_of_key;
+    *file_size_out = a->layout.file_size;
+    return FANIN_OK;
+}
+
+void adapter_close(adapter **a)
+{
+    if (!a || !*a)
+        return;
+    adapter *d = *a;
+    *a = NULL;
+    adapter_discard(d);
+    forget_layout(d);
+    if (d->lock >= 0)
+        adapter_unlock(&d->place, d->lock);
+    if (d->place.parent >= 0)
+        close(d->place.parent);
+    free(d->place.directory);
+    free(d);
+}

@@ -1,0 +1,105 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/**
+ * @file
+ * A PEFT adapter directory: made under a temporary name beside its place, published by
+ * rename. The only part of the client that knows what LoRA is.
+ *
+ * Life: adapter_open (lock, nothing read yet) -> adapter_prepare (layout of the file from the
+ * key table, configuration checked) -> adapter_reusable (step known) or adapter_map (file
+ * allocated and mapped) -> the pull fills -> adapter_publish. adapter_close at any time
+ * removes what was not published.
+ */
+#ifndef ADAPTER_H
+#define ADAPTER_H
+
+#include "adapter/spare_file.h"
+#include "catalog.h"
+#include "clock.h"
+#include "log.h"
+#include <fanin/client.h>
+
+typedef struct adapter adapter;
+
+/** What a directory holds. */
+typedef struct adapter_identity {
+    uint8_t world_id[16];
+    const char *publication;
+    uint64_t step;
+    digest key_table;
+    fanin_dtype dtype; /**< what F32 tensors were converted to; 0: nothing */
+    /* how it came; says nothing of what it is */
+    fanin_checksums transport_checksums;
+    bool verified;
+} adapter_identity;
+
+/**
+ * Takes the lock of @p directory (a lock file beside it, flock; removed when closed), waiting at
+ * most until @p at for another process that makes the same directory; removes what dead
+ * processes have left in the parent. Checks that the parent exists and can be written.
+ * FANIN_ERR_TIMEOUT, FANIN_ERR_IO, FANIN_ERR_ARGUMENT, FANIN_ERR_EXISTS (the lock file may be
+ * another user's), FANIN_ERR_CANCELLED (@p cancelled, may be NULL, becomes true).
+ */
+fanin_status adapter_open(const char *directory, deadline at, bool (*cancelled)(void *),
+                          void *cookie, const logger *log, adapter **out,
+                          fanin_error *error);
+
+/** F32 tensors are written as @p dtype, 0: as F32. Before adapter_prepare(). */
+void adapter_convert(adapter *a, fanin_dtype dtype);
+/** adapter_config.json keeps all fields of the trainer's. Before adapter_prepare(). */
+void adapter_trust_config(adapter *a);
+/** The client's spare file, which adapter_map() takes if it fits. Before adapter_map(). */
+void adapter_offer_spare(adapter *a, spare_file **spare);
+
+/**
+ * Names, order, header and offsets of the safetensors file and the text of
+ * adapter_config.json. May be called again with another table (a catalog that moved).
+ * *to_of_key_out: file offset of each key's bytes, owned by the adapter.
+ * FANIN_ERR_MISMATCH (metadata contradict tensors; two keys with one name on disk; names key
+ * and remedy), FANIN_ERR_MEMORY.
+ */
+fanin_status adapter_prepare(adapter *a, const key_table *keys, const char *publication,
+                             const uint64_t **to_of_key_out, uint64_t *file_size_out,
+                             fanin_error *error);
+
+/**
+ * FANIN_OK with *reuse_out true: the directory holds this identity, its files have their digests,
+ * adapter_config.json is what adapter_prepare() made, and no other user can have put it there or
+ * can change it; false: it is absent, or empty and ours. FANIN_ERR_EXISTS: anything else (says
+ * what and that it is never overwritten). Reads the whole file, in threads, until the deadline.
+ * FANIN_ERR_IO, FANIN_ERR_MEMORY, FANIN_ERR_TIMEOUT, FANIN_ERR_CANCELLED.
+ */
+fanin_status adapter_reusable(adapter *a, const adapter_identity *identity,
+                              bool *reuse_out, fanin_error *error);
+
+/** FANIN_ERR_LIMIT if the file that was prepared has more than @p max_bytes; 0: than a quarter of
+    the size (not of the free space, which other adapters take) of the directory's file system. */
+fanin_status adapter_check_size(const adapter *a, uint64_t max_bytes,
+                                fanin_error *error);
+/** A spare file that fits; else creates and maps the file, header in place. A disk that is
+    too full, or a limit of file sizes, is FANIN_ERR_IO here if that is known already. Kept between attempts of one pull. */
+fanin_status adapter_map(adapter *a, uint8_t **base_out, fanin_error *error);
+/** Bytes [offset, offset+length) of the file are about to be written: makes their space. Not asked,
+    a full disk would be SIGBUS. FANIN_ERR_IO, FANIN_ERR_MEMORY. Thread: the pulling one. */
+fanin_status adapter_need(adapter *a, uint64_t offset, uint64_t length,
+                          fanin_error *error);
+/** Whether CUDA's copy engine may write what is mapped. */
+bool adapter_is_pinned(const adapter *a);
+
+/** The pull tells what has landed: bytes [offset, offset+length) of the file are final unless
+    the attempt is given up. Digests of whole 4 MiB pieces are made on the way, in threads
+    of the adapter's. Thread: the pulling one. */
+void adapter_landed(adapter *a, uint64_t offset, uint64_t length);
+/** A new attempt: everything will land again. */
+void adapter_restart(adapter *a);
+
+/** Waits for the digests, writes adapter_config.json and fanin.json, fsyncs files and directory,
+    renames, fsyncs the parent. FANIN_ERR_IO, EXISTS, INTERNAL (bytes that never landed). */
+fanin_status adapter_publish(adapter *a, const adapter_identity *identity,
+                             fanin_error *error);
+/** Starts making the next spare file beside the directory, pinned if @p g is not NULL, unless
+    *spare fits already; hands it the published file's mapping to let go of. Last before
+    adapter_close(). */
+void adapter_make_spare(adapter *a, spare_file **spare, gpu *g);
+void adapter_close(adapter **a);
+
+#endif

@@ -1,0 +1,85 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/** @file What the parts of adapter.h's implementation share. */
+#ifndef ADAPTER_INTERNAL_H
+#define ADAPTER_INTERNAL_H
+
+#include "adapter/adapter.h"
+#include "adapter/file_pages.h"
+#include "adapter/piece_digests.h"
+#include "adapter/safetensors.h"
+#include "peft/peft_config.h"
+
+#include <limits.h>
+#include <stdatomic.h>
+
+#define MODEL_FILE "adapter_model.safetensors"
+#define CONFIG_FILE "adapter_config.json"
+#define IDENTITY_FILE "fanin.json"
+#define LOCK_SUFFIX ".fanin-lock" /**< of the hidden file beside the directory */
+
+/** Bytes of a directory's name: what temporary names and locks add to it fits as well. */
+#define ADAPTER_NAME_MAX 200
+
+/** Where an adapter directory is to be: its parent, open, and its name there. */
+typedef struct adapter_place {
+    char *directory; /**< as the caller wrote it, for messages */
+    int parent;
+    char name[NAME_MAX + 1];
+} adapter_place;
+
+struct adapter {
+    adapter_place place;
+    int lock;
+    deadline at;
+    bool (*cancelled)(void *);
+    void *cookie;
+    logger log;
+
+    /* what is to be written */
+    fanin_dtype dtype; /**< what F32 tensors arrive as; 0: F32 */
+    uint64_t *to_of_key;
+    safetensors_layout layout; /**< header NULL: it is in the file already */
+    bool trust_config;
+    peft_config config;
+
+    /* the temporary directory and the file in it */
+    char temporary[NAME_MAX + 1]; /**< "": none */
+    int directory;
+    file_memory memory; /**< the file and its mapping */
+    uint64_t header_size;
+    bool anonymous; /**< the mapping is not the file's: written when published */
+    piece_digests *digests;
+    file_pages
+        *pages; /**< of a file that is made as bytes come; NULL: it is all there */
+    spare_file *
+        *spare; /**< where a file may be that was made beforehand; may be NULL */
+};
+
+/** A place's errors: FANIN_ERR_IO with errno, "<what> '<directory>/<file>'". */
+fanin_status adapter_io_error(const adapter_place *place, int sys_errno,
+                              const char *what, const char *file, const char *remedy,
+                              fanin_error *error);
+
+/** Takes the lock; *lock_out is to be given to adapter_unlock(). See adapter_open(). */
+fanin_status adapter_take_lock(const adapter *a, int *lock_out, fanin_error *error);
+/** Removes the lock's file and lets go. */
+void adapter_unlock(const adapter_place *place, int lock);
+
+/** Takes the lock if nobody holds it, without waiting; place->directory may be NULL. */
+bool adapter_try_lock(const adapter_place *place, int *lock_out);
+
+/** A new temporary directory's name. */
+void adapter_temporary_name(const adapter_place *place, char out[NAME_MAX + 1]);
+/** Removes a directory of ours with the files that a pull makes; false with errno: it is still
+    there, also because something else is in it. */
+bool adapter_remove_directory(int parent, const char *name);
+/** Removes what dead processes have left beside the directory, whose lock is held. */
+void adapter_remove_leftovers(const adapter *a);
+
+/** FANIN_OK: go on. FANIN_ERR_CANCELLED or FANIN_ERR_TIMEOUT otherwise; @p doing says what
+    was interrupted. */
+fanin_status adapter_may_go_on(const adapter *a, const char *doing, fanin_error *error);
+
+/** Ends the helper threads, unmaps, removes the temporary directory if there is one. */
+void adapter_discard(adapter *a);
+#endif

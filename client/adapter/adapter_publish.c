@@ -1,0 +1,158 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* From a filled temporary directory to the one that was asked for. */
+#include "adapter/adapter_identity.h"
+#include "adapter/adapter_internal.h"
+#include "adapter/file_limit.h"
+#include "error_set.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+/* One write of at most so much; larger ones gain nothing. */
+#define WRITE_STEP ((uint64_t)8 << 20)
+
+static int write_all(int fd, const uint8_t *data, uint64_t size)
+{
+    for (uint64_t done = 0; done < size;) {
+        uint64_t left = size - done;
+        ssize_t n =
+            pwrite(fd, data + done, (size_t)(left < WRITE_STEP ? left : WRITE_STEP),
+                   (off_t)done);
+        if (n < 0 && errno == EINTR)
+            continue;
+        if (n <= 0)
+            return n < 0 ? errno : EIO;
+        done += (uint64_t)n;
+    }
+    return 0;
+}
+
+static int write_whole(int fd, const uint8_t *data, uint64_t size)
+{
+    file_limit_guard guard = file_limit_enter();
+    int reason = write_all(fd, data, size);
+    file_limit_leave(&guard);
+    return reason;
+}
+
+/* Some filesystems cannot sync directories, and need not. */
+static int sync_descriptor(int fd)
+{
+    if (fsync(fd) == 0 || errno == EINVAL || errno == EROFS || errno == ENOTSUP)
+        return 0;
+    return errno;
+}
+
+static fanin_status write_file(const adapter *a, const char *name, const char *text,
+                               size_t size, fanin_error *error)
+{
+    int fd = openat(a->directory, name, O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC,
+                    ADAPTER_FILE_MODE);
+    int reason = fd < 0 ? errno : write_whole(fd, (const uint8_t *)text, size);
+    if (reason == 0)
+        reason = sync_descriptor(fd);
+    if (fd >= 0 && close(fd) != 0 && reason == 0)
+        reason = errno;
+    return reason == 0
+               ? FANIN_OK
+               : adapter_io_error(&a->place, reason, "cannot write", name,
+                                  "free space there, or give a directory elsewhere",
+                                  error);
+}
+
+static fanin_status write_model(adapter *a, fanin_error *error)
+{
+    int reason =
+        a->anonymous ? write_whole(a->memory.file, a->memory.base, a->memory.size) : 0;
+    if (reason == 0)
+        reason = sync_descriptor(a->memory.file);
+    return reason == 0
+               ? FANIN_OK
+               : adapter_io_error(&a->place, reason, "cannot write", MODEL_FILE,
+                                  "free space there, or give a directory elsewhere",
+                                  error);
+}
+
+/* An empty directory that we made before may be private. Another user's has no say. */
+static void keep_mode(const adapter *a)
+{
+    struct stat there;
+    if (fstatat(a->place.parent, a->place.name, &there, AT_SYMLINK_NOFOLLOW) == 0 &&
+        S_ISDIR(there.st_mode) && there.st_uid == geteuid() &&
+        fchmod(a->directory, there.st_mode & 07777 & ~(mode_t)(S_IWGRP | S_IWOTH)) != 0)
+        log_write(&a->log, FANIN_LOG_WARNING, "adapter-mode",
+                  "the permissions of '%s' could not be kept", a->place.directory);
+}
+
+static fanin_status refuse_rename(const adapter *a, int reason, fanin_error *error)
+{
+    error_place where = {.phase = "write",
+                         .remedy =
+                             "give another directory; nothing is ever overwritten"};
+    if (reason == ENOTEMPTY || reason == EEXIST || reason == ENOTDIR)
+        return error_set(error, FANIN_ERR_EXISTS, &where,
+                         "'%.300s' appeared while its content was pulled",
+                         a->place.directory);
+    return adapter_io_error(
+        &a->place, reason, "cannot rename the finished directory to", NULL,
+        reason == EBUSY ? "give a directory below the mount point" : NULL, error);
+}
+
+/* All that can fail without anybody seeing it happens before the rename. */
+static fanin_status appear(adapter *a, fanin_error *error)
+{
+    keep_mode(a);
+    int reason = sync_descriptor(a->directory);
+    if (reason != 0)
+        return adapter_io_error(&a->place, reason, "cannot sync", NULL, NULL, error);
+    int parent = a->place.parent;
+    if (renameat(parent, a->temporary, parent, a->place.name) != 0)
+        return refuse_rename(a, errno, error);
+    reason = sync_descriptor(parent);
+    if (reason == 0) {
+        a->temporary[0] = '\0';
+        return FANIN_OK;
+    }
+    /* Whether it would survive a crash is not known: take it back. */
+    if (renameat(parent, a->place.name, parent, a->temporary) != 0)
+        a->temporary[0] = '\0';
+    return adapter_io_error(&a->place, reason, "cannot sync the parent of", NULL, NULL,
+                            error);
+}
+
+fanin_status adapter_publish(adapter *a, const adapter_identity *identity,
+                             fanin_error *error)
+{
+    if (!a->memory.base || a->temporary[0] == '\0')
+        return error_set(error, FANIN_ERR_INTERNAL, NULL,
+                         "there is no file to publish");
+    file_pages_stop(&a->pages);
+    digest file;
+    if (!piece_digests_finish(a->digests, &file))
+        return error_set(error, FANIN_ERR_INTERNAL, NULL,
+                         "some bytes of '%.300s' were not landed exactly once",
+                         a->place.directory);
+    char *text = adapter_identity_text(identity, a->memory.size, &file, a->config.text,
+                                       a->config.size);
+    if (!text)
+        return error_set_memory(error);
+    fanin_status status = write_model(a, error);
+    if (!status)
+        status = write_file(a, CONFIG_FILE, a->config.text, a->config.size, error);
+    if (!status)
+        status = write_file(a, IDENTITY_FILE, text, strlen(text), error);
+    free(text);
+    if (!status)
+        status = appear(a, error);
+    if (!status && a->config.dropped)
+        log_write(&a->log, FANIN_LOG_WARNING, "adapter-config",
+                  "'%s' lacks fields of the trainer's configuration that may load code "
+                  "or are not known: %s; a pull with trust_config keeps them",
+                  a->place.directory, a->config.dropped);
+    return status;
+}

@@ -1,0 +1,334 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* What is in the place already: nothing, the adapter that is asked for, or something else. Only
+   what no other user can have made or can change is used, and everything is judged on the
+   descriptors that are then read. */
+#include "adapter/adapter_identity.h"
+#include "adapter/adapter_internal.h"
+#include "adapter/file_digest.h"
+#include "adapter/ownership.h"
+#include "error_set.h"
+
+#include <dirent.h>
+#include <errno.h>
+#include <fcntl.h>
+#include <inttypes.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#define REMEDY "give another directory, or remove this one; nothing is overwritten"
+
+static fanin_status refuse(const adapter *a, fanin_error *error, const char *what)
+{
+    error_place where = {.phase = "write", .remedy = REMEDY};
+    return error_set(error, FANIN_ERR_EXISTS, &where, "'%.200s' %.250s",
+                     a->place.directory, what);
+}
+
+static fanin_status refuse_file(const adapter *a, const char *file, const char *what,
+                                fanin_error *error)
+{
+    char text[250];
+    snprintf(text, sizeof(text), "cannot be reused: '%.100s' in it %.120s", file, what);
+    return refuse(a, error, text);
+}
+
+/* Bytes that are not those of fanin.json, whoever changed them. */
+static fanin_status refuse_damaged(const adapter *a, const char *file,
+                                   fanin_error *error)
+{
+    char text[200];
+    snprintf(text, sizeof(text),
+             "holds the step asked for, but it was damaged: %s is not as %s says", file,
+             IDENTITY_FILE);
+    return refuse(a, error, text);
+}
+
+static fanin_status refuse_other(const adapter *a, const json_t *root,
+                                 const adapter_identity *identity, const char *why,
+                                 fanin_error *error)
+{
+    char *step = json_dumps(json_object_get(root, "step"), JSON_ENCODE_ANY);
+    char text[400];
+    snprintf(text, sizeof(text),
+             "holds %s: step %.24s of %.80s, world %.32s; asked for is step %" PRIu64
+             " of %.80s",
+             why, step ? step : "?",
+             json_string_value(json_object_get(root, "publication")),
+             json_string_value(json_object_get(root, "world_id")), identity->step,
+             identity->publication);
+    free(step);
+    return refuse(a, error, text);
+}
+
+/* A file of the directory, *file_out -1: it is not there. Never waits for a FIFO's writer. */
+static fanin_status open_file(const adapter *a, int directory, const char *name,
+                              int *file_out, uint64_t *size_out, fanin_error *error)
+{
+    int fd = openat(directory, name,
+                    O_RDONLY | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK | O_NOCTTY);
+    *file_out = -1;
+    if (fd < 0 && errno == ENOENT)
+        return FANIN_OK;
+    if (fd < 0 && errno == ELOOP)
+        return refuse_file(a, name, "is a symbolic link", error);
+    if (fd < 0)
+        return adapter_io_error(&a->place, errno, "cannot read", name, REMEDY, error);
+    struct stat info;
+    char why[OWNERSHIP_TEXT];
+    bool known = fstat(fd, &info) == 0, regular = known && S_ISREG(info.st_mode);
+    if (regular && !ownership_doubtful(&info, why)) {
+        *file_out = fd;
+        *size_out = (uint64_t)info.st_size;
+        return FANIN_OK;
+    }
+    close(fd);
+    return refuse_file(a, name, regular ? why : "is no regular file", error);
+}
+
+/* @p *text_out: to be freed; NULL with FANIN_OK: it is not there or larger than @p most. */
+static fanin_status read_text(const adapter *a, int directory, const char *name,
+                              uint64_t most, char **text_out, size_t *size_out,
+                              fanin_error *error)
+{
+    int fd;
+    uint64_t size = 0;
+    *text_out = NULL;
+    fanin_status status = open_file(a, directory, name, &fd, &size, error);
+    if (status || fd < 0)
+        return status;
+    char *text = size <= most ? malloc((size_t)size + 1) : NULL;
+    size_t done = 0;
+    for (ssize_t n = 1; text && n != 0 && done < size;) {
+        n = read(fd, text + done, (size_t)size - done);
+        if (n > 0)
+            done += (size_t)n;
+        else if (n < 0 && errno != EINTR)
+            status =
+                adapter_io_error(&a->place, errno, "cannot read", name, NULL, error);
+        if (status)
+            break;
+    }
+    close(fd);
+    if (size <= most && !text)
+        return error_set_memory(error);
+    if (status) {
+        free(text);
+        return status;
+    }
+    *text_out = text;
+    *size_out = done;
+    return FANIN_OK;
+}
+
+static bool has_digest(const digest *d, const char *hex)
+{
+    char text[33];
+    digest_hex(d->bytes, text);
+    return strcmp(text, hex) == 0;
+}
+
+/* Its bytes must be those that this pull would write: neither by a damage, nor by another
+   version of this library, nor by trust_config may there be fields that this pull drops. */
+static fanin_status check_config(const adapter *a, int directory, const json_t *root,
+                                 fanin_error *error)
+{
+    uint64_t bytes;
+    char *text = NULL;
+    size_t size = 0;
+    if (!adapter_identity_bytes(root, CONFIG_FILE, &bytes) || bytes > SIZE_MAX / 2)
+        return refuse_damaged(a, CONFIG_FILE, error);
+    fanin_status status =
+        read_text(a, directory, CONFIG_FILE, bytes, &text, &size, error);
+    if (status)
+        return status;
+    const char *hex = adapter_identity_digest(root, CONFIG_FILE);
+    digest found = digest_of(text ? text : "", text ? size : 0);
+    if (!text || size != bytes || (hex && !has_digest(&found, hex)))
+        status = refuse_damaged(a, CONFIG_FILE, error);
+    else if (a->config.text &&
+             (size != a->config.size || memcmp(text, a->config.text, size) != 0))
+        status = refuse(a, error,
+                        "holds the step asked for with another " CONFIG_FILE
+                        " than this pull would write");
+    free(text);
+    return status;
+}
+
+static bool may_go_on(void *cookie)
+{
+    return adapter_may_go_on(cookie, "reading", NULL) == FANIN_OK;
+}
+
+static fanin_status check_digest(adapter *a, int file, uint64_t size, const char *hex,
+                                 fanin_error *error)
+{
+    digest found;
+    switch (file_digest(file, size, may_go_on, a, &found)) {
+    case FILE_DIGEST_OK:
+        return has_digest(&found, hex) ? FANIN_OK
+                                       : refuse_damaged(a, MODEL_FILE, error);
+    case FILE_DIGEST_SHORT:
+        return refuse_damaged(a, MODEL_FILE, error);
+    case FILE_DIGEST_ERROR:
+        return adapter_io_error(&a->place, errno, "cannot read", MODEL_FILE, NULL,
+                                error);
+    case FILE_DIGEST_STOPPED:
+        return adapter_may_go_on(a, "reading", error);
+    case FILE_DIGEST_MEMORY:
+        break;
+    }
+    return error_set_memory(error);
+}
+
+static fanin_status check_model(adapter *a, int directory, const json_t *root,
+                                fanin_error *error)
+{
+    int file;
+    uint64_t bytes, size = 0;
+    const char *hex = adapter_identity_digest(root, MODEL_FILE);
+    if (!hex || !adapter_identity_bytes(root, MODEL_FILE, &bytes))
+        return refuse_damaged(a, MODEL_FILE, error);
+    fanin_status status = open_file(a, directory, MODEL_FILE, &file, &size, error);
+    if (status)
+        return status;
+    bool fits = file >= 0 && size == bytes &&
+                (a->layout.file_size == 0 || size == a->layout.file_size);
+    status = fits ? check_digest(a, file, size, hex, error)
+                  : refuse_damaged(a, MODEL_FILE, error);
+    if (file >= 0)
+        close(file);
+    return status;
+}
+
+/* Nobody but us can have put the directory in its place. */
+static fanin_status check_parent(const adapter *a, fanin_error *error)
+{
+    struct stat info;
+    char why[OWNERSHIP_TEXT];
+    if (fstat(a->place.parent, &info) != 0)
+        return adapter_io_error(&a->place, errno, "cannot look at the parent of", NULL,
+                                NULL, error);
+    if (!ownership_parent_doubtful(&info, why))
+        return FANIN_OK;
+    error_place where = {.phase = "write",
+                         .remedy = "pull into a directory that only you can write to, "
+                                   "or remove this one"};
+    return error_set(error, FANIN_ERR_EXISTS, &where,
+                     "'%.200s' cannot be reused, another user could have exchanged it: "
+                     "the directory that it lies in %.120s",
+                     a->place.directory, why);
+}
+
+static fanin_status compare(adapter *a, int directory, const json_t *root,
+                            const adapter_identity *identity, bool *reuse_out,
+                            fanin_error *error)
+{
+    const char *why = adapter_identity_difference(root, identity);
+    if (why)
+        return refuse_other(a, root, identity, why, error);
+    fanin_status status = check_parent(a, error);
+    if (!status)
+        status = check_config(a, directory, root, error);
+    if (!status)
+        status = check_model(a, directory, root, error);
+    *reuse_out = status == FANIN_OK;
+    return status;
+}
+
+/* @p entry_out: the name of something in it, "" if it is empty. */
+static fanin_status first_entry(const adapter *a, int directory,
+                                char entry_out[NAME_MAX + 1], fanin_error *error)
+{
+    int fd = openat(directory, ".", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    DIR *dir = fd < 0 ? NULL : fdopendir(fd);
+    if (!dir) {
+        int reason = errno;
+        if (fd >= 0)
+            close(fd);
+        return adapter_io_error(&a->place, reason, "cannot read", NULL, NULL, error);
+    }
+    entry_out[0] = '\0';
+    for (struct dirent *entry;
+         entry_out[0] == '\0' && (entry = readdir(dir)) != NULL;) {
+        if (strcmp(entry->d_name, ".") != 0 && strcmp(entry->d_name, "..") != 0)
+            snprintf(entry_out, NAME_MAX + 1, "%s", entry->d_name);
+    }
+    closedir(dir);
+    return FANIN_OK;
+}
+
+static fanin_status refuse_foreign(const adapter *a, const char *entry,
+                                   fanin_error *error)
+{
+    char text[NAME_MAX + 100];
+    snprintf(text, sizeof(text), "holds '%.100s' and no readable %s", entry,
+             IDENTITY_FILE);
+    return refuse(a, error, text);
+}
+
+/* The directory is ours; it may be empty, and is then replaced. */
+static fanin_status look_inside(adapter *a, int directory, const struct stat *info,
+                                const adapter_identity *identity, bool *reuse_out,
+                                fanin_error *error)
+{
+    char entry[NAME_MAX + 1] = "", why[OWNERSHIP_TEXT];
+    fanin_status status = first_entry(a, directory, entry, error);
+    if (status || entry[0] == '\0')
+        return status;
+    if (ownership_doubtful(info, why)) {
+        char text[OWNERSHIP_TEXT + 40];
+        snprintf(text, sizeof(text), "cannot be reused: it %s", why);
+        return refuse(a, error, text);
+    }
+    char *text;
+    size_t size = 0;
+    status = read_text(a, directory, IDENTITY_FILE, IDENTITY_MAX, &text, &size, error);
+    json_t *root = text ? adapter_identity_parse(text, size) : NULL;
+    free(text);
+    if (!status)
+        status = root ? compare(a, directory, root, identity, reuse_out, error)
+                      : refuse_foreign(a, entry, error);
+    json_decref(root);
+    return status;
+}
+
+/* Why the place could not be opened as a directory of ours. */
+static fanin_status refuse_unopened(const adapter *a, int reason, fanin_error *error)
+{
+    struct stat info;
+    char why[OWNERSHIP_TEXT], text[OWNERSHIP_TEXT + 40];
+    if (fstatat(a->place.parent, a->place.name, &info, AT_SYMLINK_NOFOLLOW) != 0)
+        return adapter_io_error(&a->place, errno, "cannot look at", NULL, NULL, error);
+    if (S_ISLNK(info.st_mode))
+        return refuse(a, error, "is a symbolic link, which is not followed");
+    if (!S_ISDIR(info.st_mode))
+        return refuse(a, error, "is there and is no directory");
+    if (!ownership_doubtful(&info, why))
+        return adapter_io_error(&a->place, reason, "cannot open", NULL, NULL, error);
+    snprintf(text, sizeof(text), "cannot be used: it %s", why);
+    return refuse(a, error, text);
+}
+
+fanin_status adapter_reusable(adapter *a, const adapter_identity *identity,
+                              bool *reuse_out, fanin_error *error)
+{
+    *reuse_out = false;
+    int directory = openat(a->place.parent, a->place.name,
+                           O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
+    if (directory < 0)
+        return errno == ENOENT ? FANIN_OK : refuse_unopened(a, errno, error);
+    struct stat info;
+    fanin_status status;
+    if (fstat(directory, &info) != 0)
+        status =
+            adapter_io_error(&a->place, errno, "cannot look at", NULL, NULL, error);
+    else if (info.st_uid != geteuid())
+        status = refuse_unopened(a, EACCES, error);
+    else
+        status = look_inside(a, directory, &info, identity, reuse_out, error);
+    close(directory);
+    return status;
+}

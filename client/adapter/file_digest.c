@@ -1,0 +1,101 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include "adapter/file_digest.h"
+
+#include "cpus.h"
+#include "device/worker_thread.h"
+#include <errno.h>
+#include <stdatomic.h>
+#include <stdlib.h>
+#include <unistd.h>
+
+#define MAX_THREADS 8
+
+typedef struct reading {
+    int file;
+    uint64_t size;
+    size_t count; /* pieces */
+    digest *digests;
+    atomic_size_t next;
+    atomic_int result, reason; /* of the first failure */
+} reading;
+
+static void fail(reading *r, file_digest_result result, int reason)
+{
+    int none = FILE_DIGEST_OK;
+    if (atomic_compare_exchange_strong(&r->result, &none, (int)result))
+        atomic_store(&r->reason, reason);
+}
+
+static bool read_piece(reading *r, size_t piece, uint8_t *data, size_t *size_out)
+{
+    uint64_t begin = (uint64_t)piece * DIGEST_PIECE, left = r->size - begin;
+    size_t size = (size_t)(left < DIGEST_PIECE ? left : DIGEST_PIECE), done = 0;
+    *size_out = size;
+    while (done < size) {
+        ssize_t n = pread(r->file, data + done, size - done, (off_t)(begin + done));
+        if (n < 0 && errno == EINTR)
+            continue;
+        if (n <= 0) {
+            fail(r, n < 0 ? FILE_DIGEST_ERROR : FILE_DIGEST_SHORT, errno);
+            return false;
+        }
+        done += (size_t)n;
+    }
+    return true;
+}
+
+/* Takes piece by piece until all are taken; @p go_on may be NULL. */
+static void read_some(reading *r, bool (*go_on)(void *), void *cookie)
+{
+    uint8_t *data = malloc(DIGEST_PIECE);
+    if (!data)
+        fail(r, FILE_DIGEST_MEMORY, 0);
+    while (atomic_load(&r->result) == FILE_DIGEST_OK) {
+        if (go_on && !go_on(cookie)) {
+            fail(r, FILE_DIGEST_STOPPED, 0);
+            break;
+        }
+        size_t piece = atomic_fetch_add(&r->next, 1), size;
+        if (piece >= r->count || !read_piece(r, piece, data, &size))
+            break;
+        r->digests[piece] = digest_of(data, size);
+    }
+    free(data);
+}
+
+static void *help(void *argument)
+{
+    read_some(argument, NULL, NULL);
+    return NULL;
+}
+
+static void read_all(reading *r, bool (*go_on)(void *), void *cookie)
+{
+    pthread_t threads[MAX_THREADS];
+    unsigned cpus = usable_cpus(), wanted = cpus < MAX_THREADS ? cpus : MAX_THREADS;
+    unsigned started = 0;
+    while (started + 1 < wanted && started + 1 < r->count &&
+           worker_thread_start(&threads[started], help, r))
+        started++;
+    read_some(r, go_on, cookie);
+    for (unsigned i = 0; i < started; i++)
+        pthread_join(threads[i], NULL);
+}
+
+file_digest_result file_digest(int file, uint64_t size, bool (*go_on)(void *),
+                               void *cookie, digest *out)
+{
+    reading r = {.file = file,
+                 .size = size,
+                 .count = (size_t)((size + DIGEST_PIECE - 1) / DIGEST_PIECE)};
+    r.digests = calloc(r.count + 1, sizeof(r.digests[0]));
+    if (!r.digests)
+        return FILE_DIGEST_MEMORY;
+    read_all(&r, go_on, cookie);
+    file_digest_result result = (file_digest_result)atomic_load(&r.result);
+    if (result == FILE_DIGEST_OK)
+        *out = digest_of(r.digests, r.count * sizeof(r.digests[0]));
+    free(r.digests);
+    errno = atomic_load(&r.reason);
+    return result;
+}

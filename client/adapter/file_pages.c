@@ -1,0 +1,181 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include "adapter/file_pages.h"
+
+#include "adapter/file_limit.h"
+#include "cpus.h"
+#include "device/worker_thread.h"
+#include <errno.h>
+#include <fcntl.h>
+#include <stdatomic.h>
+#include <stdlib.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#ifndef MADV_POPULATE_WRITE /* Linux 5.14 */
+#define MADV_POPULATE_WRITE 23
+#endif
+#define STEP ((uint64_t)4 << 20)
+#define AHEAD ((uint64_t)64 << 20) /* what the threads may be ahead of the bytes */
+#define MAX_THREADS 4
+
+struct file_pages {
+    int file;
+    uint8_t *base;
+    uint64_t size, n_steps;
+    atomic_bool *have; /* space, by step */
+    atomic_uint_fast64_t landed;
+    pthread_mutex_t lock;
+    pthread_cond_t moved;
+    uint64_t next, allowed; /* steps; guarded by lock */
+    bool stop;              /* guarded by lock */
+    unsigned n_threads;
+    pthread_t threads[MAX_THREADS];
+};
+
+static uint64_t step_bytes(const file_pages *p, uint64_t step)
+{
+    uint64_t left = p->size - step * STEP;
+    return left < STEP ? left : STEP;
+}
+
+/* Making it twice, also at once, is fine: what is there stays. */
+static int make_space(file_pages *p, uint64_t step)
+{
+    int status;
+    if (atomic_load(&p->have[step]))
+        return 0;
+    file_limit_guard guard = file_limit_enter();
+    do
+        status =
+            fallocate(p->file, 0, (off_t)(step * STEP), (off_t)step_bytes(p, step));
+    while (status != 0 && errno == EINTR);
+    int code = status == 0 ? 0 : errno;
+    file_limit_leave(&guard);
+    if (code == 0)
+        atomic_store(&p->have[step], true);
+    return code;
+}
+
+static uint64_t steps_allowed(const file_pages *p, uint64_t landed)
+{
+    uint64_t ahead = landed + AHEAD;
+    return ahead >= p->size ? p->n_steps : ahead / STEP;
+}
+
+/* The next step that may be made; false: no more. */
+static bool take_step(file_pages *p, uint64_t *out)
+{
+    pthread_mutex_lock(&p->lock);
+    while (!p->stop && p->next < p->n_steps && p->next >= p->allowed)
+        pthread_cond_wait(&p->moved, &p->lock);
+    bool good = !p->stop && p->next < p->n_steps;
+    *out = good ? p->next++ : 0;
+    pthread_mutex_unlock(&p->lock);
+    return good;
+}
+
+/* Ends where anything fails: whoever needs the space finds out why, and without pages they appear
+   when they are touched. */
+static void *make_pages(void *cookie)
+{
+    file_pages *p = cookie;
+    uint64_t step;
+    while (take_step(p, &step)) {
+        int status;
+        if (make_space(p, step) != 0)
+            break;
+        do
+            status = madvise(p->base + step * STEP, (size_t)step_bytes(p, step),
+                             MADV_POPULATE_WRITE);
+        while (status != 0 && (errno == EAGAIN || errno == EINTR));
+        if (status != 0)
+            break;
+    }
+    return NULL;
+}
+
+static int set_size(int file, uint64_t size)
+{
+    file_limit_guard guard = file_limit_enter();
+    int code = ftruncate(file, (off_t)size) == 0 ? 0 : errno;
+    file_limit_leave(&guard);
+    return code;
+}
+
+file_pages *file_pages_start(int file, uint64_t size, int *errno_out)
+{
+    file_pages *p = calloc(1, sizeof(*p));
+    *errno_out = ENOMEM;
+    if (!p)
+        return NULL;
+    p->file = file;
+    p->size = size;
+    p->n_steps = (size + STEP - 1) / STEP;
+    p->have = calloc(p->n_steps + 1, sizeof(*p->have));
+    pthread_mutex_init(&p->lock, NULL);
+    pthread_cond_init(&p->moved, NULL);
+    int code = p->have ? set_size(file, size) : ENOMEM;
+    if (code == 0 && p->n_steps > 0)
+        code = make_space(p, 0);
+    if (code == 0)
+        return p;
+    file_pages_stop(&p);
+    *errno_out = code;
+    return NULL;
+}
+
+void file_pages_go_ahead(file_pages *p, uint8_t *base)
+{
+    p->base = base;
+    p->allowed = steps_allowed(p, 0);
+    unsigned wanted = usable_cpus();
+    wanted = wanted < MAX_THREADS ? wanted : MAX_THREADS;
+    wanted = wanted < p->n_steps ? wanted : (unsigned)p->n_steps;
+    while (p->n_threads < wanted &&
+           worker_thread_start(&p->threads[p->n_threads], make_pages, p))
+        p->n_threads++;
+}
+
+int file_pages_need(file_pages *p, uint64_t offset, uint64_t length)
+{
+    if (offset >= p->size || length == 0)
+        return 0;
+    if (length > p->size - offset)
+        length = p->size - offset;
+    for (uint64_t step = offset / STEP; step <= (offset + length - 1) / STEP; step++) {
+        int code = make_space(p, step);
+        if (code != 0)
+            return code;
+    }
+    return 0;
+}
+
+void file_pages_landed(file_pages *p, uint64_t length)
+{
+    uint64_t before = atomic_fetch_add(&p->landed, length);
+    uint64_t allowed = steps_allowed(p, before + length);
+    if (allowed == steps_allowed(p, before))
+        return;
+    pthread_mutex_lock(&p->lock);
+    p->allowed = allowed > p->allowed ? allowed : p->allowed;
+    pthread_cond_broadcast(&p->moved);
+    pthread_mutex_unlock(&p->lock);
+}
+
+void file_pages_stop(file_pages **pages)
+{
+    file_pages *p = *pages;
+    *pages = NULL;
+    if (!p)
+        return;
+    pthread_mutex_lock(&p->lock);
+    p->stop = true;
+    pthread_cond_broadcast(&p->moved);
+    pthread_mutex_unlock(&p->lock);
+    for (unsigned i = 0; i < p->n_threads; i++)
+        pthread_join(p->threads[i], NULL);
+    pthread_cond_destroy(&p->moved);
+    pthread_mutex_destroy(&p->lock);
+    free(p->have);
+    free(p);
+}

@@ -1,0 +1,167 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include "adapter/spare_file.h"
+
+#include "adapter/populate.h"
+#include "device/worker_thread.h"
+#include <errno.h>
+#include <fcntl.h>
+#include <stdatomic.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+/* Between two steps of the allocation the thread looks whether it is to end. */
+#define ALLOCATE_STEP ((uint64_t)16 << 20)
+
+struct spare_file {
+    dev_t parent_device;
+    ino_t parent_inode;
+    uint64_t wanted;           /* bytes */
+    file_memory made, retired; /* the thread's until it has ended */
+    gpu *g;
+    atomic_bool stop;
+    pthread_t thread;
+};
+
+void file_memory_release(file_memory *m)
+{
+    if (m->pinned_by)
+        gpu_unpin(m->pinned_by, m->base);
+    if (m->base)
+        munmap(m->base, (size_t)m->size);
+    if (m->file >= 0)
+        close(m->file);
+    *m = (file_memory){.file = -1};
+}
+
+static bool allocate(spare_file *s, uint64_t size)
+{
+    for (uint64_t at = 0; at < size;) {
+        if (atomic_load(&s->stop))
+            return false;
+        uint64_t left = size - at;
+        uint64_t step = left < ALLOCATE_STEP ? left : ALLOCATE_STEP;
+        int reason = posix_fallocate(s->made.file, (off_t)at, (off_t)step);
+        if (reason == EINTR)
+            continue;
+        if (reason != 0)
+            return false; /* a full disk: the pull that needs the file will say so */
+        at += step;
+    }
+    return true;
+}
+
+/* In steps that spare_file_take() can end. */
+static bool make_pages(spare_file *s)
+{
+    for (uint64_t at = 0; at < s->made.size; at += ALLOCATE_STEP) {
+        uint64_t left = s->made.size - at;
+        if (atomic_load(&s->stop))
+            return false;
+        populator *p = populator_start(s->made.base + at,
+                                       left < ALLOCATE_STEP ? left : ALLOCATE_STEP);
+        if (!populator_finish(&p))
+            return false;
+    }
+    return true;
+}
+
+static void *make(void *argument)
+{
+    spare_file *s = argument;
+    uint64_t size = s->wanted;
+    file_memory_release(&s->retired);
+    if (!allocate(s, size))
+        return NULL;
+    void *base =
+        mmap(NULL, (size_t)size, PROT_READ | PROT_WRITE, MAP_SHARED, s->made.file, 0);
+    if (base == MAP_FAILED)
+        return NULL;
+    s->made.base = base;
+    s->made.size = size;
+    s->made.populated = make_pages(s);
+    long page = sysconf(_SC_PAGESIZE);
+    size_t whole =
+        (size_t)((size + (uint64_t)page - 1) / (uint64_t)page * (uint64_t)page);
+    if (s->made.populated && s->g && !atomic_load(&s->stop) &&
+        gpu_pin(s->g, base, whole, NULL) == FANIN_OK)
+        s->made.pinned_by = s->g;
+    return NULL;
+}
+
+/* Neither name nor leftovers; not every filesystem has such files. */
+static int open_nameless(int parent, const logger *log)
+{
+    char reason[64];
+    int fd = openat(parent, ".", O_TMPFILE | O_RDWR | O_CLOEXEC, ADAPTER_FILE_MODE);
+    if (fd < 0 && log)
+        log_write(log, FANIN_LOG_INFO, "spare-file",
+                  "no spare file is kept: the filesystem has no nameless files (%s)",
+                  strerror_r(errno, reason, sizeof(reason)));
+    return fd;
+}
+
+spare_file *spare_file_start(int parent, uint64_t size, gpu *g, file_memory *retired,
+                             const logger *log)
+{
+    struct stat info;
+    spare_file *s = calloc(1, sizeof(*s));
+    int fd =
+        s && size > 0 && fstat(parent, &info) == 0 ? open_nameless(parent, log) : -1;
+    if (fd < 0) {
+        file_memory_release(retired);
+        free(s);
+        return NULL;
+    }
+    s->parent_device = info.st_dev;
+    s->parent_inode = info.st_ino;
+    s->wanted = size;
+    s->made = (file_memory){.file = fd};
+    s->retired = *retired;
+    s->g = g;
+    *retired = (file_memory){.file = -1};
+    if (worker_thread_start(&s->thread, make, s))
+        return s;
+    file_memory_release(&s->retired);
+    file_memory_release(&s->made);
+    free(s);
+    return NULL;
+}
+
+static bool lies_in(const spare_file *s, int parent)
+{
+    struct stat info;
+    return fstat(parent, &info) == 0 && info.st_dev == s->parent_device &&
+           info.st_ino == s->parent_inode;
+}
+
+bool spare_file_fits(const spare_file *s, int parent, uint64_t size)
+{
+    return s && s->wanted == size && lies_in(s, parent);
+}
+
+bool spare_file_take(spare_file **spare, file_memory *out)
+{
+    spare_file *s = *spare;
+    *spare = NULL;
+    *out = (file_memory){.file = -1};
+    if (!s)
+        return false;
+    atomic_store(&s->stop, true);
+    pthread_join(s->thread, NULL);
+    if (s->made.base)
+        *out = s->made;
+    else
+        file_memory_release(&s->made);
+    free(s);
+    return out->base != NULL;
+}
+
+void spare_file_drop(spare_file **s)
+{
+    file_memory memory;
+    if (spare_file_take(s, &memory))
+        file_memory_release(&memory);
+}

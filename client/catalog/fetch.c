@@ -1,0 +1,97 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include "catalog/fetch.h"
+
+#include "error_set.h"
+#include <stdio.h>
+
+static void ask(fetch *f);
+
+static void finish(fetch *f, fanin_status status)
+{
+    f->status = status;
+    --*f->left;
+}
+
+static void fail(fetch *f, fanin_status status, const char *what)
+{
+    connection *c = f->client->peers[f->peer].control;
+    error_place place = connection_place(c, "catalog");
+    if (status == FANIN_ERR_LIMIT)
+        place.remedy = "raise max_catalog in the client's configuration";
+    finish(f, error_set(&f->error, status, &place, "rank %u at %s %s",
+                        connection_peer(c)->rank, connection_text(c), what));
+}
+
+static void on_page(void *cookie, connection *c, message_type type, body *b)
+{
+    fetch *f = cookie;
+    msg_blob_page page;
+    if (type != (message_type)(f->type + 1)) {
+        finish(f, connection_reply_error(c, "catalog", type, b, &f->error));
+        return;
+    }
+    if (decode_blob_page(b, &page) != FANIN_OK) {
+        char what[160];
+        snprintf(what, sizeof(what), "sent a malformed page: %s", b->why ? b->why : "");
+        fail(f, FANIN_ERR_PROTOCOL, what);
+        return;
+    }
+    bool fits = page.offset == f->data.size && page.total >= page.offset &&
+                page.data.size <= page.total - page.offset &&
+                (page.data.size > 0 || page.total == 0);
+    if (!fits) {
+        fail(f, FANIN_ERR_PROTOCOL, "sent a page that does not follow the one before");
+        return;
+    }
+    if (page.total > f->client->config.max_catalog) {
+        fail(f, FANIN_ERR_LIMIT, "announced a table larger than this client accepts");
+        return;
+    }
+    buffer_append(&f->data, page.data.data, page.data.size);
+    if (f->data.failed)
+        finish(f, error_set_memory(&f->error));
+    else if (f->data.size < page.total)
+        ask(f);
+    else
+        finish(f, FANIN_OK);
+}
+
+static void ask(fetch *f)
+{
+    connection *c = f->client->peers[f->peer].control;
+    if (connection_get_state(c) != CONNECTION_READY) {
+        finish(f, connection_reply_error(c, "catalog", 0, NULL, &f->error));
+        return;
+    }
+    uint64_t request = connection_next_request(c);
+    f->request.offset = f->data.size;
+    encode_blob_request(connection_out(c), request, f->type, &f->request);
+    connection_ask(c, request, on_page, f);
+}
+
+fanin_status fetch_all(fanin_client *client, fetch *fetches, size_t n, deadline at,
+                       fanin_error *error)
+{
+    size_t left = n;
+    for (size_t i = 0; i < n; i++) {
+        fetches[i].client = client;
+        fetches[i].left = &left;
+        fetches[i].error = (fanin_error)FANIN_ERROR_INIT;
+        ask(&fetches[i]);
+    }
+    fanin_status status = client_run(client, &left, at, "catalog", error);
+    for (size_t i = 0; i < n; i++) {
+        connection_forget(client->peers[fetches[i].peer].control, &fetches[i]);
+        if (status == FANIN_OK && fetches[i].status != FANIN_OK) {
+            status = fetches[i].status;
+            error_copy(error, &fetches[i].error);
+        }
+    }
+    return status;
+}
+
+void fetch_free(fetch *fetches, size_t n)
+{
+    for (size_t i = 0; i < n; i++)
+        buffer_free(&fetches[i].data);
+}

@@ -1,0 +1,349 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Looking at trainers: ranks, publications, tensors and their owners, metadata, pings. */
+#include "catalog/survey.h"
+#include "dtype.h"
+#include "error_set.h"
+#include "peft/peft_config.h"
+#include "pull/agree.h"
+#include "pull/pull.h"
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+/* -------------------------------------------------------------------- ranks */
+
+static fanin_rank_info describe(const peer *p)
+{
+    const msg_hello_ok *hello = connection_peer(p->control);
+    bool known = connection_known(p->control), ready = peer_ready(p);
+    const fanin_error *fault = connection_fault(p->control);
+    fanin_rank_info info = {
+        .struct_size = sizeof(info),
+        .rank = known ? (int32_t)hello->rank : -1,
+        .world_size = known ? hello->world_size : 0,
+        .address = connection_text(p->control),
+        .server_name = hello->server_name,
+        .software = hello->software,
+        .ucx_version = hello->ucx_version,
+        .status = ready ? FANIN_OK : fault->status,
+        .message = ready ? "" : fault->message,
+        .silent = !ready && (connection_was_silent(p->control) ||
+                             connection_get_state(p->control) != CONNECTION_DOWN),
+    };
+    memcpy(info.world_id, hello->world_id, sizeof(info.world_id));
+    memcpy(info.incarnation, hello->incarnation, sizeof(info.incarnation));
+    return info;
+}
+
+fanin_status fanin_client_ranks(fanin_client *client, fanin_rank_fn fn, void *cookie,
+                                fanin_error *error)
+{
+    fanin_status status = client_check_connected(client, error);
+    for (size_t i = 0; status == FANIN_OK && i < client->n_peers; i++) {
+        fanin_rank_info info = describe(&client->peers[i]);
+        if (!fn(cookie, &info))
+            break;
+    }
+    return status;
+}
+
+/* ---------------------------------------------------- one request, all ranks */
+
+static bool report_list(const peer *p, const answer *a, fanin_publication_fn fn,
+                        void *cookie)
+{
+    for (uint32_t i = 0; i < a->count; i++) {
+        const msg_list_entry *e = &a->entries[i];
+        fanin_publication_info info = {
+            .struct_size = sizeof(info),
+            .name = e->publication,
+            .rank = connection_peer(p->control)->rank,
+            .state = e->state,
+            .step = e->step,
+            .epoch = e->epoch,
+            .catalog_version = e->catalog_version,
+            .tensors = e->tensors,
+            .bytes = e->bytes,
+            .state_age_ms = e->state_age_ms,
+            .commit_age_ms = e->commit_age_ms,
+        };
+        memcpy(info.key_digest, e->key_digest, sizeof(info.key_digest));
+        if (!fn(cookie, &info))
+            return false;
+    }
+    return true;
+}
+
+fanin_status fanin_client_list(fanin_client *client, uint32_t timeout_ms,
+                               fanin_publication_fn fn, void *cookie,
+                               fanin_error *error)
+{
+    fanin_status status = client_check_connected(client, error);
+    if (status != FANIN_OK)
+        return status;
+    survey s = {.client = client, .type = MSG_LIST, .at = deadline_in_ms(timeout_ms)};
+    status = survey_take(&s, error);
+    bool more = status == FANIN_OK;
+    for (size_t i = 0; i < client->n_peers && more; i++) {
+        if (survey_answered(&s, i))
+            more = report_list(&client->peers[i], &s.answers[i], fn, cookie);
+    }
+    survey_finish(&s);
+    return status;
+}
+
+fanin_status fanin_client_ping(fanin_client *client, uint32_t timeout_ms,
+                               fanin_ping_fn fn, void *cookie, fanin_error *error)
+{
+    fanin_status status = client_check_connected(client, error);
+    if (status != FANIN_OK)
+        return status;
+    survey s = {.client = client, .type = MSG_PING, .at = deadline_in_ms(timeout_ms)};
+    status = survey_take(&s, error);
+    /* Ranks that do not belong together, or do not answer, are told all the same. */
+    bool more = status != FANIN_ERR_CANCELLED && status != FANIN_ERR_MEMORY;
+    for (size_t i = 0; i < client->n_peers && more; i++) {
+        const answer *a = &s.answers[i];
+        fanin_rank_info info = describe(&client->peers[i]);
+        more = fn(cookie, &info,
+                  survey_answered(&s, i) ? a->answered_ns - a->asked_ns : 0);
+    }
+    survey_finish(&s);
+    return status;
+}
+
+/* ------------------------------------------------------------------ catalog */
+
+typedef struct snapshot {
+    publication *publication;
+    announcement *announced;
+    bool *use;
+} snapshot;
+
+static void snapshot_free(snapshot *s)
+{
+    free(s->announced);
+    free(s->use);
+}
+
+static fanin_status snapshot_make(fanin_client *client, const char *name, snapshot *s,
+                                  fanin_error *error)
+{
+    if (!name || strlen(name) >= sizeof(s->publication->name))
+        return error_set(error, FANIN_ERR_ARGUMENT, NULL,
+                         "the publication's name is missing or too long");
+    s->publication = tables_of(client, name);
+    s->announced = calloc(client->n_peers, sizeof(*s->announced));
+    s->use = calloc(client->n_peers, sizeof(*s->use));
+    if (!s->publication || !s->announced || !s->use)
+        return error_set_memory(error);
+    return FANIN_OK;
+}
+
+/* Current tables of all ranks that announce one step. */
+static fanin_status snapshot_take(fanin_client *client, const char *name,
+                                  uint32_t timeout_ms, snapshot *s, fanin_error *error)
+{
+    fanin_pull_options options;
+    fanin_pull_options_init(&options, sizeof(options));
+    options.publication = name;
+    deadline at;
+    fanin_status status = client_enter(client, timeout_ms, &at, error);
+    if (status == FANIN_OK)
+        status = snapshot_make(client, name, s, error);
+    if (status != FANIN_OK)
+        return status;
+    do {
+        status = agree(client, s->publication, &options, NULL, at, s->announced, s->use,
+                       error);
+        if (status == FANIN_OK)
+            status =
+                tables_sync(client, s->publication, s->announced, s->use, at, error);
+    } while (status == FANIN_ERR_STALE && !deadline_passed(at));
+    return status;
+}
+
+/* One rank's announcement, of the first that makes one. */
+static fanin_status ask_any(fanin_client *client, snapshot *s, deadline at,
+                            fanin_error *error)
+{
+    survey any = {.client = client,
+                  .type = MSG_WAIT,
+                  .publication = s->publication->name,
+                  .first = true,
+                  .at = at};
+    fanin_status status = survey_take(&any, error);
+    bool found = false;
+    for (size_t i = 0; i < client->n_peers && status == FANIN_OK; i++) {
+        s->use[i] = !found && survey_answered(&any, i);
+        found = found || s->use[i];
+        if (s->use[i])
+            s->announced[i] = any.answers[i].announced;
+    }
+    survey_finish(&any);
+    return status;
+}
+
+/* The tables of any one rank: metadata are the same on all. */
+static fanin_status snapshot_take_any(fanin_client *client, const char *name,
+                                      uint32_t timeout_ms, snapshot *s,
+                                      fanin_error *error)
+{
+    deadline at = deadline_in_ms(timeout_ms);
+    fanin_status status = client_check_connected(client, error);
+    if (status == FANIN_OK)
+        status = snapshot_make(client, name, s, error);
+    if (status != FANIN_OK)
+        return status;
+    do {
+        status = ask_any(client, s, at, error);
+        if (status == FANIN_OK)
+            status =
+                tables_sync(client, s->publication, s->announced, s->use, at, error);
+    } while (status == FANIN_ERR_STALE && !deadline_passed(at));
+    return status;
+}
+
+static uint64_t add_owners(const publication *p, size_t index, uint32_t rank,
+                           uint32_t key, fanin_owner *owners)
+{
+    const shard_table *s = &p->shards[index];
+    const key_entry *e = &p->keys->entries[key];
+    uint64_t count, first = box_table_of_key(s->boxes, key, &count);
+    for (uint64_t i = 0; owners && i < count; i++) {
+        block b;
+        box_place place;
+        box_table_get(s->boxes, first + i, NULL, &b, &place);
+        fanin_owner *o = &owners[i];
+        *o = (fanin_owner){.rank = rank,
+                           .region = place.region,
+                           .region_offset = place.offset,
+                           .packed = place.packed};
+        memcpy(o->offset, b.offset, sizeof(o->offset));
+        memcpy(o->extent, b.extent, sizeof(o->extent));
+        (void)dtype_bytes(e->dtype, b.n_dims, b.extent, &o->bytes);
+    }
+    return count;
+}
+
+static fanin_status report_key(fanin_client *client, const snapshot *s, uint32_t key,
+                               fanin_entry_fn fn, void *cookie, bool *more,
+                               fanin_error *error)
+{
+    const key_entry *e = &s->publication->keys->entries[key];
+    uint64_t count = 0;
+    for (size_t i = 0; i < client->n_peers; i++)
+        count += s->use[i] ? add_owners(s->publication, i, 0, key, NULL) : 0;
+    fanin_owner *owners = calloc(count + 1, sizeof(*owners));
+    if (!owners)
+        return error_set_memory(error);
+    uint64_t n = 0;
+    for (size_t i = 0; i < client->n_peers; i++) {
+        if (s->use[i])
+            n += add_owners(s->publication, i,
+                            connection_peer(client->peers[i].control)->rank, key,
+                            owners + n);
+    }
+    fanin_entry entry = {.struct_size = sizeof(entry),
+                         .name = e->name,
+                         .dtype = e->dtype,
+                         .n_dims = e->n_dims,
+                         .bytes = e->bytes,
+                         .owners = owners,
+                         .n_owners = n};
+    memcpy(entry.shape, e->shape, sizeof(entry.shape));
+    *more = fn(cookie, &entry);
+    free(owners);
+    return FANIN_OK;
+}
+
+static fanin_status report_catalog(fanin_client *client, const snapshot *s,
+                                   const char *name, fanin_entry_fn fn, void *cookie,
+                                   fanin_error *error)
+{
+    const key_table *keys = s->publication->keys;
+    bool more = true;
+    if (name) {
+        int64_t key = key_table_find(keys, name);
+        error_place place = {.phase = "catalog",
+                             .key = name,
+                             .remedy = "`nixl-fetch list` shows the names"};
+        if (key < 0)
+            return error_set(error, FANIN_ERR_NOT_FOUND, &place, "%s has no tensor %s",
+                             s->publication->name, name);
+        return report_key(client, s, (uint32_t)key, fn, cookie, &more, error);
+    }
+    for (uint32_t key = 0; key < keys->count && more; key++) {
+        fanin_status status = report_key(client, s, key, fn, cookie, &more, error);
+        if (status != FANIN_OK)
+            return status;
+    }
+    return FANIN_OK;
+}
+
+fanin_status fanin_client_catalog(fanin_client *client, const char *publication,
+                                  const char *name, uint32_t timeout_ms,
+                                  fanin_entry_fn fn, void *cookie, fanin_error *error)
+{
+    snapshot s = {0};
+    fanin_status status = snapshot_take(client, publication, timeout_ms, &s, error);
+    if (status == FANIN_OK)
+        status = report_catalog(client, &s, name, fn, cookie, error);
+    snapshot_free(&s);
+    return status;
+}
+
+fanin_status fanin_client_metadata(fanin_client *client, const char *publication,
+                                   uint32_t timeout_ms, fanin_pair_fn fn, void *cookie,
+                                   fanin_error *error)
+{
+    snapshot s = {0};
+    fanin_status status = snapshot_take_any(client, publication, timeout_ms, &s, error);
+    const key_table *keys = status == FANIN_OK ? s.publication->keys : NULL;
+    for (uint32_t i = 0; keys && i < keys->n_pairs; i++) {
+        if (!fn(cookie, keys->pairs[i].key, keys->pairs[i].value))
+            break;
+    }
+    snapshot_free(&s);
+    return status;
+}
+
+static fanin_status make_config(fanin_client *client, const key_table *keys,
+                                const fanin_pull_options *options, deadline at,
+                                fanin_pair_fn fn, void *cookie, fanin_error *error)
+{
+    const char *publication = options->publication;
+    client_work work;
+    peft_names names = {0};
+    peft_config config = {0};
+    fanin_status status = peft_names_make(keys, publication, &names, error);
+    client_work_start(&work, client, at);
+    if (status == FANIN_OK)
+        status = peft_config_make(keys, &names, publication, options->trust_config,
+                                  &work.stop, &config, error);
+    status = client_work_end(&work, status, error);
+    if (status == FANIN_OK)
+        (void)fn(cookie, "adapter_config.json", config.text);
+    peft_config_free(&config);
+    peft_names_free(&names);
+    return status;
+}
+
+fanin_status fanin_client_adapter_config(fanin_client *client,
+                                         const fanin_pull_options *options,
+                                         fanin_pair_fn fn, void *cookie,
+                                         fanin_error *error)
+{
+    snapshot s = {0};
+    fanin_pull_options checked;
+    fanin_status status = pull_check(client, options, &checked, error);
+    deadline at = status == FANIN_OK ? deadline_in_ms(checked.timeout_ms) : 0;
+    if (status == FANIN_OK)
+        status =
+            snapshot_take(client, checked.publication, checked.timeout_ms, &s, error);
+    if (status == FANIN_OK)
+        status =
+            make_config(client, s.publication->keys, &checked, at, fn, cookie, error);
+    snapshot_free(&s);
+    return status;
+}

@@ -1,0 +1,448 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include "catalog/tables.h"
+
+#include "catalog/fetch.h"
+#include "error_set.h"
+#include "ipc/device_plan.h"
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+/* ------------------------------------------------------------------ keeping */
+
+publication *tables_of(fanin_client *client, const char *name)
+{
+    for (publication *p = client->publications; p; p = p->next) {
+        if (strcmp(p->name, name) == 0)
+            return p;
+    }
+    publication *p = calloc(1, sizeof(*p));
+    shard_table *shards = calloc(client->n_peers, sizeof(*shards));
+    if (!p || !shards) {
+        free(p);
+        free(shards);
+        return NULL;
+    }
+    snprintf(p->name, sizeof(p->name), "%s", name);
+    p->shards = shards;
+    p->n_peers = client->n_peers;
+    p->next = client->publications;
+    client->publications = p;
+    return p;
+}
+
+const ipc_view *tables_view(const shard_table *s, int device)
+{
+    for (size_t i = 0; i < s->n_views; i++) {
+        if (s->views[i].device == device)
+            return &s->views[i];
+    }
+    return NULL;
+}
+
+static void drop_views(shard_table *s)
+{
+    for (size_t i = 0; i < s->n_views; i++) {
+        for (uint32_t j = 0; j < s->regions->count; j++)
+            ipc_mapping_release(&s->views[i].mappings[j]);
+        free(s->views[i].mappings);
+    }
+    free(s->views);
+    free(s->ipc_keys);
+    s->views = NULL;
+    s->n_views = 0;
+    s->ipc_keys = NULL;
+}
+
+static void drop_regions(shard_table *s)
+{
+    drop_views(s);
+    for (uint32_t i = 0; s->rkeys && i < s->regions->count; i++)
+        ucx_rkey_destroy(&s->rkeys[i]);
+    free(s->rkeys);
+    s->rkeys = NULL;
+    region_table_free(&s->regions);
+    s->regions_path = FANIN_PATH_AUTO;
+}
+
+static void drop_shard(shard_table *s)
+{
+    drop_regions(s);
+    box_table_free(&s->boxes);
+    s->generation = s->version = 0;
+    s->path = FANIN_PATH_AUTO; /* other regions may be other memory */
+}
+
+void plan_cache_clear(plan_cache *cache)
+{
+    for (size_t i = 0; i < cache->n_sources; i++) {
+        if (cache->lists) {
+            free(cache->lists[i].requests);
+            free(cache->lists[i].entries);
+        }
+        if (cache->spans)
+            plan_spans_free(&cache->spans[i]);
+    }
+    device_plan_free(&cache->device);
+    free(cache->lists);
+    free(cache->spans);
+    free(cache->spans_of);
+    free(cache->ranges);
+    free(cache->sources);
+    free(cache->peer_of);
+    plan_free(&cache->plan);
+    *cache = (plan_cache){0};
+}
+
+static void clear_plans(publication *p)
+{
+    plan_cache_clear(&p->plans[0]);
+    plan_cache_clear(&p->plans[1]);
+}
+
+void tables_free_all(fanin_client *client)
+{
+    while (client->publications) {
+        publication *p = client->publications;
+        client->publications = p->next;
+        clear_plans(p);
+        for (size_t i = 0; i < p->n_peers; i++)
+            drop_shard(&p->shards[i]);
+        key_table_free(&p->keys);
+        free(p->shards);
+        free(p);
+    }
+}
+
+void tables_forget(fanin_client *client, publication *p)
+{
+    clear_plans(p);
+    for (size_t i = 0; i < p->n_peers; i++)
+        drop_shard(&p->shards[i]); /* box tables point into the key table */
+    key_table_free(&p->keys);
+    if (client->ipc)
+        ipc_map_sweep(client->ipc);
+}
+
+/* Whether there was anything to drop. */
+static bool drop_all_views(publication *p)
+{
+    bool any = false;
+    for (size_t i = 0; i < p->n_peers; i++) {
+        shard_table *s = &p->shards[i];
+        if (s->n_views == 0)
+            continue;
+        drop_views(s);
+        s->path = FANIN_PATH_AUTO;
+        any = true;
+    }
+    return any;
+}
+
+void tables_unmap(fanin_client *client, publication *p)
+{
+    if (drop_all_views(p))
+        ipc_map_sweep(client->ipc);
+}
+
+void tables_unmap_idle(fanin_client *client, uint64_t since_ns)
+{
+    bool any = false;
+    for (publication *p = client->publications; p; p = p->next) {
+        if (p->used_ns < since_ns && drop_all_views(p))
+            any = true;
+    }
+    if (any)
+        ipc_map_sweep(client->ipc);
+}
+
+void tables_forget_paths(fanin_client *client, size_t index)
+{
+    for (publication *p = client->publications; p; p = p->next) {
+        shard_table *s = &p->shards[index];
+        free(s->rkeys); /* the endpoint frees the keys themselves */
+        s->rkeys = NULL;
+        drop_views(s);
+        s->path = FANIN_PATH_AUTO;
+    }
+}
+
+/* -------------------------------------------------------------------- keys */
+
+/* An error of a table that some rank sent. */
+static fanin_status add_rank(const peer *p, fanin_status status, fanin_error *error)
+{
+    if (!error || error->rank >= 0 || status == FANIN_ERR_MEMORY)
+        return status; /* known already, or not the rank's fault */
+    fanin_error inner = *error;
+    error_place place = connection_place(p->control, "catalog");
+    place.key = inner.key;
+    place.remedy = inner.remedy;
+    return error_set(error, status, &place, "rank %u at %s: %s",
+                     connection_peer(p->control)->rank, connection_text(p->control),
+                     inner.message);
+}
+
+/* Of a table that was not taken. */
+static fanin_status end_decoding(const client_work *work, const peer *p,
+                                 fanin_status status, fanin_error *error)
+{
+    status = client_work_end(work, status, error);
+    return status == FANIN_ERR_CANCELLED ? status : add_rank(p, status, error);
+}
+
+/* Says what the key tables of two ranks that announce different digests differ in. */
+static fanin_status explain_difference(const fanin_client *client, const key_table *a,
+                                       size_t peer_a, const key_table *b, size_t peer_b,
+                                       fanin_error *error)
+{
+    uint32_t rank_a = connection_peer(client->peers[peer_a].control)->rank;
+    uint32_t rank_b = connection_peer(client->peers[peer_b].control)->rank;
+    error_place place = connection_place(client->peers[peer_b].control, "catalog");
+    place.remedy =
+        "every rank must put every key (an empty shard where it holds nothing) "
+        "and the same metadata";
+    uint32_t i = 0, j = 0;
+    while (i < a->count || j < b->count) {
+        int order = i == a->count   ? 1
+                    : j == b->count ? -1
+                                    : strcmp(a->entries[i].name, b->entries[j].name);
+        const key_entry *x = &a->entries[i], *y = &b->entries[j];
+        place.key = order <= 0 ? x->name : y->name;
+        if (order != 0)
+            return error_set(error, FANIN_ERR_MISMATCH, &place,
+                             "the key is on rank %u but not on rank %u",
+                             order < 0 ? rank_a : rank_b, order < 0 ? rank_b : rank_a);
+        if (x->dtype != y->dtype)
+            return error_set(error, FANIN_ERR_MISMATCH, &place,
+                             "the key is %s on rank %u but %s on rank %u",
+                             fanin_dtype_name(x->dtype), rank_a,
+                             fanin_dtype_name(y->dtype), rank_b);
+        if (x->n_dims != y->n_dims ||
+            memcmp(x->shape, y->shape, x->n_dims * sizeof(*x->shape)) != 0)
+            return error_set(error, FANIN_ERR_MISMATCH, &place,
+                             "ranks %u and %u give the key different global shapes",
+                             rank_a, rank_b);
+        i++;
+        j++;
+    }
+    place.key = NULL;
+    for (i = 0; i < a->n_pairs && i < b->n_pairs; i++) {
+        if (strcmp(a->pairs[i].key, b->pairs[i].key) != 0 ||
+            strcmp(a->pairs[i].value, b->pairs[i].value) != 0)
+            break;
+    }
+    const char *name = i < a->n_pairs   ? a->pairs[i].key
+                       : i < b->n_pairs ? b->pairs[i].key
+                                        : "?";
+    return error_set(error, FANIN_ERR_MISMATCH, &place,
+                     "ranks %u and %u have different metadata (at \"%s\")", rank_a,
+                     rank_b, name);
+}
+
+static fanin_status get_keys(fanin_client *client, const publication *p, size_t index,
+                             const digest *id, client_work *work, key_table **out,
+                             fanin_error *error)
+{
+    fetch f = {.peer = index, .type = MSG_KEYS};
+    memcpy(f.request.digest, id->bytes, sizeof(f.request.digest));
+    snprintf(f.request.publication, sizeof(f.request.publication), "%s", p->name);
+    fanin_status status = fetch_all(client, &f, 1, work->at, error);
+    if (status != FANIN_OK) {
+        fetch_free(&f, 1);
+        return status;
+    }
+    digest got = digest_of(f.data.data, f.data.size);
+    error_place place = connection_place(client->peers[index].control, "catalog");
+    if (!digest_equal(&got, id))
+        status =
+            error_set(error, FANIN_ERR_PROTOCOL, &place,
+                      "rank %u at %s sent a key table that is not the announced one",
+                      connection_peer(client->peers[index].control)->rank,
+                      connection_text(client->peers[index].control));
+    else if ((status = key_table_decode(f.data.data, f.data.size, &work->stop, out,
+                                        error)) != FANIN_OK)
+        status = end_decoding(work, &client->peers[index], status, error);
+    fetch_free(&f, 1);
+    return status;
+}
+
+static fanin_status sync_keys(fanin_client *client, publication *p,
+                              const announcement *announced, const bool *use,
+                              client_work *work, fanin_error *error)
+{
+    size_t first = 0;
+    while (first < client->n_peers && !use[first])
+        first++;
+    if (first == client->n_peers)
+        return FANIN_OK;
+    const digest *id = &announced[first].keys;
+    if (!p->keys || !digest_equal(&p->keys->id, id)) {
+        key_table *fresh = NULL;
+        fanin_status status = get_keys(client, p, first, id, work, &fresh, error);
+        if (status != FANIN_OK)
+            return status;
+        clear_plans(p);
+        for (size_t i = 0; i < p->n_peers; i++)
+            drop_shard(&p->shards[i]); /* box tables point into the key table */
+        key_table_free(&p->keys);
+        p->keys = fresh;
+    }
+    for (size_t i = first + 1; i < client->n_peers; i++) {
+        if (!use[i] || digest_equal(&announced[i].keys, id))
+            continue;
+        key_table *other = NULL;
+        fanin_status status =
+            get_keys(client, p, i, &announced[i].keys, work, &other, error);
+        if (status == FANIN_OK)
+            status = explain_difference(client, p->keys, first, other, i, error);
+        key_table_free(&other);
+        return status;
+    }
+    return FANIN_OK;
+}
+
+/* ------------------------------------------------------------------- boxes */
+
+static fanin_status take_boxes(fanin_client *client, publication *p,
+                               const announcement *announced, fetch *fetches, size_t n,
+                               client_work *work, fanin_error *error)
+{
+    for (size_t i = 0; i < n; i++) {
+        fetch *f = &fetches[i];
+        shard_table *s = &p->shards[f->peer];
+        fanin_status status = box_table_decode(f->data.data, f->data.size, p->keys,
+                                               &work->stop, &s->boxes, error);
+        if (status != FANIN_OK)
+            return end_decoding(work, &client->peers[f->peer], status, error);
+        s->generation = client->peers[f->peer].generation;
+        s->version = announced[f->peer].version;
+        buffer_free(&f->data);
+    }
+    return FANIN_OK;
+}
+
+fanin_status tables_sync(fanin_client *client, publication *p,
+                         const announcement *announced, const bool *use, deadline at,
+                         fanin_error *error)
+{
+    client_work work;
+    client_work_start(&work, client, at);
+    fanin_status status = sync_keys(client, p, announced, use, &work, error);
+    if (status != FANIN_OK)
+        return status;
+    fetch *fetches = calloc(client->n_peers, sizeof(*fetches));
+    if (!fetches)
+        return error_set_memory(error);
+    size_t n = 0;
+    for (size_t i = 0; i < client->n_peers; i++) {
+        shard_table *s = &p->shards[i];
+        if (!use[i] || (s->boxes && s->generation == client->peers[i].generation &&
+                        s->version == announced[i].version))
+            continue;
+        drop_shard(s);
+        clear_plans(p);
+        fetch *f = &fetches[n++];
+        *f = (fetch){.peer = i, .type = MSG_BOXES};
+        snprintf(f->request.publication, sizeof(f->request.publication), "%s", p->name);
+        f->request.catalog_version = announced[i].version;
+    }
+    status = fetch_all(client, fetches, n, at, error);
+    if (status == FANIN_OK)
+        status = take_boxes(client, p, announced, fetches, n, &work, error);
+    fetch_free(fetches, n);
+    free(fetches);
+    return status;
+}
+
+/* ----------------------------------------------------------------- regions */
+
+static fanin_status check_regions(const peer *p, const shard_table *s,
+                                  fanin_error *error)
+{
+    if (box_table_regions(s->boxes) <= s->regions->count)
+        return FANIN_OK;
+    error_place place = connection_place(p->control, "catalog");
+    return error_set(error, FANIN_ERR_PROTOCOL, &place,
+                     "rank %u at %s has boxes in a region that its table does not list",
+                     connection_peer(p->control)->rank, connection_text(p->control));
+}
+
+/* A refusal of one rank's, which concerns nobody else. That the publication is gone or away is
+   no matter of the path that was asked about. */
+static bool is_refusal(const fanin_client *client, const fetch *f, fanin_error *refused)
+{
+    bool of_publication = f->status == FANIN_ERR_STALE ||
+                          f->status == FANIN_ERR_PAUSED ||
+                          f->status == FANIN_ERR_NOT_FOUND;
+    if (!refused || f->status == FANIN_OK || of_publication ||
+        !peer_ready(&client->peers[f->peer]))
+        return false;
+    error_copy(&refused[f->peer], &f->error);
+    return true;
+}
+
+/* The first error that is not a rank's own. */
+static fanin_status sift(const fanin_client *client, const fetch *fetches, size_t n,
+                         fanin_status status, fanin_error *refused, fanin_error *error)
+{
+    if (status == FANIN_OK || status == FANIN_ERR_CANCELLED ||
+        status == FANIN_ERR_TIMEOUT)
+        return status;
+    for (size_t i = 0; i < n; i++) {
+        if (fetches[i].status == FANIN_OK || is_refusal(client, &fetches[i], refused))
+            continue;
+        error_copy(error, &fetches[i].error);
+        return fetches[i].status;
+    }
+    return FANIN_OK;
+}
+
+static fanin_status take_regions(const peer *owner, shard_table *s, const buffer *data,
+                                 fanin_path path, client_work *work, fanin_error *error)
+{
+    fanin_status status =
+        region_table_decode(data->data, data->size, &work->stop, &s->regions, error);
+    if (status != FANIN_OK)
+        return end_decoding(work, owner, status, error);
+    status = check_regions(owner, s, error);
+    if (status != FANIN_OK)
+        drop_regions(s);
+    else
+        s->regions_path = path;
+    return status;
+}
+
+fanin_status tables_sync_regions(fanin_client *client, publication *p, const bool *want,
+                                 fanin_path path, deadline at, fanin_error *refused,
+                                 fanin_error *error)
+{
+    fetch *fetches = calloc(client->n_peers, sizeof(*fetches));
+    if (!fetches)
+        return error_set_memory(error);
+    size_t n = 0;
+    for (size_t i = 0; i < client->n_peers; i++) {
+        shard_table *s = &p->shards[i];
+        if (!want[i] || !s->boxes || (s->regions && s->regions_path == path))
+            continue;
+        drop_regions(s);
+        fetch *f = &fetches[n++];
+        *f = (fetch){.peer = i, .type = MSG_REGIONS};
+        snprintf(f->request.publication, sizeof(f->request.publication), "%s", p->name);
+        f->request.catalog_version = s->version;
+        f->request.path = path;
+    }
+    client_work work;
+    client_work_start(&work, client, at);
+    fanin_status status = fetch_all(client, fetches, n, at, error);
+    status = sift(client, fetches, n, status, refused, error);
+    for (size_t i = 0; i < n && status == FANIN_OK; i++) {
+        size_t index = fetches[i].peer;
+        if (fetches[i].status == FANIN_OK)
+            status = take_regions(&client->peers[index], &p->shards[index],
+                                  &fetches[i].data, path, &work, error);
+    }
+    fetch_free(fetches, n);
+    free(fetches);
+    return status;
+}

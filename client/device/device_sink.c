@@ -1,0 +1,564 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include "device/device_sink_internal.h"
+
+#include "error_set.h"
+#include <errno.h>
+#include <poll.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/eventfd.h>
+#include <unistd.h>
+
+/* A copy of 4 MiB takes a millisecond, on a shared and busy device some more. */
+#define DRAIN_MS 30000
+
+/* ------------------------------------------------------------------ signal */
+
+static fanin_status signal_create(sink_signal **out, fanin_error *error)
+{
+    sink_signal *s = calloc(1, sizeof(*s));
+    if (!s)
+        return error_set_memory(error);
+    s->fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+    if (s->fd < 0) {
+        int failed = errno;
+        free(s);
+        return error_set_errno(error, FANIN_ERR_LIMIT, failed, NULL,
+                               "cannot create an event descriptor");
+    }
+    pthread_mutex_init(&s->lock, NULL);
+    s->references = 1;
+    *out = s;
+    return FANIN_OK;
+}
+
+/* With the lock, which goes. */
+static void signal_drop(sink_signal *s)
+{
+    bool last = --s->references == 0;
+    pthread_mutex_unlock(&s->lock);
+    if (!last)
+        return;
+    pthread_mutex_destroy(&s->lock);
+    free(s);
+}
+
+static void poke(const sink_signal *s)
+{
+    uint64_t one = 1;
+    ssize_t n = s->fd >= 0 ? write(s->fd, &one, sizeof(one)) : 0;
+    (void)n; /* fails only when the counter is full: then a wake-up is due anyway */
+}
+
+/* In a thread of the driver: the caller's stream got to where the pull began. */
+static void on_reached(void *cookie, bool failed)
+{
+    sink_signal *s = cookie;
+    pthread_mutex_lock(&s->lock);
+    s->reached = true;
+    s->failed = failed;
+    poke(s);
+    signal_drop(s);
+}
+
+/* In a thread of the driver: a device is through with a job. */
+static void on_copied(void *cookie, bool failed)
+{
+    sink_job *job = cookie;
+    sink_signal *s = job->sink->signal;
+    pthread_mutex_lock(&s->lock);
+    job->running--;
+    job->broken = job->broken || failed;
+    poke(s);
+    pthread_mutex_unlock(&s->lock);
+}
+
+/* -------------------------------------------------------------- life cycle */
+
+static bool add_device(device_sink *s, int device)
+{
+    for (size_t i = 0; i < s->n_devices; i++) {
+        if (s->devices[i].device == device)
+            return true;
+    }
+    sink_device *grown = realloc(s->devices, (s->n_devices + 1) * sizeof(*grown));
+    if (!grown)
+        return false;
+    s->devices = grown;
+    s->devices[s->n_devices++] = (sink_device){.device = device};
+    return true;
+}
+
+static fanin_status follow(device_sink *s, const fanin_stream *after,
+                           fanin_error *error)
+{
+    s->ready = !after || !after->handle;
+    if (s->ready)
+        return FANIN_OK;
+    s->signal->references++;
+    fanin_status status = gpu_notify(s->g, after, on_reached, s->signal, error);
+    if (status != FANIN_OK)
+        s->signal->references--;
+    return status;
+}
+
+fanin_status device_sink_create(gpu *g, const memory_range *ranges, size_t n,
+                                const fanin_stream *after, device_sink **out,
+                                fanin_error *error)
+{
+    *out = NULL;
+    size_t on_devices = 0;
+    for (size_t i = 0; i < n; i++)
+        on_devices += ranges[i].device >= 0;
+    if (on_devices == 0)
+        return FANIN_OK;
+    device_sink *s = calloc(1, sizeof(*s));
+    if (!s)
+        return error_set_memory(error);
+    s->g = g;
+    s->ranges = ranges;
+    s->n_ranges = n;
+    s->source.fd = -1;
+    s->error = (fanin_error)FANIN_ERROR_INIT;
+    s->held.end = &s->held.first;
+    s->active.end = &s->active.first;
+    fanin_status status = FANIN_OK;
+    for (size_t i = 0; i < n && status == FANIN_OK; i++) {
+        if (ranges[i].device >= 0 && !add_device(s, ranges[i].device))
+            status = error_set_memory(error);
+    }
+    if (status == FANIN_OK)
+        status = signal_create(&s->signal, error);
+    if (status == FANIN_OK)
+        status = follow(s, after, error);
+    if (status != FANIN_OK)
+        (void)device_sink_destroy(&s);
+    *out = s;
+    return status;
+}
+
+bool device_sink_destroy(device_sink **sink)
+{
+    device_sink *s = *sink;
+    *sink = NULL;
+    if (!s)
+        return true;
+    bool finished = !s->signal || device_sink_recall(s, NULL);
+    if (s->loop)
+        loop_remove(s->loop, &s->source);
+    while (s->waiters)
+        device_sink_unwait(s->waiters);
+    if (!finished)
+        return false; /* the driver's threads may still come with its jobs */
+    if (s->signal) {
+        pthread_mutex_lock(&s->signal->lock);
+        close(s->signal->fd);
+        s->signal->fd = -1;
+        signal_drop(s->signal);
+    }
+    for (size_t i = 0; i < s->n_devices; i++)
+        gpu_stream_destroy(&s->devices[i].stream);
+    while (s->spare) {
+        sink_job *job = s->spare;
+        s->spare = job->later;
+        sink_job_release(job);
+        free(job);
+    }
+    copy_list_free(&s->blocks);
+    copy_list_free(&s->cut);
+    free(s->devices);
+    free(s);
+    return true;
+}
+
+int device_sink_device(const device_sink *sink, const void *to)
+{
+    const memory_range *r =
+        sink ? memory_range_find(sink->ranges, sink->n_ranges, to) : NULL;
+    return r ? r->device : -1;
+}
+
+void device_sink_fail(device_sink *sink, const fanin_error *error)
+{
+    if (sink->failed)
+        return;
+    sink->failed = true;
+    error_copy(&sink->error, error);
+    poke(sink->signal);
+}
+
+bool device_sink_failed(const device_sink *sink, fanin_error *error)
+{
+    if (!sink || !sink->failed)
+        return false;
+    error_copy(error, &sink->error);
+    return true;
+}
+
+/* An error of the driver, with the device that it is about. */
+static void fail_device(device_sink *s, size_t index, const fanin_error *why)
+{
+    fanin_error named = FANIN_ERROR_INIT;
+    error_place place = {.phase = "read"};
+    error_set(&named, why->status, &place, "landing on CUDA device %d: %s",
+              s->devices[index].device, why->message);
+    device_sink_fail(s, &named);
+}
+
+static void on_event(loop_source *source, uint32_t events);
+
+bool device_sink_attach(device_sink *s, loop *l, device_pool **pool)
+{
+    if (s->loop || s->failed)
+        return !s->failed;
+    fanin_error why = FANIN_ERROR_INIT;
+    fanin_status status = FANIN_OK;
+    if (!*pool)
+        *pool = device_pool_create(s->g);
+    if (!*pool)
+        status = error_set_memory(&why);
+    s->pool = *pool;
+    for (size_t i = 0; i < s->n_devices && status == FANIN_OK; i++) {
+        status =
+            gpu_stream_create(s->g, s->devices[i].device, &s->devices[i].stream, &why);
+        if (status != FANIN_OK) {
+            fail_device(s, i, &why);
+            return false;
+        }
+    }
+    if (status == FANIN_OK) {
+        s->source =
+            (loop_source){.fd = s->signal->fd, .events = EPOLLIN, .ready = on_event};
+        status = loop_add(l, &s->source, &why);
+    }
+    if (status != FANIN_OK) {
+        device_sink_fail(s, &why);
+        return false;
+    }
+    s->loop = l;
+    return true;
+}
+
+bool device_sink_ready(const device_sink *sink)
+{
+    return sink->ready;
+}
+
+size_t device_sink_devices(const device_sink *sink)
+{
+    return sink->n_devices;
+}
+
+int device_sink_device_at(const device_sink *sink, size_t index)
+{
+    return sink->devices[index].device;
+}
+
+gpu *device_sink_gpu(const device_sink *sink)
+{
+    return sink->g;
+}
+
+/* -------------------------------------------------------------------- jobs */
+
+static void append(job_list *list, sink_job *job)
+{
+    job->later = NULL;
+    *list->end = job;
+    list->end = &job->later;
+}
+
+/* Takes out the one that @p link points to. */
+static sink_job *take_out(job_list *list, sink_job **link)
+{
+    sink_job *job = *link;
+    *link = job->later;
+    if (list->end == &job->later)
+        list->end = link;
+    job->later = NULL;
+    return job;
+}
+
+sink_job *device_sink_take(device_sink *s, void *owner)
+{
+    pool_chunk *chunk;
+    fanin_error why = FANIN_ERROR_INIT;
+    if (s->failed)
+        return NULL;
+    if (device_pool_take(s->pool, &chunk, &why) != FANIN_OK)
+        device_sink_fail(s, &why);
+    if (!chunk)
+        return NULL;
+    sink_job *job = s->spare;
+    if (job) {
+        s->spare = job->later;
+    } else if (!(job = calloc(1, sizeof(*job)))) {
+        chunk->busy = false;
+        error_set_memory(&why);
+        device_sink_fail(s, &why);
+        return NULL;
+    }
+    job->later = NULL;
+    job->sink = s;
+    job->owner = owner;
+    job->chunk = chunk;
+    job->entries = chunk->entries;
+    job->max_entries = CHUNK_ENTRIES;
+    return job;
+}
+
+void sink_job_give(sink_job *job)
+{
+    device_sink *s = job->sink;
+    if (!job->chunk) {
+        sink_job_release(job);
+        return;
+    }
+    sink_job_clear(job);
+    job->chunk->busy = false;
+    job->chunk = NULL;
+    job->later = s->spare;
+    s->spare = job;
+    if (s->waiters)
+        poke(s->signal);
+}
+
+void sink_job_init(sink_job *job, device_sink *sink, unsigned area, void *owner)
+{
+    fanin_error why = FANIN_ERROR_INIT;
+    *job = (sink_job){.sink = sink, .owner = owner};
+    if (device_pool_area(sink->pool, area, &job->entries, &why) == FANIN_OK)
+        job->max_entries = AREA_ENTRIES;
+    else
+        device_sink_fail(sink, &why);
+}
+
+/* More entries than there is pinned room for: a table of the device's, for this job only. */
+static fanin_status run_table(sink_job *job, size_t index, fanin_error *error)
+{
+    const device_sink *s = job->sink;
+    const sink_device *d = &s->devices[index];
+    if (!job->tables)
+        job->tables = calloc(s->n_devices, sizeof(gpu_table *));
+    if (!job->tables)
+        return error_set_memory(error);
+    gpu_table **table = &job->tables[index];
+    fanin_status status =
+        gpu_table_create(s->g, d->device, s->cut.entries, s->cut.n, 1, table, error);
+    if (status != FANIN_OK)
+        return status;
+    return gpu_table_run(*table, d->stream, 0, s->cut.n, 0, 0, error);
+}
+
+static fanin_status run_entries(sink_job *job, size_t index, fanin_error *error)
+{
+    const device_sink *s = job->sink;
+    if (s->cut.n > job->max_entries - job->n_entries)
+        return run_table(job, index, error);
+    copy_entry *entries = job->entries + job->n_entries;
+    memcpy(entries, s->cut.entries, s->cut.n * sizeof(*entries));
+    job->n_entries += s->cut.n;
+    return gpu_entries_run(s->devices[index].stream, entries, s->cut.n, 0, 0, error);
+}
+
+static void set_running(sink_job *job, int change)
+{
+    pthread_mutex_lock(&job->sink->signal->lock);
+    job->running = (unsigned)((int)job->running + change);
+    pthread_mutex_unlock(&job->sink->signal->lock);
+}
+
+/* Starts what a job has for one device. */
+static void start(device_sink *s, sink_job *job, size_t index)
+{
+    fanin_error why = FANIN_ERROR_INIT;
+    sink_device *d = &s->devices[index];
+    if (!sink_job_entries(job, index)) {
+        error_set_memory(&why);
+        fail_device(s, index, &why);
+        return;
+    }
+    if (s->cut.n == 0)
+        return;
+    if (run_entries(job, index, &why) != FANIN_OK) {
+        fail_device(s, index, &why);
+        return;
+    }
+    set_running(job, 1);
+    if (gpu_stream_notify(d->stream, on_copied, job, &why) == FANIN_OK)
+        return;
+    fail_device(s, index, &why);
+    /* Nobody will tell when it is through. */
+    if (gpu_stream_wait(d->stream, deadline_in_ms(DRAIN_MS), &why) != FANIN_ERR_TIMEOUT)
+        set_running(job, -1);
+}
+
+static void launch(device_sink *s, sink_job *job)
+{
+    append(&s->active, job);
+    for (size_t i = 0; i < s->n_devices && !s->failed; i++)
+        start(s, job, i);
+    pthread_mutex_lock(&s->signal->lock);
+    bool idle = job->running == 0;
+    pthread_mutex_unlock(&s->signal->lock);
+    if (idle)
+        poke(s->signal);
+}
+
+void device_sink_submit(sink_job *job, sink_done_fn done)
+{
+    device_sink *s = job->sink;
+    job->done = done;
+    if (s->ready || s->failed)
+        launch(s, job);
+    else
+        append(&s->held, job);
+}
+
+/* ------------------------------------------------------------------ events */
+
+/* A job that is through, of @p owner or (NULL) of anybody; NULL: none. */
+static sink_job *next_finished(device_sink *s, const void *owner)
+{
+    sink_job **link = &s->active.first, *found = NULL;
+    pthread_mutex_lock(&s->signal->lock);
+    while (*link && ((*link)->running > 0 || (owner && (*link)->owner != owner)))
+        link = &(*link)->later;
+    if (*link)
+        found = take_out(&s->active, link);
+    pthread_mutex_unlock(&s->signal->lock);
+    return found;
+}
+
+/* Which device it was, and what its driver says. */
+static void explain(device_sink *s, const sink_job *job)
+{
+    fanin_error why = FANIN_ERROR_INIT;
+    for (size_t i = 0; i < s->n_devices && !s->failed; i++) {
+        if (gpu_stream_wait(s->devices[i].stream, 0, &why) == FANIN_ERR_TRANSPORT)
+            fail_device(s, i, &why);
+    }
+    if (s->failed)
+        return;
+    size_t index = job->n_items ? job->items[0].device : 0;
+    error_set(&why, FANIN_ERR_TRANSPORT, NULL, "the device failed");
+    fail_device(s, index, &why);
+}
+
+static void look_at_stream(device_sink *s)
+{
+    if (s->ready)
+        return;
+    pthread_mutex_lock(&s->signal->lock);
+    s->ready = s->signal->reached;
+    bool failed = s->signal->failed;
+    pthread_mutex_unlock(&s->signal->lock);
+    if (failed) {
+        fanin_error why = FANIN_ERROR_INIT;
+        error_place place = {.phase = "read"};
+        error_set(&why, FANIN_ERR_TRANSPORT, &place,
+                  "the device of the CUDA stream that was given has failed");
+        device_sink_fail(s, &why);
+    }
+}
+
+static void on_event(loop_source *source, uint32_t events)
+{
+    device_sink *s = (device_sink *)((char *)source - offsetof(device_sink, source));
+    uint64_t count;
+    ssize_t n = read(source->fd, &count, sizeof(count));
+    (void)n;
+    (void)events;
+    look_at_stream(s);
+    while (s->held.first && (s->ready || s->failed))
+        launch(s, take_out(&s->held, &s->held.first));
+    for (sink_job *job; (job = next_finished(s, NULL));) {
+        if (job->broken)
+            explain(s, job);
+        job->done(job, !s->failed);
+    }
+    sink_waiter *waiters = s->waiters;
+    s->waiters = NULL;
+    if (waiters)
+        waiters->link = &waiters;
+    while (waiters) {
+        sink_waiter *first = waiters;
+        device_sink_unwait(first);
+        first->ready(first);
+    }
+}
+
+void device_sink_wait(device_sink *sink, sink_waiter *waiter)
+{
+    if (waiter->link)
+        return;
+    waiter->next = sink->waiters;
+    waiter->link = &sink->waiters;
+    if (waiter->next)
+        waiter->next->link = &waiter->next;
+    sink->waiters = waiter;
+    if (sink->failed)
+        poke(sink->signal);
+}
+
+void device_sink_unwait(sink_waiter *waiter)
+{
+    if (!waiter->link)
+        return;
+    *waiter->link = waiter->next;
+    if (waiter->next)
+        waiter->next->link = waiter->link;
+    waiter->next = NULL;
+    waiter->link = NULL;
+}
+
+bool device_sink_is_short(const device_sink *sink)
+{
+    return sink->waiters != NULL;
+}
+
+/* ---------------------------------------------------------------- recalling */
+
+static void discard(sink_job *job)
+{
+    if (job->chunk)
+        sink_job_give(job);
+    else
+        sink_job_clear(job);
+}
+
+static bool is_active(const device_sink *s, const void *owner)
+{
+    const sink_job *job = s->active.first;
+    while (job && owner && job->owner != owner)
+        job = job->later;
+    return job != NULL;
+}
+
+bool device_sink_recall(device_sink *s, const void *owner)
+{
+    for (sink_job **link = &s->held.first; *link;) {
+        if (!owner || (*link)->owner == owner)
+            discard(take_out(&s->held, link));
+        else
+            link = &(*link)->later;
+    }
+    deadline at = deadline_in_ms(DRAIN_MS);
+    while (!s->stuck) {
+        for (sink_job *job; (job = next_finished(s, owner));)
+            discard(job);
+        if (!is_active(s, owner))
+            break;
+        struct pollfd wait = {.fd = s->signal->fd, .events = POLLIN};
+        (void)poll(&wait, 1, deadline_poll_ms(at));
+        uint64_t count;
+        if (read(s->signal->fd, &count, sizeof(count)) < 0)
+            s->stuck = deadline_passed(at);
+    }
+    if (s->stuck && is_active(s, owner)) {
+        device_pool_abandon(s->pool);
+        return false;
+    }
+    poke(s->signal); /* for what came here and is others' */
+    return true;
+}

@@ -1,0 +1,144 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include "device/scatter_pool.h"
+#include "cpus.h"
+#include "device/worker_thread.h"
+
+#include <pthread.h>
+#include <stdlib.h>
+#include <sys/eventfd.h>
+
+typedef struct queue {
+    scatter_job *first, **end;
+} queue;
+
+struct scatter_pool {
+    pthread_mutex_t lock;
+    pthread_cond_t work, done_cond;
+    queue waiting, done;
+    unsigned running, n_threads;
+    bool quit;
+    int event; /* -1: none */
+    pthread_t threads[];
+};
+
+static void push(queue *q, scatter_job *job)
+{
+    job->next = NULL;
+    *q->end = job;
+    q->end = &job->next;
+}
+
+static scatter_job *pop(queue *q)
+{
+    scatter_job *job = q->first;
+    if (job) {
+        q->first = job->next;
+        if (!q->first)
+            q->end = &q->first;
+    }
+    return job;
+}
+
+/* Runs one job; the lock is held before and after. */
+static void run_one(scatter_pool *pool, scatter_job *job)
+{
+    pool->running++;
+    pthread_mutex_unlock(&pool->lock);
+    job->run(job);
+    pthread_mutex_lock(&pool->lock);
+    pool->running--;
+    push(&pool->done, job);
+    pthread_cond_signal(&pool->done_cond);
+    if (pool->event >= 0)
+        (void)eventfd_write(pool->event, 1);
+}
+
+static void *work(void *cookie)
+{
+    scatter_pool *pool = cookie;
+    pthread_mutex_lock(&pool->lock);
+    while (!pool->quit) {
+        scatter_job *job = pop(&pool->waiting);
+        if (job)
+            run_one(pool, job);
+        else
+            pthread_cond_wait(&pool->work, &pool->lock);
+    }
+    pthread_mutex_unlock(&pool->lock);
+    return NULL;
+}
+
+scatter_pool *scatter_pool_create(unsigned most, int event)
+{
+    unsigned spare = usable_cpus() - 1, n = spare < most ? spare : most;
+    scatter_pool *pool = calloc(1, sizeof(*pool) + n * sizeof(pool->threads[0]));
+    if (!pool)
+        return NULL;
+    pool->event = event;
+    pthread_mutex_init(&pool->lock, NULL);
+    pthread_cond_init(&pool->work, NULL);
+    pthread_cond_init(&pool->done_cond, NULL);
+    pool->waiting.end = &pool->waiting.first;
+    pool->done.end = &pool->done.first;
+    while (pool->n_threads < n &&
+           worker_thread_start(&pool->threads[pool->n_threads], work, pool))
+        pool->n_threads++;
+    return pool;
+}
+
+unsigned scatter_pool_threads(const scatter_pool *pool)
+{
+    return pool->n_threads;
+}
+
+void scatter_pool_destroy(scatter_pool **pool)
+{
+    scatter_pool *p = *pool;
+    *pool = NULL;
+    if (!p)
+        return;
+    pthread_mutex_lock(&p->lock);
+    p->quit = true;
+    pthread_cond_broadcast(&p->work);
+    pthread_mutex_unlock(&p->lock);
+    for (unsigned i = 0; i < p->n_threads; i++)
+        pthread_join(p->threads[i], NULL);
+    pthread_mutex_destroy(&p->lock);
+    pthread_cond_destroy(&p->work);
+    pthread_cond_destroy(&p->done_cond);
+    free(p);
+}
+
+void scatter_pool_submit(scatter_pool *pool, scatter_job *job)
+{
+    pthread_mutex_lock(&pool->lock);
+    push(&pool->waiting, job);
+    pthread_cond_signal(&pool->work);
+    pthread_mutex_unlock(&pool->lock);
+}
+
+bool scatter_pool_help(scatter_pool *pool)
+{
+    pthread_mutex_lock(&pool->lock);
+    scatter_job *job = pop(&pool->waiting);
+    if (job)
+        run_one(pool, job);
+    pthread_mutex_unlock(&pool->lock);
+    return job != NULL;
+}
+
+scatter_job *scatter_pool_collect(scatter_pool *pool)
+{
+    pthread_mutex_lock(&pool->lock);
+    scatter_job *job = pop(&pool->done);
+    pthread_mutex_unlock(&pool->lock);
+    return job;
+}
+
+void scatter_pool_wait(scatter_pool *pool)
+{
+    pthread_mutex_lock(&pool->lock);
+    while (!pool->done.first && pool->running > 0)
+        pthread_cond_wait(&pool->done_cond, &pool->lock);
+    pthread_mutex_unlock(&pool->lock);
+}

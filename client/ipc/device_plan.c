@@ -1,0 +1,236 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include "ipc/device_plan_internal.h"
+
+#include "error_set.h"
+#include "plan/plan_internal.h"
+#include <stdlib.h>
+#include <string.h>
+
+typedef struct builder {
+    const device_plan_parts *from;
+    device_plan *d;
+    copy_list *lists; /* one a part */
+    host_pieces host;
+    const memory_range *range; /* of the piece before: neighbours mostly share it */
+} builder;
+
+bool device_plan_fits(const device_plan *d, const device_plan_parts *parts)
+{
+    return d && d->n_sources == parts->cache->n_sources &&
+           (d->gather_device == parts->gather_device || d->gather_device < 0) &&
+           memcmp(d->of_source, parts->of_source,
+                  d->n_sources * sizeof(*d->of_source)) == 0;
+}
+
+/* ------------------------------------------------------------------- bases */
+
+static fanin_status number_bases(device_plan *d, const device_plan_parts *parts,
+                                 fanin_error *error)
+{
+    const plan_cache *cache = parts->cache;
+    uint64_t n = 0;
+    for (size_t i = 0; i < cache->n_sources; i++)
+        n += parts->of_source[i] ? box_table_regions(cache->sources[i].boxes) : 0;
+    if (n > UINT32_MAX)
+        return error_set(error, FANIN_ERR_LIMIT, NULL, "too many regions");
+    d->bases = calloc(n + 1, sizeof(*d->bases));
+    if (!d->bases)
+        return error_set_memory(error);
+    for (size_t i = 0; i < cache->n_sources; i++) {
+        uint32_t regions =
+            parts->of_source[i] ? box_table_regions(cache->sources[i].boxes) : 0;
+        for (uint32_t j = 0; j < regions; j++)
+            d->bases[d->n_bases++] = (device_base){.source = i, .region = j};
+    }
+    return FANIN_OK;
+}
+
+/* ------------------------------------------------------------------- pieces */
+
+/* The list of the device that holds @p range; NULL: out of memory. */
+static copy_list *list_of(builder *b, int device, device_part **part_out)
+{
+    device_plan *d = b->d;
+    size_t i = 0;
+    while (i < d->n_parts && d->parts[i].device != device)
+        i++;
+    if (i == d->n_parts) {
+        copy_list *lists = realloc(b->lists, (i + 1) * sizeof(*lists));
+        b->lists = lists ? lists : b->lists;
+        device_part *parts = lists ? realloc(d->parts, (i + 1) * sizeof(*parts)) : NULL;
+        if (!parts)
+            return NULL;
+        d->parts = parts;
+        d->parts[i] = (device_part){.device = device};
+        b->lists[i] = (copy_list){.stop = b->from->stop};
+        d->n_parts++;
+    }
+    *part_out = &d->parts[i];
+    return &b->lists[i];
+}
+
+/* The range that holds @p to; NULL: none, which the destination's ranges rule out. */
+static const memory_range *range_at(builder *b, uint64_t to)
+{
+    const uint8_t *at = b->from->base + to;
+    const memory_range *r = b->range;
+    if (!r || at < r->base || at >= r->base + r->length)
+        r = memory_range_find(b->from->ranges, b->from->n_ranges, at);
+    b->range = r;
+    return r;
+}
+
+static bool add_host(builder *b, const host_piece *piece)
+{
+    if (work_stopped(b->from->stop) ||
+        !array_reserve(&b->host.pieces, &b->host.capacity, b->host.n + 1,
+                       sizeof(*b->host.pieces)))
+        return false;
+    b->host.pieces[b->host.n++] = *piece;
+    return true;
+}
+
+static uint64_t bytes_of(const span_piece *p, const strided *view)
+{
+    return view ? strided_runs(view) * view->run : p->length;
+}
+
+static fanin_status broken_off(const builder *b, fanin_error *error)
+{
+    return work_broken_off(b->from->stop, "plan", "copies were listed", error);
+}
+
+static fanin_status add_piece(builder *b, const plan_spans *spans, uint32_t base,
+                              const span *s, const span_piece *p, fanin_error *error)
+{
+    uint64_t from = s->offset + p->offset;
+    const strided *view = p->view ? &spans->views[p->view - 1] : NULL;
+    const memory_range *range = range_at(b, p->to);
+    if (!range)
+        return error_set(error, FANIN_ERR_INTERNAL, NULL,
+                         "a piece lies outside of the destination");
+    if (range->device < 0) {
+        host_piece piece = {
+            .from = from, .to = p->to, .length = p->length, .view = view, .base = base};
+        return add_host(b, &piece) ? FANIN_OK : broken_off(b, error);
+    }
+    device_part *part;
+    copy_list *list = list_of(b, range->device, &part);
+    if (!list)
+        return error_set_memory(error);
+    uint64_t to = (uint64_t)(uintptr_t)(b->from->base + p->to);
+    if (view)
+        copy_list_add_view(list, base, from, to, view);
+    else
+        copy_list_add(list, base, from, to, p->length);
+    part->bytes += bytes_of(p, view);
+    return list->failed ? broken_off(b, error) : FANIN_OK;
+}
+
+static fanin_status add_source(builder *b, size_t source, uint32_t first_base,
+                               fanin_error *error)
+{
+    const plan_spans *spans = b->from->cache->spans[source];
+    for (uint64_t i = 0; i < spans->n_spans; i++) {
+        const span *s = &spans->spans[i];
+        for (uint64_t j = s->first; j < s->first + s->count; j++) {
+            fanin_status status = add_piece(b, spans, first_base + s->region, s,
+                                            &spans->pieces[j], error);
+            if (status != FANIN_OK)
+                return status;
+        }
+    }
+    return FANIN_OK;
+}
+
+static fanin_status add_sources(builder *b, fanin_error *error)
+{
+    const plan_cache *cache = b->from->cache;
+    uint32_t base = 0;
+    for (size_t i = 0; i < cache->n_sources; i++) {
+        if (!b->from->of_source[i])
+            continue;
+        fanin_status status = add_source(b, i, base, error);
+        if (status != FANIN_OK)
+            return status;
+        base += box_table_regions(cache->sources[i].boxes);
+    }
+    return FANIN_OK;
+}
+
+/* ------------------------------------------------------------------- whole */
+
+static fanin_status upload(gpu *g, int device, const copy_list *list, uint32_t n_bases,
+                           gpu_table **out, fanin_error *error)
+{
+    if (list->failed)
+        return error_set_memory(error);
+    return gpu_table_create(g, device, list->entries, list->n, n_bases, out, error);
+}
+
+static fanin_status make_tables(builder *b, gpu *g, fanin_error *error)
+{
+    device_plan *d = b->d;
+    copy_list gather = {.stop = b->from->stop};
+    fanin_status status = number_bases(d, b->from, error);
+    if (status == FANIN_OK)
+        status = add_sources(b, error);
+    for (size_t i = 0; i < d->n_parts && status == FANIN_OK; i++)
+        status = upload(g, d->parts[i].device, &b->lists[i], d->n_bases,
+                        &d->parts[i].table, error);
+    if (status == FANIN_OK && b->host.n > 0) {
+        d->gather_device = b->from->gather_device;
+        status = d->gather_device < 0
+                     ? error_set(error, FANIN_ERR_INTERNAL, NULL,
+                                 "no device gathers what goes to host memory")
+                     : device_plan_lay_out_host(d, &b->host, &gather, error);
+        if (status == FANIN_OK)
+            status =
+                upload(g, d->gather_device, &gather, d->n_bases, &d->gather, error);
+    }
+    copy_list_free(&gather);
+    return status;
+}
+
+fanin_status device_plan_build(gpu *g, const device_plan_parts *parts,
+                               device_plan **out, fanin_error *error)
+{
+    *out = NULL;
+    builder b = {.from = parts, .d = calloc(1, sizeof(*b.d))};
+    if (!b.d)
+        return error_set_memory(error);
+    size_t n = parts->cache->n_sources;
+    b.d->gather_device = -1;
+    b.d->n_sources = n;
+    b.d->of_source = calloc(n + 1, sizeof(*b.d->of_source));
+    fanin_status status = b.d->of_source ? FANIN_OK : error_set_memory(error);
+    if (status == FANIN_OK) {
+        memcpy(b.d->of_source, parts->of_source, n * sizeof(*b.d->of_source));
+        status = make_tables(&b, g, error);
+    }
+    for (size_t i = 0; i < b.d->n_parts; i++)
+        copy_list_free(&b.lists[i]);
+    free(b.lists);
+    free(b.host.pieces);
+    if (status != FANIN_OK)
+        device_plan_free(&b.d);
+    *out = b.d;
+    return status;
+}
+
+void device_plan_free(device_plan **d)
+{
+    if (!*d)
+        return;
+    for (size_t i = 0; i < (*d)->n_parts; i++)
+        gpu_table_destroy(&(*d)->parts[i].table);
+    gpu_table_destroy(&(*d)->gather);
+    free((*d)->parts);
+    free((*d)->of_source);
+    free((*d)->bases);
+    free((*d)->chunks);
+    free((*d)->landings);
+    free((*d)->views);
+    free(*d);
+    *d = NULL;
+}

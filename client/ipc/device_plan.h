@@ -1,0 +1,82 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/**
+ * @file
+ * How the sources of a plan that are read by cuda_ipc are copied: for each device that holds some
+ * of the destination one table that one kernel carries out; for host memory a table that gathers
+ * the bytes chunk by chunk in device memory, and what is to be copied where from there. Made once
+ * and used by every pull: tables name regions by number, the reader says where those are.
+ */
+#ifndef DEVICE_PLAN_H
+#define DEVICE_PLAN_H
+
+#include "catalog/tables.h"
+
+/** A number that table entries use as their base: a region of a source. */
+typedef struct device_base {
+    size_t source;
+    uint32_t region; /**< in the box table's count: of the first arena */
+} device_base;
+
+/** What lands on one device. */
+typedef struct device_part {
+    int device;
+    gpu_table *table;
+    uint64_t bytes; /**< of the sources */
+} device_part;
+
+/** A stretch of a chunk and where it goes in host memory. */
+typedef struct host_landing {
+    uint64_t offset; /**< in the chunk */
+    uint64_t length; /**< contiguous bytes, if view is 0 */
+    uint64_t to;     /**< without the base, as in the plan */
+    uint32_t view;   /**< 1 + a view of the plan's, from chunk to destination */
+} host_landing;
+
+typedef struct host_chunk {
+    uint64_t first_entry,
+        n_entries; /**< of the table; `to` is an offset in the chunk */
+    uint64_t first_landing, n_landings;
+    uint64_t length; /**< bytes */
+    uint64_t to;     /**< of the whole chunk, if the destination is contiguous */
+} host_chunk;
+
+typedef struct device_plan {
+    bool *of_source; /**< whether a source is part of it */
+    size_t n_sources;
+    device_base *bases;
+    uint32_t n_bases;
+    device_part *parts;
+    size_t n_parts;
+    /* host memory */
+    int gather_device; /**< -1: no host memory */
+    bool
+        contiguous; /**< a chunk is a copy of what the destination shall hold at `to` */
+    uint64_t chunk_bytes;
+    gpu_table *gather;
+    host_chunk *chunks;
+    uint64_t n_chunks;
+    host_landing *landings;
+    strided *views;
+} device_plan;
+
+/** What it is made from: the cache's plan and spans of the sources with of_source[i]. */
+typedef struct device_plan_parts {
+    const plan_cache *cache;
+    const bool *of_source;
+    uint8_t *base; /**< of the destination */
+    const memory_range *ranges;
+    size_t n_ranges;
+    int gather_device;
+    work_stop *stop;
+} device_plan_parts;
+
+/** Whether @p d (may be NULL) is what device_plan_build() would make again. */
+bool device_plan_fits(const device_plan *d, const device_plan_parts *parts);
+/** Uploads the tables; blocks for that. FANIN_ERR_MEMORY, FANIN_ERR_TIMEOUT (stopped), errors of
+    gpu_table_create(). */
+fanin_status device_plan_build(gpu *g, const device_plan_parts *parts,
+                               device_plan **out, fanin_error *error);
+/** No kernel may be under way. *d NULL is fine. */
+void device_plan_free(device_plan **d);
+
+#endif

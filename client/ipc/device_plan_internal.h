@@ -1,0 +1,27 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/** @file What the parts of device_plan.h's implementation share. */
+#ifndef DEVICE_PLAN_INTERNAL_H
+#define DEVICE_PLAN_INTERNAL_H
+
+#include "copy_list.h"
+#include "ipc/device_plan.h"
+
+/** A piece that goes to host memory. */
+typedef struct host_piece {
+    uint64_t from, to;
+    uint64_t length;     /**< of the source, if it is contiguous */
+    const strided *view; /**< NULL: contiguous */
+    uint32_t base;
+} host_piece;
+
+typedef struct host_pieces {
+    host_piece *pieces;
+    uint64_t n, capacity;
+} host_pieces;
+
+/** Fills the host part of @p d; @p pieces are sorted by the way. The copies are added to
+    @p list, in the order of chunks. FANIN_ERR_MEMORY, FANIN_ERR_TIMEOUT (the list's stop). */
+fanin_status device_plan_lay_out_host(device_plan *d, host_pieces *pieces,
+                                      copy_list *list, fanin_error *error);
+
+#endif

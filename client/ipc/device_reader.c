@@ -1,0 +1,455 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include "ipc/device_reader.h"
+
+#include "device/device_kit.h"
+#include "device/scatter_pool.h"
+#include "error_set.h"
+#include <stdlib.h>
+#include <string.h>
+
+/* A kernel reads some GB in milliseconds. One that takes so long will never end. */
+#define DRAIN_MS 10000
+#define MAX_THREADS 4
+/* Below so many bytes the copying is not worth threads. */
+#define THREADS_FROM ((uint64_t)16 << 20)
+#define JOBS_A_CHUNK 8 /* each at least one landing */
+
+typedef struct part_run {
+    gpu_stream *stream;
+    bool queued, done;
+} part_run;
+
+typedef struct job {
+    scatter_job job; /* first: the pool hands it back */
+    struct lane *lane;
+    uint64_t first, n; /* landings */
+    uint64_t ns;
+} job;
+
+typedef enum lane_state { LANE_FREE, LANE_COPYING, LANE_LANDING } lane_state;
+
+/* One of the chunks that are under way. */
+typedef struct lane {
+    gather_lane at;
+    struct device_reader *reader;
+    const host_chunk *chunk;
+    lane_state state;
+    unsigned jobs_left;
+    job jobs[JOBS_A_CHUNK];
+} lane;
+
+struct device_reader {
+    device_reading how;
+    bool entered; /* the caller's stream has come to where the reading may begin */
+    part_run *parts;
+    uint64_t *addresses; /* of the plan's bases on one device */
+    lane lanes[GATHER_LANES];
+    uint64_t next_chunk, landed_chunks;
+    bool direct; /* the copy engine writes the destination */
+    scatter_pool *pool;
+    uint64_t bytes, scatter_ns;
+};
+
+/* ---------------------------------------------------------------- addresses */
+
+/* Where a base of the plan is for kernels of @p device. */
+static fanin_status address_of(const device_reader *r, const device_base *b, int device,
+                               uint64_t *out, fanin_error *error)
+{
+    const shard_table *s = r->how.shards[b->source];
+    const ipc_view *view = tables_view(s, device);
+    uint64_t region = (uint64_t)b->region + r->how.first_region[b->source];
+    if (!view || !s->ipc_keys)
+        return error_set(error, FANIN_ERR_INTERNAL, NULL,
+                         "a rank's memory is not mapped for device %d", device);
+    if (region >= s->regions->count ||
+        s->regions->entries[region].length < s->regions->entries[b->region].length)
+        return error_set(error, FANIN_ERR_PROTOCOL, NULL,
+                         "a rank granted an arena outside of its regions");
+    *out = ipc_mapping_base(view->mappings[region]) + s->ipc_keys[region].offset;
+    return FANIN_OK;
+}
+
+static fanin_status find_addresses(device_reader *r, int device, fanin_error *error)
+{
+    const device_plan *d = r->how.plan;
+    fanin_status status = FANIN_OK;
+    for (uint32_t i = 0; i < d->n_bases && status == FANIN_OK; i++)
+        status = address_of(r, &d->bases[i], device, &r->addresses[i], error);
+    return status;
+}
+
+/* FANIN_OK: the stream is idle; FANIN_ERR_TIMEOUT, and nothing written: not yet. */
+static fanin_status ask(gpu_stream *stream, deadline until, fanin_error *error)
+{
+    fanin_error local = FANIN_ERROR_INIT;
+    fanin_status status = gpu_stream_wait(stream, until, &local);
+    if (status != FANIN_OK && status != FANIN_ERR_TIMEOUT)
+        error_copy(error, &local);
+    return status;
+}
+
+/* ------------------------------------------------------------------ starting */
+
+static fanin_status come_after(const device_reader *r, gpu_stream *stream,
+                               fanin_error *error)
+{
+    const fanin_stream *after = r->how.after;
+    return after && after->handle ? gpu_stream_after(stream, after, error) : FANIN_OK;
+}
+
+static fanin_status start_part(device_reader *r, size_t i, fanin_error *error)
+{
+    const device_part *part = &r->how.plan->parts[i];
+    part_run *run = &r->parts[i];
+    fanin_status status = find_addresses(r, part->device, error);
+    if (status != FANIN_OK)
+        return status;
+    run->queued = true; /* from now on something may be on the stream */
+    status = gpu_table_set_bases(part->table, run->stream, r->addresses, error);
+    if (status == FANIN_OK)
+        status = gpu_table_run(part->table, run->stream, 0,
+                               gpu_table_count(part->table), 0, 0, error);
+    return status;
+}
+
+static void run_job(scatter_job *scatter)
+{
+    job *j = (job *)scatter;
+    const device_reader *r = j->lane->reader;
+    const device_plan *d = r->how.plan;
+    uint64_t started = clock_ns();
+    for (uint64_t i = j->first; i < j->first + j->n; i++) {
+        const host_landing *l = &d->landings[i];
+        const uint8_t *from = j->lane->at.host + l->offset;
+        if (l->view)
+            strided_copy(&d->views[l->view - 1], r->how.base + l->to, from);
+        else
+            memcpy(r->how.base + l->to, from, l->length);
+    }
+    j->ns = clock_ns() - started;
+}
+
+static uint64_t host_bytes(const device_plan *d)
+{
+    uint64_t bytes = 0;
+    for (uint64_t i = 0; i < d->n_chunks; i++)
+        bytes += d->chunks[i].length;
+    return bytes;
+}
+
+/* The addresses go to the device before any lane's kernel looks at them. */
+static fanin_status set_gather_bases(device_reader *r, fanin_error *error)
+{
+    const device_plan *d = r->how.plan;
+    fanin_status status = find_addresses(r, d->gather_device, error);
+    gpu_stream *first = r->lanes[0].at.stream;
+    if (status == FANIN_OK)
+        status = gpu_table_set_bases(d->gather, first, r->addresses, error);
+    if (status == FANIN_OK)
+        status = gpu_stream_wait(first, deadline_in_ms(DRAIN_MS), error);
+    if (status != FANIN_OK)
+        r->lanes[0].state = LANE_COPYING; /* to be drained before the table goes */
+    return status;
+}
+
+static fanin_status prepare_parts(device_reader *r, fanin_error *error)
+{
+    const device_plan *d = r->how.plan;
+    fanin_status status = FANIN_OK;
+    for (size_t i = 0; i < d->n_parts && status == FANIN_OK; i++) {
+        status = device_kit_stream(r->how.client->kit, d->parts[i].device,
+                                   &r->parts[i].stream, error);
+        if (status == FANIN_OK)
+            status = come_after(r, r->parts[i].stream, error);
+    }
+    return status;
+}
+
+static fanin_status prepare_lanes(device_reader *r, fanin_error *error)
+{
+    const device_plan *d = r->how.plan;
+    if (d->n_chunks == 0)
+        return FANIN_OK;
+    r->direct = d->contiguous && r->how.pinned;
+    gather_lane lanes[GATHER_LANES];
+    fanin_status status = device_kit_lanes(r->how.client->kit, d->gather_device,
+                                           d->chunk_bytes, !r->direct, lanes, error);
+    if (status != FANIN_OK)
+        return status;
+    for (int i = 0; i < GATHER_LANES; i++) {
+        lane *l = &r->lanes[i];
+        l->at = lanes[i];
+        l->reader = r;
+        for (int j = 0; j < JOBS_A_CHUNK; j++) {
+            l->jobs[j].lane = l;
+            l->jobs[j].job.run = run_job;
+        }
+    }
+    bool threads = !r->direct && host_bytes(d) >= THREADS_FROM;
+    r->pool = scatter_pool_create(threads ? MAX_THREADS : 0, -1);
+    if (!r->pool)
+        return error_set_memory(error);
+    for (int i = 0; i < GATHER_LANES && status == FANIN_OK; i++)
+        status = come_after(r, r->lanes[i].at.stream, error);
+    return status;
+}
+
+fanin_status device_reader_start(const device_reading *how, device_reader **out,
+                                 fanin_error *error)
+{
+    device_reader *r = calloc(1, sizeof(*r));
+    *out = r;
+    if (!r)
+        return error_set_memory(error);
+    r->how = *how;
+    r->parts = calloc(how->plan->n_parts + 1, sizeof(*r->parts));
+    r->addresses = calloc((size_t)how->plan->n_bases + 1, sizeof(*r->addresses));
+    if (!r->parts || !r->addresses)
+        return error_set_memory(error);
+    fanin_status status = prepare_parts(r, error);
+    if (status == FANIN_OK)
+        status = prepare_lanes(r, error);
+    bool done;
+    return status == FANIN_OK ? device_reader_step(r, 0, &done, error) : status;
+}
+
+/* What is on a stream cannot be recalled, so nothing is put behind the caller's work before that
+   has ended: a pull whose deadline passes meanwhile leaves nothing behind. */
+static fanin_status enter(device_reader *r, deadline until, fanin_error *error)
+{
+    const device_plan *d = r->how.plan;
+    fanin_status status = FANIN_OK;
+    for (size_t i = 0; i < d->n_parts && status == FANIN_OK; i++)
+        status = ask(r->parts[i].stream, until, error);
+    for (int i = 0; i < GATHER_LANES && d->n_chunks > 0 && status == FANIN_OK; i++)
+        status = ask(r->lanes[i].at.stream, until, error);
+    if (status != FANIN_OK)
+        return status == FANIN_ERR_TIMEOUT ? FANIN_OK : status;
+    r->entered = true;
+    for (size_t i = 0; i < d->n_parts && status == FANIN_OK; i++)
+        status = start_part(r, i, error);
+    return status == FANIN_OK && d->n_chunks > 0 ? set_gather_bases(r, error) : status;
+}
+
+/* ------------------------------------------------------------------- chunks */
+
+static fanin_status start_chunk(device_reader *r, lane *l, fanin_error *error)
+{
+    const device_plan *d = r->how.plan;
+    const host_chunk *c = &d->chunks[r->next_chunk];
+    uint8_t *to = r->direct ? r->how.base + c->to : l->at.host;
+    l->chunk = c;
+    l->state = LANE_COPYING;
+    r->next_chunk++;
+    fanin_status status =
+        gpu_table_run(d->gather, l->at.stream, c->first_entry, c->n_entries, 0,
+                      (uint64_t)(uintptr_t)l->at.device, error);
+    if (status == FANIN_OK)
+        status = gpu_copy(l->at.stream, to, l->at.device, (size_t)c->length, error);
+    return status;
+}
+
+static void tell_landed(const device_reader *r, const host_chunk *c)
+{
+    const device_plan *d = r->how.plan;
+    if (!r->how.landed)
+        return;
+    for (uint64_t i = c->first_landing; i < c->first_landing + c->n_landings; i++) {
+        const host_landing *l = &d->landings[i];
+        if (l->view)
+            landed_view(r->how.landed, r->how.landed_cookie, &d->views[l->view - 1],
+                        l->to);
+        else
+            r->how.landed(r->how.landed_cookie, l->to, l->length);
+    }
+}
+
+static void finish_chunk(device_reader *r, lane *l)
+{
+    tell_landed(r, l->chunk);
+    r->bytes += l->chunk->length;
+    r->landed_chunks++;
+    l->state = LANE_FREE;
+}
+
+/* The chunk is in pinned memory: threads take it to its places, each about as much. */
+static void land_chunk(device_reader *r, lane *l)
+{
+    const host_chunk *c = l->chunk;
+    uint64_t jobs = c->n_landings < JOBS_A_CHUNK ? c->n_landings : JOBS_A_CHUNK;
+    l->state = LANE_LANDING;
+    l->jobs_left = (unsigned)jobs;
+    for (uint64_t i = 0; i < jobs; i++) {
+        uint64_t first = c->n_landings * i / jobs, end = c->n_landings * (i + 1) / jobs;
+        l->jobs[i].first = c->first_landing + first;
+        l->jobs[i].n = end - first;
+        scatter_pool_submit(r->pool, &l->jobs[i].job);
+    }
+}
+
+static bool collect(device_reader *r)
+{
+    bool any = false;
+    scatter_job *done;
+    while ((done = scatter_pool_collect(r->pool))) {
+        job *j = (job *)done;
+        r->scatter_ns += j->ns;
+        if (--j->lane->jobs_left == 0)
+            finish_chunk(r, j->lane);
+        any = true;
+    }
+    return any;
+}
+
+/* Chunks end in the order in which they were started: the oldest one is asked for. */
+static lane *oldest_copying(device_reader *r)
+{
+    lane *oldest = NULL;
+    for (int i = 0; i < GATHER_LANES; i++) {
+        lane *l = &r->lanes[i];
+        if (l->state == LANE_COPYING && (!oldest || l->chunk < oldest->chunk))
+            oldest = l;
+    }
+    return oldest;
+}
+
+static fanin_status take_copied(device_reader *r, deadline until, bool *any,
+                                fanin_error *error)
+{
+    lane *l;
+    while ((l = oldest_copying(r))) {
+        fanin_status status = ask(l->at.stream, until, error);
+        if (status != FANIN_OK)
+            return status == FANIN_ERR_TIMEOUT ? FANIN_OK : status;
+        *any = true;
+        until = 0;
+        if (r->direct)
+            finish_chunk(r, l);
+        else
+            land_chunk(r, l);
+    }
+    return FANIN_OK;
+}
+
+static fanin_status start_chunks(device_reader *r, bool *any, fanin_error *error)
+{
+    fanin_status status = FANIN_OK;
+    for (int i = 0; i < GATHER_LANES && status == FANIN_OK; i++) {
+        lane *l = &r->lanes[i];
+        if (l->state != LANE_FREE || r->next_chunk == r->how.plan->n_chunks)
+            continue;
+        status = start_chunk(r, l, error);
+        *any = true;
+    }
+    return status;
+}
+
+/* -------------------------------------------------------------------- steps */
+
+static fanin_status take_parts(device_reader *r, deadline until, bool *any,
+                               fanin_error *error)
+{
+    const device_plan *d = r->how.plan;
+    for (size_t i = 0; i < d->n_parts; i++) {
+        if (r->parts[i].done)
+            continue;
+        fanin_status status = ask(r->parts[i].stream, until, error);
+        if (status != FANIN_OK && status != FANIN_ERR_TIMEOUT)
+            return status;
+        until = 0; /* one wait is enough */
+        if (status != FANIN_OK)
+            continue;
+        r->parts[i].done = true;
+        r->bytes += d->parts[i].bytes;
+        *any = true;
+    }
+    return FANIN_OK;
+}
+
+static bool all_done(const device_reader *r)
+{
+    const device_plan *d = r->how.plan;
+    for (size_t i = 0; i < d->n_parts; i++) {
+        if (!r->parts[i].done)
+            return false;
+    }
+    return r->landed_chunks == d->n_chunks;
+}
+
+static fanin_status pass(device_reader *r, deadline until, bool *any,
+                         fanin_error *error)
+{
+    const bool gathers = r->how.plan->n_chunks > r->landed_chunks;
+    fanin_status status = r->entered ? FANIN_OK : enter(r, until, error);
+    if (status != FANIN_OK || !r->entered)
+        return status;
+    if (gathers && collect(r))
+        *any = true;
+    if (gathers)
+        status = take_copied(r, until, any, error);
+    if (status == FANIN_OK && gathers)
+        status = start_chunks(r, any, error);
+    if (status == FANIN_OK)
+        status = take_parts(r, gathers ? 0 : until, any, error);
+    return status;
+}
+
+fanin_status device_reader_step(device_reader *r, deadline until, bool *done_out,
+                                fanin_error *error)
+{
+    bool any = false;
+    fanin_status status = pass(r, 0, &any, error);
+    *done_out = status == FANIN_OK && all_done(r);
+    if (status != FANIN_OK || *done_out || any || until == 0)
+        return status;
+    if (r->entered && r->landed_chunks < r->how.plan->n_chunks && !oldest_copying(r)) {
+        /* All chunks wait for threads: this one copies as well. */
+        if (!scatter_pool_help(r->pool))
+            scatter_pool_wait(r->pool);
+        until = 0;
+    }
+    status = pass(r, until, &any, error);
+    *done_out = status == FANIN_OK && all_done(r);
+    return status;
+}
+
+uint64_t device_reader_bytes(const device_reader *r)
+{
+    return r->bytes;
+}
+
+uint64_t device_reader_scatter_ns(const device_reader *r)
+{
+    return r->scatter_ns;
+}
+
+/* ------------------------------------------------------------------- ending */
+
+/* A device that has failed runs nothing any more. */
+static bool drain(gpu_stream *stream)
+{
+    return gpu_stream_wait(stream, deadline_in_ms(DRAIN_MS), NULL) != FANIN_ERR_TIMEOUT;
+}
+
+bool device_reader_destroy(device_reader **reader)
+{
+    device_reader *r = *reader;
+    *reader = NULL;
+    if (!r)
+        return true;
+    scatter_pool_destroy(&r->pool);
+    bool drained = true;
+    for (size_t i = 0; r->parts && i < r->how.plan->n_parts; i++) {
+        if (r->parts[i].queued && !r->parts[i].done)
+            drained = drain(r->parts[i].stream) && drained;
+    }
+    for (int i = 0; i < GATHER_LANES; i++) {
+        if (r->lanes[i].at.stream && r->lanes[i].state == LANE_COPYING)
+            drained = drain(r->lanes[i].at.stream) && drained;
+    }
+    free(r->parts);
+    free(r->addresses);
+    free(r);
+    return drained;
+}

@@ -1,0 +1,50 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/**
+ * @file
+ * Reading by cuda_ipc: a kernel on each destination device reads all ranks' mapped memory and
+ * writes the final places. What goes to host memory is gathered in chunks on one device and
+ * copied from there by the copy engine, straight to the destination if CUDA may write it, else
+ * by way of pinned chunks that threads empty. The servers take no part.
+ */
+#ifndef DEVICE_READER_H
+#define DEVICE_READER_H
+
+#include "ipc/device_plan.h"
+#include "plan/landed.h"
+
+/** What a reader needs; one attempt. Everything outlives the reader. */
+typedef struct device_reading {
+    fanin_client *client; /**< with its kit */
+    const device_plan *plan;
+    const shard_table *const *shards; /**< one a source; of those in the plan */
+    const uint32_t *first_region;     /**< one a source */
+    uint8_t *base;
+    bool pinned;      /**< the destination's host memory is CUDA's to write */
+    landed_fn landed; /**< of what lands in host memory; may be NULL */
+    void *landed_cookie;
+    const fanin_stream
+        *after; /**< everything comes after its work; handle NULL: nothing */
+} device_reading;
+
+typedef struct device_reader device_reader;
+
+/** Begins; kernels are queued by the step that finds the work of how->after done. @p how is copied. Errors of the GPU; FANIN_ERR_MEMORY; FANIN_ERR_PROTOCOL:
+    a rank's arena lies outside of its regions. On an error *out may be there nevertheless: it
+    is to be destroyed. */
+fanin_status device_reader_start(const device_reading *how, device_reader **out,
+                                 fanin_error *error);
+/**
+ * Lands what has come and queues what comes next; waits until @p until at most if nothing has
+ * happened (0: does not wait). *done_out: everything is in place. FANIN_ERR_TRANSPORT: a device
+ * failed.
+ */
+fanin_status device_reader_step(device_reader *r, deadline until, bool *done_out,
+                                fanin_error *error);
+uint64_t device_reader_bytes(const device_reader *r); /**< in place so far */
+uint64_t device_reader_scatter_ns(const device_reader *r);
+/** Waits for kernels and copies that are under way: they are short and cannot be recalled. False:
+    a device does not end them; then the plan, the mappings and the destinations must never be
+    freed. NULL is fine. */
+bool device_reader_destroy(device_reader **r);
+
+#endif

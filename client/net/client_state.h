@@ -1,0 +1,138 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/** @file What a client is made of, shared by the client's own files. */
+#ifndef CLIENT_STATE_H
+#define CLIENT_STATE_H
+
+#include "catalog.h"
+#include "device/device_pool.h"
+#include "log.h"
+#include "net/connection.h"
+#include "plan/plan.h"
+#include "ucx.h"
+#include <fanin/client.h>
+#include <stdatomic.h>
+#include <sys/types.h>
+
+typedef struct stream_link stream_link; /* stream_link.h */
+typedef struct publication publication; /* tables.h */
+typedef struct ipc_map ipc_map;         /* ipc_map.h */
+typedef struct device_kit device_kit;   /* device_kit.h */
+typedef struct spare_file spare_file;   /* spare_file.h */
+
+#define PATH_REASON 256 /**< bytes of a sentence that says why a path was taken */
+
+/** One trainer rank as the client sees it: its connection and what was built upon it. */
+typedef struct peer {
+    connection *control;
+    stream_link *stream;    /**< data connections, NULL: none yet */
+    ucx_endpoint *endpoint; /**< NULL: none */
+    uint64_t generation;    /**< of the connection that the two belong to */
+    uint64_t admitted; /**< of the connection that was compared with the other ranks' */
+    bool slow;         /**< the last call stopped waiting for the connection */
+    fanin_path path;   /**< of the pull under way; FANIN_PATH_AUTO: not decided */
+    char reason[PATH_REASON]; /**< why this path */
+    /** a path failed while it was used: stream for the rest of this generation */
+    bool spoiled;
+} peer;
+
+struct fanin_client {
+    pid_t pid;
+    fanin_client_config config;
+    char *server_name;
+    logger log;
+    loop loop;
+    connection_shared shared;
+    peer *peers; /**< in the order of the addresses */
+    size_t n_peers;
+    atomic_bool cancelled;
+    loop_source cancel;    /**< eventfd that cancel writes to */
+    ucx *ucx;              /**< NULL: none */
+    char ucx_missing[256]; /**< why there is none */
+    ucx_client *one_sided;
+    fanin_path one_sided_path; /**< the path that one_sided was made for */
+    uint8_t *staging;          /**< where staged gets land; kept between pulls */
+    ucx_local *staging_local;  /**< its registration with one_sided */
+    device_pool
+        *device_pool;      /**< memory for landing on devices, NULL: not needed yet */
+    gpu *gpu;              /**< CUDA, loaded by the first pull that needs it */
+    char gpu_missing[256]; /**< why there is none; "": not tried yet */
+    ipc_map *ipc;          /**< other processes' device memory; NULL: none yet */
+    device_kit *kit;       /**< own streams and staging on devices; NULL: none yet */
+    spare_file *spare;     /**< being made between calls, or ready; NULL: none */
+    publication *publications;
+    bool connected; /**< addresses are known */
+};
+
+/** FANIN_ERR_FORKED in a child, FANIN_ERR_ARGUMENT for NULL. */
+fanin_status client_check(const fanin_client *client, fanin_error *error);
+/** client_check(), and that fanin_client_connect() gave addresses. */
+fanin_status client_check_connected(const fanin_client *client, fanin_error *error);
+/** client_check_connected(), starts the call's clock, client_ensure_connected(). */
+fanin_status client_enter(fanin_client *client, uint32_t timeout_ms, deadline *at_out,
+                          fanin_error *error);
+
+/**
+ * Steps the loop until *@p left is 0. FANIN_ERR_CANCELLED; FANIN_ERR_TIMEOUT when @p at passes.
+ * Handlers with cookies that die with the caller must then be forgotten.
+ */
+fanin_status client_run(fanin_client *client, const size_t *left, deadline at,
+                        const char *phase, fanin_error *error);
+/** For work that computes for long: stops when a deadline has passed or the call was cancelled. */
+typedef struct client_work {
+    work_stop stop;
+    fanin_client *client;
+    deadline at;
+} client_work;
+/** @p w must stay where it is. */
+void client_work_start(client_work *w, fanin_client *client, deadline at);
+/** @p status of the work and its @p error; if it was stopped by cancel, FANIN_ERR_CANCELLED. */
+fanin_status client_work_end(const client_work *w, fanin_status status,
+                             fanin_error *error);
+/** One step of the loop; returns at @p wake at the latest. FANIN_ERR_CANCELLED,
+    FANIN_ERR_TIMEOUT when @p at has passed. */
+fanin_status client_step(fanin_client *client, deadline at, deadline wake,
+                         const char *phase, fanin_error *error);
+/** Pings and gives up ranks that fell silent. When to look again: at once if a rank was given up
+    just now, for nothing may follow that would wake the loop. */
+deadline client_tick(fanin_client *client);
+/** Lets time pass until @p until or @p at, minding cancel. */
+fanin_status client_pause(fanin_client *client, deadline at, deadline until,
+                          fanin_error *error);
+
+/**
+ * Connects what is down and waits until every connection is READY or failed, at most until
+ * @p at; then compares all ranks (one world, each rank once, one world size). If they differ, all
+ * are asked whether they still live, for lost_ms or half of the time at most; who is silent is
+ * connected anew, and all are compared again. FANIN_OK if at least one rank is there.
+ *
+ * Unless @p patient, who is silent holds nobody up once a rank is there: ranks that fell silent or
+ * did not answer in time before are not waited for, the others for half of the time at most. They
+ * go on connecting, and are there in a later call.
+ */
+fanin_status client_ensure_connected(fanin_client *client, bool patient, deadline at,
+                                     fanin_error *error);
+/** Whether ranks that are not there are still connecting. */
+bool client_expects_more(const fanin_client *client);
+
+/** The first connecting: returns as soon as one rank is there; the loop carries on the others. */
+fanin_status client_connect_first(fanin_client *client, deadline at,
+                                  fanin_error *error);
+/** All that are connected take part from now on, if they belong together and are who was demanded:
+    FANIN_ERR_WORLD. None is there: why the first one is not. */
+fanin_status client_compare(fanin_client *client, fanin_error *error);
+/** CUDA, loaded if need be; NULL: there is none, client->gpu_missing says why. */
+gpu *client_gpu(fanin_client *client);
+
+/** Closes all endpoints and destroys one_sided. False: reads could not be recalled even so; what
+    they land in must never be freed. */
+bool client_close_one_sided(fanin_client *client);
+
+/** Connected, and compared with the other ranks. */
+bool peer_ready(const peer *p);
+/** Drops data connections and endpoint if the connection under them is another one now. */
+void peer_refresh(fanin_client *client, size_t index);
+/** Drops them in any case, and what was decided about paths; false: reads could not be drained
+    (see ucx_endpoint_close). */
+bool peer_drop_paths(fanin_client *client, size_t index);
+
+#endif

@@ -1,0 +1,723 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include "net/connection.h"
+
+#include "error_set.h"
+#include "net/outgoing.h"
+#include "seal.h"
+#include <errno.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+#define INPUT_STEP 65536
+
+typedef struct pending {
+    struct pending *next;
+    uint64_t request;
+    reply_fn fn;
+    void *cookie;
+    bool keep;
+} pending;
+
+struct connection {
+    loop_source source; /* first: the loop hands it back */
+    const connection_shared *shared;
+    socket_address tcp, in_use;
+    char text[64];
+    connection_state state;
+    bool is_unix, local, known;
+    bool sealed;   /* frames have checksums: from the hello's reply on */
+    checksum *sum; /* of the hello and its reply */
+    fanin_error fault;
+    msg_hello_ok peer;
+    uint64_t generation, next_request;
+    deadline connect_by;
+    uint64_t heard_ns; /* last byte from the peer, or when it began to owe an answer */
+    bool pinged, owing, silent;
+    buffer in;
+    size_t in_used;
+    outgoing out;
+    pending *pending;
+};
+
+static void on_ready(loop_source *source, uint32_t events);
+
+fanin_status connection_create(const connection_shared *shared, const char *address,
+                               const socket_address *tcp, connection **out,
+                               fanin_error *error)
+{
+    connection *c = calloc(1, sizeof(*c));
+    if (!c)
+        return error_set_memory(error);
+    c->shared = shared;
+    c->sum = checksum_create();
+    if (!c->sum) {
+        free(c);
+        return error_set_memory(error);
+    }
+    c->source = (loop_source){.fd = -1, .ready = on_ready};
+    c->fault = (fanin_error)FANIN_ERROR_INIT;
+    snprintf(c->text, sizeof(c->text), "%s", address);
+    c->tcp = *tcp;
+    c->local = socket_is_local(&c->tcp);
+    error_place place = connection_place(c, "connect");
+    place.remedy = "is the trainer process stopped, or a firewall in between?";
+    error_set(&c->fault, FANIN_ERR_UNREACHABLE, &place,
+              "the rank at %s has not answered yet", c->text);
+    *out = c;
+    return FANIN_OK;
+}
+
+void connection_destroy(connection **c)
+{
+    if (!*c)
+        return;
+    fanin_error closed = FANIN_ERROR_INIT;
+    error_set(&closed, FANIN_ERR_CLOSED, NULL, "the client disconnected");
+    connection_fail(*c, &closed);
+    buffer_free(&(*c)->in);
+    outgoing_free(&(*c)->out);
+    checksum_free((*c)->sum);
+    free(*c);
+    *c = NULL;
+}
+
+error_place connection_place(const connection *c, const char *phase)
+{
+    return (error_place){.phase = phase,
+                         .address = c->text,
+                         .rank_plus_1 = c->known ? (int32_t)c->peer.rank + 1 : 0};
+}
+
+/* ------------------------------------------------------------ connecting */
+
+static void fail_here(connection *c, fanin_status status, int sys_errno,
+                      const char *phase, const char *remedy, const char *what)
+{
+    fanin_error fault = FANIN_ERROR_INIT;
+    error_place place = connection_place(c, phase);
+    place.remedy = remedy;
+    char who[CONNECTION_NAME];
+    connection_name(c, who);
+    if (sys_errno)
+        error_set_errno(&fault, status, sys_errno, &place, "%s %s", who, what);
+    else
+        error_set(&fault, status, &place, "%s %s", who, what);
+    connection_fail(c, &fault);
+}
+
+/* Nobody else's fault. */
+static void fail_for_memory(connection *c)
+{
+    fanin_error fault = FANIN_ERROR_INIT;
+    error_set_memory(&fault);
+    connection_fail(c, &fault);
+}
+
+static bool start_on(connection *c, const socket_address *address, fanin_error *fault)
+{
+    int fd;
+    if (socket_connect_start(address, &fd, fault) != FANIN_OK)
+        return false;
+    c->in_use = *address;
+    c->source.fd = fd;
+    c->source.events = EPOLLOUT;
+    if (loop_add(c->shared->loop, &c->source, fault) != FANIN_OK) {
+        close(fd);
+        c->source.fd = -1;
+        return false;
+    }
+    c->state = CONNECTION_CONNECTING;
+    c->connect_by = deadline_in_ms(c->shared->connect_ms);
+    return true;
+}
+
+/* The abstract name may belong to another user: then only TCP is left. */
+static bool start_unix(connection *c)
+{
+    if (c->shared->no_unix || !socket_is_loopback(&c->tcp))
+        return false;
+    socket_address name;
+    socket_unix_address(geteuid(), &c->tcp, &name);
+    if (!start_on(c, &name, NULL))
+        return false;
+    uid_t uid;
+    int failed = socket_connect_result(c->source.fd);
+    if (failed == 0 && socket_peer_credentials(c->source.fd, &uid, NULL) &&
+        uid == geteuid()) {
+        c->is_unix = true;
+        return true;
+    }
+    loop_remove(c->shared->loop, &c->source);
+    close(c->source.fd);
+    c->source.fd = -1;
+    c->state = CONNECTION_DOWN;
+    return false;
+}
+
+static void forget_talk(connection *c)
+{
+    c->is_unix = c->sealed = c->out.bytes.sealed = false;
+    buffer_clear(&c->in);
+    c->in_used = 0;
+    outgoing_clear(&c->out);
+    c->next_request = 1;
+}
+
+static void start_tcp(connection *c)
+{
+    fanin_error fault = FANIN_ERROR_INIT;
+    forget_talk(c);
+    if (start_on(c, &c->tcp, &fault))
+        return;
+    error_place place = connection_place(c, "connect");
+    place.sys_errno = fault.sys_errno;
+    place.remedy = "is the trainer running, and is this its base port + rank?";
+    if (c->known)
+        error_set(&c->fault, FANIN_ERR_UNREACHABLE, &place, "rank %u: %s", c->peer.rank,
+                  fault.message);
+    else
+        error_set(&c->fault, FANIN_ERR_UNREACHABLE, &place, "%s", fault.message);
+}
+
+void connection_start(connection *c)
+{
+    if (c->state != CONNECTION_DOWN) {
+        if (c->state != CONNECTION_READY && deadline_passed(c->connect_by))
+            c->connect_by = deadline_in_ms(c->shared->connect_ms);
+        return;
+    }
+    forget_talk(c);
+    if (!start_unix(c))
+        start_tcp(c);
+}
+
+/* Whoever took the Unix name of an address need not be who listens there. Over TCP addresses may
+   differ lawfully: forwarders, names, NAT. */
+static bool is_who_was_asked(const connection *c, const msg_hello_ok *peer)
+{
+    char asked[SOCKET_TEXT];
+    socket_listen_text(&c->tcp, asked);
+    return !c->is_unix || strcmp(asked, peer->address) == 0;
+}
+
+static void leave_unix(connection *c)
+{
+    loop_remove(c->shared->loop, &c->source);
+    close(c->source.fd);
+    c->source.fd = -1;
+    c->state = CONNECTION_DOWN;
+    start_tcp(c);
+}
+
+static void send_hello(connection *c)
+{
+    msg_hello hello = {.version_min = VERSION_MIN,
+                       .version_max = VERSION_MAX,
+                       .features = FEATURES,
+                       .role = ROLE_CONTROL};
+    if (c->is_unix || c->shared->no_checksums)
+        hello.features &= ~FEATURE_SEALS;
+    memcpy(hello.id, c->shared->client_id, sizeof(hello.id));
+    snprintf(hello.software, sizeof(hello.software), "fanin %s", fanin_version());
+    if (c->shared->ucx_version)
+        snprintf(hello.ucx_version, sizeof(hello.ucx_version), "%s",
+                 c->shared->ucx_version);
+    encode_hello(&c->out.bytes, c->next_request++, &hello);
+    checksum_reset(c->sum);
+    checksum_add(c->sum, c->out.bytes.data, c->out.bytes.size);
+    c->state = CONNECTION_HELLO;
+    loop_want(c->shared->loop, &c->source, EPOLLIN | EPOLLOUT);
+}
+
+void connection_encode_data_hello(const connection *c, buffer *out, checksum *sum)
+{
+    msg_hello hello = {.version_min = VERSION_MIN,
+                       .version_max = VERSION_MAX,
+                       .features = c->sealed ? FEATURE_SEALS : 0,
+                       .role = ROLE_DATA};
+    memcpy(hello.id, c->peer.session, sizeof(hello.id));
+    snprintf(hello.software, sizeof(hello.software), "fanin %s", fanin_version());
+    encode_hello(out, 1, &hello);
+    if (c->sealed)
+        checksum_add(sum, out->data, out->size);
+}
+
+void connection_fail(connection *c, const fanin_error *fault)
+{
+    if (c->source.fd >= 0) {
+        loop_remove(c->shared->loop, &c->source);
+        close(c->source.fd);
+        c->source.fd = -1;
+    }
+    bool was_up = c->state != CONNECTION_DOWN;
+    c->state = CONNECTION_DOWN;
+    c->pinged = false;
+    if (was_up || !c->known)
+        error_copy(&c->fault, fault);
+    pending *list = c->pending;
+    c->pending = NULL;
+    while (list) {
+        pending *p = list;
+        list = p->next;
+        if (p->fn)
+            p->fn(p->cookie, c, 0, NULL);
+        free(p);
+    }
+}
+
+/* --------------------------------------------------------------- replies */
+
+static void on_hello_ok(connection *c, message_type type, body *b)
+{
+    msg_hello_ok peer;
+    fanin_error fault = FANIN_ERROR_INIT;
+    if (type != MSG_HELLO_OK) {
+        connection_reply_error(c, "connect", type, b, &fault);
+        connection_fail(c, &fault);
+        return;
+    }
+    if (decode_hello_ok(b, &peer) != FANIN_OK) {
+        char what[160];
+        snprintf(what, sizeof(what), "sent a malformed greeting: %s",
+                 b->why ? b->why : "");
+        fail_here(c, FANIN_ERR_PROTOCOL, 0, "connect",
+                  "is this port a fanin parameter server of a compatible version?",
+                  what);
+        return;
+    }
+    if (peer.version < VERSION_MIN || peer.version > VERSION_MAX) {
+        fail_here(c, FANIN_ERR_VERSION, 0, "connect",
+                  "use the same fanin release on both ends",
+                  "chose a protocol version that was not offered");
+        return;
+    }
+    static const uint8_t none[sizeof(peer.world_id)];
+    if (memcmp(peer.world_id, none, sizeof(none)) == 0) {
+        fail_here(c, FANIN_ERR_PROTOCOL, 0, "connect",
+                  "let the trainer draw a world id for each launch",
+                  "announces a world id that is all zero, which stands for none");
+        return;
+    }
+    if (!is_who_was_asked(c, &peer)) {
+        leave_unix(c);
+        return;
+    }
+    c->peer = peer;
+    c->known = true;
+    c->silent = false;
+    c->generation++;
+    c->state = CONNECTION_READY;
+}
+
+static void dispatch(connection *c, const frame *f, body *b)
+{
+    if (c->state == CONNECTION_HELLO) {
+        on_hello_ok(c, f->type, b);
+        return;
+    }
+    if (f->request == 0 && f->type == MSG_ERROR) {
+        fanin_error fault = FANIN_ERROR_INIT;
+        connection_reply_error(c, "connection", f->type, b, &fault);
+        /* The rank says that of what came to it, and of nothing else. */
+        if (fault.status == FANIN_ERR_TRANSPORT && c->sealed)
+            fault.sys_errno = EBADMSG;
+        connection_fail(c, &fault);
+        return;
+    }
+    for (pending **at = &c->pending; *at; at = &(*at)->next) {
+        pending *p = *at;
+        if (p->request != f->request)
+            continue;
+        if (p->keep) {
+            p->fn(p->cookie, c, f->type, b);
+            return;
+        }
+        *at = p->next;
+        reply_fn fn = p->fn;
+        void *cookie = p->cookie;
+        free(p);
+        if (fn)
+            fn(cookie, c, f->type, b);
+        return;
+    }
+    fail_here(c, FANIN_ERR_PROTOCOL, 0, "connection", NULL,
+              "answered a request that was not made");
+}
+
+static void fail_seal(connection *c)
+{
+    fail_here(c, FANIN_ERR_TRANSPORT, EBADMSG, "connection",
+              "is a link, a switch or memory on the way faulty?",
+              "and this process do not agree on a frame: " SEAL_BROKEN);
+}
+
+/* The bytes behind a frame that is whole. The reply to the hello says by itself whether there are
+   any. */
+static size_t seal_of(const connection *c, const frame *f, const uint8_t *start)
+{
+    msg_hello_ok m;
+    body b = {.data = start + FRAME_SIZE, .size = f->length};
+    if (c->state != CONNECTION_HELLO)
+        return seal_size(c->sealed);
+    return seal_size(!c->is_unix && !c->shared->no_checksums &&
+                     f->type == MSG_HELLO_OK && decode_hello_ok(&b, &m) == FANIN_OK &&
+                     (m.features & FEATURE_SEALS));
+}
+
+/* Whether the frame is what was sent. Sealed are, from the hello's reply on, all. */
+static bool seal_holds(connection *c, const uint8_t *start, size_t size)
+{
+    if (c->sealed)
+        return seal_check(start, size);
+    checksum_add(c->sum, start, size);
+    c->sealed = c->out.bytes.sealed = true;
+    return seal_fits(checksum_get(c->sum), start + size);
+}
+
+/* Hands over every complete frame; false: the connection is gone. */
+static bool take_frames(connection *c)
+{
+    while (c->in.size - c->in_used >= FRAME_SIZE) {
+        frame f;
+        const char *why = NULL;
+        const uint8_t *start = c->in.data + c->in_used;
+        fanin_status status = seal_decode(start, c->sealed, &f, &why);
+        if (status == FANIN_ERR_TRANSPORT) {
+            fail_seal(c);
+            return false;
+        }
+        if (status != FANIN_OK) {
+            char what[160];
+            snprintf(what, sizeof(what), "sent something else: %s", why);
+            fail_here(c, status, 0, "connection",
+                      "is this port a fanin parameter server?", what);
+            return false;
+        }
+        if (f.length > LIMIT_REPLY) {
+            fail_here(c, FANIN_ERR_PROTOCOL, 0, "connection", NULL,
+                      "announced a reply beyond the limit");
+            return false;
+        }
+        size_t whole = FRAME_SIZE + (size_t)f.length;
+        if (c->in.size - c->in_used < whole)
+            break;
+        size_t seal = seal_of(c, &f, start);
+        if (c->in.size - c->in_used < whole + seal)
+            break;
+        if (seal > 0 && !seal_holds(c, start, whole)) {
+            fail_seal(c);
+            return false;
+        }
+        body b = {.data = start + FRAME_SIZE, .size = f.length};
+        c->in_used += whole + seal;
+        uint64_t generation = c->generation;
+        dispatch(c, &f, &b);
+        if (c->state <= CONNECTION_CONNECTING || c->source.fd < 0 ||
+            (generation != c->generation && c->state != CONNECTION_READY))
+            return false;
+    }
+    if (c->in_used == c->in.size) {
+        c->in.size = c->in_used = 0;
+    } else if (c->in_used > 0) {
+        memmove(c->in.data, c->in.data + c->in_used, c->in.size - c->in_used);
+        c->in.size -= c->in_used;
+        c->in_used = 0;
+    }
+    return true;
+}
+
+static size_t bytes_missing(const connection *c)
+{
+    frame f;
+    const char *why;
+    if (c->in.size < FRAME_SIZE ||
+        seal_decode(c->in.data, c->sealed, &f, &why) != FANIN_OK)
+        return INPUT_STEP;
+    size_t whole = FRAME_SIZE + (size_t)f.length + SEAL_SIZE;
+    return whole > c->in.size + INPUT_STEP ? whole - c->in.size : INPUT_STEP;
+}
+
+static void on_readable(connection *c)
+{
+    for (;;) {
+        if (!buffer_reserve(&c->in, bytes_missing(c))) {
+            fail_for_memory(c);
+            return;
+        }
+        ssize_t n =
+            recv(c->source.fd, c->in.data + c->in.size, c->in.capacity - c->in.size, 0);
+        if (n < 0 && errno == EINTR)
+            continue;
+        if (n < 0 && (errno == EAGAIN || errno == EWOULDBLOCK))
+            return;
+        if (n <= 0) {
+            /* Whoever accepts and says nothing is a forwarder in front of a dead rank. */
+            bool ready = c->state == CONNECTION_READY;
+            c->silent = false;
+            fail_here(c, ready ? FANIN_ERR_CLOSED : FANIN_ERR_UNREACHABLE,
+                      n < 0 ? errno : 0, "connection",
+                      "is the trainer process still alive?",
+                      n < 0 ? "broke the connection" : "closed the connection");
+            return;
+        }
+        c->in.size += (size_t)n;
+        c->heard_ns = clock_ns();
+        c->pinged = false;
+        if (!take_frames(c))
+            return;
+    }
+}
+
+static void flush(connection *c)
+{
+    /* What the peer said before it closed (a refusal) is worth more than EPIPE: the reader
+       finds it, then the end of the stream. */
+    if (outgoing_flush(&c->out, c->source.fd) != 0)
+        outgoing_clear(&c->out);
+    loop_want(c->shared->loop, &c->source,
+              outgoing_is_empty(&c->out) ? EPOLLIN : EPOLLIN | EPOLLOUT);
+}
+
+static void on_ready(loop_source *source, uint32_t events)
+{
+    connection *c = (connection *)source;
+    if (c->state == CONNECTION_CONNECTING) {
+        int failed = socket_connect_result(source->fd);
+        if (failed) {
+            c->silent = false;
+            fail_here(c, FANIN_ERR_UNREACHABLE, failed, "connect",
+                      "is the trainer running, and is this its base port + rank?",
+                      "cannot be reached");
+            return;
+        }
+        socket_tune(source->fd);
+        send_hello(c);
+        if (c->out.bytes.failed) {
+            fail_for_memory(c);
+            return;
+        }
+        flush(c);
+        return;
+    }
+    if (events & EPOLLOUT)
+        flush(c);
+    if (c->source.fd >= 0 && (events & (EPOLLIN | EPOLLHUP | EPOLLERR)))
+        on_readable(c);
+}
+
+/* -------------------------------------------------------------- requests */
+
+static void on_pong(void *cookie, connection *c, message_type type, body *b)
+{
+    (void)cookie;
+    (void)c;
+    (void)type;
+    (void)b; /* any byte counts as a sign of life */
+}
+
+/* Whether anybody still waits for this rank. The answer to a question that was given up may lie
+   unread until the next call: that silence is this side's, not the rank's. */
+static bool awaited(const connection *c)
+{
+    bool any = c->owing;
+    for (const pending *p = c->pending; p && !any; p = p->next)
+        any = p->fn && p->fn != on_pong;
+    return any;
+}
+
+static void listen_anew(connection *c)
+{
+    c->heard_ns = clock_ns();
+    c->pinged = false;
+}
+
+uint64_t connection_next_request(connection *c)
+{
+    return c->next_request++;
+}
+
+buffer *connection_out(connection *c)
+{
+    return &c->out.bytes;
+}
+
+void connection_ask(connection *c, uint64_t request, reply_fn fn, void *cookie)
+{
+    pending *p = calloc(1, sizeof(*p));
+    if (!p || c->out.bytes.failed || c->state != CONNECTION_READY) {
+        free(p);
+        if (c->state == CONNECTION_READY)
+            fail_for_memory(c);
+        fn(cookie, c, 0, NULL);
+        return;
+    }
+    if (!awaited(c))
+        listen_anew(c);
+    *p = (pending){.next = c->pending, .request = request, .fn = fn, .cookie = cookie};
+    c->pending = p;
+    flush(c);
+}
+
+void connection_forget(connection *c, const void *cookie)
+{
+    /* The entry stays so that the late reply is recognised. */
+    for (pending *p = c->pending; p; p = p->next) {
+        if (p->cookie == cookie) {
+            p->fn = NULL;
+            p->keep = false;
+        }
+    }
+}
+
+void connection_keep(connection *c, uint64_t request)
+{
+    for (pending *p = c->pending; p; p = p->next)
+        p->keep |= p->request == request;
+}
+
+bool connection_owes(const connection *c)
+{
+    bool owes = c->state == CONNECTION_READY && c->owing;
+    for (const pending *p = c->pending; p; p = p->next)
+        owes = owes || (p->fn && p->fn != on_pong && !p->keep);
+    return owes;
+}
+
+void connection_set_owing(connection *c, bool owing)
+{
+    if (owing && !awaited(c))
+        listen_anew(c);
+    c->owing = owing;
+}
+
+void connection_give_up(connection *c)
+{
+    static const char stopped[] =
+        "is the trainer process stopped, or a firewall in between?";
+    bool accepted = c->state == CONNECTION_HELLO;
+    if (c->state == CONNECTION_DOWN)
+        return;
+    c->silent = true;
+    if (c->state == CONNECTION_READY)
+        fail_here(c, FANIN_ERR_UNREACHABLE, 0, "connection",
+                  "is the trainer process stopped, or the network cut?",
+                  "owes an answer and fell silent");
+    else
+        fail_here(c, FANIN_ERR_UNREACHABLE, 0, "connect", stopped,
+                  accepted ? "accepted but did not answer in time"
+                           : "did not answer in time");
+}
+
+deadline connection_tick(connection *c)
+{
+    if (c->state == CONNECTION_DOWN)
+        return UINT64_MAX;
+    if (c->state != CONNECTION_READY) {
+        if (deadline_passed(c->connect_by))
+            connection_give_up(c);
+        return c->state == CONNECTION_DOWN ? UINT64_MAX : c->connect_by;
+    }
+    if (!awaited(c))
+        return UINT64_MAX;
+    uint64_t lost_ns = (uint64_t)c->shared->lost_ms * 1000000;
+    uint64_t now = clock_ns();
+    if (now - c->heard_ns >= lost_ns) {
+        connection_give_up(c);
+        return UINT64_MAX;
+    }
+    if (now - c->heard_ns >= lost_ns / 2 && !c->pinged) {
+        c->pinged = true;
+        uint64_t request = connection_next_request(c);
+        encode_empty(&c->out.bytes, request, MSG_PING);
+        uint64_t heard = c->heard_ns;
+        connection_ask(c, request, on_pong, NULL);
+        c->heard_ns = heard;
+    }
+    return c->heard_ns + (c->pinged ? lost_ns : lost_ns / 2);
+}
+
+fanin_status connection_reply_error(connection *c, const char *phase, message_type type,
+                                    body *b, fanin_error *error)
+{
+    error_place place = connection_place(c, phase);
+    if (type == 0) {
+        error_copy(error, &c->fault);
+        return c->fault.status;
+    }
+    msg_error m;
+    if (type != MSG_ERROR || decode_error(b, &m) != FANIN_OK) {
+        char who[CONNECTION_NAME];
+        place.remedy = "use the same fanin release on both ends";
+        return error_set(error, FANIN_ERR_PROTOCOL, &place,
+                         "%s sent a reply that does not fit the request (%s)",
+                         connection_name(c, who), b->why ? b->why : "unexpected type");
+    }
+    place.remedy = m.remedy;
+    place.key = m.key;
+    fanin_status status = m.code < 0 ? m.code : FANIN_ERR_PROTOCOL;
+    if (c->known)
+        return error_set(error, status, &place, "rank %u at %s: %s", c->peer.rank,
+                         c->text, m.message);
+    return error_set(error, status, &place, "%s: %s", c->text, m.message);
+}
+
+/* ------------------------------------------------------------- accessors */
+
+connection_state connection_get_state(const connection *c)
+{
+    return c->state;
+}
+const fanin_error *connection_fault(const connection *c)
+{
+    return &c->fault;
+}
+const msg_hello_ok *connection_peer(const connection *c)
+{
+    return &c->peer;
+}
+bool connection_known(const connection *c)
+{
+    return c->known;
+}
+const char *connection_text(const connection *c)
+{
+    return c->text;
+}
+const char *connection_name(const connection *c, char name[CONNECTION_NAME])
+{
+    char rank[16] = "the rank";
+    if (c->known)
+        snprintf(rank, sizeof(rank), "rank %u", c->peer.rank);
+    snprintf(name, CONNECTION_NAME, "%s at %s", rank, c->text);
+    return name;
+}
+const socket_address *connection_address(const connection *c)
+{
+    return &c->in_use;
+}
+bool connection_is_unix(const connection *c)
+{
+    return c->is_unix;
+}
+bool connection_is_sealed(const connection *c)
+{
+    return c->sealed;
+}
+bool connection_is_local(const connection *c)
+{
+    return c->local;
+}
+uint64_t connection_heard_ns(const connection *c)
+{
+    return c->heard_ns;
+}
+bool connection_was_silent(const connection *c)
+{
+    return c->silent;
+}
+uint64_t connection_generation(const connection *c)
+{
+    return c->generation;
+}

@@ -1,0 +1,196 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include "net/standing.h"
+
+#include "error_set.h"
+#include "net/rank_list.h"
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+/* Groups of ranks that a sentence names; the first is the culprit's. */
+#define TOLD_GROUPS 3
+
+/* ------------------------------------------------------------------ asking */
+
+typedef struct question {
+    size_t *left;
+    standing *of;
+} question;
+
+static void on_listed(void *cookie, connection *c, message_type type, body *b)
+{
+    question *q = cookie;
+    msg_list_entry *entries = NULL;
+    uint32_t count = 0;
+    (void)c;
+    --*q->left;
+    if (type != MSG_LIST_OK || decode_list_ok(b, &entries, &count) != FANIN_OK)
+        return;
+    *q->of = (standing){.answered = true};
+    if (count > 0) {
+        q->of->present = true;
+        q->of->state = entries[0].state;
+        q->of->step = entries[0].step;
+        q->of->version = entries[0].catalog_version;
+        memcpy(q->of->keys, entries[0].key_digest, sizeof(q->of->keys));
+    }
+    free(entries);
+}
+
+fanin_status standing_ask(fanin_client *client, const char *publication, deadline at,
+                          standing *out, fanin_error *error)
+{
+    size_t left = 0;
+    question *questions = calloc(client->n_peers, sizeof(*questions));
+    if (!questions)
+        return error_set_memory(error);
+    for (size_t i = 0; i < client->n_peers; i++) {
+        connection *c = client->peers[i].control;
+        out[i] = (standing){0};
+        if (!peer_ready(&client->peers[i]))
+            continue;
+        questions[i] = (question){.left = &left, .of = &out[i]};
+        left++;
+        uint64_t request = connection_next_request(c);
+        encode_list(connection_out(c), request, publication);
+        connection_ask(c, request, on_listed, &questions[i]);
+    }
+    fanin_error why = FANIN_ERROR_INIT;
+    fanin_status status = client_run(client, &left, at, "wait", &why);
+    for (size_t i = 0; i < client->n_peers; i++)
+        connection_forget(client->peers[i].control, &questions[i]);
+    free(questions);
+    if (status == FANIN_OK || status == FANIN_ERR_TIMEOUT)
+        return FANIN_OK;
+    error_copy(error, &why);
+    return status;
+}
+
+/* ----------------------------------------------------------------- telling */
+
+/* How much a rank is to blame; the smaller, the more. */
+typedef struct blame {
+    enum { GONE, SILENT, BEHIND } what;
+    uint64_t step;
+    int32_t state;
+    size_t peer;
+} blame;
+
+static int compare(const void *a, const void *b)
+{
+    const blame *x = a, *y = b;
+    if (x->what != y->what)
+        return x->what < y->what ? -1 : 1;
+    if (x->step != y->step)
+        return x->step < y->step ? -1 : 1;
+    if (x->state != y->state)
+        return x->state < y->state ? -1 : 1;
+    return (x->peer > y->peer) - (x->peer < y->peer);
+}
+
+/* Whether one sentence does for both; of those that are gone each has its own. */
+static bool alike(const blame *x, const blame *y)
+{
+    return x->what == y->what && x->what != GONE && x->step == y->step &&
+           x->state == y->state;
+}
+
+static size_t find_blame(const fanin_client *client, const standing *all, uint64_t step,
+                         blame *out)
+{
+    size_t n = 0;
+    bool answered = false, gone = false;
+    for (size_t i = 0; i < client->n_peers; i++) {
+        answered = answered || all[i].answered;
+        gone = gone || !peer_ready(&client->peers[i]);
+    }
+    for (size_t i = 0; i < client->n_peers; i++) {
+        const standing *s = &all[i];
+        bool ready = peer_ready(&client->peers[i]);
+        if (ready && gone && !answered)
+            continue; /* there was no time to answer: who is gone used it up */
+        if (ready && s->answered && s->present && s->step >= step && s->step > 0)
+            continue;
+        out[n++] = (blame){.what = !ready         ? GONE
+                                   : !s->answered ? SILENT
+                                                  : BEHIND,
+                           .step = ready && s->answered ? s->step : 0,
+                           .state = ready && s->answered && s->present ? s->state : -1,
+                           .peer = i};
+    }
+    qsort(out, n, sizeof(*out), compare);
+    return n;
+}
+
+static const char *state_name(int32_t state)
+{
+    static const char *const names[] = {"unpublished", "stable", "draining", "writing",
+                                        "paused"};
+    return state >= 0 && state < (int32_t)(sizeof(names) / sizeof(*names))
+               ? names[state]
+               : "unknown";
+}
+
+static double heard_seconds_ago(const fanin_client *client, size_t peer)
+{
+    uint64_t heard = connection_heard_ns(client->peers[peer].control);
+    return (double)(clock_ns() - heard) / 1e9;
+}
+
+static void tell_group(const fanin_client *client, const blame *first,
+                       const char *ranks, bool many, char *text, size_t size)
+{
+    const char *is = many ? "are" : "is", *has = many ? "have" : "has";
+    if (first->what == GONE)
+        snprintf(text, size, "%.180s",
+                 connection_fault(client->peers[first->peer].control)->message);
+    else if (first->what == SILENT)
+        snprintf(text, size, "%s %s not answered, last heard of %.1f s ago", ranks, has,
+                 heard_seconds_ago(client, first->peer));
+    else if (first->state < 0)
+        snprintf(text, size, "%s %s not publish it", ranks, many ? "do" : "does");
+    else if (first->step == 0)
+        snprintf(text, size, "%s %s not committed it yet (%s)", ranks, has,
+                 state_name(first->state));
+    else
+        snprintf(text, size, "%s %s at step %llu (%s)", ranks, is,
+                 (unsigned long long)first->step, state_name(first->state));
+}
+
+static void tell(const fanin_client *client, const blame *blames, size_t n, bool *mask,
+                 char *text, size_t size)
+{
+    size_t told = 0;
+    text[0] = '\0';
+    for (size_t group = 0; told < n && group < TOLD_GROUPS; group++) {
+        char ranks[100], sentence[192];
+        size_t used = strlen(text), first = told;
+        memset(mask, 0, client->n_peers * sizeof(*mask));
+        while (told < n && (told == first || alike(&blames[first], &blames[told])))
+            mask[blames[told++].peer] = true;
+        rank_list_text(client, mask, ranks, sizeof(ranks));
+        tell_group(client, &blames[first], ranks, told - first > 1, sentence,
+                   sizeof(sentence));
+        snprintf(text + used, size - used, "%s%s", group ? "; " : "", sentence);
+    }
+    size_t used = strlen(text);
+    if (told < n)
+        snprintf(text + used, size - used, "; and %zu more ranks", n - told);
+}
+
+size_t standing_text(const fanin_client *client, const standing *all, uint64_t step,
+                     char *text, size_t size)
+{
+    blame *blames = calloc(client->n_peers, sizeof(*blames));
+    bool *mask = calloc(client->n_peers, sizeof(*mask));
+    size_t first = client->n_peers;
+    text[0] = '\0';
+    if (blames && mask) {
+        size_t n = find_blame(client, all, step, blames);
+        first = n > 0 ? blames[0].peer : first;
+        tell(client, blames, n, mask, text, size);
+    }
+    free(blames);
+    free(mask);
+    return first;
+}

@@ -1,0 +1,32 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/** @file Where each rank stands with one publication: who is gone, who is behind, in words. */
+#ifndef STANDING_H
+#define STANDING_H
+
+#include "net/client_state.h"
+
+typedef struct standing {
+    bool answered;    /**< the rest is known */
+    bool present;     /**< the rank publishes it */
+    int32_t state;    /**< FANIN_PUBLICATION_... */
+    uint64_t step;    /**< last committed, 0: none */
+    uint64_t version; /**< of the catalog; 0: none yet */
+    uint8_t keys[16]; /**< digest of the key table */
+} standing;
+
+/**
+ * Asks every rank that is there, until @p at; out[i] is peer i's. Who does not answer has answered
+ * false. FANIN_ERR_CANCELLED, FANIN_ERR_MEMORY.
+ */
+fanin_status standing_ask(fanin_client *client, const char *publication, deadline at,
+                          standing *out, fanin_error *error);
+
+/**
+ * Writes who has not committed @p step: first the ranks that are gone, then those that do not
+ * answer, then those that are furthest behind. Returns the first peer that it names, n_peers if
+ * there is none.
+ */
+size_t standing_text(const fanin_client *client, const standing *all, uint64_t step,
+                     char *text, size_t size);
+
+#endif

@@ -1,0 +1,386 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * Which ranks are there, and whether they are one world. All that a client knows of a rank is what
+ * its connection said when it was made: of a rank that has died since, and of which no end of the
+ * stream came (its host is gone, or nobody read yet), it still believes that. So a difference
+ * counts only once both sides have shown that they live.
+ */
+#include "net/client_state.h"
+
+#include "error_set.h"
+#include "net/client_rules.h"
+#include "net/rank_list.h"
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+/* Worlds that a message tells of. */
+#define TOLD_WORLDS 3
+
+/* ------------------------------------------------------------- differences */
+
+static fanin_status world_error(const peer *p, fanin_error *error, const char *remedy,
+                                const char *what, const char *detail)
+{
+    error_place place = connection_place(p->control, "connect");
+    place.remedy = remedy;
+    return error_set(error, FANIN_ERR_WORLD, &place, "rank %u at %s %s %s",
+                     connection_peer(p->control)->rank, connection_text(p->control),
+                     what, detail);
+}
+
+static fanin_status check_server_name(const fanin_client *client, const peer *p,
+                                      fanin_error *error)
+{
+    const msg_hello_ok *hello = connection_peer(p->control);
+    if (!client->server_name)
+        return FANIN_OK;
+    char expected[160];
+    snprintf(expected, sizeof(expected), "%s_%u", client->server_name, hello->rank);
+    if (strcmp(expected, hello->server_name) == 0)
+        return FANIN_OK;
+    return world_error(p, error, "connect to the job that is meant, or change the name",
+                       "belongs to another job:", hello->server_name);
+}
+
+static bool same_world(const msg_hello_ok *a, const msg_hello_ok *b)
+{
+    return memcmp(a->world_id, b->world_id, sizeof(a->world_id)) == 0;
+}
+
+/* One world of several: the peers in it. */
+typedef struct party {
+    const msg_hello_ok *hello;
+    size_t first, count;
+} party;
+
+static int fewest_first(const void *a, const void *b)
+{
+    const party *x = a, *y = b;
+    if (x->count != y->count)
+        return x->count < y->count ? -1 : 1;
+    return x->first > y->first ? -1 : 1;
+}
+
+/* The worlds that ready peers are of, the smallest first. */
+static size_t find_parties(const fanin_client *client, party *parties)
+{
+    size_t n = 0;
+    for (size_t i = 0; i < client->n_peers; i++) {
+        const msg_hello_ok *hello = connection_peer(client->peers[i].control);
+        size_t at = 0;
+        if (!peer_ready(&client->peers[i]))
+            continue;
+        while (at < n && !same_world(parties[at].hello, hello))
+            at++;
+        if (at == n)
+            parties[n++] = (party){.hello = hello, .first = i};
+        parties[at].count++;
+    }
+    qsort(parties, n, sizeof(*parties), fewest_first);
+    return n;
+}
+
+/* "rank 2 at host:port (0123456789abcdef)" */
+static void describe_party(const fanin_client *client, const party *p, bool *mask,
+                           char *text, size_t size)
+{
+    char who[96];
+    for (size_t i = 0; i < client->n_peers; i++)
+        mask[i] = peer_ready(&client->peers[i]) &&
+                  same_world(p->hello, connection_peer(client->peers[i].control));
+    rank_list_text(client, mask, who, sizeof(who));
+    int used = snprintf(text, size, "%s (", who);
+    for (size_t i = 0; i < 8; i++)
+        used +=
+            snprintf(text + used, size - (size_t)used, "%02x", p->hello->world_id[i]);
+    snprintf(text + used, size - (size_t)used, ")");
+}
+
+/* Who is of which world. */
+static fanin_status mixed_error(const fanin_client *client, fanin_error *error)
+{
+    party *parties = calloc(client->n_peers, sizeof(*parties));
+    bool *mask = calloc(client->n_peers, sizeof(*mask));
+    if (!parties || !mask) {
+        free(parties);
+        free(mask);
+        return error_set_memory(error);
+    }
+    size_t n = find_parties(client, parties);
+    char who[TOLD_WORLDS][120] = {""}, more[48] = "";
+    for (size_t i = 0; i < n && i < TOLD_WORLDS; i++)
+        describe_party(client, &parties[i], mask, who[i], sizeof(who[i]));
+    if (n > TOLD_WORLDS)
+        snprintf(more, sizeof(more), " and %zu more worlds", n - TOLD_WORLDS);
+    error_place place =
+        connection_place(client->peers[parties[0].first].control, "connect");
+    place.remedy =
+        "a rank of an earlier launch may still be alive: end it, or wait until "
+        "all ranks have restarted";
+    fanin_status status = error_set(
+        error, FANIN_ERR_WORLD, &place, "%s %s of another world (launch) than %s%s%s%s",
+        who[0], parties[0].count == 1 ? "is" : "are", who[1],
+        n > 2 ? ", which differs from " : "", who[2], more);
+    free(parties);
+    free(mask);
+    return status;
+}
+
+/* Compares one rank with the first and with all before it. */
+static fanin_status check_against(const fanin_client *client, size_t first, size_t i,
+                                  fanin_error *error)
+{
+    const peer *p = &client->peers[i];
+    const msg_hello_ok *a = connection_peer(client->peers[first].control);
+    const msg_hello_ok *b = connection_peer(p->control);
+    char text[160];
+    if (CLIENT_RULE(CLIENT_RULE_WORLD) && !same_world(a, b))
+        return mixed_error(client, error);
+    if (b->world_size != a->world_size || b->rank >= b->world_size) {
+        snprintf(text, sizeof(text), "%u, rank %u says %u", b->world_size, a->rank,
+                 a->world_size);
+        return world_error(p, error, "restart the trainer ranks together",
+                           "says the world size is", text);
+    }
+    if (b->world_size != client->n_peers && !client->config.partial) {
+        snprintf(text, sizeof(text), "%u, but %zu addresses were given", b->world_size,
+                 client->n_peers);
+        return world_error(p, error, "give the address of every rank, each once",
+                           "says the world size is", text);
+    }
+    for (size_t j = 0; j < i; j++) {
+        const peer *other = &client->peers[j];
+        if (!peer_ready(other) || connection_peer(other->control)->rank != b->rank)
+            continue;
+        return world_error(p, error, "give the address of every rank, each once",
+                           "is a rank that answers twice, also at",
+                           connection_text(other->control));
+    }
+    return FANIN_OK;
+}
+
+static fanin_status identify(fanin_client *client, fanin_error *error)
+{
+    static const uint8_t any[FANIN_WORLD_ID_SIZE];
+    size_t first = client->n_peers;
+    for (size_t i = 0; i < client->n_peers; i++) {
+        const peer *p = &client->peers[i];
+        if (!peer_ready(p))
+            continue;
+        if (first == client->n_peers)
+            first = i;
+        fanin_status status = check_server_name(client, p, error);
+        if (status == FANIN_OK)
+            status = check_against(client, first, i, error);
+        if (status == FANIN_OK && memcmp(client->config.world_id, any, sizeof(any)) &&
+            memcmp(client->config.world_id, connection_peer(p->control)->world_id,
+                   sizeof(any)))
+            status = world_error(p, error, "connect to the launch that is meant",
+                                 "announces another world id", "than was demanded");
+        if (status != FANIN_OK)
+            return status;
+    }
+    if (first < client->n_peers)
+        return FANIN_OK;
+    connection *c = client->peers[0].control;
+    if (connection_get_state(c) != CONNECTION_DOWN) {
+        error_place place = connection_place(c, "connect");
+        place.remedy = "is the trainer process stopped, or a firewall in between?";
+        return error_set(error, FANIN_ERR_TIMEOUT, &place,
+                         "%s did not answer before the deadline", connection_text(c));
+    }
+    error_copy(error, connection_fault(c));
+    return connection_fault(c)->status;
+}
+
+/* -------------------------------------------------------------- connecting */
+
+static bool is_connecting(const peer *p)
+{
+    connection_state state = connection_get_state(p->control);
+    return state == CONNECTION_CONNECTING || state == CONNECTION_HELLO;
+}
+
+bool client_expects_more(const fanin_client *client)
+{
+    bool any = false;
+    for (size_t i = 0; i < client->n_peers; i++)
+        any =
+            any || (!peer_ready(&client->peers[i]) &&
+                    connection_get_state(client->peers[i].control) != CONNECTION_DOWN);
+    return any;
+}
+
+/* Ranks that are worth waiting for; without *enough the slow ones are, too. */
+static size_t count_awaited(const fanin_client *client, bool patient, bool *enough)
+{
+    size_t slow = 0, others = 0;
+    *enough = false;
+    for (size_t i = 0; i < client->n_peers; i++) {
+        const peer *p = &client->peers[i];
+        *enough = *enough || connection_get_state(p->control) == CONNECTION_READY;
+        if (is_connecting(p) && (p->slow || connection_was_silent(p->control)))
+            slow++;
+        else
+            others += is_connecting(p);
+    }
+    return others + (patient || !*enough ? slow : 0);
+}
+
+/* Those that are there take part from now on. */
+static void admit(fanin_client *client)
+{
+    for (size_t i = 0; i < client->n_peers; i++) {
+        peer *p = &client->peers[i];
+        peer_refresh(client, i);
+        if (connection_get_state(p->control) == CONNECTION_READY)
+            p->admitted = connection_generation(p->control);
+    }
+}
+
+static fanin_status connect_all(fanin_client *client, bool patient, deadline at,
+                                fanin_error *error)
+{
+    fanin_error why = FANIN_ERROR_INIT;
+    deadline half = clock_ns() + deadline_left_ns(at) / 2;
+    bool enough;
+    for (size_t i = 0; i < client->n_peers; i++)
+        connection_start(client->peers[i].control);
+    while (count_awaited(client, patient, &enough) > 0) {
+        bool in_hurry = enough && !patient;
+        if (in_hurry && deadline_passed(half))
+            break;
+        fanin_status status =
+            client_step(client, at, in_hurry ? half : UINT64_MAX, "connect", &why);
+        if (status == FANIN_ERR_CANCELLED) {
+            error_copy(error, &why);
+            return status;
+        }
+        if (status == FANIN_ERR_TIMEOUT)
+            break; /* what did not answer yet counts as missing */
+        client_tick(client);
+    }
+    for (size_t i = 0; i < client->n_peers; i++)
+        client->peers[i].slow = is_connecting(&client->peers[i]);
+    admit(client);
+    return FANIN_OK;
+}
+
+/* ------------------------------------------------------------------- asking */
+
+/* One rank is asked whether it lives. */
+typedef struct question {
+    size_t *left;
+    bool asked, answered;
+} question;
+
+static void on_answer(void *cookie, connection *c, message_type type, body *b)
+{
+    question *q = cookie;
+    (void)c;
+    (void)b;
+    q->answered = type != 0; /* whatever it says, somebody said it */
+    --*q->left;
+}
+
+static void ask(fanin_client *client, question *questions, size_t *left)
+{
+    for (size_t i = 0; i < client->n_peers; i++) {
+        connection *c = client->peers[i].control;
+        if (!peer_ready(&client->peers[i]))
+            continue;
+        questions[i] = (question){.left = left, .asked = true};
+        ++*left;
+        uint64_t request = connection_next_request(c);
+        encode_empty(connection_out(c), request, MSG_PING);
+        connection_ask(c, request, on_answer, &questions[i]);
+    }
+}
+
+static fanin_status await_answers(fanin_client *client, const size_t *left, deadline at,
+                                  deadline by, fanin_error *error)
+{
+    fanin_status status = FANIN_OK;
+    while (*left > 0 && !deadline_passed(by) && status == FANIN_OK)
+        status = client_step(client, at, by, "connect", error);
+    return status == FANIN_ERR_TIMEOUT ? FANIN_OK : status;
+}
+
+/* Gives up the connections whose ranks do not answer; *lost: how many went. Half of the time is
+   left for connecting again. */
+static fanin_status find_dead(fanin_client *client, deadline at, size_t *lost,
+                              fanin_error *error)
+{
+    question *questions = calloc(client->n_peers, sizeof(*questions));
+    if (!questions)
+        return error_set_memory(error);
+    uint64_t half = clock_ns() + deadline_left_ns(at) / 2;
+    deadline by = deadline_sooner(half, deadline_in_ms(client->config.lost_ms));
+    size_t left = 0;
+    ask(client, questions, &left);
+    fanin_status status = await_answers(client, &left, at, by, error);
+    for (size_t i = 0; i < client->n_peers; i++) {
+        connection *c = client->peers[i].control;
+        if (!questions[i].asked)
+            continue;
+        connection_forget(c, &questions[i]);
+        if (questions[i].answered)
+            continue;
+        *lost += 1;
+        if (status == FANIN_OK)
+            connection_give_up(c);
+    }
+    free(questions);
+    return status;
+}
+
+/* ------------------------------------------------------------------- whole */
+
+fanin_status client_ensure_connected(fanin_client *client, bool patient, deadline at,
+                                     fanin_error *error)
+{
+    loop_step(&client->loop, 0); /* who has gone since the last call */
+    for (bool asked = false;; asked = true) {
+        size_t lost = 0;
+        fanin_status status = connect_all(client, patient, at, error);
+        if (status != FANIN_OK)
+            return status;
+        if (client->connected && !CLIENT_RULE(CLIENT_RULE_WORLD_AGAIN))
+            return FANIN_OK;
+        status = identify(client, error);
+        if (status != FANIN_ERR_WORLD || asked || !CLIENT_RULE(CLIENT_RULE_WORLD_ASK))
+            return status;
+        fanin_error why = FANIN_ERROR_INIT;
+        fanin_status ended = find_dead(client, at, &lost, &why);
+        if (ended != FANIN_OK)
+            error_copy(error, &why);
+        if (ended != FANIN_OK || lost == 0)
+            return ended != FANIN_OK ? ended : status;
+    }
+}
+
+fanin_status client_compare(fanin_client *client, fanin_error *error)
+{
+    admit(client);
+    return identify(client, error);
+}
+
+fanin_status client_connect_first(fanin_client *client, deadline at, fanin_error *error)
+{
+    bool enough;
+    fanin_error why = FANIN_ERROR_INIT;
+    for (size_t i = 0; i < client->n_peers; i++)
+        connection_start(client->peers[i].control);
+    while (count_awaited(client, false, &enough) > 0 && !enough) {
+        fanin_status status = client_step(client, at, UINT64_MAX, "connect", &why);
+        if (status == FANIN_ERR_CANCELLED) {
+            error_copy(error, &why);
+            return status;
+        }
+        if (status == FANIN_ERR_TIMEOUT)
+            break;
+        client_tick(client);
+    }
+    return client_compare(client, error);
+}

@@ -1,0 +1,152 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include "path/ipc_map.h"
+
+#include "error_set.h"
+#include <stdlib.h>
+#include <string.h>
+
+/* What tells one mapping from another: compared as bytes, so without padding. */
+typedef struct identity {
+    uint8_t handle[GPU_HANDLE_SIZE];
+    uint8_t incarnation[16];
+    uint64_t length;
+    int64_t device;
+} identity;
+
+struct ipc_mapping {
+    identity id;
+    void *base;
+    size_t holders;
+};
+
+struct ipc_map {
+    gpu *g;
+    ipc_mapping **sorted; /* by identity */
+    size_t n, capacity;
+    bool abandoned;
+};
+
+ipc_map *ipc_map_create(gpu *g)
+{
+    ipc_map *map = calloc(1, sizeof(*map));
+    if (map)
+        map->g = g;
+    return map;
+}
+
+static void unmap(const ipc_map *map, ipc_mapping *m)
+{
+    if (!map->abandoned)
+        gpu_unmap(map->g, (int)m->id.device, m->base);
+    free(m);
+}
+
+void ipc_map_destroy(ipc_map **map)
+{
+    if (!*map)
+        return;
+    for (size_t i = 0; i < (*map)->n; i++)
+        unmap(*map, (*map)->sorted[i]);
+    free((*map)->sorted);
+    free(*map);
+    *map = NULL;
+}
+
+/* Where @p id is, or would be inserted. */
+static size_t place_of(const ipc_map *map, const identity *id)
+{
+    size_t low = 0, high = map->n;
+    while (low < high) {
+        size_t middle = low + (high - low) / 2;
+        if (memcmp(&map->sorted[middle]->id, id, sizeof(*id)) < 0)
+            low = middle + 1;
+        else
+            high = middle;
+    }
+    return low;
+}
+
+static bool make_room(ipc_map *map)
+{
+    if (map->n < map->capacity)
+        return true;
+    size_t capacity = map->capacity ? 2 * map->capacity : 64;
+    ipc_mapping **sorted = realloc(map->sorted, capacity * sizeof(*sorted));
+    if (!sorted)
+        return false;
+    map->sorted = sorted;
+    map->capacity = capacity;
+    return true;
+}
+
+fanin_status ipc_map_open(ipc_map *map, int device, const uint8_t incarnation[16],
+                          const ipc_key *key, ipc_mapping **out, fanin_error *error)
+{
+    identity id = {.length = key->length, .device = device};
+    memcpy(id.handle, key->handle, sizeof(id.handle));
+    memcpy(id.incarnation, incarnation, sizeof(id.incarnation));
+    size_t at = place_of(map, &id);
+    if (at < map->n && memcmp(&map->sorted[at]->id, &id, sizeof(id)) == 0) {
+        *out = map->sorted[at];
+        (*out)->holders++;
+        return FANIN_OK;
+    }
+    ipc_mapping *m = calloc(1, sizeof(*m));
+    if (!m || !make_room(map)) {
+        free(m);
+        return error_set_memory(error);
+    }
+    fanin_status status = gpu_map(map->g, device, key->handle, &m->base, error);
+    if (status != FANIN_OK) {
+        /* Older memory of the same addresses of its owner may be in the way. */
+        ipc_map_sweep(map);
+        at = place_of(map, &id);
+        status = gpu_map(map->g, device, key->handle, &m->base, error);
+    }
+    if (status != FANIN_OK) {
+        free(m);
+        return status;
+    }
+    m->id = id;
+    m->holders = 1;
+    memmove(&map->sorted[at + 1], &map->sorted[at],
+            (map->n - at) * sizeof(*map->sorted));
+    map->sorted[at] = m;
+    map->n++;
+    *out = m;
+    return FANIN_OK;
+}
+
+uint64_t ipc_mapping_base(const ipc_mapping *mapping)
+{
+    return (uint64_t)(uintptr_t)mapping->base;
+}
+
+void ipc_mapping_release(ipc_mapping **mapping)
+{
+    if (*mapping)
+        (*mapping)->holders--;
+    *mapping = NULL;
+}
+
+void ipc_map_sweep(ipc_map *map)
+{
+    size_t kept = 0;
+    for (size_t i = 0; i < map->n; i++) {
+        if (map->sorted[i]->holders > 0)
+            map->sorted[kept++] = map->sorted[i];
+        else
+            unmap(map, map->sorted[i]);
+    }
+    map->n = kept;
+}
+
+void ipc_map_abandon(ipc_map *map)
+{
+    map->abandoned = true;
+}
+
+size_t ipc_map_count(const ipc_map *map)
+{
+    return map->n;
+}

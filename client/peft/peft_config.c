@@ -1,0 +1,500 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include "peft/peft_config.h"
+#include "error_set.h"
+#include "peft/peft_maker.h"
+#include "peft/peft_trust.h"
+
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <strings.h>
+
+#define REMEDY                                                                         \
+    "give the trainer's own PEFT configuration as the metadata pair peft_config"
+
+fanin_status peft_refuse(const peft_maker *m, uint32_t key, const char *remedy,
+                         const char *format, ...)
+{
+    char text[512], full[640];
+    va_list arguments;
+    va_start(arguments, format);
+    vsnprintf(text, sizeof(text), format, arguments);
+    va_end(arguments);
+    error_place place = {.phase = "plan", .remedy = remedy};
+    if (key != UINT32_MAX)
+        place.key = peft_full_key(m->publication, m->keys->entries[key].name, full);
+    return error_set(m->error, FANIN_ERR_MISMATCH, &place, "%s", text);
+}
+
+fanin_status peft_refuse_incomplete(const peft_maker *m, const peft_module *module)
+{
+    return peft_refuse(m, module->key,
+                       "publish the adapters of all wrapped parameters of the module",
+                       "the wrapped parameters of %.*s are not complete",
+                       (int)module->size, module->path);
+}
+
+static fanin_status read_given(peft_maker *m, const char *text)
+{
+    json_error_t detail;
+    m->config = json_loads(text, JSON_REJECT_DUPLICATES, &detail);
+    m->given = true;
+    if (!m->config && json_error_code(&detail) == json_error_out_of_memory)
+        return error_set_memory(m->error);
+    if (!json_is_object(m->config))
+        return peft_refuse(m, UINT32_MAX,
+                           "give the text of PEFT's adapter_config.json as peft_config",
+                           "the metadata pair peft_config is no JSON object: %.120s at "
+                           "line %d",
+                           m->config ? "another value" : detail.text, detail.line);
+    if (!json_is_string(peft_field(m, "peft_type")) && !peft_pair(m, "peft_type"))
+        return peft_refuse(m, UINT32_MAX,
+                           "give the text of PEFT's adapter_config.json as peft_config",
+                           "the metadata pair peft_config has no peft_type");
+    return FANIN_OK;
+}
+
+bool peft_listed(const peft_maker *m, const json_t *targets, const char *path,
+                 size_t size)
+{
+    for (size_t i = 0; i < json_array_size(targets) && !work_stopped(m->stop); i++) {
+        const char *target = json_string_value(json_array_get(targets, i));
+        if (target && peft_ends_with(path, size, target, strlen(target)))
+            return true;
+    }
+    return false;
+}
+
+fanin_status peft_refuse_pattern(const peft_maker *m, const char *field,
+                                 const pattern *p, pattern_result result,
+                                 const char *path, size_t size)
+{
+    if (result == PATTERN_MEMORY)
+        return error_set_memory(m->error);
+    if (result == PATTERN_INVALID)
+        return peft_refuse(m, UINT32_MAX,
+                           "correct the pattern in the trainer's configuration",
+                           "the pattern '%.200s' in %s is no regular expression: %s",
+                           pattern_text(p), field, pattern_problem(p));
+    return peft_refuse(m, UINT32_MAX,
+                       "write the pattern without nested repetitions, or list the "
+                       "modules by name",
+                       "the pattern '%.200s' in %s takes too long to match %.*s",
+                       pattern_text(p), field, (int)size, path);
+}
+
+/* Whether target_modules cover a path. */
+static fanin_status is_target(peft_maker *m, const json_t *targets, const char *path,
+                              size_t size, pattern_result *out)
+{
+    const char *text = json_string_value(targets);
+    if (json_is_array(targets)) {
+        *out = peft_listed(m, targets, path, size) ? PATTERN_YES : PATTERN_NO;
+        return FANIN_OK;
+    }
+    *out = PATTERN_UNKNOWN; /* PEFT has defaults for known models */
+    if (!text || strcasecmp(text, "all-linear") == 0 || strcasecmp(text, "all") == 0)
+        return FANIN_OK;
+    if (!m->target && !(m->target = pattern_compile(text, PATTERN_WHOLE, &m->budget)))
+        return error_set_memory(m->error);
+    *out = pattern_match(m->target, path, size, &m->budget);
+    return *out < PATTERN_INVALID
+               ? FANIN_OK
+               : peft_refuse_pattern(m, "target_modules", m->target, *out, path, size);
+}
+
+/* @p dotless: whether names without a module's, which may be any module's, count. */
+static bool has_parameter(const peft_maker *m, const json_t *parameters,
+                          const peft_module *module, bool dotless)
+{
+    for (size_t i = 0; i < json_array_size(parameters) && !work_stopped(m->stop); i++) {
+        const char *text = json_string_value(json_array_get(parameters, i));
+        if (text && (dotless || strchr(text, '.')) && peft_parameter_of(text, module))
+            return true;
+    }
+    return false;
+}
+
+/* Every layer must be one that a reader of the configuration makes. */
+static fanin_status check_targets(peft_maker *m)
+{
+    const json_t *targets = peft_field(m, "target_modules");
+    const json_t *parameters = peft_field(m, "target_parameters");
+    for (uint32_t i = 0; i < m->modules.count; i++) {
+        peft_module *module = &m->modules.items[i];
+        pattern_result named = PATTERN_NO;
+        fanin_status status =
+            module->fused ? FANIN_OK
+                          : is_target(m, targets, module->path, module->size, &named);
+        if (status)
+            return status;
+        if (named == PATTERN_YES)
+            continue;
+        if (has_parameter(m, parameters, module, true)) {
+            m->modules.n_fused += !module->fused;
+            module->fused = true;
+            continue;
+        }
+        /* Older configurations reach experts by target_modules. */
+        if (named == PATTERN_UNKNOWN || (module->fused && !parameters))
+            continue;
+        return peft_refuse(m, module->key,
+                           "add the module to target_modules, or do not publish it",
+                           "%.*s has a LoRA layer, but target_modules and "
+                           "target_parameters do not name it",
+                           (int)module->size, module->path);
+    }
+    return FANIN_OK;
+}
+
+static bool is_true(const peft_maker *m, const char *field)
+{
+    return json_is_true(peft_field(m, field));
+}
+
+/* use_dora and lora_bias: what is there must be read, what is read must be there. */
+static fanin_status check_extra(peft_maker *m, const char *field, const char *part,
+                                uint32_t without, uint32_t count, uint32_t example)
+{
+    bool wanted = is_true(m, field);
+    if (count > 0 && !wanted && !m->given && !peft_field(m, field))
+        return peft_set(m->config, field, json_true()) ? FANIN_OK
+                                                       : error_set_memory(m->error);
+    if (count > 0 && !wanted)
+        return peft_refuse(m, example, "set the field, or do not publish these tensors",
+                           "a %s is published, but %s is not set", part, field);
+    if (wanted && count == 0 && m->modules.count > 0)
+        return peft_refuse(m, without, "publish them too, or do not set the field",
+                           "%s is set, but no %s is published", field, part);
+    return FANIN_OK;
+}
+
+static fanin_status check_extras(peft_maker *m)
+{
+    uint32_t magnitudes = 0, biases = 0, with_magnitude = UINT32_MAX,
+             with_bias = UINT32_MAX;
+    for (uint32_t i = 0; i < m->modules.count; i++) {
+        const peft_module *module = &m->modules.items[i];
+        if (module->magnitude && magnitudes++ == 0)
+            with_magnitude = module->key;
+        if (module->bias && biases++ == 0)
+            with_bias = module->key;
+    }
+    uint32_t any = m->modules.count > 0 ? m->modules.items[0].key : UINT32_MAX;
+    fanin_status status = check_extra(m, "use_dora", "lora_magnitude_vector", any,
+                                      magnitudes, with_magnitude);
+    return status
+               ? status
+               : check_extra(m, "lora_bias", "bias of lora_B", any, biases, with_bias);
+}
+
+/* Whether some tensor lies in a module of that name. */
+static bool has_module(const peft_maker *m, const char *module)
+{
+    size_t size = strlen(module);
+    for (uint32_t i = 0; i < m->names->count && !work_stopped(m->stop); i++) {
+        const peft_name *name = &m->names->tensors[i].name;
+        for (const char *at = name->text; (at = strstr(at, module)) != NULL; at++) {
+            if ((at == name->text || at[-1] == '.') && at[size] == '.')
+                return true;
+        }
+    }
+    return false;
+}
+
+/* Modules that came as modules_to_save: listed in a given configuration, or added. */
+static fanin_status check_saved(peft_maker *m)
+{
+    json_t *list = peft_field(m, "modules_to_save");
+    for (uint32_t i = 0; i < m->modules.n_saved; i++) {
+        const peft_tensor *saved = m->modules.saved[i];
+        const char *path = saved->name.text + sizeof(PEFT_PREFIX) - 1;
+        size_t size = saved->name.module - (sizeof(PEFT_PREFIX) - 1);
+        if (peft_listed(m, list, path, size))
+            continue;
+        if (m->given || (list && peft_pair(m, "modules_to_save")))
+            return peft_refuse(
+                m, saved->key,
+                "add the module to modules_to_save, or do not publish it",
+                "%.*s is published as a saved module, but modules_to_save "
+                "does not name it",
+                (int)size, path);
+        if (!list) {
+            list = json_array();
+            if (!peft_set(m->config, "modules_to_save", list))
+                return error_set_memory(m->error);
+        }
+        size_t suffix_size;
+        const char *suffix = peft_suffix(path, size, &suffix_size);
+        if (json_array_append_new(list, json_stringn(suffix, suffix_size)) != 0)
+            return error_set_memory(m->error);
+    }
+    bool any = !list || json_array_size(list) == 0;
+    for (size_t i = 0; i < json_array_size(list) && !any; i++) {
+        const char *module = json_string_value(json_array_get(list, i));
+        any = module && *module && has_module(m, module);
+    }
+    return any ? FANIN_OK
+               : peft_refuse(
+                     m, UINT32_MAX,
+                     "publish the saved modules' tensors, or empty modules_to_save",
+                     "modules_to_save names modules of which no tensor is "
+                     "published");
+}
+
+/* What ends the paths of all layers but those of target parameters. NULL: out of memory. */
+static json_t *collect_suffixes(const peft_maker *m)
+{
+    json_t *names = json_object();
+    bool good = names != NULL;
+    for (uint32_t i = 0; i < m->modules.count && good; i++) {
+        const peft_module *module = &m->modules.items[i];
+        if (module->fused)
+            continue;
+        char text[PEFT_NAME_SIZE];
+        size_t size;
+        const char *suffix = peft_suffix(module->path, module->size, &size);
+        memcpy(text, suffix, size);
+        text[size] = '\0';
+        good = json_object_get(names, text) || peft_set(names, text, json_null());
+    }
+    json_t *list = good ? peft_sorted_keys(names) : NULL;
+    json_decref(names);
+    return list;
+}
+
+static fanin_status derive_targets(peft_maker *m)
+{
+    const json_t *parameters = peft_field(m, "target_parameters");
+    for (uint32_t i = 0; i < m->modules.count; i++) {
+        const peft_module *module = &m->modules.items[i];
+        if (!module->fused && has_parameter(m, parameters, module, false))
+            return peft_refuse(
+                m, module->key, REMEDY,
+                "%.*s holds a target parameter whose number of experts is "
+                "unknown",
+                (int)module->size, module->path);
+    }
+    if (peft_field(m, "target_modules"))
+        return check_targets(m);
+    json_t *list = collect_suffixes(m);
+    return list && peft_set(m->config, "target_modules", list)
+               ? FANIN_OK
+               : error_set_memory(m->error);
+}
+
+static bool set_default(peft_maker *m, const char *name, json_t *value)
+{
+    if (!peft_field(m, name))
+        return peft_set(m->config, name, value);
+    json_decref(value);
+    return true;
+}
+
+/* PEFT's defaults for what neither metadata nor tensors say. */
+static bool set_defaults(peft_maker *m)
+{
+    return set_default(m, "peft_type", json_string("LORA")) &&
+           set_default(m, "task_type", json_string("CAUSAL_LM")) &&
+           set_default(m, "auto_mapping", json_null()) &&
+           set_default(m, "revision", json_null()) &&
+           set_default(m, "bias", json_string("none")) &&
+           set_default(m, "lora_dropout", json_real(0.0)) &&
+           set_default(m, "fan_in_fan_out", json_false()) &&
+           set_default(m, "inference_mode", json_true()) &&
+           set_default(m, "init_lora_weights", json_true()) &&
+           set_default(m, "layers_pattern", json_null()) &&
+           set_default(m, "layers_to_transform", json_null()) &&
+           set_default(m, "modules_to_save", json_null()) &&
+           set_default(m, "use_rslora", json_false()) &&
+           set_default(m, "use_dora", json_false()) &&
+           set_default(m, "rank_pattern", json_object()) &&
+           set_default(m, "alpha_pattern", json_object());
+}
+
+static fanin_status derive(peft_maker *m)
+{
+    if (!peft_field(m, "lora_alpha"))
+        return peft_refuse(
+            m, UINT32_MAX, "add lora_alpha (or the whole peft_config) to the metadata",
+            "the metadata of %s have no lora_alpha, and nothing else tells "
+            "how the adapter is scaled",
+            m->publication);
+    if (m->modules.malformed)
+        return peft_refuse(
+            m, m->modules.malformed->key,
+            "publish lora_A and lora_B as <module>.lora_A.weight",
+            "the tensor's name is not one that PEFT gives to a part of a "
+            "LoRA layer");
+    fanin_status status = peft_ranks_derive(m);
+    if (!status)
+        status = derive_targets(m);
+    if (status)
+        return status;
+    if (m->modules.n_fused > 0 && json_number_value(peft_field(m, "lora_dropout")) > 0)
+        return peft_refuse(m, UINT32_MAX, "set lora_dropout to 0",
+                           "lora_dropout is set, which PEFT refuses for experts in one "
+                           "tensor");
+    return FANIN_OK;
+}
+
+static fanin_status check(peft_maker *m)
+{
+    fanin_status status = check_targets(m);
+    return status ? status : peft_ranks_check(m);
+}
+
+static fanin_status require_base_model(const peft_maker *m)
+{
+    const char *base = json_string_value(peft_field(m, "base_model_name_or_path"));
+    if (base && *base)
+        return FANIN_OK;
+    return peft_refuse(m, UINT32_MAX,
+                       m->given
+                           ? "set base_model_name_or_path in peft_config, or add it "
+                             "to the metadata"
+                           : "add base_model_name_or_path to the metadata",
+                       "the metadata of %s do not name the base model", m->publication);
+}
+
+/* Before anything is made of the fields. */
+static fanin_status drop_untrusted(peft_maker *m, const char *type, bool lora,
+                                   char **dropped_out)
+{
+    if (!lora)
+        return peft_refuse(m, UINT32_MAX,
+                           "pull with trust_config (--trust-config) if you trust the "
+                           "trainer",
+                           "peft_type is %.40s, of which it is not known which fields "
+                           "load code",
+                           type);
+    buffer dropped = {0};
+    const char *foreign = peft_trust_filter(m->config, &dropped);
+    if (foreign) {
+        buffer_free(&dropped);
+        return peft_refuse(m, UINT32_MAX,
+                           "correct the field, or pull with trust_config "
+                           "(--trust-config) if you trust the trainer",
+                           "peft_config's %s is not what PEFT has there", foreign);
+    }
+    if (dropped.size > 0)
+        buffer_append(&dropped, "", 1);
+    if (dropped.failed) {
+        buffer_free(&dropped);
+        return error_set_memory(m->error);
+    }
+    *dropped_out = (char *)dropped.data;
+    return FANIN_OK;
+}
+
+static fanin_status make(peft_maker *m, bool trusted, char **dropped_out)
+{
+    const char *given = peft_pair(m, "peft_config");
+    fanin_status status = FANIN_OK;
+    if (given)
+        status = read_given(m, given);
+    else if (!(m->config = json_object()))
+        status = error_set_memory(m->error);
+    if (!status)
+        status = peft_fields_merge(m);
+    if (!status)
+        status = require_base_model(m);
+    if (status)
+        return status;
+    const char *type = json_string_value(peft_field(m, "peft_type"));
+    bool lora = !type || strcasecmp(type, "LORA") == 0;
+    if (!lora && !m->given)
+        return peft_refuse(m, UINT32_MAX, REMEDY,
+                           "peft_type is %.40s; only LORA can be derived", type);
+    if (!trusted)
+        status = drop_untrusted(m, type, lora, dropped_out);
+    if (status)
+        return status;
+    if (!lora)
+        return FANIN_OK; /* nothing is known of other methods' tensors */
+    status =
+        peft_modules_find(m->names, m->keys, m->publication, &m->modules, m->error);
+    if (!status)
+        status = m->given ? check(m) : derive(m);
+    if (!status)
+        status = check_extras(m);
+    if (!status)
+        status = check_saved(m);
+    if (!status && !m->given && !set_defaults(m))
+        status = error_set_memory(m->error);
+    return status;
+}
+
+/* The same object with its fields in order, NULL: out of memory. What is inside of them keeps
+   the order that it has: in PEFT's patterns the first that matches wins. */
+static json_t *sorted_fields(json_t *config)
+{
+    json_t *names = peft_sorted_keys(config), *sorted = json_object();
+    bool good = names && sorted;
+    for (size_t i = 0; good && i < json_array_size(names); i++) {
+        const char *name = json_string_value(json_array_get(names, i));
+        good = json_object_set(sorted, name, json_object_get(config, name)) == 0;
+    }
+    json_decref(names);
+    if (good)
+        return sorted;
+    json_decref(sorted);
+    return NULL;
+}
+
+/* As PEFT writes it, with two blanks, and with as few digits as all numbers need to be read
+   back the same. */
+static char *dump(const json_t *config)
+{
+    for (size_t digits = 15; digits <= 17; digits++) {
+        char *text = json_dumps(config, JSON_INDENT(2) | JSON_ENSURE_ASCII |
+                                            JSON_REAL_PRECISION(digits));
+        json_t *again = text ? json_loads(text, 0, NULL) : NULL;
+        bool same = again && json_equal(again, config);
+        json_decref(again);
+        if (same || digits == 17 || !text)
+            return text;
+        free(text);
+    }
+    return NULL;
+}
+
+fanin_status peft_config_make(const key_table *keys, const peft_names *names,
+                              const char *publication, bool trusted, work_stop *stop,
+                              peft_config *out, fanin_error *error)
+{
+    *out = (peft_config){0};
+    peft_maker m = {.keys = keys,
+                    .names = names,
+                    .publication = publication,
+                    .error = error,
+                    .budget = PATTERN_BUDGET,
+                    .stop = stop};
+    m.budget.stop = stop;
+    fanin_status status = make(&m, trusted, &out->dropped);
+    if (!status) {
+        json_t *sorted = sorted_fields(m.config);
+        out->text = sorted ? dump(sorted) : NULL;
+        json_decref(sorted);
+        out->size = out->text ? strlen(out->text) : 0;
+        if (!out->text)
+            status = error_set_memory(error);
+    }
+    if (stop && stop->stopped)
+        status = work_broken_off(stop, "plan", "the configuration was looked through",
+                                 error);
+    pattern_free(m.target);
+    json_decref(m.config);
+    peft_modules_free(&m.modules);
+    if (status)
+        peft_config_free(out);
+    return status;
+}
+
+void peft_config_free(peft_config *config)
+{
+    free(config->text);
+    free(config->dropped);
+    *config = (peft_config){0};
+}

@@ -1,0 +1,325 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* r, rank_pattern and target_parameters where the trainer gave no configuration. */
+#include "error_set.h"
+#include "peft/peft_maker.h"
+
+#include <inttypes.h>
+#include <stdlib.h>
+#include <string.h>
+
+#define REMEDY                                                                         \
+    "give the trainer's own PEFT configuration as the metadata pair peft_config"
+
+/* What one rank belongs to: a module, or a parameter of one. */
+typedef struct unit {
+    const char *path;
+    size_t size;
+    const char *suffix; /* end of path */
+    uint64_t rank;
+    uint32_t key;
+    char *owned; /* path, where it is no module's */
+} unit;
+
+typedef struct unit_list {
+    unit *items;
+    size_t count;
+} unit_list;
+
+static void units_free(unit_list *units)
+{
+    for (size_t i = 0; i < units->count; i++)
+        free(units->items[i].owned);
+    free(units->items);
+}
+
+static void add_unit(unit_list *units, const peft_module *module, char *owned,
+                     uint64_t rank)
+{
+    unit *u = &units->items[units->count++];
+    *u = (unit){.path = owned ? owned : module->path,
+                .size = owned ? strlen(owned) : module->size,
+                .rank = rank,
+                .key = module->key,
+                .owned = owned};
+    size_t size;
+    u->suffix = peft_suffix(u->path, u->size, &size);
+}
+
+/* Two wrappers shaped as the two projections into and out of the experts. */
+static bool is_gate_up_and_down(peft_module *const *group, size_t count)
+{
+    return count == 2 && group[1]->in == group[0]->out && group[1]->out % 2 == 0 &&
+           group[1]->out / 2 == group[0]->in;
+}
+
+/*
+ * The parameters that the wrappers of a module belong to, outermost first. PEFT wraps in the
+ * base model's order, of which the tensors tell something only for the usual pair.
+ */
+static bool name_parameters(const peft_maker *m, peft_module *const *group,
+                            size_t count, const char *names[PEFT_WRAPPERS_MAX])
+{
+    const json_t *targets = peft_field(m, "target_parameters");
+    size_t found = 0;
+    for (size_t i = 0; i < json_array_size(targets) && !work_stopped(m->stop); i++) {
+        const char *name =
+            peft_parameter_of(json_string_value(json_array_get(targets, i)), group[0]);
+        if (name && found == count)
+            return false;
+        if (name)
+            names[found++] = name;
+    }
+    if (targets && found != count)
+        return false;
+    bool same = true;
+    for (size_t i = 1; i < count; i++)
+        same = same && group[i]->rank == group[0]->rank;
+    if (targets && same)
+        return true;
+    if (!is_gate_up_and_down(group, count))
+        return false;
+    static const char down[] = "down_proj", gate_up[] = "gate_up_proj";
+    if (targets && strcmp(names[0], down) != 0 && strcmp(names[1], down) != 0)
+        return false;
+    if (targets && strcmp(names[0], gate_up) != 0 && strcmp(names[1], gate_up) != 0)
+        return false;
+    names[0] = down;
+    names[1] = gate_up;
+    return true;
+}
+
+/* The path of a parameter, and its name as PEFT's target_parameters have it: the module's
+   last two components and its own. */
+static char *parameter_path(const peft_module *module, const char *name,
+                            const char **target)
+{
+    size_t size = strlen(name);
+    char *path = malloc(module->size + 1 + size + 1);
+    if (!path)
+        return NULL;
+    memcpy(path, module->path, module->size);
+    path[module->size] = '.';
+    memcpy(path + module->size + 1, name, size + 1);
+    const char *dot = memrchr(path, '.', module->size);
+    if (dot)
+        dot = memrchr(path, '.', (size_t)(dot - path));
+    *target = dot ? dot + 1 : path;
+    return path;
+}
+
+static fanin_status refuse_fused(const peft_maker *m, const peft_module *module,
+                                 const char *why)
+{
+    return peft_refuse(m, module->key, REMEDY,
+                       "%.*s holds all experts in one tensor and %s", (int)module->size,
+                       module->path, why);
+}
+
+static fanin_status derive_group(peft_maker *m, peft_module *const *group, size_t count,
+                                 uint64_t r, json_t *targets, unit_list *units)
+{
+    const char *names[PEFT_WRAPPERS_MAX] = {"", "", "", "", "", "", "", ""};
+    if (!name_parameters(m, group, count, names))
+        return refuse_fused(m, group[0],
+                            "its parameters' names cannot be told from it");
+    uint64_t experts = m->num_experts;
+    if (experts == 0 && r != 0 && group[0]->rank % r == 0)
+        experts = group[0]->rank / r;
+    if (experts == 0)
+        return refuse_fused(m, group[0],
+                            "the metadata tell neither r nor num_experts that fit it");
+    for (size_t i = 0; i < count; i++) {
+        if (group[i]->rank % experts != 0)
+            return refuse_fused(m, group[i],
+                                "its rows are no multiple of the number of experts");
+        const char *target;
+        char *path = parameter_path(group[i], names[i], &target);
+        if (!path)
+            return error_set_memory(m->error);
+        add_unit(units, group[i], path, group[i]->rank / experts);
+        if (!peft_set(targets, target, json_null()))
+            return error_set_memory(m->error);
+    }
+    return FANIN_OK;
+}
+
+/* @p targets: an object whose keys are the parameters found. */
+static fanin_status derive_fused(peft_maker *m, uint64_t r, json_t *targets,
+                                 unit_list *units)
+{
+    peft_module **fused = peft_modules_fused(&m->modules);
+    if (!fused)
+        return error_set_memory(m->error);
+    fanin_status status = FANIN_OK;
+    for (size_t i = 0, n = 0; i < m->modules.n_fused && !status; i += n) {
+        n = peft_wrappers(fused + i, m->modules.n_fused - i);
+        if (n == 0) {
+            status = peft_refuse_incomplete(m, fused[i]);
+            break;
+        }
+        status = derive_group(m, fused + i, n, r, targets, units);
+    }
+    free(fused);
+    return status;
+}
+
+static int compare_ranks(const void *a, const void *b)
+{
+    uint64_t x = *(const uint64_t *)a, y = *(const uint64_t *)b;
+    return x < y ? -1 : x > y;
+}
+
+/* The rank of most units, the largest of those; 0: out of memory. */
+static uint64_t most_common_rank(const unit_list *units)
+{
+    uint64_t *ranks = calloc(units->count + 1, sizeof(ranks[0]));
+    if (!ranks)
+        return 0;
+    for (size_t i = 0; i < units->count; i++)
+        ranks[i] = units->items[i].rank;
+    qsort(ranks, units->count, sizeof(ranks[0]), compare_ranks);
+    uint64_t best = 0;
+    size_t most = 0;
+    for (size_t i = 0, run = 0; i < units->count; i++) {
+        run = i > 0 && ranks[i] == ranks[i - 1] ? run + 1 : 1;
+        if (run >= most) {
+            most = run;
+            best = ranks[i];
+        }
+    }
+    free(ranks);
+    return best;
+}
+
+static size_t suffix_size(const unit *u)
+{
+    return (size_t)(u->path + u->size - u->suffix);
+}
+
+static int compare_suffixes(const void *a, const void *b)
+{
+    const unit *x = a, *y = b;
+    size_t xs = suffix_size(x), ys = suffix_size(y);
+    int order = memcmp(x->suffix, y->suffix, xs < ys ? xs : ys);
+    return order != 0 ? order : (xs > ys) - (xs < ys);
+}
+
+/* Of one name by path, so that the result does not depend on how qsort() treats equals. */
+static int compare_units(const void *a, const void *b)
+{
+    const unit *x = a, *y = b;
+    int order = compare_suffixes(a, b);
+    if (order == 0)
+        order = memcmp(x->path, y->path, x->size < y->size ? x->size : y->size);
+    return order != 0 ? order : (x->size > y->size) - (x->size < y->size);
+}
+
+static bool add_pattern(json_t *patterns, const char *anchor, const char *text,
+                        size_t size, uint64_t rank)
+{
+    buffer key = {0};
+    buffer_append(&key, anchor, strlen(anchor));
+    pattern_escape(&key, text, size);
+    buffer_append(&key, "", 1);
+    bool good = !key.failed && peft_set(patterns, (const char *)key.data,
+                                        json_integer((json_int_t)rank));
+    buffer_free(&key);
+    return good;
+}
+
+/* One pattern for all units of one name where they share a rank, else one for each; these
+   are anchored, so that none matches another module whose path ends alike. */
+static bool fill_patterns(json_t *patterns, unit_list *units, uint64_t r)
+{
+    qsort(units->items, units->count, sizeof(units->items[0]), compare_units);
+    for (size_t i = 0, end; i < units->count; i = end) {
+        const unit *first = &units->items[i];
+        bool same = true;
+        for (end = i + 1;
+             end < units->count && compare_suffixes(first, &units->items[end]) == 0;
+             end++)
+            same = same && units->items[end].rank == first->rank;
+        if (same) {
+            if (first->rank != r && !add_pattern(patterns, "", first->suffix,
+                                                 suffix_size(first), first->rank))
+                return false;
+            continue;
+        }
+        for (size_t k = i; k < end; k++) {
+            const unit *u = &units->items[k];
+            if (u->rank != r && !add_pattern(patterns, "^", u->path, u->size, u->rank))
+                return false;
+        }
+    }
+    return true;
+}
+
+/* @p r: what the metadata say, 0: nothing. */
+static fanin_status set_ranks(peft_maker *m, unit_list *units, uint64_t r)
+{
+    bool has_r = false;
+    for (size_t i = 0; i < units->count; i++)
+        has_r = has_r || units->items[i].rank == r;
+    if (r != 0 && !has_r && !peft_field(m, "rank_pattern"))
+        return peft_refuse(
+            m, units->items[0].key, "correct the metadata pair r, or leave it out",
+            "the metadata say that r is %" PRIu64 "; lora_A of %.*s has rank %" PRIu64
+            " and no layer has that",
+            r, (int)units->items[0].size, units->items[0].path, units->items[0].rank);
+    if (r == 0)
+        r = most_common_rank(units);
+    if (r == 0 || !peft_set(m->config, "r", json_integer((json_int_t)r)))
+        return error_set_memory(m->error);
+    if (peft_field(m, "rank_pattern"))
+        return peft_ranks_check(m);
+    json_t *patterns = json_object();
+    bool good = patterns && fill_patterns(patterns, units, r);
+    if (!good)
+        json_decref(patterns);
+    good = good && peft_set(m->config, "rank_pattern", patterns);
+    return good ? FANIN_OK : error_set_memory(m->error);
+}
+
+static bool set_target_parameters(peft_maker *m, json_t *found)
+{
+    return json_object_size(found) == 0 || peft_field(m, "target_parameters") ||
+           peft_set(m->config, "target_parameters", peft_sorted_keys(found));
+}
+
+/* @p units: room for all layers; @p targets: an empty object. */
+static fanin_status derive_units(peft_maker *m, uint64_t r, unit_list *units,
+                                 json_t *targets)
+{
+    for (uint32_t i = 0; i < m->modules.count; i++) {
+        const peft_module *module = &m->modules.items[i];
+        if (!module->fused)
+            add_unit(units, module, NULL, module->rank);
+    }
+    fanin_status status = derive_fused(m, r, targets, units);
+    if (status)
+        return status;
+    if (!set_target_parameters(m, targets))
+        return error_set_memory(m->error);
+    return set_ranks(m, units, r);
+}
+
+fanin_status peft_ranks_derive(peft_maker *m)
+{
+    uint64_t r = (uint64_t)json_integer_value(peft_field(m, "r"));
+    if (m->modules.count == 0) {
+        if (r != 0 && peft_field(m, "target_modules"))
+            return FANIN_OK;
+        return peft_refuse(
+            m, UINT32_MAX, REMEDY,
+            "no tensor of %s is part of a LoRA layer, so that no adapter "
+            "configuration can be derived",
+            m->publication);
+    }
+    unit_list units = {.items = calloc(m->modules.count, sizeof(units.items[0]))};
+    json_t *targets = json_object();
+    fanin_status status = units.items && targets ? derive_units(m, r, &units, targets)
+                                                 : error_set_memory(m->error);
+    json_decref(targets);
+    units_free(&units);
+    return status;
+}

@@ -1,0 +1,263 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Metadata pairs are strings; here they become the values of PEFT's fields. */
+#include "error_set.h"
+#include "peft/peft_maker.h"
+
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+
+typedef enum field_kind {
+    FIELD_STRING,
+    FIELD_INTEGER, /* positive */
+    FIELD_NUMBER,  /* not negative */
+    FIELD_BOOL,
+    FIELD_BOOL_OR_STRING,
+    FIELD_LIST, /* of strings */
+    FIELD_LIST_OR_STRING,
+    FIELD_OBJECT,
+    FIELD_JSON,
+} field_kind;
+
+static const struct {
+    const char *name;
+    field_kind kind;
+} fields[] = {
+    {"alpha_pattern", FIELD_OBJECT},
+    {"auto_mapping", FIELD_OBJECT},
+    {"base_model_name_or_path", FIELD_STRING},
+    {"bias", FIELD_STRING},
+    {"exclude_modules", FIELD_LIST_OR_STRING},
+    {"fan_in_fan_out", FIELD_BOOL},
+    {"inference_mode", FIELD_BOOL},
+    {"init_lora_weights", FIELD_BOOL_OR_STRING},
+    {"layers_pattern", FIELD_LIST_OR_STRING},
+    {"layers_to_transform", FIELD_JSON},
+    {"lora_alpha", FIELD_NUMBER},
+    {"lora_bias", FIELD_BOOL},
+    {"lora_dropout", FIELD_NUMBER},
+    {"modules_to_save", FIELD_LIST},
+    {"peft_type", FIELD_STRING},
+    {"peft_version", FIELD_STRING},
+    {"r", FIELD_INTEGER},
+    {"rank_pattern", FIELD_OBJECT},
+    {"revision", FIELD_STRING},
+    {"target_modules", FIELD_LIST_OR_STRING},
+    {"target_parameters", FIELD_LIST},
+    {"task_type", FIELD_STRING},
+    {"trainable_token_indices", FIELD_JSON},
+    {"use_dora", FIELD_BOOL},
+    {"use_rslora", FIELD_BOOL},
+};
+
+/* What a person would have to write instead. */
+static const char *kind_text(field_kind kind)
+{
+    switch (kind) {
+    case FIELD_STRING:
+        return "a string";
+    case FIELD_INTEGER:
+        return "a positive integer";
+    case FIELD_NUMBER:
+        return "a number that is not negative";
+    case FIELD_BOOL:
+        return "true or false";
+    case FIELD_BOOL_OR_STRING:
+        return "true, false or a name";
+    case FIELD_LIST:
+        return "a JSON array of strings";
+    case FIELD_LIST_OR_STRING:
+        return "a JSON array of strings, or a string";
+    case FIELD_OBJECT:
+        return "a JSON object";
+    case FIELD_JSON:
+        return "JSON";
+    }
+    return "JSON";
+}
+
+static bool is_string_list(const json_t *value)
+{
+    if (!json_is_array(value))
+        return false;
+    for (size_t i = 0; i < json_array_size(value); i++) {
+        if (!json_is_string(json_array_get(value, i)))
+            return false;
+    }
+    return true;
+}
+
+static json_t *parse_bool(const char *text)
+{
+    if (strcmp(text, "true") == 0 || strcmp(text, "True") == 0)
+        return json_true();
+    if (strcmp(text, "false") == 0 || strcmp(text, "False") == 0)
+        return json_false();
+    return NULL;
+}
+
+/* NULL: the text is no such value (or memory ran out, which the caller cannot tell apart
+   and reports as the former). */
+static json_t *parse_field(field_kind kind, const char *text)
+{
+    if (kind == FIELD_STRING)
+        return json_string(text);
+    if (kind == FIELD_BOOL)
+        return parse_bool(text);
+    if (kind == FIELD_BOOL_OR_STRING) {
+        json_t *value = parse_bool(text);
+        return value ? value : json_string(text);
+    }
+    json_t *value = json_loads(text, JSON_REJECT_DUPLICATES | JSON_DECODE_ANY, NULL);
+    bool good = false;
+    switch (kind) {
+    case FIELD_INTEGER:
+        good = json_is_integer(value) && json_integer_value(value) > 0;
+        break;
+    case FIELD_NUMBER:
+        good = json_is_number(value) && json_number_value(value) >= 0;
+        break;
+    case FIELD_LIST_OR_STRING:
+        if (!value && text[0] != '[')
+            return json_string(text);
+        good = json_is_string(value) || is_string_list(value);
+        break;
+    case FIELD_LIST:
+        good = is_string_list(value);
+        break;
+    case FIELD_OBJECT:
+        good = json_is_object(value);
+        break;
+    case FIELD_JSON:
+        good = value != NULL;
+        break;
+    case FIELD_STRING:
+    case FIELD_BOOL:
+    case FIELD_BOOL_OR_STRING:
+        break;
+    }
+    if (good)
+        return value;
+    json_decref(value);
+    return NULL;
+}
+
+/* Lists of names are sets to PEFT. */
+static bool same_set(const json_t *a, const json_t *b)
+{
+    if (json_array_size(a) != json_array_size(b))
+        return false;
+    json_t *names = json_object();
+    bool same = names != NULL;
+    for (size_t i = 0; same && i < json_array_size(a); i++)
+        same = peft_set(names, json_string_value(json_array_get(a, i)), json_null());
+    for (size_t i = 0; same && i < json_array_size(b); i++)
+        same = json_object_get(names, json_string_value(json_array_get(b, i))) != NULL;
+    json_decref(names);
+    return same;
+}
+
+static bool same_value(const json_t *a, const json_t *b)
+{
+    if (json_is_number(a) && json_is_number(b))
+        return fabs(json_number_value(a) - json_number_value(b)) <= 0;
+    if (is_string_list(a) && is_string_list(b))
+        return same_set(a, b);
+    return json_equal(a, b) != 0;
+}
+
+bool peft_set(json_t *object, const char *name, json_t *value)
+{
+    return json_object_set_new(object, name, value) == 0;
+}
+
+json_t *peft_field(const peft_maker *m, const char *name)
+{
+    json_t *value = json_object_get(m->config, name);
+    return json_is_null(value) ? NULL : value;
+}
+
+const char *peft_pair(const peft_maker *m, const char *key)
+{
+    for (uint32_t i = 0; i < m->keys->n_pairs; i++) {
+        if (strcmp(m->keys->pairs[i].key, key) == 0)
+            return m->keys->pairs[i].value;
+    }
+    return NULL;
+}
+
+static fanin_status merge_field(peft_maker *m, const char *name, field_kind kind,
+                                const char *text)
+{
+    /* How Python and JSON write "nothing". */
+    if (text[0] == '\0' || strcmp(text, "null") == 0 || strcmp(text, "None") == 0)
+        return FANIN_OK;
+    json_t *value = parse_field(kind, text);
+    if (!value)
+        return peft_refuse(m, UINT32_MAX,
+                           "correct the metadata that the trainer publishes",
+                           "the metadata pair %s is '%.80s', which is not %s", name,
+                           text, kind_text(kind));
+    const json_t *there = peft_field(m, name);
+    if (there && !same_value(there, value)) {
+        json_decref(value);
+        return peft_refuse(
+            m, UINT32_MAX,
+            "let the metadata pair agree with peft_config, or leave it out",
+            "the metadata pair %s is '%.80s', which contradicts peft_config", name,
+            text);
+    }
+    if (there) {
+        json_decref(value);
+        return FANIN_OK;
+    }
+    return peft_set(m->config, name, value) ? FANIN_OK : error_set_memory(m->error);
+}
+
+fanin_status peft_fields_merge(peft_maker *m)
+{
+    for (size_t i = 0; i < sizeof(fields) / sizeof(fields[0]); i++) {
+        const char *text = peft_pair(m, fields[i].name);
+        fanin_status status =
+            text ? merge_field(m, fields[i].name, fields[i].kind, text) : FANIN_OK;
+        if (status)
+            return status;
+    }
+    const char *experts = peft_pair(m, "num_experts");
+    if (!experts)
+        return FANIN_OK;
+    json_t *number = parse_field(FIELD_INTEGER, experts);
+    m->num_experts = (uint64_t)json_integer_value(number);
+    json_decref(number);
+    if (m->num_experts == 0)
+        return peft_refuse(m, UINT32_MAX,
+                           "correct the metadata that the trainer publishes",
+                           "the metadata pair num_experts is '%.80s', which is not %s",
+                           experts, kind_text(FIELD_INTEGER));
+    return FANIN_OK;
+}
+
+static int compare_text(const void *a, const void *b)
+{
+    return strcmp(*(const char *const *)a, *(const char *const *)b);
+}
+
+json_t *peft_sorted_keys(json_t *object)
+{
+    size_t count = 0;
+    const char **keys = calloc(json_object_size(object) + 1, sizeof(keys[0]));
+    json_t *list = json_array(), *value;
+    const char *key;
+    if (keys) {
+        json_object_foreach(object, key, value) keys[count++] = key;
+        qsort(keys, count, sizeof(keys[0]), compare_text);
+    }
+    bool good = keys && list;
+    for (size_t i = 0; i < count && good; i++)
+        good = json_array_append_new(list, json_string(keys[i])) == 0;
+    free(keys);
+    if (good)
+        return list;
+    json_decref(list);
+    return NULL;
+}

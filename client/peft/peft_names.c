@@ -1,0 +1,277 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include "peft/peft_names.h"
+#include "error_set.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#define PREFIX_SIZE (sizeof(PEFT_PREFIX) - 1)
+
+#define TEXT(literal) literal, sizeof(literal) - 1
+
+static bool is_text(const char *component, size_t size, const char *text,
+                    size_t text_size)
+{
+    return size == text_size && memcmp(component, text, size) == 0;
+}
+
+/* Components that PyTorch's wrappers add to a parameter's name and that no file has. */
+static bool is_wrapper(const char *component, size_t size)
+{
+    if (component[0] != '_')
+        return false;
+    return is_text(component, size, TEXT("_fsdp_wrapped_module")) ||
+           is_text(component, size, TEXT("_orig_mod")) ||
+           is_text(component, size, TEXT("_checkpoint_wrapped_module"));
+}
+
+typedef enum marker_kind {
+    MARKER_NONE,
+    MARKER_A,
+    MARKER_B,
+    MARKER_EMBEDDING_A,
+    MARKER_EMBEDDING_B,
+    MARKER_MAGNITUDE,
+    MARKER_TOKENS,
+    MARKER_SAVED,
+} marker_kind;
+
+/* The component after which PEFT puts the adapter's name. */
+static marker_kind marker_of(const char *component, size_t size)
+{
+    static const struct {
+        const char *text;
+        size_t size;
+        marker_kind kind;
+    } markers[] = {
+        {TEXT("lora_A"), MARKER_A},
+        {TEXT("lora_B"), MARKER_B},
+        {TEXT("lora_embedding_A"), MARKER_EMBEDDING_A},
+        {TEXT("lora_embedding_B"), MARKER_EMBEDDING_B},
+        {TEXT("lora_magnitude_vector"), MARKER_MAGNITUDE},
+        {TEXT("trainable_tokens_delta"), MARKER_TOKENS},
+        {TEXT("modules_to_save"), MARKER_SAVED},
+    };
+    for (size_t i = 0; i < sizeof(markers) / sizeof(markers[0]); i++) {
+        if (is_text(component, size, markers[i].text, markers[i].size))
+            return markers[i].kind;
+    }
+    return MARKER_NONE;
+}
+
+/* A name while it is taken apart; offsets count from text. */
+typedef struct scan {
+    char *text;
+    size_t size;
+    marker_kind marker; /* the last one */
+    size_t marker_start, marker_end;
+} scan;
+
+static scan copy_components(const char *name, char *to)
+{
+    scan s = {.text = to};
+    bool first = true;
+    /* What DistributedDataParallel puts around the whole. */
+    if (strncmp(name, "module." PEFT_PREFIX, sizeof("module." PEFT_PREFIX) - 1) == 0)
+        name += sizeof("module.") - 1;
+    for (const char *at = name;;) {
+        const char *dot = strchrnul(at, '.');
+        size_t size = (size_t)(dot - at);
+        if (!is_wrapper(at, size)) {
+            if (!first)
+                to[s.size++] = '.';
+            first = false;
+            marker_kind kind = marker_of(at, size);
+            if (kind != MARKER_NONE) {
+                s.marker = kind;
+                s.marker_start = s.size;
+                s.marker_end = s.size + size;
+            }
+            memcpy(to + s.size, at, size);
+            s.size += size;
+        }
+        if (!*dot)
+            break;
+        at = dot + 1;
+    }
+    to[s.size] = '\0';
+    return s;
+}
+
+/* Removes the bytes [from, to) of the name. */
+static void cut(scan *s, size_t from, size_t to)
+{
+    memmove(s->text + from, s->text + to, s->size - to + 1);
+    s->size -= to - from;
+}
+
+/*
+ * lora_A.<adapter>.weight and lora_A.weight, the same with "bias". @p tail is what follows
+ * the marker's dot, NULL if nothing does.
+ */
+static peft_part fix_layer(scan *s, const char *tail, peft_part weight, peft_part bias)
+{
+    if (!tail)
+        return PEFT_MALFORMED;
+    const char *dot = strchr(tail, '.');
+    const char *leaf = dot ? dot + 1 : tail;
+    peft_part part = PEFT_MALFORMED;
+    if (strcmp(leaf, "weight") == 0)
+        part = weight;
+    else if (strcmp(leaf, "bias") == 0)
+        part = bias;
+    if (part != PEFT_MALFORMED && dot)
+        cut(s, (size_t)(tail - s->text), (size_t)(leaf - s->text));
+    return part;
+}
+
+/* lora_embedding_A.<adapter>, lora_magnitude_vector.<adapter>[.weight]: the file has the bare
+   component. */
+static peft_part fix_bare(scan *s, const char *tail, bool weight_allowed,
+                          peft_part part)
+{
+    const char *dot = tail ? strchr(tail, '.') : NULL;
+    if (dot && !(weight_allowed && strcmp(dot, ".weight") == 0))
+        return PEFT_MALFORMED;
+    cut(s, s->marker_end, s->size);
+    return part;
+}
+
+/* <module>.modules_to_save.<adapter>.<parameter> */
+static peft_part fix_saved(scan *s, const char *tail)
+{
+    const char *dot = tail ? strchr(tail, '.') : NULL;
+    if (!dot)
+        return PEFT_OTHER;
+    cut(s, s->marker_start, (size_t)(dot + 1 - s->text));
+    return PEFT_SAVED_MODULE;
+}
+
+static peft_part fix_tail(scan *s)
+{
+    const char *tail =
+        s->text[s->marker_end] == '.' ? s->text + s->marker_end + 1 : NULL;
+    switch (s->marker) {
+    case MARKER_A:
+        return fix_layer(s, tail, PEFT_LORA_A, PEFT_MALFORMED);
+    case MARKER_B:
+        return fix_layer(s, tail, PEFT_LORA_B, PEFT_LORA_B_BIAS);
+    case MARKER_EMBEDDING_A:
+        return fix_bare(s, tail, false, PEFT_EMBEDDING_A);
+    case MARKER_EMBEDDING_B:
+        return fix_bare(s, tail, false, PEFT_EMBEDDING_B);
+    case MARKER_MAGNITUDE:
+        return fix_bare(s, tail, true, PEFT_MAGNITUDE);
+    case MARKER_TOKENS:
+        (void)fix_bare(s, tail, false, PEFT_OTHER);
+        return PEFT_OTHER;
+    case MARKER_SAVED:
+        return fix_saved(s, tail);
+    case MARKER_NONE:
+        break;
+    }
+    return PEFT_OTHER;
+}
+
+peft_name peft_name_on_disk(const char *name, char buffer[PEFT_NAME_SIZE])
+{
+    scan s = copy_components(name, buffer + PREFIX_SIZE);
+    peft_part part = fix_tail(&s);
+    size_t module = part == PEFT_OTHER || part == PEFT_MALFORMED ? 0 : s.marker_start;
+
+    if (strncmp(s.text, PEFT_PREFIX, PREFIX_SIZE) != 0) {
+        memcpy(buffer, PEFT_PREFIX, PREFIX_SIZE);
+        s.text = buffer;
+        s.size += PREFIX_SIZE;
+        if (module > 0)
+            module += PREFIX_SIZE;
+    }
+    if (module > PREFIX_SIZE) {
+        module--; /* the dot before the marker */
+    } else if (part != PEFT_OTHER) {
+        /* A layer needs a module that it belongs to. */
+        part = part == PEFT_SAVED_MODULE ? PEFT_OTHER : PEFT_MALFORMED;
+        module = 0;
+    }
+    return (peft_name){.text = s.text,
+                       .size = (uint32_t)s.size,
+                       .module = (uint32_t)module,
+                       .part = part};
+}
+
+static int compare_tensors(const void *a, const void *b)
+{
+    return strcmp(((const peft_tensor *)a)->name.text,
+                  ((const peft_tensor *)b)->name.text);
+}
+
+const char *peft_full_key(const char *publication, const char *name, char out[640])
+{
+    snprintf(out, 640, "%s:%s", publication, name);
+    return out;
+}
+
+/* Sorts unless the key table's order survived, and looks for one name twice. */
+static fanin_status sort_names(peft_names *names, const key_table *keys,
+                               const char *publication, fanin_error *error)
+{
+    bool sorted = true;
+    for (uint32_t i = 1; i < names->count && sorted; i++)
+        sorted = compare_tensors(&names->tensors[i - 1], &names->tensors[i]) < 0;
+    if (sorted)
+        return FANIN_OK;
+    qsort(names->tensors, names->count, sizeof(names->tensors[0]), compare_tensors);
+    for (uint32_t i = 1; i < names->count; i++) {
+        const peft_tensor *a = &names->tensors[i - 1], *b = &names->tensors[i];
+        if (compare_tensors(a, b) < 0)
+            continue;
+        char key[640];
+        error_place place = {
+            .phase = "plan",
+            .key = peft_full_key(publication, keys->entries[a->key].name, key),
+            .remedy = "publish one adapter in one run, each tensor under one name"};
+        return error_set(
+            error, FANIN_ERR_MISMATCH, &place,
+            "'%.150s' and '%.150s' both become '%.150s' in an adapter file",
+            keys->entries[a->key].name, keys->entries[b->key].name, a->name.text);
+    }
+    return FANIN_OK;
+}
+
+fanin_status peft_names_make(const key_table *keys, const char *publication,
+                             peft_names *out, fanin_error *error)
+{
+    size_t room = 1;
+    uint32_t count = keys->count;
+    for (uint32_t i = 0; i < count; i++)
+        room += strlen(keys->entries[i].name) + sizeof(PEFT_PREFIX);
+    *out = (peft_names){.count = count};
+    out->storage = malloc(room);
+    out->tensors = calloc(count ? count : 1, sizeof(out->tensors[0]));
+    if (!out->storage || !out->tensors)
+        return error_set_memory(error);
+
+    char *to = out->storage, buffer[PEFT_NAME_SIZE];
+    for (uint32_t i = 0; i < count; i++) {
+        const char *name = keys->entries[i].name;
+        if (strlen(name) > FANIN_MAX_NAME) {
+            return error_set(error, FANIN_ERR_MISMATCH, NULL,
+                             "the key table holds a name of more than %d bytes",
+                             FANIN_MAX_NAME);
+        }
+        peft_name on_disk = peft_name_on_disk(name, buffer);
+        memcpy(to, on_disk.text, on_disk.size + 1);
+        on_disk.text = to;
+        to += on_disk.size + 1;
+        out->tensors[i] = (peft_tensor){.name = on_disk, .key = i};
+    }
+    return count > 1 ? sort_names(out, keys, publication, error) : FANIN_OK;
+}
+
+void peft_names_free(peft_names *names)
+{
+    free(names->tensors);
+    free(names->storage);
+    *names = (peft_names){0};
+}

@@ -1,0 +1,352 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include "error_set.h"
+#include "plan/plan_internal.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+/* Pieces of one source, while they are collected. */
+typedef struct collector {
+    uint64_t capacity;
+    uint64_t key_start; /* first piece of the present key */
+    uint32_t key;
+    bool disordered; /* this key's pieces are to be sorted */
+} collector;
+
+typedef struct builder {
+    const plan_target *targets;
+    const uint64_t *to_of_key;
+    uint32_t convert; /* what becomes of F32 */
+    cover cover;
+    fill_set fills;
+    uint32_t *fill_of;   /* by target */
+    uint64_t *key_first; /* targets of key k: by_key[key_first[k] ..] */
+    uint32_t *by_key;
+    collector *collectors;
+    uint32_t *disordered; /* sources */
+    size_t n_disordered;
+    plan *plan;
+} builder;
+
+static fanin_status refuse_target(const key_table *keys, const plan_target *t,
+                                  const char *why, fanin_error *error)
+{
+    const char *name = t->key < keys->count ? keys->entries[t->key].name : "";
+    error_place place = {.phase = "plan", .key = name};
+    return error_set(error, FANIN_ERR_ARGUMENT, &place, "a block wanted of %.256s %s",
+                     *name ? name : "a tensor", why);
+}
+
+static fanin_status check_targets(const key_table *keys, const plan_target *targets,
+                                  size_t n, work_stop *stop, fanin_error *error)
+{
+    if (n >= PLAN_NONE)
+        return error_set(error, FANIN_ERR_ARGUMENT, NULL, "too many blocks wanted");
+    for (size_t i = 0; i < n; i++) {
+        const plan_target *t = &targets[i];
+        if (work_stopped(stop))
+            return plan_broken_off(stop, error);
+        if (t->key >= keys->count)
+            return refuse_target(keys, t, "that is not in the key table", error);
+        const key_entry *e = &keys->entries[t->key];
+        if (t->block.n_dims != e->n_dims)
+            return refuse_target(keys, t, "has another number of dimensions", error);
+        if (!block_inside(&t->block, e->shape))
+            return refuse_target(keys, t, "lies outside of the tensor", error);
+        if (!block_on_units(&t->block, dtype_get_unit(e->dtype)))
+            return refuse_target(
+                keys, t, "does not begin and end on whole bytes in the last dimension",
+                error);
+    }
+    return FANIN_OK;
+}
+
+static uint32_t convert_of(const builder *b, uint32_t key)
+{
+    return b->convert != CONVERT_NONE &&
+                   b->cover.keys->entries[key].dtype == FANIN_DTYPE_F32
+               ? b->convert
+               : CONVERT_NONE;
+}
+
+/* Whole tensors: a fill a key is the geometry's; here the uses are counted. */
+static bool fill_keys(builder *b)
+{
+    cover *c = &b->cover;
+    uint32_t id;
+    for (uint32_t key = 0; key < c->keys->count; key++) {
+        if (work_stopped(c->stop) ||
+            !fill_whole(&b->fills, c, c->of_key[key], convert_of(b, key), &id))
+            return false;
+        b->fills.fills[id].uses++;
+    }
+    b->plan->bytes = c->keys->bytes;
+    b->plan->tensors = c->keys->count;
+    return true;
+}
+
+static bool fill_targets(builder *b, size_t n)
+{
+    const key_table *keys = b->cover.keys;
+    b->fill_of = malloc((n + 1) * sizeof *b->fill_of);
+    b->by_key = malloc((n + 1) * sizeof *b->by_key);
+    b->key_first = calloc((size_t)keys->count + 2, sizeof *b->key_first);
+    if (!b->fill_of || !b->by_key || !b->key_first)
+        return false;
+    for (size_t i = 0; i < n; i++) {
+        const plan_target *t = &b->targets[i];
+        uint64_t bytes = 0;
+        if (work_stopped(b->cover.stop) ||
+            !fill_target(&b->fills, &b->cover, b->cover.of_key[t->key],
+                         convert_of(b, t->key), t, &b->fill_of[i]))
+            return false;
+        b->fills.fills[b->fill_of[i]].uses++;
+        dtype_bytes(keys->entries[t->key].dtype, t->block.n_dims, t->block.extent,
+                    &bytes);
+        b->plan->bytes += bytes;
+        b->plan->tensors += b->key_first[t->key + 2]++ == 0;
+    }
+    /* Counts to starts; starts are moved on while by_key is filled, and end one further. */
+    for (size_t k = 2; k < (size_t)keys->count + 2; k++)
+        b->key_first[k] += b->key_first[k - 1];
+    for (size_t i = 0; i < n; i++)
+        b->by_key[b->key_first[b->targets[i].key + 1]++] = (uint32_t)i;
+    return true;
+}
+
+/* Balancing matters only where there is a choice. */
+static bool share_out(builder *b)
+{
+    cover *c = &b->cover;
+    if (c->n_classes == c->n_sources)
+        return true;
+    for (uint64_t i = 0; i < b->fills.n; i++) {
+        const fill *f = &b->fills.fills[i];
+        const geometry *g = &c->geometries[f->geometry];
+        for (uint64_t j = f->first; j < f->first + f->count; j++) {
+            const piece *p = &b->fills.templates[j];
+            if (work_stopped(c->stop))
+                return false;
+            c->classes[g->class_of[p->box]].weight += p->length * f->uses;
+        }
+    }
+    return classes_balance(c);
+}
+
+/* Exact where a box has one holder, near to it where replicas share. */
+static bool reserve(builder *b)
+{
+    const cover *c = &b->cover;
+    uint64_t *pieces = calloc(c->n_classes + 1, sizeof *pieces);
+    uint64_t *wanted = calloc(c->n_sources + 1, sizeof *wanted);
+    bool ok = pieces && wanted;
+    for (uint64_t i = 0; i < b->fills.n && ok; i++) {
+        const fill *f = &b->fills.fills[i];
+        const uint32_t *class_of = c->geometries[f->geometry].class_of;
+        for (uint64_t j = f->first; j < f->first + f->count && ok; j++) {
+            ok = !work_stopped(c->stop);
+            pieces[class_of[b->fills.templates[j].box]] += f->uses;
+        }
+    }
+    for (uint64_t i = 0; i < c->n_classes && ok; i++) {
+        const holder_class *k = &c->classes[i];
+        ok = !work_stopped(c->stop);
+        for (uint32_t j = 0; j < k->count; j++)
+            wanted[c->class_sources[k->first + j]] += pieces[i] / k->count;
+    }
+    for (size_t s = 0; s < c->n_sources && ok; s++)
+        ok = wanted[s] == 0 ||
+             array_reserve(&b->plan->ranks[s].pieces, &b->collectors[s].capacity,
+                           wanted[s], sizeof(piece));
+    free(pieces);
+    free(wanted);
+    return ok;
+}
+
+static bool is_before(const piece *a, const piece *b)
+{
+    return a->box != b->box ? a->box < b->box : a->offset < b->offset;
+}
+
+/* Once the work is to stop all are equal, so that sorting ends soon. */
+static int compare_pieces(const void *a, const void *b, void *stop)
+{
+    if (work_stopped(stop))
+        return 0;
+    return is_before(a, b) ? -1 : is_before(b, a);
+}
+
+static bool push(builder *b, uint32_t source, uint32_t key, const piece *p)
+{
+    plan_rank *r = &b->plan->ranks[source];
+    collector *k = &b->collectors[source];
+    if (r->n_pieces == k->capacity &&
+        !array_reserve(&r->pieces, &k->capacity, r->n_pieces + 1, sizeof *r->pieces))
+        return false;
+    if (k->key != key) {
+        k->key = key;
+        k->key_start = r->n_pieces;
+    } else if (!k->disordered && is_before(p, &r->pieces[r->n_pieces - 1])) {
+        k->disordered = true;
+        b->disordered[b->n_disordered++] = source;
+    }
+    r->pieces[r->n_pieces++] = *p;
+    r->bytes += p->length;
+    return true;
+}
+
+static bool emit(builder *b, uint32_t key, const fill *f, uint64_t to)
+{
+    cover *c = &b->cover;
+    const geometry *g = &c->geometries[f->geometry];
+    for (uint64_t i = f->first; i < f->first + f->count; i++) {
+        piece p = b->fills.templates[i];
+        uint32_t u = p.box, class_id = g->class_of[u];
+        const holder *h = &g->holders[g->first[u]];
+        if (class_id >= c->n_sources) {
+            holder_class *k = &c->classes[class_id];
+            h += class_position(c, k, key);
+            k->given += p.length;
+        }
+        p.box = (uint32_t)(c->cursor[h->source] + h->local);
+        p.to += to;
+        if (work_stopped(c->stop) || !push(b, h->source, key, &p))
+            return false;
+    }
+    return true;
+}
+
+/* Several targets of one key, or boxes in odd order: only such keys need sorting. */
+static void sort_key(builder *b)
+{
+    while (b->n_disordered > 0) {
+        uint32_t source = b->disordered[--b->n_disordered];
+        plan_rank *r = &b->plan->ranks[source];
+        collector *k = &b->collectors[source];
+        qsort_r(r->pieces + k->key_start, r->n_pieces - k->key_start, sizeof *r->pieces,
+                compare_pieces, b->cover.stop);
+        k->disordered = false;
+    }
+}
+
+static bool emit_key(builder *b, uint32_t key)
+{
+    const cover *c = &b->cover;
+    if (!b->targets) {
+        const geometry *g = &c->geometries[c->of_key[key]];
+        const fill *f = &b->fills.fills[g->whole[convert_of(b, key) != CONVERT_NONE]];
+        return emit(b, key, f, b->to_of_key[key]);
+    }
+    for (uint64_t i = b->key_first[key]; i < b->key_first[key + 1]; i++) {
+        uint32_t target = b->by_key[i];
+        if (!emit(b, key, &b->fills.fills[b->fill_of[target]], b->targets[target].to))
+            return false;
+    }
+    return true;
+}
+
+static bool emit_all(builder *b)
+{
+    cover *c = &b->cover;
+    b->collectors = malloc((c->n_sources + 1) * sizeof *b->collectors);
+    b->disordered = malloc((c->n_sources + 1) * sizeof *b->disordered);
+    if (!b->collectors || !b->disordered)
+        return false;
+    for (size_t s = 0; s < c->n_sources; s++)
+        b->collectors[s] = (collector){.key = PLAN_NONE};
+    if (!reserve(b))
+        return false;
+    memset(c->cursor, 0, c->n_sources * sizeof *c->cursor);
+    for (uint32_t key = 0; key < c->keys->count; key++) {
+        const geometry *g = &c->geometries[c->of_key[key]];
+        if (!emit_key(b, key))
+            return false;
+        sort_key(b);
+        if (work_stopped(c->stop))
+            return false;
+        for (uint32_t i = 0; i < g->n_owners; i++)
+            c->cursor[g->sources[i]]++;
+    }
+    return true;
+}
+
+static void finish(builder *b)
+{
+    plan *p = b->plan;
+    for (size_t s = 0; s < p->n_ranks; s++) {
+        array_shrink(&p->ranks[s].pieces, p->ranks[s].n_pieces, sizeof(piece));
+        p->has_replicas =
+            p->has_replicas ||
+            (!b->cover.sole[s] && box_table_count(b->cover.sources[s].boxes) > 0);
+    }
+    view_set *views = &b->fills.views;
+    array_shrink(&views->views, views->n, sizeof *views->views);
+    p->views = views->views;
+    p->n_views = (uint32_t)views->n;
+    views->views = NULL;
+}
+
+static plan *plan_new(size_t n_sources)
+{
+    plan *p = calloc(1, sizeof *p);
+    if (!p)
+        return NULL;
+    p->n_ranks = n_sources;
+    p->ranks = calloc(n_sources + 1, sizeof *p->ranks);
+    if (!p->ranks)
+        plan_free(&p);
+    return p;
+}
+
+fanin_status plan_build(const key_table *keys, const plan_source *sources,
+                        size_t n_sources, const plan_target *targets, size_t n_targets,
+                        const uint64_t *to_of_key, fanin_dtype dtype, work_stop *stop,
+                        plan **out, fanin_error *error)
+{
+    builder b = {.targets = n_targets ? targets : NULL, .to_of_key = to_of_key};
+    int convert = dtype == 0 ? CONVERT_NONE : convert_between(FANIN_DTYPE_F32, dtype);
+    *out = NULL;
+    if (convert < 0)
+        return error_set(error, FANIN_ERR_ARGUMENT, NULL,
+                         "F32 tensors are not converted to %s",
+                         fanin_dtype_name(dtype) ? fanin_dtype_name(dtype)
+                                                 : "a dtype of that number");
+    b.convert = (uint32_t)convert;
+    if (n_targets == 0 && keys->count > 0 && !to_of_key)
+        return error_set(error, FANIN_ERR_ARGUMENT, NULL, "nothing is wanted");
+    fanin_status status = check_targets(keys, targets, n_targets, stop, error);
+    if (status != FANIN_OK)
+        return status;
+    status = cover_build(&b.cover, keys, sources, n_sources, stop, error);
+    if (status == FANIN_OK) {
+        b.plan = plan_new(n_sources);
+        if (b.plan && (n_targets ? fill_targets(&b, n_targets) : fill_keys(&b)) &&
+            share_out(&b) && emit_all(&b))
+            finish(&b);
+        else
+            status = plan_broken_off(stop, error);
+    }
+    cover_free(&b.cover);
+    fill_set_free(&b.fills);
+    free(b.fill_of);
+    free(b.key_first);
+    free(b.by_key);
+    free(b.collectors);
+    free(b.disordered);
+    if (status != FANIN_OK)
+        plan_free(&b.plan);
+    *out = b.plan;
+    return status;
+}
+
+void plan_free(plan **p)
+{
+    if (!*p)
+        return;
+    for (size_t i = 0; (*p)->ranks && i < (*p)->n_ranks; i++)
+        free((*p)->ranks[i].pieces);
+    free((*p)->ranks);
+    free((*p)->views);
+    free(*p);
+    *p = NULL;
+}

@@ -1,0 +1,87 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include "stream/stream_link.h"
+
+#include "dtype.h"
+#include "error_set.h"
+#include <stdlib.h>
+
+/* Large enough that a request's cost vanishes, small enough that several are under way. */
+#define REQUEST_BYTES ((uint64_t)1 << 20)
+
+static bool is_whole_box(const piece *p, const box_table *boxes, const key_table *keys)
+{
+    uint32_t key;
+    block b;
+    uint64_t bytes;
+    if (p->offset != 0)
+        return false;
+    box_table_get(boxes, p->box, &key, &b, NULL);
+    return dtype_bytes(keys->entries[key].dtype, b.n_dims, b.extent, &bytes) &&
+           bytes == p->length;
+}
+
+/* Appends a piece to the open request, as an entry or as one more box of the last one. */
+static void add_piece(read_list *list, read_request *r, uint64_t *n_entries,
+                      const piece *p, bool whole)
+{
+    read_entry *last = r->n_entries > 0 ? &list->entries[*n_entries - 1] : NULL;
+    if (whole && last && last->count > 0 && last->box + last->count == p->box) {
+        last->count++;
+    } else {
+        list->entries[*n_entries] =
+            whole
+                ? (read_entry){.box = p->box, .count = 1}
+                : (read_entry){.box = p->box, .offset = p->offset, .length = p->length};
+        ++*n_entries;
+        r->n_entries++;
+    }
+    r->n_pieces++;
+    r->bytes += p->length;
+}
+
+static bool is_full(const read_request *r, const piece *next)
+{
+    return r->n_pieces > 0 && (r->bytes + next->length > REQUEST_BYTES ||
+                               r->n_entries == LIMIT_READ_ENTRIES);
+}
+
+static fanin_status give_up(read_list *list, const work_stop *stop, fanin_error *error)
+{
+    free(list->entries);
+    free(list->requests);
+    return work_broken_off(stop, "plan", "requests were made", error);
+}
+
+fanin_status read_list_build(const plan_rank *pieces, const box_table *boxes,
+                             const key_table *keys, work_stop *stop, read_list *out,
+                             fanin_error *error)
+{
+    read_list list = {0};
+    uint64_t n_entries = 0;
+    list.entries = malloc((pieces->n_pieces + 1) * sizeof(*list.entries));
+    list.requests = malloc((pieces->n_pieces + 1) * sizeof(*list.requests));
+    if (!list.entries || !list.requests)
+        return give_up(&list, stop, error);
+    read_request *open = &list.requests[0];
+    *open = (read_request){0};
+    for (uint64_t i = 0; i < pieces->n_pieces; i++) {
+        const piece *p = &pieces->pieces[i];
+        if (work_stopped(stop))
+            return give_up(&list, stop, error);
+        if (is_full(open, p)) {
+            list.n_requests++;
+            open = &list.requests[list.n_requests];
+            *open = (read_request){.first_piece = i, .first_entry = n_entries};
+        }
+        add_piece(&list, open, &n_entries, p, is_whole_box(p, boxes, keys));
+    }
+    list.n_requests += open->n_pieces > 0;
+    /* Reserved for the worst case; most lists are a few entries. */
+    read_entry *entries = realloc(list.entries, (n_entries + 1) * sizeof(*entries));
+    read_request *requests =
+        realloc(list.requests, (list.n_requests + 1) * sizeof(*requests));
+    list.entries = entries ? entries : list.entries;
+    list.requests = requests ? requests : list.requests;
+    *out = list;
+    return FANIN_OK;
+}

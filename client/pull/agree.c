@@ -1,0 +1,509 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include "pull/agree.h"
+
+#include "error_set.h"
+#include "net/standing.h"
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+/* Ranks commit at about the same time; replicas that lag more than this are done without. */
+#define GRACE_MS 50
+/* How long ranks may take to say where they are, and after how long they are asked again if that
+   did not tell whether they can do without one that is gone. */
+#define ANSWER_MS 500
+#define AGAIN_MS 1000
+/* Kept of the pull's time, if it is that long, for finding out who is behind. */
+#define LOOK_MS 100
+
+typedef struct asker {
+    struct agreement *agreement;
+    size_t peer;
+    bool waiting, lost;
+    uint64_t least;       /* the step that was asked for, or a later one */
+    fanin_status refused; /* the rank's own error, other than a lost connection */
+    fanin_error error;
+} asker;
+
+typedef struct agreement {
+    fanin_client *client;
+    publication *publication;
+    const fanin_pull_options *options;
+    const agree_need *need; /* NULL: nobody says what is needed */
+    deadline at;
+    announcement *announced;
+    bool *use;
+    asker *askers;
+    standing
+        *standings;  /* asked for when ranks are lost, and when time is nearly over */
+    bool time_is_up; /* a rank has said so */
+    uint64_t target; /* the furthest step that a rank announces which is there */
+    deadline grace;  /* when a sufficient set is enough; UINT64_MAX: not yet running */
+    size_t changes;  /* replies so far: an insufficient set is judged once */
+    size_t judged;
+    size_t gone;   /* ranks that are not there */
+    deadline look; /* when to judge whether the others can do without them */
+} agreement;
+
+static void on_announced(void *cookie, connection *c, message_type type, body *b)
+{
+    asker *a = cookie;
+    announcement *n = &a->agreement->announced[a->peer];
+    msg_wait_ok m;
+    a->waiting = false;
+    a->agreement->changes++;
+    if (type == MSG_WAIT_OK && decode_wait_ok(b, &m) == FANIN_OK) {
+        if (m.step < a->least) {
+            error_place place = connection_place(c, "wait");
+            place.key = a->agreement->publication->name;
+            place.remedy = "use the same fanin release on both ends";
+            a->refused = error_set(
+                &a->error, FANIN_ERR_PROTOCOL, &place,
+                "rank %u at %s announced step %llu when asked for step %llu or later",
+                connection_peer(c)->rank, connection_text(c),
+                (unsigned long long)m.step, (unsigned long long)a->least);
+            return;
+        }
+        *n = (announcement){.valid = true,
+                            .step = m.step,
+                            .version = m.catalog_version,
+                            .stable_ns = m.stable_ns};
+        memcpy(n->keys.bytes, m.key_digest, sizeof(n->keys.bytes));
+        return;
+    }
+    a->lost = type == 0;
+    fanin_status status = connection_reply_error(c, "wait", type, b, &a->error);
+    a->refused = a->lost ? FANIN_OK : status;
+}
+
+/* The least step that does now. */
+static uint64_t wanted(const agreement *g)
+{
+    uint64_t asked = g->options->rule == FANIN_STEP_NEWEST ? 0 : g->options->step;
+    bool exact = g->options->rule == FANIN_STEP_EXACT;
+    return exact || asked > g->target ? asked : g->target;
+}
+
+/* A rank's "not yet" should come before this side gives up, with time to look around. */
+static uint32_t time_for_rank(const agreement *g)
+{
+    uint64_t left = deadline_left_ns(g->at) / 1000000, rest = left / 20;
+    if (rest < LOOK_MS)
+        rest = left / 4 < LOOK_MS ? left / 4 : LOOK_MS;
+    return left > 3600000 ? 3600000 : (uint32_t)(left - rest);
+}
+
+static void ask(asker *a)
+{
+    agreement *g = a->agreement;
+    connection *c = g->client->peers[a->peer].control;
+    msg_wait m = {.rule = g->options->rule, .step = wanted(g)};
+    if (g->options->rule != FANIN_STEP_EXACT && g->target > 0)
+        m.rule = FANIN_STEP_AT_LEAST;
+    snprintf(m.publication, sizeof(m.publication), "%s", g->publication->name);
+    m.timeout_ms = time_for_rank(g);
+    a->least = m.step;
+    uint64_t request = connection_next_request(c);
+    encode_wait(connection_out(c), request, &m);
+    a->waiting = true;
+    a->error = (fanin_error)FANIN_ERROR_INIT;
+    connection_ask(c, request, on_announced, a);
+}
+
+/* Asks whoever has nothing, or less than the furthest rank, to announce (again), and whoever was
+   asked for the step of a rank that is gone by now. */
+static void ask_those_behind(agreement *g)
+{
+    for (size_t i = 0; i < g->client->n_peers; i++) {
+        asker *a = &g->askers[i];
+        if (a->lost || a->refused || !peer_ready(&g->client->peers[i]) ||
+            (a->waiting && a->least <= wanted(g)))
+            continue;
+        if (g->announced[i].valid && g->announced[i].step >= g->target)
+            continue;
+        if (a->waiting)
+            connection_forget(g->client->peers[i].control, a);
+        g->announced[i].valid = false;
+        ask(a);
+    }
+}
+
+/* What a rank has announced ends with it. */
+static void find_target(agreement *g)
+{
+    g->target = 0;
+    for (size_t i = 0; i < g->client->n_peers; i++) {
+        announcement *n = &g->announced[i];
+        n->valid = n->valid && peer_ready(&g->client->peers[i]);
+        if (n->valid && n->step > g->target)
+            g->target = n->step;
+    }
+}
+
+static fanin_status superseded(const agreement *g, fanin_error *error)
+{
+    error_place place = {.phase = "wait",
+                         .key = g->publication->name,
+                         .remedy = "ask for the newest step or for a least step"};
+    return error_set(error, FANIN_ERR_SUPERSEDED, &place,
+                     "step %llu of %s has passed: the trainer is at step %llu",
+                     (unsigned long long)g->options->step, g->publication->name,
+                     (unsigned long long)g->target);
+}
+
+/* An answer that no waiting can mend. */
+static fanin_status check_refusals(const agreement *g, fanin_error *error)
+{
+    for (size_t i = 0; i < g->client->n_peers; i++) {
+        const asker *a = &g->askers[i];
+        if (a->refused && a->refused != FANIN_ERR_TIMEOUT &&
+            a->refused != FANIN_ERR_PAUSED) {
+            error_copy(error, &a->error);
+            return a->refused;
+        }
+    }
+    return FANIN_OK;
+}
+
+/* The first rank that is paused, NULL: none. */
+static const asker *find_paused(const agreement *g)
+{
+    for (size_t i = 0; i < g->client->n_peers; i++) {
+        if (g->askers[i].refused == FANIN_ERR_PAUSED)
+            return &g->askers[i];
+    }
+    return NULL;
+}
+
+/* Marks the ranks that announced the target; true: that is every rank of the world. */
+static bool mark(agreement *g, size_t *marked_out)
+{
+    size_t marked = 0;
+    for (size_t i = 0; i < g->client->n_peers; i++) {
+        g->use[i] = g->announced[i].valid && g->announced[i].step == g->target &&
+                    peer_ready(&g->client->peers[i]);
+        marked += g->use[i];
+    }
+    *marked_out = marked;
+    return marked == g->client->n_peers;
+}
+
+static bool nobody_waits(const agreement *g)
+{
+    for (size_t i = 0; i < g->client->n_peers; i++) {
+        if (g->askers[i].waiting)
+            return false;
+    }
+    return true;
+}
+
+fanin_status agree_sufficient(fanin_client *client, const publication *p,
+                              const bool *use, deadline at, bool *enough,
+                              fanin_error *error)
+{
+    plan_source *sources = calloc(client->n_peers, sizeof(*sources));
+    bool *all = calloc(client->n_peers, sizeof(*all));
+    if (!sources || !all) {
+        free(sources);
+        free(all);
+        return error_set_memory(error);
+    }
+    size_t n = 0;
+    for (size_t i = 0; i < client->n_peers; i++) {
+        if (!use[i])
+            continue;
+        all[n] = true;
+        sources[n++] = (plan_source){connection_peer(client->peers[i].control)->rank,
+                                     p->shards[i].boxes};
+    }
+    client_work work;
+    client_work_start(&work, client, at);
+    *enough = plan_sufficient(p->keys, sources, n, all, &work.stop);
+    free(sources);
+    free(all);
+    return FANIN_OK;
+}
+
+static bool is_gone(const fanin_client *client, const bool *use, size_t peer)
+{
+    return !use[peer] && !peer_ready(&client->peers[peer]);
+}
+
+static bool suffice(fanin_client *client, const publication *p, const bool *use,
+                    deadline at)
+{
+    bool enough;
+    return agree_sufficient(client, p, use, at, &enough, NULL) == FANIN_OK && enough;
+}
+
+size_t agree_culprit(fanin_client *client, const publication *p, const bool *use,
+                     deadline at)
+{
+    size_t n = client->n_peers, first = n, unknown = n, needed = n;
+    bool *held =
+        calloc(n, sizeof(*held)); /* of those in use, and of those that are gone */
+    for (size_t i = n; i-- > 0;) {
+        if (held)
+            held[i] = use[i] || (is_gone(client, use, i) && p->shards[i].boxes);
+        if (!is_gone(client, use, i))
+            continue;
+        first = i;
+        unknown = p->shards[i].boxes ? unknown : i;
+    }
+    if (!held || first == n || !p->keys || !suffice(client, p, held, at)) {
+        free(held);
+        return unknown < n ? unknown : first;
+    }
+    /* Whoever can be done without is, one after the other: who is left is needed. */
+    for (size_t i = 0; i < n; i++) {
+        if (!is_gone(client, use, i) || !held[i])
+            continue;
+        held[i] = false;
+        held[i] = !suffice(client, p, held, at);
+        needed = held[i] && needed == n ? i : needed;
+    }
+    free(held);
+    return needed < n ? needed : first;
+}
+
+/* Whether the marked ranks hold everything; needs their box tables. */
+static fanin_status judge(agreement *g, bool *enough, fanin_error *error)
+{
+    *enough = false;
+    fanin_status status =
+        tables_sync(g->client, g->publication, g->announced, g->use, g->at, error);
+    if (status != FANIN_OK)
+        return status;
+    return agree_sufficient(g->client, g->publication, g->use, g->at, enough, error);
+}
+
+/* A rank is paused, which waiting does not mend: the marked ones suffice, or the pull is over. Those
+   that have not answered yet are given the time that replicas are given to catch up. */
+static fanin_status decide_without(agreement *g, const asker *paused, size_t marked,
+                                   bool *agreed, fanin_error *error)
+{
+    if (g->grace == UINT64_MAX)
+        g->grace = deadline_in_ms(GRACE_MS);
+    if (!nobody_waits(g) && !deadline_passed(g->grace))
+        return FANIN_OK;
+    fanin_status status = marked > 0 ? judge(g, agreed, error) : FANIN_OK;
+    if (status != FANIN_OK || *agreed)
+        return status;
+    error_copy(error, &paused->error);
+    return FANIN_ERR_PAUSED;
+}
+
+static size_t count_gone(const agreement *g)
+{
+    size_t n = 0;
+    for (size_t i = 0; i < g->client->n_peers; i++)
+        n += !peer_ready(&g->client->peers[i]);
+    return n;
+}
+
+/* The tables that the ranks which are there have now; false: some have none yet. */
+static bool take_catalogs(const agreement *g, announcement *now, bool *use)
+{
+    for (size_t i = 0; i < g->client->n_peers; i++) {
+        const standing *s = &g->standings[i];
+        use[i] = peer_ready(&g->client->peers[i]);
+        if (use[i] && s->version == 0)
+            return false;
+        now[i] =
+            (announcement){.valid = use[i], .step = s->step, .version = s->version};
+        memcpy(now[i].keys.bytes, s->keys, sizeof(s->keys));
+    }
+    return true;
+}
+
+/* Ranks are gone and the others wait for a step: an error if they would wait in vain, because
+   nobody else holds what the ranks held. By the catalogs of now; *known false: not all have one. */
+static fanin_status do_without(agreement *g, bool *known, fanin_error *error)
+{
+    fanin_client *client = g->client;
+    fanin_error why = FANIN_ERROR_INIT;
+    announcement *now = calloc(client->n_peers, sizeof(*now));
+    bool *use = calloc(client->n_peers, sizeof(*use));
+    bool vain = false;
+    fanin_status status =
+        now && use ? standing_ask(client, g->publication->name,
+                                  deadline_sooner(g->at, deadline_in_ms(ANSWER_MS)),
+                                  g->standings, &why)
+                   : error_set_memory(&why);
+    *known = status == FANIN_OK && take_catalogs(g, now, use);
+    if (*known)
+        status = tables_sync(client, g->publication, now, use, g->at, &why);
+    *known = *known && status == FANIN_OK;
+    if (*known)
+        status = g->need->without(g->need->cookie, use, &vain, &why);
+    free(now);
+    free(use);
+    if (!vain && status != FANIN_ERR_CANCELLED && status != FANIN_ERR_MEMORY)
+        return FANIN_OK;
+    error_copy(error, &why);
+    return status;
+}
+
+static fanin_status look_for_gone(agreement *g, fanin_error *error)
+{
+    size_t gone = count_gone(g);
+    if (!g->need || gone == 0)
+        return FANIN_OK;
+    if (gone != g->gone)
+        g->look = deadline_in_ms(GRACE_MS);
+    g->gone = gone;
+    if (!deadline_passed(g->look))
+        return FANIN_OK;
+    bool known;
+    fanin_status status = do_without(g, &known, error);
+    g->look = known ? UINT64_MAX : deadline_in_ms(AGAIN_MS);
+    return status;
+}
+
+/* FANIN_OK and *agreed: the marked ranks are the ones to read. */
+static fanin_status decide(agreement *g, bool *agreed, fanin_error *error)
+{
+    *agreed = false;
+    fanin_status status = check_refusals(g, error);
+    if (status != FANIN_OK)
+        return status;
+    find_target(g);
+    if (g->options->rule == FANIN_STEP_EXACT && g->target > g->options->step)
+        return superseded(g, error);
+    size_t marked;
+    *agreed = mark(g, &marked);
+    const asker *paused = find_paused(g);
+    if (paused)
+        return decide_without(g, paused, marked, agreed, error);
+    if (*agreed)
+        return FANIN_OK;
+    if (!nobody_waits(g))
+        status = look_for_gone(g, error);
+    if (status != FANIN_OK || marked == 0)
+        return status;
+    if (nobody_waits(g)) {
+        /* The others are down: the plan proves or disproves that these suffice. */
+        bool behind = false;
+        for (size_t i = 0; i < g->client->n_peers; i++)
+            behind = behind || (!g->use[i] && peer_ready(&g->client->peers[i]));
+        *agreed = !behind;
+        return FANIN_OK;
+    }
+    if (g->grace == UINT64_MAX)
+        g->grace = deadline_in_ms(GRACE_MS);
+    if (!deadline_passed(g->grace) || g->judged == g->changes)
+        return FANIN_OK;
+    g->judged = g->changes;
+    return judge(g, agreed, error);
+}
+
+/* A rank's time is up, so the pull's is nearly: there is just enough to ask where all are. */
+static fanin_status look_around(agreement *g, fanin_error *error)
+{
+    bool up = false;
+    for (size_t i = 0; i < g->client->n_peers; i++)
+        up = up || g->askers[i].refused == FANIN_ERR_TIMEOUT;
+    if (!up || g->time_is_up)
+        return FANIN_OK;
+    g->time_is_up = true;
+    return standing_ask(g->client, g->publication->name,
+                        clock_ns() + deadline_left_ns(g->at) / 4 * 3, g->standings,
+                        error);
+}
+
+static fanin_status explain_timeout(const agreement *g, fanin_error *error)
+{
+    const fanin_client *client = g->client;
+    char who[400];
+    uint64_t step = wanted(g);
+    for (size_t i = 0; i < client->n_peers; i++) {
+        if (g->announced[i].valid)
+            g->standings[i] = (standing){.answered = true,
+                                         .present = true,
+                                         .state = FANIN_PUBLICATION_STABLE,
+                                         .step = g->announced[i].step};
+    }
+    size_t culprit =
+        standing_text(client, g->standings, step ? step : 1, who, sizeof(who));
+    error_place place = {.phase = "wait"};
+    if (culprit < client->n_peers)
+        place = connection_place(client->peers[culprit].control, "wait");
+    place.key = g->publication->name;
+    place.remedy = "is the trainer stuck, or further behind than this pull may wait?";
+    return error_set(error, FANIN_ERR_TIMEOUT, &place,
+                     "%s%llu of %.80s was not committed on all ranks in time%s%s",
+                     step ? "step " : "a step, at least ",
+                     (unsigned long long)(step ? step : 1), g->publication->name,
+                     who[0] ? ": " : "", who);
+}
+
+/* Nobody is asked any more, and nothing was agreed upon. */
+static fanin_status explain_silence(const agreement *g, fanin_error *error)
+{
+    const fanin_client *client = g->client;
+    const fanin_error *fault = connection_fault(client->peers[0].control);
+    if (g->time_is_up)
+        return explain_timeout(g, error);
+    for (size_t i = client->n_peers; i-- > 0;) {
+        if (!peer_ready(&client->peers[i]))
+            fault = connection_fault(client->peers[i].control);
+    }
+    error_copy(error, fault);
+    return fault->status;
+}
+
+static fanin_status wait_for_agreement(agreement *g, fanin_error *error)
+{
+    for (;;) {
+        ask_those_behind(g);
+        bool agreed;
+        fanin_status status = decide(g, &agreed, error);
+        if (status != FANIN_OK || agreed)
+            return status;
+        ask_those_behind(g); /* the target may have changed */
+        status = look_around(g, error);
+        if (status == FANIN_OK && nobody_waits(g))
+            return explain_silence(g, error);
+        deadline wake = deadline_passed(g->grace) ? UINT64_MAX : g->grace;
+        wake = deadline_sooner(wake, g->look);
+        if (status == FANIN_OK)
+            status = client_step(g->client, g->at, wake, "wait", error);
+        if (status == FANIN_ERR_TIMEOUT)
+            return explain_timeout(g, error);
+        if (status != FANIN_OK)
+            return status;
+    }
+}
+
+fanin_status agree(fanin_client *client, publication *p,
+                   const fanin_pull_options *options, const agree_need *need,
+                   deadline at, announcement *announced, bool *use, fanin_error *error)
+{
+    agreement g = {.client = client,
+                   .publication = p,
+                   .options = options,
+                   .need = need,
+                   .at = at,
+                   .announced = announced,
+                   .use = use,
+                   .grace = UINT64_MAX,
+                   .look = UINT64_MAX};
+    g.askers = calloc(client->n_peers, sizeof(*g.askers));
+    g.standings = calloc(client->n_peers, sizeof(*g.standings));
+    if (!g.askers || !g.standings) {
+        free(g.askers);
+        free(g.standings);
+        return error_set_memory(error);
+    }
+    for (size_t i = 0; i < client->n_peers; i++) {
+        g.askers[i] = (asker){.agreement = &g, .peer = i};
+        announced[i] = (announcement){0};
+        use[i] = false;
+    }
+    fanin_status status = wait_for_agreement(&g, error);
+    for (size_t i = 0; i < client->n_peers; i++)
+        connection_forget(client->peers[i].control, &g.askers[i]);
+    free(g.askers);
+    free(g.standings);
+    return status;
+}

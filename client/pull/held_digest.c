@@ -1,0 +1,224 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include "pull/held_digest.h"
+
+#include "convert.h"
+#include "error_set.h"
+#include <stdlib.h>
+
+/** What one kernel is told, and its results: pinned. */
+#define LIST_BYTES ((size_t)1 << 20)
+/** Digests and pieces have half of it: 100 MiB of what is digested. */
+#define LIST_PIECES                                                                    \
+    ((uint32_t)(LIST_BYTES / 2 / (sizeof(uint64_t) + sizeof(digest_piece))))
+
+struct held {
+    gpu *g;
+    const memory_range *ranges;
+    size_t n_ranges;
+    box_digest *sum;
+    gpu_stream *streams[GPU_MAX_DEVICES];
+    uint8_t *bounce; /* pinned: what was read back from a device */
+    size_t bounce_size;
+    void *listed; /* pinned: LIST_BYTES */
+};
+
+held *held_create(gpu *g, const memory_range *ranges, size_t n_ranges)
+{
+    held *h = calloc(1, sizeof(*h));
+    if (!h)
+        return NULL;
+    *h = (held){.g = g, .ranges = ranges, .n_ranges = n_ranges};
+    h->sum = box_digest_create();
+    if (!h->sum) {
+        free(h);
+        return NULL;
+    }
+    return h;
+}
+
+void held_free(held *h)
+{
+    if (!h)
+        return;
+    for (int i = 0; i < GPU_MAX_DEVICES; i++)
+        gpu_stream_destroy(&h->streams[i]);
+    if (h->bounce)
+        gpu_host_free(h->g, h->bounce);
+    if (h->listed)
+        gpu_host_free(h->g, h->listed);
+    box_digest_free(h->sum);
+    free(h);
+}
+
+/* ------------------------------------------------------------------- parts */
+
+static uint64_t run_of(const held_part *p)
+{
+    return p->view ? convert_bytes(p->view->convert, p->view->run) : p->length;
+}
+
+static uint64_t bytes_of(const held_part *p)
+{
+    return p->view ? p->runs * run_of(p) : p->length;
+}
+
+/* Where run @p index of it begins, from its first element. */
+static int64_t place_of(const held_part *p, uint64_t index)
+{
+    int64_t to = 0;
+    if (p->view)
+        strided_run(p->view, index, NULL, &to);
+    return to;
+}
+
+/* From the first to the last byte of it, from its first element. */
+static void reach_of(const held_part *p, int64_t *low, int64_t *high)
+{
+    *low = p->runs == 1 ? place_of(p, p->first) : 0;
+    *high = *low + (int64_t)run_of(p);
+    for (uint32_t i = 0; p->view && p->runs > 1 && i < p->view->n_dims; i++) {
+        int64_t reach = p->view->to[i] * (int64_t)(p->view->extent[i] - 1);
+        *low += reach < 0 ? reach : 0;
+        *high += reach > 0 ? reach : 0;
+    }
+}
+
+/* The device whose memory it is, -1: the host's. */
+static int device_of(const held *h, const held_part *p)
+{
+    const memory_range *range =
+        memory_range_find(h->ranges, h->n_ranges, p->at + place_of(p, p->first));
+    return range ? range->device : -1;
+}
+
+static fanin_status need_stream(held *h, int device, fanin_error *error)
+{
+    if (h->streams[device])
+        return FANIN_OK;
+    return gpu_stream_create(h->g, device, &h->streams[device], error);
+}
+
+/* ----------------------------------------------------- by the calling thread */
+
+/* @p length bytes of a device, where host code can read them. */
+static fanin_status read_back(held *h, int device, const uint8_t *at, size_t length,
+                              deadline until, fanin_error *error)
+{
+    fanin_status status = FANIN_OK;
+    if (h->bounce_size < length) {
+        void *memory = NULL;
+        gpu_host_free(h->g, h->bounce);
+        h->bounce = NULL;
+        h->bounce_size = 0;
+        status = gpu_host_alloc(h->g, length, &memory, error);
+        if (status != FANIN_OK)
+            return status;
+        h->bounce = memory;
+        h->bounce_size = length;
+    }
+    status = need_stream(h, device, error);
+    if (status == FANIN_OK)
+        status = gpu_copy(h->streams[device], h->bounce, at, length, error);
+    if (status == FANIN_OK)
+        status = gpu_stream_wait(h->streams[device], until, error);
+    return status;
+}
+
+static fanin_status digest_here(held *h, const held_part *p, int device, deadline until,
+                                digest *out, fanin_error *error)
+{
+    int64_t low, high;
+    reach_of(p, &low, &high);
+    const uint8_t *there = p->at + low;
+    if (device >= 0) {
+        fanin_status status =
+            read_back(h, device, there, (size_t)(high - low), until, error);
+        if (status != FANIN_OK)
+            return status;
+        there = h->bounce;
+    }
+    for (uint64_t i = p->first; i < p->first + p->runs; i++)
+        box_digest_add(h->sum, there + (place_of(p, i) - low), run_of(p), CONVERT_NONE);
+    *out = box_digest_take(h->sum);
+    return FANIN_OK;
+}
+
+/* -------------------------------------------------------------- by a kernel */
+
+/* False: no room. */
+static bool list_part(digest_list *list, const held_part *p)
+{
+    const strided *view = p->view;
+    uint64_t in_row = view && view->n_dims > 0 ? view->extent[view->n_dims - 1] : 1;
+    int64_t step = view && view->n_dims > 0 ? view->to[view->n_dims - 1] : 0;
+    digest_list_cut(list);
+    for (uint64_t i = p->first, end = p->first + p->runs; i < end;) {
+        uint64_t runs = in_row - i % in_row;
+        if (runs > end - i)
+            runs = end - i;
+        if (!digest_list_add(list, (uintptr_t)(p->at + place_of(p, i)), run_of(p), runs,
+                             step, CONVERT_NONE))
+            return false;
+        i += runs;
+    }
+    return true;
+}
+
+/* As many parts as lie on the device and fit into the list; their number. */
+static uint64_t list_parts(const held *h, int device, held_part_fn part, void *cookie,
+                           uint64_t first, uint64_t end, digest_list *list)
+{
+    digest_list good = digest_list_in(h->listed, LIST_BYTES, LIST_PIECES);
+    uint64_t n = 0;
+    *list = good;
+    while (first + n < end) {
+        const held_part p = part(cookie, first + n);
+        if ((n > 0 && device_of(h, &p) != device) || !list_part(list, &p))
+            break;
+        good = *list;
+        n++;
+    }
+    *list = good;
+    return n;
+}
+
+/* *n_out 0: the first part is cut too small. */
+static fanin_status digest_there(held *h, int device, held_part_fn part, void *cookie,
+                                 uint64_t first, uint64_t end, deadline until,
+                                 digest *out, uint64_t *n_out, fanin_error *error)
+{
+    digest_list list;
+    fanin_status status = need_stream(h, device, error);
+    if (status == FANIN_OK && !h->listed)
+        status = gpu_host_alloc(h->g, LIST_BYTES, &h->listed, error);
+    if (status != FANIN_OK)
+        return status;
+    *n_out = list_parts(h, device, part, cookie, first, end, &list);
+    status = gpu_digest_run(h->streams[device], &list, error);
+    if (status == FANIN_OK)
+        status = gpu_stream_wait(h->streams[device], until, error);
+    for (uint64_t i = 0, at = 0; i < *n_out && status == FANIN_OK; i++) {
+        const held_part p = part(cookie, first + i);
+        box_digest_add_pieces(h->sum, list.digests + at, bytes_of(&p));
+        at += box_digest_pieces(bytes_of(&p));
+        out[i] = box_digest_take(h->sum);
+    }
+    return status;
+}
+
+fanin_status held_digest(held *h, held_part_fn part, void *cookie, uint64_t first,
+                         uint64_t end, deadline until, digest *out, uint64_t *n_out,
+                         fanin_error *error)
+{
+    const held_part p = part(cookie, first);
+    int device = device_of(h, &p);
+    *n_out = 0;
+    if (device >= 0 && gpu_prepare_digest(h->g, device, NULL) == FANIN_OK) {
+        fanin_status status =
+            digest_there(h, device, part, cookie, first, end, until, out, n_out, error);
+        if (status != FANIN_OK || *n_out > 0)
+            return status;
+    }
+    *n_out = 1;
+    return digest_here(h, &p, device, until, out, error);
+}

@@ -1,0 +1,167 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include "pull/lease_round.h"
+
+#include "error_set.h"
+#include "net/client_rules.h"
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+/* One rank's part of a round. */
+typedef struct turn {
+    size_t *left;
+    reader_lease *lease;
+    fanin_status status;
+    fanin_error error;
+} turn;
+
+static fanin_status run(fanin_client *client, turn *turns, const bool *asked,
+                        size_t *left, deadline at, const char *phase,
+                        fanin_error *error)
+{
+    fanin_status status = client_run(client, left, at, phase, error);
+    for (size_t i = 0; i < client->n_peers; i++) {
+        if (!asked[i])
+            continue;
+        connection_forget(client->peers[i].control, &turns[i]);
+        if (status == FANIN_OK && turns[i].status != FANIN_OK) {
+            status = turns[i].status;
+            error_copy(error, &turns[i].error);
+        }
+    }
+    return status;
+}
+
+/* ------------------------------------------------------------------- begin */
+
+static void on_begun(void *cookie, connection *c, message_type type, body *b)
+{
+    turn *t = cookie;
+    msg_begin_ok m;
+    --*t->left;
+    t->error = (fanin_error)FANIN_ERROR_INIT;
+    if (type != MSG_BEGIN_OK || decode_begin_ok(b, &m) != FANIN_OK) {
+        t->status = connection_reply_error(c, "begin", type, b, &t->error);
+        /* The next agreement finds out whether the others suffice without it. */
+        if (t->status == FANIN_ERR_PAUSED)
+            t->status = t->error.status = FANIN_ERR_STALE;
+        return;
+    }
+    if (!m.granted) {
+        error_place place = connection_place(c, "begin");
+        t->status = error_set(&t->error, FANIN_ERR_STALE, &place,
+                              "rank %u at %s has moved on: %s",
+                              connection_peer(c)->rank, connection_text(c), m.why);
+        return;
+    }
+    t->status = FANIN_OK;
+    t->lease->held = true;
+    t->lease->lease_ms = m.lease_ms;
+    t->lease->first_region = m.first_region;
+    memcpy(t->lease->token, m.token, sizeof(t->lease->token));
+}
+
+fanin_status lease_round_begin(fanin_client *client, const publication *p,
+                               const announcement *announced, const bool *use,
+                               reader_lease *leases, deadline at, fanin_error *error)
+{
+    turn *turns = calloc(client->n_peers, sizeof(*turns));
+    if (!turns)
+        return error_set_memory(error);
+    size_t left = 0;
+    for (size_t i = 0; i < client->n_peers; i++)
+        left += use[i];
+    for (size_t i = 0; i < client->n_peers; i++) {
+        if (!use[i])
+            continue;
+        connection *c = client->peers[i].control;
+        turns[i] = (turn){.left = &left, .lease = &leases[i]};
+        msg_begin m = {.step = announced[i].step,
+                       .catalog_version = announced[i].version};
+        snprintf(m.publication, sizeof(m.publication), "%s", p->name);
+        uint64_t request = connection_next_request(c);
+        encode_begin(connection_out(c), request, &m);
+        connection_ask(c, request, on_begun, &turns[i]);
+    }
+    fanin_status status = run(client, turns, use, &left, at, "begin", error);
+    free(turns);
+    return status;
+}
+
+/* --------------------------------------------------------------------- end */
+
+static void send_end(connection *c, const reader_lease *lease, bool abandon,
+                     reply_fn fn, void *cookie)
+{
+    msg_end m = {.abandon = abandon};
+    memcpy(m.token, lease->token, sizeof(m.token));
+    uint64_t request = connection_next_request(c);
+    encode_end(connection_out(c), request, &m);
+    connection_ask(c, request, fn, cookie);
+}
+
+static void on_ended(void *cookie, connection *c, message_type type, body *b)
+{
+    turn *t = cookie;
+    msg_end_ok m;
+    --*t->left;
+    t->lease->held = false;
+    t->error = (fanin_error)FANIN_ERROR_INIT;
+    if (type != MSG_END_OK || decode_end_ok(b, &m) != FANIN_OK) {
+        t->status = connection_reply_error(c, "end", type, b, &t->error);
+        return;
+    }
+    t->status = FANIN_OK;
+    if (!m.good && CLIENT_RULE(CLIENT_RULE_END_CHECK)) {
+        error_place place = connection_place(c, "end");
+        place.remedy =
+            "allow the pull more time, or keep the weights stable for longer";
+        t->status = error_set(&t->error, FANIN_ERR_STALE, &place,
+                              "rank %u at %s rewrote the weights while they were read "
+                              "(it is at step %llu now)",
+                              connection_peer(c)->rank, connection_text(c),
+                              (unsigned long long)m.step);
+    }
+}
+
+fanin_status lease_round_end(fanin_client *client, reader_lease *leases, deadline at,
+                             fanin_error *error)
+{
+    turn *turns = calloc(client->n_peers, sizeof(*turns));
+    bool *asked = calloc(client->n_peers, sizeof(*asked));
+    if (!turns || !asked) {
+        free(turns);
+        free(asked);
+        return error_set_memory(error);
+    }
+    size_t left = 0;
+    for (size_t i = 0; i < client->n_peers; i++)
+        left += asked[i] = leases[i].held;
+    for (size_t i = 0; i < client->n_peers; i++) {
+        if (!asked[i])
+            continue;
+        turns[i] = (turn){.left = &left, .lease = &leases[i]};
+        send_end(client->peers[i].control, &leases[i], false, on_ended, &turns[i]);
+    }
+    fanin_status status = run(client, turns, asked, &left, at, "end", error);
+    free(turns);
+    free(asked);
+    return status;
+}
+
+static void on_abandoned(void *cookie, connection *c, message_type type, body *b)
+{
+    (void)cookie;
+    (void)c;
+    (void)type;
+    (void)b; /* whatever it says, nothing depends on it */
+}
+
+void lease_round_abandon(fanin_client *client, reader_lease *leases)
+{
+    for (size_t i = 0; i < client->n_peers; i++) {
+        if (leases[i].held && peer_ready(&client->peers[i]))
+            send_end(client->peers[i].control, &leases[i], true, on_abandoned, NULL);
+        leases[i].held = false;
+    }
+}

@@ -1,0 +1,57 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/**
+ * @file
+ * The pull: agree on a step, begin on the ranks, read, end on the ranks, publish. What the
+ * bytes are for is the destination's business.
+ */
+#ifndef PULL_H
+#define PULL_H
+
+#include "adapter/adapter.h"
+#include "pull/result.h"
+#include "ucx/one_sided.h"
+
+/** Where the bytes go. All functions run in the pulling thread. */
+typedef struct destination {
+    void *cookie;
+    /** which of the publication's cached plans: 0 memory, 1 adapter */
+    unsigned plan_slot;
+    /** Names the layout: equal digests and key tables have equal plans. */
+    digest (*layout)(void *cookie);
+    /** The key table to be pulled, for a plan that is not cached. Outputs are the
+        destination's: targets, or none and to_of_key. */
+    fanin_status (*prepare)(void *cookie, const key_table *keys,
+                            const plan_target **targets, size_t *n_targets,
+                            const uint64_t **to_of_key, fanin_error *error);
+    /** The step is known, nothing begun. *base_out is added to every `to`; *skip_out: there
+        is nothing to read. @p keys as in prepare (which a cached plan skips). */
+    fanin_status (*agreed)(void *cookie, const key_table *keys,
+                           const adapter_identity *identity, uint8_t **base_out,
+                           bool *skip_out, fanin_error *error);
+    /** Before anything is written there; NULL: all of the memory is there. A failure ends the
+        pull */
+    need_fn need;
+    landed_fn landed;              /**< may be NULL */
+    void (*restart)(void *cookie); /**< may be NULL: the attempt's bytes do not count */
+    /** The bytes are good: make them visible. May be NULL. */
+    fanin_status (*publish)(void *cookie, const adapter_identity *identity,
+                            fanin_error *error);
+    /** Ranges of memory that ascend and are disjoint; valid after agreed(). FANIN_ERR_ARGUMENT,
+        FANIN_ERR_MEMORY. */
+    fanin_status (*ranges)(void *cookie, const memory_range **ranges, size_t *n,
+                           fanin_error *error);
+    bool lasting_ranges; /**< they follow from layout() alone */
+    fanin_dtype dtype;   /**< what F32 tensors arrive as; 0: as published */
+    bool pinned; /**< by agreed(): CUDA's copy engine may write the memory at base */
+    /** set by the pull: reads could not be recalled, never free the memory */
+    bool leak;
+} destination;
+
+fanin_status pull_run(fanin_client *client, const fanin_pull_options *options,
+                      destination *d, fanin_result **result_out, fanin_error *error);
+
+/** Checks the client; struct_size, publication's form, rule, timeout; copies over defaults. */
+fanin_status pull_check(const fanin_client *client, const fanin_pull_options *in,
+                        fanin_pull_options *out, fanin_error *error);
+
+#endif

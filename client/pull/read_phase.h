@@ -1,0 +1,32 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/** @file Moving the bytes: all ranks at once, each by its path, until all are in place. */
+#ifndef READ_PHASE_H
+#define READ_PHASE_H
+
+#include "pull/lease_round.h"
+#include "pull/pull.h"
+
+/** What the reads need; one attempt. */
+typedef struct read_phase {
+    fanin_client *client;
+    publication *publication;
+    plan_cache *cache;
+    const reader_lease *leases; /**< one a peer */
+    destination *destination;
+    uint8_t *base;
+    const memory_range *ranges; /**< of the destination */
+    size_t n_ranges;
+    const fanin_pull_options *options;
+    fanin_result *result; /**< served[], scatter_ns; fixed: first/last times below */
+    bool final; /**< out: a device failed, another attempt would not mend it */
+    uint64_t first_ns, last_ns; /**< out: first read posted, last byte in place */
+} read_phase;
+
+/**
+ * FANIN_OK: everything is in place. FANIN_ERR_STALE: a token was refused. FANIN_ERR_CLOSED,
+ * UNREACHABLE, TRANSPORT: a rank's path was lost (it is dropped; try again). Others are final.
+ * When it returns nothing writes the destination any more, or destination->leak is set.
+ */
+fanin_status read_phase_run(read_phase *r, deadline at, fanin_error *error);
+
+#endif

@@ -1,0 +1,313 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include "pull/verify.h"
+
+#include "convert.h"
+#include "error_set.h"
+#include "path/path.h"
+#include "plan/plan_internal.h"
+#include "pull/held_digest.h"
+#include "stream/stream_link.h"
+#include <stdlib.h>
+#include <string.h>
+
+#define REQUEST_BYTES LIMIT_READ_BYTES
+#define WHOLE UINT64_MAX
+
+/* What one digest is of: a piece, or one run of a piece that was read along gaps. */
+typedef struct unit {
+    uint64_t piece, run; /* run: WHOLE, or which one */
+} unit;
+
+/* What is asked of one rank. */
+typedef struct inquiry {
+    struct verifier *verifier;
+    size_t source;
+    peer *peer;
+    read_list list;
+    unit *units; /* one an entry */
+    uint64_t n_units, unit_capacity, request_capacity;
+    digest *digests; /* of what is here, one a unit; the first n_held */
+    uint64_t n_held;
+    stream_work work;
+} inquiry;
+
+typedef struct verifier {
+    read_phase *r;
+    inquiry *inquiries; /* one a source */
+    held *held;
+    uint64_t inflight;
+    deadline at;
+    client_work work; /* of listing what is asked for */
+} verifier;
+
+/* ----------------------------------------------------------- what to ask for */
+
+static const strided *view_of(const verifier *v, const piece *p)
+{
+    return p->view ? &v->r->cache->plan->views[p->view - 1] : NULL;
+}
+
+static uint32_t convert_of(const verifier *v, const piece *p)
+{
+    const strided *view = view_of(v, p);
+    return view ? view->convert : CONVERT_NONE;
+}
+
+static bool add_unit(inquiry *q, const piece *p, unit u, uint64_t from, uint64_t length,
+                     uint32_t convert)
+{
+    read_list *list = &q->list;
+    verifier *v = q->verifier;
+    read_request *last =
+        list->n_requests > 0 ? &list->requests[list->n_requests - 1] : NULL;
+    /* A request is converted as a whole. */
+    bool fits = last && last->bytes + length <= REQUEST_BYTES &&
+                last->n_entries < LIMIT_READ_ENTRIES &&
+                convert_of(v, &q->work.pieces->pieces[last->first_piece]) == convert;
+    uint64_t capacity = q->unit_capacity;
+    if (work_stopped(&v->work.stop) ||
+        !array_reserve(&q->units, &q->unit_capacity, q->n_units + 1,
+                       sizeof(*q->units)) ||
+        !array_reserve(&list->entries, &capacity, q->n_units + 1,
+                       sizeof(*list->entries)))
+        return false;
+    if (!fits) {
+        if (!array_reserve(&list->requests, &q->request_capacity, list->n_requests + 1,
+                           sizeof(*list->requests)))
+            return false;
+        last = &list->requests[list->n_requests++];
+        *last = (read_request){.first_piece = u.piece, .first_entry = q->n_units};
+    }
+    last->n_entries++;
+    last->bytes += length;
+    list->entries[q->n_units] =
+        (read_entry){.box = p->box, .offset = p->offset + from, .length = length};
+    q->units[q->n_units++] = u;
+    return true;
+}
+
+/* Whether the view's runs are all of the piece, one after the other. */
+static bool is_dense(const strided *view, uint64_t length, work_stop *stop)
+{
+    uint64_t runs = strided_runs(view);
+    if (runs * view->run != length)
+        return false;
+    for (uint64_t i = 0; i < runs; i++) {
+        int64_t from;
+        strided_run(view, i, &from, NULL);
+        if (from != (int64_t)(i * view->run) || work_stopped(stop))
+            return false;
+    }
+    return true;
+}
+
+/* False: out of memory, or stopped. */
+static bool add_piece(inquiry *q, uint64_t index)
+{
+    const piece *p = &q->work.pieces->pieces[index];
+    const strided *view = view_of(q->verifier, p);
+    uint32_t convert = view ? view->convert : CONVERT_NONE;
+    if (!view || is_dense(view, p->length, &q->verifier->work.stop))
+        return add_unit(q, p, (unit){index, WHOLE}, 0, p->length, convert);
+    for (uint64_t i = 0; i < strided_runs(view); i++) {
+        int64_t from;
+        strided_run(view, i, &from, NULL);
+        if (!add_unit(q, p, (unit){index, i}, (uint64_t)from, view->run, convert))
+            return false;
+    }
+    return true;
+}
+
+/* --------------------------------------------------------- what is held here */
+
+static held_part part_of(void *cookie, uint64_t index)
+{
+    const inquiry *q = cookie;
+    const verifier *v = q->verifier;
+    const unit *u = &q->units[index];
+    const piece *p = &q->work.pieces->pieces[u->piece];
+    held_part part = {.at = v->r->base + p->to,
+                      .view = view_of(v, p),
+                      .runs = 1,
+                      .length = p->length};
+    if (part.view && u->run == WHOLE)
+        part.runs = strided_runs(part.view);
+    else if (part.view)
+        part.first = u->run;
+    return part;
+}
+
+/* Digests what is here up to unit @p end, and more where that costs little. */
+static fanin_status hold(inquiry *q, uint64_t end, fanin_error *error)
+{
+    const verifier *v = q->verifier;
+    fanin_status status = FANIN_OK;
+    while (q->n_held < end && status == FANIN_OK) {
+        uint64_t n;
+        status = held_digest(v->held, part_of, q, q->n_held, q->n_units, v->at,
+                             &q->digests[q->n_held], &n, error);
+        q->n_held += n;
+    }
+    return status;
+}
+
+static fanin_status unequal(const inquiry *q, const unit *u, fanin_error *error)
+{
+    const read_phase *r = q->verifier->r;
+    const connection *c = q->peer->control;
+    const piece *p = &q->work.pieces->pieces[u->piece];
+    uint32_t key;
+    block b;
+    box_table_get(r->cache->sources[q->source].boxes, p->box, &key, &b, NULL);
+    const char *name = r->publication->keys->entries[key].name;
+    error_place place = connection_place(c, "verify");
+    place.key = name;
+    place.remedy = "a path, a link or memory on the way alters bytes, or the trainer "
+                   "writes outside of an update: pull again, or by another path";
+    return error_set(error, FANIN_ERR_TRANSPORT, &place,
+                     "rank %u at %s holds other bytes of %.200s than those that have "
+                     "landed, by path %s",
+                     connection_peer(c)->rank, connection_text(c), name,
+                     fanin_path_name(q->peer->path));
+}
+
+/* The digests of one request. */
+static bool compare(void *cookie, uint64_t request, const uint8_t *digests)
+{
+    inquiry *q = cookie;
+    verifier *v = q->verifier;
+    stream_work *w = &q->work;
+    const read_request *asked = &q->list.requests[request];
+    w->status = hold(q, asked->first_entry + asked->n_entries, &w->error);
+    for (uint32_t i = 0; i < asked->n_entries && w->status == FANIN_OK; i++) {
+        uint64_t at = asked->first_entry + i;
+        if (memcmp(q->digests[at].bytes, digests + DIGEST_SIZE * (size_t)i,
+                   DIGEST_SIZE) != 0)
+            w->status = unequal(q, &q->units[at], &w->error);
+    }
+    if (w->status != FANIN_OK)
+        w->failed = v->r->final = true;
+    return !w->failed;
+}
+
+/* ------------------------------------------------------------------- running */
+
+static fanin_status cannot(const peer *p, fanin_error *error)
+{
+    error_place place = connection_place(p->control, "verify");
+    place.remedy = "use the same fanin release on both ends, or do not verify";
+    return error_set(error, FANIN_ERR_UNSUPPORTED, &place,
+                     "rank %u at %s does not digest what it serves",
+                     connection_peer(p->control)->rank, connection_text(p->control));
+}
+
+static fanin_status start(verifier *v, inquiry *q, fanin_error *error)
+{
+    read_phase *r = v->r;
+    size_t index = r->cache->peer_of[q->source];
+    q->peer = &r->client->peers[index];
+    q->work = (stream_work){.plan = r->cache->plan,
+                            .pieces = &r->cache->plan->ranks[q->source],
+                            .list = &q->list,
+                            .base = r->base,
+                            .inflight = &v->inflight,
+                            .max_inflight = r->client->config.max_inflight,
+                            .digested = compare,
+                            .digested_cookie = q,
+                            .dtype = (uint32_t)r->destination->dtype,
+                            .error = FANIN_ERROR_INIT};
+    if (q->work.pieces->n_pieces == 0)
+        return FANIN_OK;
+    if (!(connection_peer(q->peer->control)->features & FEATURE_DIGESTS)) {
+        r->final = true;
+        return cannot(q->peer, error);
+    }
+    for (uint64_t i = 0; i < q->work.pieces->n_pieces; i++) {
+        if (!add_piece(q, i))
+            return work_broken_off(&v->work.stop, "verify",
+                                   "what is to be verified was listed", error);
+    }
+    q->digests = calloc(q->n_units, sizeof(*q->digests));
+    if (!q->digests)
+        return error_set_memory(error);
+    memcpy(q->work.token, r->leases[index].token, sizeof(q->work.token));
+    fanin_status status = FANIN_OK;
+    if (!q->peer->stream)
+        status =
+            stream_link_create(r->client, q->peer->control, 1, &q->peer->stream, error);
+    if (status != FANIN_OK)
+        return status;
+    connection_set_owing(q->peer->control, true);
+    stream_link_start(q->peer->stream, &q->work);
+    return FANIN_OK;
+}
+
+static fanin_status look(const verifier *v, bool *done, fanin_error *error)
+{
+    *done = true;
+    for (size_t i = 0; i < v->r->cache->n_sources; i++) {
+        inquiry *q = &v->inquiries[i];
+        if (q->list.n_requests == 0)
+            continue;
+        const connection *c = q->peer->control;
+        if (q->work.failed) {
+            error_copy(error, &q->work.error);
+            return q->work.status;
+        }
+        if (connection_get_state(c) != CONNECTION_READY) {
+            error_copy(error, connection_fault(c));
+            return connection_fault(c)->status;
+        }
+        *done = *done && q->work.done_requests == q->list.n_requests;
+        stream_link_pump(q->peer->stream);
+    }
+    return FANIN_OK;
+}
+
+static fanin_status run(verifier *v, fanin_error *error)
+{
+    for (;;) {
+        bool done;
+        fanin_status status = look(v, &done, error);
+        if (status == FANIN_OK && !done)
+            status = client_step(v->r->client, v->at, UINT64_MAX, "verify", error);
+        if (status != FANIN_OK || done)
+            return status;
+    }
+}
+
+static void finish(verifier *v)
+{
+    for (size_t i = 0; v->inquiries && i < v->r->cache->n_sources; i++) {
+        inquiry *q = &v->inquiries[i];
+        if (q->peer && q->list.n_requests > 0)
+            connection_set_owing(q->peer->control, false);
+        if (q->peer && q->peer->stream && q->list.n_requests > 0 &&
+            !stream_link_stop(q->peer->stream))
+            stream_link_destroy(&q->peer->stream);
+        free(q->list.entries);
+        free(q->list.requests);
+        free(q->units);
+        free(q->digests);
+    }
+    held_free(v->held);
+    free(v->inquiries);
+}
+
+fanin_status verify_run(read_phase *r, deadline at, fanin_error *error)
+{
+    verifier v = {.r = r, .at = at};
+    client_work_start(&v.work, r->client, at);
+    v.held = held_create(r->client->gpu, r->ranges, r->n_ranges);
+    v.inquiries = calloc(r->cache->n_sources + 1, sizeof(*v.inquiries));
+    fanin_status status = v.held && v.inquiries ? FANIN_OK : error_set_memory(error);
+    for (size_t i = 0; i < r->cache->n_sources && status == FANIN_OK; i++) {
+        v.inquiries[i] = (inquiry){.verifier = &v, .source = i};
+        status = start(&v, &v.inquiries[i], error);
+    }
+    status = client_work_end(&v.work, status, error);
+    if (status == FANIN_OK)
+        status = run(&v, error);
+    finish(&v);
+    return status;
+}

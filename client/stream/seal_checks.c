@@ -1,0 +1,133 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include "stream/seal_checks.h"
+
+#include "device/scatter_pool.h"
+#include <stddef.h>
+#include <stdlib.h>
+#include <sys/eventfd.h>
+#include <unistd.h>
+
+/* Together they keep up with one receiving thread, also where memory is slow. */
+#define MAX_THREADS 4
+#define BACKLOG 64 /* bodies that have come and have no verdict, of a megabyte or so */
+
+typedef struct check {
+    sealed_body body; /* first: its owner hands it back */
+    scatter_job job;
+    struct check *next, **back;
+    checksum *sum;
+    bool fits;
+} check;
+
+struct seal_checks {
+    loop_source source; /* first: the loop hands it back */
+    loop *loop;
+    scatter_pool *pool;
+    check *first; /* all that have no verdict */
+    unsigned n;   /* of these, the submitted ones */
+};
+
+static void drop(check *k)
+{
+    *k->back = k->next;
+    if (k->next)
+        k->next->back = k->back;
+    checksum_free(k->sum);
+    free(k);
+}
+
+static check *check_of(scatter_job *job)
+{
+    return (check *)((char *)job - offsetof(check, job));
+}
+
+static void make(scatter_job *job)
+{
+    check *k = check_of(job);
+    const sealed_body *b = &k->body;
+    checksum_add(k->sum, b->header, FRAME_SIZE);
+    for (uint32_t i = 0; i < b->n_pieces; i++)
+        checksum_add(k->sum, b->base + b->pieces[i].to, b->pieces[i].length);
+    k->fits = seal_fits(checksum_get(k->sum), b->seal);
+}
+
+static void on_checked(loop_source *source, uint32_t events)
+{
+    seal_checks *c = (seal_checks *)source;
+    eventfd_t count;
+    (void)events;
+    (void)eventfd_read(source->fd, &count);
+    for (scatter_job *job; (job = scatter_pool_collect(c->pool));) {
+        check *k = check_of(job);
+        k->body.verdict(k->body.owner, k->body.bytes, k->fits);
+        drop(k);
+        c->n--;
+    }
+}
+
+seal_checks *seal_checks_create(loop *l)
+{
+    seal_checks *c = calloc(1, sizeof(*c));
+    if (!c)
+        return NULL;
+    c->loop = l;
+    c->source = (loop_source){.fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK),
+                              .events = EPOLLIN,
+                              .ready = on_checked};
+    if (c->source.fd >= 0)
+        c->pool = scatter_pool_create(MAX_THREADS, c->source.fd);
+    if (!c->pool || scatter_pool_threads(c->pool) == 0 ||
+        loop_add(l, &c->source, NULL) != FANIN_OK)
+        seal_checks_destroy(&c);
+    return c;
+}
+
+sealed_body *seal_checks_take(seal_checks *c)
+{
+    check *k = c && c->n < BACKLOG ? calloc(1, sizeof(*k)) : NULL;
+    if (!k)
+        return NULL;
+    k->job.run = make;
+    k->next = c->first;
+    k->back = &c->first;
+    if (k->next)
+        k->next->back = &k->next;
+    c->first = k;
+    k->sum = checksum_create();
+    if (!k->sum) {
+        drop(k);
+        return NULL;
+    }
+    return &k->body;
+}
+
+void seal_checks_submit(seal_checks *c, sealed_body *body)
+{
+    c->n++;
+    scatter_pool_submit(c->pool, &((check *)body)->job);
+}
+
+void seal_checks_give_back(sealed_body *body)
+{
+    drop((check *)body);
+}
+
+bool seal_checks_help(seal_checks *c)
+{
+    return c && scatter_pool_help(c->pool);
+}
+
+void seal_checks_destroy(seal_checks **checks)
+{
+    seal_checks *c = *checks;
+    *checks = NULL;
+    if (!c)
+        return;
+    scatter_pool_destroy(&c->pool);
+    while (c->first)
+        drop(c->first);
+    loop_remove(c->loop, &c->source);
+    if (c->source.fd >= 0)
+        close(c->source.fd);
+    free(c);
+}

@@ -1,0 +1,613 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include "stream/stream_link_internal.h"
+
+#include "convert.h"
+#include "error_set.h"
+#include <errno.h>
+#include <stddef.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+/* Read from one connection before others get a turn. */
+#define TURN_BYTES ((size_t)4 << 20)
+
+static void on_ready(loop_source *source, uint32_t events);
+static void on_chunk(sink_waiter *waiter);
+
+/* ------------------------------------------------------------- life cycle */
+
+static void close_data(stream_link *link, data_connection *d)
+{
+    device_sink_unwait(&d->waiter);
+    if (d->job)
+        sink_job_give(d->job);
+    d->job = NULL;
+    if (d->source.fd >= 0) {
+        loop_remove(&link->client->loop, &d->source);
+        close(d->source.fd);
+    }
+    d->source.fd = -1;
+    outgoing_free(&d->out);
+    buffer_free(&d->text);
+    checksum_free(d->sum);
+    d->sum = NULL;
+    if (d->check)
+        seal_checks_give_back(d->check);
+    d->check = NULL;
+    free(d->staging);
+    d->staging = NULL;
+}
+
+fanin_status stream_link_create(fanin_client *client, const connection *control,
+                                unsigned count, stream_link **out, fanin_error *error)
+{
+    stream_link *link = calloc(1, sizeof(*link));
+    if (!link)
+        return error_set_memory(error);
+    link->client = client;
+    link->control = control;
+    link->sealed = connection_is_sealed(control);
+    link->connections = calloc(count, sizeof(*link->connections));
+    fanin_status status = link->connections ? FANIN_OK : error_set_memory(error);
+    for (unsigned i = 0; i < count && status == FANIN_OK; i++) {
+        data_connection *d = &link->connections[i];
+        d->link = link;
+        d->source = (loop_source){.fd = -1, .ready = on_ready};
+        d->waiter.ready = on_chunk;
+        d->end_job = &d->first_job;
+        link->n++;
+        d->sum = checksum_create();
+        if (!d->sum) {
+            status = error_set_memory(error);
+            break;
+        }
+        int fd;
+        status = socket_connect_start(connection_address(control), &fd, error);
+        if (status != FANIN_OK)
+            break;
+        d->source.fd = fd;
+        d->source.events = EPOLLOUT;
+        connection_encode_data_hello(control, &d->out.bytes, d->sum);
+        d->out.bytes.sealed = link->sealed;
+        status = loop_add(&client->loop, &d->source, error);
+    }
+    if (status != FANIN_OK) {
+        stream_link_destroy(&link);
+        return status;
+    }
+    *out = link;
+    return FANIN_OK;
+}
+
+void stream_link_destroy(stream_link **link)
+{
+    if (!*link)
+        return;
+    (void)stream_link_stop(*link);
+    for (unsigned i = 0; i < (*link)->n; i++)
+        close_data(*link, &(*link)->connections[i]);
+    free((*link)->connections);
+    free(*link);
+    *link = NULL;
+}
+
+unsigned stream_link_count(const stream_link *link)
+{
+    return link->n;
+}
+
+/* What devices still do for a connection is waited for; the rest is dropped. */
+static void recall(data_connection *d, device_sink *devices)
+{
+    device_sink_unwait(&d->waiter);
+    d->paused = false;
+    if (d->job)
+        sink_job_give(d->job);
+    d->job = NULL;
+    for (sink_job *job = d->first_job, *next; job; job = next) {
+        next = job->next;
+        if (job->finished) /* it waited for one before it */
+            sink_job_give(job);
+    }
+    (void)device_sink_recall(devices, d);
+    d->first_job = NULL;
+    d->end_job = &d->first_job;
+}
+
+bool stream_link_stop(stream_link *link)
+{
+    bool idle = true;
+    for (unsigned i = 0; i < link->n; i++) {
+        data_connection *d = &link->connections[i];
+        if (link->work && link->work->devices)
+            recall(d, link->work->devices);
+        d->check = NULL; /* it went with the others */
+        idle =
+            idle && d->source.fd >= 0 && d->queued == 0 && d->stage == IDLE_OR_HEADER;
+    }
+    link->work = NULL;
+    return idle;
+}
+
+/* ---------------------------------------------------------------- failures */
+
+static void fail(stream_link *link, fanin_status status, int sys_errno,
+                 const char *what)
+{
+    stream_work *w = link->work;
+    if (!w || w->failed)
+        return;
+    error_place place = connection_place(link->control, "read");
+    uint32_t rank = connection_peer(link->control)->rank;
+    const char *text = connection_text(link->control);
+    w->failed = true;
+    w->status = status;
+    if (status == FANIN_ERR_MEMORY)
+        error_set_memory(&w->error); /* nobody else's fault */
+    else if (sys_errno)
+        error_set_errno(&w->error, status, sys_errno, &place, "rank %u at %s %s", rank,
+                        text, what);
+    else
+        error_set(&w->error, status, &place, "rank %u at %s %s", rank, text, what);
+}
+
+/* The sink's failure is the work's: it says which device. */
+static void fail_by_device(stream_link *link)
+{
+    stream_work *w = link->work;
+    if (!w || w->failed || !device_sink_failed(w->devices, &w->error))
+        return;
+    w->failed = true;
+    w->status = w->error.status;
+}
+
+void data_lose(data_connection *d, fanin_status status, int sys_errno, const char *what)
+{
+    fail(d->link, status, sys_errno, what);
+    close_data(d->link, d);
+}
+
+void data_lose_destination(data_connection *d, fanin_status status)
+{
+    stream_work *w = d->link->work;
+    w->failed = true;
+    w->status = status;
+    close_data(d->link, d);
+}
+
+void data_lose_device(data_connection *d)
+{
+    fail_by_device(d->link);
+    close_data(d->link, d);
+}
+
+/* ----------------------------------------------------------------- sending */
+
+void data_want(data_connection *d)
+{
+    uint32_t events = d->paused ? 0 : EPOLLIN;
+    if (!outgoing_is_empty(&d->out))
+        events |= EPOLLOUT;
+    loop_want(&d->link->client->loop, &d->source, events);
+}
+
+static void flush(data_connection *d)
+{
+    int failed = outgoing_flush(&d->out, d->source.fd);
+    if (failed)
+        data_lose(d, FANIN_ERR_CLOSED, failed, "broke a data connection");
+    else
+        data_want(d);
+}
+
+static bool window_open(const stream_work *w)
+{
+    if (w->failed || w->next_request == w->list->n_requests)
+        return false;
+    uint64_t bytes = w->list->requests[w->next_request].bytes;
+    return *w->inflight == 0 || *w->inflight + bytes <= w->max_inflight;
+}
+
+static void ask_digest(data_connection *d, const read_request *r, uint64_t index,
+                       msg_read *m)
+{
+    const stream_work *w = d->link->work;
+    const piece *p = &w->pieces->pieces[r->first_piece];
+    if (p->view && w->plan->views[p->view - 1].convert != CONVERT_NONE)
+        m->dtype = w->dtype;
+    encode_digest(&d->out.bytes, index + 2, m);
+}
+
+static void pump(data_connection *d)
+{
+    stream_work *w = d->link->work;
+    if (!w || d->source.fd < 0 || d->stage == CONNECTING || d->stage == HELLO)
+        return;
+    bool added = false;
+    while (d->queued < QUEUE && window_open(w)) {
+        uint64_t index = w->next_request++;
+        const read_request *r = &w->list->requests[index];
+        msg_read m = {.bytes = r->bytes,
+                      .entries = &w->list->entries[r->first_entry],
+                      .n_entries = r->n_entries};
+        memcpy(m.token, w->token, sizeof(m.token));
+        if (w->digested)
+            ask_digest(d, r, index, &m);
+        else
+            encode_read(&d->out.bytes, index + 2, &m); /* 1 was the hello */
+        d->queue[d->queued++] = index;
+        *w->inflight += r->bytes;
+        added = true;
+    }
+    if (d->out.bytes.failed)
+        data_lose(d, FANIN_ERR_MEMORY, 0, "cannot be asked: out of memory");
+    else if (added)
+        flush(d);
+}
+
+void stream_link_pump(stream_link *link)
+{
+    for (unsigned i = 0; i < link->n && link->work; i++)
+        pump(&link->connections[i]);
+}
+
+void stream_link_start(stream_link *link, stream_work *work)
+{
+    link->work = work;
+    if (work->devices && !device_sink_attach(work->devices, &link->client->loop,
+                                             &link->client->device_pool))
+        fail_by_device(link);
+    stream_link_pump(link);
+}
+
+/* --------------------------------------------------------------- receiving */
+
+/* A request's bytes are where they belong, or in a job. */
+static void count_request(data_connection *d, uint64_t bytes)
+{
+    stream_work *w = d->link->work;
+    sink_job *job = d->job;
+    for (sink_job *j = d->first_job; j && !d->job; j = j->next)
+        job = j; /* the last that was submitted */
+    if (d->on_device && job) {
+        job->requests++;
+        job->bytes += bytes;
+    } else {
+        w->done_requests++;
+        w->bytes += bytes;
+    }
+}
+
+/* The oldest request is answered. Its bytes. */
+static uint64_t end_request(data_connection *d)
+{
+    stream_work *w = d->link->work;
+    uint64_t bytes = w->list->requests[d->queue[0]].bytes;
+    d->queued--;
+    memmove(d->queue, d->queue + 1, d->queued * sizeof(*d->queue));
+    d->stage = IDLE_OR_HEADER;
+    d->header_got = 0;
+    *w->inflight -= bytes;
+    return bytes;
+}
+
+/* The oldest request is answered, and what came is what was sent. */
+static void finish_request(data_connection *d)
+{
+    stream_work *w = d->link->work;
+    count_request(d, end_request(d));
+    pump(d);
+    /* A chunk with room is kept for what is coming, unless others want one. */
+    if (d->job && d->job->n_items > 0 &&
+        (d->queued == 0 || device_sink_is_short(w->devices)))
+        batch_submit(d);
+}
+
+void data_landed(sink_job *job, bool ok)
+{
+    data_connection *d = job->owner;
+    stream_work *w = d->link->work;
+    job->finished = true;
+    while (d->first_job && d->first_job->finished) {
+        sink_job *first = d->first_job;
+        d->first_job = first->next;
+        if (!d->first_job)
+            d->end_job = &d->first_job;
+        if (ok) {
+            w->done_requests += first->requests;
+            w->bytes += first->bytes;
+        }
+        sink_job_give(first);
+    }
+    if (!ok)
+        fail_by_device(d->link);
+}
+
+/* A chunk may be free. */
+static void on_chunk(sink_waiter *waiter)
+{
+    data_connection *d =
+        (data_connection *)((char *)waiter - offsetof(data_connection, waiter));
+    d->paused = false;
+    data_want(d);
+}
+
+/* recv/readv with the usual cases; 0: nothing now or the connection is gone. */
+static size_t receive(data_connection *d, struct iovec *iov, unsigned n)
+{
+    for (;;) {
+        ssize_t got = readv(d->source.fd, iov, (int)n);
+        if (got > 0)
+            return (size_t)got;
+        if (got < 0 && errno == EINTR)
+            continue;
+        if (got < 0 && (errno == EAGAIN || errno == EWOULDBLOCK))
+            return 0;
+        data_lose(d, FANIN_ERR_CLOSED, got < 0 ? errno : 0,
+                  got < 0 ? "broke a data connection" : "closed a data connection");
+        return 0;
+    }
+}
+
+static void lose_seal(data_connection *d)
+{
+    data_lose(d, FANIN_ERR_TRANSPORT, EBADMSG,
+              "sent weights that did not come as they were sent: a checksum does not "
+              "fit");
+}
+
+/* What has just come, while the CPU's caches have it. */
+static void sum_received(data_connection *d, size_t bytes)
+{
+    for (unsigned i = d->at_iov; bytes > 0; i++) {
+        size_t size = d->iov[i].iov_len < bytes ? d->iov[i].iov_len : bytes;
+        checksum_add(d->sum, d->iov[i].iov_base, size);
+        bytes -= size;
+    }
+}
+
+static size_t read_body(data_connection *d)
+{
+    if (d->at_iov == d->n_iov && !batch_fill(d))
+        return 0;
+    size_t got = receive(d, d->iov + d->at_iov, d->n_iov - d->at_iov);
+    if (got == 0)
+        return 0;
+    if (d->link->sealed && !d->check)
+        sum_received(d, got);
+    batch_consume(d, got);
+    if (d->iov_left > 0 || d->piece < d->pieces_end)
+        return got;
+    d->seal_got = 0;
+    if (d->link->sealed)
+        d->stage = SEAL;
+    else
+        finish_request(d);
+    return got;
+}
+
+static void on_verdict(void *owner, uint64_t bytes, bool fits)
+{
+    data_connection *d = owner;
+    if (fits) {
+        d->link->work->done_requests++;
+        d->link->work->bytes += bytes;
+    } else {
+        lose_seal(d);
+    }
+}
+
+/* Whether threads can read all of the oldest request's bytes at leisure: they are in host memory
+   and as they came. */
+static bool is_plain(const data_connection *d)
+{
+    const stream_work *w = d->link->work;
+    const read_request *r = &w->list->requests[d->queue[0]];
+    bool plain = !w->devices;
+    for (uint32_t i = 0; plain && i < r->n_pieces; i++)
+        plain = w->pieces->pieces[r->first_piece + i].view == 0;
+    return plain;
+}
+
+static void start_check(data_connection *d)
+{
+    const stream_work *w = d->link->work;
+    const read_request *r = &w->list->requests[d->queue[0]];
+    d->check = is_plain(d) ? seal_checks_take(w->checks) : NULL;
+    if (!d->check)
+        return;
+    d->check->pieces = &w->pieces->pieces[r->first_piece];
+    d->check->n_pieces = r->n_pieces;
+    d->check->base = w->base;
+    d->check->bytes = r->bytes;
+    d->check->owner = d;
+    d->check->verdict = on_verdict;
+    memcpy(d->check->header, d->header, FRAME_SIZE);
+}
+
+/* The oldest request is answered; what came is looked at elsewhere. */
+static void submit_check(data_connection *d)
+{
+    sealed_body *check = d->check;
+    d->check = NULL;
+    memcpy(check->seal, d->seal, SEAL_SIZE);
+    (void)end_request(d);
+    seal_checks_submit(d->link->work->checks, check);
+    pump(d);
+}
+
+static size_t read_seal(data_connection *d)
+{
+    struct iovec iov = {d->seal + d->seal_got, SEAL_SIZE - d->seal_got};
+    size_t got = receive(d, &iov, 1);
+    d->seal_got += got;
+    if (d->seal_got < SEAL_SIZE)
+        return got;
+    if (d->check)
+        submit_check(d);
+    else if (seal_fits(checksum_get(d->sum), d->seal))
+        finish_request(d);
+    else
+        lose_seal(d);
+    return got;
+}
+
+/* A refusal of the hello has no seal. */
+static bool is_sealed_text(const data_connection *d)
+{
+    return d->link->sealed && (d->stage != HELLO || d->reply.type == MSG_HELLO_OK);
+}
+
+/* What a rank's boxes digest to. */
+static void take_digests(data_connection *d, body *b)
+{
+    stream_work *w = d->link->work;
+    const read_request *r = &w->list->requests[d->queue[0]];
+    msg_digest_ok m;
+    if (decode_digest_ok(b, &m) != FANIN_OK ||
+        m.digests.size != (size_t)r->n_entries * 16) {
+        data_lose(d, FANIN_ERR_PROTOCOL, 0, "sent digests that do not fit the request");
+        return;
+    }
+    if (!w->digested(w->digested_cookie, d->queue[0], m.digests.data)) {
+        data_lose(d, w->status, 0, "sent other digests"); /* w has said why already */
+        return;
+    }
+    d->on_device = false;
+    finish_request(d);
+}
+
+/* A hello's answer, digests or an error: small, decoded when whole. */
+static size_t read_text(data_connection *d)
+{
+    size_t missing = d->reply.length + seal_size(is_sealed_text(d)) - d->text.size;
+    if (missing > 0) {
+        if (!buffer_reserve(&d->text, missing)) {
+            data_lose(d, FANIN_ERR_MEMORY, 0, "sent what memory does not suffice for");
+            return 0;
+        }
+        struct iovec iov = {d->text.data + d->text.size, missing};
+        size_t got = receive(d, &iov, 1);
+        d->text.size += got;
+        return got;
+    }
+    body b = {.data = d->text.data, .size = d->reply.length};
+    msg_hello_ok hello;
+    if (is_sealed_text(d)) {
+        checksum_add(d->sum, d->text.data, d->reply.length);
+        if (!seal_fits(checksum_get(d->sum), d->text.data + d->reply.length)) {
+            lose_seal(d);
+            return 0;
+        }
+    }
+    if (d->stage == HELLO && d->reply.type == MSG_HELLO_OK &&
+        decode_hello_ok(&b, &hello) == FANIN_OK) {
+        if (d->link->sealed && !(hello.features & FEATURE_SEALS)) {
+            data_lose(d, FANIN_ERR_PROTOCOL, 0,
+                      "gives no checksums on a data connection");
+            return 0;
+        }
+        d->stage = IDLE_OR_HEADER;
+        d->header_got = 0;
+        pump(d);
+        return 1;
+    }
+    if (d->reply.type == MSG_DIGEST_OK) {
+        take_digests(d, &b);
+        return 1;
+    }
+    msg_error m;
+    /* About no request, a rank says that of what came to it only. */
+    bool altered = d->link->sealed && d->reply.request == 0;
+    if (d->reply.type == MSG_ERROR && decode_error(&b, &m) == FANIN_OK)
+        data_lose(d, m.code < 0 ? m.code : FANIN_ERR_PROTOCOL,
+                  altered && m.code == FANIN_ERR_TRANSPORT ? EBADMSG : 0, m.message);
+    else
+        data_lose(d, FANIN_ERR_PROTOCOL, 0,
+                  "sent a malformed reply on a data connection");
+    return 0;
+}
+
+static void take_header(data_connection *d)
+{
+    const char *why = "sent a reply that does not fit the read";
+    const stream_work *w = d->link->work;
+    bool sealed = d->link->sealed && d->stage != HELLO;
+    fanin_status status = seal_decode(d->header, sealed, &d->reply, &why);
+    if (status == FANIN_ERR_TRANSPORT) {
+        lose_seal(d);
+        return;
+    }
+    if (status != FANIN_OK) {
+        data_lose(d, FANIN_ERR_PROTOCOL, 0, why);
+        return;
+    }
+    if (sealed)
+        checksum_reset(d->sum);
+    if (d->link->sealed)
+        checksum_add(d->sum, d->header, FRAME_SIZE);
+    bool is_next = w && d->queued > 0 && d->reply.request == d->queue[0] + 2;
+    bool text = d->stage == HELLO || d->reply.type == MSG_ERROR ||
+                (is_next && w->digested && d->reply.type == MSG_DIGEST_OK);
+    if (text && d->reply.length <= LIMIT_REPLY) {
+        d->text.size = 0;
+        d->stage = d->stage == HELLO ? HELLO : ERROR_BODY;
+        return;
+    }
+    if (!text && is_next && !w->digested && d->reply.type == MSG_READ_OK &&
+        d->reply.length == w->list->requests[d->queue[0]].bytes) {
+        batch_begin(d);
+        if (sealed)
+            start_check(d);
+        return;
+    }
+    data_lose(d, FANIN_ERR_PROTOCOL, 0, why);
+}
+
+static size_t read_header(data_connection *d)
+{
+    struct iovec iov = {d->header + d->header_got, FRAME_SIZE - d->header_got};
+    size_t got = receive(d, &iov, 1);
+    d->header_got += got;
+    if (d->header_got == FRAME_SIZE)
+        take_header(d);
+    return got;
+}
+
+static void on_readable(data_connection *d)
+{
+    size_t turn = 0, got;
+    do {
+        if (d->stage == BODY)
+            got = read_body(d);
+        else if (d->stage == SEAL)
+            got = read_seal(d);
+        else if (d->header_got < FRAME_SIZE)
+            got = read_header(d);
+        else
+            got = read_text(d);
+        turn += got;
+    } while (got > 0 && turn < TURN_BYTES && d->source.fd >= 0);
+}
+
+static void on_ready(loop_source *source, uint32_t events)
+{
+    data_connection *d = (data_connection *)source;
+    if (d->stage == CONNECTING) {
+        int failed = socket_connect_result(source->fd);
+        if (failed) {
+            data_lose(d, FANIN_ERR_UNREACHABLE, failed, "refuses data connections");
+            return;
+        }
+        socket_tune(source->fd);
+        d->stage = HELLO;
+        flush(d);
+        return;
+    }
+    if (events & EPOLLOUT)
+        flush(d);
+    if (d->source.fd >= 0 && (events & (EPOLLIN | EPOLLHUP | EPOLLERR)))
+        on_readable(d);
+}

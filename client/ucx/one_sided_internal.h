@@ -1,0 +1,78 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/** @file What reading by one-sided gets is made of, for its own files. */
+#ifndef ONE_SIDED_INTERNAL_H
+#define ONE_SIDED_INTERNAL_H
+
+#include "device/scatter_pool.h"
+#include "ucx/one_sided.h"
+
+/** Gets under way that land directly: bounds what a failing endpoint has to drain. */
+#define MAX_DIRECT 64
+
+typedef struct get {
+    scatter_job job; /* first: the pool hands it back */
+    sink_job copy;   /* the part of a staged one that lands on devices */
+    struct one_sided *reader;
+    uint64_t scatter_ns;
+    one_sided_work *work;
+    const span *span;
+    uint8_t *slot;          /* of the staged ones */
+    const ucx_local *local; /* that the slot is in */
+    int device;             /* that the get writes to, -1: host memory */
+    bool busy, direct;
+    bool to_host, to_devices; /* where its pieces go */
+    unsigned parts;           /* still being copied out of the slot */
+} get;
+
+/* Gets that can be under way: slots of host memory, direct ones, slots of each device. */
+#define FIRST_DIRECT ((size_t)STAGING_SLOTS)
+#define FIRST_DEVICE ((size_t)STAGING_SLOTS + MAX_DIRECT)
+
+struct one_sided {
+    fanin_client *client;
+    one_sided_work *works;
+    size_t n, turn;
+    uint8_t *base;
+    landed_fn landed;
+    void *landed_cookie;
+    const memory_range *ranges;
+    ucx_local **locals; /* of each range, NULL: it is not registered */
+    size_t n_locals;
+    device_sink *devices; /* NULL: nothing lands on a device */
+    int context;          /* a device whose memory UCX writes to, -1: none */
+    get *gets;
+    size_t n_gets;
+    size_t outstanding; /* gets that have not called back */
+    size_t scattering;  /* slots that have been handed to the pool */
+    scatter_pool *pool;
+    uint64_t scatter_ns;
+    loop_source source;
+};
+
+/* What gets land in (one_sided_memory.c). */
+
+/** The client's staging of host memory: made by the first pull, kept until its UCX end goes. */
+fanin_status one_sided_make_staging(fanin_client *client, fanin_error *error);
+/** o->gets with their slots. What fails may be left half made. */
+fanin_status one_sided_make_gets(one_sided *o, fanin_error *error);
+/** Registers what can be registered of the destination. */
+void one_sided_register(one_sided *o, const memory_range *ranges, size_t n);
+
+/* Out of the slots (one_sided_land.c). */
+
+void work_fail(one_sided_work *w, const char *what);
+/** The same because of the sink, which says what failed. */
+void work_fail_device(one_sided *o, one_sided_work *w);
+/** The scatter pool's: in any thread. */
+void get_scatter(scatter_job *job);
+/** The slot is filled: to the threads, to the devices, or to both. */
+void get_distribute(one_sided *o, get *g);
+/** The span's bytes are in place. */
+void get_finish(one_sided *o, get *g);
+/** What an adapter wrote to a device is to be seen by what runs there from now on. False: the work
+    has failed. */
+bool get_flush(one_sided *o, const get *g);
+/** Takes what the scatter pool is through with; true: there was something. */
+bool get_collect(one_sided *o);
+
+#endif

@@ -1,0 +1,153 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include "ucx/one_sided_internal.h"
+
+#include "error_set.h"
+#include <stddef.h>
+#include <string.h>
+
+/* ------------------------------------------------------------------ failing */
+
+void work_fail(one_sided_work *w, const char *what)
+{
+    if (w->failed)
+        return;
+    error_place place = connection_place(w->peer->control, "read");
+    w->failed = true;
+    w->error = (fanin_error)FANIN_ERROR_INIT;
+    error_set(&w->error, FANIN_ERR_TRANSPORT, &place,
+              "reading from rank %u at %s by %s: %s", w->rank,
+              connection_text(w->peer->control), fanin_path_name(w->peer->path), what);
+}
+
+/* A device, or the driver, has failed. */
+void work_fail_device(one_sided *o, one_sided_work *w)
+{
+    fanin_error why = FANIN_ERROR_INIT;
+    if (device_sink_failed(o->devices, &why))
+        work_fail(w, why.message);
+}
+
+/* --------------------------------------------------------------- scattering */
+
+/* In any thread: what the pool was made for. */
+static void scatter(const struct one_sided *o, const get *g)
+{
+    const plan_spans *spans = g->work->spans;
+    const span *s = g->span;
+    for (uint64_t i = s->first; i < s->first + s->count; i++) {
+        const span_piece *p = &spans->pieces[i];
+        if (g->to_devices && device_sink_device(o->devices, o->base + p->to) >= 0)
+            continue;
+        if (p->view)
+            strided_copy(&spans->views[p->view - 1], o->base + p->to,
+                         g->slot + p->offset);
+        else
+            memcpy(o->base + p->to, g->slot + p->offset, p->length);
+    }
+}
+
+void get_scatter(scatter_job *job)
+{
+    get *g = (get *)job;
+    uint64_t start = clock_ns();
+    scatter(g->reader, g);
+    g->scatter_ns = clock_ns() - start;
+}
+
+static void tell_landed(const one_sided *o, const get *g)
+{
+    const plan_spans *spans = g->work->spans;
+    const span *s = g->span;
+    for (uint64_t i = s->first; i < s->first + s->count; i++) {
+        const span_piece *p = &spans->pieces[i];
+        if (g->to_devices && device_sink_device(o->devices, o->base + p->to) >= 0)
+            continue;
+        if (p->view)
+            landed_view(o->landed, o->landed_cookie, &spans->views[p->view - 1], p->to);
+        else
+            o->landed(o->landed_cookie, p->to, p->length);
+    }
+}
+
+void get_finish(one_sided *o, get *g)
+{
+    if (o->landed)
+        tell_landed(o, g);
+    g->busy = false;
+    g->work->done_spans++;
+    g->work->bytes += g->span->length;
+}
+
+static void get_finish_part(one_sided *o, get *g)
+{
+    if (--g->parts == 0)
+        get_finish(o, g);
+}
+
+bool get_collect(one_sided *o)
+{
+    bool any = false;
+    scatter_job *job;
+    while ((job = scatter_pool_collect(o->pool))) {
+        get *g = (get *)job;
+        o->scattering--;
+        o->scatter_ns += g->scatter_ns;
+        get_finish_part(o, g);
+        any = true;
+    }
+    return any;
+}
+
+/* --------------------------------------------------------------- to devices */
+
+/* A device has copied its part out of a slot. */
+static void on_copied(sink_job *job, bool ok)
+{
+    one_sided *o = job->owner;
+    get *g = (get *)((char *)job - offsetof(get, copy));
+    sink_job_clear(job);
+    if (ok)
+        get_finish_part(o, g);
+    else
+        work_fail_device(o, g->work);
+}
+
+static bool submit_copy(one_sided *o, get *g)
+{
+    const plan_spans *spans = g->work->spans;
+    const span *s = g->span;
+    for (uint64_t i = s->first; i < s->first + s->count; i++) {
+        const span_piece *p = &spans->pieces[i];
+        const strided *view = p->view ? &spans->views[p->view - 1] : NULL;
+        uint8_t *to = o->base + p->to;
+        if (device_sink_device(o->devices, to) >= 0 &&
+            !sink_job_add(&g->copy, g->slot + p->offset, p->length, to, view))
+            return false;
+    }
+    device_sink_submit(&g->copy, on_copied);
+    return true;
+}
+
+void get_distribute(one_sided *o, get *g)
+{
+    g->parts = (unsigned)g->to_host + (unsigned)g->to_devices;
+    if (g->to_devices && !submit_copy(o, g)) {
+        work_fail(g->work, "memory does not suffice to sort what came");
+        return;
+    }
+    if (g->to_host) {
+        o->scattering++;
+        scatter_pool_submit(o->pool, &g->job);
+    }
+}
+
+bool get_flush(one_sided *o, const get *g)
+{
+    fanin_error why = FANIN_ERROR_INIT;
+    if (g->device < 0 || gpu_flush_remote_writes(device_sink_gpu(o->devices), g->device,
+                                                 &why) == FANIN_OK)
+        return true;
+    device_sink_fail(o->devices, &why);
+    work_fail_device(o, g->work);
+    return false;
+}

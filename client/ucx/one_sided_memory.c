@@ -1,0 +1,139 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include "ucx/one_sided_internal.h"
+
+#include "error_set.h"
+#include <stdlib.h>
+#include <sys/mman.h>
+
+static bool reaches_devices(const one_sided *o)
+{
+    return o->client->one_sided_path == FANIN_PATH_RDMA;
+}
+
+/* Made by the first one-sided pull, kept until the client's UCX end goes. */
+fanin_status one_sided_make_staging(fanin_client *client, fanin_error *error)
+{
+    fanin_memory host = {FANIN_MEMORY_HOST, -1};
+    if (!client->staging) {
+        void *memory = mmap(NULL, STAGING_BYTES, PROT_READ | PROT_WRITE,
+                            MAP_PRIVATE | MAP_ANONYMOUS | MAP_POPULATE, -1, 0);
+        if (memory == MAP_FAILED)
+            return error_set_memory(error);
+        client->staging = memory;
+    }
+    if (client->staging_local)
+        return FANIN_OK;
+    return ucx_local_create(client->one_sided, client->staging, STAGING_BYTES, host,
+                            &client->staging_local, error);
+}
+
+/* Registers a range for gets that land in it. Adapters reach device memory, cma does not. */
+static fanin_status register_range(one_sided *o, const memory_range *r, ucx_local **out,
+                                   fanin_error *error)
+{
+    fanin_memory memory = {FANIN_MEMORY_HOST, -1};
+    if (r->device < 0)
+        return ucx_local_create(o->client->one_sided, r->base, r->length, memory, out,
+                                error);
+    memory = (fanin_memory){FANIN_MEMORY_CUDA, r->device};
+    gpu *g = device_sink_gpu(o->devices);
+    fanin_status status = gpu_context_enter(g, r->device, error);
+    if (status != FANIN_OK)
+        return status;
+    status =
+        ucx_local_create(o->client->one_sided, r->base, r->length, memory, out, error);
+    gpu_context_leave(g);
+    return status;
+}
+
+void one_sided_register(one_sided *o, const memory_range *ranges, size_t n)
+{
+    bool refused[2] = {false, !o->devices || !reaches_devices(o)};
+    o->ranges = ranges;
+    o->locals = calloc(n + 1, sizeof(*o->locals));
+    for (; o->locals && o->n_locals < n; o->n_locals++) {
+        const memory_range *r = &ranges[o->n_locals];
+        bool *no = &refused[r->device >= 0];
+        fanin_error why = FANIN_ERROR_INIT;
+        if (*no)
+            continue;
+        if (register_range(o, r, &o->locals[o->n_locals], &why) == FANIN_OK) {
+            if (r->device >= 0)
+                o->context = r->device;
+            continue;
+        }
+        *no = true;
+        log_write(&o->client->log, FANIN_LOG_INFO, "destination",
+                  "the destination%s is not registered, reads go through staging: %s",
+                  r->device >= 0 ? " on a device" : "", why.message);
+    }
+}
+
+/* Slots on each device that has destinations, if UCX can write there. */
+static void make_device_slots(one_sided *o)
+{
+    size_t n = o->devices && reaches_devices(o) ? device_sink_devices(o->devices) : 0;
+    for (size_t i = 0; i < n; i++) {
+        get *gets = &o->gets[FIRST_DEVICE + i * DEVICE_SLOTS];
+        int device = device_sink_device_at(o->devices, i);
+        uint8_t *memory;
+        ucx_local *local;
+        fanin_error why = FANIN_ERROR_INIT;
+        if (device_pool_staging(o->client->device_pool, o->client->one_sided, device,
+                                SPAN_MAX, &memory, &local, &why) != FANIN_OK) {
+            log_write(&o->client->log, FANIN_LOG_INFO, "destination",
+                      "nothing is read straight into device %d, but through host "
+                      "memory: %s",
+                      device, why.message);
+            continue;
+        }
+        o->context = device;
+        for (size_t j = 0; j < DEVICE_SLOTS; j++) {
+            gets[j].slot = memory + j * SPAN_MAX;
+            gets[j].local = local;
+            gets[j].device = device;
+        }
+    }
+}
+
+/* Room for entries of each staged get; the host's slots must be readable by devices. */
+static fanin_status make_copies(one_sided *o, fanin_error *error)
+{
+    unsigned area = 0;
+    fanin_client *client = o->client;
+    if (!o->devices)
+        return FANIN_OK;
+    if (!device_sink_attach(o->devices, &client->loop, &client->device_pool)) {
+        (void)device_sink_failed(o->devices, error);
+        return FANIN_ERR_TRANSPORT;
+    }
+    fanin_status status =
+        device_pool_pin(client->device_pool, client->staging, STAGING_BYTES, error);
+    if (status != FANIN_OK)
+        return status;
+    make_device_slots(o);
+    for (size_t i = 0; i < o->n_gets; i++) {
+        if (o->gets[i].slot)
+            sink_job_init(&o->gets[i].copy, o->devices, area++, o);
+    }
+    return FANIN_OK;
+}
+
+fanin_status one_sided_make_gets(one_sided *o, fanin_error *error)
+{
+    size_t on_devices = o->devices ? device_sink_devices(o->devices) : 0;
+    o->n_gets = FIRST_DEVICE + on_devices * DEVICE_SLOTS;
+    o->gets = calloc(o->n_gets, sizeof(*o->gets));
+    if (!o->gets)
+        return error_set_memory(error);
+    for (size_t i = 0; i < o->n_gets; i++) {
+        o->gets[i].reader = o;
+        o->gets[i].device = -1;
+        o->gets[i].job.run = get_scatter;
+    }
+    for (size_t i = 0; i < STAGING_SLOTS; i++) {
+        o->gets[i].slot = o->client->staging + i * SPAN_MAX;
+        o->gets[i].local = o->client->staging_local;
+    }
+    return make_copies(o, error);
+}

@@ -1,0 +1,373 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* One-sided paths that UCX carries: endpoints, remote keys, a probe read. */
+#include "path/path_internal.h"
+
+#include "error_set.h"
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+/* As path_give_up(), and what was built so far goes. */
+static fanin_status give_up(path_round *r, size_t index, const char *why,
+                            fanin_error *error)
+{
+    if (peer_ready(&r->client->peers[index]))
+        peer_drop_paths(r->client, index);
+    return path_give_up(r, index, why, error);
+}
+
+/* -------------------------------------------------------------- open_path */
+
+typedef struct opening {
+    fanin_client *client;
+    size_t peer;
+    size_t *left;
+    bool ok;
+    fanin_error error;
+} opening;
+
+static void on_open(void *cookie, connection *c, message_type type, body *b)
+{
+    opening *o = cookie;
+    msg_open_path reply;
+    o->error = (fanin_error)FANIN_ERROR_INIT;
+    --*o->left;
+    if (type != MSG_OPEN_PATH_OK) {
+        connection_reply_error(c, "connect", type, b, &o->error);
+        return;
+    }
+    if (decode_open_path(b, &reply) != FANIN_OK) {
+        error_set(&o->error, FANIN_ERR_PROTOCOL, NULL, "malformed UCX address");
+        return;
+    }
+    o->ok = ucx_endpoint_create(o->client->one_sided, reply.address.data,
+                                reply.address.size, &o->client->peers[o->peer].endpoint,
+                                &o->error) == FANIN_OK;
+}
+
+static fanin_status open_client(const path_round *r, fanin_path path,
+                                fanin_error *error)
+{
+    fanin_client *client = r->client;
+    gpu_device device;
+    const char *pci = NULL; /* of the GPU that an RDMA adapter should be near to */
+    if (client->one_sided && client->one_sided_path == path)
+        return FANIN_OK;
+    (void)client_close_one_sided(client); /* no read is under way here */
+    client->one_sided_path = path;
+    if (r->n_devices > 0 && client->gpu &&
+        gpu_device_get(client->gpu, r->devices[0], &device, NULL) == FANIN_OK)
+        pci = device.pci;
+    return ucx_client_create(client->ucx, (ucx_path)path, pci, &client->log,
+                             &client->one_sided, error);
+}
+
+/* Exchanges addresses with all candidates at once. */
+static fanin_status open_endpoints(path_round *r, bool *want, fanin_path path,
+                                   fanin_error *error)
+{
+    fanin_client *client = r->client;
+    opening *o = calloc(client->n_peers, sizeof(*o));
+    if (!o)
+        return error_set_memory(error);
+    size_t left = 0;
+    msg_open_path m = {.path = path};
+    m.address.data = ucx_client_address(client->one_sided, &m.address.size);
+    for (size_t i = 0; i < client->n_peers; i++) {
+        if (!want[i] || client->peers[i].endpoint)
+            continue;
+        o[i] = (opening){.client = client, .peer = i, .left = &left};
+        left++;
+        connection *c = client->peers[i].control;
+        uint64_t request = connection_next_request(c);
+        if (connection_get_state(c) == CONNECTION_READY)
+            encode_open_path(connection_out(c), request, MSG_OPEN_PATH, &m);
+        connection_ask(c, request, on_open, &o[i]);
+    }
+    fanin_status status = client_run(client, &left, r->at, "connect", error);
+    for (size_t i = 0; i < client->n_peers; i++) {
+        if (!want[i] || !o[i].client)
+            continue;
+        connection_forget(client->peers[i].control, &o[i]);
+        if (status == FANIN_OK && !o[i].ok) {
+            want[i] = false;
+            status = give_up(r, i, o[i].error.message, error);
+        }
+    }
+    free(o);
+    return status;
+}
+
+/* ------------------------------------------------------------ remote keys */
+
+/* What UCX is not given to read: GPU memory that needs another path, or none. */
+static fanin_status check_kinds(const shard_table *s, fanin_path path,
+                                fanin_error *error)
+{
+    for (uint32_t i = 0; i < s->regions->count; i++) {
+        const region_entry *r = &s->regions->entries[i];
+        if (r->memory != FANIN_MEMORY_CUDA)
+            continue;
+        if (path == FANIN_PATH_CMA)
+            return error_set(error, FANIN_ERR_UNSUPPORTED, NULL,
+                             "the rank holds GPU memory, which cma does not read");
+        if (r->rkey_size == 0)
+            return error_set(error, FANIN_ERR_UNSUPPORTED, NULL,
+                             "the rank's GPU memory is not registered for %s (a UCX "
+                             "with CUDA and GPUDirect RDMA are needed there)",
+                             fanin_path_name(path));
+    }
+    return FANIN_OK;
+}
+
+static void drop_keys(shard_table *s)
+{
+    for (uint32_t i = 0; i < s->regions->count; i++)
+        ucx_rkey_destroy(&s->rkeys[i]);
+    free(s->rkeys);
+    s->rkeys = NULL;
+}
+
+static fanin_status unpack_keys(peer *p, shard_table *s, fanin_path path,
+                                work_stop *stop, fanin_error *error)
+{
+    if (s->rkeys)
+        return FANIN_OK;
+    fanin_status status = check_kinds(s, path, error);
+    if (status != FANIN_OK)
+        return status;
+    s->rkeys = calloc(s->regions->count + 1, sizeof(*s->rkeys));
+    if (!s->rkeys)
+        return error_set_memory(error);
+    for (uint32_t i = 0; i < s->regions->count; i++) {
+        const region_entry *r = &s->regions->entries[i];
+        status = work_stopped_after(stop, WORK_STEPS)
+                     ? work_broken_off(stop, "connect", "remote keys were read", error)
+                     : ucx_rkey_unpack(p->endpoint, r->rkey, r->rkey_size, &s->rkeys[i],
+                                       error);
+        if (status != FANIN_OK) {
+            /* Some of them would look like all of them the next time. */
+            drop_keys(s);
+            return status;
+        }
+    }
+    return FANIN_OK;
+}
+
+/* ------------------------------------------------------------------ probe */
+
+typedef struct probe {
+    bool posted, judged; /* judged: by its answer, or given up without one */
+    int ucx_status;
+    char why[PATH_REASON];
+} probe;
+
+static void on_probed(void *cookie, uint64_t tag, int ucx_status)
+{
+    probe *p = &((probe *)cookie)[tag];
+    if (p->judged)
+        return; /* recalled: its endpoint is gone, whatever the read came to */
+    p->judged = true;
+    p->ucx_status = ucx_status;
+}
+
+static bool all_judged(const probe *probes, size_t n)
+{
+    for (size_t i = 0; i < n; i++) {
+        if (probes[i].posted && !probes[i].judged)
+            return false;
+    }
+    return true;
+}
+
+/* Takes the answers that are there; true: there were some. */
+static bool take_answers(const fanin_client *client)
+{
+    bool any = false;
+    for (size_t turn = 0; turn < PROBE_TURNS + client->n_peers; turn++) {
+        if (!ucx_client_progress(client->one_sided))
+            break;
+        any = true;
+    }
+    return any;
+}
+
+/* Endpoints of probes that were never answered are closed, which recalls the reads. False: some
+   could not be recalled, they may still call back. */
+static bool recall_probes(fanin_client *client, probe *probes)
+{
+    bool recalled = true;
+    for (size_t i = 0; i < client->n_peers; i++) {
+        if (!probes[i].posted || probes[i].judged)
+            continue;
+        probes[i].judged = true;
+        probes[i].ucx_status = -1;
+        recalled = peer_drop_paths(client, i) && recalled;
+    }
+    return recalled;
+}
+
+static fanin_status await_probes(fanin_client *client, const probe *probes, deadline at,
+                                 fanin_error *error)
+{
+    deadline by = deadline_sooner(at, deadline_in_ms(PROBE_MS));
+    fanin_status status = FANIN_OK;
+    /* The clock is read before the answers are taken: that this process was stopped for a while
+       says nothing about the path. */
+    bool late = false;
+    while (!late && status == FANIN_OK) {
+        late = deadline_passed(by);
+        bool any = take_answers(client);
+        if (all_judged(probes, client->n_peers))
+            break;
+        if (!any && !late)
+            status = client_step(client, at, deadline_sooner(by, deadline_in_ms(1)),
+                                 "connect", error);
+    }
+    return status;
+}
+
+static uint64_t probe_length(const region_entry *r)
+{
+    return r->length < 8 ? r->length : 8;
+}
+
+/* Posts a read of a few bytes from the first region of each; no lease is needed, they are
+   thrown away. */
+static void post_probes(path_round *r, const bool *want, probe *probes,
+                        uint64_t *landing, const ucx_local *local)
+{
+    fanin_client *client = r->client;
+    for (size_t i = 0; i < client->n_peers; i++) {
+        const shard_table *s = &r->publication->shards[i];
+        if (!want[i] || s->regions->count == 0)
+            continue;
+        const region_entry *first = &s->regions->entries[0];
+        fanin_error failed = FANIN_ERROR_INIT;
+        probes[i].posted = true;
+        if (ucx_get(client->peers[i].endpoint, s->rkeys[0], first->base, &landing[i],
+                    probe_length(first), local, on_probed, probes, i,
+                    &failed) == FANIN_OK)
+            continue;
+        probes[i] = (probe){.posted = true, .judged = true, .ucx_status = -1};
+        snprintf(probes[i].why, sizeof(probes[i].why), "%.250s", failed.message);
+    }
+}
+
+static fanin_status judge_probes(path_round *r, bool *want, const probe *probes,
+                                 fanin_path path, fanin_error *error)
+{
+    fanin_client *client = r->client;
+    const char *name = fanin_path_name(path);
+    for (size_t i = 0; i < client->n_peers; i++) {
+        if (!want[i])
+            continue;
+        char reason[PATH_REASON];
+        if (probes[i].posted && probes[i].ucx_status != 0) {
+            snprintf(reason, sizeof(reason), "a probe read by %s failed",
+                     name ? name : "?");
+            want[i] = false;
+            fanin_status status =
+                give_up(r, i, probes[i].why[0] ? probes[i].why : reason, error);
+            if (status != FANIN_OK)
+                return status;
+            continue;
+        }
+        snprintf(reason, sizeof(reason), "a probe read by %s succeeded (%.60s)",
+                 name ? name : "?", ucx_endpoint_transport(client->peers[i].endpoint));
+        path_choose(r, i, path, reason);
+    }
+    return FANIN_OK;
+}
+
+/* UCX was closed for want of another way to recall a read: what it carried takes stream. */
+static fanin_status go_without(path_round *r, bool *want, fanin_error *error)
+{
+    fanin_status status = FANIN_OK;
+    for (size_t i = 0; i < r->client->n_peers && status == FANIN_OK; i++) {
+        if (!r->want[i] || r->publication->shards[i].path != FANIN_PATH_AUTO)
+            continue;
+        want[i] = false;
+        status = give_up(r, i, "a probe read could not be recalled", error);
+    }
+    return status;
+}
+
+static fanin_status probe_all(path_round *r, bool *want, fanin_path path,
+                              fanin_error *error)
+{
+    fanin_client *client = r->client;
+    uint64_t *landing = calloc(client->n_peers, sizeof(*landing));
+    probe *probes = calloc(client->n_peers, sizeof(*probes));
+    ucx_local *local = NULL;
+    fanin_memory host = {FANIN_MEMORY_HOST, -1};
+    fanin_status status = landing && probes ? FANIN_OK : error_set_memory(error);
+    if (status == FANIN_OK)
+        status =
+            ucx_local_create(client->one_sided, landing,
+                             client->n_peers * sizeof(*landing), host, &local, error);
+    bool recalled = true, closed = false;
+    if (status == FANIN_OK) {
+        post_probes(r, want, probes, landing, local);
+        status = await_probes(client, probes, r->at, error);
+        recalled = recall_probes(client, probes);
+    }
+    ucx_local_destroy(&local);
+    if (!recalled) {
+        recalled = client_close_one_sided(client);
+        closed = true;
+    }
+    if (status == FANIN_OK)
+        status = closed ? go_without(r, want, error)
+                        : judge_probes(r, want, probes, path, error);
+    if (!recalled)
+        return status; /* what the reads may still write stays */
+    free(landing);
+    free(probes);
+    return status;
+}
+
+/* ------------------------------------------------------------------- whole */
+
+fanin_status path_ucx_keys(path_round *r, bool *mask, fanin_path path,
+                           fanin_error *error)
+{
+    fanin_client *client = r->client;
+    client_work work;
+    client_work_start(&work, client, r->at);
+    fanin_status status = path_regions(r, mask, path, error);
+    for (size_t i = 0; i < client->n_peers && status == FANIN_OK; i++) {
+        fanin_error why = FANIN_ERROR_INIT;
+        if (!mask[i] || unpack_keys(&client->peers[i], &r->publication->shards[i], path,
+                                    &work.stop, &why) == FANIN_OK)
+            continue;
+        if (work.stop.stopped) {
+            error_copy(error, &why);
+            return client_work_end(&work, FANIN_ERR_TIMEOUT, error);
+        }
+        mask[i] = false;
+        status = give_up(r, i, why.message, error);
+    }
+    return status;
+}
+
+fanin_status path_try_ucx(path_round *r, bool *fresh, fanin_path path,
+                          fanin_error *error)
+{
+    fanin_client *client = r->client;
+    fanin_error why = FANIN_ERROR_INIT;
+    fanin_status status = open_client(r, path, &why);
+    for (size_t i = 0; i < client->n_peers && status != FANIN_OK; i++) {
+        fanin_status given_up = fresh[i] ? give_up(r, i, why.message, error) : FANIN_OK;
+        if (given_up != FANIN_OK)
+            return given_up;
+    }
+    if (status != FANIN_OK)
+        return FANIN_OK;
+    status = open_endpoints(r, fresh, path, error);
+    if (status == FANIN_OK)
+        status = path_ucx_keys(r, fresh, path, error);
+    if (status == FANIN_OK)
+        status = probe_all(r, fresh, path, error);
+    return status;
+}

@@ -1,0 +1,240 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* The control thread: listeners, sessions, UCX; sleeps in epoll until something is due. */
+#include "control/session.h"
+#include "error_set.h"
+
+#include <errno.h>
+#include <stdlib.h>
+#include <sys/epoll.h>
+#include <sys/eventfd.h>
+#include <unistd.h>
+
+#define EVENTS 64
+#define ACCEPTS 64        /**< connections taken in one go */
+#define NO_ACCEPTS_MS 100 /**< after running out of descriptors */
+
+static bool watch_fd(struct control *c, int fd, void *data)
+{
+    struct epoll_event event = {.events = EPOLLIN, .data.ptr = data};
+    return epoll_ctl(c->epoll, EPOLL_CTL_ADD, fd, &event) == 0;
+}
+
+static void stop_watching(struct control *c, int fd)
+{
+    if (fd >= 0)
+        epoll_ctl(c->epoll, EPOLL_CTL_DEL, fd, NULL);
+}
+
+/* --------------------------------------------------------------- accepting */
+
+static void accept_one(struct control *c, int fd, const socket_address *peer)
+{
+    fanin_error error = FANIN_ERROR_INIT;
+    peer_count *counted;
+    socket_tune(fd);
+    if (admit(c->server, fd, peer, &counted, &error) != FANIN_OK)
+        session_refuse(c, fd, peer, &error);
+    else
+        session_open(c, fd, peer, counted);
+}
+
+/* Out of descriptors or memory: the listeners rest, else epoll would return at once. */
+static void pause_accepting(struct control *c, int code)
+{
+    log_write(&c->server->log, FANIN_LOG_ERROR, "accept-failed",
+              "cannot accept connections (errno %d); see `ulimit -n`", code);
+    stop_watching(c, c->tcp);
+    stop_watching(c, c->unix_fd);
+    c->paused = true;
+    c->resume_at = deadline_in_ms(NO_ACCEPTS_MS);
+}
+
+static void resume_accepting(struct control *c)
+{
+    c->paused = false;
+    watch_fd(c, c->tcp, &c->tcp);
+    if (c->unix_fd >= 0)
+        watch_fd(c, c->unix_fd, &c->unix_fd);
+}
+
+static void accept_all(struct control *c, int listener)
+{
+    for (int i = 0; i < ACCEPTS && c->listening && !c->paused; i++) {
+        socket_address peer;
+        int fd = socket_accept(listener, &peer);
+        if (fd >= 0)
+            accept_one(c, fd, &peer);
+        else if (errno == EMFILE || errno == ENFILE || errno == ENOBUFS ||
+                 errno == ENOMEM)
+            pause_accepting(c, errno);
+        else if (errno == EAGAIN)
+            return;
+    }
+}
+
+static void close_listener(struct control *c, int *fd)
+{
+    if (*fd < 0)
+        return;
+    /* Children of a fork hold copies of the socket: shutting it down frees the port. */
+    stop_watching(c, *fd);
+    shutdown(*fd, SHUT_RDWR);
+    close(*fd);
+    *fd = -1;
+}
+
+static void close_listeners(struct control *c)
+{
+    c->listening = c->paused = false;
+    close_listener(c, &c->tcp);
+    close_listener(c, &c->unix_fd);
+    for (session *s = c->sessions, *next; s; s = next) {
+        next = s->next;
+        requests_cancel(s);
+        session_work(s);
+    }
+}
+
+/* ------------------------------------------------------------------ thread */
+
+static void notify(struct control *c)
+{
+    eventfd_t count;
+    (void)eventfd_read(c->event, &count);
+    commit_tidy(c->server);
+    for (session *s = c->sessions, *next; s; s = next) {
+        next = s->next;
+        if (s->n_waits + s->n_watches == 0)
+            continue;
+        requests_notify(s);
+        session_work(s);
+    }
+    if (c->listening && atomic_load(&c->stop_listening))
+        close_listeners(c);
+}
+
+static void dispatch(struct control *c, const struct epoll_event *event)
+{
+    void *data = event->data.ptr;
+    if (data == &c->event)
+        notify(c);
+    else if (data == &c->tcp || data == &c->unix_fd)
+        accept_all(c, *(int *)data);
+    else if (data == &c->ucx_again)
+        c->ucx_again = true;
+    else
+        session_event(data, event->events);
+}
+
+static void free_dead(struct control *c)
+{
+    while (c->dead) {
+        session *s = c->dead;
+        c->dead = s->next;
+        session_free(s);
+    }
+}
+
+static deadline next_due(const struct control *c)
+{
+    deadline at = c->paused ? c->resume_at : UINT64_MAX;
+    for (const session *s = c->sessions; s; s = s->next)
+        at = deadline_sooner(at, session_due(s));
+    return at;
+}
+
+static void tick(struct control *c)
+{
+    if (c->paused && deadline_passed(c->resume_at))
+        resume_accepting(c);
+    for (session *s = c->sessions, *next; s; s = next) {
+        next = s->next;
+        session_tick(s);
+    }
+}
+
+static void *run(void *cookie)
+{
+    struct control *c = cookie;
+    struct epoll_event events[EVENTS];
+    while (!atomic_load(&c->quit)) {
+        deadline due = next_due(c);
+        int timeout = c->ucx_again ? 0 : deadline_poll_ms(due);
+        int n = epoll_wait(c->epoll, events, EVENTS, timeout);
+        for (int i = 0; i < n; i++)
+            dispatch(c, &events[i]);
+        if (deadline_passed(due))
+            tick(c);
+        if (c->ucx_again)
+            c->ucx_again = control_progress_ucx(c);
+        free_dead(c);
+    }
+    close_listeners(c);
+    while (c->sessions)
+        session_close(c->sessions, NULL);
+    free_dead(c);
+    return NULL;
+}
+
+void control_wake(fanin_server *s)
+{
+    (void)eventfd_write(s->control->event, 1);
+}
+
+void control_stop_listening(fanin_server *s)
+{
+    atomic_store(&s->control->stop_listening, true);
+    control_wake(s);
+}
+
+static void control_free(struct control *c)
+{
+    if (c->epoll >= 0)
+        close(c->epoll);
+    if (c->event >= 0)
+        close(c->event);
+    free(c);
+}
+
+fanin_status control_create(fanin_server *s, int tcp_fd, int unix_fd,
+                            fanin_error *error)
+{
+    struct control *c = calloc(1, sizeof *c);
+    if (!c)
+        return error_set_memory(error);
+    c->server = s;
+    c->tcp = tcp_fd;
+    c->unix_fd = unix_fd;
+    c->listening = true;
+    c->epoll = epoll_create1(EPOLL_CLOEXEC);
+    c->event = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+    fanin_status status;
+    s->control = c;
+    if (c->epoll < 0 || c->event < 0 || !watch_fd(c, c->event, &c->event) ||
+        !watch_fd(c, c->tcp, &c->tcp) ||
+        (c->unix_fd >= 0 && !watch_fd(c, c->unix_fd, &c->unix_fd)))
+        status = error_set_errno(error, FANIN_ERR_IO, errno, NULL,
+                                 "cannot set up the control thread");
+    else
+        status = thread_start(&c->thread, "fanin-control", run, c, error);
+    if (status != FANIN_OK) {
+        s->control = NULL;
+        control_free(c);
+    }
+    return status;
+}
+
+void control_destroy(fanin_server *s)
+{
+    struct control *c = s->control;
+    if (!c)
+        return;
+    atomic_store(&c->quit, true);
+    control_wake(s);
+    pthread_join(c->thread, NULL);
+    /* The data thread still runs, and wakes whoever is there (commit_retire()). */
+    pthread_mutex_lock(&s->lock);
+    s->control = NULL;
+    pthread_mutex_unlock(&s->lock);
+    control_free(c);
+}

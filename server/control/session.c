@@ -1,0 +1,414 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* A control session's bytes: input cut into frames, output that never blocks, deadlines. */
+#include "control/session.h"
+#include "error_set.h"
+#include "seal.h"
+#include "shards/mapper.h"
+
+#include <errno.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/epoll.h>
+#include <unistd.h>
+
+#define INPUT_MOST (FRAME_SIZE + LIMIT_REQUEST + SEAL_SIZE)
+#define INPUT_FIRST 4096
+#define KEEP_MOST 65536 /**< of an empty output buffer */
+
+size_t session_pending(const session *s)
+{
+    return s->output.size - s->sent;
+}
+
+/* ------------------------------------------------------------- open, close */
+
+static session *make(struct control *c, int fd, const socket_address *peer)
+{
+    session *s = calloc(1, sizeof *s);
+    if (!s)
+        return NULL;
+    s->control = c;
+    s->fd = fd;
+    s->is_unix = peer->storage.ss_family == AF_UNIX;
+    s->is_local = socket_is_loopback(peer);
+    memcpy(s->peer, peer->text, sizeof s->peer);
+    s->due = deadline_in_ms(HELLO_MS);
+    s->idle = UINT64_MAX;
+    s->stalled_at = UINT64_MAX;
+    s->interest = EPOLLIN;
+    struct epoll_event event = {.events = s->interest, .data.ptr = s};
+    if (epoll_ctl(c->epoll, EPOLL_CTL_ADD, fd, &event) != 0) {
+        free(s);
+        return NULL;
+    }
+    s->next = c->sessions;
+    if (c->sessions)
+        c->sessions->previous = s;
+    c->sessions = s;
+    memory_account(c->server, &s->memory, sizeof *s + sizeof(reader));
+    return s;
+}
+
+session *session_open(struct control *c, int fd, const socket_address *peer,
+                      peer_count *counted)
+{
+    session *s = make(c, fd, peer);
+    if (!s) {
+        close(fd);
+        dismiss(c->server, counted);
+        return NULL;
+    }
+    s->admitted = true;
+    s->counted = counted;
+    s->trusted = s->is_unix || (c->server->flags & FANIN_SERVER_TRUSTED_NETWORK);
+    return s;
+}
+
+void session_refuse(struct control *c, int fd, const socket_address *peer,
+                    const fanin_error *why)
+{
+    log_write(&c->server->log, FANIN_LOG_WARNING, "session-refused", "%s: %s",
+              peer->text, why->message);
+    session *s = c->n_refused < REFUSED_PEERS ? make(c, fd, peer) : NULL;
+    if (!s) {
+        close(fd);
+        return;
+    }
+    c->n_refused++;
+    s->phase = SESSION_CLOSING;
+    s->due = deadline_in_ms(LINGER_MS);
+    session_reply_error(s, 0, why);
+    session_work(s);
+}
+
+/* The session leaves the lists of everybody; the object stays until the events that epoll
+   returned are handled. */
+static void leave(session *s)
+{
+    struct control *c = s->control;
+    fanin_server *server = c->server;
+    if (s->previous)
+        s->previous->next = s->next;
+    else
+        c->sessions = s->next;
+    if (s->next)
+        s->next->previous = s->previous;
+    bool has_data = false;
+    if (s->reader)
+        mappers_drop(&server->registrar, s->reader);
+    pthread_mutex_lock(&server->lock);
+    server->listeners -= s->n_waits + s->n_watches;
+    if (s->reader) {
+        has_data = s->reader->n_data > 0;
+        reader_close(server, s->reader);
+        reader_release(server, s->reader);
+        s->reader = NULL;
+    }
+    pthread_mutex_unlock(&server->lock);
+    if (has_data)
+        stream_wake(server);
+    if (!s->admitted)
+        c->n_refused--;
+    s->phase = SESSION_DEAD;
+    s->next = c->dead;
+    c->dead = s;
+}
+
+void session_close(session *s, const char *why)
+{
+    if (s->phase == SESSION_DEAD)
+        return;
+    if (why)
+        log_write(&s->control->server->log, FANIN_LOG_INFO, "session-close", "%s: %s",
+                  s->peer, why);
+    leave(s);
+    /* A forked child may hold a copy of the descriptor: closing alone would neither end the
+       connection nor take it out of the epoll set. */
+    epoll_ctl(s->control->epoll, EPOLL_CTL_DEL, s->fd, NULL);
+    shutdown(s->fd, SHUT_RDWR);
+    close(s->fd);
+    if (s->admitted)
+        dismiss(s->control->server, s->counted);
+}
+
+void session_free(session *s)
+{
+    memory_account(s->control->server, &s->memory, 0);
+    buffer_free(&s->input);
+    buffer_free(&s->output);
+    free(s);
+}
+
+void session_hand_over(session *s, reader *r)
+{
+    fanin_server *server = s->control->server;
+    handover h = {.fd = s->fd, .reader = r, .counted = s->counted, .sealed = s->sealed};
+    memcpy(h.peer, s->peer, sizeof h.peer);
+    buffer_append(&h.input, s->input.data + s->used, s->input.size - s->used);
+    buffer_append(&h.output, s->output.data + s->sent, session_pending(s));
+    bool good = !h.input.failed && !h.output.failed;
+    if (good)
+        epoll_ctl(s->control->epoll, EPOLL_CTL_DEL, s->fd, NULL);
+    if (good && stream_adopt(server, &h)) {
+        leave(s); /* descriptor and count live on */
+        return;
+    }
+    buffer_free(&h.input);
+    buffer_free(&h.output);
+    pthread_mutex_lock(&server->lock);
+    r->n_data--;
+    reader_release(server, r);
+    pthread_mutex_unlock(&server->lock);
+    session_close(s, "out of memory");
+}
+
+/* ------------------------------------------------------------------ output */
+
+void session_reply_error(session *s, uint64_t request, const fanin_error *error)
+{
+    msg_error m = {.code = error->status};
+    memcpy(m.message, error->message, sizeof m.message);
+    memcpy(m.remedy, error->remedy, sizeof m.remedy);
+    memcpy(m.key, error->key, sizeof m.key);
+    encode_error(&s->output, request, &m);
+}
+
+void session_fail(session *s, uint64_t request, fanin_status code, const char *message)
+{
+    fanin_server *server = s->control->server;
+    fanin_error error = FANIN_ERROR_INIT;
+    error_set(&error, code, NULL, "%s", message);
+    if (code == FANIN_ERR_PROTOCOL || code == FANIN_ERR_VERSION) {
+        pthread_mutex_lock(&server->lock);
+        server->stats.protocol_errors++;
+        pthread_mutex_unlock(&server->lock);
+    }
+    log_write(&server->log, FANIN_LOG_WARNING, "session-rejected", "%s: %s", s->peer,
+              message);
+    session_reply_error(s, request, &error);
+    s->phase = SESSION_CLOSING;
+    s->due = deadline_in_ms(LINGER_MS);
+}
+
+/* False: the connection is gone. */
+static bool flush(session *s)
+{
+    while (session_pending(s) > 0) {
+        ssize_t n = send(s->fd, s->output.data + s->sent, session_pending(s),
+                         MSG_NOSIGNAL | MSG_DONTWAIT);
+        if (n < 0 && errno == EINTR)
+            continue;
+        if (n < 0 && errno == EAGAIN) {
+            if (s->stalled_at == UINT64_MAX)
+                s->stalled_at = deadline_in_ms(STALL_MS);
+            return true;
+        }
+        if (n < 0)
+            return false;
+        s->sent += (size_t)n;
+        s->stalled_at = UINT64_MAX;
+    }
+    s->sent = s->output.size = 0;
+    s->stalled_at = UINT64_MAX;
+    if (s->output.capacity > KEEP_MOST)
+        buffer_free(&s->output);
+    s->output.sealed = s->sealed;
+    return true;
+}
+
+/* Keeps the output from growing by what has been sent. */
+static void compact(session *s)
+{
+    if (s->sent < KEEP_MOST || s->sent < session_pending(s))
+        return;
+    memmove(s->output.data, s->output.data + s->sent, session_pending(s));
+    s->output.size -= s->sent;
+    s->sent = 0;
+}
+
+static void update_interest(session *s)
+{
+    bool pending = session_pending(s) > 0;
+    uint32_t interest = pending ? EPOLLOUT : 0;
+    if (session_pending(s) < OUTPUT_PAUSE)
+        interest |= EPOLLIN;
+    if (interest == s->interest)
+        return;
+    struct epoll_event event = {.events = interest, .data.ptr = s};
+    if (epoll_ctl(s->control->epoll, EPOLL_CTL_MOD, s->fd, &event) != 0)
+        session_close(s, "epoll refuses the socket");
+    else
+        s->interest = interest;
+}
+
+/* ------------------------------------------------------------------- input */
+
+static uint32_t longest_body(const session *s)
+{
+    return s->phase == SESSION_HELLO ? LIMIT_BEFORE_HELLO : LIMIT_REQUEST;
+}
+
+/* Handles one frame; false: there is no whole one, or none may be taken now. */
+static bool next_frame(session *s)
+{
+    size_t there = s->input.size - s->used;
+    if (s->phase > SESSION_OPEN || session_pending(s) >= OUTPUT_PAUSE ||
+        there < FRAME_SIZE)
+        return false;
+    frame f;
+    const char *why;
+    const uint8_t *start = s->input.data + s->used;
+    fanin_status status = seal_decode(start, s->sealed, &f, &why);
+    if (status != FANIN_OK) {
+        session_fail(s, 0, status, why);
+        return false;
+    }
+    if (f.length > longest_body(s)) {
+        session_fail(s, f.request, FANIN_ERR_PROTOCOL, "the request is too long");
+        return false;
+    }
+    size_t whole = FRAME_SIZE + (size_t)f.length, seal = seal_size(s->sealed);
+    if (there < whole + seal)
+        return false;
+    if (s->sealed && !seal_check(start, whole)) {
+        session_fail(s, 0, FANIN_ERR_TRANSPORT, SEAL_BROKEN);
+        return false;
+    }
+    body in = {.data = start + FRAME_SIZE, .size = f.length};
+    s->used += whole + seal;
+    if (s->phase == SESSION_HELLO)
+        request_hello(s, &f, &in);
+    else
+        request_handle(s, &f, &in);
+    return true;
+}
+
+void session_work(session *s)
+{
+    fanin_server *server = s->control->server;
+    if (s->phase == SESSION_DEAD)
+        return;
+    while (next_frame(s))
+        ;
+    if (s->phase == SESSION_DEAD)
+        return;
+    if (s->used > 0) {
+        size_t left = s->input.size - s->used;
+        memmove(s->input.data, s->input.data + s->used, left);
+        s->input.size = left;
+        s->used = 0;
+    }
+    if (s->output.failed || session_pending(s) > OUTPUT_MOST) {
+        session_close(s, s->output.failed ? "out of memory" : "it does not read");
+        return;
+    }
+    if (!flush(s)) {
+        session_close(s, "the connection broke");
+        return;
+    }
+    compact(s);
+    size_t memory = sizeof *s + sizeof(reader) + s->input.capacity + s->output.capacity;
+    if (!memory_account(server, &s->memory, memory) && s->phase != SESSION_CLOSING) {
+        session_close(s, "the connections have all the memory they may");
+        return;
+    }
+    if (s->phase == SESSION_CLOSING && session_pending(s) == 0 && !s->shut) {
+        s->shut = true;
+        shutdown(s->fd, SHUT_WR);
+    }
+    update_interest(s);
+}
+
+/* Reads once; false: the peer has closed, or the connection broke. */
+static bool receive(session *s)
+{
+    if (s->phase == SESSION_CLOSING)
+        s->input.size = s->used = 0; /* what comes after an error is not looked at */
+    size_t most =
+        s->phase == SESSION_OPEN ? INPUT_MOST : FRAME_SIZE + LIMIT_BEFORE_HELLO;
+    if (s->input.size >= most)
+        return true;
+    /* The first buffer is small; a longer frame doubles it. */
+    if (s->input.size == s->input.capacity) {
+        size_t more = s->input.capacity ? s->input.capacity : INPUT_FIRST;
+        if (!buffer_reserve(&s->input, more))
+            return false;
+    }
+    size_t room = s->input.capacity - s->input.size;
+    if (room > most - s->input.size)
+        room = most - s->input.size;
+    ssize_t n = recv(s->fd, s->input.data + s->input.size, room, MSG_DONTWAIT);
+    if (n < 0)
+        return errno == EAGAIN || errno == EINTR;
+    if (n == 0)
+        return false;
+    s->input.size += (size_t)n;
+    if (s->phase == SESSION_OPEN)
+        s->idle = deadline_in_ms(s->control->server->idle_ms);
+    return true;
+}
+
+void session_event(session *s, uint32_t events)
+{
+    if (s->phase == SESSION_DEAD)
+        return;
+    if (events & (EPOLLIN | EPOLLHUP | EPOLLERR) && !receive(s)) {
+        session_close(s, s->phase == SESSION_OPEN ? "the peer closed" : NULL);
+        return;
+    }
+    session_work(s);
+}
+
+/* --------------------------------------------------------------- deadlines */
+
+/* Waits and watches, and bytes on data connections, show that somebody is there. */
+static deadline idle_deadline(const session *s)
+{
+    if (s->phase != SESSION_OPEN || s->n_waits + s->n_watches > 0)
+        return UINT64_MAX;
+    return s->idle;
+}
+
+deadline session_due(const session *s)
+{
+    deadline at = s->phase == SESSION_OPEN ? UINT64_MAX : s->due;
+    at = deadline_sooner(at, s->stalled_at);
+    at = deadline_sooner(at, idle_deadline(s));
+    for (unsigned i = 0; s->n_waits > 0 && i < SESSION_WAITS; i++)
+        if (s->waits[i].used)
+            at = deadline_sooner(at, s->waits[i].at);
+    return at;
+}
+
+static bool data_was_active(session *s)
+{
+    fanin_server *server = s->control->server;
+    pthread_mutex_lock(&server->lock);
+    uint64_t active = s->reader->active_ns;
+    pthread_mutex_unlock(&server->lock);
+    deadline until = active + (uint64_t)server->idle_ms * 1000000;
+    if (active == 0 || deadline_passed(until))
+        return false;
+    s->idle = until;
+    return true;
+}
+
+void session_tick(session *s)
+{
+    if (!deadline_passed(session_due(s)))
+        return;
+    if (deadline_passed(s->stalled_at)) {
+        session_close(s, "it took no bytes for 10 s");
+    } else if (s->phase == SESSION_CLOSING && deadline_passed(s->due)) {
+        session_close(s, NULL);
+    } else if (s->phase == SESSION_HELLO && deadline_passed(s->due)) {
+        session_fail(s, 0, FANIN_ERR_TIMEOUT, "no hello within 2 s");
+        session_work(s);
+    } else if (s->phase == SESSION_OPEN) {
+        requests_expire(s);
+        if (deadline_passed(idle_deadline(s)) && !data_was_active(s))
+            session_close(s, "it was idle for too long");
+        else
+            session_work(s);
+    }
+}

@@ -1,0 +1,113 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/** @file Control sessions. Everything here belongs to the control thread. */
+#ifndef SESSION_H
+#define SESSION_H
+
+#include "core/server_internal.h"
+
+typedef enum session_phase {
+    SESSION_HELLO, /**< nothing but hello is taken */
+    SESSION_OPEN,
+    SESSION_CLOSING, /**< only output, then the end */
+    SESSION_DEAD,    /**< to be freed when the events at hand are handled */
+} session_phase;
+
+typedef struct parked_wait {
+    bool used;
+    uint64_t request;
+    msg_wait wait;
+    deadline at;
+} parked_wait;
+
+typedef struct watch {
+    bool used;
+    uint64_t request;
+    char publication[PUBLICATION_NAME_SIZE];
+    uint64_t seen; /**< changes of the publication that were reported */
+} watch;
+
+typedef struct session {
+    struct session *previous, *next;
+    struct control *control;
+    int fd;
+    bool is_unix, is_local;
+    bool admitted; /**< counted by admit(); false: it is only told why not */
+    bool trusted;  /**< may use one-sided paths */
+    peer_count *counted;
+    char peer[64], ucx_version[32];
+    uint64_t features; /**< that both ends have */
+    session_phase phase;
+    deadline due; /**< of the phase: hello's, or the end's */
+    deadline idle;
+    deadline stalled_at; /**< UINT64_MAX: it owes no room for output */
+    uint32_t interest;   /**< in the epoll set */
+    buffer input, output;
+    bool
+        sealed; /**< frames of both directions have checksums, from the hello's reply on */
+    size_t used, sent, memory;
+    bool shut;
+    reader *reader; /**< once open */
+    unsigned n_waits, n_watches;
+    parked_wait waits[SESSION_WAITS];
+    watch watches[SESSION_WATCHES];
+} session;
+
+struct control {
+    fanin_server *server;
+    pthread_t thread;
+    int epoll, event, tcp, unix_fd;
+    atomic_bool quit, stop_listening;
+    bool listening, paused; /**< paused: no descriptors left, until resume_at */
+    deadline resume_at;
+    bool ucx_again; /**< UCX has more to do before the thread may sleep */
+    unsigned n_refused;
+    session *sessions, *dead;
+};
+
+/* ----------------------------------------------------------- session.c */
+
+/** Takes @p fd. NULL: no memory; the descriptor is closed and dismissed. */
+session *session_open(struct control *c, int fd, const socket_address *peer,
+                      peer_count *counted);
+/** Like session_open() for a peer that is only told why it is refused. */
+void session_refuse(struct control *c, int fd, const socket_address *peer,
+                    const fanin_error *why);
+/** Handles what epoll said. */
+void session_event(session *s, uint32_t events);
+/** Takes requests that are there, sends what there is to send. After any output. */
+void session_work(session *s);
+/** When something is due, and doing what is due now. */
+deadline session_due(const session *s);
+void session_tick(session *s);
+void session_close(session *s, const char *why); /**< why NULL: not worth a message */
+void session_free(session *s);
+
+/** Sends an error, then closes gently. */
+void session_fail(session *s, uint64_t request, fanin_status code, const char *message);
+void session_reply_error(session *s, uint64_t request, const fanin_error *error);
+size_t session_pending(const session *s); /**< bytes of output */
+/** Gives the connection to the data thread, with what is left of its buffers. */
+void session_hand_over(session *s, reader *r);
+
+/* ---------------------------------------------------------- requests.c */
+
+/** Answers one request. */
+void request_handle(session *s, const frame *f, body *in);
+/** Answers waits that can be answered, reports changes to watchers. */
+void requests_notify(session *s);
+/** Ends waits whose time is over. */
+void requests_expire(session *s);
+/** Ends all waits: the server shuts down. */
+void requests_cancel(session *s);
+
+/* -------------------------------------------------------------- hello.c */
+
+void request_hello(session *s, const frame *f, body *in);
+/** Whether it may map device memory of this process (path cuda_ipc). */
+bool session_may_map(const session *s);
+/** As the other requests: not FANIN_OK if the body is refused. */
+fanin_status request_open_path(session *s, uint64_t request, body *in);
+/** Lets UCX work; true: it wants to be called again before the thread sleeps. */
+bool control_progress_ucx(struct control *c);
+
+#endif

@@ -1,0 +1,520 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* fanin_server_commit(): what is checked, built, copied and waited for. */
+#include "convert.h"
+#include "error_set.h"
+#include "publish/commit.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+/** What the caller wants. */
+typedef struct request {
+    commit terms;
+    bool wait;
+    const fanin_stream *stream; /**< NULL: none */
+    gpu *gpu;                   /**< of the stream */
+} request;
+
+/* ----------------------------------------------------------------- options */
+
+void fanin_commit_options_init(fanin_commit_options *options, size_t size)
+{
+    if (!options || size < sizeof options->struct_size)
+        return;
+    fanin_commit_options defaults = {.struct_size = size, .stream = {.device = -1}};
+    memset(options, 0, size);
+    memcpy(options, &defaults, size < sizeof defaults ? size : sizeof defaults);
+}
+
+static fanin_status bad_option(fanin_error *error, const char *what, const char *remedy)
+{
+    error_place place = {.phase = "commit", .remedy = remedy};
+    return error_set(error, FANIN_ERR_ARGUMENT, &place, "%s", what);
+}
+
+/* A struct of an older caller ends earlier: the rest has the defaults. */
+static fanin_status read_options(const fanin_commit_options *given,
+                                 fanin_commit_options *out, fanin_error *error)
+{
+    fanin_commit_options_init(out, sizeof *out);
+    if (!given)
+        return FANIN_OK;
+    if (given->struct_size < sizeof given->struct_size)
+        return bad_option(error, "struct_size of the commit options is not set",
+                          "call fanin_commit_options_init() first");
+    memcpy(out, given,
+           given->struct_size < sizeof *out ? given->struct_size : sizeof *out);
+    if (out->flags & ~(uint32_t)(FANIN_COMMIT_SNAPSHOT | FANIN_COMMIT_WAIT))
+        return bad_option(error, "the commit options have an unknown flag", NULL);
+    if (out->cast != 0 && !(out->flags & FANIN_COMMIT_SNAPSHOT))
+        return bad_option(error, "a commit by reference cannot cast",
+                          "give FANIN_COMMIT_SNAPSHOT as well");
+    if (out->cast != 0 && convert_between(FANIN_DTYPE_F32, out->cast) <= 0)
+        return bad_option(error, "F32 shards can be cast to BF16 or F16 only", NULL);
+    return FANIN_OK;
+}
+
+static fanin_status check_stream(fanin_server *s, request *q, fanin_error *error)
+{
+    if (!q->stream)
+        return FANIN_OK;
+    fanin_status status = gpu_load(&s->log, &q->gpu, error);
+    if (status != FANIN_OK)
+        return status;
+    int devices = gpu_count(q->gpu), device = q->stream->device;
+    if (device >= 0 && device < devices)
+        return FANIN_OK;
+    error_place place = {.phase = "commit"};
+    return error_set(error, FANIN_ERR_ARGUMENT, &place,
+                     "the stream's device is %d, this process sees %d CUDA devices",
+                     device, devices);
+}
+
+/* ------------------------------------------------------------------ checks */
+
+/* Whether the commit may be made now. Lock held, nothing pending. */
+static fanin_status check_commit(const publication *p, const commit *terms,
+                                 fanin_error *error)
+{
+    error_place place = {.phase = "commit"};
+    if (!p->present) {
+        place.remedy = "put shards, or call begin_update, first";
+        return error_set(error, FANIN_ERR_ARGUMENT, &place,
+                         "there is no publication %s", p->name);
+    }
+    fanin_status status = publication_check_paused(p, "commit", error);
+    if (status != FANIN_OK)
+        return status;
+    bool readable = p->state == STATE_DRAINING || p->state == STATE_STABLE;
+    bool may_follow = p->mode == MODE_SNAPSHOT && (p->update_open || p->aborted);
+    if (readable && !may_follow) {
+        place.remedy = "call begin_update before the bytes are written";
+        return error_set(error, FANIN_ERR_STATE, &place, "no update of %s is open",
+                         p->name);
+    }
+    if (p->has_step && terms->step <= p->step) {
+        place.remedy = "steps must grow, also after a publication was removed";
+        return error_set(error, FANIN_ERR_ARGUMENT, &place,
+                         "step %llu of %s is not above the last one, %llu",
+                         (unsigned long long)terms->step, p->name,
+                         (unsigned long long)p->step);
+    }
+    if (p->mode != MODE_UNKNOWN && p->mode != terms->mode) {
+        place.remedy = "commit it always in the same way, or remove it first";
+        return error_set(error, FANIN_ERR_STATE, &place,
+                         p->mode == MODE_SNAPSHOT
+                             ? "%s was published as snapshots, not by reference"
+                             : "%s was published by reference, not as snapshots",
+                         p->name);
+    }
+    if (p->mode != MODE_UNKNOWN && p->cast != terms->cast) {
+        place.remedy = "give the same cast at every commit, or remove it first";
+        return error_set(error, FANIN_ERR_ARGUMENT, &place,
+                         "%s was published with another cast", p->name);
+    }
+    return FANIN_OK;
+}
+
+fanin_status commit_enter(fanin_server *s, publication *p, fanin_error *error)
+{
+    deadline at = deadline_in_ms(COMMIT_WAIT_MS);
+    for (;;) {
+        pthread_mutex_lock(&p->writer);
+        pthread_mutex_lock(&s->lock);
+        commit_settle(s, p);
+        if (!p->pending)
+            return FANIN_OK;
+        commit *before = commit_retain(p->pending);
+        pthread_mutex_unlock(&s->lock);
+        pthread_mutex_unlock(&p->writer);
+        uint64_t step = before->step;
+        fanin_status status = commit_await(before, 0, true, at);
+        commit_release(before);
+        if (status != FANIN_OK) {
+            error_place place = {.phase = "commit",
+                                 .remedy = "find out what its stream waits for"};
+            return error_set(error, status, &place,
+                             "step %llu of %s, committed before, has not taken effect "
+                             "for %d s",
+                             (unsigned long long)step, p->name, COMMIT_WAIT_MS / 1000);
+        }
+    }
+}
+
+static fanin_status overtaken(const commit *c, fanin_error *error)
+{
+    error_place place = {.phase = "commit"};
+    return error_set(error, FANIN_ERR_STATE, &place,
+                     "another update of %s began before step %llu was committed, or it "
+                     "was aborted or removed",
+                     c->of->name, (unsigned long long)c->step);
+}
+
+static fanin_status device_failed(const commit *c, fanin_error *error)
+{
+    error_place place = {.phase = "commit",
+                         .remedy = "the trainer's log says what has failed"};
+    return error_set(error, FANIN_ERR_TRANSPORT, &place,
+                     "step %llu of %s: a CUDA device has failed",
+                     (unsigned long long)c->step, c->of->name);
+}
+
+/* ---------------------------------------------------------------- catalogs */
+
+static fanin_status append_arena(fanin_server *s, snapshot *built,
+                                 const snapshot *before, fanin_error *error)
+{
+    fanin_status status = FANIN_OK;
+    uint32_t n = built->arena_regions = built->regions.count;
+    for (uint32_t i = 0; status == FANIN_OK && i < n; i++) {
+        const region *first = built->regions.regions[i];
+        const gpu_range *in;
+        uint64_t distance = arena_distance(built->plan->arenas, first->base, &in);
+        status = region_set_append(&s->registrar, &built->regions,
+                                   before ? &before->regions : NULL,
+                                   first->base + distance, first->length, in, error);
+    }
+    return status;
+}
+
+static fanin_status build_copied(fanin_server *s, publication *p, const commit *c,
+                                 uint64_t version, snapshot **out, fanin_error *error)
+{
+    const arena_plan *old = p->catalog ? p->catalog->plan : NULL;
+    shard_set packed;
+    arena_plan *plan = NULL;
+    fanin_status status = arena_plan_build(atomic_load(&s->gpu), &p->shards, c->cast,
+                                           old, &packed, &plan, error);
+    if (status == FANIN_OK) {
+        status =
+            snapshot_build(&s->registrar, &packed, p->pairs, (uint32_t)p->n_pairs,
+                           version, s->rank, s->world_size, p->catalog, out, error);
+        if (status != FANIN_OK)
+            arena_plan_free(plan, arena_plan_drop(plan));
+    }
+    shard_set_free(&packed);
+    if (status != FANIN_OK)
+        return status;
+    (*out)->plan = plan;
+    status = append_arena(s, *out, p->catalog, error);
+    if (status != FANIN_OK)
+        snapshot_release(*out);
+    return status;
+}
+
+/* Reads by stream copy device memory with a kernel, digests of it are made by another. They are loaded
+   here, by the trainer's thread, as all readers would wait while the data thread did. Devices that
+   cannot run the first serve cuda_ipc still. */
+static void prepare_devices(fanin_server *s, const publication *p,
+                            const snapshot *built)
+{
+    bool done[GPU_MAX_DEVICES] = {false};
+    for (uint32_t i = 0; built->has_device && i < built->regions.count; i++) {
+        const fanin_memory in = built->regions.regions[i]->memory;
+        fanin_error why = FANIN_ERROR_INIT;
+        if (in.kind != FANIN_MEMORY_CUDA || done[in.device])
+            continue;
+        done[in.device] = true;
+        if (gpu_prepare(atomic_load(&s->gpu), in.device, &why) != FANIN_OK)
+            log_write(&s->log, FANIN_LOG_WARNING, "no-stream",
+                      "%s: CUDA device %d cannot be read by stream: %s%s%s", p->name,
+                      (int)in.device, why.message, why.remedy[0] ? "; " : "",
+                      why.remedy);
+        else if (gpu_prepare_digest(atomic_load(&s->gpu), in.device, &why) != FANIN_OK)
+            log_write(&s->log, FANIN_LOG_WARNING, "slow-digests",
+                      "%s: memory of CUDA device %d is digested by the CPU: %s",
+                      p->name, (int)in.device, why.message);
+    }
+}
+
+/* The publication's catalog as @p c will have it, NULL: by reference. With the writer lock, which
+   also keeps p->catalog from changing; builds outside of the server's lock. */
+static fanin_status make_catalog(fanin_server *s, publication *p, const commit *c,
+                                 snapshot **out, fanin_error *error)
+{
+    pthread_mutex_lock(&s->lock);
+    bool current = p->catalog && p->catalog->revision == p->revision;
+    if (current)
+        *out = snapshot_retain(p->catalog);
+    uint64_t version = current ? 0 : next_even(s);
+    pthread_mutex_unlock(&s->lock);
+    if (current)
+        return FANIN_OK;
+    fanin_status status =
+        c && c->mode == MODE_SNAPSHOT
+            ? build_copied(s, p, c, version, out, error)
+            : snapshot_build(&s->registrar, &p->shards, p->pairs, (uint32_t)p->n_pairs,
+                             version, s->rank, s->world_size, p->catalog, out, error);
+    if (status != FANIN_OK)
+        return status;
+    (*out)->revision = p->revision;
+    prepare_devices(s, p, *out);
+    return FANIN_OK;
+}
+
+fanin_status commit_make_catalog(fanin_server *s, publication *p, snapshot **out,
+                                 fanin_error *error)
+{
+    return make_catalog(s, p, NULL, out, error);
+}
+
+/* With the writer lock. */
+static fanin_status give_catalog(fanin_server *s, publication *p, commit *c,
+                                 fanin_error *error)
+{
+    snapshot *made = NULL;
+    fanin_status status = make_catalog(s, p, c, &made, error);
+    if (status != FANIN_OK)
+        return status;
+    pthread_mutex_lock(&s->lock);
+    c->catalog = made;
+    pthread_mutex_unlock(&s->lock);
+    return FANIN_OK;
+}
+
+/* ------------------------------------------------------------------ arenas */
+
+/* The newest lease that is in the way of the arena to fill. Nobody can get one any more, and all
+   last equally long, so it is the last to expire. */
+static const lease *find_holder(const publication *p, bool published)
+{
+    const lease *l = p->newest;
+    while (l && l->epoch == p->epoch && !published)
+        l = l->older;
+    return l;
+}
+
+/* Lock held, given up while waiting: for at most the lease time. */
+static void wait_for_leases(fanin_server *s, publication *p, commit *c, bool published)
+{
+    deadline limit = deadline_in_ms(s->lease_ms);
+    const lease *l;
+    if (!RULE(RULE_ARENA_WAIT))
+        return;
+    p->waiting++;
+    while ((l = find_holder(p, published)) && p->pending == c) {
+        deadline at = deadline_sooner(limit, l->expires);
+        if (!RULE(RULE_ARENA_DEADLINE))
+            at = deadline_in_ms(COMMIT_WAIT_MS);
+        if (deadline_passed(at))
+            break;
+        publication_wait(s, at);
+    }
+    p->waiting--;
+}
+
+/* Chooses the arena to fill, and makes sure that nobody reads it any more. */
+static fanin_status take_arena(fanin_server *s, publication *p, commit *c,
+                               fanin_error *error)
+{
+    fanin_status status = FANIN_OK;
+    pthread_mutex_lock(&s->lock);
+    bool shared = p->state == STATE_STABLE &&
+                  p->catalog->plan->arenas == c->catalog->plan->arenas;
+    bool published = shared && !RULE(RULE_ARENA_CHOICE);
+    c->arena = shared && !published ? 1 - p->arena : p->arena;
+    p->filling = c->catalog->plan->arenas;
+    p->filling_arena = c->arena;
+    wait_for_leases(s, p, c, published);
+    if (p->pending != c) {
+        status = overtaken(c, error);
+    } else {
+        c->generation = next_even(s);
+        if (RULE(RULE_ARENA_RAISE)) {
+            p->previous = 0;
+            if (published)
+                p->epoch = c->closing = c->generation;
+            lease_void_strays(s, p);
+            publication_wait_for_reads(s, p);
+        }
+    }
+    pthread_mutex_unlock(&s->lock);
+    return status;
+}
+
+/* Queues the device parts. Their streams tell the commit when they have got there. */
+static fanin_status queue_copies(const request *q, commit *c, const arena_plan *plan,
+                                 fanin_error *error)
+{
+    fanin_status status = FANIN_OK;
+    const arena_set *arenas = plan->arenas;
+    for (uint32_t i = 0; status == FANIN_OK && i < arenas->n_parts; i++) {
+        gpu_stream *stream = arenas->parts[i].stream;
+        if (!stream)
+            continue;
+        status = arena_copy_part(plan, i, c->arena, q->stream, error);
+        if (status != FANIN_OK)
+            break;
+        /* Before our thread is told: the caller's work need not wait for that. */
+        if (q->stream)
+            status = gpu_stream_before(stream, q->stream, error);
+        commit_expect(c);
+        fanin_status told = gpu_stream_notify(stream, commit_reached, c,
+                                              status == FANIN_OK ? error : NULL);
+        if (told != FANIN_OK) {
+            /* Nobody will tell us when the shards are not read any more. */
+            (void)gpu_stream_wait(stream, deadline_in_ms(COMMIT_WAIT_MS), NULL);
+            commit_unexpect(c);
+        }
+        status = status == FANIN_OK ? told : status;
+    }
+    return status;
+}
+
+static fanin_status expect_caller(const request *q, commit *c, fanin_error *error)
+{
+    commit_expect(c);
+    fanin_status status = gpu_notify(q->gpu, q->stream, commit_reached, c, error);
+    if (status != FANIN_OK)
+        commit_unexpect(c);
+    return status;
+}
+
+/* Until all streams that were asked have got there. */
+static fanin_status wait_for_streams(fanin_server *s, commit *c, fanin_error *error)
+{
+    fanin_status status = commit_await(c, 1, true, deadline_in_ms(COMMIT_WAIT_MS));
+    error_place place = {.phase = "commit",
+                         .remedy = "find out what its stream waits for"};
+    if (status != FANIN_OK)
+        return error_set(error, status, &place,
+                         "the stream of step %llu of %s has not got there for %d s",
+                         (unsigned long long)c->step, c->of->name,
+                         COMMIT_WAIT_MS / 1000);
+    pthread_mutex_lock(&s->lock);
+    bool over = c->of->pending != c;
+    pthread_mutex_unlock(&s->lock);
+    if (over)
+        return overtaken(c, error);
+    return commit_device_failed(c) ? device_failed(c, error) : FANIN_OK;
+}
+
+/* Memory of the host is copied here and now, when the stream that may write it is done. */
+static fanin_status copy(fanin_server *s, const request *q, commit *c,
+                         fanin_error *error)
+{
+    const arena_plan *plan = c->catalog->plan;
+    bool host = plan->n_batches > 0;
+    ON_FILL();
+    fanin_status status = queue_copies(q, c, plan, error);
+    if (status == FANIN_OK && q->stream && host)
+        status = expect_caller(q, c, error);
+    if (status == FANIN_OK && host && !q->stream)
+        arena_copy_host(plan, c->arena);
+    if (status == FANIN_OK && (host || !q->stream))
+        status = wait_for_streams(s, c, error);
+    if (status == FANIN_OK && host && q->stream)
+        arena_copy_host(plan, c->arena);
+    return status;
+}
+
+/* ------------------------------------------------------------------ commit */
+
+/* With the publication's writer lock. */
+static fanin_status carry_out(fanin_server *s, publication *p, const request *q,
+                              commit *c, fanin_error *error)
+{
+    fanin_status status = give_catalog(s, p, c, error);
+    if (status != FANIN_OK)
+        return status;
+    if (c->mode == MODE_REFERENCE)
+        return q->stream ? expect_caller(q, c, error) : FANIN_OK;
+    status = take_arena(s, p, c, error);
+    return status == FANIN_OK ? copy(s, q, c, error) : status;
+}
+
+/* Lets the commit take effect if it can. Takes the lock. */
+static commit_outcome settle(fanin_server *s, commit *c)
+{
+    pthread_mutex_lock(&s->lock);
+    if (c->of->pending == c)
+        commit_settle(s, c->of);
+    commit_outcome outcome = commit_get_outcome(c);
+    pthread_mutex_unlock(&s->lock);
+    return outcome;
+}
+
+static fanin_status report(commit *c, commit_outcome outcome, fanin_error *error)
+{
+    if (outcome == COMMIT_WITHDRAWN)
+        return overtaken(c, error);
+    return outcome == COMMIT_FAILED ? device_failed(c, error) : FANIN_OK;
+}
+
+static fanin_status wait_for_effect(fanin_server *s, commit *c, fanin_error *error)
+{
+    fanin_status status = commit_await(c, 0, true, deadline_in_ms(COMMIT_WAIT_MS));
+    if (status == FANIN_OK)
+        return report(c, settle(s, c), error);
+    error_place place = {.phase = "commit",
+                         .remedy = "find out what its stream waits for; the commit "
+                                   "takes effect when the stream gets there"};
+    return error_set(error, status, &place,
+                     "step %llu of %s has not taken effect for %d s",
+                     (unsigned long long)c->step, c->of->name, COMMIT_WAIT_MS / 1000);
+}
+
+static fanin_status run(fanin_server *s, publication *p, const request *q,
+                        fanin_error *error)
+{
+    commit *c = NULL;
+    fanin_status status = commit_enter(s, p, error);
+    if (status != FANIN_OK)
+        return status;
+    status = check_commit(p, &q->terms, error);
+    if (status == FANIN_OK)
+        status = commit_register(s, p, &q->terms, &c, error);
+    pthread_mutex_unlock(&s->lock);
+    if (status == FANIN_OK) {
+        status = carry_out(s, p, q, c, error);
+        if (status != FANIN_OK) {
+            pthread_mutex_lock(&s->lock);
+            commit_fail(c);
+            pthread_mutex_unlock(&s->lock);
+        }
+        commit_arm(c);
+    }
+    if (status == FANIN_OK)
+        status = report(c, settle(s, c), error);
+    pthread_mutex_unlock(&p->writer);
+    if (status == FANIN_OK && q->wait)
+        status = wait_for_effect(s, c, error);
+    if (c)
+        commit_release(c);
+    return status;
+}
+
+fanin_status fanin_server_commit(fanin_server *server, const char *name, uint64_t step,
+                                 const fanin_commit_options *options,
+                                 fanin_error *error)
+{
+    fanin_status status = publication_call_check(server, name, error);
+    fanin_commit_options o;
+    if (status == FANIN_OK)
+        status = read_options(options, &o, error);
+    if (status != FANIN_OK)
+        return status;
+    request q = {
+        .terms = {.step = step,
+                  .mode =
+                      o.flags & FANIN_COMMIT_SNAPSHOT ? MODE_SNAPSHOT : MODE_REFERENCE,
+                  .cast = o.cast,
+                  .on_stream = o.stream.handle != NULL},
+        .wait = o.flags & FANIN_COMMIT_WAIT,
+        .stream = o.stream.handle ? &o.stream : NULL,
+    };
+    pthread_mutex_lock(&server->lock);
+    publication *p = publication_find(server, name);
+    pthread_mutex_unlock(&server->lock);
+    if (!p) {
+        error_place place = {.phase = "commit",
+                             .remedy = "put shards, or call begin_update, first"};
+        return error_set(error, FANIN_ERR_ARGUMENT, &place,
+                         "there is no publication %s", name);
+    }
+    status = check_stream(server, &q, error);
+    if (status == FANIN_OK)
+        status = run(server, p, &q, error);
+    commit_tidy(server);
+    return status;
+}

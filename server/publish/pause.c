@@ -1,0 +1,179 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* The trainer takes its shards' memory away for a while. */
+#include "core/server_internal.h"
+#include "error_set.h"
+#include "shards/mapper.h"
+#include "utf8.h"
+
+#include <string.h>
+
+/* ------------------------------------------------------------------ checks */
+
+/* Copies the reason, cut between two characters. */
+static fanin_status read_reason(const char *given, char out[REASON_SIZE],
+                                fanin_error *error)
+{
+    error_place place = {.phase = "pause"};
+    if (!given || !given[0])
+        given = "trainer memory offloaded";
+    size_t size = strlen(given);
+    if (!utf8_valid(given, size))
+        return error_set(error, FANIN_ERR_ARGUMENT, &place, "the reason is not UTF-8");
+    if (size >= REASON_SIZE) {
+        size = REASON_SIZE - 1;
+        while (size > 0 && ((unsigned char)given[size] & 0xc0) == 0x80)
+            size--;
+    }
+    memcpy(out, given, size);
+    out[size] = '\0';
+    return FANIN_OK;
+}
+
+static fanin_status not_there(const char *name, fanin_error *error)
+{
+    error_place place = {.phase = "pause"};
+    return error_set(error, FANIN_ERR_NOT_FOUND, &place, "there is no publication %s",
+                     name);
+}
+
+static publication *find(fanin_server *s, const char *name)
+{
+    pthread_mutex_lock(&s->lock);
+    publication *p = publication_find(s, name);
+    pthread_mutex_unlock(&s->lock);
+    return p;
+}
+
+/* Lock held. */
+static fanin_status may_pause(const publication *p, fanin_error *error)
+{
+    error_place place = {.phase = "pause", .remedy = "commit or abort it first"};
+    if (!p->present)
+        return not_there(p->name, error);
+    if (p->state != STATE_DRAINING && (p->paused || !p->update_open))
+        return FANIN_OK;
+    return error_set(error, FANIN_ERR_STATE, &place, "an update of %s is open",
+                     p->name);
+}
+
+/* ------------------------------------------------------------------- pause */
+
+/* Takes the regions of the shards' own memory from the readers. With the writer lock. */
+static void lend(fanin_server *s, publication *p)
+{
+    if (!p->catalog || p->catalog->plan)
+        return;
+    if (region_set_lend(&s->registrar, &p->catalog->regions))
+        p->revision++;
+    mappers_tell(&s->registrar, &s->log, p->name, "paused");
+}
+
+/* With the writer lock. */
+static fanin_status pause_now(fanin_server *s, publication *p, const char *reason,
+                              fanin_error *error)
+{
+    pthread_mutex_lock(&s->lock);
+    fanin_status status = may_pause(p, error);
+    bool again = p->paused;
+    if (status == FANIN_OK && again)
+        memcpy(p->reason, reason, sizeof p->reason);
+    else if (status == FANIN_OK)
+        publication_pause(s, p, reason);
+    pthread_mutex_unlock(&s->lock);
+    if (status == FANIN_OK && !again)
+        lend(s, p);
+    return status;
+}
+
+fanin_status fanin_server_pause(fanin_server *server, const char *name,
+                                const char *reason, fanin_error *error)
+{
+    char text[REASON_SIZE] = "";
+    fanin_status status = publication_call_check(server, name, error);
+    if (status == FANIN_OK)
+        status = read_reason(reason, text, error);
+    if (status != FANIN_OK)
+        return status;
+    publication *p = find(server, name);
+    if (!p)
+        return not_there(name, error);
+    status = commit_enter(server, p, error);
+    if (status == FANIN_OK) {
+        /* Before readers are turned away for a call that fails. */
+        status = may_pause(p, error);
+        pthread_mutex_unlock(&server->lock);
+        if (status == FANIN_OK)
+            status = commit_wait_for_copies(server, p, error);
+        if (status == FANIN_OK)
+            status = pause_now(server, p, text, error);
+        pthread_mutex_unlock(&p->writer);
+    }
+    if (status == FANIN_OK)
+        log_write(&server->log, FANIN_LOG_INFO, "paused", "%s: %s", name, text);
+    commit_tidy(server);
+    return status;
+}
+
+/* ------------------------------------------------------------------ resume */
+
+/* Ends the pause. @p catalog: what is published again, NULL: nothing was. Lock held. */
+static void go_on(fanin_server *s, publication *p, snapshot *catalog)
+{
+    p->paused = false;
+    if (p->state != STATE_PAUSED)
+        return;
+    if (!catalog) {
+        p->epoch = next_odd(s);
+        publication_enter(s, p, STATE_UNPUBLISHED);
+        return;
+    }
+    commit_set_catalog(s, p, catalog);
+    p->epoch = next_even(s);
+    publication_enter(s, p, STATE_STABLE);
+}
+
+/* With the writer lock. */
+static fanin_status resume_now(fanin_server *s, publication *p, fanin_error *error)
+{
+    error_place place = {.phase = "resume", .remedy = "pause it first"};
+    pthread_mutex_lock(&s->lock);
+    bool present = p->present, paused = p->paused;
+    bool publish = p->was_stable && p->state == STATE_PAUSED;
+    pthread_mutex_unlock(&s->lock);
+    if (!present)
+        return not_there(p->name, error);
+    if (!paused)
+        return error_set(error, FANIN_ERR_STATE, &place, "%s is not paused", p->name);
+    snapshot *catalog = NULL;
+    fanin_status status =
+        publish ? commit_make_catalog(s, p, &catalog, error) : FANIN_OK;
+    if (status != FANIN_OK)
+        return status;
+    if (p->catalog && !p->catalog->plan)
+        region_set_return(&s->registrar, &p->catalog->regions);
+    if (catalog)
+        region_set_return(&s->registrar, &catalog->regions);
+    pthread_mutex_lock(&s->lock);
+    go_on(s, p, catalog);
+    pthread_mutex_unlock(&s->lock);
+    snapshot_release(catalog);
+    return FANIN_OK;
+}
+
+fanin_status fanin_server_resume(fanin_server *server, const char *name,
+                                 fanin_error *error)
+{
+    fanin_status status = publication_call_check(server, name, error);
+    if (status != FANIN_OK)
+        return status;
+    publication *p = find(server, name);
+    if (!p)
+        return not_there(name, error);
+    pthread_mutex_lock(&p->writer);
+    status = resume_now(server, p, error);
+    pthread_mutex_unlock(&p->writer);
+    if (status == FANIN_OK)
+        log_write(&server->log, FANIN_LOG_INFO, "resumed", "%s", name);
+    commit_tidy(server);
+    return status;
+}

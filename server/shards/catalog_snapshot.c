@@ -1,0 +1,158 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include "shards/catalog_snapshot.h"
+#include "error_set.h"
+#include "shards/arena.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+static bool encode_keys(snapshot *s, const shard_set *shards, key_entry *keys,
+                        const fanin_pair *pairs, uint32_t n_pairs)
+{
+    for (size_t i = 0; i < shards->count; i++) {
+        const shard *from = shards->shards[i];
+        keys[i].name = from->name;
+        keys[i].dtype = from->dtype;
+        keys[i].n_dims = from->n_dims;
+        memcpy(keys[i].shape, from->shape, sizeof keys[i].shape);
+        keys[i].bytes = from->shape_bytes;
+    }
+    key_table_encode(&s->keys_blob, keys, (uint32_t)shards->count, pairs, n_pairs);
+    if (s->keys_blob.failed)
+        return false;
+    s->key_digest = digest_of(s->keys_blob.data, s->keys_blob.size);
+    return true;
+}
+
+static void place_boxes(snapshot *s, const shard_set *shards,
+                        const uint32_t *region_of_box, box_record *records)
+{
+    uint64_t n = 0, start = 0;
+    uint32_t views = 0;
+    for (size_t i = 0; i < shards->count; i++) {
+        const shard *from = shards->shards[i];
+        for (size_t j = 0; j < from->n_boxes; j++, n++) {
+            const shard_box *b = &from->boxes[j];
+            const region *in = s->regions.regions[region_of_box[n]];
+            s->boxes[n] = (source_box){b->first, start, VIEW_PACKED, region_of_box[n]};
+            if (!b->packed) {
+                s->boxes[n].view = views;
+                shard_box_view(from, b, &s->views[views++]);
+            }
+            start += b->bytes;
+            box_record *record = &records[n];
+            record->key = (uint32_t)i;
+            record->block = b->block;
+            record->place.region = region_of_box[n];
+            record->place.offset = (uintptr_t)b->first - in->base;
+            record->place.packed = b->packed;
+            memcpy(record->place.stride, b->stride, sizeof b->stride);
+        }
+    }
+    s->boxes[n].start = start;
+    s->bytes = start;
+}
+
+static uint64_t count_views(const shard_set *shards)
+{
+    uint64_t views = 0;
+    for (size_t i = 0; i < shards->count; i++)
+        for (size_t j = 0; j < shards->shards[i]->n_boxes; j++)
+            views += !shards->shards[i]->boxes[j].packed;
+    return views;
+}
+
+static fanin_status fill(snapshot *s, const shard_set *shards, const fanin_pair *pairs,
+                         uint32_t n_pairs, uint32_t rank, uint32_t world_size,
+                         const snapshot *before, fanin_error *error)
+{
+    uint64_t sum = 0;
+    for (size_t i = 0; i < shards->count; i++)
+        for (size_t j = 0; j < shards->shards[i]->n_boxes; j++)
+            if (__builtin_add_overflow(sum, shards->shards[i]->boxes[j].bytes, &sum))
+                return error_set(error, FANIN_ERR_LIMIT, NULL,
+                                 "the shards have more than 2^64 bytes");
+    s->n_keys = (uint32_t)shards->count;
+    s->n_boxes = shards->n_boxes;
+    s->boxes = calloc(s->n_boxes + 1, sizeof *s->boxes);
+    s->views = calloc(count_views(shards) + 1, sizeof *s->views);
+    key_entry *keys = calloc(shards->count + 1, sizeof *keys);
+    box_record *records = calloc(s->n_boxes + 1, sizeof *records);
+    uint32_t *region_of_box = calloc(s->n_boxes + 1, sizeof *region_of_box);
+    fanin_status status;
+    if (!s->boxes || !s->views || !keys || !records || !region_of_box ||
+        !encode_keys(s, shards, keys, pairs, n_pairs))
+        status = error_set_memory(error);
+    else
+        status =
+            region_set_build(s->registrar, shards, before ? &before->regions : NULL,
+                             &s->regions, region_of_box, error);
+    if (status == FANIN_OK) {
+        for (uint32_t i = 0; i < s->regions.count; i++)
+            if (s->regions.regions[i]->memory.kind == FANIN_MEMORY_CUDA)
+                s->has_device = true;
+        place_boxes(s, shards, region_of_box, records);
+        box_table_encode(&s->boxes_blob, keys, s->n_keys, records, s->n_boxes, rank,
+                         world_size);
+        if (s->boxes_blob.failed)
+            status = error_set_memory(error);
+    }
+    free(keys);
+    free(records);
+    free(region_of_box);
+    return status;
+}
+
+fanin_status snapshot_build(registrar *r, const shard_set *shards,
+                            const fanin_pair *pairs, uint32_t n_pairs, uint64_t version,
+                            uint32_t rank, uint32_t world_size, const snapshot *before,
+                            snapshot **out, fanin_error *error)
+{
+    snapshot *s = calloc(1, sizeof *s);
+    if (!s)
+        return error_set_memory(error);
+    atomic_init(&s->references, 1);
+    s->registrar = r;
+    s->version = version;
+    fanin_status status =
+        fill(s, shards, pairs, n_pairs, rank, world_size, before, error);
+    if (status != FANIN_OK) {
+        snapshot_release(s);
+        return status;
+    }
+    *out = s;
+    return FANIN_OK;
+}
+
+snapshot *snapshot_retain(snapshot *s)
+{
+    atomic_fetch_add_explicit(&s->references, 1, memory_order_relaxed);
+    return s;
+}
+
+bool snapshot_drop(snapshot *s)
+{
+    return atomic_fetch_sub_explicit(&s->references, 1, memory_order_acq_rel) == 1;
+}
+
+void snapshot_free(snapshot *s)
+{
+    /* Arenas are memory of ours: who maps them is told, and they go after their regions. */
+    bool last = s->plan && arena_plan_drop(s->plan);
+    if (last)
+        region_set_forget(s->registrar, &s->regions, NULL);
+    region_set_free(s->registrar, &s->regions);
+    if (s->plan)
+        arena_plan_free(s->plan, last);
+    buffer_free(&s->keys_blob);
+    buffer_free(&s->boxes_blob);
+    free(s->boxes);
+    free(s->views);
+    free(s);
+}
+
+void snapshot_release(snapshot *s)
+{
+    if (s && snapshot_drop(s))
+        snapshot_free(s);
+}

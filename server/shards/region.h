@@ -1,0 +1,127 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/**
+ * @file
+ * Regions: stretches of memory in which many shards lie, each registered once with UCX, or
+ * exported once by CUDA, when the first reader asks for it.
+ *
+ * Shards in host memory merge into one region when every page between them also holds bytes of
+ * a published shard, so that reads across the gaps between heap blocks never meet an unmapped
+ * page. Those in device memory merge if they lie in one allocation, whatever is between them:
+ * an allocation is mapped as a whole.
+ */
+#ifndef REGION_H
+#define REGION_H
+
+#include "buffer.h"
+#include "catalog.h"
+#include "gpu.h"
+#include "ipc_key.h"
+#include "shards/shard.h"
+#include "ucx.h"
+
+#include <pthread.h>
+#include <stdatomic.h>
+
+/** UCX ends: one that never leaves the host, and one with RDMA devices. Each is made when the
+    first admitted client asks for it, so that a server whose clients only use cma opens no
+    RDMA device. */
+typedef enum domain { DOMAIN_HOST, DOMAIN_RDMA, DOMAINS } domain;
+
+/** A region, shared by the catalogs that contain it. Guarded by the registrar's lock. */
+typedef struct region {
+    uint64_t base, length; /* these four do not change */
+    fanin_memory memory;
+    gpu_range in;   /**< the allocation that holds it, if it is device memory */
+    unsigned users; /**< catalogs and mappers */
+    bool gone; /**< the memory is the trainer's again: never register it any more */
+    bool away; /**< the same for now */
+    bool ucx_refused; /**< device memory that RDMA cannot read here */
+    bool exported;    /**< gpu_export() was asked */
+    bool has_key;     /**< ... and gave `key` */
+    uint8_t key[IPC_KEY_SIZE];
+    ucx_region *registered[DOMAINS]; /**< NULL: not registered (any more) */
+} region;
+
+/** The first n_sorted are ascending by base and disjoint; others were appended. The array does
+    not change once the catalog is published. */
+typedef struct region_set {
+    region **regions;
+    uint32_t count, n_sorted;
+} region_set;
+
+struct mapper;
+
+/** Who registers; one a server. Its lock may be held for as long as pinning memory takes,
+    so no thread may wait for it while it holds the server's lock. */
+typedef struct registrar {
+    pthread_mutex_t lock;
+    long page_size;
+    const logger *log;
+    ucx_server *ucx[DOMAINS]; /**< NULL until a client opens such a path */
+    struct mapper *mappers;   /**< who may map device memory of this process */
+    atomic_uint n_mappers;    /**< sessions among them */
+} registrar;
+
+/**
+ * Regions of all boxes of @p shards; regions that @p before (may be NULL) has as well are
+ * shared with it. @p region_of_box gets one number a box, in the set's order.
+ * FANIN_ERR_MEMORY. Takes the registrar's lock.
+ */
+fanin_status region_set_build(registrar *r, const shard_set *shards,
+                              const region_set *before, region_set *out,
+                              uint32_t *region_of_box, fanin_error *error);
+
+/**
+ * Appends one more region, behind those of the boxes: a copy of their bytes elsewhere. @p in
+ * describes the allocation if it is device memory, NULL: host memory. An equal one of @p before
+ * (may be NULL) is shared. FANIN_ERR_MEMORY. Takes the registrar's lock.
+ */
+fanin_status region_set_append(registrar *r, region_set *set, const region_set *before,
+                               uint64_t base, uint64_t length, const gpu_range *in,
+                               fanin_error *error);
+
+/** Gives the regions back; those that nobody uses any more are deregistered. */
+void region_set_free(registrar *r, region_set *set);
+
+/** The same with the lock held. */
+void region_set_release(region_set *set);
+/** Lock held. Whether all of them were forgotten. */
+bool region_set_is_gone(const region_set *set);
+
+/** The region among the sorted ones that holds @p address, or NULL. */
+region *region_set_find(const region_set *set, uint64_t address);
+
+/** Deregisters, for good, the regions in which bytes of @p s lie; NULL: all regions. Who maps
+    them is noted for mappers_tell(). */
+void region_set_forget(registrar *r, region_set *set, const shard *s);
+
+/**
+ * The memory is the trainer's until region_set_return(). Regions for which keys were given out are
+ * forgotten for good, as the same addresses may be other memory then; true: there were such, and a
+ * new catalog is due.
+ */
+bool region_set_lend(registrar *r, region_set *set);
+void region_set_return(registrar *r, region_set *set);
+
+/** Appends the region table without remote keys. All bases are 0: it is for readers that
+    have no use for this process's addresses. FANIN_ERR_MEMORY. */
+fanin_status region_set_encode(const region_set *set, buffer *out, fanin_error *error);
+
+/** Who asks for remote keys. */
+typedef struct key_reader {
+    const void *session; /**< its identity */
+    const char *peer, *publication;
+} key_reader;
+
+/**
+ * Appends the region table with the remote keys of @p path (WIRE_PATH_CMA, _RDMA, _CUDA_IPC),
+ * registering or exporting what is not yet: blocks for as long as that takes. Regions that the
+ * path cannot read have no key. With keys of cuda_ipc @p to is a mapper from now on.
+ * FANIN_ERR_STALE if memory has gone meanwhile, FANIN_ERR_MEMORY, or an error of
+ * ucx_region_create().
+ */
+fanin_status region_set_encode_keys(registrar *r, region_set *set, int32_t path,
+                                    const key_reader *to, buffer *out,
+                                    fanin_error *error);
+
+#endif

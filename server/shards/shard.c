@@ -1,0 +1,336 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include "shards/shard.h"
+#include "dtype.h"
+#include "error_set.h"
+#include "frame.h"
+#include "shards/shard_memory.h"
+#include "utf8.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+/* ----------------------------------------------------------------- names */
+
+fanin_status publication_name_check(const char *name, fanin_error *error)
+{
+    error_place place = {
+        .phase = "publish",
+        .remedy = "name it \"lora:<run>\", run being 1 to 64 of A-Z a-z 0-9 . _ -"};
+    const char *run = NULL;
+    if (name && (strncmp(name, "lora:", 5) == 0 || strncmp(name, "full:", 5) == 0))
+        run = name + 5;
+    size_t length = run ? strspn(run, "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuv"
+                                      "wxyz0123456789._-")
+                        : 0;
+    if (length == 0 || length > FANIN_MAX_RUN || run[length] != '\0' ||
+        strcmp(run, ".") == 0 || strcmp(run, "..") == 0)
+        return error_set(error, FANIN_ERR_ARGUMENT, &place,
+                         "\"%s\" is no name of a publication", name ? name : "");
+    return FANIN_OK;
+}
+
+static const char *name_fault(const char *name)
+{
+    if (!name || !*name)
+        return "a tensor has no name";
+    size_t length = strnlen(name, FANIN_MAX_NAME + 1);
+    if (length > FANIN_MAX_NAME)
+        return "the tensor's name is longer than 512 bytes";
+    for (size_t i = 0; i < length; i++)
+        if ((uint8_t)name[i] < 0x20 || name[i] == 0x7f)
+            return "the tensor's name holds a control character";
+    if (!utf8_valid(name, length))
+        return "the tensor's name is not UTF-8";
+    return NULL;
+}
+
+/* ------------------------------------------------------------- one shard */
+
+typedef struct shard_context {
+    const char *publication;
+    memory_probe *probe;
+    fanin_error *error;
+} shard_context;
+
+static fanin_status fault(const shard_context *c, fanin_status status, const char *name,
+                          const char *why, const char *remedy)
+{
+    char key[640];
+    snprintf(key, sizeof key, "%s:%.*s", c->publication, FANIN_MAX_NAME,
+             name ? name : "");
+    error_place place = {.phase = "publish", .key = key, .remedy = remedy};
+    return error_set(c->error, status, &place, "%s", why);
+}
+
+/* Where the bytes of a strided box lie; false: the addresses wrap. */
+static bool box_range(shard_box *b, const uint64_t *extent_units, uint32_t n_dims,
+                      uint64_t unit_bytes)
+{
+    uint64_t below = 0, above = unit_bytes;
+    for (uint32_t i = 0; i < n_dims; i++) {
+        uint64_t step =
+            b->stride[i] < 0 ? -(uint64_t)b->stride[i] : (uint64_t)b->stride[i];
+        uint64_t reach;
+        uint64_t *side = b->stride[i] < 0 ? &below : &above;
+        if (__builtin_mul_overflow(extent_units[i] - 1, step, &reach) ||
+            __builtin_add_overflow(*side, reach, side))
+            return false;
+    }
+    uint64_t first = (uintptr_t)b->first;
+    if (__builtin_sub_overflow(first, below, &b->low) ||
+        __builtin_add_overflow(first, above, &b->high))
+        return false;
+    return b->high - b->low <= INT64_MAX;
+}
+
+/* Copies one non-empty box; NULL or what is wrong with it. */
+static const char *fill_box(shard_box *out, const fanin_tensor *t, const block *where,
+                            const fanin_box *from)
+{
+    dtype_unit unit = dtype_get_unit(t->dtype);
+    uint64_t extent[FANIN_MAX_DIMS] = {0};
+    int64_t packed[FANIN_MAX_DIMS] = {0};
+    memcpy(extent, where->extent, t->n_dims * sizeof extent[0]);
+    if (unit.elements > 1 && t->n_dims > 0) {
+        uint32_t last = t->n_dims - 1;
+        if (where->offset[last] % unit.elements != 0)
+            return "a box of a packed dtype begins inside a byte";
+        extent[last] /= unit.elements;
+    }
+    if (!dtype_bytes(t->dtype, t->n_dims, where->extent, &out->bytes) ||
+        out->bytes > INT64_MAX)
+        return "a box of a packed dtype ends inside a byte";
+    block_packed_strides(t->n_dims, extent, unit.bytes, packed);
+    bool given = false, differs = false;
+    for (uint32_t i = 0; i < t->n_dims; i++) {
+        given = given || from->stride[i] != 0;
+        differs = differs || (extent[i] > 1 && from->stride[i] != packed[i]);
+    }
+    out->block = *where;
+    out->packed = !given || !differs;
+    memcpy(out->stride, packed, sizeof packed);
+    /* The stride of a dimension that is one element long means nothing. */
+    for (uint32_t i = 0; i < t->n_dims && !out->packed; i++)
+        if (extent[i] > 1)
+            out->stride[i] = from->stride[i];
+    out->first = from->address;
+    if (!from->address)
+        return "a box that is not empty has the address NULL";
+    if (!box_range(out, extent, t->n_dims, unit.bytes))
+        return "a box reaches beyond the address space";
+    return NULL;
+}
+
+static int by_first_dim(const void *a, const void *b)
+{
+    const block *x = *(const block *const *)a, *y = *(const block *const *)b;
+    return (x->offset[0] > y->offset[0]) - (x->offset[0] < y->offset[0]);
+}
+
+/* Whether two boxes of one shard overlap: a sweep along the first dimension. */
+static fanin_status check_overlap(const shard_context *c, const shard *s)
+{
+    if (s->n_boxes < 2)
+        return FANIN_OK;
+    if (s->n_dims == 0)
+        return fault(c, FANIN_ERR_ARGUMENT, s->name, "a scalar has two boxes", NULL);
+    const block **sorted = malloc(s->n_boxes * sizeof *sorted);
+    if (!sorted)
+        return error_set_memory(c->error);
+    for (size_t i = 0; i < s->n_boxes; i++)
+        sorted[i] = &s->boxes[i].block;
+    qsort(sorted, s->n_boxes, sizeof *sorted, by_first_dim);
+    bool overlap = false;
+    for (size_t i = 0; i < s->n_boxes && !overlap; i++) {
+        uint64_t end = sorted[i]->offset[0] + sorted[i]->extent[0];
+        for (size_t j = i + 1; j < s->n_boxes && sorted[j]->offset[0] < end; j++)
+            overlap = overlap || block_intersect(sorted[i], sorted[j], NULL);
+    }
+    free(sorted);
+    if (overlap)
+        return fault(c, FANIN_ERR_ARGUMENT, s->name, "two boxes of the shard overlap",
+                     "list every element once");
+    return FANIN_OK;
+}
+
+/* What of a description does not depend on its boxes. */
+static fanin_status check_tensor(const shard_context *c, const fanin_tensor *t,
+                                 uint64_t *bytes_out)
+{
+    const char *why = name_fault(t->name);
+    if (why)
+        return fault(c, FANIN_ERR_ARGUMENT, t->name, why, NULL);
+    if (dtype_get_unit(t->dtype).bytes == 0)
+        return fault(c, FANIN_ERR_ARGUMENT, t->name, "the dtype is unknown",
+                     "use one of FANIN_DTYPE_...");
+    if (t->n_dims > FANIN_MAX_DIMS)
+        return fault(c, FANIN_ERR_ARGUMENT, t->name,
+                     "the tensor has more than 8 dimensions", NULL);
+    if (!dtype_bytes(t->dtype, t->n_dims, t->shape, bytes_out) ||
+        *bytes_out > INT64_MAX)
+        return fault(c, FANIN_ERR_ARGUMENT, t->name,
+                     "the shape is too large, or ends inside a byte of a packed dtype",
+                     NULL);
+    if (t->n_boxes > 0 && !t->boxes)
+        return fault(c, FANIN_ERR_ARGUMENT, t->name, "the array of boxes is NULL",
+                     NULL);
+    if (t->n_boxes > LIMIT_BOXES)
+        return fault(c, FANIN_ERR_LIMIT, t->name,
+                     "the shard has more than 4194304 boxes", NULL);
+    return FANIN_OK;
+}
+
+static fanin_status shard_make(const shard_context *c, const fanin_tensor *t,
+                               shard **out)
+{
+    uint64_t bytes = 0;
+    fanin_status status = check_tensor(c, t, &bytes);
+    if (status != FANIN_OK)
+        return status;
+    size_t name_size = strlen(t->name) + 1;
+    shard *s = malloc(sizeof *s + t->n_boxes * sizeof s->boxes[0] + name_size);
+    if (!s)
+        return error_set_memory(c->error);
+    *out = s;
+    memset(s, 0, sizeof *s);
+    s->name = memcpy((char *)&s->boxes[t->n_boxes], t->name, name_size);
+    s->dtype = t->dtype;
+    s->n_dims = t->n_dims;
+    memcpy(s->shape, t->shape, t->n_dims * sizeof s->shape[0]);
+    s->shape_bytes = bytes;
+    for (size_t i = 0; i < t->n_boxes; i++) {
+        block where = {.n_dims = t->n_dims};
+        memcpy(where.offset, t->boxes[i].offset, t->n_dims * sizeof where.offset[0]);
+        memcpy(where.extent, t->boxes[i].extent, t->n_dims * sizeof where.extent[0]);
+        if (!block_inside(&where, t->shape))
+            return fault(c, FANIN_ERR_ARGUMENT, t->name,
+                         "a box lies outside of the global shape",
+                         "offset and extent count elements of the whole tensor");
+        if (block_is_empty(&where))
+            continue;
+        const char *why = fill_box(&s->boxes[s->n_boxes], t, &where, &t->boxes[i]);
+        if (why)
+            return fault(c, FANIN_ERR_ARGUMENT, t->name, why, NULL);
+        s->n_boxes++;
+    }
+    fanin_error why = FANIN_ERROR_INIT;
+    status = shard_locate(c->probe, t->memory, s, &why);
+    if (status != FANIN_OK)
+        return fault(c, status, t->name, why.message, why.remedy);
+    return check_overlap(c, s);
+}
+
+void shard_box_view(const shard *s, const shard_box *b, strided *out)
+{
+    dtype_unit unit = dtype_get_unit(s->dtype);
+    block units;
+    int64_t packed[FANIN_MAX_DIMS] = {0};
+    block_in_units(&b->block, unit.elements, &units);
+    block_packed_strides(s->n_dims, units.extent, unit.bytes, packed);
+    strided_init(out, s->n_dims, units.extent, b->stride, packed, unit.bytes);
+}
+
+void shard_free(shard *s)
+{
+    free(s);
+}
+
+bool shard_equal(const shard *a, const shard *b)
+{
+    if (a->dtype != b->dtype || a->n_dims != b->n_dims || a->n_boxes != b->n_boxes ||
+        memcmp(a->shape, b->shape, sizeof a->shape) != 0)
+        return false;
+    for (size_t i = 0; i < a->n_boxes; i++) {
+        const shard_box *x = &a->boxes[i], *y = &b->boxes[i];
+        if (x->first != y->first || x->in.id != y->in.id ||
+            !block_equal(&x->block, &y->block) ||
+            memcmp(x->stride, y->stride, sizeof x->stride) != 0)
+            return false;
+    }
+    return true;
+}
+
+/* ------------------------------------------------------------------ sets */
+
+static int by_name(const void *a, const void *b)
+{
+    return strcmp((*(shard *const *)a)->name, (*(shard *const *)b)->name);
+}
+
+static bool is_sorted(const shard_set *set)
+{
+    for (size_t i = 1; i < set->count; i++)
+        if (strcmp(set->shards[i - 1]->name, set->shards[i]->name) > 0)
+            return false;
+    return true;
+}
+
+fanin_status shard_set_build(memory_probe *probe, const char *publication,
+                             const fanin_tensor *tensors, size_t count, shard_set *out,
+                             fanin_error *error)
+{
+    shard_context c = {.publication = publication, .probe = probe, .error = error};
+    memset(out, 0, sizeof *out);
+    if (count == 0)
+        return FANIN_OK;
+    if (!tensors || tensors->struct_size < sizeof(fanin_tensor))
+        return fault(&c, FANIN_ERR_ARGUMENT, "", "the tensors' struct_size is not set",
+                     "set it to sizeof(fanin_tensor) in every element");
+    if (count > LIMIT_KEYS)
+        return fault(&c, FANIN_ERR_LIMIT, "", "more than 1048576 tensors", NULL);
+    out->shards = calloc(count, sizeof *out->shards);
+    if (!out->shards)
+        return error_set_memory(error);
+    out->capacity = count;
+    for (size_t i = 0; i < count; i++) {
+        const fanin_tensor *t =
+            (const void *)((const char *)tensors + i * tensors->struct_size);
+        if (t->struct_size != tensors->struct_size)
+            return fault(&c, FANIN_ERR_ARGUMENT, "",
+                         "the tensors' struct_size is not the same in all elements",
+                         "set it to sizeof(fanin_tensor) in every element");
+        shard *made = NULL;
+        fanin_status status = shard_make(&c, t, &made);
+        if (made) {
+            out->shards[out->count++] = made;
+            out->n_boxes += made->n_boxes;
+        }
+        if (status != FANIN_OK)
+            return status;
+    }
+    if (!is_sorted(out))
+        qsort(out->shards, out->count, sizeof *out->shards, by_name);
+    for (size_t i = 1; i < out->count; i++)
+        if (strcmp(out->shards[i - 1]->name, out->shards[i]->name) == 0)
+            return fault(&c, FANIN_ERR_ARGUMENT, out->shards[i]->name,
+                         "the name is there twice in one call", NULL);
+    return FANIN_OK;
+}
+
+void shard_set_free(shard_set *set)
+{
+    for (size_t i = 0; i < set->count; i++)
+        shard_free(set->shards[i]);
+    free(set->shards);
+    memset(set, 0, sizeof *set);
+}
+
+ptrdiff_t shard_set_find(const shard_set *set, const char *name)
+{
+    size_t low = 0, high = set->count;
+    /* Names often arrive in order. */
+    if (high > 0 && strcmp(set->shards[high - 1]->name, name) < 0)
+        return -1 - (ptrdiff_t)high;
+    while (low < high) {
+        size_t middle = low + (high - low) / 2;
+        int order = strcmp(set->shards[middle]->name, name);
+        if (order == 0)
+            return (ptrdiff_t)middle;
+        if (order < 0)
+            low = middle + 1;
+        else
+            high = middle;
+    }
+    return -1 - (ptrdiff_t)low;
+}

@@ -1,0 +1,303 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* The data thread. Sockets are watched edge-triggered; connections that can do something are
+   in a queue and take turns of at most one frame or one sendmsg each. */
+#include "error_set.h"
+#include "stream/stream_connection.h"
+
+#include <errno.h>
+#include <stdlib.h>
+#include <sys/epoll.h>
+#include <sys/eventfd.h>
+#include <unistd.h>
+
+#define SOCKET_ROOM (512 << 10) /**< of a Unix socket; the kernel doubles it */
+#define EVENTS 64
+#define SWEEP_MS                                                                       \
+    1000 /**< deadlines are looked at so often while the queue is never empty */
+
+struct stream {
+    stream_tools tools;
+    pthread_t thread;
+    int epoll, event;
+    atomic_bool quit;
+    connection *connections;  /**< the thread's */
+    connection *first, *last; /**< the queue */
+    pthread_mutex_t lock;
+    connection *arriving; /**< guarded by lock */
+};
+
+/* ----------------------------------------------------------- connections */
+
+static void enqueue(struct stream *t, connection *c)
+{
+    if (c->queued)
+        return;
+    c->queued = true;
+    c->next_queued = NULL;
+    if (t->last)
+        t->last->next_queued = c;
+    else
+        t->first = c;
+    t->last = c;
+}
+
+static void dequeue(struct stream *t, connection *c)
+{
+    connection *before = NULL, *at = t->first;
+    for (; at != c; at = at->next_queued)
+        before = at;
+    if (before)
+        before->next_queued = c->next_queued;
+    else
+        t->first = c->next_queued;
+    if (t->last == c)
+        t->last = before;
+    c->queued = false;
+}
+
+/* Takes it out of list and queue. */
+static void connection_close(struct stream *t, connection *c)
+{
+    if (c->queued)
+        dequeue(t, c);
+    connection **link = &t->connections;
+    while (*link != c)
+        link = &(*link)->next;
+    *link = c->next;
+    epoll_ctl(t->epoll, EPOLL_CTL_DEL, c->fd, NULL);
+    connection_free(&t->tools, c);
+}
+
+bool stream_adopt(fanin_server *s, const handover *h)
+{
+    struct stream *t = s->stream;
+    connection *c = connection_make(h);
+    if (!c)
+        return false;
+    pthread_mutex_lock(&t->lock);
+    c->next = t->arriving;
+    t->arriving = c;
+    pthread_mutex_unlock(&t->lock);
+    stream_wake(s);
+    return true;
+}
+
+static void welcome(struct stream *t)
+{
+    pthread_mutex_lock(&t->lock);
+    connection *arriving = t->arriving;
+    t->arriving = NULL;
+    pthread_mutex_unlock(&t->lock);
+    while (arriving) {
+        connection *c = arriving;
+        arriving = c->next;
+        /* What a Unix socket holds is fixed and small; TCP tunes itself. */
+        int room = SOCKET_ROOM;
+        if (socket_peer_credentials(c->fd, NULL, NULL))
+            (void)setsockopt(c->fd, SOL_SOCKET, SO_SNDBUF, &room, sizeof room);
+        struct epoll_event event = {.events = EPOLLIN | EPOLLOUT | EPOLLRDHUP | EPOLLET,
+                                    .data.ptr = c};
+        if (c->sealed && !t->tools.sums)
+            t->tools.sums = side_sum_create();
+        bool good = connection_account(t->tools.server, c) &&
+                    epoll_ctl(t->epoll, EPOLL_CTL_ADD, c->fd, &event) == 0;
+        c->next = t->connections;
+        t->connections = c;
+        if (good)
+            enqueue(t, c);
+        else
+            connection_close(t, c);
+    }
+}
+
+/* ----------------------------------------------------------------- thread */
+
+/* One turn for everybody that is in the queue now. */
+static void run_queue(struct stream *t)
+{
+    connection *c = t->first;
+    t->first = t->last = NULL;
+    while (c) {
+        connection *next = c->next_queued;
+        c->queued = false;
+        switch (connection_turn(&t->tools, c)) {
+        case TURN_MORE:
+            enqueue(t, c);
+            break;
+        case TURN_WAIT:
+            break;
+        case TURN_CLOSE:
+            connection_close(t, c);
+            break;
+        }
+        c = next;
+    }
+}
+
+/* Memory of the stage that nothing is done with now goes to those that wait for it. */
+static void share_stage(struct stream *t)
+{
+    stage *st = t->tools.stage;
+    for (connection *c = t->connections; c && st && stage_is_short(st); c = c->next)
+        connection_yield(&t->tools, c);
+}
+
+/* Closes who has not moved for too long; when to look again. The queue may fill. */
+static deadline sweep(struct stream *t)
+{
+    deadline soonest = t->tools.stage ? stage_expire(t->tools.stage) : UINT64_MAX;
+    for (connection *c = t->connections, *next; c; c = next) {
+        next = c->next;
+        if (c->stalled_at == UINT64_MAX || !deadline_passed(c->stalled_at)) {
+            soonest = deadline_sooner(soonest, c->stalled_at);
+            continue;
+        }
+        if (!c->closing)
+            log_write(&t->tools.server->log, FANIN_LOG_WARNING, "data-stalled",
+                      "%s took no bytes for %d s and is dropped", c->peer,
+                      STALL_MS / 1000);
+        connection_close(t, c);
+    }
+    return soonest;
+}
+
+/* Connections end with their session: their next turn finds the socket shut. */
+static void drop_orphans(struct stream *t)
+{
+    fanin_server *s = t->tools.server;
+    pthread_mutex_lock(&s->lock);
+    for (connection *c = t->connections; c; c = c->next) {
+        if (!c->reader->closed)
+            continue;
+        shutdown(c->fd, SHUT_RDWR);
+        c->can_read = c->can_write = true;
+        enqueue(t, c);
+    }
+    pthread_mutex_unlock(&s->lock);
+}
+
+static void *run(void *cookie)
+{
+    struct stream *t = cookie;
+    struct epoll_event events[EVENTS];
+    deadline at = UINT64_MAX, sweep_due = 0;
+    while (!atomic_load(&t->quit)) {
+        if (!t->first || deadline_passed(sweep_due)) {
+            at = sweep(t);
+            sweep_due = deadline_in_ms(SWEEP_MS);
+        }
+        int timeout = t->first ? 0 : deadline_poll_ms(at);
+        int n = epoll_wait(t->epoll, events, EVENTS, timeout);
+        for (int i = 0; i < n; i++) {
+            connection *c = events[i].data.ptr;
+            if (events[i].data.ptr == &t->tools) {
+                stage_reap(t->tools.stage);
+                continue;
+            }
+            if (!c) {
+                eventfd_t count;
+                (void)eventfd_read(t->event, &count);
+                welcome(t);
+                drop_orphans(t);
+                continue;
+            }
+            c->can_read = c->can_read || events[i].events & (EPOLLIN | EPOLLRDHUP |
+                                                             EPOLLHUP | EPOLLERR);
+            c->can_write = c->can_write || events[i].events & (EPOLLOUT | EPOLLERR);
+            enqueue(t, c);
+        }
+        run_queue(t);
+        share_stage(t);
+    }
+    return NULL;
+}
+
+static void wake(void *cookie, connection *c)
+{
+    enqueue(cookie, c);
+}
+
+static fanin_status need_stage(stream_tools *tools, fanin_error *error)
+{
+    struct stream *t = (struct stream *)tools; /* its first member */
+    gpu *g = atomic_load(&tools->server->gpu);
+    stage *made = NULL;
+    if (!g)
+        return error_set(error, FANIN_ERR_INTERNAL, NULL,
+                         "device memory is published without CUDA");
+    fanin_status status = stage_create(tools->server, g, wake, t, &made, error);
+    if (status != FANIN_OK)
+        return status;
+    struct epoll_event event = {.events = EPOLLIN, .data.ptr = tools};
+    if (epoll_ctl(t->epoll, EPOLL_CTL_ADD, stage_event(made), &event) != 0) {
+        stage_destroy(&made);
+        return error_set(error, FANIN_ERR_IO, NULL,
+                         "epoll refuses the stage's descriptor");
+    }
+    tools->stage = made;
+    return FANIN_OK;
+}
+
+void stream_wake(fanin_server *s)
+{
+    (void)eventfd_write(s->stream->event, 1);
+}
+
+static void stream_free(struct stream *t)
+{
+    if (t->epoll >= 0)
+        close(t->epoll);
+    if (t->event >= 0)
+        close(t->event);
+    pthread_mutex_destroy(&t->lock);
+    free(t->tools.entries);
+    free(t->tools.gather.bounce);
+    free(t);
+}
+
+fanin_status stream_create(fanin_server *s, fanin_error *error)
+{
+    struct stream *t = calloc(1, sizeof *t);
+    if (!t)
+        return error_set_memory(error);
+    t->tools.server = s;
+    t->tools.need_stage = need_stage;
+    pthread_mutex_init(&t->lock, NULL);
+    t->epoll = epoll_create1(EPOLL_CLOEXEC);
+    t->event = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+    t->tools.entries = malloc(LIMIT_READ_ENTRIES * sizeof *t->tools.entries);
+    t->tools.gather.bounce = malloc(SEND_MOST);
+    struct epoll_event event = {.events = EPOLLIN, .data.ptr = NULL};
+    fanin_status status = FANIN_OK;
+    if (!t->tools.entries || !t->tools.gather.bounce)
+        status = error_set_memory(error);
+    else if (t->epoll < 0 || t->event < 0 ||
+             epoll_ctl(t->epoll, EPOLL_CTL_ADD, t->event, &event) != 0)
+        status = error_set_errno(error, FANIN_ERR_IO, errno, NULL,
+                                 "cannot set up the data thread");
+    else
+        status = thread_start(&t->thread, "fanin-data", run, t, error);
+    if (status != FANIN_OK) {
+        stream_free(t);
+        return status;
+    }
+    s->stream = t;
+    return FANIN_OK;
+}
+
+void stream_destroy(fanin_server *s)
+{
+    struct stream *t = s->stream;
+    if (!t)
+        return;
+    atomic_store(&t->quit, true);
+    stream_wake(s);
+    pthread_join(t->thread, NULL);
+    welcome(t);
+    while (t->connections)
+        connection_close(t, t->connections);
+    stage_destroy(&t->tools.stage);
+    side_sum_destroy(&t->tools.sums);
+    stream_free(t);
+    s->stream = NULL;
+}

@@ -1,0 +1,603 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include "seal.h"
+#include "stream/stream_connection.h"
+
+#include <errno.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+#define INPUT_FIRST 4096
+#define BURST_LEAST ((size_t)128 << 10)
+#define SUM_ASIDE ((size_t)256 << 10) /* bytes that are worth waking a thread */
+
+/* ------------------------------------------------------------------- life */
+
+connection *connection_make(const handover *h)
+{
+    connection *c = calloc(1, sizeof *c);
+    if (!c)
+        return NULL;
+    c->fd = h->fd;
+    c->reader = h->reader;
+    c->counted = h->counted;
+    memcpy(c->peer, h->peer, sizeof c->peer);
+    c->input = h->input;
+    c->output = h->output;
+    c->sealed = c->output.sealed = h->sealed;
+    if (c->sealed && !(c->sum = checksum_create())) {
+        free(c);
+        return NULL;
+    }
+    c->burst = BURST_LEAST;
+    c->stalled_at = UINT64_MAX;
+    c->can_read = c->can_write = true;
+    return c;
+}
+
+void connection_free(stream_tools *t, connection *c)
+{
+    fanin_server *s = t->server;
+    if (t->stage)
+        stage_leave(t->stage, c);
+    /* A forked child may hold a copy of the descriptor: closing alone would not end it. */
+    shutdown(c->fd, SHUT_RDWR);
+    close(c->fd);
+    job_free(s, &c->job);
+    digester_free(&c->digester);
+    buffer_free(&c->input);
+    buffer_free(&c->output);
+    checksum_free(c->sum);
+    memory_account(s, &c->memory, 0);
+    dismiss(s, c->counted);
+    pthread_mutex_lock(&s->lock);
+    c->reader->n_data--;
+    reader_release(s, c->reader);
+    pthread_mutex_unlock(&s->lock);
+    free(c);
+}
+
+bool connection_account(fanin_server *s, connection *c)
+{
+    size_t now = sizeof *c + c->input.capacity + c->output.capacity +
+                 job_memory(&c->job) + digester_memory(&c->digester);
+    return memory_account(s, &c->memory, now);
+}
+
+/* ---------------------------------------------------------------- replies */
+
+static void reply_error(connection *c, uint64_t request, fanin_status code,
+                        const char *message)
+{
+    msg_error m = {.code = code};
+    memcpy(m.message, message, strnlen(message, sizeof m.message - 1));
+    encode_error(&c->output, request, &m);
+}
+
+/* Says why and closes once that has been read, or soon. */
+static turn_result reject(stream_tools *t, connection *c, uint64_t request,
+                          fanin_status code, const char *why)
+{
+    fanin_server *s = t->server;
+    if (code == FANIN_ERR_PROTOCOL || code == FANIN_ERR_VERSION) {
+        pthread_mutex_lock(&s->lock);
+        s->stats.protocol_errors++;
+        pthread_mutex_unlock(&s->lock);
+    }
+    log_write(&s->log, FANIN_LOG_WARNING, "data-rejected", "%s: %s", c->peer, why);
+    reply_error(c, request, code, why);
+    c->closing = true;
+    c->stalled_at = deadline_in_ms(LINGER_MS);
+    return c->output.failed ? TURN_CLOSE : TURN_MORE;
+}
+
+static void refuse_read(stream_tools *t, connection *c, uint64_t request,
+                        fanin_status code, const char *why)
+{
+    fanin_server *s = t->server;
+    pthread_mutex_lock(&s->lock);
+    s->stats.reads_refused++;
+    pthread_mutex_unlock(&s->lock);
+    job_end(s, &c->job);
+    c->digester.on = false;
+    reply_error(c, request, code, why);
+}
+
+/* Finds the lease that a token stands for and takes its catalog; NULL or why not. */
+static const char *job_begin(fanin_server *s, connection *c, const uint8_t token[16])
+{
+    const char *why = NULL;
+    pthread_mutex_lock(&s->lock);
+    lease *l = lease_find(c->reader, token);
+    if (l) {
+        c->job.of = l->of;
+        c->job.epoch = l->epoch;
+        c->job.first_region = l->first_region;
+        memcpy(c->job.token, token, sizeof c->job.token);
+        c->job.catalog = snapshot_retain(l->catalog);
+    } else if (lease_find_void(c->reader, token)) {
+        s->stats.pulls_stale++;
+        why = "the lease is gone: the weights are being rewritten";
+    } else {
+        why = "this session has no such lease";
+    }
+    pthread_mutex_unlock(&s->lock);
+    return why;
+}
+
+/* The header of the reply to a read. */
+static void start_reply(connection *c, uint64_t request)
+{
+    encode_read_ok(&c->output, request, (uint32_t)c->job.left);
+    if (!c->sealed || c->output.failed)
+        return;
+    checksum_reset(c->sum);
+    checksum_add(c->sum, c->output.data + c->output.size - FRAME_SIZE, FRAME_SIZE);
+}
+
+/* All of the reply has left, but for its seal. */
+static void end_reply(stream_tools *t, connection *c)
+{
+    uint8_t seal[SEAL_SIZE];
+    job_end(t->server, &c->job);
+    if (!c->sealed)
+        return;
+    seal_encode(checksum_get(c->sum), seal);
+    buffer_append(&c->output, seal, sizeof seal);
+}
+
+/* A reply from device memory; its header waits until the first bytes are there. */
+static turn_result start_staged(stream_tools *t, connection *c, uint64_t request)
+{
+    fanin_error why = FANIN_ERROR_INIT;
+    if (!t->stage && t->need_stage(t, &why) != FANIN_OK) {
+        refuse_read(t, c, request, why.status, why.message);
+        return TURN_MORE;
+    }
+    c->job.request = request;
+    c->job.ungathered = c->job.left;
+    c->job.is_staged = c->job.header_due = true;
+    return TURN_MORE;
+}
+
+static turn_result start_digest(stream_tools *t, connection *c, const frame *f,
+                                uint32_t dtype)
+{
+    fanin_status code;
+    const char *why = digester_start(&c->digester, &c->job, f->request, dtype, &code);
+    if (why)
+        refuse_read(t, c, f->request, code, why);
+    else if (job_needs_stage(&c->job))
+        return start_staged(t, c, f->request);
+    return TURN_MORE;
+}
+
+static turn_result start_read(stream_tools *t, connection *c, const frame *f, body *in)
+{
+    msg_read m;
+    bool is_digest = f->type == MSG_DIGEST;
+    fanin_status status =
+        is_digest ? decode_digest(in, &m, t->entries) : decode_read(in, &m, t->entries);
+    if (status == FANIN_ERR_UNSUPPORTED) {
+        refuse_read(t, c, f->request, status, in->why);
+        return TURN_MORE;
+    }
+    if (status != FANIN_OK)
+        return reject(t, c, f->request, status, in->why);
+    const char *why = job_begin(t->server, c, m.token);
+    if (why) {
+        refuse_read(t, c, f->request, FANIN_ERR_STALE, why);
+        return TURN_MORE;
+    }
+    status = job_set_ranges(&c->job, &m, &why);
+    if (status != FANIN_OK) {
+        refuse_read(t, c, f->request, status, why);
+        return TURN_MORE;
+    }
+    if (!connection_account(t->server, c)) {
+        job_end(t->server, &c->job);
+        return reject(t, c, f->request, FANIN_ERR_LIMIT,
+                      "the server's connections have all the memory they may");
+    }
+    if (is_digest)
+        return start_digest(t, c, f, m.dtype);
+    if (!job_needs_stage(&c->job)) {
+        start_reply(c, f->request);
+        return TURN_MORE;
+    }
+    return start_staged(t, c, f->request);
+}
+
+static turn_result handle_frame(stream_tools *t, connection *c, const frame *f,
+                                body *in)
+{
+    if (f->type == MSG_READ || f->type == MSG_DIGEST)
+        return start_read(t, c, f, in);
+    if (f->type == MSG_PING) {
+        if (decode_empty(in) != FANIN_OK)
+            return reject(t, c, f->request, FANIN_ERR_PROTOCOL, in->why);
+        encode_empty(&c->output, f->request, MSG_PONG);
+        return TURN_MORE;
+    }
+    if (message_kind(f->type) == KIND_REQUEST)
+        return reject(t, c, f->request, FANIN_ERR_PROTOCOL,
+                      "a request that belongs on a control session came on a data "
+                      "connection");
+    if (message_kind(f->type) == KIND_REPLY)
+        return reject(t, c, f->request, FANIN_ERR_PROTOCOL, "a reply came to a server");
+    reply_error(c, f->request, FANIN_ERR_UNSUPPORTED,
+                "this server does not know the request");
+    return TURN_MORE;
+}
+
+/* ------------------------------------------------------------------ input */
+
+/* Makes room for the rest of the frame that the input begins with. */
+static bool make_room(connection *c, size_t need)
+{
+    size_t pending = c->input.size - c->used;
+    if (c->used > 0) {
+        memmove(c->input.data, c->input.data + c->used, pending);
+        c->input.size = pending;
+        c->used = 0;
+    }
+    if (need < INPUT_FIRST)
+        need = INPUT_FIRST;
+    return need <= pending || buffer_reserve(&c->input, need - pending);
+}
+
+static turn_result receive(stream_tools *t, connection *c, size_t need)
+{
+    if (!c->can_read)
+        return TURN_WAIT;
+    if (!make_room(c, need))
+        return TURN_CLOSE;
+    if (!connection_account(t->server, c))
+        return reject(t, c, 0, FANIN_ERR_LIMIT,
+                      "the server's connections have all the memory they may");
+    ssize_t n = recv(c->fd, c->input.data + c->input.size,
+                     c->input.capacity - c->input.size, MSG_DONTWAIT);
+    if (n > 0) {
+        c->input.size += (size_t)n;
+        return TURN_MORE;
+    }
+    if (n < 0 && errno == EINTR)
+        return TURN_MORE;
+    if (n < 0 && errno == EAGAIN) {
+        c->can_read = false;
+        return TURN_WAIT;
+    }
+    return TURN_CLOSE;
+}
+
+static turn_result next_frame(stream_tools *t, connection *c)
+{
+    size_t pending = c->input.size - c->used;
+    if (pending < FRAME_SIZE)
+        return receive(t, c, FRAME_SIZE);
+    frame f;
+    const char *why;
+    const uint8_t *start = c->input.data + c->used;
+    fanin_status status = seal_decode(start, c->sealed, &f, &why);
+    if (status != FANIN_OK)
+        return reject(t, c, 0, status, why);
+    if (f.length > LIMIT_READ_REQUEST)
+        return reject(t, c, f.request, FANIN_ERR_PROTOCOL, "the request is too long");
+    size_t whole = FRAME_SIZE + (size_t)f.length, seal = seal_size(c->sealed);
+    if (pending < whole + seal)
+        return receive(t, c, whole + seal);
+    if (c->sealed && !seal_check(start, whole))
+        return reject(t, c, 0, FANIN_ERR_TRANSPORT, SEAL_BROKEN);
+    body in = {.data = start + FRAME_SIZE, .size = f.length};
+    c->used += whole + seal;
+    turn_result result = handle_frame(t, c, &f, &in);
+    if (c->used == c->input.size)
+        c->used = c->input.size = 0;
+    return c->output.failed ? TURN_CLOSE : result;
+}
+
+/* Reads what comes after an error until the peer has closed, so that it gets the error. */
+static turn_result discard(connection *c)
+{
+    if (!c->shut) {
+        c->shut = true;
+        shutdown(c->fd, SHUT_WR);
+    }
+    char nothing[4096];
+    ssize_t n = recv(c->fd, nothing, sizeof nothing, MSG_DONTWAIT);
+    if (n > 0 || (n < 0 && errno == EINTR))
+        return TURN_MORE;
+    return n < 0 && errno == EAGAIN ? TURN_WAIT : TURN_CLOSE;
+}
+
+/* ----------------------------------------------------------------- output */
+
+static void count_sent(fanin_server *s, connection *c, uint64_t bytes)
+{
+    job *j = &c->job;
+    s->stats.bytes_streamed += bytes;
+    s->stats.reads_streamed += bytes > 0 && bytes == j->left && !j->is_void;
+    c->reader->active_ns = clock_ns();
+}
+
+static void send_leave(fanin_server *s, connection *c, bool reading, uint64_t bytes)
+{
+    job *j = &c->job;
+    pthread_mutex_lock(&s->lock);
+    if (reading)
+        bracket_leave(s, j->of, j->epoch);
+    count_sent(s, c, bytes);
+    pthread_mutex_unlock(&s->lock);
+}
+
+static void account_sent(connection *c, size_t bytes, uint64_t *of_job)
+{
+    size_t queued = c->output.size - c->sent;
+    size_t first = bytes < queued ? bytes : queued;
+    c->sent += first;
+    if (c->sent == c->output.size)
+        c->sent = c->output.size = 0;
+    *of_job = bytes - first;
+}
+
+static void gather_start(gather *g, const connection *c, size_t most)
+{
+    g->n = 0;
+    g->bytes = g->bounced = 0;
+    g->most = most;
+    gather_add(g, c->output.data + c->sent, c->output.size - c->sent);
+}
+
+/* Sends what is gathered; @p reading: from the publication's memory. What of it was the job's is in
+   *of_job. */
+static turn_result transmit(stream_tools *t, connection *c, bool reading,
+                            uint64_t *of_job)
+{
+    gather *g = &t->gather;
+    struct msghdr message = {.msg_iov = g->iov, .msg_iovlen = (size_t)g->n};
+    size_t queued = c->output.size - c->sent;
+    bool aside = c->sealed && t->sums && g->bytes - queued >= SUM_ASIDE;
+    if (aside)
+        side_sum_begin(t->sums, c->sum, g, queued, g->bytes - queued);
+    ssize_t n = sendmsg(c->fd, &message, MSG_NOSIGNAL | MSG_DONTWAIT);
+    int code = errno;
+    *of_job = 0;
+    if (n > 0)
+        account_sent(c, (size_t)n, of_job);
+    /* What was sent is as it was: begin_update waits, or it is the stage's. */
+    if (aside)
+        side_sum_end(t->sums, *of_job);
+    else if (c->sealed)
+        gather_sum(g, queued, *of_job, c->sum);
+    if (reading || *of_job > 0)
+        send_leave(t->server, c, reading, *of_job);
+    if (n < 0 && code != EAGAIN && code != EINTR)
+        return TURN_CLOSE;
+    if (n > 0 && !c->closing)
+        c->stalled_at = UINT64_MAX;
+    bool full = n < 0 ? code == EAGAIN : (size_t)n < g->bytes;
+    c->burst = full ? c->burst / 2 : 2 * c->burst;
+    c->burst = c->burst < BURST_LEAST ? BURST_LEAST : c->burst;
+    c->burst = c->burst > SEND_MOST ? SEND_MOST : c->burst;
+    job_advance(&c->job, *of_job);
+    if (!full)
+        return TURN_MORE;
+    c->can_write = false;
+    if (c->stalled_at == UINT64_MAX)
+        c->stalled_at = deadline_in_ms(STALL_MS);
+    return TURN_WAIT;
+}
+
+static turn_result send_some(stream_tools *t, connection *c)
+{
+    gather *g = &t->gather;
+    job *j = &c->job;
+    bool reading = false;
+    uint64_t of_job;
+    gather_start(g, c, c->burst);
+    if (j->left > 0 && g->bytes < g->most) {
+        reading = !j->is_void && bracket_enter(t->server, j->of, j->epoch);
+        j->is_void = !reading;
+        if (reading)
+            ON_SEND();
+        if (reading)
+            job_gather(j, g);
+        else
+            job_gather_zeros(j, g);
+    }
+    turn_result result = transmit(t, c, reading, &of_job);
+    if (result != TURN_CLOSE && j->of && j->left == 0)
+        end_reply(t, c);
+    return c->output.failed ? TURN_CLOSE : result;
+}
+
+/* ----------------------------------------------------------- device memory */
+
+/* Bytes that a device owes will not come. If nothing of the reply has left, the reply is an error;
+   else its rest is padding, and the lease is taken away, so that the reader's end is not
+   good and its next read gets the error. */
+static void give_up(stream_tools *t, connection *c, const fanin_error *why)
+{
+    fanin_server *s = t->server;
+    job *j = &c->job;
+    log_write(&s->log, FANIN_LOG_ERROR, "device-failed",
+              "a read of %s for %s fails: %s", j->of->name, c->peer, why->message);
+    stage_leave(t->stage, c);
+    if (j->header_due) {
+        refuse_read(t, c, j->request, why->status, why->message);
+        return;
+    }
+    j->is_void = true;
+    pthread_mutex_lock(&s->lock);
+    lease *l = lease_find(c->reader, j->token);
+    if (l)
+        lease_void(s, l);
+    pthread_mutex_unlock(&s->lock);
+}
+
+/* Starts copies as long as there are chunks for them; false: the read was given up. */
+static bool fill_chunks(stream_tools *t, connection *c)
+{
+    job *j = &c->job;
+    while (c->staged.count < CHUNKS_EACH && j->ungathered > 0 && !j->is_void) {
+        fanin_error why = FANIN_ERROR_INIT;
+        fill_result result = stage_fill(t->stage, c, j, &why);
+        j->is_void = result == FILL_VOID;
+        if (result == FILL_FAILED)
+            give_up(t, c, &why);
+        if (result == FILL_WAIT || result == FILL_FAILED)
+            return result == FILL_WAIT;
+    }
+    const chunk *first = c->staged.first;
+    if (first && first->state == CHUNK_FAILED) {
+        fanin_error why = FANIN_ERROR_INIT;
+        stage_explain(t->stage, first, &why);
+        give_up(t, c, &why);
+        return false;
+    }
+    return true;
+}
+
+/* @p bytes of the reply have left. */
+static void drop_sent(stream_tools *t, staged *of, uint64_t bytes)
+{
+    while (bytes > 0 && of->first) {
+        chunk *first = of->first;
+        uint64_t step = first->bytes - first->sent;
+        step = bytes < step ? bytes : step;
+        first->sent += step;
+        bytes -= step;
+        if (first->sent == first->bytes)
+            stage_drop_first(t->stage, of);
+    }
+}
+
+void connection_yield(stream_tools *t, connection *c)
+{
+    uint64_t unsent = 0;
+    if (c->can_write || !c->staged.first)
+        return;
+    for (const chunk *at = c->staged.first; at; at = at->next)
+        unsent += at->bytes - at->sent;
+    job_rewind(&c->job, unsent);
+    c->job.ungathered += unsent;
+    stage_leave(t->stage, c);
+}
+
+static turn_result send_staged(stream_tools *t, connection *c)
+{
+    gather *g = &t->gather;
+    job *j = &c->job;
+    uint64_t of_job;
+    if (!fill_chunks(t, c))
+        return TURN_MORE;
+    const chunk *first = c->staged.first;
+    if (j->header_due && (first ? first->state == CHUNK_READY : j->is_void)) {
+        start_reply(c, j->request);
+        j->header_due = false;
+    }
+    if (c->output.failed)
+        return TURN_CLOSE;
+    if (!c->can_write)
+        return TURN_WAIT;
+    gather_start(g, c, SEND_MOST);
+    for (const chunk *at = first; at && at->state == CHUNK_READY; at = at->next)
+        gather_add(g, at->data + at->sent, at->bytes - at->sent);
+    if (!first && j->is_void)
+        job_gather_zeros(j, g);
+    if (g->bytes == 0)
+        return TURN_WAIT; /* for a copy, or for a chunk */
+    turn_result result = transmit(t, c, false, &of_job);
+    drop_sent(t, &c->staged, of_job);
+    if (result != TURN_CLOSE && j->left == 0)
+        end_reply(t, c);
+    return c->output.failed ? TURN_CLOSE : result;
+}
+
+/* ----------------------------------------------------------------- digests */
+
+static void end_digest(stream_tools *t, connection *c)
+{
+    digester *d = &c->digester;
+    msg_digest_ok m = {
+        .digests = {d->digests[0].bytes, c->job.n_ranges * sizeof *d->digests}};
+    encode_digest_ok(&c->output, d->request, &m);
+    d->on = false;
+    job_end(t->server, &c->job);
+}
+
+static turn_result lose_digest(stream_tools *t, connection *c)
+{
+    if (t->stage)
+        stage_leave(t->stage, c);
+    refuse_read(t, c, c->digester.request, FANIN_ERR_STALE,
+                "the lease is gone: the weights are being rewritten");
+    return TURN_MORE;
+}
+
+/* At most as much as one sendmsg would send, while begin_update waits for it. */
+static bool digest_some(stream_tools *t, connection *c)
+{
+    gather *g = &t->gather;
+    job *j = &c->job;
+    if (!bracket_enter(t->server, j->of, j->epoch))
+        return false;
+    ON_SEND();
+    g->n = 0;
+    g->bytes = g->bounced = 0;
+    g->most = SEND_MOST;
+    job_gather(j, g);
+    for (int i = 0; i < g->n; i++)
+        digester_add(&c->digester, j, g->iov[i].iov_base, g->iov[i].iov_len);
+    pthread_mutex_lock(&t->server->lock);
+    bracket_leave(t->server, j->of, j->epoch);
+    c->reader->active_ns = clock_ns();
+    pthread_mutex_unlock(&t->server->lock);
+    job_advance(j, g->bytes);
+    return true;
+}
+
+/* What has been copied from devices, or digested there. */
+static turn_result digest_staged(stream_tools *t, connection *c)
+{
+    job *j = &c->job;
+    if (!fill_chunks(t, c))
+        return TURN_MORE;
+    if (j->is_void)
+        return lose_digest(t, c);
+    const chunk *first = c->staged.first;
+    if (!first || first->state != CHUNK_READY)
+        return TURN_WAIT;
+    size_t bytes = first->bytes;
+    if (first->digests.n_pieces > 0)
+        digester_add_pieces(&c->digester, j, first->digests.digests);
+    else
+        digester_add(&c->digester, j, first->data, bytes);
+    drop_sent(t, &c->staged, bytes);
+    job_advance(j, bytes);
+    if (j->left == 0)
+        end_digest(t, c);
+    return c->output.failed ? TURN_CLOSE : TURN_MORE;
+}
+
+static turn_result digest_turn(stream_tools *t, connection *c)
+{
+    if (c->job.is_staged)
+        return digest_staged(t, c);
+    if (!digest_some(t, c))
+        return lose_digest(t, c);
+    if (c->job.left == 0)
+        end_digest(t, c);
+    return c->output.failed ? TURN_CLOSE : TURN_MORE;
+}
+
+turn_result connection_turn(stream_tools *t, connection *c)
+{
+    if (c->digester.on)
+        return digest_turn(t, c);
+    if (c->job.is_staged)
+        return send_staged(t, c);
+    if (c->output.size > c->sent || c->job.left > 0)
+        return c->can_write ? send_some(t, c) : TURN_WAIT;
+    return c->closing ? discard(c) : next_frame(t, c);
+}

@@ -1,0 +1,58 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/** @file Data connections and what one turn of them does. All belongs to the data thread. */
+#ifndef STREAM_CONNECTION_H
+#define STREAM_CONNECTION_H
+
+#include "checksum.h"
+#include "stream/stream_digest.h"
+#include "stream/stream_stage.h"
+#include "stream/stream_sum.h"
+
+/** TURN_MORE: give it another turn; TURN_WAIT: not before epoll speaks of it. */
+typedef enum turn_result { TURN_MORE, TURN_WAIT, TURN_CLOSE } turn_result;
+
+/** What the connections of a server share. */
+typedef struct stream_tools {
+    fanin_server *server;
+    read_entry *entries; /**< LIMIT_READ_ENTRIES */
+    gather gather;
+    side_sum *sums; /**< NULL: none, or no connection needed it yet */
+    stage *stage;   /**< NULL until device memory is asked for */
+    /** Makes it. */
+    fanin_status (*need_stage)(struct stream_tools *t, fanin_error *error);
+} stream_tools;
+
+typedef struct connection {
+    int fd;
+    reader *reader;
+    peer_count *counted;
+    char peer[64];
+    bool can_read, can_write, queued;
+    bool closing; /**< an error is on its way; nothing is read any more */
+    bool shut;    /**< ... and it has left */
+    buffer input, output;
+    bool sealed;         /**< frames of both directions have checksums */
+    checksum *sum;       /**< sealed: of the read reply that is being sent */
+    size_t used, sent;   /**< of input, of output */
+    size_t memory;       /**< counted */
+    size_t burst;        /**< what the socket is likely to take at once */
+    deadline stalled_at; /**< when to give the peer up; UINT64_MAX: it owes nothing */
+    job job;
+    staged staged;
+    digester digester; /**< used while the job is to be digested, not sent */
+    struct connection *next, *next_queued;
+} connection;
+
+/** Made by the control thread. NULL: no memory, and nothing was taken. */
+connection *connection_make(const handover *h);
+/** The connection is in no list any more. It must have left the epoll set. */
+void connection_free(stream_tools *t, connection *c);
+/** False: the connections have all the memory they may. */
+bool connection_account(fanin_server *s, connection *c);
+/** Gives back the chunks of a connection that can send nothing now: what is in them is gathered
+    again later. For others that wait for chunks. */
+void connection_yield(stream_tools *t, connection *c);
+/** Takes one frame, or sends once: at most 1 MiB. Never blocks. */
+turn_result connection_turn(stream_tools *t, connection *c);
+
+#endif

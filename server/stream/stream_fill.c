@@ -1,0 +1,184 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include "stream/stream_fill.h"
+#include "copy_list.h"
+
+/* A copy is cut into pieces of so many bytes, so that many processors of the device work. */
+#define ENTRY_MOST ((size_t)64 << 10)
+
+static bool is_full(const filling *f)
+{
+    return f->to->bytes == CHUNK_BYTES || f->n_device + f->n_host == CHUNK_ENTRIES;
+}
+
+/* @p runs runs of @p run bytes, packed at the end of the chunk. */
+static void add_entry(filling *f, bool device, const uint8_t *from, size_t run,
+                      uint32_t runs, int64_t step)
+{
+    chunk *c = f->to;
+    copy_entry *entries = c->entries;
+    uint64_t to = (uintptr_t)c->data + c->bytes;
+    copy_entry *last = NULL;
+    if (device && f->n_device > 0)
+        last = &entries[f->n_device - 1];
+    else if (!device && f->n_host > 0)
+        last = &entries[CHUNK_ENTRIES - f->n_host];
+    c->bytes += run * runs;
+    if (last && runs == 1 && last->runs == 1 && last->run + run <= ENTRY_MOST &&
+        last->from + last->run == (uintptr_t)from && last->to + last->run == to) {
+        last->run += (uint32_t)run;
+        return;
+    }
+    size_t at = device ? f->n_device++ : CHUNK_ENTRIES - ++f->n_host;
+    entries[at] = (copy_entry){.from = (uintptr_t)from,
+                               .to = to,
+                               .from_step = runs > 1 ? step : 0,
+                               .to_step = runs > 1 ? (int64_t)run : 0,
+                               .run = (uint32_t)run,
+                               .runs = runs,
+                               .convert = CONVERT_NONE};
+}
+
+static uint64_t smaller(uint64_t a, uint64_t b)
+{
+    return a < b ? a : b;
+}
+
+static bool add_packed(filling *f, bool device, const uint8_t *from, uint64_t length)
+{
+    while (length > 0) {
+        if (is_full(f))
+            return false;
+        size_t size =
+            (size_t)smaller(smaller(length, ENTRY_MOST), CHUNK_BYTES - f->to->bytes);
+        add_entry(f, device, from, size, 1, 0);
+        from += size;
+        length -= size;
+    }
+    return true;
+}
+
+/* What comes next of a view's packed bytes, from @p offset on and at most @p room: as many whole runs
+   at once as lie at equal distances, or a part of one. */
+typedef struct stretch {
+    int64_t at; /* from the view's first byte */
+    uint64_t size, runs;
+    int64_t step; /* from run to run */
+} stretch;
+
+static stretch next_of(const strided *view, uint64_t offset, uint64_t room)
+{
+    uint64_t run = view->run, index = offset / run, skip = offset % run;
+    uint64_t in_row = view->n_dims > 0 ? view->extent[view->n_dims - 1] : 1;
+    stretch s = {.size = smaller(run - skip, room),
+                 .runs = 1,
+                 .step = view->n_dims > 0 ? view->from[view->n_dims - 1] : 0};
+    strided_run(view, index, &s.at, NULL);
+    s.at += (int64_t)skip;
+    if (skip == 0 && s.size == run)
+        s.runs = smaller(in_row - index % in_row, room / run);
+    return s;
+}
+
+/* Bytes [offset, offset + length) of a box that is not packed. */
+static bool add_view(filling *f, bool device, const strided *view, const uint8_t *first,
+                     uint64_t offset, uint64_t length)
+{
+    while (length > 0) {
+        if (is_full(f))
+            return false;
+        stretch s =
+            next_of(view, offset,
+                    smaller(smaller(length, ENTRY_MOST), CHUNK_BYTES - f->to->bytes));
+        add_entry(f, device, first + s.at, (size_t)s.size, (uint32_t)s.runs, s.step);
+        offset += s.size * s.runs;
+        length -= s.size * s.runs;
+    }
+    return true;
+}
+
+static bool add_piece(void *cookie, const job *j, const source_box *b, uint64_t offset,
+                      uint64_t length)
+{
+    filling *f = cookie;
+    int device = snapshot_box_device(j->catalog, b, j->first_region);
+    const uint8_t *first = snapshot_box_first(j->catalog, b, j->first_region);
+    if (is_full(f) || (device >= 0 && f->device >= 0 && device != f->device))
+        return false; /* the next chunk is that device's */
+    if (device >= 0)
+        f->device = device;
+    return b->view == VIEW_PACKED
+               ? add_packed(f, device >= 0, first + offset, length)
+               : add_view(f, device >= 0, &j->catalog->views[b->view], first, offset,
+                          length);
+}
+
+filling filling_gather(chunk *to, const job *j)
+{
+    filling f = {.to = to, .device = -1};
+    job_each(j, add_piece, &f);
+    copy_entries_run(to->entries + CHUNK_ENTRIES - f.n_host, f.n_host, &(uint64_t){0},
+                     0, 0);
+    return f;
+}
+
+/* ----------------------------------------------------------------- digests */
+
+/* What comes into a list. */
+typedef struct listing {
+    digest_list list;
+    uint32_t convert;
+    int device;
+    bool good;
+} listing;
+
+/* Bytes [offset, offset + length) of a box that is not packed, as add_view(). */
+static bool list_view(listing *l, const strided *view, uint64_t first, uint64_t offset,
+                      uint64_t length)
+{
+    while (length > 0) {
+        stretch s = next_of(view, offset, length);
+        if (!digest_list_add(&l->list, first + (uint64_t)s.at, s.size, s.runs, s.step,
+                             l->convert))
+            return false;
+        offset += s.size * s.runs;
+        length -= s.size * s.runs;
+    }
+    return true;
+}
+
+static bool list_piece(void *cookie, const job *j, const source_box *b, uint64_t offset,
+                       uint64_t length)
+{
+    listing *l = cookie;
+    int device = snapshot_box_device(j->catalog, b, j->first_region);
+    uint64_t first = (uintptr_t)snapshot_box_first(j->catalog, b, j->first_region);
+    if (l->device < 0)
+        l->device = device;
+    l->good = device >= 0 && device == l->device &&
+              (b->view == VIEW_PACKED
+                   ? digest_list_add(&l->list, first + offset, length, 1, 0, l->convert)
+                   : list_view(l, &j->catalog->views[b->view], first, offset, length));
+    return l->good;
+}
+
+bool filling_digest(chunk *to, const job *j, uint32_t convert, filling *out)
+{
+    listing l = {.list = digest_list_in(to->data, CHUNK_BYTES, CHUNK_PIECES),
+                 .convert = convert,
+                 .device = -1,
+                 .good = true};
+    /* Range by range: each begins a piece. */
+    for (uint32_t i = 0; i < j->n_ranges && l.good; i++) {
+        job one = *j;
+        one.current = i;
+        one.n_ranges = i + 1;
+        digest_list_cut(&l.list);
+        job_each(&one, list_piece, &l);
+    }
+    if (!l.good)
+        return false;
+    to->digests = l.list;
+    to->bytes = j->left;
+    *out = (filling){.to = to, .device = l.device};
+    return true;
+}

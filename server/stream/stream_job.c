@@ -1,0 +1,267 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include "stream/stream_job.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+/* One entry as a range; NULL or why it is refused. */
+static const char *range_of(const snapshot *catalog, const read_entry *e,
+                            job_range *out)
+{
+    if (e->box >= catalog->n_boxes)
+        return "the read names a box that this rank does not have";
+    uint64_t start = catalog->boxes[e->box].start;
+    out->box = e->box;
+    if (e->count > 0) {
+        if (e->count > catalog->n_boxes - e->box)
+            return "the read names a box that this rank does not have";
+        out->at = start;
+        out->length = catalog->boxes[e->box + e->count].start - start;
+        return NULL;
+    }
+    uint64_t bytes = snapshot_box_bytes(catalog, e->box);
+    if (e->length == 0)
+        return "an entry of the read is empty";
+    if (e->offset > bytes || e->length > bytes - e->offset)
+        return "the read reaches beyond a box";
+    out->at = start + e->offset;
+    out->length = e->length;
+    return NULL;
+}
+
+fanin_status job_set_ranges(job *j, const msg_read *m, const char **why)
+{
+    if (j->capacity < m->n_entries) {
+        job_range *grown = realloc(j->ranges, m->n_entries * sizeof *grown);
+        if (!grown) {
+            *why = "the server is out of memory";
+            return FANIN_ERR_MEMORY;
+        }
+        j->ranges = grown;
+        j->capacity = m->n_entries;
+    }
+    uint64_t sum = 0;
+    for (uint32_t i = 0; i < m->n_entries; i++) {
+        *why = range_of(j->catalog, &m->entries[i], &j->ranges[i]);
+        if (*why)
+            return FANIN_ERR_ARGUMENT;
+        /* Also keeps the sum from overflowing. */
+        if (j->ranges[i].length > LIMIT_READ_BYTES - sum) {
+            *why = "the read asks for more than 4 MiB";
+            return FANIN_ERR_ARGUMENT;
+        }
+        j->ranges[i].whole = j->ranges[i].length;
+        sum += j->ranges[i].length;
+    }
+    if (sum != m->bytes || sum == 0) {
+        *why = "the read's entries do not sum up to its bytes";
+        return FANIN_ERR_ARGUMENT;
+    }
+    j->n_ranges = m->n_entries;
+    j->current = 0;
+    j->left = sum;
+    j->is_void = j->is_staged = j->header_due = false;
+    return FANIN_OK;
+}
+
+size_t job_memory(const job *j)
+{
+    return j->capacity * sizeof *j->ranges;
+}
+
+void job_end(fanin_server *s, job *j)
+{
+    commit_retire(s, j->catalog);
+    j->catalog = NULL;
+    j->of = NULL;
+    j->left = j->ungathered = 0;
+    j->is_staged = j->header_due = false;
+}
+
+void job_free(fanin_server *s, job *j)
+{
+    job_end(s, j);
+    free(j->ranges);
+    memset(j, 0, sizeof *j);
+}
+
+/* ---------------------------------------------------------------- gather */
+
+bool gather_add(gather *g, const void *data, size_t size)
+{
+    if (size > g->most - g->bytes)
+        size = g->most - g->bytes;
+    if (size == 0)
+        return g->bytes < g->most;
+    struct iovec *last = g->n > 0 ? &g->iov[g->n - 1] : NULL;
+    if (last && (const char *)last->iov_base + last->iov_len == data) {
+        last->iov_len += size;
+    } else {
+        if (g->n == IOVEC_MOST)
+            return false;
+        g->iov[g->n].iov_base = (void *)(uintptr_t)data;
+        g->iov[g->n].iov_len = size;
+        g->n++;
+    }
+    g->bytes += size;
+    return g->bytes < g->most;
+}
+
+/* Copies short pieces one behind the other. */
+static bool gather_copy(gather *g, const void *data, size_t size)
+{
+    if (size > g->most - g->bytes)
+        size = g->most - g->bytes;
+    uint8_t *to = g->bounce + g->bounced;
+    memcpy(to, data, size);
+    g->bounced += size;
+    return gather_add(g, to, size);
+}
+
+/* Where run @p index of a view begins, and an odometer that steps to the next one. */
+typedef struct walk {
+    const strided *view;
+    const uint8_t *at;
+    uint64_t index[FANIN_MAX_DIMS];
+} walk;
+
+static void walk_start(walk *w, const strided *view, const uint8_t *first, uint64_t run)
+{
+    w->view = view;
+    w->at = first;
+    for (uint32_t i = view->n_dims; i-- > 0;) {
+        w->index[i] = run % view->extent[i];
+        run /= view->extent[i];
+        w->at += view->from[i] * (int64_t)w->index[i];
+    }
+}
+
+static void walk_next(walk *w)
+{
+    for (uint32_t i = w->view->n_dims; i-- > 0;) {
+        if (++w->index[i] < w->view->extent[i]) {
+            w->at += w->view->from[i];
+            return;
+        }
+        w->at -= w->view->from[i] * (int64_t)(w->index[i] - 1);
+        w->index[i] = 0;
+    }
+}
+
+/* Bytes [offset, offset + length) of a box that is not packed. */
+static bool gather_view(gather *g, const strided *view, const uint8_t *first,
+                        uint64_t offset, uint64_t length)
+{
+    bool (*add)(gather *, const void *, size_t) =
+        view->run < GATHER_RUN ? gather_copy : gather_add;
+    walk w;
+    walk_start(&w, view, first, offset / view->run);
+    for (uint64_t skip = offset % view->run; length > 0; skip = 0, walk_next(&w)) {
+        uint64_t size = view->run - skip < length ? view->run - skip : length;
+        if (!add(g, w.at + skip, size))
+            return false;
+        length -= size;
+    }
+    return true;
+}
+
+static bool gather_piece(void *cookie, const job *j, const source_box *b,
+                         uint64_t offset, uint64_t length)
+{
+    gather *g = cookie;
+    const uint8_t *first = snapshot_box_first(j->catalog, b, j->first_region);
+    return b->view == VIEW_PACKED
+               ? gather_add(g, first + offset, length)
+               : gather_view(g, &j->catalog->views[b->view], first, offset, length);
+}
+
+void job_gather(const job *j, gather *g)
+{
+    job_each(j, gather_piece, g);
+}
+
+void job_gather_zeros(const job *j, gather *g)
+{
+    static const uint8_t zeros[65536];
+    for (uint64_t left = j->left; left > 0;) {
+        size_t size = left < sizeof zeros ? (size_t)left : sizeof zeros;
+        if (!gather_add(g, zeros, size))
+            return;
+        left -= size;
+    }
+}
+
+void job_skip(job *j, uint64_t bytes)
+{
+    while (bytes > 0) {
+        job_range *r = &j->ranges[j->current];
+        uint64_t step = bytes < r->length ? bytes : r->length;
+        r->at += step;
+        r->length -= step;
+        bytes -= step;
+        if (r->length == 0)
+            j->current++;
+    }
+    if (j->current == j->n_ranges)
+        return;
+    job_range *r = &j->ranges[j->current];
+    while (r->at >= j->catalog->boxes[r->box + 1].start)
+        r->box++;
+}
+
+void job_rewind(job *j, uint64_t bytes)
+{
+    if (bytes > 0 && j->current == j->n_ranges)
+        j->current--;
+    while (bytes > 0) {
+        job_range *r = &j->ranges[j->current];
+        uint64_t gone = r->whole - r->length, step = bytes < gone ? bytes : gone;
+        r->at -= step;
+        r->length += step;
+        bytes -= step;
+        while (r->at < j->catalog->boxes[r->box].start)
+            r->box--;
+        if (bytes > 0)
+            j->current--;
+    }
+}
+
+void job_advance(job *j, uint64_t bytes)
+{
+    j->left -= bytes;
+    if (j->left > 0 && !j->is_void && !j->is_staged)
+        job_skip(j, bytes);
+}
+
+static bool is_host(void *cookie, const job *j, const source_box *b, uint64_t offset,
+                    uint64_t length)
+{
+    bool *found = cookie;
+    (void)offset, (void)length;
+    *found = snapshot_box_device(j->catalog, b, j->first_region) >= 0;
+    return !*found;
+}
+
+bool job_needs_stage(const job *j)
+{
+    bool found = false;
+    if (j->catalog->has_device)
+        job_each(j, is_host, &found);
+    return found;
+}
+
+/* --------------------------------------------------------------- brackets */
+
+bool bracket_enter(fanin_server *s, publication *of, uint64_t epoch)
+{
+    pthread_mutex_lock(&s->lock);
+    bool stands = publication_read_enter(s, of, epoch);
+    s->stats.pulls_stale += !stands;
+    pthread_mutex_unlock(&s->lock);
+    return stands;
+}
+
+void bracket_leave(fanin_server *s, publication *of, uint64_t epoch)
+{
+    publication_read_leave(s, of, epoch);
+}

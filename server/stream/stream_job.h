@@ -1,0 +1,103 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/** @file One read request: from its entries to the iovecs of its reply. */
+#ifndef STREAM_JOB_H
+#define STREAM_JOB_H
+
+#include "core/server_internal.h"
+
+#include <sys/uio.h>
+
+#define SEND_MOST ((size_t)1 << 20) /**< bytes of one sendmsg */
+#define IOVEC_MOST 1024
+#define GATHER_RUN 64 /**< shorter contiguous runs are copied together first */
+
+/** Bytes that lie one behind the other when all boxes are packed in the order of the box
+    table; `box` holds the first of them. */
+typedef struct job_range {
+    uint64_t at, length, box;
+    uint64_t whole; /**< length at first */
+} job_range;
+
+/** A read that is being answered. Zeroed: none. */
+typedef struct job {
+    publication *of;
+    uint64_t epoch;
+    uint32_t first_region; /**< of the lease */
+    uint8_t token[16];
+    uint64_t request;
+    snapshot *catalog; /**< with a reference */
+    bool is_void;      /**< the epoch has gone: the rest of the reply is zeros */
+    bool is_staged;    /**< some of it is device memory: stream_stage.h */
+    bool header_due;   /**< staged: the reply's header waits for the first bytes */
+    /** what is left of ranges[current] shrinks as bytes leave, or are gathered into a chunk */
+    job_range *ranges;
+    uint32_t n_ranges, current, capacity;
+    uint64_t left;       /**< bytes of the reply that have not left yet */
+    uint64_t ungathered; /**< staged: ... that are in no chunk yet */
+} job;
+
+/** What one sendmsg sends. */
+typedef struct gather {
+    struct iovec iov[IOVEC_MOST];
+    int n;
+    size_t bytes, most;
+    uint8_t *bounce; /**< SEND_MOST bytes */
+    size_t bounced;
+} gather;
+
+/**
+ * Turns entries into ranges; checks each against the catalog. FANIN_ERR_ARGUMENT with a
+ * static sentence in *why, FANIN_ERR_MEMORY. Uses the job's catalog.
+ */
+fanin_status job_set_ranges(job *j, const msg_read *m, const char **why);
+size_t job_memory(const job *j);
+/** Gives the catalog back, keeps the array. */
+void job_end(fanin_server *s, job *j);
+void job_free(fanin_server *s, job *j);
+
+/** False: full. Bytes that follow the last ones in memory extend its iovec. */
+bool gather_add(gather *g, const void *data, size_t size);
+/** Adds as much of the reply as fits; reads the tensors' memory only for short runs. */
+void job_gather(const job *j, gather *g);
+/** Adds zeros for the rest of the reply. */
+void job_gather_zeros(const job *j, gather *g);
+/** @p bytes of the reply have left. */
+void job_advance(job *j, uint64_t bytes);
+/** Moves the ranges on by @p bytes, or back. */
+void job_skip(job *j, uint64_t bytes);
+void job_rewind(job *j, uint64_t bytes);
+/** Whether nothing has left yet, nor been gathered. */
+static inline bool job_is_whole(const job *j)
+{
+    return j->current == 0 && j->ranges[0].length == j->ranges[0].whole;
+}
+/** Whether any of the reply is device memory. */
+bool job_needs_stage(const job *j);
+
+/** Bytes [offset, offset + length) of box @p b; false: enough. */
+typedef bool (*job_piece_fn)(void *cookie, const job *j, const source_box *b,
+                             uint64_t offset, uint64_t length);
+/** Calls @p fn for what has not left yet, in the reply's order. */
+static inline void job_each(const job *j, job_piece_fn fn, void *cookie)
+{
+    const snapshot *catalog = j->catalog;
+    for (uint32_t i = j->current; i < j->n_ranges; i++) {
+        uint64_t at = j->ranges[i].at, end = at + j->ranges[i].length;
+        for (const source_box *b = &catalog->boxes[j->ranges[i].box]; at < end; b++) {
+            uint64_t stop = b[1].start < end ? b[1].start : end;
+            if (!fn(cookie, j, b, at - b->start, stop - at))
+                return;
+            at = stop;
+        }
+    }
+}
+
+/**
+ * Announces that the memory of that epoch is about to be read; false: the epoch has gone, and
+ * nothing may be read. Each success is to be followed by bracket_leave() when nothing reads it any
+ * more. The first takes the server's lock, the other needs it.
+ */
+bool bracket_enter(fanin_server *s, publication *of, uint64_t epoch);
+void bracket_leave(fanin_server *s, publication *of, uint64_t epoch);
+
+#endif

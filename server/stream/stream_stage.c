@@ -1,0 +1,425 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include "stream/stream_stage.h"
+#include "error_set.h"
+#include "stream/stream_connection.h"
+#include "stream/stream_fill.h"
+
+#include <errno.h>
+#include <poll.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/eventfd.h>
+#include <unistd.h>
+
+#define CHUNK_SIZE (CHUNK_BYTES + CHUNK_ENTRIES * sizeof(copy_entry))
+#define UNSETTLED_MS 1000
+
+struct stage {
+    fanin_server *server;
+    gpu *gpu;
+    int event;
+    stage_wake_fn wake;
+    void *cookie;
+    gpu_stream *streams[GPU_MAX_DEVICES];
+    chunk *free, *copying, *lost; /* lost: what a device may still write to */
+    unsigned n_made, n_most;
+    size_t memory;                                   /* counted */
+    struct connection *first_waiting, *last_waiting; /* for chunks */
+    _Atomic(chunk *) done; /* the latest first; written by the driver's threads */
+};
+
+/* ----------------------------------------------------------------- chunks */
+
+/* One more; NULL and why: none may be had. */
+static chunk *chunk_make(stage *s, fanin_error *error)
+{
+    fanin_server *server = s->server;
+    size_t before = s->memory;
+    void *memory = NULL;
+    if (!memory_account(server, &s->memory, before + CHUNK_SIZE)) {
+        memory_account(server, &s->memory, before);
+        error_set(error, FANIN_ERR_LIMIT, NULL,
+                  "the server's connections have all the memory they may");
+        return NULL;
+    }
+    chunk *c = calloc(1, sizeof *c);
+    fanin_status status = c ? gpu_host_alloc(s->gpu, CHUNK_SIZE, &memory, error)
+                            : error_set_memory(error);
+    if (status != FANIN_OK) {
+        free(c);
+        memory_account(server, &s->memory, before);
+        return NULL;
+    }
+    c->data = memory;
+    c->entries = (copy_entry *)(void *)(c->data + CHUNK_BYTES);
+    c->of_stage = s;
+    s->n_made++;
+    return c;
+}
+
+static void unwait(stage *s, connection *c)
+{
+    if (!c->staged.waiting)
+        return;
+    connection *before = NULL, *at = s->first_waiting;
+    for (; at != c; at = at->staged.next_waiting)
+        before = at;
+    if (before)
+        before->staged.next_waiting = c->staged.next_waiting;
+    else
+        s->first_waiting = c->staged.next_waiting;
+    if (s->last_waiting == c)
+        s->last_waiting = before;
+    c->staged.waiting = false;
+}
+
+static void await(stage *s, connection *c)
+{
+    if (c->staged.waiting)
+        return;
+    c->staged.waiting = true;
+    c->staged.wait_due = deadline_in_ms((uint64_t)2 * STALL_MS);
+    c->staged.next_waiting = NULL;
+    if (s->last_waiting)
+        s->last_waiting->staged.next_waiting = c;
+    else
+        s->first_waiting = c;
+    s->last_waiting = c;
+}
+
+/* To who has waited longest, or to the pool. */
+static void chunk_free(stage *s, chunk *c)
+{
+    connection *next = s->first_waiting;
+    c->owner = NULL;
+    if (!next) {
+        c->next = s->free;
+        s->free = c;
+        return;
+    }
+    unwait(s, next);
+    next->staged.granted = c;
+    s->wake(s->cookie, next);
+}
+
+/* An empty chunk for the connection; NULL: none now; *error set: nor ever. */
+static chunk *chunk_obtain(stage *s, connection *c, fanin_error *error)
+{
+    chunk *found = c->staged.granted;
+    c->staged.granted = NULL;
+    if (c->staged.waiting && deadline_passed(c->staged.wait_due)) {
+        error_set(error, FANIN_ERR_LIMIT, NULL,
+                  "other connections have had all chunks of pinned memory for %d s",
+                  2 * STALL_MS / 1000);
+        return NULL;
+    }
+    if (!found && !s->first_waiting && s->free) {
+        found = s->free;
+        s->free = found->next;
+    }
+    if (!found && !s->first_waiting && s->n_made < s->n_most) {
+        found = chunk_make(s, error);
+        if (!found && s->n_made > 0)
+            *error = (fanin_error)FANIN_ERROR_INIT; /* the others will do */
+    }
+    if (!found && s->n_made > 0 && c->staged.count == 0)
+        await(s, c);
+    return found;
+}
+
+/* ------------------------------------------------------------------ copies */
+
+static void unread(stage *s, chunk *c)
+{
+    fanin_server *server = s->server;
+    if (!c->reading)
+        return;
+    pthread_mutex_lock(&server->lock);
+    bracket_leave(server, c->of, c->epoch);
+    pthread_mutex_unlock(&server->lock);
+    c->reading = false;
+}
+
+/* In a thread of the driver. */
+static void on_copied(void *cookie, bool failed)
+{
+    chunk *c = cookie;
+    stage *s = c->of_stage;
+    int event = s->event;
+    atomic_store(&c->broken, failed);
+    c->next_done = atomic_load(&s->done);
+    while (!atomic_compare_exchange_weak(&s->done, &c->next_done, c))
+        ;
+    (void)eventfd_write(event, 1);
+}
+
+/* *settled false: the device may still write to the chunk. */
+static fanin_status launch(stage *s, const filling *f, bool *settled,
+                           fanin_error *error)
+{
+    chunk *c = f->to;
+    gpu_stream **stream = &s->streams[f->device];
+    fanin_status status = FANIN_OK;
+    *settled = true;
+    if (!*stream)
+        status = gpu_stream_create(s->gpu, f->device, stream, error);
+    if (status == FANIN_OK && c->digests.n_pieces > 0)
+        status = gpu_digest_run(*stream, &c->digests, error);
+    else if (status == FANIN_OK)
+        status = gpu_entries_run(*stream, c->entries, f->n_device, 0, 0, error);
+    if (status != FANIN_OK)
+        return status;
+    status = gpu_stream_notify(*stream, on_copied, c, error);
+    /* A copy under way that cannot be watched: waiting is all that is left. */
+    *settled = status == FANIN_OK ||
+               gpu_stream_wait(*stream, deadline_in_ms(UNSETTLED_MS), NULL) !=
+                   FANIN_ERR_TIMEOUT;
+    return status;
+}
+
+static void name_device(stage *s, int device, fanin_error *error)
+{
+    fanin_error why = *error;
+    error_place place = {.phase = "read",
+                         .rank_plus_1 = (int32_t)s->server->rank + 1,
+                         .remedy = why.remedy[0]
+                                       ? why.remedy
+                                       : "restart the trainer: a CUDA device that "
+                                         "has failed stays so for its process"};
+    error_set(error, FANIN_ERR_TRANSPORT, &place, "CUDA device %d of rank %u: %.300s",
+              device, (unsigned)s->server->rank, why.message);
+}
+
+static void append(staged *of, chunk *c)
+{
+    c->next = NULL;
+    if (of->last)
+        of->last->next = c;
+    else
+        of->first = c;
+    of->last = c;
+    of->count++;
+}
+
+/* By the digest kernel if nothing of the reply has been read back yet and all of it can be so. */
+static filling fill(stage *s, chunk *to, const connection *c, const job *j)
+{
+    const digester *d = &c->digester;
+    filling f;
+    to->digests = (digest_list){0};
+    if (d->on && job_is_whole(j) && filling_digest(to, j, d->convert, &f) &&
+        gpu_prepare_digest(s->gpu, f.device, NULL) == FANIN_OK)
+        return f;
+    to->digests = (digest_list){0};
+    to->bytes = 0;
+    return filling_gather(to, j);
+}
+
+fill_result stage_fill(stage *s, connection *c, job *j, fanin_error *error)
+{
+    chunk *to = chunk_obtain(s, c, error);
+    if (!to)
+        return error->status != FANIN_OK ? FILL_FAILED : FILL_WAIT;
+    to->bytes = to->sent = 0;
+    to->of = j->of;
+    to->epoch = j->epoch;
+    to->reading = bracket_enter(s->server, j->of, j->epoch);
+    if (!to->reading) {
+        chunk_free(s, to);
+        return FILL_VOID;
+    }
+    ON_SEND();
+    const filling f = fill(s, to, c, j);
+    to->device = f.device;
+    to->state = f.device >= 0 ? CHUNK_COPYING : CHUNK_READY;
+    to->due = deadline_in_ms(STALL_MS);
+    bool settled = true;
+    if (f.device >= 0 && launch(s, &f, &settled, error) != FANIN_OK) {
+        name_device(s, f.device, error);
+        unread(s, to);
+        if (settled) {
+            chunk_free(s, to);
+        } else {
+            to->next = s->lost;
+            s->lost = to;
+        }
+        return FILL_FAILED;
+    }
+    if (f.device >= 0) {
+        to->catalog = snapshot_retain(j->catalog);
+        to->next_copying = s->copying;
+        s->copying = to;
+    } else {
+        unread(s, to);
+    }
+    to->owner = c;
+    append(&c->staged, to);
+    job_skip(j, to->bytes);
+    j->ungathered -= to->bytes;
+    return FILL_DONE;
+}
+
+void stage_drop_first(stage *s, staged *of)
+{
+    chunk *c = of->first;
+    of->first = c->next;
+    of->count--;
+    if (!of->first)
+        of->last = NULL;
+    if (c->catalog)
+        c->owner = NULL; /* under way: stage_reap() frees it */
+    else
+        chunk_free(s, c);
+}
+
+void stage_leave(stage *s, connection *c)
+{
+    unwait(s, c);
+    while (c->staged.first)
+        stage_drop_first(s, &c->staged);
+    chunk *granted = c->staged.granted;
+    c->staged.granted = NULL;
+    if (granted)
+        chunk_free(s, granted);
+}
+
+/* -------------------------------------------------------------------- ends */
+
+static void end_copy(stage *s, chunk *c)
+{
+    chunk **link = &s->copying;
+    while (*link != c)
+        link = &(*link)->next_copying;
+    *link = c->next_copying;
+    unread(s, c);
+    commit_retire(s->server, c->catalog);
+    c->catalog = NULL;
+    if (c->state == CHUNK_COPYING) /* else given up */
+        c->state = atomic_load(&c->broken) ? CHUNK_FAILED : CHUNK_READY;
+    if (c->owner)
+        s->wake(s->cookie, c->owner);
+    else
+        chunk_free(s, c);
+}
+
+void stage_reap(stage *s)
+{
+    eventfd_t count;
+    (void)eventfd_read(s->event, &count);
+    chunk *c = atomic_exchange(&s->done, NULL);
+    while (c) {
+        chunk *next = c->next_done;
+        end_copy(s, c);
+        c = next;
+    }
+}
+
+deadline stage_expire(stage *s)
+{
+    deadline soonest = UINT64_MAX;
+    for (chunk *c = s->copying; c; c = c->next_copying) {
+        if (c->state != CHUNK_COPYING)
+            continue;
+        if (!deadline_passed(c->due)) {
+            soonest = deadline_sooner(soonest, c->due);
+            continue;
+        }
+        log_write(&s->server->log, FANIN_LOG_ERROR, "device-stalled",
+                  "CUDA device %d has not finished a copy of %zu bytes in %d s",
+                  c->device, c->bytes, STALL_MS / 1000);
+        c->state = CHUNK_FAILED; /* the chunk itself is kept until the copy ends */
+        unread(s, c);
+        if (c->owner)
+            s->wake(s->cookie, c->owner);
+    }
+    /* Who has waited longest comes first. */
+    for (connection *c = s->first_waiting; c; c = c->staged.next_waiting) {
+        if (!deadline_passed(c->staged.wait_due))
+            return deadline_sooner(soonest, c->staged.wait_due);
+        s->wake(s->cookie, c);
+    }
+    return soonest;
+}
+
+bool stage_is_short(const stage *s)
+{
+    return s->first_waiting != NULL;
+}
+
+void stage_explain(stage *s, const chunk *c, fanin_error *error)
+{
+    fanin_error why = FANIN_ERROR_INIT;
+    /* The wait does not wait: it asks a failed device for the error. */
+    if (atomic_load(&c->broken) && s->streams[c->device])
+        gpu_stream_wait(s->streams[c->device], 0, &why);
+    if (why.status != FANIN_ERR_TRANSPORT)
+        error_set(&why, FANIN_ERR_TRANSPORT, NULL, "%s",
+                  atomic_load(&c->broken) ? "it has failed"
+                                          : "it does not finish a copy");
+    *error = why;
+    name_device(s, c->device, error);
+}
+
+/* -------------------------------------------------------------------- life */
+
+int stage_event(const stage *s)
+{
+    return s->event;
+}
+
+fanin_status stage_create(fanin_server *server, gpu *g, stage_wake_fn wake,
+                          void *cookie, stage **out, fanin_error *error)
+{
+    stage *s = calloc(1, sizeof *s);
+    if (!s)
+        return error_set_memory(error);
+    s->server = server;
+    s->gpu = g;
+    s->wake = wake;
+    s->cookie = cookie;
+    /* A quarter of the connections' memory, and one chunk in any case. */
+    uint64_t most = server->max_memory / 4 / CHUNK_SIZE + 1;
+    s->n_most = most < CHUNKS_MOST ? (unsigned)most : CHUNKS_MOST;
+    s->event = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+    if (s->event < 0) {
+        free(s);
+        return error_set_errno(error, FANIN_ERR_IO, errno, NULL,
+                               "cannot set up copies of device memory");
+    }
+    *out = s;
+    return FANIN_OK;
+}
+
+void stage_destroy(stage **stage_ptr)
+{
+    stage *s = *stage_ptr;
+    if (!s)
+        return;
+    *stage_ptr = NULL;
+    deadline at = deadline_in_ms(STALL_MS);
+    while (s->copying && !deadline_passed(at)) {
+        struct pollfd p = {.fd = s->event, .events = POLLIN};
+        (void)poll(&p, 1, deadline_poll_ms(at));
+        stage_reap(s);
+    }
+    if (s->copying || s->lost) {
+        log_write(
+            &s->server->log, FANIN_LOG_ERROR, "device-stalled",
+            "CUDA device %d does not finish its copies: their memory is not freed",
+            (s->copying ? s->copying : s->lost)->device);
+        for (chunk *c = s->copying; c; c = c->next_copying)
+            unread(s, c);
+        return;
+    }
+    for (int i = 0; i < GPU_MAX_DEVICES; i++)
+        gpu_stream_destroy(&s->streams[i]);
+    while (s->free) {
+        chunk *c = s->free;
+        s->free = c->next;
+        gpu_host_free(s->gpu, c->data);
+        free(c);
+    }
+    memory_account(s->server, &s->memory, 0);
+    close(s->event);
+    free(s);
+}
