@@ -46,21 +46,6 @@ fanin_status server_check(const fanin_server *s, fanin_error *error)
     return FANIN_OK;
 }
 
-fanin_status thread_start(pthread_t *thread, const char *name, void *(*run)(void *),
-                          void *cookie, fanin_error *error)
-{
-    sigset_t all, before;
-    sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &before);
-    int code = pthread_create(thread, NULL, run, cookie);
-    pthread_sigmask(SIG_SETMASK, &before, NULL);
-    if (code != 0)
-        return error_set_errno(error, FANIN_ERR_LIMIT, code, NULL,
-                               "cannot start the thread %s", name);
-    pthread_setname_np(*thread, name);
-    return FANIN_OK;
-}
-
 /* ----------------------------------------------------------- configuration */
 
 void fanin_server_config_init(fanin_server_config *config, size_t size)

@@ -2,7 +2,7 @@
 #include "adapter/file_digest.h"
 
 #include "cpus.h"
-#include "device/worker_thread.h"
+#include "thread.h"
 #include <errno.h>
 #include <stdatomic.h>
 #include <stdlib.h>

@@ -3,7 +3,7 @@
 
 #include "adapter/file_limit.h"
 #include "cpus.h"
-#include "device/worker_thread.h"
+#include "thread.h"
 #include <errno.h>
 #include <fcntl.h>
 #include <stdatomic.h>

@@ -2,7 +2,7 @@
 #include "adapter/piece_digests.h"
 
 #include "cpus.h"
-#include "device/worker_thread.h"
+#include "thread.h"
 #include <stdlib.h>
 #include <string.h>
 

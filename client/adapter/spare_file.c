@@ -2,7 +2,7 @@
 #include "adapter/spare_file.h"
 
 #include "adapter/populate.h"
-#include "device/worker_thread.h"
+#include "thread.h"
 #include <errno.h>
 #include <fcntl.h>
 #include <stdatomic.h>

@@ -7,9 +7,10 @@
 #ifndef TABLES_H
 #define TABLES_H
 
-#include "device/memory_range.h"
+#include "device/ipc_map.h"
+#include "memory_range.h"
 #include "net/client_state.h"
-#include "path/ipc_map.h"
+#include "plan/read_list.h"
 
 /** What a rank announced for a publication (reply to a wait). */
 typedef struct announcement {
@@ -37,21 +38,6 @@ typedef struct shard_table {
     fanin_path path; /**< how these regions are read; FANIN_PATH_AUTO: not decided */
     char reason[PATH_REASON];
 } shard_table;
-
-/** A group of pieces that one read request asks for. */
-typedef struct read_request {
-    uint64_t first_piece;
-    uint32_t n_pieces, n_entries;
-    uint64_t first_entry;
-    uint64_t bytes;
-} read_request;
-
-/** How one source of a plan is read by stream: made once, used by every pull. */
-typedef struct read_list {
-    read_request *requests;
-    uint64_t n_requests;
-    read_entry *entries;
-} read_list;
 
 /** A plan and what it was made from. */
 typedef struct plan_cache {

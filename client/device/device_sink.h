@@ -13,8 +13,8 @@
 
 #include "block.h"
 #include "device/device_pool.h"
-#include "device/memory_range.h"
 #include "gpu.h"
+#include "memory_range.h"
 #include "net/loop.h"
 
 typedef struct device_sink device_sink;

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "device/scatter_pool.h"
 #include "cpus.h"
-#include "device/worker_thread.h"
+#include "thread.h"
 
 #include <pthread.h>
 #include <stdlib.h>

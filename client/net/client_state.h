@@ -4,11 +4,10 @@
 #define CLIENT_STATE_H
 
 #include "catalog.h"
-#include "device/device_pool.h"
 #include "log.h"
 #include "net/connection.h"
-#include "plan/plan.h"
 #include "ucx.h"
+#include "work_stop.h"
 #include <fanin/client.h>
 #include <stdatomic.h>
 #include <sys/types.h>
@@ -16,6 +15,8 @@
 typedef struct stream_link stream_link; /* stream_link.h */
 typedef struct publication publication; /* tables.h */
 typedef struct ipc_map ipc_map;         /* ipc_map.h */
+typedef struct gpu gpu;                 /* gpu.h */
+typedef struct device_pool device_pool; /* device_pool.h */
 typedef struct device_kit device_kit;   /* device_kit.h */
 typedef struct spare_file spare_file;   /* spare_file.h */
 

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-#include "stream/stream_link.h"
+#include "plan/read_list.h"
 
 #include "dtype.h"
 #include "error_set.h"

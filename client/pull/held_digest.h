@@ -10,8 +10,8 @@
 #include "block.h"
 #include "box_digest.h"
 #include "clock.h"
-#include "device/memory_range.h"
 #include "gpu.h"
+#include "memory_range.h"
 
 /** What one digest is of. */
 typedef struct held_part {

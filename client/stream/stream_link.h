@@ -41,11 +41,6 @@ typedef struct stream_work {
     fanin_error error;
 } stream_work;
 
-/** Requests for the pieces: neighbouring whole boxes become one entry. Linear. */
-fanin_status read_list_build(const plan_rank *pieces, const box_table *boxes,
-                             const key_table *keys, work_stop *stop, read_list *out,
-                             fanin_error *error);
-
 /** @p count connections to the rank of @p control, made without waiting. */
 fanin_status stream_link_create(fanin_client *client, const connection *control,
                                 unsigned count, stream_link **out, fanin_error *error);

@@ -2,6 +2,7 @@
 /* The control thread: listeners, sessions, UCX; sleeps in epoll until something is due. */
 #include "control/session.h"
 #include "error_set.h"
+#include "thread.h"
 
 #include <errno.h>
 #include <stdlib.h>

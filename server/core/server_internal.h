@@ -384,8 +384,4 @@ typedef struct handover {
 /** Takes everything in @p h over. False: out of memory, nothing was taken. Lock not held. */
 bool stream_adopt(fanin_server *s, const handover *h);
 
-/** Starts a thread that blocks all signals. FANIN_ERR_LIMIT. */
-fanin_status thread_start(pthread_t *thread, const char *name, void *(*run)(void *),
-                          void *cookie, fanin_error *error);
-
 #endif

@@ -1,10 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "shards/arena.h"
 #include "convert.h"
-#include "core/server_internal.h"
 #include "cpus.h"
 #include "dtype.h"
 #include "error_set.h"
+#include "thread.h"
 
 #include <stdlib.h>
 #include <string.h>

@@ -3,6 +3,7 @@
    in a queue and take turns of at most one frame or one sendmsg each. */
 #include "error_set.h"
 #include "stream/stream_connection.h"
+#include "thread.h"
 
 #include <errno.h>
 #include <stdlib.h>

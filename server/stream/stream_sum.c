@@ -2,6 +2,7 @@
 #include "stream/stream_sum.h"
 
 #include "cpus.h"
+#include "thread.h"
 #include <stdlib.h>
 
 typedef enum work_state { NOTHING, WAITING, RUNNING } work_state;

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-#include "device/worker_thread.h"
+#include "thread.h"
 
+#include "error_set.h"
 #include <signal.h>
 
 /* Plenty for what these threads do. The default is several megabytes, and where the kernel
@@ -20,4 +21,19 @@ bool worker_thread_start(pthread_t *thread, void *(*run)(void *), void *cookie)
     pthread_sigmask(SIG_SETMASK, &before, NULL);
     pthread_attr_destroy(&attributes);
     return started;
+}
+
+fanin_status thread_start(pthread_t *thread, const char *name, void *(*run)(void *),
+                          void *cookie, fanin_error *error)
+{
+    sigset_t all, before;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    int code = pthread_create(thread, NULL, run, cookie);
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
+    if (code != 0)
+        return error_set_errno(error, FANIN_ERR_LIMIT, code, NULL,
+                               "cannot start the thread %s", name);
+    pthread_setname_np(*thread, name);
+    return FANIN_OK;
 }

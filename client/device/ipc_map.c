@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-#include "path/ipc_map.h"
+#include "device/ipc_map.h"
 
 #include "error_set.h"
 #include <stdlib.h>

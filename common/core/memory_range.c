@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-#include "device/memory_range.h"
+#include "memory_range.h"
 
 const memory_range *memory_range_find(const memory_range *ranges, size_t n,
                                       const void *at)
