@@ -12,6 +12,7 @@
 #include "path/path.h"
 #include "stream/stream_link.h"
 #include "ucx/one_sided.h"
+#include "versioned.h"
 #include <errno.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -33,23 +34,18 @@ atomic_uint client_rules_off;
 void fanin_client_config_init(fanin_client_config *config, size_t size)
 {
     fanin_client_config defaults = {
-        .struct_size = size,
         .connect_timeout_ms = 5000,
         .lost_ms = 5000,
         .max_inflight = (uint64_t)64 << 20,
         .max_catalog = (uint64_t)256 << 20,
     };
-    memcpy(config, &defaults, size < sizeof(defaults) ? size : sizeof(defaults));
-    if (size > sizeof(defaults))
-        memset((char *)config + sizeof(defaults), 0, size - sizeof(defaults));
+    versioned_init(config, size, &defaults, sizeof(defaults));
 }
 
 void fanin_pull_options_init(fanin_pull_options *options, size_t size)
 {
-    fanin_pull_options defaults = {.struct_size = size, .timeout_ms = 60000};
-    memcpy(options, &defaults, size < sizeof(defaults) ? size : sizeof(defaults));
-    if (size > sizeof(defaults))
-        memset((char *)options + sizeof(defaults), 0, size - sizeof(defaults));
+    fanin_pull_options defaults = {.timeout_ms = 60000};
+    versioned_init(options, size, &defaults, sizeof(defaults));
 }
 
 fanin_status client_check(const fanin_client *client, fanin_error *error)
@@ -138,9 +134,9 @@ static fanin_status init_client(fanin_client *client, const fanin_client_config 
     client->cancel.fd = -1;
     client->loop.epoll = -1;
     fanin_client_config_init(&client->config, sizeof(client->config));
-    size_t size =
-        config->struct_size < sizeof(*config) ? config->struct_size : sizeof(*config);
-    memcpy(&client->config, config, size);
+    if (!versioned_read(&client->config, sizeof(client->config), config, 0))
+        return error_set(error, FANIN_ERR_ARGUMENT, NULL,
+                         "config is NULL, or its struct_size is not set");
     client->log = (logger){client->config.log, client->config.log_cookie};
     fanin_status status = check_config(&client->config, error);
     if (status != FANIN_OK)
@@ -180,9 +176,8 @@ static fanin_status init_client(fanin_client *client, const fanin_client_config 
 fanin_status fanin_client_create(const fanin_client_config *config,
                                  fanin_client **client_out, fanin_error *error)
 {
-    if (!config || !client_out || config->struct_size < sizeof(size_t))
-        return error_set(error, FANIN_ERR_ARGUMENT, NULL,
-                         "config or client_out is NULL, or struct_size is not set");
+    if (!client_out)
+        return error_set(error, FANIN_ERR_ARGUMENT, NULL, "client_out is NULL");
     fanin_client *client = calloc(1, sizeof(*client));
     if (!client)
         return error_set_memory(error);

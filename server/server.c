@@ -6,6 +6,7 @@
 #include "host_id.h"
 #include "shards/mapper.h"
 #include "utf8.h"
+#include "versioned.h"
 
 #include <arpa/inet.h>
 #include <dirent.h>
@@ -50,16 +51,14 @@ fanin_status server_check(const fanin_server *s, fanin_error *error)
 
 void fanin_server_config_init(fanin_server_config *config, size_t size)
 {
-    fanin_server_config defaults = {.struct_size = size,
-                                    .name = DEFAULT_NAME,
+    fanin_server_config defaults = {.name = DEFAULT_NAME,
                                     .bind = DEFAULT_BIND,
                                     .world_size = 1,
                                     .lease_ms = 1000,
                                     .max_sessions = 256,
                                     .max_memory = (uint64_t)256 << 20,
                                     .idle_ms = 300000};
-    memset(config, 0, size);
-    memcpy(config, &defaults, size < sizeof defaults ? size : sizeof defaults);
+    versioned_init(config, size, &defaults, sizeof defaults);
 }
 
 static fanin_status bad(fanin_error *error, const char *why, const char *remedy)
@@ -312,10 +311,11 @@ static void finish(fanin_server *s)
 fanin_status fanin_server_create(const fanin_server_config *config,
                                  fanin_server **server_out, fanin_error *error)
 {
-    if (!config || !server_out || config->struct_size < sizeof *config)
+    fanin_server_config c;
+    fanin_server_config_init(&c, sizeof c);
+    if (!server_out || !versioned_read(&c, sizeof c, config, 0))
         return bad(error, "no configuration, or its struct_size is not set",
                    "call fanin_server_config_init() first");
-    fanin_server_config c = *config;
     logger log = {c.log, c.log_cookie};
     *server_out = NULL;
     c.name = c.name ? c.name : DEFAULT_NAME;

@@ -2,6 +2,7 @@
 #include "adapter/safetensors.h"
 #include "dtype.h"
 #include "error_set.h"
+#include "versioned.h"
 
 #include <errno.h>
 #include <fcntl.h>
@@ -458,13 +459,7 @@ bool fanin_safetensors_get(const fanin_safetensors *file, size_t index,
 {
     if (index >= file->count)
         return false;
-    size_t size = entry->struct_size;
-    if (size > sizeof(*entry))
-        size = sizeof(*entry);
-    if (size > sizeof(entry->struct_size))
-        memcpy((char *)entry + sizeof(entry->struct_size),
-               (const char *)&file->entries[index] + sizeof(entry->struct_size),
-               size - sizeof(entry->struct_size));
+    versioned_write(entry, &file->entries[index], sizeof(*entry));
     return true;
 }
 

@@ -7,6 +7,7 @@
 #include "pull/agree.h"
 #include "pull/pull_plan.h"
 #include "pull/verify.h"
+#include "versioned.h"
 #include <errno.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -52,11 +53,9 @@ fanin_status pull_check(const fanin_client *client, const fanin_pull_options *in
     if (status != FANIN_OK)
         return status;
     fanin_pull_options_init(out, sizeof(*out));
-    if (!in || in->struct_size < sizeof(size_t))
+    if (!versioned_read(out, sizeof(*out), in, 0))
         return error_set(error, FANIN_ERR_ARGUMENT, NULL,
                          "the options are NULL or their struct_size is not set");
-    memcpy(out, in, in->struct_size < sizeof(*out) ? in->struct_size : sizeof(*out));
-    out->struct_size = sizeof(*out);
     error_place place = {.remedy = "a publication is \"lora:<run>\""};
     if (!out->publication || !strchr(out->publication, ':') ||
         strlen(out->publication) >= sizeof(((publication *)0)->name))

@@ -5,6 +5,7 @@
 #include "error_set.h"
 #include "gpu_finder.h"
 #include "pull/pull.h"
+#include "versioned.h"
 #include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -14,6 +15,7 @@
 
 typedef struct memory_destination {
     const fanin_tensor *tensors;
+    fanin_tensor *own; /* a copy of them, NULL: none is needed */
     size_t count;
     fanin_dtype dtype; /* what F32 arrives as; 0: F32 */
     plan_target *targets;
@@ -29,6 +31,18 @@ static const fanin_tensor *tensor_at(const memory_destination *m, size_t index)
 {
     return (const fanin_tensor *)((const char *)m->tensors +
                                   index * m->tensors->struct_size);
+}
+
+/* Those of an older caller's end before this version's do. */
+static bool widen(memory_destination *m)
+{
+    if (m->tensors->struct_size >= sizeof(fanin_tensor))
+        return true;
+    m->own = calloc(m->count, sizeof(*m->own));
+    for (size_t i = 0; i < m->count && m->own; i++)
+        versioned_element(&m->own[i], sizeof(*m->own), m->tensors, i);
+    m->tensors = m->own;
+    return m->own != NULL;
 }
 
 static bool box_is_empty(const fanin_tensor *t, const fanin_box *box)
@@ -515,15 +529,14 @@ fanin_status fanin_client_pull(fanin_client *client, const fanin_pull_options *o
     fanin_status status = pull_check(client, options, &checked, error);
     if (status != FANIN_OK)
         return status;
-    if (!tensors || count == 0 || tensors->struct_size < sizeof(fanin_tensor))
+    if (!tensors || count == 0 || tensors->struct_size < TENSOR_LEAST)
         return error_set(error, FANIN_ERR_ARGUMENT, NULL,
                          "no tensors were given, or their struct_size is not set");
     memory_destination m = {.tensors = tensors, .count = count, .dtype = checked.dtype};
-    for (size_t i = 0; i < count; i++) {
+    if (!widen(&m))
+        return error_set_memory(error);
+    for (size_t i = 0; i < count && status == FANIN_OK; i++)
         status = check_tensor(tensor_at(&m, i), i, error);
-        if (status != FANIN_OK)
-            return status;
-    }
     destination d = {.cookie = &m,
                      .plan_slot = 0,
                      .layout = layout,
@@ -532,9 +545,11 @@ fanin_status fanin_client_pull(fanin_client *client, const fanin_pull_options *o
                      .ranges = ranges,
                      .lasting_ranges = true,
                      .dtype = checked.dtype};
-    status = find_devices(&m, error);
+    if (status == FANIN_OK)
+        status = find_devices(&m, error);
     if (status == FANIN_OK)
         status = pull_run(client, &checked, &d, result_out, error);
+    free(m.own);
     free(m.targets);
     free(m.device);
     gpu_finder_free(&m.finder);

@@ -3,6 +3,7 @@
 
 #include "adapter/guard.h"
 #include "error_set.h"
+#include "versioned.h"
 #include <jansson.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -34,12 +35,8 @@ void fanin_result_free(fanin_result **result)
 
 void fanin_result_get(const fanin_result *result, fanin_result_info *info)
 {
-    size_t size = info->struct_size;
-    size_t known = size < sizeof(*info) ? size : sizeof(*info);
-    memset(info, 0, size);
-    if (result)
-        memcpy(info, &result->info, known);
-    memcpy(info, &size, sizeof(size));
+    static const fanin_result_info nothing;
+    versioned_write(info, result ? &result->info : &nothing, sizeof(nothing));
 }
 
 /* How the bytes of one rank were guarded. */

@@ -2,6 +2,7 @@
 /* Apart from the public functions of error.c: a program that links this file beside the shared
    library takes those from the shared library. */
 #include "error_set.h"
+#include "versioned.h"
 
 #include <stdarg.h>
 #include <stdio.h>
@@ -21,15 +22,6 @@ static void copy_text(char *to, size_t capacity, const char *from)
     to[size] = '\0';
 }
 
-/* Everything but struct_size, and of the rest only what both sides have. */
-static void write_out(fanin_error *to, const fanin_error *from, size_t from_size)
-{
-    size_t size = to->struct_size < from_size ? to->struct_size : from_size;
-    size_t skip = offsetof(fanin_error, status);
-    if (size > skip)
-        memcpy((char *)to + skip, (const char *)from + skip, size - skip);
-}
-
 static void fill(fanin_error *error, fanin_status status, int sys_errno,
                  const error_place *place, const char *text)
 {
@@ -44,7 +36,7 @@ static void fill(fanin_error *error, fanin_status status, int sys_errno,
     copy_text(full.key, sizeof full.key, p->key);
     copy_text(full.message, sizeof full.message, text);
     copy_text(full.remedy, sizeof full.remedy, p->remedy);
-    write_out(error, &full, sizeof full);
+    versioned_write(error, &full, sizeof full);
 }
 
 fanin_status error_set(fanin_error *error, fanin_status status,
@@ -94,5 +86,5 @@ fanin_status error_set_memory(fanin_error *error)
 void error_copy(fanin_error *to, const fanin_error *from)
 {
     if (to && from && to != from)
-        write_out(to, from, from->struct_size);
+        versioned_write(to, from, from->struct_size);
 }

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "clock.h"
 #include "error_set.h"
+#include "versioned.h"
 
 #include <fanin/log.h>
 
@@ -116,8 +117,7 @@ static void wait_locked(fanin_log_ring *ring, uint32_t timeout_ms)
 fanin_status fanin_log_ring_read(fanin_log_ring *ring, uint32_t timeout_ms,
                                  fanin_log_line *line)
 {
-    size_t skip = offsetof(fanin_log_line, level);
-    if (!ring || !line || line->struct_size <= skip)
+    if (!ring || !line || line->struct_size <= sizeof line->struct_size)
         return FANIN_ERR_ARGUMENT;
     if (ring->pid != getpid())
         return FANIN_ERR_FORKED;
@@ -125,10 +125,7 @@ fanin_status fanin_log_ring_read(fanin_log_ring *ring, uint32_t timeout_ms,
     pthread_mutex_lock(&ring->lock);
     wait_locked(ring, timeout_ms);
     if (ring->used > 0) {
-        size_t size =
-            line->struct_size < sizeof *line ? line->struct_size : sizeof *line;
-        memcpy((char *)line + skip, (const char *)&ring->lines[ring->first] + skip,
-               size - skip);
+        versioned_write(line, &ring->lines[ring->first], sizeof *line);
         ring->first = (ring->first + 1) % ring->capacity;
         ring->used--;
     } else {

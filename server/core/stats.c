@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Counters as a struct and as Prometheus text. */
 #include "core/server_internal.h"
+#include "versioned.h"
 
 #include <stdarg.h>
 #include <stdio.h>
@@ -34,9 +35,7 @@ fanin_status fanin_server_get_stats(fanin_server *server, fanin_server_stats *st
         return FANIN_ERR_ARGUMENT;
     fanin_server_stats now;
     collect(server, &now);
-    size_t size = stats->struct_size;
-    now.struct_size = size;
-    memcpy(stats, &now, size < sizeof now ? size : sizeof now);
+    versioned_write(stats, &now, sizeof now);
     return FANIN_OK;
 }
 

@@ -3,6 +3,7 @@
 #include "convert.h"
 #include "error_set.h"
 #include "publish/commit.h"
+#include "versioned.h"
 
 #include <stdlib.h>
 #include <string.h>
@@ -19,11 +20,8 @@ typedef struct request {
 
 void fanin_commit_options_init(fanin_commit_options *options, size_t size)
 {
-    if (!options || size < sizeof options->struct_size)
-        return;
-    fanin_commit_options defaults = {.struct_size = size, .stream = {.device = -1}};
-    memset(options, 0, size);
-    memcpy(options, &defaults, size < sizeof defaults ? size : sizeof defaults);
+    fanin_commit_options defaults = {.stream = {.device = -1}};
+    versioned_init(options, size, &defaults, sizeof defaults);
 }
 
 static fanin_status bad_option(fanin_error *error, const char *what, const char *remedy)
@@ -39,11 +37,9 @@ static fanin_status read_options(const fanin_commit_options *given,
     fanin_commit_options_init(out, sizeof *out);
     if (!given)
         return FANIN_OK;
-    if (given->struct_size < sizeof given->struct_size)
+    if (!versioned_read(out, sizeof *out, given, 0))
         return bad_option(error, "struct_size of the commit options is not set",
                           "call fanin_commit_options_init() first");
-    memcpy(out, given,
-           given->struct_size < sizeof *out ? given->struct_size : sizeof *out);
     if (out->flags & ~(uint32_t)(FANIN_COMMIT_SNAPSHOT | FANIN_COMMIT_WAIT))
         return bad_option(error, "the commit options have an unknown flag", NULL);
     if (out->cast != 0 && !(out->flags & FANIN_COMMIT_SNAPSHOT))

@@ -5,6 +5,7 @@
 #include "frame.h"
 #include "shards/shard_memory.h"
 #include "utf8.h"
+#include "versioned.h"
 
 #include <stdio.h>
 #include <stdlib.h>
@@ -274,7 +275,7 @@ fanin_status shard_set_build(memory_probe *probe, const char *publication,
     memset(out, 0, sizeof *out);
     if (count == 0)
         return FANIN_OK;
-    if (!tensors || tensors->struct_size < sizeof(fanin_tensor))
+    if (!tensors || tensors->struct_size < TENSOR_LEAST)
         return fault(&c, FANIN_ERR_ARGUMENT, "", "the tensors' struct_size is not set",
                      "set it to sizeof(fanin_tensor) in every element");
     if (count > LIMIT_KEYS)
@@ -284,14 +285,16 @@ fanin_status shard_set_build(memory_probe *probe, const char *publication,
         return error_set_memory(error);
     out->capacity = count;
     for (size_t i = 0; i < count; i++) {
-        const fanin_tensor *t =
+        const fanin_tensor *given =
             (const void *)((const char *)tensors + i * tensors->struct_size);
-        if (t->struct_size != tensors->struct_size)
+        fanin_tensor t;
+        if (given->struct_size != tensors->struct_size)
             return fault(&c, FANIN_ERR_ARGUMENT, "",
                          "the tensors' struct_size is not the same in all elements",
                          "set it to sizeof(fanin_tensor) in every element");
         shard *made = NULL;
-        fanin_status status = shard_make(&c, t, &made);
+        versioned_element(&t, sizeof t, tensors, i);
+        fanin_status status = shard_make(&c, &t, &made);
         if (made) {
             out->shards[out->count++] = made;
             out->n_boxes += made->n_boxes;

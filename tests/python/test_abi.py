@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from fanin import _ffi
+from fanin._library import initialised, library
 
 ROOT = Path(__file__).parents[2]
 HEADERS = [ROOT / folder / "include/fanin" for folder in ("common/core", "client", "server")]
@@ -117,3 +118,69 @@ def test_callbacks(name: str) -> None:
     result, of = FUNCTION_POINTERS["fanin_" + name.removesuffix("Fn").lower() + "_fn"]
     assert kind(ours._restype_) == kind(type_of(result, False))
     assert [kind(one) for one in ours._argtypes_] == parameters(of)
+
+
+# Programs of the first release have structures of these sizes, and go on to work.
+FIRST = {
+    "Error": 1512,
+    "LogLine": 1048,
+    "Tensor": 112,
+    "ServerConfig": 104,
+    "CommitOptions": 32,
+    "ServerStats": 208,
+    "ClientConfig": 96,
+    "PullOptions": 104,
+    "ResultInfo": 208,
+    "RankInfo": 104,
+    "PublicationInfo": 96,
+    "Entry": 112,
+    "WatchEvent": 40,
+    "RankState": 48,
+}
+
+
+def versioned() -> dict[str, type[ctypes.Structure]]:
+    return {one.__name__: one for one in OURS if one._fields_[0][0] == "struct_size"}
+
+
+def test_structures_only_grow() -> None:
+    now = {name: ctypes.sizeof(one) for name, one in versioned().items()}
+    assert {name: size for name, size in now.items() if size < FIRST[name]} == {}
+
+
+def of_size(filled: ctypes.Structure, size: int) -> Any:
+    """The structure as a program has it that knows *size* bytes of it."""
+    memory = ctypes.create_string_buffer(b"\xa5" * size, size)
+    ctypes.memmove(memory, ctypes.addressof(filled), min(size, ctypes.sizeof(filled)))
+    ctypes.c_size_t.from_buffer(memory).value = size
+    return ctypes.cast(memory, ctypes.POINTER(type(filled)))
+
+
+@pytest.mark.parametrize("more", [-8, 0, 40])
+def test_programs_of_other_releases(more: int) -> None:
+    """A server, a commit and a client, with structures as they were at first, shorter, longer."""
+
+    def sized(filled: ctypes.Structure, more: int = more) -> Any:
+        return of_size(filled, FIRST[type(filled).__name__] + more)
+
+    def good(status: int) -> None:
+        assert status == 0, error.contents.message
+
+    lib = library()
+    server, client = ctypes.c_void_p(), ctypes.c_void_p()
+    error = sized(_ffi.Error())
+    config = initialised(_ffi.ServerConfig, lib.fanin_server_config_init)
+    config.world_id[:] = b"\x05" * _ffi.WORLD_ID_SIZE
+    good(lib.fanin_server_create(sized(config), ctypes.byref(server), error))
+    tensor = _ffi.Tensor(name=b"nothing", dtype=_ffi.DTYPES["F32"], n_dims=1)
+    tensors = sized(tensor, max(more, 0))  # all of the first release's must be given
+    good(lib.fanin_server_put(server, b"lora:0", tensors, 1, False, error))
+    options = initialised(_ffi.CommitOptions, lib.fanin_commit_options_init)
+    good(lib.fanin_server_commit(server, b"lora:0", 1, sized(options), error))
+    config = initialised(_ffi.ClientConfig, lib.fanin_client_config_init)
+    good(lib.fanin_client_create(sized(config), ctypes.byref(client), error))
+    stats = sized(_ffi.ServerStats())
+    assert lib.fanin_server_get_stats(server, stats) == 0
+    assert stats.contents.publications == 1
+    lib.fanin_client_destroy(ctypes.byref(client))
+    lib.fanin_server_destroy(ctypes.byref(server), 0)
