@@ -152,7 +152,7 @@ static void add_row(struct libscols_table *table, struct libscols_line *parent,
 static void add_others(struct libscols_table *table, struct libscols_line *parent,
                        const absentees *absent, const missing *m)
 {
-    char name[96];
+    char name[MISSING_NAME];
     for (size_t i = 0; i < absent->count; i++) {
         snprintf(name, sizeof(name), "rank %u", absent->ranks[i]);
         add_row(table, parent, name, "absent");

@@ -94,7 +94,7 @@ void missing_name(const missing_rank *r, char *out, size_t size)
 void missing_print(const missing *m)
 {
     for (uint32_t i = 0; i < m->count; i++) {
-        char name[96];
+        char name[MISSING_NAME];
         missing_name(&m->ranks[i], name, sizeof(name));
         terminal_print("%s unreachable: %s", name, m->ranks[i].message);
     }
@@ -105,7 +105,7 @@ void missing_warn(const session *s)
     missing m;
     missing_gather(s, &m);
     for (uint32_t i = 0; i < m.count; i++) {
-        char name[96];
+        char name[MISSING_NAME];
         missing_name(&m.ranks[i], name, sizeof(name));
         failure_warn("%s does not answer: %s", name, m.ranks[i].message);
     }
@@ -139,7 +139,8 @@ int missing_report(const missing *m)
     failure_set(&error, first->status, missing_remedy(first->silent), "%s",
                 first->message);
     error.rank = first->rank;
-    snprintf(error.address, sizeof(error.address), "%s", first->address);
+    snprintf(error.address, sizeof(error.address), "%.*s",
+             (int)sizeof(error.address) - 1, first->address);
     snprintf(what, sizeof(what), "%u of %u ranks answered", m->asked - m->count,
              m->asked);
     failure_use_json(false); /* the data tell it all */

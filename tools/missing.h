@@ -7,11 +7,15 @@
 
 #include <jansson.h>
 
+#define MISSING_ADDRESS                                                                \
+    272 /**< a host's name of 253 bytes, a port and what is around them */
+#define MISSING_NAME 288
+
 typedef struct missing_rank {
     int32_t rank; /**< -1: not known */
     bool silent;  /**< refused nothing, said nothing */
     fanin_status status;
-    char address[272], message[512]; /* of a host's name of 253 and a port */
+    char address[MISSING_ADDRESS], message[512];
 } missing_rank;
 
 typedef struct missing {

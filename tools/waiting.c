@@ -50,7 +50,7 @@ static void tell_missing(const waiting *w)
     missing m;
     missing_gather(&w->own, &m);
     for (uint32_t i = 0; i < m.count; i++) {
-        char name[96];
+        char name[MISSING_NAME];
         missing_name(&m.ranks[i], name, sizeof(name));
         terminal_tell("nixl-fetch: waiting for %s: %s", name, m.ranks[i].message);
     }

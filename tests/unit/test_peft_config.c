@@ -448,10 +448,11 @@ static bool say_stop(void *asked)
 static void long_lists_are_not_looked_through_in_vain(void **state)
 {
     (void)state;
-    static const char *const heads[] = {"\"target_modules\":[\"q\"",
-                                        "\"rank_pattern\":{\"q\":8",
-                                        "\"target_modules\":[\"y\"],"
-                                        "\"modules_to_save\":[\"w\""};
+    static const char *const heads[] = {
+        "\"target_modules\":[\"q\"",
+        "\"rank_pattern\":{\"q\":8",
+        "\"target_modules\":[\"y\"],\"modules_to_save\":[\"w\"",
+    };
     static const char *const tails[] = {",\"y\"]}", "},\"target_modules\":[\"y\"]}",
                                         "]}"};
     for (size_t i = 0; i < 3; i++) {
