@@ -328,12 +328,11 @@ void client_work_start(client_work *w, fanin_client *client, deadline at)
 fanin_status client_work_end(const client_work *w, fanin_status status,
                              fanin_error *error)
 {
-    fanin_error broken_off = FANIN_ERROR_INIT;
-    error_place place = {.phase = broken_off.phase};
-    if (error)
-        broken_off = *error; /* says in which phase */
     if (!w->stop.stopped || !atomic_exchange(&w->client->cancelled, false))
         return status;
+    fanin_error broken_off = FANIN_ERROR_INIT;
+    error_copy(&broken_off, error); /* says in which phase */
+    error_place place = {.phase = broken_off.phase};
     return error_set(error, FANIN_ERR_CANCELLED, &place, "the call was cancelled");
 }
 

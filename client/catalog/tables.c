@@ -174,7 +174,8 @@ static fanin_status add_rank(const peer *p, fanin_status status, fanin_error *er
 {
     if (!error || error->rank >= 0 || status == FANIN_ERR_MEMORY)
         return status; /* known already, or not the rank's fault */
-    fanin_error inner = *error;
+    fanin_error inner = FANIN_ERROR_INIT;
+    error_copy(&inner, error);
     error_place place = connection_place(p->control, "catalog");
     place.key = inner.key;
     place.remedy = inner.remedy;

@@ -52,7 +52,8 @@ fanin_status pull_blame(const connection *c, const char *key, fanin_error *error
 static fanin_status blame_missing_rank(fanin_client *client, const publication *p,
                                        const bool *use, deadline at, fanin_error *error)
 {
-    fanin_error hole = *error;
+    fanin_error hole = FANIN_ERROR_INIT;
+    error_copy(&hole, error);
     size_t culprit = agree_culprit(client, p, use, at);
     if (culprit == client->n_peers)
         return FANIN_ERR_INCOMPLETE;

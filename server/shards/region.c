@@ -278,8 +278,7 @@ static fanin_status register_device(registrar *r, region *one, fanin_error *erro
     if (status == FANIN_OK)
         return FANIN_OK;
     if (status == FANIN_ERR_MEMORY || status == FANIN_ERR_LIMIT) {
-        if (error)
-            *error = why;
+        error_copy(error, &why);
         return status;
     }
     one->ucx_refused = true;
