@@ -248,7 +248,7 @@ static bool emit_key(builder *b, uint32_t key)
 static bool emit_all(builder *b)
 {
     cover *c = &b->cover;
-    b->collectors = malloc((c->n_sources + 1) * sizeof *b->collectors);
+    b->collectors = calloc(c->n_sources + 1, sizeof *b->collectors);
     b->disordered = malloc((c->n_sources + 1) * sizeof *b->disordered);
     if (!b->collectors || !b->disordered)
         return false;

@@ -232,7 +232,7 @@ static bool is_gone(const fanin_client *client, const bool *use, size_t peer)
 static bool suffice(fanin_client *client, const publication *p, const bool *use,
                     deadline at)
 {
-    bool enough;
+    bool enough = false;
     return agree_sufficient(client, p, use, at, &enough, NULL) == FANIN_OK && enough;
 }
 
