@@ -2,9 +2,9 @@
 /* Words for the shells' completion, one a line, with a description after a tab. What files to
    offer is the shell's matter: ":files", ":directories". Never a message: a failure completes
    nothing. */
-#include "models.h"
-#include "progress.h"
-#include "session.h"
+#include "trainer/models.h"
+#include "fetch/progress.h"
+#include "fetch/session.h"
 
 #include <stdio.h>
 #include <stdlib.h>

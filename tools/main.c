@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-#include "command.h"
-#include "failure.h"
-#include "options.h"
-#include "version.h"
+#include "fetch/command.h"
+#include "fetch/failure.h"
+#include "fetch/options.h"
+#include "doctor/version.h"
 
 #include <fcntl.h>
 #include <locale.h>

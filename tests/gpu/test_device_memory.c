@@ -5,8 +5,8 @@
  * and pinned. One process publishes a tensor in each, this one pulls them into memory of several
  * kinds. Prints TAP; exit status 77 without a GPU.
  */
-#include "device_driver.h"
-#include "pattern.h"
+#include "trainer/device_driver.h"
+#include "fetch/pattern.h"
 
 #include <cuda.h>
 #include <fanin/fanin.h>

@@ -4,10 +4,10 @@
  * digests is what libxxhash digests of the same bytes (one end on a device, the other on the host),
  * and bytes that differ are named. Prints TAP; exit status 77 without a GPU.
  */
-#include "device_driver.h"
+#include "trainer/device_driver.h"
 #include "gpu.h"
 #include "messages.h"
-#include "pattern.h"
+#include "fetch/pattern.h"
 #include "rank_proxy.h"
 
 #include <fanin/fanin.h>

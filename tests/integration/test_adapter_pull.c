@@ -5,7 +5,7 @@
  */
 #include "lab.h"
 #include "local_world.h"
-#include "pattern.h"
+#include "fetch/pattern.h"
 #include "testing.h"
 #include <dirent.h>
 #include <errno.h>

@@ -4,9 +4,9 @@
  * needs no GPU: its kernels abort where a real one would fault or corrupt.
  */
 #include "fake_cuda.h"
-#include "half.h"
+#include "fetch/half.h"
 #include "lab.h"
-#include "pattern.h"
+#include "fetch/pattern.h"
 #include "testing.h"
 #include <cuda.h>
 #include <fanin/safetensors.h>

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The doctor asks ranks one of which hangs in an update and one of which publishes nothing. Time
    goes by as the test says: the library finds this program's clock before that of libc. */
-#include "doctor.h"
+#include "doctor/doctor.h"
 #include "local_world.h"
 #include "testing.h"
 

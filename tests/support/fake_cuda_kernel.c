@@ -5,8 +5,8 @@
 
 #include "box_digest.h"
 #include "copy_kernel.h"
-#include "device_pattern.h"
-#include "device_work.h"
+#include "trainer/device_pattern.h"
+#include "trainer/device_work.h"
 #include "digest_kernel.h"
 
 #include <stdlib.h>

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "lab.h"
 
-#include "pattern.h"
+#include "fetch/pattern.h"
 #include "testing.h"
 #include <arpa/inet.h>
 #include <netinet/in.h>

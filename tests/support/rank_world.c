@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "rank_world.h"
 
-#include "pattern.h"
-#include "session.h"
+#include "fetch/pattern.h"
+#include "fetch/session.h"
 #include "testing.h"
 #include <stdio.h>
 #include <stdlib.h>

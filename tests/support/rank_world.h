@@ -8,8 +8,8 @@
 #ifndef RANK_WORLD_H
 #define RANK_WORLD_H
 
-#include "models.h"
-#include "ranks.h"
+#include "trainer/models.h"
+#include "trainer/ranks.h"
 #include <fanin/fanin.h>
 
 typedef struct rank_world {

@@ -3,11 +3,11 @@
    the kernel as the host writes it; and what conversions the tool expects. */
 #include "testing.h"
 
-#include "device_driver.h"
-#include "device_shards.h"
+#include "trainer/device_driver.h"
+#include "trainer/device_shards.h"
 #include "fake_cuda.h"
-#include "half.h"
-#include "pattern.h"
+#include "fetch/half.h"
+#include "fetch/pattern.h"
 
 #include <stdio.h>
 #include <stdlib.h>

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* What the doctor says of machines that are not there. */
-#include "doctor.h"
+#include "doctor/doctor.h"
 #include "sysfs_tree.h"
 #include "testing.h"
 

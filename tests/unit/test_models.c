@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Expansion of models to an adapter's tensors. */
-#include "models.h"
+#include "trainer/models.h"
 #include "testing.h"
 
 #include <jansson.h>

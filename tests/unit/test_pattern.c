@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The tool's byte pattern: known values, and every way to cut it gives the same bytes. */
-#include "pattern.h"
-#include "shard.h"
+#include "fetch/pattern.h"
+#include "trainer/shard.h"
 #include "testing.h"
 
 #include <stdio.h>

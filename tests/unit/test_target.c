@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Targets and durations as the tool understands them. */
-#include "options.h"
-#include "target.h"
+#include "fetch/options.h"
+#include "fetch/target.h"
 #include "testing.h"
 
 #include <stdio.h>

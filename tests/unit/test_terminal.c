@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* What reaches a terminal: text that steers nothing, progress that fits. */
-#include "failure.h"
-#include "progress.h"
-#include "session.h"
-#include "terminal.h"
+#include "fetch/failure.h"
+#include "fetch/progress.h"
+#include "fetch/session.h"
+#include "fetch/terminal.h"
 #include "testing.h"
 
 #include <stdlib.h>

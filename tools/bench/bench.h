@@ -1,0 +1,140 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/** @file Parts of `bench`: figures over several pulls, limits beside them, a trainer's loss. */
+#ifndef BENCH_H
+#define BENCH_H
+
+#include "bench/arena.h"
+#include "fetch/check.h"
+#include "trainer/device_driver.h"
+#include "trainer/device_options.h"
+#include "trainer/ranks.h"
+#include "fetch/session.h"
+#include "trainer/source.h"
+#include "trainer/world.h"
+
+#include <jansson.h>
+
+enum {
+    BENCH_MAX_ITERATIONS = 100000,
+    BENCH_MAX_PHASES = 16,
+    BENCH_MAX_LIMITS = 32,
+    BENCH_MAX_ROUNDS = 100,
+    BENCH_LOSS_PAIRS = 7,
+};
+
+/** Samples of every phase of report_phases, in nanoseconds. */
+typedef struct bench_samples {
+    uint64_t *values; /**< [phase][iteration] */
+    uint32_t capacity, count;
+} bench_samples;
+
+bool bench_samples_init(bench_samples *s, uint32_t iterations);
+void bench_samples_add(bench_samples *s, const fanin_result_info *info);
+void bench_samples_free(bench_samples *s);
+
+typedef struct bench_figure {
+    uint64_t median, least, most;
+} bench_figure;
+
+/** Over all samples of phase number @p phase. */
+bench_figure bench_figure_of(const bench_samples *s, uint32_t phase);
+/** The same over samples first .. first+count-1. */
+bench_figure bench_figure_part(const bench_samples *s, uint32_t phase, uint32_t first,
+                               uint32_t count);
+/** Over @p count values, which are sorted. */
+bench_figure bench_figure_make(uint64_t *values, uint32_t count);
+
+/** What the machine does without this library. */
+typedef struct bench_limit {
+    char name[80];
+    char problem[160]; /**< why there is no figure, "": there is one */
+    uint64_t bytes, pieces;
+    uint32_t threads; /**< of the CPU; 0: it has no part in it */
+    bench_figure ns;
+} bench_limit;
+
+typedef struct bench_limits {
+    bench_limit items[BENCH_MAX_LIMITS];
+    size_t count;
+} bench_limits;
+
+/** An empty one to be filled; the last one again if there are too many. */
+bench_limit *bench_limit_add(bench_limits *limits, const char *format, ...)
+    __attribute__((format(printf, 2, 3)));
+
+/** process_vm_readv of the ranks' shards in pieces of at most 1 MiB into @p a's memory. */
+void bench_raw_read(bench_limits *limits, const rank_options *options, const ranks *r,
+                    const arena *a, uint32_t threads);
+/** memcpy of as many bytes as @p a has, by one thread. */
+void bench_memcpy(bench_limits *limits, const arena *a);
+
+/** Bytes of the pull that each device holds: what the ranks hold there, as they publish it. */
+typedef struct bench_spread {
+    int devices[DEVICE_LIST];
+    uint64_t bytes[DEVICE_LIST];
+    size_t count;
+} bench_spread;
+void bench_spread_of(const rank_options *options, bench_spread *out);
+
+/** Copies of as many bytes in one piece between each of the spread's devices and @p to (a device,
+    or DEVICE_HOST: pinned memory), one after the other and all at once. */
+void bench_device_copies(bench_limits *limits, const bench_spread *spread, int to);
+/** What a fresh file of @p bytes in @p directory costs: its pages, by one thread and by four,
+    pinning them, and the devices' copies into them. */
+void bench_file_pages(bench_limits *limits, const bench_spread *spread,
+                      const char *directory, uint64_t bytes);
+
+/** What pulls without pause cost a rank that works. */
+typedef struct bench_loss {
+    uint32_t rank;
+    int device;
+    uint32_t pairs;
+    double rate_idle; /**< units a second with nobody pulling, median */
+    double
+        ratio[BENCH_LOSS_PAIRS]; /**< rate while pulled over that before and after it */
+    double median;               /**< of the ratios */
+} bench_loss;
+
+typedef struct bench {
+    const command *self;
+    invocation line;
+    source_options source_options;
+    world_options world;
+    device_options device;
+    char *dest, *pull_dtype, *load_name;
+    int iterations, cold, repeat, commits, check_all, spare_file, verify, update_every,
+        pause;
+
+    rank_options rank_options;
+    source source;
+    ranks *ranks; /**< NULL: ranks that run already */
+    char *target; /**< theirs, or of our own ranks */
+    session session;
+    bool directory;  /**< dest is one */
+    int dest_device; /**< of memory; DEVICE_HOST: the host's */
+    fanin_dtype half;
+    arena arena;
+    check_pattern pattern;
+    bench_samples samples;
+    bench_limits limits;
+    fanin_result_info last;
+    char reason[256];
+    uint64_t peak_bytes, serial;
+    bench_loss losses[DEVICE_MAX];
+    size_t n_losses;
+    uint64_t loss_pulls;
+} bench;
+
+/** One pull; @p info is filled but for its strings. */
+fanin_status bench_pull(bench *b, bool check, fanin_result_info *info,
+                        fanin_error *error);
+
+/** Pulls in every other second while ranks work, to fill b->losses: 0, or an exit status after a
+    message. */
+int bench_trainer(bench *b);
+
+/** All that was measured, on stdout. */
+void bench_tell_json(const bench *b);
+void bench_tell_text(const bench *b);
+
+#endif

@@ -1,0 +1,351 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* What copy engines, links and pages of this machine do with the bytes of a pull. */
+#include "bench/bench.h"
+#include "trainer/device_driver.h"
+#include "fetch/half.h"
+#include "fetch/progress.h"
+#include "trainer/shard.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <pthread.h>
+#include <stdio.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+enum { ROUNDS = 7, PAGE_ROUNDS = 3, MAX_THREADS = 4 };
+
+void bench_spread_of(const rank_options *o, bench_spread *out)
+{
+    uint32_t parts = o->world_size / o->replicate;
+    *out = (bench_spread){0};
+    for (uint32_t rank = 0; rank < o->world_size; rank++) {
+        int device = rank_device(o, rank);
+        size_t at = 0;
+        while (at < out->count && out->devices[at] != device) {
+            at++;
+        }
+        if (at == out->count) {
+            out->devices[out->count++] = device;
+        }
+        for (size_t i = 0; i < o->tensors->count; i++) {
+            const tensor_spec *t = &o->tensors->tensors[i];
+            shard s;
+            shard_cut(t, o->shard_dim, parts, rank % parts, &s);
+            bool halved = half_converts(t->dtype, o->publishing.cast);
+            out->bytes[at] += s.bytes / (halved ? 2 : 1) / o->replicate;
+        }
+    }
+}
+
+/* One copy that is timed. */
+typedef struct transfer {
+    int device; /**< that does it */
+    void *to, *from, *stream;
+    uint64_t bytes;
+} transfer;
+
+/* Times @p count copies that run at the same time. */
+static void time_copies(bench_limit *limit, const transfer *copies, size_t count)
+{
+    fanin_error error = FANIN_ERROR_INIT;
+    fanin_status status = FANIN_OK;
+    uint64_t times[ROUNDS];
+    limit->pieces = count;
+    for (size_t i = 0; i < count; i++) {
+        limit->bytes += copies[i].bytes;
+    }
+    /* The first one is for warming up. */
+    for (int round = -1; round < ROUNDS && status == FANIN_OK; round++) {
+        uint64_t start = progress_now_ns();
+        for (size_t i = 0; i < count && status == FANIN_OK; i++) {
+            status = device_copy(copies[i].device, copies[i].stream, copies[i].to,
+                                 copies[i].from, copies[i].bytes, &error);
+        }
+        for (size_t i = 0; i < count && status == FANIN_OK; i++) {
+            status = device_wait(copies[i].device, copies[i].stream, &error);
+        }
+        if (round >= 0) {
+            times[round] = progress_now_ns() - start;
+        }
+    }
+    if (status == FANIN_OK) {
+        limit->ns = bench_figure_make(times, ROUNDS);
+    } else {
+        snprintf(limit->problem, sizeof(limit->problem), "%.150s", error.message);
+    }
+}
+
+/* The same between the two ends of each copy. */
+static transfer reversed(const transfer *t)
+{
+    return (transfer){t->device, t->from, t->to, t->stream, t->bytes};
+}
+
+static fanin_status prepare(transfer *t, int from, int to, uint64_t bytes,
+                            fanin_error *error)
+{
+    *t = (transfer){.device = from, .bytes = bytes};
+    fanin_status status = device_open(from, error);
+    if (status == FANIN_OK && to != DEVICE_HOST) {
+        status = device_open(to, error);
+        if (status == FANIN_OK) {
+            (void)device_peer(to, from); /* else the driver goes through the host */
+            (void)device_peer(from, to);
+        }
+    }
+    if (status == FANIN_OK) {
+        status = device_stream(from, &t->stream, error);
+    }
+    if (status == FANIN_OK) {
+        status = device_alloc(from, bytes + 1, &t->from, error);
+    }
+    if (status == FANIN_OK) {
+        status = to != DEVICE_HOST
+                     ? device_alloc(to, bytes + 1, &t->to, error)
+                     : device_alloc_pinned(from, bytes + 1, &t->to, error);
+    }
+    return status;
+}
+
+static void release(transfer *t, int to)
+{
+    if (to != DEVICE_HOST) {
+        device_free(to, t->to);
+    } else {
+        device_free_pinned(t->device, t->to);
+    }
+    device_free(t->device, t->from);
+    device_stream_free(t->device, t->stream);
+}
+
+static void name_copy(bench_limits *limits, int from, int to, const transfer *t)
+{
+    bench_limit *limit =
+        to == DEVICE_HOST
+            ? bench_limit_add(limits, "copy of one buffer, GPU %d to pinned memory",
+                              from)
+        : from == to
+            ? bench_limit_add(limits, "copy of one buffer on GPU %d", from)
+            : bench_limit_add(limits, "copy of one buffer, GPU %d to GPU %d", from, to);
+    time_copies(limit, t, 1);
+}
+
+void bench_device_copies(bench_limits *limits, const bench_spread *spread, int to)
+{
+    transfer copies[DEVICE_MAX];
+    fanin_error error = FANIN_ERROR_INIT;
+    fanin_status status = FANIN_OK;
+    size_t count = 0;
+    for (size_t i = 0; i < spread->count && count < DEVICE_MAX; i++) {
+        int from = spread->devices[i];
+        if (from == DEVICE_HOST || spread->bytes[i] == 0) {
+            continue;
+        }
+        status = prepare(&copies[count++], from, to, spread->bytes[i], &error);
+        if (status != FANIN_OK) {
+            bench_limit *limit = bench_limit_add(limits, "copies between devices");
+            snprintf(limit->problem, sizeof(limit->problem), "%.150s", error.message);
+            break;
+        }
+        name_copy(limits, from, to, &copies[count - 1]);
+        if (to != DEVICE_HOST && from != to) {
+            transfer back = reversed(&copies[count - 1]);
+            name_copy(limits, to, from, &back);
+        }
+    }
+    if (status == FANIN_OK && count > 1) {
+        time_copies(bench_limit_add(limits, "all of them to their end at once"), copies,
+                    count);
+    }
+    for (size_t i = 0; i < count; i++) {
+        release(&copies[i], to);
+    }
+}
+
+/* ------------------------------------------------------------------- files */
+
+/* A fresh file, removed already; NULL with errno. */
+static uint8_t *map_file(const char *directory, uint64_t bytes)
+{
+    char path[4096];
+    snprintf(path, sizeof(path), "%s/fanin-bench-%d-pages", directory, (int)getpid());
+    int descriptor = open(path, O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, 0600);
+    if (descriptor < 0) {
+        return NULL;
+    }
+    unlink(path);
+    void *memory = MAP_FAILED;
+    if (ftruncate(descriptor, (off_t)bytes) == 0) {
+        memory = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, descriptor, 0);
+    }
+    int saved = errno;
+    close(descriptor);
+    errno = saved;
+    return memory != MAP_FAILED ? memory : NULL;
+}
+
+typedef struct populator {
+    uint8_t *from;
+    uint64_t bytes;
+    int failed; /**< errno */
+} populator;
+
+static void *populate(void *cookie)
+{
+    populator *p = cookie;
+    if (madvise(p->from, p->bytes, MADV_POPULATE_WRITE) != 0) {
+        p->failed = errno;
+    }
+    return NULL;
+}
+
+static int populate_all(uint8_t *memory, uint64_t bytes, uint32_t threads)
+{
+    populator parts[MAX_THREADS];
+    pthread_t handles[MAX_THREADS];
+    uint64_t page = (uint64_t)sysconf(_SC_PAGESIZE);
+    uint64_t share = (bytes / threads + page) / page * page;
+    uint32_t started = 0;
+    int failed = 0;
+    for (uint32_t i = 0; i < threads && failed == 0 && i * share < bytes; i++) {
+        uint64_t left = bytes - i * share;
+        parts[i] = (populator){memory + i * share, left < share ? left : share, 0};
+        failed = pthread_create(&handles[i], NULL, populate, &parts[i]);
+        started += failed == 0;
+    }
+    for (uint32_t i = 0; i < started; i++) {
+        pthread_join(handles[i], NULL);
+        failed = failed != 0 ? failed : parts[i].failed;
+    }
+    return failed;
+}
+
+static void tell_errno(bench_limit *limit, int number)
+{
+    snprintf(limit->problem, sizeof(limit->problem), "%s", strerror(number));
+}
+
+static void time_pages(bench_limits *limits, const char *directory, uint64_t bytes,
+                       uint32_t threads)
+{
+    uint64_t times[PAGE_ROUNDS];
+    bench_limit *limit = bench_limit_add(limits, "pages of a fresh file");
+    limit->threads = threads;
+    limit->bytes = bytes;
+    for (int round = 0; round < PAGE_ROUNDS; round++) {
+        uint8_t *memory = map_file(directory, bytes);
+        if (memory == NULL) {
+            tell_errno(limit, errno);
+            return;
+        }
+        uint64_t start = progress_now_ns();
+        int failed = populate_all(memory, bytes, threads);
+        times[round] = progress_now_ns() - start;
+        munmap(memory, bytes);
+        if (failed != 0) {
+            tell_errno(limit, failed);
+            return;
+        }
+    }
+    limit->ns = bench_figure_make(times, PAGE_ROUNDS);
+}
+
+/* The devices' bytes, one behind the other, into the file. */
+static void time_into_file(bench_limits *limits, const bench_spread *spread,
+                           uint8_t *memory, uint64_t bytes)
+{
+    transfer copies[DEVICE_MAX];
+    fanin_error error = FANIN_ERROR_INIT;
+    fanin_status status = FANIN_OK;
+    size_t count = 0;
+    uint64_t at = 0;
+    for (size_t i = 0; i < spread->count && count < DEVICE_MAX && status == FANIN_OK;
+         i++) {
+        if (spread->devices[i] == DEVICE_HOST) {
+            continue;
+        }
+        transfer *t = &copies[count++];
+        uint64_t left = bytes - at;
+        *t = (transfer){.device = spread->devices[i],
+                        .to = memory + at,
+                        .bytes = spread->bytes[i] < left ? spread->bytes[i] : left};
+        at += t->bytes;
+        status = device_open(t->device, &error);
+        if (status == FANIN_OK) {
+            status = device_stream(t->device, &t->stream, &error);
+        }
+        if (status == FANIN_OK) {
+            status = device_alloc(t->device, t->bytes + 1, &t->from, &error);
+        }
+    }
+    bench_limit *limit = bench_limit_add(limits, "copies into the file's pinned pages");
+    if (status == FANIN_OK) {
+        time_copies(limit, copies, count);
+    } else {
+        snprintf(limit->problem, sizeof(limit->problem), "%.150s", error.message);
+    }
+    for (size_t i = 0; i < count; i++) {
+        device_free(copies[i].device, copies[i].from);
+        device_stream_free(copies[i].device, copies[i].stream);
+    }
+}
+
+static int first_device(const bench_spread *spread)
+{
+    for (size_t i = 0; i < spread->count; i++) {
+        if (spread->devices[i] != DEVICE_HOST) {
+            return spread->devices[i];
+        }
+    }
+    return DEVICE_HOST;
+}
+
+static void time_pinning(bench_limits *limits, const bench_spread *spread,
+                         const char *directory, uint64_t bytes)
+{
+    uint64_t times[PAGE_ROUNDS];
+    fanin_error error = FANIN_ERROR_INIT;
+    int device = first_device(spread);
+    fanin_status status = device_open(device, &error);
+    bench_limit *limit = bench_limit_add(limits, "pinning its pages");
+    limit->bytes = bytes;
+    limit->threads = 1;
+    uint8_t *memory = map_file(directory, bytes);
+    int failed = memory == NULL ? errno : populate_all(memory, bytes, MAX_THREADS);
+    for (int round = 0; failed == 0 && round < PAGE_ROUNDS && status == FANIN_OK;
+         round++) {
+        uint64_t start = progress_now_ns();
+        status = device_register(device, memory, bytes, &error);
+        times[round] = progress_now_ns() - start;
+        if (status == FANIN_OK && round + 1 < PAGE_ROUNDS) {
+            device_unregister(device, memory);
+        }
+    }
+    if (failed != 0) {
+        tell_errno(limit, failed);
+    } else if (status != FANIN_OK) {
+        snprintf(limit->problem, sizeof(limit->problem), "%.150s", error.message);
+    } else {
+        limit->ns = bench_figure_make(times, PAGE_ROUNDS);
+        time_into_file(limits, spread, memory, bytes);
+        device_unregister(device, memory);
+    }
+    if (memory != NULL) {
+        munmap(memory, bytes);
+    }
+}
+
+void bench_file_pages(bench_limits *limits, const bench_spread *spread,
+                      const char *directory, uint64_t bytes)
+{
+    if (bytes == 0) {
+        return;
+    }
+    time_pages(limits, directory, bytes, 1);
+    time_pages(limits, directory, bytes, MAX_THREADS);
+    if (first_device(spread) != DEVICE_HOST) {
+        time_pinning(limits, spread, directory, bytes);
+    }
+}

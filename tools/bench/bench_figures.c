@@ -1,0 +1,83 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include "bench/bench.h"
+#include "fetch/report.h"
+
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+bool bench_samples_init(bench_samples *s, uint32_t iterations)
+{
+    *s = (bench_samples){.capacity = iterations};
+    s->values = calloc((size_t)iterations * BENCH_MAX_PHASES, sizeof(s->values[0]));
+    return s->values != NULL;
+}
+
+void bench_samples_add(bench_samples *s, const fanin_result_info *info)
+{
+    if (s->count == s->capacity) {
+        return;
+    }
+    for (uint32_t i = 0; report_phases[i].name != NULL; i++) {
+        s->values[(size_t)i * s->capacity + s->count] =
+            report_phase_ns(info, &report_phases[i]);
+    }
+    s->count++;
+}
+
+void bench_samples_free(bench_samples *s)
+{
+    free(s->values);
+    *s = (bench_samples){0};
+}
+
+static int ascending(const void *a, const void *b)
+{
+    uint64_t x = *(const uint64_t *)a;
+    uint64_t y = *(const uint64_t *)b;
+    return (x > y) - (x < y);
+}
+
+bench_figure bench_figure_make(uint64_t *values, uint32_t count)
+{
+    if (count == 0) {
+        return (bench_figure){0};
+    }
+    qsort(values, count, sizeof(values[0]), ascending);
+    uint64_t low = values[(count - 1) / 2];
+    return (bench_figure){low + (values[count / 2] - low) / 2, values[0],
+                          values[count - 1]};
+}
+
+bench_figure bench_figure_part(const bench_samples *s, uint32_t phase, uint32_t first,
+                               uint32_t count)
+{
+    uint64_t *copy = malloc(((size_t)count + 1) * sizeof(copy[0]));
+    bench_figure figure = {0};
+    if (copy != NULL) {
+        memcpy(copy, s->values + (size_t)phase * s->capacity + first,
+               count * sizeof(copy[0]));
+        figure = bench_figure_make(copy, count);
+    }
+    free(copy);
+    return figure;
+}
+
+bench_figure bench_figure_of(const bench_samples *s, uint32_t phase)
+{
+    return bench_figure_part(s, phase, 0, s->count);
+}
+
+bench_limit *bench_limit_add(bench_limits *limits, const char *format, ...)
+{
+    size_t at =
+        limits->count < BENCH_MAX_LIMITS ? limits->count++ : BENCH_MAX_LIMITS - 1;
+    bench_limit *limit = &limits->items[at];
+    va_list arguments;
+    *limit = (bench_limit){.pieces = 1};
+    va_start(arguments, format);
+    vsnprintf(limit->name, sizeof(limit->name), format, arguments);
+    va_end(arguments);
+    return limit;
+}

@@ -1,0 +1,538 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include "bench/bench.h"
+#include "fetch/check.h"
+#include "fetch/command.h"
+#include "trainer/device_driver.h"
+#include "fetch/failure.h"
+#include "fetch/interrupt.h"
+#include "fetch/output.h"
+#include "fetch/progress.h"
+#include "fetch/report.h"
+#include "fetch/session.h"
+
+#include <dirent.h>
+#include <errno.h>
+#include <fcntl.h>
+#include <poll.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+enum { START_MS = 300000 };
+
+/* Removes an adapter directory that this bench made. */
+static void remove_directory(const char *path)
+{
+    DIR *directory = opendir(path);
+    if (directory == NULL) {
+        return;
+    }
+    for (const struct dirent *e; (e = readdir(directory)) != NULL;) {
+        if (e->d_name[0] != '.') {
+            unlinkat(dirfd(directory), e->d_name, 0);
+        }
+    }
+    closedir(directory);
+    rmdir(path);
+}
+
+static fanin_status check_arena(bench *b, uint64_t step, fanin_error *error)
+{
+    const uint8_t *memory;
+    fanin_status status = arena_read(&b->arena, &memory, error);
+    for (size_t i = 0; status == FANIN_OK && i < b->arena.count; i++) {
+        const fanin_tensor *t = &b->arena.tensors[i];
+        const uint8_t *address = t->boxes[0].address;
+        status = check_memory(&b->pattern, b->session.publication, t->name, t->dtype,
+                              step, memory + (address - b->arena.memory),
+                              arena_bytes(&b->arena, i), error);
+    }
+    return status;
+}
+
+static fanin_status pull_memory(bench *b, const fanin_pull_options *options, bool check,
+                                fanin_result **result, fanin_error *error)
+{
+    fanin_status status = check ? arena_spoil(&b->arena, error) : FANIN_OK;
+    if (status == FANIN_OK) {
+        status = fanin_client_pull(b->session.client, options, b->arena.tensors,
+                                   b->arena.count, result, error);
+    }
+    return status;
+}
+
+fanin_status bench_pull(bench *b, bool check, fanin_result_info *info,
+                        fanin_error *error)
+{
+    fanin_result *result = NULL;
+    fanin_pull_options options;
+    char path[4096];
+    uint64_t checked;
+    fanin_pull_options_init(&options, sizeof(options));
+    options.publication = b->session.publication;
+    options.timeout_ms = b->line.common.timeout_ms;
+    options.dtype = b->half;
+    options.spare_file = b->spare_file != 0;
+    options.verify = b->verify != 0;
+    *info = (fanin_result_info){.struct_size = sizeof(*info)};
+    snprintf(path, sizeof(path), "%s/fanin-bench-%d-%llu", b->directory ? b->dest : "",
+             (int)getpid(), (unsigned long long)b->serial++);
+    fanin_status status = b->directory
+                              ? fanin_client_pull_adapter(b->session.client, &options,
+                                                          path, &result, error)
+                              : pull_memory(b, &options, check, &result, error);
+    if (status == FANIN_OK) {
+        fanin_result_get(result, info);
+        snprintf(b->reason, sizeof(b->reason), "%s",
+                 info->path_reason != NULL ? info->path_reason : "");
+        info->path_reason = info->ranks_json = NULL;
+    }
+    if (status == FANIN_OK && check) {
+        status = b->directory
+                     ? check_directory(&b->pattern, path, b->session.publication,
+                                       info->step, &checked, error)
+                     : check_arena(b, info->step, error);
+    }
+    if (b->directory) {
+        remove_directory(path);
+    }
+    fanin_result_free(&result);
+    return status;
+}
+
+/* A client that knows nothing yet: what connecting costs belongs to the pull. */
+static int pull_cold(bench *b, fanin_result_info *info)
+{
+    fanin_error error = FANIN_ERROR_INIT;
+    session_close(&b->session);
+    uint64_t start = progress_now_ns();
+    int code = session_open(&b->session, b->self, &b->line, b->target, b->line.run);
+    if (code == 0) {
+        code = session_connect(&b->session, b->line.common.timeout_ms);
+    }
+    uint64_t connected = progress_now_ns() - start;
+    if (code == 0 && bench_pull(b, b->check_all, info, &error) != FANIN_OK) {
+        code = failure_report("cannot pull", &error);
+    }
+    info->connect_ns += connected;
+    info->total_ns += connected;
+    info->fixed_ns += connected;
+    return code;
+}
+
+/* One round of pulls. */
+static int measure(bench *b)
+{
+    fanin_error error = FANIN_ERROR_INIT;
+    fanin_result_info info;
+    if (bench_pull(b, b->pattern.follows, &info, &error) != FANIN_OK) {
+        return failure_report("cannot pull", &error); /* the warm-up proves the bytes */
+    }
+    for (int i = 0; i < b->iterations; i++) {
+        if (b->cold) {
+            int code = pull_cold(b, &info);
+            if (code != 0) {
+                return code;
+            }
+        } else if (bench_pull(b, b->check_all, &info, &error) != FANIN_OK) {
+            return failure_report("cannot pull", &error);
+        }
+        bench_samples_add(&b->samples, &info);
+        b->last = info;
+        if (b->pause > 0) {
+            poll(NULL, 0, b->pause);
+        }
+        if (interrupt_requested()) {
+            return interrupt_exit_code();
+        }
+    }
+    return 0;
+}
+
+/* What can be said without this library of the bytes that were pulled. */
+static void measure_limits(bench *b)
+{
+    long processors = sysconf(_SC_NPROCESSORS_ONLN);
+    uint32_t threads = processors > 1 ? (uint32_t)processors : 1;
+    bench_spread spread = {0};
+    bool host = b->dest_device == DEVICE_HOST;
+    bool devices = b->device.device != NULL;
+    if (b->ranks != NULL) {
+        bench_spread_of(&b->rank_options, &spread);
+    }
+    if (devices) {
+        bench_device_copies(&b->limits, &spread, b->dest_device);
+    }
+    if (b->directory) {
+        if (b->ranks != NULL) {
+            bench_file_pages(&b->limits, &spread, b->dest, b->last.bytes);
+        }
+        return;
+    }
+    if (host && !devices && b->ranks != NULL) {
+        bench_raw_read(&b->limits, &b->rank_options, b->ranks, &b->arena, 1);
+        bench_raw_read(&b->limits, &b->rank_options, b->ranks, &b->arena, threads);
+    }
+    if (host) {
+        bench_memcpy(&b->limits, &b->arena);
+    }
+}
+
+/* The ranks' addresses, as a target. */
+static int own_target(bench *b)
+{
+    size_t size = 0;
+    const char *host =
+        b->rank_options.bind != NULL ? b->rank_options.bind : "127.0.0.1";
+    bool v6 = strchr(host, ':') != NULL;
+    FILE *stream = open_memstream(&b->target, &size);
+    for (uint32_t r = 0; stream != NULL && r < b->rank_options.world_size; r++) {
+        fprintf(stream, "%s%s%s%s:%u", r > 0 ? "," : "", v6 ? "[" : "", host,
+                v6 ? "]" : "", ranks_port(b->ranks, r));
+    }
+    if (stream == NULL || fclose(stream) != 0) {
+        return failure_local("cannot start ranks", FANIN_ERR_MEMORY, "free memory",
+                             "no memory for the addresses");
+    }
+    b->line.connect.world_size = 0; /* the list says it */
+    return 0;
+}
+
+/* Ranks that work update now and then; those of snapshots make some commits at first, which
+   are timed; others stay with their first step. */
+static void set_updates(bench *b)
+{
+    rank_options *o = &b->rank_options;
+    o->update_every_ms = -1;
+    if (o->load != DEVICE_LOAD_NONE) {
+        o->update_every_ms = b->update_every;
+    } else if (o->publishing.snapshot) {
+        o->publishing.timed = true;
+        o->steps = (uint64_t)b->commits + 2; /* the first two make the arenas */
+        o->update_every_ms = 0;
+    }
+}
+
+static int start_ranks(bench *b)
+{
+    static char zero[] = "0";
+    static char *runs[] = {zero};
+    b->source_options.masters = b->device.cast != NULL;
+    int code = source_open(b->self, &b->source_options, "small", &b->source);
+    if (code != 0) {
+        return code;
+    }
+    if (b->line.connect.world_size != 0) {
+        b->world.world_size = b->line.connect.world_size;
+    }
+    b->world.no_ucx = b->line.connect.no_ucx;
+    code = world_resolve(b->self, &b->world, &b->rank_options);
+    if (code == 0) {
+        code = device_resolve(b->self, &b->device, &b->rank_options);
+    }
+    if (code != 0) {
+        return code;
+    }
+    if (b->line.run != NULL && !options_run_valid(b->line.run)) {
+        return failure_usage(b->self->name, "'%s' is no run's name", b->line.run);
+    }
+    rank_options *o = &b->rank_options;
+    if (o->server_name == NULL) {
+        o->server_name = b->line.connect.server_name;
+    }
+    o->runs = b->line.run != NULL ? &b->line.run : runs;
+    o->n_runs = 1;
+    o->tensors = &b->source.tensors;
+    o->pairs = b->source.pairs;
+    o->n_pairs = b->source.n_pairs;
+    o->first_step = 1;
+    o->extents = true;
+    o->readers_gone = true;
+    o->verbose = b->line.common.verbose != 0;
+    set_updates(b);
+    code = ranks_start(o, &b->ranks);
+    if (code == 0) {
+        code = ranks_wait_ready(b->ranks, START_MS);
+    }
+    if (code == 0 && o->steps > 0) {
+        code = ranks_wait_step(b->ranks, o->first_step + o->steps - 1, START_MS);
+    }
+    return code != 0 ? code : own_target(b);
+}
+
+/* Destination and pattern. */
+static int prepare(bench *b)
+{
+    fanin_error error = FANIN_ERROR_INIT;
+    uint32_t timeout_ms = b->line.common.timeout_ms;
+    const session *s = &b->session;
+    fanin_status status = FANIN_OK;
+    if (!b->directory) {
+        status = arena_make(s->client, s->publication, timeout_ms, b->dest_device,
+                            b->half, &b->arena, &error);
+    }
+    if (status == FANIN_OK) {
+        status = check_ask(s->client, s->publication, timeout_ms, &b->pattern, &error);
+    }
+    if (status != FANIN_OK) {
+        return failure_report("cannot pull", &error);
+    }
+    if (b->check_all && !b->pattern.follows) {
+        return failure_local(
+            "cannot pull", FANIN_ERR_UNSUPPORTED, "leave out --check-pattern",
+            "%s does not say that its bytes follow the pattern", s->publication);
+    }
+    return 0;
+}
+
+static int bench_all(bench *b)
+{
+    uint32_t rounds = (uint32_t)b->repeat;
+    if (!bench_samples_init(&b->samples, (uint32_t)b->iterations * rounds)) {
+        return failure_local("cannot measure", FANIN_ERR_MEMORY, "fewer --iterations",
+                             "no memory for the samples");
+    }
+    int code = session_open(&b->session, b->self, &b->line, b->target, b->line.run);
+    if (code == 0) {
+        code = session_connect(&b->session, b->line.common.timeout_ms);
+    }
+    if (code == 0) {
+        code = prepare(b);
+    }
+    for (uint32_t round = 0; code == 0 && round < rounds; round++) {
+        code = measure(b);
+    }
+    b->peak_bytes = report_peak_bytes();
+    if (code == 0 && b->rank_options.load != DEVICE_LOAD_NONE) {
+        code = bench_trainer(b);
+    }
+    if (code != 0) {
+        return code;
+    }
+    measure_limits(b);
+    if (b->line.common.json) {
+        bench_tell_json(b);
+    } else {
+        bench_tell_text(b);
+    }
+    return 0;
+}
+
+/* --dest, --pull-dtype and --trainer-load. */
+static int resolve(bench *b)
+{
+    const char *name = b->self->name;
+    b->dest_device = DEVICE_HOST;
+    if (b->dest != NULL && strncmp(b->dest, "device:", 7) == 0) {
+        int list[DEVICE_LIST];
+        size_t count;
+        if (!device_list_parse(b->dest + 7, list, &count) || count != 1 ||
+            list[0] == DEVICE_HOST) {
+            return failure_usage(name, "--dest is memory, device:N or a directory");
+        }
+        b->dest_device = list[0];
+    } else {
+        b->directory = b->dest != NULL && strcmp(b->dest, "memory") != 0;
+    }
+    if (b->pull_dtype != NULL && (b->half = options_half(b->pull_dtype)) == 0) {
+        return failure_usage(name, "--pull-dtype is bf16 or f16, not '%s'",
+                             b->pull_dtype);
+    }
+    if (b->load_name == NULL) {
+        return 0;
+    }
+    b->rank_options.load = strcmp(b->load_name, "product") == 0 ? DEVICE_LOAD_PRODUCT
+                           : strcmp(b->load_name, "sweep") == 0 ? DEVICE_LOAD_SWEEP
+                                                                : DEVICE_LOAD_NONE;
+    if (b->rank_options.load == DEVICE_LOAD_NONE) {
+        return failure_usage(name, "--trainer-load is product or sweep");
+    }
+    if (b->device.device == NULL || b->line.parsed.count > 0) {
+        return failure_usage(name, "--trainer-load is for own ranks with --device");
+    }
+    return 0;
+}
+
+static int check_numbers(const bench *b)
+{
+    const char *name = b->self->name;
+    if (b->iterations > BENCH_MAX_ITERATIONS) {
+        return failure_usage(name, "--iterations is 1 to %d", BENCH_MAX_ITERATIONS);
+    }
+    if (b->repeat > BENCH_MAX_ROUNDS) {
+        return failure_usage(name, "--repeat is 1 to %d", BENCH_MAX_ROUNDS);
+    }
+    if (b->commits > RANK_COMMITS - 2) {
+        return failure_usage(name, "--commits is 1 to %d", RANK_COMMITS - 2);
+    }
+    return 0;
+}
+
+/* Options that would do nothing. */
+static int check_idle(const bench *b)
+{
+    static const char *const own[] = {"model",
+                                      "r",
+                                      "fused",
+                                      "adapter-shape",
+                                      "dtype",
+                                      "adapter",
+                                      "device",
+                                      "snapshot",
+                                      "cast",
+                                      "no-stream-commit",
+                                      "base-port",
+                                      "bind",
+                                      "replicate",
+                                      "shard-dim",
+                                      "lease-ms",
+                                      "allow",
+                                      "open",
+                                      "name",
+                                      "trusted-network",
+                                      "world-id",
+                                      "commits",
+                                      "trainer-load",
+                                      "update-every",
+                                      NULL};
+    static const char *const commits[] = {"commits", NULL};
+    static const char *const updates[] = {"update-every", NULL};
+    const arguments *parsed = &b->line.parsed;
+    const char *given = parsed->count > 0 ? options_given(parsed, own) : NULL;
+    if (given != NULL) {
+        return failure_usage(b->self->name,
+                             "--%s is for own ranks, and TARGET names others", given);
+    }
+    if (!b->device.snapshot && options_given(parsed, commits) != NULL) {
+        return failure_usage(b->self->name, "--commits needs --snapshot");
+    }
+    if (b->spare_file && !b->directory) {
+        return failure_usage(b->self->name, "--spare-file needs a directory as --dest");
+    }
+    if (b->load_name == NULL && options_given(parsed, updates) != NULL) {
+        return failure_usage(b->self->name, "--update-every needs --trainer-load");
+    }
+    return 0;
+}
+
+static int check_usage(bench *b)
+{
+    int code = check_numbers(b);
+    if (code != 0) {
+        return code;
+    }
+    if (b->line.parsed.count > 1) {
+        return failure_usage(b->self->name, "unexpected argument '%s'",
+                             b->line.parsed.positional[1]);
+    }
+    code = resolve(b);
+    code = code != 0 ? code : check_idle(b);
+    if (code != 0 || b->line.parsed.count == 0) {
+        return code;
+    }
+    b->target = strdup(b->line.parsed.positional[0]);
+    return b->target != NULL ? 0
+                             : failure_local("cannot start", FANIN_ERR_MEMORY,
+                                             "free memory", "no memory");
+}
+
+static void close_all(bench *b)
+{
+    session_close(&b->session);
+    ranks_free(&b->ranks);
+    source_close(&b->source);
+    arena_free(&b->arena);
+    bench_samples_free(&b->samples);
+    free(b->target);
+}
+
+static int run(const command *self, int argc, const char **argv)
+{
+    static bench b; /* large */
+    b = (bench){.self = self,
+                .line.common.timeout_ms = 60000,
+                .iterations = 10,
+                .repeat = 1,
+                .commits = 20,
+                .update_every = 1000,
+                .dest_device = DEVICE_HOST,
+                .arena.device = DEVICE_HOST};
+    struct poptOption source_part[SOURCE_OPTIONS], world_part[WORLD_OPTIONS],
+        device_part[DEVICE_OPTIONS];
+    struct poptOption table[] = {
+        {"dest", 'd', POPT_ARG_STRING, &b.dest, 0,
+         "memory (default), memory of a CUDA device, or a directory to make adapters "
+         "in",
+         "memory|device:N|DIR"},
+        {"iterations", 'i', POPT_ARG_INT, &b.iterations, 0, "pulls (default 10)", "N"},
+        {"cold", 0, POPT_ARG_NONE, &b.cold, 0,
+         "a new client for each pull: connection, catalog and plan anew", NULL},
+        {"repeat", 0, POPT_ARG_INT, &b.repeat, 0, "rounds of pulls (default 1)", "N"},
+        {"check-pattern", 0, POPT_ARG_NONE, &b.check_all, 0,
+         "prove every byte of each pull, not of the first one only", NULL},
+        {"pull-dtype", 0, POPT_ARG_STRING, &b.pull_dtype, 0,
+         "pull F32 tensors as bf16 or f16", "DTYPE"},
+        {"spare-file", 0, POPT_ARG_NONE, &b.spare_file, 0,
+         "into a directory: keep the next pull's file ready", NULL},
+        {"verify", 0, POPT_ARG_NONE, &b.verify, 0,
+         "compare each pull with digests that the ranks make", NULL},
+        {"pause", 0, POPT_ARG_INT, &b.pause, 0,
+         "wait between pulls, as workers do (default 0)", "MS"},
+        {"commits", 0, POPT_ARG_INT, &b.commits, 0,
+         "with --snapshot: commits that are timed first (default 20)", "N"},
+        {"trainer-load", 0, POPT_ARG_STRING, &b.load_name, 0,
+         "also measure what pulls cost ranks that multiply matrices (product) or move "
+         "memory (sweep)",
+         "KIND"},
+        {"update-every", 0, POPT_ARG_INT, &b.update_every, 0,
+         "how often those ranks update (default 1000)", "MS"},
+        {NULL, 0, POPT_ARG_INCLUDE_TABLE, source_part, 0,
+         "What own ranks serve:", NULL},
+        {NULL, 0, POPT_ARG_INCLUDE_TABLE, device_part, 0, "How they publish:", NULL},
+        {NULL, 0, POPT_ARG_INCLUDE_TABLE, world_part, 0, "Own ranks:", NULL},
+        SESSION_TABLE(&b.line),
+        POPT_TABLEEND,
+    };
+    int code;
+    world_init(&b.world);
+    source_table(&b.source_options, true, source_part);
+    world_table(&b.world, false, world_part);
+    device_table(&b.device, device_part);
+    if (session_parse(self, &b.line, argc, argv, table, &code)) {
+        code = check_usage(&b);
+        if (code == 0 && b.target == NULL) {
+            code = start_ranks(&b);
+        }
+        if (code == 0) {
+            code = bench_all(&b);
+        }
+        close_all(&b);
+    }
+    session_end(&b.line);
+    return code;
+}
+
+const command cmd_bench = {
+    .name = "bench",
+    .arguments = "[TARGET] [OPTION...]",
+    .summary = "measure pulls by phase, beside what the machine can do",
+    .help = "Examples:\n"
+            "  nixl-fetch bench --adapter-shape dense --world-size 8 --path stream\n"
+            "  nixl-fetch bench --model qwen3-30b-a3b --r 16 --dest /dev/shm "
+            "--iterations 5\n"
+            "  nixl-fetch bench 10.0.0.1:6000 --world-size 8 --run 0 --json\n"
+            "  nixl-fetch bench --adapter-shape moe --device 0,1 --dest device:1 "
+            "--snapshot\n"
+            "\n"
+            "Without TARGET it starts ranks of its own. Figures are medians; 'fixed' "
+            "is the\n"
+            "pull's time less that from the first read posted to the last byte in "
+            "place. The\n"
+            "limits are raw process_vm_readv of the same shards in pieces of 1 MiB "
+            "into the\n"
+            "same memory, and memcpy; of devices, copies of as many bytes in one "
+            "piece.",
+    .run = run,
+};

@@ -1,0 +1,341 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include "fetch/command.h"
+#include "doctor/doctor.h"
+#include "fetch/failure.h"
+#include "fetch/output.h"
+#include "fetch/interrupt.h"
+#include "fetch/session.h"
+#include "fetch/terminal.h"
+
+#include <errno.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/stat.h>
+
+/* Exit statuses; 2 is wrong usage everywhere. */
+#define EXIT_WARNING 3
+#define EXIT_PROBLEM 4
+
+/* ------------------------------------------------------------------------ tables */
+
+static void print_gpus(const doctor_facts *f)
+{
+    static const output_column columns[] = {
+        {"GPU", true, false},  {"NAME", false, false},  {"PCI", false, false},
+        {"NUMA", true, false}, {"READS", false, false}, {"UUID", false, false},
+    };
+    if (f->n_gpus == 0) {
+        return;
+    }
+    struct libscols_table *table = output_table(columns, 6);
+    for (unsigned i = 0; i < f->n_gpus; i++) {
+        const doctor_gpu *gpu = &f->gpus[i];
+        char number[16] = "-", numa[16] = "-", reads[128] = "";
+        if (gpu->visible) {
+            snprintf(number, sizeof(number), "%d", gpu->device);
+        }
+        if (gpu->place != NULL && gpu->place->place.numa >= 0) {
+            snprintf(numa, sizeof(numa), "%d", gpu->place->place.numa);
+        }
+        for (unsigned j = 0; j < f->n_gpus; j++) {
+            size_t used = strlen(reads);
+            if (j != i && f->reaches[i][j]) {
+                snprintf(reads + used, sizeof(reads) - used, "%s%d", used ? "," : "",
+                         f->gpus[j].device);
+            }
+        }
+        const char *cells[] = {number,
+                               gpu->visible ? gpu->name : "hidden",
+                               gpu->pci,
+                               numa,
+                               reads[0] ? reads : "-",
+                               gpu->uuid};
+        output_row(table, NULL, cells, 6);
+    }
+    output_print(table);
+    printf("\n");
+}
+
+static void print_nics(const doctor_facts *f)
+{
+    static const output_column columns[] = {
+        {"PORT", false, false},  {"LINK", false, false}, {"Gb/s", true, false},
+        {"STATE", false, false}, {"NUMA", true, false},  {"GPUS", false, false},
+    };
+    if (f->topology->n_nics == 0) {
+        return;
+    }
+    struct libscols_table *table = output_table(columns, 6);
+    for (size_t i = 0; i < f->topology->n_nics; i++) {
+        const topology_nic *nic = &f->topology->nics[i];
+        char numa[16], gpus[256] = "";
+        snprintf(numa, sizeof(numa), "%d", nic->place.numa);
+        for (unsigned j = 0; j < f->n_gpus; j++) {
+            size_t used = strlen(gpus);
+            if (f->gpus[j].place != NULL) {
+                snprintf(gpus + used, sizeof(gpus) - used, "%s%s", used ? " " : "",
+                         topology_distance_name(
+                             topology_between(&nic->place, &f->gpus[j].place->place)));
+            }
+        }
+        for (unsigned j = 0; j < nic->n_ports; j++) {
+            char port[48], rate[16];
+            snprintf(port, sizeof(port), "%s:%u", nic->name, nic->ports[j].number);
+            snprintf(rate, sizeof(rate), "%.0f", nic->ports[j].gbps);
+            const char *cells[] = {port,
+                                   nic->ports[j].is_ethernet ? "RoCE" : "InfiniBand",
+                                   rate,
+                                   nic->ports[j].state == TOPOLOGY_ACTIVE ? "active"
+                                                                          : "down",
+                                   nic->place.numa >= 0 ? numa : "-",
+                                   gpus[0] ? gpus : "-"};
+            output_row(table, NULL, cells, 6);
+        }
+    }
+    output_print(table);
+    printf("\n");
+}
+
+static void print_findings(const doctor_report *report, bool quiet)
+{
+    for (unsigned i = 0; i < report->n; i++) {
+        const doctor_finding *f = &report->findings[i];
+        if (quiet && f->level < DOCTOR_WARNING) {
+            continue;
+        }
+        terminal_print("%-8s %s: %s", doctor_level_name(f->level), f->subject, f->text);
+        if (f->remedy[0] != '\0' && f->level > DOCTOR_GOOD) {
+            terminal_print("         -> %s", f->remedy);
+        }
+    }
+}
+
+/* -------------------------------------------------------------------------- JSON */
+
+static json_t *json_of_gpus(const doctor_facts *f)
+{
+    json_t *list = json_array();
+    for (unsigned i = 0; i < f->n_gpus; i++) {
+        const doctor_gpu *gpu = &f->gpus[i];
+        json_t *reads = json_array(), *one = json_object();
+        for (unsigned j = 0; j < f->n_gpus; j++) {
+            if (j != i && f->reaches[i][j]) {
+                json_array_append_new(reads, json_integer(f->gpus[j].device));
+            }
+        }
+        json_object_set_new(one, "device",
+                            gpu->visible ? json_integer(gpu->device) : json_null());
+        output_set_string(one, "name", gpu->name);
+        output_set_string(one, "pci", gpu->pci);
+        output_set_string(one, "uuid", gpu->uuid);
+        json_object_set_new(one, "numa",
+                            json_integer(gpu->place ? gpu->place->place.numa : -1));
+        json_object_set_new(one, "reads", reads);
+        json_array_append_new(list, one);
+    }
+    return list;
+}
+
+static json_t *json_of_nics(const doctor_facts *f)
+{
+    json_t *list = json_array();
+    for (size_t i = 0; i < f->topology->n_nics; i++) {
+        const topology_nic *nic = &f->topology->nics[i];
+        json_t *ports = json_array(), *distances = json_object(), *one = json_object();
+        for (unsigned j = 0; j < nic->n_ports; j++) {
+            const topology_port *p = &nic->ports[j];
+            json_array_append_new(
+                ports, json_pack("{s:i, s:b, s:f, s:s}", "port", (int)p->number,
+                                 "active", p->state == TOPOLOGY_ACTIVE, "gbps", p->gbps,
+                                 "link", p->is_ethernet ? "RoCE" : "InfiniBand"));
+        }
+        for (unsigned j = 0; j < f->n_gpus; j++) {
+            if (f->gpus[j].place != NULL) {
+                json_object_set_new(distances, f->gpus[j].pci,
+                                    json_string(topology_distance_name(topology_between(
+                                        &nic->place, &f->gpus[j].place->place))));
+            }
+        }
+        output_set_string(one, "name", nic->name);
+        output_set_string(one, "pci", nic->place.pci);
+        json_object_set_new(one, "numa", json_integer(nic->place.numa));
+        json_object_set_new(one, "ports", ports);
+        json_object_set_new(one, "gpus", distances);
+        json_array_append_new(list, one);
+    }
+    return list;
+}
+
+static void print_json(const doctor_facts *f, const doctor_report *report)
+{
+    json_t *findings = json_array(), *all = json_object();
+    for (unsigned i = 0; i < report->n; i++) {
+        const doctor_finding *one = &report->findings[i];
+        json_t *o = json_object();
+        output_set_string(o, "level", doctor_level_name(one->level));
+        output_set_string(o, "subject", one->subject);
+        output_set_string(o, "text", one->text);
+        output_set_string(o, "remedy", one->remedy);
+        json_array_append_new(findings, o);
+    }
+    output_set_string(all, "worst", doctor_level_name(doctor_worst(report)));
+    output_set_string(all, "ucx_version", f->ucx_version);
+    output_set_string(all, "cuda_version", f->cuda_version);
+    json_object_set_new(all, "gpus", json_of_gpus(f));
+    json_object_set_new(all, "nics", json_of_nics(f));
+    json_object_set_new(all, "findings", findings);
+    output_json(all);
+}
+
+/* ----------------------------------------------------------------------- command */
+
+typedef struct doctor_line {
+    invocation line;
+    char *sysfs, *procfs, *dev;
+} doctor_line;
+
+/* Connects as far as that goes: what does not answer is a finding. */
+static int ask_trainer(const command *self, doctor_line *d, const char *where,
+                       const doctor_facts *facts, doctor_report *report)
+{
+    session s = {0};
+    fanin_error error = FANIN_ERROR_INIT;
+    doctor_ranks ranks;
+    int code = session_open(&s, self, &d->line, where, NULL);
+    if (code == 0) {
+        fanin_status status =
+            fanin_client_connect_any(s.client, (const char *const *)s.target.addresses,
+                                     s.target.count, session_left_ms(&s), &error);
+        fanin_error asked = FANIN_ERROR_INIT;
+        fanin_status answer =
+            doctor_ask(s.client, facts, session_left_ms(&s), &ranks, &asked);
+        if (ranks.addresses > 0) {
+            doctor_judge_ranks(facts, &ranks, report);
+        }
+        if (status == FANIN_OK && answer == FANIN_ERR_WORLD) {
+            status = answer;
+            error = asked;
+        }
+        if (status != FANIN_OK && (ranks.answered > 0 || ranks.addresses == 0)) {
+            doctor_add(report, DOCTOR_PROBLEM, "trainer", error.remedy, "%s",
+                       error.message);
+        }
+    }
+    session_close(&s);
+    if (code == 0 && interrupt_requested()) {
+        failure_warn("interrupted");
+        code = interrupt_exit_code();
+    }
+    return code;
+}
+
+/* A tree that an option names must be there: else nothing would be found, in silence. */
+static int check_tree(const char *option, const char *path)
+{
+    struct stat st;
+    errno = 0;
+    if (path == NULL || (stat(path, &st) == 0 && S_ISDIR(st.st_mode))) {
+        return 0;
+    }
+    return failure_local("cannot look at this host", FANIN_ERR_NOT_FOUND,
+                         "give a directory", "%s %s: %s", option, path,
+                         strerror(errno != 0 ? errno : ENOTDIR));
+}
+
+static int check_trees(const doctor_line *d)
+{
+    int code = check_tree("--sysfs", d->sysfs);
+    code = code != 0 ? code : check_tree("--procfs", d->procfs);
+    return code != 0 ? code : check_tree("--dev", d->dev);
+}
+
+/* Without a TARGET nobody is asked, whatever an option says of it. */
+static int check_idle(const command *self, const arguments *parsed)
+{
+    static const char *const asking[] = {
+        "run",     "world-size",   "path",        "no-unix",         "no-ucx",
+        "timeout", "no-checksums", "server-name", "expect-world-id", NULL};
+    const char *given = parsed->count == 0 ? options_given(parsed, asking) : NULL;
+    return given != NULL ? failure_usage(self->name, "--%s needs a TARGET", given) : 0;
+}
+
+static int examine(const command *self, doctor_line *d)
+{
+    doctor_facts facts;
+    doctor_report *report = calloc(1, sizeof(*report));
+    fanin_error error = FANIN_ERROR_INIT;
+    const common_options *common = &d->line.common;
+    doctor_roots roots = {.sys = d->sysfs ? d->sysfs : "/sys",
+                          .proc = d->procfs ? d->procfs : "/proc",
+                          .dev = d->dev ? d->dev : "/dev",
+                          .drivers = d->sysfs == NULL};
+    if (report == NULL || doctor_gather(&roots, &facts, &error) != FANIN_OK) {
+        free(report);
+        return failure_local("cannot look at this host", FANIN_ERR_MEMORY,
+                             "free memory", "out of memory");
+    }
+    doctor_judge(&facts, report);
+    int code = 0;
+    if (d->line.parsed.count > 0) {
+        code = ask_trainer(self, d, d->line.parsed.positional[0], &facts, report);
+    }
+    if (code == 0) {
+        if (common->json) {
+            print_json(&facts, report);
+        } else {
+            if (!common->quiet) {
+                print_gpus(&facts);
+                print_nics(&facts);
+            }
+            print_findings(report, common->quiet);
+        }
+        doctor_level worst = doctor_worst(report);
+        code = worst == DOCTOR_PROBLEM   ? EXIT_PROBLEM
+               : worst == DOCTOR_WARNING ? EXIT_WARNING
+                                         : 0;
+    }
+    doctor_facts_free(&facts);
+    free(report);
+    return code;
+}
+
+static int run(const command *self, int argc, const char **argv)
+{
+    doctor_line d = {.line.common.timeout_ms = 3000};
+    struct poptOption table[] = {
+        {"sysfs", '\0', POPT_ARG_STRING, &d.sysfs, 0,
+         "look at this tree instead of /sys, and load no drivers", "DIR"},
+        {"procfs", '\0', POPT_ARG_STRING, &d.procfs, 0, "this instead of /proc", "DIR"},
+        {"dev", '\0', POPT_ARG_STRING, &d.dev, 0, "this instead of /dev", "DIR"},
+        SESSION_TABLE(&d.line),
+        POPT_TABLEEND,
+    };
+    int code;
+    if (session_parse(self, &d.line, argc, argv, table, &code)) {
+        if (d.line.parsed.count > 1) {
+            code = failure_usage(self->name, "one TARGET at most");
+        } else {
+            code = check_idle(self, &d.line.parsed);
+            code = code != 0 ? code : check_trees(&d);
+            code = code != 0 ? code : examine(self, &d);
+        }
+    }
+    session_end(&d.line);
+    return code;
+}
+
+const command cmd_doctor = {
+    .name = "doctor",
+    .arguments = "[TARGET] [OPTION...]",
+    .summary = "look at this host: GPUs, RDMA, limits, and a trainer",
+    .help = "Examples:\n"
+            "  nixl-fetch doctor\n"
+            "  nixl-fetch doctor nixl_info.json\n"
+            "  nixl-fetch doctor --json\n"
+            "\n"
+            "Tells in plain words which paths this host can use and what stands in the "
+            "way.\n"
+            "Exit status 0: nothing worse than a note, 3: warnings, 4: problems.",
+    .run = run,
+};

@@ -1,0 +1,180 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include "doctor/doctor.h"
+
+#include "fetch/target.h"
+#include "ucx.h"
+
+#include <stdio.h>
+#include <string.h>
+
+typedef struct asking {
+    const doctor_facts *facts;
+    doctor_ranks *ranks;
+    uint8_t
+        published[TARGET_MAX_RANKS / 8]; /**< bits: the rank has committed something */
+} asking;
+
+static bool on_publication(void *cookie, const fanin_publication_info *info)
+{
+    asking *a = cookie;
+    doctor_ranks *r = a->ranks;
+    bool draining = info->state == FANIN_PUBLICATION_DRAINING;
+    if (info->rank < TARGET_MAX_RANKS && info->catalog_version > 0) {
+        a->published[info->rank / 8] |= (uint8_t)(1u << info->rank % 8);
+    }
+    if ((!draining && info->state != FANIN_PUBLICATION_WRITING) ||
+        info->state_age_ms < DOCTOR_STUCK_MS) {
+        return true;
+    }
+    r->stuck++;
+    if (info->state_age_ms > r->stuck_ms) {
+        r->stuck_ms = info->state_age_ms;
+        r->stuck_rank = info->rank;
+        snprintf(r->stuck_name, sizeof(r->stuck_name), "%s", info->name);
+        snprintf(r->stuck_state, sizeof(r->stuck_state), "%s",
+                 draining ? "draining" : "writing");
+    }
+    return true;
+}
+
+static bool is_loopback(const char *address)
+{
+    return strncmp(address, "127.", 4) == 0 || strncmp(address, "[::1]", 5) == 0 ||
+           strncmp(address, "localhost", 9) == 0;
+}
+
+static void compare(const asking *a, const fanin_rank_info *info)
+{
+    doctor_ranks *r = a->ranks;
+    char here[64];
+    if (info->rank >= 0 && info->rank < TARGET_MAX_RANKS &&
+        (a->published[info->rank / 8] >> info->rank % 8 & 1) == 0 && r->empty++ == 0) {
+        r->empty_rank = (unsigned)info->rank;
+    }
+    r->answered++;
+    if (r->software[0] == '\0') {
+        snprintf(r->software, sizeof(r->software), "%s", info->software);
+        snprintf(r->ucx_version, sizeof(r->ucx_version), "%s", info->ucx_version);
+    }
+    snprintf(here, sizeof(here), "fanin %s", fanin_version());
+    if (r->software_rank < 0 && strcmp(here, info->software) != 0) {
+        r->software_rank = info->rank;
+        snprintf(r->other_software, sizeof(r->other_software), "%s", info->software);
+    }
+    if (r->ucx_rank < 0 && a->facts->ucx_found &&
+        !ucx_versions_match(a->facts->ucx_version, info->ucx_version)) {
+        r->ucx_rank = info->rank;
+        snprintf(r->other_ucx, sizeof(r->other_ucx), "%s", info->ucx_version);
+    }
+}
+
+static bool on_rank(void *cookie, const fanin_rank_info *info)
+{
+    const asking *a = cookie;
+    doctor_ranks *r = a->ranks;
+    r->addresses++;
+    r->is_local = r->is_local && is_loopback(info->address);
+    if (info->status == FANIN_OK) {
+        compare(a, info);
+    } else if (info->silent) {
+        if (r->silent++ == 0) {
+            snprintf(r->silent_address, sizeof(r->silent_address), "%s", info->address);
+        }
+    } else if (r->refused++ == 0) {
+        snprintf(r->refused_address, sizeof(r->refused_address), "%s", info->address);
+    }
+    return true;
+}
+
+fanin_status doctor_ask(fanin_client *client, const doctor_facts *facts,
+                        uint32_t timeout_ms, doctor_ranks *out, fanin_error *error)
+{
+    *out = (doctor_ranks){.ucx_rank = -1, .software_rank = -1, .is_local = true};
+    asking a = {.facts = facts, .ranks = out};
+    fanin_status status =
+        fanin_client_list(client, timeout_ms, on_publication, &a, error);
+    fanin_status seen = fanin_client_ranks(client, on_rank, &a, NULL);
+    return status != FANIN_OK ? status : seen;
+}
+
+static void judge_reach(const doctor_ranks *r, doctor_report *report)
+{
+    if (r->answered == r->addresses) {
+        doctor_add(report, DOCTOR_GOOD, "trainer", NULL, "all %u ranks answer, %s",
+                   r->addresses, r->software);
+    }
+    if (r->silent > 0) {
+        doctor_add(
+            report, DOCTOR_PROBLEM, "trainer",
+            r->is_local
+                ? "is the trainer process stopped (kill -CONT), or held in a debugger?"
+                : "is the trainer process stopped? Otherwise open base_port to "
+                  "base_port + world size - 1 in the firewall or security group; "
+                  "behind NAT use host networking",
+            "%u of %u ranks do not answer (the first is %s): %sthe trainer is stopped",
+            r->silent, r->addresses, r->silent_address,
+            r->is_local ? "" : "packets are dropped on the way, or ");
+    }
+    if (r->refused > 0) {
+        doctor_add(
+            report, DOCTOR_PROBLEM, "trainer",
+            "start the ranks; a trainer that is to be reached from another host must "
+            "be "
+            "open (bind, allow)",
+            "%u of %u ranks refuse the connection or are unreachable (the first is %s)",
+            r->refused, r->addresses, r->refused_address);
+    }
+}
+
+static void judge_publications(const doctor_ranks *r, doctor_report *report)
+{
+    if (r->stuck > 0) {
+        doctor_add(report, DOCTOR_PROBLEM, "trainer",
+                   "look at that rank: an update that began must end in a commit or an "
+                   "abort, on every rank",
+                   "rank %u has been %s %s for %llu s%s: no reader gets it meanwhile",
+                   r->stuck_rank, r->stuck_state, r->stuck_name,
+                   (unsigned long long)(r->stuck_ms / 1000),
+                   r->stuck > 1 ? ", and others are stuck as well" : "");
+    }
+    if (r->empty > 0 && r->empty == r->answered) {
+        doctor_add(report, DOCTOR_WARNING, "trainer",
+                   "a trainer publishes with its first commit: has it got there?",
+                   "nothing is published: none of the %u ranks that answer has "
+                   "committed anything",
+                   r->answered);
+    } else if (r->empty > 0) {
+        doctor_add(report, DOCTOR_PROBLEM, "trainer",
+                   "all ranks of a launch publish the same runs: look at that rank",
+                   "rank %u publishes nothing, others do (%u of %u ranks)",
+                   r->empty_rank, r->empty, r->answered);
+    }
+}
+
+void doctor_judge_ranks(const doctor_facts *facts, const doctor_ranks *ranks,
+                        doctor_report *report)
+{
+    judge_reach(ranks, report);
+    judge_publications(ranks, report);
+    if (ranks->software_rank >= 0) {
+        doctor_add(report, DOCTOR_NOTE, "versions",
+                   "install one version of fanin in trainer and worker",
+                   "rank %d runs %s, this is fanin %s", ranks->software_rank,
+                   ranks->other_software, fanin_version());
+    }
+    bool open = !ranks->is_local && ranks->other_ucx[0] == '\0';
+    if (ranks->ucx_rank >= 0 && open) {
+        doctor_add(
+            report, DOCTOR_NOTE, "paths",
+            "serve with the flag for a trusted network if its peers may be given "
+            "RDMA, and if UCX is installed there",
+            "rank %d offers no path through UCX, as open servers do: stream",
+            ranks->ucx_rank);
+    } else if (ranks->ucx_rank >= 0) {
+        doctor_add(report, ranks->is_local ? DOCTOR_NOTE : DOCTOR_WARNING, "versions",
+                   "install the same major.minor version of UCX on both ends",
+                   "rank %d has UCX %s, this host %s: no path through UCX between them",
+                   ranks->ucx_rank, ranks->other_ucx[0] ? ranks->other_ucx : "none",
+                   facts->ucx_version);
+    }
+}

@@ -1,0 +1,214 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include "fetch/check.h"
+#include "fetch/failure.h"
+#include "fetch/half.h"
+#include "fetch/interrupt.h"
+#include "fetch/pattern.h"
+
+#include <errno.h>
+#include <fanin/safetensors.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+enum {
+    PIECE = 1 << 20,
+    STEPS_AROUND = 256,
+    KEY_SIZE = FANIN_MAX_NAME + 128,
+    CONVERTED = 4096, /* bytes made at once of converted tensors */
+};
+
+/* One tensor's bytes to be. */
+typedef struct expected {
+    const char *key;
+    uint64_t seed, step;
+    fanin_dtype
+        half; /**< what the pattern's F32 elements became; 0: they are as they were */
+} expected;
+
+static bool on_pair(void *cookie, const char *key, const char *value)
+{
+    check_pattern *pattern = cookie;
+    if (strcmp(key, PATTERN_PAIR_KEY) == 0 && strcmp(value, PATTERN_PAIR_VALUE) == 0) {
+        pattern->follows = true;
+    }
+    if (strcmp(key, PATTERN_DTYPE_KEY) == 0) {
+        pattern->dtype = fanin_dtype_from_name(value);
+    }
+    return true;
+}
+
+fanin_status check_ask(fanin_client *client, const char *publication,
+                       uint32_t timeout_ms, check_pattern *out, fanin_error *error)
+{
+    *out = (check_pattern){0};
+    return fanin_client_metadata(client, publication, timeout_ms, on_pair, out, error);
+}
+
+/* Index of the first of @p size bytes at @p offset that is wrong at @p step; @p size: none.
+   Converted tensors are looked at in whole elements. */
+static size_t compare(const expected *e, uint64_t step, uint64_t offset,
+                      const uint8_t *bytes, size_t size)
+{
+    uint64_t start = pattern_start(e->seed, step);
+    if (e->half == 0) {
+        return pattern_compare(bytes, start, offset, size);
+    }
+    for (size_t done = 0; done < size;) {
+        uint8_t whole[2 * CONVERTED];
+        uint8_t half[CONVERTED];
+        size_t n = size - done < CONVERTED ? size - done : CONVERTED;
+        pattern_fill(whole, start, 2 * (offset + done), 2 * n);
+        half_convert(e->half, half, whole, n / 2);
+        for (size_t i = 0; i < n && memcmp(half, bytes + done, n) != 0; i++) {
+            if (half[i] != bytes[done + i]) {
+                return done + i / 2 * 2;
+            }
+        }
+        done += n;
+    }
+    return size;
+}
+
+/* Which step near it the bytes at @p offset are of; false: none. */
+static bool find_step(const expected *e, uint64_t offset, const uint8_t *bytes,
+                      size_t size, uint64_t *found)
+{
+    for (uint64_t i = 1; size >= 4 && i <= 2 * STEPS_AROUND; i++) {
+        uint64_t distance = (i + 1) / 2;
+        uint64_t other = i % 2 != 0 ? e->step - distance : e->step + distance;
+        if (compare(e, other, offset, bytes, size) == size) {
+            *found = other;
+            return true;
+        }
+    }
+    return false;
+}
+
+static fanin_status tell_wrong(const expected *e, uint64_t offset, const uint8_t *bytes,
+                               size_t size, fanin_error *error)
+{
+    uint64_t other;
+    char origin[64] = "of no step near it";
+    if (find_step(e, offset, bytes, size < 16 ? size : 16, &other)) {
+        snprintf(origin, sizeof(origin), "of step %llu", (unsigned long long)other);
+    }
+    failure_set(error, FANIN_ERR_MISMATCH,
+                "the ranks hold other bytes than they say, or the pull is broken: keep "
+                "the file and report it",
+                "byte %llu of %s is not that of step %llu but %s",
+                (unsigned long long)offset, e->key, (unsigned long long)e->step,
+                origin);
+    snprintf(error->key, sizeof(error->key), "%s", e->key);
+    return FANIN_ERR_MISMATCH;
+}
+
+/* One piece that is in memory; FANIN_OK: it is the pattern's. */
+static fanin_status check_piece(const expected *e, uint64_t offset,
+                                const uint8_t *bytes, size_t size, fanin_error *error)
+{
+    size_t wrong = compare(e, e->step, offset, bytes, size);
+    if (wrong == size) {
+        return FANIN_OK;
+    }
+    return tell_wrong(e, offset + wrong, bytes + wrong, size - wrong, error);
+}
+
+/* @p key has room for KEY_SIZE. */
+static fanin_status expect(const check_pattern *pattern, const char *publication,
+                           const char *name, fanin_dtype dtype, uint64_t step,
+                           char *key, expected *out, fanin_error *error)
+{
+    fanin_dtype from = pattern->dtype != 0 ? pattern->dtype : dtype;
+    snprintf(key, KEY_SIZE, "%s:%s", publication, name);
+    *out = (expected){key, pattern_seed(key), step, from != dtype ? dtype : 0};
+    if (from != dtype && !half_converts(from, dtype)) {
+        return failure_set(error, FANIN_ERR_MISMATCH,
+                           "report it: nothing asked for this conversion",
+                           "%s came as %s, the pattern's elements are %s", key,
+                           fanin_dtype_name(dtype), fanin_dtype_name(from));
+    }
+    return FANIN_OK;
+}
+
+fanin_status check_tensor(const check_pattern *pattern, const char *publication,
+                          const char *name, fanin_dtype dtype, uint64_t step,
+                          uint64_t bytes, check_read_fn read_fn, void *cookie,
+                          fanin_error *error)
+{
+    static uint8_t piece[PIECE];
+    char key[KEY_SIZE];
+    expected e;
+    fanin_status status =
+        expect(pattern, publication, name, dtype, step, key, &e, error);
+    for (uint64_t done = 0; status == FANIN_OK && done < bytes; done += PIECE) {
+        size_t size = bytes - done < PIECE ? (size_t)(bytes - done) : PIECE;
+        if (!read_fn(cookie, done, piece, size)) {
+            return failure_set(error, FANIN_ERR_IO, "check the disk, pull again",
+                               "%s cannot be read back: %s", key,
+                               errno != 0 ? strerror(errno) : "the file is too short");
+        }
+        status = check_piece(&e, done, piece, size, error);
+    }
+    return status;
+}
+
+fanin_status check_memory(const check_pattern *pattern, const char *publication,
+                          const char *name, fanin_dtype dtype, uint64_t step,
+                          const uint8_t *memory, uint64_t bytes, fanin_error *error)
+{
+    char key[KEY_SIZE];
+    expected e;
+    fanin_status status =
+        expect(pattern, publication, name, dtype, step, key, &e, error);
+    return status == FANIN_OK ? check_piece(&e, 0, memory, bytes, error) : status;
+}
+
+typedef struct file_place {
+    int descriptor;
+    uint64_t offset;
+} file_place;
+
+static bool read_file(void *cookie, uint64_t offset, uint8_t *to, size_t size)
+{
+    const file_place *place = cookie;
+    for (size_t done = 0; done < size;) {
+        errno = 0;
+        ssize_t n = pread(place->descriptor, to + done, size - done,
+                          (off_t)(place->offset + offset + done));
+        if (n <= 0 && errno != EINTR) {
+            return false;
+        }
+        done += n > 0 ? (size_t)n : 0;
+    }
+    return true;
+}
+
+fanin_status check_directory(const check_pattern *pattern, const char *directory,
+                             const char *publication, uint64_t step,
+                             uint64_t *bytes_out, fanin_error *error)
+{
+    char path[4096];
+    fanin_safetensors *file = NULL;
+    *bytes_out = 0;
+    snprintf(path, sizeof(path), "%s/adapter_model.safetensors", directory);
+    fanin_status status = fanin_safetensors_open(path, &file, error);
+    size_t count = status == FANIN_OK ? fanin_safetensors_count(file) : 0;
+    for (size_t i = 0; status == FANIN_OK && i < count; i++) {
+        fanin_safetensors_entry entry = {.struct_size = sizeof(entry)};
+        if (!fanin_safetensors_get(file, i, &entry)) {
+            break;
+        }
+        file_place place = {fanin_safetensors_descriptor(file), entry.offset};
+        status = check_tensor(pattern, publication, entry.name, entry.dtype, step,
+                              entry.bytes, read_file, &place, error);
+        *bytes_out += entry.bytes;
+        if (status == FANIN_OK && interrupt_requested()) {
+            status =
+                failure_set(error, FANIN_ERR_CANCELLED, "", "interrupted in the check");
+        }
+    }
+    fanin_safetensors_close(&file);
+    return status;
+}

@@ -1,0 +1,217 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include "fetch/check.h"
+#include "fetch/command.h"
+#include "fetch/failure.h"
+#include "fetch/missing.h"
+#include "fetch/output.h"
+#include "fetch/progress.h"
+#include "fetch/report.h"
+#include "fetch/session.h"
+#include "fetch/waiting.h"
+#include "fetch/terminal.h"
+
+#include <stdio.h>
+
+typedef struct pull_options {
+    char *out, *dtype;
+    long long step, min_step, max_bytes;
+    int prove, max_attempts, spare_file, trust_config, verify;
+    fanin_dtype half; /**< what dtype says */
+    check_pattern pattern;
+} pull_options;
+
+/* --check-pattern needs a publication that follows the pattern: asked before the pull. */
+static int demand_pattern(session *s, check_pattern *out)
+{
+    fanin_error error = FANIN_ERROR_INIT;
+    if (check_ask(s->client, s->publication, session_left_ms(s), out, &error) !=
+        FANIN_OK) {
+        return session_failure(s, "cannot pull", &error);
+    }
+    if (!out->follows) {
+        return failure_local("cannot pull", FANIN_ERR_UNSUPPORTED,
+                             "leave out --check-pattern, or use 'nixl-fetch verify'",
+                             "%s does not say that its bytes follow the pattern",
+                             s->publication);
+    }
+    return 0;
+}
+
+static int tell(const session *s, const common_options *common, const pull_options *o,
+                const fanin_result_info *info, uint64_t checked)
+{
+    if (common->json) {
+        json_t *object = report_json(info);
+        output_set_string(object, "publication", s->publication);
+        output_set_string(object, "directory", o->out);
+        if (o->prove) {
+            json_object_set_new(object, "pattern", json_string("equal"));
+            output_set_u64(object, "pattern_bytes", checked);
+        }
+        output_json(object);
+        return 0;
+    }
+    terminal_print("%-9s %s%s", "directory", o->out,
+                   info->reused
+                       ? " (was there already, and is unchanged: nothing was pulled)"
+                       : "");
+    terminal_print("%-9s %s", "run", s->run);
+    report_print(info);
+    if (o->prove) {
+        printf("%-9s all %llu bytes are those of step %llu\n", "pattern",
+               (unsigned long long)checked, (unsigned long long)info->step);
+    }
+    return 0;
+}
+
+/* What a pull tells while it goes on. */
+typedef struct telling {
+    progress bar;
+    waiting *waiting; /**< until the first read; NULL: quiet */
+} telling;
+
+static void on_progress(void *cookie, uint64_t done, uint64_t total)
+{
+    telling *t = cookie;
+    waiting_hush(t->waiting);
+    progress_update(&t->bar, done, total);
+}
+
+static int pull(session *s, const common_options *common, const pull_options *o)
+{
+    fanin_error error = FANIN_ERROR_INIT;
+    fanin_pull_options options;
+    fanin_result_info info = {.struct_size = sizeof(info)};
+    fanin_result *result = NULL;
+    telling telling = {.waiting = NULL};
+    uint64_t checked = 0;
+    fanin_pull_options_init(&options, sizeof(options));
+    options.publication = s->publication;
+    options.timeout_ms = session_left_ms(s);
+    options.max_attempts = (uint32_t)o->max_attempts;
+    options.dtype = o->half;
+    options.spare_file = o->spare_file != 0;
+    options.trust_config = o->trust_config != 0;
+    options.max_bytes = (uint64_t)o->max_bytes;
+    options.verify = o->verify != 0;
+    options.progress = on_progress;
+    options.progress_cookie = &telling;
+    if (o->step >= 0) {
+        options.rule = FANIN_STEP_EXACT;
+        options.step = (uint64_t)o->step;
+    } else if (o->min_step >= 0) {
+        options.rule = FANIN_STEP_AT_LEAST;
+        options.step = (uint64_t)o->min_step;
+    }
+    progress_start(&telling.bar, s->publication, common->quiet != 0,
+                   common->no_color != 0);
+    telling.waiting = common->quiet ? NULL : waiting_start(s, options.step);
+    fanin_status status =
+        fanin_client_pull_adapter(s->client, &options, o->out, &result, &error);
+    waiting_end(&telling.waiting);
+    progress_end(&telling.bar);
+    missing_warn(s);
+    if (status != FANIN_OK) {
+        return session_failure(s, "cannot pull", &error);
+    }
+    fanin_result_get(result, &info);
+    if (o->prove) {
+        /* A second list of all tensors is made: not on top of the catalog and the plan. */
+        session_disconnect(s);
+        status = check_directory(&o->pattern, o->out, s->publication, info.step,
+                                 &checked, &error);
+    }
+    int code = status != FANIN_OK ? failure_report("the pattern is broken", &error)
+                                  : tell(s, common, o, &info, checked);
+    fanin_result_free(&result);
+    return code;
+}
+
+static int check_usage(const command *self, pull_options *o)
+{
+    if (o->dtype != NULL && (o->half = options_half(o->dtype)) == 0) {
+        return failure_usage(self->name, "--dtype is bf16 or f16, not '%s'", o->dtype);
+    }
+    if (o->out == NULL || o->out[0] == '\0') {
+        return failure_usage(self->name, "--out DIR is needed");
+    }
+    if (o->step >= 0 && o->min_step >= 0) {
+        return failure_usage(self->name, "--step and --min-step exclude each other");
+    }
+    return 0;
+}
+
+static int run(const command *self, int argc, const char **argv)
+{
+    invocation line = {.common.timeout_ms = 60000};
+    pull_options o = {.step = -1, .min_step = -1};
+    struct poptOption table[] = {
+        {"out", 'o', POPT_ARG_STRING, &o.out, 0,
+         "directory to be made; must not exist or be empty", "DIR"},
+        {"step", 's', POPT_ARG_LONGLONG, &o.step, 0, "exactly this step; waits for it",
+         "N"},
+        {"min-step", 0, POPT_ARG_LONGLONG, &o.min_step, 0, "this step or a later one",
+         "N"},
+        {"check-pattern", 0, POPT_ARG_NONE, &o.prove, 0,
+         "prove every byte of the file (ranks of 'nixl-fetch serve')", NULL},
+        {"dtype", 0, POPT_ARG_STRING, &o.dtype, 0,
+         "write F32 tensors as bf16 or f16 (default: as published)", "DTYPE"},
+        {"spare-file", 0, POPT_ARG_NONE, &o.spare_file, 0,
+         "keep a file of that size ready for the next pull of this process", NULL},
+        {"trust-config", 0, POPT_ARG_NONE, &o.trust_config, 0,
+         "keep all fields of the trainer's PEFT configuration, also those that can "
+         "load "
+         "code",
+         NULL},
+        {"max-bytes", 0, POPT_ARG_LONGLONG, &o.max_bytes, 0,
+         "refuse an adapter of more bytes (default: a quarter of DIR's file system)",
+         "N"},
+        {"verify", 0, POPT_ARG_NONE, &o.verify, 0,
+         "compare with digests that the ranks make under their leases", NULL},
+        {"max-attempts", 0, POPT_ARG_INT, &o.max_attempts, 0,
+         "give up after so many stale attempts (default: by time only)", "N"},
+        SESSION_TABLE(&line),
+        POPT_TABLEEND,
+    };
+    session s = {0};
+    int code;
+    const char *where = session_begin(self, &line, argc, argv, table, 0, &code);
+    if (where != NULL) {
+        code = check_usage(self, &o);
+        if (code == 0) {
+            code = session_open(&s, self, &line, where, line.run);
+        }
+        if (code == 0) {
+            code = session_reach(&s);
+        }
+        if (code == 0 && o.prove) {
+            code = demand_pattern(&s, &o.pattern);
+        }
+        if (code == 0) {
+            code = pull(&s, &line.common, &o);
+        }
+        session_close(&s);
+    }
+    session_end(&line);
+    return code;
+}
+
+const command cmd_pull = {
+    .name = "pull",
+    .arguments = "TARGET --run R --out DIR [OPTION...]",
+    .summary = "pull a run as a PEFT adapter directory",
+    .help =
+        "Examples:\n"
+        "  nixl-fetch pull 127.0.0.1:6000 --world-size 8 --run 0 --out "
+        "/dev/shm/me/step\n"
+        "  nixl-fetch pull nixl_info.json --min-step 100 --timeout 2m --out "
+        "adapter-100\n"
+        "\n"
+        "Makes DIR with adapter_model.safetensors, adapter_config.json and "
+        "fanin.json,\n"
+        "whole or not at all, of the newest step that all ranks have committed. A\n"
+        "directory that holds this very identity is left as it is, any other content "
+        "is\n"
+        "refused. Ctrl-C leaves nothing behind (exit status 130).",
+    .run = run,
+};

@@ -1,0 +1,548 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include "fetch/command.h"
+#include "fetch/failure.h"
+#include "fetch/interrupt.h"
+#include "fetch/output.h"
+#include "fetch/progress.h"
+#include "fetch/session.h"
+
+#include <errno.h>
+#include <fanin/safetensors.h>
+#include <fcntl.h>
+#include <inttypes.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#define IDENTITY "fanin.json"
+#define CONFIG "adapter_config.json"
+#define MODEL "adapter_model.safetensors"
+
+/* Tensors are pulled in batches, so that memory stays bounded. */
+enum { BATCH_BYTES = 64 << 20, PIECE = 1 << 20 };
+
+/* A tensor of the ranks and where the file has it. */
+typedef struct pair {
+    char *name; /**< the ranks' */
+    fanin_dtype dtype;
+    uint32_t n_dims;
+    uint64_t shape[FANIN_MAX_DIMS];
+    uint64_t bytes, offset; /**< in the file */
+} pair;
+
+typedef struct verifier {
+    session *session;
+    const common_options *common;
+    fanin_safetensors *file;
+    uint8_t world_id[FANIN_WORLD_ID_SIZE];
+    char publication[96]; /**< of fanin.json */
+    uint64_t step;
+    fanin_dtype dtype;    /**< what F32 became when it was pulled; 0: nothing */
+    bool trust_config;    /**< how it was pulled */
+    json_t *config;       /**< adapter_config.json */
+    char difference[256]; /**< from the ranks' configuration, "" if none */
+    pair *pairs;
+    size_t count, capacity;
+    uint64_t bytes, done;
+    progress bar;
+    fanin_error error; /**< of a callback */
+} verifier;
+
+static void set_key(fanin_error *error, const verifier *v, const char *name)
+{
+    snprintf(error->key, sizeof(error->key), "%s:%s", v->publication, name);
+}
+
+static fanin_status mismatch(fanin_error *error, const verifier *v, const char *name,
+                             const char *problem)
+{
+    failure_set(error, FANIN_ERR_MISMATCH, "do not load the directory; pull again",
+                "%s:%s %s", v->publication, name, problem);
+    set_key(error, v, name);
+    return FANIN_ERR_MISMATCH;
+}
+
+static bool read_step(const json_t *step, uint64_t *out)
+{
+    const char *text =
+        json_string_value(step); /* beyond what JSON takes for an integer */
+    char *end;
+    if (text == NULL) {
+        *out = (uint64_t)json_integer_value(step);
+        return json_is_integer(step) && json_integer_value(step) >= 0;
+    }
+    errno = 0;
+    *out = strtoull(text, &end, 10);
+    return text[0] >= '0' && text[0] <= '9' && *end == '\0' && errno == 0;
+}
+
+static bool read_identity(verifier *v, const json_t *root)
+{
+    const char *world = json_string_value(json_object_get(root, "world_id"));
+    const char *publication = json_string_value(json_object_get(root, "publication"));
+    const char *dtype = json_string_value(json_object_get(root, "dtype"));
+    if (world == NULL || publication == NULL ||
+        !read_step(json_object_get(root, "step"), &v->step) ||
+        strncmp(publication, "lora:", 5) != 0 || !options_run_valid(publication + 5) ||
+        !output_parse_hex(world, v->world_id, sizeof(v->world_id))) {
+        return false;
+    }
+    snprintf(v->publication, sizeof(v->publication), "%s", publication);
+    v->dtype = dtype != NULL ? fanin_dtype_from_name(dtype) : 0;
+    return dtype == NULL || v->dtype != 0;
+}
+
+/* A file of the directory as JSON; NULL after filling @p error. */
+static json_t *load_json(const char *directory, const char *name, fanin_error *error)
+{
+    char path[4096];
+    struct stat st;
+    json_error_t why = {.text = ""};
+    json_t *root = NULL;
+    snprintf(path, sizeof(path), "%s/%s", directory, name);
+    int descriptor = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK | O_NOCTTY);
+    if (descriptor < 0 || fstat(descriptor, &st) != 0) {
+        snprintf(why.text, sizeof(why.text), "%s", strerror(errno));
+    } else if (!S_ISREG(st.st_mode)) {
+        snprintf(why.text, sizeof(why.text), "is no regular file");
+    } else {
+        root = json_loadfd(descriptor, JSON_REJECT_DUPLICATES, &why);
+    }
+    if (descriptor >= 0) {
+        close(descriptor);
+    }
+    if (root == NULL) {
+        failure_set(error, FANIN_ERR_MISMATCH,
+                    "give a directory that 'nixl-fetch pull' made", "%s: %s", path,
+                    why.text);
+    }
+    return root;
+}
+
+static fanin_status load_files(verifier *v, const char *directory, fanin_error *error)
+{
+    char path[4096];
+    json_t *identity = load_json(directory, IDENTITY, error);
+    if (identity == NULL) {
+        return error->status;
+    }
+    bool good = read_identity(v, identity);
+    json_decref(identity);
+    if (!good) {
+        return failure_set(error, FANIN_ERR_MISMATCH,
+                           "give a directory that 'nixl-fetch pull' made",
+                           "%s/%s: fields are missing or wrong", directory, IDENTITY);
+    }
+    v->config = load_json(directory, CONFIG, error);
+    if (v->config == NULL) {
+        return error->status;
+    }
+    snprintf(path, sizeof(path), "%s/%s", directory, MODEL);
+    fanin_status status = fanin_safetensors_open(path, &v->file, error);
+    if (status == FANIN_ERR_NOT_FOUND) { /* the directory is there, but not whole */
+        status = error->status = FANIN_ERR_MISMATCH;
+    }
+    return status;
+}
+
+static int load_directory(verifier *v, const char *directory)
+{
+    fanin_error error = FANIN_ERROR_INIT;
+    struct stat st;
+    errno = 0;
+    if (stat(directory, &st) != 0 || !S_ISDIR(st.st_mode)) {
+        int reason = errno;
+        bool other = reason != ENOENT && reason != ENOTDIR && reason != 0;
+        return failure_local(
+            "cannot verify", other ? FANIN_ERR_IO : FANIN_ERR_NOT_FOUND,
+            "give a directory that 'nixl-fetch pull' made", "--dir %s: %s", directory,
+            reason != 0 ? strerror(reason) : "is no directory");
+    }
+    return load_files(v, directory, &error) == FANIN_OK
+               ? 0
+               : failure_report("cannot verify", &error);
+}
+
+static bool reserve(verifier *v)
+{
+    if (v->count < v->capacity) {
+        return true;
+    }
+    size_t capacity = v->capacity > 0 ? 2 * v->capacity : 1024;
+    pair *pairs = realloc(v->pairs, capacity * sizeof(pairs[0]));
+    if (pairs == NULL) {
+        return false;
+    }
+    v->pairs = pairs;
+    v->capacity = capacity;
+    return true;
+}
+
+/* Finds the ranks' tensor in the file; false stops, with an error. */
+static bool on_entry(void *cookie, const fanin_entry *e)
+{
+    verifier *v = cookie;
+    char name[FANIN_MAX_NAME + 64];
+    fanin_safetensors_entry f = {.struct_size = sizeof(f)};
+    int64_t index = -1;
+    if (fanin_adapter_name(e->name, name, sizeof(name))) {
+        index = fanin_safetensors_find(v->file, name);
+    }
+    if (index < 0 || !fanin_safetensors_get(v->file, (size_t)index, &f)) {
+        mismatch(&v->error, v, e->name, "is not in the file");
+        return false;
+    }
+    bool cast = v->dtype != 0 && e->dtype == FANIN_DTYPE_F32; /* to half the bytes */
+    if (f.dtype != (cast ? v->dtype : e->dtype) || f.n_dims != e->n_dims ||
+        f.bytes != (cast ? e->bytes / 2 : e->bytes) ||
+        memcmp(f.shape, e->shape, e->n_dims * sizeof(f.shape[0])) != 0) {
+        mismatch(&v->error, v, e->name, "has another dtype or shape in the file");
+        return false;
+    }
+    char *copy = reserve(v) ? strdup(e->name) : NULL;
+    if (copy == NULL) {
+        failure_set(&v->error, FANIN_ERR_MEMORY, "free memory",
+                    "no memory for the keys");
+        return false;
+    }
+    pair *p = &v->pairs[v->count++];
+    *p = (pair){copy, f.dtype, e->n_dims, {0}, f.bytes, f.offset};
+    memcpy(p->shape, e->shape, sizeof(p->shape));
+    v->bytes += f.bytes;
+    return true;
+}
+
+static bool on_rank(void *cookie, const fanin_rank_info *info)
+{
+    verifier *v = cookie;
+    if (info->status == FANIN_OK &&
+        memcmp(info->world_id, v->world_id, sizeof(v->world_id)) != 0) {
+        failure_set(&v->error, FANIN_ERR_SUPERSEDED, "pull again",
+                    "rank %d belongs to world %s, the directory to world %s",
+                    (int)info->rank, output_hex(info->world_id, 16).s,
+                    output_hex(v->world_id, 16).s);
+        v->error.rank = info->rank;
+        snprintf(v->error.address, sizeof(v->error.address), "%s", info->address);
+        return false;
+    }
+    return true;
+}
+
+/* The first field in which the file's configuration is another than the ranks'. */
+static void compare_config(verifier *v, const json_t *ranks)
+{
+    const char *field;
+    json_t *value;
+    json_t *all = json_deep_copy(v->config);
+    json_object_update(all, (json_t *)(uintptr_t)ranks);
+    json_object_foreach(all, field, value)
+    {
+        const json_t *here = json_object_get(v->config, field);
+        const json_t *there = json_object_get(ranks, field);
+        if (here == NULL || there == NULL || !json_equal(here, there)) {
+            char *ours = here != NULL ? json_dumps(here, JSON_ENCODE_ANY) : NULL;
+            char *theirs = there != NULL ? json_dumps(there, JSON_ENCODE_ANY) : NULL;
+            snprintf(v->difference, sizeof(v->difference),
+                     "%s is %.60s in the file, %.60s on the ranks", field,
+                     ours != NULL ? ours : "absent",
+                     theirs != NULL ? theirs : "absent");
+            free(ours);
+            free(theirs);
+            break;
+        }
+    }
+    json_decref(all);
+}
+
+static bool on_config(void *cookie, const char *name, const char *text)
+{
+    (void)name;
+    verifier *v = cookie;
+    json_t *ranks = json_loads(text, JSON_REJECT_DUPLICATES, NULL);
+    if (json_is_object(ranks) && json_is_object(v->config)) {
+        compare_config(v, ranks);
+    } else {
+        snprintf(v->difference, sizeof(v->difference), "it is no object");
+    }
+    json_decref(ranks);
+    return true;
+}
+
+/* Asked before the bytes are pulled: that pull proves that the step still stands. */
+static fanin_status ask_config(verifier *v, fanin_error *error)
+{
+    fanin_pull_options options;
+    fanin_pull_options_init(&options, sizeof(options));
+    options.publication = v->publication;
+    options.timeout_ms = session_left_ms(v->session);
+    options.trust_config = v->trust_config;
+    return fanin_client_adapter_config(v->session->client, &options, on_config, v,
+                                       error);
+}
+
+/* Catalog against file; the worlds first, since all else follows from them. */
+static fanin_status pair_up(verifier *v, fanin_error *error)
+{
+    session *s = v->session;
+    fanin_status status = fanin_client_ranks(s->client, on_rank, v, error);
+    if (status == FANIN_OK && v->error.status == FANIN_OK) {
+        status = fanin_client_catalog(s->client, v->publication, NULL,
+                                      session_left_ms(s), on_entry, v, error);
+    }
+    if (v->error.status != FANIN_OK) {
+        *error = v->error;
+        return error->status;
+    }
+    if (status == FANIN_OK && v->count != fanin_safetensors_count(v->file)) {
+        status = failure_set(error, FANIN_ERR_MISMATCH, "pull again",
+                             "the file has %zu tensors, the ranks publish %zu",
+                             fanin_safetensors_count(v->file), v->count);
+    }
+    return status;
+}
+
+static fanin_status compare(const verifier *v, const pair *p, const uint8_t *memory,
+                            fanin_error *error)
+{
+    static uint8_t piece[PIECE];
+    int descriptor = fanin_safetensors_descriptor(v->file);
+    for (uint64_t done = 0; done < p->bytes;) {
+        size_t size = p->bytes - done < PIECE ? (size_t)(p->bytes - done) : PIECE;
+        ssize_t n = pread(descriptor, piece, size, (off_t)(p->offset + done));
+        if (n < 0 && errno == EINTR) {
+            continue;
+        }
+        if (n <= 0) {
+            return failure_set(error, FANIN_ERR_IO, "check the disk",
+                               "the file cannot be read: %s",
+                               n < 0 ? strerror(errno) : "it became shorter");
+        }
+        for (ssize_t i = 0; memcmp(piece, memory + done, (size_t)n) != 0 && i < n;
+             i++) {
+            if (piece[i] != memory[done + (uint64_t)i]) {
+                char text[128];
+                snprintf(text, sizeof(text),
+                         "differs from byte %" PRIu64
+                         " on: 0x%02x in the file, 0x%02x on the ranks",
+                         done + (uint64_t)i, piece[i], memory[done + (uint64_t)i]);
+                return mismatch(error, v, p->name, text);
+            }
+        }
+        done += (uint64_t)n;
+    }
+    return FANIN_OK;
+}
+
+/* Pulls pairs [first, end) to @p memory, at the directory's step. */
+static fanin_status pull_batch(verifier *v, size_t first, size_t end, uint8_t *memory,
+                               fanin_error *error)
+{
+    size_t count = end - first;
+    fanin_result *result = NULL;
+    fanin_result_info info = {.struct_size = sizeof(info)};
+    fanin_pull_options options;
+    fanin_tensor *tensors = calloc(count, sizeof(tensors[0]));
+    fanin_box *boxes = calloc(count, sizeof(boxes[0]));
+    if (tensors == NULL || boxes == NULL) {
+        free(tensors);
+        free(boxes);
+        return failure_set(error, FANIN_ERR_MEMORY, "free memory",
+                           "no memory for a batch");
+    }
+    for (size_t i = 0; i < count; i++) {
+        const pair *p = &v->pairs[first + i];
+        memcpy(boxes[i].extent, p->shape, sizeof(p->shape));
+        boxes[i].address = memory;
+        tensors[i] = (fanin_tensor){.struct_size = sizeof(tensors[i]),
+                                    .name = p->name,
+                                    .dtype = p->dtype,
+                                    .n_dims = p->n_dims,
+                                    .boxes = &boxes[i],
+                                    .n_boxes = p->bytes > 0,
+                                    .memory = {FANIN_MEMORY_HOST, -1}};
+        memcpy(tensors[i].shape, p->shape, sizeof(p->shape));
+        memory += p->bytes;
+    }
+    fanin_pull_options_init(&options, sizeof(options));
+    options.publication = v->publication;
+    options.rule = FANIN_STEP_EXACT;
+    options.step = v->step;
+    options.timeout_ms = session_left_ms(v->session);
+    options.dtype = v->dtype;
+    fanin_status status =
+        fanin_client_pull(v->session->client, &options, tensors, count, &result, error);
+    if (status == FANIN_OK) {
+        fanin_result_get(result, &info);
+        if (memcmp(info.world_id, v->world_id, sizeof(v->world_id)) != 0) {
+            status = failure_set(error, FANIN_ERR_SUPERSEDED, "pull again",
+                                 "the ranks are of another world than the directory");
+        }
+    }
+    fanin_result_free(&result);
+    free(tensors);
+    free(boxes);
+    return status;
+}
+
+static fanin_status verify_batch(verifier *v, size_t first, size_t end, uint64_t bytes,
+                                 fanin_error *error)
+{
+    size_t mapped = bytes > 0 ? (size_t)bytes : 1;
+    uint8_t *memory =
+        mmap(NULL, mapped, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (memory == MAP_FAILED) {
+        return failure_set(error, FANIN_ERR_MEMORY, "free memory",
+                           "no memory for %s of tensors", output_bytes(bytes).s);
+    }
+    fanin_status status = pull_batch(v, first, end, memory, error);
+    const uint8_t *from = memory;
+    for (size_t i = first; status == FANIN_OK && i < end; i++) {
+        status = compare(v, &v->pairs[i], from, error);
+        from += v->pairs[i].bytes;
+        v->done += v->pairs[i].bytes;
+        progress_update(&v->bar, v->done, v->bytes);
+    }
+    munmap(memory, mapped);
+    return status;
+}
+
+static fanin_status verify_all(verifier *v, fanin_error *error)
+{
+    fanin_status status = pair_up(v, error);
+    if (status == FANIN_OK) {
+        status = ask_config(v, error);
+    }
+    for (size_t first = 0; status == FANIN_OK && first < v->count;) {
+        size_t end = first + 1;
+        uint64_t bytes = v->pairs[first].bytes;
+        while (end < v->count && bytes + v->pairs[end].bytes <= BATCH_BYTES) {
+            bytes += v->pairs[end++].bytes;
+        }
+        status = interrupt_requested()
+                     ? failure_set(error, FANIN_ERR_CANCELLED, "", "interrupted")
+                     : verify_batch(v, first, end, bytes, error);
+        first = end;
+    }
+    if (status == FANIN_OK && v->difference[0] != '\0') {
+        status = failure_set(error, FANIN_ERR_MISMATCH,
+                             "do not load the directory; pull again", CONFIG ": %s",
+                             v->difference);
+    }
+    return status;
+}
+
+static void tell(const verifier *v)
+{
+    if (!v->common->json) {
+        printf("equal: %zu tensors, %llu bytes of %s at step %llu (" MODEL "), and "
+               "their configuration (" CONFIG ")\n",
+               v->count, (unsigned long long)v->bytes, v->publication,
+               (unsigned long long)v->step);
+        return;
+    }
+    json_t *o = json_pack("{s:s, s:[s, s]}", "result", "equal", "files", MODEL, CONFIG);
+    output_set_string(o, "publication", v->publication);
+    output_set_u64(o, "step", v->step);
+    output_set_hex(o, "world_id", v->world_id, sizeof(v->world_id));
+    output_set_u64(o, "tensors", v->count);
+    output_set_u64(o, "bytes", v->bytes);
+    output_json(o);
+}
+
+static int verify(verifier *v)
+{
+    fanin_error error = FANIN_ERROR_INIT;
+    int code = session_connect(v->session, session_left_ms(v->session));
+    if (code != 0) {
+        return code;
+    }
+    progress_start(&v->bar, "verify", v->common->quiet != 0, v->common->no_color != 0);
+    fanin_status status = verify_all(v, &error);
+    progress_end(&v->bar);
+    if (status != FANIN_OK) {
+        bool moved = status == FANIN_ERR_SUPERSEDED || status == FANIN_ERR_STALE;
+        if (moved) {
+            snprintf(error.remedy, sizeof(error.remedy), "pull again");
+        }
+        return failure_report(moved                          ? "stale"
+                              : status == FANIN_ERR_MISMATCH ? "not equal"
+                                                             : "cannot verify",
+                              &error);
+    }
+    tell(v);
+    return 0;
+}
+
+static int open_and_verify(const command *self, const invocation *line,
+                           const char *where, const char *directory, bool trust_config)
+{
+    session s = {0};
+    verifier v = {.session = &s,
+                  .common = &line->common,
+                  .trust_config = trust_config,
+                  .error = FANIN_ERROR_INIT};
+    int code = load_directory(&v, directory);
+    if (code == 0) {
+        code = session_open(&s, self, line, where,
+                            line->run != NULL ? line->run : v.publication + 5);
+    }
+    if (code == 0 && strcmp(s.publication, v.publication) != 0) {
+        code = failure_local("cannot verify", FANIN_ERR_MISMATCH, "give its own run",
+                             "%s holds %s, not %s", directory, v.publication,
+                             s.publication);
+    } else if (code == 0) {
+        code = verify(&v);
+    }
+    for (size_t i = 0; i < v.count; i++) {
+        free(v.pairs[i].name);
+    }
+    free(v.pairs);
+    json_decref(v.config);
+    fanin_safetensors_close(&v.file);
+    session_close(&s);
+    return code;
+}
+
+static int run(const command *self, int argc, const char **argv)
+{
+    invocation line = {.common.timeout_ms = 60000};
+    char *directory = NULL;
+    int trust_config = 0;
+    struct poptOption table[] = {
+        {"dir", 'd', POPT_ARG_STRING, &directory, 0, "the adapter directory", "DIR"},
+        {"trust-config", 0, POPT_ARG_NONE, &trust_config, 0,
+         "it was pulled with --trust-config", NULL},
+        SESSION_TABLE(&line),
+        POPT_TABLEEND,
+    };
+    int code;
+    const char *where = session_begin(self, &line, argc, argv, table, 0, &code);
+    if (where != NULL) {
+        code = directory == NULL
+                   ? failure_usage(self->name, "--dir DIR is needed")
+                   : open_and_verify(self, &line, where, directory, trust_config != 0);
+    }
+    session_end(&line);
+    return code;
+}
+
+const command cmd_verify = {
+    .name = "verify",
+    .arguments = "TARGET --run R --dir DIR [OPTION...]",
+    .summary = "compare a pulled directory with what the ranks hold, byte by byte",
+    .help =
+        "Examples:\n"
+        "  nixl-fetch verify 127.0.0.1:6000 --world-size 8 --run 0 --dir adapter\n"
+        "\n"
+        "Reads every byte of the directory's step from the ranks, under leases, and\n"
+        "compares; likewise the configuration. Exit status 0: all is equal, with the "
+        "files\n"
+        "that were compared. 12: stale, the ranks have moved on to another step or "
+        "another\n"
+        "life, nothing can be said. 14: a key or a field differs, named, or a file is "
+        "missing.",
+    .run = run,
+};

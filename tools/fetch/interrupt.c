@@ -1,0 +1,53 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include "fetch/interrupt.h"
+#include "fetch/failure.h"
+
+#include <signal.h>
+#include <stdatomic.h>
+#include <string.h>
+
+static _Atomic(fanin_client *) current;
+static volatile sig_atomic_t requested;
+
+static void on_signal(int number)
+{
+    requested = number;
+    fanin_client *client = atomic_load(&current);
+    if (client != NULL) {
+        fanin_client_cancel(client);
+    }
+}
+
+void interrupt_install(fanin_client *client)
+{
+    struct sigaction action = {.sa_handler = on_signal};
+    atomic_store(&current, client);
+    sigemptyset(&action.sa_mask);
+    sigaction(SIGINT, &action, NULL);
+    sigaction(SIGTERM, &action, NULL);
+    struct sigaction hangup;
+    if (sigaction(SIGHUP, NULL, &hangup) == 0 && hangup.sa_handler != SIG_IGN) {
+        sigaction(SIGHUP, &action, NULL); /* under nohup it is ignored, and stays so */
+    }
+    /* A bench blocks both while it starts its ranks. */
+    sigset_t set;
+    sigemptyset(&set);
+    sigaddset(&set, SIGINT);
+    sigaddset(&set, SIGTERM);
+    sigprocmask(SIG_UNBLOCK, &set, NULL);
+}
+
+void interrupt_detach(void)
+{
+    atomic_store(&current, NULL);
+}
+
+int interrupt_exit_code(void)
+{
+    return EXIT_SIGNAL + (requested != 0 ? requested : SIGINT);
+}
+
+bool interrupt_requested(void)
+{
+    return requested != 0;
+}

@@ -1,0 +1,43 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/** @file Ranks that did not answer: rows, JSON and an exit status of their own. */
+#ifndef MISSING_H
+#define MISSING_H
+
+#include "fetch/session.h"
+
+#include <jansson.h>
+
+#define MISSING_ADDRESS                                                                \
+    272 /**< a host's name of 253 bytes, a port and what is around them */
+#define MISSING_NAME 288
+
+typedef struct missing_rank {
+    int32_t rank; /**< -1: not known */
+    bool silent;  /**< refused nothing, said nothing */
+    fanin_status status;
+    char address[MISSING_ADDRESS], message[512];
+} missing_rank;
+
+typedef struct missing {
+    missing_rank *ranks;
+    uint32_t count, asked; /**< asked: all ranks of the target */
+} missing;
+
+/** The ranks that are not connected now. Memory failures end the program with a message. */
+void missing_gather(const session *s, missing *out);
+void missing_free(missing *m);
+
+/** What to do about a rank that is not there. */
+const char *missing_remedy(bool silent);
+/** "rank 2", or "rank at 127.0.0.1:6002" if it is not known which one is there. */
+void missing_name(const missing_rank *r, char *out, size_t size);
+/** "rank 2 unreachable: why", a line a rank, on stdout. */
+void missing_print(const missing *m);
+/** Warns on stderr about the ranks that are not connected now. */
+void missing_warn(const session *s);
+/** An array: rank, address, status, message. */
+json_t *missing_json(const missing *m);
+/** A message on stderr and its exit status; 0: none is missing. */
+int missing_report(const missing *m);
+
+#endif

@@ -1,0 +1,94 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/** @file Command lines: options that commands share, durations, --help, typo suggestions. */
+#ifndef OPTIONS_H
+#define OPTIONS_H
+
+#include "fetch/command.h"
+
+#include <fanin/client.h>
+#include <popt.h>
+#include <stdio.h>
+#include <stdint.h>
+
+enum {
+    COMMON_OPTIONS = 7, /**< entries of the tables, the end included */
+    CONNECT_OPTIONS = 8,
+    MAX_POSITIONAL = 8,
+    MAX_OPTIONS = 64, /**< of one command */
+};
+
+/** What every command takes. */
+typedef struct common_options {
+    int json, quiet, verbose, no_color;
+    char *timeout;       /**< as given */
+    uint32_t timeout_ms; /**< set the command's default before options_parse() */
+    bool timeout_given;  /**< on the command line; the environment does not count */
+} common_options;
+
+/** What every command takes that talks to ranks. */
+typedef struct connect_options {
+    int world_size;
+    int no_unix, no_ucx, no_checksums;
+    char *path; /**< NULL: auto; checked by options_parse() */
+    char *server_name;
+    char *world_id;
+} connect_options;
+
+/** A parsed command line; free with options_free(). */
+typedef struct arguments {
+    const char *positional[MAX_POSITIONAL];
+    int count;
+    poptContext context; /**< owns the positional arguments */
+    struct poptOption *table;
+    struct poptOption split[MAX_OPTIONS + 1]; /**< the same, as popt is to read it */
+    uint64_t given; /**< bit i: the table's option i is on the command line */
+} arguments;
+
+/** Fill @p table, to be included in the command's own table. */
+void options_common(common_options *options, struct poptOption table[COMMON_OPTIONS]);
+void options_connect(connect_options *options,
+                     struct poptOption table[CONNECT_OPTIONS]);
+
+/** The first of the options @p names (long ones, NULL at the end) that is on the command line,
+    NULL: none. */
+const char *options_given(const arguments *parsed, const char *const *names);
+
+/** From now on options_parse() prints the command's options to @p stream instead: a line each,
+    its long name, what its value is called ("" if it has none), its description and its
+    letter ("" if it has none), by tabs. */
+void options_list_only(FILE *stream);
+
+/**
+ * Parses. Numbers must be whole and in their option's range, texts not empty. The value of
+ * --timeout or NIXL_FETCH_TIMEOUT goes to common->timeout_ms.
+ * Returns false if the command is over: help was printed or usage was wrong; *status_out
+ * is then the exit status. @p table and what it includes must live until options_free().
+ */
+bool options_parse(const command *self, int argc, const char **argv,
+                   struct poptOption *table, common_options *common, arguments *parsed,
+                   int *status_out);
+
+/** Frees the context and every string that options wrote through the table. */
+void options_free(arguments *parsed);
+
+/** "500ms", "30s", "2m", "1h", a bare number is seconds; 1 ms to 1000 h. */
+bool options_duration(const char *text, uint32_t *ms_out);
+
+enum { OPTIONS_NEAREST_LENGTH = 640 };
+
+/** Whether @p name is nearer to @p word than what was seen so far, and near enough for a typo.
+    *@p best is 0 at first. */
+bool options_nearer(const char *word, const char *name, size_t *best);
+
+/** The nearest of @p names (NULL at the end) if it is near enough for a typo, else NULL. */
+const char *options_nearest(const char *word, const char *const *names);
+
+/** "bf16", "BF16", "bfloat16", "float32", ...: 0 if unknown. */
+fanin_dtype options_dtype(const char *text);
+/** The dtype that F32 can become, of --cast and --dtype; 0: it is another. */
+fanin_dtype options_half(const char *text);
+
+/** A run's name: [A-Za-z0-9._-]{1,64}, neither "." nor "..". */
+bool options_run_valid(const char *run);
+
+#endif

@@ -1,0 +1,247 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include "fetch/output.h"
+#include "fetch/failure.h"
+#include "fetch/terminal.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+void *output_require(void *memory)
+{
+    if (memory == NULL) {
+        fputs("nixl-fetch: out of memory: the output cannot be made: free memory\n",
+              stderr);
+        exit(failure_exit_code(FANIN_ERR_MEMORY));
+    }
+    return memory;
+}
+
+struct libscols_table *output_table(const output_column *columns, size_t count)
+{
+    struct libscols_table *table = output_require(scols_new_table());
+    scols_table_enable_noencoding(table, 1); /* cells are escaped as they come */
+    for (size_t i = 0; i < count; i++) {
+        int flags = columns[i].right ? SCOLS_FL_RIGHT : 0;
+        if (columns[i].tree) {
+            flags |= SCOLS_FL_TREE;
+        }
+        output_require(scols_table_new_column(table, columns[i].name, 0, flags));
+    }
+    return table;
+}
+
+/* As in lines: libsmartcols would let marks through that turn the direction of text. */
+static void set_cell(struct libscols_line *line, size_t column, const char *text)
+{
+    char *safe = NULL;
+    size_t size = 0;
+    FILE *stream = output_require(open_memstream(&safe, &size));
+    terminal_put(stream, text);
+    if (fclose(stream) != 0 || scols_line_set_data(line, column, safe) != 0) {
+        output_require(NULL);
+    }
+    free(safe);
+}
+
+struct libscols_line *output_row(struct libscols_table *table,
+                                 struct libscols_line *parent, const char *const *cells,
+                                 size_t count)
+{
+    struct libscols_line *line = output_require(scols_table_new_line(table, parent));
+    for (size_t i = 0; i < count; i++) {
+        if (cells[i] != NULL) {
+            set_cell(line, i, cells[i]);
+        }
+    }
+    return line;
+}
+
+void output_print(struct libscols_table *table)
+{
+    scols_print_table(table);
+    scols_unref_table(table);
+    failure_flush_output();
+}
+
+static void dump(json_t *object, size_t flags)
+{
+    json_t *whole = output_require(json_pack("{s:i}", "schema", 1));
+    json_object_update(whole, output_require(object));
+    json_decref(object);
+    json_dumpf(whole, stdout, flags | JSON_ENSURE_ASCII);
+    fputc('\n', stdout);
+    failure_flush_output();
+    json_decref(whole);
+}
+
+void output_json(json_t *object)
+{
+    dump(object, JSON_INDENT(2));
+}
+
+void output_json_line(json_t *object)
+{
+    dump(object, JSON_COMPACT);
+}
+
+json_t *output_string(const char *text)
+{
+    if (text == NULL || text[0] == '\0') {
+        return json_null();
+    }
+    json_t *value = json_string(text);
+    if (value == NULL) {
+        char *copy = output_require(strdup(text));
+        for (char *p = copy; *p != '\0'; p++) {
+            if ((unsigned char)*p >= 0x80) {
+                *p = '?';
+            }
+        }
+        value = output_require(json_string(copy));
+        free(copy);
+    }
+    return value;
+}
+
+void output_set_string(json_t *object, const char *name, const char *text)
+{
+    json_object_set_new(object, name, output_string(text));
+}
+
+void output_set_u64(json_t *object, const char *name, uint64_t value)
+{
+    json_object_set_new(object, name, json_integer((json_int_t)value));
+}
+
+void output_set_age(json_t *object, const char *name, uint64_t ms)
+{
+    json_object_set_new(object, name,
+                        ms > 0 ? json_integer((json_int_t)ms * 1000000) : json_null());
+}
+
+void output_set_hex(json_t *object, const char *name, const uint8_t *bytes, size_t size)
+{
+    output_set_string(object, name, output_hex(bytes, size).s);
+}
+
+output_text output_bytes(uint64_t bytes)
+{
+    static const char *const units[] = {"B", "kB", "MB", "GB", "TB", "PB", "EB"};
+    output_text text;
+    double value = (double)bytes;
+    unsigned unit = 0;
+    while (value >= 999.95 && unit + 1 < sizeof(units) / sizeof(units[0])) {
+        value /= 1000.0;
+        unit++;
+    }
+    int digits = unit == 0 || value >= 99.95 ? 0 : value >= 9.995 ? 1 : 2;
+    snprintf(text.s, sizeof(text.s), "%.*f %s", digits, value, units[unit]);
+    return text;
+}
+
+output_text output_duration(uint64_t ns)
+{
+    output_text text;
+    double value = (double)ns;
+    if (ns < 1000000) {
+        snprintf(text.s, sizeof(text.s), "%.1f us", value / 1e3);
+    } else if (ns < 10000000000) {
+        snprintf(text.s, sizeof(text.s), "%.2f ms", value / 1e6);
+    } else {
+        snprintf(text.s, sizeof(text.s), "%.2f s", value / 1e9);
+    }
+    return text;
+}
+
+output_text output_age(uint64_t ms)
+{
+    static const struct {
+        uint64_t below, unit;
+        const char *name;
+    } units[] = {{1000, 1, "ms"},
+                 {600000, 1000, "s"},
+                 {36000000, 60000, "min"},
+                 {1728000000, 3600000, "h"},
+                 {UINT64_MAX, 86400000, "d"}};
+    output_text text = {"-"};
+    size_t i = 0;
+    while (ms >= units[i].below && units[i].below != UINT64_MAX) {
+        i++;
+    }
+    if (ms > 0) {
+        snprintf(text.s, sizeof(text.s), "%llu %s",
+                 (unsigned long long)(ms / units[i].unit), units[i].name);
+    }
+    return text;
+}
+
+output_text output_rate(uint64_t bytes, uint64_t ns)
+{
+    output_text text = {"-"};
+    if (ns > 0) {
+        double rate = (double)bytes / (double)ns;
+        if (rate >= 1.0) {
+            snprintf(text.s, sizeof(text.s), "%.2f GB/s", rate);
+        } else {
+            snprintf(text.s, sizeof(text.s), "%.1f MB/s", rate * 1e3);
+        }
+    }
+    return text;
+}
+
+output_text output_hex(const uint8_t *bytes, size_t size)
+{
+    static const char digits[] = "0123456789abcdef";
+    output_text text = {""};
+    for (size_t i = 0; i < size && 2 * i + 2 < sizeof(text.s); i++) {
+        text.s[2 * i] = digits[bytes[i] >> 4];
+        text.s[2 * i + 1] = digits[bytes[i] & 15];
+        text.s[2 * i + 2] = '\0';
+    }
+    return text;
+}
+
+output_text output_number(uint64_t value)
+{
+    output_text text;
+    snprintf(text.s, sizeof(text.s), "%llu", (unsigned long long)value);
+    return text;
+}
+
+output_text output_dims(const uint64_t *values, uint32_t count)
+{
+    output_text text = {"["};
+    size_t used = 1;
+    for (uint32_t i = 0; i < count && used + 24 < sizeof(text.s); i++) {
+        used += (size_t)snprintf(text.s + used, sizeof(text.s) - used, "%s%llu",
+                                 i > 0 ? ", " : "", (unsigned long long)values[i]);
+    }
+    snprintf(text.s + used, sizeof(text.s) - used, "]");
+    return text;
+}
+
+static int hex_digit(char c)
+{
+    if (c >= '0' && c <= '9') {
+        return c - '0';
+    }
+    c = (char)(c | 0x20);
+    return c >= 'a' && c <= 'f' ? c - 'a' + 10 : -1;
+}
+
+bool output_parse_hex(const char *text, uint8_t *bytes, size_t size)
+{
+    if (strlen(text) != 2 * size) {
+        return false;
+    }
+    for (size_t i = 0; i < size; i++) {
+        int high = hex_digit(text[2 * i]);
+        int low = hex_digit(text[2 * i + 1]);
+        if (high < 0 || low < 0) {
+            return false;
+        }
+        bytes[i] = (uint8_t)(high << 4 | low);
+    }
+    return true;
+}

@@ -1,0 +1,127 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include "fetch/progress.h"
+#include "fetch/output.h"
+#include "fetch/terminal.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/ioctl.h>
+#include <time.h>
+#include <unistd.h>
+
+enum { BAR_EVERY_MS = 50, BAR_AFTER_MS = 200, LINE_EVERY_MS = 2000 };
+
+uint64_t progress_now_ns(void)
+{
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (uint64_t)now.tv_sec * UINT64_C(1000000000) + (uint64_t)now.tv_nsec;
+}
+
+void progress_start(progress *p, const char *what, bool quiet, bool no_color)
+{
+    const char *term = getenv("TERM");
+    const char *plain = getenv("NO_COLOR");
+    bool dumb = term == NULL || strcmp(term, "dumb") == 0;
+    *p = (progress){.what = what, .off = quiet};
+    p->bar = !dumb && isatty(STDERR_FILENO);
+    p->color = p->bar && !no_color && (plain == NULL || plain[0] == '\0');
+    p->started_ns = p->printed_ns = progress_now_ns();
+}
+
+void progress_text(const progress_state *at, progress_parts parts, char *out,
+                   size_t size)
+{
+    double share = at->total > 0 ? (double)at->done / (double)at->total : 1.0;
+    size_t used = (size_t)snprintf(out, size, "%3.0f %%", 100.0 * share);
+    if (parts >= PROGRESS_AMOUNT && used < size) {
+        used += (size_t)snprintf(out + used, size - used, "  %s of %s",
+                                 output_bytes(at->done).s, output_bytes(at->total).s);
+    }
+    if (parts >= PROGRESS_RATE && used < size) {
+        used += (size_t)snprintf(out + used, size - used, ", %s",
+                                 output_rate(at->done, at->spent_ns).s);
+    }
+    if (parts == PROGRESS_LEFT && at->done > 0 && at->total >= at->done &&
+        used < size) {
+        double rest =
+            (double)at->spent_ns / (double)at->done * (double)(at->total - at->done);
+        snprintf(out + used, size - used,
+                 rest < 1e10 ? ", %.1f s left" : ", %.0f s left", rest / 1e9);
+    }
+}
+
+void progress_line(const char *what, const progress_state *at, int columns, bool color,
+                   char *out, size_t size)
+{
+    enum { NARROWEST_BAR = 8, WIDEST_BAR = 60, FRAME = 4 }; /* two blanks, brackets */
+    char numbers[PROGRESS_TEXT];
+    char bar[WIDEST_BAR + 1] = "";
+    int name = (int)strlen(what) + 1;
+    int parts = PROGRESS_LEFT;
+    columns--; /* the last one would wrap some terminals */
+    progress_text(at, (progress_parts)parts, numbers, sizeof(numbers));
+    while (parts > PROGRESS_SHARE && name + (int)strlen(numbers) > columns) {
+        progress_text(at, (progress_parts)--parts, numbers, sizeof(numbers));
+    }
+    if (name + (int)strlen(numbers) > columns) {
+        name = 0;
+    }
+    int room = columns - name - (int)strlen(numbers) - FRAME + 1;
+    if (name == 0 || room < NARROWEST_BAR) {
+        snprintf(out, size, "%s%s%.*s", name > 0 ? what : "", name > 0 ? " " : "",
+                 columns > name ? columns - name : 0, numbers);
+        return;
+    }
+    room = room < WIDEST_BAR ? room : WIDEST_BAR;
+    double share = at->total > 0 ? (double)at->done / (double)at->total : 0.0;
+    int full = (int)(share * room);
+    memset(bar, '-', (size_t)room);
+    memset(bar, '#', (size_t)(full < room ? full : room));
+    snprintf(out, size, "%s %s[%s]%s %s", what, color ? "\033[32m" : "", bar,
+             color ? "\033[0m" : "", numbers);
+}
+
+static int terminal_columns(void)
+{
+    struct winsize window = {0};
+    return ioctl(STDERR_FILENO, TIOCGWINSZ, &window) == 0 && window.ws_col > 0
+               ? window.ws_col
+               : 80;
+}
+
+void progress_update(void *cookie, uint64_t done, uint64_t total)
+{
+    progress *p = cookie;
+    uint64_t now = progress_now_ns();
+    char text[PROGRESS_TEXT];
+    if (done < p->last_done) { /* the pull began anew */
+        p->started_ns = now;
+    }
+    p->last_done = done;
+    uint64_t pause = p->bar ? (p->shown ? BAR_EVERY_MS : BAR_AFTER_MS) : LINE_EVERY_MS;
+    if (p->off || (now - p->printed_ns) / 1000000 < pause) {
+        return;
+    }
+    const progress_state at = {done, total, now - p->started_ns};
+    if (p->bar) {
+        progress_line(p->what, &at, terminal_columns(), p->color, text, sizeof(text));
+        fprintf(stderr, "\r%s\033[K", text);
+        fflush(stderr);
+    } else {
+        progress_text(&at, PROGRESS_LEFT, text, sizeof(text));
+        terminal_tell("%s: %s", p->what, text);
+    }
+    p->shown = true;
+    p->printed_ns = now;
+}
+
+void progress_end(progress *p)
+{
+    if (p->shown && p->bar) {
+        fputs("\r\033[K", stderr);
+        fflush(stderr);
+    }
+    p->shown = false;
+}

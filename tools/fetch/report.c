@@ -1,0 +1,200 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include "fetch/report.h"
+#include "fetch/output.h"
+#include "fetch/terminal.h"
+
+#include <stddef.h>
+#include <stdio.h>
+#include <string.h>
+#include <sys/resource.h>
+
+const report_phase report_phases[] = {
+    {"connect", offsetof(fanin_result_info, connect_ns)},
+    {"map", offsetof(fanin_result_info, map_ns)},
+    {"catalog", offsetof(fanin_result_info, catalog_ns)},
+    {"plan", offsetof(fanin_result_info, plan_ns)},
+    {"table", offsetof(fanin_result_info, table_ns)},
+    {"wait", offsetof(fanin_result_info, wait_ns)},
+    {"begin", offsetof(fanin_result_info, begin_ns)},
+    {"read", offsetof(fanin_result_info, read_ns)},
+    {"scatter", offsetof(fanin_result_info, scatter_ns)},
+    {"verify", offsetof(fanin_result_info, verify_ns)},
+    {"end", offsetof(fanin_result_info, end_ns)},
+    {"write", offsetof(fanin_result_info, write_ns)},
+    {"total", offsetof(fanin_result_info, total_ns)},
+    {"fixed", offsetof(fanin_result_info, fixed_ns)},
+    {NULL, 0},
+};
+
+uint64_t report_phase_ns(const fanin_result_info *info, const report_phase *phase)
+{
+    uint64_t ns;
+    memcpy(&ns, (const char *)info + phase->offset, sizeof(ns));
+    return ns;
+}
+
+static bool moves_bytes(const report_phase *phase)
+{
+    static const char *const names[] = {"read", "verify", "total", "write"};
+    for (size_t i = 0; i < sizeof(names) / sizeof(*names); i++) {
+        if (strcmp(phase->name, names[i]) == 0) {
+            return true;
+        }
+    }
+    return false;
+}
+
+static json_t *checksums_json(const fanin_result_info *info)
+{
+    if (info->transport_checksums == FANIN_CHECKSUMS_LOCAL) {
+        return json_string("local");
+    }
+    return json_boolean(info->transport_checksums == FANIN_CHECKSUMS_ALL);
+}
+
+static const char *checksums_text(const fanin_result_info *info)
+{
+    switch (info->transport_checksums) {
+    case FANIN_CHECKSUMS_ALL:
+        return "of all that came over the network";
+    case FANIN_CHECKSUMS_LOCAL:
+        return "none needed: nothing came over a network";
+    default:
+        return "none, of bytes that came over a network";
+    }
+}
+
+json_t *report_json(const fanin_result_info *info)
+{
+    json_t *object = json_object();
+    json_t *phases = json_object();
+    output_set_u64(object, "step", info->step);
+    output_set_hex(object, "world_id", info->world_id, sizeof(info->world_id));
+    output_set_u64(object, "bytes", info->bytes);
+    output_set_u64(object, "tensors", info->tensors);
+    output_set_u64(object, "reads", info->reads);
+    output_set_u64(object, "restarts", info->restarts);
+    output_set_u64(object, "stale", info->stale);
+    json_object_set_new(object, "reused", json_boolean(info->reused));
+    output_set_string(object, "path",
+                      info->reused ? "none" : fanin_path_name(info->path));
+    output_set_string(object, "path_reason", info->path_reason);
+    json_object_set_new(object, "transport_checksums", checksums_json(info));
+    json_object_set_new(object, "verified", json_boolean(info->verified));
+    for (const report_phase *p = report_phases; p->name != NULL; p++) {
+        output_set_u64(phases, p->name, report_phase_ns(info, p));
+    }
+    json_object_set_new(object, "phases_ns", phases);
+    if (info->total_ns > 0) {
+        json_object_set_new(
+            object, "bytes_per_second",
+            json_real((double)info->bytes / (double)info->total_ns * 1e9));
+    }
+    json_t *ranks =
+        info->ranks_json != NULL ? json_loads(info->ranks_json, 0, NULL) : NULL;
+    json_object_set_new(object, "ranks", ranks != NULL ? ranks : json_array());
+    output_set_u64(object, "peak_resident_bytes", report_peak_bytes());
+    return object;
+}
+
+static const char *text_of(const json_t *rank, const char *name)
+{
+    const char *text = json_string_value(json_object_get(rank, name));
+    return text != NULL ? text : "";
+}
+
+static bool same_path(const json_t *a, const json_t *b)
+{
+    return strcmp(text_of(a, "path"), text_of(b, "path")) == 0 &&
+           strcmp(text_of(a, "reason"), text_of(b, "reason")) == 0;
+}
+
+/* "ranks 0-3, 5": those that were read as @p rank was. */
+static void print_group(const json_t *ranks, const json_t *rank)
+{
+    size_t count = json_array_size(ranks);
+    const char *separator = "ranks ";
+    for (size_t i = 0; i < count; i++) {
+        size_t end = i;
+        while (end < count && same_path(json_array_get(ranks, end), rank)) {
+            end++;
+        }
+        if (end > i) {
+            printf("%s%zu", separator, i);
+            separator = ", ";
+        }
+        if (end > i + 1) {
+            printf("-%zu", end - 1);
+        }
+        i = end > i ? end : i;
+    }
+}
+
+/* One line a group of ranks that were read by one path for one reason. */
+static void print_paths(const fanin_result_info *info)
+{
+    json_t *ranks =
+        info->ranks_json != NULL ? json_loads(info->ranks_json, 0, NULL) : NULL;
+    size_t count = json_array_size(ranks);
+    bool one = true;
+    for (size_t i = 1; i < count; i++) {
+        one = one && same_path(json_array_get(ranks, i), json_array_get(ranks, 0));
+    }
+    if (one) {
+        terminal_print("%-9s %s%s%s", "path", fanin_path_name(info->path),
+                       info->path_reason != NULL && info->path_reason[0] != '\0' ? ": "
+                                                                                 : "",
+                       info->path_reason != NULL ? info->path_reason : "");
+    }
+    for (size_t i = 0; !one && i < count; i++) {
+        const json_t *rank = json_array_get(ranks, i);
+        size_t earlier = 0;
+        while (earlier < i && !same_path(json_array_get(ranks, earlier), rank)) {
+            earlier++;
+        }
+        if (earlier == i) {
+            printf("%-9s %s, ", i == 0 ? "path" : "", text_of(rank, "path"));
+            print_group(ranks, rank);
+            terminal_print("%s%s", text_of(rank, "reason")[0] != '\0' ? ": " : "",
+                           text_of(rank, "reason"));
+        }
+    }
+    json_decref(ranks);
+}
+
+void report_print(const fanin_result_info *info)
+{
+    printf("%-9s %llu\n", "step", (unsigned long long)info->step);
+    printf("%-9s %s\n", "world", output_hex(info->world_id, sizeof(info->world_id)).s);
+    printf("%-9s %llu\n", "tensors", (unsigned long long)info->tensors);
+    printf("%-9s %s (%llu)\n", "bytes", output_bytes(info->bytes).s,
+           (unsigned long long)info->bytes);
+    if (!info->reused) {
+        print_paths(info);
+        printf("%-9s %s\n", "checksums", checksums_text(info));
+        if (info->verified) {
+            printf("%-9s the ranks hold what has landed\n", "verified");
+        }
+        printf("%-9s %llu\n", "reads", (unsigned long long)info->reads);
+    }
+    if (info->restarts > 0) {
+        printf("%-9s %u, %u of them stale\n", "restarts", info->restarts, info->stale);
+    }
+    for (const report_phase *p = report_phases; p->name != NULL; p++) {
+        uint64_t ns = report_phase_ns(info, p);
+        if (ns == 0) {
+            continue;
+        }
+        printf("%-9s %12s", p->name, output_duration(ns).s);
+        if (moves_bytes(p) && !info->reused) {
+            printf("  %12s", output_rate(info->bytes, ns).s);
+        }
+        putchar('\n');
+    }
+}
+
+uint64_t report_peak_bytes(void)
+{
+    struct rusage usage;
+    return getrusage(RUSAGE_SELF, &usage) == 0 ? (uint64_t)usage.ru_maxrss * 1024 : 0;
+}

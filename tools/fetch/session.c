@@ -1,0 +1,284 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include "fetch/session.h"
+#include "fetch/failure.h"
+#include "fetch/interrupt.h"
+#include "fetch/missing.h"
+#include "fetch/progress.h"
+#include "fetch/suggest.h"
+#include "fetch/terminal.h"
+
+#include <malloc.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+static void print_log(fanin_log_level level, const char *event, const char *message)
+{
+    static const char *const names[] = {"", "error", "warning", "info", "debug"};
+    const char *name = level >= 1 && level <= 4 ? names[level] : "log";
+    terminal_tell("nixl-fetch: %s: %s: %s", name, event, message);
+}
+
+static void log_all(void *cookie, fanin_log_level level, const char *event,
+                    const char *message)
+{
+    (void)cookie;
+    print_log(level, event, message);
+}
+
+static void log_warnings(void *cookie, fanin_log_level level, const char *event,
+                         const char *message)
+{
+    (void)cookie;
+    if (level <= FANIN_LOG_WARNING) {
+        print_log(level, event, message);
+    }
+}
+
+fanin_log_fn session_log(bool verbose)
+{
+    return verbose ? log_all : log_warnings;
+}
+
+bool session_parse(const command *self, invocation *line, int argc, const char **argv,
+                   struct poptOption *table, int *status_out)
+{
+    const struct poptOption shared[SESSION_OPTIONS] = {
+        {"run", 0, POPT_ARG_STRING, &line->run, 0,
+         "the run (default: the target file's, or 0)", "R"},
+        {NULL, 0, POPT_ARG_INCLUDE_TABLE, line->connect_part, 0, "Connection:", NULL},
+        {NULL, 0, POPT_ARG_INCLUDE_TABLE, line->common_part, 0,
+         "Common options:", NULL},
+        POPT_TABLEEND,
+    };
+    memcpy(line->shared, shared, sizeof(shared));
+    options_connect(&line->connect, line->connect_part);
+    options_common(&line->common, line->common_part);
+    return options_parse(self, argc, argv, table, &line->common, &line->parsed,
+                         status_out);
+}
+
+const char *session_default_target(void)
+{
+    const char *text = getenv("NIXL_FETCH_SERVERS");
+    if (text == NULL || text[0] == '\0') {
+        text = getenv("FANIN_TRAINER");
+    }
+    return text;
+}
+
+const char *session_begin(const command *self, invocation *line, int argc,
+                          const char **argv, struct poptOption *table, int words,
+                          int *status_out)
+{
+    if (!session_parse(self, line, argc, argv, table, status_out)) {
+        return NULL;
+    }
+    const char *text = session_default_target();
+    int first = 0;
+    if (line->parsed.count > words) {
+        text = line->parsed.positional[0];
+        first = 1;
+    }
+    *status_out = EXIT_USAGE;
+    if (line->parsed.count > first + words) {
+        failure_usage(self->name, "unexpected argument '%s'",
+                      line->parsed.positional[first + words]);
+        return NULL;
+    }
+    if (line->parsed.count < first + words || text == NULL || text[0] == '\0') {
+        failure_usage(self->name, words > 0 ? "TARGET and KEY are needed"
+                                            : "no TARGET, and neither "
+                                              "NIXL_FETCH_SERVERS nor FANIN_TRAINER in "
+                                              "the environment");
+        return NULL;
+    }
+    for (int i = 0; i < words; i++) {
+        line->words[i] = line->parsed.positional[first + i];
+    }
+    return text;
+}
+
+void session_end(invocation *line)
+{
+    options_free(&line->parsed);
+}
+
+static int configure(session *s, const invocation *line, fanin_client_config *config)
+{
+    const common_options *common = &line->common;
+    const connect_options *connect = &line->connect;
+    fanin_client_config_init(config, sizeof(*config));
+    config->log = common->quiet ? NULL : session_log(common->verbose != 0);
+    config->no_unix = connect->no_unix != 0;
+    config->no_ucx = connect->no_ucx != 0;
+    config->no_checksums = connect->no_checksums != 0;
+    config->server_name = connect->server_name;
+    if (common->timeout_ms < config->connect_timeout_ms) {
+        config->connect_timeout_ms = common->timeout_ms;
+    }
+    if (connect->path != NULL) {
+        config->path = fanin_path_from_name(connect->path);
+        if (config->path < 0) {
+            return failure_usage(
+                s->command->name,
+                "path '%s' is none of auto, stream, cma, rdma, cuda_ipc",
+                connect->path);
+        }
+    }
+    if (config->no_ucx &&
+        (config->path == FANIN_PATH_CMA || config->path == FANIN_PATH_RDMA)) {
+        return failure_usage(s->command->name, "--no-ucx excludes --path %s",
+                             connect->path);
+    }
+    if (connect->world_id != NULL &&
+        !target_world_id(connect->world_id, config->world_id)) {
+        return failure_usage(s->command->name,
+                             "--expect-world-id '%s' is not 32 hexadecimal digits, not "
+                             "all zero",
+                             connect->world_id);
+    }
+    if (connect->server_name != NULL && connect->server_name[0] == '\0') {
+        return failure_usage(s->command->name, "--server-name is empty");
+    }
+    return 0;
+}
+
+/* What the target file says of its ranks is demanded of them, unless an option says more. */
+static void demand(session *s, const connect_options *connect,
+                   fanin_client_config *config)
+{
+    if (connect->server_name == NULL) {
+        config->server_name = s->target.server_name;
+    }
+    if (connect->world_id == NULL) {
+        memcpy(config->world_id, s->target.world_id, sizeof(config->world_id));
+    }
+    s->demanding = connect->server_name != NULL || connect->world_id != NULL;
+}
+
+static int choose_run(session *s, const char *run)
+{
+    if (run == NULL) {
+        run = s->target.run[0] != '\0' ? s->target.run : "0";
+    }
+    if (!options_run_valid(run)) {
+        return failure_usage(s->command->name,
+                             "run '%s' is not 1 to 64 of A-Z a-z 0-9 . _ -", run);
+    }
+    snprintf(s->run, sizeof(s->run), "%s", run);
+    snprintf(s->publication, sizeof(s->publication), "lora:%s", run);
+    return 0;
+}
+
+int session_open(session *s, const command *self, const invocation *line,
+                 const char *target_text, const char *run)
+{
+    const int world_size = line->connect.world_size;
+    fanin_client_config config;
+    fanin_error error = FANIN_ERROR_INIT;
+    *s = (session){.command = self,
+                   .end_ns =
+                       progress_now_ns() + (uint64_t)line->common.timeout_ms * 1000000};
+    if (line->run != NULL && !options_run_valid(line->run)) {
+        return failure_usage(
+            self->name, "--run '%s' is not 1 to 64 of A-Z a-z 0-9 . _ -", line->run);
+    }
+    int code = configure(s, line, &config);
+    if (code != 0) {
+        return code;
+    }
+    if (target_parse(target_text, (uint32_t)world_size, &s->target, &error) !=
+        FANIN_OK) {
+        code = failure_report("cannot use the target", &error);
+        return error.status == FANIN_ERR_ARGUMENT ? EXIT_USAGE : code;
+    }
+    code = choose_run(s, run);
+    if (code != 0) {
+        return code;
+    }
+    demand(s, &line->connect, &config);
+    config.partial = self->of_some && s->target.count == 1 && world_size == 0 &&
+                     s->target.file == NULL;
+    if (fanin_client_create(&config, &s->client, &error) != FANIN_OK) {
+        return failure_report("cannot make a client", &error);
+    }
+    interrupt_install(s->client);
+    return 0;
+}
+
+/* A rank that never answered has not said which one it is; the target's order says it. */
+static void place_rank(const session *s, fanin_error *error)
+{
+    for (uint32_t i = 0; s->target.in_rank_order && i < s->target.count; i++) {
+        if (error->rank < 0 && strcmp(s->target.addresses[i], error->address) == 0) {
+            error->rank = (int32_t)i;
+        }
+    }
+}
+
+void session_explain(const session *s, fanin_error *error)
+{
+    place_rank(s, error);
+    if (error->status != FANIN_ERR_WORLD || s->demanding) {
+        return; /* what an option demands the remedy speaks of */
+    }
+    if (s->target.file != NULL) {
+        size_t used = strlen(error->remedy);
+        snprintf(error->remedy + used, sizeof(error->remedy) - used,
+                 "; %.120s names the ranks: a trainer that starts anew writes it anew",
+                 s->target.file);
+    } else if (s->target.count == 1) {
+        snprintf(error->remedy, sizeof(error->remedy),
+                 "give --world-size N, or the address of every rank");
+    }
+}
+
+int session_failure(const session *s, const char *what, fanin_error *error)
+{
+    session_explain(s, error);
+    suggest(s, s->key, error);
+    return failure_report(what, error);
+}
+
+uint32_t session_left_ms(const session *s)
+{
+    uint64_t now = progress_now_ns();
+    return now < s->end_ns ? (uint32_t)((s->end_ns - now) / 1000000) + 1 : 1;
+}
+
+int session_reach(session *s)
+{
+    fanin_error error = FANIN_ERROR_INIT;
+    if (fanin_client_connect_any(s->client, (const char *const *)s->target.addresses,
+                                 s->target.count, session_left_ms(s),
+                                 &error) != FANIN_OK) {
+        return session_failure(s, "cannot connect", &error);
+    }
+    return 0;
+}
+
+int session_connect(session *s, uint32_t timeout_ms)
+{
+    fanin_error error = FANIN_ERROR_INIT;
+    if (fanin_client_connect(s->client, (const char *const *)s->target.addresses,
+                             s->target.count, timeout_ms, &error) != FANIN_OK) {
+        return session_failure(s, "cannot connect", &error);
+    }
+    missing_warn(s);
+    return 0;
+}
+
+void session_disconnect(session *s)
+{
+    interrupt_detach();
+    fanin_client_destroy(&s->client);
+    malloc_trim(0);
+}
+
+void session_close(session *s)
+{
+    interrupt_detach();
+    fanin_client_destroy(&s->client);
+    target_free(&s->target);
+}

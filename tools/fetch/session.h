@@ -1,0 +1,90 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/** @file A command's connection: target, client, signals, log, and the run it is about. */
+#ifndef SESSION_H
+#define SESSION_H
+
+#include "fetch/options.h"
+#include "fetch/target.h"
+
+typedef struct session {
+    const command *command;
+    target target;
+    fanin_client *client;
+    char run[80];
+    char publication[96]; /**< "lora:<run>" */
+    const char *key;      /**< that is asked for, NULL: none */
+    bool demanding;       /**< an option says who the ranks must be */
+    uint64_t end_ns;      /**< when the command's --timeout is over */
+} session;
+
+/** A log function for the library: prints to stderr; with @p verbose also what is routine. */
+fanin_log_fn session_log(bool verbose);
+
+enum { SESSION_OPTIONS = 4 };
+
+/** The command line that commands with a TARGET have in common; zero but for
+    common.timeout_ms before session_begin(). */
+typedef struct invocation {
+    common_options common;
+    connect_options connect;
+    char *run;
+    const char *words[MAX_POSITIONAL]; /**< what follows TARGET */
+    arguments parsed;
+    struct poptOption shared[SESSION_OPTIONS]; /**< include it in the command's table */
+    struct poptOption common_part[COMMON_OPTIONS], connect_part[CONNECT_OPTIONS];
+} invocation;
+
+/** The entry of a command's table that includes what an invocation brings. */
+#define SESSION_TABLE(invocation)                                                      \
+    {                                                                                  \
+        NULL, 0, POPT_ARG_INCLUDE_TABLE, (invocation)->shared, 0, NULL, NULL           \
+    }
+
+/** Fills the shared options and parses the command line; false: the command is over with
+    *status_out. session_end() in either case. */
+bool session_parse(const command *self, invocation *line, int argc, const char **argv,
+                   struct poptOption *table, int *status_out);
+
+/** The environment's target: NIXL_FETCH_SERVERS, else FANIN_TRAINER; NULL or "": none. */
+const char *session_default_target(void);
+
+/**
+ * session_parse(), and the words of a command that needs a target: TARGET (or the
+ * environment's) and @p words more words. Returns TARGET's text; NULL if the command is over,
+ * *status_out is then the exit status. session_end() in either case.
+ */
+const char *session_begin(const command *self, invocation *line, int argc,
+                          const char **argv, struct poptOption *table, int words,
+                          int *status_out);
+void session_end(invocation *line);
+
+/**
+ * Parses the target, creates the client and chooses the run (@p run, else the target
+ * file's, else "0"). Nothing is connected yet. Returns 0 or the exit status after a
+ * message; session_close() in either case.
+ */
+int session_open(session *s, const command *self, const invocation *line,
+                 const char *target_text, const char *run);
+
+/** Makes the remedy of a WORLD error one for the words on the command line, and names the rank that
+    the target says is at the error's address. */
+void session_explain(const session *s, fanin_error *error);
+/** failure_report() of what ranks answered, or not, so explained. */
+int session_failure(const session *s, const char *what, fanin_error *error);
+
+/** What is left of the command's --timeout, which began with session_open(); at least 1. */
+uint32_t session_left_ms(const session *s);
+
+/** Connects within what is left, until one rank has answered: the calls that follow see to the
+    others. 0, or the exit status after a message. */
+int session_reach(session *s);
+
+/** Connects to all ranks; warns about those that did not answer. 0, or the exit status after a message. */
+int session_connect(session *s, uint32_t timeout_ms);
+
+/** Gives the client and its memory back early; names of run and publication stay. */
+void session_disconnect(session *s);
+
+void session_close(session *s);
+
+#endif

@@ -1,0 +1,404 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include "fetch/target.h"
+#include "fetch/failure.h"
+#include "fetch/options.h"
+#include "fetch/output.h"
+
+#include <ctype.h>
+#include <errno.h>
+#include <fcntl.h>
+#include <jansson.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+enum { MAX_FILE = 32 << 20 };
+
+static const char info_name[] = "nixl_info.json";
+static const char forms[] =
+    "give HOST:PORT[,HOST:PORT...], HOST:BASEPORT with --world-size N, a "
+    "nixl_info.json, or the directory that holds one";
+
+static fanin_status out_of_memory(fanin_error *error)
+{
+    return failure_set(error, FANIN_ERR_MEMORY, "free memory",
+                       "no memory for the addresses");
+}
+
+/* Takes the place of rank @p index, which must be free. */
+static fanin_status place(target *out, uint64_t index, const char *host, size_t length,
+                          uint64_t port, fanin_error *error)
+{
+    bool v6 = memchr(host, ':', length) != NULL && host[0] != '[';
+    if (port == 0 || port > 65535) {
+        return failure_set(error, FANIN_ERR_ARGUMENT, "give a smaller base port",
+                           "rank %llu would listen on port %llu of %.*s, and ports end "
+                           "at 65535",
+                           (unsigned long long)index, (unsigned long long)port,
+                           (int)length, host);
+    }
+    if (out->addresses[index] != NULL) {
+        return failure_set(error, FANIN_ERR_ARGUMENT, "name every rank once",
+                           "rank %llu is named twice", (unsigned long long)index);
+    }
+    if (asprintf(&out->addresses[index], v6 ? "[%.*s]:%llu" : "%.*s:%llu", (int)length,
+                 host, (unsigned long long)port) < 0) {
+        out->addresses[index] = NULL;
+        return out_of_memory(error);
+    }
+    return FANIN_OK;
+}
+
+static fanin_status reserve(target *out, uint64_t count, fanin_error *error)
+{
+    if (count == 0 || count > TARGET_MAX_RANKS) {
+        return failure_set(error, FANIN_ERR_ARGUMENT, "1 to 65536 ranks are possible",
+                           "a world of %llu ranks", (unsigned long long)count);
+    }
+    out->addresses = calloc(count, sizeof(out->addresses[0]));
+    if (out->addresses == NULL) {
+        return out_of_memory(error);
+    }
+    out->count = (uint32_t)count;
+    return FANIN_OK;
+}
+
+/* Splits "host:port" or "[v6]:port" of @p length bytes. */
+static fanin_status split(const char *text, size_t length, size_t *host_length,
+                          uint64_t *port, fanin_error *error)
+{
+    const char *colon = memrchr(text, ':', length);
+    size_t host = colon != NULL ? (size_t)(colon - text) : 0;
+    bool bracketed = host > 2 && text[0] == '[' && text[host - 1] == ']';
+    uint64_t value = 0;
+    size_t digits = 0;
+    if (host > 0 && (bracketed || strcspn(text, ":[]") == host)) {
+        for (const char *p = colon + 1; p < text + length && digits <= 5; p++) {
+            if (!isdigit((unsigned char)*p)) {
+                digits = 0;
+                break;
+            }
+            value = value * 10 + (uint64_t)(*p - '0');
+            digits++;
+        }
+    }
+    if (digits == 0 || digits > 5 || value == 0 || value > 65535) {
+        return failure_set(error, FANIN_ERR_ARGUMENT, forms, "'%.*s' is no HOST:PORT",
+                           (int)(length < 200 ? length : 200), text);
+    }
+    *host_length = host;
+    *port = value;
+    return FANIN_OK;
+}
+
+static fanin_status parse_list(const char *text, uint32_t world_size, target *out,
+                               fanin_error *error)
+{
+    uint64_t count = 1;
+    size_t host = 0;
+    uint64_t port = 0;
+    for (const char *p = text; *p != '\0'; p++) {
+        count += *p == ',';
+    }
+    if (count > 1 && world_size != 0 && world_size != count) {
+        return failure_set(error, FANIN_ERR_ARGUMENT, "leave out --world-size",
+                           "%llu addresses for a world of %u ranks",
+                           (unsigned long long)count, world_size);
+    }
+    fanin_status status = reserve(out, world_size != 0 ? world_size : count, error);
+    out->in_rank_order = count == 1;
+    for (uint32_t rank = 0; status == FANIN_OK && rank < out->count; rank++) {
+        text += strspn(text, " ");
+        size_t length = strcspn(text, ",");
+        size_t word = length;
+        while (word > 0 && text[word - 1] == ' ') {
+            word--;
+        }
+        status = split(text, word, &host, &port, error);
+        if (status == FANIN_OK) {
+            status =
+                place(out, rank, text, host, count == 1 ? port + rank : port, error);
+        }
+        if (count > 1) {
+            text += length + 1;
+        }
+    }
+    return status;
+}
+
+static fanin_status bad_file(fanin_error *error, const char *path, const char *problem)
+{
+    return failure_set(error, FANIN_ERR_ARGUMENT,
+                       "it should hold host, base_port and world_size, or hosts",
+                       "%s: %s", path, problem);
+}
+
+static fanin_status parse_host(const json_t *entry, const char *path, target *out,
+                               uint64_t *next, fanin_error *error)
+{
+    const json_t *host = json_object_get(entry, "host");
+    const json_t *port = json_object_get(entry, "base_port");
+    const json_t *ranks = json_object_get(entry, "ranks");
+    const char *name = json_string_value(host);
+    if (name == NULL || name[0] == '\0' || !json_is_integer(port) ||
+        json_integer_value(port) < 0 || json_integer_value(port) > 65535) {
+        return bad_file(error, path, "a host without a name or with a bad base_port");
+    }
+    bool list = json_is_array(ranks);
+    if (!list && (!json_is_integer(ranks) || json_integer_value(ranks) < 0 ||
+                  json_integer_value(ranks) > TARGET_MAX_RANKS)) {
+        return bad_file(error, path,
+                        "\"ranks\" is neither a list of ranks nor a number of them");
+    }
+    uint64_t base = (uint64_t)json_integer_value(port);
+    uint64_t n = list ? json_array_size(ranks) : (uint64_t)json_integer_value(ranks);
+    for (uint64_t i = 0; i < n; i++) {
+        json_int_t rank = list ? -1 : (json_int_t)*next;
+        const json_t *item = list ? json_array_get(ranks, i) : NULL;
+        if (json_is_integer(item)) {
+            rank = json_integer_value(item);
+        }
+        if (rank < 0 || rank >= out->count) {
+            return bad_file(error, path,
+                            "a rank that is not below the number of ranks");
+        }
+        fanin_status status = place(out, (uint64_t)rank, name, strlen(name),
+                                    base + (uint64_t)rank, error);
+        if (status != FANIN_OK) {
+            return status;
+        }
+        *next = (uint64_t)rank + 1;
+    }
+    return FANIN_OK;
+}
+
+static fanin_status parse_hosts(const json_t *hosts, const char *path,
+                                uint64_t world_size, target *out, fanin_error *error)
+{
+    uint64_t count = 0;
+    uint64_t next = 0;
+    size_t i;
+    const json_t *entry;
+    json_array_foreach(hosts, i, entry)
+    {
+        const json_t *ranks = json_object_get(entry, "ranks");
+        json_int_t n = json_is_array(ranks) ? (json_int_t)json_array_size(ranks)
+                                            : json_integer_value(ranks);
+        count += n > 0 && n <= TARGET_MAX_RANKS ? (uint64_t)n : 0;
+    }
+    if (world_size != 0 && world_size != count) {
+        return failure_set(error, FANIN_ERR_ARGUMENT, "correct world_size or the hosts",
+                           "%s: the hosts have %llu ranks, world_size is %llu", path,
+                           (unsigned long long)count, (unsigned long long)world_size);
+    }
+    fanin_status status = reserve(out, count, error);
+    json_array_foreach(hosts, i, entry)
+    {
+        if (status == FANIN_OK) {
+            status = parse_host(entry, path, out, &next, error);
+        }
+    }
+    return status;
+}
+
+/* "run_idx": a number or a name. */
+static fanin_status parse_run(const json_t *run, const char *path, target *out,
+                              fanin_error *error)
+{
+    if (run == NULL || json_is_null(run)) {
+        return FANIN_OK;
+    }
+    if (json_is_integer(run) && json_integer_value(run) >= 0) {
+        snprintf(out->run, sizeof(out->run), "%lld",
+                 (long long)json_integer_value(run));
+    } else if (json_is_string(run)) {
+        snprintf(out->run, sizeof(out->run), "%s", json_string_value(run));
+    }
+    return options_run_valid(out->run)
+               ? FANIN_OK
+               : bad_file(error, path,
+                          "\"run_idx\" is neither a number from 0 on nor 1 to 64 of "
+                          "A-Z a-z 0-9 . _ -");
+}
+
+/* What the ranks must announce: "world_id" and "server_name". */
+static fanin_status parse_demands(const json_t *root, const char *path, target *out,
+                                  fanin_error *error)
+{
+    const json_t *world = json_object_get(root, "world_id");
+    const json_t *name = json_object_get(root, "server_name");
+    if (world != NULL && !json_is_null(world) &&
+        (!json_is_string(world) ||
+         !target_world_id(json_string_value(world), out->world_id))) {
+        return bad_file(error, path,
+                        "\"world_id\" is not 32 hexadecimal digits, not all zero");
+    }
+    if (name == NULL || json_is_null(name)) {
+        return FANIN_OK;
+    }
+    if (!json_is_string(name) || json_string_value(name)[0] == '\0') {
+        return bad_file(error, path, "\"server_name\" is no name");
+    }
+    out->server_name = strdup(json_string_value(name));
+    return out->server_name != NULL ? FANIN_OK : out_of_memory(error);
+}
+
+static fanin_status parse_base(const json_t *root, const char *path, uint64_t size,
+                               target *out, fanin_error *error)
+{
+    const char *host = json_string_value(json_object_get(root, "host"));
+    const json_t *port = json_object_get(root, "base_port");
+    if (host == NULL || host[0] == '\0' || !json_is_integer(port) ||
+        json_integer_value(port) < 1 || json_integer_value(port) > 65535 || size == 0) {
+        return bad_file(error, path, "host, base_port or world_size is missing or bad");
+    }
+    fanin_status status = reserve(out, size, error);
+    for (uint32_t rank = 0; status == FANIN_OK && rank < out->count; rank++) {
+        status = place(out, rank, host, strlen(host),
+                       (uint64_t)json_integer_value(port) + rank, error);
+    }
+    return status;
+}
+
+static fanin_status parse_object(const json_t *root, const char *path,
+                                 uint32_t world_size, target *out, fanin_error *error)
+{
+    const json_t *world = json_object_get(root, "world_size");
+    const json_t *hosts = json_object_get(root, "hosts");
+    if (!json_is_object(root)) {
+        return bad_file(error, path, "not an object");
+    }
+    if (world != NULL && (!json_is_integer(world) || json_integer_value(world) < 1 ||
+                          json_integer_value(world) > TARGET_MAX_RANKS)) {
+        return bad_file(error, path, "a bad world_size");
+    }
+    if (hosts != NULL && !json_is_array(hosts)) {
+        return bad_file(error, path, "\"hosts\" is not a list");
+    }
+    uint64_t size = (uint64_t)json_integer_value(world);
+    if (size != 0 && world_size != 0 && size != world_size) {
+        return bad_file(error, path, "another world_size than --world-size");
+    }
+    size = size != 0 ? size : world_size;
+    fanin_status status = parse_run(json_object_get(root, "run_idx"), path, out, error);
+    if (status == FANIN_OK) {
+        status = parse_demands(root, path, out, error);
+    }
+    if (status != FANIN_OK) {
+        return status;
+    }
+    return hosts != NULL ? parse_hosts(hosts, path, size, out, error)
+                         : parse_base(root, path, size, out, error);
+}
+
+static fanin_status unreadable(fanin_error *error, const char *path, int reason)
+{
+    fanin_status status =
+        reason == ENOENT || reason == ENOTDIR ? FANIN_ERR_NOT_FOUND : FANIN_ERR_IO;
+    failure_set(error, status,
+                "check the path of nixl_info.json; the trainer writes it", "%s: %s",
+                path, strerror(reason));
+    error->sys_errno = reason;
+    return status;
+}
+
+/* A regular file; a pipe could be waited at for ever. */
+static fanin_status open_regular(const char *path, int *descriptor_out,
+                                 fanin_error *error)
+{
+    struct stat st;
+    int descriptor = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK | O_NOCTTY);
+    if (descriptor < 0 || fstat(descriptor, &st) != 0) {
+        int reason = errno;
+        if (descriptor >= 0) {
+            close(descriptor);
+        }
+        return unreadable(error, path, reason);
+    }
+    if (!S_ISREG(st.st_mode) || st.st_size > MAX_FILE) {
+        close(descriptor);
+        return failure_set(error, FANIN_ERR_ARGUMENT, forms, "the target %s %s", path,
+                           S_ISREG(st.st_mode) ? "is larger than 32 MiB"
+                                               : "is no regular file");
+    }
+    *descriptor_out = descriptor;
+    return FANIN_OK;
+}
+
+static fanin_status parse_file(const char *text, uint32_t world_size, target *out,
+                               fanin_error *error)
+{
+    json_error_t why;
+    struct stat st;
+    int descriptor = -1;
+    bool directory = stat(text, &st) == 0 && S_ISDIR(st.st_mode);
+    if (asprintf(&out->file, "%s%s%s", text, directory ? "/" : "",
+                 directory ? info_name : "") < 0) {
+        out->file = NULL;
+        return out_of_memory(error);
+    }
+    fanin_status status = open_regular(out->file, &descriptor, error);
+    if (status != FANIN_OK) {
+        return status;
+    }
+    json_t *root = json_loadfd(descriptor, JSON_REJECT_DUPLICATES, &why);
+    close(descriptor);
+    if (root == NULL) {
+        return bad_file(error, out->file, why.text);
+    }
+    status = parse_object(root, out->file, world_size, out, error);
+    json_decref(root);
+    return status;
+}
+
+static bool is_path(const char *text)
+{
+    size_t length = strlen(text);
+    return strchr(text, '/') != NULL ||
+           (length > 5 && strcmp(text + length - 5, ".json") == 0) ||
+           (strchr(text, ':') == NULL && access(text, F_OK) == 0);
+}
+
+bool target_world_id(const char *text, uint8_t world_id[FANIN_WORLD_ID_SIZE])
+{
+    static const uint8_t zero[FANIN_WORLD_ID_SIZE];
+    return output_parse_hex(text, world_id, FANIN_WORLD_ID_SIZE) &&
+           memcmp(world_id, zero, sizeof(zero)) != 0;
+}
+
+fanin_status target_parse(const char *text, uint32_t world_size, target *out,
+                          fanin_error *error)
+{
+    *out = (target){0};
+    fanin_status status;
+    if (text[0] == '\0') {
+        status = failure_set(error, FANIN_ERR_ARGUMENT, forms, "the target is empty");
+    } else if (is_path(text)) {
+        status = parse_file(text, world_size, out, error);
+        out->in_rank_order = true;
+    } else if (strpbrk(text, ":,") == NULL) {
+        status = failure_set(error, FANIN_ERR_ARGUMENT, forms,
+                             "'%.200s' has no port, and no file or directory has that "
+                             "name",
+                             text);
+    } else {
+        status = parse_list(text, world_size, out, error);
+    }
+    if (status != FANIN_OK) {
+        target_free(out);
+    }
+    return status;
+}
+
+void target_free(target *t)
+{
+    for (uint32_t i = 0; t->addresses != NULL && i < t->count; i++) {
+        free(t->addresses[i]);
+    }
+    free(t->addresses);
+    free(t->file);
+    free(t->server_name);
+    *t = (target){0};
+}

@@ -1,0 +1,180 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include "fetch/waiting.h"
+#include "fetch/missing.h"
+#include "fetch/rank_states.h"
+#include "fetch/terminal.h"
+
+#include <pthread.h>
+#include <signal.h>
+#include <stdatomic.h>
+#include <stdlib.h>
+#include <string.h>
+
+enum { TELL_EVERY_MS = 2000, ASK_MS = 1000 };
+
+struct waiting {
+    const session *session;
+    session own; /**< the same target with another client */
+    uint64_t step;
+    pthread_t thread;
+    pthread_mutex_t lock;
+    pthread_cond_t changed;
+    atomic_bool hushed;
+    bool ended; /**< under the lock */
+};
+
+typedef struct behind {
+    const waiting *waiting;
+    fanin_rank_state *ranks; /**< room for all */
+    size_t count;
+} behind;
+
+static bool on_publication(void *cookie, const fanin_publication_info *info)
+{
+    behind *b = cookie;
+    const waiting *w = b->waiting;
+    bool there = info->state == FANIN_PUBLICATION_STABLE && info->step >= w->step;
+    if (!there && strcmp(info->name, w->session->publication) == 0 &&
+        b->count < w->session->target.count) {
+        b->ranks[b->count++] = (fanin_rank_state){.struct_size = sizeof(b->ranks[0]),
+                                                  .rank = info->rank,
+                                                  .state = info->state,
+                                                  .step = info->step,
+                                                  .state_age_ms = info->state_age_ms};
+    }
+    return true;
+}
+
+static void tell_missing(const waiting *w)
+{
+    missing m;
+    missing_gather(&w->own, &m);
+    for (uint32_t i = 0; i < m.count; i++) {
+        char name[MISSING_NAME];
+        missing_name(&m.ranks[i], name, sizeof(name));
+        terminal_tell("nixl-fetch: waiting for %s: %s", name, m.ranks[i].message);
+    }
+    missing_free(&m);
+}
+
+static void tell(const waiting *w)
+{
+    behind b = {.waiting = w,
+                .ranks = calloc(w->session->target.count + 1, sizeof(b.ranks[0]))};
+    char text[1024];
+    if (b.ranks != NULL &&
+        fanin_client_list(w->own.client, ASK_MS, on_publication, &b, NULL) ==
+            FANIN_OK &&
+        !atomic_load(&w->hushed)) {
+        rank_states_text(b.ranks, b.count, text, sizeof(text));
+        if (b.count > 0) {
+            terminal_tell("nixl-fetch: waiting for step %llu of %s: %s",
+                          (unsigned long long)w->step, w->session->publication, text);
+        }
+        tell_missing(w);
+    }
+    free(b.ranks);
+}
+
+/* False: the pull is over. */
+static bool pause_ms(waiting *w, uint64_t ms)
+{
+    struct timespec until;
+    clock_gettime(CLOCK_MONOTONIC, &until);
+    until.tv_sec += (time_t)(ms / 1000);
+    int status = 0;
+    pthread_mutex_lock(&w->lock);
+    while (!w->ended && status == 0) {
+        status = pthread_cond_timedwait(&w->changed, &w->lock, &until);
+    }
+    bool ended = w->ended;
+    pthread_mutex_unlock(&w->lock);
+    return !ended && !atomic_load(&w->hushed);
+}
+
+static void *run(void *cookie)
+{
+    waiting *w = cookie;
+    const target *t = &w->own.target;
+    bool connected = false;
+    while (pause_ms(w, TELL_EVERY_MS)) {
+        connected = connected || fanin_client_connect_any(
+                                     w->own.client, (const char *const *)t->addresses,
+                                     t->count, ASK_MS, NULL) == FANIN_OK;
+        if (connected) {
+            tell(w);
+        }
+    }
+    return NULL;
+}
+
+static bool start_thread(waiting *w)
+{
+    sigset_t all, before;
+    pthread_condattr_t attributes;
+    pthread_mutex_init(&w->lock, NULL);
+    pthread_condattr_init(&attributes);
+    pthread_condattr_setclock(&attributes, CLOCK_MONOTONIC);
+    pthread_cond_init(&w->changed, &attributes);
+    pthread_condattr_destroy(&attributes);
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    int failed = pthread_create(&w->thread, NULL, run, w);
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
+    return failed == 0;
+}
+
+static void destroy(waiting *w)
+{
+    fanin_client_destroy(&w->own.client);
+    pthread_cond_destroy(&w->changed);
+    pthread_mutex_destroy(&w->lock);
+    free(w);
+}
+
+waiting *waiting_start(const session *s, uint64_t step)
+{
+    waiting *w = calloc(1, sizeof(*w));
+    fanin_client_config config;
+    fanin_client_config_init(&config, sizeof(config));
+    config.no_ucx = true;
+    if (w == NULL) {
+        return NULL;
+    }
+    w->session = s;
+    w->own.target = s->target; /* the session's; it outlives the thread */
+    w->step = step > 0 ? step : 1;
+    if (fanin_client_create(&config, &w->own.client, NULL) != FANIN_OK) {
+        free(w);
+        return NULL;
+    }
+    if (!start_thread(w)) {
+        destroy(w);
+        return NULL;
+    }
+    return w;
+}
+
+void waiting_hush(waiting *w)
+{
+    if (w != NULL) {
+        atomic_store(&w->hushed, true);
+    }
+}
+
+void waiting_end(waiting **w_inout)
+{
+    waiting *w = *w_inout;
+    if (w == NULL) {
+        return;
+    }
+    pthread_mutex_lock(&w->lock);
+    w->ended = true;
+    pthread_cond_signal(&w->changed);
+    pthread_mutex_unlock(&w->lock);
+    waiting_hush(w);
+    fanin_client_cancel(w->own.client);
+    pthread_join(w->thread, NULL);
+    destroy(w);
+    *w_inout = NULL;
+}

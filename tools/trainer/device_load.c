@@ -1,0 +1,158 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include "trainer/device_load.h"
+#include "trainer/device_driver.h"
+#include "trainer/device_images.h"
+#include "trainer/device_work.h"
+#include "fetch/failure.h"
+#include "fetch/progress.h"
+
+#include <stdlib.h>
+
+enum {
+    SIDE = 4096, /* of the matrices; a multiple of the kernel's tile */
+    BATCH_NS = 20000000,
+    MOST_UNITS = 1000,
+    TRIALS = 3,
+};
+#define SWEEP_BYTES (UINT64_C(512) << 20)
+
+struct device_load {
+    int device;
+    device_load_kind kind;
+    uint32_t units; /**< of a batch */
+    void *stream, *kernel;
+    void *memory[3];
+};
+
+static fanin_status allocate(device_load *l, uint64_t operand, uint64_t result,
+                             fanin_error *error)
+{
+    fanin_status status = device_alloc(l->device, operand, &l->memory[0], error);
+    if (status == FANIN_OK && l->kind == DEVICE_LOAD_PRODUCT) {
+        status = device_alloc(l->device, operand, &l->memory[1], error);
+    }
+    return status == FANIN_OK ? device_alloc(l->device, result, &l->memory[2], error)
+                              : status;
+}
+
+/* Numbers that are no zeros: those are computed faster than real ones. */
+static fanin_status fill(device_load *l, void *memory, uint64_t bytes,
+                         fanin_error *error)
+{
+    void *kernel;
+    const work_parameters parameters = {.c = memory, .count = bytes / 2};
+    fanin_status status = device_kernel(l->device, device_load_image(),
+                                        DEVICE_HALVES_KERNEL, &kernel, error);
+    return status == FANIN_OK
+               ? device_launch(l->device, l->stream, kernel,
+                               DEVICE_BLOCKS_EACH * device_processors(l->device),
+                               DEVICE_WORK_THREADS, &parameters, error)
+               : status;
+}
+
+static fanin_status queue(device_load *l, uint32_t units, fanin_error *error)
+{
+    bool product = l->kind == DEVICE_LOAD_PRODUCT;
+    const work_parameters parameters = {
+        .a = l->memory[0],
+        .b = l->memory[1],
+        .c = l->memory[2],
+        .count = product ? SIDE : SWEEP_BYTES / 16,
+    };
+    uint32_t tiles = SIDE / DEVICE_PRODUCT_TILE;
+    uint32_t blocks =
+        product ? tiles * tiles : DEVICE_BLOCKS_EACH * device_processors(l->device);
+    for (uint32_t i = 0; i < units; i++) {
+        fanin_status status = device_launch(l->device, l->stream, l->kernel, blocks,
+                                            DEVICE_WORK_THREADS, &parameters, error);
+        if (status != FANIN_OK) {
+            return status;
+        }
+    }
+    return FANIN_OK;
+}
+
+/* Finds the size of a batch. */
+static fanin_status calibrate(device_load *l, fanin_error *error)
+{
+    uint64_t least = UINT64_MAX;
+    for (int i = 0; i < TRIALS; i++) {
+        uint64_t start = progress_now_ns();
+        fanin_status status = queue(l, 1, error);
+        if (status == FANIN_OK) {
+            status = device_wait(l->device, l->stream, error);
+        }
+        if (status != FANIN_OK) {
+            return status;
+        }
+        uint64_t took = progress_now_ns() - start;
+        least = took < least ? took : least;
+    }
+    uint64_t units = BATCH_NS / (least > 0 ? least : 1);
+    l->units = units < 1 ? 1 : units > MOST_UNITS ? MOST_UNITS : (uint32_t)units;
+    return FANIN_OK;
+}
+
+fanin_status device_load_make(int device, device_load_kind kind, device_load **out,
+                              fanin_error *error)
+{
+    device_load *l = calloc(1, sizeof(*l));
+    *out = l;
+    if (l == NULL) {
+        return failure_set(error, FANIN_ERR_MEMORY, "free memory", "out of memory");
+    }
+    bool product = kind == DEVICE_LOAD_PRODUCT;
+    uint64_t operand = product ? (uint64_t)SIDE * SIDE * 2 : SWEEP_BYTES;
+    uint64_t result = product ? (uint64_t)SIDE * SIDE * 4 : SWEEP_BYTES;
+    l->device = device;
+    l->kind = kind;
+    fanin_status status = device_open(device, error);
+    if (status == FANIN_OK) {
+        status = device_stream(device, &l->stream, error);
+    }
+    if (status == FANIN_OK) {
+        status = device_kernel(device, device_load_image(),
+                               product ? DEVICE_PRODUCT_KERNEL : DEVICE_SWEEP_KERNEL,
+                               &l->kernel, error);
+    }
+    if (status == FANIN_OK) {
+        status = allocate(l, operand, result, error);
+    }
+    for (int i = 0; status == FANIN_OK && i < 3; i++) {
+        if (l->memory[i] != NULL) {
+            status = fill(l, l->memory[i], i == 2 ? result : operand, error);
+        }
+    }
+    return status == FANIN_OK ? calibrate(l, error) : status;
+}
+
+void device_load_free(device_load **load)
+{
+    device_load *l = load != NULL ? *load : NULL;
+    fanin_error ignored = FANIN_ERROR_INIT;
+    if (l == NULL) {
+        return;
+    }
+    if (l->stream != NULL) {
+        (void)device_wait(l->device, l->stream, &ignored);
+        device_stream_free(l->device, l->stream);
+    }
+    for (int i = 0; i < 3; i++) {
+        device_free(l->device, l->memory[i]);
+    }
+    free(l);
+    *load = NULL;
+}
+
+fanin_status device_load_run(device_load *load, uint64_t *units_out, fanin_error *error)
+{
+    fanin_status status = queue(load, load->units, error);
+    *units_out = load->units;
+    return status == FANIN_OK ? device_wait(load->device, load->stream, error) : status;
+}
+
+double device_load_size(device_load_kind kind)
+{
+    return kind == DEVICE_LOAD_PRODUCT ? 2.0 * SIDE * SIDE * SIDE
+                                       : 3.0 * (double)SWEEP_BYTES;
+}

@@ -1,0 +1,274 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include "trainer/device_shards.h"
+#include "trainer/device_driver.h"
+#include "trainer/device_images.h"
+#include "trainer/device_pattern.h"
+#include "fetch/failure.h"
+#include "fetch/pattern.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+/* c10/cuda/CUDACachingAllocator.h: kMinBlockSize, kSmallSize, kSmallBuffer, kMinLargeAlloc,
+   kLargeBuffer, kRoundLarge. */
+#define MIN_BLOCK UINT64_C(512)
+#define SMALL_SIZE (UINT64_C(1) << 20)
+#define SMALL_SEGMENT (UINT64_C(2) << 20)
+#define LARGE_SIZE (UINT64_C(10) << 20)
+#define LARGE_SEGMENT (UINT64_C(20) << 20)
+#define LARGE_ROUND (UINT64_C(2) << 20)
+
+typedef struct segment {
+    uint8_t *memory;
+    uint64_t size, used; /**< what is beyond `used` is free, unless closed */
+    uint8_t *image;      /**< host memory with its bytes; NULL: the pattern's */
+    bool small, closed;
+} segment;
+
+struct device_shards {
+    int device;
+    const tensor_list *list;
+    const shard *shards;
+    void **memory;
+    segment *segments;
+    size_t n_segments, segments_capacity;
+    uint32_t *in_segment; /**< of each shard */
+    void *stream, *kernel;
+    pattern_piece *pieces; /**< on the device */
+    uint64_t n_pieces;
+};
+
+static uint64_t round_up(uint64_t n, uint64_t to)
+{
+    return (n + to - 1) / to * to;
+}
+
+/* A new segment for a request of @p size; its number, SIZE_MAX after an error. */
+static size_t open_segment(device_shards *s, uint64_t size, fanin_error *error)
+{
+    if (s->n_segments == s->segments_capacity) {
+        size_t capacity = s->segments_capacity > 0 ? 2 * s->segments_capacity : 64;
+        segment *segments = realloc(s->segments, capacity * sizeof(segments[0]));
+        if (segments == NULL) {
+            failure_set(error, FANIN_ERR_MEMORY, "free memory",
+                        "no memory for segments");
+            return SIZE_MAX;
+        }
+        s->segments = segments;
+        s->segments_capacity = capacity;
+    }
+    segment made = {.small = size <= SMALL_SIZE};
+    made.size = made.small          ? SMALL_SEGMENT
+                : size < LARGE_SIZE ? LARGE_SEGMENT
+                                    : round_up(size, LARGE_ROUND);
+    void *memory;
+    if (device_alloc(s->device, made.size, &memory, error) != FANIN_OK) {
+        return SIZE_MAX;
+    }
+    made.memory = memory;
+    s->segments[s->n_segments] = made;
+    return s->n_segments++;
+}
+
+/* The block that fits best in the segments of the right pool, else a new segment. */
+static size_t find_segment(device_shards *s, uint64_t size, fanin_error *error)
+{
+    size_t best = SIZE_MAX;
+    uint64_t best_left = UINT64_MAX;
+    for (size_t i = 0; i < s->n_segments; i++) {
+        const segment *g = &s->segments[i];
+        uint64_t left = g->size - g->used;
+        if (!g->closed && g->small == (size <= SMALL_SIZE) && left >= size &&
+            left < best_left) {
+            best = i;
+            best_left = left;
+        }
+    }
+    return best != SIZE_MAX ? best : open_segment(s, size, error);
+}
+
+static fanin_status place(device_shards *s, size_t i, fanin_error *error)
+{
+    uint64_t size = round_up(s->shards[i].bytes, MIN_BLOCK);
+    s->memory[i] = NULL;
+    if (size == 0) {
+        return FANIN_OK;
+    }
+    size_t at = find_segment(s, size, error);
+    if (at == SIZE_MAX) {
+        return error->status;
+    }
+    segment *g = &s->segments[at];
+    s->memory[i] = g->memory + g->used;
+    s->in_segment[i] = (uint32_t)at;
+    g->used += size;
+    /* A rest too small to be split off goes with the block. */
+    g->closed = g->size - g->used < (g->small ? MIN_BLOCK : SMALL_SIZE + 1);
+    return FANIN_OK;
+}
+
+/* Cuts shard @p i into pieces: counts them, or writes them to @p out if it is not NULL. */
+static uint64_t cut(const device_shards *s, size_t i, uint64_t seed, pattern_piece *out)
+{
+    const shard *sh = &s->shards[i];
+    uint64_t n = 0;
+    for (uint64_t begin = 0; begin < sh->bytes; begin += DEVICE_PATTERN_PIECE, n++) {
+        uint64_t left = sh->bytes - begin;
+        if (out != NULL) {
+            out[n] = (pattern_piece){
+                .to = (uint64_t)(uintptr_t)s->memory[i],
+                .seed = seed,
+                .first = sh->first,
+                .step = sh->step,
+                .run = sh->run_bytes,
+                .begin = begin,
+                .bytes = left < DEVICE_PATTERN_PIECE ? left : DEVICE_PATTERN_PIECE,
+            };
+        }
+    }
+    return n;
+}
+
+static fanin_status upload(device_shards *s, void *to, const void *from, size_t bytes,
+                           fanin_error *error)
+{
+    fanin_status status = device_copy(s->device, s->stream, to, from, bytes, error);
+    return status == FANIN_OK ? device_wait(s->device, s->stream, error) : status;
+}
+
+static fanin_status make_pieces(device_shards *s, const uint64_t *seeds,
+                                fanin_error *error)
+{
+    uint64_t count = 0;
+    for (size_t i = 0; i < s->list->count; i++) {
+        count += cut(s, i, 0, NULL);
+    }
+    pattern_piece *pieces = calloc(count + 1, sizeof(pieces[0]));
+    if (pieces == NULL) {
+        return failure_set(error, FANIN_ERR_MEMORY, "free memory",
+                           "no memory for the pattern's pieces");
+    }
+    uint64_t n = 0;
+    for (size_t i = 0; i < s->list->count; i++) {
+        n += cut(s, i, seeds[i], pieces + n);
+    }
+    void *memory = NULL;
+    fanin_status status =
+        device_alloc(s->device, (count + 1) * sizeof(pieces[0]), &memory, error);
+    s->pieces = memory;
+    s->n_pieces = count;
+    if (status == FANIN_OK) {
+        status = upload(s, memory, pieces, count * sizeof(pieces[0]), error);
+    }
+    free(pieces);
+    return status;
+}
+
+/* What the segments hold when the tensors have bytes of their own. */
+static fanin_status make_images(device_shards *s, fanin_error *error)
+{
+    for (size_t i = 0; i < s->n_segments; i++) {
+        s->segments[i].image = calloc(1, s->segments[i].used + 1);
+        if (s->segments[i].image == NULL) {
+            return failure_set(error, FANIN_ERR_MEMORY, "free memory",
+                               "no memory for the adapter's bytes");
+        }
+    }
+    for (size_t i = 0; i < s->list->count; i++) {
+        const shard *sh = &s->shards[i];
+        if (sh->bytes == 0) {
+            continue;
+        }
+        const segment *g = &s->segments[s->in_segment[i]];
+        uint8_t *to = g->image + ((uint8_t *)s->memory[i] - g->memory);
+        for (uint64_t n = 0; n < sh->runs; n++) {
+            memcpy(to + n * sh->run_bytes,
+                   s->list->tensors[i].data + sh->first + n * sh->step, sh->run_bytes);
+        }
+    }
+    return FANIN_OK;
+}
+
+fanin_status device_shards_make(int device, const tensor_list *list,
+                                const shard *shards, const uint64_t *seeds,
+                                void **memory_out, device_shards **out,
+                                fanin_error *error)
+{
+    device_shards *s = calloc(1, sizeof(*s));
+    *out = s;
+    if (s == NULL ||
+        (s->in_segment = calloc(list->count + 1, sizeof(s->in_segment[0]))) == NULL) {
+        return failure_set(error, FANIN_ERR_MEMORY, "free memory",
+                           "no memory for the shards");
+    }
+    s->device = device;
+    s->list = list;
+    s->shards = shards;
+    s->memory = memory_out;
+    fanin_status status = device_open(device, error);
+    if (status == FANIN_OK) {
+        status = device_stream(device, &s->stream, error);
+    }
+    for (size_t i = 0; status == FANIN_OK && i < list->count; i++) {
+        status = place(s, i, error);
+    }
+    if (status == FANIN_OK && list->count > 0 && list->tensors[0].data != NULL) {
+        return make_images(s, error);
+    }
+    if (status == FANIN_OK) {
+        status = device_kernel(device, device_pattern_image(), DEVICE_PATTERN_KERNEL,
+                               &s->kernel, error);
+    }
+    return status == FANIN_OK ? make_pieces(s, seeds, error) : status;
+}
+
+void device_shards_free(device_shards **shards)
+{
+    device_shards *s = shards != NULL ? *shards : NULL;
+    fanin_error ignored = FANIN_ERROR_INIT;
+    if (s == NULL) {
+        return;
+    }
+    if (s->stream != NULL) {
+        (void)device_wait(s->device, s->stream, &ignored);
+        device_stream_free(s->device, s->stream);
+    }
+    if (s->pieces != NULL) {
+        device_free(s->device, s->pieces);
+    }
+    for (size_t i = 0; i < s->n_segments; i++) {
+        device_free(s->device, s->segments[i].memory);
+        free(s->segments[i].image);
+    }
+    free(s->segments);
+    free(s->in_segment);
+    free(s);
+    *shards = NULL;
+}
+
+fanin_status device_shards_write(device_shards *s, uint64_t step, fanin_error *error)
+{
+    fanin_status status = FANIN_OK;
+    if (s->kernel == NULL) {
+        for (size_t i = 0; status == FANIN_OK && i < s->n_segments; i++) {
+            const segment *g = &s->segments[i];
+            status =
+                device_copy(s->device, s->stream, g->memory, g->image, g->used, error);
+        }
+        return status;
+    }
+    if (s->n_pieces == 0) {
+        return FANIN_OK;
+    }
+    const pattern_parameters parameters = {s->pieces, s->n_pieces,
+                                           pattern_start(0, step)};
+    uint64_t most = DEVICE_BLOCKS_EACH * (uint64_t)device_processors(s->device);
+    return device_launch(s->device, s->stream, s->kernel,
+                         (uint32_t)(s->n_pieces < most ? s->n_pieces : most),
+                         DEVICE_PATTERN_THREADS, &parameters, error);
+}
+
+void *device_shards_stream(const device_shards *s)
+{
+    return s->stream;
+}

@@ -1,0 +1,55 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/** @file Memory that a world of rank processes and their parent share. */
+#ifndef RANK_BOARD_H
+#define RANK_BOARD_H
+
+#include "trainer/ranks.h"
+
+#include <stdatomic.h>
+
+typedef struct rank_slot {
+    _Atomic uint32_t alive;   /**< 0: the process ended */
+    _Atomic uint32_t ready;   /**< the first step is committed */
+    _Atomic uint64_t arrived; /**< barriers that the rank has come to */
+    _Atomic uint64_t step;    /**< last committed */
+    pid_t pid;
+    uint16_t port;
+    uint64_t commit_ns[RANK_COMMITS]; /**< a ring of the last ones */
+    _Atomic uint32_t commits;
+    rank_work work[RANK_PHASES];
+    /* Written before the process ends, read after it ended. */
+    bool failed, has_stats;
+    fanin_error error;
+    fanin_server_stats stats;
+} rank_slot;
+
+typedef struct rank_board {
+    _Atomic uint32_t
+        wake; /**< futex; grows with every event that somebody may wait for */
+    _Atomic uint32_t stop;  /**< all ranks are to end */
+    _Atomic uint32_t phase; /**< of the work: 0 not begun, RANK_PHASES ended */
+    uint32_t world_size;
+    rank_slot slots[];
+} rank_board;
+
+/** Everybody who waits looks again. Safe in a signal handler. */
+void rank_board_wake(rank_board *board);
+
+/** Tells all ranks to end. Safe in a signal handler. */
+void rank_board_stop(rank_board *board);
+
+/** Waits for all living ranks to come here; false: the world is to end. */
+bool rank_board_barrier(rank_board *board, uint32_t rank);
+
+/** Waits @p ms milliseconds (negative: for ever); false: the world is to end. */
+bool rank_board_pause(rank_board *board, int64_t ms);
+
+/** Waits for the first phase of work; false: the world is to end. */
+bool rank_board_work(rank_board *board);
+
+/** A rank's life; returns its process's exit status. @p ready_fd: an eventfd that is told
+    when the rank is ready. @p extents: one a tensor to be filled, or NULL. */
+int serve_rank(const rank_options *options, rank_board *board, uint32_t rank,
+               int ready_fd, rank_extent *extents);
+
+#endif

@@ -1,0 +1,114 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/**
+ * @file
+ * A stand-in trainer: a world of rank processes, forked from this one before it uses the
+ * library, that publish tensors and rewrite them in place. They end with their parent.
+ */
+#ifndef RANKS_H
+#define RANKS_H
+
+#include "trainer/device_load.h"
+#include "trainer/models.h"
+
+#include <fanin/server.h>
+#include <stdbool.h>
+#include <sys/types.h>
+
+/** How ranks publish, and in which memory. All zero: host memory, by reference. */
+typedef struct rank_publishing {
+    const int *devices; /**< DEVICE_HOST or a CUDA device; NULL: host memory */
+    size_t n_devices;   /**< rank r has devices[r * n_devices / world_size] */
+    bool snapshot;
+    fanin_dtype cast; /**< of snapshots; 0: none */
+    bool no_stream;   /**< wait for the device, then commit without a stream */
+    bool timed; /**< all else done, each commit waits for its effect: ranks_commits() */
+} rank_publishing;
+
+typedef struct rank_options {
+    uint32_t world_size;
+    uint32_t
+        replicate; /**< divides world_size; rank r holds part r mod (world/replicate) */
+    uint32_t shard_dim;
+    uint16_t base_port;                     /**< 0: ephemeral ports */
+    const char *bind, *allow, *server_name; /**< NULL: the library's defaults */
+    uint32_t flags;                         /**< FANIN_SERVER_... */
+    uint32_t lease_ms;
+    uint8_t world_id[FANIN_WORLD_ID_SIZE];
+    char **runs;
+    size_t n_runs;
+    const tensor_list *tensors;
+    const fanin_pair *pairs;
+    size_t n_pairs;
+    uint64_t first_step;
+    uint64_t steps;          /**< commits; 0: endless */
+    int64_t update_every_ms; /**< how long a step stays; negative: for ever */
+    bool uncoupled;          /**< no barrier between ranks */
+    bool keep_going;         /**< the others go on when a rank dies */
+    bool extents; /**< tell the parent where shards lie, see ranks_extents() */
+    bool verbose;
+    bool
+        readers_gone; /**< at the end all readers have closed: the ranks wait to see it */
+    rank_publishing publishing;
+    /** What the first rank of each device does between updates, from ranks_phase() on; it and
+        the others update until the phases end, not before. */
+    device_load_kind load;
+} rank_options;
+
+/** The device of a rank's memory, or DEVICE_HOST. */
+int rank_device(const rank_options *options, uint32_t rank);
+/** Whether it is the one that works, with rank_options.load. */
+bool rank_works(const rank_options *options, uint32_t rank);
+
+/** A shard's memory in a rank's process; of the first run. */
+typedef struct rank_extent {
+    uint64_t address, bytes;
+} rank_extent;
+
+typedef struct ranks ranks;
+
+/**
+ * Forks the ranks. SIGINT, SIGTERM and SIGCHLD are blocked in this process from now on.
+ * @p options and what it points to must live until ranks_stop(). 0, or an exit status
+ * after a message (*ranks_out is then NULL).
+ */
+int ranks_start(const rank_options *options, ranks **ranks_out);
+
+/** Waits until every rank committed its first step: 0, or an exit status after a message. */
+int ranks_wait_ready(ranks *r, uint32_t timeout_ms);
+
+/** Until SIGINT or SIGTERM (returns 0) or a rank's death (its exit status, told). */
+int ranks_serve(ranks *r);
+
+/** Ends all ranks, lets their readers end for at most the lease; kills what does not end.
+    ranks_stats() works afterwards. Returns 0 or an exit status after a message. */
+int ranks_stop(ranks *r);
+/** NULL and *r == NULL are fine. Stops first if that was not done. */
+void ranks_free(ranks **r);
+
+pid_t ranks_pid(const ranks *r, uint32_t rank);
+uint16_t ranks_port(const ranks *r, uint32_t rank);
+uint64_t ranks_step(const ranks *r, uint32_t rank);
+/** One entry a tensor. */
+const rank_extent *ranks_extents(const ranks *r, uint32_t rank);
+/** Until every rank has committed @p step: 0, or an exit status after a message. */
+int ranks_wait_step(ranks *r, uint64_t step, uint32_t timeout_ms);
+/** Waits so long, unless a rank ends (its exit status, told). */
+int ranks_pause(ranks *r, uint32_t ms);
+
+enum { RANK_COMMITS = 64, RANK_PHASES = 64 };
+/** How long the rank's last timed commits took, from the call to the effect; their number. */
+uint32_t ranks_commits(const ranks *r, uint32_t rank, uint64_t out[RANK_COMMITS]);
+
+/** Work that a rank did in a phase. */
+typedef struct rank_work {
+    uint64_t units, ns;
+} rank_work;
+/** Begins phase @p phase, 1 to RANK_PHASES - 1; 0: ends them. */
+void ranks_phase(ranks *r, uint32_t phase);
+/** To be asked for in a later phase. */
+rank_work ranks_work(const ranks *r, uint32_t rank, uint32_t phase);
+
+/** What the rank's server counted, once stopped; NULL if it left nothing. */
+const fanin_server_stats *ranks_stats(const ranks *r, uint32_t rank);
+
+#endif

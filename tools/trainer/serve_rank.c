@@ -1,0 +1,471 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* One rank of the stand-in trainer: allocates shards as a trainer does, one by one, and
+   lives through updates until the world ends. */
+#include "trainer/device_driver.h"
+#include "trainer/device_shards.h"
+#include "fetch/failure.h"
+#include "fetch/pattern.h"
+#include "fetch/progress.h"
+#include "trainer/rank_board.h"
+#include "fetch/session.h"
+#include "trainer/shard.h"
+
+#include <poll.h>
+#include <signal.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/prctl.h>
+#include <unistd.h>
+
+typedef struct published {
+    char name[96]; /**< "lora:<run>" */
+    void **memory; /**< one a tensor, NULL: empty */
+    uint64_t *seeds;
+    device_shards *device; /**< whose the memory is; NULL: the host's */
+} published;
+
+typedef struct life {
+    const rank_options *options;
+    rank_board *board;
+    rank_slot *slot;
+    uint32_t rank;
+    int device;
+    shard *shards; /**< one a tensor, the same for all runs */
+    published *runs;
+    fanin_server *server;
+    device_load *load; /**< NULL: does not work between updates */
+    /* of the phase that is counted */
+    uint32_t phase;
+    uint64_t phase_start, units;
+} life;
+
+static rank_board *board_of_handler;
+
+static void on_signal(int number)
+{
+    (void)number;
+    rank_board_stop(board_of_handler);
+}
+
+static fanin_status no_memory(fanin_error *error, const char *key)
+{
+    failure_set(error, FANIN_ERR_MEMORY, "serve a smaller adapter, or fewer runs",
+                "no memory for the shards");
+    snprintf(error->key, sizeof(error->key), "%s", key);
+    return FANIN_ERR_MEMORY;
+}
+
+/* On a device as PyTorch does it; on the host each shard by an allocation of its own. */
+static fanin_status allocate_shards(life *l, published *run, fanin_error *error)
+{
+    const tensor_list *list = l->options->tensors;
+    if (l->device != DEVICE_HOST) {
+        return device_shards_make(l->device, list, l->shards, run->seeds, run->memory,
+                                  &run->device, error);
+    }
+    for (size_t i = 0; i < list->count; i++) {
+        if (l->shards[i].bytes > 0 &&
+            posix_memalign(&run->memory[i], 64, l->shards[i].bytes) != 0) {
+            run->memory[i] = NULL;
+            return no_memory(error, run->name);
+        }
+    }
+    return FANIN_OK;
+}
+
+static fanin_status allocate_run(life *l, published *run, const char *name,
+                                 fanin_error *error)
+{
+    const tensor_list *list = l->options->tensors;
+    snprintf(run->name, sizeof(run->name), "lora:%s", name);
+    run->memory = calloc(list->count, sizeof(run->memory[0]));
+    run->seeds = calloc(list->count, sizeof(run->seeds[0]));
+    if (run->memory == NULL || run->seeds == NULL) {
+        return no_memory(error, run->name);
+    }
+    for (size_t i = 0; i < list->count; i++) {
+        char key[FANIN_MAX_NAME + sizeof(run->name) + 2];
+        snprintf(key, sizeof(key), "%s:%s", run->name, list->tensors[i].name);
+        run->seeds[i] = pattern_seed(key);
+    }
+    return allocate_shards(l, run, error);
+}
+
+static fanin_status allocate(life *l, fanin_error *error)
+{
+    const rank_options *o = l->options;
+    uint32_t parts = o->world_size / o->replicate;
+    l->shards = calloc(o->tensors->count, sizeof(l->shards[0]));
+    l->runs = calloc(o->n_runs, sizeof(l->runs[0]));
+    if (l->shards == NULL || l->runs == NULL) {
+        return no_memory(error, "");
+    }
+    for (size_t i = 0; i < o->tensors->count; i++) {
+        shard_cut(&o->tensors->tensors[i], o->shard_dim, parts, l->rank % parts,
+                  &l->shards[i]);
+    }
+    for (size_t i = 0; i < o->n_runs; i++) {
+        fanin_status status = allocate_run(l, &l->runs[i], o->runs[i], error);
+        if (status != FANIN_OK) {
+            return status;
+        }
+    }
+    return rank_works(o, l->rank)
+               ? device_load_make(l->device, o->load, &l->load, error)
+               : FANIN_OK;
+}
+
+static void release(life *l)
+{
+    const rank_options *o = l->options;
+    device_load_free(&l->load);
+    for (size_t run = 0; l->runs != NULL && run < o->n_runs; run++) {
+        published *p = &l->runs[run];
+        for (size_t i = 0;
+             l->device == DEVICE_HOST && p->memory != NULL && i < o->tensors->count;
+             i++) {
+            free(p->memory[i]);
+        }
+        device_shards_free(&p->device);
+        free(p->memory);
+        free(p->seeds);
+    }
+    free(l->runs);
+    free(l->shards);
+}
+
+static fanin_status rewrite(const life *l, const published *run, uint64_t step,
+                            fanin_error *error)
+{
+    const tensor_list *list = l->options->tensors;
+    if (run->device != NULL) {
+        return device_shards_write(run->device, step, error);
+    }
+    for (size_t i = 0; i < list->count; i++) {
+        const shard *s = &l->shards[i];
+        const uint8_t *data = list->tensors[i].data;
+        uint8_t *to = run->memory[i];
+        uint64_t start = pattern_start(run->seeds[i], step);
+        for (uint64_t n = 0; s->bytes > 0 && n < s->runs; n++) {
+            uint64_t from = s->first + n * s->step;
+            if (data != NULL) {
+                memcpy(to + n * s->run_bytes, data + from, s->run_bytes);
+            } else {
+                pattern_fill(to + n * s->run_bytes, start, from, s->run_bytes);
+            }
+        }
+    }
+    return FANIN_OK;
+}
+
+/* Waits for what was queued on the run's stream. */
+static fanin_status finish(const life *l, const published *run, fanin_error *error)
+{
+    return run->device != NULL
+               ? device_wait(l->device, device_shards_stream(run->device), error)
+               : FANIN_OK;
+}
+
+/* In the order of the stream that rewrites; @p wait: returns when it has taken effect. */
+static fanin_status commit(life *l, const published *run, uint64_t step, bool wait,
+                           fanin_error *error)
+{
+    const rank_publishing *p = &l->options->publishing;
+    fanin_commit_options options;
+    fanin_commit_options_init(&options, sizeof(options));
+    options.flags = (p->snapshot ? (uint32_t)FANIN_COMMIT_SNAPSHOT : 0) |
+                    (wait ? (uint32_t)FANIN_COMMIT_WAIT : 0);
+    options.cast = p->cast;
+    if (run->device != NULL && !p->no_stream) {
+        options.stream =
+            (fanin_stream){device_shards_stream(run->device), (int32_t)l->device};
+    }
+    fanin_status status = p->no_stream || p->timed ? finish(l, run, error) : FANIN_OK;
+    if (status != FANIN_OK) {
+        return status;
+    }
+    uint64_t start = progress_now_ns();
+    status = fanin_server_commit(l->server, run->name, step, &options, error);
+    if (status == FANIN_OK && p->timed) {
+        uint32_t n = atomic_load(&l->slot->commits);
+        l->slot->commit_ns[n % RANK_COMMITS] = progress_now_ns() - start;
+        atomic_store(&l->slot->commits, n + 1);
+    }
+    return status;
+}
+
+static fanin_status put(const life *l, const published *run, fanin_error *error)
+{
+    const tensor_list *list = l->options->tensors;
+    fanin_tensor *tensors = calloc(list->count, sizeof(tensors[0]));
+    fanin_box *boxes = calloc(list->count, sizeof(boxes[0]));
+    fanin_status status = FANIN_OK;
+    if (tensors == NULL || boxes == NULL) {
+        status = no_memory(error, run->name);
+    }
+    for (size_t i = 0; status == FANIN_OK && i < list->count; i++) {
+        const tensor_spec *spec = &list->tensors[i];
+        const shard *s = &l->shards[i];
+        memcpy(boxes[i].offset, s->offset, sizeof(s->offset));
+        memcpy(boxes[i].extent, s->extent, sizeof(s->extent));
+        boxes[i].address = run->memory[i];
+        tensors[i] = (fanin_tensor){
+            .struct_size = sizeof(tensors[i]),
+            .name = spec->name,
+            .dtype = spec->dtype,
+            .n_dims = spec->n_dims,
+            .boxes = &boxes[i],
+            .n_boxes = s->bytes > 0,
+            .memory = {run->device != NULL ? FANIN_MEMORY_DETECT : FANIN_MEMORY_HOST,
+                       -1},
+        };
+        memcpy(tensors[i].shape, spec->shape, sizeof(spec->shape));
+    }
+    if (status == FANIN_OK && list->count > 0) {
+        status =
+            fanin_server_put(l->server, run->name, tensors, list->count, false, error);
+    }
+    free(tensors);
+    free(boxes);
+    return status;
+}
+
+static fanin_status create_server(life *l, fanin_error *error)
+{
+    const rank_options *o = l->options;
+    fanin_server_config config;
+    fanin_server_config_init(&config, sizeof(config));
+    memcpy(config.world_id, o->world_id, sizeof(config.world_id));
+    config.rank = l->rank;
+    config.world_size = o->world_size;
+    config.base_port = o->base_port;
+    config.flags = o->flags;
+    config.lease_ms = o->lease_ms;
+    config.allow = o->allow;
+    config.log = session_log(o->verbose);
+    if (o->bind != NULL) {
+        config.bind = o->bind;
+    }
+    if (o->server_name != NULL) {
+        config.name = o->server_name;
+    }
+    fanin_status status = fanin_server_create(&config, &l->server, error);
+    if (status == FANIN_OK) {
+        l->slot->port = fanin_server_port(l->server);
+    }
+    return status;
+}
+
+static fanin_status publish_first(life *l, fanin_error *error)
+{
+    const rank_options *o = l->options;
+    for (size_t i = 0; i < o->n_runs; i++) {
+        const published *run = &l->runs[i];
+        fanin_status status = rewrite(l, run, o->first_step, error);
+        if (status == FANIN_OK) {
+            status = put(l, run, error);
+        }
+        if (status == FANIN_OK) {
+            status = fanin_server_set_metadata(l->server, run->name, o->pairs,
+                                               o->n_pairs, error);
+        }
+        if (status == FANIN_OK) {
+            status = commit(l, run, o->first_step, true, error);
+        }
+        if (status != FANIN_OK) {
+            return status;
+        }
+    }
+    atomic_store(&l->slot->step, o->first_step);
+    return FANIN_OK;
+}
+
+static fanin_status update(life *l, uint64_t step, fanin_error *error)
+{
+    for (size_t i = 0; i < l->options->n_runs; i++) {
+        const published *run = &l->runs[i];
+        /* As a trainer that has looked at a loss: the last step's work is done, so that this
+           update does not withdraw its commit. */
+        fanin_status status = finish(l, run, error);
+        if (status == FANIN_OK) {
+            status = fanin_server_begin_update(l->server, run->name, error);
+        }
+        if (status == FANIN_OK) {
+            status = rewrite(l, run, step, error);
+        }
+        if (status == FANIN_OK) {
+            status = commit(l, run, step, l->options->publishing.timed, error);
+        }
+        if (status != FANIN_OK) {
+            return status;
+        }
+    }
+    atomic_store(&l->slot->step, step);
+    return FANIN_OK;
+}
+
+static bool barrier(const life *l)
+{
+    return l->options->uncoupled || rank_board_barrier(l->board, l->rank);
+}
+
+/* Counts a batch of work, which belongs to the phase in which it began and ended. */
+static void count_work(life *l, uint64_t units)
+{
+    uint64_t now = progress_now_ns();
+    uint32_t phase = atomic_load(&l->board->phase);
+    if (phase != l->phase) {
+        l->phase = phase;
+        l->phase_start = now;
+        l->units = 0;
+        return;
+    }
+    l->units += units;
+    if (phase < RANK_PHASES) {
+        l->slot->work[phase] = (rank_work){l->units, now - l->phase_start};
+    }
+}
+
+/* What lies between two updates of a trainer. */
+static fanin_status work(life *l, bool *going, fanin_error *error)
+{
+    const uint64_t end =
+        progress_now_ns() + (uint64_t)l->options->update_every_ms * 1000000;
+    if (l->load == NULL) {
+        *going = rank_board_pause(l->board, l->options->update_every_ms);
+        return FANIN_OK;
+    }
+    while (progress_now_ns() < end && atomic_load(&l->board->stop) == 0 &&
+           atomic_load(&l->board->phase) < RANK_PHASES) {
+        uint64_t units;
+        fanin_status status = device_load_run(l->load, &units, error);
+        if (status != FANIN_OK) {
+            return status;
+        }
+        count_work(l, units);
+    }
+    return FANIN_OK;
+}
+
+/* Works and updates while there are phases, then waits for the world's end. */
+static fanin_status train(life *l, fanin_error *error)
+{
+    fanin_status status = FANIN_OK;
+    bool going = rank_board_work(l->board);
+    uint64_t step = atomic_load(&l->slot->step);
+    while (going && status == FANIN_OK && atomic_load(&l->board->phase) < RANK_PHASES) {
+        status = work(l, &going, error);
+        going = going && status == FANIN_OK && barrier(l);
+        if (going) {
+            status = update(l, ++step, error);
+            going = status == FANIN_OK && barrier(l);
+        }
+    }
+    if (status == FANIN_OK) {
+        (void)rank_board_pause(l->board, -1);
+    }
+    return status;
+}
+
+/* Step after step until the world ends. */
+static fanin_status live(life *l, int ready_fd, fanin_error *error)
+{
+    const rank_options *o = l->options;
+    const uint64_t one = 1;
+    fanin_status status = publish_first(l, error);
+    if (status != FANIN_OK) {
+        return status;
+    }
+    bool going = rank_board_barrier(l->board, l->rank);
+    atomic_store(&l->slot->ready, 1);
+    if (write(ready_fd, &one, sizeof(one)) != (ssize_t)sizeof(one)) {
+        return failure_set(error, FANIN_ERR_IO, "", "the rank cannot tell it is ready");
+    }
+    if (going && o->load != DEVICE_LOAD_NONE) {
+        return train(l, error);
+    }
+    for (uint64_t n = 1; going; n++) {
+        bool last = o->update_every_ms < 0 || (o->steps > 0 && n >= o->steps);
+        going =
+            rank_board_pause(l->board, last ? -1 : o->update_every_ms) && barrier(l);
+        if (going) {
+            status = update(l, o->first_step + n, error);
+            going = status == FANIN_OK && barrier(l);
+        }
+    }
+    return status;
+}
+
+static void install_handlers(rank_board *board)
+{
+    struct sigaction action = {.sa_handler = on_signal};
+    sigset_t set;
+    board_of_handler = board;
+    sigemptyset(&action.sa_mask);
+    sigaction(SIGINT, &action, NULL);
+    sigaction(SIGTERM, &action, NULL);
+    signal(SIGPIPE, SIG_IGN);
+    sigemptyset(&set);
+    sigaddset(&set, SIGINT);
+    sigaddset(&set, SIGTERM);
+    sigaddset(&set, SIGCHLD);
+    sigprocmask(SIG_UNBLOCK, &set, NULL);
+}
+
+/* A server that saw its readers leave knows that none of them maps its memory. */
+static void see_readers_off(const life *l)
+{
+    enum { PATIENCE = 1000 };
+    fanin_server_stats stats = {.struct_size = sizeof(stats)};
+    for (int ms = 0; ms < PATIENCE; ms++) {
+        if (fanin_server_get_stats(l->server, &stats) != FANIN_OK ||
+            stats.sessions == 0) {
+            return;
+        }
+        poll(NULL, 0, 1);
+    }
+}
+
+int serve_rank(const rank_options *options, rank_board *board, uint32_t rank,
+               int ready_fd, rank_extent *extents)
+{
+    life l = {.options = options,
+              .board = board,
+              .slot = &board->slots[rank],
+              .rank = rank,
+              .device = rank_device(options, rank)};
+    fanin_error error = FANIN_ERROR_INIT;
+    install_handlers(board);
+    fanin_status status = allocate(&l, &error);
+    for (size_t i = 0; status == FANIN_OK && extents != NULL && options->n_runs > 0 &&
+                       i < options->tensors->count;
+         i++) {
+        extents[i] =
+            (rank_extent){(uint64_t)(uintptr_t)l.runs[0].memory[i], l.shards[i].bytes};
+    }
+    if (status == FANIN_OK) {
+        status = create_server(&l, &error);
+    }
+    if (status == FANIN_OK) {
+        status = live(&l, ready_fd, &error);
+    }
+    if (l.server != NULL) {
+        if (options->readers_gone) {
+            see_readers_off(&l);
+        }
+        l.slot->stats.struct_size = sizeof(l.slot->stats);
+        l.slot->has_stats =
+            fanin_server_get_stats(l.server, &l.slot->stats) == FANIN_OK;
+        fanin_server_destroy(&l.server, options->lease_ms);
+    }
+    release(&l);
+    if (status != FANIN_OK) {
+        if (error.rank < 0) {
+            error.rank = (int32_t)rank;
+        }
+        l.slot->error = error;
+        l.slot->failed = true;
+    }
+    return failure_exit_code(status);
+}
