@@ -2,7 +2,7 @@
 #include "net/connection.h"
 
 #include "error_set.h"
-#include "net/outgoing.h"
+#include "outgoing.h"
 #include "seal.h"
 #include <errno.h>
 #include <stdio.h>

@@ -3,7 +3,7 @@
 #ifndef STREAM_LINK_INTERNAL_H
 #define STREAM_LINK_INTERNAL_H
 
-#include "net/outgoing.h"
+#include "outgoing.h"
 #include "seal.h"
 #include "stream/stream_link.h"
 

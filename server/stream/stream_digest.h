@@ -4,7 +4,7 @@
 #define STREAM_DIGEST_H
 
 #include "box_digest.h"
-#include "stream/stream_job.h"
+#include "stream/read_job.h"
 
 typedef struct digester {
     bool on;

@@ -8,7 +8,7 @@
 #define STREAM_SUM_H
 
 #include "checksum.h"
-#include "stream/stream_job.h"
+#include "stream/read_job.h"
 
 typedef struct side_sum side_sum;
 

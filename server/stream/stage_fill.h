@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/** @file What is copied into a chunk (stream_stage.h): from a read's ranges to copy entries. */
-#ifndef STREAM_FILL_H
-#define STREAM_FILL_H
+/** @file What is copied into a chunk (stage.h): from a read's ranges to copy entries. */
+#ifndef STAGE_FILL_H
+#define STAGE_FILL_H
 
-#include "stream/stream_stage.h"
+#include "stream/stage.h"
 
 /** Copies of device memory stand at the front of the chunk's entries, of host memory at their end. */
 typedef struct filling {

@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-#include "stream/stream_stage.h"
+#include "stream/stage.h"
 #include "error_set.h"
-#include "stream/stream_connection.h"
-#include "stream/stream_fill.h"
+#include "stream/data_connection.h"
+#include "stream/stage_fill.h"
 
 #include <errno.h>
 #include <poll.h>

@@ -17,11 +17,11 @@
  * pinned memory of a chunk (some 100 us each) as long as the pool grows. The kernels are there since
  * the commit.
  */
-#ifndef STREAM_STAGE_H
-#define STREAM_STAGE_H
+#ifndef STAGE_H
+#define STAGE_H
 
 #include "box_digest.h"
-#include "stream/stream_job.h"
+#include "stream/read_job.h"
 
 #define CHUNK_BYTES ((size_t)1 << 20)
 #define CHUNK_ENTRIES 4096 /**< copies that one kernel makes at most */

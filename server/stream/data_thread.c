@@ -2,7 +2,7 @@
 /* The data thread. Sockets are watched edge-triggered; connections that can do something are
    in a queue and take turns of at most one frame or one sendmsg each. */
 #include "error_set.h"
-#include "stream/stream_connection.h"
+#include "stream/data_connection.h"
 #include "thread.h"
 
 #include <errno.h>

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /** @file One read request: from its entries to the iovecs of its reply. */
-#ifndef STREAM_JOB_H
-#define STREAM_JOB_H
+#ifndef READ_JOB_H
+#define READ_JOB_H
 
 #include "core/server_internal.h"
 
@@ -27,7 +27,7 @@ typedef struct job {
     uint64_t request;
     snapshot *catalog; /**< with a reference */
     bool is_void;      /**< the epoch has gone: the rest of the reply is zeros */
-    bool is_staged;    /**< some of it is device memory: stream_stage.h */
+    bool is_staged;    /**< some of it is device memory: stage.h */
     bool header_due;   /**< staged: the reply's header waits for the first bytes */
     /** what is left of ranges[current] shrinks as bytes leave, or are gathered into a chunk */
     job_range *ranges;

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "seal.h"
-#include "stream/stream_connection.h"
+#include "stream/data_connection.h"
 
 #include <errno.h>
 #include <stdlib.h>

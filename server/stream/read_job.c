@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-#include "stream/stream_job.h"
+#include "stream/read_job.h"
 
 #include <stdlib.h>
 #include <string.h>

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-#include "net/outgoing.h"
+#include "outgoing.h"
 
 #include <errno.h>
 #include <sys/socket.h>

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-#include "stream/stream_fill.h"
+#include "stream/stage_fill.h"
 #include "copy_list.h"
 
 /* A copy is cut into pieces of so many bytes, so that many processors of the device work. */

@@ -1,11 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /** @file Data connections and what one turn of them does. All belongs to the data thread. */
-#ifndef STREAM_CONNECTION_H
-#define STREAM_CONNECTION_H
+#ifndef DATA_CONNECTION_H
+#define DATA_CONNECTION_H
 
 #include "checksum.h"
 #include "stream/stream_digest.h"
-#include "stream/stream_stage.h"
+#include "stream/stage.h"
 #include "stream/stream_sum.h"
 
 /** TURN_MORE: give it another turn; TURN_WAIT: not before epoll speaks of it. */
