@@ -1,10 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* A server's life: configuration, creation, the end. */
-#include "core/server_internal.h"
+#include "core/server_state.h"
 #include "digest.h"
 #include "error_set.h"
 #include "host_id.h"
-#include "shards/mapper.h"
+#include "shards/registration.h"
 #include "utf8.h"
 #include "versioned.h"
 

@@ -109,14 +109,14 @@ static fanin_status handle_list(session *s, uint64_t request, body *in)
 /* ---------------------------------------------------------------- catalogs */
 
 /* The catalog that a request names, with a reference, or NULL and why. */
-static snapshot *find_catalog(fanin_server *server, message_type type,
-                              const msg_blob_request *m, fanin_error *error)
+static shard_catalog *find_catalog(fanin_server *server, message_type type,
+                                   const msg_blob_request *m, fanin_error *error)
 {
-    snapshot *found = NULL;
+    shard_catalog *found = NULL;
     pthread_mutex_lock(&server->lock);
     if (type == MSG_KEYS) {
         for (size_t i = 0; i < server->n_publications && !found; i++) {
-            snapshot *c = server->publications[i]->catalog;
+            shard_catalog *c = server->publications[i]->catalog;
             if (c && memcmp(c->key_digest.bytes, m->digest, DIGEST_SIZE) == 0)
                 found = c;
         }
@@ -128,7 +128,7 @@ static snapshot *find_catalog(fanin_server *server, message_type type,
             found = p->catalog;
     }
     if (found)
-        snapshot_retain(found);
+        shard_catalog_retain(found);
     else if (error->status == FANIN_OK)
         error_set(error, FANIN_ERR_STALE, NULL, "the catalog has changed");
     pthread_mutex_unlock(&server->lock);
@@ -159,7 +159,7 @@ static bool has_path(const session *s, int32_t path)
     return s->trusted && r->ucx[path == WIRE_PATH_RDMA ? DOMAIN_RDMA : DOMAIN_HOST];
 }
 
-static fanin_status encode_regions(session *s, snapshot *catalog,
+static fanin_status encode_regions(session *s, shard_catalog *catalog,
                                    const msg_blob_request *m, buffer *out,
                                    fanin_error *error)
 {
@@ -191,7 +191,7 @@ static fanin_status handle_blob(session *s, uint64_t request, message_type type,
                     "the server's connections have all the memory they may");
         return FANIN_OK;
     }
-    snapshot *catalog = find_catalog(server, type, &m, &error);
+    shard_catalog *catalog = find_catalog(server, type, &m, &error);
     if (!catalog) {
         session_reply_error(s, request, &error);
         return FANIN_OK;

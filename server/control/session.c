@@ -3,7 +3,7 @@
 #include "control/session.h"
 #include "error_set.h"
 #include "seal.h"
-#include "shards/mapper.h"
+#include "shards/registration.h"
 
 #include <errno.h>
 #include <stdlib.h>

@@ -3,7 +3,7 @@
 #ifndef SESSION_H
 #define SESSION_H
 
-#include "core/server_internal.h"
+#include "core/server_state.h"
 
 typedef enum session_phase {
     SESSION_HELLO, /**< nothing but hello is taken */

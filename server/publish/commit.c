@@ -1,492 +1,518 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Commits that wait for streams: who is told, what takes effect, what is withdrawn. */
-#include "publish/commit.h"
+/* fanin_server_commit(): what is checked, built, copied and waited for. */
+#include "convert.h"
 #include "error_set.h"
-#include "shards/mapper.h"
+#include "publish/commit_token.h"
+#include "versioned.h"
 
 #include <stdlib.h>
 #include <string.h>
 
-/** What outlives the server as long as a stream may still get there. */
-struct commit_hub {
-    pthread_mutex_t lock;   /* held for a few instructions at a time */
-    pthread_cond_t changed; /**< of any commit; CLOCK_MONOTONIC */
-    fanin_server *server;   /**< NULL: it is gone */
-    unsigned references;    /**< the server's and the commits' */
-};
+/** What the caller wants. */
+typedef struct request {
+    commit terms;
+    bool wait;
+    const fanin_stream *stream; /**< NULL: none */
+    gpu *gpu;                   /**< of the stream */
+} request;
 
-/* ---------------------------------------------------------------- lifetime */
+/* ----------------------------------------------------------------- options */
 
-static void hub_free(commit_hub *h)
+void fanin_commit_options_init(fanin_commit_options *options, size_t size)
 {
-    pthread_cond_destroy(&h->changed);
-    pthread_mutex_destroy(&h->lock);
-    free(h);
+    fanin_commit_options defaults = {.stream = {.device = -1}};
+    versioned_init(options, size, &defaults, sizeof defaults);
 }
 
-/* Lock of the hub held, given up. */
-static void hub_leave(commit_hub *h, unsigned references)
+static fanin_status bad_option(fanin_error *error, const char *what, const char *remedy)
 {
-    h->references -= references;
-    bool last = h->references == 0;
-    pthread_mutex_unlock(&h->lock);
-    if (last)
-        hub_free(h);
+    error_place place = {.phase = "commit", .remedy = remedy};
+    return error_set(error, FANIN_ERR_ARGUMENT, &place, "%s", what);
 }
 
-/* The same. */
-static void release_and_leave(commit *c)
+/* A struct of an older caller ends earlier: the rest has the defaults. */
+static fanin_status read_options(const fanin_commit_options *given,
+                                 fanin_commit_options *out, fanin_error *error)
 {
-    commit_hub *h = c->hub;
-    bool last = --c->references == 0;
-    if (last)
-        free(c);
-    hub_leave(h, last);
-}
-
-fanin_status commit_create(fanin_server *s, fanin_error *error)
-{
-    commit_hub *h = calloc(1, sizeof *h);
-    pthread_condattr_t monotonic;
-    if (!h || pthread_condattr_init(&monotonic) != 0) {
-        free(h);
-        return error_set_memory(error);
-    }
-    pthread_condattr_setclock(&monotonic, CLOCK_MONOTONIC);
-    int code = pthread_cond_init(&h->changed, &monotonic);
-    pthread_condattr_destroy(&monotonic);
-    if (code != 0) {
-        free(h);
-        return error_set_memory(error);
-    }
-    pthread_mutex_init(&h->lock, NULL);
-    h->server = s;
-    h->references = 1;
-    s->hub = h;
+    fanin_commit_options_init(out, sizeof *out);
+    if (!given)
+        return FANIN_OK;
+    if (!versioned_read(out, sizeof *out, given, 0))
+        return bad_option(error, "struct_size of the commit options is not set",
+                          "call fanin_commit_options_init() first");
+    if (out->flags & ~(uint32_t)(FANIN_COMMIT_SNAPSHOT | FANIN_COMMIT_WAIT))
+        return bad_option(error, "the commit options have an unknown flag", NULL);
+    if (out->cast != 0 && !(out->flags & FANIN_COMMIT_SNAPSHOT))
+        return bad_option(error, "a commit by reference cannot cast",
+                          "give FANIN_COMMIT_SNAPSHOT as well");
+    if (out->cast != 0 && convert_between(FANIN_DTYPE_F32, out->cast) <= 0)
+        return bad_option(error, "F32 shards can be cast to BF16 or F16 only", NULL);
     return FANIN_OK;
 }
 
-commit *commit_retain(commit *c)
+static fanin_status check_stream(fanin_server *s, request *q, fanin_error *error)
 {
-    pthread_mutex_lock(&c->hub->lock);
-    c->references++;
-    pthread_mutex_unlock(&c->hub->lock);
-    return c;
+    if (!q->stream)
+        return FANIN_OK;
+    fanin_status status = gpu_load(&s->log, &q->gpu, error);
+    if (status != FANIN_OK)
+        return status;
+    int devices = gpu_count(q->gpu), device = q->stream->device;
+    if (device >= 0 && device < devices)
+        return FANIN_OK;
+    error_place place = {.phase = "commit"};
+    return error_set(error, FANIN_ERR_ARGUMENT, &place,
+                     "the stream's device is %d, this process sees %d CUDA devices",
+                     device, devices);
 }
 
-void commit_release(commit *c)
-{
-    pthread_mutex_lock(&c->hub->lock);
-    release_and_leave(c);
-}
+/* ------------------------------------------------------------------ checks */
 
-fanin_status commit_register(fanin_server *s, publication *p, const commit *terms,
-                             commit **out, fanin_error *error)
+/* Whether the commit may be made now. Lock held, nothing pending. */
+static fanin_status check_commit(const publication *p, const commit *terms,
+                                 fanin_error *error)
 {
-    commit *c = malloc(sizeof *c);
-    if (!c)
-        return error_set_memory(error);
-    *c = *terms;
-    c->hub = s->hub;
-    c->of = p;
-    c->closing = p->epoch;
-    c->was_open = p->update_open;
-    c->was_aborted = p->aborted;
-    c->references = 3; /* the caller's, the publication's, the server's list's */
-    c->awaited = 1;
-    pthread_mutex_lock(&s->hub->lock);
-    s->hub->references++;
-    pthread_mutex_unlock(&s->hub->lock);
-    c->next = s->commits;
-    s->commits = c;
-    p->pending = c;
-    p->update_open = p->aborted = false;
-    *out = c;
+    error_place place = {.phase = "commit"};
+    if (!p->present) {
+        place.remedy = "put shards, or call begin_update, first";
+        return error_set(error, FANIN_ERR_ARGUMENT, &place,
+                         "there is no publication %s", p->name);
+    }
+    fanin_status status = publication_check_paused(p, "commit", error);
+    if (status != FANIN_OK)
+        return status;
+    bool readable = p->state == STATE_DRAINING || p->state == STATE_STABLE;
+    bool may_follow = p->mode == MODE_SNAPSHOT && (p->update_open || p->aborted);
+    if (readable && !may_follow) {
+        place.remedy = "call begin_update before the bytes are written";
+        return error_set(error, FANIN_ERR_STATE, &place, "no update of %s is open",
+                         p->name);
+    }
+    if (p->has_step && terms->step <= p->step) {
+        place.remedy = "steps must grow, also after a publication was removed";
+        return error_set(error, FANIN_ERR_ARGUMENT, &place,
+                         "step %llu of %s is not above the last one, %llu",
+                         (unsigned long long)terms->step, p->name,
+                         (unsigned long long)p->step);
+    }
+    if (p->mode != MODE_UNKNOWN && p->mode != terms->mode) {
+        place.remedy = "commit it always in the same way, or remove it first";
+        return error_set(error, FANIN_ERR_STATE, &place,
+                         p->mode == MODE_SNAPSHOT
+                             ? "%s was published as snapshots, not by reference"
+                             : "%s was published by reference, not as snapshots",
+                         p->name);
+    }
+    if (p->mode != MODE_UNKNOWN && p->cast != terms->cast) {
+        place.remedy = "give the same cast at every commit, or remove it first";
+        return error_set(error, FANIN_ERR_ARGUMENT, &place,
+                         "%s was published with another cast", p->name);
+    }
     return FANIN_OK;
 }
 
-bool commit_is_copy(const commit *c)
-{
-    return c->mode == MODE_SNAPSHOT;
-}
-
-/* ----------------------------------------------------------------- waiting */
-
-void commit_expect(commit *c)
-{
-    pthread_mutex_lock(&c->hub->lock);
-    c->awaited++;
-    c->references++;
-    pthread_mutex_unlock(&c->hub->lock);
-}
-
-/* One less is awaited. Wakes whoever may care; gives a reference back. */
-static void arrive(commit *c, bool failed)
-{
-    commit_hub *h = c->hub;
-    pthread_mutex_lock(&h->lock);
-    c->device_failed = c->device_failed || failed;
-    c->awaited--;
-    if (c->awaited == 0 && h->server)
-        control_wake(h->server);
-    pthread_cond_broadcast(&h->changed);
-    release_and_leave(c);
-}
-
-void commit_unexpect(commit *c)
-{
-    arrive(c, false);
-}
-
-void commit_reached(void *cookie, bool failed)
-{
-    arrive(cookie, failed);
-}
-
-void commit_arm(commit *c)
-{
-    commit_retain(c);
-    arrive(c, false);
-}
-
-fanin_status commit_await(commit *c, unsigned left, bool pending, deadline at)
-{
-    struct timespec when = {.tv_sec = (time_t)(at / 1000000000),
-                            .tv_nsec = (long)(at % 1000000000)};
-    commit_hub *h = c->hub;
-    pthread_mutex_lock(&h->lock);
-    while (c->awaited > left && !(pending && c->outcome != COMMIT_PENDING) &&
-           !deadline_passed(at))
-        pthread_cond_timedwait(&h->changed, &h->lock, &when);
-    bool over = c->awaited <= left || (pending && c->outcome != COMMIT_PENDING);
-    pthread_mutex_unlock(&h->lock);
-    return over ? FANIN_OK : FANIN_ERR_TIMEOUT;
-}
-
-commit_outcome commit_get_outcome(commit *c)
-{
-    pthread_mutex_lock(&c->hub->lock);
-    commit_outcome outcome = c->outcome;
-    pthread_mutex_unlock(&c->hub->lock);
-    return outcome;
-}
-
-bool commit_device_failed(commit *c)
-{
-    pthread_mutex_lock(&c->hub->lock);
-    bool failed = c->device_failed;
-    pthread_mutex_unlock(&c->hub->lock);
-    return failed;
-}
-
-/* ------------------------------------------------------------------ effect */
-
-/* Lock held. */
-static void add_garbage(fanin_server *s, snapshot *catalog)
-{
-    catalog->next_garbage = s->garbage;
-    s->garbage = catalog;
-    if (s->control)
-        control_wake(s);
-}
-
-void commit_discard(fanin_server *s, snapshot *catalog)
-{
-    if (catalog && snapshot_drop(catalog))
-        add_garbage(s, catalog);
-}
-
-void commit_retire(fanin_server *s, snapshot *catalog)
-{
-    if (!catalog || !snapshot_drop(catalog))
-        return;
-    pthread_mutex_lock(&s->lock);
-    add_garbage(s, catalog);
-    pthread_mutex_unlock(&s->lock);
-}
-
-/* The commit is not the publication's pending one any more. */
-static void conclude(publication *p, commit *c, commit_outcome outcome)
-{
-    commit_hub *h = c->hub;
-    p->pending = NULL;
-    p->filling = NULL;
-    pthread_mutex_lock(&h->lock);
-    c->outcome = outcome;
-    pthread_cond_broadcast(&h->changed);
-    release_and_leave(c);
-}
-
-static void reopen(publication *p, const commit *c)
-{
-    p->update_open = p->update_open || c->was_open;
-    p->aborted = p->aborted || c->was_aborted;
-}
-
-/* For commit_tidy() to log. */
-static void remember(fanin_server *s, commit *c)
-{
-    c->untold = s->untold;
-    s->untold = commit_retain(c);
-    if (s->control)
-        control_wake(s);
-}
-
-static void publish_copy(fanin_server *s, publication *p, commit *c)
-{
-    if (p->state == STATE_STABLE)
-        p->stable_ns[p->n_stable++ % STABLE_SAMPLES] = clock_ns() - p->entered_at;
-    p->previous = p->state == STATE_STABLE ? p->epoch : 0;
-    p->epoch = RULE(RULE_ARENA_RAISE) ? c->generation : next_even(s);
-    p->arena = c->arena;
-    lease_void_strays(s, p);
-}
-
-void commit_set_catalog(fanin_server *s, publication *p, snapshot *catalog)
-{
-    if (p->catalog == catalog)
-        return;
-    commit_discard(s, p->catalog);
-    p->catalog = snapshot_retain(catalog);
-}
-
-static uint64_t time_of_day_ns(void)
-{
-    struct timespec now;
-    clock_gettime(CLOCK_REALTIME, &now);
-    return (uint64_t)now.tv_sec * 1000000000 + (uint64_t)now.tv_nsec;
-}
-
-static void take_effect(fanin_server *s, publication *p, commit *c)
-{
-    commit_set_catalog(s, p, c->catalog);
-    if (c->mode == MODE_SNAPSHOT)
-        publish_copy(s, p, c);
-    else
-        p->epoch = next_even(s);
-    p->mode = c->mode;
-    p->cast = c->cast;
-    p->has_step = true;
-    p->step = c->step;
-    p->committed_at = clock_ns();
-    p->committed_unix_ns = time_of_day_ns();
-    s->stats.commits++;
-    conclude(p, c, COMMIT_EFFECTIVE);
-    publication_enter(s, p, STATE_STABLE);
-}
-
-static void withdraw(fanin_server *s, publication *p, commit *c, const char *why)
-{
-    c->why = why;
-    reopen(p, c);
-    if (c->on_stream) {
-        s->stats.commits_withdrawn++;
-        remember(s, c);
-    }
-    conclude(p, c, COMMIT_WITHDRAWN);
-}
-
-void commit_fail(commit *c)
-{
-    publication *p = c->of;
-    if (p->pending != c)
-        return;
-    reopen(p, c);
-    conclude(p, c, COMMIT_FAILED);
-}
-
-static bool is_due(commit *c)
-{
-    pthread_mutex_lock(&c->hub->lock);
-    bool due = c->awaited == 0;
-    pthread_mutex_unlock(&c->hub->lock);
-    return due;
-}
-
-void commit_settle(fanin_server *s, publication *p)
-{
-    commit *c = p->pending;
-    if (!c || !is_due(c))
-        return;
-    bool stands = p->present && (p->epoch == c->closing || !RULE(RULE_LATE_EFFECT));
-    if (commit_device_failed(c)) {
-        remember(s, c);
-        commit_fail(c);
-    } else if (stands) {
-        take_effect(s, p, c);
-    } else {
-        withdraw(s, p, c, "another update began before its stream had got there");
-    }
-}
-
-void commit_withdraw(fanin_server *s, publication *p, const char *why)
-{
-    commit_settle(s, p);
-    if (p->pending)
-        withdraw(s, p, p->pending, why);
-}
-
-/* -------------------------------------------------------------------- tidy */
-
-static void tell(const fanin_server *s, commit *c)
-{
-    if (commit_get_outcome(c) == COMMIT_FAILED)
-        log_write(&s->log, FANIN_LOG_ERROR, "commit-failed",
-                  "step %llu of %s was not published: the device of its stream has "
-                  "failed",
-                  (unsigned long long)c->step, c->of->name);
-    else
-        log_write(&s->log, FANIN_LOG_WARNING, "commit-withdrawn",
-                  "step %llu of %s was not published: %s", (unsigned long long)c->step,
-                  c->of->name, c->why);
-}
-
-static void tell_all(const fanin_server *s, commit *untold)
-{
-    /* The last one was remembered first. */
-    commit *ordered = NULL;
-    while (untold) {
-        commit *next = untold->untold;
-        untold->untold = ordered;
-        ordered = untold;
-        untold = next;
-    }
-    while (ordered) {
-        commit *next = ordered->untold;
-        tell(s, ordered);
-        commit_release(ordered);
-        ordered = next;
-    }
-}
-
-/* Lock held. Takes what no stream is awaited for off the list. */
-static commit *reap(fanin_server *s)
-{
-    commit *done = NULL;
-    for (commit **link = &s->commits; *link;) {
-        commit *c = *link;
-        if (!is_due(c)) {
-            link = &c->next;
-            continue;
-        }
-        commit_settle(s, c->of);
-        *link = c->next;
-        commit_discard(s, c->catalog);
-        c->catalog = NULL;
-        c->next = done;
-        done = c;
-    }
-    return done;
-}
-
-static void release_all(commit *done)
-{
-    while (done) {
-        commit *next = done->next;
-        commit_release(done);
-        done = next;
-    }
-}
-
-/* Arenas that go may be mapped by others, as the trainer's memory may. */
-static void free_all(fanin_server *s, snapshot *garbage)
-{
-    bool arenas = false;
-    while (garbage) {
-        snapshot *next = garbage->next_garbage;
-        arenas = arenas || garbage->plan;
-        snapshot_free(garbage);
-        garbage = next;
-    }
-    if (arenas)
-        mappers_tell(&s->registrar, &s->log, s->name, "freed");
-}
-
-void commit_tidy(fanin_server *s)
-{
-    pthread_mutex_lock(&s->lock);
-    commit *done = reap(s), *untold = s->untold;
-    snapshot *garbage = s->garbage;
-    s->untold = NULL;
-    s->garbage = NULL;
-    pthread_mutex_unlock(&s->lock);
-    tell_all(s, untold);
-    release_all(done);
-    free_all(s, garbage);
-}
-
-/* Lock held. A commit that copies shards of the publication, with a reference; NULL: none. */
-static commit *find_copy(const fanin_server *s, const publication *p)
-{
-    for (commit *c = s->commits; c; c = c->next)
-        if (c->of == p && commit_is_copy(c) && !is_due(c))
-            return commit_retain(c);
-    return NULL;
-}
-
-fanin_status commit_wait_for_copies(fanin_server *s, publication *p, fanin_error *error)
+fanin_status commit_enter(fanin_server *s, publication *p, fanin_error *error)
 {
     deadline at = deadline_in_ms(COMMIT_WAIT_MS);
     for (;;) {
+        pthread_mutex_lock(&p->writer);
         pthread_mutex_lock(&s->lock);
         commit_settle(s, p);
-        commit *c = find_copy(s, p);
-        pthread_mutex_unlock(&s->lock);
-        if (!c)
+        if (!p->pending)
             return FANIN_OK;
-        uint64_t step = c->step;
-        fanin_status status = commit_await(c, 0, false, at);
-        commit_release(c);
-        if (status == FANIN_OK)
+        commit *before = commit_retain(p->pending);
+        pthread_mutex_unlock(&s->lock);
+        pthread_mutex_unlock(&p->writer);
+        uint64_t step = before->step;
+        fanin_status status = commit_await(before, 0, true, at);
+        commit_release(before);
+        if (status != FANIN_OK) {
+            error_place place = {.phase = "commit",
+                                 .remedy = "find out what its stream waits for"};
+            return error_set(error, status, &place,
+                             "step %llu of %s, committed before, has not taken effect "
+                             "for %d s",
+                             (unsigned long long)step, p->name, COMMIT_WAIT_MS / 1000);
+        }
+    }
+}
+
+static fanin_status overtaken(const commit *c, fanin_error *error)
+{
+    error_place place = {.phase = "commit"};
+    return error_set(error, FANIN_ERR_STATE, &place,
+                     "another update of %s began before step %llu was committed, or it "
+                     "was aborted or removed",
+                     c->of->name, (unsigned long long)c->step);
+}
+
+static fanin_status device_failed(const commit *c, fanin_error *error)
+{
+    error_place place = {.phase = "commit",
+                         .remedy = "the trainer's log says what has failed"};
+    return error_set(error, FANIN_ERR_TRANSPORT, &place,
+                     "step %llu of %s: a CUDA device has failed",
+                     (unsigned long long)c->step, c->of->name);
+}
+
+/* ---------------------------------------------------------------- catalogs */
+
+static fanin_status append_arena(fanin_server *s, shard_catalog *built,
+                                 const shard_catalog *before, fanin_error *error)
+{
+    fanin_status status = FANIN_OK;
+    uint32_t n = built->arena_regions = built->regions.count;
+    for (uint32_t i = 0; status == FANIN_OK && i < n; i++) {
+        const region *first = built->regions.regions[i];
+        const gpu_range *in;
+        uint64_t distance = arena_distance(built->plan->arenas, first->base, &in);
+        status = region_set_append(&s->registrar, &built->regions,
+                                   before ? &before->regions : NULL,
+                                   first->base + distance, first->length, in, error);
+    }
+    return status;
+}
+
+static fanin_status build_copied(fanin_server *s, publication *p, const commit *c,
+                                 uint64_t version, shard_catalog **out,
+                                 fanin_error *error)
+{
+    const arena_plan *old = p->catalog ? p->catalog->plan : NULL;
+    shard_set packed;
+    arena_plan *plan = NULL;
+    fanin_status status = arena_plan_build(atomic_load(&s->gpu), &p->shards, c->cast,
+                                           old, &packed, &plan, error);
+    if (status == FANIN_OK) {
+        status = shard_catalog_build(&s->registrar, &packed, p->pairs,
+                                     (uint32_t)p->n_pairs, version, s->rank,
+                                     s->world_size, p->catalog, out, error);
+        if (status != FANIN_OK)
+            arena_plan_free(plan, arena_plan_drop(plan));
+    }
+    shard_set_free(&packed);
+    if (status != FANIN_OK)
+        return status;
+    (*out)->plan = plan;
+    status = append_arena(s, *out, p->catalog, error);
+    if (status != FANIN_OK)
+        shard_catalog_release(*out);
+    return status;
+}
+
+/* Reads by stream copy device memory with a kernel, digests of it are made by another. They are loaded
+   here, by the trainer's thread, as all readers would wait while the data thread did. Devices that
+   cannot run the first serve cuda_ipc still. */
+static void prepare_devices(fanin_server *s, const publication *p,
+                            const shard_catalog *built)
+{
+    bool done[GPU_MAX_DEVICES] = {false};
+    for (uint32_t i = 0; built->has_device && i < built->regions.count; i++) {
+        const fanin_memory in = built->regions.regions[i]->memory;
+        fanin_error why = FANIN_ERROR_INIT;
+        if (in.kind != FANIN_MEMORY_CUDA || done[in.device])
             continue;
-        error_place place = {.phase = "publish",
-                             .remedy = "let the commit's stream get there first"};
-        return error_set(error, status, &place,
-                         "step %llu of %s is still being copied on its stream",
-                         (unsigned long long)step, p->name);
+        done[in.device] = true;
+        if (gpu_prepare(atomic_load(&s->gpu), in.device, &why) != FANIN_OK)
+            log_write(&s->log, FANIN_LOG_WARNING, "no-stream",
+                      "%s: CUDA device %d cannot be read by stream: %s%s%s", p->name,
+                      (int)in.device, why.message, why.remedy[0] ? "; " : "",
+                      why.remedy);
+        else if (gpu_prepare_digest(atomic_load(&s->gpu), in.device, &why) != FANIN_OK)
+            log_write(&s->log, FANIN_LOG_WARNING, "slow-digests",
+                      "%s: memory of CUDA device %d is digested by the CPU: %s",
+                      p->name, (int)in.device, why.message);
     }
 }
 
-/* ----------------------------------------------------------------- the end */
-
-void commit_stop(fanin_server *s)
+/* The publication's catalog as @p c will have it, NULL: by reference. With the writer lock, which
+   also keeps p->catalog from changing; builds outside of the server's lock. */
+static fanin_status make_catalog(fanin_server *s, publication *p, const commit *c,
+                                 shard_catalog **out, fanin_error *error)
 {
-    if (!s->hub)
-        return;
-    pthread_mutex_lock(&s->hub->lock);
-    s->hub->server = NULL;
-    pthread_mutex_unlock(&s->hub->lock);
     pthread_mutex_lock(&s->lock);
-    for (size_t i = 0; i < s->n_publications; i++)
-        commit_withdraw(s, s->publications[i], "the server was destroyed");
+    bool current = p->catalog && p->catalog->revision == p->revision;
+    if (current)
+        *out = shard_catalog_retain(p->catalog);
+    uint64_t version = current ? 0 : next_even(s);
     pthread_mutex_unlock(&s->lock);
-    commit_tidy(s);
+    if (current)
+        return FANIN_OK;
+    fanin_status status =
+        c && c->mode == MODE_SNAPSHOT
+            ? build_copied(s, p, c, version, out, error)
+            : shard_catalog_build(&s->registrar, &p->shards, p->pairs,
+                                  (uint32_t)p->n_pairs, version, s->rank, s->world_size,
+                                  p->catalog, out, error);
+    if (status != FANIN_OK)
+        return status;
+    (*out)->revision = p->revision;
+    prepare_devices(s, p, *out);
+    return FANIN_OK;
 }
 
-void commit_destroy(fanin_server *s)
+fanin_status commit_make_catalog(fanin_server *s, publication *p, shard_catalog **out,
+                                 fanin_error *error)
 {
-    if (!s->hub)
+    return make_catalog(s, p, NULL, out, error);
+}
+
+/* With the writer lock. */
+static fanin_status give_catalog(fanin_server *s, publication *p, commit *c,
+                                 fanin_error *error)
+{
+    shard_catalog *made = NULL;
+    fanin_status status = make_catalog(s, p, c, &made, error);
+    if (status != FANIN_OK)
+        return status;
+    pthread_mutex_lock(&s->lock);
+    c->catalog = made;
+    pthread_mutex_unlock(&s->lock);
+    return FANIN_OK;
+}
+
+/* ------------------------------------------------------------------ arenas */
+
+/* The newest lease that is in the way of the arena to fill. Nobody can get one any more, and all
+   last equally long, so it is the last to expire. */
+static const lease *find_holder(const publication *p, bool published)
+{
+    const lease *l = p->newest;
+    while (l && l->epoch == p->epoch && !published)
+        l = l->older;
+    return l;
+}
+
+/* Lock held, given up while waiting: for at most the lease time. */
+static void wait_for_leases(fanin_server *s, publication *p, commit *c, bool published)
+{
+    deadline limit = deadline_in_ms(s->lease_ms);
+    const lease *l;
+    if (!RULE(RULE_ARENA_WAIT))
         return;
-    commit_tidy(s);
-    /* Streams are still to come for these; what they copy is to be over. */
-    deadline at = deadline_in_ms(COMMIT_WAIT_MS);
-    while (s->commits) {
-        commit *c = s->commits;
-        fanin_status fate = FANIN_OK;
-        s->commits = c->next;
-        if (c->catalog && c->catalog->plan)
-            fate = arena_wait(c->catalog->plan, at);
-        if (fate == FANIN_ERR_TIMEOUT)
-            log_write(&s->log, FANIN_LOG_ERROR, "commit-stuck",
-                      "step %llu of %s is still being copied on its stream after %d s: "
-                      "the copy is left alone, and its memory not freed",
-                      (unsigned long long)c->step, c->of->name, COMMIT_WAIT_MS / 1000);
-        else
-            snapshot_release(c->catalog);
-        c->catalog = NULL;
-        commit_release(c);
+    p->waiting++;
+    while ((l = find_holder(p, published)) && p->pending == c) {
+        deadline at = deadline_sooner(limit, l->expires);
+        if (!RULE(RULE_ARENA_DEADLINE))
+            at = deadline_in_ms(COMMIT_WAIT_MS);
+        if (deadline_passed(at))
+            break;
+        publication_wait(s, at);
     }
-    pthread_mutex_lock(&s->hub->lock);
-    hub_leave(s->hub, 1);
-    s->hub = NULL;
+    p->waiting--;
+}
+
+/* Chooses the arena to fill, and makes sure that nobody reads it any more. */
+static fanin_status take_arena(fanin_server *s, publication *p, commit *c,
+                               fanin_error *error)
+{
+    fanin_status status = FANIN_OK;
+    pthread_mutex_lock(&s->lock);
+    bool shared = p->state == STATE_STABLE &&
+                  p->catalog->plan->arenas == c->catalog->plan->arenas;
+    bool published = shared && !RULE(RULE_ARENA_CHOICE);
+    c->arena = shared && !published ? 1 - p->arena : p->arena;
+    p->filling = c->catalog->plan->arenas;
+    p->filling_arena = c->arena;
+    wait_for_leases(s, p, c, published);
+    if (p->pending != c) {
+        status = overtaken(c, error);
+    } else {
+        c->generation = next_even(s);
+        if (RULE(RULE_ARENA_RAISE)) {
+            p->previous = 0;
+            if (published)
+                p->epoch = c->closing = c->generation;
+            lease_void_strays(s, p);
+            publication_wait_for_reads(s, p);
+        }
+    }
+    pthread_mutex_unlock(&s->lock);
+    return status;
+}
+
+/* Queues the device parts. Their streams tell the commit when they have got there. */
+static fanin_status queue_copies(const request *q, commit *c, const arena_plan *plan,
+                                 fanin_error *error)
+{
+    fanin_status status = FANIN_OK;
+    const arena_set *arenas = plan->arenas;
+    for (uint32_t i = 0; status == FANIN_OK && i < arenas->n_parts; i++) {
+        gpu_stream *stream = arenas->parts[i].stream;
+        if (!stream)
+            continue;
+        status = arena_copy_part(plan, i, c->arena, q->stream, error);
+        if (status != FANIN_OK)
+            break;
+        /* Before our thread is told: the caller's work need not wait for that. */
+        if (q->stream)
+            status = gpu_stream_before(stream, q->stream, error);
+        commit_expect(c);
+        fanin_status told = gpu_stream_notify(stream, commit_reached, c,
+                                              status == FANIN_OK ? error : NULL);
+        if (told != FANIN_OK) {
+            /* Nobody will tell us when the shards are not read any more. */
+            (void)gpu_stream_wait(stream, deadline_in_ms(COMMIT_WAIT_MS), NULL);
+            commit_unexpect(c);
+        }
+        status = status == FANIN_OK ? told : status;
+    }
+    return status;
+}
+
+static fanin_status expect_caller(const request *q, commit *c, fanin_error *error)
+{
+    commit_expect(c);
+    fanin_status status = gpu_notify(q->gpu, q->stream, commit_reached, c, error);
+    if (status != FANIN_OK)
+        commit_unexpect(c);
+    return status;
+}
+
+/* Until all streams that were asked have got there. */
+static fanin_status wait_for_streams(fanin_server *s, commit *c, fanin_error *error)
+{
+    fanin_status status = commit_await(c, 1, true, deadline_in_ms(COMMIT_WAIT_MS));
+    error_place place = {.phase = "commit",
+                         .remedy = "find out what its stream waits for"};
+    if (status != FANIN_OK)
+        return error_set(error, status, &place,
+                         "the stream of step %llu of %s has not got there for %d s",
+                         (unsigned long long)c->step, c->of->name,
+                         COMMIT_WAIT_MS / 1000);
+    pthread_mutex_lock(&s->lock);
+    bool over = c->of->pending != c;
+    pthread_mutex_unlock(&s->lock);
+    if (over)
+        return overtaken(c, error);
+    return commit_device_failed(c) ? device_failed(c, error) : FANIN_OK;
+}
+
+/* Memory of the host is copied here and now, when the stream that may write it is done. */
+static fanin_status copy(fanin_server *s, const request *q, commit *c,
+                         fanin_error *error)
+{
+    const arena_plan *plan = c->catalog->plan;
+    bool host = plan->n_batches > 0;
+    ON_FILL();
+    fanin_status status = queue_copies(q, c, plan, error);
+    if (status == FANIN_OK && q->stream && host)
+        status = expect_caller(q, c, error);
+    if (status == FANIN_OK && host && !q->stream)
+        arena_copy_host(plan, c->arena);
+    if (status == FANIN_OK && (host || !q->stream))
+        status = wait_for_streams(s, c, error);
+    if (status == FANIN_OK && host && q->stream)
+        arena_copy_host(plan, c->arena);
+    return status;
+}
+
+/* ------------------------------------------------------------------ commit */
+
+/* With the publication's writer lock. */
+static fanin_status carry_out(fanin_server *s, publication *p, const request *q,
+                              commit *c, fanin_error *error)
+{
+    fanin_status status = give_catalog(s, p, c, error);
+    if (status != FANIN_OK)
+        return status;
+    if (c->mode == MODE_REFERENCE)
+        return q->stream ? expect_caller(q, c, error) : FANIN_OK;
+    status = take_arena(s, p, c, error);
+    return status == FANIN_OK ? copy(s, q, c, error) : status;
+}
+
+/* Lets the commit take effect if it can. Takes the lock. */
+static commit_outcome settle(fanin_server *s, commit *c)
+{
+    pthread_mutex_lock(&s->lock);
+    if (c->of->pending == c)
+        commit_settle(s, c->of);
+    commit_outcome outcome = commit_get_outcome(c);
+    pthread_mutex_unlock(&s->lock);
+    return outcome;
+}
+
+static fanin_status report(commit *c, commit_outcome outcome, fanin_error *error)
+{
+    if (outcome == COMMIT_WITHDRAWN)
+        return overtaken(c, error);
+    return outcome == COMMIT_FAILED ? device_failed(c, error) : FANIN_OK;
+}
+
+static fanin_status wait_for_effect(fanin_server *s, commit *c, fanin_error *error)
+{
+    fanin_status status = commit_await(c, 0, true, deadline_in_ms(COMMIT_WAIT_MS));
+    if (status == FANIN_OK)
+        return report(c, settle(s, c), error);
+    error_place place = {.phase = "commit",
+                         .remedy = "find out what its stream waits for; the commit "
+                                   "takes effect when the stream gets there"};
+    return error_set(error, status, &place,
+                     "step %llu of %s has not taken effect for %d s",
+                     (unsigned long long)c->step, c->of->name, COMMIT_WAIT_MS / 1000);
+}
+
+static fanin_status run(fanin_server *s, publication *p, const request *q,
+                        fanin_error *error)
+{
+    commit *c = NULL;
+    fanin_status status = commit_enter(s, p, error);
+    if (status != FANIN_OK)
+        return status;
+    status = check_commit(p, &q->terms, error);
+    if (status == FANIN_OK)
+        status = commit_register(s, p, &q->terms, &c, error);
+    pthread_mutex_unlock(&s->lock);
+    if (status == FANIN_OK) {
+        status = carry_out(s, p, q, c, error);
+        if (status != FANIN_OK) {
+            pthread_mutex_lock(&s->lock);
+            commit_fail(c);
+            pthread_mutex_unlock(&s->lock);
+        }
+        commit_arm(c);
+    }
+    if (status == FANIN_OK)
+        status = report(c, settle(s, c), error);
+    pthread_mutex_unlock(&p->writer);
+    if (status == FANIN_OK && q->wait)
+        status = wait_for_effect(s, c, error);
+    if (c)
+        commit_release(c);
+    return status;
+}
+
+fanin_status fanin_server_commit(fanin_server *server, const char *name, uint64_t step,
+                                 const fanin_commit_options *options,
+                                 fanin_error *error)
+{
+    fanin_status status = publication_call_check(server, name, error);
+    fanin_commit_options o;
+    if (status == FANIN_OK)
+        status = read_options(options, &o, error);
+    if (status != FANIN_OK)
+        return status;
+    request q = {
+        .terms = {.step = step,
+                  .mode =
+                      o.flags & FANIN_COMMIT_SNAPSHOT ? MODE_SNAPSHOT : MODE_REFERENCE,
+                  .cast = o.cast,
+                  .on_stream = o.stream.handle != NULL},
+        .wait = o.flags & FANIN_COMMIT_WAIT,
+        .stream = o.stream.handle ? &o.stream : NULL,
+    };
+    pthread_mutex_lock(&server->lock);
+    publication *p = publication_find(server, name);
+    pthread_mutex_unlock(&server->lock);
+    if (!p) {
+        error_place place = {.phase = "commit",
+                             .remedy = "put shards, or call begin_update, first"};
+        return error_set(error, FANIN_ERR_ARGUMENT, &place,
+                         "there is no publication %s", name);
+    }
+    status = check_stream(server, &q, error);
+    if (status == FANIN_OK)
+        status = run(server, p, &q, error);
+    commit_tidy(server);
+    return status;
 }

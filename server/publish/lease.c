@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Readers (sessions as the publications see them) and their leases. A lease exists exactly
    as long as its token is good: until end, session close, or the turn of its epoch. */
-#include "core/server_internal.h"
+#include "core/server_state.h"
 #include "digest.h"
 
 #include <stdlib.h>
@@ -60,7 +60,7 @@ lease *lease_grant(fanin_server *s, reader *r, publication *p)
         return NULL;
     l->of = p;
     l->epoch = p->epoch;
-    l->catalog = snapshot_retain(p->catalog);
+    l->catalog = shard_catalog_retain(p->catalog);
     l->first_region = p->arena * p->catalog->arena_regions;
     l->expires = deadline_in_ms(s->lease_ms);
     l->holder = r;

@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The trainer takes its shards' memory away for a while. */
-#include "core/server_internal.h"
+#include "core/server_state.h"
 #include "error_set.h"
-#include "shards/mapper.h"
+#include "shards/registration.h"
 #include "utf8.h"
 
 #include <string.h>
@@ -117,7 +117,7 @@ fanin_status fanin_server_pause(fanin_server *server, const char *name,
 /* ------------------------------------------------------------------ resume */
 
 /* Ends the pause. @p catalog: what is published again, NULL: nothing was. Lock held. */
-static void go_on(fanin_server *s, publication *p, snapshot *catalog)
+static void go_on(fanin_server *s, publication *p, shard_catalog *catalog)
 {
     p->paused = false;
     if (p->state != STATE_PAUSED)
@@ -144,7 +144,7 @@ static fanin_status resume_now(fanin_server *s, publication *p, fanin_error *err
         return not_there(p->name, error);
     if (!paused)
         return error_set(error, FANIN_ERR_STATE, &place, "%s is not paused", p->name);
-    snapshot *catalog = NULL;
+    shard_catalog *catalog = NULL;
     fanin_status status =
         publish ? commit_make_catalog(s, p, &catalog, error) : FANIN_OK;
     if (status != FANIN_OK)
@@ -156,7 +156,7 @@ static fanin_status resume_now(fanin_server *s, publication *p, fanin_error *err
     pthread_mutex_lock(&s->lock);
     go_on(s, p, catalog);
     pthread_mutex_unlock(&s->lock);
-    snapshot_release(catalog);
+    shard_catalog_release(catalog);
     return FANIN_OK;
 }
 

@@ -7,7 +7,7 @@
        unpublished --pause--> paused --resume--> unpublished
 
    A publication is readable while it is stable or draining; its epoch is odd otherwise. */
-#include "core/server_internal.h"
+#include "core/server_state.h"
 #include "error_set.h"
 
 #include <stdio.h>
@@ -131,7 +131,7 @@ void publications_free(fanin_server *s)
 {
     for (size_t i = 0; i < s->n_publications; i++) {
         publication *p = s->publications[i];
-        snapshot_release(p->catalog);
+        shard_catalog_release(p->catalog);
         shard_set_free(&p->shards);
         free(p->pairs);
         pthread_mutex_destroy(&p->writer);

@@ -2,7 +2,7 @@
 #include "shards/region.h"
 #include "error_set.h"
 #include "messages.h"
-#include "shards/mapper.h"
+#include "shards/registration.h"
 
 #include <stdlib.h>
 #include <string.h>

@@ -114,7 +114,7 @@ static const char *job_begin(fanin_server *s, connection *c, const uint8_t token
         c->job.epoch = l->epoch;
         c->job.first_region = l->first_region;
         memcpy(c->job.token, token, sizeof c->job.token);
-        c->job.catalog = snapshot_retain(l->catalog);
+        c->job.catalog = shard_catalog_retain(l->catalog);
     } else if (lease_find_void(c->reader, token)) {
         s->stats.pulls_stale++;
         why = "the lease is gone: the weights are being rewritten";

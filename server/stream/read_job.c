@@ -5,7 +5,7 @@
 #include <string.h>
 
 /* One entry as a range; NULL or why it is refused. */
-static const char *range_of(const snapshot *catalog, const read_entry *e,
+static const char *range_of(const shard_catalog *catalog, const read_entry *e,
                             job_range *out)
 {
     if (e->box >= catalog->n_boxes)
@@ -19,7 +19,7 @@ static const char *range_of(const snapshot *catalog, const read_entry *e,
         out->length = catalog->boxes[e->box + e->count].start - start;
         return NULL;
     }
-    uint64_t bytes = snapshot_box_bytes(catalog, e->box);
+    uint64_t bytes = shard_catalog_box_bytes(catalog, e->box);
     if (e->length == 0)
         return "an entry of the read is empty";
     if (e->offset > bytes || e->length > bytes - e->offset)
@@ -169,7 +169,7 @@ static bool gather_piece(void *cookie, const job *j, const source_box *b,
                          uint64_t offset, uint64_t length)
 {
     gather *g = cookie;
-    const uint8_t *first = snapshot_box_first(j->catalog, b, j->first_region);
+    const uint8_t *first = shard_catalog_box_first(j->catalog, b, j->first_region);
     return b->view == VIEW_PACKED
                ? gather_add(g, first + offset, length)
                : gather_view(g, &j->catalog->views[b->view], first, offset, length);
@@ -238,7 +238,7 @@ static bool is_host(void *cookie, const job *j, const source_box *b, uint64_t of
 {
     bool *found = cookie;
     (void)offset, (void)length;
-    *found = snapshot_box_device(j->catalog, b, j->first_region) >= 0;
+    *found = shard_catalog_box_device(j->catalog, b, j->first_region) >= 0;
     return !*found;
 }
 

@@ -3,7 +3,7 @@
 #ifndef READ_JOB_H
 #define READ_JOB_H
 
-#include "core/server_internal.h"
+#include "core/server_state.h"
 
 #include <sys/uio.h>
 
@@ -25,10 +25,10 @@ typedef struct job {
     uint32_t first_region; /**< of the lease */
     uint8_t token[16];
     uint64_t request;
-    snapshot *catalog; /**< with a reference */
-    bool is_void;      /**< the epoch has gone: the rest of the reply is zeros */
-    bool is_staged;    /**< some of it is device memory: stage.h */
-    bool header_due;   /**< staged: the reply's header waits for the first bytes */
+    shard_catalog *catalog; /**< with a reference */
+    bool is_void;           /**< the epoch has gone: the rest of the reply is zeros */
+    bool is_staged;         /**< some of it is device memory: stage.h */
+    bool header_due;        /**< staged: the reply's header waits for the first bytes */
     /** what is left of ranges[current] shrinks as bytes leave, or are gathered into a chunk */
     job_range *ranges;
     uint32_t n_ranges, current, capacity;
@@ -80,7 +80,7 @@ typedef bool (*job_piece_fn)(void *cookie, const job *j, const source_box *b,
 /** Calls @p fn for what has not left yet, in the reply's order. */
 static inline void job_each(const job *j, job_piece_fn fn, void *cookie)
 {
-    const snapshot *catalog = j->catalog;
+    const shard_catalog *catalog = j->catalog;
     for (uint32_t i = j->current; i < j->n_ranges; i++) {
         uint64_t at = j->ranges[i].at, end = at + j->ranges[i].length;
         for (const source_box *b = &catalog->boxes[j->ranges[i].box]; at < end; b++) {

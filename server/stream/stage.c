@@ -246,7 +246,7 @@ fill_result stage_fill(stage *s, connection *c, job *j, fanin_error *error)
         return FILL_FAILED;
     }
     if (f.device >= 0) {
-        to->catalog = snapshot_retain(j->catalog);
+        to->catalog = shard_catalog_retain(j->catalog);
         to->next_copying = s->copying;
         s->copying = to;
     } else {

@@ -51,8 +51,8 @@ typedef struct chunk {
     struct connection *owner; /**< NULL: it has closed, or given the chunk up */
     publication *of;          /**< whose memory is being read */
     uint64_t epoch;
-    bool reading;      /**< in the bracket */
-    snapshot *catalog; /**< with a reference, while copying */
+    bool reading;           /**< in the bracket */
+    shard_catalog *catalog; /**< with a reference, while copying */
     int device;
     atomic_bool broken; /**< the driver says that the device has failed */
     struct chunk *next_copying, *next_done;

@@ -100,8 +100,8 @@ static bool add_piece(void *cookie, const job *j, const source_box *b, uint64_t 
                       uint64_t length)
 {
     filling *f = cookie;
-    int device = snapshot_box_device(j->catalog, b, j->first_region);
-    const uint8_t *first = snapshot_box_first(j->catalog, b, j->first_region);
+    int device = shard_catalog_box_device(j->catalog, b, j->first_region);
+    const uint8_t *first = shard_catalog_box_first(j->catalog, b, j->first_region);
     if (is_full(f) || (device >= 0 && f->device >= 0 && device != f->device))
         return false; /* the next chunk is that device's */
     if (device >= 0)
@@ -150,8 +150,8 @@ static bool list_piece(void *cookie, const job *j, const source_box *b, uint64_t
                        uint64_t length)
 {
     listing *l = cookie;
-    int device = snapshot_box_device(j->catalog, b, j->first_region);
-    uint64_t first = (uintptr_t)snapshot_box_first(j->catalog, b, j->first_region);
+    int device = shard_catalog_box_device(j->catalog, b, j->first_region);
+    uint64_t first = (uintptr_t)shard_catalog_box_first(j->catalog, b, j->first_region);
     if (l->device < 0)
         l->device = device;
     l->good = device >= 0 && device == l->device &&

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Counters as a struct and as Prometheus text. */
-#include "core/server_internal.h"
+#include "core/server_state.h"
 #include "versioned.h"
 
 #include <stdarg.h>

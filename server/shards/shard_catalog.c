@@ -1,12 +1,12 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-#include "shards/catalog_snapshot.h"
+#include "shards/shard_catalog.h"
 #include "error_set.h"
 #include "shards/arena.h"
 
 #include <stdlib.h>
 #include <string.h>
 
-static bool encode_keys(snapshot *s, const shard_set *shards, key_entry *keys,
+static bool encode_keys(shard_catalog *s, const shard_set *shards, key_entry *keys,
                         const fanin_pair *pairs, uint32_t n_pairs)
 {
     for (size_t i = 0; i < shards->count; i++) {
@@ -24,7 +24,7 @@ static bool encode_keys(snapshot *s, const shard_set *shards, key_entry *keys,
     return true;
 }
 
-static void place_boxes(snapshot *s, const shard_set *shards,
+static void place_boxes(shard_catalog *s, const shard_set *shards,
                         const uint32_t *region_of_box, box_record *records)
 {
     uint64_t n = 0, start = 0;
@@ -62,9 +62,10 @@ static uint64_t count_views(const shard_set *shards)
     return views;
 }
 
-static fanin_status fill(snapshot *s, const shard_set *shards, const fanin_pair *pairs,
-                         uint32_t n_pairs, uint32_t rank, uint32_t world_size,
-                         const snapshot *before, fanin_error *error)
+static fanin_status fill(shard_catalog *s, const shard_set *shards,
+                         const fanin_pair *pairs, uint32_t n_pairs, uint32_t rank,
+                         uint32_t world_size, const shard_catalog *before,
+                         fanin_error *error)
 {
     uint64_t sum = 0;
     for (size_t i = 0; i < shards->count; i++)
@@ -103,12 +104,13 @@ static fanin_status fill(snapshot *s, const shard_set *shards, const fanin_pair 
     return status;
 }
 
-fanin_status snapshot_build(registrar *r, const shard_set *shards,
-                            const fanin_pair *pairs, uint32_t n_pairs, uint64_t version,
-                            uint32_t rank, uint32_t world_size, const snapshot *before,
-                            snapshot **out, fanin_error *error)
+fanin_status shard_catalog_build(registrar *r, const shard_set *shards,
+                                 const fanin_pair *pairs, uint32_t n_pairs,
+                                 uint64_t version, uint32_t rank, uint32_t world_size,
+                                 const shard_catalog *before, shard_catalog **out,
+                                 fanin_error *error)
 {
-    snapshot *s = calloc(1, sizeof *s);
+    shard_catalog *s = calloc(1, sizeof *s);
     if (!s)
         return error_set_memory(error);
     atomic_init(&s->references, 1);
@@ -117,25 +119,25 @@ fanin_status snapshot_build(registrar *r, const shard_set *shards,
     fanin_status status =
         fill(s, shards, pairs, n_pairs, rank, world_size, before, error);
     if (status != FANIN_OK) {
-        snapshot_release(s);
+        shard_catalog_release(s);
         return status;
     }
     *out = s;
     return FANIN_OK;
 }
 
-snapshot *snapshot_retain(snapshot *s)
+shard_catalog *shard_catalog_retain(shard_catalog *s)
 {
     atomic_fetch_add_explicit(&s->references, 1, memory_order_relaxed);
     return s;
 }
 
-bool snapshot_drop(snapshot *s)
+bool shard_catalog_drop(shard_catalog *s)
 {
     return atomic_fetch_sub_explicit(&s->references, 1, memory_order_acq_rel) == 1;
 }
 
-void snapshot_free(snapshot *s)
+void shard_catalog_free(shard_catalog *s)
 {
     /* Arenas are memory of ours: who maps them is told, and they go after their regions. */
     bool last = s->plan && arena_plan_drop(s->plan);
@@ -151,8 +153,8 @@ void snapshot_free(snapshot *s)
     free(s);
 }
 
-void snapshot_release(snapshot *s)
+void shard_catalog_release(shard_catalog *s)
 {
-    if (s && snapshot_drop(s))
-        snapshot_free(s);
+    if (s && shard_catalog_drop(s))
+        shard_catalog_free(s);
 }

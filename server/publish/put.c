@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* What a publication consists of: shards and metadata, put and removed by the trainer. */
-#include "core/server_internal.h"
+#include "core/server_state.h"
 #include "error_set.h"
-#include "shards/mapper.h"
+#include "shards/registration.h"
 #include "shards/shard_memory.h"
 #include "utf8.h"
 
@@ -239,14 +239,14 @@ static fanin_status remove_all(fanin_server *s, publication *p, fanin_error *err
     publication_close(s, p);
     p->present = false;
     p->n_shards = 0;
-    snapshot *old = p->catalog;
+    shard_catalog *old = p->catalog;
     p->catalog = NULL;
     publication_enter(s, p, STATE_UNPUBLISHED);
     pthread_mutex_unlock(&s->lock);
     if (old)
         region_set_forget(&s->registrar, &old->regions, NULL);
     mappers_tell(&s->registrar, &s->log, p->name, "removed");
-    snapshot_release(old);
+    shard_catalog_release(old);
     shard_set_free(&p->shards);
     free(p->pairs);
     p->pairs = NULL;

@@ -9,15 +9,15 @@
  * registrar's lock is taken under `writer` or alone, never together with `lock`. Under
  * `lock` no function of the GPU is called and no catalog is freed (commit_discard()).
  */
-#ifndef SERVER_INTERNAL_H
-#define SERVER_INTERNAL_H
+#ifndef SERVER_STATE_H
+#define SERVER_STATE_H
 
 #include "clock.h"
 #include "core/rules.h"
 #include "gpu.h"
 #include "log.h"
 #include "messages.h"
-#include "shards/catalog_snapshot.h"
+#include "shards/shard_catalog.h"
 #include "shards/shard.h"
 #include "socket.h"
 #include "ucx.h"
@@ -59,9 +59,9 @@ typedef struct lease {
     uint8_t token[16];
     publication *of; /**< NULL: this slot is free */
     uint64_t epoch;
-    snapshot *catalog;     /**< that it is for, with a reference */
-    uint32_t first_region; /**< of the arena that it is for (messages.h, begin_ok) */
-    deadline expires;      /**< when begin_update stops waiting for it */
+    shard_catalog *catalog; /**< that it is for, with a reference */
+    uint32_t first_region;  /**< of the arena that it is for (messages.h, begin_ok) */
+    deadline expires;       /**< when begin_update stops waiting for it */
     reader *holder;
     struct lease *older, *newer; /**< of the publication */
 } lease;
@@ -138,7 +138,8 @@ struct publication {
         *pending; /**< a commit that has not taken effect yet, with a reference */
     bool has_step;
     uint64_t step;
-    snapshot *catalog; /**< of the last commit, or NULL; changed under both locks */
+    shard_catalog
+        *catalog;      /**< of the last commit, or NULL; changed under both locks */
     uint64_t n_shards; /**< for statistics */
     lease *oldest, *newest;
     reading reading[READING_EPOCHS];
@@ -197,7 +198,7 @@ struct fanin_server {
     struct commit_hub *hub;   /**< does not change */
     struct commit *commits;   /**< pending, or withdrawn with a stream still to come */
     struct commit *untold;    /**< withdrawn or failed, to be logged by commit_tidy() */
-    snapshot *garbage;        /**< without references, to be freed by commit_tidy() */
+    shard_catalog *garbage;   /**< without references, to be freed by commit_tidy() */
     bool stopping;            /**< no begins any more */
     fanin_server_stats stats; /**< counters; gauges are filled in when asked for */
 };
@@ -276,10 +277,10 @@ fanin_status commit_create(fanin_server *s, fanin_error *error);
 fanin_status commit_enter(fanin_server *s, publication *p, fanin_error *error);
 /** The catalog of the publication's shards, by reference, with a reference: its last one if
     nothing has changed. With the writer lock. FANIN_ERR_MEMORY, FANIN_ERR_LIMIT. */
-fanin_status commit_make_catalog(fanin_server *s, publication *p, snapshot **out,
+fanin_status commit_make_catalog(fanin_server *s, publication *p, shard_catalog **out,
                                  fanin_error *error);
 /** Lock held. Makes it the publication's. */
-void commit_set_catalog(fanin_server *s, publication *p, snapshot *catalog);
+void commit_set_catalog(fanin_server *s, publication *p, shard_catalog *catalog);
 /** Lock held. Whether it publishes a copy of the shards. */
 bool commit_is_copy(const struct commit *c);
 /** Lock held. Lets the pending commit take effect if its stream has got there. */
@@ -298,10 +299,10 @@ void commit_stop(fanin_server *s);
 /** After commit_stop() and the threads' ends. */
 void commit_destroy(fanin_server *s);
 /** Lock held. Gives a reference back; commit_tidy() frees what is left without one. */
-void commit_discard(fanin_server *s, snapshot *catalog);
+void commit_discard(fanin_server *s, shard_catalog *catalog);
 /** The same, lock not held: for the threads that serve readers, which should not wait while
     what is freed with a catalog (arenas, registered memory) goes. NULL is fine. */
-void commit_retire(fanin_server *s, snapshot *catalog);
+void commit_retire(fanin_server *s, shard_catalog *catalog);
 
 /* ------------------------------------------------------------- lease.c */
 

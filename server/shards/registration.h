@@ -4,8 +4,8 @@
  * Mappers: sessions that were given the means to map device memory of this process. To free
  * memory that another process maps is undefined in CUDA, so the trainer is told who may.
  */
-#ifndef MAPPER_H
-#define MAPPER_H
+#ifndef REGISTRATION_H
+#define REGISTRATION_H
 
 #include "shards/region.h"
 

@@ -9,10 +9,10 @@
  * last of its streams has got there, also when it was withdrawn; its own memory even after the
  * server.
  */
-#ifndef COMMIT_H
-#define COMMIT_H
+#ifndef COMMIT_TOKEN_H
+#define COMMIT_TOKEN_H
 
-#include "core/server_internal.h"
+#include "core/server_state.h"
 #include "shards/arena.h"
 
 typedef struct commit_hub commit_hub;
@@ -34,7 +34,8 @@ typedef struct commit {
     bool on_stream, was_open, was_aborted;
 
     /* Guarded by the server's lock. */
-    snapshot *catalog; /**< that takes effect, with a reference; NULL: not built yet */
+    shard_catalog
+        *catalog; /**< that takes effect, with a reference; NULL: not built yet */
     uint64_t generation;
     unsigned arena;
     const char *why;              /**< it was withdrawn */

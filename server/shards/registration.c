@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-#include "shards/mapper.h"
+#include "shards/registration.h"
 #include "error_set.h"
 
 #include <stdio.h>

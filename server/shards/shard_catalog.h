@@ -4,8 +4,8 @@
  * A published catalog: made at a commit that changed the shards, read-only afterwards,
  * shared by everybody who serves from it.
  */
-#ifndef CATALOG_SNAPSHOT_H
-#define CATALOG_SNAPSHOT_H
+#ifndef SHARD_CATALOG_H
+#define SHARD_CATALOG_H
 
 #include "buffer.h"
 #include "catalog.h"
@@ -26,7 +26,7 @@ typedef struct source_box {
     uint32_t region;      /**< that holds it */
 } source_box;
 
-typedef struct snapshot {
+typedef struct shard_catalog {
     atomic_uint references;
     uint64_t version; /**< catalog version */
     digest key_digest;
@@ -40,33 +40,35 @@ typedef struct snapshot {
     registrar *registrar;
     uint64_t revision; /**< of the publication whose catalog it is */
     /** of a snapshot publication: what its commits copy, into which arenas; NULL: by reference.
-        The boxes are those of arena 0, see snapshot_box_first() for the other one */
+        The boxes are those of arena 0, see shard_catalog_box_first() for the other one */
     struct arena_plan *plan;
-    uint32_t arena_regions;        /**< regions of one arena, 0: by reference */
-    struct snapshot *next_garbage; /**< guarded by the server's lock */
-} snapshot;
+    uint32_t arena_regions;             /**< regions of one arena, 0: by reference */
+    struct shard_catalog *next_garbage; /**< guarded by the server's lock */
+} shard_catalog;
 
 /**
  * Builds the catalog of @p shards; regions of @p before (may be NULL) are kept. Blocks for
  * as long as that takes, holds no lock meanwhile. FANIN_ERR_MEMORY, FANIN_ERR_LIMIT.
  */
-fanin_status snapshot_build(registrar *r, const shard_set *shards,
-                            const fanin_pair *pairs, uint32_t n_pairs, uint64_t version,
-                            uint32_t rank, uint32_t world_size, const snapshot *before,
-                            snapshot **out, fanin_error *error);
+fanin_status shard_catalog_build(registrar *r, const shard_set *shards,
+                                 const fanin_pair *pairs, uint32_t n_pairs,
+                                 uint64_t version, uint32_t rank, uint32_t world_size,
+                                 const shard_catalog *before, shard_catalog **out,
+                                 fanin_error *error);
 
-snapshot *snapshot_retain(snapshot *s);
+shard_catalog *shard_catalog_retain(shard_catalog *s);
 /** May take the registrar's lock and free arenas: not to be called under the server's lock. NULL
     is fine. */
-void snapshot_release(snapshot *s);
+void shard_catalog_release(shard_catalog *s);
 /** The same in two parts: true if that was the last reference, then it is to be freed. */
-bool snapshot_drop(snapshot *s);
-void snapshot_free(snapshot *s);
+bool shard_catalog_drop(shard_catalog *s);
+void shard_catalog_free(shard_catalog *s);
 
 /** The first element of a box. The regions at @p first_region and behind it (an arena) hold the
     same bytes at the same offsets as those at 0. */
-static inline const uint8_t *snapshot_box_first(const snapshot *s, const source_box *b,
-                                                uint32_t first_region)
+static inline const uint8_t *shard_catalog_box_first(const shard_catalog *s,
+                                                     const source_box *b,
+                                                     uint32_t first_region)
 {
     region *const *regions = s->regions.regions;
     if (first_region == 0)
@@ -76,15 +78,15 @@ static inline const uint8_t *snapshot_box_first(const snapshot *s, const source_
 }
 
 /** The CUDA device that holds a box, -1: the host. */
-static inline int snapshot_box_device(const snapshot *s, const source_box *b,
-                                      uint32_t first_region)
+static inline int shard_catalog_box_device(const shard_catalog *s, const source_box *b,
+                                           uint32_t first_region)
 {
     const region *r = s->regions.regions[b->region + first_region];
     return r->memory.kind == FANIN_MEMORY_CUDA ? r->memory.device : -1;
 }
 
 /** Bytes of one box. */
-static inline uint64_t snapshot_box_bytes(const snapshot *s, uint64_t box)
+static inline uint64_t shard_catalog_box_bytes(const shard_catalog *s, uint64_t box)
 {
     return s->boxes[box + 1].start - s->boxes[box].start;
 }
