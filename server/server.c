@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* A server's life: configuration, creation, the end. */
 #include "core/server_state.h"
+#include "core/wake.h"
 #include "digest.h"
 #include "error_set.h"
 #include "host_id.h"
@@ -28,24 +29,6 @@
 #define DEFAULT_BIND "127.0.0.1"
 #define ALL_FLAGS                                                                      \
     (FANIN_SERVER_OPEN | FANIN_SERVER_TRUSTED_NETWORK | FANIN_SERVER_NO_UCX)
-
-#ifdef FANIN_TEST_HOOKS
-atomic_uint server_rules_off;
-void (*_Atomic server_on_send)(void);
-void (*_Atomic server_on_fill)(void);
-#endif
-
-fanin_status server_check(const fanin_server *s, fanin_error *error)
-{
-    if (!s)
-        return error_set(error, FANIN_ERR_ARGUMENT, NULL, "the server is NULL");
-    if (s->pid != getpid()) {
-        error_place place = {.remedy = "create a server in the process that uses it"};
-        return error_set(error, FANIN_ERR_FORKED, &place,
-                         "the server belongs to the parent process");
-    }
-    return FANIN_OK;
-}
 
 /* ----------------------------------------------------------- configuration */
 
@@ -228,6 +211,7 @@ static fanin_status fill(fanin_server *s, const fanin_server_config *c,
                          fanin_error *error)
 {
     s->pid = getpid();
+    s->wake = -1;
     snprintf(s->name, sizeof s->name, "%s", c->name);
     memcpy(s->world_id, c->world_id, sizeof s->world_id);
     s->rank = c->rank;
@@ -273,7 +257,11 @@ static fanin_status start(fanin_server *s, fanin_error *error)
     socket_set_port(&s->address, s->port);
     unix_fd = listen_unix(s);
     load_ucx(s);
-    status = commit_create(s, error);
+    if (!wake_open(&s->wake))
+        status = error_set_errno(error, FANIN_ERR_IO, errno, NULL,
+                                 "cannot set up the control thread");
+    else
+        status = commit_create(s, error);
     if (status == FANIN_OK)
         status = stream_create(s, error);
     if (status == FANIN_OK)
@@ -303,6 +291,7 @@ static void finish(fanin_server *s)
             ucx_server_destroy(&s->registrar.ucx[i]);
     if (s->ucx)
         ucx_unload(&s->ucx);
+    wake_close(&s->wake);
     free(s->allow);
     destroy_locks(s);
     free(s);

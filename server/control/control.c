@@ -1,13 +1,13 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The control thread: listeners, sessions, UCX; sleeps in epoll until something is due. */
 #include "control/session.h"
+#include "core/wake.h"
 #include "error_set.h"
 #include "thread.h"
 
 #include <errno.h>
 #include <stdlib.h>
 #include <sys/epoll.h>
-#include <sys/eventfd.h>
 #include <unistd.h>
 
 #define EVENTS 64
@@ -100,8 +100,7 @@ static void close_listeners(struct control *c)
 
 static void notify(struct control *c)
 {
-    eventfd_t count;
-    (void)eventfd_read(c->event, &count);
+    wake_heard(c->server->wake);
     commit_tidy(c->server);
     for (session *s = c->sessions, *next; s; s = next) {
         next = s->next;
@@ -117,7 +116,7 @@ static void notify(struct control *c)
 static void dispatch(struct control *c, const struct epoll_event *event)
 {
     void *data = event->data.ptr;
-    if (data == &c->event)
+    if (data == &c->server->wake)
         notify(c);
     else if (data == &c->tcp || data == &c->unix_fd)
         accept_all(c, *(int *)data);
@@ -177,23 +176,16 @@ static void *run(void *cookie)
     return NULL;
 }
 
-void control_wake(fanin_server *s)
-{
-    (void)eventfd_write(s->control->event, 1);
-}
-
 void control_stop_listening(fanin_server *s)
 {
     atomic_store(&s->control->stop_listening, true);
-    control_wake(s);
+    wake_up(s->wake);
 }
 
 static void control_free(struct control *c)
 {
     if (c->epoll >= 0)
         close(c->epoll);
-    if (c->event >= 0)
-        close(c->event);
     free(c);
 }
 
@@ -208,10 +200,9 @@ fanin_status control_create(fanin_server *s, int tcp_fd, int unix_fd,
     c->unix_fd = unix_fd;
     c->listening = true;
     c->epoll = epoll_create1(EPOLL_CLOEXEC);
-    c->event = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
     fanin_status status;
     s->control = c;
-    if (c->epoll < 0 || c->event < 0 || !watch_fd(c, c->event, &c->event) ||
+    if (c->epoll < 0 || !watch_fd(c, s->wake, &s->wake) ||
         !watch_fd(c, c->tcp, &c->tcp) ||
         (c->unix_fd >= 0 && !watch_fd(c, c->unix_fd, &c->unix_fd)))
         status = error_set_errno(error, FANIN_ERR_IO, errno, NULL,
@@ -231,11 +222,8 @@ void control_destroy(fanin_server *s)
     if (!c)
         return;
     atomic_store(&c->quit, true);
-    control_wake(s);
+    wake_up(s->wake);
     pthread_join(c->thread, NULL);
-    /* The data thread still runs, and wakes whoever is there (commit_retire()). */
-    pthread_mutex_lock(&s->lock);
     s->control = NULL;
-    pthread_mutex_unlock(&s->lock);
     control_free(c);
 }

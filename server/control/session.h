@@ -55,7 +55,7 @@ typedef struct session {
 struct control {
     fanin_server *server;
     pthread_t thread;
-    int epoll, event, tcp, unix_fd;
+    int epoll, tcp, unix_fd;
     atomic_bool quit, stop_listening;
     bool listening, paused; /**< paused: no descriptors left, until resume_at */
     deadline resume_at;

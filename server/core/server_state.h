@@ -180,6 +180,8 @@ struct fanin_server {
     _Atomic(gpu *) gpu; /**< NULL until device memory is put */
     char host[64];
 
+    int wake; /**< the control thread's (core/wake.h): something changed that sessions may wait
+                 for, or is to be tidied */
     struct control *control;
     struct stream *stream;
     registrar registrar;
@@ -203,15 +205,14 @@ struct fanin_server {
     fanin_server_stats stats; /**< counters; gauges are filled in when asked for */
 };
 
-/* ------------------------------------------------------------ server.c */
+/* ------------------------------------------------------ server_state.c */
 
 /** FANIN_OK, or FANIN_ERR_ARGUMENT or FANIN_ERR_FORKED with a sentence. */
 fanin_status server_check(const fanin_server *s, fanin_error *error);
-/** "stable", ...: static. */
-const char *state_name(publication_state state);
-
 /* ------------------------------------------------------- publication.c */
 
+/** "stable", ...: static. */
+const char *state_name(publication_state state);
 /** How every call that names a publication begins: server_check(), publication_name_check(). */
 fanin_status publication_call_check(const fanin_server *server, const char *name,
                                     fanin_error *error);
@@ -359,8 +360,6 @@ bool memory_fits(const fanin_server *s, size_t more);
 /** Owns both listeners (unix_fd may be -1) once it succeeds. */
 fanin_status control_create(fanin_server *s, int tcp_fd, int unix_fd,
                             fanin_error *error);
-/** Something changed that sessions may wait for. Any thread, lock held or not. */
-void control_wake(fanin_server *s);
 /** Closes the listeners and ends parked waits, as soon as the thread gets to it. */
 void control_stop_listening(fanin_server *s);
 /** Joins; closes all sessions. */

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Commits that wait for streams: who is told, what takes effect, what is withdrawn. */
 #include "publish/commit_token.h"
+#include "core/wake.h"
 #include "error_set.h"
 #include "shards/registration.h"
 
@@ -11,7 +12,7 @@
 struct commit_hub {
     pthread_mutex_t lock;   /* held for a few instructions at a time */
     pthread_cond_t changed; /**< of any commit; CLOCK_MONOTONIC */
-    fanin_server *server;   /**< NULL: it is gone */
+    int wake;               /**< the server's control thread's, -1: it is gone */
     unsigned references;    /**< the server's and the commits' */
 };
 
@@ -60,7 +61,7 @@ fanin_status commit_create(fanin_server *s, fanin_error *error)
         return error_set_memory(error);
     }
     pthread_mutex_init(&h->lock, NULL);
-    h->server = s;
+    h->wake = s->wake;
     h->references = 1;
     s->hub = h;
     return FANIN_OK;
@@ -127,8 +128,8 @@ static void arrive(commit *c, bool failed)
     pthread_mutex_lock(&h->lock);
     c->device_failed = c->device_failed || failed;
     c->awaited--;
-    if (c->awaited == 0 && h->server)
-        control_wake(h->server);
+    if (c->awaited == 0 && h->wake >= 0)
+        wake_up(h->wake);
     pthread_cond_broadcast(&h->changed);
     release_and_leave(c);
 }
@@ -186,8 +187,7 @@ static void add_garbage(fanin_server *s, shard_catalog *catalog)
 {
     catalog->next_garbage = s->garbage;
     s->garbage = catalog;
-    if (s->control)
-        control_wake(s);
+    wake_up(s->wake);
 }
 
 void commit_discard(fanin_server *s, shard_catalog *catalog)
@@ -228,8 +228,7 @@ static void remember(fanin_server *s, commit *c)
 {
     c->untold = s->untold;
     s->untold = commit_retain(c);
-    if (s->control)
-        control_wake(s);
+    wake_up(s->wake);
 }
 
 static void publish_copy(fanin_server *s, publication *p, commit *c)
@@ -454,7 +453,7 @@ void commit_stop(fanin_server *s)
     if (!s->hub)
         return;
     pthread_mutex_lock(&s->hub->lock);
-    s->hub->server = NULL;
+    s->hub->wake = -1;
     pthread_mutex_unlock(&s->hub->lock);
     pthread_mutex_lock(&s->lock);
     for (size_t i = 0; i < s->n_publications; i++)

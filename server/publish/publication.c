@@ -8,6 +8,7 @@
 
    A publication is readable while it is stable or draining; its epoch is odd otherwise. */
 #include "core/server_state.h"
+#include "core/wake.h"
 #include "error_set.h"
 
 #include <stdio.h>
@@ -158,7 +159,7 @@ void publication_enter(fanin_server *s, publication *p, publication_state state)
     p->history[p->changes % HISTORY] = (state_change){p->step, state};
     p->changes++;
     if (s->listeners > 0)
-        control_wake(s);
+        wake_up(s->wake);
 }
 
 uint64_t publication_stable_ns(const publication *p)
