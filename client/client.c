@@ -9,7 +9,7 @@
 #include "error_set.h"
 #include "net/client_rules.h"
 #include "net/resolve.h"
-#include "path/path.h"
+#include "pull/choose_path.h"
 #include "stream/stream_link.h"
 #include "ucx/one_sided.h"
 #include "versioned.h"
@@ -27,10 +27,6 @@
 /* What the process has open besides: standard ones, epoll, UCX's. */
 #define SPARE_DESCRIPTORS 48
 
-#ifdef FANIN_TEST_HOOKS
-atomic_uint client_rules_off;
-#endif
-
 void fanin_client_config_init(fanin_client_config *config, size_t size)
 {
     fanin_client_config defaults = {
@@ -42,46 +38,7 @@ void fanin_client_config_init(fanin_client_config *config, size_t size)
     versioned_init(config, size, &defaults, sizeof(defaults));
 }
 
-void fanin_pull_options_init(fanin_pull_options *options, size_t size)
-{
-    fanin_pull_options defaults = {.timeout_ms = 60000};
-    versioned_init(options, size, &defaults, sizeof(defaults));
-}
-
-fanin_status client_check(const fanin_client *client, fanin_error *error)
-{
-    if (!client)
-        return error_set(error, FANIN_ERR_ARGUMENT, NULL, "the client is NULL");
-    if (client->pid != getpid()) {
-        error_place place = {.remedy = "create a client of its own in the child"};
-        return error_set(error, FANIN_ERR_FORKED, &place,
-                         "the client belongs to the parent process %d",
-                         (int)client->pid);
-    }
-    return FANIN_OK;
-}
-
-fanin_status client_check_connected(const fanin_client *client, fanin_error *error)
-{
-    fanin_status status = client_check(client, error);
-    if (status != FANIN_OK)
-        return status;
-    if (!client->connected) {
-        error_place place = {.remedy = "call fanin_client_connect() first"};
-        return error_set(error, FANIN_ERR_STATE, &place, "the client has no addresses");
-    }
-    return FANIN_OK;
-}
-
 /* -------------------------------------------------------------- life cycle */
-
-static void on_cancel(loop_source *source, uint32_t events)
-{
-    (void)events;
-    uint64_t count;
-    ssize_t n = read(source->fd, &count, sizeof(count));
-    (void)n; /* only the wake-up matters; the flag says what happened */
-}
 
 static fanin_status check_config(const fanin_client_config *config, fanin_error *error)
 {
@@ -150,13 +107,7 @@ static fanin_status init_client(fanin_client *client, const fanin_client_config 
     status = loop_init(&client->loop, error);
     if (status != FANIN_OK)
         return status;
-    client->cancel = (loop_source){.fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK),
-                                   .events = EPOLLIN,
-                                   .ready = on_cancel};
-    if (client->cancel.fd < 0)
-        return error_set_errno(error, FANIN_ERR_LIMIT, errno, NULL,
-                               "cannot create an eventfd");
-    status = loop_add(&client->loop, &client->cancel, error);
+    status = client_watch_cancel(client, error);
     if (status != FANIN_OK)
         return status;
     load_ucx(client);
@@ -206,6 +157,31 @@ bool client_close_one_sided(fanin_client *client)
     return drained;
 }
 
+bool peer_drop_paths(fanin_client *client, size_t index)
+{
+    peer *p = &client->peers[index];
+    tables_forget_paths(client, index);
+    stream_link_destroy(&p->stream);
+    bool drained = true;
+    if (p->endpoint)
+        drained = ucx_endpoint_close(&p->endpoint, deadline_in_ms(DRAIN_MS));
+    p->endpoint = NULL;
+    p->path = FANIN_PATH_AUTO;
+    p->spoiled = false;
+    return drained;
+}
+
+void peer_refresh(fanin_client *client, size_t index)
+{
+    peer *p = &client->peers[index];
+    uint64_t generation = connection_generation(p->control);
+    if (p->generation == generation ||
+        (p->generation > 0 && !CLIENT_RULE(CLIENT_RULE_INCARNATION)))
+        return;
+    peer_drop_paths(client, index);
+    p->generation = generation;
+}
+
 void fanin_client_disconnect(fanin_client *client)
 {
     if (client_check(client, NULL) != FANIN_OK)
@@ -253,153 +229,6 @@ void fanin_client_cancel(fanin_client *client)
     ssize_t n = write(client->cancel.fd, &one, sizeof(one));
     (void)n; /* fails only when the counter is full: then a wake-up is due anyway */
     errno = saved;
-}
-
-/* -------------------------------------------------------------------- loop */
-
-deadline client_tick(fanin_client *client)
-{
-    deadline next = UINT64_MAX;
-    for (size_t i = 0; i < client->n_peers; i++) {
-        connection *c = client->peers[i].control;
-        bool was_up = connection_get_state(c) != CONNECTION_DOWN;
-        next = deadline_sooner(next, connection_tick(c));
-        if (was_up && connection_get_state(c) == CONNECTION_DOWN)
-            next = 0;
-    }
-    return next;
-}
-
-/* Of the ranks that are waited for the one that has been silent for longest. */
-static const connection *find_owing(const fanin_client *client)
-{
-    const connection *found = NULL;
-    for (size_t i = 0; i < client->n_peers; i++) {
-        const connection *c = client->peers[i].control;
-        if (connection_owes(c) &&
-            (!found || connection_heard_ns(c) < connection_heard_ns(found)))
-            found = c;
-    }
-    return found;
-}
-
-static fanin_status out_of_time(const fanin_client *client, const char *phase,
-                                fanin_error *error)
-{
-    error_place place = {.phase = phase};
-    const connection *owing = find_owing(client);
-    char who[CONNECTION_NAME];
-    if (owing)
-        place = connection_place(owing, phase);
-    place.remedy = "allow more time, or look at the ranks with `nixl-fetch ping`";
-    if (!owing)
-        return error_set(error, FANIN_ERR_TIMEOUT, &place,
-                         "the deadline passed in phase %s", phase);
-    return error_set(error, FANIN_ERR_TIMEOUT, &place,
-                     "the deadline passed in phase %s, waiting for %s", phase,
-                     connection_name(owing, who));
-}
-
-fanin_status client_step(fanin_client *client, deadline at, deadline wake,
-                         const char *phase, fanin_error *error)
-{
-    error_place place = {.phase = phase};
-    if (atomic_exchange(&client->cancelled, false))
-        return error_set(error, FANIN_ERR_CANCELLED, &place, "the call was cancelled");
-    if (deadline_passed(at))
-        return out_of_time(client, phase, error);
-    loop_step(&client->loop,
-              deadline_sooner(deadline_sooner(at, wake), client_tick(client)));
-    return FANIN_OK;
-}
-
-static bool wants_no_more(void *cookie)
-{
-    const client_work *w = cookie;
-    return deadline_passed(w->at) || atomic_load(&w->client->cancelled);
-}
-
-void client_work_start(client_work *w, fanin_client *client, deadline at)
-{
-    *w = (client_work){
-        .stop = {.fn = wants_no_more, .cookie = w}, .client = client, .at = at};
-}
-
-fanin_status client_work_end(const client_work *w, fanin_status status,
-                             fanin_error *error)
-{
-    if (!w->stop.stopped || !atomic_exchange(&w->client->cancelled, false))
-        return status;
-    fanin_error broken_off = FANIN_ERROR_INIT;
-    error_copy(&broken_off, error); /* says in which phase */
-    error_place place = {.phase = broken_off.phase};
-    return error_set(error, FANIN_ERR_CANCELLED, &place, "the call was cancelled");
-}
-
-fanin_status client_run(fanin_client *client, const size_t *left, deadline at,
-                        const char *phase, fanin_error *error)
-{
-    while (*left > 0) {
-        fanin_status status = client_step(client, at, UINT64_MAX, phase, error);
-        if (status != FANIN_OK)
-            return status;
-        client_tick(client);
-    }
-    return FANIN_OK;
-}
-
-fanin_status client_pause(fanin_client *client, deadline at, deadline until,
-                          fanin_error *error)
-{
-    while (!deadline_passed(until)) {
-        fanin_status status = client_step(client, at, until, "wait", error);
-        if (status != FANIN_OK)
-            return status;
-    }
-    return FANIN_OK;
-}
-
-/* ------------------------------------------------------------------- peers */
-
-bool peer_ready(const peer *p)
-{
-    return connection_get_state(p->control) == CONNECTION_READY &&
-           p->admitted == connection_generation(p->control);
-}
-
-bool peer_drop_paths(fanin_client *client, size_t index)
-{
-    peer *p = &client->peers[index];
-    tables_forget_paths(client, index);
-    stream_link_destroy(&p->stream);
-    bool drained = true;
-    if (p->endpoint)
-        drained = ucx_endpoint_close(&p->endpoint, deadline_in_ms(DRAIN_MS));
-    p->endpoint = NULL;
-    p->path = FANIN_PATH_AUTO;
-    p->spoiled = false;
-    return drained;
-}
-
-void peer_refresh(fanin_client *client, size_t index)
-{
-    peer *p = &client->peers[index];
-    uint64_t generation = connection_generation(p->control);
-    if (p->generation == generation ||
-        (p->generation > 0 && !CLIENT_RULE(CLIENT_RULE_INCARNATION)))
-        return;
-    peer_drop_paths(client, index);
-    p->generation = generation;
-}
-
-fanin_status client_enter(fanin_client *client, uint32_t timeout_ms, deadline *at_out,
-                          fanin_error *error)
-{
-    fanin_status status = client_check_connected(client, error);
-    if (status != FANIN_OK)
-        return status;
-    *at_out = deadline_in_ms(timeout_ms);
-    return client_ensure_connected(client, false, *at_out, error);
 }
 
 /* ----------------------------------------------------------------- connect */

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The path cuda_ipc: other processes' allocations mapped for the devices that read them. */
-#include "path/path_internal.h"
+#include "path/path_round.h"
 
 #include "device/device_kit.h"
 #include "error_set.h"

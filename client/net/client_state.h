@@ -64,6 +64,8 @@ struct fanin_client {
     bool connected; /**< addresses are known */
 };
 
+/** Makes client->cancel. FANIN_ERR_LIMIT. */
+fanin_status client_watch_cancel(fanin_client *client, fanin_error *error);
 /** FANIN_ERR_FORKED in a child, FANIN_ERR_ARGUMENT for NULL. */
 fanin_status client_check(const fanin_client *client, fanin_error *error);
 /** client_check(), and that fanin_client_connect() gave addresses. */

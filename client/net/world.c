@@ -384,3 +384,13 @@ fanin_status client_connect_first(fanin_client *client, deadline at, fanin_error
     }
     return client_compare(client, error);
 }
+
+fanin_status client_enter(fanin_client *client, uint32_t timeout_ms, deadline *at_out,
+                          fanin_error *error)
+{
+    fanin_status status = client_check_connected(client, error);
+    if (status != FANIN_OK)
+        return status;
+    *at_out = deadline_in_ms(timeout_ms);
+    return client_ensure_connected(client, false, *at_out, error);
+}

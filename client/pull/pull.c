@@ -3,7 +3,7 @@
 
 #include "convert.h"
 #include "error_set.h"
-#include "path/path.h"
+#include "pull/choose_path.h"
 #include "pull/agree.h"
 #include "pull/pull_plan.h"
 #include "pull/verify.h"
@@ -45,6 +45,12 @@ typedef struct pull {
 } pull;
 
 /* ----------------------------------------------------------------- options */
+
+void fanin_pull_options_init(fanin_pull_options *options, size_t size)
+{
+    fanin_pull_options defaults = {.timeout_ms = 60000};
+    versioned_init(options, size, &defaults, sizeof(defaults));
+}
 
 fanin_status pull_check(const fanin_client *client, const fanin_pull_options *in,
                         fanin_pull_options *out, fanin_error *error)

@@ -3,7 +3,7 @@
 #ifndef PULL_PLAN_H
 #define PULL_PLAN_H
 
-#include "path/path.h"
+#include "pull/choose_path.h"
 #include "pull/pull.h"
 
 /** cache->plan for the ranks with use[i] and the destination. Errors of plan_build(); a hole

@@ -3,7 +3,7 @@
 
 #include "convert.h"
 #include "error_set.h"
-#include "path/path.h"
+#include "pull/choose_path.h"
 #include "plan/plan_internal.h"
 #include "pull/held_digest.h"
 #include "stream/stream_link.h"

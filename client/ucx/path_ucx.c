@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* One-sided paths that UCX carries: endpoints, remote keys, a probe read. */
-#include "path/path_internal.h"
+#include "path/path_round.h"
 
 #include "error_set.h"
 #include <stdio.h>

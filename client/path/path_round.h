@@ -1,15 +1,23 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/** @file What the parts of path.h's implementation share. */
-#ifndef PATH_INTERNAL_H
-#define PATH_INTERNAL_H
+/** @file What deciding about paths needs, whichever they are. */
+#ifndef PATH_ROUND_H
+#define PATH_ROUND_H
 
-#include "path/path.h"
+#include "catalog/tables.h"
 
 /* A probe on a healthy path takes microseconds on one host, milliseconds over a fabric
    (the first get also connects). */
 #define PROBE_MS 3000
 /* Turns of UCX in which answers that have come are taken, and one more for each rank. */
 #define PROBE_TURNS 64
+
+/** Where the bytes are to go, and what that led to. */
+typedef struct path_goal {
+    const memory_range *ranges;
+    size_t n_ranges;
+    int gather_device; /**< out: that collects what cuda_ipc brings to host memory; -1: none */
+    uint64_t map_ns; /**< out: spent on mapping other processes' memory */
+} path_goal;
 
 /** One call of path_prepare(). */
 typedef struct path_round {

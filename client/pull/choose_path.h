@@ -1,17 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /** @file Which path each rank's bytes take: by what both ends can do, proven by a probe read. */
-#ifndef PATH_H
-#define PATH_H
+#ifndef CHOOSE_PATH_H
+#define CHOOSE_PATH_H
 
-#include "catalog/tables.h"
-
-/** Where the bytes are to go, and what that led to. */
-typedef struct path_goal {
-    const memory_range *ranges;
-    size_t n_ranges;
-    int gather_device; /**< out: that collects what cuda_ipc brings to host memory; -1: none */
-    uint64_t map_ns; /**< out: spent on mapping other processes' memory */
-} path_goal;
+#include "path/path_round.h"
 
 /**
  * Decides the path of every peer with want[i] that has none yet for this publication and sets it

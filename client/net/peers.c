@@ -1,0 +1,169 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include "net/client_state.h"
+
+#include "error_set.h"
+#include "net/client_rules.h"
+#include <errno.h>
+#include <stdlib.h>
+#include <sys/eventfd.h>
+#include <unistd.h>
+
+#ifdef FANIN_TEST_HOOKS
+atomic_uint client_rules_off;
+#endif
+
+fanin_status client_check(const fanin_client *client, fanin_error *error)
+{
+    if (!client)
+        return error_set(error, FANIN_ERR_ARGUMENT, NULL, "the client is NULL");
+    if (client->pid != getpid()) {
+        error_place place = {.remedy = "create a client of its own in the child"};
+        return error_set(error, FANIN_ERR_FORKED, &place,
+                         "the client belongs to the parent process %d",
+                         (int)client->pid);
+    }
+    return FANIN_OK;
+}
+
+fanin_status client_check_connected(const fanin_client *client, fanin_error *error)
+{
+    fanin_status status = client_check(client, error);
+    if (status != FANIN_OK)
+        return status;
+    if (!client->connected) {
+        error_place place = {.remedy = "call fanin_client_connect() first"};
+        return error_set(error, FANIN_ERR_STATE, &place, "the client has no addresses");
+    }
+    return FANIN_OK;
+}
+
+/* ------------------------------------------------------------------ cancel */
+
+static void on_cancel(loop_source *source, uint32_t events)
+{
+    (void)events;
+    uint64_t count;
+    ssize_t n = read(source->fd, &count, sizeof(count));
+    (void)n; /* only the wake-up matters; the flag says what happened */
+}
+
+fanin_status client_watch_cancel(fanin_client *client, fanin_error *error)
+{
+    client->cancel = (loop_source){.fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK),
+                                   .events = EPOLLIN,
+                                   .ready = on_cancel};
+    if (client->cancel.fd < 0)
+        return error_set_errno(error, FANIN_ERR_LIMIT, errno, NULL,
+                               "cannot create an eventfd");
+    return loop_add(&client->loop, &client->cancel, error);
+}
+
+/* -------------------------------------------------------------------- loop */
+
+deadline client_tick(fanin_client *client)
+{
+    deadline next = UINT64_MAX;
+    for (size_t i = 0; i < client->n_peers; i++) {
+        connection *c = client->peers[i].control;
+        bool was_up = connection_get_state(c) != CONNECTION_DOWN;
+        next = deadline_sooner(next, connection_tick(c));
+        if (was_up && connection_get_state(c) == CONNECTION_DOWN)
+            next = 0;
+    }
+    return next;
+}
+
+/* Of the ranks that are waited for the one that has been silent for longest. */
+static const connection *find_owing(const fanin_client *client)
+{
+    const connection *found = NULL;
+    for (size_t i = 0; i < client->n_peers; i++) {
+        const connection *c = client->peers[i].control;
+        if (connection_owes(c) &&
+            (!found || connection_heard_ns(c) < connection_heard_ns(found)))
+            found = c;
+    }
+    return found;
+}
+
+static fanin_status out_of_time(const fanin_client *client, const char *phase,
+                                fanin_error *error)
+{
+    error_place place = {.phase = phase};
+    const connection *owing = find_owing(client);
+    char who[CONNECTION_NAME];
+    if (owing)
+        place = connection_place(owing, phase);
+    place.remedy = "allow more time, or look at the ranks with `nixl-fetch ping`";
+    if (!owing)
+        return error_set(error, FANIN_ERR_TIMEOUT, &place,
+                         "the deadline passed in phase %s", phase);
+    return error_set(error, FANIN_ERR_TIMEOUT, &place,
+                     "the deadline passed in phase %s, waiting for %s", phase,
+                     connection_name(owing, who));
+}
+
+fanin_status client_step(fanin_client *client, deadline at, deadline wake,
+                         const char *phase, fanin_error *error)
+{
+    error_place place = {.phase = phase};
+    if (atomic_exchange(&client->cancelled, false))
+        return error_set(error, FANIN_ERR_CANCELLED, &place, "the call was cancelled");
+    if (deadline_passed(at))
+        return out_of_time(client, phase, error);
+    loop_step(&client->loop,
+              deadline_sooner(deadline_sooner(at, wake), client_tick(client)));
+    return FANIN_OK;
+}
+
+static bool wants_no_more(void *cookie)
+{
+    const client_work *w = cookie;
+    return deadline_passed(w->at) || atomic_load(&w->client->cancelled);
+}
+
+void client_work_start(client_work *w, fanin_client *client, deadline at)
+{
+    *w = (client_work){
+        .stop = {.fn = wants_no_more, .cookie = w}, .client = client, .at = at};
+}
+
+fanin_status client_work_end(const client_work *w, fanin_status status,
+                             fanin_error *error)
+{
+    if (!w->stop.stopped || !atomic_exchange(&w->client->cancelled, false))
+        return status;
+    fanin_error broken_off = FANIN_ERROR_INIT;
+    error_copy(&broken_off, error); /* says in which phase */
+    error_place place = {.phase = broken_off.phase};
+    return error_set(error, FANIN_ERR_CANCELLED, &place, "the call was cancelled");
+}
+
+fanin_status client_run(fanin_client *client, const size_t *left, deadline at,
+                        const char *phase, fanin_error *error)
+{
+    while (*left > 0) {
+        fanin_status status = client_step(client, at, UINT64_MAX, phase, error);
+        if (status != FANIN_OK)
+            return status;
+        client_tick(client);
+    }
+    return FANIN_OK;
+}
+
+fanin_status client_pause(fanin_client *client, deadline at, deadline until,
+                          fanin_error *error)
+{
+    while (!deadline_passed(until)) {
+        fanin_status status = client_step(client, at, until, "wait", error);
+        if (status != FANIN_OK)
+            return status;
+    }
+    return FANIN_OK;
+}
+
+bool peer_ready(const peer *p)
+{
+    return connection_get_state(p->control) == CONNECTION_READY &&
+           p->admitted == connection_generation(p->control);
+}
