@@ -1,4 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
+#include "array.h"
 #include "box_place.h"
 #include "catalog.h"
 #include "cursor.h"
@@ -147,9 +148,7 @@ static bool read_chunks(box_reader *r)
         add_slot(t, key, &place);
     }
     /* Of a small adapter on a large world most chunks are empty. */
-    box_slot *fewer = realloc(t->slots, (size_t)(t->count + 1) * sizeof *t->slots);
-    if (fewer)
-        t->slots = fewer;
+    array_shrink(&t->slots, t->count, sizeof *t->slots);
     return true;
 }
 

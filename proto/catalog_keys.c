@@ -1,4 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
+#include "array.h"
 #include "catalog.h"
 #include "cursor.h"
 #include "dtype.h"
@@ -246,18 +247,14 @@ void key_table_free(key_table **table)
     *table = NULL;
 }
 
+static int compare_name(const void *key, const void *element)
+{
+    return strcmp(key, ((const key_entry *)element)->name);
+}
+
 int64_t key_table_find(const key_table *table, const char *name)
 {
-    uint32_t low = 0, high = table->count;
-    while (low < high) {
-        uint32_t middle = low + (high - low) / 2;
-        int order = strcmp(table->entries[middle].name, name);
-        if (order == 0)
-            return middle;
-        if (order < 0)
-            low = middle + 1;
-        else
-            high = middle;
-    }
-    return -1;
+    const key_entry *entry = array_find(name, table->entries, table->count,
+                                        sizeof *table->entries, compare_name);
+    return entry ? entry - table->entries : -1;
 }

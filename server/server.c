@@ -6,6 +6,7 @@
 #include "error_set.h"
 #include "host_id.h"
 #include "shards/registration.h"
+#include "thread.h"
 #include "utf8.h"
 #include "versioned.h"
 
@@ -183,21 +184,12 @@ static void load_ucx(fanin_server *s)
     }
 }
 
-static fanin_status init_locks(fanin_server *s, fanin_error *error)
+static void init_locks(fanin_server *s)
 {
-    pthread_condattr_t monotonic;
-    int code = pthread_condattr_init(&monotonic);
-    if (code == 0) {
-        pthread_condattr_setclock(&monotonic, CLOCK_MONOTONIC);
-        code = pthread_cond_init(&s->freed, &monotonic);
-        pthread_condattr_destroy(&monotonic);
-    }
-    if (code != 0)
-        return error_set_memory(error);
+    condition_init(&s->freed);
     pthread_mutex_init(&s->lock, NULL);
     pthread_mutex_init(&s->registrar.lock, NULL);
     s->registrar.page_size = sysconf(_SC_PAGESIZE);
-    return FANIN_OK;
 }
 
 static void destroy_locks(fanin_server *s)
@@ -318,10 +310,9 @@ fanin_status fanin_server_create(const fanin_server_config *config,
     if (status != FANIN_OK)
         return status;
     fanin_server *s = calloc(1, sizeof *s);
-    if (!s || init_locks(s, error) != FANIN_OK) {
-        free(s);
+    if (!s)
         return error_set_memory(error);
-    }
+    init_locks(s);
     s->address = address;
     status = fill(s, &c, error);
     if (status == FANIN_OK)
@@ -344,12 +335,10 @@ uint16_t fanin_server_port(const fanin_server *server)
 static void wait_for_leases(fanin_server *s, uint32_t drain_ms)
 {
     deadline at = deadline_in_ms(drain_ms);
-    struct timespec when = {.tv_sec = (time_t)(at / 1000000000),
-                            .tv_nsec = (long)(at % 1000000000)};
     pthread_mutex_lock(&s->lock);
     s->stopping = true;
-    while (s->n_leases > 0 && !deadline_passed(at))
-        pthread_cond_timedwait(&s->freed, &s->lock, &when);
+    while (s->n_leases > 0 && condition_wait(&s->freed, &s->lock, at))
+        ;
     pthread_mutex_unlock(&s->lock);
 }
 

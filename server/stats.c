@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Counters as a struct and as Prometheus text. */
 #include "core/server_state.h"
+#include "text.h"
 #include "versioned.h"
 
 #include <stdarg.h>
@@ -41,42 +42,24 @@ fanin_status fanin_server_get_stats(fanin_server *server, fanin_server_stats *st
 
 /* ---------------------------------------------------------------- Prometheus */
 
-typedef struct text {
-    char *buffer;
-    size_t capacity, length;
-} text;
-
-static void add(text *t, const char *format, ...) __attribute__((format(printf, 2, 3)));
-
-static void add(text *t, const char *format, ...)
-{
-    va_list arguments;
-    va_start(arguments, format);
-    size_t room = t->length < t->capacity ? t->capacity - t->length : 0;
-    int n = vsnprintf(room ? t->buffer + t->length : NULL, room, format, arguments);
-    va_end(arguments);
-    if (n > 0)
-        t->length += (size_t)n;
-}
-
 static void head(text *t, const char *name, const char *type, const char *help)
 {
-    add(t, "# HELP %s %s\n# TYPE %s %s\n", name, help, name, type);
+    text_add(t, "# HELP %s %s\n# TYPE %s %s\n", name, help, name, type);
 }
 
 static void number(text *t, const char *name, const char *type, const char *help,
                    uint64_t value)
 {
     head(t, name, type, help);
-    add(t, "%s %llu\n", name, (unsigned long long)value);
+    text_add(t, "%s %llu\n", name, (unsigned long long)value);
 }
 
 static void seconds(text *t, const char *name, const char *type, const char *help,
                     uint64_t ns)
 {
     head(t, name, type, help);
-    add(t, "%s %llu.%09llu\n", name, (unsigned long long)(ns / 1000000000),
-        (unsigned long long)(ns % 1000000000));
+    text_add(t, "%s %llu.%09llu\n", name, (unsigned long long)(ns / 1000000000),
+             (unsigned long long)(ns % 1000000000));
 }
 
 typedef struct labelled {
@@ -89,8 +72,8 @@ static void family(text *t, const char *name, const char *help, const char *labe
 {
     head(t, name, "counter", help);
     for (size_t i = 0; i < n_rows; i++)
-        add(t, "%s{%s=\"%s\"} %llu\n", name, label, rows[i].value,
-            (unsigned long long)rows[i].count);
+        text_add(t, "%s{%s=\"%s\"} %llu\n", name, label, rows[i].value,
+                 (unsigned long long)rows[i].count);
 }
 
 #define FAMILY(name, help, label, ...)                                                 \
@@ -188,7 +171,7 @@ static fanin_status copy_rows(fanin_server *s, row **rows_out, size_t *count_out
 /* Names of publications need no escapes: publication_name_check(). */
 static void labels(text *t, const char *name, const fanin_server *s, const row *r)
 {
-    add(t, "%s{publication=\"%s\",rank=\"%u\"", name, r->name, (unsigned)s->rank);
+    text_add(t, "%s{publication=\"%s\",rank=\"%u\"", name, r->name, (unsigned)s->rank);
 }
 
 static void add_states(text *t, const fanin_server *s, const row *rows, size_t count)
@@ -198,8 +181,8 @@ static void add_states(text *t, const fanin_server *s, const row *rows, size_t c
     for (size_t i = 0; i < count; i++) {
         for (int state = STATE_UNPUBLISHED; state <= STATE_PAUSED; state++) {
             labels(t, "fanin_publication_state", s, &rows[i]);
-            add(t, ",state=\"%s\"} %d\n", state_name((publication_state)state),
-                rows[i].state == (publication_state)state);
+            text_add(t, ",state=\"%s\"} %d\n", state_name((publication_state)state),
+                     rows[i].state == (publication_state)state);
         }
     }
 }
@@ -212,7 +195,7 @@ static void add_publications(text *t, const fanin_server *s, const row *rows,
         if (!rows[i].has_step)
             continue;
         labels(t, "fanin_publication_step", s, &rows[i]);
-        add(t, "} %llu\n", (unsigned long long)rows[i].step);
+        text_add(t, "} %llu\n", (unsigned long long)rows[i].step);
     }
     add_states(t, s, rows, count);
     head(t, "fanin_publication_commit_timestamp_seconds", "gauge",
@@ -222,8 +205,8 @@ static void add_publications(text *t, const fanin_server *s, const row *rows,
         if (!rows[i].has_step)
             continue;
         labels(t, "fanin_publication_commit_timestamp_seconds", s, &rows[i]);
-        add(t, "} %llu.%09llu\n", (unsigned long long)(ns / 1000000000),
-            (unsigned long long)(ns % 1000000000));
+        text_add(t, "} %llu.%09llu\n", (unsigned long long)(ns / 1000000000),
+                 (unsigned long long)(ns % 1000000000));
     }
 }
 
@@ -242,13 +225,13 @@ fanin_status fanin_server_prometheus(fanin_server *server, char *out, size_t cap
     if (status != FANIN_OK)
         return status;
     collect(server, &now);
-    text t = {.buffer = out, .capacity = capacity};
+    text t = text_in(out, capacity);
     add_pulls(&t, &now);
     add_updates(&t, &now);
     add_sessions(&t, &now);
     add_publications(&t, server, rows, count);
     free(rows);
     if (length_out)
-        *length_out = t.length;
+        *length_out = t.used;
     return FANIN_OK;
 }

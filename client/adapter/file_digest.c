@@ -1,7 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "adapter/file_digest.h"
 
-#include "cpus.h"
 #include "thread.h"
 #include <errno.h>
 #include <stdatomic.h>

@@ -2,7 +2,6 @@
 #include "adapter/file_pages.h"
 
 #include "adapter/file_limit.h"
-#include "cpus.h"
 #include "thread.h"
 #include <errno.h>
 #include <fcntl.h>

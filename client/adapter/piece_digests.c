@@ -1,7 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "adapter/piece_digests.h"
 
-#include "cpus.h"
 #include "thread.h"
 #include <stdlib.h>
 #include <string.h>

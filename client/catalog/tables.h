@@ -8,7 +8,7 @@
 #define TABLES_H
 
 #include "device/ipc_map.h"
-#include "memory_range.h"
+#include "array.h"
 #include "net/client_state.h"
 #include "plan/read_list.h"
 
@@ -34,7 +34,7 @@ typedef struct shard_table {
     ucx_rkey **rkeys;  /**< one a region; belong to the peer's endpoint */
     ipc_key *ipc_keys; /**< one a region, of path cuda_ipc; NULL: not decoded yet */
     ipc_view *views;   /**< one a device that reads this rank's regions */
-    size_t n_views;
+    size_t n_views, view_capacity;
     fanin_path path; /**< how these regions are read; FANIN_PATH_AUTO: not decided */
     char reason[PATH_REASON];
 } shard_table;

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "device/device_sink_internal.h"
 
+#include "array.h"
 #include "error_set.h"
 #include <errno.h>
 #include <poll.h>
@@ -81,10 +82,9 @@ static bool add_device(device_sink *s, int device)
         if (s->devices[i].device == device)
             return true;
     }
-    sink_device *grown = realloc(s->devices, (s->n_devices + 1) * sizeof(*grown));
-    if (!grown)
+    if (!array_reserve(&s->devices, &s->device_capacity, s->n_devices + 1,
+                       sizeof *s->devices))
         return false;
-    s->devices = grown;
     s->devices[s->n_devices++] = (sink_device){.device = device};
     return true;
 }

@@ -14,7 +14,7 @@
 #include "block.h"
 #include "device/device_pool.h"
 #include "gpu.h"
-#include "memory_range.h"
+#include "array.h"
 #include "net/loop.h"
 
 typedef struct device_sink device_sink;

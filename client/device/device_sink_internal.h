@@ -30,7 +30,7 @@ struct device_sink {
     const memory_range *ranges;
     size_t n_ranges;
     sink_device *devices;
-    size_t n_devices;
+    size_t n_devices, device_capacity;
     sink_signal *signal;
     loop_source source;
     loop *loop; /* NULL: not attached */

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "device/ipc_map.h"
 
+#include "array.h"
 #include "error_set.h"
 #include <stdlib.h>
 #include <string.h>
@@ -52,31 +53,16 @@ void ipc_map_destroy(ipc_map **map)
     *map = NULL;
 }
 
-/* Where @p id is, or would be inserted. */
-static size_t place_of(const ipc_map *map, const identity *id)
+static int compare_identity(const void *key, const void *element)
 {
-    size_t low = 0, high = map->n;
-    while (low < high) {
-        size_t middle = low + (high - low) / 2;
-        if (memcmp(&map->sorted[middle]->id, id, sizeof(*id)) < 0)
-            low = middle + 1;
-        else
-            high = middle;
-    }
-    return low;
+    return memcmp(key, &(*(ipc_mapping *const *)element)->id, sizeof(identity));
 }
 
-static bool make_room(ipc_map *map)
+/* Where @p id is, or would be inserted. */
+static size_t place_of(const ipc_map *map, const identity *id, bool *found)
 {
-    if (map->n < map->capacity)
-        return true;
-    size_t capacity = map->capacity ? 2 * map->capacity : 64;
-    ipc_mapping **sorted = realloc(map->sorted, capacity * sizeof(*sorted));
-    if (!sorted)
-        return false;
-    map->sorted = sorted;
-    map->capacity = capacity;
-    return true;
+    return array_search(id, map->sorted, map->n, sizeof *map->sorted, compare_identity,
+                        found);
 }
 
 fanin_status ipc_map_open(ipc_map *map, int device, const uint8_t incarnation[16],
@@ -85,14 +71,16 @@ fanin_status ipc_map_open(ipc_map *map, int device, const uint8_t incarnation[16
     identity id = {.length = key->length, .device = device};
     memcpy(id.handle, key->handle, sizeof(id.handle));
     memcpy(id.incarnation, incarnation, sizeof(id.incarnation));
-    size_t at = place_of(map, &id);
-    if (at < map->n && memcmp(&map->sorted[at]->id, &id, sizeof(id)) == 0) {
+    bool found;
+    size_t at = place_of(map, &id, &found);
+    if (found) {
         *out = map->sorted[at];
         (*out)->holders++;
         return FANIN_OK;
     }
     ipc_mapping *m = calloc(1, sizeof(*m));
-    if (!m || !make_room(map)) {
+    if (!m ||
+        !array_reserve(&map->sorted, &map->capacity, map->n + 1, sizeof *map->sorted)) {
         free(m);
         return error_set_memory(error);
     }
@@ -100,7 +88,7 @@ fanin_status ipc_map_open(ipc_map *map, int device, const uint8_t incarnation[16
     if (status != FANIN_OK) {
         /* Older memory of the same addresses of its owner may be in the way. */
         ipc_map_sweep(map);
-        at = place_of(map, &id);
+        at = place_of(map, &id, NULL);
         status = gpu_map(map->g, device, key->handle, &m->base, error);
     }
     if (status != FANIN_OK) {

@@ -1,6 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "device/scatter_pool.h"
-#include "cpus.h"
 #include "thread.h"
 
 #include <pthread.h>

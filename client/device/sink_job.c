@@ -1,4 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
+#include "array.h"
 #include "device/device_sink_internal.h"
 
 #include <stdlib.h>
@@ -23,19 +24,6 @@ static uint64_t entries_of(uint64_t length, const strided *view)
     return outer * (inner / (CUT_BYTES / view->run) + 1);
 }
 
-static bool reserve_item(sink_job *job)
-{
-    if (job->n_items < job->max_items)
-        return true;
-    size_t wanted = job->max_items ? 2 * job->max_items : 64;
-    sink_item *grown = realloc(job->items, wanted * sizeof(*grown));
-    if (!grown)
-        return false;
-    job->items = grown;
-    job->max_items = wanted;
-    return true;
-}
-
 bool sink_job_add(sink_job *job, const uint8_t *from, uint64_t length, uint8_t *to,
                   const strided *view)
 {
@@ -44,7 +32,8 @@ bool sink_job_add(sink_job *job, const uint8_t *from, uint64_t length, uint8_t *
     size_t index = 0;
     while (index < s->n_devices && s->devices[index].device != device)
         index++;
-    if (index == s->n_devices || !reserve_item(job))
+    if (index == s->n_devices || !array_reserve(&job->items, &job->max_items,
+                                                job->n_items + 1, sizeof *job->items))
         return false;
     job->items[job->n_items++] = (sink_item){
         .from = from, .to = to, .view = view, .length = length, .device = index};
@@ -94,14 +83,8 @@ void sink_job_release(sink_job *job)
 
 static bool push(copy_list *out, const copy_entry *e)
 {
-    if (out->n == out->capacity) {
-        uint64_t wanted = out->capacity ? 2 * out->capacity : 1024;
-        copy_entry *grown = realloc(out->entries, wanted * sizeof(*grown));
-        if (!grown)
-            return false;
-        out->entries = grown;
-        out->capacity = wanted;
-    }
+    if (!array_reserve(&out->entries, &out->capacity, out->n + 1, sizeof *out->entries))
+        return false;
     out->entries[out->n++] = *e;
     return true;
 }

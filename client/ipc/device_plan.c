@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "ipc/device_plan_internal.h"
 
+#include "array.h"
 #include "error_set.h"
 #include "plan/plan_internal.h"
 #include <stdlib.h>
@@ -10,6 +11,7 @@ typedef struct builder {
     const device_plan_parts *from;
     device_plan *d;
     copy_list *lists; /* one a part */
+    size_t list_capacity, part_capacity;
     host_pieces host;
     const memory_range *range; /* of the piece before: neighbours mostly share it */
 } builder;
@@ -55,12 +57,9 @@ static copy_list *list_of(builder *b, int device, device_part **part_out)
     while (i < d->n_parts && d->parts[i].device != device)
         i++;
     if (i == d->n_parts) {
-        copy_list *lists = realloc(b->lists, (i + 1) * sizeof(*lists));
-        b->lists = lists ? lists : b->lists;
-        device_part *parts = lists ? realloc(d->parts, (i + 1) * sizeof(*parts)) : NULL;
-        if (!parts)
+        if (!array_reserve(&b->lists, &b->list_capacity, i + 1, sizeof *b->lists) ||
+            !array_reserve(&d->parts, &b->part_capacity, i + 1, sizeof *d->parts))
             return NULL;
-        d->parts = parts;
         d->parts[i] = (device_part){.device = device};
         b->lists[i] = (copy_list){.stop = b->from->stop};
         d->n_parts++;

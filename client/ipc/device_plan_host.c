@@ -7,6 +7,7 @@
  */
 #include "ipc/device_plan_internal.h"
 
+#include "array.h"
 #include "device/device_kit.h"
 #include "error_set.h"
 #include "plan/plan_internal.h"

@@ -2,6 +2,7 @@
 /* The path cuda_ipc: other processes' allocations mapped for the devices that read them. */
 #include "path/path_round.h"
 
+#include "array.h"
 #include "device/device_kit.h"
 #include "error_set.h"
 #include <stdio.h>
@@ -89,10 +90,8 @@ static fanin_status map_regions(const reading *r, fanin_error *error)
     fanin_client *client = r->round->client;
     shard_table *s = r->shard;
     const msg_hello_ok *hello = connection_peer(client->peers[r->index].control);
-    ipc_view *views = realloc(s->views, (s->n_views + 1) * sizeof(*views));
-    if (!views)
+    if (!array_reserve(&s->views, &s->view_capacity, s->n_views + 1, sizeof *s->views))
         return error_set_memory(error);
-    s->views = views;
     ipc_view view = {.device = r->device};
     view.mappings = calloc((size_t)s->regions->count + 1, sizeof(*view.mappings));
     if (!view.mappings)

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "net/rank_list.h"
 
+#include "text.h"
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -15,17 +16,13 @@ static int compare(const void *a, const void *b)
 }
 
 /* Appends @p item after a comma; false: there is no room for it. */
-static bool append(char *text, size_t size, bool first, const char *item)
+static bool append(text *t, bool first, const char *item)
 {
-    size_t used = strlen(text), more = strlen(item) + 2;
-    if (used + more + ROOM_FOR_REST >= size)
-        return false;
-    snprintf(text + used, size - used, "%s%s", first ? "" : ", ", item);
-    return true;
+    return text_add_whole(t, ROOM_FOR_REST, "%s%s", first ? "" : ", ", item);
 }
 
 /* @p ranks sorted; the number of them that found room. */
-static size_t write_ranks(const uint32_t *ranks, size_t n, char *text, size_t size)
+static size_t write_ranks(const uint32_t *ranks, size_t n, text *t)
 {
     size_t written = 0;
     while (written < n) {
@@ -37,7 +34,7 @@ static size_t write_ranks(const uint32_t *ranks, size_t n, char *text, size_t si
             snprintf(item, sizeof(item), "%u-%u", ranks[written], ranks[end - 1]);
         else
             snprintf(item, sizeof(item), "%u", ranks[written]);
-        if (!append(text, size, written == 0, item))
+        if (!append(t, written == 0, item))
             break;
         written = end;
     }
@@ -45,21 +42,21 @@ static size_t write_ranks(const uint32_t *ranks, size_t n, char *text, size_t si
 }
 
 static size_t write_addresses(const fanin_client *client, const bool *mask,
-                              bool nothing_before, char *text, size_t size)
+                              bool nothing_before, text *t)
 {
     size_t written = 0;
     for (size_t i = 0; i < client->n_peers; i++) {
         const connection *c = client->peers[i].control;
         if (!mask[i] || connection_known(c))
             continue;
-        if (!append(text, size, nothing_before && written == 0, connection_text(c)))
+        if (!append(t, nothing_before && written == 0, connection_text(c)))
             break;
         written++;
     }
     return written;
 }
 
-void rank_list_text(const fanin_client *client, const bool *mask, char *text,
+void rank_list_text(const fanin_client *client, const bool *mask, char *out,
                     size_t size)
 {
     size_t n = 0, all = 0;
@@ -74,22 +71,21 @@ void rank_list_text(const fanin_client *client, const bool *mask, char *text,
         if (ranks && connection_known(c))
             ranks[n++] = connection_peer(c)->rank;
     }
-    text[0] = '\0';
+    text t = text_in(out, size);
     if (all == 1 || !ranks) {
         char who[CONNECTION_NAME];
-        snprintf(text, size, "%s", last ? connection_name(last, who) : "");
+        text_add(&t, "%s", last ? connection_name(last, who) : "");
         free(ranks);
         return;
     }
     if (n > 0) {
         qsort(ranks, n, sizeof(*ranks), compare);
-        snprintf(text, size, "rank%s ", n == 1 ? "" : "s");
+        text_add(&t, "rank%s ", n == 1 ? "" : "s");
     }
-    size_t written = write_ranks(ranks, n, text, size);
+    size_t written = write_ranks(ranks, n, &t);
     if (written == n)
-        written += write_addresses(client, mask, n == 0, text, size);
+        written += write_addresses(client, mask, n == 0, &t);
     free(ranks);
-    size_t used = strlen(text);
     if (written < all)
-        snprintf(text + used, size - used, " and %zu more", all - written);
+        text_add(&t, " and %zu more", all - written);
 }

@@ -3,6 +3,7 @@
 
 #include "error_set.h"
 #include "net/rank_list.h"
+#include "text.h"
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -158,24 +159,23 @@ static void tell_group(const fanin_client *client, const blame *first,
 }
 
 static void tell(const fanin_client *client, const blame *blames, size_t n, bool *mask,
-                 char *text, size_t size)
+                 char *out, size_t size)
 {
     size_t told = 0;
-    text[0] = '\0';
+    text t = text_in(out, size);
     for (size_t group = 0; told < n && group < TOLD_GROUPS; group++) {
         char ranks[100], sentence[192];
-        size_t used = strlen(text), first = told;
+        size_t first = told;
         memset(mask, 0, client->n_peers * sizeof(*mask));
         while (told < n && (told == first || alike(&blames[first], &blames[told])))
             mask[blames[told++].peer] = true;
         rank_list_text(client, mask, ranks, sizeof(ranks));
         tell_group(client, &blames[first], ranks, told - first > 1, sentence,
                    sizeof(sentence));
-        snprintf(text + used, size - used, "%s%s", group ? "; " : "", sentence);
+        text_add(&t, "%s%s", group ? "; " : "", sentence);
     }
-    size_t used = strlen(text);
     if (told < n)
-        snprintf(text + used, size - used, "; and %zu more ranks", n - told);
+        text_add(&t, "; and %zu more ranks", n - told);
 }
 
 size_t standing_text(const fanin_client *client, const standing *all, uint64_t step,

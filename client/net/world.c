@@ -10,6 +10,7 @@
 #include "error_set.h"
 #include "net/client_rules.h"
 #include "net/rank_list.h"
+#include "text.h"
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -83,18 +84,18 @@ static size_t find_parties(const fanin_client *client, party *parties)
 
 /* "rank 2 at host:port (0123456789abcdef)" */
 static void describe_party(const fanin_client *client, const party *p, bool *mask,
-                           char *text, size_t size)
+                           char *out, size_t size)
 {
     char who[96];
     for (size_t i = 0; i < client->n_peers; i++)
         mask[i] = peer_ready(&client->peers[i]) &&
                   same_world(p->hello, connection_peer(client->peers[i].control));
     rank_list_text(client, mask, who, sizeof(who));
-    int used = snprintf(text, size, "%s (", who);
+    text t = text_in(out, size);
+    text_add(&t, "%s (", who);
     for (size_t i = 0; i < 8; i++)
-        used +=
-            snprintf(text + used, size - (size_t)used, "%02x", p->hello->world_id[i]);
-    snprintf(text + used, size - (size_t)used, ")");
+        text_add(&t, "%02x", p->hello->world_id[i]);
+    text_add(&t, ")");
 }
 
 /* Who is of which world. */

@@ -9,21 +9,14 @@
 #ifndef PLAN_INTERNAL_H
 #define PLAN_INTERNAL_H
 
+#include "array.h"
 #include "convert.h"
 #include "dtype.h"
 #include "plan/plan.h"
 
 #define PLAN_NONE UINT32_MAX
 
-/* ---- growing arrays, and numbering of equal things (plan_table.c) ---- */
-
-/**
- * Room for @p need elements of @p size bytes in *(T **)@p array. False: out of memory, the
- * array is as it was.
- */
-bool array_reserve(void *array, uint64_t *capacity, uint64_t need, size_t size);
-/** Gives back what @p count elements don't need. */
-void array_shrink(void *array, uint64_t count, size_t size);
+/* ------------------------- numbering of equal things (plan_table.c) ---- */
 
 typedef struct intern_slot {
     uint64_t hash;

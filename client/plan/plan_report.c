@@ -1,28 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "error_set.h"
 #include "plan/plan_internal.h"
+#include "text.h"
 
 #include <inttypes.h>
-#include <stdarg.h>
-#include <stdio.h>
 #include <string.h>
-
-typedef struct text {
-    char chars[512];
-    size_t used;
-} text;
-
-static void add(text *t, const char *format, ...) __attribute__((format(printf, 2, 3)));
-static void add(text *t, const char *format, ...)
-{
-    va_list arguments;
-    va_start(arguments, format);
-    int n = vsnprintf(t->chars + t->used, sizeof t->chars - t->used, format, arguments);
-    va_end(arguments);
-    t->used += n > 0 ? (size_t)n : 0;
-    if (t->used >= sizeof t->chars)
-        t->used = sizeof t->chars - 1;
-}
 
 /* "rows 3..5 of 10 (dimension 0), column 7 of 16 (dimension 1)" */
 static void add_range(text *t, const geometry *g, const block *b)
@@ -34,15 +16,15 @@ static void add_range(text *t, const geometry *g, const block *b)
         uint32_t word = i < 2 ? i : 2;
         if (b->extent[i] == g->shape[i])
             continue;
-        add(t, "%s%s %" PRIu64, separator, b->extent[i] == 1 ? one[word] : many[word],
-            b->offset[i]);
+        text_add(t, "%s%s %" PRIu64, separator,
+                 b->extent[i] == 1 ? one[word] : many[word], b->offset[i]);
         if (b->extent[i] > 1)
-            add(t, "..%" PRIu64, b->offset[i] + b->extent[i] - 1);
-        add(t, " of %" PRIu64 " (dimension %u)", g->shape[i], i);
+            text_add(t, "..%" PRIu64, b->offset[i] + b->extent[i] - 1);
+        text_add(t, " of %" PRIu64 " (dimension %u)", g->shape[i], i);
         separator = ", ";
     }
     if (*separator == '\0')
-        add(t, "the whole tensor");
+        text_add(t, "the whole tensor");
 }
 
 /* Under one chunk rule it is known who should hold what is missing. */
@@ -58,11 +40,12 @@ static void add_expected(text *t, const cover *c, const geometry *g, const block
     for (size_t i = 0; i < c->n_sources; i++)
         replicas = replicas || c->sources[i].rank >= c->world;
     if (from != to)
-        add(t, "; it is what ranks %" PRIu64 " to %" PRIu64 " should hold", from, to);
+        text_add(t, "; it is what ranks %" PRIu64 " to %" PRIu64 " should hold", from,
+                 to);
     else
-        add(t, "; it is what rank %" PRIu64 " should hold", from);
+        text_add(t, "; it is what rank %" PRIu64 " should hold", from);
     if (replicas)
-        add(t, ", or a replica");
+        text_add(t, ", or a replica");
     else if (from == to)
         place->rank_plus_1 = (int32_t)from + 1;
 }
@@ -92,10 +75,11 @@ static void add_holders(text *t, const cover *c, const geometry *g, long a, long
     x = c->sources[x].rank;
     y = c->sources[y].rank;
     if (x == y) {
-        add(t, " held by rank %u twice, in different blocks", x);
+        text_add(t, " held by rank %u twice, in different blocks", x);
         place->rank_plus_1 = (int32_t)x + 1;
     } else {
-        add(t, " held by ranks %u and %u differently", x < y ? x : y, x < y ? y : x);
+        text_add(t, " held by ranks %u and %u differently", x < y ? x : y,
+                 x < y ? y : x);
     }
 }
 
@@ -117,11 +101,12 @@ fanin_status report_tiling(const cover *c, const geometry *g, uint32_t key,
                            const block *fault, long a, long b, fanin_error *error)
 {
     error_place place = {.phase = "plan", .key = c->keys->entries[key].name};
-    text t = {.used = 0};
-    add(&t, "%.256s: ", place.key);
+    char what[512];
+    text t = text_in(what, sizeof what);
+    text_add(&t, "%.256s: ", place.key);
     add_range(&t, g, fault);
     if (a < 0 || b < 0) {
-        add(&t, " held by no connected rank");
+        text_add(&t, " held by no connected rank");
         add_expected(&t, c, g, fault, &place);
         place.remedy = "give the addresses of all ranks, or publish the missing shard";
     } else {
@@ -130,5 +115,5 @@ fanin_status report_tiling(const cover *c, const geometry *g, uint32_t key,
             "let the ranks publish blocks that are disjoint or equal; compare "
             "their device meshes and placements";
     }
-    return error_set(error, FANIN_ERR_INCOMPLETE, &place, "%s", t.chars);
+    return error_set(error, FANIN_ERR_INCOMPLETE, &place, "%s", what);
 }

@@ -8,36 +8,6 @@
 #define HASH_WORDS                                                                     \
     65536 /* that are hashed without a look at whether it is still wanted */
 
-bool array_reserve(void *array, uint64_t *capacity, uint64_t need, size_t size)
-{
-    if (need <= *capacity)
-        return true;
-    uint64_t wanted = *capacity < 16 ? 16 : *capacity * 2;
-    if (wanted < need)
-        wanted = need;
-    if (wanted > SIZE_MAX / size)
-        return false;
-    void *old, *grown;
-    memcpy(&old, array, sizeof old);
-    grown = realloc(old, wanted * size);
-    if (!grown)
-        return false;
-    memcpy(array, &grown, sizeof grown);
-    *capacity = wanted;
-    return true;
-}
-
-void array_shrink(void *array, uint64_t count, size_t size)
-{
-    void *old, *shrunk;
-    memcpy(&old, array, sizeof old);
-    if (!old)
-        return;
-    shrunk = realloc(old, (count ? count : 1) * size);
-    if (shrunk)
-        memcpy(array, &shrunk, sizeof shrunk);
-}
-
 uint32_t intern_next(const intern *t, uint64_t hash, uint64_t *probe)
 {
     if (!t->slots)

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "plan/read_list.h"
 
+#include "array.h"
 #include "dtype.h"
 #include "error_set.h"
 #include <stdlib.h>
@@ -77,11 +78,8 @@ fanin_status read_list_build(const plan_rank *pieces, const box_table *boxes,
     }
     list.n_requests += open->n_pieces > 0;
     /* Reserved for the worst case; most lists are a few entries. */
-    read_entry *entries = realloc(list.entries, (n_entries + 1) * sizeof(*entries));
-    read_request *requests =
-        realloc(list.requests, (list.n_requests + 1) * sizeof(*requests));
-    list.entries = entries ? entries : list.entries;
-    list.requests = requests ? requests : list.requests;
+    array_shrink(&list.entries, n_entries, sizeof *list.entries);
+    array_shrink(&list.requests, list.n_requests, sizeof *list.requests);
     *out = list;
     return FANIN_OK;
 }

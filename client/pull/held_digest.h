@@ -11,7 +11,7 @@
 #include "box_digest.h"
 #include "clock.h"
 #include "gpu.h"
-#include "memory_range.h"
+#include "array.h"
 
 /** What one digest is of. */
 typedef struct held_part {

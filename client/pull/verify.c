@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "pull/verify.h"
 
+#include "array.h"
 #include "convert.h"
 #include "error_set.h"
 #include "pull/choose_path.h"

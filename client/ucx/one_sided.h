@@ -9,7 +9,7 @@
 
 #include "catalog/tables.h"
 #include "device/device_sink.h"
-#include "memory_range.h"
+#include "array.h"
 #include "plan/landed.h"
 
 #define SPAN_MAX ((uint64_t)512 << 10) /**< bytes of one get, and of one staging slot */

@@ -1,11 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-#include "clock.h"
 #include "error_set.h"
+#include "thread.h"
 #include "versioned.h"
 
 #include <fanin/log.h>
 
-#include <pthread.h>
 #include <stdbool.h>
 #include <stdlib.h>
 #include <string.h>
@@ -44,12 +43,7 @@ fanin_status fanin_log_ring_create(uint32_t lines, fanin_log_level level,
     ring->pid = getpid();
     ring->level = level;
     ring->capacity = lines;
-    /* Of the attribute and the condition, glibc allocates nothing: these cannot fail. */
-    pthread_condattr_t attributes;
-    pthread_condattr_init(&attributes);
-    pthread_condattr_setclock(&attributes, CLOCK_MONOTONIC);
-    pthread_cond_init(&ring->arrived, &attributes);
-    pthread_condattr_destroy(&attributes);
+    condition_init(&ring->arrived);
     pthread_mutex_init(&ring->lock, NULL);
     *out = ring;
     return FANIN_OK;
@@ -107,10 +101,8 @@ static void wait_locked(fanin_log_ring *ring, uint32_t timeout_ms)
     if (timeout_ms == 0)
         return;
     deadline until = deadline_in_ms(timeout_ms);
-    struct timespec at = {.tv_sec = (time_t)(until / UINT64_C(1000000000)),
-                          .tv_nsec = (long)(until % UINT64_C(1000000000))};
     while (ring->used == 0 && !ring->closed)
-        if (pthread_cond_timedwait(&ring->arrived, &ring->lock, &at) != 0)
+        if (!condition_wait(&ring->arrived, &ring->lock, until))
             return;
 }
 

@@ -2,7 +2,9 @@
 #include "thread.h"
 
 #include "error_set.h"
+#include <sched.h>
 #include <signal.h>
+#include <time.h>
 
 /* Plenty for what these threads do. The default is several megabytes, and where the kernel
    gives huge pages unasked the first touch of such a stack takes two of them. */
@@ -36,4 +38,29 @@ fanin_status thread_start(pthread_t *thread, const char *name, void *(*run)(void
                                "cannot start the thread %s", name);
     pthread_setname_np(*thread, name);
     return FANIN_OK;
+}
+
+unsigned usable_cpus(void)
+{
+    cpu_set_t set;
+    CPU_ZERO(&set);
+    int n = sched_getaffinity(0, sizeof set, &set) == 0 ? CPU_COUNT(&set) : 1;
+    return n > 0 ? (unsigned)n : 1;
+}
+
+void condition_init(pthread_cond_t *condition)
+{
+    /* Of the attribute and the condition, the C library allocates nothing: these cannot fail. */
+    pthread_condattr_t attributes;
+    pthread_condattr_init(&attributes);
+    pthread_condattr_setclock(&attributes, CLOCK_MONOTONIC);
+    pthread_cond_init(condition, &attributes);
+    pthread_condattr_destroy(&attributes);
+}
+
+bool condition_wait(pthread_cond_t *condition, pthread_mutex_t *lock, deadline until)
+{
+    struct timespec at = {.tv_sec = (time_t)(until / UINT64_C(1000000000)),
+                          .tv_nsec = (long)(until % UINT64_C(1000000000))};
+    return pthread_cond_timedwait(condition, lock, &at) == 0;
 }

@@ -1,8 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/** @file Threads that take no signals. */
+/** @file Threads that take no signals, how many there is room for, and waiting for them. */
 #ifndef THREAD_H
 #define THREAD_H
 
+#include "clock.h"
 #include <fanin/error.h>
 #include <pthread.h>
 #include <stdbool.h>
@@ -14,5 +15,13 @@ fanin_status thread_start(pthread_t *thread, const char *name, void *(*run)(void
 /** Starts @p run(@p cookie) with all signals blocked and a small stack; to be joined. False:
     there is no thread, and the caller does the work itself. Does not block. */
 bool worker_thread_start(pthread_t *thread, void *(*run)(void *), void *cookie);
+
+/** CPUs that this process may use, at least 1. */
+unsigned usable_cpus(void);
+
+/** A condition variable for condition_wait(). */
+void condition_init(pthread_cond_t *condition);
+/** Waits with @p lock held until somebody signals, or for no reason; false: @p until has passed. */
+bool condition_wait(pthread_cond_t *condition, pthread_mutex_t *lock, deadline until);
 
 #endif

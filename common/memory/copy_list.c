@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "copy_list.h"
 
+#include "array.h"
 #include <stdlib.h>
 #include <string.h>
 
@@ -15,23 +16,11 @@ void copy_list_free(copy_list *list)
 
 static void append(copy_list *list, const copy_entry *entry)
 {
-    if (work_stopped(list->stop)) {
-        list->failed = true;
-        return;
-    }
-    if (list->n == list->capacity) {
-        uint64_t capacity = list->capacity ? list->capacity * 2 : 64;
-        copy_entry *grown = NULL;
-        if (!list->failed && capacity <= SIZE_MAX / sizeof *grown)
-            grown = realloc(list->entries, (size_t)capacity * sizeof *grown);
-        if (!grown) {
-            list->failed = true;
-            return;
-        }
-        list->entries = grown;
-        list->capacity = capacity;
-    }
-    list->entries[list->n++] = *entry;
+    list->failed =
+        list->failed || work_stopped(list->stop) ||
+        !array_reserve(&list->entries, &list->capacity, list->n + 1, sizeof *entry);
+    if (!list->failed)
+        list->entries[list->n++] = *entry;
 }
 
 /* A run of any length, in pieces that an entry can hold. */

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "gpu_finder.h"
 
+#include "array.h"
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -13,19 +14,11 @@ static bool holds(const gpu_range *r, const void *address)
     return (uint64_t)(uintptr_t)address - r->base < r->length;
 }
 
-/* The first known allocation that ends behind @p address. */
-static size_t place_of(const gpu_finder *f, const void *address)
+/* 1: the allocation ends before the address. */
+static int compare_end(const void *address, const void *element)
 {
-    size_t low = 0, high = f->n_known;
-    while (low < high) {
-        size_t middle = low + (high - low) / 2;
-        if (f->known[middle].base + f->known[middle].length <=
-            (uint64_t)(uintptr_t)address)
-            low = middle + 1;
-        else
-            high = middle;
-    }
-    return low;
+    const gpu_range *r = element;
+    return r->base + r->length <= (uint64_t)(uintptr_t)address;
 }
 
 static void remember(gpu_finder *f, size_t at, const gpu_range *r)
@@ -50,7 +43,8 @@ fanin_status gpu_find(gpu_finder *f, const void *address, gpu_range *out,
         return FANIN_OK;
     size_t at = f->last;
     if (f->n_known == 0 || !holds(&f->known[at], address))
-        at = place_of(f, address);
+        at = array_search(address, f->known, f->n_known, sizeof *f->known, compare_end,
+                          NULL);
     if (at < f->n_known && holds(&f->known[at], address)) {
         f->last = at;
         *out = f->known[at];

@@ -1,4 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
+#include "array.h"
 #include "topology_internal.h"
 
 #include <dirent.h>
@@ -56,13 +57,8 @@ char **sysfs_names(const char *root, const char *folder, size_t *count_out)
     for (struct dirent *entry; directory && (entry = readdir(directory));) {
         if (entry->d_name[0] == '.')
             continue;
-        if (count == capacity) {
-            capacity = capacity ? 2 * capacity : 16;
-            char **grown = realloc(names, capacity * sizeof *names);
-            if (!grown)
-                break;
-            names = grown;
-        }
+        if (!array_reserve(&names, &capacity, count + 1, sizeof *names))
+            break;
         names[count] = strdup(entry->d_name);
         if (!names[count])
             break;

@@ -1,4 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
+#include "text.h"
 #include "ucx_address.h"
 #include "ucx_internal.h"
 #include <poll.h>
@@ -214,17 +215,12 @@ const char *ucx_endpoint_transport(ucx_endpoint *e)
     e->transport[0] = '\0';
     if (e->close_asked || e->client->w.u->ucp_ep_query(e->ep, &attributes) != UCS_OK)
         return e->transport;
-    size_t used = 0;
+    text t = text_in(e->transport, sizeof e->transport);
     for (int of_path = 1; of_path >= 0; of_path--) {
-        for (unsigned i = 0; i < attributes.transports.num_entries; i++) {
-            if (is_of_path(e->client->path, entries[i].transport_name) != of_path)
-                continue;
-            const int written = snprintf(
-                e->transport + used, sizeof(e->transport) - used, "%s%s/%s",
-                used ? " " : "", entries[i].transport_name, entries[i].device_name);
-            if (written > 0 && used + (size_t)written < sizeof(e->transport))
-                used += (size_t)written;
-        }
+        for (unsigned i = 0; i < attributes.transports.num_entries; i++)
+            if (is_of_path(e->client->path, entries[i].transport_name) == of_path)
+                text_add_whole(&t, 0, "%s%s/%s", t.used ? " " : "",
+                               entries[i].transport_name, entries[i].device_name);
     }
     return e->transport;
 }

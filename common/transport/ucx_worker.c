@@ -1,4 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
+#include "text.h"
 #include "ucx_address.h"
 #include "ucx_internal.h"
 #include "ucx_leftovers.h"
@@ -190,13 +191,12 @@ static fanin_status explain(const ucx_worker *w, ucs_status_t ucs, void *base,
                             size_t length, bool cuda, fanin_error *error)
 {
     char what[192];
-    snprintf(what, sizeof(what), "%zu bytes at %p could not be registered", length,
-             base);
+    text t = text_in(what, sizeof what);
+    text_add(&t, "%zu bytes at %p could not be registered", length, base);
     if (!w->has_rdma || cuda)
         return ucx_error(w->u, error, FANIN_ERR_TRANSPORT, ucs, NULL, what);
     if (!is_writable((uintptr_t)base, (uintptr_t)base + length)) {
-        snprintf(what + strlen(what), sizeof(what) - strlen(what),
-                 " for RDMA, part of it is read-only");
+        text_add(&t, " for RDMA, part of it is read-only");
         return ucx_error(
             w->u, error, FANIN_ERR_UNSUPPORTED, ucs,
             "RDMA needs writable memory: map it with PROT_WRITE (MAP_PRIVATE "
@@ -205,8 +205,7 @@ static fanin_status explain(const ucx_worker *w, ucs_status_t ucs, void *base,
     }
     struct rlimit limit;
     if (getrlimit(RLIMIT_MEMLOCK, &limit) == 0 && limit.rlim_cur != RLIM_INFINITY) {
-        snprintf(what + strlen(what), sizeof(what) - strlen(what),
-                 "; the limit of locked memory is %" PRIu64 " bytes",
+        text_add(&t, "; the limit of locked memory is %" PRIu64 " bytes",
                  (uint64_t)limit.rlim_cur);
         return ucx_error(
             w->u, error, FANIN_ERR_LIMIT, ucs,

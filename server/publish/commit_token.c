@@ -4,6 +4,7 @@
 #include "core/wake.h"
 #include "error_set.h"
 #include "shards/registration.h"
+#include "thread.h"
 
 #include <stdlib.h>
 #include <string.h>
@@ -48,18 +49,9 @@ static void release_and_leave(commit *c)
 fanin_status commit_create(fanin_server *s, fanin_error *error)
 {
     commit_hub *h = calloc(1, sizeof *h);
-    pthread_condattr_t monotonic;
-    if (!h || pthread_condattr_init(&monotonic) != 0) {
-        free(h);
+    if (!h)
         return error_set_memory(error);
-    }
-    pthread_condattr_setclock(&monotonic, CLOCK_MONOTONIC);
-    int code = pthread_cond_init(&h->changed, &monotonic);
-    pthread_condattr_destroy(&monotonic);
-    if (code != 0) {
-        free(h);
-        return error_set_memory(error);
-    }
+    condition_init(&h->changed);
     pthread_mutex_init(&h->lock, NULL);
     h->wake = s->wake;
     h->references = 1;
@@ -152,13 +144,11 @@ void commit_arm(commit *c)
 
 fanin_status commit_await(commit *c, unsigned left, bool pending, deadline at)
 {
-    struct timespec when = {.tv_sec = (time_t)(at / 1000000000),
-                            .tv_nsec = (long)(at % 1000000000)};
     commit_hub *h = c->hub;
     pthread_mutex_lock(&h->lock);
     while (c->awaited > left && !(pending && c->outcome != COMMIT_PENDING) &&
-           !deadline_passed(at))
-        pthread_cond_timedwait(&h->changed, &h->lock, &when);
+           condition_wait(&h->changed, &h->lock, at))
+        ;
     bool over = c->awaited <= left || (pending && c->outcome != COMMIT_PENDING);
     pthread_mutex_unlock(&h->lock);
     return over ? FANIN_OK : FANIN_ERR_TIMEOUT;

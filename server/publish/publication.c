@@ -7,9 +7,12 @@
        unpublished --pause--> paused --resume--> unpublished
 
    A publication is readable while it is stable or draining; its epoch is odd otherwise. */
+#include "array.h"
 #include "core/server_state.h"
 #include "core/wake.h"
 #include "error_set.h"
+#include "text.h"
+#include "thread.h"
 
 #include <stdio.h>
 #include <stdlib.h>
@@ -17,23 +20,15 @@
 
 /* ---------------------------------------------------------------- lookup */
 
+static int compare_name(const void *key, const void *element)
+{
+    return strcmp(key, (*(publication *const *)element)->name);
+}
+
 static size_t position(const fanin_server *s, const char *name, bool *found)
 {
-    size_t low = 0, high = s->n_publications;
-    *found = false;
-    while (low < high) {
-        size_t middle = low + (high - low) / 2;
-        int order = strcmp(s->publications[middle]->name, name);
-        if (order == 0) {
-            *found = true;
-            return middle;
-        }
-        if (order < 0)
-            low = middle + 1;
-        else
-            high = middle;
-    }
-    return low;
+    return array_search(name, s->publications, s->n_publications,
+                        sizeof *s->publications, compare_name, found);
 }
 
 publication *publication_find(const fanin_server *s, const char *name)
@@ -70,14 +65,9 @@ fanin_status publication_obtain(fanin_server *s, const char *name, publication *
         return error_set(error, FANIN_ERR_LIMIT, &place,
                          "this server has seen %d names of publications", NAMES_MOST);
     }
-    if (s->n_publications == s->publications_capacity) {
-        size_t capacity = s->publications_capacity ? 2 * s->publications_capacity : 16;
-        publication **grown = realloc(s->publications, capacity * sizeof *grown);
-        if (!grown)
-            return error_set_memory(error);
-        s->publications = grown;
-        s->publications_capacity = capacity;
-    }
+    if (!array_reserve(&s->publications, &s->publications_capacity,
+                       s->n_publications + 1, sizeof *s->publications))
+        return error_set_memory(error);
     publication *p = calloc(1, sizeof *p);
     if (!p || pthread_mutex_init(&p->writer, NULL) != 0) {
         free(p);
@@ -112,20 +102,12 @@ fanin_status publication_appear(fanin_server *s, publication *p, fanin_error *er
 
 void publication_names(const fanin_server *s, char *out, size_t size)
 {
-    size_t used = 0;
-    out[0] = '\0';
-    for (size_t i = 0; i < s->n_publications; i++) {
-        const publication *p = s->publications[i];
-        if (!p->present)
-            continue;
-        int wrote =
-            snprintf(out + used, size - used, "%s%s", used ? ", " : "", p->name);
-        if (wrote < 0 || (size_t)wrote >= size - used) {
-            snprintf(out + size - 5, 5, " ...");
-            return;
-        }
-        used += (size_t)wrote;
-    }
+    text names = text_in(out, size);
+    for (size_t i = 0; i < s->n_publications; i++)
+        if (s->publications[i]->present)
+            text_add(&names, "%s%s", names.used ? ", " : "", s->publications[i]->name);
+    if (names.used >= size)
+        snprintf(out + size - 5, 5, " ...");
 }
 
 void publications_free(fanin_server *s)
@@ -173,9 +155,7 @@ uint64_t publication_stable_ns(const publication *p)
 
 void publication_wait(fanin_server *s, deadline at)
 {
-    struct timespec when = {.tv_sec = (time_t)(at / 1000000000),
-                            .tv_nsec = (long)(at % 1000000000)};
-    pthread_cond_timedwait(&s->freed, &s->lock, &when);
+    (void)condition_wait(&s->freed, &s->lock, at);
 }
 
 /* Waits until no unexpired lease is left. All leases last equally long and none is granted

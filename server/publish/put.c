@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* What a publication consists of: shards and metadata, put and removed by the trainer. */
+#include "array.h"
 #include "core/server_state.h"
 #include "error_set.h"
 #include "shards/registration.h"
@@ -88,22 +89,6 @@ static fanin_status plan_put(const publication *p, const shard_set *fresh, bool 
     return FANIN_OK;
 }
 
-static bool reserve(shard_set *set, size_t more)
-{
-    size_t need = set->count + more;
-    if (need <= set->capacity)
-        return true;
-    size_t capacity = set->capacity ? set->capacity : 16;
-    while (capacity < need)
-        capacity *= 2;
-    shard **grown = realloc(set->shards, capacity * sizeof *grown);
-    if (!grown)
-        return false;
-    set->shards = grown;
-    set->capacity = capacity;
-    return true;
-}
-
 /* Exchanges the shards that are there; what is left in @p fresh is to be freed. */
 static void exchange(fanin_server *s, publication *p, shard_set *fresh)
 {
@@ -145,7 +130,9 @@ static fanin_status put(fanin_server *s, publication *p, shard_set *fresh, bool 
 {
     put_plan plan;
     fanin_status status = plan_put(p, fresh, replace, &plan, error);
-    if (status == FANIN_OK && !reserve(&p->shards, plan.added))
+    if (status == FANIN_OK &&
+        !array_reserve(&p->shards.shards, &p->shards.capacity,
+                       p->shards.count + plan.added, sizeof *p->shards.shards))
         status = error_set_memory(error);
     if (status == FANIN_OK)
         status = appear(s, p, error);

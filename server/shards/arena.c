@@ -1,7 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "shards/arena.h"
 #include "convert.h"
-#include "cpus.h"
 #include "dtype.h"
 #include "error_set.h"
 #include "thread.h"

@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "shards/region.h"
+#include "array.h"
 #include "error_set.h"
 #include "messages.h"
 #include "shards/registration.h"
@@ -112,8 +113,10 @@ fanin_status region_set_build(registrar *r, const shard_set *shards,
         }
         region_of_box[ranges[i].box] = (uint32_t)(count - 1);
     }
-    out->regions = calloc(count + 1, sizeof(region *));
-    fanin_status status = out->regions ? FANIN_OK : error_set_memory(error);
+    fanin_status status =
+        array_reserve(&out->regions, &out->capacity, count + 1, sizeof(region *))
+            ? FANIN_OK
+            : error_set_memory(error);
     pthread_mutex_lock(&r->lock);
     for (uint64_t i = 0; status == FANIN_OK && i < shards->n_boxes;) {
         uint32_t id = region_of_box[ranges[i].box];
@@ -141,10 +144,9 @@ fanin_status region_set_append(registrar *r, region_set *set, const region_set *
                                fanin_error *error)
 {
     static const gpu_range host = {.memory = {FANIN_MEMORY_HOST, -1}};
-    region **grown = realloc(set->regions, ((size_t)set->count + 1) * sizeof(region *));
-    if (!grown)
+    if (!array_reserve(&set->regions, &set->capacity, (size_t)set->count + 1,
+                       sizeof(region *)))
         return error_set_memory(error);
-    set->regions = grown;
     in = in ? in : &host;
     region *known = NULL, *one;
     pthread_mutex_lock(&r->lock);

@@ -47,6 +47,7 @@ typedef struct region {
 typedef struct region_set {
     region **regions;
     uint32_t count, n_sorted;
+    size_t capacity;
 } region_set;
 
 struct mapper;

@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "shards/shard.h"
+#include "array.h"
 #include "dtype.h"
 #include "error_set.h"
 #include "frame.h"
@@ -319,21 +320,18 @@ void shard_set_free(shard_set *set)
     memset(set, 0, sizeof *set);
 }
 
+static int compare_name(const void *key, const void *element)
+{
+    return strcmp(key, (*(shard *const *)element)->name);
+}
+
 ptrdiff_t shard_set_find(const shard_set *set, const char *name)
 {
-    size_t low = 0, high = set->count;
     /* Names often arrive in order. */
-    if (high > 0 && strcmp(set->shards[high - 1]->name, name) < 0)
-        return -1 - (ptrdiff_t)high;
-    while (low < high) {
-        size_t middle = low + (high - low) / 2;
-        int order = strcmp(set->shards[middle]->name, name);
-        if (order == 0)
-            return (ptrdiff_t)middle;
-        if (order < 0)
-            low = middle + 1;
-        else
-            high = middle;
-    }
-    return -1 - (ptrdiff_t)low;
+    if (set->count > 0 && strcmp(set->shards[set->count - 1]->name, name) < 0)
+        return -1 - (ptrdiff_t)set->count;
+    bool found;
+    ptrdiff_t at = (ptrdiff_t)array_search(name, set->shards, set->count,
+                                           sizeof *set->shards, compare_name, &found);
+    return found ? at : -1 - at;
 }

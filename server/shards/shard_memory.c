@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "shards/shard_memory.h"
 #include "error_set.h"
+#include "text.h"
 
 #include <stdarg.h>
 #include <stdio.h>
@@ -144,13 +145,12 @@ void shard_set_log_origins(const shard_set *set, const char *publication,
         }
     if (all == 0)
         return;
-    char origins[160] = "";
-    size_t used = 0;
+    char origins[160];
+    text t = text_in(origins, sizeof origins);
     for (int i = GPU_ORIGIN_VIRTUAL; i <= GPU_ORIGIN_MANAGED; i++)
         if (count[i] > 0)
-            used += (size_t)snprintf(origins + used, sizeof origins - used,
-                                     "%s%zu of %s", used ? ", " : "", count[i],
-                                     gpu_origin_name((gpu_origin)i));
+            text_add(&t, "%s%zu of %s", t.used ? ", " : "", count[i],
+                     gpu_origin_name((gpu_origin)i));
     log_write(
         log, FANIN_LOG_WARNING, "no-ipc",
         "%s: %zu boxes are in CUDA memory that has no IPC handle (%s): they are served "

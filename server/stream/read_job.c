@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "stream/read_job.h"
 
+#include "array.h"
 #include <stdlib.h>
 #include <string.h>
 
@@ -31,14 +32,9 @@ static const char *range_of(const shard_catalog *catalog, const read_entry *e,
 
 fanin_status job_set_ranges(job *j, const msg_read *m, const char **why)
 {
-    if (j->capacity < m->n_entries) {
-        job_range *grown = realloc(j->ranges, m->n_entries * sizeof *grown);
-        if (!grown) {
-            *why = "the server is out of memory";
-            return FANIN_ERR_MEMORY;
-        }
-        j->ranges = grown;
-        j->capacity = m->n_entries;
+    if (!array_reserve(&j->ranges, &j->capacity, m->n_entries, sizeof *j->ranges)) {
+        *why = "the server is out of memory";
+        return FANIN_ERR_MEMORY;
     }
     uint64_t sum = 0;
     for (uint32_t i = 0; i < m->n_entries; i++) {

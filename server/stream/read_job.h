@@ -31,7 +31,8 @@ typedef struct job {
     bool header_due;        /**< staged: the reply's header waits for the first bytes */
     /** what is left of ranges[current] shrinks as bytes leave, or are gathered into a chunk */
     job_range *ranges;
-    uint32_t n_ranges, current, capacity;
+    uint32_t n_ranges, current;
+    size_t capacity;
     uint64_t left;       /**< bytes of the reply that have not left yet */
     uint64_t ungathered; /**< staged: ... that are in no chunk yet */
 } job;

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "stream/stream_digest.h"
 
+#include "array.h"
 #include "convert.h"
 #include <stdlib.h>
 #include <string.h>
@@ -19,14 +20,7 @@ static bool has_room(digester *d, uint32_t n)
 {
     if (!d->sum && !(d->sum = box_digest_create()))
         return false;
-    if (d->capacity >= n)
-        return true;
-    digest *grown = realloc(d->digests, n * sizeof *grown);
-    if (!grown)
-        return false;
-    d->digests = grown;
-    d->capacity = n;
-    return true;
+    return array_reserve(&d->digests, &d->capacity, n, sizeof *d->digests);
 }
 
 const char *digester_start(digester *d, const job *j, uint64_t request, uint32_t dtype,

@@ -14,7 +14,7 @@ typedef struct digester {
     uint32_t range;  /**< of the job: whose bytes come next */
     uint64_t left;   /**< of it */
     digest *digests; /**< one a range */
-    uint32_t capacity;
+    size_t capacity;
 } digester;
 
 /** For a job whose ranges are set. NULL, or why not; *code_out says whose fault it is. */

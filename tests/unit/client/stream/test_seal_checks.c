@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Checksums of bodies that threads check. */
-#include "cpus.h"
+#include "thread.h"
 #include "stream/seal_checks.h"
 #include "testing.h"
 #include <stdlib.h>

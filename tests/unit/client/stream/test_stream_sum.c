@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Checksums that a thread makes of what is being sent. */
-#include "cpus.h"
+#include "thread.h"
 #include "stream/stream_sum.h"
 #include "testing.h"
 #include <stdlib.h>

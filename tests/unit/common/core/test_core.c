@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The small modules of common/core: log, clock, buffer, dtype, digest, utf8. */
+/* The small modules of common/core: log, clock, buffer, array, text, dtype, digest, utf8. */
+#include "array.h"
 #include "box_digest.h"
 #include "buffer.h"
 #include "clock.h"
@@ -8,8 +9,11 @@
 #include "dtype.h"
 #include "log.h"
 #include "testing.h"
+#include "text.h"
+#include "thread.h"
 #include "utf8.h"
 #include <limits.h>
+#include <stdlib.h>
 #include <string.h>
 
 /* ------------------------------------------------------------- log */
@@ -130,6 +134,145 @@ static void impossible_sizes_are_remembered(void **state)
     assert_false(buffer_reserve(&b, 1));
     buffer_free(&b);
     assert_false(b.failed);
+}
+
+/* ------------------------------------------------------------- array */
+
+static void arrays_grow(void **state)
+{
+    (void)state;
+    uint32_t *array = NULL;
+    size_t capacity = 0, moves = 0;
+    for (uint32_t i = 0; i < 10000; i++) {
+        size_t before = capacity;
+        assert_true(array_reserve(&array, &capacity, i + 1, sizeof *array));
+        moves += capacity != before;
+        array[i] = i;
+    }
+    assert_in_range(moves, 1, 11);
+    assert_true(array_reserve(&array, &capacity, 100000, sizeof *array));
+    assert_int_equal(capacity, 100000);
+    array_shrink(&array, 10000, sizeof *array);
+    for (uint32_t i = 0; i < 10000; i++)
+        assert_int_equal(array[i], i);
+    uint32_t *same = array;
+    assert_false(array_reserve(&array, &capacity, SIZE_MAX / 2, sizeof *array));
+    assert_ptr_equal(array, same);
+    assert_int_equal(capacity, 100000);
+    array_shrink(&array, 0, sizeof *array);
+    free(array);
+    array = NULL;
+    array_shrink(&array, 0, sizeof *array);
+    assert_null(array);
+}
+
+static int compare_number(const void *key, const void *element)
+{
+    return *(const int *)key - *(const int *)element;
+}
+
+static void arrays_are_searched(void **state)
+{
+    (void)state;
+    static const int sorted[] = {2, 4, 4, 4, 6, 8, 10};
+    for (int key = 0; key <= 12; key++) {
+        for (size_t n = 0; n <= 7; n++) {
+            size_t at = 0;
+            while (at < n && sorted[at] < key)
+                at++;
+            bool is = at < n && sorted[at] == key, found = !is;
+            assert_int_equal(
+                array_search(&key, sorted, n, sizeof key, compare_number, &found), at);
+            assert_int_equal(found, is);
+            assert_ptr_equal(array_find(&key, sorted, n, sizeof key, compare_number),
+                             is ? &sorted[at] : NULL);
+        }
+    }
+    assert_null(array_find(&sorted[0], NULL, 0, sizeof(int), compare_number));
+}
+
+static void ranges_are_found(void **state)
+{
+    (void)state;
+    uint8_t memory[64];
+    const memory_range ranges[] = {
+        {memory, 8, -1}, {memory + 8, 8, 0}, {memory + 32, 16, 1}};
+    for (size_t i = 0; i < sizeof memory; i++) {
+        const memory_range *r = memory_range_find(ranges, 3, memory + i);
+        if (i < 16)
+            assert_ptr_equal(r, &ranges[i / 8]);
+        else if (i >= 32 && i < 48)
+            assert_ptr_equal(r, &ranges[2]);
+        else
+            assert_null(r);
+    }
+}
+
+/* ------------------------------------------------------------- text */
+
+static void texts_are_bounded(void **state)
+{
+    (void)state;
+    char room[8] = "unclean", out[sizeof room];
+    text t = text_in(room, sizeof room);
+    assert_string_equal(room, "");
+    text_add(&t, "%s", "abc");
+    assert_false(text_add_whole(&t, 0, "%d", 12345)); /* one too many */
+    assert_string_equal(room, "abc");
+    assert_false(text_add_whole(&t, 4, "%d", 1));
+    assert_true(text_add_whole(&t, 3, "%d", 1));
+    assert_string_equal(room, "abc1");
+    assert_int_equal(t.used, 4);
+    text_add(&t, "%s", "defgh");
+    assert_string_equal(room, "abc1def");
+    assert_int_equal(t.used, 9);
+    assert_false(text_add_whole(&t, 0, "i"));
+    text_add(&t, "ij");
+    assert_string_equal(room, "abc1def");
+    assert_int_equal(t.used, 11);
+    memset(out, 'x', sizeof out);
+    t = text_in(out, 0);
+    text_add(&t, "abc");
+    assert_int_equal(t.used, 3);
+    assert_int_equal(out[0], 'x');
+}
+
+/* ------------------------------------------------------------- waiting */
+
+typedef struct meeting {
+    pthread_mutex_t lock;
+    pthread_cond_t changed;
+    bool here;
+} meeting;
+
+static void *arrive(void *cookie)
+{
+    meeting *m = cookie;
+    pthread_mutex_lock(&m->lock);
+    m->here = true;
+    pthread_cond_signal(&m->changed);
+    pthread_mutex_unlock(&m->lock);
+    return NULL;
+}
+
+static void conditions_are_waited_for(void **state)
+{
+    (void)state;
+    meeting m = {.lock = PTHREAD_MUTEX_INITIALIZER};
+    pthread_t thread;
+    condition_init(&m.changed);
+    pthread_mutex_lock(&m.lock);
+    assert_false(condition_wait(&m.changed, &m.lock, 0));
+    deadline soon = deadline_in_ms(20);
+    while (condition_wait(&m.changed, &m.lock, soon))
+        ;
+    assert_true(deadline_passed(soon));
+    assert_true(worker_thread_start(&thread, arrive, &m));
+    while (!m.here)
+        assert_true(condition_wait(&m.changed, &m.lock, UINT64_MAX));
+    pthread_mutex_unlock(&m.lock);
+    pthread_join(thread, NULL);
+    pthread_cond_destroy(&m.changed);
 }
 
 /* ------------------------------------------------------------- dtype */
@@ -312,6 +455,11 @@ int main(void)
         cmocka_unit_test(poll_times_are_rounded_up),
         cmocka_unit_test(buffers_grow),
         cmocka_unit_test(impossible_sizes_are_remembered),
+        cmocka_unit_test(arrays_grow),
+        cmocka_unit_test(arrays_are_searched),
+        cmocka_unit_test(ranges_are_found),
+        cmocka_unit_test(texts_are_bounded),
+        cmocka_unit_test(conditions_are_waited_for),
         cmocka_unit_test(dtypes_have_names_and_sizes),
         cmocka_unit_test(dtype_sizes_of_shapes),
         cmocka_unit_test(dtype_sizes_do_not_overflow),

@@ -1,0 +1,37 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/** @file Arrays that grow, searches in sorted ones, and stretches of memory. Any thread. */
+#ifndef ARRAY_H
+#define ARRAY_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+/** Makes room for @p need elements of @p size bytes, doubling; @p array is a pointer to the
+    array's pointer. False: no memory, and nothing has changed. */
+bool array_reserve(void *array, size_t *capacity, size_t need, size_t size);
+/** Gives back what is behind @p count elements, as far as that is possible. */
+void array_shrink(void *array, size_t count, size_t size);
+
+/** Below, at or above 0, as @p key is below, at or above the element. */
+typedef int (*array_compare)(const void *key, const void *element);
+/** The first of @p count ascending elements that is not below @p key, which is where it is to be
+    inserted; @p count: all are below. *found_out (may be NULL): whether it equals the key. */
+size_t array_search(const void *key, const void *array, size_t count, size_t size,
+                    array_compare compare, bool *found_out);
+/** The element that equals @p key; NULL: none. */
+const void *array_find(const void *key, const void *array, size_t count, size_t size,
+                       array_compare compare);
+
+/** Memory of a destination. */
+typedef struct memory_range {
+    uint8_t *base;
+    size_t length;
+    int32_t device; /**< CUDA device, -1: host memory */
+} memory_range;
+
+/** The range that holds @p at, among @p n that ascend and are disjoint. NULL: none. */
+const memory_range *memory_range_find(const memory_range *ranges, size_t n,
+                                      const void *at);
+
+#endif

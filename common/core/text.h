@@ -1,0 +1,24 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/** @file Text that is put together in a place of fixed size. */
+#ifndef TEXT_H
+#define TEXT_H
+
+#include <stdbool.h>
+#include <stddef.h>
+
+typedef struct text {
+    char *chars; /**< always ends with a NUL, unless size is 0 */
+    size_t size;
+    size_t
+        used; /**< of all that was added, without the NUL: size or more if it was cut */
+} text;
+
+/** Empty, in @p size bytes at @p chars. */
+text text_in(char *chars, size_t size);
+/** Appends what fits and counts the rest. */
+void text_add(text *t, const char *format, ...) __attribute__((format(printf, 2, 3)));
+/** Appends all of it if @p spare bytes are left behind it; else nothing: false. */
+bool text_add_whole(text *t, size_t spare, const char *format, ...)
+    __attribute__((format(printf, 3, 4)));
+
+#endif
