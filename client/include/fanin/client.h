@@ -1,14 +1,31 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /**
  * @file
- * The client of inference workers: connects to every trainer rank, pulls a publication
- * and puts it together in the caller's memory or as a PEFT adapter directory.
+ * The client of inference workers: connects to every trainer rank, pulls a publication and
+ * puts it together in the caller's memory or as a PEFT adapter directory.
  *
- * A client is used by one thread at a time; fanin_client_cancel() by any, also from a
- * signal handler. All work happens in the calling thread and in threads that end before the
- * call returns; only the question for a host's name may stay with the name server for longer.
- * A handle used in a forked child gives FANIN_ERR_FORKED and touches nothing.
- * Create clients before other threads use getenv() (see fanin/server.h).
+ * Threads: a client is used by one thread at a time; fanin_client_cancel() by any, also from a
+ * signal handler. Callbacks come in the calling thread, but the log's. The calling thread does
+ * the work, with helper threads that end before the call returns. Two kinds of thread do not:
+ * one that asks for a host's name, which getaddrinfo() does not give back, and one that makes
+ * the spare file, if pull options ask for that, until the client is disconnected or destroyed.
+ *
+ * Fork: a handle used in a forked child gives FANIN_ERR_FORKED and touches nothing.
+ *
+ * Environment: create clients before other threads use getenv() (see fanin/server.h).
+ *
+ * Errors come as a status and, if @p error is not NULL, as what happened, which rank, and what
+ * to do. Each call lists its own. These can come of every call that takes a client and are not
+ * repeated:
+ * - FANIN_ERR_ARGUMENT: the client is NULL, a required pointer is, or a struct_size is not
+ *   set. Fix the call.
+ * - FANIN_ERR_STATE: there are no addresses yet. Call fanin_client_connect() first.
+ * - FANIN_ERR_FORKED: the handle belongs to the parent process. Create one in the child.
+ * - FANIN_ERR_MEMORY: out of memory.
+ * - FANIN_ERR_CANCELLED: fanin_client_cancel() was called.
+ *
+ * What a rank itself reports is told with that rank's status, number and address; of a status
+ * that is in no list, its hundred says what to replace (fanin/error.h).
  */
 #ifndef FANIN_CLIENT_H
 #define FANIN_CLIENT_H
@@ -67,47 +84,86 @@ typedef struct fanin_client_config {
 
 FANIN_API void fanin_client_config_init(fanin_client_config *config, size_t size);
 
-/** Copies @p config. Does not block. FANIN_ERR_ARGUMENT, FANIN_ERR_MEMORY. */
+/**
+ * Copies @p config; the caller owns *@p client_out and ends it with fanin_client_destroy().
+ * Waits for nobody; takes as long as loading UCX does, which is not an error if it fails.
+ *
+ * Errors:
+ * - FANIN_ERR_ARGUMENT: an unknown path, more than 16 connections a rank, a time of 0. Fix
+ *   @p config.
+ * - FANIN_ERR_LIMIT: no descriptor left. Raise `ulimit -n`.
+ * - FANIN_ERR_IO: the kernel gives no random bytes.
+ */
 FANIN_API FANIN_MUST_CHECK fanin_status fanin_client_create(
     const fanin_client_config *config, fanin_client **client_out, fanin_error *error);
 
-/** Closes everything and frees. NULL and *client == NULL are fine. Does not block. */
+/**
+ * fanin_client_disconnect(), and frees; *@p client becomes NULL. NULL and *client == NULL are
+ * fine. No other call of this handle may be under way, fanin_client_cancel() included. In a
+ * forked child it frees nothing. Blocks as fanin_client_disconnect().
+ */
 FANIN_API void fanin_client_destroy(fanin_client **client);
 
 /**
  * Makes a running call of this client return FANIN_ERR_CANCELLED soon; if none runs, the
- * next one does. Any thread, also from a signal handler.
+ * next one does. NULL is fine. Does not block. Thread: any, also from a signal handler.
  */
 FANIN_API void fanin_client_cancel(fanin_client *client);
 
 /**
  * Connects to all ranks at once and learns who they are. @p addresses: "host:port",
- * "[v6]:port", one a rank, in any order. Succeeds when all ranks of one world answer, or
- * when at least one does (the others go on connecting, or are tried again, during each pull; who is
- * silent is waited for during half of the time at most, and by pulls that need it. A pull whose
- * bytes only a missing rank holds names it, also while it waits for a step).
+ * "[v6]:port", one a rank, in any order. Succeeds when all ranks of one world answer, or when
+ * at least one does (the others go on connecting, or are tried again, during each pull; who is
+ * silent is waited for during half of the time at most, and by pulls that need it. A pull
+ * whose bytes only a missing rank holds names it, also while it waits for a step).
  *
- * Blocks at most @p timeout_ms, names that are slow to resolve included. FANIN_ERR_ARGUMENT (an
- * address twice or malformed), FANIN_ERR_UNREACHABLE (nobody answered: names the first rank; a
- * name that does not resolve), FANIN_ERR_WORLD (different worlds: says which ranks are of which; a
- * rank twice, another world size than addresses, another server name),
- * FANIN_ERR_VERSION, FANIN_ERR_PROTOCOL, FANIN_ERR_LIMIT, FANIN_ERR_CANCELLED,
- * FANIN_ERR_TIMEOUT.
+ * Names are looked up side by side, each once, by threads of their own (getaddrinfo() has
+ * neither a deadline nor an end from outside): at the deadline the call returns, and such a
+ * thread stays until the name server has answered it; at most 64 of them in a process.
+ * Addresses in numbers need none.
+ *
+ * Connections that the client had are closed first, as by fanin_client_disconnect(); after an
+ * error it has none. Blocks at most @p timeout_ms, and as long as that takes.
+ *
+ * Errors:
+ * - FANIN_ERR_ARGUMENT: no address, an address twice or malformed. Give the address of every
+ *   rank once.
+ * - FANIN_ERR_UNREACHABLE: nobody answered (names the first rank), or a name does not resolve.
+ *   Is the trainer running, is the address right?
+ * - FANIN_ERR_CLOSED: the same, of a rank that is shutting down.
+ * - FANIN_ERR_TIMEOUT: nobody answered, or a name was not resolved, before the deadline.
+ * - FANIN_ERR_WORLD: different worlds (says which ranks are of which), a rank twice, another
+ *   world size than addresses, another world id or job than the configuration demands. Restart
+ *   or end the ranks of the earlier launch, or give the right addresses.
+ * - FANIN_ERR_AUTH: the rank does not admit this client's address. Add its network to the
+ *   trainer's allow.
+ * - FANIN_ERR_VERSION: no protocol version in common. Use releases that have one.
+ * - FANIN_ERR_PROTOCOL: something else answers there, or a rank breaks the protocol.
+ * - FANIN_ERR_LIMIT: the rank has all the connections it may; this process has too few
+ *   descriptors, or 64 names that are still waited for. The remedy names the limit.
+ * - FANIN_ERR_TRANSPORT: a checksum did not fit: what came is not what was sent. Look at the
+ *   network.
  */
 FANIN_API FANIN_MUST_CHECK fanin_status
 fanin_client_connect(fanin_client *client, const char *const *addresses, size_t count,
                      uint32_t timeout_ms, fanin_error *error);
 
 /**
- * fanin_client_connect() that returns as soon as one rank has answered. The calls that follow go on
- * connecting to the others, each within its own time, and find what fanin_client_connect() would
- * have said of them: FANIN_ERR_WORLD in particular.
+ * fanin_client_connect() that returns as soon as one rank has answered. The calls that follow
+ * go on connecting to the others, each within its own time, and find what
+ * fanin_client_connect() would have said of them: FANIN_ERR_WORLD in particular. Blocks and
+ * fails as that does.
  */
 FANIN_API FANIN_MUST_CHECK fanin_status
 fanin_client_connect_any(fanin_client *client, const char *const *addresses,
                          size_t count, uint32_t timeout_ms, fanin_error *error);
 
-/** Closes all connections, forgets catalogs and addresses. Does not block. */
+/**
+ * Closes all connections, forgets catalogs and addresses, unmaps what was mapped of ranks,
+ * drops the spare file. Waits for no rank. One-sided reads of a rank that cannot be recalled
+ * at once are waited for, at most 5 s a rank; what they could still write to stays allocated
+ * then.
+ */
 FANIN_API void fanin_client_disconnect(fanin_client *client);
 
 /** Which step a pull asks for. */
@@ -166,22 +222,46 @@ FANIN_API void fanin_pull_options_init(fanin_pull_options *options, size_t size)
 
 /**
  * Fills memory of the caller, the host's or CUDA devices'. Each tensor names what is wanted:
- * name, dtype and global shape (must equal the catalog's, or what options->dtype makes of
- * it), and the boxes to fill: the whole tensor or any part of it, each with address and byte
+ * name, dtype and global shape (must equal the catalog's, or what options->dtype makes of it),
+ * and the boxes to fill: the whole tensor or any part of it, each with address and byte
  * strides, all boxes of a tensor in the same kind of memory and on the same device (found out
- * unless the tensor says them). @p count 0 is an error; tensors that are not
- * named are not read.
+ * unless the tensor says them). @p count 0 is an error; tensors that are not named are not
+ * read.
  *
- * Blocks at most options->timeout_ms. On success all boxes hold the bytes of one step. On
- * failure their content is undefined and nothing writes them after the return. The memory
- * stays the caller's. *@p result_out (may be NULL) is to be freed with
- * fanin_result_free().
+ * On success all boxes hold the bytes of one step. On failure their content is undefined.
+ * Nothing writes them after the return. The memory stays the caller's. *@p result_out (may be
+ * NULL) is to be freed with fanin_result_free().
  *
- * Errors: those of fanin_client_connect() (lost ranks are connected again), and
- * FANIN_ERR_NOT_FOUND (no such run or tensor), FANIN_ERR_MISMATCH (dtype or shape, catalogs
- * that differ), FANIN_ERR_INCOMPLETE, FANIN_ERR_SUPERSEDED, FANIN_ERR_STALE, FANIN_ERR_PAUSED (a
- * rank whose bytes no other one holds has paused the run; at once, names the rank),
- * FANIN_ERR_TIMEOUT, FANIN_ERR_CANCELLED, FANIN_ERR_TRANSPORT, FANIN_ERR_MEMORY.
+ * Blocks at most options->timeout_ms. But one-sided reads and copies of a device that are
+ * under way and cannot be recalled are waited for, at most a minute; only what a fabric or a
+ * device that hangs does after that may still write the boxes.
+ *
+ * Errors:
+ * - FANIN_ERR_ARGUMENT: options, or a tensor that it names, are wrong in themselves: no
+ *   publication, a time of 0, a box without address, boxes in different kinds of memory, all
+ *   boxes empty. Fix them.
+ * - FANIN_ERR_NOT_FOUND: no such run (names those there are) or tensor.
+ * - FANIN_ERR_MISMATCH: a tensor is published with another dtype or shape; or the ranks'
+ *   catalogs contradict each other, which the trainer has to mend.
+ * - FANIN_ERR_INCOMPLETE: the ranks' boxes do not tile what is wanted, or overlap: names
+ *   tensor and block. Fix what the trainer puts.
+ * - FANIN_ERR_LIMIT: more bytes than options->max_bytes, or a catalog larger than max_catalog.
+ *   Raise it if that is right.
+ * - FANIN_ERR_UNSUPPORTED: the path that the configuration forces does not work with a rank;
+ *   the destination is CUDA memory and there is no CUDA; to verify, and a rank of an older
+ *   release.
+ * - FANIN_ERR_STALE: the trainer rewrote the weights while they were read, at every attempt.
+ *   Pull again; the message says what would help.
+ * - FANIN_ERR_SUPERSEDED: the exact step has passed. Ask for the newest, or for a least step.
+ * - FANIN_ERR_PAUSED: a rank whose bytes no other one holds has paused the run; at once, names
+ *   the rank. Pull again when the trainer has resumed it.
+ * - FANIN_ERR_TIMEOUT: the deadline passed; names the ranks that are gone, silent or behind.
+ * - FANIN_ERR_UNREACHABLE, FANIN_ERR_CLOSED: a rank is gone, and no other one holds what it
+ *   held.
+ * - FANIN_ERR_WORLD, FANIN_ERR_AUTH, FANIN_ERR_VERSION, FANIN_ERR_PROTOCOL: as
+ *   fanin_client_connect(), as lost ranks are connected again.
+ * - FANIN_ERR_TRANSPORT: the path failed again and again, a CUDA device has failed, the path
+ *   that is forced lacks something on this host, or what landed is not what the ranks verify.
  */
 FANIN_API FANIN_MUST_CHECK fanin_status
 fanin_client_pull(fanin_client *client, const fanin_pull_options *options,
@@ -193,16 +273,23 @@ fanin_client_pull(fanin_client *client, const fanin_pull_options *options,
  * adapter_config.json and fanin.json (identity). @p directory must not exist or be empty, or
  * hold the same identity (world id, publication, step, key table): then its files are read and
  * compared with their digests, nothing is asked of the ranks, and the result says "reused".
- * Another content is FANIN_ERR_EXISTS, and so is what another user could have put there: links,
- * a directory, file or lock that is not ours or that others may write to, a parent that others
- * may write to and that is not sticky. The directory appears whole, by rename, or not at all,
- * and nobody else may write to it; two processes of one user that ask for one directory at once
- * pull once. What killed pulls have left in the parent directory is removed:
+ * Another content is FANIN_ERR_EXISTS, and so is what another user could have put there:
+ * links, a directory, file or lock that is not ours or that others may write to, a parent that
+ * others may write to and that is not sticky. The directory appears whole, by rename, or not
+ * at all, and nobody else may write to it; two processes of one user that ask for one
+ * directory at once pull once. What killed pulls have left in the parent directory is removed:
  * fanin_sweep_adapter_directory().
  *
- * Blocks at most options->timeout_ms (plus what fsync takes). Errors as
- * fanin_client_pull(), and FANIN_ERR_IO (disk full, no permission), FANIN_ERR_EXISTS,
- * FANIN_ERR_MISMATCH (the metadata contradict the tensors).
+ * Blocks at most options->timeout_ms, plus what fsync takes and what fanin_client_pull() says.
+ *
+ * Errors: those of fanin_client_pull(), and
+ * - FANIN_ERR_ARGUMENT: no directory, or a name that is none or longer than 200 bytes.
+ * - FANIN_ERR_EXISTS: something else is there; says what. Remove it, or pull into another
+ *   place.
+ * - FANIN_ERR_IO: the disk is full, there is no permission or no parent directory, a limit of
+ *   file sizes; sys_errno says which.
+ * - FANIN_ERR_LIMIT: also a file larger than a quarter of its file system, if max_bytes is 0.
+ * - FANIN_ERR_MISMATCH: also metadata that are missing or contradict the tensors: names them.
  */
 FANIN_API FANIN_MUST_CHECK fanin_status fanin_client_pull_adapter(
     fanin_client *client, const fanin_pull_options *options, const char *directory,
@@ -210,13 +297,17 @@ FANIN_API FANIN_MUST_CHECK fanin_status fanin_client_pull_adapter(
 
 /**
  * Removes from @p directory what pulls into it have left that were killed: half-made adapters
- * (".<name>.fanin-tmp-<16 hex digits>") and lock files (".<name>.fanin-lock") of this user,
- * if nobody holds the lock of that name. Elsewhere than on filesystems of this host, whose locks
+ * (".<name>.fanin-tmp-<16 hex digits>") and lock files (".<name>.fanin-lock") of this user, if
+ * nobody holds the lock of that name. Elsewhere than on filesystems of this host, whose locks
  * tell nothing of other hosts, it removes nothing. *@p removed_out (may be NULL): half-made
  * adapters that are gone. What cannot be removed stays.
  *
- * Waits for nobody, blocks as long as deleting takes. Thread: any. FANIN_ERR_ARGUMENT (other
- * users may rename what lies there), FANIN_ERR_IO (it cannot be read).
+ * Waits for nobody, blocks as long as deleting takes. Thread: any.
+ *
+ * Errors:
+ * - FANIN_ERR_ARGUMENT: no directory, or one in which other users may rename what lies there.
+ *   Keep adapters in a directory that only you can write to.
+ * - FANIN_ERR_IO: it cannot be read; sys_errno says why.
  */
 FANIN_API FANIN_MUST_CHECK fanin_status fanin_sweep_adapter_directory(
     const char *directory, uint64_t *removed_out, fanin_error *error);
@@ -333,19 +424,23 @@ typedef bool (*fanin_rank_fn)(void *cookie, const fanin_rank_info *info);
 typedef bool (*fanin_publication_fn)(void *cookie, const fanin_publication_info *info);
 typedef bool (*fanin_entry_fn)(void *cookie, const fanin_entry *entry);
 
-/** The ranks as last seen; does not block. */
+/** The ranks as last seen: @p fn once for each address. Does not block. */
 FANIN_API FANIN_MUST_CHECK fanin_status fanin_client_ranks(fanin_client *client,
                                                            fanin_rank_fn fn,
                                                            void *cookie,
                                                            fanin_error *error);
 
 /**
- * Asks every rank what it publishes: one call a rank and publication. Ranks that are connected are
- * asked at once, the others as soon as they are. Each is judged by itself: one that gave no answer
- * until @p timeout_ms had passed, or refused, is left out, and fanin_client_ranks() says why.
+ * Asks every rank what it publishes: one call a rank and publication. Ranks that are connected
+ * are asked at once, the others as soon as they are. Each is judged by itself: one that gave
+ * no answer until @p timeout_ms had passed, or refused, is left out, and fanin_client_ranks()
+ * says why.
  *
- * Blocks at most @p timeout_ms. FANIN_OK if one rank answered. FANIN_ERR_WORLD,
- * FANIN_ERR_CANCELLED, FANIN_ERR_MEMORY; why the first rank gave no answer if none did.
+ * Blocks at most @p timeout_ms. FANIN_OK if one rank answered.
+ *
+ * Errors:
+ * - FANIN_ERR_WORLD: the ranks do not belong together, as fanin_client_connect().
+ * - Any other of fanin_client_connect(): nobody answered; why the first rank did not.
  */
 FANIN_API FANIN_MUST_CHECK fanin_status fanin_client_list(fanin_client *client,
                                                           uint32_t timeout_ms,
@@ -355,17 +450,22 @@ FANIN_API FANIN_MUST_CHECK fanin_status fanin_client_list(fanin_client *client,
 
 /**
  * The publication's tensors in canonical (byte) order of names, with every rank's boxes.
- * @p name not NULL: that tensor only. Waits for a first commit until the timeout.
- * FANIN_ERR_NOT_FOUND (run or tensor) and the errors of fanin_client_pull().
+ * @p name not NULL: that tensor only. Waits for a first commit until the timeout, for which it
+ * blocks at most.
+ *
+ * Errors:
+ * - FANIN_ERR_NOT_FOUND: no such run or tensor.
+ * - FANIN_ERR_MISMATCH, FANIN_ERR_LIMIT, FANIN_ERR_STALE, FANIN_ERR_PAUSED, FANIN_ERR_TIMEOUT:
+ *   as fanin_client_pull(); and those of fanin_client_connect().
  */
 FANIN_API FANIN_MUST_CHECK fanin_status fanin_client_catalog(
     fanin_client *client, const char *publication, const char *name,
     uint32_t timeout_ms, fanin_entry_fn fn, void *cookie, fanin_error *error);
 
 /**
- * The publication's metadata; @p fn gets pairs as (key, value). They are the same on all ranks:
- * those of the first rank that answers are taken. Waits for a first commit there until the timeout.
- * Errors as fanin_client_catalog().
+ * The publication's metadata; @p fn gets pairs as (key, value). They are the same on all
+ * ranks: those of the first rank that answers are taken. Waits for a first commit there until
+ * the timeout. Blocks and fails as fanin_client_catalog().
  */
 typedef bool (*fanin_pair_fn)(void *cookie, const char *key, const char *value);
 FANIN_API FANIN_MUST_CHECK fanin_status fanin_client_metadata(
@@ -375,8 +475,10 @@ FANIN_API FANIN_MUST_CHECK fanin_status fanin_client_metadata(
 /**
  * What fanin_client_pull_adapter() would write into adapter_config.json: @p fn gets the file's
  * name and its text, once. Of @p options only publication, timeout_ms and trust_config count.
- * FANIN_ERR_MISMATCH (tensors and metadata make no configuration) and the errors of
- * fanin_client_catalog().
+ * Blocks at most options->timeout_ms.
+ *
+ * Errors: those of fanin_client_catalog(), and
+ * - FANIN_ERR_MISMATCH: tensors and metadata make no configuration: names what is missing.
  */
 FANIN_API FANIN_MUST_CHECK fanin_status
 fanin_client_adapter_config(fanin_client *client, const fanin_pull_options *options,
@@ -387,9 +489,14 @@ fanin_client_adapter_config(fanin_client *client, const fanin_pull_options *opti
  * that a pull needs have committed one. *@p step (may be NULL) is that step. Of the options,
  * publication, rule, step and timeout_ms count. The connections stay.
  *
- * Blocks at most options->timeout_ms. Errors: those of fanin_client_connect(), and
- * FANIN_ERR_NOT_FOUND (no such run), FANIN_ERR_SUPERSEDED, FANIN_ERR_PAUSED, FANIN_ERR_TIMEOUT
- * (names the ranks that are behind), FANIN_ERR_CANCELLED, FANIN_ERR_MEMORY.
+ * Blocks at most options->timeout_ms.
+ *
+ * Errors: those of fanin_client_connect(), and
+ * - FANIN_ERR_NOT_FOUND: no such run (names those there are).
+ * - FANIN_ERR_SUPERSEDED, FANIN_ERR_PAUSED: as fanin_client_pull().
+ * - FANIN_ERR_MISMATCH, FANIN_ERR_LIMIT, FANIN_ERR_STALE: of catalogs, which it fetches only
+ *   to find out whether ranks that are missing or behind can be done without.
+ * - FANIN_ERR_TIMEOUT: names the ranks that are behind.
  */
 FANIN_API FANIN_MUST_CHECK fanin_status
 fanin_client_wait(fanin_client *client, const fanin_pull_options *options,
@@ -419,9 +526,12 @@ typedef bool (*fanin_quiet_fn)(void *cookie, uint64_t quiet_ms,
                                const fanin_rank_state *ranks, size_t count);
 
 /**
- * fanin_client_watch() that also speaks while nothing happens: each time that @p quiet_ms (not 0)
- * have passed without a call of @p fn, @p quiet gets the state of every rank. It ends the watch by
- * returning false, too.
+ * fanin_client_watch() that also speaks while nothing happens: each time that @p quiet_ms (not
+ * 0) have passed without a call of @p fn, @p quiet gets the state of every rank. It ends the
+ * watch by returning false, too. @p quiet may be NULL: never.
+ *
+ * Errors: those of fanin_client_watch(), and
+ * - FANIN_ERR_ARGUMENT: @p quiet_ms is 0.
  */
 FANIN_API FANIN_MUST_CHECK fanin_status
 fanin_client_follow(fanin_client *client, const char *publication, uint32_t timeout_ms,
@@ -429,19 +539,30 @@ fanin_client_follow(fanin_client *client, const char *publication, uint32_t time
                     void *cookie, fanin_error *error);
 
 /**
- * Calls @p fn once for each step committed on all ranks, until @p fn returns false, the
- * timeout (FANIN_ERR_TIMEOUT), cancel, or a rank is lost. FANIN_ERR_NOT_FOUND: the ranks publish
- * other runs and not this one, the message names those. If nothing is published yet, it waits.
+ * Calls @p fn once for each step committed on all ranks, until @p fn returns false, which is
+ * FANIN_OK. If nothing is published yet, it waits. Every rank has to be there. The connections
+ * are closed when it ends, and made again by the next call. Blocks at most @p timeout_ms.
+ *
+ * Errors:
+ * - FANIN_ERR_TIMEOUT: the time is over.
+ * - FANIN_ERR_NOT_FOUND: the ranks publish other runs and not this one; the message names
+ *   those.
+ * - FANIN_ERR_WORLD, and what else fanin_client_connect() says: a rank is missing, or was
+ *   lost.
  */
 FANIN_API FANIN_MUST_CHECK fanin_status
 fanin_client_watch(fanin_client *client, const char *publication, uint32_t timeout_ms,
                    fanin_watch_fn fn, void *cookie, fanin_error *error);
 
 /**
- * Round trip to every rank: @p fn gets rank infos; rtt in ns through @p rtt_ns. Ranks that are
- * connected are asked at once, the others as soon as they are; each is judged by itself, and has
- * until @p timeout_ms, for which the call blocks at most. @p fn is called for all ranks, then
- * FANIN_ERR_WORLD is told, or why nobody answered.
+ * Round trip to every rank: @p fn gets rank infos; rtt in ns through @p rtt_ns, 0: no answer.
+ * Ranks that are connected are asked at once, the others as soon as they are; each is judged
+ * by itself, and has until @p timeout_ms, for which the call blocks at most. FANIN_OK if one
+ * rank answered.
+ *
+ * Errors, after @p fn was called for all ranks:
+ * - FANIN_ERR_WORLD: the ranks do not belong together, as fanin_client_connect().
+ * - Any other of fanin_client_connect(): nobody answered; why the first rank did not.
  */
 typedef bool (*fanin_ping_fn)(void *cookie, const fanin_rank_info *info,
                               uint64_t rtt_ns);

@@ -28,14 +28,20 @@ typedef struct fanin_safetensors_entry {
 } fanin_safetensors_entry;
 
 /**
- * Opens @p path and parses its header. The tensors must tile the file's data without holes
- * or overlaps and agree with their dtypes and shapes; keys are unique; the header begins
- * with a brace, without blanks before it; at most FANIN_MAX_DIMS dimensions, 2^20 tensors
- * and 100 MB of header. Tensors need neither be sorted nor aligned.
+ * Opens @p path and parses its header. The tensors must tile the file's data without holes or
+ * overlaps and agree with their dtypes and shapes; keys are unique; the header begins with a
+ * brace, without blanks before it; at most FANIN_MAX_DIMS dimensions, 2^20 tensors and 100 MB
+ * of header. Tensors need neither be sorted nor aligned.
  *
- * Blocks as long as reading the header takes. Thread: any. FANIN_ERR_NOT_FOUND (no such file),
- * FANIN_ERR_IO (cannot be read), FANIN_ERR_MISMATCH (not a valid file: says what is wrong),
- * FANIN_ERR_MEMORY, FANIN_ERR_ARGUMENT. *@p out is to be closed with fanin_safetensors_close().
+ * The caller owns *@p out and ends it with fanin_safetensors_close(). Blocks as long as
+ * reading the header takes. Thread: any.
+ *
+ * Errors:
+ * - FANIN_ERR_ARGUMENT: @p path or @p out is NULL.
+ * - FANIN_ERR_NOT_FOUND: no such file.
+ * - FANIN_ERR_IO: it cannot be read, or is no regular file; sys_errno says why.
+ * - FANIN_ERR_MISMATCH: not a valid file: says what is wrong.
+ * - FANIN_ERR_MEMORY: out of memory.
  */
 FANIN_API FANIN_MUST_CHECK fanin_status fanin_safetensors_open(const char *path,
                                                                fanin_safetensors **out,

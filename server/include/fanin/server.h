@@ -1,14 +1,29 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /**
  * @file
- * The parameter server: lives inside a trainer rank's process, registers that rank's
- * shards by reference and lets inference workers read them between two updates.
+ * The parameter server: lives inside a trainer rank's process, registers that rank's shards by
+ * reference and lets inference workers read them between two updates.
  *
- * Every function may be called from any thread, several at once, unless its comment says
- * otherwise. A handle that is used in a forked child gives FANIN_ERR_FORKED and touches
- * nothing; the child has no sockets of it, so it keeps no port and no reader of a killed rank (but a
- * child made by clone() itself does). Create servers before other threads use getenv(): loading UCX sets and removes
+ * Threads: every function may be called from any thread, several at once, unless its comment
+ * says otherwise. The library's own threads, a control thread and a data thread, block all
+ * signals and sleep when idle; the data thread may have a helper that makes checksums.
+ *
+ * Fork: a handle that is used in a forked child gives FANIN_ERR_FORKED and touches nothing;
+ * the child has no sockets of it, so it keeps no port and no reader of a killed rank (but a
+ * child made by clone() itself does).
+ *
+ * Environment: create servers before other threads use getenv(): loading UCX sets and removes
  * UCX_MEM_EVENTS, UCX_HANDLE_ERRORS and UCX_DEBUG_SIGNO around dlopen(), where unset.
+ *
+ * A **publication** is a set of tensors that are committed and read together. Its name is
+ * "lora:<run>"; "full:<run>" is a name too, for tensors that are no adapter. <run> is 1 to 64
+ * of A-Z a-z 0-9 . _ - but not "." or "..".
+ *
+ * Errors come as a status and, if @p error is not NULL, as what happened and what to do about
+ * it. Each call lists its own. These two can come of every call that returns a status and are
+ * not repeated:
+ * - FANIN_ERR_ARGUMENT: the handle is NULL, or the publication's name is none. Fix the call.
+ * - FANIN_ERR_FORKED: the handle belongs to the parent process. Create one in the child.
  */
 #ifndef FANIN_SERVER_H
 #define FANIN_SERVER_H
@@ -47,9 +62,9 @@ typedef struct fanin_server_config {
     /** the most that readers can delay begin_update; default 1000;
         0: begin_update never waits */
     uint32_t lease_ms;
-    uint32_t
-        max_sessions; /**< control and data connections, default 256; half of them at most are for control, so that
-             every client that connects can also pull */
+    /** control and data connections, default 256; half of them at most are for control, so that
+        every client that connects can also pull */
+    uint32_t max_sessions;
     uint64_t max_memory; /**< bytes for all sessions together, default 256 MiB */
     uint32_t idle_ms;    /**< a session silent for so long is closed, default 300000 */
     fanin_log_fn log;    /**< default none */
@@ -60,41 +75,63 @@ typedef struct fanin_server_config {
 FANIN_API void fanin_server_config_init(fanin_server_config *config, size_t size);
 
 /**
- * Binds, listens and starts the library's threads (they block all signals and sleep when
- * idle). @p config and what it points to are copied. Does not block.
+ * Binds, listens and starts the library's threads. @p config and what it points to are copied;
+ * the caller owns *@p server_out and ends it with fanin_server_destroy(). Waits for nobody;
+ * takes as long as loading UCX does.
  *
- * FANIN_ERR_ARGUMENT (rank, world size, world id, address, wildcard or missing allow-list
- * of an open server), FANIN_ERR_EXISTS (the port is in use; names it), FANIN_ERR_LIMIT
- * (descriptor limit below what max_sessions needs), FANIN_ERR_MEMORY, FANIN_ERR_IO.
+ * May raise the process's soft limit of open files (event "descriptor-limit").
+ *
+ * Errors:
+ * - FANIN_ERR_ARGUMENT: rank, world size, world id, name, a number or a flag is out of range;
+ *   the address is not numeric, a wildcard, not this host's, or not loopback without
+ *   FANIN_SERVER_OPEN; an open server without a (valid) allow-list. Fix the configuration.
+ * - FANIN_ERR_EXISTS: the port is in use; names it. Take another one, or end who has it.
+ * - FANIN_ERR_LIMIT: max_sessions needs more open files than the hard limit allows, or no
+ *   thread can be started. Raise `ulimit -n` or the limit of threads, or lower max_sessions.
+ * - FANIN_ERR_IO: the kernel refuses a socket, an epoll set or random bytes; sys_errno says
+ *   why.
+ * - FANIN_ERR_MEMORY: out of memory.
  */
 FANIN_API FANIN_MUST_CHECK fanin_status fanin_server_create(
     const fanin_server_config *config, fanin_server **server_out, fanin_error *error);
 
-/** The TCP port that the server listens on; 0 for NULL or in a forked child. */
+/** The TCP port that the server listens on; 0 for NULL or in a forked child. Does not block. */
 FANIN_API uint16_t fanin_server_port(const fanin_server *server);
 
 /**
- * Registers @p count shards under @p publication ("lora:<run>"), all or none. The boxes'
- * memory stays the caller's and must stay valid until the shard is removed, replaced or
- * the server destroyed. Strides may be negative or non-packed. Memory may be the host's or
- * any CUDA device's, all boxes of one tensor the same; kind and device are found out unless
- * the tensor says them (a contradiction is FANIN_ERR_ARGUMENT). Device memory that has no IPC
- * handle (PyTorch's expandable_segments, stream-ordered pools, managed memory) is served by
- * stream, which the log tells with the remedy (event "no-ipc"). Inside
- * begin_update .. commit the change belongs to that update; outside of one, new shards
- * become visible with the next commit.
+ * Registers @p count shards under @p publication, all or none. Creates the publication if it
+ * is not there. Descriptions are copied. The boxes' memory stays the caller's and must stay
+ * valid until the shard is removed, replaced or the server destroyed. Strides may be negative
+ * or non-packed. Memory may be the host's or any CUDA device's, all boxes of one tensor the
+ * same; kind and device are found out unless the tensor says them. Device memory that has no
+ * IPC handle (PyTorch's expandable_segments, stream-ordered pools, managed memory) is served
+ * by stream, which the log tells with the remedy (event "no-ipc"). Inside begin_update ..
+ * commit the change belongs to that update; outside of one, new shards become visible with the
+ * next commit.
  *
- * @p replace false: a name that is there already is FANIN_ERR_EXISTS. @p replace true: an
- * existing shard is exchanged; outside an update this acts as fanin_server_begin_update()
- * first (blocks at most lease_ms, and the publication is unreadable until the next
- * commit) if pointer, dtype, shape or boxes differ, and does nothing if all are equal. Of a
- * snapshot publication the last snapshot stays readable.
+ * @p replace false: a name that is there already is an error. @p replace true: an existing
+ * shard is exchanged if pointer, allocation, dtype, shape, boxes or strides differ, and
+ * nothing happens if all are equal. Outside an update an exchange acts as
+ * fanin_server_begin_update() first: the publication is unreadable until the next commit (of a
+ * snapshot publication the last snapshot stays readable).
  *
- * FANIN_ERR_ARGUMENT (bad publication or name, unknown dtype, a box outside the global
- * shape, boxes that overlap, NULL address of a non-empty box, a name twice in the call),
- * FANIN_ERR_EXISTS, FANIN_ERR_LIMIT (keys, boxes, locked memory), FANIN_ERR_UNSUPPORTED
- * (CUDA memory, and a build or a process without CUDA), FANIN_ERR_TIMEOUT (a snapshot's copy of
- * the shards has not ended for 60 s), FANIN_ERR_MEMORY, FANIN_ERR_FORKED.
+ * Blocks only to exchange shards: at most lease_ms for readers, and until a snapshot's copy of
+ * the shards that is under way has ended, at most 60 s.
+ *
+ * Errors:
+ * - FANIN_ERR_ARGUMENT: a bad name, a name twice in the call, an unknown dtype, a box outside
+ *   the global shape, boxes that overlap, NULL as address of a box that is not empty, a box
+ *   that reaches beyond its CUDA allocation, memory of another kind or device than the tensor
+ *   says. Fix the tensor that it names.
+ * - FANIN_ERR_EXISTS: the shard is there and @p replace is false. Replace or remove it.
+ * - FANIN_ERR_LIMIT: more than 2^20 tensors or 2^22 boxes a publication, 4096 publications, or
+ *   65536 names of publications in this server's life. Spread the tensors, or remove old
+ *   publications.
+ * - FANIN_ERR_UNSUPPORTED: the tensor says CUDA memory, and the build or the machine has no
+ *   CUDA.
+ * - FANIN_ERR_TIMEOUT: a snapshot's copy of the shards has not ended for 60 s; nothing has
+ *   changed. Find out what its stream waits for.
+ * - FANIN_ERR_MEMORY: out of memory.
  */
 FANIN_API FANIN_MUST_CHECK fanin_status fanin_server_put(fanin_server *server,
                                                          const char *publication,
@@ -103,19 +140,24 @@ FANIN_API FANIN_MUST_CHECK fanin_status fanin_server_put(fanin_server *server,
                                                          fanin_error *error);
 
 /**
- * Removes one shard, or the whole publication if @p name is NULL. Outside an update it
- * acts as begin_update first: blocks at most lease_ms; when it returns, the library does
- * not touch the memory any more and readers' tokens are void (a snapshot of a shard that was
- * removed alone stays readable until the next commit).
+ * Removes one shard, or the whole publication if @p name is NULL. Outside an update it acts as
+ * begin_update first; when it returns, the library does not touch the memory any more and
+ * readers' tokens are void (a snapshot of a shard that was removed alone stays readable until
+ * the next commit).
  *
- * Workers of this host may still map CUDA memory that they read by cuda_ipc, and to free memory
- * that another process maps is undefined in CUDA. They close the mapping at their next pull, which
- * finds a new catalog version, and when they end. Who may still map it, and how much, is logged
- * (event "still-mapped"), here, when a shard is replaced and when the server is destroyed; the
- * statistics count such sessions (ipc_mappers).
+ * Blocks at most lease_ms for readers, and at most 60 s for a snapshot's copy that is under
+ * way.
  *
- * FANIN_ERR_NOT_FOUND, FANIN_ERR_TIMEOUT (as fanin_server_put(); nothing was removed),
- * FANIN_ERR_ARGUMENT, FANIN_ERR_FORKED.
+ * Workers of this host may still map CUDA memory that they read by cuda_ipc, and to free
+ * memory that another process maps is undefined in CUDA. They close the mapping at their next
+ * pull, which finds a new catalog version, and when they end. Who may still map it, and how
+ * much, is logged (event "still-mapped"), here, when a shard is replaced and when the server
+ * is destroyed; the statistics count such sessions (ipc_mappers).
+ *
+ * Errors:
+ * - FANIN_ERR_NOT_FOUND: no such publication or shard.
+ * - FANIN_ERR_TIMEOUT: a snapshot's copy of the shards has not ended for 60 s; no shard was
+ *   removed. Find out what its stream waits for.
  */
 FANIN_API FANIN_MUST_CHECK fanin_status fanin_server_remove(fanin_server *server,
                                                             const char *publication,
@@ -124,27 +166,37 @@ FANIN_API FANIN_MUST_CHECK fanin_status fanin_server_remove(fanin_server *server
 
 /**
  * Replaces the publication's metadata (copied; the same on all ranks, travels with the key
- * table; visible from the next commit on). Keys this project gives a meaning, all values
- * strings: "peft_config" (the whole adapter_config.json), or "lora_alpha", "r",
- * "base_model_name_or_path", "use_rslora", "rank_pattern", "alpha_pattern" (JSON objects),
- * "task_type", "lora_dropout", "bias", "target_modules" (JSON), and so on.
+ * table; visible from the next commit on). Creates the publication if it is not there. Keys
+ * this project gives a meaning, all values strings: "peft_config" (the whole
+ * adapter_config.json), or "lora_alpha", "r", "base_model_name_or_path", "use_rslora",
+ * "rank_pattern", "alpha_pattern" (JSON objects), "task_type", "lora_dropout", "bias",
+ * "target_modules" (JSON), and so on. A worker that makes an adapter directory needs
+ * "peft_config", or "base_model_name_or_path" and "lora_alpha".
  *
- * FANIN_ERR_ARGUMENT (a key twice, not UTF-8, more than 1 MiB in all), FANIN_ERR_MEMORY,
- * FANIN_ERR_FORKED.
+ * Waits for other calls that change the publication, not for readers.
+ *
+ * Errors:
+ * - FANIN_ERR_ARGUMENT: a key twice or empty, not UTF-8, more than 1 MiB in all.
+ * - FANIN_ERR_LIMIT: as fanin_server_put(), of publications and their names.
+ * - FANIN_ERR_MEMORY: out of memory.
  */
 FANIN_API FANIN_MUST_CHECK fanin_status
 fanin_server_set_metadata(fanin_server *server, const char *publication,
                           const fanin_pair *pairs, size_t count, fanin_error *error);
 
 /**
- * Announces that the trainer is about to write @p publication in place. New readers are
- * told to wait; blocks until the running ones are done, at most lease_ms from this call,
- * then voids their tokens. Creates the publication if it is not there. Called again
- * during an update it takes a new epoch and returns at once. Of a snapshot publication it returns
- * at once too: readers go on.
+ * Announces that the trainer is about to write @p publication in place. New readers are told
+ * to wait; blocks until the running ones are done, at most lease_ms from this call, then voids
+ * their tokens, and until what is just being sent has left: one copy into a socket, or out of
+ * a CUDA device, which is given up after 10 s. Creates the publication if it is not there.
+ * Called again during an update it takes a new epoch and returns at once. Of a snapshot
+ * publication it returns at once too: readers go on.
  *
- * FANIN_ERR_ARGUMENT, FANIN_ERR_STATE (another thread is in begin_update of the same
- * publication), FANIN_ERR_FORKED.
+ * Errors:
+ * - FANIN_ERR_STATE: another thread is in begin_update of the same publication, or it is
+ *   paused. Update it from one thread at a time; resume it first.
+ * - FANIN_ERR_LIMIT: as fanin_server_put(), of publications and their names.
+ * - FANIN_ERR_MEMORY: out of memory.
  */
 FANIN_API FANIN_MUST_CHECK fanin_status fanin_server_begin_update(
     fanin_server *server, const char *publication, fanin_error *error);
@@ -177,34 +229,45 @@ typedef struct fanin_commit_options {
 FANIN_API void fanin_commit_options_init(fanin_commit_options *options, size_t size);
 
 /**
- * Declares the publication's bytes to be those of @p step and lets readers in; wakes
- * waiting pulls. Everything written by this thread, or ordered before this call, is
- * published. Does not wait for readers. @p options may be NULL: by reference, at once.
+ * Declares the publication's bytes to be those of @p step and lets readers in; wakes waiting
+ * pulls. Everything written by this thread, or ordered before this call, is published.
+ * @p options may be NULL: by reference, at once. A first commit needs no begin_update.
  *
  * With a stream the commit takes effect when the work that is on the stream now is done; this
- * call does not wait for that. What comes before that moment and takes the bytes back withdraws
- * the commit: a begin_update (unless it is a snapshot), an abort, a removal, a shard that is
- * replaced, the server's end. The step is never published then, which the log (event
- * "commit-withdrawn") and the statistics tell. A commit whose predecessor has not taken effect
- * waits for it. If the stream's device fails, the commit never takes effect (event
- * "commit-failed"). No wait is longer than 60 s (FANIN_ERR_TIMEOUT); with FANIN_COMMIT_WAIT the
- * commit stays pending then.
+ * call does not wait for that. What comes before that moment and takes the bytes back
+ * withdraws the commit: a begin_update (unless it is a snapshot), an abort, a withdrawal, a
+ * removal, a shard that is replaced, the server's end. The step is never published then, which
+ * the log (event "commit-withdrawn") and the statistics tell. If the stream's device fails,
+ * the commit never takes effect (event "commit-failed").
  *
  * Work put on the stream later is ordered behind a snapshot's copy, so a begin_update does not
- * withdraw it: the trainer may run ahead of its stream, and writes the shards on this stream, or
- * on one that it orders behind it. Between begin_update and commit, and after an abort, readers go
- * on with the last snapshot. A snapshot without a stream is complete when the call returns, and so
- * is one that has host memory: that is copied by this thread and a few helpers when the stream
- * has got there. Each waits at most lease_ms for readers of the arena that it fills. Shards that
- * are being copied can be replaced or removed only when the stream has got there: put and remove
- * wait for that.
+ * withdraw it: the trainer may run ahead of its stream, and writes the shards on this stream,
+ * or on one that it orders behind it. Between begin_update and commit, and after an abort,
+ * readers go on with the last snapshot. A snapshot without a stream is complete when the call
+ * returns, and so is one that has host memory: that is copied by this thread and a few helpers
+ * when the stream has got there. Shards that are being copied can be replaced or removed only
+ * when the stream has got there: put and remove wait for that.
  *
- * A first commit needs no begin_update. FANIN_ERR_ARGUMENT (a step that is not above the
- * last committed one, no such publication, a cast without snapshot or to another dtype, a device
- * that there is not), FANIN_ERR_STATE (no update is open; snapshot and reference mixed; with
- * FANIN_COMMIT_WAIT: withdrawn; a stream that is being captured), FANIN_ERR_TIMEOUT, FANIN_ERR_UNSUPPORTED (a stream and no CUDA),
- * FANIN_ERR_TRANSPORT (the device has failed), FANIN_ERR_MEMORY, FANIN_ERR_LIMIT,
- * FANIN_ERR_FORKED.
+ * Blocks: by reference for nobody. A commit whose predecessor has not taken effect waits for
+ * it; a snapshot waits at most lease_ms for readers of the arena that it fills, and for its
+ * copies as said above; FANIN_COMMIT_WAIT waits for the effect. No wait for a stream is longer
+ * than 60 s.
+ *
+ * Errors. Nothing of the step is published then, and the update is open as before, but where
+ * it says otherwise:
+ * - FANIN_ERR_ARGUMENT: a step that is not above the last committed one, no such publication,
+ *   options that are wrong in themselves, another cast than before, a device that there is
+ *   not.
+ * - FANIN_ERR_STATE: no update is open, or the publication is paused; snapshot and reference
+ *   mixed; a stream that is being captured; overtaken: an update, an abort, a withdrawal or a
+ *   removal by another thread came first, which decides.
+ * - FANIN_ERR_TIMEOUT: the commit before, or the stream, has not got there for 60 s. With
+ *   FANIN_COMMIT_WAIT and a commit that was made, it stays pending. Find out what the stream
+ *   waits for.
+ * - FANIN_ERR_UNSUPPORTED: a stream, and no CUDA; or a device that cannot run the copy kernel.
+ * - FANIN_ERR_TRANSPORT: a CUDA device has failed. The trainer's log says how.
+ * - FANIN_ERR_LIMIT: the shards have more than 2^64 bytes, or more than one copy table holds.
+ * - FANIN_ERR_MEMORY: out of memory, of the host or, for arenas, of the device that it names.
  */
 FANIN_API FANIN_MUST_CHECK fanin_status
 fanin_server_commit(fanin_server *server, const char *publication, uint64_t step,
@@ -213,49 +276,61 @@ fanin_server_commit(fanin_server *server, const char *publication, uint64_t step
 /**
  * Ends an update without publishing, or withdraws its commit if that has not taken effect: the
  * publication stays unreadable (its bytes may be half-written) until a later begin_update and
- * commit, or a commit alone. Of a snapshot publication the last snapshot stays readable.
+ * commit, or a commit alone. Of a snapshot publication the last snapshot stays readable. While
+ * it is paused see fanin_server_pause(). Does not block.
  *
- * FANIN_ERR_STATE (no update is open), FANIN_ERR_NOT_FOUND, FANIN_ERR_FORKED.
+ * Errors:
+ * - FANIN_ERR_NOT_FOUND: no such publication.
+ * - FANIN_ERR_STATE: no update is open.
  */
 FANIN_API FANIN_MUST_CHECK fanin_status fanin_server_abort_update(
     fanin_server *server, const char *publication, fanin_error *error);
 
 /**
- * Takes a published step back at once, or a commit that waits for its stream, for a caller that
- * finds the bytes written outside of an update: tokens are voided, so pulls that are reading start again, and the publication stays
- * unreadable until a later begin_update and commit, or a commit alone. Waits for no reader; blocks
- * no longer than one copy into a socket. The step is not shown again.
+ * Takes a published step back at once, or a commit that waits for its stream, for a caller
+ * that finds the bytes written outside of an update: tokens are voided, so pulls that are
+ * reading start again, and the publication stays unreadable until a later begin_update and
+ * commit, or a commit alone. The step is not shown again. Waits for no reader; blocks until
+ * what is just being sent has left, as fanin_server_begin_update().
  *
- * FANIN_ERR_STATE (nothing of it is readable by reference: an update is open, it is paused, was never
- * committed, or is a snapshot, which nobody can write), FANIN_ERR_NOT_FOUND, FANIN_ERR_ARGUMENT,
- * FANIN_ERR_FORKED.
+ * Errors:
+ * - FANIN_ERR_NOT_FOUND: no such publication.
+ * - FANIN_ERR_STATE: nothing of it is readable by reference: an update is open, it is paused,
+ *   was never committed, or is a snapshot, which nobody can write.
  */
 FANIN_API FANIN_MUST_CHECK fanin_status fanin_server_withdraw(fanin_server *server,
                                                               const char *publication,
                                                               fanin_error *error);
 
 /**
- * Announces that the trainer is about to take the shards' memory away (offload, an engine's sleep,
- * a checkpoint that is loaded over it). Acts as begin_update: blocks until the running readers are
- * done, at most lease_ms, then voids their tokens; a commit that is pending on a stream is waited
- * for first (at most 60 s). From then until fanin_server_resume() no thread of the library touches
- * the shards' memory, none of it is registered for one-sided reads (workers of this host may still
- * map CUDA memory, see fanin_server_remove()), and every pull, also one that waits already, fails at
- * once with FANIN_ERR_PAUSED, "... is paused: <reason>". Steps stay what they are.
+ * Announces that the trainer is about to take the shards' memory away (offload, an engine's
+ * sleep, a checkpoint that is loaded over it). Acts as begin_update: blocks until the running
+ * readers are done, at most lease_ms, then voids their tokens; a commit that is pending on a
+ * stream is waited for first (at most 60 s). From then until fanin_server_resume() no thread
+ * of the library touches the shards' memory, none of it is registered for one-sided reads
+ * (workers of this host may still map CUDA memory, see fanin_server_remove()), and every pull,
+ * also one that waits already, fails at once with FANIN_ERR_PAUSED, "... is paused: <reason>".
+ * Steps stay what they are.
  *
- * Of a snapshot publication the last snapshot, which is memory of the server, stays readable; only
- * the shards are left alone.
+ * Of a snapshot publication the last snapshot, which is memory of the server, stays readable;
+ * only the shards are left alone.
  *
  * While it is paused, put and remove are allowed and wait for nobody, set_metadata too;
- * begin_update and commit are FANIN_ERR_STATE. abort_update gives the step up that was published:
- * for a caller that brings other values back and commits them after resume, which then shows
- * nothing until that commit (a snapshot stays readable). Paused again: only the reason changes.
+ * begin_update and commit are FANIN_ERR_STATE. abort_update gives the step up that was
+ * published: for a caller that brings other values back and commits them after resume, which
+ * then shows nothing until that commit (a snapshot stays readable). Paused again: only the
+ * reason changes.
  *
- * @p reason is UTF-8, one sentence that readers get to see, cut to 255 bytes; NULL or "": "trainer
- * memory offloaded".
+ * @p reason is UTF-8, one sentence that readers get to see, cut to 255 bytes; NULL or "":
+ * "trainer memory offloaded".
  *
- * FANIN_ERR_NOT_FOUND (nothing is created), FANIN_ERR_STATE (an update is open, or another thread is
- * in begin_update), FANIN_ERR_TIMEOUT (a commit's stream), FANIN_ERR_ARGUMENT, FANIN_ERR_FORKED.
+ * Errors:
+ * - FANIN_ERR_ARGUMENT: the reason is not UTF-8.
+ * - FANIN_ERR_NOT_FOUND: no such publication (none is created).
+ * - FANIN_ERR_STATE: an update is open, or another thread is in begin_update. Commit or abort
+ *   it first.
+ * - FANIN_ERR_TIMEOUT: a commit's stream has not got there for 60 s; nothing has changed. Find
+ *   out what it waits for.
  */
 FANIN_API FANIN_MUST_CHECK fanin_status fanin_server_pause(fanin_server *server,
                                                            const char *publication,
@@ -263,13 +338,17 @@ FANIN_API FANIN_MUST_CHECK fanin_status fanin_server_pause(fanin_server *server,
                                                            fanin_error *error);
 
 /**
- * Ends a pause. What was stable is so again, at the same step under a new epoch, from the shards as
- * they are put now: the caller promises that all their bytes, moved or not, are those of that
- * step. What was not published stays so until a commit. Readers fetch the catalog anew only if
- * shards or metadata changed, or if memory was registered for one-sided reads. Does not block.
+ * Ends a pause. What was stable is so again, at the same step under a new epoch, from the
+ * shards as they are put now: the caller promises that all their bytes, moved or not, are
+ * those of that step. What was not published stays so until a commit. Readers fetch the
+ * catalog anew only if shards or metadata changed, or if memory was registered for one-sided
+ * reads. Waits for nobody.
  *
- * FANIN_ERR_NOT_FOUND, FANIN_ERR_STATE (it is not paused), FANIN_ERR_MEMORY and FANIN_ERR_LIMIT (it
- * stays paused), FANIN_ERR_ARGUMENT, FANIN_ERR_FORKED.
+ * Errors, after which it stays paused:
+ * - FANIN_ERR_NOT_FOUND: no such publication.
+ * - FANIN_ERR_STATE: it is not paused.
+ * - FANIN_ERR_LIMIT: the shards have more than 2^64 bytes.
+ * - FANIN_ERR_MEMORY: out of memory.
  */
 FANIN_API FANIN_MUST_CHECK fanin_status fanin_server_resume(fanin_server *server,
                                                             const char *publication,
@@ -278,7 +357,15 @@ FANIN_API FANIN_MUST_CHECK fanin_status fanin_server_resume(fanin_server *server
 /** Called once per key or publication, under no lock; return false to stop. */
 typedef bool (*fanin_name_fn)(void *cookie, const char *name);
 
-/** Names of the publications (@p publication NULL) or of one publication's tensors. */
+/**
+ * Names of the publications (@p publication NULL) or of one publication's tensors, in byte
+ * order. Waits for calls that change that publication, not for readers.
+ *
+ * Errors:
+ * - FANIN_ERR_ARGUMENT: @p fn is NULL.
+ * - FANIN_ERR_NOT_FOUND: no such publication.
+ * - FANIN_ERR_MEMORY: out of memory.
+ */
 FANIN_API FANIN_MUST_CHECK fanin_status fanin_server_list(fanin_server *server,
                                                           const char *publication,
                                                           fanin_name_fn fn,
@@ -306,13 +393,23 @@ typedef struct fanin_server_stats {
     uint64_t publications_paused; /**< now */
 } fanin_server_stats;
 
-/** Fills @p stats up to its struct_size. Thread: any. FANIN_ERR_ARGUMENT, FORKED. */
+/**
+ * Fills @p stats up to its struct_size. Does not block.
+ *
+ * Errors:
+ * - FANIN_ERR_ARGUMENT: @p stats is NULL, or its struct_size is not set.
+ */
 FANIN_API FANIN_MUST_CHECK fanin_status
 fanin_server_get_stats(fanin_server *server, fanin_server_stats *stats);
 
 /**
- * The same as Prometheus text exposition format 0.0.4. Writes at most @p capacity bytes
- * with a final NUL; @p length_out gets the length that a large enough buffer would hold.
+ * The same as Prometheus text exposition format 0.0.4. Writes at most @p capacity bytes with a
+ * final NUL; @p length_out (may be NULL) gets the length that a large enough buffer would
+ * hold, without the NUL. @p buffer may be NULL if @p capacity is 0. Does not block.
+ *
+ * Errors:
+ * - FANIN_ERR_ARGUMENT: no buffer although @p capacity is not 0.
+ * - FANIN_ERR_MEMORY: out of memory.
  */
 FANIN_API FANIN_MUST_CHECK fanin_status fanin_server_prometheus(fanin_server *server,
                                                                 char *buffer,
@@ -322,10 +419,13 @@ FANIN_API FANIN_MUST_CHECK fanin_status fanin_server_prometheus(fanin_server *se
 /**
  * Stops listening, lets running pulls end for at most @p drain_ms, closes everything, joins
  * the threads, frees, sets *server to NULL. NULL and *server == NULL are fine. After it
- * returns the library does not touch the shards' memory. In a forked child it frees
- * nothing. Blocks at most drain_ms and a little; CUDA devices that do not finish copies out of
- * the shards (of snapshots on a stream, of reads) are waited for at most 70 s more, then the copies are
- * left alone, and what they write to stays allocated (events "commit-stuck", "device-stalled").
+ * returns the library does not touch the shards' memory. In a forked child it frees nothing.
+ * No other call of this handle may be under way, nor come after it.
+ *
+ * Blocks at most drain_ms and a little; CUDA devices that do not finish copies out of the
+ * shards (of snapshots on a stream, of reads) are waited for at most 70 s more, then the
+ * copies are left alone, and what they write to stays allocated (events "commit-stuck",
+ * "device-stalled").
  */
 FANIN_API void fanin_server_destroy(fanin_server **server, uint32_t drain_ms);
 
