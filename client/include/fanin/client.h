@@ -271,14 +271,14 @@ fanin_client_pull(fanin_client *client, const fanin_pull_options *options,
 /**
  * Writes the publication as a PEFT adapter directory: adapter_model.safetensors,
  * adapter_config.json and fanin.json (identity). @p directory must not exist or be empty, or
- * hold the same identity (world id, publication, step, key table): then its files are read and
- * compared with their digests, nothing is asked of the ranks, and the result says "reused".
- * Another content is FANIN_ERR_EXISTS, and so is what another user could have put there:
- * links, a directory, file or lock that is not ours or that others may write to, a parent that
- * others may write to and that is not sticky. The directory appears whole, by rename, or not
- * at all, and nobody else may write to it; two processes of one user that ask for one
- * directory at once pull once. What killed pulls have left in the parent directory is removed:
- * fanin_sweep_adapter_directory().
+ * hold the same identity (world id, publication, step, key table, and the dtype that F32 was
+ * converted to): then its files are read and compared with their digests, no tensor is asked
+ * of the ranks, and the result says "reused". Another content is FANIN_ERR_EXISTS, and so is
+ * what another user could have put there: links, a directory, file or lock that is not ours or
+ * that others may write to, a parent that others may write to and that is not sticky. The
+ * directory appears whole, by rename, or not at all, and nobody else may write to it; two
+ * processes of one user that ask for one directory at once pull once. What killed pulls have
+ * left in the parent directory is removed: fanin_sweep_adapter_directory().
  *
  * Blocks at most options->timeout_ms, plus what fsync takes and what fanin_client_pull() says.
  *
