@@ -35,7 +35,6 @@ static void refuse_keys(const buffer *b, const char *message)
 
 static void keys_come_back(void **state)
 {
-    (void)state;
     samples all = samples_of_keys();
     key_table *t = decode_keys(&all.list[0].bytes);
     assert_int_equal(t->count, 4);
@@ -87,7 +86,6 @@ static void more_key(buffer *b, uint64_t shared, const char *tail)
 
 static void names_have_one_form(void **state)
 {
-    (void)state;
     static const struct {
         uint64_t shared;
         const char *tail;
@@ -125,7 +123,6 @@ static void names_have_one_form(void **state)
 
 static void names_have_limits(void **state)
 {
-    (void)state;
     char name[FANIN_MAX_NAME + 1];
     memset(name, 'n', sizeof name);
     buffer b = one_key(1, name, FANIN_MAX_NAME);
@@ -150,7 +147,6 @@ static void names_have_limits(void **state)
 
 static void shapes_are_checked(void **state)
 {
-    (void)state;
     static const struct {
         fanin_dtype dtype;
         uint32_t n_dims;
@@ -193,7 +189,6 @@ static void shapes_are_checked(void **state)
 
 static void pairs_are_checked(void **state)
 {
-    (void)state;
     static const fanin_pair twice[] = {{"a", "1"}, {"a", "2"}};
     static const fanin_pair unsorted[] = {{"b", "1"}, {"a", "2"}};
     static const fanin_pair unnamed[] = {{"", "1"}};
@@ -226,7 +221,6 @@ static void pairs_are_checked(void **state)
 
 static void key_tables_are_whole_and_alone(void **state)
 {
-    (void)state;
     samples all = samples_of_keys();
     buffer *b = &all.list[0].bytes;
     size_t size = b->size;
@@ -282,7 +276,6 @@ static uint32_t add_module(uint32_t n, const char *module, uint64_t in, uint64_t
 
 static int make_moe(void **state)
 {
-    (void)state;
     static const char *const projections[] = {"gate_proj", "up_proj", "down_proj"};
     static const char *const attention[] = {"q_proj", "k_proj", "v_proj", "o_proj"};
     static const uint64_t outs[] = {4096, 512, 512, 2048};
@@ -308,7 +301,6 @@ static int make_moe(void **state)
 
 static void large_key_tables_are_small(void **state)
 {
-    (void)state;
     buffer b = {0};
     key_table_encode(&b, moe_keys, MOE_KEYS, NULL, 0);
     assert_true(b.size < MOE_KEYS * 32);
@@ -348,7 +340,6 @@ static box_record *moe_boxes(uint32_t rank, uint64_t align, uint64_t gap,
 
 static void large_box_tables_are_small(void **state)
 {
-    (void)state;
     buffer b = {0}, k = {0};
     uint64_t n;
     box_record *boxes = moe_boxes(5, 64, 128, &n);
@@ -440,7 +431,6 @@ static uint64_t chunks(box_record out[2], uint32_t dim, uint32_t parts, uint32_t
 
 static void chunk_rules_are_found(void **state)
 {
-    (void)state;
     box_record boxes[3];
     uint32_t got[3];
     /* Each rank of a world of 8: all, or replicated in groups of 4, on either dimension. */
@@ -461,7 +451,6 @@ static void chunk_rules_are_found(void **state)
 
 static void other_cuts_are_explicit(void **state)
 {
-    (void)state;
     box_record boxes[3];
     uint32_t got[3];
     uint64_t n = chunks(boxes, 0, 4, 1);
@@ -487,7 +476,6 @@ static void other_cuts_are_explicit(void **state)
 /* Random boxes of random tensors, in random places. */
 static void explicit_boxes_come_back(void **state)
 {
-    (void)state;
     random_source r = {6};
     static const fanin_dtype dtypes[] = {FANIN_DTYPE_U8, FANIN_DTYPE_BF16,
                                          FANIN_DTYPE_C64};
@@ -588,7 +576,6 @@ static buffer written(const words *w)
 
 static void other_forms_are_refused(void **state)
 {
-    (void)state;
     static const struct {
         const char *why; /* NULL: good */
         words w;
@@ -664,7 +651,6 @@ static void other_forms_are_refused(void **state)
 
 static void packed_dtypes_are_cut_at_whole_bytes(void **state)
 {
-    (void)state;
     static const key_entry packed = {
         .name = "p", .dtype = FANIN_DTYPE_F4, .n_dims = 1, .shape = {6}};
     world w = make_world(&packed, 1);
@@ -685,7 +671,6 @@ static void packed_dtypes_are_cut_at_whole_bytes(void **state)
 
 static void regions_come_back(void **state)
 {
-    (void)state;
     samples all = samples_of_regions();
     region_table *t;
     assert_int_equal(region_table_decode(all.list[0].bytes.data, all.list[0].bytes.size,
@@ -707,7 +692,6 @@ static void regions_come_back(void **state)
 
 static void wrong_regions_are_refused(void **state)
 {
-    (void)state;
     static const uint8_t rkey[LIMIT_RKEY + 1];
     const region_entry good = {
         .base = 4096, .length = 1, .memory = FANIN_MEMORY_HOST, .device = -1};

@@ -54,7 +54,6 @@ static void compare_golden(const sample *s)
 /* A sealed frame, and that any other bit does not fit. */
 static void seals_have_their_bytes(void **state)
 {
-    (void)state;
     sample s = {.name = "ping_sealed", .bytes = {.sealed = true}};
     encode_empty(&s.bytes, SAMPLE_REQUEST, MSG_PING);
     compare_golden(&s);
@@ -81,7 +80,6 @@ static void seals_have_their_bytes(void **state)
 
 static void messages_have_their_bytes(void **state)
 {
-    (void)state;
     samples all = samples_of_messages();
     for (size_t i = 0; i < all.count; i++) {
         const sample *s = &all.list[i];
@@ -107,7 +105,6 @@ static void messages_have_their_bytes(void **state)
 
 static void every_message_has_a_sample(void **state)
 {
-    (void)state;
     samples all = samples_of_messages();
     for (int type = MSG_HELLO; type <= MSG_DIGEST_OK; type++) {
         bool found = type == MSG_AUTH || type == MSG_AUTH_OK;
@@ -121,7 +118,6 @@ static void every_message_has_a_sample(void **state)
 
 static void key_tables_have_their_bytes(void **state)
 {
-    (void)state;
     samples all = samples_of_keys();
     for (size_t i = 0; i < all.count; i++) {
         const buffer *blob = &all.list[i].bytes;
@@ -142,7 +138,6 @@ static void key_tables_have_their_bytes(void **state)
 
 static void box_tables_have_their_bytes(void **state)
 {
-    (void)state;
     samples all_keys = samples_of_keys(), all = samples_of_boxes();
     key_table *keys;
     assert_int_equal(key_table_decode(all_keys.list[0].bytes.data,
@@ -168,7 +163,6 @@ static void box_tables_have_their_bytes(void **state)
 
 static void region_tables_have_their_bytes(void **state)
 {
-    (void)state;
     samples all = samples_of_regions();
     for (size_t i = 0; i < all.count; i++) {
         const buffer *blob = &all.list[i].bytes;
@@ -189,7 +183,6 @@ static void region_tables_have_their_bytes(void **state)
 /* What another client has to find in the table of a snapshot on the path cuda_ipc. */
 static void arenas_have_keys_to_map(void **state)
 {
-    (void)state;
     samples all = samples_of_regions();
     const buffer *blob = &all.list[all.count - 1].bytes;
     region_table *table;

@@ -42,7 +42,6 @@ static void expect(const buffer *b, message_type type, fanin_status expected,
 
 static void frames_come_back(void **state)
 {
-    (void)state;
     frame f = {.type = (message_type)0xabcd, .request = UINT64_MAX - 1, .length = 77};
     frame again;
     uint8_t bytes[FRAME_SIZE];
@@ -57,7 +56,6 @@ static void frames_come_back(void **state)
 
 static void foreign_frames_are_refused(void **state)
 {
-    (void)state;
     frame f = {.type = MSG_PING, .request = 1, .length = 1}, out;
     uint8_t good[FRAME_SIZE], bytes[FRAME_SIZE];
     const char *why = NULL;
@@ -84,7 +82,6 @@ static void foreign_frames_are_refused(void **state)
 
 static void bodies_follow_the_rules(void **state)
 {
-    (void)state;
     buffer b = numbers(2, (uint64_t[][2]){{1, 0}, {2, 9}});
     expect(&b, MSG_END_OK, FANIN_ERR_PROTOCOL, "a boolean is expected");
     buffer_append(&b, "\0", 1);
@@ -107,7 +104,6 @@ static void bodies_follow_the_rules(void **state)
 
 static void unknown_fields(void **state)
 {
-    (void)state;
     buffer b = numbers(3, (uint64_t[][2]){{1, 5}, {40, 1}, {63, 1}});
     expect(&b, MSG_PING, FANIN_OK, NULL);
     buffer_free(&b);
@@ -140,7 +136,6 @@ static void unknown_fields(void **state)
 /* Which arena holds the bytes is critical, and there only if it is another than the first. */
 static void begin_ok_names_the_arena(void **state)
 {
-    (void)state;
     for (uint32_t first = 0; first < 4; first += 3) {
         buffer b = {0};
         msg_begin_ok m = {.granted = true, .first_region = first}, again;
@@ -170,7 +165,6 @@ static void begin_ok_names_the_arena(void **state)
 /* Without any one of its required fields a message is refused; with all it is not. */
 static void required_fields(void **state)
 {
-    (void)state;
     samples all = samples_of_messages();
     int refused = 0;
     for (size_t i = 0; i < all.count; i++) {
@@ -213,7 +207,6 @@ static void required_fields(void **state)
 
 static void cut_or_damaged_bodies_never_crash(void **state)
 {
-    (void)state;
     samples all = samples_of_messages();
     for (size_t i = 0; i < all.count; i++) {
         frame f;
@@ -238,7 +231,6 @@ static void cut_or_damaged_bodies_never_crash(void **state)
 
 static void hello_ranges(void **state)
 {
-    (void)state;
     msg_hello m = {.version_min = 2, .version_max = 1, .role = ROLE_DATA}, out;
     buffer b = {0};
     encode_hello(&b, 1, &m);
@@ -263,7 +255,6 @@ static void hello_ranges(void **state)
 
 static void hello_ok_ranges(void **state)
 {
-    (void)state;
     msg_hello_ok m = {.version = 1, .rank = 8, .world_size = 8, .server_name = "s"};
     msg_hello_ok out;
     buffer b = {0};
@@ -293,7 +284,6 @@ static void hello_ok_ranges(void **state)
 
 static void pages_stay_in_their_table(void **state)
 {
-    (void)state;
     static const struct {
         uint64_t total, offset;
         size_t size;
@@ -322,7 +312,6 @@ static void pages_stay_in_their_table(void **state)
 
 static void states_paths_and_rules_are_enumerated(void **state)
 {
-    (void)state;
     msg_event event = {.publication = "lora:0", .state = WIRE_STATE_PAUSED + 1};
     msg_wait wait = {.publication = "lora:0", .rule = WIRE_RULE_AT_LEAST + 1};
     msg_open_path path = {.path = 0};
@@ -351,7 +340,6 @@ static void states_paths_and_rules_are_enumerated(void **state)
 
 static void foreign_bytes_in_texts_are_replaced(void **state)
 {
-    (void)state;
     msg_error m = {.code = FANIN_ERR_IO, .message = "cannot open \xff\xfe"}, out;
     buffer b = {0};
     encode_error(&b, 1, &m);
@@ -363,7 +351,6 @@ static void foreign_bytes_in_texts_are_replaced(void **state)
 
 static void texts_that_are_too_long_are_refused(void **state)
 {
-    (void)state;
     char name[81];
     memset(name, 'n', sizeof name);
     for (size_t size = 79; size <= 80; size++) {
@@ -380,7 +367,6 @@ static void texts_that_are_too_long_are_refused(void **state)
 
 static void lists_of_publications(void **state)
 {
-    (void)state;
     static msg_list_entry entries[LIMIT_PUBLICATIONS + 1];
     msg_list_entry *again;
     uint32_t count;
@@ -423,7 +409,6 @@ static fanin_status read_status(uint64_t bytes, const read_entry *entries, uint3
 
 static void reads_are_bounded(void **state)
 {
-    (void)state;
     const uint64_t most = LIMIT_READ_BYTES;
     read_entry whole = {.box = 5, .count = 3};
     read_entry range = {.box = 5, .offset = 1000, .length = 24};
@@ -456,7 +441,6 @@ static void reads_are_bounded(void **state)
 
 static void reads_of_many_entries(void **state)
 {
-    (void)state;
     static read_entry entries[LIMIT_READ_ENTRIES + 1];
     for (uint32_t i = 0; i <= LIMIT_READ_ENTRIES; i++)
         entries[i] = (read_entry){

@@ -17,7 +17,6 @@ static bool scan(const char *bytes, size_t size, size_t *used, const char **why)
 
 static void one_object_is_measured(void **state)
 {
-    (void)state;
     static const struct {
         const char *bytes;
         size_t size, used;
@@ -60,7 +59,6 @@ static void one_object_is_measured(void **state)
 
 static void what_is_not_allowed_is_refused(void **state)
 {
-    (void)state;
     static const uint8_t refused[] = {0xc1, 0xc7, 0xc8, 0xc9, 0xca, 0xcb,
                                       0xd4, 0xd5, 0xd6, 0xd7, 0xd8};
     uint8_t bytes[32] = {0};
@@ -76,7 +74,6 @@ static void what_is_not_allowed_is_refused(void **state)
 
 static void huge_announcements_cost_nothing(void **state)
 {
-    (void)state;
     size_t used;
     const char *why;
     assert_false(scan("\xdd\xff\xff\xff\xff", 5, &used, &why));
@@ -98,7 +95,6 @@ static void huge_announcements_cost_nothing(void **state)
 /* Whatever the scan accepts, msgpack-c reads as one object of that size. */
 static void random_bytes_are_read_as_msgpack_does(void **state)
 {
-    (void)state;
     random_source r = {4};
     int accepted = 0;
     for (int round = 0; round < 200000; round++) {
@@ -132,7 +128,6 @@ static cursor over(const buffer *b, bool canonical)
 
 static void integers_come_back(void **state)
 {
-    (void)state;
     random_source r = {5};
     for (int i = 0; i < 20000; i++) {
         uint64_t u = random_next(&r) >> random_below(&r, 64);
@@ -153,7 +148,6 @@ static void integers_come_back(void **state)
 
 static void longer_forms_are_not_canonical(void **state)
 {
-    (void)state;
     static const struct {
         const char *bytes;
         size_t size;
@@ -195,7 +189,6 @@ static void longer_forms_are_not_canonical(void **state)
 
 static void ranges_and_kinds_are_checked(void **state)
 {
-    (void)state;
     buffer b = {0};
     uint64_t u;
     int64_t s;
@@ -232,7 +225,6 @@ static void ranges_and_kinds_are_checked(void **state)
 
 static void strings_are_checked(void **state)
 {
-    (void)state;
     buffer b = {0};
     bytes_view v;
     pack_text(&b, "hello", 5);
@@ -265,7 +257,6 @@ static void strings_are_checked(void **state)
 
 static void skipping_goes_over_whole_objects(void **state)
 {
-    (void)state;
     buffer b = {0};
     uint64_t u;
     bytes_view v;

@@ -34,7 +34,6 @@ static void expect_refused(const fanin_server_config *c, fanin_status status,
 
 static void bad_configurations_are_refused(void **state)
 {
-    (void)state;
     static const struct {
         uint32_t rank, world_size;
         const char *bind, *allow, *name;
@@ -83,7 +82,6 @@ static void bad_configurations_are_refused(void **state)
 
 static void a_port_in_use_is_named(void **state)
 {
-    (void)state;
     fanin_server *s = server_start(NULL);
     fanin_server_config c = server_config();
     char port[16];
@@ -106,7 +104,6 @@ static void a_port_in_use_is_named(void **state)
 
 static void the_config_of_a_caller_may_be_shorter(void **state)
 {
-    (void)state;
     uint8_t bytes[sizeof(fanin_server_config)];
     memset(bytes, 0xee, sizeof bytes);
     fanin_server_config_init((fanin_server_config *)(void *)bytes, 24);
@@ -146,7 +143,6 @@ static int create_with_limit(rlim_t soft, rlim_t hard, uint32_t sessions, int mo
 
 static void descriptor_limits_are_checked(void **state)
 {
-    (void)state;
     assert_int_equal(create_with_limit(200, 200, 256, 0), 10);
     assert_int_equal(create_with_limit(300, 500, 256, 0), 12); /* raised */
     assert_int_equal(create_with_limit(400, 400, 256, 0), 11);
@@ -155,7 +151,6 @@ static void descriptor_limits_are_checked(void **state)
 
 static void a_forked_child_touches_nothing(void **state)
 {
-    (void)state;
     fanin_server *s = server_start(NULL);
     server_put(s, RUN, "a", memory, 10);
     pid_t child = fork();
@@ -193,7 +188,6 @@ static void a_forked_child_touches_nothing(void **state)
 /* Trainers fork (data loaders): copies of descriptors in a child keep nothing alive. */
 static void a_child_with_copies_does_not_keep_connections(void **state)
 {
-    (void)state;
     fanin_server *s = server_start(NULL);
     peer p = peer_open(s), q = peer_open(s), late;
     peer d = peer_data(s, &p);
@@ -237,7 +231,6 @@ static void a_child_with_copies_does_not_keep_connections(void **state)
    gets the port. */
 static void a_killed_rank_leaves_its_child_nothing(void **state)
 {
-    (void)state;
     int report[2], hold[2];
     assert_int_equal(pipe(report), 0);
     assert_int_equal(pipe(hold), 0);
@@ -309,7 +302,6 @@ static bool thread_blocks_signals(const char *name)
 
 static void threads_block_signals(void **state)
 {
-    (void)state;
     fanin_server *s = server_start(NULL);
     peer p = peer_open(s);
     assert_true(thread_blocks_signals("fanin-control"));
@@ -333,7 +325,6 @@ static msg_error refused(fanin_server *s, bool over_unix, fanin_status code)
 
 static void connections_are_limited(void **state)
 {
-    (void)state;
     fanin_server_config c = server_config();
     c.max_sessions = 6;
     fanin_server *s = server_start(&c);
@@ -364,7 +355,6 @@ static void connections_are_limited(void **state)
 /* Clients that connect first and pull later find room for their bytes. */
 static void sessions_leave_room_for_data(void **state)
 {
-    (void)state;
     fanin_server_config c = server_config();
     c.max_sessions = 8;
     fanin_server *s = server_start(&c);
@@ -397,7 +387,6 @@ static void sessions_leave_room_for_data(void **state)
 
 static void many_refused_peers_do_no_harm(void **state)
 {
-    (void)state;
     fanin_server_config c = server_config();
     c.max_sessions = 2;
     fanin_server *s = server_start(&c);
@@ -415,7 +404,6 @@ static void many_refused_peers_do_no_harm(void **state)
 
 static void open_servers_mind_the_allow_list(void **state)
 {
-    (void)state;
     fanin_server_config c = server_config();
     c.flags |= FANIN_SERVER_OPEN;
     c.bind = "127.0.0.1";
@@ -433,7 +421,6 @@ static void open_servers_mind_the_allow_list(void **state)
 
 static void other_users_are_refused_on_the_unix_socket(void **state)
 {
-    (void)state;
     if (geteuid() != 0)
         skip();
     fanin_server *s = server_start(NULL);
@@ -462,7 +449,6 @@ static void other_users_are_refused_on_the_unix_socket(void **state)
 
 static void idle_sessions_are_closed(void **state)
 {
-    (void)state;
     fanin_server_config c = server_config();
     c.idle_ms = 1000;
     fanin_server *s = server_start(&c);
@@ -479,7 +465,6 @@ static void idle_sessions_are_closed(void **state)
 
 static void memory_is_limited(void **state)
 {
-    (void)state;
     fanin_server_config c = server_config();
     c.max_memory = 8 << 20;
     fanin_server *s = server_start(&c);
@@ -526,7 +511,6 @@ static void memory_is_limited(void **state)
 
 static void destroy_lets_pulls_end(void **state)
 {
-    (void)state;
     fanin_server *s = server_start(NULL);
     server_put(s, RUN, "a", memory, 10);
     server_commit(s, 1);
@@ -598,7 +582,6 @@ static double unix_seconds(void)
 
 static void prometheus_tells_of_publications(void **state)
 {
-    (void)state;
     static char text[65536];
     fanin_server *s = server_start(NULL);
     server_put(s, RUN, "a", memory, 10);
@@ -635,7 +618,6 @@ static void prometheus_tells_of_publications(void **state)
 
 static void prometheus_text_is_well_formed(void **state)
 {
-    (void)state;
     fanin_server *s = server_start(NULL);
     server_put(s, RUN, "a", memory, 10);
     server_commit(s, 1);

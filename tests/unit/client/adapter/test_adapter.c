@@ -93,7 +93,6 @@ static char root[64], place[80];
 
 static int setup(void **state)
 {
-    (void)state;
     /* Memory, if there is: syncing a disk takes its time. */
     bool memory = access("/dev/shm", W_OK) == 0;
     strcpy(root,
@@ -106,7 +105,6 @@ static int setup(void **state)
 
 static int teardown(void **state)
 {
-    (void)state;
     char command[128];
     no_shared_mappings = false;
     fsync_to_fail = 0;
@@ -288,7 +286,6 @@ static fanin_status try_reuse(const adapter_identity *wanted, bool *reuse,
 
 static void a_directory_appears_whole(void **state)
 {
-    (void)state;
     bool reuse = true;
     fanin_error error;
     assert_int_equal(try_reuse(&identity, &reuse, &error), FANIN_OK);
@@ -302,7 +299,6 @@ static void a_directory_appears_whole(void **state)
 
 static void it_appears_without_shared_mappings(void **state)
 {
-    (void)state;
     no_shared_mappings = true;
     make_adapter(2);
     assert_whole(2);
@@ -310,7 +306,6 @@ static void it_appears_without_shared_mappings(void **state)
 
 static void nothing_is_there_before_it_is_published(void **state)
 {
-    (void)state;
     adapter *a = open_at(place);
     const uint64_t *to;
     uint64_t size;
@@ -325,7 +320,6 @@ static void nothing_is_there_before_it_is_published(void **state)
 
 static void bytes_that_never_landed_are_found(void **state)
 {
-    (void)state;
     for (int twice = 0; twice < 2; twice++) {
         adapter *a = open_at(place);
         const uint64_t *to;
@@ -348,7 +342,6 @@ static void bytes_that_never_landed_are_found(void **state)
 
 static void an_attempt_can_be_made_again(void **state)
 {
-    (void)state;
     adapter *a = open_at(place);
     const uint64_t *to;
     uint64_t size;
@@ -370,7 +363,6 @@ static void an_attempt_can_be_made_again(void **state)
 
 static void a_catalog_may_move(void **state)
 {
-    (void)state;
     key_entry smaller[2] = {entries[0], entries[1]};
     smaller[1].shape[0] = 64;
     smaller[1].bytes = 1024;
@@ -403,7 +395,6 @@ static void a_catalog_may_move(void **state)
 
 static void an_empty_directory_is_replaced(void **state)
 {
-    (void)state;
     assert_int_equal(mkdir(place, 0750), 0);
     bool reuse = true;
     fanin_error error;
@@ -418,7 +409,6 @@ static void an_empty_directory_is_replaced(void **state)
 
 static void a_trailing_slash_changes_nothing(void **state)
 {
-    (void)state;
     strcat(place, "//");
     make_adapter(8);
     place[strlen(place) - 2] = '\0';
@@ -429,7 +419,6 @@ static void a_trailing_slash_changes_nothing(void **state)
 
 static void another_identity_is_refused(void **state)
 {
-    (void)state;
     make_adapter(1);
     adapter_identity other[4] = {identity, identity, identity, identity};
     other[0].step = 13;
@@ -483,7 +472,6 @@ static void flip_byte(const char *path, off_t at)
 
 static void damaged_and_foreign_content_is_refused(void **state)
 {
-    (void)state;
     char path[160];
     make_adapter(1);
     write_text("README.md", "more files do no harm");
@@ -510,7 +498,6 @@ static void damaged_and_foreign_content_is_refused(void **state)
 
 static void what_is_no_directory_is_refused(void **state)
 {
-    (void)state;
     FILE *file = fopen(place, "we");
     fclose(file);
     assert_exists("no directory");
@@ -528,7 +515,6 @@ static void what_is_no_directory_is_refused(void **state)
 
 static void links_are_not_followed(void **state)
 {
-    (void)state;
     static const char *const files[] = {"adapter_model.safetensors",
                                         "adapter_config.json", "fanin.json"};
     make_adapter(1);
@@ -562,7 +548,6 @@ static void links_are_not_followed(void **state)
 
 static void what_another_user_made_is_refused(void **state)
 {
-    (void)state;
     char path[160];
     make_adapter(1);
     adapter *a = open_at(place);
@@ -601,7 +586,6 @@ static void what_another_user_made_is_refused(void **state)
 
 static void an_empty_directory_of_another_user_is_refused(void **state)
 {
-    (void)state;
     assert_int_equal(mkdir(place, 0777), 0);
     adapter *a = open_at(place);
     const uint64_t *to;
@@ -626,7 +610,6 @@ static void an_empty_directory_of_another_user_is_refused(void **state)
 
 static void nobody_else_may_write_what_is_published(void **state)
 {
-    (void)state;
     char path[160];
     struct stat info;
     mode_t before = umask(0);
@@ -647,7 +630,6 @@ static void nobody_else_may_write_what_is_published(void **state)
 /* Of a version that wrote no digest of adapter_config.json: its bytes are looked at. */
 static void a_directory_of_an_earlier_version_is_reused(void **state)
 {
-    (void)state;
     char *text, path[160];
     make_adapter(1);
     read_file("fanin.json", &text);
@@ -674,7 +656,6 @@ static void a_directory_of_an_earlier_version_is_reused(void **state)
 
 static void a_lock_of_another_user_is_not_waited_for(void **state)
 {
-    (void)state;
     char path[160], file[160];
     fanin_error error = FANIN_ERROR_INIT;
     adapter *a = NULL;
@@ -719,7 +700,6 @@ static void a_lock_of_another_user_is_not_waited_for(void **state)
 
 static void what_appears_meanwhile_is_kept(void **state)
 {
-    (void)state;
     adapter *a = open_at(place);
     assert_int_equal(mkdir(place, 0777), 0);
     write_text("mine", "precious");
@@ -732,7 +712,6 @@ static void what_appears_meanwhile_is_kept(void **state)
 
 static void bad_places_are_refused(void **state)
 {
-    (void)state;
     char longest[400], path[512];
     memset(longest, 'x', sizeof(longest));
     longest[201] = '\0';
@@ -770,7 +749,6 @@ static void bad_places_are_refused(void **state)
 
 static void an_unwritable_parent_is_refused(void **state)
 {
-    (void)state;
     if (geteuid() == 0) {
         /* Root may write everywhere but into the kernel's own filesystems. */
         strcpy(place, "/proc/fanin-adapter");
@@ -788,7 +766,6 @@ static void an_unwritable_parent_is_refused(void **state)
 
 static void a_failed_sync_leaves_nothing(void **state)
 {
-    (void)state;
     /* model, config, identity, directory, parent */
     for (int n = 1; n <= 5; n++) {
         adapter *a = open_at(place);
@@ -807,7 +784,6 @@ static void a_failed_sync_leaves_nothing(void **state)
 
 static void a_full_disk_is_an_error(void **state)
 {
-    (void)state;
     if (mount("none", root, "tmpfs", 0, "size=4m") != 0) {
         print_message("cannot mount a filesystem of its own\n");
         skip();
@@ -863,7 +839,6 @@ static adapter *map_claim(uint64_t gib, uint64_t *size_out)
 
 static void a_claim_takes_no_space(void **state)
 {
-    (void)state;
     uint64_t size;
     adapter *a = map_claim(1, &size);
     /* The threads go ahead by 64 MiB, whenever they get to it. */
@@ -879,7 +854,6 @@ static void a_claim_takes_no_space(void **state)
 
 static void a_disk_that_fills_up_is_an_error(void **state)
 {
-    (void)state;
     if (mount("none", root, "tmpfs", 0, "size=1100m") != 0) {
         print_message("cannot mount a filesystem of its own\n");
         skip();
@@ -902,7 +876,6 @@ static void a_disk_that_fills_up_is_an_error(void **state)
 
 static void sizes_have_a_limit(void **state)
 {
-    (void)state;
     if (mount("none", root, "tmpfs", 0, "size=32m") != 0) {
         print_message("cannot mount a filesystem of its own\n");
         skip();
@@ -951,7 +924,6 @@ static void limit_of_file_sizes(bool mappings, rlim_t bytes)
 
 static void a_limit_of_file_sizes_is_an_error(void **state)
 {
-    (void)state;
     limit_of_file_sizes(true, 1 << 20);
     limit_of_file_sizes(true, 100);
     limit_of_file_sizes(false, 1 << 20);
@@ -1009,7 +981,6 @@ static void make_neighbours(void)
 
 static void leftovers_of_the_dead_are_removed(void **state)
 {
-    (void)state;
     make_leftovers();
     make_neighbours();
     adapter *a = open_at(place);
@@ -1020,7 +991,6 @@ static void leftovers_of_the_dead_are_removed(void **state)
 
 static void a_directory_can_be_swept(void **state)
 {
-    (void)state;
     fanin_error error = FANIN_ERROR_INIT;
     uint64_t removed = 9;
     make_leftovers();
@@ -1038,7 +1008,6 @@ static void a_directory_can_be_swept(void **state)
 
 static void a_sweep_leaves_what_may_be_alive_or_not_ours(void **state)
 {
-    (void)state;
     fanin_error error = FANIN_ERROR_INIT;
     uint64_t removed;
     char path[160];
@@ -1103,7 +1072,6 @@ static pid_t start_holder(void)
 
 static void a_held_lock_is_waited_for(void **state)
 {
-    (void)state;
     pid_t child = start_holder();
     adapter *a = NULL;
     fanin_error error = FANIN_ERROR_INIT;
@@ -1142,7 +1110,6 @@ static int worker(void)
 
 static void of_many_processes_one_makes_it(void **state)
 {
-    (void)state;
     enum { WORKERS = 8 };
     int count[4] = {0};
     pid_t children[WORKERS];
@@ -1164,7 +1131,6 @@ static void of_many_processes_one_makes_it(void **state)
 
 static void a_forked_child_does_not_keep_the_lock(void **state)
 {
-    (void)state;
     adapter *a = open_at(place);
     pid_t child = fork();
     if (child == 0) {

@@ -17,7 +17,6 @@ static const uint64_t shape_4[] = {4};
 
 static void header_is_that_of_the_reference_writer(void **state)
 {
-    (void)state;
     const safetensors_item items[] = {
         {"a", FANIN_DTYPE_BF16, 2, shape_23, 12},
         {"b", FANIN_DTYPE_F32, 1, shape_4, 16},
@@ -50,7 +49,6 @@ static void header_is_that_of_the_reference_writer(void **state)
 
 static void names_are_escaped_as_serde_does(void **state)
 {
-    (void)state;
     const safetensors_item item = {
         "\"\\/\b\f\n\r\t\x01\x1f\x7f\xc3\xa9\xf0\x9f\x99\x82", FANIN_DTYPE_U8, 1,
         shape_4, 4};
@@ -66,7 +64,6 @@ static void names_are_escaped_as_serde_does(void **state)
 
 static void bad_names_are_refused(void **state)
 {
-    (void)state;
     static const char *const names[] = {"__metadata__", "a\xff", "\xc0\x80",
                                         "\xed\xa0\x80"};
     for (size_t i = 0; i < sizeof(names) / sizeof(names[0]); i++) {
@@ -82,7 +79,6 @@ static void bad_names_are_refused(void **state)
 
 static void an_empty_file_has_only_metadata(void **state)
 {
-    (void)state;
     safetensors_layout layout;
     assert_int_equal(safetensors_lay_out(NULL, 0, NULL, &layout, NULL), FANIN_OK);
     assert_int_equal(layout.header_size, 8 + 32);
@@ -102,7 +98,6 @@ static fanin_status parse(const char *json, uint64_t data, fanin_safetensors **o
 
 static void good_headers_are_read(void **state)
 {
-    (void)state;
     static const struct {
         const char *json;
         uint64_t data;
@@ -147,7 +142,6 @@ static void good_headers_are_read(void **state)
 
 static void bad_headers_are_refused(void **state)
 {
-    (void)state;
     static const struct {
         const char *json, *why;
         uint64_t data;
@@ -245,7 +239,6 @@ static void bad_headers_are_refused(void **state)
 /* Wherever it is: no byte of JSON is one. */
 static void nul_bytes_are_refused(void **state)
 {
-    (void)state;
     static const char json[] = "{" U8_AT("a", "0", "1") "," U8_AT("b", "1", "2") "}";
     for (size_t i = 1; i <= sizeof(json) - 1; i++) {
         char with[sizeof(json)];
@@ -264,7 +257,6 @@ static void nul_bytes_are_refused(void **state)
 
 static void errors_tell_where(void **state)
 {
-    (void)state;
     fanin_safetensors *file = NULL;
     fanin_error error = FANIN_ERROR_INIT;
     static const char json[] = "{" U8_AT("a", "0", "1") ",  \"b\" 5}";
@@ -301,7 +293,6 @@ static void tree_free(void *at)
 
 static void trees_are_of_one_member_each(void **state)
 {
-    (void)state;
     enum { COUNT = 20000 };
     char *json = malloc((size_t)COUNT * 100);
     assert_non_null(json);
@@ -330,7 +321,6 @@ static void trees_are_of_one_member_each(void **state)
 
 static void what_is_written_is_read(void **state)
 {
-    (void)state;
     const safetensors_item items[] = {
         {"a\n\"", FANIN_DTYPE_BF16, 2, shape_23, 12},
         {"b\xc3\xa9", FANIN_DTYPE_F32, 1, shape_4, 16},
@@ -370,7 +360,6 @@ static void what_is_written_is_read(void **state)
 
 static void a_short_entry_gets_what_fits(void **state)
 {
-    (void)state;
     fanin_safetensors *file = NULL;
     assert_int_equal(parse("{" U8_AT("a", "0", "1") "}", 1, &file, NULL), FANIN_OK);
     fanin_safetensors_entry entry;
@@ -396,7 +385,6 @@ static void write_temporary(char path[64], const void *data, size_t size)
 
 static void files_are_opened(void **state)
 {
-    (void)state;
     char path[64];
     static const char json[] = "{" U8_AT("a", "0", "1") "}   ";
     char content[128] = {(char)(sizeof(json) - 1)};
@@ -431,7 +419,6 @@ static void files_are_opened(void **state)
 
 static void huge_lengths_are_refused(void **state)
 {
-    (void)state;
     char path[64];
     fanin_safetensors *file = NULL;
     fanin_error error = FANIN_ERROR_INIT;

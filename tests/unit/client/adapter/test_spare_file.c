@@ -23,7 +23,6 @@ static logger nobody;
 
 static int setup(void **state)
 {
-    (void)state;
     bool memory = access("/dev/shm", W_OK) == 0;
     strcpy(root, memory ? "/dev/shm/fanin-spare-XXXXXX" : "/tmp/fanin-spare-XXXXXX");
     if (!mkdtemp(root))
@@ -34,7 +33,6 @@ static int setup(void **state)
 
 static int teardown(void **state)
 {
-    (void)state;
     char command[128];
     close(parent);
     snprintf(command, sizeof(command), "rm -rf '%s'", root);
@@ -101,7 +99,6 @@ static uint64_t spare_inode(void)
 
 static void a_file_has_no_name_and_fits_one_place(void **state)
 {
-    (void)state;
     file_memory m;
     spare_file *s = start(SIZE);
     assert_true(spare_file_fits(s, parent, SIZE));
@@ -129,7 +126,6 @@ static void a_file_has_no_name_and_fits_one_place(void **state)
 /* However far it has come, dropping ends it, and what it took is free again. */
 static void making_can_be_ended_at_any_time(void **state)
 {
-    (void)state;
     for (int i = 0; i < 20; i++) {
         spare_file *s = start(SIZE + (uint64_t)i * 4096);
         spare_file_drop(&s);
@@ -140,7 +136,6 @@ static void making_can_be_ended_at_any_time(void **state)
 
 static void what_was_retired_goes(void **state)
 {
-    (void)state;
     char path[100];
     snprintf(path, sizeof(path), "%s/old", root);
     file_memory old = {.file = open(path, O_RDWR | O_CREAT | O_CLOEXEC, 0600),
@@ -159,7 +154,6 @@ static void what_was_retired_goes(void **state)
 
 static void pages_are_made_whole(void **state)
 {
-    (void)state;
     uint8_t *base =
         mmap(NULL, SIZE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     assert_ptr_not_equal(base, MAP_FAILED);
@@ -241,7 +235,6 @@ static made make_adapter(const char *name, fanin_dtype dtype, spare_file **spare
 /* The file that was made beforehand is the one that is published, once. */
 static void adapters_take_the_spare(void **state)
 {
-    (void)state;
     spare_file *spare = NULL;
     make_adapter("first", 0, &spare);
     if (!spare)
@@ -264,7 +257,6 @@ static void adapters_take_the_spare(void **state)
 
 static void another_dtype_is_another_content(void **state)
 {
-    (void)state;
     char path[100];
     bool reuse = true;
     uint64_t size;

@@ -403,7 +403,6 @@ static void land_on_pinned(bench *b)
 
 static void chunks_land_on_devices(void **state)
 {
-    (void)state;
     for (uint32_t dim = 0; dim < 2; dim++) {
         bench b;
         make_chunks(&b, 4, dim, dim ? FANIN_DTYPE_F16 : 0);
@@ -416,7 +415,6 @@ static void chunks_land_on_devices(void **state)
 
 static void chunks_land_in_host_memory(void **state)
 {
-    (void)state;
     for (uint32_t dim = 0; dim < 2; dim++) {
         bench b;
         make_chunks(&b, 3, dim, dim ? FANIN_DTYPE_BF16 : 0);
@@ -428,7 +426,6 @@ static void chunks_land_in_host_memory(void **state)
 
 static void files_land_by_whole_chunks(void **state)
 {
-    (void)state;
     for (uint32_t i = 0; i < 4; i++) {
         bench b;
         make_chunks(&b, 4, i % 2, i / 2 ? FANIN_DTYPE_BF16 : 0);
@@ -443,7 +440,6 @@ static void files_land_by_whole_chunks(void **state)
 
 static void odd_boxes_land_anywhere(void **state)
 {
-    (void)state;
     for (int convert = 0; convert < 2; convert++) {
         bench b;
         make_odd(&b, convert ? FANIN_DTYPE_BF16 : 0);
@@ -457,7 +453,6 @@ static void odd_boxes_land_anywhere(void **state)
 /* One half of the memory is on a device. */
 static void both_kinds_land_at_once(void **state)
 {
-    (void)state;
     bench b;
     void *memory;
     fanin_error error = FANIN_ERROR_INIT;
@@ -526,7 +521,6 @@ static void *release_soon(void *argument)
 
 static void a_kernel_under_way_is_waited_for(void **state)
 {
-    (void)state;
     bench b;
     pthread_t thread;
     fanin_error error = FANIN_ERROR_INIT;
@@ -550,7 +544,6 @@ static void a_kernel_under_way_is_waited_for(void **state)
 
 static void the_callers_stream_comes_first(void **state)
 {
-    (void)state;
     bench b;
     fanin_error error = FANIN_ERROR_INIT;
     void *memory = prepare_device(&b);
@@ -582,7 +575,6 @@ static void the_callers_stream_comes_first(void **state)
 
 static void a_failed_device_is_an_error(void **state)
 {
-    (void)state;
     bench b;
     fanin_error error = FANIN_ERROR_INIT;
     void *memory = prepare_device(&b);
@@ -607,7 +599,6 @@ static void a_failed_device_is_an_error(void **state)
 
 static void arenas_outside_of_the_table_are_refused(void **state)
 {
-    (void)state;
     bench b;
     fanin_error error = FANIN_ERROR_INIT;
     void *memory = prepare_device(&b);
@@ -622,7 +613,6 @@ static void arenas_outside_of_the_table_are_refused(void **state)
 
 static void mappings_are_shared_and_swept(void **state)
 {
-    (void)state;
     bench b;
     fanin_error error = FANIN_ERROR_INIT;
     void *memory = prepare_device(&b);
@@ -652,7 +642,6 @@ static void mappings_are_shared_and_swept(void **state)
 
 static void idle_publications_are_unmapped(void **state)
 {
-    (void)state;
     bench b;
     void *memory = prepare_device(&b);
     ipc_map *map = b.client->ipc;

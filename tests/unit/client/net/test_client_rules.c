@@ -328,19 +328,16 @@ static bool a_whole_world_is_found(void)
 
 static void test_world(void **state)
 {
-    (void)state;
     check(worlds_do_not_mix, CLIENT_RULE_WORLD);
 }
 
 static void test_world_again(void **state)
 {
-    (void)state;
     check(later_worlds_do_not_mix, CLIENT_RULE_WORLD_AGAIN);
 }
 
 static void test_incarnation(void **state)
 {
-    (void)state;
     if (!world_has_cma())
         skip();
     check(old_addresses_are_forgotten, CLIENT_RULE_INCARNATION);
@@ -348,7 +345,6 @@ static void test_incarnation(void **state)
 
 static void test_end(void **state)
 {
-    (void)state;
     if (!world_has_cma())
         skip();
     check(overtaken_bytes_are_discarded, CLIENT_RULE_END_CHECK);
@@ -356,7 +352,6 @@ static void test_end(void **state)
 
 static void test_world_ask(void **state)
 {
-    (void)state;
     check(a_whole_world_is_found, CLIENT_RULE_WORLD_ASK);
 }
 
@@ -407,13 +402,11 @@ static bool a_list_asks_anew(void)
 
 static void test_survey(void **state)
 {
-    (void)state;
     check(a_list_asks_anew, CLIENT_RULE_WORLD_ASK);
 }
 
 static void test_staggered_restart(void **state)
 {
-    (void)state;
     assert_true(staggered(restart));
 }
 

@@ -14,7 +14,6 @@
 
 static void names_become_those_on_disk(void **state)
 {
-    (void)state;
     static const struct {
         const char *from, *to;
         peft_part part;
@@ -72,7 +71,6 @@ static void names_become_those_on_disk(void **state)
 
 static void the_longest_name_fits(void **state)
 {
-    (void)state;
     char name[FANIN_MAX_NAME + 1], buffer[PEFT_NAME_SIZE];
     memset(name, 'a', FANIN_MAX_NAME);
     name[FANIN_MAX_NAME] = '\0';
@@ -82,7 +80,6 @@ static void the_longest_name_fits(void **state)
 
 static void suffixes_do_not_begin_with_numbers(void **state)
 {
-    (void)state;
     static const char *const cases[][2] = {
         {"model.layers.0.self_attn.q_proj", "q_proj"},
         {"q_proj", "q_proj"},
@@ -116,7 +113,6 @@ static pattern_result match(const char *pattern_of, pattern_use use, const char 
 
 static void patterns_match_as_in_peft(void **state)
 {
-    (void)state;
     static const struct {
         const char *pattern, *text;
         pattern_result key, whole; /* as rank_pattern's, as target_modules */
@@ -195,7 +191,6 @@ static void patterns_match_as_in_peft(void **state)
 /* What Python and PCRE2 read differently, or only one of them reads. */
 static void what_python_reads_otherwise_is_unknown(void **state)
 {
-    (void)state;
     static const char *const patterns[] = {
         "[[:alpha:]]", "[a&&b]",  "[a--b]",  "a{,2}",        "a{x}",    "\\vq",
         "q\\Z",        "\\x4",    "\\Qq\\E", "\\h",          "\\R",     "\\K",
@@ -218,7 +213,6 @@ static void what_python_reads_otherwise_is_unknown(void **state)
 
 static void what_is_no_expression_is_invalid(void **state)
 {
-    (void)state;
     static const char *const patterns[] = {
         "(q",  "q)",     "[q",    "*q",    "a**", "(?P<n>a)(?P<n>b)",
         "\\1", "a{3,2}", "[b-a]", "(?P=n)"};
@@ -230,7 +224,6 @@ static void what_is_no_expression_is_invalid(void **state)
 
 static void hostile_patterns_end(void **state)
 {
-    (void)state;
     static const char *const patterns[] = {
         "(a*)*b",  "(a|aa)+[bc]",        "(.*)*(.*)*(.*)*[^x]b",
         "(a+)+$b", "(a|a)*b|(a|b|ab)*c", "((a?){30}a*){30}b"};
@@ -258,7 +251,6 @@ static void hostile_patterns_end(void **state)
 /* Thirty characters may become kilobytes. */
 static void compiled_patterns_are_bounded(void **state)
 {
-    (void)state;
     pattern_budget budget = PATTERN_BUDGET;
     uint64_t before = budget.bytes;
     budget.ns = UINT64_MAX / 2;
@@ -280,7 +272,6 @@ static void compiled_patterns_are_bounded(void **state)
 
 static void escaped_text_matches_itself_only(void **state)
 {
-    (void)state;
     static const char text[] = "a.b+c$(d)[e]\\f-g_h{2}";
     buffer out = {0};
     pattern_escape(&out, text, strlen(text));
@@ -408,7 +399,6 @@ static void assert_refused(fixture *f, const char *why, const char *key)
 
 static void a_plain_adapter_is_derived(void **state)
 {
-    (void)state;
     fixture f = {0};
     usual_pairs(&f);
     pair(&f, "lora_dropout", "0.05");
@@ -447,7 +437,6 @@ static bool say_stop(void *asked)
 /* Every layer against every name of a list: that is looked away from when nobody waits. */
 static void long_lists_are_not_looked_through_in_vain(void **state)
 {
-    (void)state;
     static const char *const heads[] = {
         "\"target_modules\":[\"q\"",
         "\"rank_pattern\":{\"q\":8",
@@ -490,7 +479,6 @@ static void long_lists_are_not_looked_through_in_vain(void **state)
 
 static void the_text_is_as_peft_writes_it(void **state)
 {
-    (void)state;
     fixture f = {0};
     pair(&f, "peft_config",
          "{\"r\":8,\"peft_type\":\"LORA\",\"lora_dropout\":0.1,\"x\":0."
@@ -521,7 +509,6 @@ static void the_text_is_as_peft_writes_it(void **state)
 
 static void differing_ranks_become_a_pattern(void **state)
 {
-    (void)state;
     fixture f = {0};
     usual_pairs(&f);
     for (int layer = 0; layer < 3; layer++) {
@@ -560,7 +547,6 @@ static void differing_ranks_become_a_pattern(void **state)
 
 static void what_nothing_tells_is_refused(void **state)
 {
-    (void)state;
     fixture f = {0};
     add_layer(&f, "m.q", 8, 16, 16);
     assert_refused(&f, "base model", "");
@@ -589,7 +575,6 @@ static void what_nothing_tells_is_refused(void **state)
 
 static void broken_layers_are_refused(void **state)
 {
-    (void)state;
     fixture a = {0}, b = {0}, c = {0}, d = {0}, e = {0};
     usual_pairs(&a);
     add_layer(&a, "m.q", 8, 16, 16);
@@ -615,7 +600,6 @@ static void broken_layers_are_refused(void **state)
 
 static void one_name_twice_is_refused(void **state)
 {
-    (void)state;
     fixture f = {0};
     usual_pairs(&f);
     add_layer(&f, "m.q", 8, 16, 16);
@@ -629,7 +613,6 @@ static void one_name_twice_is_refused(void **state)
 
 static void embeddings_dora_and_bias_are_derived(void **state)
 {
-    (void)state;
     fixture f = {0};
     usual_pairs(&f);
     add(&f, "m.embed_tokens.lora_embedding_A.default", 8, 100);
@@ -657,7 +640,6 @@ static void embeddings_dora_and_bias_are_derived(void **state)
 
 static void saved_modules_are_listed(void **state)
 {
-    (void)state;
     fixture f = {0};
     usual_pairs(&f);
     add_layer(&f, "m.q", 8, 16, 16);
@@ -694,7 +676,6 @@ static void add_fused(fixture *f, const char *module, uint64_t r_gate_up,
 
 static void fused_experts_are_derived_where_provable(void **state)
 {
-    (void)state;
     fixture f = {0};
     usual_pairs(&f);
     add_layer(&f, "model.layers.0.self_attn.q_proj", 4, 32, 32);
@@ -730,7 +711,6 @@ static void fused_experts_are_derived_where_provable(void **state)
 
 static void fused_experts_of_unusual_shape_are_refused(void **state)
 {
-    (void)state;
     fixture f = {0};
     usual_pairs(&f);
     pair(&f, "r", "4");
@@ -754,7 +734,6 @@ static void fused_experts_of_unusual_shape_are_refused(void **state)
 
 static void a_given_configuration_is_kept_whole(void **state)
 {
-    (void)state;
     fixture f = {0};
     pair(&f, "peft_config",
          CONFIG("\"r\": 8, \"lora_alpha\": 16, \"target_modules\": [\"q\", \"unused\"],"
@@ -786,7 +765,6 @@ static void a_given_configuration_is_kept_whole(void **state)
 
 static void fields_that_load_code_are_dropped(void **state)
 {
-    (void)state;
     static const struct {
         const char *field, *kept, *dropped; /* kept NULL: the field is absent */
     } cases[] = {
@@ -852,7 +830,6 @@ static void fields_that_load_code_are_dropped(void **state)
 
 static void fields_of_another_shape_are_refused(void **state)
 {
-    (void)state;
     static const char *const fields[] = {
         "\"init_lora_weights\": {\"_target_\": \"os.system\"}",
         "\"exclude_modules\": [[[[\"deep\"]]], \"x\"]",
@@ -882,7 +859,6 @@ static void fields_of_another_shape_are_refused(void **state)
 
 static void other_methods_than_lora_need_trust(void **state)
 {
-    (void)state;
     fixture f = {0};
     pair(&f, "peft_config",
          "{\"peft_type\": \"IA3\", \"base_model_name_or_path\": \"m\", \"r\": 3}");
@@ -896,7 +872,6 @@ static void other_methods_than_lora_need_trust(void **state)
 /* In PEFT the first pattern that matches wins. */
 static void patterns_keep_the_trainers_order(void **state)
 {
-    (void)state;
     static const char alphas[] = "{\"q\": 6, \"a.q\": 12, \"Z\": 1}";
     static const char given[] =
         CONFIG("\"r\": 4, \"lora_alpha\": 16, \"target_modules\": [\"q\"],"
@@ -929,7 +904,6 @@ static void patterns_keep_the_trainers_order(void **state)
 
 static void a_given_configuration_must_fit(void **state)
 {
-    (void)state;
     static const struct {
         const char *config, *why, *key;
     } cases[] = {
@@ -979,7 +953,6 @@ static void a_given_configuration_must_fit(void **state)
 
 static void what_cannot_be_proven_is_believed(void **state)
 {
-    (void)state;
     static const char *const configs[] = {
         CONFIG("\"target_modules\": \"all-linear\""), /* PEFT's default r is 8 */
         CONFIG("\"r\": 8, \"target_modules\": null"),
@@ -1001,7 +974,6 @@ static void what_cannot_be_proven_is_believed(void **state)
 
 static void given_fused_experts_are_checked(void **state)
 {
-    (void)state;
     static const struct {
         const char *config, *why;
     } cases[] = {

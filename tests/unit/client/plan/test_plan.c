@@ -55,7 +55,6 @@ static fanin_error incomplete(const world *w)
 
 static void uneven_chunks_land_in_order(void **state)
 {
-    (void)state;
     world w;
     landing l;
     world_init(&w, 4, 1);
@@ -80,7 +79,6 @@ static void uneven_chunks_land_in_order(void **state)
 
 static void missing_rank_is_named(void **state)
 {
-    (void)state;
     world w;
     const bool absent[4] = {false, true, false, false};
     world_init(&w, 4, 1);
@@ -100,7 +98,6 @@ static void missing_rank_is_named(void **state)
 
 static void missing_rows_are_named(void **state)
 {
-    (void)state;
     world w;
     const bool absent[4] = {false, true, false, false};
     world_init(&w, 4, 1);
@@ -119,7 +116,6 @@ static void missing_rows_are_named(void **state)
 /* Both holders of a share are gone: neither is *the* rank at fault. */
 static void missing_replicas_are_told(void **state)
 {
-    (void)state;
     world w;
     const bool absent[8] = {false, true, false, false, false, true, false, false};
     world_init(&w, 8, 1);
@@ -135,7 +131,6 @@ static void missing_replicas_are_told(void **state)
 
 static void different_cuts_conflict(void **state)
 {
-    (void)state;
     world w;
     world_init(&w, 3, 1);
     world_key(&w, FANIN_DTYPE_F32, 2, SHAPE(10, 4));
@@ -155,7 +150,6 @@ static void different_cuts_conflict(void **state)
 
 static void conflict_inside_of_a_rank_names_it(void **state)
 {
-    (void)state;
     world w;
     world_init(&w, 3, 1);
     world_key(&w, FANIN_DTYPE_F32, 2, SHAPE(10, 4));
@@ -173,7 +167,6 @@ static void conflict_inside_of_a_rank_names_it(void **state)
 
 static void holes_of_grids_name_both_dimensions(void **state)
 {
-    (void)state;
     world w;
     world_init(&w, 4, 1);
     world_key(&w, FANIN_DTYPE_U8, 2, SHAPE(8, 16));
@@ -191,7 +184,6 @@ static void holes_of_grids_name_both_dimensions(void **state)
 
 static void tensors_that_nobody_wants_are_proven_too(void **state)
 {
-    (void)state;
     world w;
     landing l = {0};
     world_init(&w, 1, 1);
@@ -210,7 +202,6 @@ static void tensors_that_nobody_wants_are_proven_too(void **state)
 
 static void empty_shards_and_tensors_need_nobody(void **state)
 {
-    (void)state;
     world w;
     landing l;
     bool use[16];
@@ -267,7 +258,6 @@ static void hold_units(world *w, uint32_t n_dims, uint64_t side)
 
 static void a_plan_stops_when_nobody_waits_for_it(void **state)
 {
-    (void)state;
     world w;
     landing l;
     plan *p = NULL;
@@ -291,7 +281,6 @@ static void a_plan_stops_when_nobody_waits_for_it(void **state)
 
 static void too_many_pieces_are_not_want_of_memory(void **state)
 {
-    (void)state;
     world w;
     landing l;
     plan *p = NULL;
@@ -307,7 +296,6 @@ static void too_many_pieces_are_not_want_of_memory(void **state)
 
 static void nothing_is_planned_from_nothing(void **state)
 {
-    (void)state;
     world w;
     landing l;
     world_init(&w, 0, 1);
@@ -326,7 +314,6 @@ static void nothing_is_planned_from_nothing(void **state)
 
 static void neighbouring_boxes_stay_together(void **state)
 {
-    (void)state;
     world w;
     landing l;
     world_init(&w, 8, 1);
@@ -356,7 +343,6 @@ static void neighbouring_boxes_stay_together(void **state)
 /* Rank 0 holds everything, 1 and 2 a half each: a third for each of them. */
 static void unequal_replicas_are_levelled(void **state)
 {
-    (void)state;
     world w;
     landing l;
     world_init(&w, 3, 1);
@@ -404,7 +390,6 @@ static void check_lone(uint32_t shared, uint64_t expected)
 
 static void lone_boxes_count_as_load(void **state)
 {
-    (void)state;
     check_lone(10, 2000);
     check_lone(30, 3000); /* then all that is shared comes from rank 1 */
 }
@@ -413,7 +398,6 @@ static void lone_boxes_count_as_load(void **state)
 
 static void long_boxes_become_several_pieces(void **state)
 {
-    (void)state;
     world w;
     landing l;
     world_init(&w, 2, 1);
@@ -441,7 +425,6 @@ static void long_boxes_become_several_pieces(void **state)
 
 static void equal_geometries_share_views(void **state)
 {
-    (void)state;
     world w;
     landing l;
     world_init(&w, 4, 1);
@@ -483,7 +466,6 @@ static void check_columns(uint64_t columns, uint64_t wanted, uint64_t pieces,
 
 static void short_runs_are_read_along_with_gaps(void **state)
 {
-    (void)state;
     check_columns(1024, 4, 1, 63 * 1024 + 4);
     check_columns(1024, 511, 1, 63 * 1024 + 511);
     check_columns(1024, 512, 64, 64 * 512); /* long enough for pieces of their own */
@@ -494,7 +476,6 @@ static void short_runs_are_read_along_with_gaps(void **state)
 /* Neighbouring short runs joined over a gap stay short: the next gap is crossed too. */
 static void gaps_are_crossed_in_several_dimensions(void **state)
 {
-    (void)state;
     world w;
     landing l = {0};
     world_init(&w, 1, 1);
@@ -513,7 +494,6 @@ static void gaps_are_crossed_in_several_dimensions(void **state)
 
 static void slices_of_one_tensor_are_ordered_by_source(void **state)
 {
-    (void)state;
     world w;
     landing l = {0};
     world_init(&w, 2, 1);
@@ -535,7 +515,6 @@ static void slices_of_one_tensor_are_ordered_by_source(void **state)
 
 static void targets_that_make_no_sense_are_refused(void **state)
 {
-    (void)state;
     world w;
     landing l = {0};
     world_init(&w, 1, 1);

@@ -33,7 +33,6 @@ static plan *plan_of(const world *w, const landing *l)
 
 static void only_f32_is_converted(void **state)
 {
-    (void)state;
     world w;
     landing l;
     make_alike(&w);
@@ -62,7 +61,6 @@ static void only_f32_is_converted(void **state)
 /* What is converted must never be fetched straight into its place. */
 static void converted_spans_are_not_direct(void **state)
 {
-    (void)state;
     world w;
     landing l;
     plan_spans *spans;
@@ -101,7 +99,6 @@ static void converted_spans_are_not_direct(void **state)
    destination's bytes, starts may be odd. */
 static void strides_are_those_of_the_destination(void **state)
 {
-    (void)state;
     world w;
     landing l;
     make_alike(&w);
@@ -133,7 +130,6 @@ static void strides_are_those_of_the_destination(void **state)
 
 static void nothing_changes_without_a_dtype(void **state)
 {
-    (void)state;
     world w;
     landing l;
     make_alike(&w);
@@ -153,7 +149,6 @@ static void nothing_changes_without_a_dtype(void **state)
 
 static void other_dtypes_are_refused(void **state)
 {
-    (void)state;
     world w;
     landing l;
     make_alike(&w);

@@ -78,7 +78,6 @@ static void check_plans(const world *w, landing *l)
 
 static void every_allocation_may_fail(void **state)
 {
-    (void)state;
     for (int explicit = 0; explicit < 2; explicit ++) {
         world w;
         landing l;

@@ -336,25 +336,21 @@ static void run_style(cut_style style)
 
 static void chunks_equal_the_model(void **state)
 {
-    (void)state;
     run_style(CUT_CHUNK);
 }
 
 static void grids_equal_the_model(void **state)
 {
-    (void)state;
     run_style(CUT_GRID);
 }
 
 static void interleaved_rows_equal_the_model(void **state)
 {
-    (void)state;
     run_style(CUT_INTERLEAVED);
 }
 
 static void random_boxes_equal_the_model(void **state)
 {
-    (void)state;
     run_style(CUT_RANDOM);
 }
 

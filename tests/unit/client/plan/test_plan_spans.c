@@ -50,7 +50,6 @@ static void end(world *w, landing *l, plan **p, plan_spans **spans)
 
 static void gaps_up_to_the_limit_are_crossed(void **state)
 {
-    (void)state;
     world w;
     landing l;
     plan *p;
@@ -69,7 +68,6 @@ static void gaps_up_to_the_limit_are_crossed(void **state)
 
 static void length_is_limited(void **state)
 {
-    (void)state;
     world w;
     landing l;
     plan *p;
@@ -94,7 +92,6 @@ static void length_is_limited(void **state)
 /* Memory that follows on both sides is one piece, read where it lands. */
 static void contiguous_neighbours_are_one_direct_read(void **state)
 {
-    (void)state;
     world w;
     landing l;
     plan *p;
@@ -114,7 +111,6 @@ static void contiguous_neighbours_are_one_direct_read(void **state)
 
 static void long_pieces_are_direct(void **state)
 {
-    (void)state;
     world w;
     landing l;
     plan *p;
@@ -134,7 +130,6 @@ static void long_pieces_are_direct(void **state)
 
 static void regions_are_never_crossed(void **state)
 {
-    (void)state;
     world w;
     landing l;
     plan *p;
@@ -150,7 +145,6 @@ static void regions_are_never_crossed(void **state)
 
 static void boxes_outside_of_their_region_are_refused(void **state)
 {
-    (void)state;
     world w;
     landing l;
     plan *p;
@@ -180,7 +174,6 @@ static void boxes_outside_of_their_region_are_refused(void **state)
 /* Strides that leave the region below, above, or wrap around. */
 static void strided_boxes_are_checked_too(void **state)
 {
-    (void)state;
     static const struct {
         uint64_t offset;
         int64_t stride;
@@ -235,7 +228,6 @@ static void strided_boxes_are_checked_too(void **state)
 /* A transposed matrix is one read and one view, not an element a piece. */
 static void transposed_memory_is_one_view(void **state)
 {
-    (void)state;
     world w;
     landing l;
     plan *p;
@@ -258,7 +250,6 @@ static void transposed_memory_is_one_view(void **state)
 /* Rows with room between them: read along if it is small enough. */
 static void gaps_inside_of_boxes_obey_the_rule(void **state)
 {
-    (void)state;
     world w;
     landing l;
     plan *p;
@@ -289,7 +280,6 @@ static void gaps_inside_of_boxes_obey_the_rule(void **state)
 
 static void senseless_calls_are_refused(void **state)
 {
-    (void)state;
     world w;
     landing l;
     plan *p;

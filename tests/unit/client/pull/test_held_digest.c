@@ -128,7 +128,6 @@ static uint64_t check(scene *s, const memory_range *ranges, size_t n_ranges)
 /* One kernel takes many parts where a device has it, none elsewhere. */
 static void places_are_equal(void **state)
 {
-    (void)state;
     for (int device = -1; device < 2; device++) {
         scene *s = make_scene(device);
         const memory_range range = {s->memory, SIZE, device};
@@ -144,7 +143,6 @@ static void places_are_equal(void **state)
 /* Parts of two devices and the host in turn. */
 static void places_may_mix(void **state)
 {
-    (void)state;
     scene *s = make_scene(0);
     const memory_range halves[] = {{s->memory, SIZE / 4, 0},
                                    {s->memory + SIZE / 4, SIZE - SIZE / 4, 0}};
@@ -177,7 +175,6 @@ static void places_may_mix(void **state)
 /* Runs of two bytes that nothing joins: more than one kernel is told. */
 static void too_many_runs_are_left_to_the_cpu(void **state)
 {
-    (void)state;
     scene *s = make_scene(0);
     s->views[0] = (strided){
         .n_dims = 2, .extent = {40000, 1}, .from = {1, 1}, .to = {6, 2}, .run = 2};
@@ -190,7 +187,6 @@ static void too_many_runs_are_left_to_the_cpu(void **state)
 
 static void broken_devices_are_said(void **state)
 {
-    (void)state;
     scene *s = make_scene(0);
     const memory_range range = {s->memory, SIZE, 0};
     held *h = held_create(g, &range, 1);
@@ -217,7 +213,6 @@ static void broken_devices_are_said(void **state)
 
 static int set_up(void **state)
 {
-    (void)state;
     const logger quiet = {0};
     fanin_error error = FANIN_ERROR_INIT;
     setenv("FANIN_CUDA_LIBRARY", getenv("FANIN_TEST_CUDA_LIBRARY"), 1);

@@ -75,7 +75,6 @@ static void each_body_has_its_verdict(void **state)
     verdicts v = {0};
     uint64_t bytes = 0;
     deadline at = deadline_in_ms(20000);
-    (void)state;
     for (int i = 0; i < BODIES; i++) {
         sealed_body *b;
         while (!(b = take(c, (uint8_t)i, &v))) { /* they do not keep up */
@@ -103,7 +102,6 @@ static void what_is_not_asked_for_any_more_has_none(void **state)
     loop l;
     seal_checks *c = start(&l);
     verdicts v = {0};
-    (void)state;
     seal_checks_give_back(take(c, 1, &v));
     seal_checks_submit(c, take(c, 2, &v));
     seal_checks_submit(c, take(c, 3, &v));
@@ -116,7 +114,6 @@ static void what_is_not_asked_for_any_more_has_none(void **state)
 
 static void without_threads_nobody_is_helped(void **state)
 {
-    (void)state;
     assert_null(seal_checks_take(NULL));
     assert_false(seal_checks_help(NULL));
 }

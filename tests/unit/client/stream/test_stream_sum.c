@@ -17,7 +17,6 @@ static gather gathered; /* too large for a stack */
    the sum is that of what has left, in order. */
 static void what_has_left_is_summed_up(void **state)
 {
-    (void)state;
     if (usable_cpus() < 2)
         skip();
     side_sum *s = side_sum_create();
@@ -47,7 +46,6 @@ static void what_has_left_is_summed_up(void **state)
 
 static void a_gather_is_summed_up_in_its_order(void **state)
 {
-    (void)state;
     const char head[] = "skipped", one[] = "one", two[] = "two and more";
     checksum *sum = checksum_create();
     gathered.n = 3;

@@ -120,7 +120,6 @@ static bool has_cma(void)
 
 static void a_stalled_process_keeps_the_path(void **state)
 {
-    (void)state;
     fixture f;
     if (!has_cma())
         skip();
@@ -135,7 +134,6 @@ static void a_stalled_process_keeps_the_path(void **state)
 /* A rank may list millions of them. */
 static void keys_are_read_until_the_deadline(void **state)
 {
-    (void)state;
     fixture f;
     fanin_error error = FANIN_ERROR_INIT;
     fanin_pull_options options;
@@ -157,7 +155,6 @@ static void keys_are_read_until_the_deadline(void **state)
 
 static void an_answer_after_the_verdict_changes_nothing(void **state)
 {
-    (void)state;
     fixture f;
     if (!has_cma())
         skip();
@@ -172,7 +169,6 @@ static void an_answer_after_the_verdict_changes_nothing(void **state)
 
 static void a_read_that_cannot_be_recalled_closes_ucx(void **state)
 {
-    (void)state;
     fixture f;
     if (!has_cma())
         skip();

@@ -57,7 +57,6 @@ static block random_block(random_source *r, uint32_t n_dims, const uint64_t *sha
 
 static void volumes(void **state)
 {
-    (void)state;
     uint64_t volume;
     block b = make(3, (uint64_t[]){0, 0, 0}, (uint64_t[]){3, 4, 5});
     assert_true(block_volume(&b, &volume));
@@ -76,7 +75,6 @@ static void volumes(void **state)
 
 static void equality_ignores_unused_dimensions(void **state)
 {
-    (void)state;
     block a = make(2, (uint64_t[]){1, 2}, (uint64_t[]){3, 4}), b = a;
     b.offset[5] = 9;
     b.extent[2] = 7;
@@ -90,7 +88,6 @@ static void equality_ignores_unused_dimensions(void **state)
 
 static void inside_does_not_overflow(void **state)
 {
-    (void)state;
     uint64_t shape[] = {10, UINT64_MAX};
     block b = make(2, (uint64_t[]){9, 1}, (uint64_t[]){1, UINT64_MAX - 1});
     assert_true(block_inside(&b, shape));
@@ -104,7 +101,6 @@ static void inside_does_not_overflow(void **state)
 
 static void intersections_hold_what_both_hold(void **state)
 {
-    (void)state;
     random_source r = {1};
     for (int round = 0; round < 5000; round++) {
         uint64_t shape[FANIN_MAX_DIMS], point[FANIN_MAX_DIMS];
@@ -132,7 +128,6 @@ static void intersections_hold_what_both_hold(void **state)
 
 static void units_of_packed_dtypes(void **state)
 {
-    (void)state;
     block b = make(2, (uint64_t[]){3, 8}, (uint64_t[]){5, 12}), units;
     assert_true(block_in_units(&b, 4, &units));
     assert_int_equal(units.offset[0], 3);
@@ -156,7 +151,6 @@ static void units_of_packed_dtypes(void **state)
 /* What torch.split(ceil(n / world)) does, row by row. */
 static void chunks_are_those_of_torch(void **state)
 {
-    (void)state;
     for (uint64_t rows = 0; rows < 40; rows++)
         for (uint32_t world = 1; world < 20; world++) {
             uint64_t chunk = (rows + world - 1) / world, next = 0;
@@ -182,7 +176,6 @@ static void chunks_are_those_of_torch(void **state)
 
 static void chunks_of_huge_dimensions(void **state)
 {
-    (void)state;
     uint64_t shape[] = {UINT64_MAX};
     for (uint32_t i = 0; i < 65536; i += 4095) {
         block b = block_chunk(1, shape, 0, 65536, i);
@@ -316,7 +309,6 @@ static int compare_with_model(const case_of_blocks *c)
 
 static void tilings_match_the_model(void **state)
 {
-    (void)state;
     random_source r = {2};
     int seen[3] = {0};
     for (int round = 0; round < 20000; round++) {
@@ -339,7 +331,6 @@ static void tilings_match_the_model(void **state)
 /* A pinwheel has no straight cut through it. */
 static void tilings_without_straight_cuts(void **state)
 {
-    (void)state;
     case_of_blocks c = {.n_dims = 2, .shape = {3, 3}, .count = 5};
     c.blocks[0] = make(2, (uint64_t[]){0, 0}, (uint64_t[]){1, 2});
     c.blocks[1] = make(2, (uint64_t[]){0, 2}, (uint64_t[]){2, 1});
@@ -357,7 +348,6 @@ static void tilings_without_straight_cuts(void **state)
 
 static void scalars_and_empty_tensors(void **state)
 {
-    (void)state;
     block scalar = {.n_dims = 0}, twice[2] = {{.n_dims = 0}, {.n_dims = 0}};
     uint64_t shape[] = {0, 5};
     assert_int_equal(block_tiles(0, NULL, &scalar, 1, NULL, NULL, NULL, NULL),
@@ -378,7 +368,6 @@ static void scalars_and_empty_tensors(void **state)
 
 static void blocks_outside_are_conflicts(void **state)
 {
-    (void)state;
     uint64_t shape[] = {4};
     block blocks[] = {{.n_dims = 1, .offset = {0}, .extent = {4}},
                       {.n_dims = 1, .offset = {3}, .extent = {UINT64_MAX - 1}}};
@@ -394,7 +383,6 @@ static void blocks_outside_are_conflicts(void **state)
 
 static void many_blocks_are_quick(void **state)
 {
-    (void)state;
     /* 512 x 128 blocks: comparing pairs would take minutes. */
     enum { A = 512, B = 128 };
     static block blocks[A * B];
@@ -419,7 +407,6 @@ static bool say_yes(void *cookie)
 /* Cut into units in all eight dimensions. */
 static void work_is_bounded_and_stops(void **state)
 {
-    (void)state;
     enum { SIDE = 4, N = 65536 };
     static block blocks[N];
     uint64_t shape[8];

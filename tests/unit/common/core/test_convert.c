@@ -70,20 +70,17 @@ static void check_all(uint32_t convert, float (*value)(uint16_t), uint16_t large
 
 static void test_bf16(void **state)
 {
-    (void)state;
     check_all(CONVERT_F32_BF16, bf16_value, 0x7f7f, 0x7f7f8000);
 }
 
 static void test_f16(void **state)
 {
-    (void)state;
     /* beside 0 a step of the float is far below half of the smallest subnormal number */
     check_all(CONVERT_F32_F16, f16_value, 0x7bff, bits_of(65520));
 }
 
 static void test_beyond(void **state)
 {
-    (void)state;
     for (uint32_t sign = 0; sign < 2; sign++) {
         uint16_t minus = (uint16_t)(sign << 15);
         const uint32_t infinite = sign << 31 | 0x7f800000;
@@ -108,7 +105,6 @@ static void test_beyond(void **state)
 /* From numpy (float16) and PyTorch (bfloat16). */
 static void test_golden(void **state)
 {
-    (void)state;
     static const struct {
         float from;
         uint16_t bf16, f16;
@@ -131,7 +127,6 @@ static void test_golden(void **state)
 
 static void test_runs(void **state)
 {
-    (void)state;
     random_source random = {7};
     uint8_t from[1024], to[1024], plain[1024];
     for (size_t i = 0; i < sizeof from; i++)
@@ -159,7 +154,6 @@ static void test_runs(void **state)
 
 static void test_which(void **state)
 {
-    (void)state;
     for (fanin_dtype from = FANIN_DTYPE_BOOL; from <= FANIN_DTYPE_U64; from++)
         for (fanin_dtype to = FANIN_DTYPE_BOOL; to <= FANIN_DTYPE_U64; to++) {
             int wanted = from == to ? CONVERT_NONE : -1;
@@ -174,7 +168,6 @@ static void test_which(void **state)
 /* A transposed view of floats, converted on the way. */
 static void test_strided(void **state)
 {
-    (void)state;
     const uint64_t extent[] = {3, 5};
     const int64_t from_stride[] = {20, 4}, to_stride[] = {2, 6};
     float from[3][5];

@@ -36,7 +36,6 @@ static void remember(void *cookie, fanin_log_level level, const char *event,
 
 static void log_messages_are_one_line(void **state)
 {
-    (void)state;
     seen s = {0};
     logger to = {remember, &s};
     log_write(&to, FANIN_LOG_WARNING, "peer-odd", "rank %d says \"%s\"", 3,
@@ -54,7 +53,6 @@ static void log_messages_are_one_line(void **state)
 
 static void log_goes_nowhere_without_a_function(void **state)
 {
-    (void)state;
     log_write(NULL, FANIN_LOG_ERROR, "e", "x");
     log_write(&(logger){0}, FANIN_LOG_ERROR, "e", "x");
 }
@@ -63,7 +61,6 @@ static void log_goes_nowhere_without_a_function(void **state)
 
 static void deadlines(void **state)
 {
-    (void)state;
     uint64_t before = clock_ns();
     deadline soon = deadline_in_ms(60000);
     assert_true(soon >= before + UINT64_C(60000000000));
@@ -81,7 +78,6 @@ static void deadlines(void **state)
 
 static void far_deadlines_saturate(void **state)
 {
-    (void)state;
     assert_true(deadline_in_ms(UINT64_MAX) == UINT64_MAX);
     assert_true(deadline_left_ns(UINT64_MAX) == UINT64_MAX);
     assert_false(deadline_passed(UINT64_MAX));
@@ -91,7 +87,6 @@ static void far_deadlines_saturate(void **state)
 
 static void poll_times_are_rounded_up(void **state)
 {
-    (void)state;
     /* A nanosecond that is left must not become a poll of 0 ms. */
     for (int i = 0; i < 1000; i++) {
         deadline at = clock_ns() + 500000;
@@ -105,7 +100,6 @@ static void poll_times_are_rounded_up(void **state)
 
 static void buffers_grow(void **state)
 {
-    (void)state;
     buffer b = {0};
     for (uint32_t i = 0; i < 10000; i++)
         buffer_append(&b, &i, sizeof i);
@@ -124,7 +118,6 @@ static void buffers_grow(void **state)
 
 static void impossible_sizes_are_remembered(void **state)
 {
-    (void)state;
     buffer b = {0};
     buffer_append(&b, "abc", 3);
     assert_false(buffer_reserve(&b, SIZE_MAX - 1));
@@ -279,7 +272,6 @@ static void conditions_are_waited_for(void **state)
 
 static void dtypes_have_names_and_sizes(void **state)
 {
-    (void)state;
     for (fanin_dtype d = FANIN_DTYPE_BOOL; d <= FANIN_DTYPE_U64; d++) {
         const char *name = fanin_dtype_name(d);
         assert_non_null(name);
@@ -302,7 +294,6 @@ static void dtypes_have_names_and_sizes(void **state)
 
 static void dtype_sizes_of_shapes(void **state)
 {
-    (void)state;
     uint64_t bytes, shape[8] = {3, 5, 8};
     assert_true(dtype_bytes(FANIN_DTYPE_BF16, 3, shape, &bytes));
     assert_int_equal(bytes, 240);
@@ -322,7 +313,6 @@ static void dtype_sizes_of_shapes(void **state)
 
 static void dtype_sizes_do_not_overflow(void **state)
 {
-    (void)state;
     uint64_t bytes, shape[8] = {UINT64_C(1) << 40, UINT64_C(1) << 23, 2};
     assert_false(dtype_bytes(FANIN_DTYPE_U8, 3, shape, &bytes));
     assert_true(dtype_bytes(FANIN_DTYPE_U8, 2, shape, &bytes));
@@ -337,7 +327,6 @@ static void dtype_sizes_do_not_overflow(void **state)
 
 static void digests_are_xxh3_128(void **state)
 {
-    (void)state;
     char hex[33];
     /* Published test value of XXH3-128 for the empty input, seed 0. */
     digest empty = digest_of("", 0), other = digest_of("a", 1);
@@ -358,7 +347,6 @@ static void box_digest_is(box_digest *d, const char *expected)
 /* The values are those of Python's xxhash over what PROTOCOL.md says. */
 static void box_digests(void **state)
 {
-    (void)state;
     static uint8_t bytes[10000];
     static const float floats[] = {1.0F, 2.5F, -3.25F, 1e38F};
     box_digest *d = box_digest_create();
@@ -387,7 +375,6 @@ static void box_digests(void **state)
 
 static void digests_as_text(void **state)
 {
-    (void)state;
     uint8_t bytes[16];
     char hex[33];
     for (int i = 0; i < 16; i++)
@@ -398,7 +385,6 @@ static void digests_as_text(void **state)
 
 static void random_bytes_differ(void **state)
 {
-    (void)state;
     uint8_t a[1000] = {0}, b[1000] = {0};
     assert_true(random_bytes(a, sizeof a));
     assert_true(random_bytes(b, sizeof b));
@@ -411,7 +397,6 @@ static void random_bytes_differ(void **state)
 
 static void utf8_is_checked(void **state)
 {
-    (void)state;
     static const char *const good[] = {
         "",
         "plain ascii, longer than eight bytes",

@@ -7,7 +7,6 @@
 
 static void every_code_has_a_name_and_a_text(void **state)
 {
-    (void)state;
     static const fanin_status codes[] = {
         FANIN_OK,
         FANIN_ERR_ARGUMENT,
@@ -50,7 +49,6 @@ static void every_code_has_a_name_and_a_text(void **state)
 
 static void unknown_codes_are_described_by_their_hundred(void **state)
 {
-    (void)state;
     assert_string_equal(fanin_status_name(-299), "FANIN_ERR_UNKNOWN");
     assert_non_null(strstr(fanin_status_text(-299), "pull"));
     assert_non_null(strstr(fanin_status_text(-399), "connection"));
@@ -62,7 +60,6 @@ static void unknown_codes_are_described_by_their_hundred(void **state)
 
 static void only_what_may_pass_by_itself_is_retryable(void **state)
 {
-    (void)state;
     assert_true(fanin_status_is_retryable(FANIN_ERR_STALE));
     assert_true(fanin_status_is_retryable(FANIN_ERR_TIMEOUT));
     assert_true(fanin_status_is_retryable(FANIN_ERR_PAUSED));
@@ -77,7 +74,6 @@ static void only_what_may_pass_by_itself_is_retryable(void **state)
 
 static void all_fields_are_filled(void **state)
 {
-    (void)state;
     fanin_error e = FANIN_ERROR_INIT;
     error_place place = {.phase = "read",
                          .address = "127.0.0.1:6003",
@@ -106,7 +102,6 @@ static void all_fields_are_filled(void **state)
 
 static void system_errors_carry_their_number(void **state)
 {
-    (void)state;
     fanin_error e = FANIN_ERROR_INIT;
     assert_int_equal(error_set_errno(&e, FANIN_ERR_IO, ENOSPC, NULL, "cannot write %s",
                                      "fanin.json"),
@@ -119,7 +114,6 @@ static void system_errors_carry_their_number(void **state)
 
 static void no_error_wanted(void **state)
 {
-    (void)state;
     assert_int_equal(error_set(NULL, FANIN_ERR_IO, NULL, "x"), FANIN_ERR_IO);
     assert_int_equal(error_set_errno(NULL, FANIN_ERR_IO, 1, NULL, "x"), FANIN_ERR_IO);
     assert_int_equal(error_set_memory(NULL), FANIN_ERR_MEMORY);
@@ -128,7 +122,6 @@ static void no_error_wanted(void **state)
 
 static void long_texts_are_cut_between_characters(void **state)
 {
-    (void)state;
     fanin_error e = FANIN_ERROR_INIT;
     char key[2000];
     memset(key, 'k', sizeof key);
@@ -147,7 +140,6 @@ static void long_texts_are_cut_between_characters(void **state)
 
 static void older_and_newer_structs_are_respected(void **state)
 {
-    (void)state;
     struct {
         fanin_error e;
         char guard[64];

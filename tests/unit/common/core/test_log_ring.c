@@ -24,7 +24,6 @@ static fanin_log_ring *ring_of(uint32_t lines, fanin_log_level level)
 
 static void messages_come_out_in_order(void **state)
 {
-    (void)state;
     fanin_log_ring *ring = ring_of(3, FANIN_LOG_DEBUG);
     fanin_log_line line = FANIN_LOG_LINE_INIT;
     struct timespec before, after;
@@ -56,7 +55,6 @@ static void messages_come_out_in_order(void **state)
 
 static void full_ring_drops_the_new_and_counts(void **state)
 {
-    (void)state;
     fanin_log_ring *ring = ring_of(2, FANIN_LOG_DEBUG);
     fanin_log_line line = FANIN_LOG_LINE_INIT;
     for (int i = 0; i < 5; i++) {
@@ -81,7 +79,6 @@ static void full_ring_drops_the_new_and_counts(void **state)
 
 static void lesser_levels_are_left_out(void **state)
 {
-    (void)state;
     fanin_log_ring *ring = ring_of(8, FANIN_LOG_WARNING);
     fanin_log_line line = FANIN_LOG_LINE_INIT;
     fanin_log_ring_write(ring, FANIN_LOG_DEBUG, "e", "debug");
@@ -99,7 +96,6 @@ static void lesser_levels_are_left_out(void **state)
 
 static void long_texts_are_cut_between_characters(void **state)
 {
-    (void)state;
     fanin_log_ring *ring = ring_of(4, FANIN_LOG_DEBUG);
     fanin_log_line line = FANIN_LOG_LINE_INIT;
     char text[2001], event[101];
@@ -122,7 +118,6 @@ static void long_texts_are_cut_between_characters(void **state)
 
 static void shorter_line_of_an_older_caller(void **state)
 {
-    (void)state;
     fanin_log_ring *ring = ring_of(4, FANIN_LOG_DEBUG);
     fanin_log_ring_write(ring, FANIN_LOG_INFO, "event", "message");
     fanin_log_line line;
@@ -137,7 +132,6 @@ static void shorter_line_of_an_older_caller(void **state)
 
 static void wrong_arguments_are_refused(void **state)
 {
-    (void)state;
     fanin_log_ring *ring = NULL;
     fanin_error error = FANIN_ERROR_INIT;
     assert_int_equal(fanin_log_ring_create(0, FANIN_LOG_INFO, &ring, &error),
@@ -166,7 +160,6 @@ static void wrong_arguments_are_refused(void **state)
 
 static void closed_ring_is_read_to_its_end(void **state)
 {
-    (void)state;
     fanin_log_ring *ring = ring_of(4, FANIN_LOG_DEBUG);
     fanin_log_line line = FANIN_LOG_LINE_INIT;
     fanin_log_ring_write(ring, FANIN_LOG_INFO, "e", "before");
@@ -182,7 +175,6 @@ static void closed_ring_is_read_to_its_end(void **state)
 
 static void wait_ends_at_its_time(void **state)
 {
-    (void)state;
     fanin_log_ring *ring = ring_of(4, FANIN_LOG_DEBUG);
     fanin_log_line line = FANIN_LOG_LINE_INIT;
     uint64_t start = clock_ns();
@@ -210,7 +202,6 @@ static void *read_once(void *cookie)
 /* Whether the reader waits already or comes later, it must not wait for its time-out. */
 static void close_and_write_wake_a_reader(void **state)
 {
-    (void)state;
     for (int round = 0; round < 50; round++) {
         reading r = {.ring = ring_of(2, FANIN_LOG_DEBUG)};
         pthread_barrier_init(&r.started, NULL, 2);
@@ -268,7 +259,6 @@ static void *write_many(void *cookie)
 
 static void writers_and_a_reader_lose_nothing_uncounted(void **state)
 {
-    (void)state;
     reading r = {.ring = ring_of(16, FANIN_LOG_DEBUG)};
     pthread_t reader, threads[WRITERS];
     writing writers[WRITERS];
@@ -290,7 +280,6 @@ static void writers_and_a_reader_lose_nothing_uncounted(void **state)
 
 static void forked_child_leaves_the_ring_alone(void **state)
 {
-    (void)state;
     fanin_log_ring *ring = ring_of(4, FANIN_LOG_DEBUG);
     pid_t child = fork();
     assert_int_not_equal(child, -1);

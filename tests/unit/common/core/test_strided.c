@@ -73,7 +73,6 @@ static void copy_by_runs(const strided *s, uint8_t *to, const uint8_t *from)
 
 static void copies_match_the_model(void **state)
 {
-    (void)state;
     random_source r = {3};
     static uint8_t source[ARENA], expected[ARENA], got[ARENA];
     for (size_t i = 0; i < ARENA; i++)
@@ -108,7 +107,6 @@ static void copies_match_the_model(void **state)
 /* Elements of 4 bytes from one layout to elements of 2 in another. */
 static void conversions_match_the_model(void **state)
 {
-    (void)state;
     random_source r = {4};
     static uint8_t source[ARENA], expected[ARENA], got[ARENA];
     for (size_t i = 0; i < ARENA; i++)
@@ -151,7 +149,6 @@ static void conversions_match_the_model(void **state)
 
 static void packed_blocks_are_one_run(void **state)
 {
-    (void)state;
     uint64_t extent[] = {6, 1, 7, 8};
     int64_t packed[FANIN_MAX_DIMS];
     block_packed_strides(4, extent, 2, packed);
@@ -168,7 +165,6 @@ static void packed_blocks_are_one_run(void **state)
 
 static void rows_of_a_wider_tensor_are_one_dimension(void **state)
 {
-    (void)state;
     /* 2 x 3 rows of 8 bytes, in a destination 32 bytes wide. */
     uint64_t extent[] = {2, 3, 4};
     int64_t from[] = {24, 8, 2}, to[] = {96, 32, 2};
@@ -185,7 +181,6 @@ static void rows_of_a_wider_tensor_are_one_dimension(void **state)
 
 static void what_differs_on_one_side_is_not_fused(void **state)
 {
-    (void)state;
     uint64_t extent[] = {2, 3, 4};
     int64_t from[] = {24, 8, 2}, to[] = {100, 32, 2};
     strided s;
@@ -198,7 +193,6 @@ static void what_differs_on_one_side_is_not_fused(void **state)
 
 static void scalars(void **state)
 {
-    (void)state;
     strided s;
     strided_init(&s, 0, NULL, NULL, NULL, 4);
     uint32_t from = 0x12345678, to = 0;

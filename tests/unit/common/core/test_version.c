@@ -5,7 +5,6 @@
 
 static void version_is_that_of_the_headers(void **state)
 {
-    (void)state;
     char expected[32];
     snprintf(expected, sizeof(expected), "%d.%d.%d", FANIN_VERSION_MAJOR,
              FANIN_VERSION_MINOR, FANIN_VERSION_PATCH);

@@ -27,7 +27,6 @@ typedef struct new_struct {
 
 static void older_and_newer_callers_read_and_write(void **state)
 {
-    (void)state;
     old_struct o = {sizeof(o), 5};
     new_struct n = {.first = 1, .second = 2, .third = 3};
     assert_true(versioned_read(&n, sizeof(n), &o, sizeof(o)));
@@ -91,7 +90,6 @@ static void server_configurations(void **state)
     };
     fanin_server_config config;
     fanin_server *server;
-    (void)state;
     fanin_server_config_init(&config, sizeof(config));
     memset(config.world_id, 3, sizeof(config.world_id));
     config.flags = FANIN_SERVER_NO_UCX;
@@ -195,7 +193,6 @@ static void puts_commits_pulls_and_results(void **state)
     static const size_t sizes[] = {sizeof(fanin_client_config),
                                    sizeof(fanin_client_config) + MORE};
     fanin_box boxes[2];
-    (void)state;
     fanin_server *server = start_server();
     uint8_t *given = two_tensors(boxes, published);
     assert_int_equal(fanin_server_put(server, "lora:0", (void *)given, 2, false, NULL),
@@ -232,7 +229,6 @@ static void statistics_and_errors(void **state)
     uint8_t room[sizeof(fanin_server_stats)];
     const size_t size = sizeof(size_t) + sizeof(uint64_t);
     fanin_server *server = start_server();
-    (void)state;
     memset(room, UNSET, sizeof(room));
     memcpy(room, &size, sizeof(size));
     assert_int_equal(fanin_server_get_stats(server, (void *)room), FANIN_OK);

@@ -79,7 +79,6 @@ static copy_entry make_entry(uint64_t *from_size, uint64_t *to_size)
 
 static void test_entries(void **state)
 {
-    (void)state;
     char *source = guarded_chance(), *got = guarded(), *wanted = guarded();
     for (int round = 0; round < 3000; round++) {
         uint64_t from_size, to_size;
@@ -117,7 +116,6 @@ static void test_entries(void **state)
 /* Many entries, more than there are warps; some are empty; no bases. */
 static void test_many(void **state)
 {
-    (void)state;
     char *source = guarded_chance(), *got = guarded();
     copy_entry entries[300] = {};
     uint64_t at = 0;
@@ -144,7 +142,6 @@ static void test_many(void **state)
 /* Each kind of float, in every way in which elements are moved. */
 static void test_floats(void **state)
 {
-    (void)state;
     const uint32_t n = 1 << 14;
     char *source = guarded(), *got = guarded(), *wanted = guarded();
     for (uint32_t odd = 0; odd < 3; odd++)

@@ -70,7 +70,6 @@ static void random_view(strided *view, uint64_t *from_out, uint64_t *to_out)
 
 static void test_views(void **state)
 {
-    (void)state;
     for (int round = 0; round < 1000; round++) {
         copy_list list = {0};
         strided view;
@@ -96,7 +95,6 @@ static void test_views(void **state)
 /* Runs that one entry cannot hold, with their conversion: only the entries, not the bytes. */
 static void test_long_runs(void **state)
 {
-    (void)state;
     const uint64_t length = (UINT64_C(5) << 30) + 12;
     for (uint32_t convert = CONVERT_NONE; convert <= CONVERT_F32_F16; convert++) {
         copy_list list = {0};
@@ -136,7 +134,6 @@ static void test_long_runs(void **state)
 
 static void test_many_runs(void **state)
 {
-    (void)state;
     copy_list list = {0};
     const strided view = {
         .n_dims = 1,
@@ -158,7 +155,6 @@ static void test_many_runs(void **state)
 
 static void test_nothing(void **state)
 {
-    (void)state;
     copy_list list = {0};
     const strided empty = {0};
     copy_list_add(&list, 0, 1, 2, 0);
@@ -195,7 +191,6 @@ static copy_entry random_entry(void)
 
 static void test_units(void **state)
 {
-    (void)state;
     for (int round = 0; round < 600; round++) {
         reset();
         copy_entry e = random_entry();
@@ -225,7 +220,6 @@ static void test_units(void **state)
 /* Not many more of them than needed. */
 static void test_unit_numbers(void **state)
 {
-    (void)state;
     const struct {
         uint32_t run, runs;
         uint64_t units;
@@ -250,7 +244,6 @@ static void test_unit_numbers(void **state)
 
 static void test_parts(void **state)
 {
-    (void)state;
     const copy_entry small = {.run = 100, .runs = 1};
     const copy_entry large = {.run = 1 << 30, .runs = 1};
     const copy_entry many = {.run = 2, .runs = 1 << 20};

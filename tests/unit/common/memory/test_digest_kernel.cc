@@ -77,7 +77,6 @@ static uint32_t check_pieces(const digest_list *list, uint32_t first,
 /* Every length around the ends of pieces, at every alignment, against the end of the memory. */
 static void test_lengths(void **state)
 {
-    (void)state;
     char *source = guarded_chance();
     for (uint64_t size = 1; size < 2 * PIECE + 40; size++) {
         if (size % PIECE > 24 && size % PIECE < PIECE - 24 && size % 419 != 0)
@@ -94,7 +93,6 @@ static void test_lengths(void **state)
 /* Whole pieces that lie as they are, more than there are warps. */
 static void test_plain(void **state)
 {
-    (void)state;
     char *source = guarded_chance();
     for (unsigned blocks = 1; blocks < 4; blocks++) {
         digest_list list = room();
@@ -142,7 +140,6 @@ static uint64_t add_range(digest_list *list, uint32_t convert, const char *sourc
 
 static void test_runs(void **state)
 {
-    (void)state;
     static char packed[4 * SPACE];
     char *source = guarded_chance();
     for (int round = 0; round < 200; round++) {
@@ -170,7 +167,6 @@ static void test_runs(void **state)
 /* Several stretches that are one range: boxes of which each has its own memory. */
 static void test_joined(void **state)
 {
-    (void)state;
     static char packed[4 * SPACE];
     char *source = guarded_chance();
     for (int round = 0; round < 100; round++) {
@@ -187,7 +183,6 @@ static void test_joined(void **state)
 /* What does not fit is said, and nothing is written behind the room. */
 static void test_room(void **state)
 {
-    (void)state;
     static char memory[1024] __attribute__((aligned(16)));
     digest_list list = digest_list_in(memory, 512, 2);
     const uint64_t at = reinterpret_cast<uint64_t>(memory);

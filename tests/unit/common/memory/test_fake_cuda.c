@@ -216,7 +216,6 @@ static int children_cannot_use_it(void)
 #define CASE(name, signal)                                                             \
     static void test_##name(void **state)                                              \
     {                                                                                  \
-        (void)state;                                                                   \
         assert_int_equal(ends_with(name, signal), PASSED);                             \
     }
 

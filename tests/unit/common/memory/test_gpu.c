@@ -28,7 +28,6 @@ static CUcontext current(void)
 
 static int set_up_all(void **state)
 {
-    (void)state;
     for (int i = 0; i < 2; i++)
         if (cuInit(0) != CUDA_SUCCESS ||
             cuDevicePrimaryCtxRetain(&contexts[i], i) != CUDA_SUCCESS)
@@ -52,7 +51,6 @@ static int set_up_all(void **state)
 
 static int set_up(void **state)
 {
-    (void)state;
     failure = (fanin_error)FANIN_ERROR_INIT;
     fake_cuda_count(&before);
     return current() != NULL;
@@ -61,7 +59,6 @@ static int set_up(void **state)
 /* Nothing is left, and this thread's context is as it was. */
 static int tear_down(void **state)
 {
-    (void)state;
     fake_cuda_counts after;
     fake_cuda_count(&after);
     bool same = after.allocations == before.allocations &&
@@ -120,7 +117,6 @@ static void assert_told(fanin_status status, fanin_status expected, const char *
 
 static void test_devices(void **state)
 {
-    (void)state;
     gpu_device d;
     for (int i = 0; i < 2; i++) {
         assert_ok(gpu_device_get(g, i, &d, &failure), failure);
@@ -142,7 +138,6 @@ static void test_devices(void **state)
 
 static void test_no_such_device(void **state)
 {
-    (void)state;
     void *memory;
     gpu_stream *s;
     gpu_table *t;
@@ -160,7 +155,6 @@ static void test_no_such_device(void **state)
 /* Other libraries' contexts are put back, whatever is called between. */
 static void test_contexts(void **state)
 {
-    (void)state;
     assert_int_equal(cuCtxPushCurrent(contexts[1]), CUDA_SUCCESS);
     void *memory;
     gpu_range range;
@@ -187,7 +181,6 @@ static void test_contexts(void **state)
 
 static void test_kinds_of_memory(void **state)
 {
-    (void)state;
     static const struct {
         fake_cuda_kind kind;
         gpu_origin origin;
@@ -221,7 +214,6 @@ static void test_kinds_of_memory(void **state)
 
 static void test_remedy_of_virtual_memory(void **state)
 {
-    (void)state;
     gpu_range r;
     uint8_t handle[GPU_HANDLE_SIZE];
     void *memory = fake_cuda_alloc(0, SIZE, FAKE_CUDA_VIRTUAL);
@@ -244,7 +236,6 @@ static void assert_host(const void *pointer)
 
 static void test_host_memory(void **state)
 {
-    (void)state;
     void *pinned;
     assert_host(state);
     assert_host(NULL);
@@ -255,7 +246,6 @@ static void test_host_memory(void **state)
 
 static void test_neighbours(void **state)
 {
-    (void)state;
     gpu_range r;
     void *first, *second;
     assert_ok(gpu_alloc(g, 0, 512, &first, &failure), failure);
@@ -279,7 +269,6 @@ static void test_neighbours(void **state)
 
 static void test_memory_runs_out(void **state)
 {
-    (void)state;
     void *memory = NULL;
     assert_told(gpu_alloc(g, 1, (size_t)17 << 30, &memory, &failure), FANIN_ERR_MEMORY,
                 "device 1");
@@ -292,7 +281,6 @@ static void test_memory_runs_out(void **state)
 
 static void test_pinning(void **state)
 {
-    (void)state;
     gpu_stream *s = stream_on(0);
     uint8_t *device = memory_on(0);
     uint8_t *host =
@@ -320,7 +308,6 @@ static void test_pinning(void **state)
 
 static void test_errors_are_named(void **state)
 {
-    (void)state;
     gpu_range r;
     gpu_stream *s = stream_on(0);
     gpu_stream *other;
@@ -362,7 +349,6 @@ static void test_errors_are_named(void **state)
 /* Device to device, over devices, to and from pageable memory. */
 static void test_copies(void **state)
 {
-    (void)state;
     gpu_stream *s = stream_on(0);
     uint8_t *a = memory_on(0), *b = memory_on(1), *host = malloc(SIZE);
     assert_non_null(host);
@@ -384,7 +370,6 @@ static void test_copies(void **state)
 
 static void test_waiting_has_a_deadline(void **state)
 {
-    (void)state;
     gpu_stream *s = stream_on(0);
     uint8_t *a = memory_on(0), *b = memory_on(0);
     fill(a, 1);
@@ -493,7 +478,6 @@ static void check_before(int device, uintptr_t number)
 
 static void test_order_with_callers_streams(void **state)
 {
-    (void)state;
     for (int device = 0; device < 2; device++)
         for (uintptr_t number = 0; number <= 2; number++) {
             check_after(device, number);
@@ -532,7 +516,6 @@ static void assert_reached(reached *r, bool failed)
 
 static void test_notification(void **state)
 {
-    (void)state;
     for (uintptr_t number = 0; number <= 3; number++) {
         reached r = {PTHREAD_MUTEX_INITIALIZER, PTHREAD_COND_INITIALIZER, 0, false};
         gpu_stream *s = stream_on(1);
@@ -558,7 +541,6 @@ static void test_notification(void **state)
 /* What cannot be queued is an error, and nobody is called. */
 static void test_notification_refused(void **state)
 {
-    (void)state;
     reached r = {PTHREAD_MUTEX_INITIALIZER, PTHREAD_COND_INITIALIZER, 0, false};
     gpu_stream *s = stream_on(0);
     fake_cuda_fail("cuStreamAddCallback", CUDA_ERROR_UNKNOWN, 0, 1);
@@ -578,7 +560,6 @@ static void test_notification_refused(void **state)
 /* The last test: the device is repaired, but what was on it is lost. */
 static void test_failed_device(void **state)
 {
-    (void)state;
     reached queued = {PTHREAD_MUTEX_INITIALIZER, PTHREAD_COND_INITIALIZER, 0, false};
     reached late = queued;
     gpu_stream *s = stream_on(1);
@@ -636,7 +617,6 @@ static void *work(void *cookie)
 
 static void test_threads(void **state)
 {
-    (void)state;
     pthread_t threads[4];
     int devices[4] = {0, 1, 0, 1};
     for (int i = 0; i < 4; i++)

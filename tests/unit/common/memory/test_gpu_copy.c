@@ -392,7 +392,6 @@ static void test_no_memory_for_a_table(void **state)
 /* Before any kernel is loaded on device 1. */
 static void test_kernels_are_not_for_the_device(void **state)
 {
-    (void)state;
     gpu_table *t;
     gpu_stream *s;
     uint8_t *memory = fake_cuda_alloc(1, 8, FAKE_CUDA_MALLOC),
@@ -441,7 +440,6 @@ static void test_other_device(void **state)
 /* What is made once for a device and stays is made here. */
 static int set_up_all(void **state)
 {
-    (void)state;
     const copy_entry e = {.run = 4, .runs = 1};
     fanin_status status = gpu_load(NULL, &g, NULL);
     for (int i = 0; i < 2 && status == FANIN_OK; i++) {

@@ -409,7 +409,6 @@ static int needs_the_device(void)
 #define CASE(name)                                                                     \
     static void test_##name(void **state)                                              \
     {                                                                                  \
-        (void)state;                                                                   \
         run(name);                                                                     \
     }
 

@@ -39,7 +39,6 @@ static const topology_nic *nic_named(const machine *m, const char *name)
 
 static void a_dgx_is_read_whole(void **state)
 {
-    (void)state;
     machine m = read_machine(sysfs_tree_dgx);
     assert_int_equal(m.t->n_gpus, 8);
     assert_int_equal(m.t->n_nics, 12);
@@ -62,7 +61,6 @@ static void a_dgx_is_read_whole(void **state)
 
 static void distances_are_those_of_the_tree(void **state)
 {
-    (void)state;
     machine m = read_machine(sysfs_tree_dgx);
     const topology_gpu *first = topology_gpu_at(m.t, "00000000:1B:00.0");
     const topology_gpu *last = topology_gpu_at(m.t, "0000:df:00.0");
@@ -96,7 +94,6 @@ static topology_distance between(const char *a, const char *b)
 
 static void a_common_prefix_ends_at_a_slash(void **state)
 {
-    (void)state;
     assert_int_equal(between("pci0000:00/0000:00:05.0", "pci0000:00/0000:00:06.0"),
                      DISTANCE_HOST);
     assert_int_equal(between("pci0000:0/0000:00:05.0", "pci0000:00/0000:00:05.0"),
@@ -112,7 +109,6 @@ static void a_common_prefix_ends_at_a_slash(void **state)
 
 static void ports_are_chosen_near_then_fast_then_first(void **state)
 {
-    (void)state;
     char name[TOPOLOGY_NAME + 8];
     machine m = read_machine(sysfs_tree_dgx);
     const topology_gpu *gpu = topology_gpu_at(m.t, "0000:c3:00.0");
@@ -129,7 +125,6 @@ static void ports_are_chosen_near_then_fast_then_first(void **state)
 
 static void a_cloud_machine_is_flat(void **state)
 {
-    (void)state;
     char name[TOPOLOGY_NAME + 8];
     machine m = read_machine(sysfs_tree_cloud);
     assert_int_equal(m.t->n_gpus, 2);
@@ -146,7 +141,6 @@ static void a_cloud_machine_is_flat(void **state)
 
 static void a_laptop_has_nothing(void **state)
 {
-    (void)state;
     char name[TOPOLOGY_NAME + 8];
     machine m = read_machine(sysfs_tree_laptop);
     assert_int_equal(m.t->n_gpus, 0);
@@ -157,7 +151,6 @@ static void a_laptop_has_nothing(void **state)
 
 static void soft_roce_hangs_nowhere(void **state)
 {
-    (void)state;
     char root[256], name[TOPOLOGY_NAME + 8];
     topology *t;
     sysfs_tree_nic(sysfs_tree_make(root), "rxe0", NULL, 2.5, 4, "Ethernet");
@@ -174,7 +167,6 @@ static void soft_roce_hangs_nowhere(void **state)
 
 static void an_empty_tree_is_an_empty_machine(void **state)
 {
-    (void)state;
     char root[256];
     topology *t;
     sysfs_tree_make(root);
@@ -206,7 +198,6 @@ static void write_config(const char *root, size_t size, unsigned control)
 
 static void acs_is_read_from_configuration_space(void **state)
 {
-    (void)state;
     char root[256];
     sysfs_tree_make(root);
     assert_int_equal(acs_of_bridge(root, "0000:16:00.0"), ACS_UNKNOWN);

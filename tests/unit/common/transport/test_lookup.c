@@ -67,7 +67,6 @@ static void wait_for(const lookup *l)
 
 static void names_are_found_or_not(void **state)
 {
-    (void)state;
     lookup *l;
     socket_address a;
     fanin_error error = FANIN_ERROR_INIT;
@@ -87,7 +86,6 @@ static void names_are_found_or_not(void **state)
 
 static void an_answer_may_come_after_the_interest(void **state)
 {
-    (void)state;
     lookup *l;
     socket_address a;
     fanin_error error = FANIN_ERROR_INIT;
@@ -116,7 +114,6 @@ static fanin_client *make_client(void)
 
 static void a_call_ends_at_its_deadline(void **state)
 {
-    (void)state;
     unsigned before = atomic_load(&n_asked);
     fanin_client *client = make_client();
     fanin_error error = FANIN_ERROR_INIT;
@@ -142,7 +139,6 @@ static void *cancel_when_asked(void *cookie)
 
 static void a_call_can_be_cancelled(void **state)
 {
-    (void)state;
     fanin_client *client = make_client();
     fanin_error error = FANIN_ERROR_INIT;
     static const char *const ranks[] = {"silent:6001"};
@@ -157,7 +153,6 @@ static void a_call_can_be_cancelled(void **state)
 
 static void unknown_names_are_named(void **state)
 {
-    (void)state;
     fanin_client *client = make_client();
     fanin_error error = FANIN_ERROR_INIT;
     static const char *const ranks[] = {"known:1", "unknown:6002"};

@@ -24,7 +24,6 @@ static socket_address resolved(const char *text)
 
 static void addresses_are_parsed(void **state)
 {
-    (void)state;
     assert_string_equal(resolved("127.0.0.1:6000").text, "127.0.0.1:6000");
     assert_string_equal(resolved("[::1]:6000").text, "[::1]:6000");
     assert_string_equal(resolved("[2001:db8::1]:65535").text, "[2001:db8::1]:65535");
@@ -62,7 +61,6 @@ static bool wildcard(const char *text)
 
 static void addresses_are_classified(void **state)
 {
-    (void)state;
     assert_true(loopback("127.0.0.1:1"));
     assert_true(loopback("127.9.9.9:1"));
     assert_true(loopback("[::1]:1"));
@@ -93,7 +91,6 @@ static void unix_name_is(const char *address, const char *expected)
 
 static void unix_names_have_the_address(void **state)
 {
-    (void)state;
     unix_name_is("127.0.0.1:6000", "fanin-1000-127.0.0.1:6000");
     unix_name_is("127.0.0.2:6000", "fanin-1000-127.0.0.2:6000");
     unix_name_is("localhost:6000", "fanin-1000-127.0.0.1:6000");
@@ -143,7 +140,6 @@ static void connects(const socket_address *a, int listener)
 
 static void sockets_connect(void **state)
 {
-    (void)state;
     socket_address a = resolved("127.0.0.1:0");
     fanin_error error = FANIN_ERROR_INIT;
     int listener, other;
@@ -194,7 +190,6 @@ static bool contains(const char *networks, const char *address)
 
 static void networks_contain_addresses(void **state)
 {
-    (void)state;
     assert_true(contains("10.0.0.0/8", "10.255.1.2:1"));
     assert_false(contains("10.0.0.0/8", "11.0.0.0:1"));
     assert_true(contains("192.168.128.0/17, fd00::/8", "192.168.255.1:1"));
@@ -223,7 +218,6 @@ static void networks_contain_addresses(void **state)
 
 static void processes_of_a_host_have_one_id(void **state)
 {
-    (void)state;
     char own[HOST_ID_SIZE], theirs[HOST_ID_SIZE] = "";
     int ends[2];
     host_id(own);

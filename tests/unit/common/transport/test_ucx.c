@@ -523,7 +523,6 @@ static void wrong_arguments_are_refused(void **state)
 
 static void versions_match_by_major_and_minor(void **state)
 {
-    (void)state;
     assert_true(ucx_versions_match("1.22.0", "1.22.1"));
     assert_true(ucx_versions_match("1.22.0", "1.22"));
     assert_false(ucx_versions_match("1.22.0", "1.2.0"));
@@ -537,7 +536,6 @@ static void versions_match_by_major_and_minor(void **state)
 
 static void one_rdma_port_is_chosen(void **state)
 {
-    (void)state;
     char root[256], name[UCX_DEVICE_NAME];
     assert_false(ucx_device_choose("/nonexistent", NULL, NULL, name));
     sysfs_tree_nic(sysfs_tree_make(root), "mlx5_0", NULL, 400, 1, "InfiniBand");
@@ -559,7 +557,6 @@ static void one_rdma_port_is_chosen(void **state)
 
 static void the_port_next_to_the_gpu_is_chosen(void **state)
 {
-    (void)state;
     char root[256], name[UCX_DEVICE_NAME];
     sysfs_tree_dgx(sysfs_tree_make(root));
     assert_true(ucx_device_choose(root, NULL, "0000:d1:00.0", name));

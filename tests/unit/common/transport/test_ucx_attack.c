@@ -174,14 +174,12 @@ static void check(const attack *kind, ucx_child_kind control)
 static void emulated_reads_get_nothing(void **state)
 {
     static const attack kind = {.settings = {EMULATED}};
-    (void)state;
     check(&kind, UCX_CHILD_RMA);
 }
 
 static void emulated_writes_change_nothing(void **state)
 {
     static const attack kind = {.settings = {EMULATED}, .write = true};
-    (void)state;
     check(&kind, UCX_CHILD_RMA);
 }
 

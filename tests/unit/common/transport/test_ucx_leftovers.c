@@ -18,7 +18,6 @@ static char root[64];
 
 static int set_up(void **state)
 {
-    (void)state;
     /* UCX's segments are in the memory of /dev/shm. */
     snprintf(root, sizeof(root), "/dev/shm/fanin-leftovers-XXXXXX");
     return mkdtemp(root) ? 0 : -1;
@@ -56,7 +55,6 @@ static void expect(const char *name, bool there)
 
 static void what_nobody_has_goes(void **state)
 {
-    (void)state;
     close(make("ucx_shm_posix_1f3a", 0600));
     close(make("ucx_shm_posix_7", 0600));
     ucx_leftovers_remove(root, NULL);
@@ -67,7 +65,6 @@ static void what_nobody_has_goes(void **state)
 
 static void other_files_stay(void **state)
 {
-    (void)state;
     static const char *const names[] = {"ucx_shm_posix_", "ucx_shm_posix_xyz",
                                         "ucx_shm_posix_12.part", "shm_12"};
     for (size_t i = 0; i < 4; i++)
@@ -121,14 +118,12 @@ static void used_in_a_process(bool map)
 
 static void what_a_process_has_stays(void **state)
 {
-    (void)state;
     used_in_a_process(false);
     used_in_a_process(true);
 }
 
 static int tear_down(void **state)
 {
-    (void)state;
     return rmdir(root);
 }
 

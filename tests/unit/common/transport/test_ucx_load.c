@@ -304,7 +304,6 @@ static int has_the_modules(void)
 #define CASE(name)                                                                     \
     static void test_##name(void **state)                                              \
     {                                                                                  \
-        (void)state;                                                                   \
         run(name);                                                                     \
     }
 CASE(missing_file)

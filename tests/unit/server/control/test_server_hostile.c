@@ -17,7 +17,6 @@ static fanin_server *server;
 
 static int set_up(void **state)
 {
-    (void)state;
     server = server_start(NULL);
     server_put(server, RUN, "a", memory[0], 1000);
     server_put(server, RUN, "b", memory[1], 1000);
@@ -30,7 +29,6 @@ static int set_up(void **state)
 /* After each test the server still serves, and nothing was left behind. */
 static int tear_down(void **state)
 {
-    (void)state;
     peer p = peer_open(server);
     peer d = peer_data(server, &p);
     grant g = peer_lease(&p);
@@ -62,7 +60,6 @@ static void send_header(peer *p, uint16_t type, uint32_t length)
 
 static void garbage_is_refused(void **state)
 {
-    (void)state;
     static const char *const words[] = {
         "GET / HTTP/1.1\r\nHost: rank\r\n\r\n",
         "\x16\x03\x01\x02\x01\x01\xfc\x03\x03\x20zzzzzzzzzzzzzzzz",
@@ -80,7 +77,6 @@ static void garbage_is_refused(void **state)
 
 static void hello_must_come_first_and_be_short(void **state)
 {
-    (void)state;
     peer p = peer_connect(server);
     send_header(&p, MSG_LIST, 0);
     peer_expect_error(&p, FANIN_ERR_PROTOCOL);
@@ -111,7 +107,6 @@ static void hello_must_come_first_and_be_short(void **state)
 
 static void who_says_nothing_is_dropped(void **state)
 {
-    (void)state;
     peer p = peer_connect(server), q = peer_connect(server);
     uint64_t start = clock_ns();
     send_header(&q, MSG_HELLO, 100); /* and nothing more */
@@ -126,7 +121,6 @@ static void who_says_nothing_is_dropped(void **state)
 
 static void odd_messages_of_a_session(void **state)
 {
-    (void)state;
     /* Unknown requests are answered, and the session goes on. */
     peer p = peer_open(server);
     static const uint16_t unknown[] = {0, 3, 29, 33, 1000, 65535};
@@ -187,7 +181,6 @@ static void expect_refused(peer *d, const uint8_t token[16], uint64_t bytes,
 
 static void reads_stay_inside_the_boxes(void **state)
 {
-    (void)state;
     peer p = peer_open(server);
     peer d = peer_data(server, &p);
     grant g = peer_lease(&p);
@@ -214,7 +207,6 @@ static void reads_stay_inside_the_boxes(void **state)
 
 static void reads_need_a_lease_of_the_session(void **state)
 {
-    (void)state;
     read_entry one = {.box = 0, .length = 10};
     peer p = peer_open(server), q = peer_open(server);
     peer d = peer_data(server, &p), e = peer_data(server, &q);
@@ -255,7 +247,6 @@ static void reads_need_a_lease_of_the_session(void **state)
 
 static void catalogs_beyond_their_end(void **state)
 {
-    (void)state;
     peer p = peer_open(server);
     grant g = peer_wait(&p, WIRE_RULE_NEWEST, 0);
     msg_blob_request m = {.publication = RUN, .catalog_version = g.catalog_version};
@@ -291,7 +282,6 @@ static void catalogs_beyond_their_end(void **state)
 /* Asks for more than it takes: the server stops reading its requests. */
 static void who_does_not_read_is_bounded(void **state)
 {
-    (void)state;
     peer p = peer_open(server);
     buffer b = {0};
     for (int i = 0; i < 1000; i++)
@@ -315,7 +305,6 @@ static void who_does_not_read_is_bounded(void **state)
 
 static void random_bytes_and_bent_frames(void **state)
 {
-    (void)state;
     random_source seed = {4711};
     for (int round = 0; round < 300; round++) {
         peer p = round % 2 ? peer_open(server) : peer_connect(server);

@@ -14,7 +14,6 @@ static char version[32]; /* of UCX, "" if there is none */
 
 static int set_up(void **state)
 {
-    (void)state;
     logger none = {0};
     ucx *u;
     const char *library = getenv("FANIN_TEST_UCX_LIBRARY");
@@ -92,7 +91,6 @@ static region_table *regions_of(peer *p, const grant *g, wire_path path)
 
 static void without_ucx_nothing_of_ucx_is_offered(void **state)
 {
-    (void)state;
     fanin_server *s = start(FANIN_SERVER_NO_UCX);
     uint32_t paths;
     peer p = hello(s, true, "1.22.0", &paths);
@@ -106,7 +104,6 @@ static void without_ucx_nothing_of_ucx_is_offered(void **state)
 
 static void strangers_get_stream_only(void **state)
 {
-    (void)state;
     if (!version[0])
         skip();
     fanin_server *s = start(0);
@@ -138,7 +135,6 @@ static void strangers_get_stream_only(void **state)
 
 static void open_servers_offer_stream_only(void **state)
 {
-    (void)state;
     fanin_server_config c = server_config();
     c.flags = FANIN_SERVER_OPEN;
     c.bind = "127.0.0.2";
@@ -156,7 +152,6 @@ static void open_servers_offer_stream_only(void **state)
 
 static void the_own_user_gets_remote_keys(void **state)
 {
-    (void)state;
     if (!version[0])
         skip();
     fanin_server *s = start(0);
@@ -183,7 +178,6 @@ static void the_own_user_gets_remote_keys(void **state)
 
 static void keys_end_with_the_memory(void **state)
 {
-    (void)state;
     if (!version[0])
         skip();
     fanin_server *s = start(0);

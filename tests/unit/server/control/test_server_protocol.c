@@ -25,7 +25,6 @@ static fanin_server *start_published(uint64_t step)
 
 static void hello_tells_who_answers(void **state)
 {
-    (void)state;
     fanin_server_config c = server_config();
     c.name = "job";
     c.rank = 3;
@@ -73,7 +72,6 @@ static uint64_t ms_since(uint64_t ns)
 
 static void list_tells_ages(void **state)
 {
-    (void)state;
     fanin_server *s = server_start(NULL);
     peer p = peer_open(s);
     uint32_t count;
@@ -107,7 +105,6 @@ static void list_tells_ages(void **state)
 
 static void list_shows_publications_and_states(void **state)
 {
-    (void)state;
     fanin_server *s = start_published(4);
     server_put(s, "lora:other", "x", memory[2], 10);
     peer p = peer_open(s);
@@ -167,7 +164,6 @@ static void catalog_and_bytes(peer *control, peer *data)
 
 static void a_pull_over_tcp_and_over_unix(void **state)
 {
-    (void)state;
     fanin_server *s = start_published(9);
     peer tcp = peer_open(s), local = peer_open_unix(s);
     peer tcp_data = peer_data(s, &tcp), local_data = peer_data(s, &local);
@@ -185,7 +181,6 @@ static void a_pull_over_tcp_and_over_unix(void **state)
 
 static void regions_without_keys_have_no_addresses(void **state)
 {
-    (void)state;
     fanin_server *s = start_published(1);
     peer p = peer_open(s);
     grant g = peer_wait(&p, WIRE_RULE_NEWEST, 0);
@@ -216,7 +211,6 @@ static void regions_without_keys_have_no_addresses(void **state)
 
 static void a_wait_is_answered_by_the_commit(void **state)
 {
-    (void)state;
     fanin_server *s = server_start(NULL);
     peer p = peer_open(s);
     peer_request_wait(&p, RUN, WIRE_RULE_NEWEST, 0, 10000);
@@ -248,7 +242,6 @@ static void a_wait_is_answered_by_the_commit(void **state)
 
 static void a_wait_ends_with_where_the_rank_is(void **state)
 {
-    (void)state;
     fanin_server_config c = server_config();
     c.rank = 3;
     c.world_size = 4;
@@ -277,7 +270,6 @@ static void a_wait_ends_with_where_the_rank_is(void **state)
 
 static void a_session_has_a_limited_number_of_waits(void **state)
 {
-    (void)state;
     fanin_server *s = server_start(NULL);
     peer p = peer_open(s);
     for (int i = 0; i < 16; i++)
@@ -301,7 +293,6 @@ static void a_session_has_a_limited_number_of_waits(void **state)
 
 static void destroy_ends_waits(void **state)
 {
-    (void)state;
     fanin_server *s = server_start(NULL);
     peer p = peer_open(s);
     peer_request_wait(&p, RUN, WIRE_RULE_NEWEST, 0, 10000);
@@ -335,7 +326,6 @@ static void expect_event(peer *p, wire_state state, uint64_t step)
 
 static void a_watch_reports_every_change(void **state)
 {
-    (void)state;
     fanin_server *s = server_start(NULL);
     peer p = peer_open(s);
     buffer b = {0};
@@ -366,7 +356,6 @@ static void a_watch_reports_every_change(void **state)
 
 static void begin_is_conditional(void **state)
 {
-    (void)state;
     fanin_server *s = start_published(5);
     peer p = peer_open(s);
     grant good = peer_wait(&p, WIRE_RULE_NEWEST, 0), g = good;
@@ -395,7 +384,6 @@ static void begin_is_conditional(void **state)
 
 static void a_session_has_a_limited_number_of_leases(void **state)
 {
-    (void)state;
     fanin_server *s = start_published(5);
     peer p = peer_open(s);
     grant g = peer_wait(&p, WIRE_RULE_NEWEST, 0);

@@ -26,7 +26,6 @@ static uint8_t *memory; /* BIG bytes */
 
 static int set_up(void **state)
 {
-    (void)state;
     memory = malloc(BIG);
     memset(memory, 1, BIG);
     return memory ? 0 : -1;
@@ -34,7 +33,6 @@ static int set_up(void **state)
 
 static int tear_down(void **state)
 {
-    (void)state;
     free(memory);
     return 0;
 }
@@ -117,7 +115,6 @@ static bool end_in_time_is_good(void)
 
 static void begin_update_drains(void **state)
 {
-    (void)state;
     check(end_in_time_is_good, RULE_DRAIN);
 }
 
@@ -143,7 +140,6 @@ static bool draining_refuses(void)
 
 static void draining_grants_no_lease(void **state)
 {
-    (void)state;
     check(draining_refuses, RULE_REFUSAL);
 }
 
@@ -176,7 +172,6 @@ static bool readers_cannot_hold_up(void)
 
 static void begin_update_is_bounded(void **state)
 {
-    (void)state;
     /* Each rule alone is enough ... */
     atomic_store(&server_rules_off, RULE_REFUSAL);
     assert_true(readers_cannot_hold_up());
@@ -208,7 +203,6 @@ static bool late_end_is_stale(void)
 
 static void end_confirms_the_epoch(void **state)
 {
-    (void)state;
     check(late_end_is_stale, RULE_END_CHECK);
 }
 
@@ -227,7 +221,6 @@ static bool other_step_is_refused(void)
 
 static void begin_minds_the_step(void **state)
 {
-    (void)state;
     check(other_step_is_refused, RULE_STEP);
 }
 
@@ -248,7 +241,6 @@ static bool other_catalog_is_refused(void)
 
 static void begin_minds_the_catalog(void **state)
 {
-    (void)state;
     check(other_catalog_is_refused, RULE_CATALOG);
 }
 
@@ -284,7 +276,6 @@ static bool reply_has_no_later_bytes(void)
 
 static void sends_mind_the_epoch(void **state)
 {
-    (void)state;
 #ifdef RACES_ARE_ERRORS
     /* Without the rule the test is a data race, and ThreadSanitizer says so. */
     assert_true(reply_has_no_later_bytes());
@@ -338,7 +329,6 @@ static bool begin_waits_for_a_send(void)
 
 static void begin_update_waits_for_sends(void **state)
 {
-    (void)state;
     check(begin_waits_for_a_send, RULE_SEND_WAIT);
 }
 
@@ -346,7 +336,6 @@ static void begin_update_waits_for_sends(void **state)
    and no end says that it was good. */
 static void unannounced_reads_void_the_lease(void **state)
 {
-    (void)state;
     memset(memory, 1, BIG);
     fanin_server *s = start(0);
     peer p = peer_open(s);
@@ -457,7 +446,6 @@ static bool reuse_voids_first(void)
 
 static void generations_are_raised_before_reuse(void **state)
 {
-    (void)state;
     check(reuse_voids_first, RULE_ARENA_RAISE);
 }
 
@@ -486,7 +474,6 @@ static bool published_is_left_alone(void)
 
 static void the_published_arena_is_never_filled(void **state)
 {
-    (void)state;
     check(published_is_left_alone, RULE_ARENA_CHOICE);
 }
 
@@ -507,7 +494,6 @@ static bool begin_is_refused_while_filled(void)
 
 static void an_arena_being_filled_cannot_be_begun(void **state)
 {
-    (void)state;
     /* It is never the published one ... */
     assert_false(begin_is_refused_while_filled());
     /* ... and if it were, nobody would get it, but for the rule. */
@@ -540,7 +526,6 @@ static bool lease_holds_up_reuse(void)
 
 static void reuse_waits_for_leases(void **state)
 {
-    (void)state;
     check(lease_holds_up_reuse, RULE_ARENA_WAIT);
 }
 
@@ -567,7 +552,6 @@ static bool reuse_is_bounded(void)
 
 static void reuse_waits_for_the_lease_time_at_most(void **state)
 {
-    (void)state;
     check(reuse_is_bounded, RULE_ARENA_DEADLINE);
 }
 

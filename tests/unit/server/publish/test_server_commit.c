@@ -202,7 +202,6 @@ static void release(void)
 
 static void effect_comes_with_the_stream(void **state)
 {
-    (void)state;
     fanin_server *s = start(0);
     uint8_t *memory = alloc(0, s, "a");
     reader r = open_reader(s);
@@ -232,7 +231,6 @@ static void effect_comes_with_the_stream(void **state)
 
 static void begin_update_withdraws(void **state)
 {
-    (void)state;
     fanin_server *s = start(0);
     uint8_t *memory = alloc(0, s, "a");
     reader r = open_reader(s);
@@ -260,7 +258,6 @@ static void begin_update_withdraws(void **state)
 /* After the stream got there a begin_update withdraws nothing, however soon it comes. */
 static void what_was_reached_is_published(void **state)
 {
-    (void)state;
     fanin_server *s = start(0);
     uint8_t *memory = alloc(0, s, "a");
     for (uint64_t step = 1; step < 50; step++) {
@@ -297,7 +294,6 @@ static void replace_shard(fanin_server *s)
 
 static void other_changes_withdraw(void **state)
 {
-    (void)state;
     void (*const changes[])(fanin_server *) = {abort_it, remove_it, remove_shard,
                                                replace_shard};
     for (size_t i = 0; i < sizeof changes / sizeof *changes; i++) {
@@ -324,7 +320,6 @@ static void other_changes_withdraw(void **state)
 
 static void streams_may_outlive_the_server(void **state)
 {
-    (void)state;
     fanin_server *s = start(0);
     uint8_t *memory = alloc(0, s, "a");
     listen_for("commit-withdrawn");
@@ -340,7 +335,6 @@ static void streams_may_outlive_the_server(void **state)
 
 static void a_commit_waits_for_the_one_before(void **state)
 {
-    (void)state;
     fanin_server *s = start(0);
     uint8_t *memory = alloc(0, s, "a");
     committer c;
@@ -376,7 +370,6 @@ static bool late_effect_is_withdrawn(void)
 
 static void late_effects_mind_the_epoch(void **state)
 {
-    (void)state;
     assert_true(late_effect_is_withdrawn());
     atomic_store(&server_rules_off, RULE_LATE_EFFECT);
     bool without = late_effect_is_withdrawn();
@@ -386,7 +379,6 @@ static void late_effects_mind_the_epoch(void **state)
 
 static void streams_are_checked(void **state)
 {
-    (void)state;
     fanin_server *s = start(0);
     uint8_t *memory = alloc(0, s, "a");
     fanin_commit_options o;
@@ -422,7 +414,6 @@ static void write_later(uint8_t *memory, uint8_t value)
 
 static void copies_are_made_in_the_streams_order(void **state)
 {
-    (void)state;
     fanin_server *s = start(0);
     uint8_t *a = alloc(0, s, "a"), *b = alloc(1, s, "b");
     reader r = open_reader(s);
@@ -448,7 +439,6 @@ static void copies_are_made_in_the_streams_order(void **state)
 /* The trainer runs ahead of its stream: steps are published one after the other. */
 static void the_trainer_runs_ahead(void **state)
 {
-    (void)state;
     fanin_server *s = start(0);
     uint8_t *a = alloc(0, s, "a");
     reader r = open_reader(s);
@@ -480,7 +470,6 @@ static void the_trainer_runs_ahead(void **state)
 
 static void without_a_stream_it_is_complete(void **state)
 {
-    (void)state;
     static uint8_t host[SIZE];
     fanin_server *s = start(0);
     uint8_t *a = alloc(0, s, "a"), *b = alloc(1, s, "b");
@@ -510,7 +499,6 @@ static void without_a_stream_it_is_complete(void **state)
 /* The stream may write host memory too: it is copied when the stream has got there. */
 static void host_memory_waits_for_the_stream(void **state)
 {
-    (void)state;
     static uint8_t host[SIZE];
     fanin_server *s = start(0);
     uint8_t *a = alloc(0, s, "a");
@@ -544,7 +532,6 @@ static void *remove_run(void *cookie)
 
 static void removal_waits_for_the_copy(void **state)
 {
-    (void)state;
     fanin_server *s = start(0);
     uint8_t *a = alloc(0, s, "a");
     listen_for("commit-withdrawn");
@@ -572,7 +559,6 @@ static void *pause_run(void *cookie)
 /* Of a commit, whose step is published before, and of a copy that nobody will see. */
 static void pauses_wait_for_the_stream(void **state)
 {
-    (void)state;
     for (uint32_t flags = 0; flags <= FANIN_COMMIT_SNAPSHOT; flags++) {
         bool copies = flags == FANIN_COMMIT_SNAPSHOT;
         fanin_server *s = start(0);
@@ -616,7 +602,6 @@ static void *destroy_run(void *cookie)
 
 static void destruction_waits_for_the_copy(void **state)
 {
-    (void)state;
     fanin_server *s = start(0);
     uint8_t *a = alloc(0, s, "a");
     listen_for("commit-withdrawn");
@@ -636,7 +621,6 @@ static void destruction_waits_for_the_copy(void **state)
 
 static void aborted_copies_are_not_published(void **state)
 {
-    (void)state;
     fanin_server *s = start(0);
     uint8_t *a = alloc(0, s, "a");
     reader r = open_reader(s);
@@ -660,7 +644,6 @@ static void aborted_copies_are_not_published(void **state)
 
 static void arenas_can_be_exported(void **state)
 {
-    (void)state;
     fanin_server *s = start(0);
     uint8_t *a = fake_cuda_alloc(0, SIZE, FAKE_CUDA_VIRTUAL);
     server_put(s, RUN, "a", a, SIZE);
@@ -692,7 +675,6 @@ static void arenas_can_be_exported(void **state)
 
 static void short_memory_leaves_the_last_snapshot(void **state)
 {
-    (void)state;
     fanin_server *s = start(0);
     fanin_error error = FANIN_ERROR_INIT;
     uint8_t *a = alloc(0, s, "a"), *b = NULL;
@@ -723,7 +705,6 @@ static void short_memory_leaves_the_last_snapshot(void **state)
 
 static void any_failing_call_is_survived(void **state)
 {
-    (void)state;
     static const char *const functions[] = {
         "cuMemAlloc_v2",        "cuStreamCreate",      "cuEventCreate",
         "cuEventRecord",        "cuStreamWaitEvent",   "cuLaunchKernel",
@@ -755,7 +736,6 @@ static void any_failing_call_is_survived(void **state)
 
 static void unchanged_shards_cost_little(void **state)
 {
-    (void)state;
     fanin_server *s = start(0);
     uint8_t *a = alloc(0, s, "a");
     commit_ok(s, 1, FANIN_COMMIT_SNAPSHOT | FANIN_COMMIT_WAIT);
@@ -776,7 +756,6 @@ static void unchanged_shards_cost_little(void **state)
 /* Last: what was on a broken device cannot be given back. */
 static void failed_devices_are_told(void **state)
 {
-    (void)state;
     fanin_server *s = start(0);
     uint8_t *memory = alloc(0, s, "a");
     listen_for("commit-failed");
@@ -796,7 +775,6 @@ static void failed_devices_are_told(void **state)
 
 static int set_up(void **state)
 {
-    (void)state;
     const char *library = getenv("FANIN_TEST_CUDA_LIBRARY");
     if (!library)
         return -1;

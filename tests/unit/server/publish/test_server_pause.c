@@ -115,7 +115,6 @@ static void expect_bytes(fanin_server *s, peer *p, uint8_t value)
 
 static void readers_are_answered_at_once(void **state)
 {
-    (void)state;
     fanin_server *s = start_published(0);
     peer p = peer_open(s), parked = peer_open(s);
     grant g = peer_wait(&p, WIRE_RULE_NEWEST, 0);
@@ -155,7 +154,6 @@ static void expect_event(peer *p, uint64_t step, int32_t wanted)
 /* A peer that does not know the state is told one that it knows. */
 static void state_is_told_as_the_peer_knows_it(void **state)
 {
-    (void)state;
     fanin_server *s = start_published(0);
     uint64_t features[] = {FEATURE_PAUSED, 0};
     for (int i = 0; i < 2; i++) {
@@ -185,7 +183,6 @@ static void state_is_told_as_the_peer_knows_it(void **state)
 
 static void readers_are_drained_at_most_the_lease(void **state)
 {
-    (void)state;
     fanin_server *s = start_published(200);
     peer p = peer_open(s);
     grant g = peer_lease(&p);
@@ -216,7 +213,6 @@ static void *pause_run(void *cookie)
 /* While readers are waited for, others know already; the end of the reader ends the wait. */
 static void draining_turns_others_away(void **state)
 {
-    (void)state;
     fanin_server *s = start_published(60000);
     peer holder = peer_open(s), other = peer_open(s);
     grant g = peer_lease(&holder);
@@ -243,7 +239,6 @@ static void draining_turns_others_away(void **state)
 
 static void the_step_is_served_again(void **state)
 {
-    (void)state;
     fanin_server *s = start_published(0);
     peer p = peer_open(s);
     grant before = peer_lease(&p);
@@ -264,7 +259,6 @@ static void the_step_is_served_again(void **state)
 
 static void moved_memory_is_served(void **state)
 {
-    (void)state;
     fanin_server *s = start_published(0);
     peer p = peer_open(s);
     uint64_t version = peer_wait(&p, WIRE_RULE_NEWEST, 0).catalog_version;
@@ -289,7 +283,6 @@ static void moved_memory_is_served(void **state)
 
 static void changes_meanwhile_show_at_the_resume(void **state)
 {
-    (void)state;
     fanin_server *s = start_published(0);
     peer p = peer_open(s);
     fanin_pair pair = {"r", "16"};
@@ -315,7 +308,6 @@ static void changes_meanwhile_show_at_the_resume(void **state)
 
 static void what_was_not_published_stays_so(void **state)
 {
-    (void)state;
     fanin_server *s = start(0);
     server_put(s, RUN, "a", memory[0], SIZE);
     memset(memory[0], 3, SIZE);
@@ -341,7 +333,6 @@ static void what_was_not_published_stays_so(void **state)
 /* Other values come back than those that were taken away. */
 static void a_step_that_is_given_up_is_not_shown_again(void **state)
 {
-    (void)state;
     fanin_server *s = start_published(0);
     peer p = open_with(s, FEATURE_PAUSED);
     pause_it(s, NULL);
@@ -361,7 +352,6 @@ static void a_step_that_is_given_up_is_not_shown_again(void **state)
 
 static void updates_are_refused_while_paused(void **state)
 {
-    (void)state;
     fanin_server *s = start_published(0);
     fanin_error error = FANIN_ERROR_INIT;
     pause_it(s, NULL);
@@ -384,7 +374,6 @@ static void updates_are_refused_while_paused(void **state)
 
 static void nothing_is_created(void **state)
 {
-    (void)state;
     fanin_server *s = start(0);
     assert_int_equal(fanin_server_pause(s, RUN, NULL, NULL), FANIN_ERR_NOT_FOUND);
     assert_int_equal(fanin_server_resume(s, RUN, NULL), FANIN_ERR_NOT_FOUND);
@@ -409,7 +398,6 @@ static void nothing_is_created(void **state)
 
 static void reasons_are_text(void **state)
 {
-    (void)state;
     fanin_server *s = start_published(0);
     peer p = peer_open(s);
     assert_int_equal(fanin_server_pause(s, RUN, "\xff", NULL), FANIN_ERR_ARGUMENT);
@@ -434,7 +422,6 @@ static void reasons_are_text(void **state)
 
 static void snapshots_stay_readable(void **state)
 {
-    (void)state;
     fanin_server *s = start(0);
     memset(memory[0], 1, SIZE);
     server_put(s, RUN, "a", memory[0], SIZE);
@@ -464,7 +451,6 @@ static void snapshots_stay_readable(void **state)
 
 static void paused_ones_are_counted(void **state)
 {
-    (void)state;
     fanin_server *s = start_published(0);
     char text[16384];
     assert_int_equal(server_stats(s).publications_paused, 0);
@@ -481,7 +467,6 @@ static void paused_ones_are_counted(void **state)
 /* Memory that is away is neither registered nor exported; afterwards it is. */
 static void no_keys_while_paused(void **state)
 {
-    (void)state;
     if (!gpu_built())
         skip(); /* the only path with keys that needs no UCX */
     fanin_server *s = start_published(0);

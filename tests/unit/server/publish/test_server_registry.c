@@ -25,7 +25,6 @@ static void expect_refused(const fanin_tensor *t, size_t count, fanin_status sta
 
 static void bad_names_are_refused(void **state)
 {
-    (void)state;
     fanin_server *s = server_start(NULL);
     static const char *const names[] = {
         "",
@@ -70,7 +69,6 @@ static void bad_names_are_refused(void **state)
 
 static void bad_tensors_are_refused(void **state)
 {
-    (void)state;
     fanin_box box, boxes[2];
     const fanin_tensor good = byte_tensor("a", &box, memory, 8);
     fanin_tensor t = good;
@@ -126,7 +124,6 @@ static void bad_tensors_are_refused(void **state)
 
 static void packed_dtypes_need_whole_bytes(void **state)
 {
-    (void)state;
     fanin_box box = {.offset = {0, 2}, .extent = {2, 4}, .address = memory};
     fanin_tensor t = {.struct_size = sizeof t,
                       .name = "f4",
@@ -150,7 +147,6 @@ static void packed_dtypes_need_whole_bytes(void **state)
 
 static void scalars_and_empty_shards(void **state)
 {
-    (void)state;
     fanin_box scalar = {.address = memory}, nothing = {.extent = {0, 5}};
     fanin_tensor t[3] = {{.struct_size = sizeof *t,
                           .name = "scalar",
@@ -222,7 +218,6 @@ static const char *listed(fanin_server *s, const char *publication, size_t most)
 
 static void put_is_all_or_nothing(void **state)
 {
-    (void)state;
     fanin_server *s = server_start(NULL);
     fanin_box box[3];
     fanin_tensor t[3] = {byte_tensor("m", &box[0], memory, 1),
@@ -258,7 +253,6 @@ static void put_is_all_or_nothing(void **state)
 
 static void metadata_travel_with_the_keys(void **state)
 {
-    (void)state;
     fanin_server *s = server_start(NULL);
     fanin_pair pairs[] = {{"r", "16"}, {"lora_alpha", "32"}, {"base", "\xc3\xa4"}};
     assert_int_equal(fanin_server_set_metadata(s, RUN, pairs, 3, NULL), FANIN_OK);
@@ -296,7 +290,6 @@ static void metadata_travel_with_the_keys(void **state)
 
 static void many_shards_are_put_and_committed_fast(void **state)
 {
-    (void)state;
     fanin_tensor *t = calloc(MANY, sizeof *t);
     fanin_box *boxes = calloc(MANY, sizeof *boxes);
     char(*name)[64] = calloc(MANY, sizeof *name);

@@ -118,7 +118,6 @@ static fanin_status snapshot(fanin_server *s, uint64_t step, fanin_dtype cast,
 
 static void readers_get_copies(void **state)
 {
-    (void)state;
     fanin_server *s = start_published(0);
     reader r = open_reader(s);
     grant g;
@@ -142,7 +141,6 @@ static void readers_get_copies(void **state)
 
 static void tables_describe_both_arenas(void **state)
 {
-    (void)state;
     fanin_server *s = start_published(0);
     reader r = open_reader(s);
     fanin_error error = FANIN_ERROR_INIT;
@@ -178,7 +176,6 @@ static void tables_describe_both_arenas(void **state)
 
 static void a_lease_outlives_one_commit(void **state)
 {
-    (void)state;
     fanin_server *s = start_published(0);
     reader r = open_reader(s);
     grant old, new;
@@ -203,7 +200,6 @@ static void a_lease_outlives_one_commit(void **state)
 
 static void begin_update_does_not_drain(void **state)
 {
-    (void)state;
     fanin_server *s = start_published(60000);
     reader r = open_reader(s);
     grant g, more;
@@ -228,7 +224,6 @@ static void begin_update_does_not_drain(void **state)
 
 static void new_shards_get_new_arenas(void **state)
 {
-    (void)state;
     static uint8_t third[SIZE];
     fanin_server *s = start_published(0);
     reader r = open_reader(s);
@@ -257,7 +252,6 @@ static void new_shards_get_new_arenas(void **state)
 
 static void metadata_keep_the_arenas(void **state)
 {
-    (void)state;
     fanin_server *s = start_published(0);
     reader r = open_reader(s);
     grant old, new;
@@ -277,7 +271,6 @@ static void metadata_keep_the_arenas(void **state)
 
 static void shards_may_move_while_readers_go_on(void **state)
 {
-    (void)state;
     static uint8_t moved[SIZE];
     fanin_server *s = start_published(60000);
     reader r = open_reader(s);
@@ -313,7 +306,6 @@ static void shards_may_move_while_readers_go_on(void **state)
 
 static void removal_takes_the_arenas(void **state)
 {
-    (void)state;
     fanin_server *s = start_published(0);
     reader r = open_reader(s);
     grant g, old;
@@ -335,7 +327,6 @@ static void removal_takes_the_arenas(void **state)
 
 static void an_abort_leaves_the_last_snapshot(void **state)
 {
-    (void)state;
     fanin_server *s = start_published(60000);
     reader r = open_reader(s);
     grant g;
@@ -359,7 +350,6 @@ static void an_abort_leaves_the_last_snapshot(void **state)
 
 static void ways_are_not_mixed(void **state)
 {
-    (void)state;
     fanin_error error = FANIN_ERROR_INIT;
     fanin_server *s = start_published(0);
     server_begin(s);
@@ -380,7 +370,6 @@ static void ways_are_not_mixed(void **state)
 
 static void options_are_checked(void **state)
 {
-    (void)state;
     fanin_server *s = start(0);
     server_put(s, RUN, "a", first, SIZE);
     fanin_commit_options o;
@@ -453,7 +442,6 @@ static uint16_t bf16_of(float value)
 
 static void strides_are_packed(void **state)
 {
-    (void)state;
     fanin_server *s = start(0);
     put_floats(s);
     server_snapshot(s, 1);
@@ -474,7 +462,6 @@ static void strides_are_packed(void **state)
 
 static void f32_is_cast(void **state)
 {
-    (void)state;
     fanin_server *s = start(0);
     put_floats(s);
     memset(first, 0x7f, SIZE);
@@ -511,7 +498,6 @@ static void f32_is_cast(void **state)
 /* Enough for several threads and batches. */
 static void large_shards_are_copied_by_threads(void **state)
 {
-    (void)state;
     const size_t size = (size_t)100 << 20, piece = (size_t)4 << 20;
     uint8_t *large = malloc(size), *got = malloc(piece);
     assert_true(large && got);
@@ -538,7 +524,6 @@ static void large_shards_are_copied_by_threads(void **state)
 
 static void nothing_can_be_published(void **state)
 {
-    (void)state;
     fanin_server *s = start(0);
     server_begin(s);
     server_snapshot(s, 1);
@@ -573,7 +558,6 @@ static void *train(void *cookie)
 /* A step that was confirmed is whole, however fast the trainer is. */
 static void steps_are_never_mixed(void **state)
 {
-    (void)state;
     trainer t = {.server = start_published(100)};
     atomic_init(&t.stop, false);
     pthread_t thread;

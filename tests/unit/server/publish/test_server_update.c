@@ -29,7 +29,6 @@ static fanin_status commit(fanin_server *s, uint64_t step)
 
 static void first_commit_needs_no_update(void **state)
 {
-    (void)state;
     fanin_server *s = start(0);
     assert_int_equal(commit(s, 1), FANIN_ERR_ARGUMENT); /* no such publication */
     server_put(s, RUN, "a", memory[0], 100);
@@ -52,7 +51,6 @@ static void first_commit_needs_no_update(void **state)
 
 static void begin_update_makes_the_publication(void **state)
 {
-    (void)state;
     fanin_server *s = start(0);
     server_begin(s);
     server_begin(s); /* again: a new epoch, at once */
@@ -66,7 +64,6 @@ static void begin_update_makes_the_publication(void **state)
 
 static void steps_grow_also_after_a_removal(void **state)
 {
-    (void)state;
     fanin_server *s = start(0);
     server_put(s, RUN, "a", memory[0], 100);
     server_commit(s, 5);
@@ -87,7 +84,6 @@ static void steps_grow_also_after_a_removal(void **state)
 
 static void a_withdrawn_step_is_worth_nothing(void **state)
 {
-    (void)state;
     fanin_server *s = start(60000); /* it must not wait for the reader below */
     assert_int_equal(fanin_server_withdraw(s, RUN, NULL), FANIN_ERR_NOT_FOUND);
     server_put(s, RUN, "a", memory[0], 100);
@@ -113,7 +109,6 @@ static void a_withdrawn_step_is_worth_nothing(void **state)
 
 static void a_snapshot_is_not_withdrawn(void **state)
 {
-    (void)state;
     fanin_server *s = start(0);
     server_put(s, RUN, "a", memory[0], 100);
     server_snapshot(s, 1);
@@ -123,7 +118,6 @@ static void a_snapshot_is_not_withdrawn(void **state)
 
 static void numbers_are_never_used_twice(void **state)
 {
-    (void)state;
     fanin_server *s = start(0);
     peer p = peer_open(s);
     uint64_t epoch = 0, version = 0;
@@ -146,7 +140,6 @@ static void numbers_are_never_used_twice(void **state)
 
 static void the_catalog_version_changes_with_the_catalog(void **state)
 {
-    (void)state;
     fanin_server *s = start(0);
     peer p = peer_open(s);
     fanin_pair pair = {"r", "16"};
@@ -177,7 +170,6 @@ static void the_catalog_version_changes_with_the_catalog(void **state)
 
 static void new_shards_appear_with_the_next_commit(void **state)
 {
-    (void)state;
     fanin_server *s = start(0);
     peer p = peer_open(s);
     server_put(s, RUN, "a", memory[0], 100);
@@ -207,7 +199,6 @@ static void new_shards_appear_with_the_next_commit(void **state)
 
 static void begin_update_waits_at_most_the_lease(void **state)
 {
-    (void)state;
     fanin_server *s = start(1000); /* so long that begin_update finds the lease alive */
     peer p = peer_open(s);
     server_put(s, RUN, "a", memory[0], 100);
@@ -229,7 +220,6 @@ static void begin_update_waits_at_most_the_lease(void **state)
 
 static void a_lease_time_of_zero_never_waits(void **state)
 {
-    (void)state;
     fanin_server *s = start(0);
     peer p = peer_open(s);
     server_put(s, RUN, "a", memory[0], 100);
@@ -275,7 +265,6 @@ static void start_draining(caller *c, fanin_server *s, peer *p)
 
 static void a_closed_session_ends_the_draining(void **state)
 {
-    (void)state;
     fanin_server *s = start(60000);
     peer p = peer_open(s), other = peer_open(s);
     server_put(s, RUN, "a", memory[0], 100);
@@ -296,7 +285,6 @@ static void a_closed_session_ends_the_draining(void **state)
 
 static void one_thread_drains_at_a_time(void **state)
 {
-    (void)state;
     fanin_server *s = start(60000);
     peer p = peer_open(s);
     server_put(s, RUN, "a", memory[0], 100);
@@ -320,7 +308,6 @@ static void one_thread_drains_at_a_time(void **state)
 
 static void a_moved_shard_makes_the_publication_unreadable(void **state)
 {
-    (void)state;
     fanin_server *s = start(0);
     peer p = peer_open(s);
     peer d = peer_data(s, &p);
@@ -349,7 +336,6 @@ static void a_moved_shard_makes_the_publication_unreadable(void **state)
 
 static void a_removed_shard_makes_the_publication_unreadable(void **state)
 {
-    (void)state;
     fanin_server *s = start(0);
     peer p = peer_open(s);
     server_put(s, RUN, "a", memory[0], 100);
@@ -421,7 +407,6 @@ static void wait_for_a_pull(load *l)
 
 static void pulls_beside_updates_are_whole(void **state)
 {
-    (void)state;
     load l = {.server = start(60000)}; /* no reader is ever so late */
     atomic_init(&l.stop, false);
     sem_init(&l.good, 0, 0);

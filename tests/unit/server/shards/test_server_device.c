@@ -37,7 +37,6 @@ static void request_regions(peer *p, const grant *g, wire_path path)
 /* Before anything in this process has started CUDA. */
 static void host_memory_starts_no_cuda(void **state)
 {
-    (void)state;
     static uint8_t memory[1000];
     served l = device_serve_bytes(memory, sizeof memory);
     uint8_t got[1000];
@@ -52,7 +51,6 @@ static void host_memory_starts_no_cuda(void **state)
 
 static void kind_and_device_are_found_out(void **state)
 {
-    (void)state;
     static uint8_t memory[100];
     /* Neighbouring allocations touch each other. */
     uint8_t *a = device_alloc(0, 2 * MIB, FAKE_CUDA_MALLOC);
@@ -109,7 +107,6 @@ static void expect_refused(const fanin_tensor *t, fanin_status code, const char 
 
 static void contradictions_are_refused(void **state)
 {
-    (void)state;
     static uint8_t memory[100];
     uint8_t *zero = device_alloc(0, 4096, FAKE_CUDA_MALLOC);
     uint8_t *one = device_alloc(1, 4096, FAKE_CUDA_MALLOC);
@@ -144,7 +141,6 @@ static void contradictions_are_refused(void **state)
 /* The CPU can read managed memory: who calls it the host's may do so. */
 static void managed_memory_may_be_called_host_memory(void **state)
 {
-    (void)state;
     uint8_t *memory = device_alloc(0, 4096, FAKE_CUDA_MANAGED);
     fanin_box box;
     fanin_tensor t = byte_tensor("t", &box, memory, 100);
@@ -161,7 +157,6 @@ static void managed_memory_may_be_called_host_memory(void **state)
 /* A driver that knows nothing of a pointer contradicts nobody. */
 static void host_memory_needs_no_answer(void **state)
 {
-    (void)state;
     static uint8_t memory[100];
     fanin_box box;
     fanin_tensor t = byte_tensor("t", &box, memory, 100);
@@ -175,7 +170,6 @@ static void host_memory_needs_no_answer(void **state)
 /* Host memory by the megabyte is asked for once, whether it was said to be the host's or not. */
 static void host_shards_cost_few_questions(void **state)
 {
-    (void)state;
     enum { COUNT = 1000 };
     static uint8_t memory[COUNT * 500];
     static fanin_tensor t[COUNT];
@@ -194,7 +188,6 @@ static void host_shards_cost_few_questions(void **state)
 
 static void many_shards_cost_few_questions(void **state)
 {
-    (void)state;
     enum { COUNT = 37248, SEGMENTS = 8, EACH = COUNT / SEGMENTS };
     static fanin_tensor t[COUNT];
     static fanin_box boxes[COUNT];
@@ -221,7 +214,6 @@ static void many_shards_cost_few_questions(void **state)
 
 static void memory_without_handles_is_streamed(void **state)
 {
-    (void)state;
     static const fake_cuda_kind kinds[] = {FAKE_CUDA_VIRTUAL, FAKE_CUDA_POOL,
                                            FAKE_CUDA_MANAGED};
     static const char *const words[] = {"virtual-memory", "pool", "managed"};
@@ -264,7 +256,6 @@ static void open_path(peer *p, wire_path path)
 
 static void own_user_gets_handles(void **state)
 {
-    (void)state;
     static uint8_t host[100];
     uint8_t *memory = device_alloc(1, 2 * MIB, FAKE_CUDA_MALLOC);
     fanin_box boxes[2];
@@ -320,7 +311,6 @@ static void own_user_gets_handles(void **state)
 /* The driver refuses to export: that is told, and the rest is served. */
 static void refused_exports_leave_no_key(void **state)
 {
-    (void)state;
     uint8_t *memory = device_alloc(0, 4096, FAKE_CUDA_MALLOC);
     served l = device_serve_bytes(memory, 4096);
     fake_cuda_fail("cuIpcGetMemHandle", CUDA_ERROR_INVALID_VALUE, 0, 1);
@@ -353,7 +343,6 @@ static void await_mappers(fanin_server *s, uint64_t n)
 
 static void who_still_maps_is_told(void **state)
 {
-    (void)state;
     uint8_t *a = device_alloc(0, 2 * MIB, FAKE_CUDA_MALLOC),
             *b = device_alloc(1, MIB, FAKE_CUDA_MALLOC);
     fanin_box boxes[2];
@@ -405,7 +394,6 @@ static void who_still_maps_is_told(void **state)
    the session has mapped. */
 static void freed_arenas_are_told(void **state)
 {
-    (void)state;
     uint8_t *a = device_alloc(0, MIB, FAKE_CUDA_MALLOC),
             *b = device_alloc(1, MIB, FAKE_CUDA_MALLOC);
     served l = {.server = device_start(0)};

@@ -118,7 +118,6 @@ static void check_all(scene *s, uint64_t kernels)
 
 static void kernels_digest(void **state)
 {
-    (void)state;
     scene s;
     set_scene(&s, 0, -1);
     check_all(&s, 1);
@@ -128,7 +127,6 @@ static void kernels_digest(void **state)
 /* First of all on device 1: who cannot load a kernel is not asked again. */
 static void the_cpu_digests_otherwise(void **state)
 {
-    (void)state;
     scene s;
     fake_cuda_fail("cuModuleLoadData", CUDA_ERROR_OUT_OF_MEMORY, 1, 1);
     device_listen("slow-digests");
@@ -143,7 +141,6 @@ static void the_cpu_digests_otherwise(void **state)
 /* What lies in two places is digested by the CPU, and the next request is not. */
 static void places_may_mix(void **state)
 {
-    (void)state;
     static const read_entry mixed[] = {{.box = 1, .count = 2}, {.box = 0, .count = 1}};
     static const read_entry alone[] = {{.box = 0, .offset = 7, .length = 9000}};
     for (int other = -1; other < 2; other += 2) {
@@ -158,7 +155,6 @@ static void places_may_mix(void **state)
 /* Nothing is answered before the device has done it; the update waits for no longer than that. */
 static void failures_are_answered(void **state)
 {
-    (void)state;
     static const read_entry all = {.box = 0, .count = 1};
     fanin_error error = FANIN_ERROR_INIT;
     scene s;

@@ -19,7 +19,6 @@
    still. */
 static void kernels_are_loaded_by_commits(void **state)
 {
-    (void)state;
     static uint8_t got[4096];
     uint8_t *memory = device_alloc(1, sizeof got, FAKE_CUDA_MALLOC);
     read_entry all = {.box = 0, .count = 1};
@@ -69,7 +68,6 @@ static void check_reads(served *l, const uint8_t *want, size_t bytes)
 
 static void every_layout_is_gathered(void **state)
 {
-    (void)state;
     static const int64_t strides[][3] = {
         {0, 0, 0},      {1300, 40, 2},  {1300, 42, 2}, {2, 80, 2400},
         {1200, 40, -2}, {-2000, 50, 2}, {1200, 0, 2},
@@ -105,7 +103,6 @@ static void every_layout_is_gathered(void **state)
 /* Boxes of the host and of two devices, in one read and in one chunk. */
 static void places_mix_in_one_read(void **state)
 {
-    (void)state;
     enum { COUNT = 60, SIZE = 20000 };
     static fanin_tensor t[COUNT];
     static fanin_box boxes[COUNT];
@@ -150,7 +147,6 @@ static void places_mix_in_one_read(void **state)
 
 static void reads_are_pipelined(void **state)
 {
-    (void)state;
     uint8_t *memory = device_alloc(0, 6 * MIB, FAKE_CUDA_MALLOC);
     served l = device_serve_bytes(memory, 6 * MIB);
     uint64_t first = l.data.request + 1;
@@ -179,7 +175,6 @@ static void reads_are_pipelined(void **state)
 /* More connections than chunks: they wait for each other, and memory stays bounded. */
 static void chunks_are_few(void **state)
 {
-    (void)state;
     uint8_t *memory = device_alloc(0, 5 * MIB, FAKE_CUDA_MALLOC);
     fanin_server_config c = server_config();
     c.max_memory = 8 * MIB;
@@ -233,7 +228,6 @@ static void *update(void *cookie)
 
 static void begin_update_waits_for_copies(void **state)
 {
-    (void)state;
     uint8_t *memory = device_alloc(0, 4 * MIB, FAKE_CUDA_MALLOC);
     served l = {.server = device_start(0)}; /* leases delay nothing */
     server_put(l.server, RUN, "t", memory, 4 * MIB);
@@ -275,7 +269,6 @@ static void begin_update_waits_for_copies(void **state)
 
 static void removal_while_copying(void **state)
 {
-    (void)state;
     uint8_t *memory = device_alloc(0, 4 * MIB, FAKE_CUDA_MALLOC);
     served l = {.server = device_start(0)};
     server_put(l.server, RUN, "t", memory, 4 * MIB);
@@ -297,7 +290,6 @@ static void removal_while_copying(void **state)
 /* A connection, then the server, end while a copy is under way. */
 static void ends_while_copying(void **state)
 {
-    (void)state;
     uint8_t *memory = device_alloc(0, 4 * MIB, FAKE_CUDA_MALLOC);
     for (int round = 0; round < 2; round++) {
         served l = device_serve_bytes(memory, 4 * MIB);
@@ -330,7 +322,6 @@ static void ends_while_copying(void **state)
 /* A broken device's streams cannot be destroyed. */
 static void broken_devices_are_errors(void **state)
 {
-    (void)state;
     uint8_t *memory = device_alloc(1, 4 * MIB, FAKE_CUDA_MALLOC);
     served l = device_serve_bytes(memory, 4 * MIB);
     uint8_t *got = malloc(4 * MIB);
@@ -357,7 +348,6 @@ static void broken_devices_are_errors(void **state)
 /* The second half of a reply fails: it cannot become an error any more. */
 static void late_failures_void_the_lease(void **state)
 {
-    (void)state;
     uint8_t *memory = device_alloc(0, 4 * MIB, FAKE_CUDA_MALLOC);
     served l = device_serve_bytes(memory, 4 * MIB);
     read_entry all = {.box = 0, .count = 1};
@@ -384,7 +374,6 @@ static void late_failures_void_the_lease(void **state)
 /* A device that does not get on keeps the trainer waiting for 10 s, no longer. */
 static void hung_devices_are_given_up(void **state)
 {
-    (void)state;
     uint8_t *memory = device_alloc(0, 4 * MIB, FAKE_CUDA_MALLOC);
     served l = device_serve_bytes(memory, 4 * MIB);
     read_entry all = {.box = 0, .count = 1};
@@ -417,7 +406,6 @@ static void hung_devices_are_given_up(void **state)
    trainer goes on. */
 static void any_failure_is_survived(void **state)
 {
-    (void)state;
     static const char *const functions[] = {"cuMemHostAlloc", "cuStreamCreate",
                                             "cuLaunchKernel", "cuStreamAddCallback",
                                             "cuCtxPushCurrent_v2"};

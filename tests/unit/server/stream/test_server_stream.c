@@ -20,7 +20,6 @@ static uint8_t *arena;
 
 static int set_up(void **state)
 {
-    (void)state;
     arena = malloc(ARENA);
     for (size_t i = 0; arena && i < ARENA; i++)
         arena[i] = (uint8_t)(i * 31 + (i >> 8) * 17 + (i >> 16));
@@ -29,7 +28,6 @@ static int set_up(void **state)
 
 static int tear_down(void **state)
 {
-    (void)state;
     free(arena);
     return 0;
 }
@@ -109,7 +107,6 @@ static void check_box(const fanin_tensor *t)
 
 static void every_layout_is_packed_on_the_way(void **state)
 {
-    (void)state;
     fanin_box box = {.extent = {40, 30, 20}, .address = arena + 1000000};
     fanin_tensor t = {.struct_size = sizeof t,
                       .name = "t",
@@ -153,7 +150,6 @@ static void every_layout_is_packed_on_the_way(void **state)
 /* Random layouts of random shapes, against the element-wise model. */
 static void random_layouts(void **state)
 {
-    (void)state;
     random_source seed = {20240607};
     for (int round = 0; round < 60; round++) {
         fanin_box box = {.address = arena + ARENA / 2};
@@ -173,7 +169,6 @@ static void random_layouts(void **state)
 
 static void reads_are_pipelined(void **state)
 {
-    (void)state;
     fanin_box box;
     fanin_tensor t = byte_tensor("t", &box, arena, ARENA);
     served l = serve(&t, 1);
@@ -199,7 +194,6 @@ static void reads_are_pipelined(void **state)
 
 static void many_small_boxes_in_one_read(void **state)
 {
-    (void)state;
     enum { COUNT = 5000, SIZE = 300 };
     static fanin_tensor t[COUNT];
     static fanin_box boxes[COUNT];
@@ -227,7 +221,6 @@ static void many_small_boxes_in_one_read(void **state)
 
 static void connections_share_the_thread(void **state)
 {
-    (void)state;
     fanin_box box;
     fanin_tensor t = byte_tensor("t", &box, arena, ARENA);
     served l = serve(&t, 1);
@@ -262,7 +255,6 @@ static void connections_share_the_thread(void **state)
 
 static void data_connections_end_with_their_session(void **state)
 {
-    (void)state;
     fanin_box box;
     fanin_tensor t = byte_tensor("t", &box, arena, ARENA);
     served l = serve(&t, 1);

@@ -92,7 +92,6 @@ static void add_ucx(patient *p, bool verbs, bool cuda)
 
 static void a_healthy_dgx_has_no_warnings(void **state)
 {
-    (void)state;
     patient p;
     admit(&p, sysfs_tree_dgx);
     sysfs_tree_file(p.root, "", "dev/infiniband/uverbs0");
@@ -114,7 +113,6 @@ static void a_healthy_dgx_has_no_warnings(void **state)
 
 static void a_dgx_in_a_bare_container(void **state)
 {
-    (void)state;
     patient p;
     admit(&p, sysfs_tree_dgx);
     examine(&p);
@@ -133,7 +131,6 @@ static void a_dgx_in_a_bare_container(void **state)
 
 static void missing_modules_are_named(void **state)
 {
-    (void)state;
     patient p;
     admit(&p, sysfs_tree_dgx);
     sysfs_tree_file(p.root, "", "dev/infiniband/uverbs0");
@@ -150,7 +147,6 @@ static void missing_modules_are_named(void **state)
 
 static void a_cloud_machine(void **state)
 {
-    (void)state;
     patient p;
     admit(&p, sysfs_tree_cloud);
     sysfs_tree_file(p.root, "", "dev/infiniband/uverbs0");
@@ -175,7 +171,6 @@ static void a_cloud_machine(void **state)
 
 static void a_laptop_is_fine_for_trying_it(void **state)
 {
-    (void)state;
     patient p;
     admit(&p, sysfs_tree_laptop);
     examine(&p);
@@ -190,7 +185,6 @@ static void a_laptop_is_fine_for_trying_it(void **state)
 
 static void hidden_gpus_are_told(void **state)
 {
-    (void)state;
     patient p;
     admit(&p, sysfs_tree_cloud);
     examine(&p);
@@ -203,7 +197,6 @@ static void hidden_gpus_are_told(void **state)
 
 static void ranks_are_compared(void **state)
 {
-    (void)state;
     patient p;
     admit(&p, sysfs_tree_laptop);
     examine(&p);
@@ -231,7 +224,6 @@ static void ranks_are_compared(void **state)
 /* That is how they are meant to be, whatever is installed there. */
 static void open_ranks_are_not_told_to_install_ucx(void **state)
 {
-    (void)state;
     patient p;
     admit(&p, sysfs_tree_laptop);
     examine(&p);
@@ -250,7 +242,6 @@ static void open_ranks_are_not_told_to_install_ucx(void **state)
 
 static void ranks_that_hang_or_hold_nothing_are_told(void **state)
 {
-    (void)state;
     patient p;
     admit(&p, sysfs_tree_laptop);
     examine(&p);
@@ -282,7 +273,6 @@ static void ranks_that_hang_or_hold_nothing_are_told(void **state)
 
 static void the_report_is_bounded(void **state)
 {
-    (void)state;
     doctor_report report = {.n = 0};
     for (int i = 0; i < 2 * DOCTOR_FINDINGS; i++)
         doctor_add(&report, DOCTOR_NOTE, "many", NULL, "%d", i);

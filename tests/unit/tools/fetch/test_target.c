@@ -46,7 +46,6 @@ static void refuse(const char *text, uint32_t world_size)
 
 static void lists_and_base_ports(void **state)
 {
-    (void)state;
     expect("h:6000", 0, "h:6000");
     expect("h:6000", 3, "h:6000 h:6001 h:6002");
     expect("h:6000,g:1", 0, "h:6000 g:1");
@@ -58,7 +57,6 @@ static void lists_and_base_ports(void **state)
 
 static void malformed_words(void **state)
 {
-    (void)state;
     static const char *const words[] = {
         "",     "h",    "h:",   ":1",       "h:0",      "h:65536", "h:1x",    "h:-1",
         "h: 1", "h:1,", ",h:1", "h:1,,g:2", "::1:6000", "[]:6000", "h:999999"};
@@ -74,14 +72,12 @@ static char path[] = "/tmp/fanin-target-XXXXXX.json";
 
 static int make_file(void **state)
 {
-    (void)state;
     int descriptor = mkstemps(path, 5);
     return descriptor < 0 ? -1 : close(descriptor);
 }
 
 static int remove_file(void **state)
 {
-    (void)state;
     return unlink(path);
 }
 
@@ -96,7 +92,6 @@ static const char *file_with(const char *text)
 
 static void info_files(void **state)
 {
-    (void)state;
     expect(
         file_with("{\"run_idx\":0,\"host\":\"h\",\"base_port\":6000,\"world_size\":2,"
                   "\"more\":[1]}"),
@@ -114,7 +109,6 @@ static void info_files(void **state)
 
 static void info_files_name_the_run(void **state)
 {
-    (void)state;
     fanin_error error = FANIN_ERROR_INIT;
     target t;
     assert_ok(target_parse(file_with("{\"run_idx\":7,\"host\":\"h\",\"base_port\":1,"
@@ -133,7 +127,6 @@ static void info_files_name_the_run(void **state)
 
 static void info_files_name_world_and_job(void **state)
 {
-    (void)state;
     fanin_error error = FANIN_ERROR_INIT;
     static const uint8_t id[FANIN_WORLD_ID_SIZE] = {0x0a, [15] = 0xff};
     static const uint8_t none[FANIN_WORLD_ID_SIZE];
@@ -160,7 +153,6 @@ static void info_files_name_world_and_job(void **state)
 
 static void directories(void **state)
 {
-    (void)state;
     char directory[] = "/tmp/fanin-target-XXXXXX";
     char file[64];
     fanin_status status;
@@ -191,7 +183,6 @@ static void directories(void **state)
 
 static void a_forgotten_port(void **state)
 {
-    (void)state;
     fanin_error error = FANIN_ERROR_INIT;
     target t;
     assert_int_equal(target_parse("127.0.0.1", 0, &t, &error), FANIN_ERR_ARGUMENT);
@@ -200,7 +191,6 @@ static void a_forgotten_port(void **state)
 
 static void wrong_info_files(void **state)
 {
-    (void)state;
     static const char *const texts[] = {
         "",
         "[]",
@@ -241,7 +231,6 @@ static void wrong_info_files(void **state)
 
 static void absent_files(void **state)
 {
-    (void)state;
     fanin_status status;
     joined("/nonexistent/nixl_info.json", 0, &status);
     assert_int_equal(status, FANIN_ERR_NOT_FOUND);
@@ -251,7 +240,6 @@ static void absent_files(void **state)
 
 static void durations(void **state)
 {
-    (void)state;
     static const struct {
         const char *text;
         uint32_t ms;
@@ -271,7 +259,6 @@ static void durations(void **state)
 
 static void typos(void **state)
 {
-    (void)state;
     static const char *const names[] = {"list", "show", "pull", "verify", NULL};
     assert_string_equal(options_nearest("lisst", names), "list");
     assert_string_equal(options_nearest("pul", names), "pull");
@@ -295,7 +282,6 @@ static void typos(void **state)
 
 static void runs_and_dtypes(void **state)
 {
-    (void)state;
     assert_true(options_run_valid("0"));
     assert_true(options_run_valid("a.B_c-9"));
     assert_false(options_run_valid(""));

@@ -25,7 +25,6 @@ static void expect(const char *text, const char *shown)
 
 static void text_is_shown_as_it_is(void **state)
 {
-    (void)state;
     expect("", "");
     expect("lora:0 100 % \\ 'a'", "lora:0 100 % \\ 'a'");
     expect("\xc3\xa4\xe2\x82\xac\xf0\x9f\x98\x80",
@@ -34,7 +33,6 @@ static void text_is_shown_as_it_is(void **state)
 
 static void what_steers_is_escaped(void **state)
 {
-    (void)state;
     expect("\x1b[31mred\x07", "\\x1b[31mred\\x07");
     expect("one\ntwo\r\t", "one\\x0atwo\\x0d\\x09");
     expect("a\x7f", "a\\x7f");
@@ -49,7 +47,6 @@ static void what_steers_is_escaped(void **state)
 
 static void what_is_not_utf8_is_escaped(void **state)
 {
-    (void)state;
     expect("\x9b"
            "31m",
            "\\x9b31m");
@@ -77,7 +74,6 @@ static size_t width(const char *line)
 
 static void progress_fits_every_terminal(void **state)
 {
-    (void)state;
     static const progress_state states[] = {
         {0, 0, 0},
         {0, 1000, 5},
@@ -109,7 +105,6 @@ static void progress_fits_every_terminal(void **state)
 /* Each write(2) to a datagram socket is one datagram. */
 static void a_line_is_one_write(void **state)
 {
-    (void)state;
     int ends[2];
     char line[4096];
     char text[2000];

@@ -70,7 +70,6 @@ static bool apart(const world *w, size_t i, size_t first, uint64_t size)
 
 static void test_layout(void **state)
 {
-    (void)state;
     world w;
     begin(&w);
     assert_int_equal(device_shards_make(1, &w.list, w.shards, w.seeds, w.memory,
@@ -133,7 +132,6 @@ static void check_bytes(world *w, uint64_t step)
 
 static void test_pattern(void **state)
 {
-    (void)state;
     world w;
     begin(&w);
     assert_int_equal(device_shards_make(1, &w.list, w.shards, w.seeds, w.memory,
@@ -147,7 +145,6 @@ static void test_pattern(void **state)
 /* Columns of matrices: runs of odd lengths at odd places, and of whole words. */
 static void test_runs(void **state)
 {
-    (void)state;
     static const uint64_t columns[] = {7, 40, 1000, 3};
     for (uint32_t index = 0; index < 3; index++) {
         world w;
@@ -171,7 +168,6 @@ static void test_runs(void **state)
 
 static void test_own_bytes(void **state)
 {
-    (void)state;
     world w;
     uint8_t *data = malloc(14 * MIB);
     assert_non_null(data);
@@ -197,7 +193,6 @@ static void test_own_bytes(void **state)
 
 static void test_refusals(void **state)
 {
-    (void)state;
     world w;
     begin(&w);
     assert_int_equal(device_shards_make(2, &w.list, w.shards, w.seeds, w.memory,
@@ -215,7 +210,6 @@ static void test_refusals(void **state)
 /* Values worked out by hand. */
 static void test_half(void **state)
 {
-    (void)state;
     static const struct {
         uint32_t from;
         uint16_t bf16, f16;

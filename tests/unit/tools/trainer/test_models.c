@@ -15,7 +15,6 @@ typedef struct expectation {
 
 static void shapes_have_known_sizes(void **state)
 {
-    (void)state;
     static const expectation cases[] = {
         {"small", 336, 8798208},        {"dense", 448, 83886080},
         {"large", 1120, 1656750080},    {"moe", 37248, 1687683072},
@@ -57,7 +56,6 @@ static void expect(const tensor_list *list, const char *name, uint64_t rows,
 
 static void dense_names_are_those_of_peft(void **state)
 {
-    (void)state;
     fanin_error error = FANIN_ERROR_INIT;
     tensor_list list;
     assert_ok(model_expand(model_find("llama-3.1-8b"), 16, false, FANIN_DTYPE_F32,
@@ -77,7 +75,6 @@ static void dense_names_are_those_of_peft(void **state)
 
 static void experts_come_one_by_one_or_fused(void **state)
 {
-    (void)state;
     fanin_error error = FANIN_ERROR_INIT;
     const model *m = model_find("qwen3-30b-a3b");
     tensor_list list;
@@ -105,7 +102,6 @@ static void experts_come_one_by_one_or_fused(void **state)
 
 static void fused_configuration_is_json(void **state)
 {
-    (void)state;
     char *text = model_fused_config(model_find("qwen3-30b-a3b"), 16);
     json_t *config = json_loads(text, 0, NULL);
     assert_non_null(config);
@@ -118,7 +114,6 @@ static void fused_configuration_is_json(void **state)
 
 static void wrong_requests_are_refused(void **state)
 {
-    (void)state;
     fanin_error error = FANIN_ERROR_INIT;
     tensor_list list;
     const model *dense = model_find("llama-3.1-8b");

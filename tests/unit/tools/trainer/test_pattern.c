@@ -11,7 +11,6 @@
 /* The generator's published first outputs for seed 0. */
 static void splitmix_gives_known_values(void **state)
 {
-    (void)state;
     const uint64_t golden = UINT64_C(0x9E3779B97F4A7C15);
     assert_int_equal(pattern_splitmix64(0), UINT64_C(0xE220A8397B1DCDAF));
     assert_int_equal(pattern_splitmix64(golden), UINT64_C(0x6E789E6AA1B965F4));
@@ -21,7 +20,6 @@ static void splitmix_gives_known_values(void **state)
 /* What tests/support/pattern.py says: `pattern.py bytes lora:0:a 1 0 40`. */
 static void bytes_are_those_of_the_second_implementation(void **state)
 {
-    (void)state;
     static const char expected[] = "76a17197d39986668fa67757a3157cf4ce57264858474859ffb"
                                    "0796df23e5d1cf651cdba7bc629d2";
     uint8_t bytes[40];
@@ -35,7 +33,6 @@ static void bytes_are_those_of_the_second_implementation(void **state)
 
 static void any_part_equals_the_whole(void **state)
 {
-    (void)state;
     enum { SIZE = 67 };
     uint8_t whole[SIZE];
     uint8_t part[SIZE + 2];
@@ -55,7 +52,6 @@ static void any_part_equals_the_whole(void **state)
 
 static void every_wrong_byte_is_found(void **state)
 {
-    (void)state;
     enum { SIZE = 9000 }; /* more than a block of the comparison */
     uint8_t *bytes = malloc(SIZE);
     uint64_t start = pattern_start(pattern_seed("key"), 3);
@@ -73,7 +69,6 @@ static void every_wrong_byte_is_found(void **state)
 
 static void steps_and_keys_differ(void **state)
 {
-    (void)state;
     uint8_t bytes[64];
     uint64_t seed = pattern_seed("lora:0:a");
     pattern_fill(bytes, pattern_start(seed, 5), 0, sizeof(bytes));
@@ -85,7 +80,6 @@ static void steps_and_keys_differ(void **state)
 /* torch.chunk's examples: 10 over 4, 5 over 4, 8 over 16. */
 static void chunks_are_those_of_torch(void **state)
 {
-    (void)state;
     static const struct {
         uint64_t n;
         uint32_t parts;
@@ -111,7 +105,6 @@ static void chunks_are_those_of_torch(void **state)
 /* Shards of every dimension, written run by run, make up the tensor. */
 static void shards_tile_the_tensor(void **state)
 {
-    (void)state;
     static const fanin_dtype dtypes[] = {FANIN_DTYPE_BF16, FANIN_DTYPE_U8,
                                          FANIN_DTYPE_F4, FANIN_DTYPE_F6_E2M3};
     uint64_t start = pattern_start(pattern_seed("k"), 1);
@@ -139,7 +132,6 @@ static void shards_tile_the_tensor(void **state)
 
 static void a_scalar_is_whole_on_one_rank(void **state)
 {
-    (void)state;
     tensor_spec t = {.name = "k", .dtype = FANIN_DTYPE_F32, .bytes = 4};
     shard s;
     shard_cut(&t, 0, 4, 0, &s);
