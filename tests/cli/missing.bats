@@ -28,7 +28,7 @@ setup()
 
 teardown()
 {
-    [ -z "${stopped-}" ] || kill -CONT "$stopped"
+    [ -z "${stopped-}" ] || kill -CONT "${stopped[@]}"
 }
 
 stop_rank()
@@ -126,6 +126,22 @@ key=base_model.model.model.layers.0.self_attn.k_proj.lora_A.weight
     stop_rank 1
     run -13 --separate-stderr "$NIXL_FETCH" pull "$info" --out d --step 9 --timeout 10s
     has "waiting for rank 1: the rank at "
+}
+
+@test "all ranks stopped: exit status 13 from every command, whichever clock is first" {
+    stopped=("$(rank_pid 0)" "$(rank_pid 1)" "$(rank_pid 2)")
+    kill -STOP "${stopped[@]}"
+    # Small times: the rounding of milliseconds is what may differ.
+    for time in 299ms 300ms 301ms; do
+        run -13 --separate-stderr "$NIXL_FETCH" ping "$info" --timeout "$time"
+        has "0 of 3 ranks answered: the rank at "
+        for command in list "show $key" "pull --out d"; do
+            # shellcheck disable=SC2086
+            set -- $command
+            run -13 "$NIXL_FETCH" "$1" "$info" "${@:2}" --timeout "$time"
+            has "accepted but did not answer in time"
+        done
+    done
 }
 
 @test "a dead rank is a row too" {

@@ -267,6 +267,18 @@ print(json.dumps(earlier[:3] + later[3:]))' "$info" later.json)}"
     has "--world-size N"
 }
 
+@test "a --world-size that the ranks do not have: the message says which one they have" {
+    first=${ready##* }
+    for command in list ping "show key" "pull --out d"; do
+        # shellcheck disable=SC2086
+        set -- $command
+        run -14 "$NIXL_FETCH" "$1" "${first%%,*}" "${@:2}" --world-size 5
+        has "says the world size is 4"
+        has "give --world-size 4"
+        [[ $output != *"address of every rank"* ]]
+    done
+}
+
 @test "pull: Ctrl-C is exit status 130 and leaves nothing" {
     # Waits for a step that never comes; its lock file says that it has begun.
     "$NIXL_FETCH" pull "$info" --out d --step 9 --timeout 60s 3>&- &

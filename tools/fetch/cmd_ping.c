@@ -162,11 +162,14 @@ static int ping(session *s, const common_options *common)
         status = fanin_client_ping(s->client, session_left_ms(s), on_rank, &r, &error);
     }
     int code;
+    char what[96];
     if (status == FANIN_OK || r.asked > 0) {
         code = finish(&r, s);
     } else {
         scols_unref_table(r.table);
-        code = session_failure(s, "no ping", &error);
+        bool nobody = status == FANIN_ERR_UNREACHABLE;
+        snprintf(what, sizeof(what), "0 of %u ranks answered", s->target.count);
+        code = session_failure(s, nobody ? what : "no ping", &error);
     }
     json_decref(r.ranks);
     json_decref(r.notes);

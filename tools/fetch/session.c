@@ -114,8 +114,10 @@ static int configure(session *s, const invocation *line, fanin_client_config *co
     config->no_ucx = connect->no_ucx != 0;
     config->no_checksums = connect->no_checksums != 0;
     config->server_name = connect->server_name;
-    if (common->timeout_ms < config->connect_timeout_ms) {
-        config->connect_timeout_ms = common->timeout_ms;
+    /* Ended before the whole: a rank that is silent is then unreachable, whoever waits. */
+    uint32_t most_ms = common->timeout_ms - common->timeout_ms / 8;
+    if (most_ms < config->connect_timeout_ms) {
+        config->connect_timeout_ms = most_ms;
     }
     if (connect->path != NULL) {
         config->path = fanin_path_from_name(connect->path);
@@ -217,6 +219,16 @@ static void place_rank(const session *s, fanin_error *error)
     }
 }
 
+/* The size of the ranks' world, if the error is that others were asked for; 0: it is not. */
+static unsigned other_size(const fanin_error *error)
+{
+    unsigned size, given;
+    const char *at = strstr(error->message, "says the world size");
+    bool is = at != NULL && sscanf(at, "says the world size is %u, but %u addresses",
+                                   &size, &given) == 2;
+    return is ? size : 0;
+}
+
 void session_explain(const session *s, fanin_error *error)
 {
     place_rank(s, error);
@@ -231,6 +243,9 @@ void session_explain(const session *s, fanin_error *error)
     } else if (s->target.count == 1) {
         snprintf(error->remedy, sizeof(error->remedy),
                  "give --world-size N, or the address of every rank");
+    } else if (s->target.in_rank_order && other_size(error) > 0) {
+        snprintf(error->remedy, sizeof(error->remedy), "give --world-size %u",
+                 other_size(error));
     }
 }
 
