@@ -4,36 +4,9 @@
 #include "peft/peft_maker.h"
 #include "peft/peft_trust.h"
 
-#include <stdarg.h>
-#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <strings.h>
-
-#define REMEDY                                                                         \
-    "give the trainer's own PEFT configuration as the metadata pair peft_config"
-
-fanin_status peft_refuse(const peft_maker *m, uint32_t key, const char *remedy,
-                         const char *format, ...)
-{
-    char text[512], full[640];
-    va_list arguments;
-    va_start(arguments, format);
-    vsnprintf(text, sizeof(text), format, arguments);
-    va_end(arguments);
-    error_place place = {.phase = "plan", .remedy = remedy};
-    if (key != UINT32_MAX)
-        place.key = peft_full_key(m->publication, m->keys->entries[key].name, full);
-    return error_set(m->error, FANIN_ERR_MISMATCH, &place, "%s", text);
-}
-
-fanin_status peft_refuse_incomplete(const peft_maker *m, const peft_module *module)
-{
-    return peft_refuse(m, module->key,
-                       "publish the adapters of all wrapped parameters of the module",
-                       "the wrapped parameters of %.*s are not complete",
-                       (int)module->size, module->path);
-}
 
 static fanin_status read_given(peft_maker *m, const char *text)
 {
@@ -55,8 +28,9 @@ static fanin_status read_given(peft_maker *m, const char *text)
     return FANIN_OK;
 }
 
-bool peft_listed(const peft_maker *m, const json_t *targets, const char *path,
-                 size_t size)
+/* Whether a list of module names covers a path, as PEFT's target_modules do. */
+static bool is_listed(const peft_maker *m, const json_t *targets, const char *path,
+                      size_t size)
 {
     for (size_t i = 0; i < json_array_size(targets) && !work_stopped(m->stop); i++) {
         const char *target = json_string_value(json_array_get(targets, i));
@@ -66,31 +40,13 @@ bool peft_listed(const peft_maker *m, const json_t *targets, const char *path,
     return false;
 }
 
-fanin_status peft_refuse_pattern(const peft_maker *m, const char *field,
-                                 const pattern *p, pattern_result result,
-                                 const char *path, size_t size)
-{
-    if (result == PATTERN_MEMORY)
-        return error_set_memory(m->error);
-    if (result == PATTERN_INVALID)
-        return peft_refuse(m, UINT32_MAX,
-                           "correct the pattern in the trainer's configuration",
-                           "the pattern '%.200s' in %s is no regular expression: %s",
-                           pattern_text(p), field, pattern_problem(p));
-    return peft_refuse(m, UINT32_MAX,
-                       "write the pattern without nested repetitions, or list the "
-                       "modules by name",
-                       "the pattern '%.200s' in %s takes too long to match %.*s",
-                       pattern_text(p), field, (int)size, path);
-}
-
 /* Whether target_modules cover a path. */
 static fanin_status is_target(peft_maker *m, const json_t *targets, const char *path,
                               size_t size, pattern_result *out)
 {
     const char *text = json_string_value(targets);
     if (json_is_array(targets)) {
-        *out = peft_listed(m, targets, path, size) ? PATTERN_YES : PATTERN_NO;
+        *out = is_listed(m, targets, path, size) ? PATTERN_YES : PATTERN_NO;
         return FANIN_OK;
     }
     *out = PATTERN_UNKNOWN; /* PEFT has defaults for known models */
@@ -127,7 +83,7 @@ static fanin_status check_targets(peft_maker *m)
         fanin_status status =
             module->fused ? FANIN_OK
                           : is_target(m, targets, module->path, module->size, &named);
-        if (status)
+        if (status != FANIN_OK)
             return status;
         if (named == PATTERN_YES)
             continue;
@@ -184,7 +140,7 @@ static fanin_status check_extras(peft_maker *m)
     uint32_t any = m->modules.count > 0 ? m->modules.items[0].key : UINT32_MAX;
     fanin_status status = check_extra(m, "use_dora", "lora_magnitude_vector", any,
                                       magnitudes, with_magnitude);
-    return status
+    return status != FANIN_OK
                ? status
                : check_extra(m, "lora_bias", "bias of lora_B", any, biases, with_bias);
 }
@@ -211,7 +167,7 @@ static fanin_status check_saved(peft_maker *m)
         const peft_tensor *saved = m->modules.saved[i];
         const char *path = saved->name.text + sizeof(PEFT_PREFIX) - 1;
         size_t size = saved->name.module - (sizeof(PEFT_PREFIX) - 1);
-        if (peft_listed(m, list, path, size))
+        if (is_listed(m, list, path, size))
             continue;
         if (m->given || (list && peft_pair(m, "modules_to_save")))
             return peft_refuse(
@@ -271,7 +227,7 @@ static fanin_status derive_targets(peft_maker *m)
         const peft_module *module = &m->modules.items[i];
         if (!module->fused && has_parameter(m, parameters, module, false))
             return peft_refuse(
-                m, module->key, REMEDY,
+                m, module->key, PEFT_GIVE_CONFIG,
                 "%.*s holds a target parameter whose number of experts is "
                 "unknown",
                 (int)module->size, module->path);
@@ -328,9 +284,9 @@ static fanin_status derive(peft_maker *m)
             "the tensor's name is not one that PEFT gives to a part of a "
             "LoRA layer");
     fanin_status status = peft_ranks_derive(m);
-    if (!status)
+    if (status == FANIN_OK)
         status = derive_targets(m);
-    if (status)
+    if (status != FANIN_OK)
         return status;
     if (m->modules.n_fused > 0 && json_number_value(peft_field(m, "lora_dropout")) > 0)
         return peft_refuse(m, UINT32_MAX, "set lora_dropout to 0",
@@ -342,7 +298,7 @@ static fanin_status derive(peft_maker *m)
 static fanin_status check(peft_maker *m)
 {
     fanin_status status = check_targets(m);
-    return status ? status : peft_ranks_check(m);
+    return status != FANIN_OK ? status : peft_ranks_check(m);
 }
 
 static fanin_status require_base_model(const peft_maker *m)
@@ -396,32 +352,31 @@ static fanin_status make(peft_maker *m, bool trusted, char **dropped_out)
         status = read_given(m, given);
     else if (!(m->config = json_object()))
         status = error_set_memory(m->error);
-    if (!status)
+    if (status == FANIN_OK)
         status = peft_fields_merge(m);
-    if (!status)
+    if (status == FANIN_OK)
         status = require_base_model(m);
-    if (status)
+    if (status != FANIN_OK)
         return status;
     const char *type = json_string_value(peft_field(m, "peft_type"));
     bool lora = !type || strcasecmp(type, "LORA") == 0;
     if (!lora && !m->given)
-        return peft_refuse(m, UINT32_MAX, REMEDY,
+        return peft_refuse(m, UINT32_MAX, PEFT_GIVE_CONFIG,
                            "peft_type is %.40s; only LORA can be derived", type);
     if (!trusted)
         status = drop_untrusted(m, type, lora, dropped_out);
-    if (status)
+    if (status != FANIN_OK)
         return status;
     if (!lora)
         return FANIN_OK; /* nothing is known of other methods' tensors */
-    status =
-        peft_modules_find(m->names, m->keys, m->publication, &m->modules, m->error);
-    if (!status)
+    status = peft_modules_find(m);
+    if (status == FANIN_OK)
         status = m->given ? check(m) : derive(m);
-    if (!status)
+    if (status == FANIN_OK)
         status = check_extras(m);
-    if (!status)
+    if (status == FANIN_OK)
         status = check_saved(m);
-    if (!status && !m->given && !set_defaults(m))
+    if (status == FANIN_OK && !m->given && !set_defaults(m))
         status = error_set_memory(m->error);
     return status;
 }
@@ -473,7 +428,7 @@ fanin_status peft_config_make(const key_table *keys, const peft_names *names,
                     .stop = stop};
     m.budget.stop = stop;
     fanin_status status = make(&m, trusted, &out->dropped);
-    if (!status) {
+    if (status == FANIN_OK) {
         json_t *sorted = sorted_fields(m.config);
         out->text = sorted ? dump(sorted) : NULL;
         json_decref(sorted);
@@ -487,7 +442,7 @@ fanin_status peft_config_make(const key_table *keys, const peft_names *names,
     pattern_free(m.target);
     json_decref(m.config);
     peft_modules_free(&m.modules);
-    if (status)
+    if (status != FANIN_OK)
         peft_config_free(out);
     return status;
 }

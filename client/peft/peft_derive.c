@@ -7,9 +7,6 @@
 #include <stdlib.h>
 #include <string.h>
 
-#define REMEDY                                                                         \
-    "give the trainer's own PEFT configuration as the metadata pair peft_config"
-
 /* What one rank belongs to: a module, or a parameter of one. */
 typedef struct unit {
     const char *path;
@@ -110,21 +107,29 @@ static char *parameter_path(const peft_module *module, const char *name,
 static fanin_status refuse_fused(const peft_maker *m, const peft_module *module,
                                  const char *why)
 {
-    return peft_refuse(m, module->key, REMEDY,
+    return peft_refuse(m, module->key, PEFT_GIVE_CONFIG,
                        "%.*s holds all experts in one tensor and %s", (int)module->size,
                        module->path, why);
 }
 
+/* What is derived. */
+typedef struct derivation {
+    uint64_t r;      /* what the metadata say, 0: nothing */
+    json_t *targets; /* an object whose keys are the target parameters found */
+    unit_list units; /* has room for all layers */
+} derivation;
+
 static fanin_status derive_group(peft_maker *m, peft_module *const *group, size_t count,
-                                 uint64_t r, json_t *targets, unit_list *units)
+                                 void *cookie)
 {
+    derivation *d = cookie;
     const char *names[PEFT_WRAPPERS_MAX] = {"", "", "", "", "", "", "", ""};
     if (!name_parameters(m, group, count, names))
         return refuse_fused(m, group[0],
                             "its parameters' names cannot be told from it");
     uint64_t experts = m->num_experts;
-    if (experts == 0 && r != 0 && group[0]->rank % r == 0)
-        experts = group[0]->rank / r;
+    if (experts == 0 && d->r != 0 && group[0]->rank % d->r == 0)
+        experts = group[0]->rank / d->r;
     if (experts == 0)
         return refuse_fused(m, group[0],
                             "the metadata tell neither r nor num_experts that fit it");
@@ -136,31 +141,11 @@ static fanin_status derive_group(peft_maker *m, peft_module *const *group, size_
         char *path = parameter_path(group[i], names[i], &target);
         if (!path)
             return error_set_memory(m->error);
-        add_unit(units, group[i], path, group[i]->rank / experts);
-        if (!peft_set(targets, target, json_null()))
+        add_unit(&d->units, group[i], path, group[i]->rank / experts);
+        if (!peft_set(d->targets, target, json_null()))
             return error_set_memory(m->error);
     }
     return FANIN_OK;
-}
-
-/* @p targets: an object whose keys are the parameters found. */
-static fanin_status derive_fused(peft_maker *m, uint64_t r, json_t *targets,
-                                 unit_list *units)
-{
-    peft_module **fused = peft_modules_fused(&m->modules);
-    if (!fused)
-        return error_set_memory(m->error);
-    fanin_status status = FANIN_OK;
-    for (size_t i = 0, n = 0; i < m->modules.n_fused && !status; i += n) {
-        n = peft_wrappers(fused + i, m->modules.n_fused - i);
-        if (n == 0) {
-            status = peft_refuse_incomplete(m, fused[i]);
-            break;
-        }
-        status = derive_group(m, fused + i, n, r, targets, units);
-    }
-    free(fused);
-    return status;
 }
 
 static int compare_ranks(const void *a, const void *b)
@@ -172,12 +157,12 @@ static int compare_ranks(const void *a, const void *b)
 /* The rank of most units, the largest of those; 0: out of memory. */
 static uint64_t most_common_rank(const unit_list *units)
 {
-    uint64_t *ranks = calloc(units->count + 1, sizeof(ranks[0]));
+    uint64_t *ranks = calloc(units->count + 1, sizeof ranks[0]);
     if (!ranks)
         return 0;
     for (size_t i = 0; i < units->count; i++)
         ranks[i] = units->items[i].rank;
-    qsort(ranks, units->count, sizeof(ranks[0]), compare_ranks);
+    qsort(ranks, units->count, sizeof ranks[0], compare_ranks);
     uint64_t best = 0;
     size_t most = 0;
     for (size_t i = 0, run = 0; i < units->count; i++) {
@@ -231,7 +216,7 @@ static bool add_pattern(json_t *patterns, const char *anchor, const char *text,
    are anchored, so that none matches another module whose path ends alike. */
 static bool fill_patterns(json_t *patterns, unit_list *units, uint64_t r)
 {
-    qsort(units->items, units->count, sizeof(units->items[0]), compare_units);
+    qsort(units->items, units->count, sizeof units->items[0], compare_units);
     for (size_t i = 0, end; i < units->count; i = end) {
         const unit *first = &units->items[i];
         bool same = true;
@@ -254,9 +239,10 @@ static bool fill_patterns(json_t *patterns, unit_list *units, uint64_t r)
     return true;
 }
 
-/* @p r: what the metadata say, 0: nothing. */
-static fanin_status set_ranks(peft_maker *m, unit_list *units, uint64_t r)
+static fanin_status set_ranks(peft_maker *m, derivation *d)
 {
+    unit_list *units = &d->units;
+    uint64_t r = d->r;
     bool has_r = false;
     for (size_t i = 0; i < units->count; i++)
         has_r = has_r || units->items[i].rank == r;
@@ -286,21 +272,19 @@ static bool set_target_parameters(peft_maker *m, json_t *found)
            peft_set(m->config, "target_parameters", peft_sorted_keys(found));
 }
 
-/* @p units: room for all layers; @p targets: an empty object. */
-static fanin_status derive_units(peft_maker *m, uint64_t r, unit_list *units,
-                                 json_t *targets)
+static fanin_status derive_units(peft_maker *m, derivation *d)
 {
     for (uint32_t i = 0; i < m->modules.count; i++) {
         const peft_module *module = &m->modules.items[i];
         if (!module->fused)
-            add_unit(units, module, NULL, module->rank);
+            add_unit(&d->units, module, NULL, module->rank);
     }
-    fanin_status status = derive_fused(m, r, targets, units);
-    if (status)
+    fanin_status status = peft_each_group(m, derive_group, d);
+    if (status != FANIN_OK)
         return status;
-    if (!set_target_parameters(m, targets))
+    if (!set_target_parameters(m, d->targets))
         return error_set_memory(m->error);
-    return set_ranks(m, units, r);
+    return set_ranks(m, d);
 }
 
 fanin_status peft_ranks_derive(peft_maker *m)
@@ -310,16 +294,17 @@ fanin_status peft_ranks_derive(peft_maker *m)
         if (r != 0 && peft_field(m, "target_modules"))
             return FANIN_OK;
         return peft_refuse(
-            m, UINT32_MAX, REMEDY,
+            m, UINT32_MAX, PEFT_GIVE_CONFIG,
             "no tensor of %s is part of a LoRA layer, so that no adapter "
             "configuration can be derived",
             m->publication);
     }
-    unit_list units = {.items = calloc(m->modules.count, sizeof(units.items[0]))};
-    json_t *targets = json_object();
-    fanin_status status = units.items && targets ? derive_units(m, r, &units, targets)
-                                                 : error_set_memory(m->error);
-    json_decref(targets);
-    units_free(&units);
+    derivation d = {.r = r,
+                    .targets = json_object(),
+                    .units.items = calloc(m->modules.count, sizeof(unit))};
+    fanin_status status =
+        d.units.items && d.targets ? derive_units(m, &d) : error_set_memory(m->error);
+    json_decref(d.targets);
+    units_free(&d.units);
     return status;
 }

@@ -1,11 +1,45 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Metadata pairs are strings; here they become the values of PEFT's fields. */
+/* Refusals, and PEFT's fields: metadata pairs are strings, here they become values. */
 #include "error_set.h"
 #include "peft/peft_maker.h"
 
 #include <math.h>
+#include <stdarg.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+
+fanin_status peft_refuse(const peft_maker *m, uint32_t key, const char *remedy,
+                         const char *format, ...)
+{
+    char text[512], full[640];
+    va_list arguments;
+    va_start(arguments, format);
+    vsnprintf(text, sizeof text, format, arguments);
+    va_end(arguments);
+    error_place place = {.phase = "plan", .remedy = remedy};
+    if (key != UINT32_MAX)
+        place.key = peft_full_key(m->publication, m->keys->entries[key].name, full);
+    return error_set(m->error, FANIN_ERR_MISMATCH, &place, "%s", text);
+}
+
+fanin_status peft_refuse_pattern(const peft_maker *m, const char *field,
+                                 const pattern *p, pattern_result result,
+                                 const char *path, size_t size)
+{
+    if (result == PATTERN_MEMORY)
+        return error_set_memory(m->error);
+    if (result == PATTERN_INVALID)
+        return peft_refuse(m, UINT32_MAX,
+                           "correct the pattern in the trainer's configuration",
+                           "the pattern '%.200s' in %s is no regular expression: %s",
+                           pattern_text(p), field, pattern_problem(p));
+    return peft_refuse(m, UINT32_MAX,
+                       "write the pattern without nested repetitions, or list the "
+                       "modules by name",
+                       "the pattern '%.200s' in %s takes too long to match %.*s",
+                       pattern_text(p), field, (int)size, path);
+}
 
 typedef enum field_kind {
     FIELD_STRING,
@@ -216,11 +250,11 @@ static fanin_status merge_field(peft_maker *m, const char *name, field_kind kind
 
 fanin_status peft_fields_merge(peft_maker *m)
 {
-    for (size_t i = 0; i < sizeof(fields) / sizeof(fields[0]); i++) {
+    for (size_t i = 0; i < sizeof fields / sizeof fields[0]; i++) {
         const char *text = peft_pair(m, fields[i].name);
         fanin_status status =
             text ? merge_field(m, fields[i].name, fields[i].kind, text) : FANIN_OK;
-        if (status)
+        if (status != FANIN_OK)
             return status;
     }
     const char *experts = peft_pair(m, "num_experts");
@@ -245,12 +279,12 @@ static int compare_text(const void *a, const void *b)
 json_t *peft_sorted_keys(json_t *object)
 {
     size_t count = 0;
-    const char **keys = calloc(json_object_size(object) + 1, sizeof(keys[0]));
+    const char **keys = calloc(json_object_size(object) + 1, sizeof keys[0]);
     json_t *list = json_array(), *value;
     const char *key;
     if (keys) {
         json_object_foreach(object, key, value) keys[count++] = key;
-        qsort(keys, count, sizeof(keys[0]), compare_text);
+        qsort(keys, count, sizeof keys[0], compare_text);
     }
     bool good = keys && list;
     for (size_t i = 0; i < count && good; i++)

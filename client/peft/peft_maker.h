@@ -8,6 +8,9 @@
 
 #include <jansson.h>
 
+#define PEFT_GIVE_CONFIG                                                               \
+    "give the trainer's own PEFT configuration as the metadata pair peft_config"
+
 /** A configuration in the making. */
 typedef struct peft_maker {
     const key_table *keys;
@@ -28,9 +31,6 @@ typedef struct peft_maker {
 fanin_status peft_refuse(const peft_maker *m, uint32_t key, const char *remedy,
                          const char *format, ...) __attribute__((format(printf, 4, 5)));
 
-/** The same about wrappers that are missing: see peft_wrappers(). */
-fanin_status peft_refuse_incomplete(const peft_maker *m, const peft_module *module);
-
 /** The value of a metadata pair, NULL: there is none. */
 const char *peft_pair(const peft_maker *m, const char *key);
 
@@ -46,15 +46,25 @@ bool peft_set(json_t *object, const char *name, json_t *value);
 /** An object's keys as a sorted list, NULL: out of memory. */
 json_t *peft_sorted_keys(json_t *object);
 
-/** Whether a list of module names covers a path, as PEFT's target_modules do. */
-bool peft_listed(const peft_maker *m, const json_t *targets, const char *path,
-                 size_t size);
-
 /** FANIN_ERR_MISMATCH about a pattern in @p field that pattern_match() could not do with a path
     (PATTERN_INVALID, PATTERN_LIMIT), or FANIN_ERR_MEMORY. */
 fanin_status peft_refuse_pattern(const peft_maker *m, const char *field,
                                  const pattern *p, pattern_result result,
                                  const char *path, size_t size);
+
+/**
+ * Groups m->names, which must outlive the result, into m->modules, to be freed with
+ * peft_modules_free() also after an error. Linear. FANIN_ERR_MISMATCH (one matrix without the
+ * other, or shapes that contradict each other; names the key), FANIN_ERR_MEMORY.
+ */
+fanin_status peft_modules_find(peft_maker *m);
+
+/** What is done with the wrappers of one module, outermost first. */
+typedef fanin_status (*peft_group_fn)(peft_maker *m, peft_module *const *group,
+                                      size_t count, void *cookie);
+/** Calls @p fn for each module whose parameters are wrapped, by path, until it fails.
+    FANIN_ERR_MISMATCH (a wrapper is missing), FANIN_ERR_MEMORY, or what @p fn returned. */
+fanin_status peft_each_group(peft_maker *m, peft_group_fn fn, void *cookie);
 
 /** Checks r and rank_pattern against all layers. */
 fanin_status peft_ranks_check(peft_maker *m);

@@ -1,29 +1,20 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-#include "peft/peft_modules.h"
 #include "error_set.h"
+#include "peft/peft_maker.h"
 
 #include <ctype.h>
+#include <inttypes.h>
 #include <stdlib.h>
 #include <string.h>
 
 #define PREFIX_SIZE (sizeof(PEFT_PREFIX) - 1)
 #define BASE_LAYER ".base_layer"
 
-typedef struct finder {
-    const peft_names *names;
-    const key_table *keys;
-    const char *publication;
-    fanin_error *error;
-} finder;
-
-static fanin_status refuse(const finder *f, uint32_t key, const char *message)
+static fanin_status refuse(const peft_maker *m, uint32_t key, const char *message)
 {
-    char full[640];
-    error_place place = {
-        .phase = "plan",
-        .key = peft_full_key(f->publication, f->keys->entries[key].name, full),
-        .remedy = "publish every tensor of the adapter, whole, under PEFT's names"};
-    return error_set(f->error, FANIN_ERR_MISMATCH, &place, "%s", message);
+    return peft_refuse(m, key,
+                       "publish every tensor of the adapter, whole, under PEFT's names",
+                       "%s", message);
 }
 
 const char *peft_suffix(const char *path, size_t size, size_t *size_out)
@@ -95,45 +86,41 @@ static bool same_module(const peft_name *a, const peft_name *b)
 }
 
 /* Proves that the matrices of one layer fit each other. */
-static fanin_status prove_pair(const finder *f, const layer *l, const peft_tensor *any,
-                               peft_module *m)
+static fanin_status prove_pair(const peft_maker *m, const layer *l,
+                               const peft_tensor *any, peft_module *out)
 {
     const peft_tensor *a = l->a ? l->a : l->embedding_a;
     const peft_tensor *b = l->a ? l->b : l->embedding_b;
     if (!a)
-        return refuse(f, any->key,
+        return refuse(m, any->key,
                       l->b || l->embedding_b
                           ? "lora_B is published without its lora_A"
                           : "a part of a LoRA layer is published without its "
                             "lora_A and lora_B");
     if (!b)
-        return refuse(f, a->key, "lora_A is published without its lora_B");
+        return refuse(m, a->key, "lora_A is published without its lora_B");
     if (l->a && (l->embedding_a || l->embedding_b))
-        return refuse(f, a->key, "one module has both lora_A and lora_embedding_A");
+        return refuse(m, a->key, "one module has both lora_A and lora_embedding_A");
 
-    const key_entry *rows = &f->keys->entries[a->key],
-                    *columns = &f->keys->entries[b->key];
-    m->key = a->key;
+    const key_entry *rows = &m->keys->entries[a->key],
+                    *columns = &m->keys->entries[b->key];
+    out->key = a->key;
     if (rows->n_dims < 2 || columns->n_dims < 2)
-        return refuse(f, rows->n_dims < 2 ? a->key : b->key,
+        return refuse(m, rows->n_dims < 2 ? a->key : b->key,
                       "a LoRA matrix has fewer than two dimensions");
-    m->rank = rows->shape[0];
-    m->in = rows->shape[1];
-    m->out = columns->shape[0];
+    out->rank = rows->shape[0];
+    out->in = rows->shape[1];
+    out->out = columns->shape[0];
     uint64_t r = columns->shape[1];
     /* A convolution with groups has its rank divided among them. */
-    bool fits = r == m->rank || (columns->n_dims == 4 && r > 0 && m->rank % r == 0);
-    if (m->rank > 0 && fits)
+    bool fits = r == out->rank || (columns->n_dims == 4 && r > 0 && out->rank % r == 0);
+    if (out->rank > 0 && fits)
         return FANIN_OK;
-    char full[640];
-    error_place place = {
-        .phase = "plan",
-        .key = peft_full_key(f->publication, rows->name, full),
-        .remedy = "publish global shapes: lora_A is [r, in], lora_B is [out, r]"};
-    return error_set(
-        f->error, FANIN_ERR_MISMATCH, &place,
-        "lora_A has %llu rows, lora_B has %llu columns; both should be the rank",
-        (unsigned long long)m->rank, (unsigned long long)r);
+    return peft_refuse(m, a->key,
+                       "publish global shapes: lora_A is [r, in], lora_B is [out, r]",
+                       "lora_A has %" PRIu64 " rows, lora_B has %" PRIu64
+                       " columns; both should be the rank",
+                       out->rank, r);
 }
 
 static void note_malformed(peft_modules *out, const peft_tensor *t)
@@ -144,31 +131,31 @@ static void note_malformed(peft_modules *out, const peft_tensor *t)
 
 /* All tensors of the module that *at belongs to are neighbours: their names share all up to
    ".lora_". Advances *at behind them. */
-static fanin_status read_layer(const finder *f, uint32_t *at, peft_modules *out,
-                               peft_module *m)
+static fanin_status read_layer(peft_maker *m, uint32_t *at, peft_module *out)
 {
-    const peft_tensor *first = &f->names->tensors[*at];
+    const peft_tensor *first = &m->names->tensors[*at];
     layer l = {0};
-    for (; *at < f->names->count; ++*at) {
-        const peft_tensor *t = &f->names->tensors[*at];
+    for (; *at < m->names->count; ++*at) {
+        const peft_tensor *t = &m->names->tensors[*at];
         if (t->name.module == 0) { /* sorted in between, no part of a layer */
-            note_malformed(out, t);
+            note_malformed(&m->modules, t);
             continue;
         }
         if (!same_module(&first->name, &t->name) || t->name.part == PEFT_SAVED_MODULE)
             break;
         add_part(&l, t);
     }
-    read_path(m, &first->name);
-    m->magnitude = l.magnitude != NULL;
-    m->bias = l.bias != NULL;
-    return prove_pair(f, &l, first, m);
+    read_path(out, &first->name);
+    out->magnitude = l.magnitude != NULL;
+    out->bias = l.bias != NULL;
+    return prove_pair(m, &l, first, out);
 }
 
-static fanin_status find_all(const finder *f, peft_modules *out)
+static fanin_status find_all(peft_maker *m)
 {
-    for (uint32_t i = 0; i < f->names->count;) {
-        const peft_tensor *t = &f->names->tensors[i];
+    peft_modules *out = &m->modules;
+    for (uint32_t i = 0; i < m->names->count;) {
+        const peft_tensor *t = &m->names->tensors[i];
         if (t->name.part == PEFT_OTHER || t->name.part == PEFT_MALFORMED) {
             note_malformed(out, t);
             i++;
@@ -178,37 +165,32 @@ static fanin_status find_all(const finder *f, peft_modules *out)
                 out->saved[out->n_saved++] = t;
             i++;
         } else {
-            peft_module *m = &out->items[out->count];
-            fanin_status status = read_layer(f, &i, out, m);
-            if (status)
+            peft_module *module = &out->items[out->count];
+            fanin_status status = read_layer(m, &i, module);
+            if (status != FANIN_OK)
                 return status;
             out->count++;
-            out->n_fused += m->fused;
+            out->n_fused += module->fused;
         }
     }
     return FANIN_OK;
 }
 
-fanin_status peft_modules_find(const peft_names *names, const key_table *keys,
-                               const char *publication, peft_modules *out,
-                               fanin_error *error)
+fanin_status peft_modules_find(peft_maker *m)
 {
-    finder f = {
-        .names = names, .keys = keys, .publication = publication, .error = error};
     size_t layers = 0, saved = 0;
-    for (uint32_t i = 0; i < names->count; i++) {
-        const peft_name *name = &names->tensors[i].name;
+    for (uint32_t i = 0; i < m->names->count; i++) {
+        const peft_name *name = &m->names->tensors[i].name;
         bool is_saved = name->part == PEFT_SAVED_MODULE;
         saved += is_saved;
         layers += name->module > 0 && !is_saved &&
-                  (i == 0 || !same_module(name, &names->tensors[i - 1].name));
+                  (i == 0 || !same_module(name, &m->names->tensors[i - 1].name));
     }
-    *out = (peft_modules){0};
-    out->items = calloc(layers + 1, sizeof(out->items[0]));
-    out->saved = calloc(saved + 1, sizeof(out->saved[0]));
-    if (!out->items || !out->saved)
-        return error_set_memory(error);
-    return find_all(&f, out);
+    m->modules = (peft_modules){.items = calloc(layers + 1, sizeof(peft_module)),
+                                .saved = calloc(saved + 1, sizeof(peft_tensor *))};
+    if (!m->modules.items || !m->modules.saved)
+        return error_set_memory(m->error);
+    return find_all(m);
 }
 
 void peft_modules_free(peft_modules *modules)
@@ -230,21 +212,9 @@ static int compare_wrappers(const void *a, const void *b)
     return order;
 }
 
-peft_module **peft_modules_fused(peft_modules *modules)
-{
-    peft_module **fused = calloc(modules->n_fused + 1, sizeof(fused[0]));
-    if (!fused)
-        return NULL;
-    size_t count = 0;
-    for (uint32_t i = 0; i < modules->count; i++) {
-        if (modules->items[i].fused)
-            fused[count++] = &modules->items[i];
-    }
-    qsort(fused, count, sizeof(fused[0]), compare_wrappers);
-    return fused;
-}
-
-size_t peft_wrappers(peft_module *const *group, size_t left)
+/* How many layers from @p group on wrap parameters of one module; 0: more than
+   PEFT_WRAPPERS_MAX, or a wrapper between them is missing. */
+static size_t count_wrappers(peft_module *const *group, size_t left)
 {
     size_t count = 0;
     while (count < left && group[count]->size == group[0]->size &&
@@ -254,6 +224,31 @@ size_t peft_wrappers(peft_module *const *group, size_t left)
         count++;
     }
     return count;
+}
+
+fanin_status peft_each_group(peft_maker *m, peft_group_fn fn, void *cookie)
+{
+    size_t count = 0, n;
+    peft_module **fused = calloc(m->modules.n_fused + 1, sizeof *fused);
+    if (!fused)
+        return error_set_memory(m->error);
+    for (uint32_t i = 0; i < m->modules.count; i++)
+        if (m->modules.items[i].fused)
+            fused[count++] = &m->modules.items[i];
+    qsort(fused, count, sizeof *fused, compare_wrappers);
+    fanin_status status = FANIN_OK;
+    for (size_t i = 0; i < count && status == FANIN_OK; i += n) {
+        n = count_wrappers(fused + i, count - i);
+        status = n > 0
+                     ? fn(m, fused + i, n, cookie)
+                     : peft_refuse(m, fused[i]->key,
+                                   "publish the adapters of all wrapped parameters of "
+                                   "the module",
+                                   "the wrapped parameters of %.*s are not complete",
+                                   (int)fused[i]->size, fused[i]->path);
+    }
+    free(fused);
+    return status;
 }
 
 const char *peft_parameter_of(const char *target, const peft_module *module)

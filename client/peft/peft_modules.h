@@ -29,14 +29,6 @@ typedef struct peft_modules {
     const peft_tensor *malformed; /**< a PEFT_MALFORMED tensor, NULL: none */
 } peft_modules;
 
-/**
- * Groups @p names, which must outlive the result. To be freed with peft_modules_free() also
- * after an error. Linear. FANIN_ERR_MISMATCH (one matrix without the other, or shapes that
- * contradict each other; names the key), FANIN_ERR_MEMORY.
- */
-fanin_status peft_modules_find(const peft_names *names, const key_table *keys,
-                               const char *publication, peft_modules *out,
-                               fanin_error *error);
 void peft_modules_free(peft_modules *modules);
 
 /**
@@ -49,14 +41,6 @@ const char *peft_suffix(const char *path, size_t size, size_t *size_out);
 bool peft_ends_with(const char *path, size_t size, const char *end, size_t end_size);
 
 #define PEFT_WRAPPERS_MAX 8 /**< parameters of one module */
-
-/** The fused layers, to be freed with free(): by path, and within one path from the outermost
-    wrapper inwards. NULL: out of memory. */
-peft_module **peft_modules_fused(peft_modules *modules);
-
-/** How many layers from @p group on wrap parameters of one module; 0: more than
-    PEFT_WRAPPERS_MAX, or a wrapper between them is missing. */
-size_t peft_wrappers(peft_module *const *group, size_t left);
 
 /** The last component of a target parameter of this module, NULL: it is none's. */
 const char *peft_parameter_of(const char *target, const peft_module *module);

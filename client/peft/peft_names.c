@@ -2,6 +2,7 @@
 #include "peft/peft_names.h"
 #include "error_set.h"
 
+#include <fanin/client.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -53,7 +54,7 @@ static marker_kind marker_of(const char *component, size_t size)
         {TEXT("trainable_tokens_delta"), MARKER_TOKENS},
         {TEXT("modules_to_save"), MARKER_SAVED},
     };
-    for (size_t i = 0; i < sizeof(markers) / sizeof(markers[0]); i++) {
+    for (size_t i = 0; i < sizeof markers / sizeof markers[0]; i++) {
         if (is_text(component, size, markers[i].text, markers[i].size))
             return markers[i].kind;
     }
@@ -200,6 +201,19 @@ peft_name peft_name_on_disk(const char *name, char buffer[PEFT_NAME_SIZE])
                        .part = part};
 }
 
+bool fanin_adapter_name(const char *name, char *out, size_t capacity)
+{
+    char buffer[PEFT_NAME_SIZE];
+    if (name == NULL || out == NULL || strlen(name) > FANIN_MAX_NAME)
+        return false;
+    peft_name on_disk = peft_name_on_disk(name, buffer);
+    if (on_disk.size >= capacity)
+        return false;
+    memcpy(out, on_disk.text, on_disk.size);
+    out[on_disk.size] = '\0';
+    return true;
+}
+
 static int compare_tensors(const void *a, const void *b)
 {
     return strcmp(((const peft_tensor *)a)->name.text,
@@ -221,7 +235,7 @@ static fanin_status sort_names(peft_names *names, const key_table *keys,
         sorted = compare_tensors(&names->tensors[i - 1], &names->tensors[i]) < 0;
     if (sorted)
         return FANIN_OK;
-    qsort(names->tensors, names->count, sizeof(names->tensors[0]), compare_tensors);
+    qsort(names->tensors, names->count, sizeof names->tensors[0], compare_tensors);
     for (uint32_t i = 1; i < names->count; i++) {
         const peft_tensor *a = &names->tensors[i - 1], *b = &names->tensors[i];
         if (compare_tensors(a, b) < 0)
@@ -248,7 +262,7 @@ fanin_status peft_names_make(const key_table *keys, const char *publication,
         room += strlen(keys->entries[i].name) + sizeof(PEFT_PREFIX);
     *out = (peft_names){.count = count};
     out->storage = malloc(room);
-    out->tensors = calloc(count ? count : 1, sizeof(out->tensors[0]));
+    out->tensors = calloc(count ? count : 1, sizeof out->tensors[0]);
     if (!out->storage || !out->tensors)
         return error_set_memory(error);
 

@@ -81,7 +81,7 @@ static bool read_group(const char **at, bool first)
         return false; /* PCRE2's verbs */
     if (*p != '?')
         return true;
-    for (size_t i = 0; i < sizeof(plain) / sizeof(plain[0]); i++) {
+    for (size_t i = 0; i < sizeof plain / sizeof plain[0]; i++) {
         if (strncmp(p, plain[i], strlen(plain[i])) == 0) {
             *at += strlen(plain[i]);
             return true;
@@ -150,7 +150,7 @@ static void refuse(pattern *p, int reason)
         return;
     }
     p->broken = is_limit(reason) ? PATTERN_UNKNOWN : PATTERN_INVALID;
-    pcre2_get_error_message(reason, (PCRE2_UCHAR8 *)p->problem, sizeof(p->problem));
+    pcre2_get_error_message(reason, (PCRE2_UCHAR8 *)p->problem, sizeof p->problem);
 }
 
 static uint64_t cpu_ns(void)
@@ -223,7 +223,7 @@ static bool compile_for(pattern *p, pattern_use use)
 
 pattern *pattern_compile(const char *text, pattern_use use, pattern_budget *budget)
 {
-    pattern *p = calloc(1, sizeof(*p));
+    pattern *p = calloc(1, sizeof *p);
     if (!p)
         return NULL;
     p->text = text;

@@ -8,8 +8,6 @@
 #include <string.h>
 
 #define DEFAULT_R 8 /* PEFT's, where a configuration gives none */
-#define REMEDY                                                                         \
-    "give the trainer's own PEFT configuration as the metadata pair peft_config"
 
 /* What a configuration says about ranks. */
 typedef struct rank_rules {
@@ -33,16 +31,16 @@ static fanin_status rules_read(peft_maker *m, rank_rules *out)
     const json_t *r = peft_field(m, "r"), *pattern = peft_field(m, "rank_pattern");
     *out = (rank_rules){.r = DEFAULT_R};
     if (r && (!json_is_integer(r) || json_integer_value(r) <= 0))
-        return peft_refuse(m, UINT32_MAX, REMEDY,
+        return peft_refuse(m, UINT32_MAX, PEFT_GIVE_CONFIG,
                            "peft_config's r is no positive integer");
     if (r)
         out->r = (uint64_t)json_integer_value(r);
     if (pattern && !json_is_object(pattern))
-        return peft_refuse(m, UINT32_MAX, REMEDY,
+        return peft_refuse(m, UINT32_MAX, PEFT_GIVE_CONFIG,
                            "peft_config's rank_pattern is no object");
     size_t room = json_object_size(pattern) + 1;
-    out->patterns = calloc(room, sizeof(out->patterns[0]));
-    out->ranks = calloc(room, sizeof(out->ranks[0]));
+    out->patterns = calloc(room, sizeof out->patterns[0]);
+    out->ranks = calloc(room, sizeof out->ranks[0]);
     if (!out->patterns || !out->ranks)
         return error_set_memory(m->error);
     const char *key;
@@ -50,7 +48,7 @@ static fanin_status rules_read(peft_maker *m, rank_rules *out)
     json_object_foreach((json_t *)pattern, key, value)
     {
         if (!json_is_integer(value) || json_integer_value(value) <= 0)
-            return peft_refuse(m, UINT32_MAX, REMEDY,
+            return peft_refuse(m, UINT32_MAX, PEFT_GIVE_CONFIG,
                                "rank_pattern gives '%.100s' no positive integer", key);
         /* In the trainer's order, which the file keeps: the first match wins. */
         out->patterns[out->count] = pattern_compile(key, PATTERN_KEY, &m->budget);
@@ -75,7 +73,7 @@ static void rank_set_add(rank_set *set, uint64_t value)
         if (set->values[i] == value)
             return;
     }
-    if (set->count == sizeof(set->values) / sizeof(set->values[0]))
+    if (set->count == sizeof set->values / sizeof set->values[0])
         set->open = true;
     else
         set->values[set->count++] = value;
@@ -120,7 +118,7 @@ static fanin_status fused_ranks(peft_maker *m, const rank_rules *rules,
                 ? error_set_memory(m->error)
                 : rules_apply(m, rules, (const char *)path.data, path.size, out);
         buffer_free(&path);
-        if (status)
+        if (status != FANIN_OK)
             return status;
     }
     if (out->count == 0) { /* an older way to reach them: anything may be meant */
@@ -165,31 +163,22 @@ static bool share_experts(const peft_maker *m, peft_module *const *group,
     return false;
 }
 
-static fanin_status check_fused(peft_maker *m, const rank_rules *rules)
+static fanin_status check_group(peft_maker *m, peft_module *const *group, size_t count,
+                                void *cookie)
 {
-    peft_module **fused = peft_modules_fused(&m->modules);
-    if (!fused)
-        return error_set_memory(m->error);
+    const rank_rules *rules = cookie;
+    rank_set sets[PEFT_WRAPPERS_MAX] = {0};
     fanin_status status = FANIN_OK;
-    for (size_t i = 0, n = 0; i < m->modules.n_fused && !status; i += n) {
-        n = peft_wrappers(fused + i, m->modules.n_fused - i);
-        if (n == 0) {
-            status = peft_refuse_incomplete(m, fused[i]);
-            break;
-        }
-        rank_set sets[PEFT_WRAPPERS_MAX] = {0};
-        for (size_t k = 0; k < n && !status; k++)
-            status = fused_ranks(m, rules, fused[i + k], &sets[k]);
-        if (!status && !share_experts(m, fused + i, sets, n))
-            status = peft_refuse(
-                m, fused[i]->key,
-                "let r and rank_pattern of peft_config be those of the tensors",
-                "lora_A of %.*s has %" PRIu64 " rows, which is not its configured rank "
-                "(%" PRIu64 ") times the number of experts",
-                (int)fused[i]->size, fused[i]->path, fused[i]->rank, sets[0].values[0]);
-    }
-    free(fused);
-    return status;
+    for (size_t i = 0; i < count && status == FANIN_OK; i++)
+        status = fused_ranks(m, rules, group[i], &sets[i]);
+    if (status != FANIN_OK || share_experts(m, group, sets, count))
+        return status;
+    return peft_refuse(
+        m, group[0]->key,
+        "let r and rank_pattern of peft_config be those of the tensors",
+        "lora_A of %.*s has %" PRIu64 " rows, which is not its configured rank "
+        "(%" PRIu64 ") times the number of experts",
+        (int)group[0]->size, group[0]->path, group[0]->rank, sets[0].values[0]);
 }
 
 static fanin_status check_plain(peft_maker *m, const rank_rules *rules,
@@ -197,7 +186,7 @@ static fanin_status check_plain(peft_maker *m, const rank_rules *rules,
 {
     rank_set set = {0};
     fanin_status status = rules_apply(m, rules, module->path, module->size, &set);
-    if (status)
+    if (status != FANIN_OK)
         return status;
     for (size_t i = 0; i < set.count; i++) {
         if (set.values[i] == module->rank)
@@ -216,12 +205,12 @@ fanin_status peft_ranks_check(peft_maker *m)
 {
     rank_rules rules;
     fanin_status status = rules_read(m, &rules);
-    for (uint32_t i = 0; i < m->modules.count && !status; i++) {
+    for (uint32_t i = 0; i < m->modules.count && status == FANIN_OK; i++) {
         if (!m->modules.items[i].fused)
             status = check_plain(m, &rules, &m->modules.items[i]);
     }
-    if (!status)
-        status = check_fused(m, &rules);
+    if (status == FANIN_OK)
+        status = peft_each_group(m, check_group, &rules);
     rules_free(&rules);
     return status;
 }

@@ -89,7 +89,7 @@ static void note(buffer *dropped, const char *field, const char *part)
 {
     const char *const texts[] = {dropped->size > 0 ? ", " : "", field, part ? "." : "",
                                  part ? part : ""};
-    for (size_t i = 0; i < sizeof(texts) / sizeof(texts[0]); i++) {
+    for (size_t i = 0; i < sizeof texts / sizeof texts[0]; i++) {
         for (const char *at = texts[i]; *at; at++)
             buffer_append(dropped, isprint((unsigned char)*at) ? at : "?", 1);
     }
@@ -164,7 +164,7 @@ static bool has_kind(json_t *value, trusted_kind kind)
 
 static const trusted_field *find(const char *name)
 {
-    for (size_t i = 0; i < sizeof(trusted) / sizeof(trusted[0]); i++) {
+    for (size_t i = 0; i < sizeof trusted / sizeof trusted[0]; i++) {
         if (strcmp(trusted[i].name, name) == 0)
             return &trusted[i];
     }
