@@ -3,14 +3,11 @@
 
 #include "error_set.h"
 #include "outgoing.h"
-#include "seal.h"
 #include <errno.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
-
-#define INPUT_STEP 65536
 
 typedef struct pending {
     struct pending *next;
@@ -27,16 +24,13 @@ struct connection {
     char text[64];
     connection_state state;
     bool is_unix, local, known;
-    bool sealed;   /* frames have checksums: from the hello's reply on */
-    checksum *sum; /* of the hello and its reply */
     fanin_error fault;
     msg_hello_ok peer;
     uint64_t generation, next_request;
     deadline connect_by;
     uint64_t heard_ns; /* last byte from the peer, or when it began to owe an answer */
     bool pinged, owing, silent;
-    buffer in;
-    size_t in_used;
+    framing in;
     outgoing out;
     pending *pending;
 };
@@ -51,11 +45,6 @@ fanin_status connection_create(const connection_shared *shared, const char *addr
     if (!c)
         return error_set_memory(error);
     c->shared = shared;
-    c->sum = checksum_create();
-    if (!c->sum) {
-        free(c);
-        return error_set_memory(error);
-    }
     c->source = (loop_source){.fd = -1, .ready = on_ready};
     c->fault = (fanin_error)FANIN_ERROR_INIT;
     snprintf(c->text, sizeof(c->text), "%s", address);
@@ -76,9 +65,8 @@ void connection_destroy(connection **c)
     fanin_error closed = FANIN_ERROR_INIT;
     error_set(&closed, FANIN_ERR_CLOSED, NULL, "the client disconnected");
     connection_fail(*c, &closed);
-    buffer_free(&(*c)->in);
+    framing_free(&(*c)->in);
     outgoing_free(&(*c)->out);
-    checksum_free((*c)->sum);
     free(*c);
     *c = NULL;
 }
@@ -158,9 +146,8 @@ static bool start_unix(connection *c)
 
 static void forget_talk(connection *c)
 {
-    c->is_unix = c->sealed = c->out.bytes.sealed = false;
-    buffer_clear(&c->in);
-    c->in_used = 0;
+    c->is_unix = c->out.bytes.sealed = false;
+    framing_start(&c->in, LIMIT_REPLY);
     outgoing_clear(&c->out);
     c->next_request = 1;
 }
@@ -225,23 +212,23 @@ static void send_hello(connection *c)
         snprintf(hello.ucx_version, sizeof(hello.ucx_version), "%s",
                  c->shared->ucx_version);
     encode_hello(&c->out.bytes, c->next_request++, &hello);
-    checksum_reset(c->sum);
-    checksum_add(c->sum, c->out.bytes.data, c->out.bytes.size);
+    if (hello.features & FEATURE_SEALS)
+        framing_expect_hello_ok(&c->in, c->out.bytes.data, c->out.bytes.size, false);
     c->state = CONNECTION_HELLO;
     loop_want(c->shared->loop, &c->source, EPOLLIN | EPOLLOUT);
 }
 
-void connection_encode_data_hello(const connection *c, buffer *out, checksum *sum)
+void connection_encode_data_hello(const connection *c, buffer *out, framing *in)
 {
     msg_hello hello = {.version_min = VERSION_MIN,
                        .version_max = VERSION_MAX,
-                       .features = c->sealed ? FEATURE_SEALS : 0,
+                       .features = c->in.sealed ? FEATURE_SEALS : 0,
                        .role = ROLE_DATA};
     memcpy(hello.id, c->peer.session, sizeof(hello.id));
     snprintf(hello.software, sizeof(hello.software), "fanin %s", fanin_version());
     encode_hello(out, 1, &hello);
-    if (c->sealed)
-        checksum_add(sum, out->data, out->size);
+    if (c->in.sealed)
+        framing_expect_hello_ok(in, out->data, out->size, true);
 }
 
 void connection_fail(connection *c, const fanin_error *fault)
@@ -321,7 +308,7 @@ static void dispatch(connection *c, const frame *f, body *b)
         fanin_error fault = FANIN_ERROR_INIT;
         connection_reply_error(c, "connection", f->type, b, &fault);
         /* The rank says that of what came to it, and of nothing else. */
-        if (fault.status == FANIN_ERR_TRANSPORT && c->sealed)
+        if (fault.status == FANIN_ERR_TRANSPORT && c->in.sealed)
             fault.sys_errno = EBADMSG;
         connection_fail(c, &fault);
         return;
@@ -346,108 +333,51 @@ static void dispatch(connection *c, const frame *f, body *b)
               "answered a request that was not made");
 }
 
-static void fail_seal(connection *c)
+static void fail_for_frame(connection *c, const framed *bad)
 {
-    fail_here(c, FANIN_ERR_TRANSPORT, EBADMSG, "connection",
-              "is a link, a switch or memory on the way faulty?",
-              "and this process do not agree on a frame: " SEAL_BROKEN);
-}
-
-/* The bytes behind a frame that is whole. The reply to the hello says by itself whether there are
-   any. */
-static size_t seal_of(const connection *c, const frame *f, const uint8_t *start)
-{
-    msg_hello_ok m;
-    body b = {.data = start + FRAME_SIZE, .size = f->length};
-    if (c->state != CONNECTION_HELLO)
-        return seal_size(c->sealed);
-    return seal_size(!c->is_unix && !c->shared->no_checksums &&
-                     f->type == MSG_HELLO_OK && decode_hello_ok(&b, &m) == FANIN_OK &&
-                     (m.features & FEATURE_SEALS));
-}
-
-/* Whether the frame is what was sent. Sealed are, from the hello's reply on, all. */
-static bool seal_holds(connection *c, const uint8_t *start, size_t size)
-{
-    if (c->sealed)
-        return seal_check(start, size);
-    checksum_add(c->sum, start, size);
-    c->sealed = c->out.bytes.sealed = true;
-    return seal_fits(checksum_get(c->sum), start + size);
+    char what[160];
+    if (bad->status == FANIN_ERR_TRANSPORT) {
+        fail_here(c, FANIN_ERR_TRANSPORT, EBADMSG, "connection",
+                  "is a link, a switch or memory on the way faulty?",
+                  "and this process do not agree on a frame: " SEAL_BROKEN);
+    } else if (bad->head.length > LIMIT_REPLY) {
+        fail_here(c, FANIN_ERR_PROTOCOL, 0, "connection", NULL,
+                  "announced a reply beyond the limit");
+    } else {
+        snprintf(what, sizeof what, "sent something else: %s", bad->why);
+        fail_here(c, bad->status, 0, "connection",
+                  "is this port a fanin parameter server?", what);
+    }
 }
 
 /* Hands over every complete frame; false: the connection is gone. */
 static bool take_frames(connection *c)
 {
-    while (c->in.size - c->in_used >= FRAME_SIZE) {
-        frame f;
-        const char *why = NULL;
-        const uint8_t *start = c->in.data + c->in_used;
-        fanin_status status = seal_decode(start, c->sealed, &f, &why);
-        if (status == FANIN_ERR_TRANSPORT) {
-            fail_seal(c);
-            return false;
-        }
-        if (status != FANIN_OK) {
-            char what[160];
-            snprintf(what, sizeof(what), "sent something else: %s", why);
-            fail_here(c, status, 0, "connection",
-                      "is this port a fanin parameter server?", what);
-            return false;
-        }
-        if (f.length > LIMIT_REPLY) {
-            fail_here(c, FANIN_ERR_PROTOCOL, 0, "connection", NULL,
-                      "announced a reply beyond the limit");
-            return false;
-        }
-        size_t whole = FRAME_SIZE + (size_t)f.length;
-        if (c->in.size - c->in_used < whole)
-            break;
-        size_t seal = seal_of(c, &f, start);
-        if (c->in.size - c->in_used < whole + seal)
-            break;
-        if (seal > 0 && !seal_holds(c, start, whole)) {
-            fail_seal(c);
-            return false;
-        }
-        body b = {.data = start + FRAME_SIZE, .size = f.length};
-        c->in_used += whole + seal;
+    framed got;
+    framing_result result;
+    while ((result = framing_take(&c->in, &got)) == FRAMING_WHOLE) {
+        c->out.bytes.sealed = c->in.sealed;
         uint64_t generation = c->generation;
-        dispatch(c, &f, &b);
+        dispatch(c, &got.head, &got.body);
         if (c->state <= CONNECTION_CONNECTING || c->source.fd < 0 ||
             (generation != c->generation && c->state != CONNECTION_READY))
             return false;
     }
-    if (c->in_used == c->in.size) {
-        c->in.size = c->in_used = 0;
-    } else if (c->in_used > 0) {
-        memmove(c->in.data, c->in.data + c->in_used, c->in.size - c->in_used);
-        c->in.size -= c->in_used;
-        c->in_used = 0;
-    }
-    return true;
-}
-
-static size_t bytes_missing(const connection *c)
-{
-    frame f;
-    const char *why;
-    if (c->in.size < FRAME_SIZE ||
-        seal_decode(c->in.data, c->sealed, &f, &why) != FANIN_OK)
-        return INPUT_STEP;
-    size_t whole = FRAME_SIZE + (size_t)f.length + SEAL_SIZE;
-    return whole > c->in.size + INPUT_STEP ? whole - c->in.size : INPUT_STEP;
+    if (result == FRAMING_BAD)
+        fail_for_frame(c, &got);
+    return result == FRAMING_MORE;
 }
 
 static void on_readable(connection *c)
 {
     for (;;) {
-        if (!buffer_reserve(&c->in, bytes_missing(c))) {
+        size_t room;
+        uint8_t *to = framing_room(&c->in, &room);
+        if (!to) {
             fail_for_memory(c);
             return;
         }
-        ssize_t n =
-            recv(c->source.fd, c->in.data + c->in.size, c->in.capacity - c->in.size, 0);
+        ssize_t n = recv(c->source.fd, to, room, 0);
         if (n < 0 && errno == EINTR)
             continue;
         if (n < 0 && (errno == EAGAIN || errno == EWOULDBLOCK))
@@ -462,7 +392,7 @@ static void on_readable(connection *c)
                       n < 0 ? "broke the connection" : "closed the connection");
             return;
         }
-        c->in.size += (size_t)n;
+        framing_add(&c->in, (size_t)n);
         c->heard_ns = clock_ns();
         c->pinged = false;
         if (!take_frames(c))
@@ -703,7 +633,7 @@ bool connection_is_unix(const connection *c)
 }
 bool connection_is_sealed(const connection *c)
 {
-    return c->sealed;
+    return c->in.sealed;
 }
 bool connection_is_local(const connection *c)
 {

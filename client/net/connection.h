@@ -7,8 +7,7 @@
 #ifndef CONNECTION_H
 #define CONNECTION_H
 
-#include "checksum.h"
-#include "messages.h"
+#include "framing.h"
 #include "net/loop.h"
 #include "socket.h"
 
@@ -97,8 +96,8 @@ fanin_status connection_reply_error(connection *c, const char *phase, message_ty
 /** Fills place fields rank and address. */
 struct error_place connection_place(const connection *c, const char *phase);
 
-/** Hello of a data connection: appended to @p out, which is empty, and added to @p sum if the
-    connection is sealed. */
-void connection_encode_data_hello(const connection *c, buffer *out, checksum *sum);
+/** Hello of a data connection: appended to @p out, which is empty; @p in, which was started,
+    expects its answer. */
+void connection_encode_data_hello(const connection *c, buffer *out, framing *in);
 
 #endif

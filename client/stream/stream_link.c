@@ -30,7 +30,7 @@ static void close_data(stream_link *link, data_connection *d)
     }
     d->source.fd = -1;
     outgoing_free(&d->out);
-    buffer_free(&d->text);
+    framing_free(&d->in);
     checksum_free(d->sum);
     d->sum = NULL;
     if (d->check)
@@ -58,8 +58,7 @@ fanin_status stream_link_create(fanin_client *client, const connection *control,
         d->waiter.ready = on_chunk;
         d->end_job = &d->first_job;
         link->n++;
-        d->sum = checksum_create();
-        if (!d->sum) {
+        if (link->sealed && !(d->sum = checksum_create())) {
             status = error_set_memory(error);
             break;
         }
@@ -69,7 +68,9 @@ fanin_status stream_link_create(fanin_client *client, const connection *control,
             break;
         d->source.fd = fd;
         d->source.events = EPOLLOUT;
-        connection_encode_data_hello(control, &d->out.bytes, d->sum);
+        framing_start(&d->in, LIMIT_READ_BYTES);
+        d->in.exact = true;
+        connection_encode_data_hello(control, &d->out.bytes, &d->in);
         d->out.bytes.sealed = link->sealed;
         status = loop_add(&client->loop, &d->source, error);
     }
@@ -124,8 +125,7 @@ bool stream_link_stop(stream_link *link)
         if (link->work && link->work->devices)
             recall(d, link->work->devices);
         d->check = NULL; /* it went with the others */
-        idle =
-            idle && d->source.fd >= 0 && d->queued == 0 && d->stage == IDLE_OR_HEADER;
+        idle = idle && d->source.fd >= 0 && d->queued == 0 && d->stage == IDLE_OR_FRAME;
     }
     link->work = NULL;
     return idle;
@@ -287,8 +287,7 @@ static uint64_t end_request(data_connection *d)
     uint64_t bytes = w->list->requests[d->queue[0]].bytes;
     d->queued--;
     memmove(d->queue, d->queue + 1, d->queued * sizeof(*d->queue));
-    d->stage = IDLE_OR_HEADER;
-    d->header_got = 0;
+    d->stage = IDLE_OR_FRAME;
     *w->inflight -= bytes;
     return bytes;
 }
@@ -380,7 +379,6 @@ static size_t read_body(data_connection *d)
     batch_consume(d, got);
     if (d->iov_left > 0 || d->piece < d->pieces_end)
         return got;
-    d->seal_got = 0;
     if (d->link->sealed)
         d->stage = SEAL;
     else
@@ -411,7 +409,7 @@ static bool is_plain(const data_connection *d)
     return plain;
 }
 
-static void start_check(data_connection *d)
+static void start_check(data_connection *d, const uint8_t header[FRAME_SIZE])
 {
     const stream_work *w = d->link->work;
     const read_request *r = &w->list->requests[d->queue[0]];
@@ -424,40 +422,31 @@ static void start_check(data_connection *d)
     d->check->bytes = r->bytes;
     d->check->owner = d;
     d->check->verdict = on_verdict;
-    memcpy(d->check->header, d->header, FRAME_SIZE);
+    memcpy(d->check->header, header, FRAME_SIZE);
 }
 
 /* The oldest request is answered; what came is looked at elsewhere. */
-static void submit_check(data_connection *d)
+static void submit_check(data_connection *d, const uint8_t seal[SEAL_SIZE])
 {
     sealed_body *check = d->check;
     d->check = NULL;
-    memcpy(check->seal, d->seal, SEAL_SIZE);
+    memcpy(check->seal, seal, SEAL_SIZE);
     (void)end_request(d);
     seal_checks_submit(d->link->work->checks, check);
     pump(d);
 }
 
-static size_t read_seal(data_connection *d)
+static void take_seal(data_connection *d)
 {
-    struct iovec iov = {d->seal + d->seal_got, SEAL_SIZE - d->seal_got};
-    size_t got = receive(d, &iov, 1);
-    d->seal_got += got;
-    if (d->seal_got < SEAL_SIZE)
-        return got;
+    uint8_t seal[SEAL_SIZE];
+    if (framing_take_seal(&d->in, seal) == FRAMING_MORE)
+        return;
     if (d->check)
-        submit_check(d);
-    else if (seal_fits(checksum_get(d->sum), d->seal))
+        submit_check(d, seal);
+    else if (seal_fits(checksum_get(d->sum), seal))
         finish_request(d);
     else
         lose_seal(d);
-    return got;
-}
-
-/* A refusal of the hello has no seal. */
-static bool is_sealed_text(const data_connection *d)
-{
-    return d->link->sealed && (d->stage != HELLO || d->reply.type == MSG_HELLO_OK);
 }
 
 /* What a rank's boxes digest to. */
@@ -479,100 +468,97 @@ static void take_digests(data_connection *d, body *b)
     finish_request(d);
 }
 
-/* A hello's answer, digests or an error: small, decoded when whole. */
-static size_t read_text(data_connection *d)
+/* A hello's answer, digests or an error. */
+static void take_text(data_connection *d, framed *got)
 {
-    size_t missing = d->reply.length + seal_size(is_sealed_text(d)) - d->text.size;
-    if (missing > 0) {
-        if (!buffer_reserve(&d->text, missing)) {
-            data_lose(d, FANIN_ERR_MEMORY, 0, "sent what memory does not suffice for");
-            return 0;
-        }
-        struct iovec iov = {d->text.data + d->text.size, missing};
-        size_t got = receive(d, &iov, 1);
-        d->text.size += got;
-        return got;
-    }
-    body b = {.data = d->text.data, .size = d->reply.length};
     msg_hello_ok hello;
-    if (is_sealed_text(d)) {
-        checksum_add(d->sum, d->text.data, d->reply.length);
-        if (!seal_fits(checksum_get(d->sum), d->text.data + d->reply.length)) {
-            lose_seal(d);
-            return 0;
-        }
-    }
-    if (d->stage == HELLO && d->reply.type == MSG_HELLO_OK &&
-        decode_hello_ok(&b, &hello) == FANIN_OK) {
+    msg_error m;
+    /* About no request, a rank says that of what came to it only. */
+    bool altered = d->link->sealed && got->head.request == 0;
+    if (d->stage == HELLO && got->head.type == MSG_HELLO_OK &&
+        decode_hello_ok(&got->body, &hello) == FANIN_OK) {
         if (d->link->sealed && !(hello.features & FEATURE_SEALS)) {
             data_lose(d, FANIN_ERR_PROTOCOL, 0,
                       "gives no checksums on a data connection");
-            return 0;
+            return;
         }
-        d->stage = IDLE_OR_HEADER;
-        d->header_got = 0;
+        d->stage = IDLE_OR_FRAME;
         pump(d);
-        return 1;
-    }
-    if (d->reply.type == MSG_DIGEST_OK) {
-        take_digests(d, &b);
-        return 1;
-    }
-    msg_error m;
-    /* About no request, a rank says that of what came to it only. */
-    bool altered = d->link->sealed && d->reply.request == 0;
-    if (d->reply.type == MSG_ERROR && decode_error(&b, &m) == FANIN_OK)
+    } else if (d->stage != HELLO && got->head.type == MSG_DIGEST_OK) {
+        take_digests(d, &got->body);
+    } else if (got->head.type == MSG_ERROR &&
+               decode_error(&got->body, &m) == FANIN_OK) {
         data_lose(d, m.code < 0 ? m.code : FANIN_ERR_PROTOCOL,
                   altered && m.code == FANIN_ERR_TRANSPORT ? EBADMSG : 0, m.message);
-    else
+    } else {
         data_lose(d, FANIN_ERR_PROTOCOL, 0,
                   "sent a malformed reply on a data connection");
-    return 0;
+    }
 }
 
-static void take_header(data_connection *d)
+static bool is_expected(const data_connection *d, const frame *f)
 {
-    const char *why = "sent a reply that does not fit the read";
     const stream_work *w = d->link->work;
-    bool sealed = d->link->sealed && d->stage != HELLO;
-    fanin_status status = seal_decode(d->header, sealed, &d->reply, &why);
-    if (status == FANIN_ERR_TRANSPORT) {
-        lose_seal(d);
-        return;
-    }
-    if (status != FANIN_OK) {
-        data_lose(d, FANIN_ERR_PROTOCOL, 0, why);
-        return;
-    }
-    if (sealed)
-        checksum_reset(d->sum);
-    if (d->link->sealed)
-        checksum_add(d->sum, d->header, FRAME_SIZE);
-    bool is_next = w && d->queued > 0 && d->reply.request == d->queue[0] + 2;
-    bool text = d->stage == HELLO || d->reply.type == MSG_ERROR ||
-                (is_next && w->digested && d->reply.type == MSG_DIGEST_OK);
-    if (text && d->reply.length <= LIMIT_REPLY) {
-        d->text.size = 0;
-        d->stage = d->stage == HELLO ? HELLO : ERROR_BODY;
-        return;
-    }
-    if (!text && is_next && !w->digested && d->reply.type == MSG_READ_OK &&
-        d->reply.length == w->list->requests[d->queue[0]].bytes) {
-        batch_begin(d);
-        if (sealed)
-            start_check(d);
-        return;
-    }
-    data_lose(d, FANIN_ERR_PROTOCOL, 0, why);
+    if (d->stage == HELLO || f->type == MSG_ERROR)
+        return f->length <= LIMIT_REPLY;
+    if (!w || d->queued == 0 || f->request != d->queue[0] + 2)
+        return false;
+    if (w->digested)
+        return f->type == MSG_DIGEST_OK && f->length <= LIMIT_REPLY;
+    return f->type == MSG_READ_OK && f->length == w->list->requests[d->queue[0]].bytes;
 }
 
-static size_t read_header(data_connection *d)
+/* What the oldest request asked for goes straight to its places. */
+static void begin_body(data_connection *d)
 {
-    struct iovec iov = {d->header + d->header_got, FRAME_SIZE - d->header_got};
+    uint8_t header[FRAME_SIZE];
+    framing_take_header(&d->in, header);
+    batch_begin(d);
+    if (!d->link->sealed)
+        return;
+    checksum_reset(d->sum);
+    checksum_add(d->sum, header, FRAME_SIZE);
+    start_check(d, header);
+}
+
+static void take_frame(data_connection *d)
+{
+    static const char unfit[] = "sent a reply that does not fit the read";
+    framed got;
+    framing_result result = framing_peek(&d->in, &got);
+    if (result == FRAMING_WHOLE && !is_expected(d, &got.head)) {
+        data_lose(d, FANIN_ERR_PROTOCOL, 0, unfit);
+        return;
+    }
+    if (result == FRAMING_WHOLE && d->stage != HELLO && got.head.type == MSG_READ_OK) {
+        begin_body(d);
+        return;
+    }
+    if (result == FRAMING_WHOLE)
+        result = framing_take(&d->in, &got);
+    if (result == FRAMING_WHOLE)
+        take_text(d, &got);
+    else if (result == FRAMING_BAD && got.status == FANIN_ERR_TRANSPORT)
+        lose_seal(d);
+    else if (result == FRAMING_BAD)
+        data_lose(d, FANIN_ERR_PROTOCOL, 0,
+                  got.head.length > LIMIT_READ_BYTES ? unfit : got.why);
+}
+
+static size_t read_frame(data_connection *d)
+{
+    struct iovec iov;
+    iov.iov_base = framing_room(&d->in, &iov.iov_len);
+    if (!iov.iov_base) {
+        data_lose(d, FANIN_ERR_MEMORY, 0, "sent what memory does not suffice for");
+        return 0;
+    }
     size_t got = receive(d, &iov, 1);
-    d->header_got += got;
-    if (d->header_got == FRAME_SIZE)
-        take_header(d);
+    framing_add(&d->in, got);
+    if (got > 0 && d->stage == SEAL)
+        take_seal(d);
+    else if (got > 0)
+        take_frame(d);
     return got;
 }
 
@@ -580,14 +566,7 @@ static void on_readable(data_connection *d)
 {
     size_t turn = 0, got;
     do {
-        if (d->stage == BODY)
-            got = read_body(d);
-        else if (d->stage == SEAL)
-            got = read_seal(d);
-        else if (d->header_got < FRAME_SIZE)
-            got = read_header(d);
-        else
-            got = read_text(d);
+        got = d->stage == BODY ? read_body(d) : read_frame(d);
         turn += got;
     } while (got > 0 && turn < TURN_BYTES && d->source.fd >= 0);
 }

@@ -3,14 +3,14 @@
 #ifndef STREAM_LINK_INTERNAL_H
 #define STREAM_LINK_INTERNAL_H
 
+#include "framing.h"
 #include "outgoing.h"
-#include "seal.h"
 #include "stream/stream_link.h"
 
 #define QUEUE 4        /* requests under way on one connection */
 #define MAX_IOVECS 256 /* in one readv */
 
-typedef enum stage { CONNECTING, HELLO, IDLE_OR_HEADER, BODY, SEAL, ERROR_BODY } stage;
+typedef enum stage { CONNECTING, HELLO, IDLE_OR_FRAME, BODY, SEAL } stage;
 
 typedef struct data_connection {
     loop_source source; /* first: the loop hands it back */
@@ -19,14 +19,9 @@ typedef struct data_connection {
     outgoing out;
     uint64_t queue[QUEUE]; /* requests, oldest first */
     unsigned queued;
-    uint8_t header[FRAME_SIZE];
-    size_t header_got;
-    frame reply;
-    buffer text;        /* body of a hello or an error, and its seal */
-    checksum *sum;      /* sealed: of the reply that is coming, up to now */
+    framing in;         /* but for the bytes that were asked for */
+    checksum *sum;      /* sealed: of the reply to a read that is coming, up to now */
     sealed_body *check; /* the body that is coming is summed up elsewhere; NULL: here */
-    uint8_t seal[SEAL_SIZE]; /* of a body of bytes */
-    size_t seal_got;
     /* where in the oldest request's pieces the bytes that come next belong */
     uint64_t piece, pieces_end, run;
     struct iovec iov[MAX_IOVECS];

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Writes the seeds of fuzz_messages, fuzz_scan and fuzz_catalog below the folder named. */
+/* Writes the seeds of fuzz_framing, fuzz_messages, fuzz_scan and fuzz_catalog below the folder named. */
 #include "frame.h"
 #include "samples.h"
 #include <stdio.h>
@@ -36,6 +36,18 @@ static void write_messages(void)
     samples_free(&all);
 }
 
+/* Bit 0 of the first byte: sealed, bit 1: exact; the others are the size of steps. */
+static void write_streams(void)
+{
+    for (uint8_t i = 0; i < 2; i++) {
+        buffer all = samples_as_stream(i), head = {0};
+        buffer_append(&head, (uint8_t[]){(uint8_t)(i | i << 1 | 7 << 2)}, 1);
+        write_seed("framing", i ? "sealed" : "plain", &head, all.data, all.size);
+        buffer_free(&all);
+        buffer_free(&head);
+    }
+}
+
 static void write_tables(const samples *all, const buffer *head)
 {
     for (size_t i = 0; i < all->count; i++)
@@ -51,6 +63,7 @@ int main(int argc, char **argv)
     }
     root = argv[1];
     write_messages();
+    write_streams();
 
     samples keys = samples_of_keys(), boxes = samples_of_boxes();
     samples regions = samples_of_regions();

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "samples.h"
 #include "ipc_key.h"
+#include "seal.h"
 
 #include <stdlib.h>
 
@@ -223,6 +224,26 @@ static const key_entry keys[] = {
      .bytes = 0},
 };
 #define N_KEYS (sizeof keys / sizeof *keys)
+
+buffer samples_as_stream(bool sealed)
+{
+    buffer all = {0};
+    samples list = samples_of_messages();
+    for (size_t i = 0; i < list.count; i++) {
+        buffer *b = &list.list[i].bytes;
+        if (b->data[6] == MSG_READ_OK)
+            continue; /* its body would follow */
+        if (sealed) {
+            uint8_t seal[SEAL_SIZE];
+            seal_header(b->data);
+            seal_encode(checksum_of(b->data, b->size), seal);
+            buffer_append(b, seal, sizeof seal);
+        }
+        buffer_append(&all, b->data, b->size);
+    }
+    samples_free(&list);
+    return all;
+}
 
 samples samples_of_keys(void)
 {

@@ -19,7 +19,9 @@ typedef struct samples {
 } samples;
 
 samples samples_of_messages(void); /**< whole frames */
-samples samples_of_keys(void);     /**< key tables */
+/** Those that are whole, one behind the other, with checksums or without. */
+buffer samples_as_stream(bool sealed);
+samples samples_of_keys(void); /**< key tables */
 /** Box tables, each against the key table samples_of_keys().list[0]. */
 samples samples_of_boxes(void);
 samples samples_of_regions(void);

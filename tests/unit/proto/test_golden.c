@@ -3,10 +3,10 @@
  * The wire format, byte for byte: tests/golden/NAME.hex holds what each sample is encoded
  * to. FANIN_GOLDEN_WRITE=1 writes the files anew, for a deliberate change of the format.
  */
+#include "framing.h"
 #include "ipc_key.h"
 #include "recode.h"
 #include "samples.h"
-#include "seal.h"
 #include "testing.h"
 #include <stdio.h>
 #include <stdlib.h>
@@ -84,18 +84,19 @@ static void messages_have_their_bytes(void **state)
     for (size_t i = 0; i < all.count; i++) {
         const sample *s = &all.list[i];
         compare_golden(s);
-        frame f;
-        const char *why = NULL;
-        assert_int_equal(frame_decode(s->bytes.data, &f, &why), FANIN_OK);
-        assert_true(f.request == SAMPLE_REQUEST || f.request == 0);
-        if (f.type == MSG_READ_OK)
+        framing f = {.in = s->bytes, .longest = LIMIT_READ_BYTES};
+        framed got;
+        assert_int_equal(framing_peek(&f, &got), FRAMING_WHOLE);
+        assert_true(got.head.request == SAMPLE_REQUEST || got.head.request == 0);
+        if (got.head.type == MSG_READ_OK)
             continue; /* a header alone: raw bytes follow */
-        assert_int_equal(f.length, s->bytes.size - FRAME_SIZE);
-        body in = {.data = s->bytes.data + FRAME_SIZE, .size = f.length};
+        assert_int_equal(framing_take(&f, &got), FRAMING_WHOLE);
+        assert_int_equal(f.used, s->bytes.size);
         buffer again = {0};
-        fanin_status status = recode_message(f.type, f.request, &in, &again);
+        fanin_status status =
+            recode_message(got.head.type, got.head.request, &got.body, &again);
         if (status)
-            fail_msg("%s: %s", s->name, in.why);
+            fail_msg("%s: %s", s->name, got.body.why);
         assert_int_equal(again.size, s->bytes.size);
         assert_memory_equal(again.data, s->bytes.data, again.size);
         buffer_free(&again);

@@ -1,0 +1,139 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include "framing.h"
+
+#include <string.h>
+
+#define FIRST                                                                          \
+    4096 /* bytes of the buffer at first: a longer frame, once it comes, doubles it */
+
+void framing_start(framing *f, uint32_t longest)
+{
+    framing_drop(f);
+    buffer_clear(&f->in);
+    f->longest = longest;
+    f->sealed = false;
+}
+
+void framing_expect_hello_ok(framing *f, const void *hello, size_t size, bool agreed)
+{
+    if (!buffer_reserve(&f->in, FIRST))
+        return;
+    buffer_append(&f->in, hello, size);
+    f->used = f->hello = size;
+    f->agreed = agreed;
+}
+
+void framing_drop(framing *f)
+{
+    f->in.size = f->used = f->hello = 0;
+    f->need = FRAME_SIZE;
+}
+
+void framing_free(framing *f)
+{
+    framing_drop(f);
+    buffer_free(&f->in);
+}
+
+uint8_t *framing_room(framing *f, size_t *room_out)
+{
+    buffer *in = &f->in;
+    if (f->used > 0 && f->hello == 0) {
+        memmove(in->data, in->data + f->used, in->size - f->used);
+        in->size -= f->used;
+        f->used = 0;
+    }
+    if (in->size == in->capacity &&
+        !buffer_reserve(in, in->capacity > 0 ? in->capacity : FIRST))
+        return NULL;
+    size_t have = in->size - f->used;
+    size_t most = f->exact ? f->need : FRAME_SIZE + (size_t)f->longest + SEAL_SIZE;
+    size_t room = in->capacity - in->size;
+    if (have + room > most)
+        room = most > have ? most - have : 0;
+    *room_out = room;
+    return in->data + in->size;
+}
+
+void framing_add(framing *f, size_t bytes)
+{
+    f->in.size += bytes;
+}
+
+static bool has_come(framing *f, size_t bytes)
+{
+    f->need = bytes;
+    return f->in.size - f->used >= bytes;
+}
+
+static framing_result refuse(framed *out, fanin_status status, const char *why)
+{
+    out->status = status;
+    out->why = why;
+    return FRAMING_BAD;
+}
+
+framing_result framing_peek(framing *f, framed *out)
+{
+    const char *why;
+    *out = (framed){.status = FANIN_OK};
+    if (!has_come(f, FRAME_SIZE))
+        return FRAMING_MORE;
+    const uint8_t *start = f->in.data + f->used;
+    fanin_status status = seal_decode(start, f->sealed, &out->head, &why);
+    if (status != FANIN_OK)
+        return refuse(out, status, why);
+    if (out->head.length > f->longest)
+        return refuse(out, FANIN_ERR_PROTOCOL, "the request is too long");
+    out->body = (body){.data = start + FRAME_SIZE, .size = out->head.length};
+    return FRAMING_WHOLE;
+}
+
+/* Whether the answer to a hello, which is whole, has a checksum. */
+static bool has_seal(const framing *f, const framed *answer)
+{
+    msg_hello_ok m;
+    body b = answer->body;
+    if (answer->head.type != MSG_HELLO_OK || f->agreed)
+        return answer->head.type == MSG_HELLO_OK;
+    return decode_hello_ok(&b, &m) == FANIN_OK && (m.features & FEATURE_SEALS);
+}
+
+framing_result framing_take(framing *f, framed *out)
+{
+    framing_result result = framing_peek(f, out);
+    size_t whole = FRAME_SIZE + (size_t)out->head.length;
+    if (result != FRAMING_WHOLE)
+        return result;
+    if (!has_come(f, whole + seal_size(f->sealed)))
+        return FRAMING_MORE;
+    bool sealed = f->hello > 0 ? has_seal(f, out) : f->sealed;
+    if (!has_come(f, whole + seal_size(sealed)))
+        return FRAMING_MORE;
+    if (sealed && !seal_check(f->in.data + f->used - f->hello, f->hello + whole)) {
+        out->head = (frame){0};
+        return refuse(out, FANIN_ERR_TRANSPORT, SEAL_BROKEN);
+    }
+    f->sealed = sealed;
+    f->hello = 0;
+    f->used += whole + seal_size(sealed);
+    f->need = FRAME_SIZE;
+    return FRAMING_WHOLE;
+}
+
+void framing_take_header(framing *f, uint8_t header[FRAME_SIZE])
+{
+    memcpy(header, f->in.data + f->used, FRAME_SIZE);
+    f->used += FRAME_SIZE;
+    f->need = f->sealed ? SEAL_SIZE : FRAME_SIZE;
+}
+
+framing_result framing_take_seal(framing *f, uint8_t seal[SEAL_SIZE])
+{
+    if (!has_come(f, SEAL_SIZE))
+        return FRAMING_MORE;
+    memcpy(seal, f->in.data + f->used, SEAL_SIZE);
+    f->used += SEAL_SIZE;
+    f->need = FRAME_SIZE;
+    return FRAMING_WHOLE;
+}
