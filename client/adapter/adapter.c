@@ -10,15 +10,6 @@
 #include <string.h>
 #include <unistd.h>
 
-fanin_status adapter_io_error(const adapter_place *place, int sys_errno,
-                              const char *what, const char *file, const char *remedy,
-                              fanin_error *error)
-{
-    error_place where = {.phase = "write", .remedy = remedy};
-    return error_set_errno(error, FANIN_ERR_IO, sys_errno, &where, "%s '%.300s%s%s'",
-                           what, place->directory, file ? "/" : "", file ? file : "");
-}
-
 /* Splits "parent/name///" and opens the parent. */
 static fanin_status find_place(const char *directory, adapter_place *out,
                                fanin_error *error)
@@ -65,7 +56,7 @@ fanin_status adapter_open(const char *directory, deadline at, bool (*cancelled)(
                           void *cookie, const logger *log, adapter **out,
                           fanin_error *error)
 {
-    adapter *a = calloc(1, sizeof(*a));
+    adapter *a = calloc(1, sizeof *a);
     if (!a)
         return error_set_memory(error);
     a->place.parent = a->lock = a->directory = a->memory.file = -1;
@@ -75,9 +66,9 @@ fanin_status adapter_open(const char *directory, deadline at, bool (*cancelled)(
     if (log)
         a->log = *log;
     fanin_status status = find_place(directory, &a->place, error);
-    if (!status)
+    if (status == FANIN_OK)
         status = adapter_take_lock(a, &a->lock, error);
-    if (status) {
+    if (status != FANIN_OK) {
         adapter_close(&a);
         return status;
     }
@@ -101,7 +92,7 @@ static fanin_status lay_out_items(const key_table *keys, const peft_names *names
                                       .bytes = key->bytes};
     }
     fanin_status status = safetensors_lay_out(items, names->count, offsets, out, error);
-    for (uint32_t i = 0; i < names->count && !status; i++)
+    for (uint32_t i = 0; i < names->count && status == FANIN_OK; i++)
         to_of_key[names->tensors[i].key] = offsets[i];
     return status;
 }
@@ -111,8 +102,8 @@ static fanin_status lay_out(const key_table *keys, const peft_names *names,
                             fanin_error *error)
 {
     size_t room = names->count ? names->count : 1;
-    safetensors_item *items = calloc(room, sizeof(items[0]));
-    uint64_t *offsets = calloc(room, sizeof(offsets[0]));
+    safetensors_item *items = calloc(room, sizeof items[0]);
+    uint64_t *offsets = calloc(room, sizeof offsets[0]);
     fanin_status status = items && offsets ? lay_out_items(keys, names, items, offsets,
                                                            to_of_key, out, error)
                                            : error_set_memory(error);
@@ -149,7 +140,7 @@ void adapter_offer_spare(adapter *a, spare_file **spare)
 static bool convert_keys(const key_table *keys, fanin_dtype dtype, key_table *out)
 {
     *out = *keys;
-    out->entries = malloc(((size_t)keys->count + 1) * sizeof(*out->entries));
+    out->entries = malloc(((size_t)keys->count + 1) * sizeof *out->entries);
     if (!out->entries)
         return false;
     for (uint32_t i = 0; i < keys->count; i++) {
@@ -187,21 +178,21 @@ fanin_status adapter_prepare(adapter *a, const key_table *keys, const char *publ
                              fanin_error *error)
 {
     forget_layout(a);
-    a->to_of_key = calloc(keys->count ? keys->count : 1, sizeof(a->to_of_key[0]));
+    a->to_of_key = calloc(keys->count ? keys->count : 1, sizeof a->to_of_key[0]);
     peft_names names = {0};
     fanin_status status = a->to_of_key
                               ? peft_names_make(keys, publication, &names, error)
                               : error_set_memory(error);
-    if (!status)
+    if (status == FANIN_OK)
         status = make_config(a, keys, &names, publication, error);
     key_table written = {.entries = NULL};
-    if (!status && !convert_keys(keys, a->dtype, &written))
+    if (status == FANIN_OK && !convert_keys(keys, a->dtype, &written))
         status = error_set_memory(error);
-    if (!status)
+    if (status == FANIN_OK)
         status = lay_out(&written, &names, a->to_of_key, &a->layout, error);
     free(written.entries);
     peft_names_free(&names);
-    if (status) {
+    if (status != FANIN_OK) {
         forget_layout(a);
         return status;
     }

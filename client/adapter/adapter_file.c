@@ -91,7 +91,7 @@ static fanin_status allocate_whole(const adapter *a, fanin_error *error)
         uint64_t left = a->layout.file_size - at;
         uint64_t step = left < ALLOCATE_STEP ? left : ALLOCATE_STEP;
         fanin_status status = adapter_may_go_on(a, "allocating", error);
-        if (status)
+        if (status != FANIN_OK)
             return status;
         file_limit_guard guard = file_limit_enter();
         int reason = posix_fallocate(a->memory.file, (off_t)at, (off_t)step);
@@ -134,7 +134,7 @@ static fanin_status map(adapter *a, fanin_error *error)
         log_write(
             &a->log, FANIN_LOG_INFO, "adapter-no-mmap",
             "the filesystem of '%s' has no shared mappings (%s): writing from memory",
-            a->place.directory, strerror_r(errno, reason, sizeof(reason)));
+            a->place.directory, strerror_r(errno, reason, sizeof reason));
         a->anonymous = true;
         base = mmap(NULL, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1,
                     0);
@@ -156,14 +156,14 @@ static bool take_spare(adapter *a)
         !spare_file_take(a->spare, &a->memory))
         return false;
     char self[40], reason[64];
-    snprintf(self, sizeof(self), "/proc/self/fd/%d", a->memory.file);
+    snprintf(self, sizeof self, "/proc/self/fd/%d", a->memory.file);
     if (linkat(AT_FDCWD, self, a->directory, MODEL_FILE, AT_SYMLINK_FOLLOW) == 0) {
         a->anonymous = false;
         return true;
     }
     log_write(&a->log, FANIN_LOG_INFO, "spare-file",
               "the spare file cannot be used for '%s' (%s)", a->place.directory,
-              strerror_r(errno, reason, sizeof(reason)));
+              strerror_r(errno, reason, sizeof reason));
     file_memory_release(&a->memory);
     return false;
 }
@@ -176,7 +176,7 @@ static fanin_status make_fresh(adapter *a, fanin_error *error)
         return adapter_io_error(&a->place, errno, "cannot make", MODEL_FILE, NULL,
                                 error);
     fanin_status status = allocate(a, error);
-    return status ? status : map(a, error);
+    return status != FANIN_OK ? status : map(a, error);
 }
 
 static fanin_status make_file(adapter *a, fanin_error *error)
@@ -200,7 +200,8 @@ static fanin_status make_file(adapter *a, fanin_error *error)
                          "the directory made beside '%.300s' was exchanged: it %s",
                          a->place.directory, why);
     fanin_status status = take_spare(a) ? FANIN_OK : make_fresh(a, error);
-    if (!status && !(a->digests = piece_digests_start(a->memory.base, a->memory.size)))
+    if (status == FANIN_OK &&
+        !(a->digests = piece_digests_start(a->memory.base, a->memory.size)))
         status = error_set_memory(error);
     return status;
 }
@@ -229,7 +230,7 @@ fanin_status adapter_map(adapter *a, uint8_t **base_out, fanin_error *error)
         if (a->layout.header) {
             piece_digests_restart(a->digests);
             fanin_status status = land_header(a, error);
-            if (status)
+            if (status != FANIN_OK)
                 return status;
         }
         *base_out = a->memory.base;
@@ -237,9 +238,9 @@ fanin_status adapter_map(adapter *a, uint8_t **base_out, fanin_error *error)
     }
     adapter_discard(a);
     fanin_status status = make_file(a, error);
-    if (!status)
+    if (status == FANIN_OK)
         status = land_header(a, error);
-    if (status) {
+    if (status != FANIN_OK) {
         adapter_discard(a);
         return status;
     }

@@ -22,6 +22,15 @@ static void lock_name(const adapter_place *place, char out[NAME_MAX + 1])
     snprintf(out, NAME_MAX + 1, ".%.200s" LOCK_SUFFIX, place->name);
 }
 
+fanin_status adapter_io_error(const adapter_place *place, int sys_errno,
+                              const char *what, const char *file, const char *remedy,
+                              fanin_error *error)
+{
+    error_place where = {.phase = "write", .remedy = remedy};
+    return error_set_errno(error, FANIN_ERR_IO, sys_errno, &where, "%s '%.300s%s%s'",
+                           what, place->directory, file ? "/" : "", file ? file : "");
+}
+
 fanin_status adapter_may_go_on(const adapter *a, const char *doing, fanin_error *error)
 {
     error_place place = {.phase = "write"};
@@ -108,7 +117,7 @@ static fanin_status wait_for_lock(const adapter *a, int fd, fanin_error *error)
                                     NULL, error);
         fanin_status status =
             adapter_may_go_on(a, "waiting for another process that makes", error);
-        if (status)
+        if (status != FANIN_OK)
             return status;
         uint64_t left = deadline_left_ns(a->at);
         uint64_t ns = pause < left ? pause : left;
@@ -134,9 +143,9 @@ static fanin_status try_file(const adapter *a, const char *name, int *lock_out,
         status = explain(a, name, errno, error);
     else if (!is_ours(&info, why))
         status = refuse_lock_file(a, name, why, error);
-    if (!status)
+    if (status == FANIN_OK)
         status = wait_for_lock(a, fd, error);
-    if (!status && is_current(&a->place, name, fd))
+    if (status == FANIN_OK && is_current(&a->place, name, fd))
         *lock_out = fd;
     else
         close(fd);
@@ -148,9 +157,9 @@ fanin_status adapter_take_lock(const adapter *a, int *lock_out, fanin_error *err
     char name[NAME_MAX + 1];
     lock_name(&a->place, name);
     fanin_status status = try_file(a, name, lock_out, error);
-    while (!status && *lock_out < 0) {
+    while (status == FANIN_OK && *lock_out < 0) {
         status = adapter_may_go_on(a, "waiting for another process that makes", error);
-        if (!status)
+        if (status == FANIN_OK)
             status = try_file(a, name, lock_out, error);
     }
     return status;

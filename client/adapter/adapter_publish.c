@@ -142,14 +142,14 @@ fanin_status adapter_publish(adapter *a, const adapter_identity *identity,
     if (!text)
         return error_set_memory(error);
     fanin_status status = write_model(a, error);
-    if (!status)
+    if (status == FANIN_OK)
         status = write_file(a, CONFIG_FILE, a->config.text, a->config.size, error);
-    if (!status)
+    if (status == FANIN_OK)
         status = write_file(a, IDENTITY_FILE, text, strlen(text), error);
     free(text);
-    if (!status)
+    if (status == FANIN_OK)
         status = appear(a, error);
-    if (!status && a->config.dropped)
+    if (status == FANIN_OK && a->config.dropped)
         log_write(&a->log, FANIN_LOG_WARNING, "adapter-config",
                   "'%s' lacks fields of the trainer's configuration that may load code "
                   "or are not known: %s; a pull with trust_config keeps them",

@@ -12,6 +12,7 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <inttypes.h>
+#include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -20,30 +21,36 @@
 
 #define REMEDY "give another directory, or remove this one; nothing is overwritten"
 
-static fanin_status refuse(const adapter *a, fanin_error *error, const char *what)
+static fanin_status refuse(const adapter *a, fanin_error *error, const char *format,
+                           ...) __attribute__((format(printf, 3, 4)));
+static fanin_status refuse(const adapter *a, fanin_error *error, const char *format,
+                           ...)
 {
+    char what[251];
+    va_list arguments;
+    va_start(arguments, format);
+    vsnprintf(what, sizeof what, format, arguments);
+    va_end(arguments);
     error_place where = {.phase = "write", .remedy = REMEDY};
-    return error_set(error, FANIN_ERR_EXISTS, &where, "'%.200s' %.250s",
-                     a->place.directory, what);
+    return error_set(error, FANIN_ERR_EXISTS, &where, "'%.200s' %s", a->place.directory,
+                     what);
 }
 
 static fanin_status refuse_file(const adapter *a, const char *file, const char *what,
                                 fanin_error *error)
 {
-    char text[250];
-    snprintf(text, sizeof(text), "cannot be reused: '%.100s' in it %.120s", file, what);
-    return refuse(a, error, text);
+    return refuse(a, error, "cannot be reused: '%.100s' in it %.120s", file, what);
 }
 
 /* Bytes that are not those of fanin.json, whoever changed them. */
 static fanin_status refuse_damaged(const adapter *a, const char *file,
                                    fanin_error *error)
 {
-    char text[200];
-    snprintf(text, sizeof(text),
-             "holds the step asked for, but it was damaged: %s is not as %s says", file,
-             IDENTITY_FILE);
-    return refuse(a, error, text);
+    return refuse(
+        a, error,
+        "holds the step asked for, but it was damaged: %s is not as " IDENTITY_FILE
+        " says",
+        file);
 }
 
 static fanin_status refuse_other(const adapter *a, const json_t *root,
@@ -51,16 +58,15 @@ static fanin_status refuse_other(const adapter *a, const json_t *root,
                                  fanin_error *error)
 {
     char *step = json_dumps(json_object_get(root, "step"), JSON_ENCODE_ANY);
-    char text[400];
-    snprintf(text, sizeof(text),
-             "holds %s: step %.24s of %.80s, world %.32s; asked for is step %" PRIu64
-             " of %.80s",
-             why, step ? step : "?",
-             json_string_value(json_object_get(root, "publication")),
-             json_string_value(json_object_get(root, "world_id")), identity->step,
-             identity->publication);
+    fanin_status status = refuse(
+        a, error,
+        "holds %s: step %.24s of %.80s, world %.32s; asked for is step %" PRIu64
+        " of %.80s",
+        why, step ? step : "?", json_string_value(json_object_get(root, "publication")),
+        json_string_value(json_object_get(root, "world_id")), identity->step,
+        identity->publication);
     free(step);
-    return refuse(a, error, text);
+    return status;
 }
 
 /* A file of the directory, *file_out -1: it is not there. Never waits for a FIFO's writer. */
@@ -97,7 +103,7 @@ static fanin_status read_text(const adapter *a, int directory, const char *name,
     uint64_t size = 0;
     *text_out = NULL;
     fanin_status status = open_file(a, directory, name, &fd, &size, error);
-    if (status || fd < 0)
+    if (status != FANIN_OK || fd < 0)
         return status;
     char *text = size <= most ? malloc((size_t)size + 1) : NULL;
     size_t done = 0;
@@ -108,13 +114,13 @@ static fanin_status read_text(const adapter *a, int directory, const char *name,
         else if (n < 0 && errno != EINTR)
             status =
                 adapter_io_error(&a->place, errno, "cannot read", name, NULL, error);
-        if (status)
+        if (status != FANIN_OK)
             break;
     }
     close(fd);
     if (size <= most && !text)
         return error_set_memory(error);
-    if (status) {
+    if (status != FANIN_OK) {
         free(text);
         return status;
     }
@@ -142,7 +148,7 @@ static fanin_status check_config(const adapter *a, int directory, const json_t *
         return refuse_damaged(a, CONFIG_FILE, error);
     fanin_status status =
         read_text(a, directory, CONFIG_FILE, bytes, &text, &size, error);
-    if (status)
+    if (status != FANIN_OK)
         return status;
     const char *hex = adapter_identity_digest(root, CONFIG_FILE);
     digest found = digest_of(text ? text : "", text ? size : 0);
@@ -192,7 +198,7 @@ static fanin_status check_model(adapter *a, int directory, const json_t *root,
     if (!hex || !adapter_identity_bytes(root, MODEL_FILE, &bytes))
         return refuse_damaged(a, MODEL_FILE, error);
     fanin_status status = open_file(a, directory, MODEL_FILE, &file, &size, error);
-    if (status)
+    if (status != FANIN_OK)
         return status;
     bool fits = file >= 0 && size == bytes &&
                 (a->layout.file_size == 0 || size == a->layout.file_size);
@@ -230,9 +236,9 @@ static fanin_status compare(adapter *a, int directory, const json_t *root,
     if (why)
         return refuse_other(a, root, identity, why, error);
     fanin_status status = check_parent(a, error);
-    if (!status)
+    if (status == FANIN_OK)
         status = check_config(a, directory, root, error);
-    if (!status)
+    if (status == FANIN_OK)
         status = check_model(a, directory, root, error);
     *reuse_out = status == FANIN_OK;
     return status;
@@ -260,15 +266,6 @@ static fanin_status first_entry(const adapter *a, int directory,
     return FANIN_OK;
 }
 
-static fanin_status refuse_foreign(const adapter *a, const char *entry,
-                                   fanin_error *error)
-{
-    char text[NAME_MAX + 100];
-    snprintf(text, sizeof(text), "holds '%.100s' and no readable %s", entry,
-             IDENTITY_FILE);
-    return refuse(a, error, text);
-}
-
 /* The directory is ours; it may be empty, and is then replaced. */
 static fanin_status look_inside(adapter *a, int directory, const struct stat *info,
                                 const adapter_identity *identity, bool *reuse_out,
@@ -276,21 +273,19 @@ static fanin_status look_inside(adapter *a, int directory, const struct stat *in
 {
     char entry[NAME_MAX + 1] = "", why[OWNERSHIP_TEXT];
     fanin_status status = first_entry(a, directory, entry, error);
-    if (status || entry[0] == '\0')
+    if (status != FANIN_OK || entry[0] == '\0')
         return status;
-    if (ownership_doubtful(info, why)) {
-        char text[OWNERSHIP_TEXT + 40];
-        snprintf(text, sizeof(text), "cannot be reused: it %s", why);
-        return refuse(a, error, text);
-    }
+    if (ownership_doubtful(info, why))
+        return refuse(a, error, "cannot be reused: it %s", why);
     char *text;
     size_t size = 0;
     status = read_text(a, directory, IDENTITY_FILE, IDENTITY_MAX, &text, &size, error);
     json_t *root = text ? adapter_identity_parse(text, size) : NULL;
     free(text);
-    if (!status)
+    if (status == FANIN_OK)
         status = root ? compare(a, directory, root, identity, reuse_out, error)
-                      : refuse_foreign(a, entry, error);
+                      : refuse(a, error,
+                               "holds '%.100s' and no readable " IDENTITY_FILE, entry);
     json_decref(root);
     return status;
 }
@@ -299,7 +294,7 @@ static fanin_status look_inside(adapter *a, int directory, const struct stat *in
 static fanin_status refuse_unopened(const adapter *a, int reason, fanin_error *error)
 {
     struct stat info;
-    char why[OWNERSHIP_TEXT], text[OWNERSHIP_TEXT + 40];
+    char why[OWNERSHIP_TEXT];
     if (fstatat(a->place.parent, a->place.name, &info, AT_SYMLINK_NOFOLLOW) != 0)
         return adapter_io_error(&a->place, errno, "cannot look at", NULL, NULL, error);
     if (S_ISLNK(info.st_mode))
@@ -308,8 +303,7 @@ static fanin_status refuse_unopened(const adapter *a, int reason, fanin_error *e
         return refuse(a, error, "is there and is no directory");
     if (!ownership_doubtful(&info, why))
         return adapter_io_error(&a->place, reason, "cannot open", NULL, NULL, error);
-    snprintf(text, sizeof(text), "cannot be used: it %s", why);
-    return refuse(a, error, text);
+    return refuse(a, error, "cannot be used: it %s", why);
 }
 
 fanin_status adapter_reusable(adapter *a, const adapter_identity *identity,

@@ -27,7 +27,7 @@ void adapter_temporary_name(const adapter_place *place, char out[NAME_MAX + 1])
 {
     static atomic_uint counter;
     uint64_t id = 0;
-    if (!random_bytes(&id, sizeof(id)))
+    if (!random_bytes(&id, sizeof id))
         id = clock_ns() ^ (uint64_t)getpid() << 40 ^ atomic_fetch_add(&counter, 1);
     snprintf(out, NAME_MAX + 1, ".%.200s" TEMPORARY_INFIX "%0*llx", place->name,
              TEMPORARY_DIGITS, (unsigned long long)id);
@@ -41,7 +41,7 @@ bool adapter_remove_directory(int parent, const char *name)
     if (fd < 0)
         return errno == ENOENT;
     bool ours = fstat(fd, &info) == 0 && info.st_uid == geteuid();
-    for (size_t i = 0; ours && i < sizeof(files) / sizeof(files[0]); i++)
+    for (size_t i = 0; ours && i < sizeof files / sizeof files[0]; i++)
         unlinkat(fd, files[i], 0);
     close(fd);
     if (ours)
@@ -71,7 +71,7 @@ static leftover parse(const char *entry, char name_out[NAME_MAX + 1])
     } ends[] = {{TEMPORARY_INFIX, TEMPORARY_DIGITS, LEFT_DIRECTORY},
                 {LOCK_SUFFIX, 0, LEFT_LOCK}};
     size_t size = strlen(entry);
-    for (size_t i = 0; i < sizeof(ends) / sizeof(ends[0]); i++) {
+    for (size_t i = 0; i < sizeof ends / sizeof ends[0]; i++) {
         size_t text = strlen(ends[i].text), tail = text + ends[i].digits;
         if (size < tail + 2 || size > tail + 1 + ADAPTER_NAME_MAX || entry[0] != '.' ||
             memcmp(entry + size - tail, ends[i].text, text) != 0 ||
@@ -122,7 +122,7 @@ static void remove_directory(sweep *s, const char *entry)
     } else {
         log_write(&s->log, FANIN_LOG_WARNING, "adapter-leftover",
                   "could not remove %s, left by a process that died (%s)", entry,
-                  strerror_r(errno, reason, sizeof(reason)));
+                  strerror_r(errno, reason, sizeof reason));
     }
 }
 
@@ -189,7 +189,7 @@ static bool is_safe(int parent, char why_out[OWNERSHIP_TEXT])
     if (fstat(parent, &info) == 0)
         return !ownership_parent_doubtful(&info, why_out);
     snprintf(why_out, OWNERSHIP_TEXT, "cannot be looked at (%s)",
-             strerror_r(errno, reason, sizeof(reason)));
+             strerror_r(errno, reason, sizeof reason));
     return false;
 }
 
@@ -229,7 +229,7 @@ fanin_status fanin_sweep_adapter_directory(const char *directory, uint64_t *remo
         status = error_set_errno(error, FANIN_ERR_IO, errno, &where,
                                  "cannot read '%.300s'", directory);
     close(parent);
-    if (!status && removed_out)
+    if (status == FANIN_OK && removed_out)
         *removed_out = s.removed;
     return status;
 }

@@ -87,13 +87,13 @@ file_digest_result file_digest(int file, uint64_t size, bool (*go_on)(void *),
     reading r = {.file = file,
                  .size = size,
                  .count = (size_t)((size + DIGEST_PIECE - 1) / DIGEST_PIECE)};
-    r.digests = calloc(r.count + 1, sizeof(r.digests[0]));
+    r.digests = calloc(r.count + 1, sizeof r.digests[0]);
     if (!r.digests)
         return FILE_DIGEST_MEMORY;
     read_all(&r, go_on, cookie);
     file_digest_result result = (file_digest_result)atomic_load(&r.result);
     if (result == FILE_DIGEST_OK)
-        *out = digest_of(r.digests, r.count * sizeof(r.digests[0]));
+        *out = digest_of(r.digests, r.count * sizeof r.digests[0]);
     free(r.digests);
     errno = atomic_load(&r.reason);
     return result;

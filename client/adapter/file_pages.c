@@ -103,14 +103,14 @@ static int set_size(int file, uint64_t size)
 
 file_pages *file_pages_start(int file, uint64_t size, int *errno_out)
 {
-    file_pages *p = calloc(1, sizeof(*p));
+    file_pages *p = calloc(1, sizeof *p);
     *errno_out = ENOMEM;
     if (!p)
         return NULL;
     p->file = file;
     p->size = size;
     p->n_steps = (size + STEP - 1) / STEP;
-    p->have = calloc(p->n_steps + 1, sizeof(*p->have));
+    p->have = calloc(p->n_steps + 1, sizeof *p->have);
     pthread_mutex_init(&p->lock, NULL);
     pthread_cond_init(&p->moved, NULL);
     int code = p->have ? set_size(file, size) : ENOMEM;

@@ -83,15 +83,15 @@ static void start_threads(piece_digests *p)
 
 piece_digests *piece_digests_start(const uint8_t *base, uint64_t size)
 {
-    piece_digests *p = calloc(1, sizeof(*p));
+    piece_digests *p = calloc(1, sizeof *p);
     if (!p)
         return NULL;
     p->base = base;
     p->size = size;
     p->count = (size_t)((size + DIGEST_PIECE - 1) / DIGEST_PIECE);
-    p->missing = calloc(p->count + 1, sizeof(p->missing[0]));
-    p->queue = calloc(p->count + 1, sizeof(p->queue[0]));
-    p->digests = calloc(p->count + 1, sizeof(p->digests[0]));
+    p->missing = calloc(p->count + 1, sizeof p->missing[0]);
+    p->queue = calloc(p->count + 1, sizeof p->queue[0]);
+    p->digests = calloc(p->count + 1, sizeof p->digests[0]);
     pthread_mutex_init(&p->lock, NULL);
     pthread_cond_init(&p->more, NULL);
     pthread_cond_init(&p->idle, NULL);
@@ -157,7 +157,7 @@ bool piece_digests_finish(piece_digests *p, digest *out)
         pthread_cond_wait(&p->idle, &p->lock);
     pthread_mutex_unlock(&p->lock);
     if (whole)
-        *out = digest_of(p->digests, p->count * sizeof(p->digests[0]));
+        *out = digest_of(p->digests, p->count * sizeof p->digests[0]);
     return whole;
 }
 

@@ -45,7 +45,7 @@ static void *populate(void *argument)
 
 populator *populator_start(uint8_t *base, uint64_t size)
 {
-    populator *p = calloc(1, sizeof(*p));
+    populator *p = calloc(1, sizeof *p);
     if (!p)
         return NULL;
     p->base = base;

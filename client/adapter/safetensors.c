@@ -27,12 +27,12 @@ static void put(sink *s, const void *data, size_t size)
 static void put_number(sink *s, uint64_t value)
 {
     char digits[20];
-    size_t at = sizeof(digits);
+    size_t at = sizeof digits;
     do {
         digits[--at] = (char)('0' + value % 10);
         value /= 10;
     } while (value > 0);
-    put(s, digits + at, sizeof(digits) - at);
+    put(s, digits + at, sizeof digits - at);
 }
 
 /* A JSON string as serde_json writes it: two-character escapes where JSON has them, \u00xx
@@ -99,7 +99,7 @@ static void put_item(sink *s, const safetensors_item *item, uint32_t plain,
 /* Indexes in the file's order: a stable counting sort by descending dtype. */
 static uint32_t *file_order(const safetensors_item *items, size_t count)
 {
-    uint32_t *order = malloc((count ? count : 1) * sizeof(order[0]));
+    uint32_t *order = malloc((count ? count : 1) * sizeof order[0]);
     if (!order)
         return NULL;
     size_t first[N_DTYPES + 1] = {0};
@@ -203,13 +203,13 @@ fanin_status safetensors_lay_out(const safetensors_item *items, size_t count,
                                  uint64_t *offsets_out, safetensors_layout *out,
                                  fanin_error *error)
 {
-    uint32_t *plain = calloc(count + 1, sizeof(plain[0])), *order = NULL;
+    uint32_t *plain = calloc(count + 1, sizeof plain[0]), *order = NULL;
     if (!plain)
         return error_set_memory(error);
     fanin_status status = check_items(items, count, plain, error);
-    if (!status && !(order = file_order(items, count)))
+    if (status == FANIN_OK && !(order = file_order(items, count)))
         status = error_set_memory(error);
-    if (!status)
+    if (status == FANIN_OK)
         status = lay_out_in_order(items, order, plain, count, offsets_out, out, error);
     free(order);
     free(plain);

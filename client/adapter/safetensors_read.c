@@ -117,7 +117,7 @@ static const char *read_entry(const json_t *value, uint64_t data, uint64_t end,
     if (!json_is_object(value) || json_object_size(value) != 3)
         return "an entry is not made of dtype, shape and data_offsets";
     const char *dtype = json_string_value(json_object_get(value, "dtype"));
-    *out = (fanin_safetensors_entry){.struct_size = sizeof(*out)};
+    *out = (fanin_safetensors_entry){.struct_size = sizeof *out};
     out->dtype = dtype ? fanin_dtype_from_name(dtype) : 0;
     if (out->dtype == 0)
         return "an entry's dtype is missing or unknown";
@@ -170,7 +170,7 @@ static fanin_status read_metadata(fanin_safetensors *file, json_t *object,
     if (file->metadata)
         return invalid(error, NULL, "__metadata__ is there twice");
     file->metadata = json_incref(object);
-    file->pairs = calloc(json_object_size(object) + 1, sizeof(file->pairs[0]));
+    file->pairs = calloc(json_object_size(object) + 1, sizeof file->pairs[0]);
     if (!file->pairs)
         return error_set_memory(error);
     const char *key;
@@ -183,7 +183,7 @@ static fanin_status read_metadata(fanin_safetensors *file, json_t *object,
         file->pairs[file->n_pairs++] =
             (fanin_pair){.key = key, .value = json_string_value(value)};
     }
-    qsort(file->pairs, file->n_pairs, sizeof(file->pairs[0]), compare_pairs);
+    qsort(file->pairs, file->n_pairs, sizeof file->pairs[0], compare_pairs);
     return FANIN_OK;
 }
 
@@ -209,7 +209,7 @@ static char next_byte(header_text *h)
 static fanin_status no_json(fanin_error *error, const char *why, size_t at)
 {
     char sentence[200];
-    snprintf(sentence, sizeof(sentence),
+    snprintf(sentence, sizeof sentence,
              "its header is no JSON object: %.120s at byte %zu", why, at);
     return invalid(error, NULL, sentence);
 }
@@ -236,7 +236,7 @@ static fanin_status read_member(fanin_safetensors *file, size_t room, header_tex
 {
     json_t *value;
     fanin_status status = read_value(h, &value, error);
-    if (status)
+    if (status != FANIN_OK)
         return status;
     if (strcmp(name, "__metadata__") == 0) {
         status = read_metadata(file, value, error);
@@ -263,8 +263,8 @@ static fanin_status read_member(fanin_safetensors *file, size_t room, header_tex
 static fanin_status read_members(fanin_safetensors *file, size_t room, header_text *h,
                                  uint64_t end, fanin_error *error)
 {
-    file->entries = calloc(room + 1, sizeof(file->entries[0]));
-    file->by_name = calloc(room + 1, sizeof(file->by_name[0]));
+    file->entries = calloc(room + 1, sizeof file->entries[0]);
+    file->by_name = calloc(room + 1, sizeof file->by_name[0]);
     if (!file->entries || !file->by_name)
         return error_set_memory(error);
     h->at = 1; /* the scan has seen the brace */
@@ -274,7 +274,7 @@ static fanin_status read_members(fanin_safetensors *file, size_t room, header_te
             return no_json(error, "a name is expected", h->at);
         json_t *name;
         fanin_status status = read_value(h, &name, error);
-        if (status)
+        if (status != FANIN_OK)
             return status;
         if (next_byte(h) == ':') {
             h->at++;
@@ -283,7 +283,7 @@ static fanin_status read_members(fanin_safetensors *file, size_t room, header_te
             status = no_json(error, "':' is expected", h->at);
         }
         json_decref(name);
-        if (status)
+        if (status != FANIN_OK)
             return status;
         more = next_byte(h) == ',';
         if (more)
@@ -301,7 +301,7 @@ static fanin_status sort_names(fanin_safetensors *file, fanin_error *error)
     for (size_t i = 0; i < file->count; i++)
         file->by_name[i] = (uint32_t)i;
     if (file->count > 0)
-        qsort_r(file->by_name, file->count, sizeof(file->by_name[0]), compare_names,
+        qsort_r(file->by_name, file->count, sizeof file->by_name[0], compare_names,
                 file);
     for (size_t i = 1; i < file->count; i++) {
         const char *name = file->entries[file->by_name[i]].name;
@@ -339,20 +339,20 @@ fanin_status safetensors_parse(const char *text, size_t size, uint64_t file_size
     const char *why = scan_header(text, size, &room);
     if (why)
         return invalid(error, NULL, why);
-    fanin_safetensors *file = calloc(1, sizeof(*file));
+    fanin_safetensors *file = calloc(1, sizeof *file);
     if (!file)
         return error_set_memory(error);
     file->fd = -1;
 
     header_text header = {.text = text, .size = size};
     fanin_status status = read_members(file, room, &header, file_size, error);
-    if (!status && file->count > 0)
-        qsort(file->entries, file->count, sizeof(file->entries[0]), compare_offsets);
-    if (!status)
+    if (status == FANIN_OK && file->count > 0)
+        qsort(file->entries, file->count, sizeof file->entries[0], compare_offsets);
+    if (status == FANIN_OK)
         status = sort_names(file, error);
-    if (!status)
+    if (status == FANIN_OK)
         status = check_tiling(file, SAFETENSORS_LENGTH + size, file_size, error);
-    if (status) {
+    if (status != FANIN_OK) {
         fanin_safetensors_close(&file);
         return status;
     }
@@ -392,7 +392,7 @@ static fanin_status parse_file(int fd, const char *path, fanin_safetensors **out
         return read_failed(error, path);
     if (!S_ISREG(info.st_mode))
         return error_set(error, FANIN_ERR_IO, NULL, "'%s' is no regular file", path);
-    if (!read_whole(fd, length, sizeof(length), 0))
+    if (!read_whole(fd, length, sizeof length, 0))
         return read_failed(error, path);
     uint64_t size = 0;
     for (int i = SAFETENSORS_LENGTH - 1; i >= 0; i--)
@@ -423,7 +423,7 @@ fanin_status fanin_safetensors_open(const char *path, fanin_safetensors **out,
                                errno, NULL, "cannot open '%s'", path);
     fanin_safetensors *file = NULL;
     fanin_status status = parse_file(fd, path, &file, error);
-    if (status || !file) {
+    if (status != FANIN_OK || !file) {
         close(fd);
         return status;
     }
@@ -459,7 +459,7 @@ bool fanin_safetensors_get(const fanin_safetensors *file, size_t index,
 {
     if (index >= file->count)
         return false;
-    versioned_write(entry, &file->entries[index], sizeof(*entry));
+    versioned_write(entry, &file->entries[index], sizeof *entry);
     return true;
 }
 

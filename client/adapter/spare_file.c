@@ -99,7 +99,7 @@ static int open_nameless(int parent, const logger *log)
     if (fd < 0 && log)
         log_write(log, FANIN_LOG_INFO, "spare-file",
                   "no spare file is kept: the filesystem has no nameless files (%s)",
-                  strerror_r(errno, reason, sizeof(reason)));
+                  strerror_r(errno, reason, sizeof reason));
     return fd;
 }
 
@@ -107,7 +107,7 @@ spare_file *spare_file_start(int parent, uint64_t size, gpu *g, file_memory *ret
                              const logger *log)
 {
     struct stat info;
-    spare_file *s = calloc(1, sizeof(*s));
+    spare_file *s = calloc(1, sizeof *s);
     int fd =
         s && size > 0 && fstat(parent, &info) == 0 ? open_nameless(parent, log) : -1;
     if (fd < 0) {
