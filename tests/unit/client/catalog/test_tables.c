@@ -1,0 +1,469 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* What a client makes of catalogs that ranks announce: what it asks for, keeps and refuses. */
+#include "catalog/tables.h"
+#include "pack.h"
+#include "stub_ranks.h"
+#include "testing.h"
+#include <string.h>
+
+#define RANKS 2
+#define PART 16
+#define CALL_MS 1000
+#define CATALOG_MAX 4096
+
+typedef struct scene {
+    stub_world world;
+    publication *run;
+    announcement announced[RANKS];
+    bool use[RANKS];
+    fanin_error error, refused[RANKS];
+} scene;
+
+static scene s;
+
+/* What rank 1 sends for a request of this type. */
+static struct {
+    message_type of;
+    enum {
+        AS_EVER,
+        ALWAYS_PAGED, /* one byte a page */
+        IS_STALE,
+        IS_REFUSED,
+        IS_AWAY,
+        IS_ANOTHER,
+        IS_ELSEWHERE, /* a page that was not asked for */
+        IS_EMPTY,
+        IS_HUGE,
+        IS_BEYOND, /* more than there is in all */
+        IS_END,
+        IS_NOTHING,
+    } act;
+} odd;
+
+static bool send_page(stub_talk *t, const frame *f, body *in)
+{
+    const stub_rank *r = t->rank;
+    const buffer *b = f->type == MSG_KEYS    ? &r->keys
+                      : f->type == MSG_BOXES ? &r->boxes
+                                             : &r->regions;
+    msg_blob_request m;
+    assert_int_equal(decode_blob_request(in, f->type, &m), FANIN_OK);
+    msg_blob_page page = {
+        .total = b->size, .offset = m.offset, .data = {b->data + m.offset, 1}};
+    if (odd.act == IS_ELSEWHERE)
+        page.offset++;
+    if (odd.act == IS_EMPTY)
+        page.data.size = 0;
+    if (odd.act == IS_HUGE)
+        page.total = CATALOG_MAX + 1;
+    if (odd.act == IS_BEYOND)
+        page.total = m.offset;
+    encode_blob_page(&t->out, f->request, f->type + 1, &page);
+    return true;
+}
+
+static bool answer(stub_talk *t, const frame *f, body *in)
+{
+    if (t->rank != &s.world.ranks[1] || f->type != odd.of)
+        return stub_answer(t, f, in);
+    switch (odd.act) {
+    case AS_EVER:
+        return stub_answer(t, f, in);
+    case IS_STALE:
+        return stub_answer_error(t, f->request, FANIN_ERR_STALE, "it has changed");
+    case IS_REFUSED:
+        return stub_answer_error(t, f->request, FANIN_ERR_UNSUPPORTED, "not by this");
+    case IS_AWAY:
+        return stub_answer_error(t, f->request, FANIN_ERR_PAUSED, "the run is paused");
+    case IS_ANOTHER:
+        encode_empty(&t->out, f->request, MSG_PONG);
+        return true;
+    case IS_END:
+    case IS_NOTHING:
+        return odd.act == IS_NOTHING;
+    default:
+        return send_page(t, f, in);
+    }
+}
+
+static int set_up(void **state)
+{
+    fanin_client_config config;
+    (void)state;
+    memset(&odd, 0, sizeof(odd));
+    memset(&s, 0, sizeof(s));
+    fanin_client_config_init(&config, sizeof(config));
+    config.no_ucx = true;
+    config.max_catalog = CATALOG_MAX;
+    stub_world_start_with(&s.world, RANKS, RANKS, PART, &config);
+    s.run = tables_of(s.world.client, STUB_RUN);
+    assert_non_null(s.run);
+    for (size_t i = 0; i < RANKS; i++) {
+        s.world.ranks[i].answer = answer;
+        s.use[i] = true;
+    }
+    return 0;
+}
+
+static int tear_down(void **state)
+{
+    (void)state;
+    stub_world_stop(&s.world);
+    return 0;
+}
+
+/* Of what the ranks publish now. */
+static fanin_status sync_now(void)
+{
+    s.error = (fanin_error)FANIN_ERROR_INIT;
+    for (size_t i = 0; i < RANKS; i++) {
+        const stub_rank *r = &s.world.ranks[i];
+        s.announced[i] =
+            (announcement){.valid = true, .step = r->step, .version = r->version};
+        s.announced[i].keys = digest_of(r->keys.data, r->keys.size);
+        memset(s.world.ranks[i].asked, 0, sizeof(s.world.ranks[i].asked));
+    }
+    return tables_sync(s.world.client, s.run, s.announced, s.use,
+                       deadline_in_ms(CALL_MS), &s.error);
+}
+
+static fanin_status sync_regions(fanin_path path, fanin_error *refused)
+{
+    s.error = (fanin_error)FANIN_ERROR_INIT;
+    for (size_t i = 0; i < RANKS; i++)
+        s.refused[i] = (fanin_error)FANIN_ERROR_INIT;
+    return tables_sync_regions(s.world.client, s.run, s.use, path,
+                               deadline_in_ms(CALL_MS), refused, &s.error);
+}
+
+static void assert_asked(message_type type, unsigned first, unsigned second)
+{
+    assert_int_equal(s.world.ranks[0].asked[type], first);
+    assert_int_equal(s.world.ranks[1].asked[type], second);
+}
+
+static void assert_whole(void)
+{
+    block b;
+    uint64_t parts[RANKS];
+    for (size_t i = 0; i < RANKS; i++) {
+        assert_int_equal(box_table_count(s.run->shards[i].boxes), 1);
+        box_table_get(s.run->shards[i].boxes, 0, NULL, &b, NULL);
+        parts[i] = b.offset[0];
+        assert_int_equal(b.extent[0], s.world.ranks[i].size);
+        assert_int_equal(s.run->shards[i].version, s.world.ranks[i].version);
+    }
+    assert_int_equal(parts[1] - parts[0], s.world.ranks[0].size);
+    assert_string_equal(s.run->keys->entries[0].name, "t");
+    assert_int_equal(s.run->keys->bytes, RANKS * s.world.ranks[0].size);
+}
+
+/* The error is rank 1's. */
+static void assert_says(const char *words)
+{
+    assert_int_equal(s.error.rank, 1);
+    if (!strstr(s.error.message, words))
+        fail_msg("\"%s\" does not say \"%s\"", s.error.message, words);
+}
+
+/* ------------------------------------------------------------- what is asked */
+
+static void keys_come_from_one_boxes_from_all(void **state)
+{
+    (void)state;
+    assert_ok(sync_now(), s.error);
+    assert_whole();
+    assert_asked(MSG_KEYS, 1, 0);
+    assert_asked(MSG_BOXES, 1, 1);
+}
+
+static void what_is_known_is_not_asked_again(void **state)
+{
+    (void)state;
+    assert_ok(sync_now(), s.error);
+    stub_rank_commit(&s.world.ranks[1], 2); /* another step of the same tensors */
+    assert_ok(sync_now(), s.error);
+    assert_whole();
+    assert_asked(MSG_KEYS, 0, 0);
+    assert_asked(MSG_BOXES, 0, 0);
+}
+
+static void one_that_changed_is_asked(void **state)
+{
+    (void)state;
+    assert_ok(sync_now(), s.error);
+    s.world.ranks[1].version++;
+    assert_ok(sync_now(), s.error);
+    assert_whole();
+    assert_asked(MSG_KEYS, 0, 0);
+    assert_asked(MSG_BOXES, 0, 1);
+}
+
+static void a_new_life_is_asked(void **state)
+{
+    (void)state;
+    assert_ok(sync_now(), s.error);
+    stub_rank_hang_up(&s.world.ranks[0]);
+    stub_world_settle(&s.world);
+    stub_world_reconnect(&s.world);
+    assert_ok(sync_now(), s.error);
+    assert_whole();
+    assert_asked(MSG_KEYS, 0, 0); /* the same digest: the same keys */
+    assert_asked(MSG_BOXES, 1, 0);
+}
+
+static void other_keys_are_another_catalog(void **state)
+{
+    (void)state;
+    assert_ok(sync_now(), s.error);
+    for (uint32_t i = 0; i < RANKS; i++)
+        stub_rank_put(&s.world.ranks[i], i, RANKS, 3 * PART);
+    assert_ok(sync_now(), s.error);
+    assert_whole();
+    assert_asked(MSG_KEYS, 1, 0);
+    assert_asked(MSG_BOXES, 1, 1);
+}
+
+static void who_is_not_used_is_not_asked(void **state)
+{
+    (void)state;
+    s.use[0] = false;
+    assert_ok(sync_now(), s.error);
+    assert_asked(MSG_KEYS, 0, 1);
+    assert_asked(MSG_BOXES, 0, 1);
+    assert_null(s.run->shards[0].boxes);
+    s.use[0] = true;
+    assert_ok(sync_now(), s.error);
+    assert_asked(MSG_KEYS, 0, 0);
+    assert_asked(MSG_BOXES, 1, 0);
+    assert_whole();
+}
+
+static void what_is_forgotten_is_asked_again(void **state)
+{
+    (void)state;
+    assert_ok(sync_now(), s.error);
+    tables_forget(s.world.client, s.run);
+    assert_null(s.run->keys);
+    assert_ptr_equal(tables_of(s.world.client, STUB_RUN), s.run);
+    assert_ptr_not_equal(tables_of(s.world.client, "lora:1"), s.run);
+    assert_ok(sync_now(), s.error);
+    assert_whole();
+    assert_asked(MSG_KEYS, 1, 0);
+    assert_asked(MSG_BOXES, 1, 1);
+}
+
+/* --------------------------------------------------------------- bad tables */
+
+typedef struct odd_case {
+    int act;
+    fanin_status status;
+    const char *words;
+} odd_case;
+
+static void may_come_in_pieces(void **state)
+{
+    (void)state;
+    s.use[0] = false; /* keys come from rank 1, too */
+    for (message_type of = MSG_KEYS; of <= MSG_BOXES; of += MSG_BOXES - MSG_KEYS) {
+        odd.of = of;
+        odd.act = ALWAYS_PAGED;
+        tables_forget(s.world.client, s.run);
+        assert_ok(sync_now(), s.error);
+        const buffer *b =
+            of == MSG_KEYS ? &s.world.ranks[1].keys : &s.world.ranks[1].boxes;
+        assert_asked(of, 0, (unsigned)b->size);
+    }
+}
+
+/* Whatever comes, it is the rank's error, and the next attempt begins anew. */
+static void what_is_not_a_table_is_refused(void **state)
+{
+    (void)state;
+    static const odd_case cases[] = {
+        {IS_STALE, FANIN_ERR_STALE, "it has changed"},
+        {IS_ANOTHER, FANIN_ERR_PROTOCOL, "does not fit the request"},
+        {IS_ELSEWHERE, FANIN_ERR_PROTOCOL, "does not follow the one before"},
+        {IS_EMPTY, FANIN_ERR_PROTOCOL, "sent a malformed page"},
+        {IS_HUGE, FANIN_ERR_LIMIT, "larger than this client accepts"},
+        {IS_BEYOND, FANIN_ERR_PROTOCOL, "sent a malformed page"},
+        {IS_END, FANIN_ERR_CLOSED, "closed the connection"},
+        {IS_NOTHING, FANIN_ERR_TIMEOUT, "waiting for rank 1"},
+    };
+    for (message_type of = MSG_KEYS; of <= MSG_BOXES; of += MSG_BOXES - MSG_KEYS) {
+        for (size_t i = 0; i < sizeof(cases) / sizeof(*cases); i++) {
+            s.use[0] = of == MSG_BOXES;
+            tables_forget(s.world.client, s.run);
+            odd.of = of;
+            odd.act = cases[i].act;
+            assert_int_equal(sync_now(), cases[i].status);
+            assert_says(cases[i].words);
+            assert_null(s.run->shards[1].boxes);
+            odd.act = AS_EVER;
+            stub_world_reconnect(&s.world);
+            s.use[0] = true;
+            assert_ok(sync_now(), s.error);
+            assert_whole();
+        }
+    }
+}
+
+static void a_table_must_be_right(void **state)
+{
+    (void)state;
+    stub_rank *r = &s.world.ranks[1];
+    buffer_clear(&r->boxes);
+    buffer_append(&r->boxes, "nonsense", 8);
+    r->version++;
+    assert_int_equal(sync_now(), FANIN_ERR_PROTOCOL);
+    assert_says("rank 1 at ");
+    assert_null(s.run->shards[1].boxes);
+    stub_rank_put(r, 1, RANKS, PART);
+    assert_ok(sync_now(), s.error);
+    assert_whole();
+}
+
+static void keys_must_be_the_announced_ones(void **state)
+{
+    (void)state;
+    s.use[0] = false;
+    assert_ok(sync_now(), s.error);
+    s.announced[1].keys.bytes[3] ^= 1;
+    assert_int_equal(tables_sync(s.world.client, s.run, s.announced, s.use,
+                                 deadline_in_ms(CALL_MS), &s.error),
+                     FANIN_ERR_PROTOCOL);
+    assert_says("not the announced one");
+}
+
+/* Ranks whose key tables differ: in what. */
+static void differences_are_told(void **state)
+{
+    (void)state;
+    static const key_entry t = {.name = "t",
+                                .dtype = FANIN_DTYPE_U8,
+                                .n_dims = 1,
+                                .shape = {RANKS * PART},
+                                .bytes = RANKS * PART};
+    static const fanin_pair pair = {"r", "8"};
+    struct {
+        key_entry keys[2];
+        uint32_t n, n_pairs;
+        const char *key, *words;
+    } cases[] = {
+        {{t, t}, 2, 0, "u", "the key is on rank 1 but not on rank 0"},
+        {{t}, 0, 0, "t", "the key is on rank 0 but not on rank 1"},
+        {{t}, 1, 0, "t", "the key is U8 on rank 0 but I8 on rank 1"},
+        {{t}, 1, 0, "t", "ranks 0 and 1 give the key different global shapes"},
+        {{t}, 1, 1, "", "ranks 0 and 1 have different metadata (at \"r\")"},
+    };
+    cases[0].keys[1].name = "u";
+    cases[2].keys[0].dtype = FANIN_DTYPE_I8;
+    cases[3].keys[0].shape[0] = cases[3].keys[0].bytes = PART;
+    for (size_t i = 0; i < sizeof(cases) / sizeof(*cases); i++) {
+        buffer *b = &s.world.ranks[1].keys;
+        buffer_clear(b);
+        key_table_encode(b, cases[i].keys, cases[i].n, &pair, cases[i].n_pairs);
+        assert_int_equal(sync_now(), FANIN_ERR_MISMATCH);
+        assert_says(cases[i].words);
+        assert_string_equal(s.error.key, cases[i].key);
+    }
+}
+
+static void cancel(void *client)
+{
+    fanin_client_cancel(client);
+}
+
+static void fetching_can_be_cancelled(void **state)
+{
+    (void)state;
+    odd.of = MSG_BOXES;
+    odd.act = IS_NOTHING;
+    stub_time_at_ms(CALL_MS / 2, cancel, s.world.client);
+    assert_int_equal(sync_now(), FANIN_ERR_CANCELLED);
+    odd.act = AS_EVER;
+    assert_ok(sync_now(), s.error);
+    assert_whole();
+}
+
+/* ----------------------------------------------------------------- regions */
+
+static void regions_are_of_a_path(void **state)
+{
+    (void)state;
+    assert_ok(sync_now(), s.error);
+    assert_ok(sync_regions(FANIN_PATH_CMA, s.refused), s.error);
+    assert_asked(MSG_REGIONS, 1, 1);
+    for (size_t i = 0; i < RANKS; i++) {
+        assert_int_equal(s.run->shards[i].regions->count, 1);
+        assert_int_equal(s.run->shards[i].regions->entries[0].length, PART);
+    }
+    assert_ok(sync_regions(FANIN_PATH_CMA, s.refused), s.error);
+    assert_asked(MSG_REGIONS, 1, 1);
+    assert_ok(sync_regions(FANIN_PATH_RDMA, s.refused), s.error);
+    assert_asked(MSG_REGIONS, 2, 2);
+    s.world.ranks[1].version++;
+    assert_ok(sync_now(), s.error);
+    assert_null(s.run->shards[1].regions);
+    assert_ok(sync_regions(FANIN_PATH_RDMA, s.refused), s.error);
+    assert_asked(MSG_REGIONS, 0, 1);
+}
+
+/* Which concerns nobody else; that the publication is away concerns all. */
+static void a_rank_may_refuse_its_regions(void **state)
+{
+    (void)state;
+    assert_ok(sync_now(), s.error);
+    odd.of = MSG_REGIONS;
+    odd.act = IS_REFUSED;
+    assert_ok(sync_regions(FANIN_PATH_RDMA, s.refused), s.error);
+    assert_int_equal(s.refused[0].status, FANIN_OK);
+    assert_int_equal(s.refused[1].status, FANIN_ERR_UNSUPPORTED);
+    assert_non_null(strstr(s.refused[1].message, "not by this"));
+    assert_non_null(s.run->shards[0].regions);
+    assert_null(s.run->shards[1].regions);
+    assert_int_equal(sync_regions(FANIN_PATH_RDMA, NULL), FANIN_ERR_UNSUPPORTED);
+    odd.act = IS_AWAY;
+    assert_int_equal(sync_regions(FANIN_PATH_RDMA, s.refused), FANIN_ERR_PAUSED);
+    odd.act = IS_STALE;
+    assert_int_equal(sync_regions(FANIN_PATH_RDMA, s.refused), FANIN_ERR_STALE);
+    odd.act = IS_END;
+    assert_int_equal(sync_regions(FANIN_PATH_RDMA, s.refused), FANIN_ERR_CLOSED);
+    assert_says("closed the connection");
+}
+
+static void boxes_lie_in_regions(void **state)
+{
+    (void)state;
+    assert_ok(sync_now(), s.error);
+    buffer_clear(&s.world.ranks[1].regions);
+    region_table_encode(&s.world.ranks[1].regions, NULL, 0);
+    assert_int_equal(sync_regions(FANIN_PATH_RDMA, s.refused), FANIN_ERR_PROTOCOL);
+    assert_says("has boxes in a region that its table does not list");
+    assert_null(s.run->shards[1].regions);
+}
+
+#define SCENE(name) cmocka_unit_test_setup_teardown(name, set_up, tear_down)
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {
+        SCENE(keys_come_from_one_boxes_from_all),
+        SCENE(what_is_known_is_not_asked_again),
+        SCENE(one_that_changed_is_asked),
+        SCENE(a_new_life_is_asked),
+        SCENE(other_keys_are_another_catalog),
+        SCENE(who_is_not_used_is_not_asked),
+        SCENE(what_is_forgotten_is_asked_again),
+        SCENE(may_come_in_pieces),
+        SCENE(what_is_not_a_table_is_refused),
+        SCENE(a_table_must_be_right),
+        SCENE(keys_must_be_the_announced_ones),
+        SCENE(differences_are_told),
+        SCENE(fetching_can_be_cancelled),
+        SCENE(regions_are_of_a_path),
+        SCENE(a_rank_may_refuse_its_regions),
+        SCENE(boxes_lie_in_regions),
+    };
+    return cmocka_run_group_tests_name("tables", tests, NULL, NULL);
+}

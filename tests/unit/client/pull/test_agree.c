@@ -1,0 +1,444 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Agreeing on a step: who is asked for which one, who is waited for, and for how long. */
+#include "pull/agree.h"
+#include "stub_ranks.h"
+#include "testing.h"
+#include <string.h>
+
+#define PART 16
+#define CALL_MS 10000
+#define GRACE_MS 50 /* that replicas are given to catch up */
+
+typedef struct scene {
+    stub_world world;
+    publication *run;
+    fanin_pull_options options;
+    announcement announced[STUB_RANKS];
+    bool use[STUB_RANKS];
+    uint64_t took_ms;
+    fanin_error error;
+} scene;
+
+static scene s;
+
+/* One rank's answer to a wait, other than a server's. */
+static struct {
+    stub_rank *rank;
+    fanin_status error; /* this one */
+    uint64_t less;      /* a step that is so much less than it was asked for */
+    bool hangs_up;      /* none, and it closes the connection */
+} odd;
+
+static bool answer(stub_talk *t, const frame *f, body *in)
+{
+    msg_wait asked;
+    if (t->rank != odd.rank || f->type != MSG_WAIT)
+        return stub_answer(t, f, in);
+    if (odd.error)
+        return stub_answer_error(t, f->request, odd.error, "no such run here");
+    if (odd.hangs_up)
+        return false;
+    assert_int_equal(decode_wait(in, &asked), FANIN_OK);
+    encode_wait_ok(&t->out, f->request, &(msg_wait_ok){.step = asked.step - odd.less});
+    return true;
+}
+
+/* Every rank at step 3. */
+static void start(size_t ranks, uint32_t parts)
+{
+    memset(&odd, 0, sizeof(odd));
+    memset(&s, 0, sizeof(s));
+    s.error = (fanin_error)FANIN_ERROR_INIT;
+    stub_world_start(&s.world, ranks, parts, PART);
+    s.run = tables_of(s.world.client, STUB_RUN);
+    assert_non_null(s.run);
+    for (size_t i = 0; i < ranks; i++) {
+        s.world.ranks[i].answer = answer;
+        stub_rank_commit(&s.world.ranks[i], 3);
+    }
+    fanin_pull_options_init(&s.options, sizeof(s.options));
+    s.options.publication = STUB_RUN;
+}
+
+static int tear_down(void **state)
+{
+    (void)state;
+    stub_world_stop(&s.world);
+    return 0;
+}
+
+static fanin_status ask_for(fanin_step_rule rule, uint64_t step, const agree_need *need)
+{
+    s.options.rule = rule;
+    s.options.step = step;
+    uint64_t before = clock_ns();
+    fanin_status status = agree(s.world.client, s.run, &s.options, need,
+                                deadline_in_ms(CALL_MS), s.announced, s.use, &s.error);
+    s.took_ms = (clock_ns() - before) / 1000000;
+    return status;
+}
+
+static fanin_status ask_for_newest(void)
+{
+    return ask_for(FANIN_STEP_NEWEST, 0, NULL);
+}
+
+/* Those of @p mask are to be read, all at this step. */
+static void assert_agreed(unsigned mask, uint64_t step)
+{
+    for (size_t i = 0; i < s.world.size; i++) {
+        assert_int_equal(s.use[i], mask >> i & 1);
+        if (!s.use[i])
+            continue;
+        assert_true(s.announced[i].valid);
+        assert_int_equal(s.announced[i].step, step);
+        assert_int_equal(s.announced[i].version, s.world.ranks[i].version);
+    }
+}
+
+static void assert_says(const char *words)
+{
+    if (!strstr(s.error.message, words))
+        fail_msg("\"%s\" does not say \"%s\"", s.error.message, words);
+}
+
+static void commit_4(void *rank)
+{
+    stub_rank_commit(rank, 4);
+}
+
+static void hang_up(void *rank)
+{
+    stub_rank_hang_up(rank);
+}
+
+/* ------------------------------------------------------------------- steps */
+
+static void all_at_one_step_agree_at_once(void **state)
+{
+    (void)state;
+    start(3, 3);
+    assert_ok(ask_for_newest(), s.error);
+    assert_agreed(7, 3);
+    assert_int_equal(s.took_ms, 0);
+    assert_int_equal(stub_world_asked(&s.world, MSG_WAIT), 3);
+    digest id = digest_of(s.world.ranks[0].keys.data, s.world.ranks[0].keys.size);
+    assert_true(digest_equal(&s.announced[2].keys, &id));
+}
+
+static void a_step_to_come_is_waited_for(void **state)
+{
+    (void)state;
+    static const fanin_step_rule rules[] = {FANIN_STEP_EXACT, FANIN_STEP_AT_LEAST};
+    start(2, 2);
+    for (size_t i = 0; i < 2; i++) {
+        stub_rank_commit(&s.world.ranks[0], 3);
+        stub_rank_commit(&s.world.ranks[1], 3);
+        stub_time_at_ms(700, commit_4, &s.world.ranks[0]);
+        stub_time_at_ms(2500, commit_4, &s.world.ranks[1]);
+        assert_ok(ask_for(rules[i], 4, NULL), s.error);
+        assert_agreed(3, 4);
+        assert_int_equal(s.took_ms, 2500);
+    }
+    assert_int_equal(stub_world_asked(&s.world, MSG_WAIT), 4);
+}
+
+static void a_step_that_has_passed_does_not_come_again(void **state)
+{
+    (void)state;
+    start(2, 2);
+    assert_int_equal(ask_for(FANIN_STEP_EXACT, 2, NULL), FANIN_ERR_SUPERSEDED);
+    assert_says("step 2 of lora:0 has passed: the trainer is at step 3");
+    assert_ok(ask_for(FANIN_STEP_AT_LEAST, 2, NULL), s.error);
+    assert_agreed(3, 3);
+}
+
+/* Who is behind the furthest rank is asked again, for that rank's step. */
+static void the_furthest_rank_is_the_target(void **state)
+{
+    (void)state;
+    start(3, 3);
+    stub_rank_commit(&s.world.ranks[1], 4);
+    stub_time_at_ms(10, commit_4, &s.world.ranks[0]);
+    stub_time_at_ms(900, commit_4, &s.world.ranks[2]);
+    assert_ok(ask_for_newest(), s.error);
+    assert_agreed(7, 4);
+    assert_int_equal(s.took_ms, 900);
+    assert_int_equal(s.world.ranks[0].asked[MSG_WAIT], 2);
+    assert_int_equal(s.world.ranks[1].asked[MSG_WAIT], 1);
+    assert_int_equal(stub_rank_talk(&s.world.ranks[2], ROLE_CONTROL)->wait.step, 4);
+}
+
+static void a_step_before_the_one_asked_for_is_no_answer(void **state)
+{
+    (void)state;
+    start(2, 2);
+    odd.rank = &s.world.ranks[1];
+    odd.less = 1;
+    assert_int_equal(ask_for(FANIN_STEP_AT_LEAST, 3, NULL), FANIN_ERR_PROTOCOL);
+    assert_says("announced step 2 when asked for step 3 or later");
+    assert_int_equal(s.error.rank, 1);
+}
+
+static void who_does_not_publish_it_says_so(void **state)
+{
+    (void)state;
+    start(2, 2);
+    odd.rank = &s.world.ranks[1];
+    odd.error = FANIN_ERR_NOT_FOUND;
+    assert_int_equal(ask_for_newest(), FANIN_ERR_NOT_FOUND);
+    assert_says("no such run here");
+    assert_int_equal(s.error.rank, 1);
+    assert_int_equal(s.took_ms, 0);
+}
+
+/* ---------------------------------------------------------------- replicas */
+
+/* Ranks 0 and 2 hold the same, and so do 1 and 3. */
+static void replicas_that_lag_are_done_without(void **state)
+{
+    (void)state;
+    start(4, 2);
+    stub_rank_commit(&s.world.ranks[0], 4);
+    stub_rank_commit(&s.world.ranks[3], 4);
+    assert_ok(ask_for_newest(), s.error);
+    assert_agreed(1 << 0 | 1 << 3, 4);
+    assert_int_equal(s.took_ms, GRACE_MS);
+    /* Unless they catch up in time. */
+    stub_rank_commit(&s.world.ranks[1], 3);
+    stub_time_at_ms(GRACE_MS - 1, commit_4, &s.world.ranks[1]);
+    stub_time_at_ms(GRACE_MS - 1, commit_4, &s.world.ranks[2]);
+    assert_ok(ask_for_newest(), s.error);
+    assert_agreed(15, 4);
+}
+
+static void who_holds_what_nobody_else_has_is_waited_for(void **state)
+{
+    (void)state;
+    start(4, 2);
+    stub_rank_commit(&s.world.ranks[0], 4);
+    stub_rank_commit(&s.world.ranks[2], 4);
+    stub_time_at_ms(3000, commit_4, &s.world.ranks[1]);
+    assert_ok(ask_for_newest(), s.error);
+    assert_agreed(7, 4);
+    assert_int_equal(s.took_ms, 3000);
+}
+
+static void paused_replicas_are_done_without(void **state)
+{
+    (void)state;
+    start(4, 2);
+    s.world.ranks[1].state = WIRE_STATE_PAUSED;
+    assert_ok(ask_for_newest(), s.error);
+    assert_agreed(13, 3);
+    s.world.ranks[3].state = WIRE_STATE_PAUSED;
+    assert_int_equal(ask_for_newest(), FANIN_ERR_PAUSED);
+    assert_says("the run is paused");
+    assert_in_range(s.took_ms, 0, GRACE_MS);
+}
+
+static void lost_replicas_are_done_without(void **state)
+{
+    (void)state;
+    start(4, 2);
+    odd.rank = &s.world.ranks[2];
+    odd.hangs_up = true;
+    assert_ok(ask_for_newest(), s.error);
+    assert_agreed(11, 3);
+}
+
+/* What it announced is not waited for any more. */
+static void a_lost_rank_sets_no_target(void **state)
+{
+    (void)state;
+    start(4, 2);
+    stub_rank_commit(&s.world.ranks[3], 4);
+    stub_time_at_ms(GRACE_MS / 2, hang_up, &s.world.ranks[3]);
+    assert_ok(ask_for_newest(), s.error);
+    assert_agreed(7, 3);
+}
+
+/* ---------------------------------------------------------------- in vain */
+
+typedef struct judge {
+    bool in_vain;
+    unsigned asked;
+    bool use[STUB_RANKS];
+} judge;
+
+static fanin_status without(void *cookie, const bool *use, bool *vain,
+                            fanin_error *error)
+{
+    judge *j = cookie;
+    j->asked++;
+    memcpy(j->use, use, s.world.size * sizeof(*use));
+    *vain = j->in_vain;
+    if (!j->in_vain)
+        return FANIN_OK;
+    size_t culprit = agree_culprit(s.world.client, s.run, use, UINT64_MAX);
+    assert_in_range(culprit, 0, s.world.size - 1);
+    const connection *c = s.world.client->peers[culprit].control;
+    if (error)
+        *error = *connection_fault(c);
+    return connection_fault(c)->status;
+}
+
+static void a_wait_in_vain_ends(void **state)
+{
+    (void)state;
+    judge j = {.in_vain = true};
+    agree_need need = {.without = without, .cookie = &j};
+    start(2, 2);
+    stub_time_at_ms(1000, hang_up, &s.world.ranks[1]);
+    assert_int_equal(ask_for(FANIN_STEP_EXACT, 4, &need), FANIN_ERR_CLOSED);
+    assert_int_equal(s.error.rank, 1);
+    assert_int_equal(j.asked, 1);
+    assert_true(j.use[0] && !j.use[1]);
+    assert_in_range(s.took_ms, 1000, 1000 + 2 * GRACE_MS);
+}
+
+static void one_that_is_not_goes_on(void **state)
+{
+    (void)state;
+    judge j = {.in_vain = false};
+    agree_need need = {.without = without, .cookie = &j};
+    start(3, 1);
+    stub_time_at_ms(1000, hang_up, &s.world.ranks[1]);
+    stub_time_at_ms(2000, commit_4, &s.world.ranks[0]);
+    stub_time_at_ms(2000, commit_4, &s.world.ranks[2]);
+    assert_ok(ask_for(FANIN_STEP_EXACT, 4, &need), s.error);
+    assert_agreed(5, 4);
+    assert_int_equal(j.asked, 1);
+}
+
+static void nobody_is_left(void **state)
+{
+    (void)state;
+    start(2, 2);
+    stub_time_at_ms(100, hang_up, &s.world.ranks[0]);
+    stub_time_at_ms(200, hang_up, &s.world.ranks[1]);
+    assert_int_equal(ask_for(FANIN_STEP_EXACT, 4, NULL), FANIN_ERR_CLOSED);
+    assert_says("closed the connection");
+    assert_int_equal(s.took_ms, 200);
+}
+
+/* ------------------------------------------------------------------ the end */
+
+static void time_is_up(void **state)
+{
+    (void)state;
+    start(3, 3);
+    stub_rank_commit(&s.world.ranks[0], 5);
+    stub_rank_commit(&s.world.ranks[2], 4);
+    assert_int_equal(ask_for_newest(), FANIN_ERR_TIMEOUT);
+    assert_says("step 5 of lora:0 was not committed on all ranks in time: ");
+    assert_int_equal(s.took_ms, CALL_MS);
+}
+
+/* A rank says so a little before: time enough to ask where all are. */
+static void a_ranks_time_is_up(void **state)
+{
+    (void)state;
+    start(3, 3);
+    for (size_t i = 0; i < 3; i++)
+        s.world.ranks[i].impatient = true;
+    stub_rank_commit(&s.world.ranks[0], 5);
+    stub_rank_commit(&s.world.ranks[2], 4);
+    assert_int_equal(ask_for_newest(), FANIN_ERR_TIMEOUT);
+    assert_says("in time: rank 1 at ");
+    assert_says(" is at step 3 (stable); rank 2 at ");
+    assert_says(" is at step 4 (stable)");
+    assert_int_equal(s.error.rank, 1);
+    assert_int_equal(stub_world_asked(&s.world, MSG_LIST), 3);
+}
+
+static void cancel(void *client)
+{
+    fanin_client_cancel(client);
+}
+
+static void a_wait_can_be_cancelled(void **state)
+{
+    (void)state;
+    start(2, 2);
+    stub_time_at_ms(300, cancel, s.world.client);
+    assert_int_equal(ask_for(FANIN_STEP_EXACT, 4, NULL), FANIN_ERR_CANCELLED);
+    assert_int_equal(s.took_ms, 300);
+    /* Who answers now answers nobody; the next call is a new one. */
+    stub_rank_commit(&s.world.ranks[0], 4);
+    stub_rank_commit(&s.world.ranks[1], 4);
+    assert_ok(ask_for(FANIN_STEP_EXACT, 4, NULL), s.error);
+    assert_agreed(3, 4);
+}
+
+/* ---------------------------------------------------------------- enough */
+
+static void enough_is_what_holds_everything(void **state)
+{
+    (void)state;
+    static const struct {
+        bool use[4];
+        bool enough;
+    } cases[] = {{{1, 1, 1, 1}, true},
+                 {{1, 1, 0, 0}, true},
+                 {{0, 1, 1, 0}, true},
+                 {{1, 0, 1, 0}, false},
+                 {{0, 0, 0, 1}, false}};
+    start(4, 2);
+    assert_ok(ask_for_newest(), s.error);
+    assert_ok(tables_sync(s.world.client, s.run, s.announced, s.use,
+                          deadline_in_ms(CALL_MS), &s.error),
+              s.error);
+    for (size_t i = 0; i < sizeof(cases) / sizeof(*cases); i++) {
+        bool enough = !cases[i].enough;
+        assert_ok(agree_sufficient(s.world.client, s.run, cases[i].use,
+                                   deadline_in_ms(CALL_MS), &enough, &s.error),
+                  s.error);
+        assert_int_equal(enough, cases[i].enough);
+    }
+}
+
+/* Of two that are gone the one without which the others do not do. */
+static void the_culprit_is_who_is_needed(void **state)
+{
+    (void)state;
+    const bool use[] = {true, false, false, false};
+    start(4, 2);
+    assert_ok(ask_for_newest(), s.error);
+    assert_ok(tables_sync(s.world.client, s.run, s.announced, s.use,
+                          deadline_in_ms(CALL_MS), &s.error),
+              s.error);
+    assert_int_equal(agree_culprit(s.world.client, s.run, use, UINT64_MAX), 4);
+    stub_rank_hang_up(&s.world.ranks[2]);
+    stub_rank_hang_up(&s.world.ranks[3]);
+    stub_world_settle(&s.world);
+    assert_int_equal(agree_culprit(s.world.client, s.run, use, UINT64_MAX), 3);
+}
+
+#define SCENE(name) cmocka_unit_test_teardown(name, tear_down)
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {
+        SCENE(all_at_one_step_agree_at_once),
+        SCENE(a_step_to_come_is_waited_for),
+        SCENE(a_step_that_has_passed_does_not_come_again),
+        SCENE(the_furthest_rank_is_the_target),
+        SCENE(a_step_before_the_one_asked_for_is_no_answer),
+        SCENE(who_does_not_publish_it_says_so),
+        SCENE(replicas_that_lag_are_done_without),
+        SCENE(who_holds_what_nobody_else_has_is_waited_for),
+        SCENE(paused_replicas_are_done_without),
+        SCENE(lost_replicas_are_done_without),
+        SCENE(a_lost_rank_sets_no_target),
+        SCENE(a_wait_in_vain_ends),
+        SCENE(one_that_is_not_goes_on),
+        SCENE(nobody_is_left),
+        SCENE(time_is_up),
+        SCENE(a_ranks_time_is_up),
+        SCENE(a_wait_can_be_cancelled),
+        SCENE(enough_is_what_holds_everything),
+        SCENE(the_culprit_is_who_is_needed),
+    };
+    return cmocka_run_group_tests_name("agree", tests, NULL, NULL);
+}

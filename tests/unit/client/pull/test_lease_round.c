@@ -1,0 +1,249 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Begin and end on all ranks of a pull at once: who is asked, what is held afterwards. */
+#include "pull/lease_round.h"
+#include "stub_ranks.h"
+#include "testing.h"
+#include <string.h>
+
+#define RANKS 3
+#define PART 16
+#define CALL_MS 1000
+
+typedef struct scene {
+    stub_world world;
+    publication *run;
+    announcement announced[RANKS];
+    bool use[RANKS];
+    reader_lease leases[RANKS];
+    fanin_error error;
+} scene;
+
+/* What one rank does instead of what a server does, and what its last end said. */
+static struct {
+    uint32_t rank;
+    message_type of;
+    enum {
+        AS_EVER,
+        REFUSES,
+        TALKS_NONSENSE,
+        IS_PAUSED,
+        HANGS_UP,
+        IS_SILENT,
+        IS_STALE
+    } act;
+    bool abandoned[RANKS];
+    uint8_t tokens[RANKS][16];
+} odd;
+
+static bool answer(stub_talk *t, const frame *f, body *in)
+{
+    uint32_t rank = t->rank->hello.rank;
+    msg_end end;
+    if (f->type == MSG_END) {
+        body copy = *in;
+        assert_int_equal(decode_end(&copy, &end), FANIN_OK);
+        odd.abandoned[rank] = end.abandon;
+        memcpy(odd.tokens[rank], end.token, sizeof(end.token));
+    }
+    if (odd.act == AS_EVER || f->type != odd.of || rank != odd.rank)
+        return stub_answer(t, f, in);
+    switch (odd.act) {
+    case REFUSES:
+        return stub_answer_error(t, f->request, FANIN_ERR_LIMIT, "too many readers");
+    case IS_PAUSED:
+        return stub_answer_error(t, f->request, FANIN_ERR_PAUSED, "the run is paused");
+    case TALKS_NONSENSE:
+        encode_empty(&t->out, f->request, f->type + 1);
+        return true;
+    case IS_STALE:
+        encode_end_ok(&t->out, f->request, &(msg_end_ok){.good = false, .step = 9});
+        return true;
+    default:
+        return odd.act == IS_SILENT;
+    }
+}
+
+static int set_up(void **state)
+{
+    static scene s;
+    s = (scene){.error = FANIN_ERROR_INIT};
+    memset(&odd, 0, sizeof(odd));
+    stub_world_start(&s.world, RANKS, RANKS, PART);
+    s.run = tables_of(s.world.client, STUB_RUN);
+    assert_non_null(s.run);
+    for (size_t i = 0; i < RANKS; i++) {
+        s.world.ranks[i].answer = answer;
+        s.announced[i] = (announcement){.valid = true, .step = 1, .version = 1};
+        s.use[i] = true;
+    }
+    *state = &s;
+    return 0;
+}
+
+static int tear_down(void **state)
+{
+    scene *s = *state;
+    stub_world_stop(&s->world);
+    return 0;
+}
+
+static fanin_status begin(scene *s)
+{
+    return lease_round_begin(s->world.client, s->run, s->announced, s->use, s->leases,
+                             deadline_in_ms(CALL_MS), &s->error);
+}
+
+static fanin_status end(scene *s)
+{
+    return lease_round_end(s->world.client, s->leases, deadline_in_ms(CALL_MS),
+                           &s->error);
+}
+
+static void acts(uint32_t rank, message_type of, int act)
+{
+    odd.rank = rank;
+    odd.of = of;
+    odd.act = act;
+}
+
+static size_t count_held(const scene *s)
+{
+    size_t n = 0;
+    for (size_t i = 0; i < RANKS; i++)
+        n += s->leases[i].held;
+    return n;
+}
+
+/* The error is that of rank 1. */
+static void assert_blames_1(const scene *s, const char *words)
+{
+    assert_int_equal(s->error.rank, 1);
+    assert_string_equal(s->error.address, s->world.ranks[1].address);
+    if (!strstr(s->error.message, words))
+        fail_msg("\"%s\" does not say \"%s\"", s->error.message, words);
+}
+
+static void only_ranks_in_use_are_asked(void **state)
+{
+    scene *s = *state;
+    s->use[1] = false;
+    assert_ok(begin(s), s->error);
+    assert_false(s->leases[1].held);
+    assert_int_equal(s->world.ranks[1].asked[MSG_BEGIN], 0);
+    assert_ok(end(s), s->error);
+    assert_int_equal(count_held(s), 0);
+    assert_int_equal(s->world.ranks[1].asked[MSG_END], 0);
+    for (size_t i = 0; i < RANKS; i += 2) {
+        assert_int_equal(s->world.ranks[i].asked[MSG_END], 1);
+        assert_int_equal(odd.tokens[i][0], 0x10 + i); /* the one that the rank gave */
+        assert_false(odd.abandoned[i]);
+        assert_int_equal(s->leases[i].lease_ms, 1000);
+    }
+}
+
+static void without_leases_nobody_is_asked(void **state)
+{
+    scene *s = *state;
+    assert_ok(end(s), s->error);
+    lease_round_abandon(s->world.client, s->leases);
+    stub_world_settle(&s->world);
+    assert_int_equal(stub_world_asked(&s->world, MSG_END), 0);
+}
+
+/* The others' leases stay, and are given back unread. */
+static void one_that_moved_on_makes_it_stale(void **state)
+{
+    scene *s = *state;
+    stub_rank_commit(&s->world.ranks[1], 2);
+    assert_int_equal(begin(s), FANIN_ERR_STALE);
+    assert_blames_1(s, "has moved on: another step");
+    assert_false(s->leases[1].held);
+    assert_int_equal(count_held(s), 2);
+    lease_round_abandon(s->world.client, s->leases);
+    assert_int_equal(count_held(s), 0);
+    stub_world_settle(&s->world);
+    assert_true(odd.abandoned[0] && odd.abandoned[2]);
+    assert_int_equal(s->world.ranks[1].asked[MSG_END], 0);
+    assert_int_equal(odd.tokens[2][0], 0x12);
+}
+
+/* Whether the others suffice is for the next agreement to say. */
+static void one_that_paused_makes_it_stale(void **state)
+{
+    scene *s = *state;
+    acts(1, MSG_BEGIN, IS_PAUSED);
+    assert_int_equal(begin(s), FANIN_ERR_STALE);
+    assert_int_equal(s->error.status, FANIN_ERR_STALE);
+    assert_blames_1(s, "the run is paused");
+}
+
+static void other_errors_are_the_ranks(void **state)
+{
+    scene *s = *state;
+    acts(1, MSG_BEGIN, REFUSES);
+    assert_int_equal(begin(s), FANIN_ERR_LIMIT);
+    assert_blames_1(s, "too many readers");
+    acts(1, MSG_BEGIN, TALKS_NONSENSE);
+    assert_int_equal(begin(s), FANIN_ERR_PROTOCOL);
+    assert_blames_1(s, "does not fit the request");
+    acts(1, MSG_END, TALKS_NONSENSE);
+    assert_ok(begin(s), s->error);
+    assert_int_equal(end(s), FANIN_ERR_PROTOCOL);
+    assert_blames_1(s, "does not fit the request");
+    assert_int_equal(count_held(s), 0);
+}
+
+static void one_that_rewrote_makes_it_stale(void **state)
+{
+    scene *s = *state;
+    acts(1, MSG_END, IS_STALE);
+    assert_ok(begin(s), s->error);
+    assert_int_equal(end(s), FANIN_ERR_STALE);
+    assert_blames_1(s,
+                    "rewrote the weights while they were read (it is at step 9 now)");
+    assert_int_equal(count_held(s), 0);
+}
+
+static void one_that_goes_away_is_told_of(void **state)
+{
+    scene *s = *state;
+    acts(1, MSG_BEGIN, HANGS_UP);
+    assert_int_equal(begin(s), FANIN_ERR_CLOSED);
+    assert_blames_1(s, "closed the connection");
+    assert_int_equal(count_held(s), 2);
+    s->leases[1].held = true; /* of a rank that is gone nothing is given back */
+    lease_round_abandon(s->world.client, s->leases);
+    assert_int_equal(count_held(s), 0);
+    stub_world_settle(&s->world);
+    assert_int_equal(stub_world_asked(&s->world, MSG_END), 2);
+}
+
+/* Whose answer comes when nobody waits for it any more: it is of no effect. */
+static void an_answer_may_be_late(void **state)
+{
+    scene *s = *state;
+    buffer *out = &stub_rank_talk(&s->world.ranks[1], ROLE_CONTROL)->out;
+    acts(1, MSG_BEGIN, IS_SILENT);
+    assert_int_equal(begin(s), FANIN_ERR_TIMEOUT);
+    assert_blames_1(s, "waiting for rank 1");
+    assert_false(s->leases[1].held);
+    uint64_t request = s->world.ranks[1].last_request;
+    encode_begin_ok(out, request, &(msg_begin_ok){.granted = true, .epoch = 1});
+    stub_talk_flush(stub_rank_talk(&s->world.ranks[1], ROLE_CONTROL));
+    stub_world_settle(&s->world);
+    assert_false(s->leases[1].held);
+    assert_true(peer_ready(&s->world.client->peers[1]));
+}
+
+#define SCENE(name) cmocka_unit_test_setup_teardown(name, set_up, tear_down)
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {
+        SCENE(only_ranks_in_use_are_asked),      SCENE(without_leases_nobody_is_asked),
+        SCENE(one_that_moved_on_makes_it_stale), SCENE(one_that_paused_makes_it_stale),
+        SCENE(other_errors_are_the_ranks),       SCENE(one_that_rewrote_makes_it_stale),
+        SCENE(one_that_goes_away_is_told_of),    SCENE(an_answer_may_be_late),
+    };
+    return cmocka_run_group_tests_name("lease round", tests, NULL, NULL);
+}
