@@ -1,11 +1,13 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* A server's life: configuration, creation, the end. */
+#include "control/control.h"
 #include "core/server_state.h"
 #include "core/wake.h"
 #include "digest.h"
 #include "error_set.h"
 #include "host_id.h"
 #include "shards/registration.h"
+#include "stream/data_thread.h"
 #include "thread.h"
 #include "utf8.h"
 #include "versioned.h"

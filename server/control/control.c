@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The control thread: listeners, sessions, UCX; sleeps in epoll until something is due. */
+#include "control/control.h"
 #include "control/session.h"
 #include "core/wake.h"
 #include "error_set.h"

@@ -4,6 +4,7 @@
 #include "error_set.h"
 #include "seal.h"
 #include "shards/registration.h"
+#include "stream/data_thread.h"
 
 #include <errno.h>
 #include <stdlib.h>

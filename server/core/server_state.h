@@ -355,33 +355,4 @@ bool memory_account(fanin_server *s, size_t *counted, size_t now);
 /** Whether @p more bytes still fit. */
 bool memory_fits(const fanin_server *s, size_t more);
 
-/* ------------------------------------------------- control.c, stream.c */
-
-/** Owns both listeners (unix_fd may be -1) once it succeeds. */
-fanin_status control_create(fanin_server *s, int tcp_fd, int unix_fd,
-                            fanin_error *error);
-/** Closes the listeners and ends parked waits, as soon as the thread gets to it. */
-void control_stop_listening(fanin_server *s);
-/** Joins; closes all sessions. */
-void control_destroy(fanin_server *s);
-
-fanin_status stream_create(fanin_server *s, fanin_error *error);
-/** Makes the data thread look for closed readers. Any thread, lock held or not. */
-void stream_wake(fanin_server *s);
-/** Joins; closes all data connections. After it nothing reads the shards' memory. */
-void stream_destroy(fanin_server *s);
-
-/** A connection on its way from the control thread to the data thread. */
-typedef struct handover {
-    int fd;
-    reader *reader;       /**< with a reference, and counted in n_data */
-    peer_count *counted;  /**< as admit() gave it */
-    buffer input, output; /**< bytes received and not yet used, to be sent yet */
-    bool sealed;          /**< frames have checksums */
-    char peer[64];
-} handover;
-
-/** Takes everything in @p h over. False: out of memory, nothing was taken. Lock not held. */
-bool stream_adopt(fanin_server *s, const handover *h);
-
 #endif

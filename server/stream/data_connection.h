@@ -4,8 +4,9 @@
 #define DATA_CONNECTION_H
 
 #include "checksum.h"
-#include "stream/stream_digest.h"
+#include "stream/data_thread.h"
 #include "stream/stage.h"
+#include "stream/stream_digest.h"
 #include "stream/stream_sum.h"
 
 /** TURN_MORE: give it another turn; TURN_WAIT: not before epoll speaks of it. */
