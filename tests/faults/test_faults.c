@@ -241,8 +241,6 @@ FAULT_TEST(test_replica_stop_before_end, BEFORE_END, SIGSTOP, 2)
 static void rebirth(void *cookie, uint64_t done, uint64_t total)
 {
     fault *f = cookie;
-    (void)done;
-    (void)total;
     if (f->triggered)
         return;
     f->triggered = true;
@@ -252,7 +250,6 @@ static void rebirth(void *cookie, uint64_t done, uint64_t total)
 
 static void test_reborn_mid_read(void **state)
 {
-    (void)state;
     if (cannot_run())
         skip();
     fault f;

@@ -113,8 +113,6 @@ static bool on_publication(void *cookie, const fanin_publication_info *info)
 
 static bool on_pair(void *cookie, const char *key, const char *value)
 {
-    (void)key;
-    (void)value;
     ++*(unsigned *)cookie;
     return true;
 }
@@ -201,35 +199,30 @@ static void try_old_client(oddity what, uint32_t odd)
 
 static void a_stopped_rank(void **state)
 {
-    (void)state;
     for (uint32_t odd = 0; odd < RANKS; odd++)
         try_new_client(STOPPED, odd);
 }
 
 static void a_killed_rank(void **state)
 {
-    (void)state;
     for (uint32_t odd = 0; odd < RANKS; odd++)
         try_new_client(KILLED, odd);
 }
 
 static void a_mute_rank(void **state)
 {
-    (void)state;
     for (uint32_t odd = 0; odd < RANKS; odd++)
         try_new_client(MUTE, odd);
 }
 
 static void a_rank_that_stops_later(void **state)
 {
-    (void)state;
     for (uint32_t odd = 0; odd < RANKS; odd++)
         try_old_client(STOPPED, odd);
 }
 
 static void a_rank_that_dies_later(void **state)
 {
-    (void)state;
     try_old_client(KILLED, 1);
 }
 

@@ -165,7 +165,6 @@ static void expect_lost(fanin_status status, const fanin_error *error)
 
 static void test_link_cut(void **state)
 {
-    (void)state;
     if (!separate)
         skip();
     network_fault f;
@@ -184,7 +183,6 @@ static void test_link_cut(void **state)
 
 static void test_packets_dropped(void **state)
 {
-    (void)state;
     if (!can_filter())
         skip();
     network_fault f;
@@ -201,7 +199,6 @@ static void test_packets_dropped(void **state)
 
 static void test_packets_dropped_replica(void **state)
 {
-    (void)state;
     if (!can_filter())
         skip();
     network_fault f;
@@ -216,7 +213,6 @@ static void test_packets_dropped_replica(void **state)
 
 static void test_dropped_before_connect(void **state)
 {
-    (void)state;
     if (!can_filter())
         skip();
     network_fault f;

@@ -88,8 +88,6 @@ static unsigned counted;
 
 static void count_entry(int directory, const char *name)
 {
-    (void)directory;
-    (void)name;
     counted++;
 }
 
@@ -249,13 +247,11 @@ static void written_and_reused(fanin_path path)
 
 static void test_stream(void **state)
 {
-    (void)state;
     written_and_reused(FANIN_PATH_STREAM);
 }
 
 static void test_cma(void **state)
 {
-    (void)state;
     if (!world_has_cma())
         skip();
     written_and_reused(FANIN_PATH_CMA);
@@ -279,7 +275,6 @@ static void expect_refused(const bench *b, const char *why, uint64_t pattern_ste
 /* The same step of another life, and another step of the same life. */
 static void test_other_identity(void **state)
 {
-    (void)state;
     bench b;
     fanin_error error;
     bool reused;
@@ -315,8 +310,6 @@ static bool reported;
 
 static void report_reading(void *cookie, uint64_t done, uint64_t total)
 {
-    (void)done;
-    (void)total;
     if (reported)
         return;
     reported = true;
@@ -374,7 +367,6 @@ static outcome await_outcome(puller *p)
 /* The second is let loose while the first is in the middle of its read. */
 static void test_two_at_once(void **state)
 {
-    (void)state;
     bench b;
     set_up(&b);
     puller first = start_puller(&b, SIGSTOP);
@@ -399,7 +391,6 @@ static void test_two_at_once(void **state)
 /* All start together; whoever is first reads, and nobody else. */
 static void test_crowd(void **state)
 {
-    (void)state;
     bench b;
     puller pullers[CROWD];
     unsigned readers = 0;
@@ -433,7 +424,6 @@ static void test_crowd(void **state)
    it was told to. */
 static void test_stopped_holder(void **state)
 {
-    (void)state;
     bench b;
     fanin_error error;
     bool reused;
@@ -458,7 +448,6 @@ static void test_stopped_holder(void **state)
 /* One that is killed while it reads leaves nothing that another could take for whole. */
 static void test_killed_holder(void **state)
 {
-    (void)state;
     bench b;
     fanin_error error;
     bool reused;
@@ -480,8 +469,6 @@ static void test_killed_holder(void **state)
 static void kill_rank(void *cookie, uint64_t done, uint64_t total)
 {
     bench *b = cookie;
-    (void)done;
-    (void)total;
     if (!reported)
         lab_signal(&b->lab, 1, SIGKILL);
     reported = true;
@@ -489,7 +476,6 @@ static void kill_rank(void *cookie, uint64_t done, uint64_t total)
 
 static void test_rank_dies(void **state)
 {
-    (void)state;
     bench b;
     fanin_error error;
     bool reused;
@@ -508,7 +494,6 @@ static void test_rank_dies(void **state)
 /* A filesystem of its own that is too small, then large enough. Needs root. */
 static void test_disk_full(void **state)
 {
-    (void)state;
     if (geteuid() != 0 || unshare(CLONE_NEWNS) != 0 ||
         mount("none", "/", NULL, MS_REC | MS_PRIVATE, NULL) != 0) {
         printf("# skipped: a small filesystem needs root\n");

@@ -122,7 +122,6 @@ static void alter(fanin_server *server, unsigned connection, flip_way way,
 
 static void no_altered_bit_arrives(void **state)
 {
-    (void)state;
     fanin_server *server = start_server();
     flip clean = {.at = UINT64_MAX};
     outcome o;
@@ -163,7 +162,6 @@ static void altered_weights_are_asked_for_again(void **state)
 /* The proxy does what it says, and this is what checksums are for. */
 static void without_checksums_it_arrives(void **state)
 {
-    (void)state;
     fanin_server *server = start_server();
     flip clean = {.at = UINT64_MAX};
     outcome o;

@@ -75,7 +75,6 @@ static fanin_status pull_directory(fanin_client *client, fanin_error *error)
 
 static bool next_rank(void *cookie, const fanin_publication_info *info)
 {
-    (void)info;
     ++*(unsigned *)cookie;
     return true;
 }
@@ -126,31 +125,26 @@ static void check(call_fn call)
 
 static void pulls_recover(void **state)
 {
-    (void)state;
     check(pull_memory);
 }
 
 static void directories_recover(void **state)
 {
-    (void)state;
     check(pull_directory);
 }
 
 static void listing_recovers(void **state)
 {
-    (void)state;
     check(list_all);
 }
 
 static void connecting_recovers(void **state)
 {
-    (void)state;
     check(connect_again);
 }
 
 static int set_up(void **state)
 {
-    (void)state;
     served = (world){.flags = FANIN_SERVER_NO_UCX};
     world_start(&served, RANKS, CUT_CHUNK0, world_lora, world_lora_count);
     world_commit(&served, 7);
@@ -159,7 +153,6 @@ static int set_up(void **state)
 
 static int tear_down(void **state)
 {
-    (void)state;
     world_stop(&served);
     return rmdir(root);
 }

@@ -28,7 +28,6 @@ static bool cannot_run(void)
 /* The default lease protects every pull: all succeed, each whole and of one step. */
 static void test_leased(void **state)
 {
-    (void)state;
     if (cannot_run())
         skip();
     rank_world w;
@@ -116,7 +115,6 @@ static bool enough_of_both(const tally *t)
 /* Without a lease pulls are overtaken; what they give is whole, or "stale". */
 static void test_unleased(void **state)
 {
-    (void)state;
     if (cannot_run())
         skip();
     tally t = pull_unprotected(enough_of_both, 5000);
@@ -135,7 +133,6 @@ static bool enough_torn(const tally *t)
    reads under a token that is void, and no update begins in the middle of one. */
 static void test_unchecked(void **state)
 {
-    (void)state;
     atomic_store(&client_rules_off, CLIENT_RULE_END_CHECK);
     if (cannot_run())
         skip();
@@ -177,7 +174,6 @@ static void *pull_some(void *cookie)
 /* However many readers come, begin_update waits no longer than the lease. */
 static void test_many(void **state)
 {
-    (void)state;
     if (cannot_run())
         skip();
     rank_world w;

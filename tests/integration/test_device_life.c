@@ -86,7 +86,6 @@ static atomic_int still_mapped;
 static void on_log(void *cookie, fanin_log_level level, const char *event,
                    const char *message)
 {
-    (void)cookie, (void)level, (void)message;
     still_mapped += strcmp(event, "still-mapped") == 0;
 }
 
@@ -387,7 +386,6 @@ static int follow(void)
 
 static void test_moved_shards(void **state)
 {
-    (void)state;
     trainer t;
     start(&t);
     started w = start_worker(&t, follow);
@@ -425,7 +423,6 @@ static int lose(void)
    unmaps, until there is something again. */
 static void test_removed_shards(void **state)
 {
-    (void)state;
     trainer t;
     start(&t);
     started w = start_worker(&t, lose);
@@ -461,7 +458,6 @@ static int bear_pauses(void)
    place, often at the same address, is mapped anew. */
 static void test_paused_shards(void **state)
 {
-    (void)state;
     trainer t;
     start(&t);
     started w = start_worker(&t, bear_pauses);
@@ -483,7 +479,6 @@ static void test_paused_shards(void **state)
 
 static void *tell_when_held(void *cookie)
 {
-    (void)cookie;
     if (fake_cuda_wait_kernel_held(1))
         meet();
     return NULL;
@@ -512,7 +507,6 @@ static int pull_well(void)
    its memory can be freed. */
 static void test_killed_worker(void **state)
 {
-    (void)state;
     trainer t;
     start(&t);
     started w = start_worker(&t, stand_still);
@@ -553,7 +547,6 @@ static int be_overtaken(void)
    frees what it reads: what was read is thrown away, and the pull gives the new step whole. */
 static void test_overtaken_reader(void **state)
 {
-    (void)state;
     static const enum verb verbs[] = {COMMIT, MOVE};
     for (size_t i = 0; i < 2; i++) {
         trainer t;

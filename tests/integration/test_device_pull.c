@@ -226,7 +226,6 @@ static void pull_everywhere(lab_order order, fanin_path asked, fanin_path path)
 
 static void test_two_devices(void **state)
 {
-    (void)state;
     pull_everywhere(order_of(RANKS, 0, 1), FANIN_PATH_AUTO, FANIN_PATH_CUDA_IPC);
     pull_everywhere(order_of(RANKS, 0, 1), FANIN_PATH_STREAM, FANIN_PATH_STREAM);
 }
@@ -234,7 +233,6 @@ static void test_two_devices(void **state)
 /* One GPU that all ranks share, with the worker too. */
 static void test_one_device(void **state)
 {
-    (void)state;
     pull_everywhere(order_of(LAB_RANKS, 1, 1), FANIN_PATH_CUDA_IPC,
                     FANIN_PATH_CUDA_IPC);
     pull_everywhere(order_of(LAB_RANKS, 1, 1), FANIN_PATH_STREAM, FANIN_PATH_STREAM);
@@ -242,13 +240,11 @@ static void test_one_device(void **state)
 
 static void test_host_ranks(void **state)
 {
-    (void)state;
     pull_everywhere(order_of(RANKS, HOST, HOST), FANIN_PATH_STREAM, FANIN_PATH_STREAM);
 }
 
 static void test_snapshots(void **state)
 {
-    (void)state;
     lab_order o = order_of(RANKS, 0, 1);
     o.snapshot = true;
     pull_everywhere(o, FANIN_PATH_AUTO, FANIN_PATH_CUDA_IPC);
@@ -258,7 +254,6 @@ static void test_snapshots(void **state)
 /* Rank 0 on the host, the others on a device: each by what it can. */
 static void test_mixed_ranks(void **state)
 {
-    (void)state;
     bench b;
     lab_order o = order_of(RANKS, HOST, 1);
     o.flags = FANIN_SERVER_NO_UCX;
@@ -279,7 +274,6 @@ static void test_mixed_ranks(void **state)
 /* Some tensors here, some there, in one call. */
 static void test_mixed_destinations(void **state)
 {
-    (void)state;
     static const fanin_path paths[] = {FANIN_PATH_AUTO, FANIN_PATH_STREAM};
     for (size_t p = 0; p < 2; p++) {
         bench b;
@@ -355,7 +349,6 @@ static void check_directory(const bench *b, const char *directory, fanin_dtype d
 
 static void test_directories(void **state)
 {
-    (void)state;
     static const fanin_path paths[] = {FANIN_PATH_CUDA_IPC, FANIN_PATH_STREAM};
     for (size_t p = 0; p < 2; p++) {
         bench b;
@@ -409,7 +402,6 @@ static void pull_converted(const bench *b, int device, fanin_dtype asked,
 /* By the pull, and by the ranks' snapshots; what arrives as it was published in between. */
 static void test_conversions(void **state)
 {
-    (void)state;
     static const fanin_path paths[] = {FANIN_PATH_CUDA_IPC, FANIN_PATH_STREAM};
     verifies = true;
     for (size_t p = 0; p < 2; p++) {
@@ -474,7 +466,6 @@ static void pull_directories(const bench *b, const char *scratch)
 
 static void test_converted_directories(void **state)
 {
-    (void)state;
     static const fanin_path paths[] = {FANIN_PATH_CUDA_IPC, FANIN_PATH_STREAM};
     for (size_t p = 0; p < 2; p++) {
         bench b;
@@ -493,7 +484,6 @@ static void test_converted_directories(void **state)
 /* A part of each matrix, to places that are not neighbours. */
 static void test_parts(void **state)
 {
-    (void)state;
     static const fanin_path paths[] = {FANIN_PATH_CUDA_IPC, FANIN_PATH_STREAM};
     for (size_t p = 0; p < 2; p++) {
         bench b;
@@ -554,7 +544,6 @@ static void check_fallback(lab_order order, const char *word)
 
 static void test_memory_without_handle(void **state)
 {
-    (void)state;
     static const char *const kinds[] = {"virtual", "pool", "managed"};
     for (size_t i = 0; i < 3; i++) {
         lab_order o = order_of(RANKS, 0, 0);
@@ -567,7 +556,6 @@ static void test_memory_without_handle(void **state)
 /* The ranks use the machine's third GPU, of which this process knows nothing. */
 static void test_invisible_device(void **state)
 {
-    (void)state;
     lab_order o = order_of(RANKS, 0, 0);
     snprintf(o.environment[0], sizeof(o.environment[0]), "FAKE_CUDA_DEVICES=3");
     snprintf(o.environment[1], sizeof(o.environment[1]), "CUDA_VISIBLE_DEVICES=2");
@@ -586,7 +574,6 @@ static void expect_refused(const bench *b, const target *t, size_t index,
 
 static void test_contradictions(void **state)
 {
-    (void)state;
     bench b;
     target t;
     set_up(&b, order_of(RANKS, 0, 1), FANIN_PATH_AUTO);
@@ -613,7 +600,6 @@ static void test_contradictions(void **state)
 /* Both halves of a matrix, on two devices: not as one tensor, but as two of one name. */
 static void test_halves_on_two_devices(void **state)
 {
-    (void)state;
     bench b;
     target t[2];
     set_up(&b, order_of(RANKS, 0, 1), FANIN_PATH_AUTO);
@@ -647,7 +633,6 @@ static void test_halves_on_two_devices(void **state)
 /* Host memory is looked at by the stretch, managed memory may be called the host's. */
 static void test_host_destinations(void **state)
 {
-    (void)state;
     static const fanin_path paths[] = {FANIN_PATH_CUDA_IPC, FANIN_PATH_STREAM};
     for (size_t p = 0; p < 2; p++) {
         bench b;
@@ -670,7 +655,6 @@ static void test_host_destinations(void **state)
 /* A box that ends outside of the allocation it begins in. */
 static void test_too_small_destination(void **state)
 {
-    (void)state;
     bench b;
     target t;
     set_up(&b, order_of(RANKS, 0, 1), FANIN_PATH_AUTO);
@@ -710,7 +694,6 @@ static void pull_start(puller *p)
    after the return, and the rank's next life is mapped anew. */
 static void test_rank_dies(void **state)
 {
-    (void)state;
     for (int device = HOST; device < 2; device++) {
         bench b;
         target t;
@@ -746,7 +729,6 @@ static void test_rank_dies(void **state)
    works on. */
 static void test_replica_steps_in(void **state)
 {
-    (void)state;
     bench b;
     target t;
     lab_order order = order_of(4, 1, 1);
@@ -775,7 +757,6 @@ static void test_replica_steps_in(void **state)
 /* The destinations are in use on a stream of the caller's until it gets there. */
 static void test_callers_stream(void **state)
 {
-    (void)state;
     static const fanin_path paths[] = {FANIN_PATH_CUDA_IPC, FANIN_PATH_STREAM};
     /* The caller's copy, a mark behind it and a wait for that; or the copy and a callback. */
     static const uint64_t behind[] = {3, 2};
@@ -818,7 +799,6 @@ static void test_callers_stream(void **state)
 /* The last test: a device fails in the middle of a pull. */
 static void test_device_fails(void **state)
 {
-    (void)state;
     bench b;
     target t, other;
     set_up(&b, order_of(RANKS, 0, 0), FANIN_PATH_AUTO);
@@ -850,14 +830,12 @@ static void test_device_fails(void **state)
 
 static int open_lab(void **state)
 {
-    (void)state;
     lab_open(&the_lab, false);
     return 0;
 }
 
 static int close_lab(void **state)
 {
-    (void)state;
     lab_close(&the_lab);
     return 0;
 }

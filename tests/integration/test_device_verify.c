@@ -56,7 +56,6 @@ static uint64_t pull_equal(stage *s, fanin_dtype dtype, int64_t gap)
 
 static void devices_digest_what_they_hold(void **state)
 {
-    (void)state;
     static const fanin_dtype dtypes[] = {0, FANIN_DTYPE_BF16, FANIN_DTYPE_F16};
     for (int pair = 0; pair < 4; pair++) {
         stage s;
@@ -73,7 +72,6 @@ static void devices_digest_what_they_hold(void **state)
 
 static void unequal_bytes_are_named(void **state)
 {
-    (void)state;
     for (int pair = 0; pair < 4; pair++)
         for (int half = 0; half < 2; half++) {
             stage s;
@@ -90,7 +88,6 @@ static void unequal_bytes_are_named(void **state)
 
 static void unequal_directories_are_not_published(void **state)
 {
-    (void)state;
     for (int from = 0; from < 2; from++) {
         char scratch[] = "/tmp/fanin-device-verify-XXXXXX", directory[64];
         stage s;
@@ -110,7 +107,6 @@ static void unequal_directories_are_not_published(void **state)
 /* Trainer and worker are this process; device 1 is asked for the kernel once. */
 static int load_driver(void **state)
 {
-    (void)state;
     gpu *g;
     const logger quiet = {0};
     fanin_error error = FANIN_ERROR_INIT;

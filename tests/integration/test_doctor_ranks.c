@@ -32,7 +32,6 @@ static void examine(const world *w, const doctor_facts *facts, doctor_ranks *out
 
 static void ranks_that_hang_are_found(void **state)
 {
-    (void)state;
     world w = {.flags = FANIN_SERVER_NO_UCX};
     doctor_ranks found;
     doctor_report *report = calloc(1, sizeof *report);

@@ -243,25 +243,21 @@ static void believe(mischief mischief)
 
 static void test_honest(void **state)
 {
-    (void)state;
     believe(HONEST);
 }
 
 static void test_byte_by_byte(void **state)
 {
-    (void)state;
     believe(HONEST_BYTE_BY_BYTE);
 }
 
 static void test_small_pages(void **state)
 {
-    (void)state;
     believe(HONEST_SMALL_PAGES);
 }
 
 static int start_honest(void **state)
 {
-    (void)state;
     honest.flags = FANIN_SERVER_NO_UCX;
     world_start(&honest, 2, CUT_CHUNK0, world_lora, world_lora_count);
     world_commit(&honest, 1);
@@ -270,7 +266,6 @@ static int start_honest(void **state)
 
 static int stop_honest(void **state)
 {
-    (void)state;
     world_stop(&honest);
     return 0;
 }
@@ -278,7 +273,6 @@ static int stop_honest(void **state)
 /* What has gone is not told as a path that is not possible. */
 static void test_gone(void **state)
 {
-    (void)state;
     static const fanin_path paths[] = {FANIN_PATH_AUTO, FANIN_PATH_CUDA_IPC};
     for (size_t i = 0; i < 2; i++) {
         fake_server f;

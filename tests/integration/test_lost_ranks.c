@@ -58,7 +58,6 @@ static void assert_names_seven(const world *w, fanin_status status,
 /* Whether it is lost before, while or after the others begin to wait. */
 static void a_lost_rank_ends_the_wait(void **state)
 {
-    (void)state;
     world w;
     uint64_t got;
     fanin_error error = FANIN_ERROR_INIT;
@@ -97,7 +96,6 @@ static void *commit_three(void *cookie)
 
 static void a_lost_replica_does_not(void **state)
 {
-    (void)state;
     world w;
     uint64_t got;
     fanin_error error = FANIN_ERROR_INIT;
@@ -122,7 +120,6 @@ static void a_lost_replica_does_not(void **state)
 
 static void a_dead_rank_sets_no_target(void **state)
 {
-    (void)state;
     world w;
     uint64_t got;
     fanin_error error = FANIN_ERROR_INIT;
@@ -143,7 +140,6 @@ static void a_dead_rank_sets_no_target(void **state)
 
 static void the_slowest_is_named_first(void **state)
 {
-    (void)state;
     world w;
     uint64_t got;
     fanin_error error = FANIN_ERROR_INIT;
@@ -200,7 +196,6 @@ static fanin_client *connect_with(const world *w, uint32_t timeout_ms)
 
 static void a_silent_replica_costs_no_deadline(void **state)
 {
-    (void)state;
     world w;
     uint64_t got;
     fanin_error error = FANIN_ERROR_INIT;
@@ -221,7 +216,6 @@ static void a_silent_replica_costs_no_deadline(void **state)
 
 static void a_silent_rank_is_told_by_its_address(void **state)
 {
-    (void)state;
     world w;
     uint64_t got;
     fanin_error error = FANIN_ERROR_INIT;
@@ -251,7 +245,6 @@ static void a_silent_rank_is_told_by_its_address(void **state)
 /* Three are gone, and one of them has a replica that is there: it is not to blame. */
 static void a_lost_replica_is_not_to_blame(void **state)
 {
-    (void)state;
     static const size_t lost[] = {0, 1, 3};
     world w;
     uint64_t got;
@@ -289,7 +282,6 @@ static void hold(void *gate)
 /* A rank that is connected and stops: it is asked for the step, and nothing of it comes any more. */
 static void a_rank_that_stops_is_named_first(void **state)
 {
-    (void)state;
     world w;
     uint64_t got;
     rank_proxy proxy;

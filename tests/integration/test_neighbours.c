@@ -87,7 +87,6 @@ static uint64_t pull(const char *address, bool no_unix)
 
 static void each_address_has_its_trainer(void **state)
 {
-    (void)state;
     static const char *const binds[] = {"127.0.0.1", "127.0.0.2", "127.1.2.3", "::1"};
     trainer all[4];
     size_t n = 0;
@@ -118,13 +117,11 @@ static void each_address_has_its_trainer(void **state)
 
 static void nothing(void *cookie)
 {
-    (void)cookie;
 }
 
 /* Whoever has taken the Unix name of an address says another one: TCP it is. */
 static void a_foreign_unix_socket_is_left(void **state)
 {
-    (void)state;
     trainer t;
     assert_true(start(&t, "127.0.0.1", 0, 42));
     publish(&t);

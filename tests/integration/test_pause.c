@@ -69,7 +69,6 @@ static void expect_paused(const world *w, fanin_client *client, int32_t rank)
 
 static void test_one_rank(void **state)
 {
-    (void)state;
     world w = {0};
     world_start(&w, 4, CUT_CHUNK0, world_lora, world_lora_count);
     world_commit(&w, 1);
@@ -114,7 +113,6 @@ static void *wait_run(void *cookie)
 /* For a step that is not there yet, and whose deadline is far away. */
 static void test_waiting_pull(void **state)
 {
-    (void)state;
     world w = {0};
     world_start(&w, 2, CUT_CHUNK0, world_lora, world_lora_count);
     world_commit(&w, 1);
@@ -143,7 +141,6 @@ static void test_waiting_pull(void **state)
 /* What a paused rank holds may be had from another one. */
 static void test_replicas(void **state)
 {
-    (void)state;
     world w = {0};
     world_start(&w, 4, CUT_HSDP, world_lora, world_lora_count);
     world_commit(&w, 1);
@@ -197,13 +194,11 @@ static void expect_listed(const world *w)
 
 static bool see_pair(void *cookie, const char *key, const char *value)
 {
-    (void)cookie, (void)key, (void)value;
     return true;
 }
 
 static void test_looking(void **state)
 {
-    (void)state;
     world w = {0};
     world_start(&w, 2, CUT_CHUNK0, world_lora, world_lora_count);
     world_commit(&w, 1);
@@ -403,13 +398,11 @@ static void offload_on(fanin_path path)
 
 static void test_offload_stream(void **state)
 {
-    (void)state;
     offload_on(FANIN_PATH_STREAM);
 }
 
 static void test_offload_cma(void **state)
 {
-    (void)state;
     if (!world_has_cma())
         skip();
     offload_on(FANIN_PATH_CMA);
@@ -451,7 +444,6 @@ static void *read_on(void *cookie)
    of its step, or says that the trainer is paused. */
 static void test_reader_loop(void **state)
 {
-    (void)state;
     trainer t = {0};
     trainer_start(&t);
     atomic_init(&t.stop, false);

@@ -40,13 +40,11 @@ static void every_cut(fanin_path path)
 
 static void test_stream_unix(void **state)
 {
-    (void)state;
     every_cut(FANIN_PATH_STREAM);
 }
 
 static void test_cma(void **state)
 {
-    (void)state;
     if (!world_has_cma())
         skip();
     every_cut(FANIN_PATH_CMA);
@@ -54,7 +52,6 @@ static void test_cma(void **state)
 
 static void test_stream_tcp(void **state)
 {
-    (void)state;
     world w = {0};
     world_start(&w, 4, CUT_CHUNK0, world_lora, world_lora_count);
     world_commit(&w, 1);
@@ -107,13 +104,11 @@ static void pull_snapshots(fanin_path path)
 
 static void test_snapshots_stream(void **state)
 {
-    (void)state;
     pull_snapshots(FANIN_PATH_STREAM);
 }
 
 static void test_snapshots_cma(void **state)
 {
-    (void)state;
     if (!world_has_cma())
         skip();
     pull_snapshots(FANIN_PATH_CMA);
@@ -122,7 +117,6 @@ static void test_snapshots_cma(void **state)
 /* auto: cma where it can be, stream with a reason where it cannot. */
 static void test_auto(void **state)
 {
-    (void)state;
     world w = {.flags = FANIN_SERVER_NO_UCX};
     world_start(&w, 2, CUT_CHUNK0, world_lora, world_lora_count);
     world_commit(&w, 1);
@@ -156,7 +150,6 @@ static void test_auto(void **state)
 /* A slice of one tensor into strided memory; nothing beside it is written. */
 static void test_slice(void **state)
 {
-    (void)state;
     world w = {0};
     world_start(&w, 3, CUT_CHUNK0, world_lora, world_lora_count);
     world_commit(&w, 1);
@@ -204,7 +197,6 @@ static void test_slice(void **state)
    what it is taken for. */
 static void test_columns(void **state)
 {
-    (void)state;
     enum { ROWS = 600, COLUMNS = 2048, OTHERS = 5 };
     static const world_tensor tensors[] = {
         {"a.lora_A.weight", FANIN_DTYPE_U8, 2, {ROWS, COLUMNS}},
@@ -267,7 +259,6 @@ static void *commit_later(void *cookie)
 
 static void test_step_rules(void **state)
 {
-    (void)state;
     world w = {0};
     world_start(&w, 4, CUT_CHUNK0, world_lora, world_lora_count);
     fanin_client *client = world_client(&w, FANIN_PATH_AUTO);
@@ -300,7 +291,6 @@ static void test_step_rules(void **state)
 /* One rank is a step ahead: the pull waits for the others, then has one step. */
 static void test_ranks_apart(void **state)
 {
-    (void)state;
     world w = {0};
     world_start(&w, 3, CUT_CHUNK0, world_lora, world_lora_count);
     world_commit(&w, 1);
@@ -324,7 +314,6 @@ static void test_ranks_apart(void **state)
 /* Replicas: a dead rank, and one that is behind, are done without. */
 static void test_replicas(void **state)
 {
-    (void)state;
     world w = {0};
     world_start(&w, 4, CUT_HSDP, world_lora, world_lora_count);
     world_commit(&w, 1);
@@ -359,7 +348,6 @@ static void test_replicas(void **state)
 /* All ranks restart with other bytes for the same steps: never the old ones, never mixed. */
 static void test_restart(void **state)
 {
-    (void)state;
     world w = {0};
     world_start(&w, 3, CUT_CHUNK0, world_lora, world_lora_count);
     world_commit(&w, 4);
@@ -392,7 +380,6 @@ static void test_restart(void **state)
 /* The catalog changes between pulls: new tensor, removed tensor, moved pointer. */
 static void test_catalog_changes(void **state)
 {
-    (void)state;
     world w = {0};
     world_start(&w, 2, CUT_CHUNK0, world_lora, world_lora_count - 2);
     world_commit(&w, 1);
@@ -438,15 +425,12 @@ static bool see_quiet(void *cookie, uint64_t quiet_ms, const fanin_rank_state *r
 
 static bool see_step(void *cookie, const fanin_watch_event *event)
 {
-    (void)cookie;
-    (void)event;
     return true;
 }
 
 /* A watch speaks while nothing happens, and is refused for a run that is not there. */
 static void test_quiet_watch(void **state)
 {
-    (void)state;
     world w = {0};
     fanin_error error = FANIN_ERROR_INIT;
     bool seen = false;
@@ -474,7 +458,6 @@ static void *cancel_it(void *cookie)
 
 static void test_cancel(void **state)
 {
-    (void)state;
     world w = {0};
     world_start(&w, 2, CUT_CHUNK0, world_lora, world_lora_count);
     fanin_client *client = world_client(&w, FANIN_PATH_STREAM);

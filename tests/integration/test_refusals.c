@@ -204,7 +204,6 @@ static void expect(fanin_status got, fanin_status wanted, const fanin_error *err
 /* The control: nothing wrong, nothing refused. */
 static void test_good(void **state)
 {
-    (void)state;
     trainer t = {0};
     fanin_error error;
     start_good(&t);
@@ -214,7 +213,6 @@ static void test_good(void **state)
 
 static void test_rank_missing(void **state)
 {
-    (void)state;
     trainer t = {0};
     fanin_error error;
     start_good(&t);
@@ -243,7 +241,6 @@ static void test_rank_missing(void **state)
 
 static void test_too_few_addresses(void **state)
 {
-    (void)state;
     trainer t = {0};
     fanin_error error;
     start_good(&t);
@@ -254,7 +251,6 @@ static void test_too_few_addresses(void **state)
 
 static void test_world_size(void **state)
 {
-    (void)state;
     static const twist odd = {.rank = -1, .world_size = 4};
     trainer t = {0};
     fanin_error error;
@@ -270,7 +266,6 @@ static void test_world_size(void **state)
 
 static void test_world_id(void **state)
 {
-    (void)state;
     static const twist odd = {.rank = -1, .world = 0x22};
     trainer t = {0};
     fanin_error error;
@@ -299,7 +294,6 @@ static void test_world_id(void **state)
 
 static void test_rank_twice(void **state)
 {
-    (void)state;
     static const twist odd = {.rank = 0};
     trainer t = {0};
     fanin_error error;
@@ -320,7 +314,6 @@ static void test_rank_twice(void **state)
 
 static void test_server_name(void **state)
 {
-    (void)state;
     static const twist odd = {.rank = -1, .name = "other_job"};
     trainer t = {0};
     fanin_error error;
@@ -341,7 +334,6 @@ static void test_server_name(void **state)
 
 static void test_hole(void **state)
 {
-    (void)state;
     trainer t = {0};
     fanin_error error;
     for (uint32_t i = 0; i < RANKS; i++) {
@@ -357,7 +349,6 @@ static void test_hole(void **state)
 
 static void test_overlap(void **state)
 {
-    (void)state;
     trainer t = {0};
     fanin_error error;
     for (uint32_t i = 0; i < RANKS; i++) {
@@ -373,7 +364,6 @@ static void test_overlap(void **state)
 
 static void test_key_absent(void **state)
 {
-    (void)state;
     trainer t = {0};
     fanin_error error;
     for (uint32_t i = 0; i < RANKS; i++) {
@@ -392,7 +382,6 @@ static void test_key_absent(void **state)
 
 static void test_metadata(void **state)
 {
-    (void)state;
     static const fanin_pair other[] = {
         {"base_model_name_or_path", "test/model"}, {"lora_alpha", "16"}, {"r", "8"}};
     trainer t = {0};
@@ -430,7 +419,6 @@ static void put_typed(trainer *t, uint32_t slot, fanin_dtype dtype, uint64_t row
 
 static void test_tensors_differ(void **state)
 {
-    (void)state;
     fanin_error error;
     trainer t = {0};
     for (uint32_t i = 0; i < RANKS; i++) {
@@ -459,7 +447,6 @@ static void test_tensors_differ(void **state)
 
 static void test_wrong_wishes(void **state)
 {
-    (void)state;
     trainer t = {0};
     fanin_error error;
     start_good(&t);
@@ -489,7 +476,6 @@ static void test_wrong_wishes(void **state)
 
 static void test_steps(void **state)
 {
-    (void)state;
     trainer t = {0};
     fanin_error error;
     start_good(&t);
@@ -549,7 +535,6 @@ static fanin_status pull_directory(const trainer *t, const char *directory,
 
 static void test_directory_unwritable(void **state)
 {
-    (void)state;
     trainer t = {0};
     fanin_error error;
     char scratch[64], path[128];
@@ -577,7 +562,6 @@ static void test_directory_unwritable(void **state)
 
 static void test_directory_occupied(void **state)
 {
-    (void)state;
     trainer t = {0};
     fanin_error error;
     char scratch[64], path[128], file[160];
@@ -613,7 +597,6 @@ static void test_directory_occupied(void **state)
 
 static void test_port_in_use(void **state)
 {
-    (void)state;
     trainer t = {0};
     start_rank(&t, 0, NULL);
     fanin_error error = FANIN_ERROR_INIT;

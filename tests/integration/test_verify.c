@@ -52,13 +52,11 @@ static void pull_every_cut(fanin_path path)
 
 static void stream_is_verified(void **state)
 {
-    (void)state;
     pull_every_cut(FANIN_PATH_STREAM);
 }
 
 static void cma_is_verified(void **state)
 {
-    (void)state;
     if (!world_has_cma())
         skip();
     pull_every_cut(FANIN_PATH_CMA);
@@ -75,7 +73,6 @@ static void set_scene(verify_scene *s, void (*trigger)(void *))
 
 static void conversions_are_verified(void **state)
 {
-    (void)state;
     static const fanin_dtype dtypes[] = {0, FANIN_DTYPE_BF16, FANIN_DTYPE_F16};
     static uint8_t landed[SCENE_BYTES];
     verify_scene s;
@@ -95,7 +92,6 @@ static void conversions_are_verified(void **state)
 
 static void unequal_bytes_are_named(void **state)
 {
-    (void)state;
     static float landed[SCENE_FLOATS];
     for (int i = 0; i < 2; i++) {
         verify_scene s;
@@ -112,7 +108,6 @@ static void unequal_bytes_are_named(void **state)
 
 static void an_update_is_only_stale(void **state)
 {
-    (void)state;
     static float landed[SCENE_FLOATS];
     verify_scene s;
     fanin_error error = FANIN_ERROR_INIT;
@@ -175,7 +170,6 @@ static bool says_verified(const char *directory)
 
 static void directories_say_what_was_done(void **state)
 {
-    (void)state;
     char scratch[64], directory[96];
     verify_scene s;
     make_scratch(scratch);
@@ -196,7 +190,6 @@ static void directories_say_what_was_done(void **state)
 /* Nothing of it is left, and the directory of an earlier step is as it was. */
 static void unequal_directories_are_not_published(void **state)
 {
-    (void)state;
     char scratch[64], older[96], newer[96], file[128];
     struct stat before[3], after;
     fanin_error error = FANIN_ERROR_INIT;

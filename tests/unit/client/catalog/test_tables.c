@@ -89,7 +89,6 @@ static bool answer(stub_talk *t, const frame *f, body *in)
 static int set_up(void **state)
 {
     fanin_client_config config;
-    (void)state;
     memset(&odd, 0, sizeof(odd));
     memset(&s, 0, sizeof(s));
     fanin_client_config_init(&config, sizeof(config));
@@ -107,7 +106,6 @@ static int set_up(void **state)
 
 static int tear_down(void **state)
 {
-    (void)state;
     stub_world_stop(&s.world);
     return 0;
 }
@@ -170,7 +168,6 @@ static void assert_says(const char *words)
 
 static void keys_come_from_one_boxes_from_all(void **state)
 {
-    (void)state;
     assert_ok(sync_now(), s.error);
     assert_whole();
     assert_asked(MSG_KEYS, 1, 0);
@@ -179,7 +176,6 @@ static void keys_come_from_one_boxes_from_all(void **state)
 
 static void what_is_known_is_not_asked_again(void **state)
 {
-    (void)state;
     assert_ok(sync_now(), s.error);
     stub_rank_commit(&s.world.ranks[1], 2); /* another step of the same tensors */
     assert_ok(sync_now(), s.error);
@@ -190,7 +186,6 @@ static void what_is_known_is_not_asked_again(void **state)
 
 static void one_that_changed_is_asked(void **state)
 {
-    (void)state;
     assert_ok(sync_now(), s.error);
     s.world.ranks[1].version++;
     assert_ok(sync_now(), s.error);
@@ -201,7 +196,6 @@ static void one_that_changed_is_asked(void **state)
 
 static void a_new_life_is_asked(void **state)
 {
-    (void)state;
     assert_ok(sync_now(), s.error);
     stub_rank_hang_up(&s.world.ranks[0]);
     stub_world_settle(&s.world);
@@ -214,7 +208,6 @@ static void a_new_life_is_asked(void **state)
 
 static void other_keys_are_another_catalog(void **state)
 {
-    (void)state;
     assert_ok(sync_now(), s.error);
     for (uint32_t i = 0; i < RANKS; i++)
         stub_rank_put(&s.world.ranks[i], i, RANKS, 3 * PART);
@@ -226,7 +219,6 @@ static void other_keys_are_another_catalog(void **state)
 
 static void who_is_not_used_is_not_asked(void **state)
 {
-    (void)state;
     s.use[0] = false;
     assert_ok(sync_now(), s.error);
     assert_asked(MSG_KEYS, 0, 1);
@@ -241,7 +233,6 @@ static void who_is_not_used_is_not_asked(void **state)
 
 static void what_is_forgotten_is_asked_again(void **state)
 {
-    (void)state;
     assert_ok(sync_now(), s.error);
     tables_forget(s.world.client, s.run);
     assert_null(s.run->keys);
@@ -263,7 +254,6 @@ typedef struct odd_case {
 
 static void may_come_in_pieces(void **state)
 {
-    (void)state;
     s.use[0] = false; /* keys come from rank 1, too */
     for (message_type of = MSG_KEYS; of <= MSG_BOXES; of += MSG_BOXES - MSG_KEYS) {
         odd.of = of;
@@ -279,7 +269,6 @@ static void may_come_in_pieces(void **state)
 /* Whatever comes, it is the rank's error, and the next attempt begins anew. */
 static void what_is_not_a_table_is_refused(void **state)
 {
-    (void)state;
     static const odd_case cases[] = {
         {IS_STALE, FANIN_ERR_STALE, "it has changed"},
         {IS_ANOTHER, FANIN_ERR_PROTOCOL, "does not fit the request"},
@@ -310,7 +299,6 @@ static void what_is_not_a_table_is_refused(void **state)
 
 static void a_table_must_be_right(void **state)
 {
-    (void)state;
     stub_rank *r = &s.world.ranks[1];
     buffer_clear(&r->boxes);
     buffer_append(&r->boxes, "nonsense", 8);
@@ -325,7 +313,6 @@ static void a_table_must_be_right(void **state)
 
 static void keys_must_be_the_announced_ones(void **state)
 {
-    (void)state;
     s.use[0] = false;
     assert_ok(sync_now(), s.error);
     s.announced[1].keys.bytes[3] ^= 1;
@@ -338,7 +325,6 @@ static void keys_must_be_the_announced_ones(void **state)
 /* Ranks whose key tables differ: in what. */
 static void differences_are_told(void **state)
 {
-    (void)state;
     static const key_entry t = {.name = "t",
                                 .dtype = FANIN_DTYPE_U8,
                                 .n_dims = 1,
@@ -376,7 +362,6 @@ static void cancel(void *client)
 
 static void fetching_can_be_cancelled(void **state)
 {
-    (void)state;
     odd.of = MSG_BOXES;
     odd.act = IS_NOTHING;
     stub_time_at_ms(CALL_MS / 2, cancel, s.world.client);
@@ -390,7 +375,6 @@ static void fetching_can_be_cancelled(void **state)
 
 static void regions_are_of_a_path(void **state)
 {
-    (void)state;
     assert_ok(sync_now(), s.error);
     assert_ok(sync_regions(FANIN_PATH_CMA, s.refused), s.error);
     assert_asked(MSG_REGIONS, 1, 1);
@@ -412,7 +396,6 @@ static void regions_are_of_a_path(void **state)
 /* Which concerns nobody else; that the publication is away concerns all. */
 static void a_rank_may_refuse_its_regions(void **state)
 {
-    (void)state;
     assert_ok(sync_now(), s.error);
     odd.of = MSG_REGIONS;
     odd.act = IS_REFUSED;
@@ -434,7 +417,6 @@ static void a_rank_may_refuse_its_regions(void **state)
 
 static void boxes_lie_in_regions(void **state)
 {
-    (void)state;
     assert_ok(sync_now(), s.error);
     buffer_clear(&s.world.ranks[1].regions);
     region_table_encode(&s.world.ranks[1].regions, NULL, 0);

@@ -62,7 +62,6 @@ static void start(size_t ranks, uint32_t parts)
 
 static int tear_down(void **state)
 {
-    (void)state;
     stub_world_stop(&s.world);
     return 0;
 }
@@ -116,7 +115,6 @@ static void hang_up(void *rank)
 
 static void all_at_one_step_agree_at_once(void **state)
 {
-    (void)state;
     start(3, 3);
     assert_ok(ask_for_newest(), s.error);
     assert_agreed(7, 3);
@@ -128,7 +126,6 @@ static void all_at_one_step_agree_at_once(void **state)
 
 static void a_step_to_come_is_waited_for(void **state)
 {
-    (void)state;
     static const fanin_step_rule rules[] = {FANIN_STEP_EXACT, FANIN_STEP_AT_LEAST};
     start(2, 2);
     for (size_t i = 0; i < 2; i++) {
@@ -145,7 +142,6 @@ static void a_step_to_come_is_waited_for(void **state)
 
 static void a_step_that_has_passed_does_not_come_again(void **state)
 {
-    (void)state;
     start(2, 2);
     assert_int_equal(ask_for(FANIN_STEP_EXACT, 2, NULL), FANIN_ERR_SUPERSEDED);
     assert_says("step 2 of lora:0 has passed: the trainer is at step 3");
@@ -156,7 +152,6 @@ static void a_step_that_has_passed_does_not_come_again(void **state)
 /* Who is behind the furthest rank is asked again, for that rank's step. */
 static void the_furthest_rank_is_the_target(void **state)
 {
-    (void)state;
     start(3, 3);
     stub_rank_commit(&s.world.ranks[1], 4);
     stub_time_at_ms(10, commit_4, &s.world.ranks[0]);
@@ -171,7 +166,6 @@ static void the_furthest_rank_is_the_target(void **state)
 
 static void a_step_before_the_one_asked_for_is_no_answer(void **state)
 {
-    (void)state;
     start(2, 2);
     odd.rank = &s.world.ranks[1];
     odd.less = 1;
@@ -182,7 +176,6 @@ static void a_step_before_the_one_asked_for_is_no_answer(void **state)
 
 static void who_does_not_publish_it_says_so(void **state)
 {
-    (void)state;
     start(2, 2);
     odd.rank = &s.world.ranks[1];
     odd.error = FANIN_ERR_NOT_FOUND;
@@ -197,7 +190,6 @@ static void who_does_not_publish_it_says_so(void **state)
 /* Ranks 0 and 2 hold the same, and so do 1 and 3. */
 static void replicas_that_lag_are_done_without(void **state)
 {
-    (void)state;
     start(4, 2);
     stub_rank_commit(&s.world.ranks[0], 4);
     stub_rank_commit(&s.world.ranks[3], 4);
@@ -214,7 +206,6 @@ static void replicas_that_lag_are_done_without(void **state)
 
 static void who_holds_what_nobody_else_has_is_waited_for(void **state)
 {
-    (void)state;
     start(4, 2);
     stub_rank_commit(&s.world.ranks[0], 4);
     stub_rank_commit(&s.world.ranks[2], 4);
@@ -226,7 +217,6 @@ static void who_holds_what_nobody_else_has_is_waited_for(void **state)
 
 static void paused_replicas_are_done_without(void **state)
 {
-    (void)state;
     start(4, 2);
     s.world.ranks[1].state = WIRE_STATE_PAUSED;
     assert_ok(ask_for_newest(), s.error);
@@ -239,7 +229,6 @@ static void paused_replicas_are_done_without(void **state)
 
 static void lost_replicas_are_done_without(void **state)
 {
-    (void)state;
     start(4, 2);
     odd.rank = &s.world.ranks[2];
     odd.hangs_up = true;
@@ -250,7 +239,6 @@ static void lost_replicas_are_done_without(void **state)
 /* What it announced is not waited for any more. */
 static void a_lost_rank_sets_no_target(void **state)
 {
-    (void)state;
     start(4, 2);
     stub_rank_commit(&s.world.ranks[3], 4);
     stub_time_at_ms(GRACE_MS / 2, hang_up, &s.world.ranks[3]);
@@ -285,7 +273,6 @@ static fanin_status without(void *cookie, const bool *use, bool *vain,
 
 static void a_wait_in_vain_ends(void **state)
 {
-    (void)state;
     judge j = {.in_vain = true};
     agree_need need = {.without = without, .cookie = &j};
     start(2, 2);
@@ -299,7 +286,6 @@ static void a_wait_in_vain_ends(void **state)
 
 static void one_that_is_not_goes_on(void **state)
 {
-    (void)state;
     judge j = {.in_vain = false};
     agree_need need = {.without = without, .cookie = &j};
     start(3, 1);
@@ -313,7 +299,6 @@ static void one_that_is_not_goes_on(void **state)
 
 static void nobody_is_left(void **state)
 {
-    (void)state;
     start(2, 2);
     stub_time_at_ms(100, hang_up, &s.world.ranks[0]);
     stub_time_at_ms(200, hang_up, &s.world.ranks[1]);
@@ -326,7 +311,6 @@ static void nobody_is_left(void **state)
 
 static void time_is_up(void **state)
 {
-    (void)state;
     start(3, 3);
     stub_rank_commit(&s.world.ranks[0], 5);
     stub_rank_commit(&s.world.ranks[2], 4);
@@ -338,7 +322,6 @@ static void time_is_up(void **state)
 /* A rank says so a little before: time enough to ask where all are. */
 static void a_ranks_time_is_up(void **state)
 {
-    (void)state;
     start(3, 3);
     for (size_t i = 0; i < 3; i++)
         s.world.ranks[i].impatient = true;
@@ -359,7 +342,6 @@ static void cancel(void *client)
 
 static void a_wait_can_be_cancelled(void **state)
 {
-    (void)state;
     start(2, 2);
     stub_time_at_ms(300, cancel, s.world.client);
     assert_int_equal(ask_for(FANIN_STEP_EXACT, 4, NULL), FANIN_ERR_CANCELLED);
@@ -375,7 +357,6 @@ static void a_wait_can_be_cancelled(void **state)
 
 static void enough_is_what_holds_everything(void **state)
 {
-    (void)state;
     static const struct {
         bool use[4];
         bool enough;
@@ -401,7 +382,6 @@ static void enough_is_what_holds_everything(void **state)
 /* Of two that are gone the one without which the others do not do. */
 static void the_culprit_is_who_is_needed(void **state)
 {
-    (void)state;
     const bool use[] = {true, false, false, false};
     start(4, 2);
     assert_ok(ask_for_newest(), s.error);
