@@ -5,7 +5,7 @@
 #include "core/wake.h"
 #include "digest.h"
 #include "error_set.h"
-#include "host_id.h"
+#include "host.h"
 #include "shards/registration.h"
 #include "stream/data_thread.h"
 #include "thread.h"

@@ -171,13 +171,6 @@ bool device_sink_destroy(device_sink **sink)
     return true;
 }
 
-int device_sink_device(const device_sink *sink, const void *to)
-{
-    const memory_range *r =
-        sink ? memory_range_find(sink->ranges, sink->n_ranges, to) : NULL;
-    return r ? r->device : -1;
-}
-
 void device_sink_fail(device_sink *sink, const fanin_error *error)
 {
     if (sink->failed)

@@ -10,6 +10,13 @@
 /* Of pieces in a chunk, whatever the views: what a copy kernel moves at once. */
 #define ALIGNMENT 16
 
+int device_sink_device(const device_sink *sink, const void *to)
+{
+    const memory_range *r =
+        sink ? memory_range_find(sink->ranges, sink->n_ranges, to) : NULL;
+    return r ? r->device : -1;
+}
+
 /* ------------------------------------------------------------------- items */
 
 /* Entries that a piece becomes, or a few more. */

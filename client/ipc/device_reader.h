@@ -10,7 +10,7 @@
 #define DEVICE_READER_H
 
 #include "ipc/device_plan.h"
-#include "plan/landed.h"
+#include "plan/plan.h"
 
 /** What a reader needs; one attempt. Everything outlives the reader. */
 typedef struct device_reading {

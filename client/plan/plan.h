@@ -129,4 +129,17 @@ fanin_status plan_spans_build(const plan *plan, const key_table *keys,
                               work_stop *stop, plan_spans **out, fanin_error *error);
 void plan_spans_free(plan_spans **spans);
 
+/* ------------------------------- telling a destination (plan_cut.c) ---- */
+
+/** So many bytes at @p to (as in pieces, without the base) are about to be written; anything but
+    FANIN_OK: they must not be. Called in the pulling thread. */
+typedef fanin_status (*need_fn)(void *cookie, uint64_t to, uint64_t length,
+                                fanin_error *error);
+/** So many bytes at @p to are in place. Likewise. */
+typedef void (*landed_fn)(void *cookie, uint64_t to, uint64_t length);
+
+/** Tells of every byte of a view whose first one is at @p to; neighbouring runs are told as
+    one, so that tiny runs cost few calls. */
+void landed_view(landed_fn landed, void *cookie, const strided *view, uint64_t to);
+
 #endif

@@ -96,11 +96,6 @@ static bool add_chunks(cover *c, const key_entry *e)
     return true;
 }
 
-fanin_status plan_broken_off(const work_stop *stop, fanin_error *error)
-{
-    return work_broken_off(stop, "plan", "the plan was made", error);
-}
-
 static fanin_status cover_key(cover *c, uint32_t key, fanin_error *error)
 {
     const key_entry *e = &c->keys->entries[key];

@@ -163,7 +163,10 @@ typedef struct cover {
 fanin_status cover_build(cover *c, const key_table *keys, const plan_source *sources,
                          size_t n_sources, work_stop *stop, fanin_error *error);
 /** Why a step did not succeed: FANIN_ERR_TIMEOUT if the work was stopped, else FANIN_ERR_MEMORY. */
-fanin_status plan_broken_off(const work_stop *stop, fanin_error *error);
+static inline fanin_status plan_broken_off(const work_stop *stop, fanin_error *error)
+{
+    return work_broken_off(stop, "plan", "the plan was made", error);
+}
 void cover_free(cover *c);
 
 /** Block of unique @p u. */

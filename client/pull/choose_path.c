@@ -2,7 +2,7 @@
 #include "pull/choose_path.h"
 
 #include "error_set.h"
-#include "host_id.h"
+#include "host.h"
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>

@@ -9,7 +9,7 @@
 
 #include "catalog/tables.h"
 #include "device/device_sink.h"
-#include "plan/landed.h"
+#include "plan/plan.h"
 #include "stream/seal_checks.h"
 
 /** One rank's reading in one attempt. */

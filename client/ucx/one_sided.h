@@ -10,7 +10,7 @@
 #include "catalog/tables.h"
 #include "device/device_sink.h"
 #include "array.h"
-#include "plan/landed.h"
+#include "plan/plan.h"
 
 #define SPAN_MAX ((uint64_t)512 << 10) /**< bytes of one get, and of one staging slot */
 

@@ -1,6 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-#include "host_id.h"
+/* What this process and its host are, and whether they fit another one. */
+#include "host.h"
 
+#include "ucx.h"
+#include <dlfcn.h>
 #include <fcntl.h>
 #include <stdbool.h>
 #include <stdint.h>
@@ -50,4 +53,30 @@ void host_id(char out[HOST_ID_SIZE])
         namespace_number("/proc/self/ns/ipc", &ipc_space))
         snprintf(out, HOST_ID_SIZE, "%s-%lx-%lx", boot, pid_space & UINT32_MAX,
                  ipc_space & UINT32_MAX);
+}
+
+/* Length of "major.minor", 0 if the text has no such beginning. */
+static size_t minor_end(const char *version)
+{
+    const size_t major = strspn(version, "0123456789");
+    if (major == 0 || version[major] != '.')
+        return 0;
+    const size_t minor = strspn(version + major + 1, "0123456789");
+    return minor == 0 ? 0 : major + 1 + minor;
+}
+
+bool ucx_versions_match(const char *a, const char *b)
+{
+    if (!a || !b)
+        return false;
+    const size_t length = minor_end(a);
+    return length > 0 && length == minor_end(b) && memcmp(a, b, length) == 0;
+}
+
+void pin_own_library(void)
+{
+    static const char here;
+    Dl_info info;
+    if (dladdr(&here, &info) && info.dli_fname)
+        (void)dlopen(info.dli_fname, RTLD_LAZY | RTLD_NOLOAD | RTLD_NODELETE);
 }

@@ -2,7 +2,7 @@
 #include "lookup.h"
 
 #include "error_set.h"
-#include "pin.h"
+#include "host.h"
 #include <errno.h>
 #include <netdb.h>
 #include <pthread.h>

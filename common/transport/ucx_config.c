@@ -1,4 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
+#include "topology.h"
 #include "ucx_internal.h"
 #include <stdio.h>
 #include <stdlib.h>
@@ -58,6 +59,13 @@ static const setting global_settings[] = {
     {"MEMTYPE_CACHE", "n", EVERYBODY, 0, false},
 };
 
+fanin_status ucx_error(const ucx *u, fanin_error *error, fanin_status status,
+                       ucs_status_t ucs, const char *remedy, const char *what)
+{
+    const error_place place = {.remedy = remedy, .ucx_status = ucs};
+    return error_set(error, status, &place, "%s: %s", what, u->ucs_status_string(ucs));
+}
+
 static bool is_in_environment(const char *key)
 {
     char name[64];
@@ -92,6 +100,35 @@ static fanin_status apply_all(const ucx *u, ucp_config_t *config, ucx_role role,
         if (list[i].roles & (1u << role))
             status = apply(u, config, &list[i], log, error);
     return status;
+}
+
+/* RDMA ports have a colon; the list may name network interfaces too. */
+static bool first_port_of(const char *list, char name[UCX_DEVICE_NAME])
+{
+    while (list && *list) {
+        const size_t length = strcspn(list, ",");
+        if (list[0] != '^' && memchr(list, ':', length) && length < UCX_DEVICE_NAME) {
+            memcpy(name, list, length);
+            name[length] = '\0';
+            return true;
+        }
+        list += length + (list[length] == ',');
+    }
+    return false;
+}
+
+bool ucx_device_choose(const char *sysfs, const char *wanted, const char *gpu,
+                       char name[UCX_DEVICE_NAME])
+{
+    if (first_port_of(wanted, name))
+        return true;
+    topology *t;
+    if (topology_read(sysfs, &t, NULL) != FANIN_OK)
+        return false;
+    const topology_gpu *near = gpu ? topology_gpu_at(t, gpu) : NULL;
+    const bool found = topology_choose_port(t, near ? &near->place : NULL, name);
+    topology_free(&t);
+    return found;
 }
 
 /* Lanes for different purposes must not lie on different devices either. */

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-#include "pin.h"
+#include "host.h"
 #include "ucx_internal.h"
 #include <dlfcn.h>
 #include <limits.h>

@@ -9,13 +9,6 @@
 #include <string.h>
 #include <sys/resource.h>
 
-fanin_status ucx_error(const ucx *u, fanin_error *error, fanin_status status,
-                       ucs_status_t ucs, const char *remedy, const char *what)
-{
-    const error_place place = {.remedy = remedy, .ucx_status = ucs};
-    return error_set(error, status, &place, "%s: %s", what, u->ucs_status_string(ucs));
-}
-
 static fanin_status open_context(ucx_worker *w, ucx_role role, uint64_t features,
                                  const char *gpu, fanin_error *error)
 {

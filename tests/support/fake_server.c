@@ -2,7 +2,7 @@
 #include "fake_server.h"
 
 #include "catalog.h"
-#include "host_id.h"
+#include "host.h"
 #include "messages.h"
 #include "pack.h"
 #include "testing.h"

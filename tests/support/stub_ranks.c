@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "stub_ranks.h"
 
-#include "host_id.h"
+#include "host.h"
 #include "seal.h"
 #include "testing.h"
 #include <errno.h>

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-#include "host_id.h"
+#include "host.h"
 #include "socket.h"
 #include "testing.h"
 
