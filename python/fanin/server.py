@@ -242,7 +242,7 @@ class Server(ClosableHandle):
         :raises RequestError: a shard is wrong (overlapping boxes, a box outside of the shape, a
             name twice); ``FANIN_ERR_EXISTS``: a name is there already.
         :raises PullTimeoutError: a snapshot's copy of the shards has not ended for 60 s.
-        :raises ConnectionFailedError: a limit: keys, boxes, locked memory.
+        :raises ConnectionFailedError: a limit: tensors, boxes, publications and their names.
         :raises PeerError: CUDA memory, and no CUDA in this process or build.
         :raises HostError: no memory.
         """
