@@ -357,8 +357,9 @@ typedef struct fanin_result_info {
     uint64_t verify_ns; /**< comparing them */
 } fanin_result_info;
 
-/** Fills @p info up to its struct_size. */
+/** Fills @p info up to its struct_size; NULL as a result: with zeros. Does not block. */
 FANIN_API void fanin_result_get(const fanin_result *result, fanin_result_info *info);
+/** Frees, also after the client; *@p result becomes NULL. NULL and *result == NULL are fine. */
 FANIN_API void fanin_result_free(fanin_result **result);
 
 /* -------------------------------------------------------------- catalogs */
