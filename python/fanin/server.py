@@ -325,7 +325,8 @@ class Server(ClosableHandle):
         New readers wait; running ones are waited for, at most the lease. Creates the publication.
         Of a snapshot publication readers go on, and it returns at once.
 
-        :raises StateError: another thread is in it for the same publication.
+        :raises StateError: another thread is in it for the same publication, or it is paused.
+        :raises ConnectionFailedError: a limit: publications and their names.
         """
         self._call(self._library.fanin_server_begin_update, _c_publication(run))
 
@@ -341,7 +342,8 @@ class Server(ClosableHandle):
     ) -> None:
         """Declares the publication's bytes to be those of *step* and lets readers in.
 
-        Does not wait for readers. A first commit needs no :meth:`begin_update`.
+        By reference it waits for nobody; a snapshot waits at most the lease for readers of the
+        arena that it fills. A first commit needs no :meth:`begin_update`.
 
         :param step: above the last committed one.
         :param snapshot: publish copies, which readers may read while the weights are written.
@@ -352,7 +354,8 @@ class Server(ClosableHandle):
             work that is on it now is done. None: everything is written already.
         :raises NotFoundError, RequestError: no such publication; the step is not above the last
             one; a cast without snapshot.
-        :raises StateError: no update is open; snapshot and reference mixed; with *wait*: withdrawn.
+        :raises StateError: no update is open, or the publication is paused; snapshot and reference
+            mixed; another thread's update, abort or removal came first.
         :raises PullTimeoutError: 60 s passed.
         :raises HostError: the device has failed, or no memory.
         """
@@ -435,7 +438,7 @@ class Server(ClosableHandle):
         return self._list(None)
 
     def names(self, run: Run) -> list[str]:
-        """Names of the publication's tensors on this rank. Does not block.
+        """Names of the publication's tensors on this rank. Waits for calls that change it.
 
         :raises NotFoundError: there is no such publication.
         """
