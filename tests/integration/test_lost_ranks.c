@@ -34,10 +34,48 @@ fanin_status __wrap_decode_wait_ok(body *in, msg_wait_ok *out)
     return status;
 }
 
-static void start(world *w, size_t size, world_cut cut)
+/* What a test has, and what its client said last. */
+static world w;
+static fanin_client *client;
+static fanin_error error = FANIN_ERROR_INIT;
+
+static int tear_down(void **state)
 {
-    *w = (world){.flags = FANIN_SERVER_NO_UCX};
-    world_start(w, size, cut, world_lora, world_lora_count);
+    fanin_client_destroy(&client);
+    world_stop(&w);
+    return 0;
+}
+
+static void begin(size_t size, world_cut cut, uint64_t step)
+{
+    w.flags = FANIN_SERVER_NO_UCX;
+    world_begin(&w, size, cut, step);
+}
+
+static void begin_with_client(size_t size, world_cut cut, uint64_t step)
+{
+    begin(size, cut, step);
+    client = world_client(&w, FANIN_PATH_STREAM);
+}
+
+static fanin_status pull_step(fanin_step_rule rule, uint64_t step, uint32_t timeout_ms)
+{
+    return world_pull_step(&w, client, rule, step, timeout_ms, &error);
+}
+
+static void expect_step(fanin_step_rule rule, uint64_t step, uint64_t wanted)
+{
+    assert_int_equal(world_pulled(&w, client, rule, step), wanted);
+}
+
+/* The error names one thing before the other. */
+static void assert_order(const char *first, const char *second)
+{
+    const char *one = strstr(error.message, first);
+    const char *other = strstr(error.message, second);
+    assert_non_null(one);
+    assert_non_null(other);
+    assert_true(one < other);
 }
 
 static void *kill_seven(void *cookie)
@@ -46,45 +84,36 @@ static void *kill_seven(void *cookie)
     return NULL;
 }
 
-static void assert_names_seven(const world *w, fanin_status status,
-                               const fanin_error *error)
+static void assert_gone(fanin_status status)
 {
     assert_true(status == FANIN_ERR_UNREACHABLE || status == FANIN_ERR_CLOSED);
-    assert_string_equal(error->address, w->addresses[7]);
-    assert_non_null(strstr(error->message, w->addresses[7]));
-    assert_null(strstr(error->message, "rank 0"));
+}
+
+static void assert_names_seven(fanin_status status, int32_t rank)
+{
+    assert_gone(status);
+    assert_int_equal(error.rank, rank);
+    assert_string_equal(error.address, w.addresses[7]);
+    assert_non_null(strstr(error.message, w.addresses[7]));
+    assert_null(strstr(error.message, "rank 0"));
 }
 
 /* Whether it is lost before, while or after the others begin to wait. */
 static void a_lost_rank_ends_the_wait(void **state)
 {
-    world w;
-    uint64_t got;
-    fanin_error error = FANIN_ERROR_INIT;
-    start(&w, 8, CUT_CHUNK0);
-    world_commit(&w, 1);
-    fanin_client *client = world_client(&w, FANIN_PATH_STREAM);
-    assert_ok(world_pull_step(&w, client, FANIN_STEP_NEWEST, 0, LONG_MS, &got, &error),
-              error);
+    begin_with_client(8, CUT_CHUNK0, 1);
+    expect_step(FANIN_STEP_NEWEST, 0, 1);
     pthread_t thread;
     assert_int_equal(pthread_create(&thread, NULL, kill_seven, &w), 0);
-    fanin_status status =
-        world_pull_step(&w, client, FANIN_STEP_EXACT, 2, LONG_MS, &got, &error);
+    fanin_status status = pull_step(FANIN_STEP_EXACT, 2, LONG_MS);
     pthread_join(thread, NULL);
-    assert_names_seven(&w, status, &error);
-    assert_int_equal(error.rank, 7);
-    status = world_pull_step(&w, client, FANIN_STEP_AT_LEAST, 2, LONG_MS, &got, &error);
-    assert_names_seven(&w, status, &error);
-    assert_int_equal(error.rank, 7);
+    assert_names_seven(status, 7);
+    assert_names_seven(pull_step(FANIN_STEP_AT_LEAST, 2, LONG_MS), 7);
     fanin_client_destroy(&client);
 
     /* Of a rank that never said who it is the address is told. */
     client = world_client(&w, FANIN_PATH_STREAM);
-    status = world_pull_step(&w, client, FANIN_STEP_EXACT, 2, LONG_MS, &got, &error);
-    assert_names_seven(&w, status, &error);
-    assert_int_equal(error.rank, -1);
-    fanin_client_destroy(&client);
-    world_stop(&w);
+    assert_names_seven(pull_step(FANIN_STEP_EXACT, 2, LONG_MS), -1);
 }
 
 static void *commit_three(void *cookie)
@@ -96,70 +125,39 @@ static void *commit_three(void *cookie)
 
 static void a_lost_replica_does_not(void **state)
 {
-    world w;
-    uint64_t got;
-    fanin_error error = FANIN_ERROR_INIT;
-    start(&w, 4, CUT_HSDP);
-    world_commit(&w, 1);
-    fanin_client *client = world_client(&w, FANIN_PATH_STREAM);
+    begin_with_client(4, CUT_HSDP, 1);
     world_stop_rank(&w, 3);
-    assert_int_equal(
-        world_pull_step(&w, client, FANIN_STEP_EXACT, 2, 400, &got, &error),
-        FANIN_ERR_TIMEOUT);
+    assert_int_equal(pull_step(FANIN_STEP_EXACT, 2, 400), FANIN_ERR_TIMEOUT);
     assert_int_equal(error.rank, 3); /* gone, which is worse than behind */
     assert_string_equal(error.address, w.addresses[3]);
     pthread_t thread;
     assert_int_equal(pthread_create(&thread, NULL, commit_three, &w), 0);
-    assert_ok(world_pull_step(&w, client, FANIN_STEP_EXACT, 2, LONG_MS, &got, &error),
-              error);
+    expect_step(FANIN_STEP_EXACT, 2, 2);
     pthread_join(thread, NULL);
-    assert_int_equal(got, 2);
-    fanin_client_destroy(&client);
-    world_stop(&w);
 }
 
 static void a_dead_rank_sets_no_target(void **state)
 {
-    world w;
-    uint64_t got;
-    fanin_error error = FANIN_ERROR_INIT;
-    start(&w, 4, CUT_HSDP);
-    world_commit(&w, 4);
+    begin_with_client(4, CUT_HSDP, 4);
     world_commit_rank(&w, 3, 5);
-    fanin_client *client = world_client(&w, FANIN_PATH_STREAM);
     dies.rank = 3;
     dies.step = 5;
     dies.of = &w;
-    assert_ok(world_pull_step(&w, client, FANIN_STEP_NEWEST, 0, LONG_MS, &got, &error),
-              error);
+    expect_step(FANIN_STEP_NEWEST, 0, 4);
     assert_null(dies.of);
-    assert_int_equal(got, 4);
-    fanin_client_destroy(&client);
-    world_stop(&w);
 }
 
 static void the_slowest_is_named_first(void **state)
 {
-    world w;
-    uint64_t got;
-    fanin_error error = FANIN_ERROR_INIT;
-    start(&w, 8, CUT_CHUNK0);
+    begin_with_client(8, CUT_CHUNK0, 3);
     for (size_t i = 0; i < 8; i++)
-        world_commit_rank(&w, i, i == 5 ? 3 : 4);
+        if (i != 5)
+            world_commit_rank(&w, i, 4);
     world_commit_rank(&w, 2, 5);
-    fanin_client *client = world_client(&w, FANIN_PATH_STREAM);
-    assert_int_equal(
-        world_pull_step(&w, client, FANIN_STEP_EXACT, 5, 1000, &got, &error),
-        FANIN_ERR_TIMEOUT);
+    assert_int_equal(pull_step(FANIN_STEP_EXACT, 5, 1000), FANIN_ERR_TIMEOUT);
     assert_int_equal(error.rank, 5);
     assert_string_equal(error.address, w.addresses[5]);
-    const char *first = strstr(error.message, "rank 5 at");
-    const char *others = strstr(error.message, "ranks 0-1, 3-4, 6-7 are at step 4");
-    assert_non_null(first);
-    assert_non_null(others);
-    assert_true(first < others);
-    fanin_client_destroy(&client);
-    world_stop(&w);
+    assert_order("rank 5 at", "ranks 0-1, 3-4, 6-7 are at step 4");
 }
 
 /* ------------------------------------------------------------------- silent */
@@ -179,54 +177,40 @@ static int be_silent(const char *address)
     return fd;
 }
 
-static fanin_client *connect_with(const world *w, uint32_t timeout_ms)
+static void connect_with(uint32_t timeout_ms)
 {
-    fanin_error error = FANIN_ERROR_INIT;
     fanin_client_config config;
-    fanin_client_config_init(&config, sizeof(config));
+    fanin_client_config_init(&config, sizeof config);
     config.path = FANIN_PATH_STREAM;
     config.connect_timeout_ms = LONG_MS;
-    fanin_client *client = NULL;
     assert_ok(fanin_client_create(&config, &client, &error), error);
-    assert_ok(
-        fanin_client_connect(client, w->address_list, w->size, timeout_ms, &error),
-        error);
-    return client;
+    assert_ok(fanin_client_connect(client, w.address_list, w.size, timeout_ms, &error),
+              error);
 }
 
 static void a_silent_replica_costs_no_deadline(void **state)
 {
-    world w;
-    uint64_t got;
-    fanin_error error = FANIN_ERROR_INIT;
-    start(&w, 4, CUT_HSDP);
-    world_commit(&w, 3);
+    begin(4, CUT_HSDP, 3);
     world_stop_rank(&w, 3);
     int silent = be_silent(w.addresses[3]);
-    fanin_client *client = connect_with(&w, 400);
+    connect_with(400);
+    fanin_pull_options options = world_options(FANIN_STEP_NEWEST, 0);
+    options.timeout_ms = 1500;
     for (int i = 0; i < 3; i++) {
-        assert_ok(world_pull_step(&w, client, FANIN_STEP_NEWEST, 0, 1500, &got, &error),
-                  error);
-        assert_int_equal(got, 3);
+        fanin_result_info info;
+        assert_ok(world_pull(&w, client, &options, &info, &error), error);
+        assert_int_equal(info.step, 3);
     }
     close(silent);
-    fanin_client_destroy(&client);
-    world_stop(&w);
 }
 
 static void a_silent_rank_is_told_by_its_address(void **state)
 {
-    world w;
-    uint64_t got;
-    fanin_error error = FANIN_ERROR_INIT;
-    start(&w, 4, CUT_CHUNK0);
-    world_commit(&w, 3);
+    begin(4, CUT_CHUNK0, 3);
     world_stop_rank(&w, 2);
     int silent = be_silent(w.addresses[2]);
-    fanin_client *client = connect_with(&w, 200);
-    assert_int_equal(
-        world_pull_step(&w, client, FANIN_STEP_NEWEST, 0, 400, &got, &error),
-        FANIN_ERR_UNREACHABLE);
+    connect_with(200);
+    assert_int_equal(pull_step(FANIN_STEP_NEWEST, 0, 400), FANIN_ERR_UNREACHABLE);
     assert_int_equal(error.rank, -1);
     assert_non_null(strstr(error.message, "accepted but did not answer in time"));
     assert_null(strstr(error.message, "have not said where they are"));
@@ -236,42 +220,25 @@ static void a_silent_rank_is_told_by_its_address(void **state)
     close(silent);
     world_restart_rank(&w, 2);
     world_commit_rank(&w, 2, 3);
-    assert_ok(world_pull_step(&w, client, FANIN_STEP_NEWEST, 0, LONG_MS, &got, &error),
-              error);
-    fanin_client_destroy(&client);
-    world_stop(&w);
+    expect_step(FANIN_STEP_NEWEST, 0, 3);
 }
 
 /* Three are gone, and one of them has a replica that is there: it is not to blame. */
 static void a_lost_replica_is_not_to_blame(void **state)
 {
     static const size_t lost[] = {0, 1, 3};
-    world w;
     uint64_t got;
-    fanin_error error = FANIN_ERROR_INIT;
-    start(&w, 4, CUT_HSDP); /* ranks 0 and 2 hold one half, 1 and 3 the other */
-    world_commit(&w, 1);
-    fanin_client *client = world_client(&w, FANIN_PATH_STREAM);
-    assert_ok(world_pull_step(&w, client, FANIN_STEP_NEWEST, 0, LONG_MS, &got, &error),
-              error);
+    begin_with_client(4, CUT_HSDP,
+                      1); /* ranks 0 and 2 hold one half, 1 and 3 another */
+    expect_step(FANIN_STEP_NEWEST, 0, 1);
     for (size_t i = 0; i < 3; i++)
         world_stop_rank(&w, lost[i]);
-    fanin_status status =
-        world_pull_step(&w, client, FANIN_STEP_EXACT, 1, LONG_MS, &got, &error);
-    assert_true(status == FANIN_ERR_UNREACHABLE || status == FANIN_ERR_CLOSED);
+    assert_gone(pull_step(FANIN_STEP_EXACT, 1, LONG_MS));
     assert_true(error.rank == 1 || error.rank == 3);
     assert_non_null(strstr(error.message, "no other rank holds"));
-    fanin_pull_options options;
-    fanin_pull_options_init(&options, sizeof(options));
-    options.publication = "lora:0";
-    options.rule = FANIN_STEP_EXACT;
-    options.step = 2;
-    options.timeout_ms = LONG_MS;
-    status = fanin_client_wait(client, &options, &got, &error);
-    assert_true(status == FANIN_ERR_UNREACHABLE || status == FANIN_ERR_CLOSED);
+    const fanin_pull_options options = world_options(FANIN_STEP_EXACT, 2);
+    assert_gone(fanin_client_wait(client, &options, &got, &error));
     assert_true(error.rank == 1 || error.rank == 3);
-    fanin_client_destroy(&client);
-    world_stop(&w);
 }
 
 static void hold(void *gate)
@@ -282,46 +249,37 @@ static void hold(void *gate)
 /* A rank that is connected and stops: it is asked for the step, and nothing of it comes any more. */
 static void a_rank_that_stops_is_named_first(void **state)
 {
-    world w;
-    uint64_t got;
     rank_proxy proxy;
     sem_t gate;
-    fanin_error error = FANIN_ERROR_INIT;
-    start(&w, 4, CUT_CHUNK0);
-    world_commit(&w, 3);
+    begin(4, CUT_CHUNK0, 3);
     assert_int_equal(sem_init(&gate, 0, 0), 0);
     rank_proxy_start(&proxy, fanin_server_port(w.ranks[2].server), MSG_WAIT, hold,
                      &gate);
     w.address_list[2] = proxy.address;
-    fanin_client *client = connect_with(&w, LONG_MS);
-    assert_int_equal(
-        world_pull_step(&w, client, FANIN_STEP_EXACT, 9, 400, &got, &error),
-        FANIN_ERR_TIMEOUT);
+    connect_with(LONG_MS);
+    assert_int_equal(pull_step(FANIN_STEP_EXACT, 9, 400), FANIN_ERR_TIMEOUT);
     assert_int_equal(error.rank, 2);
     assert_string_equal(error.address, proxy.address);
-    const char *silent = strstr(error.message, "has not answered, last heard of");
-    const char *others = strstr(error.message, "ranks 0-1, 3 are at step 3");
-    assert_non_null(silent);
-    assert_non_null(others);
-    assert_true(silent < others);
+    assert_order("has not answered, last heard of", "ranks 0-1, 3 are at step 3");
     sem_post(&gate);
     fanin_client_destroy(&client);
     rank_proxy_stop(&proxy);
     sem_destroy(&gate);
-    world_stop(&w);
 }
+
+#define CASE(name) cmocka_unit_test_teardown(name, tear_down)
 
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(a_lost_rank_ends_the_wait),
-        cmocka_unit_test(a_lost_replica_does_not),
-        cmocka_unit_test(a_dead_rank_sets_no_target),
-        cmocka_unit_test(the_slowest_is_named_first),
-        cmocka_unit_test(a_silent_replica_costs_no_deadline),
-        cmocka_unit_test(a_silent_rank_is_told_by_its_address),
-        cmocka_unit_test(a_rank_that_stops_is_named_first),
-        cmocka_unit_test(a_lost_replica_is_not_to_blame),
+        CASE(a_lost_rank_ends_the_wait),
+        CASE(a_lost_replica_does_not),
+        CASE(a_dead_rank_sets_no_target),
+        CASE(the_slowest_is_named_first),
+        CASE(a_silent_replica_costs_no_deadline),
+        CASE(a_silent_rank_is_told_by_its_address),
+        CASE(a_rank_that_stops_is_named_first),
+        CASE(a_lost_replica_is_not_to_blame),
     };
     return cmocka_run_group_tests_name("lost ranks", tests, NULL, NULL);
 }

@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Pulls from trainers whose memory is away for a while: what fails and how soon, which replicas
    suffice, what is served afterwards. */
-#include "clock.h"
 #include "local_world.h"
+#include "rank_proxy.h"
 #include "testing.h"
 
 #include <pthread.h>
@@ -13,50 +13,47 @@
 #include <sys/mman.h>
 
 #define RUN "lora:0"
-#define SOON_NS (UINT64_C(10) * 1000 * 1000 * 1000) /* far below any deadline here */
+#define LONG_MS 3600000 /* whoever waits for that has failed */
 
-static void pause_rank(world *w, size_t rank)
+/* What a test of a world has. */
+static world w;
+static fanin_client *client;
+
+static int tear_down(void **state)
 {
-    fanin_error error = FANIN_ERROR_INIT;
-    assert_ok(fanin_server_pause(w->ranks[rank].server, RUN, NULL, &error), error);
+    fanin_client_destroy(&client);
+    world_stop(&w);
+    return 0;
 }
 
-static void resume_rank(world *w, size_t rank)
+static void begin(size_t size, world_cut cut)
 {
-    fanin_error error = FANIN_ERROR_INIT;
-    assert_ok(fanin_server_resume(w->ranks[rank].server, RUN, &error), error);
+    world_begin(&w, size, cut, 1);
+    client = world_client(&w, FANIN_PATH_STREAM);
 }
 
-static fanin_status pull(const world *w, fanin_client *client, fanin_step_rule rule,
-                         uint64_t step, uint64_t *got, fanin_error *error)
-{
-    fanin_pull_options options;
-    fanin_result_info info;
-    fanin_pull_options_init(&options, sizeof(options));
-    options.publication = RUN;
-    options.rule = rule;
-    options.step = step;
-    options.timeout_ms = 60000;
-    fanin_status status = world_pull(w, client, &options, &info, error);
-    *got = info.step;
-    return status;
-}
-
-static void expect_step(const world *w, fanin_client *client, uint64_t step)
+static void pause_rank(size_t rank)
 {
     fanin_error error = FANIN_ERROR_INIT;
-    uint64_t got;
-    assert_ok(pull(w, client, FANIN_STEP_NEWEST, 0, &got, &error), error);
-    assert_int_equal(got, step);
+    assert_ok(fanin_server_pause(w.ranks[rank].server, RUN, NULL, &error), error);
 }
 
-static void expect_paused(const world *w, fanin_client *client, int32_t rank)
+static void resume_rank(size_t rank)
 {
     fanin_error error = FANIN_ERROR_INIT;
-    uint64_t got, began = clock_ns();
-    assert_int_equal(pull(w, client, FANIN_STEP_NEWEST, 0, &got, &error),
+    assert_ok(fanin_server_resume(w.ranks[rank].server, RUN, &error), error);
+}
+
+static void expect_step(fanin_client *by, uint64_t step)
+{
+    assert_int_equal(world_pulled(&w, by, FANIN_STEP_NEWEST, 0), step);
+}
+
+static void expect_paused(fanin_client *by, int32_t rank)
+{
+    fanin_error error = FANIN_ERROR_INIT;
+    assert_int_equal(world_pull_step(&w, by, FANIN_STEP_NEWEST, 0, LONG_MS, &error),
                      FANIN_ERR_PAUSED);
-    assert_true(clock_ns() - began < SOON_NS);
     assert_int_equal(error.status, FANIN_ERR_PAUSED);
     assert_int_equal(error.rank, rank);
     char who[32];
@@ -69,35 +66,28 @@ static void expect_paused(const world *w, fanin_client *client, int32_t rank)
 
 static void test_one_rank(void **state)
 {
-    world w = {0};
-    world_start(&w, 4, CUT_CHUNK0, world_lora, world_lora_count);
-    world_commit(&w, 1);
-    fanin_client *warm = world_client(&w, FANIN_PATH_STREAM);
+    begin(4, CUT_CHUNK0);
     fanin_client *cold = world_client(&w, FANIN_PATH_STREAM);
-    expect_step(&w, warm, 1);
-    pause_rank(&w, 3);
+    expect_step(client, 1);
+    pause_rank(3);
     memset(w.ranks[3].memory, 0xee, w.ranks[3].size);
-    expect_paused(&w, warm, 3);
-    expect_paused(&w, cold, 3);
+    expect_paused(client, 3);
+    expect_paused(cold, 3);
     world_write(&w, 3, 1);
-    resume_rank(&w, 3);
-    expect_step(&w, warm, 1);
-    expect_step(&w, cold, 1);
-    for (size_t i = 0; i < 4; i++)
-        pause_rank(&w, i);
-    expect_paused(&w, warm, 0);
-    for (size_t i = 0; i < 4; i++)
-        resume_rank(&w, i);
-    world_commit(&w, 2);
-    expect_step(&w, warm, 2);
-    fanin_client_destroy(&warm);
+    resume_rank(3);
+    expect_step(client, 1);
+    expect_step(cold, 1);
     fanin_client_destroy(&cold);
-    world_stop(&w);
+    for (size_t i = 0; i < 4; i++)
+        pause_rank(i);
+    expect_paused(client, 0);
+    for (size_t i = 0; i < 4; i++)
+        resume_rank(i);
+    world_commit(&w, 2);
+    expect_step(client, 2);
 }
 
 typedef struct waiting {
-    const world *w;
-    fanin_client *client;
     fanin_status status;
     fanin_error error;
 } waiting;
@@ -105,63 +95,78 @@ typedef struct waiting {
 static void *wait_run(void *cookie)
 {
     waiting *t = cookie;
-    uint64_t got;
-    t->status = pull(t->w, t->client, FANIN_STEP_EXACT, 5, &got, &t->error);
+    t->status = world_pull_step(&w, client, FANIN_STEP_EXACT, 5, LONG_MS, &t->error);
     return NULL;
+}
+
+static void expect_wait_ends(const waiting *t)
+{
+    assert_int_equal(t->status, FANIN_ERR_PAUSED);
+    assert_int_equal(t->error.rank, 1);
+    resume_rank(1);
 }
 
 /* For a step that is not there yet, and whose deadline is far away. */
 static void test_waiting_pull(void **state)
 {
-    world w = {0};
-    world_start(&w, 2, CUT_CHUNK0, world_lora, world_lora_count);
-    world_commit(&w, 1);
-    fanin_client *client = world_client(&w, FANIN_PATH_STREAM);
+    begin(2, CUT_CHUNK0);
     for (int round = 0; round < 20; round++) {
-        waiting t = {.w = &w, .client = client, .error = FANIN_ERROR_INIT};
+        waiting t = {.error = FANIN_ERROR_INIT};
         pthread_t thread;
-        uint64_t began = clock_ns();
         assert_int_equal(pthread_create(&thread, NULL, wait_run, &t), 0);
-        /* Later and later: before the pull asks, while it does, while it waits. */
-        deadline until = began + (uint64_t)round * 200000;
-        while (!deadline_passed(until))
-            ;
-        pause_rank(&w, 1);
+        pause_rank(1);
         pthread_join(thread, NULL);
-        assert_int_equal(t.status, FANIN_ERR_PAUSED);
-        assert_int_equal(t.error.rank, 1);
-        assert_true(clock_ns() - began < SOON_NS);
-        resume_rank(&w, 1);
+        expect_wait_ends(&t);
     }
-    expect_step(&w, client, 1);
-    fanin_client_destroy(&client);
-    world_stop(&w);
+    expect_step(client, 1);
+}
+
+static void pause_second(void *cookie)
+{
+    pause_rank(1);
+}
+
+/* The same when the rank is asked, and when it has been waited for so long that it owes a sign. */
+static void test_paused_meanwhile(void **state)
+{
+    static const message_type when[] = {MSG_WAIT, MSG_PING};
+    fanin_client_config config;
+    fanin_client_config_init(&config, sizeof config);
+    config.lost_ms = 400;
+    world_begin(&w, 2, CUT_CHUNK0, 1);
+    for (size_t i = 0; i < 2; i++) {
+        rank_proxy proxy;
+        waiting t = {.error = FANIN_ERROR_INIT};
+        rank_proxy_start(&proxy, fanin_server_port(w.ranks[1].server), when[i],
+                         pause_second, NULL);
+        w.address_list[1] = proxy.address;
+        client = world_client_with(&w, &config);
+        wait_run(&t);
+        expect_wait_ends(&t);
+        fanin_client_destroy(&client);
+        rank_proxy_stop(&proxy);
+    }
 }
 
 /* What a paused rank holds may be had from another one. */
 static void test_replicas(void **state)
 {
-    world w = {0};
-    world_start(&w, 4, CUT_HSDP, world_lora, world_lora_count);
-    world_commit(&w, 1);
-    fanin_client *client = world_client(&w, FANIN_PATH_STREAM);
-    expect_step(&w, client, 1);
+    begin(4, CUT_HSDP);
+    expect_step(client, 1);
     for (size_t i = 0; i < 4; i++) {
-        pause_rank(&w, i);
+        pause_rank(i);
         memset(w.ranks[i].memory, 0xee, w.ranks[i].size);
-        expect_step(&w, client, 1);
+        expect_step(client, 1);
         fanin_client *cold = world_client(&w, FANIN_PATH_STREAM);
-        expect_step(&w, cold, 1);
+        expect_step(cold, 1);
         fanin_client_destroy(&cold);
         world_write(&w, i, 1);
-        resume_rank(&w, i);
+        resume_rank(i);
     }
-    pause_rank(&w, 0);
-    pause_rank(&w, 2); /* its replica, or the half of another: */
-    pause_rank(&w, 1);
-    expect_paused(&w, client, 0);
-    fanin_client_destroy(&client);
-    world_stop(&w);
+    pause_rank(0);
+    pause_rank(2); /* its replica, or the half of another: */
+    pause_rank(1);
+    expect_paused(client, 0);
 }
 
 static bool see_paused(void *cookie, const fanin_publication_info *info)
@@ -175,14 +180,14 @@ static bool see_paused(void *cookie, const fanin_publication_info *info)
 }
 
 /* What the command shows, standard error included. */
-static void expect_listed(const world *w)
+static void expect_listed(void)
 {
     const char *program = getenv("NIXL_FETCH");
     char command[1024], text[8192];
     if (!program || !program[0])
         return; /* a build without it */
-    snprintf(command, sizeof command, "'%s' list %s,%s 2>&1", program, w->addresses[0],
-             w->addresses[1]);
+    snprintf(command, sizeof command, "'%s' list %s,%s 2>&1", program, w.addresses[0],
+             w.addresses[1]);
     FILE *output = popen(command, "re");
     assert_non_null(output);
     size_t size = fread(text, 1, sizeof text - 1, output);
@@ -199,26 +204,22 @@ static bool see_pair(void *cookie, const char *key, const char *value)
 
 static void test_looking(void **state)
 {
-    world w = {0};
-    world_start(&w, 2, CUT_CHUNK0, world_lora, world_lora_count);
-    world_commit(&w, 1);
-    fanin_client *client = world_client(&w, FANIN_PATH_STREAM);
+    begin(2, CUT_CHUNK0);
     fanin_error error = FANIN_ERROR_INIT;
     unsigned paused = 0;
-    pause_rank(&w, 1);
+    pause_rank(1);
     assert_ok(fanin_client_list(client, 5000, see_paused, &paused, &error), error);
     assert_int_equal(paused, 1);
-    expect_listed(&w);
+    expect_listed();
     /* The other rank has the same metadata. */
     assert_ok(fanin_client_metadata(client, RUN, 5000, see_pair, NULL, &error), error);
-    pause_rank(&w, 0);
-    assert_int_equal(fanin_client_metadata(client, RUN, 60000, see_pair, NULL, &error),
-                     FANIN_ERR_PAUSED);
-    resume_rank(&w, 0);
-    resume_rank(&w, 1);
+    pause_rank(0);
+    assert_int_equal(
+        fanin_client_metadata(client, RUN, LONG_MS, see_pair, NULL, &error),
+        FANIN_ERR_PAUSED);
+    resume_rank(0);
+    resume_rank(1);
     assert_ok(fanin_client_metadata(client, RUN, 5000, see_pair, NULL, &error), error);
-    fanin_client_destroy(&client);
-    world_stop(&w);
 }
 
 /* ----------------------------------------------- memory that comes and goes */
@@ -241,14 +242,9 @@ static uint8_t value_at(uint64_t step)
 
 static fanin_tensor tensor_at(fanin_box *box, void *memory)
 {
+    static const world_tensor shard = {"a", FANIN_DTYPE_U8, 1, {BYTES}};
     *box = (fanin_box){.extent = {BYTES}, .address = memory};
-    return (fanin_tensor){.struct_size = sizeof(fanin_tensor),
-                          .name = "a",
-                          .dtype = FANIN_DTYPE_U8,
-                          .n_dims = 1,
-                          .shape = {BYTES},
-                          .boxes = box,
-                          .n_boxes = 1};
+    return world_boxes(&shard, box, 1);
 }
 
 /* At another address than before, as far as the kernel sees fit. */
@@ -338,11 +334,9 @@ static fanin_status pull_tensor(fanin_client *client, uint8_t *into, uint64_t *s
 {
     fanin_box box;
     fanin_tensor tensor = tensor_at(&box, into);
-    fanin_pull_options options;
+    const fanin_pull_options options = world_options(FANIN_STEP_NEWEST, 0);
     fanin_result *result = NULL;
     fanin_result_info info = {.struct_size = sizeof(info)};
-    fanin_pull_options_init(&options, sizeof(options));
-    options.publication = RUN;
     fanin_status status =
         fanin_client_pull(client, &options, &tensor, 1, &result, error);
     if (status == FANIN_OK)
@@ -466,12 +460,18 @@ static void test_reader_loop(void **state)
     trainer_stop(&t);
 }
 
+#define CASE(name) cmocka_unit_test_teardown(name, tear_down)
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_one_rank),       cmocka_unit_test(test_waiting_pull),
-        cmocka_unit_test(test_replicas),       cmocka_unit_test(test_looking),
-        cmocka_unit_test(test_offload_stream), cmocka_unit_test(test_offload_cma),
+        CASE(test_one_rank),
+        CASE(test_waiting_pull),
+        CASE(test_paused_meanwhile),
+        CASE(test_replicas),
+        CASE(test_looking),
+        cmocka_unit_test(test_offload_stream),
+        cmocka_unit_test(test_offload_cma),
         cmocka_unit_test(test_reader_loop),
     };
     return cmocka_run_group_tests_name("pause", tests, NULL, NULL);

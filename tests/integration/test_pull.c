@@ -3,22 +3,44 @@
 #include "testing.h"
 #include "local_world.h"
 #include <pthread.h>
-#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
-static void pull_twice(world *w, fanin_path path)
+/* What a test has, and what its client said last. */
+static world w;
+static fanin_client *client;
+static fanin_error error = FANIN_ERROR_INIT;
+static fanin_result_info info;
+
+static int tear_down(void **state)
 {
-    fanin_error error = FANIN_ERROR_INIT;
-    fanin_result_info info;
-    fanin_client *client = world_client(w, path);
-    assert_ok(world_pull(w, client, NULL, &info, &error), error);
-    assert_int_equal(info.step, 1);
-    assert_int_equal(info.path, path);
-    world_commit(w, 5);
-    assert_ok(world_pull(w, client, NULL, &info, &error), error);
-    assert_int_equal(info.step, 5);
     fanin_client_destroy(&client);
+    world_stop(&w);
+    return 0;
+}
+
+static void begin(size_t size, world_cut cut, uint64_t step, fanin_path path)
+{
+    tear_down(NULL);
+    world_begin(&w, size, cut, step);
+    client = world_client(&w, path);
+}
+
+static void expect_pull(uint64_t step, fanin_path path)
+{
+    assert_ok(world_pull(&w, client, NULL, &info, &error), error);
+    assert_int_equal(info.step, step);
+    assert_int_equal(info.path, path);
+}
+
+static fanin_status pull_step(fanin_step_rule rule, uint64_t step, uint32_t timeout_ms)
+{
+    return world_pull_step(&w, client, rule, step, timeout_ms, &error);
+}
+
+static uint64_t pulled(fanin_step_rule rule, uint64_t step)
+{
+    return world_pulled(&w, client, rule, step);
 }
 
 static void every_cut(fanin_path path)
@@ -29,12 +51,11 @@ static void every_cut(fanin_path path)
     } cases[] = {{CUT_CHUNK0, 1},    {CUT_CHUNK0, 2}, {CUT_CHUNK0, 3}, {CUT_CHUNK0, 8},
                  {CUT_CHUNK0, 16},   {CUT_CHUNK1, 4}, {CUT_GRID, 4},   {CUT_STRIDED, 3},
                  {CUT_REPLICATE, 3}, {CUT_HSDP, 4}};
-    for (size_t i = 0; i < sizeof(cases) / sizeof(*cases); i++) {
-        world w = {0};
-        world_start(&w, cases[i].size, cases[i].cut, world_lora, world_lora_count);
-        world_commit(&w, 1);
-        pull_twice(&w, path);
-        world_stop(&w);
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        begin(cases[i].size, cases[i].cut, 1, path);
+        expect_pull(1, path);
+        world_commit(&w, 5);
+        expect_pull(5, path);
     }
 }
 
@@ -52,25 +73,17 @@ static void test_cma(void **state)
 
 static void test_stream_tcp(void **state)
 {
-    world w = {0};
-    world_start(&w, 4, CUT_CHUNK0, world_lora, world_lora_count);
-    world_commit(&w, 1);
     fanin_client_config config;
-    fanin_client_config_init(&config, sizeof(config));
+    fanin_client_config_init(&config, sizeof config);
     config.no_unix = true;
     config.streams_per_rank = 3;
     config.max_inflight = 4096; /* less than one request: one at a time */
-    fanin_client *client = world_client_with(&w, &config);
-    fanin_error error = FANIN_ERROR_INIT;
-    fanin_result_info info;
+    world_begin(&w, 4, CUT_CHUNK0, 1);
+    client = world_client_with(&w, &config);
     for (uint64_t step = 2; step < 6; step++) {
         world_commit(&w, step);
-        assert_ok(world_pull(&w, client, NULL, &info, &error), error);
-        assert_int_equal(info.step, step);
-        assert_int_equal(info.path, FANIN_PATH_STREAM);
+        expect_pull(step, FANIN_PATH_STREAM);
     }
-    fanin_client_destroy(&client);
-    world_stop(&w);
 }
 
 /* Both arenas in turn, through one client that has planned once. */
@@ -78,27 +91,20 @@ static void pull_snapshots(fanin_path path)
 {
     static const world_cut cuts[] = {CUT_CHUNK0, CUT_CHUNK1, CUT_STRIDED,
                                      CUT_REPLICATE};
-    for (size_t i = 0; i < sizeof(cuts) / sizeof(*cuts); i++) {
-        world w = {.snapshots = true};
-        fanin_error error = FANIN_ERROR_INIT;
-        fanin_result_info info;
-        world_start(&w, 3, cuts[i], world_lora, world_lora_count);
-        world_commit(&w, 1);
-        fanin_client *client = world_client(&w, path);
+    for (size_t i = 0; i < sizeof cuts / sizeof *cuts; i++) {
+        w.snapshots = true;
+        world_begin(&w, 3, cuts[i], 1);
+        client = world_client(&w, path);
         for (uint64_t step = 1; step < 6; step++) {
             if (step > 1)
                 world_commit(&w, step);
-            assert_ok(world_pull(&w, client, NULL, &info, &error), error);
-            assert_int_equal(info.step, step);
-            assert_int_equal(info.path, path);
+            expect_pull(step, path);
         }
         /* One rank is an arena ahead: it has committed twice as often. */
         world_commit_rank(&w, 0, 6);
         world_commit(&w, 7);
-        assert_ok(world_pull(&w, client, NULL, &info, &error), error);
-        assert_int_equal(info.step, 7);
-        fanin_client_destroy(&client);
-        world_stop(&w);
+        expect_pull(7, path);
+        tear_down(NULL);
     }
 }
 
@@ -117,42 +123,25 @@ static void test_snapshots_cma(void **state)
 /* auto: cma where it can be, stream with a reason where it cannot. */
 static void test_auto(void **state)
 {
-    world w = {.flags = FANIN_SERVER_NO_UCX};
-    world_start(&w, 2, CUT_CHUNK0, world_lora, world_lora_count);
-    world_commit(&w, 1);
-    fanin_client *client = world_client(&w, FANIN_PATH_AUTO);
-    fanin_error error = FANIN_ERROR_INIT;
-    fanin_result_info info;
-    assert_ok(world_pull(&w, client, NULL, &info, &error), error);
-    assert_int_equal(info.path, FANIN_PATH_STREAM);
+    w.flags = FANIN_SERVER_NO_UCX;
+    world_begin(&w, 2, CUT_CHUNK0, 1);
+    client = world_client(&w, FANIN_PATH_AUTO);
+    expect_pull(1, FANIN_PATH_STREAM);
     fanin_client_destroy(&client);
-    fanin_client_config config;
-    fanin_client_config_init(&config, sizeof(config));
-    config.path = FANIN_PATH_CMA;
-    client = world_client_with(&w, &config);
+    client = world_client(&w, FANIN_PATH_CMA);
     assert_int_equal(world_pull(&w, client, NULL, &info, &error),
                      FANIN_ERR_UNSUPPORTED);
     assert_non_null(strstr(error.message, "cma"));
-    fanin_client_destroy(&client);
-    world_stop(&w);
     if (!world_has_cma())
         return;
-    world v = {0};
-    world_start(&v, 2, CUT_CHUNK0, world_lora, world_lora_count);
-    world_commit(&v, 1);
-    client = world_client(&v, FANIN_PATH_AUTO);
-    assert_ok(world_pull(&v, client, NULL, &info, &error), error);
-    assert_int_equal(info.path, FANIN_PATH_CMA);
-    fanin_client_destroy(&client);
-    world_stop(&v);
+    begin(2, CUT_CHUNK0, 1, FANIN_PATH_AUTO);
+    expect_pull(1, FANIN_PATH_CMA);
 }
 
 /* A slice of one tensor into strided memory; nothing beside it is written. */
 static void test_slice(void **state)
 {
-    world w = {0};
-    world_start(&w, 3, CUT_CHUNK0, world_lora, world_lora_count);
-    world_commit(&w, 1);
+    world_begin(&w, 3, CUT_CHUNK0, 1);
     const world_tensor *t = &world_lora[3]; /* [5000, 3] f32 */
     enum { FIRST = 1234, ROWS = 2000 };
     uint8_t *memory = malloc(ROWS * 16);
@@ -161,21 +150,12 @@ static void test_slice(void **state)
                      .extent = {ROWS, 2},
                      .stride = {16, 4},
                      .address = memory + 4};
-    fanin_tensor tensor = {.struct_size = sizeof(tensor),
-                           .name = t->name,
-                           .dtype = t->dtype,
-                           .n_dims = 2,
-                           .shape = {5000, 3},
-                           .boxes = &box,
-                           .n_boxes = 1};
-    fanin_pull_options options;
-    fanin_pull_options_init(&options, sizeof(options));
-    options.publication = "lora:0";
-    fanin_error error = FANIN_ERROR_INIT;
+    fanin_tensor tensor = world_boxes(t, &box, 1);
+    const fanin_pull_options options = world_options(FANIN_STEP_NEWEST, 0);
     for (int path = FANIN_PATH_STREAM; path <= FANIN_PATH_CMA; path++) {
         if (path == FANIN_PATH_CMA && !world_has_cma())
             break;
-        fanin_client *client = world_client(&w, path);
+        client = world_client(&w, path);
         assert_ok(fanin_client_pull(client, &options, &tensor, 1, NULL, &error), error);
         for (uint64_t r = 0; r < ROWS; r++) {
             for (uint64_t b = 0; b < 16; b++) {
@@ -189,7 +169,6 @@ static void test_slice(void **state)
         fanin_client_destroy(&client);
     }
     free(memory);
-    world_stop(&w);
 }
 
 /* Columns of every width at which a run is scattered or received in place, beside gaps that are
@@ -204,15 +183,10 @@ static void test_columns(void **state)
     };
     static const uint64_t widths[] = {8, 255, 256, 257, 300, 511, 512, 513, 1500};
     static uint8_t memory[2][ROWS * COLUMNS];
-    world w = {0};
     world_start(&w, 3, CUT_CHUNK0, tensors, 2);
     world_commit(&w, 1);
-    fanin_error error = FANIN_ERROR_INIT;
-    fanin_pull_options options;
-    fanin_pull_options_init(&options, sizeof(options));
-    options.publication = "lora:0";
-    options.timeout_ms = 20000;
-    fanin_client *client = world_client(&w, FANIN_PATH_STREAM);
+    const fanin_pull_options options = world_options(FANIN_STEP_NEWEST, 0);
+    client = world_client(&w, FANIN_PATH_STREAM);
     for (size_t i = 0; i < sizeof(widths) / sizeof(*widths); i++) {
         uint64_t width = widths[i];
         fanin_box boxes[2] = {{.extent = {ROWS, width}, .address = memory[0]},
@@ -221,13 +195,7 @@ static void test_columns(void **state)
                                .address = memory[1]}};
         fanin_tensor wanted[2];
         for (size_t t = 0; t < 2; t++) {
-            wanted[t] = (fanin_tensor){.struct_size = sizeof(fanin_tensor),
-                                       .name = tensors[t].name,
-                                       .dtype = FANIN_DTYPE_U8,
-                                       .n_dims = 2,
-                                       .shape = {ROWS, COLUMNS},
-                                       .boxes = &boxes[t],
-                                       .n_boxes = 1};
+            wanted[t] = world_boxes(&tensors[t], &boxes[t], 1);
             memset(memory[t], 0xaa, sizeof(memory[t]));
         }
         assert_ok(fanin_client_pull(client, &options, wanted, 2, NULL, &error), error);
@@ -244,164 +212,98 @@ static void test_columns(void **state)
             assert_int_equal(memory[t][box->extent[0] * box->extent[1]], 0xaa);
         }
     }
-    fanin_client_destroy(&client);
-    world_stop(&w);
 }
 
 /* -------------------------------------------------------------- step rules */
 
 static void *commit_later(void *cookie)
 {
-    world *w = cookie;
-    world_commit(w, 8);
+    world_commit(cookie, 8);
     return NULL;
 }
 
 static void test_step_rules(void **state)
 {
-    world w = {0};
-    world_start(&w, 4, CUT_CHUNK0, world_lora, world_lora_count);
-    fanin_client *client = world_client(&w, FANIN_PATH_AUTO);
-    fanin_error error = FANIN_ERROR_INIT;
-    uint64_t got;
-    assert_int_equal(
-        world_pull_step(&w, client, FANIN_STEP_NEWEST, 0, 200, &got, &error),
-        FANIN_ERR_TIMEOUT); /* not yet published: waited for */
+    begin(4, CUT_CHUNK0, 0, FANIN_PATH_AUTO);
+    /* Not yet published: waited for. */
+    assert_int_equal(pull_step(FANIN_STEP_NEWEST, 0, 200), FANIN_ERR_TIMEOUT);
     world_commit(&w, 7);
-    assert_ok(world_pull_step(&w, client, FANIN_STEP_EXACT, 7, 9000, &got, &error),
-              error);
-    assert_int_equal(got, 7);
-    assert_int_equal(
-        world_pull_step(&w, client, FANIN_STEP_EXACT, 6, 9000, &got, &error),
-        FANIN_ERR_SUPERSEDED);
+    assert_int_equal(pulled(FANIN_STEP_EXACT, 7), 7);
+    assert_int_equal(pull_step(FANIN_STEP_EXACT, 6, 9000), FANIN_ERR_SUPERSEDED);
     assert_non_null(strstr(error.message, "step 7"));
-    assert_int_equal(
-        world_pull_step(&w, client, FANIN_STEP_AT_LEAST, 8, 300, &got, &error),
-        FANIN_ERR_TIMEOUT);
+    assert_int_equal(pull_step(FANIN_STEP_AT_LEAST, 8, 300), FANIN_ERR_TIMEOUT);
     pthread_t thread;
     assert_int_equal(pthread_create(&thread, NULL, commit_later, &w), 0);
-    assert_ok(world_pull_step(&w, client, FANIN_STEP_AT_LEAST, 8, 20000, &got, &error),
-              error);
+    assert_int_equal(pulled(FANIN_STEP_AT_LEAST, 8), 8);
     pthread_join(thread, NULL);
-    assert_int_equal(got, 8);
-    fanin_client_destroy(&client);
-    world_stop(&w);
 }
 
 /* One rank is a step ahead: the pull waits for the others, then has one step. */
 static void test_ranks_apart(void **state)
 {
-    world w = {0};
-    world_start(&w, 3, CUT_CHUNK0, world_lora, world_lora_count);
-    world_commit(&w, 1);
+    begin(3, CUT_CHUNK0, 1, FANIN_PATH_STREAM);
     world_commit_rank(&w, 1, 2);
-    fanin_client *client = world_client(&w, FANIN_PATH_STREAM);
-    fanin_error error = FANIN_ERROR_INIT;
-    uint64_t got;
-    assert_int_equal(
-        world_pull_step(&w, client, FANIN_STEP_NEWEST, 0, 300, &got, &error),
-        FANIN_ERR_TIMEOUT);
+    assert_int_equal(pull_step(FANIN_STEP_NEWEST, 0, 300), FANIN_ERR_TIMEOUT);
     assert_non_null(strstr(error.message, "ranks 0, 2 are at step 1"));
     world_commit_rank(&w, 0, 2);
     world_commit_rank(&w, 2, 2);
-    assert_ok(world_pull_step(&w, client, FANIN_STEP_NEWEST, 0, 9000, &got, &error),
-              error);
-    assert_int_equal(got, 2);
-    fanin_client_destroy(&client);
-    world_stop(&w);
+    assert_int_equal(pulled(FANIN_STEP_NEWEST, 0), 2);
 }
 
 /* Replicas: a dead rank, and one that is behind, are done without. */
 static void test_replicas(void **state)
 {
-    world w = {0};
-    world_start(&w, 4, CUT_HSDP, world_lora, world_lora_count);
-    world_commit(&w, 1);
-    fanin_client *client = world_client(&w, FANIN_PATH_AUTO);
-    fanin_error error = FANIN_ERROR_INIT;
-    uint64_t got;
-    assert_ok(world_pull_step(&w, client, FANIN_STEP_NEWEST, 0, 9000, &got, &error),
-              error);
+    begin(4, CUT_HSDP, 1, FANIN_PATH_AUTO);
+    assert_int_equal(pulled(FANIN_STEP_NEWEST, 0), 1);
     world_stop_rank(&w, 2);
-    assert_ok(world_pull_step(&w, client, FANIN_STEP_NEWEST, 0, 9000, &got, &error),
-              error);
+    assert_int_equal(pulled(FANIN_STEP_NEWEST, 0), 1);
     world_commit_rank(&w, 0, 2);
     world_commit_rank(&w, 3, 2); /* rank 1 stays at 1; 0 and 3 hold everything */
-    assert_ok(world_pull_step(&w, client, FANIN_STEP_NEWEST, 0, 9000, &got, &error),
-              error);
-    assert_int_equal(got, 2);
+    assert_int_equal(pulled(FANIN_STEP_NEWEST, 0), 2);
     world_stop_rank(&w, 0);
-    fanin_status status =
-        world_pull_step(&w, client, FANIN_STEP_NEWEST, 0, 2000, &got, &error);
-    assert_int_not_equal(status, FANIN_OK);
+    assert_int_not_equal(pull_step(FANIN_STEP_NEWEST, 0, 2000), FANIN_OK);
     world_restart_rank(&w, 0);
     world_restart_rank(&w, 2);
-    for (size_t i = 0; i < 4; i++)
-        world_commit_rank(&w, i, 9);
-    assert_ok(world_pull_step(&w, client, FANIN_STEP_NEWEST, 0, 9000, &got, &error),
-              error);
-    assert_int_equal(got, 9);
-    fanin_client_destroy(&client);
-    world_stop(&w);
+    world_commit(&w, 9);
+    assert_int_equal(pulled(FANIN_STEP_NEWEST, 0), 9);
 }
 
 /* All ranks restart with other bytes for the same steps: never the old ones, never mixed. */
 static void test_restart(void **state)
 {
-    world w = {0};
-    world_start(&w, 3, CUT_CHUNK0, world_lora, world_lora_count);
-    world_commit(&w, 4);
-    fanin_client *client = world_client(&w, FANIN_PATH_AUTO);
-    fanin_error error = FANIN_ERROR_INIT;
-    uint64_t got;
-    assert_ok(world_pull_step(&w, client, FANIN_STEP_EXACT, 4, 9000, &got, &error),
-              error);
+    begin(3, CUT_CHUNK0, 4, FANIN_PATH_AUTO);
+    assert_int_equal(pulled(FANIN_STEP_EXACT, 4), 4);
     for (size_t i = 0; i < 3; i++)
         world_stop_rank(&w, i);
-    assert_int_equal(
-        world_pull_step(&w, client, FANIN_STEP_EXACT, 4, 9000, &got, &error),
-        FANIN_ERR_UNREACHABLE);
-    memset(w.id, 0x77, sizeof(w.id));
+    assert_int_equal(pull_step(FANIN_STEP_EXACT, 4, 9000), FANIN_ERR_UNREACHABLE);
+    memset(w.id, 0x77, sizeof w.id);
     w.salt = 99;
     world_restart_rank(&w, 0);
     world_commit_rank(&w, 0, 4);
-    assert_int_not_equal(
-        world_pull_step(&w, client, FANIN_STEP_EXACT, 4, 1000, &got, &error), FANIN_OK);
+    assert_int_not_equal(pull_step(FANIN_STEP_EXACT, 4, 1000), FANIN_OK);
     for (size_t i = 1; i < 3; i++) {
         world_restart_rank(&w, i);
         world_commit_rank(&w, i, 4);
     }
-    assert_ok(world_pull_step(&w, client, FANIN_STEP_EXACT, 4, 9000, &got, &error),
-              error);
-    fanin_client_destroy(&client);
-    world_stop(&w);
+    assert_int_equal(pulled(FANIN_STEP_EXACT, 4), 4);
 }
 
 /* The catalog changes between pulls: new tensor, removed tensor, moved pointer. */
 static void test_catalog_changes(void **state)
 {
-    world w = {0};
     world_start(&w, 2, CUT_CHUNK0, world_lora, world_lora_count - 2);
     world_commit(&w, 1);
-    fanin_client *client = world_client(&w, FANIN_PATH_AUTO);
-    fanin_error error = FANIN_ERROR_INIT;
-    uint64_t got;
-    assert_ok(world_pull_step(&w, client, FANIN_STEP_NEWEST, 0, 9000, &got, &error),
-              error);
+    client = world_client(&w, FANIN_PATH_AUTO);
+    assert_int_equal(pulled(FANIN_STEP_NEWEST, 0), 1);
     for (size_t i = 0; i < 2; i++)
         assert_ok(fanin_server_remove(w.ranks[i].server, "lora:0", world_lora[2].name,
                                       &error),
                   error);
-    assert_int_equal(
-        world_pull_step(&w, client, FANIN_STEP_NEWEST, 0, 300, &got, &error),
-        FANIN_ERR_TIMEOUT); /* unreadable until the next commit */
+    /* Unreadable until the next commit. */
+    assert_int_equal(pull_step(FANIN_STEP_NEWEST, 0, 300), FANIN_ERR_TIMEOUT);
     world_commit(&w, 2);
-    assert_int_equal(
-        world_pull_step(&w, client, FANIN_STEP_NEWEST, 0, 9000, &got, &error),
-        FANIN_ERR_NOT_FOUND);
+    assert_int_equal(pull_step(FANIN_STEP_NEWEST, 0, 9000), FANIN_ERR_NOT_FOUND);
     assert_non_null(strstr(error.key, world_lora[2].name));
-    fanin_client_destroy(&client);
-    world_stop(&w);
 }
 
 /* ------------------------------------------------------------------- cancel */
@@ -431,13 +333,9 @@ static bool see_step(void *cookie, const fanin_watch_event *event)
 /* A watch speaks while nothing happens, and is refused for a run that is not there. */
 static void test_quiet_watch(void **state)
 {
-    world w = {0};
-    fanin_error error = FANIN_ERROR_INIT;
     bool seen = false;
-    world_start(&w, 3, CUT_CHUNK0, world_lora, world_lora_count);
-    world_commit(&w, 1);
+    begin(3, CUT_CHUNK0, 1, FANIN_PATH_STREAM);
     assert_ok(fanin_server_begin_update(w.ranks[2].server, "lora:0", &error), error);
-    fanin_client *client = world_client(&w, FANIN_PATH_STREAM);
     assert_ok(fanin_client_follow(client, "lora:0", 20000, see_step, 50, see_quiet,
                                   &seen, &error),
               error);
@@ -446,8 +344,6 @@ static void test_quiet_watch(void **state)
         fanin_client_watch(client, "lora:9", 20000, see_step, NULL, &error),
         FANIN_ERR_NOT_FOUND);
     assert_non_null(strstr(error.message, "lora:0"));
-    fanin_client_destroy(&client);
-    world_stop(&w);
 }
 
 static void *cancel_it(void *cookie)
@@ -458,42 +354,35 @@ static void *cancel_it(void *cookie)
 
 static void test_cancel(void **state)
 {
-    world w = {0};
-    world_start(&w, 2, CUT_CHUNK0, world_lora, world_lora_count);
-    fanin_client *client = world_client(&w, FANIN_PATH_STREAM);
-    fanin_error error = FANIN_ERROR_INIT;
-    uint64_t got;
     pthread_t thread;
+    begin(2, CUT_CHUNK0, 0, FANIN_PATH_STREAM);
     assert_int_equal(pthread_create(&thread, NULL, cancel_it, client), 0);
-    assert_int_equal(
-        world_pull_step(&w, client, FANIN_STEP_NEWEST, 0, 60000, &got, &error),
-        FANIN_ERR_CANCELLED);
+    assert_int_equal(pull_step(FANIN_STEP_NEWEST, 0, 60000), FANIN_ERR_CANCELLED);
     pthread_join(thread, NULL);
     world_commit(&w, 1);
-    assert_ok(world_pull_step(&w, client, FANIN_STEP_NEWEST, 0, 9000, &got, &error),
-              error);
-    fanin_client_destroy(&client);
-    world_stop(&w);
+    assert_int_equal(pulled(FANIN_STEP_NEWEST, 0), 1);
 }
+
+#define CASE(name) cmocka_unit_test_teardown(name, tear_down)
 
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_stream_unix),
-        cmocka_unit_test(test_stream_tcp),
-        cmocka_unit_test(test_cma),
-        cmocka_unit_test(test_auto),
-        cmocka_unit_test(test_slice),
-        cmocka_unit_test(test_columns),
-        cmocka_unit_test(test_step_rules),
-        cmocka_unit_test(test_ranks_apart),
-        cmocka_unit_test(test_replicas),
-        cmocka_unit_test(test_restart),
-        cmocka_unit_test(test_catalog_changes),
-        cmocka_unit_test(test_cancel),
-        cmocka_unit_test(test_quiet_watch),
-        cmocka_unit_test(test_snapshots_stream),
-        cmocka_unit_test(test_snapshots_cma),
+        CASE(test_stream_unix),
+        CASE(test_stream_tcp),
+        CASE(test_cma),
+        CASE(test_auto),
+        CASE(test_slice),
+        CASE(test_columns),
+        CASE(test_step_rules),
+        CASE(test_ranks_apart),
+        CASE(test_replicas),
+        CASE(test_restart),
+        CASE(test_catalog_changes),
+        CASE(test_cancel),
+        CASE(test_quiet_watch),
+        CASE(test_snapshots_stream),
+        CASE(test_snapshots_cma),
     };
     return cmocka_run_group_tests_name("pull", tests, NULL, NULL);
 }

@@ -167,6 +167,18 @@ void world_write(world *w, size_t rank, uint64_t step)
 
 /* ------------------------------------------------------------------ servers */
 
+fanin_tensor world_boxes(const world_tensor *t, fanin_box *boxes, size_t n)
+{
+    fanin_tensor tensor = {.struct_size = sizeof tensor,
+                           .name = t->name,
+                           .dtype = t->dtype,
+                           .n_dims = t->n_dims,
+                           .boxes = boxes,
+                           .n_boxes = n};
+    memcpy(tensor.shape, t->shape, sizeof tensor.shape);
+    return tensor;
+}
+
 static void put_all(world *w, size_t rank)
 {
     world_rank *r = &w->ranks[rank];
@@ -180,13 +192,7 @@ static void put_all(world *w, size_t rank)
             boxes[j].address = r->memory + used;
             used += (box_bytes(t, &boxes[j]) + 63) / 64 * 64;
         }
-        fanin_tensor tensor = {.struct_size = sizeof(tensor),
-                               .name = t->name,
-                               .dtype = t->dtype,
-                               .n_dims = t->n_dims,
-                               .boxes = boxes,
-                               .n_boxes = n};
-        memcpy(tensor.shape, t->shape, sizeof(tensor.shape));
+        fanin_tensor tensor = world_boxes(t, boxes, n);
         assert_ok(fanin_server_put(r->server, "lora:0", &tensor, 1, false, &error),
                   error);
     }
@@ -236,6 +242,13 @@ void world_start(world *w, size_t size, world_cut cut_by, const world_tensor *te
         start_rank(w, i, 0);
 }
 
+void world_begin(world *w, size_t size, world_cut cut_by, uint64_t step)
+{
+    world_start(w, size, cut_by, world_lora, world_lora_count);
+    if (step > 0)
+        world_commit(w, step);
+}
+
 void world_stop_rank(world *w, size_t rank)
 {
     fanin_server_destroy(&w->ranks[rank].server, 0);
@@ -252,9 +265,8 @@ void world_stop(world *w)
     for (size_t i = 0; i < w->size; i++) {
         world_stop_rank(w, i);
         free(w->ranks[i].memory);
-        w->ranks[i].memory = NULL;
     }
-    w->size = 0;
+    *w = (world){0};
 }
 
 void world_commit_rank(world *w, size_t rank, uint64_t step)
@@ -298,33 +310,34 @@ fanin_client *world_client(const world *w, fanin_path path)
     return world_client_with(w, &config);
 }
 
+fanin_pull_options world_options(fanin_step_rule rule, uint64_t step)
+{
+    fanin_pull_options options;
+    fanin_pull_options_init(&options, sizeof options);
+    options.publication = "lora:0";
+    options.rule = rule;
+    options.step = step;
+    options.timeout_ms = 20000;
+    return options;
+}
+
 fanin_status world_pull(const world *w, fanin_client *client,
                         const fanin_pull_options *options, fanin_result_info *info_out,
                         fanin_error *error)
 {
-    fanin_pull_options defaults;
-    fanin_pull_options_init(&defaults, sizeof(defaults));
-    defaults.publication = "lora:0";
-    defaults.timeout_ms = 20000;
+    fanin_pull_options defaults = world_options(FANIN_STEP_NEWEST, 0);
     fanin_tensor *tensors = calloc(w->n_tensors, sizeof(*tensors));
     fanin_box *boxes = calloc(w->n_tensors, sizeof(*boxes));
-    size_t n = 0;
     for (size_t i = 0; i < w->n_tensors; i++) {
         const world_tensor *t = &w->tensors[i];
         memcpy(boxes[i].extent, t->shape, sizeof(boxes[i].extent));
         boxes[i].address = malloc(world_bytes(t) + 1);
         memset(boxes[i].address, 0xcc, world_bytes(t) + 1);
-        tensors[n] = (fanin_tensor){.struct_size = sizeof(*tensors),
-                                    .name = t->name,
-                                    .dtype = t->dtype,
-                                    .n_dims = t->n_dims,
-                                    .boxes = &boxes[i],
-                                    .n_boxes = 1};
-        memcpy(tensors[n++].shape, t->shape, sizeof(tensors->shape));
+        tensors[i] = world_boxes(t, &boxes[i], 1);
     }
     fanin_result *result = NULL;
     fanin_status status = fanin_client_pull(client, options ? options : &defaults,
-                                            tensors, n, &result, error);
+                                            tensors, w->n_tensors, &result, error);
     fanin_result_info info = {.struct_size = sizeof(info)};
     if (status == FANIN_OK)
         fanin_result_get(result, &info);
@@ -345,20 +358,22 @@ fanin_status world_pull(const world *w, fanin_client *client,
     return status;
 }
 
-fanin_status world_pull_step(world *w, fanin_client *client, fanin_step_rule rule,
-                             uint64_t step, uint32_t timeout_ms, uint64_t *got,
-                             fanin_error *error)
+fanin_status world_pull_step(const world *w, fanin_client *client, fanin_step_rule rule,
+                             uint64_t step, uint32_t timeout_ms, fanin_error *error)
 {
-    fanin_pull_options options;
-    fanin_pull_options_init(&options, sizeof(options));
-    options.publication = "lora:0";
-    options.rule = rule;
-    options.step = step;
+    fanin_pull_options options = world_options(rule, step);
     options.timeout_ms = timeout_ms;
-    fanin_result_info info = {0};
-    fanin_status status = world_pull(w, client, &options, &info, error);
-    *got = info.step;
-    return status;
+    return world_pull(w, client, &options, NULL, error);
+}
+
+uint64_t world_pulled(const world *w, fanin_client *client, fanin_step_rule rule,
+                      uint64_t step)
+{
+    fanin_error error = FANIN_ERROR_INIT;
+    fanin_pull_options options = world_options(rule, step);
+    fanin_result_info info;
+    assert_ok(world_pull(w, client, &options, &info, &error), error);
+    return info.step;
 }
 
 bool world_has_cma(void)

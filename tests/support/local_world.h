@@ -57,6 +57,9 @@ extern const size_t world_lora_count;
 /** Starts @p size servers that have put everything, nothing committed. Fails the test. */
 void world_start(world *w, size_t size, world_cut cut, const world_tensor *tensors,
                  size_t n_tensors);
+/** The same of world_lora; unless @p step is 0 it is committed. */
+void world_begin(world *w, size_t size, world_cut cut, uint64_t step);
+/** Stops all; @p w is as it was before its start, of no settings. */
 void world_stop(world *w);
 /** Stops / starts again (new incarnation, same world id and, if it can, the same port) one rank. */
 void world_stop_rank(world *w, size_t rank);
@@ -74,6 +77,11 @@ uint64_t world_bytes(const world_tensor *t);
 /** Fails the test unless @p bytes are the tensor at @p step. */
 void world_check(const world *w, size_t tensor, uint64_t step, const uint8_t *bytes);
 
+/** @p t, of which these boxes are meant. */
+fanin_tensor world_boxes(const world_tensor *t, fanin_box *boxes, size_t n);
+/** Of lora:0, by this rule, in 20 s. */
+fanin_pull_options world_options(fanin_step_rule rule, uint64_t step);
+
 /** A connected client of @p path (fails the test). */
 fanin_client *world_client(const world *w, fanin_path path);
 fanin_client *world_client_with(const world *w, const fanin_client_config *config);
@@ -83,10 +91,12 @@ fanin_status world_pull(const world *w, fanin_client *client,
                         const fanin_pull_options *options, fanin_result_info *info_out,
                         fanin_error *error);
 
-/** The same by a rule; *@p got: the step. */
-fanin_status world_pull_step(world *w, fanin_client *client, fanin_step_rule rule,
-                             uint64_t step, uint32_t timeout_ms, uint64_t *got,
-                             fanin_error *error);
+/** The same by a rule. */
+fanin_status world_pull_step(const world *w, fanin_client *client, fanin_step_rule rule,
+                             uint64_t step, uint32_t timeout_ms, fanin_error *error);
+/** The same, the step it has; fails the test if it has none in 20 s. */
+uint64_t world_pulled(const world *w, fanin_client *client, fanin_step_rule rule,
+                      uint64_t step);
 
 /** Whether one-sided reads by cma can work here (UCX is there); prints why not. */
 bool world_has_cma(void);
