@@ -3,7 +3,7 @@
 
 #include "adapter/spare_file.h"
 #include "catalog/tables.h"
-#include "device/device_kit.h"
+#include "device/device_memory.h"
 #include "device/ipc_map.h"
 #include "digest.h"
 #include "error_set.h"
@@ -148,9 +148,9 @@ bool client_close_one_sided(fanin_client *client)
             peer_drop_paths(client, i);
     }
     ucx_local_destroy(&client->staging_local);
-    device_pool_unregister(client->device_pool);
+    device_memory_unregister(client->devices);
     bool drained = ucx_client_destroy(&client->one_sided);
-    drained = device_pool_close(client->device_pool, drained);
+    drained = device_memory_close(client->devices, drained);
     if (client->staging && drained)
         munmap(client->staging, STAGING_BYTES);
     client->staging = NULL;
@@ -189,12 +189,12 @@ void fanin_client_disconnect(fanin_client *client)
     spare_file_drop(&client->spare);
     tables_free_all(client);
     ipc_map_destroy(&client->ipc);
-    device_kit_destroy(&client->kit);
     for (size_t i = 0; i < client->n_peers; i++) {
         peer_drop_paths(client, i);
         connection_destroy(&client->peers[i].control);
     }
     client_close_one_sided(client);
+    device_memory_destroy(&client->devices);
     free(client->peers);
     client->peers = NULL;
     client->n_peers = 0;
@@ -210,7 +210,6 @@ void fanin_client_destroy(fanin_client **client)
     if (c->pid != getpid())
         return;
     fanin_client_disconnect(c);
-    device_pool_free(&c->device_pool);
     ucx_unload(&c->ucx);
     if (c->cancel.fd >= 0)
         close(c->cancel.fd);

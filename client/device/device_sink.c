@@ -10,9 +10,6 @@
 #include <sys/eventfd.h>
 #include <unistd.h>
 
-/* A copy of 4 MiB takes a millisecond, on a shared and busy device some more. */
-#define DRAIN_MS 30000
-
 /* ------------------------------------------------------------------ signal */
 
 static fanin_status signal_create(sink_signal **out, fanin_error *error)
@@ -200,14 +197,14 @@ static void fail_device(device_sink *s, size_t index, const fanin_error *why)
 
 static void on_event(loop_source *source, uint32_t events);
 
-bool device_sink_attach(device_sink *s, loop *l, device_pool **pool)
+bool device_sink_attach(device_sink *s, loop *l, device_memory **pool)
 {
     if (s->loop || s->failed)
         return !s->failed;
     fanin_error why = FANIN_ERROR_INIT;
     fanin_status status = FANIN_OK;
     if (!*pool)
-        *pool = device_pool_create(s->g);
+        *pool = device_memory_create(s->g);
     if (!*pool)
         status = error_set_memory(&why);
     s->pool = *pool;
@@ -278,7 +275,7 @@ sink_job *device_sink_take(device_sink *s, void *owner)
     fanin_error why = FANIN_ERROR_INIT;
     if (s->failed)
         return NULL;
-    if (device_pool_take(s->pool, &chunk, &why) != FANIN_OK)
+    if (device_memory_take(s->pool, &chunk, &why) != FANIN_OK)
         device_sink_fail(s, &why);
     if (!chunk)
         return NULL;
@@ -320,7 +317,7 @@ void sink_job_init(sink_job *job, device_sink *sink, unsigned area, void *owner)
 {
     fanin_error why = FANIN_ERROR_INIT;
     *job = (sink_job){.sink = sink, .owner = owner};
-    if (device_pool_area(sink->pool, area, &job->entries, &why) == FANIN_OK)
+    if (device_memory_area(sink->pool, area, &job->entries, &why) == FANIN_OK)
         job->max_entries = AREA_ENTRIES;
     else
         device_sink_fail(sink, &why);
@@ -382,7 +379,8 @@ static void start(device_sink *s, sink_job *job, size_t index)
         return;
     fail_device(s, index, &why);
     /* Nobody will tell when it is through. */
-    if (gpu_stream_wait(d->stream, deadline_in_ms(DRAIN_MS), &why) != FANIN_ERR_TIMEOUT)
+    if (gpu_stream_wait(d->stream, deadline_in_ms(DEVICE_DRAIN_MS), &why) !=
+        FANIN_ERR_TIMEOUT)
         set_running(job, -1);
 }
 
@@ -536,7 +534,7 @@ bool device_sink_recall(device_sink *s, const void *owner)
         else
             link = &(*link)->later;
     }
-    deadline at = deadline_in_ms(DRAIN_MS);
+    deadline at = deadline_in_ms(DEVICE_DRAIN_MS);
     while (!s->stuck) {
         for (sink_job *job; (job = next_finished(s, owner));)
             discard(job);
@@ -549,7 +547,7 @@ bool device_sink_recall(device_sink *s, const void *owner)
             s->stuck = deadline_passed(at);
     }
     if (s->stuck && is_active(s, owner)) {
-        device_pool_abandon(s->pool);
+        device_memory_abandon(s->pool);
         return false;
     }
     poke(s->signal); /* for what came here and is others' */

@@ -12,7 +12,7 @@
 #define DEVICE_SINK_H
 
 #include "block.h"
-#include "device/device_pool.h"
+#include "device/device_memory.h"
 #include "gpu.h"
 #include "array.h"
 #include "net/loop.h"
@@ -40,7 +40,7 @@ bool device_sink_failed(const device_sink *sink, fanin_error *error);
 
 /** Streams, a place in @p l and the client's pinned memory (*pool is made if need be); only the
     first call does something. False: device_sink_failed(). */
-bool device_sink_attach(device_sink *sink, loop *l, device_pool **pool);
+bool device_sink_attach(device_sink *sink, loop *l, device_memory **pool);
 /** Whether the work that everything has to come after is done: others than the sink (an RDMA
     adapter) may write the destinations. The loop turns when it gets there. */
 bool device_sink_ready(const device_sink *sink);

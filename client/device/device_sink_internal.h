@@ -34,7 +34,7 @@ struct device_sink {
     sink_signal *signal;
     loop_source source;
     loop *loop; /* NULL: not attached */
-    device_pool *pool;
+    device_memory *pool;
     bool ready, failed, stuck;
     fanin_error error;
     job_list held, active; /* before the caller's stream got there, and after */

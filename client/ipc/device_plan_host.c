@@ -8,7 +8,7 @@
 #include "ipc/device_plan_internal.h"
 
 #include "array.h"
-#include "device/device_kit.h"
+#include "device/device_memory.h"
 #include "error_set.h"
 #include "plan/plan_internal.h"
 #include <stdlib.h>

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "ipc/device_reader.h"
 
-#include "device/device_kit.h"
+#include "device/device_memory.h"
 #include "device/scatter_pool.h"
 #include "error_set.h"
 #include <stdlib.h>
@@ -158,8 +158,8 @@ static fanin_status prepare_parts(device_reader *r, fanin_error *error)
     const device_plan *d = r->how.plan;
     fanin_status status = FANIN_OK;
     for (size_t i = 0; i < d->n_parts && status == FANIN_OK; i++) {
-        status = device_kit_stream(r->how.client->kit, d->parts[i].device,
-                                   &r->parts[i].stream, error);
+        status = device_memory_stream(r->how.client->devices, d->parts[i].device,
+                                      &r->parts[i].stream, error);
         if (status == FANIN_OK)
             status = come_after(r, r->parts[i].stream, error);
     }
@@ -173,8 +173,8 @@ static fanin_status prepare_lanes(device_reader *r, fanin_error *error)
         return FANIN_OK;
     r->direct = d->contiguous && r->how.pinned;
     gather_lane lanes[GATHER_LANES];
-    fanin_status status = device_kit_lanes(r->how.client->kit, d->gather_device,
-                                           d->chunk_bytes, !r->direct, lanes, error);
+    fanin_status status = device_memory_lanes(r->how.client->devices, d->gather_device,
+                                              d->chunk_bytes, !r->direct, lanes, error);
     if (status != FANIN_OK)
         return status;
     for (int i = 0; i < GATHER_LANES; i++) {

@@ -14,7 +14,7 @@
 
 /** What a reader needs; one attempt. Everything outlives the reader. */
 typedef struct device_reading {
-    fanin_client *client; /**< with its kit */
+    fanin_client *client; /**< with its device memory */
     const device_plan *plan;
     const shard_table *const *shards; /**< one a source; of those in the plan */
     const uint32_t *first_region;     /**< one a source */

@@ -3,7 +3,7 @@
 #include "path/path_round.h"
 
 #include "array.h"
-#include "device/device_kit.h"
+#include "device/device_memory.h"
 #include "error_set.h"
 #include <stdio.h>
 #include <stdlib.h>
@@ -116,10 +116,8 @@ static fanin_status map_regions(const reading *r, fanin_error *error)
 /* A device does not end a read: what it may touch stays mapped and is never freed. */
 static void leave_to_device(fanin_client *client)
 {
-    device_kit *fresh = device_kit_create(client->gpu);
     ipc_map_abandon(client->ipc);
-    if (fresh)
-        client->kit = fresh;
+    device_memory_leave(client->devices);
 }
 
 /* Reads a few bytes from the first region; no lease is needed, they are thrown away. */
@@ -131,11 +129,12 @@ static fanin_status probe(const reading *r, fanin_error *error)
     gpu_stream *stream = NULL;
     if (s->regions->count == 0)
         return FANIN_OK;
-    fanin_status status = device_kit_stream(client->kit, r->device, &stream, error);
+    fanin_status status =
+        device_memory_stream(client->devices, r->device, &stream, error);
     if (status != FANIN_OK)
         return status;
     void *to;
-    status = device_kit_landing(client->kit, &to, error);
+    status = device_memory_landing(client->devices, &to, error);
     if (status != FANIN_OK)
         return status;
     uint64_t length = s->regions->entries[0].length;
@@ -254,9 +253,9 @@ static fanin_status need_cuda(fanin_client *client, fanin_error *error)
                          client->gpu_missing);
     if (!client->ipc)
         client->ipc = ipc_map_create(client->gpu);
-    if (!client->kit)
-        client->kit = device_kit_create(client->gpu);
-    return client->ipc && client->kit ? FANIN_OK : error_set_memory(error);
+    if (!client->devices)
+        client->devices = device_memory_create(client->gpu);
+    return client->ipc && client->devices ? FANIN_OK : error_set_memory(error);
 }
 
 /* Drops from @p mask whoever's memory cannot be mapped at all. */

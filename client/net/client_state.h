@@ -12,13 +12,12 @@
 #include <stdatomic.h>
 #include <sys/types.h>
 
-typedef struct stream_link stream_link; /* stream_link.h */
-typedef struct publication publication; /* tables.h */
-typedef struct ipc_map ipc_map;         /* ipc_map.h */
-typedef struct gpu gpu;                 /* gpu.h */
-typedef struct device_pool device_pool; /* device_pool.h */
-typedef struct device_kit device_kit;   /* device_kit.h */
-typedef struct spare_file spare_file;   /* spare_file.h */
+typedef struct stream_link stream_link;     /* stream_link.h */
+typedef struct publication publication;     /* tables.h */
+typedef struct ipc_map ipc_map;             /* ipc_map.h */
+typedef struct gpu gpu;                     /* gpu.h */
+typedef struct device_memory device_memory; /* device_memory.h */
+typedef struct spare_file spare_file;       /* spare_file.h */
 
 #define PATH_REASON 256 /**< bytes of a sentence that says why a path was taken */
 
@@ -53,13 +52,11 @@ struct fanin_client {
     fanin_path one_sided_path; /**< the path that one_sided was made for */
     uint8_t *staging;          /**< where staged gets land; kept between pulls */
     ucx_local *staging_local;  /**< its registration with one_sided */
-    device_pool
-        *device_pool;      /**< memory for landing on devices, NULL: not needed yet */
-    gpu *gpu;              /**< CUDA, loaded by the first pull that needs it */
-    char gpu_missing[256]; /**< why there is none; "": not tried yet */
-    ipc_map *ipc;          /**< other processes' device memory; NULL: none yet */
-    device_kit *kit;       /**< own streams and staging on devices; NULL: none yet */
-    spare_file *spare;     /**< being made between calls, or ready; NULL: none */
+    gpu *gpu;                  /**< CUDA, loaded by the first pull that needs it */
+    char gpu_missing[256];     /**< why there is none; "": not tried yet */
+    ipc_map *ipc;              /**< other processes' device memory; NULL: none yet */
+    device_memory *devices;    /**< own memory and streams; NULL: not needed yet */
+    spare_file *spare;         /**< being made between calls, or ready; NULL: none */
     publication *publications;
     bool connected; /**< addresses are known */
 };

@@ -36,10 +36,14 @@ held *held_create(gpu *g, const memory_range *ranges, size_t n_ranges)
     return h;
 }
 
-void held_free(held *h)
+bool held_free(held *h, deadline at)
 {
     if (!h)
-        return;
+        return true;
+    for (int i = 0; i < GPU_MAX_DEVICES; i++)
+        if (h->streams[i] &&
+            gpu_stream_wait(h->streams[i], at, NULL) == FANIN_ERR_TIMEOUT)
+            return false;
     for (int i = 0; i < GPU_MAX_DEVICES; i++)
         gpu_stream_destroy(&h->streams[i]);
     if (h->bounce)
@@ -48,6 +52,7 @@ void held_free(held *h)
         gpu_host_free(h->g, h->listed);
     box_digest_free(h->sum);
     free(h);
+    return true;
 }
 
 /* ------------------------------------------------------------------- parts */

@@ -28,7 +28,9 @@ typedef struct held held;
 
 /** For a destination in @p ranges, which are kept; @p g NULL: host memory only. NULL: no memory. */
 held *held_create(gpu *g, const memory_range *ranges, size_t n_ranges);
-void held_free(held *h); /**< NULL is fine */
+/** Waits for devices that still work. False: one has not ended until @p at; nothing was freed, and
+    what it reads must not be either. NULL is fine. */
+bool held_free(held *h, deadline at);
 
 /**
  * The digests of parts from @p first on, before @p end, to @p out: of one if the calling thread

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "pull/read_phase.h"
 
-#include "device/device_kit.h"
+#include "device/device_memory.h"
 #include "error_set.h"
 #include "ipc/device_reader.h"
 #include "stream/stream_link.h"
@@ -412,7 +412,7 @@ static void leave_to_device(read_phase *r)
     r->destination->leak = true;
     r->cache->device = NULL;
     ipc_map_abandon(r->client->ipc);
-    r->client->kit = NULL;
+    device_memory_leave(r->client->devices);
 }
 
 static void finish(read_phase *r, works *w, fanin_status status, const fanin_error *why)

@@ -3,6 +3,7 @@
 
 #include "array.h"
 #include "convert.h"
+#include "device/device_memory.h"
 #include "error_set.h"
 #include "pull/choose_path.h"
 #include "plan/plan_internal.h"
@@ -291,7 +292,12 @@ static void finish(verifier *v)
         free(q->units);
         free(q->digests);
     }
-    held_free(v->held);
+    if (!held_free(v->held, deadline_in_ms(DEVICE_DRAIN_MS))) {
+        v->r->destination->leak = true;
+        log_write(
+            &v->r->client->log, FANIN_LOG_ERROR, "device-stuck",
+            "a device did not end its digests in time: what it reads is never freed");
+    }
     free(v->inquiries);
 }
 

@@ -79,8 +79,8 @@ static void make_device_slots(one_sided *o)
         uint8_t *memory;
         ucx_local *local;
         fanin_error why = FANIN_ERROR_INIT;
-        if (device_pool_staging(o->client->device_pool, o->client->one_sided, device,
-                                SPAN_MAX, &memory, &local, &why) != FANIN_OK) {
+        if (device_memory_staging(o->client->devices, o->client->one_sided, device,
+                                  SPAN_MAX, &memory, &local, &why) != FANIN_OK) {
             log_write(&o->client->log, FANIN_LOG_INFO, "destination",
                       "nothing is read straight into device %d, but through host "
                       "memory: %s",
@@ -103,12 +103,12 @@ static fanin_status make_copies(one_sided *o, fanin_error *error)
     fanin_client *client = o->client;
     if (!o->devices)
         return FANIN_OK;
-    if (!device_sink_attach(o->devices, &client->loop, &client->device_pool)) {
+    if (!device_sink_attach(o->devices, &client->loop, &client->devices)) {
         (void)device_sink_failed(o->devices, error);
         return FANIN_ERR_TRANSPORT;
     }
     fanin_status status =
-        device_pool_pin(client->device_pool, client->staging, STAGING_BYTES, error);
+        device_memory_pin(client->devices, client->staging, STAGING_BYTES, error);
     if (status != FANIN_OK)
         return status;
     make_device_slots(o);

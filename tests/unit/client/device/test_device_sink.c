@@ -22,7 +22,7 @@ int cuStreamDestroy_v2(void *stream);
 typedef struct bench {
     gpu *g;
     loop l;
-    device_pool *pool;
+    device_memory *pool;
     uint8_t *memory[DEVICES]; /* as devices see it */
     memory_range ranges[DEVICES];
     device_sink *sink;
@@ -81,8 +81,8 @@ static int teardown(void **state)
         fake_cuda_release(i);
         gpu_free(b->g, i, b->memory[i]);
     }
-    assert_true(device_pool_close(b->pool, true));
-    device_pool_free(&b->pool);
+    assert_true(device_memory_close(b->pool, true));
+    device_memory_destroy(&b->pool);
     fake_cuda_counts counts;
     fake_cuda_count(&counts);
     assert_int_equal(counts.pinned, 0);

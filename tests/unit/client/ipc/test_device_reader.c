@@ -2,7 +2,7 @@
 /* Reading by cuda_ipc: what another process exports lands on devices and in host memory. That
    process is this program once more, which makes the same world again. */
 #include "net/client_state.h"
-#include "device/device_kit.h"
+#include "device/device_memory.h"
 #include "ipc/device_reader.h"
 #include "fake_cuda.h"
 #include "plan_world.h"
@@ -229,7 +229,7 @@ static void open_bench(bench *b)
     if (!client_gpu(b->client))
         fail_msg("%s", b->client->gpu_missing);
     b->client->ipc = ipc_map_create(b->client->gpu);
-    b->client->kit = device_kit_create(b->client->gpu);
+    b->client->devices = device_memory_create(b->client->gpu);
     for (uint32_t i = 0; i < b->w.n_ranks; i++) {
         make_shard(b, i);
         map_for(b, i, 0);
@@ -328,7 +328,7 @@ static void copy_now(bench *b, int device, void *to, const void *from, size_t by
 {
     gpu_stream *stream;
     fanin_error error = FANIN_ERROR_INIT;
-    assert_ok(device_kit_stream(b->client->kit, device, &stream, &error), error);
+    assert_ok(device_memory_stream(b->client->devices, device, &stream, &error), error);
     assert_ok(gpu_copy(stream, to, from, bytes, &error), error);
     assert_ok(gpu_stream_wait(stream, UINT64_MAX, &error), error);
 }

@@ -116,7 +116,7 @@ static uint64_t check(scene *s, const memory_range *ranges, size_t n_ranges)
         assert_true(n > 0 && n <= s->n - at);
     }
     fake_cuda_count(&after);
-    held_free(h);
+    assert_true(held_free(h, SOON));
     for (uint64_t i = 0; i < s->n; i++) {
         digest want = wanted(s, &s->parts[i]);
         if (!digest_equal(&want, &got[i]))
@@ -167,7 +167,7 @@ static void places_may_mix(void **state)
             assert_true(digest_equal(&want, &got[i]));
         }
     }
-    held_free(h);
+    assert_true(held_free(h, SOON));
     free_scene(here, -1);
     free_scene(s, 0);
 }
@@ -197,13 +197,15 @@ static void broken_devices_are_said(void **state)
         held_digest(h, part_of, s, 0, s->n, deadline_in_ms(1), got, &n, &failure),
         FANIN_ERR_TIMEOUT);
     assert_non_null(strstr(failure.message, "device 0"));
+    /* What it may still read is not freed. */
+    assert_false(held_free(h, deadline_in_ms(1)));
     fake_cuda_break(0);
     assert_int_equal(held_digest(h, part_of, s, 0, s->n, SOON, got, &n, &failure),
                      FANIN_ERR_TRANSPORT);
     assert_non_null(strstr(failure.message, "device 0"));
     fake_cuda_release(0);
     fake_cuda_repair(0);
-    held_free(h);
+    assert_true(held_free(h, SOON));
     free_scene(s, 0);
     fake_cuda_counts counts;
     fake_cuda_count(&counts);

@@ -1,0 +1,303 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include "device/device_memory.h"
+
+#include "error_set.h"
+#include <stdlib.h>
+
+#define AREAS_AT_ONCE 8 /* of one allocation */
+
+typedef struct device_staging {
+    uint8_t *memory;
+    ucx_local *local;
+    fanin_error refused; /* status FANIN_OK: it was not refused */
+} device_staging;
+
+/* For reads by cuda_ipc. */
+typedef struct gather {
+    gpu_stream *streams[GPU_MAX_DEVICES];
+    void *landing; /* pinned; NULL: none yet */
+    /* the lanes */
+    int device;                        /* that they are on */
+    uint64_t device_chunk, host_chunk; /* bytes of one; 0: none */
+    uint8_t *device_memory, *host_memory;
+    gpu_stream *lanes[GATHER_LANES];
+} gather;
+
+struct device_memory {
+    gpu *g;
+    pool_chunk chunks[POOL_CHUNKS];
+    copy_entry *areas[POOL_AREAS / AREAS_AT_ONCE];
+    void *pinned; /* the client's staging */
+    bool abandoned;
+    device_staging *staging[GPU_MAX_DEVICES];
+    gather gather;
+};
+
+device_memory *device_memory_create(gpu *g)
+{
+    device_memory *m = calloc(1, sizeof *m);
+    if (m)
+        m->g = g;
+    return m;
+}
+
+/* Its memory may be NULL. */
+static void free_pinned(const device_memory *m, void *memory)
+{
+    if (memory)
+        gpu_host_free(m->g, memory);
+}
+
+static void drop_lanes(device_memory *m)
+{
+    gather *r = &m->gather;
+    for (int i = 0; i < GATHER_LANES; i++)
+        gpu_stream_destroy(&r->lanes[i]);
+    if (r->device_memory)
+        gpu_free(m->g, r->device, r->device_memory);
+    r->device_memory = NULL;
+    r->device_chunk = 0;
+}
+
+void device_memory_destroy(device_memory **memory)
+{
+    device_memory *m = *memory;
+    *memory = NULL;
+    if (!m)
+        return;
+    for (int i = 0; i < GPU_MAX_DEVICES; i++)
+        gpu_stream_destroy(&m->gather.streams[i]);
+    drop_lanes(m); /* its streams end first: they write the host's side */
+    free_pinned(m, m->gather.host_memory);
+    free_pinned(m, m->gather.landing);
+    for (size_t i = 0; i < POOL_CHUNKS && !m->abandoned; i++)
+        free_pinned(m, m->chunks[i].bytes);
+    for (size_t i = 0; i < POOL_AREAS / AREAS_AT_ONCE && !m->abandoned; i++)
+        free_pinned(m, m->areas[i]);
+    for (size_t i = 0; i < GPU_MAX_DEVICES; i++)
+        free(m->staging[i]);
+    free(m);
+}
+
+/* ------------------------------------------------------ landing on devices */
+
+fanin_status device_memory_take(device_memory *m, pool_chunk **out, fanin_error *error)
+{
+    *out = NULL;
+    for (size_t i = 0; i < POOL_CHUNKS; i++) {
+        pool_chunk *c = &m->chunks[i];
+        if (c->busy)
+            continue;
+        if (!c->bytes) {
+            void *memory;
+            fanin_error why = FANIN_ERROR_INIT;
+            fanin_status status = gpu_host_alloc(
+                m->g, CHUNK_BYTES + CHUNK_ENTRIES * sizeof(copy_entry), &memory, &why);
+            if (status != FANIN_OK && i == 0) {
+                error_copy(error, &why);
+                return status;
+            }
+            if (status != FANIN_OK)
+                return FANIN_OK; /* those that there are must do */
+            c->bytes = memory;
+            c->entries = (copy_entry *)(c->bytes + CHUNK_BYTES);
+        }
+        c->busy = true;
+        *out = c;
+        return FANIN_OK;
+    }
+    return FANIN_OK;
+}
+
+fanin_status device_memory_area(device_memory *m, unsigned area, copy_entry **out,
+                                fanin_error *error)
+{
+    copy_entry **several = &m->areas[area / AREAS_AT_ONCE];
+    if (!*several) {
+        void *memory;
+        fanin_status status = gpu_host_alloc(
+            m->g, sizeof(copy_entry) * AREAS_AT_ONCE * AREA_ENTRIES, &memory, error);
+        if (status != FANIN_OK)
+            return status;
+        *several = memory;
+    }
+    *out = *several + (size_t)(area % AREAS_AT_ONCE) * AREA_ENTRIES;
+    return FANIN_OK;
+}
+
+fanin_status device_memory_pin(device_memory *m, void *staging, size_t length,
+                               fanin_error *error)
+{
+    if (m->pinned == staging)
+        return FANIN_OK;
+    fanin_status status = gpu_pin(m->g, staging, length, error);
+    if (status == FANIN_OK)
+        m->pinned = staging;
+    return status;
+}
+
+static fanin_status make_staging(device_memory *m, ucx_client *client, int device,
+                                 size_t length, device_staging *s, fanin_error *error)
+{
+    void *memory;
+    fanin_status status = gpu_alloc(m->g, device, length, &memory, error);
+    if (status != FANIN_OK)
+        return status;
+    status = gpu_context_enter(m->g, device, error);
+    if (status == FANIN_OK) {
+        fanin_memory cuda = {FANIN_MEMORY_CUDA, device};
+        status = ucx_local_create(client, memory, length, cuda, &s->local, error);
+        gpu_context_leave(m->g);
+    }
+    if (status == FANIN_OK)
+        s->memory = memory;
+    else
+        gpu_free(m->g, device, memory);
+    return status;
+}
+
+fanin_status device_memory_staging(device_memory *m, ucx_client *client, int device,
+                                   size_t slot_bytes, uint8_t **memory_out,
+                                   ucx_local **local_out, fanin_error *error)
+{
+    device_staging *s = m->staging[device];
+    if (!s) {
+        s = calloc(1, sizeof *s);
+        if (!s)
+            return error_set_memory(error);
+        s->refused = (fanin_error)FANIN_ERROR_INIT;
+        m->staging[device] = s;
+        (void)make_staging(m, client, device, DEVICE_SLOTS * slot_bytes, s,
+                           &s->refused);
+    }
+    if (!s->memory) {
+        error_copy(error, &s->refused);
+        return s->refused.status;
+    }
+    *memory_out = s->memory;
+    *local_out = s->local;
+    return FANIN_OK;
+}
+
+void device_memory_unregister(device_memory *m)
+{
+    for (int i = 0; m && i < GPU_MAX_DEVICES; i++) {
+        device_staging *s = m->staging[i];
+        if (!s || !s->local)
+            continue;
+        bool entered = gpu_context_enter(m->g, i, NULL) == FANIN_OK;
+        ucx_local_destroy(&s->local);
+        if (entered)
+            gpu_context_leave(m->g);
+    }
+}
+
+bool device_memory_close(device_memory *m, bool drained)
+{
+    if (!m)
+        return drained;
+    drained = drained && !m->abandoned;
+    if (m->pinned && drained)
+        gpu_unpin(m->g, m->pinned);
+    m->pinned = NULL;
+    for (int i = 0; i < GPU_MAX_DEVICES; i++) {
+        if (m->staging[i] && m->staging[i]->memory && drained)
+            gpu_free(m->g, i, m->staging[i]->memory);
+        free(m->staging[i]);
+        m->staging[i] = NULL;
+    }
+    return drained;
+}
+
+void device_memory_abandon(device_memory *m)
+{
+    m->abandoned = true;
+}
+
+/* -------------------------------------------------------- reads by cuda_ipc */
+
+fanin_status device_memory_stream(device_memory *m, int device, gpu_stream **out,
+                                  fanin_error *error)
+{
+    if (device < 0 || device >= GPU_MAX_DEVICES)
+        return error_set(error, FANIN_ERR_ARGUMENT, NULL, "there is no CUDA device %d",
+                         device);
+    fanin_status status = FANIN_OK;
+    if (!m->gather.streams[device])
+        status = gpu_stream_create(m->g, device, &m->gather.streams[device], error);
+    *out = m->gather.streams[device];
+    return status;
+}
+
+static fanin_status make_device_side(device_memory *m, int device, uint64_t chunk,
+                                     fanin_error *error)
+{
+    gather *r = &m->gather;
+    if (r->device_memory && r->device == device && r->device_chunk >= chunk)
+        return FANIN_OK;
+    drop_lanes(m);
+    void *memory = NULL;
+    fanin_status status =
+        gpu_alloc(m->g, device, (size_t)(chunk * GATHER_LANES), &memory, error);
+    if (status != FANIN_OK)
+        return status;
+    r->device = device;
+    r->device_memory = memory;
+    for (int i = 0; i < GATHER_LANES && status == FANIN_OK; i++)
+        status = gpu_stream_create(m->g, device, &r->lanes[i], error);
+    if (status == FANIN_OK)
+        r->device_chunk = chunk;
+    else
+        drop_lanes(m);
+    return status;
+}
+
+static fanin_status make_host_side(device_memory *m, uint64_t chunk, fanin_error *error)
+{
+    gather *r = &m->gather;
+    if (r->host_chunk >= chunk)
+        return FANIN_OK;
+    free_pinned(m, r->host_memory);
+    r->host_memory = NULL;
+    r->host_chunk = 0;
+    void *memory = NULL;
+    fanin_status status =
+        gpu_host_alloc(m->g, (size_t)(chunk * GATHER_LANES), &memory, error);
+    if (status != FANIN_OK)
+        return status;
+    r->host_memory = memory;
+    r->host_chunk = chunk;
+    return FANIN_OK;
+}
+
+fanin_status device_memory_lanes(device_memory *m, int device, uint64_t chunk,
+                                 bool pinned, gather_lane lanes[GATHER_LANES],
+                                 fanin_error *error)
+{
+    const gather *r = &m->gather;
+    fanin_status status = make_device_side(m, device, chunk, error);
+    if (status == FANIN_OK && pinned)
+        status = make_host_side(m, chunk, error);
+    if (status != FANIN_OK)
+        return status;
+    for (uint64_t i = 0; i < GATHER_LANES; i++)
+        lanes[i] =
+            (gather_lane){.stream = r->lanes[i],
+                          .device = r->device_memory + i * r->device_chunk,
+                          .host = pinned ? r->host_memory + i * r->host_chunk : NULL};
+    return FANIN_OK;
+}
+
+fanin_status device_memory_landing(device_memory *m, void **out, fanin_error *error)
+{
+    fanin_status status = FANIN_OK;
+    if (!m->gather.landing)
+        status = gpu_host_alloc(m->g, LANDING_BYTES, &m->gather.landing, error);
+    *out = m->gather.landing;
+    return status;
+}
+
+void device_memory_leave(device_memory *m)
+{
+    m->gather = (gather){.device = 0};
+}

@@ -1,0 +1,99 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/**
+ * @file
+ * What a client keeps of CUDA between pulls, since making it takes longer than a small pull. For
+ * landing on devices (device_sink.h): pinned chunks, pinned room for copy entries, staging on
+ * devices. For reads by cuda_ipc: a stream a device, and for host destinations a few chunks of
+ * device memory, with pinned host memory behind them where the copy engine cannot write the
+ * destination itself. All made when first needed, all bounded. One thread.
+ */
+#ifndef DEVICE_MEMORY_H
+#define DEVICE_MEMORY_H
+
+#include "gpu.h"
+#include "ucx.h"
+
+/** How long is waited for a device to end what it was given, before that is left to it for good. A
+    copy of 4 MiB takes a millisecond, on a shared and busy device some more. */
+#define DEVICE_DRAIN_MS 30000
+
+typedef struct device_memory device_memory;
+
+/** NULL: out of memory. */
+device_memory *device_memory_create(gpu *g);
+/** device_memory_close() has been called, and no sink uses it any more. Waits for what runs on
+    its streams. NULL is fine. */
+void device_memory_destroy(device_memory **memory);
+
+/* ------------------------------------------------------ landing on devices */
+
+#define POOL_CHUNKS 16 /**< for all ranks together */
+#define CHUNK_BYTES ((size_t)4 << 20)
+#define CHUNK_ENTRIES 5461 /**< 256 KiB of them behind the bytes */
+#define DEVICE_SLOTS 16    /**< of a device's staging */
+
+/** Room for the entries of copies of which the bytes lie elsewhere. */
+#define AREA_ENTRIES 1365 /**< 64 KiB */
+#define POOL_AREAS (8 + GPU_MAX_DEVICES * DEVICE_SLOTS)
+
+typedef struct pool_chunk {
+    uint8_t *bytes; /**< CHUNK_BYTES, pinned; NULL: not made yet */
+    copy_entry *entries;
+    bool busy;
+} pool_chunk;
+
+/** A chunk for the taker alone, until busy is false again. *out NULL: all are busy. An error only
+    if there is not one chunk at all. */
+fanin_status device_memory_take(device_memory *m, pool_chunk **out, fanin_error *error);
+/** Pinned room for AREA_ENTRIES entries, @p area below POOL_AREAS. */
+fanin_status device_memory_area(device_memory *m, unsigned area, copy_entry **out,
+                                fanin_error *error);
+/** Pins the client's staging of host memory, once; it stays so until device_memory_close(). */
+fanin_status device_memory_pin(device_memory *m, void *staging, size_t length,
+                               fanin_error *error);
+/**
+ * Staging of DEVICE_SLOTS slots of @p slot_bytes on @p device, registered with @p client for
+ * gets, once. FANIN_ERR_UNSUPPORTED and others: there is none, now and later; use host memory.
+ */
+fanin_status device_memory_staging(device_memory *m, ucx_client *client, int device,
+                                   size_t slot_bytes, uint8_t **memory_out,
+                                   ucx_local **local_out, fanin_error *error);
+/** Before the ucx_client goes: its registrations go. NULL is fine. */
+void device_memory_unregister(device_memory *m);
+/** After that: unpins the staging and frees the devices'. @p drained false: nothing is freed,
+    since gets may still land there. False: nothing was freed. NULL is fine. */
+bool device_memory_close(device_memory *m, bool drained);
+/** A device did not finish a landing: whatever it may be reading is never freed. */
+void device_memory_abandon(device_memory *m);
+
+/* -------------------------------------------------------- reads by cuda_ipc */
+
+#define GATHER_LANES 3
+/** The copy engine needs 0.6 ms for so many bytes: starting it costs nothing beside. */
+#define GATHER_CHUNK_MAX ((uint64_t)32 << 20)
+
+#define LANDING_BYTES 8
+
+/** One chunk's way: gathered into device memory, copied to the host, on a stream of its own so
+    that one chunk is gathered while another one is copied. */
+typedef struct gather_lane {
+    gpu_stream *stream;
+    uint8_t *device; /**< chunk bytes */
+    uint8_t *host;   /**< chunk bytes, pinned; NULL unless asked for */
+} gather_lane;
+
+/** The stream on @p device; stays the keeper's. */
+fanin_status device_memory_stream(device_memory *m, int device, gpu_stream **out,
+                                  fanin_error *error);
+/** Lanes on @p device for chunks of @p chunk bytes; nothing may be under way on those that were
+    given out before. @p pinned: with host memory. The keeper's. */
+fanin_status device_memory_lanes(device_memory *m, int device, uint64_t chunk,
+                                 bool pinned, gather_lane lanes[GATHER_LANES],
+                                 fanin_error *error);
+/** LANDING_BYTES of pinned host memory that outlive any copy into them: one into pageable memory
+    would block without a deadline. */
+fanin_status device_memory_landing(device_memory *m, void **out, fanin_error *error);
+/** A device did not end a read: streams, lanes and landing are never freed, nor used again. */
+void device_memory_leave(device_memory *m);
+
+#endif
