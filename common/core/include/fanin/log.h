@@ -58,7 +58,10 @@ typedef struct fanin_log_line {
 /**
  * Makes a ring of @p lines (1 to 65536, 1 KiB each) that keeps messages of @p level and
  * graver ones. The caller owns *out. Thread: any. Does not block.
- * Errors: FANIN_ERR_ARGUMENT, FANIN_ERR_MEMORY.
+ *
+ * Errors:
+ * - FANIN_ERR_ARGUMENT: @p lines or @p level is out of range, or @p out is NULL.
+ * - FANIN_ERR_MEMORY: out of memory.
  */
 FANIN_API fanin_status fanin_log_ring_create(uint32_t lines, fanin_log_level level,
                                              fanin_log_ring **out,
@@ -76,8 +79,12 @@ FANIN_API void fanin_log_ring_write(void *ring, fanin_log_level level,
 /**
  * Takes the oldest message, waiting at most @p timeout_ms for one (0: does not block).
  * Thread: any; several readers share the messages.
- * Errors: FANIN_ERR_TIMEOUT; FANIN_ERR_CLOSED when the ring is closed and empty;
- * FANIN_ERR_ARGUMENT (no ring or line, or its struct_size is not set); FANIN_ERR_FORKED.
+ *
+ * Errors:
+ * - FANIN_ERR_TIMEOUT: no message came.
+ * - FANIN_ERR_CLOSED: the ring is closed, and empty.
+ * - FANIN_ERR_ARGUMENT: no ring or line, or its struct_size is not set.
+ * - FANIN_ERR_FORKED: the ring belongs to the parent process.
  */
 FANIN_API fanin_status fanin_log_ring_read(fanin_log_ring *ring, uint32_t timeout_ms,
                                            fanin_log_line *line) FANIN_MUST_CHECK;
