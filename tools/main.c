@@ -2,6 +2,7 @@
 #include "fetch/command.h"
 #include "fetch/failure.h"
 #include "fetch/options.h"
+#include "fetch/output.h"
 #include "doctor/version.h"
 
 #include <fcntl.h>
@@ -31,40 +32,25 @@ static const char *const outro =
     "FANIN_TRAINER from the environment.\n"
     "'nixl-fetch COMMAND --help' tells a command's options, nixl-fetch(1) all of it.\n";
 
-const command *const commands[] = {
-    &cmd_list,  &cmd_show,  &cmd_ping,   &cmd_pull,     &cmd_verify, &cmd_watch,
-    &cmd_serve, &cmd_bench, &cmd_doctor, &cmd_complete, NULL,
+static const command *const commands[] = {
+    &cmd_list,  &cmd_show,  &cmd_ping,  &cmd_pull,   &cmd_verify,
+    &cmd_watch, &cmd_serve, &cmd_bench, &cmd_doctor, NULL,
 };
-
-const command *command_find(const char *name)
-{
-    for (size_t i = 0; commands[i] != NULL; i++) {
-        if (strcmp(commands[i]->name, name) == 0) {
-            return commands[i];
-        }
-    }
-    return NULL;
-}
 
 static void print_help(FILE *stream)
 {
     fputs(intro, stream);
     for (size_t i = 0; commands[i] != NULL; i++) {
-        if (!commands[i]->hidden) {
-            fprintf(stream, "  %-8s %s\n", commands[i]->name, commands[i]->summary);
-        }
+        fprintf(stream, "  %-8s %s\n", commands[i]->name, commands[i]->summary);
     }
     fputs(outro, stream);
 }
 
 static int unknown(const char *word)
 {
-    const char *names[16] = {NULL};
-    size_t used = 0;
-    for (size_t i = 0; commands[i] != NULL && used + 1 < 16; i++) {
-        if (!commands[i]->hidden) {
-            names[used++] = commands[i]->name;
-        }
+    const char *names[sizeof commands / sizeof commands[0]] = {NULL};
+    for (size_t i = 0; commands[i] != NULL; i++) {
+        names[i] = commands[i]->name;
     }
     const char *nearest = options_nearest(word, names);
     if (nearest != NULL) {
@@ -74,20 +60,22 @@ static int unknown(const char *word)
     return failure_usage(NULL, "unknown command '%s'", word);
 }
 
-static int dispatch(const command *found, int argc, char **argv)
+static int dispatch(const char *name, int argc, char **argv)
 {
-    char name[64];
-    const char **words = calloc((size_t)argc + 1, sizeof(words[0]));
-    if (words == NULL) {
-        return failure_local("cannot start", FANIN_ERR_MEMORY, "free memory",
-                             "no memory for the command line");
+    const command *found = command_find(commands, name);
+    bool completion = strcmp(name, "__complete") == 0;
+    if (found == NULL && !completion) {
+        return unknown(name);
     }
-    snprintf(name, sizeof(name), "nixl-fetch %s", found->name);
-    words[0] = name;
+    char title[64];
+    const char **words = output_require(calloc((size_t)argc + 1, sizeof *words));
+    snprintf(title, sizeof title, "nixl-fetch %s", name);
+    words[0] = title;
     for (int i = 1; i < argc; i++) {
         words[i] = argv[i];
     }
-    int code = found->run(found, argc, words);
+    int code =
+        completion ? complete(commands, argc, words) : found->run(found, argc, words);
     free(words);
     return failure_of_output(code);
 }
@@ -149,6 +137,5 @@ int main(int argc, char **argv)
     if (word[0] == '-') {
         return failure_usage(NULL, "unknown option '%s' before a command", word);
     }
-    const command *found = command_find(word);
-    return found == NULL ? unknown(word) : dispatch(found, argc - 1, argv + 1);
+    return dispatch(word, argc - 1, argv + 1);
 }

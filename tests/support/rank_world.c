@@ -2,7 +2,6 @@
 #include "rank_world.h"
 
 #include "fetch/pattern.h"
-#include "fetch/session.h"
 #include "testing.h"
 #include <stdio.h>
 #include <stdlib.h>
@@ -13,13 +12,6 @@ static char run_zero[] = "0";
 static char *default_runs[] = {run_zero};
 static const fanin_pair default_pairs[] = {{"base_model_name_or_path", "test/model"},
                                            {"lora_alpha", "16"}};
-
-/* The ranks ask the tool for their log; here they have none. */
-fanin_log_fn session_log(bool verbose)
-{
-    (void)verbose;
-    return NULL;
-}
 
 void rank_world_init(rank_world *w, const char *shape, uint32_t world_size)
 {

@@ -4,6 +4,7 @@
 #include "fetch/output.h"
 #include "fetch/report.h"
 
+#include <inttypes.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -53,11 +54,8 @@ static bench_figure commits_of_all(const bench *b)
 
 static json_t *figure_json(bench_figure f)
 {
-    json_t *o = json_object();
-    output_set_u64(o, "median_ns", f.median);
-    output_set_u64(o, "min_ns", f.least);
-    output_set_u64(o, "max_ns", f.most);
-    return o;
+    return output_object("median_ns", output_u64(f.median), "min_ns",
+                         output_u64(f.least), "max_ns", output_u64(f.most), NULL);
 }
 
 static json_t *limits_json(const bench *b)
@@ -66,11 +64,9 @@ static json_t *limits_json(const bench *b)
     for (size_t i = 0; i < b->limits.count; i++) {
         const bench_limit *l = &b->limits.items[i];
         json_t *o = l->problem[0] == '\0' ? figure_json(l->ns) : json_object();
-        output_set_string(o, "name", l->name);
-        output_set_u64(o, "threads", l->threads);
-        output_set_u64(o, "bytes", l->bytes);
-        output_set_u64(o, "pieces", l->pieces);
-        output_set_string(o, "problem", l->problem);
+        output_set(o, "name", output_string(l->name), "threads", output_u64(l->threads),
+                   "bytes", output_u64(l->bytes), "pieces", output_u64(l->pieces),
+                   "problem", output_string(l->problem), NULL);
         json_array_append_new(list, o);
     }
     return list;
@@ -85,12 +81,12 @@ static json_t *commits_json(const bench *b)
         bench_figure figure;
         if (commits_of(b, rank, &count, &figure)) {
             json_t *one = figure_json(figure);
-            output_set_u64(one, "rank", rank);
-            output_set_u64(one, "commits", count);
+            output_set(one, "rank", output_u64(rank), "commits", output_u64(count),
+                       NULL);
             json_array_append_new(list, one);
         }
     }
-    json_object_set_new(o, "ranks", list);
+    output_set(o, "ranks", list, NULL);
     return o;
 }
 
@@ -120,8 +116,8 @@ static json_t *rounds_json(const bench *b)
     for (uint32_t first = 0; first + each <= b->samples.count; first += each) {
         json_t *o = json_object();
         for (uint32_t i = 0; report_phases[i].name != NULL; i++) {
-            output_set_u64(o, report_phases[i].name,
-                           bench_figure_part(&b->samples, i, first, each).median);
+            bench_figure f = bench_figure_part(&b->samples, i, first, each);
+            output_set(o, report_phases[i].name, output_u64(f.median), NULL);
         }
         json_array_append_new(list, o);
     }
@@ -133,50 +129,41 @@ void bench_tell_json(const bench *b)
     json_t *phases = json_object();
     json_t *o = json_object();
     for (uint32_t i = 0; report_phases[i].name != NULL; i++) {
-        json_object_set_new(phases, report_phases[i].name,
-                            figure_json(bench_figure_of(&b->samples, i)));
+        bench_figure f = bench_figure_of(&b->samples, i);
+        output_set(phases, report_phases[i].name, figure_json(f), NULL);
         if (strcmp(report_phases[i].name, "total") == 0) {
-            double total = (double)bench_figure_of(&b->samples, i).median;
-            json_object_set_new(o, "bytes_per_second",
-                                json_real((double)b->last.bytes / total * 1e9));
+            double rate = (double)b->last.bytes / (double)f.median * 1e9;
+            output_set(o, "bytes_per_second", json_real(rate), NULL);
         }
     }
-    output_set_u64(o, "tensors", b->last.tensors);
-    output_set_u64(o, "bytes", b->last.bytes);
-    output_set_u64(o, "world_size", b->session.target.count);
-    output_set_string(o, "destination", b->dest != NULL ? b->dest : "memory");
-    output_set_string(o, "device", b->device.device);
-    output_set_string(o, "path", fanin_path_name(b->last.path));
-    output_set_string(o, "path_reason", b->reason);
-    output_set_u64(o, "reads", b->last.reads);
-    output_set_u64(o, "iterations", b->samples.count);
-    json_object_set_new(o, "cold", json_boolean(b->cold));
-    json_object_set_new(o, "snapshot", json_boolean(b->device.snapshot));
-    json_object_set_new(o, "pattern_checked", json_boolean(b->pattern.follows));
-    json_object_set_new(o, "all_checked", json_boolean(b->check_all));
-    json_object_set_new(o, "phases", phases);
-    json_object_set_new(o, "rounds", rounds_json(b));
-    json_object_set_new(o, "limits", limits_json(b));
+    output_set(
+        o, "tensors", output_u64(b->last.tensors), "bytes", output_u64(b->last.bytes),
+        "world_size", output_u64(b->session.target.count), "destination",
+        output_string(b->dest != NULL ? b->dest : "memory"), "device",
+        output_string(b->device.device), "path",
+        output_string(fanin_path_name(b->last.path)), "path_reason",
+        output_string(b->reason), "reads", output_u64(b->last.reads), "iterations",
+        output_u64(b->samples.count), "cold", json_boolean(b->cold), "snapshot",
+        json_boolean(b->device.snapshot), "pattern_checked",
+        json_boolean(b->pattern.follows), "all_checked", json_boolean(b->check_all),
+        "phases", phases, "rounds", rounds_json(b), "limits", limits_json(b), NULL);
     if (has_commits(b)) {
-        json_object_set_new(o, "commit", commits_json(b));
+        output_set(o, "commit", commits_json(b), NULL);
     }
     if (b->n_losses > 0) {
-        json_object_set_new(o, "trainers", losses_json(b));
-        output_set_u64(o, "trainers_pulls", b->loss_pulls);
+        output_set(o, "trainers", losses_json(b), "trainers_pulls",
+                   output_u64(b->loss_pulls), NULL);
     }
-    output_set_u64(o, "peak_resident_bytes", b->peak_bytes);
+    output_set(o, "peak_resident_bytes", output_u64(b->peak_bytes), NULL);
     output_json(o);
 }
 
 static void add_figure(struct libscols_table *table, const char *name, bench_figure f,
                        uint64_t bytes)
 {
-    output_text median = output_duration(f.median);
-    output_text least = output_duration(f.least);
-    output_text most = output_duration(f.most);
-    output_text rate = output_rate(bytes, f.median);
-    const char *cells[] = {name, median.s, least.s, most.s, bytes > 0 ? rate.s : NULL};
-    output_row(table, NULL, cells, 5);
+    output_row(table, NULL, name, output_duration(f.median).s,
+               output_duration(f.least).s, output_duration(f.most).s,
+               bytes > 0 ? output_rate(bytes, f.median).s : NULL);
 }
 
 static void add_limits(const bench *b, struct libscols_table *table)
@@ -189,9 +176,8 @@ static void add_limits(const bench *b, struct libscols_table *table)
         }
         snprintf(name, sizeof(name), "limit: %s", l->name);
         if (l->threads > 0) {
-            size_t used = strlen(name);
-            snprintf(name + used, sizeof(name) - used, ", %u thread%s", l->threads,
-                     l->threads == 1 ? "" : "s");
+            output_append(name, sizeof name, ", %u thread%s", l->threads,
+                          l->threads == 1 ? "" : "s");
         }
         add_figure(table, name, l->ns, l->bytes);
     }
@@ -204,25 +190,24 @@ static void tell_trainers(const bench *b)
         const bench_loss *l = &b->losses[i];
         double rate = l->rate_idle * device_load_size(b->rank_options.load) / 1e12;
         printf("trainer on GPU %d: %.1f %s alone; loses %.2f %% while it is pulled "
-               "(%llu pulls)\n",
+               "(%" PRIu64 " pulls)\n",
                l->device, rate,
                product ? "Tflop/s of products of halves, 4096 by 4096,"
                        : "TB/s of sweeps over memory",
-               100 * (1 - l->median), (unsigned long long)b->loss_pulls);
+               100 * (1 - l->median), b->loss_pulls);
     }
 }
 
 static void tell_head(const bench *b)
 {
-    printf("%llu tensors, %s, %u ranks%s%s%s, to %s\n",
-           (unsigned long long)b->last.tensors, output_bytes(b->last.bytes).s,
-           b->session.target.count, b->device.device != NULL ? " on devices " : "",
+    printf("%" PRIu64 " tensors, %s, %u ranks%s%s%s, to %s\n", b->last.tensors,
+           output_bytes(b->last.bytes).s, b->session.target.count,
+           b->device.device != NULL ? " on devices " : "",
            b->device.device != NULL ? b->device.device : "",
            b->device.snapshot ? ", snapshots" : "",
            b->dest != NULL ? b->dest : "memory");
-    printf("path %s%s%s, %llu reads a pull\n", fanin_path_name(b->last.path),
-           b->reason[0] != '\0' ? ": " : "", b->reason,
-           (unsigned long long)b->last.reads);
+    printf("path %s%s%s, %" PRIu64 " reads a pull\n", fanin_path_name(b->last.path),
+           b->reason[0] != '\0' ? ": " : "", b->reason, b->last.reads);
     printf("%u pulls, %s; %s\n", b->samples.count,
            b->cold ? "each by a new client" : "warm",
            !b->pattern.follows ? "bytes not proven: the ranks follow no pattern"
@@ -232,12 +217,7 @@ static void tell_head(const bench *b)
 
 void bench_tell_text(const bench *b)
 {
-    static const output_column columns[] = {{"PHASE", false, false},
-                                            {"MEDIAN", true, false},
-                                            {"MIN", true, false},
-                                            {"MAX", true, false},
-                                            {"RATE", true, false}};
-    struct libscols_table *table = output_table(columns, 5);
+    struct libscols_table *table = output_table("PHASE MEDIAN> MIN> MAX> RATE>");
     tell_head(b);
     for (uint32_t i = 0; report_phases[i].name != NULL; i++) {
         const char *name = report_phases[i].name;

@@ -10,97 +10,13 @@
 #include "fetch/report.h"
 #include "fetch/session.h"
 
-#include <dirent.h>
-#include <errno.h>
-#include <fcntl.h>
 #include <poll.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/stat.h>
 #include <unistd.h>
 
 enum { START_MS = 300000 };
-
-/* Removes an adapter directory that this bench made. */
-static void remove_directory(const char *path)
-{
-    DIR *directory = opendir(path);
-    if (directory == NULL) {
-        return;
-    }
-    for (const struct dirent *e; (e = readdir(directory)) != NULL;) {
-        if (e->d_name[0] != '.') {
-            unlinkat(dirfd(directory), e->d_name, 0);
-        }
-    }
-    closedir(directory);
-    rmdir(path);
-}
-
-static fanin_status check_arena(bench *b, uint64_t step, fanin_error *error)
-{
-    const uint8_t *memory;
-    fanin_status status = arena_read(&b->arena, &memory, error);
-    for (size_t i = 0; status == FANIN_OK && i < b->arena.count; i++) {
-        const fanin_tensor *t = &b->arena.tensors[i];
-        const uint8_t *address = t->boxes[0].address;
-        status = check_memory(&b->pattern, b->session.publication, t->name, t->dtype,
-                              step, memory + (address - b->arena.memory),
-                              arena_bytes(&b->arena, i), error);
-    }
-    return status;
-}
-
-static fanin_status pull_memory(bench *b, const fanin_pull_options *options, bool check,
-                                fanin_result **result, fanin_error *error)
-{
-    fanin_status status = check ? arena_spoil(&b->arena, error) : FANIN_OK;
-    if (status == FANIN_OK) {
-        status = fanin_client_pull(b->session.client, options, b->arena.tensors,
-                                   b->arena.count, result, error);
-    }
-    return status;
-}
-
-fanin_status bench_pull(bench *b, bool check, fanin_result_info *info,
-                        fanin_error *error)
-{
-    fanin_result *result = NULL;
-    fanin_pull_options options;
-    char path[4096];
-    uint64_t checked;
-    fanin_pull_options_init(&options, sizeof(options));
-    options.publication = b->session.publication;
-    options.timeout_ms = b->line.common.timeout_ms;
-    options.dtype = b->half;
-    options.spare_file = b->spare_file != 0;
-    options.verify = b->verify != 0;
-    *info = (fanin_result_info){.struct_size = sizeof(*info)};
-    snprintf(path, sizeof(path), "%s/fanin-bench-%d-%llu", b->directory ? b->dest : "",
-             (int)getpid(), (unsigned long long)b->serial++);
-    fanin_status status = b->directory
-                              ? fanin_client_pull_adapter(b->session.client, &options,
-                                                          path, &result, error)
-                              : pull_memory(b, &options, check, &result, error);
-    if (status == FANIN_OK) {
-        fanin_result_get(result, info);
-        snprintf(b->reason, sizeof(b->reason), "%s",
-                 info->path_reason != NULL ? info->path_reason : "");
-        info->path_reason = info->ranks_json = NULL;
-    }
-    if (status == FANIN_OK && check) {
-        status = b->directory
-                     ? check_directory(&b->pattern, path, b->session.publication,
-                                       info->step, &checked, error)
-                     : check_arena(b, info->step, error);
-    }
-    if (b->directory) {
-        remove_directory(path);
-    }
-    fanin_result_free(&result);
-    return status;
-}
 
 /* A client that knows nothing yet: what connecting costs belongs to the pull. */
 static int pull_cold(bench *b, fanin_result_info *info)
@@ -180,26 +96,6 @@ static void measure_limits(bench *b)
     }
 }
 
-/* The ranks' addresses, as a target. */
-static int own_target(bench *b)
-{
-    size_t size = 0;
-    const char *host =
-        b->rank_options.bind != NULL ? b->rank_options.bind : "127.0.0.1";
-    bool v6 = strchr(host, ':') != NULL;
-    FILE *stream = open_memstream(&b->target, &size);
-    for (uint32_t r = 0; stream != NULL && r < b->rank_options.world_size; r++) {
-        fprintf(stream, "%s%s%s%s:%u", r > 0 ? "," : "", v6 ? "[" : "", host,
-                v6 ? "]" : "", ranks_port(b->ranks, r));
-    }
-    if (stream == NULL || fclose(stream) != 0) {
-        return failure_local("cannot start ranks", FANIN_ERR_MEMORY, "free memory",
-                             "no memory for the addresses");
-    }
-    b->line.connect.world_size = 0; /* the list says it */
-    return 0;
-}
-
 /* Ranks that work update now and then; those of snapshots make some commits at first, which
    are timed; others stay with their first step. */
 static void set_updates(bench *b)
@@ -250,7 +146,8 @@ static int start_ranks(bench *b)
     o->first_step = 1;
     o->extents = true;
     o->readers_gone = true;
-    o->verbose = b->line.common.verbose != 0;
+    o->log = session_log;
+    o->log_cookie = b->line.common.verbose ? b : NULL;
     set_updates(b);
     code = ranks_start(o, &b->ranks);
     if (code == 0) {
@@ -259,7 +156,11 @@ static int start_ranks(bench *b)
     if (code == 0 && o->steps > 0) {
         code = ranks_wait_step(b->ranks, o->first_step + o->steps - 1, START_MS);
     }
-    return code != 0 ? code : own_target(b);
+    if (code == 0) {
+        b->target = ranks_target(b->ranks);
+        b->line.connect.world_size = 0; /* the list says it */
+    }
+    return code;
 }
 
 /* Destination and pattern. */
@@ -373,45 +274,23 @@ static int check_numbers(const bench *b)
 /* Options that would do nothing. */
 static int check_idle(const bench *b)
 {
-    static const char *const own[] = {"model",
-                                      "r",
-                                      "fused",
-                                      "adapter-shape",
-                                      "dtype",
-                                      "adapter",
-                                      "device",
-                                      "snapshot",
-                                      "cast",
-                                      "no-stream-commit",
-                                      "base-port",
-                                      "bind",
-                                      "replicate",
-                                      "shard-dim",
-                                      "lease-ms",
-                                      "allow",
-                                      "open",
-                                      "name",
-                                      "trusted-network",
-                                      "world-id",
-                                      "commits",
-                                      "trainer-load",
-                                      "update-every",
-                                      NULL};
-    static const char *const commits[] = {"commits", NULL};
-    static const char *const updates[] = {"update-every", NULL};
+    static const char own[] =
+        "model r fused adapter-shape dtype adapter device snapshot cast "
+        "no-stream-commit base-port bind replicate shard-dim lease-ms allow open name "
+        "trusted-network world-id commits trainer-load update-every";
     const arguments *parsed = &b->line.parsed;
     const char *given = parsed->count > 0 ? options_given(parsed, own) : NULL;
     if (given != NULL) {
         return failure_usage(b->self->name,
                              "--%s is for own ranks, and TARGET names others", given);
     }
-    if (!b->device.snapshot && options_given(parsed, commits) != NULL) {
+    if (!b->device.snapshot && options_given(parsed, "commits") != NULL) {
         return failure_usage(b->self->name, "--commits needs --snapshot");
     }
     if (b->spare_file && !b->directory) {
         return failure_usage(b->self->name, "--spare-file needs a directory as --dest");
     }
-    if (b->load_name == NULL && options_given(parsed, updates) != NULL) {
+    if (b->load_name == NULL && options_given(parsed, "update-every") != NULL) {
         return failure_usage(b->self->name, "--update-every needs --trainer-load");
     }
     return 0;
@@ -432,10 +311,8 @@ static int check_usage(bench *b)
     if (code != 0 || b->line.parsed.count == 0) {
         return code;
     }
-    b->target = strdup(b->line.parsed.positional[0]);
-    return b->target != NULL ? 0
-                             : failure_local("cannot start", FANIN_ERR_MEMORY,
-                                             "free memory", "no memory");
+    b->target = output_require(strdup(b->line.parsed.positional[0]));
+    return 0;
 }
 
 static void close_all(bench *b)

@@ -19,78 +19,74 @@
 
 /* ------------------------------------------------------------------------ tables */
 
+/* Numbers of the devices whose memory GPU @p i reads. */
+static void list_reads(const doctor_facts *f, unsigned i, char *out, size_t size)
+{
+    out[0] = '\0';
+    for (unsigned j = 0; j < f->n_gpus; j++) {
+        if (j != i && f->reaches[i][j]) {
+            output_append(out, size, "%s%d", out[0] ? "," : "", f->gpus[j].device);
+        }
+    }
+}
+
 static void print_gpus(const doctor_facts *f)
 {
-    static const output_column columns[] = {
-        {"GPU", true, false},  {"NAME", false, false},  {"PCI", false, false},
-        {"NUMA", true, false}, {"READS", false, false}, {"UUID", false, false},
-    };
     if (f->n_gpus == 0) {
         return;
     }
-    struct libscols_table *table = output_table(columns, 6);
+    struct libscols_table *table = output_table("GPU> NAME PCI NUMA> READS UUID");
     for (unsigned i = 0; i < f->n_gpus; i++) {
         const doctor_gpu *gpu = &f->gpus[i];
-        char number[16] = "-", numa[16] = "-", reads[128] = "";
+        char number[16] = "-", numa[16] = "-", reads[128];
         if (gpu->visible) {
             snprintf(number, sizeof(number), "%d", gpu->device);
         }
         if (gpu->place != NULL && gpu->place->place.numa >= 0) {
             snprintf(numa, sizeof(numa), "%d", gpu->place->place.numa);
         }
-        for (unsigned j = 0; j < f->n_gpus; j++) {
-            size_t used = strlen(reads);
-            if (j != i && f->reaches[i][j]) {
-                snprintf(reads + used, sizeof(reads) - used, "%s%d", used ? "," : "",
-                         f->gpus[j].device);
-            }
-        }
-        const char *cells[] = {number,
-                               gpu->visible ? gpu->name : "hidden",
-                               gpu->pci,
-                               numa,
-                               reads[0] ? reads : "-",
-                               gpu->uuid};
-        output_row(table, NULL, cells, 6);
+        list_reads(f, i, reads, sizeof reads);
+        output_row(table, NULL, number, gpu->visible ? gpu->name : "hidden", gpu->pci,
+                   numa, reads[0] ? reads : "-", gpu->uuid);
     }
     output_print(table);
     printf("\n");
 }
 
+static const char *distance_of(const topology_nic *nic, const doctor_gpu *gpu)
+{
+    return topology_distance_name(topology_between(&nic->place, &gpu->place->place));
+}
+
+static const char *link_of(const topology_port *port)
+{
+    return port->is_ethernet ? "RoCE" : "InfiniBand";
+}
+
 static void print_nics(const doctor_facts *f)
 {
-    static const output_column columns[] = {
-        {"PORT", false, false},  {"LINK", false, false}, {"Gb/s", true, false},
-        {"STATE", false, false}, {"NUMA", true, false},  {"GPUS", false, false},
-    };
     if (f->topology->n_nics == 0) {
         return;
     }
-    struct libscols_table *table = output_table(columns, 6);
+    struct libscols_table *table = output_table("PORT LINK Gb/s> STATE NUMA> GPUS");
     for (size_t i = 0; i < f->topology->n_nics; i++) {
         const topology_nic *nic = &f->topology->nics[i];
         char numa[16], gpus[256] = "";
         snprintf(numa, sizeof(numa), "%d", nic->place.numa);
         for (unsigned j = 0; j < f->n_gpus; j++) {
-            size_t used = strlen(gpus);
             if (f->gpus[j].place != NULL) {
-                snprintf(gpus + used, sizeof(gpus) - used, "%s%s", used ? " " : "",
-                         topology_distance_name(
-                             topology_between(&nic->place, &f->gpus[j].place->place)));
+                output_append(gpus, sizeof gpus, "%s%s", gpus[0] ? " " : "",
+                              distance_of(nic, &f->gpus[j]));
             }
         }
         for (unsigned j = 0; j < nic->n_ports; j++) {
+            const topology_port *p = &nic->ports[j];
             char port[48], rate[16];
-            snprintf(port, sizeof(port), "%s:%u", nic->name, nic->ports[j].number);
-            snprintf(rate, sizeof(rate), "%.0f", nic->ports[j].gbps);
-            const char *cells[] = {port,
-                                   nic->ports[j].is_ethernet ? "RoCE" : "InfiniBand",
-                                   rate,
-                                   nic->ports[j].state == TOPOLOGY_ACTIVE ? "active"
-                                                                          : "down",
-                                   nic->place.numa >= 0 ? numa : "-",
-                                   gpus[0] ? gpus : "-"};
-            output_row(table, NULL, cells, 6);
+            snprintf(port, sizeof(port), "%s:%u", nic->name, p->number);
+            snprintf(rate, sizeof(rate), "%.0f", p->gbps);
+            output_row(table, NULL, port, link_of(p), rate,
+                       p->state == TOPOLOGY_ACTIVE ? "active" : "down",
+                       nic->place.numa >= 0 ? numa : "-", gpus[0] ? gpus : "-");
         }
     }
     output_print(table);
@@ -118,21 +114,19 @@ static json_t *json_of_gpus(const doctor_facts *f)
     json_t *list = json_array();
     for (unsigned i = 0; i < f->n_gpus; i++) {
         const doctor_gpu *gpu = &f->gpus[i];
-        json_t *reads = json_array(), *one = json_object();
+        json_t *reads = json_array();
         for (unsigned j = 0; j < f->n_gpus; j++) {
             if (j != i && f->reaches[i][j]) {
                 json_array_append_new(reads, json_integer(f->gpus[j].device));
             }
         }
-        json_object_set_new(one, "device",
-                            gpu->visible ? json_integer(gpu->device) : json_null());
-        output_set_string(one, "name", gpu->name);
-        output_set_string(one, "pci", gpu->pci);
-        output_set_string(one, "uuid", gpu->uuid);
-        json_object_set_new(one, "numa",
-                            json_integer(gpu->place ? gpu->place->place.numa : -1));
-        json_object_set_new(one, "reads", reads);
-        json_array_append_new(list, one);
+        json_array_append_new(
+            list, output_object("device", output_rank(gpu->visible ? gpu->device : -1),
+                                "name", output_string(gpu->name), "pci",
+                                output_string(gpu->pci), "uuid",
+                                output_string(gpu->uuid), "numa",
+                                json_integer(gpu->place ? gpu->place->place.numa : -1),
+                                "reads", reads, NULL));
     }
     return list;
 }
@@ -142,50 +136,45 @@ static json_t *json_of_nics(const doctor_facts *f)
     json_t *list = json_array();
     for (size_t i = 0; i < f->topology->n_nics; i++) {
         const topology_nic *nic = &f->topology->nics[i];
-        json_t *ports = json_array(), *distances = json_object(), *one = json_object();
+        json_t *ports = json_array(), *distances = json_object();
         for (unsigned j = 0; j < nic->n_ports; j++) {
             const topology_port *p = &nic->ports[j];
-            json_array_append_new(
-                ports, json_pack("{s:i, s:b, s:f, s:s}", "port", (int)p->number,
-                                 "active", p->state == TOPOLOGY_ACTIVE, "gbps", p->gbps,
-                                 "link", p->is_ethernet ? "RoCE" : "InfiniBand"));
+            json_array_append_new(ports, json_pack("{s:i, s:b, s:f, s:s}", "port",
+                                                   (int)p->number, "active",
+                                                   p->state == TOPOLOGY_ACTIVE, "gbps",
+                                                   p->gbps, "link", link_of(p)));
         }
         for (unsigned j = 0; j < f->n_gpus; j++) {
             if (f->gpus[j].place != NULL) {
-                json_object_set_new(distances, f->gpus[j].pci,
-                                    json_string(topology_distance_name(topology_between(
-                                        &nic->place, &f->gpus[j].place->place))));
+                output_set(distances, f->gpus[j].pci,
+                           output_string(distance_of(nic, &f->gpus[j])), NULL);
             }
         }
-        output_set_string(one, "name", nic->name);
-        output_set_string(one, "pci", nic->place.pci);
-        json_object_set_new(one, "numa", json_integer(nic->place.numa));
-        json_object_set_new(one, "ports", ports);
-        json_object_set_new(one, "gpus", distances);
-        json_array_append_new(list, one);
+        json_array_append_new(list,
+                              output_object("name", output_string(nic->name), "pci",
+                                            output_string(nic->place.pci), "numa",
+                                            json_integer(nic->place.numa), "ports",
+                                            ports, "gpus", distances, NULL));
     }
     return list;
 }
 
 static void print_json(const doctor_facts *f, const doctor_report *report)
 {
-    json_t *findings = json_array(), *all = json_object();
+    json_t *findings = json_array();
     for (unsigned i = 0; i < report->n; i++) {
         const doctor_finding *one = &report->findings[i];
-        json_t *o = json_object();
-        output_set_string(o, "level", doctor_level_name(one->level));
-        output_set_string(o, "subject", one->subject);
-        output_set_string(o, "text", one->text);
-        output_set_string(o, "remedy", one->remedy);
-        json_array_append_new(findings, o);
+        json_array_append_new(
+            findings,
+            output_object("level", output_string(doctor_level_name(one->level)),
+                          "subject", output_string(one->subject), "text",
+                          output_string(one->text), "remedy",
+                          output_string(one->remedy), NULL));
     }
-    output_set_string(all, "worst", doctor_level_name(doctor_worst(report)));
-    output_set_string(all, "ucx_version", f->ucx_version);
-    output_set_string(all, "cuda_version", f->cuda_version);
-    json_object_set_new(all, "gpus", json_of_gpus(f));
-    json_object_set_new(all, "nics", json_of_nics(f));
-    json_object_set_new(all, "findings", findings);
-    output_json(all);
+    output_json(output_object(
+        "worst", output_string(doctor_level_name(doctor_worst(report))), "ucx_version",
+        output_string(f->ucx_version), "cuda_version", output_string(f->cuda_version),
+        "gpus", json_of_gpus(f), "nics", json_of_nics(f), "findings", findings, NULL));
 }
 
 /* ----------------------------------------------------------------------- command */
@@ -204,9 +193,7 @@ static int ask_trainer(const command *self, doctor_line *d, const char *where,
     doctor_ranks ranks;
     int code = session_open(&s, self, &d->line, where, NULL);
     if (code == 0) {
-        fanin_status status =
-            fanin_client_connect_any(s.client, (const char *const *)s.target.addresses,
-                                     s.target.count, session_left_ms(&s), &error);
+        fanin_status status = session_try(&s, &error);
         fanin_error asked = FANIN_ERROR_INIT;
         fanin_status answer =
             doctor_ask(s.client, facts, session_left_ms(&s), &ranks, &asked);
@@ -253,9 +240,8 @@ static int check_trees(const doctor_line *d)
 /* Without a TARGET nobody is asked, whatever an option says of it. */
 static int check_idle(const command *self, const arguments *parsed)
 {
-    static const char *const asking[] = {
-        "run",     "world-size",   "path",        "no-unix",         "no-ucx",
-        "timeout", "no-checksums", "server-name", "expect-world-id", NULL};
+    static const char asking[] = "run world-size path no-unix no-ucx timeout "
+                                 "no-checksums server-name expect-world-id";
     const char *given = parsed->count == 0 ? options_given(parsed, asking) : NULL;
     return given != NULL ? failure_usage(self->name, "--%s needs a TARGET", given) : 0;
 }

@@ -1,12 +1,12 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "fetch/command.h"
 #include "fetch/failure.h"
-#include "fetch/keys.h"
 #include "fetch/missing.h"
 #include "fetch/output.h"
 #include "fetch/rank_states.h"
 #include "fetch/terminal.h"
 
+#include <inttypes.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -24,22 +24,12 @@ typedef struct view {
 typedef struct views {
     view *items;
     size_t count, capacity;
-    bool failed;
 } views;
 
 static bool on_publication(void *cookie, const fanin_publication_info *info)
 {
     views *v = cookie;
-    if (v->count == v->capacity) {
-        size_t capacity = v->capacity > 0 ? 2 * v->capacity : 64;
-        view *items = realloc(v->items, capacity * sizeof(items[0]));
-        if (items == NULL) {
-            v->failed = true;
-            return false;
-        }
-        v->items = items;
-        v->capacity = capacity;
-    }
+    v->items = output_room(v->items, v->count, &v->capacity, sizeof v->items[0]);
     view *one = &v->items[v->count++];
     *one = (view){.rank = info->rank,
                   .state = info->state,
@@ -131,8 +121,7 @@ static output_text step_range(const view *items, size_t count)
     if (low == high) {
         return output_number(low);
     }
-    snprintf(text.s, sizeof(text.s), "%llu-%llu", (unsigned long long)low,
-             (unsigned long long)high);
+    snprintf(text.s, sizeof(text.s), "%" PRIu64 "-%" PRIu64, low, high);
     return text;
 }
 
@@ -145,22 +134,29 @@ static const char *run_name(const char *publication)
 static void add_row(struct libscols_table *table, struct libscols_line *parent,
                     const char *name, const char *state)
 {
-    const char *cells[] = {name, state, "-", "-", "-", "-", "-"};
-    output_row(table, parent, cells, 7);
+    output_row(table, parent, name, state, "-", "-", "-", "-", "-");
 }
 
 static void add_others(struct libscols_table *table, struct libscols_line *parent,
                        const absentees *absent, const missing *m)
 {
-    char name[MISSING_NAME];
+    char name[32];
     for (size_t i = 0; i < absent->count; i++) {
-        snprintf(name, sizeof(name), "rank %u", absent->ranks[i]);
+        snprintf(name, sizeof name, "rank %u", absent->ranks[i]);
         add_row(table, parent, name, "absent");
     }
     for (uint32_t i = 0; i < m->count; i++) {
-        missing_name(&m->ranks[i], name, sizeof(name));
-        add_row(table, parent, name, "unreachable");
+        add_row(table, parent, missing_name(&m->ranks[i]).s, "unreachable");
     }
+}
+
+static uint64_t bytes_of(const view *items, size_t count)
+{
+    uint64_t bytes = 0;
+    for (size_t i = 0; i < count; i++) {
+        bytes += items[i].bytes;
+    }
+    return bytes;
 }
 
 static void add_group(struct libscols_table *table, const view *items, size_t count,
@@ -168,49 +164,30 @@ static void add_group(struct libscols_table *table, const view *items, size_t co
 {
     absentees absent = find_absent(items, count, m);
     char state[64];
-    uint64_t bytes = 0;
-    for (size_t i = 0; i < count; i++) {
-        bytes += items[i].bytes;
-    }
-    snprintf(state, sizeof(state), "%s", common_state(items, count));
+    snprintf(state, sizeof state, "%s", common_state(items, count));
     if (m->asked > count) {
-        snprintf(state, sizeof(state), "%s, %zu of %u ranks",
-                 common_state(items, count), count, m->asked);
+        output_append(state, sizeof state, ", %zu of %u ranks", count, m->asked);
     }
-    output_text step = step_range(items, count);
-    output_text size = output_bytes(bytes);
-    const char *head[] = {
-        run_name(items[0].name), state, NULL, step.s, NULL, NULL, size.s};
-    struct libscols_line *parent = output_row(table, NULL, head, 7);
+    struct libscols_line *parent = output_row(
+        table, NULL, run_name(items[0].name), state, NULL, step_range(items, count).s,
+        NULL, NULL, output_bytes(bytes_of(items, count)).s);
     for (size_t i = 0; i < count; i++) {
-        char rank[32];
-        snprintf(rank, sizeof(rank), "rank %u", items[i].rank);
-        step = output_number(items[i].step);
-        size = output_bytes(items[i].bytes);
-        output_text tensors = output_number(items[i].tensors);
-        output_text held = output_age(items[i].state_age_ms);
-        output_text committed = output_age(items[i].commit_age_ms);
-        if (items[i].commit_age_ms > 0) {
-            snprintf(committed.s, sizeof(committed.s), "%.60s ago",
-                     output_age(items[i].commit_age_ms).s);
-        }
-        const char *cells[] = {
-            rank,  state_name(items[i].state), held.s, step.s, committed.s, tensors.s,
-            size.s};
-        output_row(table, parent, cells, 7);
+        const view *v = &items[i];
+        char rank[32], committed[80];
+        snprintf(rank, sizeof rank, "rank %u", v->rank);
+        snprintf(committed, sizeof committed, v->commit_age_ms > 0 ? "%.60s ago" : "%s",
+                 output_age(v->commit_age_ms).s);
+        output_row(table, parent, rank, state_name(v->state),
+                   output_age(v->state_age_ms).s, output_number(v->step).s, committed,
+                   output_number(v->tensors).s, output_bytes(v->bytes).s);
     }
     add_others(table, parent, &absent, m);
     free(absent.ranks);
 }
 
-typedef struct pairs {
-    json_t *object;
-} pairs;
-
 static bool on_pair(void *cookie, const char *key, const char *value)
 {
-    pairs *p = cookie;
-    output_set_string(p->object, key, value);
+    output_set(cookie, key, output_string(value), NULL);
     return true;
 }
 
@@ -234,7 +211,7 @@ static void warn_paused(session *s, const char *name)
 static json_t *metadata_of(session *s, const view *items, size_t count)
 {
     fanin_error error = FANIN_ERROR_INIT;
-    pairs p = {json_object()};
+    json_t *pairs = json_object();
     bool committed = true, paused = false;
     for (size_t i = 0; i < count; i++) {
         committed &= items[i].state != FANIN_PUBLICATION_UNPUBLISHED;
@@ -245,12 +222,12 @@ static json_t *metadata_of(session *s, const view *items, size_t count)
     }
     fanin_status status =
         committed ? fanin_client_metadata(s->client, items[0].name, session_left_ms(s),
-                                          on_pair, &p, &error)
+                                          on_pair, pairs, &error)
                   : FANIN_OK;
     if (status != FANIN_OK && !(paused && status == FANIN_ERR_PAUSED)) {
         failure_warn("no metadata of %s: %s", items[0].name, error.message);
     }
-    return p.object;
+    return pairs;
 }
 
 static void print_metadata(const char *name, json_t *metadata)
@@ -274,33 +251,27 @@ static json_t *group_json(const view *items, size_t count, const missing *m,
     json_t *ranks = json_array(), *others = json_array();
     absentees absent = find_absent(items, count, m);
     for (size_t i = 0; i < absent.count; i++) {
-        json_array_append_new(others, json_integer(absent.ranks[i]));
+        json_array_append_new(others, output_u64(absent.ranks[i]));
     }
     free(absent.ranks);
-    uint64_t bytes = 0;
     for (size_t i = 0; i < count; i++) {
-        json_t *one = json_pack("{s:i, s:s}", "rank", (int)items[i].rank, "state",
-                                state_name(items[i].state));
-        output_set_u64(one, "step", items[i].step);
-        output_set_u64(one, "epoch", items[i].epoch);
-        output_set_u64(one, "catalog_version", items[i].catalog_version);
-        output_set_u64(one, "tensors", items[i].tensors);
-        output_set_u64(one, "bytes", items[i].bytes);
-        output_set_age(one, "state_age_ns", items[i].state_age_ms);
-        output_set_age(one, "commit_age_ns", items[i].commit_age_ms);
-        output_set_hex(one, "key_digest", items[i].digest, sizeof(items[i].digest));
-        json_array_append_new(ranks, one);
-        bytes += items[i].bytes;
+        const view *v = &items[i];
+        json_array_append_new(
+            ranks, output_object(
+                       "rank", output_u64(v->rank), "state",
+                       output_string(state_name(v->state)), "step", output_u64(v->step),
+                       "epoch", output_u64(v->epoch), "catalog_version",
+                       output_u64(v->catalog_version), "tensors",
+                       output_u64(v->tensors), "bytes", output_u64(v->bytes),
+                       "state_age_ns", output_age_ns(v->state_age_ms), "commit_age_ns",
+                       output_age_ns(v->commit_age_ms), "key_digest",
+                       output_string(output_hex(v->digest, sizeof v->digest).s), NULL));
     }
-    json_t *object = json_object();
-    output_set_string(object, "publication", items[0].name);
-    output_set_string(object, "run", run_name(items[0].name));
-    output_set_string(object, "state", common_state(items, count));
-    output_set_u64(object, "bytes", bytes);
-    json_object_set_new(object, "ranks", ranks);
-    json_object_set_new(object, "absent", others);
-    json_object_set(object, "metadata", metadata);
-    return object;
+    return output_object("publication", output_string(items[0].name), "run",
+                         output_string(run_name(items[0].name)), "state",
+                         output_string(common_state(items, count)), "bytes",
+                         output_u64(bytes_of(items, count)), "ranks", ranks, "absent",
+                         others, "metadata", json_incref(metadata), NULL);
 }
 
 /* FANIN_OK: views of all ranks that answered, in order. */
@@ -309,10 +280,6 @@ static fanin_status gather(session *s, views *v, fanin_error *error)
     /* Half of the time: the metadata come after it. */
     fanin_status status = fanin_client_list(s->client, session_left_ms(s) / 2 + 1,
                                             on_publication, v, error);
-    if (v->failed) {
-        return failure_set(error, FANIN_ERR_MEMORY, "free memory",
-                           "too many publications");
-    }
     if (status == FANIN_OK && v->count > 0) {
         qsort(v->items, v->count, sizeof(v->items[0]), by_name_and_rank);
     }
@@ -321,15 +288,12 @@ static fanin_status gather(session *s, views *v, fanin_error *error)
 
 static void print_runs(const views *v, const missing *m, const json_t *metadata)
 {
-    static const output_column columns[] = {
-        {"RUN", false, true},  {"STATE", false, false},    {"FOR", true, false},
-        {"STEP", true, false}, {"COMMITTED", true, false}, {"TENSORS", true, false},
-        {"BYTES", true, false}};
     if (v->count == 0) {
         printf("nothing is published: %u of %u ranks answered, and hold no run\n",
                m->asked - m->count, m->asked);
     } else {
-        struct libscols_table *table = output_table(columns, 7);
+        struct libscols_table *table =
+            output_table("RUN^ STATE FOR> STEP> COMMITTED> TENSORS> BYTES>");
         for (size_t i = 0; i < v->count; i = group_end(v, i)) {
             add_group(table, &v->items[i], group_end(v, i) - i, m);
         }
@@ -387,26 +351,64 @@ typedef struct key_lister {
     json_t *list;
 } key_lister;
 
+static int by_number(const void *a, const void *b)
+{
+    uint32_t x = *(const uint32_t *)a, y = *(const uint32_t *)b;
+    return (x > y) - (x < y);
+}
+
+/* Who holds boxes of the entry, in order, each once; to be freed. */
+static uint32_t *owners_of(const fanin_entry *entry, size_t *count_out)
+{
+    uint32_t *ranks = output_require(calloc(entry->n_owners + 1, sizeof *ranks));
+    size_t count = 0;
+    for (size_t i = 0; i < entry->n_owners; i++) {
+        ranks[i] = entry->owners[i].rank;
+    }
+    qsort(ranks, entry->n_owners, sizeof *ranks, by_number);
+    for (size_t i = 0; i < entry->n_owners; i++) {
+        if (count == 0 || ranks[count - 1] != ranks[i]) {
+            ranks[count++] = ranks[i];
+        }
+    }
+    *count_out = count;
+    return ranks;
+}
+
+static void add_key_row(struct libscols_table *table, const fanin_entry *entry,
+                        const char *key, const uint32_t *ranks, size_t count)
+{
+    char *text = NULL;
+    size_t size = 0;
+    FILE *stream = output_require(open_memstream(&text, &size));
+    output_ranges(stream, ",", ranks, count);
+    fclose(stream);
+    output_row(table, NULL, key, fanin_dtype_name(entry->dtype),
+               output_dims(entry->shape, entry->n_dims).s, text,
+               output_number(entry->bytes).s);
+    free(text);
+}
+
 static bool on_entry(void *cookie, const fanin_entry *entry)
 {
     key_lister *l = cookie;
     char key[FANIN_MAX_NAME + 128];
-    char *ranks = keys_ranks(entry);
-    const char *dtype = fanin_dtype_name(entry->dtype);
-    output_text shape = output_dims(entry->shape, entry->n_dims);
-    snprintf(key, sizeof(key), "%s:%s", l->session->publication, entry->name);
+    size_t count;
+    uint32_t *ranks = owners_of(entry, &count);
+    snprintf(key, sizeof key, "%s:%s", l->session->publication, entry->name);
     if (l->table != NULL) {
-        output_text bytes = output_number(entry->bytes);
-        const char *cells[] = {key, dtype, shape.s, ranks, bytes.s};
-        output_row(l->table, NULL, cells, 5);
+        add_key_row(l->table, entry, key, ranks, count);
     } else {
-        json_t *o = json_object();
-        output_set_string(o, "key", key);
-        output_set_string(o, "dtype", dtype);
-        json_object_set_new(o, "shape", keys_dims(entry->shape, entry->n_dims));
-        json_object_set_new(o, "ranks", keys_rank_list(entry));
-        output_set_u64(o, "bytes", entry->bytes);
-        json_array_append_new(l->list, o);
+        json_t *list = json_array();
+        for (size_t i = 0; i < count; i++) {
+            json_array_append_new(list, output_u64(ranks[i]));
+        }
+        json_array_append_new(
+            l->list,
+            output_object("key", output_string(key), "dtype",
+                          output_string(fanin_dtype_name(entry->dtype)), "shape",
+                          output_list(entry->shape, entry->n_dims), "ranks", list,
+                          "bytes", output_u64(entry->bytes), NULL));
     }
     free(ranks);
     return true;
@@ -414,15 +416,14 @@ static bool on_entry(void *cookie, const fanin_entry *entry)
 
 static int list_keys(session *s, const common_options *common)
 {
-    static const output_column columns[] = {{"KEY", false, false},
-                                            {"DTYPE", false, false},
-                                            {"SHAPE", false, false},
-                                            {"RANKS", false, false},
-                                            {"BYTES", true, false}};
     fanin_error error = FANIN_ERROR_INIT;
-    key_lister l = {.session = s, .list = json_array()};
-    l.table = common->json ? NULL : output_table(columns, 5);
+    key_lister l = {.session = s};
     missing m;
+    if (common->json) {
+        l.list = json_array();
+    } else {
+        l.table = output_table("KEY DTYPE SHAPE RANKS BYTES>");
+    }
     if (fanin_client_catalog(s->client, s->publication, NULL, session_left_ms(s),
                              on_entry, &l, &error) != FANIN_OK) {
         scols_unref_table(l.table);
@@ -431,41 +432,33 @@ static int list_keys(session *s, const common_options *common)
     }
     missing_gather(s, &m);
     if (common->json) {
-        json_t *object = json_object();
-        output_set_string(object, "publication", s->publication);
-        json_object_set(object, "keys", l.list);
-        json_object_set_new(object, "missing", missing_json(&m));
-        output_json(object);
+        output_json(output_object("publication", output_string(s->publication), "keys",
+                                  l.list, "missing", missing_json(&m), NULL));
     } else {
         output_print(l.table);
         missing_print(&m);
     }
-    json_decref(l.list);
     int code = missing_report(&m);
     missing_free(&m);
     return code;
+}
+
+static int list(session *s, const invocation *line, void *cookie)
+{
+    (void)cookie;
+    int code = session_reach(s);
+    if (code != 0) {
+        return code;
+    }
+    return line->run != NULL ? list_keys(s, &line->common)
+                             : list_runs(s, &line->common);
 }
 
 static int run(const command *self, int argc, const char **argv)
 {
     invocation line = {.common.timeout_ms = 10000};
     struct poptOption table[] = {SESSION_TABLE(&line), POPT_TABLEEND};
-    session s = {0};
-    int code;
-    const char *where = session_begin(self, &line, argc, argv, table, 0, &code);
-    if (where != NULL) {
-        code = session_open(&s, self, &line, where, line.run);
-        if (code == 0) {
-            code = session_reach(&s);
-        }
-        if (code == 0) {
-            code = line.run != NULL ? list_keys(&s, &line.common)
-                                    : list_runs(&s, &line.common);
-        }
-        session_close(&s);
-    }
-    session_end(&line);
-    return code;
+    return session_run(self, argc, argv, &line, table, 0, list, NULL);
 }
 
 const command cmd_list = {

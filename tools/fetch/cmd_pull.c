@@ -10,6 +10,7 @@
 #include "fetch/waiting.h"
 #include "fetch/terminal.h"
 
+#include <inttypes.h>
 #include <stdio.h>
 
 typedef struct pull_options {
@@ -42,11 +43,11 @@ static int tell(const session *s, const common_options *common, const pull_optio
 {
     if (common->json) {
         json_t *object = report_json(info);
-        output_set_string(object, "publication", s->publication);
-        output_set_string(object, "directory", o->out);
+        output_set(object, "publication", output_string(s->publication), "directory",
+                   output_string(o->out), NULL);
         if (o->prove) {
-            json_object_set_new(object, "pattern", json_string("equal"));
-            output_set_u64(object, "pattern_bytes", checked);
+            output_set(object, "pattern", output_string("equal"), "pattern_bytes",
+                       output_u64(checked), NULL);
         }
         output_json(object);
         return 0;
@@ -58,8 +59,8 @@ static int tell(const session *s, const common_options *common, const pull_optio
     terminal_print("%-9s %s", "run", s->run);
     report_print(info);
     if (o->prove) {
-        printf("%-9s all %llu bytes are those of step %llu\n", "pattern",
-               (unsigned long long)checked, (unsigned long long)info->step);
+        printf("%-9s all %" PRIu64 " bytes are those of step %" PRIu64 "\n", "pattern",
+               checked, info->step);
     }
     return 0;
 }
@@ -132,13 +133,24 @@ static int check_usage(const command *self, pull_options *o)
     if (o->dtype != NULL && (o->half = options_half(o->dtype)) == 0) {
         return failure_usage(self->name, "--dtype is bf16 or f16, not '%s'", o->dtype);
     }
-    if (o->out == NULL || o->out[0] == '\0') {
+    if (o->out == NULL) {
         return failure_usage(self->name, "--out DIR is needed");
     }
     if (o->step >= 0 && o->min_step >= 0) {
         return failure_usage(self->name, "--step and --min-step exclude each other");
     }
     return 0;
+}
+
+static int pull_adapter(session *s, const invocation *line, void *cookie)
+{
+    pull_options *o = cookie;
+    int code = check_usage(s->command, o);
+    code = code != 0 ? code : session_reach(s);
+    if (code == 0 && o->prove) {
+        code = demand_pattern(s, &o->pattern);
+    }
+    return code != 0 ? code : pull(s, &line->common, o);
 }
 
 static int run(const command *self, int argc, const char **argv)
@@ -173,27 +185,7 @@ static int run(const command *self, int argc, const char **argv)
         SESSION_TABLE(&line),
         POPT_TABLEEND,
     };
-    session s = {0};
-    int code;
-    const char *where = session_begin(self, &line, argc, argv, table, 0, &code);
-    if (where != NULL) {
-        code = check_usage(self, &o);
-        if (code == 0) {
-            code = session_open(&s, self, &line, where, line.run);
-        }
-        if (code == 0) {
-            code = session_reach(&s);
-        }
-        if (code == 0 && o.prove) {
-            code = demand_pattern(&s, &o.pattern);
-        }
-        if (code == 0) {
-            code = pull(&s, &line.common, &o);
-        }
-        session_close(&s);
-    }
-    session_end(&line);
-    return code;
+    return session_run(self, argc, argv, &line, table, 0, pull_adapter, &o);
 }
 
 const command cmd_pull = {

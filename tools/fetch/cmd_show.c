@@ -1,12 +1,12 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "fetch/command.h"
 #include "fetch/failure.h"
-#include "fetch/keys.h"
 #include "fetch/missing.h"
 #include "fetch/output.h"
 #include "fetch/terminal.h"
 
 #include <fnmatch.h>
+#include <inttypes.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -40,65 +40,46 @@ static json_t *key_json(const char *key, const fanin_entry *e, uint64_t distinct
     for (size_t i = 0; i < e->n_owners; i++) {
         const fanin_owner *o = &e->owners[i];
         size_t original = original_of(e, i);
-        json_t *one = json_pack("{s:i}", "rank", (int)o->rank);
-        json_object_set_new(one, "offset", keys_dims(o->offset, e->n_dims));
-        json_object_set_new(one, "extent", keys_dims(o->extent, e->n_dims));
-        output_set_u64(one, "bytes", o->bytes);
-        output_set_u64(one, "region", o->region);
-        output_set_u64(one, "region_offset", o->region_offset);
-        json_object_set_new(one, "packed", json_boolean(o->packed));
-        json_object_set_new(one, "replica_of",
-                            original != i ? json_integer(e->owners[original].rank)
-                                          : json_null());
-        json_array_append_new(owners, one);
+        json_array_append_new(
+            owners,
+            output_object(
+                "rank", output_u64(o->rank), "offset",
+                output_list(o->offset, e->n_dims), "extent",
+                output_list(o->extent, e->n_dims), "bytes", output_u64(o->bytes),
+                "region", output_u64(o->region), "region_offset",
+                output_u64(o->region_offset), "packed", json_boolean(o->packed),
+                "replica_of",
+                output_rank(original != i ? (int64_t)e->owners[original].rank : -1),
+                NULL));
     }
-    json_t *object = json_object();
-    output_set_string(object, "key", key);
-    output_set_string(object, "dtype", fanin_dtype_name(e->dtype));
-    json_object_set_new(object, "shape", keys_dims(e->shape, e->n_dims));
-    output_set_u64(object, "bytes", e->bytes);
-    output_set_u64(object, "distinct_bytes", distinct);
-    json_object_set_new(object, "owners", owners);
-    return object;
+    return output_object(
+        "key", output_string(key), "dtype", output_string(fanin_dtype_name(e->dtype)),
+        "shape", output_list(e->shape, e->n_dims), "bytes", output_u64(e->bytes),
+        "distinct_bytes", output_u64(distinct), "owners", owners, NULL);
 }
 
 static void show_table(const char *key, const fanin_entry *e, uint64_t distinct)
 {
-    static const output_column columns[] = {
-        {"RANK", true, false},    {"OFFSET", false, false},
-        {"EXTENT", false, false}, {"BYTES", true, false},
-        {"REGION", true, false},  {"REGION-OFFSET", true, false},
-        {"LAYOUT", false, false}, {"REPLICA-OF", false, false},
-    };
-    struct libscols_table *table = output_table(columns, 8);
+    struct libscols_table *table = output_table(
+        "RANK> OFFSET EXTENT BYTES> REGION> REGION-OFFSET> LAYOUT REPLICA-OF");
     for (size_t i = 0; i < e->n_owners; i++) {
         const fanin_owner *o = &e->owners[i];
         size_t original = original_of(e, i);
         char replica[32] = "-";
         if (original != i) {
-            snprintf(replica, sizeof(replica), "rank %u", e->owners[original].rank);
+            snprintf(replica, sizeof replica, "rank %u", e->owners[original].rank);
         }
-        output_text rank = output_number(o->rank);
-        output_text offset = output_dims(o->offset, e->n_dims);
-        output_text extent = output_dims(o->extent, e->n_dims);
-        output_text bytes = output_number(o->bytes);
-        output_text region = output_number(o->region);
-        output_text place = output_number(o->region_offset);
-        const char *cells[] = {rank.s,
-                               offset.s,
-                               extent.s,
-                               bytes.s,
-                               region.s,
-                               place.s,
-                               o->packed ? "packed" : "strided",
-                               replica};
-        output_row(table, NULL, cells, 8);
+        output_row(table, NULL, output_number(o->rank).s,
+                   output_dims(o->offset, e->n_dims).s,
+                   output_dims(o->extent, e->n_dims).s, output_number(o->bytes).s,
+                   output_number(o->region).s, output_number(o->region_offset).s,
+                   o->packed ? "packed" : "strided", replica);
     }
     terminal_print("key    %s", key);
     terminal_print("dtype  %s", fanin_dtype_name(e->dtype));
     terminal_print("shape  %s", output_dims(e->shape, e->n_dims).s);
-    terminal_print("bytes  %llu, of which ranks hold %llu",
-                   (unsigned long long)e->bytes, (unsigned long long)distinct);
+    terminal_print("bytes  %" PRIu64 ", of which ranks hold %" PRIu64, e->bytes,
+                   distinct);
     output_print(table);
 }
 
@@ -154,26 +135,21 @@ static void tell(const shower *s, const missing *absent)
     json_t *object =
         s->pattern ? json_object() : json_deep_copy(json_array_get(s->keys, 0));
     if (s->pattern) {
-        output_set_string(object, "publication", s->publication);
-        json_object_set(object, "keys", s->keys);
+        output_set(object, "publication", output_string(s->publication), "keys",
+                   json_incref(s->keys), NULL);
     }
-    json_object_set_new(object, "missing", missing_json(absent));
+    output_set(object, "missing", missing_json(absent), NULL);
     output_json(object);
 }
 
-static int show(session *s, const common_options *common, const char *name)
+static int show(session *s, const char *name, bool json)
 {
     fanin_error error = FANIN_ERROR_INIT;
     missing absent = {0};
     shower cookie = {.publication = s->publication,
                      .name = name,
                      .pattern = strpbrk(name, "*?[") != NULL,
-                     .keys = common->json ? json_array() : NULL};
-    int code = session_reach(s);
-    if (code != 0) {
-        json_decref(cookie.keys);
-        return code;
-    }
+                     .keys = json ? json_array() : NULL};
     s->key = cookie.pattern ? NULL : name;
     fanin_status status =
         fanin_client_catalog(s->client, s->publication, s->key, session_left_ms(s),
@@ -183,6 +159,7 @@ static int show(session *s, const common_options *common, const char *name)
                              "'nixl-fetch list --run R' shows the names",
                              "no key of %s is like '%s'", s->publication, name);
     }
+    int code;
     if (status != FANIN_OK) {
         code = session_failure(s, "cannot show the key", &error);
     } else {
@@ -195,29 +172,29 @@ static int show(session *s, const common_options *common, const char *name)
     return code;
 }
 
+static int show_key(session *s, const invocation *line, void *cookie)
+{
+    (void)cookie;
+    char run[FANIN_MAX_RUN + 1];
+    const char *name = split_key(line->words[0], run);
+    int code = 0;
+    if (run[0] != '\0' && line->run != NULL && strcmp(line->run, run) != 0) {
+        return failure_usage(s->command->name,
+                             "--run '%s' is not the run of the key '%s'", line->run,
+                             line->words[0]);
+    }
+    if (run[0] != '\0') {
+        code = session_choose_run(s, run);
+    }
+    code = code != 0 ? code : session_reach(s);
+    return code != 0 ? code : show(s, name, line->common.json != 0);
+}
+
 static int run(const command *self, int argc, const char **argv)
 {
     invocation line = {.common.timeout_ms = 10000};
     struct poptOption table[] = {SESSION_TABLE(&line), POPT_TABLEEND};
-    char run_of_key[FANIN_MAX_RUN + 1];
-    session s = {0};
-    int code;
-    const char *where = session_begin(self, &line, argc, argv, table, 1, &code);
-    if (where != NULL) {
-        const char *name = split_key(line.words[0], run_of_key);
-        bool named = run_of_key[0] != '\0';
-        code =
-            named && line.run != NULL && strcmp(line.run, run_of_key) != 0
-                ? failure_usage(self->name, "--run '%s' is not the run of the key '%s'",
-                                line.run, line.words[0])
-                : session_open(&s, self, &line, where, named ? run_of_key : line.run);
-        if (code == 0) {
-            code = show(&s, &line.common, name);
-        }
-        session_close(&s);
-    }
-    session_end(&line);
-    return code;
+    return session_run(self, argc, argv, &line, table, 1, show_key, NULL);
 }
 
 const command cmd_show = {

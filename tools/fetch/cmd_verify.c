@@ -166,21 +166,6 @@ static int load_directory(verifier *v, const char *directory)
                : failure_report("cannot verify", &error);
 }
 
-static bool reserve(verifier *v)
-{
-    if (v->count < v->capacity) {
-        return true;
-    }
-    size_t capacity = v->capacity > 0 ? 2 * v->capacity : 1024;
-    pair *pairs = realloc(v->pairs, capacity * sizeof(pairs[0]));
-    if (pairs == NULL) {
-        return false;
-    }
-    v->pairs = pairs;
-    v->capacity = capacity;
-    return true;
-}
-
 /* Finds the ranks' tensor in the file; false stops, with an error. */
 static bool on_entry(void *cookie, const fanin_entry *e)
 {
@@ -202,14 +187,13 @@ static bool on_entry(void *cookie, const fanin_entry *e)
         mismatch(&v->error, v, e->name, "has another dtype or shape in the file");
         return false;
     }
-    char *copy = reserve(v) ? strdup(e->name) : NULL;
-    if (copy == NULL) {
-        failure_set(&v->error, FANIN_ERR_MEMORY, "free memory",
-                    "no memory for the keys");
-        return false;
-    }
+    v->pairs = output_room(v->pairs, v->count, &v->capacity, sizeof v->pairs[0]);
     pair *p = &v->pairs[v->count++];
-    *p = (pair){copy, f.dtype, e->n_dims, {0}, f.bytes, f.offset};
+    *p = (pair){.name = output_require(strdup(e->name)),
+                .dtype = f.dtype,
+                .n_dims = e->n_dims,
+                .bytes = f.bytes,
+                .offset = f.offset};
     memcpy(p->shape, e->shape, sizeof(p->shape));
     v->bytes += f.bytes;
     return true;
@@ -344,14 +328,8 @@ static fanin_status pull_batch(verifier *v, size_t first, size_t end, uint8_t *m
     fanin_result *result = NULL;
     fanin_result_info info = {.struct_size = sizeof(info)};
     fanin_pull_options options;
-    fanin_tensor *tensors = calloc(count, sizeof(tensors[0]));
-    fanin_box *boxes = calloc(count, sizeof(boxes[0]));
-    if (tensors == NULL || boxes == NULL) {
-        free(tensors);
-        free(boxes);
-        return failure_set(error, FANIN_ERR_MEMORY, "free memory",
-                           "no memory for a batch");
-    }
+    fanin_tensor *tensors = output_require(calloc(count, sizeof(tensors[0])));
+    fanin_box *boxes = output_require(calloc(count, sizeof(boxes[0])));
     for (size_t i = 0; i < count; i++) {
         const pair *p = &v->pairs[first + i];
         memcpy(boxes[i].extent, p->shape, sizeof(p->shape));
@@ -437,19 +415,16 @@ static fanin_status verify_all(verifier *v, fanin_error *error)
 static void tell(const verifier *v)
 {
     if (!v->common->json) {
-        printf("equal: %zu tensors, %llu bytes of %s at step %llu (" MODEL "), and "
-               "their configuration (" CONFIG ")\n",
-               v->count, (unsigned long long)v->bytes, v->publication,
-               (unsigned long long)v->step);
+        printf("equal: %zu tensors, %" PRIu64 " bytes of %s at step %" PRIu64 " (" MODEL
+               "), and their configuration (" CONFIG ")\n",
+               v->count, v->bytes, v->publication, v->step);
         return;
     }
-    json_t *o = json_pack("{s:s, s:[s, s]}", "result", "equal", "files", MODEL, CONFIG);
-    output_set_string(o, "publication", v->publication);
-    output_set_u64(o, "step", v->step);
-    output_set_hex(o, "world_id", v->world_id, sizeof(v->world_id));
-    output_set_u64(o, "tensors", v->count);
-    output_set_u64(o, "bytes", v->bytes);
-    output_json(o);
+    output_json(output_object(
+        "result", output_string("equal"), "files", json_pack("[s, s]", MODEL, CONFIG),
+        "publication", output_string(v->publication), "step", output_u64(v->step),
+        "world_id", output_string(output_hex(v->world_id, sizeof v->world_id).s),
+        "tensors", output_u64(v->count), "bytes", output_u64(v->bytes), NULL));
 }
 
 static int verify(verifier *v)
@@ -476,57 +451,58 @@ static int verify(verifier *v)
     return 0;
 }
 
-static int open_and_verify(const command *self, const invocation *line,
-                           const char *where, const char *directory, bool trust_config)
+typedef struct verify_options {
+    char *directory;
+    int trust_config;
+} verify_options;
+
+static int verify_directory(verifier *v, const invocation *line, const char *directory)
 {
-    session s = {0};
-    verifier v = {.session = &s,
+    session *s = v->session;
+    int code = load_directory(v, directory);
+    if (code == 0 && line->run == NULL) {
+        code = session_choose_run(s, v->publication + 5);
+    }
+    if (code == 0 && strcmp(s->publication, v->publication) != 0) {
+        return failure_local("cannot verify", FANIN_ERR_MISMATCH, "give its own run",
+                             "%s holds %s, not %s", directory, v->publication,
+                             s->publication);
+    }
+    return code != 0 ? code : verify(v);
+}
+
+static int open_and_verify(session *s, const invocation *line, void *cookie)
+{
+    const verify_options *o = cookie;
+    verifier v = {.session = s,
                   .common = &line->common,
-                  .trust_config = trust_config,
+                  .trust_config = o->trust_config != 0,
                   .error = FANIN_ERROR_INIT};
-    int code = load_directory(&v, directory);
-    if (code == 0) {
-        code = session_open(&s, self, line, where,
-                            line->run != NULL ? line->run : v.publication + 5);
+    if (o->directory == NULL) {
+        return failure_usage(s->command->name, "--dir DIR is needed");
     }
-    if (code == 0 && strcmp(s.publication, v.publication) != 0) {
-        code = failure_local("cannot verify", FANIN_ERR_MISMATCH, "give its own run",
-                             "%s holds %s, not %s", directory, v.publication,
-                             s.publication);
-    } else if (code == 0) {
-        code = verify(&v);
-    }
+    int code = verify_directory(&v, line, o->directory);
     for (size_t i = 0; i < v.count; i++) {
         free(v.pairs[i].name);
     }
     free(v.pairs);
     json_decref(v.config);
     fanin_safetensors_close(&v.file);
-    session_close(&s);
     return code;
 }
 
 static int run(const command *self, int argc, const char **argv)
 {
     invocation line = {.common.timeout_ms = 60000};
-    char *directory = NULL;
-    int trust_config = 0;
+    verify_options o = {0};
     struct poptOption table[] = {
-        {"dir", 'd', POPT_ARG_STRING, &directory, 0, "the adapter directory", "DIR"},
-        {"trust-config", 0, POPT_ARG_NONE, &trust_config, 0,
+        {"dir", 'd', POPT_ARG_STRING, &o.directory, 0, "the adapter directory", "DIR"},
+        {"trust-config", 0, POPT_ARG_NONE, &o.trust_config, 0,
          "it was pulled with --trust-config", NULL},
         SESSION_TABLE(&line),
         POPT_TABLEEND,
     };
-    int code;
-    const char *where = session_begin(self, &line, argc, argv, table, 0, &code);
-    if (where != NULL) {
-        code = directory == NULL
-                   ? failure_usage(self->name, "--dir DIR is needed")
-                   : open_and_verify(self, &line, where, directory, trust_config != 0);
-    }
-    session_end(&line);
-    return code;
+    return session_run(self, argc, argv, &line, table, 0, open_and_verify, &o);
 }
 
 const command cmd_verify = {

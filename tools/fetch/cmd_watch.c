@@ -7,6 +7,7 @@
 #include "fetch/rank_states.h"
 #include "fetch/session.h"
 
+#include <inttypes.h>
 #include <stdio.h>
 #include <time.h>
 
@@ -36,37 +37,27 @@ static output_text clock_text(uint64_t unix_ns)
     return text;
 }
 
-static json_t *event_json(const char *name)
-{
-    json_t *o = json_object();
-    output_set_string(o, "event", name);
-    output_set_u64(o, "time_ns", time_of_day_ns());
-    return o;
-}
-
 static void print_event(const watcher *w, const fanin_watch_event *e, uint64_t now)
 {
     if (w->json) {
-        json_t *o = event_json("step");
-        output_set_u64(o, "step", e->step);
-        output_set_u64(o, "step_newest", e->step_newest);
-        output_set_u64(o, "spread_ns", e->spread_ns);
-        json_object_set_new(o, "slowest_rank",
-                            e->slowest_rank >= 0 ? json_integer(e->slowest_rank)
-                                                 : json_null());
+        json_t *o = output_object(
+            "event", output_string("step"), "time_ns", output_u64(time_of_day_ns()),
+            "step", output_u64(e->step), "step_newest", output_u64(e->step_newest),
+            "spread_ns", output_u64(e->spread_ns), "slowest_rank",
+            output_rank(e->slowest_rank), NULL);
         if (w->any) {
-            output_set_u64(o, "since_last_ns", now - w->last_ns);
+            output_set(o, "since_last_ns", output_u64(now - w->last_ns), NULL);
         }
         output_json_line(o);
         return;
     }
-    printf("%s  step %llu  ranks apart %s", clock_text(time_of_day_ns()).s,
-           (unsigned long long)e->step, output_duration(e->spread_ns).s);
+    printf("%s  step %" PRIu64 "  ranks apart %s", clock_text(time_of_day_ns()).s,
+           e->step, output_duration(e->spread_ns).s);
     if (e->slowest_rank >= 0) {
         printf("  slowest rank %d", (int)e->slowest_rank);
     }
     if (e->step_newest != e->step) {
-        printf("  furthest rank at step %llu", (unsigned long long)e->step_newest);
+        printf("  furthest rank at step %" PRIu64, e->step_newest);
     }
     if (w->any) {
         printf("  after %s", output_duration(now - w->last_ns).s);
@@ -95,10 +86,10 @@ static bool on_quiet(void *cookie, uint64_t quiet_ms, const fanin_rank_state *ra
     const watcher *w = cookie;
     char text[1024];
     if (w->json) {
-        json_t *o = event_json("quiet");
-        output_set_u64(o, "quiet_ns", quiet_ms * 1000000);
-        json_object_set_new(o, "ranks", rank_states_json(ranks, count));
-        output_json_line(o);
+        output_json_line(output_object("event", output_string("quiet"), "time_ns",
+                                       output_u64(time_of_day_ns()), "quiet_ns",
+                                       output_u64(quiet_ms * 1000000), "ranks",
+                                       rank_states_json(ranks, count), NULL));
     } else {
         rank_states_text(ranks, count, text, sizeof(text));
         printf("%s  no step for %s: %s\n", clock_text(time_of_day_ns()).s,
@@ -108,11 +99,16 @@ static bool on_quiet(void *cookie, uint64_t quiet_ms, const fanin_rank_state *ra
     return ferror(stdout) == 0;
 }
 
-static int watch(session *s, const common_options *common, long long count,
-                 long long idle_ms)
+typedef struct watch_options {
+    long long count, idle_ms;
+} watch_options;
+
+static int watch(session *s, const invocation *line, void *cookie)
 {
+    const watch_options *o = cookie;
+    const common_options *common = &line->common;
     fanin_error error = FANIN_ERROR_INIT;
-    watcher w = {.json = common->json != 0, .count = count, .left = count};
+    watcher w = {.json = common->json != 0, .count = o->count, .left = o->count};
     int code = session_reach(s);
     if (code != 0) {
         return code;
@@ -121,7 +117,7 @@ static int watch(session *s, const common_options *common, long long count,
     do {
         uint32_t limit = common->timeout_given ? session_left_ms(s) : UINT32_MAX;
         status = fanin_client_follow(s->client, s->publication, limit, on_event,
-                                     (uint32_t)idle_ms, on_quiet, &w, &error);
+                                     (uint32_t)o->idle_ms, on_quiet, &w, &error);
     } while (status == FANIN_ERR_TIMEOUT && !common->timeout_given &&
              !interrupt_requested());
     return status == FANIN_OK ? 0 : session_failure(s, "watching ended", &error);
@@ -130,26 +126,15 @@ static int watch(session *s, const common_options *common, long long count,
 static int run(const command *self, int argc, const char **argv)
 {
     invocation line = {.common.timeout_ms = 10000};
-    long long count = 0, idle_ms = 10000;
+    watch_options o = {.idle_ms = 10000};
     struct poptOption table[] = {
-        {"count", 'c', POPT_ARG_LONGLONG, &count, 0, "end after so many steps", "N"},
-        {"idle-ms", 0, POPT_ARG_LONGLONG, &idle_ms, 0,
+        {"count", 'c', POPT_ARG_LONGLONG, &o.count, 0, "end after so many steps", "N"},
+        {"idle-ms", 0, POPT_ARG_LONGLONG, &o.idle_ms, 0,
          "tell what the ranks do when no step comes for so long (10000)", "MS"},
         SESSION_TABLE(&line),
         POPT_TABLEEND,
     };
-    session s = {0};
-    int code;
-    const char *where = session_begin(self, &line, argc, argv, table, 0, &code);
-    if (where != NULL) {
-        code = session_open(&s, self, &line, where, line.run);
-        if (code == 0) {
-            code = watch(&s, &line.common, count, idle_ms);
-        }
-        session_close(&s);
-    }
-    session_end(&line);
-    return code;
+    return session_run(self, argc, argv, &line, table, 0, watch, &o);
 }
 
 const command cmd_watch = {

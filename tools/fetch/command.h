@@ -10,19 +10,19 @@ typedef struct command {
     const char *arguments; /**< "TARGET --run R [OPTION...]" */
     const char *summary;   /**< one line, for the list of commands */
     const char *help;      /**< examples and paragraphs, printed before the options */
-    bool hidden;           /**< not listed, no suggestion leads to it */
     bool of_some;          /**< one address alone may be that of a rank among others */
     /** @p argv[0] is "nixl-fetch NAME". Returns the exit status. */
     int (*run)(const struct command *self, int argc, const char **argv);
 } command;
 
 extern const command cmd_list, cmd_show, cmd_ping, cmd_pull, cmd_verify, cmd_watch,
-    cmd_serve, cmd_bench, cmd_doctor, cmd_complete;
+    cmd_serve, cmd_bench, cmd_doctor;
 
-/** All commands, NULL at the end. */
-extern const command *const commands[];
+/** The one of @p all, NULL at the end, that has this name; NULL if there is none. */
+const command *command_find(const command *const *all, const char *name);
 
-/** The command of that name, hidden ones included; NULL if there is none. */
-const command *command_find(const char *name);
+/** What shells ask for completion: "line WORD...", "options COMMAND", behind argv[0]. Returns the
+    exit status. */
+int complete(const command *const *all, int argc, const char *const *argv);
 
 #endif

@@ -1,6 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "fetch/failure.h"
-#include "fetch/interrupt.h"
 #include "fetch/output.h"
 #include "fetch/terminal.h"
 
@@ -10,16 +9,6 @@
 #include <string.h>
 
 static bool json_wanted;
-static int output_errno; /**< of the first write that failed */
-
-int failure_exit_code(fanin_status status)
-{
-    if (status >= 0) {
-        return 0;
-    }
-    int group = -(status / 100);
-    return EXIT_GROUP + (group < 1 ? 1 : group > 6 ? 6 : group);
-}
 
 void failure_use_json(bool json)
 {
@@ -36,15 +25,12 @@ static void print_line(const char *what, const fanin_error *error)
 
 static void print_json(int code, const char *status, const fanin_error *error)
 {
-    json_t *body = json_pack("{s:i, s:s}", "code", code, "status", status);
-    output_set_string(body, "message", error->message);
-    json_object_set_new(body, "rank",
-                        error->rank >= 0 ? json_integer(error->rank) : json_null());
-    output_set_string(body, "key", error->key);
-    output_set_string(body, "address", error->address);
-    output_set_string(body, "phase", error->phase);
-    output_set_string(body, "remedy", error->remedy);
-    output_json_line(json_pack("{s:o}", "error", body));
+    json_t *body = output_object(
+        "code", json_integer(code), "status", output_string(status), "message",
+        output_string(error->message), "rank", output_rank(error->rank), "key",
+        output_string(error->key), "address", output_string(error->address), "phase",
+        output_string(error->phase), "remedy", output_string(error->remedy), NULL);
+    output_json_line(output_object("error", body, NULL));
 }
 
 int failure_report(const char *what, const fanin_error *error)
@@ -57,7 +43,7 @@ int failure_report(const char *what, const fanin_error *error)
     if (interrupt_requested()) {
         return interrupt_exit_code();
     }
-    return failure_exit_code(error->status);
+    return exit_code_of(error->status);
 }
 
 static void fill(fanin_error *error, fanin_status status, const char *remedy,
@@ -118,23 +104,15 @@ void failure_warn(const char *format, ...)
     terminal_tell("nixl-fetch: warning: %s", text);
 }
 
-void failure_flush_output(void)
-{
-    errno = 0;
-    if (fflush(stdout) != 0 && output_errno == 0) {
-        output_errno = errno;
-    }
-}
-
 int failure_of_output(int code)
 {
-    failure_flush_output();
-    if (output_errno == 0 && !ferror(stdout)) {
+    output_flush();
+    if (output_errno() == 0 && !ferror(stdout)) {
         return code;
     }
     json_wanted = false; /* there is nowhere to */
     return failure_local("cannot write the output", FANIN_ERR_IO,
                          "give standard output a place with room", "%s",
-                         output_errno != 0 ? strerror(output_errno)
-                                           : "an earlier write failed");
+                         output_errno() != 0 ? strerror(output_errno())
+                                             : "an earlier write failed");
 }

@@ -7,17 +7,10 @@
 #ifndef FAILURE_H
 #define FAILURE_H
 
+#include "fetch/interrupt.h"
+
 #include <fanin/error.h>
 #include <stdbool.h>
-
-enum {
-    EXIT_USAGE = 2,
-    EXIT_GROUP = 10,   /**< plus the hundreds of the status: 11 .. 16 */
-    EXIT_SIGNAL = 128, /**< plus the signal's number: 130, 143 */
-};
-
-/** 0 for FANIN_OK, else EXIT_GROUP + 1..6. */
-int failure_exit_code(fanin_status status);
 
 /** Whether errors also go to stdout as JSON; set once by the option parser. */
 void failure_use_json(bool json);
@@ -37,11 +30,7 @@ fanin_status failure_set(fanin_error *error, fanin_status status, const char *re
 int failure_usage(const char *command, const char *format, ...)
     __attribute__((format(printf, 2, 3)));
 
-/** Flushes standard output and remembers why it could not be written. */
-void failure_flush_output(void);
-
-/** The same at the end; @p code, or after a message that of an output that cannot be
-    written. */
+/** At the end: @p code, or after a message that of an output that cannot be written. */
 int failure_of_output(int code);
 
 /** A warning on stderr. */

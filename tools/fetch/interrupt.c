@@ -1,6 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "fetch/interrupt.h"
-#include "fetch/failure.h"
 
 #include <signal.h>
 #include <stdatomic.h>
@@ -40,6 +39,15 @@ void interrupt_install(fanin_client *client)
 void interrupt_detach(void)
 {
     atomic_store(&current, NULL);
+}
+
+int exit_code_of(fanin_status status)
+{
+    if (status >= 0) {
+        return 0;
+    }
+    int group = -(status / 100);
+    return EXIT_GROUP + (group < 1 ? 1 : group > 6 ? 6 : group);
 }
 
 int interrupt_exit_code(void)

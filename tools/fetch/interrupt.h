@@ -1,10 +1,23 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/** @file Ctrl-C (and SIGTERM, SIGHUP) of the commands that use a client: cancels its running call. */
+/**
+ * @file
+ * How the program ends: its exit statuses; Ctrl-C (and SIGTERM, SIGHUP) of the commands that use
+ * a client, which cancels its running call.
+ */
 #ifndef INTERRUPT_H
 #define INTERRUPT_H
 
 #include <fanin/client.h>
 #include <stdbool.h>
+
+enum {
+    EXIT_USAGE = 2,
+    EXIT_GROUP = 10,   /**< plus the hundreds of the status: 11 .. 16 */
+    EXIT_SIGNAL = 128, /**< plus the signal's number: 130, 143 */
+};
+
+/** 0 for FANIN_OK, else EXIT_GROUP + 1..6. */
+int exit_code_of(fanin_status status);
 
 /** Installs the handlers; @p client is cancelled by them. Called again: another client. */
 void interrupt_install(fanin_client *client);

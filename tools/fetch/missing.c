@@ -15,29 +15,30 @@ typedef struct gathering {
     bool *there; /**< ranks that are known */
 } gathering;
 
-static void add(missing *m, const fanin_rank_info *info, int32_t rank)
+int32_t missing_number(const session *s, const fanin_rank_info *info, uint32_t index)
 {
-    missing_rank *one = &m->ranks[m->count++];
-    const char *why =
-        info->message[0] != '\0' ? info->message : fanin_status_text(info->status);
-    *one = (missing_rank){.rank = rank, .silent = info->silent, .status = info->status};
-    snprintf(one->address, sizeof(one->address), "%s", info->address);
-    snprintf(one->message, sizeof(one->message), "%s", why);
+    return info->rank < 0 && s->target.in_rank_order ? (int32_t)index : info->rank;
+}
+
+const char *missing_why(const fanin_rank_info *info)
+{
+    return info->message[0] != '\0' ? info->message : fanin_status_text(info->status);
 }
 
 static bool on_rank(void *cookie, const fanin_rank_info *info)
 {
     gathering *g = cookie;
-    uint32_t index = g->index++;
-    int32_t rank = info->rank;
-    if (rank < 0 && g->session->target.in_rank_order) {
-        rank = (int32_t)index;
-    }
-    if (rank >= 0 && (uint32_t)rank < g->out->asked) {
+    missing *m = g->out;
+    int32_t rank = missing_number(g->session, info, g->index++);
+    if (rank >= 0 && (uint32_t)rank < m->asked) {
         g->there[rank] = true;
     }
     if (info->status != FANIN_OK) {
-        add(g->out, info, rank);
+        missing_rank *one = &m->ranks[m->count++];
+        *one = (missing_rank){
+            .rank = rank, .silent = info->silent, .status = info->status};
+        snprintf(one->address, sizeof one->address, "%s", info->address);
+        snprintf(one->message, sizeof one->message, "%s", missing_why(info));
     }
     return true;
 }
@@ -76,27 +77,22 @@ void missing_free(missing *m)
     *m = (missing){0};
 }
 
-const char *missing_remedy(bool silent)
+missing_text missing_name(const missing_rank *r)
 {
-    return silent ? "is the trainer process stopped, or a firewall in between?"
-                  : "start the rank, or correct the target";
-}
-
-void missing_name(const missing_rank *r, char *out, size_t size)
-{
+    missing_text text;
     if (r->rank >= 0) {
-        snprintf(out, size, "rank %d", (int)r->rank);
+        snprintf(text.s, sizeof text.s, "rank %d", (int)r->rank);
     } else {
-        snprintf(out, size, "rank at %s", r->address);
+        snprintf(text.s, sizeof text.s, "rank at %s", r->address);
     }
+    return text;
 }
 
 void missing_print(const missing *m)
 {
     for (uint32_t i = 0; i < m->count; i++) {
-        char name[MISSING_NAME];
-        missing_name(&m->ranks[i], name, sizeof(name));
-        terminal_print("%s unreachable: %s", name, m->ranks[i].message);
+        terminal_print("%s unreachable: %s", missing_name(&m->ranks[i]).s,
+                       m->ranks[i].message);
     }
 }
 
@@ -105,9 +101,8 @@ void missing_warn(const session *s)
     missing m;
     missing_gather(s, &m);
     for (uint32_t i = 0; i < m.count; i++) {
-        char name[MISSING_NAME];
-        missing_name(&m.ranks[i], name, sizeof(name));
-        failure_warn("%s does not answer: %s", name, m.ranks[i].message);
+        failure_warn("%s does not answer: %s", missing_name(&m.ranks[i]).s,
+                     m.ranks[i].message);
     }
     missing_free(&m);
 }
@@ -117,13 +112,11 @@ json_t *missing_json(const missing *m)
     json_t *list = json_array();
     for (uint32_t i = 0; i < m->count; i++) {
         const missing_rank *r = &m->ranks[i];
-        json_t *one = json_object();
-        json_object_set_new(one, "rank",
-                            r->rank >= 0 ? json_integer(r->rank) : json_null());
-        output_set_string(one, "address", r->address);
-        output_set_string(one, "status", fanin_status_name(r->status));
-        output_set_string(one, "message", r->message);
-        json_array_append_new(list, one);
+        json_array_append_new(
+            list, output_object("rank", output_rank(r->rank), "address",
+                                output_string(r->address), "status",
+                                output_string(fanin_status_name(r->status)), "message",
+                                output_string(r->message), NULL));
     }
     return list;
 }
@@ -136,8 +129,11 @@ int missing_report(const missing *m)
     const missing_rank *first = &m->ranks[0];
     fanin_error error;
     char what[96];
-    failure_set(&error, first->status, missing_remedy(first->silent), "%s",
-                first->message);
+    failure_set(&error, first->status,
+                first->silent
+                    ? "is the trainer process stopped, or a firewall in between?"
+                    : "start the rank, or correct the target",
+                "%s", first->message);
     error.rank = first->rank;
     snprintf(error.address, sizeof(error.address), "%.*s",
              (int)sizeof(error.address) - 1, first->address);

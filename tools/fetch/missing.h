@@ -7,9 +7,13 @@
 
 #include <jansson.h>
 
-#define MISSING_ADDRESS                                                                \
-    272 /**< a host's name of 253 bytes, a port and what is around them */
-#define MISSING_NAME 288
+enum {
+    MISSING_ADDRESS = 272
+}; /**< a host's name of 253 bytes, a port and what is around them */
+
+typedef struct missing_text {
+    char s[MISSING_ADDRESS + 16];
+} missing_text;
 
 typedef struct missing_rank {
     int32_t rank; /**< -1: not known */
@@ -27,10 +31,12 @@ typedef struct missing {
 void missing_gather(const session *s, missing *out);
 void missing_free(missing *m);
 
-/** What to do about a rank that is not there. */
-const char *missing_remedy(bool silent);
+/** The number of the rank at the target's address number @p index; -1: not known. */
+int32_t missing_number(const session *s, const fanin_rank_info *info, uint32_t index);
+/** Why it is not there. */
+const char *missing_why(const fanin_rank_info *info);
 /** "rank 2", or "rank at 127.0.0.1:6002" if it is not known which one is there. */
-void missing_name(const missing_rank *r, char *out, size_t size);
+missing_text missing_name(const missing_rank *r);
 /** "rank 2 unreachable: why", a line a rank, on stdout. */
 void missing_print(const missing *m);
 /** Warns on stderr about the ranks that are not connected now. */

@@ -16,6 +16,14 @@ enum { OPTION_HELP = 0x4800, OPTION_FIRST = 0x5000 };
 
 static FILE *listing; /**< NULL: command lines are read */
 
+const command *command_find(const command *const *all, const char *name)
+{
+    while (*all != NULL && strcmp((*all)->name, name) != 0) {
+        all++;
+    }
+    return *all;
+}
+
 void options_list_only(FILE *stream)
 {
     listing = stream;
@@ -194,15 +202,17 @@ static void flatten(struct poptOption *table, flat_table *flat)
     }
 }
 
-const char *options_given(const arguments *parsed, const char *const *names)
+const char *options_given(const arguments *parsed, const char *names)
 {
     flat_table flat = {.count = 0};
     flatten(parsed->table, &flat);
-    for (; *names != NULL; names++) {
+    for (size_t length; *names != '\0'; names += length + (names[length] == ' ')) {
+        length = strcspn(names, " ");
         for (size_t i = 0; i < flat.count; i++) {
-            if ((parsed->given & UINT64_C(1) << i) != 0 &&
-                strcmp(flat.options[i]->longName, *names) == 0) {
-                return *names;
+            const char *name = flat.options[i]->longName;
+            if ((parsed->given & UINT64_C(1) << i) != 0 && strlen(name) == length &&
+                strncmp(name, names, length) == 0) {
+                return name;
             }
         }
     }

@@ -49,9 +49,9 @@ void options_common(common_options *options, struct poptOption table[COMMON_OPTI
 void options_connect(connect_options *options,
                      struct poptOption table[CONNECT_OPTIONS]);
 
-/** The first of the options @p names (long ones, NULL at the end) that is on the command line,
-    NULL: none. */
-const char *options_given(const arguments *parsed, const char *const *names);
+/** The first of the options @p names (long ones, "run path") that is on the command line, NULL:
+    none. */
+const char *options_given(const arguments *parsed, const char *names);
 
 /** From now on options_parse() prints the command's options to @p stream instead: a line each,
     its long name, what its value is called ("" if it has none), its description and its

@@ -1,32 +1,47 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "fetch/output.h"
-#include "fetch/failure.h"
+#include "fetch/interrupt.h"
 #include "fetch/terminal.h"
 
+#include <errno.h>
+#include <inttypes.h>
+#include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+
+static int write_errno; /* of the first write that failed */
 
 void *output_require(void *memory)
 {
     if (memory == NULL) {
         fputs("nixl-fetch: out of memory: the output cannot be made: free memory\n",
               stderr);
-        exit(failure_exit_code(FANIN_ERR_MEMORY));
+        exit(exit_code_of(FANIN_ERR_MEMORY));
     }
     return memory;
 }
 
-struct libscols_table *output_table(const output_column *columns, size_t count)
+void *output_room(void *items, size_t count, size_t *capacity, size_t item_size)
+{
+    if (count < *capacity) {
+        return items;
+    }
+    *capacity = *capacity > 0 ? 2 * *capacity : 64;
+    return output_require(realloc(items, *capacity * item_size));
+}
+
+struct libscols_table *output_table(const char *names)
 {
     struct libscols_table *table = output_require(scols_new_table());
     scols_table_enable_noencoding(table, 1); /* cells are escaped as they come */
-    for (size_t i = 0; i < count; i++) {
-        int flags = columns[i].right ? SCOLS_FL_RIGHT : 0;
-        if (columns[i].tree) {
-            flags |= SCOLS_FL_TREE;
-        }
-        output_require(scols_table_new_column(table, columns[i].name, 0, flags));
+    for (const char *at = names; *at != '\0'; at += strspn(at, ">^ ")) {
+        char name[32];
+        int length = (int)strcspn(at, ">^ ");
+        snprintf(name, sizeof(name), "%.*s", length, at);
+        at += length;
+        int flags = *at == '>' ? SCOLS_FL_RIGHT : *at == '^' ? SCOLS_FL_TREE : 0;
+        output_require(scols_table_new_column(table, name, 0, flags));
     }
     return table;
 }
@@ -45,23 +60,39 @@ static void set_cell(struct libscols_line *line, size_t column, const char *text
 }
 
 struct libscols_line *output_row(struct libscols_table *table,
-                                 struct libscols_line *parent, const char *const *cells,
-                                 size_t count)
+                                 struct libscols_line *parent, ...)
 {
     struct libscols_line *line = output_require(scols_table_new_line(table, parent));
-    for (size_t i = 0; i < count; i++) {
-        if (cells[i] != NULL) {
-            set_cell(line, i, cells[i]);
+    va_list cells;
+    va_start(cells, parent);
+    for (size_t i = 0; i < scols_table_get_ncols(table); i++) {
+        const char *text = va_arg(cells, const char *);
+        if (text != NULL) {
+            set_cell(line, i, text);
         }
     }
+    va_end(cells);
     return line;
+}
+
+void output_flush(void)
+{
+    errno = 0;
+    if (fflush(stdout) != 0 && write_errno == 0) {
+        write_errno = errno;
+    }
+}
+
+int output_errno(void)
+{
+    return write_errno;
 }
 
 void output_print(struct libscols_table *table)
 {
     scols_print_table(table);
     scols_unref_table(table);
-    failure_flush_output();
+    output_flush();
 }
 
 static void dump(json_t *object, size_t flags)
@@ -71,7 +102,7 @@ static void dump(json_t *object, size_t flags)
     json_decref(object);
     json_dumpf(whole, stdout, flags | JSON_ENSURE_ASCII);
     fputc('\n', stdout);
-    failure_flush_output();
+    output_flush();
     json_decref(whole);
 }
 
@@ -104,25 +135,53 @@ json_t *output_string(const char *text)
     return value;
 }
 
-void output_set_string(json_t *object, const char *name, const char *text)
+json_t *output_u64(uint64_t value)
 {
-    json_object_set_new(object, name, output_string(text));
+    return json_integer((json_int_t)value);
 }
 
-void output_set_u64(json_t *object, const char *name, uint64_t value)
+json_t *output_rank(int64_t rank)
 {
-    json_object_set_new(object, name, json_integer((json_int_t)value));
+    return rank >= 0 ? json_integer(rank) : json_null();
 }
 
-void output_set_age(json_t *object, const char *name, uint64_t ms)
+json_t *output_age_ns(uint64_t ms)
 {
-    json_object_set_new(object, name,
-                        ms > 0 ? json_integer((json_int_t)ms * 1000000) : json_null());
+    return ms > 0 ? output_u64(ms * 1000000) : json_null();
 }
 
-void output_set_hex(json_t *object, const char *name, const uint8_t *bytes, size_t size)
+json_t *output_list(const uint64_t *values, size_t count)
 {
-    output_set_string(object, name, output_hex(bytes, size).s);
+    json_t *list = json_array();
+    for (size_t i = 0; i < count; i++) {
+        json_array_append_new(list, output_u64(values[i]));
+    }
+    return list;
+}
+
+static void set_all(json_t *object, const char *name, va_list values)
+{
+    for (; name != NULL; name = va_arg(values, const char *)) {
+        json_object_set_new(object, name, va_arg(values, json_t *));
+    }
+}
+
+json_t *output_object(const char *name, ...)
+{
+    json_t *object = output_require(json_object());
+    va_list values;
+    va_start(values, name);
+    set_all(object, name, values);
+    va_end(values);
+    return object;
+}
+
+void output_set(json_t *object, const char *name, ...)
+{
+    va_list values;
+    va_start(values, name);
+    set_all(object, name, values);
+    va_end(values);
 }
 
 output_text output_bytes(uint64_t bytes)
@@ -170,8 +229,8 @@ output_text output_age(uint64_t ms)
         i++;
     }
     if (ms > 0) {
-        snprintf(text.s, sizeof(text.s), "%llu %s",
-                 (unsigned long long)(ms / units[i].unit), units[i].name);
+        snprintf(text.s, sizeof(text.s), "%" PRIu64 " %s", ms / units[i].unit,
+                 units[i].name);
     }
     return text;
 }
@@ -205,7 +264,7 @@ output_text output_hex(const uint8_t *bytes, size_t size)
 output_text output_number(uint64_t value)
 {
     output_text text;
-    snprintf(text.s, sizeof(text.s), "%llu", (unsigned long long)value);
+    snprintf(text.s, sizeof(text.s), "%" PRIu64, value);
     return text;
 }
 
@@ -214,11 +273,34 @@ output_text output_dims(const uint64_t *values, uint32_t count)
     output_text text = {"["};
     size_t used = 1;
     for (uint32_t i = 0; i < count && used + 24 < sizeof(text.s); i++) {
-        used += (size_t)snprintf(text.s + used, sizeof(text.s) - used, "%s%llu",
-                                 i > 0 ? ", " : "", (unsigned long long)values[i]);
+        used += (size_t)snprintf(text.s + used, sizeof(text.s) - used, "%s%" PRIu64,
+                                 i > 0 ? ", " : "", values[i]);
     }
     snprintf(text.s + used, sizeof(text.s) - used, "]");
     return text;
+}
+
+void output_append(char *out, size_t size, const char *format, ...)
+{
+    size_t used = strlen(out);
+    va_list arguments;
+    va_start(arguments, format);
+    vsnprintf(out + used, size - used, format, arguments);
+    va_end(arguments);
+}
+
+void output_ranges(FILE *stream, const char *separator, const uint32_t *numbers,
+                   size_t count)
+{
+    for (size_t i = 0, end; i < count; i = end) {
+        for (end = i + 1; end < count && numbers[end] == numbers[end - 1] + 1;) {
+            end++;
+        }
+        fprintf(stream, "%s%u", i > 0 ? separator : "", numbers[i]);
+        if (end > i + 1) {
+            fprintf(stream, "-%u", numbers[end - 1]);
+        }
+    }
 }
 
 static int hex_digit(char c)

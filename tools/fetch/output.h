@@ -6,23 +6,27 @@
 #include <fanin/types.h>
 #include <jansson.h>
 #include <libsmartcols/libsmartcols.h>
+#include <stdio.h>
 
 /** @p memory; NULL ends the program with a message. */
 void *output_require(void *memory);
 
-typedef struct output_column {
-    const char *name;
-    bool right; /**< numbers */
-    bool tree;  /**< children of a row are drawn here */
-} output_column;
+/** An array of @p count items with room for one more: *@p items or, if @p capacity is reached,
+    another one. Memory failures end the program with a message (as all of this file does). */
+void *output_room(void *items, size_t count, size_t *capacity, size_t item_size);
 
-/** A table; memory failures end the program with a message (as all of this file does). */
-struct libscols_table *output_table(const output_column *columns, size_t count);
+/** A table of the columns that @p names lists: "RUN^ STATE STEP>", where '>' is for numbers, and
+    children of a row are drawn where '^' is. */
+struct libscols_table *output_table(const char *names);
 
-/** Appends a row; @p cells are copied, NULL is empty. @p parent may be NULL. */
+/** Appends a row: a text for each column, which is copied; NULL is empty. @p parent may be NULL. */
 struct libscols_line *output_row(struct libscols_table *table,
-                                 struct libscols_line *parent, const char *const *cells,
-                                 size_t count);
+                                 struct libscols_line *parent, ...);
+
+/** Flushes standard output and remembers the first error. */
+void output_flush(void);
+/** That error's number; 0: none. */
+int output_errno(void);
 
 /** Prints to stdout and frees. */
 void output_print(struct libscols_table *table);
@@ -31,16 +35,20 @@ void output_print(struct libscols_table *table);
 void output_json(json_t *object);
 /** The same as one line, flushed: for streams of events. */
 void output_json_line(json_t *object);
-/** Sets a string; bytes that are not UTF-8 become '?'; "" becomes null. */
-void output_set_string(json_t *object, const char *name, const char *text);
-/** The same alone. */
+/** An object of names and values, which it takes over: output_object("rank", output_u64(r),
+    NULL). */
+json_t *output_object(const char *name, ...) __attribute__((sentinel));
+/** Sets further ones. */
+void output_set(json_t *object, const char *name, ...) __attribute__((sentinel));
+/** Bytes that are not UTF-8 become '?'; "" becomes null. */
 json_t *output_string(const char *text);
-void output_set_u64(json_t *object, const char *name, uint64_t value);
-/** Sets nanoseconds; null if the age is 0, not known. */
-void output_set_age(json_t *object, const char *name, uint64_t ms);
-/** Sets bytes as hexadecimal digits. */
-void output_set_hex(json_t *object, const char *name, const uint8_t *bytes,
-                    size_t size);
+json_t *output_u64(uint64_t value);
+/** Null if it is negative: not known. */
+json_t *output_rank(int64_t rank);
+/** An age in milliseconds as nanoseconds; null if it is 0, not known. */
+json_t *output_age_ns(uint64_t ms);
+/** Numbers as a list. */
+json_t *output_list(const uint64_t *values, size_t count);
 
 typedef struct output_text {
     char s[200];
@@ -54,6 +62,13 @@ output_text output_hex(const uint8_t *bytes, size_t size); /**< at most 99 bytes
 output_text output_number(uint64_t value);
 /** "[16, 4096]"; @p values may be a shape, an offset or an extent. */
 output_text output_dims(const uint64_t *values, uint32_t count);
+
+/** Writes behind what @p out holds, as far as there is room. */
+void output_append(char *out, size_t size, const char *format, ...)
+    __attribute__((format(printf, 3, 4)));
+/** Rising numbers as "0-3,6", with @p separator for the comma. */
+void output_ranges(FILE *stream, const char *separator, const uint32_t *numbers,
+                   size_t count);
 
 /** Parses exactly @p size bytes of hexadecimal digits. */
 bool output_parse_hex(const char *text, uint8_t *bytes, size_t size);

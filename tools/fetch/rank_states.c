@@ -2,39 +2,22 @@
 #include "fetch/rank_states.h"
 #include "fetch/output.h"
 
-#include <stdarg.h>
+#include <inttypes.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
 const char *state_name(int32_t state)
 {
-    switch (state) {
-    case FANIN_PUBLICATION_UNPUBLISHED:
-        return "unpublished";
-    case FANIN_PUBLICATION_STABLE:
-        return "stable";
-    case FANIN_PUBLICATION_DRAINING:
-        return "draining";
-    case FANIN_PUBLICATION_WRITING:
-        return "writing";
-    case FANIN_PUBLICATION_PAUSED:
-        return "paused";
-    default:
-        return "unknown";
-    }
-}
-
-static void append(char *out, size_t size, const char *format, ...)
-    __attribute__((format(printf, 3, 4)));
-
-static void append(char *out, size_t size, const char *format, ...)
-{
-    size_t used = strlen(out);
-    va_list arguments;
-    va_start(arguments, format);
-    vsnprintf(out + used, size - used, format, arguments);
-    va_end(arguments);
+    static const char *const names[] = {
+        [FANIN_PUBLICATION_UNPUBLISHED] = "unpublished",
+        [FANIN_PUBLICATION_STABLE] = "stable",
+        [FANIN_PUBLICATION_DRAINING] = "draining",
+        [FANIN_PUBLICATION_WRITING] = "writing",
+        [FANIN_PUBLICATION_PAUSED] = "paused",
+    };
+    bool known = state >= 0 && (size_t)state < sizeof names / sizeof names[0];
+    return known ? names[state] : "unknown";
 }
 
 static bool alike(const fanin_rank_state *a, const fanin_rank_state *b)
@@ -42,48 +25,31 @@ static bool alike(const fanin_rank_state *a, const fanin_rank_state *b)
     return a->state == b->state && a->step == b->step;
 }
 
-/* Those like ranks[first] from there on, as runs of neighbours: "0-3,6". */
-static size_t append_numbers(const fanin_rank_state *ranks, size_t count, size_t first,
-                             char *out, size_t size)
-{
-    size_t found = 0;
-    for (size_t i = first; i < count;) {
-        size_t end = i + 1;
-        if (!alike(&ranks[i], &ranks[first])) {
-            i++;
-            continue;
-        }
-        while (end < count && alike(&ranks[end], &ranks[first]) &&
-               ranks[end].rank == ranks[end - 1].rank + 1) {
-            end++;
-        }
-        append(out, size, "%s%u", found > 0 ? "," : "", ranks[i].rank);
-        if (end - i > 1) {
-            append(out, size, "-%u", ranks[end - 1].rank);
-        }
-        found += end - i;
-        i = end;
-    }
-    return found;
-}
-
+/* Those like ranks[first], from there on. */
 static void append_group(const fanin_rank_state *ranks, size_t count, size_t first,
                          char *out, size_t size)
 {
-    char numbers[120] = "";
+    uint32_t *numbers = output_require(calloc(count, sizeof *numbers));
+    char text[120] = "";
     uint64_t age = 0;
-    size_t found = append_numbers(ranks, count, first, numbers, sizeof(numbers));
+    size_t found = 0;
     for (size_t i = first; i < count; i++) {
-        bool older = alike(&ranks[i], &ranks[first]) && ranks[i].state_age_ms > age;
-        age = older ? ranks[i].state_age_ms : age;
+        if (alike(&ranks[i], &ranks[first])) {
+            numbers[found++] = ranks[i].rank;
+            age = ranks[i].state_age_ms > age ? ranks[i].state_age_ms : age;
+        }
     }
-    append(out, size, "%s%s %s %s", out[0] != '\0' ? "; " : "",
-           found > 1 ? "ranks" : "rank", numbers, state_name(ranks[first].state));
+    FILE *stream = output_require(fmemopen(text, sizeof text - 1, "w"));
+    output_ranges(stream, ",", numbers, found);
+    fclose(stream);
+    free(numbers);
+    output_append(out, size, "%s%s %s %s", out[0] != '\0' ? "; " : "",
+                  found > 1 ? "ranks" : "rank", text, state_name(ranks[first].state));
     if (ranks[first].step > 0) {
-        append(out, size, " at step %llu", (unsigned long long)ranks[first].step);
+        output_append(out, size, " at step %" PRIu64, ranks[first].step);
     }
     if (age > 0) {
-        append(out, size, " for %s", output_age(age).s);
+        output_append(out, size, " for %s", output_age(age).s);
     }
 }
 
@@ -117,12 +83,12 @@ json_t *rank_states_json(const fanin_rank_state *ranks, size_t count)
 {
     json_t *list = json_array();
     for (size_t i = 0; i < count; i++) {
-        json_t *one = json_object();
-        output_set_u64(one, "rank", ranks[i].rank);
-        output_set_string(one, "state", state_name(ranks[i].state));
-        output_set_u64(one, "step", ranks[i].step);
-        output_set_age(one, "state_age_ns", ranks[i].state_age_ms);
-        json_array_append_new(list, one);
+        const fanin_rank_state *r = &ranks[i];
+        json_array_append_new(list,
+                              output_object("rank", output_u64(r->rank), "state",
+                                            output_string(state_name(r->state)), "step",
+                                            output_u64(r->step), "state_age_ns",
+                                            output_age_ns(r->state_age_ms), NULL));
     }
     return list;
 }

@@ -3,8 +3,10 @@
 #include "fetch/output.h"
 #include "fetch/terminal.h"
 
+#include <inttypes.h>
 #include <stddef.h>
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 #include <sys/resource.h>
 
@@ -64,36 +66,35 @@ static const char *checksums_text(const fanin_result_info *info)
     }
 }
 
-json_t *report_json(const fanin_result_info *info)
+static json_t *ranks_of(const fanin_result_info *info)
 {
-    json_t *object = json_object();
-    json_t *phases = json_object();
-    output_set_u64(object, "step", info->step);
-    output_set_hex(object, "world_id", info->world_id, sizeof(info->world_id));
-    output_set_u64(object, "bytes", info->bytes);
-    output_set_u64(object, "tensors", info->tensors);
-    output_set_u64(object, "reads", info->reads);
-    output_set_u64(object, "restarts", info->restarts);
-    output_set_u64(object, "stale", info->stale);
-    json_object_set_new(object, "reused", json_boolean(info->reused));
-    output_set_string(object, "path",
-                      info->reused ? "none" : fanin_path_name(info->path));
-    output_set_string(object, "path_reason", info->path_reason);
-    json_object_set_new(object, "transport_checksums", checksums_json(info));
-    json_object_set_new(object, "verified", json_boolean(info->verified));
-    for (const report_phase *p = report_phases; p->name != NULL; p++) {
-        output_set_u64(phases, p->name, report_phase_ns(info, p));
-    }
-    json_object_set_new(object, "phases_ns", phases);
-    if (info->total_ns > 0) {
-        json_object_set_new(
-            object, "bytes_per_second",
-            json_real((double)info->bytes / (double)info->total_ns * 1e9));
-    }
     json_t *ranks =
         info->ranks_json != NULL ? json_loads(info->ranks_json, 0, NULL) : NULL;
-    json_object_set_new(object, "ranks", ranks != NULL ? ranks : json_array());
-    output_set_u64(object, "peak_resident_bytes", report_peak_bytes());
+    return ranks != NULL ? ranks : json_array();
+}
+
+json_t *report_json(const fanin_result_info *info)
+{
+    json_t *phases = json_object();
+    for (const report_phase *p = report_phases; p->name != NULL; p++) {
+        output_set(phases, p->name, output_u64(report_phase_ns(info, p)), NULL);
+    }
+    json_t *object = output_object(
+        "step", output_u64(info->step), "world_id",
+        output_string(output_hex(info->world_id, sizeof info->world_id).s), "bytes",
+        output_u64(info->bytes), "tensors", output_u64(info->tensors), "reads",
+        output_u64(info->reads), "restarts", output_u64(info->restarts), "stale",
+        output_u64(info->stale), "reused", json_boolean(info->reused), "path",
+        output_string(info->reused ? "none" : fanin_path_name(info->path)),
+        "path_reason", output_string(info->path_reason), "transport_checksums",
+        checksums_json(info), "verified", json_boolean(info->verified), "phases_ns",
+        phases, NULL);
+    if (info->total_ns > 0) {
+        double rate = (double)info->bytes / (double)info->total_ns * 1e9;
+        output_set(object, "bytes_per_second", json_real(rate), NULL);
+    }
+    output_set(object, "ranks", ranks_of(info), "peak_resident_bytes",
+               output_u64(report_peak_bytes()), NULL);
     return object;
 }
 
@@ -113,38 +114,31 @@ static bool same_path(const json_t *a, const json_t *b)
 static void print_group(const json_t *ranks, const json_t *rank)
 {
     size_t count = json_array_size(ranks);
-    const char *separator = "ranks ";
+    uint32_t *alike = output_require(calloc(count, sizeof *alike));
+    size_t n = 0;
     for (size_t i = 0; i < count; i++) {
-        size_t end = i;
-        while (end < count && same_path(json_array_get(ranks, end), rank)) {
-            end++;
+        if (same_path(json_array_get(ranks, i), rank)) {
+            alike[n++] = (uint32_t)i;
         }
-        if (end > i) {
-            printf("%s%zu", separator, i);
-            separator = ", ";
-        }
-        if (end > i + 1) {
-            printf("-%zu", end - 1);
-        }
-        i = end > i ? end : i;
     }
+    fputs("ranks ", stdout);
+    output_ranges(stdout, ", ", alike, n);
+    free(alike);
 }
 
 /* One line a group of ranks that were read by one path for one reason. */
 static void print_paths(const fanin_result_info *info)
 {
-    json_t *ranks =
-        info->ranks_json != NULL ? json_loads(info->ranks_json, 0, NULL) : NULL;
+    json_t *ranks = ranks_of(info);
     size_t count = json_array_size(ranks);
     bool one = true;
     for (size_t i = 1; i < count; i++) {
         one = one && same_path(json_array_get(ranks, i), json_array_get(ranks, 0));
     }
     if (one) {
+        const char *reason = info->path_reason != NULL ? info->path_reason : "";
         terminal_print("%-9s %s%s%s", "path", fanin_path_name(info->path),
-                       info->path_reason != NULL && info->path_reason[0] != '\0' ? ": "
-                                                                                 : "",
-                       info->path_reason != NULL ? info->path_reason : "");
+                       reason[0] != '\0' ? ": " : "", reason);
     }
     for (size_t i = 0; !one && i < count; i++) {
         const json_t *rank = json_array_get(ranks, i);
@@ -164,18 +158,18 @@ static void print_paths(const fanin_result_info *info)
 
 void report_print(const fanin_result_info *info)
 {
-    printf("%-9s %llu\n", "step", (unsigned long long)info->step);
+    printf("%-9s %" PRIu64 "\n", "step", info->step);
     printf("%-9s %s\n", "world", output_hex(info->world_id, sizeof(info->world_id)).s);
-    printf("%-9s %llu\n", "tensors", (unsigned long long)info->tensors);
-    printf("%-9s %s (%llu)\n", "bytes", output_bytes(info->bytes).s,
-           (unsigned long long)info->bytes);
+    printf("%-9s %" PRIu64 "\n", "tensors", info->tensors);
+    printf("%-9s %s (%" PRIu64 ")\n", "bytes", output_bytes(info->bytes).s,
+           info->bytes);
     if (!info->reused) {
         print_paths(info);
         printf("%-9s %s\n", "checksums", checksums_text(info));
         if (info->verified) {
             printf("%-9s the ranks hold what has landed\n", "verified");
         }
-        printf("%-9s %llu\n", "reads", (unsigned long long)info->reads);
+        printf("%-9s %" PRIu64 "\n", "reads", info->reads);
     }
     if (info->restarts > 0) {
         printf("%-9s %u, %u of them stale\n", "restarts", info->restarts, info->stale);

@@ -3,6 +3,7 @@
 #include "fetch/failure.h"
 #include "fetch/interrupt.h"
 #include "fetch/missing.h"
+#include "fetch/output.h"
 #include "fetch/progress.h"
 #include "fetch/suggest.h"
 #include "fetch/terminal.h"
@@ -12,32 +13,14 @@
 #include <stdlib.h>
 #include <string.h>
 
-static void print_log(fanin_log_level level, const char *event, const char *message)
+void session_log(void *cookie, fanin_log_level level, const char *event,
+                 const char *message)
 {
-    static const char *const names[] = {"", "error", "warning", "info", "debug"};
-    const char *name = level >= 1 && level <= 4 ? names[level] : "log";
-    terminal_tell("nixl-fetch: %s: %s: %s", name, event, message);
-}
-
-static void log_all(void *cookie, fanin_log_level level, const char *event,
-                    const char *message)
-{
-    (void)cookie;
-    print_log(level, event, message);
-}
-
-static void log_warnings(void *cookie, fanin_log_level level, const char *event,
-                         const char *message)
-{
-    (void)cookie;
-    if (level <= FANIN_LOG_WARNING) {
-        print_log(level, event, message);
+    static const char *const names[] = {"log", "error", "warning", "info", "debug"};
+    if (level <= FANIN_LOG_WARNING || cookie != NULL) {
+        terminal_tell("nixl-fetch: %s: %s: %s",
+                      names[level >= 1 && level <= 4 ? level : 0], event, message);
     }
-}
-
-fanin_log_fn session_log(bool verbose)
-{
-    return verbose ? log_all : log_warnings;
 }
 
 bool session_parse(const command *self, invocation *line, int argc, const char **argv,
@@ -67,38 +50,6 @@ const char *session_default_target(void)
     return text;
 }
 
-const char *session_begin(const command *self, invocation *line, int argc,
-                          const char **argv, struct poptOption *table, int words,
-                          int *status_out)
-{
-    if (!session_parse(self, line, argc, argv, table, status_out)) {
-        return NULL;
-    }
-    const char *text = session_default_target();
-    int first = 0;
-    if (line->parsed.count > words) {
-        text = line->parsed.positional[0];
-        first = 1;
-    }
-    *status_out = EXIT_USAGE;
-    if (line->parsed.count > first + words) {
-        failure_usage(self->name, "unexpected argument '%s'",
-                      line->parsed.positional[first + words]);
-        return NULL;
-    }
-    if (line->parsed.count < first + words || text == NULL || text[0] == '\0') {
-        failure_usage(self->name, words > 0 ? "TARGET and KEY are needed"
-                                            : "no TARGET, and neither "
-                                              "NIXL_FETCH_SERVERS nor FANIN_TRAINER in "
-                                              "the environment");
-        return NULL;
-    }
-    for (int i = 0; i < words; i++) {
-        line->words[i] = line->parsed.positional[first + i];
-    }
-    return text;
-}
-
 void session_end(invocation *line)
 {
     options_free(&line->parsed);
@@ -109,7 +60,8 @@ static int configure(session *s, const invocation *line, fanin_client_config *co
     const common_options *common = &line->common;
     const connect_options *connect = &line->connect;
     fanin_client_config_init(config, sizeof(*config));
-    config->log = common->quiet ? NULL : session_log(common->verbose != 0);
+    config->log = common->quiet ? NULL : session_log;
+    config->log_cookie = common->verbose ? config : NULL;
     config->no_unix = connect->no_unix != 0;
     config->no_ucx = connect->no_ucx != 0;
     config->no_checksums = connect->no_checksums != 0;
@@ -140,9 +92,6 @@ static int configure(session *s, const invocation *line, fanin_client_config *co
                              "all zero",
                              connect->world_id);
     }
-    if (connect->server_name != NULL && connect->server_name[0] == '\0') {
-        return failure_usage(s->command->name, "--server-name is empty");
-    }
     return 0;
 }
 
@@ -159,7 +108,7 @@ static void demand(session *s, const connect_options *connect,
     s->demanding = connect->server_name != NULL || connect->world_id != NULL;
 }
 
-static int choose_run(session *s, const char *run)
+int session_choose_run(session *s, const char *run)
 {
     if (run == NULL) {
         run = s->target.run[0] != '\0' ? s->target.run : "0";
@@ -195,7 +144,7 @@ int session_open(session *s, const command *self, const invocation *line,
         code = failure_report("cannot use the target", &error);
         return error.status == FANIN_ERR_ARGUMENT ? EXIT_USAGE : code;
     }
-    code = choose_run(s, run);
+    code = session_choose_run(s, run);
     if (code != 0) {
         return code;
     }
@@ -236,10 +185,10 @@ void session_explain(const session *s, fanin_error *error)
         return; /* what an option demands the remedy speaks of */
     }
     if (s->target.file != NULL) {
-        size_t used = strlen(error->remedy);
-        snprintf(error->remedy + used, sizeof(error->remedy) - used,
-                 "; %.120s names the ranks: a trainer that starts anew writes it anew",
-                 s->target.file);
+        output_append(
+            error->remedy, sizeof(error->remedy),
+            "; %.120s names the ranks: a trainer that starts anew writes it anew",
+            s->target.file);
     } else if (s->target.count == 1) {
         snprintf(error->remedy, sizeof(error->remedy),
                  "give --world-size N, or the address of every rank");
@@ -262,15 +211,18 @@ uint32_t session_left_ms(const session *s)
     return now < s->end_ns ? (uint32_t)((s->end_ns - now) / 1000000) + 1 : 1;
 }
 
-int session_reach(session *s)
+fanin_status session_try(const session *s, fanin_error *error)
+{
+    return fanin_client_connect_any(s->client, (const char *const *)s->target.addresses,
+                                    s->target.count, session_left_ms(s), error);
+}
+
+int session_reach(const session *s)
 {
     fanin_error error = FANIN_ERROR_INIT;
-    if (fanin_client_connect_any(s->client, (const char *const *)s->target.addresses,
-                                 s->target.count, session_left_ms(s),
-                                 &error) != FANIN_OK) {
-        return session_failure(s, "cannot connect", &error);
-    }
-    return 0;
+    return session_try(s, &error) == FANIN_OK
+               ? 0
+               : session_failure(s, "cannot connect", &error);
 }
 
 int session_connect(session *s, uint32_t timeout_ms)
@@ -296,4 +248,54 @@ void session_close(session *s)
     interrupt_detach();
     fanin_client_destroy(&s->client);
     target_free(&s->target);
+}
+
+/* session_parse(), and the words of a command that needs a target: TARGET (or the
+   environment's) and @p words more words. Returns TARGET's text; NULL if the command is over,
+   *status_out is then the exit status. */
+static const char *begin(const command *self, invocation *line, int argc,
+                         const char **argv, struct poptOption *table, int words,
+                         int *status_out)
+{
+    if (!session_parse(self, line, argc, argv, table, status_out)) {
+        return NULL;
+    }
+    const char *text = session_default_target();
+    int first = 0;
+    if (line->parsed.count > words) {
+        text = line->parsed.positional[0];
+        first = 1;
+    }
+    *status_out = EXIT_USAGE;
+    if (line->parsed.count > first + words) {
+        failure_usage(self->name, "unexpected argument '%s'",
+                      line->parsed.positional[first + words]);
+        return NULL;
+    }
+    if (line->parsed.count < first + words || text == NULL || text[0] == '\0') {
+        failure_usage(self->name, words > 0 ? "TARGET and KEY are needed"
+                                            : "no TARGET, and neither "
+                                              "NIXL_FETCH_SERVERS nor FANIN_TRAINER in "
+                                              "the environment");
+        return NULL;
+    }
+    for (int i = 0; i < words; i++) {
+        line->words[i] = line->parsed.positional[first + i];
+    }
+    return text;
+}
+
+int session_run(const command *self, int argc, const char **argv, invocation *line,
+                struct poptOption *table, int words, session_fn fn, void *cookie)
+{
+    session s = {0};
+    int code;
+    const char *where = begin(self, line, argc, argv, table, words, &code);
+    if (where != NULL) {
+        code = session_open(&s, self, line, where, line->run);
+        code = code != 0 ? code : fn(&s, line, cookie);
+        session_close(&s);
+    }
+    session_end(line);
+    return code;
 }

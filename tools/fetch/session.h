@@ -17,13 +17,14 @@ typedef struct session {
     uint64_t end_ns;      /**< when the command's --timeout is over */
 } session;
 
-/** A log function for the library: prints to stderr; with @p verbose also what is routine. */
-fanin_log_fn session_log(bool verbose);
+/** A fanin_log_fn: prints to stderr; @p verbose is not NULL: also what is routine. */
+void session_log(void *verbose, fanin_log_level level, const char *event,
+                 const char *message);
 
 enum { SESSION_OPTIONS = 4 };
 
 /** The command line that commands with a TARGET have in common; zero but for
-    common.timeout_ms before session_begin(). */
+    common.timeout_ms before it is parsed. */
 typedef struct invocation {
     common_options common;
     connect_options connect;
@@ -48,14 +49,6 @@ bool session_parse(const command *self, invocation *line, int argc, const char *
 /** The environment's target: NIXL_FETCH_SERVERS, else FANIN_TRAINER; NULL or "": none. */
 const char *session_default_target(void);
 
-/**
- * session_parse(), and the words of a command that needs a target: TARGET (or the
- * environment's) and @p words more words. Returns TARGET's text; NULL if the command is over,
- * *status_out is then the exit status. session_end() in either case.
- */
-const char *session_begin(const command *self, invocation *line, int argc,
-                          const char **argv, struct poptOption *table, int words,
-                          int *status_out);
 void session_end(invocation *line);
 
 /**
@@ -65,6 +58,9 @@ void session_end(invocation *line);
  */
 int session_open(session *s, const command *self, const invocation *line,
                  const char *target_text, const char *run);
+
+/** Chooses another run. 0, or the exit status after a message. */
+int session_choose_run(session *s, const char *run);
 
 /** Makes the remedy of a WORLD error one for the words on the command line, and names the rank that
     the target says is at the error's address. */
@@ -76,8 +72,10 @@ int session_failure(const session *s, const char *what, fanin_error *error);
 uint32_t session_left_ms(const session *s);
 
 /** Connects within what is left, until one rank has answered: the calls that follow see to the
-    others. 0, or the exit status after a message. */
-int session_reach(session *s);
+    others. Errors are fanin_client_connect_any()'s. */
+fanin_status session_try(const session *s, fanin_error *error);
+/** The same: 0, or the exit status after a message. */
+int session_reach(const session *s);
 
 /** Connects to all ranks; warns about those that did not answer. 0, or the exit status after a message. */
 int session_connect(session *s, uint32_t timeout_ms);
@@ -86,5 +84,15 @@ int session_connect(session *s, uint32_t timeout_ms);
 void session_disconnect(session *s);
 
 void session_close(session *s);
+
+/** What a command does with a session that is open; returns the exit status. */
+typedef int (*session_fn)(session *s, const invocation *line, void *cookie);
+
+/**
+ * A command that needs a target: session_parse(), TARGET (or the environment's) and @p words more
+ * words, session_open() with --run, @p fn, and the end of all that. Returns the exit status.
+ */
+int session_run(const command *self, int argc, const char **argv, invocation *line,
+                struct poptOption *table, int words, session_fn fn, void *cookie);
 
 #endif

@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "fetch/suggest.h"
+#include "fetch/output.h"
 
 #include <stdio.h>
 #include <string.h>
@@ -42,10 +43,9 @@ static bool on_publication(void *cookie, const fanin_publication_info *info)
         return true;
     }
     run += 5;
-    size_t used = strlen(s->all);
-    if (used + strlen(run) + 3 < sizeof(s->all)) {
-        snprintf(s->all + used, sizeof(s->all) - used, "%s%s", used > 0 ? ", " : "",
-                 run);
+    if (strlen(s->all) + strlen(run) + 3 < sizeof(s->all)) {
+        output_append(s->all, sizeof(s->all), "%s%s", s->all[0] != '\0' ? ", " : "",
+                      run);
     }
     if (options_nearer(s->word, run, &s->best)) {
         snprintf(s->nearest, sizeof(s->nearest), "%s", run);

@@ -2,6 +2,7 @@
 #include "fetch/terminal.h"
 
 #include <errno.h>
+#include <stdarg.h>
 #include <stdbool.h>
 #include <stdint.h>
 #include <stdlib.h>
@@ -65,6 +66,14 @@ static void put_formatted(FILE *stream, const char *format, va_list arguments)
     free(text);
 }
 
+void terminal_write(FILE *stream, const char *format, ...)
+{
+    va_list arguments;
+    va_start(arguments, format);
+    put_formatted(stream, format, arguments);
+    va_end(arguments);
+}
+
 void terminal_print(const char *format, ...)
 {
     va_list arguments;
@@ -73,7 +82,7 @@ void terminal_print(const char *format, ...)
     va_end(arguments);
 }
 
-void terminal_vtell(const char *format, va_list arguments)
+void terminal_tell(const char *format, ...)
 {
     char *line = NULL;
     size_t size = 0;
@@ -82,7 +91,10 @@ void terminal_vtell(const char *format, va_list arguments)
     if (stream == NULL) {
         return;
     }
+    va_list arguments;
+    va_start(arguments, format);
     put_formatted(stream, format, arguments);
+    va_end(arguments);
     if (fclose(stream) == 0) {
         for (size_t done = 0; done < size;) {
             ssize_t n = write(STDERR_FILENO, line + done, size - done);
@@ -93,12 +105,4 @@ void terminal_vtell(const char *format, va_list arguments)
         }
     }
     free(line);
-}
-
-void terminal_tell(const char *format, ...)
-{
-    va_list arguments;
-    va_start(arguments, format);
-    terminal_vtell(format, arguments);
-    va_end(arguments);
 }

@@ -1,14 +1,19 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "fetch/waiting.h"
 #include "fetch/missing.h"
+#include "fetch/progress.h"
 #include "fetch/rank_states.h"
 #include "fetch/terminal.h"
 
+#include <inttypes.h>
+#include <poll.h>
 #include <pthread.h>
 #include <signal.h>
 #include <stdatomic.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/eventfd.h>
+#include <unistd.h>
 
 enum { TELL_EVERY_MS = 2000, ASK_MS = 1000 };
 
@@ -17,10 +22,8 @@ struct waiting {
     session own; /**< the same target with another client */
     uint64_t step;
     pthread_t thread;
-    pthread_mutex_t lock;
-    pthread_cond_t changed;
+    int ended; /**< an eventfd: the thread is to end */
     atomic_bool hushed;
-    bool ended; /**< under the lock */
 };
 
 typedef struct behind {
@@ -50,9 +53,8 @@ static void tell_missing(const waiting *w)
     missing m;
     missing_gather(&w->own, &m);
     for (uint32_t i = 0; i < m.count; i++) {
-        char name[MISSING_NAME];
-        missing_name(&m.ranks[i], name, sizeof(name));
-        terminal_tell("nixl-fetch: waiting for %s: %s", name, m.ranks[i].message);
+        terminal_tell("nixl-fetch: waiting for %s: %s", missing_name(&m.ranks[i]).s,
+                      m.ranks[i].message);
     }
     missing_free(&m);
 }
@@ -68,8 +70,8 @@ static void tell(const waiting *w)
         !atomic_load(&w->hushed)) {
         rank_states_text(b.ranks, b.count, text, sizeof(text));
         if (b.count > 0) {
-            terminal_tell("nixl-fetch: waiting for step %llu of %s: %s",
-                          (unsigned long long)w->step, w->session->publication, text);
+            terminal_tell("nixl-fetch: waiting for step %" PRIu64 " of %s: %s", w->step,
+                          w->session->publication, text);
         }
         tell_missing(w);
     }
@@ -77,30 +79,19 @@ static void tell(const waiting *w)
 }
 
 /* False: the pull is over. */
-static bool pause_ms(waiting *w, uint64_t ms)
+static bool pause_ms(waiting *w, int ms)
 {
-    struct timespec until;
-    clock_gettime(CLOCK_MONOTONIC, &until);
-    until.tv_sec += (time_t)(ms / 1000);
-    int status = 0;
-    pthread_mutex_lock(&w->lock);
-    while (!w->ended && status == 0) {
-        status = pthread_cond_timedwait(&w->changed, &w->lock, &until);
-    }
-    bool ended = w->ended;
-    pthread_mutex_unlock(&w->lock);
-    return !ended && !atomic_load(&w->hushed);
+    struct pollfd ended = {w->ended, POLLIN, 0};
+    return poll(&ended, 1, ms) <= 0 && !atomic_load(&w->hushed);
 }
 
 static void *run(void *cookie)
 {
     waiting *w = cookie;
-    const target *t = &w->own.target;
     bool connected = false;
     while (pause_ms(w, TELL_EVERY_MS)) {
-        connected = connected || fanin_client_connect_any(
-                                     w->own.client, (const char *const *)t->addresses,
-                                     t->count, ASK_MS, NULL) == FANIN_OK;
+        w->own.end_ns = progress_now_ns() + ASK_MS * UINT64_C(1000000);
+        connected = connected || session_try(&w->own, NULL) == FANIN_OK;
         if (connected) {
             tell(w);
         }
@@ -111,12 +102,6 @@ static void *run(void *cookie)
 static bool start_thread(waiting *w)
 {
     sigset_t all, before;
-    pthread_condattr_t attributes;
-    pthread_mutex_init(&w->lock, NULL);
-    pthread_condattr_init(&attributes);
-    pthread_condattr_setclock(&attributes, CLOCK_MONOTONIC);
-    pthread_cond_init(&w->changed, &attributes);
-    pthread_condattr_destroy(&attributes);
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &before);
     int failed = pthread_create(&w->thread, NULL, run, w);
@@ -127,16 +112,17 @@ static bool start_thread(waiting *w)
 static void destroy(waiting *w)
 {
     fanin_client_destroy(&w->own.client);
-    pthread_cond_destroy(&w->changed);
-    pthread_mutex_destroy(&w->lock);
+    if (w->ended >= 0) {
+        close(w->ended);
+    }
     free(w);
 }
 
 waiting *waiting_start(const session *s, uint64_t step)
 {
-    waiting *w = calloc(1, sizeof(*w));
+    waiting *w = calloc(1, sizeof *w);
     fanin_client_config config;
-    fanin_client_config_init(&config, sizeof(config));
+    fanin_client_config_init(&config, sizeof config);
     config.no_ucx = true;
     if (w == NULL) {
         return NULL;
@@ -144,11 +130,10 @@ waiting *waiting_start(const session *s, uint64_t step)
     w->session = s;
     w->own.target = s->target; /* the session's; it outlives the thread */
     w->step = step > 0 ? step : 1;
-    if (fanin_client_create(&config, &w->own.client, NULL) != FANIN_OK) {
-        free(w);
-        return NULL;
-    }
-    if (!start_thread(w)) {
+    w->ended = eventfd(0, EFD_CLOEXEC);
+    if (w->ended < 0 ||
+        fanin_client_create(&config, &w->own.client, NULL) != FANIN_OK ||
+        !start_thread(w)) {
         destroy(w);
         return NULL;
     }
@@ -168,10 +153,7 @@ void waiting_end(waiting **w_inout)
     if (w == NULL) {
         return;
     }
-    pthread_mutex_lock(&w->lock);
-    w->ended = true;
-    pthread_cond_signal(&w->changed);
-    pthread_mutex_unlock(&w->lock);
+    (void)eventfd_write(w->ended, 1);
     waiting_hush(w);
     fanin_client_cancel(w->own.client);
     pthread_join(w->thread, NULL);

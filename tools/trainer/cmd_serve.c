@@ -4,10 +4,12 @@
 #include "trainer/device_driver.h"
 #include "fetch/failure.h"
 #include "fetch/output.h"
+#include "fetch/session.h"
 #include "trainer/source.h"
 #include "trainer/world.h"
 
 #include <errno.h>
+#include <inttypes.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -23,96 +25,53 @@ typedef struct serve_options {
     long long steps, first_step;
 } serve_options;
 
-static const char *host_of(const rank_options *options)
-{
-    return options->bind != NULL ? options->bind : "127.0.0.1";
-}
-
-static output_text address_of(const rank_options *options, const ranks *r,
-                              uint32_t rank)
-{
-    output_text text;
-    const char *host = host_of(options);
-    snprintf(text.s, sizeof(text.s),
-             strchr(host, ':') != NULL ? "[%.180s]:%u" : "%.180s:%u", host,
-             ranks_port(r, rank));
-    return text;
-}
-
-static char *target_of(const rank_options *options, const ranks *r)
-{
-    char *text = NULL;
-    size_t size = 0;
-    FILE *stream = open_memstream(&text, &size);
-    for (uint32_t rank = 0; stream != NULL && rank < options->world_size; rank++) {
-        fprintf(stream, "%s%s", rank > 0 ? "," : "", address_of(options, r, rank).s);
-    }
-    if (stream == NULL || fclose(stream) != 0) {
-        free(text);
-        return NULL;
-    }
-    return text;
-}
-
 static json_t *ready_json(const rank_options *options, const ranks *r,
                           const char *target)
 {
-    json_t *object = json_pack("{s:s, s:i, s:s}", "event", "ready", "pid",
-                               (int)getpid(), "target", target);
     json_t *list = json_array();
     json_t *runs = json_array();
-    output_set_hex(object, "world_id", options->world_id, sizeof(options->world_id));
-    output_set_u64(object, "world_size", options->world_size);
-    output_set_u64(object, "step", options->first_step);
-    output_set_u64(object, "tensors", options->tensors->count);
-    output_set_u64(object, "bytes", options->tensors->bytes);
     for (uint32_t rank = 0; rank < options->world_size; rank++) {
-        json_t *one =
-            json_pack("{s:i, s:i, s:i, s:s}", "rank", (int)rank, "pid",
-                      (int)ranks_pid(r, rank), "port", (int)ranks_port(r, rank),
-                      "address", address_of(options, r, rank).s);
+        json_t *one = output_object("rank", output_u64(rank), "pid",
+                                    json_integer(ranks_pid(r, rank)), "port",
+                                    output_u64(ranks_port(r, rank)), "address",
+                                    output_string(ranks_address(r, rank).s), NULL);
         int device = rank_device(options, rank);
         if (device != DEVICE_HOST) {
-            json_object_set_new(one, "device", json_integer(device));
+            output_set(one, "device", json_integer(device), NULL);
         }
         json_array_append_new(list, one);
     }
     for (size_t i = 0; i < options->n_runs; i++) {
         json_array_append_new(runs, json_string(options->runs[i]));
     }
-    json_object_set_new(object, "ranks", list);
-    json_object_set_new(object, "runs", runs);
-    return object;
+    return output_object(
+        "event", output_string("ready"), "pid", json_integer(getpid()), "target",
+        output_string(target), "world_id",
+        output_string(output_hex(options->world_id, sizeof options->world_id).s),
+        "world_size", output_u64(options->world_size), "step",
+        output_u64(options->first_step), "tensors", output_u64(options->tensors->count),
+        "bytes", output_u64(options->tensors->bytes), "ranks", list, "runs", runs,
+        "schema", json_integer(1), NULL);
 }
 
 /* To stdout, or to the descriptor that a script waits at. */
 static int tell_ready(const serve_options *o, const rank_options *options,
                       const ranks *r)
 {
-    char *target = target_of(options, r);
-    if (target == NULL) {
-        return failure_local("cannot start ranks", FANIN_ERR_MEMORY, "free memory",
-                             "no memory for the addresses");
+    FILE *stream = o->ready_fd >= 0 ? fdopen(o->ready_fd, "w") : stdout;
+    if (stream == NULL) {
+        return failure_usage("serve", "--ready-fd %d: %s", o->ready_fd,
+                             strerror(errno));
     }
-    FILE *stream = stdout;
-    if (o->ready_fd >= 0) {
-        stream = fdopen(o->ready_fd, "w");
-        if (stream == NULL) {
-            free(target);
-            return failure_usage("serve", "--ready-fd %d: %s", o->ready_fd,
-                                 strerror(errno));
-        }
-    }
+    char *target = ranks_target(r);
     if (o->common.json) {
         json_t *object = ready_json(options, r, target);
-        json_object_set_new(object, "schema", json_integer(1));
         json_dumpf(object, stream, JSON_COMPACT);
         json_decref(object);
         fputc('\n', stream);
     } else {
-        fprintf(stream, "ready: pid %d, %u ranks, step %llu, target %s\n",
-                (int)getpid(), options->world_size,
-                (unsigned long long)options->first_step, target);
+        fprintf(stream, "ready: pid %d, %u ranks, step %" PRIu64 ", target %s\n",
+                (int)getpid(), options->world_size, options->first_step, target);
     }
     free(target);
     if (o->ready_fd < 0) {
@@ -134,26 +93,25 @@ static json_t *info_json(const rank_options *options, const ranks *r)
     long long number = strtoll(run, &end, 10);
     bool is_number = run[0] >= '0' && run[0] <= '9' && *end == '\0' &&
                      (run[0] != '0' || run[1] == '\0') && strlen(run) < 18;
-    json_t *object = json_object();
-    json_object_set_new(object, "run_idx",
-                        is_number ? json_integer(number) : json_string(run));
-    json_object_set_new(object, "world_size", json_integer(options->world_size));
-    output_set_hex(object, "world_id", options->world_id, sizeof(options->world_id));
+    json_t *object = output_object(
+        "run_idx", is_number ? json_integer(number) : json_string(run), "world_size",
+        output_u64(options->world_size), "world_id",
+        output_string(output_hex(options->world_id, sizeof options->world_id).s), NULL);
     if (options->server_name != NULL) {
-        output_set_string(object, "server_name", options->server_name);
+        output_set(object, "server_name", output_string(options->server_name), NULL);
     }
     if (options->base_port != 0) {
-        output_set_string(object, "host", host_of(options));
-        json_object_set_new(object, "base_port", json_integer(options->base_port));
+        output_set(object, "host", output_string(ranks_host(r)), "base_port",
+                   output_u64(options->base_port), NULL);
         return object;
     }
     json_t *hosts = json_array();
     for (uint32_t rank = 0; rank < options->world_size; rank++) {
         json_array_append_new(
-            hosts, json_pack("{s:s, s:i, s:[i]}", "host", host_of(options), "base_port",
+            hosts, json_pack("{s:s, s:i, s:[i]}", "host", ranks_host(r), "base_port",
                              (int)ranks_port(r, rank) - (int)rank, "ranks", (int)rank));
     }
-    json_object_set_new(object, "hosts", hosts);
+    output_set(object, "hosts", hosts, NULL);
     return object;
 }
 
@@ -184,41 +142,29 @@ static int write_info(const char *path, const rank_options *options, const ranks
 
 static json_t *stats_json(uint32_t rank, uint64_t step, const fanin_server_stats *s)
 {
-    json_t *o = json_pack("{s:i}", "rank", (int)rank);
-    output_set_u64(o, "step", step);
-    output_set_u64(o, "pulls_good", s->pulls_good);
-    output_set_u64(o, "pulls_stale", s->pulls_stale);
-    output_set_u64(o, "pulls_abandoned", s->pulls_abandoned);
-    output_set_u64(o, "begins_granted", s->begins_granted);
-    output_set_u64(o, "begins_refused", s->begins_refused);
-    output_set_u64(o, "bytes_streamed", s->bytes_streamed);
-    output_set_u64(o, "reads_streamed", s->reads_streamed);
-    output_set_u64(o, "reads_refused", s->reads_refused);
-    output_set_u64(o, "updates", s->updates);
-    output_set_u64(o, "commits", s->commits);
-    output_set_u64(o, "commits_withdrawn", s->commits_withdrawn);
-    output_set_u64(o, "drain_wait_ns_total", s->drain_wait_ns_total);
-    output_set_u64(o, "drain_wait_ns_max", s->drain_wait_ns_max);
-    output_set_u64(o, "drains_expired", s->drains_expired);
-    output_set_u64(o, "sessions_opened", s->sessions_opened);
-    output_set_u64(o, "sessions_refused", s->sessions_refused);
-    output_set_u64(o, "protocol_errors", s->protocol_errors);
-    output_set_u64(o, "sessions", s->sessions);
-    output_set_u64(o, "leases", s->leases);
-    output_set_u64(o, "session_memory", s->session_memory);
-    return o;
+    return output_object(
+        "rank", output_u64(rank), "step", output_u64(step), "pulls_good",
+        output_u64(s->pulls_good), "pulls_stale", output_u64(s->pulls_stale),
+        "pulls_abandoned", output_u64(s->pulls_abandoned), "begins_granted",
+        output_u64(s->begins_granted), "begins_refused", output_u64(s->begins_refused),
+        "bytes_streamed", output_u64(s->bytes_streamed), "reads_streamed",
+        output_u64(s->reads_streamed), "reads_refused", output_u64(s->reads_refused),
+        "updates", output_u64(s->updates), "commits", output_u64(s->commits),
+        "commits_withdrawn", output_u64(s->commits_withdrawn), "drain_wait_ns_total",
+        output_u64(s->drain_wait_ns_total), "drain_wait_ns_max",
+        output_u64(s->drain_wait_ns_max), "drains_expired",
+        output_u64(s->drains_expired), "sessions_opened",
+        output_u64(s->sessions_opened), "sessions_refused",
+        output_u64(s->sessions_refused), "protocol_errors",
+        output_u64(s->protocol_errors), "sessions", output_u64(s->sessions), "leases",
+        output_u64(s->leases), "session_memory", output_u64(s->session_memory), NULL);
 }
 
 /* How long the last timed commits took. */
 static json_t *commits_json(const ranks *r, uint32_t rank)
 {
     uint64_t ns[RANK_COMMITS];
-    uint32_t count = ranks_commits(r, rank, ns);
-    json_t *list = json_array();
-    for (uint32_t i = 0; i < count; i++) {
-        json_array_append_new(list, json_integer((json_int_t)ns[i]));
-    }
-    return list;
+    return output_list(ns, ranks_commits(r, rank, ns));
 }
 
 static void tell_stopped(const serve_options *o, const rank_options *options,
@@ -236,23 +182,22 @@ static void tell_stopped(const serve_options *o, const rank_options *options,
             longest = s->drain_wait_ns_max > longest ? s->drain_wait_ns_max : longest;
             json_t *one = stats_json(rank, ranks_step(r, rank), s);
             if (options->publishing.timed) {
-                json_object_set_new(one, "commit_ns", commits_json(r, rank));
+                output_set(one, "commit_ns", commits_json(r, rank), NULL);
             }
             json_array_append_new(list, one);
         }
     }
     if (o->common.json) {
-        output_json_line(json_pack("{s:s, s:o}", "event", "stopped", "ranks", list));
+        output_json_line(
+            output_object("event", output_string("stopped"), "ranks", list, NULL));
         return;
     }
     json_decref(list);
     if (!o->common.quiet) {
-        fprintf(
-            stderr,
-            "serve: stopped at step %llu; pulls confirmed by ranks %llu, stale %llu; "
-            "begin_update waited at most %s\n",
-            (unsigned long long)ranks_step(r, 0), (unsigned long long)good,
-            (unsigned long long)stale, output_duration(longest).s);
+        fprintf(stderr,
+                "serve: stopped at step %" PRIu64 "; pulls confirmed by ranks %" PRIu64
+                ", stale %" PRIu64 "; begin_update waited at most %s\n",
+                ranks_step(r, 0), good, stale, output_duration(longest).s);
     }
 }
 
@@ -286,7 +231,8 @@ static int resolve(const command *self, serve_options *o, rank_options *out)
     out->first_step = (uint64_t)o->first_step;
     out->uncoupled = o->uncoupled != 0;
     out->keep_going = o->keep_going != 0;
-    out->verbose = o->common.verbose != 0;
+    out->log = session_log;
+    out->log_cookie = o->common.verbose ? o : NULL;
     out->publishing.timed = o->wait_commit != 0;
     int code = world_resolve(self, &o->world, out);
     return code != 0 ? code : device_resolve(self, &o->device, out);

@@ -86,3 +86,22 @@ int device_resolve(const command *self, device_options *options, rank_options *o
     p->devices = options->devices;
     return 0;
 }
+
+int rank_device(const rank_options *options, uint32_t rank)
+{
+    const rank_publishing *p = &options->publishing;
+    return p->n_devices > 0
+               ? p->devices[(uint64_t)rank * p->n_devices / options->world_size]
+               : DEVICE_HOST;
+}
+
+bool rank_works(const rank_options *options, uint32_t rank)
+{
+    int device = rank_device(options, rank);
+    for (uint32_t other = 0; other < rank; other++) {
+        if (rank_device(options, other) == device) {
+            return false;
+        }
+    }
+    return options->load != DEVICE_LOAD_NONE && device != DEVICE_HOST;
+}

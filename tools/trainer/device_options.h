@@ -24,4 +24,9 @@ int device_resolve(const command *self, device_options *options, rank_options *o
 /** "0,1", "host,0": numbers of devices, or DEVICE_HOST. False: it is no such list. */
 bool device_list_parse(const char *text, int out[DEVICE_LIST], size_t *count_out);
 
+/** The device of a rank's memory, or DEVICE_HOST. */
+int rank_device(const rank_options *options, uint32_t rank);
+/** Whether it is the one that works, with rank_options.load. */
+bool rank_works(const rank_options *options, uint32_t rank);
+
 #endif

@@ -130,8 +130,8 @@ static int tell_death(ranks *r, uint32_t rank, int wait_status)
 {
     const rank_slot *slot = &r->board->slots[rank];
     if (r->told) {
-        return slot->failed ? failure_exit_code(slot->error.status)
-                            : failure_exit_code(FANIN_ERR_CLOSED);
+        return slot->failed ? exit_code_of(slot->error.status)
+                            : exit_code_of(FANIN_ERR_CLOSED);
     }
     r->told = true;
     if (slot->failed) {
@@ -371,6 +371,33 @@ uint16_t ranks_port(const ranks *r, uint32_t rank)
     return r->board->slots[rank].port;
 }
 
+const char *ranks_host(const ranks *r)
+{
+    return r->options->bind != NULL ? r->options->bind : "127.0.0.1";
+}
+
+output_text ranks_address(const ranks *r, uint32_t rank)
+{
+    output_text text;
+    const char *host = ranks_host(r);
+    snprintf(text.s, sizeof text.s,
+             strchr(host, ':') != NULL ? "[%.180s]:%u" : "%.180s:%u", host,
+             ranks_port(r, rank));
+    return text;
+}
+
+char *ranks_target(const ranks *r)
+{
+    char *text = NULL;
+    size_t size = 0;
+    FILE *stream = output_require(open_memstream(&text, &size));
+    for (uint32_t rank = 0; rank < r->options->world_size; rank++) {
+        fprintf(stream, "%s%s", rank > 0 ? "," : "", ranks_address(r, rank).s);
+    }
+    fclose(stream);
+    return output_require(text);
+}
+
 uint64_t ranks_step(const ranks *r, uint32_t rank)
 {
     return atomic_load(&r->board->slots[rank].step);
@@ -398,25 +425,6 @@ void ranks_phase(ranks *r, uint32_t phase)
 rank_work ranks_work(const ranks *r, uint32_t rank, uint32_t phase)
 {
     return r->board->slots[rank].work[phase];
-}
-
-int rank_device(const rank_options *options, uint32_t rank)
-{
-    const rank_publishing *p = &options->publishing;
-    return p->n_devices > 0
-               ? p->devices[(uint64_t)rank * p->n_devices / options->world_size]
-               : DEVICE_HOST;
-}
-
-bool rank_works(const rank_options *options, uint32_t rank)
-{
-    int device = rank_device(options, rank);
-    for (uint32_t other = 0; other < rank; other++) {
-        if (rank_device(options, other) == device) {
-            return false;
-        }
-    }
-    return options->load != DEVICE_LOAD_NONE && device != DEVICE_HOST;
 }
 
 const fanin_server_stats *ranks_stats(const ranks *r, uint32_t rank)

@@ -7,6 +7,7 @@
 #ifndef RANKS_H
 #define RANKS_H
 
+#include "fetch/output.h"
 #include "trainer/device_load.h"
 #include "trainer/models.h"
 
@@ -44,8 +45,9 @@ typedef struct rank_options {
     int64_t update_every_ms; /**< how long a step stays; negative: for ever */
     bool uncoupled;          /**< no barrier between ranks */
     bool keep_going;         /**< the others go on when a rank dies */
-    bool extents; /**< tell the parent where shards lie, see ranks_extents() */
-    bool verbose;
+    bool extents;     /**< tell the parent where shards lie, see ranks_extents() */
+    fanin_log_fn log; /**< of the servers; NULL: none */
+    void *log_cookie;
     bool
         readers_gone; /**< at the end all readers have closed: the ranks wait to see it */
     rank_publishing publishing;
@@ -53,11 +55,6 @@ typedef struct rank_options {
         the others update until the phases end, not before. */
     device_load_kind load;
 } rank_options;
-
-/** The device of a rank's memory, or DEVICE_HOST. */
-int rank_device(const rank_options *options, uint32_t rank);
-/** Whether it is the one that works, with rank_options.load. */
-bool rank_works(const rank_options *options, uint32_t rank);
 
 /** A shard's memory in a rank's process; of the first run. */
 typedef struct rank_extent {
@@ -86,7 +83,11 @@ int ranks_stop(ranks *r);
 void ranks_free(ranks **r);
 
 pid_t ranks_pid(const ranks *r, uint32_t rank);
+/** Where they listen: all of them, one, and all as the text of a target, to be freed. */
+const char *ranks_host(const ranks *r);
 uint16_t ranks_port(const ranks *r, uint32_t rank);
+output_text ranks_address(const ranks *r, uint32_t rank);
+char *ranks_target(const ranks *r);
 uint64_t ranks_step(const ranks *r, uint32_t rank);
 /** One entry a tensor. */
 const rank_extent *ranks_extents(const ranks *r, uint32_t rank);

@@ -2,12 +2,12 @@
 /* One rank of the stand-in trainer: allocates shards as a trainer does, one by one, and
    lives through updates until the world ends. */
 #include "trainer/device_driver.h"
+#include "trainer/device_options.h"
 #include "trainer/device_shards.h"
 #include "fetch/failure.h"
 #include "fetch/pattern.h"
 #include "fetch/progress.h"
 #include "trainer/rank_board.h"
-#include "fetch/session.h"
 #include "trainer/shard.h"
 
 #include <poll.h>
@@ -243,7 +243,8 @@ static fanin_status create_server(life *l, fanin_error *error)
     config.flags = o->flags;
     config.lease_ms = o->lease_ms;
     config.allow = o->allow;
-    config.log = session_log(o->verbose);
+    config.log = o->log;
+    config.log_cookie = o->log_cookie;
     if (o->bind != NULL) {
         config.bind = o->bind;
     }
@@ -467,5 +468,5 @@ int serve_rank(const rank_options *options, rank_board *board, uint32_t rank,
         l.slot->error = error;
         l.slot->failed = true;
     }
-    return failure_exit_code(status);
+    return exit_code_of(status);
 }

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "trainer/source.h"
 #include "fetch/failure.h"
+#include "fetch/output.h"
 #include "fetch/pattern.h"
 
 #include <errno.h>
@@ -85,8 +86,7 @@ static int unknown(const command *self, const char *what, const char *name,
     char all[512] = "";
     const char *nearest = options_nearest(name, names);
     for (size_t i = 0; names[i] != NULL; i++) {
-        size_t used = strlen(all);
-        snprintf(all + used, sizeof(all) - used, "%s%s", i > 0 ? ", " : "", names[i]);
+        output_append(all, sizeof all, "%s%s", i > 0 ? ", " : "", names[i]);
     }
     return nearest != NULL
                ? failure_usage(self->name, "unknown %s '%s', did you mean '%s'?", what,
@@ -131,11 +131,7 @@ static int open_model(const command *self, const source_options *options,
     add_pair(out, PATTERN_PAIR_KEY, PATTERN_PAIR_VALUE);
     add_pair(out, PATTERN_DTYPE_KEY, fanin_dtype_name(dtype));
     if (fused) {
-        out->config = model_fused_config(m, r);
-        if (out->config == NULL) {
-            return failure_local("cannot make the adapter", FANIN_ERR_MEMORY,
-                                 "free memory", "no memory for the configuration");
-        }
+        out->config = output_require(model_fused_config(m, r));
         add_pair(out, "peft_config", out->config);
         return 0;
     }

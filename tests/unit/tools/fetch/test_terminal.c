@@ -118,7 +118,7 @@ static void a_line_is_one_write(void **state)
     failure_warn("a %s", "b");
     failure_set(&error, FANIN_ERR_IO, "do something", "it broke");
     (void)failure_report("cannot do it", &error);
-    session_log(true)(NULL, FANIN_LOG_INFO, "event", "message\033[0m");
+    session_log(&error, FANIN_LOG_INFO, "event", "message\033[0m");
     assert_true(dup2(saved, STDERR_FILENO) >= 0);
     ssize_t n = recv(ends[0], line, sizeof(line), MSG_DONTWAIT);
     assert_int_equal(n, 2 * (sizeof(text) - 1) + 5);

@@ -2,6 +2,7 @@
 /* Words for the shells' completion, one a line, with a description after a tab. What files to
    offer is the shell's matter: ":files", ":directories". Never a message: a failure completes
    nothing. */
+#include "fetch/output.h"
 #include "trainer/models.h"
 #include "fetch/progress.h"
 #include "fetch/session.h"
@@ -143,12 +144,10 @@ static void offer_from_ranks(const line *line, bool keys, const char *prefix)
 
 /* ------------------------------------------------------------------ the words' kinds */
 
-static void offer_commands(const char *prefix)
+static void offer_commands(const command *const *all, const char *prefix)
 {
-    for (size_t i = 0; commands[i] != NULL; i++) {
-        if (!commands[i]->hidden) {
-            offer(commands[i]->name, prefix, commands[i]->summary);
-        }
+    for (; *all != NULL; all++) {
+        offer((*all)->name, prefix, (*all)->summary);
     }
 }
 
@@ -219,25 +218,23 @@ static void read_options(line *line, char *text)
     }
 }
 
-static bool learn_command(line *line, const char *name)
+/* What the command prints of its options, to @p stream. */
+static int list_options(const command *c, FILE *stream)
+{
+    const char *argv[] = {c->name, NULL};
+    options_list_only(stream);
+    return c->run(c, 1, argv);
+}
+
+static void learn_command(line *line)
 {
     char *text = NULL;
     size_t size = 0;
-    const char *argv[] = {name, NULL};
-    line->command = command_find(name);
-    FILE *stream = line->command != NULL && !line->command->hidden
-                       ? open_memstream(&text, &size)
-                       : NULL;
-    if (stream == NULL) {
-        return false;
-    }
-    options_list_only(stream);
-    (void)line->command->run(line->command, 1, argv);
-    if (fclose(stream) == 0) {
-        read_options(line, text);
-    }
+    FILE *stream = output_require(open_memstream(&text, &size));
+    (void)list_options(line->command, stream);
+    fclose(stream);
+    read_options(line, text);
     free(text);
-    return true;
 }
 
 /* The option that @p word is, if its value is the next word. */
@@ -284,19 +281,22 @@ static void complete_argument(line *line, const char *prefix)
 }
 
 /* @p words after the program's name; the last one is completed. */
-static void complete_line(int count, const char *const *words)
+static void complete_line(const command *const *all, int count,
+                          const char *const *words)
 {
     static const char *const others[] = {"help", "--help", "--version", NULL};
     const char *current = words[count - 1];
     static line line; /* large */
     if (count == 1 || strcmp(words[0], "help") == 0) {
-        offer_commands(current);
+        offer_commands(all, current);
         offer_list(count == 1 ? others : others + 3, current);
         return;
     }
-    if (!learn_command(&line, words[0])) {
+    line.command = command_find(all, words[0]);
+    if (line.command == NULL) {
         return;
     }
+    learn_command(&line);
     scan(&line, count - 2, words + 1);
     if (line.wanting != NULL) {
         offer_value(&line, line.wanting->name, current);
@@ -307,27 +307,14 @@ static void complete_line(int count, const char *const *words)
     }
 }
 
-static int run(const command *self, int argc, const char **argv)
+int complete(const command *const *all, int argc, const char *const *argv)
 {
-    (void)self;
     const char *what = argc > 2 ? argv[1] : "";
     if (strcmp(what, "line") == 0) {
-        complete_line(argc - 2, argv + 2);
+        complete_line(all, argc - 2, argv + 2);
     } else if (strcmp(what, "options") == 0) {
-        const command *found = command_find(argv[2]);
-        const char *words[] = {argv[2], NULL};
-        options_list_only(stdout);
-        return found != NULL && !found->hidden ? found->run(found, 1, words) : 0;
+        const command *found = command_find(all, argv[2]);
+        return found != NULL ? list_options(found, stdout) : 0;
     }
     return 0;
 }
-
-/* __complete line WORD..., options COMMAND */
-const command cmd_complete = {
-    .name = "__complete",
-    .arguments = "",
-    .summary = "words for the shell's completion",
-    .help = "",
-    .hidden = true,
-    .run = run,
-};
