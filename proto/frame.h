@@ -41,6 +41,18 @@ typedef enum message_type {
     MSG_ERROR = 31,
 } message_type;
 
+/** What a server makes of a message's type. */
+typedef enum kind { KIND_REQUEST, KIND_REPLY, KIND_UNKNOWN } kind;
+
+static inline kind message_kind(unsigned type)
+{
+    if (type == MSG_ERROR)
+        return KIND_REPLY;
+    if (type == MSG_AUTH || type == 0 || type > MSG_DIGEST_OK)
+        return KIND_UNKNOWN;
+    return type % 2 == 1 ? KIND_REQUEST : KIND_REPLY;
+}
+
 /* Largest bodies (bytes). */
 #define LIMIT_BEFORE_HELLO 4096
 #define LIMIT_REQUEST 65536

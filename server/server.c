@@ -1,11 +1,12 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* A server's life: configuration, creation, the end. */
 #include "control/control.h"
-#include "core/server_state.h"
+#include "core/admission.h"
 #include "core/wake.h"
 #include "digest.h"
 #include "error_set.h"
 #include "host.h"
+#include "publish/commit_list.h"
 #include "shards/registration.h"
 #include "stream/data_thread.h"
 #include "thread.h"
@@ -15,12 +16,10 @@
 #include <arpa/inet.h>
 #include <dirent.h>
 #include <errno.h>
-#include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/resource.h>
-#include <time.h>
 #include <unistd.h>
 
 #define BACKLOG 256
@@ -255,7 +254,7 @@ static fanin_status start(fanin_server *s, fanin_error *error)
         status = error_set_errno(error, FANIN_ERR_IO, errno, NULL,
                                  "cannot set up the control thread");
     else
-        status = commit_create(s, error);
+        status = commit_hub_make(s->wake, &s->hub, error);
     if (status == FANIN_OK)
         status = stream_create(s, error);
     if (status == FANIN_OK)
@@ -334,7 +333,7 @@ uint16_t fanin_server_port(const fanin_server *server)
 
 /* ----------------------------------------------------------------- the end */
 
-static void wait_for_leases(fanin_server *s, uint32_t drain_ms)
+static void stop_begins(fanin_server *s, uint32_t drain_ms)
 {
     deadline at = deadline_in_ms(drain_ms);
     pthread_mutex_lock(&s->lock);
@@ -352,13 +351,13 @@ void fanin_server_destroy(fanin_server **server, uint32_t drain_ms)
     *server = NULL;
     if (s->pid != getpid())
         return;
-    wait_for_leases(s, 0); /* refuses begins before the listeners go */
+    stop_begins(s, 0); /* refuses begins before the listeners go */
     control_stop_listening(s);
-    wait_for_leases(s, drain_ms);
+    stop_begins(s, drain_ms);
     log_write(&s->log, FANIN_LOG_INFO, "server-stop", "%s_%u stops", s->name,
               (unsigned)s->rank);
     commit_stop(s);
     mappers_lose_all(&s->registrar);
-    mappers_tell(&s->registrar, &s->log, s->name, "the trainer's own again");
+    mappers_tell(&s->registrar, s->name, "the trainer's own again");
     finish(s);
 }

@@ -1,8 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Requests of an open control session. */
 #include "control/session.h"
+#include "core/rules.h"
 #include "error_set.h"
-#include "shards/arena.h"
+#include "publish/garbage.h"
+#include "shards/registration.h"
 
 #include <stdio.h>
 #include <stdlib.h>
@@ -206,7 +208,7 @@ static fanin_status handle_blob(session *s, uint64_t request, message_type type,
     else
         session_reply_error(s, request, &error);
     buffer_free(&regions);
-    commit_retire(server, catalog);
+    catalog_retire(server, catalog);
     return FANIN_OK;
 }
 

@@ -3,7 +3,17 @@
 #ifndef SESSION_H
 #define SESSION_H
 
-#include "core/server_state.h"
+#include "core/admission.h"
+#include "publish/lease.h"
+
+/* Caps of one control session (PROTOCOL.md, "Limits"). */
+#define SESSION_WAITS 16
+#define SESSION_WATCHES 16
+#define SESSION_DATA 16
+
+#define HELLO_MS 2000          /**< from accept to hello */
+#define OUTPUT_PAUSE (2 << 20) /**< queued bytes beyond which no request is taken */
+#define OUTPUT_MOST (8 << 20)  /**< queued bytes beyond which a session is dropped */
 
 typedef enum session_phase {
     SESSION_HELLO, /**< nothing but hello is taken */

@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "core/server_state.h"
+#include "core/rules.h"
 #include "error_set.h"
 
 #include <unistd.h>
@@ -20,4 +21,16 @@ fanin_status server_check(const fanin_server *s, fanin_error *error)
                          "the server belongs to the parent process");
     }
     return FANIN_OK;
+}
+
+uint64_t next_odd(fanin_server *s)
+{
+    s->counter += 1 + s->counter % 2;
+    return s->counter;
+}
+
+uint64_t next_even(fanin_server *s)
+{
+    s->counter += 2 - s->counter % 2;
+    return s->counter;
 }

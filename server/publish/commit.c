@@ -1,12 +1,17 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* fanin_server_commit(): what is checked, built, copied and waited for. */
+/* fanin_server_commit(), from the beginning to the end of one commit: it is checked, becomes the
+   publication's pending one, gets its catalog, copies the shards if it is to, waits for nothing
+   but streams then, and takes effect when the last of them has got there. */
 #include "convert.h"
+#include "core/rules.h"
 #include "error_set.h"
-#include "publish/commit_token.h"
+#include "publish/commit_list.h"
+#include "publish/lease.h"
+#include "publish/make_catalog.h"
 #include "versioned.h"
 
+#include <inttypes.h>
 #include <stdlib.h>
-#include <string.h>
 
 /** What the caller wants. */
 typedef struct request {
@@ -68,34 +73,44 @@ static fanin_status check_stream(fanin_server *s, request *q, fanin_error *error
 
 /* ------------------------------------------------------------------ checks */
 
-/* Whether the commit may be made now. Lock held, nothing pending. */
-static fanin_status check_commit(const publication *p, const commit *terms,
-                                 fanin_error *error)
+static fanin_status absent(const char *name, fanin_error *error)
 {
-    error_place place = {.phase = "commit"};
-    if (!p->present) {
-        place.remedy = "put shards, or call begin_update, first";
-        return error_set(error, FANIN_ERR_ARGUMENT, &place,
-                         "there is no publication %s", p->name);
-    }
-    fanin_status status = publication_check_paused(p, "commit", error);
-    if (status != FANIN_OK)
-        return status;
+    error_place place = {.phase = "commit",
+                         .remedy = "put shards, or call begin_update, first"};
+    return error_set(error, FANIN_ERR_ARGUMENT, &place, "there is no publication %s",
+                     name);
+}
+
+/* Whether it is the time for a commit. Lock held. */
+static fanin_status check_time(const publication *p, fanin_error *error)
+{
+    error_place place = {.phase = "commit",
+                         .remedy = "call begin_update before the bytes are written"};
     bool readable = p->state == STATE_DRAINING || p->state == STATE_STABLE;
     bool may_follow = p->mode == MODE_SNAPSHOT && (p->update_open || p->aborted);
-    if (readable && !may_follow) {
-        place.remedy = "call begin_update before the bytes are written";
+    if (!p->present)
+        return absent(p->name, error);
+    if (p->paused)
+        return publication_check_paused(p, "commit", error);
+    if (readable && !may_follow)
         return error_set(error, FANIN_ERR_STATE, &place, "no update of %s is open",
                          p->name);
-    }
+    return FANIN_OK;
+}
+
+/* Whether it goes with the commits before. Lock held. */
+static fanin_status check_terms(const publication *p, const commit *terms,
+                                fanin_error *error)
+{
+    error_place place = {.phase = "commit"};
+    bool known = p->mode != MODE_UNKNOWN;
     if (p->has_step && terms->step <= p->step) {
         place.remedy = "steps must grow, also after a publication was removed";
         return error_set(error, FANIN_ERR_ARGUMENT, &place,
-                         "step %llu of %s is not above the last one, %llu",
-                         (unsigned long long)terms->step, p->name,
-                         (unsigned long long)p->step);
+                         "step %" PRIu64 " of %s is not above the last one, %" PRIu64,
+                         terms->step, p->name, p->step);
     }
-    if (p->mode != MODE_UNKNOWN && p->mode != terms->mode) {
+    if (known && p->mode != terms->mode) {
         place.remedy = "commit it always in the same way, or remove it first";
         return error_set(error, FANIN_ERR_STATE, &place,
                          p->mode == MODE_SNAPSHOT
@@ -103,7 +118,7 @@ static fanin_status check_commit(const publication *p, const commit *terms,
                              : "%s was published by reference, not as snapshots",
                          p->name);
     }
-    if (p->mode != MODE_UNKNOWN && p->cast != terms->cast) {
+    if (known && p->cast != terms->cast) {
         place.remedy = "give the same cast at every commit, or remove it first";
         return error_set(error, FANIN_ERR_ARGUMENT, &place,
                          "%s was published with another cast", p->name);
@@ -111,39 +126,55 @@ static fanin_status check_commit(const publication *p, const commit *terms,
     return FANIN_OK;
 }
 
-fanin_status commit_enter(fanin_server *s, publication *p, fanin_error *error)
+/* ----------------------------------------------------------------- pending */
+
+/* Makes the publication's pending commit, with a reference for the caller. Lock held, nothing
+   pending. */
+static fanin_status make_pending(fanin_server *s, publication *p, const commit *terms,
+                                 commit **out, fanin_error *error)
 {
-    deadline at = deadline_in_ms(COMMIT_WAIT_MS);
-    for (;;) {
-        pthread_mutex_lock(&p->writer);
-        pthread_mutex_lock(&s->lock);
-        commit_settle(s, p);
-        if (!p->pending)
-            return FANIN_OK;
-        commit *before = commit_retain(p->pending);
-        pthread_mutex_unlock(&s->lock);
+    commit *c = malloc(sizeof *c);
+    if (!c)
+        return error_set_memory(error);
+    *c = *terms;
+    commit_token_init(&c->token, s->hub, 3); /* the caller's, p->pending, s->commits */
+    c->of = p;
+    c->closing = p->epoch;
+    c->was_open = p->update_open;
+    c->was_aborted = p->aborted;
+    c->next = s->commits;
+    s->commits = c;
+    p->pending = c;
+    p->update_open = p->aborted = false;
+    *out = c;
+    return FANIN_OK;
+}
+
+/* Checks and begins; with the writer lock if that is so. */
+static fanin_status begin(fanin_server *s, publication *p, const request *q,
+                          commit **out, fanin_error *error)
+{
+    fanin_status status = commit_enter(s, p, error);
+    if (status != FANIN_OK)
+        return status;
+    status = check_time(p, error);
+    if (status == FANIN_OK)
+        status = check_terms(p, &q->terms, error);
+    if (status == FANIN_OK)
+        status = make_pending(s, p, &q->terms, out, error);
+    pthread_mutex_unlock(&s->lock);
+    if (status != FANIN_OK)
         pthread_mutex_unlock(&p->writer);
-        uint64_t step = before->step;
-        fanin_status status = commit_await(before, 0, true, at);
-        commit_release(before);
-        if (status != FANIN_OK) {
-            error_place place = {.phase = "commit",
-                                 .remedy = "find out what its stream waits for"};
-            return error_set(error, status, &place,
-                             "step %llu of %s, committed before, has not taken effect "
-                             "for %d s",
-                             (unsigned long long)step, p->name, COMMIT_WAIT_MS / 1000);
-        }
-    }
+    return status;
 }
 
 static fanin_status overtaken(const commit *c, fanin_error *error)
 {
     error_place place = {.phase = "commit"};
     return error_set(error, FANIN_ERR_STATE, &place,
-                     "another update of %s began before step %llu was committed, or it "
-                     "was aborted or removed",
-                     c->of->name, (unsigned long long)c->step);
+                     "another update of %s began before step %" PRIu64
+                     " was committed, or it was aborted or removed",
+                     c->of->name, c->step);
 }
 
 static fanin_status device_failed(const commit *c, fanin_error *error)
@@ -151,117 +182,14 @@ static fanin_status device_failed(const commit *c, fanin_error *error)
     error_place place = {.phase = "commit",
                          .remedy = "the trainer's log says what has failed"};
     return error_set(error, FANIN_ERR_TRANSPORT, &place,
-                     "step %llu of %s: a CUDA device has failed",
-                     (unsigned long long)c->step, c->of->name);
+                     "step %" PRIu64 " of %s: a CUDA device has failed", c->step,
+                     c->of->name);
 }
 
-/* ---------------------------------------------------------------- catalogs */
-
-static fanin_status append_arena(fanin_server *s, shard_catalog *built,
-                                 const shard_catalog *before, fanin_error *error)
-{
-    fanin_status status = FANIN_OK;
-    uint32_t n = built->arena_regions = built->regions.count;
-    for (uint32_t i = 0; status == FANIN_OK && i < n; i++) {
-        const region *first = built->regions.regions[i];
-        const gpu_range *in;
-        uint64_t distance = arena_distance(built->plan->arenas, first->base, &in);
-        status = region_set_append(&s->registrar, &built->regions,
-                                   before ? &before->regions : NULL,
-                                   first->base + distance, first->length, in, error);
-    }
-    return status;
-}
-
-static fanin_status build_copied(fanin_server *s, publication *p, const commit *c,
-                                 uint64_t version, shard_catalog **out,
-                                 fanin_error *error)
-{
-    const arena_plan *old = p->catalog ? p->catalog->plan : NULL;
-    shard_set packed;
-    arena_plan *plan = NULL;
-    fanin_status status = arena_plan_build(atomic_load(&s->gpu), &p->shards, c->cast,
-                                           old, &packed, &plan, error);
-    if (status == FANIN_OK) {
-        status = shard_catalog_build(&s->registrar, &packed, p->pairs,
-                                     (uint32_t)p->n_pairs, version, s->rank,
-                                     s->world_size, p->catalog, out, error);
-        if (status != FANIN_OK)
-            arena_plan_free(plan, arena_plan_drop(plan));
-    }
-    shard_set_free(&packed);
-    if (status != FANIN_OK)
-        return status;
-    (*out)->plan = plan;
-    status = append_arena(s, *out, p->catalog, error);
-    if (status != FANIN_OK)
-        shard_catalog_release(*out);
-    return status;
-}
-
-/* Reads by stream copy device memory with a kernel, digests of it are made by another. They are loaded
-   here, by the trainer's thread, as all readers would wait while the data thread did. Devices that
-   cannot run the first serve cuda_ipc still. */
-static void prepare_devices(fanin_server *s, const publication *p,
-                            const shard_catalog *built)
-{
-    bool done[GPU_MAX_DEVICES] = {false};
-    for (uint32_t i = 0; built->has_device && i < built->regions.count; i++) {
-        const fanin_memory in = built->regions.regions[i]->memory;
-        fanin_error why = FANIN_ERROR_INIT;
-        if (in.kind != FANIN_MEMORY_CUDA || done[in.device])
-            continue;
-        done[in.device] = true;
-        if (gpu_prepare(atomic_load(&s->gpu), in.device, &why) != FANIN_OK)
-            log_write(&s->log, FANIN_LOG_WARNING, "no-stream",
-                      "%s: CUDA device %d cannot be read by stream: %s%s%s", p->name,
-                      (int)in.device, why.message, why.remedy[0] ? "; " : "",
-                      why.remedy);
-        else if (gpu_prepare_digest(atomic_load(&s->gpu), in.device, &why) != FANIN_OK)
-            log_write(&s->log, FANIN_LOG_WARNING, "slow-digests",
-                      "%s: memory of CUDA device %d is digested by the CPU: %s",
-                      p->name, (int)in.device, why.message);
-    }
-}
-
-/* The publication's catalog as @p c will have it, NULL: by reference. With the writer lock, which
-   also keeps p->catalog from changing; builds outside of the server's lock. */
-static fanin_status make_catalog(fanin_server *s, publication *p, const commit *c,
-                                 shard_catalog **out, fanin_error *error)
-{
-    pthread_mutex_lock(&s->lock);
-    bool current = p->catalog && p->catalog->revision == p->revision;
-    if (current)
-        *out = shard_catalog_retain(p->catalog);
-    uint64_t version = current ? 0 : next_even(s);
-    pthread_mutex_unlock(&s->lock);
-    if (current)
-        return FANIN_OK;
-    fanin_status status =
-        c && c->mode == MODE_SNAPSHOT
-            ? build_copied(s, p, c, version, out, error)
-            : shard_catalog_build(&s->registrar, &p->shards, p->pairs,
-                                  (uint32_t)p->n_pairs, version, s->rank, s->world_size,
-                                  p->catalog, out, error);
-    if (status != FANIN_OK)
-        return status;
-    (*out)->revision = p->revision;
-    prepare_devices(s, p, *out);
-    return FANIN_OK;
-}
-
-fanin_status commit_make_catalog(fanin_server *s, publication *p, shard_catalog **out,
-                                 fanin_error *error)
-{
-    return make_catalog(s, p, NULL, out, error);
-}
-
-/* With the writer lock. */
-static fanin_status give_catalog(fanin_server *s, publication *p, commit *c,
-                                 fanin_error *error)
+static fanin_status give_catalog(fanin_server *s, commit *c, fanin_error *error)
 {
     shard_catalog *made = NULL;
-    fanin_status status = make_catalog(s, p, c, &made, error);
+    fanin_status status = make_catalog(s, c->of, c, &made, error);
     if (status != FANIN_OK)
         return status;
     pthread_mutex_lock(&s->lock);
@@ -270,7 +198,7 @@ static fanin_status give_catalog(fanin_server *s, publication *p, commit *c,
     return FANIN_OK;
 }
 
-/* ------------------------------------------------------------------ arenas */
+/* ------------------------------------------------------------------- arena */
 
 /* The newest lease that is in the way of the arena to fill. Nobody can get one any more, and all
    last equally long, so it is the last to expire. */
@@ -283,7 +211,8 @@ static const lease *find_holder(const publication *p, bool published)
 }
 
 /* Lock held, given up while waiting: for at most the lease time. */
-static void wait_for_leases(fanin_server *s, publication *p, commit *c, bool published)
+static void wait_for_holders(fanin_server *s, publication *p, const commit *c,
+                             bool published)
 {
     deadline limit = deadline_in_ms(s->lease_ms);
     const lease *l;
@@ -305,7 +234,6 @@ static void wait_for_leases(fanin_server *s, publication *p, commit *c, bool pub
 static fanin_status take_arena(fanin_server *s, publication *p, commit *c,
                                fanin_error *error)
 {
-    fanin_status status = FANIN_OK;
     pthread_mutex_lock(&s->lock);
     bool shared = p->state == STATE_STABLE &&
                   p->catalog->plan->arenas == c->catalog->plan->arenas;
@@ -313,22 +241,15 @@ static fanin_status take_arena(fanin_server *s, publication *p, commit *c,
     c->arena = shared && !published ? 1 - p->arena : p->arena;
     p->filling = c->catalog->plan->arenas;
     p->filling_arena = c->arena;
-    wait_for_leases(s, p, c, published);
-    if (p->pending != c) {
-        status = overtaken(c, error);
-    } else {
-        c->generation = next_even(s);
-        if (RULE(RULE_ARENA_RAISE)) {
-            p->previous = 0;
-            if (published)
-                p->epoch = c->closing = c->generation;
-            lease_void_strays(s, p);
-            publication_wait_for_reads(s, p);
-        }
-    }
+    wait_for_holders(s, p, c, published);
+    bool over = p->pending != c;
+    if (!over)
+        publication_advance_arena(s, p, c, published);
     pthread_mutex_unlock(&s->lock);
-    return status;
+    return over ? overtaken(c, error) : FANIN_OK;
 }
+
+/* ------------------------------------------------------------------ copies */
 
 /* Queues the device parts. Their streams tell the commit when they have got there. */
 static fanin_status queue_copies(const request *q, commit *c, const arena_plan *plan,
@@ -346,13 +267,13 @@ static fanin_status queue_copies(const request *q, commit *c, const arena_plan *
         /* Before our thread is told: the caller's work need not wait for that. */
         if (q->stream)
             status = gpu_stream_before(stream, q->stream, error);
-        commit_expect(c);
-        fanin_status told = gpu_stream_notify(stream, commit_reached, c,
+        commit_token_expect(&c->token);
+        fanin_status told = gpu_stream_notify(stream, commit_token_arrive, &c->token,
                                               status == FANIN_OK ? error : NULL);
         if (told != FANIN_OK) {
             /* Nobody will tell us when the shards are not read any more. */
             (void)gpu_stream_wait(stream, deadline_in_ms(COMMIT_WAIT_MS), NULL);
-            commit_unexpect(c);
+            commit_token_arrive(&c->token, false);
         }
         status = status == FANIN_OK ? told : status;
     }
@@ -361,30 +282,32 @@ static fanin_status queue_copies(const request *q, commit *c, const arena_plan *
 
 static fanin_status expect_caller(const request *q, commit *c, fanin_error *error)
 {
-    commit_expect(c);
-    fanin_status status = gpu_notify(q->gpu, q->stream, commit_reached, c, error);
+    commit_token_expect(&c->token);
+    fanin_status status =
+        gpu_notify(q->gpu, q->stream, commit_token_arrive, &c->token, error);
     if (status != FANIN_OK)
-        commit_unexpect(c);
+        commit_token_arrive(&c->token, false);
     return status;
 }
 
 /* Until all streams that were asked have got there. */
 static fanin_status wait_for_streams(fanin_server *s, commit *c, fanin_error *error)
 {
-    fanin_status status = commit_await(c, 1, true, deadline_in_ms(COMMIT_WAIT_MS));
+    fanin_status status =
+        commit_token_await(&c->token, 1, true, deadline_in_ms(COMMIT_WAIT_MS));
     error_place place = {.phase = "commit",
                          .remedy = "find out what its stream waits for"};
     if (status != FANIN_OK)
         return error_set(error, status, &place,
-                         "the stream of step %llu of %s has not got there for %d s",
-                         (unsigned long long)c->step, c->of->name,
-                         COMMIT_WAIT_MS / 1000);
+                         "the stream of step %" PRIu64
+                         " of %s has not got there for %d s",
+                         c->step, c->of->name, COMMIT_WAIT_MS / 1000);
     pthread_mutex_lock(&s->lock);
     bool over = c->of->pending != c;
     pthread_mutex_unlock(&s->lock);
     if (over)
         return overtaken(c, error);
-    return commit_device_failed(c) ? device_failed(c, error) : FANIN_OK;
+    return commit_token_device_failed(&c->token) ? device_failed(c, error) : FANIN_OK;
 }
 
 /* Memory of the host is copied here and now, when the stream that may write it is done. */
@@ -406,79 +329,73 @@ static fanin_status copy(fanin_server *s, const request *q, commit *c,
     return status;
 }
 
-/* ------------------------------------------------------------------ commit */
+/* ------------------------------------------------------------------ effect */
 
 /* With the publication's writer lock. */
-static fanin_status carry_out(fanin_server *s, publication *p, const request *q,
-                              commit *c, fanin_error *error)
+static fanin_status carry_out(fanin_server *s, const request *q, commit *c,
+                              fanin_error *error)
 {
-    fanin_status status = give_catalog(s, p, c, error);
-    if (status != FANIN_OK)
-        return status;
-    if (c->mode == MODE_REFERENCE)
-        return q->stream ? expect_caller(q, c, error) : FANIN_OK;
-    status = take_arena(s, p, c, error);
-    return status == FANIN_OK ? copy(s, q, c, error) : status;
+    fanin_status status = give_catalog(s, c, error);
+    if (status == FANIN_OK && c->mode == MODE_SNAPSHOT) {
+        status = take_arena(s, c->of, c, error);
+        return status == FANIN_OK ? copy(s, q, c, error) : status;
+    }
+    return status == FANIN_OK && q->stream ? expect_caller(q, c, error) : status;
 }
 
-/* Lets the commit take effect if it can. Takes the lock. */
-static commit_outcome settle(fanin_server *s, commit *c)
+/* Lets it take effect if it can; the error if it never will. */
+static fanin_status settle(fanin_server *s, commit *c, fanin_error *error)
 {
     pthread_mutex_lock(&s->lock);
     if (c->of->pending == c)
-        commit_settle(s, c->of);
-    commit_outcome outcome = commit_get_outcome(c);
+        publication_settle(s, c->of);
+    commit_outcome outcome = c->outcome;
     pthread_mutex_unlock(&s->lock);
-    return outcome;
-}
-
-static fanin_status report(commit *c, commit_outcome outcome, fanin_error *error)
-{
     if (outcome == COMMIT_WITHDRAWN)
         return overtaken(c, error);
     return outcome == COMMIT_FAILED ? device_failed(c, error) : FANIN_OK;
 }
 
+/* The call has done all it had to, with what @p status says. Takes the lock. */
+static fanin_status end_call(fanin_server *s, commit *c, fanin_status status,
+                             fanin_error *error)
+{
+    if (status != FANIN_OK) {
+        pthread_mutex_lock(&s->lock);
+        publication_fail(c);
+        pthread_mutex_unlock(&s->lock);
+    }
+    commit_token_arrive(&c->token, false);
+    return status == FANIN_OK ? settle(s, c, error) : status;
+}
+
 static fanin_status wait_for_effect(fanin_server *s, commit *c, fanin_error *error)
 {
-    fanin_status status = commit_await(c, 0, true, deadline_in_ms(COMMIT_WAIT_MS));
+    fanin_status status =
+        commit_token_await(&c->token, 0, true, deadline_in_ms(COMMIT_WAIT_MS));
     if (status == FANIN_OK)
-        return report(c, settle(s, c), error);
+        return settle(s, c, error);
     error_place place = {.phase = "commit",
                          .remedy = "find out what its stream waits for; the commit "
                                    "takes effect when the stream gets there"};
     return error_set(error, status, &place,
-                     "step %llu of %s has not taken effect for %d s",
-                     (unsigned long long)c->step, c->of->name, COMMIT_WAIT_MS / 1000);
+                     "step %" PRIu64 " of %s has not taken effect for %d s", c->step,
+                     c->of->name, COMMIT_WAIT_MS / 1000);
 }
 
 static fanin_status run(fanin_server *s, publication *p, const request *q,
                         fanin_error *error)
 {
     commit *c = NULL;
-    fanin_status status = commit_enter(s, p, error);
+    fanin_status status = begin(s, p, q, &c, error);
     if (status != FANIN_OK)
         return status;
-    status = check_commit(p, &q->terms, error);
-    if (status == FANIN_OK)
-        status = commit_register(s, p, &q->terms, &c, error);
-    pthread_mutex_unlock(&s->lock);
-    if (status == FANIN_OK) {
-        status = carry_out(s, p, q, c, error);
-        if (status != FANIN_OK) {
-            pthread_mutex_lock(&s->lock);
-            commit_fail(c);
-            pthread_mutex_unlock(&s->lock);
-        }
-        commit_arm(c);
-    }
-    if (status == FANIN_OK)
-        status = report(c, settle(s, c), error);
+    status = carry_out(s, q, c, error);
+    status = end_call(s, c, status, error);
     pthread_mutex_unlock(&p->writer);
     if (status == FANIN_OK && q->wait)
         status = wait_for_effect(s, c, error);
-    if (c)
-        commit_release(c);
+    commit_token_release(&c->token);
     return status;
 }
 
@@ -501,15 +418,9 @@ fanin_status fanin_server_commit(fanin_server *server, const char *name, uint64_
         .wait = o.flags & FANIN_COMMIT_WAIT,
         .stream = o.stream.handle ? &o.stream : NULL,
     };
-    pthread_mutex_lock(&server->lock);
-    publication *p = publication_find(server, name);
-    pthread_mutex_unlock(&server->lock);
-    if (!p) {
-        error_place place = {.phase = "commit",
-                             .remedy = "put shards, or call begin_update, first"};
-        return error_set(error, FANIN_ERR_ARGUMENT, &place,
-                         "there is no publication %s", name);
-    }
+    publication *p = publication_look_up(server, name);
+    if (!p)
+        return absent(name, error);
     status = check_stream(server, &q, error);
     if (status == FANIN_OK)
         status = run(server, p, &q, error);

@@ -1,74 +1,58 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /**
  * @file
- * One commit, from the call until it has taken effect or never will.
+ * What a commit's call, the streams it waits for and whoever waits for it share: counts, and the
+ * function that the driver calls. What a commit means is none of this file's business.
  *
- * The driver's threads only count in commit_reached() and wake the control thread; whoever looks
- * at the publication next, under the server's lock, lets the commit take effect
- * (commit_settle()). A commit is kept, with the catalog and so the arenas that it uses, until the
- * last of its streams has got there, also when it was withdrawn; its own memory even after the
- * server.
+ * The driver's threads only count here and wake the control thread; whoever looks at the
+ * publication next, under the server's lock, lets the commit take effect (publication_settle()).
+ * A token outlives even the server, until the last of its streams has got there.
  */
 #ifndef COMMIT_TOKEN_H
 #define COMMIT_TOKEN_H
 
-#include "core/server_state.h"
-#include "shards/arena.h"
+#include "clock.h"
+#include <fanin/error.h>
+#include <stdbool.h>
 
 typedef struct commit_hub commit_hub;
 
-typedef enum commit_outcome {
-    COMMIT_PENDING,
-    COMMIT_EFFECTIVE,
-    COMMIT_WITHDRAWN,
-    COMMIT_FAILED, /**< a device has failed, or the call itself */
-} commit_outcome;
-
-typedef struct commit {
-    /* Fixed once it is registered. */
-    commit_hub *hub;
-    publication *of;
-    uint64_t step, closing; /**< closing: the publication's epoch when it was made */
-    publication_mode mode;
-    fanin_dtype cast;
-    bool on_stream, was_open, was_aborted;
-
-    /* Guarded by the server's lock. */
-    shard_catalog
-        *catalog; /**< that takes effect, with a reference; NULL: not built yet */
-    uint64_t generation;
-    unsigned arena;
-    const char *why;              /**< it was withdrawn */
-    struct commit *next, *untold; /**< of the server's lists */
-
-    /* Guarded by the hub's lock; outcome also by the server's while there is one. */
+/** The first member of what was allocated with malloc(): freed with the last reference. Guarded by
+    the hub's lock. */
+typedef struct commit_token {
+    commit_hub *hub; /**< does not change */
     unsigned references;
-    unsigned awaited; /**< streams that have not got there, and 1 for the call itself */
+    unsigned
+        awaited; /**< streams that have not got there, and 1 for the call itself; each
+                         has a reference */
     bool device_failed;
-    commit_outcome outcome;
-} commit;
+    bool concluded;
+} commit_token;
 
-/** Lock held, nothing pending. Makes the publication's pending commit, with one reference for the
-    caller, who is awaited until commit_arm(). FANIN_ERR_MEMORY. */
-fanin_status commit_register(fanin_server *s, publication *p, const commit *terms,
-                             commit **out, fanin_error *error);
-commit *commit_retain(commit *c);
-void commit_release(commit *c);
-/** One more stream is to get there; then gpu_notify() with commit_reached() and the commit. */
-void commit_expect(commit *c);
-/** ... but could not be asked to. */
-void commit_unexpect(commit *c);
-/** A gpu_reached_fn. */
-void commit_reached(void *cookie, bool failed);
-/** The call has done all it had to: nothing but streams is awaited now. */
-void commit_arm(commit *c);
-/** Lock held. The call has failed: the commit is over and the update open again. */
-void commit_fail(commit *c);
-/** No lock held. Waits until at most @p left is awaited (0, or 1 for the caller itself), or until
-    it is not pending any more if @p pending. FANIN_ERR_TIMEOUT without a text. */
-fanin_status commit_await(commit *c, unsigned left, bool pending, deadline at);
-/** Lock held. */
-commit_outcome commit_get_outcome(commit *c);
-bool commit_device_failed(commit *c);
+/** One a server; @p wake is its control thread's. FANIN_ERR_MEMORY. */
+fanin_status commit_hub_make(int wake, commit_hub **out, fanin_error *error);
+/** Nobody is woken any more. */
+void commit_hub_mute(commit_hub *h);
+/** The server needs it no more; it goes with its last token. */
+void commit_hub_leave(commit_hub *h);
+
+/** With @p references for whoever knows it, and one for the call, which is awaited. */
+void commit_token_init(commit_token *t, commit_hub *h, unsigned references);
+void commit_token_retain(commit_token *t);
+void commit_token_release(commit_token *t);
+/** One more stream is to get there; it calls commit_token_arrive(). */
+void commit_token_expect(commit_token *t);
+/** A gpu_reached_fn; @p token: a commit_token. A stream got there, or cannot be asked to; or the
+    call has done all it had to. Wakes whoever may care. */
+void commit_token_arrive(void *token, bool failed);
+/** Waits until at most @p left is awaited (0, or 1 for the caller itself), or until it is
+    concluded if that is enough. FANIN_ERR_TIMEOUT without a text. */
+fanin_status commit_token_await(commit_token *t, unsigned left, bool or_concluded,
+                                deadline at);
+/** Nothing is awaited. */
+bool commit_token_is_due(commit_token *t);
+bool commit_token_device_failed(commit_token *t);
+/** What was awaited makes no difference from now on. Gives a reference back. */
+void commit_token_conclude(commit_token *t);
 
 #endif

@@ -1,8 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Readers (sessions as the publications see them) and their leases. A lease exists exactly
-   as long as its token is good: until end, session close, or the turn of its epoch. */
-#include "core/server_state.h"
+#include "publish/lease.h"
 #include "digest.h"
+#include "publish/garbage.h"
 
 #include <stdlib.h>
 #include <string.h>
@@ -71,7 +70,6 @@ lease *lease_grant(fanin_server *s, reader *r, publication *p)
     else
         p->oldest = l;
     p->newest = l;
-    r->n_leases++;
     s->n_leases++;
     return l;
 }
@@ -95,9 +93,8 @@ void lease_drop(fanin_server *s, lease *l)
         l->newer->older = l->older;
     else
         p->newest = l->older;
-    l->holder->n_leases--;
     s->n_leases--;
-    commit_discard(s, l->catalog);
+    catalog_discard(s, l->catalog);
     memset(l, 0, sizeof *l);
     if (p->state == STATE_DRAINING || p->waiting > 0 ||
         (s->stopping && s->n_leases == 0))
@@ -128,7 +125,7 @@ void lease_void_epoch(fanin_server *s, publication *p, uint64_t epoch)
     }
 }
 
-void lease_void_strays(fanin_server *s, publication *p)
+void lease_void_outdated(fanin_server *s, publication *p)
 {
     for (lease *l = p->oldest, *newer; l; l = newer) {
         newer = l->newer;

@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The trainer takes its shards' memory away for a while. */
-#include "core/server_state.h"
 #include "error_set.h"
+#include "publish/commit_list.h"
+#include "publish/make_catalog.h"
 #include "shards/registration.h"
 #include "utf8.h"
 
@@ -29,27 +30,12 @@ static fanin_status read_reason(const char *given, char out[REASON_SIZE],
     return FANIN_OK;
 }
 
-static fanin_status not_there(const char *name, fanin_error *error)
-{
-    error_place place = {.phase = "pause"};
-    return error_set(error, FANIN_ERR_NOT_FOUND, &place, "there is no publication %s",
-                     name);
-}
-
-static publication *find(fanin_server *s, const char *name)
-{
-    pthread_mutex_lock(&s->lock);
-    publication *p = publication_find(s, name);
-    pthread_mutex_unlock(&s->lock);
-    return p;
-}
-
 /* Lock held. */
 static fanin_status may_pause(const publication *p, fanin_error *error)
 {
     error_place place = {.phase = "pause", .remedy = "commit or abort it first"};
     if (!p->present)
-        return not_there(p->name, error);
+        return publication_absent("pause", p->name, error);
     if (p->state != STATE_DRAINING && (p->paused || !p->update_open))
         return FANIN_OK;
     return error_set(error, FANIN_ERR_STATE, &place, "an update of %s is open",
@@ -59,13 +45,24 @@ static fanin_status may_pause(const publication *p, fanin_error *error)
 /* ------------------------------------------------------------------- pause */
 
 /* Takes the regions of the shards' own memory from the readers. With the writer lock. */
-static void lend(fanin_server *s, publication *p)
+static void pause_regions(fanin_server *s, publication *p)
 {
     if (!p->catalog || p->catalog->plan)
         return;
-    if (region_set_lend(&s->registrar, &p->catalog->regions))
+    if (region_set_pause(&s->registrar, &p->catalog->regions))
         p->revision++;
-    mappers_tell(&s->registrar, &s->log, p->name, "paused");
+    mappers_tell(&s->registrar, p->name, "paused");
+}
+
+/* Nothing is granted, and no shard is read by this process, any more when it returns. Lock held,
+   given up while waiting; not paused, no update is open. */
+static void pause_readers(fanin_server *s, publication *p, const char *reason)
+{
+    p->paused = true;
+    p->was_stable = p->state == STATE_STABLE;
+    memcpy(p->reason, reason, sizeof p->reason);
+    if (!publication_has_copies(p))
+        publication_advance(s, p, STATE_PAUSED);
 }
 
 /* With the writer lock. */
@@ -78,10 +75,10 @@ static fanin_status pause_now(fanin_server *s, publication *p, const char *reaso
     if (status == FANIN_OK && again)
         memcpy(p->reason, reason, sizeof p->reason);
     else if (status == FANIN_OK)
-        publication_pause(s, p, reason);
+        pause_readers(s, p, reason);
     pthread_mutex_unlock(&s->lock);
     if (status == FANIN_OK && !again)
-        lend(s, p);
+        pause_regions(s, p);
     return status;
 }
 
@@ -94,9 +91,9 @@ fanin_status fanin_server_pause(fanin_server *server, const char *name,
         status = read_reason(reason, text, error);
     if (status != FANIN_OK)
         return status;
-    publication *p = find(server, name);
+    publication *p = publication_look_up(server, name);
     if (!p)
-        return not_there(name, error);
+        return publication_absent("pause", name, error);
     status = commit_enter(server, p, error);
     if (status == FANIN_OK) {
         /* Before readers are turned away for a call that fails. */
@@ -122,14 +119,10 @@ static void go_on(fanin_server *s, publication *p, shard_catalog *catalog)
     p->paused = false;
     if (p->state != STATE_PAUSED)
         return;
-    if (!catalog) {
-        p->epoch = next_odd(s);
-        publication_enter(s, p, STATE_UNPUBLISHED);
-        return;
-    }
-    commit_set_catalog(s, p, catalog);
-    p->epoch = next_even(s);
-    publication_enter(s, p, STATE_STABLE);
+    if (catalog)
+        publication_take_effect(s, p, catalog, next_even(s));
+    else
+        publication_advance(s, p, STATE_UNPUBLISHED);
 }
 
 /* With the writer lock. */
@@ -141,18 +134,18 @@ static fanin_status resume_now(fanin_server *s, publication *p, fanin_error *err
     bool publish = p->was_stable && p->state == STATE_PAUSED;
     pthread_mutex_unlock(&s->lock);
     if (!present)
-        return not_there(p->name, error);
+        return publication_absent("pause", p->name, error);
     if (!paused)
         return error_set(error, FANIN_ERR_STATE, &place, "%s is not paused", p->name);
     shard_catalog *catalog = NULL;
     fanin_status status =
-        publish ? commit_make_catalog(s, p, &catalog, error) : FANIN_OK;
+        publish ? make_catalog(s, p, NULL, &catalog, error) : FANIN_OK;
     if (status != FANIN_OK)
         return status;
     if (p->catalog && !p->catalog->plan)
-        region_set_return(&s->registrar, &p->catalog->regions);
+        region_set_resume(&s->registrar, &p->catalog->regions);
     if (catalog)
-        region_set_return(&s->registrar, &catalog->regions);
+        region_set_resume(&s->registrar, &catalog->regions);
     pthread_mutex_lock(&s->lock);
     go_on(s, p, catalog);
     pthread_mutex_unlock(&s->lock);
@@ -166,9 +159,9 @@ fanin_status fanin_server_resume(fanin_server *server, const char *name,
     fanin_status status = publication_call_check(server, name, error);
     if (status != FANIN_OK)
         return status;
-    publication *p = find(server, name);
+    publication *p = publication_look_up(server, name);
     if (!p)
-        return not_there(name, error);
+        return publication_absent("pause", name, error);
     pthread_mutex_lock(&p->writer);
     status = resume_now(server, p, error);
     pthread_mutex_unlock(&p->writer);

@@ -1,8 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* What a publication consists of: shards and metadata, put and removed by the trainer. */
 #include "array.h"
-#include "core/server_state.h"
+#include "buffer.h"
 #include "error_set.h"
+#include "publish/commit_list.h"
 #include "shards/registration.h"
 #include "shards/shard_memory.h"
 #include "utf8.h"
@@ -15,11 +16,8 @@
 static fanin_status lock_publication(fanin_server *s, const char *name,
                                      publication **out, fanin_error *error)
 {
-    fanin_status status = publication_call_check(s, name, error);
-    if (status != FANIN_OK)
-        return status;
     pthread_mutex_lock(&s->lock);
-    status = publication_obtain(s, name, out, error);
+    fanin_status status = publication_obtain(s, name, out, error);
     pthread_mutex_unlock(&s->lock);
     if (status == FANIN_OK)
         pthread_mutex_lock(&(*out)->writer);
@@ -34,11 +32,57 @@ static fanin_status appear(fanin_server *s, publication *p, fanin_error *error)
     return status;
 }
 
-/* Nobody reads the memory when this returns. Blocks at most lease_ms. */
+static fanin_status fault(const publication *p, const char *name, fanin_status code,
+                          const char *remedy, const char *why, fanin_error *error)
+{
+    char key[640];
+    snprintf(key, sizeof key, "%s:%.512s", p->name, name);
+    error_place place = {.phase = "publish", .key = key, .remedy = remedy};
+    return error_set(error, code, &place, "%s", why);
+}
+
+/* Readers of the shards have finished when it returns, and get none any more. Lock held, given up
+   while waiting. */
+static void end_readers(fanin_server *s, publication *p, const char *why)
+{
+    publication_withdraw(s, p, why);
+    if (p->state == STATE_STABLE)
+        publication_advance(s, p, STATE_WRITING);
+    else
+        publication_wait_for_reads(s, p);
+}
+
+/* For changes outside of begin_update: nobody reads the shards when it returns, at most lease_ms
+   later. An unreadable publication only loses its pending commit, a snapshot publication stays
+   readable. */
 static void make_unreadable(fanin_server *s, publication *p)
 {
     pthread_mutex_lock(&s->lock);
-    publication_make_unreadable(s, p);
+    /* Nobody reads the shards of a paused one, and no commit is due to resume. */
+    if (!p->paused) {
+        publication_wait_for_drain(s, p);
+        publication_settle(s, p);
+        if (publication_has_copies(p))
+            p->update_open = true;
+        else
+            end_readers(s, p, "shards of it were replaced or removed");
+    }
+    pthread_mutex_unlock(&s->lock);
+}
+
+/* The trainer's own again. With the writer lock. */
+static void forget(fanin_server *s, publication *p, const shard *old)
+{
+    if (p->catalog && !p->catalog->plan)
+        region_set_forget(&s->registrar, &p->catalog->regions, old);
+}
+
+/* A new catalog is due. With the writer lock. */
+static void changed(fanin_server *s, publication *p)
+{
+    p->revision++;
+    pthread_mutex_lock(&s->lock);
+    p->n_shards = p->shards.count;
     pthread_mutex_unlock(&s->lock);
 }
 
@@ -62,15 +106,10 @@ static fanin_status plan_put(const publication *p, const shard_set *fresh, bool 
             plan->added++;
             continue;
         }
-        if (!replace) {
-            error_place place = {.phase = "publish",
-                                 .remedy = "put with replace, or remove it first"};
-            char key[640];
-            snprintf(key, sizeof key, "%s:%s", p->name, s->name);
-            place.key = key;
-            return error_set(error, FANIN_ERR_EXISTS, &place,
-                             "the shard is published already");
-        }
+        if (!replace)
+            return fault(p, s->name, FANIN_ERR_EXISTS,
+                         "put with replace, or remove it first",
+                         "the shard is published already", error);
         plan->boxes -= p->shards.shards[at]->n_boxes;
         plan->changed += !shard_equal(p->shards.shards[at], s);
     }
@@ -99,8 +138,7 @@ static void exchange(fanin_server *s, publication *p, shard_set *fresh)
         shard *old = p->shards.shards[at];
         p->shards.shards[at] = fresh->shards[i];
         fresh->shards[i] = old;
-        if (p->catalog && !p->catalog->plan)
-            region_set_forget(&s->registrar, &p->catalog->regions, old);
+        forget(s, p, old);
     }
 }
 
@@ -145,14 +183,11 @@ static fanin_status put(fanin_server *s, publication *p, shard_set *fresh, bool 
             return status;
         make_unreadable(s, p);
         exchange(s, p, fresh);
-        mappers_tell(&s->registrar, &s->log, p->name, "replaced");
+        mappers_tell(&s->registrar, p->name, "replaced");
     }
     insert(p, fresh, plan.added);
     p->shards.n_boxes = plan.boxes;
-    p->revision++;
-    pthread_mutex_lock(&s->lock);
-    p->n_shards = p->shards.count;
-    pthread_mutex_unlock(&s->lock);
+    changed(s, p);
     return FANIN_OK;
 }
 
@@ -164,7 +199,7 @@ fanin_status fanin_server_put(fanin_server *server, const char *name,
     if (status != FANIN_OK)
         return status;
     shard_set fresh;
-    publication *p;
+    publication *p = NULL;
     memory_probe probe = {.log = &server->log};
     status = shard_set_build(&probe, name, tensors, count, &fresh, error);
     if (status == FANIN_OK && probe.found_device)
@@ -183,56 +218,66 @@ fanin_status fanin_server_put(fanin_server *server, const char *name,
 
 /* ----------------------------------------------------------------- remove */
 
+static const char *const removed = "the publication was removed";
+
 static fanin_status remove_shard(fanin_server *s, publication *p, const char *name,
                                  fanin_error *error)
 {
     ptrdiff_t at = shard_set_find(&p->shards, name);
     if (at < 0) {
-        char key[640];
-        snprintf(key, sizeof key, "%s:%.512s", p->name, name);
-        error_place place = {.phase = "publish", .key = key};
-        return error_set(error, FANIN_ERR_NOT_FOUND, &place,
-                         "%s has no shard of this name", p->name);
+        char why[128];
+        snprintf(why, sizeof why, "%s has no shard of this name", p->name);
+        return fault(p, name, FANIN_ERR_NOT_FOUND, NULL, why, error);
     }
     fanin_status status = commit_wait_for_copies(s, p, error);
     if (status != FANIN_OK)
         return status;
     make_unreadable(s, p);
     shard *old = p->shards.shards[at];
-    if (p->catalog && !p->catalog->plan)
-        region_set_forget(&s->registrar, &p->catalog->regions, old);
-    mappers_tell(&s->registrar, &s->log, p->name, "removed");
+    forget(s, p, old);
+    mappers_tell(&s->registrar, p->name, "removed");
     p->shards.count--;
     p->shards.n_boxes -= old->n_boxes;
     memmove(&p->shards.shards[at], &p->shards.shards[at + 1],
             (p->shards.count - (size_t)at) * sizeof *p->shards.shards);
     shard_free(old);
-    p->revision++;
-    pthread_mutex_lock(&s->lock);
-    p->n_shards = p->shards.count;
-    pthread_mutex_unlock(&s->lock);
+    changed(s, p);
     return FANIN_OK;
+}
+
+/* Nobody reads anything of it afterwards, copies neither. The catalog that it had, or NULL. Lock
+   held, given up while waiting. */
+static shard_catalog *close_publication(fanin_server *s, publication *p)
+{
+    shard_catalog *old;
+    publication_wait_for_drain(s, p);
+    end_readers(s, p, removed);
+    p->present = p->paused = p->aborted = false;
+    p->mode = MODE_UNKNOWN;
+    p->cast = 0;
+    p->arena = 0;
+    p->filling = NULL;
+    p->n_shards = 0;
+    old = p->catalog;
+    p->catalog = NULL;
+    publication_advance(s, p, STATE_UNPUBLISHED);
+    return old;
 }
 
 static fanin_status remove_all(fanin_server *s, publication *p, fanin_error *error)
 {
     pthread_mutex_lock(&s->lock);
-    commit_withdraw(s, p, "the publication was removed");
+    publication_withdraw(s, p, removed);
     pthread_mutex_unlock(&s->lock);
     fanin_status status = commit_wait_for_copies(s, p, error);
     if (status != FANIN_OK)
         return status;
     pthread_mutex_lock(&s->lock);
-    publication_close(s, p);
-    p->present = false;
-    p->n_shards = 0;
-    shard_catalog *old = p->catalog;
-    p->catalog = NULL;
-    publication_enter(s, p, STATE_UNPUBLISHED);
+    shard_catalog *old = close_publication(s, p);
     pthread_mutex_unlock(&s->lock);
     if (old)
         region_set_forget(&s->registrar, &old->regions, NULL);
-    mappers_tell(&s->registrar, &s->log, p->name, "removed");
+    mappers_tell(&s->registrar, p->name, "removed");
     shard_catalog_release(old);
     shard_set_free(&p->shards);
     free(p->pairs);
@@ -242,33 +287,34 @@ static fanin_status remove_all(fanin_server *s, publication *p, fanin_error *err
     return FANIN_OK;
 }
 
+/* Takes the writer lock of a publication that is there. FANIN_ERR_NOT_FOUND. */
+static fanin_status lock_present(fanin_server *s, const char *name, const char *phase,
+                                 publication **out, fanin_error *error)
+{
+    publication *p = *out = publication_look_up(s, name);
+    if (!p)
+        return publication_absent(phase, name, error);
+    pthread_mutex_lock(&p->writer);
+    pthread_mutex_lock(&s->lock);
+    bool present = p->present;
+    pthread_mutex_unlock(&s->lock);
+    if (present)
+        return FANIN_OK;
+    pthread_mutex_unlock(&p->writer);
+    return publication_absent(phase, name, error);
+}
+
 fanin_status fanin_server_remove(fanin_server *server, const char *publication_name,
                                  const char *name, fanin_error *error)
 {
+    publication *p = NULL;
     fanin_status status = publication_call_check(server, publication_name, error);
+    if (status == FANIN_OK)
+        status = lock_present(server, publication_name, "publish", &p, error);
     if (status != FANIN_OK)
         return status;
-    pthread_mutex_lock(&server->lock);
-    publication *p = publication_find(server, publication_name);
-    pthread_mutex_unlock(&server->lock);
-    if (p)
-        pthread_mutex_lock(&p->writer);
-    bool present = false;
-    if (p) {
-        pthread_mutex_lock(&server->lock);
-        present = p->present;
-        pthread_mutex_unlock(&server->lock);
-    }
-    error_place place = {.phase = "publish"};
-    if (!present)
-        status = error_set(error, FANIN_ERR_NOT_FOUND, &place,
-                           "there is no publication %s", publication_name);
-    else if (name)
-        status = remove_shard(server, p, name, error);
-    else
-        status = remove_all(server, p, error);
-    if (p)
-        pthread_mutex_unlock(&p->writer);
+    status = name ? remove_shard(server, p, name, error) : remove_all(server, p, error);
+    pthread_mutex_unlock(&p->writer);
     commit_tidy(server);
     return status;
 }
@@ -358,7 +404,7 @@ fanin_status fanin_server_set_metadata(fanin_server *server, const char *name,
     if (status != FANIN_OK)
         return status;
     fanin_pair *copy = NULL;
-    publication *p;
+    publication *p = NULL;
     status = copy_pairs(pairs, count, &copy, error);
     if (status == FANIN_OK)
         status = lock_publication(server, name, &p, error);
@@ -390,18 +436,12 @@ static void append_name(buffer *names, const char *name)
 static fanin_status collect_shards(fanin_server *s, const char *name, buffer *names,
                                    fanin_error *error)
 {
+    publication *p = NULL;
     fanin_status status = publication_name_check(name, error);
+    if (status == FANIN_OK)
+        status = lock_present(s, name, "list", &p, error);
     if (status != FANIN_OK)
         return status;
-    pthread_mutex_lock(&s->lock);
-    publication *p = publication_find(s, name);
-    bool present = p && p->present;
-    pthread_mutex_unlock(&s->lock);
-    error_place place = {.phase = "list"};
-    if (!present)
-        return error_set(error, FANIN_ERR_NOT_FOUND, &place,
-                         "there is no publication %s", name);
-    pthread_mutex_lock(&p->writer);
     for (size_t i = 0; i < p->shards.count; i++)
         append_name(names, p->shards.shards[i]->name);
     pthread_mutex_unlock(&p->writer);

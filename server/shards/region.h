@@ -2,7 +2,7 @@
 /**
  * @file
  * Regions: stretches of memory in which many shards lie, each registered once with UCX, or
- * exported once by CUDA, when the first reader asks for it.
+ * exported once by CUDA, when the first reader asks for it (registration.h).
  *
  * Shards in host memory merge into one region when every page between them also holds bytes of
  * a published shard, so that reads across the gaps between heap blocks never meet an unmapped
@@ -12,10 +12,9 @@
 #ifndef REGION_H
 #define REGION_H
 
-#include "buffer.h"
-#include "catalog.h"
 #include "gpu.h"
 #include "ipc_key.h"
+#include "log.h"
 #include "shards/shard.h"
 #include "ucx.h"
 
@@ -50,8 +49,6 @@ typedef struct region_set {
     size_t capacity;
 } region_set;
 
-struct mapper;
-
 /** Who registers; one a server. Its lock may be held for as long as pinning memory takes,
     so no thread may wait for it while it holds the server's lock. */
 typedef struct registrar {
@@ -65,8 +62,8 @@ typedef struct registrar {
 
 /**
  * Regions of all boxes of @p shards; regions that @p before (may be NULL) has as well are
- * shared with it. @p region_of_box gets one number a box, in the set's order.
- * FANIN_ERR_MEMORY. Takes the registrar's lock.
+ * shared with it. @p region_of_box gets one number a box, in the set's order. *out is to be
+ * freed (region_set_free()) also on failure. FANIN_ERR_MEMORY. Takes the registrar's lock.
  */
 fanin_status region_set_build(registrar *r, const shard_set *shards,
                               const region_set *before, region_set *out,
@@ -81,48 +78,7 @@ fanin_status region_set_append(registrar *r, region_set *set, const region_set *
                                uint64_t base, uint64_t length, const gpu_range *in,
                                fanin_error *error);
 
-/** Gives the regions back; those that nobody uses any more are deregistered. */
-void region_set_free(registrar *r, region_set *set);
-
-/** The same with the lock held. */
-void region_set_release(region_set *set);
-/** Lock held. Whether all of them were forgotten. */
-bool region_set_is_gone(const region_set *set);
-
 /** The region among the sorted ones that holds @p address, or NULL. */
 region *region_set_find(const region_set *set, uint64_t address);
-
-/** Deregisters, for good, the regions in which bytes of @p s lie; NULL: all regions. Who maps
-    them is noted for mappers_tell(). */
-void region_set_forget(registrar *r, region_set *set, const shard *s);
-
-/**
- * The memory is the trainer's until region_set_return(). Regions for which keys were given out are
- * forgotten for good, as the same addresses may be other memory then; true: there were such, and a
- * new catalog is due.
- */
-bool region_set_lend(registrar *r, region_set *set);
-void region_set_return(registrar *r, region_set *set);
-
-/** Appends the region table without remote keys. All bases are 0: it is for readers that
-    have no use for this process's addresses. FANIN_ERR_MEMORY. */
-fanin_status region_set_encode(const region_set *set, buffer *out, fanin_error *error);
-
-/** Who asks for remote keys. */
-typedef struct key_reader {
-    const void *session; /**< its identity */
-    const char *peer, *publication;
-} key_reader;
-
-/**
- * Appends the region table with the remote keys of @p path (WIRE_PATH_CMA, _RDMA, _CUDA_IPC),
- * registering or exporting what is not yet: blocks for as long as that takes. Regions that the
- * path cannot read have no key. With keys of cuda_ipc @p to is a mapper from now on.
- * FANIN_ERR_STALE if memory has gone meanwhile, FANIN_ERR_MEMORY, or an error of
- * ucx_region_create().
- */
-fanin_status region_set_encode_keys(registrar *r, region_set *set, int32_t path,
-                                    const key_reader *to, buffer *out,
-                                    fanin_error *error);
 
 #endif

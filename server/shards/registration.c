@@ -1,10 +1,73 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "shards/registration.h"
+#include "catalog.h"
 #include "error_set.h"
+#include "messages.h"
 
+#include <inttypes.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+
+/** One session and the regions of one publication, as it fetched them last. */
+typedef struct mapper {
+    const void *session;
+    char peer[64], publication[PUBLICATION_NAME_SIZE];
+    region_set mapped; /**< those with a key, each with a use */
+    uint64_t lost; /**< bytes of allocations that were forgotten and not told of yet */
+    struct mapper *next;
+} mapper;
+
+/* ------------------------------------------------------------------ regions */
+
+/* UCX wants the device's context to be current while it works on its memory. */
+static fanin_status enter(const region *one, fanin_error *error)
+{
+    if (one->memory.kind != FANIN_MEMORY_CUDA)
+        return FANIN_OK;
+    return gpu_context_enter(gpu_present(), one->memory.device, error);
+}
+
+static void leave(const region *one)
+{
+    if (one->memory.kind == FANIN_MEMORY_CUDA)
+        gpu_context_leave(gpu_present());
+}
+
+static void unregister(region *one)
+{
+    for (int i = 0; i < DOMAINS; i++) {
+        if (!one->registered[i])
+            continue;
+        bool entered = enter(one, NULL) == FANIN_OK;
+        ucx_region_destroy(&one->registered[i]);
+        if (entered)
+            leave(one);
+    }
+}
+
+/* Lock held. */
+static void release(region_set *set)
+{
+    for (uint32_t i = 0; i < set->count; i++) {
+        region *one = set->regions[i];
+        if (--one->users > 0)
+            continue;
+        unregister(one);
+        free(one);
+    }
+    free(set->regions);
+    memset(set, 0, sizeof *set);
+}
+
+void region_set_free(registrar *r, region_set *set)
+{
+    pthread_mutex_lock(&r->lock);
+    release(set);
+    pthread_mutex_unlock(&r->lock);
+}
+
+/* ------------------------------------------------------------------ mappers */
 
 static bool has_session(const registrar *r, const void *session)
 {
@@ -14,9 +77,18 @@ static bool has_session(const registrar *r, const void *session)
     return false;
 }
 
+/* Whether all of its regions were forgotten, and that was told. */
+static bool is_over(const mapper *m)
+{
+    bool over = m->lost == 0;
+    for (uint32_t i = 0; over && i < m->mapped.count; i++)
+        over = m->mapped.regions[i]->gone;
+    return over;
+}
+
 static void mapper_free(mapper *m)
 {
-    region_set_release(&m->mapped);
+    release(&m->mapped);
     free(m);
 }
 
@@ -26,9 +98,9 @@ static void take_out(registrar *r, const void *session, const char *publication)
 {
     for (mapper **link = &r->mappers; *link;) {
         mapper *m = *link;
-        bool out = m->session == session &&
-                   (!publication || strcmp(m->publication, publication) == 0 ||
-                    (m->lost == 0 && region_set_is_gone(&m->mapped)));
+        bool out =
+            m->session == session &&
+            (!publication || strcmp(m->publication, publication) == 0 || is_over(m));
         if (!out) {
             link = &m->next;
             continue;
@@ -38,8 +110,9 @@ static void take_out(registrar *r, const void *session, const char *publication)
     }
 }
 
-fanin_status mapper_note(registrar *r, const key_reader *who, const region_set *set,
-                         fanin_error *error)
+/* @p set's regions with a key replace what the session had of the publication. */
+static fanin_status note_mapper(registrar *r, const key_reader *who,
+                                const region_set *set, fanin_error *error)
 {
     uint32_t count = 0;
     for (uint32_t i = 0; i < set->count; i++)
@@ -78,7 +151,8 @@ fanin_status mapper_note(registrar *r, const key_reader *who, const region_set *
     return FANIN_OK;
 }
 
-void mappers_lose(registrar *r, const region *one)
+/* The region is being forgotten. Lock held. */
+static void mappers_lose(registrar *r, const region *one)
 {
     for (mapper *m = one->has_key ? r->mappers : NULL; m; m = m->next)
         for (uint32_t i = 0; i < m->mapped.count; i++)
@@ -125,15 +199,208 @@ static bool next_loss(registrar *r, char *peer, size_t size, uint64_t *bytes)
     return first != NULL;
 }
 
-void mappers_tell(registrar *r, const logger *log, const char *publication,
-                  const char *what)
+void mappers_tell(registrar *r, const char *publication, const char *what)
 {
     char peer[64];
     uint64_t bytes;
     while (next_loss(r, peer, sizeof peer, &bytes))
         log_write(
-            log, FANIN_LOG_WARNING, "still-mapped",
+            r->log, FANIN_LOG_WARNING, "still-mapped",
             "%s: %s may still map %llu bytes of CUDA memory that are %s; it closes the "
             "mapping at its next pull, or when it ends: free the memory after that",
             publication, peer, (unsigned long long)bytes, what);
+}
+
+/* ------------------------------------------------------------------- forget */
+
+static void forget(registrar *r, region *one)
+{
+    if (one->gone)
+        return;
+    one->gone = true;
+    unregister(one);
+    mappers_lose(r, one);
+}
+
+void region_set_forget(registrar *r, region_set *set, const shard *s)
+{
+    pthread_mutex_lock(&r->lock);
+    for (uint32_t i = 0; !s && i < set->count; i++)
+        forget(r, set->regions[i]);
+    for (size_t i = 0; s && i < s->n_boxes; i++) {
+        region *one = region_set_find(set, s->boxes[i].low);
+        if (one)
+            forget(r, one);
+    }
+    pthread_mutex_unlock(&r->lock);
+}
+
+bool region_set_pause(registrar *r, region_set *set)
+{
+    bool any = false;
+    pthread_mutex_lock(&r->lock);
+    for (uint32_t i = 0; i < set->count; i++) {
+        region *one = set->regions[i];
+        bool known = one->has_key;
+        for (int k = 0; k < DOMAINS; k++)
+            known = known || one->registered[k];
+        any = any || known;
+        one->away = true;
+        if (known)
+            forget(r, one);
+    }
+    pthread_mutex_unlock(&r->lock);
+    return any;
+}
+
+void region_set_resume(registrar *r, region_set *set)
+{
+    pthread_mutex_lock(&r->lock);
+    for (uint32_t i = 0; i < set->count; i++)
+        set->regions[i]->away = false;
+    pthread_mutex_unlock(&r->lock);
+}
+
+/* -------------------------------------------------------------------- keys */
+
+/* A region that UCX cannot register is one that rdma cannot read; pages that are short may be
+   there the next time. */
+static fanin_status register_device(registrar *r, region *one, fanin_error *error)
+{
+    fanin_error why = FANIN_ERROR_INIT;
+    fanin_status status = enter(one, &why);
+    if (status == FANIN_OK) {
+        status = ucx_region_create(r->ucx[DOMAIN_RDMA], (void *)(uintptr_t)one->base,
+                                   one->length, one->memory,
+                                   &one->registered[DOMAIN_RDMA], &why);
+        leave(one);
+    }
+    if (status == FANIN_OK)
+        return FANIN_OK;
+    if (status == FANIN_ERR_MEMORY || status == FANIN_ERR_LIMIT) {
+        error_copy(error, &why);
+        return status;
+    }
+    one->ucx_refused = true;
+    log_write(r->log, FANIN_LOG_WARNING, "no-rdma",
+              "%llu bytes on CUDA device %d cannot be registered for rdma: %s%s%s",
+              (unsigned long long)one->length, (int)one->memory.device, why.message,
+              why.remedy[0] ? "; " : "", why.remedy);
+    return FANIN_OK;
+}
+
+static fanin_status add_ucx_key(registrar *r, region *one, domain in, region_entry *out,
+                                fanin_error *error)
+{
+    fanin_status status = FANIN_OK;
+    bool device = one->memory.kind == FANIN_MEMORY_CUDA;
+    out->base = one->base;
+    if (device && (in != DOMAIN_RDMA || one->ucx_refused))
+        return FANIN_OK;
+    if (!one->registered[in])
+        status = device ? register_device(r, one, error)
+                        : ucx_region_create(r->ucx[in], (void *)(uintptr_t)one->base,
+                                            one->length, one->memory,
+                                            &one->registered[in], error);
+    if (status == FANIN_OK && one->registered[in])
+        out->rkey = ucx_region_rkey(one->registered[in], &out->rkey_size);
+    return status;
+}
+
+/* Asks CUDA once; what has no handle is read by stream. */
+static void export_region(registrar *r, region *one)
+{
+    fanin_error why = FANIN_ERROR_INIT;
+    ipc_key key = {.offset = one->base - one->in.base, .length = one->in.length};
+    gpu_device device;
+    one->exported = true;
+    if (one->in.origin != GPU_ORIGIN_MALLOC)
+        return; /* put has told so */
+    gpu *g = gpu_present();
+    fanin_status status = gpu_device_get(g, one->memory.device, &device, &why);
+    if (status == FANIN_OK)
+        status = gpu_export(g, &one->in, key.handle, &why);
+    if (status != FANIN_OK) {
+        log_write(
+            r->log, FANIN_LOG_WARNING, "no-ipc",
+            "an allocation of %llu bytes on CUDA device %d cannot be exported, it is "
+            "served by stream: %s%s%s",
+            (unsigned long long)one->in.length, (int)one->memory.device, why.message,
+            why.remedy[0] ? "; " : "", why.remedy);
+        return;
+    }
+    memcpy(key.uuid, device.uuid, sizeof key.uuid);
+    ipc_key_encode(&key, one->key);
+    one->has_key = true;
+}
+
+static void add_ipc_key(registrar *r, region *one, region_entry *out)
+{
+    if (one->memory.kind != FANIN_MEMORY_CUDA)
+        return;
+    if (!one->exported)
+        export_region(r, one);
+    if (!one->has_key)
+        return;
+    out->rkey = one->key;
+    out->rkey_size = sizeof one->key;
+}
+
+/* ------------------------------------------------------------------- tables */
+
+/* The table's rows without bases and keys; NULL: no memory. */
+static region_entry *rows(const region_set *set)
+{
+    region_entry *entries = calloc((size_t)set->count + 1, sizeof *entries);
+    for (uint32_t i = 0; entries && i < set->count; i++)
+        entries[i] = (region_entry){.id = i,
+                                    .length = set->regions[i]->length,
+                                    .memory = set->regions[i]->memory.kind,
+                                    .device = set->regions[i]->memory.device,
+                                    .rkey = (const uint8_t *)""};
+    return entries;
+}
+
+static fanin_status finish(region_entry *entries, const region_set *set, buffer *out,
+                           fanin_error *error)
+{
+    region_table_encode(out, entries, set->count);
+    free(entries);
+    return out->failed ? error_set_memory(error) : FANIN_OK;
+}
+
+fanin_status region_set_encode(const region_set *set, buffer *out, fanin_error *error)
+{
+    region_entry *entries = rows(set);
+    return entries ? finish(entries, set, out, error) : error_set_memory(error);
+}
+
+fanin_status region_set_encode_keys(registrar *r, region_set *set, int32_t path,
+                                    const key_reader *to, buffer *out,
+                                    fanin_error *error)
+{
+    domain in = path == WIRE_PATH_RDMA ? DOMAIN_RDMA : DOMAIN_HOST;
+    region_entry *entries = rows(set);
+    if (!entries)
+        return error_set_memory(error);
+    fanin_status status = FANIN_OK;
+    pthread_mutex_lock(&r->lock);
+    for (uint32_t i = 0; status == FANIN_OK && i < set->count; i++) {
+        region *one = set->regions[i];
+        if (one->gone || one->away)
+            status = error_set(error, FANIN_ERR_STALE, NULL,
+                               "the trainer is replacing shards of this catalog");
+        else if (path == WIRE_PATH_CUDA_IPC)
+            add_ipc_key(r, one, &entries[i]);
+        else
+            status = add_ucx_key(r, one, in, &entries[i], error);
+    }
+    if (status == FANIN_OK && path == WIRE_PATH_CUDA_IPC)
+        status = note_mapper(r, to, set, error);
+    if (status == FANIN_OK)
+        status = finish(entries, set, out, error);
+    else
+        free(entries);
+    pthread_mutex_unlock(&r->lock);
+    return status;
 }

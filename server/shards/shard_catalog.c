@@ -2,13 +2,14 @@
 #include "shards/shard_catalog.h"
 #include "error_set.h"
 #include "shards/arena.h"
+#include "shards/registration.h"
 
 #include <stdlib.h>
 #include <string.h>
 
-static bool encode_keys(shard_catalog *s, const shard_set *shards, key_entry *keys,
-                        const fanin_pair *pairs, uint32_t n_pairs)
+static bool encode_keys(shard_catalog *s, const catalog_contents *what, key_entry *keys)
 {
+    const shard_set *shards = what->shards;
     for (size_t i = 0; i < shards->count; i++) {
         const shard *from = shards->shards[i];
         keys[i].name = from->name;
@@ -17,7 +18,8 @@ static bool encode_keys(shard_catalog *s, const shard_set *shards, key_entry *ke
         memcpy(keys[i].shape, from->shape, sizeof keys[i].shape);
         keys[i].bytes = from->shape_bytes;
     }
-    key_table_encode(&s->keys_blob, keys, (uint32_t)shards->count, pairs, n_pairs);
+    key_table_encode(&s->keys_blob, keys, (uint32_t)shards->count, what->pairs,
+                     what->n_pairs);
     if (s->keys_blob.failed)
         return false;
     s->key_digest = digest_of(s->keys_blob.data, s->keys_blob.size);
@@ -62,11 +64,10 @@ static uint64_t count_views(const shard_set *shards)
     return views;
 }
 
-static fanin_status fill(shard_catalog *s, const shard_set *shards,
-                         const fanin_pair *pairs, uint32_t n_pairs, uint32_t rank,
-                         uint32_t world_size, const shard_catalog *before,
-                         fanin_error *error)
+static fanin_status fill(shard_catalog *s, const catalog_contents *what,
+                         const shard_catalog *before, fanin_error *error)
 {
+    const shard_set *shards = what->shards;
     uint64_t sum = 0;
     for (size_t i = 0; i < shards->count; i++)
         for (size_t j = 0; j < shards->shards[i]->n_boxes; j++)
@@ -82,7 +83,7 @@ static fanin_status fill(shard_catalog *s, const shard_set *shards,
     uint32_t *region_of_box = calloc(s->n_boxes + 1, sizeof *region_of_box);
     fanin_status status;
     if (!s->boxes || !s->views || !keys || !records || !region_of_box ||
-        !encode_keys(s, shards, keys, pairs, n_pairs))
+        !encode_keys(s, what, keys))
         status = error_set_memory(error);
     else
         status =
@@ -93,8 +94,8 @@ static fanin_status fill(shard_catalog *s, const shard_set *shards,
             if (s->regions.regions[i]->memory.kind == FANIN_MEMORY_CUDA)
                 s->has_device = true;
         place_boxes(s, shards, region_of_box, records);
-        box_table_encode(&s->boxes_blob, keys, s->n_keys, records, s->n_boxes, rank,
-                         world_size);
+        box_table_encode(&s->boxes_blob, keys, s->n_keys, records, s->n_boxes,
+                         what->rank, what->world_size);
         if (s->boxes_blob.failed)
             status = error_set_memory(error);
     }
@@ -104,9 +105,7 @@ static fanin_status fill(shard_catalog *s, const shard_set *shards,
     return status;
 }
 
-fanin_status shard_catalog_build(registrar *r, const shard_set *shards,
-                                 const fanin_pair *pairs, uint32_t n_pairs,
-                                 uint64_t version, uint32_t rank, uint32_t world_size,
+fanin_status shard_catalog_build(registrar *r, const catalog_contents *what,
                                  const shard_catalog *before, shard_catalog **out,
                                  fanin_error *error)
 {
@@ -115,9 +114,8 @@ fanin_status shard_catalog_build(registrar *r, const shard_set *shards,
         return error_set_memory(error);
     atomic_init(&s->references, 1);
     s->registrar = r;
-    s->version = version;
-    fanin_status status =
-        fill(s, shards, pairs, n_pairs, rank, world_size, before, error);
+    s->version = what->version;
+    fanin_status status = fill(s, what, before, error);
     if (status != FANIN_OK) {
         shard_catalog_release(s);
         return status;

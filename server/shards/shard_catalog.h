@@ -46,13 +46,19 @@ typedef struct shard_catalog {
     struct shard_catalog *next_garbage; /**< guarded by the server's lock */
 } shard_catalog;
 
+/** What a catalog says. */
+typedef struct catalog_contents {
+    const shard_set *shards;
+    const fanin_pair *pairs;
+    uint32_t n_pairs, rank, world_size;
+    uint64_t version;
+} catalog_contents;
+
 /**
- * Builds the catalog of @p shards; regions of @p before (may be NULL) are kept. Blocks for
+ * Builds a catalog; regions of @p before (may be NULL) are kept. Blocks for
  * as long as that takes, holds no lock meanwhile. FANIN_ERR_MEMORY, FANIN_ERR_LIMIT.
  */
-fanin_status shard_catalog_build(registrar *r, const shard_set *shards,
-                                 const fanin_pair *pairs, uint32_t n_pairs,
-                                 uint64_t version, uint32_t rank, uint32_t world_size,
+fanin_status shard_catalog_build(registrar *r, const catalog_contents *what,
                                  const shard_catalog *before, shard_catalog **out,
                                  fanin_error *error);
 

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-#include "seal.h"
 #include "stream/data_connection.h"
+#include "core/rules.h"
+#include "seal.h"
 
 #include <errno.h>
 #include <stdlib.h>

@@ -3,6 +3,7 @@
 #ifndef DATA_THREAD_H
 #define DATA_THREAD_H
 
+#include "buffer.h"
 #include "core/server_state.h"
 
 fanin_status stream_create(fanin_server *s, fanin_error *error);

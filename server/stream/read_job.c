@@ -2,6 +2,7 @@
 #include "stream/read_job.h"
 
 #include "array.h"
+#include "publish/garbage.h"
 #include <stdlib.h>
 #include <string.h>
 
@@ -67,7 +68,7 @@ size_t job_memory(const job *j)
 
 void job_end(fanin_server *s, job *j)
 {
-    commit_retire(s, j->catalog);
+    catalog_retire(s, j->catalog);
     j->catalog = NULL;
     j->of = NULL;
     j->left = j->ungathered = 0;

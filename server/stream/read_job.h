@@ -3,7 +3,8 @@
 #ifndef READ_JOB_H
 #define READ_JOB_H
 
-#include "core/server_state.h"
+#include "core/admission.h"
+#include "publish/lease.h"
 
 #include <sys/uio.h>
 

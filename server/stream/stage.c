@@ -1,6 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "stream/stage.h"
+#include "core/rules.h"
 #include "error_set.h"
+#include "publish/garbage.h"
 #include "stream/data_connection.h"
 #include "stream/stage_fill.h"
 
@@ -292,7 +294,7 @@ static void end_copy(stage *s, chunk *c)
         link = &(*link)->next_copying;
     *link = c->next_copying;
     unread(s, c);
-    commit_retire(s->server, c->catalog);
+    catalog_retire(s->server, c->catalog);
     c->catalog = NULL;
     if (c->state == CHUNK_COPYING) /* else given up */
         c->state = atomic_load(&c->broken) ? CHUNK_FAILED : CHUNK_READY;

@@ -3,7 +3,7 @@
    Built with FANIN_TEST_HOOKS, which lets a test take rules out. */
 #include "clock.h"
 #include "core/rules.h"
-#include "core/server_state.h"
+#include "publish/publication.h"
 #include "server_peer.h"
 #include "testing.h"
 

@@ -1,0 +1,207 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/**
+ * @file
+ * A publication: shards under a name, and what readers get of them.
+ *
+ * What readers get changes in three ways only:
+ *
+ *   - publication_take_effect(): a catalog is readable from now on, under a new even epoch;
+ *   - publication_withdraw(): a commit that has not taken effect never will;
+ *   - publication_advance(): what was readable is not any more, and what was read under the
+ *     epoch before is worth nothing; publication_advance_arena(): the same of the copy that is
+ *     not published any more.
+ *
+ * publication_settle() decides between the first two when a commit's streams have got there.
+ */
+#ifndef PUBLICATION_H
+#define PUBLICATION_H
+
+#include "clock.h"
+#include "core/server_state.h"
+#include "messages.h"
+#include "publish/commit_token.h"
+#include "shards/arena.h"
+#include "shards/shard_catalog.h"
+
+#define HISTORY 32 /**< state changes that a watcher may lag behind */
+#define STABLE_SAMPLES 8
+#define REASON_SIZE 256  /**< of a pause, with its NUL */
+#define READING_EPOCHS 4 /**< more than can stand at a time */
+
+typedef enum publication_state {
+    STATE_UNPUBLISHED = WIRE_STATE_UNPUBLISHED,
+    STATE_STABLE = WIRE_STATE_STABLE,
+    STATE_DRAINING = WIRE_STATE_DRAINING,
+    STATE_WRITING = WIRE_STATE_WRITING,
+    STATE_PAUSED = WIRE_STATE_PAUSED,
+} publication_state;
+
+typedef struct state_change {
+    uint64_t step;
+    publication_state state;
+} state_change;
+
+/** Whether a publication's commits publish the shards themselves or copies of them. */
+typedef enum publication_mode {
+    MODE_UNKNOWN, /**< no commit has taken effect yet */
+    MODE_REFERENCE,
+    MODE_SNAPSHOT,
+} publication_mode;
+
+/** Reads of published memory by the data thread that are under way, by their lease's epoch. */
+typedef struct reading {
+    uint64_t epoch;
+    unsigned count; /**< 0: this slot is free */
+} reading;
+
+typedef enum commit_outcome {
+    COMMIT_PENDING,
+    COMMIT_EFFECTIVE,
+    COMMIT_WITHDRAWN,
+    COMMIT_FAILED, /**< a device has failed, or the call itself */
+} commit_outcome;
+
+/** One commit, from the call until it has taken effect or never will. It is kept, with the catalog
+    and so the arenas that it uses, until the last of its streams has got there, also when it was
+    withdrawn; its own memory even after the server. */
+struct commit {
+    commit_token token;
+
+    /* Fixed once it is the pending one. */
+    publication *of;
+    uint64_t step, closing; /**< closing: the publication's epoch when it was made */
+    publication_mode mode;
+    fanin_dtype cast;
+    bool on_stream, was_open, was_aborted;
+
+    /* Guarded by the server's lock. */
+    commit_outcome outcome;
+    shard_catalog
+        *catalog; /**< that takes effect, with a reference; NULL: not built yet */
+    uint64_t generation;
+    unsigned arena;
+    const char *why;       /**< it was withdrawn */
+    commit *next, *untold; /**< of the server's lists */
+};
+
+/** Never freed before the server: its name's last step outlives a removal. */
+struct publication {
+    char name[PUBLICATION_NAME_SIZE];
+
+    pthread_mutex_t writer; /**< put, remove, set_metadata, commit: one at a time */
+    shard_set shards;       /**< guarded by writer */
+    fanin_pair *pairs;      /**< guarded by writer; one allocation */
+    size_t n_pairs;
+    uint64_t revision; /**< guarded by writer: grows whenever a new catalog is due */
+
+    /* Guarded by the server's lock. */
+    bool present; /**< it is there; false: removed */
+    publication_state state;
+    publication_mode mode;
+    fanin_dtype cast; /**< of a snapshot publication's commits */
+    bool update_open; /**< between begin_update and commit or abort */
+    bool aborted;     /**< the last update of a snapshot publication was */
+    /** between pause and resume; unreadable unless it is stable, which a snapshot stays */
+    bool paused;
+    bool was_stable; /**< when it was paused */
+    char reason[REASON_SIZE];
+    uint64_t
+        epoch; /**< odd: unreadable; of snapshots the published arena's generation */
+    /** the generation that still stands of an arena that is not published any more; 0: none */
+    uint64_t previous;
+    unsigned arena;                  /**< the published one, 0 or 1 */
+    const struct arena_set *filling; /**< that holds the arena being filled, or NULL */
+    unsigned filling_arena;
+    unsigned waiting; /**< threads that wait for leases to end, other than draining */
+    commit *pending;  /**< that has not taken effect yet, with a reference */
+    bool has_step;
+    uint64_t step;
+    shard_catalog
+        *catalog;      /**< of the last commit, or NULL; changed under both locks */
+    uint64_t n_shards; /**< for statistics */
+    struct lease *oldest, *newest;
+    reading reading[READING_EPOCHS];
+    uint64_t entered_at; /**< clock_ns() when it came into its state, or anew into it */
+    uint64_t committed_at;      /**< clock_ns() of the last commit */
+    uint64_t committed_unix_ns; /**< the same as the time of day */
+    uint64_t stable_ns[STABLE_SAMPLES];
+    unsigned n_stable;
+    uint64_t changes; /**< ever; change i is history[i % HISTORY] */
+    state_change history[HISTORY];
+};
+
+/* --------------------------------------------- by name: publications.c */
+
+/** How every call that names a publication begins: server_check(), publication_name_check(). */
+fanin_status publication_call_check(const fanin_server *server, const char *name,
+                                    fanin_error *error);
+/** Lock held. NULL: no such name was ever used. */
+publication *publication_find(const fanin_server *s, const char *name);
+/** Takes the lock for it. */
+publication *publication_look_up(fanin_server *s, const char *name);
+/** Lock held. Finds or makes the object; *out may be absent (present false).
+    FANIN_ERR_MEMORY, FANIN_ERR_LIMIT. */
+fanin_status publication_obtain(fanin_server *s, const char *name, publication **out,
+                                fanin_error *error);
+/** Lock held. Marks it as there, unpublished. FANIN_ERR_LIMIT. */
+fanin_status publication_appear(fanin_server *s, publication *p, fanin_error *error);
+/** FANIN_ERR_NOT_FOUND. */
+fanin_status publication_absent(const char *phase, const char *name,
+                                fanin_error *error);
+/** Lock held. Writes names of publications, comma-separated, cut to @p size. */
+void publication_names(const fanin_server *s, char *out, size_t size);
+void publications_free(fanin_server *s);
+
+/* ------------------------------- what readers get; all with the lock held */
+
+/** Its epoch is @p epoch from now on, and the catalog what readers get. */
+void publication_take_effect(fanin_server *s, publication *p, shard_catalog *catalog,
+                             uint64_t epoch);
+/** The pending commit, unless it can take effect now, never will. @p why completes
+    "was not published: ..."; static. */
+void publication_withdraw(fanin_server *s, publication *p, const char *why);
+/** The commit's call has failed: it is over, and the update open again. */
+void publication_fail(commit *c);
+/** Lets the pending commit take effect if its streams have got there. */
+void publication_settle(fanin_server *s, publication *p);
+/**
+ * From any state but draining to an odd epoch and the state @p to: voids the leases, waits for
+ * sends (the lock is given up meanwhile). On the way to STATE_WRITING and STATE_PAUSED readers
+ * have the lease time to finish; not to STATE_UNPUBLISHED.
+ */
+void publication_advance(fanin_server *s, publication *p, publication_state to);
+/** The arena that @p c is to fill, the published one if @p published, gets a generation that
+    nobody has leases of. Waits for sends, the lock given up meanwhile. */
+void publication_advance_arena(fanin_server *s, publication *p, commit *c,
+                               bool published);
+
+/** Whether the trainer may write the shards while readers go on, or wait for, a copy of them. */
+bool publication_has_copies(const publication *p);
+/** Whether bytes may still be read under a lease of that epoch. */
+static inline bool publication_stands(const publication *p, uint64_t epoch)
+{
+    return epoch == p->epoch || (epoch == p->previous && epoch != 0);
+}
+/** Whether readers are told that it is paused. */
+bool publication_is_away(const publication *p);
+/** FANIN_ERR_STATE if it is paused. */
+fanin_status publication_check_paused(const publication *p, const char *phase,
+                                      fanin_error *error);
+/** "stable", ...: static. */
+const char *state_name(publication_state state);
+/** Mean time that it was stable between its last commits, 0: unknown. */
+uint64_t publication_stable_ns(const publication *p);
+
+/** Announces that the data thread reads memory under that epoch; false: it has gone, or
+    too many others are still being read: then its leases are void, as if it had gone.
+    Every read that was announced is to be left, also when the epoch has gone meanwhile. */
+bool publication_read_enter(fanin_server *s, publication *p, uint64_t epoch);
+void publication_read_leave(fanin_server *s, publication *p, uint64_t epoch);
+/** Given up while waiting: until nothing is read under an epoch that has gone. */
+void publication_wait_for_reads(fanin_server *s, publication *p);
+/** Waits for s->freed, at most until then. */
+void publication_wait(fanin_server *s, deadline at);
+/** ... until no other thread is in begin_update of it. */
+void publication_wait_for_drain(fanin_server *s, publication *p);
+
+#endif

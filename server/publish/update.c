@@ -1,0 +1,119 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Updates: they begin, are aborted, or come without having begun. */
+#include "core/rules.h"
+#include "error_set.h"
+#include "publish/commit_list.h"
+
+/* ------------------------------------------------------------------- begin */
+
+/* Lock held, given up while waiting. */
+static fanin_status open_update(fanin_server *s, publication *p, fanin_error *error)
+{
+    error_place place = {.phase = "update",
+                         .remedy = "update a publication from one thread at a time"};
+    if (p->paused)
+        return publication_check_paused(p, "update", error);
+    if (p->state == STATE_DRAINING)
+        return error_set(error, FANIN_ERR_STATE, &place,
+                         "another thread is in begin_update of %s", p->name);
+    publication_settle(s, p);
+    if (publication_has_copies(p)) {
+        /* A copy that is still to be made comes before what is written now. */
+        p->update_open = true;
+        s->stats.updates++;
+        return FANIN_OK;
+    }
+    if (RULE(RULE_LATE_EFFECT))
+        publication_withdraw(s, p, "begin_update came before its stream had got there");
+    publication_advance(s, p, STATE_WRITING);
+    return FANIN_OK;
+}
+
+fanin_status fanin_server_begin_update(fanin_server *server, const char *name,
+                                       fanin_error *error)
+{
+    fanin_status status = publication_call_check(server, name, error);
+    if (status != FANIN_OK)
+        return status;
+    publication *p = NULL;
+    pthread_mutex_lock(&server->lock);
+    status = publication_obtain(server, name, &p, error);
+    if (status == FANIN_OK)
+        status = publication_appear(server, p, error);
+    if (status == FANIN_OK)
+        status = open_update(server, p, error);
+    pthread_mutex_unlock(&server->lock);
+    commit_tidy(server);
+    return status;
+}
+
+/* --------------------------------------------------------- abort, withdraw */
+
+/* Ends what the publication is at. Lock held. FANIN_ERR_STATE: it is at nothing of the kind. */
+typedef fanin_status (*end_fn)(fanin_server *s, publication *p, fanin_error *error);
+
+static fanin_status end_update(fanin_server *server, const char *name,
+                               const char *phase, end_fn end, fanin_error *error)
+{
+    fanin_status status = publication_call_check(server, name, error);
+    if (status != FANIN_OK)
+        return status;
+    pthread_mutex_lock(&server->lock);
+    publication *p = publication_find(server, name);
+    status = p && p->present ? end(server, p, error)
+                             : publication_absent(phase, name, error);
+    server->stats.aborts += status == FANIN_OK;
+    pthread_mutex_unlock(&server->lock);
+    commit_tidy(server);
+    return status;
+}
+
+/* An update is open until its commit has taken effect. */
+static fanin_status abort_update(fanin_server *s, publication *p, fanin_error *error)
+{
+    error_place place = {.phase = "abort"};
+    if (p->paused) { /* resume does not show the step again */
+        p->was_stable = false;
+        p->aborted = p->aborted || publication_has_copies(p);
+        return FANIN_OK;
+    }
+    publication_settle(s, p);
+    if (p->state == STATE_DRAINING || !(p->update_open || p->pending))
+        return error_set(error, FANIN_ERR_STATE, &place, "no update of %s is open",
+                         p->name);
+    /* A copy that is being made belongs to the update before the open one. */
+    if (!p->update_open || !publication_has_copies(p))
+        publication_withdraw(s, p, "its update was aborted");
+    p->update_open = false;
+    if (publication_has_copies(p))
+        p->aborted = true;
+    else
+        publication_advance(s, p, STATE_UNPUBLISHED);
+    return FANIN_OK;
+}
+
+fanin_status fanin_server_abort_update(fanin_server *server, const char *name,
+                                       fanin_error *error)
+{
+    return end_update(server, name, "abort", abort_update, error);
+}
+
+/* While readers may read the shards themselves, now or when a pending commit takes effect. */
+static fanin_status withdraw(fanin_server *s, publication *p, fanin_error *error)
+{
+    error_place place = {.phase = "withdraw"};
+    publication_settle(s, p);
+    if ((p->state != STATE_STABLE && !p->pending) || p->paused ||
+        publication_has_copies(p))
+        return error_set(error, FANIN_ERR_STATE, &place,
+                         "no shards of %s are readable by reference", p->name);
+    publication_withdraw(s, p, "its bytes were written outside of an update");
+    publication_advance(s, p, STATE_UNPUBLISHED);
+    return FANIN_OK;
+}
+
+fanin_status fanin_server_withdraw(fanin_server *server, const char *name,
+                                   fanin_error *error)
+{
+    return end_update(server, name, "withdraw", withdraw, error);
+}
