@@ -185,7 +185,8 @@ static fanin_status handle_blob(session *s, uint64_t request, message_type type,
     fanin_status status = decode_blob_request(in, type, &m);
     if (status != FANIN_OK)
         return status;
-    /* A buffer grows by doubling. */
+    /* A buffer grows by doubling; requests before this one may have made it grow already. */
+    (void)session_account(s);
     size_t grown = 2 * (s->output.size + LIMIT_REPLY);
     if (grown > s->output.capacity &&
         !memory_fits(server, grown - s->output.capacity)) {

@@ -21,6 +21,12 @@ size_t session_pending(const session *s)
     return s->output.size - s->sent;
 }
 
+bool session_account(session *s)
+{
+    size_t memory = sizeof *s + sizeof(reader) + s->input.capacity + s->output.capacity;
+    return memory_account(s->control->server, &s->memory, memory);
+}
+
 /* ------------------------------------------------------------- open, close */
 
 static session *make(struct control *c, int fd, const socket_address *peer)
@@ -286,7 +292,6 @@ static bool next_frame(session *s)
 
 void session_work(session *s)
 {
-    fanin_server *server = s->control->server;
     if (s->phase == SESSION_DEAD)
         return;
     while (next_frame(s))
@@ -308,8 +313,7 @@ void session_work(session *s)
         return;
     }
     compact(s);
-    size_t memory = sizeof *s + sizeof(reader) + s->input.capacity + s->output.capacity;
-    if (!memory_account(server, &s->memory, memory) && s->phase != SESSION_CLOSING) {
+    if (!session_account(s) && s->phase != SESSION_CLOSING) {
         session_close(s, "the connections have all the memory they may");
         return;
     }

@@ -96,6 +96,8 @@ void session_free(session *s);
 void session_fail(session *s, uint64_t request, fanin_status code, const char *message);
 void session_reply_error(session *s, uint64_t request, const fanin_error *error);
 size_t session_pending(const session *s); /**< bytes of output */
+/** Counts its memory; false: the connections have more than they may. */
+bool session_account(session *s);
 /** Gives the connection to the data thread, with what is left of its buffers. */
 void session_hand_over(session *s, reader *r);
 
