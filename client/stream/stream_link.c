@@ -256,8 +256,8 @@ void stream_link_pump(stream_link *link)
 void stream_link_start(stream_link *link, stream_work *work)
 {
     link->work = work;
-    if (work->devices && !device_sink_attach(work->devices, &link->client->loop,
-                                             &link->client->devices))
+    if (work->devices &&
+        !device_sink_attach(work->devices, &link->client->loop, &link->client->devices))
         fail_by_device(link);
     stream_link_pump(link);
 }
