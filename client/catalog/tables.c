@@ -50,7 +50,7 @@ static void drop_views(shard_table *s)
     free(s->views);
     free(s->ipc_keys);
     s->views = NULL;
-    s->n_views = 0;
+    s->n_views = s->view_capacity = 0;
     s->ipc_keys = NULL;
 }
 
