@@ -3,15 +3,13 @@
 
 #include "adapter/spare_file.h"
 #include "catalog/tables.h"
-#include "device/device_memory.h"
-#include "device/ipc_map.h"
+#include "device/devices.h"
 #include "digest.h"
 #include "error_set.h"
-#include "net/client_rules.h"
 #include "net/resolve.h"
-#include "pull/choose_path.h"
-#include "stream/stream_link.h"
-#include "ucx/one_sided.h"
+#include "pull/plan_cache.h"
+#include "stream/reader_stream.h"
+#include "ucx/ucx_end.h"
 #include "versioned.h"
 #include <errno.h>
 #include <stdio.h>
@@ -22,8 +20,6 @@
 #include <sys/resource.h>
 #include <unistd.h>
 
-/* How long reads that cannot be recalled may take to call back. */
-#define DRAIN_MS 5000
 /* What the process has open besides: standard ones, epoll, UCX's. */
 #define SPARE_DESCRIPTORS 48
 
@@ -55,35 +51,6 @@ static fanin_status check_config(const fanin_client_config *config, fanin_error 
     return FANIN_OK;
 }
 
-static void load_ucx(fanin_client *client)
-{
-    fanin_error why = FANIN_ERROR_INIT;
-    fanin_path forced = client->config.path;
-    if (client->config.no_ucx || forced == FANIN_PATH_STREAM ||
-        forced == FANIN_PATH_CUDA_IPC) {
-        snprintf(client->ucx_missing, sizeof(client->ucx_missing),
-                 client->config.no_ucx ? "UCX is switched off"
-                                       : "a path that needs no UCX was asked for");
-        return;
-    }
-    if (ucx_load(&client->log, &client->ucx, &why) != FANIN_OK)
-        snprintf(client->ucx_missing, sizeof(client->ucx_missing), "%.255s",
-                 why.message);
-}
-
-gpu *client_gpu(fanin_client *client)
-{
-    fanin_error why = FANIN_ERROR_INIT;
-    if (client->gpu || client->gpu_missing[0])
-        return client->gpu;
-    if (gpu_load(&client->log, &client->gpu, &why) != FANIN_OK) {
-        client->gpu = NULL;
-        snprintf(client->gpu_missing, sizeof(client->gpu_missing), "%.255s",
-                 why.message[0] ? why.message : "there is no CUDA");
-    }
-    return client->gpu;
-}
-
 static fanin_status init_client(fanin_client *client, const fanin_client_config *config,
                                 fanin_error *error)
 {
@@ -110,18 +77,17 @@ static fanin_status init_client(fanin_client *client, const fanin_client_config 
     status = client_watch_cancel(client, error);
     if (status != FANIN_OK)
         return status;
-    load_ucx(client);
     client->shared = (connection_shared){
         .loop = &client->loop,
         .no_unix = client->config.no_unix,
         .no_checksums = client->config.no_checksums,
         .connect_ms = client->config.connect_timeout_ms,
         .lost_ms = client->config.lost_ms,
-        .ucx_version = client->ucx ? ucx_version(client->ucx) : NULL,
     };
     if (!random_bytes(client->shared.client_id, sizeof(client->shared.client_id)))
         return error_set(error, FANIN_ERR_IO, NULL, "the kernel gives no random bytes");
-    return FANIN_OK;
+    status = devices_create(client, error);
+    return status == FANIN_OK ? ucx_end_create(client, error) : status;
 }
 
 fanin_status fanin_client_create(const fanin_client_config *config,
@@ -141,60 +107,19 @@ fanin_status fanin_client_create(const fanin_client_config *config,
     return FANIN_OK;
 }
 
-bool client_close_one_sided(fanin_client *client)
-{
-    for (size_t i = 0; i < client->n_peers; i++) {
-        if (client->peers[i].endpoint)
-            peer_drop_paths(client, i);
-    }
-    ucx_local_destroy(&client->staging_local);
-    device_memory_unregister(client->devices);
-    bool drained = ucx_client_destroy(&client->one_sided);
-    drained = device_memory_close(client->devices, drained);
-    if (client->staging && drained)
-        munmap(client->staging, STAGING_BYTES);
-    client->staging = NULL;
-    return drained;
-}
-
-bool peer_drop_paths(fanin_client *client, size_t index)
-{
-    peer *p = &client->peers[index];
-    tables_forget_paths(client, index);
-    stream_link_destroy(&p->stream);
-    bool drained = true;
-    if (p->endpoint)
-        drained = ucx_endpoint_close(&p->endpoint, deadline_in_ms(DRAIN_MS));
-    p->endpoint = NULL;
-    p->path = FANIN_PATH_AUTO;
-    p->spoiled = false;
-    return drained;
-}
-
-void peer_refresh(fanin_client *client, size_t index)
-{
-    peer *p = &client->peers[index];
-    uint64_t generation = connection_generation(p->control);
-    if (p->generation == generation ||
-        (p->generation > 0 && !CLIENT_RULE(CLIENT_RULE_INCARNATION)))
-        return;
-    peer_drop_paths(client, index);
-    p->generation = generation;
-}
-
 void fanin_client_disconnect(fanin_client *client)
 {
     if (client_check(client, NULL) != FANIN_OK)
         return;
     spare_file_drop(&client->spare);
+    plan_cache_free(client);
+    path_states_free(client);
     tables_free_all(client);
-    ipc_map_destroy(&client->ipc);
-    for (size_t i = 0; i < client->n_peers; i++) {
-        peer_drop_paths(client, i);
+    stream_disconnect(client);
+    (void)ucx_end_close(client);
+    devices_disconnect(client);
+    for (size_t i = 0; i < client->n_peers; i++)
         connection_destroy(&client->peers[i].control);
-    }
-    client_close_one_sided(client);
-    device_memory_destroy(&client->devices);
     free(client->peers);
     client->peers = NULL;
     client->n_peers = 0;
@@ -210,7 +135,8 @@ void fanin_client_destroy(fanin_client **client)
     if (c->pid != getpid())
         return;
     fanin_client_disconnect(c);
-    ucx_unload(&c->ucx);
+    devices_free(c);
+    ucx_end_free(c);
     if (c->cancel.fd >= 0)
         close(c->cancel.fd);
     loop_finish(&c->loop);

@@ -3,7 +3,6 @@
 
 #include "catalog/fetch.h"
 #include "error_set.h"
-#include "ipc/device_plan.h"
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -31,73 +30,17 @@ publication *tables_of(fanin_client *client, const char *name)
     return p;
 }
 
-const ipc_view *tables_view(const shard_table *s, int device)
-{
-    for (size_t i = 0; i < s->n_views; i++) {
-        if (s->views[i].device == device)
-            return &s->views[i];
-    }
-    return NULL;
-}
-
-static void drop_views(shard_table *s)
-{
-    for (size_t i = 0; i < s->n_views; i++) {
-        for (uint32_t j = 0; j < s->regions->count; j++)
-            ipc_mapping_release(&s->views[i].mappings[j]);
-        free(s->views[i].mappings);
-    }
-    free(s->views);
-    free(s->ipc_keys);
-    s->views = NULL;
-    s->n_views = s->view_capacity = 0;
-    s->ipc_keys = NULL;
-}
-
-static void drop_regions(shard_table *s)
-{
-    drop_views(s);
-    for (uint32_t i = 0; s->rkeys && i < s->regions->count; i++)
-        ucx_rkey_destroy(&s->rkeys[i]);
-    free(s->rkeys);
-    s->rkeys = NULL;
-    region_table_free(&s->regions);
-    s->regions_path = FANIN_PATH_AUTO;
-}
-
 static void drop_shard(shard_table *s)
 {
-    drop_regions(s);
     box_table_free(&s->boxes);
-    s->generation = s->version = 0;
-    s->path = FANIN_PATH_AUTO; /* other regions may be other memory */
+    *s = (shard_table){0};
 }
 
-void plan_cache_clear(plan_cache *cache)
+void tables_forget(publication *p)
 {
-    for (size_t i = 0; i < cache->n_sources; i++) {
-        if (cache->lists) {
-            free(cache->lists[i].requests);
-            free(cache->lists[i].entries);
-        }
-        if (cache->spans)
-            plan_spans_free(&cache->spans[i]);
-    }
-    device_plan_free(&cache->device);
-    free(cache->lists);
-    free(cache->spans);
-    free(cache->spans_of);
-    free(cache->ranges);
-    free(cache->sources);
-    free(cache->peer_of);
-    plan_free(&cache->plan);
-    *cache = (plan_cache){0};
-}
-
-static void clear_plans(publication *p)
-{
-    plan_cache_clear(&p->plans[0]);
-    plan_cache_clear(&p->plans[1]);
+    for (size_t i = 0; i < p->n_peers; i++)
+        drop_shard(&p->shards[i]); /* box tables point into the key table */
+    key_table_free(&p->keys);
 }
 
 void tables_free_all(fanin_client *client)
@@ -105,65 +48,9 @@ void tables_free_all(fanin_client *client)
     while (client->publications) {
         publication *p = client->publications;
         client->publications = p->next;
-        clear_plans(p);
-        for (size_t i = 0; i < p->n_peers; i++)
-            drop_shard(&p->shards[i]);
-        key_table_free(&p->keys);
+        tables_forget(p);
         free(p->shards);
         free(p);
-    }
-}
-
-void tables_forget(fanin_client *client, publication *p)
-{
-    clear_plans(p);
-    for (size_t i = 0; i < p->n_peers; i++)
-        drop_shard(&p->shards[i]); /* box tables point into the key table */
-    key_table_free(&p->keys);
-    if (client->ipc)
-        ipc_map_sweep(client->ipc);
-}
-
-/* Whether there was anything to drop. */
-static bool drop_all_views(publication *p)
-{
-    bool any = false;
-    for (size_t i = 0; i < p->n_peers; i++) {
-        shard_table *s = &p->shards[i];
-        if (s->n_views == 0)
-            continue;
-        drop_views(s);
-        s->path = FANIN_PATH_AUTO;
-        any = true;
-    }
-    return any;
-}
-
-void tables_unmap(fanin_client *client, publication *p)
-{
-    if (drop_all_views(p))
-        ipc_map_sweep(client->ipc);
-}
-
-void tables_unmap_idle(fanin_client *client, uint64_t since_ns)
-{
-    bool any = false;
-    for (publication *p = client->publications; p; p = p->next) {
-        if (p->used_ns < since_ns && drop_all_views(p))
-            any = true;
-    }
-    if (any)
-        ipc_map_sweep(client->ipc);
-}
-
-void tables_forget_paths(fanin_client *client, size_t index)
-{
-    for (publication *p = client->publications; p; p = p->next) {
-        shard_table *s = &p->shards[index];
-        free(s->rkeys); /* the endpoint frees the keys themselves */
-        s->rkeys = NULL;
-        drop_views(s);
-        s->path = FANIN_PATH_AUTO;
     }
 }
 
@@ -184,8 +71,7 @@ static fanin_status add_rank(const peer *p, fanin_status status, fanin_error *er
                      inner.message);
 }
 
-/* Of a table that was not taken. */
-static fanin_status end_decoding(const client_work *work, const peer *p,
+fanin_status tables_end_decoding(const client_work *work, const peer *p,
                                  fanin_status status, fanin_error *error)
 {
     status = client_work_end(work, status, error);
@@ -263,7 +149,7 @@ static fanin_status get_keys(fanin_client *client, const publication *p, size_t 
                       connection_text(client->peers[index].control));
     else if ((status = key_table_decode(f.data.data, f.data.size, &work->stop, out,
                                         error)) != FANIN_OK)
-        status = end_decoding(work, &client->peers[index], status, error);
+        status = tables_end_decoding(work, &client->peers[index], status, error);
     fetch_free(&f, 1);
     return status;
 }
@@ -283,10 +169,7 @@ static fanin_status sync_keys(fanin_client *client, publication *p,
         fanin_status status = get_keys(client, p, first, id, work, &fresh, error);
         if (status != FANIN_OK)
             return status;
-        clear_plans(p);
-        for (size_t i = 0; i < p->n_peers; i++)
-            drop_shard(&p->shards[i]); /* box tables point into the key table */
-        key_table_free(&p->keys);
+        tables_forget(p);
         p->keys = fresh;
     }
     for (size_t i = first + 1; i < client->n_peers; i++) {
@@ -315,9 +198,10 @@ static fanin_status take_boxes(fanin_client *client, publication *p,
         fanin_status status = box_table_decode(f->data.data, f->data.size, p->keys,
                                                &work->stop, &s->boxes, error);
         if (status != FANIN_OK)
-            return end_decoding(work, &client->peers[f->peer], status, error);
+            return tables_end_decoding(work, &client->peers[f->peer], status, error);
         s->generation = client->peers[f->peer].generation;
         s->version = announced[f->peer].version;
+        s->serial = ++p->serials;
         buffer_free(&f->data);
     }
     return FANIN_OK;
@@ -342,7 +226,6 @@ fanin_status tables_sync(fanin_client *client, publication *p,
                         s->version == announced[i].version))
             continue;
         drop_shard(s);
-        clear_plans(p);
         fetch *f = &fetches[n++];
         *f = (fetch){.peer = i, .type = MSG_BOXES};
         snprintf(f->request.publication, sizeof(f->request.publication), "%s", p->name);
@@ -351,98 +234,6 @@ fanin_status tables_sync(fanin_client *client, publication *p,
     status = fetch_all(client, fetches, n, at, error);
     if (status == FANIN_OK)
         status = take_boxes(client, p, announced, fetches, n, &work, error);
-    fetch_free(fetches, n);
-    free(fetches);
-    return status;
-}
-
-/* ----------------------------------------------------------------- regions */
-
-static fanin_status check_regions(const peer *p, const shard_table *s,
-                                  fanin_error *error)
-{
-    if (box_table_regions(s->boxes) <= s->regions->count)
-        return FANIN_OK;
-    error_place place = connection_place(p->control, "catalog");
-    return error_set(error, FANIN_ERR_PROTOCOL, &place,
-                     "rank %u at %s has boxes in a region that its table does not list",
-                     connection_peer(p->control)->rank, connection_text(p->control));
-}
-
-/* A refusal of one rank's, which concerns nobody else. That the publication is gone or away is
-   no matter of the path that was asked about. */
-static bool is_refusal(const fanin_client *client, const fetch *f, fanin_error *refused)
-{
-    bool of_publication = f->status == FANIN_ERR_STALE ||
-                          f->status == FANIN_ERR_PAUSED ||
-                          f->status == FANIN_ERR_NOT_FOUND;
-    if (!refused || f->status == FANIN_OK || of_publication ||
-        !peer_ready(&client->peers[f->peer]))
-        return false;
-    error_copy(&refused[f->peer], &f->error);
-    return true;
-}
-
-/* The first error that is not a rank's own. */
-static fanin_status sift(const fanin_client *client, const fetch *fetches, size_t n,
-                         fanin_status status, fanin_error *refused, fanin_error *error)
-{
-    if (status == FANIN_OK || status == FANIN_ERR_CANCELLED ||
-        status == FANIN_ERR_TIMEOUT)
-        return status;
-    for (size_t i = 0; i < n; i++) {
-        if (fetches[i].status == FANIN_OK || is_refusal(client, &fetches[i], refused))
-            continue;
-        error_copy(error, &fetches[i].error);
-        return fetches[i].status;
-    }
-    return FANIN_OK;
-}
-
-static fanin_status take_regions(const peer *owner, shard_table *s, const buffer *data,
-                                 fanin_path path, client_work *work, fanin_error *error)
-{
-    fanin_status status =
-        region_table_decode(data->data, data->size, &work->stop, &s->regions, error);
-    if (status != FANIN_OK)
-        return end_decoding(work, owner, status, error);
-    status = check_regions(owner, s, error);
-    if (status != FANIN_OK)
-        drop_regions(s);
-    else
-        s->regions_path = path;
-    return status;
-}
-
-fanin_status tables_sync_regions(fanin_client *client, publication *p, const bool *want,
-                                 fanin_path path, deadline at, fanin_error *refused,
-                                 fanin_error *error)
-{
-    fetch *fetches = calloc(client->n_peers, sizeof(*fetches));
-    if (!fetches)
-        return error_set_memory(error);
-    size_t n = 0;
-    for (size_t i = 0; i < client->n_peers; i++) {
-        shard_table *s = &p->shards[i];
-        if (!want[i] || !s->boxes || (s->regions && s->regions_path == path))
-            continue;
-        drop_regions(s);
-        fetch *f = &fetches[n++];
-        *f = (fetch){.peer = i, .type = MSG_REGIONS};
-        snprintf(f->request.publication, sizeof(f->request.publication), "%s", p->name);
-        f->request.catalog_version = s->version;
-        f->request.path = path;
-    }
-    client_work work;
-    client_work_start(&work, client, at);
-    fanin_status status = fetch_all(client, fetches, n, at, error);
-    status = sift(client, fetches, n, status, refused, error);
-    for (size_t i = 0; i < n && status == FANIN_OK; i++) {
-        size_t index = fetches[i].peer;
-        if (fetches[i].status == FANIN_OK)
-            status = take_regions(&client->peers[index], &p->shards[index],
-                                  &fetches[i].data, path, &work, error);
-    }
     fetch_free(fetches, n);
     free(fetches);
     return status;

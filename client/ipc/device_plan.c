@@ -18,7 +18,7 @@ typedef struct builder {
 
 bool device_plan_fits(const device_plan *d, const device_plan_parts *parts)
 {
-    return d && d->n_sources == parts->cache->n_sources &&
+    return d && d->n_sources == parts->plan->n_sources &&
            (d->gather_device == parts->gather_device || d->gather_device < 0) &&
            memcmp(d->of_source, parts->of_source,
                   d->n_sources * sizeof(*d->of_source)) == 0;
@@ -29,18 +29,18 @@ bool device_plan_fits(const device_plan *d, const device_plan_parts *parts)
 static fanin_status number_bases(device_plan *d, const device_plan_parts *parts,
                                  fanin_error *error)
 {
-    const plan_cache *cache = parts->cache;
+    const path_plan *plan = parts->plan;
     uint64_t n = 0;
-    for (size_t i = 0; i < cache->n_sources; i++)
-        n += parts->of_source[i] ? box_table_regions(cache->sources[i].boxes) : 0;
+    for (size_t i = 0; i < plan->n_sources; i++)
+        n += parts->of_source[i] ? box_table_regions(plan->sources[i].boxes) : 0;
     if (n > UINT32_MAX)
         return error_set(error, FANIN_ERR_LIMIT, NULL, "too many regions");
     d->bases = calloc(n + 1, sizeof(*d->bases));
     if (!d->bases)
         return error_set_memory(error);
-    for (size_t i = 0; i < cache->n_sources; i++) {
+    for (size_t i = 0; i < plan->n_sources; i++) {
         uint32_t regions =
-            parts->of_source[i] ? box_table_regions(cache->sources[i].boxes) : 0;
+            parts->of_source[i] ? box_table_regions(plan->sources[i].boxes) : 0;
         for (uint32_t j = 0; j < regions; j++)
             d->bases[d->n_bases++] = (device_base){.source = i, .region = j};
     }
@@ -129,7 +129,7 @@ static fanin_status add_piece(builder *b, const plan_spans *spans, uint32_t base
 static fanin_status add_source(builder *b, size_t source, uint32_t first_base,
                                fanin_error *error)
 {
-    const plan_spans *spans = b->from->cache->spans[source];
+    const plan_spans *spans = b->from->spans[source];
     for (uint64_t i = 0; i < spans->n_spans; i++) {
         const span *s = &spans->spans[i];
         for (uint64_t j = s->first; j < s->first + s->count; j++) {
@@ -144,15 +144,15 @@ static fanin_status add_source(builder *b, size_t source, uint32_t first_base,
 
 static fanin_status add_sources(builder *b, fanin_error *error)
 {
-    const plan_cache *cache = b->from->cache;
+    const path_plan *plan = b->from->plan;
     uint32_t base = 0;
-    for (size_t i = 0; i < cache->n_sources; i++) {
+    for (size_t i = 0; i < plan->n_sources; i++) {
         if (!b->from->of_source[i])
             continue;
         fanin_status status = add_source(b, i, base, error);
         if (status != FANIN_OK)
             return status;
-        base += box_table_regions(cache->sources[i].boxes);
+        base += box_table_regions(plan->sources[i].boxes);
     }
     return FANIN_OK;
 }
@@ -198,7 +198,7 @@ fanin_status device_plan_build(gpu *g, const device_plan_parts *parts,
     builder b = {.from = parts, .d = calloc(1, sizeof(*b.d))};
     if (!b.d)
         return error_set_memory(error);
-    size_t n = parts->cache->n_sources;
+    size_t n = parts->plan->n_sources;
     b.d->gather_device = -1;
     b.d->n_sources = n;
     b.d->of_source = calloc(n + 1, sizeof(*b.d->of_source));

@@ -9,7 +9,7 @@
 #ifndef DEVICE_PLAN_H
 #define DEVICE_PLAN_H
 
-#include "catalog/tables.h"
+#include "path/reader.h"
 
 /** A number that table entries use as their base: a region of a source. */
 typedef struct device_base {
@@ -59,9 +59,10 @@ typedef struct device_plan {
     strided *views;
 } device_plan;
 
-/** What it is made from: the cache's plan and spans of the sources with of_source[i]. */
+/** What it is made from: the plan, and the spans of the sources with of_source[i]. */
 typedef struct device_plan_parts {
-    const plan_cache *cache;
+    const path_plan *plan;
+    plan_spans *const *spans; /**< one a source */
     const bool *of_source;
     uint8_t *base; /**< of the destination */
     const memory_range *ranges;

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "ipc/device_reader.h"
 
-#include "device/device_memory.h"
+#include "device/devices.h"
 #include "device/scatter_pool.h"
 #include "error_set.h"
 #include <stdlib.h>
@@ -52,21 +52,38 @@ struct device_reader {
 
 /* ---------------------------------------------------------------- addresses */
 
+const ipc_view *ipc_view_of(const ipc_regions *r, int device)
+{
+    for (size_t i = 0; i < r->n_views; i++) {
+        if (r->views[i].device == device)
+            return &r->views[i];
+    }
+    return NULL;
+}
+
+void ipc_view_drop(ipc_view *view, uint32_t n)
+{
+    for (uint32_t i = 0; i < n; i++)
+        ipc_mapping_release(&view->mappings[i]);
+    free(view->mappings);
+    view->mappings = NULL;
+}
+
 /* Where a base of the plan is for kernels of @p device. */
 static fanin_status address_of(const device_reader *r, const device_base *b, int device,
                                uint64_t *out, fanin_error *error)
 {
-    const shard_table *s = r->how.shards[b->source];
-    const ipc_view *view = tables_view(s, device);
+    const ipc_regions *s = r->how.shards[b->source];
+    const ipc_view *view = ipc_view_of(s, device);
     uint64_t region = (uint64_t)b->region + r->how.first_region[b->source];
-    if (!view || !s->ipc_keys)
+    if (!view)
         return error_set(error, FANIN_ERR_INTERNAL, NULL,
                          "a rank's memory is not mapped for device %d", device);
     if (region >= s->regions->count ||
         s->regions->entries[region].length < s->regions->entries[b->region].length)
         return error_set(error, FANIN_ERR_PROTOCOL, NULL,
                          "a rank granted an arena outside of its regions");
-    *out = ipc_mapping_base(view->mappings[region]) + s->ipc_keys[region].offset;
+    *out = ipc_mapping_base(view->mappings[region]) + s->keys[region].offset;
     return FANIN_OK;
 }
 
@@ -158,8 +175,8 @@ static fanin_status prepare_parts(device_reader *r, fanin_error *error)
     const device_plan *d = r->how.plan;
     fanin_status status = FANIN_OK;
     for (size_t i = 0; i < d->n_parts && status == FANIN_OK; i++) {
-        status = device_memory_stream(r->how.client->devices, d->parts[i].device,
-                                      &r->parts[i].stream, error);
+        status = device_memory_stream(r->how.client->devices->memory,
+                                      d->parts[i].device, &r->parts[i].stream, error);
         if (status == FANIN_OK)
             status = come_after(r, r->parts[i].stream, error);
     }
@@ -173,8 +190,9 @@ static fanin_status prepare_lanes(device_reader *r, fanin_error *error)
         return FANIN_OK;
     r->direct = d->contiguous && r->how.pinned;
     gather_lane lanes[GATHER_LANES];
-    fanin_status status = device_memory_lanes(r->how.client->devices, d->gather_device,
-                                              d->chunk_bytes, !r->direct, lanes, error);
+    fanin_status status =
+        device_memory_lanes(r->how.client->devices->memory, d->gather_device,
+                            d->chunk_bytes, !r->direct, lanes, error);
     if (status != FANIN_OK)
         return status;
     for (int i = 0; i < GATHER_LANES; i++) {

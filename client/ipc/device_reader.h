@@ -9,14 +9,34 @@
 #ifndef DEVICE_READER_H
 #define DEVICE_READER_H
 
+#include "device/ipc_map.h"
 #include "ipc/device_plan.h"
 #include "plan/plan.h"
+
+/** A rank's regions as kernels of one device see them. */
+typedef struct ipc_view {
+    int device;
+    ipc_mapping **mappings; /**< one a region */
+} ipc_view;
+
+/** A rank's regions, as kernels read them. */
+typedef struct ipc_regions {
+    const region_table *regions;
+    ipc_key *keys;   /**< one a region */
+    ipc_view *views; /**< one a device that reads them */
+    size_t n_views, view_capacity;
+} ipc_regions;
+
+/** The regions as @p device sees them, NULL: not mapped for it. */
+const ipc_view *ipc_view_of(const ipc_regions *r, int device);
+/** Lets go of its first @p n mappings. */
+void ipc_view_drop(ipc_view *view, uint32_t n);
 
 /** What a reader needs; one attempt. Everything outlives the reader. */
 typedef struct device_reading {
     fanin_client *client; /**< with its device memory */
     const device_plan *plan;
-    const shard_table *const *shards; /**< one a source; of those in the plan */
+    const ipc_regions *const *shards; /**< one a source; of those in the plan */
     const uint32_t *first_region;     /**< one a source */
     uint8_t *base;
     bool pinned;      /**< the destination's host memory is CUDA's to write */

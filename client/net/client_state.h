@@ -6,33 +6,20 @@
 #include "catalog.h"
 #include "log.h"
 #include "net/connection.h"
-#include "ucx.h"
 #include "work_stop.h"
 #include <fanin/client.h>
 #include <stdatomic.h>
 #include <sys/types.h>
 
-typedef struct stream_link stream_link;     /* stream_link.h */
-typedef struct publication publication;     /* tables.h */
-typedef struct ipc_map ipc_map;             /* ipc_map.h */
-typedef struct gpu gpu;                     /* gpu.h */
-typedef struct device_memory device_memory; /* device_memory.h */
-typedef struct spare_file spare_file;       /* spare_file.h */
+typedef struct publication publication; /* catalog/tables.h */
 
-#define PATH_REASON 256 /**< bytes of a sentence that says why a path was taken */
-
-/** One trainer rank as the client sees it: its connection and what was built upon it. */
+/** One trainer rank: its connection. */
 typedef struct peer {
     connection *control;
-    stream_link *stream;    /**< data connections, NULL: none yet */
-    ucx_endpoint *endpoint; /**< NULL: none */
-    uint64_t generation;    /**< of the connection that the two belong to */
+    uint64_t
+        generation; /**< of the connection; what was built upon another one is void */
     uint64_t admitted; /**< of the connection that was compared with the other ranks' */
     bool slow;         /**< the last call stopped waiting for the connection */
-    fanin_path path;   /**< of the pull under way; FANIN_PATH_AUTO: not decided */
-    char reason[PATH_REASON]; /**< why this path */
-    /** a path failed while it was used: stream for the rest of this generation */
-    bool spoiled;
 } peer;
 
 struct fanin_client {
@@ -45,20 +32,15 @@ struct fanin_client {
     peer *peers; /**< in the order of the addresses */
     size_t n_peers;
     atomic_bool cancelled;
-    loop_source cancel;    /**< eventfd that cancel writes to */
-    ucx *ucx;              /**< NULL: none */
-    char ucx_missing[256]; /**< why there is none */
-    ucx_client *one_sided;
-    fanin_path one_sided_path; /**< the path that one_sided was made for */
-    uint8_t *staging;          /**< where staged gets land; kept between pulls */
-    ucx_local *staging_local;  /**< its registration with one_sided */
-    gpu *gpu;                  /**< CUDA, loaded by the first pull that needs it */
-    char gpu_missing[256];     /**< why there is none; "": not tried yet */
-    ipc_map *ipc;              /**< other processes' device memory; NULL: none yet */
-    device_memory *devices;    /**< own memory and streams; NULL: not needed yet */
-    spare_file *spare;         /**< being made between calls, or ready; NULL: none */
-    publication *publications;
-    bool connected; /**< addresses are known */
+    loop_source cancel; /**< eventfd that cancel writes to */
+    bool connected;     /**< addresses are known */
+    /* what rooms above this one keep between calls, each its own; NULL: nothing */
+    publication *publications;  /**< catalog/tables.h */
+    struct devices *devices;    /**< device/devices.h */
+    struct path_peer *paths;    /**< path/path_state.h; one a peer */
+    struct stream_end *streams; /**< stream/reader_stream.h; one a peer */
+    struct ucx_end *one_sided;  /**< ucx/ucx_end.h */
+    struct spare_file *spare;   /**< adapter/spare_file.h */
 };
 
 /** Makes client->cancel. FANIN_ERR_LIMIT. */
@@ -120,19 +102,7 @@ fanin_status client_connect_first(fanin_client *client, deadline at,
 /** All that are connected take part from now on, if they belong together and are who was demanded:
     FANIN_ERR_WORLD. None is there: why the first one is not. */
 fanin_status client_compare(fanin_client *client, fanin_error *error);
-/** CUDA, loaded if need be; NULL: there is none, client->gpu_missing says why. */
-gpu *client_gpu(fanin_client *client);
-
-/** Closes all endpoints and destroys one_sided. False: reads could not be recalled even so; what
-    they land in must never be freed. */
-bool client_close_one_sided(fanin_client *client);
-
 /** Connected, and compared with the other ranks. */
 bool peer_ready(const peer *p);
-/** Drops data connections and endpoint if the connection under them is another one now. */
-void peer_refresh(fanin_client *client, size_t index);
-/** Drops them in any case, and what was decided about paths; false: reads could not be drained
-    (see ucx_endpoint_close). */
-bool peer_drop_paths(fanin_client *client, size_t index);
 
 #endif

@@ -234,7 +234,8 @@ static void admit(fanin_client *client)
 {
     for (size_t i = 0; i < client->n_peers; i++) {
         peer *p = &client->peers[i];
-        peer_refresh(client, i);
+        if (p->generation == 0 || CLIENT_RULE(CLIENT_RULE_INCARNATION))
+            p->generation = connection_generation(p->control);
         if (connection_get_state(p->control) == CONNECTION_READY)
             p->admitted = connection_generation(p->control);
     }

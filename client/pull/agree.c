@@ -3,6 +3,7 @@
 
 #include "error_set.h"
 #include "net/standing.h"
+#include "plan/plan.h"
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>

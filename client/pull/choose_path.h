@@ -1,18 +1,31 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/** @file Which path each rank's bytes take: by what both ends can do, proven by a probe read. */
+/** @file The paths that there are, and which one each rank's bytes take: proven by a probe read. */
 #ifndef CHOOSE_PATH_H
 #define CHOOSE_PATH_H
 
-#include "path/path_round.h"
+#include "path/reader.h"
+
+#define PATH_READERS 3
+/** In the order in which they are tried, started and ended. */
+extern const path_reader *const path_readers[PATH_READERS];
+/** That carries @p path. */
+const path_reader *path_reader_of(fanin_path path);
 
 /**
  * Decides the path of every peer with want[i] that has none yet for this publication and sets it
  * up (endpoint, regions, remote keys, mappings); for those that have one, brings keys and
- * mappings to the current tables and the goal's devices. Sets peer.path and peer.reason.
+ * mappings to the current tables and the goal's devices. What was decided is in path_taken().
  * FANIN_ERR_UNSUPPORTED: the path that the configuration forces does not work (says why). With
- * FANIN_PATH_AUTO what fails falls back to stream and peer.reason says why.
+ * FANIN_PATH_AUTO what fails falls back to stream, and the reason says why.
  */
 fanin_status path_prepare(fanin_client *client, publication *p, const bool *want,
                           path_goal *goal, deadline at, fanin_error *error);
+
+/** The publication is paused or gone: unmaps its memory, which the trainer wants to free. No reading
+    is under way. */
+void path_unmap(fanin_client *client, publication *p);
+/** Likewise of publications of which no pull has begun since @p since_ns: their owners may want to
+    free it, and a removal is told only to who asks for it. */
+void path_unmap_idle(fanin_client *client, uint64_t since_ns);
 
 #endif

@@ -3,16 +3,7 @@
 #ifndef LEASE_ROUND_H
 #define LEASE_ROUND_H
 
-#include "catalog/tables.h"
-
-/** A reader's token on one rank. */
-typedef struct reader_lease {
-    bool held;
-    uint8_t token[16];
-    uint32_t lease_ms;
-    uint32_t
-        first_region; /**< added to the box table's regions: where the bytes are now */
-} reader_lease;
+#include "path/reader.h"
 
 /**
  * Conditional begins (step, catalog version) on all peers with use[i]. FANIN_OK: all granted.

@@ -2,13 +2,14 @@
 #include "pull/pull.h"
 
 #include "convert.h"
+#include "device/devices.h"
 #include "error_set.h"
-#include "pull/choose_path.h"
 #include "pull/agree.h"
-#include "pull/pull_plan.h"
+#include "pull/lease_round.h"
 #include "pull/verify.h"
 #include "versioned.h"
 #include <errno.h>
+#include <inttypes.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -27,6 +28,7 @@ typedef struct pull {
     destination *destination;
     deadline at;
     publication *publication;
+    plan_cache *cache;
     announcement *announced;
     bool *use, *needed;
     reader_lease *leases;
@@ -115,9 +117,9 @@ static fanin_status plan_without(void *cookie, const bool *use, bool *vain,
                                  fanin_error *error)
 {
     const pull *p = cookie;
-    fanin_status status =
-        pull_plan(p->client, p->publication, use, p->destination, p->at, error);
-    *vain = p->publication->plans[p->destination->plan_slot].lacks_rank;
+    fanin_status status = plan_cache_make(p->cache, p->client, p->publication, use,
+                                          p->destination, p->at, error);
+    *vain = p->cache->lacks_rank;
     return status;
 }
 
@@ -153,8 +155,7 @@ static fanin_status get_ready(pull *p, fanin_error *error)
     fanin_client *client = p->client;
     fanin_result_info *info = &p->result->info;
     const agree_need need = {.without = plan_without, .cookie = p};
-    plan_cache *cache = &p->publication->plans[p->destination->plan_slot];
-    cache->lacks_rank = false;
+    p->cache->lacks_rank = false;
     uint64_t clock = clock_ns();
     fanin_status status = client_ensure_connected(client, p->patient, p->at, error);
     info->connect_ns += lap(&clock);
@@ -167,19 +168,21 @@ static fanin_status get_ready(pull *p, fanin_error *error)
     status = agree(client, p->publication, p->options, &need, p->at, p->announced,
                    p->use, error);
     /* Its owner may want to free memory that is mapped here. */
-    if (status == FANIN_ERR_NOT_FOUND)
-        tables_forget(client, p->publication);
-    if (status == FANIN_ERR_PAUSED)
-        tables_unmap(client, p->publication);
+    if (status == FANIN_ERR_PAUSED || status == FANIN_ERR_NOT_FOUND)
+        path_unmap(client, p->publication);
+    if (status == FANIN_ERR_NOT_FOUND) {
+        plan_cache_drop(p->publication);
+        tables_forget(p->publication);
+    }
     info->wait_ns += lap(&clock);
     if (status == FANIN_OK)
         status =
             tables_sync(client, p->publication, p->announced, p->use, p->at, error);
     info->catalog_ns += lap(&clock);
     if (status == FANIN_OK)
-        status =
-            pull_plan(client, p->publication, p->use, p->destination, p->at, error);
-    if (cache->lacks_rank)
+        status = plan_cache_make(p->cache, client, p->publication, p->use,
+                                 p->destination, p->at, error);
+    if (p->cache->lacks_rank)
         look_for_more(p, there);
     info->plan_ns += lap(&clock);
     return status;
@@ -202,11 +205,11 @@ static void identify(pull *p)
 }
 
 /* Destinations on devices need CUDA, whatever the paths. */
-static fanin_status look_at_ranges(pull *p, plan_cache *cache, fanin_error *error)
+static fanin_status look_at_ranges(pull *p, fanin_error *error)
 {
     fanin_client *client = p->client;
     fanin_status status =
-        pull_plan_ranges(cache, p->destination, &p->ranges, &p->n_ranges, error);
+        plan_cache_ranges(p->cache, p->destination, &p->ranges, &p->n_ranges, error);
     bool devices = false;
     for (size_t i = 0; i < p->n_ranges && status == FANIN_OK; i++)
         devices = devices || p->ranges[i].device >= 0;
@@ -216,82 +219,75 @@ static fanin_status look_at_ranges(pull *p, plan_cache *cache, fanin_error *erro
                                        "into host memory"};
         return error_set(error, FANIN_ERR_UNSUPPORTED, &place,
                          "the destination is CUDA memory, and %.200s",
-                         client->gpu_missing);
+                         client->devices->missing);
     }
     return status;
 }
 
-/* Request lists, spans and copy tables by the paths that were chosen. */
-static fanin_status detail_plan(pull *p, plan_cache *cache, const path_goal *goal,
-                                uint8_t *base, fanin_error *error)
+/* What the paths that were chosen read by. */
+static fanin_status detail_plan(pull *p, path_goal *goal, fanin_error *error)
 {
-    fanin_status status = FANIN_OK;
     client_work work;
     client_work_start(&work, p->client, p->at);
-    for (size_t i = 0; i < cache->n_sources && status == FANIN_OK; i++)
-        status =
-            pull_plan_source(p->client, p->publication, cache, i, &work.stop, error);
-    uint64_t clock = clock_ns();
-    if (status == FANIN_OK)
-        status = pull_plan_tables(p->client, cache, goal, base, &work.stop, error);
-    p->result->info.table_ns += lap(&clock);
+    fanin_status status =
+        plan_cache_detail(p->cache, p->client, p->publication, goal, &work.stop, error);
+    p->result->info.table_ns += goal->table_ns;
     return client_work_end(&work, status, error);
 }
 
-static fanin_status check_size(const pull *p, const plan_cache *cache,
-                               fanin_error *error)
+static fanin_status check_size(const pull *p, fanin_error *error)
 {
+    uint64_t bytes = p->cache->plan.plan->bytes;
     uint64_t most = p->options->max_bytes;
     error_place place = {.phase = "plan",
                          .key = p->publication->name,
                          .remedy = "if that is right, raise max_bytes"};
-    if (most == 0 || cache->plan->bytes <= most)
+    if (most == 0 || bytes <= most)
         return FANIN_OK;
     return error_set(error, FANIN_ERR_LIMIT, &place,
-                     "the pull would bring %llu bytes, more than the %llu that it may "
-                     "(max_bytes)",
-                     (unsigned long long)cache->plan->bytes, (unsigned long long)most);
+                     "the pull would bring %" PRIu64 " bytes, more than the %" PRIu64
+                     " that it may (max_bytes)",
+                     bytes, most);
 }
 
-/* Whatever does not come by stream is written without asking before each part. */
-static fanin_status need_whole(const pull *p, const plan_cache *cache,
-                               fanin_error *error)
+/* What most paths bring is written without asking before each part. */
+static fanin_status need_whole(const pull *p, fanin_error *error)
 {
     const destination *d = p->destination;
-    bool all_stream = true;
-    for (size_t i = 0; i < cache->n_sources; i++) {
-        size_t peer = cache->peer_of[i];
-        all_stream = all_stream && (!p->needed[peer] ||
-                                    p->client->peers[peer].path == FANIN_PATH_STREAM);
-    }
-    if (!d->need || all_stream)
+    bool all_ask = true;
+    for (size_t i = 0; i < p->client->n_peers; i++)
+        all_ask =
+            all_ask && (!p->needed[i] ||
+                        path_reader_of(path_taken(p->publication, i)->path)->asks);
+    if (!d->need || all_ask)
         return FANIN_OK;
     return d->need(d->cookie, 0, p->ranges->length, error);
 }
 
 /* Paths and what they need, then leases: nothing slow happens under a lease but reads. */
-static fanin_status begin(pull *p, plan_cache *cache, uint8_t *base, fanin_error *error)
+static fanin_status begin(pull *p, uint8_t *base, fanin_error *error)
 {
     fanin_client *client = p->client;
+    const path_plan *plan = &p->cache->plan;
     fanin_result_info *info = &p->result->info;
     uint64_t clock = clock_ns();
     for (size_t i = 0; i < client->n_peers; i++)
         p->needed[i] = false;
-    for (size_t i = 0; i < cache->n_sources; i++)
-        p->needed[cache->peer_of[i]] = cache->plan->ranks[i].n_pieces > 0;
-    fanin_status status = check_size(p, cache, error);
+    for (size_t i = 0; i < plan->n_sources; i++)
+        p->needed[plan->peer_of[i]] = plan->plan->ranks[i].n_pieces > 0;
+    fanin_status status = check_size(p, error);
     if (status == FANIN_OK)
-        status = look_at_ranges(p, cache, error);
+        status = look_at_ranges(p, error);
     info->plan_ns += lap(&clock);
-    path_goal goal = {.ranges = p->ranges, .n_ranges = p->n_ranges};
+    path_goal goal = {.ranges = p->ranges, .n_ranges = p->n_ranges, .base = base};
     if (status == FANIN_OK)
         status = path_prepare(client, p->publication, p->needed, &goal, p->at, error);
     info->connect_ns += lap(&clock);
     info->map_ns += goal.map_ns;
     if (status == FANIN_OK)
-        status = need_whole(p, cache, error);
+        status = need_whole(p, error);
     if (status == FANIN_OK)
-        status = detail_plan(p, cache, &goal, base, error);
+        status = detail_plan(p, &goal, error);
     info->plan_ns += lap(&clock);
     if (status != FANIN_OK)
         return status;
@@ -302,13 +298,12 @@ static fanin_status begin(pull *p, plan_cache *cache, uint8_t *base, fanin_error
     return status;
 }
 
-static fanin_status read_and_end(pull *p, plan_cache *cache, uint8_t *base,
-                                 fanin_error *error)
+static fanin_status read_and_end(pull *p, uint8_t *base, fanin_error *error)
 {
     fanin_result_info *info = &p->result->info;
     read_phase r = {.client = p->client,
                     .publication = p->publication,
-                    .cache = cache,
+                    .cache = p->cache,
                     .leases = p->leases,
                     .destination = p->destination,
                     .base = base,
@@ -357,10 +352,9 @@ static fanin_status attempt(pull *p, fanin_error *error)
         p->result->info.reused = skip;
         return status;
     }
-    plan_cache *cache = &p->publication->plans[d->plan_slot];
-    status = begin(p, cache, base, error);
+    status = begin(p, base, error);
     if (status == FANIN_OK)
-        status = read_and_end(p, cache, base, error);
+        status = read_and_end(p, base, error);
     lease_round_abandon(p->client, p->leases);
     p->attempt_ns = clock_ns() - started;
     return status;
@@ -490,18 +484,19 @@ static fanin_status prepare(pull *p, fanin_error *error)
 {
     size_t n = p->client->n_peers;
     p->publication = tables_of(p->client, p->options->publication);
+    p->cache = p->publication ? plan_cache_of(p->publication, p->destination->plan_slot)
+                              : NULL;
     p->announced = calloc(n, sizeof(*p->announced));
     p->use = calloc(n, sizeof(*p->use));
     p->needed = calloc(n, sizeof(*p->needed));
     p->leases = calloc(n, sizeof(*p->leases));
     p->result = result_create(n);
-    if (!p->publication || !p->announced || !p->use || !p->needed || !p->leases ||
-        !p->result)
+    if (!p->cache || !p->announced || !p->use || !p->needed || !p->leases || !p->result)
         return error_set_memory(error);
     uint64_t now = clock_ns();
     p->publication->used_ns = now;
     if (now > KEEP_MAPPED_NS)
-        tables_unmap_idle(p->client, now - KEEP_MAPPED_NS);
+        path_unmap_idle(p->client, now - KEEP_MAPPED_NS);
     return FANIN_OK;
 }
 
@@ -511,13 +506,13 @@ static fanin_status complete(pull *p, uint64_t started, fanin_error *error)
     uint64_t clock = clock_ns();
     fanin_status status = FANIN_OK;
     if (!info->reused)
-        info->transport_checksums = result_guard(p->result, p->client);
+        info->transport_checksums = result_guard(p->result, p->client, p->publication);
     p->identity.verified = info->verified;
     p->identity.transport_checksums = info->transport_checksums;
     if (p->destination->publish && !info->reused)
         status = p->destination->publish(p->destination->cookie, &p->identity, error);
     info->write_ns += lap(&clock);
-    const plan *plan = p->publication->plans[p->destination->plan_slot].plan;
+    const plan *plan = p->cache->plan.plan;
     info->step = p->identity.step;
     memcpy(info->world_id, p->identity.world_id, sizeof(info->world_id));
     info->bytes = plan->bytes;
@@ -525,7 +520,7 @@ static fanin_status complete(pull *p, uint64_t started, fanin_error *error)
     info->total_ns = clock_ns() - started;
     info->fixed_ns = info->total_ns - info->fixed_ns;
     if (status == FANIN_OK)
-        status = result_finish(p->result, p->client, error);
+        status = result_finish(p->result, p->client, p->publication, error);
     return status;
 }
 

@@ -8,8 +8,9 @@
 #define PULL_H
 
 #include "adapter/adapter.h"
+#include "array.h"
+#include "plan/plan.h"
 #include "pull/result.h"
-#include "ucx/one_sided.h"
 
 /** Where the bytes go. All functions run in the pulling thread. */
 typedef struct destination {

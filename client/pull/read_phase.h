@@ -3,8 +3,7 @@
 #ifndef READ_PHASE_H
 #define READ_PHASE_H
 
-#include "pull/lease_round.h"
-#include "pull/pull.h"
+#include "pull/plan_cache.h"
 
 /** What the reads need; one attempt. */
 typedef struct read_phase {

@@ -40,23 +40,24 @@ void fanin_result_get(const fanin_result *result, fanin_result_info *info)
 }
 
 /* How the bytes of one rank were guarded. */
-static fanin_checksums guard_of(const peer *p)
+static fanin_checksums guard_of(const peer *p, fanin_path path)
 {
-    if (p->path == FANIN_PATH_CMA || p->path == FANIN_PATH_CUDA_IPC ||
+    if (path == FANIN_PATH_CMA || path == FANIN_PATH_CUDA_IPC ||
         connection_is_unix(p->control))
         return FANIN_CHECKSUMS_LOCAL;
-    return p->path == FANIN_PATH_STREAM && connection_is_sealed(p->control)
+    return path == FANIN_PATH_STREAM && connection_is_sealed(p->control)
                ? FANIN_CHECKSUMS_ALL
                : FANIN_CHECKSUMS_NONE;
 }
 
-fanin_checksums result_guard(const fanin_result *r, const fanin_client *client)
+fanin_checksums result_guard(const fanin_result *r, const fanin_client *client,
+                             const publication *p)
 {
     bool any = false, all = true;
     for (size_t i = 0; i < r->n_peers; i++) {
         if (!r->served[i].used)
             continue;
-        fanin_checksums guard = guard_of(&client->peers[i]);
+        fanin_checksums guard = guard_of(&client->peers[i], path_taken(p, i)->path);
         any = any || guard == FANIN_CHECKSUMS_ALL;
         all = all && guard != FANIN_CHECKSUMS_NONE;
     }
@@ -65,33 +66,34 @@ fanin_checksums result_guard(const fanin_result *r, const fanin_client *client)
     return any ? FANIN_CHECKSUMS_ALL : FANIN_CHECKSUMS_LOCAL;
 }
 
-static json_t *describe(const peer *p, const served *s)
+static json_t *describe(const peer *p, const path_state *taken, const served *s)
 {
     return json_pack(
         "{s:i,s:s,s:s,s:s,s:I,s:I,s:I,s:i,s:o}", "rank",
         connection_known(p->control) ? (int)connection_peer(p->control)->rank : -1,
         "address", connection_text(p->control), "path",
-        s->used ? fanin_path_name(p->path) : "none", "reason", p->reason, "bytes",
-        (json_int_t)s->bytes, "reads", (json_int_t)s->reads, "read_ns",
+        s->used ? fanin_path_name(taken->path) : "none", "reason", taken->reason,
+        "bytes", (json_int_t)s->bytes, "reads", (json_int_t)s->reads, "read_ns",
         (json_int_t)s->read_ns, "connections", (int)s->connections, "checksums",
-        guard_json(s->used ? guard_of(p) : FANIN_CHECKSUMS_NONE));
+        guard_json(s->used ? guard_of(p, taken->path) : FANIN_CHECKSUMS_NONE));
 }
 
 fanin_status result_finish(fanin_result *r, const fanin_client *client,
-                           fanin_error *error)
+                           const publication *p, fanin_error *error)
 {
     json_t *list = json_array();
     uint64_t most = 0;
     r->info.reads = 0;
     for (size_t i = 0; list && i < r->n_peers; i++) {
         const served *s = &r->served[i];
+        const path_state *taken = path_taken(p, i);
         r->info.reads += s->reads;
         if (s->used && s->bytes >= most) {
             most = s->bytes;
-            r->info.path = client->peers[i].path;
-            snprintf(r->reason, sizeof(r->reason), "%s", client->peers[i].reason);
+            r->info.path = taken->path;
+            snprintf(r->reason, sizeof(r->reason), "%s", taken->reason);
         }
-        if (json_array_append_new(list, describe(&client->peers[i], s)) != 0) {
+        if (json_array_append_new(list, describe(&client->peers[i], taken, s)) != 0) {
             json_decref(list);
             list = NULL;
         }

@@ -3,14 +3,7 @@
 #ifndef RESULT_H
 #define RESULT_H
 
-#include "net/client_state.h"
-
-/** What one rank served in the attempt that counted. */
-typedef struct served {
-    uint64_t bytes, reads, read_ns;
-    uint32_t connections; /**< data connections; 0: one-sided or nothing */
-    bool used;
-} served;
+#include "path/reader.h"
 
 struct fanin_result {
     fanin_result_info info;
@@ -22,9 +15,10 @@ struct fanin_result {
 
 fanin_result *result_create(size_t n_peers); /**< NULL: out of memory */
 /** What guarded the bytes that served[] counts. */
-fanin_checksums result_guard(const fanin_result *r, const fanin_client *client);
+fanin_checksums result_guard(const fanin_result *r, const fanin_client *client,
+                             const publication *p);
 /** Fills ranks_json, path and its reason, bytes and reads from served[]. */
 fanin_status result_finish(fanin_result *r, const fanin_client *client,
-                           fanin_error *error);
+                           const publication *p, fanin_error *error);
 
 #endif

@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Pulling into an adapter directory. */
+#include "device/devices.h"
 #include "error_set.h"
 #include "net/client_state.h"
 #include "pull/pull.h"
@@ -136,7 +137,8 @@ fanin_status fanin_client_pull_adapter(fanin_client *client,
     checked.timeout_ms = left_ms > 0 ? (uint32_t)left_ms : 1;
     status = pull_run(client, &checked, &d, result_out, error);
     if (status == FANIN_OK && checked.spare_file)
-        adapter_make_spare(a.adapter, &client->spare, client->ipc ? client->gpu : NULL);
+        adapter_make_spare(a.adapter, &client->spare,
+                           client->devices->map ? client->devices->g : NULL);
     if (!d.leak)
         adapter_close(&a.adapter);
     return status;

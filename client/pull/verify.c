@@ -3,12 +3,11 @@
 
 #include "array.h"
 #include "convert.h"
-#include "device/device_memory.h"
+#include "device/devices.h"
 #include "error_set.h"
-#include "pull/choose_path.h"
 #include "plan/plan_internal.h"
 #include "pull/held_digest.h"
-#include "stream/stream_link.h"
+#include "stream/reader_stream.h"
 #include <stdlib.h>
 #include <string.h>
 
@@ -24,7 +23,9 @@ typedef struct unit {
 typedef struct inquiry {
     struct verifier *verifier;
     size_t source;
-    peer *peer;
+    size_t peer;
+    const connection *control; /* of the peer */
+    stream_link *link;         /* NULL: nothing is asked */
     read_list list;
     unit *units; /* one an entry */
     uint64_t n_units, unit_capacity, request_capacity;
@@ -46,7 +47,7 @@ typedef struct verifier {
 
 static const strided *view_of(const verifier *v, const piece *p)
 {
-    return p->view ? &v->r->cache->plan->views[p->view - 1] : NULL;
+    return p->view ? &v->r->cache->plan.plan->views[p->view - 1] : NULL;
 }
 
 static uint32_t convert_of(const verifier *v, const piece *p)
@@ -156,11 +157,11 @@ static fanin_status hold(inquiry *q, uint64_t end, fanin_error *error)
 static fanin_status unequal(const inquiry *q, const unit *u, fanin_error *error)
 {
     const read_phase *r = q->verifier->r;
-    const connection *c = q->peer->control;
+    const connection *c = q->control;
     const piece *p = &q->work.pieces->pieces[u->piece];
     uint32_t key;
     block b;
-    box_table_get(r->cache->sources[q->source].boxes, p->box, &key, &b, NULL);
+    box_table_get(r->cache->plan.sources[q->source].boxes, p->box, &key, &b, NULL);
     const char *name = r->publication->keys->entries[key].name;
     error_place place = connection_place(c, "verify");
     place.key = name;
@@ -170,7 +171,7 @@ static fanin_status unequal(const inquiry *q, const unit *u, fanin_error *error)
                      "rank %u at %s holds other bytes of %.200s than those that have "
                      "landed, by path %s",
                      connection_peer(c)->rank, connection_text(c), name,
-                     fanin_path_name(q->peer->path));
+                     fanin_path_name(path_taken(r->publication, q->peer)->path));
 }
 
 /* The digests of one request. */
@@ -194,22 +195,21 @@ static bool compare(void *cookie, uint64_t request, const uint8_t *digests)
 
 /* ------------------------------------------------------------------- running */
 
-static fanin_status cannot(const peer *p, fanin_error *error)
+static fanin_status cannot(const connection *c, fanin_error *error)
 {
-    error_place place = connection_place(p->control, "verify");
+    error_place place = connection_place(c, "verify");
     place.remedy = "use the same fanin release on both ends, or do not verify";
     return error_set(error, FANIN_ERR_UNSUPPORTED, &place,
                      "rank %u at %s does not digest what it serves",
-                     connection_peer(p->control)->rank, connection_text(p->control));
+                     connection_peer(c)->rank, connection_text(c));
 }
 
 static fanin_status start(verifier *v, inquiry *q, fanin_error *error)
 {
     read_phase *r = v->r;
-    size_t index = r->cache->peer_of[q->source];
-    q->peer = &r->client->peers[index];
-    q->work = (stream_work){.plan = r->cache->plan,
-                            .pieces = &r->cache->plan->ranks[q->source],
+    peer *p = &r->client->peers[q->peer];
+    q->work = (stream_work){.plan = r->cache->plan.plan,
+                            .pieces = &r->cache->plan.plan->ranks[q->source],
                             .list = &q->list,
                             .base = r->base,
                             .inflight = &v->inflight,
@@ -220,9 +220,9 @@ static fanin_status start(verifier *v, inquiry *q, fanin_error *error)
                             .error = FANIN_ERROR_INIT};
     if (q->work.pieces->n_pieces == 0)
         return FANIN_OK;
-    if (!(connection_peer(q->peer->control)->features & FEATURE_DIGESTS)) {
+    if (!(connection_peer(q->control)->features & FEATURE_DIGESTS)) {
         r->final = true;
-        return cannot(q->peer, error);
+        return cannot(q->control, error);
     }
     for (uint64_t i = 0; i < q->work.pieces->n_pieces; i++) {
         if (!add_piece(q, i))
@@ -232,26 +232,23 @@ static fanin_status start(verifier *v, inquiry *q, fanin_error *error)
     q->digests = calloc(q->n_units, sizeof(*q->digests));
     if (!q->digests)
         return error_set_memory(error);
-    memcpy(q->work.token, r->leases[index].token, sizeof(q->work.token));
-    fanin_status status = FANIN_OK;
-    if (!q->peer->stream)
-        status =
-            stream_link_create(r->client, q->peer->control, 1, &q->peer->stream, error);
+    memcpy(q->work.token, r->leases[q->peer].token, sizeof(q->work.token));
+    fanin_status status = stream_open(r->client, q->peer, false, &q->link, error);
     if (status != FANIN_OK)
         return status;
-    connection_set_owing(q->peer->control, true);
-    stream_link_start(q->peer->stream, &q->work);
+    connection_set_owing(p->control, true);
+    stream_link_start(q->link, &q->work);
     return FANIN_OK;
 }
 
 static fanin_status look(const verifier *v, bool *done, fanin_error *error)
 {
     *done = true;
-    for (size_t i = 0; i < v->r->cache->n_sources; i++) {
+    for (size_t i = 0; i < v->r->cache->plan.n_sources; i++) {
         inquiry *q = &v->inquiries[i];
-        if (q->list.n_requests == 0)
+        const connection *c = q->control;
+        if (!q->link)
             continue;
-        const connection *c = q->peer->control;
         if (q->work.failed) {
             error_copy(error, &q->work.error);
             return q->work.status;
@@ -261,7 +258,7 @@ static fanin_status look(const verifier *v, bool *done, fanin_error *error)
             return connection_fault(c)->status;
         }
         *done = *done && q->work.done_requests == q->list.n_requests;
-        stream_link_pump(q->peer->stream);
+        stream_link_pump(q->link);
     }
     return FANIN_OK;
 }
@@ -280,13 +277,12 @@ static fanin_status run(verifier *v, fanin_error *error)
 
 static void finish(verifier *v)
 {
-    for (size_t i = 0; v->inquiries && i < v->r->cache->n_sources; i++) {
+    for (size_t i = 0; v->inquiries && i < v->r->cache->plan.n_sources; i++) {
         inquiry *q = &v->inquiries[i];
-        if (q->peer && q->list.n_requests > 0)
-            connection_set_owing(q->peer->control, false);
-        if (q->peer && q->peer->stream && q->list.n_requests > 0 &&
-            !stream_link_stop(q->peer->stream))
-            stream_link_destroy(&q->peer->stream);
+        if (q->link) {
+            connection_set_owing(v->r->client->peers[q->peer].control, false);
+            stream_end_work(v->r->client, q->peer);
+        }
         free(q->list.entries);
         free(q->list.requests);
         free(q->units);
@@ -305,11 +301,15 @@ fanin_status verify_run(read_phase *r, deadline at, fanin_error *error)
 {
     verifier v = {.r = r, .at = at};
     client_work_start(&v.work, r->client, at);
-    v.held = held_create(r->client->gpu, r->ranges, r->n_ranges);
-    v.inquiries = calloc(r->cache->n_sources + 1, sizeof(*v.inquiries));
+    v.held = held_create(r->client->devices->g, r->ranges, r->n_ranges);
+    v.inquiries = calloc(r->cache->plan.n_sources + 1, sizeof(*v.inquiries));
     fanin_status status = v.held && v.inquiries ? FANIN_OK : error_set_memory(error);
-    for (size_t i = 0; i < r->cache->n_sources && status == FANIN_OK; i++) {
-        v.inquiries[i] = (inquiry){.verifier = &v, .source = i};
+    for (size_t i = 0; i < r->cache->plan.n_sources && status == FANIN_OK; i++) {
+        size_t peer = r->cache->plan.peer_of[i];
+        v.inquiries[i] = (inquiry){.verifier = &v,
+                                   .source = i,
+                                   .peer = peer,
+                                   .control = r->client->peers[peer].control};
         status = start(&v, &v.inquiries[i], error);
     }
     status = client_work_end(&v.work, status, error);

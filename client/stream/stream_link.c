@@ -2,6 +2,7 @@
 #include "stream/stream_link_internal.h"
 
 #include "convert.h"
+#include "device/devices.h"
 #include "error_set.h"
 #include <errno.h>
 #include <stddef.h>
@@ -256,8 +257,8 @@ void stream_link_pump(stream_link *link)
 void stream_link_start(stream_link *link, stream_work *work)
 {
     link->work = work;
-    if (work->devices &&
-        !device_sink_attach(work->devices, &link->client->loop, &link->client->devices))
+    if (work->devices && !device_sink_attach(work->devices, &link->client->loop,
+                                             &link->client->devices->memory))
         fail_by_device(link);
     stream_link_pump(link);
 }

@@ -7,10 +7,12 @@
 #ifndef STREAM_LINK_H
 #define STREAM_LINK_H
 
-#include "catalog/tables.h"
+#include "net/client_state.h"
 #include "device/device_sink.h"
-#include "plan/plan.h"
+#include "plan/read_list.h"
 #include "stream/seal_checks.h"
+
+typedef struct stream_link stream_link;
 
 /** One rank's reading in one attempt. */
 typedef struct stream_work {

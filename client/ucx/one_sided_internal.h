@@ -1,10 +1,32 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/** @file What reading by one-sided gets is made of, for its own files. */
+/**
+ * @file
+ * Reading by one-sided gets: spans are fetched into registered staging slots, or straight
+ * into registered destinations, and scattered from there. The server takes no part.
+ */
 #ifndef ONE_SIDED_INTERNAL_H
 #define ONE_SIDED_INTERNAL_H
 
+#include "device/device_sink.h"
 #include "device/scatter_pool.h"
-#include "ucx/one_sided.h"
+#include "path/reader.h"
+#include "ucx/ucx_end.h"
+
+/** One rank's reading in one attempt. */
+typedef struct one_sided_work {
+    size_t source, peer;
+    uint32_t rank;
+    const region_table *regions;
+    ucx_rkey *const *rkeys; /**< one a region */
+    const plan_spans *spans;
+    /** added to the spans' regions: which of the regions and rkeys hold the bytes */
+    uint32_t first_region;
+    uint64_t next_span, done_spans, bytes; /**< bytes: fetched */
+    bool failed; /**< if device_sink_failed() too, no other attempt would mend it */
+    fanin_error error;
+} one_sided_work;
+
+typedef struct one_sided one_sided;
 
 /** Gets under way that land directly: bounds what a failing endpoint has to drain. */
 #define MAX_DIRECT 64
@@ -29,17 +51,14 @@ typedef struct get {
 #define FIRST_DEVICE ((size_t)STAGING_SLOTS + MAX_DIRECT)
 
 struct one_sided {
-    fanin_client *client;
-    one_sided_work *works;
+    const path_reading *r;
+    ucx_end *end;
+    one_sided_work *works; /* one a source on this path */
     size_t n, turn;
-    uint8_t *base;
-    landed_fn landed;
-    void *landed_cookie;
-    const memory_range *ranges;
-    ucx_local **locals; /* of each range, NULL: it is not registered */
+    ucx_local *
+        *locals; /* of each range of the destination, NULL: it is not registered */
     size_t n_locals;
-    device_sink *devices; /* NULL: nothing lands on a device */
-    int context;          /* a device whose memory UCX writes to, -1: none */
+    int context; /* a device whose memory UCX writes to, -1: none */
     get *gets;
     size_t n_gets;
     size_t outstanding; /* gets that have not called back */
@@ -52,17 +71,17 @@ struct one_sided {
 /* What gets land in (one_sided_memory.c). */
 
 /** The client's staging of host memory: made by the first pull, kept until its UCX end goes. */
-fanin_status one_sided_make_staging(fanin_client *client, fanin_error *error);
+fanin_status one_sided_make_staging(ucx_end *end, fanin_error *error);
 /** o->gets with their slots. What fails may be left half made. */
 fanin_status one_sided_make_gets(one_sided *o, fanin_error *error);
 /** Registers what can be registered of the destination. */
-void one_sided_register(one_sided *o, const memory_range *ranges, size_t n);
+void one_sided_register(one_sided *o);
 
 /* Out of the slots (one_sided_land.c). */
 
-void work_fail(one_sided_work *w, const char *what);
+void work_fail(const one_sided *o, one_sided_work *w, const char *what);
 /** The same because of the sink, which says what failed. */
-void work_fail_device(one_sided *o, one_sided_work *w);
+void work_fail_device(const one_sided *o, one_sided_work *w);
 /** The scatter pool's: in any thread. */
 void get_scatter(scatter_job *job);
 /** The slot is filled: to the threads, to the devices, or to both. */

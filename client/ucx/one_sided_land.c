@@ -7,72 +7,76 @@
 
 /* ------------------------------------------------------------------ failing */
 
-void work_fail(one_sided_work *w, const char *what)
+void work_fail(const one_sided *o, one_sided_work *w, const char *what)
 {
     if (w->failed)
         return;
-    error_place place = connection_place(w->peer->control, "read");
+    const connection *c = o->r->client->peers[w->peer].control;
+    error_place place = connection_place(c, "read");
     w->failed = true;
     w->error = (fanin_error)FANIN_ERROR_INIT;
     error_set(&w->error, FANIN_ERR_TRANSPORT, &place,
-              "reading from rank %u at %s by %s: %s", w->rank,
-              connection_text(w->peer->control), fanin_path_name(w->peer->path), what);
+              "reading from rank %u at %s by %s: %s", w->rank, connection_text(c),
+              fanin_path_name(o->end->path), what);
 }
 
 /* A device, or the driver, has failed. */
-void work_fail_device(one_sided *o, one_sided_work *w)
+void work_fail_device(const one_sided *o, one_sided_work *w)
 {
     fanin_error why = FANIN_ERROR_INIT;
-    if (device_sink_failed(o->devices, &why))
-        work_fail(w, why.message);
+    if (device_sink_failed(o->r->sink, &why))
+        work_fail(o, w, why.message);
 }
 
 /* --------------------------------------------------------------- scattering */
 
-/* In any thread: what the pool was made for. */
-static void scatter(const struct one_sided *o, const get *g)
+typedef void (*place_fn)(const one_sided *o, const get *g, const span_piece *p,
+                         const strided *view);
+
+/* Of each piece in host memory. */
+static void walk_host(const one_sided *o, const get *g, place_fn place)
 {
     const plan_spans *spans = g->work->spans;
     const span *s = g->span;
     for (uint64_t i = s->first; i < s->first + s->count; i++) {
         const span_piece *p = &spans->pieces[i];
-        if (g->to_devices && device_sink_device(o->devices, o->base + p->to) >= 0)
-            continue;
-        if (p->view)
-            strided_copy(&spans->views[p->view - 1], o->base + p->to,
-                         g->slot + p->offset);
-        else
-            memcpy(o->base + p->to, g->slot + p->offset, p->length);
+        if (!g->to_devices || device_sink_device(o->r->sink, o->r->base + p->to) < 0)
+            place(o, g, p, p->view ? &spans->views[p->view - 1] : NULL);
     }
+}
+
+/* In any thread: what the pool was made for. */
+static void scatter(const one_sided *o, const get *g, const span_piece *p,
+                    const strided *view)
+{
+    if (view)
+        strided_copy(view, o->r->base + p->to, g->slot + p->offset);
+    else
+        memcpy(o->r->base + p->to, g->slot + p->offset, p->length);
+}
+
+static void tell_landed(const one_sided *o, const get *g, const span_piece *p,
+                        const strided *view)
+{
+    (void)g;
+    if (view)
+        landed_view(o->r->landed, o->r->cookie, view, p->to);
+    else
+        o->r->landed(o->r->cookie, p->to, p->length);
 }
 
 void get_scatter(scatter_job *job)
 {
     get *g = (get *)job;
     uint64_t start = clock_ns();
-    scatter(g->reader, g);
+    walk_host(g->reader, g, scatter);
     g->scatter_ns = clock_ns() - start;
-}
-
-static void tell_landed(const one_sided *o, const get *g)
-{
-    const plan_spans *spans = g->work->spans;
-    const span *s = g->span;
-    for (uint64_t i = s->first; i < s->first + s->count; i++) {
-        const span_piece *p = &spans->pieces[i];
-        if (g->to_devices && device_sink_device(o->devices, o->base + p->to) >= 0)
-            continue;
-        if (p->view)
-            landed_view(o->landed, o->landed_cookie, &spans->views[p->view - 1], p->to);
-        else
-            o->landed(o->landed_cookie, p->to, p->length);
-    }
 }
 
 void get_finish(one_sided *o, get *g)
 {
-    if (o->landed)
-        tell_landed(o, g);
+    if (o->r->landed)
+        walk_host(o, g, tell_landed);
     g->busy = false;
     g->work->done_spans++;
     g->work->bytes += g->span->length;
@@ -119,8 +123,8 @@ static bool submit_copy(one_sided *o, get *g)
     for (uint64_t i = s->first; i < s->first + s->count; i++) {
         const span_piece *p = &spans->pieces[i];
         const strided *view = p->view ? &spans->views[p->view - 1] : NULL;
-        uint8_t *to = o->base + p->to;
-        if (device_sink_device(o->devices, to) >= 0 &&
+        uint8_t *to = o->r->base + p->to;
+        if (device_sink_device(o->r->sink, to) >= 0 &&
             !sink_job_add(&g->copy, g->slot + p->offset, p->length, to, view))
             return false;
     }
@@ -132,7 +136,7 @@ void get_distribute(one_sided *o, get *g)
 {
     g->parts = (unsigned)g->to_host + (unsigned)g->to_devices;
     if (g->to_devices && !submit_copy(o, g)) {
-        work_fail(g->work, "memory does not suffice to sort what came");
+        work_fail(o, g->work, "memory does not suffice to sort what came");
         return;
     }
     if (g->to_host) {
@@ -144,10 +148,10 @@ void get_distribute(one_sided *o, get *g)
 bool get_flush(one_sided *o, const get *g)
 {
     fanin_error why = FANIN_ERROR_INIT;
-    if (g->device < 0 || gpu_flush_remote_writes(device_sink_gpu(o->devices), g->device,
+    if (g->device < 0 || gpu_flush_remote_writes(device_sink_gpu(o->r->sink), g->device,
                                                  &why) == FANIN_OK)
         return true;
-    device_sink_fail(o->devices, &why);
+    device_sink_fail(o->r->sink, &why);
     work_fail_device(o, g->work);
     return false;
 }

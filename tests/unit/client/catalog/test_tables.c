@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* What a client makes of catalogs that ranks announce: what it asks for, keeps and refuses. */
-#include "catalog/tables.h"
+#include "path/path_state.h"
 #include "pack.h"
 #include "stub_ranks.h"
 #include "testing.h"
@@ -125,13 +125,19 @@ static fanin_status sync_now(void)
                        deadline_in_ms(CALL_MS), &s.error);
 }
 
-static fanin_status sync_regions(fanin_path path, fanin_error *refused)
+static fanin_status sync_regions(fanin_path path)
 {
     s.error = (fanin_error)FANIN_ERROR_INIT;
     for (size_t i = 0; i < RANKS; i++)
         s.refused[i] = (fanin_error)FANIN_ERROR_INIT;
-    return tables_sync_regions(s.world.client, s.run, s.use, path,
-                               deadline_in_ms(CALL_MS), refused, &s.error);
+    assert_ok(path_states_open(s.world.client, s.run, &s.error), s.error);
+    return path_state_regions(s.world.client, s.run, s.use, path,
+                              deadline_in_ms(CALL_MS), s.refused, &s.error);
+}
+
+static const region_table *regions(size_t rank)
+{
+    return path_state_of(s.world.client, s.run, rank)->regions;
 }
 
 static void assert_asked(message_type type, unsigned first, unsigned second)
@@ -234,7 +240,7 @@ static void who_is_not_used_is_not_asked(void **state)
 static void what_is_forgotten_is_asked_again(void **state)
 {
     assert_ok(sync_now(), s.error);
-    tables_forget(s.world.client, s.run);
+    tables_forget(s.run);
     assert_null(s.run->keys);
     assert_ptr_equal(tables_of(s.world.client, STUB_RUN), s.run);
     assert_ptr_not_equal(tables_of(s.world.client, "lora:1"), s.run);
@@ -258,7 +264,7 @@ static void may_come_in_pieces(void **state)
     for (message_type of = MSG_KEYS; of <= MSG_BOXES; of += MSG_BOXES - MSG_KEYS) {
         odd.of = of;
         odd.act = ALWAYS_PAGED;
-        tables_forget(s.world.client, s.run);
+        tables_forget(s.run);
         assert_ok(sync_now(), s.error);
         const buffer *b =
             of == MSG_KEYS ? &s.world.ranks[1].keys : &s.world.ranks[1].boxes;
@@ -282,7 +288,7 @@ static void what_is_not_a_table_is_refused(void **state)
     for (message_type of = MSG_KEYS; of <= MSG_BOXES; of += MSG_BOXES - MSG_KEYS) {
         for (size_t i = 0; i < sizeof(cases) / sizeof(*cases); i++) {
             s.use[0] = of == MSG_BOXES;
-            tables_forget(s.world.client, s.run);
+            tables_forget(s.run);
             odd.of = of;
             odd.act = cases[i].act;
             assert_int_equal(sync_now(), cases[i].status);
@@ -376,20 +382,20 @@ static void fetching_can_be_cancelled(void **state)
 static void regions_are_of_a_path(void **state)
 {
     assert_ok(sync_now(), s.error);
-    assert_ok(sync_regions(FANIN_PATH_CMA, s.refused), s.error);
+    assert_ok(sync_regions(FANIN_PATH_CMA), s.error);
     assert_asked(MSG_REGIONS, 1, 1);
     for (size_t i = 0; i < RANKS; i++) {
-        assert_int_equal(s.run->shards[i].regions->count, 1);
-        assert_int_equal(s.run->shards[i].regions->entries[0].length, PART);
+        assert_int_equal(regions(i)->count, 1);
+        assert_int_equal(regions(i)->entries[0].length, PART);
     }
-    assert_ok(sync_regions(FANIN_PATH_CMA, s.refused), s.error);
+    assert_ok(sync_regions(FANIN_PATH_CMA), s.error);
     assert_asked(MSG_REGIONS, 1, 1);
-    assert_ok(sync_regions(FANIN_PATH_RDMA, s.refused), s.error);
+    assert_ok(sync_regions(FANIN_PATH_RDMA), s.error);
     assert_asked(MSG_REGIONS, 2, 2);
     s.world.ranks[1].version++;
     assert_ok(sync_now(), s.error);
-    assert_null(s.run->shards[1].regions);
-    assert_ok(sync_regions(FANIN_PATH_RDMA, s.refused), s.error);
+    assert_null(regions(1));
+    assert_ok(sync_regions(FANIN_PATH_RDMA), s.error);
     assert_asked(MSG_REGIONS, 0, 1);
 }
 
@@ -399,19 +405,18 @@ static void a_rank_may_refuse_its_regions(void **state)
     assert_ok(sync_now(), s.error);
     odd.of = MSG_REGIONS;
     odd.act = IS_REFUSED;
-    assert_ok(sync_regions(FANIN_PATH_RDMA, s.refused), s.error);
+    assert_ok(sync_regions(FANIN_PATH_RDMA), s.error);
     assert_int_equal(s.refused[0].status, FANIN_OK);
     assert_int_equal(s.refused[1].status, FANIN_ERR_UNSUPPORTED);
     assert_non_null(strstr(s.refused[1].message, "not by this"));
-    assert_non_null(s.run->shards[0].regions);
-    assert_null(s.run->shards[1].regions);
-    assert_int_equal(sync_regions(FANIN_PATH_RDMA, NULL), FANIN_ERR_UNSUPPORTED);
+    assert_non_null(regions(0));
+    assert_null(regions(1));
     odd.act = IS_AWAY;
-    assert_int_equal(sync_regions(FANIN_PATH_RDMA, s.refused), FANIN_ERR_PAUSED);
+    assert_int_equal(sync_regions(FANIN_PATH_RDMA), FANIN_ERR_PAUSED);
     odd.act = IS_STALE;
-    assert_int_equal(sync_regions(FANIN_PATH_RDMA, s.refused), FANIN_ERR_STALE);
+    assert_int_equal(sync_regions(FANIN_PATH_RDMA), FANIN_ERR_STALE);
     odd.act = IS_END;
-    assert_int_equal(sync_regions(FANIN_PATH_RDMA, s.refused), FANIN_ERR_CLOSED);
+    assert_int_equal(sync_regions(FANIN_PATH_RDMA), FANIN_ERR_CLOSED);
     assert_says("closed the connection");
 }
 
@@ -420,9 +425,9 @@ static void boxes_lie_in_regions(void **state)
     assert_ok(sync_now(), s.error);
     buffer_clear(&s.world.ranks[1].regions);
     region_table_encode(&s.world.ranks[1].regions, NULL, 0);
-    assert_int_equal(sync_regions(FANIN_PATH_RDMA, s.refused), FANIN_ERR_PROTOCOL);
+    assert_int_equal(sync_regions(FANIN_PATH_RDMA), FANIN_ERR_PROTOCOL);
     assert_says("has boxes in a region that its table does not list");
-    assert_null(s.run->shards[1].regions);
+    assert_null(regions(1));
 }
 
 #define SCENE(name) cmocka_unit_test_setup_teardown(name, set_up, tear_down)

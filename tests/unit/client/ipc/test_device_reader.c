@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Reading by cuda_ipc: what another process exports lands on devices and in host memory. That
    process is this program once more, which makes the same world again. */
-#include "net/client_state.h"
-#include "device/device_memory.h"
-#include "ipc/device_reader.h"
+#include "device/devices.h"
+#include "pull/choose_path.h"
+#include "ipc/reader_ipc.h"
 #include "fake_cuda.h"
 #include "plan_world.h"
 #include "testing.h"
@@ -31,12 +31,14 @@ typedef struct bench {
     pid_t child;
     int until;
     fanin_client *client;
-    plan_cache cache;
-    shard_table shards[WORLD_RANKS];
+    path_plan plan;
+    plan_spans **spans;
+    device_plan *tables;
+    ipc_regions shards[WORLD_RANKS];
     region_table regions[WORLD_RANKS];
     region_entry entries[WORLD_RANKS][2 * WORLD_REGIONS];
     ipc_key keys[KEYS];
-    const shard_table *of_source[WORLD_RANKS];
+    const ipc_regions *of_source[WORLD_RANKS];
     uint32_t first_region[WORLD_RANKS];
     bool used[WORLD_RANKS];
     memory_range ranges[2];
@@ -190,7 +192,7 @@ static void start_exporter(bench *b)
 
 static void make_shard(bench *b, uint32_t rank)
 {
-    shard_table *s = &b->shards[rank];
+    ipc_regions *s = &b->shards[rank];
     b->regions[rank] =
         (region_table){.entries = b->entries[rank], .count = 2 * WORLD_REGIONS};
     for (uint32_t k = 0; k < 2 * WORLD_REGIONS; k++)
@@ -198,21 +200,21 @@ static void make_shard(bench *b, uint32_t rank)
             (region_entry){.id = k,
                            .length = b->w.ranks[rank].used[k % WORLD_REGIONS],
                            .memory = FANIN_MEMORY_CUDA};
-    *s = (shard_table){.regions = &b->regions[rank],
-                       .ipc_keys = &b->keys[rank * 2 * WORLD_REGIONS]};
+    *s = (ipc_regions){.regions = &b->regions[rank],
+                       .keys = &b->keys[rank * 2 * WORLD_REGIONS]};
 }
 
 static void map_for(bench *b, uint32_t rank, int device)
 {
     static const uint8_t life[16] = {1};
     fanin_error error = FANIN_ERROR_INIT;
-    shard_table *s = &b->shards[rank];
+    ipc_regions *s = &b->shards[rank];
     s->views = realloc(s->views, (s->n_views + 1) * sizeof(*s->views));
     ipc_view *v = &s->views[s->n_views++];
     v->device = device;
     v->mappings = calloc(2 * WORLD_REGIONS, sizeof(*v->mappings));
     for (uint32_t k = 0; k < 2 * WORLD_REGIONS; k++)
-        assert_ok(ipc_map_open(b->client->ipc, device, life, &s->ipc_keys[k],
+        assert_ok(ipc_map_open(b->client->devices->map, device, life, &s->keys[k],
                                &v->mappings[k], &error),
                   error);
 }
@@ -227,9 +229,9 @@ static void open_bench(bench *b)
     config.no_ucx = true;
     assert_ok(fanin_client_create(&config, &b->client, &error), error);
     if (!client_gpu(b->client))
-        fail_msg("%s", b->client->gpu_missing);
-    b->client->ipc = ipc_map_create(b->client->gpu);
-    b->client->devices = device_memory_create(b->client->gpu);
+        fail_msg("%s", b->client->devices->missing);
+    b->client->devices->map = ipc_map_create(b->client->devices->g);
+    b->client->devices->memory = device_memory_create(b->client->devices->g);
     for (uint32_t i = 0; i < b->w.n_ranks; i++) {
         make_shard(b, i);
         map_for(b, i, 0);
@@ -238,34 +240,31 @@ static void open_bench(bench *b)
         b->first_region[i] = WORLD_REGIONS;
         b->used[i] = true;
     }
-    plan_cache *c = &b->cache;
+    path_plan *c = &b->plan;
     c->sources = b->w.sources;
     c->n_sources = b->w.n_sources;
     assert_ok(world_plan(&b->w, &b->l, &c->plan, &error), error);
-    c->spans = calloc(c->n_sources, sizeof(*c->spans));
+    b->spans = calloc(c->n_sources, sizeof *b->spans);
     for (size_t i = 0; i < c->n_sources; i++)
         assert_ok(plan_spans_build(c->plan, b->w.keys, c->sources, i, &b->regions[i],
-                                   &kernel_rules, NULL, &c->spans[i], &error),
+                                   &kernel_rules, NULL, &b->spans[i], &error),
                   error);
 }
 
 static void close_bench(bench *b)
 {
-    for (size_t i = 0; i < b->cache.n_sources; i++)
-        plan_spans_free(&b->cache.spans[i]);
-    free(b->cache.spans);
-    plan_free(&b->cache.plan);
-    device_plan_free(&b->cache.device);
+    for (size_t i = 0; i < b->plan.n_sources; i++)
+        plan_spans_free(&b->spans[i]);
+    free(b->spans);
+    plan_free(&b->plan.plan);
+    device_plan_free(&b->tables);
     for (uint32_t i = 0; i < b->w.n_ranks; i++) {
-        for (size_t v = 0; v < b->shards[i].n_views; v++) {
-            for (int k = 0; k < 2 * WORLD_REGIONS; k++)
-                ipc_mapping_release(&b->shards[i].views[v].mappings[k]);
-            free(b->shards[i].views[v].mappings);
-        }
+        for (size_t v = 0; v < b->shards[i].n_views; v++)
+            ipc_view_drop(&b->shards[i].views[v], 2 * WORLD_REGIONS);
         free(b->shards[i].views);
     }
-    ipc_map_sweep(b->client->ipc);
-    assert_int_equal(ipc_map_count(b->client->ipc), 0);
+    ipc_map_sweep(b->client->devices->map);
+    assert_int_equal(ipc_map_count(b->client->devices->map), 0);
     fanin_client_destroy(&b->client);
     close(b->until);
     int status;
@@ -278,16 +277,17 @@ static void close_bench(bench *b)
 static void build(bench *b, int gather_device)
 {
     fanin_error error = FANIN_ERROR_INIT;
-    device_plan_parts parts = {.cache = &b->cache,
+    device_plan_parts parts = {.plan = &b->plan,
+                               .spans = b->spans,
                                .of_source = b->used,
                                .base = b->base,
                                .ranges = b->ranges,
                                .n_ranges = b->n_ranges,
                                .gather_device = gather_device};
-    device_plan_free(&b->cache.device);
-    assert_ok(device_plan_build(b->client->gpu, &parts, &b->cache.device, &error),
+    device_plan_free(&b->tables);
+    assert_ok(device_plan_build(b->client->devices->g, &parts, &b->tables, &error),
               error);
-    assert_true(device_plan_fits(b->cache.device, &parts));
+    assert_true(device_plan_fits(b->tables, &parts));
 }
 
 static void landed(void *cookie, uint64_t to, uint64_t length)
@@ -300,7 +300,7 @@ static void landed(void *cookie, uint64_t to, uint64_t length)
 static device_reading reading_of(bench *b, bool pinned, const fanin_stream *after)
 {
     return (device_reading){.client = b->client,
-                            .plan = b->cache.device,
+                            .plan = b->tables,
                             .shards = b->of_source,
                             .first_region = b->first_region,
                             .base = b->base,
@@ -328,7 +328,8 @@ static void copy_now(bench *b, int device, void *to, const void *from, size_t by
 {
     gpu_stream *stream;
     fanin_error error = FANIN_ERROR_INIT;
-    assert_ok(device_memory_stream(b->client->devices, device, &stream, &error), error);
+    assert_ok(device_memory_stream(b->client->devices->memory, device, &stream, &error),
+              error);
     assert_ok(gpu_copy(stream, to, from, bytes, &error), error);
     assert_ok(gpu_stream_wait(stream, UINT64_MAX, &error), error);
 }
@@ -338,7 +339,8 @@ static void land_on_device(bench *b, int device)
 {
     void *memory;
     fanin_error error = FANIN_ERROR_INIT;
-    assert_ok(gpu_alloc(b->client->gpu, device, b->l.size + 1, &memory, &error), error);
+    assert_ok(gpu_alloc(b->client->devices->g, device, b->l.size + 1, &memory, &error),
+              error);
     b->base = memory;
     b->ranges[0] = (memory_range){memory, b->l.size, device};
     b->n_ranges = 1;
@@ -349,7 +351,7 @@ static void land_on_device(bench *b, int device)
     copy_now(b, device, b->l.bytes, memory, b->l.size);
     landing_compare(&b->w, &b->l);
     assert_int_equal(b->told, 0);
-    gpu_free(b->client->gpu, device, memory);
+    gpu_free(b->client->devices->g, device, memory);
 }
 
 /* No byte of a tensor is what untouched ones are, unless it was converted. */
@@ -371,7 +373,7 @@ static void land_on_host(bench *b, int gather_device, bool contiguous)
     b->n_ranges = 1;
     landing_clear(&b->l);
     build(b, gather_device);
-    assert_int_equal(b->cache.device->contiguous, contiguous);
+    assert_int_equal(b->tables->contiguous, contiguous);
     read_all(b, false);
     landing_compare(&b->w, &b->l);
     if (b->l.dtype == 0)
@@ -384,19 +386,20 @@ static void land_on_pinned(bench *b)
     void *memory;
     uint8_t *bytes = b->l.bytes;
     fanin_error error = FANIN_ERROR_INIT;
-    assert_ok(gpu_host_alloc(b->client->gpu, b->l.size + 1, &memory, &error), error);
+    assert_ok(gpu_host_alloc(b->client->devices->g, b->l.size + 1, &memory, &error),
+              error);
     b->base = memory;
     b->ranges[0] = (memory_range){memory, b->l.size, -1};
     b->n_ranges = 1;
     build(b, 1);
-    assert_true(b->cache.device->contiguous);
+    assert_true(b->tables->contiguous);
     b->l.bytes = memory;
     landing_clear(&b->l);
     read_all(b, true);
     landing_compare(&b->w, &b->l);
     b->l.bytes = bytes;
     assert_int_equal(b->told, b->l.size);
-    gpu_host_free(b->client->gpu, memory);
+    gpu_host_free(b->client->devices->g, memory);
 }
 
 /* --------------------------------------------------------------------- tests */
@@ -433,7 +436,7 @@ static void files_land_by_whole_chunks(void **state)
         open_bench(&b);
         land_on_host(&b, 0, true);
         land_on_pinned(&b);
-        assert_true(b.cache.device->n_chunks > GATHER_LANES);
+        assert_true(b.tables->n_chunks > GATHER_LANES);
         close_bench(&b);
     }
 }
@@ -459,18 +462,18 @@ static void both_kinds_land_at_once(void **state)
     make_chunks(&b, 2, 0, 0);
     open_bench(&b);
     uint64_t half = b.l.to_of_key[2], rest = b.l.size - half;
-    assert_ok(gpu_alloc(b.client->gpu, 0, rest, &memory, &error), error);
+    assert_ok(gpu_alloc(b.client->devices->g, 0, rest, &memory, &error), error);
     /* As addresses, wherever the two lie. */
-    plan_free(&b.cache.plan);
+    plan_free(&b.plan.plan);
     for (uint32_t i = 0; i < b.w.n_keys; i++)
         b.l.to_of_key[i] +=
             i < 2 ? (uint64_t)(uintptr_t)b.l.bytes : (uint64_t)(uintptr_t)memory - half;
-    assert_ok(world_plan(&b.w, &b.l, &b.cache.plan, &error), error);
-    for (size_t i = 0; i < b.cache.n_sources; i++) {
-        plan_spans_free(&b.cache.spans[i]);
-        assert_ok(plan_spans_build(b.cache.plan, b.w.keys, b.cache.sources, i,
-                                   &b.regions[i], &kernel_rules, NULL,
-                                   &b.cache.spans[i], &error),
+    assert_ok(world_plan(&b.w, &b.l, &b.plan.plan, &error), error);
+    for (size_t i = 0; i < b.plan.n_sources; i++) {
+        plan_spans_free(&b.spans[i]);
+        assert_ok(plan_spans_build(b.plan.plan, b.w.keys, b.plan.sources, i,
+                                   &b.regions[i], &kernel_rules, NULL, &b.spans[i],
+                                   &error),
                   error);
     }
     for (uint32_t i = 0; i < b.w.n_keys; i++)
@@ -493,7 +496,7 @@ static void both_kinds_land_at_once(void **state)
     assert_true(device_reader_destroy(&r));
     copy_now(&b, 0, b.l.bytes + half, memory, rest);
     landing_compare(&b.w, &b.l);
-    gpu_free(b.client->gpu, 0, memory);
+    gpu_free(b.client->devices->g, 0, memory);
     close_bench(&b);
 }
 
@@ -504,7 +507,7 @@ static void *prepare_device(bench *b)
     fanin_error error = FANIN_ERROR_INIT;
     make_chunks(b, 2, 0, 0);
     open_bench(b);
-    assert_ok(gpu_alloc(b->client->gpu, 0, b->l.size, &memory, &error), error);
+    assert_ok(gpu_alloc(b->client->devices->g, 0, b->l.size, &memory, &error), error);
     b->base = memory;
     b->ranges[0] = (memory_range){memory, b->l.size, 0};
     b->n_ranges = 1;
@@ -538,7 +541,7 @@ static void a_kernel_under_way_is_waited_for(void **state)
     assert_true(device_reader_destroy(&r));
     pthread_join(thread, NULL);
     copy_now(&b, 0, b.l.bytes, memory, b.l.size);
-    gpu_free(b.client->gpu, 0, memory);
+    gpu_free(b.client->devices->g, 0, memory);
     close_bench(&b);
 }
 
@@ -569,7 +572,7 @@ static void the_callers_stream_comes_first(void **state)
     for (done = false; !done;)
         assert_ok(device_reader_step(r, deadline_in_ms(1000), &done, &error), error);
     assert_true(device_reader_destroy(&r));
-    gpu_free(b.client->gpu, 0, memory);
+    gpu_free(b.client->devices->g, 0, memory);
     close_bench(&b);
 }
 
@@ -593,7 +596,7 @@ static void a_failed_device_is_an_error(void **state)
     assert_int_equal(status, FANIN_ERR_TRANSPORT);
     assert_true(device_reader_destroy(&r));
     fake_cuda_repair(0);
-    gpu_free(b.client->gpu, 0, memory);
+    gpu_free(b.client->devices->g, 0, memory);
     close_bench(&b);
 }
 
@@ -607,7 +610,7 @@ static void arenas_outside_of_the_table_are_refused(void **state)
     b.first_region[1] = WORLD_REGIONS + 1;
     assert_int_equal(device_reader_start(&how, &r, &error), FANIN_ERR_PROTOCOL);
     assert_true(device_reader_destroy(&r));
-    gpu_free(b.client->gpu, 0, memory);
+    gpu_free(b.client->devices->g, 0, memory);
     close_bench(&b);
 }
 
@@ -616,7 +619,7 @@ static void mappings_are_shared_and_swept(void **state)
     bench b;
     fanin_error error = FANIN_ERROR_INIT;
     void *memory = prepare_device(&b);
-    ipc_map *map = b.client->ipc;
+    ipc_map *map = b.client->devices->map;
     static const uint8_t life[16] = {1}, other[16] = {2};
     ipc_mapping *again = NULL, *later = NULL;
     fake_cuda_counts before, after;
@@ -636,7 +639,7 @@ static void mappings_are_shared_and_swept(void **state)
     assert_int_equal(ipc_map_count(map), n);
     fake_cuda_count(&after);
     assert_int_equal(after.mappings, before.mappings);
-    gpu_free(b.client->gpu, 0, memory);
+    gpu_free(b.client->devices->g, 0, memory);
     close_bench(&b);
 }
 
@@ -644,27 +647,42 @@ static void idle_publications_are_unmapped(void **state)
 {
     bench b;
     void *memory = prepare_device(&b);
-    ipc_map *map = b.client->ipc;
+    ipc_map *map = b.client->devices->map;
     fake_cuda_counts before, after;
-    publication p = {.shards = b.shards, .n_peers = b.w.n_ranks, .used_ns = 100};
+    fanin_error error = FANIN_ERROR_INIT;
+    shard_table tables[WORLD_RANKS] = {{0}};
+    peer peers[WORLD_RANKS] = {{0}};
+    publication p = {.shards = tables, .n_peers = b.w.n_ranks, .used_ns = 100};
+    b.client->publications = &p;
+    b.client->peers = peers;
+    b.client->n_peers = b.w.n_ranks;
+    assert_ok(path_states_open(b.client, &p, &error), error);
     for (uint32_t i = 0; i < b.w.n_ranks; i++) {
-        b.shards[i].path = FANIN_PATH_CUDA_IPC;
-        b.shards[i].ipc_keys = NULL; /* the bench's, not the tables' */
+        path_state *s = path_state_of(b.client, &p, i);
+        s->path = FANIN_PATH_CUDA_IPC;
+        b.shards[i].keys = NULL; /* the bench's, not the state's */
+        s->hold = ipc_hold_make(&b.shards[i]);
+        assert_non_null(s->hold);
+        b.shards[i].n_views = 0;
+        b.shards[i].views = NULL;
     }
     size_t n = ipc_map_count(map);
     assert_true(n > 0);
     fake_cuda_count(&before);
-    b.client->publications = &p;
-    tables_unmap_idle(b.client, 100);
+    path_unmap_idle(b.client, 100);
     assert_int_equal(ipc_map_count(map), n);
-    assert_int_equal(b.shards[0].path, FANIN_PATH_CUDA_IPC);
-    tables_unmap_idle(b.client, 101);
+    assert_int_equal(path_taken(&p, 0)->path, FANIN_PATH_CUDA_IPC);
+    path_unmap_idle(b.client, 101);
     assert_int_equal(ipc_map_count(map), 0);
-    assert_int_equal(b.shards[0].path, FANIN_PATH_AUTO); /* decided, and mapped, anew */
+    assert_int_equal(path_taken(&p, 0)->path,
+                     FANIN_PATH_AUTO); /* decided, mapped anew */
     fake_cuda_count(&after);
     assert_int_equal(after.mappings, before.mappings - n);
+    path_states_free(b.client);
     b.client->publications = NULL;
-    gpu_free(b.client->gpu, 0, memory);
+    b.client->peers = NULL;
+    b.client->n_peers = 0;
+    gpu_free(b.client->devices->g, 0, memory);
     close_bench(&b);
 }
 

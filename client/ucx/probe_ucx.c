@@ -1,25 +1,33 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* One-sided paths that UCX carries: endpoints, remote keys, a probe read. */
-#include "path/path_round.h"
+#include "ucx/reader_ucx.h"
 
+#include "device/devices.h"
 #include "error_set.h"
+#include "ucx/ucx_end.h"
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+
+/* A probe on a healthy path takes microseconds on one host, milliseconds over a fabric
+   (the first get also connects). */
+#define PROBE_MS 3000
+/* Turns of UCX in which answers that have come are taken, and one more for each rank. */
+#define PROBE_TURNS 64
 
 /* As path_give_up(), and what was built so far goes. */
 static fanin_status give_up(path_round *r, size_t index, const char *why,
                             fanin_error *error)
 {
     if (peer_ready(&r->client->peers[index]))
-        peer_drop_paths(r->client, index);
+        (void)ucx_end_drop(r->client, index, ucx_end_drain_by());
     return path_give_up(r, index, why, error);
 }
 
 /* -------------------------------------------------------------- open_path */
 
 typedef struct opening {
-    fanin_client *client;
+    fanin_client *client; /* NULL: it was not asked */
     size_t peer;
     size_t *left;
     bool ok;
@@ -40,26 +48,39 @@ static void on_open(void *cookie, connection *c, message_type type, body *b)
         error_set(&o->error, FANIN_ERR_PROTOCOL, NULL, "malformed UCX address");
         return;
     }
-    o->ok = ucx_endpoint_create(o->client->one_sided, reply.address.data,
-                                reply.address.size, &o->client->peers[o->peer].endpoint,
-                                &o->error) == FANIN_OK;
+    ucx_end *end = o->client->one_sided;
+    ucx_endpoint *e;
+    if (ucx_endpoint_create(end->client, reply.address.data, reply.address.size, &e,
+                            &o->error) != FANIN_OK)
+        return;
+    end->peers[o->peer] = (ucx_peer){.endpoint = e,
+                                     .generation = o->client->peers[o->peer].generation,
+                                     .serial = ++end->serials};
+    o->ok = true;
 }
 
 static fanin_status open_client(const path_round *r, fanin_path path,
                                 fanin_error *error)
 {
     fanin_client *client = r->client;
+    ucx_end *end = client->one_sided;
+    gpu *g = client->devices->g;
     gpu_device device;
     const char *pci = NULL; /* of the GPU that an RDMA adapter should be near to */
-    if (client->one_sided && client->one_sided_path == path)
+    if (!end->client || end->path != path)
+        (void)ucx_end_close(client); /* no read is under way here */
+    if (!end->peers)
+        end->peers = calloc(client->n_peers, sizeof *end->peers);
+    if (!end->peers)
+        return error_set_memory(error);
+    if (end->client)
         return FANIN_OK;
-    (void)client_close_one_sided(client); /* no read is under way here */
-    client->one_sided_path = path;
-    if (r->n_devices > 0 && client->gpu &&
-        gpu_device_get(client->gpu, r->devices[0], &device, NULL) == FANIN_OK)
+    end->path = path;
+    if (r->n_devices > 0 && g &&
+        gpu_device_get(g, r->devices[0], &device, NULL) == FANIN_OK)
         pci = device.pci;
-    return ucx_client_create(client->ucx, (ucx_path)path, pci, &client->log,
-                             &client->one_sided, error);
+    return ucx_client_create(end->ucx, (ucx_path)path, pci, &client->log, &end->client,
+                             error);
 }
 
 /* Exchanges addresses with all candidates at once. */
@@ -72,9 +93,9 @@ static fanin_status open_endpoints(path_round *r, bool *want, fanin_path path,
         return error_set_memory(error);
     size_t left = 0;
     msg_open_path m = {.path = path};
-    m.address.data = ucx_client_address(client->one_sided, &m.address.size);
+    m.address.data = ucx_client_address(client->one_sided->client, &m.address.size);
     for (size_t i = 0; i < client->n_peers; i++) {
-        if (!want[i] || client->peers[i].endpoint)
+        if (!want[i] || ucx_end_to(client, i))
             continue;
         o[i] = (opening){.client = client, .peer = i, .left = &left};
         left++;
@@ -101,11 +122,11 @@ static fanin_status open_endpoints(path_round *r, bool *want, fanin_path path,
 /* ------------------------------------------------------------ remote keys */
 
 /* What UCX is not given to read: GPU memory that needs another path, or none. */
-static fanin_status check_kinds(const shard_table *s, fanin_path path,
+static fanin_status check_kinds(const region_table *regions, fanin_path path,
                                 fanin_error *error)
 {
-    for (uint32_t i = 0; i < s->regions->count; i++) {
-        const region_entry *r = &s->regions->entries[i];
+    for (uint32_t i = 0; i < regions->count; i++) {
+        const region_entry *r = &regions->entries[i];
         if (r->memory != FANIN_MEMORY_CUDA)
             continue;
         if (path == FANIN_PATH_CMA)
@@ -120,38 +141,77 @@ static fanin_status check_kinds(const shard_table *s, fanin_path path,
     return FANIN_OK;
 }
 
-static void drop_keys(shard_table *s)
+typedef struct key_hold {
+    path_hold hold;  /* first */
+    uint64_t serial; /* of the endpoint that the keys go with */
+    uint32_t n;
+    ucx_rkey *keys[];
+} key_hold;
+
+ucx_rkey *const *ucx_keys_of(const path_state *s)
 {
-    for (uint32_t i = 0; i < s->regions->count; i++)
-        ucx_rkey_destroy(&s->rkeys[i]);
-    free(s->rkeys);
-    s->rkeys = NULL;
+    return ((const key_hold *)s->hold)->keys;
 }
 
-static fanin_status unpack_keys(peer *p, shard_table *s, fanin_path path,
+static void drop_keys(fanin_client *client, size_t peer, path_hold *hold)
+{
+    key_hold *h = (key_hold *)hold;
+    const ucx_end *end = client->one_sided;
+    bool live = end->peers && end->peers[peer].serial == h->serial;
+    for (uint32_t i = 0; live && i < h->n; i++)
+        ucx_rkey_destroy(&h->keys[i]);
+    free(h);
+}
+
+static fanin_status unpack_keys(path_round *r, size_t peer, fanin_path path,
                                 work_stop *stop, fanin_error *error)
 {
-    if (s->rkeys)
+    path_state *s = path_state_of(r->client, r->publication, peer);
+    const ucx_peer *end = &r->client->one_sided->peers[peer];
+    if (s->hold)
         return FANIN_OK;
-    fanin_status status = check_kinds(s, path, error);
+    fanin_status status = check_kinds(s->regions, path, error);
     if (status != FANIN_OK)
         return status;
-    s->rkeys = calloc(s->regions->count + 1, sizeof(*s->rkeys));
-    if (!s->rkeys)
+    key_hold *h = calloc(1, sizeof *h + s->regions->count * sizeof *h->keys);
+    if (!h)
         return error_set_memory(error);
-    for (uint32_t i = 0; i < s->regions->count; i++) {
-        const region_entry *r = &s->regions->entries[i];
+    h->hold.drop = drop_keys;
+    h->serial = end->serial;
+    for (; h->n < s->regions->count && status == FANIN_OK; h->n++) {
+        const region_entry *e = &s->regions->entries[h->n];
         status = work_stopped_after(stop, WORK_STEPS)
                      ? work_broken_off(stop, "connect", "remote keys were read", error)
-                     : ucx_rkey_unpack(p->endpoint, r->rkey, r->rkey_size, &s->rkeys[i],
-                                       error);
-        if (status != FANIN_OK) {
-            /* Some of them would look like all of them the next time. */
-            drop_keys(s);
-            return status;
-        }
+                     : ucx_rkey_unpack(end->endpoint, e->rkey, e->rkey_size,
+                                       &h->keys[h->n], error);
     }
-    return FANIN_OK;
+    if (status == FANIN_OK)
+        s->hold = &h->hold;
+    else
+        drop_keys(r->client, peer, &h->hold);
+    return status;
+}
+
+/* Regions and remote keys of peers with mask[i], whose endpoints are there. */
+static fanin_status get_keys(path_round *r, bool *mask, fanin_path path,
+                             fanin_error *error)
+{
+    fanin_client *client = r->client;
+    client_work work;
+    client_work_start(&work, client, r->at);
+    fanin_status status = path_regions(r, mask, path, error);
+    for (size_t i = 0; i < client->n_peers && status == FANIN_OK; i++) {
+        fanin_error why = FANIN_ERROR_INIT;
+        if (!mask[i] || unpack_keys(r, i, path, &work.stop, &why) == FANIN_OK)
+            continue;
+        if (work.stop.stopped) {
+            error_copy(error, &why);
+            return client_work_end(&work, FANIN_ERR_TIMEOUT, error);
+        }
+        mask[i] = false;
+        status = give_up(r, i, why.message, error);
+    }
+    return status;
 }
 
 /* ------------------------------------------------------------------ probe */
@@ -185,7 +245,7 @@ static bool take_answers(const fanin_client *client)
 {
     bool any = false;
     for (size_t turn = 0; turn < PROBE_TURNS + client->n_peers; turn++) {
-        if (!ucx_client_progress(client->one_sided))
+        if (!ucx_client_progress(client->one_sided->client))
             break;
         any = true;
     }
@@ -197,12 +257,13 @@ static bool take_answers(const fanin_client *client)
 static bool recall_probes(fanin_client *client, probe *probes)
 {
     bool recalled = true;
+    deadline at = ucx_end_drain_by();
     for (size_t i = 0; i < client->n_peers; i++) {
         if (!probes[i].posted || probes[i].judged)
             continue;
         probes[i].judged = true;
         probes[i].ucx_status = -1;
-        recalled = peer_drop_paths(client, i) && recalled;
+        recalled = ucx_end_drop(client, i, at) && recalled;
     }
     return recalled;
 }
@@ -239,15 +300,15 @@ static void post_probes(path_round *r, const bool *want, probe *probes,
 {
     fanin_client *client = r->client;
     for (size_t i = 0; i < client->n_peers; i++) {
-        const shard_table *s = &r->publication->shards[i];
+        const path_state *s = path_taken(r->publication, i);
         if (!want[i] || s->regions->count == 0)
             continue;
         const region_entry *first = &s->regions->entries[0];
         fanin_error failed = FANIN_ERROR_INIT;
         probes[i].posted = true;
-        if (ucx_get(client->peers[i].endpoint, s->rkeys[0], first->base, &landing[i],
-                    probe_length(first), local, on_probed, probes, i,
-                    &failed) == FANIN_OK)
+        if (ucx_get(client->one_sided->peers[i].endpoint, ucx_keys_of(s)[0],
+                    first->base, &landing[i], probe_length(first), local, on_probed,
+                    probes, i, &failed) == FANIN_OK)
             continue;
         probes[i] = (probe){.posted = true, .judged = true, .ucx_status = -1};
         snprintf(probes[i].why, sizeof(probes[i].why), "%.250s", failed.message);
@@ -274,7 +335,8 @@ static fanin_status judge_probes(path_round *r, bool *want, const probe *probes,
             continue;
         }
         snprintf(reason, sizeof(reason), "a probe read by %s succeeded (%.60s)",
-                 name ? name : "?", ucx_endpoint_transport(client->peers[i].endpoint));
+                 name ? name : "?",
+                 ucx_endpoint_transport(client->one_sided->peers[i].endpoint));
         path_choose(r, i, path, reason);
     }
     return FANIN_OK;
@@ -285,7 +347,8 @@ static fanin_status go_without(path_round *r, bool *want, fanin_error *error)
 {
     fanin_status status = FANIN_OK;
     for (size_t i = 0; i < r->client->n_peers && status == FANIN_OK; i++) {
-        if (!r->want[i] || r->publication->shards[i].path != FANIN_PATH_AUTO)
+        if (!r->want[i] ||
+            path_state_of(r->client, r->publication, i)->path != FANIN_PATH_AUTO)
             continue;
         want[i] = false;
         status = give_up(r, i, "a probe read could not be recalled", error);
@@ -304,7 +367,7 @@ static fanin_status probe_all(path_round *r, bool *want, fanin_path path,
     fanin_status status = landing && probes ? FANIN_OK : error_set_memory(error);
     if (status == FANIN_OK)
         status =
-            ucx_local_create(client->one_sided, landing,
+            ucx_local_create(client->one_sided->client, landing,
                              client->n_peers * sizeof(*landing), host, &local, error);
     bool recalled = true, closed = false;
     if (status == FANIN_OK) {
@@ -314,7 +377,7 @@ static fanin_status probe_all(path_round *r, bool *want, fanin_path path,
     }
     ucx_local_destroy(&local);
     if (!recalled) {
-        recalled = client_close_one_sided(client);
+        recalled = ucx_end_close(client);
         closed = true;
     }
     if (status == FANIN_OK)
@@ -329,30 +392,64 @@ static fanin_status probe_all(path_round *r, bool *want, fanin_path path,
 
 /* ------------------------------------------------------------------- whole */
 
-fanin_status path_ucx_keys(path_round *r, bool *mask, fanin_path path,
-                           fanin_error *error)
+/* Whether UCX could be tried with a rank; if not, *why says why. */
+static bool may_do(const fanin_client *client, size_t peer, fanin_path path,
+                   char why[PATH_REASON])
 {
-    fanin_client *client = r->client;
-    client_work work;
-    client_work_start(&work, client, r->at);
-    fanin_status status = path_regions(r, mask, path, error);
-    for (size_t i = 0; i < client->n_peers && status == FANIN_OK; i++) {
-        fanin_error why = FANIN_ERROR_INIT;
-        if (!mask[i] || unpack_keys(&client->peers[i], &r->publication->shards[i], path,
-                                    &work.stop, &why) == FANIN_OK)
-            continue;
-        if (work.stop.stopped) {
-            error_copy(error, &why);
-            return client_work_end(&work, FANIN_ERR_TIMEOUT, error);
-        }
-        mask[i] = false;
-        status = give_up(r, i, why.message, error);
-    }
-    return status;
+    const msg_hello_ok *hello = connection_peer(client->peers[peer].control);
+    const ucx_end *end = client->one_sided;
+    if (!end->ucx)
+        snprintf(why, PATH_REASON, "%.250s", end->missing);
+    else if (hello->ucx_version[0] == 0)
+        snprintf(why, PATH_REASON, "the rank has no UCX");
+    else if (!ucx_versions_match(ucx_version(end->ucx), hello->ucx_version))
+        snprintf(why, PATH_REASON, "UCX %s here and %s there cannot talk to each other",
+                 ucx_version(end->ucx), hello->ucx_version);
+    else if (!path_is_offered(client, peer, path))
+        snprintf(why, PATH_REASON, "the rank does not offer %s on this connection",
+                 fanin_path_name(path));
+    else if (path == FANIN_PATH_CMA && !path_is_local(client, peer))
+        snprintf(why, PATH_REASON,
+                 "cma needs the rank on the same host and in the same pid and "
+                 "ipc namespaces");
+    else
+        return true;
+    return false;
 }
 
-fanin_status path_try_ucx(path_round *r, bool *fresh, fanin_path path,
-                          fanin_error *error)
+/* Leaves those that are worth trying, and the path to try with them; AUTO: nobody is. */
+static fanin_status sort_out(path_round *r, bool *open, fanin_path *path_out,
+                             fanin_error *error)
+{
+    const fanin_client *client = r->client;
+    const ucx_end *end = client->one_sided;
+    fanin_path forced = client->config.path;
+    *path_out = FANIN_PATH_AUTO;
+    r->lacks = !end->ucx;
+    for (size_t i = 0; i < client->n_peers; i++) {
+        char why[PATH_REASON] = "other ranks use another one-sided path";
+        if (!open[i])
+            continue;
+        fanin_path path = forced != FANIN_PATH_AUTO  ? forced
+                          : path_is_local(client, i) ? FANIN_PATH_CMA
+                                                     : FANIN_PATH_RDMA;
+        /* One UCX client serves one path; ranks that need another one use stream. */
+        if (may_do(client, i, path, why) &&
+            (*path_out == FANIN_PATH_AUTO || *path_out == path) &&
+            (!end->client || end->path == path)) {
+            *path_out = path;
+            continue;
+        }
+        open[i] = false;
+        fanin_status status = path_give_up(r, i, why, error);
+        if (status != FANIN_OK)
+            return status;
+    }
+    return FANIN_OK;
+}
+
+static fanin_status try_all(path_round *r, bool *fresh, fanin_path path,
+                            fanin_error *error)
 {
     fanin_client *client = r->client;
     fanin_error why = FANIN_ERROR_INIT;
@@ -366,8 +463,19 @@ fanin_status path_try_ucx(path_round *r, bool *fresh, fanin_path path,
         return FANIN_OK;
     status = open_endpoints(r, fresh, path, error);
     if (status == FANIN_OK)
-        status = path_ucx_keys(r, fresh, path, error);
+        status = get_keys(r, fresh, path, error);
     if (status == FANIN_OK)
         status = probe_all(r, fresh, path, error);
+    return status;
+}
+
+fanin_status ucx_probe(path_round *r, bool *open, fanin_error *error)
+{
+    fanin_path path;
+    fanin_status status = sort_out(r, open, &path, error);
+    if (status == FANIN_OK && path != FANIN_PATH_AUTO)
+        status = try_all(r, open, path, error);
+    for (size_t i = 0; i < r->client->n_peers; i++)
+        open[i] = false;
     return status;
 }

@@ -1,19 +1,22 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The path cuda_ipc: other processes' allocations mapped for the devices that read them. */
-#include "path/path_round.h"
+#include "ipc/reader_ipc.h"
 
 #include "array.h"
-#include "device/device_memory.h"
+#include "device/devices.h"
 #include "error_set.h"
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
+/* A kernel on a healthy path takes microseconds. */
+#define PROBE_MS 3000
+
 /* Kernels of one device that are to read one rank's regions. */
 typedef struct reading {
     path_round *round;
     size_t index;
-    shard_table *shard;
+    ipc_regions *shard;
     uint32_t rank;
     int device;
     work_stop *stop;
@@ -21,19 +24,46 @@ typedef struct reading {
 
 /* -------------------------------------------------------------- remote keys */
 
-static fanin_status decode_keys(shard_table *s, uint32_t rank, fanin_error *error)
+typedef struct ipc_hold {
+    path_hold hold; /* first */
+    ipc_regions shard;
+} ipc_hold;
+
+/* The hold of the state's regions. */
+static ipc_regions *shard_of(const path_state *s)
 {
-    if (s->ipc_keys)
-        return FANIN_OK;
-    ipc_key *keys = calloc((size_t)s->regions->count + 1, sizeof(*keys));
-    if (!keys)
-        return error_set_memory(error);
-    for (uint32_t i = 0; i < s->regions->count; i++) {
-        const region_entry *r = &s->regions->entries[i];
+    return s->hold ? &((ipc_hold *)s->hold)->shard : NULL;
+}
+
+static void drop_hold(fanin_client *client, size_t peer, path_hold *hold)
+{
+    ipc_regions *shard = &((ipc_hold *)hold)->shard;
+    (void)client;
+    (void)peer;
+    for (size_t i = 0; i < shard->n_views; i++)
+        ipc_view_drop(&shard->views[i], shard->regions->count);
+    free(shard->views);
+    free(shard->keys);
+    free(hold);
+}
+
+path_hold *ipc_hold_make(const ipc_regions *regions)
+{
+    ipc_hold *h = calloc(1, sizeof *h);
+    if (!h)
+        return NULL;
+    *h = (ipc_hold){.hold = {.drop = drop_hold}, .shard = *regions};
+    return &h->hold;
+}
+
+static fanin_status decode_keys(const region_table *regions, uint32_t rank,
+                                ipc_key *keys, fanin_error *error)
+{
+    for (uint32_t i = 0; i < regions->count; i++) {
+        const region_entry *r = &regions->entries[i];
         if (r->memory == FANIN_MEMORY_CUDA &&
             ipc_key_decode(r->rkey, r->rkey_size, r->length, &keys[i]))
             continue;
-        free(keys);
         if (r->rkey_size == 0)
             return error_set(error, FANIN_ERR_UNSUPPORTED, NULL,
                              "rank %u's GPU memory has no IPC handle (memory of "
@@ -43,8 +73,25 @@ static fanin_status decode_keys(shard_table *s, uint32_t rank, fanin_error *erro
         return error_set(error, FANIN_ERR_PROTOCOL, NULL,
                          "rank %u sent an IPC key that does not fit its region", rank);
     }
-    s->ipc_keys = keys;
     return FANIN_OK;
+}
+
+static fanin_status make_hold(path_state *s, uint32_t rank, fanin_error *error)
+{
+    if (s->hold)
+        return FANIN_OK;
+    ipc_regions shard = {.regions = s->regions,
+                         .keys =
+                             calloc((size_t)s->regions->count + 1, sizeof *shard.keys)};
+    fanin_status status = shard.keys ? decode_keys(s->regions, rank, shard.keys, error)
+                                     : error_set_memory(error);
+    if (status == FANIN_OK)
+        s->hold = ipc_hold_make(&shard);
+    if (status == FANIN_OK && !s->hold)
+        status = error_set_memory(error);
+    if (!s->hold)
+        free(shard.keys);
+    return status;
 }
 
 /* ------------------------------------------------------------------ devices */
@@ -52,10 +99,10 @@ static fanin_status decode_keys(shard_table *s, uint32_t rank, fanin_error *erro
 /* Whether @p device may read all GPUs that the rank's regions are on. */
 static fanin_status check_reach(const reading *r, fanin_error *error)
 {
-    const gpu *g = r->round->client->gpu;
+    const gpu *g = r->round->client->devices->g;
     const uint8_t *checked = NULL;
     for (uint32_t i = 0; i < r->shard->regions->count; i++) {
-        const uint8_t *uuid = r->shard->ipc_keys[i].uuid;
+        const uint8_t *uuid = r->shard->keys[i].uuid;
         if (checked && memcmp(checked, uuid, GPU_UUID_SIZE) == 0)
             continue;
         checked = uuid;
@@ -77,18 +124,10 @@ static fanin_status check_reach(const reading *r, fanin_error *error)
 
 /* ------------------------------------------------------------------ mapping */
 
-static void drop_view(ipc_view *view, uint32_t n)
-{
-    for (uint32_t i = 0; i < n; i++)
-        ipc_mapping_release(&view->mappings[i]);
-    free(view->mappings);
-    view->mappings = NULL;
-}
-
 static fanin_status map_regions(const reading *r, fanin_error *error)
 {
     fanin_client *client = r->round->client;
-    shard_table *s = r->shard;
+    ipc_regions *s = r->shard;
     const msg_hello_ok *hello = connection_peer(client->peers[r->index].control);
     if (!array_reserve(&s->views, &s->view_capacity, s->n_views + 1, sizeof *s->views))
         return error_set_memory(error);
@@ -102,10 +141,10 @@ static fanin_status map_regions(const reading *r, fanin_error *error)
         if (work_stopped_after(r->stop, WORK_STEPS))
             status = work_broken_off(r->stop, "connect", "memory was mapped", error);
         else
-            status = ipc_map_open(client->ipc, r->device, hello->incarnation,
-                                  &s->ipc_keys[i], &view.mappings[i], error);
+            status = ipc_map_open(client->devices->map, r->device, hello->incarnation,
+                                  &s->keys[i], &view.mappings[i], error);
         if (status != FANIN_OK)
-            drop_view(&view, i);
+            ipc_view_drop(&view, i);
     }
     r->round->goal->map_ns += clock_ns() - started;
     if (status == FANIN_OK)
@@ -113,32 +152,31 @@ static fanin_status map_regions(const reading *r, fanin_error *error)
     return status;
 }
 
-/* A device does not end a read: what it may touch stays mapped and is never freed. */
-static void leave_to_device(fanin_client *client)
+void ipc_leave_to_device(fanin_client *client)
 {
-    ipc_map_abandon(client->ipc);
-    device_memory_leave(client->devices);
+    devices *d = client->devices;
+    ipc_map_abandon(d->map);
+    device_memory_leave(d->memory);
 }
 
 /* Reads a few bytes from the first region; no lease is needed, they are thrown away. */
 static fanin_status probe(const reading *r, fanin_error *error)
 {
-    fanin_client *client = r->round->client;
-    const shard_table *s = r->shard;
-    const ipc_view *view = tables_view(s, r->device);
+    device_memory *memory = r->round->client->devices->memory;
+    const ipc_regions *s = r->shard;
+    const ipc_view *view = ipc_view_of(s, r->device);
     gpu_stream *stream = NULL;
     if (s->regions->count == 0)
         return FANIN_OK;
-    fanin_status status =
-        device_memory_stream(client->devices, r->device, &stream, error);
+    fanin_status status = device_memory_stream(memory, r->device, &stream, error);
     if (status != FANIN_OK)
         return status;
     void *to;
-    status = device_memory_landing(client->devices, &to, error);
+    status = device_memory_landing(memory, &to, error);
     if (status != FANIN_OK)
         return status;
     uint64_t length = s->regions->entries[0].length;
-    uint64_t from = ipc_mapping_base(view->mappings[0]) + s->ipc_keys[0].offset;
+    uint64_t from = ipc_mapping_base(view->mappings[0]) + s->keys[0].offset;
     if (length > LANDING_BYTES)
         length = LANDING_BYTES;
     status = gpu_copy(stream, to, (const void *)(uintptr_t)from, (size_t)length, error);
@@ -147,13 +185,13 @@ static fanin_status probe(const reading *r, fanin_error *error)
             stream, deadline_sooner(r->round->at, deadline_in_ms(PROBE_MS)), error);
     if (status == FANIN_ERR_TIMEOUT &&
         gpu_stream_wait(stream, deadline_in_ms(PROBE_MS), NULL) == FANIN_ERR_TIMEOUT)
-        leave_to_device(client);
+        ipc_leave_to_device(r->round->client);
     return status;
 }
 
 static fanin_status read_by(const reading *r, bool fresh, fanin_error *error)
 {
-    if (tables_view(r->shard, r->device))
+    if (ipc_view_of(r->shard, r->device))
         return FANIN_OK;
     fanin_status status = check_reach(r, error);
     if (status == FANIN_OK)
@@ -169,7 +207,7 @@ static fanin_status bring(path_round *r, size_t index, bool fresh, work_stop *st
 {
     reading one = {.round = r,
                    .index = index,
-                   .shard = &r->publication->shards[index],
+                   .shard = shard_of(path_taken(r->publication, index)),
                    .rank = connection_peer(r->client->peers[index].control)->rank,
                    .stop = stop};
     fanin_status status = FANIN_OK;
@@ -187,16 +225,18 @@ static fanin_status bring(path_round *r, size_t index, bool fresh, work_stop *st
 /* ---------------------------------------------------- the device that gathers */
 
 /* Bytes of the ranks in @p mask that @p device holds itself, and whether it reaches all. */
-static uint64_t weigh(const path_round *r, const bool *mask, int device, bool *all)
+static uint64_t count_bytes(const path_round *r, const bool *mask, int device,
+                            bool *all)
 {
+    const gpu *g = r->client->devices->g;
     uint64_t own = 0;
     *all = true;
     for (size_t i = 0; i < r->client->n_peers; i++) {
-        const shard_table *s = &r->publication->shards[i];
-        for (uint32_t j = 0; mask[i] && j < s->regions->count; j++) {
-            int owner = gpu_device_of_uuid(r->client->gpu, s->ipc_keys[j].uuid);
+        const ipc_regions *s = mask[i] ? shard_of(path_taken(r->publication, i)) : NULL;
+        for (uint32_t j = 0; s && j < s->regions->count; j++) {
+            int owner = gpu_device_of_uuid(g, s->keys[j].uuid);
             own += owner == device ? s->regions->entries[j].length : 0;
-            *all = *all && owner >= 0 && gpu_can_access(r->client->gpu, device, owner);
+            *all = *all && owner >= 0 && gpu_can_access(g, device, owner);
         }
     }
     return own;
@@ -205,12 +245,12 @@ static uint64_t weigh(const path_round *r, const bool *mask, int device, bool *a
 /* For host destinations: the device that reaches all ranks and holds most of it itself. */
 static int choose_gather_device(const path_round *r, const bool *mask)
 {
-    int best = -1, count = gpu_count(r->client->gpu);
+    int best = -1, count = gpu_count(r->client->devices->g);
     uint64_t best_own = 0;
     bool best_all = false;
     for (int device = 0; device < count && device < GPU_MAX_DEVICES; device++) {
         bool all;
-        uint64_t own = weigh(r, mask, device, &all);
+        uint64_t own = count_bytes(r, mask, device, &all);
         if (best >= 0 && (all < best_all || (all == best_all && own <= best_own)))
             continue;
         best = device;
@@ -223,39 +263,107 @@ static int choose_gather_device(const path_round *r, const bool *mask)
 /* Warm: the device of last time, if all ranks are still mapped for it. */
 static void find_gather_device(path_round *r, const bool *mask)
 {
-    publication *p = r->publication;
-    bool mapped = p->gather_device_plus_1 > 0;
+    int *device = &r->publication->paths->gather_device;
+    bool mapped = *device >= 0;
     for (size_t i = 0; i < r->client->n_peers && mapped; i++)
-        mapped = !mask[i] || tables_view(&p->shards[i], p->gather_device_plus_1 - 1);
+        mapped =
+            !mask[i] || ipc_view_of(shard_of(path_taken(r->publication, i)), *device);
     if (!mapped)
-        p->gather_device_plus_1 = choose_gather_device(r, mask) + 1;
-    r->goal->gather_device = p->gather_device_plus_1 - 1;
+        *device = choose_gather_device(r, mask);
+    r->goal->gather_device = *device;
 }
 
 /* ------------------------------------------------------------------- whole */
+
+/* Whether what the rank holds is worth a look. */
+static bool is_in_question(const fanin_client *client, size_t peer)
+{
+    fanin_path forced = client->config.path;
+    return (forced == FANIN_PATH_AUTO || forced == FANIN_PATH_CUDA_IPC) &&
+           path_is_offered(client, peer, FANIN_PATH_CUDA_IPC) &&
+           path_is_local(client, peer);
+}
+
+/* Which kinds of memory ranks hold is told by any region table: one that registers nothing. */
+static fanin_status learn_kinds(path_round *r, const bool *open, bool *scratch,
+                                fanin_error *error)
+{
+    bool any = false;
+    for (size_t i = 0; i < r->client->n_peers; i++) {
+        scratch[i] = open[i] && is_in_question(r->client, i) &&
+                     !path_state_of(r->client, r->publication, i)->regions;
+        any = any || scratch[i];
+    }
+    return any ? path_regions(r, scratch, FANIN_PATH_STREAM, error) : FANIN_OK;
+}
+
+/* What holds against the path; NULL: nothing. *mine false: the rank is another path's. */
+static const char *objection(const path_round *r, size_t peer, bool *mine)
+{
+    const fanin_client *client = r->client;
+    bool forced = client->config.path == FANIN_PATH_CUDA_IPC;
+    bool host = false, cuda = false;
+    *mine = forced;
+    if (!is_in_question(client, peer))
+        return path_is_local(client, peer)
+                   ? "the rank does not offer cuda_ipc on this connection"
+                   : "cuda_ipc needs the rank on the same host and in the same pid "
+                     "and ipc namespaces";
+    const region_table *regions = path_taken(r->publication, peer)->regions;
+    for (uint32_t i = 0; i < regions->count; i++) {
+        bool on_device = regions->entries[i].memory == FANIN_MEMORY_CUDA;
+        cuda = cuda || on_device;
+        host = host || !on_device;
+    }
+    *mine = forced || cuda;
+    if (cuda && host)
+        return "the rank holds both host and device memory";
+    return cuda ? NULL : "the rank holds host memory, which cuda_ipc does not read";
+}
+
+/* Takes what is open and for this path into @p mine. */
+static fanin_status sort_out(path_round *r, bool *open, bool *mine, fanin_error *error)
+{
+    fanin_status status = learn_kinds(r, open, mine, error);
+    for (size_t i = 0; i < r->client->n_peers; i++) {
+        mine[i] = false;
+        if (status != FANIN_OK || !open[i])
+            continue;
+        /* The look at its regions may have decided. */
+        open[i] = path_taken(r->publication, i)->path == FANIN_PATH_AUTO;
+        const char *why = open[i] ? objection(r, i, &mine[i]) : NULL;
+        open[i] = open[i] && !mine[i];
+        if (mine[i] && why) {
+            mine[i] = false;
+            status = path_give_up(r, i, why, error);
+        }
+    }
+    return status;
+}
 
 /* Those that are on the path already join @p mask. */
 static bool gather_ranks(const path_round *r, bool *mask)
 {
     bool any = false;
     for (size_t i = 0; i < r->client->n_peers; i++) {
-        mask[i] = mask[i] ||
-                  (r->want[i] && r->publication->shards[i].path == FANIN_PATH_CUDA_IPC);
+        mask[i] = mask[i] || (r->want[i] && path_taken(r->publication, i)->path ==
+                                                FANIN_PATH_CUDA_IPC);
         any = any || mask[i];
     }
     return any;
 }
 
-static fanin_status need_cuda(fanin_client *client, fanin_error *error)
+static fanin_status need_cuda(path_round *r, fanin_error *error)
 {
-    if (!client_gpu(client))
-        return error_set(error, FANIN_ERR_UNSUPPORTED, NULL, "%.250s",
-                         client->gpu_missing);
-    if (!client->ipc)
-        client->ipc = ipc_map_create(client->gpu);
-    if (!client->devices)
-        client->devices = device_memory_create(client->gpu);
-    return client->ipc && client->devices ? FANIN_OK : error_set_memory(error);
+    devices *d = r->client->devices;
+    r->lacks = !client_gpu(r->client);
+    if (r->lacks)
+        return error_set(error, FANIN_ERR_UNSUPPORTED, NULL, "%.250s", d->missing);
+    if (!d->map)
+        d->map = ipc_map_create(d->g);
+    if (!d->memory)
+        d->memory = device_memory_create(d->g);
+    return d->map && d->memory ? FANIN_OK : error_set_memory(error);
 }
 
 /* Drops from @p mask whoever's memory cannot be mapped at all. */
@@ -265,7 +373,8 @@ static fanin_status learn_keys(path_round *r, bool *mask, fanin_error *error)
     for (size_t i = 0; i < r->client->n_peers && status == FANIN_OK; i++) {
         fanin_error why = FANIN_ERROR_INIT;
         uint32_t rank = connection_peer(r->client->peers[i].control)->rank;
-        if (!mask[i] || decode_keys(&r->publication->shards[i], rank, &why) == FANIN_OK)
+        if (!mask[i] || make_hold(path_state_of(r->client, r->publication, i), rank,
+                                  &why) == FANIN_OK)
             continue;
         mask[i] = false;
         status = path_give_up(r, i, why.message, error);
@@ -275,9 +384,8 @@ static fanin_status learn_keys(path_round *r, bool *mask, fanin_error *error)
 
 static fanin_status settle(path_round *r, size_t index, fanin_error *error)
 {
-    shard_table *s = &r->publication->shards[index];
     fanin_error why = FANIN_ERROR_INIT;
-    bool fresh = s->path != FANIN_PATH_CUDA_IPC;
+    bool fresh = path_taken(r->publication, index)->path != FANIN_PATH_CUDA_IPC;
     client_work work;
     client_work_start(&work, r->client, r->at);
     fanin_status status = bring(r, index, fresh, &work.stop, &why);
@@ -293,12 +401,12 @@ static fanin_status settle(path_round *r, size_t index, fanin_error *error)
     return FANIN_OK;
 }
 
-fanin_status path_try_ipc(path_round *r, bool *fresh, fanin_error *error)
+static fanin_status try_all(path_round *r, bool *fresh, fanin_error *error)
 {
     if (!gather_ranks(r, fresh))
         return FANIN_OK;
     fanin_error why = FANIN_ERROR_INIT;
-    fanin_status status = need_cuda(r->client, &why);
+    fanin_status status = need_cuda(r, &why);
     for (size_t i = 0; i < r->client->n_peers && status != FANIN_OK; i++) {
         fanin_status given_up =
             fresh[i] ? path_give_up(r, i, why.message, error) : FANIN_OK;
@@ -316,4 +424,37 @@ fanin_status path_try_ipc(path_round *r, bool *fresh, fanin_error *error)
             status = settle(r, i, error);
     }
     return status;
+}
+
+fanin_status ipc_probe(path_round *r, bool *open, fanin_error *error)
+{
+    bool *mine = calloc(r->client->n_peers, sizeof *mine);
+    if (!mine)
+        return error_set_memory(error);
+    fanin_status status = sort_out(r, open, mine, error);
+    if (status == FANIN_OK)
+        status = try_all(r, mine, error);
+    if (r->client->devices->map)
+        ipc_map_sweep(r->client->devices->map); /* what newer tables do not list */
+    free(mine);
+    return status;
+}
+
+void ipc_unmap(fanin_client *client, publication *p)
+{
+    bool any = false;
+    for (size_t i = 0; p->paths && i < p->n_peers; i++) {
+        path_state *s = &p->paths->peers[i];
+        if (!s->hold || s->hold->drop != drop_hold)
+            continue;
+        path_state_drop(client, s, i);
+        any = true;
+    }
+    if (any && client->devices->map)
+        ipc_map_sweep(client->devices->map);
+}
+
+const ipc_regions *ipc_regions_of(const path_state *s)
+{
+    return shard_of(s);
 }

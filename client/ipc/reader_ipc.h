@@ -1,0 +1,22 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/** @file The path cuda_ipc: kernels that read the ranks' device memory. */
+#ifndef READER_IPC_H
+#define READER_IPC_H
+
+#include "ipc/device_reader.h"
+#include "path/reader.h"
+
+extern const path_reader ipc_reader;
+
+/** See path_reader. */
+fanin_status ipc_probe(path_round *r, bool *open, fanin_error *error);
+void ipc_unmap(fanin_client *client, publication *p);
+
+/** What the path keeps of a rank's regions, which becomes its own. NULL: out of memory. */
+path_hold *ipc_hold_make(const ipc_regions *regions);
+/** Of a state whose path this is. */
+const ipc_regions *ipc_regions_of(const path_state *s);
+/** A device does not end a read: what it may touch stays mapped and is never freed. */
+void ipc_leave_to_device(fanin_client *client);
+
+#endif

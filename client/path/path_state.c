@@ -1,0 +1,203 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include "path/path_state.h"
+
+#include "catalog/fetch.h"
+#include "error_set.h"
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+/* One peer, whatever the publication. */
+struct path_peer {
+    uint64_t generation; /* of the connection that the rest is about */
+    uint64_t serial;     /* grows whenever what was decided before is void */
+    char avoided[PATH_REASON];
+};
+
+/* ------------------------------------------------------------------ keeping */
+
+fanin_status path_states_open(fanin_client *client, publication *p, fanin_error *error)
+{
+    if (!client->paths)
+        client->paths = calloc(client->n_peers, sizeof *client->paths);
+    if (!client->paths)
+        return error_set_memory(error);
+    if (p->paths)
+        return FANIN_OK;
+    struct path_states *s = calloc(1, sizeof *s);
+    path_state *peers = calloc(p->n_peers, sizeof *peers);
+    if (!s || !peers) {
+        free(s);
+        free(peers);
+        return error_set_memory(error);
+    }
+    *s = (struct path_states){.peers = peers, .gather_device = -1};
+    p->paths = s;
+    return FANIN_OK;
+}
+
+void path_state_drop(fanin_client *client, path_state *s, size_t peer)
+{
+    if (s->hold)
+        s->hold->drop(client, peer, s->hold);
+    s->hold = NULL;
+    s->path = FANIN_PATH_AUTO;
+}
+
+static void drop_regions(fanin_client *client, path_state *s, size_t peer)
+{
+    path_state_drop(client, s, peer);
+    region_table_free(&s->regions);
+    s->regions_path = FANIN_PATH_AUTO;
+}
+
+void path_states_free(fanin_client *client)
+{
+    for (publication *p = client->publications; p; p = p->next) {
+        for (size_t i = 0; p->paths && i < p->n_peers; i++)
+            drop_regions(client, &p->paths->peers[i], i);
+        free(p->paths ? p->paths->peers : NULL);
+        free(p->paths);
+        p->paths = NULL;
+    }
+    free(client->paths);
+    client->paths = NULL;
+}
+
+/* ------------------------------------------------------------------ serials */
+
+static struct path_peer *look_at(fanin_client *client, size_t peer)
+{
+    struct path_peer *p = &client->paths[peer];
+    if (p->generation != client->peers[peer].generation) {
+        p->generation = client->peers[peer].generation;
+        p->avoided[0] = '\0';
+        p->serial++;
+    }
+    return p;
+}
+
+path_state *path_state_of(fanin_client *client, publication *p, size_t peer)
+{
+    path_state *s = &p->paths->peers[peer];
+    uint64_t serial = look_at(client, peer)->serial, tables = p->shards[peer].serial;
+    if (s->tables != tables)
+        drop_regions(client, s, peer); /* other regions may be other memory */
+    else if (s->serial != serial)
+        path_state_drop(client, s, peer);
+    s->tables = tables;
+    s->serial = serial;
+    return s;
+}
+
+const path_state *path_taken(const publication *p, size_t peer)
+{
+    static const path_state none;
+    return p->paths ? &p->paths->peers[peer] : &none;
+}
+
+void path_void(fanin_client *client, size_t peer)
+{
+    if (client->paths)
+        client->paths[peer].serial++;
+}
+
+void path_avoid(fanin_client *client, size_t peer, const char *why)
+{
+    struct path_peer *p = look_at(client, peer);
+    snprintf(p->avoided, sizeof p->avoided, "%.250s", why);
+    p->serial++;
+}
+
+const char *path_avoided(fanin_client *client, size_t peer)
+{
+    const struct path_peer *p = look_at(client, peer);
+    return p->avoided[0] ? p->avoided : NULL;
+}
+
+/* ------------------------------------------------------------------ regions */
+
+/* A refusal of one rank's, which concerns nobody else. That the publication is gone or away is
+   no matter of the path that was asked about. */
+static bool is_refusal(const fanin_client *client, const fetch *f, fanin_error *refused)
+{
+    bool of_publication = f->status == FANIN_ERR_STALE ||
+                          f->status == FANIN_ERR_PAUSED ||
+                          f->status == FANIN_ERR_NOT_FOUND;
+    if (f->status == FANIN_OK || of_publication || !peer_ready(&client->peers[f->peer]))
+        return false;
+    error_copy(&refused[f->peer], &f->error);
+    return true;
+}
+
+/* The first error that is not a rank's own. */
+static fanin_status drop_refused(const fanin_client *client, const fetch *fetches,
+                                 size_t n, fanin_status status, fanin_error *refused,
+                                 fanin_error *error)
+{
+    if (status == FANIN_OK || status == FANIN_ERR_CANCELLED ||
+        status == FANIN_ERR_TIMEOUT)
+        return status;
+    for (size_t i = 0; i < n; i++) {
+        if (fetches[i].status == FANIN_OK || is_refusal(client, &fetches[i], refused))
+            continue;
+        error_copy(error, &fetches[i].error);
+        return fetches[i].status;
+    }
+    return FANIN_OK;
+}
+
+static fanin_status take_regions(const peer *owner, const shard_table *tables,
+                                 path_state *s, const buffer *data, client_work *work,
+                                 fanin_error *error)
+{
+    fanin_status status =
+        region_table_decode(data->data, data->size, &work->stop, &s->regions, error);
+    if (status != FANIN_OK)
+        return tables_end_decoding(work, owner, status, error);
+    if (box_table_regions(tables->boxes) <= s->regions->count)
+        return FANIN_OK;
+    region_table_free(&s->regions);
+    error_place place = connection_place(owner->control, "catalog");
+    return error_set(error, FANIN_ERR_PROTOCOL, &place,
+                     "rank %u at %s has boxes in a region that its table does not list",
+                     connection_peer(owner->control)->rank,
+                     connection_text(owner->control));
+}
+
+fanin_status path_state_regions(fanin_client *client, publication *p, const bool *want,
+                                fanin_path path, deadline at, fanin_error *refused,
+                                fanin_error *error)
+{
+    fetch *fetches = calloc(client->n_peers, sizeof *fetches);
+    if (!fetches)
+        return error_set_memory(error);
+    size_t n = 0;
+    for (size_t i = 0; i < client->n_peers; i++) {
+        path_state *s = want[i] ? path_state_of(client, p, i) : NULL;
+        if (!s || !p->shards[i].boxes || (s->regions && s->regions_path == path))
+            continue;
+        drop_regions(client, s, i);
+        fetch *f = &fetches[n++];
+        *f = (fetch){.peer = i, .type = MSG_REGIONS};
+        snprintf(f->request.publication, sizeof f->request.publication, "%s", p->name);
+        f->request.catalog_version = p->shards[i].version;
+        f->request.path = path;
+    }
+    client_work work;
+    client_work_start(&work, client, at);
+    fanin_status status = fetch_all(client, fetches, n, at, error);
+    status = drop_refused(client, fetches, n, status, refused, error);
+    for (size_t i = 0; i < n && status == FANIN_OK; i++) {
+        size_t peer = fetches[i].peer;
+        path_state *s = &p->paths->peers[peer];
+        if (fetches[i].status != FANIN_OK)
+            continue;
+        status = take_regions(&client->peers[peer], &p->shards[peer], s,
+                              &fetches[i].data, &work, error);
+        s->regions_path = path;
+    }
+    fetch_free(fetches, n);
+    free(fetches);
+    return status;
+}

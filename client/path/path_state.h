@@ -1,0 +1,61 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/**
+ * @file
+ * Which path each rank's regions are read on, why, and what that path keeps of them. It is made from
+ * a connection and a catalog: what was made from others drops itself when it is looked at.
+ */
+#ifndef PATH_STATE_H
+#define PATH_STATE_H
+
+#include "catalog/tables.h"
+
+#define PATH_REASON 256 /**< bytes of a sentence that says why a path was taken */
+
+/** What a path keeps of a rank's regions, remote keys or mappings; embedded at the front. */
+typedef struct path_hold {
+    void (*drop)(fanin_client *client, size_t peer, struct path_hold *hold);
+} path_hold;
+
+/** One rank's path for one publication. */
+typedef struct path_state {
+    uint64_t serial,
+        tables;      /**< of the rank's paths, of its tables: that it was made for */
+    fanin_path path; /**< FANIN_PATH_AUTO: not decided */
+    char reason[PATH_REASON];
+    region_table *regions; /**< NULL until the choice of a path needs them */
+    fanin_path regions_path;
+    path_hold *hold; /**< of the regions; NULL: nothing yet */
+} path_state;
+
+struct path_states {
+    path_state *peers; /**< one a peer */
+    int gather_device; /**< collects cuda_ipc's bytes for host memory; -1: none yet */
+};
+
+/** Makes what the functions below need. FANIN_ERR_MEMORY. */
+fanin_status path_states_open(fanin_client *client, publication *p, fanin_error *error);
+/** Of all publications, at the end: before tables_free_all() and before the paths' ends. */
+void path_states_free(fanin_client *client);
+
+/** The peer's state, as far as it still holds. */
+path_state *path_state_of(fanin_client *client, publication *p, size_t peer);
+/** The path that was taken last, and why; never NULL. */
+const path_state *path_taken(const publication *p, size_t peer);
+/** Lets go of what the path keeps of the regions; the path is to be decided anew. */
+void path_state_drop(fanin_client *client, path_state *s, size_t peer);
+
+/** What was decided about this peer's paths, for whichever publication, is void. */
+void path_void(fanin_client *client, size_t peer);
+/** The same, for the path failed while it was used: stream until the rank is connected anew, unless
+    another path is forced. */
+void path_avoid(fanin_client *client, size_t peer, const char *why);
+/** Why the peer has to be read by stream; NULL: it need not be. */
+const char *path_avoided(fanin_client *client, size_t peer);
+
+/** Brings the region tables of peers with want[i] to @p path. @p refused, one a peer: a rank that is
+    there and gives none gets its error there, and the others go on. Errors as of tables_sync(). */
+fanin_status path_state_regions(fanin_client *client, publication *p, const bool *want,
+                                fanin_path path, deadline at, fanin_error *refused,
+                                fanin_error *error);
+
+#endif

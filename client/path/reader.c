@@ -1,0 +1,155 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include "path/reader.h"
+
+#include "error_set.h"
+#include "host.h"
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+static const char *const names[] = {"auto", "stream", "cma", "rdma", "cuda_ipc"};
+
+const char *fanin_path_name(fanin_path path)
+{
+    return path >= 0 && path < (fanin_path)(sizeof(names) / sizeof(*names))
+               ? names[path]
+               : NULL;
+}
+
+fanin_path fanin_path_from_name(const char *name)
+{
+    for (size_t i = 0; name && i < sizeof(names) / sizeof(*names); i++) {
+        if (strcmp(name, names[i]) == 0)
+            return (fanin_path)i;
+    }
+    return -1;
+}
+
+/* ---------------------------------------------------------------- choosing */
+
+void path_set(path_round *r, size_t peer, fanin_path path, const char *reason)
+{
+    path_state *s = path_state_of(r->client, r->publication, peer);
+    s->path = path;
+    snprintf(s->reason, sizeof s->reason, "%s", reason);
+}
+
+void path_choose(path_round *r, size_t peer, fanin_path path, const char *reason)
+{
+    const connection *c = r->client->peers[peer].control;
+    path_set(r, peer, path, reason);
+    log_write(&r->client->log, FANIN_LOG_INFO, "path", "rank %u at %s uses %s: %s",
+              connection_peer(c)->rank, connection_text(c), fanin_path_name(path),
+              reason);
+}
+
+/* A forced path. */
+static fanin_status refuse(const path_round *r, size_t peer, const char *why,
+                           fanin_error *error)
+{
+    const fanin_client *client = r->client;
+    const connection *c = client->peers[peer].control;
+    error_place place = connection_place(c, "connect");
+    place.remedy = "use --path auto or stream, or set up what the path needs";
+    return error_set(error, r->lacks ? FANIN_ERR_TRANSPORT : FANIN_ERR_UNSUPPORTED,
+                     &place, "path %s to rank %u at %s is not possible: %s",
+                     fanin_path_name(client->config.path), connection_peer(c)->rank,
+                     connection_text(c), why);
+}
+
+fanin_status path_give_up(path_round *r, size_t peer, const char *why,
+                          fanin_error *error)
+{
+    const struct peer *p = &r->client->peers[peer];
+    if (!peer_ready(p)) { /* lost, which says nothing about paths */
+        error_copy(error, connection_fault(p->control));
+        return connection_fault(p->control)->status;
+    }
+    if (r->client->config.path != FANIN_PATH_AUTO)
+        return refuse(r, peer, why, error);
+    path_choose(r, peer, FANIN_PATH_STREAM, why);
+    return FANIN_OK;
+}
+
+fanin_status path_regions(path_round *r, bool *mask, fanin_path path,
+                          fanin_error *error)
+{
+    size_t n = r->client->n_peers;
+    fanin_error *refused = calloc(n, sizeof *refused);
+    if (!refused)
+        return error_set_memory(error);
+    for (size_t i = 0; i < n; i++)
+        refused[i] = (fanin_error)FANIN_ERROR_INIT;
+    fanin_status status = path_state_regions(r->client, r->publication, mask, path,
+                                             r->at, refused, error);
+    for (size_t i = 0; i < n && status == FANIN_OK; i++) {
+        const path_state *s = path_taken(r->publication, i);
+        if (!mask[i] || (s->regions && s->regions_path == path))
+            continue;
+        mask[i] = false;
+        status = path_give_up(r, i, refused[i].message, error);
+    }
+    free(refused);
+    return status;
+}
+
+bool path_is_offered(const fanin_client *client, size_t peer, fanin_path path)
+{
+    return connection_peer(client->peers[peer].control)->paths & (UINT32_C(1) << path);
+}
+
+bool path_is_local(const fanin_client *client, size_t peer)
+{
+    char here[HOST_ID_SIZE];
+    host_id(here);
+    const msg_hello_ok *hello = connection_peer(client->peers[peer].control);
+    return here[0] && strcmp(here, hello->host_id) == 0;
+}
+
+/* ----------------------------------------------------------------- reading */
+
+peer *path_source(const path_reading *r, size_t source)
+{
+    return &r->client->peers[r->plan->peer_of[source]];
+}
+
+/* Spans name the regions of the first arena; another one must be as large. */
+fanin_status path_arena(const path_reading *r, size_t source, uint32_t *first_region,
+                        fanin_error *error)
+{
+    size_t peer = r->plan->peer_of[source];
+    const connection *c = r->client->peers[peer].control;
+    const region_table *regions = path_taken(r->publication, peer)->regions;
+    uint64_t first = r->leases[peer].first_region;
+    uint32_t n = box_table_regions(r->publication->shards[peer].boxes);
+    *first_region = r->leases[peer].first_region;
+    for (uint32_t i = 0; i < n && first > 0; i++) {
+        if (i + first < regions->count &&
+            regions->entries[i + first].length >= regions->entries[i].length)
+            continue;
+        error_place place = connection_place(c, "begin");
+        return error_set(error, FANIN_ERR_PROTOCOL, &place,
+                         "rank %u at %s granted an arena outside of its regions",
+                         connection_peer(c)->rank, connection_text(c));
+    }
+    return FANIN_OK;
+}
+
+fanin_status path_check_ranks(const path_reading *r, const path_reader *reader,
+                              fanin_error *error)
+{
+    for (size_t i = 0; i < r->plan->n_sources; i++) {
+        const connection *c = path_source(r, i)->control;
+        if (r->reader_of[i] != reader || connection_get_state(c) == CONNECTION_READY)
+            continue;
+        error_copy(error, connection_fault(c));
+        return connection_fault(c)->status;
+    }
+    return FANIN_OK;
+}
+
+void path_note_done(const path_reading *r, size_t source)
+{
+    if (r->done_ns[source] == 0)
+        r->done_ns[source] = clock_ns();
+}

@@ -1,0 +1,44 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/** @file The plan of a pull, kept for as long as nothing that it was made from changes. */
+#ifndef PLAN_CACHE_H
+#define PLAN_CACHE_H
+
+#include "digest.h"
+#include "pull/choose_path.h"
+#include "pull/pull.h"
+
+/** A plan and what it was made from. */
+typedef struct plan_cache {
+    bool valid;
+    bool lacks_rank;  /**< there is none for want of a rank that is gone */
+    digest made_from; /**< of tables, participants and destination layout */
+    path_plan plan;
+    void *details[PATH_READERS]; /**< what each path reads by */
+    memory_range *ranges; /**< the destination's, if they follow from its layout */
+    size_t n_ranges;
+} plan_cache;
+
+/** The publication's, of a destination's plan_slot. NULL: out of memory. */
+plan_cache *plan_cache_of(publication *p, unsigned slot);
+/** Drops the publication's plans. */
+void plan_cache_drop(publication *p);
+/** Those of all publications, at the end. */
+void plan_cache_free(fanin_client *client);
+
+/** Makes the plan for the ranks with use[i] and the destination, unless it is there. Errors of
+    plan_build(); a hole whose holder is a rank that is down becomes that rank's error. */
+fanin_status plan_cache_make(plan_cache *cache, fanin_client *client,
+                             const publication *p, const bool *use,
+                             const destination *d, deadline at, fanin_error *error);
+/** Makes what the sources' paths read by. FANIN_ERR_TIMEOUT: stopped. */
+fanin_status plan_cache_detail(plan_cache *cache, fanin_client *client, publication *p,
+                               path_goal *goal, work_stop *stop, fanin_error *error);
+/** The destination's ranges, from the cache if they last. The cache's or the destination's. */
+fanin_status plan_cache_ranges(plan_cache *cache, const destination *d,
+                               const memory_range **ranges, size_t *n,
+                               fanin_error *error);
+
+/** Why the connection is not there, and that nobody else holds @p key ("": not known). Returns its status. */
+fanin_status pull_blame(const connection *c, const char *key, fanin_error *error);
+
+#endif

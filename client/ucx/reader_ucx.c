@@ -1,0 +1,396 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include "ucx/reader_ucx.h"
+
+#include "error_set.h"
+#include "ucx/one_sided_internal.h"
+#include <stdlib.h>
+
+/* Below so many bytes the copying is not worth threads. */
+#define THREADS_FROM ((uint64_t)16 << 20)
+#define MAX_THREADS 3
+
+/* A get costs about as much as copying this many bytes; measured with cma, where a piece of
+   its own is worth it from some tens of KiB on. */
+static const span_rule span_rules = {
+    .max_length = SPAN_MAX, .max_gap = 8192, .direct_from = 65536};
+
+/* ----------------------------------------------------------------- planning */
+
+static fanin_status make_spans(const path_planning *how, void **detail,
+                               fanin_error *error)
+{
+    const path_plan *p = how->plan;
+    fanin_status status = FANIN_OK;
+    for (size_t i = 0; i < p->n_sources && status == FANIN_OK; i++) {
+        const path_state *s = path_taken(how->publication, p->peer_of[i]);
+        if (p->plan->ranks[i].n_pieces == 0 ||
+            !(ucx_reader.paths & UINT32_C(1) << s->path))
+            continue;
+        if (!*detail)
+            *detail = calloc(p->n_sources, sizeof(plan_spans *));
+        plan_spans **spans = *detail;
+        if (!spans)
+            return error_set_memory(error);
+        if (!spans[i])
+            status =
+                plan_spans_build(p->plan, how->publication->keys, p->sources, i,
+                                 s->regions, &span_rules, how->stop, &spans[i], error);
+    }
+    return status;
+}
+
+static void forget_spans(void *detail, size_t n_sources)
+{
+    plan_spans **spans = detail;
+    for (size_t i = 0; spans && i < n_sources; i++)
+        plan_spans_free(&spans[i]);
+    free(spans);
+}
+
+/* -------------------------------------------------------------- life cycle */
+
+static void on_wake(loop_source *source, uint32_t events)
+{
+    (void)source;
+    (void)events; /* the next step progresses */
+}
+
+static fanin_status add_work(one_sided *o, size_t source, plan_spans *const *spans,
+                             fanin_error *error)
+{
+    const path_reading *r = o->r;
+    size_t peer = r->plan->peer_of[source];
+    const path_state *s = path_taken(r->publication, peer);
+    one_sided_work *w = &o->works[o->n++];
+    *w = (one_sided_work){.source = source,
+                          .peer = peer,
+                          .rank = r->plan->sources[source].rank,
+                          .regions = s->regions,
+                          .rkeys = ucx_keys_of(s),
+                          .spans = spans[source]};
+    return path_arena(r, source, &w->first_region, error);
+}
+
+static uint64_t count_bytes(const one_sided *o)
+{
+    uint64_t bytes = 0;
+    for (size_t i = 0; i < o->n; i++) {
+        for (uint64_t j = 0; j < o->works[i].spans->n_spans; j++)
+            bytes += o->works[i].spans->spans[j].length;
+    }
+    return bytes;
+}
+
+static fanin_status start(const path_reading *r, void *detail, void **reading,
+                          fanin_error *error)
+{
+    one_sided *o = calloc(1, sizeof *o);
+    *reading = o;
+    if (!o)
+        return error_set_memory(error);
+    o->r = r;
+    o->end = r->client->one_sided;
+    o->context = -1;
+    o->source = (loop_source){.fd = -1, .events = EPOLLIN, .ready = on_wake};
+    o->works = calloc(r->plan->n_sources, sizeof *o->works);
+    fanin_status status = o->works ? FANIN_OK : error_set_memory(error);
+    for (size_t i = 0; i < r->plan->n_sources && status == FANIN_OK; i++) {
+        if (r->reader_of[i] == &ucx_reader)
+            status = add_work(o, i, detail, error);
+    }
+    if (status == FANIN_OK)
+        status = one_sided_make_staging(o->end, error);
+    if (status == FANIN_OK)
+        status = one_sided_make_gets(o, error);
+    if (status != FANIN_OK)
+        return status;
+    o->pool = scatter_pool_create(count_bytes(o) < THREADS_FROM ? 0 : MAX_THREADS, -1);
+    if (!o->pool)
+        return error_set_memory(error);
+    one_sided_register(o);
+    o->source.fd = ucx_client_fd(o->end->client);
+    return loop_add(&r->client->loop, &o->source, error);
+}
+
+/* UCX wants the context of the devices that it writes to. */
+static bool enter(const one_sided *o)
+{
+    return o->context >= 0 &&
+           gpu_context_enter(device_sink_gpu(o->r->sink), o->context, NULL) == FANIN_OK;
+}
+
+static bool drain(one_sided *o)
+{
+    bool drained = true;
+    deadline at = ucx_end_drain_by();
+    for (size_t i = 0; i < o->n; i++) {
+        const ucx_endpoint *e = o->end->peers[o->works[i].peer].endpoint;
+        if (e && (ucx_endpoint_outstanding(e) > 0 || ucx_endpoint_failed(e, NULL) != 0))
+            drained = ucx_end_drop(o->r->client, o->works[i].peer, at) && drained;
+    }
+    return drained && o->outstanding == 0;
+}
+
+/* A path that failed is not tried again on this connection unless it is forced. */
+static void avoid_failed(const one_sided *o)
+{
+    deadline at = ucx_end_drain_by();
+    for (size_t i = 0; i < o->n; i++) {
+        if (!o->works[i].failed)
+            continue;
+        (void)ucx_end_drop(o->r->client, o->works[i].peer, at);
+        path_avoid(o->r->client, o->works[i].peer, o->works[i].error.message);
+    }
+}
+
+static bool finish(void *reading, const fanin_error *why)
+{
+    one_sided *o = reading;
+    device_sink *sink = o->r->sink;
+    scatter_pool_destroy(&o->pool);
+    bool copied = !sink || device_sink_recall(sink, o);
+    bool entered = enter(o);
+    bool drained = drain(o);
+    loop_remove(&o->r->client->loop, &o->source);
+    for (size_t i = 0; i < o->n_locals; i++)
+        ucx_local_destroy(&o->locals[i]);
+    if (!drained)
+        drained = ucx_end_close(o->r->client);
+    if (entered)
+        gpu_context_leave(device_sink_gpu(sink));
+    if (why)
+        avoid_failed(o);
+    if (!drained || !copied)
+        return false; /* what is under way may still land: reader and destination stay */
+    for (size_t i = 0; o->gets && i < o->n_gets; i++) {
+        if (o->gets[i].copy.sink)
+            sink_job_give(&o->gets[i].copy);
+    }
+    free(o->gets);
+    free(o->locals);
+    free(o->works);
+    free(o);
+    return true;
+}
+
+/* ------------------------------------------------------------------ getting */
+
+static void on_done(void *cookie, uint64_t tag, int ucx_status)
+{
+    one_sided *o = cookie;
+    get *g = &o->gets[tag];
+    o->outstanding--;
+    if (!o->pool || (ucx_status == 0 && !get_flush(o, g))) {
+        /* The reading has ended and what comes stays where it is, or its device has failed. */
+        g->busy = false;
+    } else if (ucx_status != 0) {
+        const char *text = "the read failed";
+        const ucx_endpoint *e = o->end->peers[g->work->peer].endpoint;
+        if (e)
+            ucx_endpoint_failed(e, &text);
+        g->busy = false;
+        work_fail(o, g->work, text);
+    } else if (g->direct) {
+        get_finish(o, g);
+    } else {
+        get_distribute(o, g);
+    }
+}
+
+/* The registration of @p length bytes at @p to, NULL: none. */
+static const ucx_local *local_for(const one_sided *o, const uint8_t *to,
+                                  uint64_t length, int *device_out)
+{
+    const memory_range *r = memory_range_find(o->r->ranges, o->n_locals, to);
+    if (!r || length > (uint64_t)(r->base + r->length - to))
+        return NULL;
+    *device_out = r->device;
+    return o->locals[r - o->r->ranges];
+}
+
+static get *free_get(one_sided *o, size_t first, size_t count)
+{
+    for (size_t i = first; i < first + count; i++) {
+        if (!o->gets[i].busy)
+            return &o->gets[i];
+    }
+    return NULL;
+}
+
+/* Where the span's pieces go; the index of the device that all are on, or -1. */
+static int sort_out(const one_sided *o, const one_sided_work *w, const span *s,
+                    bool *to_host, bool *to_devices)
+{
+    int only = -1;
+    bool several = false;
+    *to_host = !o->r->sink;
+    *to_devices = false;
+    for (uint64_t i = s->first; o->r->sink && i < s->first + s->count; i++) {
+        int device =
+            device_sink_device(o->r->sink, o->r->base + w->spans->pieces[i].to);
+        several = several || (*to_devices && device >= 0 && device != only);
+        *to_host = *to_host || device < 0;
+        *to_devices = *to_devices || device >= 0;
+        only = device >= 0 ? device : only;
+    }
+    if (!*to_devices || *to_host || several)
+        return -1;
+    for (size_t i = 0; i < device_sink_devices(o->r->sink); i++) {
+        if (device_sink_device_at(o->r->sink, i) == only)
+            return (int)i;
+    }
+    return -1;
+}
+
+/* A free slot that fits: on the device that all of the span goes to, else in host memory. */
+static get *free_slot(one_sided *o, const one_sided_work *w, const span *s)
+{
+    bool to_host, to_devices;
+    int index = sort_out(o, w, s, &to_host, &to_devices);
+    size_t first = FIRST_DEVICE + (index < 0 ? 0 : (size_t)index * DEVICE_SLOTS);
+    get *g = index >= 0 && o->gets[first].slot ? free_get(o, first, DEVICE_SLOTS)
+                                               : free_get(o, 0, STAGING_SLOTS);
+    if (g) {
+        g->to_host = to_host;
+        g->to_devices = to_devices;
+    }
+    return g;
+}
+
+/* Posts the next span of a rank; false: no room. */
+static bool post(one_sided *o, one_sided_work *w)
+{
+    const span *s = &w->spans->spans[w->next_span];
+    uint8_t *to = NULL;
+    const ucx_local *local = NULL;
+    int device = -1;
+    if (s->direct) {
+        to = o->r->base + w->spans->pieces[s->first].to;
+        local = local_for(o, to, s->length, &device);
+    }
+    if (local && device >= 0 && !device_sink_ready(o->r->sink))
+        return false; /* the destination is still in use */
+    get *g = local ? free_get(o, FIRST_DIRECT, MAX_DIRECT) : free_slot(o, w, s);
+    if (!g)
+        return false;
+    g->direct = local != NULL;
+    if (g->direct) {
+        g->device = device;
+        g->to_host = device < 0;
+        g->to_devices = device >= 0;
+    } else {
+        to = g->slot;
+        local = g->local;
+    }
+    g->work = w;
+    g->span = s;
+    g->busy = true;
+    o->outstanding++;
+    w->next_span++;
+    fanin_error why = FANIN_ERROR_INIT;
+    uint32_t region = w->first_region + s->region;
+    const region_entry *r = &w->regions->entries[region];
+    if (ucx_get(o->end->peers[w->peer].endpoint, w->rkeys[region], r->base + s->offset,
+                to, s->length, local, on_done, o, (uint64_t)(g - o->gets),
+                &why) != FANIN_OK) {
+        g->busy = false;
+        o->outstanding--;
+        work_fail(o, w, why.message);
+    }
+    return true;
+}
+
+/* Posts what there is room for, progresses, and takes what has come. */
+static bool turn(one_sided *o)
+{
+    bool happened = get_collect(o), full = false;
+    for (size_t i = 0; i < o->n && !full; i++) {
+        one_sided_work *w = &o->works[(o->turn + i) % o->n];
+        if (w->failed || w->next_span == w->spans->n_spans)
+            continue;
+        const ucx_endpoint *e = o->end->peers[w->peer].endpoint;
+        if (!e || ucx_endpoint_failed(e, NULL) != 0) {
+            work_fail(o, w, "the endpoint failed");
+            return true;
+        }
+        full = !post(o, w);
+        happened = happened || !full;
+    }
+    o->turn = o->n ? (o->turn + 1) % o->n : 0;
+    return ucx_client_progress(o->end->client) || happened;
+}
+
+static bool step(void *reading)
+{
+    one_sided *o = reading;
+    bool entered = enter(o);
+    bool happened = turn(o);
+    if (entered)
+        gpu_context_leave(device_sink_gpu(o->r->sink));
+    if (happened || o->scattering == 0)
+        return happened;
+    /* Nothing to fetch into: this thread copies as well, or waits for those that do. */
+    if (!scatter_pool_help(o->pool))
+        scatter_pool_wait(o->pool);
+    return true;
+}
+
+static fanin_status check(void *reading, bool last, bool *done, fanin_error *error)
+{
+    (void)last;
+    one_sided *o = reading;
+    /* Tells of a dead rank long before a fabric would. */
+    fanin_status status = path_check_ranks(o->r, &ucx_reader, error);
+    for (size_t i = 0; i < o->n && status == FANIN_OK; i++) {
+        const one_sided_work *w = &o->works[i];
+        if (w->failed) {
+            error_copy(error, &w->error);
+            status = FANIN_ERR_TRANSPORT;
+        } else if (w->done_spans < w->spans->n_spans) {
+            *done = false;
+        } else {
+            path_note_done(o->r, w->source);
+        }
+    }
+    return status;
+}
+
+static bool busy(void *reading, deadline *wake)
+{
+    const one_sided *o = reading;
+    (void)wake; /* the client's descriptor wakes the loop */
+    return !ucx_client_arm(o->end->client);
+}
+
+static uint64_t bytes(const void *reading)
+{
+    const one_sided *o = reading;
+    uint64_t sum = 0;
+    for (size_t i = 0; i < o->n; i++)
+        sum += o->works[i].bytes;
+    return sum;
+}
+
+static uint64_t account(const void *reading)
+{
+    const one_sided *o = reading;
+    for (size_t i = 0; i < o->n; i++)
+        o->r->served[o->works[i].peer] =
+            (served){.bytes = o->works[i].bytes, .reads = o->works[i].done_spans};
+    return o->scatter_ns;
+}
+
+const path_reader ucx_reader = {
+    .paths = 1 << FANIN_PATH_CMA | 1 << FANIN_PATH_RDMA,
+    .uses_sink = true,
+    .probe = ucx_probe,
+    .plan = make_spans,
+    .forget = forget_spans,
+    .start = start,
+    .step = step,
+    .check = check,
+    .busy = busy,
+    .bytes = bytes,
+    .account = account,
+    .finish = finish,
+};
