@@ -3,6 +3,7 @@
  * Looking at ranks one of which is stopped, killed, or accepts and says nothing: the others are
  * judged by what they say, within the one time that the call was given, wherever the odd one stands.
  */
+#include "ends.h"
 #include "lab.h"
 #include "testing.h"
 #include <netinet/in.h>
@@ -45,18 +46,10 @@ static int listen_mute(char address[32])
 static void set_up(scene *s, uint32_t odd)
 {
     *s = (scene){.odd = odd, .mute = -1};
-    lab_order order = {.shape = "small",
-                       .world_size = RANKS,
-                       .replicate = 1,
-                       .base_port = lab_free_ports(RANKS),
-                       .world = 0x42};
+    const lab_order order = lab_order_of(RANKS);
     lab_open(&s->lab, false);
     lab_start(&s->lab, &order, &s->world);
-    fanin_error error = FANIN_ERROR_INIT;
-    fanin_client_config config;
-    fanin_client_config_init(&config, sizeof(config));
-    config.no_ucx = true;
-    assert_ok(fanin_client_create(&config, &s->client, &error), error);
+    s->client = make_client(NULL);
 }
 
 static void strike(scene *s, oddity what)

@@ -3,6 +3,7 @@
  * Adapter directories through the public interface: what is written, what is reused, what is
  * refused, and what several processes that want one directory at once do.
  */
+#include "ends.h"
 #include "lab.h"
 #include "local_world.h"
 #include "fetch/pattern.h"
@@ -48,11 +49,7 @@ static void set_up(bench *b)
 {
     *b = (bench){0};
     make_scratch(b);
-    b->order = (lab_order){.shape = "small",
-                           .world_size = RANKS,
-                           .replicate = 1,
-                           .base_port = lab_free_ports(RANKS),
-                           .world = 0x42};
+    b->order = lab_order_of(RANKS);
     lab_open(&b->lab, false);
     lab_start(&b->lab, &b->order, &b->world);
 }
@@ -112,23 +109,16 @@ static void tear_down(bench *b)
 
 static fanin_client *connect_to(const bench *b, fanin_path path)
 {
-    fanin_error error = FANIN_ERROR_INIT;
-    fanin_client_config config;
-    fanin_client_config_init(&config, sizeof(config));
+    fanin_client_config config = make_client_config();
+    config.no_ucx = false;
     config.path = path;
     config.max_inflight = 1 << 20;
-    fanin_client *client = NULL;
-    assert_ok(fanin_client_create(&config, &client, &error), error);
-    assert_ok(fanin_client_connect(client, b->world.address_list, RANKS, 20000, &error),
-              error);
-    return client;
+    return connect_client(&config, b->world.address_list, RANKS);
 }
 
 static fanin_pull_options defaults(void)
 {
-    fanin_pull_options options;
-    fanin_pull_options_init(&options, sizeof(options));
-    options.publication = "lora:0";
+    fanin_pull_options options = make_options(FANIN_STEP_NEWEST, 0);
     options.timeout_ms = PULL_MS;
     return options;
 }

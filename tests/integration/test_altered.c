@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Links that alter bits: whatever is altered on the way, no wrong byte is delivered. */
+#include "ends.h"
 #include "rank_proxy.h"
 #include "testing.h"
-#include <fanin/fanin.h>
 #include <string.h>
 
 #define PUBLICATION "lora:0"
@@ -21,25 +21,15 @@ static size_t size(void)
 
 static fanin_tensor matrix(fanin_box *box, void *memory)
 {
-    *box = (fanin_box){.extent = {ROWS, columns}, .address = memory};
-    return (fanin_tensor){.struct_size = sizeof(fanin_tensor),
-                          .name = "matrix",
-                          .dtype = FANIN_DTYPE_U32,
-                          .n_dims = 2,
-                          .shape = {ROWS, columns},
-                          .boxes = box,
-                          .n_boxes = 1};
+    return make_tensor("matrix", FANIN_DTYPE_U32, ROWS, columns, box, memory);
 }
 
 static fanin_server *start_server(void)
 {
     fanin_error error = FANIN_ERROR_INIT;
-    fanin_server *server;
-    fanin_server_config config;
-    fanin_server_config_init(&config, sizeof(config));
-    memset(config.world_id, 7, sizeof(config.world_id));
-    config.flags = FANIN_SERVER_NO_UCX;
-    assert_ok(fanin_server_create(&config, &server, &error), error);
+    char address[32];
+    const fanin_server_config config = make_server_config();
+    fanin_server *server = make_server(&config, address, sizeof address);
     for (uint32_t i = 0; i < ROWS * columns; i++)
         published[i] = i * UINT32_C(2654435761);
     fanin_box box;
@@ -62,19 +52,15 @@ static void pull(flip *p, fanin_server *server, bool no_checksums, outcome *out)
                      .info = {.struct_size = sizeof(out->info)}};
     rank_proxy proxy;
     rank_proxy_start_flip(&proxy, fanin_server_port(server), p);
-    fanin_client_config config;
-    fanin_client_config_init(&config, sizeof(config));
-    config.no_ucx = config.no_unix = true;
+    fanin_client_config config = make_client_config();
+    config.no_unix = true;
     config.no_checksums = no_checksums;
     config.streams_per_rank = 1;
     config.connect_timeout_ms = config.lost_ms = 100; /* for hellos that never end */
-    fanin_client *client;
+    fanin_client *client = make_client(&config);
     fanin_result *result = NULL;
     const char *address = proxy.address;
-    assert_ok(fanin_client_create(&config, &client, &out->error), out->error);
-    fanin_pull_options options;
-    fanin_pull_options_init(&options, sizeof(options));
-    options.publication = PUBLICATION;
+    const fanin_pull_options options = make_options(FANIN_STEP_NEWEST, 0);
     fanin_box box;
     fanin_tensor tensor = matrix(&box, landed);
     memset(landed, 0, size());

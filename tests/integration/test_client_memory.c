@@ -4,6 +4,7 @@
  * that this process has no memory and blames nobody else, and the next call of the same client works.
  * Linked with --wrap; under AddressSanitizer nothing leaks either.
  */
+#include "ends.h"
 #include "failing_memory.h"
 #include "local_world.h"
 #include "testing.h"
@@ -27,19 +28,10 @@ static fanin_status pull_memory(fanin_client *client, fanin_error *error)
     static uint8_t bytes[1 << 16];
     const world_tensor *t = &served.tensors[TENSOR];
     fanin_box box = {.address = bytes};
-    fanin_tensor tensor = {.struct_size = sizeof tensor,
-                           .name = t->name,
-                           .dtype = t->dtype,
-                           .n_dims = t->n_dims,
-                           .boxes = &box,
-                           .n_boxes = 1};
+    fanin_tensor tensor = world_boxes(t, &box, 1);
     assert_true(world_bytes(t) <= sizeof bytes);
     memcpy(box.extent, t->shape, sizeof box.extent);
-    memcpy(tensor.shape, t->shape, sizeof tensor.shape);
-    fanin_pull_options options;
-    fanin_pull_options_init(&options, sizeof options);
-    options.publication = "lora:0";
-    options.timeout_ms = 20000;
+    const fanin_pull_options options = make_options(FANIN_STEP_NEWEST, 0);
     fanin_status status = fanin_client_pull(client, &options, &tensor, 1, NULL, error);
     if (status == FANIN_OK)
         world_check(&served, TENSOR, served.ranks[0].step, bytes);
@@ -62,10 +54,7 @@ static fanin_status pull_directory(fanin_client *client, fanin_error *error)
 {
     char directory[64];
     snprintf(directory, sizeof directory, "%s/adapter", root);
-    fanin_pull_options options;
-    fanin_pull_options_init(&options, sizeof options);
-    options.publication = "lora:0";
-    options.timeout_ms = 20000;
+    const fanin_pull_options options = make_options(FANIN_STEP_NEWEST, 0);
     fanin_status status =
         fanin_client_pull_adapter(client, &options, directory, NULL, error);
     if (status == FANIN_OK)
@@ -99,13 +88,10 @@ static void check_good(call_fn call, fanin_client *client, long calls)
 
 static void check(call_fn call)
 {
-    fanin_client_config config;
-    fanin_client_config_init(&config, sizeof config);
-    config.path = FANIN_PATH_STREAM;
     bool failed = true;
     long calls = 0;
     for (; failed; calls++) {
-        fanin_client *client = world_client_with(&served, &config);
+        fanin_client *client = world_client(&served, FANIN_PATH_STREAM);
         fanin_error error = FANIN_ERROR_INIT;
         assert_true(calls < CALLS_MOST);
         failing_memory_start(calls, true);
@@ -145,9 +131,8 @@ static void connecting_recovers(void **state)
 
 static int set_up(void **state)
 {
-    served = (world){.flags = FANIN_SERVER_NO_UCX};
-    world_start(&served, RANKS, CUT_CHUNK0, world_lora, world_lora_count);
-    world_commit(&served, 7);
+    served.flags = FANIN_SERVER_NO_UCX;
+    world_begin(&served, RANKS, CUT_CHUNK0, 7);
     return mkdtemp(root) ? 0 : -1;
 }
 

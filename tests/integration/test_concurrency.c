@@ -3,6 +3,7 @@
  * Trainers that rewrite their weights in place while workers pull without pause. Each test
  * needs a process of its own: give its name and the path ("stream", "cma") as arguments.
  */
+#include "ends.h"
 #include "local_world.h"
 #include "rank_world.h"
 #include "net/client_rules.h"
@@ -77,9 +78,7 @@ static tally pull_unprotected(bool (*enough)(const tally *), unsigned most)
     fanin_client *client = rank_world_client(w, path_of_test);
     landing l;
     landing_make(w, &l);
-    fanin_pull_options options;
-    fanin_pull_options_init(&options, sizeof(options));
-    options.publication = "lora:0";
+    fanin_pull_options options = make_options(FANIN_STEP_NEWEST, 0);
     options.max_attempts = 1;
     for (unsigned i = 0; i < most && !enough(&t); i++) {
         fanin_error error = FANIN_ERROR_INIT;

@@ -4,6 +4,7 @@
  * have mapped, workers that die while they read. Trainer and workers are processes, forked from
  * this one, which does not use the driver itself.
  */
+#include "ends.h"
 #include "fake_cuda.h"
 #include "testing.h"
 #include <fanin/fanin.h>
@@ -46,14 +47,8 @@ static void describe(fanin_tensor *tensors, fanin_box *boxes, char names[][16],
 {
     for (size_t i = 0; i < SHARDS; i++) {
         snprintf(names[i], sizeof(names[i]), "w%02zu", i);
-        boxes[i] = (fanin_box){.extent = {BYTES}, .address = memory + i * BYTES};
-        tensors[i] = (fanin_tensor){.struct_size = sizeof(*tensors),
-                                    .name = names[i],
-                                    .dtype = FANIN_DTYPE_U8,
-                                    .n_dims = 1,
-                                    .shape = {BYTES},
-                                    .boxes = &boxes[i],
-                                    .n_boxes = 1};
+        tensors[i] = make_tensor(names[i], FANIN_DTYPE_U8, BYTES, 0, &boxes[i],
+                                 memory + i * BYTES);
     }
 }
 
@@ -170,12 +165,8 @@ static int obey(enum verb verb)
 
 static int train(int channel)
 {
-    fanin_server_config config;
-    fanin_server_config_init(&config, sizeof(config));
-    memset(config.world_id, 0x42, sizeof(config.world_id));
-    config.world_size = 1;
+    fanin_server_config config = make_server_config();
     config.lease_ms = LEASE_MS;
-    config.flags = FANIN_SERVER_NO_UCX;
     config.log = on_log;
     CHECK(fanin_server_create(&config, &server, &failure) == FANIN_OK);
     shards = fake_cuda_alloc(0, SHARDS * BYTES, FAKE_CUDA_MALLOC);
@@ -253,12 +244,11 @@ static fanin_status pull(worker *w)
     static fanin_tensor tensors[SHARDS];
     static fanin_box boxes[SHARDS];
     static char names[SHARDS][16];
-    fanin_pull_options options;
+    fanin_pull_options options = make_options(FANIN_STEP_NEWEST, 0);
     fanin_result *result = NULL;
     fanin_result_info info = {.struct_size = sizeof(info)};
-    fanin_pull_options_init(&options, sizeof(options));
-    options.publication = "lora:0";
-    options.timeout_ms = w->timeout_ms ? w->timeout_ms : 10000;
+    if (w->timeout_ms)
+        options.timeout_ms = w->timeout_ms;
     describe(tensors, boxes, names, w->memory);
     failure = (fanin_error)FANIN_ERROR_INIT;
     fanin_status status =

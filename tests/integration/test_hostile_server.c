@@ -5,6 +5,7 @@
  * an honest world.
  */
 #include "clock.h"
+#include "ends.h"
 #include "fake_server.h"
 #include "local_world.h"
 #include "testing.h"
@@ -111,20 +112,15 @@ static const lie lies[] = {
 
 static world honest; /* for afterwards */
 
-static fanin_client *make_client(fanin_path path)
+static fanin_client *client_of(fanin_path path)
 {
-    fanin_error error = FANIN_ERROR_INIT;
-    fanin_client_config config;
-    fanin_client_config_init(&config, sizeof(config));
+    fanin_client_config config = make_client_config();
     config.connect_timeout_ms = CONNECT_MS;
     config.lost_ms = LOST_MS;
     config.max_catalog = CATALOG_MAX;
     config.no_unix = true;
-    config.no_ucx = true;
     config.path = path;
-    fanin_client *client = NULL;
-    assert_ok(fanin_client_create(&config, &client, &error), error);
-    return client;
+    return make_client(&config);
 }
 
 /* Connects and pulls the matrix at step 7; the first error of the two. */
@@ -137,19 +133,10 @@ static fanin_status pull_from(const fake_server *f, fanin_client *client,
         fanin_client_connect(client, addresses, 1, CONNECT_MS * 2, error);
     if (status != FANIN_OK)
         return status;
-    fanin_box box = {.extent = {FAKE_ROWS, FAKE_COLUMNS}, .address = memory};
-    fanin_tensor tensor = {.struct_size = sizeof(tensor),
-                           .name = FAKE_NAME,
-                           .dtype = FANIN_DTYPE_F32,
-                           .n_dims = 2,
-                           .shape = {FAKE_ROWS, FAKE_COLUMNS},
-                           .boxes = &box,
-                           .n_boxes = 1};
-    fanin_pull_options options;
-    fanin_pull_options_init(&options, sizeof(options));
-    options.publication = "lora:0";
-    options.rule = FANIN_STEP_EXACT;
-    options.step = 7;
+    fanin_box box;
+    fanin_tensor tensor =
+        make_tensor(FAKE_NAME, FANIN_DTYPE_F32, FAKE_ROWS, FAKE_COLUMNS, &box, memory);
+    fanin_pull_options options = make_options(FANIN_STEP_EXACT, 7);
     options.timeout_ms = timeout_ms;
     memset(memory, 0xcc, sizeof(memory));
     status = fanin_client_pull(client, &options, &tensor, 1, NULL, error);
@@ -193,8 +180,7 @@ static void expect_refusal(const lie *l, fanin_status status, const fake_server 
         fail_msg("%s (%s)", fanin_status_name(status), error->message);
     assert_int_equal(error->status, status);
     assert_true(error->message[0]);
-    if (l->words && !strstr(error->message, l->words))
-        fail_msg("\"%s\" does not say \"%s\"", error->message, l->words);
+    assert_says(error->message, l->words ? l->words : "");
     /* The liar by its address, or the tensor or publication that it lies about. */
     if (strcmp(error->address, f->address) != 0 && !error->key[0])
         fail_msg("\"%s\" names neither address nor key", error->message);
@@ -205,7 +191,7 @@ static void test_lie(void **state)
     const lie *l = *state;
     fake_server f;
     fanin_error error = FANIN_ERROR_INIT;
-    fanin_client *client = make_client(FANIN_PATH_AUTO);
+    fanin_client *client = client_of(FANIN_PATH_AUTO);
     fake_server_start(&f, l->mischief);
     long before_kib = peak_kib();
     uint64_t started = clock_ns();
@@ -234,7 +220,7 @@ static void believe(mischief mischief)
 {
     fake_server f;
     fanin_error error = FANIN_ERROR_INIT;
-    fanin_client *client = make_client(FANIN_PATH_AUTO);
+    fanin_client *client = client_of(FANIN_PATH_AUTO);
     fake_server_start(&f, mischief);
     assert_ok(pull_from(&f, client, 20000, &error), error);
     fanin_client_destroy(&client);
@@ -259,8 +245,7 @@ static void test_small_pages(void **state)
 static int start_honest(void **state)
 {
     honest.flags = FANIN_SERVER_NO_UCX;
-    world_start(&honest, 2, CUT_CHUNK0, world_lora, world_lora_count);
-    world_commit(&honest, 1);
+    world_begin(&honest, 2, CUT_CHUNK0, 1);
     return 0;
 }
 
@@ -277,7 +262,7 @@ static void test_gone(void **state)
     for (size_t i = 0; i < 2; i++) {
         fake_server f;
         fanin_error error = FANIN_ERROR_INIT;
-        fanin_client *client = make_client(paths[i]);
+        fanin_client *client = client_of(paths[i]);
         fake_server_start(&f, REGIONS_GONE);
         assert_int_equal(pull_from(&f, client, PULL_MS, &error), FANIN_ERR_NOT_FOUND);
         assert_null(strstr(error.message, "not possible"));

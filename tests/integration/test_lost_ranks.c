@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Pulls that wait while ranks are gone, silent or behind: when the wait ends, and whom it names. */
+#include "ends.h"
 #include "local_world.h"
 #include "messages.h"
 #include "rank_proxy.h"
@@ -194,7 +195,7 @@ static void a_silent_replica_costs_no_deadline(void **state)
     world_stop_rank(&w, 3);
     int silent = be_silent(w.addresses[3]);
     connect_with(400);
-    fanin_pull_options options = world_options(FANIN_STEP_NEWEST, 0);
+    fanin_pull_options options = make_options(FANIN_STEP_NEWEST, 0);
     options.timeout_ms = 1500;
     for (int i = 0; i < 3; i++) {
         fanin_result_info info;
@@ -236,7 +237,7 @@ static void a_lost_replica_is_not_to_blame(void **state)
     assert_gone(pull_step(FANIN_STEP_EXACT, 1, LONG_MS));
     assert_true(error.rank == 1 || error.rank == 3);
     assert_non_null(strstr(error.message, "no other rank holds"));
-    const fanin_pull_options options = world_options(FANIN_STEP_EXACT, 2);
+    const fanin_pull_options options = make_options(FANIN_STEP_EXACT, 2);
     assert_gone(fanin_client_wait(client, &options, &got, &error));
     assert_true(error.rank == 1 || error.rank == 3);
 }

@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Several trainers of one user on one host and one port: a client gets the one it asked for. */
+#include "ends.h"
 #include "rank_proxy.h"
 #include "testing.h"
-#include <fanin/fanin.h>
 #include <stdio.h>
 #include <string.h>
 
@@ -17,27 +17,18 @@ typedef struct trainer {
 
 static fanin_tensor tensor_at(fanin_box *box, void *memory)
 {
-    *box = (fanin_box){.extent = {1}, .address = memory};
-    return (fanin_tensor){.struct_size = sizeof(fanin_tensor),
-                          .name = "number",
-                          .dtype = FANIN_DTYPE_U64,
-                          .n_dims = 1,
-                          .shape = {1},
-                          .boxes = box,
-                          .n_boxes = 1};
+    return make_tensor("number", FANIN_DTYPE_U64, 1, 0, box, memory);
 }
 
 /* False: this host does not have the address. */
 static bool start(trainer *t, const char *bind, uint16_t port, uint64_t value)
 {
     fanin_error error = FANIN_ERROR_INIT;
-    fanin_server_config config;
-    fanin_server_config_init(&config, sizeof(config));
+    fanin_server_config config = make_server_config();
     *t = (trainer){.bind = bind, .value = value};
     memset(config.world_id, (int)value, sizeof(config.world_id));
     config.bind = bind;
     config.base_port = port;
-    config.flags = FANIN_SERVER_NO_UCX;
     if (fanin_server_create(&config, &t->server, &error) != FANIN_OK) {
         assert_int_equal(error.status, FANIN_ERR_ARGUMENT);
         return false;
@@ -57,26 +48,13 @@ static void publish(trainer *t)
     assert_ok(fanin_server_commit(t->server, PUBLICATION, 1, NULL, &error), error);
 }
 
-static fanin_client *make_client(bool no_unix)
-{
-    fanin_error error = FANIN_ERROR_INIT;
-    fanin_client_config config;
-    fanin_client_config_init(&config, sizeof(config));
-    config.no_ucx = true;
-    config.no_unix = no_unix;
-    fanin_client *client;
-    assert_ok(fanin_client_create(&config, &client, &error), error);
-    return client;
-}
-
 static uint64_t pull(const char *address, bool no_unix)
 {
     fanin_error error = FANIN_ERROR_INIT;
-    fanin_client *client = make_client(no_unix);
-    assert_ok(fanin_client_connect(client, &address, 1, 10000, &error), error);
-    fanin_pull_options options;
-    fanin_pull_options_init(&options, sizeof(options));
-    options.publication = PUBLICATION;
+    fanin_client_config config = make_client_config();
+    config.no_unix = no_unix;
+    fanin_client *client = connect_client(&config, &address, 1);
+    const fanin_pull_options options = make_options(FANIN_STEP_NEWEST, 0);
     uint64_t landed = 0;
     fanin_box box;
     fanin_tensor tensor = tensor_at(&box, &landed);
@@ -106,7 +84,7 @@ static void each_address_has_its_trainer(void **state)
     /* One of them ends, another one is not taken for it. */
     fanin_server_destroy(&all[1].server, 0);
     fanin_error error = FANIN_ERROR_INIT;
-    fanin_client *client = make_client(false);
+    fanin_client *client = make_client(NULL);
     const char *gone = all[1].address;
     assert_int_equal(fanin_client_connect(client, &gone, 1, 2000, &error),
                      FANIN_ERR_UNREACHABLE);

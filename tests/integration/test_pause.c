@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Pulls from trainers whose memory is away for a while: what fails and how soon, which replicas
    suffice, what is served afterwards. */
+#include "ends.h"
 #include "local_world.h"
 #include "rank_proxy.h"
 #include "testing.h"
@@ -242,9 +243,7 @@ static uint8_t value_at(uint64_t step)
 
 static fanin_tensor tensor_at(fanin_box *box, void *memory)
 {
-    static const world_tensor shard = {"a", FANIN_DTYPE_U8, 1, {BYTES}};
-    *box = (fanin_box){.extent = {BYTES}, .address = memory};
-    return world_boxes(&shard, box, 1);
+    return make_tensor("a", FANIN_DTYPE_U8, BYTES, 0, box, memory);
 }
 
 /* At another address than before, as far as the kernel sees fit. */
@@ -295,16 +294,10 @@ static void offload(trainer *t, bool move)
 
 static void trainer_start(trainer *t)
 {
-    fanin_error error = FANIN_ERROR_INIT;
-    fanin_server_config config;
-    fanin_server_config_init(&config, sizeof(config));
-    memset(config.world_id, 5, sizeof(config.world_id));
-    config.rank = 0;
-    config.world_size = 1;
+    fanin_server_config config = make_server_config();
+    config.flags = 0;
     config.lease_ms = 200;
-    assert_ok(fanin_server_create(&config, &t->server, &error), error);
-    snprintf(t->address, sizeof t->address, "127.0.0.1:%u",
-             (unsigned)fanin_server_port(t->server));
+    t->server = make_server(&config, t->address, sizeof t->address);
     t->memory = map_memory(0);
     put(t);
     train(t);
@@ -318,15 +311,11 @@ static void trainer_stop(trainer *t)
 
 static fanin_client *trainer_client(const trainer *t, fanin_path path)
 {
-    fanin_client_config config;
-    fanin_client *client = NULL;
-    fanin_error error = FANIN_ERROR_INIT;
-    fanin_client_config_init(&config, sizeof(config));
-    config.path = path;
     const char *address = t->address;
-    assert_ok(fanin_client_create(&config, &client, &error), error);
-    assert_ok(fanin_client_connect(client, &address, 1, 10000, &error), error);
-    return client;
+    fanin_client_config config = make_client_config();
+    config.no_ucx = false;
+    config.path = path;
+    return connect_client(&config, &address, 1);
 }
 
 static fanin_status pull_tensor(fanin_client *client, uint8_t *into, uint64_t *step,
@@ -334,7 +323,7 @@ static fanin_status pull_tensor(fanin_client *client, uint8_t *into, uint64_t *s
 {
     fanin_box box;
     fanin_tensor tensor = tensor_at(&box, into);
-    const fanin_pull_options options = world_options(FANIN_STEP_NEWEST, 0);
+    const fanin_pull_options options = make_options(FANIN_STEP_NEWEST, 0);
     fanin_result *result = NULL;
     fanin_result_info info = {.struct_size = sizeof(info)};
     fanin_status status =

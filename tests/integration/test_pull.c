@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Pulling into memory: every path, every way to cut, step rules, caches, restarts. */
 #include "testing.h"
+#include "ends.h"
 #include "local_world.h"
 #include <pthread.h>
 #include <stdlib.h>
@@ -151,7 +152,7 @@ static void test_slice(void **state)
                      .stride = {16, 4},
                      .address = memory + 4};
     fanin_tensor tensor = world_boxes(t, &box, 1);
-    const fanin_pull_options options = world_options(FANIN_STEP_NEWEST, 0);
+    const fanin_pull_options options = make_options(FANIN_STEP_NEWEST, 0);
     for (int path = FANIN_PATH_STREAM; path <= FANIN_PATH_CMA; path++) {
         if (path == FANIN_PATH_CMA && !world_has_cma())
             break;
@@ -185,7 +186,7 @@ static void test_columns(void **state)
     static uint8_t memory[2][ROWS * COLUMNS];
     world_start(&w, 3, CUT_CHUNK0, tensors, 2);
     world_commit(&w, 1);
-    const fanin_pull_options options = world_options(FANIN_STEP_NEWEST, 0);
+    const fanin_pull_options options = make_options(FANIN_STEP_NEWEST, 0);
     client = world_client(&w, FANIN_PATH_STREAM);
     for (size_t i = 0; i < sizeof(widths) / sizeof(*widths); i++) {
         uint64_t width = widths[i];

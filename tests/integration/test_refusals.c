@@ -3,8 +3,8 @@
  * Worlds that must be refused. Every refusal has a status that says whose fault it is, and
  * words and fields that name the culprit (rank, address, key) and what to do.
  */
+#include "ends.h"
 #include "testing.h"
-#include <fanin/fanin.h>
 #include <errno.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -32,50 +32,48 @@ typedef struct twist {
     const char *name;
 } twist;
 
-static void start_rank(trainer *t, uint32_t slot, const twist *odd)
+static trainer t;
+static fanin_error error = FANIN_ERROR_INIT;
+
+static void start_rank(uint32_t slot, const twist *odd)
 {
     static const twist even = {-1, 0, 0, NULL};
     const twist *w = odd ? odd : &even;
-    fanin_error error = FANIN_ERROR_INIT;
-    fanin_server_config config;
-    fanin_server_config_init(&config, sizeof(config));
-    memset(config.world_id, w->world ? w->world : 0x11, sizeof(config.world_id));
+    fanin_server_config config = make_server_config();
+    memset(config.world_id, w->world ? w->world : 0x11, sizeof config.world_id);
     config.rank = w->rank >= 0 ? (uint32_t)w->rank : slot;
     config.world_size = w->world_size ? (uint32_t)w->world_size : RANKS;
-    config.flags = FANIN_SERVER_NO_UCX;
     if (w->name)
         config.name = w->name;
-    assert_ok(fanin_server_create(&config, &t->servers[slot], &error), error);
-    snprintf(t->addresses[slot], sizeof(t->addresses[slot]), "127.0.0.1:%u",
-             (unsigned)fanin_server_port(t->servers[slot]));
-    t->list[slot] = t->addresses[slot];
+    t.servers[slot] = make_server(&config, t.addresses[slot], sizeof t.addresses[slot]);
+    t.list[slot] = t.addresses[slot];
+}
+
+static void start_ranks(uint32_t odd_one, const twist *odd)
+{
+    for (uint32_t i = 0; i < RANKS; i++)
+        start_rank(i, i == odd_one ? odd : NULL);
 }
 
 /* Rows first .. first + rows - 1 of a float matrix. */
-static void put(trainer *t, uint32_t slot, const char *name, uint64_t all_rows,
-                uint64_t first, uint64_t rows)
+static void put(uint32_t slot, const char *name, uint64_t all_rows, uint64_t first,
+                uint64_t rows)
 {
-    fanin_error error = FANIN_ERROR_INIT;
-    fanin_box box = {.offset = {first},
-                     .extent = {rows, COLUMNS},
-                     .address = t->memory[slot][t->used[slot]]};
-    fanin_tensor tensor = {.struct_size = sizeof(tensor),
-                           .name = name,
-                           .dtype = FANIN_DTYPE_F32,
-                           .n_dims = 2,
-                           .shape = {all_rows, COLUMNS},
-                           .boxes = &box,
-                           .n_boxes = rows > 0};
-    t->used[slot] += (unsigned)rows;
-    assert_true(t->used[slot] <= 16);
-    assert_ok(fanin_server_put(t->servers[slot], "lora:0", &tensor, 1, false, &error),
+    fanin_box box;
+    fanin_tensor tensor = make_tensor(name, FANIN_DTYPE_F32, all_rows, COLUMNS, &box,
+                                      t.memory[slot][t.used[slot]]);
+    box.offset[0] = first;
+    box.extent[0] = rows;
+    tensor.n_boxes = rows > 0;
+    t.used[slot] += (unsigned)rows;
+    assert_true(t.used[slot] <= 16);
+    assert_ok(fanin_server_put(t.servers[slot], "lora:0", &tensor, 1, false, &error),
               error);
 }
 
-static void commit(trainer *t, uint32_t slot, uint64_t step)
+static void commit(uint32_t slot, uint64_t step)
 {
-    fanin_error error = FANIN_ERROR_INIT;
-    fanin_server *s = t->servers[slot];
+    fanin_server *s = t.servers[slot];
     if (step > 1)
         assert_ok(fanin_server_begin_update(s, "lora:0", &error), error);
     assert_ok(fanin_server_commit(s, "lora:0", step, NULL, &error), error);
@@ -86,117 +84,106 @@ static void commit(trainer *t, uint32_t slot, uint64_t step)
 #define LORA_B LAYER ".lora_B.weight"
 
 /* The shards of a good rank: lora_A [8, 8] as 3, 3, 2 rows, lora_B [10, 8] as 4, 4, 2. */
-static void put_good(trainer *t, uint32_t slot)
+static void put_good(uint32_t slot)
 {
     static const fanin_pair pairs[] = {
         {"base_model_name_or_path", "test/model"}, {"lora_alpha", "8"}, {"r", "8"}};
-    fanin_error error = FANIN_ERROR_INIT;
-    put(t, slot, LORA_A, 8, slot * 3, slot < 2 ? 3 : 2);
-    put(t, slot, LORA_B, 10, slot * 4, slot < 2 ? 4 : 2);
-    assert_ok(fanin_server_set_metadata(t->servers[slot], "lora:0", pairs, 3, &error),
+    put(slot, LORA_A, 8, slot * 3, slot < 2 ? 3 : 2);
+    put(slot, LORA_B, 10, slot * 4, slot < 2 ? 4 : 2);
+    assert_ok(fanin_server_set_metadata(t.servers[slot], "lora:0", pairs, 3, &error),
               error);
 }
 
-static void start_good(trainer *t)
+static void start_good(void)
 {
     for (uint32_t i = 0; i < RANKS; i++) {
-        start_rank(t, i, NULL);
-        put_good(t, i);
-        commit(t, i, 1);
+        start_rank(i, NULL);
+        put_good(i);
+        commit(i, 1);
     }
 }
 
-static void stop(trainer *t)
+static void stop(void)
 {
     for (uint32_t i = 0; i < RANKS; i++)
-        fanin_server_destroy(&t->servers[i], 0);
+        fanin_server_destroy(&t.servers[i], 0);
+    memset(t.used, 0, sizeof t.used);
+}
+
+static int tear_down(void **state)
+{
+    stop();
+    return 0;
 }
 
 /* ------------------------------------------------------------------ client */
 
-static fanin_client *make_client(const fanin_client_config *given)
-{
-    fanin_error error = FANIN_ERROR_INIT;
-    fanin_client_config config;
-    fanin_client_config_init(&config, sizeof(config));
-    config.no_ucx = true;
-    fanin_client *client = NULL;
-    assert_ok(fanin_client_create(given ? given : &config, &client, &error), error);
-    return client;
-}
-
-static fanin_status try_connect(const trainer *t, size_t count,
-                                const fanin_client_config *config, fanin_error *error)
+static fanin_status try_connect(size_t count, const fanin_client_config *config)
 {
     fanin_client *client = make_client(config);
-    *error = (fanin_error)FANIN_ERROR_INIT;
-    fanin_status status = fanin_client_connect(client, t->list, count, 5000, error);
+    error = (fanin_error)FANIN_ERROR_INIT;
+    fanin_status status = fanin_client_connect(client, t.list, count, 5000, &error);
     fanin_client_destroy(&client);
     return status;
 }
 
-static fanin_client *connected(const trainer *t)
+static fanin_client *connected(void)
 {
-    fanin_error error = FANIN_ERROR_INIT;
-    fanin_client *client = make_client(NULL);
-    assert_ok(fanin_client_connect(client, t->list, RANKS, 5000, &error), error);
-    return client;
+    return connect_client(NULL, t.list, RANKS);
 }
 
 static fanin_pull_options any_step(void)
 {
-    fanin_pull_options options;
-    fanin_pull_options_init(&options, sizeof(options));
-    options.publication = "lora:0";
+    fanin_pull_options options = make_options(FANIN_STEP_NEWEST, 0);
     options.timeout_ms = 5000;
     return options;
 }
 
 /* Pulls one whole matrix, described by the caller. */
 static fanin_status pull_as(fanin_client *client, const fanin_pull_options *options,
-                            const char *name, fanin_dtype dtype, uint64_t rows,
-                            fanin_error *error)
+                            const char *name, fanin_dtype dtype, uint64_t rows)
 {
     static double memory[32][COLUMNS];
-    fanin_box box = {.extent = {rows, COLUMNS}, .address = memory};
-    fanin_tensor tensor = {.struct_size = sizeof(tensor),
-                           .name = name,
-                           .dtype = dtype,
-                           .n_dims = 2,
-                           .shape = {rows, COLUMNS},
-                           .boxes = &box,
-                           .n_boxes = 1};
+    fanin_box box;
+    fanin_tensor tensor = make_tensor(name, dtype, rows, COLUMNS, &box, memory);
     fanin_pull_options defaults = any_step();
-    *error = (fanin_error)FANIN_ERROR_INIT;
+    error = (fanin_error)FANIN_ERROR_INIT;
     return fanin_client_pull(client, options ? options : &defaults, &tensor, 1, NULL,
-                             error);
+                             &error);
+}
+
+static fanin_status pull_b(fanin_client *client, const fanin_pull_options *options)
+{
+    return pull_as(client, options, LORA_B, FANIN_DTYPE_F32, 10);
 }
 
 /* Pulls lora_B from ranks that connected without complaint. */
-static fanin_status pull_from(const trainer *t, fanin_error *error)
+static fanin_status pull_from(void)
 {
-    fanin_client *client = connected(t);
-    fanin_status status = pull_as(client, NULL, LORA_B, FANIN_DTYPE_F32, 10, error);
+    fanin_client *client = connected();
+    fanin_status status = pull_b(client, NULL);
     fanin_client_destroy(&client);
     return status;
 }
 
-static void expect_words(const char *text, const char *words)
-{
-    if (!strstr(text, words))
-        fail_msg("\"%s\" does not say \"%s\"", text, words);
-}
-
 /* Whatever is refused, the error says what to do about it. */
-static void expect(fanin_status got, fanin_status wanted, const fanin_error *error,
-                   const char *words)
+static void expect(fanin_status got, fanin_status wanted, const char *words)
 {
     if (got != wanted)
         fail_msg("%s instead of %s: %s", fanin_status_name(got),
-                 fanin_status_name(wanted), error->message);
-    assert_int_equal(error->status, wanted);
-    expect_words(error->message, words);
-    assert_true(error->remedy[0]);
+                 fanin_status_name(wanted), error.message);
+    assert_int_equal(error.status, wanted);
+    assert_says(error.message, words);
+    assert_true(error.remedy[0]);
+}
+
+/* It is this rank's. */
+static void expect_of(fanin_status got, fanin_status wanted, const char *words,
+                      int32_t rank)
+{
+    expect(got, wanted, words);
+    assert_int_equal(error.rank, rank);
+    assert_string_equal(error.address, t.addresses[rank]);
 }
 
 /* ------------------------------------------------------------ the worlds */
@@ -204,311 +191,227 @@ static void expect(fanin_status got, fanin_status wanted, const fanin_error *err
 /* The control: nothing wrong, nothing refused. */
 static void test_good(void **state)
 {
-    trainer t = {0};
-    fanin_error error;
-    start_good(&t);
-    assert_ok(pull_from(&t, &error), error);
-    stop(&t);
+    start_good();
+    assert_ok(pull_from(), error);
 }
 
 static void test_rank_missing(void **state)
 {
-    trainer t = {0};
-    fanin_error error;
-    start_good(&t);
-    fanin_client *client = connected(&t);
+    start_good();
+    fanin_client *client = connected();
     fanin_server_destroy(&t.servers[1], 0);
 
     /* known from before: by its rank */
-    expect(pull_as(client, NULL, LORA_B, FANIN_DTYPE_F32, 10, &error),
-           FANIN_ERR_UNREACHABLE, &error, "rank 1");
-    assert_int_equal(error.rank, 1);
-    assert_string_equal(error.address, t.addresses[1]);
+    expect_of(pull_b(client, NULL), FANIN_ERR_UNREACHABLE, "rank 1", 1);
     assert_string_equal(error.key, LORA_A); /* the first that lacks something */
     fanin_client_destroy(&client);
 
     /* never seen: by its address */
-    expect(pull_from(&t, &error), FANIN_ERR_UNREACHABLE, &error, t.addresses[1]);
+    expect(pull_from(), FANIN_ERR_UNREACHABLE, t.addresses[1]);
     assert_string_equal(error.address, t.addresses[1]);
     assert_string_equal(error.key, LORA_A);
 
     /* all missing: connect itself fails */
-    stop(&t);
-    expect(try_connect(&t, RANKS, NULL, &error), FANIN_ERR_UNREACHABLE, &error,
-           t.addresses[0]);
+    stop();
+    expect(try_connect(RANKS, NULL), FANIN_ERR_UNREACHABLE, t.addresses[0]);
     assert_string_equal(error.address, t.addresses[0]);
 }
 
 static void test_too_few_addresses(void **state)
 {
-    trainer t = {0};
-    fanin_error error;
-    start_good(&t);
-    expect(try_connect(&t, 2, NULL, &error), FANIN_ERR_WORLD, &error,
-           "3, but 2 addresses");
-    stop(&t);
+    start_good();
+    expect(try_connect(2, NULL), FANIN_ERR_WORLD, "3, but 2 addresses");
 }
 
 static void test_world_size(void **state)
 {
-    static const twist odd = {.rank = -1, .world_size = 4};
-    trainer t = {0};
-    fanin_error error;
-    start_rank(&t, 0, NULL);
-    start_rank(&t, 1, &odd);
-    start_rank(&t, 2, NULL);
-    expect(try_connect(&t, RANKS, NULL, &error), FANIN_ERR_WORLD, &error,
-           "world size is 4");
-    assert_int_equal(error.rank, 1);
-    assert_string_equal(error.address, t.addresses[1]);
-    stop(&t);
+    start_ranks(1, &(twist){.rank = -1, .world_size = 4});
+    expect_of(try_connect(RANKS, NULL), FANIN_ERR_WORLD, "world size is 4", 1);
 }
 
 static void test_world_id(void **state)
 {
-    static const twist odd = {.rank = -1, .world = 0x22};
-    trainer t = {0};
-    fanin_error error;
-    start_rank(&t, 0, NULL);
-    start_rank(&t, 1, NULL);
-    start_rank(&t, 2, &odd);
-    expect(try_connect(&t, RANKS, NULL, &error), FANIN_ERR_WORLD, &error, "rank 2");
-    expect_words(error.message, "another world (launch) than ranks 0-1 "
-                                "(1111111111111111)");
-    expect_words(error.message, "(2222222222222222)");
-    assert_int_equal(error.rank, 2);
-    assert_string_equal(error.address, t.addresses[2]);
+    start_ranks(2, &(twist){.rank = -1, .world = 0x22});
+    expect_of(try_connect(RANKS, NULL), FANIN_ERR_WORLD, "rank 2", 2);
+    assert_says(error.message, "another world (launch) than ranks 0-1 "
+                               "(1111111111111111)");
+    assert_says(error.message, "(2222222222222222)");
 
     /* One whole world that is not the one that was demanded. */
     fanin_server_destroy(&t.servers[2], 0);
-    start_rank(&t, 2, NULL);
-    fanin_client_config config;
-    fanin_client_config_init(&config, sizeof(config));
-    memset(config.world_id, 0x33, sizeof(config.world_id));
-    expect(try_connect(&t, RANKS, &config, &error), FANIN_ERR_WORLD, &error,
-           "demanded");
-    memset(config.world_id, 0x11, sizeof(config.world_id));
-    assert_ok(try_connect(&t, RANKS, &config, &error), error);
-    stop(&t);
+    start_rank(2, NULL);
+    fanin_client_config config = make_client_config();
+    memset(config.world_id, 0x33, sizeof config.world_id);
+    expect(try_connect(RANKS, &config), FANIN_ERR_WORLD, "demanded");
+    memset(config.world_id, 0x11, sizeof config.world_id);
+    assert_ok(try_connect(RANKS, &config), error);
 }
 
 static void test_rank_twice(void **state)
 {
-    static const twist odd = {.rank = 0};
-    trainer t = {0};
-    fanin_error error;
-    start_rank(&t, 0, NULL);
-    start_rank(&t, 1, NULL);
-    start_rank(&t, 2, &odd);
-    expect(try_connect(&t, RANKS, NULL, &error), FANIN_ERR_WORLD, &error, "twice");
+    start_ranks(2, &(twist){.rank = 0});
+    expect(try_connect(RANKS, NULL), FANIN_ERR_WORLD, "twice");
     assert_int_equal(error.rank, 0);
-    expect_words(error.message, t.addresses[0]);
-    expect_words(error.message, t.addresses[2]);
+    assert_says(error.message, t.addresses[0]);
+    assert_says(error.message, t.addresses[2]);
 
     t.list[2] = t.addresses[1];
-    expect(try_connect(&t, RANKS, NULL, &error), FANIN_ERR_ARGUMENT, &error,
-           "given twice");
+    expect(try_connect(RANKS, NULL), FANIN_ERR_ARGUMENT, "given twice");
     assert_string_equal(error.address, t.addresses[1]);
-    stop(&t);
 }
 
 static void test_server_name(void **state)
 {
-    static const twist odd = {.rank = -1, .name = "other_job"};
-    trainer t = {0};
-    fanin_error error;
-    start_rank(&t, 0, NULL);
-    start_rank(&t, 1, &odd);
-    start_rank(&t, 2, NULL);
-    fanin_client_config config;
-    fanin_client_config_init(&config, sizeof(config));
+    start_ranks(1, &(twist){.rank = -1, .name = "other_job"});
+    fanin_client_config config = make_client_config();
     config.server_name = "lora_param_server";
-    expect(try_connect(&t, RANKS, &config, &error), FANIN_ERR_WORLD, &error,
-           "other_job_1");
-    assert_int_equal(error.rank, 1);
-    assert_string_equal(error.address, t.addresses[1]);
-    stop(&t);
+    expect_of(try_connect(RANKS, &config), FANIN_ERR_WORLD, "other_job_1", 1);
 }
 
 /* ------------------------------------------------------------- the catalogs */
 
+/* Ranks of 4, @p rows and 2 rows of the 10 of lora_B. */
+static void start_with_rows(uint64_t rows)
+{
+    start_ranks(RANKS, NULL);
+    for (uint32_t i = 0; i < RANKS; i++) {
+        put(i, LORA_B, 10, i * 4, i == 1 ? rows : i < 2 ? 4 : 2);
+        commit(i, 1);
+    }
+}
+
 static void test_hole(void **state)
 {
-    trainer t = {0};
-    fanin_error error;
-    for (uint32_t i = 0; i < RANKS; i++) {
-        start_rank(&t, i, NULL);
-        put(&t, i, LORA_B, 10, i * 4, i == 1 ? 3 : i < 2 ? 4 : 2); /* not row 7 */
-        commit(&t, i, 1);
-    }
-    expect(pull_from(&t, &error), FANIN_ERR_INCOMPLETE, &error, "row 7 of 10");
-    expect_words(error.message, "held by no connected rank");
+    start_with_rows(3); /* not row 7 */
+    expect(pull_from(), FANIN_ERR_INCOMPLETE, "row 7 of 10");
+    assert_says(error.message, "held by no connected rank");
     assert_string_equal(error.key, LORA_B);
-    stop(&t);
 }
 
 static void test_overlap(void **state)
 {
-    trainer t = {0};
-    fanin_error error;
-    for (uint32_t i = 0; i < RANKS; i++) {
-        start_rank(&t, i, NULL);
-        put(&t, i, LORA_B, 10, i * 4, i == 1 ? 5 : i < 2 ? 4 : 2); /* row 8 twice */
-        commit(&t, i, 1);
-    }
-    expect(pull_from(&t, &error), FANIN_ERR_INCOMPLETE, &error, "row 8 of 10");
-    expect_words(error.message, "ranks 1 and 2 differently");
+    start_with_rows(5); /* row 8 twice */
+    expect(pull_from(), FANIN_ERR_INCOMPLETE, "row 8 of 10");
+    assert_says(error.message, "ranks 1 and 2 differently");
     assert_string_equal(error.key, LORA_B);
-    stop(&t);
+}
+
+static void expect_mismatch(const char *words, int32_t rank, const char *key)
+{
+    expect(pull_from(), FANIN_ERR_MISMATCH, words);
+    assert_int_equal(error.rank, rank);
+    assert_string_equal(error.key, key);
 }
 
 static void test_key_absent(void **state)
 {
-    trainer t = {0};
-    fanin_error error;
+    start_ranks(RANKS, NULL);
     for (uint32_t i = 0; i < RANKS; i++) {
-        start_rank(&t, i, NULL);
-        put(&t, i, LORA_B, 10, i * 4, i < 2 ? 4 : 2);
+        put(i, LORA_B, 10, i * 4, i < 2 ? 4 : 2);
         if (i != 1)
-            put(&t, i, LORA_A, 8, i * 3, i < 2 ? 3 : 2);
-        commit(&t, i, 1);
+            put(i, LORA_A, 8, i * 3, i < 2 ? 3 : 2);
+        commit(i, 1);
     }
-    expect(pull_from(&t, &error), FANIN_ERR_MISMATCH, &error,
-           "on rank 0 but not on rank 1");
-    assert_int_equal(error.rank, 1);
-    assert_string_equal(error.key, LORA_A);
-    stop(&t);
+    expect_mismatch("on rank 0 but not on rank 1", 1, LORA_A);
 }
 
 static void test_metadata(void **state)
 {
     static const fanin_pair other[] = {
         {"base_model_name_or_path", "test/model"}, {"lora_alpha", "16"}, {"r", "8"}};
-    trainer t = {0};
-    fanin_error error = FANIN_ERROR_INIT;
+    start_ranks(RANKS, NULL);
     for (uint32_t i = 0; i < RANKS; i++) {
-        start_rank(&t, i, NULL);
-        put_good(&t, i);
+        put_good(i);
         if (i == 2)
             assert_ok(
                 fanin_server_set_metadata(t.servers[i], "lora:0", other, 3, &error),
                 error);
-        commit(&t, i, 1);
+        commit(i, 1);
     }
-    expect(pull_from(&t, &error), FANIN_ERR_MISMATCH, &error, "lora_alpha");
-    expect_words(error.message, "ranks 0 and 2");
-    assert_int_equal(error.rank, 2);
-    stop(&t);
+    expect_mismatch("lora_alpha", 2, "");
+    assert_says(error.message, "ranks 0 and 2");
 }
 
-static void put_typed(trainer *t, uint32_t slot, fanin_dtype dtype, uint64_t rows)
+static void put_typed(uint32_t slot, fanin_dtype dtype, uint64_t rows)
 {
-    fanin_error error = FANIN_ERROR_INIT;
-    fanin_box box = {.offset = {slot}, .extent = {1, 4}, .address = t->memory[slot]};
-    fanin_tensor tensor = {.struct_size = sizeof(tensor),
-                           .name = LORA_B,
-                           .dtype = dtype,
-                           .n_dims = 2,
-                           .shape = {rows, 4},
-                           .boxes = &box,
-                           .n_boxes = 1};
-    assert_ok(fanin_server_put(t->servers[slot], "lora:0", &tensor, 1, false, &error),
+    fanin_box box;
+    fanin_tensor tensor = make_tensor(LORA_B, dtype, rows, 4, &box, t.memory[slot]);
+    box.offset[0] = slot;
+    box.extent[0] = 1;
+    assert_ok(fanin_server_put(t.servers[slot], "lora:0", &tensor, 1, false, &error),
               error);
-    commit(t, slot, 1);
+    commit(slot, 1);
 }
 
 static void test_tensors_differ(void **state)
 {
-    fanin_error error;
-    trainer t = {0};
-    for (uint32_t i = 0; i < RANKS; i++) {
-        start_rank(&t, i, NULL);
-        put_typed(&t, i, i == 1 ? FANIN_DTYPE_F16 : FANIN_DTYPE_F32, RANKS);
-    }
-    expect(pull_from(&t, &error), FANIN_ERR_MISMATCH, &error,
-           "F32 on rank 0 but F16 on rank 1");
-    assert_int_equal(error.rank, 1);
-    assert_string_equal(error.key, LORA_B);
-    stop(&t);
+    start_ranks(RANKS, NULL);
+    for (uint32_t i = 0; i < RANKS; i++)
+        put_typed(i, i == 1 ? FANIN_DTYPE_F16 : FANIN_DTYPE_F32, RANKS);
+    expect_mismatch("F32 on rank 0 but F16 on rank 1", 1, LORA_B);
+    stop();
 
-    trainer u = {0};
-    for (uint32_t i = 0; i < RANKS; i++) {
-        start_rank(&u, i, NULL);
-        put_typed(&u, i, FANIN_DTYPE_F32, i == 2 ? 9 : RANKS);
-    }
-    expect(pull_from(&u, &error), FANIN_ERR_MISMATCH, &error, "ranks 0 and 2");
-    expect_words(error.message, "global shape");
-    assert_int_equal(error.rank, 2);
-    assert_string_equal(error.key, LORA_B);
-    stop(&u);
+    start_ranks(RANKS, NULL);
+    for (uint32_t i = 0; i < RANKS; i++)
+        put_typed(i, FANIN_DTYPE_F32, i == 2 ? 9 : RANKS);
+    expect_mismatch("ranks 0 and 2", 2, LORA_B);
+    assert_says(error.message, "global shape");
 }
 
 /* ---------------------------------------------------- what the caller asks for */
 
 static void test_wrong_wishes(void **state)
 {
-    trainer t = {0};
-    fanin_error error;
-    start_good(&t);
-    fanin_client *client = connected(&t);
-    expect(pull_as(client, NULL, LORA_B, FANIN_DTYPE_F16, 10, &error),
-           FANIN_ERR_MISMATCH, &error, "F32, not as F16");
+    start_good();
+    fanin_client *client = connected();
+    expect(pull_as(client, NULL, LORA_B, FANIN_DTYPE_F16, 10), FANIN_ERR_MISMATCH,
+           "F32, not as F16");
     assert_string_equal(error.key, LORA_B);
-    expect(pull_as(client, NULL, LORA_B, FANIN_DTYPE_F32, 11, &error),
-           FANIN_ERR_MISMATCH, &error, "another global shape");
+    expect(pull_as(client, NULL, LORA_B, FANIN_DTYPE_F32, 11), FANIN_ERR_MISMATCH,
+           "another global shape");
     assert_string_equal(error.key, LORA_B);
-    expect(pull_as(client, NULL, "nonsense", FANIN_DTYPE_F32, 10, &error),
-           FANIN_ERR_NOT_FOUND, &error, "name");
+    expect(pull_as(client, NULL, "nonsense", FANIN_DTYPE_F32, 10), FANIN_ERR_NOT_FOUND,
+           "name");
     assert_string_equal(error.key, "nonsense");
 
     fanin_pull_options options = any_step();
     options.publication = "lora:7";
-    expect(pull_as(client, &options, LORA_B, FANIN_DTYPE_F32, 10, &error),
-           FANIN_ERR_NOT_FOUND, &error, "lora:7");
-    expect_words(error.message, "lora:0"); /* what there is instead */
+    expect(pull_b(client, &options), FANIN_ERR_NOT_FOUND, "lora:7");
+    assert_says(error.message, "lora:0"); /* what there is instead */
     assert_true(error.rank >= 0);
 
     /* and after all of that the client still works */
-    assert_ok(pull_as(client, NULL, LORA_B, FANIN_DTYPE_F32, 10, &error), error);
+    assert_ok(pull_b(client, NULL), error);
     fanin_client_destroy(&client);
-    stop(&t);
 }
 
 static void test_steps(void **state)
 {
-    trainer t = {0};
-    fanin_error error;
-    start_good(&t);
+    start_good();
     for (uint32_t i = 0; i < RANKS; i++)
-        commit(&t, i, 5);
-    fanin_client *client = connected(&t);
+        commit(i, 5);
+    fanin_client *client = connected();
     fanin_pull_options options = any_step();
     options.rule = FANIN_STEP_EXACT;
     options.step = 3;
-    expect(pull_as(client, &options, LORA_B, FANIN_DTYPE_F32, 10, &error),
-           FANIN_ERR_SUPERSEDED, &error, "step 3");
-    expect_words(error.message, "step 5");
+    expect(pull_b(client, &options), FANIN_ERR_SUPERSEDED, "step 3");
+    assert_says(error.message, "step 5");
 
     options.step = 6;
     options.timeout_ms = 200;
-    expect(pull_as(client, &options, LORA_B, FANIN_DTYPE_F32, 10, &error),
-           FANIN_ERR_TIMEOUT, &error, "step 6");
-    expect_words(error.message, "step 5");
+    expect(pull_b(client, &options), FANIN_ERR_TIMEOUT, "step 6");
+    assert_says(error.message, "step 5");
     assert_true(error.rank >= 0);
 
     /* One rank that does not follow is named, not one of those that did. */
-    commit(&t, 0, 6);
-    commit(&t, 2, 6);
+    commit(0, 6);
+    commit(2, 6);
     options.rule = FANIN_STEP_AT_LEAST;
-    expect(pull_as(client, &options, LORA_B, FANIN_DTYPE_F32, 10, &error),
-           FANIN_ERR_TIMEOUT, &error, "rank 1");
-    assert_int_equal(error.rank, 1);
-    assert_string_equal(error.address, t.addresses[1]);
-    commit(&t, 1, 6);
+    expect_of(pull_b(client, &options), FANIN_ERR_TIMEOUT, "rank 1", 1);
+    commit(1, 6);
     options.timeout_ms = 5000;
-    assert_ok(pull_as(client, &options, LORA_B, FANIN_DTYPE_F32, 10, &error), error);
+    assert_ok(pull_b(client, &options), error);
     fanin_client_destroy(&client);
-    stop(&t);
 }
 
 /* ------------------------------------------------------------- directories */
@@ -521,27 +424,24 @@ static void make_scratch(char path[64])
     assert_non_null(mkdtemp(path));
 }
 
-static fanin_status pull_directory(const trainer *t, const char *directory,
-                                   fanin_error *error)
+static fanin_status pull_directory(const char *directory)
 {
-    fanin_client *client = connected(t);
+    fanin_client *client = connected();
     fanin_pull_options options = any_step();
-    *error = (fanin_error)FANIN_ERROR_INIT;
+    error = (fanin_error)FANIN_ERROR_INIT;
     fanin_status status =
-        fanin_client_pull_adapter(client, &options, directory, NULL, error);
+        fanin_client_pull_adapter(client, &options, directory, NULL, &error);
     fanin_client_destroy(&client);
     return status;
 }
 
 static void test_directory_unwritable(void **state)
 {
-    trainer t = {0};
-    fanin_error error;
     char scratch[64], path[128];
-    start_good(&t);
+    start_good();
     make_scratch(scratch);
     snprintf(path, sizeof(path), "%s/nowhere/adapter", scratch);
-    expect(pull_directory(&t, path, &error), FANIN_ERR_IO, &error, path);
+    expect(pull_directory(path), FANIN_ERR_IO, path);
     assert_int_equal(error.sys_errno, ENOENT);
 
     /* Permissions hold for root too, once its file operations are another user's. */
@@ -549,23 +449,20 @@ static void test_directory_unwritable(void **state)
     assert_int_equal(chmod(scratch, 0555), 0);
     if (geteuid() == 0)
         setfsuid(65534);
-    fanin_status status = pull_directory(&t, path, &error);
+    fanin_status status = pull_directory(path);
     if (geteuid() == 0)
         setfsuid(0);
     assert_int_equal(status, FANIN_ERR_IO);
     assert_int_equal(error.sys_errno, EACCES);
-    expect(status, FANIN_ERR_IO, &error, path);
+    expect(status, FANIN_ERR_IO, path);
     assert_int_equal(chmod(scratch, 0755), 0);
     assert_int_equal(rmdir(scratch), 0); /* nothing was left behind */
-    stop(&t);
 }
 
 static void test_directory_occupied(void **state)
 {
-    trainer t = {0};
-    fanin_error error;
     char scratch[64], path[128], file[160];
-    start_good(&t);
+    start_good();
     make_scratch(scratch);
     snprintf(path, sizeof(path), "%s/adapter", scratch);
     snprintf(file, sizeof(file), "%s/thesis.tex", path);
@@ -574,17 +471,16 @@ static void test_directory_occupied(void **state)
     assert_non_null(f);
     assert_true(fputs("do not lose me", f) >= 0);
     assert_int_equal(fclose(f), 0);
-    expect(pull_directory(&t, path, &error), FANIN_ERR_EXISTS, &error, "thesis.tex");
-    expect_words(error.message, path);
+    expect(pull_directory(path), FANIN_ERR_EXISTS, "thesis.tex");
+    assert_says(error.message, path);
     assert_int_equal(access(file, R_OK), 0);
 
-    expect(pull_directory(&t, file, &error), FANIN_ERR_EXISTS, &error, "no directory");
+    expect(pull_directory(file), FANIN_ERR_EXISTS, "no directory");
     assert_int_equal(access(file, R_OK), 0);
     assert_int_equal(unlink(file), 0);
 
     /* An empty one is taken. */
-    assert_ok(pull_directory(&t, path, &error), error);
-    stop(&t);
+    assert_ok(pull_directory(path), error);
     static const char *const made[] = {"adapter_model.safetensors",
                                        "adapter_config.json", "fanin.json"};
     for (size_t i = 0; i < 3; i++) {
@@ -597,12 +493,8 @@ static void test_directory_occupied(void **state)
 
 static void test_port_in_use(void **state)
 {
-    trainer t = {0};
-    start_rank(&t, 0, NULL);
-    fanin_error error = FANIN_ERROR_INIT;
-    fanin_server_config config;
-    fanin_server_config_init(&config, sizeof(config));
-    memset(config.world_id, 0x11, sizeof(config.world_id));
+    start_rank(0, NULL);
+    fanin_server_config config = make_server_config();
     config.rank = 1;
     config.world_size = 2;
     config.base_port = (uint16_t)(fanin_server_port(t.servers[0]) - 1);
@@ -610,30 +502,31 @@ static void test_port_in_use(void **state)
     fanin_status status = fanin_server_create(&config, &second, &error);
     assert_null(second);
     const char *port = strrchr(t.addresses[0], ':') + 1;
-    expect(status, FANIN_ERR_EXISTS, &error, port);
-    stop(&t);
+    expect(status, FANIN_ERR_EXISTS, port);
 }
+
+#define CASE(name) cmocka_unit_test_teardown(name, tear_down)
 
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_good),
-        cmocka_unit_test(test_rank_missing),
-        cmocka_unit_test(test_too_few_addresses),
-        cmocka_unit_test(test_world_size),
-        cmocka_unit_test(test_world_id),
-        cmocka_unit_test(test_rank_twice),
-        cmocka_unit_test(test_server_name),
-        cmocka_unit_test(test_hole),
-        cmocka_unit_test(test_overlap),
-        cmocka_unit_test(test_key_absent),
-        cmocka_unit_test(test_metadata),
-        cmocka_unit_test(test_tensors_differ),
-        cmocka_unit_test(test_wrong_wishes),
-        cmocka_unit_test(test_steps),
-        cmocka_unit_test(test_directory_unwritable),
-        cmocka_unit_test(test_directory_occupied),
-        cmocka_unit_test(test_port_in_use),
+        CASE(test_good),
+        CASE(test_rank_missing),
+        CASE(test_too_few_addresses),
+        CASE(test_world_size),
+        CASE(test_world_id),
+        CASE(test_rank_twice),
+        CASE(test_server_name),
+        CASE(test_hole),
+        CASE(test_overlap),
+        CASE(test_key_absent),
+        CASE(test_metadata),
+        CASE(test_tensors_differ),
+        CASE(test_wrong_wishes),
+        CASE(test_steps),
+        CASE(test_directory_unwritable),
+        CASE(test_directory_occupied),
+        CASE(test_port_in_use),
     };
     return cmocka_run_group_tests_name("refusals", tests, NULL, NULL);
 }

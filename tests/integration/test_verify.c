@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Pulls that compare with the ranks' digests: every path and cut, and what is unequal. */
+#include "ends.h"
 #include "local_world.h"
 #include "testing.h"
 #include "verify_scene.h"
@@ -14,9 +15,7 @@
 
 static fanin_pull_options asked(void)
 {
-    fanin_pull_options options;
-    fanin_pull_options_init(&options, sizeof(options));
-    options.publication = "lora:0";
+    fanin_pull_options options = make_options(FANIN_STEP_NEWEST, 0);
     options.verify = true;
     return options;
 }

@@ -34,6 +34,15 @@ uint64_t lab_step(uint32_t life)
     return 1 + (uint64_t)life * 1000000;
 }
 
+lab_order lab_order_of(uint32_t world_size)
+{
+    return (lab_order){.shape = "small",
+                       .world_size = world_size,
+                       .replicate = 1,
+                       .base_port = lab_free_ports(world_size),
+                       .world = 0x42};
+}
+
 /* ------------------------------------------------------------- the process */
 
 /* A later life's bytes are handed to the ranks; those of the first they make themselves. */

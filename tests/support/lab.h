@@ -30,6 +30,9 @@ typedef struct lab_order {
     char environment[2][48]; /**< of the ranks: "NAME=VALUE" */
 } lab_order;
 
+/** A small world, its defaults, at free ports. */
+lab_order lab_order_of(uint32_t world_size);
+
 typedef struct lab {
     pid_t pid;
     int channel;

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "local_world.h"
 
+#include "ends.h"
 #include "testing.h"
 #include <stdio.h>
 #include <stdlib.h>
@@ -294,12 +295,7 @@ void world_commit(world *w, uint64_t step)
 
 fanin_client *world_client_with(const world *w, const fanin_client_config *config)
 {
-    fanin_error error = FANIN_ERROR_INIT;
-    fanin_client *client = NULL;
-    assert_ok(fanin_client_create(config, &client, &error), error);
-    assert_ok(fanin_client_connect(client, w->address_list, w->size, 10000, &error),
-              error);
-    return client;
+    return connect_client(config, w->address_list, w->size);
 }
 
 fanin_client *world_client(const world *w, fanin_path path)
@@ -310,22 +306,11 @@ fanin_client *world_client(const world *w, fanin_path path)
     return world_client_with(w, &config);
 }
 
-fanin_pull_options world_options(fanin_step_rule rule, uint64_t step)
-{
-    fanin_pull_options options;
-    fanin_pull_options_init(&options, sizeof options);
-    options.publication = "lora:0";
-    options.rule = rule;
-    options.step = step;
-    options.timeout_ms = 20000;
-    return options;
-}
-
 fanin_status world_pull(const world *w, fanin_client *client,
                         const fanin_pull_options *options, fanin_result_info *info_out,
                         fanin_error *error)
 {
-    fanin_pull_options defaults = world_options(FANIN_STEP_NEWEST, 0);
+    fanin_pull_options defaults = make_options(FANIN_STEP_NEWEST, 0);
     fanin_tensor *tensors = calloc(w->n_tensors, sizeof(*tensors));
     fanin_box *boxes = calloc(w->n_tensors, sizeof(*boxes));
     for (size_t i = 0; i < w->n_tensors; i++) {
@@ -361,7 +346,7 @@ fanin_status world_pull(const world *w, fanin_client *client,
 fanin_status world_pull_step(const world *w, fanin_client *client, fanin_step_rule rule,
                              uint64_t step, uint32_t timeout_ms, fanin_error *error)
 {
-    fanin_pull_options options = world_options(rule, step);
+    fanin_pull_options options = make_options(rule, step);
     options.timeout_ms = timeout_ms;
     return world_pull(w, client, &options, NULL, error);
 }
@@ -370,7 +355,7 @@ uint64_t world_pulled(const world *w, fanin_client *client, fanin_step_rule rule
                       uint64_t step)
 {
     fanin_error error = FANIN_ERROR_INIT;
-    fanin_pull_options options = world_options(rule, step);
+    fanin_pull_options options = make_options(rule, step);
     fanin_result_info info;
     assert_ok(world_pull(w, client, &options, &info, &error), error);
     return info.step;

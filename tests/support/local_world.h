@@ -79,8 +79,6 @@ void world_check(const world *w, size_t tensor, uint64_t step, const uint8_t *by
 
 /** @p t, of which these boxes are meant. */
 fanin_tensor world_boxes(const world_tensor *t, fanin_box *boxes, size_t n);
-/** Of lora:0, by this rule, in 20 s. */
-fanin_pull_options world_options(fanin_step_rule rule, uint64_t step);
 
 /** A connected client of @p path (fails the test). */
 fanin_client *world_client(const world *w, fanin_path path);

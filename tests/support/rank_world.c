@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "rank_world.h"
 
+#include "ends.h"
 #include "fetch/pattern.h"
 #include "testing.h"
 #include <stdio.h>
@@ -106,16 +107,10 @@ void rank_world_free(rank_world *w)
 
 fanin_client *rank_world_client(const rank_world *w, fanin_path path)
 {
-    fanin_error error = FANIN_ERROR_INIT;
-    fanin_client_config config;
-    fanin_client_config_init(&config, sizeof(config));
+    fanin_client_config config = make_client_config();
+    config.no_ucx = false;
     config.path = path;
-    fanin_client *client = NULL;
-    assert_ok(fanin_client_create(&config, &client, &error), error);
-    assert_ok(fanin_client_connect(client, w->address_list, w->options.world_size,
-                                   20000, &error),
-              error);
-    return client;
+    return connect_client(&config, w->address_list, w->options.world_size);
 }
 
 void landing_make(const rank_world *w, landing *l)
@@ -169,9 +164,7 @@ fanin_status rank_world_pull(const rank_world *w, fanin_client *client,
                              const fanin_pull_options *options, const landing *l,
                              fanin_result_info *info_out, fanin_error *error)
 {
-    fanin_pull_options defaults;
-    fanin_pull_options_init(&defaults, sizeof(defaults));
-    defaults.publication = "lora:0";
+    fanin_pull_options defaults = make_options(FANIN_STEP_NEWEST, 0);
     defaults.timeout_ms = 30000;
     fanin_result *result = NULL;
     fanin_status status =

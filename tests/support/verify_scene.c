@@ -1,31 +1,20 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "verify_scene.h"
 
+#include "ends.h"
 #include "testing.h"
 #include <string.h>
-
-static fanin_tensor tensor_of(const char *name, uint64_t rows, uint64_t columns,
-                              void *memory, fanin_box *box)
-{
-    *box = (fanin_box){.extent = {rows, columns}, .address = memory};
-    return (fanin_tensor){.struct_size = sizeof(fanin_tensor),
-                          .name = name,
-                          .dtype = FANIN_DTYPE_F32,
-                          .n_dims = 2,
-                          .shape = {rows, columns},
-                          .boxes = box,
-                          .n_boxes = 1,
-                          .memory = {FANIN_MEMORY_DETECT, -1}};
-}
 
 static void put(verify_scene *s)
 {
     fanin_error error = FANIN_ERROR_INIT;
     fanin_box boxes[2];
     float *second = (float *)s->memory + SCENE_FLOATS;
-    const fanin_tensor tensors[2] = {
-        tensor_of(SCENE_A, SCENE_ROWS, SCENE_COLUMNS, s->memory, &boxes[0]),
-        tensor_of(SCENE_B, SCENE_COLUMNS, SCENE_ROWS, second, &boxes[1])};
+    const fanin_tensor tensors[2] = {make_tensor(SCENE_A, FANIN_DTYPE_F32, SCENE_ROWS,
+                                                 SCENE_COLUMNS, &boxes[0], s->memory),
+                                     make_tensor(SCENE_B, FANIN_DTYPE_F32,
+                                                 SCENE_COLUMNS, SCENE_ROWS, &boxes[1],
+                                                 second)};
     const fanin_pair metadata[] = {{"base_model_name_or_path", "base"},
                                    {"lora_alpha", "16"}};
     assert_ok(fanin_server_put(s->server, "lora:0", tensors, 2, false, &error), error);
@@ -63,23 +52,16 @@ void scene_leave_alone(void *scene)
 
 void scene_start(verify_scene *s, void *memory, float *floats, void (*trigger)(void *))
 {
-    fanin_error error = FANIN_ERROR_INIT;
-    fanin_server_config config;
+    char direct[32];
+    fanin_server_config config = make_server_config();
     *s = (verify_scene){.memory = memory, .floats = floats};
-    fanin_server_config_init(&config, sizeof(config));
-    memset(config.world_id, 9, sizeof(config.world_id));
-    config.flags = FANIN_SERVER_NO_UCX;
     config.lease_ms = 1; /* an update in the middle of a pull does not wait */
-    assert_ok(fanin_server_create(&config, &s->server, &error), error);
+    s->server = make_server(&config, direct, sizeof direct);
     put(s);
     scene_publish(s, 1);
     rank_proxy_start(&s->proxy, fanin_server_port(s->server), MSG_DIGEST, trigger, s);
-    fanin_client_config client;
-    fanin_client_config_init(&client, sizeof(client));
-    client.no_ucx = true;
     const char *address = s->proxy.address;
-    assert_ok(fanin_client_create(&client, &s->client, &error), error);
-    assert_ok(fanin_client_connect(s->client, &address, 1, 10000, &error), error);
+    s->client = connect_client(NULL, &address, 1);
 }
 
 void scene_stop(verify_scene *s)
@@ -101,9 +83,7 @@ static fanin_status finish(fanin_status status, fanin_result **result,
 
 static fanin_pull_options options_with(bool verify)
 {
-    fanin_pull_options options;
-    fanin_pull_options_init(&options, sizeof(options));
-    options.publication = "lora:0";
+    fanin_pull_options options = make_options(FANIN_STEP_NEWEST, 0);
     options.verify = verify;
     return options;
 }
@@ -115,8 +95,8 @@ fanin_status scene_pull(verify_scene *s, fanin_dtype dtype, void *to,
     fanin_result *result = NULL;
     options.dtype = dtype;
     fanin_box box;
-    fanin_tensor tensor = tensor_of(SCENE_A, SCENE_ROWS, SCENE_COLUMNS, to, &box);
-    tensor.dtype = dtype ? dtype : FANIN_DTYPE_F32;
+    fanin_tensor tensor = make_tensor(SCENE_A, dtype ? dtype : FANIN_DTYPE_F32,
+                                      SCENE_ROWS, SCENE_COLUMNS, &box, to);
     box.stride[0] = row_stride;
     box.stride[1] = dtype ? 2 : 4;
     fanin_status status =

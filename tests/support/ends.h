@@ -1,0 +1,35 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/**
+ * @file
+ * Servers, clients, tensors and options for tests of both ends. What must work and does not fails the
+ * test.
+ */
+#ifndef ENDS_H
+#define ENDS_H
+
+#include <fanin/fanin.h>
+
+/** One process of world 7, its defaults but for UCX, which it has not. */
+fanin_server_config make_server_config(void);
+/** *@p address: where it listens, of @p size bytes. */
+fanin_server *make_server(const fanin_server_config *config, char *address,
+                          size_t size);
+
+/** No UCX. */
+fanin_client_config make_client_config(void);
+/** NULL: make_client_config(). */
+fanin_client *make_client(const fanin_client_config *config);
+/** The same, connected. */
+fanin_client *connect_client(const fanin_client_config *config,
+                             const char *const *addresses, size_t count);
+
+/** A matrix, a vector if @p columns is 0, all of which is packed at @p memory. */
+fanin_tensor make_tensor(const char *name, fanin_dtype dtype, uint64_t rows,
+                         uint64_t columns, fanin_box *box, void *memory);
+/** Of lora:0, by this rule, in 20 s. */
+fanin_pull_options make_options(fanin_step_rule rule, uint64_t step);
+
+/** Fails unless @p text has these words. */
+void assert_says(const char *text, const char *words);
+
+#endif
