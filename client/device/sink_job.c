@@ -1,11 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "array.h"
+#include "copy_kernel.h"
+#include "copy_units.h"
 #include "device/device_sink_internal.h"
 
 #include <stdlib.h>
 
-/* What one block of threads copies: a chunk keeps all multiprocessors busy. */
-#define CUT_BYTES ((uint32_t)16 << 10)
 #define MAX_ITEMS 16384 /* of a chunk */
 /* Of pieces in a chunk, whatever the views: what a copy kernel moves at once. */
 #define ALIGNMENT 16
@@ -19,16 +19,18 @@ int device_sink_device(const device_sink *sink, const void *to)
 
 /* ------------------------------------------------------------------- items */
 
-/* Entries that a piece becomes, or a few more. */
+/* Entries that a piece becomes, or a few more: a chunk keeps all multiprocessors busy. */
 static uint64_t entries_of(uint64_t length, const strided *view)
 {
     if (!view || view->n_dims == 0)
-        return length / CUT_BYTES + 1;
+        return length / COPY_UNIT_BYTES + 2;
     uint64_t inner = view->extent[view->n_dims - 1];
     uint64_t outer = strided_runs(view) / inner;
-    if (view->run > CUT_BYTES)
-        return outer * inner * (view->run / CUT_BYTES + 1);
-    return outer * (inner / (CUT_BYTES / view->run) + 1);
+    if (view->run > COPY_UNIT_BYTES)
+        return outer * inner * (view->run / COPY_UNIT_BYTES + 2);
+    uint64_t at_once = COPY_UNIT_BYTES / view->run;
+    at_once = at_once < COPY_UNIT_RUNS ? at_once : COPY_UNIT_RUNS;
+    return outer * (inner / at_once + 1);
 }
 
 bool sink_job_add(sink_job *job, const uint8_t *from, uint64_t length, uint8_t *to,
@@ -88,48 +90,12 @@ void sink_job_release(sink_job *job)
 
 /* ----------------------------------------------------------------- entries */
 
-static bool push(copy_list *out, const copy_entry *e)
+static bool cut_entry(copy_list *out, const copy_entry *entry)
 {
-    if (!array_reserve(&out->entries, &out->capacity, out->n + 1, sizeof *out->entries))
+    uint64_t n = copy_units_cut(entry, NULL);
+    if (!array_reserve(&out->entries, &out->capacity, out->n + n, sizeof *entry))
         return false;
-    out->entries[out->n++] = *e;
-    return true;
-}
-
-static bool cut_run(copy_list *out, const copy_entry *whole, uint32_t index)
-{
-    copy_entry e = *whole;
-    e.from += index * (uint64_t)whole->from_step;
-    e.to += index * (uint64_t)whole->to_step;
-    e.runs = 1;
-    for (uint32_t left = whole->run; left > 0; left -= e.run) {
-        e.run = left < CUT_BYTES ? left : CUT_BYTES;
-        if (!push(out, &e))
-            return false;
-        e.from += e.run;
-        e.to += convert_bytes(e.convert, e.run);
-    }
-    return true;
-}
-
-static bool cut_entry(copy_list *out, const copy_entry *whole)
-{
-    if (whole->run > CUT_BYTES) {
-        for (uint32_t i = 0; i < whole->runs; i++) {
-            if (!cut_run(out, whole, i))
-                return false;
-        }
-        return true;
-    }
-    uint32_t most = whole->run ? CUT_BYTES / whole->run : 1;
-    copy_entry e = *whole;
-    for (uint32_t left = whole->runs; left > 0; left -= e.runs) {
-        e.runs = left < most ? left : most;
-        if (!push(out, &e))
-            return false;
-        e.from += e.runs * (uint64_t)e.from_step;
-        e.to += e.runs * (uint64_t)e.to_step;
-    }
+    out->n += copy_units_cut(entry, out->entries + out->n);
     return true;
 }
 
