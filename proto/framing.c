@@ -23,6 +23,19 @@ void framing_expect_hello_ok(framing *f, const void *hello, size_t size, bool ag
     f->agreed = agreed;
 }
 
+void framing_seal_hello_ok(framing *f, const body *hello, buffer *out, size_t answer)
+{
+    buffer both = {0};
+    uint8_t seal[SEAL_SIZE];
+    buffer_append(&both, hello->data - FRAME_SIZE, FRAME_SIZE + hello->size);
+    buffer_append(&both, out->data + answer, out->size - answer);
+    seal_encode(both.failed ? 0 : checksum_of(both.data, both.size), seal);
+    buffer_append(out, seal, sizeof seal);
+    out->failed = out->failed || both.failed;
+    out->sealed = f->sealed = true;
+    buffer_free(&both);
+}
+
 void framing_drop(framing *f)
 {
     f->in.size = f->used = f->hello = 0;

@@ -2,11 +2,18 @@
 #include "outgoing.h"
 
 #include <errno.h>
+#include <stdlib.h>
+#include <string.h>
 #include <sys/socket.h>
 
 bool outgoing_is_empty(const outgoing *o)
 {
     return o->sent == o->bytes.size;
+}
+
+size_t outgoing_left(const outgoing *o)
+{
+    return o->bytes.size - o->sent;
 }
 
 void outgoing_clear(outgoing *o)
@@ -24,16 +31,35 @@ void outgoing_free(outgoing *o)
 int outgoing_flush(outgoing *o, int fd)
 {
     while (!outgoing_is_empty(o)) {
-        ssize_t n =
-            send(fd, o->bytes.data + o->sent, o->bytes.size - o->sent, MSG_NOSIGNAL);
+        ssize_t n = send(fd, o->bytes.data + o->sent, outgoing_left(o), MSG_NOSIGNAL);
         if (n < 0 && errno == EINTR)
             continue;
         if (n < 0 && (errno == EAGAIN || errno == EWOULDBLOCK))
             return 0;
         if (n < 0)
             return errno;
-        o->sent += (size_t)n;
+        outgoing_sent(o, (size_t)n);
     }
-    outgoing_clear(o);
     return 0;
+}
+
+void outgoing_sent(outgoing *o, size_t bytes)
+{
+    o->sent += bytes;
+    if (o->sent == o->bytes.size)
+        o->sent = o->bytes.size = 0;
+}
+
+void outgoing_trim(outgoing *o, size_t keep)
+{
+    size_t left = outgoing_left(o);
+    if (left == 0 && o->bytes.capacity > keep) {
+        free(o->bytes.data);
+        o->bytes = (buffer){.sealed = o->bytes.sealed, .failed = o->bytes.failed};
+        o->sent = 0;
+    } else if (o->sent >= keep && o->sent >= left) {
+        memmove(o->bytes.data, o->bytes.data + o->sent, left);
+        o->bytes.size = left;
+        o->sent = 0;
+    }
 }

@@ -2,7 +2,6 @@
 /* Who talks to whom, and which one-sided paths they may use. */
 #include "control/session.h"
 #include "error_set.h"
-#include "seal.h"
 
 #include <stdio.h>
 #include <string.h>
@@ -30,24 +29,6 @@ static uint32_t offered_paths(const session *s)
     return paths | 1u << WIRE_PATH_RDMA;
 }
 
-/* The reply's seal covers the hello, too: nobody else can tell whether that came as it was sent. */
-static void seal_hello(session *s, const body *hello, size_t reply)
-{
-    uint8_t seal[SEAL_SIZE];
-    checksum *sum = checksum_create();
-    if (!sum || s->output.failed) {
-        s->output.failed = true;
-        checksum_free(sum);
-        return;
-    }
-    checksum_add(sum, hello->data - FRAME_SIZE, FRAME_SIZE + hello->size);
-    checksum_add(sum, s->output.data + reply, s->output.size - reply);
-    seal_encode(checksum_get(sum), seal);
-    checksum_free(sum);
-    buffer_append(&s->output, seal, sizeof seal);
-    s->output.sealed = s->sealed = true;
-}
-
 static void reply_hello(session *s, uint64_t request, const msg_hello *hello,
                         const body *in, const uint8_t id[16])
 {
@@ -71,10 +52,10 @@ static void reply_hello(session *s, uint64_t request, const msg_hello *hello,
         memcpy(m.host_id, server->host, sizeof m.host_id);
     if (server->ucx_failed)
         snprintf(m.warnings, sizeof m.warnings, "%s", server->ucx_why);
-    size_t reply = s->output.size;
-    encode_hello_ok(&s->output, request, &m);
+    size_t answer = s->out.bytes.size;
+    encode_hello_ok(&s->out.bytes, request, &m);
     if (hello->features & FEATURE_SEALS)
-        seal_hello(s, in, reply);
+        framing_seal_hello_ok(&s->in, in, &s->out.bytes, answer);
 }
 
 /* Open sessions of one network peer, NULL: of all. */
@@ -120,6 +101,7 @@ static void open_control(session *s, uint64_t request, const msg_hello *m,
     memcpy(s->ucx_version, m->ucx_version, sizeof s->ucx_version);
     s->features = m->features & FEATURES;
     s->phase = SESSION_OPEN;
+    s->in.longest = LIMIT_REQUEST;
     s->idle = deadline_in_ms(server->idle_ms);
     log_write(&server->log, FANIN_LOG_INFO, "session-open", "%s: %s%s%s", s->peer,
               m->software, m->trace_id[0] ? ", trace " : "", m->trace_id);
@@ -273,7 +255,7 @@ fanin_status request_open_path(session *s, uint64_t request, body *in)
     if (m.path != WIRE_PATH_STREAM)
         status = open_one_sided(s, &m, &reply, &error);
     if (status == FANIN_OK)
-        encode_open_path(&s->output, request, MSG_OPEN_PATH_OK, &reply);
+        encode_open_path(&s->out.bytes, request, MSG_OPEN_PATH_OK, &reply);
     else
         session_reply_error(s, request, &error);
     return FANIN_OK;

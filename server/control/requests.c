@@ -101,7 +101,7 @@ static fanin_status handle_list(session *s, uint64_t request, body *in)
     }
     pthread_mutex_unlock(&server->lock);
     if (entries)
-        encode_list_ok(&s->output, request, entries, count);
+        encode_list_ok(&s->out.bytes, request, entries, count);
     else
         reply_fault(s, request, FANIN_ERR_MEMORY, "the server is out of memory");
     free(entries);
@@ -149,7 +149,7 @@ static void reply_page(session *s, uint64_t request, message_type type,
     page.data.data = blob->data ? blob->data + offset : (const uint8_t *)"";
     page.data.size =
         blob->size - offset < LIMIT_PAGE ? blob->size - offset : LIMIT_PAGE;
-    encode_blob_page(&s->output, request, type, &page);
+    encode_blob_page(&s->out.bytes, request, type, &page);
 }
 
 /* Whether the session may have remote keys of that path. */
@@ -187,9 +187,9 @@ static fanin_status handle_blob(session *s, uint64_t request, message_type type,
         return status;
     /* A buffer grows by doubling; requests before this one may have made it grow already. */
     (void)session_account(s);
-    size_t grown = 2 * (s->output.size + LIMIT_REPLY);
-    if (grown > s->output.capacity &&
-        !memory_fits(server, grown - s->output.capacity)) {
+    size_t grown = 2 * (s->out.bytes.size + LIMIT_REPLY);
+    if (grown > s->out.bytes.capacity &&
+        !memory_fits(server, grown - s->out.bytes.capacity)) {
         reply_fault(s, request, FANIN_ERR_LIMIT,
                     "the server's connections have all the memory they may");
         return FANIN_OK;
@@ -232,7 +232,7 @@ static bool answer_wait(session *s, uint64_t request, const msg_wait *w)
                      .catalog_version = p->catalog->version,
                      .stable_ns = publication_stable_ns(p)};
     memcpy(m.key_digest, p->catalog->key_digest.bytes, sizeof m.key_digest);
-    encode_wait_ok(&s->output, request, &m);
+    encode_wait_ok(&s->out.bytes, request, &m);
     return true;
 }
 
@@ -378,7 +378,7 @@ static void report(session *s, const watch *w, const state_change *change)
 {
     msg_event m = {.step = change->step, .state = state_for(s, change->state)};
     memcpy(m.publication, w->publication, sizeof m.publication);
-    encode_event(&s->output, w->request, &m);
+    encode_event(&s->out.bytes, w->request, &m);
 }
 
 /* Everything that happened since the last report, or the newest if that is too much.
@@ -390,7 +390,7 @@ static void catch_up(session *s, watch *w)
         return;
     if (p->changes - w->seen > HISTORY)
         w->seen = p->changes - HISTORY;
-    if (session_pending(s) > EVENTS_QUEUED)
+    if (outgoing_left(&s->out) > EVENTS_QUEUED)
         w->seen = p->changes - 1;
     while (w->seen < p->changes)
         report(s, w, &p->history[w->seen++ % HISTORY]);
@@ -513,7 +513,7 @@ static fanin_status handle_begin(session *s, uint64_t request, body *in)
     if (error.status != FANIN_OK)
         session_reply_error(s, request, &error);
     else
-        encode_begin_ok(&s->output, request, &reply);
+        encode_begin_ok(&s->out.bytes, request, &reply);
     return FANIN_OK;
 }
 
@@ -538,7 +538,7 @@ static fanin_status handle_end(session *s, uint64_t request, body *in)
         server->stats.pulls_stale += !reply.good;
     }
     pthread_mutex_unlock(&server->lock);
-    encode_end_ok(&s->output, request, &reply);
+    encode_end_ok(&s->out.bytes, request, &reply);
     return FANIN_OK;
 }
 
@@ -546,7 +546,7 @@ static fanin_status handle_ping(session *s, uint64_t request, body *in)
 {
     fanin_status status = decode_empty(in);
     if (status == FANIN_OK)
-        encode_empty(&s->output, request, MSG_PONG);
+        encode_empty(&s->out.bytes, request, MSG_PONG);
     return status;
 }
 

@@ -2,7 +2,6 @@
 /* A control session's bytes: input cut into frames, output that never blocks, deadlines. */
 #include "control/session.h"
 #include "error_set.h"
-#include "seal.h"
 #include "shards/registration.h"
 #include "stream/data_thread.h"
 
@@ -12,18 +11,12 @@
 #include <sys/epoll.h>
 #include <unistd.h>
 
-#define INPUT_MOST (FRAME_SIZE + LIMIT_REQUEST + SEAL_SIZE)
-#define INPUT_FIRST 4096
 #define KEEP_MOST 65536 /**< of an empty output buffer */
-
-size_t session_pending(const session *s)
-{
-    return s->output.size - s->sent;
-}
 
 bool session_account(session *s)
 {
-    size_t memory = sizeof *s + sizeof(reader) + s->input.capacity + s->output.capacity;
+    size_t memory =
+        sizeof *s + sizeof(reader) + s->in.in.capacity + s->out.bytes.capacity;
     return memory_account(s->control->server, &s->memory, memory);
 }
 
@@ -43,6 +36,7 @@ static session *make(struct control *c, int fd, const socket_address *peer)
     s->idle = UINT64_MAX;
     s->stalled_at = UINT64_MAX;
     s->interest = EPOLLIN;
+    framing_start(&s->in, LIMIT_BEFORE_HELLO);
     struct epoll_event event = {.events = s->interest, .data.ptr = s};
     if (epoll_ctl(c->epoll, EPOLL_CTL_ADD, fd, &event) != 0) {
         free(s);
@@ -52,7 +46,7 @@ static session *make(struct control *c, int fd, const socket_address *peer)
     if (c->sessions)
         c->sessions->previous = s;
     c->sessions = s;
-    memory_account(c->server, &s->memory, sizeof *s + sizeof(reader));
+    (void)session_account(s);
     return s;
 }
 
@@ -141,27 +135,24 @@ void session_close(session *s, const char *why)
 void session_free(session *s)
 {
     memory_account(s->control->server, &s->memory, 0);
-    buffer_free(&s->input);
-    buffer_free(&s->output);
+    framing_free(&s->in);
+    outgoing_free(&s->out);
     free(s);
 }
 
 void session_hand_over(session *s, reader *r)
 {
     fanin_server *server = s->control->server;
-    handover h = {.fd = s->fd, .reader = r, .counted = s->counted, .sealed = s->sealed};
+    handover h = {
+        .fd = s->fd, .reader = r, .counted = s->counted, .in = s->in, .out = s->out};
     memcpy(h.peer, s->peer, sizeof h.peer);
-    buffer_append(&h.input, s->input.data + s->used, s->input.size - s->used);
-    buffer_append(&h.output, s->output.data + s->sent, session_pending(s));
-    bool good = !h.input.failed && !h.output.failed;
-    if (good)
-        epoll_ctl(s->control->epoll, EPOLL_CTL_DEL, s->fd, NULL);
-    if (good && stream_adopt(server, &h)) {
-        leave(s); /* descriptor and count live on */
+    epoll_ctl(s->control->epoll, EPOLL_CTL_DEL, s->fd, NULL);
+    if (!s->out.bytes.failed && stream_adopt(server, &h)) {
+        s->in = (framing){0};
+        s->out = (outgoing){0};
+        leave(s); /* descriptor, count and bytes live on */
         return;
     }
-    buffer_free(&h.input);
-    buffer_free(&h.output);
     pthread_mutex_lock(&server->lock);
     r->n_data--;
     reader_release(server, r);
@@ -177,7 +168,7 @@ void session_reply_error(session *s, uint64_t request, const fanin_error *error)
     memcpy(m.message, error->message, sizeof m.message);
     memcpy(m.remedy, error->remedy, sizeof m.remedy);
     memcpy(m.key, error->key, sizeof m.key);
-    encode_error(&s->output, request, &m);
+    encode_error(&s->out.bytes, request, &m);
 }
 
 void session_fail(session *s, uint64_t request, fanin_status code, const char *message)
@@ -200,44 +191,21 @@ void session_fail(session *s, uint64_t request, fanin_status code, const char *m
 /* False: the connection is gone. */
 static bool flush(session *s)
 {
-    while (session_pending(s) > 0) {
-        ssize_t n = send(s->fd, s->output.data + s->sent, session_pending(s),
-                         MSG_NOSIGNAL | MSG_DONTWAIT);
-        if (n < 0 && errno == EINTR)
-            continue;
-        if (n < 0 && errno == EAGAIN) {
-            if (s->stalled_at == UINT64_MAX)
-                s->stalled_at = deadline_in_ms(STALL_MS);
-            return true;
-        }
-        if (n < 0)
-            return false;
-        s->sent += (size_t)n;
+    size_t left = outgoing_left(&s->out);
+    if (outgoing_flush(&s->out, s->fd) != 0)
+        return false;
+    if (outgoing_is_empty(&s->out))
         s->stalled_at = UINT64_MAX;
-    }
-    s->sent = s->output.size = 0;
-    s->stalled_at = UINT64_MAX;
-    if (s->output.capacity > KEEP_MOST)
-        buffer_free(&s->output);
-    s->output.sealed = s->sealed;
+    else if (outgoing_left(&s->out) < left || s->stalled_at == UINT64_MAX)
+        s->stalled_at = deadline_in_ms(STALL_MS);
+    outgoing_trim(&s->out, KEEP_MOST);
     return true;
-}
-
-/* Keeps the output from growing by what has been sent. */
-static void compact(session *s)
-{
-    if (s->sent < KEEP_MOST || s->sent < session_pending(s))
-        return;
-    memmove(s->output.data, s->output.data + s->sent, session_pending(s));
-    s->output.size -= s->sent;
-    s->sent = 0;
 }
 
 static void update_interest(session *s)
 {
-    bool pending = session_pending(s) > 0;
-    uint32_t interest = pending ? EPOLLOUT : 0;
-    if (session_pending(s) < OUTPUT_PAUSE)
+    uint32_t interest = outgoing_is_empty(&s->out) ? 0 : EPOLLOUT;
+    if (outgoing_left(&s->out) < OUTPUT_PAUSE)
         interest |= EPOLLIN;
     if (interest == s->interest)
         return;
@@ -250,44 +218,20 @@ static void update_interest(session *s)
 
 /* ------------------------------------------------------------------- input */
 
-static uint32_t longest_body(const session *s)
-{
-    return s->phase == SESSION_HELLO ? LIMIT_BEFORE_HELLO : LIMIT_REQUEST;
-}
-
 /* Handles one frame; false: there is no whole one, or none may be taken now. */
 static bool next_frame(session *s)
 {
-    size_t there = s->input.size - s->used;
-    if (s->phase > SESSION_OPEN || session_pending(s) >= OUTPUT_PAUSE ||
-        there < FRAME_SIZE)
+    framed got;
+    if (s->phase > SESSION_OPEN || outgoing_left(&s->out) >= OUTPUT_PAUSE)
         return false;
-    frame f;
-    const char *why;
-    const uint8_t *start = s->input.data + s->used;
-    fanin_status status = seal_decode(start, s->sealed, &f, &why);
-    if (status != FANIN_OK) {
-        session_fail(s, 0, status, why);
-        return false;
-    }
-    if (f.length > longest_body(s)) {
-        session_fail(s, f.request, FANIN_ERR_PROTOCOL, "the request is too long");
-        return false;
-    }
-    size_t whole = FRAME_SIZE + (size_t)f.length, seal = seal_size(s->sealed);
-    if (there < whole + seal)
-        return false;
-    if (s->sealed && !seal_check(start, whole)) {
-        session_fail(s, 0, FANIN_ERR_TRANSPORT, SEAL_BROKEN);
-        return false;
-    }
-    body in = {.data = start + FRAME_SIZE, .size = f.length};
-    s->used += whole + seal;
-    if (s->phase == SESSION_HELLO)
-        request_hello(s, &f, &in);
-    else
-        request_handle(s, &f, &in);
-    return true;
+    framing_result result = framing_take(&s->in, &got);
+    if (result == FRAMING_BAD)
+        session_fail(s, got.head.request, got.status, got.why);
+    else if (result == FRAMING_WHOLE && s->phase == SESSION_HELLO)
+        request_hello(s, &got.head, &got.body);
+    else if (result == FRAMING_WHOLE)
+        request_handle(s, &got.head, &got.body);
+    return result == FRAMING_WHOLE;
 }
 
 void session_work(session *s)
@@ -298,26 +242,19 @@ void session_work(session *s)
         ;
     if (s->phase == SESSION_DEAD)
         return;
-    if (s->used > 0) {
-        size_t left = s->input.size - s->used;
-        memmove(s->input.data, s->input.data + s->used, left);
-        s->input.size = left;
-        s->used = 0;
-    }
-    if (s->output.failed || session_pending(s) > OUTPUT_MOST) {
-        session_close(s, s->output.failed ? "out of memory" : "it does not read");
+    if (s->out.bytes.failed || outgoing_left(&s->out) > OUTPUT_MOST) {
+        session_close(s, s->out.bytes.failed ? "out of memory" : "it does not read");
         return;
     }
     if (!flush(s)) {
         session_close(s, "the connection broke");
         return;
     }
-    compact(s);
     if (!session_account(s) && s->phase != SESSION_CLOSING) {
         session_close(s, "the connections have all the memory they may");
         return;
     }
-    if (s->phase == SESSION_CLOSING && session_pending(s) == 0 && !s->shut) {
+    if (s->phase == SESSION_CLOSING && outgoing_is_empty(&s->out) && !s->shut) {
         s->shut = true;
         shutdown(s->fd, SHUT_WR);
     }
@@ -327,27 +264,18 @@ void session_work(session *s)
 /* Reads once; false: the peer has closed, or the connection broke. */
 static bool receive(session *s)
 {
+    size_t room;
     if (s->phase == SESSION_CLOSING)
-        s->input.size = s->used = 0; /* what comes after an error is not looked at */
-    size_t most =
-        s->phase == SESSION_OPEN ? INPUT_MOST : FRAME_SIZE + LIMIT_BEFORE_HELLO;
-    if (s->input.size >= most)
-        return true;
-    /* The first buffer is small; a longer frame doubles it. */
-    if (s->input.size == s->input.capacity) {
-        size_t more = s->input.capacity ? s->input.capacity : INPUT_FIRST;
-        if (!buffer_reserve(&s->input, more))
-            return false;
-    }
-    size_t room = s->input.capacity - s->input.size;
-    if (room > most - s->input.size)
-        room = most - s->input.size;
-    ssize_t n = recv(s->fd, s->input.data + s->input.size, room, MSG_DONTWAIT);
+        framing_drop(&s->in); /* what comes after an error is not looked at */
+    uint8_t *to = framing_room(&s->in, &room);
+    if (!to || room == 0)
+        return to != NULL;
+    ssize_t n = recv(s->fd, to, room, MSG_DONTWAIT);
     if (n < 0)
         return errno == EAGAIN || errno == EINTR;
     if (n == 0)
         return false;
-    s->input.size += (size_t)n;
+    framing_add(&s->in, (size_t)n);
     if (s->phase == SESSION_OPEN)
         s->idle = deadline_in_ms(s->control->server->idle_ms);
     return true;

@@ -4,6 +4,8 @@
 #define SESSION_H
 
 #include "core/admission.h"
+#include "framing.h"
+#include "outgoing.h"
 #include "publish/lease.h"
 
 /* Caps of one control session (PROTOCOL.md, "Limits"). */
@@ -51,10 +53,10 @@ typedef struct session {
     deadline idle;
     deadline stalled_at; /**< UINT64_MAX: it owes no room for output */
     uint32_t interest;   /**< in the epoll set */
-    buffer input, output;
-    bool
-        sealed; /**< frames of both directions have checksums, from the hello's reply on */
-    size_t used, sent, memory;
+    framing
+        in; /**< frames of both directions have checksums from the hello's reply on */
+    outgoing out;
+    size_t memory;
     bool shut;
     reader *reader; /**< once open */
     unsigned n_waits, n_watches;
@@ -95,7 +97,6 @@ void session_free(session *s);
 /** Sends an error, then closes gently. */
 void session_fail(session *s, uint64_t request, fanin_status code, const char *message);
 void session_reply_error(session *s, uint64_t request, const fanin_error *error);
-size_t session_pending(const session *s); /**< bytes of output */
 /** Counts its memory; false: the connections have more than they may. */
 bool session_account(session *s);
 /** Gives the connection to the data thread, with what is left of its buffers. */

@@ -8,7 +8,6 @@
 #include <string.h>
 #include <unistd.h>
 
-#define INPUT_FIRST 4096
 #define BURST_LEAST ((size_t)128 << 10)
 #define SUM_ASIDE ((size_t)256 << 10) /* bytes that are worth waking a thread */
 
@@ -23,10 +22,10 @@ connection *connection_make(const handover *h)
     c->reader = h->reader;
     c->counted = h->counted;
     memcpy(c->peer, h->peer, sizeof c->peer);
-    c->input = h->input;
-    c->output = h->output;
-    c->sealed = c->output.sealed = h->sealed;
-    if (c->sealed && !(c->sum = checksum_create())) {
+    c->in = h->in;
+    c->in.longest = LIMIT_READ_REQUEST;
+    c->out = h->out;
+    if (c->in.sealed && !(c->sum = checksum_create())) {
         free(c);
         return NULL;
     }
@@ -46,8 +45,8 @@ void connection_free(stream_tools *t, connection *c)
     close(c->fd);
     job_free(s, &c->job);
     digester_free(&c->digester);
-    buffer_free(&c->input);
-    buffer_free(&c->output);
+    framing_free(&c->in);
+    outgoing_free(&c->out);
     checksum_free(c->sum);
     memory_account(s, &c->memory, 0);
     dismiss(s, c->counted);
@@ -60,7 +59,7 @@ void connection_free(stream_tools *t, connection *c)
 
 bool connection_account(fanin_server *s, connection *c)
 {
-    size_t now = sizeof *c + c->input.capacity + c->output.capacity +
+    size_t now = sizeof *c + c->in.in.capacity + c->out.bytes.capacity +
                  job_memory(&c->job) + digester_memory(&c->digester);
     return memory_account(s, &c->memory, now);
 }
@@ -72,7 +71,7 @@ static void reply_error(connection *c, uint64_t request, fanin_status code,
 {
     msg_error m = {.code = code};
     memcpy(m.message, message, strnlen(message, sizeof m.message - 1));
-    encode_error(&c->output, request, &m);
+    encode_error(&c->out.bytes, request, &m);
 }
 
 /* Says why and closes once that has been read, or soon. */
@@ -89,7 +88,7 @@ static turn_result reject(stream_tools *t, connection *c, uint64_t request,
     reply_error(c, request, code, why);
     c->closing = true;
     c->stalled_at = deadline_in_ms(LINGER_MS);
-    return c->output.failed ? TURN_CLOSE : TURN_MORE;
+    return c->out.bytes.failed ? TURN_CLOSE : TURN_MORE;
 }
 
 static void refuse_read(stream_tools *t, connection *c, uint64_t request,
@@ -129,11 +128,12 @@ static const char *job_begin(fanin_server *s, connection *c, const uint8_t token
 /* The header of the reply to a read. */
 static void start_reply(connection *c, uint64_t request)
 {
-    encode_read_ok(&c->output, request, (uint32_t)c->job.left);
-    if (!c->sealed || c->output.failed)
+    encode_read_ok(&c->out.bytes, request, (uint32_t)c->job.left);
+    if (!c->in.sealed || c->out.bytes.failed)
         return;
     checksum_reset(c->sum);
-    checksum_add(c->sum, c->output.data + c->output.size - FRAME_SIZE, FRAME_SIZE);
+    const buffer *out = &c->out.bytes;
+    checksum_add(c->sum, out->data + out->size - FRAME_SIZE, FRAME_SIZE);
 }
 
 /* All of the reply has left, but for its seal. */
@@ -141,10 +141,10 @@ static void end_reply(stream_tools *t, connection *c)
 {
     uint8_t seal[SEAL_SIZE];
     job_end(t->server, &c->job);
-    if (!c->sealed)
+    if (!c->in.sealed)
         return;
     seal_encode(checksum_get(c->sum), seal);
-    buffer_append(&c->output, seal, sizeof seal);
+    buffer_append(&c->out.bytes, seal, sizeof seal);
 }
 
 /* A reply from device memory; its header waits until the first bytes are there. */
@@ -217,7 +217,7 @@ static turn_result handle_frame(stream_tools *t, connection *c, const frame *f,
     if (f->type == MSG_PING) {
         if (decode_empty(in) != FANIN_OK)
             return reject(t, c, f->request, FANIN_ERR_PROTOCOL, in->why);
-        encode_empty(&c->output, f->request, MSG_PONG);
+        encode_empty(&c->out.bytes, f->request, MSG_PONG);
         return TURN_MORE;
     }
     if (message_kind(f->type) == KIND_REQUEST)
@@ -233,33 +233,20 @@ static turn_result handle_frame(stream_tools *t, connection *c, const frame *f,
 
 /* ------------------------------------------------------------------ input */
 
-/* Makes room for the rest of the frame that the input begins with. */
-static bool make_room(connection *c, size_t need)
+static turn_result receive(stream_tools *t, connection *c)
 {
-    size_t pending = c->input.size - c->used;
-    if (c->used > 0) {
-        memmove(c->input.data, c->input.data + c->used, pending);
-        c->input.size = pending;
-        c->used = 0;
-    }
-    if (need < INPUT_FIRST)
-        need = INPUT_FIRST;
-    return need <= pending || buffer_reserve(&c->input, need - pending);
-}
-
-static turn_result receive(stream_tools *t, connection *c, size_t need)
-{
+    size_t room;
     if (!c->can_read)
         return TURN_WAIT;
-    if (!make_room(c, need))
+    uint8_t *to = framing_room(&c->in, &room);
+    if (!to)
         return TURN_CLOSE;
     if (!connection_account(t->server, c))
         return reject(t, c, 0, FANIN_ERR_LIMIT,
                       "the server's connections have all the memory they may");
-    ssize_t n = recv(c->fd, c->input.data + c->input.size,
-                     c->input.capacity - c->input.size, MSG_DONTWAIT);
+    ssize_t n = recv(c->fd, to, room, MSG_DONTWAIT);
     if (n > 0) {
-        c->input.size += (size_t)n;
+        framing_add(&c->in, (size_t)n);
         return TURN_MORE;
     }
     if (n < 0 && errno == EINTR)
@@ -273,28 +260,14 @@ static turn_result receive(stream_tools *t, connection *c, size_t need)
 
 static turn_result next_frame(stream_tools *t, connection *c)
 {
-    size_t pending = c->input.size - c->used;
-    if (pending < FRAME_SIZE)
-        return receive(t, c, FRAME_SIZE);
-    frame f;
-    const char *why;
-    const uint8_t *start = c->input.data + c->used;
-    fanin_status status = seal_decode(start, c->sealed, &f, &why);
-    if (status != FANIN_OK)
-        return reject(t, c, 0, status, why);
-    if (f.length > LIMIT_READ_REQUEST)
-        return reject(t, c, f.request, FANIN_ERR_PROTOCOL, "the request is too long");
-    size_t whole = FRAME_SIZE + (size_t)f.length, seal = seal_size(c->sealed);
-    if (pending < whole + seal)
-        return receive(t, c, whole + seal);
-    if (c->sealed && !seal_check(start, whole))
-        return reject(t, c, 0, FANIN_ERR_TRANSPORT, SEAL_BROKEN);
-    body in = {.data = start + FRAME_SIZE, .size = f.length};
-    c->used += whole + seal;
-    turn_result result = handle_frame(t, c, &f, &in);
-    if (c->used == c->input.size)
-        c->used = c->input.size = 0;
-    return c->output.failed ? TURN_CLOSE : result;
+    framed got;
+    framing_result result = framing_take(&c->in, &got);
+    if (result == FRAMING_MORE)
+        return receive(t, c);
+    if (result == FRAMING_BAD)
+        return reject(t, c, got.head.request, got.status, got.why);
+    turn_result turn = handle_frame(t, c, &got.head, &got.body);
+    return c->out.bytes.failed ? TURN_CLOSE : turn;
 }
 
 /* Reads what comes after an error until the peer has closed, so that it gets the error. */
@@ -331,14 +304,13 @@ static void send_leave(fanin_server *s, connection *c, bool reading, uint64_t by
     pthread_mutex_unlock(&s->lock);
 }
 
-static void account_sent(connection *c, size_t bytes, uint64_t *of_job)
+/* How many of @p bytes that have left were the job's, not of the output before it. */
+static uint64_t account_sent(connection *c, size_t bytes)
 {
-    size_t queued = c->output.size - c->sent;
+    size_t queued = outgoing_left(&c->out);
     size_t first = bytes < queued ? bytes : queued;
-    c->sent += first;
-    if (c->sent == c->output.size)
-        c->sent = c->output.size = 0;
-    *of_job = bytes - first;
+    outgoing_sent(&c->out, first);
+    return bytes - first;
 }
 
 static void gather_start(gather *g, const connection *c, size_t most)
@@ -346,7 +318,7 @@ static void gather_start(gather *g, const connection *c, size_t most)
     g->n = 0;
     g->bytes = g->bounced = 0;
     g->most = most;
-    gather_add(g, c->output.data + c->sent, c->output.size - c->sent);
+    gather_add(g, c->out.bytes.data + c->out.sent, outgoing_left(&c->out));
 }
 
 /* Sends what is gathered; @p reading: from the publication's memory. What of it was the job's is in
@@ -356,19 +328,17 @@ static turn_result transmit(stream_tools *t, connection *c, bool reading,
 {
     gather *g = &t->gather;
     struct msghdr message = {.msg_iov = g->iov, .msg_iovlen = (size_t)g->n};
-    size_t queued = c->output.size - c->sent;
-    bool aside = c->sealed && t->sums && g->bytes - queued >= SUM_ASIDE;
+    size_t queued = outgoing_left(&c->out);
+    bool aside = c->in.sealed && t->sums && g->bytes - queued >= SUM_ASIDE;
     if (aside)
         side_sum_begin(t->sums, c->sum, g, queued, g->bytes - queued);
     ssize_t n = sendmsg(c->fd, &message, MSG_NOSIGNAL | MSG_DONTWAIT);
     int code = errno;
-    *of_job = 0;
-    if (n > 0)
-        account_sent(c, (size_t)n, of_job);
+    *of_job = n > 0 ? account_sent(c, (size_t)n) : 0;
     /* What was sent is as it was: begin_update waits, or it is the stage's. */
     if (aside)
         side_sum_end(t->sums, *of_job);
-    else if (c->sealed)
+    else if (c->in.sealed)
         gather_sum(g, queued, *of_job, c->sum);
     if (reading || *of_job > 0)
         send_leave(t->server, c, reading, *of_job);
@@ -409,7 +379,7 @@ static turn_result send_some(stream_tools *t, connection *c)
     turn_result result = transmit(t, c, reading, &of_job);
     if (result != TURN_CLOSE && j->of && j->left == 0)
         end_reply(t, c);
-    return c->output.failed ? TURN_CLOSE : result;
+    return c->out.bytes.failed ? TURN_CLOSE : result;
 }
 
 /* ----------------------------------------------------------- device memory */
@@ -497,7 +467,7 @@ static turn_result send_staged(stream_tools *t, connection *c)
         start_reply(c, j->request);
         j->header_due = false;
     }
-    if (c->output.failed)
+    if (c->out.bytes.failed)
         return TURN_CLOSE;
     if (!c->can_write)
         return TURN_WAIT;
@@ -512,7 +482,7 @@ static turn_result send_staged(stream_tools *t, connection *c)
     drop_sent(t, &c->staged, of_job);
     if (result != TURN_CLOSE && j->left == 0)
         end_reply(t, c);
-    return c->output.failed ? TURN_CLOSE : result;
+    return c->out.bytes.failed ? TURN_CLOSE : result;
 }
 
 /* ----------------------------------------------------------------- digests */
@@ -522,7 +492,7 @@ static void end_digest(stream_tools *t, connection *c)
     digester *d = &c->digester;
     msg_digest_ok m = {
         .digests = {d->digests[0].bytes, c->job.n_ranges * sizeof *d->digests}};
-    encode_digest_ok(&c->output, d->request, &m);
+    encode_digest_ok(&c->out.bytes, d->request, &m);
     d->on = false;
     job_end(t->server, &c->job);
 }
@@ -578,7 +548,7 @@ static turn_result digest_staged(stream_tools *t, connection *c)
     job_advance(j, bytes);
     if (j->left == 0)
         end_digest(t, c);
-    return c->output.failed ? TURN_CLOSE : TURN_MORE;
+    return c->out.bytes.failed ? TURN_CLOSE : TURN_MORE;
 }
 
 static turn_result digest_turn(stream_tools *t, connection *c)
@@ -589,7 +559,7 @@ static turn_result digest_turn(stream_tools *t, connection *c)
         return lose_digest(t, c);
     if (c->job.left == 0)
         end_digest(t, c);
-    return c->output.failed ? TURN_CLOSE : TURN_MORE;
+    return c->out.bytes.failed ? TURN_CLOSE : TURN_MORE;
 }
 
 turn_result connection_turn(stream_tools *t, connection *c)
@@ -598,7 +568,7 @@ turn_result connection_turn(stream_tools *t, connection *c)
         return digest_turn(t, c);
     if (c->job.is_staged)
         return send_staged(t, c);
-    if (c->output.size > c->sent || c->job.left > 0)
+    if (!outgoing_is_empty(&c->out) || c->job.left > 0)
         return c->can_write ? send_some(t, c) : TURN_WAIT;
     return c->closing ? discard(c) : next_frame(t, c);
 }

@@ -31,10 +31,9 @@ typedef struct connection {
     bool can_read, can_write, queued;
     bool closing; /**< an error is on its way; nothing is read any more */
     bool shut;    /**< ... and it has left */
-    buffer input, output;
-    bool sealed;         /**< frames of both directions have checksums */
+    framing in;   /**< says whether frames of both directions have checksums */
+    outgoing out;
     checksum *sum;       /**< sealed: of the read reply that is being sent */
-    size_t used, sent;   /**< of input, of output */
     size_t memory;       /**< counted */
     size_t burst;        /**< what the socket is likely to take at once */
     deadline stalled_at; /**< when to give the peer up; UINT64_MAX: it owes nothing */

@@ -98,7 +98,7 @@ static void welcome(struct stream *t)
             (void)setsockopt(c->fd, SOL_SOCKET, SO_SNDBUF, &room, sizeof room);
         struct epoll_event event = {.events = EPOLLIN | EPOLLOUT | EPOLLRDHUP | EPOLLET,
                                     .data.ptr = c};
-        if (c->sealed && !t->tools.sums)
+        if (c->in.sealed && !t->tools.sums)
             t->tools.sums = side_sum_create();
         bool good = connection_account(t->tools.server, c) &&
                     epoll_ctl(t->epoll, EPOLL_CTL_ADD, c->fd, &event) == 0;

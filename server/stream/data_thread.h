@@ -5,6 +5,8 @@
 
 #include "buffer.h"
 #include "core/server_state.h"
+#include "framing.h"
+#include "outgoing.h"
 
 fanin_status stream_create(fanin_server *s, fanin_error *error);
 /** Makes the data thread look for closed readers. Any thread, lock held or not. */
@@ -15,10 +17,10 @@ void stream_destroy(fanin_server *s);
 /** A connection on its way from the control thread to the data thread. */
 typedef struct handover {
     int fd;
-    reader *reader;       /**< with a reference, and counted in n_data */
-    peer_count *counted;  /**< as admit() gave it */
-    buffer input, output; /**< bytes received and not yet used, to be sent yet */
-    bool sealed;          /**< frames have checksums */
+    reader *reader;      /**< with a reference, and counted in n_data */
+    peer_count *counted; /**< as admit() gave it */
+    framing in;          /**< with what was received and not taken */
+    outgoing out;
     char peer[64];
 } handover;
 

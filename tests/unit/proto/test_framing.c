@@ -160,21 +160,18 @@ static void no_more_than_a_longest_frame_waits(void **state)
 
 /* ------------------------------------------------------------- greetings */
 
-/* An answer to a hello, with the checksum that stands behind it. */
 static buffer answer_to(const buffer *hello, uint64_t features)
 {
-    buffer answer = {0}, both = {0};
-    uint8_t seal[SEAL_SIZE];
-    msg_hello_ok m = {.version = VERSION_MAX,
-                      .features = features,
-                      .world_size = 1,
-                      .server_name = "rank_0"};
-    encode_hello_ok(&answer, 1, &m);
-    buffer_append(&both, hello->data, hello->size);
-    buffer_append(&both, answer.data, answer.size);
-    seal_encode(checksum_of(both.data, both.size), seal);
-    buffer_append(&answer, seal, sizeof seal);
-    buffer_free(&both);
+    buffer answer = {0};
+    framing f = {0};
+    body in = {.data = hello->data + FRAME_SIZE, .size = hello->size - FRAME_SIZE};
+    encode_hello_ok(&answer, 1,
+                    &(msg_hello_ok){.version = VERSION_MAX,
+                                    .features = features,
+                                    .world_size = 1,
+                                    .server_name = "rank_0"});
+    framing_seal_hello_ok(&f, &in, &answer, 0);
+    assert_true(f.sealed && answer.sealed && !answer.failed);
     return answer;
 }
 
