@@ -180,7 +180,7 @@ typedef void (*fanin_progress_fn)(void *cookie, uint64_t bytes_done,
 
 typedef struct fanin_pull_options {
     size_t struct_size;
-    const char *publication; /**< "lora:<run>" */
+    const char *publication; /**< "lora:<run>", "full:<run>" (fanin/server.h) */
     fanin_step_rule rule;    /**< default FANIN_STEP_NEWEST */
     uint64_t step;
     uint32_t timeout_ms;   /**< for the whole call, default 60000, never endless */
