@@ -193,7 +193,7 @@ class Client(ClosableHandle):
         )
 
     def disconnect(self) -> None:
-        """Closes all connections, forgets catalogs and addresses. Does not block."""
+        """Closes all connections, forgets catalogs and addresses. Waits for no rank."""
         self._alone("disconnect", lambda _, h: self._library.fanin_client_disconnect(h))
 
     def cancel(self) -> None:
