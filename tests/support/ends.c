@@ -72,9 +72,3 @@ fanin_pull_options make_options(fanin_step_rule rule, uint64_t step)
     options.timeout_ms = 20000;
     return options;
 }
-
-void assert_says(const char *text, const char *words)
-{
-    if (!strstr(text, words))
-        fail_msg("\"%s\" does not say \"%s\"", text, words);
-}

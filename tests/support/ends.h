@@ -29,7 +29,4 @@ fanin_tensor make_tensor(const char *name, fanin_dtype dtype, uint64_t rows,
 /** Of lora:0, by this rule, in 20 s. */
 fanin_pull_options make_options(fanin_step_rule rule, uint64_t step);
 
-/** Fails unless @p text has these words. */
-void assert_says(const char *text, const char *words);
-
 #endif

@@ -9,37 +9,24 @@
 #include <stddef.h>
 
 #define MIB ((size_t)1 << 20)
-#define PATIENCE_MS 20000
 
-/** A server of RUN, a control and a data connection, and a lease. */
-typedef struct served {
-    fanin_server *server;
-    peer control, data;
-    grant grant;
-} served;
-
-/** Says which driver to load. */
+/** Says which driver to load: for a group of tests. */
 int device_set_up(void **state);
+/** As server_test(), and what device_alloc() gave is freed behind it. */
+#define device_test(name) cmocka_unit_test_teardown(name, device_tear_down)
+int device_tear_down(void **state);
+/** Then nothing is left but the driver's modules and contexts. */
+#define device_clean_test(name) cmocka_unit_test_teardown(name, device_tear_down_clean)
+int device_tear_down_clean(void **state);
 
 /** Memory of a device with device_byte() of its index in each byte. */
 uint8_t *device_alloc(int device, size_t bytes, fake_cuda_kind kind);
+void device_free(void *memory); /**< before the test ends */
 uint8_t device_byte(size_t i);
 const uint8_t *device_bytes(const void *memory); /**< for the CPU */
 
-/** A server whose log is heard. */
-fanin_server *device_start(uint32_t lease_ms);
-/** Opens l->control and l->data over the Unix socket and takes a lease. */
-void device_peers(served *l);
-served device_serve(const fanin_tensor *t, size_t count);
-served device_serve_bytes(void *memory, size_t size); /**< one tensor "t" */
-void device_leave(served *l);
-/** Nothing is left of a server but the driver's modules and contexts. */
-void device_assert_clean(void);
-
-/** Counts messages of that event from now on. */
-void device_listen(const char *event);
-unsigned device_heard(void);
-extern char device_log_text[1024]; /**< the last of them */
-void assert_says(const char *text, const char *words);
+/** A server of these and a puller over the Unix socket, with a lease. */
+puller device_serve(const fanin_tensor *t, size_t count);
+puller device_serve_bytes(void *memory, size_t size); /**< one tensor "t" */
 
 #endif

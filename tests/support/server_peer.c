@@ -1,26 +1,66 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "server_peer.h"
-#include "clock.h"
+#include "ends.h"
+#include "log_catcher.h"
 #include "socket.h"
 #include "testing.h"
 
 #include <errno.h>
 #include <poll.h>
+#include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
 
 #define PATIENCE_MS 10000
+#define MOST_SERVERS 8
+#define MOST_FILES 4096
+
+/* What is open: servers, and what peers have received last, by descriptor. */
+static pthread_mutex_t open_lock = PTHREAD_MUTEX_INITIALIZER;
+static fanin_server *servers[MOST_SERVERS];
+static struct {
+    bool is_open;
+    uint8_t *body;
+} peers[MOST_FILES];
 
 /* --------------------------------------------------------------- the server */
 
+/* Puts @p s in the place of @p old. */
+static void note_server(const fanin_server *old, fanin_server *s)
+{
+    size_t i = 0;
+    pthread_mutex_lock(&open_lock);
+    while (i < MOST_SERVERS && servers[i] != old)
+        i++;
+    if (i < MOST_SERVERS)
+        servers[i] = s;
+    pthread_mutex_unlock(&open_lock);
+    assert_true(i < MOST_SERVERS);
+}
+
+void server_close_peers(void)
+{
+    for (int fd = 0; fd < MOST_FILES; fd++)
+        if (peers[fd].is_open)
+            peer_close(&(peer){.fd = fd});
+}
+
+int server_tear_down(void **state)
+{
+    (void)state;
+    server_close_peers();
+    for (size_t i = 0; i < MOST_SERVERS; i++)
+        if (servers[i])
+            server_stop(&(fanin_server *){servers[i]}, 0);
+    return 0;
+}
+
 fanin_server_config server_config(void)
 {
-    fanin_server_config c;
-    fanin_server_config_init(&c, sizeof c);
-    memset(c.world_id, 7, sizeof c.world_id);
-    c.flags = FANIN_SERVER_NO_UCX;
+    fanin_server_config c = make_server_config();
+    c.log = log_catch;
     return c;
 }
 
@@ -30,19 +70,26 @@ fanin_server *server_start(const fanin_server_config *config)
     fanin_server *s = NULL;
     fanin_error error = FANIN_ERROR_INIT;
     assert_ok(fanin_server_create(&c, &s, &error), error);
+    note_server(NULL, s);
     return s;
+}
+
+fanin_server *server_start_lease(uint32_t lease_ms)
+{
+    fanin_server_config c = server_config();
+    c.lease_ms = lease_ms;
+    return server_start(&c);
+}
+
+void server_stop(fanin_server **s, uint32_t drain_ms)
+{
+    note_server(*s, NULL);
+    fanin_server_destroy(s, drain_ms);
 }
 
 fanin_tensor byte_tensor(const char *name, fanin_box *box, void *memory, uint64_t size)
 {
-    *box = (fanin_box){.extent = {size}, .address = memory};
-    return (fanin_tensor){.struct_size = sizeof(fanin_tensor),
-                          .name = name,
-                          .dtype = FANIN_DTYPE_U8,
-                          .n_dims = 1,
-                          .shape = {size},
-                          .boxes = box,
-                          .n_boxes = 1};
+    return make_tensor(name, FANIN_DTYPE_U8, size, 0, box, memory);
 }
 
 void server_put(fanin_server *s, const char *publication, const char *name,
@@ -82,6 +129,11 @@ fanin_server_stats server_stats(fanin_server *s)
     return stats;
 }
 
+fanin_status server_begin_run(void *server)
+{
+    return fanin_server_begin_update(server, RUN, NULL);
+}
+
 /* ----------------------------------------------------------------- the peer */
 
 static bool ready(int fd, short events, int ms)
@@ -95,6 +147,8 @@ static peer connect_to(const socket_address *a)
     peer p = {.fd = -1};
     fanin_error error = FANIN_ERROR_INIT;
     assert_ok(socket_connect_start(a, &p.fd, &error), error);
+    assert_true(p.fd < MOST_FILES);
+    peers[p.fd].is_open = true;
     assert_true(ready(p.fd, POLLOUT, PATIENCE_MS));
     assert_int_equal(socket_connect_result(p.fd), 0);
     return p;
@@ -132,8 +186,12 @@ peer peer_connect_unix_at(fanin_server *s, const char *bind)
 
 void peer_close(peer *p)
 {
+    if (p->fd < 0)
+        return;
+    free(peers[p->fd].body);
+    peers[p->fd].body = NULL;
+    peers[p->fd].is_open = false;
     close(p->fd);
-    free(p->body);
     p->fd = -1;
     p->body = NULL;
 }
@@ -183,8 +241,8 @@ void peer_receive(peer *p)
     assert_true(receive_exactly(p, header, sizeof header));
     assert_int_equal(frame_decode(header, &p->frame, &why), FANIN_OK);
     assert_true(p->frame.length <= LIMIT_READ_BYTES);
-    free(p->body);
-    p->body = malloc(p->frame.length + 1);
+    free(peers[p->fd].body);
+    p->body = peers[p->fd].body = malloc(p->frame.length + 1);
     assert_non_null(p->body);
     assert_true(receive_exactly(p, p->body, p->frame.length));
 }
@@ -226,19 +284,30 @@ bool peer_silent(peer *p, int ms)
 
 /* ----------------------------------------------------------------- messages */
 
-msg_hello_ok peer_hello(peer *p, role r, const uint8_t id[16])
+void peer_request_hello(peer *p, const msg_hello *m)
 {
     buffer b = {0};
-    msg_hello m = {.version_min = 1, .version_max = 1, .role = r, .software = "test"};
-    memcpy(m.id, id, sizeof m.id);
-    encode_hello(&b, ++p->request, &m);
+    encode_hello(&b, ++p->request, m);
     peer_send(p, &b);
-    body in = peer_expect(p, MSG_HELLO_OK);
+}
+
+msg_hello_ok peer_hello_with(peer *p, msg_hello m)
+{
     msg_hello_ok ok;
+    m.version_min = m.version_max = 1;
+    peer_request_hello(p, &m);
+    body in = peer_expect(p, MSG_HELLO_OK);
     assert_int_equal(decode_hello_ok(&in, &ok), FANIN_OK);
     assert_int_equal(p->frame.request, p->request);
     memcpy(p->session, ok.session, sizeof p->session);
     return ok;
+}
+
+msg_hello_ok peer_hello(peer *p, role r, const uint8_t id[16])
+{
+    msg_hello m = {.role = r, .software = "test"};
+    memcpy(m.id, id, sizeof m.id);
+    return peer_hello_with(p, m);
 }
 
 static const uint8_t some_id[16] = {1, 2, 3};
@@ -259,6 +328,16 @@ peer peer_open_unix(fanin_server *s)
 {
     peer p = peer_connect_unix(s);
     peer_hello(&p, ROLE_CONTROL, some_id);
+    return p;
+}
+
+peer peer_watch(fanin_server *s, uint64_t features)
+{
+    peer p = peer_connect(s);
+    buffer b = {0};
+    peer_hello_with(&p, (msg_hello){.role = ROLE_CONTROL, .features = features});
+    encode_watch(&b, ++p.request, &(msg_watch){.publication = RUN});
+    peer_send(&p, &b);
     return p;
 }
 
@@ -286,6 +365,69 @@ void peer_ping(peer *p)
     assert_int_equal(p->frame.request, p->request);
 }
 
+void peer_await_count(peer *p, fanin_server *s, size_t counter, uint64_t value)
+{
+    uint64_t now = value;
+    for (int i = 0; i < 20000; i++) {
+        fanin_server_stats stats = server_stats(s);
+        memcpy(&now, (char *)&stats + counter, sizeof now);
+        if (now == value)
+            break;
+        peer_ping(p); /* a turn of the server's */
+    }
+    assert_int_equal(now, value);
+}
+
+void server_expect_idle(fanin_server *s)
+{
+    fanin_server *fresh = server_start(NULL);
+    peer p = peer_open(s), of_fresh = peer_open(fresh);
+    peer_ping(&of_fresh);
+    uint64_t one = server_stats(fresh).session_memory;
+    /* Its memory goes a moment after a session. */
+    peer_await_count(&p, s, offsetof(fanin_server_stats, sessions), 1);
+    peer_await_count(&p, s, offsetof(fanin_server_stats, session_memory), one);
+    assert_int_equal(server_stats(s).leases, 0);
+    peer_close(&p);
+    peer_close(&of_fresh);
+    server_stop(&fresh, 0);
+}
+
+msg_event peer_event(peer *watcher)
+{
+    msg_event e;
+    body in = peer_expect(watcher, MSG_EVENT);
+    assert_int_equal(decode_event(&in, &e), FANIN_OK);
+    assert_string_equal(e.publication, RUN);
+    return e;
+}
+
+void peer_await(peer *watcher, wire_state state)
+{
+    while (peer_event(watcher).state != (int32_t)state)
+        continue;
+}
+
+msg_list_entry peer_entry(peer *p)
+{
+    buffer b = {0};
+    msg_list_entry *entries;
+    uint32_t count;
+    encode_list(&b, ++p->request, RUN);
+    peer_send(p, &b);
+    body in = peer_expect(p, MSG_LIST_OK);
+    assert_int_equal(decode_list_ok(&in, &entries, &count), FANIN_OK);
+    assert_int_equal(count, 1);
+    msg_list_entry one = entries[0];
+    free(entries);
+    return one;
+}
+
+wire_state peer_state(peer *p)
+{
+    return (wire_state)peer_entry(p).state;
+}
+
 void peer_request_wait(peer *p, const char *publication, wire_rule rule, uint64_t step,
                        uint32_t timeout_ms)
 {
@@ -308,13 +450,23 @@ grant peer_wait(peer *p, wire_rule rule, uint64_t step)
     return g;
 }
 
-msg_begin_ok peer_begin(peer *p, grant *g)
+grant peer_newest(peer *p)
+{
+    return peer_wait(p, WIRE_RULE_NEWEST, 0);
+}
+
+void peer_request_begin(peer *p, const grant *g)
 {
     buffer b = {0};
     msg_begin m = {
         .publication = RUN, .step = g->step, .catalog_version = g->catalog_version};
     encode_begin(&b, ++p->request, &m);
     peer_send(p, &b);
+}
+
+msg_begin_ok peer_begin(peer *p, grant *g)
+{
+    peer_request_begin(p, g);
     msg_begin_ok ok;
     body in = peer_expect(p, MSG_BEGIN_OK);
     assert_int_equal(decode_begin_ok(&in, &ok), FANIN_OK);
@@ -325,7 +477,7 @@ msg_begin_ok peer_begin(peer *p, grant *g)
 
 grant peer_lease(peer *p)
 {
-    grant g = peer_wait(p, WIRE_RULE_NEWEST, 0);
+    grant g = peer_newest(p);
     msg_begin_ok ok = peer_begin(p, &g);
     if (!ok.granted)
         fail_msg("begin was refused: %s", ok.why);
@@ -386,12 +538,33 @@ void peer_digest(peer *p, const grant *g, uint64_t bytes, uint32_t dtype,
     memcpy(out, ok.digests.data, ok.digests.size);
 }
 
+void peer_request_path(peer *p, wire_path path)
+{
+    buffer b = {0};
+    msg_open_path m = {.path = path, .address = {(const uint8_t *)"", 0}};
+    encode_open_path(&b, ++p->request, MSG_OPEN_PATH, &m);
+    peer_send(p, &b);
+}
+
+void peer_request_blob(peer *p, message_type type, const msg_blob_request *m)
+{
+    buffer b = {0};
+    encode_blob_request(&b, ++p->request, type, m);
+    peer_send(p, &b);
+}
+
+void peer_request_regions(peer *p, const grant *g, wire_path path)
+{
+    msg_blob_request m = {
+        .publication = RUN, .catalog_version = g->catalog_version, .path = path};
+    peer_request_blob(p, MSG_REGIONS, &m);
+}
+
 buffer peer_blob(peer *p, message_type type, const grant *g, int32_t path)
 {
     buffer blob = {0};
     msg_blob_page page;
     do {
-        buffer b = {0};
         msg_blob_request m = {.path = path, .offset = blob.size};
         if (type == MSG_KEYS) {
             memcpy(m.digest, g->key_digest, sizeof m.digest);
@@ -399,8 +572,7 @@ buffer peer_blob(peer *p, message_type type, const grant *g, int32_t path)
             snprintf(m.publication, sizeof m.publication, RUN);
             m.catalog_version = g->catalog_version;
         }
-        encode_blob_request(&b, ++p->request, type, &m);
-        peer_send(p, &b);
+        peer_request_blob(p, type, &m);
         body in = peer_expect(p, (message_type)(type + 1));
         assert_int_equal(decode_blob_page(&in, &page), FANIN_OK);
         assert_int_equal(page.offset, blob.size);
@@ -408,6 +580,16 @@ buffer peer_blob(peer *p, message_type type, const grant *g, int32_t path)
         assert_false(blob.failed);
     } while (blob.size < page.total);
     return blob;
+}
+
+region_table *peer_regions(peer *p, const grant *g, wire_path path)
+{
+    region_table *t;
+    fanin_error error = FANIN_ERROR_INIT;
+    buffer blob = peer_blob(p, MSG_REGIONS, g, path);
+    assert_ok(region_table_decode(blob.data, blob.size, NULL, &t, &error), error);
+    buffer_free(&blob);
+    return t;
 }
 
 void peer_catalog(peer *p, const grant *g, key_table **keys, box_table **boxes)
@@ -421,4 +603,88 @@ void peer_catalog(peer *p, const grant *g, key_table **keys, box_table **boxes)
     assert_ok(box_table_decode(blob.data, blob.size, *keys, NULL, boxes, &error),
               error);
     buffer_free(&blob);
+}
+
+uint32_t peer_count_keys(peer *p, const grant *g)
+{
+    key_table *keys;
+    box_table *boxes;
+    peer_catalog(p, g, &keys, &boxes);
+    uint32_t count = keys->count;
+    box_table_free(&boxes);
+    key_table_free(&keys);
+    return count;
+}
+
+/* ---------------------------------------------------------------- the puller */
+
+puller puller_open(fanin_server *s)
+{
+    puller r = {.server = s, .control = peer_open(s)};
+    r.data = peer_data(s, &r.control);
+    return r;
+}
+
+puller puller_open_unix(fanin_server *s)
+{
+    puller r = {.server = s, .control = peer_open_unix(s)};
+    r.data = peer_data_unix(s, &r.control);
+    return r;
+}
+
+puller puller_serve(puller (*open)(fanin_server *), const fanin_tensor *t, size_t count)
+{
+    fanin_error error = FANIN_ERROR_INIT;
+    fanin_server *s = server_start(NULL);
+    assert_ok(fanin_server_put(s, RUN, t, count, false, &error), error);
+    server_commit(s, 1);
+    puller r = open(s);
+    puller_begin(&r);
+    return r;
+}
+
+msg_begin_ok puller_begin(puller *r)
+{
+    r->grant = peer_newest(&r->control);
+    msg_begin_ok ok = peer_begin(&r->control, &r->grant);
+    if (!ok.granted)
+        fail_msg("begin was refused: %s", ok.why);
+    return ok;
+}
+
+void puller_expect(puller *r, uint64_t box, uint8_t value, size_t size)
+{
+    uint8_t *got = malloc(size);
+    read_entry one = {.box = box, .count = 1};
+    peer_read(&r->data, &r->grant, &one, 1, got, size);
+    for (size_t i = 0; i < size; i++)
+        if (got[i] != value)
+            fail_msg("byte %zu is %d, not %d", i, got[i], value);
+    free(got);
+}
+
+void puller_expect_box(puller *r, const uint8_t *want, size_t bytes)
+{
+    uint8_t *got = malloc(bytes);
+    read_entry all = {.box = 0, .count = 1};
+    peer_read(&r->data, &r->grant, &all, 1, got, bytes);
+    assert_memory_equal(got, want, bytes);
+    for (size_t at = 0, step = 1; at < bytes; at += step, step = step * 3 + 1) {
+        size_t length = bytes - at < step ? bytes - at : step;
+        read_entry part = {.box = 0, .offset = at, .length = length};
+        peer_read(&r->data, &r->grant, &part, 1, got, length);
+        assert_memory_equal(got, want + at, length);
+    }
+    free(got);
+}
+
+void puller_end(puller *r)
+{
+    assert_true(peer_end(&r->control, &r->grant, false).good);
+}
+
+void puller_close(puller *r)
+{
+    peer_close(&r->data);
+    peer_close(&r->control);
 }

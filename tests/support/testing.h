@@ -8,6 +8,7 @@
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
+#include <string.h>
 
 #include <cmocka.h>
 
@@ -17,5 +18,12 @@
         if ((call) != 0)                                                               \
             fail_msg("%s: %s (%s)", #call, (error).message, (error).remedy);           \
     } while (0)
+
+/** Fails the test unless @p text has @p words in it. */
+static inline void assert_says(const char *text, const char *words)
+{
+    if (!strstr(text, words))
+        fail_msg("\"%s\" does not say \"%s\"", text, words);
+}
 
 #endif

@@ -29,25 +29,14 @@ static int set_up(void **state)
 /* After each test the server still serves, and nothing was left behind. */
 static int tear_down(void **state)
 {
-    peer p = peer_open(server);
-    peer d = peer_data(server, &p);
-    grant g = peer_lease(&p);
-    uint8_t got[1000];
-    read_entry one = {.box = 0, .count = 1};
-    peer_read(&d, &g, &one, 1, got, 1000);
-    assert_true(peer_end(&p, &g, false).good);
-    peer_close(&d);
-    peer_close(&p);
-    deadline at = deadline_in_ms(20000);
-    fanin_server_stats stats;
-    do
-        stats = server_stats(server); /* a session's memory goes a moment after it */
-    while ((stats.sessions > 0 || stats.session_memory > 0) && !deadline_passed(at));
-    assert_int_equal(stats.sessions, 0);
-    assert_int_equal(stats.session_memory, 0);
-    assert_int_equal(stats.leases, 0);
-    fanin_server_destroy(&server, 0);
-    return 0;
+    server_close_peers();
+    puller r = puller_open(server);
+    puller_begin(&r);
+    puller_expect(&r, 0, 0, 1000);
+    puller_end(&r);
+    puller_close(&r);
+    server_expect_idle(server);
+    return server_tear_down(state);
 }
 
 static void send_header(peer *p, uint16_t type, uint32_t length)
@@ -56,6 +45,13 @@ static void send_header(peer *p, uint16_t type, uint32_t length)
     frame f = {.type = (message_type)type, .request = ++p->request, .length = length};
     frame_encode(&f, header);
     peer_send_raw(p, header, sizeof header);
+}
+
+static void expect_end(peer *p, fanin_status code)
+{
+    peer_expect_error(p, code);
+    peer_expect_closed(p);
+    peer_close(p);
 }
 
 static void garbage_is_refused(void **state)
@@ -79,30 +75,21 @@ static void hello_must_come_first_and_be_short(void **state)
 {
     peer p = peer_connect(server);
     send_header(&p, MSG_LIST, 0);
-    peer_expect_error(&p, FANIN_ERR_PROTOCOL);
-    peer_expect_closed(&p);
-    peer_close(&p);
+    expect_end(&p, FANIN_ERR_PROTOCOL);
     p = peer_connect(server);
     send_header(&p, MSG_HELLO, LIMIT_BEFORE_HELLO + 1);
-    peer_expect_error(&p, FANIN_ERR_PROTOCOL);
-    peer_expect_closed(&p);
-    peer_close(&p);
+    expect_end(&p, FANIN_ERR_PROTOCOL);
     p = peer_connect(server);
-    buffer b = {0};
     msg_hello m = {.version_min = 9, .version_max = 12, .role = ROLE_CONTROL};
-    encode_hello(&b, 1, &m);
-    peer_send(&p, &b);
+    peer_request_hello(&p, &m);
     msg_error e = peer_expect_error(&p, FANIN_ERR_VERSION);
     assert_non_null(strstr(e.message, "9 to 12"));
     peer_expect_closed(&p);
     peer_close(&p);
     p = peer_open(server);
     m.version_min = 1;
-    encode_hello(&b, 1, &m);
-    peer_send(&p, &b);
-    peer_expect_error(&p, FANIN_ERR_PROTOCOL); /* twice */
-    peer_expect_closed(&p);
-    peer_close(&p);
+    peer_request_hello(&p, &m);
+    expect_end(&p, FANIN_ERR_PROTOCOL); /* twice */
 }
 
 static void who_says_nothing_is_dropped(void **state)
@@ -113,10 +100,7 @@ static void who_says_nothing_is_dropped(void **state)
     peer_expect_error(&p, FANIN_ERR_TIMEOUT);
     peer_expect_closed(&p);
     peer_expect_error(&q, FANIN_ERR_TIMEOUT);
-    uint64_t ms = (clock_ns() - start) / 1000000;
-    assert_true(ms > 1500 && ms < 9000);
-    peer_close(&p);
-    peer_close(&q);
+    assert_true(clock_ns() - start > UINT64_C(1500000000));
 }
 
 static void odd_messages_of_a_session(void **state)
@@ -150,25 +134,19 @@ static void odd_messages_of_a_session(void **state)
     p = peer_open(server);
     send_header(&p, MSG_BEGIN, 5);
     peer_send_raw(&p, "\xdf\xff\xff\xff\xff", 5); /* a map of 2^32 - 1 entries */
-    peer_expect_error(&p, FANIN_ERR_PROTOCOL);
-    peer_expect_closed(&p);
-    peer_close(&p);
+    expect_end(&p, FANIN_ERR_PROTOCOL);
     /* The same on data connections. */
     p = peer_open(server);
     for (size_t i = 0; i < 3; i++) {
         peer d = peer_data(server, &p);
         static const uint16_t types[] = {MSG_BEGIN, MSG_READ_OK, MSG_READ};
         send_header(&d, types[i], i < 2 ? 0 : LIMIT_READ_REQUEST + 1);
-        peer_expect_error(&d, FANIN_ERR_PROTOCOL);
-        peer_expect_closed(&d);
-        peer_close(&d);
+        expect_end(&d, FANIN_ERR_PROTOCOL);
     }
     peer d = peer_data(server, &p);
     send_header(&d, 77, 0);
     peer_expect_error(&d, FANIN_ERR_UNSUPPORTED);
     peer_ping(&d);
-    peer_close(&d);
-    peer_close(&p);
 }
 
 static void expect_refused(peer *d, const uint8_t token[16], uint64_t bytes,
@@ -181,9 +159,8 @@ static void expect_refused(peer *d, const uint8_t token[16], uint64_t bytes,
 
 static void reads_stay_inside_the_boxes(void **state)
 {
-    peer p = peer_open(server);
-    peer d = peer_data(server, &p);
-    grant g = peer_lease(&p);
+    puller r = puller_open(server);
+    puller_begin(&r);
     static const struct {
         read_entry entry;
         uint64_t bytes;
@@ -198,11 +175,10 @@ static void reads_stay_inside_the_boxes(void **state)
                {{.box = 0, .count = 1}, 1001},
                {{.box = 0, .count = 2}, 1000}};
     for (size_t i = 0; i < sizeof bad / sizeof *bad; i++)
-        expect_refused(&d, g.token, bad[i].bytes, bad[i].entry, FANIN_ERR_ARGUMENT);
+        expect_refused(&r.data, r.grant.token, bad[i].bytes, bad[i].entry,
+                       FANIN_ERR_ARGUMENT);
     assert_int_equal(server_stats(server).reads_refused, 10);
     assert_int_equal(server_stats(server).bytes_streamed, 0);
-    peer_close(&d);
-    peer_close(&p);
 }
 
 static void reads_need_a_lease_of_the_session(void **state)
@@ -239,44 +215,32 @@ static void reads_need_a_lease_of_the_session(void **state)
     expect_refused(&d, g.token, 10, one, FANIN_ERR_STALE);
     assert_int_equal(fanin_server_remove(server, "lora:other", NULL, NULL), 0);
     expect_refused(&d, begun.token, 10, one, FANIN_ERR_STALE);
-    peer_close(&d);
-    peer_close(&e);
-    peer_close(&p);
-    peer_close(&q);
 }
 
 static void catalogs_beyond_their_end(void **state)
 {
     peer p = peer_open(server);
-    grant g = peer_wait(&p, WIRE_RULE_NEWEST, 0);
+    grant g = peer_newest(&p);
     msg_blob_request m = {.publication = RUN, .catalog_version = g.catalog_version};
     static const uint64_t offsets[] = {100000, UINT64_MAX};
     for (size_t i = 0; i < 2; i++) {
-        buffer b = {0};
         m.offset = offsets[i];
-        encode_blob_request(&b, ++p.request, MSG_BOXES, &m);
-        peer_send(&p, &b);
+        peer_request_blob(&p, MSG_BOXES, &m);
         peer_expect_error(&p, FANIN_ERR_ARGUMENT);
     }
-    buffer b = {0};
     m.offset = 0;
     m.catalog_version++;
-    encode_blob_request(&b, ++p.request, MSG_BOXES, &m);
-    peer_send(&p, &b);
+    peer_request_blob(&p, MSG_BOXES, &m);
     peer_expect_error(&p, FANIN_ERR_STALE);
     m.path = WIRE_PATH_CMA;
     m.catalog_version--;
-    encode_blob_request(&b, ++p.request, MSG_REGIONS, &m);
-    peer_send(&p, &b);
-    peer_expect_error(&p, FANIN_ERR_UNSUPPORTED);       /* no rkeys for the asking */
-    encode_blob_request(&b, ++p.request, MSG_KEYS, &m); /* digest of zeros */
-    peer_send(&p, &b);
+    peer_request_blob(&p, MSG_REGIONS, &m);
+    peer_expect_error(&p, FANIN_ERR_UNSUPPORTED); /* no rkeys for the asking */
+    peer_request_blob(&p, MSG_KEYS, &m);          /* digest of zeros */
     peer_expect_error(&p, FANIN_ERR_STALE);
     snprintf(m.publication, sizeof m.publication, "lora:none");
-    encode_blob_request(&b, ++p.request, MSG_BOXES, &m);
-    peer_send(&p, &b);
+    peer_request_blob(&p, MSG_BOXES, &m);
     peer_expect_error(&p, FANIN_ERR_NOT_FOUND);
-    peer_close(&p);
 }
 
 /* Asks for more than it takes: the server stops reading its requests. */
@@ -299,8 +263,6 @@ static void who_does_not_read_is_bounded(void **state)
     assert_true(server_stats(server).session_memory < (16 << 20));
     peer other = peer_open(server);
     peer_ping(&other);
-    peer_close(&other);
-    peer_close(&p);
 }
 
 static void random_bytes_and_bent_frames(void **state)

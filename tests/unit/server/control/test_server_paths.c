@@ -45,15 +45,9 @@ static fanin_server *start(uint32_t flags)
 
 static void greet(peer *p, const char *ucx, uint32_t *paths)
 {
-    buffer b = {0};
-    msg_hello m = {.version_min = 1, .version_max = 1, .role = ROLE_CONTROL};
+    msg_hello m = {.role = ROLE_CONTROL};
     snprintf(m.ucx_version, sizeof m.ucx_version, "%s", ucx);
-    encode_hello(&b, ++p->request, &m);
-    peer_send(p, &b);
-    body in = peer_expect(p, MSG_HELLO_OK);
-    msg_hello_ok ok;
-    assert_int_equal(decode_hello_ok(&in, &ok), FANIN_OK);
-    *paths = ok.paths;
+    *paths = peer_hello_with(p, m).paths;
 }
 
 static peer hello(fanin_server *s, bool over_unix, const char *ucx, uint32_t *paths)
@@ -63,30 +57,11 @@ static peer hello(fanin_server *s, bool over_unix, const char *ucx, uint32_t *pa
     return p;
 }
 
-static void request_path(peer *p, wire_path path)
-{
-    buffer b = {0};
-    msg_open_path m = {.path = path, .address = {(const uint8_t *)"", 0}};
-    encode_open_path(&b, ++p->request, MSG_OPEN_PATH, &m);
-    peer_send(p, &b);
-}
-
 static void expect_refused(peer *p, wire_path path, const char *words)
 {
-    request_path(p, path);
+    peer_request_path(p, path);
     msg_error e = peer_expect_error(p, FANIN_ERR_UNSUPPORTED);
-    if (!strstr(e.message, words))
-        fail_msg("\"%s\" does not say \"%s\"", e.message, words);
-}
-
-static region_table *regions_of(peer *p, const grant *g, wire_path path)
-{
-    region_table *t;
-    fanin_error error = FANIN_ERROR_INIT;
-    buffer blob = peer_blob(p, MSG_REGIONS, g, path);
-    assert_ok(region_table_decode(blob.data, blob.size, NULL, &t, &error), error);
-    buffer_free(&blob);
-    return t;
+    assert_says(e.message, words);
 }
 
 static void without_ucx_nothing_of_ucx_is_offered(void **state)
@@ -98,8 +73,6 @@ static void without_ucx_nothing_of_ucx_is_offered(void **state)
     expect_refused(&p, WIRE_PATH_CMA, "not to use UCX");
     if (!gpu_built())
         expect_refused(&p, WIRE_PATH_CUDA_IPC, "without CUDA");
-    peer_close(&p);
-    fanin_server_destroy(&s, 0);
 }
 
 static void strangers_get_stream_only(void **state)
@@ -114,13 +87,8 @@ static void strangers_get_stream_only(void **state)
     expect_refused(&p, WIRE_PATH_RDMA, "own user");
     expect_refused(&p, WIRE_PATH_CUDA_IPC,
                    gpu_built() ? "Unix socket" : "without CUDA");
-    grant g = peer_wait(&p, WIRE_RULE_NEWEST, 0);
-    buffer b = {0};
-    msg_blob_request m = {.publication = RUN,
-                          .catalog_version = g.catalog_version,
-                          .path = WIRE_PATH_CMA};
-    encode_blob_request(&b, ++p.request, MSG_REGIONS, &m);
-    peer_send(&p, &b);
+    grant g = peer_newest(&p);
+    peer_request_regions(&p, &g, WIRE_PATH_CMA);
     peer_expect_error(&p, FANIN_ERR_UNSUPPORTED);
     peer_close(&p);
     p = hello(s, true, "0.9.1", &paths);
@@ -129,8 +97,6 @@ static void strangers_get_stream_only(void **state)
     peer_close(&p);
     p = hello(s, true, "", &paths);
     expect_refused(&p, WIRE_PATH_CMA, "none");
-    peer_close(&p);
-    fanin_server_destroy(&s, 0);
 }
 
 static void open_servers_offer_stream_only(void **state)
@@ -144,10 +110,8 @@ static void open_servers_offer_stream_only(void **state)
     peer p = peer_connect_unix_at(s, c.bind);
     greet(&p, version, &paths);
     assert_int_equal(paths, own_paths());
-    request_path(&p, WIRE_PATH_CMA);
+    peer_request_path(&p, WIRE_PATH_CMA);
     peer_expect_error(&p, FANIN_ERR_UNSUPPORTED);
-    peer_close(&p);
-    fanin_server_destroy(&s, 0);
 }
 
 static void the_own_user_gets_remote_keys(void **state)
@@ -158,13 +122,13 @@ static void the_own_user_gets_remote_keys(void **state)
     uint32_t paths;
     peer p = hello(s, true, version, &paths);
     assert_true(paths & (1u << WIRE_PATH_CMA));
-    grant g = peer_wait(&p, WIRE_RULE_NEWEST, 0);
-    request_path(&p, WIRE_PATH_CMA);
+    grant g = peer_newest(&p);
+    peer_request_path(&p, WIRE_PATH_CMA);
     body in = peer_expect(&p, MSG_OPEN_PATH_OK);
     msg_open_path ok;
     assert_int_equal(decode_open_path(&in, &ok), FANIN_OK);
     assert_true(ok.address.size > 0);
-    region_table *t = regions_of(&p, &g, WIRE_PATH_CMA);
+    region_table *t = peer_regions(&p, &g, WIRE_PATH_CMA);
     assert_int_equal(t->count, 2); /* pages without a shard lie between them */
     assert_int_equal(t->entries[0].base, (uintptr_t)memory[0]);
     assert_int_equal(t->entries[1].base, (uintptr_t)memory[2]);
@@ -172,8 +136,6 @@ static void the_own_user_gets_remote_keys(void **state)
     assert_true(t->entries[0].rkey_size > 0);
     region_table_free(&t);
     peer_ping(&p);
-    peer_close(&p);
-    fanin_server_destroy(&s, 0);
 }
 
 static void keys_end_with_the_memory(void **state)
@@ -183,42 +145,33 @@ static void keys_end_with_the_memory(void **state)
     fanin_server *s = start(0);
     uint32_t paths;
     peer p = hello(s, true, version, &paths);
-    grant g = peer_wait(&p, WIRE_RULE_NEWEST, 0);
-    request_path(&p, WIRE_PATH_CMA);
+    grant g = peer_newest(&p);
+    peer_request_path(&p, WIRE_PATH_CMA);
     peer_expect(&p, MSG_OPEN_PATH_OK);
-    region_table *t = regions_of(&p, &g, WIRE_PATH_CMA);
+    region_table *t = peer_regions(&p, &g, WIRE_PATH_CMA);
     region_table_free(&t);
     server_put(s, RUN, "b", memory[1], 100); /* memory[2] is the trainer's again */
-    buffer b = {0};
-    msg_blob_request m = {.publication = RUN,
-                          .catalog_version = g.catalog_version,
-                          .path = WIRE_PATH_CMA};
-    encode_blob_request(&b, ++p.request, MSG_REGIONS, &m);
-    peer_send(&p, &b);
+    peer_request_regions(&p, &g, WIRE_PATH_CMA);
     peer_expect_error(&p, FANIN_ERR_STALE);
     server_commit(s, 2);
-    g = peer_wait(&p, WIRE_RULE_NEWEST, 0);
-    t = regions_of(&p, &g, WIRE_PATH_CMA);
+    g = peer_newest(&p);
+    t = peer_regions(&p, &g, WIRE_PATH_CMA);
     assert_int_equal(t->entries[t->count - 1].base + t->entries[t->count - 1].length,
                      (uintptr_t)memory[1] + 100);
     region_table_free(&t);
     assert_int_equal(fanin_server_remove(s, RUN, NULL, NULL), FANIN_OK);
-    m.catalog_version = g.catalog_version;
-    encode_blob_request(&b, ++p.request, MSG_REGIONS, &m);
-    peer_send(&p, &b);
+    peer_request_regions(&p, &g, WIRE_PATH_CMA);
     peer_expect_error(&p, FANIN_ERR_NOT_FOUND);
-    peer_close(&p);
-    fanin_server_destroy(&s, 0);
 }
 
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(without_ucx_nothing_of_ucx_is_offered),
-        cmocka_unit_test(strangers_get_stream_only),
-        cmocka_unit_test(open_servers_offer_stream_only),
-        cmocka_unit_test(the_own_user_gets_remote_keys),
-        cmocka_unit_test(keys_end_with_the_memory),
+        server_test(without_ucx_nothing_of_ucx_is_offered),
+        server_test(strangers_get_stream_only),
+        server_test(open_servers_offer_stream_only),
+        server_test(the_own_user_gets_remote_keys),
+        server_test(keys_end_with_the_memory),
     };
     return cmocka_run_group_tests(tests, set_up, NULL);
 }

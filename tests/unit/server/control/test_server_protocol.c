@@ -48,10 +48,6 @@ static void hello_tells_who_answers(void **state)
     msg_hello_ok second = peer_hello(&q, ROLE_CONTROL, id);
     assert_memory_not_equal(second.incarnation, ok.incarnation, 16);
     assert_memory_not_equal(second.session, ok.session, 16);
-    peer_close(&q);
-    peer_close(&p);
-    fanin_server_destroy(&other, 0);
-    fanin_server_destroy(&s, 0);
 }
 
 static msg_list_entry *list(peer *p, const char *publication, uint32_t *count)
@@ -85,8 +81,8 @@ static void list_tells_ages(void **state)
     uint64_t before = clock_ns();
     server_commit(s, 1);
     uint64_t committed = clock_ns();
-    while (ms_since(committed) < 5)
-        ; /* so that the two ages differ */
+    while (ms_since(committed) < 5) /* so that the two ages differ */
+        assert_true(peer_silent(&p, 5));
     uint64_t updated = clock_ns();
     server_begin(s);
     e = list(&p, RUN, &count);
@@ -99,8 +95,6 @@ static void list_tells_ages(void **state)
     assert_true(e->commit_age_ms <= ms_since(updated) + 1);
     assert_true(e->state_age_ms <= e->commit_age_ms);
     free(e);
-    peer_close(&p);
-    fanin_server_destroy(&s, 0);
 }
 
 static void list_shows_publications_and_states(void **state)
@@ -128,8 +122,6 @@ static void list_shows_publications_and_states(void **state)
     free(entries);
     free(list(&p, "lora:absent", &count));
     assert_int_equal(count, 0);
-    peer_close(&p);
-    fanin_server_destroy(&s, 0);
 }
 
 static void catalog_and_bytes(peer *control, peer *data)
@@ -172,39 +164,23 @@ static void a_pull_over_tcp_and_over_unix(void **state)
     peer_ping(&tcp);
     peer_ping(&tcp_data);
     assert_int_equal(server_stats(s).pulls_good, 2);
-    peer_close(&tcp_data);
-    peer_close(&local_data);
-    peer_close(&tcp);
-    peer_close(&local);
-    fanin_server_destroy(&s, 0);
 }
 
 static void regions_without_keys_have_no_addresses(void **state)
 {
     fanin_server *s = start_published(1);
     peer p = peer_open(s);
-    grant g = peer_wait(&p, WIRE_RULE_NEWEST, 0);
-    buffer blob = peer_blob(&p, MSG_REGIONS, &g, WIRE_PATH_STREAM);
-    region_table *regions;
-    fanin_error error = FANIN_ERROR_INIT;
-    assert_ok(region_table_decode(blob.data, blob.size, NULL, &regions, &error), error);
+    grant g = peer_newest(&p);
+    region_table *regions = peer_regions(&p, &g, WIRE_PATH_STREAM);
     assert_int_equal(regions->count, 1); /* both lie in neighbouring pages */
     assert_int_equal(regions->entries[0].base, 0);
     assert_int_equal(regions->entries[0].rkey_size, 0);
     assert_int_equal(regions->entries[0].length, 2000);
     region_table_free(&regions);
-    buffer_free(&blob);
-    buffer b = {0};
-    msg_open_path m = {.path = WIRE_PATH_CMA};
-    encode_open_path(&b, ++p.request, MSG_OPEN_PATH, &m);
-    peer_send(&p, &b);
+    peer_request_path(&p, WIRE_PATH_CMA);
     peer_expect_error(&p, FANIN_ERR_UNSUPPORTED);
-    m.path = WIRE_PATH_STREAM;
-    encode_open_path(&b, ++p.request, MSG_OPEN_PATH, &m);
-    peer_send(&p, &b);
+    peer_request_path(&p, WIRE_PATH_STREAM);
     peer_expect(&p, MSG_OPEN_PATH_OK);
-    peer_close(&p);
-    fanin_server_destroy(&s, 0);
 }
 
 /* ------------------------------------------------------------------- waits */
@@ -236,8 +212,6 @@ static void a_wait_is_answered_by_the_commit(void **state)
         assert_int_equal(ok.step, 6);
     }
     assert_true(ok.stable_ns > 0);
-    peer_close(&p);
-    fanin_server_destroy(&s, 0);
 }
 
 static void a_wait_ends_with_where_the_rank_is(void **state)
@@ -264,8 +238,6 @@ static void a_wait_ends_with_where_the_rank_is(void **state)
     e = peer_expect_error(&p, FANIN_ERR_NOT_FOUND);
     assert_non_null(strstr(e.message, "lora:1"));
     assert_non_null(strstr(e.message, RUN));
-    peer_close(&p);
-    fanin_server_destroy(&s, 0);
 }
 
 static void a_session_has_a_limited_number_of_waits(void **state)
@@ -287,8 +259,6 @@ static void a_session_has_a_limited_number_of_waits(void **state)
     server_commit(s, 1);
     for (int i = 0; i < 16; i++)
         peer_expect(&p, MSG_WAIT_OK);
-    peer_close(&p);
-    fanin_server_destroy(&s, 0);
 }
 
 static void destroy_ends_waits(void **state)
@@ -297,29 +267,17 @@ static void destroy_ends_waits(void **state)
     peer p = peer_open(s);
     peer_request_wait(&p, RUN, WIRE_RULE_NEWEST, 0, 10000);
     peer_ping(&p);
-    fanin_server_destroy(&s, 0);
+    server_stop(&s, 0);
     assert_null(s);
     /* with an answer, or at least with the end of the connection */
-    char byte;
     assert_false(peer_silent(&p, 10000));
-    (void)byte;
-    peer_close(&p);
 }
 
 /* ----------------------------------------------------------------- watches */
 
-static msg_event next_event(peer *p)
-{
-    msg_event e;
-    body in = peer_expect(p, MSG_EVENT);
-    assert_int_equal(decode_event(&in, &e), FANIN_OK);
-    assert_string_equal(e.publication, RUN);
-    return e;
-}
-
 static void expect_event(peer *p, wire_state state, uint64_t step)
 {
-    msg_event e = next_event(p);
+    msg_event e = peer_event(p);
     assert_int_equal(e.state, state);
     assert_int_equal(e.step, step);
 }
@@ -327,11 +285,7 @@ static void expect_event(peer *p, wire_state state, uint64_t step)
 static void a_watch_reports_every_change(void **state)
 {
     fanin_server *s = server_start(NULL);
-    peer p = peer_open(s);
-    buffer b = {0};
-    msg_watch m = {.publication = RUN};
-    encode_watch(&b, ++p.request, &m);
-    peer_send(&p, &b);
+    peer p = peer_watch(s, 0);
     expect_event(&p, WIRE_STATE_UNPUBLISHED, 0);
     server_put(s, RUN, "a", memory[0], 10);
     fanin_error error = FANIN_ERROR_INIT;
@@ -348,8 +302,6 @@ static void a_watch_reports_every_change(void **state)
     expect_event(&p, WIRE_STATE_DRAINING, 2);
     expect_event(&p, WIRE_STATE_WRITING, 2);
     expect_event(&p, WIRE_STATE_UNPUBLISHED, 2);
-    peer_close(&p);
-    fanin_server_destroy(&s, 0);
 }
 
 /* -------------------------------------------------------------------- begin */
@@ -358,7 +310,7 @@ static void begin_is_conditional(void **state)
 {
     fanin_server *s = start_published(5);
     peer p = peer_open(s);
-    grant good = peer_wait(&p, WIRE_RULE_NEWEST, 0), g = good;
+    grant good = peer_newest(&p), g = good;
     g.step = 4;
     msg_begin_ok ok = peer_begin(&p, &g);
     assert_false(ok.granted);
@@ -378,44 +330,37 @@ static void begin_is_conditional(void **state)
     fanin_server_stats stats = server_stats(s);
     assert_int_equal(stats.begins_granted, 1);
     assert_int_equal(stats.begins_refused, 3);
-    peer_close(&p);
-    fanin_server_destroy(&s, 0);
 }
 
 static void a_session_has_a_limited_number_of_leases(void **state)
 {
     fanin_server *s = start_published(5);
     peer p = peer_open(s);
-    grant g = peer_wait(&p, WIRE_RULE_NEWEST, 0);
+    grant g = peer_newest(&p);
     for (int i = 0; i < 64; i++)
         assert_true(peer_begin(&p, &g).granted);
-    buffer b = {0};
-    msg_begin m = {.publication = RUN, .step = 5, .catalog_version = g.catalog_version};
-    encode_begin(&b, ++p.request, &m);
-    peer_send(&p, &b);
+    peer_request_begin(&p, &g);
     peer_expect_error(&p, FANIN_ERR_LIMIT);
     assert_true(peer_end(&p, &g, true).good);
     assert_true(peer_begin(&p, &g).granted);
     assert_int_equal(server_stats(s).leases, 64);
-    peer_close(&p);
-    fanin_server_destroy(&s, 0);
 }
 
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(hello_tells_who_answers),
-        cmocka_unit_test(list_shows_publications_and_states),
-        cmocka_unit_test(list_tells_ages),
-        cmocka_unit_test(a_pull_over_tcp_and_over_unix),
-        cmocka_unit_test(regions_without_keys_have_no_addresses),
-        cmocka_unit_test(a_wait_is_answered_by_the_commit),
-        cmocka_unit_test(a_wait_ends_with_where_the_rank_is),
-        cmocka_unit_test(a_session_has_a_limited_number_of_waits),
-        cmocka_unit_test(destroy_ends_waits),
-        cmocka_unit_test(a_watch_reports_every_change),
-        cmocka_unit_test(begin_is_conditional),
-        cmocka_unit_test(a_session_has_a_limited_number_of_leases),
+        server_test(hello_tells_who_answers),
+        server_test(list_shows_publications_and_states),
+        server_test(list_tells_ages),
+        server_test(a_pull_over_tcp_and_over_unix),
+        server_test(regions_without_keys_have_no_addresses),
+        server_test(a_wait_is_answered_by_the_commit),
+        server_test(a_wait_ends_with_where_the_rank_is),
+        server_test(a_session_has_a_limited_number_of_waits),
+        server_test(destroy_ends_waits),
+        server_test(a_watch_reports_every_change),
+        server_test(begin_is_conditional),
+        server_test(a_session_has_a_limited_number_of_leases),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

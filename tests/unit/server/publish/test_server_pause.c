@@ -1,11 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Pause and resume as peers see them: answers, drains, tokens, versions, what is refused. */
+#include "call.h"
 #include "clock.h"
 #include "gpu.h"
 #include "server_peer.h"
 #include "testing.h"
 
-#include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -15,17 +15,10 @@
 
 static uint8_t memory[2][SIZE];
 
-static fanin_server *start(uint32_t lease_ms)
-{
-    fanin_server_config c = server_config();
-    c.lease_ms = lease_ms;
-    return server_start(&c);
-}
-
 /* With shard "a" at step 1. */
 static fanin_server *start_published(uint32_t lease_ms)
 {
-    fanin_server *s = start(lease_ms);
+    fanin_server *s = server_start_lease(lease_ms);
     memset(memory[0], 1, SIZE);
     server_put(s, RUN, "a", memory[0], SIZE);
     server_commit(s, 1);
@@ -48,44 +41,10 @@ static void resume_it(fanin_server *s)
 static peer open_with(fanin_server *s, uint64_t features)
 {
     peer p = peer_connect(s);
-    buffer b = {0};
-    msg_hello m = {.version_min = 1,
-                   .version_max = 1,
-                   .features = features,
-                   .role = ROLE_CONTROL,
-                   .id = {9}};
-    msg_hello_ok ok;
-    encode_hello(&b, ++p.request, &m);
-    peer_send(&p, &b);
-    body in = peer_expect(&p, MSG_HELLO_OK);
-    assert_int_equal(decode_hello_ok(&in, &ok), FANIN_OK);
+    msg_hello_ok ok = peer_hello_with(
+        &p, (msg_hello){.role = ROLE_CONTROL, .features = features, .id = {9}});
     assert_true(ok.features & FEATURE_PAUSED);
-    memcpy(p.session, ok.session, sizeof p.session);
     return p;
-}
-
-static msg_list_entry entry_of(peer *p)
-{
-    buffer b = {0};
-    msg_list_entry *entries;
-    uint32_t count;
-    encode_list(&b, ++p->request, RUN);
-    peer_send(p, &b);
-    body in = peer_expect(p, MSG_LIST_OK);
-    assert_int_equal(decode_list_ok(&in, &entries, &count), FANIN_OK);
-    assert_int_equal(count, 1);
-    msg_list_entry one = entries[0];
-    free(entries);
-    return one;
-}
-
-static void send_begin(peer *p, const grant *g)
-{
-    buffer b = {0};
-    msg_begin m = {
-        .publication = RUN, .step = g->step, .catalog_version = g->catalog_version};
-    encode_begin(&b, ++p->request, &m);
-    peer_send(p, &b);
 }
 
 static void expect_paused(peer *p, const char *reason)
@@ -117,7 +76,7 @@ static void readers_are_answered_at_once(void **state)
 {
     fanin_server *s = start_published(0);
     peer p = peer_open(s), parked = peer_open(s);
-    grant g = peer_wait(&p, WIRE_RULE_NEWEST, 0);
+    grant g = peer_newest(&p);
     peer_request_wait(&parked, RUN, WIRE_RULE_EXACT, 2, 60000);
     uint64_t waiting = parked.request;
     peer_ping(&parked); /* so the wait is parked */
@@ -128,25 +87,20 @@ static void readers_are_answered_at_once(void **state)
         peer_request_wait(&p, RUN, (wire_rule)rule, 1, 60000);
         expect_paused(&p, "the optimizer went for lunch");
     }
-    send_begin(&p, &g);
+    peer_request_begin(&p, &g);
     expect_paused(&p, "the optimizer went for lunch");
     pause_it(s, NULL); /* again: another reason */
-    send_begin(&p, &g);
+    peer_request_begin(&p, &g);
     expect_paused(&p, "trainer memory offloaded");
     assert_int_equal(server_stats(s).begins_refused, 2);
     assert_int_equal(server_stats(s).updates, 0);
     resume_it(s);
     expect_bytes(s, &p, 1);
-    peer_close(&p);
-    peer_close(&parked);
-    fanin_server_destroy(&s, 0);
 }
 
 static void expect_event(peer *p, uint64_t step, int32_t wanted)
 {
-    msg_event e;
-    body in = peer_expect(p, MSG_EVENT);
-    assert_int_equal(decode_event(&in, &e), FANIN_OK);
+    msg_event e = peer_event(p);
     assert_int_equal(e.step, step);
     assert_int_equal(e.state, wanted);
 }
@@ -158,25 +112,21 @@ static void state_is_told_as_the_peer_knows_it(void **state)
     uint64_t features[] = {FEATURE_PAUSED, 0};
     for (int i = 0; i < 2; i++) {
         int32_t wanted = features[i] ? WIRE_STATE_PAUSED : WIRE_STATE_WRITING;
-        peer p = open_with(s, features[i]), watcher = open_with(s, features[i]);
-        buffer b = {0};
-        encode_watch(&b, ++watcher.request, &(msg_watch){.publication = RUN});
-        peer_send(&watcher, &b);
+        peer p = open_with(s, features[i]), watcher = peer_watch(s, features[i]);
         expect_event(&watcher, 1, WIRE_STATE_STABLE);
         pause_it(s, NULL);
         expect_event(&watcher, 1, WIRE_STATE_DRAINING);
         expect_event(&watcher, 1, wanted);
-        msg_list_entry e = entry_of(&p);
+        msg_list_entry e = peer_entry(&p);
         assert_int_equal(e.state, wanted);
         assert_int_equal(e.step, 1);
         assert_int_equal(e.epoch % 2, 1);
         resume_it(s);
         expect_event(&watcher, 1, WIRE_STATE_STABLE);
-        assert_int_equal(entry_of(&p).state, WIRE_STATE_STABLE);
+        assert_int_equal(peer_state(&p), WIRE_STATE_STABLE);
         peer_close(&p);
         peer_close(&watcher);
     }
-    fanin_server_destroy(&s, 0);
 }
 
 /* ------------------------------------------------------------------- leases */
@@ -194,45 +144,30 @@ static void readers_are_drained_at_most_the_lease(void **state)
     pause_it(s, "again"); /* nobody left to wait for */
     resume_it(s);
     expect_bytes(s, &p, 1);
-    peer_close(&p);
-    fanin_server_destroy(&s, 0);
 }
 
-typedef struct pausing {
-    fanin_server *server;
-    fanin_status status;
-} pausing;
-
-static void *pause_run(void *cookie)
+static fanin_status pause_run(void *server)
 {
-    pausing *p = cookie;
-    p->status = fanin_server_pause(p->server, RUN, NULL, NULL);
-    return NULL;
+    return fanin_server_pause(server, RUN, NULL, NULL);
 }
 
 /* While readers are waited for, others know already; the end of the reader ends the wait. */
 static void draining_turns_others_away(void **state)
 {
     fanin_server *s = start_published(60000);
-    peer holder = peer_open(s), other = peer_open(s);
+    peer holder = peer_open(s), other = peer_open(s), watcher = peer_watch(s, 0);
     grant g = peer_lease(&holder);
-    pthread_t thread;
-    pausing run = {.server = s};
-    assert_int_equal(pthread_create(&thread, NULL, pause_run, &run), 0);
-    while (entry_of(&other).state != WIRE_STATE_DRAINING)
-        ;
+    call c;
+    call_start(&c, pause_run, s);
+    peer_await(&watcher, WIRE_STATE_DRAINING);
     peer_request_wait(&other, RUN, WIRE_RULE_NEWEST, 0, 60000);
     expect_paused(&other, "trainer memory offloaded");
-    send_begin(&other, &g);
+    peer_request_begin(&other, &g);
     expect_paused(&other, "trainer memory offloaded");
     assert_int_equal(fanin_server_begin_update(s, RUN, NULL), FANIN_ERR_STATE);
     assert_true(peer_end(&holder, &g, false).good);
-    pthread_join(thread, NULL);
-    assert_int_equal(run.status, FANIN_OK);
+    assert_int_equal(call_end(&c), FANIN_OK);
     assert_int_equal(server_stats(s).drains_expired, 0);
-    peer_close(&holder);
-    peer_close(&other);
-    fanin_server_destroy(&s, 0);
 }
 
 /* ------------------------------------------------------------------- resume */
@@ -252,16 +187,14 @@ static void the_step_is_served_again(void **state)
     assert_true(peer_end(&p, &after, false).good);
     server_begin(s);
     server_commit(s, 2);
-    assert_int_equal(peer_wait(&p, WIRE_RULE_NEWEST, 0).step, 2);
-    peer_close(&p);
-    fanin_server_destroy(&s, 0);
+    assert_int_equal(peer_newest(&p).step, 2);
 }
 
 static void moved_memory_is_served(void **state)
 {
     fanin_server *s = start_published(0);
     peer p = peer_open(s);
-    uint64_t version = peer_wait(&p, WIRE_RULE_NEWEST, 0).catalog_version;
+    uint64_t version = peer_newest(&p).catalog_version;
     for (int i = 1; i < 4; i++) {
         pause_it(s, NULL);
         memset(memory[(i + 1) % 2], 0xee, SIZE);
@@ -269,7 +202,7 @@ static void moved_memory_is_served(void **state)
         server_put(s, RUN, "a", memory[i % 2], SIZE);
         pause_it(s, "still"); /* the put has opened no update */
         resume_it(s);
-        grant g = peer_wait(&p, WIRE_RULE_NEWEST, 0);
+        grant g = peer_newest(&p);
         assert_int_equal(g.step, 1);
         assert_true(g.catalog_version > version);
         version = g.catalog_version;
@@ -277,8 +210,6 @@ static void moved_memory_is_served(void **state)
         assert_int_equal(fanin_server_commit(s, RUN, 2, NULL, NULL), FANIN_ERR_STATE);
     }
     assert_int_equal(server_stats(s).commits, 1);
-    peer_close(&p);
-    fanin_server_destroy(&s, 0);
 }
 
 static void changes_meanwhile_show_at_the_resume(void **state)
@@ -292,7 +223,7 @@ static void changes_meanwhile_show_at_the_resume(void **state)
     assert_int_equal(fanin_server_remove(s, RUN, "a", NULL), FANIN_OK);
     assert_int_equal(fanin_server_set_metadata(s, RUN, &pair, 1, NULL), FANIN_OK);
     resume_it(s);
-    grant g = peer_wait(&p, WIRE_RULE_NEWEST, 0);
+    grant g = peer_newest(&p);
     key_table *keys;
     box_table *boxes;
     peer_catalog(&p, &g, &keys, &boxes);
@@ -302,32 +233,28 @@ static void changes_meanwhile_show_at_the_resume(void **state)
     box_table_free(&boxes);
     key_table_free(&keys);
     expect_bytes(s, &p, 2);
-    peer_close(&p);
-    fanin_server_destroy(&s, 0);
 }
 
 static void what_was_not_published_stays_so(void **state)
 {
-    fanin_server *s = start(0);
+    fanin_server *s = server_start_lease(0);
     server_put(s, RUN, "a", memory[0], SIZE);
     memset(memory[0], 3, SIZE);
     peer p = open_with(s, FEATURE_PAUSED);
     pause_it(s, NULL); /* nothing was committed yet */
-    assert_int_equal(entry_of(&p).state, WIRE_STATE_PAUSED);
+    assert_int_equal(peer_state(&p), WIRE_STATE_PAUSED);
     resume_it(s);
-    assert_int_equal(entry_of(&p).state, WIRE_STATE_UNPUBLISHED);
+    assert_int_equal(peer_state(&p), WIRE_STATE_UNPUBLISHED);
     server_commit(s, 1);
     server_begin(s);
     assert_int_equal(fanin_server_abort_update(s, RUN, NULL), FANIN_OK);
     pause_it(s, NULL); /* the bytes are half-written */
     resume_it(s);
-    assert_int_equal(entry_of(&p).state, WIRE_STATE_UNPUBLISHED);
+    assert_int_equal(peer_state(&p), WIRE_STATE_UNPUBLISHED);
     peer_request_wait(&p, RUN, WIRE_RULE_NEWEST, 0, 30);
     peer_expect_error(&p, FANIN_ERR_TIMEOUT);
     server_commit(s, 2);
     expect_bytes(s, &p, 3);
-    peer_close(&p);
-    fanin_server_destroy(&s, 0);
 }
 
 /* Other values come back than those that were taken away. */
@@ -337,15 +264,13 @@ static void a_step_that_is_given_up_is_not_shown_again(void **state)
     peer p = open_with(s, FEATURE_PAUSED);
     pause_it(s, NULL);
     assert_int_equal(fanin_server_abort_update(s, RUN, NULL), FANIN_OK);
-    assert_int_equal(entry_of(&p).state, WIRE_STATE_PAUSED);
+    assert_int_equal(peer_state(&p), WIRE_STATE_PAUSED);
     memset(memory[0], 4, SIZE);
     resume_it(s);
-    assert_int_equal(entry_of(&p).state, WIRE_STATE_UNPUBLISHED);
+    assert_int_equal(peer_state(&p), WIRE_STATE_UNPUBLISHED);
     assert_int_equal(fanin_server_commit(s, RUN, 1, NULL, NULL), FANIN_ERR_ARGUMENT);
     server_commit(s, 2);
     expect_bytes(s, &p, 4);
-    peer_close(&p);
-    fanin_server_destroy(&s, 0);
 }
 
 /* ----------------------------------------------------------------- refusals */
@@ -369,12 +294,11 @@ static void updates_are_refused_while_paused(void **state)
     server_commit(s, 2);
     server_put(s, RUN, "a", memory[1], SIZE); /* as begin_update */
     assert_int_equal(fanin_server_pause(s, RUN, NULL, &error), FANIN_ERR_STATE);
-    fanin_server_destroy(&s, 0);
 }
 
 static void nothing_is_created(void **state)
 {
-    fanin_server *s = start(0);
+    fanin_server *s = server_start_lease(0);
     assert_int_equal(fanin_server_pause(s, RUN, NULL, NULL), FANIN_ERR_NOT_FOUND);
     assert_int_equal(fanin_server_resume(s, RUN, NULL), FANIN_ERR_NOT_FOUND);
     assert_int_equal(server_stats(s).publications, 0);
@@ -391,9 +315,7 @@ static void nothing_is_created(void **state)
     server_put(s, RUN, "a", memory[0], SIZE); /* another one, not paused */
     server_commit(s, 2);
     peer p = peer_open(s);
-    assert_int_equal(peer_wait(&p, WIRE_RULE_NEWEST, 0).step, 2);
-    peer_close(&p);
-    fanin_server_destroy(&s, 0);
+    assert_int_equal(peer_newest(&p).step, 2);
 }
 
 static void reasons_are_text(void **state)
@@ -401,7 +323,7 @@ static void reasons_are_text(void **state)
     fanin_server *s = start_published(0);
     peer p = peer_open(s);
     assert_int_equal(fanin_server_pause(s, RUN, "\xff", NULL), FANIN_ERR_ARGUMENT);
-    assert_int_equal(peer_wait(&p, WIRE_RULE_NEWEST, 0).step, 1);
+    assert_int_equal(peer_newest(&p).step, 1);
     char reason[401], cut[256];
     for (size_t i = 0; i < 400; i += 2)
         memcpy(reason + i, "\xc3\xa4", 2);
@@ -414,39 +336,34 @@ static void reasons_are_text(void **state)
     pause_it(s, "");
     peer_request_wait(&p, RUN, WIRE_RULE_NEWEST, 0, 60000);
     expect_paused(&p, "trainer memory offloaded");
-    peer_close(&p);
-    fanin_server_destroy(&s, 0);
 }
 
 /* ------------------------------------------------------------------ others */
 
 static void snapshots_stay_readable(void **state)
 {
-    fanin_server *s = start(0);
+    fanin_server *s = server_start_lease(0);
     memset(memory[0], 1, SIZE);
     server_put(s, RUN, "a", memory[0], SIZE);
     server_snapshot(s, 1);
     peer p = open_with(s, FEATURE_PAUSED);
-    grant g = peer_wait(&p, WIRE_RULE_NEWEST, 0);
+    grant g = peer_newest(&p);
     pause_it(s, NULL);
     memset(memory[0], 0xee, SIZE);
-    assert_int_equal(entry_of(&p).state, WIRE_STATE_STABLE);
+    assert_int_equal(peer_state(&p), WIRE_STATE_STABLE);
     assert_int_equal(fanin_server_begin_update(s, RUN, NULL), FANIN_ERR_STATE);
     server_put(s, RUN, "a", memory[1], SIZE); /* moved */
-    assert_int_equal(peer_wait(&p, WIRE_RULE_NEWEST, 0).catalog_version,
-                     g.catalog_version);
+    assert_int_equal(peer_newest(&p).catalog_version, g.catalog_version);
     assert_int_equal(server_stats(s).publications_paused, 1);
     pause_it(s, "again");
     resume_it(s);
     pause_it(s, "the put has opened no update");
     assert_int_equal(fanin_server_abort_update(s, RUN, NULL), FANIN_OK);
     resume_it(s);
-    assert_int_equal(peer_wait(&p, WIRE_RULE_NEWEST, 0).step, 1);
+    assert_int_equal(peer_newest(&p).step, 1);
     memset(memory[1], 2, SIZE);
     server_snapshot(s, 2); /* alone, after an abort */
     expect_bytes(s, &p, 2);
-    peer_close(&p);
-    fanin_server_destroy(&s, 0);
 }
 
 static void paused_ones_are_counted(void **state)
@@ -461,7 +378,6 @@ static void paused_ones_are_counted(void **state)
     resume_it(s);
     assert_int_equal(fanin_server_prometheus(s, text, sizeof text, NULL), FANIN_OK);
     assert_non_null(strstr(text, "\nfanin_publications_paused 0\n"));
-    fanin_server_destroy(&s, 0);
 }
 
 /* Memory that is away is neither registered nor exported; afterwards it is. */
@@ -471,41 +387,34 @@ static void no_keys_while_paused(void **state)
         skip(); /* the only path with keys that needs no UCX */
     fanin_server *s = start_published(0);
     peer p = peer_open_unix(s);
-    grant g = peer_wait(&p, WIRE_RULE_NEWEST, 0);
+    grant g = peer_newest(&p);
     pause_it(s, NULL);
-    buffer b = {0};
-    msg_blob_request m = {.publication = RUN,
-                          .catalog_version = g.catalog_version,
-                          .path = WIRE_PATH_CUDA_IPC};
-    encode_blob_request(&b, ++p.request, MSG_REGIONS, &m);
-    peer_send(&p, &b);
+    peer_request_regions(&p, &g, WIRE_PATH_CUDA_IPC);
     peer_expect_error(&p, FANIN_ERR_STALE);
     resume_it(s);
-    buffer regions = peer_blob(&p, MSG_REGIONS, &g, WIRE_PATH_CUDA_IPC);
-    assert_true(regions.size > 0);
-    buffer_free(&regions);
-    peer_close(&p);
-    fanin_server_destroy(&s, 0);
+    region_table *regions = peer_regions(&p, &g, WIRE_PATH_CUDA_IPC);
+    assert_true(regions->count > 0);
+    region_table_free(&regions);
 }
 
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(readers_are_answered_at_once),
-        cmocka_unit_test(state_is_told_as_the_peer_knows_it),
-        cmocka_unit_test(readers_are_drained_at_most_the_lease),
-        cmocka_unit_test(draining_turns_others_away),
-        cmocka_unit_test(the_step_is_served_again),
-        cmocka_unit_test(moved_memory_is_served),
-        cmocka_unit_test(changes_meanwhile_show_at_the_resume),
-        cmocka_unit_test(what_was_not_published_stays_so),
-        cmocka_unit_test(a_step_that_is_given_up_is_not_shown_again),
-        cmocka_unit_test(updates_are_refused_while_paused),
-        cmocka_unit_test(nothing_is_created),
-        cmocka_unit_test(reasons_are_text),
-        cmocka_unit_test(snapshots_stay_readable),
-        cmocka_unit_test(paused_ones_are_counted),
-        cmocka_unit_test(no_keys_while_paused),
+        server_test(readers_are_answered_at_once),
+        server_test(state_is_told_as_the_peer_knows_it),
+        server_test(readers_are_drained_at_most_the_lease),
+        server_test(draining_turns_others_away),
+        server_test(the_step_is_served_again),
+        server_test(moved_memory_is_served),
+        server_test(changes_meanwhile_show_at_the_resume),
+        server_test(what_was_not_published_stays_so),
+        server_test(a_step_that_is_given_up_is_not_shown_again),
+        server_test(updates_are_refused_while_paused),
+        server_test(nothing_is_created),
+        server_test(reasons_are_text),
+        server_test(snapshots_stay_readable),
+        server_test(paused_ones_are_counted),
+        server_test(no_keys_while_paused),
     };
     return cmocka_run_group_tests_name("server-pause", tests, NULL, NULL);
 }

@@ -14,13 +14,6 @@
 
 static uint8_t first[SIZE], second[SIZE];
 
-static fanin_server *start(uint32_t lease_ms)
-{
-    fanin_server_config c = server_config();
-    c.lease_ms = lease_ms;
-    return server_start(&c);
-}
-
 static void fill(uint8_t value)
 {
     memset(first, value, SIZE);
@@ -29,7 +22,7 @@ static void fill(uint8_t value)
 
 static fanin_server *start_published(uint32_t lease_ms)
 {
-    fanin_server *s = start(lease_ms);
+    fanin_server *s = server_start_lease(lease_ms);
     server_put(s, RUN, "a", first, SIZE);
     server_put(s, RUN, "b", second, SIZE);
     fill(1);
@@ -44,34 +37,16 @@ static void publish(fanin_server *s, uint64_t step)
     server_snapshot(s, step);
 }
 
-typedef struct reader {
-    peer control, data;
-} reader;
-
-static reader open_reader(fanin_server *s)
-{
-    reader r = {.control = peer_open(s)};
-    r.data = peer_data(s, &r.control);
-    return r;
-}
-
-static void close_reader(reader *r)
-{
-    peer_close(&r->data);
-    peer_close(&r->control);
-}
-
 /* Waits for the newest step and begins it. */
-static msg_begin_ok begin(reader *r, grant *g)
+static msg_begin_ok begin(puller *r, grant *g)
 {
-    *g = peer_wait(&r->control, WIRE_RULE_NEWEST, 0);
-    msg_begin_ok ok = peer_begin(&r->control, g);
-    assert_true(ok.granted);
+    msg_begin_ok ok = puller_begin(r);
+    *g = r->grant;
     return ok;
 }
 
 /* Both shards hold what fill() wrote for that step. */
-static void expect_step(reader *r, const grant *g, uint8_t step)
+static void expect_step(puller *r, const grant *g, uint8_t step)
 {
     uint8_t got[2 * SIZE];
     read_entry all = {.box = 0, .count = 2};
@@ -82,26 +57,11 @@ static void expect_step(reader *r, const grant *g, uint8_t step)
     }
 }
 
-static void expect_refused(reader *r, const grant *g)
+static void expect_refused(puller *r, const grant *g)
 {
     read_entry one = {.box = 0, .length = 1};
     peer_request_read(&r->data, g->token, 1, &one, 1);
     peer_expect_error(&r->data, FANIN_ERR_STALE);
-}
-
-static wire_state state_of(peer *p)
-{
-    buffer b = {0};
-    msg_list_entry *entries;
-    uint32_t count;
-    encode_list(&b, ++p->request, RUN);
-    peer_send(p, &b);
-    body in = peer_expect(p, MSG_LIST_OK);
-    assert_int_equal(decode_list_ok(&in, &entries, &count), FANIN_OK);
-    assert_int_equal(count, 1);
-    wire_state state = (wire_state)entries[0].state;
-    free(entries);
-    return state;
 }
 
 static fanin_status snapshot(fanin_server *s, uint64_t step, fanin_dtype cast,
@@ -119,7 +79,7 @@ static fanin_status snapshot(fanin_server *s, uint64_t step, fanin_dtype cast,
 static void readers_get_copies(void **state)
 {
     fanin_server *s = start_published(0);
-    reader r = open_reader(s);
+    puller r = puller_open(s);
     grant g;
     fill(77); /* the trainer goes on at once */
     assert_int_equal(begin(&r, &g).first_region, 0);
@@ -135,22 +95,17 @@ static void readers_get_copies(void **state)
         expect_step(&r, &g, (uint8_t)step);
         assert_true(peer_end(&r.control, &g, false).good);
     }
-    close_reader(&r);
-    fanin_server_destroy(&s, 0);
 }
 
 static void tables_describe_both_arenas(void **state)
 {
     fanin_server *s = start_published(0);
-    reader r = open_reader(s);
-    fanin_error error = FANIN_ERROR_INIT;
+    puller r = puller_open(s);
     key_table *keys;
     box_table *boxes;
-    region_table *regions;
-    grant g = peer_wait(&r.control, WIRE_RULE_NEWEST, 0);
+    grant g = peer_newest(&r.control);
     peer_catalog(&r.control, &g, &keys, &boxes);
-    buffer blob = peer_blob(&r.control, MSG_REGIONS, &g, WIRE_PATH_STREAM);
-    assert_ok(region_table_decode(blob.data, blob.size, NULL, &regions, &error), error);
+    region_table *regions = peer_regions(&r.control, &g, WIRE_PATH_STREAM);
     assert_int_equal(box_table_regions(boxes), 1);
     assert_int_equal(regions->count, 2);
     assert_int_equal(regions->entries[0].length, regions->entries[1].length);
@@ -164,20 +119,17 @@ static void tables_describe_both_arenas(void **state)
     }
     /* A step changes neither. */
     publish(s, 2);
-    grant next = peer_wait(&r.control, WIRE_RULE_NEWEST, 0);
+    grant next = peer_newest(&r.control);
     assert_int_equal(next.catalog_version, g.catalog_version);
-    buffer_free(&blob);
     region_table_free(&regions);
     box_table_free(&boxes);
     key_table_free(&keys);
-    close_reader(&r);
-    fanin_server_destroy(&s, 0);
 }
 
 static void a_lease_outlives_one_commit(void **state)
 {
     fanin_server *s = start_published(0);
-    reader r = open_reader(s);
+    puller r = puller_open(s);
     grant old, new;
     begin(&r, &old);
     publish(s, 2);
@@ -194,20 +146,16 @@ static void a_lease_outlives_one_commit(void **state)
     assert_int_equal(stats.updates, 2);
     assert_int_equal(stats.drains_expired, 0);
     assert_int_equal(stats.leases, 0);
-    close_reader(&r);
-    fanin_server_destroy(&s, 0);
 }
 
 static void begin_update_does_not_drain(void **state)
 {
     fanin_server *s = start_published(60000);
-    reader r = open_reader(s);
+    puller r = puller_open(s);
     grant g, more;
     begin(&r, &g);
-    uint64_t before = clock_ns();
     server_begin(s);
-    assert_true(clock_ns() - before < UINT64_C(10000000000));
-    assert_int_equal(state_of(&r.control), WIRE_STATE_STABLE);
+    assert_int_equal(peer_state(&r.control), WIRE_STATE_STABLE);
     fill(9);
     begin(&r, &more); /* readers still come */
     expect_step(&r, &more, 1);
@@ -216,8 +164,6 @@ static void begin_update_does_not_drain(void **state)
     assert_true(peer_end(&r.control, &g, false).good);
     server_snapshot(s, 2);
     assert_int_equal(snapshot(s, 3, 0, NULL), FANIN_ERR_STATE); /* no update is open */
-    close_reader(&r);
-    fanin_server_destroy(&s, 0);
 }
 
 /* --------------------------------------------------------------- the catalog */
@@ -226,7 +172,7 @@ static void new_shards_get_new_arenas(void **state)
 {
     static uint8_t third[SIZE];
     fanin_server *s = start_published(0);
-    reader r = open_reader(s);
+    puller r = puller_open(s);
     grant old, new;
     begin(&r, &old);
     memset(third, 33, SIZE);
@@ -246,14 +192,12 @@ static void new_shards_get_new_arenas(void **state)
     assert_false(peer_end(&r.control, &old, false).good);
     expect_step(&r, &new, 2);
     assert_true(peer_end(&r.control, &new, false).good);
-    close_reader(&r);
-    fanin_server_destroy(&s, 0);
 }
 
 static void metadata_keep_the_arenas(void **state)
 {
     fanin_server *s = start_published(0);
-    reader r = open_reader(s);
+    puller r = puller_open(s);
     grant old, new;
     fanin_pair pair = {"r", "16"};
     begin(&r, &old);
@@ -265,21 +209,19 @@ static void metadata_keep_the_arenas(void **state)
     expect_step(&r, &new, 2);
     assert_true(peer_end(&r.control, &old, false).good);
     assert_true(peer_end(&r.control, &new, false).good);
-    close_reader(&r);
-    fanin_server_destroy(&s, 0);
 }
 
 static void shards_may_move_while_readers_go_on(void **state)
 {
     static uint8_t moved[SIZE];
     fanin_server *s = start_published(60000);
-    reader r = open_reader(s);
+    puller r = puller_open(s);
     grant g;
     begin(&r, &g);
     memset(moved, 2, SIZE);
     server_put(s, RUN, "a", moved, SIZE); /* acts as begin_update */
     memset(first, 0xee, SIZE);
-    assert_int_equal(state_of(&r.control), WIRE_STATE_STABLE);
+    assert_int_equal(peer_state(&r.control), WIRE_STATE_STABLE);
     expect_step(&r, &g, 1);
     assert_true(peer_end(&r.control, &g, false).good);
     memset(second, 102, SIZE);
@@ -300,14 +242,12 @@ static void shards_may_move_while_readers_go_on(void **state)
     peer_expect_error(&r.data, FANIN_ERR_ARGUMENT);
     peer_read(&r.data, &g, &there, 1, got, SIZE);
     assert_memory_equal(got, moved, SIZE);
-    close_reader(&r);
-    fanin_server_destroy(&s, 0);
 }
 
 static void removal_takes_the_arenas(void **state)
 {
     fanin_server *s = start_published(0);
-    reader r = open_reader(s);
+    puller r = puller_open(s);
     grant g, old;
     begin(&r, &old);
     publish(s, 2);
@@ -321,29 +261,25 @@ static void removal_takes_the_arenas(void **state)
     server_put(s, RUN, "a", first, SIZE);
     server_commit(s, 3);
     assert_int_equal(begin(&r, &g).first_region, 0);
-    close_reader(&r);
-    fanin_server_destroy(&s, 0);
 }
 
 static void an_abort_leaves_the_last_snapshot(void **state)
 {
     fanin_server *s = start_published(60000);
-    reader r = open_reader(s);
+    puller r = puller_open(s);
     grant g;
     begin(&r, &g);
     server_begin(s);
     fill(50);
     assert_int_equal(fanin_server_abort_update(s, RUN, NULL), FANIN_OK);
     assert_int_equal(fanin_server_abort_update(s, RUN, NULL), FANIN_ERR_STATE);
-    assert_int_equal(state_of(&r.control), WIRE_STATE_STABLE);
+    assert_int_equal(peer_state(&r.control), WIRE_STATE_STABLE);
     expect_step(&r, &g, 1);
     assert_true(peer_end(&r.control, &g, false).good);
     fill(2);
     server_snapshot(s, 2); /* alone, after an abort */
     begin(&r, &g);
     expect_step(&r, &g, 2);
-    close_reader(&r);
-    fanin_server_destroy(&s, 0);
 }
 
 /* ------------------------------------------------------------------ options */
@@ -359,18 +295,17 @@ static void ways_are_not_mixed(void **state)
     assert_int_equal(snapshot(s, 1, 0, NULL), FANIN_ERR_ARGUMENT); /* the step */
     assert_int_equal(snapshot(s, 2, 0, NULL), FANIN_OK);
     fanin_server_destroy(&s, 0);
-    s = start(0);
+    s = server_start_lease(0);
     server_put(s, RUN, "a", first, SIZE);
     server_commit(s, 1);
     server_begin(s);
     assert_int_equal(snapshot(s, 2, 0, NULL), FANIN_ERR_STATE);
     server_commit(s, 2);
-    fanin_server_destroy(&s, 0);
 }
 
 static void options_are_checked(void **state)
 {
-    fanin_server *s = start(0);
+    fanin_server *s = server_start_lease(0);
     server_put(s, RUN, "a", first, SIZE);
     fanin_commit_options o;
     fanin_commit_options_init(&o, sizeof o);
@@ -398,7 +333,6 @@ static void options_are_checked(void **state)
     fanin_commit_options_init(&o, offsetof(fanin_commit_options, cast));
     assert_int_equal(o.cast, 0x5a5a5a5a);
     assert_int_equal(o.flags, 0);
-    fanin_server_destroy(&s, 0);
 }
 
 /* ------------------------------------------------------------------- copies */
@@ -442,7 +376,7 @@ static uint16_t bf16_of(float value)
 
 static void strides_are_packed(void **state)
 {
-    fanin_server *s = start(0);
+    fanin_server *s = server_start_lease(0);
     put_floats(s);
     server_snapshot(s, 1);
     float expected[4][6], got[4][6];
@@ -450,19 +384,17 @@ static void strides_are_packed(void **state)
         for (size_t j = 0; j < 6; j++)
             expected[i][j] = values[j][i];
     memset(values, 0, sizeof values);
-    reader r = open_reader(s);
+    puller r = puller_open(s);
     grant g;
     begin(&r, &g);
     read_entry one = {.box = 1, .count = 1};
     peer_read(&r.data, &g, &one, 1, got, sizeof got);
     assert_memory_equal(got, expected, sizeof got);
-    close_reader(&r);
-    fanin_server_destroy(&s, 0);
 }
 
 static void f32_is_cast(void **state)
 {
-    fanin_server *s = start(0);
+    fanin_server *s = server_start_lease(0);
     put_floats(s);
     memset(first, 0x7f, SIZE);
     assert_int_equal(snapshot(s, 1, FANIN_DTYPE_BF16, NULL), FANIN_OK);
@@ -471,7 +403,7 @@ static void f32_is_cast(void **state)
         flat[i] = bf16_of(values[i / 4][i % 4]);
         turned[i] = bf16_of(values[i % 6][i / 6]);
     }
-    reader r = open_reader(s);
+    puller r = puller_open(s);
     grant g;
     begin(&r, &g);
     key_table *keys;
@@ -491,8 +423,6 @@ static void f32_is_cast(void **state)
     assert_memory_equal(bytes, first, SIZE);
     key_table_free(&keys);
     box_table_free(&boxes);
-    close_reader(&r);
-    fanin_server_destroy(&s, 0);
 }
 
 /* Enough for several threads and batches. */
@@ -503,11 +433,11 @@ static void large_shards_are_copied_by_threads(void **state)
     assert_true(large && got);
     for (size_t i = 0; i < size / 8; i++)
         memcpy(large + 8 * i, &(uint64_t){i * UINT64_C(0x9e3779b97f4a7c15)}, 8);
-    fanin_server *s = start(0);
+    fanin_server *s = server_start_lease(0);
     server_put(s, RUN, "large", large, size);
     server_put(s, RUN, "small", first, SIZE);
     server_snapshot(s, 1);
-    reader r = open_reader(s);
+    puller r = puller_open(s);
     grant g;
     begin(&r, &g);
     for (size_t at = 0; at < size; at += piece) {
@@ -516,7 +446,6 @@ static void large_shards_are_copied_by_threads(void **state)
         assert_memory_equal(got, large + at, piece);
     }
     assert_true(peer_end(&r.control, &g, false).good);
-    close_reader(&r);
     fanin_server_destroy(&s, 0);
     free(large);
     free(got);
@@ -524,17 +453,15 @@ static void large_shards_are_copied_by_threads(void **state)
 
 static void nothing_can_be_published(void **state)
 {
-    fanin_server *s = start(0);
+    fanin_server *s = server_start_lease(0);
     server_begin(s);
     server_snapshot(s, 1);
     server_begin(s);
     server_snapshot(s, 2);
-    reader r = open_reader(s);
+    puller r = puller_open(s);
     grant g;
     assert_int_equal(begin(&r, &g).first_region, 0);
     assert_true(peer_end(&r.control, &g, false).good);
-    close_reader(&r);
-    fanin_server_destroy(&s, 0);
 }
 
 /* ------------------------------------------------------------------ threads */
@@ -561,12 +488,12 @@ static void steps_are_never_mixed(void **state)
     trainer t = {.server = start_published(100)};
     atomic_init(&t.stop, false);
     pthread_t thread;
-    reader r = open_reader(t.server);
+    puller r = puller_open(t.server);
     assert_int_equal(pthread_create(&thread, NULL, train, &t), 0);
     unsigned good = 0;
     deadline end = deadline_in_ms(20000);
     while (good < 200 && !deadline_passed(end)) {
-        grant g = peer_wait(&r.control, WIRE_RULE_NEWEST, 0);
+        grant g = peer_newest(&r.control);
         if (!peer_begin(&r.control, &g).granted)
             continue;
         uint8_t got[2 * SIZE];
@@ -587,29 +514,27 @@ static void steps_are_never_mixed(void **state)
     atomic_store(&t.stop, true);
     pthread_join(thread, NULL);
     assert_int_equal(good, 200);
-    close_reader(&r);
-    fanin_server_destroy(&t.server, 0);
 }
 
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(readers_get_copies),
-        cmocka_unit_test(tables_describe_both_arenas),
-        cmocka_unit_test(a_lease_outlives_one_commit),
-        cmocka_unit_test(begin_update_does_not_drain),
-        cmocka_unit_test(new_shards_get_new_arenas),
-        cmocka_unit_test(metadata_keep_the_arenas),
-        cmocka_unit_test(shards_may_move_while_readers_go_on),
-        cmocka_unit_test(removal_takes_the_arenas),
-        cmocka_unit_test(an_abort_leaves_the_last_snapshot),
-        cmocka_unit_test(ways_are_not_mixed),
-        cmocka_unit_test(options_are_checked),
-        cmocka_unit_test(strides_are_packed),
-        cmocka_unit_test(f32_is_cast),
-        cmocka_unit_test(large_shards_are_copied_by_threads),
-        cmocka_unit_test(nothing_can_be_published),
-        cmocka_unit_test(steps_are_never_mixed),
+        server_test(readers_get_copies),
+        server_test(tables_describe_both_arenas),
+        server_test(a_lease_outlives_one_commit),
+        server_test(begin_update_does_not_drain),
+        server_test(new_shards_get_new_arenas),
+        server_test(metadata_keep_the_arenas),
+        server_test(shards_may_move_while_readers_go_on),
+        server_test(removal_takes_the_arenas),
+        server_test(an_abort_leaves_the_last_snapshot),
+        server_test(ways_are_not_mixed),
+        server_test(options_are_checked),
+        server_test(strides_are_packed),
+        server_test(f32_is_cast),
+        server_test(large_shards_are_copied_by_threads),
+        server_test(nothing_can_be_published),
+        server_test(steps_are_never_mixed),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Updates: states, steps, epochs, draining, what replaces and removals do. */
+#include "call.h"
 #include "clock.h"
 #include "server_peer.h"
 #include "testing.h"
@@ -15,13 +16,6 @@
 
 static uint8_t memory[2][100];
 
-static fanin_server *start(uint32_t lease_ms)
-{
-    fanin_server_config c = server_config();
-    c.lease_ms = lease_ms;
-    return server_start(&c);
-}
-
 static fanin_status commit(fanin_server *s, uint64_t step)
 {
     return fanin_server_commit(s, RUN, step, NULL, NULL);
@@ -29,7 +23,7 @@ static fanin_status commit(fanin_server *s, uint64_t step)
 
 static void first_commit_needs_no_update(void **state)
 {
-    fanin_server *s = start(0);
+    fanin_server *s = server_start_lease(0);
     assert_int_equal(commit(s, 1), FANIN_ERR_ARGUMENT); /* no such publication */
     server_put(s, RUN, "a", memory[0], 100);
     assert_int_equal(fanin_server_abort_update(s, RUN, NULL), FANIN_ERR_STATE);
@@ -46,12 +40,11 @@ static void first_commit_needs_no_update(void **state)
     assert_int_equal(stats.commits, 3);
     assert_int_equal(stats.aborts, 1);
     assert_int_equal(stats.updates, 2);
-    fanin_server_destroy(&s, 0);
 }
 
 static void begin_update_makes_the_publication(void **state)
 {
-    fanin_server *s = start(0);
+    fanin_server *s = server_start_lease(0);
     server_begin(s);
     server_begin(s); /* again: a new epoch, at once */
     server_put(s, RUN, "a", memory[0], 100);
@@ -59,12 +52,11 @@ static void begin_update_makes_the_publication(void **state)
     assert_int_equal(fanin_server_begin_update(s, "nonsense", NULL),
                      FANIN_ERR_ARGUMENT);
     assert_int_equal(fanin_server_begin_update(NULL, RUN, NULL), FANIN_ERR_ARGUMENT);
-    fanin_server_destroy(&s, 0);
 }
 
 static void steps_grow_also_after_a_removal(void **state)
 {
-    fanin_server *s = start(0);
+    fanin_server *s = server_start_lease(0);
     server_put(s, RUN, "a", memory[0], 100);
     server_commit(s, 5);
     server_begin(s);
@@ -79,12 +71,12 @@ static void steps_grow_also_after_a_removal(void **state)
     assert_int_equal(fanin_server_commit(s, RUN, 6, NULL, &error), FANIN_ERR_ARGUMENT);
     assert_non_null(strstr(error.message, "6"));
     assert_int_equal(commit(s, 7), FANIN_OK);
-    fanin_server_destroy(&s, 0);
 }
 
 static void a_withdrawn_step_is_worth_nothing(void **state)
 {
-    fanin_server *s = start(60000); /* it must not wait for the reader below */
+    fanin_server *s =
+        server_start_lease(60000); /* it must not wait for the reader below */
     assert_int_equal(fanin_server_withdraw(s, RUN, NULL), FANIN_ERR_NOT_FOUND);
     server_put(s, RUN, "a", memory[0], 100);
     assert_int_equal(fanin_server_withdraw(s, RUN, NULL), FANIN_ERR_STATE);
@@ -103,22 +95,19 @@ static void a_withdrawn_step_is_worth_nothing(void **state)
     server_begin(s);
     assert_int_equal(fanin_server_withdraw(s, RUN, NULL), FANIN_ERR_STATE);
     assert_int_equal(server_stats(s).aborts, 1);
-    peer_close(&p);
-    fanin_server_destroy(&s, 0);
 }
 
 static void a_snapshot_is_not_withdrawn(void **state)
 {
-    fanin_server *s = start(0);
+    fanin_server *s = server_start_lease(0);
     server_put(s, RUN, "a", memory[0], 100);
     server_snapshot(s, 1);
     assert_int_equal(fanin_server_withdraw(s, RUN, NULL), FANIN_ERR_STATE);
-    fanin_server_destroy(&s, 0);
 }
 
 static void numbers_are_never_used_twice(void **state)
 {
-    fanin_server *s = start(0);
+    fanin_server *s = server_start_lease(0);
     peer p = peer_open(s);
     uint64_t epoch = 0, version = 0;
     for (uint64_t step = 1; step < 6; step++) {
@@ -134,72 +123,59 @@ static void numbers_are_never_used_twice(void **state)
         assert_false(peer_end(&p, &g, false).good);
     }
     assert_int_equal(server_stats(s).pulls_stale, 5);
-    peer_close(&p);
-    fanin_server_destroy(&s, 0);
 }
 
 static void the_catalog_version_changes_with_the_catalog(void **state)
 {
-    fanin_server *s = start(0);
+    fanin_server *s = server_start_lease(0);
     peer p = peer_open(s);
     fanin_pair pair = {"r", "16"};
     server_put(s, RUN, "a", memory[0], 100);
     server_commit(s, 1);
-    grant first = peer_wait(&p, WIRE_RULE_NEWEST, 0);
+    grant first = peer_newest(&p);
     server_begin(s);
     server_put(s, RUN, "a", memory[0], 100); /* equal */
     server_commit(s, 2);
-    grant same = peer_wait(&p, WIRE_RULE_NEWEST, 0);
+    grant same = peer_newest(&p);
     assert_int_equal(same.catalog_version, first.catalog_version);
     assert_memory_equal(same.key_digest, first.key_digest, 16);
     server_begin(s);
     assert_int_equal(fanin_server_set_metadata(s, RUN, &pair, 1, NULL), FANIN_OK);
     server_commit(s, 3);
-    grant described = peer_wait(&p, WIRE_RULE_NEWEST, 0);
+    grant described = peer_newest(&p);
     assert_true(described.catalog_version > same.catalog_version);
     assert_memory_not_equal(described.key_digest, same.key_digest, 16);
     server_begin(s);
     server_put(s, RUN, "a", memory[1], 100); /* elsewhere: same keys */
     server_commit(s, 4);
-    grant moved = peer_wait(&p, WIRE_RULE_NEWEST, 0);
+    grant moved = peer_newest(&p);
     assert_true(moved.catalog_version > described.catalog_version);
     assert_memory_equal(moved.key_digest, described.key_digest, 16);
-    peer_close(&p);
-    fanin_server_destroy(&s, 0);
 }
 
 static void new_shards_appear_with_the_next_commit(void **state)
 {
-    fanin_server *s = start(0);
+    fanin_server *s = server_start_lease(0);
     peer p = peer_open(s);
     server_put(s, RUN, "a", memory[0], 100);
     server_commit(s, 1);
     grant before = peer_lease(&p);
     server_put(s, RUN, "b", memory[1], 100); /* no update: readers are not disturbed */
     assert_true(peer_end(&p, &before, false).good);
-    key_table *keys;
-    box_table *boxes;
-    grant g = peer_wait(&p, WIRE_RULE_NEWEST, 0);
-    peer_catalog(&p, &g, &keys, &boxes);
-    assert_int_equal(keys->count, 1);
-    box_table_free(&boxes);
-    key_table_free(&keys);
+    grant g = peer_newest(&p);
+    assert_int_equal(peer_count_keys(&p, &g), 1);
     server_begin(s);
     server_commit(s, 2);
-    g = peer_wait(&p, WIRE_RULE_NEWEST, 0);
-    peer_catalog(&p, &g, &keys, &boxes);
-    assert_int_equal(keys->count, 2);
-    box_table_free(&boxes);
-    key_table_free(&keys);
-    peer_close(&p);
-    fanin_server_destroy(&s, 0);
+    g = peer_newest(&p);
+    assert_int_equal(peer_count_keys(&p, &g), 2);
 }
 
 /* ---------------------------------------------------------------- draining */
 
 static void begin_update_waits_at_most_the_lease(void **state)
 {
-    fanin_server *s = start(1000); /* so long that begin_update finds the lease alive */
+    fanin_server *s =
+        server_start_lease(1000); /* so long that begin_update finds the lease alive */
     peer p = peer_open(s);
     server_put(s, RUN, "a", memory[0], 100);
     server_commit(s, 1);
@@ -214,13 +190,11 @@ static void begin_update_waits_at_most_the_lease(void **state)
     assert_true(stats.drain_wait_ns_max > 100 * MS &&
                 stats.drain_wait_ns_max <= waited);
     assert_true(stats.drain_wait_ns_total >= stats.drain_wait_ns_max);
-    peer_close(&p);
-    fanin_server_destroy(&s, 0);
 }
 
 static void a_lease_time_of_zero_never_waits(void **state)
 {
-    fanin_server *s = start(0);
+    fanin_server *s = server_start_lease(0);
     peer p = peer_open(s);
     server_put(s, RUN, "a", memory[0], 100);
     server_commit(s, 1);
@@ -230,85 +204,56 @@ static void a_lease_time_of_zero_never_waits(void **state)
         server_commit(s, step);
         assert_false(peer_end(&p, &g, false).good);
     }
-    assert_true(server_stats(s).drain_wait_ns_max < 1000 * MS);
-    peer_close(&p);
-    fanin_server_destroy(&s, 0);
-}
-
-typedef struct caller {
-    fanin_server *server;
-    pthread_t thread;
-    fanin_status status;
-} caller;
-
-static void *call_begin(void *cookie)
-{
-    caller *c = cookie;
-    c->status = fanin_server_begin_update(c->server, RUN, NULL);
-    return NULL;
+    assert_int_equal(server_stats(s).drains_expired, 98); /* each at once */
 }
 
 /* Calls begin_update in a thread; somebody's lease keeps it draining. */
-static void start_draining(caller *c, fanin_server *s, peer *p)
+static void start_draining(call *c, fanin_server *s)
 {
-    grant g = peer_wait(p, WIRE_RULE_NEWEST, 0);
-    c->server = s;
-    assert_int_equal(pthread_create(&c->thread, NULL, call_begin, c), 0);
-    for (;;) {
-        msg_begin_ok ok = peer_begin(p, &g);
-        if (!ok.granted && ok.state == WIRE_STATE_DRAINING)
-            return;
-        assert_true(ok.granted);
-        assert_true(peer_end(p, &g, true).good);
-    }
+    peer watcher = peer_watch(s, 0);
+    call_start(c, server_begin_run, s);
+    peer_await(&watcher, WIRE_STATE_DRAINING);
+    peer_close(&watcher);
 }
 
 static void a_closed_session_ends_the_draining(void **state)
 {
-    fanin_server *s = start(60000);
-    peer p = peer_open(s), other = peer_open(s);
+    fanin_server *s = server_start_lease(60000);
+    peer p = peer_open(s);
     server_put(s, RUN, "a", memory[0], 100);
     server_commit(s, 1);
     peer_lease(&p);
-    caller c;
-    start_draining(&c, s, &other);
-    uint64_t start_ns = clock_ns();
+    call c;
+    start_draining(&c, s);
     peer_close(&p);
-    pthread_join(c.thread, NULL);
-    assert_int_equal(c.status, FANIN_OK);
-    assert_true(clock_ns() - start_ns < 10000 * MS);
+    assert_int_equal(call_end(&c), FANIN_OK);
     assert_int_equal(server_stats(s).pulls_abandoned, 1);
     assert_int_equal(server_stats(s).drains_expired, 0);
-    peer_close(&other);
-    fanin_server_destroy(&s, 0);
 }
 
 static void one_thread_drains_at_a_time(void **state)
 {
-    fanin_server *s = start(60000);
+    fanin_server *s = server_start_lease(60000);
     peer p = peer_open(s);
     server_put(s, RUN, "a", memory[0], 100);
     server_commit(s, 1);
     grant g = peer_lease(&p);
-    caller c;
-    start_draining(&c, s, &p);
+    call c;
+    start_draining(&c, s);
     fanin_error error = FANIN_ERROR_INIT;
     assert_int_equal(fanin_server_begin_update(s, RUN, &error), FANIN_ERR_STATE);
     assert_non_null(strstr(error.message, "begin_update"));
     assert_int_equal(commit(s, 2), FANIN_ERR_STATE);
     assert_true(peer_end(&p, &g, false).good); /* draining counts as standing */
-    pthread_join(c.thread, NULL);
-    assert_int_equal(c.status, FANIN_OK);
+    assert_int_equal(call_end(&c), FANIN_OK);
     server_commit(s, 2);
-    peer_close(&p);
-    fanin_server_destroy(&s, 0);
 }
 
 /* ------------------------------------------------- changes outside of updates */
 
 static void a_moved_shard_makes_the_publication_unreadable(void **state)
 {
-    fanin_server *s = start(0);
+    fanin_server *s = server_start_lease(0);
     peer p = peer_open(s);
     peer d = peer_data(s, &p);
     server_put(s, RUN, "a", memory[0], 100);
@@ -329,14 +274,11 @@ static void a_moved_shard_makes_the_publication_unreadable(void **state)
     g = peer_lease(&p);
     peer_read(&d, &g, &one, 1, got, 100);
     assert_memory_equal(got, memory[1], 100);
-    peer_close(&d);
-    peer_close(&p);
-    fanin_server_destroy(&s, 0);
 }
 
 static void a_removed_shard_makes_the_publication_unreadable(void **state)
 {
-    fanin_server *s = start(0);
+    fanin_server *s = server_start_lease(0);
     peer p = peer_open(s);
     server_put(s, RUN, "a", memory[0], 100);
     server_put(s, RUN, "b", memory[1], 100);
@@ -349,14 +291,7 @@ static void a_removed_shard_makes_the_publication_unreadable(void **state)
     assert_false(peer_end(&p, &g, false).good);
     assert_int_equal(commit(s, 2), FANIN_OK);
     g = peer_lease(&p);
-    key_table *keys;
-    box_table *boxes;
-    peer_catalog(&p, &g, &keys, &boxes);
-    assert_int_equal(keys->count, 1);
-    box_table_free(&boxes);
-    key_table_free(&keys);
-    peer_close(&p);
-    fanin_server_destroy(&s, 0);
+    assert_int_equal(peer_count_keys(&p, &g), 1);
 }
 
 /* --------------------------------------------------------------- many at once */
@@ -377,7 +312,7 @@ static void *read_all_the_time(void *cookie)
     read_entry one = {.box = 0, .count = 1};
     uint64_t good = 0;
     while (!atomic_load(&l->stop)) {
-        grant g = peer_wait(&p, WIRE_RULE_NEWEST, 0);
+        grant g = peer_newest(&p);
         if (!peer_begin(&p, &g).granted)
             continue;
         peer_request_read(&d, g.token, 100, &one, 1);
@@ -407,7 +342,7 @@ static void wait_for_a_pull(load *l)
 
 static void pulls_beside_updates_are_whole(void **state)
 {
-    load l = {.server = start(60000)}; /* no reader is ever so late */
+    load l = {.server = server_start_lease(60000)}; /* no reader is ever so late */
     atomic_init(&l.stop, false);
     sem_init(&l.good, 0, 0);
     memset(memory[0], 1, 100);
@@ -438,21 +373,21 @@ static void pulls_beside_updates_are_whole(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(first_commit_needs_no_update),
-        cmocka_unit_test(begin_update_makes_the_publication),
-        cmocka_unit_test(steps_grow_also_after_a_removal),
-        cmocka_unit_test(a_withdrawn_step_is_worth_nothing),
-        cmocka_unit_test(a_snapshot_is_not_withdrawn),
-        cmocka_unit_test(numbers_are_never_used_twice),
-        cmocka_unit_test(the_catalog_version_changes_with_the_catalog),
-        cmocka_unit_test(new_shards_appear_with_the_next_commit),
-        cmocka_unit_test(begin_update_waits_at_most_the_lease),
-        cmocka_unit_test(a_lease_time_of_zero_never_waits),
-        cmocka_unit_test(a_closed_session_ends_the_draining),
-        cmocka_unit_test(one_thread_drains_at_a_time),
-        cmocka_unit_test(a_moved_shard_makes_the_publication_unreadable),
-        cmocka_unit_test(a_removed_shard_makes_the_publication_unreadable),
-        cmocka_unit_test(pulls_beside_updates_are_whole),
+        server_test(first_commit_needs_no_update),
+        server_test(begin_update_makes_the_publication),
+        server_test(steps_grow_also_after_a_removal),
+        server_test(a_withdrawn_step_is_worth_nothing),
+        server_test(a_snapshot_is_not_withdrawn),
+        server_test(numbers_are_never_used_twice),
+        server_test(the_catalog_version_changes_with_the_catalog),
+        server_test(new_shards_appear_with_the_next_commit),
+        server_test(begin_update_waits_at_most_the_lease),
+        server_test(a_lease_time_of_zero_never_waits),
+        server_test(a_closed_session_ends_the_draining),
+        server_test(one_thread_drains_at_a_time),
+        server_test(a_moved_shard_makes_the_publication_unreadable),
+        server_test(a_removed_shard_makes_the_publication_unreadable),
+        server_test(pulls_beside_updates_are_whole),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

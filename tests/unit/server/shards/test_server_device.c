@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Device memory on a server: what put finds out, who gets keys, and who is told to map what. The
    driver is a stand-in. */
-#include "clock.h"
 #include "gpu.h"
 #include "ipc_key.h"
+#include "log_catcher.h"
 #include "server_device.h"
 #include "testing.h"
 
@@ -13,36 +13,17 @@
 
 static gpu *driver;
 
-static region_table *regions_of(peer *p, const grant *g, wire_path path)
-{
-    region_table *t;
-    fanin_error error = FANIN_ERROR_INIT;
-    buffer blob = peer_blob(p, MSG_REGIONS, g, path);
-    assert_ok(region_table_decode(blob.data, blob.size, NULL, &t, &error), error);
-    buffer_free(&blob);
-    return t;
-}
-
-static void request_regions(peer *p, const grant *g, wire_path path)
-{
-    buffer b = {0};
-    msg_blob_request m = {
-        .publication = RUN, .catalog_version = g->catalog_version, .path = path};
-    encode_blob_request(&b, ++p->request, MSG_REGIONS, &m);
-    peer_send(p, &b);
-}
-
 /* --------------------------------------------------------------------- put */
 
 /* Before anything in this process has started CUDA. */
 static void host_memory_starts_no_cuda(void **state)
 {
     static uint8_t memory[1000];
-    served l = device_serve_bytes(memory, sizeof memory);
+    puller l = device_serve_bytes(memory, sizeof memory);
     uint8_t got[1000];
     read_entry all = {.box = 0, .count = 1};
     peer_read(&l.data, &l.grant, &all, 1, got, sizeof got);
-    device_leave(&l);
+    server_tear_down(state);
     assert_int_equal(fake_cuda_calls("cuInit"), 0);
     fanin_error error = FANIN_ERROR_INIT;
     logger none = {0};
@@ -67,8 +48,8 @@ static void kind_and_device_are_found_out(void **state)
     };
     t[2].memory = (fanin_memory){FANIN_MEMORY_CUDA, 0};
     t[3].memory = (fanin_memory){FANIN_MEMORY_CUDA, -1};
-    served l = device_serve(t, 5);
-    region_table *r = regions_of(&l.control, &l.grant, WIRE_PATH_STREAM);
+    puller l = device_serve(t, 5);
+    region_table *r = peer_regions(&l.control, &l.grant, WIRE_PATH_STREAM);
     assert_int_equal(r->count, 4);
     unsigned seen = 0;
     for (uint32_t i = 0; i < r->count; i++) {
@@ -88,21 +69,16 @@ static void kind_and_device_are_found_out(void **state)
     }
     assert_int_equal(seen, 15);
     region_table_free(&r);
-    device_leave(&l);
-    fake_cuda_free(a);
-    fake_cuda_free(b);
-    fake_cuda_free(c);
 }
 
 static void expect_refused(const fanin_tensor *t, fanin_status code, const char *words)
 {
-    fanin_server *s = device_start(0);
+    fanin_server *s = server_start_lease(0);
     fanin_error error = FANIN_ERROR_INIT;
     assert_int_equal(fanin_server_put(s, RUN, t, 1, false, &error), code);
     assert_says(error.message, words);
     assert_string_equal(error.key, RUN ":t");
     assert_true(error.remedy[0] != '\0');
-    fanin_server_destroy(&s, 0);
 }
 
 static void contradictions_are_refused(void **state)
@@ -132,10 +108,9 @@ static void contradictions_are_refused(void **state)
     t = byte_tensor("t", boxes, one, 100);
     t.memory = (fanin_memory){FANIN_MEMORY_HOST, -1};
     expect_refused(&t, FANIN_ERR_ARGUMENT, "host memory, a box is on CUDA device 1");
-    fake_cuda_free(one);
+    device_free(one);
     t.memory = (fanin_memory){FANIN_MEMORY_CUDA, -1};
     expect_refused(&t, FANIN_ERR_ARGUMENT, "");
-    fake_cuda_free(zero);
 }
 
 /* The CPU can read managed memory: who calls it the host's may do so. */
@@ -145,13 +120,11 @@ static void managed_memory_may_be_called_host_memory(void **state)
     fanin_box box;
     fanin_tensor t = byte_tensor("t", &box, memory, 100);
     t.memory = (fanin_memory){FANIN_MEMORY_HOST, -1};
-    served l = device_serve(&t, 1);
-    region_table *r = regions_of(&l.control, &l.grant, WIRE_PATH_STREAM);
+    puller l = device_serve(&t, 1);
+    region_table *r = peer_regions(&l.control, &l.grant, WIRE_PATH_STREAM);
     assert_int_equal(r->count, 1);
     assert_int_equal(r->entries[0].memory, FANIN_MEMORY_HOST);
     region_table_free(&r);
-    device_leave(&l);
-    fake_cuda_free(memory);
 }
 
 /* A driver that knows nothing of a pointer contradicts nobody. */
@@ -162,9 +135,8 @@ static void host_memory_needs_no_answer(void **state)
     fanin_tensor t = byte_tensor("t", &box, memory, 100);
     t.memory = (fanin_memory){FANIN_MEMORY_HOST, -1};
     fake_cuda_fail("cuPointerGetAttributes", CUDA_ERROR_UNKNOWN, 0, 0);
-    served l = device_serve(&t, 1);
+    device_serve(&t, 1);
     fake_cuda_fail("cuPointerGetAttributes", CUDA_SUCCESS, 0, 0);
-    device_leave(&l);
 }
 
 /* Host memory by the megabyte is asked for once, whether it was said to be the host's or not. */
@@ -181,9 +153,8 @@ static void host_shards_cost_few_questions(void **state)
         t[i].memory.kind = i % 2 ? FANIN_MEMORY_HOST : FANIN_MEMORY_DETECT;
     }
     uint64_t before = fake_cuda_calls("cuPointerGetAttributes");
-    served l = device_serve(t, COUNT);
+    device_serve(t, COUNT);
     assert_in_range(fake_cuda_calls("cuPointerGetAttributes") - before, 1, 2);
-    device_leave(&l);
 }
 
 static void many_shards_cost_few_questions(void **state)
@@ -201,15 +172,12 @@ static void many_shards_cost_few_questions(void **state)
             byte_tensor(names[i], &boxes[i], segments[i / EACH] + i % EACH * 512, 500);
     }
     uint64_t before = fake_cuda_calls("cuPointerGetAttributes");
-    served l = device_serve(t, COUNT);
+    puller l = device_serve(t, COUNT);
     assert_in_range(fake_cuda_calls("cuPointerGetAttributes") - before, 1,
                     2 * SEGMENTS);
-    region_table *r = regions_of(&l.control, &l.grant, WIRE_PATH_CUDA_IPC);
+    region_table *r = peer_regions(&l.control, &l.grant, WIRE_PATH_CUDA_IPC);
     assert_int_equal(r->count, SEGMENTS);
     region_table_free(&r);
-    device_leave(&l);
-    for (size_t i = 0; i < SEGMENTS; i++)
-        fake_cuda_free(segments[i]);
 }
 
 static void memory_without_handles_is_streamed(void **state)
@@ -222,37 +190,27 @@ static void memory_without_handles_is_streamed(void **state)
         fanin_box boxes[2];
         fanin_tensor t[] = {byte_tensor("a", &boxes[0], memory, 1000),
                             byte_tensor("b", &boxes[1], memory + 1000, 2000)};
-        device_listen("no-ipc");
-        served l = device_serve(t, 2);
-        assert_int_equal(device_heard(), 1);
-        assert_says(device_log_text, words[i]);
-        assert_says(device_log_text, "expandable_segments:False");
-        assert_says(device_log_text, "snapshots");
-        region_table *r = regions_of(&l.control, &l.grant, WIRE_PATH_CUDA_IPC);
+        log_listen("no-ipc");
+        puller l = device_serve(t, 2);
+        log_expect(1, words[i]);
+        log_await("expandable_segments:False");
+        log_await("snapshots");
+        region_table *r = peer_regions(&l.control, &l.grant, WIRE_PATH_CUDA_IPC);
         assert_int_equal(r->count, 1);
         assert_int_equal(r->entries[0].memory, FANIN_MEMORY_CUDA);
         assert_int_equal(r->entries[0].rkey_size, 0);
         region_table_free(&r);
-        assert_int_equal(device_heard(), 1);
+        log_expect(1, "");
         assert_int_equal(server_stats(l.server).ipc_mappers, 0);
         uint8_t got[3000];
         read_entry all = {.box = 0, .count = 2};
         peer_read(&l.data, &l.grant, &all, 1, got, sizeof got);
         assert_memory_equal(got, device_bytes(memory), sizeof got);
-        device_leave(&l);
-        fake_cuda_free(memory);
+        device_tear_down(state);
     }
 }
 
 /* -------------------------------------------------------------------- keys */
-
-static void open_path(peer *p, wire_path path)
-{
-    buffer b = {0};
-    msg_open_path m = {.path = path, .address = {(const uint8_t *)"", 0}};
-    encode_open_path(&b, ++p->request, MSG_OPEN_PATH, &m);
-    peer_send(p, &b);
-}
 
 static void own_user_gets_handles(void **state)
 {
@@ -261,8 +219,8 @@ static void own_user_gets_handles(void **state)
     fanin_box boxes[2];
     fanin_tensor t[] = {byte_tensor("a", &boxes[0], memory + 4096, MIB),
                         byte_tensor("b", &boxes[1], host, sizeof host)};
-    served l = device_serve(t, 2);
-    open_path(&l.control, WIRE_PATH_CUDA_IPC);
+    puller l = device_serve(t, 2);
+    peer_request_path(&l.control, WIRE_PATH_CUDA_IPC);
     body in = peer_expect(&l.control, MSG_OPEN_PATH_OK);
     msg_open_path ok;
     assert_int_equal(decode_open_path(&in, &ok), FANIN_OK);
@@ -272,7 +230,7 @@ static void own_user_gets_handles(void **state)
     for (int i = 0; i < 3; i++) {
         if (r)
             region_table_free(&r);
-        r = regions_of(&l.control, &l.grant, WIRE_PATH_CUDA_IPC);
+        r = peer_regions(&l.control, &l.grant, WIRE_PATH_CUDA_IPC);
     }
     assert_int_equal(fake_cuda_calls("cuIpcGetMemHandle"), before + 1);
     assert_int_equal(r->count, 2);
@@ -297,48 +255,35 @@ static void own_user_gets_handles(void **state)
     assert_int_equal(key.length, 2 * MIB);
     region_table_free(&r);
     peer stranger = peer_open(l.server);
-    open_path(&stranger, WIRE_PATH_CUDA_IPC);
+    peer_request_path(&stranger, WIRE_PATH_CUDA_IPC);
     assert_says(peer_expect_error(&stranger, FANIN_ERR_UNSUPPORTED).message,
                 "same host");
-    grant g = peer_wait(&stranger, WIRE_RULE_NEWEST, 0);
-    request_regions(&stranger, &g, WIRE_PATH_CUDA_IPC);
+    grant g = peer_newest(&stranger);
+    peer_request_regions(&stranger, &g, WIRE_PATH_CUDA_IPC);
     peer_expect_error(&stranger, FANIN_ERR_UNSUPPORTED);
-    peer_close(&stranger);
-    device_leave(&l);
-    fake_cuda_free(memory);
 }
 
 /* The driver refuses to export: that is told, and the rest is served. */
 static void refused_exports_leave_no_key(void **state)
 {
     uint8_t *memory = device_alloc(0, 4096, FAKE_CUDA_MALLOC);
-    served l = device_serve_bytes(memory, 4096);
+    puller l = device_serve_bytes(memory, 4096);
     fake_cuda_fail("cuIpcGetMemHandle", CUDA_ERROR_INVALID_VALUE, 0, 1);
-    device_listen("no-ipc");
+    log_listen("no-ipc");
     for (int i = 0; i < 2; i++) {
-        region_table *r = regions_of(&l.control, &l.grant, WIRE_PATH_CUDA_IPC);
+        region_table *r = peer_regions(&l.control, &l.grant, WIRE_PATH_CUDA_IPC);
         assert_int_equal(r->entries[0].rkey_size, 0);
         region_table_free(&r);
     }
     fake_cuda_fail("cuIpcGetMemHandle", CUDA_SUCCESS, 0, 0);
-    assert_int_equal(device_heard(), 1);
+    log_expect(1, "");
     assert_int_equal(server_stats(l.server).ipc_mappers, 0);
-    device_leave(&l);
-    fake_cuda_free(memory);
 }
 
 static void map(peer *p, const grant *g)
 {
-    region_table *r = regions_of(p, g, WIRE_PATH_CUDA_IPC);
+    region_table *r = peer_regions(p, g, WIRE_PATH_CUDA_IPC);
     region_table_free(&r);
-}
-
-static void await_mappers(fanin_server *s, uint64_t n)
-{
-    deadline at = deadline_in_ms(PATIENCE_MS);
-    while (server_stats(s).ipc_mappers != n && !deadline_passed(at))
-        ;
-    assert_int_equal(server_stats(s).ipc_mappers, n);
 }
 
 static void who_still_maps_is_told(void **state)
@@ -348,9 +293,9 @@ static void who_still_maps_is_told(void **state)
     fanin_box boxes[2];
     fanin_tensor t[] = {byte_tensor("a", &boxes[0], a, 1000),
                         byte_tensor("b", &boxes[1], b, 1000)};
-    served l = device_serve(t, 2);
+    puller l = device_serve(t, 2);
     peer second = peer_open_unix(l.server);
-    device_listen("still-mapped");
+    log_listen("still-mapped");
     assert_int_equal(server_stats(l.server).ipc_mappers, 0);
     map(&l.control, &l.grant);
     map(&l.control, &l.grant);
@@ -358,36 +303,30 @@ static void who_still_maps_is_told(void **state)
     assert_int_equal(server_stats(l.server).ipc_mappers, 2);
     peer_end(&l.control, &l.grant, false);
     peer_close(&second);
-    await_mappers(l.server, 1);
+    peer_await_count(&l.control, l.server, offsetof(fanin_server_stats, ipc_mappers),
+                     1);
     assert_int_equal(fanin_server_remove(l.server, RUN, "a", NULL), FANIN_OK);
-    assert_int_equal(device_heard(), 1); /* the second one has closed */
-    assert_says(device_log_text, "2097152 bytes");
-    assert_says(device_log_text, "removed");
+    log_expect(1, "2097152 bytes"); /* the second one has closed */
+    log_await("removed");
     /* What is forgotten is never exported again. */
     uint64_t exports = fake_cuda_calls("cuIpcGetMemHandle");
-    request_regions(&l.control, &l.grant, WIRE_PATH_CUDA_IPC);
+    peer_request_regions(&l.control, &l.grant, WIRE_PATH_CUDA_IPC);
     peer_expect_error(&l.control, FANIN_ERR_STALE);
     assert_int_equal(fake_cuda_calls("cuIpcGetMemHandle"), exports);
     server_commit(l.server, 2);
-    grant g = peer_wait(&l.control, WIRE_RULE_NEWEST, 0);
+    grant g = peer_newest(&l.control);
     assert_true(g.catalog_version != l.grant.catalog_version);
     map(&l.control, &g);
     assert_int_equal(fake_cuda_calls("cuIpcGetMemHandle"), exports); /* b's is cached */
     uint8_t *c = device_alloc(0, 3 * MIB, FAKE_CUDA_MALLOC);
     server_put(l.server, RUN, "b", c, 1000);
-    assert_int_equal(device_heard(), 2);
-    assert_says(device_log_text, "1048576 bytes");
-    assert_says(device_log_text, "replaced");
+    log_expect(2, "1048576 bytes");
+    log_await("replaced");
     server_commit(l.server, 3);
-    g = peer_wait(&l.control, WIRE_RULE_NEWEST, 0);
+    g = peer_newest(&l.control);
     map(&l.control, &g);
-    fanin_server_destroy(&l.server, 0);
-    assert_int_equal(device_heard(), 3);
-    assert_says(device_log_text, "3145728 bytes");
-    device_leave(&l);
-    fake_cuda_free(a);
-    fake_cuda_free(b);
-    fake_cuda_free(c);
+    server_stop(&l.server, 0);
+    log_expect(3, "3145728 bytes");
 }
 
 /* The last reader of a snapshot is a reply that is still being copied: its end frees the arena, which
@@ -396,12 +335,13 @@ static void freed_arenas_are_told(void **state)
 {
     uint8_t *a = device_alloc(0, MIB, FAKE_CUDA_MALLOC),
             *b = device_alloc(1, MIB, FAKE_CUDA_MALLOC);
-    served l = {.server = device_start(0)};
-    server_put(l.server, RUN, "a", a, MIB);
-    server_snapshot(l.server, 1);
-    device_peers(&l);
+    fanin_server *s = server_start_lease(0);
+    server_put(s, RUN, "a", a, MIB);
+    server_snapshot(s, 1);
+    puller l = puller_open_unix(s);
+    puller_begin(&l);
     map(&l.control, &l.grant);
-    device_listen("still-mapped");
+    log_listen("still-mapped");
     fake_cuda_hold_kernel(0, 0);
     read_entry all = {.box = 0, .count = 1};
     peer_request_read(&l.data, l.grant.token, MIB, &all, 1);
@@ -412,34 +352,27 @@ static void freed_arenas_are_told(void **state)
     server_put(l.server, RUN, "b", b, MIB);
     server_snapshot(l.server, 2);
     assert_true(peer_end(&l.control, &l.grant, false).good);
-    assert_int_equal(device_heard(), 0);
+    log_expect(0, "");
     fake_cuda_release(0);
     assert_memory_equal(peer_expect(&l.data, MSG_READ_OK).data, device_bytes(a), MIB);
-    deadline at = deadline_in_ms(PATIENCE_MS);
-    while (device_heard() == 0 && !deadline_passed(at))
-        ;
-    assert_int_equal(device_heard(), 1);
-    assert_says(device_log_text, "freed");
-    device_leave(&l);
-    fake_cuda_free(a);
-    fake_cuda_free(b);
+    log_expect(1, "freed");
 }
 
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(host_memory_starts_no_cuda),
-        cmocka_unit_test(kind_and_device_are_found_out),
-        cmocka_unit_test(contradictions_are_refused),
-        cmocka_unit_test(managed_memory_may_be_called_host_memory),
-        cmocka_unit_test(host_memory_needs_no_answer),
-        cmocka_unit_test(host_shards_cost_few_questions),
-        cmocka_unit_test(many_shards_cost_few_questions),
-        cmocka_unit_test(memory_without_handles_is_streamed),
-        cmocka_unit_test(own_user_gets_handles),
-        cmocka_unit_test(refused_exports_leave_no_key),
-        cmocka_unit_test(who_still_maps_is_told),
-        cmocka_unit_test(freed_arenas_are_told),
+        device_clean_test(host_memory_starts_no_cuda),
+        device_clean_test(kind_and_device_are_found_out),
+        device_clean_test(contradictions_are_refused),
+        device_clean_test(managed_memory_may_be_called_host_memory),
+        device_clean_test(host_memory_needs_no_answer),
+        device_clean_test(host_shards_cost_few_questions),
+        device_clean_test(many_shards_cost_few_questions),
+        device_clean_test(memory_without_handles_is_streamed),
+        device_clean_test(own_user_gets_handles),
+        device_clean_test(refused_exports_leave_no_key),
+        device_clean_test(who_still_maps_is_told),
+        device_test(freed_arenas_are_told),
     };
     return cmocka_run_group_tests(tests, device_set_up, NULL);
 }

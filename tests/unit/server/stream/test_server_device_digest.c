@@ -6,6 +6,7 @@
  */
 #include "box_digest.h"
 #include "convert.h"
+#include "log_catcher.h"
 #include "server_device.h"
 #include "testing.h"
 
@@ -20,7 +21,7 @@
 /* Boxes by their number: bytes, and F32 with gaps everywhere, each on one device; then bytes
    elsewhere. */
 typedef struct scene {
-    served l;
+    puller l;
     uint8_t *memory, *elsewhere; /* NULL: the host's */
     uint8_t host[1000];
 } scene;
@@ -49,15 +50,6 @@ static void set_scene(scene *s, int device, int other)
     t[2] = byte_tensor("c", &boxes[2], s->elsewhere ? s->elsewhere : s->host,
                        sizeof s->host);
     s->l = device_serve(t, 3);
-}
-
-static void strike(scene *s)
-{
-    device_leave(&s->l);
-    fake_cuda_free(s->memory);
-    if (s->elsewhere)
-        fake_cuda_free(s->elsewhere);
-    device_assert_clean();
 }
 
 static uint64_t entry_bytes(const read_entry *e)
@@ -121,7 +113,6 @@ static void kernels_digest(void **state)
     scene s;
     set_scene(&s, 0, -1);
     check_all(&s, 1);
-    strike(&s);
 }
 
 /* First of all on device 1: who cannot load a kernel is not asked again. */
@@ -129,13 +120,11 @@ static void the_cpu_digests_otherwise(void **state)
 {
     scene s;
     fake_cuda_fail("cuModuleLoadData", CUDA_ERROR_OUT_OF_MEMORY, 1, 1);
-    device_listen("slow-digests");
+    log_listen("slow-digests");
     set_scene(&s, 1, -1);
     fake_cuda_fail("cuModuleLoadData", CUDA_SUCCESS, 0, 0);
-    assert_int_equal(device_heard(), 1);
-    assert_says(device_log_text, "device 1");
+    log_expect(1, "device 1");
     check_all(&s, 0);
-    strike(&s);
 }
 
 /* What lies in two places is digested by the CPU, and the next request is not. */
@@ -148,7 +137,7 @@ static void places_may_mix(void **state)
         set_scene(&s, 0, other);
         assert_int_equal(check(&s, mixed, 2, 0), 0);
         assert_int_equal(check(&s, alone, 1, 0), 1);
-        strike(&s);
+        device_tear_down_clean(state);
     }
 }
 
@@ -171,16 +160,15 @@ static void failures_are_answered(void **state)
     assert_ok(fanin_server_begin_update(s.l.server, RUN, &error), error);
     peer_request_digest(&s.l.data, &s.l.grant, BYTES, 0, &all, 1);
     peer_expect_error(&s.l.data, FANIN_ERR_STALE);
-    strike(&s);
 }
 
 int main(void)
 {
     static const struct CMUnitTest tests[] = {
-        cmocka_unit_test(the_cpu_digests_otherwise),
-        cmocka_unit_test(kernels_digest),
-        cmocka_unit_test(places_may_mix),
-        cmocka_unit_test(failures_are_answered),
+        device_clean_test(the_cpu_digests_otherwise),
+        device_clean_test(kernels_digest),
+        device_clean_test(places_may_mix),
+        device_clean_test(failures_are_answered),
     };
     return cmocka_run_group_tests_name("digests of device memory", tests, device_set_up,
                                        NULL);

@@ -1,14 +1,13 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Device memory by stream: layouts, order, bounded memory, epochs and faults of the device. The
    driver is a stand-in. */
-#include "clock.h"
+#include "call.h"
 #include "gpu.h"
+#include "log_catcher.h"
 #include "server_device.h"
 #include "testing.h"
 
 #include <cuda.h>
-#include <pthread.h>
-#include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -22,48 +21,28 @@ static void kernels_are_loaded_by_commits(void **state)
     static uint8_t got[4096];
     uint8_t *memory = device_alloc(1, sizeof got, FAKE_CUDA_MALLOC);
     read_entry all = {.box = 0, .count = 1};
-    fanin_server *s = device_start(1000);
+    fanin_server *s = server_start_lease(1000);
     server_put(s, RUN, "t", memory, sizeof got);
     fake_cuda_fail("cuModuleLoadData", CUDA_ERROR_NO_BINARY_FOR_GPU, 0, 0);
-    device_listen("no-stream");
+    log_listen("no-stream");
     server_commit(s, 1);
-    assert_int_equal(device_heard(), 1);
-    assert_says(device_log_text, RUN);
-    assert_says(device_log_text, "device 1");
-    served l = {.server = s};
-    device_peers(&l);
+    log_expect(1, RUN);
+    log_await("device 1");
+    puller l = puller_open_unix(s);
+    puller_begin(&l);
     peer_request_read(&l.data, l.grant.token, sizeof got, &all, 1);
     assert_says(peer_expect_error(&l.data, FANIN_ERR_TRANSPORT).message, "device 1");
-    device_leave(&l);
+    server_tear_down(state);
     fake_cuda_fail("cuModuleLoadData", CUDA_SUCCESS, 0, 0);
 
-    device_listen("no-stream");
+    log_listen("no-stream");
     uint64_t before = fake_cuda_calls("cuModuleLoadData");
     l = device_serve_bytes(memory, sizeof got);
     assert_int_equal(fake_cuda_calls("cuModuleLoadData"), before + 2);
     peer_read(&l.data, &l.grant, &all, 1, got, sizeof got);
     assert_memory_equal(got, device_bytes(memory), sizeof got);
     assert_int_equal(fake_cuda_calls("cuModuleLoadData"), before + 2);
-    assert_int_equal(device_heard(), 0);
-    device_leave(&l);
-    fake_cuda_free(memory);
-    device_assert_clean();
-}
-
-static void check_reads(served *l, const uint8_t *want, size_t bytes)
-{
-    uint8_t *got = malloc(bytes);
-    read_entry all = {.box = 0, .count = 1};
-    memset(got, 0, bytes);
-    peer_read(&l->data, &l->grant, &all, 1, got, bytes);
-    assert_memory_equal(got, want, bytes);
-    for (size_t at = 0, step = 1; at < bytes; at += step, step = step * 3 + 1) {
-        size_t length = bytes - at < step ? bytes - at : step;
-        read_entry part = {.box = 0, .offset = at, .length = length};
-        peer_read(&l->data, &l->grant, &part, 1, got, length);
-        assert_memory_equal(got, want + at, length);
-    }
-    free(got);
+    log_expect(0, "");
 }
 
 static void every_layout_is_gathered(void **state)
@@ -92,12 +71,10 @@ static void every_layout_is_gathered(void **state)
             for (int64_t y = 0; y < 30; y++)
                 for (int64_t z = 0; z < 20; z++, to += 2)
                     memcpy(to, alias + MIB / 2 + x * s[0] + y * s[1] + z * s[2], 2);
-        served l = device_serve(&t, 1);
-        check_reads(&l, want, sizeof want);
-        device_leave(&l);
+        puller l = device_serve(&t, 1);
+        puller_expect_box(&l, want, sizeof want);
+        server_tear_down(state);
     }
-    fake_cuda_free(memory);
-    device_assert_clean();
 }
 
 /* Boxes of the host and of two devices, in one read and in one chunk. */
@@ -120,7 +97,7 @@ static void places_mix_in_one_read(void **state)
         t[i] = byte_tensor(names[i], &boxes[i], from + at, SIZE);
         memcpy(want + i * SIZE, (from == host ? host : device_bytes(from)) + at, SIZE);
     }
-    served l = device_serve(t, COUNT);
+    puller l = device_serve(t, COUNT);
     read_entry all = {.box = 0, .count = COUNT};
     peer_read(&l.data, &l.grant, &all, 1, got, sizeof got);
     assert_memory_equal(got, want, sizeof got);
@@ -138,17 +115,14 @@ static void places_mix_in_one_read(void **state)
     fake_cuda_count(&after);
     assert_memory_equal(got, want, SIZE);
     assert_int_equal(before.kernels, after.kernels);
-    device_leave(&l);
+    server_tear_down(state);
     free(host);
-    fake_cuda_free(zero);
-    fake_cuda_free(one);
-    device_assert_clean();
 }
 
 static void reads_are_pipelined(void **state)
 {
     uint8_t *memory = device_alloc(0, 6 * MIB, FAKE_CUDA_MALLOC);
-    served l = device_serve_bytes(memory, 6 * MIB);
+    puller l = device_serve_bytes(memory, 6 * MIB);
     uint64_t first = l.data.request + 1;
     for (size_t i = 0; i < 12; i++) {
         read_entry part = {.box = 0, .offset = i * 100000, .length = 4 * MIB + i};
@@ -163,13 +137,8 @@ static void reads_are_pipelined(void **state)
         assert_memory_equal(in.data, device_bytes(memory) + i * 100000, length);
     }
     /* The count follows the bytes. */
-    deadline at = deadline_in_ms(PATIENCE_MS);
-    while (server_stats(l.server).reads_streamed < 12 && !deadline_passed(at))
-        ;
-    assert_int_equal(server_stats(l.server).reads_streamed, 12);
-    device_leave(&l);
-    fake_cuda_free(memory);
-    device_assert_clean();
+    peer_await_count(&l.data, l.server, offsetof(fanin_server_stats, reads_streamed),
+                     12);
 }
 
 /* More connections than chunks: they wait for each other, and memory stays bounded. */
@@ -178,10 +147,11 @@ static void chunks_are_few(void **state)
     uint8_t *memory = device_alloc(0, 5 * MIB, FAKE_CUDA_MALLOC);
     fanin_server_config c = server_config();
     c.max_memory = 8 * MIB;
-    served l = {.server = server_start(&c)};
-    server_put(l.server, RUN, "t", memory, 5 * MIB);
-    server_commit(l.server, 1);
-    device_peers(&l);
+    fanin_server *s = server_start(&c);
+    server_put(s, RUN, "t", memory, 5 * MIB);
+    server_commit(s, 1);
+    puller l = puller_open_unix(s);
+    puller_begin(&l);
     fake_cuda_reset_peaks();
     fake_cuda_hold(0);
     enum { PEERS = 12 };
@@ -203,53 +173,37 @@ static void chunks_are_few(void **state)
     fake_cuda_counts counts;
     fake_cuda_count(&counts);
     assert_in_range(counts.peak_pinned_bytes, MIB, 4 * MIB);
-    device_leave(&l);
-    fake_cuda_free(memory);
-    device_assert_clean();
 }
 
 /* ------------------------------------------------------------------ epochs */
 
-typedef struct updater {
-    fanin_server *server;
-    atomic_bool released; /* what must have happened before begin_update returns */
-    bool too_early;
-    pthread_t thread;
-} updater;
-
-static void *update(void *cookie)
+/* 4 MiB at @p memory of a server whose leases delay nothing. */
+static puller serve_without_lease(uint8_t *memory)
 {
-    updater *u = cookie;
-    if (fanin_server_begin_update(u->server, RUN, NULL) != FANIN_OK)
-        return u;
-    u->too_early = !atomic_load(&u->released);
-    return NULL;
+    fanin_server *s = server_start_lease(0);
+    server_put(s, RUN, "t", memory, 4 * MIB);
+    server_commit(s, 1);
+    puller l = puller_open_unix(s);
+    puller_begin(&l);
+    return l;
 }
 
 static void begin_update_waits_for_copies(void **state)
 {
     uint8_t *memory = device_alloc(0, 4 * MIB, FAKE_CUDA_MALLOC);
-    served l = {.server = device_start(0)}; /* leases delay nothing */
-    server_put(l.server, RUN, "t", memory, 4 * MIB);
-    server_commit(l.server, 1);
-    device_peers(&l);
+    puller l = serve_without_lease(memory);
     fake_cuda_hold(0);
     read_entry all = {.box = 0, .count = 1};
     peer_request_read(&l.data, l.grant.token, 4 * MIB, &all, 1);
     assert_true(fake_cuda_wait_queued(0, 2));
-    updater u = {.server = l.server};
-    assert_int_equal(pthread_create(&u.thread, NULL, update, &u), 0);
+    call update;
+    call_start(&update, server_begin_run, l.server);
     /* The epoch has turned, and begin_update waits. */
-    deadline at = deadline_in_ms(PATIENCE_MS);
-    while (server_stats(l.server).drains_expired == 0 && !deadline_passed(at))
-        ;
-    peer_ping(&l.control);
-    atomic_store(&u.released, true);
+    peer_await_count(&l.control, l.server, offsetof(fanin_server_stats, drains_expired),
+                     1);
+    assert_false(call_returns(&update, 50));
     fake_cuda_release(0);
-    void *failed;
-    pthread_join(u.thread, &failed);
-    assert_null(failed);
-    assert_false(u.too_early);
+    assert_int_equal(call_end(&update), FANIN_OK);
     memset(fake_cuda_alias(memory), 0xee, 4 * MIB); /* the trainer writes */
     body in = peer_expect(&l.data, MSG_READ_OK);
     const uint8_t *got = in.data;
@@ -262,18 +216,12 @@ static void begin_update_waits_for_copies(void **state)
     assert_false(peer_end(&l.control, &l.grant, false).good);
     peer_request_read(&l.data, l.grant.token, 4 * MIB, &all, 1);
     peer_expect_error(&l.data, FANIN_ERR_STALE);
-    device_leave(&l);
-    fake_cuda_free(memory);
-    device_assert_clean();
 }
 
 static void removal_while_copying(void **state)
 {
     uint8_t *memory = device_alloc(0, 4 * MIB, FAKE_CUDA_MALLOC);
-    served l = {.server = device_start(0)};
-    server_put(l.server, RUN, "t", memory, 4 * MIB);
-    server_commit(l.server, 1);
-    device_peers(&l);
+    puller l = serve_without_lease(memory);
     fake_cuda_hold_kernel(0, 1); /* in the midst of the kernel */
     read_entry all = {.box = 0, .count = 1};
     peer_request_read(&l.data, l.grant.token, 4 * MIB, &all, 1);
@@ -281,10 +229,7 @@ static void removal_while_copying(void **state)
     peer_close(&l.data);
     fake_cuda_release(0);
     assert_int_equal(fanin_server_remove(l.server, RUN, NULL, NULL), FANIN_OK);
-    fake_cuda_free(memory); /* aborts if a kernel still reads it */
-    l.data = peer_data_unix(l.server, &l.control);
-    device_leave(&l);
-    device_assert_clean();
+    device_free(memory); /* aborts if a kernel still reads it */
 }
 
 /* A connection, then the server, end while a copy is under way. */
@@ -292,7 +237,7 @@ static void ends_while_copying(void **state)
 {
     uint8_t *memory = device_alloc(0, 4 * MIB, FAKE_CUDA_MALLOC);
     for (int round = 0; round < 2; round++) {
-        served l = device_serve_bytes(memory, 4 * MIB);
+        puller l = device_serve_bytes(memory, 4 * MIB);
         fake_cuda_hold(0);
         read_entry all = {.box = 0, .count = 1};
         peer_request_read(&l.data, l.grant.token, 4 * MIB, &all, 1);
@@ -311,10 +256,8 @@ static void ends_while_copying(void **state)
             free(got);
         }
         fake_cuda_release(0);
-        device_leave(&l);
+        server_tear_down(state);
     }
-    fake_cuda_free(memory);
-    device_assert_clean();
 }
 
 /* ------------------------------------------------------------------ faults */
@@ -323,33 +266,32 @@ static void ends_while_copying(void **state)
 static void broken_devices_are_errors(void **state)
 {
     uint8_t *memory = device_alloc(1, 4 * MIB, FAKE_CUDA_MALLOC);
-    served l = device_serve_bytes(memory, 4 * MIB);
+    puller l = device_serve_bytes(memory, 4 * MIB);
     uint8_t *got = malloc(4 * MIB);
     read_entry all = {.box = 0, .count = 1};
     fake_cuda_hold(1);
     peer_request_read(&l.data, l.grant.token, 4 * MIB, &all, 1);
     assert_true(fake_cuda_wait_queued(1, 1));
-    device_listen("device-failed");
+    log_listen("device-failed");
     fake_cuda_break(1); /* under a copy */
     fake_cuda_release(1);
     assert_says(peer_expect_error(&l.data, FANIN_ERR_TRANSPORT).message,
                 "CUDA device 1");
-    assert_true(device_heard() > 0);
+    log_await("");
     peer_request_read(&l.data, l.grant.token, 4 * MIB, &all, 1); /* before one */
     assert_says(peer_expect_error(&l.data, FANIN_ERR_TRANSPORT).message,
                 "CUDA device 1");
     server_begin(l.server); /* does not hang */
-    device_leave(&l);
+    server_tear_down(state);
     fake_cuda_repair(1);
     free(got);
-    fake_cuda_free(memory);
 }
 
 /* The second half of a reply fails: it cannot become an error any more. */
 static void late_failures_void_the_lease(void **state)
 {
     uint8_t *memory = device_alloc(0, 4 * MIB, FAKE_CUDA_MALLOC);
-    served l = device_serve_bytes(memory, 4 * MIB);
+    puller l = device_serve_bytes(memory, 4 * MIB);
     read_entry all = {.box = 0, .count = 1};
     fake_cuda_fail("cuLaunchKernel", CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES, 2, 1);
     peer_request_read(&l.data, l.grant.token, 4 * MIB, &all, 1);
@@ -366,26 +308,21 @@ static void late_failures_void_the_lease(void **state)
     assert_memory_equal(got, device_bytes(memory), 4 * MIB);
     assert_true(peer_end(&l.control, &l.grant, false).good);
     free(got);
-    device_leave(&l);
-    fake_cuda_free(memory);
-    device_assert_clean();
 }
 
 /* A device that does not get on keeps the trainer waiting for 10 s, no longer. */
 static void hung_devices_are_given_up(void **state)
 {
     uint8_t *memory = device_alloc(0, 4 * MIB, FAKE_CUDA_MALLOC);
-    served l = device_serve_bytes(memory, 4 * MIB);
+    puller l = device_serve_bytes(memory, 4 * MIB);
     read_entry all = {.box = 0, .count = 1};
     fake_cuda_hold(0);
-    device_listen("device-stalled");
+    log_listen("device-stalled");
     peer_request_read(&l.data, l.grant.token, 4 * MIB, &all, 1);
     assert_true(fake_cuda_wait_queued(0, 2));
     peer_end(&l.control, &l.grant, true);
-    deadline latest = deadline_in_ms(PATIENCE_MS);
     server_begin(l.server);
-    assert_false(deadline_passed(latest));
-    assert_true(device_heard() > 0);
+    log_await("");
     assert_says(peer_expect_error(&l.data, FANIN_ERR_TRANSPORT).message,
                 "CUDA device 0");
     /* Then it gets on after all: nothing of the past reaches a later reply. */
@@ -397,9 +334,6 @@ static void hung_devices_are_given_up(void **state)
     peer_read(&l.data, &l.grant, &all, 1, got, 4 * MIB);
     assert_memory_equal(got, device_bytes(memory), 4 * MIB);
     free(got);
-    device_leave(&l);
-    fake_cuda_free(memory);
-    device_assert_clean();
 }
 
 /* Whatever function of the driver fails first, a read gives an error or the bytes, and the
@@ -413,7 +347,7 @@ static void any_failure_is_survived(void **state)
     uint8_t *got = malloc(2 * MIB);
     for (size_t i = 0; i < sizeof functions / sizeof *functions; i++) {
         for (unsigned after = 0; after < 3; after++) {
-            served l = device_serve_bytes(memory, 2 * MIB);
+            puller l = device_serve_bytes(memory, 2 * MIB);
             read_entry all = {.box = 0, .count = 1};
             fake_cuda_fail(functions[i], CUDA_ERROR_OUT_OF_MEMORY, after, 1);
             peer_request_read(&l.data, l.grant.token, 2 * MIB, &all, 1);
@@ -432,12 +366,10 @@ static void any_failure_is_survived(void **state)
             l.grant = peer_lease(&l.control);
             peer_read(&l.data, &l.grant, &all, 1, got, 2 * MIB);
             assert_memory_equal(got, device_bytes(memory), 2 * MIB);
-            device_leave(&l);
+            server_tear_down(state);
         }
     }
     free(got);
-    fake_cuda_free(memory);
-    device_assert_clean();
 }
 
 /* The trainer has started CUDA. */
@@ -452,19 +384,18 @@ static int set_up(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(kernels_are_loaded_by_commits), /* before any other does it */
-        cmocka_unit_test(every_layout_is_gathered),
-        cmocka_unit_test(places_mix_in_one_read),
-        cmocka_unit_test(reads_are_pipelined),
-        cmocka_unit_test(chunks_are_few),
-        cmocka_unit_test(begin_update_waits_for_copies),
-        cmocka_unit_test(removal_while_copying),
-        cmocka_unit_test(ends_while_copying),
-        cmocka_unit_test(late_failures_void_the_lease),
-        cmocka_unit_test(hung_devices_are_given_up),
-        cmocka_unit_test(any_failure_is_survived),
-        cmocka_unit_test(
-            broken_devices_are_errors), /* leaves what cannot be given back */
+        device_clean_test(kernels_are_loaded_by_commits), /* before any other does it */
+        device_clean_test(every_layout_is_gathered),
+        device_clean_test(places_mix_in_one_read),
+        device_clean_test(reads_are_pipelined),
+        device_clean_test(chunks_are_few),
+        device_clean_test(begin_update_waits_for_copies),
+        device_clean_test(removal_while_copying),
+        device_clean_test(ends_while_copying),
+        device_clean_test(late_failures_void_the_lease),
+        device_clean_test(hung_devices_are_given_up),
+        device_clean_test(any_failure_is_survived),
+        device_test(broken_devices_are_errors), /* leaves what cannot be given back */
     };
     return cmocka_run_group_tests(tests, set_up, NULL);
 }

@@ -1,7 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Bytes on data connections: every layout in memory arrives in packed row-major order. */
 #include "block.h"
-#include "clock.h"
 #include "dtype.h"
 #include "random.h"
 #include "server_peer.h"
@@ -32,29 +31,9 @@ static int tear_down(void **state)
     return 0;
 }
 
-typedef struct served {
-    fanin_server *server;
-    peer control, data;
-    grant grant;
-} served;
-
-static served serve(const fanin_tensor *t, size_t count)
+static puller serve(const fanin_tensor *t, size_t count)
 {
-    fanin_error error = FANIN_ERROR_INIT;
-    served l = {.server = server_start(NULL)};
-    assert_ok(fanin_server_put(l.server, RUN, t, count, false, &error), error);
-    server_commit(l.server, 1);
-    l.control = peer_open(l.server);
-    l.data = peer_data(l.server, &l.control);
-    l.grant = peer_lease(&l.control);
-    return l;
-}
-
-static void leave(served *l)
-{
-    peer_close(&l->data);
-    peer_close(&l->control);
-    fanin_server_destroy(&l->server, 0);
+    return puller_serve(puller_open, t, count);
 }
 
 /* The packed bytes of a box, one element group at a time. */
@@ -88,21 +67,12 @@ static void check_box(const fanin_tensor *t)
 {
     uint64_t bytes;
     assert_true(dtype_bytes(t->dtype, t->n_dims, t->boxes->extent, &bytes));
-    uint8_t *want = malloc(bytes), *got = malloc(bytes);
+    uint8_t *want = malloc(bytes);
     pack(t, t->boxes, want);
-    served l = serve(t, 1);
-    read_entry all = {.box = 0, .count = 1};
-    peer_read(&l.data, &l.grant, &all, 1, got, bytes);
-    assert_memory_equal(got, want, bytes);
-    for (uint64_t at = 0, step = 1; at < bytes; at += step, step = step * 3 + 1) {
-        uint64_t length = bytes - at < step ? bytes - at : step;
-        read_entry part = {.box = 0, .offset = at, .length = length};
-        peer_read(&l.data, &l.grant, &part, 1, got, length);
-        assert_memory_equal(got, want + at, length);
-    }
-    leave(&l);
+    puller l = serve(t, 1);
+    puller_expect_box(&l, want, bytes);
+    server_tear_down(NULL);
     free(want);
-    free(got);
 }
 
 static void every_layout_is_packed_on_the_way(void **state)
@@ -171,7 +141,7 @@ static void reads_are_pipelined(void **state)
 {
     fanin_box box;
     fanin_tensor t = byte_tensor("t", &box, arena, ARENA);
-    served l = serve(&t, 1);
+    puller l = serve(&t, 1);
     /* Nothing is received before everything is asked for: 60 replies of 100,000 bytes. */
     uint64_t first = l.data.request + 1;
     for (uint64_t i = 0; i < 60; i++) {
@@ -189,7 +159,6 @@ static void reads_are_pipelined(void **state)
     fanin_server_stats stats = server_stats(l.server);
     assert_int_equal(stats.bytes_streamed, 6000000);
     assert_int_equal(stats.reads_streamed, 60);
-    leave(&l);
 }
 
 static void many_small_boxes_in_one_read(void **state)
@@ -202,7 +171,7 @@ static void many_small_boxes_in_one_read(void **state)
         snprintf(name[i], sizeof name[i], "%06zu", i);
         t[i] = byte_tensor(name[i], &boxes[i], arena + (COUNT - i) * 700, SIZE);
     }
-    served l = serve(t, COUNT);
+    puller l = serve(t, COUNT);
     uint8_t *got = malloc(COUNT * SIZE);
     read_entry all = {.box = 0, .count = COUNT};
     peer_read(&l.data, &l.grant, &all, 1, got, COUNT * SIZE);
@@ -216,24 +185,21 @@ static void many_small_boxes_in_one_read(void **state)
         assert_memory_equal(got + i * 100, (char *)boxes[4999 - i].address + i % 200,
                             100);
     free(got);
-    leave(&l);
 }
 
 static void connections_share_the_thread(void **state)
 {
     fanin_box box;
     fanin_tensor t = byte_tensor("t", &box, arena, ARENA);
-    served l = serve(&t, 1);
+    puller l = serve(&t, 1);
     peer more[15];
     for (size_t i = 0; i < 15; i++)
         more[i] = i % 2 ? peer_data(l.server, &l.control)
                         : peer_data_unix(l.server, &l.control);
     peer none = peer_connect(l.server);
-    buffer b = {0};
     msg_hello hello = {.version_min = 1, .version_max = 1, .role = ROLE_DATA};
     memcpy(hello.id, l.control.session, 16);
-    encode_hello(&b, 1, &hello);
-    peer_send(&none, &b);
+    peer_request_hello(&none, &hello);
     peer_expect_error(&none, FANIN_ERR_LIMIT); /* the seventeenth */
     peer_close(&none);
     /* One that never takes its bytes does not keep the others from theirs. */
@@ -250,20 +216,19 @@ static void connections_share_the_thread(void **state)
         assert_memory_equal(in.data, arena + i, 1000000);
         peer_close(&more[i]);
     }
-    leave(&l);
 }
 
 static void data_connections_end_with_their_session(void **state)
 {
     fanin_box box;
     fanin_tensor t = byte_tensor("t", &box, arena, ARENA);
-    served l = serve(&t, 1);
+    puller l = serve(&t, 1);
     peer idle = peer_data(l.server, &l.control);
     for (int i = 0; i < 3; i++) {
         read_entry all = {.box = 0, .length = LIMIT_READ_BYTES};
         peer_request_read(&l.data, l.grant.token, LIMIT_READ_BYTES, &all, 1);
     }
-    close(l.control.fd);
+    peer_close(&l.control);
     peer_expect_closed(&idle);
     while (recv(l.data.fd, (char[4096]){0}, 4096, 0) != 0) {
         struct pollfd p = {.fd = l.data.fd, .events = POLLIN};
@@ -271,37 +236,25 @@ static void data_connections_end_with_their_session(void **state)
         if (p.revents & POLLHUP)
             break;
     }
-    deadline at = deadline_in_ms(10000);
-    while (server_stats(l.server).sessions > 0 && !deadline_passed(at))
-        ;
-    fanin_server_stats stats = server_stats(l.server);
-    assert_int_equal(stats.sessions, 0);
-    assert_int_equal(stats.session_memory, 0);
-    assert_int_equal(stats.leases, 0);
-    assert_int_equal(stats.pulls_abandoned, 1);
+    server_expect_idle(l.server);
+    assert_int_equal(server_stats(l.server).pulls_abandoned, 1);
     /* The dead session's id opens nothing. */
     peer late = peer_connect(l.server);
-    buffer b = {0};
     msg_hello hello = {.version_min = 1, .version_max = 1, .role = ROLE_DATA};
     memcpy(hello.id, l.control.session, 16);
-    encode_hello(&b, 1, &hello);
-    peer_send(&late, &b);
+    peer_request_hello(&late, &hello);
     peer_expect_error(&late, FANIN_ERR_CLOSED);
-    peer_close(&late);
-    peer_close(&idle);
-    l.control.fd = dup(l.data.fd);
-    leave(&l);
 }
 
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(every_layout_is_packed_on_the_way),
-        cmocka_unit_test(random_layouts),
-        cmocka_unit_test(reads_are_pipelined),
-        cmocka_unit_test(many_small_boxes_in_one_read),
-        cmocka_unit_test(connections_share_the_thread),
-        cmocka_unit_test(data_connections_end_with_their_session),
+        server_test(every_layout_is_packed_on_the_way),
+        server_test(random_layouts),
+        server_test(reads_are_pipelined),
+        server_test(many_small_boxes_in_one_read),
+        server_test(connections_share_the_thread),
+        server_test(data_connections_end_with_their_session),
     };
     return cmocka_run_group_tests(tests, set_up, tear_down);
 }
