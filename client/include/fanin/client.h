@@ -23,6 +23,7 @@
  * - FANIN_ERR_FORKED: the handle belongs to the parent process. Create one in the child.
  * - FANIN_ERR_MEMORY: out of memory.
  * - FANIN_ERR_CANCELLED: fanin_client_cancel() was called.
+ * - FANIN_ERR_INTERNAL: a bug in this library. Report it with its message.
  *
  * What a rank itself reports is told with that rank's status, number and address; of a status
  * that is in no list, its hundred says what to replace (fanin/error.h).
@@ -141,6 +142,7 @@ FANIN_API void fanin_client_cancel(fanin_client *client);
  * - FANIN_ERR_PROTOCOL: something else answers there, or a rank breaks the protocol.
  * - FANIN_ERR_LIMIT: the rank has all the connections it may; this process has too few
  *   descriptors, or 64 names that are still waited for. The remedy names the limit.
+ * - FANIN_ERR_IO: this process gets no socket; sys_errno says why.
  * - FANIN_ERR_TRANSPORT: a checksum did not fit: what came is not what was sent. Look at the
  *   network.
  */
