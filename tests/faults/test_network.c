@@ -32,6 +32,9 @@ typedef struct network_fault {
     bool triggered;
 } network_fault;
 
+static network_fault f;
+static fanin_error error;
+
 static bool try_command(const char *command)
 {
     fflush(NULL);
@@ -64,92 +67,91 @@ static void join_networks(const lab *l)
     run_command(command);
 }
 
-static void set_up(network_fault *f, uint32_t replicate)
+static void set_up(uint32_t replicate)
 {
-    *f = (network_fault){.order = lab_order_of(RANKS)};
-    f->order.replicate = replicate;
-    f->order.base_port = 6000;
-    f->order.flags = FANIN_SERVER_OPEN;
-    strcpy(f->order.bind, HOST);
-    strcpy(f->order.allow, "10.213.7.0/24");
-    lab_open(&f->lab, true);
-    join_networks(&f->lab);
-    lab_start(&f->lab, &f->order, &f->world);
-    landing_make(&f->world, &f->landing);
+    f = (network_fault){.order = lab_order_of(RANKS)};
+    f.order.replicate = replicate;
+    f.order.base_port = 6000;
+    f.order.flags = FANIN_SERVER_OPEN;
+    strcpy(f.order.bind, HOST);
+    strcpy(f.order.allow, "10.213.7.0/24");
+    lab_open(&f.lab, true);
+    join_networks(&f.lab);
+    lab_start(&f.lab, &f.order, &f.world);
+    landing_make(&f.world, &f.landing);
     fanin_client_config config = make_client_config();
     config.no_ucx = false;
     config.connect_timeout_ms = config.lost_ms = SILENT_MS;
     config.max_inflight = 1 << 20;
-    f->client = make_client(&config);
+    f.client = make_client(&config);
 }
 
-static void tear_down(network_fault *f)
+static int tear_down(void **state)
 {
-    fanin_client_destroy(&f->client);
-    landing_free(&f->landing);
-    rank_world_free(&f->world);
-    lab_close(&f->lab);
+    if (!f.client)
+        return 0; /* skipped */
+    fanin_client_destroy(&f.client);
+    landing_free(&f.landing);
+    rank_world_free(&f.world);
+    lab_close(&f.lab);
+    return 0;
 }
 
 static void on_progress(void *cookie, uint64_t done, uint64_t total)
 {
-    network_fault *f = cookie;
-    if (f->triggered)
+    if (f.triggered)
         return;
-    f->triggered = true;
+    f.triggered = true;
     assert_true(done < total);
-    run_command(f->command);
+    run_command(f.command);
 }
 
-static fanin_status pull(network_fault *f, const char *command, fanin_error *error)
+static fanin_status pull(const char *command)
 {
     fanin_pull_options options = make_options(FANIN_STEP_NEWEST, 0);
     options.timeout_ms = LONG_MS;
     if (command) {
-        f->command = command;
+        f.command = command;
         options.progress = on_progress;
-        options.progress_cookie = f;
     }
-    *error = (fanin_error)FANIN_ERROR_INIT;
+    error = (fanin_error)FANIN_ERROR_INIT;
     fanin_result_info info;
     fanin_status status =
-        rank_world_pull(&f->world, f->client, &options, &f->landing, &info, error);
+        rank_world_pull(&f.world, f.client, &options, &f.landing, &info, &error);
     if (status == FANIN_OK) {
         assert_int_equal(info.path, FANIN_PATH_STREAM);
-        assert_true(landing_is_step(&f->world, &f->landing, 1));
+        assert_true(landing_is_step(&f.world, &f.landing, 1));
     }
     return status;
 }
 
 /* A link that is up again may lose the first packets: a rank then is unreachable for once more. */
-static void expect_back(network_fault *f)
+static void expect_back(void)
 {
-    fanin_error error;
     fanin_status status;
     deadline at = deadline_in_ms(DEADLINE_MS);
     do
-        status = pull(f, NULL, &error);
+        status = pull(NULL);
     while (status == FANIN_ERR_UNREACHABLE && !deadline_passed(at));
     assert_ok(status, error);
 }
 
-static void connect_all(network_fault *f)
+static void connect_all(void)
 {
-    fanin_error error = FANIN_ERROR_INIT;
-    assert_ok(fanin_client_connect(f->client, f->world.address_list, RANKS, DEADLINE_MS,
+    assert_ok(fanin_client_connect(f.client, f.world.address_list, RANKS, DEADLINE_MS,
                                    &error),
               error);
 }
 
-static void expect_lost(fanin_status status, const fanin_error *error)
+static void expect_lost(fanin_status status)
 {
     if (status != FANIN_ERR_UNREACHABLE && status != FANIN_ERR_CLOSED)
-        fail_msg("%s: %s", fanin_status_name(status), error->message);
-    printf("# %s\n", error->message);
-    assert_non_null(strstr(error->message, "rank "));
-    assert_non_null(strstr(error->message, HOST ":600"));
-    assert_int_equal(strncmp(error->address, HOST ":600", strlen(HOST ":600")), 0);
-    assert_true(error->remedy[0]);
+        fail_msg("%s: %s", fanin_status_name(status), error.message);
+    printf("# %s\n", error.message);
+    assert_non_null(strstr(error.message, "rank "));
+    assert_non_null(strstr(error.message, HOST ":600"));
+    assert_int_equal(strncmp(error.address, HOST ":600", strlen(HOST ":600")), 0);
+    assert_true(error.remedy[0]);
 }
 
 /* ------------------------------------------------------------------- tests */
@@ -158,15 +160,12 @@ static void test_link_cut(void **state)
 {
     if (!separate)
         skip();
-    network_fault f;
-    fanin_error error;
-    set_up(&f, 1);
-    connect_all(&f);
-    expect_lost(pull(&f, "ip link set fanin0 down", &error), &error);
+    set_up(1);
+    connect_all();
+    expect_lost(pull("ip link set fanin0 down"));
     assert_true(error.rank >= 0);
     run_command("ip link set fanin0 up");
-    expect_back(&f);
-    tear_down(&f);
+    expect_back();
 }
 
 /* Packets of one rank vanish: no reset, no refusal, nothing. */
@@ -176,57 +175,48 @@ static void test_packets_dropped(void **state)
 {
     if (!can_filter())
         skip();
-    network_fault f;
-    fanin_error error;
-    set_up(&f, 1);
-    connect_all(&f);
-    expect_lost(pull(&f, DROP_VICTIM, &error), &error);
+    set_up(1);
+    connect_all();
+    expect_lost(pull(DROP_VICTIM));
     assert_int_equal(error.rank, VICTIM);
     assert_string_equal(error.address, HOST ":6001");
     run_command("iptables -F INPUT");
-    assert_ok(pull(&f, NULL, &error), error);
-    tear_down(&f);
+    assert_ok(pull(NULL), error);
 }
 
 static void test_packets_dropped_replica(void **state)
 {
     if (!can_filter())
         skip();
-    network_fault f;
-    fanin_error error;
-    set_up(&f, 2);
-    connect_all(&f);
-    assert_ok(pull(&f, DROP_VICTIM, &error), error);
+    set_up(2);
+    connect_all();
+    assert_ok(pull(DROP_VICTIM), error);
     run_command("iptables -F INPUT");
-    assert_ok(pull(&f, NULL, &error), error);
-    tear_down(&f);
+    assert_ok(pull(NULL), error);
 }
 
 static void test_dropped_before_connect(void **state)
 {
     if (!can_filter())
         skip();
-    network_fault f;
-    fanin_error error;
-    set_up(&f, 1);
+    set_up(1);
     run_command(DROP_VICTIM);
-    connect_all(&f); /* to the three others */
-    fanin_status status = pull(&f, NULL, &error);
+    connect_all(); /* to the three others */
+    fanin_status status = pull(NULL);
     assert_int_equal(status, FANIN_ERR_UNREACHABLE);
     assert_string_equal(error.address, HOST ":6001");
     assert_true(error.key[0]);
     run_command("iptables -F INPUT");
-    assert_ok(pull(&f, NULL, &error), error);
-    tear_down(&f);
+    assert_ok(pull(NULL), error);
 }
 
 int main(int argc, char **argv)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_link_cut),
-        cmocka_unit_test(test_packets_dropped),
-        cmocka_unit_test(test_packets_dropped_replica),
-        cmocka_unit_test(test_dropped_before_connect),
+        cmocka_unit_test_teardown(test_link_cut, tear_down),
+        cmocka_unit_test_teardown(test_packets_dropped, tear_down),
+        cmocka_unit_test_teardown(test_packets_dropped_replica, tear_down),
+        cmocka_unit_test_teardown(test_dropped_before_connect, tear_down),
     };
     separate = geteuid() == 0 && unshare(CLONE_NEWNET) == 0;
     if (!separate)

@@ -7,13 +7,12 @@
  */
 #include "trainer/device_driver.h"
 #include "fetch/pattern.h"
+#include "two_ends.h"
 
 #include <cuda.h>
-#include <fanin/fanin.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/wait.h>
 #include <unistd.h>
 
 enum {
@@ -21,22 +20,11 @@ enum {
     COLUMNS = 2560, /* bytes: 3 MB, so that it lies across two mapped parts of 2 MiB */
     BYTES = ROWS * COLUMNS,
     TIMEOUT_MS = 30000,
-    SKIPPED = 77,
 };
 
 typedef enum kind { MALLOC, VIRTUAL, POOL, MANAGED, PINNED, KINDS } kind;
 static const char *const names[KINDS] = {"malloc", "virtual", "pool", "managed",
                                          "pinned"};
-
-static int number, bad;
-
-static void result(bool good, const char *what, const char *detail)
-{
-    printf("%sok %d - %s%s%s\n", good ? "" : "not ", ++number, what,
-           detail[0] != '\0' ? ": " : "", detail);
-    fflush(stdout);
-    bad += !good;
-}
 
 /* ---------------------------------------------------------------- memory of each kind */
 
@@ -152,10 +140,8 @@ static bool publish(fanin_server *server, void *stream, kind k, fanin_error *err
     fill(bytes, k);
     snprintf(name, sizeof(name), "lora:%s", names[k]);
     fanin_tensor t = tensor_of(memory, &box);
-    if (device_copy(0, stream, memory, bytes, BYTES, error) != FANIN_OK ||
-        device_wait(0, stream, error) != FANIN_OK) {
+    if (!copy(0, stream, memory, bytes, BYTES, error))
         return false;
-    }
     /* What contradicts the pointer is refused. */
     fanin_tensor wrong = t;
     wrong.memory = k == PINNED ? (fanin_memory){FANIN_MEMORY_CUDA, 0}
@@ -172,39 +158,31 @@ static bool publish(fanin_server *server, void *stream, kind k, fanin_error *err
            fanin_server_commit(server, name, 1, &options, error) == FANIN_OK;
 }
 
-/* Writes the port, then a byte for each kind that is published; lives until @p in ends. */
+/* What the server's process says first. */
+typedef struct greeting {
+    uint16_t port;
+    uint8_t there[KINDS]; /* whether a kind is published */
+} greeting;
+
+/* Lives until @p in ends. */
 static int serve(int in, int out)
 {
-    fanin_error error = FANIN_ERROR_INIT;
-    fanin_server_config config;
-    fanin_server *server = NULL;
     void *stream;
-    uint8_t there[KINDS];
+    greeting g;
+    int status;
     char end;
-    if (device_open(0, &error) != FANIN_OK ||
-        device_stream(0, &stream, &error) != FANIN_OK) {
-        return SKIPPED;
-    }
-    fanin_server_config_init(&config, sizeof(config));
-    memset(config.world_id, 7, sizeof(config.world_id));
-    config.world_size = 1;
-    config.log = say;
-    if (fanin_server_create(&config, &server, &error) != FANIN_OK) {
-        fprintf(stderr, "# %s\n", error.message);
-        return 1;
-    }
+    fanin_server *server = publisher_server(say, &stream, &status);
+    if (!server)
+        return status;
     for (kind k = 0; k < KINDS; k++) {
-        error = (fanin_error)FANIN_ERROR_INIT;
-        there[k] = publish(server, stream, k, &error);
-        if (!there[k] && known(k)) {
+        fanin_error error = FANIN_ERROR_INIT;
+        g.there[k] = publish(server, stream, k, &error);
+        if (!g.there[k] && known(k))
             fprintf(stderr, "# %s: %s\n", names[k], error.message);
-        }
     }
-    uint16_t port = fanin_server_port(server);
-    if (write(out, &port, sizeof(port)) != sizeof(port) ||
-        write(out, there, sizeof(there)) != sizeof(there)) {
+    g.port = fanin_server_port(server);
+    if (write(out, &g, sizeof g) != sizeof g)
         return 1;
-    }
     while (read(in, &end, 1) > 0) {
     }
     fanin_server_destroy(&server, 1000);
@@ -233,11 +211,9 @@ static void pull(fanin_client *client, kind from, kind to, int device, void *mem
     fanin_tensor t = tensor_of(memory, &box);
     memset(got, 0xee, BYTES);
     bool good =
-        device_copy(device, stream, memory, got, BYTES, &error) == FANIN_OK &&
-        device_wait(device, stream, &error) == FANIN_OK &&
+        copy(device, stream, memory, got, BYTES, &error) &&
         fanin_client_pull(client, &options, &t, 1, &pulled, &error) == FANIN_OK &&
-        device_copy(device, stream, got, memory, BYTES, &error) == FANIN_OK &&
-        device_wait(device, stream, &error) == FANIN_OK;
+        copy(device, stream, got, memory, BYTES, &error);
     if (good) {
         fanin_result_get(pulled, &info);
         fill(wanted, from);
@@ -256,11 +232,9 @@ static void pull(fanin_client *client, kind from, kind to, int device, void *mem
     box.stride[1] = 2;
     if (good) {
         memset(got, 0xee, BYTES);
-        good = device_copy(device, stream, memory, got, BYTES, &error) == FANIN_OK &&
-               device_wait(device, stream, &error) == FANIN_OK &&
+        good = copy(device, stream, memory, got, BYTES, &error) &&
                fanin_client_pull(client, &options, &t, 1, NULL, &error) == FANIN_OK &&
-               device_copy(device, stream, got, memory, BYTES, &error) == FANIN_OK &&
-               device_wait(device, stream, &error) == FANIN_OK;
+               copy(device, stream, got, memory, BYTES, &error);
         for (uint64_t i = 0; good && i < BYTES; i++) {
             uint64_t column = i % COLUMNS;
             bool inside = column % 2 == 0 && column / 2 < box.extent[1];
@@ -305,44 +279,20 @@ static void work(const char *address, const uint8_t there[KINDS])
 
 int main(void)
 {
-    int down[2], up[2], status = 0;
-    uint16_t port;
-    uint8_t there[KINDS];
+    publisher p;
+    greeting g;
     char address[32];
     fanin_error error = FANIN_ERROR_INIT;
-    if (pipe(down) != 0 || pipe(up) != 0) {
+    int status = publisher_start(&p, serve, &g, sizeof g);
+    if (status != 0)
+        return status;
+    if (device_open(0, &error) != FANIN_OK)
         return 1;
-    }
-    pid_t child = fork();
-    if (child == 0) {
-        close(down[1]);
-        close(up[0]);
-        _exit(serve(down[0], up[1]));
-    }
-    close(down[0]);
-    close(up[1]);
-    if (read(up[0], &port, sizeof(port)) != sizeof(port) ||
-        read(up[0], there, sizeof(there)) != sizeof(there)) {
-        waitpid(child, &status, 0);
-        if (WIFEXITED(status) && WEXITSTATUS(status) == SKIPPED) {
-            puts("1..0 # SKIP no GPU");
-            return SKIPPED;
-        }
-        return 1;
-    }
-    if (device_open(0, &error) != FANIN_OK) {
-        return 1;
-    }
     for (kind k = 0; k < KINDS; k++) {
-        if (known(k)) {
-            result(there[k], "published", names[k]);
-        }
+        if (known(k))
+            result(g.there[k], "published", names[k]);
     }
-    snprintf(address, sizeof(address), "127.0.0.1:%u", port);
-    work(address, there);
-    close(down[1]);
-    waitpid(child, &status, 0);
-    result(WIFEXITED(status) && WEXITSTATUS(status) == 0, "the server ends", "");
-    printf("1..%d\n", number);
-    return bad != 0;
+    snprintf(address, sizeof address, "127.0.0.1:%u", g.port);
+    work(address, g.there);
+    return publisher_end(&p);
 }

@@ -7,14 +7,14 @@
 #include "trainer/device_driver.h"
 #include "gpu.h"
 #include "messages.h"
+#include "ends.h"
 #include "fetch/pattern.h"
 #include "rank_proxy.h"
+#include "two_ends.h"
 
-#include <fanin/fanin.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/wait.h>
 #include <unistd.h>
 
 enum {
@@ -25,19 +25,8 @@ enum {
     ROOM = ROWS * PITCH + BYTES + 4096,
     ALTERED = 500 * PITCH + 4 * 700, /* in the middle of F32 */
     TIMEOUT_MS = 30000,
-    SKIPPED = 77,
 };
 #define HOST DEVICE_HOST
-
-static int number, bad;
-
-static void result(bool good, const char *what, const char *detail)
-{
-    printf("%sok %d - %s%s%s\n", good ? "" : "not ", ++number, what,
-           detail[0] != '\0' ? ": " : "", detail);
-    fflush(stdout);
-    bad += !good;
-}
 
 static const char *place(int device)
 {
@@ -56,25 +45,11 @@ typedef struct pair {
 static void lay_out(pair *p, uint8_t *memory, fanin_dtype dtype)
 {
     int64_t item = dtype == FANIN_DTYPE_F32 ? 4 : 2;
-    p->boxes[0] = (fanin_box){
-        .extent = {ROWS, COLUMNS}, .address = memory, .stride = {PITCH, item}};
-    p->boxes[1] = (fanin_box){.extent = {BYTES}, .address = memory + ROWS * PITCH + 1};
-    p->tensors[0] = (fanin_tensor){.struct_size = sizeof(fanin_tensor),
-                                   .name = "floats",
-                                   .dtype = dtype,
-                                   .n_dims = 2,
-                                   .shape = {ROWS, COLUMNS},
-                                   .boxes = &p->boxes[0],
-                                   .n_boxes = 1,
-                                   .memory = {FANIN_MEMORY_DETECT, -1}};
-    p->tensors[1] = (fanin_tensor){.struct_size = sizeof(fanin_tensor),
-                                   .name = "bytes",
-                                   .dtype = FANIN_DTYPE_U8,
-                                   .n_dims = 1,
-                                   .shape = {BYTES},
-                                   .boxes = &p->boxes[1],
-                                   .n_boxes = 1,
-                                   .memory = {FANIN_MEMORY_DETECT, -1}};
+    p->tensors[0] = make_tensor("floats", dtype, ROWS, COLUMNS, &p->boxes[0], memory);
+    p->boxes[0].stride[0] = PITCH;
+    p->boxes[0].stride[1] = item;
+    p->tensors[1] = make_tensor("bytes", FANIN_DTYPE_U8, BYTES, 0, &p->boxes[1],
+                                memory + ROWS * PITCH + 1);
 }
 
 /* Once a process and place; of a device it is never given back: the process ends soon. */
@@ -85,17 +60,6 @@ static uint8_t *allocate(int device, fanin_error *error)
     if (device == HOST)
         return here;
     return device_alloc(device, ROOM, &memory, error) == FANIN_OK ? memory : NULL;
-}
-
-static bool copy(int device, void *stream, void *to, const void *from, size_t bytes,
-                 fanin_error *error)
-{
-    if (device == HOST) {
-        memcpy(to, from, bytes);
-        return true;
-    }
-    return device_copy(device, stream, to, from, bytes, error) == FANIN_OK &&
-           device_wait(device, stream, error) == FANIN_OK;
 }
 
 /* ------------------------------------------------------------------------- the rank */
@@ -133,19 +97,13 @@ static bool publish(fanin_server *server, const char *name, int device, void *st
 static int serve(int in, int out)
 {
     fanin_error error = FANIN_ERROR_INIT;
-    fanin_server_config config;
-    fanin_server *server = NULL;
     void *stream;
+    int status;
     uint8_t *memory[2], byte, order;
-    if (device_open(0, &error) != FANIN_OK ||
-        device_stream(0, &stream, &error) != FANIN_OK)
-        return SKIPPED;
-    fanin_server_config_init(&config, sizeof(config));
-    memset(config.world_id, 7, sizeof(config.world_id));
-    config.world_size = 1;
-    config.log = say;
-    if (fanin_server_create(&config, &server, &error) != FANIN_OK ||
-        !publish(server, "lora:device", 0, stream, &memory[0], &error) ||
+    fanin_server *server = publisher_server(say, &stream, &status);
+    if (!server)
+        return status;
+    if (!publish(server, "lora:device", 0, stream, &memory[0], &error) ||
         !publish(server, "lora:host", HOST, stream, &memory[1], &error) || slow) {
         fprintf(stderr, "# %s\n", slow ? "no digest kernel" : error.message);
         return 1;
@@ -295,32 +253,13 @@ static void work(rank *r)
 
 int main(void)
 {
-    int down[2], up[2], status = 0;
+    publisher p;
     rank r = {0};
-    if (pipe(down) != 0 || pipe(up) != 0)
-        return 1;
-    pid_t child = fork();
-    if (child == 0) {
-        close(down[1]);
-        close(up[0]);
-        _exit(serve(down[0], up[1]));
-    }
-    close(down[0]);
-    close(up[1]);
-    r.down = down[1];
-    r.up = up[0];
-    if (read(r.up, &r.port, sizeof(r.port)) != sizeof(r.port)) {
-        waitpid(child, &status, 0);
-        if (WIFEXITED(status) && WEXITSTATUS(status) == SKIPPED) {
-            puts("1..0 # SKIP no GPU");
-            return SKIPPED;
-        }
-        return 1;
-    }
+    int status = publisher_start(&p, serve, &r.port, sizeof r.port);
+    if (status != 0)
+        return status;
+    r.down = p.down;
+    r.up = p.up;
     work(&r);
-    close(r.down);
-    waitpid(child, &status, 0);
-    result(WIFEXITED(status) && WEXITSTATUS(status) == 0, "the rank ends", "");
-    printf("1..%d\n", number);
-    return bad != 0;
+    return publisher_end(&p);
 }

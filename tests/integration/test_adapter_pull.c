@@ -34,34 +34,40 @@ typedef struct bench {
     char scratch[64], directory[96];
 } bench;
 
+/* What a test has; what its last pull said, and whether it found the directory made. */
+static bench b;
+static fanin_error error;
+static bool reused;
+
 /* ------------------------------------------------------------------ set-up */
 
-static void make_scratch(bench *b)
+static void make_scratch(void)
 {
     const char *root = getenv("TMPDIR");
-    snprintf(b->scratch, sizeof(b->scratch), "%.40s/fanin-adapter-XXXXXX",
+    snprintf(b.scratch, sizeof(b.scratch), "%.40s/fanin-adapter-XXXXXX",
              root && root[0] ? root : "/tmp");
-    assert_non_null(mkdtemp(b->scratch));
-    snprintf(b->directory, sizeof(b->directory), "%s/adapter", b->scratch);
+    assert_non_null(mkdtemp(b.scratch));
+    snprintf(b.directory, sizeof(b.directory), "%s/adapter", b.scratch);
 }
 
-static void set_up(bench *b)
+static int set_up(void **state)
 {
-    *b = (bench){0};
-    make_scratch(b);
-    b->order = lab_order_of(RANKS);
-    lab_open(&b->lab, false);
-    lab_start(&b->lab, &b->order, &b->world);
+    b = (bench){0};
+    make_scratch();
+    b.order = lab_order_of(RANKS);
+    lab_open(&b.lab, false);
+    lab_start(&b.lab, &b.order, &b.world);
+    return 0;
 }
 
 /* Another world, or another step, at the same addresses. */
-static void exchange(bench *b, uint8_t world, uint64_t step, uint32_t life)
+static void exchange(uint8_t world, uint64_t step, uint32_t life)
 {
-    lab_stop(&b->lab);
-    b->order.world = world;
-    b->order.step = step;
-    b->order.life = life;
-    lab_restart(&b->lab, &b->order);
+    lab_stop(&b.lab);
+    b.order.world = world;
+    b.order.step = step;
+    b.order.life = life;
+    lab_restart(&b.lab, &b.order);
 }
 
 static void for_entries(const char *directory, void (*fn)(int directory, const char *))
@@ -89,31 +95,32 @@ static void count_entry(int directory, const char *name)
 }
 
 /* Nothing beside the directory, hidden or not: no lock, no temporary files. */
-static void expect_alone(const bench *b, unsigned entries)
+static void expect_alone(unsigned entries)
 {
     counted = 0;
-    for_entries(b->scratch, count_entry);
+    for_entries(b.scratch, count_entry);
     assert_int_equal(counted, entries);
 }
 
-static void tear_down(bench *b)
+static int tear_down(void **state)
 {
-    for_entries(b->directory, remove_file);
-    (void)rmdir(b->directory); /* some tests end without one */
-    assert_int_equal(rmdir(b->scratch), 0);
-    rank_world_free(&b->world);
-    lab_close(&b->lab);
+    for_entries(b.directory, remove_file);
+    (void)rmdir(b.directory); /* some tests end without one */
+    assert_int_equal(rmdir(b.scratch), 0);
+    rank_world_free(&b.world);
+    lab_close(&b.lab);
+    return 0;
 }
 
 /* ------------------------------------------------------------------ pulling */
 
-static fanin_client *connect_to(const bench *b, fanin_path path)
+static fanin_client *connect_to(fanin_path path)
 {
     fanin_client_config config = make_client_config();
     config.no_ucx = false;
     config.path = path;
     config.max_inflight = 1 << 20;
-    return connect_client(&config, b->world.address_list, RANKS);
+    return connect_client(&config, b.world.address_list, RANKS);
 }
 
 static fanin_pull_options defaults(void)
@@ -123,32 +130,30 @@ static fanin_pull_options defaults(void)
     return options;
 }
 
-static fanin_status pull_with(const bench *b, fanin_path path,
-                              const fanin_pull_options *options, bool *reused,
-                              fanin_error *error)
+static fanin_status pull_with(fanin_path path, const fanin_pull_options *options)
 {
-    fanin_client *client = connect_to(b, path);
+    fanin_client *client = connect_to(path);
     fanin_result *result = NULL;
-    *error = (fanin_error)FANIN_ERROR_INIT;
+    error = (fanin_error)FANIN_ERROR_INIT;
     fanin_status status =
-        fanin_client_pull_adapter(client, options, b->directory, &result, error);
+        fanin_client_pull_adapter(client, options, b.directory, &result, &error);
     fanin_result_info info = {.struct_size = sizeof(info)};
     if (status == FANIN_OK)
         fanin_result_get(result, &info);
     if (status == FANIN_OK && info.reused)
         assert_int_equal(info.reads, 0);
     if (status == FANIN_OK && !info.reused)
-        assert_true(info.reads > 0 && info.bytes == b->world.tensors.bytes);
-    *reused = info.reused;
+        assert_true(info.reads > 0 && info.bytes == b.world.tensors.bytes);
+    reused = info.reused;
     fanin_result_free(&result);
     fanin_client_destroy(&client);
     return status;
 }
 
-static fanin_status pull(const bench *b, bool *reused, fanin_error *error)
+static fanin_status pull(void)
 {
     fanin_pull_options options = defaults();
-    return pull_with(b, FANIN_PATH_STREAM, &options, reused, error);
+    return pull_with(FANIN_PATH_STREAM, &options);
 }
 
 /* ----------------------------------------------------------------- checking */
@@ -176,34 +181,33 @@ static void check_tensor(const fanin_safetensors *file, const rank_world *w,
     free(bytes);
 }
 
-static json_t *load(const bench *b, const char *name)
+static json_t *load(const char *name)
 {
     char path[160];
-    snprintf(path, sizeof(path), "%s/%s", b->directory, name);
+    snprintf(path, sizeof(path), "%s/%s", b.directory, name);
     json_t *root = json_load_file(path, 0, NULL);
     assert_non_null(root);
     return root;
 }
 
 /* Every byte of every tensor, the configuration and the identity. */
-static void check_adapter(const bench *b, uint64_t pattern_step)
+static void check_adapter(uint64_t pattern_step)
 {
     char path[160];
-    fanin_error error = FANIN_ERROR_INIT;
     fanin_safetensors *file = NULL;
-    snprintf(path, sizeof(path), "%s/adapter_model.safetensors", b->directory);
+    snprintf(path, sizeof(path), "%s/adapter_model.safetensors", b.directory);
     assert_ok(fanin_safetensors_open(path, &file, &error), error);
-    assert_int_equal(fanin_safetensors_count(file), b->world.tensors.count);
-    for (size_t i = 0; i < b->world.tensors.count; i++)
-        check_tensor(file, &b->world, i, pattern_step);
+    assert_int_equal(fanin_safetensors_count(file), b.world.tensors.count);
+    for (size_t i = 0; i < b.world.tensors.count; i++)
+        check_tensor(file, &b.world, i, pattern_step);
     fanin_safetensors_close(&file);
-    json_t *config = load(b, "adapter_config.json"), *identity = load(b, "fanin.json");
+    json_t *config = load("adapter_config.json"), *identity = load("fanin.json");
     assert_int_equal(json_integer_value(json_object_get(config, "r")), 8);
     assert_string_equal(
         json_string_value(json_object_get(config, "base_model_name_or_path")),
         "test/model");
     assert_int_equal(json_integer_value(json_object_get(identity, "step")),
-                     b->order.step ? b->order.step : 1);
+                     b.order.step ? b.order.step : 1);
     assert_string_equal(json_string_value(json_object_get(identity, "publication")),
                         "lora:0");
     json_decref(config);
@@ -214,25 +218,20 @@ static void check_adapter(const bench *b, uint64_t pattern_step)
 
 static void written_and_reused(fanin_path path)
 {
-    bench b;
-    fanin_error error;
     fanin_pull_options options = defaults();
-    bool reused;
     struct stat first, second;
-    set_up(&b);
-    assert_ok(pull_with(&b, path, &options, &reused, &error), error);
+    assert_ok(pull_with(path, &options), error);
     assert_false(reused);
-    check_adapter(&b, 1);
-    expect_alone(&b, 1);
+    check_adapter(1);
+    expect_alone(1);
     assert_int_equal(stat(b.directory, &first), 0);
-    assert_ok(pull_with(&b, path, &options, &reused, &error), error);
+    assert_ok(pull_with(path, &options), error);
     assert_true(reused);
     assert_int_equal(stat(b.directory, &second), 0);
     assert_int_equal(first.st_ino, second.st_ino);
     assert_int_equal(first.st_mtim.tv_nsec, second.st_mtim.tv_nsec);
-    check_adapter(&b, 1);
-    expect_alone(&b, 1);
-    tear_down(&b);
+    check_adapter(1);
+    expect_alone(1);
 }
 
 static void test_stream(void **state)
@@ -247,38 +246,31 @@ static void test_cma(void **state)
     written_and_reused(FANIN_PATH_CMA);
 }
 
-static void expect_refused(const bench *b, const char *why, uint64_t pattern_step,
-                           uint64_t step)
+static void expect_refused(const char *why, uint64_t pattern_step, uint64_t step)
 {
-    fanin_error error;
-    bool reused;
-    assert_int_equal(pull(b, &reused, &error), FANIN_ERR_EXISTS);
-    if (!strstr(error.message, why) || !strstr(error.message, b->directory))
-        fail_msg("\"%s\" does not say \"%s\"", error.message, why);
+    assert_int_equal(pull(), FANIN_ERR_EXISTS);
+    assert_says(error.message, why);
+    assert_says(error.message, b.directory);
     assert_true(error.remedy[0]);
-    bench before = *b; /* what is there is still what was there */
-    before.order.step = step;
-    check_adapter(&before, pattern_step);
-    expect_alone(b, 1);
+    uint64_t now = b.order.step; /* what is there is still what was there */
+    b.order.step = step;
+    check_adapter(pattern_step);
+    b.order.step = now;
+    expect_alone(1);
 }
 
 /* The same step of another life, and another step of the same life. */
 static void test_other_identity(void **state)
 {
-    bench b;
-    fanin_error error;
-    bool reused;
-    set_up(&b);
-    assert_ok(pull(&b, &reused, &error), error);
-    exchange(&b, 0x43, 1, 1);
-    expect_refused(&b, "another life", 1, 1);
-    exchange(&b, 0x42, 2, 0);
-    expect_refused(&b, "another step", 1, 1);
+    assert_ok(pull(), error);
+    exchange(0x43, 1, 1);
+    expect_refused("another life", 1, 1);
+    exchange(0x42, 2, 0);
+    expect_refused("another step", 1, 1);
     /* Back in the life that it is of, it is reused. */
-    exchange(&b, 0x42, 1, 0);
-    assert_ok(pull(&b, &reused, &error), error);
+    exchange(0x42, 1, 0);
+    assert_ok(pull(), error);
     assert_true(reused);
-    tear_down(&b);
 }
 
 /* ------------------------------------------------------- several processes */
@@ -309,18 +301,20 @@ static void report_reading(void *cookie, uint64_t done, uint64_t total)
         raise(*(int *)cookie);
 }
 
-static _Noreturn void be_puller(const bench *b, int number)
+static _Noreturn void be_puller(int number)
 {
-    outcome o = {.error = FANIN_ERROR_INIT};
+    outcome o;
     fanin_pull_options options = defaults();
     options.progress = report_reading;
     options.progress_cookie = number ? &number : NULL;
-    o.status = pull_with(b, FANIN_PATH_STREAM, &options, &o.reused, &o.error);
+    o.status = pull_with(FANIN_PATH_STREAM, &options);
+    o.reused = reused;
+    o.error = error;
     _exit(write(report_to, &o, sizeof(o)) == (ssize_t)sizeof(o) ? 0 : 1);
 }
 
 /* @p number: the signal that it raises in the middle of its read, 0: none. */
-static puller start_puller(const bench *b, int number)
+static puller start_puller(int number)
 {
     int ends[2];
     assert_int_equal(pipe2(ends, O_CLOEXEC), 0);
@@ -331,7 +325,7 @@ static puller start_puller(const bench *b, int number)
         prctl(PR_SET_PDEATHSIG, SIGKILL);
         report_to = ends[1];
         if (getppid() == parent)
-            be_puller(b, number);
+            be_puller(number);
         _exit(1);
     }
     close(ends[1]);
@@ -357,13 +351,11 @@ static outcome await_outcome(puller *p)
 /* The second is let loose while the first is in the middle of its read. */
 static void test_two_at_once(void **state)
 {
-    bench b;
-    set_up(&b);
-    puller first = start_puller(&b, SIGSTOP);
+    puller first = start_puller(SIGSTOP);
     await_reading(&first);
     siginfo_t info;
     assert_int_equal(waitid(P_PID, (id_t)first.pid, &info, WSTOPPED | WNOWAIT), 0);
-    puller second = start_puller(&b, 0);
+    puller second = start_puller(0);
     assert_int_equal(kill(first.pid, SIGCONT), 0);
     outcome o = await_outcome(&first);
     assert_ok(o.status, o.error);
@@ -371,9 +363,8 @@ static void test_two_at_once(void **state)
     o = await_outcome(&second);
     assert_ok(o.status, o.error);
     assert_true(o.reused);
-    check_adapter(&b, 1);
-    expect_alone(&b, 1);
-    tear_down(&b);
+    check_adapter(1);
+    expect_alone(1);
 }
 
 #define CROWD 6
@@ -381,12 +372,10 @@ static void test_two_at_once(void **state)
 /* All start together; whoever is first reads, and nobody else. */
 static void test_crowd(void **state)
 {
-    bench b;
     puller pullers[CROWD];
     unsigned readers = 0;
-    set_up(&b);
     for (int i = 0; i < CROWD; i++)
-        pullers[i] = start_puller(&b, 0);
+        pullers[i] = start_puller(0);
     for (int i = 0; i < CROWD; i++) {
         /* A reader's report comes before its outcome. */
         char first = 0;
@@ -405,80 +394,60 @@ static void test_crowd(void **state)
         readers += !o.reused;
     }
     assert_int_equal(readers, 1);
-    check_adapter(&b, 1);
-    expect_alone(&b, 1);
-    tear_down(&b);
+    check_adapter(1);
+    expect_alone(1);
 }
 
 /* One that is stopped while it reads keeps the place; who waits for it does so no longer than
    it was told to. */
 static void test_stopped_holder(void **state)
 {
-    bench b;
-    fanin_error error;
-    bool reused;
-    set_up(&b);
-    puller holder = start_puller(&b, SIGSTOP);
+    puller holder = start_puller(SIGSTOP);
     await_reading(&holder);
     siginfo_t info;
     assert_int_equal(waitid(P_PID, (id_t)holder.pid, &info, WSTOPPED | WNOWAIT), 0);
     fanin_pull_options options = defaults();
     options.timeout_ms = 300;
-    assert_int_equal(pull_with(&b, FANIN_PATH_STREAM, &options, &reused, &error),
-                     FANIN_ERR_TIMEOUT);
+    assert_int_equal(pull_with(FANIN_PATH_STREAM, &options), FANIN_ERR_TIMEOUT);
     assert_non_null(strstr(error.message, b.directory));
     assert_int_equal(access(b.directory, F_OK), -1);
     assert_int_equal(kill(holder.pid, SIGCONT), 0);
     outcome o = await_outcome(&holder);
     assert_ok(o.status, o.error);
-    check_adapter(&b, 1);
-    tear_down(&b);
+    check_adapter(1);
 }
 
 /* One that is killed while it reads leaves nothing that another could take for whole. */
 static void test_killed_holder(void **state)
 {
-    bench b;
-    fanin_error error;
-    bool reused;
-    set_up(&b);
-    puller holder = start_puller(&b, SIGKILL);
+    puller holder = start_puller(SIGKILL);
     await_reading(&holder);
     close(holder.reports);
     assert_int_equal(waitpid(holder.pid, NULL, 0), holder.pid);
     assert_int_equal(access(b.directory, F_OK), -1);
-    assert_ok(pull(&b, &reused, &error), error);
+    assert_ok(pull(), error);
     assert_false(reused);
-    check_adapter(&b, 1);
-    expect_alone(&b, 1); /* what the dead one left is gone too */
-    tear_down(&b);
+    check_adapter(1);
+    expect_alone(1); /* what the dead one left is gone too */
 }
 
 /* -------------------------------------------------------------- failed pulls */
 
 static void kill_rank(void *cookie, uint64_t done, uint64_t total)
 {
-    bench *b = cookie;
     if (!reported)
-        lab_signal(&b->lab, 1, SIGKILL);
+        lab_signal(&b.lab, 1, SIGKILL);
     reported = true;
 }
 
 static void test_rank_dies(void **state)
 {
-    bench b;
-    fanin_error error;
-    bool reused;
-    set_up(&b);
     fanin_pull_options options = defaults();
     options.progress = kill_rank;
-    options.progress_cookie = &b;
     reported = false;
-    assert_int_equal(pull_with(&b, FANIN_PATH_STREAM, &options, &reused, &error),
-                     FANIN_ERR_UNREACHABLE);
+    assert_int_equal(pull_with(FANIN_PATH_STREAM, &options), FANIN_ERR_UNREACHABLE);
     assert_int_equal(error.rank, 1);
-    expect_alone(&b, 0); /* nothing at all was left */
-    tear_down(&b);
+    expect_alone(0); /* nothing at all was left */
 }
 
 /* A filesystem of its own that is too small, then large enough. Needs root. */
@@ -489,33 +458,28 @@ static void test_disk_full(void **state)
         printf("# skipped: a small filesystem needs root\n");
         skip();
     }
-    bench b;
-    fanin_error error;
-    bool reused;
-    set_up(&b);
     assert_int_equal(mount("none", b.scratch, "tmpfs", 0, "size=4m"), 0);
-    assert_int_equal(pull(&b, &reused, &error), FANIN_ERR_IO);
+    assert_int_equal(pull(), FANIN_ERR_IO);
     assert_int_equal(error.sys_errno, ENOSPC);
     assert_non_null(strstr(error.message, b.directory));
     assert_true(error.remedy[0]);
-    expect_alone(&b, 0);
+    expect_alone(0);
     assert_int_equal(mount("none", b.scratch, "tmpfs", MS_REMOUNT, "size=64m"), 0);
-    assert_ok(pull(&b, &reused, &error), error);
-    check_adapter(&b, 1);
-    expect_alone(&b, 1);
+    assert_ok(pull(), error);
+    check_adapter(1);
+    expect_alone(1);
     assert_int_equal(umount(b.scratch), 0);
-    tear_down(&b);
 }
+
+#define CASE(name) cmocka_unit_test_setup_teardown(name, set_up, tear_down)
 
 /* Those that fork processes that pull come before this one loads UCX. */
 int main(int argc, char **argv)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_two_at_once),    cmocka_unit_test(test_crowd),
-        cmocka_unit_test(test_stopped_holder), cmocka_unit_test(test_killed_holder),
-        cmocka_unit_test(test_stream),         cmocka_unit_test(test_cma),
-        cmocka_unit_test(test_other_identity), cmocka_unit_test(test_rank_dies),
-        cmocka_unit_test(test_disk_full),
+        CASE(test_two_at_once),    CASE(test_crowd),     CASE(test_stopped_holder),
+        CASE(test_killed_holder),  CASE(test_stream),    CASE(test_cma),
+        CASE(test_other_identity), CASE(test_rank_dies), CASE(test_disk_full),
     };
     if (argc > 1)
         cmocka_set_test_filter(argv[1]);

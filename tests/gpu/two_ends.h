@@ -1,0 +1,32 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/** @file Programs of two processes, one of which publishes what the other pulls. They print TAP. */
+#ifndef TWO_ENDS_H
+#define TWO_ENDS_H
+
+#include <fanin/fanin.h>
+#include <sys/types.h>
+
+#define SKIPPED 77 /**< exit status: no GPU */
+
+/** The process that publishes, as the other one has it. */
+typedef struct publisher {
+    pid_t pid;
+    int down, up; /**< pipes to it and from it */
+} publisher;
+
+/** Prints a line of TAP. */
+void result(bool good, const char *what, const char *detail);
+bool copy(int device, void *stream, void *to, const void *from, size_t bytes,
+          fanin_error *error);
+
+/** Forks @p serve(), which writes @p size bytes to @p greeting; its return value is its exit status.
+    0, or the exit status of this program. */
+int publisher_start(publisher *p, int (*serve)(int in, int out), void *greeting,
+                    size_t size);
+/** It ends as its pipe does. Exit status of this program. */
+int publisher_end(publisher *p);
+/** In its process: a server with these properties and a GPU with a stream. NULL: *@p status is the
+    exit status. */
+fanin_server *publisher_server(fanin_log_fn log, void **stream, int *status);
+
+#endif
