@@ -66,10 +66,8 @@ static int configure(session *s, const invocation *line, fanin_client_config *co
     config->no_ucx = connect->no_ucx != 0;
     config->no_checksums = connect->no_checksums != 0;
     config->server_name = connect->server_name;
-    /* Ended before the whole: a rank that is silent is then unreachable, whoever waits. */
-    uint32_t most_ms = common->timeout_ms - common->timeout_ms / 8;
-    if (most_ms < config->connect_timeout_ms) {
-        config->connect_timeout_ms = most_ms;
+    if (common->timeout_ms < config->connect_timeout_ms) {
+        config->connect_timeout_ms = common->timeout_ms;
     }
     if (connect->path != NULL) {
         config->path = fanin_path_from_name(connect->path);
@@ -211,10 +209,24 @@ uint32_t session_left_ms(const session *s)
     return now < s->end_ns ? (uint32_t)((s->end_ns - now) / 1000000) + 1 : 1;
 }
 
+/* Until one rank has answered, or with @p all until each has or can be said not to. Ranks that are
+   silent until the time is over are unreachable, whichever clock was first: that of the
+   connections or that of the call. */
+static fanin_status connect_to(const session *s, bool all, uint32_t timeout_ms,
+                               fanin_error *error)
+{
+    const char *const *addresses = (const char *const *)s->target.addresses;
+    fanin_status status = (all ? fanin_client_connect : fanin_client_connect_any)(
+        s->client, addresses, s->target.count, timeout_ms, error);
+    if (status == FANIN_ERR_TIMEOUT) {
+        status = error->status = FANIN_ERR_UNREACHABLE;
+    }
+    return status;
+}
+
 fanin_status session_try(const session *s, fanin_error *error)
 {
-    return fanin_client_connect_any(s->client, (const char *const *)s->target.addresses,
-                                    s->target.count, session_left_ms(s), error);
+    return connect_to(s, false, session_left_ms(s), error);
 }
 
 int session_reach(const session *s)
@@ -225,11 +237,10 @@ int session_reach(const session *s)
                : session_failure(s, "cannot connect", &error);
 }
 
-int session_connect(session *s, uint32_t timeout_ms)
+int session_connect(const session *s, uint32_t timeout_ms)
 {
     fanin_error error = FANIN_ERROR_INIT;
-    if (fanin_client_connect(s->client, (const char *const *)s->target.addresses,
-                             s->target.count, timeout_ms, &error) != FANIN_OK) {
+    if (connect_to(s, true, timeout_ms, &error) != FANIN_OK) {
         return session_failure(s, "cannot connect", &error);
     }
     missing_warn(s);

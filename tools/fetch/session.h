@@ -72,13 +72,14 @@ int session_failure(const session *s, const char *what, fanin_error *error);
 uint32_t session_left_ms(const session *s);
 
 /** Connects within what is left, until one rank has answered: the calls that follow see to the
-    others. Errors are fanin_client_connect_any()'s. */
+    others. Errors are fanin_client_connect_any()'s, but ranks that are silent are
+    unreachable. */
 fanin_status session_try(const session *s, fanin_error *error);
 /** The same: 0, or the exit status after a message. */
 int session_reach(const session *s);
 
 /** Connects to all ranks; warns about those that did not answer. 0, or the exit status after a message. */
-int session_connect(session *s, uint32_t timeout_ms);
+int session_connect(const session *s, uint32_t timeout_ms);
 
 /** Gives the client and its memory back early; names of run and publication stay. */
 void session_disconnect(session *s);

@@ -88,10 +88,11 @@ static bool pause_ms(waiting *w, int ms)
 static void *run(void *cookie)
 {
     waiting *w = cookie;
+    fanin_error error = FANIN_ERROR_INIT;
     bool connected = false;
     while (pause_ms(w, TELL_EVERY_MS)) {
         w->own.end_ns = progress_now_ns() + ASK_MS * UINT64_C(1000000);
-        connected = connected || session_try(&w->own, NULL) == FANIN_OK;
+        connected = connected || session_try(&w->own, &error) == FANIN_OK;
         if (connected) {
             tell(w);
         }
