@@ -6,7 +6,7 @@
 #include "digest.h"
 #include "error_set.h"
 #include "host.h"
-#include "publish/commit_list.h"
+#include "publish/commit.h"
 #include "shards/registration.h"
 #include "stream/data_thread.h"
 #include "thread.h"
@@ -333,7 +333,8 @@ uint16_t fanin_server_port(const fanin_server *server)
 
 /* ----------------------------------------------------------------- the end */
 
-static void stop_begins(fanin_server *s, uint32_t drain_ms)
+/* No begins from now on; waits for the leases that there are. */
+static void end_leases(fanin_server *s, uint32_t drain_ms)
 {
     deadline at = deadline_in_ms(drain_ms);
     pthread_mutex_lock(&s->lock);
@@ -351,9 +352,9 @@ void fanin_server_destroy(fanin_server **server, uint32_t drain_ms)
     *server = NULL;
     if (s->pid != getpid())
         return;
-    stop_begins(s, 0); /* refuses begins before the listeners go */
+    end_leases(s, 0); /* refuses begins before the listeners go */
     control_stop_listening(s);
-    stop_begins(s, drain_ms);
+    end_leases(s, drain_ms);
     log_write(&s->log, FANIN_LOG_INFO, "server-stop", "%s_%u stops", s->name,
               (unsigned)s->rank);
     commit_stop(s);

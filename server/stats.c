@@ -4,7 +4,8 @@
 #include "text.h"
 #include "versioned.h"
 
-#include <stdio.h>
+#include <inttypes.h>
+#include <stddef.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -41,98 +42,88 @@ fanin_status fanin_server_get_stats(fanin_server *server, fanin_server_stats *st
 
 /* ---------------------------------------------------------------- Prometheus */
 
-static void head(text *t, const char *name, const char *type, const char *help)
+/** Counters end in _total; what has _seconds in its name is counted in nanoseconds. */
+typedef struct metric {
+    const char *name, *label; /**< label NULL: none */
+    size_t at;                /**< in fanin_server_stats */
+    const char *help;
+} metric;
+
+#define AT(field) offsetof(fanin_server_stats, field)
+
+/* Those of one name follow one another. */
+static const metric metrics[] = {
+    {"fanin_pulls_total", "result=\"good\"", AT(pulls_good),
+     "Leases that ended, by result."},
+    {"fanin_pulls_total", "result=\"stale\"", AT(pulls_stale), NULL},
+    {"fanin_pulls_total", "result=\"abandoned\"", AT(pulls_abandoned), NULL},
+    {"fanin_begins_total", "result=\"granted\"", AT(begins_granted),
+     "Requests for a lease, by result."},
+    {"fanin_begins_total", "result=\"refused\"", AT(begins_refused), NULL},
+    {"fanin_reads_total", "result=\"streamed\"", AT(reads_streamed),
+     "Read requests on data connections, by result."},
+    {"fanin_reads_total", "result=\"refused\"", AT(reads_refused), NULL},
+    {"fanin_streamed_bytes_total", NULL, AT(bytes_streamed),
+     "Tensor bytes sent on data connections; one-sided reads are not seen."},
+    {"fanin_updates_total", NULL, AT(updates), "Updates that began."},
+    {"fanin_commits_total", NULL, AT(commits), "Steps committed."},
+    {"fanin_commits_withdrawn_total", NULL, AT(commits_withdrawn),
+     "Steps that were never published because an update began before their stream "
+     "had got there."},
+    {"fanin_aborts_total", NULL, AT(aborts), "Updates aborted."},
+    {"fanin_drain_wait_seconds_total", NULL, AT(drain_wait_ns_total),
+     "Time that begin_update waited for readers."},
+    {"fanin_drain_wait_seconds_max", NULL, AT(drain_wait_ns_max),
+     "Longest time that a begin_update waited for readers."},
+    {"fanin_drains_expired_total", NULL, AT(drains_expired),
+     "Updates that began when the lease time was over, not when readers were done."},
+    {"fanin_connections_opened_total", NULL, AT(sessions_opened),
+     "Connections admitted."},
+    {"fanin_connections_refused_total", NULL, AT(sessions_refused),
+     "Connections refused."},
+    {"fanin_protocol_errors_total", NULL, AT(protocol_errors),
+     "Messages that the protocol does not allow."},
+    {"fanin_connections", NULL, AT(sessions), "Control and data connections now."},
+    {"fanin_leases", NULL, AT(leases), "Leases that readers hold now."},
+    {"fanin_publications", NULL, AT(publications), "Publications now."},
+    {"fanin_publications_paused", NULL, AT(publications_paused),
+     "Publications between pause and resume now."},
+    {"fanin_tensors", NULL, AT(tensors), "Shards registered now."},
+    {"fanin_connection_memory_bytes", NULL, AT(session_memory),
+     "Memory that all connections take now."},
+    {"fanin_ipc_mappers", NULL, AT(ipc_mappers),
+     "Sessions that were given keys to map CUDA memory."},
+};
+
+static void head(text *t, const char *name, const char *help)
 {
-    text_add(t, "# HELP %s %s\n# TYPE %s %s\n", name, help, name, type);
+    size_t length = strlen(name);
+    bool counter = length > 6 && strcmp(name + length - 6, "_total") == 0;
+    text_add(t, "# HELP %s %s\n# TYPE %s %s\n", name, help, name,
+             counter ? "counter" : "gauge");
 }
 
-static void number(text *t, const char *name, const char *type, const char *help,
-                   uint64_t value)
+/* The end of a line. */
+static void add_value(text *t, const char *name, uint64_t value)
 {
-    head(t, name, type, help);
-    text_add(t, "%s %llu\n", name, (unsigned long long)value);
+    if (strstr(name, "_seconds"))
+        text_add(t, " %" PRIu64 ".%09" PRIu64 "\n", value / 1000000000,
+                 value % 1000000000);
+    else
+        text_add(t, " %" PRIu64 "\n", value);
 }
 
-static void seconds(text *t, const char *name, const char *type, const char *help,
-                    uint64_t ns)
+static void add_metrics(text *t, const fanin_server_stats *s)
 {
-    head(t, name, type, help);
-    text_add(t, "%s %llu.%09llu\n", name, (unsigned long long)(ns / 1000000000),
-             (unsigned long long)(ns % 1000000000));
-}
-
-typedef struct labelled {
-    const char *value;
-    uint64_t count;
-} labelled;
-
-static void family(text *t, const char *name, const char *help, const char *label,
-                   const labelled *rows, size_t n_rows)
-{
-    head(t, name, "counter", help);
-    for (size_t i = 0; i < n_rows; i++)
-        text_add(t, "%s{%s=\"%s\"} %llu\n", name, label, rows[i].value,
-                 (unsigned long long)rows[i].count);
-}
-
-#define FAMILY(name, help, label, ...)                                                 \
-    family(t, name, help, label, (const labelled[]){__VA_ARGS__},                      \
-           sizeof((const labelled[]){__VA_ARGS__}) / sizeof(labelled))
-
-static void add_pulls(text *t, const fanin_server_stats *s)
-{
-    FAMILY("fanin_pulls_total", "Leases that ended, by result.", "result",
-           {"good", s->pulls_good}, {"stale", s->pulls_stale},
-           {"abandoned", s->pulls_abandoned});
-    FAMILY("fanin_begins_total", "Requests for a lease, by result.", "result",
-           {"granted", s->begins_granted}, {"refused", s->begins_refused});
-    FAMILY("fanin_reads_total", "Read requests on data connections, by result.",
-           "result", {"streamed", s->reads_streamed}, {"refused", s->reads_refused});
-    number(t, "fanin_streamed_bytes_total", "counter",
-           "Tensor bytes sent on data connections; one-sided reads are not seen.",
-           s->bytes_streamed);
-}
-
-static void add_updates(text *t, const fanin_server_stats *s)
-{
-    number(t, "fanin_updates_total", "counter", "Updates that began.", s->updates);
-    number(t, "fanin_commits_total", "counter", "Steps committed.", s->commits);
-    number(
-        t, "fanin_commits_withdrawn_total", "counter",
-        "Steps that were never published because an update began before their stream "
-        "had got there.",
-        s->commits_withdrawn);
-    number(t, "fanin_aborts_total", "counter", "Updates aborted.", s->aborts);
-    seconds(t, "fanin_drain_wait_seconds_total", "counter",
-            "Time that begin_update waited for readers.", s->drain_wait_ns_total);
-    seconds(t, "fanin_drain_wait_seconds_max", "gauge",
-            "Longest time that a begin_update waited for readers.",
-            s->drain_wait_ns_max);
-    number(
-        t, "fanin_drains_expired_total", "counter",
-        "Updates that began when the lease time was over, not when readers were done.",
-        s->drains_expired);
-}
-
-static void add_sessions(text *t, const fanin_server_stats *s)
-{
-    number(t, "fanin_connections_opened_total", "counter", "Connections admitted.",
-           s->sessions_opened);
-    number(t, "fanin_connections_refused_total", "counter", "Connections refused.",
-           s->sessions_refused);
-    number(t, "fanin_protocol_errors_total", "counter",
-           "Messages that the protocol does not allow.", s->protocol_errors);
-    number(t, "fanin_connections", "gauge", "Control and data connections now.",
-           s->sessions);
-    number(t, "fanin_leases", "gauge", "Leases that readers hold now.", s->leases);
-    number(t, "fanin_publications", "gauge", "Publications now.", s->publications);
-    number(t, "fanin_publications_paused", "gauge",
-           "Publications between pause and resume now.", s->publications_paused);
-    number(t, "fanin_tensors", "gauge", "Shards registered now.", s->tensors);
-    number(t, "fanin_connection_memory_bytes", "gauge",
-           "Memory that all connections take now.", s->session_memory);
-    number(t, "fanin_ipc_mappers", "gauge",
-           "Sessions that were given keys to map CUDA memory.", s->ipc_mappers);
+    for (size_t i = 0; i < sizeof metrics / sizeof *metrics; i++) {
+        const metric *m = &metrics[i];
+        uint64_t value;
+        memcpy(&value, (const char *)s + m->at, sizeof value);
+        if (m->help)
+            head(t, m->name, m->help);
+        text_add(t, m->label ? "%s{%s}" : "%s", m->name, m->label);
+        add_value(t, m->name, value);
+    }
 }
 
 /* ---------------------------------------------------------- each publication */
@@ -173,40 +164,39 @@ static void labels(text *t, const char *name, const fanin_server *s, const row *
     text_add(t, "%s{publication=\"%s\",rank=\"%u\"", name, r->name, (unsigned)s->rank);
 }
 
-static void add_states(text *t, const fanin_server *s, const row *rows, size_t count)
+/* A number, at @p at in its row, of each publication that has a step. */
+static void add_numbers(text *t, const fanin_server *s, const row *rows, size_t count,
+                        const char *name, size_t at, const char *help)
 {
-    head(t, "fanin_publication_state", "gauge",
-         "1 for the state that the publication has, 0 for the others.");
+    head(t, name, help);
     for (size_t i = 0; i < count; i++) {
-        for (int state = STATE_UNPUBLISHED; state <= STATE_PAUSED; state++) {
-            labels(t, "fanin_publication_state", s, &rows[i]);
-            text_add(t, ",state=\"%s\"} %d\n", state_name((publication_state)state),
-                     rows[i].state == (publication_state)state);
-        }
+        uint64_t value;
+        if (!rows[i].has_step)
+            continue;
+        memcpy(&value, (const char *)&rows[i] + at, sizeof value);
+        labels(t, name, s, &rows[i]);
+        text_add(t, "}");
+        add_value(t, name, value);
     }
 }
 
 static void add_publications(text *t, const fanin_server *s, const row *rows,
                              size_t count)
 {
-    head(t, "fanin_publication_step", "gauge", "The last step that was committed.");
-    for (size_t i = 0; i < count; i++) {
-        if (!rows[i].has_step)
-            continue;
-        labels(t, "fanin_publication_step", s, &rows[i]);
-        text_add(t, "} %llu\n", (unsigned long long)rows[i].step);
-    }
-    add_states(t, s, rows, count);
-    head(t, "fanin_publication_commit_timestamp_seconds", "gauge",
-         "When the last step was committed, in seconds since 1970.");
-    for (size_t i = 0; i < count; i++) {
-        uint64_t ns = rows[i].committed_unix_ns;
-        if (!rows[i].has_step)
-            continue;
-        labels(t, "fanin_publication_commit_timestamp_seconds", s, &rows[i]);
-        text_add(t, "} %llu.%09llu\n", (unsigned long long)(ns / 1000000000),
-                 (unsigned long long)(ns % 1000000000));
-    }
+    static const char state_metric[] = "fanin_publication_state";
+    add_numbers(t, s, rows, count, "fanin_publication_step", offsetof(row, step),
+                "The last step that was committed.");
+    head(t, state_metric,
+         "1 for the state that the publication has, 0 for the others.");
+    for (size_t i = 0; i < count; i++)
+        for (int state = STATE_UNPUBLISHED; state <= STATE_PAUSED; state++) {
+            labels(t, state_metric, s, &rows[i]);
+            text_add(t, ",state=\"%s\"} %d\n", state_name((publication_state)state),
+                     rows[i].state == (publication_state)state);
+        }
+    add_numbers(t, s, rows, count, "fanin_publication_commit_timestamp_seconds",
+                offsetof(row, committed_unix_ns),
+                "When the last step was committed, in seconds since 1970.");
 }
 
 fanin_status fanin_server_prometheus(fanin_server *server, char *out, size_t capacity,
@@ -225,9 +215,7 @@ fanin_status fanin_server_prometheus(fanin_server *server, char *out, size_t cap
         return status;
     collect(server, &now);
     text t = text_in(out, capacity);
-    add_pulls(&t, &now);
-    add_updates(&t, &now);
-    add_sessions(&t, &now);
+    add_metrics(&t, &now);
     add_publications(&t, server, rows, count);
     free(rows);
     if (length_out)

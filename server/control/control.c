@@ -4,7 +4,7 @@
 #include "control/session.h"
 #include "core/wake.h"
 #include "error_set.h"
-#include "publish/commit_list.h"
+#include "publish/commit.h"
 #include "thread.h"
 
 #include <errno.h>

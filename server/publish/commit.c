@@ -5,9 +5,8 @@
 #include "convert.h"
 #include "core/rules.h"
 #include "error_set.h"
-#include "publish/commit_list.h"
+#include "publish/commit.h"
 #include "publish/lease.h"
-#include "publish/make_catalog.h"
 #include "versioned.h"
 
 #include <inttypes.h>

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-#include "publish/commit_list.h"
+#include "publish/commit.h"
 #include "error_set.h"
 #include "publish/garbage.h"
 

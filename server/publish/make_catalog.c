@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-#include "publish/make_catalog.h"
+#include "publish/commit.h"
 #include "shards/arena.h"
 
 static fanin_status append_arena(shard_catalog *built, const shard_catalog *before,

@@ -1,8 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The trainer takes its shards' memory away for a while. */
 #include "error_set.h"
-#include "publish/commit_list.h"
-#include "publish/make_catalog.h"
+#include "publish/commit.h"
 #include "shards/registration.h"
 #include "utf8.h"
 
@@ -44,42 +43,28 @@ static fanin_status may_pause(const publication *p, fanin_error *error)
 
 /* ------------------------------------------------------------------- pause */
 
-/* Takes the regions of the shards' own memory from the readers. With the writer lock. */
-static void pause_regions(fanin_server *s, publication *p)
-{
-    if (!p->catalog || p->catalog->plan)
-        return;
-    if (region_set_pause(&s->registrar, &p->catalog->regions))
-        p->revision++;
-    mappers_tell(&s->registrar, p->name, "paused");
-}
-
-/* Nothing is granted, and no shard is read by this process, any more when it returns. Lock held,
-   given up while waiting; not paused, no update is open. */
-static void pause_readers(fanin_server *s, publication *p, const char *reason)
-{
-    p->paused = true;
-    p->was_stable = p->state == STATE_STABLE;
-    memcpy(p->reason, reason, sizeof p->reason);
-    if (!publication_has_copies(p))
-        publication_advance(s, p, STATE_PAUSED);
-}
-
-/* With the writer lock. */
+/* Nothing is granted, no shard is read by this process and no region of their memory registered any
+   more when it returns. With the writer lock. */
 static fanin_status pause_now(fanin_server *s, publication *p, const char *reason,
                               fanin_error *error)
 {
     pthread_mutex_lock(&s->lock);
     fanin_status status = may_pause(p, error);
     bool again = p->paused;
-    if (status == FANIN_OK && again)
+    if (status == FANIN_OK)
         memcpy(p->reason, reason, sizeof p->reason);
-    else if (status == FANIN_OK)
-        pause_readers(s, p, reason);
+    if (status == FANIN_OK && !again) {
+        p->paused = true;
+        p->was_stable = p->state == STATE_STABLE;
+        if (!publication_has_copies(p))
+            publication_advance(s, p, STATE_PAUSED);
+    }
     pthread_mutex_unlock(&s->lock);
-    if (status == FANIN_OK && !again)
-        pause_regions(s, p);
-    return status;
+    if (status != FANIN_OK || again || !p->catalog || p->catalog->plan)
+        return status;
+    p->revision += region_set_pause(&s->registrar, &p->catalog->regions);
+    mappers_tell(&s->registrar, p->name, "paused");
+    return FANIN_OK;
 }
 
 fanin_status fanin_server_pause(fanin_server *server, const char *name,
@@ -113,18 +98,6 @@ fanin_status fanin_server_pause(fanin_server *server, const char *name,
 
 /* ------------------------------------------------------------------ resume */
 
-/* Ends the pause. @p catalog: what is published again, NULL: nothing was. Lock held. */
-static void go_on(fanin_server *s, publication *p, shard_catalog *catalog)
-{
-    p->paused = false;
-    if (p->state != STATE_PAUSED)
-        return;
-    if (catalog)
-        publication_take_effect(s, p, catalog, next_even(s));
-    else
-        publication_advance(s, p, STATE_UNPUBLISHED);
-}
-
 /* With the writer lock. */
 static fanin_status resume_now(fanin_server *s, publication *p, fanin_error *error)
 {
@@ -147,7 +120,11 @@ static fanin_status resume_now(fanin_server *s, publication *p, fanin_error *err
     if (catalog)
         region_set_resume(&s->registrar, &catalog->regions);
     pthread_mutex_lock(&s->lock);
-    go_on(s, p, catalog);
+    p->paused = false;
+    if (catalog && p->was_stable) /* not aborted meanwhile */
+        publication_take_effect(s, p, catalog, next_even(s));
+    else if (p->state == STATE_PAUSED)
+        publication_advance(s, p, STATE_UNPUBLISHED);
     pthread_mutex_unlock(&s->lock);
     shard_catalog_release(catalog);
     return FANIN_OK;

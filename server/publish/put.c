@@ -3,7 +3,7 @@
 #include "array.h"
 #include "buffer.h"
 #include "error_set.h"
-#include "publish/commit_list.h"
+#include "publish/commit.h"
 #include "shards/registration.h"
 #include "shards/shard_memory.h"
 #include "utf8.h"

@@ -2,7 +2,7 @@
 /* Updates: they begin, are aborted, or come without having begun. */
 #include "core/rules.h"
 #include "error_set.h"
-#include "publish/commit_list.h"
+#include "publish/commit.h"
 
 /* ------------------------------------------------------------------- begin */
 

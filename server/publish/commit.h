@@ -1,13 +1,25 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/** @file The commits of a server whose streams are still to get there, and waiting for them. */
-#ifndef COMMIT_LIST_H
-#define COMMIT_LIST_H
+/** @file What others need of commits: waiting for them, their catalogs, their end. */
+#ifndef COMMIT_H
+#define COMMIT_H
 
 #include "publish/publication.h"
 
 /** How long a commit waits for one that has not taken effect, and for itself if it is asked to;
     and whoever changes shards for a copy of them that is under way. */
 #define COMMIT_WAIT_MS 60000
+
+/* ------------------------------------------------------ make_catalog.c */
+
+/**
+ * The publication's catalog as @p c will have it, NULL: by reference; its last one if nothing has
+ * changed. With a reference. With the writer lock, which also keeps p->catalog from changing;
+ * builds outside of the server's lock. FANIN_ERR_MEMORY, FANIN_ERR_LIMIT.
+ */
+fanin_status make_catalog(fanin_server *s, publication *p, const commit *c,
+                          shard_catalog **out, fanin_error *error);
+
+/* ------------------------------------------------------- commit_list.c */
 
 /** Takes the writer lock, then the lock, once nothing is pending; waits at most COMMIT_WAIT_MS for
     that. FANIN_ERR_TIMEOUT: none is held. */
