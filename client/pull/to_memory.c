@@ -6,6 +6,7 @@
 #include "gpu_finder.h"
 #include "pull/pull.h"
 #include "versioned.h"
+#include <inttypes.h>
 #include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -378,10 +379,10 @@ static fanin_status agreed(void *cookie, const key_table *keys,
 
 /* ------------------------------------------------------------------- ranges */
 
-/* A box's bytes, and the allocation on a device that holds them (0: host memory). */
+/* A box's bytes, and what holds them. */
 typedef struct stretch {
     memory_range range;
-    uint64_t allocation;
+    gpu_range in;
 } stretch;
 
 static memory_range range_of(const fanin_tensor *t, const fanin_box *box)
@@ -405,62 +406,29 @@ static memory_range range_of(const fanin_tensor *t, const fanin_box *box)
     return (memory_range){(uint8_t *)box->address + low, (size_t)(high - low), -1};
 }
 
-/* Memory of the virtual-memory API may continue in the next allocation, on the same device. */
-static fanin_status check_inside(memory_destination *m, const fanin_tensor *t,
-                                 const memory_range *r, const gpu_range *allocation,
-                                 fanin_error *error)
-{
-    uint64_t base = (uint64_t)(uintptr_t)r->base;
-    bool inside = base >= allocation->base &&
-                  base - allocation->base <= allocation->length &&
-                  r->length <= allocation->length - (base - allocation->base);
-    gpu_range end;
-    if (inside)
-        return FANIN_OK;
-    if (allocation->origin == GPU_ORIGIN_VIRTUAL &&
-        gpu_find(&m->finder, r->base, &end, NULL) == FANIN_OK &&
-        end.memory.device == r->device &&
-        gpu_find(&m->finder, r->base + r->length - 1, &end, NULL) == FANIN_OK &&
-        end.memory.device == r->device)
-        return FANIN_OK;
-    return refuse(t, "check the box's address, extent and strides", error,
-                  "a box reaches beyond its allocation of %llu bytes on CUDA device %d",
-                  (unsigned long long)allocation->length,
-                  (int)allocation->memory.device);
-}
-
 static fanin_status stretch_of(memory_destination *m, size_t index,
                                const fanin_box *box, stretch *out, fanin_error *error)
 {
     const fanin_tensor *t = tensor_at(m, index);
-    *out = (stretch){.range = range_of(t, box)};
+    *out = (stretch){.range = range_of(t, box), .in.memory = {FANIN_MEMORY_HOST, -1}};
     out->range.device = m->device[index];
     if (out->range.device < 0)
         return FANIN_OK;
-    gpu_range allocation;
-    fanin_status status = gpu_find(&m->finder, box->address, &allocation, error);
-    if (status != FANIN_OK)
+    fanin_status status = gpu_find(&m->finder, box->address, &out->in, error);
+    uint64_t low = (uintptr_t)out->range.base;
+    if (status != FANIN_OK ||
+        gpu_find_holds(&m->finder, &out->in, low, low + out->range.length))
         return status;
-    out->allocation = allocation.base;
-    return check_inside(m, t, &out->range, &allocation, error);
+    return refuse(t, "check the box's address, extent and strides", error,
+                  "a box reaches beyond its allocation of %" PRIu64
+                  " bytes on CUDA device %d",
+                  out->in.length, (int)out->in.memory.device);
 }
 
 static int by_base(const void *a, const void *b)
 {
     const stretch *x = a, *y = b;
     return x->range.base < y->range.base ? -1 : x->range.base > y->range.base;
-}
-
-/* On a host, ranges grow together if every page between them holds bytes of the caller; on a
-   device, inside of one allocation. */
-static bool may_join(const stretch *a, const stretch *b)
-{
-    const uint8_t *end = a->range.base + a->range.length;
-    if (a->range.device != b->range.device)
-        return false;
-    if (a->range.device >= 0)
-        return a->allocation == b->allocation || b->range.base < end;
-    return (uintptr_t)b->range.base / PAGE <= ((uintptr_t)end - 1) / PAGE + 1;
 }
 
 static size_t merge(stretch *all, size_t n)
@@ -471,9 +439,11 @@ static size_t merge(stretch *all, size_t n)
         stretch *a = &all[last];
         const stretch *b = &all[i];
         const uint8_t *end = b->range.base + b->range.length;
-        if (!may_join(a, b))
+        const uint8_t *before = a->range.base + a->range.length;
+        if (!gpu_range_continues(&a->in, (uintptr_t)before, &b->in,
+                                 (uintptr_t)b->range.base, PAGE))
             all[++last] = *b;
-        else if (end > a->range.base + a->range.length)
+        else if (end > before)
             a->range.length = (size_t)(end - a->range.base);
     }
     return n ? last + 1 : 0;

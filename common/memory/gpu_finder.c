@@ -67,6 +67,34 @@ void gpu_finder_free(gpu_finder *f)
     f->n_known = f->last = 0;
 }
 
+static bool is_beside(gpu_finder *f, const gpu_range *in, uint64_t address)
+{
+    gpu_range there;
+    if (address - in->base < in->length)
+        return true;
+    return in->origin == GPU_ORIGIN_VIRTUAL &&
+           /* NOLINTNEXTLINE(performance-no-int-to-ptr) */
+           gpu_find(f, (const void *)(uintptr_t)address, &there, NULL) == FANIN_OK &&
+           there.origin == GPU_ORIGIN_VIRTUAL &&
+           there.memory.device == in->memory.device;
+}
+
+bool gpu_find_holds(gpu_finder *f, const gpu_range *in, uint64_t low, uint64_t end)
+{
+    return is_beside(f, in, low) && is_beside(f, in, end - 1);
+}
+
+bool gpu_range_continues(const gpu_range *before, uint64_t end, const gpu_range *one,
+                         uint64_t low, uint64_t page)
+{
+    if (low < end)
+        return true;
+    if (before->memory.kind == FANIN_MEMORY_CUDA ||
+        one->memory.kind == FANIN_MEMORY_CUDA)
+        return one->memory.kind == before->memory.kind && one->id == before->id;
+    return low / page <= (end - 1) / page + 1;
+}
+
 const char *gpu_contradiction(fanin_memory said, const gpu_range *here, char why[160])
 {
     bool on_device = here->memory.kind == FANIN_MEMORY_CUDA;

@@ -26,6 +26,15 @@ fanin_status gpu_find(gpu_finder *f, const void *address, gpu_range *out,
                       fanin_error *error);
 void gpu_finder_free(gpu_finder *f);
 
+/** Whether the bytes [@p low, @p end) are in the allocation @p in, or, since memory of the
+    virtual-memory API may be several side by side, begin and end in such memory of its device. */
+bool gpu_find_holds(gpu_finder *f, const gpu_range *in, uint64_t low, uint64_t end);
+
+/** Whether memory that begins at @p low is one piece with some of @p before that ends at @p end:
+    they overlap, lie in one allocation of a device, or have no whole page of the host between. */
+bool gpu_range_continues(const gpu_range *before, uint64_t end, const gpu_range *one,
+                         uint64_t low, uint64_t page);
+
 /** What a tensor says of its memory against where one of its boxes is: NULL if it is true, else
     the remedy, and what is wrong in @p why. The CPU may use managed memory, so it may be said to
     be the host's. */

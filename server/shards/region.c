@@ -2,6 +2,7 @@
 #include "shards/region.h"
 #include "array.h"
 #include "error_set.h"
+#include "gpu_finder.h"
 
 #include <stdlib.h>
 #include <string.h>
@@ -35,19 +36,6 @@ static range *collect(const shard_set *shards)
     if (ranges && !sorted)
         qsort(ranges, n, sizeof *ranges, by_address);
     return ranges;
-}
-
-/* Whether a range belongs to the region of the one before, which ends at @p high. */
-static bool continues(const range *one, const range *before, uint64_t high,
-                      uint64_t page)
-{
-    if (one->low < high)
-        return true;
-    if (before->in->memory.kind == FANIN_MEMORY_CUDA ||
-        one->in->memory.kind == FANIN_MEMORY_CUDA)
-        return one->in->memory.kind == before->in->memory.kind &&
-               one->in->id == before->in->id;
-    return one->low / page <= (high - 1) / page + 1;
 }
 
 region *region_set_find(const region_set *set, uint64_t address)
@@ -102,7 +90,8 @@ fanin_status region_set_build(registrar *r, const shard_set *shards,
         return error_set_memory(error);
     uint64_t page = (uint64_t)r->page_size, count = 0, high = 0;
     for (uint64_t i = 0; i < shards->n_boxes; i++) {
-        if (count == 0 || !continues(&ranges[i], &ranges[i - 1], high, page)) {
+        if (count == 0 || !gpu_range_continues(ranges[i - 1].in, high, ranges[i].in,
+                                               ranges[i].low, page)) {
             count++;
             /* NOLINTNEXTLINE(clang-analyzer-core.uninitialized.Assign) n_boxes are set */
             high = ranges[i].high;

@@ -35,23 +35,10 @@ static fanin_status range_at(memory_probe *probe, uint64_t address, gpu_range *o
                  "CUDA knows no allocation at a box's address: %.180s", why.message);
 }
 
-/* Whether @p address is in the allocation that holds the box's first element. Memory of the
-   virtual-memory API may be several ranges side by side. */
-static bool is_beside(memory_probe *probe, const shard_box *b, uint64_t address)
-{
-    gpu_range there;
-    if (address - b->in.base < b->in.length)
-        return true;
-    return b->in.origin == GPU_ORIGIN_VIRTUAL &&
-           range_at(probe, address, &there, NULL) == FANIN_OK &&
-           there.origin == GPU_ORIGIN_VIRTUAL &&
-           there.memory.device == b->in.memory.device;
-}
-
 static fanin_status check_ends(memory_probe *probe, const shard_box *b,
                                fanin_error *error)
 {
-    if (is_beside(probe, b, b->low) && is_beside(probe, b, b->high - 1))
+    if (gpu_find_holds(&probe->finder, &b->in, b->low, b->high))
         return FANIN_OK;
     return wrong(error, "check the box's address, extent and strides",
                  "a box reaches beyond its allocation of %llu bytes on CUDA device %d",
