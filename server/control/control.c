@@ -1,7 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The control thread: listeners, sessions, UCX; sleeps in epoll until something is due. */
 #include "control/control.h"
-#include "control/session.h"
+#include "control/dispatch.h"
+#include "control/open_path.h"
+#include "control/waits.h"
 #include "core/wake.h"
 #include "error_set.h"
 #include "publish/commit.h"
@@ -93,8 +95,8 @@ static void close_listeners(struct control *c)
     close_listener(c, &c->unix_fd);
     for (session *s = c->sessions, *next; s; s = next) {
         next = s->next;
-        requests_cancel(s);
-        session_work(s);
+        waits_cancel(s);
+        session_serve(s);
     }
 }
 
@@ -108,8 +110,8 @@ static void notify(struct control *c)
         next = s->next;
         if (s->n_waits + s->n_watches == 0)
             continue;
-        requests_notify(s);
-        session_work(s);
+        waits_answer(s);
+        session_serve(s);
     }
     if (c->listening && atomic_load(&c->stop_listening))
         close_listeners(c);
@@ -125,7 +127,7 @@ static void dispatch(struct control *c, const struct epoll_event *event)
     else if (data == &c->ucx_again)
         c->ucx_again = true;
     else
-        session_event(data, event->events);
+        session_handle_event(data, event->events);
 }
 
 static void free_dead(struct control *c)
@@ -151,7 +153,7 @@ static void tick(struct control *c)
         resume_accepting(c);
     for (session *s = c->sessions, *next; s; s = next) {
         next = s->next;
-        session_tick(s);
+        session_expire(s);
     }
 }
 
@@ -168,7 +170,7 @@ static void *run(void *cookie)
         if (deadline_passed(due))
             tick(c);
         if (c->ucx_again)
-            c->ucx_again = control_progress_ucx(c);
+            c->ucx_again = progress_ucx(c);
         free_dead(c);
     }
     close_listeners(c);

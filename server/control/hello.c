@@ -1,33 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Who talks to whom, and which one-sided paths they may use. */
-#include "control/session.h"
+#include "control/hello.h"
+#include "control/open_path.h"
 #include "error_set.h"
 
 #include <stdio.h>
 #include <string.h>
-#include <sys/epoll.h>
-
-/* ------------------------------------------------------------------- hello */
-
-bool session_may_map(const session *s)
-{
-    return gpu_built() && s->trusted && s->is_unix;
-}
-
-/* Paths that open_path would grant this session, as bits. */
-static uint32_t offered_paths(const session *s)
-{
-    const fanin_server *server = s->control->server;
-    uint32_t paths = 1u << WIRE_PATH_STREAM;
-    if (session_may_map(s))
-        paths |= 1u << WIRE_PATH_CUDA_IPC;
-    if (!server->ucx || !s->trusted ||
-        !ucx_versions_match(ucx_version(server->ucx), s->ucx_version))
-        return paths;
-    if (s->is_unix)
-        paths |= 1u << WIRE_PATH_CMA;
-    return paths | 1u << WIRE_PATH_RDMA;
-}
 
 static void reply_hello(session *s, uint64_t request, const msg_hello *hello,
                         const body *in, const uint8_t id[16])
@@ -85,7 +62,7 @@ static void open_control(session *s, uint64_t request, const msg_hello *m,
         pthread_mutex_lock(&server->lock);
         server->stats.sessions_refused++;
         pthread_mutex_unlock(&server->lock);
-        session_fail(
+        session_reject(
             s, request, FANIN_ERR_LIMIT,
             "no more sessions: the other connections are for the bytes of those "
             "that are open; close idle clients, or raise max_sessions");
@@ -95,7 +72,7 @@ static void open_control(session *s, uint64_t request, const msg_hello *m,
     s->reader = reader_make(server);
     pthread_mutex_unlock(&server->lock);
     if (!s->reader) {
-        session_fail(s, request, FANIN_ERR_MEMORY, "the server is out of memory");
+        session_reject(s, request, FANIN_ERR_MEMORY, "the server is out of memory");
         return;
     }
     memcpy(s->ucx_version, m->ucx_version, sizeof s->ucx_version);
@@ -120,26 +97,26 @@ static void open_data(session *s, uint64_t request, const msg_hello *m, const bo
     }
     pthread_mutex_unlock(&server->lock);
     if (!r || full) {
-        session_fail(s, request, r ? FANIN_ERR_LIMIT : FANIN_ERR_CLOSED,
-                     r ? "a session may have 16 data connections"
-                       : "the session of this data connection is gone");
+        session_reject(s, request, r ? FANIN_ERR_LIMIT : FANIN_ERR_CLOSED,
+                       r ? "a session may have 16 data connections"
+                         : "the session of this data connection is gone");
         return;
     }
     reply_hello(s, request, m, in, m->id);
     session_hand_over(s, r);
 }
 
-void request_hello(session *s, const frame *f, body *in)
+void handle_hello(session *s, const frame *f, body *in)
 {
     msg_hello m;
     if (f->type != MSG_HELLO) {
-        session_fail(s, f->request, FANIN_ERR_PROTOCOL,
-                     "the first message of a connection must be hello");
+        session_reject(s, f->request, FANIN_ERR_PROTOCOL,
+                       "the first message of a connection must be hello");
         return;
     }
     fanin_status status = decode_hello(in, &m);
     if (status != FANIN_OK) {
-        session_fail(s, f->request, status, in->why);
+        session_reject(s, f->request, status, in->why);
         return;
     }
     if (m.version_min > VERSION_MAX || m.version_max < VERSION_MIN) {
@@ -148,125 +125,10 @@ void request_hello(session *s, const frame *f, body *in)
                  "this server speaks protocol versions %d to %d, the client %u to %u",
                  VERSION_MIN, VERSION_MAX, (unsigned)m.version_min,
                  (unsigned)m.version_max);
-        session_fail(s, f->request, FANIN_ERR_VERSION, why);
+        session_reject(s, f->request, FANIN_ERR_VERSION, why);
     } else if (m.role == ROLE_DATA) {
         open_data(s, f->request, &m, in);
     } else {
         open_control(s, f->request, &m, in);
     }
-}
-
-/* --------------------------------------------------------------- open_path */
-
-static fanin_status may_open_ipc(const session *s, fanin_error *error)
-{
-    error_place place = {.phase = "connect"};
-    if (session_may_map(s))
-        return FANIN_OK;
-    if (gpu_built()) {
-        place.remedy = "connect on the same host as the same user";
-        return error_set(
-            error, FANIN_ERR_UNSUPPORTED, &place,
-            "cuda_ipc needs a session over the Unix socket of the same host, "
-            "of the server's own user");
-    }
-    place.remedy = "install a build with CUDA in the trainer";
-    return error_set(error, FANIN_ERR_UNSUPPORTED, &place,
-                     "the server was built without CUDA");
-}
-
-static fanin_status may_open(const session *s, int32_t path, fanin_error *error)
-{
-    const fanin_server *server = s->control->server;
-    error_place place = {.phase = "connect"};
-    if (!s->trusted) {
-        place.remedy = "connect on the same host as the same user, or declare the "
-                       "network trusted in the trainer's configuration";
-        return error_set(error, FANIN_ERR_UNSUPPORTED, &place,
-                         "one-sided paths are for the server's own user");
-    }
-    if (path == WIRE_PATH_CMA && !s->is_unix)
-        return error_set(error, FANIN_ERR_UNSUPPORTED, &place,
-                         "cma needs a session over the Unix socket of the same host");
-    if (!server->ucx)
-        return error_set(error, FANIN_ERR_UNSUPPORTED, &place, "%s", server->ucx_why);
-    if (!ucx_versions_match(ucx_version(server->ucx), s->ucx_version)) {
-        place.remedy = "install the same major.minor version of UCX on both ends";
-        return error_set(error, FANIN_ERR_UNSUPPORTED, &place,
-                         "the server has UCX %s, the client %s",
-                         ucx_version(server->ucx),
-                         s->ucx_version[0] ? s->ucx_version : "none");
-    }
-    return FANIN_OK;
-}
-
-/* The UCX end of a domain, made when it is first asked for. */
-static fanin_status obtain_ucx(struct control *c, domain in, ucx_server **out,
-                               fanin_error *error)
-{
-    fanin_server *server = c->server;
-    registrar *r = &server->registrar;
-    if (!r->ucx[in]) {
-        ucx_server *made;
-        fanin_status status = ucx_server_create(server->ucx, in == DOMAIN_HOST,
-                                                &server->log, &made, error);
-        if (status != FANIN_OK)
-            return status;
-        struct epoll_event event = {.events = EPOLLIN, .data.ptr = &c->ucx_again};
-        int fd = ucx_server_fd(made);
-        if (fd >= 0 && epoll_ctl(c->epoll, EPOLL_CTL_ADD, fd, &event) != 0) {
-            ucx_server_destroy(&made);
-            return error_set(error, FANIN_ERR_IO, NULL,
-                             "epoll refuses UCX's descriptor");
-        }
-        pthread_mutex_lock(&r->lock);
-        r->ucx[in] = made;
-        pthread_mutex_unlock(&r->lock);
-        c->ucx_again = true;
-    }
-    *out = r->ucx[in];
-    return FANIN_OK;
-}
-
-/* Makes the path usable and fills in the server's address. */
-static fanin_status open_one_sided(session *s, const msg_open_path *m,
-                                   msg_open_path *reply, fanin_error *error)
-{
-    domain in = m->path == WIRE_PATH_RDMA ? DOMAIN_RDMA : DOMAIN_HOST;
-    ucx_server *end = NULL;
-    if (m->path == WIRE_PATH_CUDA_IPC)
-        return may_open_ipc(s, error);
-    fanin_status status = may_open(s, m->path, error);
-    if (status == FANIN_OK)
-        status = obtain_ucx(s->control, in, &end, error);
-    if (status == FANIN_OK)
-        reply->address.data = ucx_server_address(end, &reply->address.size);
-    return status;
-}
-
-fanin_status request_open_path(session *s, uint64_t request, body *in)
-{
-    fanin_error error = FANIN_ERROR_INIT;
-    msg_open_path m;
-    fanin_status status = decode_open_path(in, &m);
-    if (status != FANIN_OK)
-        return status;
-    msg_open_path reply = {.path = m.path, .address = {(const uint8_t *)"", 0}};
-    if (m.path != WIRE_PATH_STREAM)
-        status = open_one_sided(s, &m, &reply, &error);
-    if (status == FANIN_OK)
-        encode_open_path(&s->out.bytes, request, MSG_OPEN_PATH_OK, &reply);
-    else
-        session_reply_error(s, request, &error);
-    return FANIN_OK;
-}
-
-bool control_progress_ucx(struct control *c)
-{
-    registrar *r = &c->server->registrar;
-    bool again = false;
-    for (int i = 0; i < DOMAINS; i++)
-        if (r->ucx[i] && !ucx_server_progress(r->ucx[i]))
-            again = true;
-    return again;
 }

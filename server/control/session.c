@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* A control session's bytes: input cut into frames, output that never blocks, deadlines. */
+/* A control session's life, and its bytes on their way in and out. */
 #include "control/session.h"
+#include "control/reply.h"
 #include "error_set.h"
 #include "shards/registration.h"
 #include "stream/data_thread.h"
@@ -78,8 +79,8 @@ void session_refuse(struct control *c, int fd, const socket_address *peer,
     c->n_refused++;
     s->phase = SESSION_CLOSING;
     s->due = deadline_in_ms(LINGER_MS);
-    session_reply_error(s, 0, why);
-    session_work(s);
+    reply_error(s, 0, why);
+    session_send(s);
 }
 
 /* The session leaves the lists of everybody; the object stays until the events that epoll
@@ -162,16 +163,8 @@ void session_hand_over(session *s, reader *r)
 
 /* ------------------------------------------------------------------ output */
 
-void session_reply_error(session *s, uint64_t request, const fanin_error *error)
-{
-    msg_error m = {.code = error->status};
-    memcpy(m.message, error->message, sizeof m.message);
-    memcpy(m.remedy, error->remedy, sizeof m.remedy);
-    memcpy(m.key, error->key, sizeof m.key);
-    encode_error(&s->out.bytes, request, &m);
-}
-
-void session_fail(session *s, uint64_t request, fanin_status code, const char *message)
+void session_reject(session *s, uint64_t request, fanin_status code,
+                    const char *message)
 {
     fanin_server *server = s->control->server;
     fanin_error error = FANIN_ERROR_INIT;
@@ -183,7 +176,7 @@ void session_fail(session *s, uint64_t request, fanin_status code, const char *m
     }
     log_write(&server->log, FANIN_LOG_WARNING, "session-rejected", "%s: %s", s->peer,
               message);
-    session_reply_error(s, request, &error);
+    reply_error(s, request, &error);
     s->phase = SESSION_CLOSING;
     s->due = deadline_in_ms(LINGER_MS);
 }
@@ -216,30 +209,8 @@ static void update_interest(session *s)
         s->interest = interest;
 }
 
-/* ------------------------------------------------------------------- input */
-
-/* Handles one frame; false: there is no whole one, or none may be taken now. */
-static bool next_frame(session *s)
+void session_send(session *s)
 {
-    framed got;
-    if (s->phase > SESSION_OPEN || outgoing_left(&s->out) >= OUTPUT_PAUSE)
-        return false;
-    framing_result result = framing_take(&s->in, &got);
-    if (result == FRAMING_BAD)
-        session_fail(s, got.head.request, got.status, got.why);
-    else if (result == FRAMING_WHOLE && s->phase == SESSION_HELLO)
-        request_hello(s, &got.head, &got.body);
-    else if (result == FRAMING_WHOLE)
-        request_handle(s, &got.head, &got.body);
-    return result == FRAMING_WHOLE;
-}
-
-void session_work(session *s)
-{
-    if (s->phase == SESSION_DEAD)
-        return;
-    while (next_frame(s))
-        ;
     if (s->phase == SESSION_DEAD)
         return;
     if (s->out.bytes.failed || outgoing_left(&s->out) > OUTPUT_MOST) {
@@ -261,8 +232,9 @@ void session_work(session *s)
     update_interest(s);
 }
 
-/* Reads once; false: the peer has closed, or the connection broke. */
-static bool receive(session *s)
+/* ------------------------------------------------------------------- input */
+
+bool session_receive(session *s)
 {
     size_t room;
     if (s->phase == SESSION_CLOSING)
@@ -279,69 +251,4 @@ static bool receive(session *s)
     if (s->phase == SESSION_OPEN)
         s->idle = deadline_in_ms(s->control->server->idle_ms);
     return true;
-}
-
-void session_event(session *s, uint32_t events)
-{
-    if (s->phase == SESSION_DEAD)
-        return;
-    if (events & (EPOLLIN | EPOLLHUP | EPOLLERR) && !receive(s)) {
-        session_close(s, s->phase == SESSION_OPEN ? "the peer closed" : NULL);
-        return;
-    }
-    session_work(s);
-}
-
-/* --------------------------------------------------------------- deadlines */
-
-/* Waits and watches, and bytes on data connections, show that somebody is there. */
-static deadline idle_deadline(const session *s)
-{
-    if (s->phase != SESSION_OPEN || s->n_waits + s->n_watches > 0)
-        return UINT64_MAX;
-    return s->idle;
-}
-
-deadline session_due(const session *s)
-{
-    deadline at = s->phase == SESSION_OPEN ? UINT64_MAX : s->due;
-    at = deadline_sooner(at, s->stalled_at);
-    at = deadline_sooner(at, idle_deadline(s));
-    for (unsigned i = 0; s->n_waits > 0 && i < SESSION_WAITS; i++)
-        if (s->waits[i].used)
-            at = deadline_sooner(at, s->waits[i].at);
-    return at;
-}
-
-static bool data_was_active(session *s)
-{
-    fanin_server *server = s->control->server;
-    pthread_mutex_lock(&server->lock);
-    uint64_t active = s->reader->active_ns;
-    pthread_mutex_unlock(&server->lock);
-    deadline until = active + (uint64_t)server->idle_ms * 1000000;
-    if (active == 0 || deadline_passed(until))
-        return false;
-    s->idle = until;
-    return true;
-}
-
-void session_tick(session *s)
-{
-    if (!deadline_passed(session_due(s)))
-        return;
-    if (deadline_passed(s->stalled_at)) {
-        session_close(s, "it took no bytes for 10 s");
-    } else if (s->phase == SESSION_CLOSING && deadline_passed(s->due)) {
-        session_close(s, NULL);
-    } else if (s->phase == SESSION_HELLO && deadline_passed(s->due)) {
-        session_fail(s, 0, FANIN_ERR_TIMEOUT, "no hello within 2 s");
-        session_work(s);
-    } else if (s->phase == SESSION_OPEN) {
-        requests_expire(s);
-        if (deadline_passed(idle_deadline(s)) && !data_was_active(s))
-            session_close(s, "it was idle for too long");
-        else
-            session_work(s);
-    }
 }

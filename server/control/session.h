@@ -76,51 +76,25 @@ struct control {
     session *sessions, *dead;
 };
 
-/* ----------------------------------------------------------- session.c */
-
 /** Takes @p fd. NULL: no memory; the descriptor is closed and dismissed. */
 session *session_open(struct control *c, int fd, const socket_address *peer,
                       peer_count *counted);
 /** Like session_open() for a peer that is only told why it is refused. */
 void session_refuse(struct control *c, int fd, const socket_address *peer,
                     const fanin_error *why);
-/** Handles what epoll said. */
-void session_event(session *s, uint32_t events);
-/** Takes requests that are there, sends what there is to send. After any output. */
-void session_work(session *s);
-/** When something is due, and doing what is due now. */
-deadline session_due(const session *s);
-void session_tick(session *s);
 void session_close(session *s, const char *why); /**< why NULL: not worth a message */
 void session_free(session *s);
-
-/** Sends an error, then closes gently. */
-void session_fail(session *s, uint64_t request, fanin_status code, const char *message);
-void session_reply_error(session *s, uint64_t request, const fanin_error *error);
-/** Counts its memory; false: the connections have more than they may. */
-bool session_account(session *s);
-/** Gives the connection to the data thread, with what is left of its buffers. */
+/** Answers with an error, then closes gently. */
+void session_reject(session *s, uint64_t request, fanin_status code,
+                    const char *message);
+/** Gives the connection to the data thread, with its buffers. */
 void session_hand_over(session *s, reader *r);
 
-/* ---------------------------------------------------------- requests.c */
-
-/** Answers one request. */
-void request_handle(session *s, const frame *f, body *in);
-/** Answers waits that can be answered, reports changes to watchers. */
-void requests_notify(session *s);
-/** Ends waits whose time is over. */
-void requests_expire(session *s);
-/** Ends all waits: the server shuts down. */
-void requests_cancel(session *s);
-
-/* -------------------------------------------------------------- hello.c */
-
-void request_hello(session *s, const frame *f, body *in);
-/** Whether it may map device memory of this process (path cuda_ipc). */
-bool session_may_map(const session *s);
-/** As the other requests: not FANIN_OK if the body is refused. */
-fanin_status request_open_path(session *s, uint64_t request, body *in);
-/** Lets UCX work; true: it wants to be called again before the thread sleeps. */
-bool control_progress_ucx(struct control *c);
+/** Receives once; false: the peer has closed, or the connection broke. */
+bool session_receive(session *s);
+/** Sends what the socket takes. Closes the session if it may not go on. */
+void session_send(session *s);
+/** Counts its memory; false: the connections have more than they may. */
+bool session_account(session *s);
 
 #endif

@@ -1,0 +1,148 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include "control/open_path.h"
+#include "control/reply.h"
+#include "error_set.h"
+
+#include <string.h>
+#include <sys/epoll.h>
+
+/* Whether it may map device memory of this process (path cuda_ipc). */
+static bool may_map(const session *s)
+{
+    return gpu_built() && s->trusted && s->is_unix;
+}
+
+uint32_t offered_paths(const session *s)
+{
+    const fanin_server *server = s->control->server;
+    uint32_t paths = 1u << WIRE_PATH_STREAM;
+    if (may_map(s))
+        paths |= 1u << WIRE_PATH_CUDA_IPC;
+    if (!server->ucx || !s->trusted ||
+        !ucx_versions_match(ucx_version(server->ucx), s->ucx_version))
+        return paths;
+    if (s->is_unix)
+        paths |= 1u << WIRE_PATH_CMA;
+    return paths | 1u << WIRE_PATH_RDMA;
+}
+
+bool has_path(const session *s, int32_t path)
+{
+    const registrar *r = &s->control->server->registrar;
+    if (path == WIRE_PATH_CUDA_IPC)
+        return may_map(s);
+    return s->trusted && r->ucx[path == WIRE_PATH_RDMA ? DOMAIN_RDMA : DOMAIN_HOST];
+}
+
+static fanin_status may_open_ipc(const session *s, fanin_error *error)
+{
+    error_place place = {.phase = "connect"};
+    if (may_map(s))
+        return FANIN_OK;
+    if (gpu_built()) {
+        place.remedy = "connect on the same host as the same user";
+        return error_set(
+            error, FANIN_ERR_UNSUPPORTED, &place,
+            "cuda_ipc needs a session over the Unix socket of the same host, "
+            "of the server's own user");
+    }
+    place.remedy = "install a build with CUDA in the trainer";
+    return error_set(error, FANIN_ERR_UNSUPPORTED, &place,
+                     "the server was built without CUDA");
+}
+
+static fanin_status may_open(const session *s, int32_t path, fanin_error *error)
+{
+    const fanin_server *server = s->control->server;
+    error_place place = {.phase = "connect"};
+    if (!s->trusted) {
+        place.remedy = "connect on the same host as the same user, or declare the "
+                       "network trusted in the trainer's configuration";
+        return error_set(error, FANIN_ERR_UNSUPPORTED, &place,
+                         "one-sided paths are for the server's own user");
+    }
+    if (path == WIRE_PATH_CMA && !s->is_unix)
+        return error_set(error, FANIN_ERR_UNSUPPORTED, &place,
+                         "cma needs a session over the Unix socket of the same host");
+    if (!server->ucx)
+        return error_set(error, FANIN_ERR_UNSUPPORTED, &place, "%s", server->ucx_why);
+    if (!ucx_versions_match(ucx_version(server->ucx), s->ucx_version)) {
+        place.remedy = "install the same major.minor version of UCX on both ends";
+        return error_set(error, FANIN_ERR_UNSUPPORTED, &place,
+                         "the server has UCX %s, the client %s",
+                         ucx_version(server->ucx),
+                         s->ucx_version[0] ? s->ucx_version : "none");
+    }
+    return FANIN_OK;
+}
+
+/* The UCX end of a domain, made when it is first asked for. */
+static fanin_status obtain_ucx(struct control *c, domain in, ucx_server **out,
+                               fanin_error *error)
+{
+    fanin_server *server = c->server;
+    registrar *r = &server->registrar;
+    if (!r->ucx[in]) {
+        ucx_server *made;
+        fanin_status status = ucx_server_create(server->ucx, in == DOMAIN_HOST,
+                                                &server->log, &made, error);
+        if (status != FANIN_OK)
+            return status;
+        struct epoll_event event = {.events = EPOLLIN, .data.ptr = &c->ucx_again};
+        int fd = ucx_server_fd(made);
+        if (fd >= 0 && epoll_ctl(c->epoll, EPOLL_CTL_ADD, fd, &event) != 0) {
+            ucx_server_destroy(&made);
+            return error_set(error, FANIN_ERR_IO, NULL,
+                             "epoll refuses UCX's descriptor");
+        }
+        pthread_mutex_lock(&r->lock);
+        r->ucx[in] = made;
+        pthread_mutex_unlock(&r->lock);
+        c->ucx_again = true;
+    }
+    *out = r->ucx[in];
+    return FANIN_OK;
+}
+
+/* Makes the path usable and fills in the server's address. */
+static fanin_status open_one_sided(session *s, const msg_open_path *m,
+                                   msg_open_path *reply, fanin_error *error)
+{
+    domain in = m->path == WIRE_PATH_RDMA ? DOMAIN_RDMA : DOMAIN_HOST;
+    ucx_server *end = NULL;
+    if (m->path == WIRE_PATH_CUDA_IPC)
+        return may_open_ipc(s, error);
+    fanin_status status = may_open(s, m->path, error);
+    if (status == FANIN_OK)
+        status = obtain_ucx(s->control, in, &end, error);
+    if (status == FANIN_OK)
+        reply->address.data = ucx_server_address(end, &reply->address.size);
+    return status;
+}
+
+fanin_status handle_open_path(session *s, uint64_t request, body *in)
+{
+    fanin_error error = FANIN_ERROR_INIT;
+    msg_open_path m;
+    fanin_status status = decode_open_path(in, &m);
+    if (status != FANIN_OK)
+        return status;
+    msg_open_path reply = {.path = m.path, .address = {(const uint8_t *)"", 0}};
+    if (m.path != WIRE_PATH_STREAM)
+        status = open_one_sided(s, &m, &reply, &error);
+    if (status == FANIN_OK)
+        encode_open_path(&s->out.bytes, request, MSG_OPEN_PATH_OK, &reply);
+    else
+        reply_error(s, request, &error);
+    return FANIN_OK;
+}
+
+bool progress_ucx(struct control *c)
+{
+    registrar *r = &c->server->registrar;
+    bool again = false;
+    for (int i = 0; i < DOMAINS; i++)
+        if (r->ucx[i] && !ucx_server_progress(r->ucx[i]))
+            again = true;
+    return again;
+}

@@ -1,0 +1,14 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/** @file Requests that are answered at once. Not FANIN_OK: the body is refused, in->why. */
+#ifndef REQUESTS_H
+#define REQUESTS_H
+
+#include "control/session.h"
+
+fanin_status handle_list(session *s, uint64_t request, body *in);
+/** A page of keys, boxes or regions. */
+fanin_status handle_blob(session *s, uint64_t request, message_type type, body *in);
+fanin_status handle_begin(session *s, uint64_t request, body *in);
+fanin_status handle_end(session *s, uint64_t request, body *in);
+
+#endif

@@ -1,0 +1,21 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/** @file Requests that are answered when their time comes: waits and watches. */
+#ifndef WAITS_H
+#define WAITS_H
+
+#include "control/session.h"
+
+/* As other requests: not FANIN_OK if the body is refused. */
+fanin_status handle_wait(session *s, uint64_t request, body *in);
+fanin_status handle_watch(session *s, uint64_t request, body *in);
+
+/** Answers waits that can be answered, reports changes to watchers. */
+void waits_answer(session *s);
+/** When the first wait's time is over. */
+deadline waits_due(const session *s);
+/** Ends waits whose time is over. */
+void waits_expire(session *s);
+/** Ends all waits: the server shuts down. */
+void waits_cancel(session *s);
+
+#endif
