@@ -16,12 +16,18 @@ typedef struct builder {
     const memory_range *range; /* of the piece before: neighbours mostly share it */
 } builder;
 
+static bool is_part(const device_plan_parts *parts, size_t source)
+{
+    return parts->plan->reader_of[source] == parts->reader;
+}
+
 bool device_plan_fits(const device_plan *d, const device_plan_parts *parts)
 {
-    return d && d->n_sources == parts->plan->n_sources &&
-           (d->gather_device == parts->gather_device || d->gather_device < 0) &&
-           memcmp(d->of_source, parts->of_source,
-                  d->n_sources * sizeof(*d->of_source)) == 0;
+    bool fits = d && d->n_sources == parts->plan->n_sources &&
+                (d->gather_device == parts->gather_device || d->gather_device < 0);
+    for (size_t i = 0; fits && i < d->n_sources; i++)
+        fits = d->of_source[i] == is_part(parts, i);
+    return fits;
 }
 
 /* ------------------------------------------------------------------- bases */
@@ -32,7 +38,7 @@ static fanin_status number_bases(device_plan *d, const device_plan_parts *parts,
     const path_plan *plan = parts->plan;
     uint64_t n = 0;
     for (size_t i = 0; i < plan->n_sources; i++)
-        n += parts->of_source[i] ? box_table_regions(plan->sources[i].boxes) : 0;
+        n += is_part(parts, i) ? box_table_regions(plan->sources[i].boxes) : 0;
     if (n > UINT32_MAX)
         return error_set(error, FANIN_ERR_LIMIT, NULL, "too many regions");
     d->bases = calloc(n + 1, sizeof(*d->bases));
@@ -40,7 +46,7 @@ static fanin_status number_bases(device_plan *d, const device_plan_parts *parts,
         return error_set_memory(error);
     for (size_t i = 0; i < plan->n_sources; i++) {
         uint32_t regions =
-            parts->of_source[i] ? box_table_regions(plan->sources[i].boxes) : 0;
+            is_part(parts, i) ? box_table_regions(plan->sources[i].boxes) : 0;
         for (uint32_t j = 0; j < regions; j++)
             d->bases[d->n_bases++] = (device_base){.source = i, .region = j};
     }
@@ -147,7 +153,7 @@ static fanin_status add_sources(builder *b, fanin_error *error)
     const path_plan *plan = b->from->plan;
     uint32_t base = 0;
     for (size_t i = 0; i < plan->n_sources; i++) {
-        if (!b->from->of_source[i])
+        if (!is_part(b->from, i))
             continue;
         fanin_status status = add_source(b, i, base, error);
         if (status != FANIN_OK)
@@ -204,7 +210,8 @@ fanin_status device_plan_build(gpu *g, const device_plan_parts *parts,
     b.d->of_source = calloc(n + 1, sizeof(*b.d->of_source));
     fanin_status status = b.d->of_source ? FANIN_OK : error_set_memory(error);
     if (status == FANIN_OK) {
-        memcpy(b.d->of_source, parts->of_source, n * sizeof(*b.d->of_source));
+        for (size_t i = 0; i < n; i++)
+            b.d->of_source[i] = is_part(parts, i);
         status = make_tables(&b, g, error);
     }
     for (size_t i = 0; i < b.d->n_parts; i++)

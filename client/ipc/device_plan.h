@@ -59,12 +59,12 @@ typedef struct device_plan {
     strided *views;
 } device_plan;
 
-/** What it is made from: the plan, and the spans of the sources with of_source[i]. */
+/** What it is made from: the plan, and the spans of those sources that are read by the reader. */
 typedef struct device_plan_parts {
     const path_plan *plan;
-    plan_spans *const *spans; /**< one a source */
-    const bool *of_source;
-    uint8_t *base; /**< of the destination */
+    const path_reader *reader; /**< its sources are part of it */
+    void *const *spans;        /**< plan_spans, one a source */
+    uint8_t *base;             /**< of the destination */
     const memory_range *ranges;
     size_t n_ranges;
     int gather_device;

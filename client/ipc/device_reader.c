@@ -69,6 +69,18 @@ void ipc_view_drop(ipc_view *view, uint32_t n)
     view->mappings = NULL;
 }
 
+void ipc_regions_drop(fanin_client *client, size_t peer, path_hold *hold)
+{
+    ipc_regions *r = (ipc_regions *)hold;
+    (void)client;
+    (void)peer;
+    for (size_t i = 0; i < r->n_views; i++)
+        ipc_view_drop(&r->views[i], r->regions->count);
+    free(r->views);
+    free(r->keys);
+    free(r);
+}
+
 /* Where a base of the plan is for kernels of @p device. */
 static fanin_status address_of(const device_reader *r, const device_base *b, int device,
                                uint64_t *out, fanin_error *error)

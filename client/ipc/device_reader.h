@@ -21,6 +21,7 @@ typedef struct ipc_view {
 
 /** A rank's regions, as kernels read them. */
 typedef struct ipc_regions {
+    path_hold hold; /**< first: what the path keeps */
     const region_table *regions;
     ipc_key *keys;   /**< one a region */
     ipc_view *views; /**< one a device that reads them */
@@ -31,6 +32,8 @@ typedef struct ipc_regions {
 const ipc_view *ipc_view_of(const ipc_regions *r, int device);
 /** Lets go of its first @p n mappings. */
 void ipc_view_drop(ipc_view *view, uint32_t n);
+/** Of a hold: lets go of all, and frees it. */
+void ipc_regions_drop(fanin_client *client, size_t peer, path_hold *hold);
 
 /** What a reader needs; one attempt. Everything outlives the reader. */
 typedef struct device_reading {

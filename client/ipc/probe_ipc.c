@@ -24,36 +24,10 @@ typedef struct reading {
 
 /* -------------------------------------------------------------- remote keys */
 
-typedef struct ipc_hold {
-    path_hold hold; /* first */
-    ipc_regions shard;
-} ipc_hold;
-
-/* The hold of the state's regions. */
-static ipc_regions *shard_of(const path_state *s)
+/* What is kept of the peer's regions; NULL: nothing yet. */
+static ipc_regions *kept_of(const path_round *r, size_t peer)
 {
-    return s->hold ? &((ipc_hold *)s->hold)->shard : NULL;
-}
-
-static void drop_hold(fanin_client *client, size_t peer, path_hold *hold)
-{
-    ipc_regions *shard = &((ipc_hold *)hold)->shard;
-    (void)client;
-    (void)peer;
-    for (size_t i = 0; i < shard->n_views; i++)
-        ipc_view_drop(&shard->views[i], shard->regions->count);
-    free(shard->views);
-    free(shard->keys);
-    free(hold);
-}
-
-path_hold *ipc_hold_make(const ipc_regions *regions)
-{
-    ipc_hold *h = calloc(1, sizeof *h);
-    if (!h)
-        return NULL;
-    *h = (ipc_hold){.hold = {.drop = drop_hold}, .shard = *regions};
-    return &h->hold;
+    return (ipc_regions *)path_taken(r->publication, peer)->hold;
 }
 
 static fanin_status decode_keys(const region_table *regions, uint32_t rank,
@@ -80,18 +54,19 @@ static fanin_status make_hold(path_state *s, uint32_t rank, fanin_error *error)
 {
     if (s->hold)
         return FANIN_OK;
-    ipc_regions shard = {.regions = s->regions,
-                         .keys =
-                             calloc((size_t)s->regions->count + 1, sizeof *shard.keys)};
-    fanin_status status = shard.keys ? decode_keys(s->regions, rank, shard.keys, error)
-                                     : error_set_memory(error);
-    if (status == FANIN_OK)
-        s->hold = ipc_hold_make(&shard);
-    if (status == FANIN_OK && !s->hold)
-        status = error_set_memory(error);
-    if (!s->hold)
-        free(shard.keys);
-    return status;
+    ipc_regions *kept = calloc(1, sizeof *kept);
+    ipc_key *keys = calloc((size_t)s->regions->count + 1, sizeof *keys);
+    fanin_status status = kept && keys ? decode_keys(s->regions, rank, keys, error)
+                                       : error_set_memory(error);
+    if (status != FANIN_OK) {
+        free(kept);
+        free(keys);
+        return status;
+    }
+    *kept =
+        (ipc_regions){.hold = {ipc_regions_drop}, .regions = s->regions, .keys = keys};
+    s->hold = &kept->hold;
+    return FANIN_OK;
 }
 
 /* ------------------------------------------------------------------ devices */
@@ -207,7 +182,7 @@ static fanin_status bring(path_round *r, size_t index, bool fresh, work_stop *st
 {
     reading one = {.round = r,
                    .index = index,
-                   .shard = shard_of(path_taken(r->publication, index)),
+                   .shard = kept_of(r, index),
                    .rank = connection_peer(r->client->peers[index].control)->rank,
                    .stop = stop};
     fanin_status status = FANIN_OK;
@@ -232,7 +207,7 @@ static uint64_t count_bytes(const path_round *r, const bool *mask, int device,
     uint64_t own = 0;
     *all = true;
     for (size_t i = 0; i < r->client->n_peers; i++) {
-        const ipc_regions *s = mask[i] ? shard_of(path_taken(r->publication, i)) : NULL;
+        const ipc_regions *s = mask[i] ? kept_of(r, i) : NULL;
         for (uint32_t j = 0; s && j < s->regions->count; j++) {
             int owner = gpu_device_of_uuid(g, s->keys[j].uuid);
             own += owner == device ? s->regions->entries[j].length : 0;
@@ -266,8 +241,7 @@ static void find_gather_device(path_round *r, const bool *mask)
     int *device = &r->publication->paths->gather_device;
     bool mapped = *device >= 0;
     for (size_t i = 0; i < r->client->n_peers && mapped; i++)
-        mapped =
-            !mask[i] || ipc_view_of(shard_of(path_taken(r->publication, i)), *device);
+        mapped = !mask[i] || ipc_view_of(kept_of(r, i), *device);
     if (!mapped)
         *device = choose_gather_device(r, mask);
     r->goal->gather_device = *device;
@@ -445,16 +419,11 @@ void ipc_unmap(fanin_client *client, publication *p)
     bool any = false;
     for (size_t i = 0; p->paths && i < p->n_peers; i++) {
         path_state *s = &p->paths->peers[i];
-        if (!s->hold || s->hold->drop != drop_hold)
+        if (!s->hold || s->hold->drop != ipc_regions_drop)
             continue;
         path_state_drop(client, s, i);
         any = true;
     }
     if (any && client->devices->map)
         ipc_map_sweep(client->devices->map);
-}
-
-const ipc_regions *ipc_regions_of(const path_state *s)
-{
-    return shard_of(s);
 }

@@ -13,29 +13,20 @@ static const span_rule kernel_rules = {.max_length = UINT64_C(1) << 40};
 
 /* ----------------------------------------------------------------- planning */
 
-typedef struct ipc_detail {
-    plan_spans **spans; /* a source; NULL: it was never read by this path */
-    device_plan *plan;
-} ipc_detail;
-
-static void forget(void *detail, size_t n_sources)
+static fanin_status make_spans(const path_planning *how, size_t source, void **detail,
+                               fanin_error *error)
 {
-    ipc_detail *d = detail;
-    for (size_t i = 0; d && d->spans && i < n_sources; i++)
-        plan_spans_free(&d->spans[i]);
-    if (d) {
-        device_plan_free(&d->plan);
-        free(d->spans);
-    }
-    free(d);
+    return path_make_spans(how, source, &kernel_rules, detail, error);
 }
 
-static fanin_status make_tables(const path_planning *how, ipc_detail *d,
-                                const bool *of_source, fanin_error *error)
+/* The tables of copies. */
+static fanin_status make_tables(const path_planning *how, void *const *details,
+                                void **shared, fanin_error *error)
 {
+    device_plan *d = *shared;
     device_plan_parts parts = {.plan = how->plan,
-                               .spans = d->spans,
-                               .of_source = of_source,
+                               .reader = &ipc_reader,
+                               .spans = details,
                                .base = how->goal->base,
                                .ranges = how->goal->ranges,
                                .n_ranges = how->goal->n_ranges,
@@ -43,86 +34,48 @@ static fanin_status make_tables(const path_planning *how, ipc_detail *d,
                                .stop = how->stop};
     uint64_t started = clock_ns();
     fanin_status status = FANIN_OK;
-    if (!device_plan_fits(d->plan, &parts)) {
-        device_plan_free(&d->plan);
-        status = device_plan_build(how->client->devices->g, &parts, &d->plan, error);
+    if (!device_plan_fits(d, &parts)) {
+        device_plan_free(&d);
+        status = device_plan_build(how->client->devices->g, &parts, &d, error);
     }
+    *shared = d;
     how->goal->table_ns += clock_ns() - started;
     return status;
 }
 
-/* Marks this path's sources and cuts what they bring; *any: there is one. */
-static fanin_status make_spans(const path_planning *how, ipc_detail *d, bool *of_source,
-                               bool *any, fanin_error *error)
+static void forget_tables(void *shared)
 {
-    const path_plan *p = how->plan;
-    fanin_status status = FANIN_OK;
-    for (size_t i = 0; i < p->n_sources && status == FANIN_OK; i++) {
-        const path_state *s = path_taken(how->publication, p->peer_of[i]);
-        of_source[i] = p->plan->ranks[i].n_pieces > 0 && s->path == FANIN_PATH_CUDA_IPC;
-        *any = *any || of_source[i];
-        if (of_source[i] && !d->spans[i])
-            status = plan_spans_build(p->plan, how->publication->keys, p->sources, i,
-                                      s->regions, &kernel_rules, how->stop,
-                                      &d->spans[i], error);
-    }
-    return status;
-}
-
-static fanin_status make_detail(const path_planning *how, void **detail,
-                                fanin_error *error)
-{
-    size_t n = how->plan->n_sources;
-    bool any = false;
-    bool *of_source = calloc(n + 1, sizeof *of_source);
-    ipc_detail *d = *detail ? *detail : calloc(1, sizeof *d);
-    *detail = d;
-    if (d && !d->spans)
-        d->spans = calloc(n + 1, sizeof *d->spans);
-    fanin_status status = of_source && d && d->spans
-                              ? make_spans(how, d, of_source, &any, error)
-                              : error_set_memory(error);
-    if (status == FANIN_OK && any)
-        status = make_tables(how, d, of_source, error);
-    free(of_source);
-    return status;
+    device_plan *d = shared;
+    device_plan_free(&d);
 }
 
 /* ------------------------------------------------------------------ reading */
 
 typedef struct ipc_reading {
     const path_reading *r;
-    ipc_detail *detail;
-    const ipc_regions **shards; /* one a source */
+    void *const *spans; /* one a source */
+    const ipc_regions **shards;
     uint32_t *first_region;
     device_reader *kernels;
-    bool failed, last, done;
+    bool done;
+    fanin_status status; /* of the kernels */
+    fanin_error error;
 } ipc_reading;
 
-static fanin_status start(const path_reading *r, void *detail, void **reading,
-                          fanin_error *error)
+static bool is_alone(const ipc_reading *k)
 {
-    size_t n = r->plan->n_sources;
-    ipc_reading *k = calloc(1, sizeof *k);
-    *reading = k;
-    if (!k)
-        return error_set_memory(error);
-    k->r = r;
-    k->detail = detail;
-    k->shards = calloc(n, sizeof *k->shards);
-    k->first_region = calloc(n, sizeof *k->first_region);
-    fanin_status status =
-        k->shards && k->first_region ? FANIN_OK : error_set_memory(error);
-    for (size_t i = 0; i < n && status == FANIN_OK; i++) {
-        if (r->reader_of[i] != &ipc_reader)
-            continue;
-        k->shards[i] = ipc_regions_of(path_taken(r->publication, r->plan->peer_of[i]));
-        status = path_arena(r, i, &k->first_region[i], error);
-    }
-    if (status != FANIN_OK)
-        return status;
+    const path_plan *p = k->r->plan;
+    bool alone = true;
+    for (size_t i = 0; i < p->n_sources && alone; i++)
+        alone = !p->reader_of[i] || p->reader_of[i] == &ipc_reader || k->r->done_ns[i];
+    return alone;
+}
+
+static fanin_status start_kernels(ipc_reading *k, device_plan *plan)
+{
+    const path_reading *r = k->r;
     device_reading how = {.client = r->client,
-                          .plan = k->detail->plan,
+                          .plan = plan,
                           .shards = k->shards,
                           .first_region = k->first_region,
                           .base = r->base,
@@ -130,36 +83,60 @@ static fanin_status start(const path_reading *r, void *detail, void **reading,
                           .landed = r->landed,
                           .landed_cookie = r->cookie,
                           .after = r->after};
-    status = device_reader_start(&how, &k->kernels, error);
-    k->failed = status == FANIN_ERR_TRANSPORT;
-    return status;
+    for (size_t i = 0; i < r->plan->n_sources; i++) {
+        if (r->plan->reader_of[i] != &ipc_reader)
+            continue;
+        size_t peer = r->plan->peer_of[i];
+        k->shards[i] = (const ipc_regions *)path_taken(r->publication, peer)->hold;
+        fanin_status status = path_arena(r, i, &k->first_region[i], &k->error);
+        if (status != FANIN_OK)
+            return status;
+    }
+    return device_reader_start(&how, &k->kernels, &k->error);
+}
+
+static fanin_status start(const path_reading *r, void *const *details, void *shared,
+                          void **reading, fanin_error *error)
+{
+    size_t n = r->plan->n_sources;
+    ipc_reading *k = calloc(1, sizeof *k);
+    *reading = k;
+    if (!k)
+        return error_set_memory(error);
+    *k = (ipc_reading){.r = r, .spans = details, .error = FANIN_ERROR_INIT};
+    k->shards = calloc(n, sizeof *k->shards);
+    k->first_region = calloc(n, sizeof *k->first_region);
+    k->status = k->shards && k->first_region ? start_kernels(k, shared)
+                                             : error_set_memory(&k->error);
+    error_copy(error, &k->error);
+    return k->status;
 }
 
 /* Waits for the kernels only if nothing else is to be done meanwhile. */
-static fanin_status check(void *reading, bool last, bool *done, fanin_error *error)
+static bool step(void *reading)
 {
     ipc_reading *k = reading;
-    const path_reading *r = k->r;
-    fanin_status status = path_check_ranks(r, &ipc_reader, error);
-    if (status != FANIN_OK)
-        return status;
-    k->last = last;
-    status = device_reader_step(k->kernels, last ? clock_ns() + KERNEL_NS : 0, &k->done,
-                                error);
-    k->failed = status == FANIN_ERR_TRANSPORT;
-    for (size_t i = 0; status == FANIN_OK && k->done && i < r->plan->n_sources; i++) {
-        if (r->reader_of[i] == &ipc_reader)
-            path_note_done(r, i);
-    }
-    *done = *done && k->done;
-    return status;
+    deadline until = is_alone(k) ? clock_ns() + KERNEL_NS : 0;
+    if (k->status == FANIN_OK && !k->done)
+        k->status = device_reader_step(k->kernels, until, &k->done, &k->error);
+    return false;
+}
+
+static fanin_status check(void *reading, size_t source, bool *done, fanin_error *error)
+{
+    const ipc_reading *k = reading;
+    (void)source;
+    *done = k->done;
+    if (k->status != FANIN_OK)
+        error_copy(error, &k->error);
+    return k->status;
 }
 
 static bool busy(void *reading, deadline *wake)
 {
     const ipc_reading *k = reading;
     if (!k->done)
-        *wake = deadline_sooner(*wake, k->last ? 0 : deadline_in_ms(1));
+        *wake = deadline_sooner(*wake, is_alone(k) ? 0 : deadline_in_ms(1));
     return false;
 }
 
@@ -168,32 +145,25 @@ static uint64_t bytes(const void *reading)
     return device_reader_bytes(((const ipc_reading *)reading)->kernels);
 }
 
-static uint64_t account(const void *reading)
+static uint64_t scatter_ns(const void *reading)
 {
-    const ipc_reading *k = reading;
-    const path_plan *p = k->r->plan;
-    for (size_t i = 0; i < p->n_sources; i++) {
-        if (k->r->reader_of[i] == &ipc_reader)
-            k->r->served[p->peer_of[i]] =
-                (served){.bytes = p->plan->ranks[i].bytes,
-                         .reads = k->detail->spans[i]->n_spans};
-    }
-    return device_reader_scatter_ns(k->kernels);
+    return device_reader_scatter_ns(((const ipc_reading *)reading)->kernels);
 }
 
-static bool finish(void *reading, const fanin_error *why)
+static void account(const void *reading, size_t source, served *out)
+{
+    const ipc_reading *k = reading;
+    const plan_spans *spans = k->spans[source];
+    out->bytes = k->r->plan->plan->ranks[source].bytes;
+    out->reads = spans->n_spans;
+}
+
+static bool finish(void *reading)
 {
     ipc_reading *k = reading;
-    const path_reading *r = k->r;
     bool ended = device_reader_destroy(&k->kernels);
-    if (!ended) {
-        k->detail->plan = NULL; /* its tables, too */
-        ipc_leave_to_device(r->client);
-    }
-    for (size_t i = 0; why && k->failed && i < r->plan->n_sources; i++) {
-        if (r->reader_of[i] == &ipc_reader)
-            path_avoid(r->client, r->plan->peer_of[i], why->message);
-    }
+    if (!ended)
+        ipc_leave_to_device(k->r->client);
     free(k->shards);
     free(k->first_region);
     free(k);
@@ -204,12 +174,16 @@ const path_reader ipc_reader = {
     .paths = 1 << FANIN_PATH_CUDA_IPC,
     .probe = ipc_probe,
     .unmap = ipc_unmap,
-    .plan = make_detail,
-    .forget = forget,
+    .plan = make_spans,
+    .plan_all = make_tables,
+    .forget = path_forget_spans,
+    .forget_all = forget_tables,
     .start = start,
+    .step = step,
     .check = check,
     .busy = busy,
     .bytes = bytes,
+    .scatter_ns = scatter_ns,
     .account = account,
     .finish = finish,
 };

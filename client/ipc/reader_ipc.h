@@ -12,10 +12,6 @@ extern const path_reader ipc_reader;
 fanin_status ipc_probe(path_round *r, bool *open, fanin_error *error);
 void ipc_unmap(fanin_client *client, publication *p);
 
-/** What the path keeps of a rank's regions, which becomes its own. NULL: out of memory. */
-path_hold *ipc_hold_make(const ipc_regions *regions);
-/** Of a state whose path this is. */
-const ipc_regions *ipc_regions_of(const path_state *s);
 /** A device does not end a read: what it may touch stays mapped and is never freed. */
 void ipc_leave_to_device(fanin_client *client);
 

@@ -108,9 +108,9 @@ bool path_is_local(const fanin_client *client, size_t peer)
 
 /* ----------------------------------------------------------------- reading */
 
-peer *path_source(const path_reading *r, size_t source)
+connection *path_source(const path_reading *r, size_t source)
 {
-    return &r->client->peers[r->plan->peer_of[source]];
+    return r->client->peers[r->plan->peer_of[source]].control;
 }
 
 /* Spans name the regions of the first arena; another one must be as large. */
@@ -135,21 +135,21 @@ fanin_status path_arena(const path_reading *r, size_t source, uint32_t *first_re
     return FANIN_OK;
 }
 
-fanin_status path_check_ranks(const path_reading *r, const path_reader *reader,
-                              fanin_error *error)
+fanin_status path_make_spans(const path_planning *how, size_t source,
+                             const span_rule *rule, void **detail, fanin_error *error)
 {
-    for (size_t i = 0; i < r->plan->n_sources; i++) {
-        const connection *c = path_source(r, i)->control;
-        if (r->reader_of[i] != reader || connection_get_state(c) == CONNECTION_READY)
-            continue;
-        error_copy(error, connection_fault(c));
-        return connection_fault(c)->status;
-    }
-    return FANIN_OK;
+    const path_plan *p = how->plan;
+    plan_spans *spans = NULL;
+    fanin_status status =
+        plan_spans_build(p->plan, how->publication->keys, p->sources, source,
+                         path_taken(how->publication, p->peer_of[source])->regions,
+                         rule, how->stop, &spans, error);
+    *detail = spans;
+    return status;
 }
 
-void path_note_done(const path_reading *r, size_t source)
+void path_forget_spans(void *detail)
 {
-    if (r->done_ns[source] == 0)
-        r->done_ns[source] = clock_ns();
+    plan_spans *spans = detail;
+    plan_spans_free(&spans);
 }

@@ -41,11 +41,14 @@ typedef struct path_round {
 
 /* -------------------------------------------------------------- planning */
 
-/** A plan, and the peers that its sources are. */
+typedef struct path_reader path_reader;
+
+/** A plan, and who its sources are. */
 typedef struct path_plan {
     plan *plan;
     plan_source *sources;
-    size_t *peer_of; /**< source -> peer */
+    size_t *peer_of;               /**< source -> peer */
+    const path_reader **reader_of; /**< of each source; NULL: nothing is read from it */
     size_t n_sources;
 } path_plan;
 
@@ -75,15 +78,12 @@ typedef struct served {
     bool used;
 } served;
 
-typedef struct path_reader path_reader;
-
 /** One attempt's reading, which all paths share; outlives what they make for it. */
 typedef struct path_reading {
     fanin_client *client;
     publication *publication;
     const path_plan *plan;
-    const path_reader **reader_of; /**< of each source; NULL: nothing is read from it */
-    const reader_lease *leases;    /**< one a peer */
+    const reader_lease *leases; /**< one a peer */
     uint8_t *base;
     const memory_range *ranges; /**< of the destination */
     size_t n_ranges;
@@ -111,27 +111,33 @@ struct path_reader {
     /** Unmaps what it maps of the publication; no reading is under way. NULL: it maps nothing. */
     void (*unmap)(fanin_client *client, publication *p);
 
-    /** Makes what its sources are read by, if that is not in *detail (NULL at first) already. */
-    fanin_status (*plan)(const path_planning *how, void **detail, fanin_error *error);
-    /** The plan goes. @p detail may be NULL. */
-    void (*forget)(void *detail, size_t n_sources);
+    /** Makes what a source is read by. */
+    fanin_status (*plan)(const path_planning *how, size_t source, void **detail,
+                         fanin_error *error);
+    /** Brings what all sources are read by to the current round. May be NULL. */
+    fanin_status (*plan_all)(const path_planning *how, void *const *details,
+                             void **shared, fanin_error *error);
+    /** The plan goes. Both may be called with NULL. */
+    void (*forget)(void *detail);
+    void (*forget_all)(void *shared); /**< may be NULL */
 
-    /** Begins; on an error *reading may be there nevertheless. It has a source at least. */
-    fanin_status (*start)(const path_reading *r, void *detail, void **reading,
-                          fanin_error *error);
-    /** Does what can be done without waiting; true: there was something. May be NULL. */
+    /** Begins; on an error *reading may be there nevertheless. It has a source at least.
+        @p details: one a source. */
+    fanin_status (*start)(const path_reading *r, void *const *details, void *shared,
+                          void **reading, fanin_error *error);
+    /** Does what can be done now; waits for a moment at most, and not if other paths have work.
+        True: something happened. */
     bool (*step)(void *reading);
-    /** Whether all is in place; else *done becomes false. @p last: nothing else is left to do, it may
-        wait for a moment. */
-    fanin_status (*check)(void *reading, bool last, bool *done, fanin_error *error);
+    /** *done: all of a source is in place. FANIN_ERR_TRANSPORT: maybe for its path alone. */
+    fanin_status (*check)(void *reading, size_t source, bool *done, fanin_error *error);
     /** Before the loop waits: true if it must not; *wake: when to look again. May be NULL. */
     bool (*busy)(void *reading, deadline *wake);
-    uint64_t (*bytes)(const void *reading); /**< so far */
-    /** All is in place: fills served[] but read_ns, used. Returns the time spent on copying. */
-    uint64_t (*account)(const void *reading);
-    /** Ends it. False: something may still write the destination. @p why: a path failed so (see
-        path_avoid()); NULL: none did. */
-    bool (*finish)(void *reading, const fanin_error *why);
+    uint64_t (*bytes)(const void *reading);      /**< so far */
+    uint64_t (*scatter_ns)(const void *reading); /**< spent on copying; may be NULL */
+    /** All is in place: bytes, reads, connections. */
+    void (*account)(const void *reading, size_t source, served *out);
+    /** Ends it. False: something may still write the destination. */
+    bool (*finish)(void *reading);
 };
 
 /* ------------------------------------------------------- for the paths' files */
@@ -152,16 +158,15 @@ fanin_status path_regions(path_round *r, bool *mask, fanin_path path,
 bool path_is_offered(const fanin_client *client, size_t peer, fanin_path path);
 bool path_is_local(const fanin_client *client, size_t peer);
 
-/** The peer that a source of the reading is. */
-peer *path_source(const path_reading *r, size_t source);
+/** The control connection to a source. */
+connection *path_source(const path_reading *r, size_t source);
 /** What is added to the regions of a source's spans. FANIN_ERR_PROTOCOL: the rank granted an arena
     that its region table does not hold. */
 fanin_status path_arena(const path_reading *r, size_t source, uint32_t *first_region,
                         fanin_error *error);
-/** Why a connection is not there, if one to a source of @p reader is not. */
-fanin_status path_check_ranks(const path_reading *r, const path_reader *reader,
-                              fanin_error *error);
-/** The source's last byte has been found in place. */
-void path_note_done(const path_reading *r, size_t source);
+/** A source's pieces cut by @p rule: a plan() and its forget(). */
+fanin_status path_make_spans(const path_planning *how, size_t source,
+                             const span_rule *rule, void **detail, fanin_error *error);
+void path_forget_spans(void *detail);
 
 #endif

@@ -19,10 +19,16 @@ plan_cache *plan_cache_of(publication *p, unsigned slot)
 
 static void clear(plan_cache *cache)
 {
-    for (size_t i = 0; i < PATH_READERS; i++)
-        path_readers[i]->forget(cache->details[i], cache->plan.n_sources);
+    for (size_t i = 0; i < PATH_READERS; i++) {
+        for (size_t j = 0; cache->details[i] && j < cache->plan.n_sources; j++)
+            path_readers[i]->forget(cache->details[i][j]);
+        if (path_readers[i]->forget_all)
+            path_readers[i]->forget_all(cache->shared[i]);
+        free(cache->details[i]);
+    }
     free(cache->ranges);
     free(cache->plan.sources);
+    free(cache->plan.reader_of);
     free(cache->plan.peer_of);
     plan_free(&cache->plan.plan);
     *cache = (plan_cache){0};
@@ -94,7 +100,8 @@ static fanin_status list_sources(const fanin_client *client, const publication *
     size_t n = client->n_peers;
     plan->sources = calloc(n, sizeof *plan->sources);
     plan->peer_of = calloc(n, sizeof *plan->peer_of);
-    if (!plan->sources || !plan->peer_of)
+    plan->reader_of = calloc(n, sizeof *plan->reader_of);
+    if (!plan->sources || !plan->peer_of || !plan->reader_of)
         return error_set_memory(error);
     for (size_t i = 0; i < n; i++) {
         if (!use[i])
@@ -149,17 +156,43 @@ fanin_status plan_cache_make(plan_cache *cache, fanin_client *client,
     return FANIN_OK;
 }
 
+static fanin_status detail_of(plan_cache *cache, size_t reader,
+                              const path_planning *how, fanin_error *error)
+{
+    const path_reader *r = path_readers[reader];
+    const path_plan *p = &cache->plan;
+    void ***details = &cache->details[reader];
+    bool any = false;
+    fanin_status status = FANIN_OK;
+    for (size_t i = 0; i < p->n_sources && status == FANIN_OK; i++) {
+        if (p->reader_of[i] != r)
+            continue;
+        any = true;
+        if (!*details)
+            *details = calloc(p->n_sources, sizeof **details);
+        if (!*details)
+            return error_set_memory(error);
+        if (!(*details)[i])
+            status = r->plan(how, i, &(*details)[i], error);
+    }
+    if (status == FANIN_OK && any && r->plan_all)
+        status = r->plan_all(how, *details, &cache->shared[reader], error);
+    return status;
+}
+
 fanin_status plan_cache_detail(plan_cache *cache, fanin_client *client, publication *p,
                                path_goal *goal, work_stop *stop, fanin_error *error)
 {
-    path_planning how = {.client = client,
-                         .publication = p,
-                         .plan = &cache->plan,
-                         .goal = goal,
-                         .stop = stop};
+    const path_plan *plan = &cache->plan;
+    path_planning how = {
+        .client = client, .publication = p, .plan = plan, .goal = goal, .stop = stop};
     fanin_status status = FANIN_OK;
+    for (size_t i = 0; i < plan->n_sources; i++)
+        plan->reader_of[i] = plan->plan->ranks[i].n_pieces > 0
+                                 ? path_reader_of(path_taken(p, plan->peer_of[i])->path)
+                                 : NULL;
     for (size_t i = 0; i < PATH_READERS && status == FANIN_OK; i++)
-        status = path_readers[i]->plan(&how, &cache->details[i], error);
+        status = detail_of(cache, i, &how, error);
     return status;
 }
 

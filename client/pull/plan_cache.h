@@ -13,7 +13,8 @@ typedef struct plan_cache {
     bool lacks_rank;  /**< there is none for want of a rank that is gone */
     digest made_from; /**< of tables, participants and destination layout */
     path_plan plan;
-    void *details[PATH_READERS]; /**< what each path reads by */
+    void **details[PATH_READERS]; /**< what each path reads each source by */
+    void *shared[PATH_READERS];   /**< and all of them */
     memory_range *ranges; /**< the destination's, if they follow from its layout */
     size_t n_ranges;
 } plan_cache;

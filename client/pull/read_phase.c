@@ -23,7 +23,7 @@ static fanin_status make_sink(phase *w, fanin_error *error)
     path_reading *r = &w->reading;
     bool used = false;
     for (size_t i = 0; i < r->plan->n_sources; i++)
-        used = used || (r->reader_of[i] && r->reader_of[i]->uses_sink);
+        used = used || (r->plan->reader_of[i] && r->plan->reader_of[i]->uses_sink);
     for (size_t i = 0; i < r->n_ranges && used; i++) {
         if (r->ranges[i].device >= 0)
             return device_sink_create(r->client->devices->g, r->ranges, r->n_ranges,
@@ -32,40 +32,37 @@ static fanin_status make_sink(phase *w, fanin_error *error)
     return FANIN_OK;
 }
 
-static fanin_status start_reader(phase *w, size_t index, fanin_error *error)
-{
-    const path_reading *r = &w->reading;
-    bool any = false;
-    for (size_t i = 0; i < r->plan->n_sources; i++)
-        any = any || r->reader_of[i] == path_readers[index];
-    if (!any)
-        return FANIN_OK;
-    return path_readers[index]->start(r, w->of->cache->details[index],
-                                      &w->readings[index], error);
-}
-
 static fanin_status start(phase *w, fanin_error *error)
 {
     path_reading *r = &w->reading;
-    const path_plan *p = r->plan;
-    r->reader_of = calloc(p->n_sources + 1, sizeof *r->reader_of);
-    r->done_ns = calloc(p->n_sources + 1, sizeof *r->done_ns);
-    if (!r->reader_of || !r->done_ns)
+    const plan_cache *cache = w->of->cache;
+    bool used[PATH_READERS] = {false};
+    r->done_ns = calloc(r->plan->n_sources + 1, sizeof *r->done_ns);
+    if (!r->done_ns)
         return error_set_memory(error);
-    for (size_t i = 0; i < p->n_sources; i++) {
-        if (p->plan->ranks[i].n_pieces == 0)
-            continue;
-        r->reader_of[i] =
-            path_reader_of(path_taken(r->publication, p->peer_of[i])->path);
-        connection_set_owing(path_source(r, i)->control, true);
+    for (size_t i = 0; i < r->plan->n_sources; i++) {
+        for (size_t j = 0; j < PATH_READERS; j++)
+            used[j] = used[j] || r->plan->reader_of[i] == path_readers[j];
+        connection_set_owing(path_source(r, i), r->plan->reader_of[i] != NULL);
     }
     fanin_status status = make_sink(w, error);
-    for (size_t i = 0; i < PATH_READERS && status == FANIN_OK; i++)
-        status = start_reader(w, i, error);
+    for (size_t i = 0; i < PATH_READERS && status == FANIN_OK; i++) {
+        if (used[i])
+            status = path_readers[i]->start(r, cache->details[i], cache->shared[i],
+                                            &w->readings[i], error);
+    }
     return status;
 }
 
 /* ------------------------------------------------------------------- running */
+
+static void *reading_of(const phase *w, size_t source)
+{
+    size_t i = 0;
+    while (path_readers[i] != w->reading.plan->reader_of[source])
+        i++;
+    return w->readings[i];
+}
 
 static void report_progress(phase *w)
 {
@@ -84,29 +81,41 @@ static void report_progress(phase *w)
     options->progress(options->progress_cookie, bytes < total ? bytes : total, total);
 }
 
-/* Whether all is in place. Backwards: who may wait for its part comes first in the table, and knows
-   when it is asked whether that is all there is left to do. */
-static fanin_status check(const phase *w, bool *done, fanin_error *error)
+/* A lost connection tells of a dead rank long before a fabric would. */
+static fanin_status check(const phase *w, bool *all, fanin_error *error)
 {
-    fanin_status status = FANIN_OK;
-    *done = true;
-    for (size_t i = PATH_READERS; i-- > 0 && status == FANIN_OK;) {
-        if (w->readings[i])
-            status = path_readers[i]->check(w->readings[i], *done, done, error);
+    const path_reading *r = &w->reading;
+    *all = true;
+    for (size_t i = 0; i < r->plan->n_sources; i++) {
+        connection *c = path_source(r, i);
+        bool done = false;
+        if (!r->plan->reader_of[i])
+            continue;
+        if (connection_get_state(c) != CONNECTION_READY) {
+            error_copy(error, connection_fault(c));
+            return connection_fault(c)->status;
+        }
+        fanin_status status =
+            r->plan->reader_of[i]->check(reading_of(w, i), i, &done, error);
+        if (status != FANIN_OK)
+            return status;
+        *all = *all && done;
+        if (!done || r->done_ns[i] > 0)
+            continue;
+        r->done_ns[i] = clock_ns();
+        connection_set_owing(c, false);
     }
-    return status;
+    return FANIN_OK;
 }
 
 static fanin_status run(phase *w, deadline at, fanin_error *error)
 {
     for (;;) {
-        bool done, busy = false;
-        for (size_t i = 0; i < PATH_READERS; i++) {
-            if (w->readings[i] && path_readers[i]->step)
-                busy = path_readers[i]->step(w->readings[i]) || busy;
-        }
-        fanin_status status = check(w, &done, error);
-        if (status != FANIN_OK || done)
+        bool all, busy = false;
+        for (size_t i = 0; i < PATH_READERS; i++)
+            busy = (w->readings[i] && path_readers[i]->step(w->readings[i])) || busy;
+        fanin_status status = check(w, &all, error);
+        if (status != FANIN_OK || all)
             return status;
         report_progress(w);
         deadline wake = UINT64_MAX;
@@ -124,43 +133,58 @@ static fanin_status run(phase *w, deadline at, fanin_error *error)
 static void account(const phase *w)
 {
     const path_reading *r = &w->reading;
-    for (size_t i = 0; i < PATH_READERS; i++) {
-        if (w->readings[i])
-            w->of->result->info.scatter_ns += path_readers[i]->account(w->readings[i]);
-    }
+    fanin_result *result = w->of->result;
     for (size_t i = 0; i < r->plan->n_sources; i++) {
-        if (!r->reader_of[i])
+        served *s = &result->served[r->plan->peer_of[i]];
+        if (!r->plan->reader_of[i])
             continue;
-        r->served[r->plan->peer_of[i]].used = true;
-        r->served[r->plan->peer_of[i]].read_ns = r->done_ns[i] - w->of->first_ns;
+        *s = (served){.used = true, .read_ns = r->done_ns[i] - w->of->first_ns};
+        r->plan->reader_of[i]->account(reading_of(w, i), i, s);
+    }
+    for (size_t i = 0; i < PATH_READERS; i++) {
+        if (w->readings[i] && path_readers[i]->scatter_ns)
+            result->info.scatter_ns += path_readers[i]->scatter_ns(w->readings[i]);
     }
 }
 
-static void finish(phase *w, fanin_status status, const fanin_error *why)
+/* A path that failed is not tried again on this connection unless it is forced. */
+static void avoid_failed(const phase *w)
+{
+    const path_reading *r = &w->reading;
+    for (size_t i = 0; i < r->plan->n_sources; i++) {
+        fanin_error why = FANIN_ERROR_INIT;
+        bool done;
+        if (r->plan->reader_of[i] && reading_of(w, i) &&
+            !(r->plan->reader_of[i]->paths & 1 << FANIN_PATH_STREAM) &&
+            r->plan->reader_of[i]->check(reading_of(w, i), i, &done, &why) ==
+                FANIN_ERR_TRANSPORT)
+            path_avoid(r->client, r->plan->peer_of[i], why.message);
+    }
+}
+
+static void finish(phase *w, fanin_status status)
 {
     path_reading *r = &w->reading;
     destination *d = w->of->destination;
-    if (status != FANIN_ERR_TRANSPORT || device_sink_failed(r->sink, NULL))
-        why = NULL; /* no path's fault */
+    if (status == FANIN_ERR_TRANSPORT && !device_sink_failed(r->sink, NULL))
+        avoid_failed(w);
     for (size_t i = 0; i < PATH_READERS; i++) {
-        if (w->readings[i] && !path_readers[i]->finish(w->readings[i], why))
-            d->leak = true;
+        if (!w->readings[i] || path_readers[i]->finish(w->readings[i]))
+            continue;
+        d->leak = true;
+        w->of->cache->shared[i] = NULL; /* what goes on may use it */
     }
     for (size_t i = 0; i < r->plan->n_sources; i++)
-        connection_set_owing(path_source(r, i)->control, false);
+        connection_set_owing(path_source(r, i), false);
     w->of->final = device_sink_failed(r->sink, NULL);
     if (!device_sink_destroy(&r->sink))
         d->leak = true;
-    free(r->reader_of);
     free(r->done_ns);
 }
 
 fanin_status read_phase_run(read_phase *r, deadline at, fanin_error *error)
 {
     const destination *d = r->destination;
-    fanin_error local = FANIN_ERROR_INIT;
-    fanin_error *why =
-        error ? error : &local; /* what is to be said of a path that failed */
     phase w = {.of = r,
                .reading = {.client = r->client,
                            .publication = r->publication,
@@ -173,15 +197,14 @@ fanin_status read_phase_run(read_phase *r, deadline at, fanin_error *error)
                            .landed = d->landed,
                            .cookie = d->cookie,
                            .pinned = d->pinned,
-                           .after = &r->options->stream,
-                           .served = r->result->served}};
+                           .after = &r->options->stream}};
     r->first_ns = clock_ns();
-    fanin_status status = start(&w, why);
+    fanin_status status = start(&w, error);
     if (status == FANIN_OK)
-        status = run(&w, at, why);
+        status = run(&w, at, error);
     r->last_ns = clock_ns();
     if (status == FANIN_OK)
         account(&w);
-    finish(&w, status, why);
+    finish(&w, status);
     return status;
 }

@@ -72,37 +72,30 @@ static fanin_status probe(path_round *r, bool *open, fanin_error *error)
 
 /* ----------------------------------------------------------------- planning */
 
-static fanin_status make_lists(const path_planning *how, void **detail,
-                               fanin_error *error)
+static fanin_status make_list(const path_planning *how, size_t source, void **detail,
+                              fanin_error *error)
 {
     const path_plan *p = how->plan;
-    fanin_status status = FANIN_OK;
-    for (size_t i = 0; i < p->n_sources && status == FANIN_OK; i++) {
-        size_t peer = p->peer_of[i];
-        if (p->plan->ranks[i].n_pieces == 0 ||
-            path_taken(how->publication, peer)->path != FANIN_PATH_STREAM)
-            continue;
-        if (!*detail)
-            *detail = calloc(p->n_sources, sizeof(read_list));
-        read_list *lists = *detail;
-        if (!lists)
-            return error_set_memory(error);
-        if (!lists[i].requests)
-            status =
-                read_list_build(&p->plan->ranks[i], p->sources[i].boxes,
-                                how->publication->keys, how->stop, &lists[i], error);
-    }
+    read_list *list = calloc(1, sizeof *list);
+    fanin_status status =
+        list ? read_list_build(&p->plan->ranks[source], p->sources[source].boxes,
+                               how->publication->keys, how->stop, list, error)
+             : error_set_memory(error);
+    if (status == FANIN_OK)
+        *detail = list;
+    else
+        free(list);
     return status;
 }
 
-static void forget_lists(void *detail, size_t n_sources)
+static void forget_list(void *detail)
 {
-    read_list *lists = detail;
-    for (size_t i = 0; lists && i < n_sources; i++) {
-        free(lists[i].requests);
-        free(lists[i].entries);
+    read_list *list = detail;
+    if (list) {
+        free(list->requests);
+        free(list->entries);
     }
-    free(lists);
+    free(list);
 }
 
 /* ------------------------------------------------------------------ reading */
@@ -114,27 +107,27 @@ typedef struct stream_source {
 
 typedef struct stream_reading {
     const path_reading *r;
-    const read_list *lists;
-    stream_source *sources;
     seal_checks *checks; /* NULL: who receives makes them */
     uint64_t inflight;
+    stream_source sources[];
 } stream_reading;
 
 /* Threads cost more than they spare where little comes. */
 static void make_checks(stream_reading *s)
 {
-    const path_reading *r = s->r;
+    const path_plan *p = s->r->plan;
     uint64_t bytes = 0;
-    for (size_t i = 0; i < r->plan->n_sources; i++) {
-        if (r->reader_of[i] == &stream_reader &&
-            connection_is_sealed(path_source(r, i)->control))
-            bytes += r->plan->plan->ranks[i].bytes;
+    for (size_t i = 0; i < p->n_sources; i++) {
+        if (p->reader_of[i] == &stream_reader &&
+            connection_is_sealed(path_source(s->r, i)))
+            bytes += p->plan->ranks[i].bytes;
     }
-    if (bytes >= CHECKS_FROM && !r->sink)
-        s->checks = seal_checks_create(&r->client->loop);
+    if (bytes >= CHECKS_FROM && !s->r->sink)
+        s->checks = seal_checks_create(&s->r->client->loop);
 }
 
-static fanin_status start_source(stream_reading *s, size_t i, fanin_error *error)
+static fanin_status start_source(stream_reading *s, size_t i, const read_list *list,
+                                 fanin_error *error)
 {
     const path_reading *r = s->r;
     size_t peer = r->plan->peer_of[i];
@@ -144,7 +137,7 @@ static fanin_status start_source(stream_reading *s, size_t i, fanin_error *error
         return status;
     source->work = (stream_work){.plan = r->plan->plan,
                                  .pieces = &r->plan->plan->ranks[i],
-                                 .list = &s->lists[i],
+                                 .list = list,
                                  .base = r->base,
                                  .need = r->need,
                                  .landed = r->landed,
@@ -159,23 +152,20 @@ static fanin_status start_source(stream_reading *s, size_t i, fanin_error *error
     return FANIN_OK;
 }
 
-static fanin_status start(const path_reading *r, void *detail, void **reading,
-                          fanin_error *error)
+static fanin_status start(const path_reading *r, void *const *details, void *shared,
+                          void **reading, fanin_error *error)
 {
-    stream_reading *s = calloc(1, sizeof *s);
+    (void)shared;
+    stream_reading *s = calloc(1, sizeof *s + r->plan->n_sources * sizeof *s->sources);
     *reading = s;
     if (!s)
         return error_set_memory(error);
     s->r = r;
-    s->lists = detail;
-    s->sources = calloc(r->plan->n_sources, sizeof *s->sources);
-    if (!s->sources)
-        return error_set_memory(error);
     make_checks(s);
     fanin_status status = FANIN_OK;
     for (size_t i = 0; i < r->plan->n_sources && status == FANIN_OK; i++) {
-        if (r->reader_of[i] == &stream_reader)
-            status = start_source(s, i, error);
+        if (r->plan->reader_of[i] == &stream_reader)
+            status = start_source(s, i, details[i], error);
     }
     return status;
 }
@@ -186,28 +176,16 @@ static bool step(void *reading)
     return s->inflight == 0 && seal_checks_help(s->checks);
 }
 
-static fanin_status check(void *reading, bool last, bool *done, fanin_error *error)
+static fanin_status check(void *reading, size_t source, bool *done, fanin_error *error)
 {
-    (void)last;
-    stream_reading *s = reading;
-    const path_reading *r = s->r;
-    for (size_t i = 0; i < r->plan->n_sources; i++) {
-        stream_work *w = &s->sources[i].work;
-        if (!s->sources[i].link)
-            continue;
-        if (w->failed) {
-            error_copy(error, &w->error);
-            return w->status;
-        }
-        if (w->done_requests == w->list->n_requests) {
-            connection_set_owing(path_source(r, i)->control, false);
-            path_note_done(r, i);
-        } else {
-            *done = false;
-        }
-        stream_link_pump(s->sources[i].link);
+    stream_source *s = &((stream_reading *)reading)->sources[source];
+    if (s->work.failed) {
+        error_copy(error, &s->work.error);
+        return s->work.status;
     }
-    return path_check_ranks(r, &stream_reader, error);
+    *done = s->work.done_requests == s->work.list->n_requests;
+    stream_link_pump(s->link);
+    return FANIN_OK;
 }
 
 static uint64_t bytes(const void *reading)
@@ -219,32 +197,23 @@ static uint64_t bytes(const void *reading)
     return sum;
 }
 
-static uint64_t account(const void *reading)
+static void account(const void *reading, size_t source, served *out)
 {
-    const stream_reading *s = reading;
-    for (size_t i = 0; i < s->r->plan->n_sources; i++) {
-        const stream_source *source = &s->sources[i];
-        if (!source->link)
-            continue;
-        s->r->served[s->r->plan->peer_of[i]] =
-            (served){.bytes = source->work.bytes,
-                     .reads = source->work.done_requests,
-                     .connections = stream_link_count(source->link)};
-    }
-    return 0;
+    const stream_source *s = &((const stream_reading *)reading)->sources[source];
+    out->bytes = s->work.bytes;
+    out->reads = s->work.done_requests;
+    out->connections = stream_link_count(s->link);
 }
 
-static bool finish(void *reading, const fanin_error *why)
+static bool finish(void *reading)
 {
-    (void)why; /* there is no other path to take instead */
     stream_reading *s = reading;
     /* First: they read the destination, and tell the links. */
     seal_checks_destroy(&s->checks);
-    for (size_t i = 0; s->sources && i < s->r->plan->n_sources; i++) {
+    for (size_t i = 0; i < s->r->plan->n_sources; i++) {
         if (s->sources[i].link)
             stream_end_work(s->r->client, s->r->plan->peer_of[i]);
     }
-    free(s->sources);
     free(s);
     return true;
 }
@@ -254,8 +223,8 @@ const path_reader stream_reader = {
     .asks = true,
     .uses_sink = true,
     .probe = probe,
-    .plan = make_lists,
-    .forget = forget_lists,
+    .plan = make_list,
+    .forget = forget_list,
     .start = start,
     .step = step,
     .check = check,

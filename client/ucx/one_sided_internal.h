@@ -14,11 +14,11 @@
 
 /** One rank's reading in one attempt. */
 typedef struct one_sided_work {
-    size_t source, peer;
+    size_t peer;
     uint32_t rank;
     const region_table *regions;
-    ucx_rkey *const *rkeys; /**< one a region */
-    const plan_spans *spans;
+    ucx_rkey *const *rkeys;  /**< one a region */
+    const plan_spans *spans; /**< NULL: another path's source */
     /** added to the spans' regions: which of the regions and rkeys hold the bytes */
     uint32_t first_region;
     uint64_t next_span, done_spans, bytes; /**< bytes: fetched */
@@ -53,8 +53,9 @@ typedef struct get {
 struct one_sided {
     const path_reading *r;
     ucx_end *end;
-    one_sided_work *works; /* one a source on this path */
+    one_sided_work *works; /* one a source */
     size_t n, turn;
+    uint64_t bytes; /* to be fetched */
     ucx_local *
         *locals; /* of each range of the destination, NULL: it is not registered */
     size_t n_locals;

@@ -16,35 +16,10 @@ static const span_rule span_rules = {
 
 /* ----------------------------------------------------------------- planning */
 
-static fanin_status make_spans(const path_planning *how, void **detail,
+static fanin_status make_spans(const path_planning *how, size_t source, void **detail,
                                fanin_error *error)
 {
-    const path_plan *p = how->plan;
-    fanin_status status = FANIN_OK;
-    for (size_t i = 0; i < p->n_sources && status == FANIN_OK; i++) {
-        const path_state *s = path_taken(how->publication, p->peer_of[i]);
-        if (p->plan->ranks[i].n_pieces == 0 ||
-            !(ucx_reader.paths & UINT32_C(1) << s->path))
-            continue;
-        if (!*detail)
-            *detail = calloc(p->n_sources, sizeof(plan_spans *));
-        plan_spans **spans = *detail;
-        if (!spans)
-            return error_set_memory(error);
-        if (!spans[i])
-            status =
-                plan_spans_build(p->plan, how->publication->keys, p->sources, i,
-                                 s->regions, &span_rules, how->stop, &spans[i], error);
-    }
-    return status;
-}
-
-static void forget_spans(void *detail, size_t n_sources)
-{
-    plan_spans **spans = detail;
-    for (size_t i = 0; spans && i < n_sources; i++)
-        plan_spans_free(&spans[i]);
-    free(spans);
+    return path_make_spans(how, source, &span_rules, detail, error);
 }
 
 /* -------------------------------------------------------------- life cycle */
@@ -55,56 +30,48 @@ static void on_wake(loop_source *source, uint32_t events)
     (void)events; /* the next step progresses */
 }
 
-static fanin_status add_work(one_sided *o, size_t source, plan_spans *const *spans,
+static fanin_status add_work(one_sided *o, size_t source, const plan_spans *spans,
                              fanin_error *error)
 {
     const path_reading *r = o->r;
-    size_t peer = r->plan->peer_of[source];
-    const path_state *s = path_taken(r->publication, peer);
-    one_sided_work *w = &o->works[o->n++];
-    *w = (one_sided_work){.source = source,
-                          .peer = peer,
+    const path_state *s = path_taken(r->publication, r->plan->peer_of[source]);
+    one_sided_work *w = &o->works[source];
+    *w = (one_sided_work){.peer = r->plan->peer_of[source],
                           .rank = r->plan->sources[source].rank,
                           .regions = s->regions,
                           .rkeys = ucx_keys_of(s),
-                          .spans = spans[source]};
+                          .spans = spans};
+    for (uint64_t i = 0; i < spans->n_spans; i++)
+        o->bytes += spans->spans[i].length;
     return path_arena(r, source, &w->first_region, error);
 }
 
-static uint64_t count_bytes(const one_sided *o)
+static fanin_status start(const path_reading *r, void *const *details, void *shared,
+                          void **reading, fanin_error *error)
 {
-    uint64_t bytes = 0;
-    for (size_t i = 0; i < o->n; i++) {
-        for (uint64_t j = 0; j < o->works[i].spans->n_spans; j++)
-            bytes += o->works[i].spans->spans[j].length;
-    }
-    return bytes;
-}
-
-static fanin_status start(const path_reading *r, void *detail, void **reading,
-                          fanin_error *error)
-{
+    (void)shared;
     one_sided *o = calloc(1, sizeof *o);
     *reading = o;
     if (!o)
         return error_set_memory(error);
-    o->r = r;
-    o->end = r->client->one_sided;
-    o->context = -1;
-    o->source = (loop_source){.fd = -1, .events = EPOLLIN, .ready = on_wake};
-    o->works = calloc(r->plan->n_sources, sizeof *o->works);
-    fanin_status status = o->works ? FANIN_OK : error_set_memory(error);
-    for (size_t i = 0; i < r->plan->n_sources && status == FANIN_OK; i++) {
-        if (r->reader_of[i] == &ucx_reader)
-            status = add_work(o, i, detail, error);
+    *o = (one_sided){.r = r,
+                     .end = r->client->one_sided,
+                     .n = r->plan->n_sources,
+                     .context = -1,
+                     .source = {.fd = -1, .events = EPOLLIN, .ready = on_wake}};
+    o->works = calloc(o->n, sizeof *o->works);
+    if (!o->works)
+        return error_set_memory(error);
+    fanin_status status = one_sided_make_staging(o->end, error);
+    for (size_t i = 0; i < o->n && status == FANIN_OK; i++) {
+        if (r->plan->reader_of[i] == &ucx_reader)
+            status = add_work(o, i, details[i], error);
     }
-    if (status == FANIN_OK)
-        status = one_sided_make_staging(o->end, error);
     if (status == FANIN_OK)
         status = one_sided_make_gets(o, error);
     if (status != FANIN_OK)
         return status;
-    o->pool = scatter_pool_create(count_bytes(o) < THREADS_FROM ? 0 : MAX_THREADS, -1);
+    o->pool = scatter_pool_create(o->bytes < THREADS_FROM ? 0 : MAX_THREADS, -1);
     if (!o->pool)
         return error_set_memory(error);
     one_sided_register(o);
@@ -119,31 +86,22 @@ static bool enter(const one_sided *o)
            gpu_context_enter(device_sink_gpu(o->r->sink), o->context, NULL) == FANIN_OK;
 }
 
+/* Endpoints that failed, or whose gets are still out, are of no use any more. */
 static bool drain(one_sided *o)
 {
     bool drained = true;
     deadline at = ucx_end_drain_by();
-    for (size_t i = 0; i < o->n; i++) {
-        const ucx_endpoint *e = o->end->peers[o->works[i].peer].endpoint;
-        if (e && (ucx_endpoint_outstanding(e) > 0 || ucx_endpoint_failed(e, NULL) != 0))
-            drained = ucx_end_drop(o->r->client, o->works[i].peer, at) && drained;
+    for (size_t i = 0; o->works && i < o->n; i++) {
+        const one_sided_work *w = &o->works[i];
+        const ucx_endpoint *e = w->spans ? o->end->peers[w->peer].endpoint : NULL;
+        if (e && (w->failed || ucx_endpoint_outstanding(e) > 0 ||
+                  ucx_endpoint_failed(e, NULL) != 0))
+            drained = ucx_end_drop(o->r->client, w->peer, at) && drained;
     }
     return drained && o->outstanding == 0;
 }
 
-/* A path that failed is not tried again on this connection unless it is forced. */
-static void avoid_failed(const one_sided *o)
-{
-    deadline at = ucx_end_drain_by();
-    for (size_t i = 0; i < o->n; i++) {
-        if (!o->works[i].failed)
-            continue;
-        (void)ucx_end_drop(o->r->client, o->works[i].peer, at);
-        path_avoid(o->r->client, o->works[i].peer, o->works[i].error.message);
-    }
-}
-
-static bool finish(void *reading, const fanin_error *why)
+static bool finish(void *reading)
 {
     one_sided *o = reading;
     device_sink *sink = o->r->sink;
@@ -158,8 +116,6 @@ static bool finish(void *reading, const fanin_error *why)
         drained = ucx_end_close(o->r->client);
     if (entered)
         gpu_context_leave(device_sink_gpu(sink));
-    if (why)
-        avoid_failed(o);
     if (!drained || !copied)
         return false; /* what is under way may still land: reader and destination stay */
     for (size_t i = 0; o->gets && i < o->n_gets; i++) {
@@ -306,7 +262,7 @@ static bool turn(one_sided *o)
     bool happened = get_collect(o), full = false;
     for (size_t i = 0; i < o->n && !full; i++) {
         one_sided_work *w = &o->works[(o->turn + i) % o->n];
-        if (w->failed || w->next_span == w->spans->n_spans)
+        if (!w->spans || w->failed || w->next_span == w->spans->n_spans)
             continue;
         const ucx_endpoint *e = o->end->peers[w->peer].endpoint;
         if (!e || ucx_endpoint_failed(e, NULL) != 0) {
@@ -335,24 +291,14 @@ static bool step(void *reading)
     return true;
 }
 
-static fanin_status check(void *reading, bool last, bool *done, fanin_error *error)
+static fanin_status check(void *reading, size_t source, bool *done, fanin_error *error)
 {
-    (void)last;
-    one_sided *o = reading;
-    /* Tells of a dead rank long before a fabric would. */
-    fanin_status status = path_check_ranks(o->r, &ucx_reader, error);
-    for (size_t i = 0; i < o->n && status == FANIN_OK; i++) {
-        const one_sided_work *w = &o->works[i];
-        if (w->failed) {
-            error_copy(error, &w->error);
-            status = FANIN_ERR_TRANSPORT;
-        } else if (w->done_spans < w->spans->n_spans) {
-            *done = false;
-        } else {
-            path_note_done(o->r, w->source);
-        }
-    }
-    return status;
+    const one_sided_work *w = &((one_sided *)reading)->works[source];
+    *done = w->done_spans == w->spans->n_spans;
+    if (!w->failed)
+        return FANIN_OK;
+    error_copy(error, &w->error);
+    return FANIN_ERR_TRANSPORT;
 }
 
 static bool busy(void *reading, deadline *wake)
@@ -371,13 +317,16 @@ static uint64_t bytes(const void *reading)
     return sum;
 }
 
-static uint64_t account(const void *reading)
+static uint64_t scatter_ns(const void *reading)
 {
-    const one_sided *o = reading;
-    for (size_t i = 0; i < o->n; i++)
-        o->r->served[o->works[i].peer] =
-            (served){.bytes = o->works[i].bytes, .reads = o->works[i].done_spans};
-    return o->scatter_ns;
+    return ((const one_sided *)reading)->scatter_ns;
+}
+
+static void account(const void *reading, size_t source, served *out)
+{
+    const one_sided_work *w = &((const one_sided *)reading)->works[source];
+    out->bytes = w->bytes;
+    out->reads = w->done_spans;
 }
 
 const path_reader ucx_reader = {
@@ -385,12 +334,13 @@ const path_reader ucx_reader = {
     .uses_sink = true,
     .probe = ucx_probe,
     .plan = make_spans,
-    .forget = forget_spans,
+    .forget = path_forget_spans,
     .start = start,
     .step = step,
     .check = check,
     .busy = busy,
     .bytes = bytes,
+    .scatter_ns = scatter_ns,
     .account = account,
     .finish = finish,
 };

@@ -32,7 +32,8 @@ typedef struct bench {
     int until;
     fanin_client *client;
     path_plan plan;
-    plan_spans **spans;
+    void *spans[WORLD_RANKS];
+    const path_reader *readers[WORLD_RANKS];
     device_plan *tables;
     ipc_regions shards[WORLD_RANKS];
     region_table regions[WORLD_RANKS];
@@ -40,7 +41,6 @@ typedef struct bench {
     ipc_key keys[KEYS];
     const ipc_regions *of_source[WORLD_RANKS];
     uint32_t first_region[WORLD_RANKS];
-    bool used[WORLD_RANKS];
     memory_range ranges[2];
     size_t n_ranges;
     uint8_t *base;
@@ -219,6 +219,20 @@ static void map_for(bench *b, uint32_t rank, int device)
                   error);
 }
 
+static void cut_spans(bench *b)
+{
+    fanin_error error = FANIN_ERROR_INIT;
+    const path_plan *p = &b->plan;
+    for (size_t i = 0; i < p->n_sources; i++) {
+        plan_spans *spans;
+        path_forget_spans(b->spans[i]);
+        assert_ok(plan_spans_build(p->plan, b->w.keys, p->sources, i, &b->regions[i],
+                                   &kernel_rules, NULL, &spans, &error),
+                  error);
+        b->spans[i] = spans;
+    }
+}
+
 /* The world is sealed, the landing wanted. */
 static void open_bench(bench *b)
 {
@@ -238,24 +252,20 @@ static void open_bench(bench *b)
         map_for(b, i, 1);
         b->of_source[i] = &b->shards[i];
         b->first_region[i] = WORLD_REGIONS;
-        b->used[i] = true;
+        b->readers[i] = &ipc_reader;
     }
     path_plan *c = &b->plan;
     c->sources = b->w.sources;
     c->n_sources = b->w.n_sources;
     assert_ok(world_plan(&b->w, &b->l, &c->plan, &error), error);
-    b->spans = calloc(c->n_sources, sizeof *b->spans);
-    for (size_t i = 0; i < c->n_sources; i++)
-        assert_ok(plan_spans_build(c->plan, b->w.keys, c->sources, i, &b->regions[i],
-                                   &kernel_rules, NULL, &b->spans[i], &error),
-                  error);
+    c->reader_of = b->readers;
+    cut_spans(b);
 }
 
 static void close_bench(bench *b)
 {
     for (size_t i = 0; i < b->plan.n_sources; i++)
-        plan_spans_free(&b->spans[i]);
-    free(b->spans);
+        path_forget_spans(b->spans[i]);
     plan_free(&b->plan.plan);
     device_plan_free(&b->tables);
     for (uint32_t i = 0; i < b->w.n_ranks; i++) {
@@ -279,7 +289,7 @@ static void build(bench *b, int gather_device)
     fanin_error error = FANIN_ERROR_INIT;
     device_plan_parts parts = {.plan = &b->plan,
                                .spans = b->spans,
-                               .of_source = b->used,
+                               .reader = &ipc_reader,
                                .base = b->base,
                                .ranges = b->ranges,
                                .n_ranges = b->n_ranges,
@@ -469,13 +479,7 @@ static void both_kinds_land_at_once(void **state)
         b.l.to_of_key[i] +=
             i < 2 ? (uint64_t)(uintptr_t)b.l.bytes : (uint64_t)(uintptr_t)memory - half;
     assert_ok(world_plan(&b.w, &b.l, &b.plan.plan, &error), error);
-    for (size_t i = 0; i < b.plan.n_sources; i++) {
-        plan_spans_free(&b.spans[i]);
-        assert_ok(plan_spans_build(b.plan.plan, b.w.keys, b.plan.sources, i,
-                                   &b.regions[i], &kernel_rules, NULL, &b.spans[i],
-                                   &error),
-                  error);
-    }
+    cut_spans(&b);
     for (uint32_t i = 0; i < b.w.n_keys; i++)
         b.l.to_of_key[i] -=
             i < 2 ? (uint64_t)(uintptr_t)b.l.bytes : (uint64_t)(uintptr_t)memory - half;
@@ -660,9 +664,12 @@ static void idle_publications_are_unmapped(void **state)
     for (uint32_t i = 0; i < b.w.n_ranks; i++) {
         path_state *s = path_state_of(b.client, &p, i);
         s->path = FANIN_PATH_CUDA_IPC;
-        b.shards[i].keys = NULL; /* the bench's, not the state's */
-        s->hold = ipc_hold_make(&b.shards[i]);
-        assert_non_null(s->hold);
+        ipc_regions *kept = malloc(sizeof *kept);
+        assert_non_null(kept);
+        *kept = b.shards[i];
+        kept->hold.drop = ipc_regions_drop;
+        kept->keys = NULL; /* the bench's, not the state's */
+        s->hold = &kept->hold;
         b.shards[i].n_views = 0;
         b.shards[i].views = NULL;
     }
