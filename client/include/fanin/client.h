@@ -83,6 +83,7 @@ typedef struct fanin_client_config {
     bool partial;
 } fanin_client_config;
 
+/** Defaults. @p size is the caller's sizeof(fanin_client_config); never writes past it. */
 FANIN_API void fanin_client_config_init(fanin_client_config *config, size_t size);
 
 /**
@@ -123,8 +124,9 @@ FANIN_API void fanin_client_cancel(fanin_client *client);
  * thread stays until the name server has answered it; at most 64 of them in a process.
  * Addresses in numbers need none.
  *
- * Connections that the client had are closed first, as by fanin_client_disconnect(); after an
- * error it has none. Blocks at most @p timeout_ms, and as long as that takes.
+ * Arguments are checked first; then connections that the client had are closed, as by
+ * fanin_client_disconnect(), and after an error it has none. Blocks at most @p timeout_ms, and
+ * as long as that closing takes.
  *
  * Errors:
  * - FANIN_ERR_ARGUMENT: no address, an address twice or malformed. Give the address of every
@@ -221,6 +223,7 @@ typedef struct fanin_pull_options {
     bool verify;
 } fanin_pull_options;
 
+/** Defaults. @p size is the caller's sizeof(fanin_pull_options); never writes past it. */
 FANIN_API void fanin_pull_options_init(fanin_pull_options *options, size_t size);
 
 /**
