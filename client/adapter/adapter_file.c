@@ -1,8 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The temporary directory and the file in it, allocated and mapped before it is filled. */
 #include "adapter/adapter_internal.h"
-#include "adapter/file_limit.h"
-#include "adapter/ownership.h"
 #include "error_set.h"
 
 #include <errno.h>

@@ -3,11 +3,17 @@
 #include "adapter/adapter_identity.h"
 
 #include "adapter/adapter_internal.h"
-#include "adapter/guard.h"
 #include <inttypes.h>
 #include <string.h>
 
 #define FORMAT 1
+
+json_t *guard_json(fanin_checksums guard)
+{
+    if (guard == FANIN_CHECKSUMS_LOCAL)
+        return json_string("local");
+    return json_boolean(guard == FANIN_CHECKSUMS_ALL);
+}
 
 /* A step beyond what JSON libraries take for an integer is written as a string. */
 static json_t *step_json(uint64_t step)

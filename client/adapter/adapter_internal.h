@@ -11,6 +11,7 @@
 
 #include <limits.h>
 #include <stdatomic.h>
+#include <sys/stat.h>
 
 #define MODEL_FILE "adapter_model.safetensors"
 #define CONFIG_FILE "adapter_config.json"
@@ -54,6 +55,14 @@ struct adapter {
     spare_file *
         *spare; /**< where a file may be that was made beforehand; may be NULL */
 };
+
+#define OWNERSHIP_TEXT 128
+/** True: another user owns the file or may write to it; @p why_out says it ("belongs to uid 7,
+    ..."). False: only we and root could have made it what it is. */
+bool ownership_doubtful(const struct stat *info, char why_out[OWNERSHIP_TEXT]);
+/** The same of what lies in a directory: true if another user may rename it there. A directory of
+    root's is fine, and one that others may write to if it is sticky. */
+bool ownership_parent_doubtful(const struct stat *info, char why_out[OWNERSHIP_TEXT]);
 
 /** A place's errors: FANIN_ERR_IO with errno, "<what> '<directory>/<file>'". */
 fanin_status adapter_io_error(const adapter_place *place, int sys_errno,

@@ -2,7 +2,6 @@
 /* From a filled temporary directory to the one that was asked for. */
 #include "adapter/adapter_identity.h"
 #include "adapter/adapter_internal.h"
-#include "adapter/file_limit.h"
 #include "error_set.h"
 
 #include <errno.h>

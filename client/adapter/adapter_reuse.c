@@ -5,7 +5,6 @@
 #include "adapter/adapter_identity.h"
 #include "adapter/adapter_internal.h"
 #include "adapter/file_digest.h"
-#include "adapter/ownership.h"
 #include "error_set.h"
 
 #include <dirent.h>

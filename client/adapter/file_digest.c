@@ -72,13 +72,11 @@ static void read_all(reading *r, bool (*go_on)(void *), void *cookie)
 {
     pthread_t threads[MAX_THREADS];
     unsigned cpus = usable_cpus(), wanted = cpus < MAX_THREADS ? cpus : MAX_THREADS;
-    unsigned started = 0;
-    while (started + 1 < wanted && started + 1 < r->count &&
-           worker_thread_start(&threads[started], help, r))
-        started++;
+    wanted = wanted < r->count ? wanted : (unsigned)r->count;
+    /* This thread is one of them. */
+    unsigned n = worker_threads_start(threads, wanted > 0 ? wanted - 1 : 0, help, r);
     read_some(r, go_on, cookie);
-    for (unsigned i = 0; i < started; i++)
-        pthread_join(threads[i], NULL);
+    worker_threads_join(threads, n);
 }
 
 file_digest_result file_digest(int file, uint64_t size, bool (*go_on)(void *),

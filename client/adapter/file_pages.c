@@ -1,21 +1,21 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "adapter/file_pages.h"
 
-#include "adapter/file_limit.h"
 #include "thread.h"
 #include <errno.h>
 #include <fcntl.h>
 #include <stdatomic.h>
 #include <stdlib.h>
 #include <sys/mman.h>
+#include <time.h>
 #include <unistd.h>
 
 #ifndef MADV_POPULATE_WRITE /* Linux 5.14 */
 #define MADV_POPULATE_WRITE 23
 #endif
-#define STEP ((uint64_t)4 << 20)
+#define STEP FILE_PAGES_STEP
 #define AHEAD ((uint64_t)64 << 20) /* what the threads may be ahead of the bytes */
-#define MAX_THREADS 4
+#define MAX_THREADS FILE_PAGES_THREADS
 
 struct file_pages {
     int file;
@@ -30,6 +30,48 @@ struct file_pages {
     unsigned n_threads;
     pthread_t threads[MAX_THREADS];
 };
+
+/* ------------------------------------------------------- the limit of file sizes */
+
+static sigset_t the_signal(void)
+{
+    sigset_t set;
+    sigemptyset(&set);
+    sigaddset(&set, SIGXFSZ);
+    return set;
+}
+
+file_limit_guard file_limit_enter(void)
+{
+    file_limit_guard g;
+    sigset_t set = the_signal(), pending;
+    pthread_sigmask(SIG_BLOCK, &set, &g.before);
+    g.pending = sigpending(&pending) == 0 && sigismember(&pending, SIGXFSZ) == 1;
+    return g;
+}
+
+void file_limit_leave(const file_limit_guard *g)
+{
+    static const struct timespec at_once = {0, 0};
+    sigset_t set = the_signal();
+    int code = errno;
+    if (!g->pending)
+        while (sigtimedwait(&set, NULL, &at_once) < 0 && errno == EINTR)
+            ;
+    pthread_sigmask(SIG_SETMASK, &g->before, NULL);
+    errno = code;
+}
+
+/* ------------------------------------------------------------------- pages */
+
+bool file_pages_touch(uint8_t *base, size_t size)
+{
+    int status;
+    do
+        status = madvise(base, size, MADV_POPULATE_WRITE);
+    while (status != 0 && (errno == EAGAIN || errno == EINTR));
+    return status == 0;
+}
 
 static uint64_t step_bytes(const file_pages *p, uint64_t step)
 {
@@ -79,17 +121,9 @@ static void *make_pages(void *cookie)
 {
     file_pages *p = cookie;
     uint64_t step;
-    while (take_step(p, &step)) {
-        int status;
-        if (make_space(p, step) != 0)
-            break;
-        do
-            status = madvise(p->base + step * STEP, (size_t)step_bytes(p, step),
-                             MADV_POPULATE_WRITE);
-        while (status != 0 && (errno == EAGAIN || errno == EINTR));
-        if (status != 0)
-            break;
-    }
+    while (take_step(p, &step) && make_space(p, step) == 0 &&
+           file_pages_touch(p->base + step * STEP, (size_t)step_bytes(p, step)))
+        ;
     return NULL;
 }
 
@@ -130,9 +164,7 @@ void file_pages_go_ahead(file_pages *p, uint8_t *base)
     unsigned wanted = usable_cpus();
     wanted = wanted < MAX_THREADS ? wanted : MAX_THREADS;
     wanted = wanted < p->n_steps ? wanted : (unsigned)p->n_steps;
-    while (p->n_threads < wanted &&
-           worker_thread_start(&p->threads[p->n_threads], make_pages, p))
-        p->n_threads++;
+    p->n_threads = worker_threads_start(p->threads, wanted, make_pages, p);
 }
 
 int file_pages_need(file_pages *p, uint64_t offset, uint64_t length)
@@ -171,8 +203,7 @@ void file_pages_stop(file_pages **pages)
     p->stop = true;
     pthread_cond_broadcast(&p->moved);
     pthread_mutex_unlock(&p->lock);
-    for (unsigned i = 0; i < p->n_threads; i++)
-        pthread_join(p->threads[i], NULL);
+    worker_threads_join(p->threads, p->n_threads);
     pthread_cond_destroy(&p->moved);
     pthread_mutex_destroy(&p->lock);
     free(p->have);

@@ -11,8 +11,31 @@
 #ifndef FILE_PAGES_H
 #define FILE_PAGES_H
 
+#include <signal.h>
 #include <stdbool.h>
+#include <stddef.h>
 #include <stdint.h>
+
+/**
+ * A file that grows beyond RLIMIT_FSIZE is EFBIG and SIGXFSZ, which ends a process that minds
+ * neither. Between enter and leave the calling thread gets the error alone; the process's
+ * dispositions stay as they are.
+ */
+typedef struct file_limit_guard {
+    sigset_t before;
+    bool pending; /**< the signal was there already: it is not ours to take */
+} file_limit_guard;
+
+file_limit_guard file_limit_enter(void);
+/** Keeps errno. */
+void file_limit_leave(const file_limit_guard *g);
+
+/** Faults of one file scale to about so many threads, each of which takes so many bytes at once. */
+#define FILE_PAGES_THREADS 4
+#define FILE_PAGES_STEP ((uint64_t)4 << 20)
+/** Makes the pages of a mapping; the content stays as it is. False: they could not all be had, on
+    an old kernel for one, and appear when they are touched. */
+bool file_pages_touch(uint8_t *base, size_t size);
 
 typedef struct file_pages file_pages;
 

@@ -76,9 +76,7 @@ static void start_threads(piece_digests *p)
     uint64_t worth = 1 + p->size / BYTES_A_THREAD;
     wanted = wanted < MAX_THREADS ? wanted : MAX_THREADS;
     wanted = wanted < worth ? wanted : (unsigned)worth;
-    while (p->n_threads < wanted &&
-           worker_thread_start(&p->threads[p->n_threads], make_all, p))
-        p->n_threads++;
+    p->n_threads = worker_threads_start(p->threads, wanted, make_all, p);
 }
 
 piece_digests *piece_digests_start(const uint8_t *base, uint64_t size)
@@ -171,8 +169,7 @@ void piece_digests_stop(piece_digests **p)
     d->stopping = true;
     pthread_cond_broadcast(&d->more);
     pthread_mutex_unlock(&d->lock);
-    for (unsigned i = 0; i < d->n_threads; i++)
-        pthread_join(d->threads[i], NULL);
+    worker_threads_join(d->threads, d->n_threads);
     pthread_cond_destroy(&d->idle);
     pthread_cond_destroy(&d->more);
     pthread_mutex_destroy(&d->lock);

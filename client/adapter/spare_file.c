@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "adapter/spare_file.h"
 
-#include "adapter/populate.h"
+#include "adapter/file_pages.h"
 #include "thread.h"
 #include <errno.h>
 #include <fcntl.h>
@@ -22,6 +22,9 @@ struct spare_file {
     file_memory made, retired; /* the thread's until it has ended */
     gpu *g;
     atomic_bool stop;
+    /* pages: where the next step begins, and whether some could not be had */
+    _Atomic uint64_t next;
+    atomic_bool lacking;
     pthread_t thread;
 };
 
@@ -53,19 +56,30 @@ static bool allocate(spare_file *s, uint64_t size)
     return true;
 }
 
-/* In steps that spare_file_take() can end. */
+/* In steps that spare_file_take() can end; by several threads. */
+static void *touch_pages(void *cookie)
+{
+    spare_file *s = cookie;
+    for (uint64_t at;
+         !atomic_load(&s->lacking) &&
+         (at = atomic_fetch_add(&s->next, FILE_PAGES_STEP)) < s->made.size;) {
+        uint64_t left = s->made.size - at;
+        size_t step = (size_t)(left < FILE_PAGES_STEP ? left : FILE_PAGES_STEP);
+        if (atomic_load(&s->stop) || !file_pages_touch(s->made.base + at, step))
+            atomic_store(&s->lacking, true);
+    }
+    return NULL;
+}
+
 static bool make_pages(spare_file *s)
 {
-    for (uint64_t at = 0; at < s->made.size; at += ALLOCATE_STEP) {
-        uint64_t left = s->made.size - at;
-        if (atomic_load(&s->stop))
-            return false;
-        populator *p = populator_start(s->made.base + at,
-                                       left < ALLOCATE_STEP ? left : ALLOCATE_STEP);
-        if (!populator_finish(&p))
-            return false;
-    }
-    return true;
+    pthread_t threads[FILE_PAGES_THREADS];
+    unsigned wanted = usable_cpus();
+    wanted = wanted < FILE_PAGES_THREADS ? wanted : FILE_PAGES_THREADS;
+    unsigned n = worker_threads_start(threads, wanted - 1, touch_pages, s);
+    touch_pages(s);
+    worker_threads_join(threads, n);
+    return !atomic_load(&s->lacking);
 }
 
 static void *make(void *argument)

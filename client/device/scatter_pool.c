@@ -79,9 +79,7 @@ scatter_pool *scatter_pool_create(unsigned most, int event)
     pthread_cond_init(&pool->done_cond, NULL);
     pool->waiting.end = &pool->waiting.first;
     pool->done.end = &pool->done.first;
-    while (pool->n_threads < n &&
-           worker_thread_start(&pool->threads[pool->n_threads], work, pool))
-        pool->n_threads++;
+    pool->n_threads = worker_threads_start(pool->threads, n, work, pool);
     return pool;
 }
 
@@ -100,8 +98,7 @@ void scatter_pool_destroy(scatter_pool **pool)
     p->quit = true;
     pthread_cond_broadcast(&p->work);
     pthread_mutex_unlock(&p->lock);
-    for (unsigned i = 0; i < p->n_threads; i++)
-        pthread_join(p->threads[i], NULL);
+    worker_threads_join(p->threads, p->n_threads);
     pthread_mutex_destroy(&p->lock);
     pthread_cond_destroy(&p->work);
     pthread_cond_destroy(&p->done_cond);

@@ -40,6 +40,21 @@ fanin_status thread_start(pthread_t *thread, const char *name, void *(*run)(void
     return FANIN_OK;
 }
 
+unsigned worker_threads_start(pthread_t *threads, unsigned wanted, void *(*run)(void *),
+                              void *cookie)
+{
+    unsigned count = 0;
+    while (count < wanted && worker_thread_start(&threads[count], run, cookie))
+        count++;
+    return count;
+}
+
+void worker_threads_join(const pthread_t *threads, unsigned count)
+{
+    for (unsigned i = 0; i < count; i++)
+        pthread_join(threads[i], NULL);
+}
+
 unsigned usable_cpus(void)
 {
     cpu_set_t set;

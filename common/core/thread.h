@@ -16,6 +16,12 @@ fanin_status thread_start(pthread_t *thread, const char *name, void *(*run)(void
     there is no thread, and the caller does the work itself. Does not block. */
 bool worker_thread_start(pthread_t *thread, void *(*run)(void *), void *cookie);
 
+/** Up to @p wanted of these, fewer if no more can be had: how many. To be ended by
+    worker_threads_join(). */
+unsigned worker_threads_start(pthread_t *threads, unsigned wanted, void *(*run)(void *),
+                              void *cookie);
+void worker_threads_join(const pthread_t *threads, unsigned count);
+
 /** CPUs that this process may use, at least 1. */
 unsigned usable_cpus(void);
 

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Files that are made before they are needed, and adapters that take them. */
 #include "adapter/adapter.h"
-#include "adapter/populate.h"
+#include "adapter/file_pages.h"
 #include "testing.h"
 
 #include <dirent.h>
@@ -157,8 +157,7 @@ static void pages_are_made_whole(void **state)
     uint8_t *base =
         mmap(NULL, SIZE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     assert_ptr_not_equal(base, MAP_FAILED);
-    populator *p = populator_start(base, SIZE);
-    bool whole = populator_finish(&p);
+    bool whole = file_pages_touch(base, SIZE);
     size_t pages = (SIZE + 4095) / 4096;
     unsigned char *there = calloc(pages, 1);
     assert_int_equal(mincore(base, SIZE, there), 0);
@@ -166,8 +165,7 @@ static void pages_are_made_whole(void **state)
         assert_int_equal(there[i] & 1, 1);
     free(there);
     munmap(base, SIZE);
-    assert_null(p);
-    assert_false(populator_finish(&p));
+    assert_false(file_pages_touch(base, SIZE)); /* nothing is there any more */
 }
 
 /* ---------------------------------------------------------------- adapters */
