@@ -250,7 +250,8 @@ static fanin_status start(fanin_server *s, fanin_error *error)
     socket_set_port(&s->address, s->port);
     unix_fd = listen_unix(s);
     load_ucx(s);
-    if (!wake_open(&s->wake))
+    s->wake = wake_open();
+    if (s->wake < 0)
         status = error_set_errno(error, FANIN_ERR_IO, errno, NULL,
                                  "cannot set up the control thread");
     else
@@ -284,7 +285,8 @@ static void finish(fanin_server *s)
             ucx_server_destroy(&s->registrar.ucx[i]);
     if (s->ucx)
         ucx_unload(&s->ucx);
-    wake_close(&s->wake);
+    if (s->wake >= 0)
+        close(s->wake);
     free(s->allow);
     destroy_locks(s);
     free(s);

@@ -34,18 +34,14 @@ extern void (*_Atomic server_on_send)(void);
 /** Called by a committing thread when it is about to fill an arena; NULL: nothing. */
 extern void (*_Atomic server_on_fill)(void);
 #define RULE(name) (!(atomic_load(&server_rules_off) & (name)))
-#define ON_SEND()                                                                      \
-    do {                                                                               \
-        void (*on_send)(void) = atomic_load(&server_on_send);                          \
-        if (on_send)                                                                   \
-            on_send();                                                                 \
-    } while (0)
-#define ON_FILL()                                                                      \
-    do {                                                                               \
-        void (*on_fill)(void) = atomic_load(&server_on_fill);                          \
-        if (on_fill)                                                                   \
-            on_fill();                                                                 \
-    } while (0)
+static inline void run_hook(void (*_Atomic *hook)(void))
+{
+    void (*fn)(void) = atomic_load(hook);
+    if (fn)
+        fn();
+}
+#define ON_SEND() run_hook(&server_on_send)
+#define ON_FILL() run_hook(&server_on_fill)
 #else
 #define RULE(name) 1
 #define ON_SEND() (void)0

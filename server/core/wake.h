@@ -3,15 +3,25 @@
 #ifndef WAKE_H
 #define WAKE_H
 
-#include <stdbool.h>
+#include <sys/eventfd.h>
 
-/** False: errno says why, and *fd_out is -1. */
-bool wake_open(int *fd_out);
+/** -1: errno says why not. */
+static inline int wake_open(void)
+{
+    return eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+}
+
 /** The thread looks around (again). Any thread, any lock held; does not block. */
-void wake_up(int fd);
+static inline void wake_up(int fd)
+{
+    (void)eventfd_write(fd, 1);
+}
+
 /** For the thread, before it looks. */
-void wake_heard(int fd);
-/** -1 is fine. */
-void wake_close(int *fd);
+static inline void wake_heard(int fd)
+{
+    eventfd_t count;
+    (void)eventfd_read(fd, &count);
+}
 
 #endif

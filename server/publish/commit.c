@@ -7,6 +7,7 @@
 #include "error_set.h"
 #include "publish/commit.h"
 #include "publish/lease.h"
+#include "thread.h"
 #include "versioned.h"
 
 #include <inttypes.h>
@@ -218,14 +219,12 @@ static void wait_for_holders(fanin_server *s, publication *p, const commit *c,
     if (!RULE(RULE_ARENA_WAIT))
         return;
     p->waiting++;
-    while ((l = find_holder(p, published)) && p->pending == c) {
-        deadline at = deadline_sooner(limit, l->expires);
-        if (!RULE(RULE_ARENA_DEADLINE))
-            at = deadline_in_ms(COMMIT_WAIT_MS);
-        if (deadline_passed(at))
-            break;
-        publication_wait(s, at);
-    }
+    bool late = false;
+    while (!late && (l = find_holder(p, published)) && p->pending == c)
+        late = !condition_wait(&s->freed, &s->lock,
+                               RULE(RULE_ARENA_DEADLINE)
+                                   ? deadline_sooner(limit, l->expires)
+                                   : deadline_in_ms(COMMIT_WAIT_MS));
     p->waiting--;
 }
 

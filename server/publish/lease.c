@@ -110,12 +110,6 @@ void lease_void(fanin_server *s, lease *l)
     lease_drop(s, l);
 }
 
-void lease_void_all(fanin_server *s, publication *p)
-{
-    while (p->oldest)
-        lease_void(s, p->oldest);
-}
-
 void lease_void_epoch(fanin_server *s, publication *p, uint64_t epoch)
 {
     for (lease *l = p->oldest, *newer; l; l = newer) {

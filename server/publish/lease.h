@@ -56,7 +56,6 @@ publication *lease_find_void(reader *r, const uint8_t token[16]);
 void lease_drop(fanin_server *s, lease *l);
 /** Takes a lease away: its end will not be good. */
 void lease_void(fanin_server *s, lease *l);
-void lease_void_all(fanin_server *s, publication *p);
 void lease_void_epoch(fanin_server *s, publication *p, uint64_t epoch);
 /** Those whose epoch has gone. */
 void lease_void_outdated(fanin_server *s, publication *p);

@@ -131,11 +131,6 @@ void publication_wait_for_drain(fanin_server *s, publication *p)
         pthread_cond_wait(&s->freed, &s->lock);
 }
 
-void publication_wait(fanin_server *s, deadline at)
-{
-    (void)condition_wait(&s->freed, &s->lock, at);
-}
-
 /* ------------------------------------------------------------------ effect */
 
 void publication_take_effect(fanin_server *s, publication *p, shard_catalog *catalog,
@@ -261,9 +256,10 @@ static void drain(fanin_server *s, publication *p)
         return;
     while (p->newest && !deadline_passed(p->newest->expires) &&
            (!deadline_passed(limit) || !RULE(RULE_DRAIN_DEADLINE)))
-        publication_wait(s, RULE(RULE_DRAIN_DEADLINE)
-                                ? deadline_sooner(limit, p->newest->expires)
-                                : p->newest->expires);
+        (void)condition_wait(&s->freed, &s->lock,
+                             RULE(RULE_DRAIN_DEADLINE)
+                                 ? deadline_sooner(limit, p->newest->expires)
+                                 : p->newest->expires);
     if (p->newest)
         s->stats.drains_expired++;
 }
@@ -284,7 +280,7 @@ void publication_advance(fanin_server *s, publication *p, publication_state to)
         drain(s, p);
     p->epoch = next_odd(s);
     p->previous = 0;
-    lease_void_all(s, p);
+    lease_void_outdated(s, p);
     p->update_open = to == STATE_WRITING;
     if (!gently || p->state != to)
         enter(s, p, to);

@@ -199,8 +199,6 @@ bool publication_read_enter(fanin_server *s, publication *p, uint64_t epoch);
 void publication_read_leave(fanin_server *s, publication *p, uint64_t epoch);
 /** Given up while waiting: until nothing is read under an epoch that has gone. */
 void publication_wait_for_reads(fanin_server *s, publication *p);
-/** Waits for s->freed, at most until then. */
-void publication_wait(fanin_server *s, deadline at);
 /** ... until no other thread is in begin_update of it. */
 void publication_wait_for_drain(fanin_server *s, publication *p);
 

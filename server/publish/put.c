@@ -8,6 +8,7 @@
 #include "shards/shard_memory.h"
 #include "utf8.h"
 
+#include <inttypes.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -117,14 +118,12 @@ static fanin_status plan_put(const publication *p, const shard_set *fresh, bool 
                          .remedy = "spread the tensors over several publications"};
     if (p->shards.count + plan->added > LIMIT_KEYS)
         return error_set(error, FANIN_ERR_LIMIT, &place,
-                         "%s would have %zu tensors, "
-                         "the most is %d",
-                         p->name, p->shards.count + plan->added, LIMIT_KEYS);
+                         "%s would have %zu tensors, the most is %d", p->name,
+                         p->shards.count + plan->added, LIMIT_KEYS);
     if (plan->boxes > LIMIT_BOXES)
         return error_set(error, FANIN_ERR_LIMIT, &place,
-                         "%s would have %llu boxes, "
-                         "the most is %d",
-                         p->name, (unsigned long long)plan->boxes, LIMIT_BOXES);
+                         "%s would have %" PRIu64 " boxes, the most is %d", p->name,
+                         plan->boxes, LIMIT_BOXES);
     return FANIN_OK;
 }
 
@@ -387,40 +386,35 @@ static fanin_status copy_pairs(const fanin_pair *pairs, size_t count, fanin_pair
 
 static bool pairs_equal(const publication *p, const fanin_pair *pairs, size_t count)
 {
-    if (p->n_pairs != count)
-        return false;
-    for (size_t i = 0; i < count; i++)
-        if (strcmp(p->pairs[i].key, pairs[i].key) != 0 ||
-            strcmp(p->pairs[i].value, pairs[i].value) != 0)
-            return false;
-    return true;
+    bool equal = p->n_pairs == count;
+    for (size_t i = 0; equal && i < count; i++)
+        equal = strcmp(p->pairs[i].key, pairs[i].key) == 0 &&
+                strcmp(p->pairs[i].value, pairs[i].value) == 0;
+    return equal;
 }
 
 fanin_status fanin_server_set_metadata(fanin_server *server, const char *name,
                                        const fanin_pair *pairs, size_t count,
                                        fanin_error *error)
 {
-    fanin_status status = publication_call_check(server, name, error);
-    if (status != FANIN_OK)
-        return status;
     fanin_pair *copy = NULL;
     publication *p = NULL;
-    status = copy_pairs(pairs, count, &copy, error);
+    fanin_status status = publication_call_check(server, name, error);
+    if (status == FANIN_OK)
+        status = copy_pairs(pairs, count, &copy, error);
     if (status == FANIN_OK)
         status = lock_publication(server, name, &p, error);
-    if (status != FANIN_OK) {
-        free(copy);
-        return status;
+    if (status == FANIN_OK) {
+        status = appear(server, p, error);
+        if (status == FANIN_OK && !pairs_equal(p, copy, count)) {
+            fanin_pair *old = p->pairs;
+            p->pairs = copy;
+            p->n_pairs = count;
+            p->revision++;
+            copy = old;
+        }
+        pthread_mutex_unlock(&p->writer);
     }
-    status = appear(server, p, error);
-    if (status == FANIN_OK && !pairs_equal(p, copy, count)) {
-        fanin_pair *old = p->pairs;
-        p->pairs = copy;
-        p->n_pairs = count;
-        p->revision++;
-        copy = old;
-    }
-    pthread_mutex_unlock(&p->writer);
     free(copy);
     return status;
 }

@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "shards/registration.h"
+#include "array.h"
 #include "catalog.h"
 #include "error_set.h"
 #include "messages.h"
@@ -114,36 +115,30 @@ static void take_out(registrar *r, const void *session, const char *publication)
 static fanin_status note_mapper(registrar *r, const key_reader *who,
                                 const region_set *set, fanin_error *error)
 {
-    uint32_t count = 0;
-    for (uint32_t i = 0; i < set->count; i++)
-        count += set->regions[i]->has_key;
     mapper *m = calloc(1, sizeof *m);
-    region **regions = calloc((size_t)count + 1, sizeof(region *));
-    if (!m || !regions) {
+    if (!m || !array_reserve(&m->mapped.regions, &m->mapped.capacity, set->count,
+                             sizeof *set->regions)) {
         free(m);
-        free(regions);
         return error_set_memory(error);
     }
     m->session = who->session;
     snprintf(m->peer, sizeof m->peer, "%s", who->peer);
     snprintf(m->publication, sizeof m->publication, "%s", who->publication);
-    m->mapped.regions = regions;
     for (uint32_t i = 0; i < set->count; i++) {
-        if (!set->regions[i]->has_key)
-            continue;
-        set->regions[i]->users++;
-        regions[m->mapped.count++] = set->regions[i];
+        region *one = set->regions[i];
+        one->users += one->has_key;
+        if (one->has_key)
+            m->mapped.regions[m->mapped.count++] = one;
     }
     bool known = has_session(r, who->session);
     take_out(r, who->session, who->publication);
-    if (count == 0) {
-        mapper_free(m);
-        m = NULL;
-    } else {
+    bool any = m->mapped.count > 0, knows = any || has_session(r, who->session);
+    if (any) {
         m->next = r->mappers;
         r->mappers = m;
+    } else {
+        mapper_free(m);
     }
-    bool knows = m || has_session(r, who->session);
     if (knows && !known)
         atomic_fetch_add(&r->n_mappers, 1);
     else if (known && !knows)
