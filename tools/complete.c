@@ -91,16 +91,10 @@ static bool on_entry(void *cookie, const fanin_entry *entry)
     return true;
 }
 
-static uint32_t left_ms(const lister *l)
-{
-    uint64_t now = progress_now_ns();
-    return now < l->end_ns ? (uint32_t)((l->end_ns - now) / 1000000) : 0;
-}
-
 static void offer_publications(lister *l)
 {
-    fanin_status status =
-        fanin_client_list(l->client, left_ms(l), on_publication, l, NULL);
+    fanin_status status = fanin_client_list(l->client, progress_left_ms(l->end_ns),
+                                            on_publication, l, NULL);
     for (size_t i = 0; status == FANIN_OK && i < l->count; i++) {
         if (!l->keys) {
             const char *run = strchr(l->names[i], ':');
@@ -112,8 +106,8 @@ static void offer_publications(lister *l)
             continue;
         }
         key_printer p = {l->names[i], l->prefix};
-        status = fanin_client_catalog(l->client, l->names[i], NULL, left_ms(l),
-                                      on_entry, &p, NULL);
+        status = fanin_client_catalog(l->client, l->names[i], NULL,
+                                      progress_left_ms(l->end_ns), on_entry, &p, NULL);
     }
 }
 
@@ -132,10 +126,11 @@ static void offer_from_ranks(const line *line, bool keys, const char *prefix)
     fanin_client_config_init(&config, sizeof(config));
     config.no_ucx = true;
     config.connect_timeout_ms = RANK_MS;
-    l.end_ns = progress_now_ns() + PATIENCE_MS * UINT64_C(1000000);
+    l.end_ns = progress_in_ms(PATIENCE_MS);
     if (fanin_client_create(&config, &l.client, NULL) == FANIN_OK &&
         fanin_client_connect_any(l.client, (const char *const *)where.addresses,
-                                 where.count, left_ms(&l), NULL) == FANIN_OK) {
+                                 where.count, progress_left_ms(l.end_ns),
+                                 NULL) == FANIN_OK) {
         offer_publications(&l);
     }
     fanin_client_destroy(&l.client);

@@ -67,7 +67,7 @@ json()
     [[ $output == *"1 of 3 ranks refuse"* ]]
     pid=$(rank_pid 2)
     kill -STOP "$pid"
-    run --separate-stderr "$NIXL_FETCH" doctor "$info" --timeout 500ms
+    run --separate-stderr "$NIXL_FETCH" doctor "$info" --timeout 2s
     kill -CONT "$pid"
     [ "$status" -eq 4 ]
     [[ $output == *"1 of 3 ranks do not answer (the first is "*": the trainer is stopped"*"is the trainer process stopped"* ]]

@@ -29,22 +29,10 @@ void *arena_map(uint64_t size)
 static bool on_entry(void *cookie, const fanin_entry *e)
 {
     arena *a = cookie;
-    if (a->count == a->capacity) {
-        size_t capacity = a->capacity > 0 ? 2 * a->capacity : 1024;
-        fanin_tensor *tensors = realloc(a->tensors, capacity * sizeof(tensors[0]));
-        if (tensors == NULL) {
-            return false;
-        }
-        a->tensors = tensors;
-        a->capacity = capacity;
-    }
-    char *name = strdup(e->name);
-    if (name == NULL) {
-        return false;
-    }
+    a->tensors = output_room(a->tensors, a->count, &a->capacity, sizeof a->tensors[0]);
     fanin_tensor *t = &a->tensors[a->count++];
     *t = (fanin_tensor){.struct_size = sizeof(*t),
-                        .name = name,
+                        .name = output_require(strdup(e->name)),
                         .dtype = e->dtype,
                         .n_dims = e->n_dims,
                         .n_boxes = e->bytes > 0,
@@ -83,9 +71,7 @@ static fanin_status make_memory(arena *a, fanin_error *error)
     }
     void *memory = NULL;
     fanin_status status = device_open(a->device, error);
-    if (status == FANIN_OK) {
-        status = device_stream(a->device, &a->stream, error);
-    }
+    status = status != FANIN_OK ? status : device_stream(a->device, &a->stream, error);
     if (status == FANIN_OK) {
         status = device_alloc(a->device, a->size + 1, &memory, error);
     }
@@ -103,10 +89,7 @@ fanin_status arena_make(fanin_client *client, const char *publication,
     if (status != FANIN_OK) {
         return status;
     }
-    out->boxes = calloc(out->count + 1, sizeof(out->boxes[0]));
-    if (out->boxes == NULL) {
-        return no_memory(out, error);
-    }
+    out->boxes = output_require(calloc(out->count + 1, sizeof(out->boxes[0])));
     status = make_memory(out, error);
     if (status != FANIN_OK) {
         return status;

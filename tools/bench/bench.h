@@ -6,11 +6,9 @@
 #include "bench/arena.h"
 #include "fetch/check.h"
 #include "trainer/device_driver.h"
-#include "trainer/device_options.h"
 #include "trainer/ranks.h"
 #include "fetch/session.h"
-#include "trainer/source.h"
-#include "trainer/world.h"
+#include "trainer/trainer_options.h"
 
 #include <jansson.h>
 
@@ -28,7 +26,7 @@ typedef struct bench_samples {
     uint32_t capacity, count;
 } bench_samples;
 
-bool bench_samples_init(bench_samples *s, uint32_t iterations);
+void bench_samples_init(bench_samples *s, uint32_t iterations);
 void bench_samples_add(bench_samples *s, const fanin_result_info *info);
 void bench_samples_free(bench_samples *s);
 
@@ -61,6 +59,10 @@ typedef struct bench_limits {
 /** An empty one to be filled; the last one again if there are too many. */
 bench_limit *bench_limit_add(bench_limits *limits, const char *format, ...)
     __attribute__((format(printf, 2, 3)));
+
+/** What was measured: @p count times, or @p problem, NULL if there is none. */
+void bench_limit_end(bench_limit *limit, uint64_t *times, uint32_t count,
+                     const char *problem);
 
 /** process_vm_readv of the ranks' shards in pieces of at most 1 MiB into @p a's memory. */
 void bench_raw_read(bench_limits *limits, const rank_options *options, const ranks *r,
@@ -98,9 +100,7 @@ typedef struct bench_loss {
 typedef struct bench {
     const command *self;
     invocation line;
-    source_options source_options;
-    world_options world;
-    device_options device;
+    trainer_options trainer;
     char *dest, *pull_dtype, *load_name;
     int iterations, cold, repeat, commits, check_all, spare_file, verify, update_every,
         pause;

@@ -70,11 +70,7 @@ static void time_copies(bench_limit *limit, const transfer *copies, size_t count
             times[round] = progress_now_ns() - start;
         }
     }
-    if (status == FANIN_OK) {
-        limit->ns = bench_figure_make(times, ROUNDS);
-    } else {
-        snprintf(limit->problem, sizeof(limit->problem), "%.150s", error.message);
-    }
+    bench_limit_end(limit, times, ROUNDS, status != FANIN_OK ? error.message : NULL);
 }
 
 /* The same between the two ends of each copy. */
@@ -95,9 +91,7 @@ static fanin_status prepare(transfer *t, int from, int to, uint64_t bytes,
             (void)device_peer(from, to);
         }
     }
-    if (status == FANIN_OK) {
-        status = device_stream(from, &t->stream, error);
-    }
+    status = status != FANIN_OK ? status : device_stream(from, &t->stream, error);
     if (status == FANIN_OK) {
         status = device_alloc(from, bytes + 1, &t->from, error);
     }
@@ -145,8 +139,8 @@ void bench_device_copies(bench_limits *limits, const bench_spread *spread, int t
         }
         status = prepare(&copies[count++], from, to, spread->bytes[i], &error);
         if (status != FANIN_OK) {
-            bench_limit *limit = bench_limit_add(limits, "copies between devices");
-            snprintf(limit->problem, sizeof(limit->problem), "%.150s", error.message);
+            bench_limit_end(bench_limit_add(limits, "copies between devices"), NULL, 0,
+                            error.message);
             break;
         }
         name_copy(limits, from, to, &copies[count - 1]);
@@ -222,11 +216,6 @@ static int populate_all(uint8_t *memory, uint64_t bytes, uint32_t threads)
     return failed;
 }
 
-static void tell_errno(bench_limit *limit, int number)
-{
-    snprintf(limit->problem, sizeof(limit->problem), "%s", strerror(number));
-}
-
 static void time_pages(bench_limits *limits, const char *directory, uint64_t bytes,
                        uint32_t threads)
 {
@@ -234,22 +223,17 @@ static void time_pages(bench_limits *limits, const char *directory, uint64_t byt
     bench_limit *limit = bench_limit_add(limits, "pages of a fresh file");
     limit->threads = threads;
     limit->bytes = bytes;
-    for (int round = 0; round < PAGE_ROUNDS; round++) {
+    int failed = 0;
+    for (int round = 0; round < PAGE_ROUNDS && failed == 0; round++) {
         uint8_t *memory = map_file(directory, bytes);
-        if (memory == NULL) {
-            tell_errno(limit, errno);
-            return;
-        }
         uint64_t start = progress_now_ns();
-        int failed = populate_all(memory, bytes, threads);
+        failed = memory == NULL ? errno : populate_all(memory, bytes, threads);
         times[round] = progress_now_ns() - start;
-        munmap(memory, bytes);
-        if (failed != 0) {
-            tell_errno(limit, failed);
-            return;
+        if (memory != NULL) {
+            munmap(memory, bytes);
         }
     }
-    limit->ns = bench_figure_make(times, PAGE_ROUNDS);
+    bench_limit_end(limit, times, PAGE_ROUNDS, failed != 0 ? strerror(failed) : NULL);
 }
 
 /* The devices' bytes, one behind the other, into the file. */
@@ -284,7 +268,7 @@ static void time_into_file(bench_limits *limits, const bench_spread *spread,
     if (status == FANIN_OK) {
         time_copies(limit, copies, count);
     } else {
-        snprintf(limit->problem, sizeof(limit->problem), "%.150s", error.message);
+        bench_limit_end(limit, NULL, 0, error.message);
     }
     for (size_t i = 0; i < count; i++) {
         device_free(copies[i].device, copies[i].from);
@@ -323,12 +307,11 @@ static void time_pinning(bench_limits *limits, const bench_spread *spread,
             device_unregister(device, memory);
         }
     }
-    if (failed != 0) {
-        tell_errno(limit, failed);
-    } else if (status != FANIN_OK) {
-        snprintf(limit->problem, sizeof(limit->problem), "%.150s", error.message);
-    } else {
-        limit->ns = bench_figure_make(times, PAGE_ROUNDS);
+    bench_limit_end(limit, times, PAGE_ROUNDS,
+                    failed != 0          ? strerror(failed)
+                    : status != FANIN_OK ? error.message
+                                         : NULL);
+    if (failed == 0 && status == FANIN_OK) {
         time_into_file(limits, spread, memory, bytes);
         device_unregister(device, memory);
     }

@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "bench/bench.h"
+#include "fetch/output.h"
 #include "fetch/report.h"
 
 #include <stdarg.h>
@@ -7,11 +8,11 @@
 #include <stdlib.h>
 #include <string.h>
 
-bool bench_samples_init(bench_samples *s, uint32_t iterations)
+void bench_samples_init(bench_samples *s, uint32_t iterations)
 {
     *s = (bench_samples){.capacity = iterations};
-    s->values = calloc((size_t)iterations * BENCH_MAX_PHASES, sizeof(s->values[0]));
-    return s->values != NULL;
+    s->values = output_require(
+        calloc((size_t)iterations * BENCH_MAX_PHASES, sizeof(s->values[0])));
 }
 
 void bench_samples_add(bench_samples *s, const fanin_result_info *info)
@@ -53,13 +54,10 @@ bench_figure bench_figure_make(uint64_t *values, uint32_t count)
 bench_figure bench_figure_part(const bench_samples *s, uint32_t phase, uint32_t first,
                                uint32_t count)
 {
-    uint64_t *copy = malloc(((size_t)count + 1) * sizeof(copy[0]));
-    bench_figure figure = {0};
-    if (copy != NULL) {
-        memcpy(copy, s->values + (size_t)phase * s->capacity + first,
-               count * sizeof(copy[0]));
-        figure = bench_figure_make(copy, count);
-    }
+    uint64_t *copy = output_require(malloc(((size_t)count + 1) * sizeof(copy[0])));
+    memcpy(copy, s->values + (size_t)phase * s->capacity + first,
+           count * sizeof(copy[0]));
+    bench_figure figure = bench_figure_make(copy, count);
     free(copy);
     return figure;
 }
@@ -80,4 +78,14 @@ bench_limit *bench_limit_add(bench_limits *limits, const char *format, ...)
     vsnprintf(limit->name, sizeof(limit->name), format, arguments);
     va_end(arguments);
     return limit;
+}
+
+void bench_limit_end(bench_limit *limit, uint64_t *times, uint32_t count,
+                     const char *problem)
+{
+    if (problem != NULL) {
+        snprintf(limit->problem, sizeof limit->problem, "%.150s", problem);
+    } else {
+        limit->ns = bench_figure_make(times, count);
+    }
 }

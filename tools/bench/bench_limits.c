@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "bench/bench.h"
+#include "fetch/output.h"
 #include "fetch/progress.h"
 
 #include <errno.h>
@@ -24,18 +25,10 @@ typedef struct pieces {
     uint64_t bytes;
 } pieces;
 
-static bool add_piece(pieces *p, pid_t pid, uint64_t from, uint64_t length,
+static void add_piece(pieces *p, pid_t pid, uint64_t from, uint64_t length,
                       uint64_t room)
 {
-    if (p->count == p->capacity) {
-        size_t capacity = p->capacity > 0 ? 2 * p->capacity : 1024;
-        piece *items = realloc(p->items, capacity * sizeof(items[0]));
-        if (items == NULL) {
-            return false;
-        }
-        p->items = items;
-        p->capacity = capacity;
-    }
+    p->items = output_room(p->items, p->count, &p->capacity, sizeof p->items[0]);
     /* Allocations lie a few bytes apart, so that a little more is read than the tensors
        have; what goes beyond the arena starts at its front again. */
     length = length < room ? length : room;
@@ -43,7 +36,6 @@ static bool add_piece(pieces *p, pid_t pid, uint64_t from, uint64_t length,
     uint64_t to = last != NULL ? last->to + last->length : 0;
     p->items[p->count++] = (piece){pid, from, to + length <= room ? to : 0, length};
     p->bytes += length;
-    return true;
 }
 
 static int by_address(const void *a, const void *b)
@@ -54,28 +46,23 @@ static int by_address(const void *a, const void *b)
 }
 
 /* Stretches of shards that share pages or neighbouring ones, cut into pieces. */
-static bool add_rank(pieces *p, pid_t pid, const rank_extent *shards, size_t count,
+static void add_rank(pieces *p, pid_t pid, const rank_extent *shards, size_t count,
                      uint64_t room)
 {
-    rank_extent *sorted = malloc((count + 1) * sizeof(sorted[0]));
-    bool good = sorted != NULL;
-    if (good) {
-        memcpy(sorted, shards, count * sizeof(sorted[0]));
-        qsort(sorted, count, sizeof(sorted[0]), by_address);
-    }
-    for (size_t i = 0; good && i < count;) {
+    rank_extent *sorted = output_require(malloc((count + 1) * sizeof(sorted[0])));
+    memcpy(sorted, shards, count * sizeof(sorted[0]));
+    qsort(sorted, count, sizeof(sorted[0]), by_address);
+    for (size_t i = 0; i < count;) {
         uint64_t from = sorted[i].address;
         uint64_t end = from + sorted[i].bytes;
         for (i++; i < count && sorted[i].address <= end + PAGE; i++) {
             end = sorted[i].address + sorted[i].bytes;
         }
-        for (; good && from < end; from += PIECE) {
-            good =
-                add_piece(p, pid, from, end - from < PIECE ? end - from : PIECE, room);
+        for (; from < end; from += PIECE) {
+            add_piece(p, pid, from, end - from < PIECE ? end - from : PIECE, room);
         }
     }
     free(sorted);
-    return good;
 }
 
 typedef struct reader {
@@ -128,31 +115,22 @@ void bench_raw_read(bench_limits *limits, const rank_options *options, const ran
     pieces p = {0};
     uint64_t times[ROUNDS];
     bench_limit *limit = bench_limit_add(limits, "raw reads");
-    const char *problem = NULL;
+    int failed = 0;
     uint32_t parts = options->world_size / options->replicate;
     threads = threads < MAX_THREADS ? threads : MAX_THREADS;
-    for (uint32_t rank = 0; rank < parts && problem == NULL; rank++) {
-        if (!add_rank(&p, ranks_pid(r, rank), ranks_extents(r, rank),
-                      options->tensors->count, a->size)) {
-            problem = "out of memory";
-        }
+    for (uint32_t rank = 0; rank < parts; rank++) {
+        add_rank(&p, ranks_pid(r, rank), ranks_extents(r, rank),
+                 options->tensors->count, a->size);
     }
-    for (uint32_t round = 0; round < ROUNDS && problem == NULL; round++) {
+    for (uint32_t round = 0; round < ROUNDS && failed == 0; round++) {
         uint64_t start = progress_now_ns();
-        int failed = read_once(&p, a, threads);
+        failed = read_once(&p, a, threads);
         times[round] = progress_now_ns() - start;
-        if (failed != 0) {
-            problem = strerror(failed);
-        }
     }
     limit->threads = threads;
     limit->bytes = p.bytes;
     limit->pieces = p.count;
-    if (problem == NULL) {
-        limit->ns = bench_figure_make(times, ROUNDS);
-    } else {
-        snprintf(limit->problem, sizeof(limit->problem), "%s", problem);
-    }
+    bench_limit_end(limit, times, ROUNDS, failed != 0 ? strerror(failed) : NULL);
     free(p.items);
 }
 
@@ -164,7 +142,7 @@ void bench_memcpy(bench_limits *limits, const arena *a)
     limit->threads = 1;
     uint8_t *source = arena_map(a->size);
     if (source == NULL) {
-        snprintf(limit->problem, sizeof(limit->problem), "out of memory");
+        bench_limit_end(limit, NULL, 0, "out of memory");
         return;
     }
     memset(source, 1, a->size); /* all pages its own, not the zero page */
@@ -173,6 +151,6 @@ void bench_memcpy(bench_limits *limits, const arena *a)
         memcpy(a->memory, source, a->size);
         times[round] = progress_now_ns() - start;
     }
-    limit->ns = bench_figure_make(times, ROUNDS);
+    bench_limit_end(limit, times, ROUNDS, NULL);
     munmap(source, a->size > 0 ? a->size : 1);
 }

@@ -35,19 +35,16 @@ static bool has_commits(const bench *b)
 static bench_figure commits_of_all(const bench *b)
 {
     uint32_t size = b->rank_options.world_size;
-    uint64_t *medians = calloc(size + 1, sizeof(medians[0]));
-    bench_figure figure = {0};
+    uint64_t *medians = output_require(calloc(size + 1, sizeof(medians[0])));
     uint32_t n = 0;
-    for (uint32_t rank = 0; medians != NULL && rank < size; rank++) {
+    for (uint32_t rank = 0; rank < size; rank++) {
         uint32_t count;
         bench_figure one;
         if (commits_of(b, rank, &count, &one)) {
             medians[n++] = one.median;
         }
     }
-    if (n > 0) {
-        figure = bench_figure_make(medians, n);
-    }
+    bench_figure figure = bench_figure_make(medians, n);
     free(medians);
     return figure;
 }
@@ -140,11 +137,11 @@ void bench_tell_json(const bench *b)
         o, "tensors", output_u64(b->last.tensors), "bytes", output_u64(b->last.bytes),
         "world_size", output_u64(b->session.target.count), "destination",
         output_string(b->dest != NULL ? b->dest : "memory"), "device",
-        output_string(b->device.device), "path",
+        output_string(b->trainer.device), "path",
         output_string(fanin_path_name(b->last.path)), "path_reason",
         output_string(b->reason), "reads", output_u64(b->last.reads), "iterations",
         output_u64(b->samples.count), "cold", json_boolean(b->cold), "snapshot",
-        json_boolean(b->device.snapshot), "pattern_checked",
+        json_boolean(b->trainer.snapshot), "pattern_checked",
         json_boolean(b->pattern.follows), "all_checked", json_boolean(b->check_all),
         "phases", phases, "rounds", rounds_json(b), "limits", limits_json(b), NULL);
     if (has_commits(b)) {
@@ -202,9 +199,9 @@ static void tell_head(const bench *b)
 {
     printf("%" PRIu64 " tensors, %s, %u ranks%s%s%s, to %s\n", b->last.tensors,
            output_bytes(b->last.bytes).s, b->session.target.count,
-           b->device.device != NULL ? " on devices " : "",
-           b->device.device != NULL ? b->device.device : "",
-           b->device.snapshot ? ", snapshots" : "",
+           b->trainer.device != NULL ? " on devices " : "",
+           b->trainer.device != NULL ? b->trainer.device : "",
+           b->trainer.snapshot ? ", snapshots" : "",
            b->dest != NULL ? b->dest : "memory");
     printf("path %s%s%s, %" PRIu64 " reads a pull\n", fanin_path_name(b->last.path),
            b->reason[0] != '\0' ? ": " : "", b->reason, b->last.reads);

@@ -12,8 +12,8 @@ enum { PHASE_MS = 1000 };
 
 static int pull_for(bench *b, uint32_t ms)
 {
-    uint64_t end = progress_now_ns() + (uint64_t)ms * 1000000;
-    while (progress_now_ns() < end) {
+    uint64_t end = progress_in_ms(ms);
+    while (progress_left_ms(end) > 0) {
         fanin_error error = FANIN_ERROR_INIT;
         fanin_result_info info;
         if (bench_pull(b, false, &info, &error) != FANIN_OK) {

@@ -25,9 +25,7 @@ static int pull_cold(bench *b, fanin_result_info *info)
     session_close(&b->session);
     uint64_t start = progress_now_ns();
     int code = session_open(&b->session, b->self, &b->line, b->target, b->line.run);
-    if (code == 0) {
-        code = session_connect(&b->session, b->line.common.timeout_ms);
-    }
+    code = code != 0 ? code : session_connect(&b->session, b->line.common.timeout_ms);
     uint64_t connected = progress_now_ns() - start;
     if (code == 0 && bench_pull(b, b->check_all, info, &error) != FANIN_OK) {
         code = failure_report("cannot pull", &error);
@@ -74,7 +72,7 @@ static void measure_limits(bench *b)
     uint32_t threads = processors > 1 ? (uint32_t)processors : 1;
     bench_spread spread = {0};
     bool host = b->dest_device == DEVICE_HOST;
-    bool devices = b->device.device != NULL;
+    bool devices = b->trainer.device != NULL;
     if (b->ranks != NULL) {
         bench_spread_of(&b->rank_options, &spread);
     }
@@ -115,34 +113,23 @@ static int start_ranks(bench *b)
 {
     static char zero[] = "0";
     static char *runs[] = {zero};
-    b->source_options.masters = b->device.cast != NULL;
-    int code = source_open(b->self, &b->source_options, "small", &b->source);
-    if (code != 0) {
-        return code;
-    }
     if (b->line.connect.world_size != 0) {
-        b->world.world_size = b->line.connect.world_size;
+        b->trainer.world_size = b->line.connect.world_size;
     }
-    b->world.no_ucx = b->line.connect.no_ucx;
-    code = world_resolve(b->self, &b->world, &b->rank_options);
-    if (code == 0) {
-        code = device_resolve(b->self, &b->device, &b->rank_options);
-    }
+    b->trainer.no_ucx = b->line.connect.no_ucx;
+    rank_options *o = &b->rank_options;
+    int code = trainer_options_resolve(b->self, &b->trainer, "small", &b->source, o);
     if (code != 0) {
         return code;
     }
     if (b->line.run != NULL && !options_run_valid(b->line.run)) {
         return failure_usage(b->self->name, "'%s' is no run's name", b->line.run);
     }
-    rank_options *o = &b->rank_options;
     if (o->server_name == NULL) {
         o->server_name = b->line.connect.server_name;
     }
     o->runs = b->line.run != NULL ? &b->line.run : runs;
     o->n_runs = 1;
-    o->tensors = &b->source.tensors;
-    o->pairs = b->source.pairs;
-    o->n_pairs = b->source.n_pairs;
     o->first_step = 1;
     o->extents = true;
     o->readers_gone = true;
@@ -150,9 +137,7 @@ static int start_ranks(bench *b)
     o->log_cookie = b->line.common.verbose ? b : NULL;
     set_updates(b);
     code = ranks_start(o, &b->ranks);
-    if (code == 0) {
-        code = ranks_wait_ready(b->ranks, START_MS);
-    }
+    code = code != 0 ? code : ranks_wait_ready(b->ranks, START_MS);
     if (code == 0 && o->steps > 0) {
         code = ranks_wait_step(b->ranks, o->first_step + o->steps - 1, START_MS);
     }
@@ -191,17 +176,10 @@ static int prepare(bench *b)
 static int bench_all(bench *b)
 {
     uint32_t rounds = (uint32_t)b->repeat;
-    if (!bench_samples_init(&b->samples, (uint32_t)b->iterations * rounds)) {
-        return failure_local("cannot measure", FANIN_ERR_MEMORY, "fewer --iterations",
-                             "no memory for the samples");
-    }
+    bench_samples_init(&b->samples, (uint32_t)b->iterations * rounds);
     int code = session_open(&b->session, b->self, &b->line, b->target, b->line.run);
-    if (code == 0) {
-        code = session_connect(&b->session, b->line.common.timeout_ms);
-    }
-    if (code == 0) {
-        code = prepare(b);
-    }
+    code = code != 0 ? code : session_connect(&b->session, b->line.common.timeout_ms);
+    code = code != 0 ? code : prepare(b);
     for (uint32_t round = 0; code == 0 && round < rounds; round++) {
         code = measure(b);
     }
@@ -250,7 +228,7 @@ static int resolve(bench *b)
     if (b->rank_options.load == DEVICE_LOAD_NONE) {
         return failure_usage(name, "--trainer-load is product or sweep");
     }
-    if (b->device.device == NULL || b->line.parsed.count > 0) {
+    if (b->trainer.device == NULL || b->line.parsed.count > 0) {
         return failure_usage(name, "--trainer-load is for own ranks with --device");
     }
     return 0;
@@ -284,7 +262,7 @@ static int check_idle(const bench *b)
         return failure_usage(b->self->name,
                              "--%s is for own ranks, and TARGET names others", given);
     }
-    if (!b->device.snapshot && options_given(parsed, "commits") != NULL) {
+    if (!b->trainer.snapshot && options_given(parsed, "commits") != NULL) {
         return failure_usage(b->self->name, "--commits needs --snapshot");
     }
     if (b->spare_file && !b->directory) {
@@ -336,8 +314,6 @@ static int run(const command *self, int argc, const char **argv)
                 .update_every = 1000,
                 .dest_device = DEVICE_HOST,
                 .arena.device = DEVICE_HOST};
-    struct poptOption source_part[SOURCE_OPTIONS], world_part[WORLD_OPTIONS],
-        device_part[DEVICE_OPTIONS];
     struct poptOption table[] = {
         {"dest", 'd', POPT_ARG_STRING, &b.dest, 0,
          "memory (default), memory of a CUDA device, or a directory to make adapters "
@@ -365,26 +341,23 @@ static int run(const command *self, int argc, const char **argv)
          "KIND"},
         {"update-every", 0, POPT_ARG_INT, &b.update_every, 0,
          "how often those ranks update (default 1000)", "MS"},
-        {NULL, 0, POPT_ARG_INCLUDE_TABLE, source_part, 0,
+        {NULL, 0, POPT_ARG_INCLUDE_TABLE, b.trainer.source_part, 0,
          "What own ranks serve:", NULL},
-        {NULL, 0, POPT_ARG_INCLUDE_TABLE, device_part, 0, "How they publish:", NULL},
-        {NULL, 0, POPT_ARG_INCLUDE_TABLE, world_part, 0, "Own ranks:", NULL},
+        {NULL, 0, POPT_ARG_INCLUDE_TABLE, b.trainer.publishing_part, 0,
+         "How they publish:", NULL},
+        {NULL, 0, POPT_ARG_INCLUDE_TABLE, b.trainer.world_part + OF_TRAINER_ALONE, 0,
+         "Own ranks:", NULL},
         SESSION_TABLE(&b.line),
         POPT_TABLEEND,
     };
     int code;
-    world_init(&b.world);
-    source_table(&b.source_options, true, source_part);
-    world_table(&b.world, false, world_part);
-    device_table(&b.device, device_part);
+    trainer_options_init(&b.trainer);
     if (session_parse(self, &b.line, argc, argv, table, &code)) {
         code = check_usage(&b);
         if (code == 0 && b.target == NULL) {
             code = start_ranks(&b);
         }
-        if (code == 0) {
-            code = bench_all(&b);
-        }
+        code = code != 0 ? code : bench_all(&b);
         close_all(&b);
     }
     session_end(&b.line);

@@ -44,15 +44,14 @@ static int read_numbers(const char *root, const char *name, int *a, int *b)
     return found < 0 ? 0 : found;
 }
 
-static bool has_uverbs(const char *dev)
+/* Whether a name in the folder begins with @p prefix. */
+static bool has_entry(const char *folder, const char *prefix)
 {
-    char path[PATH_MAX];
+    DIR *directory = opendir(folder);
     bool found = false;
-    int length = snprintf(path, sizeof(path), "%s/infiniband", dev);
-    DIR *directory = length > 0 && length < PATH_MAX ? opendir(path) : NULL;
     for (struct dirent *entry;
          directory != NULL && (entry = readdir(directory)) != NULL;) {
-        found = found || strncmp(entry->d_name, "uverbs", 6) == 0;
+        found = found || strncmp(entry->d_name, prefix, strlen(prefix)) == 0;
     }
     if (directory != NULL) {
         closedir(directory);
@@ -84,33 +83,11 @@ static void gather_settings(const doctor_roots *roots, doctor_facts *f)
     f->is_container = exists(roots->proc, "1/root/.dockerenv") ||
                       exists(roots->proc, "1/root/run/.containerenv") ||
                       getenv("KUBERNETES_SERVICE_HOST") != NULL;
-    f->has_uverbs = has_uverbs(roots->dev);
+    snprintf(path, sizeof path, "%.4000s/infiniband", roots->dev);
+    f->has_uverbs = has_entry(path, "uverbs");
 }
 
 /* ------------------------------------------------------------------------- UCX */
-
-/* Modules lie in the folder "ucx" beside the library, with a hash in their names in wheels. */
-static bool has_module(const char *library, const char *name)
-{
-    char folder[600];
-    const char *slash = strrchr(library, '/');
-    if (slash == NULL) {
-        return false;
-    }
-    snprintf(folder, sizeof(folder), "%.*s/ucx", (int)(slash - library), library);
-    DIR *directory = opendir(folder);
-    bool found = false;
-    for (struct dirent *entry;
-         directory != NULL && (entry = readdir(directory)) != NULL;) {
-        const char *at = entry->d_name;
-        found = found || (strncmp(at, "libuct_", 7) == 0 &&
-                          strncmp(at + 7, name, strlen(name)) == 0);
-    }
-    if (directory != NULL) {
-        closedir(directory);
-    }
-    return found;
-}
 
 static void gather_ucx(doctor_facts *f)
 {
@@ -124,10 +101,13 @@ static void gather_ucx(doctor_facts *f)
     f->ucx_found = true;
     snprintf(f->ucx_version, sizeof(f->ucx_version), "%s", ucx_version(u));
     snprintf(f->ucx_path, sizeof(f->ucx_path), "%s", ucx_library_path(u));
-    if (realpath(f->ucx_path, path) != NULL) {
-        f->ucx_has_verbs = has_module(path, "ib");
-        f->ucx_has_cuda = has_module(path, "cuda");
-        f->ucx_has_cma = has_module(path, "cma");
+    /* Modules lie in the folder "ucx" beside the library, with a hash in their names in wheels. */
+    char *slash = realpath(f->ucx_path, path) != NULL ? strrchr(path, '/') : NULL;
+    if (slash != NULL && slash + sizeof "/ucx" <= path + sizeof path) {
+        memcpy(slash, "/ucx", sizeof "/ucx");
+        f->ucx_has_verbs = has_entry(path, "libuct_ib");
+        f->ucx_has_cuda = has_entry(path, "libuct_cuda");
+        f->ucx_has_cma = has_entry(path, "libuct_cma");
     }
     ucx_unload(&u);
 }

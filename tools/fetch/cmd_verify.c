@@ -390,9 +390,7 @@ static fanin_status verify_batch(verifier *v, size_t first, size_t end, uint64_t
 static fanin_status verify_all(verifier *v, fanin_error *error)
 {
     fanin_status status = pair_up(v, error);
-    if (status == FANIN_OK) {
-        status = ask_config(v, error);
-    }
+    status = status != FANIN_OK ? status : ask_config(v, error);
     for (size_t first = 0; status == FANIN_OK && first < v->count;) {
         size_t end = first + 1;
         uint64_t bytes = v->pairs[first].bytes;

@@ -15,8 +15,7 @@ static int write_errno; /* of the first write that failed */
 void *output_require(void *memory)
 {
     if (memory == NULL) {
-        fputs("nixl-fetch: out of memory: the output cannot be made: free memory\n",
-              stderr);
+        fputs("nixl-fetch: out of memory: free memory\n", stderr);
         exit(exit_code_of(FANIN_ERR_MEMORY));
     }
     return memory;

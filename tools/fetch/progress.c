@@ -19,6 +19,17 @@ uint64_t progress_now_ns(void)
     return (uint64_t)now.tv_sec * UINT64_C(1000000000) + (uint64_t)now.tv_nsec;
 }
 
+uint64_t progress_in_ms(uint64_t ms)
+{
+    return progress_now_ns() + ms * 1000000;
+}
+
+uint32_t progress_left_ms(uint64_t end_ns)
+{
+    uint64_t now = progress_now_ns();
+    return now < end_ns ? (uint32_t)((end_ns - now - 1) / 1000000) + 1 : 0;
+}
+
 void progress_start(progress *p, const char *what, bool quiet, bool no_color)
 {
     const char *term = getenv("TERM");

@@ -51,7 +51,10 @@ void progress_text(const progress_state *at, progress_parts parts, char *out,
 void progress_line(const char *what, const progress_state *at, int columns, bool color,
                    char *out, size_t size);
 
-/** CLOCK_MONOTONIC. */
+/** CLOCK_MONOTONIC: now, and in @p ms milliseconds. */
 uint64_t progress_now_ns(void);
+uint64_t progress_in_ms(uint64_t ms);
+/** Milliseconds until @p end_ns, rounded up; 0: it is over. */
+uint32_t progress_left_ms(uint64_t end_ns);
 
 #endif

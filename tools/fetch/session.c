@@ -126,9 +126,7 @@ int session_open(session *s, const command *self, const invocation *line,
     const int world_size = line->connect.world_size;
     fanin_client_config config;
     fanin_error error = FANIN_ERROR_INIT;
-    *s = (session){.command = self,
-                   .end_ns =
-                       progress_now_ns() + (uint64_t)line->common.timeout_ms * 1000000};
+    *s = (session){.command = self, .end_ns = progress_in_ms(line->common.timeout_ms)};
     if (line->run != NULL && !options_run_valid(line->run)) {
         return failure_usage(
             self->name, "--run '%s' is not 1 to 64 of A-Z a-z 0-9 . _ -", line->run);
@@ -205,8 +203,8 @@ int session_failure(const session *s, const char *what, fanin_error *error)
 
 uint32_t session_left_ms(const session *s)
 {
-    uint64_t now = progress_now_ns();
-    return now < s->end_ns ? (uint32_t)((s->end_ns - now) / 1000000) + 1 : 1;
+    uint32_t left_ms = progress_left_ms(s->end_ns);
+    return left_ms > 0 ? left_ms : 1;
 }
 
 /* Until one rank has answered, or with @p all until each has or can be said not to. Ranks that are

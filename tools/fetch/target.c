@@ -23,8 +23,7 @@ static const char forms[] =
 
 static fanin_status out_of_memory(fanin_error *error)
 {
-    return failure_set(error, FANIN_ERR_MEMORY, "free memory",
-                       "no memory for the addresses");
+    return failure_memory(error, "the addresses");
 }
 
 /* Takes the place of rank @p index, which must be free. */
@@ -283,9 +282,7 @@ static fanin_status parse_object(const json_t *root, const char *path,
     }
     size = size != 0 ? size : world_size;
     fanin_status status = parse_run(json_object_get(root, "run_idx"), path, out, error);
-    if (status == FANIN_OK) {
-        status = parse_demands(root, path, out, error);
-    }
+    status = status != FANIN_OK ? status : parse_demands(root, path, out, error);
     if (status != FANIN_OK) {
         return status;
     }

@@ -91,7 +91,7 @@ static void *run(void *cookie)
     fanin_error error = FANIN_ERROR_INIT;
     bool connected = false;
     while (pause_ms(w, TELL_EVERY_MS)) {
-        w->own.end_ns = progress_now_ns() + ASK_MS * UINT64_C(1000000);
+        w->own.end_ns = progress_in_ms(ASK_MS);
         connected = connected || session_try(&w->own, &error) == FANIN_OK;
         if (connected) {
             tell(w);

@@ -1,12 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "fetch/command.h"
-#include "trainer/device_options.h"
 #include "trainer/device_driver.h"
 #include "fetch/failure.h"
 #include "fetch/output.h"
 #include "fetch/session.h"
-#include "trainer/source.h"
-#include "trainer/world.h"
+#include "trainer/trainer_options.h"
 
 #include <errno.h>
 #include <inttypes.h>
@@ -17,9 +15,7 @@
 
 typedef struct serve_options {
     common_options common;
-    source_options source;
-    world_options world;
-    device_options device;
+    trainer_options trainer;
     char **runs, *info;
     int update_every, ready_fd, uncoupled, keep_going, wait_commit;
     long long steps, first_step;
@@ -201,7 +197,8 @@ static void tell_stopped(const serve_options *o, const rank_options *options,
     }
 }
 
-static int resolve(const command *self, serve_options *o, rank_options *out)
+static int resolve(const command *self, serve_options *o, source *served,
+                   rank_options *out)
 {
     if (o->steps > 1 && o->update_every < 0) {
         return failure_usage(self->name, "--steps needs --update-every");
@@ -234,8 +231,7 @@ static int resolve(const command *self, serve_options *o, rank_options *out)
     out->log = session_log;
     out->log_cookie = o->common.verbose ? o : NULL;
     out->publishing.timed = o->wait_commit != 0;
-    int code = world_resolve(self, &o->world, out);
-    return code != 0 ? code : device_resolve(self, &o->device, out);
+    return trainer_options_resolve(self, &o->trainer, NULL, served, out);
 }
 
 static int live(const serve_options *o, const rank_options *options)
@@ -249,13 +245,9 @@ static int live(const serve_options *o, const rank_options *options)
     if (code == 0 && o->info != NULL) {
         code = write_info(o->info, options, r);
     }
-    if (code == 0) {
-        code = tell_ready(o, options, r);
-    }
+    code = code != 0 ? code : tell_ready(o, options, r);
     bool was_ready = code == 0;
-    if (code == 0) {
-        code = ranks_serve(r);
-    }
+    code = code != 0 ? code : ranks_serve(r);
     int stopped = ranks_stop(r);
     if (was_ready) {
         tell_stopped(o, options, r);
@@ -270,10 +262,10 @@ static int run(const command *self, int argc, const char **argv)
                        .update_every = -1,
                        .ready_fd = -1,
                        .first_step = 1};
-    struct poptOption common[COMMON_OPTIONS], source_part[SOURCE_OPTIONS],
-        world_part[WORLD_OPTIONS], device_part[DEVICE_OPTIONS];
+    struct poptOption common[COMMON_OPTIONS];
     struct poptOption table[] = {
-        {NULL, 0, POPT_ARG_INCLUDE_TABLE, source_part, 0, "What to serve:", NULL},
+        {NULL, 0, POPT_ARG_INCLUDE_TABLE, o.trainer.source_part, 0,
+         "What to serve:", NULL},
         {"run", 0, POPT_ARG_ARGV, &o.runs, 0, "the run's name (default 0); repeatable",
          "R"},
         {"update-every", 0, POPT_ARG_INT, &o.update_every, 0,
@@ -292,8 +284,9 @@ static int run(const command *self, int argc, const char **argv)
         {"info", 0, POPT_ARG_STRING, &o.info, 0, "write a nixl_info.json", "FILE"},
         {"ready-fd", 0, POPT_ARG_INT, &o.ready_fd, 0,
          "write the ready line to this descriptor", "FD"},
-        {NULL, 0, POPT_ARG_INCLUDE_TABLE, device_part, 0, "How they publish:", NULL},
-        {NULL, 0, POPT_ARG_INCLUDE_TABLE, world_part, 0, "The ranks:", NULL},
+        {NULL, 0, POPT_ARG_INCLUDE_TABLE, o.trainer.publishing_part, 0,
+         "How they publish:", NULL},
+        {NULL, 0, POPT_ARG_INCLUDE_TABLE, o.trainer.world_part, 0, "The ranks:", NULL},
         {NULL, 0, POPT_ARG_INCLUDE_TABLE, common, 0, "Common options:", NULL},
         POPT_TABLEEND,
     };
@@ -303,25 +296,13 @@ static int run(const command *self, int argc, const char **argv)
     rank_options options = {.runs = default_runs, .n_runs = 1};
     source served = {0};
     int code;
-    world_init(&o.world);
-    source_table(&o.source, true, source_part);
-    world_table(&o.world, true, world_part);
-    device_table(&o.device, device_part);
+    trainer_options_init(&o.trainer);
     options_common(&o.common, common);
     if (options_parse(self, argc, argv, table, &o.common, &parsed, &code)) {
         code = parsed.count > 0 ? failure_usage(self->name, "unexpected argument '%s'",
                                                 parsed.positional[0])
-                                : resolve(self, &o, &options);
-        if (code == 0) {
-            o.source.masters = options.publishing.cast != 0;
-            code = source_open(self, &o.source, NULL, &served);
-        }
-        if (code == 0) {
-            options.tensors = &served.tensors;
-            options.pairs = served.pairs;
-            options.n_pairs = served.n_pairs;
-            code = live(&o, &options);
-        }
+                                : resolve(self, &o, &served, &options);
+        code = code != 0 ? code : live(&o, &options);
         source_close(&served);
     }
     options_free(&parsed);

@@ -1,7 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "trainer/device_load.h"
 #include "trainer/device_driver.h"
-#include "trainer/device_images.h"
 #include "trainer/device_work.h"
 #include "fetch/failure.h"
 #include "fetch/progress.h"
@@ -79,9 +78,7 @@ static fanin_status calibrate(device_load *l, fanin_error *error)
     for (int i = 0; i < TRIALS; i++) {
         uint64_t start = progress_now_ns();
         fanin_status status = queue(l, 1, error);
-        if (status == FANIN_OK) {
-            status = device_wait(l->device, l->stream, error);
-        }
+        status = status != FANIN_OK ? status : device_wait(l->device, l->stream, error);
         if (status != FANIN_OK) {
             return status;
         }
@@ -107,17 +104,13 @@ fanin_status device_load_make(int device, device_load_kind kind, device_load **o
     l->device = device;
     l->kind = kind;
     fanin_status status = device_open(device, error);
-    if (status == FANIN_OK) {
-        status = device_stream(device, &l->stream, error);
-    }
+    status = status != FANIN_OK ? status : device_stream(device, &l->stream, error);
     if (status == FANIN_OK) {
         status = device_kernel(device, device_load_image(),
                                product ? DEVICE_PRODUCT_KERNEL : DEVICE_SWEEP_KERNEL,
                                &l->kernel, error);
     }
-    if (status == FANIN_OK) {
-        status = allocate(l, operand, result, error);
-    }
+    status = status != FANIN_OK ? status : allocate(l, operand, result, error);
     for (int i = 0; status == FANIN_OK && i < 3; i++) {
         if (l->memory[i] != NULL) {
             status = fill(l, l->memory[i], i == 2 ? result : operand, error);

@@ -69,6 +69,8 @@ typedef struct pattern_parameters {
 } pattern_parameters;
 
 #define DEVICE_PATTERN_KERNEL "fanin_pattern"
+/** The kernel as a fat binary; NULL in a build without CUDA's compiler. */
+const void *device_pattern_image(void);
 enum { DEVICE_PATTERN_THREADS = 256, DEVICE_PATTERN_PIECE = 16384 };
 
 #endif

@@ -1,7 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "trainer/device_shards.h"
 #include "trainer/device_driver.h"
-#include "trainer/device_images.h"
 #include "trainer/device_pattern.h"
 #include "fetch/failure.h"
 #include "fetch/pattern.h"
@@ -50,8 +49,7 @@ static size_t open_segment(device_shards *s, uint64_t size, fanin_error *error)
         size_t capacity = s->segments_capacity > 0 ? 2 * s->segments_capacity : 64;
         segment *segments = realloc(s->segments, capacity * sizeof(segments[0]));
         if (segments == NULL) {
-            failure_set(error, FANIN_ERR_MEMORY, "free memory",
-                        "no memory for segments");
+            failure_memory(error, "segments");
             return SIZE_MAX;
         }
         s->segments = segments;
@@ -145,8 +143,7 @@ static fanin_status make_pieces(device_shards *s, const uint64_t *seeds,
     }
     pattern_piece *pieces = calloc(count + 1, sizeof(pieces[0]));
     if (pieces == NULL) {
-        return failure_set(error, FANIN_ERR_MEMORY, "free memory",
-                           "no memory for the pattern's pieces");
+        return failure_memory(error, "the pattern's pieces");
     }
     uint64_t n = 0;
     for (size_t i = 0; i < s->list->count; i++) {
@@ -170,8 +167,7 @@ static fanin_status make_images(device_shards *s, fanin_error *error)
     for (size_t i = 0; i < s->n_segments; i++) {
         s->segments[i].image = calloc(1, s->segments[i].used + 1);
         if (s->segments[i].image == NULL) {
-            return failure_set(error, FANIN_ERR_MEMORY, "free memory",
-                               "no memory for the adapter's bytes");
+            return failure_memory(error, "the adapter's bytes");
         }
     }
     for (size_t i = 0; i < s->list->count; i++) {
@@ -198,17 +194,14 @@ fanin_status device_shards_make(int device, const tensor_list *list,
     *out = s;
     if (s == NULL ||
         (s->in_segment = calloc(list->count + 1, sizeof(s->in_segment[0]))) == NULL) {
-        return failure_set(error, FANIN_ERR_MEMORY, "free memory",
-                           "no memory for the shards");
+        return failure_memory(error, "the shards");
     }
     s->device = device;
     s->list = list;
     s->shards = shards;
     s->memory = memory_out;
     fanin_status status = device_open(device, error);
-    if (status == FANIN_OK) {
-        status = device_stream(device, &s->stream, error);
-    }
+    status = status != FANIN_OK ? status : device_stream(device, &s->stream, error);
     for (size_t i = 0; status == FANIN_OK && i < list->count; i++) {
         status = place(s, i, error);
     }

@@ -17,6 +17,8 @@ typedef struct work_parameters {
 #define DEVICE_SWEEP_KERNEL "fanin_sweep"
 /** c = numbers between -1 and 1: count halves. */
 #define DEVICE_HALVES_KERNEL "fanin_halves"
+/** The kernels as fat binaries; NULL in a build without CUDA's compiler. */
+const void *device_load_image(void);
 enum { DEVICE_WORK_THREADS = 256, DEVICE_PRODUCT_TILE = 128 };
 
 #endif

@@ -138,8 +138,7 @@ fanin_status model_expand(const model *m, uint32_t r, bool fused, fanin_dtype dt
     out->names = malloc(capacity * NAME_SIZE);
     if (out->tensors == NULL || out->names == NULL) {
         tensor_list_free(out);
-        return failure_set(error, FANIN_ERR_MEMORY, "free memory",
-                           "no memory for names");
+        return failure_memory(error, "names");
     }
     for (uint32_t layer = 0; layer < m->layers; layer++) {
         append_layer(out, m, layer, r, fused, dtype);

@@ -9,13 +9,6 @@
 #include <time.h>
 #include <unistd.h>
 
-/* Not the private kind: the word is shared between processes. */
-static void futex_wait(_Atomic uint32_t *word, uint32_t seen,
-                       const struct timespec *timeout)
-{
-    syscall(SYS_futex, word, FUTEX_WAIT, seen, timeout, NULL, 0);
-}
-
 void rank_board_wake(rank_board *board)
 {
     int saved = errno;
@@ -42,56 +35,56 @@ static bool all_arrived(const rank_board *board, uint64_t generation)
     return true;
 }
 
+static bool working(const rank_board *board, uint64_t ignored)
+{
+    (void)ignored;
+    return atomic_load(&board->phase) != 0;
+}
+
+static bool is_past(const rank_board *board, uint64_t end_ns)
+{
+    (void)board;
+    return progress_now_ns() >= end_ns;
+}
+
+/* Until @p done says so of @p what, which it looks at anew with each event and at @p end_ns;
+   false: the world is to end. */
+static bool wait_until(rank_board *board, bool (*done)(const rank_board *, uint64_t),
+                       uint64_t what, uint64_t end_ns)
+{
+    for (;;) {
+        uint32_t seen = atomic_load(&board->wake);
+        if (atomic_load(&board->stop) != 0) {
+            return false;
+        }
+        if (done(board, what)) {
+            return true;
+        }
+        uint64_t now = progress_now_ns(), left = end_ns > now ? end_ns - now : 0;
+        const struct timespec timeout = {(time_t)(left / 1000000000),
+                                         (long)(left % 1000000000)};
+        /* Not the private kind: the word is shared between processes. */
+        syscall(SYS_futex, &board->wake, FUTEX_WAIT, seen,
+                end_ns != UINT64_MAX ? &timeout : NULL, NULL, 0);
+    }
+}
+
 bool rank_board_barrier(rank_board *board, uint32_t rank)
 {
     uint64_t generation = atomic_fetch_add(&board->slots[rank].arrived, 1) + 1;
     if (all_arrived(board, generation)) {
         rank_board_wake(board);
     }
-    for (;;) {
-        uint32_t seen = atomic_load(&board->wake);
-        if (atomic_load(&board->stop) != 0) {
-            return false;
-        }
-        if (all_arrived(board, generation)) {
-            return true;
-        }
-        futex_wait(&board->wake, seen, NULL);
-    }
+    return wait_until(board, all_arrived, generation, UINT64_MAX);
 }
 
 bool rank_board_work(rank_board *board)
 {
-    for (;;) {
-        uint32_t seen = atomic_load(&board->wake);
-        if (atomic_load(&board->stop) != 0) {
-            return false;
-        }
-        if (atomic_load(&board->phase) != 0) {
-            return true;
-        }
-        futex_wait(&board->wake, seen, NULL);
-    }
+    return wait_until(board, working, 0, UINT64_MAX);
 }
 
 bool rank_board_pause(rank_board *board, int64_t ms)
 {
-    uint64_t end = progress_now_ns() + (ms > 0 ? (uint64_t)ms * 1000000 : 0);
-    for (;;) {
-        uint32_t seen = atomic_load(&board->wake);
-        if (atomic_load(&board->stop) != 0) {
-            return false;
-        }
-        if (ms < 0) {
-            futex_wait(&board->wake, seen, NULL);
-            continue;
-        }
-        uint64_t now = progress_now_ns();
-        if (now >= end) {
-            return true;
-        }
-        struct timespec left = {(time_t)((end - now) / 1000000000),
-                                (long)((end - now) % 1000000000)};
-        futex_wait(&board->wake, seen, &left);
-    }
+    uint64_t end_ns = ms < 0 ? UINT64_MAX : progress_in_ms((uint64_t)ms);
+    return wait_until(board, is_past, end_ns, end_ns);
 }

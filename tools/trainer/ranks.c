@@ -6,6 +6,8 @@
 #include "trainer/rank_board.h"
 
 #include <errno.h>
+#include <inttypes.h>
+#include <limits.h>
 #include <poll.h>
 #include <signal.h>
 #include <stdio.h>
@@ -222,9 +224,10 @@ static int interrupted(const ranks *r)
 }
 
 /* Waits at most @p ms for something to happen. 0, or the exit status of an end. */
-static int look(ranks *r, int ms)
+static int look(ranks *r, uint32_t ms)
 {
-    if (wait_event(r, ms) || atomic_load(&r->board->stop) != 0) {
+    if (wait_event(r, ms < INT_MAX ? (int)ms : INT_MAX) ||
+        atomic_load(&r->board->stop) != 0) {
         return interrupted(r);
     }
     return reap(r);
@@ -232,16 +235,15 @@ static int look(ranks *r, int ms)
 
 int ranks_wait_ready(ranks *r, uint32_t timeout_ms)
 {
-    uint64_t end = progress_now_ns() + (uint64_t)timeout_ms * 1000000;
+    uint64_t end = progress_in_ms(timeout_ms);
     while (!all_ready(r)) {
-        uint64_t now = progress_now_ns();
-        if (now >= end) {
+        uint32_t left_ms = progress_left_ms(end);
+        if (left_ms == 0) {
             return failure_local("cannot start ranks", FANIN_ERR_TIMEOUT,
                                  "give a longer --timeout or fewer bytes",
                                  "not all ranks were ready in %u ms", timeout_ms);
         }
-        uint64_t left = (end - now) / 1000000 + 1;
-        int code = look(r, left > 1000000 ? 1000000 : (int)left);
+        int code = look(r, left_ms);
         if (code != 0) {
             return code;
         }
@@ -252,17 +254,17 @@ int ranks_wait_ready(ranks *r, uint32_t timeout_ms)
 int ranks_wait_step(ranks *r, uint64_t step, uint32_t timeout_ms)
 {
     enum { LOOK_MS = 5 };
-    uint64_t end = progress_now_ns() + (uint64_t)timeout_ms * 1000000;
+    uint64_t end = progress_in_ms(timeout_ms);
     for (uint32_t rank = 0; rank < r->options->world_size;) {
         if (ranks_step(r, rank) >= step) {
             rank++;
             continue;
         }
-        if (progress_now_ns() >= end) {
+        if (progress_left_ms(end) == 0) {
             return failure_local("the ranks do not go on", FANIN_ERR_TIMEOUT,
                                  "give a longer --timeout or fewer bytes",
-                                 "rank %u has not committed step %llu in %u ms", rank,
-                                 (unsigned long long)step, timeout_ms);
+                                 "rank %u has not committed step %" PRIu64 " in %u ms",
+                                 rank, step, timeout_ms);
         }
         int code = look(r, LOOK_MS);
         if (code != 0) {
@@ -274,9 +276,9 @@ int ranks_wait_step(ranks *r, uint64_t step, uint32_t timeout_ms)
 
 int ranks_pause(ranks *r, uint32_t ms)
 {
-    uint64_t end = progress_now_ns() + (uint64_t)ms * 1000000;
-    for (uint64_t now; (now = progress_now_ns()) < end;) {
-        int code = look(r, (int)((end - now) / 1000000) + 1);
+    uint64_t end = progress_in_ms(ms);
+    for (uint32_t left_ms; (left_ms = progress_left_ms(end)) > 0;) {
+        int code = look(r, left_ms);
         if (code != 0) {
             return code;
         }
@@ -313,8 +315,7 @@ static void kill_all(ranks *r)
 
 int ranks_stop(ranks *r)
 {
-    uint64_t margin = (uint64_t)r->options->lease_ms + STOP_MARGIN_MS;
-    uint64_t end = progress_now_ns() + margin * 1000000;
+    uint64_t end = progress_in_ms((uint64_t)r->options->lease_ms + STOP_MARGIN_MS);
     int code = 0;
     r->stopped = true;
     rank_board_stop(r->board);
@@ -324,14 +325,10 @@ int ranks_stop(ranks *r)
         if (count_living(r) == 0) {
             return code;
         }
-        uint64_t now = progress_now_ns();
-        bool impatient = now >= end;
-        if (!impatient) {
-            impatient = wait_event(r, (int)((end - now) / 1000000) + 1);
-        }
-        if (impatient) {
+        uint32_t left_ms = progress_left_ms(end);
+        if (left_ms == 0 || wait_event(r, (int)left_ms)) {
             kill_all(r);
-            end = now + UINT64_C(1000000000);
+            end = progress_in_ms(1000);
         }
     }
 }

@@ -2,7 +2,7 @@
 /* One rank of the stand-in trainer: allocates shards as a trainer does, one by one, and
    lives through updates until the world ends. */
 #include "trainer/device_driver.h"
-#include "trainer/device_options.h"
+#include "trainer/trainer_options.h"
 #include "trainer/device_shards.h"
 #include "fetch/failure.h"
 #include "fetch/pattern.h"
@@ -264,9 +264,7 @@ static fanin_status publish_first(life *l, fanin_error *error)
     for (size_t i = 0; i < o->n_runs; i++) {
         const published *run = &l->runs[i];
         fanin_status status = rewrite(l, run, o->first_step, error);
-        if (status == FANIN_OK) {
-            status = put(l, run, error);
-        }
+        status = status != FANIN_OK ? status : put(l, run, error);
         if (status == FANIN_OK) {
             status = fanin_server_set_metadata(l->server, run->name, o->pairs,
                                                o->n_pairs, error);
@@ -292,9 +290,7 @@ static fanin_status update(life *l, uint64_t step, fanin_error *error)
         if (status == FANIN_OK) {
             status = fanin_server_begin_update(l->server, run->name, error);
         }
-        if (status == FANIN_OK) {
-            status = rewrite(l, run, step, error);
-        }
+        status = status != FANIN_OK ? status : rewrite(l, run, step, error);
         if (status == FANIN_OK) {
             status = commit(l, run, step, l->options->publishing.timed, error);
         }
@@ -331,8 +327,7 @@ static void count_work(life *l, uint64_t units)
 /* What lies between two updates of a trainer. */
 static fanin_status work(life *l, bool *going, fanin_error *error)
 {
-    const uint64_t end =
-        progress_now_ns() + (uint64_t)l->options->update_every_ms * 1000000;
+    const uint64_t end = progress_in_ms((uint64_t)l->options->update_every_ms);
     if (l->load == NULL) {
         *going = rank_board_pause(l->board, l->options->update_every_ms);
         return FANIN_OK;
@@ -445,12 +440,8 @@ int serve_rank(const rank_options *options, rank_board *board, uint32_t rank,
         extents[i] =
             (rank_extent){(uint64_t)(uintptr_t)l.runs[0].memory[i], l.shards[i].bytes};
     }
-    if (status == FANIN_OK) {
-        status = create_server(&l, &error);
-    }
-    if (status == FANIN_OK) {
-        status = live(&l, ready_fd, &error);
-    }
+    status = status != FANIN_OK ? status : create_server(&l, &error);
+    status = status != FANIN_OK ? status : live(&l, ready_fd, &error);
     if (l.server != NULL) {
         if (options->readers_gone) {
             see_readers_off(&l);

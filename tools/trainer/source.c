@@ -15,8 +15,7 @@
 
 enum { MAX_CONFIG = 1000000 };
 
-void source_table(source_options *options, bool adapter,
-                  struct poptOption table[SOURCE_OPTIONS])
+void source_table(source_options *options, struct poptOption table[SOURCE_OPTIONS])
 {
     const struct poptOption entries[SOURCE_OPTIONS] = {
         {"model", 'm', POPT_ARG_STRING, &options->model, 0,
@@ -31,27 +30,11 @@ void source_table(source_options *options, bool adapter,
          "model and r of small, dense, large, moe or moe-fused", "SHAPE"},
         {"dtype", 0, POPT_ARG_STRING, &options->dtype, 0,
          "element type (default bf16, f32 with --cast)", "DTYPE"},
-        POPT_TABLEEND,
-        POPT_TABLEEND,
+        {"adapter", 0, POPT_ARG_STRING, &options->adapter, 0,
+         "serve the PEFT adapter in a directory instead", "DIR"},
         POPT_TABLEEND,
     };
-    const struct poptOption directory = {
-        "adapter",
-        0,
-        POPT_ARG_STRING,
-        &options->adapter,
-        0,
-        "serve the PEFT adapter in a directory instead",
-        "DIR"};
     memcpy(table, entries, sizeof(entries));
-    if (adapter) {
-        table[5] = directory;
-    }
-}
-
-bool source_given(const source_options *options)
-{
-    return options->adapter != NULL || options->model != NULL || options->shape != NULL;
 }
 
 static void add_pair(source *s, const char *key, const char *value)
@@ -59,35 +42,19 @@ static void add_pair(source *s, const char *key, const char *value)
     s->pairs[s->n_pairs++] = (fanin_pair){key, value};
 }
 
-enum { MAX_NAMES = 32 };
-
-static const char *const *model_names(void)
-{
-    static const char *names[MAX_NAMES + 1];
-    for (size_t i = 0; i < n_models && i < MAX_NAMES; i++) {
-        names[i] = models[i].name;
-    }
-    return names;
-}
-
-static const char *const *shape_names(void)
-{
-    static const char *names[MAX_NAMES + 1];
-    for (size_t i = 0; i < n_adapter_shapes && i < MAX_NAMES; i++) {
-        names[i] = adapter_shapes[i].name;
-    }
-    return names;
-}
-
-/* Wrong usage: a name that is none of @p names. */
+/* Wrong usage: a name that is none of those which every @p stride bytes from @p first on
+   point to. */
 static int unknown(const command *self, const char *what, const char *name,
-                   const char *const *names)
+                   const char *const *first, size_t stride, size_t count)
 {
+    enum { MAX_NAMES = 32 };
+    const char *names[MAX_NAMES + 1] = {NULL};
     char all[512] = "";
-    const char *nearest = options_nearest(name, names);
-    for (size_t i = 0; names[i] != NULL; i++) {
+    for (size_t i = 0; i < count && i < MAX_NAMES; i++) {
+        memcpy(&names[i], (const char *)first + i * stride, sizeof names[i]);
         output_append(all, sizeof all, "%s%s", i > 0 ? ", " : "", names[i]);
     }
+    const char *nearest = options_nearest(name, names);
     return nearest != NULL
                ? failure_usage(self->name, "unknown %s '%s', did you mean '%s'?", what,
                                name, nearest)
@@ -104,7 +71,8 @@ static int open_model(const command *self, const source_options *options,
                                                       : NULL;
     const adapter_shape *shape = shape_name ? adapter_shape_find(shape_name) : NULL;
     if (shape_name != NULL && shape == NULL) {
-        return unknown(self, "adapter shape", shape_name, shape_names());
+        return unknown(self, "adapter shape", shape_name, &adapter_shapes[0].name,
+                       sizeof adapter_shapes[0], n_adapter_shapes);
     }
     if (shape_name != NULL && options->model != NULL) {
         return failure_usage(self->name,
@@ -113,7 +81,8 @@ static int open_model(const command *self, const source_options *options,
     const char *name = shape != NULL ? shape->model : options->model;
     const model *m = model_find(name);
     if (m == NULL) {
-        return unknown(self, "model", name, model_names());
+        return unknown(self, "model", name, &models[0].name, sizeof models[0],
+                       n_models);
     }
     uint32_t r = options->r != 0 ? (uint32_t)options->r : shape != NULL ? shape->r : 16;
     bool fused = options->fused || (shape != NULL && shape->fused);
@@ -243,7 +212,7 @@ int source_open(const command *self, const source_options *options,
     if (options->adapter != NULL) {
         return open_adapter(self, options, out);
     }
-    if (!source_given(options) && fallback == NULL) {
+    if (options->model == NULL && options->shape == NULL && fallback == NULL) {
         return failure_usage(
             self->name, "say what to serve: --model, --adapter-shape or --adapter");
     }

@@ -8,7 +8,7 @@
 
 #include <fanin/safetensors.h>
 
-enum { SOURCE_OPTIONS = 8 };
+enum { SOURCE_OPTIONS = 7 };
 
 typedef struct source_options {
     char *adapter; /**< a directory */
@@ -28,12 +28,8 @@ typedef struct source {
     size_t map_size;
 } source;
 
-/** Fills @p table, to be included; @p adapter: whether --adapter is one of the options. */
-void source_table(source_options *options, bool adapter,
-                  struct poptOption table[SOURCE_OPTIONS]);
-
-/** Whether any of the options was given. */
-bool source_given(const source_options *options);
+/** Fills @p table, to be included. */
+void source_table(source_options *options, struct poptOption table[SOURCE_OPTIONS]);
 
 /**
  * Makes tensors and metadata; @p fallback: the adapter shape if none of the options was
