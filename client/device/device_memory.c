@@ -301,3 +301,18 @@ void device_memory_leave(device_memory *m)
 {
     m->gather = (gather){.device = 0};
 }
+
+bool device_memory_drain(device_memory *m, deadline at)
+{
+    const gather *r = &m->gather;
+    bool ended = true;
+    for (int i = 0; i < GPU_MAX_DEVICES && ended; i++)
+        ended = !r->streams[i] ||
+                gpu_stream_wait(r->streams[i], at, NULL) != FANIN_ERR_TIMEOUT;
+    for (int i = 0; i < GATHER_LANES && ended; i++)
+        ended =
+            !r->lanes[i] || gpu_stream_wait(r->lanes[i], at, NULL) != FANIN_ERR_TIMEOUT;
+    if (!ended)
+        device_memory_leave(m);
+    return ended;
+}

@@ -95,5 +95,8 @@ fanin_status device_memory_lanes(device_memory *m, int device, uint64_t chunk,
 fanin_status device_memory_landing(device_memory *m, void **out, fanin_error *error);
 /** A device did not end a read: streams, lanes and landing are never freed, nor used again. */
 void device_memory_leave(device_memory *m);
+/** Waits for what is on the streams. False: it has not ended before @p at, and device_memory_leave()
+    was called. */
+bool device_memory_drain(device_memory *m, deadline at);
 
 #endif

@@ -5,6 +5,9 @@
 #include <stdio.h>
 #include <stdlib.h>
 
+/* Nothing is under way; a stream may wait for one of the caller's that a pull gave up waiting for. */
+#define DRAIN_MS 5000
+
 fanin_status devices_create(fanin_client *client, fanin_error *error)
 {
     client->devices = calloc(1, sizeof *client->devices);
@@ -27,10 +30,18 @@ gpu *client_gpu(fanin_client *client)
 
 void devices_disconnect(fanin_client *client)
 {
-    if (!client->devices)
+    devices *d = client->devices;
+    if (!d)
         return;
-    ipc_map_destroy(&client->devices->map);
-    device_memory_destroy(&client->devices->memory);
+    if (d->memory && !device_memory_drain(d->memory, deadline_in_ms(DRAIN_MS))) {
+        log_write(&client->log, FANIN_LOG_ERROR, "device-stuck",
+                  "a stream did not end in %d ms: what it may use is never freed",
+                  DRAIN_MS);
+        if (d->map)
+            ipc_map_abandon(d->map);
+    }
+    ipc_map_destroy(&d->map);
+    device_memory_destroy(&d->memory);
 }
 
 void devices_free(fanin_client *client)

@@ -18,8 +18,8 @@ typedef struct devices {
 fanin_status devices_create(fanin_client *client, fanin_error *error);
 /** CUDA, loaded if need be; NULL: there is none, `missing` says why. */
 gpu *client_gpu(fanin_client *client);
-/** Unmaps all memory of other processes, frees the own and ends the own streams, for which it waits.
-    After device_memory_close(). */
+/** Unmaps all memory of other processes, frees the own and ends the own streams, for which it waits
+    5 s at most: what one may use is never freed then. After device_memory_close(). */
 void devices_disconnect(fanin_client *client);
 /** After that. */
 void devices_free(fanin_client *client);

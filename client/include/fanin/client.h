@@ -166,8 +166,8 @@ fanin_client_connect_any(fanin_client *client, const char *const *addresses,
  * Closes all connections, forgets catalogs and addresses, unmaps what was mapped of ranks,
  * drops the spare file. Waits for no rank, and takes as long as unmapping and freeing does.
  * Only one-sided reads that a pull left under way, and whose fabric does not answer, are
- * waited for: at most 10 s in all, however many ranks there are; what they could still write
- * to stays allocated then.
+ * waited for, and a CUDA stream that a pull gave up waiting for: at most 15 s in all, however
+ * many ranks there are; what they could still use stays allocated then.
  */
 FANIN_API void fanin_client_disconnect(fanin_client *client);
 
