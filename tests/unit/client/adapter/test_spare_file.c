@@ -7,7 +7,7 @@
 #include <dirent.h>
 #include <errno.h>
 #include <fcntl.h>
-#include <sched.h>
+#include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -20,6 +20,7 @@
 static char root[64];
 static int parent = -1;
 static logger nobody;
+static uint64_t mapped_inode; /* of the last nameless file that was mapped; 0: none */
 
 static int setup(void **state)
 {
@@ -28,6 +29,7 @@ static int setup(void **state)
     if (!mkdtemp(root))
         return -1;
     parent = open(root, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    mapped_inode = 0;
     return parent < 0 ? -1 : 0;
 }
 
@@ -61,40 +63,34 @@ static spare_file *start(uint64_t size)
 
 /* ---------------------------------------------------------------- the file */
 
-static bool is_mapped(uint64_t inode)
+static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+static pthread_cond_t mapped = PTHREAD_COND_INITIALIZER;
+
+void *__real_mmap(void *at, size_t size, int protection, int flags, int fd, off_t from);
+void *__wrap_mmap(void *at, size_t size, int protection, int flags, int fd, off_t from);
+void *__wrap_mmap(void *at, size_t size, int protection, int flags, int fd, off_t from)
 {
-    char line[600], number[30];
-    bool found = false;
-    FILE *maps = fopen("/proc/self/maps", "r");
-    assert_non_null(maps);
-    snprintf(number, sizeof(number), " %llu ", (unsigned long long)inode);
-    while (!found && fgets(line, sizeof(line), maps))
-        found = strstr(line, number) && strstr(line, root);
-    fclose(maps);
-    return found;
+    struct stat info;
+    void *base = __real_mmap(at, size, protection, flags, fd, from);
+    if (base != MAP_FAILED && fd >= 0 && fstat(fd, &info) == 0 && info.st_nlink == 0) {
+        pthread_mutex_lock(&lock);
+        mapped_inode = info.st_ino;
+        pthread_cond_signal(&mapped);
+        pthread_mutex_unlock(&lock);
+    }
+    return base;
 }
 
-/* The only nameless file of the root that this process has open and that has its space: it has
-   come so far that it can be taken. */
+/* Of the spare file that was begun last, once it has come so far that it can be taken. */
 static uint64_t spare_inode(void)
 {
-    char link[300], path[40], text[300];
-    snprintf(text, sizeof(text), "%s/#", root);
-    for (;;) {
-        for (int fd = 3; fd < 100; fd++) {
-            struct stat info;
-            snprintf(path, sizeof(path), "/proc/self/fd/%d", fd);
-            ssize_t n = readlink(path, link, sizeof(link) - 1);
-            if (n < 0)
-                continue;
-            link[n] = '\0';
-            /* By name: another thread may close the descriptor meanwhile. */
-            if (strncmp(link, text, strlen(text)) == 0 && stat(path, &info) == 0 &&
-                info.st_nlink == 0 && is_mapped(info.st_ino))
-                return info.st_ino;
-        }
-        sched_yield();
-    }
+    pthread_mutex_lock(&lock);
+    while (mapped_inode == 0)
+        pthread_cond_wait(&mapped, &lock);
+    uint64_t inode = mapped_inode;
+    mapped_inode = 0;
+    pthread_mutex_unlock(&lock);
+    return inode;
 }
 
 static void a_file_has_no_name_and_fits_one_place(void **state)

@@ -74,21 +74,19 @@ static void each_body_has_its_verdict(void **state)
     seal_checks *c = start(&l);
     verdicts v = {0};
     uint64_t bytes = 0;
-    deadline at = deadline_in_ms(20000);
     for (int i = 0; i < BODIES; i++) {
         sealed_body *b;
         while (!(b = take(c, (uint8_t)i, &v))) { /* they do not keep up */
-            assert_true(clock_ns() < at);
             if (!seal_checks_help(c))
-                loop_step(&l, at);
+                loop_step(&l, UINT64_MAX);
             loop_step(&l, 0);
         }
         b->seal[i % SEAL_SIZE] ^= i == WRONG;
         bytes += (uint8_t)i;
         seal_checks_submit(c, b);
     }
-    while (v.n < BODIES && clock_ns() < at)
-        loop_step(&l, at);
+    while (v.n < BODIES)
+        loop_step(&l, UINT64_MAX);
     assert_int_equal(v.n, BODIES);
     assert_int_equal(v.unfit, 1);
     assert_int_equal(v.bytes, bytes);

@@ -195,17 +195,17 @@ static void *read_once(void *cookie)
     reading *r = cookie;
     fanin_log_line line = FANIN_LOG_LINE_INIT;
     pthread_barrier_wait(&r->started);
-    r->status = fanin_log_ring_read(r->ring, 60000, &line);
+    r->status = fanin_log_ring_read(r->ring, 3600000, &line);
     return NULL;
 }
 
-/* Whether the reader waits already or comes later, it must not wait for its time-out. */
+/* Whether the reader waits already or comes later, it must not wait for its time-out, which is
+   beyond the test's. */
 static void close_and_write_wake_a_reader(void **state)
 {
     for (int round = 0; round < 50; round++) {
         reading r = {.ring = ring_of(2, FANIN_LOG_DEBUG)};
         pthread_barrier_init(&r.started, NULL, 2);
-        uint64_t start = clock_ns();
         pthread_t thread;
         assert_int_equal(pthread_create(&thread, NULL, read_once, &r), 0);
         pthread_barrier_wait(&r.started);
@@ -215,7 +215,6 @@ static void close_and_write_wake_a_reader(void **state)
             fanin_log_ring_write(r.ring, FANIN_LOG_INFO, "e", "wake");
         pthread_join(thread, NULL);
         assert_int_equal(r.status, round % 2 ? FANIN_ERR_CLOSED : FANIN_OK);
-        assert_true(clock_ns() - start < UINT64_C(50000000000));
         pthread_barrier_destroy(&r.started);
         fanin_log_ring_destroy(&r.ring);
     }
