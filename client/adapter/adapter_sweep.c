@@ -5,6 +5,7 @@
 #include "buffer.h"
 #include "error_set.h"
 
+#include <inttypes.h>
 #include <ctype.h>
 #include <dirent.h>
 #include <errno.h>
@@ -28,8 +29,8 @@ void adapter_temporary_name(const adapter_place *place, char out[NAME_MAX + 1])
     uint64_t id = 0;
     if (!random_bytes(&id, sizeof id))
         id = clock_ns() ^ (uint64_t)getpid() << 40 ^ atomic_fetch_add(&counter, 1);
-    snprintf(out, NAME_MAX + 1, ".%.200s" TEMPORARY_INFIX "%0*llx", place->name,
-             TEMPORARY_DIGITS, (unsigned long long)id);
+    snprintf(out, NAME_MAX + 1, ".%.200s" TEMPORARY_INFIX "%0*" PRIx64, place->name,
+             TEMPORARY_DIGITS, id);
 }
 
 bool adapter_remove_directory(int parent, const char *name)

@@ -3,6 +3,7 @@
 #include "error_set.h"
 #include "utf8.h"
 
+#include <inttypes.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -179,10 +180,9 @@ static fanin_status lay_out_in_order(const safetensors_item *items,
     uint64_t padded = (text + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
     if (padded > SAFETENSORS_HEADER_MAX)
         return error_set(error, FANIN_ERR_MISMATCH, NULL,
-                         "the safetensors header of %zu tensors would take %llu bytes; "
-                         "the format allows %llu",
-                         count, (unsigned long long)padded,
-                         (unsigned long long)SAFETENSORS_HEADER_MAX);
+                         "the safetensors header of %zu tensors would take %" PRIu64
+                         " bytes; the format allows %" PRIu64,
+                         count, padded, (uint64_t)SAFETENSORS_HEADER_MAX);
     uint8_t *header = malloc(SAFETENSORS_LENGTH + padded);
     if (!header)
         return error_set_memory(error);

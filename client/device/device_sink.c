@@ -14,7 +14,7 @@
 
 static fanin_status signal_create(sink_signal **out, fanin_error *error)
 {
-    sink_signal *s = calloc(1, sizeof(*s));
+    sink_signal *s = calloc(1, sizeof *s);
     if (!s)
         return error_set_memory(error);
     s->fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
@@ -44,7 +44,7 @@ static void signal_drop(sink_signal *s)
 static void poke(const sink_signal *s)
 {
     uint64_t one = 1;
-    ssize_t n = s->fd >= 0 ? write(s->fd, &one, sizeof(one)) : 0;
+    ssize_t n = s->fd >= 0 ? write(s->fd, &one, sizeof one) : 0;
     (void)n; /* fails only when the counter is full: then a wake-up is due anyway */
 }
 
@@ -109,7 +109,7 @@ fanin_status device_sink_create(gpu *g, const memory_range *ranges, size_t n,
         on_devices += ranges[i].device >= 0;
     if (on_devices == 0)
         return FANIN_OK;
-    device_sink *s = calloc(1, sizeof(*s));
+    device_sink *s = calloc(1, sizeof *s);
     if (!s)
         return error_set_memory(error);
     s->g = g;
@@ -346,7 +346,7 @@ static fanin_status run_entries(sink_job *job, size_t index, fanin_error *error)
     if (s->cut.n > job->max_entries - job->n_entries)
         return run_table(job, index, error);
     copy_entry *entries = job->entries + job->n_entries;
-    memcpy(entries, s->cut.entries, s->cut.n * sizeof(*entries));
+    memcpy(entries, s->cut.entries, s->cut.n * sizeof *entries);
     job->n_entries += s->cut.n;
     return gpu_entries_run(s->devices[index].stream, entries, s->cut.n, 0, 0, error);
 }
@@ -457,7 +457,7 @@ static void on_event(loop_source *source, uint32_t events)
 {
     device_sink *s = (device_sink *)((char *)source - offsetof(device_sink, source));
     uint64_t count;
-    ssize_t n = read(source->fd, &count, sizeof(count));
+    ssize_t n = read(source->fd, &count, sizeof count);
     (void)n;
     (void)events;
     look_at_stream(s);
@@ -543,7 +543,7 @@ bool device_sink_recall(device_sink *s, const void *owner)
         struct pollfd wait = {.fd = s->signal->fd, .events = POLLIN};
         (void)poll(&wait, 1, deadline_poll_ms(at));
         uint64_t count;
-        if (read(s->signal->fd, &count, sizeof(count)) < 0)
+        if (read(s->signal->fd, &count, sizeof count) < 0)
             s->stuck = deadline_passed(at);
     }
     if (s->stuck && is_active(s, owner)) {

@@ -29,7 +29,7 @@ struct ipc_map {
 
 ipc_map *ipc_map_create(gpu *g)
 {
-    ipc_map *map = calloc(1, sizeof(*map));
+    ipc_map *map = calloc(1, sizeof *map);
     if (map)
         map->g = g;
     return map;
@@ -69,8 +69,8 @@ fanin_status ipc_map_open(ipc_map *map, int device, const uint8_t incarnation[16
                           const ipc_key *key, ipc_mapping **out, fanin_error *error)
 {
     identity id = {.length = key->length, .device = device};
-    memcpy(id.handle, key->handle, sizeof(id.handle));
-    memcpy(id.incarnation, incarnation, sizeof(id.incarnation));
+    memcpy(id.handle, key->handle, sizeof id.handle);
+    memcpy(id.incarnation, incarnation, sizeof id.incarnation);
     bool found;
     size_t at = place_of(map, &id, &found);
     if (found) {
@@ -78,7 +78,7 @@ fanin_status ipc_map_open(ipc_map *map, int device, const uint8_t incarnation[16
         (*out)->holders++;
         return FANIN_OK;
     }
-    ipc_mapping *m = calloc(1, sizeof(*m));
+    ipc_mapping *m = calloc(1, sizeof *m);
     if (!m ||
         !array_reserve(&map->sorted, &map->capacity, map->n + 1, sizeof *map->sorted)) {
         free(m);
@@ -98,7 +98,7 @@ fanin_status ipc_map_open(ipc_map *map, int device, const uint8_t incarnation[16
     m->id = id;
     m->holders = 1;
     memmove(&map->sorted[at + 1], &map->sorted[at],
-            (map->n - at) * sizeof(*map->sorted));
+            (map->n - at) * sizeof *map->sorted);
     map->sorted[at] = m;
     map->n++;
     *out = m;

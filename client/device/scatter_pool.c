@@ -70,7 +70,7 @@ static void *work(void *cookie)
 scatter_pool *scatter_pool_create(unsigned most, int event)
 {
     unsigned spare = usable_cpus() - 1, n = spare < most ? spare : most;
-    scatter_pool *pool = calloc(1, sizeof(*pool) + n * sizeof(pool->threads[0]));
+    scatter_pool *pool = calloc(1, sizeof *pool + n * sizeof pool->threads[0]);
     if (!pool)
         return NULL;
     pool->event = event;

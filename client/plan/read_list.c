@@ -59,8 +59,8 @@ fanin_status read_list_build(const plan_rank *pieces, const box_table *boxes,
 {
     read_list list = {0};
     uint64_t n_entries = 0;
-    list.entries = malloc((pieces->n_pieces + 1) * sizeof(*list.entries));
-    list.requests = malloc((pieces->n_pieces + 1) * sizeof(*list.requests));
+    list.entries = malloc((pieces->n_pieces + 1) * sizeof *list.entries);
+    list.requests = malloc((pieces->n_pieces + 1) * sizeof *list.requests);
     if (!list.entries || !list.requests)
         return give_up(&list, stop, error);
     read_request *open = &list.requests[0];

@@ -17,7 +17,7 @@ struct box_digest {
 
 box_digest *box_digest_create(void)
 {
-    box_digest *d = calloc(1, sizeof(*d));
+    box_digest *d = calloc(1, sizeof *d);
     if (!d)
         return NULL;
     d->pieces = XXH3_createState();
@@ -46,14 +46,14 @@ static void add_number(box_digest *d, uint64_t number)
 {
     uint8_t bytes[8];
     put_number(bytes, number);
-    (void)XXH3_128bits_update(d->pieces, bytes, sizeof(bytes));
+    (void)XXH3_128bits_update(d->pieces, bytes, sizeof bytes);
 }
 
 static void add_plain(box_digest *d, const uint8_t *data, size_t size)
 {
     d->length += size;
     while (size > 0) {
-        size_t step = sizeof(d->piece) - d->filled;
+        size_t step = sizeof d->piece - d->filled;
         if (d->filled == 0 && size >= step) {
             add_number(d, XXH3_64bits(data, step));
         } else {
@@ -61,8 +61,8 @@ static void add_plain(box_digest *d, const uint8_t *data, size_t size)
             memcpy(d->piece + d->filled, data, step);
             d->filled += step;
         }
-        if (d->filled == sizeof(d->piece)) {
-            add_number(d, XXH3_64bits(d->piece, sizeof(d->piece)));
+        if (d->filled == sizeof d->piece) {
+            add_number(d, XXH3_64bits(d->piece, sizeof d->piece));
             d->filled = 0;
         }
         data += step;
@@ -73,10 +73,10 @@ static void add_plain(box_digest *d, const uint8_t *data, size_t size)
 static void add_element(box_digest *d, const uint8_t *from, uint32_t convert)
 {
     uint32_t bits;
-    memcpy(&bits, from, sizeof(bits));
+    memcpy(&bits, from, sizeof bits);
     uint16_t half =
         convert == CONVERT_F32_BF16 ? convert_to_bf16(bits) : convert_to_f16(bits);
-    add_plain(d, (const uint8_t *)&half, sizeof(half));
+    add_plain(d, (const uint8_t *)&half, sizeof half);
 }
 
 void box_digest_add(box_digest *d, const void *data, size_t size, uint32_t convert)
@@ -88,13 +88,13 @@ void box_digest_add(box_digest *d, const void *data, size_t size, uint32_t conve
     }
     for (; d->begun > 0 && size > 0; from++, size--) {
         d->element[d->begun++] = *from;
-        if (d->begun < sizeof(d->element))
+        if (d->begun < sizeof d->element)
             continue;
         add_element(d, d->element, convert);
         d->begun = 0;
     }
-    for (; size >= sizeof(d->element);
-         from += sizeof(d->element), size -= sizeof(d->element))
+    for (; size >= sizeof d->element;
+         from += sizeof d->element, size -= sizeof d->element)
         add_element(d, from, convert);
     if (size > 0)
         memcpy(d->element, from, size);
@@ -118,14 +118,14 @@ void box_digest_add_pieces(box_digest *d, const uint64_t *pieces, uint64_t lengt
 digest box_digest_take(box_digest *d)
 {
     if (d->filled > 0) {
-        memset(d->piece + d->filled, 0, sizeof(d->piece) - d->filled);
-        add_number(d, XXH3_64bits(d->piece, sizeof(d->piece)));
+        memset(d->piece + d->filled, 0, sizeof d->piece - d->filled);
+        add_number(d, XXH3_64bits(d->piece, sizeof d->piece));
     }
     add_number(d, d->length);
     XXH128_canonical_t canonical;
     digest out;
     XXH128_canonicalFromHash(&canonical, XXH3_128bits_digest(d->pieces));
-    memcpy(out.bytes, canonical.digest, sizeof(out.bytes));
+    memcpy(out.bytes, canonical.digest, sizeof out.bytes);
     XXH3_128bits_reset(d->pieces);
     d->length = 0;
     d->filled = d->begun = 0;

@@ -24,10 +24,10 @@ static int compare_end(const void *address, const void *element)
 static void remember(gpu_finder *f, size_t at, const gpu_range *r)
 {
     if (!f->known)
-        f->known = malloc(KNOWN_MAX * sizeof(*f->known));
+        f->known = malloc(KNOWN_MAX * sizeof *f->known);
     if (!f->known || f->n_known == KNOWN_MAX)
         return;
-    memmove(&f->known[at + 1], &f->known[at], (f->n_known - at) * sizeof(*f->known));
+    memmove(&f->known[at + 1], &f->known[at], (f->n_known - at) * sizeof *f->known);
     f->known[at] = *r;
     f->n_known++;
     f->last = at;

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "gpu_internal.h"
 
+#include <inttypes.h>
 #include <string.h>
 
 _Static_assert(sizeof(CUipcMemHandle) == GPU_HANDLE_SIZE, "size of a handle");
@@ -36,11 +37,10 @@ fanin_status gpu_export(gpu *g, const gpu_range *range, uint8_t handle[GPU_HANDL
     CUresult result = g->cuIpcGetMemHandle(&raw, (CUdeviceptr)range->base);
     gpu_context_leave(g);
     if (result != CUDA_SUCCESS)
-        return gpu_error(
-            g, error, result,
-            "exporting the allocation of %llu bytes at 0x%llx on device %d",
-            (unsigned long long)range->length, (unsigned long long)range->base,
-            range->memory.device);
+        return gpu_error(g, error, result,
+                         "exporting the allocation of %" PRIu64 " bytes at 0x%" PRIx64
+                         " on device %d",
+                         range->length, range->base, range->memory.device);
     memcpy(handle, &raw, GPU_HANDLE_SIZE);
     return FANIN_OK;
 }

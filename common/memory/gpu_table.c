@@ -2,6 +2,7 @@
 #include "copy_units.h"
 #include "gpu_internal.h"
 
+#include <inttypes.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -189,9 +190,9 @@ fanin_status gpu_table_run(const gpu_table *table, gpu_stream *stream, uint64_t 
         return status;
     if (first > table->n || count > table->n - first)
         return error_set(error, FANIN_ERR_ARGUMENT, NULL,
-                         "a table of %llu copies has none of %llu from %llu on",
-                         (unsigned long long)table->n, (unsigned long long)count,
-                         (unsigned long long)first);
+                         "a table of %" PRIu64 " copies has none of %" PRIu64
+                         " from %" PRIu64 " on",
+                         table->n, count, first);
     uint32_t begin = table->first[first], end = table->first[first + count];
     if (begin == end)
         return FANIN_OK;

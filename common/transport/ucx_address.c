@@ -165,10 +165,10 @@ const char *ucx_rkey_check(const uint8_t *rkey, size_t size)
 {
     reader r = {.at = rkey, .end = rkey + size};
     uint64_t domains;
-    const uint8_t *head = take(&r, sizeof(domains) + 1);
+    const uint8_t *head = take(&r, sizeof domains + 1);
     if (!head)
         return cut;
-    memcpy(&domains, head, sizeof(domains));
+    memcpy(&domains, head, sizeof domains);
     if (head[8] > 1) /* the host's, CUDA's */
         return "it is of no kind of memory that is published";
     for (; domains; domains &= domains - 1) {

@@ -64,7 +64,7 @@ fanin_status ucx_client_create(ucx *u, ucx_path path, const char *gpu,
         return error_set(error, FANIN_ERR_ARGUMENT, NULL, "path %d is not UCX's",
                          (int)path);
     }
-    ucx_client *c = calloc(1, sizeof(*c));
+    ucx_client *c = calloc(1, sizeof *c);
     if (!c)
         return error_set_memory(error);
     const fanin_status status = ucx_worker_open(
@@ -165,7 +165,7 @@ static void on_endpoint_error(void *cookie, ucp_ep_h ep, ucs_status_t status)
 fanin_status ucx_endpoint_create(ucx_client *c, const uint8_t *address, size_t size,
                                  ucx_endpoint **out, fanin_error *error)
 {
-    ucx_endpoint *e = calloc(1, sizeof(*e));
+    ucx_endpoint *e = calloc(1, sizeof *e);
     if (!e)
         return error_set_memory(error);
     e->client = c;
@@ -210,7 +210,7 @@ const char *ucx_endpoint_transport(ucx_endpoint *e)
         .field_mask = UCP_EP_ATTR_FIELD_TRANSPORTS,
         .transports = {.entries = entries,
                        .num_entries = MAX_TRANSPORTS,
-                       .entry_size = sizeof(entries[0])},
+                       .entry_size = sizeof entries[0]},
     };
     e->transport[0] = '\0';
     if (e->close_asked || e->client->w.u->ucp_ep_query(e->ep, &attributes) != UCS_OK)
@@ -282,7 +282,7 @@ fanin_status ucx_rkey_unpack(ucx_endpoint *e, const uint8_t *data, size_t size,
     if (why)
         return error_set(error, FANIN_ERR_PROTOCOL, NULL,
                          "what the peer sent is no UCX remote key: %s", why);
-    ucx_rkey *rkey = calloc(1, sizeof(*rkey));
+    ucx_rkey *rkey = calloc(1, sizeof *rkey);
     uint8_t *copy = calloc(2, UCX_BLOB_MAX);
     if (!rkey || !copy) {
         free(rkey);
@@ -326,7 +326,7 @@ void ucx_rkey_destroy(ucx_rkey **rkey)
 fanin_status ucx_local_create(ucx_client *c, void *base, size_t length,
                               fanin_memory memory, ucx_local **out, fanin_error *error)
 {
-    ucx_local *l = calloc(1, sizeof(*l));
+    ucx_local *l = calloc(1, sizeof *l);
     if (!l)
         return error_set_memory(error);
     l->client = c;
@@ -354,7 +354,7 @@ static get *get_take(ucx_client *c)
 {
     get *g = c->spare;
     if (!g)
-        return malloc(sizeof(*g));
+        return malloc(sizeof *g);
     c->spare = g->next;
     return g;
 }

@@ -69,7 +69,7 @@ fanin_status ucx_error(const ucx *u, fanin_error *error, fanin_status status,
 static bool is_in_environment(const char *key)
 {
     char name[64];
-    snprintf(name, sizeof(name), "UCX_%s", key);
+    snprintf(name, sizeof name, "UCX_%s", key);
     return getenv(name) != NULL;
 }
 
@@ -157,14 +157,14 @@ fanin_status ucx_config_make(const ucx *u, ucx_role role, const char *gpu,
                          "check the UCX_ variables in the environment",
                          "UCX could not read its configuration");
     fanin_status status = apply_all(u, config, role, settings,
-                                    sizeof(settings) / sizeof(settings[0]), log, error);
+                                    sizeof settings / sizeof settings[0], log, error);
     if (status == FANIN_OK && u->minor < PROTOCOLS_GOOD_SINCE)
         status = apply_all(u, config, role, old_settings,
-                           sizeof(old_settings) / sizeof(old_settings[0]), log, error);
+                           sizeof old_settings / sizeof old_settings[0], log, error);
     if (status == FANIN_OK && u->ours)
         status =
             apply_all(u, config, role, global_settings,
-                      sizeof(global_settings) / sizeof(global_settings[0]), log, error);
+                      sizeof global_settings / sizeof global_settings[0], log, error);
     if (status == FANIN_OK && role == UCX_ROLE_CLIENT_RDMA)
         status = pin_device(u, config, gpu, log, error);
     if (status != FANIN_OK) {

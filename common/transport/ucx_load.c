@@ -29,7 +29,7 @@ static const char *const harmless[][2] = {
     {"UCX_HANDLE_ERRORS", "none"},
     {"UCX_DEBUG_SIGNO", "0"},
 };
-#define HARMLESS_COUNT (sizeof(harmless) / sizeof(harmless[0]))
+#define HARMLESS_COUNT (sizeof harmless / sizeof harmless[0])
 
 static void *open_harmlessly(const char *file)
 {
@@ -77,10 +77,9 @@ static bool read_version(void *handle, ucx *u, char reason[256])
         snprintf(reason, 256, "it has no function ucp_get_version");
         return false;
     }
-    memcpy(&get_version, &symbol, sizeof(get_version));
+    memcpy(&get_version, &symbol, sizeof get_version);
     get_version(&u->major, &u->minor, &u->release);
-    snprintf(u->version, sizeof(u->version), "%u.%u.%u", u->major, u->minor,
-             u->release);
+    snprintf(u->version, sizeof u->version, "%u.%u.%u", u->major, u->minor, u->release);
     if (u->major == UCX_MIN_MAJOR && u->minor >= UCX_MIN_MINOR)
         return true;
     snprintf(reason, 256, "it is UCX %s, and %u.%u or a later %u.x is needed",
@@ -98,13 +97,13 @@ static bool read_functions(void *handle, ucx *u, char reason[256])
         UCX_FUNCTIONS(X)
 #undef X
     };
-    for (size_t i = 0; i < sizeof(functions) / sizeof(functions[0]); i++) {
+    for (size_t i = 0; i < sizeof functions / sizeof functions[0]; i++) {
         void *symbol = dlsym(handle, functions[i].name);
         if (!symbol) {
             snprintf(reason, 256, "it has no function %s", functions[i].name);
             return false;
         }
-        memcpy((char *)u + functions[i].offset, &symbol, sizeof(symbol));
+        memcpy((char *)u + functions[i].offset, &symbol, sizeof symbol);
     }
     ucp_lib_attr_t attributes = {.field_mask = UCP_LIB_ATTR_FIELD_MAX_THREAD_LEVEL};
     if (u->ucp_lib_query(&attributes) == UCS_OK &&
@@ -121,7 +120,7 @@ static bool examine(void *handle, ucx *u, char reason[256])
         snprintf(reason, 256, "it is not libucp");
         return false;
     }
-    snprintf(u->path, sizeof(u->path), "%.511s", path);
+    snprintf(u->path, sizeof u->path, "%.511s", path);
     return read_version(handle, u, reason) && read_functions(handle, u, reason) &&
            is_of_one_installation(handle, path, reason);
 }
@@ -187,7 +186,7 @@ static fanin_status load(const logger *log, fanin_error *error)
 {
     void *handle = NULL;
     char reason[256];
-    ucx *u = calloc(1, sizeof(*u));
+    ucx *u = calloc(1, sizeof *u);
     if (!u)
         return error_set_memory(error);
     fanin_status status = find(&handle, &u->ours, error);

@@ -19,7 +19,7 @@ struct ucx_region {
 fanin_status ucx_server_create(ucx *u, bool loopback, const logger *log,
                                ucx_server **out, fanin_error *error)
 {
-    ucx_server *s = calloc(1, sizeof(*s));
+    ucx_server *s = calloc(1, sizeof *s);
     if (!s)
         return error_set_memory(error);
     /* Some feature is needed for lanes to answer RDMA connections with. STREAM is the one
@@ -77,7 +77,7 @@ fanin_status ucx_region_create(ucx_server *s, void *base, size_t length,
                                fanin_memory memory, ucx_region **out,
                                fanin_error *error)
 {
-    ucx_region *r = calloc(1, sizeof(*r));
+    ucx_region *r = calloc(1, sizeof *r);
     if (!r)
         return error_set_memory(error);
     r->server = s;

@@ -168,7 +168,7 @@ static bool is_writable(uintptr_t from, uintptr_t to)
         return true;
     bool writable = true;
     char line[512];
-    while (fgets(line, sizeof(line), maps)) {
+    while (fgets(line, sizeof line, maps)) {
         uintptr_t begin, end;
         char mode[5];
         if (sscanf(line, "%" SCNxPTR "-%" SCNxPTR " %4s", &begin, &end, mode) == 3 &&

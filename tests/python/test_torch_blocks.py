@@ -280,6 +280,13 @@ PATHS = [
     "_orig_mod.base_model.model.layers.0._orig_mod.q.lora_B.d.weight",
     "base_model.model.experts.base_layer.lora_A.default.weight",
     "base_model.model.embed.token_adapter.trainable_tokens_delta.default",
+    "m.q.lora_B.weight.weight",
+    "m.e.lora_embedding_A.run1",
+    "m.s.modules_to_save.a.dense.bias",
+    "m.lora_Ax.weight",
+    "m.q.lora_A.a.b.weight",
+    "lora_A.weight",
+    "..",
 ]
 
 
