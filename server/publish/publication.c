@@ -160,7 +160,7 @@ static uint64_t time_of_day_ns(void)
     return (uint64_t)now.tv_sec * 1000000000 + (uint64_t)now.tv_nsec;
 }
 
-/* What readers have of a copy that is published already they may finish. */
+/* Readers of the copy that was published until now may finish. */
 static void commit_effect(fanin_server *s, publication *p, commit *c)
 {
     bool copy = c->mode == MODE_SNAPSHOT;

@@ -5,6 +5,7 @@
 #include "error_set.h"
 #include "thread.h"
 
+#include <inttypes.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
@@ -52,7 +53,6 @@ static uint64_t place(arena_part *part, uint64_t bytes)
 
 static void measure(const shard_set *shards, fanin_dtype cast, arena_set *out)
 {
-    memset(out, 0, sizeof *out);
     for (size_t i = 0; i < shards->count; i++) {
         const shard *s = shards->shards[i];
         uint32_t convert = convert_of(s, cast);
@@ -105,8 +105,8 @@ static fanin_status map_host(uint64_t length, uint8_t **out, fanin_error *error)
         error_place place = {.phase = "commit",
                              .remedy = "publish by reference, or free memory"};
         return error_set(error, FANIN_ERR_MEMORY, &place,
-                         "no host memory for a snapshot's arena of %llu bytes",
-                         (unsigned long long)length);
+                         "no host memory for a snapshot's arena of %" PRIu64 " bytes",
+                         length);
     }
     madvise(base, length, MADV_HUGEPAGE);
     *out = base;
@@ -134,22 +134,12 @@ static fanin_status part_allocate(gpu *g, arena_part *part, fanin_error *error)
     return status;
 }
 
-static fanin_status arenas_make(gpu *g, const arena_set *measured, arena_set **out,
-                                fanin_error *error)
+static fanin_status arenas_allocate(gpu *g, arena_set *a, fanin_error *error)
 {
-    arena_set *a = malloc(sizeof *a);
-    if (!a)
-        return error_set_memory(error);
-    memcpy(a, measured, sizeof *a);
-    atomic_init(&a->references, 1);
-    a->gpu = g;
     fanin_status status = FANIN_OK;
+    a->gpu = g;
     for (uint32_t i = 0; status == FANIN_OK && i < a->n_parts; i++)
         status = part_allocate(g, &a->parts[i], error);
-    if (status == FANIN_OK)
-        *out = a;
-    else
-        arenas_free(a);
     return status;
 }
 
@@ -296,27 +286,29 @@ fanin_status arena_plan_build(gpu *g, const shard_set *shards, fanin_dtype cast,
 {
     memset(packed_out, 0, sizeof *packed_out);
     arena_plan *plan = calloc(1, sizeof *plan);
-    arena_set *measured = calloc(1, sizeof *measured);
+    arena_set *arenas = calloc(1, sizeof *arenas);
     fanin_status status = FANIN_OK;
-    if (!plan || !measured) {
+    if (!plan || !arenas) {
         free(plan);
-        free(measured);
+        free(arenas);
         return error_set_memory(error);
     }
-    measure(shards, cast, measured);
-    if (before && same_parts(before->arenas, measured)) {
+    measure(shards, cast, arenas);
+    if (before && same_parts(before->arenas, arenas)) {
+        free(arenas);
         plan->arenas = before->arenas;
         atomic_fetch_add_explicit(&plan->arenas->references, 1, memory_order_relaxed);
     } else {
-        status = arenas_make(g, measured, &plan->arenas, error);
+        plan->arenas = arenas;
+        atomic_init(&arenas->references, 1);
+        status = arenas_allocate(g, arenas, error);
     }
-    free(measured);
     if (status == FANIN_OK)
         status = fill_plan(plan, shards, cast, packed_out, error);
     if (status == FANIN_OK)
         *out = plan;
     else
-        arena_plan_free(plan, plan->arenas && arena_plan_drop(plan));
+        arena_plan_free(plan, arena_plan_drop(plan));
     return status;
 }
 

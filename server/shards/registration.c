@@ -201,9 +201,10 @@ void mappers_tell(registrar *r, const char *publication, const char *what)
     while (next_loss(r, peer, sizeof peer, &bytes))
         log_write(
             r->log, FANIN_LOG_WARNING, "still-mapped",
-            "%s: %s may still map %llu bytes of CUDA memory that are %s; it closes the "
+            "%s: %s may still map %" PRIu64
+            " bytes of CUDA memory that are %s; it closes the "
             "mapping at its next pull, or when it ends: free the memory after that",
-            publication, peer, (unsigned long long)bytes, what);
+            publication, peer, bytes, what);
 }
 
 /* ------------------------------------------------------------------- forget */
@@ -278,8 +279,9 @@ static fanin_status register_device(registrar *r, region *one, fanin_error *erro
     }
     one->ucx_refused = true;
     log_write(r->log, FANIN_LOG_WARNING, "no-rdma",
-              "%llu bytes on CUDA device %d cannot be registered for rdma: %s%s%s",
-              (unsigned long long)one->length, (int)one->memory.device, why.message,
+              "%" PRIu64
+              " bytes on CUDA device %d cannot be registered for rdma: %s%s%s",
+              one->length, (int)one->memory.device, why.message,
               why.remedy[0] ? "; " : "", why.remedy);
     return FANIN_OK;
 }
@@ -316,12 +318,12 @@ static void export_region(registrar *r, region *one)
     if (status == FANIN_OK)
         status = gpu_export(g, &one->in, key.handle, &why);
     if (status != FANIN_OK) {
-        log_write(
-            r->log, FANIN_LOG_WARNING, "no-ipc",
-            "an allocation of %llu bytes on CUDA device %d cannot be exported, it is "
-            "served by stream: %s%s%s",
-            (unsigned long long)one->in.length, (int)one->memory.device, why.message,
-            why.remedy[0] ? "; " : "", why.remedy);
+        log_write(r->log, FANIN_LOG_WARNING, "no-ipc",
+                  "an allocation of %" PRIu64
+                  " bytes on CUDA device %d cannot be exported, it is "
+                  "served by stream: %s%s%s",
+                  one->in.length, (int)one->memory.device, why.message,
+                  why.remedy[0] ? "; " : "", why.remedy);
         return;
     }
     memcpy(key.uuid, device.uuid, sizeof key.uuid);

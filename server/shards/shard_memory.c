@@ -3,6 +3,7 @@
 #include "error_set.h"
 #include "text.h"
 
+#include <inttypes.h>
 #include <stdarg.h>
 #include <stdio.h>
 
@@ -41,8 +42,9 @@ static fanin_status check_ends(memory_probe *probe, const shard_box *b,
     if (gpu_find_holds(&probe->finder, &b->in, b->low, b->high))
         return FANIN_OK;
     return wrong(error, "check the box's address, extent and strides",
-                 "a box reaches beyond its allocation of %llu bytes on CUDA device %d",
-                 (unsigned long long)b->in.length, (int)b->in.memory.device);
+                 "a box reaches beyond its allocation of %" PRIu64
+                 " bytes on CUDA device %d",
+                 b->in.length, (int)b->in.memory.device);
 }
 
 /* Box @p index of the shard against what was said and against the first box. */
