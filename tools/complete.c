@@ -73,7 +73,7 @@ static bool on_publication(void *cookie, const fanin_publication_info *info)
         }
     }
     if (l->count < MAX_PUBLICATIONS && info->state != FANIN_PUBLICATION_UNPUBLISHED) {
-        snprintf(l->names[l->count++], sizeof(l->names[0]), "%s", info->name);
+        snprintf(l->names[l->count++], sizeof l->names[0], "%s", info->name);
     }
     return true;
 }
@@ -86,7 +86,7 @@ static bool on_entry(void *cookie, const fanin_entry *entry)
 {
     const key_printer *p = cookie;
     char key[FANIN_MAX_NAME + 128];
-    snprintf(key, sizeof(key), "%s:%s", p->publication, entry->name);
+    snprintf(key, sizeof key, "%s:%s", p->publication, entry->name);
     offer_of_ranks(key, p->prefix);
     return true;
 }
@@ -123,7 +123,7 @@ static void offer_from_ranks(const line *line, bool keys, const char *prefix)
         target_parse(text, (uint32_t)size, &where, &error) != FANIN_OK) {
         return;
     }
-    fanin_client_config_init(&config, sizeof(config));
+    fanin_client_config_init(&config, sizeof config);
     config.no_ucx = true;
     config.connect_timeout_ms = RANK_MS;
     l.end_ns = progress_in_ms(PATIENCE_MS);
@@ -166,7 +166,7 @@ static void offer_value(const line *line, const char *name, const char *prefix)
         {"dev", {":directories"}},
         {"info", {":files"}},
     };
-    for (size_t i = 0; i < sizeof(fixed) / sizeof(fixed[0]); i++) {
+    for (size_t i = 0; i < sizeof fixed / sizeof fixed[0]; i++) {
         for (size_t j = 0; strcmp(name, fixed[i].option) == 0 && fixed[i].words[j];
              j++) {
             const char *word = fixed[i].words[j];
@@ -187,9 +187,9 @@ static void offer_value(const line *line, const char *name, const char *prefix)
 
 static void offer_options(const line *line, const char *prefix)
 {
-    char word[sizeof(line->options[0].name) + 2];
+    char word[sizeof line->options[0].name + 2];
     for (size_t i = 0; i < line->n_options; i++) {
-        snprintf(word, sizeof(word), "--%s", line->options[i].name);
+        snprintf(word, sizeof word, "--%s", line->options[i].name);
         offer(word, prefix, line->options[i].description);
     }
 }
@@ -206,9 +206,9 @@ static void read_options(line *line, char *text)
         for (size_t i = 0; i < 4 && row != NULL; i++) {
             fields[i] = strsep(&row, "\t");
         }
-        snprintf(o->name, sizeof(o->name), "%s", fields[0] + 2);
-        snprintf(o->value, sizeof(o->value), "%s", fields[1]);
-        snprintf(o->description, sizeof(o->description), "%s", fields[2]);
+        snprintf(o->name, sizeof o->name, "%s", fields[0] + 2);
+        snprintf(o->value, sizeof o->value, "%s", fields[1]);
+        snprintf(o->description, sizeof o->description, "%s", fields[2]);
         o->letter = fields[3][0];
     }
 }

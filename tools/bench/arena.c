@@ -31,13 +31,13 @@ static bool on_entry(void *cookie, const fanin_entry *e)
     arena *a = cookie;
     a->tensors = output_room(a->tensors, a->count, &a->capacity, sizeof a->tensors[0]);
     fanin_tensor *t = &a->tensors[a->count++];
-    *t = (fanin_tensor){.struct_size = sizeof(*t),
+    *t = (fanin_tensor){.struct_size = sizeof *t,
                         .name = output_require(strdup(e->name)),
                         .dtype = e->dtype,
                         .n_dims = e->n_dims,
                         .n_boxes = e->bytes > 0,
                         .memory = {FANIN_MEMORY_DETECT, -1}};
-    memcpy(t->shape, e->shape, sizeof(t->shape));
+    memcpy(t->shape, e->shape, sizeof t->shape);
     if (a->half != 0 && half_converts(e->dtype, a->half)) {
         t->dtype = a->half;
     }
@@ -89,7 +89,7 @@ fanin_status arena_make(fanin_client *client, const char *publication,
     if (status != FANIN_OK) {
         return status;
     }
-    out->boxes = output_require(calloc(out->count + 1, sizeof(out->boxes[0])));
+    out->boxes = output_require(calloc(out->count + 1, sizeof out->boxes[0]));
     status = make_memory(out, error);
     if (status != FANIN_OK) {
         return status;
@@ -97,7 +97,7 @@ fanin_status arena_make(fanin_client *client, const char *publication,
     uint8_t *to = out->memory;
     for (size_t i = 0; i < out->count; i++) {
         fanin_tensor *t = &out->tensors[i];
-        memcpy(out->boxes[i].extent, t->shape, sizeof(t->shape));
+        memcpy(out->boxes[i].extent, t->shape, sizeof t->shape);
         out->boxes[i].address = to;
         t->boxes = &out->boxes[i];
         to += aligned(arena_bytes(out, i));

@@ -12,7 +12,7 @@ void bench_samples_init(bench_samples *s, uint32_t iterations)
 {
     *s = (bench_samples){.capacity = iterations};
     s->values = output_require(
-        calloc((size_t)iterations * BENCH_MAX_PHASES, sizeof(s->values[0])));
+        calloc((size_t)iterations * BENCH_MAX_PHASES, sizeof s->values[0]));
 }
 
 void bench_samples_add(bench_samples *s, const fanin_result_info *info)
@@ -45,7 +45,7 @@ bench_figure bench_figure_make(uint64_t *values, uint32_t count)
     if (count == 0) {
         return (bench_figure){0};
     }
-    qsort(values, count, sizeof(values[0]), ascending);
+    qsort(values, count, sizeof values[0], ascending);
     uint64_t low = values[(count - 1) / 2];
     return (bench_figure){low + (values[count / 2] - low) / 2, values[0],
                           values[count - 1]};
@@ -54,9 +54,9 @@ bench_figure bench_figure_make(uint64_t *values, uint32_t count)
 bench_figure bench_figure_part(const bench_samples *s, uint32_t phase, uint32_t first,
                                uint32_t count)
 {
-    uint64_t *copy = output_require(malloc(((size_t)count + 1) * sizeof(copy[0])));
+    uint64_t *copy = output_require(malloc(((size_t)count + 1) * sizeof copy[0]));
     memcpy(copy, s->values + (size_t)phase * s->capacity + first,
-           count * sizeof(copy[0]));
+           count * sizeof copy[0]);
     bench_figure figure = bench_figure_make(copy, count);
     free(copy);
     return figure;
@@ -75,7 +75,7 @@ bench_limit *bench_limit_add(bench_limits *limits, const char *format, ...)
     va_list arguments;
     *limit = (bench_limit){.pieces = 1};
     va_start(arguments, format);
-    vsnprintf(limit->name, sizeof(limit->name), format, arguments);
+    vsnprintf(limit->name, sizeof limit->name, format, arguments);
     va_end(arguments);
     return limit;
 }

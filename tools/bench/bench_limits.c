@@ -49,9 +49,9 @@ static int by_address(const void *a, const void *b)
 static void add_rank(pieces *p, pid_t pid, const rank_extent *shards, size_t count,
                      uint64_t room)
 {
-    rank_extent *sorted = output_require(malloc((count + 1) * sizeof(sorted[0])));
-    memcpy(sorted, shards, count * sizeof(sorted[0]));
-    qsort(sorted, count, sizeof(sorted[0]), by_address);
+    rank_extent *sorted = output_require(malloc((count + 1) * sizeof sorted[0]));
+    memcpy(sorted, shards, count * sizeof sorted[0]);
+    qsort(sorted, count, sizeof sorted[0], by_address);
     for (size_t i = 0; i < count;) {
         uint64_t from = sorted[i].address;
         uint64_t end = from + sorted[i].bytes;

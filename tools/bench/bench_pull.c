@@ -54,14 +54,14 @@ fanin_status bench_pull(bench *b, bool check, fanin_result_info *info,
     fanin_pull_options options;
     char path[4096];
     uint64_t checked;
-    fanin_pull_options_init(&options, sizeof(options));
+    fanin_pull_options_init(&options, sizeof options);
     options.publication = b->session.publication;
     options.timeout_ms = b->line.common.timeout_ms;
     options.dtype = b->half;
     options.spare_file = b->spare_file != 0;
     options.verify = b->verify != 0;
-    *info = (fanin_result_info){.struct_size = sizeof(*info)};
-    snprintf(path, sizeof(path), "%s/fanin-bench-%d-%" PRIu64,
+    *info = (fanin_result_info){.struct_size = sizeof *info};
+    snprintf(path, sizeof path, "%s/fanin-bench-%d-%" PRIu64,
              b->directory ? b->dest : "", (int)getpid(), b->serial++);
     fanin_status status = b->directory
                               ? fanin_client_pull_adapter(b->session.client, &options,
@@ -69,7 +69,7 @@ fanin_status bench_pull(bench *b, bool check, fanin_result_info *info,
                               : pull_memory(b, &options, check, &result, error);
     if (status == FANIN_OK) {
         fanin_result_get(result, info);
-        snprintf(b->reason, sizeof(b->reason), "%s",
+        snprintf(b->reason, sizeof b->reason, "%s",
                  info->path_reason != NULL ? info->path_reason : "");
         info->path_reason = info->ranks_json = NULL;
     }

@@ -35,7 +35,7 @@ static bool has_commits(const bench *b)
 static bench_figure commits_of_all(const bench *b)
 {
     uint32_t size = b->rank_options.world_size;
-    uint64_t *medians = output_require(calloc(size + 1, sizeof(medians[0])));
+    uint64_t *medians = output_require(calloc(size + 1, sizeof medians[0]));
     uint32_t n = 0;
     for (uint32_t rank = 0; rank < size; rank++) {
         uint32_t count;
@@ -171,7 +171,7 @@ static void add_limits(const bench *b, struct libscols_table *table)
         if (l->problem[0] != '\0') {
             continue;
         }
-        snprintf(name, sizeof(name), "limit: %s", l->name);
+        snprintf(name, sizeof name, "limit: %s", l->name);
         if (l->threads > 0) {
             output_append(name, sizeof name, ", %u thread%s", l->threads,
                           l->threads == 1 ? "" : "s");

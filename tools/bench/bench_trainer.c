@@ -40,7 +40,7 @@ static double median_of(const double *values, uint32_t count)
     for (uint32_t i = 0; i < count; i++) {
         sorted[i] = values[i];
     }
-    qsort(sorted, count, sizeof(sorted[0]), by_value);
+    qsort(sorted, count, sizeof sorted[0], by_value);
     return count > 0 ? (sorted[(count - 1) / 2] + sorted[count / 2]) / 2 : 0;
 }
 

@@ -40,10 +40,10 @@ static void print_gpus(const doctor_facts *f)
         const doctor_gpu *gpu = &f->gpus[i];
         char number[16] = "-", numa[16] = "-", reads[128];
         if (gpu->visible) {
-            snprintf(number, sizeof(number), "%d", gpu->device);
+            snprintf(number, sizeof number, "%d", gpu->device);
         }
         if (gpu->place != NULL && gpu->place->place.numa >= 0) {
-            snprintf(numa, sizeof(numa), "%d", gpu->place->place.numa);
+            snprintf(numa, sizeof numa, "%d", gpu->place->place.numa);
         }
         list_reads(f, i, reads, sizeof reads);
         output_row(table, NULL, number, gpu->visible ? gpu->name : "hidden", gpu->pci,
@@ -72,7 +72,7 @@ static void print_nics(const doctor_facts *f)
     for (size_t i = 0; i < f->topology->n_nics; i++) {
         const topology_nic *nic = &f->topology->nics[i];
         char numa[16], gpus[256] = "";
-        snprintf(numa, sizeof(numa), "%d", nic->place.numa);
+        snprintf(numa, sizeof numa, "%d", nic->place.numa);
         for (unsigned j = 0; j < f->n_gpus; j++) {
             if (f->gpus[j].place != NULL) {
                 output_append(gpus, sizeof gpus, "%s%s", gpus[0] ? " " : "",
@@ -82,8 +82,8 @@ static void print_nics(const doctor_facts *f)
         for (unsigned j = 0; j < nic->n_ports; j++) {
             const topology_port *p = &nic->ports[j];
             char port[48], rate[16];
-            snprintf(port, sizeof(port), "%s:%u", nic->name, p->number);
-            snprintf(rate, sizeof(rate), "%.0f", p->gbps);
+            snprintf(port, sizeof port, "%s:%u", nic->name, p->number);
+            snprintf(rate, sizeof rate, "%.0f", p->gbps);
             output_row(table, NULL, port, link_of(p), rate,
                        p->state == TOPOLOGY_ACTIVE ? "active" : "down",
                        nic->place.numa >= 0 ? numa : "-", gpus[0] ? gpus : "-");
@@ -249,7 +249,7 @@ static int check_idle(const command *self, const arguments *parsed)
 static int examine(const command *self, doctor_line *d)
 {
     doctor_facts facts;
-    doctor_report *report = calloc(1, sizeof(*report));
+    doctor_report *report = calloc(1, sizeof *report);
     fanin_error error = FANIN_ERROR_INIT;
     const common_options *common = &d->line.common;
     doctor_roots roots = {.sys = d->sysfs ? d->sysfs : "/sys",

@@ -16,7 +16,7 @@
 static bool exists(const char *root, const char *name)
 {
     char path[PATH_MAX];
-    int length = snprintf(path, sizeof(path), "%s/%s", root, name);
+    int length = snprintf(path, sizeof path, "%s/%s", root, name);
     return length > 0 && length < PATH_MAX && access(path, F_OK) == 0;
 }
 
@@ -34,7 +34,7 @@ static void gather_limit(int which, uint64_t *now, uint64_t *most)
 static int read_numbers(const char *root, const char *name, int *a, int *b)
 {
     char path[PATH_MAX];
-    int length = snprintf(path, sizeof(path), "%s/%s", root, name);
+    int length = snprintf(path, sizeof path, "%s/%s", root, name);
     FILE *file = length > 0 && length < PATH_MAX ? fopen(path, "re") : NULL;
     if (file == NULL) {
         return 0;
@@ -66,7 +66,7 @@ static void gather_settings(const doctor_roots *roots, doctor_facts *f)
     int low = 0, high = 0;
     gather_limit(RLIMIT_MEMLOCK, &f->memlock, &f->memlock_most);
     gather_limit(RLIMIT_NOFILE, &f->descriptors, &f->descriptors_most);
-    snprintf(path, sizeof(path), "%.4000s/shm", roots->dev);
+    snprintf(path, sizeof path, "%.4000s/shm", roots->dev);
     if (statvfs(path, &shm) == 0) {
         f->has_shm = true;
         f->shm_size = (uint64_t)shm.f_blocks * shm.f_frsize;
@@ -95,12 +95,12 @@ static void gather_ucx(doctor_facts *f)
     fanin_error why = FANIN_ERROR_INIT;
     char path[PATH_MAX];
     if (ucx_load(NULL, &u, &why) != FANIN_OK) {
-        snprintf(f->ucx_why, sizeof(f->ucx_why), "%s", why.message);
+        snprintf(f->ucx_why, sizeof f->ucx_why, "%s", why.message);
         return;
     }
     f->ucx_found = true;
-    snprintf(f->ucx_version, sizeof(f->ucx_version), "%s", ucx_version(u));
-    snprintf(f->ucx_path, sizeof(f->ucx_path), "%s", ucx_library_path(u));
+    snprintf(f->ucx_version, sizeof f->ucx_version, "%s", ucx_version(u));
+    snprintf(f->ucx_path, sizeof f->ucx_path, "%s", ucx_library_path(u));
     /* Modules lie in the folder "ucx" beside the library, with a hash in their names in wheels. */
     char *slash = realpath(f->ucx_path, path) != NULL ? strrchr(path, '/') : NULL;
     if (slash != NULL && slash + sizeof "/ucx" <= path + sizeof path) {
@@ -134,8 +134,8 @@ static void gather_visible(const gpu *g, doctor_facts *f)
             continue;
         }
         *one = (doctor_gpu){.visible = true, .device = i};
-        snprintf(one->name, sizeof(one->name), "%s", device.name);
-        snprintf(one->pci, sizeof(one->pci), "%s", device.pci);
+        snprintf(one->name, sizeof one->name, "%s", device.name);
+        snprintf(one->pci, sizeof one->pci, "%s", device.pci);
         format_uuid(device.uuid, one->uuid);
         one->place = topology_gpu_at(f->topology, device.pci);
         f->n_gpus++;
@@ -161,7 +161,7 @@ static void gather_hidden(doctor_facts *f)
         }
         doctor_gpu *one = &f->gpus[f->n_gpus++];
         *one = (doctor_gpu){.device = -1, .place = place};
-        snprintf(one->pci, sizeof(one->pci), "%s", place->place.pci);
+        snprintf(one->pci, sizeof one->pci, "%s", place->place.pci);
     }
 }
 
@@ -170,12 +170,12 @@ static void gather_gpus(const doctor_roots *roots, doctor_facts *f)
     gpu *g = NULL;
     fanin_error why = FANIN_ERROR_INIT;
     if (!roots->drivers) {
-        snprintf(f->cuda_why, sizeof(f->cuda_why), "not asked for");
+        snprintf(f->cuda_why, sizeof f->cuda_why, "not asked for");
     } else if (gpu_load(NULL, &g, &why) != FANIN_OK) {
-        snprintf(f->cuda_why, sizeof(f->cuda_why), "%s", why.message);
+        snprintf(f->cuda_why, sizeof f->cuda_why, "%s", why.message);
     } else {
         f->cuda_found = true;
-        snprintf(f->cuda_version, sizeof(f->cuda_version), "%s", gpu_driver_version(g));
+        snprintf(f->cuda_version, sizeof f->cuda_version, "%s", gpu_driver_version(g));
         gather_visible(g, f);
     }
     gather_hidden(f);
@@ -192,7 +192,7 @@ static void look_at_bridges(const doctor_roots *roots, const topology_place *pla
         acs_state state = acs_of_bridge(roots->sys, bridges[i]);
         f->acs_unknown = f->acs_unknown || state == ACS_UNKNOWN;
         if (state == ACS_REDIRECTS && f->acs_bridge[0] == '\0') {
-            memcpy(f->acs_bridge, bridges[i], sizeof(f->acs_bridge));
+            memcpy(f->acs_bridge, bridges[i], sizeof f->acs_bridge);
         }
     }
 }
@@ -205,7 +205,7 @@ static fanin_status gather_devices(const doctor_roots *roots, doctor_facts *f,
         return status;
     }
     const topology *t = f->topology;
-    f->verbs = calloc(t->n_nics + 1, sizeof(*f->verbs));
+    f->verbs = calloc(t->n_nics + 1, sizeof *f->verbs);
     if (f->verbs == NULL) {
         return FANIN_ERR_MEMORY;
     }
@@ -224,7 +224,7 @@ static fanin_status gather_devices(const doctor_roots *roots, doctor_facts *f,
 fanin_status doctor_gather(const doctor_roots *roots, doctor_facts *out,
                            fanin_error *error)
 {
-    memset(out, 0, sizeof(*out));
+    memset(out, 0, sizeof *out);
     gather_settings(roots, out);
     fanin_status status = gather_devices(roots, out, error);
     if (status != FANIN_OK) {
@@ -235,7 +235,7 @@ fanin_status doctor_gather(const doctor_roots *roots, doctor_facts *out,
     if (roots->drivers) {
         gather_ucx(out);
     } else {
-        snprintf(out->ucx_why, sizeof(out->ucx_why), "not asked for");
+        snprintf(out->ucx_why, sizeof out->ucx_why, "not asked for");
     }
     return FANIN_OK;
 }

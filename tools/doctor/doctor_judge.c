@@ -2,6 +2,7 @@
 #include "doctor/doctor.h"
 
 #include "fetch/output.h"
+#include <inttypes.h>
 #include <stdarg.h>
 #include <stdio.h>
 #include <string.h>
@@ -29,9 +30,9 @@ void doctor_add(doctor_report *report, doctor_level level, const char *subject,
     *f = (doctor_finding){.level = level, .subject = subject};
     va_list arguments;
     va_start(arguments, format);
-    vsnprintf(f->text, sizeof(f->text), format, arguments);
+    vsnprintf(f->text, sizeof f->text, format, arguments);
     va_end(arguments);
-    snprintf(f->remedy, sizeof(f->remedy), "%s", remedy != NULL ? remedy : "");
+    snprintf(f->remedy, sizeof f->remedy, "%s", remedy != NULL ? remedy : "");
 }
 
 doctor_level doctor_worst(const doctor_report *report)
@@ -76,19 +77,18 @@ static void judge_memlock(const doctor_facts *f, doctor_report *r)
 static void judge_descriptors(const doctor_facts *f, doctor_report *r)
 {
     if (f->descriptors >= DESCRIPTORS_ENOUGH) {
-        doctor_add(r, DOCTOR_GOOD, "descriptors", NULL, "%llu",
-                   (unsigned long long)f->descriptors);
+        doctor_add(r, DOCTOR_GOOD, "descriptors", NULL, "%" PRIu64, f->descriptors);
         return;
     }
     char remedy[160];
-    snprintf(remedy, sizeof(remedy), "ulimit -n %d%s", DESCRIPTORS_ENOUGH,
+    snprintf(remedy, sizeof remedy, "ulimit -n %d%s", DESCRIPTORS_ENOUGH,
              f->descriptors_most < DESCRIPTORS_ENOUGH
                  ? ", after raising the hard limit (LimitNOFILE, --ulimit nofile)"
                  : "");
     doctor_add(r, DOCTOR_NOTE, "descriptors", remedy,
-               "the limit is %llu: enough for some %llu ranks, each costs two or more",
-               (unsigned long long)f->descriptors,
-               (unsigned long long)f->descriptors / 4);
+               "the limit is %" PRIu64 ": enough for some %" PRIu64
+               " ranks, each costs two or more",
+               f->descriptors, f->descriptors / 4);
 }
 
 static void judge_shm(const doctor_facts *f, doctor_report *r)

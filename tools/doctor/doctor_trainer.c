@@ -4,6 +4,7 @@
 #include "fetch/target.h"
 #include "ucx.h"
 
+#include <inttypes.h>
 #include <stdio.h>
 #include <string.h>
 
@@ -30,8 +31,8 @@ static bool on_publication(void *cookie, const fanin_publication_info *info)
     if (info->state_age_ms > r->stuck_ms) {
         r->stuck_ms = info->state_age_ms;
         r->stuck_rank = info->rank;
-        snprintf(r->stuck_name, sizeof(r->stuck_name), "%s", info->name);
-        snprintf(r->stuck_state, sizeof(r->stuck_state), "%s",
+        snprintf(r->stuck_name, sizeof r->stuck_name, "%s", info->name);
+        snprintf(r->stuck_state, sizeof r->stuck_state, "%s",
                  draining ? "draining" : "writing");
     }
     return true;
@@ -53,18 +54,18 @@ static void compare(const asking *a, const fanin_rank_info *info)
     }
     r->answered++;
     if (r->software[0] == '\0') {
-        snprintf(r->software, sizeof(r->software), "%s", info->software);
-        snprintf(r->ucx_version, sizeof(r->ucx_version), "%s", info->ucx_version);
+        snprintf(r->software, sizeof r->software, "%s", info->software);
+        snprintf(r->ucx_version, sizeof r->ucx_version, "%s", info->ucx_version);
     }
-    snprintf(here, sizeof(here), "fanin %s", fanin_version());
+    snprintf(here, sizeof here, "fanin %s", fanin_version());
     if (r->software_rank < 0 && strcmp(here, info->software) != 0) {
         r->software_rank = info->rank;
-        snprintf(r->other_software, sizeof(r->other_software), "%s", info->software);
+        snprintf(r->other_software, sizeof r->other_software, "%s", info->software);
     }
     if (r->ucx_rank < 0 && a->facts->ucx_found &&
         !ucx_versions_match(a->facts->ucx_version, info->ucx_version)) {
         r->ucx_rank = info->rank;
-        snprintf(r->other_ucx, sizeof(r->other_ucx), "%s", info->ucx_version);
+        snprintf(r->other_ucx, sizeof r->other_ucx, "%s", info->ucx_version);
     }
 }
 
@@ -78,10 +79,10 @@ static bool on_rank(void *cookie, const fanin_rank_info *info)
         compare(a, info);
     } else if (info->silent) {
         if (r->silent++ == 0) {
-            snprintf(r->silent_address, sizeof(r->silent_address), "%s", info->address);
+            snprintf(r->silent_address, sizeof r->silent_address, "%s", info->address);
         }
     } else if (r->refused++ == 0) {
-        snprintf(r->refused_address, sizeof(r->refused_address), "%s", info->address);
+        snprintf(r->refused_address, sizeof r->refused_address, "%s", info->address);
     }
     return true;
 }
@@ -132,9 +133,9 @@ static void judge_publications(const doctor_ranks *r, doctor_report *report)
         doctor_add(report, DOCTOR_PROBLEM, "trainer",
                    "look at that rank: an update that began must end in a commit or an "
                    "abort, on every rank",
-                   "rank %u has been %s %s for %llu s%s: no reader gets it meanwhile",
-                   r->stuck_rank, r->stuck_state, r->stuck_name,
-                   (unsigned long long)(r->stuck_ms / 1000),
+                   "rank %u has been %s %s for %" PRIu64
+                   " s%s: no reader gets it meanwhile",
+                   r->stuck_rank, r->stuck_state, r->stuck_name, r->stuck_ms / 1000,
                    r->stuck > 1 ? ", and others are stuck as well" : "");
     }
     if (r->empty > 0 && r->empty == r->answered) {

@@ -7,6 +7,7 @@
 
 #include <errno.h>
 #include <fanin/safetensors.h>
+#include <inttypes.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -92,15 +93,14 @@ static fanin_status tell_wrong(const expected *e, uint64_t offset, const uint8_t
     uint64_t other;
     char origin[64] = "of no step near it";
     if (find_step(e, offset, bytes, size < 16 ? size : 16, &other)) {
-        snprintf(origin, sizeof(origin), "of step %llu", (unsigned long long)other);
+        snprintf(origin, sizeof origin, "of step %" PRIu64, other);
     }
     failure_set(error, FANIN_ERR_MISMATCH,
                 "the ranks hold other bytes than they say, or the pull is broken: keep "
                 "the file and report it",
-                "byte %llu of %s is not that of step %llu but %s",
-                (unsigned long long)offset, e->key, (unsigned long long)e->step,
-                origin);
-    snprintf(error->key, sizeof(error->key), "%s", e->key);
+                "byte %" PRIu64 " of %s is not that of step %" PRIu64 " but %s", offset,
+                e->key, e->step, origin);
+    snprintf(error->key, sizeof error->key, "%s", e->key);
     return FANIN_ERR_MISMATCH;
 }
 
@@ -192,11 +192,11 @@ fanin_status check_directory(const check_pattern *pattern, const char *directory
     char path[4096];
     fanin_safetensors *file = NULL;
     *bytes_out = 0;
-    snprintf(path, sizeof(path), "%s/adapter_model.safetensors", directory);
+    snprintf(path, sizeof path, "%s/adapter_model.safetensors", directory);
     fanin_status status = fanin_safetensors_open(path, &file, error);
     size_t count = status == FANIN_OK ? fanin_safetensors_count(file) : 0;
     for (size_t i = 0; status == FANIN_OK && i < count; i++) {
-        fanin_safetensors_entry entry = {.struct_size = sizeof(entry)};
+        fanin_safetensors_entry entry = {.struct_size = sizeof entry};
         if (!fanin_safetensors_get(file, i, &entry)) {
             break;
         }

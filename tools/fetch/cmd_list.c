@@ -40,8 +40,8 @@ static bool on_publication(void *cookie, const fanin_publication_info *info)
                   .bytes = info->bytes,
                   .state_age_ms = info->state_age_ms,
                   .commit_age_ms = info->commit_age_ms};
-    snprintf(one->name, sizeof(one->name), "%s", info->name);
-    memcpy(one->digest, info->key_digest, sizeof(one->digest));
+    snprintf(one->name, sizeof one->name, "%s", info->name);
+    memcpy(one->digest, info->key_digest, sizeof one->digest);
     return true;
 }
 
@@ -91,7 +91,7 @@ static bool is_missing(const missing *m, uint32_t rank)
 /* Views are in the order of their ranks. Without knowing who is missing nobody is absent. */
 static absentees find_absent(const view *items, size_t count, const missing *m)
 {
-    absentees a = {.ranks = output_require(calloc(m->asked, sizeof(a.ranks[0])))};
+    absentees a = {.ranks = output_require(calloc(m->asked, sizeof a.ranks[0]))};
     bool known = true;
     for (uint32_t i = 0; i < m->count; i++) {
         known = known && m->ranks[i].rank >= 0;
@@ -121,7 +121,7 @@ static output_text step_range(const view *items, size_t count)
     if (low == high) {
         return output_number(low);
     }
-    snprintf(text.s, sizeof(text.s), "%" PRIu64 "-%" PRIu64, low, high);
+    snprintf(text.s, sizeof text.s, "%" PRIu64 "-%" PRIu64, low, high);
     return text;
 }
 
@@ -281,7 +281,7 @@ static fanin_status gather(session *s, views *v, fanin_error *error)
     fanin_status status = fanin_client_list(s->client, session_left_ms(s) / 2 + 1,
                                             on_publication, v, error);
     if (status == FANIN_OK && v->count > 0) {
-        qsort(v->items, v->count, sizeof(v->items[0]), by_name_and_rank);
+        qsort(v->items, v->count, sizeof v->items[0], by_name_and_rank);
     }
     return status;
 }

@@ -82,11 +82,11 @@ static int pull(session *s, const common_options *common, const pull_options *o)
 {
     fanin_error error = FANIN_ERROR_INIT;
     fanin_pull_options options;
-    fanin_result_info info = {.struct_size = sizeof(info)};
+    fanin_result_info info = {.struct_size = sizeof info};
     fanin_result *result = NULL;
     telling telling = {.waiting = NULL};
     uint64_t checked = 0;
-    fanin_pull_options_init(&options, sizeof(options));
+    fanin_pull_options_init(&options, sizeof options);
     options.publication = s->publication;
     options.timeout_ms = session_left_ms(s);
     options.max_attempts = (uint32_t)o->max_attempts;

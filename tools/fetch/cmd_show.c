@@ -24,9 +24,9 @@ static size_t original_of(const fanin_entry *e, size_t index)
 {
     const fanin_owner *o = &e->owners[index];
     for (size_t i = 0; i < index; i++) {
-        if (memcmp(e->owners[i].offset, o->offset, e->n_dims * sizeof(o->offset[0])) ==
+        if (memcmp(e->owners[i].offset, o->offset, e->n_dims * sizeof o->offset[0]) ==
                 0 &&
-            memcmp(e->owners[i].extent, o->extent, e->n_dims * sizeof(o->extent[0])) ==
+            memcmp(e->owners[i].extent, o->extent, e->n_dims * sizeof o->extent[0]) ==
                 0) {
             return i;
         }
@@ -96,7 +96,7 @@ static bool on_entry(void *cookie, const fanin_entry *e)
             distinct += e->owners[i].bytes;
         }
     }
-    snprintf(key, sizeof(key), "%s:%s", s->publication, e->name);
+    snprintf(key, sizeof key, "%s:%s", s->publication, e->name);
     if (s->keys != NULL) {
         json_array_append_new(s->keys, key_json(key, e, distinct));
     } else {
@@ -112,10 +112,10 @@ static const char *split_key(const char *key, char run_out[FANIN_MAX_RUN + 1])
 {
     static const char prefix[] = "lora:";
     run_out[0] = '\0';
-    if (strncmp(key, prefix, sizeof(prefix) - 1) != 0) {
+    if (strncmp(key, prefix, sizeof prefix - 1) != 0) {
         return key;
     }
-    const char *run = key + sizeof(prefix) - 1;
+    const char *run = key + sizeof prefix - 1;
     size_t length = strcspn(run, ":");
     if (run[length] != ':' || length == 0 || length > FANIN_MAX_RUN) {
         return key;

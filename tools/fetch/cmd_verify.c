@@ -53,7 +53,7 @@ typedef struct verifier {
 
 static void set_key(fanin_error *error, const verifier *v, const char *name)
 {
-    snprintf(error->key, sizeof(error->key), "%s:%s", v->publication, name);
+    snprintf(error->key, sizeof error->key, "%s:%s", v->publication, name);
 }
 
 static fanin_status mismatch(fanin_error *error, const verifier *v, const char *name,
@@ -87,10 +87,10 @@ static bool read_identity(verifier *v, const json_t *root)
     if (world == NULL || publication == NULL ||
         !read_step(json_object_get(root, "step"), &v->step) ||
         strncmp(publication, "lora:", 5) != 0 || !options_run_valid(publication + 5) ||
-        !output_parse_hex(world, v->world_id, sizeof(v->world_id))) {
+        !output_parse_hex(world, v->world_id, sizeof v->world_id)) {
         return false;
     }
-    snprintf(v->publication, sizeof(v->publication), "%s", publication);
+    snprintf(v->publication, sizeof v->publication, "%s", publication);
     v->dtype = dtype != NULL ? fanin_dtype_from_name(dtype) : 0;
     return dtype == NULL || v->dtype != 0;
 }
@@ -102,12 +102,12 @@ static json_t *load_json(const char *directory, const char *name, fanin_error *e
     struct stat st;
     json_error_t why = {.text = ""};
     json_t *root = NULL;
-    snprintf(path, sizeof(path), "%s/%s", directory, name);
+    snprintf(path, sizeof path, "%s/%s", directory, name);
     int descriptor = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK | O_NOCTTY);
     if (descriptor < 0 || fstat(descriptor, &st) != 0) {
-        snprintf(why.text, sizeof(why.text), "%s", strerror(errno));
+        snprintf(why.text, sizeof why.text, "%s", strerror(errno));
     } else if (!S_ISREG(st.st_mode)) {
-        snprintf(why.text, sizeof(why.text), "is no regular file");
+        snprintf(why.text, sizeof why.text, "is no regular file");
     } else {
         root = json_loadfd(descriptor, JSON_REJECT_DUPLICATES, &why);
     }
@@ -140,7 +140,7 @@ static fanin_status load_files(verifier *v, const char *directory, fanin_error *
     if (v->config == NULL) {
         return error->status;
     }
-    snprintf(path, sizeof(path), "%s/%s", directory, MODEL);
+    snprintf(path, sizeof path, "%s/%s", directory, MODEL);
     fanin_status status = fanin_safetensors_open(path, &v->file, error);
     if (status == FANIN_ERR_NOT_FOUND) { /* the directory is there, but not whole */
         status = error->status = FANIN_ERR_MISMATCH;
@@ -171,9 +171,9 @@ static bool on_entry(void *cookie, const fanin_entry *e)
 {
     verifier *v = cookie;
     char name[FANIN_MAX_NAME + 64];
-    fanin_safetensors_entry f = {.struct_size = sizeof(f)};
+    fanin_safetensors_entry f = {.struct_size = sizeof f};
     int64_t index = -1;
-    if (fanin_adapter_name(e->name, name, sizeof(name))) {
+    if (fanin_adapter_name(e->name, name, sizeof name)) {
         index = fanin_safetensors_find(v->file, name);
     }
     if (index < 0 || !fanin_safetensors_get(v->file, (size_t)index, &f)) {
@@ -183,7 +183,7 @@ static bool on_entry(void *cookie, const fanin_entry *e)
     bool cast = v->dtype != 0 && e->dtype == FANIN_DTYPE_F32; /* to half the bytes */
     if (f.dtype != (cast ? v->dtype : e->dtype) || f.n_dims != e->n_dims ||
         f.bytes != (cast ? e->bytes / 2 : e->bytes) ||
-        memcmp(f.shape, e->shape, e->n_dims * sizeof(f.shape[0])) != 0) {
+        memcmp(f.shape, e->shape, e->n_dims * sizeof f.shape[0]) != 0) {
         mismatch(&v->error, v, e->name, "has another dtype or shape in the file");
         return false;
     }
@@ -194,7 +194,7 @@ static bool on_entry(void *cookie, const fanin_entry *e)
                 .n_dims = e->n_dims,
                 .bytes = f.bytes,
                 .offset = f.offset};
-    memcpy(p->shape, e->shape, sizeof(p->shape));
+    memcpy(p->shape, e->shape, sizeof p->shape);
     v->bytes += f.bytes;
     return true;
 }
@@ -203,13 +203,13 @@ static bool on_rank(void *cookie, const fanin_rank_info *info)
 {
     verifier *v = cookie;
     if (info->status == FANIN_OK &&
-        memcmp(info->world_id, v->world_id, sizeof(v->world_id)) != 0) {
+        memcmp(info->world_id, v->world_id, sizeof v->world_id) != 0) {
         failure_set(&v->error, FANIN_ERR_SUPERSEDED, "pull again",
                     "rank %d belongs to world %s, the directory to world %s",
                     (int)info->rank, output_hex(info->world_id, 16).s,
                     output_hex(v->world_id, 16).s);
         v->error.rank = info->rank;
-        snprintf(v->error.address, sizeof(v->error.address), "%s", info->address);
+        snprintf(v->error.address, sizeof v->error.address, "%s", info->address);
         return false;
     }
     return true;
@@ -229,7 +229,7 @@ static void compare_config(verifier *v, const json_t *ranks)
         if (here == NULL || there == NULL || !json_equal(here, there)) {
             char *ours = here != NULL ? json_dumps(here, JSON_ENCODE_ANY) : NULL;
             char *theirs = there != NULL ? json_dumps(there, JSON_ENCODE_ANY) : NULL;
-            snprintf(v->difference, sizeof(v->difference),
+            snprintf(v->difference, sizeof v->difference,
                      "%s is %.60s in the file, %.60s on the ranks", field,
                      ours != NULL ? ours : "absent",
                      theirs != NULL ? theirs : "absent");
@@ -249,7 +249,7 @@ static bool on_config(void *cookie, const char *name, const char *text)
     if (json_is_object(ranks) && json_is_object(v->config)) {
         compare_config(v, ranks);
     } else {
-        snprintf(v->difference, sizeof(v->difference), "it is no object");
+        snprintf(v->difference, sizeof v->difference, "it is no object");
     }
     json_decref(ranks);
     return true;
@@ -259,7 +259,7 @@ static bool on_config(void *cookie, const char *name, const char *text)
 static fanin_status ask_config(verifier *v, fanin_error *error)
 {
     fanin_pull_options options;
-    fanin_pull_options_init(&options, sizeof(options));
+    fanin_pull_options_init(&options, sizeof options);
     options.publication = v->publication;
     options.timeout_ms = session_left_ms(v->session);
     options.trust_config = v->trust_config;
@@ -308,7 +308,7 @@ static fanin_status compare(const verifier *v, const pair *p, const uint8_t *mem
              i++) {
             if (piece[i] != memory[done + (uint64_t)i]) {
                 char text[128];
-                snprintf(text, sizeof(text),
+                snprintf(text, sizeof text,
                          "differs from byte %" PRIu64
                          " on: 0x%02x in the file, 0x%02x on the ranks",
                          done + (uint64_t)i, piece[i], memory[done + (uint64_t)i]);
@@ -326,25 +326,25 @@ static fanin_status pull_batch(verifier *v, size_t first, size_t end, uint8_t *m
 {
     size_t count = end - first;
     fanin_result *result = NULL;
-    fanin_result_info info = {.struct_size = sizeof(info)};
+    fanin_result_info info = {.struct_size = sizeof info};
     fanin_pull_options options;
-    fanin_tensor *tensors = output_require(calloc(count, sizeof(tensors[0])));
-    fanin_box *boxes = output_require(calloc(count, sizeof(boxes[0])));
+    fanin_tensor *tensors = output_require(calloc(count, sizeof tensors[0]));
+    fanin_box *boxes = output_require(calloc(count, sizeof boxes[0]));
     for (size_t i = 0; i < count; i++) {
         const pair *p = &v->pairs[first + i];
-        memcpy(boxes[i].extent, p->shape, sizeof(p->shape));
+        memcpy(boxes[i].extent, p->shape, sizeof p->shape);
         boxes[i].address = memory;
-        tensors[i] = (fanin_tensor){.struct_size = sizeof(tensors[i]),
+        tensors[i] = (fanin_tensor){.struct_size = sizeof tensors[i],
                                     .name = p->name,
                                     .dtype = p->dtype,
                                     .n_dims = p->n_dims,
                                     .boxes = &boxes[i],
                                     .n_boxes = p->bytes > 0,
                                     .memory = {FANIN_MEMORY_HOST, -1}};
-        memcpy(tensors[i].shape, p->shape, sizeof(p->shape));
+        memcpy(tensors[i].shape, p->shape, sizeof p->shape);
         memory += p->bytes;
     }
-    fanin_pull_options_init(&options, sizeof(options));
+    fanin_pull_options_init(&options, sizeof options);
     options.publication = v->publication;
     options.rule = FANIN_STEP_EXACT;
     options.step = v->step;
@@ -354,7 +354,7 @@ static fanin_status pull_batch(verifier *v, size_t first, size_t end, uint8_t *m
         fanin_client_pull(v->session->client, &options, tensors, count, &result, error);
     if (status == FANIN_OK) {
         fanin_result_get(result, &info);
-        if (memcmp(info.world_id, v->world_id, sizeof(v->world_id)) != 0) {
+        if (memcmp(info.world_id, v->world_id, sizeof v->world_id) != 0) {
             status = failure_set(error, FANIN_ERR_SUPERSEDED, "pull again",
                                  "the ranks are of another world than the directory");
         }
@@ -438,7 +438,7 @@ static int verify(verifier *v)
     if (status != FANIN_OK) {
         bool moved = status == FANIN_ERR_SUPERSEDED || status == FANIN_ERR_STALE;
         if (moved) {
-            snprintf(error.remedy, sizeof(error.remedy), "pull again");
+            snprintf(error.remedy, sizeof error.remedy, "pull again");
         }
         return failure_report(moved                          ? "stale"
                               : status == FANIN_ERR_MISMATCH ? "not equal"

@@ -32,7 +32,7 @@ static output_text clock_text(uint64_t unix_ns)
     struct tm local;
     time_t seconds = (time_t)(unix_ns / 1000000000);
     localtime_r(&seconds, &local);
-    snprintf(text.s, sizeof(text.s), "%02d:%02d:%02d.%03u", local.tm_hour, local.tm_min,
+    snprintf(text.s, sizeof text.s, "%02d:%02d:%02d.%03u", local.tm_hour, local.tm_min,
              local.tm_sec, (unsigned)(unix_ns / 1000000 % 1000));
     return text;
 }
@@ -91,7 +91,7 @@ static bool on_quiet(void *cookie, uint64_t quiet_ms, const fanin_rank_state *ra
                                        output_u64(quiet_ms * 1000000), "ranks",
                                        rank_states_json(ranks, count), NULL));
     } else {
-        rank_states_text(ranks, count, text, sizeof(text));
+        rank_states_text(ranks, count, text, sizeof text);
         printf("%s  no step for %s: %s\n", clock_text(time_of_day_ns()).s,
                output_age(quiet_ms).s, text);
         fflush(stdout);

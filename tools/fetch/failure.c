@@ -51,8 +51,8 @@ static void fill(fanin_error *error, fanin_status status, const char *remedy,
 {
     *error = (fanin_error)FANIN_ERROR_INIT;
     error->status = status;
-    vsnprintf(error->message, sizeof(error->message), format, arguments);
-    snprintf(error->remedy, sizeof(error->remedy), "%s", remedy != NULL ? remedy : "");
+    vsnprintf(error->message, sizeof error->message, format, arguments);
+    snprintf(error->remedy, sizeof error->remedy, "%s", remedy != NULL ? remedy : "");
 }
 
 fanin_status failure_set(fanin_error *error, fanin_status status, const char *remedy,
@@ -88,7 +88,7 @@ int failure_usage(const char *command, const char *format, ...)
     char remedy[64] = "see 'nixl-fetch --help'";
     va_list arguments;
     if (command != NULL) {
-        snprintf(remedy, sizeof(remedy), "see 'nixl-fetch %s --help'", command);
+        snprintf(remedy, sizeof remedy, "see 'nixl-fetch %s --help'", command);
     }
     va_start(arguments, format);
     fill(&error, FANIN_ERR_ARGUMENT, remedy, format, arguments);
@@ -105,7 +105,7 @@ void failure_warn(const char *format, ...)
     char text[1024];
     va_list arguments;
     va_start(arguments, format);
-    vsnprintf(text, sizeof(text), format, arguments);
+    vsnprintf(text, sizeof text, format, arguments);
     va_end(arguments);
     terminal_tell("nixl-fetch: warning: %s", text);
 }

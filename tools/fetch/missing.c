@@ -63,8 +63,8 @@ void missing_gather(const session *s, missing *out)
 {
     *out = (missing){.asked = s->target.count};
     gathering g = {.session = s, .out = out};
-    out->ranks = output_require(calloc(out->asked, sizeof(out->ranks[0])));
-    g.there = output_require(calloc(out->asked, sizeof(g.there[0])));
+    out->ranks = output_require(calloc(out->asked, sizeof out->ranks[0]));
+    g.there = output_require(calloc(out->asked, sizeof g.there[0]));
     if (fanin_client_ranks(s->client, on_rank, &g, NULL) == FANIN_OK) {
         name_last(out, g.there);
     }
@@ -135,9 +135,9 @@ int missing_report(const missing *m)
                     : "start the rank, or correct the target",
                 "%s", first->message);
     error.rank = first->rank;
-    snprintf(error.address, sizeof(error.address), "%.*s",
-             (int)sizeof(error.address) - 1, first->address);
-    snprintf(what, sizeof(what), "%u of %u ranks answered", m->asked - m->count,
+    snprintf(error.address, sizeof error.address, "%.*s", (int)sizeof error.address - 1,
+             first->address);
+    snprintf(what, sizeof what, "%u of %u ranks answered", m->asked - m->count,
              m->asked);
     failure_use_json(false); /* the data tell it all */
     return failure_report(what, &error);

@@ -61,7 +61,7 @@ void options_common(common_options *options, struct poptOption table[COMMON_OPTI
         {"help", 'h', POPT_ARG_NONE, NULL, OPTION_HELP, "this text", NULL},
         POPT_TABLEEND,
     };
-    memcpy(table, entries, sizeof(entries));
+    memcpy(table, entries, sizeof entries);
 }
 
 void options_connect(connect_options *options, struct poptOption table[CONNECT_OPTIONS])
@@ -82,7 +82,7 @@ void options_connect(connect_options *options, struct poptOption table[CONNECT_O
          "accept only ranks of this world, 32 hexadecimal digits", "HEX"},
         POPT_TABLEEND,
     };
-    memcpy(table, entries, sizeof(entries));
+    memcpy(table, entries, sizeof entries);
 }
 
 bool options_duration(const char *text, uint32_t *ms_out)
@@ -101,7 +101,7 @@ bool options_duration(const char *text, uint32_t *ms_out)
     if (errno != 0 || end == text) {
         return false;
     }
-    for (size_t i = 0; i < sizeof(units) / sizeof(units[0]); i++) {
+    for (size_t i = 0; i < sizeof units / sizeof units[0]; i++) {
         if (strcmp(end, units[i].suffix) == 0) {
             double ms = ceil(value * units[i].ms);
             if (!(ms >= 1.0 && ms <= 3.6e9)) {
@@ -235,7 +235,7 @@ static bool set_number(const command *self, const struct poptOption *option,
     long long low = 0;
     long long high = LLONG_MAX;
     char *end;
-    for (size_t i = 0; i < sizeof(ranges) / sizeof(ranges[0]); i++) {
+    for (size_t i = 0; i < sizeof ranges / sizeof ranges[0]; i++) {
         if (strcmp(ranges[i].name, option->longName) == 0) {
             low = ranges[i].low;
             high = ranges[i].high;
@@ -278,7 +278,7 @@ static int bad_option(const command *self, const flat_table *flat, poptContext c
         for (size_t i = 0; i < flat->count; i++) {
             names[i] = flat->options[i]->longName;
         }
-        snprintf(word, sizeof(word), "%s", option + 2);
+        snprintf(word, sizeof word, "%s", option + 2);
         word[strcspn(word, "=")] = '\0';
         const char *nearest = options_nearest(word, names);
         if (nearest != NULL) {
@@ -482,12 +482,12 @@ fanin_dtype options_dtype(const char *text)
     };
     char upper[32];
     size_t i;
-    for (i = 0; i < sizeof(aliases) / sizeof(aliases[0]); i++) {
+    for (i = 0; i < sizeof aliases / sizeof aliases[0]; i++) {
         if (strcasecmp(text, aliases[i].alias) == 0) {
             return fanin_dtype_from_name(aliases[i].name);
         }
     }
-    for (i = 0; text[i] != '\0' && i + 1 < sizeof(upper); i++) {
+    for (i = 0; text[i] != '\0' && i + 1 < sizeof upper; i++) {
         upper[i] = (char)toupper((unsigned char)text[i]);
     }
     upper[i] = '\0';

@@ -37,7 +37,7 @@ struct libscols_table *output_table(const char *names)
     for (const char *at = names; *at != '\0'; at += strspn(at, ">^ ")) {
         char name[32];
         int length = (int)strcspn(at, ">^ ");
-        snprintf(name, sizeof(name), "%.*s", length, at);
+        snprintf(name, sizeof name, "%.*s", length, at);
         at += length;
         int flags = *at == '>' ? SCOLS_FL_RIGHT : *at == '^' ? SCOLS_FL_TREE : 0;
         output_require(scols_table_new_column(table, name, 0, flags));
@@ -189,12 +189,12 @@ output_text output_bytes(uint64_t bytes)
     output_text text;
     double value = (double)bytes;
     unsigned unit = 0;
-    while (value >= 999.95 && unit + 1 < sizeof(units) / sizeof(units[0])) {
+    while (value >= 999.95 && unit + 1 < sizeof units / sizeof units[0]) {
         value /= 1000.0;
         unit++;
     }
     int digits = unit == 0 || value >= 99.95 ? 0 : value >= 9.995 ? 1 : 2;
-    snprintf(text.s, sizeof(text.s), "%.*f %s", digits, value, units[unit]);
+    snprintf(text.s, sizeof text.s, "%.*f %s", digits, value, units[unit]);
     return text;
 }
 
@@ -203,11 +203,11 @@ output_text output_duration(uint64_t ns)
     output_text text;
     double value = (double)ns;
     if (ns < 1000000) {
-        snprintf(text.s, sizeof(text.s), "%.1f us", value / 1e3);
+        snprintf(text.s, sizeof text.s, "%.1f us", value / 1e3);
     } else if (ns < 10000000000) {
-        snprintf(text.s, sizeof(text.s), "%.2f ms", value / 1e6);
+        snprintf(text.s, sizeof text.s, "%.2f ms", value / 1e6);
     } else {
-        snprintf(text.s, sizeof(text.s), "%.2f s", value / 1e9);
+        snprintf(text.s, sizeof text.s, "%.2f s", value / 1e9);
     }
     return text;
 }
@@ -228,7 +228,7 @@ output_text output_age(uint64_t ms)
         i++;
     }
     if (ms > 0) {
-        snprintf(text.s, sizeof(text.s), "%" PRIu64 " %s", ms / units[i].unit,
+        snprintf(text.s, sizeof text.s, "%" PRIu64 " %s", ms / units[i].unit,
                  units[i].name);
     }
     return text;
@@ -240,9 +240,9 @@ output_text output_rate(uint64_t bytes, uint64_t ns)
     if (ns > 0) {
         double rate = (double)bytes / (double)ns;
         if (rate >= 1.0) {
-            snprintf(text.s, sizeof(text.s), "%.2f GB/s", rate);
+            snprintf(text.s, sizeof text.s, "%.2f GB/s", rate);
         } else {
-            snprintf(text.s, sizeof(text.s), "%.1f MB/s", rate * 1e3);
+            snprintf(text.s, sizeof text.s, "%.1f MB/s", rate * 1e3);
         }
     }
     return text;
@@ -252,7 +252,7 @@ output_text output_hex(const uint8_t *bytes, size_t size)
 {
     static const char digits[] = "0123456789abcdef";
     output_text text = {""};
-    for (size_t i = 0; i < size && 2 * i + 2 < sizeof(text.s); i++) {
+    for (size_t i = 0; i < size && 2 * i + 2 < sizeof text.s; i++) {
         text.s[2 * i] = digits[bytes[i] >> 4];
         text.s[2 * i + 1] = digits[bytes[i] & 15];
         text.s[2 * i + 2] = '\0';
@@ -263,7 +263,7 @@ output_text output_hex(const uint8_t *bytes, size_t size)
 output_text output_number(uint64_t value)
 {
     output_text text;
-    snprintf(text.s, sizeof(text.s), "%" PRIu64, value);
+    snprintf(text.s, sizeof text.s, "%" PRIu64, value);
     return text;
 }
 
@@ -271,11 +271,11 @@ output_text output_dims(const uint64_t *values, uint32_t count)
 {
     output_text text = {"["};
     size_t used = 1;
-    for (uint32_t i = 0; i < count && used + 24 < sizeof(text.s); i++) {
-        used += (size_t)snprintf(text.s + used, sizeof(text.s) - used, "%s%" PRIu64,
+    for (uint32_t i = 0; i < count && used + 24 < sizeof text.s; i++) {
+        used += (size_t)snprintf(text.s + used, sizeof text.s - used, "%s%" PRIu64,
                                  i > 0 ? ", " : "", values[i]);
     }
-    snprintf(text.s + used, sizeof(text.s) - used, "]");
+    snprintf(text.s + used, sizeof text.s - used, "]");
     return text;
 }
 

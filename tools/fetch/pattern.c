@@ -64,7 +64,7 @@ static size_t compare_bytes(const uint8_t *bytes, uint64_t start, uint64_t offse
 {
     uint8_t expected[64] = {0};
     for (size_t done = 0; done < size;) {
-        size_t n = size - done < sizeof(expected) ? size - done : sizeof(expected);
+        size_t n = size - done < sizeof expected ? size - done : sizeof expected;
         pattern_fill(expected, start, offset + done, n);
         for (size_t i = 0; i < n; i++) {
             if (bytes[done + i] != expected[i]) {

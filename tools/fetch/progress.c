@@ -72,9 +72,9 @@ void progress_line(const char *what, const progress_state *at, int columns, bool
     int name = (int)strlen(what) + 1;
     int parts = PROGRESS_LEFT;
     columns--; /* the last one would wrap some terminals */
-    progress_text(at, (progress_parts)parts, numbers, sizeof(numbers));
+    progress_text(at, (progress_parts)parts, numbers, sizeof numbers);
     while (parts > PROGRESS_SHARE && name + (int)strlen(numbers) > columns) {
-        progress_text(at, (progress_parts)--parts, numbers, sizeof(numbers));
+        progress_text(at, (progress_parts)--parts, numbers, sizeof numbers);
     }
     if (name + (int)strlen(numbers) > columns) {
         name = 0;
@@ -117,11 +117,11 @@ void progress_update(void *cookie, uint64_t done, uint64_t total)
     }
     const progress_state at = {done, total, now - p->started_ns};
     if (p->bar) {
-        progress_line(p->what, &at, terminal_columns(), p->color, text, sizeof(text));
+        progress_line(p->what, &at, terminal_columns(), p->color, text, sizeof text);
         fprintf(stderr, "\r%s\033[K", text);
         fflush(stderr);
     } else {
-        progress_text(&at, PROGRESS_LEFT, text, sizeof(text));
+        progress_text(&at, PROGRESS_LEFT, text, sizeof text);
         terminal_tell("%s: %s", p->what, text);
     }
     p->shown = true;

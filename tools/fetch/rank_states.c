@@ -63,9 +63,9 @@ static int by_rank(const void *a, const void *b)
 void rank_states_text(const fanin_rank_state *ranks, size_t count, char *out,
                       size_t size)
 {
-    fanin_rank_state *sorted = output_require(calloc(count + 1, sizeof(*sorted)));
-    memcpy(sorted, ranks, count * sizeof(*sorted));
-    qsort(sorted, count, sizeof(*sorted), by_rank);
+    fanin_rank_state *sorted = output_require(calloc(count + 1, sizeof *sorted));
+    memcpy(sorted, ranks, count * sizeof *sorted);
+    qsort(sorted, count, sizeof *sorted, by_rank);
     out[0] = '\0';
     for (size_t i = 0; i < count; i++) {
         size_t first = 0;

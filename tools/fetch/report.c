@@ -31,14 +31,14 @@ const report_phase report_phases[] = {
 uint64_t report_phase_ns(const fanin_result_info *info, const report_phase *phase)
 {
     uint64_t ns;
-    memcpy(&ns, (const char *)info + phase->offset, sizeof(ns));
+    memcpy(&ns, (const char *)info + phase->offset, sizeof ns);
     return ns;
 }
 
 static bool moves_bytes(const report_phase *phase)
 {
     static const char *const names[] = {"read", "verify", "total", "write"};
-    for (size_t i = 0; i < sizeof(names) / sizeof(*names); i++) {
+    for (size_t i = 0; i < sizeof names / sizeof *names; i++) {
         if (strcmp(phase->name, names[i]) == 0) {
             return true;
         }
@@ -159,7 +159,7 @@ static void print_paths(const fanin_result_info *info)
 void report_print(const fanin_result_info *info)
 {
     printf("%-9s %" PRIu64 "\n", "step", info->step);
-    printf("%-9s %s\n", "world", output_hex(info->world_id, sizeof(info->world_id)).s);
+    printf("%-9s %s\n", "world", output_hex(info->world_id, sizeof info->world_id).s);
     printf("%-9s %" PRIu64 "\n", "tensors", info->tensors);
     printf("%-9s %s (%" PRIu64 ")\n", "bytes", output_bytes(info->bytes).s,
            info->bytes);

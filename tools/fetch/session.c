@@ -34,7 +34,7 @@ bool session_parse(const command *self, invocation *line, int argc, const char *
          "Common options:", NULL},
         POPT_TABLEEND,
     };
-    memcpy(line->shared, shared, sizeof(shared));
+    memcpy(line->shared, shared, sizeof shared);
     options_connect(&line->connect, line->connect_part);
     options_common(&line->common, line->common_part);
     return options_parse(self, argc, argv, table, &line->common, &line->parsed,
@@ -59,7 +59,7 @@ static int configure(session *s, const invocation *line, fanin_client_config *co
 {
     const common_options *common = &line->common;
     const connect_options *connect = &line->connect;
-    fanin_client_config_init(config, sizeof(*config));
+    fanin_client_config_init(config, sizeof *config);
     config->log = common->quiet ? NULL : session_log;
     config->log_cookie = common->verbose ? config : NULL;
     config->no_unix = connect->no_unix != 0;
@@ -101,7 +101,7 @@ static void demand(session *s, const connect_options *connect,
         config->server_name = s->target.server_name;
     }
     if (connect->world_id == NULL) {
-        memcpy(config->world_id, s->target.world_id, sizeof(config->world_id));
+        memcpy(config->world_id, s->target.world_id, sizeof config->world_id);
     }
     s->demanding = connect->server_name != NULL || connect->world_id != NULL;
 }
@@ -115,8 +115,8 @@ int session_choose_run(session *s, const char *run)
         return failure_usage(s->command->name,
                              "run '%s' is not 1 to 64 of A-Z a-z 0-9 . _ -", run);
     }
-    snprintf(s->run, sizeof(s->run), "%s", run);
-    snprintf(s->publication, sizeof(s->publication), "lora:%s", run);
+    snprintf(s->run, sizeof s->run, "%s", run);
+    snprintf(s->publication, sizeof s->publication, "lora:%s", run);
     return 0;
 }
 
@@ -182,14 +182,14 @@ void session_explain(const session *s, fanin_error *error)
     }
     if (s->target.file != NULL) {
         output_append(
-            error->remedy, sizeof(error->remedy),
+            error->remedy, sizeof error->remedy,
             "; %.120s names the ranks: a trainer that starts anew writes it anew",
             s->target.file);
     } else if (s->target.count == 1) {
-        snprintf(error->remedy, sizeof(error->remedy),
+        snprintf(error->remedy, sizeof error->remedy,
                  "give --world-size N, or the address of every rank");
     } else if (s->target.in_rank_order && other_size(error) > 0) {
-        snprintf(error->remedy, sizeof(error->remedy), "give --world-size %u",
+        snprintf(error->remedy, sizeof error->remedy, "give --world-size %u",
                  other_size(error));
     }
 }

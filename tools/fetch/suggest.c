@@ -18,7 +18,7 @@ static bool on_entry(void *cookie, const fanin_entry *entry)
 {
     search *s = cookie;
     if (options_nearer(s->word, entry->name, &s->best)) {
-        snprintf(s->nearest, sizeof(s->nearest), "%s", entry->name);
+        snprintf(s->nearest, sizeof s->nearest, "%s", entry->name);
     }
     return true;
 }
@@ -43,12 +43,12 @@ static bool on_publication(void *cookie, const fanin_publication_info *info)
         return true;
     }
     run += 5;
-    if (strlen(s->all) + strlen(run) + 3 < sizeof(s->all)) {
-        output_append(s->all, sizeof(s->all), "%s%s", s->all[0] != '\0' ? ", " : "",
+    if (strlen(s->all) + strlen(run) + 3 < sizeof s->all) {
+        output_append(s->all, sizeof s->all, "%s%s", s->all[0] != '\0' ? ", " : "",
                       run);
     }
     if (options_nearer(s->word, run, &s->best)) {
-        snprintf(s->nearest, sizeof(s->nearest), "%s", run);
+        snprintf(s->nearest, sizeof s->nearest, "%s", run);
     }
     return true;
 }
@@ -65,7 +65,7 @@ void suggest(const session *s, const char *name, fanin_error *error)
         fanin_client_catalog(s->client, s->publication, NULL, PATIENCE_MS, on_entry,
                              &keys, &ignored) == FANIN_OK) {
         if (keys.nearest[0] != '\0') {
-            snprintf(error->remedy, sizeof(error->remedy), "did you mean '%.200s'?",
+            snprintf(error->remedy, sizeof error->remedy, "did you mean '%.200s'?",
                      keys.nearest);
         }
         return;
@@ -75,10 +75,10 @@ void suggest(const session *s, const char *name, fanin_error *error)
         return;
     }
     if (runs.nearest[0] != '\0' && strcmp(runs.nearest, s->run) != 0) {
-        snprintf(error->remedy, sizeof(error->remedy), "did you mean the run '%.64s'?",
+        snprintf(error->remedy, sizeof error->remedy, "did you mean the run '%.64s'?",
                  runs.nearest);
     } else if (runs.all[0] != '\0' && !lists(runs.all, s->run)) {
-        snprintf(error->remedy, sizeof(error->remedy), "the ranks have the runs %s",
+        snprintf(error->remedy, sizeof error->remedy, "the ranks have the runs %s",
                  runs.all);
     }
 }

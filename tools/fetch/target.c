@@ -7,6 +7,7 @@
 #include <ctype.h>
 #include <errno.h>
 #include <fcntl.h>
+#include <inttypes.h>
 #include <jansson.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -33,17 +34,17 @@ static fanin_status place(target *out, uint64_t index, const char *host, size_t 
     bool v6 = memchr(host, ':', length) != NULL && host[0] != '[';
     if (port == 0 || port > 65535) {
         return failure_set(error, FANIN_ERR_ARGUMENT, "give a smaller base port",
-                           "rank %llu would listen on port %llu of %.*s, and ports end "
+                           "rank %" PRIu64 " would listen on port %" PRIu64
+                           " of %.*s, and ports end "
                            "at 65535",
-                           (unsigned long long)index, (unsigned long long)port,
-                           (int)length, host);
+                           index, port, (int)length, host);
     }
     if (out->addresses[index] != NULL) {
         return failure_set(error, FANIN_ERR_ARGUMENT, "name every rank once",
-                           "rank %llu is named twice", (unsigned long long)index);
+                           "rank %" PRIu64 " is named twice", index);
     }
-    if (asprintf(&out->addresses[index], v6 ? "[%.*s]:%llu" : "%.*s:%llu", (int)length,
-                 host, (unsigned long long)port) < 0) {
+    if (asprintf(&out->addresses[index], v6 ? "[%.*s]:%" PRIu64 : "%.*s:%" PRIu64,
+                 (int)length, host, port) < 0) {
         out->addresses[index] = NULL;
         return out_of_memory(error);
     }
@@ -54,9 +55,9 @@ static fanin_status reserve(target *out, uint64_t count, fanin_error *error)
 {
     if (count == 0 || count > TARGET_MAX_RANKS) {
         return failure_set(error, FANIN_ERR_ARGUMENT, "1 to 65536 ranks are possible",
-                           "a world of %llu ranks", (unsigned long long)count);
+                           "a world of %" PRIu64 " ranks", count);
     }
-    out->addresses = calloc(count, sizeof(out->addresses[0]));
+    out->addresses = calloc(count, sizeof out->addresses[0]);
     if (out->addresses == NULL) {
         return out_of_memory(error);
     }
@@ -103,8 +104,8 @@ static fanin_status parse_list(const char *text, uint32_t world_size, target *ou
     }
     if (count > 1 && world_size != 0 && world_size != count) {
         return failure_set(error, FANIN_ERR_ARGUMENT, "leave out --world-size",
-                           "%llu addresses for a world of %u ranks",
-                           (unsigned long long)count, world_size);
+                           "%" PRIu64 " addresses for a world of %u ranks", count,
+                           world_size);
     }
     fanin_status status = reserve(out, world_size != 0 ? world_size : count, error);
     out->in_rank_order = count == 1;
@@ -189,8 +190,9 @@ static fanin_status parse_hosts(const json_t *hosts, const char *path,
     }
     if (world_size != 0 && world_size != count) {
         return failure_set(error, FANIN_ERR_ARGUMENT, "correct world_size or the hosts",
-                           "%s: the hosts have %llu ranks, world_size is %llu", path,
-                           (unsigned long long)count, (unsigned long long)world_size);
+                           "%s: the hosts have %" PRIu64
+                           " ranks, world_size is %" PRIu64,
+                           path, count, world_size);
     }
     fanin_status status = reserve(out, count, error);
     json_array_foreach(hosts, i, entry)
@@ -210,10 +212,9 @@ static fanin_status parse_run(const json_t *run, const char *path, target *out,
         return FANIN_OK;
     }
     if (json_is_integer(run) && json_integer_value(run) >= 0) {
-        snprintf(out->run, sizeof(out->run), "%lld",
-                 (long long)json_integer_value(run));
+        snprintf(out->run, sizeof out->run, "%lld", (long long)json_integer_value(run));
     } else if (json_is_string(run)) {
-        snprintf(out->run, sizeof(out->run), "%s", json_string_value(run));
+        snprintf(out->run, sizeof out->run, "%s", json_string_value(run));
     }
     return options_run_valid(out->run)
                ? FANIN_OK
@@ -362,7 +363,7 @@ bool target_world_id(const char *text, uint8_t world_id[FANIN_WORLD_ID_SIZE])
 {
     static const uint8_t zero[FANIN_WORLD_ID_SIZE];
     return output_parse_hex(text, world_id, FANIN_WORLD_ID_SIZE) &&
-           memcmp(world_id, zero, sizeof(zero)) != 0;
+           memcmp(world_id, zero, sizeof zero) != 0;
 }
 
 fanin_status target_parse(const char *text, uint32_t world_size, target *out,

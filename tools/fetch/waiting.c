@@ -39,7 +39,7 @@ static bool on_publication(void *cookie, const fanin_publication_info *info)
     bool there = info->state == FANIN_PUBLICATION_STABLE && info->step >= w->step;
     if (!there && strcmp(info->name, w->session->publication) == 0 &&
         b->count < w->session->target.count) {
-        b->ranks[b->count++] = (fanin_rank_state){.struct_size = sizeof(b->ranks[0]),
+        b->ranks[b->count++] = (fanin_rank_state){.struct_size = sizeof b->ranks[0],
                                                   .rank = info->rank,
                                                   .state = info->state,
                                                   .step = info->step,
@@ -62,13 +62,13 @@ static void tell_missing(const waiting *w)
 static void tell(const waiting *w)
 {
     behind b = {.waiting = w,
-                .ranks = calloc(w->session->target.count + 1, sizeof(b.ranks[0]))};
+                .ranks = calloc(w->session->target.count + 1, sizeof b.ranks[0])};
     char text[1024];
     if (b.ranks != NULL &&
         fanin_client_list(w->own.client, ASK_MS, on_publication, &b, NULL) ==
             FANIN_OK &&
         !atomic_load(&w->hushed)) {
-        rank_states_text(b.ranks, b.count, text, sizeof(text));
+        rank_states_text(b.ranks, b.count, text, sizeof text);
         if (b.count > 0) {
             terminal_tell("nixl-fetch: waiting for step %" PRIu64 " of %s: %s", w->step,
                           w->session->publication, text);

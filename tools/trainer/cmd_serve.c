@@ -114,7 +114,7 @@ static json_t *info_json(const rank_options *options, const ranks *r)
 static int write_info(const char *path, const rank_options *options, const ranks *r)
 {
     char temporary[4096];
-    snprintf(temporary, sizeof(temporary), "%s.%d.tmp", path, (int)getpid());
+    snprintf(temporary, sizeof temporary, "%s.%d.tmp", path, (int)getpid());
     json_t *object = info_json(options, r);
     unlink(temporary); /* of a process of this number that was killed */
     FILE *file = fopen(temporary, "wxe");

@@ -132,23 +132,23 @@ static fanin_status load(fanin_error *error)
     }
     void *library = dlopen(file != NULL ? file : "libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
     if (library == NULL) {
-        snprintf(problem, sizeof(problem), "%s", dlerror());
+        snprintf(problem, sizeof problem, "%s", dlerror());
         return unsupported(error, problem);
     }
-    for (size_t i = 0; i < sizeof(functions) / sizeof(functions[0]); i++) {
+    for (size_t i = 0; i < sizeof functions / sizeof functions[0]; i++) {
         void *function = dlsym(library, functions[i].name);
         if (function == NULL) {
-            snprintf(problem, sizeof(problem), "the driver has no %s",
+            snprintf(problem, sizeof problem, "the driver has no %s",
                      functions[i].name);
             return unsupported(error, problem);
         }
-        memcpy((char *)&driver + functions[i].offset, &function, sizeof(function));
+        memcpy((char *)&driver + functions[i].offset, &function, sizeof function);
     }
     result r = driver.init(0);
     if (r != 0) {
         const char *text = NULL;
         driver.error_string(r, &text);
-        snprintf(problem, sizeof(problem), "cuInit: %s", text != NULL ? text : "?");
+        snprintf(problem, sizeof problem, "cuInit: %s", text != NULL ? text : "?");
         return unsupported(error, problem);
     }
     driver.library = library;
@@ -185,7 +185,7 @@ fanin_status device_open(int device, fanin_error *error)
     }
     void *context = NULL;
     result r = driver.get(&d->handle, device);
-    r = r != 0 ? r : driver.name(d->name, sizeof(d->name), d->handle);
+    r = r != 0 ? r : driver.name(d->name, sizeof d->name, d->handle);
     r = r != 0 ? r
                : driver.attribute(&processors, ATTRIBUTE_MULTIPROCESSORS, d->handle);
     r = r != 0 ? r : driver.retain(&context, d->handle);
@@ -237,7 +237,7 @@ fanin_status device_alloc(int device, size_t bytes, void **out, fanin_error *err
     if (r == 0) {
         *out = (void *)(uintptr_t)memory;
     }
-    snprintf(what, sizeof(what), "no %zu bytes", bytes);
+    snprintf(what, sizeof what, "no %zu bytes", bytes);
     return told(r, device, what, error);
 }
 
@@ -255,7 +255,7 @@ fanin_status device_alloc_pinned(int device, size_t bytes, void **out,
     *out = NULL;
     result r = enter(device);
     r = r != 0 ? r : driver.host_alloc(out, bytes, REGISTER_PORTABLE);
-    snprintf(what, sizeof(what), "no %zu bytes of pinned memory", bytes);
+    snprintf(what, sizeof what, "no %zu bytes of pinned memory", bytes);
     return told(r, device, what, error);
 }
 

@@ -93,7 +93,7 @@ static fanin_status calibrate(device_load *l, fanin_error *error)
 fanin_status device_load_make(int device, device_load_kind kind, device_load **out,
                               fanin_error *error)
 {
-    device_load *l = calloc(1, sizeof(*l));
+    device_load *l = calloc(1, sizeof *l);
     *out = l;
     if (l == NULL) {
         return failure_set(error, FANIN_ERR_MEMORY, "free memory", "out of memory");

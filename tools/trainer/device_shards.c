@@ -47,7 +47,7 @@ static size_t open_segment(device_shards *s, uint64_t size, fanin_error *error)
 {
     if (s->n_segments == s->segments_capacity) {
         size_t capacity = s->segments_capacity > 0 ? 2 * s->segments_capacity : 64;
-        segment *segments = realloc(s->segments, capacity * sizeof(segments[0]));
+        segment *segments = realloc(s->segments, capacity * sizeof segments[0]);
         if (segments == NULL) {
             failure_memory(error, "segments");
             return SIZE_MAX;
@@ -141,7 +141,7 @@ static fanin_status make_pieces(device_shards *s, const uint64_t *seeds,
     for (size_t i = 0; i < s->list->count; i++) {
         count += cut(s, i, 0, NULL);
     }
-    pattern_piece *pieces = calloc(count + 1, sizeof(pieces[0]));
+    pattern_piece *pieces = calloc(count + 1, sizeof pieces[0]);
     if (pieces == NULL) {
         return failure_memory(error, "the pattern's pieces");
     }
@@ -151,11 +151,11 @@ static fanin_status make_pieces(device_shards *s, const uint64_t *seeds,
     }
     void *memory = NULL;
     fanin_status status =
-        device_alloc(s->device, (count + 1) * sizeof(pieces[0]), &memory, error);
+        device_alloc(s->device, (count + 1) * sizeof pieces[0], &memory, error);
     s->pieces = memory;
     s->n_pieces = count;
     if (status == FANIN_OK) {
-        status = upload(s, memory, pieces, count * sizeof(pieces[0]), error);
+        status = upload(s, memory, pieces, count * sizeof pieces[0], error);
     }
     free(pieces);
     return status;
@@ -190,10 +190,10 @@ fanin_status device_shards_make(int device, const tensor_list *list,
                                 void **memory_out, device_shards **out,
                                 fanin_error *error)
 {
-    device_shards *s = calloc(1, sizeof(*s));
+    device_shards *s = calloc(1, sizeof *s);
     *out = s;
     if (s == NULL ||
-        (s->in_segment = calloc(list->count + 1, sizeof(s->in_segment[0]))) == NULL) {
+        (s->in_segment = calloc(list->count + 1, sizeof s->in_segment[0])) == NULL) {
         return failure_memory(error, "the shards");
     }
     s->device = device;

@@ -29,14 +29,14 @@ const model models[] = {
     {"qwen3-30b-a3b", 48, ATTENTION(2048, 4096, 512), MLP(2048, 768), 128},
     {"qwen3-235b-a22b", 94, ATTENTION(4096, 8192, 512), MLP(4096, 1536), 128},
 };
-const size_t n_models = sizeof(models) / sizeof(models[0]);
+const size_t n_models = sizeof models / sizeof models[0];
 
 const adapter_shape adapter_shapes[] = {
     {"small", "qwen2.5-0.5b", 8, false},      {"dense", "llama-3.1-8b", 16, false},
     {"large", "llama-3.3-70b", 64, false},    {"moe", "qwen3-30b-a3b", 16, false},
     {"moe-fused", "qwen3-30b-a3b", 16, true},
 };
-const size_t n_adapter_shapes = sizeof(adapter_shapes) / sizeof(adapter_shapes[0]);
+const size_t n_adapter_shapes = sizeof adapter_shapes / sizeof adapter_shapes[0];
 
 enum { NAME_SIZE = 112, MAX_R = 4096 };
 
@@ -88,16 +88,16 @@ static void append_layer(tensor_list *list, const model *m, uint32_t layer, uint
     char module[64];
     for (size_t i = 0; i < 4; i++) {
         const linear *l = &m->attention[i];
-        snprintf(module, sizeof(module), "%u.self_attn.%s", layer, l->name);
+        snprintf(module, sizeof module, "%u.self_attn.%s", layer, l->name);
         append_pair(list, dtype, module, r, l->in, l->out);
     }
     if (fused) {
         uint64_t all = r * m->experts;
         uint64_t hidden = m->mlp[0].in;
         uint64_t inner = m->mlp[0].out;
-        snprintf(module, sizeof(module), "%u.mlp.experts.base_layer", layer);
+        snprintf(module, sizeof module, "%u.mlp.experts.base_layer", layer);
         append_pair(list, dtype, module, 2 * all, hidden, 2 * inner);
-        snprintf(module, sizeof(module), "%u.mlp.experts", layer);
+        snprintf(module, sizeof module, "%u.mlp.experts", layer);
         append_pair(list, dtype, module, all, inner, hidden);
         return;
     }
@@ -105,10 +105,10 @@ static void append_layer(tensor_list *list, const model *m, uint32_t layer, uint
         for (size_t i = 0; i < 3; i++) {
             const linear *l = &m->mlp[i];
             if (m->experts > 0) {
-                snprintf(module, sizeof(module), "%u.mlp.experts.%u.%s", layer, expert,
+                snprintf(module, sizeof module, "%u.mlp.experts.%u.%s", layer, expert,
                          l->name);
             } else {
-                snprintf(module, sizeof(module), "%u.mlp.%s", layer, l->name);
+                snprintf(module, sizeof module, "%u.mlp.%s", layer, l->name);
             }
             append_pair(list, dtype, module, r, l->in, l->out);
         }
@@ -134,7 +134,7 @@ fanin_status model_expand(const model *m, uint32_t r, bool fused, fanin_dtype dt
     }
     size_t modules = 4 + (fused ? 2 : 3 * (size_t)(m->experts > 0 ? m->experts : 1));
     size_t capacity = 2 * modules * m->layers;
-    out->tensors = calloc(capacity, sizeof(out->tensors[0]));
+    out->tensors = calloc(capacity, sizeof out->tensors[0]);
     out->names = malloc(capacity * NAME_SIZE);
     if (out->tensors == NULL || out->names == NULL) {
         tensor_list_free(out);

@@ -86,7 +86,7 @@ static _Noreturn void child(ranks *r, uint32_t rank, pid_t parent)
         _exit(1);
     }
     char name[32];
-    snprintf(name, sizeof(name), "nixl-rank-%u", rank);
+    snprintf(name, sizeof name, "nixl-rank-%u", rank);
     prctl(PR_SET_NAME, name);
     rank_extent *extents =
         r->extents != NULL ? r->extents + rank * r->options->tensors->count : NULL;
@@ -96,7 +96,7 @@ static _Noreturn void child(ranks *r, uint32_t rank, pid_t parent)
 int ranks_start(const rank_options *options, ranks **ranks_out)
 {
     *ranks_out = NULL;
-    ranks *r = calloc(1, sizeof(*r));
+    ranks *r = calloc(1, sizeof *r);
     if (r == NULL) {
         return no_resources("memory");
     }
@@ -195,13 +195,13 @@ static bool wait_event(ranks *r, int timeout_ms)
     uint64_t ready;
     bool asked = false;
     poll(descriptors, 2, timeout_ms);
-    while (read(r->signals, &info, sizeof(info)) == (ssize_t)sizeof(info)) {
+    while (read(r->signals, &info, sizeof info) == (ssize_t)sizeof info) {
         if (info.ssi_signo != SIGCHLD) {
             asked = true;
             r->signal = (int)info.ssi_signo;
         }
     }
-    if (read(r->ready, &ready, sizeof(ready)) < 0) {
+    if (read(r->ready, &ready, sizeof ready) < 0) {
         ready = 0; /* nobody became ready; the slots say who is */
     }
     return asked;
@@ -409,7 +409,7 @@ uint32_t ranks_commits(const ranks *r, uint32_t rank, uint64_t out[RANK_COMMITS]
 {
     const rank_slot *slot = &r->board->slots[rank];
     uint32_t count = atomic_load(&slot->commits);
-    memcpy(out, slot->commit_ns, sizeof(slot->commit_ns));
+    memcpy(out, slot->commit_ns, sizeof slot->commit_ns);
     return count < RANK_COMMITS ? count : RANK_COMMITS;
 }
 

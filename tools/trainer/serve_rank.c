@@ -52,7 +52,7 @@ static fanin_status no_memory(fanin_error *error, const char *key)
 {
     failure_set(error, FANIN_ERR_MEMORY, "serve a smaller adapter, or fewer runs",
                 "no memory for the shards");
-    snprintf(error->key, sizeof(error->key), "%s", key);
+    snprintf(error->key, sizeof error->key, "%s", key);
     return FANIN_ERR_MEMORY;
 }
 
@@ -78,15 +78,15 @@ static fanin_status allocate_run(life *l, published *run, const char *name,
                                  fanin_error *error)
 {
     const tensor_list *list = l->options->tensors;
-    snprintf(run->name, sizeof(run->name), "lora:%s", name);
-    run->memory = calloc(list->count, sizeof(run->memory[0]));
-    run->seeds = calloc(list->count, sizeof(run->seeds[0]));
+    snprintf(run->name, sizeof run->name, "lora:%s", name);
+    run->memory = calloc(list->count, sizeof run->memory[0]);
+    run->seeds = calloc(list->count, sizeof run->seeds[0]);
     if (run->memory == NULL || run->seeds == NULL) {
         return no_memory(error, run->name);
     }
     for (size_t i = 0; i < list->count; i++) {
-        char key[FANIN_MAX_NAME + sizeof(run->name) + 2];
-        snprintf(key, sizeof(key), "%s:%s", run->name, list->tensors[i].name);
+        char key[FANIN_MAX_NAME + sizeof run->name + 2];
+        snprintf(key, sizeof key, "%s:%s", run->name, list->tensors[i].name);
         run->seeds[i] = pattern_seed(key);
     }
     return allocate_shards(l, run, error);
@@ -96,8 +96,8 @@ static fanin_status allocate(life *l, fanin_error *error)
 {
     const rank_options *o = l->options;
     uint32_t parts = o->world_size / o->replicate;
-    l->shards = calloc(o->tensors->count, sizeof(l->shards[0]));
-    l->runs = calloc(o->n_runs, sizeof(l->runs[0]));
+    l->shards = calloc(o->tensors->count, sizeof l->shards[0]);
+    l->runs = calloc(o->n_runs, sizeof l->runs[0]);
     if (l->shards == NULL || l->runs == NULL) {
         return no_memory(error, "");
     }
@@ -173,7 +173,7 @@ static fanin_status commit(life *l, const published *run, uint64_t step, bool wa
 {
     const rank_publishing *p = &l->options->publishing;
     fanin_commit_options options;
-    fanin_commit_options_init(&options, sizeof(options));
+    fanin_commit_options_init(&options, sizeof options);
     options.flags = (p->snapshot ? (uint32_t)FANIN_COMMIT_SNAPSHOT : 0) |
                     (wait ? (uint32_t)FANIN_COMMIT_WAIT : 0);
     options.cast = p->cast;
@@ -198,8 +198,8 @@ static fanin_status commit(life *l, const published *run, uint64_t step, bool wa
 static fanin_status put(const life *l, const published *run, fanin_error *error)
 {
     const tensor_list *list = l->options->tensors;
-    fanin_tensor *tensors = calloc(list->count, sizeof(tensors[0]));
-    fanin_box *boxes = calloc(list->count, sizeof(boxes[0]));
+    fanin_tensor *tensors = calloc(list->count, sizeof tensors[0]);
+    fanin_box *boxes = calloc(list->count, sizeof boxes[0]);
     fanin_status status = FANIN_OK;
     if (tensors == NULL || boxes == NULL) {
         status = no_memory(error, run->name);
@@ -207,11 +207,11 @@ static fanin_status put(const life *l, const published *run, fanin_error *error)
     for (size_t i = 0; status == FANIN_OK && i < list->count; i++) {
         const tensor_spec *spec = &list->tensors[i];
         const shard *s = &l->shards[i];
-        memcpy(boxes[i].offset, s->offset, sizeof(s->offset));
-        memcpy(boxes[i].extent, s->extent, sizeof(s->extent));
+        memcpy(boxes[i].offset, s->offset, sizeof s->offset);
+        memcpy(boxes[i].extent, s->extent, sizeof s->extent);
         boxes[i].address = run->memory[i];
         tensors[i] = (fanin_tensor){
-            .struct_size = sizeof(tensors[i]),
+            .struct_size = sizeof tensors[i],
             .name = spec->name,
             .dtype = spec->dtype,
             .n_dims = spec->n_dims,
@@ -220,7 +220,7 @@ static fanin_status put(const life *l, const published *run, fanin_error *error)
             .memory = {run->device != NULL ? FANIN_MEMORY_DETECT : FANIN_MEMORY_HOST,
                        -1},
         };
-        memcpy(tensors[i].shape, spec->shape, sizeof(spec->shape));
+        memcpy(tensors[i].shape, spec->shape, sizeof spec->shape);
     }
     if (status == FANIN_OK && list->count > 0) {
         status =
@@ -235,8 +235,8 @@ static fanin_status create_server(life *l, fanin_error *error)
 {
     const rank_options *o = l->options;
     fanin_server_config config;
-    fanin_server_config_init(&config, sizeof(config));
-    memcpy(config.world_id, o->world_id, sizeof(config.world_id));
+    fanin_server_config_init(&config, sizeof config);
+    memcpy(config.world_id, o->world_id, sizeof config.world_id);
     config.rank = l->rank;
     config.world_size = o->world_size;
     config.base_port = o->base_port;
@@ -375,7 +375,7 @@ static fanin_status live(life *l, int ready_fd, fanin_error *error)
     }
     bool going = rank_board_barrier(l->board, l->rank);
     atomic_store(&l->slot->ready, 1);
-    if (write(ready_fd, &one, sizeof(one)) != (ssize_t)sizeof(one)) {
+    if (write(ready_fd, &one, sizeof one) != (ssize_t)sizeof one) {
         return failure_set(error, FANIN_ERR_IO, "", "the rank cannot tell it is ready");
     }
     if (going && o->load != DEVICE_LOAD_NONE) {
@@ -413,7 +413,7 @@ static void install_handlers(rank_board *board)
 static void see_readers_off(const life *l)
 {
     enum { PATIENCE = 1000 };
-    fanin_server_stats stats = {.struct_size = sizeof(stats)};
+    fanin_server_stats stats = {.struct_size = sizeof stats};
     for (int ms = 0; ms < PATIENCE; ms++) {
         if (fanin_server_get_stats(l->server, &stats) != FANIN_OK ||
             stats.sessions == 0) {
@@ -446,7 +446,7 @@ int serve_rank(const rank_options *options, rank_board *board, uint32_t rank,
         if (options->readers_gone) {
             see_readers_off(&l);
         }
-        l.slot->stats.struct_size = sizeof(l.slot->stats);
+        l.slot->stats.struct_size = sizeof l.slot->stats;
         l.slot->has_stats =
             fanin_server_get_stats(l.server, &l.slot->stats) == FANIN_OK;
         fanin_server_destroy(&l.server, options->lease_ms);

@@ -34,7 +34,7 @@ void source_table(source_options *options, struct poptOption table[SOURCE_OPTION
          "serve the PEFT adapter in a directory instead", "DIR"},
         POPT_TABLEEND,
     };
-    memcpy(table, entries, sizeof(entries));
+    memcpy(table, entries, sizeof entries);
 }
 
 static void add_pair(source *s, const char *key, const char *value)
@@ -104,8 +104,8 @@ static int open_model(const command *self, const source_options *options,
         add_pair(out, "peft_config", out->config);
         return 0;
     }
-    snprintf(out->number_r, sizeof(out->number_r), "%u", r);
-    snprintf(out->number_alpha, sizeof(out->number_alpha), "%u", 2 * r);
+    snprintf(out->number_r, sizeof out->number_r, "%u", r);
+    snprintf(out->number_alpha, sizeof out->number_alpha, "%u", 2 * r);
     add_pair(out, "r", out->number_r);
     add_pair(out, "lora_alpha", out->number_alpha);
     add_pair(out, "base_model_name_or_path", m->name);
@@ -165,12 +165,12 @@ static int map_tensors(const char *path, source *out)
         return bad_adapter(path, strerror(errno));
     }
     size_t count = fanin_safetensors_count(out->file);
-    out->tensors.tensors = calloc(count + 1, sizeof(out->tensors.tensors[0]));
+    out->tensors.tensors = calloc(count + 1, sizeof out->tensors.tensors[0]);
     if (out->tensors.tensors == NULL) {
         return bad_adapter(path, "no memory for its tensors");
     }
     for (size_t i = 0; i < count; i++) {
-        fanin_safetensors_entry entry = {.struct_size = sizeof(entry)};
+        fanin_safetensors_entry entry = {.struct_size = sizeof entry};
         tensor_spec *t = &out->tensors.tensors[i];
         if (!fanin_safetensors_get(out->file, i, &entry) ||
             entry.bytes > out->map_size || entry.offset > out->map_size - entry.bytes) {
@@ -181,7 +181,7 @@ static int map_tensors(const char *path, source *out)
                            .n_dims = entry.n_dims,
                            .bytes = entry.bytes,
                            .data = (const uint8_t *)out->map + entry.offset};
-        memcpy(t->shape, entry.shape, sizeof(t->shape));
+        memcpy(t->shape, entry.shape, sizeof t->shape);
         out->tensors.bytes += entry.bytes;
     }
     out->tensors.count = count;
@@ -196,10 +196,10 @@ static int open_adapter(const command *self, const source_options *options, sour
         return failure_usage(self->name, "--adapter excludes --model, --adapter-shape, "
                                          "--r, --fused and --dtype");
     }
-    snprintf(path, sizeof(path), "%s/adapter_config.json", options->adapter);
+    snprintf(path, sizeof path, "%s/adapter_config.json", options->adapter);
     int code = read_config(path, out);
     if (code == 0) {
-        snprintf(path, sizeof(path), "%s/adapter_model.safetensors", options->adapter);
+        snprintf(path, sizeof path, "%s/adapter_model.safetensors", options->adapter);
         code = map_tensors(path, out);
     }
     return code;

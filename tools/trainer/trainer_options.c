@@ -53,8 +53,8 @@ static void fill_tables(trainer_options *o)
          "32 hexadecimal digits (default random)", "HEX"},
         POPT_TABLEEND,
     };
-    memcpy(o->publishing_part, publishing, sizeof(publishing));
-    memcpy(o->world_part, world, sizeof(world));
+    memcpy(o->publishing_part, publishing, sizeof publishing);
+    memcpy(o->world_part, world, sizeof world);
 }
 
 void trainer_options_init(trainer_options *o)
@@ -153,8 +153,8 @@ static int resolve_world(const command *self, const trainer_options *o,
         }
         return 0;
     }
-    if (getrandom(out->world_id, sizeof(out->world_id), 0) !=
-        (ssize_t)sizeof(out->world_id)) {
+    if (getrandom(out->world_id, sizeof out->world_id, 0) !=
+        (ssize_t)sizeof out->world_id) {
         return failure_local("cannot start ranks", FANIN_ERR_IO, "give --world-id",
                              "no random bits for the world id");
     }
