@@ -139,158 +139,130 @@ def run(work: Coroutine[Any, Any, None]) -> None:
 # ------------------------------------------------------------------------ sharing
 
 
-def test_one_pull_for_all_who_ask(bench: Bench) -> None:
-    async def work() -> None:
-        await bench.state.attach(bench.engine)
-        asked = [asyncio.create_task(bench.state.flights.fetch(bench.wanted(2))) for _ in range(5)]
-        while not bench.state.flights.status() or bench.trainer.connected == 0:
-            await asyncio.sleep(0.001)
-        assert bench.state.counters.snapshot()["inflight"] == 1
-        asked[0].cancel()
-        bench.trainer.commit(2)
-        first = await asked[1]
-        others = [await one for one in asked[2:]]
-        assert all(one is first for one in others)
-        assert first.pins == 4, "the one who left is counted still"
-        assert len(bench.trainer.pulls) == 1
-        assert bench.state.flights.status() == []
-
-    run(work())
+async def test_one_pull_for_all_who_ask(bench: Bench) -> None:
+    await bench.state.attach(bench.engine)
+    asked = [asyncio.create_task(bench.state.flights.fetch(bench.wanted(2))) for _ in range(5)]
+    while not bench.state.flights.status() or bench.trainer.connected == 0:
+        await asyncio.sleep(0.001)
+    assert bench.state.counters.snapshot()["inflight"] == 1
+    asked[0].cancel()
+    bench.trainer.commit(2)
+    first = await asked[1]
+    others = [await one for one in asked[2:]]
+    assert all(one is first for one in others)
+    assert first.pins == 4, "the one who left is counted still"
+    assert len(bench.trainer.pulls) == 1
+    assert bench.state.flights.status() == []
 
 
-def test_all_may_leave(bench: Bench) -> None:
-    async def work() -> None:
-        await bench.state.attach(bench.engine)
-        asked = asyncio.create_task(bench.state.flights.fetch(bench.wanted(2)))
-        while bench.trainer.connected == 0:
-            await asyncio.sleep(0.001)
-        asked.cancel()
-        bench.trainer.commit(2)
-        while bench.state.flights.status():
-            await asyncio.sleep(0.001)
-        adapter = bench.keeper.get("policy-run0-step2")
-        assert adapter is not None and adapter.pins == 0
-        again = await bench.state.flights.fetch(bench.wanted(2))
-        assert again is adapter and len(bench.trainer.pulls) == 1
-
-    run(work())
+async def test_all_may_leave(bench: Bench) -> None:
+    await bench.state.attach(bench.engine)
+    asked = asyncio.create_task(bench.state.flights.fetch(bench.wanted(2)))
+    while bench.trainer.connected == 0:
+        await asyncio.sleep(0.001)
+    asked.cancel()
+    bench.trainer.commit(2)
+    while bench.state.flights.status():
+        await asyncio.sleep(0.001)
+    adapter = bench.keeper.get("policy-run0-step2")
+    assert adapter is not None and adapter.pins == 0
+    again = await bench.state.flights.fetch(bench.wanted(2))
+    assert again is adapter and len(bench.trainer.pulls) == 1
 
 
-def test_an_impatient_caller(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def work() -> None:
-        monkeypatch.setattr("fanin.vllm.flights._GRACE", 0.0)
-        patient = asyncio.create_task(bench.state.flights.fetch(bench.wanted(2)))
-        await asyncio.sleep(0)
-        with pytest.raises(errors.PullTimeoutError):
-            await bench.state.flights.fetch(bench.wanted(2, timeout=0.01))
-        bench.trainer.commit(2)
-        assert (await patient).pins == 1
-
-    run(work())
+async def test_an_impatient_caller(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fanin.vllm.flights._GRACE", 0.0)
+    patient = asyncio.create_task(bench.state.flights.fetch(bench.wanted(2)))
+    await asyncio.sleep(0)
+    with pytest.raises(errors.PullTimeoutError):
+        await bench.state.flights.fetch(bench.wanted(2, timeout=0.01))
+    bench.trainer.commit(2)
+    assert (await patient).pins == 1
 
 
-def test_a_failure_reaches_all_and_is_not_kept(bench: Bench) -> None:
-    async def work() -> None:
-        bench.trainer.commit(5)
-        failed = await asyncio.gather(
-            *(bench.state.flights.fetch(bench.wanted(4)) for _ in range(3)), return_exceptions=True
-        )
-        assert [type(error) for error in failed] == [errors.SupersededError] * 3
-        assert "step 4" in bench.state.flights.last_error
-        assert (await bench.state.flights.fetch(bench.wanted(5))).step == 5
-        counts = bench.state.counters.snapshot()
-        assert (counts["pulls_ok"], counts["pulls_failed"], counts["bytes"]) == (1, 1, 100)
-
-    run(work())
+async def test_a_failure_reaches_all_and_is_not_kept(bench: Bench) -> None:
+    bench.trainer.commit(5)
+    failed = await asyncio.gather(
+        *(bench.state.flights.fetch(bench.wanted(4)) for _ in range(3)), return_exceptions=True
+    )
+    assert [type(error) for error in failed] == [errors.SupersededError] * 3
+    assert "step 4" in bench.state.flights.last_error
+    assert (await bench.state.flights.fetch(bench.wanted(5))).step == 5
+    counts = bench.state.counters.snapshot()
+    assert (counts["pulls_ok"], counts["pulls_failed"], counts["bytes"]) == (1, 1, 100)
 
 
-def test_flights_are_bounded(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def work() -> None:
-        monkeypatch.setattr("fanin.vllm.flights._MAX_FLIGHTS", 2)
-        asked = [
-            asyncio.create_task(bench.state.flights.fetch(bench.wanted(step))) for step in (2, 3)
-        ]
-        await asyncio.sleep(0)
-        with pytest.raises(errors.ConnectionFailedError) as caught:
-            await bench.state.flights.fetch(bench.wanted(4))
-        assert caught.value.name == "FANIN_ERR_LIMIT"
-        bench.trainer.commit(2)
-        await asked[0]
-        bench.trainer.commit(3)
-        await asked[1]
-
-    run(work())
+async def test_flights_are_bounded(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fanin.vllm.flights._MAX_FLIGHTS", 2)
+    asked = [asyncio.create_task(bench.state.flights.fetch(bench.wanted(step))) for step in (2, 3)]
+    await asyncio.sleep(0)
+    with pytest.raises(errors.ConnectionFailedError) as caught:
+        await bench.state.flights.fetch(bench.wanted(4))
+    assert caught.value.name == "FANIN_ERR_LIMIT"
+    bench.trainer.commit(2)
+    await asked[0]
+    bench.trainer.commit(3)
+    await asked[1]
 
 
-def test_names_that_wait_hold_nothing_that_pulls_need(bench: Bench) -> None:
+async def test_names_that_wait_hold_nothing_that_pulls_need(bench: Bench) -> None:
     """Hundreds of them, of many runs: a connection and a thread for each run."""
-
-    async def work() -> None:
-        fetch = bench.state.flights.fetch
-        runs = [str(number) for number in range(1, 21)]
-        for name in runs:
-            bench.trainer.runs[name] = Run()
-        waiting = [
-            asyncio.create_task(fetch(bench.wanted(step, run=name, timeout=60.0)))
-            for name in runs
-            for step in range(2, 12)
-        ]
-        while bench.trainer.waits < len(runs) or len(bench.state.flights.status()) < 200:
-            await asyncio.sleep(0.001)
-        while bench.state.service.pool.stats()["busy"]:
-            await asyncio.sleep(0.001)
-        assert (await fetch(bench.wanted(1, timeout=5.0))).step == 1
-        assert bench.trainer.connected <= len(runs) + MAX_CLIENTS
-        mine = [thread for thread in threading.enumerate() if thread.name == "fanin-pull"]
-        assert len(mine) < len(runs)
-        bench.trainer.commit(2, "1")
-        assert (await waiting[0]).run == "1"
-        bench.trainer.commit(4, "1")
-        with pytest.raises(errors.SupersededError):
-            await waiting[1]
-        assert (await waiting[2]).step == 4
-        for one in waiting[3:]:
-            one.cancel()
-
-    run(work())
+    fetch = bench.state.flights.fetch
+    runs = [str(number) for number in range(1, 21)]
+    for name in runs:
+        bench.trainer.runs[name] = Run()
+    waiting = [
+        asyncio.create_task(fetch(bench.wanted(step, run=name, timeout=60.0)))
+        for name in runs
+        for step in range(2, 12)
+    ]
+    while bench.trainer.waits < len(runs) or len(bench.state.flights.status()) < 200:
+        await asyncio.sleep(0.001)
+    while bench.state.service.pool.stats()["busy"]:
+        await asyncio.sleep(0.001)
+    assert (await fetch(bench.wanted(1, timeout=5.0))).step == 1
+    assert bench.trainer.connected <= len(runs) + MAX_CLIENTS
+    mine = [thread for thread in threading.enumerate() if thread.name == "fanin-pull"]
+    assert len(mine) < len(runs)
+    bench.trainer.commit(2, "1")
+    assert (await waiting[0]).run == "1"
+    bench.trainer.commit(4, "1")
+    with pytest.raises(errors.SupersededError):
+        await waiting[1]
+    assert (await waiting[2]).step == 4
+    for one in waiting[3:]:
+        one.cancel()
 
 
-def test_a_lower_step_is_waited_for_too(bench: Bench) -> None:
-    async def work() -> None:
-        high = asyncio.create_task(bench.state.flights.fetch(bench.wanted(9)))
-        while not bench.trainer.waits:
-            await asyncio.sleep(0.001)
-        low = asyncio.create_task(bench.state.flights.fetch(bench.wanted(5)))
-        while bench.trainer.waits < 2:
-            await asyncio.sleep(0.001)
-        bench.trainer.commit(5)
-        assert (await low).step == 5 and not high.done()
-        bench.trainer.commit(9)
-        assert (await high).step == 9
-
-    run(work())
+async def test_a_lower_step_is_waited_for_too(bench: Bench) -> None:
+    high = asyncio.create_task(bench.state.flights.fetch(bench.wanted(9)))
+    while not bench.trainer.waits:
+        await asyncio.sleep(0.001)
+    low = asyncio.create_task(bench.state.flights.fetch(bench.wanted(5)))
+    while bench.trainer.waits < 2:
+        await asyncio.sleep(0.001)
+    bench.trainer.commit(5)
+    assert (await low).step == 5 and not high.done()
+    bench.trainer.commit(9)
+    assert (await high).step == 9
 
 
-def test_more_runs_wait_than_have_connections(
+async def test_more_runs_wait_than_have_connections(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("fanin.vllm.waits.MAX_RUNS", 1)
     monkeypatch.setattr("fanin.vllm.waits._ASK", 0.001)
     bench.trainer.runs["1"] = Run()
-
-    async def work() -> None:
-        asked = [
-            asyncio.create_task(bench.state.flights.fetch(bench.wanted(2, run=name)))
-            for name in ("0", "1")
-        ]
-        while bench.trainer.looks < 8 or not bench.trainer.waits:
-            await asyncio.sleep(0.001)
-        assert bench.trainer.waits == 1, "the other run is asked for now and then"
-        for name in ("1", "0"):
-            bench.trainer.commit(2, name)
-        assert [(await one).step for one in asked] == [2, 2]
-
-    run(work())
+    asked = [
+        asyncio.create_task(bench.state.flights.fetch(bench.wanted(2, run=name)))
+        for name in ("0", "1")
+    ]
+    while bench.trainer.looks < 8 or not bench.trainer.waits:
+        await asyncio.sleep(0.001)
+    assert bench.trainer.waits == 1, "the other run is asked for now and then"
+    for name in ("1", "0"):
+        bench.trainer.commit(2, name)
+    assert [(await one).step for one in asked] == [2, 2]
 
 
 def test_a_thread_that_cannot_be_started(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -306,138 +278,115 @@ def test_a_thread_that_cannot_be_started(bench: Bench, monkeypatch: pytest.Monke
     waits.expect(target, WORLD, "0", 1).result(10)
 
 
-def test_a_launch_that_ends_while_its_step_is_waited_for(bench: Bench) -> None:
-    async def work() -> None:
-        asked = asyncio.create_task(bench.state.flights.fetch(bench.wanted(5)))
-        while not bench.trainer.waits:
-            await asyncio.sleep(0.001)
-        bench.trainer.restart(OTHER_WORLD, 4)
-        while bench.trainer.waits < 2:
-            await asyncio.sleep(0.001)
-        bench.trainer.commit(5)
-        assert (await asked).world == OTHER_WORLD
-        asked = asyncio.create_task(bench.state.flights.fetch(bench.wanted(6)))
-        while bench.trainer.waits < 3:
-            await asyncio.sleep(0.001)
-        bench.trainer.end()
-        with pytest.raises(errors.UnreachableError):
-            await asked
-
-    run(work())
+async def test_a_launch_that_ends_while_its_step_is_waited_for(bench: Bench) -> None:
+    asked = asyncio.create_task(bench.state.flights.fetch(bench.wanted(5)))
+    while not bench.trainer.waits:
+        await asyncio.sleep(0.001)
+    bench.trainer.restart(OTHER_WORLD, 4)
+    while bench.trainer.waits < 2:
+        await asyncio.sleep(0.001)
+    bench.trainer.commit(5)
+    assert (await asked).world == OTHER_WORLD
+    asked = asyncio.create_task(bench.state.flights.fetch(bench.wanted(6)))
+    while bench.trainer.waits < 3:
+        await asyncio.sleep(0.001)
+    bench.trainer.end()
+    with pytest.raises(errors.UnreachableError):
+        await asked
 
 
-def test_a_trainer_that_is_silent_holds_up_no_other(bench: Bench) -> None:
+async def test_a_trainer_that_is_silent_holds_up_no_other(bench: Bench) -> None:
     """Connections are counted for each trainer."""
     target = Target(("10.0.0.9:1",))
-
-    async def work() -> None:
-        with contextlib.ExitStack() as stack:
-            for _ in range(MAX_CLIENTS):
-                stack.enter_context(
-                    bench.state.service.pool.borrow(target, WORLD, time.monotonic() + 9)
-                )
-            assert (await bench.state.flights.fetch(bench.wanted(1))).step == 1
-
-    run(work())
+    with contextlib.ExitStack() as stack:
+        for _ in range(MAX_CLIENTS):
+            stack.enter_context(
+                bench.state.service.pool.borrow(target, WORLD, time.monotonic() + 9)
+            )
+        assert (await bench.state.flights.fetch(bench.wanted(1))).step == 1
 
 
-def test_two_alphas_are_two_questions(bench: Bench) -> None:
-    async def work() -> None:
-        await bench.state.attach(bench.engine)
-        bench.trainer.commit(2)
-        good, bad = await asyncio.gather(
-            bench.state.flights.fetch(bench.wanted(2, lora_alpha=16.0)),
-            bench.state.flights.fetch(bench.wanted(2, lora_alpha=4.0)),
-            return_exceptions=True,
-        )
-        assert isinstance(good, Adapter) and isinstance(bad, errors.RequestError)
-        also = await bench.state.flights.fetch(bench.wanted(2))
-        assert also is good
-        with pytest.raises(errors.RequestError, match="alpha"):
-            await bench.state.flights.fetch(bench.wanted(2, lora_alpha=4.0))
-
-    run(work())
+async def test_two_alphas_are_two_questions(bench: Bench) -> None:
+    await bench.state.attach(bench.engine)
+    bench.trainer.commit(2)
+    good, bad = await asyncio.gather(
+        bench.state.flights.fetch(bench.wanted(2, lora_alpha=16.0)),
+        bench.state.flights.fetch(bench.wanted(2, lora_alpha=4.0)),
+        return_exceptions=True,
+    )
+    assert isinstance(good, Adapter) and isinstance(bad, errors.RequestError)
+    also = await bench.state.flights.fetch(bench.wanted(2))
+    assert also is good
+    with pytest.raises(errors.RequestError, match="alpha"):
+        await bench.state.flights.fetch(bench.wanted(2, lora_alpha=4.0))
 
 
-def test_what_is_pulled_twice_stays_once(bench: Bench) -> None:
+async def test_what_is_pulled_twice_stays_once(bench: Bench) -> None:
     """Two flights of one name, the second of which chose its place when the first was done."""
-
-    async def work() -> None:
-        await bench.state.attach(bench.engine)
-        first = await bench.fetch(2)
-        twice = dataclasses.replace(first, path=first.path.with_name("policy-step2-2"))
-        twice.lease = bench.state.places.lease(twice.path, time.monotonic() + 10)
-        twice.path.mkdir()
-        assert bench.keeper.add(twice) is first
-        await bench.keeper.settled()
-        assert not twice.path.exists() and first.path.exists()
-        again = dataclasses.replace(first)
-        again.lease = bench.state.places.lease(first.path, time.monotonic() + 10)
-        assert bench.keeper.add(again) is first
-        await bench.keeper.settled()
-        assert first.path.exists()
-
-    run(work())
+    await bench.state.attach(bench.engine)
+    first = await bench.fetch(2)
+    twice = dataclasses.replace(first, path=first.path.with_name("policy-step2-2"))
+    twice.lease = bench.state.places.lease(twice.path, time.monotonic() + 10)
+    twice.path.mkdir()
+    assert bench.keeper.add(twice) is first
+    await bench.keeper.settled()
+    assert not twice.path.exists() and first.path.exists()
+    again = dataclasses.replace(first)
+    again.lease = bench.state.places.lease(first.path, time.monotonic() + 10)
+    assert bench.keeper.add(again) is first
+    await bench.keeper.settled()
+    assert first.path.exists()
 
 
 # --------------------------------------------------------------------- retirement
 
 
-def test_the_order_of_retirement(bench: Bench) -> None:
-    async def work() -> None:
-        engine = bench.engine
-        await bench.state.attach(engine)
-        old = await bench.fetch(1)
-        engine.watched = old.path
-        engine.output_processor.request_states["r"] = SimpleNamespace(lora_request=old.requests[0])
-        await bench.fetch(2)
-        assert old.path.exists() and bench.keeper.get(old.name) is old
-        await bench.fetch(3)
-        # Its name is gone at once; a request of it runs.
-        assert old.name not in engine.lora_requests and bench.keeper.get(old.name) is None
-        for _ in range(5):
-            await asyncio.sleep(0.002)
-        assert engine.events == [] and old.path.exists()
-        assert bench.keeper.status()["retiring"][0]["name"] == old.name
-        engine.output_processor.request_states.clear()
-        await bench.keeper.settled()
-        assert engine.events == ["remove 1, directory there"] and not old.path.exists()
-        assert set(engine.lora_requests) == {"policy-run0-step2", "policy-run0-step3"}
-
-    run(work())
+async def test_the_order_of_retirement(bench: Bench) -> None:
+    engine = bench.engine
+    await bench.state.attach(engine)
+    old = await bench.fetch(1)
+    engine.watched = old.path
+    engine.output_processor.request_states["r"] = SimpleNamespace(lora_request=old.requests[0])
+    await bench.fetch(2)
+    assert old.path.exists() and bench.keeper.get(old.name) is old
+    await bench.fetch(3)
+    # Its name is gone at once; a request of it runs.
+    assert old.name not in engine.lora_requests and bench.keeper.get(old.name) is None
+    for _ in range(5):
+        await asyncio.sleep(0.002)
+    assert engine.events == [] and old.path.exists()
+    assert bench.keeper.status()["retiring"][0]["name"] == old.name
+    engine.output_processor.request_states.clear()
+    await bench.keeper.settled()
+    assert engine.events == ["remove 1, directory there"] and not old.path.exists()
+    assert set(engine.lora_requests) == {"policy-run0-step2", "policy-run0-step3"}
 
 
-def test_whoever_holds_the_request_may_still_send_it(bench: Bench) -> None:
-    async def work() -> None:
-        await bench.state.attach(bench.engine)
-        old = await bench.fetch(1)
-        held = [bench.engine.lora_requests[old.name]]
-        await bench.fetch(2)
-        await bench.fetch(3)
-        for _ in range(5):
-            await asyncio.sleep(0.002)
-        assert old.path.exists() and bench.engine.events == []
-        held.clear()
-        await bench.keeper.settled()
-        assert not old.path.exists()
-
-    run(work())
+async def test_whoever_holds_the_request_may_still_send_it(bench: Bench) -> None:
+    await bench.state.attach(bench.engine)
+    old = await bench.fetch(1)
+    held = [bench.engine.lora_requests[old.name]]
+    await bench.fetch(2)
+    await bench.fetch(3)
+    for _ in range(5):
+        await asyncio.sleep(0.002)
+    assert old.path.exists() and bench.engine.events == []
+    held.clear()
+    await bench.keeper.settled()
+    assert not old.path.exists()
 
 
-def test_what_somebody_else_still_loads_did_not_fail(bench: Bench) -> None:
-    async def work() -> None:
-        await bench.state.attach(bench.engine)
-        adapter = await bench.fetch(1)
-        adapter.suspended = True  # the name has gone for now, and nobody has tried to load it
-        bench.keeper.not_loaded(adapter.name)
-        adapter.suspended, adapter.pins = False, 1  # a route is about to
-        bench.keeper.not_loaded(adapter.name)
-        assert bench.keeper.get(adapter.name) is adapter
-        adapter.pins = 0
-        bench.keeper.not_loaded(adapter.name)
-        assert bench.keeper.get(adapter.name) is None
-
-    run(work())
+async def test_what_somebody_else_still_loads_did_not_fail(bench: Bench) -> None:
+    await bench.state.attach(bench.engine)
+    adapter = await bench.fetch(1)
+    adapter.suspended = True  # the name has gone for now, and nobody has tried to load it
+    bench.keeper.not_loaded(adapter.name)
+    adapter.suspended, adapter.pins = False, 1  # a route is about to
+    bench.keeper.not_loaded(adapter.name)
+    assert bench.keeper.get(adapter.name) is adapter
+    adapter.pins = 0
+    bench.keeper.not_loaded(adapter.name)
+    assert bench.keeper.get(adapter.name) is None
 
 
 def test_garbage_holds_nothing_for_ever(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -462,139 +411,110 @@ def test_garbage_holds_nothing_for_ever(bench: Bench, monkeypatch: pytest.Monkey
         gc.enable()
 
 
-def test_registered_only_after_it_was_retired(bench: Bench) -> None:
+async def test_registered_only_after_it_was_retired(bench: Bench) -> None:
     """vLLM registers what a resolver has returned when the engine has loaded it."""
-
-    async def work() -> None:
-        await bench.state.attach(bench.engine)
-        old = await bench.state.flights.fetch(bench.wanted(1))
-        await bench.fetch(2)
-        await bench.fetch(3)
-        for _ in range(5):
-            await asyncio.sleep(0.002)
-        assert old.path.exists(), "deleted while its caller was about to use it"
-        bench.engine.request(old)
-        old.pins -= 1
-        await bench.keeper.settled()
-        assert old.name not in bench.engine.lora_requests and not old.path.exists()
-
-    run(work())
+    await bench.state.attach(bench.engine)
+    old = await bench.state.flights.fetch(bench.wanted(1))
+    await bench.fetch(2)
+    await bench.fetch(3)
+    for _ in range(5):
+        await asyncio.sleep(0.002)
+    assert old.path.exists(), "deleted while its caller was about to use it"
+    bench.engine.request(old)
+    old.pins -= 1
+    await bench.keeper.settled()
+    assert old.name not in bench.engine.lora_requests and not old.path.exists()
 
 
-def test_a_name_of_somebody_else_is_left_alone(bench: Bench) -> None:
-    async def work() -> None:
-        await bench.state.attach(bench.engine)
-        old = await bench.fetch(1)
-        theirs = Request(old.name, "/somewhere/else", 99)
-        bench.engine.lora_requests[old.name] = theirs
-        await bench.fetch(2)
-        await bench.fetch(3)
-        await bench.keeper.settled()
-        assert bench.engine.lora_requests[old.name] is theirs
-
-    run(work())
+async def test_a_name_of_somebody_else_is_left_alone(bench: Bench) -> None:
+    await bench.state.attach(bench.engine)
+    old = await bench.fetch(1)
+    theirs = Request(old.name, "/somewhere/else", 99)
+    bench.engine.lora_requests[old.name] = theirs
+    await bench.fetch(2)
+    await bench.fetch(3)
+    await bench.keeper.settled()
+    assert bench.engine.lora_requests[old.name] is theirs
 
 
-def test_runs_are_kept_apart(bench: Bench) -> None:
-    async def work() -> None:
-        await bench.state.attach(bench.engine)
-        bench.trainer.runs["1"] = Run()
-        here = [await bench.fetch(1, run="1")]
-        here += [await bench.fetch(step) for step in (1, 2)]
-        await bench.keeper.settled()
-        assert all(adapter.path.exists() for adapter in here)
-        # A prefix does not make another run.
-        await bench.fetch(3, label="eval")
-        await bench.keeper.settled()
-        assert [adapter.path.exists() for adapter in here] == [True, False, True]
-
-    run(work())
+async def test_runs_are_kept_apart(bench: Bench) -> None:
+    await bench.state.attach(bench.engine)
+    bench.trainer.runs["1"] = Run()
+    here = [await bench.fetch(1, run="1")]
+    here += [await bench.fetch(step) for step in (1, 2)]
+    await bench.keeper.settled()
+    assert all(adapter.path.exists() for adapter in here)
+    # A prefix does not make another run.
+    await bench.fetch(3, label="eval")
+    await bench.keeper.settled()
+    assert [adapter.path.exists() for adapter in here] == [True, False, True]
 
 
-def test_asked_for_again_is_as_good_as_new(bench: Bench) -> None:
-    async def work() -> None:
-        await bench.state.attach(bench.engine)
-        first, second = await bench.fetch(1), await bench.fetch(2)
-        assert await bench.state.flights.fetch(bench.wanted(1)) is first
-        first.pins -= 1
-        await bench.fetch(3)
-        await bench.keeper.settled()
-        assert first.path.exists() and not second.path.exists()
-
-    run(work())
+async def test_asked_for_again_is_as_good_as_new(bench: Bench) -> None:
+    await bench.state.attach(bench.engine)
+    first, second = await bench.fetch(1), await bench.fetch(2)
+    assert await bench.state.flights.fetch(bench.wanted(1)) is first
+    first.pins -= 1
+    await bench.fetch(3)
+    await bench.keeper.settled()
+    assert first.path.exists() and not second.path.exists()
 
 
-def test_a_retired_step_comes_back_under_a_new_path(bench: Bench) -> None:
-    async def work() -> None:
-        await bench.state.attach(bench.engine)
-        old = await bench.fetch(1)
-        for step in (2, 3):
-            await bench.fetch(step)
-        await bench.keeper.settled()
-        with pytest.raises(errors.SupersededError):
-            await bench.state.flights.fetch(bench.wanted(1))
-        again = await bench.fetch(1)
-        assert again.path != old.path and again.path.name == "policy-step1-2"
-
-    run(work())
+async def test_a_retired_step_comes_back_under_a_new_path(bench: Bench) -> None:
+    await bench.state.attach(bench.engine)
+    old = await bench.fetch(1)
+    for step in (2, 3):
+        await bench.fetch(step)
+    await bench.keeper.settled()
+    with pytest.raises(errors.SupersededError):
+        await bench.state.flights.fetch(bench.wanted(1))
+    again = await bench.fetch(1)
+    assert again.path != old.path and again.path.name == "policy-step1-2"
 
 
-def test_a_new_launch_retires_the_old_one(bench: Bench) -> None:
-    async def work() -> None:
-        await bench.state.attach(bench.engine)
-        old = await bench.fetch(35)
-        bench.trainer.restart(OTHER_WORLD, 30)
-        # The name is registered, so it is not asked for; another one tells.
-        with pytest.raises(errors.PullTimeoutError):
-            await bench.state.flights.fetch(bench.wanted(31, timeout=0.05))
-        await bench.keeper.settled()
-        assert not old.path.exists() and old.name not in bench.engine.lora_requests
-        new = await bench.fetch(35)
-        assert (old.world, new.world) == (WORLD, OTHER_WORLD)
-
-    run(work())
+async def test_a_new_launch_retires_the_old_one(bench: Bench) -> None:
+    await bench.state.attach(bench.engine)
+    old = await bench.fetch(35)
+    bench.trainer.restart(OTHER_WORLD, 30)
+    # The name is registered, so it is not asked for; another one tells.
+    with pytest.raises(errors.PullTimeoutError):
+        await bench.state.flights.fetch(bench.wanted(31, timeout=0.05))
+    await bench.keeper.settled()
+    assert not old.path.exists() and old.name not in bench.engine.lora_requests
+    new = await bench.fetch(35)
+    assert (old.world, new.world) == (WORLD, OTHER_WORLD)
 
 
-def test_asked_again_after_a_restart(bench: Bench) -> None:
+async def test_asked_again_after_a_restart(bench: Bench) -> None:
     """Somebody who asks by the route asks the trainer, although the name is here."""
-
-    async def work() -> None:
-        await bench.state.attach(bench.engine)
-        old = await bench.fetch(35)
-        bench.trainer.restart(OTHER_WORLD, 35)
-        new = await bench.state.flights.fetch(bench.wanted(35))
-        assert new is not old and new.world == OTHER_WORLD and new.path != old.path
-        await bench.keeper.settled()
-        assert not old.path.exists() and new.path.exists()
-        bench.trainer.alive = False
-        assert await bench.state.flights.fetch(bench.wanted(35)) is new
-
-    run(work())
+    await bench.state.attach(bench.engine)
+    old = await bench.fetch(35)
+    bench.trainer.restart(OTHER_WORLD, 35)
+    new = await bench.state.flights.fetch(bench.wanted(35))
+    assert new is not old and new.world == OTHER_WORLD and new.path != old.path
+    await bench.keeper.settled()
+    assert not old.path.exists() and new.path.exists()
+    bench.trainer.alive = False
+    assert await bench.state.flights.fetch(bench.wanted(35)) is new
 
 
-def test_without_an_engine_nothing_is_deleted(
+async def test_without_an_engine_nothing_is_deleted(
     bench: Bench, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def work() -> None:
-        adapters = [await bench.fetch(step) for step in (1, 2, 3, 4)]
-        assert all(adapter.path.exists() for adapter in adapters)
-
-    run(work())
+    adapters = [await bench.fetch(step) for step in (1, 2, 3, 4)]
+    assert all(adapter.path.exists() for adapter in adapters)
     assert sum("VLLM_PLUGINS" in record.getMessage() for record in caplog.records) == 1
 
 
-def test_an_engine_that_fails_keeps_the_directory(bench: Bench) -> None:
+async def test_an_engine_that_fails_keeps_the_directory(bench: Bench) -> None:
     async def fail(lora_int_id: int) -> bool:
         raise RuntimeError("engine is dead")
 
-    async def work() -> None:
-        await bench.state.attach(bench.engine)
-        bench.engine.remove_lora = fail  # type: ignore[method-assign]
-        adapters = [await bench.fetch(step) for step in (1, 2, 3)]
-        await bench.keeper.settled()
-        assert all(adapter.path.exists() for adapter in adapters)
-
-    run(work())
+    await bench.state.attach(bench.engine)
+    bench.engine.remove_lora = fail  # type: ignore[method-assign]
+    adapters = [await bench.fetch(step) for step in (1, 2, 3)]
+    await bench.keeper.settled()
+    assert all(adapter.path.exists() for adapter in adapters)
 
 
 def test_holders_counts_references() -> None:
@@ -618,14 +538,11 @@ def test_warns_of_a_small_cache(bench: Bench, caplog: pytest.LogCaptureFixture) 
     assert any("--max-cpu-loras 2" in record.getMessage() for record in caplog.records)
 
 
-def test_two_engines_in_one_process(bench: Bench) -> None:
-    async def work() -> None:
-        await bench.state.attach(bench.engine)
-        await bench.state.attach(bench.engine)
-        with pytest.raises(errors.StateError):
-            await bench.state.attach(FakeEngine())
-
-    run(work())
+async def test_two_engines_in_one_process(bench: Bench) -> None:
+    await bench.state.attach(bench.engine)
+    await bench.state.attach(bench.engine)
+    with pytest.raises(errors.StateError):
+        await bench.state.attach(FakeEngine())
 
 
 # ------------------------------------------------------------------ several hosts
@@ -640,53 +557,46 @@ def distant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
     return bench
 
 
-def test_each_host_pulls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_each_host_pulls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bench = distant(tmp_path, monkeypatch)
     threads: set[str] = set()
     bench.trainer.before_pull = lambda: threads.add(threading.current_thread().name)
-
-    async def work() -> None:
-        await bench.state.attach(bench.engine)
-        asked = asyncio.create_task(bench.state.flights.fetch(bench.wanted(2)))
-        while not bench.trainer.waits:
-            await asyncio.sleep(0.001)
-        assert not asked.done() and not threads, "the workers wait for the step"
-        bench.trainer.commit(2)
-        adapter = await asked
-        assert adapter.lease is None and adapter.path.exists()
-        bench.engine.request(adapter, 2)
-        adapter.pins -= 1
-        assert threads == {"fanin-pull"}, "the pull ran in the workers' own thread"
-        started = [args for name, args in bench.engine.calls if name == "fanin_start_pull"]
-        assert len(started) == 1
-        for step in (3, 4):
-            await bench.fetch(step)
-        await bench.keeper.settled()
-        while adapter.path.exists():
-            await asyncio.sleep(0.001)
-
-    run(work())
+    await bench.state.attach(bench.engine)
+    asked = asyncio.create_task(bench.state.flights.fetch(bench.wanted(2)))
+    while not bench.trainer.waits:
+        await asyncio.sleep(0.001)
+    assert not asked.done() and not threads, "the workers wait for the step"
+    bench.trainer.commit(2)
+    adapter = await asked
+    assert adapter.lease is None and adapter.path.exists()
+    bench.engine.request(adapter, 2)
+    adapter.pins -= 1
+    assert threads == {"fanin-pull"}, "the pull ran in the workers' own thread"
+    started = [args for name, args in bench.engine.calls if name == "fanin_start_pull"]
+    assert len(started) == 1
+    for step in (3, 4):
+        await bench.fetch(step)
+    await bench.keeper.settled()
+    while adapter.path.exists():
+        await asyncio.sleep(0.001)
 
 
-def test_a_host_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_host_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bench = distant(tmp_path, monkeypatch)
 
     def fail() -> None:
         raise errors.HostError.make("disk full", "make room")
 
-    async def work() -> None:
-        await bench.state.attach(bench.engine)
-        bench.trainer.before_pull = fail
-        with pytest.raises(errors.HostError, match=r"on host .*disk full"):
-            await bench.state.flights.fetch(bench.wanted(1))
-        assert bench.engine.calls[-1][0] == "fanin_drop_adapter"
-        bench.trainer.before_pull = lambda: None
-        assert (await bench.state.flights.fetch(bench.wanted(1))).step == 1
-
-    run(work())
+    await bench.state.attach(bench.engine)
+    bench.trainer.before_pull = fail
+    with pytest.raises(errors.HostError, match=r"on host .*disk full"):
+        await bench.state.flights.fetch(bench.wanted(1))
+    assert bench.engine.calls[-1][0] == "fanin_drop_adapter"
+    bench.trainer.before_pull = lambda: None
+    assert (await bench.state.flights.fetch(bench.wanted(1))).step == 1
 
 
-def test_a_pull_that_fails_takes_no_other_along(
+async def test_a_pull_that_fails_takes_no_other_along(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two requests for one adapter, which are two pulls into one place."""
@@ -696,49 +606,41 @@ def test_a_pull_that_fails_takes_no_other_along(
     def fail() -> None:
         raise errors.HostError.make("disk full", "make room")
 
-    async def work() -> None:
-        engine = await state.attach(bench.engine)
-        plan = state.service.plan(bench.wanted(1), time.monotonic() + 10)
-        adapter = await bench.fetch(1)
-        monkeypatch.setattr(state.service, "plan", lambda wanted, deadline: plan)
-        bench.trainer.before_pull = fail
-        flight = _Flight(bench.wanted(1, lora_alpha=16.0))
-        with pytest.raises(errors.HostError, match="disk full"):
-            await state.flights._pull_on_workers(engine.call_workers, flight)
-        for thread in threading.enumerate():
-            if thread.name == "fanin-delete":
-                thread.join(10)
-        assert adapter.path == plan.path and adapter.path.exists()
-
-    run(work())
+    engine = await state.attach(bench.engine)
+    plan = state.service.plan(bench.wanted(1), time.monotonic() + 10)
+    adapter = await bench.fetch(1)
+    monkeypatch.setattr(state.service, "plan", lambda wanted, deadline: plan)
+    bench.trainer.before_pull = fail
+    flight = _Flight(bench.wanted(1, lora_alpha=16.0))
+    with pytest.raises(errors.HostError, match="disk full"):
+        await state.flights._pull_on_workers(engine.call_workers, flight)
+    for thread in threading.enumerate():
+        if thread.name == "fanin-delete":
+            thread.join(10)
+    assert adapter.path == plan.path and adapter.path.exists()
 
 
-def test_refused_before_any_host_pulls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_refused_before_any_host_pulls(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     bench = distant(tmp_path, monkeypatch)
     bench.trainer.runs["0"].config["use_dora"] = True
-
-    async def work() -> None:
-        await bench.state.attach(bench.engine)
-        with pytest.raises(errors.RequestError, match="DoRA"):
-            await bench.state.flights.fetch(bench.wanted(1))
-        assert [name for name, _ in bench.engine.calls] == ["fanin_model_facts"]
-
-    run(work())
+    await bench.state.attach(bench.engine)
+    with pytest.raises(errors.RequestError, match="DoRA"):
+        await bench.state.flights.fetch(bench.wanted(1))
+    assert [name for name, _ in bench.engine.calls] == ["fanin_model_facts"]
 
 
-def test_hosts_notice_a_new_launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_hosts_notice_a_new_launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bench = distant(tmp_path, monkeypatch)
 
     def restart() -> None:
         bench.trainer.before_pull = lambda: None
         bench.trainer.restart(OTHER_WORLD, 1)
 
-    async def work() -> None:
-        await bench.state.attach(bench.engine)
-        bench.trainer.before_pull = restart
-        assert (await bench.state.flights.fetch(bench.wanted(1))).world == OTHER_WORLD
-
-    run(work())
+    await bench.state.attach(bench.engine)
+    bench.trainer.before_pull = restart
+    assert (await bench.state.flights.fetch(bench.wanted(1))).world == OTHER_WORLD
 
 
 def test_a_job_nobody_wants_any_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -792,33 +694,25 @@ def test_who_may_be_on_other_hosts(fields: dict[str, Any], distant: bool) -> Non
     assert has_distant_workers(SimpleNamespace(**fields)) is distant
 
 
-def test_all_engines_of_a_data_parallel_group_are_called(bench: Bench) -> None:
+async def test_all_engines_of_a_data_parallel_group_are_called(bench: Bench) -> None:
     called: list[Any] = []
 
     async def call_all(*args: Any) -> list[list[str]]:
         called.append(args)
         return [["a0", "a1"], ["b0", "b1"]]
 
-    async def work() -> None:
-        bench.engine.vllm_config.parallel_config = SimpleNamespace(data_parallel_size=2)
-        bench.engine.engine_core = SimpleNamespace(  # type: ignore[attr-defined]
-            call_utility_all_async=call_all
-        )
-        engine = await bench.state.attach(bench.engine)
-        assert await engine.call_workers("m", 1) == ["a0", "a1", "b0", "b1"]
-        assert called[-1] == ("collective_rpc", "m", None, (1,), None)
-
-    run(work())
+    bench.engine.vllm_config.parallel_config = SimpleNamespace(data_parallel_size=2)
+    bench.engine.engine_core = SimpleNamespace(  # type: ignore[attr-defined]
+        call_utility_all_async=call_all
+    )
+    engine = await bench.state.attach(bench.engine)
+    assert await engine.call_workers("m", 1) == ["a0", "a1", "b0", "b1"]
+    assert called[-1] == ("collective_rpc", "m", None, (1,), None)
 
 
-def test_facts_of_the_engine(bench: Bench) -> None:
-    async def work() -> None:
-        assert bench.state.facts() == EngineFacts()
-        await bench.state.attach(bench.engine)
-        assert bench.state.facts() == EngineFacts(
-            max_lora_rank=16, max_cpu_loras=1, fused_model=False
-        )
-        bench.engine.vllm_config.lora_config = None
-        assert not bench.state.facts().lora_enabled
-
-    run(work())
+async def test_facts_of_the_engine(bench: Bench) -> None:
+    assert bench.state.facts() == EngineFacts()
+    await bench.state.attach(bench.engine)
+    assert bench.state.facts() == EngineFacts(max_lora_rank=16, max_cpu_loras=1, fused_model=False)
+    bench.engine.vllm_config.lora_config = None
+    assert not bench.state.facts().lora_enabled

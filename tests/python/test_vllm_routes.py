@@ -74,55 +74,43 @@ def desk(tmp_path: Path) -> Desk:
 # --------------------------------------------------------------------- /load
 
 
-def test_load(desk: Desk) -> None:
-    async def work() -> None:
-        answer = await desk.load(run_idx=0, lora_alpha=16)
-        assert (answer["status"], answer["step"], answer["world"]) == ("ok", 1, WORLD)
-        assert desk.models.lora_requests[NAME].lora_path == answer["path"]
-        adapter = desk.keeper.get(NAME)
-        assert adapter is not None and adapter.pins == 0
-        assert adapter.requests == [desk.models.lora_requests[NAME]]
-        # Again, and by several at once: the same.
-        answers = await asyncio.gather(*(desk.load() for _ in range(3)))
-        assert {reply["path"] for reply in answers} == {answer["path"]}
-        assert len(desk.trainer.pulls) == 1 and len(adapter.requests) == 1
-
-    run(work())
+async def test_load(desk: Desk) -> None:
+    answer = await desk.load(run_idx=0, lora_alpha=16)
+    assert (answer["status"], answer["step"], answer["world"]) == ("ok", 1, WORLD)
+    assert desk.models.lora_requests[NAME].lora_path == answer["path"]
+    adapter = desk.keeper.get(NAME)
+    assert adapter is not None and adapter.pins == 0
+    assert adapter.requests == [desk.models.lora_requests[NAME]]
+    # Again, and by several at once: the same.
+    answers = await asyncio.gather(*(desk.load() for _ in range(3)))
+    assert {reply["path"] for reply in answers} == {answer["path"]}
+    assert len(desk.trainer.pulls) == 1 and len(adapter.requests) == 1
 
 
-def test_load_by_several_at_once(desk: Desk) -> None:
-    async def work() -> None:
-        answers = await asyncio.gather(*(desk.load() for _ in range(3)))
-        assert len({answer["path"] for answer in answers}) == 1
-        adapter = desk.keeper.get(NAME)
-        assert adapter is not None and (len(adapter.requests), adapter.pins) == (1, 0)
-
-    run(work())
+async def test_load_by_several_at_once(desk: Desk) -> None:
+    answers = await asyncio.gather(*(desk.load() for _ in range(3)))
+    assert len({answer["path"] for answer in answers}) == 1
+    adapter = desk.keeper.get(NAME)
+    assert adapter is not None and (len(adapter.requests), adapter.pins) == (1, 0)
 
 
-def test_load_under_a_name_of_ones_own(desk: Desk) -> None:
-    async def work() -> None:
-        answer = await desk.load(lora_name="mine", run_idx="0", step=1)
-        assert Path(answer["path"]).name == "lora-step1"
-        assert "mine" in desk.models.lora_requests
-        desk.trainer.commit(2)
-        # The same name for another step: nothing of the old one is served under it.
-        answer = await desk.load(lora_name="mine", run_idx="0", step=2)
-        assert desk.models.lora_requests["mine"].lora_path == answer["path"]
-        assert Path(answer["path"]).name == "lora-step2"
-
-    run(work())
+async def test_load_under_a_name_of_ones_own(desk: Desk) -> None:
+    answer = await desk.load(lora_name="mine", run_idx="0", step=1)
+    assert Path(answer["path"]).name == "lora-step1"
+    assert "mine" in desk.models.lora_requests
+    desk.trainer.commit(2)
+    # The same name for another step: nothing of the old one is served under it.
+    answer = await desk.load(lora_name="mine", run_idx="0", step=2)
+    assert desk.models.lora_requests["mine"].lora_path == answer["path"]
+    assert Path(answer["path"]).name == "lora-step2"
 
 
-def test_load_after_the_trainer_was_started_again(desk: Desk) -> None:
-    async def work() -> None:
-        first = await desk.load()
-        desk.trainer.restart(OTHER_WORLD, 1)
-        second = await desk.load()
-        assert (first["world"], second["world"]) == (WORLD, OTHER_WORLD)
-        assert desk.models.lora_requests[NAME].lora_path == second["path"] != first["path"]
-
-    run(work())
+async def test_load_after_the_trainer_was_started_again(desk: Desk) -> None:
+    first = await desk.load()
+    desk.trainer.restart(OTHER_WORLD, 1)
+    second = await desk.load()
+    assert (first["world"], second["world"]) == (WORLD, OTHER_WORLD)
+    assert desk.models.lora_requests[NAME].lora_path == second["path"] != first["path"]
 
 
 @pytest.mark.parametrize(
@@ -163,223 +151,177 @@ def test_load_after_the_trainer_was_started_again(desk: Desk) -> None:
         ({"lora_name": "base", "run_idx": 0, "step": 1}, "base model"),
     ],
 )
-def test_what_load_refuses(desk: Desk, body: dict[str, Any], named: str) -> None:
-    async def work() -> None:
-        with pytest.raises(errors.RequestError, match=named):
-            await desk.load(**body)
-        assert desk.models.lora_requests == {} and desk.trainer.pulls == []
-
-    run(work())
+async def test_what_load_refuses(desk: Desk, body: dict[str, Any], named: str) -> None:
+    with pytest.raises(errors.RequestError, match=named):
+        await desk.load(**body)
+    assert desk.models.lora_requests == {} and desk.trainer.pulls == []
 
 
 FIELDS = ["run_idx", "step", "dtype", "timeout", "lora_alpha", "max_bytes", "trust_config"]
 
 
 @pytest.mark.parametrize("field", FIELDS)
-def test_a_refused_field_is_named(desk: Desk, field: str) -> None:
-    async def work() -> None:
-        with pytest.raises(errors.RequestError) as caught:
-            await desk.load(**{field: {"a": 1}})
-        assert caught.value.key == field and field in str(caught.value)
-
-    run(work())
+async def test_a_refused_field_is_named(desk: Desk, field: str) -> None:
+    with pytest.raises(errors.RequestError) as caught:
+        await desk.load(**{field: {"a": 1}})
+    assert caught.value.key == field and field in str(caught.value)
 
 
-def test_dtypes(tmp_path: Path) -> None:
+async def test_dtypes(tmp_path: Path) -> None:
     desk = Desk(tmp_path, FANIN_DTYPE="bf16")
-
-    async def work() -> None:
-        first = await desk.load()
-        assert (first["dtype"], Path(first["path"]).name) == ("BF16", "policy-bf16-step1")
-        assert (await desk.load(dtype="BF16"))["path"] == first["path"]
-        other = await desk.load(dtype="F16")
-        assert (other["dtype"], Path(other["path"]).name) == ("F16", "policy-f16-step1")
-        assert desk.models.lora_requests[NAME].lora_path == other["path"]
-        assert [how["dtype"] for how in desk.trainer.how] == ["BF16", "F16"]
-        await desk.keeper.settled()
-        assert not Path(first["path"]).exists()
-        wanted = wanted_by_name(desk.state, NAME)
-        assert wanted is not None and wanted.dtype == "BF16"
-
-    run(work())
+    first = await desk.load()
+    assert (first["dtype"], Path(first["path"]).name) == ("BF16", "policy-bf16-step1")
+    assert (await desk.load(dtype="BF16"))["path"] == first["path"]
+    other = await desk.load(dtype="F16")
+    assert (other["dtype"], Path(other["path"]).name) == ("F16", "policy-f16-step1")
+    assert desk.models.lora_requests[NAME].lora_path == other["path"]
+    assert [how["dtype"] for how in desk.trainer.how] == ["BF16", "F16"]
+    await desk.keeper.settled()
+    assert not Path(first["path"]).exists()
+    wanted = wanted_by_name(desk.state, NAME)
+    assert wanted is not None and wanted.dtype == "BF16"
 
 
-def test_trust_and_most_bytes(tmp_path: Path) -> None:
+async def test_trust_and_most_bytes(tmp_path: Path) -> None:
     desk = Desk(tmp_path, FANIN_TRUST_CONFIG="yes", FANIN_MAX_BYTES="1000")
-
-    async def work() -> None:
-        first = await desk.load()
-        assert first["trust_config"] is True
-        assert Path(first["path"]).name == "policy-trusted-step1"
-        assert (await desk.load(trust_config=True, max_bytes=5))["path"] == first["path"]
-        other = await desk.load(trust_config=False, max_bytes=2000)
-        assert other["trust_config"] is False and Path(other["path"]).name == "policy-step1"
-        asked = [(how["trust_config"], how["max_bytes"]) for how in desk.trainer.how]
-        assert asked == [(True, 1000), (False, 2000)]
-        status = desk.api.status()
-        assert (status["trust_config"], status["max_bytes"]) == (True, 1000)
-        assert [adapter["trust_config"] for adapter in status["adapters"]] == [False]
-        wanted = wanted_by_name(desk.state, NAME)
-        assert wanted is not None and (wanted.trust_config, wanted.max_bytes) == (True, 1000)
-        # A name whose adapter a request would not bring back is not taken away for a moment.
-        adapter = desk.keeper.get(NAME)
-        assert adapter is not None and not desk.state.resolves(adapter)
-
-    run(work())
+    first = await desk.load()
+    assert first["trust_config"] is True
+    assert Path(first["path"]).name == "policy-trusted-step1"
+    assert (await desk.load(trust_config=True, max_bytes=5))["path"] == first["path"]
+    other = await desk.load(trust_config=False, max_bytes=2000)
+    assert other["trust_config"] is False and Path(other["path"]).name == "policy-step1"
+    asked = [(how["trust_config"], how["max_bytes"]) for how in desk.trainer.how]
+    assert asked == [(True, 1000), (False, 2000)]
+    status = desk.api.status()
+    assert (status["trust_config"], status["max_bytes"]) == (True, 1000)
+    assert [adapter["trust_config"] for adapter in status["adapters"]] == [False]
+    wanted = wanted_by_name(desk.state, NAME)
+    assert wanted is not None and (wanted.trust_config, wanted.max_bytes) == (True, 1000)
+    # A name whose adapter a request would not bring back is not taken away for a moment.
+    adapter = desk.keeper.get(NAME)
+    assert adapter is not None and not desk.state.resolves(adapter)
 
 
-def test_without_a_step(tmp_path: Path) -> None:
+async def test_without_a_step(tmp_path: Path) -> None:
     """As other trainers' orchestrators ask."""
     desk = Desk(tmp_path, FANIN_NEWEST="1")
-
-    async def work() -> None:
-        desk.trainer.commit(7)
-        answer = await desk.load(lora_name="policy", run_idx=0)
-        assert (answer["lora_name"], answer["step"]) == ("policy", 7)
-        old = desk.models.lora_requests["policy"].lora_path
-        desk.trainer.commit(9)
-        # A step that passes between the question and the pull.
-        desk.trainer.before_pull = lambda: desk.trainer.commit(10)
-        answer = await desk.load(lora_name="policy", run_idx=0)
-        assert (answer["lora_name"], answer["step"]) == ("policy", 10)
-        assert desk.models.lora_requests["policy"].lora_path == answer["path"] != old
-        desk.trainer.before_pull = lambda: None
-        # A name that says its step means that one.
-        with pytest.raises(errors.SupersededError):
-            await desk.load(lora_name="policy-run0-step9")
-        with pytest.raises(errors.RequestError, match="run_idx"):
-            await desk.load(lora_name="policy")
-
-    run(work())
+    desk.trainer.commit(7)
+    answer = await desk.load(lora_name="policy", run_idx=0)
+    assert (answer["lora_name"], answer["step"]) == ("policy", 7)
+    old = desk.models.lora_requests["policy"].lora_path
+    desk.trainer.commit(9)
+    # A step that passes between the question and the pull.
+    desk.trainer.before_pull = lambda: desk.trainer.commit(10)
+    answer = await desk.load(lora_name="policy", run_idx=0)
+    assert (answer["lora_name"], answer["step"]) == ("policy", 10)
+    assert desk.models.lora_requests["policy"].lora_path == answer["path"] != old
+    desk.trainer.before_pull = lambda: None
+    # A name that says its step means that one.
+    with pytest.raises(errors.SupersededError):
+        await desk.load(lora_name="policy-run0-step9")
+    with pytest.raises(errors.RequestError, match="run_idx"):
+        await desk.load(lora_name="policy")
 
 
-def test_the_old_one_is_served_until_the_new_one_is_there(tmp_path: Path) -> None:
+async def test_the_old_one_is_served_until_the_new_one_is_there(tmp_path: Path) -> None:
     desk = Desk(tmp_path)
-
-    async def work() -> None:
-        first = await desk.load(lora_name="mine", run_idx=0, step=1)
-        asked = asyncio.create_task(desk.load(lora_name="mine", run_idx=0, step=2))
-        while not desk.trainer.waits:
-            await asyncio.sleep(0.001)
-        assert desk.models.lora_requests["mine"].lora_path == first["path"]
-        desk.trainer.commit(2)
-        second = await asked
-        assert desk.models.lora_requests["mine"].lora_path == second["path"]
-
-    run(work())
+    first = await desk.load(lora_name="mine", run_idx=0, step=1)
+    asked = asyncio.create_task(desk.load(lora_name="mine", run_idx=0, step=2))
+    while not desk.trainer.waits:
+        await asyncio.sleep(0.001)
+    assert desk.models.lora_requests["mine"].lora_path == first["path"]
+    desk.trainer.commit(2)
+    second = await asked
+    assert desk.models.lora_requests["mine"].lora_path == second["path"]
 
 
-def test_a_name_that_is_somebody_elses(desk: Desk) -> None:
-    async def work() -> None:
-        desk.models.lora_requests[NAME] = Request(NAME, "/by/hand")
-        with pytest.raises(errors.RequestError, match="/by/hand"):
-            await desk.load()
-        assert desk.trainer.pulls == []
-
-    run(work())
+async def test_a_name_that_is_somebody_elses(desk: Desk) -> None:
+    desk.models.lora_requests[NAME] = Request(NAME, "/by/hand")
+    with pytest.raises(errors.RequestError, match="/by/hand"):
+        await desk.load()
+    assert desk.trainer.pulls == []
 
 
-def test_an_engine_that_does_not_load_it(desk: Desk) -> None:
-    async def work() -> None:
-        await desk.state.attach(desk.models)
-        desk.models.refuse = "expected target modules in ..."
-        with pytest.raises(errors.HostError, match="expected target modules"):
-            await desk.load()
-        adapter = desk.keeper.get(NAME)
-        assert adapter is not None and adapter.pins == 0
-        desk.models.refuse = ""
-        assert (await desk.load())["status"] == "ok"
-
-    run(work())
+async def test_an_engine_that_does_not_load_it(desk: Desk) -> None:
+    await desk.state.attach(desk.models)
+    desk.models.refuse = "expected target modules in ..."
+    with pytest.raises(errors.HostError, match="expected target modules"):
+        await desk.load()
+    adapter = desk.keeper.get(NAME)
+    assert adapter is not None and adapter.pins == 0
+    desk.models.refuse = ""
+    assert (await desk.load())["status"] == "ok"
 
 
-def test_before_the_engine_is_up(desk: Desk) -> None:
-    async def work() -> None:
-        with pytest.raises(errors.StateError):
-            await desk.api.load({"lora_name": NAME})
-
-    run(work())
+async def test_before_the_engine_is_up(desk: Desk) -> None:
+    with pytest.raises(errors.StateError):
+        await desk.api.load({"lora_name": NAME})
 
 
 # ------------------------------------------------------------- /init, /status
 
 
-def test_init(tmp_path: Path) -> None:
+async def test_init(tmp_path: Path) -> None:
     desk = Desk(tmp_path, FANIN_TRAINER="")
-
-    async def work() -> None:
-        with pytest.raises(errors.RequestError, match="FANIN_TRAINER"):
-            await desk.load()
-        with pytest.raises(errors.RequestError, match="trainer_addresses"):
-            await desk.api.init({})
-        desk.trainer.alive = False
-        with pytest.raises(errors.UnreachableError):
-            await desk.api.init({"trainer_addresses": [["h", 1]]})
-        assert desk.state.source is None
-        desk.trainer.alive = True
-        answer = await desk.api.init({"trainer_addresses": [["h", 1]], "timeout": 3})
-        assert answer == {"status": "ok", "trainer": "h:1", "world": WORLD}
-        first = await desk.load()
-        # The file of another launch.
-        desk.trainer.restart(OTHER_WORLD, 1)
-        write_info(tmp_path, TrainerInfo(("h:2",), world_id=OTHER_WORLD))
-        answer = await desk.api.init({"trainer_addresses": str(tmp_path)})
-        assert answer["world"] == OTHER_WORLD
-        second = await desk.load()
-        assert second["world"] == OTHER_WORLD != first["world"]
-
-    run(work())
-
-
-def test_init_retires_every_other_world(desk: Desk) -> None:
-    """Names that were asked for before, and never by a route."""
-
-    async def work() -> None:
-        await desk.state.attach(desk.models)
-        old = await desk.fetch(12)
-        desk.trainer.restart(OTHER_WORLD, 12)
-        answer = await desk.api.init({"trainer_addresses": ["elsewhere:1"]})
-        assert answer["world"] == OTHER_WORLD
-        assert old.name not in desk.models.lora_requests and desk.keeper.get(old.name) is None
-        await desk.keeper.settled()
-        assert not old.path.exists()
-        new = await desk.fetch(12)
-        # The same world by another address.
-        await desk.api.init({"trainer_addresses": ["also-elsewhere:1"]})
-        assert desk.keeper.get(new.name) is new
-        with pytest.raises(errors.RequestError, match="did you mean 'trainer_addresses'"):
-            await desk.api.init({"trainer_address": ["h:1"]})
-
-    run(work())
-
-
-def test_the_first_trainer_that_is_named_is_the_one_of_names(tmp_path: Path) -> None:
-    desk = Desk(tmp_path, FANIN_TRAINER="")
-
-    async def work() -> None:
-        with pytest.raises(errors.ConnectionFailedError, match="FANIN_TRAINER"):
-            wanted_by_name(desk.state, NAME)
-        await desk.load(trainer_addresses="h:1")
-        wanted = wanted_by_name(desk.state, NAME)
-        assert wanted is not None and wanted.source.addresses == ("h:1",)
-
-    run(work())
-
-
-def test_status(desk: Desk) -> None:
-    async def work() -> None:
+    with pytest.raises(errors.RequestError, match="FANIN_TRAINER"):
         await desk.load()
-        with pytest.raises(errors.SupersededError):
-            desk.trainer.commit(9)
-            await desk.load(lora_name="policy-run0-step3")
-        status = desk.api.status()
-        assert status["world"] == WORLD and status["trainer"] == "127.0.0.1:6000"
-        assert [(one["name"], one["step"]) for one in status["adapters"]] == [(NAME, 1)]
-        assert status["pulling"] == [] and status["retiring"] == []
-        assert "step 3" in status["last_error"]
-        assert status["counters"]["pulls_failed"] == 1
+    with pytest.raises(errors.RequestError, match="trainer_addresses"):
+        await desk.api.init({})
+    desk.trainer.alive = False
+    with pytest.raises(errors.UnreachableError):
+        await desk.api.init({"trainer_addresses": [["h", 1]]})
+    assert desk.state.source is None
+    desk.trainer.alive = True
+    answer = await desk.api.init({"trainer_addresses": [["h", 1]], "timeout": 3})
+    assert answer == {"status": "ok", "trainer": "h:1", "world": WORLD}
+    first = await desk.load()
+    # The file of another launch.
+    desk.trainer.restart(OTHER_WORLD, 1)
+    write_info(tmp_path, TrainerInfo(("h:2",), world_id=OTHER_WORLD))
+    answer = await desk.api.init({"trainer_addresses": str(tmp_path)})
+    assert answer["world"] == OTHER_WORLD
+    second = await desk.load()
+    assert second["world"] == OTHER_WORLD != first["world"]
 
-    run(work())
+
+async def test_init_retires_every_other_world(desk: Desk) -> None:
+    """Names that were asked for before, and never by a route."""
+    await desk.state.attach(desk.models)
+    old = await desk.fetch(12)
+    desk.trainer.restart(OTHER_WORLD, 12)
+    answer = await desk.api.init({"trainer_addresses": ["elsewhere:1"]})
+    assert answer["world"] == OTHER_WORLD
+    assert old.name not in desk.models.lora_requests and desk.keeper.get(old.name) is None
+    await desk.keeper.settled()
+    assert not old.path.exists()
+    new = await desk.fetch(12)
+    # The same world by another address.
+    await desk.api.init({"trainer_addresses": ["also-elsewhere:1"]})
+    assert desk.keeper.get(new.name) is new
+    with pytest.raises(errors.RequestError, match="did you mean 'trainer_addresses'"):
+        await desk.api.init({"trainer_address": ["h:1"]})
+
+
+async def test_the_first_trainer_that_is_named_is_the_one_of_names(tmp_path: Path) -> None:
+    desk = Desk(tmp_path, FANIN_TRAINER="")
+    with pytest.raises(errors.ConnectionFailedError, match="FANIN_TRAINER"):
+        wanted_by_name(desk.state, NAME)
+    await desk.load(trainer_addresses="h:1")
+    wanted = wanted_by_name(desk.state, NAME)
+    assert wanted is not None and wanted.source.addresses == ("h:1",)
+
+
+async def test_status(desk: Desk) -> None:
+    await desk.load()
+    with pytest.raises(errors.SupersededError):
+        desk.trainer.commit(9)
+        await desk.load(lora_name="policy-run0-step3")
+    status = desk.api.status()
+    assert status["world"] == WORLD and status["trainer"] == "127.0.0.1:6000"
+    assert [(one["name"], one["step"]) for one in status["adapters"]] == [(NAME, 1)]
+    assert status["pulling"] == [] and status["retiring"] == []
+    assert "step 3" in status["last_error"]
+    assert status["counters"]["pulls_failed"] == 1
 
 
 # ------------------------------------------------------------------- the plugin
@@ -399,39 +341,32 @@ def test_api_processes(args: dict[str, Any], config: dict[str, Any], count: int)
     assert api_processes(SimpleNamespace(**args), told) == count
 
 
-def test_several_api_servers_are_refused() -> None:
-    async def work() -> None:
-        engine = SimpleNamespace(vllm_config=SimpleNamespace(parallel_config=SimpleNamespace()))
-        with pytest.raises(errors.StateError, match="--api-server-count 1"):
-            await EndpointPlugin().init_state(
-                engine, SimpleNamespace(), SimpleNamespace(api_server_count=2)
-            )
-        await EndpointPlugin().init_state(None, SimpleNamespace(), SimpleNamespace())
-
-    run(work())
+async def test_several_api_servers_are_refused() -> None:
+    engine = SimpleNamespace(vllm_config=SimpleNamespace(parallel_config=SimpleNamespace()))
+    with pytest.raises(errors.StateError, match="--api-server-count 1"):
+        await EndpointPlugin().init_state(
+            engine, SimpleNamespace(), SimpleNamespace(api_server_count=2)
+        )
+    await EndpointPlugin().init_state(None, SimpleNamespace(), SimpleNamespace())
 
 
-def test_the_engines_key(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_engines_key(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fanin.vllm.routes.state", lambda: desk.state)
-
-    async def work() -> None:
-        plugin = EndpointPlugin()
-        with pytest.raises(errors.StateError):
-            plugin._ready(None)
-        state = SimpleNamespace(openai_serving_models=desk.models)
-        await plugin.init_state(desk.models, state, SimpleNamespace(api_key=["one", "two"]))
-        assert plugin._ready("Bearer two") is not None
-        assert plugin._ready("bearer one") is not None
-        for wrong in (None, "", "Bearer", "Bearer three", "Basic one", "one", "Bearer ö"):
-            assert plugin._ready(wrong) is None
-        monkeypatch.setenv("VLLM_API_KEY", "three")
-        await plugin.init_state(desk.models, state, SimpleNamespace(api_key=None))
-        assert plugin._ready("Bearer three") is not None and plugin._ready("Bearer one") is None
-        monkeypatch.delenv("VLLM_API_KEY")
-        await plugin.init_state(desk.models, state, SimpleNamespace(api_key=None))
-        assert plugin._ready(None) is not None
-
-    run(work())
+    plugin = EndpointPlugin()
+    with pytest.raises(errors.StateError):
+        plugin._ready(None)
+    state = SimpleNamespace(openai_serving_models=desk.models)
+    await plugin.init_state(desk.models, state, SimpleNamespace(api_key=["one", "two"]))
+    assert plugin._ready("Bearer two") is not None
+    assert plugin._ready("bearer one") is not None
+    for wrong in (None, "", "Bearer", "Bearer three", "Basic one", "one", "Bearer ö"):
+        assert plugin._ready(wrong) is None
+    monkeypatch.setenv("VLLM_API_KEY", "three")
+    await plugin.init_state(desk.models, state, SimpleNamespace(api_key=None))
+    assert plugin._ready("Bearer three") is not None and plugin._ready("Bearer one") is None
+    monkeypatch.delenv("VLLM_API_KEY")
+    await plugin.init_state(desk.models, state, SimpleNamespace(api_key=None))
+    assert plugin._ready(None) is not None
 
 
 # --------------------------------------------------------------------- by name
@@ -513,18 +448,15 @@ def extended(desk: Desk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fak
     return FakeAsyncEngine()
 
 
-def test_the_extension_loads(desk: Desk, extended: FakeAsyncEngine) -> None:
-    async def work() -> None:
-        request = await worker.load_lora(extended, NAME, 0, 5, timeout=10.0)
-        assert extended.workers[0].loras[5].lora_path == request.lora_path
-        path = Path(request.lora_path)
-        assert path.exists()
-        await extended.collective_rpc("drop_lora_from_nixl", (NAME, 5))
-        assert extended.workers[0].loras == {}
-        while path.exists():
-            await asyncio.sleep(0.001)
-
-    run(work())
+async def test_the_extension_loads(desk: Desk, extended: FakeAsyncEngine) -> None:
+    request = await worker.load_lora(extended, NAME, 0, 5, timeout=10.0)
+    assert extended.workers[0].loras[5].lora_path == request.lora_path
+    path = Path(request.lora_path)
+    assert path.exists()
+    await extended.collective_rpc("drop_lora_from_nixl", (NAME, 5))
+    assert extended.workers[0].loras == {}
+    while path.exists():
+        await asyncio.sleep(0.001)
 
 
 def test_the_extension_does_not_wait_in_a_call(desk: Desk, extended: FakeAsyncEngine) -> None:
@@ -541,48 +473,40 @@ def test_the_extension_does_not_wait_in_a_call(desk: Desk, extended: FakeAsyncEn
     assert one.add_lora_from_nixl("mine", 1)
 
 
-def test_the_extension_says_what_failed(desk: Desk, extended: FakeAsyncEngine) -> None:
+async def test_the_extension_says_what_failed(desk: Desk, extended: FakeAsyncEngine) -> None:
     desk.trainer.commit(9)
-
-    async def work() -> None:
-        with pytest.raises(errors.SupersededError):
-            await worker.load_lora(extended, NAME, 0, 5, timeout=10.0)
-        with pytest.raises(errors.RequestError, match="step"):
-            await worker.load_lora(extended, "mine", 0, 5)
-        FakeWorker.lora_config.max_lora_rank = 4
-        try:
-            with pytest.raises(errors.RequestError, match="--max-lora-rank 8"):
-                await worker.load_lora(extended, "mine", 0, 5, step=9)
-        finally:
-            FakeWorker.lora_config.max_lora_rank = 16
-
-    run(work())
+    with pytest.raises(errors.SupersededError):
+        await worker.load_lora(extended, NAME, 0, 5, timeout=10.0)
+    with pytest.raises(errors.RequestError, match="step"):
+        await worker.load_lora(extended, "mine", 0, 5)
+    FakeWorker.lora_config.max_lora_rank = 4
+    try:
+        with pytest.raises(errors.RequestError, match="--max-lora-rank 8"):
+            await worker.load_lora(extended, "mine", 0, 5, step=9)
+    finally:
+        FakeWorker.lora_config.max_lora_rank = 16
 
 
-def test_the_extension_asks_whether_the_launch_is_the_same(
+async def test_the_extension_asks_whether_the_launch_is_the_same(
     desk: Desk, extended: FakeAsyncEngine
 ) -> None:
     """A name that is here is not of the present trainer for ever."""
-
-    async def work() -> None:
-        first = await worker.load_lora(extended, NAME, 0, 5, timeout=10.0)
-        again = await worker.load_lora(extended, NAME, 0, 6, timeout=10.0)
-        assert again.lora_path == first.lora_path and len(desk.trainer.pulls) == 1
-        desk.trainer.alive = False
-        assert (await worker.load_lora(extended, NAME, 0, 7)).lora_path == first.lora_path
-        desk.trainer.restart(OTHER_WORLD, 1)
-        second = await worker.load_lora(extended, NAME, 0, 8, timeout=10.0)
-        assert OTHER_WORLD in second.lora_path and len(desk.trainer.pulls) == 2
-        # The engine may still have the first one loaded.
-        assert Path(first.lora_path).exists()
-        await extended.collective_rpc("drop_lora_from_nixl", (NAME, 8))
-        while Path(first.lora_path).exists() or Path(second.lora_path).exists():
-            await asyncio.sleep(0.001)
-
-    run(work())
+    first = await worker.load_lora(extended, NAME, 0, 5, timeout=10.0)
+    again = await worker.load_lora(extended, NAME, 0, 6, timeout=10.0)
+    assert again.lora_path == first.lora_path and len(desk.trainer.pulls) == 1
+    desk.trainer.alive = False
+    assert (await worker.load_lora(extended, NAME, 0, 7)).lora_path == first.lora_path
+    desk.trainer.restart(OTHER_WORLD, 1)
+    second = await worker.load_lora(extended, NAME, 0, 8, timeout=10.0)
+    assert OTHER_WORLD in second.lora_path and len(desk.trainer.pulls) == 2
+    # The engine may still have the first one loaded.
+    assert Path(first.lora_path).exists()
+    await extended.collective_rpc("drop_lora_from_nixl", (NAME, 8))
+    while Path(first.lora_path).exists() or Path(second.lora_path).exists():
+        await asyncio.sleep(0.001)
 
 
-def test_the_extension_keeps_what_is_loaded_when_a_second_load_fails(
+async def test_the_extension_keeps_what_is_loaded_when_a_second_load_fails(
     desk: Desk, extended: FakeAsyncEngine
 ) -> None:
     """An engine that re-reads a directory which is gone dies."""
@@ -592,30 +516,27 @@ def test_the_extension_keeps_what_is_loaded_when_a_second_load_fails(
             if thread.name == "fanin-delete":
                 thread.join(10)
 
-    async def work() -> None:
-        (one,) = extended.workers
-        first = Path((await worker.load_lora(extended, NAME, 0, 5, timeout=10.0)).lora_path)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(one, "add_lora", lambda request: 1 / 0)
-            with pytest.raises(ZeroDivisionError):
-                await worker.load_lora(extended, NAME, 0, 6, timeout=10.0)
-            delete()
-            assert first.exists() and set(one.loras) == {5}, "it was the same one"
-            desk.trainer.restart(OTHER_WORLD, 1)
-            with pytest.raises(ZeroDivisionError):
-                await worker.load_lora(extended, NAME, 0, 6, timeout=10.0)
-            delete()
-        assert first.exists() and not list(first.parents[2].glob(f"{OTHER_WORLD}/0/policy*"))
-        desk.trainer.restart(OTHER_WORLD, 9)
-        with pytest.raises(errors.SupersededError):
+    (one,) = extended.workers
+    first = Path((await worker.load_lora(extended, NAME, 0, 5, timeout=10.0)).lora_path)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(one, "add_lora", lambda request: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
             await worker.load_lora(extended, NAME, 0, 6, timeout=10.0)
         delete()
-        assert first.exists() and one.add_lora_from_nixl(NAME, 7)
-        await extended.collective_rpc("drop_lora_from_nixl", (NAME, 5))
+        assert first.exists() and set(one.loras) == {5}, "it was the same one"
+        desk.trainer.restart(OTHER_WORLD, 1)
+        with pytest.raises(ZeroDivisionError):
+            await worker.load_lora(extended, NAME, 0, 6, timeout=10.0)
         delete()
-        assert not first.exists()
-
-    run(work())
+    assert first.exists() and not list(first.parents[2].glob(f"{OTHER_WORLD}/0/policy*"))
+    desk.trainer.restart(OTHER_WORLD, 9)
+    with pytest.raises(errors.SupersededError):
+        await worker.load_lora(extended, NAME, 0, 6, timeout=10.0)
+    delete()
+    assert first.exists() and one.add_lora_from_nixl(NAME, 7)
+    await extended.collective_rpc("drop_lora_from_nixl", (NAME, 5))
+    delete()
+    assert not first.exists()
 
 
 def test_install() -> None:
