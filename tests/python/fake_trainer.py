@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
 import time
@@ -22,6 +23,13 @@ from fanin.errors import (
     SupersededError,
     UnreachableError,
 )
+
+
+async def until(condition: Callable[[], object]) -> None:
+    """Lets others have their turn until *condition*; a test has a minute."""
+    while not condition():
+        await asyncio.sleep(0.001)
+
 
 WORLD = "0123456789abcdef" * 2
 OTHER_WORLD = "fedcba9876543210" * 2

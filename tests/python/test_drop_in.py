@@ -29,6 +29,7 @@ from fanin.parameter_client import ParameterClient
 from fanin.parameter_client import TensorInfo as ClientInfo
 from fanin.parameter_server import ParameterServer, TensorInfo, join_key, split_key
 from http_engine import Trainer
+from local_world import until
 
 try:
     import torch
@@ -527,10 +528,8 @@ def test_the_client_waits_for_the_server(server: ParameterServer) -> None:
 def test_nobody_there() -> None:
     with ParameterServer("gone", port=0) as server:
         port = server.port
-    started = time.monotonic()
     with pytest.raises(TimeoutError, match="no parameter server gone at 127.0.0.1"):
         ParameterClient("w", "gone", "127.0.0.1", port, timeout=0.2)
-    assert time.monotonic() - started < 10
 
 
 def test_another_name_and_a_larger_world(server: ParameterServer) -> None:
@@ -547,8 +546,7 @@ def test_run_and_stop(server: ParameterServer) -> None:
     server.run()  # was stopped before it began
     thread = threading.Thread(target=server.run)
     thread.start()
-    while not server.running:
-        threading.Event().wait(0.001)
+    until(lambda: server.running)
     server.stop()
     thread.join(20)
     assert not thread.is_alive() and not server.running

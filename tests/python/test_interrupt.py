@@ -8,7 +8,7 @@ import pytest
 from local_world import run_script
 
 SET_UP = """
-import os, signal, sys, threading, time
+import os, signal, sys, threading
 import numpy as np
 import fanin
 from local_world import until
@@ -24,18 +24,15 @@ client.pull_into(0, into)
 def interrupt_when(condition):
     def work():
         until(condition)
-        sent.append(time.monotonic())
         os.kill(os.getpid(), signal.SIGINT)
-    sent = []
     threading.Thread(target=work).start()
-    return sent
 
 def interrupted(call, *arguments, after=None, **options):
-    sent = interrupt_when(after or (lambda: client._uses))
+    # Whoever waits for the call's own end waits for longer than this process may take.
+    interrupt_when(after or (lambda: client._uses))
     try:
-        call(*arguments, **options)
+        call(*arguments, timeout=3600, **options)
     except KeyboardInterrupt:
-        assert time.monotonic() - sent[0] < 5
         return True
     return False
 """
@@ -63,7 +60,7 @@ silent_address = f"127.0.0.1:{silent.getsockname()[1]}"
         "assert interrupted(client.pull_adapter, 0, sys.argv[1] + '/adapter', step=99)\n"
         "assert os.listdir(sys.argv[1]) in ([], ['.adapter.lock'])",
         "assert interrupted(client.watch, 0, lambda event: None)",
-        "assert interrupted(client.catalog, 'unknown', timeout=60)\n",
+        "assert interrupted(client.catalog, 'unknown')\n",
         # Twice: an interrupt in the middle of the first one's clean-up is no harm.
         "assert interrupted(client.pull_into, 0, into, step=99)\n"
         "assert interrupted(client.pull_into, 0, into, step=99)",
@@ -80,14 +77,14 @@ def test_blocking_calls(body: str, tmp_path: object) -> None:
 
 def test_connecting() -> None:
     body = """
-other = fanin.Client(use_ucx=False, connect_timeout=60)
-assert interrupted(other.connect, [silent_address], timeout=60, after=lambda: other._uses)
+other = fanin.Client(use_ucx=False, connect_timeout=3600)
+assert interrupted(other.connect, [silent_address], after=lambda: other._uses)
 other.connect([address])
 assert other.pull_into(0, into).step == 1
 # The constructor connects too; what it made is closed.
-sent = interrupt_when(lambda: any(not c.closed and c._uses for c in fanin.client._open))
+interrupt_when(lambda: any(not c.closed and c._uses for c in fanin.client._open))
 try:
-    fanin.Client([silent_address], use_ucx=False, connect_timeout=60)
+    fanin.Client([silent_address], use_ucx=False, connect_timeout=3600)
 except KeyboardInterrupt:
     assert all(c in (client, other) for c in fanin.client._open)
 else:

@@ -16,7 +16,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from fake_trainer import OTHER_WORLD, WORLD, FakeTrainer, Run
+from fake_trainer import OTHER_WORLD, WORLD, FakeTrainer, Run, until
 from fanin import errors
 from fanin.config import inference_config
 from fanin.vllm import worker
@@ -142,8 +142,7 @@ def run(work: Coroutine[Any, Any, None]) -> None:
 async def test_one_pull_for_all_who_ask(bench: Bench) -> None:
     await bench.state.attach(bench.engine)
     asked = [asyncio.create_task(bench.state.flights.fetch(bench.wanted(2))) for _ in range(5)]
-    while not bench.state.flights.status() or bench.trainer.connected == 0:
-        await asyncio.sleep(0.001)
+    await until(lambda: bench.state.flights.status() and bench.trainer.connected)
     assert bench.state.counters.snapshot()["inflight"] == 1
     asked[0].cancel()
     bench.trainer.commit(2)
@@ -158,12 +157,10 @@ async def test_one_pull_for_all_who_ask(bench: Bench) -> None:
 async def test_all_may_leave(bench: Bench) -> None:
     await bench.state.attach(bench.engine)
     asked = asyncio.create_task(bench.state.flights.fetch(bench.wanted(2)))
-    while bench.trainer.connected == 0:
-        await asyncio.sleep(0.001)
+    await until(lambda: bench.trainer.connected)
     asked.cancel()
     bench.trainer.commit(2)
-    while bench.state.flights.status():
-        await asyncio.sleep(0.001)
+    await until(lambda: not bench.state.flights.status())
     adapter = bench.keeper.get("policy-run0-step2")
     assert adapter is not None and adapter.pins == 0
     again = await bench.state.flights.fetch(bench.wanted(2))
@@ -216,10 +213,9 @@ async def test_names_that_wait_hold_nothing_that_pulls_need(bench: Bench) -> Non
         for name in runs
         for step in range(2, 12)
     ]
-    while bench.trainer.waits < len(runs) or len(bench.state.flights.status()) < 200:
-        await asyncio.sleep(0.001)
-    while bench.state.service.pool.stats()["busy"]:
-        await asyncio.sleep(0.001)
+    await until(lambda: bench.trainer.waits >= len(runs))
+    await until(lambda: len(bench.state.flights.status()) >= 200)
+    await until(lambda: not bench.state.service.pool.stats()["busy"])
     assert (await fetch(bench.wanted(1, timeout=5.0))).step == 1
     assert bench.trainer.connected <= len(runs) + MAX_CLIENTS
     mine = [thread for thread in threading.enumerate() if thread.name == "fanin-pull"]
@@ -236,11 +232,9 @@ async def test_names_that_wait_hold_nothing_that_pulls_need(bench: Bench) -> Non
 
 async def test_a_lower_step_is_waited_for_too(bench: Bench) -> None:
     high = asyncio.create_task(bench.state.flights.fetch(bench.wanted(9)))
-    while not bench.trainer.waits:
-        await asyncio.sleep(0.001)
+    await until(lambda: bench.trainer.waits)
     low = asyncio.create_task(bench.state.flights.fetch(bench.wanted(5)))
-    while bench.trainer.waits < 2:
-        await asyncio.sleep(0.001)
+    await until(lambda: bench.trainer.waits >= 2)
     bench.trainer.commit(5)
     assert (await low).step == 5 and not high.done()
     bench.trainer.commit(9)
@@ -257,8 +251,7 @@ async def test_more_runs_wait_than_have_connections(
         asyncio.create_task(bench.state.flights.fetch(bench.wanted(2, run=name)))
         for name in ("0", "1")
     ]
-    while bench.trainer.looks < 8 or not bench.trainer.waits:
-        await asyncio.sleep(0.001)
+    await until(lambda: bench.trainer.looks >= 8 and bench.trainer.waits)
     assert bench.trainer.waits == 1, "the other run is asked for now and then"
     for name in ("1", "0"):
         bench.trainer.commit(2, name)
@@ -280,16 +273,13 @@ def test_a_thread_that_cannot_be_started(bench: Bench, monkeypatch: pytest.Monke
 
 async def test_a_launch_that_ends_while_its_step_is_waited_for(bench: Bench) -> None:
     asked = asyncio.create_task(bench.state.flights.fetch(bench.wanted(5)))
-    while not bench.trainer.waits:
-        await asyncio.sleep(0.001)
+    await until(lambda: bench.trainer.waits)
     bench.trainer.restart(OTHER_WORLD, 4)
-    while bench.trainer.waits < 2:
-        await asyncio.sleep(0.001)
+    await until(lambda: bench.trainer.waits >= 2)
     bench.trainer.commit(5)
     assert (await asked).world == OTHER_WORLD
     asked = asyncio.create_task(bench.state.flights.fetch(bench.wanted(6)))
-    while bench.trainer.waits < 3:
-        await asyncio.sleep(0.001)
+    await until(lambda: bench.trainer.waits >= 3)
     bench.trainer.end()
     with pytest.raises(errors.UnreachableError):
         await asked
@@ -563,8 +553,7 @@ async def test_each_host_pulls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     bench.trainer.before_pull = lambda: threads.add(threading.current_thread().name)
     await bench.state.attach(bench.engine)
     asked = asyncio.create_task(bench.state.flights.fetch(bench.wanted(2)))
-    while not bench.trainer.waits:
-        await asyncio.sleep(0.001)
+    await until(lambda: bench.trainer.waits)
     assert not asked.done() and not threads, "the workers wait for the step"
     bench.trainer.commit(2)
     adapter = await asked
@@ -577,8 +566,7 @@ async def test_each_host_pulls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     for step in (3, 4):
         await bench.fetch(step)
     await bench.keeper.settled()
-    while adapter.path.exists():
-        await asyncio.sleep(0.001)
+    await until(lambda: not adapter.path.exists())
 
 
 async def test_a_host_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

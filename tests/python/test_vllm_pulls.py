@@ -20,7 +20,7 @@ from fanin.vllm.clients import ClientPool, Source, Target
 from fanin.vllm.directories import Places
 from fanin.vllm.faults import status_of
 from fanin.vllm.pulls import PullService, Wanted
-from local_world import CONFIG, PUBLICATION, addresses, publish, servers
+from local_world import CONFIG, PUBLICATION, addresses, publish, servers, until
 
 
 class Bench:
@@ -192,8 +192,7 @@ def test_closing_cancels(bench: Bench) -> None:
 
     thread = threading.Thread(target=pull)
     thread.start()
-    while not bench.trainer.waits:
-        time.sleep(0.001)
+    until(lambda: bench.trainer.waits)
     bench.service.close()
     thread.join(10)
     assert isinstance(failed[0], errors.CancelledError)

@@ -11,7 +11,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
-from fake_trainer import OTHER_WORLD, WORLD
+from fake_trainer import OTHER_WORLD, WORLD, until
 from fanin import errors
 from fanin.info import TrainerInfo, write_info
 from fanin.vllm import worker
@@ -227,8 +227,7 @@ async def test_the_old_one_is_served_until_the_new_one_is_there(tmp_path: Path) 
     desk = Desk(tmp_path)
     first = await desk.load(lora_name="mine", run_idx=0, step=1)
     asked = asyncio.create_task(desk.load(lora_name="mine", run_idx=0, step=2))
-    while not desk.trainer.waits:
-        await asyncio.sleep(0.001)
+    await until(lambda: desk.trainer.waits)
     assert desk.models.lora_requests["mine"].lora_path == first["path"]
     desk.trainer.commit(2)
     second = await asked
@@ -455,8 +454,7 @@ async def test_the_extension_loads(desk: Desk, extended: FakeAsyncEngine) -> Non
     assert path.exists()
     await extended.collective_rpc("drop_lora_from_nixl", (NAME, 5))
     assert extended.workers[0].loras == {}
-    while path.exists():
-        await asyncio.sleep(0.001)
+    await until(lambda: not path.exists())
 
 
 def test_the_extension_does_not_wait_in_a_call(desk: Desk, extended: FakeAsyncEngine) -> None:
@@ -502,8 +500,7 @@ async def test_the_extension_asks_whether_the_launch_is_the_same(
     # The engine may still have the first one loaded.
     assert Path(first.lora_path).exists()
     await extended.collective_rpc("drop_lora_from_nixl", (NAME, 8))
-    while Path(first.lora_path).exists() or Path(second.lora_path).exists():
-        await asyncio.sleep(0.001)
+    await until(lambda: not (Path(first.lora_path).exists() or Path(second.lora_path).exists()))
 
 
 async def test_the_extension_keeps_what_is_loaded_when_a_second_load_fails(

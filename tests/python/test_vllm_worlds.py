@@ -5,14 +5,13 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from fake_trainer import ADDRESS, OTHER_WORLD, WORLD, FakeClient, Run
+from fake_trainer import ADDRESS, OTHER_WORLD, WORLD, FakeClient, Run, until
 from fanin import errors
 from fanin.info import TrainerInfo, write_info
 from fanin.vllm.clients import Source
@@ -40,11 +39,6 @@ def bench(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
 def by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
     monkeypatch.setenv("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "1")
     return Bench(tmp_path)
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    while not condition():
-        await asyncio.sleep(0.001)
 
 
 async def loaded(bench: Bench, step: int = 12, **more: Any) -> Adapter:
@@ -78,24 +72,22 @@ async def test_another_launch_with_the_same_step(
 
 async def test_whoever_asks_at_that_moment_is_not_answered_by_the_old(by_name: Bench) -> None:
     """The engine knows that the connection was lost, and nothing else yet."""
-    bench = by_name
-    await loaded(bench)
-    bench.trainer.end()
-    await until(lambda: bench.engine.lora_requests.get(NAME) is None)
-    bench.trainer.restart(OTHER_WORLD, 12)
-    assert (await bench.state.flights.fetch(bench.wanted(12))).world == OTHER_WORLD
+    await loaded(by_name)
+    by_name.trainer.end()
+    await until(lambda: by_name.engine.lora_requests.get(NAME) is None)
+    by_name.trainer.restart(OTHER_WORLD, 12)
+    assert (await by_name.state.flights.fetch(by_name.wanted(12))).world == OTHER_WORLD
 
 
 async def test_ranks_that_go_one_after_the_other(by_name: Bench) -> None:
     """While some of them are there the world lives, and its end is near."""
-    bench = by_name
-    await loaded(bench)
-    bench.trainer.all_ranks = False
-    bench.trainer.hang_up()
-    await until(lambda: bench.state.lookout.status() == [WORLD])
-    assert NAME not in bench.engine.lora_requests
-    bench.trainer.restart(OTHER_WORLD, 12)
-    assert (await bench.state.flights.fetch(bench.wanted(12))).world == OTHER_WORLD
+    await loaded(by_name)
+    by_name.trainer.all_ranks = False
+    by_name.trainer.hang_up()
+    await until(lambda: by_name.state.lookout.status() == [WORLD])
+    assert NAME not in by_name.engine.lora_requests
+    by_name.trainer.restart(OTHER_WORLD, 12)
+    assert (await by_name.state.flights.fetch(by_name.wanted(12))).world == OTHER_WORLD
 
 
 async def test_requests_that_run_finish(bench: Bench) -> None:
@@ -224,46 +216,42 @@ def unwatched(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> Bench:
 
 
 async def test_an_engine_that_ends_watches_nobody(unwatched: Bench) -> None:
-    bench = unwatched
-    await loaded(bench)
-    bench.state.close()
-    await until(lambda: bench.trainer.watching == 0)
+    await loaded(unwatched)
+    unwatched.state.close()
+    await until(lambda: unwatched.trainer.watching == 0)
 
 
 async def test_a_pull_that_meets_another_world_ends_the_old_one_itself(unwatched: Bench) -> None:
-    bench = unwatched
-    old = await loaded(bench)
-    bench.trainer.world, bench.trainer.runs = OTHER_WORLD, {"0": Run(step=13)}
-    new = await bench.state.flights.fetch(bench.wanted(13))
+    old = await loaded(unwatched)
+    unwatched.trainer.world, unwatched.trainer.runs = OTHER_WORLD, {"0": Run(step=13)}
+    new = await unwatched.state.flights.fetch(unwatched.wanted(13))
     assert new.world == OTHER_WORLD
-    assert bench.keeper.get(old.name) is None and NAME not in bench.engine.lora_requests
+    assert unwatched.keeper.get(old.name) is None and NAME not in unwatched.engine.lora_requests
 
 
 async def test_a_name_is_not_answered_while_ranks_are_of_two_worlds(unwatched: Bench) -> None:
-    bench = unwatched
-    await loaded(bench)
-    bench.trainer.mixed = True
+    await loaded(unwatched)
+    unwatched.trainer.mixed = True
     with pytest.raises(errors.PeerError):
-        await bench.state.flights.fetch(bench.wanted(12))
-    assert bench.keeper.get(NAME) is None
+        await unwatched.state.flights.fetch(unwatched.wanted(12))
+    assert unwatched.keeper.get(NAME) is None
 
 
 async def test_an_adapter_that_leaves_while_its_world_is_asked(
     unwatched: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bench = unwatched
-    old = await loaded(bench)
+    old = await loaded(unwatched)
     loop, gone = asyncio.get_running_loop(), threading.Event()
 
     def world_now(source: Source, timeout: float) -> str:
         loop.call_soon_threadsafe(
-            lambda: (bench.keeper.retire(old, "it was unloaded", "unloaded"), gone.set())
+            lambda: (unwatched.keeper.retire(old, "it was unloaded", "unloaded"), gone.set())
         )
         assert gone.wait(10)
         return WORLD
 
-    monkeypatch.setattr(bench.state.service, "world_now", world_now)
-    assert await bench.state.flights.fetch(bench.wanted(12)) is not old
+    monkeypatch.setattr(unwatched.state.service, "world_now", world_now)
+    assert await unwatched.state.flights.fetch(unwatched.wanted(12)) is not old
 
 
 async def test_a_pull_whose_world_ends_meanwhile(bench: Bench) -> None:
@@ -388,9 +376,7 @@ async def test_runs_are_over_only_if_all_ranks_say_so(bench: Bench) -> None:
 
 async def test_a_request_that_was_let_in_before_its_name_was_taken_away(by_name: Bench) -> None:
     """vLLM looks the name up again when it has prepared the prompt, and nobody else may."""
-    bench = by_name
-    models = Models(bench)
-    await bench.state.attach(models)
+    models = await Models.of(by_name)
     await asyncio.create_task(models.resolve_lora(NEW))
     let_in, taken = asyncio.Event(), asyncio.Event()
 
@@ -410,31 +396,38 @@ async def test_a_request_that_was_let_in_before_its_name_was_taken_away(by_name:
     running = [asyncio.create_task(request(resolve=one)) for one in (False, True)]
     await let_in.wait()
     await asyncio.sleep(0)
-    bench.keeper.end_world(WORLD, "of something")
+    by_name.keeper.end_world(WORLD, "of something")
     assert models.lora_requests == {}
-    old = bench.keeper.status()["retiring"][0]["path"]
+    old = by_name.keeper.status()["retiring"][0]["path"]
     for _ in range(50):  # retirement looks each millisecond
         await asyncio.sleep(0.001)
     assert Path(old).exists(), "deleted under a request that was let in"
     taken.set()
     assert await asyncio.gather(*running) == [old, old]
-    await bench.keeper.settled()
+    await by_name.keeper.settled()
     assert not Path(old).exists()
 
 
 class Models:
     """vLLM's list of models, as far as it locks and forgets."""
 
-    def __init__(self, bench: Bench) -> None:
-        self.bench = bench
-        self.lora_requests = bench.engine.lora_requests
-        self.engine_client = bench.engine
+    def __init__(self, by_name: Bench) -> None:
+        self.by_name = by_name
+        self.lora_requests = by_name.engine.lora_requests
+        self.engine_client = by_name.engine
         self.lock = asyncio.Lock()
         self.loads = True
         self.number = 100
         self.adding = asyncio.Event()
         self.may_add = asyncio.Event()
         self.may_add.set()
+
+    @classmethod
+    async def of(cls, bench: Bench) -> Models:
+        """Attached to the bench."""
+        models = cls(bench)
+        await bench.state.attach(models)
+        return models
 
     async def add_lora(self) -> None:
         """The engine loads it."""
@@ -446,8 +439,8 @@ class Models:
             if lora_name in self.lora_requests:
                 return self.lora_requests[lora_name]
             step = int(lora_name.rpartition("step")[2])
-            wanted = self.bench.wanted(step, timeout=self.bench.state.config.timeout)
-            adapter = await self.bench.state.flights.fetch(wanted, self.bench.state.asked())
+            wanted = self.by_name.wanted(step, timeout=self.by_name.state.config.timeout)
+            adapter = await self.by_name.state.flights.fetch(wanted, self.by_name.state.asked())
             self.number += 1
             request = Request(lora_name, str(adapter.path), self.number)
             adapter.requests.append(request)
@@ -466,28 +459,25 @@ class Models:
 
 
 async def test_what_was_unloaded_is_pulled_anew(by_name: Bench) -> None:
-    bench = by_name
-    models = Models(bench)
-    await bench.state.attach(models)
+    models = await Models.of(by_name)
     first = await models.resolve_lora("policy-run0-step1")
     path = Path(first.lora_path)
     del first
     await models.unload_lora_adapter(SimpleNamespace(lora_name="policy-run0-step1"))
-    await bench.keeper.settled()
+    await by_name.keeper.settled()
     assert not path.exists()
     again = await models.resolve_lora("policy-run0-step1")
-    assert again.lora_path != str(path) and len(bench.trainer.pulls) == 2
+    assert again.lora_path != str(path) and len(by_name.trainer.pulls) == 2
     await models.unload_lora_adapter(SimpleNamespace(lora_name="policy-run0-step1"))
-    bench.trainer.commit(2)
+    by_name.trainer.commit(2)
     with pytest.raises(errors.SupersededError):
         await models.resolve_lora("policy-run0-step1")
 
 
 async def test_what_is_unloaded_while_it_is_loaded(by_name: Bench) -> None:
-    bench = by_name
-    models = Models(bench)
+    models = Models(by_name)
     models.may_add.clear()
-    await bench.state.attach(models)
+    await by_name.state.attach(models)
     name = SimpleNamespace(lora_name="policy-run0-step1")
     first = asyncio.create_task(models.resolve_lora(name.lora_name))
     await models.adding.wait()
@@ -496,38 +486,33 @@ async def test_what_is_unloaded_while_it_is_loaded(by_name: Bench) -> None:
     models.may_add.set()
     await first
     assert await unload == "Success"
-    assert bench.keeper.get(name.lora_name) is None
+    assert by_name.keeper.get(name.lora_name) is None
 
 
 async def test_a_name_that_is_not_there_ends_nothing(by_name: Bench) -> None:
-    bench = by_name
-    models = Models(bench)
-    await bench.state.attach(models)
-    adapter = await bench.state.flights.fetch(bench.wanted(1))  # a route is about to load it
+    models = await Models.of(by_name)
+    adapter = await by_name.state.flights.fetch(by_name.wanted(1))  # a route is about to load it
     answer = await models.unload_lora_adapter(SimpleNamespace(lora_name=adapter.name))
-    assert answer.error and bench.keeper.get(adapter.name) is adapter
+    assert answer.error and by_name.keeper.get(adapter.name) is adapter
 
 
 async def test_what_is_unloaded_while_nobody_answers(by_name: Bench) -> None:
-    bench = by_name
-    models = Models(bench)
-    await bench.state.attach(models)
+    models = await Models.of(by_name)
     path = Path((await models.resolve_lora(NAME.replace("12", "1"))).lora_path)
-    bench.trainer.end()
-    await until(lambda: bench.state.counters.snapshot()["worlds_silent"] == 1)
+    by_name.trainer.end()
+    await until(lambda: by_name.state.counters.snapshot()["worlds_silent"] == 1)
     assert not models.lora_requests
     name = SimpleNamespace(lora_name=NAME.replace("12", "1"))
     assert await models.unload_lora_adapter(name) == "Success"
-    await bench.keeper.settled()
+    await by_name.keeper.settled()
     assert not path.exists()
 
 
 async def test_who_leaves_the_line_ends_nothing(by_name: Bench) -> None:
     """The engine still loads what the first in line is to get."""
-    bench = by_name
-    models = Models(bench)
+    models = Models(by_name)
     models.may_add.clear()
-    await bench.state.attach(models)
+    await by_name.state.attach(models)
     name = "policy-run0-step1"
     first, second = (asyncio.create_task(models.resolve_lora(name)) for _ in range(2))
     await models.adding.wait()
@@ -535,18 +520,16 @@ async def test_who_leaves_the_line_ends_nothing(by_name: Bench) -> None:
     await asyncio.wait({second})
     models.may_add.set()
     assert (await first).lora_name == name
-    assert bench.keeper.get(name) is not None
-    assert bench.state.counters.snapshot()["retired"] == 0
+    assert by_name.keeper.get(name) is not None
+    assert by_name.state.counters.snapshot()["retired"] == 0
 
 
 async def test_what_did_not_load_does_not_stay(by_name: Bench) -> None:
-    bench = by_name
-    models = Models(bench)
-    await bench.state.attach(models)
+    models = await Models.of(by_name)
     models.loads = False
     assert await models.resolve_lora("policy-run0-step1") is None
-    await bench.keeper.settled()
-    assert not list(bench.state.places.root.glob("*/*/policy*"))
+    await by_name.keeper.settled()
+    assert not list(by_name.state.places.root.glob("*/*/policy*"))
 
 
 async def test_the_next_in_line_get_the_answer_of_the_first(
@@ -554,8 +537,7 @@ async def test_the_next_in_line_get_the_answer_of_the_first(
 ) -> None:
     """vLLM lets those who ask for one name in one after the other."""
     bench = Bench(tmp_path, FANIN_PULL_TIMEOUT="0.3")
-    models = Models(bench)
-    await bench.state.attach(models)
+    models = await Models.of(bench)
     asked = [models.resolve_lora("policy-run0-step2") for _ in range(5)]
     answers = await asyncio.gather(*asked, return_exceptions=True)
     assert [type(one) for one in answers] == [errors.PullTimeoutError] * 5
