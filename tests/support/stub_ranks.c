@@ -209,6 +209,18 @@ bool stub_answer_error(stub_talk *t, uint64_t request, fanin_status code,
     return true;
 }
 
+void stub_seal_hello(stub_talk *t, const body *hello, size_t reply)
+{
+    uint8_t seal[SEAL_SIZE];
+    checksum *sum = checksum_create();
+    assert_non_null(sum);
+    checksum_add(sum, hello->data - FRAME_SIZE, FRAME_SIZE + hello->size);
+    checksum_add(sum, t->out.data + reply, t->out.size - reply);
+    seal_encode(checksum_get(sum), seal);
+    checksum_free(sum);
+    buffer_append(&t->out, seal, sizeof seal);
+}
+
 static bool greet(stub_talk *t, uint64_t request, body *in)
 {
     body hello = *in;
@@ -221,14 +233,7 @@ static bool greet(stub_talk *t, uint64_t request, body *in)
     encode_hello_ok(&t->out, request, &m);
     if (t->is_unix || !(m.features & FEATURE_SEALS))
         return true;
-    checksum *sum = checksum_create();
-    uint8_t seal[SEAL_SIZE];
-    assert_non_null(sum);
-    checksum_add(sum, in->data - FRAME_SIZE, FRAME_SIZE + in->size);
-    checksum_add(sum, t->out.data + start, t->out.size - start);
-    seal_encode(checksum_get(sum), seal);
-    checksum_free(sum);
-    buffer_append(&t->out, seal, sizeof(seal));
+    stub_seal_hello(t, in, start);
     t->in.sealed = t->out.sealed = true;
     return true;
 }

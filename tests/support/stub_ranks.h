@@ -81,6 +81,9 @@ bool stub_answer(stub_talk *t, const frame *f, body *in);
 bool stub_answer_error(stub_talk *t, uint64_t request, fanin_status code,
                        const char *message);
 
+/** The checksum of a hello and of its answer, which begins at @p reply of t->out. */
+void stub_seal_hello(stub_talk *t, const body *hello, size_t reply);
+
 /** Tables of part @p part of @p parts, @p size bytes each; a rank that has them publishes them. */
 void stub_rank_put(stub_rank *r, uint32_t part, uint32_t parts, uint64_t size);
 /** Its step from now on; waits that this fulfils are answered. */

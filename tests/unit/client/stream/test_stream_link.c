@@ -1,0 +1,458 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* The data connections to one rank: requests and replies, what does not fit, and the end. */
+#include "catalog/tables.h"
+#include "stream/stream_link.h"
+#include "stub_ranks.h"
+#include "testing.h"
+#include <errno.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+#define MIB ((uint64_t)1 << 20)
+#define SIZE (9 * MIB + 5) /* three requests */
+#define REQUESTS 3
+#define CALL_MS 20000
+
+typedef struct scene {
+    stub_world world;
+    publication *run;
+    plan *plan;
+    read_list list;
+    uint8_t *memory;
+    stream_link *link;
+    stream_work work;
+    uint64_t inflight, landed, needed;
+    fanin_error error;
+} scene;
+
+static scene s;
+
+/* What becomes of reads. */
+typedef enum oddity {
+    AS_EVER,
+    IS_SHORT,
+    IS_LONG,
+    IS_OF_ANOTHER,
+    IS_ANOTHER,
+    IS_ERROR,
+    IS_FLIPPED,
+    IS_CUT,     /* in the middle of the bytes */
+    IS_UNASKED, /* with the hello already */
+    IS_UNSEALED,
+    IS_END,
+    IS_NOTHING,
+} oddity;
+
+static oddity odd;
+static unsigned most_at_once; /* reads without an answer */
+static uint64_t kept[8];
+static unsigned n_kept;
+
+static bool answer_read(stub_talk *t, const frame *f, body *in)
+{
+    size_t start = t->out.size;
+    switch (odd) {
+    case IS_OF_ANOTHER: {
+        frame other = *f;
+        other.request++;
+        return stub_answer(t, &other, in);
+    }
+    case IS_ANOTHER:
+        encode_empty(&t->out, f->request, MSG_PONG);
+        return true;
+    case IS_ERROR:
+        return stub_answer_error(t, f->request, FANIN_ERR_STALE, "the lease has gone");
+    case IS_SHORT:
+    case IS_LONG:
+        encode_read_ok(&t->out, f->request,
+                       (uint32_t)(s.list.requests[0].bytes + (odd == IS_LONG) -
+                                  (odd == IS_SHORT)));
+        return true;
+    case IS_END:
+    case IS_NOTHING:
+        return odd == IS_NOTHING;
+    case IS_CUT:
+        encode_read_ok(&t->out, f->request, (uint32_t)s.list.requests[0].bytes);
+        buffer_append(&t->out, t->rank->bytes, 1000);
+        stub_talk_flush(t);
+        return false;
+    default:
+        (void)stub_answer(t, f, in);
+        if (odd == IS_FLIPPED)
+            t->out.data[start + FRAME_SIZE + 7] ^= 1;
+        return true;
+    }
+}
+
+static bool answer(stub_talk *t, const frame *f, body *in)
+{
+    if (f->type == MSG_READ)
+        return answer_read(t, f, in);
+    msg_hello hello = {0};
+    body copy = *in;
+    bool of_data = f->type == MSG_HELLO && decode_hello(&copy, &hello) == FANIN_OK &&
+                   hello.role == ROLE_DATA;
+    if (of_data && odd == IS_UNSEALED)
+        t->rank->hello.features = 0;
+    size_t start = t->out.size;
+    (void)stub_answer(t, f, in);
+    if (of_data && odd == IS_UNSEALED)
+        stub_seal_hello(t, in, start);
+    t->rank->hello.features = FEATURES;
+    if (of_data && odd == IS_UNASKED)
+        encode_read_ok(&t->out, 77, 100);
+    return true;
+}
+
+/* Answers come when the test says so. */
+static bool keep(stub_talk *t, const frame *f, body *in)
+{
+    if (f->type != MSG_READ)
+        return stub_answer(t, f, in);
+    kept[n_kept++] = f->request;
+    most_at_once = n_kept > most_at_once ? n_kept : most_at_once;
+    return true;
+}
+
+static fanin_status on_need(void *cookie, uint64_t to, uint64_t length,
+                            fanin_error *error)
+{
+    s.needed += length;
+    return FANIN_OK;
+}
+
+static void on_landed(void *cookie, uint64_t to, uint64_t length)
+{
+    assert_true(s.landed + length <= s.needed);
+    s.landed += length;
+}
+
+static void make_plan(void)
+{
+    const uint64_t to = 0;
+    const bool use = true;
+    announcement now = {.valid = true, .step = 1, .version = 1};
+    stub_rank *r = &s.world.ranks[0];
+    now.keys = digest_of(r->keys.data, r->keys.size);
+    assert_ok(tables_sync(s.world.client, s.run, &now, &use, deadline_in_ms(CALL_MS),
+                          &s.error),
+              s.error);
+    const plan_source source = {0, s.run->shards[0].boxes};
+    assert_ok(
+        plan_build(s.run->keys, &source, 1, NULL, 0, &to, 0, NULL, &s.plan, &s.error),
+        s.error);
+    assert_ok(read_list_build(&s.plan->ranks[0], source.boxes, s.run->keys, NULL,
+                              &s.list, &s.error),
+              s.error);
+    assert_int_equal(s.list.n_requests, REQUESTS);
+}
+
+static void open_link(unsigned connections)
+{
+    connection *control = s.world.client->peers[0].control;
+    assert_ok(
+        stream_link_create(s.world.client, control, connections, &s.link, &s.error),
+        s.error);
+}
+
+static void start_within(uint64_t window)
+{
+    s.work = (stream_work){.plan = s.plan,
+                           .pieces = &s.plan->ranks[0],
+                           .list = &s.list,
+                           .base = s.memory,
+                           .need = on_need,
+                           .landed = on_landed,
+                           .inflight = &s.inflight,
+                           .max_inflight = window,
+                           .error = FANIN_ERROR_INIT};
+    memset(s.memory, 0xcc, SIZE + 1);
+    s.needed = s.landed = s.inflight = 0;
+    stream_link_start(s.link, &s.work);
+}
+
+static void start(void)
+{
+    start_within(UINT64_MAX);
+}
+
+/* Until all is there or something failed. */
+static void run(void)
+{
+    while (!s.work.failed && s.work.done_requests < REQUESTS) {
+        loop_step(&s.world.client->loop, deadline_in_ms(CALL_MS));
+        stream_link_pump(s.link);
+    }
+}
+
+static void begin(bool tcp)
+{
+    fanin_client_config config;
+    fanin_client_config_init(&config, sizeof config);
+    config.no_ucx = true;
+    config.no_unix = tcp;
+    memset(&s, 0, sizeof s);
+    s.error = (fanin_error)FANIN_ERROR_INIT;
+    odd = AS_EVER;
+    n_kept = most_at_once = 0;
+    stub_time_hold(tcp);
+    stub_world_start_with(&s.world, 1, 1, SIZE, &config);
+    s.world.ranks[0].answer = answer;
+    s.run = tables_of(s.world.client, STUB_RUN);
+    s.memory = malloc(SIZE + 1);
+    assert_true(s.run && s.memory);
+    make_plan();
+}
+
+static int tear_down(void **state)
+{
+    stub_time_hold(false);
+    stream_link_destroy(&s.link);
+    free(s.list.requests);
+    free(s.list.entries);
+    plan_free(&s.plan);
+    free(s.memory);
+    stub_world_stop(&s.world);
+    return 0;
+}
+
+static void assert_whole(void)
+{
+    if (s.work.failed)
+        fail_msg("%s", s.work.error.message);
+    for (uint64_t i = 0; i < SIZE; i++) {
+        if (s.memory[i] != stub_byte(i))
+            fail_msg("byte %zu", (size_t)i);
+    }
+    assert_int_equal(s.memory[SIZE], 0xcc);
+    assert_int_equal(s.work.bytes, SIZE);
+    assert_int_equal(s.landed, SIZE);
+    assert_int_equal(s.inflight, 0);
+}
+
+static void assert_failed(fanin_status status, const char *words)
+{
+    assert_true(s.work.failed);
+    if (s.work.status != status || !strstr(s.work.error.message, words))
+        fail_msg("%s: \"%s\", not \"%s\"", fanin_status_name(s.work.status),
+                 s.work.error.message, words);
+    assert_int_equal(s.work.error.rank, 0);
+    assert_string_equal(s.work.error.address, s.world.ranks[0].address);
+}
+
+/* ---------------------------------------------------------------- what works */
+
+static void all_bytes_come(void **state)
+{
+    begin(false);
+    open_link(1);
+    start();
+    run();
+    assert_whole();
+    assert_int_equal(s.world.ranks[0].asked[MSG_READ], REQUESTS);
+}
+
+static void a_link_is_used_again(void **state)
+{
+    begin(false);
+    open_link(1);
+    for (int i = 0; i < 2; i++) {
+        start();
+        run();
+        assert_whole();
+        assert_true(stream_link_stop(s.link));
+    }
+    assert_int_equal(s.world.ranks[0].asked[MSG_HELLO], 2); /* control and data */
+}
+
+static void connections_share_the_work(void **state)
+{
+    begin(false);
+    open_link(3);
+    assert_int_equal(stream_link_count(s.link), 3);
+    start();
+    run();
+    assert_whole();
+    assert_int_equal(s.world.ranks[0].asked[MSG_HELLO], 4);
+    assert_int_equal(s.world.ranks[0].asked[MSG_READ], REQUESTS);
+}
+
+static void sealed_bytes_come(void **state)
+{
+    begin(true);
+    open_link(2);
+    start();
+    run();
+    assert_whole();
+}
+
+/* Answers what was kept, in the order of the requests. */
+static void answer_kept(void)
+{
+    stub_talk *t = stub_rank_talk(&s.world.ranks[0], ROLE_DATA);
+    for (unsigned i = 0; i < n_kept; i++) {
+        const read_request *r = &s.list.requests[kept[i] - 2];
+        const uint8_t *bytes =
+            t->rank->bytes + s.plan->ranks[0].pieces[r->first_piece].offset;
+        encode_read_ok(&t->out, kept[i], (uint32_t)r->bytes);
+        buffer_append(&t->out, bytes, r->bytes);
+    }
+    n_kept = 0;
+    stub_talk_flush(t);
+}
+
+static void the_window_bounds_what_is_asked(void **state)
+{
+    const struct {
+        uint64_t window;
+        unsigned at_once;
+    } cases[] = {{1, 1}, {8 * MIB, 2}, {UINT64_MAX, REQUESTS}};
+    begin(false);
+    open_link(1);
+    s.world.ranks[0].answer = keep;
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        most_at_once = 0;
+        start_within(cases[i].window);
+        while (s.work.done_requests < REQUESTS) {
+            stream_link_pump(s.link);
+            stub_world_settle(&s.world);
+            assert_true(n_kept > 0);
+            assert_true(s.inflight <= cases[i].window || n_kept == 1);
+            answer_kept();
+            stub_world_settle(&s.world);
+        }
+        assert_whole();
+        assert_true(stream_link_stop(s.link));
+        assert_true(most_at_once <= cases[i].at_once);
+    }
+}
+
+/* ------------------------------------------------------------- what does not */
+
+typedef struct odd_case {
+    oddity is;
+    fanin_status status;
+    const char *words;
+} odd_case;
+
+static void fail_by(const odd_case *o)
+{
+    odd = o->is;
+    open_link(1);
+    start();
+    run();
+    assert_failed(o->status, o->words);
+    assert_false(stream_link_stop(s.link));
+    stream_link_destroy(&s.link);
+    odd = AS_EVER;
+    open_link(1); /* another one works */
+    start();
+    run();
+    assert_whole();
+    stream_link_destroy(&s.link);
+    stub_world_settle(&s.world);
+}
+
+static void a_reply_must_fit(void **state)
+{
+    static const odd_case cases[] = {
+        {IS_SHORT, FANIN_ERR_PROTOCOL, "does not fit the read"},
+        {IS_LONG, FANIN_ERR_PROTOCOL, "does not fit the read"},
+        {IS_OF_ANOTHER, FANIN_ERR_PROTOCOL, "does not fit the read"},
+        {IS_ANOTHER, FANIN_ERR_PROTOCOL, "does not fit the read"},
+        {IS_UNASKED, FANIN_ERR_PROTOCOL, "does not fit the read"},
+        {IS_ERROR, FANIN_ERR_STALE, "the lease has gone"},
+        {IS_CUT, FANIN_ERR_CLOSED, "closed a data connection"},
+        {IS_END, FANIN_ERR_CLOSED, "closed a data connection"},
+    };
+    begin(false);
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++)
+        fail_by(&cases[i]);
+}
+
+static void sums_must_fit(void **state)
+{
+    static const odd_case cases[] = {
+        {IS_FLIPPED, FANIN_ERR_TRANSPORT, "a checksum does not fit"},
+        {IS_UNSEALED, FANIN_ERR_PROTOCOL, "gives no checksums on a data connection"},
+    };
+    begin(true);
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++)
+        fail_by(&cases[i]);
+}
+
+static void who_refuses_data_connections_is_told(void **state)
+{
+    begin(false);
+    for (int i = 0; i < 2; i++) {
+        loop_source *listener = &s.world.ranks[0].listeners[i].source;
+        loop_remove(&s.world.client->loop, listener);
+        close(listener->fd);
+        listener->fd = -1;
+    }
+    connection *control = s.world.client->peers[0].control;
+    fanin_status status =
+        stream_link_create(s.world.client, control, 1, &s.link, &s.error);
+    assert_int_equal(status, FANIN_ERR_UNREACHABLE);
+    assert_null(s.link);
+}
+
+static fanin_status refuse(void *cookie, uint64_t to, uint64_t length,
+                           fanin_error *error)
+{
+    error->status = FANIN_ERR_IO;
+    return FANIN_ERR_IO;
+}
+
+/* Where bytes go is made ready before they come; that may fail. */
+static void a_destination_may_fail(void **state)
+{
+    begin(false);
+    open_link(1);
+    start();
+    s.work.need = refuse;
+    run();
+    assert_true(s.work.failed);
+    assert_int_equal(s.work.status, FANIN_ERR_IO);
+    assert_int_equal(s.memory[0], 0xcc);
+    assert_int_equal(s.landed, 0);
+}
+
+/* -------------------------------------------------------------------- the end */
+
+/* Nothing is written any more, whatever comes. */
+static void a_stopped_link_writes_nothing(void **state)
+{
+    begin(false);
+    open_link(1);
+    s.world.ranks[0].answer = keep;
+    start();
+    stub_world_settle(&s.world);
+    assert_int_equal(n_kept, REQUESTS);
+    assert_false(stream_link_stop(s.link)); /* replies are on their way */
+    stream_link_destroy(&s.link);
+    answer_kept();
+    stub_world_settle(&s.world);
+    for (uint64_t i = 0; i <= SIZE; i++)
+        assert_int_equal(s.memory[i], 0xcc);
+}
+
+#define SCENE(name) cmocka_unit_test_teardown(name, tear_down)
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {
+        SCENE(all_bytes_come),
+        SCENE(a_link_is_used_again),
+        SCENE(connections_share_the_work),
+        SCENE(sealed_bytes_come),
+        SCENE(the_window_bounds_what_is_asked),
+        SCENE(a_reply_must_fit),
+        SCENE(sums_must_fit),
+        SCENE(who_refuses_data_connections_is_told),
+        SCENE(a_destination_may_fail),
+        SCENE(a_stopped_link_writes_nothing),
+    };
+    return cmocka_run_group_tests_name("stream link", tests, NULL, NULL);
+}
