@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Adapter directories: made whole or not at all, reused, refused, locked. Linked with
-   --wrap=mmap and --wrap=fsync, which let these fail, and --wrap=geteuid: the files that we make
+   --wrap=mmap64 and --wrap=fsync, which let these fail, and --wrap=geteuid: the files that we make
    are then another user's. */
 #include "adapter/adapter.h"
 #include "testing.h"
@@ -26,23 +26,25 @@
 /* ------------------------------------------------------------- faults */
 
 static bool no_shared_mappings;
+static unsigned refused_mappings;
 static int fsync_to_fail; /* counts down; 0: none */
 
-void *__real_mmap(void *address, size_t size, int protection, int flags, int fd,
-                  off_t offset);
-void *__wrap_mmap(void *address, size_t size, int protection, int flags, int fd,
-                  off_t offset);
+void *__real_mmap64(void *address, size_t size, int protection, int flags, int fd,
+                    off_t offset);
+void *__wrap_mmap64(void *address, size_t size, int protection, int flags, int fd,
+                    off_t offset);
 int __real_fsync(int fd);
 int __wrap_fsync(int fd);
 
-void *__wrap_mmap(void *address, size_t size, int protection, int flags, int fd,
-                  off_t offset)
+void *__wrap_mmap64(void *address, size_t size, int protection, int flags, int fd,
+                    off_t offset)
 {
     if (no_shared_mappings && (flags & MAP_SHARED)) {
+        refused_mappings++;
         errno = ENODEV;
         return MAP_FAILED;
     }
-    return __real_mmap(address, size, protection, flags, fd, offset);
+    return __real_mmap64(address, size, protection, flags, fd, offset);
 }
 
 static uid_t other_user; /* who we are; 0: who we really are */
@@ -301,6 +303,7 @@ static void it_appears_without_shared_mappings(void **state)
 {
     no_shared_mappings = true;
     make_adapter(2);
+    assert_true(refused_mappings > 0);
     assert_whole(2);
 }
 

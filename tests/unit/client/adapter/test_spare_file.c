@@ -66,12 +66,15 @@ static spare_file *start(uint64_t size)
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static pthread_cond_t mapped = PTHREAD_COND_INITIALIZER;
 
-void *__real_mmap(void *at, size_t size, int protection, int flags, int fd, off_t from);
-void *__wrap_mmap(void *at, size_t size, int protection, int flags, int fd, off_t from);
-void *__wrap_mmap(void *at, size_t size, int protection, int flags, int fd, off_t from)
+void *__real_mmap64(void *at, size_t size, int protection, int flags, int fd,
+                    off_t from);
+void *__wrap_mmap64(void *at, size_t size, int protection, int flags, int fd,
+                    off_t from);
+void *__wrap_mmap64(void *at, size_t size, int protection, int flags, int fd,
+                    off_t from)
 {
     struct stat info;
-    void *base = __real_mmap(at, size, protection, flags, fd, from);
+    void *base = __real_mmap64(at, size, protection, flags, fd, from);
     if (base != MAP_FAILED && fd >= 0 && fstat(fd, &info) == 0 && info.st_nlink == 0) {
         pthread_mutex_lock(&lock);
         mapped_inode = info.st_ino;
