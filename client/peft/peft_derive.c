@@ -4,6 +4,7 @@
 #include "peft/peft_maker.h"
 
 #include <inttypes.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -90,13 +91,9 @@ static bool name_parameters(const peft_maker *m, peft_module *const *group,
 static char *parameter_path(const peft_module *module, const char *name,
                             const char **target)
 {
-    size_t size = strlen(name);
-    char *path = malloc(module->size + 1 + size + 1);
-    if (!path)
+    char *path;
+    if (asprintf(&path, "%.*s.%s", (int)module->size, module->path, name) < 0)
         return NULL;
-    memcpy(path, module->path, module->size);
-    path[module->size] = '.';
-    memcpy(path + module->size + 1, name, size + 1);
     const char *dot = memrchr(path, '.', module->size);
     if (dot)
         dot = memrchr(path, '.', (size_t)(dot - path));

@@ -4,6 +4,7 @@
 #include "peft/peft_maker.h"
 
 #include <inttypes.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -109,15 +110,13 @@ static fanin_status fused_ranks(peft_maker *m, const rank_rules *rules,
         const char *parameter = target ? peft_parameter_of(target, module) : NULL;
         if (!parameter)
             continue;
-        buffer path = {0};
-        buffer_append(&path, module->path, module->size);
-        buffer_append(&path, ".", 1);
-        buffer_append(&path, parameter, strlen(parameter));
-        fanin_status status =
-            path.failed
-                ? error_set_memory(m->error)
-                : rules_apply(m, rules, (const char *)path.data, path.size, out);
-        buffer_free(&path);
+        char *path;
+        int size =
+            asprintf(&path, "%.*s.%s", (int)module->size, module->path, parameter);
+        if (size < 0)
+            return error_set_memory(m->error);
+        fanin_status status = rules_apply(m, rules, path, (size_t)size, out);
+        free(path);
         if (status != FANIN_OK)
             return status;
     }
