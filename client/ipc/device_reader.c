@@ -2,7 +2,7 @@
 #include "ipc/device_reader.h"
 
 #include "device/devices.h"
-#include "device/scatter_pool.h"
+#include "worker_pool.h"
 #include "error_set.h"
 #include <stdlib.h>
 #include <string.h>
@@ -20,7 +20,7 @@ typedef struct part_run {
 } part_run;
 
 typedef struct job {
-    scatter_job job; /* first: the pool hands it back */
+    worker_job job; /* first: the pool hands it back */
     struct lane *lane;
     uint64_t first, n; /* landings */
     uint64_t ns;
@@ -46,7 +46,7 @@ struct device_reader {
     lane lanes[GATHER_LANES];
     uint64_t next_chunk, landed_chunks;
     bool direct; /* the copy engine writes the destination */
-    scatter_pool *pool;
+    worker_pool *pool;
     uint64_t bytes, scatter_ns;
 };
 
@@ -142,7 +142,7 @@ static fanin_status start_part(device_reader *r, size_t i, fanin_error *error)
     return status;
 }
 
-static void run_job(scatter_job *scatter)
+static void run_job(worker_job *scatter)
 {
     job *j = (job *)scatter;
     const device_reader *r = j->lane->reader;
@@ -217,7 +217,7 @@ static fanin_status prepare_lanes(device_reader *r, fanin_error *error)
         }
     }
     bool threads = !r->direct && host_bytes(d) >= THREADS_FROM;
-    r->pool = scatter_pool_create(threads ? MAX_THREADS : 0, -1);
+    r->pool = worker_pool_create(threads ? MAX_THREADS : 0, -1);
     if (!r->pool)
         return error_set_memory(error);
     for (int i = 0; i < GATHER_LANES && status == FANIN_OK; i++)
@@ -314,15 +314,15 @@ static void land_chunk(device_reader *r, lane *l)
         uint64_t first = c->n_landings * i / jobs, end = c->n_landings * (i + 1) / jobs;
         l->jobs[i].first = c->first_landing + first;
         l->jobs[i].n = end - first;
-        scatter_pool_submit(r->pool, &l->jobs[i].job);
+        worker_pool_submit(r->pool, &l->jobs[i].job);
     }
 }
 
 static bool collect(device_reader *r)
 {
     bool any = false;
-    scatter_job *done;
-    while ((done = scatter_pool_collect(r->pool))) {
+    worker_job *done;
+    while ((done = worker_pool_collect(r->pool))) {
         job *j = (job *)done;
         r->scatter_ns += j->ns;
         if (--j->lane->jobs_left == 0)
@@ -435,8 +435,8 @@ fanin_status device_reader_step(device_reader *r, deadline until, bool *done_out
         return status;
     if (r->entered && r->landed_chunks < r->how.plan->n_chunks && !oldest_copying(r)) {
         /* All chunks wait for threads: this one copies as well. */
-        if (!scatter_pool_help(r->pool))
-            scatter_pool_wait(r->pool);
+        if (!worker_pool_help(r->pool))
+            worker_pool_wait(r->pool);
         until = 0;
     }
     status = pass(r, until, &any, error);
@@ -468,7 +468,7 @@ bool device_reader_destroy(device_reader **reader)
     *reader = NULL;
     if (!r)
         return true;
-    scatter_pool_destroy(&r->pool);
+    worker_pool_destroy(&r->pool);
     bool drained = true;
     for (size_t i = 0; r->parts && i < r->how.plan->n_parts; i++) {
         if (r->parts[i].queued && !r->parts[i].done)

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "stream/seal_checks.h"
 
-#include "device/scatter_pool.h"
+#include "worker_pool.h"
 #include <stddef.h>
 #include <stdlib.h>
 #include <sys/eventfd.h>
@@ -13,7 +13,7 @@
 
 typedef struct check {
     sealed_body body; /* first: its owner hands it back */
-    scatter_job job;
+    worker_job job;
     struct check *next, **back;
     checksum *sum;
     bool fits;
@@ -22,7 +22,7 @@ typedef struct check {
 struct seal_checks {
     loop_source source; /* first: the loop hands it back */
     loop *loop;
-    scatter_pool *pool;
+    worker_pool *pool;
     check *first; /* all that have no verdict */
     unsigned n;   /* of these, the submitted ones */
 };
@@ -36,12 +36,12 @@ static void drop(check *k)
     free(k);
 }
 
-static check *check_of(scatter_job *job)
+static check *check_of(worker_job *job)
 {
     return (check *)((char *)job - offsetof(check, job));
 }
 
-static void make(scatter_job *job)
+static void make(worker_job *job)
 {
     check *k = check_of(job);
     const sealed_body *b = &k->body;
@@ -57,7 +57,7 @@ static void on_checked(loop_source *source, uint32_t events)
     eventfd_t count;
     (void)events;
     (void)eventfd_read(source->fd, &count);
-    for (scatter_job *job; (job = scatter_pool_collect(c->pool));) {
+    for (worker_job *job; (job = worker_pool_collect(c->pool));) {
         check *k = check_of(job);
         k->body.verdict(k->body.owner, k->body.bytes, k->fits);
         drop(k);
@@ -75,8 +75,8 @@ seal_checks *seal_checks_create(loop *l)
                               .events = EPOLLIN,
                               .ready = on_checked};
     if (c->source.fd >= 0)
-        c->pool = scatter_pool_create(MAX_THREADS, c->source.fd);
-    if (!c->pool || scatter_pool_threads(c->pool) == 0 ||
+        c->pool = worker_pool_create(MAX_THREADS, c->source.fd);
+    if (!c->pool || worker_pool_threads(c->pool) == 0 ||
         loop_add(l, &c->source, NULL) != FANIN_OK)
         seal_checks_destroy(&c);
     return c;
@@ -104,7 +104,7 @@ sealed_body *seal_checks_take(seal_checks *c)
 void seal_checks_submit(seal_checks *c, sealed_body *body)
 {
     c->n++;
-    scatter_pool_submit(c->pool, &((check *)body)->job);
+    worker_pool_submit(c->pool, &((check *)body)->job);
 }
 
 void seal_checks_give_back(sealed_body *body)
@@ -114,7 +114,7 @@ void seal_checks_give_back(sealed_body *body)
 
 bool seal_checks_help(seal_checks *c)
 {
-    return c && scatter_pool_help(c->pool);
+    return c && worker_pool_help(c->pool);
 }
 
 void seal_checks_destroy(seal_checks **checks)
@@ -123,7 +123,7 @@ void seal_checks_destroy(seal_checks **checks)
     *checks = NULL;
     if (!c)
         return;
-    scatter_pool_destroy(&c->pool);
+    worker_pool_destroy(&c->pool);
     while (c->first)
         drop(c->first);
     loop_remove(c->loop, &c->source);

@@ -8,7 +8,7 @@
 #define ONE_SIDED_INTERNAL_H
 
 #include "device/device_sink.h"
-#include "device/scatter_pool.h"
+#include "worker_pool.h"
 #include "path/reader.h"
 #include "ucx/ucx_end.h"
 
@@ -32,8 +32,8 @@ typedef struct one_sided one_sided;
 #define MAX_DIRECT 64
 
 typedef struct get {
-    scatter_job job; /* first: the pool hands it back */
-    sink_job copy;   /* the part of a staged one that lands on devices */
+    worker_job job; /* first: the pool hands it back */
+    sink_job copy;  /* the part of a staged one that lands on devices */
     struct one_sided *reader;
     uint64_t scatter_ns;
     one_sided_work *work;
@@ -64,7 +64,7 @@ struct one_sided {
     size_t n_gets;
     size_t outstanding; /* gets that have not called back */
     size_t scattering;  /* slots that have been handed to the pool */
-    scatter_pool *pool;
+    worker_pool *pool;
     uint64_t scatter_ns;
     loop_source source;
 };
@@ -83,8 +83,8 @@ void one_sided_register(one_sided *o);
 void work_fail(const one_sided *o, one_sided_work *w, const char *what);
 /** The same because of the sink, which says what failed. */
 void work_fail_device(const one_sided *o, one_sided_work *w);
-/** The scatter pool's: in any thread. */
-void get_scatter(scatter_job *job);
+/** The pool's: in any thread. */
+void get_scatter(worker_job *job);
 /** The slot is filled: to the threads, to the devices, or to both. */
 void get_distribute(one_sided *o, get *g);
 /** The span's bytes are in place. */
@@ -92,7 +92,7 @@ void get_finish(one_sided *o, get *g);
 /** What an adapter wrote to a device is to be seen by what runs there from now on. False: the work
     has failed. */
 bool get_flush(one_sided *o, const get *g);
-/** Takes what the scatter pool is through with; true: there was something. */
+/** Takes what the pool is through with; true: there was something. */
 bool get_collect(one_sided *o);
 
 #endif

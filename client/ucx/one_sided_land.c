@@ -65,7 +65,7 @@ static void tell_landed(const one_sided *o, const get *g, const span_piece *p,
         o->r->landed(o->r->cookie, p->to, p->length);
 }
 
-void get_scatter(scatter_job *job)
+void get_scatter(worker_job *job)
 {
     get *g = (get *)job;
     uint64_t start = clock_ns();
@@ -91,8 +91,8 @@ static void get_finish_part(one_sided *o, get *g)
 bool get_collect(one_sided *o)
 {
     bool any = false;
-    scatter_job *job;
-    while ((job = scatter_pool_collect(o->pool))) {
+    worker_job *job;
+    while ((job = worker_pool_collect(o->pool))) {
         get *g = (get *)job;
         o->scattering--;
         o->scatter_ns += g->scatter_ns;
@@ -141,7 +141,7 @@ void get_distribute(one_sided *o, get *g)
     }
     if (g->to_host) {
         o->scattering++;
-        scatter_pool_submit(o->pool, &g->job);
+        worker_pool_submit(o->pool, &g->job);
     }
 }
 

@@ -71,7 +71,7 @@ static fanin_status start(const path_reading *r, void *const *details, void *sha
         status = one_sided_make_gets(o, error);
     if (status != FANIN_OK)
         return status;
-    o->pool = scatter_pool_create(o->bytes < THREADS_FROM ? 0 : MAX_THREADS, -1);
+    o->pool = worker_pool_create(o->bytes < THREADS_FROM ? 0 : MAX_THREADS, -1);
     if (!o->pool)
         return error_set_memory(error);
     one_sided_register(o);
@@ -105,7 +105,7 @@ static bool finish(void *reading)
 {
     one_sided *o = reading;
     device_sink *sink = o->r->sink;
-    scatter_pool_destroy(&o->pool);
+    worker_pool_destroy(&o->pool);
     bool copied = !sink || device_sink_recall(sink, o);
     bool entered = enter(o);
     bool drained = drain(o);
@@ -286,8 +286,8 @@ static bool step(void *reading)
     if (happened || o->scattering == 0)
         return happened;
     /* Nothing to fetch into: this thread copies as well, or waits for those that do. */
-    if (!scatter_pool_help(o->pool))
-        scatter_pool_wait(o->pool);
+    if (!worker_pool_help(o->pool))
+        worker_pool_wait(o->pool);
     return true;
 }
 

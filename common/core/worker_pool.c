@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-#include "device/scatter_pool.h"
+#include "worker_pool.h"
 #include "thread.h"
 
 #include <pthread.h>
@@ -7,10 +7,10 @@
 #include <sys/eventfd.h>
 
 typedef struct queue {
-    scatter_job *first, **end;
+    worker_job *first, **end;
 } queue;
 
-struct scatter_pool {
+struct worker_pool {
     pthread_mutex_t lock;
     pthread_cond_t work, done_cond;
     queue waiting, done;
@@ -20,16 +20,16 @@ struct scatter_pool {
     pthread_t threads[];
 };
 
-static void push(queue *q, scatter_job *job)
+static void push(queue *q, worker_job *job)
 {
     job->next = NULL;
     *q->end = job;
     q->end = &job->next;
 }
 
-static scatter_job *pop(queue *q)
+static worker_job *pop(queue *q)
 {
-    scatter_job *job = q->first;
+    worker_job *job = q->first;
     if (job) {
         q->first = job->next;
         if (!q->first)
@@ -39,7 +39,7 @@ static scatter_job *pop(queue *q)
 }
 
 /* Runs one job; the lock is held before and after. */
-static void run_one(scatter_pool *pool, scatter_job *job)
+static void run_one(worker_pool *pool, worker_job *job)
 {
     pool->running++;
     pthread_mutex_unlock(&pool->lock);
@@ -54,10 +54,10 @@ static void run_one(scatter_pool *pool, scatter_job *job)
 
 static void *work(void *cookie)
 {
-    scatter_pool *pool = cookie;
+    worker_pool *pool = cookie;
     pthread_mutex_lock(&pool->lock);
     while (!pool->quit) {
-        scatter_job *job = pop(&pool->waiting);
+        worker_job *job = pop(&pool->waiting);
         if (job)
             run_one(pool, job);
         else
@@ -67,10 +67,10 @@ static void *work(void *cookie)
     return NULL;
 }
 
-scatter_pool *scatter_pool_create(unsigned most, int event)
+worker_pool *worker_pool_create(unsigned most, int event)
 {
     unsigned spare = usable_cpus() - 1, n = spare < most ? spare : most;
-    scatter_pool *pool = calloc(1, sizeof *pool + n * sizeof pool->threads[0]);
+    worker_pool *pool = calloc(1, sizeof *pool + n * sizeof pool->threads[0]);
     if (!pool)
         return NULL;
     pool->event = event;
@@ -83,14 +83,14 @@ scatter_pool *scatter_pool_create(unsigned most, int event)
     return pool;
 }
 
-unsigned scatter_pool_threads(const scatter_pool *pool)
+unsigned worker_pool_threads(const worker_pool *pool)
 {
     return pool->n_threads;
 }
 
-void scatter_pool_destroy(scatter_pool **pool)
+void worker_pool_destroy(worker_pool **pool)
 {
-    scatter_pool *p = *pool;
+    worker_pool *p = *pool;
     *pool = NULL;
     if (!p)
         return;
@@ -105,7 +105,7 @@ void scatter_pool_destroy(scatter_pool **pool)
     free(p);
 }
 
-void scatter_pool_submit(scatter_pool *pool, scatter_job *job)
+void worker_pool_submit(worker_pool *pool, worker_job *job)
 {
     pthread_mutex_lock(&pool->lock);
     push(&pool->waiting, job);
@@ -113,25 +113,25 @@ void scatter_pool_submit(scatter_pool *pool, scatter_job *job)
     pthread_mutex_unlock(&pool->lock);
 }
 
-bool scatter_pool_help(scatter_pool *pool)
+bool worker_pool_help(worker_pool *pool)
 {
     pthread_mutex_lock(&pool->lock);
-    scatter_job *job = pop(&pool->waiting);
+    worker_job *job = pop(&pool->waiting);
     if (job)
         run_one(pool, job);
     pthread_mutex_unlock(&pool->lock);
     return job != NULL;
 }
 
-scatter_job *scatter_pool_collect(scatter_pool *pool)
+worker_job *worker_pool_collect(worker_pool *pool)
 {
     pthread_mutex_lock(&pool->lock);
-    scatter_job *job = pop(&pool->done);
+    worker_job *job = pop(&pool->done);
     pthread_mutex_unlock(&pool->lock);
     return job;
 }
 
-void scatter_pool_wait(scatter_pool *pool)
+void worker_pool_wait(worker_pool *pool)
 {
     pthread_mutex_lock(&pool->lock);
     while (!pool->done.first && pool->running > 0)

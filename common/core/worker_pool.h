@@ -1,0 +1,37 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/**
+ * @file
+ * Threads that copy, check or digest what has come, while the pulling thread fetches the next
+ * bytes. They live for one pull at most, so that nothing of a client runs between calls.
+ */
+#ifndef WORKER_POOL_H
+#define WORKER_POOL_H
+
+#include <stdbool.h>
+
+typedef struct worker_pool worker_pool;
+
+/** Embedded in what is to be done; run() is called once, in any of the threads. */
+typedef struct worker_job {
+    struct worker_job *next;
+    void (*run)(struct worker_job *job);
+} worker_job;
+
+/** As many threads as the process may use CPUs beyond its own, at most @p most; 0 is fine: then
+    the caller's worker_pool_help() does everything. @p event: an eventfd that tells of jobs that
+    are done, it outlives the pool; -1: none. NULL: out of memory. */
+worker_pool *worker_pool_create(unsigned most, int event);
+/** Threads that run. */
+unsigned worker_pool_threads(const worker_pool *pool);
+/** Drops what is queued, waits for what is running, ends the threads. */
+void worker_pool_destroy(worker_pool **pool);
+
+void worker_pool_submit(worker_pool *pool, worker_job *job);
+/** Runs one queued job in the calling thread; false: none is queued. */
+bool worker_pool_help(worker_pool *pool);
+/** A job that is done, each once, in the order in which they ended; NULL: none. */
+worker_job *worker_pool_collect(worker_pool *pool);
+/** Waits until a job is done, if any is running in a thread. At most a copy of one slot. */
+void worker_pool_wait(worker_pool *pool);
+
+#endif
