@@ -75,8 +75,8 @@ static void reply_error(connection *c, uint64_t request, fanin_status code,
 }
 
 /* Says why and closes once that has been read, or soon. */
-static turn_result reject(stream_tools *t, connection *c, uint64_t request,
-                          fanin_status code, const char *why)
+static progress reject(stream_tools *t, connection *c, uint64_t request,
+                       fanin_status code, const char *why)
 {
     fanin_server *s = t->server;
     if (code == FANIN_ERR_PROTOCOL || code == FANIN_ERR_VERSION) {
@@ -88,11 +88,11 @@ static turn_result reject(stream_tools *t, connection *c, uint64_t request,
     reply_error(c, request, code, why);
     c->closing = true;
     c->stalled_at = deadline_in_ms(LINGER_MS);
-    return c->out.bytes.failed ? TURN_CLOSE : TURN_MORE;
+    return PROGRESS_MORE;
 }
 
-static void refuse_read(stream_tools *t, connection *c, uint64_t request,
-                        fanin_status code, const char *why)
+static progress refuse_read(stream_tools *t, connection *c, uint64_t request,
+                            fanin_status code, const char *why)
 {
     fanin_server *s = t->server;
     pthread_mutex_lock(&s->lock);
@@ -101,6 +101,7 @@ static void refuse_read(stream_tools *t, connection *c, uint64_t request,
     job_end(s, &c->job);
     c->digester.on = false;
     reply_error(c, request, code, why);
+    return PROGRESS_MORE;
 }
 
 /* Finds the lease that a token stands for and takes its catalog; NULL or why not. */
@@ -148,53 +149,43 @@ static void end_reply(stream_tools *t, connection *c)
 }
 
 /* A reply from device memory; its header waits until the first bytes are there. */
-static turn_result start_staged(stream_tools *t, connection *c, uint64_t request)
+static progress start_staged(stream_tools *t, connection *c, uint64_t request)
 {
     fanin_error why = FANIN_ERROR_INIT;
-    if (!t->stage && t->need_stage(t, &why) != FANIN_OK) {
-        refuse_read(t, c, request, why.status, why.message);
-        return TURN_MORE;
-    }
+    if (!t->stage && t->need_stage(t, &why) != FANIN_OK)
+        return refuse_read(t, c, request, why.status, why.message);
     c->job.request = request;
     c->job.ungathered = c->job.left;
     c->job.is_staged = c->job.header_due = true;
-    return TURN_MORE;
+    return PROGRESS_MORE;
 }
 
-static turn_result start_digest(stream_tools *t, connection *c, const frame *f,
-                                uint32_t dtype)
+static progress start_digest(stream_tools *t, connection *c, const frame *f,
+                             uint32_t dtype)
 {
     fanin_status code;
     const char *why = digester_start(&c->digester, &c->job, f->request, dtype, &code);
     if (why)
-        refuse_read(t, c, f->request, code, why);
-    else if (job_needs_stage(&c->job))
-        return start_staged(t, c, f->request);
-    return TURN_MORE;
+        return refuse_read(t, c, f->request, code, why);
+    return job_needs_stage(&c->job) ? start_staged(t, c, f->request) : PROGRESS_MORE;
 }
 
-static turn_result start_read(stream_tools *t, connection *c, const frame *f, body *in)
+static progress start_read(stream_tools *t, connection *c, const frame *f, body *in)
 {
     msg_read m;
     bool is_digest = f->type == MSG_DIGEST;
     fanin_status status =
         is_digest ? decode_digest(in, &m, t->entries) : decode_read(in, &m, t->entries);
-    if (status == FANIN_ERR_UNSUPPORTED) {
-        refuse_read(t, c, f->request, status, in->why);
-        return TURN_MORE;
-    }
+    if (status == FANIN_ERR_UNSUPPORTED)
+        return refuse_read(t, c, f->request, status, in->why);
     if (status != FANIN_OK)
         return reject(t, c, f->request, status, in->why);
     const char *why = job_begin(t->server, c, m.token);
-    if (why) {
-        refuse_read(t, c, f->request, FANIN_ERR_STALE, why);
-        return TURN_MORE;
-    }
+    if (why)
+        return refuse_read(t, c, f->request, FANIN_ERR_STALE, why);
     status = job_set_ranges(&c->job, &m, &why);
-    if (status != FANIN_OK) {
-        refuse_read(t, c, f->request, status, why);
-        return TURN_MORE;
-    }
+    if (status != FANIN_OK)
+        return refuse_read(t, c, f->request, status, why);
     if (!connection_account(t->server, c)) {
         job_end(t->server, &c->job);
         return reject(t, c, f->request, FANIN_ERR_LIMIT,
@@ -202,15 +193,13 @@ static turn_result start_read(stream_tools *t, connection *c, const frame *f, bo
     }
     if (is_digest)
         return start_digest(t, c, f, m.dtype);
-    if (!job_needs_stage(&c->job)) {
-        start_reply(c, f->request);
-        return TURN_MORE;
-    }
-    return start_staged(t, c, f->request);
+    if (job_needs_stage(&c->job))
+        return start_staged(t, c, f->request);
+    start_reply(c, f->request);
+    return PROGRESS_MORE;
 }
 
-static turn_result handle_frame(stream_tools *t, connection *c, const frame *f,
-                                body *in)
+static progress handle_frame(stream_tools *t, connection *c, const frame *f, body *in)
 {
     if (f->type == MSG_READ || f->type == MSG_DIGEST)
         return start_read(t, c, f, in);
@@ -218,7 +207,7 @@ static turn_result handle_frame(stream_tools *t, connection *c, const frame *f,
         if (decode_empty(in) != FANIN_OK)
             return reject(t, c, f->request, FANIN_ERR_PROTOCOL, in->why);
         encode_empty(&c->out.bytes, f->request, MSG_PONG);
-        return TURN_MORE;
+        return PROGRESS_MORE;
     }
     if (message_kind(f->type) == KIND_REQUEST)
         return reject(t, c, f->request, FANIN_ERR_PROTOCOL,
@@ -228,37 +217,37 @@ static turn_result handle_frame(stream_tools *t, connection *c, const frame *f,
         return reject(t, c, f->request, FANIN_ERR_PROTOCOL, "a reply came to a server");
     reply_error(c, f->request, FANIN_ERR_UNSUPPORTED,
                 "this server does not know the request");
-    return TURN_MORE;
+    return PROGRESS_MORE;
 }
 
 /* ------------------------------------------------------------------ input */
 
-static turn_result receive(stream_tools *t, connection *c)
+static progress receive(stream_tools *t, connection *c)
 {
     size_t room;
     if (!c->can_read)
-        return TURN_WAIT;
+        return PROGRESS_WAIT;
     uint8_t *to = framing_room(&c->in, &room);
     if (!to)
-        return TURN_CLOSE;
+        return PROGRESS_CLOSE;
     if (!connection_account(t->server, c))
         return reject(t, c, 0, FANIN_ERR_LIMIT,
                       "the server's connections have all the memory they may");
     ssize_t n = recv(c->fd, to, room, MSG_DONTWAIT);
     if (n > 0) {
         framing_add(&c->in, (size_t)n);
-        return TURN_MORE;
+        return PROGRESS_MORE;
     }
     if (n < 0 && errno == EINTR)
-        return TURN_MORE;
+        return PROGRESS_MORE;
     if (n < 0 && errno == EAGAIN) {
         c->can_read = false;
-        return TURN_WAIT;
+        return PROGRESS_WAIT;
     }
-    return TURN_CLOSE;
+    return PROGRESS_CLOSE;
 }
 
-static turn_result next_frame(stream_tools *t, connection *c)
+static progress next_frame(stream_tools *t, connection *c)
 {
     framed got;
     framing_result result = framing_take(&c->in, &got);
@@ -266,12 +255,11 @@ static turn_result next_frame(stream_tools *t, connection *c)
         return receive(t, c);
     if (result == FRAMING_BAD)
         return reject(t, c, got.head.request, got.status, got.why);
-    turn_result turn = handle_frame(t, c, &got.head, &got.body);
-    return c->out.bytes.failed ? TURN_CLOSE : turn;
+    return handle_frame(t, c, &got.head, &got.body);
 }
 
 /* Reads what comes after an error until the peer has closed, so that it gets the error. */
-static turn_result discard(connection *c)
+static progress discard(connection *c)
 {
     if (!c->shut) {
         c->shut = true;
@@ -280,19 +268,11 @@ static turn_result discard(connection *c)
     char nothing[4096];
     ssize_t n = recv(c->fd, nothing, sizeof nothing, MSG_DONTWAIT);
     if (n > 0 || (n < 0 && errno == EINTR))
-        return TURN_MORE;
-    return n < 0 && errno == EAGAIN ? TURN_WAIT : TURN_CLOSE;
+        return PROGRESS_MORE;
+    return n < 0 && errno == EAGAIN ? PROGRESS_WAIT : PROGRESS_CLOSE;
 }
 
 /* ----------------------------------------------------------------- output */
-
-static void count_sent(fanin_server *s, connection *c, uint64_t bytes)
-{
-    job *j = &c->job;
-    s->stats.bytes_streamed += bytes;
-    s->stats.reads_streamed += bytes > 0 && bytes == j->left && !j->is_void;
-    c->reader->active_ns = clock_ns();
-}
 
 static void send_leave(fanin_server *s, connection *c, bool reading, uint64_t bytes)
 {
@@ -300,7 +280,9 @@ static void send_leave(fanin_server *s, connection *c, bool reading, uint64_t by
     pthread_mutex_lock(&s->lock);
     if (reading)
         bracket_leave(s, j->of, j->epoch);
-    count_sent(s, c, bytes);
+    s->stats.bytes_streamed += bytes;
+    s->stats.reads_streamed += bytes > 0 && bytes == j->left && !j->is_void;
+    c->reader->active_ns = clock_ns();
     pthread_mutex_unlock(&s->lock);
 }
 
@@ -313,18 +295,22 @@ static uint64_t account_sent(connection *c, size_t bytes)
     return bytes - first;
 }
 
-static void gather_start(gather *g, const connection *c, size_t most)
+static void gather_clear(gather *g, size_t most)
 {
     g->n = 0;
     g->bytes = g->bounced = 0;
     g->most = most;
+}
+
+static void gather_start(gather *g, const connection *c, size_t most)
+{
+    gather_clear(g, most);
     gather_add(g, c->out.bytes.data + c->out.sent, outgoing_left(&c->out));
 }
 
 /* Sends what is gathered; @p reading: from the publication's memory. What of it was the job's is in
    *of_job. */
-static turn_result transmit(stream_tools *t, connection *c, bool reading,
-                            uint64_t *of_job)
+static progress transmit(stream_tools *t, connection *c, bool reading, uint64_t *of_job)
 {
     gather *g = &t->gather;
     struct msghdr message = {.msg_iov = g->iov, .msg_iovlen = (size_t)g->n};
@@ -343,7 +329,7 @@ static turn_result transmit(stream_tools *t, connection *c, bool reading,
     if (reading || *of_job > 0)
         send_leave(t->server, c, reading, *of_job);
     if (n < 0 && code != EAGAIN && code != EINTR)
-        return TURN_CLOSE;
+        return PROGRESS_CLOSE;
     if (n > 0 && !c->closing)
         c->stalled_at = UINT64_MAX;
     bool full = n < 0 ? code == EAGAIN : (size_t)n < g->bytes;
@@ -352,14 +338,14 @@ static turn_result transmit(stream_tools *t, connection *c, bool reading,
     c->burst = c->burst > SEND_MOST ? SEND_MOST : c->burst;
     job_advance(&c->job, *of_job);
     if (!full)
-        return TURN_MORE;
+        return PROGRESS_MORE;
     c->can_write = false;
     if (c->stalled_at == UINT64_MAX)
         c->stalled_at = deadline_in_ms(STALL_MS);
-    return TURN_WAIT;
+    return PROGRESS_WAIT;
 }
 
-static turn_result send_some(stream_tools *t, connection *c)
+static progress send_some(stream_tools *t, connection *c)
 {
     gather *g = &t->gather;
     job *j = &c->job;
@@ -376,10 +362,10 @@ static turn_result send_some(stream_tools *t, connection *c)
         else
             job_gather_zeros(j, g);
     }
-    turn_result result = transmit(t, c, reading, &of_job);
-    if (result != TURN_CLOSE && j->of && j->left == 0)
+    progress result = transmit(t, c, reading, &of_job);
+    if (result != PROGRESS_CLOSE && j->of && j->left == 0)
         end_reply(t, c);
-    return c->out.bytes.failed ? TURN_CLOSE : result;
+    return result;
 }
 
 /* ----------------------------------------------------------- device memory */
@@ -443,7 +429,7 @@ static void drop_sent(stream_tools *t, staged *of, uint64_t bytes)
     }
 }
 
-void connection_yield(stream_tools *t, connection *c)
+void connection_return_chunks(stream_tools *t, connection *c)
 {
     uint64_t unsent = 0;
     if (c->can_write || !c->staged.first)
@@ -455,34 +441,32 @@ void connection_yield(stream_tools *t, connection *c)
     stage_leave(t->stage, c);
 }
 
-static turn_result send_staged(stream_tools *t, connection *c)
+static progress send_staged(stream_tools *t, connection *c)
 {
     gather *g = &t->gather;
     job *j = &c->job;
     uint64_t of_job;
     if (!fill_chunks(t, c))
-        return TURN_MORE;
+        return PROGRESS_MORE;
     const chunk *first = c->staged.first;
     if (j->header_due && (first ? first->state == CHUNK_READY : j->is_void)) {
         start_reply(c, j->request);
         j->header_due = false;
     }
-    if (c->out.bytes.failed)
-        return TURN_CLOSE;
-    if (!c->can_write)
-        return TURN_WAIT;
+    if (c->out.bytes.failed || !c->can_write)
+        return PROGRESS_WAIT;
     gather_start(g, c, SEND_MOST);
     for (const chunk *at = first; at && at->state == CHUNK_READY; at = at->next)
         gather_add(g, at->data + at->sent, at->bytes - at->sent);
     if (!first && j->is_void)
         job_gather_zeros(j, g);
     if (g->bytes == 0)
-        return TURN_WAIT; /* for a copy, or for a chunk */
-    turn_result result = transmit(t, c, false, &of_job);
+        return PROGRESS_WAIT; /* for a copy, or for a chunk */
+    progress result = transmit(t, c, false, &of_job);
     drop_sent(t, &c->staged, of_job);
-    if (result != TURN_CLOSE && j->left == 0)
+    if (result != PROGRESS_CLOSE && j->left == 0)
         end_reply(t, c);
-    return c->out.bytes.failed ? TURN_CLOSE : result;
+    return result;
 }
 
 /* ----------------------------------------------------------------- digests */
@@ -497,13 +481,12 @@ static void end_digest(stream_tools *t, connection *c)
     job_end(t->server, &c->job);
 }
 
-static turn_result lose_digest(stream_tools *t, connection *c)
+static progress lose_digest(stream_tools *t, connection *c)
 {
     if (t->stage)
         stage_leave(t->stage, c);
-    refuse_read(t, c, c->digester.request, FANIN_ERR_STALE,
-                "the lease is gone: the weights are being rewritten");
-    return TURN_MORE;
+    return refuse_read(t, c, c->digester.request, FANIN_ERR_STALE,
+                       "the lease is gone: the weights are being rewritten");
 }
 
 /* At most as much as one sendmsg would send, while begin_update waits for it. */
@@ -514,9 +497,7 @@ static bool digest_some(stream_tools *t, connection *c)
     if (!bracket_enter(t->server, j->of, j->epoch))
         return false;
     ON_SEND();
-    g->n = 0;
-    g->bytes = g->bounced = 0;
-    g->most = SEND_MOST;
+    gather_clear(g, SEND_MOST);
     job_gather(j, g);
     for (int i = 0; i < g->n; i++)
         digester_add(&c->digester, j, g->iov[i].iov_base, g->iov[i].iov_len);
@@ -529,16 +510,16 @@ static bool digest_some(stream_tools *t, connection *c)
 }
 
 /* What has been copied from devices, or digested there. */
-static turn_result digest_staged(stream_tools *t, connection *c)
+static progress digest_staged(stream_tools *t, connection *c)
 {
     job *j = &c->job;
     if (!fill_chunks(t, c))
-        return TURN_MORE;
+        return PROGRESS_MORE;
     if (j->is_void)
         return lose_digest(t, c);
     const chunk *first = c->staged.first;
     if (!first || first->state != CHUNK_READY)
-        return TURN_WAIT;
+        return PROGRESS_WAIT;
     size_t bytes = first->bytes;
     if (first->digests.n_pieces > 0)
         digester_add_pieces(&c->digester, j, first->digests.digests);
@@ -548,10 +529,10 @@ static turn_result digest_staged(stream_tools *t, connection *c)
     job_advance(j, bytes);
     if (j->left == 0)
         end_digest(t, c);
-    return c->out.bytes.failed ? TURN_CLOSE : TURN_MORE;
+    return PROGRESS_MORE;
 }
 
-static turn_result digest_turn(stream_tools *t, connection *c)
+static progress digest_progress(stream_tools *t, connection *c)
 {
     if (c->job.is_staged)
         return digest_staged(t, c);
@@ -559,16 +540,22 @@ static turn_result digest_turn(stream_tools *t, connection *c)
         return lose_digest(t, c);
     if (c->job.left == 0)
         end_digest(t, c);
-    return c->out.bytes.failed ? TURN_CLOSE : TURN_MORE;
+    return PROGRESS_MORE;
 }
 
-turn_result connection_turn(stream_tools *t, connection *c)
+static progress progress_once(stream_tools *t, connection *c)
 {
     if (c->digester.on)
-        return digest_turn(t, c);
+        return digest_progress(t, c);
     if (c->job.is_staged)
         return send_staged(t, c);
     if (!outgoing_is_empty(&c->out) || c->job.left > 0)
-        return c->can_write ? send_some(t, c) : TURN_WAIT;
+        return c->can_write ? send_some(t, c) : PROGRESS_WAIT;
     return c->closing ? discard(c) : next_frame(t, c);
+}
+
+progress connection_progress(stream_tools *t, connection *c)
+{
+    progress result = progress_once(t, c);
+    return c->out.bytes.failed ? PROGRESS_CLOSE : result;
 }

@@ -9,8 +9,8 @@
 #include "stream/stream_digest.h"
 #include "stream/stream_sum.h"
 
-/** TURN_MORE: give it another turn; TURN_WAIT: not before epoll speaks of it. */
-typedef enum turn_result { TURN_MORE, TURN_WAIT, TURN_CLOSE } turn_result;
+/** PROGRESS_MORE: it can go on at once; PROGRESS_WAIT: not before epoll speaks of it. */
+typedef enum progress { PROGRESS_MORE, PROGRESS_WAIT, PROGRESS_CLOSE } progress;
 
 /** What the connections of a server share. */
 typedef struct stream_tools {
@@ -51,8 +51,8 @@ void connection_free(stream_tools *t, connection *c);
 bool connection_account(fanin_server *s, connection *c);
 /** Gives back the chunks of a connection that can send nothing now: what is in them is gathered
     again later. For others that wait for chunks. */
-void connection_yield(stream_tools *t, connection *c);
+void connection_return_chunks(stream_tools *t, connection *c);
 /** Takes one frame, or sends once: at most 1 MiB. Never blocks. */
-turn_result connection_turn(stream_tools *t, connection *c);
+progress connection_progress(stream_tools *t, connection *c);
 
 #endif

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The data thread. Sockets are watched edge-triggered; connections that can do something are
    in a queue and take turns of at most one frame or one sendmsg each. */
+#include "core/wake.h"
 #include "error_set.h"
 #include "stream/data_connection.h"
 #include "thread.h"
@@ -8,7 +9,6 @@
 #include <errno.h>
 #include <stdlib.h>
 #include <sys/epoll.h>
-#include <sys/eventfd.h>
 #include <unistd.h>
 
 #define SOCKET_ROOM (512 << 10) /**< of a Unix socket; the kernel doubles it */
@@ -19,7 +19,7 @@
 struct stream {
     stream_tools tools;
     pthread_t thread;
-    int epoll, event;
+    int epoll, wake;
     atomic_bool quit;
     connection *connections;  /**< the thread's */
     connection *first, *last; /**< the queue */
@@ -83,7 +83,7 @@ bool stream_adopt(fanin_server *s, const handover *h)
     return true;
 }
 
-static void welcome(struct stream *t)
+static void accept_handovers(struct stream *t)
 {
     pthread_mutex_lock(&t->lock);
     connection *arriving = t->arriving;
@@ -121,13 +121,13 @@ static void run_queue(struct stream *t)
     while (c) {
         connection *next = c->next_queued;
         c->queued = false;
-        switch (connection_turn(&t->tools, c)) {
-        case TURN_MORE:
+        switch (connection_progress(&t->tools, c)) {
+        case PROGRESS_MORE:
             enqueue(t, c);
             break;
-        case TURN_WAIT:
+        case PROGRESS_WAIT:
             break;
-        case TURN_CLOSE:
+        case PROGRESS_CLOSE:
             connection_close(t, c);
             break;
         }
@@ -140,7 +140,7 @@ static void share_stage(struct stream *t)
 {
     stage *st = t->tools.stage;
     for (connection *c = t->connections; c && st && stage_is_short(st); c = c->next)
-        connection_yield(&t->tools, c);
+        connection_return_chunks(&t->tools, c);
 }
 
 /* Closes who has not moved for too long; when to look again. The queue may fill. */
@@ -163,7 +163,7 @@ static deadline sweep(struct stream *t)
 }
 
 /* Connections end with their session: their next turn finds the socket shut. */
-static void drop_orphans(struct stream *t)
+static void close_unowned(struct stream *t)
 {
     fanin_server *s = t->tools.server;
     pthread_mutex_lock(&s->lock);
@@ -196,10 +196,9 @@ static void *run(void *cookie)
                 continue;
             }
             if (!c) {
-                eventfd_t count;
-                (void)eventfd_read(t->event, &count);
-                welcome(t);
-                drop_orphans(t);
+                wake_heard(t->wake);
+                accept_handovers(t);
+                close_unowned(t);
                 continue;
             }
             c->can_read = c->can_read || events[i].events & (EPOLLIN | EPOLLRDHUP |
@@ -241,15 +240,15 @@ static fanin_status need_stage(stream_tools *tools, fanin_error *error)
 
 void stream_wake(fanin_server *s)
 {
-    (void)eventfd_write(s->stream->event, 1);
+    wake_up(s->stream->wake);
 }
 
 static void stream_free(struct stream *t)
 {
     if (t->epoll >= 0)
         close(t->epoll);
-    if (t->event >= 0)
-        close(t->event);
+    if (t->wake >= 0)
+        close(t->wake);
     pthread_mutex_destroy(&t->lock);
     free(t->tools.entries);
     free(t->tools.gather.bounce);
@@ -265,15 +264,15 @@ fanin_status stream_create(fanin_server *s, fanin_error *error)
     t->tools.need_stage = need_stage;
     pthread_mutex_init(&t->lock, NULL);
     t->epoll = epoll_create1(EPOLL_CLOEXEC);
-    t->event = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+    t->wake = wake_open();
     t->tools.entries = malloc(LIMIT_READ_ENTRIES * sizeof *t->tools.entries);
     t->tools.gather.bounce = malloc(SEND_MOST);
     struct epoll_event event = {.events = EPOLLIN, .data.ptr = NULL};
     fanin_status status = FANIN_OK;
     if (!t->tools.entries || !t->tools.gather.bounce)
         status = error_set_memory(error);
-    else if (t->epoll < 0 || t->event < 0 ||
-             epoll_ctl(t->epoll, EPOLL_CTL_ADD, t->event, &event) != 0)
+    else if (t->epoll < 0 || t->wake < 0 ||
+             epoll_ctl(t->epoll, EPOLL_CTL_ADD, t->wake, &event) != 0)
         status = error_set_errno(error, FANIN_ERR_IO, errno, NULL,
                                  "cannot set up the data thread");
     else
@@ -294,7 +293,7 @@ void stream_destroy(fanin_server *s)
     atomic_store(&t->quit, true);
     stream_wake(s);
     pthread_join(t->thread, NULL);
-    welcome(t);
+    accept_handovers(t);
     while (t->connections)
         connection_close(t, t->connections);
     stage_destroy(&t->tools.stage);

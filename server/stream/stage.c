@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "stream/stage.h"
 #include "core/rules.h"
+#include "core/wake.h"
 #include "error_set.h"
 #include "publish/garbage.h"
 #include "stream/data_connection.h"
@@ -10,7 +11,6 @@
 #include <poll.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/eventfd.h>
 #include <unistd.h>
 
 #define CHUNK_SIZE (CHUNK_BYTES + CHUNK_ENTRIES * sizeof(copy_entry))
@@ -152,7 +152,7 @@ static void on_copied(void *cookie, bool failed)
     c->next_done = atomic_load(&s->done);
     while (!atomic_compare_exchange_weak(&s->done, &c->next_done, c))
         ;
-    (void)eventfd_write(event, 1);
+    wake_up(event);
 }
 
 /* *settled false: the device may still write to the chunk. */
@@ -306,8 +306,7 @@ static void end_copy(stage *s, chunk *c)
 
 void stage_reap(stage *s)
 {
-    eventfd_t count;
-    (void)eventfd_read(s->event, &count);
+    wake_heard(s->event);
     chunk *c = atomic_exchange(&s->done, NULL);
     while (c) {
         chunk *next = c->next_done;
@@ -382,7 +381,7 @@ fanin_status stage_create(fanin_server *server, gpu *g, stage_wake_fn wake,
     /* A quarter of the connections' memory, and one chunk in any case. */
     uint64_t most = server->max_memory / 4 / CHUNK_SIZE + 1;
     s->n_most = most < CHUNKS_MOST ? (unsigned)most : CHUNKS_MOST;
-    s->event = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+    s->event = wake_open();
     if (s->event < 0) {
         free(s);
         return error_set_errno(error, FANIN_ERR_IO, errno, NULL,
