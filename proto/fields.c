@@ -27,29 +27,60 @@
     {                                                                                  \
         key, FIELD_TEXT, false, AT(type, member), 0, ROOM(type, member)                \
     }
-#define TABLE(name, ...)                                                               \
+#define CHECKED_TABLE(name, check, ...)                                                \
     static const field name##_rows[] = {__VA_ARGS__};                                  \
-    const field_table name = {name##_rows, sizeof name##_rows / sizeof *name##_rows}
+    const field_table name = {name##_rows, sizeof name##_rows / sizeof *name##_rows,   \
+                              check}
+#define TABLE(name, ...) CHECKED_TABLE(name, NULL, __VA_ARGS__)
 
-TABLE(fields_hello, U32(1, msg_hello, version_min, 1, UINT16_MAX),
-      U32(2, msg_hello, version_max, 1, UINT16_MAX),
-      OPTIONAL_NUMBER(3, FIELD_U64, msg_hello, features, UINT64_MAX),
-      U32(4, msg_hello, role, ROLE_CONTROL, ROLE_DATA), ID(5, msg_hello, id),
-      OPTIONAL_TEXT(6, msg_hello, ucx_version), OPTIONAL_TEXT(7, msg_hello, software),
-      OPTIONAL_TEXT(8, msg_hello, trace_id));
+static const char *check_hello(const void *message)
+{
+    const msg_hello *m = message;
+    return m->version_min > m->version_max ? "the range of versions is empty" : NULL;
+}
 
-TABLE(fields_hello_ok, U32(1, msg_hello_ok, version, 1, UINT16_MAX),
-      OPTIONAL_NUMBER(2, FIELD_U64, msg_hello_ok, features, UINT64_MAX),
-      ID(3, msg_hello_ok, world_id), ID(4, msg_hello_ok, incarnation),
-      ID(5, msg_hello_ok, session), U32(6, msg_hello_ok, rank, 0, 65535),
-      U32(7, msg_hello_ok, world_size, 1, 65536), NAME(8, msg_hello_ok, server_name),
-      OPTIONAL_TEXT(9, msg_hello_ok, ucx_version),
-      OPTIONAL_TEXT(10, msg_hello_ok, software),
-      OPTIONAL_TEXT(11, msg_hello_ok, host_id),
-      U32(12, msg_hello_ok, paths, 0, UINT32_MAX),
-      U32(13, msg_hello_ok, lease_ms, 0, UINT32_MAX),
-      OPTIONAL_TEXT(14, msg_hello_ok, warnings),
-      OPTIONAL_TEXT(15, msg_hello_ok, address));
+static const char *check_hello_ok(const void *message)
+{
+    const msg_hello_ok *m = message;
+    return m->rank >= m->world_size ? "the rank is not below the world size" : NULL;
+}
+
+static const char *check_page(const void *message)
+{
+    const msg_blob_page *m = message;
+    if (m->offset > m->total || m->data.size > m->total - m->offset)
+        return "a page reaches beyond its table";
+    return m->data.size == 0 && m->total != 0 ? "an empty page" : NULL;
+}
+
+static const char *check_digest_ok(const void *message)
+{
+    const msg_digest_ok *m = message;
+    return m->digests.size % 16 != 0 ? "digests have 16 bytes each" : NULL;
+}
+
+CHECKED_TABLE(fields_hello, check_hello, U32(1, msg_hello, version_min, 1, UINT16_MAX),
+              U32(2, msg_hello, version_max, 1, UINT16_MAX),
+              OPTIONAL_NUMBER(3, FIELD_U64, msg_hello, features, UINT64_MAX),
+              U32(4, msg_hello, role, ROLE_CONTROL, ROLE_DATA), ID(5, msg_hello, id),
+              OPTIONAL_TEXT(6, msg_hello, ucx_version),
+              OPTIONAL_TEXT(7, msg_hello, software),
+              OPTIONAL_TEXT(8, msg_hello, trace_id));
+
+CHECKED_TABLE(fields_hello_ok, check_hello_ok,
+              U32(1, msg_hello_ok, version, 1, UINT16_MAX),
+              OPTIONAL_NUMBER(2, FIELD_U64, msg_hello_ok, features, UINT64_MAX),
+              ID(3, msg_hello_ok, world_id), ID(4, msg_hello_ok, incarnation),
+              ID(5, msg_hello_ok, session), U32(6, msg_hello_ok, rank, 0, 65535),
+              U32(7, msg_hello_ok, world_size, 1, 65536),
+              NAME(8, msg_hello_ok, server_name),
+              OPTIONAL_TEXT(9, msg_hello_ok, ucx_version),
+              OPTIONAL_TEXT(10, msg_hello_ok, software),
+              OPTIONAL_TEXT(11, msg_hello_ok, host_id),
+              U32(12, msg_hello_ok, paths, 0, UINT32_MAX),
+              U32(13, msg_hello_ok, lease_ms, 0, UINT32_MAX),
+              OPTIONAL_TEXT(14, msg_hello_ok, warnings),
+              OPTIONAL_TEXT(15, msg_hello_ok, address));
 
 TABLE(fields_open_path,
       I32(1, msg_open_path, path, WIRE_PATH_STREAM, WIRE_PATH_CUDA_IPC),
@@ -73,8 +104,9 @@ TABLE(fields_regions, NAME(1, msg_blob_request, publication),
       I32(4, msg_blob_request, path, WIRE_PATH_STREAM, WIRE_PATH_CUDA_IPC),
       U64(5, msg_blob_request, offset));
 
-TABLE(fields_page, U64(1, msg_blob_page, total), U64(2, msg_blob_page, offset),
-      {3, FIELD_BYTES, true, AT(msg_blob_page, data), 0, LIMIT_PAGE});
+CHECKED_TABLE(fields_page, check_page, U64(1, msg_blob_page, total),
+              U64(2, msg_blob_page, offset),
+              {3, FIELD_BYTES, true, AT(msg_blob_page, data), 0, LIMIT_PAGE});
 
 TABLE(fields_wait, NAME(1, msg_wait, publication),
       I32(2, msg_wait, rule, WIRE_RULE_NEWEST, WIRE_RULE_AT_LEAST),
@@ -102,8 +134,9 @@ TABLE(fields_read, ID(1, msg_read, token),
 TABLE(fields_digest, ID(1, msg_read, token),
       NUMBER(2, FIELD_U64, msg_read, bytes, 1, LIMIT_READ_BYTES),
       OPTIONAL_NUMBER(4, FIELD_U32, msg_read, dtype, FANIN_DTYPE_U64));
-TABLE(fields_digest_ok,
-      {1, FIELD_BYTES, true, AT(msg_digest_ok, digests), 16, 16 * LIMIT_READ_ENTRIES});
+CHECKED_TABLE(fields_digest_ok, check_digest_ok,
+              {1, FIELD_BYTES, true, AT(msg_digest_ok, digests), 16,
+               16 * LIMIT_READ_ENTRIES});
 
 TABLE(fields_end, ID(1, msg_end, token),
       OPTIONAL_NUMBER(2, FIELD_BOOL, msg_end, abandon, 1));
@@ -118,7 +151,7 @@ TABLE(fields_error, NUMBER(1, FIELD_I32, msg_error, code, -999, (uint64_t)-100),
       OPTIONAL_TEXT(4, msg_error, key),
       OPTIONAL_NUMBER(5, FIELD_U64, msg_error, step, UINT64_MAX));
 
-const field_table fields_none = {NULL, 0};
+const field_table fields_none = {NULL, 0, NULL};
 
 const field_table *fields_of_blob_request(message_type type)
 {

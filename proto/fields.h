@@ -34,6 +34,8 @@ typedef struct field {
 typedef struct field_table {
     const field *fields;
     uint32_t count;
+    /** what is wrong with a message whose fields are fine by themselves, or NULL; may be NULL */
+    const char *(*check)(const void *message);
 } field_table;
 
 extern const field_table fields_hello, fields_hello_ok, fields_open_path, fields_list,

@@ -185,8 +185,31 @@ typedef struct msg_error {
     uint64_t step; /**< with SUPERSEDED: the newest */
 } msg_error;
 
-void encode_hello(buffer *b, uint64_t request, const msg_hello *m);
-void encode_hello_ok(buffer *b, uint64_t request, const msg_hello_ok *m);
+typedef struct body {
+    const uint8_t *data;
+    size_t size;
+    const char *why; /**< set when a decoder fails; static */
+} body;
+
+/** Messages whose body is one struct: encode_NAME() and decode_NAME() of msg_NAME. */
+#define FLAT_MESSAGES(X)                                                               \
+    X(hello, MSG_HELLO)                                                                \
+    X(hello_ok, MSG_HELLO_OK)                                                          \
+    X(wait, MSG_WAIT)                                                                  \
+    X(wait_ok, MSG_WAIT_OK)                                                            \
+    X(begin, MSG_BEGIN)                                                                \
+    X(digest_ok, MSG_DIGEST_OK)                                                        \
+    X(end, MSG_END)                                                                    \
+    X(end_ok, MSG_END_OK)                                                              \
+    X(watch, MSG_WATCH)                                                                \
+    X(event, MSG_EVENT)                                                                \
+    X(error, MSG_ERROR)
+#define DECLARE(name, type)                                                            \
+    void encode_##name(buffer *b, uint64_t request, const msg_##name *m);              \
+    fanin_status decode_##name(body *in, msg_##name *out);
+FLAT_MESSAGES(DECLARE)
+#undef DECLARE
+
 void encode_open_path(buffer *b, uint64_t request, message_type type,
                       const msg_open_path *m);
 void encode_list(buffer *b, uint64_t request, const char *publication_or_null);
@@ -196,31 +219,14 @@ void encode_blob_request(buffer *b, uint64_t request, message_type type,
                          const msg_blob_request *m);
 void encode_blob_page(buffer *b, uint64_t request, message_type type,
                       const msg_blob_page *m);
-void encode_wait(buffer *b, uint64_t request, const msg_wait *m);
-void encode_wait_ok(buffer *b, uint64_t request, const msg_wait_ok *m);
-void encode_begin(buffer *b, uint64_t request, const msg_begin *m);
 void encode_begin_ok(buffer *b, uint64_t request, const msg_begin_ok *m);
 void encode_read(buffer *b, uint64_t request, const msg_read *m);
 /** Header only: body_bytes raw bytes follow, and the seal. */
 void encode_read_ok(buffer *b, uint64_t request, uint32_t body_bytes);
 void encode_digest(buffer *b, uint64_t request, const msg_read *m);
-void encode_digest_ok(buffer *b, uint64_t request, const msg_digest_ok *m);
-void encode_end(buffer *b, uint64_t request, const msg_end *m);
-void encode_end_ok(buffer *b, uint64_t request, const msg_end_ok *m);
-void encode_watch(buffer *b, uint64_t request, const msg_watch *m);
-void encode_event(buffer *b, uint64_t request, const msg_event *m);
 /** PING, PONG: an empty map. */
 void encode_empty(buffer *b, uint64_t request, message_type type);
-void encode_error(buffer *b, uint64_t request, const msg_error *m);
 
-typedef struct body {
-    const uint8_t *data;
-    size_t size;
-    const char *why; /**< set when a decoder fails; static */
-} body;
-
-fanin_status decode_hello(body *in, msg_hello *out);
-fanin_status decode_hello_ok(body *in, msg_hello_ok *out);
 fanin_status decode_open_path(body *in, msg_open_path *out);
 fanin_status decode_list(body *in, char publication_out[80]); /**< "" for all */
 /** *entries_out is malloc'ed, the caller frees it. */
@@ -228,20 +234,11 @@ fanin_status decode_list_ok(body *in, msg_list_entry **entries_out,
                             uint32_t *count_out);
 fanin_status decode_blob_request(body *in, message_type type, msg_blob_request *out);
 fanin_status decode_blob_page(body *in, msg_blob_page *out);
-fanin_status decode_wait(body *in, msg_wait *out);
-fanin_status decode_wait_ok(body *in, msg_wait_ok *out);
-fanin_status decode_begin(body *in, msg_begin *out);
 fanin_status decode_begin_ok(body *in, msg_begin_ok *out);
 /** out->entries points to @p entries, which has room for LIMIT_READ_ENTRIES. */
 fanin_status decode_read(body *in, msg_read *out, read_entry *entries);
 /** The same, with the dtype. */
 fanin_status decode_digest(body *in, msg_read *out, read_entry *entries);
-fanin_status decode_digest_ok(body *in, msg_digest_ok *out);
-fanin_status decode_end(body *in, msg_end *out);
-fanin_status decode_end_ok(body *in, msg_end_ok *out);
-fanin_status decode_watch(body *in, msg_watch *out);
-fanin_status decode_event(body *in, msg_event *out);
 fanin_status decode_empty(body *in); /**< PING, PONG */
-fanin_status decode_error(body *in, msg_error *out);
 
 #endif

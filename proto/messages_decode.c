@@ -150,30 +150,27 @@ static fanin_status refuse(body *in, const char *why)
     return FANIN_ERR_PROTOCOL;
 }
 
+static fanin_status read_message(body *in, const field_table *table, void *message,
+                                 size_t size)
+{
+    memset(message, 0, size);
+    fanin_status status = read_body(in, table, message, NULL);
+    const char *why = status == FANIN_OK && table->check ? table->check(message) : NULL;
+    return why ? refuse(in, why) : status;
+}
+
 /* ------------------------------------------------------------- messages */
 
-fanin_status decode_hello(body *in, msg_hello *out)
-{
-    memset(out, 0, sizeof *out);
-    fanin_status status = read_body(in, &fields_hello, out, NULL);
-    if (!status && out->version_min > out->version_max)
-        return refuse(in, "the range of versions is empty");
-    return status;
-}
-
-fanin_status decode_hello_ok(body *in, msg_hello_ok *out)
-{
-    memset(out, 0, sizeof *out);
-    fanin_status status = read_body(in, &fields_hello_ok, out, NULL);
-    if (!status && out->rank >= out->world_size)
-        return refuse(in, "the rank is not below the world size");
-    return status;
-}
+#define DECODER(name, type)                                                            \
+    fanin_status decode_##name(body *in, msg_##name *out)                              \
+    {                                                                                  \
+        return read_message(in, &fields_##name, out, sizeof *out);                     \
+    }
+FLAT_MESSAGES(DECODER)
 
 fanin_status decode_open_path(body *in, msg_open_path *out)
 {
-    memset(out, 0, sizeof *out);
-    return read_body(in, &fields_open_path, out, NULL);
+    return read_message(in, &fields_open_path, out, sizeof *out);
 }
 
 fanin_status decode_list(body *in, char publication_out[80])
@@ -228,46 +225,20 @@ fanin_status decode_list_ok(body *in, msg_list_entry **entries_out, uint32_t *co
 fanin_status decode_blob_request(body *in, message_type type, msg_blob_request *out)
 {
     const field_table *table = fields_of_blob_request(type);
-    memset(out, 0, sizeof *out);
-    return table ? read_body(in, table, out, NULL) : refuse(in, "no catalog request");
+    if (!table)
+        return refuse(in, "no catalog request");
+    return read_message(in, table, out, sizeof *out);
 }
 
 fanin_status decode_blob_page(body *in, msg_blob_page *out)
 {
-    memset(out, 0, sizeof *out);
-    fanin_status status = read_body(in, &fields_page, out, NULL);
-    if (status)
-        return status;
-    if (out->offset > out->total || out->data.size > out->total - out->offset)
-        return refuse(in, "a page reaches beyond its table");
-    if (out->data.size == 0 && out->total != 0)
-        return refuse(in, "an empty page");
-    return FANIN_OK;
-}
-
-fanin_status decode_wait(body *in, msg_wait *out)
-{
-    memset(out, 0, sizeof *out);
-    return read_body(in, &fields_wait, out, NULL);
-}
-
-fanin_status decode_wait_ok(body *in, msg_wait_ok *out)
-{
-    memset(out, 0, sizeof *out);
-    return read_body(in, &fields_wait_ok, out, NULL);
-}
-
-fanin_status decode_begin(body *in, msg_begin *out)
-{
-    memset(out, 0, sizeof *out);
-    return read_body(in, &fields_begin, out, NULL);
+    return read_message(in, &fields_page, out, sizeof *out);
 }
 
 fanin_status decode_begin_ok(body *in, msg_begin_ok *out)
 {
-    memset(out, 0, sizeof *out);
-    fanin_status status = read_body(in, &fields_begin_verdict, out, NULL);
-    if (status)
+    fanin_status status = read_message(in, &fields_begin_verdict, out, sizeof *out);
+    if (status != FANIN_OK)
         return status;
     return read_body(in, out->granted ? &fields_begin_granted : &fields_begin_refused,
                      out, NULL);
@@ -346,46 +317,7 @@ fanin_status decode_digest(body *in, msg_read *out, read_entry *entries)
     return decode_entries(in, &fields_digest, out, entries);
 }
 
-fanin_status decode_digest_ok(body *in, msg_digest_ok *out)
-{
-    memset(out, 0, sizeof *out);
-    fanin_status status = read_body(in, &fields_digest_ok, out, NULL);
-    if (!status && out->digests.size % 16 != 0)
-        return refuse(in, "digests have 16 bytes each");
-    return status;
-}
-
-fanin_status decode_end(body *in, msg_end *out)
-{
-    memset(out, 0, sizeof *out);
-    return read_body(in, &fields_end, out, NULL);
-}
-
-fanin_status decode_end_ok(body *in, msg_end_ok *out)
-{
-    memset(out, 0, sizeof *out);
-    return read_body(in, &fields_end_ok, out, NULL);
-}
-
-fanin_status decode_watch(body *in, msg_watch *out)
-{
-    memset(out, 0, sizeof *out);
-    return read_body(in, &fields_watch, out, NULL);
-}
-
-fanin_status decode_event(body *in, msg_event *out)
-{
-    memset(out, 0, sizeof *out);
-    return read_body(in, &fields_event, out, NULL);
-}
-
 fanin_status decode_empty(body *in)
 {
     return read_body(in, &fields_none, NULL, NULL);
-}
-
-fanin_status decode_error(body *in, msg_error *out)
-{
-    memset(out, 0, sizeof *out);
-    return read_body(in, &fields_error, out, NULL);
 }

@@ -155,15 +155,12 @@ static void encode(buffer *b, uint64_t request, message_type type,
 
 /* ------------------------------------------------------------- messages */
 
-void encode_hello(buffer *b, uint64_t request, const msg_hello *m)
-{
-    encode(b, request, MSG_HELLO, &fields_hello, m);
-}
-
-void encode_hello_ok(buffer *b, uint64_t request, const msg_hello_ok *m)
-{
-    encode(b, request, MSG_HELLO_OK, &fields_hello_ok, m);
-}
+#define ENCODER(name, type)                                                            \
+    void encode_##name(buffer *b, uint64_t request, const msg_##name *m)               \
+    {                                                                                  \
+        encode(b, request, type, &fields_##name, m);                                   \
+    }
+FLAT_MESSAGES(ENCODER)
 
 void encode_open_path(buffer *b, uint64_t request, message_type type,
                       const msg_open_path *m)
@@ -201,21 +198,6 @@ void encode_blob_page(buffer *b, uint64_t request, message_type type,
                       const msg_blob_page *m)
 {
     encode(b, request, type, &fields_page, m);
-}
-
-void encode_wait(buffer *b, uint64_t request, const msg_wait *m)
-{
-    encode(b, request, MSG_WAIT, &fields_wait, m);
-}
-
-void encode_wait_ok(buffer *b, uint64_t request, const msg_wait_ok *m)
-{
-    encode(b, request, MSG_WAIT_OK, &fields_wait_ok, m);
-}
-
-void encode_begin(buffer *b, uint64_t request, const msg_begin *m)
-{
-    encode(b, request, MSG_BEGIN, &fields_begin, m);
 }
 
 void encode_begin_ok(buffer *b, uint64_t request, const msg_begin_ok *m)
@@ -262,11 +244,6 @@ void encode_digest(buffer *b, uint64_t request, const msg_read *m)
     frame_close(b, start, request, MSG_DIGEST);
 }
 
-void encode_digest_ok(buffer *b, uint64_t request, const msg_digest_ok *m)
-{
-    encode(b, request, MSG_DIGEST_OK, &fields_digest_ok, m);
-}
-
 void encode_read_ok(buffer *b, uint64_t request, uint32_t body_bytes)
 {
     frame f = {.type = MSG_READ_OK, .request = request, .length = body_bytes};
@@ -277,32 +254,7 @@ void encode_read_ok(buffer *b, uint64_t request, uint32_t body_bytes)
     buffer_append(b, head, sizeof head);
 }
 
-void encode_end(buffer *b, uint64_t request, const msg_end *m)
-{
-    encode(b, request, MSG_END, &fields_end, m);
-}
-
-void encode_end_ok(buffer *b, uint64_t request, const msg_end_ok *m)
-{
-    encode(b, request, MSG_END_OK, &fields_end_ok, m);
-}
-
-void encode_watch(buffer *b, uint64_t request, const msg_watch *m)
-{
-    encode(b, request, MSG_WATCH, &fields_watch, m);
-}
-
-void encode_event(buffer *b, uint64_t request, const msg_event *m)
-{
-    encode(b, request, MSG_EVENT, &fields_event, m);
-}
-
 void encode_empty(buffer *b, uint64_t request, message_type type)
 {
     encode(b, request, type, &fields_none, NULL);
-}
-
-void encode_error(buffer *b, uint64_t request, const msg_error *m)
-{
-    encode(b, request, MSG_ERROR, &fields_error, m);
 }
