@@ -28,13 +28,17 @@ static bool next_head(cursor *c, scan_head *out)
     return true;
 }
 
+/* The same of one kind; @p what is expected otherwise. */
+static bool next_of(cursor *c, scan_kind kind, const char *what, scan_head *out)
+{
+    return next_head(c, out) && (out->kind == kind || cursor_fail(c, what));
+}
+
 bool cursor_uint(cursor *c, uint64_t max, uint64_t *out)
 {
     scan_head head;
-    if (!next_head(c, &head))
+    if (!next_of(c, SCAN_UINT, "an unsigned integer is expected", &head))
         return false;
-    if (head.kind != SCAN_UINT)
-        return cursor_fail(c, "an unsigned integer is expected");
     if (head.value > max)
         return cursor_fail(c, "a number is out of range");
     *out = head.value;
@@ -67,10 +71,8 @@ bool cursor_int(cursor *c, int64_t min, int64_t max, int64_t *out)
 bool cursor_bool(cursor *c, bool *out)
 {
     scan_head head;
-    if (!next_head(c, &head))
+    if (!next_of(c, SCAN_BOOL, "a boolean is expected", &head))
         return false;
-    if (head.kind != SCAN_BOOL)
-        return cursor_fail(c, "a boolean is expected");
     *out = head.value != 0;
     return true;
 }
@@ -90,35 +92,25 @@ static bool take(cursor *c, const scan_head *head, size_t min, size_t max,
 bool cursor_text(cursor *c, size_t min, size_t max, bytes_view *out)
 {
     scan_head head;
-    if (!next_head(c, &head))
-        return false;
-    if (head.kind != SCAN_STR)
-        return cursor_fail(c, "a text is expected");
-    if (!take(c, &head, min, max, out))
-        return false;
-    return utf8_valid(out->data, out->size) ||
-           cursor_fail(c, "a text is not UTF-8 or holds a NUL");
+    return next_of(c, SCAN_STR, "a text is expected", &head) &&
+           take(c, &head, min, max, out) &&
+           (utf8_valid(out->data, out->size) ||
+            cursor_fail(c, "a text is not UTF-8 or holds a NUL"));
 }
 
 bool cursor_bin(cursor *c, size_t min, size_t max, bytes_view *out)
 {
     scan_head head;
-    if (!next_head(c, &head))
-        return false;
-    if (head.kind != SCAN_BIN)
-        return cursor_fail(c, "a byte string is expected");
-    return take(c, &head, min, max, out);
+    return next_of(c, SCAN_BIN, "a byte string is expected", &head) &&
+           take(c, &head, min, max, out);
 }
 
-static bool container(cursor *c, scan_kind kind, uint32_t bytes_each,
+static bool container(cursor *c, scan_kind kind, const char *what, uint32_t bytes_each,
                       uint32_t *count_out)
 {
     scan_head head;
-    if (!next_head(c, &head))
+    if (!next_of(c, kind, what, &head))
         return false;
-    if (head.kind != kind)
-        return cursor_fail(c, kind == SCAN_MAP ? "a map is expected"
-                                               : "an array is expected");
     if (head.value > cursor_left(c) / bytes_each)
         return cursor_fail(c, "more elements are announced than bytes are there");
     *count_out = (uint32_t)head.value;
@@ -127,12 +119,12 @@ static bool container(cursor *c, scan_kind kind, uint32_t bytes_each,
 
 bool cursor_array(cursor *c, uint32_t *count_out)
 {
-    return container(c, SCAN_ARRAY, 1, count_out);
+    return container(c, SCAN_ARRAY, "an array is expected", 1, count_out);
 }
 
 bool cursor_map(cursor *c, uint32_t *count_out)
 {
-    return container(c, SCAN_MAP, 2, count_out);
+    return container(c, SCAN_MAP, "a map is expected", 2, count_out);
 }
 
 bool cursor_is_array(const cursor *c)

@@ -11,7 +11,7 @@
 #define SCAN_DEPTH 16
 
 typedef enum scan_kind {
-    SCAN_UINT,
+    SCAN_UINT = 1,
     SCAN_NEGATIVE,
     SCAN_NIL,
     SCAN_BOOL,

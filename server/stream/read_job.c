@@ -115,51 +115,26 @@ static bool gather_copy(gather *g, const void *data, size_t size)
     return gather_add(g, to, size);
 }
 
-/* Where run @p index of a view begins, and an odometer that steps to the next one. */
-typedef struct walk {
-    const strided *view;
-    const uint8_t *at;
-    uint64_t index[FANIN_MAX_DIMS];
-} walk;
-
-static void walk_start(walk *w, const strided *view, const uint8_t *first, uint64_t run)
+static uint64_t smaller(uint64_t a, uint64_t b)
 {
-    w->view = view;
-    w->at = first;
-    for (uint32_t i = view->n_dims; i-- > 0;) {
-        w->index[i] = run % view->extent[i];
-        run /= view->extent[i];
-        w->at += view->from[i] * (int64_t)w->index[i];
-    }
+    return a < b ? a : b;
 }
 
-static void walk_next(walk *w)
+stretch stretch_of(const job *j, const source_box *b, uint64_t offset, uint64_t room)
 {
-    for (uint32_t i = w->view->n_dims; i-- > 0;) {
-        if (++w->index[i] < w->view->extent[i]) {
-            w->at += w->view->from[i];
-            return;
-        }
-        w->at -= w->view->from[i] * (int64_t)(w->index[i] - 1);
-        w->index[i] = 0;
-    }
-}
-
-/* Bytes [offset, offset + length) of a box that is not packed. */
-static bool gather_view(gather *g, const strided *view, const uint8_t *first,
-                        uint64_t offset, uint64_t length)
-{
-    bool (*add)(gather *, const void *, size_t) =
-        view->run < GATHER_RUN ? gather_copy : gather_add;
-    walk w;
-    walk_start(&w, view, first, offset / view->run);
-    for (uint64_t skip = offset % view->run; length > 0; skip = 0, walk_next(&w)) {
-        uint64_t size = view->run - skip < length ? view->run - skip : length;
-        if (!add(g, w.at + skip, size))
-            return false;
-        length -= size;
-    }
-    return true;
+    if (b->view == VIEW_PACKED)
+        return (stretch){.at = (int64_t)offset, .size = room, .runs = 1};
+    const strided *view = &j->catalog->views[b->view];
+    uint64_t run = view->run, index = offset / run, skip = offset % run;
+    uint64_t in_row = view->n_dims > 0 ? view->extent[view->n_dims - 1] : 1;
+    stretch s = {.size = smaller(run - skip, room),
+                 .runs = 1,
+                 .step = view->n_dims > 0 ? view->from[view->n_dims - 1] : 0};
+    strided_run(view, index, &s.at, NULL);
+    s.at += (int64_t)skip;
+    if (s.size == run)
+        s.runs = smaller(in_row - index % in_row, room / run);
+    return s;
 }
 
 static bool gather_piece(void *cookie, const job *j, const source_box *b,
@@ -167,9 +142,18 @@ static bool gather_piece(void *cookie, const job *j, const source_box *b,
 {
     gather *g = cookie;
     const uint8_t *first = shard_catalog_box_first(j->catalog, b, j->first_region);
-    return b->view == VIEW_PACKED
-               ? gather_add(g, first + offset, length)
-               : gather_view(g, &j->catalog->views[b->view], first, offset, length);
+    bool is_short =
+        b->view != VIEW_PACKED && j->catalog->views[b->view].run < GATHER_RUN;
+    while (length > 0) {
+        stretch s = stretch_of(j, b, offset, length);
+        for (uint64_t i = 0; i < s.runs; i++, s.at += s.step)
+            if (!(is_short ? gather_copy(g, first + s.at, (size_t)s.size)
+                           : gather_add(g, first + s.at, (size_t)s.size)))
+                return false;
+        offset += s.size * s.runs;
+        length -= s.size * s.runs;
+    }
+    return true;
 }
 
 void job_gather(const job *j, gather *g)

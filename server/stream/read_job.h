@@ -76,6 +76,15 @@ static inline bool job_is_whole(const job *j)
 /** Whether any of the reply is device memory. */
 bool job_needs_stage(const job *j);
 
+/** Of a box's packed bytes those that come next: whole runs at equal distances, or a part of one. */
+typedef struct stretch {
+    int64_t at; /**< from the box's first byte */
+    uint64_t size, runs;
+    int64_t step; /**< from run to run */
+} stretch;
+/** From @p offset on, at most @p room bytes, more than 0, of a box that is packed or has a view. */
+stretch stretch_of(const job *j, const source_box *b, uint64_t offset, uint64_t room);
+
 /** Bytes [offset, offset + length) of box @p b; false: enough. */
 typedef bool (*job_piece_fn)(void *cookie, const job *j, const source_box *b,
                              uint64_t offset, uint64_t length);

@@ -43,59 +43,6 @@ static uint64_t smaller(uint64_t a, uint64_t b)
     return a < b ? a : b;
 }
 
-static bool add_packed(filling *f, bool device, const uint8_t *from, uint64_t length)
-{
-    while (length > 0) {
-        if (is_full(f))
-            return false;
-        size_t size =
-            (size_t)smaller(smaller(length, ENTRY_MOST), CHUNK_BYTES - f->to->bytes);
-        add_entry(f, device, from, size, 1, 0);
-        from += size;
-        length -= size;
-    }
-    return true;
-}
-
-/* What comes next of a view's packed bytes, from @p offset on and at most @p room: as many whole runs
-   at once as lie at equal distances, or a part of one. */
-typedef struct stretch {
-    int64_t at; /* from the view's first byte */
-    uint64_t size, runs;
-    int64_t step; /* from run to run */
-} stretch;
-
-static stretch next_of(const strided *view, uint64_t offset, uint64_t room)
-{
-    uint64_t run = view->run, index = offset / run, skip = offset % run;
-    uint64_t in_row = view->n_dims > 0 ? view->extent[view->n_dims - 1] : 1;
-    stretch s = {.size = smaller(run - skip, room),
-                 .runs = 1,
-                 .step = view->n_dims > 0 ? view->from[view->n_dims - 1] : 0};
-    strided_run(view, index, &s.at, NULL);
-    s.at += (int64_t)skip;
-    if (skip == 0 && s.size == run)
-        s.runs = smaller(in_row - index % in_row, room / run);
-    return s;
-}
-
-/* Bytes [offset, offset + length) of a box that is not packed. */
-static bool add_view(filling *f, bool device, const strided *view, const uint8_t *first,
-                     uint64_t offset, uint64_t length)
-{
-    while (length > 0) {
-        if (is_full(f))
-            return false;
-        stretch s =
-            next_of(view, offset,
-                    smaller(smaller(length, ENTRY_MOST), CHUNK_BYTES - f->to->bytes));
-        add_entry(f, device, first + s.at, (size_t)s.size, (uint32_t)s.runs, s.step);
-        offset += s.size * s.runs;
-        length -= s.size * s.runs;
-    }
-    return true;
-}
-
 static bool add_piece(void *cookie, const job *j, const source_box *b, uint64_t offset,
                       uint64_t length)
 {
@@ -106,10 +53,15 @@ static bool add_piece(void *cookie, const job *j, const source_box *b, uint64_t 
         return false; /* the next chunk is that device's */
     if (device >= 0)
         f->device = device;
-    return b->view == VIEW_PACKED
-               ? add_packed(f, device >= 0, first + offset, length)
-               : add_view(f, device >= 0, &j->catalog->views[b->view], first, offset,
-                          length);
+    while (length > 0 && !is_full(f)) {
+        uint64_t room = smaller(CHUNK_BYTES - f->to->bytes, ENTRY_MOST);
+        stretch s = stretch_of(j, b, offset, smaller(length, room));
+        add_entry(f, device >= 0, first + s.at, (size_t)s.size, (uint32_t)s.runs,
+                  s.step);
+        offset += s.size * s.runs;
+        length -= s.size * s.runs;
+    }
+    return length == 0;
 }
 
 filling filling_gather(chunk *to, const job *j)
@@ -131,21 +83,6 @@ typedef struct listing {
     bool good;
 } listing;
 
-/* Bytes [offset, offset + length) of a box that is not packed, as add_view(). */
-static bool list_view(listing *l, const strided *view, uint64_t first, uint64_t offset,
-                      uint64_t length)
-{
-    while (length > 0) {
-        stretch s = next_of(view, offset, length);
-        if (!digest_list_add(&l->list, first + (uint64_t)s.at, s.size, s.runs, s.step,
-                             l->convert))
-            return false;
-        offset += s.size * s.runs;
-        length -= s.size * s.runs;
-    }
-    return true;
-}
-
 static bool list_piece(void *cookie, const job *j, const source_box *b, uint64_t offset,
                        uint64_t length)
 {
@@ -154,10 +91,14 @@ static bool list_piece(void *cookie, const job *j, const source_box *b, uint64_t
     uint64_t first = (uintptr_t)shard_catalog_box_first(j->catalog, b, j->first_region);
     if (l->device < 0)
         l->device = device;
-    l->good = device >= 0 && device == l->device &&
-              (b->view == VIEW_PACKED
-                   ? digest_list_add(&l->list, first + offset, length, 1, 0, l->convert)
-                   : list_view(l, &j->catalog->views[b->view], first, offset, length));
+    l->good = device >= 0 && device == l->device;
+    while (l->good && length > 0) {
+        stretch s = stretch_of(j, b, offset, length);
+        l->good = digest_list_add(&l->list, first + (uint64_t)s.at, s.size, s.runs,
+                                  s.step, l->convert);
+        offset += s.size * s.runs;
+        length -= s.size * s.runs;
+    }
     return l->good;
 }
 
