@@ -185,24 +185,14 @@ static void load_ucx(fanin_server *s)
     }
 }
 
-static void init_locks(fanin_server *s)
+static fanin_status fill(fanin_server *s, const fanin_server_config *c,
+                         fanin_error *error)
 {
     condition_init(&s->freed);
     pthread_mutex_init(&s->lock, NULL);
     pthread_mutex_init(&s->registrar.lock, NULL);
     s->registrar.page_size = sysconf(_SC_PAGESIZE);
-}
-
-static void destroy_locks(fanin_server *s)
-{
-    pthread_cond_destroy(&s->freed);
-    pthread_mutex_destroy(&s->lock);
-    pthread_mutex_destroy(&s->registrar.lock);
-}
-
-static fanin_status fill(fanin_server *s, const fanin_server_config *c,
-                         fanin_error *error)
-{
+    s->registrar.log = &s->log;
     s->pid = getpid();
     s->wake = -1;
     snprintf(s->name, sizeof s->name, "%s", c->name);
@@ -215,7 +205,6 @@ static fanin_status fill(fanin_server *s, const fanin_server_config *c,
     s->idle_ms = c->idle_ms;
     s->max_memory = c->max_memory;
     s->log = (logger){c->log, c->log_cookie};
-    s->registrar.log = &s->log;
     host_id(s->host);
     if (!random_bytes(s->incarnation, sizeof s->incarnation))
         return error_set(error, FANIN_ERR_IO, NULL, "the kernel gives no random bytes");
@@ -288,7 +277,9 @@ static void finish(fanin_server *s)
     if (s->wake >= 0)
         close(s->wake);
     free(s->allow);
-    destroy_locks(s);
+    pthread_cond_destroy(&s->freed);
+    pthread_mutex_destroy(&s->lock);
+    pthread_mutex_destroy(&s->registrar.lock);
     free(s);
 }
 
@@ -315,7 +306,6 @@ fanin_status fanin_server_create(const fanin_server_config *config,
     fanin_server *s = calloc(1, sizeof *s);
     if (!s)
         return error_set_memory(error);
-    init_locks(s);
     s->address = address;
     status = fill(s, &c, error);
     if (status == FANIN_OK)

@@ -117,12 +117,10 @@ void dismiss(fanin_server *s, peer_count *counted)
 
 bool memory_account(fanin_server *s, size_t *counted, size_t now)
 {
-    uint64_t before = *counted, total;
+    /* Wraps when it shrinks, and so does the sum. */
+    uint64_t before = *counted, more = (uint64_t)now - before;
+    uint64_t total = atomic_fetch_add(&s->memory, more) + more;
     *counted = now;
-    if (now >= before)
-        total = atomic_fetch_add(&s->memory, now - before) + (now - before);
-    else
-        total = atomic_fetch_sub(&s->memory, before - now) - (before - now);
     return now <= before || total <= s->max_memory;
 }
 

@@ -91,7 +91,7 @@ static fanin_status check_time(const publication *p, fanin_error *error)
     if (!p->present)
         return absent(p->name, error);
     if (p->paused)
-        return publication_check_paused(p, "commit", error);
+        return publication_refuse_paused(p, "commit", error);
     if (readable && !may_follow)
         return error_set(error, FANIN_ERR_STATE, &place, "no update of %s is open",
                          p->name);
@@ -301,11 +301,12 @@ static fanin_status wait_for_streams(fanin_server *s, commit *c, fanin_error *er
                          " of %s has not got there for %d s",
                          c->step, c->of->name, COMMIT_WAIT_MS / 1000);
     pthread_mutex_lock(&s->lock);
-    bool over = c->of->pending != c;
+    bool over = c->of->pending != c, failed;
     pthread_mutex_unlock(&s->lock);
     if (over)
         return overtaken(c, error);
-    return commit_token_device_failed(&c->token) ? device_failed(c, error) : FANIN_OK;
+    (void)commit_token_is_due(&c->token, &failed);
+    return failed ? device_failed(c, error) : FANIN_OK;
 }
 
 /* Memory of the host is copied here and now, when the stream that may write it is done. */

@@ -30,9 +30,9 @@ fanin_status commit_wait_for_copies(fanin_server *s, publication *p,
                                     fanin_error *error);
 /** Settles what can be settled, logs and frees what was put off. No lock held. */
 void commit_tidy(fanin_server *s);
-/** Withdraws everything; streams that get there later find nothing. NULL hub is fine. */
+/** Withdraws everything; streams that get there later find nothing. */
 void commit_stop(fanin_server *s);
-/** After commit_stop() and the threads' ends. */
+/** After commit_stop() and the threads' ends. NULL hub is fine. */
 void commit_destroy(fanin_server *s);
 
 #endif

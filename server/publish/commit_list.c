@@ -45,8 +45,8 @@ fanin_status commit_enter(fanin_server *s, publication *p, fanin_error *error)
 static commit *find_copy(const fanin_server *s, const publication *p)
 {
     commit *c = s->commits;
-    while (c &&
-           (c->of != p || c->mode != MODE_SNAPSHOT || commit_token_is_due(&c->token)))
+    while (c && (c->of != p || c->mode != MODE_SNAPSHOT ||
+                 commit_token_is_due(&c->token, NULL)))
         c = c->next;
     if (c)
         commit_token_retain(&c->token);
@@ -91,7 +91,7 @@ static commit *reap(fanin_server *s)
     commit *done = NULL;
     for (commit **link = &s->commits; *link;) {
         commit *c = *link;
-        if (!commit_token_is_due(&c->token)) {
+        if (!commit_token_is_due(&c->token, NULL)) {
             link = &c->next;
             continue;
         }
@@ -127,9 +127,6 @@ void commit_tidy(fanin_server *s)
 
 void commit_stop(fanin_server *s)
 {
-    if (!s->hub)
-        return;
-    commit_hub_mute(s->hub);
     pthread_mutex_lock(&s->lock);
     for (size_t i = 0; i < s->n_publications; i++)
         publication_withdraw(s, s->publications[i], "the server was destroyed");

@@ -50,16 +50,10 @@ fanin_status commit_hub_make(int wake, commit_hub **out, fanin_error *error)
     return FANIN_OK;
 }
 
-void commit_hub_mute(commit_hub *h)
-{
-    pthread_mutex_lock(&h->lock);
-    h->wake = -1;
-    pthread_mutex_unlock(&h->lock);
-}
-
 void commit_hub_leave(commit_hub *h)
 {
     pthread_mutex_lock(&h->lock);
+    h->wake = -1;
     unlock_and_leave(h, true);
 }
 
@@ -126,18 +120,12 @@ fanin_status commit_token_await(commit_token *t, unsigned left, bool or_conclude
     return over ? FANIN_OK : FANIN_ERR_TIMEOUT;
 }
 
-bool commit_token_is_due(commit_token *t)
+bool commit_token_is_due(commit_token *t, bool *failed_out)
 {
     pthread_mutex_lock(&t->hub->lock);
     bool due = t->awaited == 0;
+    if (failed_out)
+        *failed_out = t->device_failed;
     pthread_mutex_unlock(&t->hub->lock);
     return due;
-}
-
-bool commit_token_device_failed(commit_token *t)
-{
-    pthread_mutex_lock(&t->hub->lock);
-    bool failed = t->device_failed;
-    pthread_mutex_unlock(&t->hub->lock);
-    return failed;
 }

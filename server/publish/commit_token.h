@@ -31,9 +31,7 @@ typedef struct commit_token {
 
 /** One a server; @p wake is its control thread's. FANIN_ERR_MEMORY. */
 fanin_status commit_hub_make(int wake, commit_hub **out, fanin_error *error);
-/** Nobody is woken any more. */
-void commit_hub_mute(commit_hub *h);
-/** The server needs it no more; it goes with its last token. */
+/** The server goes: nobody is woken any more. The hub goes with its last token. */
 void commit_hub_leave(commit_hub *h);
 
 /** With @p references for whoever knows it, and one for the call, which is awaited. */
@@ -49,9 +47,8 @@ void commit_token_arrive(void *token, bool failed);
     concluded if that is enough. FANIN_ERR_TIMEOUT without a text. */
 fanin_status commit_token_await(commit_token *t, unsigned left, bool or_concluded,
                                 deadline at);
-/** Nothing is awaited. */
-bool commit_token_is_due(commit_token *t);
-bool commit_token_device_failed(commit_token *t);
+/** Nothing is awaited. *failed_out (may be NULL): whether a device has failed. */
+bool commit_token_is_due(commit_token *t, bool *failed_out);
 /** What was awaited makes no difference from now on. Gives a reference back. */
 void commit_token_conclude(commit_token *t);
 

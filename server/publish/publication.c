@@ -63,12 +63,10 @@ bool publication_is_away(const publication *p)
     return p->paused && p->state != STATE_STABLE;
 }
 
-fanin_status publication_check_paused(const publication *p, const char *phase,
-                                      fanin_error *error)
+fanin_status publication_refuse_paused(const publication *p, const char *phase,
+                                       fanin_error *error)
 {
     error_place place = {.phase = phase, .remedy = "resume it first"};
-    if (!p->paused)
-        return FANIN_OK;
     return error_set(error, FANIN_ERR_STATE, &place, "%s is paused: resume it first",
                      p->name);
 }
@@ -224,10 +222,11 @@ void publication_fail(commit *c)
 void publication_settle(fanin_server *s, publication *p)
 {
     commit *c = p->pending;
-    if (!c || !commit_token_is_due(&c->token))
+    bool failed;
+    if (!c || !commit_token_is_due(&c->token, &failed))
         return;
     bool stands = p->present && (p->epoch == c->closing || !RULE(RULE_LATE_EFFECT));
-    if (commit_token_device_failed(&c->token)) {
+    if (failed) {
         remember(s, c);
         publication_fail(c);
     } else if (stands) {
@@ -264,13 +263,6 @@ static void drain(fanin_server *s, publication *p)
         s->stats.drains_expired++;
 }
 
-static void count_wait(fanin_server_stats *stats, uint64_t waited)
-{
-    stats->drain_wait_ns_total += waited;
-    if (waited > stats->drain_wait_ns_max)
-        stats->drain_wait_ns_max = waited;
-}
-
 void publication_advance(fanin_server *s, publication *p, publication_state to)
 {
     uint64_t began = clock_ns();
@@ -286,9 +278,11 @@ void publication_advance(fanin_server *s, publication *p, publication_state to)
         enter(s, p, to);
     pthread_cond_broadcast(&s->freed); /* for those that wait for the draining to end */
     publication_wait_for_reads(s, p);
+    uint64_t waited = gently ? clock_ns() - began : 0;
     s->stats.updates += to == STATE_WRITING;
-    if (gently)
-        count_wait(&s->stats, clock_ns() - began);
+    s->stats.drain_wait_ns_total += waited;
+    if (waited > s->stats.drain_wait_ns_max)
+        s->stats.drain_wait_ns_max = waited;
 }
 
 void publication_advance_arena(fanin_server *s, publication *p, commit *c,

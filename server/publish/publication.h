@@ -184,9 +184,9 @@ static inline bool publication_stands(const publication *p, uint64_t epoch)
 }
 /** Whether readers are told that it is paused. */
 bool publication_is_away(const publication *p);
-/** FANIN_ERR_STATE if it is paused. */
-fanin_status publication_check_paused(const publication *p, const char *phase,
-                                      fanin_error *error);
+/** FANIN_ERR_STATE: it is paused. */
+fanin_status publication_refuse_paused(const publication *p, const char *phase,
+                                       fanin_error *error);
 /** "stable", ...: static. */
 const char *state_name(publication_state state);
 /** Mean time that it was stable between its last commits, 0: unknown. */

@@ -239,7 +239,7 @@ static fanin_status remove_shard(fanin_server *s, publication *p, const char *na
     p->shards.n_boxes -= old->n_boxes;
     memmove(&p->shards.shards[at], &p->shards.shards[at + 1],
             (p->shards.count - (size_t)at) * sizeof *p->shards.shards);
-    shard_free(old);
+    free(old);
     changed(s, p);
     return FANIN_OK;
 }

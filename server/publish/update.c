@@ -12,7 +12,7 @@ static fanin_status open_update(fanin_server *s, publication *p, fanin_error *er
     error_place place = {.phase = "update",
                          .remedy = "update a publication from one thread at a time"};
     if (p->paused)
-        return publication_check_paused(p, "update", error);
+        return publication_refuse_paused(p, "update", error);
     if (p->state == STATE_DRAINING)
         return error_set(error, FANIN_ERR_STATE, &place,
                          "another thread is in begin_update of %s", p->name);

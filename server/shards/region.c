@@ -61,23 +61,23 @@ static bool is_same(const region *r, uint64_t base, uint64_t length,
            r->memory.kind == in->memory.kind && r->in.id == in->id;
 }
 
-/* A use of @p known if it is that region, or of a new one; NULL: no memory. */
-static region *obtain(region *known, uint64_t base, uint64_t length,
-                      const gpu_range *in)
+/* Appends a use of @p known if it is that region, of a new one otherwise. Lock held. False: no
+   memory. */
+static bool append(region_set *set, region *known, uint64_t base, uint64_t length,
+                   const gpu_range *in)
 {
-    if (is_same(known, base, length, in)) {
-        known->users++;
-        return known;
-    }
-    region *r = calloc(1, sizeof *r);
-    if (r) {
-        r->base = base;
-        r->length = length;
-        r->memory = in->memory;
-        r->in = *in;
-        r->users = 1;
-    }
-    return r;
+    if (!array_reserve(&set->regions, &set->capacity, (size_t)set->count + 1,
+                       sizeof(region *)))
+        return false;
+    region *one = is_same(known, base, length, in) ? known : calloc(1, sizeof *one);
+    if (!one)
+        return false;
+    if (one != known)
+        *one =
+            (region){.base = base, .length = length, .memory = in->memory, .in = *in};
+    one->users++;
+    set->regions[set->count++] = one;
+    return true;
 }
 
 fanin_status region_set_build(registrar *r, const shard_set *shards,
@@ -88,40 +88,25 @@ fanin_status region_set_build(registrar *r, const shard_set *shards,
     range *ranges = collect(shards);
     if (!ranges)
         return error_set_memory(error);
-    uint64_t page = (uint64_t)r->page_size, count = 0, high = 0;
-    for (uint64_t i = 0; i < shards->n_boxes; i++) {
-        if (count == 0 || !gpu_range_continues(ranges[i - 1].in, high, ranges[i].in,
-                                               ranges[i].low, page)) {
-            count++;
-            /* NOLINTNEXTLINE(clang-analyzer-core.uninitialized.Assign) n_boxes are set */
-            high = ranges[i].high;
-        } else if (ranges[i].high > high) {
-            high = ranges[i].high;
-        }
-        region_of_box[ranges[i].box] = (uint32_t)(count - 1);
-    }
-    fanin_status status =
-        array_reserve(&out->regions, &out->capacity, count + 1, sizeof(region *))
-            ? FANIN_OK
-            : error_set_memory(error);
+    bool good = true;
     pthread_mutex_lock(&r->lock);
-    for (uint64_t i = 0; status == FANIN_OK && i < shards->n_boxes;) {
-        uint32_t id = region_of_box[ranges[i].box];
-        uint64_t low = ranges[i].low, end = low;
-        const gpu_range *in = ranges[i].in;
-        for (; i < shards->n_boxes && region_of_box[ranges[i].box] == id; i++)
-            end = ranges[i].high > end ? ranges[i].high : end;
-        out->regions[id] =
-            obtain(before ? region_set_find(before, low) : NULL, low, end - low, in);
-        if (out->regions[id])
-            out->count++;
-        else
-            status = error_set_memory(error);
+    for (uint64_t i = 0; good && i < shards->n_boxes;) {
+        const range *first = &ranges[i];
+        uint64_t high = first->high;
+        do {
+            region_of_box[ranges[i].box] = out->count;
+            high = ranges[i].high > high ? ranges[i].high : high;
+            i++;
+        } while (i < shards->n_boxes &&
+                 gpu_range_continues(ranges[i - 1].in, high, ranges[i].in,
+                                     ranges[i].low, (uint64_t)r->page_size));
+        good = append(out, before ? region_set_find(before, first->low) : NULL,
+                      first->low, high - first->low, first->in);
     }
     pthread_mutex_unlock(&r->lock);
     out->n_sorted = out->count;
     free(ranges);
-    return status;
+    return good ? FANIN_OK : error_set_memory(error);
 }
 
 fanin_status region_set_append(registrar *r, region_set *set, const region_set *before,
@@ -129,19 +114,13 @@ fanin_status region_set_append(registrar *r, region_set *set, const region_set *
                                fanin_error *error)
 {
     static const gpu_range host = {.memory = {FANIN_MEMORY_HOST, -1}};
-    if (!array_reserve(&set->regions, &set->capacity, (size_t)set->count + 1,
-                       sizeof(region *)))
-        return error_set_memory(error);
+    region *known = NULL;
     in = in ? in : &host;
-    region *known = NULL, *one;
     pthread_mutex_lock(&r->lock);
     for (uint32_t i = 0; before && i < before->count && !known; i++)
         if (is_same(before->regions[i], base, length, in))
             known = before->regions[i];
-    one = obtain(known, base, length, in);
+    bool good = append(set, known, base, length, in);
     pthread_mutex_unlock(&r->lock);
-    if (!one)
-        return error_set_memory(error);
-    set->regions[set->count++] = one;
-    return FANIN_OK;
+    return good ? FANIN_OK : error_set_memory(error);
 }

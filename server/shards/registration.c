@@ -146,22 +146,21 @@ static fanin_status note_mapper(registrar *r, const key_reader *who,
     return FANIN_OK;
 }
 
-/* The region is being forgotten. Lock held. */
-static void mappers_lose(registrar *r, const region *one)
+/* The region is being forgotten, NULL: all that were not yet. Lock held. */
+static void lose(registrar *r, const region *one)
 {
-    for (mapper *m = one->has_key ? r->mappers : NULL; m; m = m->next)
-        for (uint32_t i = 0; i < m->mapped.count; i++)
-            if (m->mapped.regions[i] == one)
-                m->lost += one->in.length;
+    for (mapper *m = r->mappers; m; m = m->next)
+        for (uint32_t i = 0; i < m->mapped.count; i++) {
+            const region *mapped = m->mapped.regions[i];
+            if (one ? mapped == one : !mapped->gone)
+                m->lost += mapped->in.length;
+        }
 }
 
 void mappers_lose_all(registrar *r)
 {
     pthread_mutex_lock(&r->lock);
-    for (mapper *m = r->mappers; m; m = m->next)
-        for (uint32_t i = 0; i < m->mapped.count; i++)
-            if (!m->mapped.regions[i]->gone)
-                m->lost += m->mapped.regions[i]->in.length;
+    lose(r, NULL);
     pthread_mutex_unlock(&r->lock);
 }
 
@@ -215,7 +214,8 @@ static void forget(registrar *r, region *one)
         return;
     one->gone = true;
     unregister(one);
-    mappers_lose(r, one);
+    if (one->has_key)
+        lose(r, one);
 }
 
 void region_set_forget(registrar *r, region_set *set, const shard *s)

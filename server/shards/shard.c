@@ -91,16 +91,13 @@ static const char *fill_box(shard_box *out, const fanin_tensor *t, const block *
                             const fanin_box *from)
 {
     dtype_unit unit = dtype_get_unit(t->dtype);
-    uint64_t extent[FANIN_MAX_DIMS] = {0};
+    block units;
     int64_t packed[FANIN_MAX_DIMS] = {0};
-    memcpy(extent, where->extent, t->n_dims * sizeof extent[0]);
-    if (unit.elements > 1 && t->n_dims > 0) {
-        uint32_t last = t->n_dims - 1;
-        if (where->offset[last] % unit.elements != 0)
-            return "a box of a packed dtype begins inside a byte";
-        extent[last] /= unit.elements;
-    }
-    if (!dtype_bytes(t->dtype, t->n_dims, where->extent, &out->bytes) ||
+    bool whole = block_in_units(where, unit.elements, &units);
+    const uint64_t *extent = units.extent;
+    if (!whole && t->n_dims > 0 && where->offset[t->n_dims - 1] % unit.elements != 0)
+        return "a box of a packed dtype begins inside a byte";
+    if (!whole || !dtype_bytes(t->dtype, t->n_dims, where->extent, &out->bytes) ||
         out->bytes > INT64_MAX)
         return "a box of a packed dtype ends inside a byte";
     block_packed_strides(t->n_dims, extent, unit.bytes, packed);
@@ -233,11 +230,6 @@ void shard_box_view(const shard *s, const shard_box *b, strided *out)
     strided_init(out, s->n_dims, units.extent, b->stride, packed, unit.bytes);
 }
 
-void shard_free(shard *s)
-{
-    free(s);
-}
-
 bool shard_equal(const shard *a, const shard *b)
 {
     if (a->dtype != b->dtype || a->n_dims != b->n_dims || a->n_boxes != b->n_boxes ||
@@ -315,7 +307,7 @@ fanin_status shard_set_build(memory_probe *probe, const char *publication,
 void shard_set_free(shard_set *set)
 {
     for (size_t i = 0; i < set->count; i++)
-        shard_free(set->shards[i]);
+        free(set->shards[i]);
     free(set->shards);
     memset(set, 0, sizeof *set);
 }

@@ -23,6 +23,7 @@ typedef struct shard_box {
     gpu_range in; /**< the allocation that holds it, if it is device memory */
 } shard_box;
 
+/** In one piece of memory. */
 typedef struct shard {
     char *name; /**< stored behind the boxes */
     fanin_dtype dtype;
@@ -58,7 +59,6 @@ fanin_status shard_set_build(struct memory_probe *probe, const char *publication
     the packed one. */
 void shard_box_view(const shard *s, const shard_box *b, strided *out);
 
-void shard_free(shard *s);
 void shard_set_free(shard_set *set);
 
 /** Index of @p name, or -1 - (index where it would be inserted). */
