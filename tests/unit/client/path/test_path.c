@@ -1,0 +1,366 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Which path a rank's regions are read on and why, and when that is decided anew. */
+#include "pull/choose_path.h"
+#include "stub_ranks.h"
+#include "testing.h"
+#include <string.h>
+
+#define RANKS 2
+#define PART 16
+#define CALL_MS 1000
+
+/* What a path keeps of regions. */
+typedef struct keepsake {
+    path_hold hold; /* first: the state hands it back */
+    unsigned dropped;
+    size_t peer;
+} keepsake;
+
+static struct {
+    stub_world world;
+    publication *run;
+    path_goal goal;
+    path_round round;
+    bool want[RANKS];
+    fanin_error error;
+} s;
+
+static bool refuses; /* rank 1 gives no regions */
+
+static bool answer(stub_talk *t, const frame *f, body *in)
+{
+    if (refuses && f->type == MSG_REGIONS && t->rank == &s.world.ranks[1])
+        return stub_answer_error(t, f->request, FANIN_ERR_UNSUPPORTED, "not by this");
+    return stub_answer(t, f, in);
+}
+
+static void sync_tables(void)
+{
+    announcement now[RANKS];
+    for (size_t i = 0; i < RANKS; i++) {
+        const stub_rank *r = &s.world.ranks[i];
+        now[i] = (announcement){.valid = true, .step = r->step, .version = r->version};
+        now[i].keys = digest_of(r->keys.data, r->keys.size);
+    }
+    assert_ok(tables_sync(s.world.client, s.run, now, s.want, deadline_in_ms(CALL_MS),
+                          &s.error),
+              s.error);
+}
+
+static void begin(fanin_path forced)
+{
+    fanin_client_config config;
+    fanin_client_config_init(&config, sizeof config);
+    config.no_ucx = true;
+    config.path = forced;
+    memset(&s, 0, sizeof s);
+    s.error = (fanin_error)FANIN_ERROR_INIT;
+    refuses = false;
+    stub_world_start_with(&s.world, RANKS, RANKS, PART, &config);
+    s.run = tables_of(s.world.client, STUB_RUN);
+    assert_non_null(s.run);
+    for (size_t i = 0; i < RANKS; i++) {
+        s.want[i] = true;
+        s.world.ranks[i].answer = answer;
+    }
+    sync_tables();
+    assert_ok(path_states_open(s.world.client, s.run, &s.error), s.error);
+    s.round = (path_round){.client = s.world.client,
+                           .publication = s.run,
+                           .want = s.want,
+                           .goal = &s.goal,
+                           .at = UINT64_MAX};
+}
+
+static int tear_down(void **state)
+{
+    stub_world_stop(&s.world);
+    return 0;
+}
+
+static path_state *state_of(size_t rank)
+{
+    return path_state_of(s.world.client, s.run, rank);
+}
+
+static void on_drop(fanin_client *client, size_t peer, path_hold *hold)
+{
+    keepsake *k = (keepsake *)hold;
+    assert_ptr_equal(client, s.world.client);
+    k->dropped++;
+    k->peer = peer;
+}
+
+/* Rank 1 is read by cma, which keeps something of its regions. */
+static void decide_on_cma(keepsake *k)
+{
+    bool mask[RANKS] = {true, true};
+    assert_ok(path_regions(&s.round, mask, FANIN_PATH_CMA, &s.error), s.error);
+    path_set(&s.round, 1, FANIN_PATH_CMA, "so it is");
+    *k = (keepsake){.hold = {.drop = on_drop}};
+    state_of(1)->hold = &k->hold;
+    assert_int_equal(state_of(1)->path, FANIN_PATH_CMA);
+    assert_int_equal(k->dropped, 0);
+}
+
+static void assert_undecided(const keepsake *k)
+{
+    path_state *state = state_of(1);
+    assert_int_equal(state->path, FANIN_PATH_AUTO);
+    assert_null(state->hold);
+    assert_int_equal(k->dropped, 1);
+    assert_int_equal(k->peer, 1);
+}
+
+/* ---------------------------------------------------------------- serials */
+
+static void a_decision_stays(void **state)
+{
+    keepsake k;
+    begin(FANIN_PATH_AUTO);
+    assert_int_equal(state_of(1)->path, FANIN_PATH_AUTO);
+    decide_on_cma(&k);
+    sync_tables();
+    assert_int_equal(state_of(1)->path, FANIN_PATH_CMA);
+    assert_string_equal(path_taken(s.run, 1)->reason, "so it is");
+    assert_int_equal(k.dropped, 0);
+    assert_int_equal(state_of(0)->path, FANIN_PATH_AUTO);
+    path_state_drop(s.world.client, state_of(1), 1);
+    assert_undecided(&k);
+}
+
+static void it_ends_with_what_it_was_made_from(void **state)
+{
+    keepsake k;
+    begin(FANIN_PATH_AUTO);
+    decide_on_cma(&k);
+    path_void(s.world.client, 1);
+    assert_undecided(&k);
+    assert_non_null(state_of(1)->regions); /* of the same tables */
+    decide_on_cma(&k);
+    s.world.ranks[1].version++;
+    sync_tables();
+    assert_undecided(&k);
+    assert_null(state_of(1)->regions);
+    decide_on_cma(&k);
+    stub_rank_hang_up(&s.world.ranks[1]);
+    stub_world_settle(&s.world);
+    stub_world_reconnect(&s.world);
+    assert_undecided(&k);
+}
+
+static void it_ends_with_the_client(void **state)
+{
+    keepsake k;
+    begin(FANIN_PATH_AUTO);
+    decide_on_cma(&k);
+    path_states_free(s.world.client);
+    assert_int_equal(k.dropped, 1);
+    assert_int_equal(path_taken(s.run, 1)->path, FANIN_PATH_AUTO);
+}
+
+static void what_failed_is_avoided_until_the_next_life(void **state)
+{
+    keepsake k;
+    begin(FANIN_PATH_AUTO);
+    decide_on_cma(&k);
+    path_avoid(s.world.client, 1, "it broke");
+    assert_undecided(&k);
+    assert_string_equal(path_avoided(s.world.client, 1), "it broke");
+    assert_null(path_avoided(s.world.client, 0));
+    assert_ok(
+        path_prepare(s.world.client, s.run, s.want, &s.goal, UINT64_MAX, &s.error),
+        s.error);
+    assert_int_equal(state_of(1)->path, FANIN_PATH_STREAM);
+    assert_string_equal(path_taken(s.run, 1)->reason, "it broke");
+    stub_rank_hang_up(&s.world.ranks[1]);
+    stub_world_settle(&s.world);
+    stub_world_reconnect(&s.world);
+    assert_null(path_avoided(s.world.client, 1));
+    assert_int_equal(state_of(1)->path, FANIN_PATH_AUTO);
+}
+
+/* ---------------------------------------------------------------- choosing */
+
+static void who_asks_for_stream_gets_it(void **state)
+{
+    begin(FANIN_PATH_STREAM);
+    s.want[0] = false;
+    assert_ok(
+        path_prepare(s.world.client, s.run, s.want, &s.goal, UINT64_MAX, &s.error),
+        s.error);
+    assert_int_equal(state_of(0)->path, FANIN_PATH_AUTO);
+    assert_int_equal(state_of(1)->path, FANIN_PATH_STREAM);
+    assert_string_equal(state_of(1)->reason, "asked for");
+    assert_int_equal(s.goal.gather_device, -1);
+    assert_int_equal(stub_world_asked(&s.world, MSG_REGIONS), 0);
+}
+
+/* There is no UCX here. */
+static void without_ucx_it_is_stream(void **state)
+{
+    begin(FANIN_PATH_AUTO);
+    assert_ok(
+        path_prepare(s.world.client, s.run, s.want, &s.goal, UINT64_MAX, &s.error),
+        s.error);
+    for (size_t i = 0; i < RANKS; i++) {
+        assert_int_equal(state_of(i)->path, FANIN_PATH_STREAM);
+        assert_non_null(strstr(state_of(i)->reason, "UCX"));
+    }
+    assert_int_equal(path_readers[1]->paths, 1 << FANIN_PATH_STREAM);
+    assert_ptr_equal(path_reader_of(FANIN_PATH_STREAM), path_readers[1]);
+    assert_null(path_reader_of(FANIN_PATH_AUTO));
+}
+
+static void a_forced_path_that_cannot_be_is_an_error(void **state)
+{
+    static const fanin_path paths[] = {FANIN_PATH_CMA, FANIN_PATH_RDMA};
+    for (size_t i = 0; i < 2; i++) {
+        begin(paths[i]);
+        assert_int_equal(
+            path_prepare(s.world.client, s.run, s.want, &s.goal, UINT64_MAX, &s.error),
+            FANIN_ERR_TRANSPORT); /* this host lacks it */
+        assert_non_null(strstr(s.error.message, fanin_path_name(paths[i])));
+        assert_non_null(strstr(s.error.message, "is not possible"));
+        assert_non_null(strstr(s.error.message, "UCX"));
+        if (i == 0)
+            tear_down(NULL);
+    }
+}
+
+static void what_ranks_are_is_told_by_their_hellos(void **state)
+{
+    begin(FANIN_PATH_AUTO);
+    fanin_client *client = s.world.client;
+    assert_true(path_is_offered(client, 0, FANIN_PATH_STREAM));
+    assert_false(path_is_offered(client, 0, FANIN_PATH_CMA));
+    assert_true(path_is_local(client, 1));
+    s.world.ranks[1].hello.paths |= 1u << WIRE_PATH_CMA;
+    strcpy(s.world.ranks[1].hello.host_id, "elsewhere");
+    stub_rank_hang_up(&s.world.ranks[1]);
+    stub_world_settle(&s.world);
+    stub_world_reconnect(&s.world);
+    assert_true(path_is_offered(client, 1, FANIN_PATH_CMA));
+    assert_false(path_is_local(client, 1));
+    assert_true(path_is_local(client, 0));
+}
+
+/* ---------------------------------------------------------------- giving up */
+
+static void a_path_that_is_given_up_is_stream(void **state)
+{
+    begin(FANIN_PATH_AUTO);
+    assert_ok(path_give_up(&s.round, 1, "it does not work", &s.error), s.error);
+    assert_int_equal(state_of(1)->path, FANIN_PATH_STREAM);
+    assert_string_equal(state_of(1)->reason, "it does not work");
+}
+
+static void unless_it_is_forced(void **state)
+{
+    begin(FANIN_PATH_RDMA);
+    assert_int_equal(path_give_up(&s.round, 1, "it does not work", &s.error),
+                     FANIN_ERR_UNSUPPORTED);
+    assert_int_equal(s.error.rank, 1);
+    assert_non_null(strstr(s.error.message, "path rdma to rank 1 at "));
+    assert_non_null(strstr(s.error.message, "is not possible: it does not work"));
+    s.round.lacks = true;
+    assert_int_equal(path_give_up(&s.round, 1, "there is no fabric", &s.error),
+                     FANIN_ERR_TRANSPORT);
+    assert_int_equal(state_of(1)->path, FANIN_PATH_AUTO);
+}
+
+/* That a rank has gone says nothing of paths. */
+static void or_the_rank_has_gone(void **state)
+{
+    begin(FANIN_PATH_AUTO);
+    stub_rank_hang_up(&s.world.ranks[1]);
+    stub_world_settle(&s.world);
+    assert_int_equal(path_give_up(&s.round, 1, "it does not work", &s.error),
+                     FANIN_ERR_CLOSED);
+    assert_null(strstr(s.error.message, "does not work"));
+    assert_int_equal(state_of(1)->path, FANIN_PATH_AUTO);
+}
+
+static void a_rank_that_refuses_its_regions_is_given_up(void **state)
+{
+    bool mask[RANKS] = {true, true};
+    begin(FANIN_PATH_AUTO);
+    refuses = true;
+    assert_ok(path_regions(&s.round, mask, FANIN_PATH_CMA, &s.error), s.error);
+    assert_true(mask[0] && !mask[1]);
+    assert_int_equal(state_of(0)->path, FANIN_PATH_AUTO);
+    assert_non_null(state_of(0)->regions);
+    assert_int_equal(state_of(1)->path, FANIN_PATH_STREAM);
+    assert_non_null(strstr(state_of(1)->reason, "not by this"));
+    tear_down(NULL);
+
+    mask[1] = true;
+    begin(FANIN_PATH_CMA);
+    refuses = true;
+    assert_int_equal(path_regions(&s.round, mask, FANIN_PATH_CMA, &s.error),
+                     FANIN_ERR_UNSUPPORTED);
+    assert_non_null(strstr(s.error.message, "not by this"));
+}
+
+/* ------------------------------------------------------------------- arenas */
+
+static void an_arena_lies_in_the_regions(void **state)
+{
+    keepsake k;
+    size_t peer = 1;
+    uint32_t first;
+    reader_lease leases[RANKS] = {{.held = true}, {.held = true}};
+    const path_plan plan = {.peer_of = &peer, .n_sources = 1};
+    region_entry arenas[2] = {
+        {.base = 4096, .length = PART, .memory = FANIN_MEMORY_HOST, .device = -1},
+        {.id = 1,
+         .base = 8192,
+         .length = PART,
+         .memory = FANIN_MEMORY_HOST,
+         .device = -1}};
+    begin(FANIN_PATH_AUTO);
+    const path_reading reading = {.client = s.world.client,
+                                  .publication = s.run,
+                                  .plan = &plan,
+                                  .leases = leases};
+    for (uint64_t short_by = 0; short_by < 2; short_by++) {
+        buffer *regions = &s.world.ranks[1].regions;
+        buffer_clear(regions);
+        arenas[1].length = PART - short_by;
+        region_table_encode(regions, arenas, 2);
+        s.world.ranks[1].version++;
+        sync_tables();
+        decide_on_cma(&k);
+        for (leases[1].first_region = 0; leases[1].first_region < 3;
+             leases[1].first_region++) {
+            bool good = leases[1].first_region + short_by <= 1;
+            fanin_status status = path_arena(&reading, 0, &first, &s.error);
+            assert_int_equal(status, good ? FANIN_OK : FANIN_ERR_PROTOCOL);
+            assert_int_equal(first, leases[1].first_region);
+        }
+        assert_non_null(strstr(s.error.message, "an arena outside of its regions"));
+        path_state_drop(s.world.client, state_of(1), 1);
+    }
+}
+
+#define SCENE(name) cmocka_unit_test_teardown(name, tear_down)
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {
+        SCENE(a_decision_stays),
+        SCENE(it_ends_with_what_it_was_made_from),
+        SCENE(it_ends_with_the_client),
+        SCENE(what_failed_is_avoided_until_the_next_life),
+        SCENE(who_asks_for_stream_gets_it),
+        SCENE(without_ucx_it_is_stream),
+        SCENE(a_forced_path_that_cannot_be_is_an_error),
+        SCENE(what_ranks_are_is_told_by_their_hellos),
+        SCENE(a_path_that_is_given_up_is_stream),
+        SCENE(unless_it_is_forced),
+        SCENE(or_the_rank_has_gone),
+        SCENE(a_rank_that_refuses_its_regions_is_given_up),
+        SCENE(an_arena_lies_in_the_regions),
+    };
+    return cmocka_run_group_tests_name("path", tests, NULL, NULL);
+}

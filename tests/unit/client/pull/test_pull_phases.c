@@ -1,0 +1,329 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* A pull as a whole, step by step: what ranks are asked in which order, what begins it anew, how it
+   ends. */
+#include "ends.h"
+#include "stub_ranks.h"
+#include "testing.h"
+#include <string.h>
+
+#define RANKS 2
+#define PART 100
+#define BYTES (RANKS * PART)
+#define CALL_MS 20000
+
+static struct {
+    stub_world world;
+    uint8_t memory[BYTES + 1];
+    fanin_pull_options options;
+    fanin_result_info info;
+    uint64_t took_ms;
+    fanin_error error;
+} s;
+
+/* What happens when a rank is asked, as often as `times` says: before it answers, or instead. */
+static struct {
+    message_type of;
+    uint32_t rank; /* RANKS: whichever it is */
+    unsigned times;
+    enum { MOVES_ON, IS_STALE, PAUSES, HANGS_UP, IS_SILENT } act;
+    unsigned abandoned, ended;
+} odd;
+
+static bool act(stub_talk *t, const frame *f, body *in)
+{
+    switch (odd.act) {
+    case MOVES_ON:
+        for (size_t i = 0; i < RANKS; i++)
+            stub_rank_commit(&s.world.ranks[i], s.world.ranks[i].step + 1);
+        return stub_answer(t, f, in);
+    case PAUSES:
+        t->rank->state = WIRE_STATE_PAUSED;
+        return stub_answer_error(t, f->request, FANIN_ERR_PAUSED, "the run is paused");
+    case IS_STALE:
+        encode_end_ok(&t->out, f->request, &(msg_end_ok){.good = false, .step = 1});
+        return true;
+    default:
+        return odd.act == IS_SILENT;
+    }
+}
+
+static bool answer(stub_talk *t, const frame *f, body *in)
+{
+    msg_end end;
+    body copy = *in;
+    if (f->type == MSG_END) {
+        assert_int_equal(decode_end(&copy, &end), FANIN_OK);
+        odd.abandoned += end.abandon;
+        odd.ended += !end.abandon;
+    }
+    if (odd.times == 0 || f->type != odd.of ||
+        (odd.rank < RANKS && t->rank->hello.rank != odd.rank))
+        return stub_answer(t, f, in);
+    odd.times--;
+    return act(t, f, in);
+}
+
+static void acts(message_type of, uint32_t rank, unsigned times, int what)
+{
+    odd.of = of;
+    odd.rank = rank;
+    odd.times = times;
+    odd.act = what;
+}
+
+/* The tensor is in two parts, one a rank, or both ranks have all of it. */
+static void begin(bool replicas)
+{
+    memset(&s, 0, sizeof s);
+    memset(&odd, 0, sizeof odd);
+    s.error = (fanin_error)FANIN_ERROR_INIT;
+    stub_world_start(&s.world, RANKS, replicas ? 1 : RANKS, replicas ? BYTES : PART);
+    for (size_t i = 0; i < RANKS; i++)
+        s.world.ranks[i].answer = answer;
+    s.options = make_options(FANIN_STEP_NEWEST, 0);
+}
+
+static int tear_down(void **state)
+{
+    stub_world_stop(&s.world);
+    return 0;
+}
+
+static fanin_status pull(void)
+{
+    fanin_box box;
+    fanin_result *result = NULL;
+    fanin_tensor t = make_tensor("t", FANIN_DTYPE_U8, BYTES, 0, &box, s.memory);
+    memset(s.memory, 0xcc, sizeof s.memory);
+    uint64_t before = clock_ns();
+    fanin_status status =
+        fanin_client_pull(s.world.client, &s.options, &t, 1, &result, &s.error);
+    s.took_ms = (clock_ns() - before) / 1000000;
+    s.info = (fanin_result_info){.struct_size = sizeof s.info};
+    if (status == FANIN_OK)
+        fanin_result_get(result, &s.info);
+    s.info.path_reason = s.info.ranks_json = NULL;
+    fanin_result_free(&result);
+    return status;
+}
+
+/* All bytes, of this step. */
+static void expect_pull(uint64_t step)
+{
+    assert_ok(pull(), s.error);
+    assert_int_equal(s.info.step, step);
+    assert_int_equal(s.info.path, FANIN_PATH_STREAM);
+    for (uint64_t i = 0; i < BYTES; i++)
+        assert_int_equal(s.memory[i], stub_byte(i));
+    assert_int_equal(s.memory[BYTES], 0xcc);
+}
+
+static void assert_asked(message_type type, unsigned first, unsigned second)
+{
+    assert_int_equal(s.world.ranks[0].asked[type], first);
+    assert_int_equal(s.world.ranks[1].asked[type], second);
+}
+
+static void forget_asked(void)
+{
+    for (size_t i = 0; i < RANKS; i++)
+        memset(s.world.ranks[i].asked, 0, sizeof s.world.ranks[i].asked);
+    odd.abandoned = odd.ended = 0;
+}
+
+/* ------------------------------------------------------------------ phases */
+
+static void each_phase_asks_once(void **state)
+{
+    begin(false);
+    expect_pull(1);
+    assert_int_equal(s.info.restarts, 0);
+    assert_asked(MSG_WAIT, 1, 1);
+    assert_asked(MSG_KEYS, 1, 0);
+    assert_asked(MSG_BOXES, 1, 1);
+    assert_asked(MSG_REGIONS, 0, 0);
+    assert_asked(MSG_BEGIN, 1, 1);
+    assert_asked(MSG_READ, 1, 1);
+    assert_asked(MSG_END, 1, 1);
+    assert_int_equal(odd.ended, RANKS);
+}
+
+/* What was learnt stays: catalogs, plan, connections. */
+static void the_next_pull_asks_less(void **state)
+{
+    begin(false);
+    expect_pull(1);
+    for (size_t i = 0; i < RANKS; i++)
+        stub_rank_commit(&s.world.ranks[i], 2);
+    forget_asked();
+    expect_pull(2);
+    assert_asked(MSG_HELLO, 0, 0);
+    assert_asked(MSG_KEYS, 0, 0);
+    assert_asked(MSG_BOXES, 0, 0);
+    assert_asked(MSG_READ, 1, 1);
+    assert_int_equal(odd.ended, RANKS);
+}
+
+static void of_replicas_one_is_read(void **state)
+{
+    begin(true);
+    expect_pull(1);
+    assert_int_equal(stub_world_asked(&s.world, MSG_READ), 1);
+}
+
+typedef struct told {
+    unsigned calls;
+    uint64_t last;
+} told;
+
+static void on_progress(void *cookie, uint64_t done, uint64_t total)
+{
+    told *t = cookie;
+    assert_true(done >= t->last && done <= total);
+    assert_int_equal(total, BYTES);
+    t->calls++;
+    t->last = done;
+}
+
+static void progress_is_told(void **state)
+{
+    told t = {0};
+    begin(false);
+    s.options.progress = on_progress;
+    s.options.progress_cookie = &t;
+    expect_pull(1);
+    assert_true(t.calls > 0);
+}
+
+/* ------------------------------------------------------------ begun anew */
+
+/* Between the agreement and the begin. */
+static void ranks_that_moved_on_are_asked_anew(void **state)
+{
+    begin(false);
+    acts(MSG_BEGIN, 0, 1, MOVES_ON);
+    expect_pull(2);
+    assert_int_equal(odd.ended, RANKS);
+    assert_asked(MSG_READ, 1, 1);
+}
+
+/* One was granted, the other was not: what was granted is given back. */
+static void half_a_begin_is_given_back(void **state)
+{
+    begin(false);
+    acts(MSG_BEGIN, 1, 1, MOVES_ON);
+    expect_pull(2);
+    assert_true(odd.abandoned <= 1);
+    assert_int_equal(odd.ended, RANKS);
+}
+
+static void bytes_that_were_rewritten_are_read_anew(void **state)
+{
+    begin(false);
+    acts(MSG_END, 1, 2, IS_STALE);
+    expect_pull(1);
+    assert_int_equal(s.info.restarts, 2);
+    assert_asked(MSG_READ, 3, 3);
+}
+
+static void as_often_as_it_may(void **state)
+{
+    begin(false);
+    s.options.max_attempts = 2;
+    acts(MSG_END, 1, 2, IS_STALE);
+    assert_int_equal(pull(), FANIN_ERR_STALE);
+    assert_int_equal(s.error.rank, 1);
+    assert_asked(MSG_READ, 2, 2);
+    expect_pull(1); /* the client is as good as before */
+}
+
+static void an_exact_step_is_not_exchanged(void **state)
+{
+    begin(false);
+    s.options = make_options(FANIN_STEP_EXACT, 1);
+    acts(MSG_BEGIN, 0, 1, MOVES_ON);
+    assert_int_equal(pull(), FANIN_ERR_SUPERSEDED);
+    assert_says(s.error.message,
+                "step 1 of lora:0 has passed: the trainer is at step 2");
+}
+
+static void a_replica_steps_in(void **state)
+{
+    static const message_type when[] = {MSG_BEGIN, MSG_READ, MSG_END};
+    for (size_t i = 0; i < sizeof when / sizeof *when; i++) {
+        begin(true);
+        acts(when[i], RANKS, 1, HANGS_UP);
+        expect_pull(1);
+        assert_int_equal(odd.times, 0);
+        if (i < 2)
+            tear_down(NULL);
+    }
+}
+
+/* ------------------------------------------------------------------- ends */
+
+static void a_run_that_pauses_ends_it(void **state)
+{
+    begin(false);
+    acts(MSG_BEGIN, 1, 1, PAUSES);
+    assert_int_equal(pull(), FANIN_ERR_PAUSED);
+    assert_int_equal(s.error.rank, 1);
+    assert_says(s.error.message, "the run is paused");
+    s.world.ranks[1].state = WIRE_STATE_STABLE;
+    expect_pull(1);
+}
+
+static void a_rank_that_serves_nothing_ends_it_in_time(void **state)
+{
+    begin(false);
+    acts(MSG_READ, 1, 9, IS_SILENT);
+    assert_int_equal(pull(), FANIN_ERR_TIMEOUT);
+    assert_int_equal(s.took_ms, CALL_MS);
+    stub_world_settle(&s.world);
+    assert_int_equal(odd.abandoned, RANKS); /* the leases are given back */
+    odd.times = 0;
+    expect_pull(1);
+}
+
+static void cancel(void *client)
+{
+    fanin_client_cancel(client);
+}
+
+static void it_can_be_cancelled_in_each_phase(void **state)
+{
+    static const message_type when[] = {MSG_KEYS, MSG_BOXES, MSG_BEGIN, MSG_READ,
+                                        MSG_END};
+    begin(false);
+    for (size_t i = 0; i < sizeof when / sizeof *when; i++) {
+        stub_world_settle(&s.world); /* leases of the one before are given back */
+        acts(when[i], RANKS, 1, IS_SILENT);
+        stub_time_at_ms(700, cancel, s.world.client);
+        assert_int_equal(pull(), FANIN_ERR_CANCELLED);
+        assert_int_equal(s.took_ms, 700);
+        assert_int_equal(odd.times, 0);
+    }
+    expect_pull(1);
+}
+
+#define SCENE(name) cmocka_unit_test_teardown(name, tear_down)
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {
+        SCENE(each_phase_asks_once),
+        SCENE(the_next_pull_asks_less),
+        SCENE(of_replicas_one_is_read),
+        SCENE(progress_is_told),
+        SCENE(ranks_that_moved_on_are_asked_anew),
+        SCENE(half_a_begin_is_given_back),
+        SCENE(bytes_that_were_rewritten_are_read_anew),
+        SCENE(as_often_as_it_may),
+        SCENE(an_exact_step_is_not_exchanged),
+        SCENE(a_replica_steps_in),
+        SCENE(a_run_that_pauses_ends_it),
+        SCENE(a_rank_that_serves_nothing_ends_it_in_time),
+        SCENE(it_can_be_cancelled_in_each_phase),
+    };
+    return cmocka_run_group_tests_name("pull phases", tests, NULL, NULL);
+}
