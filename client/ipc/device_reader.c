@@ -217,7 +217,7 @@ static fanin_status prepare_lanes(device_reader *r, fanin_error *error)
         }
     }
     bool threads = !r->direct && host_bytes(d) >= THREADS_FROM;
-    r->pool = worker_pool_create(threads ? MAX_THREADS : 0, -1);
+    r->pool = worker_pool_create(0, threads ? MAX_THREADS : 0, -1);
     if (!r->pool)
         return error_set_memory(error);
     for (int i = 0; i < GATHER_LANES && status == FANIN_OK; i++)

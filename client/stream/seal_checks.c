@@ -75,7 +75,7 @@ seal_checks *seal_checks_create(loop *l)
                               .events = EPOLLIN,
                               .ready = on_checked};
     if (c->source.fd >= 0)
-        c->pool = worker_pool_create(MAX_THREADS, c->source.fd);
+        c->pool = worker_pool_create(0, MAX_THREADS, c->source.fd);
     if (!c->pool || worker_pool_threads(c->pool) == 0 ||
         loop_add(l, &c->source, NULL) != FANIN_OK)
         seal_checks_destroy(&c);

@@ -71,7 +71,7 @@ static fanin_status start(const path_reading *r, void *const *details, void *sha
         status = one_sided_make_gets(o, error);
     if (status != FANIN_OK)
         return status;
-    o->pool = worker_pool_create(o->bytes < THREADS_FROM ? 0 : MAX_THREADS, -1);
+    o->pool = worker_pool_create(0, o->bytes < THREADS_FROM ? 0 : MAX_THREADS, -1);
     if (!o->pool)
         return error_set_memory(error);
     one_sided_register(o);

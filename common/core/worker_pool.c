@@ -20,6 +20,12 @@ struct worker_pool {
     pthread_t threads[];
 };
 
+static void empty(queue *q)
+{
+    q->first = NULL;
+    q->end = &q->first;
+}
+
 static void push(queue *q, worker_job *job)
 {
     job->next = NULL;
@@ -67,9 +73,10 @@ static void *work(void *cookie)
     return NULL;
 }
 
-worker_pool *worker_pool_create(unsigned most, int event)
+worker_pool *worker_pool_create(unsigned least, unsigned most, int event)
 {
     unsigned spare = usable_cpus() - 1, n = spare < most ? spare : most;
+    n = n < least ? least : n;
     worker_pool *pool = calloc(1, sizeof *pool + n * sizeof pool->threads[0]);
     if (!pool)
         return NULL;
@@ -77,8 +84,8 @@ worker_pool *worker_pool_create(unsigned most, int event)
     pthread_mutex_init(&pool->lock, NULL);
     pthread_cond_init(&pool->work, NULL);
     pthread_cond_init(&pool->done_cond, NULL);
-    pool->waiting.end = &pool->waiting.first;
-    pool->done.end = &pool->done.first;
+    empty(&pool->waiting);
+    empty(&pool->done);
     pool->n_threads = worker_threads_start(pool->threads, n, work, pool);
     return pool;
 }
@@ -86,6 +93,16 @@ worker_pool *worker_pool_create(unsigned most, int event)
 unsigned worker_pool_threads(const worker_pool *pool)
 {
     return pool->n_threads;
+}
+
+void worker_pool_drain(worker_pool *pool)
+{
+    pthread_mutex_lock(&pool->lock);
+    empty(&pool->waiting);
+    while (pool->running > 0)
+        pthread_cond_wait(&pool->done_cond, &pool->lock);
+    empty(&pool->done);
+    pthread_mutex_unlock(&pool->lock);
 }
 
 void worker_pool_destroy(worker_pool **pool)

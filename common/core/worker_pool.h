@@ -17,13 +17,15 @@ typedef struct worker_job {
     void (*run)(struct worker_job *job);
 } worker_job;
 
-/** As many threads as the process may use CPUs beyond its own, at most @p most; 0 is fine: then
+/** As many threads as the process may use CPUs beyond its own, @p least to @p most; 0 is fine: then
     the caller's worker_pool_help() does everything. @p event: an eventfd that tells of jobs that
     are done, it outlives the pool; -1: none. NULL: out of memory. */
-worker_pool *worker_pool_create(unsigned most, int event);
+worker_pool *worker_pool_create(unsigned least, unsigned most, int event);
 /** Threads that run. */
 unsigned worker_pool_threads(const worker_pool *pool);
-/** Drops what is queued, waits for what is running, ends the threads. */
+/** Drops what is queued, waits for what is running, forgets what is done. */
+void worker_pool_drain(worker_pool *pool);
+/** The same, and ends the threads. */
 void worker_pool_destroy(worker_pool **pool);
 
 void worker_pool_submit(worker_pool *pool, worker_job *job);

@@ -12,6 +12,7 @@
 #include "text.h"
 #include "thread.h"
 #include "utf8.h"
+#include "worker_pool.h"
 #include <limits.h>
 #include <stdlib.h>
 #include <string.h>
@@ -270,6 +271,66 @@ static void conditions_are_waited_for(void **state)
     pthread_cond_destroy(&m.changed);
 }
 
+/* ------------------------------------------------------------- helpers */
+
+typedef struct counted {
+    worker_job job; /* first */
+    unsigned runs;
+} counted;
+
+static void count_run(worker_job *job)
+{
+    ((counted *)job)->runs++;
+}
+
+static void helpers_do_each_job_once(void **state)
+{
+    (void)state;
+    enum { JOBS = 200 };
+    static counted jobs[JOBS];
+    for (unsigned threads = 0; threads < 4; threads++) {
+        worker_pool *pool = worker_pool_create(threads, threads, -1);
+        assert_int_equal(worker_pool_threads(pool), threads);
+        for (unsigned i = 0; i < JOBS; i++) {
+            jobs[i] = (counted){.job.run = count_run};
+            worker_pool_submit(pool, &jobs[i].job);
+        }
+        unsigned done = 0;
+        for (;;) {
+            while (worker_pool_collect(pool))
+                done++;
+            if (done == JOBS)
+                break;
+            if (!worker_pool_help(pool))
+                worker_pool_wait(pool);
+        }
+        for (unsigned i = 0; i < JOBS; i++)
+            assert_int_equal(jobs[i].runs, 1);
+        assert_false(worker_pool_help(pool));
+        worker_pool_destroy(&pool);
+        assert_null(pool);
+    }
+}
+
+static void helpers_forget_what_is_drained(void **state)
+{
+    (void)state;
+    counted one = {.job.run = count_run}, two = one;
+    worker_pool *pool = worker_pool_create(0, 0, -1);
+    worker_pool_submit(pool, &one.job);
+    worker_pool_submit(pool, &two.job);
+    assert_true(worker_pool_help(pool));
+    worker_pool_drain(pool);
+    assert_null(worker_pool_collect(pool));
+    assert_false(worker_pool_help(pool));
+    assert_int_equal(one.runs, 1);
+    assert_int_equal(two.runs, 0);
+    worker_pool_submit(pool, &two.job);
+    assert_true(worker_pool_help(pool));
+    assert_ptr_equal(worker_pool_collect(pool), &two.job);
+    worker_pool_destroy(&pool);
+}
+
 /* ------------------------------------------------------------- dtype */
 
 static void dtypes_have_names_and_sizes(void **state)
@@ -447,6 +508,8 @@ int main(void)
         cmocka_unit_test(ranges_are_found),
         cmocka_unit_test(texts_are_bounded),
         cmocka_unit_test(conditions_are_waited_for),
+        cmocka_unit_test(helpers_do_each_job_once),
+        cmocka_unit_test(helpers_forget_what_is_drained),
         cmocka_unit_test(dtypes_have_names_and_sizes),
         cmocka_unit_test(dtype_sizes_of_shapes),
         cmocka_unit_test(dtype_sizes_do_not_overflow),
