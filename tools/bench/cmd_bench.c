@@ -303,64 +303,66 @@ static void close_all(bench *b)
     free(b->target);
 }
 
+static bench whole; /* large */
+
+static struct poptOption option_table[] = {
+    {"dest", 'd', POPT_ARG_STRING, &whole.dest, 0,
+     "memory (default), memory of a CUDA device, or a directory to make adapters "
+     "in",
+     "memory|device:N|DIR"},
+    {"iterations", 'i', POPT_ARG_INT, &whole.iterations, 0, "pulls (default 10)", "N"},
+    {"cold", 0, POPT_ARG_NONE, &whole.cold, 0,
+     "a new client for each pull: connection, catalog and plan anew", NULL},
+    {"repeat", 0, POPT_ARG_INT, &whole.repeat, 0, "rounds of pulls (default 1)", "N"},
+    {"check-pattern", 0, POPT_ARG_NONE, &whole.check_all, 0,
+     "prove every byte of each pull, not of the first one only", NULL},
+    {"pull-dtype", 0, POPT_ARG_STRING, &whole.pull_dtype, 0,
+     "pull F32 tensors as bf16 or f16", "DTYPE"},
+    {"spare-file", 0, POPT_ARG_NONE, &whole.spare_file, 0,
+     "into a directory: keep the next pull's file ready", NULL},
+    {"verify", 0, POPT_ARG_NONE, &whole.verify, 0,
+     "compare each pull with digests that the ranks make", NULL},
+    {"pause", 0, POPT_ARG_INT, &whole.pause, 0,
+     "wait between pulls, as workers do (default 0)", "MS"},
+    {"commits", 0, POPT_ARG_INT, &whole.commits, 0,
+     "with --snapshot: commits that are timed first (default 20)", "N"},
+    {"trainer-load", 0, POPT_ARG_STRING, &whole.load_name, 0,
+     "also measure what pulls cost ranks that multiply matrices (product) or move "
+     "memory (sweep)",
+     "KIND"},
+    {"update-every", 0, POPT_ARG_INT, &whole.update_every, 0,
+     "how often those ranks update (default 1000)", "MS"},
+    {NULL, 0, POPT_ARG_INCLUDE_TABLE, whole.trainer.source_part, 0,
+     "What own ranks serve:", NULL},
+    {NULL, 0, POPT_ARG_INCLUDE_TABLE, whole.trainer.publishing_part, 0,
+     "How they publish:", NULL},
+    {NULL, 0, POPT_ARG_INCLUDE_TABLE, whole.trainer.world_part + OF_TRAINER_ALONE, 0,
+     "Own ranks:", NULL},
+    SESSION_TABLE(&whole.line),
+    POPT_TABLEEND,
+};
+
 static int run(const command *self, int argc, const char **argv)
 {
-    static bench b; /* large */
-    b = (bench){.self = self,
-                .line.common.timeout_ms = 60000,
-                .iterations = 10,
-                .repeat = 1,
-                .commits = 20,
-                .update_every = 1000,
-                .dest_device = DEVICE_HOST,
-                .arena.device = DEVICE_HOST};
-    struct poptOption table[] = {
-        {"dest", 'd', POPT_ARG_STRING, &b.dest, 0,
-         "memory (default), memory of a CUDA device, or a directory to make adapters "
-         "in",
-         "memory|device:N|DIR"},
-        {"iterations", 'i', POPT_ARG_INT, &b.iterations, 0, "pulls (default 10)", "N"},
-        {"cold", 0, POPT_ARG_NONE, &b.cold, 0,
-         "a new client for each pull: connection, catalog and plan anew", NULL},
-        {"repeat", 0, POPT_ARG_INT, &b.repeat, 0, "rounds of pulls (default 1)", "N"},
-        {"check-pattern", 0, POPT_ARG_NONE, &b.check_all, 0,
-         "prove every byte of each pull, not of the first one only", NULL},
-        {"pull-dtype", 0, POPT_ARG_STRING, &b.pull_dtype, 0,
-         "pull F32 tensors as bf16 or f16", "DTYPE"},
-        {"spare-file", 0, POPT_ARG_NONE, &b.spare_file, 0,
-         "into a directory: keep the next pull's file ready", NULL},
-        {"verify", 0, POPT_ARG_NONE, &b.verify, 0,
-         "compare each pull with digests that the ranks make", NULL},
-        {"pause", 0, POPT_ARG_INT, &b.pause, 0,
-         "wait between pulls, as workers do (default 0)", "MS"},
-        {"commits", 0, POPT_ARG_INT, &b.commits, 0,
-         "with --snapshot: commits that are timed first (default 20)", "N"},
-        {"trainer-load", 0, POPT_ARG_STRING, &b.load_name, 0,
-         "also measure what pulls cost ranks that multiply matrices (product) or move "
-         "memory (sweep)",
-         "KIND"},
-        {"update-every", 0, POPT_ARG_INT, &b.update_every, 0,
-         "how often those ranks update (default 1000)", "MS"},
-        {NULL, 0, POPT_ARG_INCLUDE_TABLE, b.trainer.source_part, 0,
-         "What own ranks serve:", NULL},
-        {NULL, 0, POPT_ARG_INCLUDE_TABLE, b.trainer.publishing_part, 0,
-         "How they publish:", NULL},
-        {NULL, 0, POPT_ARG_INCLUDE_TABLE, b.trainer.world_part + OF_TRAINER_ALONE, 0,
-         "Own ranks:", NULL},
-        SESSION_TABLE(&b.line),
-        POPT_TABLEEND,
-    };
+    whole = (bench){.self = self,
+                    .line.common.timeout_ms = 60000,
+                    .iterations = 10,
+                    .repeat = 1,
+                    .commits = 20,
+                    .update_every = 1000,
+                    .dest_device = DEVICE_HOST,
+                    .arena.device = DEVICE_HOST};
     int code;
-    trainer_options_init(&b.trainer);
-    if (session_parse(self, &b.line, argc, argv, table, &code)) {
-        code = check_usage(&b);
-        if (code == 0 && b.target == NULL) {
-            code = start_ranks(&b);
+    trainer_options_init(&whole.trainer);
+    if (session_parse(self, &whole.line, argc, argv, option_table, &code)) {
+        code = check_usage(&whole);
+        if (code == 0 && whole.target == NULL) {
+            code = start_ranks(&whole);
         }
-        code = code != 0 ? code : bench_all(&b);
-        close_all(&b);
+        code = code != 0 ? code : bench_all(&whole);
+        close_all(&whole);
     }
-    session_end(&b.line);
+    session_end(&whole.line);
     return code;
 }
 

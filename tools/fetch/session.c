@@ -13,11 +13,11 @@
 #include <stdlib.h>
 #include <string.h>
 
-void session_log(void *cookie, fanin_log_level level, const char *event,
+void session_log(void *verbose, fanin_log_level level, const char *event,
                  const char *message)
 {
     static const char *const names[] = {"log", "error", "warning", "info", "debug"};
-    if (level <= FANIN_LOG_WARNING || cookie != NULL) {
+    if (level <= FANIN_LOG_WARNING || verbose != NULL) {
         terminal_tell("nixl-fetch: %s: %s: %s",
                       names[level >= 1 && level <= 4 ? level : 0], event, message);
     }

@@ -256,53 +256,54 @@ static int live(const serve_options *o, const rank_options *options)
     return code != 0 ? code : stopped;
 }
 
+static serve_options given;
+static struct poptOption common_part[COMMON_OPTIONS];
+static struct poptOption option_table[] = {
+    {NULL, 0, POPT_ARG_INCLUDE_TABLE, given.trainer.source_part, 0,
+     "What to serve:", NULL},
+    {"run", 0, POPT_ARG_ARGV, &given.runs, 0, "the run's name (default 0); repeatable",
+     "R"},
+    {"update-every", 0, POPT_ARG_INT, &given.update_every, 0,
+     "rewrite in place, then stay MS milliseconds; without it one step stays", "MS"},
+    {"steps", 0, POPT_ARG_LONGLONG, &given.steps, 0,
+     "stop updating after N steps, but go on serving", "N"},
+    {"first-step", 0, POPT_ARG_LONGLONG, &given.first_step, 0, "first step (default 1)",
+     "S"},
+    {"uncoupled", 0, POPT_ARG_NONE, &given.uncoupled, 0,
+     "ranks do not wait for each other between steps", NULL},
+    {"keep-going", 0, POPT_ARG_NONE, &given.keep_going, 0,
+     "the others go on when a rank dies", NULL},
+    {"wait-commit", 0, POPT_ARG_NONE, &given.wait_commit, 0,
+     "each commit waits until it has taken effect, and is timed", NULL},
+    {"info", 0, POPT_ARG_STRING, &given.info, 0, "write a nixl_info.json", "FILE"},
+    {"ready-fd", 0, POPT_ARG_INT, &given.ready_fd, 0,
+     "write the ready line to this descriptor", "FD"},
+    {NULL, 0, POPT_ARG_INCLUDE_TABLE, given.trainer.publishing_part, 0,
+     "How they publish:", NULL},
+    {NULL, 0, POPT_ARG_INCLUDE_TABLE, given.trainer.world_part, 0, "The ranks:", NULL},
+    {NULL, 0, POPT_ARG_INCLUDE_TABLE, common_part, 0, "Common options:", NULL},
+    POPT_TABLEEND,
+};
+
 static int run(const command *self, int argc, const char **argv)
 {
-    serve_options o = {.common.timeout_ms = 300000,
-                       .update_every = -1,
-                       .ready_fd = -1,
-                       .first_step = 1};
-    struct poptOption common[COMMON_OPTIONS];
-    struct poptOption table[] = {
-        {NULL, 0, POPT_ARG_INCLUDE_TABLE, o.trainer.source_part, 0,
-         "What to serve:", NULL},
-        {"run", 0, POPT_ARG_ARGV, &o.runs, 0, "the run's name (default 0); repeatable",
-         "R"},
-        {"update-every", 0, POPT_ARG_INT, &o.update_every, 0,
-         "rewrite in place, then stay MS milliseconds; without it one step stays",
-         "MS"},
-        {"steps", 0, POPT_ARG_LONGLONG, &o.steps, 0,
-         "stop updating after N steps, but go on serving", "N"},
-        {"first-step", 0, POPT_ARG_LONGLONG, &o.first_step, 0, "first step (default 1)",
-         "S"},
-        {"uncoupled", 0, POPT_ARG_NONE, &o.uncoupled, 0,
-         "ranks do not wait for each other between steps", NULL},
-        {"keep-going", 0, POPT_ARG_NONE, &o.keep_going, 0,
-         "the others go on when a rank dies", NULL},
-        {"wait-commit", 0, POPT_ARG_NONE, &o.wait_commit, 0,
-         "each commit waits until it has taken effect, and is timed", NULL},
-        {"info", 0, POPT_ARG_STRING, &o.info, 0, "write a nixl_info.json", "FILE"},
-        {"ready-fd", 0, POPT_ARG_INT, &o.ready_fd, 0,
-         "write the ready line to this descriptor", "FD"},
-        {NULL, 0, POPT_ARG_INCLUDE_TABLE, o.trainer.publishing_part, 0,
-         "How they publish:", NULL},
-        {NULL, 0, POPT_ARG_INCLUDE_TABLE, o.trainer.world_part, 0, "The ranks:", NULL},
-        {NULL, 0, POPT_ARG_INCLUDE_TABLE, common, 0, "Common options:", NULL},
-        POPT_TABLEEND,
-    };
     arguments parsed;
     char zero[] = "0";
     char *default_runs[] = {zero};
     rank_options options = {.runs = default_runs, .n_runs = 1};
     source served = {0};
     int code;
-    trainer_options_init(&o.trainer);
-    options_common(&o.common, common);
-    if (options_parse(self, argc, argv, table, &o.common, &parsed, &code)) {
+    given = (serve_options){.common.timeout_ms = 300000,
+                            .update_every = -1,
+                            .ready_fd = -1,
+                            .first_step = 1};
+    trainer_options_init(&given.trainer);
+    options_common(&given.common, common_part);
+    if (options_parse(self, argc, argv, option_table, &given.common, &parsed, &code)) {
         code = parsed.count > 0 ? failure_usage(self->name, "unexpected argument '%s'",
                                                 parsed.positional[0])
-                                : resolve(self, &o, &served, &options);
-        code = code != 0 ? code : live(&o, &options);
+                                : resolve(self, &given, &served, &options);
+        code = code != 0 ? code : live(&given, &options);
         source_close(&served);
     }
     options_free(&parsed);
