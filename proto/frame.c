@@ -1,6 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "frame.h"
+#include "checksum.h"
 
+#include <string.h>
+
+#define CHECKED 20         /* bytes of a header that its own checksum covers */
 #define TLS_HANDSHAKE 0x16 /* a ClientHello's first byte; kept free for later */
 
 static void put_le(uint8_t *out, uint64_t value, int bytes)
@@ -52,4 +56,38 @@ fanin_status frame_decode(const uint8_t in[FRAME_SIZE], frame *out,
     out->request = get_le(in + 8, 8);
     out->length = (uint32_t)get_le(in + 16, 4);
     return FANIN_OK;
+}
+
+void seal_header(uint8_t header[FRAME_SIZE])
+{
+    put_le(header + CHECKED, checksum_of(header, CHECKED), 4);
+}
+
+void seal_encode(uint64_t sum, uint8_t out[SEAL_SIZE])
+{
+    put_le(out, sum, SEAL_SIZE);
+}
+
+fanin_status seal_decode(const uint8_t header[FRAME_SIZE], bool sealed, frame *out,
+                         const char **why_out)
+{
+    uint8_t plain[FRAME_SIZE] = {0};
+    if (!sealed)
+        return frame_decode(header, out, why_out);
+    if (get_le(header + CHECKED, 4) != (uint32_t)checksum_of(header, CHECKED)) {
+        *why_out = SEAL_BROKEN;
+        return FANIN_ERR_TRANSPORT;
+    }
+    memcpy(plain, header, CHECKED);
+    return frame_decode(plain, out, why_out);
+}
+
+bool seal_fits(uint64_t sum, const uint8_t in[SEAL_SIZE])
+{
+    return get_le(in, SEAL_SIZE) == sum;
+}
+
+bool seal_check(const uint8_t *frame, size_t size)
+{
+    return seal_fits(checksum_of(frame, size), frame + size);
 }

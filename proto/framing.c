@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "framing.h"
+#include "checksum.h"
 
 #include <string.h>
 
@@ -9,16 +10,16 @@
 void framing_start(framing *f, uint32_t longest)
 {
     framing_drop(f);
-    buffer_clear(&f->in);
+    buffer_clear(&f->bytes);
     f->longest = longest;
     f->sealed = false;
 }
 
 void framing_expect_hello_ok(framing *f, const void *hello, size_t size, bool agreed)
 {
-    if (!buffer_reserve(&f->in, FIRST))
+    if (!buffer_reserve(&f->bytes, FIRST))
         return;
-    buffer_append(&f->in, hello, size);
+    buffer_append(&f->bytes, hello, size);
     f->used = f->hello = size;
     f->agreed = agreed;
 }
@@ -38,19 +39,19 @@ void framing_seal_hello_ok(framing *f, const body *hello, buffer *out, size_t an
 
 void framing_drop(framing *f)
 {
-    f->in.size = f->used = f->hello = 0;
+    f->bytes.size = f->used = f->hello = 0;
     f->need = FRAME_SIZE;
 }
 
 void framing_free(framing *f)
 {
     framing_drop(f);
-    buffer_free(&f->in);
+    buffer_free(&f->bytes);
 }
 
 uint8_t *framing_room(framing *f, size_t *room_out)
 {
-    buffer *in = &f->in;
+    buffer *in = &f->bytes;
     if (f->used > 0 && f->hello == 0) {
         memmove(in->data, in->data + f->used, in->size - f->used);
         in->size -= f->used;
@@ -70,13 +71,13 @@ uint8_t *framing_room(framing *f, size_t *room_out)
 
 void framing_add(framing *f, size_t bytes)
 {
-    f->in.size += bytes;
+    f->bytes.size += bytes;
 }
 
 static bool has_come(framing *f, size_t bytes)
 {
     f->need = bytes;
-    return f->in.size - f->used >= bytes;
+    return f->bytes.size - f->used >= bytes;
 }
 
 static framing_result refuse(framed *out, fanin_status status, const char *why)
@@ -92,7 +93,7 @@ framing_result framing_peek(framing *f, framed *out)
     *out = (framed){.status = FANIN_OK};
     if (!has_come(f, FRAME_SIZE))
         return FRAMING_MORE;
-    const uint8_t *start = f->in.data + f->used;
+    const uint8_t *start = f->bytes.data + f->used;
     fanin_status status = seal_decode(start, f->sealed, &out->head, &why);
     if (status != FANIN_OK)
         return refuse(out, status, why);
@@ -123,7 +124,7 @@ framing_result framing_take(framing *f, framed *out)
     bool sealed = f->hello > 0 ? has_seal(f, out) : f->sealed;
     if (!has_come(f, whole + seal_size(sealed)))
         return FRAMING_MORE;
-    if (sealed && !seal_check(f->in.data + f->used - f->hello, f->hello + whole)) {
+    if (sealed && !seal_check(f->bytes.data + f->used - f->hello, f->hello + whole)) {
         out->head = (frame){0};
         return refuse(out, FANIN_ERR_TRANSPORT, SEAL_BROKEN);
     }
@@ -136,7 +137,7 @@ framing_result framing_take(framing *f, framed *out)
 
 void framing_take_header(framing *f, uint8_t header[FRAME_SIZE])
 {
-    memcpy(header, f->in.data + f->used, FRAME_SIZE);
+    memcpy(header, f->bytes.data + f->used, FRAME_SIZE);
     f->used += FRAME_SIZE;
     f->need = f->sealed ? SEAL_SIZE : FRAME_SIZE;
 }
@@ -145,7 +146,7 @@ framing_result framing_take_seal(framing *f, uint8_t seal[SEAL_SIZE])
 {
     if (!has_come(f, SEAL_SIZE))
         return FRAMING_MORE;
-    memcpy(seal, f->in.data + f->used, SEAL_SIZE);
+    memcpy(seal, f->bytes.data + f->used, SEAL_SIZE);
     f->used += SEAL_SIZE;
     f->need = FRAME_SIZE;
     return FRAMING_WHOLE;

@@ -9,16 +9,15 @@
 #define FRAMING_H
 
 #include "messages.h"
-#include "seal.h"
 
 typedef struct framing {
-    buffer in;
+    buffer bytes;
     size_t used;      /**< of it, by frames that were taken */
     size_t need;      /**< bytes of what comes next, as far as that is known */
     size_t hello;     /**< bytes of the hello, in front of its answer; 0: none is due */
     uint32_t longest; /**< body that is taken */
-    bool
-        exact; /**< room is for `need` bytes only: the body behind a header may belong elsewhere */
+    /** room is for `need` bytes only: the body behind a header may belong elsewhere */
+    bool exact;
     bool sealed; /**< frames have checksums */
     bool agreed; /**< ... from the answer to the hello on, whatever it says */
 } framing;
@@ -30,8 +29,8 @@ typedef enum framing_result {
 } framing_result;
 
 typedef struct framed {
-    frame
-        head; /**< of a bad one: zero unless the header is fine and announces too long a body */
+    /** of a bad one: zero unless the header is fine and announces too long a body */
+    frame head;
     body body; /**< until there is room again */
     /** of a bad one: FANIN_ERR_PROTOCOL, FANIN_ERR_VERSION, or FANIN_ERR_TRANSPORT: a checksum does
         not fit */

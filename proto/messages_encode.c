@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "fields.h"
 #include "pack.h"
-#include "seal.h"
+#include "checksum.h"
 #include "utf8.h"
 
 #include <string.h>

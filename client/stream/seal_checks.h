@@ -9,7 +9,8 @@
 
 #include "net/loop.h"
 #include "plan/plan.h"
-#include "seal.h"
+#include "checksum.h"
+#include "frame.h"
 
 typedef struct seal_checks seal_checks;
 

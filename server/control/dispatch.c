@@ -1,6 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "control/dispatch.h"
-#include "control/hello.h"
 #include "control/open_path.h"
 #include "control/reply.h"
 #include "control/requests.h"

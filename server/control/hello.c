@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-#include "control/hello.h"
+#include "control/requests.h"
 #include "control/open_path.h"
 #include "error_set.h"
 

@@ -5,6 +5,8 @@
 
 #include "control/session.h"
 
+/** hello.c: opens the session, hands the connection over to the data thread, or rejects it. */
+void handle_hello(session *s, const frame *f, body *in);
 fanin_status handle_list(session *s, uint64_t request, body *in);
 /** A page of keys, boxes or regions. */
 fanin_status handle_blob(session *s, uint64_t request, message_type type, body *in);

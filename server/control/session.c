@@ -17,7 +17,7 @@
 bool session_account(session *s)
 {
     size_t memory =
-        sizeof *s + sizeof(reader) + s->in.in.capacity + s->out.bytes.capacity;
+        sizeof *s + sizeof(reader) + s->in.bytes.capacity + s->out.bytes.capacity;
     return memory_account(s->control->server, &s->memory, memory);
 }
 

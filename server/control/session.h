@@ -53,8 +53,7 @@ typedef struct session {
     deadline idle;
     deadline stalled_at; /**< UINT64_MAX: it owes no room for output */
     uint32_t interest;   /**< in the epoll set */
-    framing
-        in; /**< frames of both directions have checksums from the hello's reply on */
+    framing in;          /**< says whether frames of both directions have checksums */
     outgoing out;
     size_t memory;
     bool shut;

@@ -1,7 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "stream/data_connection.h"
 #include "core/rules.h"
-#include "seal.h"
 
 #include <errno.h>
 #include <stdlib.h>
@@ -59,7 +58,7 @@ void connection_free(stream_tools *t, connection *c)
 
 bool connection_account(fanin_server *s, connection *c)
 {
-    size_t now = sizeof *c + c->in.in.capacity + c->out.bytes.capacity +
+    size_t now = sizeof *c + c->in.bytes.capacity + c->out.bytes.capacity +
                  job_memory(&c->job) + digester_memory(&c->digester);
     return memory_account(s, &c->memory, now);
 }

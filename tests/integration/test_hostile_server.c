@@ -94,6 +94,7 @@ static const lie lies[] = {
     {"begin_garbage", BEGIN_GARBAGE, {PROTOCOL}, NULL},
     {"begin_close", BEGIN_CLOSE, GONE, NULL},
     {"data_garbage", DATA_GARBAGE, {PROTOCOL}, NULL},
+    {"data_digests", DATA_DIGESTS, {PROTOCOL}, "malformed"},
     {"data_silent", DATA_SILENT, {TIMEOUT, UNREACHABLE}, NULL},
     {"data_unasked", DATA_UNASKED, {PROTOCOL}, "does not fit"},
     {"read_short", READ_SHORT, {PROTOCOL}, "does not fit"},

@@ -176,10 +176,15 @@ static bool on_data_hello(const fake_server *f, fake_connection *c, uint64_t req
         return true;
     if (is(f, DATA_GARBAGE))
         return put_garbage(f, c, request, MSG_HELLO_OK);
+    buffer b = {0};
+    if (is(f, DATA_DIGESTS)) {
+        static const uint8_t none[16];
+        encode_digest_ok(&b, request, &(msg_digest_ok){.digests = {none, sizeof none}});
+        return put_buffer(f, c, &b);
+    }
     if (!greet(f, c, request))
         return false;
     if (is(f, DATA_UNASKED)) {
-        buffer b = {0};
         encode_read_ok(&b, 77, FAKE_BYTES);
         return put_buffer(f, c, &b);
     }

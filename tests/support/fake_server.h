@@ -78,6 +78,7 @@ typedef enum mischief {
     REGIONS_GONE, /**< offers cuda_ipc, and has lost the publication when asked for regions */
     BEGIN_CLOSE,
     DATA_GARBAGE,
+    DATA_DIGESTS, /**< as the answer to a hello */
     DATA_SILENT,
     DATA_UNASKED,
     READ_SHORT,

@@ -3,7 +3,7 @@
 
 #include "buffer.h"
 #include "messages.h"
-#include "seal.h"
+#include "checksum.h"
 #include "socket.h"
 #include "testing.h"
 #include <errno.h>

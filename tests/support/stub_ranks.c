@@ -2,7 +2,7 @@
 #include "stub_ranks.h"
 
 #include "host.h"
-#include "seal.h"
+#include "checksum.h"
 #include "testing.h"
 #include <errno.h>
 #include <poll.h>

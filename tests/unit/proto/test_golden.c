@@ -84,7 +84,7 @@ static void messages_have_their_bytes(void **state)
     for (size_t i = 0; i < all.count; i++) {
         const sample *s = &all.list[i];
         compare_golden(s);
-        framing f = {.in = s->bytes, .longest = LIMIT_READ_BYTES};
+        framing f = {.bytes = s->bytes, .longest = LIMIT_READ_BYTES};
         framed got;
         assert_int_equal(framing_peek(&f, &got), FRAMING_WHOLE);
         assert_true(got.head.request == SAMPLE_REQUEST || got.head.request == 0);
