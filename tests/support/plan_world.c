@@ -102,16 +102,20 @@ static void packed_strides(const units *u, int64_t *stride)
     }
 }
 
-/* Number of a block's unit in the whole tensor. */
-static uint64_t number_in_tensor(const key_entry *e, const units *u, const uint64_t *at)
+static units whole_tensor(const key_entry *e)
 {
     block all = {.n_dims = e->n_dims};
     for (uint32_t i = 0; i < e->n_dims; i++)
         all.extent[i] = e->shape[i];
-    units whole = in_units(e, &all);
+    return in_units(e, &all);
+}
+
+/* Number of a block's unit in the whole tensor. */
+static uint64_t number_in(const units *whole, const units *u, const uint64_t *at)
+{
     uint64_t number = 0;
     for (uint32_t i = 0; i < u->n; i++)
-        number = number * whole.extent[i] + u->offset[i] + at[i];
+        number = number * whole->extent[i] + u->offset[i] + at[i];
     return number;
 }
 
@@ -185,7 +189,7 @@ void world_hold_chunks(world *w, uint32_t rank, uint32_t dim, uint32_t parts,
 static void fill_box(const world *w, world_rank *r, const box_record *record)
 {
     const key_entry *e = &w->entries[record->key];
-    units u = in_units(e, &record->block);
+    units u = in_units(e, &record->block), whole = whole_tensor(e);
     uint64_t at[FANIN_MAX_DIMS];
     int64_t stride[FANIN_MAX_DIMS];
     memcpy(stride, record->place.stride, sizeof stride);
@@ -193,7 +197,7 @@ static void fill_box(const world *w, world_rank *r, const box_record *record)
         packed_strides(&u, stride);
     for (uint64_t i = 0; i < volume(&u); i++) {
         coordinates(&u, i, at);
-        uint64_t number = number_in_tensor(e, &u, at);
+        uint64_t number = number_in(&whole, &u, at);
         uint64_t to = record->place.offset + (uint64_t)dot(u.n, at, stride);
         for (uint32_t k = 0; k < u.bytes; k++)
             r->memory[record->place.region][to + k] =
@@ -321,7 +325,7 @@ static void expect_target(const world *w, const landing *l, const plan_target *t
                           uint8_t *expected)
 {
     const key_entry *e = &w->entries[t->key];
-    units u = in_units(e, &t->block), landed = u;
+    units u = in_units(e, &t->block), landed = u, whole = whole_tensor(e);
     uint32_t convert = convert_of(l, e);
     uint64_t at[FANIN_MAX_DIMS];
     int64_t stride[FANIN_MAX_DIMS];
@@ -335,7 +339,7 @@ static void expect_target(const world *w, const landing *l, const plan_target *t
         packed_strides(&landed, stride);
     for (uint64_t i = 0; i < volume(&u); i++) {
         coordinates(&u, i, at);
-        uint64_t number = number_in_tensor(e, &u, at);
+        uint64_t number = number_in(&whole, &u, at);
         uint64_t to = t->to + (uint64_t)dot(u.n, at, stride);
         expect_unit(t->key, number, u.bytes, convert, expected + to);
     }
