@@ -294,7 +294,7 @@ static void ways_are_not_mixed(void **state)
     assert_int_equal(snapshot(s, 2, FANIN_DTYPE_BF16, NULL), FANIN_ERR_ARGUMENT);
     assert_int_equal(snapshot(s, 1, 0, NULL), FANIN_ERR_ARGUMENT); /* the step */
     assert_int_equal(snapshot(s, 2, 0, NULL), FANIN_OK);
-    fanin_server_destroy(&s, 0);
+    server_stop(&s, 0);
     s = server_start_lease(0);
     server_put(s, RUN, "a", first, SIZE);
     server_commit(s, 1);
@@ -446,7 +446,7 @@ static void large_shards_are_copied_by_threads(void **state)
         assert_memory_equal(got, large + at, piece);
     }
     assert_true(peer_end(&r.control, &g, false).good);
-    fanin_server_destroy(&s, 0);
+    server_stop(&s, 0);
     free(large);
     free(got);
 }

@@ -366,7 +366,7 @@ static void pulls_beside_updates_are_whole(void **state)
     }
     assert_true(good >= ROUNDS - 2);
     assert_int_equal(server_stats(l.server).drains_expired, 0);
-    fanin_server_destroy(&l.server, 0);
+    server_stop(&l.server, 0);
     sem_destroy(&l.good);
 }
 
