@@ -6,55 +6,28 @@
 #include <string.h>
 #include <sys/epoll.h>
 
-/* Whether it may map device memory of this process (path cuda_ipc). */
-static bool may_map(const session *s)
-{
-    return gpu_built() && s->trusted && s->is_unix;
-}
-
-uint32_t offered_paths(const session *s)
-{
-    const fanin_server *server = s->control->server;
-    uint32_t paths = 1u << WIRE_PATH_STREAM;
-    if (may_map(s))
-        paths |= 1u << WIRE_PATH_CUDA_IPC;
-    if (!server->ucx || !s->trusted ||
-        !ucx_versions_match(ucx_version(server->ucx), s->ucx_version))
-        return paths;
-    if (s->is_unix)
-        paths |= 1u << WIRE_PATH_CMA;
-    return paths | 1u << WIRE_PATH_RDMA;
-}
-
-bool has_path(const session *s, int32_t path)
-{
-    const registrar *r = &s->control->server->registrar;
-    if (path == WIRE_PATH_CUDA_IPC)
-        return may_map(s);
-    return s->trusted && r->ucx[path == WIRE_PATH_RDMA ? DOMAIN_RDMA : DOMAIN_HOST];
-}
-
+/* The way to device memory of this process. */
 static fanin_status may_open_ipc(const session *s, fanin_error *error)
 {
     error_place place = {.phase = "connect"};
-    if (may_map(s))
+    bool built = gpu_built();
+    if (built && s->trusted && s->is_unix)
         return FANIN_OK;
-    if (gpu_built()) {
-        place.remedy = "connect on the same host as the same user";
-        return error_set(
-            error, FANIN_ERR_UNSUPPORTED, &place,
-            "cuda_ipc needs a session over the Unix socket of the same host, "
-            "of the server's own user");
-    }
-    place.remedy = "install a build with CUDA in the trainer";
-    return error_set(error, FANIN_ERR_UNSUPPORTED, &place,
-                     "the server was built without CUDA");
+    place.remedy = built ? "connect on the same host as the same user"
+                         : "install a build with CUDA in the trainer";
+    return error_set(
+        error, FANIN_ERR_UNSUPPORTED, &place, "%s",
+        built ? "cuda_ipc needs a session over the Unix socket of the same host, "
+                "of the server's own user"
+              : "the server was built without CUDA");
 }
 
 static fanin_status may_open(const session *s, int32_t path, fanin_error *error)
 {
     const fanin_server *server = s->control->server;
     error_place place = {.phase = "connect"};
+    if (path == WIRE_PATH_CUDA_IPC)
+        return may_open_ipc(s, error);
     if (!s->trusted) {
         place.remedy = "connect on the same host as the same user, or declare the "
                        "network trusted in the trainer's configuration";
@@ -74,6 +47,27 @@ static fanin_status may_open(const session *s, int32_t path, fanin_error *error)
                          s->ucx_version[0] ? s->ucx_version : "none");
     }
     return FANIN_OK;
+}
+
+uint32_t offered_paths(const session *s)
+{
+    uint32_t paths = 1u << WIRE_PATH_STREAM;
+    for (int32_t path = WIRE_PATH_CMA; path <= WIRE_PATH_CUDA_IPC; path++)
+        if (may_open(s, path, NULL) == FANIN_OK)
+            paths |= 1u << path;
+    return paths;
+}
+
+static domain domain_of(int32_t path)
+{
+    return path == WIRE_PATH_RDMA ? DOMAIN_RDMA : DOMAIN_HOST;
+}
+
+bool has_path(const session *s, int32_t path)
+{
+    if (path == WIRE_PATH_CUDA_IPC)
+        return may_open_ipc(s, NULL) == FANIN_OK;
+    return s->trusted && s->control->server->registrar.ucx[domain_of(path)];
 }
 
 /* The UCX end of a domain, made when it is first asked for. */
@@ -108,13 +102,11 @@ static fanin_status obtain_ucx(struct control *c, domain in, ucx_server **out,
 static fanin_status open_one_sided(session *s, const msg_open_path *m,
                                    msg_open_path *reply, fanin_error *error)
 {
-    domain in = m->path == WIRE_PATH_RDMA ? DOMAIN_RDMA : DOMAIN_HOST;
     ucx_server *end = NULL;
-    if (m->path == WIRE_PATH_CUDA_IPC)
-        return may_open_ipc(s, error);
     fanin_status status = may_open(s, m->path, error);
-    if (status == FANIN_OK)
-        status = obtain_ucx(s->control, in, &end, error);
+    if (status != FANIN_OK || m->path == WIRE_PATH_CUDA_IPC)
+        return status;
+    status = obtain_ucx(s->control, domain_of(m->path), &end, error);
     if (status == FANIN_OK)
         reply->address.data = ucx_server_address(end, &reply->address.size);
     return status;
