@@ -3,6 +3,7 @@
    it to notice what a real device would not forgive. */
 #include "fake_cuda.h"
 #include "gpu.h"
+#include "own_process.h"
 #include "testing.h"
 #include <cuda.h>
 #include <errno.h>
@@ -18,34 +19,11 @@
 
 #define SIZE 8192
 
-enum { PASSED = 0, FAILED = 1 };
-
-#define CHECK(condition)                                                               \
-    do {                                                                               \
-        if (!(condition)) {                                                            \
-            fprintf(stderr, "%s:%d: %s\n", __FILE__, __LINE__, #condition);            \
-            return FAILED;                                                             \
-        }                                                                              \
-    } while (0)
-
 static gpu *g;
 
-static int ends_with(int (*body)(void), int signal)
+static int load(void)
 {
-    int status;
-    fflush(NULL);
-    const pid_t pid = fork();
-    if (pid == 0) {
-        setrlimit(RLIMIT_CORE, &(struct rlimit){0, 0});
-        if (signal != 0) /* what it says is expected */
-            (void)!freopen("/dev/null", "w", stderr);
-        _exit(gpu_load(NULL, &g, NULL) == FANIN_OK ? body() : FAILED);
-    }
-    if (waitpid(pid, &status, 0) != pid)
-        return FAILED;
-    if (signal != 0)
-        return WIFSIGNALED(status) && WTERMSIG(status) == signal ? PASSED : FAILED;
-    return WIFEXITED(status) ? WEXITSTATUS(status) : FAILED;
+    return gpu_load(NULL, &g, NULL) == FANIN_OK ? PASSED : FAILED;
 }
 
 /* The kernel of @p device copies; what stops it does so before this returns. */
@@ -213,50 +191,32 @@ static int children_cannot_use_it(void)
 
 /* ------------------------------------------------------------------------- main */
 
-#define CASE(name, signal)                                                             \
-    static void test_##name(void **state)                                              \
-    {                                                                                  \
-        assert_int_equal(ends_with(name, signal), PASSED);                             \
-    }
-
-CASE(system_calls, 0)
-CASE(cpu_uses_managed_memory, 0)
-CASE(kernel_reads_pageable_memory, SIGABRT)
-CASE(kernel_reads_past_the_end, SIGABRT)
-CASE(kernel_writes_freed_memory, SIGABRT)
-CASE(kernel_reads_another_device, SIGABRT)
-CASE(kernel_reads_a_peer, 0)
-CASE(unmapped_while_pinned, SIGABRT)
-CASE(freed_under_a_kernel, SIGABRT)
-CASE(last_context_released, SIGABRT)
-CASE(callbacks_call_nothing, 0)
-CASE(children_cannot_use_it, 0)
-
 /* Sanitizers make an exit of the signal. */
 static int cpu_reads_plainly(void)
 {
     signal(SIGSEGV, SIG_DFL);
     return cpu_reads();
 }
-CASE(cpu_reads_plainly, SIGSEGV)
+
+#define case_of(name, end) own_process_test(name, .before = load, .signal = (end))
 
 int main(void)
 {
     setenv("FANIN_CUDA_LIBRARY", getenv("FANIN_TEST_CUDA_LIBRARY"), 1);
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_cpu_reads_plainly),
-        cmocka_unit_test(test_system_calls),
-        cmocka_unit_test(test_cpu_uses_managed_memory),
-        cmocka_unit_test(test_kernel_reads_pageable_memory),
-        cmocka_unit_test(test_kernel_reads_past_the_end),
-        cmocka_unit_test(test_kernel_writes_freed_memory),
-        cmocka_unit_test(test_kernel_reads_another_device),
-        cmocka_unit_test(test_kernel_reads_a_peer),
-        cmocka_unit_test(test_unmapped_while_pinned),
-        cmocka_unit_test(test_freed_under_a_kernel),
-        cmocka_unit_test(test_last_context_released),
-        cmocka_unit_test(test_callbacks_call_nothing),
-        cmocka_unit_test(test_children_cannot_use_it),
+        case_of(cpu_reads_plainly, SIGSEGV),
+        case_of(system_calls, 0),
+        case_of(cpu_uses_managed_memory, 0),
+        case_of(kernel_reads_pageable_memory, SIGABRT),
+        case_of(kernel_reads_past_the_end, SIGABRT),
+        case_of(kernel_writes_freed_memory, SIGABRT),
+        case_of(kernel_reads_another_device, SIGABRT),
+        case_of(kernel_reads_a_peer, 0),
+        case_of(unmapped_while_pinned, SIGABRT),
+        case_of(freed_under_a_kernel, SIGABRT),
+        case_of(last_context_released, SIGABRT),
+        case_of(callbacks_call_nothing, 0),
+        case_of(children_cannot_use_it, 0),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

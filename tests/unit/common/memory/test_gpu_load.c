@@ -3,6 +3,7 @@
    driver; every case runs in a process of its own: what is loaded cannot be unloaded. */
 #include "fake_cuda.h"
 #include "gpu.h"
+#include "own_process.h"
 #include "testing.h"
 #include <cuda.h>
 #include <signal.h>
@@ -14,32 +15,6 @@
 #include <unistd.h>
 
 #define SIZE ((uint64_t)1 << 20)
-
-enum { PASSED = 0, FAILED = 1 };
-
-#define CHECK(condition)                                                               \
-    do {                                                                               \
-        if (!(condition)) {                                                            \
-            fprintf(stderr, "%s:%d: %s: %s\n", __FILE__, __LINE__, #condition,         \
-                    failure.message);                                                  \
-            return FAILED;                                                             \
-        }                                                                              \
-    } while (0)
-
-static fanin_error failure = FANIN_ERROR_INIT;
-
-/* Ends with exit(), so that the checkers of leaks and threads look at the child, too. */
-static void run(int (*body)(void))
-{
-    int status;
-    fflush(NULL);
-    const pid_t pid = fork();
-    if (pid == 0)
-        exit(body());
-    assert_int_equal(waitpid(pid, &status, 0), pid);
-    assert_true(WIFEXITED(status));
-    assert_int_equal(WEXITSTATUS(status), PASSED);
-}
 
 /* Whether loading fails with both words in message or remedy, twice. */
 static bool is_refused(const char *word, const char *another)
@@ -406,49 +381,26 @@ static int needs_the_device(void)
     return PASSED;
 }
 
-#define CASE(name)                                                                     \
-    static void test_##name(void **state)                                              \
-    {                                                                                  \
-        run(name);                                                                     \
-    }
-
-CASE(none_wanted)
-CASE(missing_file)
-CASE(something_else)
-CASE(no_device)
-CASE(nothing_visible)
-CASE(old_driver)
-CASE(start_fails)
-CASE(loads_once)
-CASE(absent_until_used)
-CASE(sees_what_is_visible)
-CASE(survives_fork)
-CASE(maps)
-CASE(maps_nothing_that_is_gone)
-CASE(outlives_its_owner)
-CASE(needs_peer_access)
-CASE(needs_the_device)
-
 int main(void)
 {
     setenv("FANIN_CUDA_LIBRARY", getenv("FANIN_TEST_CUDA_LIBRARY"), 1);
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_none_wanted),
-        cmocka_unit_test(test_missing_file),
-        cmocka_unit_test(test_something_else),
-        cmocka_unit_test(test_no_device),
-        cmocka_unit_test(test_nothing_visible),
-        cmocka_unit_test(test_old_driver),
-        cmocka_unit_test(test_start_fails),
-        cmocka_unit_test(test_loads_once),
-        cmocka_unit_test(test_absent_until_used),
-        cmocka_unit_test(test_sees_what_is_visible),
-        cmocka_unit_test(test_survives_fork),
-        cmocka_unit_test(test_maps),
-        cmocka_unit_test(test_maps_nothing_that_is_gone),
-        cmocka_unit_test(test_outlives_its_owner),
-        cmocka_unit_test(test_needs_peer_access),
-        cmocka_unit_test(test_needs_the_device),
+        own_process_test(none_wanted, .checked = true),
+        own_process_test(missing_file, .checked = true),
+        own_process_test(something_else, .checked = true),
+        own_process_test(no_device, .checked = true),
+        own_process_test(nothing_visible, .checked = true),
+        own_process_test(old_driver, .checked = true),
+        own_process_test(start_fails, .checked = true),
+        own_process_test(loads_once, .checked = true),
+        own_process_test(absent_until_used, .checked = true),
+        own_process_test(sees_what_is_visible, .checked = true),
+        own_process_test(survives_fork, .checked = true),
+        own_process_test(maps, .checked = true),
+        own_process_test(maps_nothing_that_is_gone, .checked = true),
+        own_process_test(outlives_its_owner, .checked = true),
+        own_process_test(needs_peer_access, .checked = true),
+        own_process_test(needs_the_device, .checked = true),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

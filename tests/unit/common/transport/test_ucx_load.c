@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* How UCX is found and loaded, and that the process around it stays as it was. Every case
    runs in a process of its own: what is loaded cannot be unloaded. */
+#include "own_process.h"
 #include "testing.h"
 #include "ucx.h"
 #include <dirent.h>
@@ -16,31 +17,7 @@
 
 #define OLD_UCX "/usr/lib/x86_64-linux-gnu/libucp.so.0"
 
-enum { PASSED = 0, SKIPPED = 77, FAILED = 1 };
-
-#define CHECK(condition)                                                               \
-    do {                                                                               \
-        if (!(condition)) {                                                            \
-            fprintf(stderr, "%s:%d: %s\n", __FILE__, __LINE__, #condition);            \
-            return FAILED;                                                             \
-        }                                                                              \
-    } while (0)
-
 extern char **environ;
-
-static void run(int (*body)(void))
-{
-    int status;
-    fflush(NULL);
-    const pid_t pid = fork();
-    if (pid == 0)
-        _exit(body());
-    assert_int_equal(waitpid(pid, &status, 0), pid);
-    assert_true(WIFEXITED(status));
-    if (WEXITSTATUS(status) == SKIPPED)
-        skip();
-    assert_int_equal(WEXITSTATUS(status), PASSED);
-}
 
 /* Whether loading fails with both words in message or remedy. */
 static bool is_refused(const char *word, const char *another)
@@ -301,34 +278,18 @@ static int has_the_modules(void)
     return PASSED;
 }
 
-#define CASE(name)                                                                     \
-    static void test_##name(void **state)                                              \
-    {                                                                                  \
-        run(name);                                                                     \
-    }
-CASE(missing_file)
-CASE(empty_name)
-CASE(another_library)
-CASE(too_old)
-CASE(loaded_before)
-CASE(leaves_the_process_alone)
-CASE(users_settings_win)
-CASE(ucx_threads_take_no_signals)
-CASE(has_the_modules)
-#undef CASE
-
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_missing_file),
-        cmocka_unit_test(test_empty_name),
-        cmocka_unit_test(test_another_library),
-        cmocka_unit_test(test_too_old),
-        cmocka_unit_test(test_loaded_before),
-        cmocka_unit_test(test_leaves_the_process_alone),
-        cmocka_unit_test(test_users_settings_win),
-        cmocka_unit_test(test_ucx_threads_take_no_signals),
-        cmocka_unit_test(test_has_the_modules),
+        own_process_test(missing_file, .checked = false),
+        own_process_test(empty_name, .checked = false),
+        own_process_test(another_library, .checked = false),
+        own_process_test(too_old, .checked = false),
+        own_process_test(loaded_before, .checked = false),
+        own_process_test(leaves_the_process_alone, .checked = false),
+        own_process_test(users_settings_win, .checked = false),
+        own_process_test(ucx_threads_take_no_signals, .checked = false),
+        own_process_test(has_the_modules, .checked = false),
     };
     return cmocka_run_group_tests_name("ucx_load", tests, NULL, NULL);
 }
