@@ -6,9 +6,8 @@
 #include "device/devices.h"
 #include "digest.h"
 #include "error_set.h"
-#include "net/resolve.h"
 #include "pull/plan_cache.h"
-#include "stream/reader_stream.h"
+#include "stream/stream_link.h"
 #include "ucx/ucx_end.h"
 #include "versioned.h"
 #include <errno.h>

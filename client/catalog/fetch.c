@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-#include "catalog/fetch.h"
+#include "catalog/tables.h"
 
 #include "error_set.h"
 #include <stdio.h>

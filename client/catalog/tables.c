@@ -1,7 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "catalog/tables.h"
 
-#include "catalog/fetch.h"
 #include "error_set.h"
 #include <stdio.h>
 #include <stdlib.h>

@@ -56,4 +56,21 @@ fanin_status tables_sync(fanin_client *client, publication *p,
 fanin_status tables_end_decoding(const client_work *work, const peer *p,
                                  fanin_status status, fanin_error *error);
 
+/** The caller sets peer, type and request; the rest is the fetch's. */
+typedef struct fetch {
+    size_t peer;
+    message_type type; /**< MSG_KEYS, MSG_BOXES, MSG_REGIONS */
+    msg_blob_request request;
+    buffer data; /**< the blob; freed by fetch_free() */
+    fanin_client *client;
+    size_t *left;
+    fanin_status status;
+    fanin_error error;
+} fetch;
+
+/** All at once; the first error in their order. Bounded by the client's max_catalog. */
+fanin_status fetch_all(fanin_client *client, fetch *fetches, size_t n, deadline at,
+                       fanin_error *error);
+void fetch_free(fetch *fetches, size_t n);
+
 #endif

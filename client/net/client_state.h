@@ -38,7 +38,7 @@ struct fanin_client {
     publication *publications;  /**< catalog/tables.h */
     struct devices *devices;    /**< device/devices.h */
     struct path_peer *paths;    /**< path/path_state.h; one a peer */
-    struct stream_end *streams; /**< stream/reader_stream.h; one a peer */
+    struct stream_end *streams; /**< stream/stream_link.h; one a peer */
     struct ucx_end *one_sided;  /**< ucx/ucx_end.h */
     struct spare_file *spare;   /**< adapter/spare_file.h */
 };
@@ -104,5 +104,21 @@ fanin_status client_connect_first(fanin_client *client, deadline at,
 fanin_status client_compare(fanin_client *client, fanin_error *error);
 /** Connected, and compared with the other ranks. */
 bool peer_ready(const peer *p);
+
+/**
+ * @p addresses: "host:port", "[v6]:port"; names are looked up side by side, each once. Fills @p out,
+ * as many. FANIN_ERR_ARGUMENT (an address of another form), FANIN_ERR_UNREACHABLE (no such
+ * name), FANIN_ERR_TIMEOUT, FANIN_ERR_CANCELLED, FANIN_ERR_LIMIT, FANIN_ERR_MEMORY.
+ */
+fanin_status resolve_all(fanin_client *client, const char *const *addresses,
+                         size_t count, deadline at, socket_address *out,
+                         fanin_error *error);
+
+/**
+ * Writes "rank 3 at host:port", or "ranks 0-2, 7", of the peers with @p mask; those that never said
+ * who they are by address. What does not fit is counted ("and 12 more"), never cut.
+ */
+void rank_list_text(const fanin_client *client, const bool *mask, char *text,
+                    size_t size);
 
 #endif

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-#include "net/rank_list.h"
+#include "net/client_state.h"
 
 #include "text.h"
 #include <stdio.h>

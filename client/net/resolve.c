@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-#include "net/resolve.h"
+#include "net/client_state.h"
 
 #include "error_set.h"
 #include "lookup.h"

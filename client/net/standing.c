@@ -2,7 +2,7 @@
 #include "net/standing.h"
 
 #include "error_set.h"
-#include "net/rank_list.h"
+#include "net/client_state.h"
 #include "text.h"
 #include <stdio.h>
 #include <stdlib.h>

@@ -9,7 +9,6 @@
 
 #include "error_set.h"
 #include "net/client_rules.h"
-#include "net/rank_list.h"
 #include "text.h"
 #include <stdio.h>
 #include <stdlib.h>

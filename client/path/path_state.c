@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "path/path_state.h"
 
-#include "catalog/fetch.h"
+#include "catalog/tables.h"
 #include "error_set.h"
 #include <stdio.h>
 #include <stdlib.h>

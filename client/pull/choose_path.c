@@ -3,8 +3,8 @@
 
 #include "error_set.h"
 #include "ipc/reader_ipc.h"
-#include "stream/reader_stream.h"
-#include "ucx/reader_ucx.h"
+#include "stream/stream_link.h"
+#include "ucx/ucx_end.h"
 #include <stdlib.h>
 
 const path_reader *const path_readers[PATH_READERS] = {

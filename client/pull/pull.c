@@ -6,7 +6,7 @@
 #include "error_set.h"
 #include "pull/agree.h"
 #include "pull/lease_round.h"
-#include "pull/verify.h"
+#include "pull/read_phase.h"
 #include "versioned.h"
 #include <errno.h>
 #include <inttypes.h>

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-#include "pull/verify.h"
+#include "pull/read_phase.h"
 
 #include "array.h"
 #include "convert.h"
@@ -7,7 +7,7 @@
 #include "error_set.h"
 #include "plan/plan_internal.h"
 #include "pull/held_digest.h"
-#include "stream/reader_stream.h"
+#include "stream/stream_link.h"
 #include <stdlib.h>
 #include <string.h>
 

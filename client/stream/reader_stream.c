@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-#include "stream/reader_stream.h"
+#include "stream/stream_link.h"
 
 #include "error_set.h"
 #include <stdlib.h>

@@ -7,7 +7,7 @@
 #ifndef STREAM_LINK_H
 #define STREAM_LINK_H
 
-#include "net/client_state.h"
+#include "path/reader.h"
 #include "device/device_sink.h"
 #include "plan/read_list.h"
 #include "stream/seal_checks.h"
@@ -57,5 +57,16 @@ void stream_link_pump(stream_link *link);
     must be destroyed. Ends the work in any case: nothing is written after it, unless a device
     does not finish, which device_sink_destroy() tells. */
 bool stream_link_stop(stream_link *link);
+
+extern const path_reader stream_reader;
+
+/** The peer's data connections, made without waiting if there are none to its current
+    incarnation. @p bulk: bytes are to come, for which several may be needed. */
+fanin_status stream_open(fanin_client *client, size_t peer, bool bulk,
+                         stream_link **out, fanin_error *error);
+/** The reading over them has ended: drops them if replies are still on their way. */
+void stream_end_work(fanin_client *client, size_t peer);
+/** Closes those of all peers. */
+void stream_disconnect(fanin_client *client);
 
 #endif

@@ -9,7 +9,6 @@
 
 #include "device/device_sink.h"
 #include "worker_pool.h"
-#include "path/reader.h"
 #include "ucx/ucx_end.h"
 
 /** One rank's reading in one attempt. */

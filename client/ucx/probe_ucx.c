@@ -1,6 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* One-sided paths that UCX carries: endpoints, remote keys, a probe read. */
-#include "ucx/reader_ucx.h"
 
 #include "device/devices.h"
 #include "error_set.h"

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-#include "ucx/reader_ucx.h"
+#include "ucx/ucx_end.h"
 
 #include "error_set.h"
 #include "ucx/one_sided_internal.h"

@@ -3,7 +3,6 @@
 
 #include "device/devices.h"
 #include "error_set.h"
-#include "path/path_state.h"
 #include <stdio.h>
 #include <stdlib.h>
 #include <sys/mman.h>

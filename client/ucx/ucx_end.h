@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/** @file The client's end of UCX, its endpoints to ranks and the staging that gets land in. */
+/** @file The one-sided paths that UCX carries, cma and rdma: the client's end of it. */
 #ifndef UCX_END_H
 #define UCX_END_H
 
-#include "net/client_state.h"
+#include "path/reader.h"
 #include "ucx.h"
 
 #define SPAN_MAX ((uint64_t)512 << 10) /**< bytes of one get, and of one staging slot */
@@ -43,5 +43,13 @@ deadline ucx_end_drain_by(void);
 bool ucx_end_close(fanin_client *client);
 /** After that. */
 void ucx_end_free(fanin_client *client);
+
+extern const path_reader ucx_reader;
+
+/** See path_reader. */
+fanin_status ucx_probe(path_round *r, bool *open, fanin_error *error);
+
+/** The keys of the state's regions, which is one of these paths. */
+ucx_rkey *const *ucx_keys_of(const path_state *s);
 
 #endif
