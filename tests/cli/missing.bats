@@ -43,7 +43,7 @@ key=base_model.model.model.layers.0.self_attn.k_proj.lora_A.weight
 @test "ping: a stopped rank is one dead rank, wherever it stands" {
     for odd in 0 1 2; do
         stop_rank "$odd"
-        run -13 --separate-stderr "$NIXL_FETCH" ping "$info" --timeout 600ms --json
+        run -13 --separate-stderr "$NIXL_FETCH" ping "$info" --timeout 1s --json
         [ "$(field answered)" = 2 ]
         for rank in 0 1 2; do
             [ "$(field ranks "$rank" rank)" = "$rank" ]
@@ -62,13 +62,13 @@ key=base_model.model.model.layers.0.self_attn.k_proj.lora_A.weight
 @test "list: a stopped rank is a row and exit status 13, the metadata are there" {
     for odd in 0 2; do
         stop_rank "$odd"
-        run -13 --separate-stderr "$NIXL_FETCH" list "$info" --timeout 1200ms
+        run -13 --separate-stderr "$NIXL_FETCH" list "$info" --timeout 2s
         [ "$(grep -c 'rank [0-2] *stable' <<<"$output")" -eq 2 ]
         grep -q "rank $odd *unreachable" <<<"$output"
         grep -q "^0 *stable, 2 of 3 ranks" <<<"$output"
         grep -q "^rank $odd unreachable: .* did not answer in time" <<<"$output"
         has "run 0: lora_alpha = 16"
-        run -13 --separate-stderr "$NIXL_FETCH" list "$info" --timeout 1200ms --json
+        run -13 --separate-stderr "$NIXL_FETCH" list "$info" --timeout 2s --json
         [ "$(field missing 0 rank)" = "$odd" ]
         [ "$(field missing 0 status)" = FANIN_ERR_UNREACHABLE ]
         [ "$(field runs 0 metadata r)" = 8 ]
@@ -77,15 +77,15 @@ key=base_model.model.model.layers.0.self_attn.k_proj.lora_A.weight
 
 @test "list --run and show: what the others hold, and who is missing" {
     stop_rank 1
-    run -13 --separate-stderr "$NIXL_FETCH" list "$info" --run 0 --timeout 1200ms
+    run -13 --separate-stderr "$NIXL_FETCH" list "$info" --run 0 --timeout 2s
     grep -Eq "^lora:0:$key +BF16 +\[8, 896\] +0,2 +14336$" <<<"$output"
     has "rank 1 unreachable: "
-    run -13 --separate-stderr "$NIXL_FETCH" list "$info" --run 0 --timeout 1200ms --json
+    run -13 --separate-stderr "$NIXL_FETCH" list "$info" --run 0 --timeout 2s --json
     [ "$(field keys 0 ranks)" = "[0, 2]" ]
     [ "$(field missing 0 rank)" = 1 ]
-    run -13 --separate-stderr "$NIXL_FETCH" show "$info" "$key" --timeout 1200ms
+    run -13 --separate-stderr "$NIXL_FETCH" show "$info" "$key" --timeout 2s
     has "rank 1 unreachable: "
-    run -13 --separate-stderr "$NIXL_FETCH" show "$info" "$key" --timeout 1200ms --json
+    run -13 --separate-stderr "$NIXL_FETCH" show "$info" "$key" --timeout 2s --json
     [ "$(field owners 1 rank)" = 2 ]
     [ "$(field missing 0 rank)" = 1 ]
 }
@@ -94,7 +94,7 @@ key=base_model.model.model.layers.0.self_attn.k_proj.lora_A.weight
     target=${ready##* }
     IFS=, read -r a b c <<<"$target"
     stop_rank 1
-    run -13 --separate-stderr "$NIXL_FETCH" list "$c,$b,$a" --timeout 1200ms --json
+    run -13 --separate-stderr "$NIXL_FETCH" list "$c,$b,$a" --timeout 2s --json
     [ "$(field missing 0 rank)" = 1 ]
     [ "$(field missing 0 address)" = "$b" ]
 }
@@ -111,7 +111,7 @@ key=base_model.model.model.layers.0.self_attn.k_proj.lora_A.weight
     stop_rank 1
     IFS=, read -r _ odd _ <<<"${ready##* }"
     for rule in --out=d --step=1 --step=9; do
-        run -13 --separate-stderr "$NIXL_FETCH" pull "$info" --out=d --timeout 1200ms --json "$rule"
+        run -13 --separate-stderr "$NIXL_FETCH" pull "$info" --out=d --timeout 2s --json "$rule"
         [ "$(field error address)" = "$odd" ]
         [ "$(field error rank)" = 1 ]
         has "warning: rank 1 does not answer"

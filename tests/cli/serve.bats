@@ -258,7 +258,7 @@ END
 }
 
 @test "bench with ranks of its own prints limits and leaves no process" {
-    run -0 "$NIXL_FETCH" bench --adapter-shape small --world-size 3 --iterations 3 --json
+    run -0 --separate-stderr "$NIXL_FETCH" bench --adapter-shape small --world-size 3 --iterations 3 --json
     [ "$(field world_size)" = 3 ]
     [ "$(field limits 2 name)" = memcpy ]
     [ "$(field limits 0 bytes)" -ge 8798208 ]

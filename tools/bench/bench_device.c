@@ -79,26 +79,31 @@ static transfer reversed(const transfer *t)
     return (transfer){t->device, t->from, t->to, t->stream, t->bytes};
 }
 
+/* The device that copies, its stream, and memory with the bytes. */
+static fanin_status open_source(transfer *t, fanin_error *error)
+{
+    fanin_status status = device_open(t->device, error);
+    status = status != FANIN_OK ? status : device_stream(t->device, &t->stream, error);
+    return status != FANIN_OK ? status
+                              : device_alloc(t->device, t->bytes + 1, &t->from, error);
+}
+
 static fanin_status prepare(transfer *t, int from, int to, uint64_t bytes,
                             fanin_error *error)
 {
     *t = (transfer){.device = from, .bytes = bytes};
-    fanin_status status = device_open(from, error);
-    if (status == FANIN_OK && to != DEVICE_HOST) {
-        status = device_open(to, error);
-        if (status == FANIN_OK) {
-            (void)device_peer(to, from); /* else the driver goes through the host */
-            (void)device_peer(from, to);
-        }
+    fanin_status status = open_source(t, error);
+    if (status != FANIN_OK) {
+        return status;
     }
-    status = status != FANIN_OK ? status : device_stream(from, &t->stream, error);
-    if (status == FANIN_OK) {
-        status = device_alloc(from, bytes + 1, &t->from, error);
+    if (to == DEVICE_HOST) {
+        return device_alloc_pinned(from, bytes + 1, &t->to, error);
     }
+    status = device_open(to, error);
     if (status == FANIN_OK) {
-        status = to != DEVICE_HOST
-                     ? device_alloc(to, bytes + 1, &t->to, error)
-                     : device_alloc_pinned(from, bytes + 1, &t->to, error);
+        (void)device_peer(to, from); /* else the driver goes through the host */
+        (void)device_peer(from, to);
+        status = device_alloc(to, bytes + 1, &t->to, error);
     }
     return status;
 }
@@ -256,13 +261,7 @@ static void time_into_file(bench_limits *limits, const bench_spread *spread,
                         .to = memory + at,
                         .bytes = spread->bytes[i] < left ? spread->bytes[i] : left};
         at += t->bytes;
-        status = device_open(t->device, &error);
-        if (status == FANIN_OK) {
-            status = device_stream(t->device, &t->stream, &error);
-        }
-        if (status == FANIN_OK) {
-            status = device_alloc(t->device, t->bytes + 1, &t->from, &error);
-        }
+        status = open_source(t, &error);
     }
     bench_limit *limit = bench_limit_add(limits, "copies into the file's pinned pages");
     if (status == FANIN_OK) {

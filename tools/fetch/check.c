@@ -62,10 +62,12 @@ static size_t compare(const expected *e, uint64_t step, uint64_t offset,
         size_t n = size - done < CONVERTED ? size - done : CONVERTED;
         pattern_fill(whole, start, 2 * (offset + done), 2 * n);
         half_convert(e->half, half, whole, n / 2);
-        for (size_t i = 0; i < n && memcmp(half, bytes + done, n) != 0; i++) {
-            if (half[i] != bytes[done + i]) {
-                return done + i / 2 * 2;
+        if (memcmp(half, bytes + done, n) != 0) {
+            size_t i = 0;
+            while (half[i] == bytes[done + i]) {
+                i++;
             }
+            return done + i / 2 * 2;
         }
         done += n;
     }
@@ -132,28 +134,6 @@ static fanin_status expect(const check_pattern *pattern, const char *publication
     return FANIN_OK;
 }
 
-fanin_status check_tensor(const check_pattern *pattern, const char *publication,
-                          const char *name, fanin_dtype dtype, uint64_t step,
-                          uint64_t bytes, check_read_fn read_fn, void *cookie,
-                          fanin_error *error)
-{
-    static uint8_t piece[PIECE];
-    char key[KEY_SIZE];
-    expected e;
-    fanin_status status =
-        expect(pattern, publication, name, dtype, step, key, &e, error);
-    for (uint64_t done = 0; status == FANIN_OK && done < bytes; done += PIECE) {
-        size_t size = bytes - done < PIECE ? (size_t)(bytes - done) : PIECE;
-        if (!read_fn(cookie, done, piece, size)) {
-            return failure_set(error, FANIN_ERR_IO, "check the disk, pull again",
-                               "%s cannot be read back: %s", key,
-                               errno != 0 ? strerror(errno) : "the file is too short");
-        }
-        status = check_piece(&e, done, piece, size, error);
-    }
-    return status;
-}
-
 fanin_status check_memory(const check_pattern *pattern, const char *publication,
                           const char *name, fanin_dtype dtype, uint64_t step,
                           const uint8_t *memory, uint64_t bytes, fanin_error *error)
@@ -165,24 +145,40 @@ fanin_status check_memory(const check_pattern *pattern, const char *publication,
     return status == FANIN_OK ? check_piece(&e, 0, memory, bytes, error) : status;
 }
 
-typedef struct file_place {
-    int descriptor;
-    uint64_t offset;
-} file_place;
-
-static bool read_file(void *cookie, uint64_t offset, uint8_t *to, size_t size)
+bool check_read(int descriptor, uint64_t offset, uint8_t *to, size_t size)
 {
-    const file_place *place = cookie;
     for (size_t done = 0; done < size;) {
         errno = 0;
-        ssize_t n = pread(place->descriptor, to + done, size - done,
-                          (off_t)(place->offset + offset + done));
+        ssize_t n = pread(descriptor, to + done, size - done, (off_t)(offset + done));
         if (n <= 0 && errno != EINTR) {
             return false;
         }
         done += n > 0 ? (size_t)n : 0;
     }
     return true;
+}
+
+/* A whole tensor of the file, read in pieces. */
+static fanin_status check_entry(const check_pattern *pattern, const char *publication,
+                                const fanin_safetensors_entry *entry, uint64_t step,
+                                int descriptor, fanin_error *error)
+{
+    static uint8_t piece[PIECE];
+    char key[KEY_SIZE];
+    expected e;
+    fanin_status status =
+        expect(pattern, publication, entry->name, entry->dtype, step, key, &e, error);
+    for (uint64_t done = 0; status == FANIN_OK && done < entry->bytes; done += PIECE) {
+        uint64_t left = entry->bytes - done;
+        size_t size = left < PIECE ? (size_t)left : PIECE;
+        if (!check_read(descriptor, entry->offset + done, piece, size)) {
+            return failure_set(error, FANIN_ERR_IO, "check the disk, pull again",
+                               "%s cannot be read back: %s", key,
+                               errno != 0 ? strerror(errno) : "the file is too short");
+        }
+        status = check_piece(&e, done, piece, size, error);
+    }
+    return status;
 }
 
 fanin_status check_directory(const check_pattern *pattern, const char *directory,
@@ -200,9 +196,8 @@ fanin_status check_directory(const check_pattern *pattern, const char *directory
         if (!fanin_safetensors_get(file, i, &entry)) {
             break;
         }
-        file_place place = {fanin_safetensors_descriptor(file), entry.offset};
-        status = check_tensor(pattern, publication, entry.name, entry.dtype, step,
-                              entry.bytes, read_file, &place, error);
+        status = check_entry(pattern, publication, &entry, step,
+                             fanin_safetensors_descriptor(file), error);
         *bytes_out += entry.bytes;
         if (status == FANIN_OK && interrupt_requested()) {
             status =

@@ -16,25 +16,21 @@ fanin_status check_ask(fanin_client *client, const char *publication,
                        uint32_t timeout_ms, check_pattern *out, fanin_error *error);
 
 /**
- * Compares a whole tensor of @p step, of @p bytes of @p dtype, read through @p read in pieces of
- * at most 1 MiB. FANIN_ERR_MISMATCH names key, offset and, where it can be told, the step that the
- * wrong bytes are of; or says that @p dtype cannot be made of the pattern's.
+ * Compares a whole tensor of @p step in memory, of @p bytes of @p dtype. FANIN_ERR_MISMATCH names
+ * key, offset and, where it can be told, the step that the wrong bytes are of; or says that
+ * @p dtype cannot be made of the pattern's.
  */
-typedef bool (*check_read_fn)(void *cookie, uint64_t offset, uint8_t *to, size_t size);
-fanin_status check_tensor(const check_pattern *pattern, const char *publication,
-                          const char *name, fanin_dtype dtype, uint64_t step,
-                          uint64_t bytes, check_read_fn read, void *cookie,
-                          fanin_error *error);
-
-/** The same of a tensor in memory. */
 fanin_status check_memory(const check_pattern *pattern, const char *publication,
                           const char *name, fanin_dtype dtype, uint64_t step,
                           const uint8_t *memory, uint64_t bytes, fanin_error *error);
 
-/** Every tensor of @p directory's adapter_model.safetensors. FANIN_ERR_MISMATCH, FANIN_ERR_IO,
-    FANIN_ERR_CANCELLED (the user interrupted). */
+/** The same of every tensor of @p directory's adapter_model.safetensors. FANIN_ERR_MISMATCH,
+    FANIN_ERR_IO, FANIN_ERR_CANCELLED (the user interrupted). */
 fanin_status check_directory(const check_pattern *pattern, const char *directory,
                              const char *publication, uint64_t step,
                              uint64_t *bytes_out, fanin_error *error);
+
+/** Reads @p size bytes of a file; false: errno says why not, 0: it is too short. */
+bool check_read(int descriptor, uint64_t offset, uint8_t *to, size_t size);
 
 #endif

@@ -1,4 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
+#include "fetch/check.h"
 #include "fetch/command.h"
 #include "fetch/failure.h"
 #include "fetch/interrupt.h"
@@ -51,17 +52,12 @@ typedef struct verifier {
     fanin_error error; /**< of a callback */
 } verifier;
 
-static void set_key(fanin_error *error, const verifier *v, const char *name)
-{
-    snprintf(error->key, sizeof error->key, "%s:%s", v->publication, name);
-}
-
 static fanin_status mismatch(fanin_error *error, const verifier *v, const char *name,
                              const char *problem)
 {
     failure_set(error, FANIN_ERR_MISMATCH, "do not load the directory; pull again",
                 "%s:%s %s", v->publication, name, problem);
-    set_key(error, v, name);
+    snprintf(error->key, sizeof error->key, "%s:%s", v->publication, name);
     return FANIN_ERR_MISMATCH;
 }
 
@@ -293,29 +289,26 @@ static fanin_status compare(const verifier *v, const pair *p, const uint8_t *mem
 {
     static uint8_t piece[PIECE];
     int descriptor = fanin_safetensors_descriptor(v->file);
-    for (uint64_t done = 0; done < p->bytes;) {
+    for (uint64_t done = 0; done < p->bytes; done += PIECE) {
         size_t size = p->bytes - done < PIECE ? (size_t)(p->bytes - done) : PIECE;
-        ssize_t n = pread(descriptor, piece, size, (off_t)(p->offset + done));
-        if (n < 0 && errno == EINTR) {
-            continue;
-        }
-        if (n <= 0) {
+        const uint8_t *ranks = memory + done;
+        if (!check_read(descriptor, p->offset + done, piece, size)) {
             return failure_set(error, FANIN_ERR_IO, "check the disk",
                                "the file cannot be read: %s",
-                               n < 0 ? strerror(errno) : "it became shorter");
+                               errno != 0 ? strerror(errno) : "it became shorter");
         }
-        for (ssize_t i = 0; memcmp(piece, memory + done, (size_t)n) != 0 && i < n;
-             i++) {
-            if (piece[i] != memory[done + (uint64_t)i]) {
-                char text[128];
-                snprintf(text, sizeof text,
-                         "differs from byte %" PRIu64
-                         " on: 0x%02x in the file, 0x%02x on the ranks",
-                         done + (uint64_t)i, piece[i], memory[done + (uint64_t)i]);
-                return mismatch(error, v, p->name, text);
+        if (memcmp(piece, ranks, size) != 0) {
+            size_t i = 0;
+            while (piece[i] == ranks[i]) {
+                i++;
             }
+            char text[128];
+            snprintf(text, sizeof text,
+                     "differs from byte %" PRIu64
+                     " on: 0x%02x in the file, 0x%02x on the ranks",
+                     done + i, piece[i], ranks[i]);
+            return mismatch(error, v, p->name, text);
         }
-        done += (uint64_t)n;
     }
     return FANIN_OK;
 }

@@ -421,44 +421,36 @@ bool options_parse(const command *self, int argc, const char **argv,
     return good && resolve_timeout(self, common);
 }
 
-static void free_strings(struct poptOption *table)
+static void free_value(const struct poptOption *option)
 {
-    for (; table->longName != NULL || table->shortName != 0 || table->arg != NULL;
-         table++) {
-        switch (table->argInfo & POPT_ARG_MASK) {
-        case POPT_ARG_INCLUDE_TABLE:
-            free_strings(table->arg);
-            break;
-        case POPT_ARG_STRING: {
-            char **text = table->arg;
-            free(*text);
-            *text = NULL;
-            break;
+    unsigned kind = option->argInfo & POPT_ARG_MASK;
+    if (kind == POPT_ARG_STRING) {
+        char **text = option->arg;
+        free(*text);
+        *text = NULL;
+    } else if (kind == POPT_ARG_ARGV) {
+        char ***list = option->arg;
+        for (char **p = *list; p != NULL && *p != NULL; p++) {
+            free(*p);
         }
-        case POPT_ARG_ARGV: {
-            char ***list = table->arg;
-            for (char **p = *list; p != NULL && *p != NULL; p++) {
-                free(*p);
-            }
-            free(*list);
-            *list = NULL;
-            break;
-        }
-        default:
-            break;
-        }
+        free(*list);
+        *list = NULL;
     }
 }
 
 void options_free(arguments *parsed)
 {
+    flat_table flat = {.count = 0};
     if (parsed->context != NULL) {
         parsed->context = poptFreeContext(parsed->context);
     }
     if (parsed->table != NULL) {
-        free_strings(parsed->table);
-        parsed->table = NULL;
+        flatten(parsed->table, &flat);
     }
+    for (size_t i = 0; i < flat.count; i++) {
+        free_value(flat.options[i]);
+    }
+    parsed->table = NULL;
 }
 
 fanin_dtype options_dtype(const char *text)

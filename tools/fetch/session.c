@@ -61,7 +61,7 @@ static int configure(session *s, const invocation *line, fanin_client_config *co
     const connect_options *connect = &line->connect;
     fanin_client_config_init(config, sizeof *config);
     config->log = common->quiet ? NULL : session_log;
-    config->log_cookie = common->verbose ? config : NULL;
+    config->log_cookie = common->verbose ? s : NULL;
     config->no_unix = connect->no_unix != 0;
     config->no_ucx = connect->no_ucx != 0;
     config->no_checksums = connect->no_checksums != 0;
@@ -174,9 +174,9 @@ static unsigned other_size(const fanin_error *error)
     return is ? size : 0;
 }
 
-void session_explain(const session *s, fanin_error *error)
+/* Makes the remedy of a WORLD error one for the words on the command line. */
+static void explain_world(const session *s, fanin_error *error)
 {
-    place_rank(s, error);
     if (error->status != FANIN_ERR_WORLD || s->demanding) {
         return; /* what an option demands the remedy speaks of */
     }
@@ -196,7 +196,8 @@ void session_explain(const session *s, fanin_error *error)
 
 int session_failure(const session *s, const char *what, fanin_error *error)
 {
-    session_explain(s, error);
+    place_rank(s, error);
+    explain_world(s, error);
     suggest(s, s->key, error);
     return failure_report(what, error);
 }

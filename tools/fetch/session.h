@@ -49,6 +49,7 @@ bool session_parse(const command *self, invocation *line, int argc, const char *
 /** The environment's target: NIXL_FETCH_SERVERS, else FANIN_TRAINER; NULL or "": none. */
 const char *session_default_target(void);
 
+/** Frees what was parsed. */
 void session_end(invocation *line);
 
 /**
@@ -62,10 +63,8 @@ int session_open(session *s, const command *self, const invocation *line,
 /** Chooses another run. 0, or the exit status after a message. */
 int session_choose_run(session *s, const char *run);
 
-/** Makes the remedy of a WORLD error one for the words on the command line, and names the rank that
-    the target says is at the error's address. */
-void session_explain(const session *s, fanin_error *error);
-/** failure_report() of what ranks answered, or not, so explained. */
+/** failure_report() of what ranks answered, or not, with a remedy for the words on the command line
+    and the number of the rank that the target says is at the error's address. */
 int session_failure(const session *s, const char *what, fanin_error *error);
 
 /** What is left of the command's --timeout, which began with session_open(); at least 1. */
@@ -78,7 +77,8 @@ fanin_status session_try(const session *s, fanin_error *error);
 /** The same: 0, or the exit status after a message. */
 int session_reach(const session *s);
 
-/** Connects to all ranks; warns about those that did not answer. 0, or the exit status after a message. */
+/** Connects to all ranks; warns about those that did not answer. 0, or the exit status after a
+    message. */
 int session_connect(const session *s, uint32_t timeout_ms);
 
 /** Gives the client and its memory back early; names of run and publication stay. */
