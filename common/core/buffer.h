@@ -12,7 +12,7 @@ typedef struct buffer {
     size_t size, capacity;
     /** an allocation failed; the content is not to be used until it is cleared */
     bool failed;
-    bool sealed; /**< the frames that proto appends get checksums (seal.h) */
+    bool sealed; /**< the frames that proto appends get checksums (frame.h) */
 } buffer;
 
 void buffer_append(buffer *b, const void *data, size_t size);
