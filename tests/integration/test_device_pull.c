@@ -31,6 +31,7 @@ typedef struct bench {
 /* --------------------------------------------------------------------- set-up */
 
 static lab the_lab;
+static bench b; /* of the test that runs */
 
 static lab_order order_of(uint32_t ranks, int first, int second)
 {
@@ -41,20 +42,20 @@ static lab_order order_of(uint32_t ranks, int first, int second)
     return o;
 }
 
-static void connect_by(bench *b, fanin_path path)
+static void connect_by(fanin_path path)
 {
     fanin_client_config config = make_client_config();
     config.no_ucx = false;
     config.path = path;
     config.lost_ms = 2000;
-    b->client = connect_client(&config, b->world.address_list, b->order.world_size);
+    b.client = connect_client(&config, b.world.address_list, b.order.world_size);
 }
 
-static void set_up(bench *b, lab_order order, fanin_path path)
+static void set_up(lab_order order, fanin_path path)
 {
-    *b = (bench){.lab = the_lab, .order = order};
-    lab_start(&b->lab, &b->order, &b->world);
-    connect_by(b, path);
+    b = (bench){.lab = the_lab, .order = order};
+    lab_start(&b.lab, &b.order, &b.world);
+    connect_by(path);
 }
 
 static fake_cuda_counts counts(void)
@@ -65,16 +66,19 @@ static fake_cuda_counts counts(void)
 }
 
 /* What a client had on devices goes with it, mappings above all. */
-static void tear_down(bench *b)
+static int tear_down(void **state)
 {
-    fanin_client_destroy(&b->client);
+    if (!b.client)
+        return 0; /* over already */
+    fanin_client_destroy(&b.client);
     fake_cuda_counts c = counts();
     assert_int_equal(c.mappings, 0);
     assert_int_equal(c.allocations, 0);
     assert_int_equal(c.pinned, 0);
     assert_int_equal(c.events, 0);
-    rank_world_free(&b->world);
-    lab_stop(&b->lab);
+    rank_world_free(&b.world);
+    lab_stop(&b.lab);
+    return 0;
 }
 
 /* --------------------------------------------------------------- destinations */
@@ -134,14 +138,13 @@ typedef struct outcome {
     char reason[512], ranks[4096];
 } outcome;
 
-static outcome pull_with(const bench *b, const fanin_pull_options *options,
-                         const target *t)
+static outcome pull_with(const fanin_pull_options *options, const target *t)
 {
     outcome o = {.error = FANIN_ERROR_INIT};
     fanin_result *result = NULL;
     fanin_result_info info = {.struct_size = sizeof(info)};
-    o.status = fanin_client_pull(b->client, options, t->places.wanted,
-                                 b->world.tensors.count, &result, &o.error);
+    o.status = fanin_client_pull(b.client, options, t->places.wanted,
+                                 b.world.tensors.count, &result, &o.error);
     if (o.status == FANIN_OK) {
         fanin_result_get(result, &info);
         o.path = info.path;
@@ -162,34 +165,34 @@ static fanin_pull_options defaults(void)
     return options;
 }
 
-static outcome pull(const bench *b, const target *t)
+static outcome pull(const target *t)
 {
     const fanin_pull_options options = defaults();
-    return pull_with(b, &options, t);
+    return pull_with(&options, t);
 }
 
-static void expect(const bench *b, const target *t, fanin_path path)
+static void expect(const target *t, fanin_path path)
 {
-    outcome o = pull(b, t);
+    outcome o = pull(t);
     assert_ok(o.status, o.error);
     if (o.path != path)
         fail_msg("by %s instead of %s: %s", fanin_path_name(o.path),
                  fanin_path_name(path), o.reason);
-    assert_true(target_is_step(&b->world, t, 1));
+    assert_true(target_is_step(&b.world, t, 1));
 }
 
 /* ------------------------------------------------------------- all that works */
 
 /* Cold and warm, into a kind of memory; the warm one maps nothing new, and is verified. */
-static void pull_twice(const bench *b, int device, fake_cuda_kind kind, fanin_path path)
+static void pull_twice(int device, fake_cuda_kind kind, fanin_path path)
 {
     target t;
-    target_make(&b->world, device, kind, &t);
-    expect(b, &t, path);
+    target_make(&b.world, device, kind, &t);
+    expect(&t, path);
     memset(t.bytes, 0xee, t.places.size);
     fake_cuda_counts before = counts();
     verifies = true;
-    expect(b, &t, path);
+    expect(&t, path);
     verifies = false;
     assert_int_equal(counts().opens, before.opens);
     assert_int_equal(counts().digests > before.digests, device != HOST);
@@ -198,14 +201,13 @@ static void pull_twice(const bench *b, int device, fake_cuda_kind kind, fanin_pa
 
 static void pull_everywhere(lab_order order, fanin_path asked, fanin_path path)
 {
-    bench b;
-    set_up(&b, order, asked);
+    set_up(order, asked);
     for (int device = HOST; device < 2; device++)
-        pull_twice(&b, device, FAKE_CUDA_MALLOC, path);
-    pull_twice(&b, 0, FAKE_CUDA_VIRTUAL, path);
-    pull_twice(&b, 1, FAKE_CUDA_POOL, path);
-    pull_twice(&b, 1, FAKE_CUDA_MANAGED, path);
-    tear_down(&b);
+        pull_twice(device, FAKE_CUDA_MALLOC, path);
+    pull_twice(0, FAKE_CUDA_VIRTUAL, path);
+    pull_twice(1, FAKE_CUDA_POOL, path);
+    pull_twice(1, FAKE_CUDA_MANAGED, path);
+    tear_down(NULL);
 }
 
 static void test_two_devices(void **state)
@@ -238,21 +240,19 @@ static void test_snapshots(void **state)
 /* Rank 0 on the host, the others on a device: each by what it can. */
 static void test_mixed_ranks(void **state)
 {
-    bench b;
     lab_order o = order_of(RANKS, HOST, 1);
     o.flags = FANIN_SERVER_NO_UCX;
-    set_up(&b, o, FANIN_PATH_AUTO);
+    set_up(o, FANIN_PATH_AUTO);
     for (int device = HOST; device < 2; device++) {
         target t;
         target_make(&b.world, device, FAKE_CUDA_MALLOC, &t);
-        outcome r = pull(&b, &t);
+        outcome r = pull(&t);
         assert_ok(r.status, r.error);
         assert_non_null(strstr(r.ranks, "\"cuda_ipc\""));
         assert_non_null(strstr(r.ranks, "\"stream\""));
         assert_true(target_is_step(&b.world, &t, 1));
         target_free(&t);
     }
-    tear_down(&b);
 }
 
 /* Some tensors here, some there, in one call. */
@@ -260,15 +260,14 @@ static void test_mixed_destinations(void **state)
 {
     static const fanin_path paths[] = {FANIN_PATH_AUTO, FANIN_PATH_STREAM};
     for (size_t p = 0; p < 2; p++) {
-        bench b;
         target t[3];
-        set_up(&b, order_of(RANKS, 0, 1), paths[p]);
+        set_up(order_of(RANKS, 0, 1), paths[p]);
         for (int i = 0; i < 3; i++)
             target_make(&b.world, i - 1, FAKE_CUDA_MALLOC, &t[i]);
         size_t n = b.world.tensors.count;
         for (size_t i = 0; i < n; i++)
             t[0].places.wanted[i] = t[i % 3].places.wanted[i];
-        outcome r = pull(&b, &t[0]);
+        outcome r = pull(&t[0]);
         assert_ok(r.status, r.error);
         for (size_t i = 0; i < n; i++) {
             const tensor_spec *spec = &b.world.tensors.tensors[i];
@@ -281,16 +280,15 @@ static void test_mixed_destinations(void **state)
         }
         for (int i = 0; i < 3; i++)
             target_free(&t[i]);
-        tear_down(&b);
+        tear_down(NULL);
     }
 }
 
 /* A tensor's bytes at step 1, as @p dtype. */
-static void check_tensor(const bench *b, size_t index, fanin_dtype dtype,
-                         const uint8_t *bytes)
+static void check_tensor(size_t index, fanin_dtype dtype, const uint8_t *bytes)
 {
-    const tensor_spec *t = &b->world.tensors.tensors[index];
-    uint64_t start = pattern_start(b->world.seeds[index], 1), size = t->bytes;
+    const tensor_spec *t = &b.world.tensors.tensors[index];
+    uint64_t start = pattern_start(b.world.seeds[index], 1), size = t->bytes;
     if (dtype == t->dtype) {
         assert_int_equal(pattern_compare(bytes, start, 0, size), size);
         return;
@@ -304,15 +302,15 @@ static void check_tensor(const bench *b, size_t index, fanin_dtype dtype,
     free(wanted);
 }
 
-static void check_directory(const bench *b, const char *directory, fanin_dtype dtype)
+static void check_directory(const char *directory, fanin_dtype dtype)
 {
     char path[160];
     fanin_error error = FANIN_ERROR_INIT;
     fanin_safetensors *file = NULL;
     snprintf(path, sizeof(path), "%s/adapter_model.safetensors", directory);
     assert_ok(fanin_safetensors_open(path, &file, &error), error);
-    for (size_t i = 0; i < b->world.tensors.count; i++) {
-        const tensor_spec *t = &b->world.tensors.tensors[i];
+    for (size_t i = 0; i < b.world.tensors.count; i++) {
+        const tensor_spec *t = &b.world.tensors.tensors[i];
         char name[FANIN_MAX_NAME + 32];
         fanin_safetensors_entry e = {.struct_size = sizeof(e)};
         assert_true(fanin_adapter_name(t->name, name, sizeof(name)));
@@ -325,7 +323,7 @@ static void check_directory(const bench *b, const char *directory, fanin_dtype d
         assert_int_equal(
             pread(fanin_safetensors_descriptor(file), bytes, size, (off_t)e.offset),
             size);
-        check_tensor(b, i, dtype, bytes);
+        check_tensor(i, dtype, bytes);
         free(bytes);
     }
     fanin_safetensors_close(&file);
@@ -335,13 +333,12 @@ static void test_directories(void **state)
 {
     static const fanin_path paths[] = {FANIN_PATH_CUDA_IPC, FANIN_PATH_STREAM};
     for (size_t p = 0; p < 2; p++) {
-        bench b;
         char scratch[] = "/tmp/fanin-device-XXXXXX", directory[64], command[96];
         fanin_error error = FANIN_ERROR_INIT;
         fanin_result *result = NULL;
         fanin_result_info info = {.struct_size = sizeof(info)};
         assert_non_null(mkdtemp(scratch));
-        set_up(&b, order_of(RANKS, 0, 1), paths[p]);
+        set_up(order_of(RANKS, 0, 1), paths[p]);
         fanin_pull_options options = defaults();
         options.spare_file = true;
         for (int i = 0; i < 2; i++) { /* the second finds a spare file */
@@ -353,31 +350,31 @@ static void test_directories(void **state)
             assert_int_equal(info.path, paths[p]);
             assert_false(info.reused);
             fanin_result_free(&result);
-            check_directory(&b, directory, FANIN_DTYPE_BF16);
+            check_directory(directory, FANIN_DTYPE_BF16);
         }
-        tear_down(&b);
+        tear_down(NULL);
         snprintf(command, sizeof(command), "rm -r %s", scratch);
         assert_int_equal(system(command), 0);
     }
 }
 
 /* Everything in the halves of the places that would hold F32. */
-static void pull_converted(const bench *b, int device, fanin_dtype asked,
-                           fanin_dtype dtype, fanin_path path)
+static void pull_converted(int device, fanin_dtype asked, fanin_dtype dtype,
+                           fanin_path path)
 {
     target t;
     fanin_pull_options options = defaults();
     options.dtype = asked;
-    target_make(&b->world, device, FAKE_CUDA_MALLOC, &t);
-    for (size_t i = 0; i < b->world.tensors.count; i++)
+    target_make(&b.world, device, FAKE_CUDA_MALLOC, &t);
+    for (size_t i = 0; i < b.world.tensors.count; i++)
         t.places.wanted[i].dtype = dtype;
     for (int again = 0; again < 2; again++) {
         memset(t.bytes, 0xee, t.places.size);
-        outcome o = pull_with(b, &options, &t);
+        outcome o = pull_with(&options, &t);
         assert_ok(o.status, o.error);
         assert_int_equal(o.path, path);
-        for (size_t i = 0; i < b->world.tensors.count; i++)
-            check_tensor(b, i, dtype,
+        for (size_t i = 0; i < b.world.tensors.count; i++)
+            check_tensor(i, dtype,
                          t.bytes + ((uint8_t *)t.places.boxes[i].address - t.memory));
     }
     target_free(&t);
@@ -389,28 +386,27 @@ static void test_conversions(void **state)
     static const fanin_path paths[] = {FANIN_PATH_CUDA_IPC, FANIN_PATH_STREAM};
     verifies = true;
     for (size_t p = 0; p < 2; p++) {
-        bench b;
         lab_order o = order_of(RANKS, 0, 1);
         o.dtype = FANIN_DTYPE_F32;
-        set_up(&b, o, paths[p]);
+        set_up(o, paths[p]);
         for (int device = HOST; device < 2; device++) {
-            pull_converted(&b, device, FANIN_DTYPE_BF16, FANIN_DTYPE_BF16, paths[p]);
-            pull_converted(&b, device, 0, FANIN_DTYPE_F32, paths[p]);
-            pull_converted(&b, device, FANIN_DTYPE_F16, FANIN_DTYPE_F16, paths[p]);
+            pull_converted(device, FANIN_DTYPE_BF16, FANIN_DTYPE_BF16, paths[p]);
+            pull_converted(device, 0, FANIN_DTYPE_F32, paths[p]);
+            pull_converted(device, FANIN_DTYPE_F16, FANIN_DTYPE_F16, paths[p]);
         }
-        tear_down(&b);
+        tear_down(NULL);
         o.snapshot = true;
         o.cast = FANIN_DTYPE_BF16;
-        set_up(&b, o, paths[p]);
+        set_up(o, paths[p]);
         for (int device = HOST; device < 2; device++)
-            pull_converted(&b, device, 0, FANIN_DTYPE_BF16, paths[p]);
-        tear_down(&b);
+            pull_converted(device, 0, FANIN_DTYPE_BF16, paths[p]);
+        tear_down(NULL);
     }
     verifies = false;
 }
 
 /* A directory that holds another dtype of the same step is neither used again nor touched. */
-static void pull_directories(const bench *b, const char *scratch)
+static void pull_directories(const char *scratch)
 {
     static const struct {
         const char *name;
@@ -433,7 +429,7 @@ static void pull_directories(const bench *b, const char *scratch)
         options.dtype = turns[i].asked;
         snprintf(directory, sizeof(directory), "%s/%s", scratch, turns[i].name);
         fanin_status status =
-            fanin_client_pull_adapter(b->client, &options, directory, &result, &error);
+            fanin_client_pull_adapter(b.client, &options, directory, &result, &error);
         if (turns[i].dtype) {
             assert_ok(status, error);
             fanin_result_get(result, &info);
@@ -444,7 +440,7 @@ static void pull_directories(const bench *b, const char *scratch)
             assert_non_null(strstr(error.message, "another dtype"));
         }
         fanin_result_free(&result);
-        check_directory(b, directory, holds);
+        check_directory(directory, holds);
     }
 }
 
@@ -452,14 +448,13 @@ static void test_converted_directories(void **state)
 {
     static const fanin_path paths[] = {FANIN_PATH_CUDA_IPC, FANIN_PATH_STREAM};
     for (size_t p = 0; p < 2; p++) {
-        bench b;
         char scratch[] = "/tmp/fanin-device-XXXXXX", command[96];
         lab_order o = order_of(RANKS, 0, 1);
         o.dtype = FANIN_DTYPE_F32;
         assert_non_null(mkdtemp(scratch));
-        set_up(&b, o, paths[p]);
-        pull_directories(&b, scratch);
-        tear_down(&b);
+        set_up(o, paths[p]);
+        pull_directories(scratch);
+        tear_down(NULL);
         snprintf(command, sizeof(command), "rm -r %s", scratch);
         assert_int_equal(system(command), 0);
     }
@@ -470,12 +465,11 @@ static void test_parts(void **state)
 {
     static const fanin_path paths[] = {FANIN_PATH_CUDA_IPC, FANIN_PATH_STREAM};
     for (size_t p = 0; p < 2; p++) {
-        bench b;
         target whole, part;
-        set_up(&b, order_of(RANKS, 0, 1), paths[p]);
+        set_up(order_of(RANKS, 0, 1), paths[p]);
         target_make(&b.world, HOST, FAKE_CUDA_MALLOC, &whole);
         target_make(&b.world, 1, FAKE_CUDA_MALLOC, &part);
-        expect(&b, &whole, paths[p]);
+        expect(&whole, paths[p]);
         const tensor_spec *t = &b.world.tensors.tensors[0];
         uint64_t rows = t->shape[0] - 2, columns = t->shape[1] / 2 - 3;
         fanin_tensor wanted = part.places.wanted[0];
@@ -498,7 +492,7 @@ static void test_parts(void **state)
         }
         target_free(&whole);
         target_free(&part);
-        tear_down(&b);
+        tear_down(NULL);
     }
 }
 
@@ -507,22 +501,21 @@ static void test_parts(void **state)
 /* Memory without a handle goes by stream, and the reason is told; asked for, it is refused. */
 static void check_fallback(lab_order order, const char *word)
 {
-    bench b;
     target t;
-    set_up(&b, order, FANIN_PATH_AUTO);
+    set_up(order, FANIN_PATH_AUTO);
     target_make(&b.world, 0, FAKE_CUDA_MALLOC, &t);
-    outcome o = pull(&b, &t);
+    outcome o = pull(&t);
     assert_ok(o.status, o.error);
     assert_int_equal(o.path, FANIN_PATH_STREAM);
     assert_says(o.reason, word);
     assert_true(target_is_step(&b.world, &t, 1));
     fanin_client_destroy(&b.client);
-    connect_by(&b, FANIN_PATH_CUDA_IPC);
-    o = pull(&b, &t);
+    connect_by(FANIN_PATH_CUDA_IPC);
+    o = pull(&t);
     assert_int_equal(o.status, FANIN_ERR_UNSUPPORTED);
     assert_says(o.error.message, word);
     target_free(&t);
-    tear_down(&b);
+    tear_down(NULL);
 }
 
 static void test_memory_without_handle(void **state)
@@ -545,10 +538,9 @@ static void test_invisible_device(void **state)
     check_fallback(o, "not visible");
 }
 
-static void expect_refused(const bench *b, const target *t, size_t index,
-                           const char *words)
+static void expect_refused(const target *t, size_t index, const char *words)
 {
-    outcome o = pull(b, t);
+    outcome o = pull(t);
     assert_int_equal(o.status, FANIN_ERR_ARGUMENT);
     assert_says(o.error.message, words);
     assert_non_null(strstr(o.error.key, t->places.wanted[index].name));
@@ -557,9 +549,8 @@ static void expect_refused(const bench *b, const target *t, size_t index,
 
 static void test_contradictions(void **state)
 {
-    bench b;
     target t;
-    set_up(&b, order_of(RANKS, 0, 1), FANIN_PATH_AUTO);
+    set_up(order_of(RANKS, 0, 1), FANIN_PATH_AUTO);
     static const fanin_memory wrong[] = {
         {FANIN_MEMORY_CUDA, 1}, {FANIN_MEMORY_CUDA, 7}, {FANIN_MEMORY_HOST, -1}};
     static const char *const words[] = {"device 1, a box is on device 0",
@@ -568,24 +559,22 @@ static void test_contradictions(void **state)
     for (size_t i = 0; i < 3; i++) {
         target_make(&b.world, 0, FAKE_CUDA_MALLOC, &t);
         t.places.wanted[3].memory = wrong[i];
-        expect_refused(&b, &t, 3, words[i]);
+        expect_refused(&t, 3, words[i]);
         t.places.wanted[3].memory = (fanin_memory){FANIN_MEMORY_CUDA, 0};
-        expect(&b, &t, FANIN_PATH_CUDA_IPC);
+        expect(&t, FANIN_PATH_CUDA_IPC);
         target_free(&t);
     }
     target_make(&b.world, HOST, FAKE_CUDA_MALLOC, &t);
     t.places.wanted[3].memory = (fanin_memory){FANIN_MEMORY_CUDA, 0};
-    expect_refused(&b, &t, 3, "a box is in host memory");
+    expect_refused(&t, 3, "a box is in host memory");
     target_free(&t);
-    tear_down(&b);
 }
 
 /* Both halves of a matrix, on two devices: not as one tensor, but as two of one name. */
 static void test_halves_on_two_devices(void **state)
 {
-    bench b;
     target t[2];
-    set_up(&b, order_of(RANKS, 0, 1), FANIN_PATH_AUTO);
+    set_up(order_of(RANKS, 0, 1), FANIN_PATH_AUTO);
     for (int i = 0; i < 2; i++)
         target_make(&b.world, i, FAKE_CUDA_MALLOC, &t[i]);
     const tensor_spec *spec = &b.world.tensors.tensors[0];
@@ -597,7 +586,7 @@ static void test_halves_on_two_devices(void **state)
     assert_int_equal(spec->shape[0] % 2, 0);
     wanted[0].boxes = halves;
     wanted[0].n_boxes = 2;
-    expect_refused(&b, &t[0], 0, "CUDA devices 0 and 1");
+    expect_refused(&t[0], 0, "CUDA devices 0 and 1");
     wanted[0].n_boxes = 1;
     wanted[1] = wanted[0];
     wanted[1].boxes = &halves[1];
@@ -610,7 +599,6 @@ static void test_halves_on_two_devices(void **state)
                          half);
         target_free(&t[i]);
     }
-    tear_down(&b);
 }
 
 /* Host memory is looked at by the stretch, managed memory may be called the host's. */
@@ -618,41 +606,37 @@ static void test_host_destinations(void **state)
 {
     static const fanin_path paths[] = {FANIN_PATH_CUDA_IPC, FANIN_PATH_STREAM};
     for (size_t p = 0; p < 2; p++) {
-        bench b;
         target t;
-        set_up(&b, order_of(RANKS, 0, 1), paths[p]);
+        set_up(order_of(RANKS, 0, 1), paths[p]);
         for (int device = HOST; device < 1; device++) {
             target_make(&b.world, device, FAKE_CUDA_MANAGED, &t);
             for (size_t i = 0; i < b.world.tensors.count; i++)
                 t.places.wanted[i].memory = (fanin_memory){FANIN_MEMORY_HOST, -1};
             uint64_t before = fake_cuda_calls("cuPointerGetAttributes");
-            expect(&b, &t, paths[p]);
+            expect(&t, paths[p]);
             assert_true(fake_cuda_calls("cuPointerGetAttributes") - before <=
                         t.places.size / (2 << 20) + 2);
             target_free(&t);
         }
-        tear_down(&b);
+        tear_down(NULL);
     }
 }
 
 /* A box that ends outside of the allocation it begins in. */
 static void test_too_small_destination(void **state)
 {
-    bench b;
     target t;
-    set_up(&b, order_of(RANKS, 0, 1), FANIN_PATH_AUTO);
+    set_up(order_of(RANKS, 0, 1), FANIN_PATH_AUTO);
     target_make(&b.world, 0, FAKE_CUDA_MALLOC, &t);
     size_t last = b.world.tensors.count - 1;
     t.places.boxes[last].address = (uint8_t *)t.places.boxes[last].address + 2;
-    expect_refused(&b, &t, last, "beyond its allocation");
+    expect_refused(&t, last, "beyond its allocation");
     target_free(&t);
-    tear_down(&b);
 }
 
 /* ------------------------------------------------------------------ in the middle */
 
 typedef struct puller {
-    const bench *bench;
     const target *target;
     fanin_stream stream;
     outcome outcome;
@@ -664,7 +648,7 @@ static void *pull_main(void *cookie)
     puller *p = cookie;
     fanin_pull_options options = defaults();
     options.stream = p->stream;
-    p->outcome = pull_with(p->bench, &options, p->target);
+    p->outcome = pull_with(&options, p->target);
     return NULL;
 }
 
@@ -678,15 +662,14 @@ static void pull_start(puller *p)
 static void test_rank_dies(void **state)
 {
     for (int device = HOST; device < 2; device++) {
-        bench b;
         target t;
-        set_up(&b, order_of(RANKS, 1, 1), FANIN_PATH_CUDA_IPC);
+        set_up(order_of(RANKS, 1, 1), FANIN_PATH_CUDA_IPC);
         target_make(&b.world, device, FAKE_CUDA_MALLOC, &t);
-        expect(&b, &t, FANIN_PATH_CUDA_IPC);
+        expect(&t, FANIN_PATH_CUDA_IPC);
         int reader =
             device == HOST ? 1 : device; /* the device that has most of it gathers */
         fake_cuda_hold_kernel(reader, 3);
-        puller p = {.bench = &b, .target = &t};
+        puller p = {.target = &t};
         pull_start(&p);
         assert_true(fake_cuda_wait_kernel_held(reader));
         lab_signal(&b.lab, 1, SIGKILL);
@@ -701,10 +684,10 @@ static void test_rank_dies(void **state)
         lab_stop(&b.lab);
         lab_restart(&b.lab, &b.order);
         uint64_t mapped = counts().mappings;
-        expect(&b, &t, FANIN_PATH_CUDA_IPC);
+        expect(&t, FANIN_PATH_CUDA_IPC);
         assert_int_equal(counts().mappings, mapped); /* as many as before, not more */
         target_free(&t);
-        tear_down(&b);
+        tear_down(NULL);
     }
 }
 
@@ -712,16 +695,15 @@ static void test_rank_dies(void **state)
    works on. */
 static void test_replica_steps_in(void **state)
 {
-    bench b;
     target t;
     lab_order order = order_of(4, 1, 1);
     order.replicate = 2;
-    set_up(&b, order, FANIN_PATH_AUTO);
+    set_up(order, FANIN_PATH_AUTO);
     target_make(&b.world, 1, FAKE_CUDA_MALLOC, &t);
-    expect(&b, &t, FANIN_PATH_CUDA_IPC);
+    expect(&t, FANIN_PATH_CUDA_IPC);
     memset(t.bytes, 0xee, t.places.size);
     fake_cuda_hold_kernel(1, 3);
-    puller p = {.bench = &b, .target = &t};
+    puller p = {.target = &t};
     pull_start(&p);
     assert_true(fake_cuda_wait_kernel_held(1));
     lab_signal(&b.lab, 1, SIGKILL);
@@ -730,11 +712,10 @@ static void test_replica_steps_in(void **state)
     assert_ok(p.outcome.status, p.outcome.error);
     assert_true(target_is_step(&b.world, &t, 1));
     memset(t.bytes, 0xee, t.places.size);
-    outcome again = pull(&b, &t);
+    outcome again = pull(&t);
     assert_ok(again.status, again.error);
     assert_true(target_is_step(&b.world, &t, 1));
     target_free(&t);
-    tear_down(&b);
 }
 
 /* The destinations are in use on a stream of the caller's until it gets there. */
@@ -744,13 +725,12 @@ static void test_callers_stream(void **state)
     /* The caller's copy, a mark behind it and a wait for that; or the copy and a callback. */
     static const uint64_t behind[] = {3, 2};
     for (size_t p = 0; p < 2; p++) {
-        bench b;
         target t;
         CUcontext context;
         CUstream stream;
-        set_up(&b, order_of(RANKS, 0, 1), paths[p]);
+        set_up(order_of(RANKS, 0, 1), paths[p]);
         target_make(&b.world, 0, FAKE_CUDA_MALLOC, &t);
-        expect(&b, &t, paths[p]);
+        expect(&t, paths[p]);
         memset(t.bytes, 0x11, t.places.size);
         assert_int_equal(cuDevicePrimaryCtxRetain(&context, 0), CUDA_SUCCESS);
         assert_int_equal(cuCtxPushCurrent(context), CUDA_SUCCESS);
@@ -760,7 +740,7 @@ static void test_callers_stream(void **state)
         assert_int_equal(cuMemcpyAsync((CUdeviceptr)copy, (CUdeviceptr)t.memory,
                                        t.places.size, stream),
                          CUDA_SUCCESS);
-        puller one = {.bench = &b, .target = &t, .stream = {stream, 0}};
+        puller one = {.target = &t, .stream = {stream, 0}};
         pull_start(&one);
         assert_true(fake_cuda_wait_queued(0, behind[p]));
         fake_cuda_release(0);
@@ -775,22 +755,21 @@ static void test_callers_stream(void **state)
         assert_int_equal(cuStreamDestroy(stream), CUDA_SUCCESS);
         assert_int_equal(cuCtxPopCurrent(NULL), CUDA_SUCCESS);
         target_free(&t);
-        tear_down(&b);
+        tear_down(NULL);
     }
 }
 
 /* The last test: a device fails in the middle of a pull. */
 static void test_device_fails(void **state)
 {
-    bench b;
     target t, other;
-    set_up(&b, order_of(RANKS, 0, 0), FANIN_PATH_AUTO);
+    set_up(order_of(RANKS, 0, 0), FANIN_PATH_AUTO);
     target_make(&b.world, 1, FAKE_CUDA_MALLOC, &t);
     target_make(&b.world, 0, FAKE_CUDA_MALLOC, &other);
-    expect(&b, &t, FANIN_PATH_CUDA_IPC);
-    expect(&b, &other, FANIN_PATH_CUDA_IPC);
+    expect(&t, FANIN_PATH_CUDA_IPC);
+    expect(&other, FANIN_PATH_CUDA_IPC);
     fake_cuda_hold_kernel(1, 3);
-    puller p = {.bench = &b, .target = &t};
+    puller p = {.target = &t};
     pull_start(&p);
     assert_true(fake_cuda_wait_kernel_held(1));
     fake_cuda_break(1);
@@ -799,7 +778,7 @@ static void test_device_fails(void **state)
     assert_says(p.outcome.error.message, "CUDA_ERROR_LAUNCH_FAILED");
     memset(other.bytes, 0, other.places.size);
     /* The other device works. */
-    outcome o = pull(&b, &other);
+    outcome o = pull(&other);
     assert_ok(o.status, o.error);
     assert_true(target_is_step(&b.world, &other, 1));
     fanin_client_destroy(&b.client);
@@ -823,31 +802,33 @@ static int close_lab(void **state)
     return 0;
 }
 
+#define CASE(name) cmocka_unit_test_teardown(name, tear_down)
+
 int main(int argc, char **argv)
 {
     setenv("FANIN_CUDA_LIBRARY", getenv("FANIN_TEST_CUDA_LIBRARY"), 1);
     unsetenv("CUDA_VISIBLE_DEVICES");
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_two_devices),
-        cmocka_unit_test(test_one_device),
-        cmocka_unit_test(test_host_ranks),
-        cmocka_unit_test(test_snapshots),
-        cmocka_unit_test(test_mixed_ranks),
-        cmocka_unit_test(test_mixed_destinations),
-        cmocka_unit_test(test_directories),
-        cmocka_unit_test(test_conversions),
-        cmocka_unit_test(test_converted_directories),
-        cmocka_unit_test(test_parts),
-        cmocka_unit_test(test_memory_without_handle),
-        cmocka_unit_test(test_invisible_device),
-        cmocka_unit_test(test_contradictions),
-        cmocka_unit_test(test_halves_on_two_devices),
-        cmocka_unit_test(test_host_destinations),
-        cmocka_unit_test(test_too_small_destination),
-        cmocka_unit_test(test_rank_dies),
-        cmocka_unit_test(test_replica_steps_in),
-        cmocka_unit_test(test_callers_stream),
-        cmocka_unit_test(test_device_fails),
+        CASE(test_two_devices),
+        CASE(test_one_device),
+        CASE(test_host_ranks),
+        CASE(test_snapshots),
+        CASE(test_mixed_ranks),
+        CASE(test_mixed_destinations),
+        CASE(test_directories),
+        CASE(test_conversions),
+        CASE(test_converted_directories),
+        CASE(test_parts),
+        CASE(test_memory_without_handle),
+        CASE(test_invisible_device),
+        CASE(test_contradictions),
+        CASE(test_halves_on_two_devices),
+        CASE(test_host_destinations),
+        CASE(test_too_small_destination),
+        CASE(test_rank_dies),
+        CASE(test_replica_steps_in),
+        CASE(test_callers_stream),
+        CASE(test_device_fails),
     };
     if (argc > 1)
         cmocka_set_test_filter(argv[1]);
