@@ -19,15 +19,21 @@ int device_sink_device(const device_sink *sink, const void *to)
 
 /* ------------------------------------------------------------------- items */
 
+/* What a run becomes that copy_units_cut() cuts where lines of memory end. */
+static uint64_t entries_of_run(uint64_t run)
+{
+    return run > COPY_UNIT_BYTES ? run / COPY_UNIT_BYTES + 2 : 1;
+}
+
 /* Entries that a piece becomes, or a few more: a chunk keeps all multiprocessors busy. */
 static uint64_t entries_of(uint64_t length, const strided *view)
 {
     if (!view || view->n_dims == 0)
-        return length / COPY_UNIT_BYTES + 2;
+        return entries_of_run(length);
     uint64_t inner = view->extent[view->n_dims - 1];
     uint64_t outer = strided_runs(view) / inner;
     if (view->run > COPY_UNIT_BYTES)
-        return outer * inner * (view->run / COPY_UNIT_BYTES + 2);
+        return outer * inner * entries_of_run(view->run);
     uint64_t at_once = COPY_UNIT_BYTES / view->run;
     at_once = at_once < COPY_UNIT_RUNS ? at_once : COPY_UNIT_RUNS;
     return outer * (inner / at_once + 1);
