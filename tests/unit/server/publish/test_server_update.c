@@ -16,6 +16,15 @@
 
 static uint8_t memory[2][100];
 
+/* With shard "a" at step 1. */
+static fanin_server *start_published(uint32_t lease_ms)
+{
+    fanin_server *s = server_start_lease(lease_ms);
+    server_put(s, RUN, "a", memory[0], 100);
+    server_commit(s, 1);
+    return s;
+}
+
 static fanin_status commit(fanin_server *s, uint64_t step)
 {
     return fanin_server_commit(s, RUN, step, NULL, NULL);
@@ -155,10 +164,8 @@ static void the_catalog_version_changes_with_the_catalog(void **state)
 
 static void new_shards_appear_with_the_next_commit(void **state)
 {
-    fanin_server *s = server_start_lease(0);
+    fanin_server *s = start_published(0);
     peer p = peer_open(s);
-    server_put(s, RUN, "a", memory[0], 100);
-    server_commit(s, 1);
     grant before = peer_lease(&p);
     server_put(s, RUN, "b", memory[1], 100); /* no update: readers are not disturbed */
     assert_true(peer_end(&p, &before, false).good);
@@ -175,10 +182,8 @@ static void new_shards_appear_with_the_next_commit(void **state)
 static void begin_update_waits_at_most_the_lease(void **state)
 {
     fanin_server *s =
-        server_start_lease(1000); /* so long that begin_update finds the lease alive */
+        start_published(1000); /* so long that begin_update finds the lease alive */
     peer p = peer_open(s);
-    server_put(s, RUN, "a", memory[0], 100);
-    server_commit(s, 1);
     uint64_t before = clock_ns();
     grant g = peer_lease(&p);
     uint64_t start_ns = clock_ns();
@@ -194,10 +199,8 @@ static void begin_update_waits_at_most_the_lease(void **state)
 
 static void a_lease_time_of_zero_never_waits(void **state)
 {
-    fanin_server *s = server_start_lease(0);
+    fanin_server *s = start_published(0);
     peer p = peer_open(s);
-    server_put(s, RUN, "a", memory[0], 100);
-    server_commit(s, 1);
     for (uint64_t step = 2; step < 100; step++) {
         grant g = peer_lease(&p);
         server_begin(s);
@@ -218,10 +221,8 @@ static void start_draining(call *c, fanin_server *s)
 
 static void a_closed_session_ends_the_draining(void **state)
 {
-    fanin_server *s = server_start_lease(60000);
+    fanin_server *s = start_published(60000);
     peer p = peer_open(s);
-    server_put(s, RUN, "a", memory[0], 100);
-    server_commit(s, 1);
     peer_lease(&p);
     call c;
     start_draining(&c, s);
@@ -233,10 +234,8 @@ static void a_closed_session_ends_the_draining(void **state)
 
 static void one_thread_drains_at_a_time(void **state)
 {
-    fanin_server *s = server_start_lease(60000);
+    fanin_server *s = start_published(60000);
     peer p = peer_open(s);
-    server_put(s, RUN, "a", memory[0], 100);
-    server_commit(s, 1);
     grant g = peer_lease(&p);
     call c;
     start_draining(&c, s);
@@ -253,11 +252,9 @@ static void one_thread_drains_at_a_time(void **state)
 
 static void a_moved_shard_makes_the_publication_unreadable(void **state)
 {
-    fanin_server *s = server_start_lease(0);
+    fanin_server *s = start_published(0);
     peer p = peer_open(s);
     peer d = peer_data(s, &p);
-    server_put(s, RUN, "a", memory[0], 100);
-    server_commit(s, 1);
     grant g = peer_lease(&p);
     server_put(s, RUN, "a", memory[0], 100); /* equal: nothing happens */
     assert_true(peer_end(&p, &g, false).good);

@@ -250,10 +250,7 @@ static void ends_while_copying(void **state)
             l.data = peer_data_unix(l.server, &l.control);
             l.grant = peer_lease(&l.control);
             fake_cuda_release(0);
-            uint8_t *got = malloc(4 * MIB);
-            peer_read(&l.data, &l.grant, &all, 1, got, 4 * MIB);
-            assert_memory_equal(got, device_bytes(memory), 4 * MIB);
-            free(got);
+            puller_expect_box(&l, device_bytes(memory), 4 * MIB);
         }
         fake_cuda_release(0);
         server_tear_down(state);
@@ -267,7 +264,6 @@ static void broken_devices_are_errors(void **state)
 {
     uint8_t *memory = device_alloc(1, 4 * MIB, FAKE_CUDA_MALLOC);
     puller l = device_serve_bytes(memory, 4 * MIB);
-    uint8_t *got = malloc(4 * MIB);
     read_entry all = {.box = 0, .count = 1};
     fake_cuda_hold(1);
     peer_request_read(&l.data, l.grant.token, 4 * MIB, &all, 1);
@@ -284,7 +280,6 @@ static void broken_devices_are_errors(void **state)
     server_begin(l.server); /* does not hang */
     server_tear_down(state);
     fake_cuda_repair(1);
-    free(got);
 }
 
 /* The second half of a reply fails: it cannot become an error any more. */
@@ -302,12 +297,9 @@ static void late_failures_void_the_lease(void **state)
     for (size_t i = 2 * MIB; i < 4 * MIB; i++)
         assert_int_equal(in.data[i], 0);
     assert_false(peer_end(&l.control, &l.grant, false).good);
-    uint8_t *got = malloc(4 * MIB);
-    l.grant = peer_lease(&l.control);
-    peer_read(&l.data, &l.grant, &all, 1, got, 4 * MIB);
-    assert_memory_equal(got, device_bytes(memory), 4 * MIB);
-    assert_true(peer_end(&l.control, &l.grant, false).good);
-    free(got);
+    puller_begin(&l);
+    puller_expect_box(&l, device_bytes(memory), 4 * MIB);
+    puller_end(&l);
 }
 
 /* A device that does not get on keeps the trainer waiting for 10 s, no longer. */
@@ -329,11 +321,8 @@ static void hung_devices_are_given_up(void **state)
     fake_cuda_release(0);
     assert_true(fake_cuda_wait_idle(0));
     server_commit(l.server, 2);
-    l.grant = peer_lease(&l.control);
-    uint8_t *got = malloc(4 * MIB);
-    peer_read(&l.data, &l.grant, &all, 1, got, 4 * MIB);
-    assert_memory_equal(got, device_bytes(memory), 4 * MIB);
-    free(got);
+    puller_begin(&l);
+    puller_expect_box(&l, device_bytes(memory), 4 * MIB);
 }
 
 /* Whatever function of the driver fails first, a read gives an error or the bytes, and the
@@ -344,7 +333,6 @@ static void any_failure_is_survived(void **state)
                                             "cuLaunchKernel", "cuStreamAddCallback",
                                             "cuCtxPushCurrent_v2"};
     uint8_t *memory = device_alloc(0, 2 * MIB, FAKE_CUDA_MALLOC);
-    uint8_t *got = malloc(2 * MIB);
     for (size_t i = 0; i < sizeof functions / sizeof *functions; i++) {
         for (unsigned after = 0; after < 3; after++) {
             puller l = device_serve_bytes(memory, 2 * MIB);
@@ -363,13 +351,11 @@ static void any_failure_is_survived(void **state)
                 peer_end(&l.control, &l.grant, true);
             server_begin(l.server);
             server_commit(l.server, 2);
-            l.grant = peer_lease(&l.control);
-            peer_read(&l.data, &l.grant, &all, 1, got, 2 * MIB);
-            assert_memory_equal(got, device_bytes(memory), 2 * MIB);
+            puller_begin(&l);
+            puller_expect_box(&l, device_bytes(memory), 2 * MIB);
             server_tear_down(state);
         }
     }
-    free(got);
 }
 
 /* The trainer has started CUDA. */
