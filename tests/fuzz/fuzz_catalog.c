@@ -3,14 +3,7 @@
    bytes, little-endian). Tables are canonical: what decodes has just these bytes. */
 #include "fuzz.h"
 #include "recode.h"
-#include <stdlib.h>
 #include <string.h>
-
-static void check(bool good)
-{
-    if (!good)
-        abort();
-}
 
 static bool same(const buffer *b, const uint8_t *data, size_t size)
 {

@@ -4,14 +4,7 @@
 #include "checksum.h"
 #include "framing.h"
 #include "fuzz.h"
-#include <stdlib.h>
 #include <string.h>
-
-static void check(bool good)
-{
-    if (!good)
-        abort();
-}
 
 /* The sum of what came of it, and how many frames. */
 typedef struct outcome {

@@ -3,14 +3,7 @@
    something that decodes to the same again. */
 #include "fuzz.h"
 #include "recode.h"
-#include <stdlib.h>
 #include <string.h>
-
-static void check(bool good)
-{
-    if (!good)
-        abort();
-}
 
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
 {

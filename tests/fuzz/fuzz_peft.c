@@ -20,12 +20,6 @@ typedef struct publication {
     fanin_pair pairs[ITEMS];
 } publication;
 
-static void check(bool good)
-{
-    if (!good)
-        abort();
-}
-
 /* As a key table that was decoded: all text is UTF-8. */
 static void add_line(publication *p, char *line)
 {

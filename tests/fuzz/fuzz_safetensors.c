@@ -3,14 +3,7 @@
 #include "fuzz.h"
 #include "adapter/safetensors.h"
 
-#include <stdlib.h>
 #include <string.h>
-
-static void check(bool good)
-{
-    if (!good)
-        abort();
-}
 
 static void check_file(const fanin_safetensors *file, uint64_t data, uint64_t end)
 {

@@ -3,13 +3,6 @@
 #include "fuzz.h"
 #include "scan.h"
 #include <msgpack.h>
-#include <stdlib.h>
-
-static void check(bool good)
-{
-    if (!good)
-        abort();
-}
 
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
 {
