@@ -41,11 +41,11 @@ static void signal_drop(sink_signal *s)
     free(s);
 }
 
-static void poke(const sink_signal *s)
+static void wake(const sink_signal *s)
 {
-    uint64_t one = 1;
-    ssize_t n = s->fd >= 0 ? write(s->fd, &one, sizeof one) : 0;
-    (void)n; /* fails only when the counter is full: then a wake-up is due anyway */
+    if (s->fd >=
+        0) /* fails only when the counter is full: then a wake-up is due anyway */
+        (void)eventfd_write(s->fd, 1);
 }
 
 /* In a thread of the driver: the caller's stream got to where the pull began. */
@@ -55,7 +55,7 @@ static void on_reached(void *cookie, bool failed)
     pthread_mutex_lock(&s->lock);
     s->reached = true;
     s->failed = failed;
-    poke(s);
+    wake(s);
     signal_drop(s);
 }
 
@@ -67,7 +67,7 @@ static void on_copied(void *cookie, bool failed)
     pthread_mutex_lock(&s->lock);
     job->running--;
     job->broken = job->broken || failed;
-    poke(s);
+    wake(s);
     pthread_mutex_unlock(&s->lock);
 }
 
@@ -174,7 +174,7 @@ void device_sink_fail(device_sink *sink, const fanin_error *error)
         return;
     sink->failed = true;
     error_copy(&sink->error, error);
-    poke(sink->signal);
+    wake(sink->signal);
 }
 
 bool device_sink_failed(const device_sink *sink, fanin_error *error)
@@ -310,7 +310,7 @@ void sink_job_give(sink_job *job)
     job->later = s->spare;
     s->spare = job;
     if (s->waiters)
-        poke(s->signal);
+        wake(s->signal);
 }
 
 void sink_job_init(sink_job *job, device_sink *sink, unsigned area, void *owner)
@@ -393,7 +393,7 @@ static void launch(device_sink *s, sink_job *job)
     bool idle = job->running == 0;
     pthread_mutex_unlock(&s->signal->lock);
     if (idle)
-        poke(s->signal);
+        wake(s->signal);
 }
 
 void device_sink_submit(sink_job *job, sink_done_fn done)
@@ -456,9 +456,8 @@ static void look_at_stream(device_sink *s)
 static void on_event(loop_source *source, uint32_t events)
 {
     device_sink *s = (device_sink *)((char *)source - offsetof(device_sink, source));
-    uint64_t count;
-    ssize_t n = read(source->fd, &count, sizeof count);
-    (void)n;
+    eventfd_t count;
+    (void)eventfd_read(source->fd, &count);
     (void)events;
     look_at_stream(s);
     while (s->held.first && (s->ready || s->failed))
@@ -489,7 +488,7 @@ void device_sink_wait(device_sink *sink, sink_waiter *waiter)
         waiter->next->link = &waiter->next;
     sink->waiters = waiter;
     if (sink->failed)
-        poke(sink->signal);
+        wake(sink->signal);
 }
 
 void device_sink_unwait(sink_waiter *waiter)
@@ -542,14 +541,14 @@ bool device_sink_recall(device_sink *s, const void *owner)
             break;
         struct pollfd wait = {.fd = s->signal->fd, .events = POLLIN};
         (void)poll(&wait, 1, deadline_poll_ms(at));
-        uint64_t count;
-        if (read(s->signal->fd, &count, sizeof count) < 0)
+        eventfd_t count;
+        if (eventfd_read(s->signal->fd, &count) < 0)
             s->stuck = deadline_passed(at);
     }
     if (s->stuck && is_active(s, owner)) {
         device_memory_abandon(s->pool);
         return false;
     }
-    poke(s->signal); /* for what came here and is others' */
+    wake(s->signal); /* for what came here and is others' */
     return true;
 }
