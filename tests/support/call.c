@@ -1,8 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "call.h"
 #include "testing.h"
-
-#include <time.h>
+#include "thread.h"
 
 static void *run(void *cookie)
 {
@@ -20,18 +19,15 @@ void call_start(call *c, fanin_status (*body)(void *), void *cookie)
 {
     *c = (call){.run = body, .cookie = cookie};
     pthread_mutex_init(&c->lock, NULL);
-    pthread_cond_init(&c->changed, NULL);
+    condition_init(&c->changed);
     assert_int_equal(pthread_create(&c->thread, NULL, run, c), 0);
 }
 
 bool call_returns(call *c, uint32_t ms)
 {
-    struct timespec end;
-    clock_gettime(CLOCK_REALTIME, &end);
-    end.tv_sec += ms / 1000 + (end.tv_nsec + ms % 1000 * 1000000) / 1000000000;
-    end.tv_nsec = (end.tv_nsec + ms % 1000 * 1000000) % 1000000000;
+    deadline end = deadline_in_ms(ms);
     pthread_mutex_lock(&c->lock);
-    while (!c->returned && pthread_cond_timedwait(&c->changed, &c->lock, &end) == 0)
+    while (!c->returned && condition_wait(&c->changed, &c->lock, end))
         continue;
     bool returned = c->returned;
     pthread_mutex_unlock(&c->lock);

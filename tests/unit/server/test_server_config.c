@@ -6,7 +6,6 @@
 #include "testing.h"
 
 #include <dirent.h>
-#include <errno.h>
 #include <regex.h>
 #include <signal.h>
 #include <stdio.h>

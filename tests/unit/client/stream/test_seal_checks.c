@@ -3,7 +3,6 @@
 #include "thread.h"
 #include "stream/seal_checks.h"
 #include "testing.h"
-#include <stdlib.h>
 #include <string.h>
 
 #define BODIES 200

@@ -7,10 +7,8 @@
 
 #include <poll.h>
 #include <stdio.h>
-#include <stdlib.h>
 #include <string.h>
 #include <sys/socket.h>
-#include <unistd.h>
 
 static uint8_t memory[2][1000];
 static fanin_server *server;

@@ -7,7 +7,6 @@
 
 #include <stdio.h>
 #include <stdlib.h>
-#include <string.h>
 
 static uint8_t memory[3][8192];
 static char version[32]; /* of UCX, "" if there is none */

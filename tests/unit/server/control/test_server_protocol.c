@@ -2,11 +2,8 @@
 /* What a well-behaved client sees of a server, message by message. */
 #include "gpu.h"
 #include "server_peer.h"
-#include "socket.h"
 #include "testing.h"
 
-#include <pthread.h>
-#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 

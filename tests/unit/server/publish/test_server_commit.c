@@ -10,7 +10,6 @@
 
 #include <cuda.h>
 #include <stdio.h>
-#include <stdlib.h>
 #include <string.h>
 
 #define SIZE ((size_t)300000)

@@ -7,7 +7,6 @@
 #include "testing.h"
 
 #include <stdio.h>
-#include <stdlib.h>
 #include <string.h>
 
 #define SIZE 100

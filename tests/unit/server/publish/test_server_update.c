@@ -8,7 +8,6 @@
 #include <pthread.h>
 #include <semaphore.h>
 #include <stdatomic.h>
-#include <stdlib.h>
 #include <string.h>
 #include <time.h>
 

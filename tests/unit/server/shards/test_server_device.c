@@ -9,7 +9,6 @@
 
 #include <cuda.h>
 #include <stdio.h>
-#include <string.h>
 
 static gpu *driver;
 

@@ -11,8 +11,6 @@
 #include "testing.h"
 
 #include <cuda.h>
-#include <stdlib.h>
-#include <string.h>
 
 #define BYTES 300001
 #define FLOATS ((uint64_t)40 * 30 * 20)
