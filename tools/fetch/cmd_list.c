@@ -257,15 +257,15 @@ static json_t *group_json(const view *items, size_t count, const missing *m,
     for (size_t i = 0; i < count; i++) {
         const view *v = &items[i];
         json_array_append_new(
-            ranks, output_object(
-                       "rank", output_u64(v->rank), "state",
-                       output_string(state_name(v->state)), "step", output_u64(v->step),
-                       "epoch", output_u64(v->epoch), "catalog_version",
-                       output_u64(v->catalog_version), "tensors",
-                       output_u64(v->tensors), "bytes", output_u64(v->bytes),
-                       "state_age_ns", output_age_ns(v->state_age_ms), "commit_age_ns",
-                       output_age_ns(v->commit_age_ms), "key_digest",
-                       output_string(output_hex(v->digest, sizeof v->digest).s), NULL));
+            ranks, output_object("rank", output_u64(v->rank), "state",
+                                 output_string(state_name(v->state)), "step",
+                                 output_u64(v->step), "epoch", output_u64(v->epoch),
+                                 "catalog_version", output_u64(v->catalog_version),
+                                 "tensors", output_u64(v->tensors), "bytes",
+                                 output_u64(v->bytes), "state_age_ns",
+                                 output_age_ns(v->state_age_ms), "commit_age_ns",
+                                 output_age_ns(v->commit_age_ms), "key_digest",
+                                 output_digits(v->digest, sizeof v->digest), NULL));
     }
     return output_object("publication", output_string(items[0].name), "run",
                          output_string(run_name(items[0].name)), "state",

@@ -414,8 +414,8 @@ static void tell(const verifier *v)
     output_json(output_object(
         "result", output_string("equal"), "files", json_pack("[s, s]", MODEL, CONFIG),
         "publication", output_string(v->publication), "step", output_u64(v->step),
-        "world_id", output_string(output_hex(v->world_id, sizeof v->world_id).s),
-        "tensors", output_u64(v->count), "bytes", output_u64(v->bytes), NULL));
+        "world_id", output_digits(v->world_id, sizeof v->world_id), "tensors",
+        output_u64(v->count), "bytes", output_u64(v->bytes), NULL));
 }
 
 static int verify(verifier *v)

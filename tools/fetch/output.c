@@ -139,6 +139,11 @@ json_t *output_u64(uint64_t value)
     return json_integer((json_int_t)value);
 }
 
+json_t *output_digits(const uint8_t *bytes, size_t size)
+{
+    return output_string(output_hex(bytes, size).s);
+}
+
 json_t *output_rank(int64_t rank)
 {
     return rank >= 0 ? json_integer(rank) : json_null();

@@ -11,8 +11,8 @@
 /** @p memory; NULL ends the program with a message. */
 void *output_require(void *memory);
 
-/** An array of @p count items with room for one more: *@p items or, if @p capacity is reached,
-    another one. Memory failures end the program with a message (as all of this file does). */
+/** @p items, an array of @p count, with room for one more: moved if *@p capacity was reached. Memory
+    failures end the program with a message (as all of this file does). */
 void *output_room(void *items, size_t count, size_t *capacity, size_t item_size);
 
 /** A table of the columns that @p names lists: "RUN^ STATE STEP>", where '>' is for numbers, and
@@ -43,6 +43,8 @@ void output_set(json_t *object, const char *name, ...) __attribute__((sentinel))
 /** Bytes that are not UTF-8 become '?'; "" becomes null. */
 json_t *output_string(const char *text);
 json_t *output_u64(uint64_t value);
+/** Bytes as hexadecimal digits. */
+json_t *output_digits(const uint8_t *bytes, size_t size);
 /** Null if it is negative: not known. */
 json_t *output_rank(int64_t rank);
 /** An age in milliseconds as nanoseconds; null if it is 0, not known. */

@@ -81,7 +81,7 @@ json_t *report_json(const fanin_result_info *info)
     }
     json_t *object = output_object(
         "step", output_u64(info->step), "world_id",
-        output_string(output_hex(info->world_id, sizeof info->world_id).s), "bytes",
+        output_digits(info->world_id, sizeof info->world_id), "bytes",
         output_u64(info->bytes), "tensors", output_u64(info->tensors), "reads",
         output_u64(info->reads), "restarts", output_u64(info->restarts), "stale",
         output_u64(info->stale), "reused", json_boolean(info->reused), "path",

@@ -40,14 +40,14 @@ static json_t *ready_json(const rank_options *options, const ranks *r,
     for (size_t i = 0; i < options->n_runs; i++) {
         json_array_append_new(runs, json_string(options->runs[i]));
     }
-    return output_object(
-        "event", output_string("ready"), "pid", json_integer(getpid()), "target",
-        output_string(target), "world_id",
-        output_string(output_hex(options->world_id, sizeof options->world_id).s),
-        "world_size", output_u64(options->world_size), "step",
-        output_u64(options->first_step), "tensors", output_u64(options->tensors->count),
-        "bytes", output_u64(options->tensors->bytes), "ranks", list, "runs", runs,
-        "schema", json_integer(1), NULL);
+    return output_object("event", output_string("ready"), "pid", json_integer(getpid()),
+                         "target", output_string(target), "world_id",
+                         output_digits(options->world_id, sizeof options->world_id),
+                         "world_size", output_u64(options->world_size), "step",
+                         output_u64(options->first_step), "tensors",
+                         output_u64(options->tensors->count), "bytes",
+                         output_u64(options->tensors->bytes), "ranks", list, "runs",
+                         runs, "schema", json_integer(1), NULL);
 }
 
 /* To stdout, or to the descriptor that a script waits at. */
@@ -89,10 +89,10 @@ static json_t *info_json(const rank_options *options, const ranks *r)
     long long number = strtoll(run, &end, 10);
     bool is_number = run[0] >= '0' && run[0] <= '9' && *end == '\0' &&
                      (run[0] != '0' || run[1] == '\0') && strlen(run) < 18;
-    json_t *object = output_object(
-        "run_idx", is_number ? json_integer(number) : json_string(run), "world_size",
-        output_u64(options->world_size), "world_id",
-        output_string(output_hex(options->world_id, sizeof options->world_id).s), NULL);
+    json_t *object =
+        output_object("run_idx", is_number ? json_integer(number) : json_string(run),
+                      "world_size", output_u64(options->world_size), "world_id",
+                      output_digits(options->world_id, sizeof options->world_id), NULL);
     if (options->server_name != NULL) {
         output_set(object, "server_name", output_string(options->server_name), NULL);
     }
