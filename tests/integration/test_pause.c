@@ -318,7 +318,7 @@ static fanin_client *trainer_client(const trainer *t, fanin_path path)
     return connect_client(&config, &address, 1);
 }
 
-static fanin_status pull_tensor(fanin_client *client, uint8_t *into, uint64_t *step,
+static fanin_status pull_tensor(fanin_client *by, uint8_t *into, uint64_t *step,
                                 fanin_error *error)
 {
     fanin_box box;
@@ -326,8 +326,7 @@ static fanin_status pull_tensor(fanin_client *client, uint8_t *into, uint64_t *s
     const fanin_pull_options options = make_options(FANIN_STEP_NEWEST, 0);
     fanin_result *result = NULL;
     fanin_result_info info = {.struct_size = sizeof(info)};
-    fanin_status status =
-        fanin_client_pull(client, &options, &tensor, 1, &result, error);
+    fanin_status status = fanin_client_pull(by, &options, &tensor, 1, &result, error);
     if (status == FANIN_OK)
         fanin_result_get(result, &info);
     *step = info.step;
@@ -341,13 +340,13 @@ static bool note_version(void *cookie, const fanin_publication_info *info)
     return true;
 }
 
-static void expect_pulled(const trainer *t, fanin_client *client)
+static void expect_pulled(const trainer *t, fanin_client *by)
 {
     uint8_t *into = malloc(BYTES);
     uint64_t step;
     fanin_error error = FANIN_ERROR_INIT;
     assert_non_null(into);
-    assert_ok(pull_tensor(client, into, &step, &error), error);
+    assert_ok(pull_tensor(by, into, &step, &error), error);
     assert_int_equal(step, t->step);
     for (size_t i = 0; i < BYTES; i++)
         if (into[i] != value_at(step))
@@ -359,23 +358,22 @@ static void offload_on(fanin_path path)
 {
     trainer t = {0};
     trainer_start(&t);
-    fanin_client *client = trainer_client(&t, path);
-    expect_pulled(&t, client);
+    fanin_client *by = trainer_client(&t, path);
+    expect_pulled(&t, by);
     uint64_t before, after;
     fanin_error error = FANIN_ERROR_INIT;
     for (int round = 0; round < 6; round++) {
         bool move = round % 2;
-        assert_ok(fanin_client_list(client, 5000, note_version, &before, &error),
-                  error);
+        assert_ok(fanin_client_list(by, 5000, note_version, &before, &error), error);
         offload(&t, move);
-        expect_pulled(&t, client);
-        assert_ok(fanin_client_list(client, 5000, note_version, &after, &error), error);
+        expect_pulled(&t, by);
+        assert_ok(fanin_client_list(by, 5000, note_version, &after, &error), error);
         /* Keys for one-sided reads end with the pause, as addresses may be used again. */
         assert_int_equal(after != before, move || path != FANIN_PATH_STREAM);
         if (round == 3)
             train(&t);
     }
-    fanin_client_destroy(&client);
+    fanin_client_destroy(&by);
     trainer_stop(&t);
 }
 

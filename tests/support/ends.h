@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /**
  * @file
- * Servers, clients, tensors and options for tests of both ends. What must work and does not fails the
- * test.
+ * Servers, clients, tensors and options for tests of both ends. What must work and does not fails
+ * the test.
  */
 #ifndef ENDS_H
 #define ENDS_H

@@ -52,7 +52,7 @@ void stub_time_at_ms(uint64_t ms, void (*fn)(void *cookie), void *cookie)
 {
     size_t i = 0;
     while (events_to_come[i].fn)
-        assert_true(++i < sizeof(events_to_come) / sizeof(*events_to_come));
+        assert_true(++i < sizeof events_to_come / sizeof *events_to_come);
     events_to_come[i] =
         (struct event){.at_ns = ahead_ns + ms * 1000000, .fn = fn, .cookie = cookie};
 }
@@ -61,7 +61,7 @@ void stub_time_at_ms(uint64_t ms, void (*fn)(void *cookie), void *cookie)
 static bool next_event(uint64_t until_ns)
 {
     struct event *first = NULL;
-    for (size_t i = 0; i < sizeof(events_to_come) / sizeof(*events_to_come); i++) {
+    for (size_t i = 0; i < sizeof events_to_come / sizeof *events_to_come; i++) {
         struct event *e = &events_to_come[i];
         if (e->fn && e->at_ns <= until_ns && (!first || e->at_ns < first->at_ns))
             first = e;
@@ -204,7 +204,7 @@ bool stub_answer_error(stub_talk *t, uint64_t request, fanin_status code,
                        const char *message)
 {
     msg_error m = {.code = code};
-    snprintf(m.message, sizeof(m.message), "%s", message);
+    snprintf(m.message, sizeof m.message, "%s", message);
     encode_error(&t->out, request, &m);
     return true;
 }
@@ -248,7 +248,7 @@ static bool answer_wait(stub_talk *t)
                (t->wait.rule == WIRE_RULE_NEWEST || r->step >= t->wait.step)) {
         msg_wait_ok m = {.step = r->step, .catalog_version = r->version};
         digest id = digest_of(r->keys.data, r->keys.size);
-        memcpy(m.key_digest, id.bytes, sizeof(m.key_digest));
+        memcpy(m.key_digest, id.bytes, sizeof m.key_digest);
         encode_wait_ok(&t->out, t->waits, &m);
     } else if (r->impatient) {
         stub_answer_error(t, t->waits, FANIN_ERR_TIMEOUT, "not yet");
@@ -268,7 +268,7 @@ static bool answer_list(stub_talk *t, uint64_t request)
                             .state = r->state,
                             .tensors = 1};
     digest id = digest_of(r->keys.data, r->keys.size);
-    memcpy(entry.key_digest, id.bytes, sizeof(entry.key_digest));
+    memcpy(entry.key_digest, id.bytes, sizeof entry.key_digest);
     encode_list_ok(&t->out, request, &entry, r->version > 0);
     return true;
 }
@@ -302,7 +302,7 @@ static bool answer_begin(stub_talk *t, uint64_t request, body *in)
                        .step = r->step,
                        .catalog_version = r->version,
                        .why = "another step"};
-    memset(ok.token, (int)(0x10 + r->hello.rank), sizeof(ok.token));
+    memset(ok.token, (int)(0x10 + r->hello.rank), sizeof ok.token);
     encode_begin_ok(&t->out, request, &ok);
     return true;
 }
@@ -327,7 +327,7 @@ static bool answer_read(stub_talk *t, uint64_t request, body *in)
         return true;
     uint8_t seal[SEAL_SIZE];
     seal_encode(checksum_of(t->out.data + start, t->out.size - start), seal);
-    buffer_append(&t->out, seal, sizeof(seal));
+    buffer_append(&t->out, seal, sizeof seal);
     return true;
 }
 
@@ -385,17 +385,17 @@ void stub_rank_start(stub_rank *r, loop *l)
     socket_set_port(&tcp, socket_port(r->listeners[0].source.fd));
     socket_unix_address(geteuid(), &tcp, &name);
     listen_on(r, &r->listeners[1], &name);
-    snprintf(r->address, sizeof(r->address), "%.31s", tcp.text);
+    snprintf(r->address, sizeof r->address, "%.31s", tcp.text);
     r->hello = (msg_hello_ok){.version = VERSION_MAX,
                               .features = FEATURES,
                               .world_size = 1,
                               .server_name = "stub_0",
                               .paths = 1u << WIRE_PATH_STREAM,
                               .lease_ms = 1000};
-    snprintf(r->hello.address, sizeof(r->hello.address), "%s", r->address);
-    memset(r->hello.world_id, 0x66, sizeof(r->hello.world_id));
-    memset(r->hello.incarnation, 0x67, sizeof(r->hello.incarnation));
-    memset(r->hello.session, 0x68, sizeof(r->hello.session));
+    snprintf(r->hello.address, sizeof r->hello.address, "%s", r->address);
+    memset(r->hello.world_id, 0x66, sizeof r->hello.world_id);
+    memset(r->hello.incarnation, 0x67, sizeof r->hello.incarnation);
+    memset(r->hello.session, 0x68, sizeof r->hello.session);
     host_id(r->hello.host_id);
 }
 
@@ -478,7 +478,7 @@ void stub_world_start_with(stub_world *w, size_t ranks, uint32_t parts, uint64_t
 void stub_world_start(stub_world *w, size_t ranks, uint32_t parts, uint64_t size)
 {
     fanin_client_config config;
-    fanin_client_config_init(&config, sizeof(config));
+    fanin_client_config_init(&config, sizeof config);
     config.no_ucx = true;
     stub_world_start_with(w, ranks, parts, size, &config);
 }

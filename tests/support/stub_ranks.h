@@ -6,8 +6,9 @@
  * would, but for what the test takes over (stub_rank.answer). They publish one tensor of bytes,
  * "t" of "lora:0", one part a rank.
  *
- * The time is the test's (stub_ranks of tests/support/meson.build): it stands still while anything can be done,
- * jumps to the next deadline when nothing can, and a wait that nothing would end fails the test.
+ * The time is the test's (stub_ranks of tests/support/meson.build): it stands still while anything
+ * can be done, jumps to the next deadline when nothing can, and a wait that nothing would end fails
+ * the test.
  */
 #ifndef STUB_RANKS_H
 #define STUB_RANKS_H
@@ -52,7 +53,6 @@ struct stub_rank {
     stub_talk talks[STUB_TALKS];
     msg_hello_ok hello;    /**< what it says of itself */
     stub_answer_fn answer; /**< of any frame, hellos too; stub_answer() as it starts */
-    void *cookie;          /**< of the test's answer */
     unsigned asked[STUB_TYPES]; /**< frames that came, by type */
     uint64_t last_request;      /**< of these */
     bool impatient;             /**< a wait that is not answered at once times out */
@@ -116,8 +116,8 @@ unsigned stub_world_asked(const stub_world *w, message_type type);
 void stub_time_pass_ms(uint64_t ms);
 /** Runs @p fn when so much time has passed. */
 void stub_time_at_ms(uint64_t ms, void (*fn)(void *cookie), void *cookie);
-/** For TCP, which may take its time: the test's time stands still, and waits are real ones of 20 s at
-    most; or as before. */
+/** For TCP, which may take its time: the test's time stands still, and waits are real ones of 20 s
+    at most; or as before. */
 void stub_time_hold(bool hold);
 
 #endif

@@ -89,9 +89,9 @@ static bool answer(stub_talk *t, const frame *f, body *in)
 static int set_up(void **state)
 {
     fanin_client_config config;
-    memset(&odd, 0, sizeof(odd));
-    memset(&s, 0, sizeof(s));
-    fanin_client_config_init(&config, sizeof(config));
+    memset(&odd, 0, sizeof odd);
+    memset(&s, 0, sizeof s);
+    fanin_client_config_init(&config, sizeof config);
     config.no_ucx = true;
     config.max_catalog = CATALOG_MAX;
     stub_world_start_with(&s.world, RANKS, RANKS, PART, &config);
@@ -119,7 +119,7 @@ static fanin_status sync_now(void)
         s.announced[i] =
             (announcement){.valid = true, .step = r->step, .version = r->version};
         s.announced[i].keys = digest_of(r->keys.data, r->keys.size);
-        memset(s.world.ranks[i].asked, 0, sizeof(s.world.ranks[i].asked));
+        memset(s.world.ranks[i].asked, 0, sizeof s.world.ranks[i].asked);
     }
     return tables_sync(s.world.client, s.run, s.announced, s.use,
                        deadline_in_ms(CALL_MS), &s.error);
@@ -285,7 +285,7 @@ static void what_is_not_a_table_is_refused(void **state)
         {IS_NOTHING, FANIN_ERR_TIMEOUT, "waiting for rank 1"},
     };
     for (message_type of = MSG_KEYS; of <= MSG_BOXES; of += MSG_BOXES - MSG_KEYS) {
-        for (size_t i = 0; i < sizeof(cases) / sizeof(*cases); i++) {
+        for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
             s.use[0] = of == MSG_BOXES;
             tables_forget(s.run);
             odd.of = of;
@@ -350,7 +350,7 @@ static void differences_are_told(void **state)
     cases[0].keys[1].name = "u";
     cases[2].keys[0].dtype = FANIN_DTYPE_I8;
     cases[3].keys[0].shape[0] = cases[3].keys[0].bytes = PART;
-    for (size_t i = 0; i < sizeof(cases) / sizeof(*cases); i++) {
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
         buffer *b = &s.world.ranks[1].keys;
         buffer_clear(b);
         key_table_encode(b, cases[i].keys, cases[i].n, &pair, cases[i].n_pairs);

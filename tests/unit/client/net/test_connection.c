@@ -29,7 +29,7 @@ static int set_up(void **state)
     static scene s;
     socket_address at;
     s = (scene){.shared = {.connect_ms = CONNECT_MS, .lost_ms = LOST_MS}};
-    memset(s.shared.client_id, 0x31, sizeof(s.shared.client_id));
+    memset(s.shared.client_id, 0x31, sizeof s.shared.client_id);
     assert_int_equal(loop_init(&s.loop, NULL), FANIN_OK);
     s.shared.loop = &s.loop;
     stub_rank_start(&s.rank, &s.loop);
@@ -205,7 +205,7 @@ static void append_header(buffer *b, message_type type, uint64_t request,
 {
     uint8_t header[FRAME_SIZE];
     frame_encode(&(frame){.type = type, .request = request, .length = length}, header);
-    buffer_append(b, header, sizeof(header));
+    buffer_append(b, header, sizeof header);
 }
 
 /* Instead of an answer. */
@@ -239,7 +239,7 @@ static bool answer_oddly(stub_talk *t, const frame *f, body *in)
         return stub_answer(t, f, in);
     switch (odd) {
     case IS_HTTP:
-        buffer_append(&t->out, http, sizeof(http));
+        buffer_append(&t->out, http, sizeof http);
         return true;
     case IS_ENDLESS:
         append_header(&t->out, f->type + 1, f->request, UINT32_MAX);
@@ -253,7 +253,7 @@ static bool answer_oddly(stub_talk *t, const frame *f, body *in)
     case IS_ERROR:
         return stub_answer_error(t, f->request, FANIN_ERR_AUTH, "not you");
     case IS_NO_WORLD:
-        memset(t->rank->hello.world_id, 0, sizeof(t->rank->hello.world_id));
+        memset(t->rank->hello.world_id, 0, sizeof t->rank->hello.world_id);
         return stub_answer(t, f, in);
     case IS_NEW_VERSION:
         t->rank->hello.version = VERSION_MAX + 1;
@@ -288,7 +288,7 @@ static void a_greeting_must_be_one(void **state)
     };
     s->rank.answer = answer_oddly;
     odd_type = MSG_HELLO;
-    for (size_t i = 0; i < sizeof(cases) / sizeof(*cases); i++) {
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
         msg_hello_ok hello = s->rank.hello;
         odd = cases[i].is;
         assert_int_equal(open_it(s), CONNECTION_DOWN);
@@ -331,7 +331,7 @@ static void an_answer_must_be_one(void **state)
         {IS_END, FANIN_ERR_CLOSED, "closed the connection"},
         {IS_NOTHING, FANIN_ERR_UNREACHABLE, "owes an answer and fell silent"},
     };
-    for (size_t i = 0; i < sizeof(cases) / sizeof(*cases); i++)
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++)
         answer_with(*state, &cases[i]);
 }
 
@@ -345,7 +345,7 @@ static void a_sealed_answer_must_fit(void **state)
     };
     s->shared.no_unix = true;
     stub_time_hold(true);
-    for (size_t i = 0; i < sizeof(cases) / sizeof(*cases); i++)
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++)
         answer_with(s, &cases[i]);
 }
 
@@ -477,7 +477,7 @@ static void data_connections_greet_alike(void **state)
         body b = {.data = out.data + FRAME_SIZE, .size = out.size - FRAME_SIZE};
         assert_int_equal(decode_hello(&b, &m), FANIN_OK);
         assert_int_equal(m.role, ROLE_DATA);
-        assert_memory_equal(m.id, s->rank.hello.session, sizeof(m.id));
+        assert_memory_equal(m.id, s->rank.hello.session, sizeof m.id);
         assert_int_equal(m.features, sealed ? FEATURE_SEALS : 0);
         assert_int_equal(in.hello, sealed ? out.size : 0);
         buffer_free(&out);

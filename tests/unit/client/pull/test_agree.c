@@ -46,8 +46,8 @@ static bool answer(stub_talk *t, const frame *f, body *in)
 /* Every rank at step 3. */
 static void start(size_t ranks, uint32_t parts)
 {
-    memset(&odd, 0, sizeof(odd));
-    memset(&s, 0, sizeof(s));
+    memset(&odd, 0, sizeof odd);
+    memset(&s, 0, sizeof s);
     s.error = (fanin_error)FANIN_ERROR_INIT;
     stub_world_start(&s.world, ranks, parts, PART);
     s.run = tables_of(s.world.client, STUB_RUN);
@@ -56,7 +56,7 @@ static void start(size_t ranks, uint32_t parts)
         s.world.ranks[i].answer = answer;
         stub_rank_commit(&s.world.ranks[i], 3);
     }
-    fanin_pull_options_init(&s.options, sizeof(s.options));
+    fanin_pull_options_init(&s.options, sizeof s.options);
     s.options.publication = STUB_RUN;
 }
 
@@ -258,7 +258,7 @@ static fanin_status without(void *cookie, const bool *use, bool *vain,
 {
     judge *j = cookie;
     j->asked++;
-    memcpy(j->use, use, s.world.size * sizeof(*use));
+    memcpy(j->use, use, s.world.size * sizeof *use);
     *vain = j->in_vain;
     if (!j->in_vain)
         return FANIN_OK;
@@ -369,7 +369,7 @@ static void enough_is_what_holds_everything(void **state)
     assert_ok(tables_sync(s.world.client, s.run, s.announced, s.use,
                           deadline_in_ms(CALL_MS), &s.error),
               s.error);
-    for (size_t i = 0; i < sizeof(cases) / sizeof(*cases); i++) {
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
         bool enough = !cases[i].enough;
         assert_ok(agree_sufficient(s.world.client, s.run, cases[i].use,
                                    deadline_in_ms(CALL_MS), &enough, &s.error),

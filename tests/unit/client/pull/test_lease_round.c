@@ -43,7 +43,7 @@ static bool answer(stub_talk *t, const frame *f, body *in)
         body copy = *in;
         assert_int_equal(decode_end(&copy, &end), FANIN_OK);
         odd.abandoned[rank] = end.abandon;
-        memcpy(odd.tokens[rank], end.token, sizeof(end.token));
+        memcpy(odd.tokens[rank], end.token, sizeof end.token);
     }
     if (odd.act == AS_EVER || f->type != odd.of || rank != odd.rank)
         return stub_answer(t, f, in);
@@ -67,7 +67,7 @@ static int set_up(void **state)
 {
     static scene s;
     s = (scene){.error = FANIN_ERROR_INIT};
-    memset(&odd, 0, sizeof(odd));
+    memset(&odd, 0, sizeof odd);
     stub_world_start(&s.world, RANKS, RANKS, PART);
     s.run = tables_of(s.world.client, STUB_RUN);
     assert_non_null(s.run);
