@@ -371,7 +371,7 @@ int main(void)
         device_clean_test(own_user_gets_handles),
         device_clean_test(refused_exports_leave_no_key),
         device_clean_test(who_still_maps_is_told),
-        device_test(freed_arenas_are_told),
+        device_test(freed_arenas_are_told), /* copies keep a stream a device */
     };
     return cmocka_run_group_tests(tests, device_set_up, NULL);
 }
