@@ -9,8 +9,9 @@
 #include <stdlib.h>
 #include <string.h>
 
-bool sources_rule(const plan_source *sources, size_t n_sources, const bool *use,
-                  uint32_t *dim_out, uint32_t *world_out)
+/* A rule that all sources follow, world 0: none. False: some follow no chunk rule. */
+static bool sources_rule(const plan_source *sources, size_t n_sources, const bool *use,
+                         uint32_t *dim_out, uint32_t *world_out)
 {
     uint32_t dim_all = 0, world_all = 0;
     bool first = true;

@@ -4,7 +4,8 @@
 #include <stdlib.h>
 #include <string.h>
 
-uint64_t copy_cover(const copy_block *b, uint32_t dim)
+/* Bytes from the first element of dimensions @p dim and up to the end of the last one. */
+static uint64_t copy_cover(const copy_block *b, uint32_t dim)
 {
     uint64_t cover = b->unit;
     for (uint32_t i = dim; i < b->n_dims; i++)

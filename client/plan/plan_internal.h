@@ -76,9 +76,6 @@ typedef bool (*cut_fn)(void *cookie, const copy_block *part, uint64_t from, uint
 /** Cuts @p b into parts by @p rule, ascending by `from`; false once @p fn says so. */
 bool cut_block(const copy_block *b, const cut_rule *rule, cut_fn fn, void *cookie);
 
-/** Bytes from the first element of dimensions @p dim and up to the end of the last one. */
-uint64_t copy_cover(const copy_block *b, uint32_t dim);
-
 typedef struct view_set {
     strided *views;
     uint64_t n, capacity;
@@ -176,10 +173,6 @@ static inline uint64_t geometry_step(uint32_t n_dims)
 {
     return 1 + 2 * (uint64_t)n_dims;
 }
-
-/** A rule that all sources follow, world 0: none. False: some follow no chunk rule. */
-bool sources_rule(const plan_source *sources, size_t n_sources, const bool *use,
-                  uint32_t *dim_out, uint32_t *world_out);
 
 /* A geometry from c->words, which it takes (plan_geometry.c); PROTOCOL, INCOMPLETE, MEMORY. */
 fanin_status geometry_make(cover *c, uint32_t key, uint64_t n_id, uint64_t hash,

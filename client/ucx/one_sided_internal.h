@@ -80,8 +80,6 @@ void one_sided_register(one_sided *o);
 /* Out of the slots (one_sided_land.c). */
 
 void work_fail(const one_sided *o, one_sided_work *w, const char *what);
-/** The same because of the sink, which says what failed. */
-void work_fail_device(const one_sided *o, one_sided_work *w);
 /** The pool's: in any thread. */
 void get_scatter(worker_job *job);
 /** The slot is filled: to the threads, to the devices, or to both. */

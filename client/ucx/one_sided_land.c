@@ -21,7 +21,7 @@ void work_fail(const one_sided *o, one_sided_work *w, const char *what)
 }
 
 /* A device, or the driver, has failed. */
-void work_fail_device(const one_sided *o, one_sided_work *w)
+static void work_fail_device(const one_sided *o, one_sided_work *w)
 {
     fanin_error why = FANIN_ERROR_INIT;
     if (device_sink_failed(o->r->sink, &why))

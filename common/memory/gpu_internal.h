@@ -112,9 +112,6 @@ int gpu_some_device(gpu *g);
 sigset_t gpu_signals_block(void);
 void gpu_signals_restore(const sigset_t *before);
 
-/** A stream for uploads on the device, that all threads use; its context must be current. */
-fanin_status gpu_uploads(gpu *g, int device, CUstream *out, fanin_error *error);
-
 /** The context must be current. @p parameters->count and parts must not be 0. */
 fanin_status gpu_kernel_launch(gpu_stream *stream, copy_parameters *parameters,
                                fanin_error *error);

@@ -18,7 +18,9 @@ struct gpu_table {
     CUdeviceptr device_bases;
 };
 
-fanin_status gpu_uploads(gpu *g, int device, CUstream *out, fanin_error *error)
+/* For uploads on the device, used by all threads; its context must be current. */
+static fanin_status uploads_stream(gpu *g, int device, CUstream *out,
+                                   fanin_error *error)
 {
     gpu_slot *slot = &g->slots[device];
     CUresult result = CUDA_SUCCESS;
@@ -62,7 +64,7 @@ static fanin_status upload(gpu_table *t, const copy_entry *units, fanin_error *e
     CUstream stream;
     size_t unit_bytes = t->first[t->n] * sizeof *units;
     size_t base_bytes = t->n_bases * sizeof *t->bases;
-    fanin_status status = gpu_uploads(g, t->device, &stream, error);
+    fanin_status status = uploads_stream(g, t->device, &stream, error);
     if (status != FANIN_OK)
         return status;
     CUresult result = g->cuMemAlloc(&t->memory, unit_bytes + base_bytes);

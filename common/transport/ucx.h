@@ -148,7 +148,4 @@ fanin_status ucx_get(ucx_endpoint *e, ucx_rkey *rkey, uint64_t remote, void *to,
                      size_t length, const ucx_local *local, ucx_done_fn done,
                      void *cookie, uint64_t tag, fanin_error *error);
 
-/** UCX's text for a status ("Input/output error"). Static storage. */
-const char *ucx_status_text(const ucx *u, int ucx_status);
-
 #endif

@@ -238,8 +238,3 @@ const char *ucx_library_path(const ucx *u)
 {
     return u->path;
 }
-
-const char *ucx_status_text(const ucx *u, int ucx_status)
-{
-    return u->ucs_status_string((ucs_status_t)ucx_status);
-}

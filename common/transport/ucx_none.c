@@ -37,12 +37,6 @@ const char *ucx_library_path(const ucx *u)
     return "";
 }
 
-const char *ucx_status_text(const ucx *u, int ucx_status)
-{
-    (void)u, (void)ucx_status;
-    return "";
-}
-
 fanin_status ucx_server_create(ucx *u, bool loopback, const logger *log,
                                ucx_server **out, fanin_error *error)
 {

@@ -41,8 +41,9 @@ void progress_start(progress *p, const char *what, bool quiet, bool no_color)
     p->started_ns = p->printed_ns = progress_now_ns();
 }
 
-void progress_text(const progress_state *at, progress_parts parts, char *out,
-                   size_t size)
+/* " 45 %  1.2 MB of 3.4 MB, 5.6 GB/s, 0.1 s left", or the beginning of it. */
+static void progress_text(const progress_state *at, progress_parts parts, char *out,
+                          size_t size)
 {
     double share = at->total > 0 ? (double)at->done / (double)at->total : 1.0;
     size_t used = (size_t)snprintf(out, size, "%3.0f %%", 100.0 * share);

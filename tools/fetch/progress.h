@@ -42,10 +42,6 @@ typedef struct progress_state {
 
 enum { PROGRESS_TEXT = 1024 };
 
-/** " 45 %  1.2 MB of 3.4 MB, 5.6 GB/s, 0.1 s left", or the beginning of it. */
-void progress_text(const progress_state *at, progress_parts parts, char *out,
-                   size_t size);
-
 /** A line for a terminal of @p columns, none of which it exceeds: what is pulled, a bar and
     numbers, or as much of them as there is room for. */
 void progress_line(const char *what, const progress_state *at, int columns, bool color,

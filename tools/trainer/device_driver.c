@@ -27,7 +27,6 @@ static struct driver {
     result (*error_string)(result, const char **);
     result (*count)(int *);
     result (*get)(int *, int);
-    result (*name)(char *, int, int);
     result (*attribute)(int *, int, int);
     result (*retain)(void **, int);
     result (*set_current)(void *);
@@ -58,7 +57,6 @@ static const struct {
     {"cuGetErrorString", offsetof(struct driver, error_string)},
     {"cuDeviceGetCount", offsetof(struct driver, count)},
     {"cuDeviceGet", offsetof(struct driver, get)},
-    {"cuDeviceGetName", offsetof(struct driver, name)},
     {"cuDeviceGetAttribute", offsetof(struct driver, attribute)},
     {"cuDevicePrimaryCtxRetain", offsetof(struct driver, retain)},
     {"cuCtxSetCurrent", offsetof(struct driver, set_current)},
@@ -82,7 +80,6 @@ static const struct {
 typedef struct opened {
     void *context;
     int handle; /**< CUdevice */
-    char name[64];
     uint32_t processors;
     struct {
         const void *image;
@@ -185,7 +182,6 @@ fanin_status device_open(int device, fanin_error *error)
     }
     void *context = NULL;
     result r = driver.get(&d->handle, device);
-    r = r != 0 ? r : driver.name(d->name, sizeof d->name, d->handle);
     r = r != 0 ? r
                : driver.attribute(&processors, ATTRIBUTE_MULTIPROCESSORS, d->handle);
     r = r != 0 ? r : driver.retain(&context, d->handle);
@@ -195,11 +191,6 @@ fanin_status device_open(int device, fanin_error *error)
         d->processors = processors > 0 ? (uint32_t)processors : 1;
     }
     return told(r, device, "opening the primary context", error);
-}
-
-const char *device_name(int device)
-{
-    return devices[device].name;
 }
 
 uint32_t device_processors(int device)

@@ -25,8 +25,6 @@ enum { DEVICE_MAX = 64 };
 fanin_status device_open(int device, fanin_error *error);
 /** Devices that this process sees; 0 without CUDA. */
 int device_count(void);
-/** "NVIDIA H200"; device_open() came before. */
-const char *device_name(int device);
 /** Multiprocessors of an open device, and blocks of a kernel for each so that none waits. */
 uint32_t device_processors(int device);
 #define DEVICE_BLOCKS_EACH 8
