@@ -10,6 +10,7 @@
 #include "stream/stream_link.h"
 #include "ucx/ucx_end.h"
 #include "versioned.h"
+#include <inttypes.h>
 #include <errno.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -30,7 +31,7 @@ void fanin_client_config_init(fanin_client_config *config, size_t size)
         .max_inflight = (uint64_t)64 << 20,
         .max_catalog = (uint64_t)256 << 20,
     };
-    versioned_init(config, size, &defaults, sizeof(defaults));
+    versioned_init(config, size, &defaults, sizeof defaults);
 }
 
 /* -------------------------------------------------------------- life cycle */
@@ -56,8 +57,8 @@ static fanin_status init_client(fanin_client *client, const fanin_client_config 
     client->pid = getpid();
     client->cancel.fd = -1;
     client->loop.epoll = -1;
-    fanin_client_config_init(&client->config, sizeof(client->config));
-    if (!versioned_read(&client->config, sizeof(client->config), config, 0))
+    fanin_client_config_init(&client->config, sizeof client->config);
+    if (!versioned_read(&client->config, sizeof client->config, config, 0))
         return error_set(error, FANIN_ERR_ARGUMENT, NULL,
                          "config is NULL, or its struct_size is not set");
     client->log = (logger){client->config.log, client->config.log_cookie};
@@ -83,7 +84,7 @@ static fanin_status init_client(fanin_client *client, const fanin_client_config 
         .connect_ms = client->config.connect_timeout_ms,
         .lost_ms = client->config.lost_ms,
     };
-    if (!random_bytes(client->shared.client_id, sizeof(client->shared.client_id)))
+    if (!random_bytes(client->shared.client_id, sizeof client->shared.client_id))
         return error_set(error, FANIN_ERR_IO, NULL, "the kernel gives no random bytes");
     status = devices_create(client, error);
     return status == FANIN_OK ? ucx_end_create(client, error) : status;
@@ -94,7 +95,7 @@ fanin_status fanin_client_create(const fanin_client_config *config,
 {
     if (!client_out)
         return error_set(error, FANIN_ERR_ARGUMENT, NULL, "client_out is NULL");
-    fanin_client *client = calloc(1, sizeof(*client));
+    fanin_client *client = calloc(1, sizeof *client);
     if (!client)
         return error_set_memory(error);
     fanin_status status = init_client(client, config, error);
@@ -150,7 +151,7 @@ void fanin_client_cancel(fanin_client *client)
     int saved = errno;
     atomic_store(&client->cancelled, true);
     uint64_t one = 1;
-    ssize_t n = write(client->cancel.fd, &one, sizeof(one));
+    ssize_t n = write(client->cancel.fd, &one, sizeof one);
     (void)n; /* fails only when the counter is full: then a wake-up is due anyway */
     errno = saved;
 }
@@ -178,11 +179,11 @@ static int compare_text(const void *a, const void *b)
 static fanin_status check_distinct(const char *const *addresses, size_t count,
                                    fanin_error *error)
 {
-    const char **sorted = malloc(count * sizeof(*sorted));
+    const char **sorted = malloc(count * sizeof *sorted);
     if (!sorted)
         return error_set_memory(error);
-    memcpy(sorted, addresses, count * sizeof(*sorted));
-    qsort(sorted, count, sizeof(*sorted), compare_text);
+    memcpy(sorted, addresses, count * sizeof *sorted);
+    qsort(sorted, count, sizeof *sorted, compare_text);
     fanin_status status = FANIN_OK;
     for (size_t i = 1; i < count && status == FANIN_OK; i++) {
         error_place place = {.phase = "connect",
@@ -207,7 +208,7 @@ static fanin_status check_descriptors(const fanin_client *client, size_t ranks,
     if (getrlimit(RLIMIT_NOFILE, &limit) != 0 || limit.rlim_cur >= need)
         return FANIN_OK;
     char remedy[160];
-    snprintf(remedy, sizeof(remedy),
+    snprintf(remedy, sizeof remedy,
              "raise the limit to %zu or more: `ulimit -n %zu`, or LimitNOFILE= of the "
              "service",
              need, need);
@@ -215,8 +216,8 @@ static fanin_status check_descriptors(const fanin_client *client, size_t ranks,
     return error_set(
         error, FANIN_ERR_LIMIT, &place,
         "%zu ranks need about %zu descriptors, the limit of this process is "
-        "%llu",
-        ranks, need, (unsigned long long)limit.rlim_cur);
+        "%" PRIu64,
+        ranks, need, (uint64_t)limit.rlim_cur);
 }
 
 static fanin_status connect_to(fanin_client *client, const char *const *addresses,
@@ -234,10 +235,10 @@ static fanin_status connect_to(fanin_client *client, const char *const *addresse
         return status;
     deadline at = deadline_in_ms(timeout_ms);
     fanin_client_disconnect(client);
-    client->peers = calloc(count, sizeof(*client->peers));
+    client->peers = calloc(count, sizeof *client->peers);
     if (!client->peers)
         return error_set_memory(error);
-    socket_address *resolved = calloc(count, sizeof(*resolved));
+    socket_address *resolved = calloc(count, sizeof *resolved);
     status = resolved ? resolve_all(client, addresses, count, at, resolved, error)
                       : error_set_memory(error);
     for (size_t i = 0; i < count && status == FANIN_OK; i++) {

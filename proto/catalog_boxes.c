@@ -5,6 +5,7 @@
 #include "cursor.h"
 #include "error_set.h"
 
+#include <inttypes.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -257,13 +258,12 @@ fanin_status box_table_decode(const uint8_t *blob, size_t size, const key_table 
         else if (r->broken_off)
             status = work_broken_off(stop, "catalog", "a box table was read", error);
         else
-            status =
-                error_set(error, FANIN_ERR_PROTOCOL, &place, "box table, box %llu: %s",
-                          (unsigned long long)r->index, r->in.why);
+            status = error_set(error, FANIN_ERR_PROTOCOL, &place,
+                               "box table, box %" PRIu64 ": %s", r->index, r->in.why);
         buffer_free(&r->words);
     }
     free(r);
-    if (status)
+    if (status != FANIN_OK)
         box_table_free(&table);
     return status;
 }

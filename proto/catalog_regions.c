@@ -100,7 +100,7 @@ fanin_status region_table_decode(const uint8_t *blob, size_t size, work_stop *st
         return error_set_memory(error);
     cursor c = {.at = blob, .end = blob + size, .canonical = true};
     fanin_status status = fill(table, &c, stop, error);
-    if (status)
+    if (status != FANIN_OK)
         region_table_free(&table);
     *out = table;
     return status;

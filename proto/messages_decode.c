@@ -135,11 +135,11 @@ static fanin_status read_body(body *in, const field_table *table, void *message,
 {
     cursor c = {.at = in->data, .end = in->data + in->size};
     fanin_status status = read_map(&c, table, message, array);
-    if (!status && cursor_left(&c) != 0) {
+    if (status == FANIN_OK && cursor_left(&c) != 0) {
         cursor_fail(&c, "bytes after the body's map");
         status = FANIN_ERR_PROTOCOL;
     }
-    if (status)
+    if (status != FANIN_OK)
         in->why = c.why;
     return status;
 }
@@ -213,7 +213,7 @@ fanin_status decode_list_ok(body *in, msg_list_entry **entries_out, uint32_t *co
     fanin_status status = read_body(in, &fields_none, NULL, &array);
     *entries_out = NULL;
     *count_out = 0;
-    if (status) {
+    if (status != FANIN_OK) {
         free(r.entries);
         return r.status ? r.status : status;
     }
@@ -295,7 +295,7 @@ static fanin_status decode_entries(body *in, const field_table *table, msg_read 
     array_field array = {.key = KEY_READ_ENTRIES, .read = read_entries, .context = &r};
     memset(out, 0, sizeof *out);
     fanin_status status = read_body(in, table, out, &array);
-    if (status)
+    if (status != FANIN_OK)
         return status;
     /* Without the box table: a whole box holds a byte at least. */
     bool fits = r.boxes ? r.boxes <= out->bytes && r.bytes <= out->bytes - r.boxes

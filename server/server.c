@@ -13,6 +13,7 @@
 #include "utf8.h"
 #include "versioned.h"
 
+#include <inttypes.h>
 #include <arpa/inet.h>
 #include <dirent.h>
 #include <errno.h>
@@ -150,19 +151,19 @@ static fanin_status check_descriptors(const fanin_server_config *c, const logger
     limit.rlim_cur = need;
     if (enough && setrlimit(RLIMIT_NOFILE, &limit) == 0) {
         log_write(log, FANIN_LOG_INFO, "descriptor-limit",
-                  "raised the soft limit of open files from %llu to %llu",
-                  (unsigned long long)before, (unsigned long long)need);
+                  "raised the soft limit of open files from %" PRIu64 " to %" PRIu64,
+                  before, need);
         return FANIN_OK;
     }
     char remedy[160];
     snprintf(remedy, sizeof remedy,
-             "raise it with `ulimit -n %llu` (hard limit), or lower max_sessions",
-             (unsigned long long)need);
+             "raise it with `ulimit -n %" PRIu64
+             "` (hard limit), or lower max_sessions",
+             need);
     error_place place = {.phase = "create", .remedy = remedy};
     return error_set(error, FANIN_ERR_LIMIT, &place,
-                     "%llu open files are allowed, %u sessions need %llu",
-                     (unsigned long long)limit.rlim_max, (unsigned)c->max_sessions,
-                     (unsigned long long)need);
+                     "%" PRIu64 " open files are allowed, %u sessions need %" PRIu64,
+                     (uint64_t)limit.rlim_max, (unsigned)c->max_sessions, need);
 }
 
 /* ---------------------------------------------------------------- creation */

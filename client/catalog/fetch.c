@@ -32,7 +32,7 @@ static void on_page(void *cookie, connection *c, message_type type, body *b)
     }
     if (decode_blob_page(b, &page) != FANIN_OK) {
         char what[160];
-        snprintf(what, sizeof(what), "sent a malformed page: %s", b->why ? b->why : "");
+        snprintf(what, sizeof what, "sent a malformed page: %s", b->why ? b->why : "");
         fail(f, FANIN_ERR_PROTOCOL, what);
         return;
     }

@@ -11,7 +11,7 @@ static fanin_rank_info describe(const peer *p)
     bool known = connection_known(p->control), ready = peer_ready(p);
     const fanin_error *fault = connection_fault(p->control);
     fanin_rank_info info = {
-        .struct_size = sizeof(info),
+        .struct_size = sizeof info,
         .rank = known ? (int32_t)hello->rank : -1,
         .world_size = known ? hello->world_size : 0,
         .address = connection_text(p->control),
@@ -23,8 +23,8 @@ static fanin_rank_info describe(const peer *p)
         .silent = !ready && (connection_was_silent(p->control) ||
                              connection_get_state(p->control) != CONNECTION_DOWN),
     };
-    memcpy(info.world_id, hello->world_id, sizeof(info.world_id));
-    memcpy(info.incarnation, hello->incarnation, sizeof(info.incarnation));
+    memcpy(info.world_id, hello->world_id, sizeof info.world_id);
+    memcpy(info.incarnation, hello->incarnation, sizeof info.incarnation);
     return info;
 }
 
@@ -48,7 +48,7 @@ static bool report_list(const peer *p, const answer *a, fanin_publication_fn fn,
     for (uint32_t i = 0; i < a->count; i++) {
         const msg_list_entry *e = &a->entries[i];
         fanin_publication_info info = {
-            .struct_size = sizeof(info),
+            .struct_size = sizeof info,
             .name = e->publication,
             .rank = connection_peer(p->control)->rank,
             .state = e->state,
@@ -60,7 +60,7 @@ static bool report_list(const peer *p, const answer *a, fanin_publication_fn fn,
             .state_age_ms = e->state_age_ms,
             .commit_age_ms = e->commit_age_ms,
         };
-        memcpy(info.key_digest, e->key_digest, sizeof(info.key_digest));
+        memcpy(info.key_digest, e->key_digest, sizeof info.key_digest);
         if (!fn(cookie, &info))
             return false;
     }

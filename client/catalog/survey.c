@@ -36,7 +36,7 @@ static fanin_status take(answer *a, message_type type, body *b)
                                   .step = m.step,
                                   .version = m.catalog_version,
                                   .stable_ns = m.stable_ns};
-    memcpy(a->announced.keys.bytes, m.key_digest, sizeof(m.key_digest));
+    memcpy(a->announced.keys.bytes, m.key_digest, sizeof m.key_digest);
     return FANIN_OK;
 }
 
@@ -67,7 +67,7 @@ static void encode_question(const survey *s, connection *c, uint64_t request)
         encode_empty(connection_out(c), request, MSG_PING);
     } else {
         msg_wait m = {.rule = FANIN_STEP_NEWEST, .timeout_ms = (uint32_t)left_ms(s)};
-        snprintf(m.publication, sizeof(m.publication), "%s", s->publication);
+        snprintf(m.publication, sizeof m.publication, "%s", s->publication);
         encode_wait(connection_out(c), request, &m);
     }
 }
@@ -156,7 +156,7 @@ static fanin_status run(survey *s, fanin_error *error)
     fanin_status status = FANIN_OK;
     fanin_error why = FANIN_ERROR_INIT;
     loop_step(&client->loop, 0); /* who has gone since the last call */
-    s->answers = calloc(client->n_peers, sizeof(*s->answers));
+    s->answers = calloc(client->n_peers, sizeof *s->answers);
     if (!s->answers)
         return error_set_memory(error);
     for (size_t i = 0; i < client->n_peers; i++) {

@@ -14,14 +14,14 @@ publication *tables_of(fanin_client *client, const char *name)
         if (strcmp(p->name, name) == 0)
             return p;
     }
-    publication *p = calloc(1, sizeof(*p));
-    shard_table *shards = calloc(client->n_peers, sizeof(*shards));
+    publication *p = calloc(1, sizeof *p);
+    shard_table *shards = calloc(client->n_peers, sizeof *shards);
     if (!p || !shards) {
         free(p);
         free(shards);
         return NULL;
     }
-    snprintf(p->name, sizeof(p->name), "%s", name);
+    snprintf(p->name, sizeof p->name, "%s", name);
     p->shards = shards;
     p->n_peers = client->n_peers;
     p->next = client->publications;
@@ -105,7 +105,7 @@ static fanin_status explain_difference(const fanin_client *client, const key_tab
                              fanin_dtype_name(x->dtype), rank_a,
                              fanin_dtype_name(y->dtype), rank_b);
         if (x->n_dims != y->n_dims ||
-            memcmp(x->shape, y->shape, x->n_dims * sizeof(*x->shape)) != 0)
+            memcmp(x->shape, y->shape, x->n_dims * sizeof *x->shape) != 0)
             return error_set(error, FANIN_ERR_MISMATCH, &place,
                              "ranks %u and %u give the key different global shapes",
                              rank_a, rank_b);
@@ -131,8 +131,8 @@ static fanin_status get_keys(fanin_client *client, const publication *p, size_t 
                              fanin_error *error)
 {
     fetch f = {.peer = index, .type = MSG_KEYS};
-    memcpy(f.request.digest, id->bytes, sizeof(f.request.digest));
-    snprintf(f.request.publication, sizeof(f.request.publication), "%s", p->name);
+    memcpy(f.request.digest, id->bytes, sizeof f.request.digest);
+    snprintf(f.request.publication, sizeof f.request.publication, "%s", p->name);
     fanin_status status = fetch_all(client, &f, 1, work->at, error);
     if (status != FANIN_OK) {
         fetch_free(&f, 1);
@@ -215,7 +215,7 @@ fanin_status tables_sync(fanin_client *client, publication *p,
     fanin_status status = sync_keys(client, p, announced, use, &work, error);
     if (status != FANIN_OK)
         return status;
-    fetch *fetches = calloc(client->n_peers, sizeof(*fetches));
+    fetch *fetches = calloc(client->n_peers, sizeof *fetches);
     if (!fetches)
         return error_set_memory(error);
     size_t n = 0;
@@ -227,7 +227,7 @@ fanin_status tables_sync(fanin_client *client, publication *p,
         drop_shard(s);
         fetch *f = &fetches[n++];
         *f = (fetch){.peer = i, .type = MSG_BOXES};
-        snprintf(f->request.publication, sizeof(f->request.publication), "%s", p->name);
+        snprintf(f->request.publication, sizeof f->request.publication, "%s", p->name);
         f->request.catalog_version = announced[i].version;
     }
     status = fetch_all(client, fetches, n, at, error);

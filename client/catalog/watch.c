@@ -95,7 +95,7 @@ static bool report(const fanin_client *client, const watch *w, uint64_t step,
                    uint64_t newest, fanin_watch_fn fn, void *cookie)
 {
     size_t slot = step % REMEMBERED;
-    fanin_watch_event event = {.struct_size = sizeof(event),
+    fanin_watch_event event = {.struct_size = sizeof event,
                                .step = step,
                                .step_newest = newest,
                                .slowest_rank = -1};
@@ -116,14 +116,14 @@ static uint64_t ms_since(uint64_t ns)
 /* What the ranks are doing while no step comes. False: the caller has seen enough. */
 static bool report_quiet(const fanin_client *client, const watch *w, void *cookie)
 {
-    fanin_rank_state *states = calloc(w->n, sizeof(*states));
+    fanin_rank_state *states = calloc(w->n, sizeof *states);
     if (!states)
         return true; /* it is said the next time */
     for (size_t i = 0; i < w->n; i++) {
         const rank_view *v = &w->ranks[i];
         const connection *c = client->peers[i].control;
         states[i] = (fanin_rank_state){
-            .struct_size = sizeof(states[i]),
+            .struct_size = sizeof states[i],
             .rank = connection_peer(c)->rank,
             .address = connection_text(c),
             .state = v->state,
@@ -207,7 +207,7 @@ static fanin_status take_list(watch *w, const survey *s, const char *publication
             error_copy(error, &a->error);
             return a->status;
         }
-        found |= take_entries(&w->ranks[i], a, publication, names, sizeof(names));
+        found |= take_entries(&w->ranks[i], a, publication, names, sizeof names);
     }
     error_place place = {
         .phase = "watch", .key = publication, .remedy = "check the name of the run"};
@@ -236,10 +236,10 @@ static fanin_status start(fanin_client *client, watch *w, const char *publicatio
                           fanin_error *error)
 {
     msg_watch m;
-    if (!publication || strlen(publication) >= sizeof(m.publication))
+    if (!publication || strlen(publication) >= sizeof m.publication)
         return error_set(error, FANIN_ERR_ARGUMENT, NULL,
                          "the publication's name is missing or too long");
-    snprintf(m.publication, sizeof(m.publication), "%s", publication);
+    snprintf(m.publication, sizeof m.publication, "%s", publication);
     for (size_t i = 0; i < client->n_peers; i++) {
         connection *c = client->peers[i].control;
         w->ranks[i].watch = w;
@@ -281,7 +281,7 @@ fanin_status fanin_client_follow(fanin_client *client, const char *publication,
     deadline at = deadline_in_ms(timeout_ms);
     watch w = {
         .n = client->n_peers, .quiet = quiet, .quiet_ns = (uint64_t)quiet_ms * 1000000};
-    w.ranks = calloc(w.n, sizeof(*w.ranks));
+    w.ranks = calloc(w.n, sizeof *w.ranks);
     if (!w.ranks)
         return error_set_memory(error);
     status = watch_ranks(client, &w, publication, at, fn, cookie, error);

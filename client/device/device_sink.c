@@ -282,7 +282,7 @@ sink_job *device_sink_take(device_sink *s, void *owner)
     sink_job *job = s->spare;
     if (job) {
         s->spare = job->later;
-    } else if (!(job = calloc(1, sizeof(*job)))) {
+    } else if (!(job = calloc(1, sizeof *job))) {
         chunk->busy = false;
         error_set_memory(&why);
         device_sink_fail(s, &why);

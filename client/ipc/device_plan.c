@@ -41,7 +41,7 @@ static fanin_status number_bases(device_plan *d, const device_plan_parts *parts,
         n += is_part(parts, i) ? box_table_regions(plan->sources[i].boxes) : 0;
     if (n > UINT32_MAX)
         return error_set(error, FANIN_ERR_LIMIT, NULL, "too many regions");
-    d->bases = calloc(n + 1, sizeof(*d->bases));
+    d->bases = calloc(n + 1, sizeof *d->bases);
     if (!d->bases)
         return error_set_memory(error);
     for (size_t i = 0; i < plan->n_sources; i++) {
@@ -89,7 +89,7 @@ static bool add_host(builder *b, const host_piece *piece)
 {
     if (work_stopped(b->from->stop) ||
         !array_reserve(&b->host.pieces, &b->host.capacity, b->host.n + 1,
-                       sizeof(*b->host.pieces)))
+                       sizeof *b->host.pieces))
         return false;
     b->host.pieces[b->host.n++] = *piece;
     return true;
@@ -201,13 +201,13 @@ fanin_status device_plan_build(gpu *g, const device_plan_parts *parts,
                                device_plan **out, fanin_error *error)
 {
     *out = NULL;
-    builder b = {.from = parts, .d = calloc(1, sizeof(*b.d))};
+    builder b = {.from = parts, .d = calloc(1, sizeof *b.d)};
     if (!b.d)
         return error_set_memory(error);
     size_t n = parts->plan->n_sources;
     b.d->gather_device = -1;
     b.d->n_sources = n;
-    b.d->of_source = calloc(n + 1, sizeof(*b.d->of_source));
+    b.d->of_source = calloc(n + 1, sizeof *b.d->of_source);
     fanin_status status = b.d->of_source ? FANIN_OK : error_set_memory(error);
     if (status == FANIN_OK) {
         for (size_t i = 0; i < n; i++)

@@ -80,7 +80,7 @@ static bool add_chunk(layout *l, uint64_t to)
 {
     device_plan *d = l->d;
     if (!array_reserve(&d->chunks, &l->chunk_capacity, d->n_chunks + 1,
-                       sizeof(*d->chunks)))
+                       sizeof *d->chunks))
         return false;
     d->chunks[d->n_chunks++] = (host_chunk){
         .first_entry = l->list->n, .first_landing = l->n_landings, .to = to};
@@ -91,7 +91,7 @@ static bool add_landing(layout *l, const host_landing *landing)
 {
     device_plan *d = l->d;
     if (!array_reserve(&d->landings, &l->landing_capacity, l->n_landings + 1,
-                       sizeof(*d->landings)))
+                       sizeof *d->landings))
         return false;
     d->landings[l->n_landings++] = *landing;
     d->chunks[d->n_chunks - 1].n_landings++;
@@ -243,7 +243,7 @@ static bool lay_out_contiguous(layout *l, const host_pieces *pieces, uint64_t st
     add_all(&whole, pieces, start);
     bool ok = !whole.failed && add_chunks(l, start, bytes);
     if (ok)
-        ok = (s.next = calloc(d->n_chunks + 1, sizeof(*s.next))) != NULL;
+        ok = (s.next = calloc(d->n_chunks + 1, sizeof *s.next)) != NULL;
     if (ok && !cut_list(&whole, d->chunk_bytes, count_part, &s))
         *torn = !work_stopped(stop);
     ok = ok && !*torn && !work_stopped(stop);
@@ -255,7 +255,7 @@ static bool lay_out_contiguous(layout *l, const host_pieces *pieces, uint64_t st
         s.next[i] = d->chunks[i].first_entry;
     }
     if (ok)
-        ok = (s.entries = calloc(total + 1, sizeof(*s.entries))) != NULL;
+        ok = (s.entries = calloc(total + 1, sizeof *s.entries)) != NULL;
     if (ok) {
         ok = cut_list(&whole, d->chunk_bytes, put_part, &s);
         copy_list_free(l->list);
@@ -350,7 +350,7 @@ static int by_destination(const void *a, const void *b, void *stop)
 
 static bool lay_out_packed(layout *l, host_pieces *pieces)
 {
-    qsort_r(pieces->pieces, pieces->n, sizeof(*pieces->pieces), by_destination,
+    qsort_r(pieces->pieces, pieces->n, sizeof *pieces->pieces, by_destination,
             l->list->stop);
     bool ok = add_chunk(l, 0);
     for (uint64_t i = 0; i < pieces->n && ok; i++) {

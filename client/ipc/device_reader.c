@@ -228,13 +228,13 @@ static fanin_status prepare_lanes(device_reader *r, fanin_error *error)
 fanin_status device_reader_start(const device_reading *how, device_reader **out,
                                  fanin_error *error)
 {
-    device_reader *r = calloc(1, sizeof(*r));
+    device_reader *r = calloc(1, sizeof *r);
     *out = r;
     if (!r)
         return error_set_memory(error);
     r->how = *how;
-    r->parts = calloc(how->plan->n_parts + 1, sizeof(*r->parts));
-    r->addresses = calloc((size_t)how->plan->n_bases + 1, sizeof(*r->addresses));
+    r->parts = calloc(how->plan->n_parts + 1, sizeof *r->parts);
+    r->addresses = calloc((size_t)how->plan->n_bases + 1, sizeof *r->addresses);
     if (!r->parts || !r->addresses)
         return error_set_memory(error);
     fanin_status status = prepare_parts(r, error);

@@ -107,7 +107,7 @@ static fanin_status map_regions(const reading *r, fanin_error *error)
     if (!array_reserve(&s->views, &s->view_capacity, s->n_views + 1, sizeof *s->views))
         return error_set_memory(error);
     ipc_view view = {.device = r->device};
-    view.mappings = calloc((size_t)s->regions->count + 1, sizeof(*view.mappings));
+    view.mappings = calloc((size_t)s->regions->count + 1, sizeof *view.mappings);
     if (!view.mappings)
         return error_set_memory(error);
     uint64_t started = clock_ns();

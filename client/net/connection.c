@@ -41,13 +41,13 @@ fanin_status connection_create(const connection_shared *shared, const char *addr
                                const socket_address *tcp, connection **out,
                                fanin_error *error)
 {
-    connection *c = calloc(1, sizeof(*c));
+    connection *c = calloc(1, sizeof *c);
     if (!c)
         return error_set_memory(error);
     c->shared = shared;
     c->source = (loop_source){.fd = -1, .ready = on_ready};
     c->fault = (fanin_error)FANIN_ERROR_INIT;
-    snprintf(c->text, sizeof(c->text), "%s", address);
+    snprintf(c->text, sizeof c->text, "%s", address);
     c->tcp = *tcp;
     c->local = socket_is_local(&c->tcp);
     error_place place = connection_place(c, "connect");
@@ -206,10 +206,10 @@ static void send_hello(connection *c)
                        .role = ROLE_CONTROL};
     if (c->is_unix || c->shared->no_checksums)
         hello.features &= ~FEATURE_SEALS;
-    memcpy(hello.id, c->shared->client_id, sizeof(hello.id));
-    snprintf(hello.software, sizeof(hello.software), "fanin %s", fanin_version());
+    memcpy(hello.id, c->shared->client_id, sizeof hello.id);
+    snprintf(hello.software, sizeof hello.software, "fanin %s", fanin_version());
     if (c->shared->ucx_version)
-        snprintf(hello.ucx_version, sizeof(hello.ucx_version), "%s",
+        snprintf(hello.ucx_version, sizeof hello.ucx_version, "%s",
                  c->shared->ucx_version);
     encode_hello(&c->out.bytes, c->next_request++, &hello);
     if (hello.features & FEATURE_SEALS)
@@ -224,8 +224,8 @@ void connection_encode_data_hello(const connection *c, buffer *out, framing *in)
                        .version_max = VERSION_MAX,
                        .features = c->in.sealed ? FEATURE_SEALS : 0,
                        .role = ROLE_DATA};
-    memcpy(hello.id, c->peer.session, sizeof(hello.id));
-    snprintf(hello.software, sizeof(hello.software), "fanin %s", fanin_version());
+    memcpy(hello.id, c->peer.session, sizeof hello.id);
+    snprintf(hello.software, sizeof hello.software, "fanin %s", fanin_version());
     encode_hello(out, 1, &hello);
     if (c->in.sealed)
         framing_expect_hello_ok(in, out->data, out->size, true);
@@ -267,7 +267,7 @@ static void on_hello_ok(connection *c, message_type type, body *b)
     }
     if (decode_hello_ok(b, &peer) != FANIN_OK) {
         char what[160];
-        snprintf(what, sizeof(what), "sent a malformed greeting: %s",
+        snprintf(what, sizeof what, "sent a malformed greeting: %s",
                  b->why ? b->why : "");
         fail_here(c, FANIN_ERR_PROTOCOL, 0, "connect",
                   "is this port a fanin parameter server of a compatible version?",
@@ -280,8 +280,8 @@ static void on_hello_ok(connection *c, message_type type, body *b)
                   "chose a protocol version that was not offered");
         return;
     }
-    static const uint8_t none[sizeof(peer.world_id)];
-    if (memcmp(peer.world_id, none, sizeof(none)) == 0) {
+    static const uint8_t none[sizeof peer.world_id];
+    if (memcmp(peer.world_id, none, sizeof none) == 0) {
         fail_here(c, FANIN_ERR_PROTOCOL, 0, "connect",
                   "let the trainer draw a world id for each launch",
                   "announces a world id that is all zero, which stands for none");
@@ -475,7 +475,7 @@ buffer *connection_out(connection *c)
 
 void connection_ask(connection *c, uint64_t request, reply_fn fn, void *cookie)
 {
-    pending *p = calloc(1, sizeof(*p));
+    pending *p = calloc(1, sizeof *p);
     if (!p || c->out.bytes.failed || c->state != CONNECTION_READY) {
         free(p);
         if (c->state == CONNECTION_READY)
@@ -619,7 +619,7 @@ const char *connection_name(const connection *c, char name[CONNECTION_NAME])
 {
     char rank[16] = "the rank";
     if (c->known)
-        snprintf(rank, sizeof(rank), "rank %u", c->peer.rank);
+        snprintf(rank, sizeof rank, "rank %u", c->peer.rank);
     snprintf(name, CONNECTION_NAME, "%s at %s", rank, c->text);
     return name;
 }

@@ -43,7 +43,7 @@ static void on_cancel(loop_source *source, uint32_t events)
 {
     (void)events;
     uint64_t count;
-    ssize_t n = read(source->fd, &count, sizeof(count));
+    ssize_t n = read(source->fd, &count, sizeof count);
     (void)n; /* only the wake-up matters; the flag says what happened */
 }
 

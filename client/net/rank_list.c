@@ -31,9 +31,9 @@ static size_t write_ranks(const uint32_t *ranks, size_t n, text *t)
         while (end < n && ranks[end] <= ranks[end - 1] + 1)
             end++;
         if (ranks[end - 1] > ranks[written])
-            snprintf(item, sizeof(item), "%u-%u", ranks[written], ranks[end - 1]);
+            snprintf(item, sizeof item, "%u-%u", ranks[written], ranks[end - 1]);
         else
-            snprintf(item, sizeof(item), "%u", ranks[written]);
+            snprintf(item, sizeof item, "%u", ranks[written]);
         if (!append(t, written == 0, item))
             break;
         written = end;
@@ -61,7 +61,7 @@ void rank_list_text(const fanin_client *client, const bool *mask, char *out,
 {
     size_t n = 0, all = 0;
     const connection *last = NULL;
-    uint32_t *ranks = calloc(client->n_peers + 1, sizeof(*ranks));
+    uint32_t *ranks = calloc(client->n_peers + 1, sizeof *ranks);
     for (size_t i = 0; i < client->n_peers; i++) {
         const connection *c = client->peers[i].control;
         if (!mask[i])
@@ -79,7 +79,7 @@ void rank_list_text(const fanin_client *client, const bool *mask, char *out,
         return;
     }
     if (n > 0) {
-        qsort(ranks, n, sizeof(*ranks), compare);
+        qsort(ranks, n, sizeof *ranks, compare);
         text_add(&t, "rank%s ", n == 1 ? "" : "s");
     }
     size_t written = write_ranks(ranks, n, &t);

@@ -97,8 +97,8 @@ fanin_status resolve_all(fanin_client *client, const char *const *addresses,
                          fanin_error *error)
 {
     size_t n = 0, left = 0;
-    unknown *unknowns = calloc(count, sizeof(*unknowns));
-    question *questions = calloc(count, sizeof(*questions));
+    unknown *unknowns = calloc(count, sizeof *unknowns);
+    question *questions = calloc(count, sizeof *questions);
     fanin_status status = unknowns && questions
                               ? begin(client, addresses, count, out, unknowns,
                                       questions, &n, &left, error)

@@ -4,6 +4,7 @@
 #include "error_set.h"
 #include "net/client_state.h"
 #include "text.h"
+#include <inttypes.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -33,7 +34,7 @@ static void on_listed(void *cookie, connection *c, message_type type, body *b)
         q->of->state = entries[0].state;
         q->of->step = entries[0].step;
         q->of->version = entries[0].catalog_version;
-        memcpy(q->of->keys, entries[0].key_digest, sizeof(q->of->keys));
+        memcpy(q->of->keys, entries[0].key_digest, sizeof q->of->keys);
     }
     free(entries);
 }
@@ -42,7 +43,7 @@ fanin_status standing_ask(fanin_client *client, const char *publication, deadlin
                           standing *out, fanin_error *error)
 {
     size_t left = 0;
-    question *questions = calloc(client->n_peers, sizeof(*questions));
+    question *questions = calloc(client->n_peers, sizeof *questions);
     if (!questions)
         return error_set_memory(error);
     for (size_t i = 0; i < client->n_peers; i++) {
@@ -119,7 +120,7 @@ static size_t find_blame(const fanin_client *client, const standing *all, uint64
                            .state = ready && s->answered && s->present ? s->state : -1,
                            .peer = i};
     }
-    qsort(out, n, sizeof(*out), compare);
+    qsort(out, n, sizeof *out, compare);
     return n;
 }
 
@@ -127,9 +128,8 @@ static const char *state_name(int32_t state)
 {
     static const char *const names[] = {"unpublished", "stable", "draining", "writing",
                                         "paused"};
-    return state >= 0 && state < (int32_t)(sizeof(names) / sizeof(*names))
-               ? names[state]
-               : "unknown";
+    return state >= 0 && state < (int32_t)(sizeof names / sizeof *names) ? names[state]
+                                                                         : "unknown";
 }
 
 static double heard_seconds_ago(const fanin_client *client, size_t peer)
@@ -154,8 +154,8 @@ static void tell_group(const fanin_client *client, const blame *first,
         snprintf(text, size, "%s %s not committed it yet (%s)", ranks, has,
                  state_name(first->state));
     else
-        snprintf(text, size, "%s %s at step %llu (%s)", ranks, is,
-                 (unsigned long long)first->step, state_name(first->state));
+        snprintf(text, size, "%s %s at step %" PRIu64 " (%s)", ranks, is, first->step,
+                 state_name(first->state));
 }
 
 static void tell(const fanin_client *client, const blame *blames, size_t n, bool *mask,
@@ -166,12 +166,12 @@ static void tell(const fanin_client *client, const blame *blames, size_t n, bool
     for (size_t group = 0; told < n && group < TOLD_GROUPS; group++) {
         char ranks[100], sentence[192];
         size_t first = told;
-        memset(mask, 0, client->n_peers * sizeof(*mask));
+        memset(mask, 0, client->n_peers * sizeof *mask);
         while (told < n && (told == first || alike(&blames[first], &blames[told])))
             mask[blames[told++].peer] = true;
-        rank_list_text(client, mask, ranks, sizeof(ranks));
+        rank_list_text(client, mask, ranks, sizeof ranks);
         tell_group(client, &blames[first], ranks, told - first > 1, sentence,
-                   sizeof(sentence));
+                   sizeof sentence);
         text_add(&t, "%s%s", group ? "; " : "", sentence);
     }
     if (told < n)
@@ -181,8 +181,8 @@ static void tell(const fanin_client *client, const blame *blames, size_t n, bool
 size_t standing_text(const fanin_client *client, const standing *all, uint64_t step,
                      char *text, size_t size)
 {
-    blame *blames = calloc(client->n_peers, sizeof(*blames));
-    bool *mask = calloc(client->n_peers, sizeof(*mask));
+    blame *blames = calloc(client->n_peers, sizeof *blames);
+    bool *mask = calloc(client->n_peers, sizeof *mask);
     size_t first = client->n_peers;
     text[0] = '\0';
     if (blames && mask) {

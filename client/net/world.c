@@ -45,7 +45,7 @@ static fanin_status check_server_name(const fanin_client *client, const peer *p,
 
 static bool same_world(const msg_hello_ok *a, const msg_hello_ok *b)
 {
-    return memcmp(a->world_id, b->world_id, sizeof(a->world_id)) == 0;
+    return memcmp(a->world_id, b->world_id, sizeof a->world_id) == 0;
 }
 
 /* One world of several: the peers in it. */
@@ -77,7 +77,7 @@ static size_t find_parties(const fanin_client *client, party *parties)
             parties[n++] = (party){.hello = hello, .first = i};
         parties[at].count++;
     }
-    qsort(parties, n, sizeof(*parties), fewest_first);
+    qsort(parties, n, sizeof *parties, fewest_first);
     return n;
 }
 
@@ -89,7 +89,7 @@ static void describe_party(const fanin_client *client, const party *p, bool *mas
     for (size_t i = 0; i < client->n_peers; i++)
         mask[i] = peer_ready(&client->peers[i]) &&
                   same_world(p->hello, connection_peer(client->peers[i].control));
-    rank_list_text(client, mask, who, sizeof(who));
+    rank_list_text(client, mask, who, sizeof who);
     text t = text_in(out, size);
     text_add(&t, "%s (", who);
     for (size_t i = 0; i < 8; i++)
@@ -100,8 +100,8 @@ static void describe_party(const fanin_client *client, const party *p, bool *mas
 /* Who is of which world. */
 static fanin_status mixed_error(const fanin_client *client, fanin_error *error)
 {
-    party *parties = calloc(client->n_peers, sizeof(*parties));
-    bool *mask = calloc(client->n_peers, sizeof(*mask));
+    party *parties = calloc(client->n_peers, sizeof *parties);
+    bool *mask = calloc(client->n_peers, sizeof *mask);
     if (!parties || !mask) {
         free(parties);
         free(mask);
@@ -110,9 +110,9 @@ static fanin_status mixed_error(const fanin_client *client, fanin_error *error)
     size_t n = find_parties(client, parties);
     char who[TOLD_WORLDS][120] = {""}, more[48] = "";
     for (size_t i = 0; i < n && i < TOLD_WORLDS; i++)
-        describe_party(client, &parties[i], mask, who[i], sizeof(who[i]));
+        describe_party(client, &parties[i], mask, who[i], sizeof who[i]);
     if (n > TOLD_WORLDS)
-        snprintf(more, sizeof(more), " and %zu more worlds", n - TOLD_WORLDS);
+        snprintf(more, sizeof more, " and %zu more worlds", n - TOLD_WORLDS);
     error_place place =
         connection_place(client->peers[parties[0].first].control, "connect");
     place.remedy =
@@ -173,9 +173,9 @@ static fanin_status identify(fanin_client *client, fanin_error *error)
         fanin_status status = check_server_name(client, p, error);
         if (status == FANIN_OK)
             status = check_against(client, first, i, error);
-        if (status == FANIN_OK && memcmp(client->config.world_id, any, sizeof(any)) &&
+        if (status == FANIN_OK && memcmp(client->config.world_id, any, sizeof any) &&
             memcmp(client->config.world_id, connection_peer(p->control)->world_id,
-                   sizeof(any)))
+                   sizeof any))
             status = world_error(p, error, "connect to the launch that is meant",
                                  "announces another world id", "than was demanded");
         if (status != FANIN_OK)
@@ -313,7 +313,7 @@ static fanin_status await_answers(fanin_client *client, const size_t *left, dead
 static fanin_status find_dead(fanin_client *client, deadline at, size_t *lost,
                               fanin_error *error)
 {
-    question *questions = calloc(client->n_peers, sizeof(*questions));
+    question *questions = calloc(client->n_peers, sizeof *questions);
     if (!questions)
         return error_set_memory(error);
     uint64_t half = clock_ns() + deadline_left_ns(at) / 2;

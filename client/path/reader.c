@@ -11,14 +11,13 @@ static const char *const names[] = {"auto", "stream", "cma", "rdma", "cuda_ipc"}
 
 const char *fanin_path_name(fanin_path path)
 {
-    return path >= 0 && path < (fanin_path)(sizeof(names) / sizeof(*names))
-               ? names[path]
-               : NULL;
+    return path >= 0 && path < (fanin_path)(sizeof names / sizeof *names) ? names[path]
+                                                                          : NULL;
 }
 
 fanin_path fanin_path_from_name(const char *name)
 {
-    for (size_t i = 0; name && i < sizeof(names) / sizeof(*names); i++) {
+    for (size_t i = 0; name && i < sizeof names / sizeof *names; i++) {
         if (strcmp(name, names[i]) == 0)
             return (fanin_path)i;
     }

@@ -165,8 +165,8 @@ static fanin_status check_saved(peft_maker *m)
     json_t *list = peft_field(m, "modules_to_save");
     for (uint32_t i = 0; i < m->modules.n_saved; i++) {
         const peft_tensor *saved = m->modules.saved[i];
-        const char *path = saved->name.text + sizeof(PEFT_PREFIX) - 1;
-        size_t size = saved->name.module - (sizeof(PEFT_PREFIX) - 1);
+        const char *path = saved->name.text + sizeof PEFT_PREFIX - 1;
+        size_t size = saved->name.module - (sizeof PEFT_PREFIX - 1);
         if (is_listed(m, list, path, size))
             continue;
         if (m->given || (list && peft_pair(m, "modules_to_save")))

@@ -40,7 +40,7 @@ static void read_path(peft_module *m, const peft_name *name)
 {
     m->path = name->text + PREFIX_SIZE;
     m->size = name->module - (uint32_t)PREFIX_SIZE;
-    size_t tail = sizeof(BASE_LAYER) - 1;
+    size_t tail = sizeof BASE_LAYER - 1;
     while (m->size > tail && memcmp(m->path + m->size - tail, BASE_LAYER, tail) == 0) {
         m->size -= (uint32_t)tail;
         m->depth++;

@@ -259,7 +259,7 @@ fanin_status peft_names_make(const key_table *keys, const char *publication,
     size_t room = 1;
     uint32_t count = keys->count;
     for (uint32_t i = 0; i < count; i++)
-        room += strlen(keys->entries[i].name) + sizeof(PEFT_PREFIX);
+        room += strlen(keys->entries[i].name) + sizeof PEFT_PREFIX;
     *out = (peft_names){.count = count};
     out->storage = malloc(room);
     out->tensors = calloc(count ? count : 1, sizeof out->tensors[0]);

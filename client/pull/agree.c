@@ -4,6 +4,7 @@
 #include "error_set.h"
 #include "net/standing.h"
 #include "plan/plan.h"
+#include <inttypes.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -58,18 +59,18 @@ static void on_announced(void *cookie, connection *c, message_type type, body *b
             error_place place = connection_place(c, "wait");
             place.key = a->agreement->publication->name;
             place.remedy = "use the same fanin release on both ends";
-            a->refused = error_set(
-                &a->error, FANIN_ERR_PROTOCOL, &place,
-                "rank %u at %s announced step %llu when asked for step %llu or later",
-                connection_peer(c)->rank, connection_text(c),
-                (unsigned long long)m.step, (unsigned long long)a->least);
+            a->refused = error_set(&a->error, FANIN_ERR_PROTOCOL, &place,
+                                   "rank %u at %s announced step %" PRIu64
+                                   " when asked for step %" PRIu64 " or later",
+                                   connection_peer(c)->rank, connection_text(c), m.step,
+                                   a->least);
             return;
         }
         *n = (announcement){.valid = true,
                             .step = m.step,
                             .version = m.catalog_version,
                             .stable_ns = m.stable_ns};
-        memcpy(n->keys.bytes, m.key_digest, sizeof(n->keys.bytes));
+        memcpy(n->keys.bytes, m.key_digest, sizeof n->keys.bytes);
         return;
     }
     a->lost = type == 0;
@@ -101,7 +102,7 @@ static void ask(asker *a)
     msg_wait m = {.rule = g->options->rule, .step = wanted(g)};
     if (g->options->rule != FANIN_STEP_EXACT && g->target > 0)
         m.rule = FANIN_STEP_AT_LEAST;
-    snprintf(m.publication, sizeof(m.publication), "%s", g->publication->name);
+    snprintf(m.publication, sizeof m.publication, "%s", g->publication->name);
     m.timeout_ms = time_for_rank(g);
     a->least = m.step;
     uint64_t request = connection_next_request(c);
@@ -147,9 +148,9 @@ static fanin_status superseded(const agreement *g, fanin_error *error)
                          .key = g->publication->name,
                          .remedy = "ask for the newest step or for a least step"};
     return error_set(error, FANIN_ERR_SUPERSEDED, &place,
-                     "step %llu of %s has passed: the trainer is at step %llu",
-                     (unsigned long long)g->options->step, g->publication->name,
-                     (unsigned long long)g->target);
+                     "step %" PRIu64
+                     " of %s has passed: the trainer is at step %" PRIu64,
+                     g->options->step, g->publication->name, g->target);
 }
 
 /* An answer that no waiting can mend. */
@@ -202,8 +203,8 @@ fanin_status agree_sufficient(fanin_client *client, const publication *p,
                               const bool *use, deadline at, bool *enough,
                               fanin_error *error)
 {
-    plan_source *sources = calloc(client->n_peers, sizeof(*sources));
-    bool *all = calloc(client->n_peers, sizeof(*all));
+    plan_source *sources = calloc(client->n_peers, sizeof *sources);
+    bool *all = calloc(client->n_peers, sizeof *all);
     if (!sources || !all) {
         free(sources);
         free(all);
@@ -242,7 +243,7 @@ size_t agree_culprit(fanin_client *client, const publication *p, const bool *use
 {
     size_t n = client->n_peers, first = n, unknown = n, needed = n;
     bool *held =
-        calloc(n, sizeof(*held)); /* of those in use, and of those that are gone */
+        calloc(n, sizeof *held); /* of those in use, and of those that are gone */
     for (size_t i = n; i-- > 0;) {
         if (held)
             held[i] = use[i] || (is_gone(client, use, i) && p->shards[i].boxes);
@@ -312,7 +313,7 @@ static bool take_catalogs(const agreement *g, announcement *now, bool *use)
             return false;
         now[i] =
             (announcement){.valid = use[i], .step = s->step, .version = s->version};
-        memcpy(now[i].keys.bytes, s->keys, sizeof(s->keys));
+        memcpy(now[i].keys.bytes, s->keys, sizeof s->keys);
     }
     return true;
 }
@@ -323,8 +324,8 @@ static fanin_status do_without(agreement *g, bool *known, fanin_error *error)
 {
     fanin_client *client = g->client;
     fanin_error why = FANIN_ERROR_INIT;
-    announcement *now = calloc(client->n_peers, sizeof(*now));
-    bool *use = calloc(client->n_peers, sizeof(*use));
+    announcement *now = calloc(client->n_peers, sizeof *now);
+    bool *use = calloc(client->n_peers, sizeof *use);
     bool vain = false;
     fanin_status status =
         now && use ? standing_ask(client, g->publication->name,
@@ -425,17 +426,17 @@ static fanin_status explain_timeout(const agreement *g, fanin_error *error)
                                          .step = g->announced[i].step};
     }
     size_t culprit =
-        standing_text(client, g->standings, step ? step : 1, who, sizeof(who));
+        standing_text(client, g->standings, step ? step : 1, who, sizeof who);
     error_place place = {.phase = "wait"};
     if (culprit < client->n_peers)
         place = connection_place(client->peers[culprit].control, "wait");
     place.key = g->publication->name;
     place.remedy = "is the trainer stuck, or further behind than this pull may wait?";
     return error_set(error, FANIN_ERR_TIMEOUT, &place,
-                     "%s%llu of %.80s was not committed on all ranks in time%s%s",
-                     step ? "step " : "a step, at least ",
-                     (unsigned long long)(step ? step : 1), g->publication->name,
-                     who[0] ? ": " : "", who);
+                     "%s%" PRIu64
+                     " of %.80s was not committed on all ranks in time%s%s",
+                     step ? "step " : "a step, at least ", (step ? step : 1),
+                     g->publication->name, who[0] ? ": " : "", who);
 }
 
 /* Nobody is asked any more, and nothing was agreed upon. */
@@ -489,8 +490,8 @@ fanin_status agree(fanin_client *client, publication *p,
                    .use = use,
                    .grace = UINT64_MAX,
                    .look = UINT64_MAX};
-    g.askers = calloc(client->n_peers, sizeof(*g.askers));
-    g.standings = calloc(client->n_peers, sizeof(*g.standings));
+    g.askers = calloc(client->n_peers, sizeof *g.askers);
+    g.standings = calloc(client->n_peers, sizeof *g.standings);
     if (!g.askers || !g.standings) {
         free(g.askers);
         free(g.standings);

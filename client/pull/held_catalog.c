@@ -24,12 +24,12 @@ static void snapshot_free(snapshot *s)
 static fanin_status snapshot_make(fanin_client *client, const char *name, snapshot *s,
                                   fanin_error *error)
 {
-    if (!name || strlen(name) >= sizeof(s->publication->name))
+    if (!name || strlen(name) >= sizeof s->publication->name)
         return error_set(error, FANIN_ERR_ARGUMENT, NULL,
                          "the publication's name is missing or too long");
     s->publication = tables_of(client, name);
-    s->announced = calloc(client->n_peers, sizeof(*s->announced));
-    s->use = calloc(client->n_peers, sizeof(*s->use));
+    s->announced = calloc(client->n_peers, sizeof *s->announced);
+    s->use = calloc(client->n_peers, sizeof *s->use);
     if (!s->publication || !s->announced || !s->use)
         return error_set_memory(error);
     return FANIN_OK;
@@ -40,7 +40,7 @@ static fanin_status snapshot_take(fanin_client *client, const char *name,
                                   uint32_t timeout_ms, snapshot *s, fanin_error *error)
 {
     fanin_pull_options options;
-    fanin_pull_options_init(&options, sizeof(options));
+    fanin_pull_options_init(&options, sizeof options);
     options.publication = name;
     deadline at;
     fanin_status status = client_enter(client, timeout_ms, &at, error);
@@ -114,8 +114,8 @@ static uint64_t add_owners(const publication *p, size_t index, uint32_t rank,
                            .region = place.region,
                            .region_offset = place.offset,
                            .packed = place.packed};
-        memcpy(o->offset, b.offset, sizeof(o->offset));
-        memcpy(o->extent, b.extent, sizeof(o->extent));
+        memcpy(o->offset, b.offset, sizeof o->offset);
+        memcpy(o->extent, b.extent, sizeof o->extent);
         (void)dtype_bytes(e->dtype, b.n_dims, b.extent, &o->bytes);
     }
     return count;
@@ -129,7 +129,7 @@ static fanin_status report_key(fanin_client *client, const snapshot *s, uint32_t
     uint64_t count = 0;
     for (size_t i = 0; i < client->n_peers; i++)
         count += s->use[i] ? add_owners(s->publication, i, 0, key, NULL) : 0;
-    fanin_owner *owners = calloc(count + 1, sizeof(*owners));
+    fanin_owner *owners = calloc(count + 1, sizeof *owners);
     if (!owners)
         return error_set_memory(error);
     uint64_t n = 0;
@@ -139,14 +139,14 @@ static fanin_status report_key(fanin_client *client, const snapshot *s, uint32_t
                             connection_peer(client->peers[i].control)->rank, key,
                             owners + n);
     }
-    fanin_entry entry = {.struct_size = sizeof(entry),
+    fanin_entry entry = {.struct_size = sizeof entry,
                          .name = e->name,
                          .dtype = e->dtype,
                          .n_dims = e->n_dims,
                          .bytes = e->bytes,
                          .owners = owners,
                          .n_owners = n};
-    memcpy(entry.shape, e->shape, sizeof(entry.shape));
+    memcpy(entry.shape, e->shape, sizeof entry.shape);
     *more = fn(cookie, &entry);
     free(owners);
     return FANIN_OK;

@@ -24,7 +24,7 @@ struct held {
 
 held *held_create(gpu *g, const memory_range *ranges, size_t n_ranges)
 {
-    held *h = calloc(1, sizeof(*h));
+    held *h = calloc(1, sizeof *h);
     if (!h)
         return NULL;
     *h = (held){.g = g, .ranges = ranges, .n_ranges = n_ranges};

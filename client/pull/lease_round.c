@@ -3,6 +3,7 @@
 
 #include "error_set.h"
 #include "net/client_rules.h"
+#include <inttypes.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -58,14 +59,14 @@ static void on_begun(void *cookie, connection *c, message_type type, body *b)
     t->lease->held = true;
     t->lease->lease_ms = m.lease_ms;
     t->lease->first_region = m.first_region;
-    memcpy(t->lease->token, m.token, sizeof(t->lease->token));
+    memcpy(t->lease->token, m.token, sizeof t->lease->token);
 }
 
 fanin_status lease_round_begin(fanin_client *client, const publication *p,
                                const announcement *announced, const bool *use,
                                reader_lease *leases, deadline at, fanin_error *error)
 {
-    turn *turns = calloc(client->n_peers, sizeof(*turns));
+    turn *turns = calloc(client->n_peers, sizeof *turns);
     if (!turns)
         return error_set_memory(error);
     size_t left = 0;
@@ -78,7 +79,7 @@ fanin_status lease_round_begin(fanin_client *client, const publication *p,
         turns[i] = (turn){.left = &left, .lease = &leases[i]};
         msg_begin m = {.step = announced[i].step,
                        .catalog_version = announced[i].version};
-        snprintf(m.publication, sizeof(m.publication), "%s", p->name);
+        snprintf(m.publication, sizeof m.publication, "%s", p->name);
         uint64_t request = connection_next_request(c);
         encode_begin(connection_out(c), request, &m);
         connection_ask(c, request, on_begun, &turns[i]);
@@ -94,7 +95,7 @@ static void send_end(connection *c, const reader_lease *lease, bool abandon,
                      reply_fn fn, void *cookie)
 {
     msg_end m = {.abandon = abandon};
-    memcpy(m.token, lease->token, sizeof(m.token));
+    memcpy(m.token, lease->token, sizeof m.token);
     uint64_t request = connection_next_request(c);
     encode_end(connection_out(c), request, &m);
     connection_ask(c, request, fn, cookie);
@@ -118,17 +119,16 @@ static void on_ended(void *cookie, connection *c, message_type type, body *b)
             "allow the pull more time, or keep the weights stable for longer";
         t->status = error_set(&t->error, FANIN_ERR_STALE, &place,
                               "rank %u at %s rewrote the weights while they were read "
-                              "(it is at step %llu now)",
-                              connection_peer(c)->rank, connection_text(c),
-                              (unsigned long long)m.step);
+                              "(it is at step %" PRIu64 " now)",
+                              connection_peer(c)->rank, connection_text(c), m.step);
     }
 }
 
 fanin_status lease_round_end(fanin_client *client, reader_lease *leases, deadline at,
                              fanin_error *error)
 {
-    turn *turns = calloc(client->n_peers, sizeof(*turns));
-    bool *asked = calloc(client->n_peers, sizeof(*asked));
+    turn *turns = calloc(client->n_peers, sizeof *turns);
+    bool *asked = calloc(client->n_peers, sizeof *asked);
     if (!turns || !asked) {
         free(turns);
         free(asked);

@@ -58,8 +58,8 @@ static digest made_from(const fanin_client *client, const publication *p,
     buffer b = {0};
     digest layout = d->layout(d->cookie);
     buffer_append(&b, &layout, sizeof(layout));
-    buffer_append(&b, &d->dtype, sizeof(d->dtype));
-    buffer_append(&b, &p->keys->id, sizeof(p->keys->id));
+    buffer_append(&b, &d->dtype, sizeof d->dtype);
+    buffer_append(&b, &p->keys->id, sizeof p->keys->id);
     for (size_t i = 0; i < client->n_peers; i++) {
         const shard_table *s = &p->shards[i];
         uint64_t serial = use[i] ? s->serial : 0;
@@ -204,11 +204,11 @@ fanin_status plan_cache_ranges(plan_cache *cache, const destination *d,
         fanin_status status = d->ranges(d->cookie, ranges, n, error);
         if (status != FANIN_OK || !d->lasting_ranges)
             return status;
-        cache->ranges = malloc((*n + 1) * sizeof(*cache->ranges));
+        cache->ranges = malloc((*n + 1) * sizeof *cache->ranges);
         if (!cache->ranges)
             return error_set_memory(error);
         if (*n > 0)
-            memcpy(cache->ranges, *ranges, *n * sizeof(*cache->ranges));
+            memcpy(cache->ranges, *ranges, *n * sizeof *cache->ranges);
         cache->n_ranges = *n;
     }
     *ranges = cache->ranges;

@@ -51,7 +51,7 @@ typedef struct pull {
 void fanin_pull_options_init(fanin_pull_options *options, size_t size)
 {
     fanin_pull_options defaults = {.timeout_ms = 60000};
-    versioned_init(options, size, &defaults, sizeof(defaults));
+    versioned_init(options, size, &defaults, sizeof defaults);
 }
 
 fanin_status pull_check(const fanin_client *client, const fanin_pull_options *in,
@@ -60,8 +60,8 @@ fanin_status pull_check(const fanin_client *client, const fanin_pull_options *in
     fanin_status status = client_check_connected(client, error);
     if (status != FANIN_OK)
         return status;
-    fanin_pull_options_init(out, sizeof(*out));
-    if (!versioned_read(out, sizeof(*out), in, 0))
+    fanin_pull_options_init(out, sizeof *out);
+    if (!versioned_read(out, sizeof *out, in, 0))
         return error_set(error, FANIN_ERR_ARGUMENT, NULL,
                          "the options are NULL or their struct_size is not set");
     error_place place = {.remedy = "a publication is \"lora:<run>\""};
@@ -195,7 +195,7 @@ static void identify(pull *p)
             continue;
         memcpy(p->identity.world_id,
                connection_peer(p->client->peers[i].control)->world_id,
-               sizeof(p->identity.world_id));
+               sizeof p->identity.world_id);
         p->identity.step = p->announced[i].step;
         break;
     }
@@ -311,7 +311,7 @@ static fanin_status read_and_end(pull *p, uint8_t *base, fanin_error *error)
                     .n_ranges = p->n_ranges,
                     .options = p->options,
                     .result = p->result};
-    memset(p->result->served, 0, p->result->n_peers * sizeof(*p->result->served));
+    memset(p->result->served, 0, p->result->n_peers * sizeof *p->result->served);
     p->refused = false;
     fanin_status status = read_phase_run(&r, p->at, error);
     p->final = r.final;
@@ -428,7 +428,7 @@ static fanin_status lost_error(const pull *p, fanin_error *error)
 static fanin_status pause_before_restart(pull *p, fanin_error *error)
 {
     uint16_t random = 0;
-    (void)random_bytes(&random, sizeof(random)); /* 0 will do as well */
+    (void)random_bytes(&random, sizeof random); /* 0 will do as well */
     uint64_t widest = p->result->info.restarts < 8 ? p->result->info.restarts : 8;
     uint64_t ns = widest * 1000000 * random / 65536;
     return client_pause(p->client, p->at, clock_ns() + ns, error);
@@ -486,10 +486,10 @@ static fanin_status prepare(pull *p, fanin_error *error)
     p->publication = tables_of(p->client, p->options->publication);
     p->cache = p->publication ? plan_cache_of(p->publication, p->destination->plan_slot)
                               : NULL;
-    p->announced = calloc(n, sizeof(*p->announced));
-    p->use = calloc(n, sizeof(*p->use));
-    p->needed = calloc(n, sizeof(*p->needed));
-    p->leases = calloc(n, sizeof(*p->leases));
+    p->announced = calloc(n, sizeof *p->announced);
+    p->use = calloc(n, sizeof *p->use);
+    p->needed = calloc(n, sizeof *p->needed);
+    p->leases = calloc(n, sizeof *p->leases);
     p->result = result_create(n);
     if (!p->cache || !p->announced || !p->use || !p->needed || !p->leases || !p->result)
         return error_set_memory(error);
@@ -514,7 +514,7 @@ static fanin_status complete(pull *p, uint64_t started, fanin_error *error)
     info->write_ns += lap(&clock);
     const plan *plan = p->cache->plan.plan;
     info->step = p->identity.step;
-    memcpy(info->world_id, p->identity.world_id, sizeof(info->world_id));
+    memcpy(info->world_id, p->identity.world_id, sizeof info->world_id);
     info->bytes = plan->bytes;
     info->tensors = plan->tensors;
     info->total_ns = clock_ns() - started;

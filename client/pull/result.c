@@ -11,10 +11,10 @@
 
 fanin_result *result_create(size_t n_peers)
 {
-    fanin_result *r = calloc(1, sizeof(*r));
+    fanin_result *r = calloc(1, sizeof *r);
     if (!r)
         return NULL;
-    r->served = calloc(n_peers, sizeof(*r->served));
+    r->served = calloc(n_peers, sizeof *r->served);
     if (!r->served) {
         free(r);
         return NULL;
@@ -36,7 +36,7 @@ void fanin_result_free(fanin_result **result)
 void fanin_result_get(const fanin_result *result, fanin_result_info *info)
 {
     static const fanin_result_info nothing;
-    versioned_write(info, result ? &result->info : &nothing, sizeof(nothing));
+    versioned_write(info, result ? &result->info : &nothing, sizeof nothing);
 }
 
 /* How the bytes of one rank were guarded. */
@@ -91,7 +91,7 @@ fanin_status result_finish(fanin_result *r, const fanin_client *client,
         if (s->used && s->bytes >= most) {
             most = s->bytes;
             r->info.path = taken->path;
-            snprintf(r->reason, sizeof(r->reason), "%s", taken->reason);
+            snprintf(r->reason, sizeof r->reason, "%s", taken->reason);
         }
         if (json_array_append_new(list, describe(&client->peers[i], taken, s)) != 0) {
             json_decref(list);

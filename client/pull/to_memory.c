@@ -39,9 +39,9 @@ static bool widen(memory_destination *m)
 {
     if (m->tensors->struct_size >= sizeof(fanin_tensor))
         return true;
-    m->own = calloc(m->count, sizeof(*m->own));
+    m->own = calloc(m->count, sizeof *m->own);
     for (size_t i = 0; i < m->count && m->own; i++)
-        versioned_element(&m->own[i], sizeof(*m->own), m->tensors, i);
+        versioned_element(&m->own[i], sizeof *m->own, m->tensors, i);
     m->tensors = m->own;
     return m->own != NULL;
 }
@@ -67,7 +67,7 @@ static fanin_status refuse(const fanin_tensor *t, const char *remedy,
     char what[256];
     va_list arguments;
     va_start(arguments, format);
-    vsnprintf(what, sizeof(what), format, arguments);
+    vsnprintf(what, sizeof what, format, arguments);
     va_end(arguments);
     error_place place = {.phase = "plan", .key = t->name, .remedy = remedy};
     return error_set(error, FANIN_ERR_ARGUMENT, &place, "%s", what);
@@ -131,7 +131,7 @@ static fanin_status find_device(memory_destination *m, const fanin_tensor *t,
 static fanin_status find_devices(memory_destination *m, fanin_error *error)
 {
     m->finder.g = gpu_present();
-    m->device = malloc(m->count * sizeof(*m->device));
+    m->device = malloc(m->count * sizeof *m->device);
     if (!m->device)
         return error_set_memory(error);
     for (size_t i = 0; i < m->count; i++) {
@@ -161,21 +161,21 @@ typedef struct summary {
 static void close_block(summary *s)
 {
     digest full = digest_of(s->bytes, s->used);
-    memcpy(s->bytes, &full, sizeof(full));
-    s->used = sizeof(full);
+    memcpy(s->bytes, &full, sizeof full);
+    s->used = sizeof full;
 }
 
 static void put_name(summary *s, const char *name)
 {
     size_t size = strlen(name) + 1;
     while (size > 0) {
-        size_t room = sizeof(s->bytes) - s->used;
+        size_t room = sizeof s->bytes - s->used;
         size_t here = size < room ? size : room;
         memcpy(s->bytes + s->used, name, here);
         s->used += here;
         name += here;
         size -= here;
-        if (s->used == sizeof(s->bytes))
+        if (s->used == sizeof s->bytes)
             close_block(s);
     }
 }
@@ -183,7 +183,7 @@ static void put_name(summary *s, const char *name)
 /* Where the next record goes: room for RECORD_MAX bytes. */
 static uint8_t *open_record(summary *s)
 {
-    if (sizeof(s->bytes) - s->used < RECORD_MAX)
+    if (sizeof s->bytes - s->used < RECORD_MAX)
         close_block(s);
     return s->bytes + s->used;
 }
@@ -195,8 +195,8 @@ static void close_record(summary *s, const uint8_t *end)
 
 static uint8_t *put_word(uint8_t *to, uint64_t word)
 {
-    memcpy(to, &word, sizeof(word));
-    return to + sizeof(word);
+    memcpy(to, &word, sizeof word);
+    return to + sizeof word;
 }
 
 /* A call of memcpy() for each array would cost more than the words. */
@@ -304,7 +304,7 @@ static fanin_status match(const memory_destination *m, const fanin_tensor *t,
                          converts ? "arrives as" : "is published as",
                          fanin_dtype_name(arrives), fanin_dtype_name(t->dtype));
     if (e->n_dims != t->n_dims ||
-        memcmp(e->shape, t->shape, t->n_dims * sizeof(*t->shape)) != 0)
+        memcmp(e->shape, t->shape, t->n_dims * sizeof *t->shape) != 0)
         return error_set(error, FANIN_ERR_MISMATCH, &place,
                          "the tensor is published with another global shape");
     *key_out = (uint32_t)key;
@@ -319,9 +319,9 @@ static fanin_status add_targets(memory_destination *m, const fanin_tensor *t,
         plan_target *target = &m->targets[m->n_targets];
         *target = (plan_target){.key = key, .to = (uint64_t)(uintptr_t)box->address};
         target->block.n_dims = t->n_dims;
-        memcpy(target->block.offset, box->offset, t->n_dims * sizeof(*box->offset));
-        memcpy(target->block.extent, box->extent, t->n_dims * sizeof(*box->extent));
-        memcpy(target->stride, box->stride, t->n_dims * sizeof(*box->stride));
+        memcpy(target->block.offset, box->offset, t->n_dims * sizeof *box->offset);
+        memcpy(target->block.extent, box->extent, t->n_dims * sizeof *box->extent);
+        memcpy(target->stride, box->stride, t->n_dims * sizeof *box->stride);
         if (block_is_empty(&target->block))
             continue;
         error_place place = {.phase = "plan", .key = t->name};
@@ -343,7 +343,7 @@ static fanin_status prepare(void *cookie, const key_table *keys,
         boxes += tensor_at(m, i)->n_boxes;
     free(m->targets);
     m->n_targets = 0;
-    m->targets = calloc(boxes + 1, sizeof(*m->targets));
+    m->targets = calloc(boxes + 1, sizeof *m->targets);
     if (!m->targets)
         return error_set_memory(error);
     for (size_t i = 0; i < m->count; i++) {
@@ -434,7 +434,7 @@ static int by_base(const void *a, const void *b)
 static size_t merge(stretch *all, size_t n)
 {
     size_t last = 0;
-    qsort(all, n, sizeof(*all), by_base);
+    qsort(all, n, sizeof *all, by_base);
     for (size_t i = 1; i < n; i++) {
         stretch *a = &all[last];
         const stretch *b = &all[i];
@@ -476,8 +476,8 @@ static fanin_status ranges(void *cookie, const memory_range **out, size_t *n,
         size_t boxes = 0;
         for (size_t i = 0; i < m->count; i++)
             boxes += tensor_at(m, i)->n_boxes;
-        stretch *all = calloc(boxes + 1, sizeof(*all));
-        m->ranges = calloc(boxes + 1, sizeof(*m->ranges));
+        stretch *all = calloc(boxes + 1, sizeof *all);
+        m->ranges = calloc(boxes + 1, sizeof *m->ranges);
         status = all && m->ranges ? collect(m, all, &m->n_ranges, error)
                                   : error_set_memory(error);
         for (size_t i = 0; i < m->n_ranges && status == FANIN_OK; i++)

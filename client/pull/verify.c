@@ -70,13 +70,13 @@ static bool add_unit(inquiry *q, const piece *p, unit u, uint64_t from, uint64_t
     uint64_t capacity = q->unit_capacity;
     if (work_stopped(&v->work.stop) ||
         !array_reserve(&q->units, &q->unit_capacity, q->n_units + 1,
-                       sizeof(*q->units)) ||
+                       sizeof *q->units) ||
         !array_reserve(&list->entries, &capacity, q->n_units + 1,
-                       sizeof(*list->entries)))
+                       sizeof *list->entries))
         return false;
     if (!fits) {
         if (!array_reserve(&list->requests, &q->request_capacity, list->n_requests + 1,
-                           sizeof(*list->requests)))
+                           sizeof *list->requests))
             return false;
         last = &list->requests[list->n_requests++];
         *last = (read_request){.first_piece = u.piece, .first_entry = q->n_units};
@@ -229,10 +229,10 @@ static fanin_status start(verifier *v, inquiry *q, fanin_error *error)
             return work_broken_off(&v->work.stop, "verify",
                                    "what is to be verified was listed", error);
     }
-    q->digests = calloc(q->n_units, sizeof(*q->digests));
+    q->digests = calloc(q->n_units, sizeof *q->digests);
     if (!q->digests)
         return error_set_memory(error);
-    memcpy(q->work.token, r->leases[q->peer].token, sizeof(q->work.token));
+    memcpy(q->work.token, r->leases[q->peer].token, sizeof q->work.token);
     fanin_status status = stream_open(r->client, q->peer, false, &q->link, error);
     if (status != FANIN_OK)
         return status;
@@ -302,7 +302,7 @@ fanin_status verify_run(read_phase *r, deadline at, fanin_error *error)
     verifier v = {.r = r, .at = at};
     client_work_start(&v.work, r->client, at);
     v.held = held_create(r->client->devices->g, r->ranges, r->n_ranges);
-    v.inquiries = calloc(r->cache->plan.n_sources + 1, sizeof(*v.inquiries));
+    v.inquiries = calloc(r->cache->plan.n_sources + 1, sizeof *v.inquiries);
     fanin_status status = v.held && v.inquiries ? FANIN_OK : error_set_memory(error);
     for (size_t i = 0; i < r->cache->plan.n_sources && status == FANIN_OK; i++) {
         size_t peer = r->cache->plan.peer_of[i];

@@ -40,8 +40,8 @@ static fanin_status look(waiter *w, const fanin_pull_options *options, bool pati
     fanin_status status = client_ensure_connected(client, patient, w->at, error);
     if (status != FANIN_OK)
         return status;
-    announcement *announced = calloc(client->n_peers, sizeof(*announced));
-    bool *use = calloc(client->n_peers, sizeof(*use));
+    announcement *announced = calloc(client->n_peers, sizeof *announced);
+    bool *use = calloc(client->n_peers, sizeof *use);
     if (announced && use)
         status =
             agree(client, w->publication, options, &need, w->at, announced, use, error);

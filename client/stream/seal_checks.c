@@ -67,7 +67,7 @@ static void on_checked(loop_source *source, uint32_t events)
 
 seal_checks *seal_checks_create(loop *l)
 {
-    seal_checks *c = calloc(1, sizeof(*c));
+    seal_checks *c = calloc(1, sizeof *c);
     if (!c)
         return NULL;
     c->loop = l;
@@ -84,7 +84,7 @@ seal_checks *seal_checks_create(loop *l)
 
 sealed_body *seal_checks_take(seal_checks *c)
 {
-    check *k = c && c->n < BACKLOG ? calloc(1, sizeof(*k)) : NULL;
+    check *k = c && c->n < BACKLOG ? calloc(1, sizeof *k) : NULL;
     if (!k)
         return NULL;
     k->job.run = make;

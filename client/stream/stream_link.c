@@ -44,13 +44,13 @@ static void close_data(stream_link *link, data_connection *d)
 fanin_status stream_link_create(fanin_client *client, const connection *control,
                                 unsigned count, stream_link **out, fanin_error *error)
 {
-    stream_link *link = calloc(1, sizeof(*link));
+    stream_link *link = calloc(1, sizeof *link);
     if (!link)
         return error_set_memory(error);
     link->client = client;
     link->control = control;
     link->sealed = connection_is_sealed(control);
-    link->connections = calloc(count, sizeof(*link->connections));
+    link->connections = calloc(count, sizeof *link->connections);
     fanin_status status = link->connections ? FANIN_OK : error_set_memory(error);
     for (unsigned i = 0; i < count && status == FANIN_OK; i++) {
         data_connection *d = &link->connections[i];
@@ -233,7 +233,7 @@ static void pump(data_connection *d)
         msg_read m = {.bytes = r->bytes,
                       .entries = &w->list->entries[r->first_entry],
                       .n_entries = r->n_entries};
-        memcpy(m.token, w->token, sizeof(m.token));
+        memcpy(m.token, w->token, sizeof m.token);
         if (w->digested)
             ask_digest(d, r, index, &m);
         else
@@ -287,7 +287,7 @@ static uint64_t end_request(data_connection *d)
     stream_work *w = d->link->work;
     uint64_t bytes = w->list->requests[d->queue[0]].bytes;
     d->queued--;
-    memmove(d->queue, d->queue + 1, d->queued * sizeof(*d->queue));
+    memmove(d->queue, d->queue + 1, d->queued * sizeof *d->queue);
     d->stage = IDLE_OR_FRAME;
     *w->inflight -= bytes;
     return bytes;

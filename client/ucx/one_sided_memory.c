@@ -49,7 +49,7 @@ void one_sided_register(one_sided *o)
 {
     size_t n = o->r->n_ranges;
     bool refused[2] = {false, !o->r->sink || !reaches_devices(o)};
-    o->locals = calloc(n + 1, sizeof(*o->locals));
+    o->locals = calloc(n + 1, sizeof *o->locals);
     for (; o->locals && o->n_locals < n; o->n_locals++) {
         const memory_range *r = &o->r->ranges[o->n_locals];
         bool *no = &refused[r->device >= 0];
@@ -122,7 +122,7 @@ fanin_status one_sided_make_gets(one_sided *o, fanin_error *error)
 {
     size_t on_devices = o->r->sink ? device_sink_devices(o->r->sink) : 0;
     o->n_gets = FIRST_DEVICE + on_devices * DEVICE_SLOTS;
-    o->gets = calloc(o->n_gets, sizeof(*o->gets));
+    o->gets = calloc(o->n_gets, sizeof *o->gets);
     if (!o->gets)
         return error_set_memory(error);
     for (size_t i = 0; i < o->n_gets; i++) {

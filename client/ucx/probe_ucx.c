@@ -87,7 +87,7 @@ static fanin_status open_endpoints(path_round *r, bool *want, fanin_path path,
                                    fanin_error *error)
 {
     fanin_client *client = r->client;
-    opening *o = calloc(client->n_peers, sizeof(*o));
+    opening *o = calloc(client->n_peers, sizeof *o);
     if (!o)
         return error_set_memory(error);
     size_t left = 0;
@@ -310,7 +310,7 @@ static void post_probes(path_round *r, const bool *want, probe *probes,
                     probes, i, &failed) == FANIN_OK)
             continue;
         probes[i] = (probe){.posted = true, .judged = true, .ucx_status = -1};
-        snprintf(probes[i].why, sizeof(probes[i].why), "%.250s", failed.message);
+        snprintf(probes[i].why, sizeof probes[i].why, "%.250s", failed.message);
     }
 }
 
@@ -324,7 +324,7 @@ static fanin_status judge_probes(path_round *r, bool *want, const probe *probes,
             continue;
         char reason[PATH_REASON];
         if (probes[i].posted && probes[i].ucx_status != 0) {
-            snprintf(reason, sizeof(reason), "a probe read by %s failed",
+            snprintf(reason, sizeof reason, "a probe read by %s failed",
                      name ? name : "?");
             want[i] = false;
             fanin_status status =
@@ -333,7 +333,7 @@ static fanin_status judge_probes(path_round *r, bool *want, const probe *probes,
                 return status;
             continue;
         }
-        snprintf(reason, sizeof(reason), "a probe read by %s succeeded (%.60s)",
+        snprintf(reason, sizeof reason, "a probe read by %s succeeded (%.60s)",
                  name ? name : "?",
                  ucx_endpoint_transport(client->one_sided->peers[i].endpoint));
         path_choose(r, i, path, reason);
@@ -359,15 +359,15 @@ static fanin_status probe_all(path_round *r, bool *want, fanin_path path,
                               fanin_error *error)
 {
     fanin_client *client = r->client;
-    uint64_t *landing = calloc(client->n_peers, sizeof(*landing));
-    probe *probes = calloc(client->n_peers, sizeof(*probes));
+    uint64_t *landing = calloc(client->n_peers, sizeof *landing);
+    probe *probes = calloc(client->n_peers, sizeof *probes);
     ucx_local *local = NULL;
     fanin_memory host = {FANIN_MEMORY_HOST, -1};
     fanin_status status = landing && probes ? FANIN_OK : error_set_memory(error);
     if (status == FANIN_OK)
         status =
             ucx_local_create(client->one_sided->client, landing,
-                             client->n_peers * sizeof(*landing), host, &local, error);
+                             client->n_peers * sizeof *landing, host, &local, error);
     bool recalled = true, closed = false;
     if (status == FANIN_OK) {
         post_probes(r, want, probes, landing, local);

@@ -82,7 +82,7 @@ static fanin_status apply(const ucx *u, ucp_config_t *config, const setting *s,
     if (ucs == UCS_OK)
         return FANIN_OK;
     char what[128];
-    snprintf(what, sizeof(what), "UCX %s does not take %s=%s", u->version, s->key,
+    snprintf(what, sizeof what, "UCX %s does not take %s=%s", u->version, s->key,
              s->value);
     if (s->required)
         return ucx_error(u, error, FANIN_ERR_UNSUPPORTED, ucs, NULL, what);

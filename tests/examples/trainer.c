@@ -19,7 +19,7 @@ int main(int argc, char **argv)
 {
     fanin_error e = FANIN_ERROR_INIT;
     fanin_server_config config;
-    fanin_server_config_init(&config, sizeof(config));
+    fanin_server_config_init(&config, sizeof config);
     config.rank = argc > 1 ? (uint32_t)atoi(argv[1]) : 0;
     config.world_size = WORLD;
     memset(config.world_id, 1, 16); /* in earnest: random, broadcast from rank 0 */
@@ -40,7 +40,7 @@ int main(int argc, char **argv)
     fflush(stdout);
     for (uint64_t step = 1; !failed && getchar() != EOF; step++) { /* a line: a step */
         failed = check(fanin_server_begin_update(server, "lora:0", &e), &e);
-        memset(rows, (int)step, sizeof(rows)); /* optimizer.step() */
+        memset(rows, (int)step, sizeof rows); /* optimizer.step() */
         if (!failed)
             failed = check(fanin_server_commit(server, "lora:0", step, NULL, &e), &e);
     }

@@ -10,14 +10,14 @@ int main(int argc, char **argv)
 {
     fanin_error e = FANIN_ERROR_INIT;
     fanin_client_config config;
-    fanin_client_config_init(&config, sizeof(config));
+    fanin_client_config_init(&config, sizeof config);
     fanin_client *client = NULL;
     fanin_pull_options options;
-    fanin_pull_options_init(&options, sizeof(options));
+    fanin_pull_options_init(&options, sizeof options);
     options.publication = "lora:0";
     options.timeout_ms = 10000;
     fanin_box whole = {.extent = {R, IN}, .address = lora_a};
-    fanin_tensor wanted = {.struct_size = sizeof(wanted),
+    fanin_tensor wanted = {.struct_size = sizeof wanted,
                            .dtype = FANIN_DTYPE_BF16,
                            .name = "base_model.model.q_proj.lora_A.weight",
                            .n_dims = 2,
@@ -32,7 +32,7 @@ int main(int argc, char **argv)
     if (status == FANIN_OK)
         status = fanin_client_pull(client, &options, &wanted, 1, &result, &e);
     if (status == FANIN_OK) {
-        fanin_result_info info = {.struct_size = sizeof(info)};
+        fanin_result_info info = {.struct_size = sizeof info};
         fanin_result_get(result, &info);
         printf("step %llu by %s, first element %#x, last %#x\n",
                (unsigned long long)info.step, fanin_path_name(info.path), lora_a[0][0],

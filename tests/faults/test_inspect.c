@@ -33,10 +33,10 @@ static int listen_mute(char address[32])
 {
     struct sockaddr_in at = {.sin_family = AF_INET,
                              .sin_addr.s_addr = htonl(INADDR_LOOPBACK)};
-    socklen_t size = sizeof(at);
+    socklen_t size = sizeof at;
     int fd = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
     assert_true(fd >= 0);
-    assert_int_equal(bind(fd, (struct sockaddr *)&at, sizeof(at)), 0);
+    assert_int_equal(bind(fd, (struct sockaddr *)&at, sizeof at), 0);
     assert_int_equal(listen(fd, 16), 0);
     assert_int_equal(getsockname(fd, (struct sockaddr *)&at, &size), 0);
     snprintf(address, 32, "127.0.0.1:%u", (unsigned)ntohs(at.sin_port));
@@ -85,7 +85,7 @@ static bool on_rank(void *cookie, const fanin_rank_info *info)
     n->good[place] += info->status == FANIN_OK;
     if (place == n->scene->odd) {
         n->silent = info->silent;
-        snprintf(n->message, sizeof(n->message), "%s", info->message);
+        snprintf(n->message, sizeof n->message, "%s", info->message);
     }
     return true;
 }

@@ -55,7 +55,7 @@ static void check_harmless(json_t *config)
 {
     static const char *const fields[] = {"auto_mapping", "megatron_config", "revision",
                                          "trust_remote_code", "runtime_config"};
-    for (size_t i = 0; i < sizeof(fields) / sizeof(fields[0]); i++) {
+    for (size_t i = 0; i < sizeof fields / sizeof fields[0]; i++) {
         json_t *value = json_object_get(config, fields[i]);
         check(trusted || !value || json_is_null(value));
     }
@@ -97,7 +97,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
     char *rest = text;
     for (char *line; (line = strsep(&rest, "\n")) != NULL;)
         add_line(&p, line);
-    qsort(p.entries, p.table.count, sizeof(p.entries[0]), compare_entries);
+    qsort(p.entries, p.table.count, sizeof p.entries[0], compare_entries);
     for (int i = 0; i < 2; i++) {
         trusted = i > 0;
         make(&p);

@@ -9,7 +9,7 @@ static void check_file(const fanin_safetensors *file, uint64_t data, uint64_t en
 {
     uint64_t at = data;
     for (size_t i = 0; i < fanin_safetensors_count(file); i++) {
-        fanin_safetensors_entry entry = {.struct_size = sizeof(entry)};
+        fanin_safetensors_entry entry = {.struct_size = sizeof entry};
         check(fanin_safetensors_get(file, i, &entry));
         check(entry.offset == at && entry.bytes <= end - at);
         check(fanin_dtype_name(entry.dtype) && entry.n_dims <= FANIN_MAX_DIMS);

@@ -88,7 +88,7 @@ int main(int argc, char **argv)
     for (int i = 0; i < count; i++) {
         if (good && names[i]->d_name[0] != '.') {
             char path[4096];
-            snprintf(path, sizeof(path), "%s/%s", argv[1], names[i]->d_name);
+            snprintf(path, sizeof path, "%s/%s", argv[1], names[i]->d_name);
             good = run_file(path, data, scratch);
             files++;
         }

@@ -93,7 +93,7 @@ static void *allocate(int device, kind k, void *stream)
 
 static fanin_tensor tensor_of(void *memory, fanin_box *box)
 {
-    fanin_tensor t = {.struct_size = sizeof(t),
+    fanin_tensor t = {.struct_size = sizeof t,
                       .name = "w",
                       .dtype = FANIN_DTYPE_U8,
                       .n_dims = 2,
@@ -138,7 +138,7 @@ static bool publish(fanin_server *server, void *stream, kind k, fanin_error *err
         return false;
     }
     fill(bytes, k);
-    snprintf(name, sizeof(name), "lora:%s", names[k]);
+    snprintf(name, sizeof name, "lora:%s", names[k]);
     fanin_tensor t = tensor_of(memory, &box);
     if (!copy(0, stream, memory, bytes, BYTES, error))
         return false;
@@ -151,7 +151,7 @@ static bool publish(fanin_server *server, void *stream, kind k, fanin_error *err
         return false;
     }
     fanin_commit_options options;
-    fanin_commit_options_init(&options, sizeof(options));
+    fanin_commit_options_init(&options, sizeof options);
     options.stream = (fanin_stream){stream, 0};
     options.flags = FANIN_COMMIT_WAIT;
     return fanin_server_put(server, name, &t, 1, false, error) == FANIN_OK &&
@@ -200,12 +200,12 @@ static void pull(fanin_client *client, kind from, kind to, int device, void *mem
     fanin_error error = FANIN_ERROR_INIT;
     fanin_pull_options options;
     fanin_result *pulled = NULL;
-    fanin_result_info info = {.struct_size = sizeof(info)};
+    fanin_result_info info = {.struct_size = sizeof info};
     fanin_box box;
     snprintf(publication, sizeof(publication), "lora:%s", names[from]);
-    snprintf(what, sizeof(what), "%s memory into %s memory of device %d", names[from],
+    snprintf(what, sizeof what, "%s memory into %s memory of device %d", names[from],
              names[to], device);
-    fanin_pull_options_init(&options, sizeof(options));
+    fanin_pull_options_init(&options, sizeof options);
     options.publication = publication;
     options.timeout_ms = TIMEOUT_MS;
     fanin_tensor t = tensor_of(memory, &box);
@@ -219,10 +219,10 @@ static void pull(fanin_client *client, kind from, kind to, int device, void *mem
         fill(wanted, from);
         bool direct = info.path == FANIN_PATH_CUDA_IPC;
         good = memcmp(got, wanted, BYTES) == 0 && direct == (from == MALLOC);
-        snprintf(detail, sizeof(detail), "%s, %.500s", fanin_path_name(info.path),
+        snprintf(detail, sizeof detail, "%s, %.500s", fanin_path_name(info.path),
                  info.path_reason);
     } else {
-        snprintf(detail, sizeof(detail), "%s", error.message);
+        snprintf(detail, sizeof detail, "%s", error.message);
     }
     fanin_result_free(&pulled);
     /* A part: 7 columns less on either side, to places that are not neighbours. */
@@ -241,7 +241,7 @@ static void pull(fanin_client *client, kind from, kind to, int device, void *mem
             good = got[i] == (inside ? wanted[i - column + 7 + column / 2] : 0xee);
         }
         if (!good) {
-            snprintf(detail, sizeof(detail), "a part of it: %.500s", error.message);
+            snprintf(detail, sizeof detail, "a part of it: %.500s", error.message);
         }
     }
     result(good, what, detail);
@@ -252,7 +252,7 @@ static void work(const char *address, const uint8_t there[KINDS])
     fanin_error error = FANIN_ERROR_INIT;
     fanin_client_config config;
     fanin_client *client = NULL;
-    fanin_client_config_init(&config, sizeof(config));
+    fanin_client_config_init(&config, sizeof config);
     if (fanin_client_create(&config, &client, &error) != FANIN_OK ||
         fanin_client_connect(client, &address, 1, TIMEOUT_MS, &error) != FANIN_OK) {
         result(false, "connect", error.message);

@@ -84,10 +84,10 @@ static bool publish(fanin_server *server, const char *name, int device, void *st
     uint8_t *memory = allocate(device, error);
     if (!memory)
         return false;
-    pattern_fill(bytes, pattern_start(pattern_seed(name), 1), 0, sizeof(bytes));
+    pattern_fill(bytes, pattern_start(pattern_seed(name), 1), 0, sizeof bytes);
     lay_out(&p, memory, FANIN_DTYPE_F32);
     *memory_out = memory;
-    return copy(device, stream, memory, bytes, sizeof(bytes), error) &&
+    return copy(device, stream, memory, bytes, sizeof bytes, error) &&
            fanin_server_put(server, name, p.tensors, 2, false, error) == FANIN_OK &&
            fanin_server_commit(server, name, 1, NULL, error) == FANIN_OK;
 }
@@ -109,7 +109,7 @@ static int serve(int in, int out)
         return 1;
     }
     uint16_t port = fanin_server_port(server);
-    if (write(out, &port, sizeof(port)) != sizeof(port))
+    if (write(out, &port, sizeof port) != sizeof port)
         return 1;
     while (read(in, &order, 1) == 1) {
         int device = order == 0 ? 0 : HOST;
@@ -145,7 +145,7 @@ static fanin_client *connect_to(const char *address, fanin_path path)
     fanin_error error = FANIN_ERROR_INIT;
     fanin_client_config config;
     fanin_client *client = NULL;
-    fanin_client_config_init(&config, sizeof(config));
+    fanin_client_config_init(&config, sizeof config);
     config.path = path;
     if (fanin_client_create(&config, &client, &error) == FANIN_OK &&
         fanin_client_connect(client, &address, 1, TIMEOUT_MS, &error) == FANIN_OK)
@@ -162,7 +162,7 @@ static fanin_status pull(fanin_client *client, bool host, fanin_dtype dtype,
     fanin_pull_options options;
     fanin_result *pulled = NULL;
     pair p;
-    fanin_pull_options_init(&options, sizeof(options));
+    fanin_pull_options_init(&options, sizeof options);
     options.publication = host ? "lora:host" : "lora:device";
     options.timeout_ms = TIMEOUT_MS;
     options.verify = true;
@@ -170,7 +170,7 @@ static fanin_status pull(fanin_client *client, bool host, fanin_dtype dtype,
     lay_out(&p, memory, dtype);
     fanin_status status = fanin_client_pull(
         client, &options, p.tensors, dtype == FANIN_DTYPE_F32 ? 2 : 1, &pulled, error);
-    *info = (fanin_result_info){.struct_size = sizeof(*info)};
+    *info = (fanin_result_info){.struct_size = sizeof *info};
     fanin_result_get(pulled, info);
     fanin_result_free(&pulled);
     return status;
@@ -189,9 +189,9 @@ static void check_equal(const rank *r, fanin_path path, int device, uint8_t *mem
             fanin_error error = FANIN_ERROR_INIT;
             fanin_result_info info;
             fanin_status status = pull(client, host, dtypes[i], memory, &info, &error);
-            snprintf(what, sizeof(what), "%s to %s, %s", place(host ? HOST : 0),
+            snprintf(what, sizeof what, "%s to %s, %s", place(host ? HOST : 0),
                      place(device), fanin_dtype_name(dtypes[i]));
-            snprintf(detail, sizeof(detail), "%s, read %.2f ms, verify %.2f ms %.400s",
+            snprintf(detail, sizeof detail, "%s, read %.2f ms, verify %.2f ms %.400s",
                      fanin_path_name(info.path), (double)info.read_ns / 1e6,
                      (double)info.verify_ns / 1e6, error.message);
             result(status == FANIN_OK && info.verified, what, detail);
@@ -212,9 +212,9 @@ static void check_unequal(rank *r, fanin_path path, int device, uint8_t *memory)
         fanin_status status =
             client ? pull(client, r->order == 1, FANIN_DTYPE_F32, memory, &info, &error)
                    : FANIN_ERR_CLOSED;
-        snprintf(what, sizeof(what), "%s altered, to %s, %s",
+        snprintf(what, sizeof what, "%s altered, to %s, %s",
                  place(r->order == 1 ? HOST : 0), place(device), fanin_path_name(path));
-        snprintf(detail, sizeof(detail), "%.500s", error.message);
+        snprintf(detail, sizeof detail, "%.500s", error.message);
         result(status == FANIN_ERR_TRANSPORT && error.rank == 0 &&
                    strcmp(error.key, "floats") == 0,
                what, detail);

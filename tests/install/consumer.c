@@ -16,7 +16,7 @@ static int publish(fanin_server *server, uint8_t *bytes, size_t size,
 {
     fanin_box box = {.extent = {size}, .address = bytes};
     fanin_tensor tensor = {
-        .struct_size = sizeof(tensor),
+        .struct_size = sizeof tensor,
         .name = "weight",
         .dtype = FANIN_DTYPE_U8,
         .n_dims = 1,
@@ -26,7 +26,7 @@ static int publish(fanin_server *server, uint8_t *bytes, size_t size,
         .memory = {FANIN_MEMORY_HOST, -1},
     };
     fanin_commit_options how;
-    fanin_commit_options_init(&how, sizeof(how));
+    fanin_commit_options_init(&how, sizeof how);
     how.flags = FANIN_COMMIT_SNAPSHOT | FANIN_COMMIT_WAIT;
     if (fanin_server_begin_update(server, "lora:0", error) ||
         fanin_server_put(server, "lora:0", &tensor, 1, false, error) ||
@@ -43,7 +43,7 @@ static int pull(fanin_client *client, uint16_t port, uint8_t *bytes, size_t size
     const char *addresses[] = {address};
     fanin_box box = {.extent = {size}, .address = bytes};
     fanin_tensor tensor = {
-        .struct_size = sizeof(tensor),
+        .struct_size = sizeof tensor,
         .name = "weight",
         .dtype = FANIN_DTYPE_U8,
         .n_dims = 1,
@@ -53,7 +53,7 @@ static int pull(fanin_client *client, uint16_t port, uint8_t *bytes, size_t size
         .memory = {FANIN_MEMORY_HOST, -1},
     };
     fanin_pull_options options;
-    fanin_pull_options_init(&options, sizeof(options));
+    fanin_pull_options_init(&options, sizeof options);
     options.publication = "lora:0";
     fanin_result *result = NULL;
     if (fanin_client_connect(client, addresses, 1, 5000, error) ||
@@ -69,11 +69,11 @@ int main(void)
     uint8_t published[4] = {1, 2, 3, 4}, received[4] = {0};
 
     fanin_server_config server_config;
-    fanin_server_config_init(&server_config, sizeof(server_config));
-    memset(server_config.world_id, 7, sizeof(server_config.world_id));
+    fanin_server_config_init(&server_config, sizeof server_config);
+    memset(server_config.world_id, 7, sizeof server_config.world_id);
     server_config.world_size = 1;
     fanin_client_config client_config;
-    fanin_client_config_init(&client_config, sizeof(client_config));
+    fanin_client_config_init(&client_config, sizeof client_config);
 
     fanin_server *server = NULL;
     fanin_client *client = NULL;
@@ -83,7 +83,7 @@ int main(void)
         fail("create", &error);
     else if (publish(server, published, sizeof(published), &error) == 0)
         status =
-            pull(client, fanin_server_port(server), received, sizeof(received), &error);
+            pull(client, fanin_server_port(server), received, sizeof received, &error);
     fanin_client_destroy(&client);
     fanin_server_destroy(&server, 0);
     if (status == 0 && memcmp(published, received, sizeof(published)) != 0) {

@@ -28,8 +28,8 @@ void forward_backward(void)
 void optimizer_step(void)
 {
     taken++;
-    memset(a_rows, taken, sizeof(a_rows));
-    memset(b_columns, taken, sizeof(b_columns));
+    memset(a_rows, taken, sizeof a_rows);
+    memset(b_columns, taken, sizeof b_columns);
 }
 
 int main(int argc, char **argv)

@@ -44,10 +44,10 @@ static bool reused;
 static void make_scratch(void)
 {
     const char *root = getenv("TMPDIR");
-    snprintf(b.scratch, sizeof(b.scratch), "%.40s/fanin-adapter-XXXXXX",
+    snprintf(b.scratch, sizeof b.scratch, "%.40s/fanin-adapter-XXXXXX",
              root && root[0] ? root : "/tmp");
     assert_non_null(mkdtemp(b.scratch));
-    snprintf(b.directory, sizeof(b.directory), "%s/adapter", b.scratch);
+    snprintf(b.directory, sizeof b.directory, "%s/adapter", b.scratch);
 }
 
 static int set_up(void **state)
@@ -137,7 +137,7 @@ static fanin_status pull_with(fanin_path path, const fanin_pull_options *options
     error = (fanin_error)FANIN_ERROR_INIT;
     fanin_status status =
         fanin_client_pull_adapter(client, options, b.directory, &result, &error);
-    fanin_result_info info = {.struct_size = sizeof(info)};
+    fanin_result_info info = {.struct_size = sizeof info};
     if (status == FANIN_OK)
         fanin_result_get(result, &info);
     if (status == FANIN_OK && info.reused)
@@ -163,8 +163,8 @@ static void check_tensor(const fanin_safetensors *file, const rank_world *w,
 {
     const tensor_spec *t = &w->tensors.tensors[index];
     char name[FANIN_MAX_NAME + 32];
-    assert_true(fanin_adapter_name(t->name, name, sizeof(name)));
-    fanin_safetensors_entry e = {.struct_size = sizeof(e)};
+    assert_true(fanin_adapter_name(t->name, name, sizeof name));
+    fanin_safetensors_entry e = {.struct_size = sizeof e};
     int64_t at = fanin_safetensors_find(file, name);
     assert_true(at >= 0);
     assert_true(fanin_safetensors_get(file, (size_t)at, &e));
@@ -184,7 +184,7 @@ static void check_tensor(const fanin_safetensors *file, const rank_world *w,
 static json_t *load(const char *name)
 {
     char path[160];
-    snprintf(path, sizeof(path), "%s/%s", b.directory, name);
+    snprintf(path, sizeof path, "%s/%s", b.directory, name);
     json_t *root = json_load_file(path, 0, NULL);
     assert_non_null(root);
     return root;
@@ -195,7 +195,7 @@ static void check_adapter(uint64_t pattern_step)
 {
     char path[160];
     fanin_safetensors *file = NULL;
-    snprintf(path, sizeof(path), "%s/adapter_model.safetensors", b.directory);
+    snprintf(path, sizeof path, "%s/adapter_model.safetensors", b.directory);
     assert_ok(fanin_safetensors_open(path, &file, &error), error);
     assert_int_equal(fanin_safetensors_count(file), b.world.tensors.count);
     for (size_t i = 0; i < b.world.tensors.count; i++)
@@ -310,7 +310,7 @@ static _Noreturn void be_puller(int number)
     o.status = pull_with(FANIN_PATH_STREAM, &options);
     o.reused = reused;
     o.error = error;
-    _exit(write(report_to, &o, sizeof(o)) == (ssize_t)sizeof(o) ? 0 : 1);
+    _exit(write(report_to, &o, sizeof o) == (ssize_t)sizeof o ? 0 : 1);
 }
 
 /* @p number: the signal that it raises in the middle of its read, 0: none. */
@@ -342,7 +342,7 @@ static void await_reading(const puller *p)
 static outcome await_outcome(puller *p)
 {
     outcome o;
-    assert_int_equal(read(p->reports, &o, sizeof(o)), sizeof(o));
+    assert_int_equal(read(p->reports, &o, sizeof o), sizeof o);
     close(p->reports);
     assert_int_equal(waitpid(p->pid, NULL, 0), p->pid);
     return o;
@@ -385,8 +385,8 @@ static void test_crowd(void **state)
             o = await_outcome(&pullers[i]);
         } else {
             *(char *)&o = first;
-            assert_int_equal(read(pullers[i].reports, (char *)&o + 1, sizeof(o) - 1),
-                             sizeof(o) - 1);
+            assert_int_equal(read(pullers[i].reports, (char *)&o + 1, sizeof o - 1),
+                             sizeof o - 1);
             close(pullers[i].reports);
             assert_int_equal(waitpid(pullers[i].pid, NULL, 0), pullers[i].pid);
         }

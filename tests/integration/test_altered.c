@@ -16,7 +16,7 @@ static uint32_t columns = FEW;
 
 static size_t size(void)
 {
-    return ROWS * columns * sizeof(landed[0]);
+    return ROWS * columns * sizeof landed[0];
 }
 
 static fanin_tensor matrix(fanin_box *box, void *memory)
@@ -48,8 +48,8 @@ typedef struct outcome {
 
 static void pull(flip *p, fanin_server *server, bool no_checksums, outcome *out)
 {
-    *out = (outcome){.error = FANIN_ERROR_INIT,
-                     .info = {.struct_size = sizeof(out->info)}};
+    *out =
+        (outcome){.error = FANIN_ERROR_INIT, .info = {.struct_size = sizeof out->info}};
     rank_proxy proxy;
     rank_proxy_start_flip(&proxy, fanin_server_port(server), p);
     fanin_client_config config = make_client_config();

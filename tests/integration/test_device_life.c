@@ -46,7 +46,7 @@ static void describe(fanin_tensor *tensors, fanin_box *boxes, char names[][16],
                      uint8_t *memory)
 {
     for (size_t i = 0; i < SHARDS; i++) {
-        snprintf(names[i], sizeof(names[i]), "w%02zu", i);
+        snprintf(names[i], sizeof names[i], "w%02zu", i);
         tensors[i] = make_tensor(names[i], FANIN_DTYPE_U8, BYTES, 0, &boxes[i],
                                  memory + i * BYTES);
     }
@@ -127,7 +127,7 @@ static int move(void)
 
 static int obey(enum verb verb)
 {
-    fanin_server_stats stats = {.struct_size = sizeof(stats)};
+    fanin_server_stats stats = {.struct_size = sizeof stats};
     switch (verb) {
     case COMMIT:
         return rewrite();
@@ -208,7 +208,7 @@ static void start(trainer *t)
     }
     close(pair[1]);
     t->channel = pair[0];
-    snprintf(t->address, sizeof(t->address), "127.0.0.1:%d", answer_of(t));
+    snprintf(t->address, sizeof t->address, "127.0.0.1:%d", answer_of(t));
 }
 
 static int ended(pid_t pid)
@@ -246,7 +246,7 @@ static fanin_status pull(worker *w)
     static char names[SHARDS][16];
     fanin_pull_options options = make_options(FANIN_STEP_NEWEST, 0);
     fanin_result *result = NULL;
-    fanin_result_info info = {.struct_size = sizeof(info)};
+    fanin_result_info info = {.struct_size = sizeof info};
     if (w->timeout_ms)
         options.timeout_ms = w->timeout_ms;
     describe(tensors, boxes, names, w->memory);
@@ -256,7 +256,7 @@ static fanin_status pull(worker *w)
     if (status == FANIN_OK) {
         fanin_result_get(result, &info);
         /* For CHECK() to print. */
-        snprintf(failure.message, sizeof(failure.message), "%s", info.path_reason);
+        snprintf(failure.message, sizeof failure.message, "%s", info.path_reason);
     }
     w->step = info.step;
     w->path = info.path;
@@ -276,7 +276,7 @@ static bool is_right(const worker *w)
 static int begin(worker *w)
 {
     fanin_client_config config;
-    fanin_client_config_init(&config, sizeof(config));
+    fanin_client_config_init(&config, sizeof config);
     const char *address = served_by->address;
     CHECK(fanin_client_create(&config, &w->client, &failure) == FANIN_OK);
     CHECK(fanin_client_connect(w->client, &address, 1, 10000, &failure) == FANIN_OK);

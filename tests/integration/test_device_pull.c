@@ -142,15 +142,15 @@ static outcome pull_with(const fanin_pull_options *options, const target *t)
 {
     outcome o = {.error = FANIN_ERROR_INIT};
     fanin_result *result = NULL;
-    fanin_result_info info = {.struct_size = sizeof(info)};
+    fanin_result_info info = {.struct_size = sizeof info};
     o.status = fanin_client_pull(b.client, options, t->places.wanted,
                                  b.world.tensors.count, &result, &o.error);
     if (o.status == FANIN_OK) {
         fanin_result_get(result, &info);
         o.path = info.path;
         assert_int_equal(info.verified, options->verify);
-        snprintf(o.reason, sizeof(o.reason), "%s", info.path_reason);
-        snprintf(o.ranks, sizeof(o.ranks), "%s", info.ranks_json);
+        snprintf(o.reason, sizeof o.reason, "%s", info.path_reason);
+        snprintf(o.ranks, sizeof o.ranks, "%s", info.ranks_json);
     }
     fanin_result_free(&result);
     return o;
@@ -307,13 +307,13 @@ static void check_directory(const char *directory, fanin_dtype dtype)
     char path[160];
     fanin_error error = FANIN_ERROR_INIT;
     fanin_safetensors *file = NULL;
-    snprintf(path, sizeof(path), "%s/adapter_model.safetensors", directory);
+    snprintf(path, sizeof path, "%s/adapter_model.safetensors", directory);
     assert_ok(fanin_safetensors_open(path, &file, &error), error);
     for (size_t i = 0; i < b.world.tensors.count; i++) {
         const tensor_spec *t = &b.world.tensors.tensors[i];
         char name[FANIN_MAX_NAME + 32];
-        fanin_safetensors_entry e = {.struct_size = sizeof(e)};
-        assert_true(fanin_adapter_name(t->name, name, sizeof(name)));
+        fanin_safetensors_entry e = {.struct_size = sizeof e};
+        assert_true(fanin_adapter_name(t->name, name, sizeof name));
         int64_t at = fanin_safetensors_find(file, name);
         assert_true(at >= 0 && fanin_safetensors_get(file, (size_t)at, &e));
         uint64_t size = t->bytes / fanin_dtype_bits(t->dtype) * fanin_dtype_bits(dtype);
@@ -336,13 +336,13 @@ static void test_directories(void **state)
         char scratch[] = "/tmp/fanin-device-XXXXXX", directory[64], command[96];
         fanin_error error = FANIN_ERROR_INIT;
         fanin_result *result = NULL;
-        fanin_result_info info = {.struct_size = sizeof(info)};
+        fanin_result_info info = {.struct_size = sizeof info};
         assert_non_null(mkdtemp(scratch));
         set_up(order_of(RANKS, 0, 1), paths[p]);
         fanin_pull_options options = defaults();
         options.spare_file = true;
         for (int i = 0; i < 2; i++) { /* the second finds a spare file */
-            snprintf(directory, sizeof(directory), "%s/%d", scratch, i);
+            snprintf(directory, sizeof directory, "%s/%d", scratch, i);
             assert_ok(fanin_client_pull_adapter(b.client, &options, directory, &result,
                                                 &error),
                       error);
@@ -420,14 +420,14 @@ static void pull_directories(const char *scratch)
                  {"whole", FANIN_DTYPE_F32, FANIN_DTYPE_F32, true},
                  {"whole", FANIN_DTYPE_BF16, 0, false}};
     fanin_dtype holds = 0;
-    for (size_t i = 0; i < sizeof(turns) / sizeof(*turns); i++) {
+    for (size_t i = 0; i < sizeof turns / sizeof *turns; i++) {
         char directory[64];
         fanin_error error = FANIN_ERROR_INIT;
         fanin_result *result = NULL;
-        fanin_result_info info = {.struct_size = sizeof(info)};
+        fanin_result_info info = {.struct_size = sizeof info};
         fanin_pull_options options = defaults();
         options.dtype = turns[i].asked;
-        snprintf(directory, sizeof(directory), "%s/%s", scratch, turns[i].name);
+        snprintf(directory, sizeof directory, "%s/%s", scratch, turns[i].name);
         fanin_status status =
             fanin_client_pull_adapter(b.client, &options, directory, &result, &error);
         if (turns[i].dtype) {
@@ -523,7 +523,7 @@ static void test_memory_without_handle(void **state)
     static const char *const kinds[] = {"virtual", "pool", "managed"};
     for (size_t i = 0; i < 3; i++) {
         lab_order o = order_of(RANKS, 0, 0);
-        snprintf(o.environment[0], sizeof(o.environment[0]), "FAKE_CUDA_KIND=%s",
+        snprintf(o.environment[0], sizeof o.environment[0], "FAKE_CUDA_KIND=%s",
                  kinds[i]);
         check_fallback(o, "no IPC handle");
     }
@@ -533,8 +533,8 @@ static void test_memory_without_handle(void **state)
 static void test_invisible_device(void **state)
 {
     lab_order o = order_of(RANKS, 0, 0);
-    snprintf(o.environment[0], sizeof(o.environment[0]), "FAKE_CUDA_DEVICES=3");
-    snprintf(o.environment[1], sizeof(o.environment[1]), "CUDA_VISIBLE_DEVICES=2");
+    snprintf(o.environment[0], sizeof o.environment[0], "FAKE_CUDA_DEVICES=3");
+    snprintf(o.environment[1], sizeof o.environment[1], "CUDA_VISIBLE_DEVICES=2");
     check_fallback(o, "not visible");
 }
 

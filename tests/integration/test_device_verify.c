@@ -94,7 +94,7 @@ static void unequal_directories_are_not_published(void **state)
         fanin_error error = FANIN_ERROR_INIT;
         fanin_result_info info;
         assert_non_null(mkdtemp(scratch));
-        snprintf(directory, sizeof(directory), "%s/adapter", scratch);
+        snprintf(directory, sizeof directory, "%s/adapter", scratch);
         set_up(&s, from, 0, scene_write_in_silence);
         fanin_status status =
             scene_pull_directory(&s.scene, directory, true, &info, &error);

@@ -135,11 +135,11 @@ static fanin_status pull_from(const fake_server *f, fanin_client *client,
         make_tensor(FAKE_NAME, FANIN_DTYPE_F32, FAKE_ROWS, FAKE_COLUMNS, &box, memory);
     fanin_pull_options options = make_options(FANIN_STEP_EXACT, 7);
     options.timeout_ms = timeout_ms;
-    memset(memory, 0xcc, sizeof(memory));
+    memset(memory, 0xcc, sizeof memory);
     status = fanin_client_pull(client, &options, &tensor, 1, NULL, error);
     if (status == FANIN_OK)
         assert_memory_equal(memory, f->bytes, FAKE_BYTES);
-    for (size_t i = FAKE_BYTES; i < sizeof(memory); i++)
+    for (size_t i = FAKE_BYTES; i < sizeof memory; i++)
         assert_int_equal(memory[i], 0xcc);
     return status;
 }

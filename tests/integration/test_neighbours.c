@@ -26,14 +26,14 @@ static bool start(trainer *t, const char *bind, uint16_t port, uint64_t value)
     fanin_error error = FANIN_ERROR_INIT;
     fanin_server_config config = make_server_config();
     *t = (trainer){.bind = bind, .value = value};
-    memset(config.world_id, (int)value, sizeof(config.world_id));
+    memset(config.world_id, (int)value, sizeof config.world_id);
     config.bind = bind;
     config.base_port = port;
     if (fanin_server_create(&config, &t->server, &error) != FANIN_OK) {
         assert_int_equal(error.status, FANIN_ERR_ARGUMENT);
         return false;
     }
-    snprintf(t->address, sizeof(t->address), strchr(bind, ':') ? "[%s]:%u" : "%s:%u",
+    snprintf(t->address, sizeof t->address, strchr(bind, ':') ? "[%s]:%u" : "%s:%u",
              bind, (unsigned)fanin_server_port(t->server));
     return true;
 }
@@ -79,7 +79,7 @@ static void each_address_has_its_trainer(void **state)
     for (size_t i = 0; i < 2 * n; i++)
         assert_int_equal(pull(all[i % n].address, i >= n), all[i % n].value);
     char localhost[32];
-    snprintf(localhost, sizeof(localhost), "localhost:%u", (unsigned)port);
+    snprintf(localhost, sizeof localhost, "localhost:%u", (unsigned)port);
     assert_int_equal(pull(localhost, false), all[0].value);
     /* One of them ends, another one is not taken for it. */
     fanin_server_destroy(&all[1].server, 0);

@@ -325,7 +325,7 @@ static fanin_status pull_tensor(fanin_client *by, uint8_t *into, uint64_t *step,
     fanin_tensor tensor = tensor_at(&box, into);
     const fanin_pull_options options = make_options(FANIN_STEP_NEWEST, 0);
     fanin_result *result = NULL;
-    fanin_result_info info = {.struct_size = sizeof(info)};
+    fanin_result_info info = {.struct_size = sizeof info};
     fanin_status status = fanin_client_pull(by, &options, &tensor, 1, &result, error);
     if (status == FANIN_OK)
         fanin_result_get(result, &info);

@@ -188,7 +188,7 @@ static void test_columns(void **state)
     world_commit(&w, 1);
     const fanin_pull_options options = make_options(FANIN_STEP_NEWEST, 0);
     client = world_client(&w, FANIN_PATH_STREAM);
-    for (size_t i = 0; i < sizeof(widths) / sizeof(*widths); i++) {
+    for (size_t i = 0; i < sizeof widths / sizeof *widths; i++) {
         uint64_t width = widths[i];
         fanin_box boxes[2] = {{.extent = {ROWS, width}, .address = memory[0]},
                               {.offset = {OTHERS, OTHERS},
@@ -197,7 +197,7 @@ static void test_columns(void **state)
         fanin_tensor wanted[2];
         for (size_t t = 0; t < 2; t++) {
             wanted[t] = world_boxes(&tensors[t], &boxes[t], 1);
-            memset(memory[t], 0xaa, sizeof(memory[t]));
+            memset(memory[t], 0xaa, sizeof memory[t]);
         }
         assert_ok(fanin_client_pull(client, &options, wanted, 2, NULL, &error), error);
         for (size_t t = 0; t < 2; t++) {

@@ -440,12 +440,12 @@ static void test_directory_unwritable(void **state)
     char scratch[64], path[128];
     start_good();
     make_scratch(scratch);
-    snprintf(path, sizeof(path), "%s/nowhere/adapter", scratch);
+    snprintf(path, sizeof path, "%s/nowhere/adapter", scratch);
     expect(pull_directory(path), FANIN_ERR_IO, path);
     assert_int_equal(error.sys_errno, ENOENT);
 
     /* Permissions hold for root too, once its file operations are another user's. */
-    snprintf(path, sizeof(path), "%s/adapter", scratch);
+    snprintf(path, sizeof path, "%s/adapter", scratch);
     assert_int_equal(chmod(scratch, 0555), 0);
     if (geteuid() == 0)
         setfsuid(65534);
@@ -464,8 +464,8 @@ static void test_directory_occupied(void **state)
     char scratch[64], path[128], file[160];
     start_good();
     make_scratch(scratch);
-    snprintf(path, sizeof(path), "%s/adapter", scratch);
-    snprintf(file, sizeof(file), "%s/thesis.tex", path);
+    snprintf(path, sizeof path, "%s/adapter", scratch);
+    snprintf(file, sizeof file, "%s/thesis.tex", path);
     assert_int_equal(mkdir(path, 0755), 0);
     FILE *f = fopen(file, "w");
     assert_non_null(f);
@@ -484,7 +484,7 @@ static void test_directory_occupied(void **state)
     static const char *const made[] = {"adapter_model.safetensors",
                                        "adapter_config.json", "fanin.json"};
     for (size_t i = 0; i < 3; i++) {
-        snprintf(file, sizeof(file), "%s/%s", path, made[i]);
+        snprintf(file, sizeof file, "%s/%s", path, made[i]);
         assert_int_equal(unlink(file), 0);
     }
     assert_int_equal(rmdir(path), 0);

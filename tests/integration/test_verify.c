@@ -28,7 +28,7 @@ static void pull_every_cut(fanin_path path)
     } cases[] = {{CUT_CHUNK0, 1},  {CUT_CHUNK0, 3},    {CUT_CHUNK1, 4}, {CUT_GRID, 4},
                  {CUT_STRIDED, 3}, {CUT_REPLICATE, 3}, {CUT_HSDP, 4}};
     fanin_pull_options options = asked();
-    for (size_t i = 0; i < sizeof(cases) / sizeof(*cases); i++) {
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
         fanin_error error = FANIN_ERROR_INIT;
         fanin_result_info info;
         world w = {0};
@@ -116,7 +116,7 @@ static void an_update_is_only_stale(void **state)
     assert_int_equal(info.step, 2);
     assert_int_equal(info.stale, 1);
     assert_true(info.verified);
-    assert_memory_equal(landed, published, sizeof(landed));
+    assert_memory_equal(landed, published, sizeof landed);
     scene_stop(&s);
 }
 
@@ -148,7 +148,7 @@ static void remove_adapter(const char *directory)
 {
     char path[128];
     for (size_t i = 0; i < 3; i++) {
-        snprintf(path, sizeof(path), "%s/%s", directory, files[i]);
+        snprintf(path, sizeof path, "%s/%s", directory, files[i]);
         assert_int_equal(unlink(path), 0);
     }
     assert_int_equal(rmdir(directory), 0);
@@ -158,7 +158,7 @@ static void remove_adapter(const char *directory)
 static bool says_verified(const char *directory)
 {
     char path[128];
-    snprintf(path, sizeof(path), "%s/fanin.json", directory);
+    snprintf(path, sizeof path, "%s/fanin.json", directory);
     json_t *root = json_load_file(path, 0, NULL);
     const json_t *verified = json_object_get(root, "verified");
     assert_true(json_is_boolean(verified));
@@ -176,7 +176,7 @@ static void directories_say_what_was_done(void **state)
     for (int verify = 0; verify < 2; verify++) {
         fanin_error error = FANIN_ERROR_INIT;
         fanin_result_info info;
-        snprintf(directory, sizeof(directory), "%s/%d", scratch, verify);
+        snprintf(directory, sizeof directory, "%s/%d", scratch, verify);
         assert_ok(scene_pull_directory(&s, directory, verify, &info, &error), error);
         assert_int_equal(info.verified, verify);
         assert_int_equal(says_verified(directory), verify);
@@ -195,19 +195,19 @@ static void unequal_directories_are_not_published(void **state)
     fanin_result_info info;
     verify_scene s;
     make_scratch(scratch);
-    snprintf(older, sizeof(older), "%s/older", scratch);
-    snprintf(newer, sizeof(newer), "%s/newer", scratch);
+    snprintf(older, sizeof older, "%s/older", scratch);
+    snprintf(newer, sizeof newer, "%s/newer", scratch);
     set_scene(&s, scene_write_in_silence);
     assert_ok(scene_pull_directory(&s, older, false, &info, &error), error);
     for (size_t i = 0; i < 3; i++) {
-        snprintf(file, sizeof(file), "%s/%s", older, files[i]);
+        snprintf(file, sizeof file, "%s/%s", older, files[i]);
         assert_int_equal(stat(file, &before[i]), 0);
     }
     fanin_status status = scene_pull_directory(&s, newer, true, &info, &error);
     scene_assert_unequal(&s, status, SCENE_A, &error);
     assert_int_equal(entries_of(scratch), 1);
     for (size_t i = 0; i < 3; i++) {
-        snprintf(file, sizeof(file), "%s/%s", older, files[i]);
+        snprintf(file, sizeof file, "%s/%s", older, files[i]);
         assert_int_equal(stat(file, &after), 0);
         assert_int_equal(after.st_ino, before[i].st_ino);
         assert_int_equal(after.st_mtim.tv_sec, before[i].st_mtim.tv_sec);

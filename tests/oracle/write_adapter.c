@@ -73,15 +73,15 @@ static int compare_pairs(const void *a, const void *b)
 static void make_table(job *j)
 {
     json_t *metadata = json_object_get(j->description, "metadata"), *value;
-    fanin_pair *pairs = calloc(json_object_size(metadata) + 1, sizeof(pairs[0]));
-    key_entry *entries = calloc(j->count + 1, sizeof(entries[0]));
+    fanin_pair *pairs = calloc(json_object_size(metadata) + 1, sizeof pairs[0]);
+    key_entry *entries = calloc(j->count + 1, sizeof entries[0]);
     if (!pairs || !entries)
         die("out of memory");
     uint32_t n_pairs = 0;
     const char *key;
     json_object_foreach(metadata, key, value) pairs[n_pairs++] =
         (fanin_pair){key, json_string_value(value)};
-    qsort(pairs, n_pairs, sizeof(pairs[0]), compare_pairs);
+    qsort(pairs, n_pairs, sizeof pairs[0], compare_pairs);
     for (size_t i = 0; i < j->count; i++)
         entries[i] = j->sources[i].key;
     buffer blob = {0};
@@ -101,14 +101,14 @@ static void read_job(job *j, const char *description, const char *data)
     if (!json_is_array(tensors))
         die("the description is not readable");
     j->count = json_array_size(tensors);
-    j->sources = calloc(j->count + 1, sizeof(j->sources[0]));
+    j->sources = calloc(j->count + 1, sizeof j->sources[0]);
     if (!j->sources)
         die("out of memory");
     uint64_t size = 0;
     for (size_t i = 0; i < j->count; i++)
         read_tensor(json_array_get(tensors, i), &size, &j->sources[i]);
     read_data(j, data, size);
-    qsort(j->sources, j->count, sizeof(j->sources[0]), compare_sources);
+    qsort(j->sources, j->count, sizeof j->sources[0], compare_sources);
     make_table(j);
 }
 

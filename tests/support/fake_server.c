@@ -78,7 +78,7 @@ static bool put_garbage(const fake_server *f, fake_connection *c, uint64_t reque
     buffer b = {0};
     uint8_t head[FRAME_SIZE];
     frame_encode(&(frame){.type = type, .request = request, .length = 200}, head);
-    buffer_append(&b, head, sizeof(head));
+    buffer_append(&b, head, sizeof head);
     append_garbage(&b, 200);
     return put_buffer(f, c, &b);
 }
@@ -88,7 +88,7 @@ static bool put_error(const fake_server *f, fake_connection *c, uint64_t request
 {
     buffer b = {0};
     msg_error m = {.code = code, .remedy = "go away", .key = "?"};
-    memset(m.message, 'x', sizeof(m.message) - 1);
+    memset(m.message, 'x', sizeof m.message - 1);
     encode_error(&b, request, &m);
     return put_buffer(f, c, &b);
 }
@@ -112,10 +112,10 @@ static bool greet(const fake_server *f, fake_connection *c, uint64_t request)
                       .paths = 1u << WIRE_PATH_STREAM |
                                (is(f, REGIONS_GONE) ? 1u << WIRE_PATH_CUDA_IPC : 0),
                       .lease_ms = 1000};
-    memset(m.world_id, is(f, HELLO_NO_WORLD) ? 0 : 0x66, sizeof(m.world_id));
+    memset(m.world_id, is(f, HELLO_NO_WORLD) ? 0 : 0x66, sizeof m.world_id);
     host_id(m.host_id);
-    memset(m.incarnation, 0x67, sizeof(m.incarnation));
-    memset(m.session, 0x68, sizeof(m.session));
+    memset(m.incarnation, 0x67, sizeof m.incarnation);
+    memset(m.session, 0x68, sizeof m.session);
     encode_hello_ok(&b, request, &m);
     if (is(f, HELLO_MAGIC))
         b.data[0] ^= 0x20;
@@ -131,9 +131,9 @@ static bool put_huge(const fake_server *f, fake_connection *c, uint64_t request)
     uint8_t head[FRAME_SIZE];
     frame_encode(
         &(frame){.type = MSG_HELLO_OK, .request = request, .length = UINT32_MAX}, head);
-    bool taken = put(f, c, head, sizeof(head));
+    bool taken = put(f, c, head, sizeof head);
     for (int i = 0; i < 1024 && taken; i++)
-        taken = put(f, c, zeros, sizeof(zeros));
+        taken = put(f, c, zeros, sizeof zeros);
     return taken;
 }
 
@@ -144,7 +144,7 @@ static bool put_bomb(const fake_server *f, fake_connection *c, uint64_t request)
     frame_encode(
         &(frame){.type = MSG_HELLO_OK, .request = request, .length = sizeof(body)},
         head);
-    return put(f, c, head, sizeof(head)) && put(f, c, body, sizeof(body));
+    return put(f, c, head, sizeof head) && put(f, c, body, sizeof(body));
 }
 
 static bool on_control_hello(const fake_server *f, fake_connection *c, uint64_t request)
@@ -212,7 +212,7 @@ static bool on_wait(const fake_server *f, fake_connection *c, uint64_t request,
     buffer b = {0};
     msg_wait_ok m = {.step = asked.rule == WIRE_RULE_NEWEST ? STEP : asked.step,
                      .catalog_version = 3};
-    memcpy(m.key_digest, f->key_digest.bytes, sizeof(m.key_digest));
+    memcpy(m.key_digest, f->key_digest.bytes, sizeof m.key_digest);
     switch (f->mischief) {
     case WAIT_OTHER_TYPE:
         return put_pong(f, c, request);
@@ -340,11 +340,10 @@ static bool put_stale_keys(const fake_server *f, fake_connection *c, uint64_t re
                            uint64_t offset)
 {
     static const uint8_t zeros[LIMIT_PAGE];
-    if (offset >= 3 * sizeof(zeros))
+    if (offset >= 3 * sizeof zeros)
         return put_error(f, c, request, FANIN_ERR_STALE);
-    msg_blob_page page = {.total = 4 * sizeof(zeros) - 1,
-                          .offset = offset,
-                          .data = {zeros, sizeof(zeros)}};
+    msg_blob_page page = {
+        .total = 4 * sizeof zeros - 1, .offset = offset, .data = {zeros, sizeof zeros}};
     buffer b = {0};
     encode_blob_page(&b, request, MSG_KEYS_OK, &page);
     return put_buffer(f, c, &b);
@@ -383,7 +382,7 @@ static bool on_begin(const fake_server *f, fake_connection *c, uint64_t request)
                       .step = STEP,
                       .catalog_version = 3,
                       .why = "busy"};
-    memset(m.token, 0x69, sizeof(m.token));
+    memset(m.token, 0x69, sizeof m.token);
     encode_begin_ok(&b, request, &m);
     return put_buffer(f, c, &b);
 }
@@ -516,8 +515,8 @@ static void on_accept(const fake_server *f)
         return;
     int one = 1;
     struct timeval limit = {.tv_sec = 5};
-    setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &one, sizeof(one));
-    setsockopt(fd, SOL_SOCKET, SO_SNDTIMEO, &limit, sizeof(limit));
+    setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &one, sizeof one);
+    setsockopt(fd, SOL_SOCKET, SO_SNDTIMEO, &limit, sizeof limit);
     fake_connection *c = f->connections;
     while (c->fd >= 0 && c < f->connections + MAX_CONNECTIONS)
         c++;
@@ -531,7 +530,7 @@ static void on_accept(const fake_server *f)
     if (is(f, ACCEPT_GARBAGE))
         append_garbage(&b, 4096);
     if (is(f, ACCEPT_HTTP))
-        buffer_append(&b, http, sizeof(http) - 1);
+        buffer_append(&b, http, sizeof http - 1);
     (void)put_buffer(f, c, &b); /* who does not listen hears nothing */
 }
 
@@ -540,7 +539,7 @@ static void drip(const fake_server *f, fake_connection *c)
     uint8_t head[FRAME_SIZE];
     frame_encode(&(frame){.type = MSG_HELLO_OK, .request = c->drip, .length = 1 << 20},
                  head);
-    uint8_t byte = c->dripped < sizeof(head) ? head[c->dripped] : 0;
+    uint8_t byte = c->dripped < sizeof head ? head[c->dripped] : 0;
     c->dripped++;
     if (!put(f, c, &byte, 1))
         close_connection(c);
@@ -582,20 +581,20 @@ void fake_server_start(fake_server *f, mischief mischief)
         f->bytes[i] = (uint8_t)(i * 131 >> 3);
     make_keys(f);
     make_boxes(f);
-    f->connections = calloc(MAX_CONNECTIONS, sizeof(*f->connections));
+    f->connections = calloc(MAX_CONNECTIONS, sizeof *f->connections);
     assert_non_null(f->connections);
     for (int i = 0; i < MAX_CONNECTIONS; i++)
         f->connections[i].fd = -1;
     struct sockaddr_in at = {.sin_family = AF_INET,
                              .sin_addr.s_addr = htonl(INADDR_LOOPBACK)};
-    socklen_t size = sizeof(at);
+    socklen_t size = sizeof at;
     f->wake = eventfd(0, EFD_CLOEXEC);
     f->listener = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
     assert_true(f->wake >= 0 && f->listener >= 0);
     assert_int_equal(bind(f->listener, (struct sockaddr *)&at, size), 0);
     assert_int_equal(listen(f->listener, 16), 0);
     assert_int_equal(getsockname(f->listener, (struct sockaddr *)&at, &size), 0);
-    snprintf(f->address, sizeof(f->address), "127.0.0.1:%u",
+    snprintf(f->address, sizeof f->address, "127.0.0.1:%u",
              (unsigned)ntohs(at.sin_port));
     assert_int_equal(pthread_create(&f->thread, NULL, serve, f), 0);
 }
@@ -603,7 +602,7 @@ void fake_server_start(fake_server *f, mischief mischief)
 void fake_server_stop(fake_server *f)
 {
     uint64_t one = 1;
-    assert_int_equal(write(f->wake, &one, sizeof(one)), sizeof(one));
+    assert_int_equal(write(f->wake, &one, sizeof one), sizeof one);
     pthread_join(f->thread, NULL);
     for (int i = 0; i < MAX_CONNECTIONS; i++) {
         if (f->connections[i].fd >= 0)

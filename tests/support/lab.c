@@ -74,9 +74,9 @@ static void end_world(rank_world *w)
 /* For the ranks, which are about to be forked. */
 static void change_environment(const lab_order *o, bool set)
 {
-    for (size_t i = 0; i < sizeof(o->environment) / sizeof(*o->environment); i++) {
-        char name[sizeof(*o->environment)];
-        snprintf(name, sizeof(name), "%s", o->environment[i]);
+    for (size_t i = 0; i < sizeof o->environment / sizeof *o->environment; i++) {
+        char name[sizeof *o->environment];
+        snprintf(name, sizeof name, "%s", o->environment[i]);
         char *value = strchr(name, '=');
         if (!value)
             continue;
@@ -110,7 +110,7 @@ static answer begin_world(rank_world *w, const lab_order *o)
                                               .n_devices = o->n_devices,
                                               .snapshot = o->snapshot,
                                               .cast = o->cast};
-    memset(w->options.world_id, o->world, sizeof(w->options.world_id));
+    memset(w->options.world_id, o->world, sizeof w->options.world_id);
     change_environment(o, true);
     a.good = give_bytes(w, o->life) && ranks_start(&w->options, &w->ranks) == 0 &&
              ranks_wait_ready(w->ranks, 60000) == 0;
@@ -133,7 +133,7 @@ static _Noreturn void serve(int channel)
 {
     rank_world w = {0};
     request r;
-    while (recv(channel, &r, sizeof(r), 0) == (ssize_t)sizeof(r)) {
+    while (recv(channel, &r, sizeof r, 0) == (ssize_t)sizeof r) {
         answer a = {.good = true};
         if (r.verb == START)
             a = begin_world(&w, &r.order);
@@ -141,7 +141,7 @@ static _Noreturn void serve(int channel)
             a = signal_rank(&w, r.rank, r.number);
         else
             end_world(&w);
-        if (send(channel, &a, sizeof(a), MSG_NOSIGNAL) != (ssize_t)sizeof(a))
+        if (send(channel, &a, sizeof a, MSG_NOSIGNAL) != (ssize_t)sizeof a)
             break;
     }
     end_world(&w);
@@ -162,14 +162,14 @@ void lab_open(lab *l, bool own_network)
         if (getppid() != parent || (own_network && unshare(CLONE_NEWNET) != 0))
             _exit(1);
         answer ready = {.good = true};
-        if (send(pair[1], &ready, sizeof(ready), MSG_NOSIGNAL) < 0)
+        if (send(pair[1], &ready, sizeof ready, MSG_NOSIGNAL) < 0)
             _exit(1);
         serve(pair[1]);
     }
     close(pair[1]);
     l->channel = pair[0];
     answer ready = {0};
-    assert_int_equal(recv(l->channel, &ready, sizeof(ready), 0), sizeof(ready));
+    assert_int_equal(recv(l->channel, &ready, sizeof ready, 0), sizeof ready);
 }
 
 /* --------------------------------------------------------------- this side */
@@ -177,8 +177,8 @@ void lab_open(lab *l, bool own_network)
 static answer ask(lab *l, const request *r)
 {
     answer a = {0};
-    assert_int_equal(send(l->channel, r, sizeof(*r), MSG_NOSIGNAL), sizeof(*r));
-    assert_int_equal(recv(l->channel, &a, sizeof(a), 0), sizeof(a));
+    assert_int_equal(send(l->channel, r, sizeof *r, MSG_NOSIGNAL), sizeof *r);
+    assert_int_equal(recv(l->channel, &a, sizeof a, 0), sizeof a);
     assert_true(a.good);
     return a;
 }
@@ -218,7 +218,7 @@ static bool is_free(uint16_t port)
                              .sin_port = htons(port)};
     int fd = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
     assert_true(fd >= 0);
-    bool bound = bind(fd, (struct sockaddr *)&at, sizeof(at)) == 0;
+    bool bound = bind(fd, (struct sockaddr *)&at, sizeof at) == 0;
     close(fd);
     return bound;
 }

@@ -16,7 +16,7 @@ const world_tensor world_lora[] = {
     {"base_model.model.layers.1.experts.weight", FANIN_DTYPE_U8, 3, {7, 5, 130}},
     {"base_model.model.layers.1.nothing.weight", FANIN_DTYPE_F32, 2, {0, 16}},
 };
-const size_t world_lora_count = sizeof(world_lora) / sizeof(*world_lora);
+const size_t world_lora_count = sizeof world_lora / sizeof *world_lora;
 
 #define MAX_BOXES 64
 
@@ -68,7 +68,7 @@ static void chunk(uint64_t n, uint64_t parts, uint64_t part, uint64_t *offset,
 static size_t cut(const world *w, const world_tensor *t, size_t rank, fanin_box *boxes)
 {
     fanin_box box = {0};
-    memcpy(box.extent, t->shape, sizeof(box.extent));
+    memcpy(box.extent, t->shape, sizeof box.extent);
     uint32_t second = t->n_dims > 1 ? 1 : 0;
     size_t n = w->size;
     switch (w->cut) {
@@ -207,8 +207,8 @@ static void start_rank(world *w, size_t rank, uint16_t port)
     world_rank *r = &w->ranks[rank];
     fanin_error error = FANIN_ERROR_INIT;
     fanin_server_config config;
-    fanin_server_config_init(&config, sizeof(config));
-    memcpy(config.world_id, w->id, sizeof(config.world_id));
+    fanin_server_config_init(&config, sizeof config);
+    memcpy(config.world_id, w->id, sizeof config.world_id);
     config.rank = (uint32_t)rank;
     config.world_size = (uint32_t)w->size;
     config.base_port = port ? (uint16_t)(port - rank) : 0;
@@ -223,7 +223,7 @@ static void start_rank(world *w, size_t rank, uint16_t port)
     }
     r->step = 0;
     put_all(w, rank);
-    snprintf(w->addresses[rank], sizeof(w->addresses[rank]), "127.0.0.1:%u",
+    snprintf(w->addresses[rank], sizeof w->addresses[rank], "127.0.0.1:%u",
              (unsigned)fanin_server_port(r->server));
     w->address_list[rank] = w->addresses[rank];
 }
@@ -238,7 +238,7 @@ void world_start(world *w, size_t size, world_cut cut_by, const world_tensor *te
     w->n_tensors = n_tensors;
     if (w->lease_ms == 0)
         w->lease_ms = 1000;
-    memset(w->id, 0x5a, sizeof(w->id));
+    memset(w->id, 0x5a, sizeof w->id);
     for (size_t i = 0; i < size; i++)
         start_rank(w, i, 0);
 }
@@ -277,7 +277,7 @@ void world_commit_rank(world *w, size_t rank, uint64_t step)
     assert_ok(fanin_server_begin_update(server, "lora:0", &error), error);
     world_write(w, rank, step);
     fanin_commit_options options;
-    fanin_commit_options_init(&options, sizeof(options));
+    fanin_commit_options_init(&options, sizeof options);
     options.flags = w->snapshots ? FANIN_COMMIT_SNAPSHOT : 0;
     assert_ok(fanin_server_commit(server, "lora:0", step, &options, &error), error);
     if (w->snapshots)
@@ -301,7 +301,7 @@ fanin_client *world_client_with(const world *w, const fanin_client_config *confi
 fanin_client *world_client(const world *w, fanin_path path)
 {
     fanin_client_config config;
-    fanin_client_config_init(&config, sizeof(config));
+    fanin_client_config_init(&config, sizeof config);
     config.path = path;
     return world_client_with(w, &config);
 }
@@ -311,11 +311,11 @@ fanin_status world_pull(const world *w, fanin_client *client,
                         fanin_error *error)
 {
     fanin_pull_options defaults = make_options(FANIN_STEP_NEWEST, 0);
-    fanin_tensor *tensors = calloc(w->n_tensors, sizeof(*tensors));
-    fanin_box *boxes = calloc(w->n_tensors, sizeof(*boxes));
+    fanin_tensor *tensors = calloc(w->n_tensors, sizeof *tensors);
+    fanin_box *boxes = calloc(w->n_tensors, sizeof *boxes);
     for (size_t i = 0; i < w->n_tensors; i++) {
         const world_tensor *t = &w->tensors[i];
-        memcpy(boxes[i].extent, t->shape, sizeof(boxes[i].extent));
+        memcpy(boxes[i].extent, t->shape, sizeof boxes[i].extent);
         boxes[i].address = malloc(world_bytes(t) + 1);
         memset(boxes[i].address, 0xcc, world_bytes(t) + 1);
         tensors[i] = world_boxes(t, &boxes[i], 1);
@@ -323,7 +323,7 @@ fanin_status world_pull(const world *w, fanin_client *client,
     fanin_result *result = NULL;
     fanin_status status = fanin_client_pull(client, options ? options : &defaults,
                                             tensors, w->n_tensors, &result, error);
-    fanin_result_info info = {.struct_size = sizeof(info)};
+    fanin_result_info info = {.struct_size = sizeof info};
     if (status == FANIN_OK)
         fanin_result_get(result, &info);
     for (size_t i = 0; i < w->n_tensors; i++) {

@@ -95,7 +95,7 @@ static bool greet(rank_proxy *p, pair *c)
     msg_hello_ok m;
     buffer told = {0};
     if (f.type == MSG_HELLO_OK && decode_hello_ok(&b, &m) == FANIN_OK) {
-        snprintf(m.address, sizeof(m.address), "%s", p->address);
+        snprintf(m.address, sizeof m.address, "%s", p->address);
         encode_hello_ok(&told, f.request, &m);
     } else {
         buffer_append(&told, g->data, whole);
@@ -226,7 +226,7 @@ static void start(rank_proxy *p)
     assert_int_equal(socket_resolve("127.0.0.1:0", &tcp, NULL), FANIN_OK);
     assert_int_equal(socket_listen(&tcp, 16, &p->listeners[0], NULL), FANIN_OK);
     socket_set_port(&tcp, socket_port(p->listeners[0]));
-    snprintf(p->address, sizeof(p->address), "%.31s", tcp.text);
+    snprintf(p->address, sizeof p->address, "%.31s", tcp.text);
     socket_unix_address(geteuid(), &tcp, &name);
     p->listeners[1] = -1;
     if (!p->flip)
@@ -253,7 +253,7 @@ void rank_proxy_start_flip(rank_proxy *p, uint16_t target, flip *f)
 void rank_proxy_stop(rank_proxy *p)
 {
     uint64_t one = 1;
-    assert_int_equal(write(p->wake, &one, sizeof(one)), sizeof(one));
+    assert_int_equal(write(p->wake, &one, sizeof one), sizeof one);
     pthread_join(p->thread, NULL);
     close(p->listeners[0]);
     if (p->listeners[1] >= 0)

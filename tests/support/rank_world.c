@@ -40,7 +40,7 @@ void rank_world_init_of(rank_world *w, const char *shape, fanin_dtype dtype,
         .first_step = 1,
         .update_every_ms = -1,
     };
-    memset(w->options.world_id, 0x42, sizeof(w->options.world_id));
+    memset(w->options.world_id, 0x42, sizeof w->options.world_id);
 }
 
 rank_world *rank_world_shared(void)
@@ -53,17 +53,17 @@ rank_world *rank_world_shared(void)
 
 void rank_world_unshare(rank_world *w)
 {
-    munmap(w, sizeof(*w));
+    munmap(w, sizeof *w);
 }
 
 void rank_world_describe(rank_world *w, const char *host, const uint16_t *ports)
 {
     uint32_t n = w->options.world_size;
-    w->addresses = calloc(n, sizeof(*w->addresses));
-    w->address_list = calloc(n, sizeof(*w->address_list));
-    w->seeds = calloc(w->tensors.count, sizeof(*w->seeds));
+    w->addresses = calloc(n, sizeof *w->addresses);
+    w->address_list = calloc(n, sizeof *w->address_list);
+    w->seeds = calloc(w->tensors.count, sizeof *w->seeds);
     for (uint32_t i = 0; i < n; i++) {
-        snprintf(w->addresses[i], sizeof(w->addresses[i]), "%s:%u", host,
+        snprintf(w->addresses[i], sizeof w->addresses[i], "%s:%u", host,
                  (unsigned)ports[i]);
         w->address_list[i] = w->addresses[i];
     }
@@ -74,7 +74,7 @@ void rank_world_describe(rank_world *w, const char *host, const uint16_t *ports)
 uint64_t rank_world_seed(const tensor_spec *t)
 {
     char key[640];
-    snprintf(key, sizeof(key), "lora:0:%s", t->name);
+    snprintf(key, sizeof key, "lora:0:%s", t->name);
     return pattern_seed(key);
 }
 
@@ -119,12 +119,12 @@ void landing_make(const rank_world *w, landing *l)
     l->arena = mmap(NULL, l->size, PROT_READ | PROT_WRITE,
                     MAP_PRIVATE | MAP_ANONYMOUS | MAP_POPULATE, -1, 0);
     assert_true(l->arena != MAP_FAILED);
-    l->wanted = calloc(w->tensors.count, sizeof(*l->wanted));
-    l->boxes = calloc(w->tensors.count, sizeof(*l->boxes));
+    l->wanted = calloc(w->tensors.count, sizeof *l->wanted);
+    l->boxes = calloc(w->tensors.count, sizeof *l->boxes);
     uint64_t used = 0;
     for (size_t i = 0; i < w->tensors.count; i++) {
         const tensor_spec *t = &w->tensors.tensors[i];
-        memcpy(l->boxes[i].extent, t->shape, sizeof(t->shape));
+        memcpy(l->boxes[i].extent, t->shape, sizeof t->shape);
         l->boxes[i].address = l->arena + used;
         l->wanted[i] = (fanin_tensor){.struct_size = sizeof(fanin_tensor),
                                       .name = t->name,
@@ -132,7 +132,7 @@ void landing_make(const rank_world *w, landing *l)
                                       .n_dims = t->n_dims,
                                       .boxes = &l->boxes[i],
                                       .n_boxes = 1};
-        memcpy(l->wanted[i].shape, t->shape, sizeof(t->shape));
+        memcpy(l->wanted[i].shape, t->shape, sizeof t->shape);
         used += t->bytes;
     }
 }
@@ -171,7 +171,7 @@ fanin_status rank_world_pull(const rank_world *w, fanin_client *client,
         fanin_client_pull(client, options ? options : &defaults, l->wanted,
                           w->tensors.count, &result, error);
     if (status == FANIN_OK && info_out) {
-        *info_out = (fanin_result_info){.struct_size = sizeof(*info_out)};
+        *info_out = (fanin_result_info){.struct_size = sizeof *info_out};
         fanin_result_get(result, info_out);
         info_out->path_reason = info_out->ranks_json = NULL;
     }

@@ -156,7 +156,7 @@ static void add_reads(samples *s)
     fill(digests + 16, 0x20);
     fill(digests + 32, 0x30);
     encode_digest_ok(add(s, "digest_ok"), SAMPLE_REQUEST,
-                     &(msg_digest_ok){.digests = {digests, sizeof(digests)}});
+                     &(msg_digest_ok){.digests = {digests, sizeof digests}});
     encode_read_ok(add(s, "read_ok"), SAMPLE_REQUEST, 1000000);
 
     msg_end end = {.abandon = false}, abandon = {.abandon = true};

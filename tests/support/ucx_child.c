@@ -81,7 +81,7 @@ static bool process_open(process *p, ucx_child_kind kind)
         key = packed;
     }
     return send_all(p->fd, address, address_size) && send_all(p->fd, key, key_size) &&
-           send_all(p->fd, &p->words, sizeof(p->words));
+           send_all(p->fd, &p->words, sizeof p->words);
 }
 
 static uint64_t count_changed(process *p)
@@ -168,8 +168,8 @@ static ssize_t receive(int fd, void *to, size_t size)
 static void child_exec(int fd, ucx_child_kind kind)
 {
     char kind_text[16], fd_text[16];
-    snprintf(kind_text, sizeof(kind_text), "%d", (int)kind);
-    snprintf(fd_text, sizeof(fd_text), "%d", fd);
+    snprintf(kind_text, sizeof kind_text, "%d", (int)kind);
+    snprintf(fd_text, sizeof fd_text, "%d", fd);
     prctl(PR_SET_PDEATHSIG, SIGKILL);
     fcntl(fd, F_SETFD, 0);
     execl("/proc/self/exe", "/proc/self/exe", ROLE, kind_text, fd_text, (char *)NULL);
@@ -187,9 +187,9 @@ bool ucx_child_start(ucx_child *c, ucx_child_kind kind)
         child_exec(pair[1], kind);
     close(pair[1]);
     c->fd = pair[0];
-    const ssize_t address = receive(c->fd, c->address, sizeof(c->address));
-    const ssize_t rkey = receive(c->fd, c->rkey, sizeof(c->rkey));
-    if (address > 0 && rkey > 0 && receive(c->fd, &c->base, sizeof(c->base)) == 8) {
+    const ssize_t address = receive(c->fd, c->address, sizeof c->address);
+    const ssize_t rkey = receive(c->fd, c->rkey, sizeof c->rkey);
+    if (address > 0 && rkey > 0 && receive(c->fd, &c->base, sizeof c->base) == 8) {
         c->address_size = (size_t)address;
         c->rkey_size = (size_t)rkey;
         return true;
@@ -202,7 +202,7 @@ uint64_t ucx_child_ask(ucx_child *c, ucx_child_order order)
 {
     const uint8_t message = (uint8_t)order;
     uint64_t answer;
-    if (!send_all(c->fd, &message, sizeof(message)) ||
+    if (!send_all(c->fd, &message, sizeof message) ||
         receive(c->fd, &answer, sizeof(answer)) != sizeof(answer))
         return UINT64_MAX;
     return answer;

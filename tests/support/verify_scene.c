@@ -74,7 +74,7 @@ void scene_stop(verify_scene *s)
 static fanin_status finish(fanin_status status, fanin_result **result,
                            fanin_result_info *info)
 {
-    *info = (fanin_result_info){.struct_size = sizeof(*info)};
+    *info = (fanin_result_info){.struct_size = sizeof *info};
     fanin_result_get(*result, info);
     fanin_result_free(result);
     info->path_reason = info->ranks_json = NULL;

@@ -101,7 +101,7 @@ static int setup(void **state)
            memory ? "/dev/shm/fanin-adapter-XXXXXX" : "/tmp/fanin-adapter-XXXXXX");
     if (!mkdtemp(root))
         return -1;
-    snprintf(place, sizeof(place), "%s/step", root);
+    snprintf(place, sizeof place, "%s/step", root);
     return 0;
 }
 
@@ -193,14 +193,14 @@ static digest file_digest(const char *path)
         pieces[count++] = digest_of(data, size);
     free(data);
     fclose(file);
-    return digest_of(pieces, count * sizeof(pieces[0]));
+    return digest_of(pieces, count * sizeof pieces[0]);
 }
 
 /* A file of the directory, to be freed. */
 static size_t read_file(const char *name, char **text_out)
 {
     char path[160];
-    snprintf(path, sizeof(path), "%s/%s", place, name);
+    snprintf(path, sizeof path, "%s/%s", place, name);
     FILE *file = fopen(path, "rbe");
     assert_non_null(file);
     *text_out = calloc(1, 65536);
@@ -220,7 +220,7 @@ static void assert_whole(unsigned seed)
     char path[128], hex[33];
     assert_int_equal(count_entries(root), 1);
     assert_int_equal(count_entries(place), 3);
-    snprintf(path, sizeof(path), "%s/adapter_model.safetensors", place);
+    snprintf(path, sizeof path, "%s/adapter_model.safetensors", place);
     fanin_safetensors *file = NULL;
     fanin_error error = FANIN_ERROR_INIT;
     if (fanin_safetensors_open(path, &file, &error))
@@ -228,7 +228,7 @@ static void assert_whole(unsigned seed)
     static const char *const names[] = {"base_model.model.m.q.lora_A.weight",
                                         "base_model.model.m.q.lora_B.weight"};
     for (uint32_t k = 0; k < 2; k++) {
-        fanin_safetensors_entry entry = {.struct_size = sizeof(entry)};
+        fanin_safetensors_entry entry = {.struct_size = sizeof entry};
         int64_t index = fanin_safetensors_find(file, names[k]);
         assert_true(index >= 0 && fanin_safetensors_get(file, (size_t)index, &entry));
         uint8_t *data = malloc(entry.bytes);
@@ -245,7 +245,7 @@ static void assert_whole(unsigned seed)
 
     digest d = file_digest(path);
     digest_hex(d.bytes, hex);
-    snprintf(path, sizeof(path), "%s/fanin.json", place);
+    snprintf(path, sizeof path, "%s/fanin.json", place);
     json_t *json = json_load_file(path, 0, NULL);
     const json_t *model =
         json_object_get(json_object_get(json, "files"), "adapter_model.safetensors");
@@ -264,7 +264,7 @@ static void assert_whole(unsigned seed)
     assert_text(json, "fanin_version", fanin_version());
     assert_int_equal(json_integer_value(json_object_get(json, "step")), 12);
     json_decref(json);
-    snprintf(path, sizeof(path), "%s/adapter_config.json", place);
+    snprintf(path, sizeof path, "%s/adapter_config.json", place);
     json = json_load_file(path, 0, NULL);
     assert_int_equal(json_integer_value(json_object_get(json, "r")), 8);
     json_decref(json);
@@ -446,7 +446,7 @@ static void another_identity_is_refused(void **state)
 static void write_text(const char *file, const char *text)
 {
     char path[160];
-    snprintf(path, sizeof(path), "%s/%s", place, file);
+    snprintf(path, sizeof path, "%s/%s", place, file);
     FILE *out = fopen(path, "we");
     assert_non_null(out);
     fputs(text, out);
@@ -482,17 +482,17 @@ static void damaged_and_foreign_content_is_refused(void **state)
     fanin_error error;
     assert_int_equal(try_reuse(&identity, &reuse, &error), FANIN_OK);
     assert_true(reuse);
-    snprintf(path, sizeof(path), "%s/adapter_model.safetensors", place);
+    snprintf(path, sizeof path, "%s/adapter_model.safetensors", place);
     flip_byte(path, 5 << 20);
     assert_exists("adapter_model.safetensors is not as fanin.json says");
     flip_byte(path, 5 << 20);
     assert_int_equal(try_reuse(&identity, &reuse, &error), FANIN_OK);
-    snprintf(path, sizeof(path), "%s/adapter_config.json", place);
+    snprintf(path, sizeof path, "%s/adapter_config.json", place);
     flip_byte(path, 30); /* of the same size */
     assert_exists("adapter_config.json is not as fanin.json says");
     write_text("adapter_config.json", "{}");
     assert_exists("adapter_config.json is not as fanin.json says");
-    snprintf(path, sizeof(path), "%s/adapter_model.safetensors", place);
+    snprintf(path, sizeof path, "%s/adapter_model.safetensors", place);
     assert_int_equal(truncate(path, 100), 0);
     assert_exists("damaged");
     write_text("fanin.json", "{\"format\": 1}");
@@ -522,15 +522,15 @@ static void links_are_not_followed(void **state)
                                         "adapter_config.json", "fanin.json"};
     make_adapter(1);
     char real[80], path[160], moved[160];
-    snprintf(real, sizeof(real), "%s/real", root);
+    snprintf(real, sizeof real, "%s/real", root);
     assert_int_equal(rename(place, real), 0);
     assert_int_equal(symlink("real", place), 0);
     assert_exists("is a symbolic link, which is not followed");
     assert_int_equal(unlink(place), 0);
     assert_int_equal(rename(real, place), 0);
     for (size_t i = 0; i < 3; i++) {
-        snprintf(path, sizeof(path), "%s/%s", place, files[i]);
-        snprintf(moved, sizeof(moved), "%s/moved", root);
+        snprintf(path, sizeof path, "%s/%s", place, files[i]);
+        snprintf(moved, sizeof moved, "%s/moved", root);
         assert_int_equal(rename(path, moved), 0);
         assert_int_equal(symlink("../moved", path), 0);
         assert_exists("is a symbolic link");
@@ -541,7 +541,7 @@ static void links_are_not_followed(void **state)
         assert_int_equal(rename(moved, path), 0);
     }
     /* Another name of a file that only we can write to does no harm. */
-    snprintf(path, sizeof(path), "%s/%s", place, files[0]);
+    snprintf(path, sizeof path, "%s/%s", place, files[0]);
     assert_int_equal(link(path, moved), 0);
     bool reuse = false;
     fanin_error error;
@@ -572,7 +572,7 @@ static void what_another_user_made_is_refused(void **state)
     static const char *const files[] = {"adapter_model.safetensors",
                                         "adapter_config.json", "fanin.json"};
     for (size_t i = 0; i < 3; i++) {
-        snprintf(path, sizeof(path), "%s/%s", place, files[i]);
+        snprintf(path, sizeof path, "%s/%s", place, files[i]);
         assert_int_equal(chmod(path, 0664), 0);
         assert_exists("may be written by other users (mode 0664)");
         assert_int_equal(chmod(path, 0600), 0);
@@ -624,7 +624,7 @@ static void nobody_else_may_write_what_is_published(void **state)
     static const char *const files[] = {"adapter_model.safetensors",
                                         "adapter_config.json", "fanin.json"};
     for (size_t i = 0; i < 3; i++) {
-        snprintf(path, sizeof(path), "%s/%s", place, files[i]);
+        snprintf(path, sizeof path, "%s/%s", place, files[i]);
         assert_int_equal(stat(path, &info), 0);
         assert_int_equal(info.st_mode & 07777, 0644);
     }
@@ -640,7 +640,7 @@ static void a_directory_of_an_earlier_version_is_reused(void **state)
     json_t *config =
         json_object_get(json_object_get(json, "files"), "adapter_config.json");
     assert_int_equal(json_object_del(config, "xxh3_128"), 0);
-    snprintf(path, sizeof(path), "%s/fanin.json", place);
+    snprintf(path, sizeof path, "%s/fanin.json", place);
     assert_int_equal(json_dump_file(json, path, 0), 0);
     json_decref(json);
     free(text);
@@ -662,12 +662,12 @@ static void a_lock_of_another_user_is_not_waited_for(void **state)
     char path[160], file[160];
     fanin_error error = FANIN_ERROR_INIT;
     adapter *a = NULL;
-    snprintf(path, sizeof(path), "%s/.step.fanin-lock", root);
-    snprintf(file, sizeof(file), "%s/file", root);
+    snprintf(path, sizeof path, "%s/.step.fanin-lock", root);
+    snprintf(file, sizeof file, "%s/file", root);
     static const char *const why[] = {"is no regular file", "is no regular file",
                                       "is no regular file", "has other names",
                                       "is not empty",       "belongs to uid"};
-    for (size_t i = 0; i < sizeof(why) / sizeof(why[0]); i++) {
+    for (size_t i = 0; i < sizeof why / sizeof why[0]; i++) {
         FILE *other = fopen(i == 4 ? path : file, "we");
         if (i == 4)
             fputs("precious", other);
@@ -716,12 +716,12 @@ static void what_appears_meanwhile_is_kept(void **state)
 static void bad_places_are_refused(void **state)
 {
     char longest[400], path[512];
-    memset(longest, 'x', sizeof(longest));
+    memset(longest, 'x', sizeof longest);
     longest[201] = '\0';
-    snprintf(path, sizeof(path), "%s/%s", root, longest);
+    snprintf(path, sizeof path, "%s/%s", root, longest);
     const char *const wrong[] = {"",     "/",      "//", ".", "..",
                                  "a/..", "/tmp/.", path, NULL};
-    for (size_t i = 0; i < sizeof(wrong) / sizeof(wrong[0]); i++) {
+    for (size_t i = 0; i < sizeof wrong / sizeof wrong[0]; i++) {
         adapter *a = NULL;
         fanin_error error = FANIN_ERROR_INIT;
         assert_int_equal(
@@ -731,17 +731,17 @@ static void bad_places_are_refused(void **state)
         assert_true(error.message[0] != '\0');
     }
     longest[200] = '\0';
-    snprintf(path, sizeof(path), "%s/%s", root, longest);
+    snprintf(path, sizeof path, "%s/%s", root, longest);
     adapter *a = open_at(path);
     adapter_close(&a);
-    snprintf(path, sizeof(path), "%s/no/such", root);
+    snprintf(path, sizeof path, "%s/no/such", root);
     fanin_error error = FANIN_ERROR_INIT;
     assert_int_equal(
         adapter_open(path, deadline_in_ms(100), NULL, NULL, NULL, &a, &error),
         FANIN_ERR_IO);
     assert_int_equal(error.sys_errno, ENOENT);
     assert_non_null(strstr(error.remedy, "parent"));
-    snprintf(path, sizeof(path), "%s/file", root);
+    snprintf(path, sizeof path, "%s/file", root);
     fclose(fopen(path, "we"));
     strcat(path, "/x");
     assert_int_equal(
@@ -812,8 +812,7 @@ static uint64_t space_taken(void)
     assert_non_null(beside);
     for (struct dirent *d; (d = readdir(beside));) {
         struct stat info;
-        snprintf(path, sizeof(path), "%s/%s/adapter_model.safetensors", root,
-                 d->d_name);
+        snprintf(path, sizeof path, "%s/%s/adapter_model.safetensors", root, d->d_name);
         if (stat(path, &info) == 0)
             bytes += (uint64_t)info.st_blocks * 512;
     }
@@ -938,7 +937,7 @@ static void a_limit_of_file_sizes_is_an_error(void **state)
 static void make_leftover(const char *name, const char *file)
 {
     char path[200];
-    snprintf(path, sizeof(path), "%s/%s", root, name);
+    snprintf(path, sizeof path, "%s/%s", root, name);
     assert_int_equal(mkdir(path, 0755), 0);
     strcat(path, "/");
     strcat(path, file);
@@ -948,14 +947,14 @@ static void make_leftover(const char *name, const char *file)
 static void make_lock_file(const char *name)
 {
     char path[160];
-    snprintf(path, sizeof(path), "%s/%s", root, name);
+    snprintf(path, sizeof path, "%s/%s", root, name);
     fclose(fopen(path, "we"));
 }
 
 static bool is_there(const char *name)
 {
     char path[160];
-    snprintf(path, sizeof(path), "%s/%s", root, name);
+    snprintf(path, sizeof path, "%s/%s", root, name);
     return access(path, F_OK) == 0;
 }
 
@@ -1015,7 +1014,7 @@ static void a_sweep_leaves_what_may_be_alive_or_not_ours(void **state)
     uint64_t removed;
     char path[160];
     make_leftovers();
-    snprintf(path, sizeof(path), "%s/.other.fanin-lock", root);
+    snprintf(path, sizeof path, "%s/.other.fanin-lock", root);
     int held = open(path, O_RDWR | O_CLOEXEC);
     assert_int_equal(flock(held, LOCK_EX), 0);
     assert_int_equal(fanin_sweep_adapter_directory(root, &removed, &error), FANIN_OK);

@@ -33,11 +33,11 @@ static void header_is_that_of_the_reference_writer(void **state)
     safetensors_layout layout;
     fanin_error error = FANIN_ERROR_INIT;
     assert_int_equal(safetensors_lay_out(items, 4, offsets, &layout, &error), FANIN_OK);
-    uint64_t padded = (sizeof(json) - 1 + 7) / 8 * 8;
+    uint64_t padded = (sizeof json - 1 + 7) / 8 * 8;
     assert_int_equal(layout.header_size, 8 + padded);
     assert_int_equal(layout.header[0] | layout.header[1] << 8, padded);
-    assert_memory_equal(layout.header + 8, json, sizeof(json) - 1);
-    for (uint64_t i = 8 + sizeof(json) - 1; i < layout.header_size; i++)
+    assert_memory_equal(layout.header + 8, json, sizeof json - 1);
+    for (uint64_t i = 8 + sizeof json - 1; i < layout.header_size; i++)
         assert_int_equal(layout.header[i], ' ');
     assert_int_equal(offsets[0], layout.header_size + 16);
     assert_int_equal(offsets[1], layout.header_size);
@@ -58,7 +58,7 @@ static void names_are_escaped_as_serde_does(void **state)
     safetensors_layout layout;
     assert_int_equal(safetensors_lay_out(&item, 1, &offset, &layout, NULL), FANIN_OK);
     assert_non_null(
-        memmem(layout.header, layout.header_size, wanted, sizeof(wanted) - 1));
+        memmem(layout.header, layout.header_size, wanted, sizeof wanted - 1));
     free(layout.header);
 }
 
@@ -66,7 +66,7 @@ static void bad_names_are_refused(void **state)
 {
     static const char *const names[] = {"__metadata__", "a\xff", "\xc0\x80",
                                         "\xed\xa0\x80"};
-    for (size_t i = 0; i < sizeof(names) / sizeof(names[0]); i++) {
+    for (size_t i = 0; i < sizeof(names) / sizeof names[0]; i++) {
         const safetensors_item item = {names[i], FANIN_DTYPE_U8, 1, shape_4, 4};
         uint64_t offset;
         safetensors_layout layout;
@@ -126,7 +126,7 @@ static void good_headers_are_read(void **state)
          "\"dtype\":\"BF16\"}}",
          4, 1},
     };
-    for (size_t i = 0; i < sizeof(cases) / sizeof(cases[0]); i++) {
+    for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
         fanin_safetensors *file = NULL;
         fanin_error error = FANIN_ERROR_INIT;
         if (parse(cases[i].json, cases[i].data, &file, &error) != FANIN_OK)
@@ -225,7 +225,7 @@ static void bad_headers_are_refused(void **state)
         {"{\"a\":[[[[[[[[[[]]]]]]]]]]}", "more than tensors", 0},
         {"{\"a\":{\"b\":{\"c\":{\"d\":{}}}}}", "more than tensors", 0},
     };
-    for (size_t i = 0; i < sizeof(cases) / sizeof(cases[0]); i++) {
+    for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
         fanin_safetensors *file = NULL;
         fanin_error error = FANIN_ERROR_INIT;
         fanin_status status = parse(cases[i].json, cases[i].data, &file, &error);
@@ -240,15 +240,15 @@ static void bad_headers_are_refused(void **state)
 static void nul_bytes_are_refused(void **state)
 {
     static const char json[] = "{" U8_AT("a", "0", "1") "," U8_AT("b", "1", "2") "}";
-    for (size_t i = 1; i <= sizeof(json) - 1; i++) {
-        char with[sizeof(json)];
+    for (size_t i = 1; i <= sizeof json - 1; i++) {
+        char with[sizeof json];
         memcpy(with, json, i);
         with[i] = '\0';
-        memcpy(with + i + 1, json + i, sizeof(json) - 1 - i);
+        memcpy(with + i + 1, json + i, sizeof json - 1 - i);
         fanin_safetensors *file = NULL;
         fanin_error error = FANIN_ERROR_INIT;
         assert_int_equal(
-            safetensors_parse(with, sizeof(json), 8 + sizeof(json) + 2, &file, &error),
+            safetensors_parse(with, sizeof json, 8 + sizeof json + 2, &file, &error),
             FANIN_ERR_MISMATCH);
         assert_non_null(strstr(error.message, "NUL"));
         assert_null(file);
@@ -261,12 +261,12 @@ static void errors_tell_where(void **state)
     fanin_error error = FANIN_ERROR_INIT;
     static const char json[] = "{" U8_AT("a", "0", "1") ",  \"b\" 5}";
     char where[32];
-    snprintf(where, sizeof(where), "at byte %zu", strlen(json) - 2);
+    snprintf(where, sizeof where, "at byte %zu", strlen(json) - 2);
     assert_int_equal(parse(json, 1, &file, &error), FANIN_ERR_MISMATCH);
     assert_non_null(strstr(error.message, where));
     /* in a member: counted from the header's first byte too */
     static const char member[] = "{" U8_AT("a", "0", "1") ",\"b\":{x}}";
-    snprintf(where, sizeof(where), "at byte %zu", strlen(member) - 2);
+    snprintf(where, sizeof where, "at byte %zu", strlen(member) - 2);
     assert_int_equal(parse(member, 1, &file, &error), FANIN_ERR_MISMATCH);
     assert_non_null(strstr(error.message, where));
     assert_int_equal(
@@ -339,7 +339,7 @@ static void what_is_written_is_read(void **state)
     for (size_t i = 0; i < 3; i++) {
         int64_t index = fanin_safetensors_find(file, items[i].name);
         assert_true(index >= 0);
-        fanin_safetensors_entry entry = {.struct_size = sizeof(entry)};
+        fanin_safetensors_entry entry = {.struct_size = sizeof entry};
         assert_true(fanin_safetensors_get(file, (size_t)index, &entry));
         assert_string_equal(entry.name, items[i].name);
         assert_int_equal(entry.dtype, items[i].dtype);
@@ -347,7 +347,7 @@ static void what_is_written_is_read(void **state)
         assert_int_equal(entry.offset, offsets[i]);
         assert_int_equal(entry.bytes, items[i].bytes);
     }
-    fanin_safetensors_entry entry = {.struct_size = sizeof(entry)};
+    fanin_safetensors_entry entry = {.struct_size = sizeof entry};
     assert_false(fanin_safetensors_get(file, 3, &entry));
     assert_int_equal(fanin_safetensors_find(file, "z"), -1);
     const fanin_pair *pairs;
@@ -363,7 +363,7 @@ static void a_short_entry_gets_what_fits(void **state)
     fanin_safetensors *file = NULL;
     assert_int_equal(parse("{" U8_AT("a", "0", "1") "}", 1, &file, NULL), FANIN_OK);
     fanin_safetensors_entry entry;
-    memset(&entry, 0x5a, sizeof(entry));
+    memset(&entry, 0x5a, sizeof entry);
     entry.struct_size = offsetof(fanin_safetensors_entry, n_dims);
     assert_true(fanin_safetensors_get(file, 0, &entry));
     assert_string_equal(entry.name, "a");
@@ -387,16 +387,16 @@ static void files_are_opened(void **state)
 {
     char path[64];
     static const char json[] = "{" U8_AT("a", "0", "1") "}   ";
-    char content[128] = {(char)(sizeof(json) - 1)};
-    memcpy(content + 8, json, sizeof(json) - 1);
-    size_t size = 8 + sizeof(json) - 1 + 1;
+    char content[128] = {(char)(sizeof json - 1)};
+    memcpy(content + 8, json, sizeof json - 1);
+    size_t size = 8 + sizeof json - 1 + 1;
     content[size - 1] = 'Z';
     write_temporary(path, content, size);
     fanin_safetensors *file = NULL;
     fanin_error error = FANIN_ERROR_INIT;
     if (fanin_safetensors_open(path, &file, &error))
         fail_msg("%s", error.message);
-    fanin_safetensors_entry entry = {.struct_size = sizeof(entry)};
+    fanin_safetensors_entry entry = {.struct_size = sizeof entry};
     assert_true(fanin_safetensors_get(file, 0, &entry));
     char byte;
     assert_int_equal(

@@ -136,7 +136,7 @@ static void making_can_be_ended_at_any_time(void **state)
 static void what_was_retired_goes(void **state)
 {
     char path[100];
-    snprintf(path, sizeof(path), "%s/old", root);
+    snprintf(path, sizeof path, "%s/old", root);
     file_memory old = {.file = open(path, O_RDWR | O_CREAT | O_CLOEXEC, 0600),
                        .size = 8192};
     assert_int_equal(ftruncate(old.file, 8192), 0);
@@ -204,7 +204,7 @@ static made make_adapter(const char *name, fanin_dtype dtype, spare_file **spare
     fanin_error error = FANIN_ERROR_INIT;
     adapter_identity identity = {
         .publication = "lora:0", .step = 3, .dtype = dtype, .key_table = {{1}}};
-    snprintf(path, sizeof(path), "%s/%s", root, name);
+    snprintf(path, sizeof path, "%s/%s", root, name);
     assert_ok(
         adapter_open(path, deadline_in_ms(20000), NULL, NULL, &nobody, &a, &error),
         error);
@@ -238,7 +238,7 @@ static void adapters_take_the_spare(void **state)
         skip();
     for (int i = 0; i < 3; i++) {
         char name[20];
-        snprintf(name, sizeof(name), "next%d", i);
+        snprintf(name, sizeof name, "next%d", i);
         uint64_t inode = spare_inode();
         made next = make_adapter(name, 0, &spare);
         assert_int_equal(next.inode, inode);
@@ -268,7 +268,7 @@ static void another_dtype_is_another_content(void **state)
     uint64_t data = entries[0].bytes + entries[1].bytes;
     assert_true(whole.size - half.size >= data / 2 - 64 &&
                 whole.size - half.size <= data / 2 + 64);
-    snprintf(path, sizeof(path), "%s/half", root);
+    snprintf(path, sizeof path, "%s/half", root);
     adapter_identity identity = {
         .publication = "lora:0", .step = 3, .key_table = {{1}}};
     assert_ok(

@@ -41,7 +41,7 @@ static int by_base(const void *a, const void *b)
 
 static int setup(void **state)
 {
-    bench *b = calloc(1, sizeof(*b));
+    bench *b = calloc(1, sizeof *b);
     fanin_error error = FANIN_ERROR_INIT;
     logger nobody = {0};
     assert_non_null(b);
@@ -68,7 +68,7 @@ static int setup(void **state)
     fake_cuda_counts counts;
     fake_cuda_count(&counts);
     b->streams = counts.streams;
-    qsort(b->ranges, DEVICES, sizeof(*b->ranges), by_base);
+    qsort(b->ranges, DEVICES, sizeof *b->ranges, by_base);
     *state = b;
     return 0;
 }
@@ -493,7 +493,7 @@ static void calls_that_fail(void **state)
     static const char *const functions[] = {"cuLaunchKernel", "cuLaunchHostFunc",
                                             "cuStreamAddCallback"};
     uint64_t tried = 0;
-    for (size_t i = 0; i < sizeof(functions) / sizeof(*functions); i++) {
+    for (size_t i = 0; i < sizeof functions / sizeof *functions; i++) {
         uint64_t calls = fake_cuda_calls(functions[i]);
         open_sink(b, NULL);
         b->done = b->failed = 0;
@@ -542,7 +542,7 @@ static void host_memory_needs_no_sink(void **state)
     bench *b = *state;
     fanin_error error = FANIN_ERROR_INIT;
     uint8_t bytes[10];
-    memory_range host = {bytes, sizeof(bytes), -1};
+    memory_range host = {bytes, sizeof bytes, -1};
     assert_int_equal(device_sink_create(b->g, &host, 1, NULL, &b->sink, &error),
                      FANIN_OK);
     assert_null(b->sink);

@@ -127,7 +127,7 @@ static void export_region(gpu *g, const world_rank *r, uint32_t rank, int region
         gpu_export(g, &range, out->handle, &error) ||
         gpu_device_get(g, device, &info, &error))
         _exit(4);
-    memcpy(out->uuid, info.uuid, sizeof(out->uuid));
+    memcpy(out->uuid, info.uuid, sizeof out->uuid);
     gpu_stream_destroy(&stream);
 }
 
@@ -153,7 +153,7 @@ static int be_exporter(char **arguments)
             export_region(g, &w->ranks[i], i, k % WORLD_REGIONS, k >= WORLD_REGIONS,
                           &keys[n++]);
     }
-    if (write(out, keys, n * sizeof(*keys)) != (ssize_t)(n * sizeof(*keys)))
+    if (write(out, keys, n * sizeof *keys) != (ssize_t)(n * sizeof *keys))
         return 5;
     char end;
     (void)!read(until, &end, 1);
@@ -168,9 +168,9 @@ static void start_exporter(bench *b)
     assert_int_equal(pipe(until), 0);
     assert_int_equal(fcntl(until[1], F_SETFD, FD_CLOEXEC), 0);
     snprintf(ranks, sizeof(ranks), "%u", b->ranks);
-    snprintf(dim, sizeof(dim), "%u", b->dim);
-    snprintf(out, sizeof(out), "%d", keys[1]);
-    snprintf(end, sizeof(end), "%d", until[0]);
+    snprintf(dim, sizeof dim, "%u", b->dim);
+    snprintf(out, sizeof out, "%d", keys[1]);
+    snprintf(end, sizeof end, "%d", until[0]);
     b->child = fork();
     assert_true(b->child >= 0);
     if (b->child == 0) {
@@ -209,10 +209,10 @@ static void map_for(bench *b, uint32_t rank, int device)
     static const uint8_t life[16] = {1};
     fanin_error error = FANIN_ERROR_INIT;
     ipc_regions *s = &b->shards[rank];
-    s->views = realloc(s->views, (s->n_views + 1) * sizeof(*s->views));
+    s->views = realloc(s->views, (s->n_views + 1) * sizeof *s->views);
     ipc_view *v = &s->views[s->n_views++];
     v->device = device;
-    v->mappings = calloc(2 * WORLD_REGIONS, sizeof(*v->mappings));
+    v->mappings = calloc(2 * WORLD_REGIONS, sizeof *v->mappings);
     for (uint32_t k = 0; k < 2 * WORLD_REGIONS; k++)
         assert_ok(ipc_map_open(b->client->devices->map, device, life, &s->keys[k],
                                &v->mappings[k], &error),
@@ -239,7 +239,7 @@ static void open_bench(bench *b)
     fanin_error error = FANIN_ERROR_INIT;
     fanin_client_config config;
     start_exporter(b);
-    fanin_client_config_init(&config, sizeof(config));
+    fanin_client_config_init(&config, sizeof config);
     config.no_ucx = true;
     assert_ok(fanin_client_create(&config, &b->client, &error), error);
     if (!client_gpu(b->client))

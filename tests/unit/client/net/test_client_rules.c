@@ -39,8 +39,8 @@ static void start_rank(pair *p, uint32_t rank, uint16_t port)
 {
     fanin_error error = FANIN_ERROR_INIT;
     fanin_server_config config;
-    fanin_server_config_init(&config, sizeof(config));
-    memset(config.world_id, p->world, sizeof(config.world_id));
+    fanin_server_config_init(&config, sizeof config);
+    memset(config.world_id, p->world, sizeof config.world_id);
     config.rank = rank;
     config.world_size = 2;
     config.base_port = port ? (uint16_t)(port - rank) : 0;
@@ -57,7 +57,7 @@ static void start_rank(pair *p, uint32_t rank, uint16_t port)
                           .n_boxes = 1};
     assert_ok(fanin_server_put(p->servers[rank], "lora:0", &shard, 1, false, &error),
               error);
-    snprintf(p->addresses[rank], sizeof(p->addresses[rank]), "127.0.0.1:%u",
+    snprintf(p->addresses[rank], sizeof p->addresses[rank], "127.0.0.1:%u",
              (unsigned)fanin_server_port(p->servers[rank]));
 }
 
@@ -92,7 +92,7 @@ static void restart(pair *p, uint32_t rank)
 static bool is_connection_at(int fd, uint16_t port)
 {
     struct sockaddr_in here = {0}, there;
-    socklen_t size = sizeof(here), other = sizeof(there);
+    socklen_t size = sizeof here, other = sizeof there;
     return getsockname(fd, (struct sockaddr *)&here, &size) == 0 &&
            here.sin_family == AF_INET && ntohs(here.sin_port) == port &&
            getpeername(fd, (struct sockaddr *)&there, &other) == 0;
@@ -139,7 +139,7 @@ static fanin_client *make_client(fanin_path path)
 {
     fanin_error error = FANIN_ERROR_INIT;
     fanin_client_config config;
-    fanin_client_config_init(&config, sizeof(config));
+    fanin_client_config_init(&config, sizeof config);
     config.path = path;
     config.lost_ms = LOST_MS;
     config.no_unix = path == FANIN_PATH_STREAM;
@@ -163,7 +163,7 @@ static fanin_status pull(fanin_client *client, uint8_t value,
     uint8_t *bytes = malloc(2 * HALF);
     assert_non_null(bytes);
     fanin_box box = {.extent = {2 * HALF}, .address = bytes};
-    fanin_tensor wanted = {.struct_size = sizeof(wanted),
+    fanin_tensor wanted = {.struct_size = sizeof wanted,
                            .name = "t",
                            .dtype = FANIN_DTYPE_U8,
                            .n_dims = 1,
@@ -171,7 +171,7 @@ static fanin_status pull(fanin_client *client, uint8_t value,
                            .boxes = &box,
                            .n_boxes = 1};
     fanin_pull_options options;
-    fanin_pull_options_init(&options, sizeof(options));
+    fanin_pull_options_init(&options, sizeof options);
     options.publication = "lora:0";
     options.rule = FANIN_STEP_EXACT;
     options.step = 1;

@@ -50,10 +50,10 @@ static void names_become_those_on_disk(void **state)
         {"", "", PEFT_OTHER},
         {"..", "..", PEFT_OTHER},
     };
-    for (size_t i = 0; i < sizeof(cases) / sizeof(cases[0]); i++) {
+    for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
         char wanted[PEFT_NAME_SIZE], prefixed[PEFT_NAME_SIZE], buffer[PEFT_NAME_SIZE];
-        snprintf(wanted, sizeof(wanted), PEFT_PREFIX "%s", cases[i].to);
-        snprintf(prefixed, sizeof(prefixed), PEFT_PREFIX "%s", cases[i].from);
+        snprintf(wanted, sizeof wanted, PEFT_PREFIX "%s", cases[i].to);
+        snprintf(prefixed, sizeof prefixed, PEFT_PREFIX "%s", cases[i].from);
         const char *given[] = {cases[i].from, prefixed};
         for (size_t k = 0; k < 2; k++) {
             peft_name name = peft_name_on_disk(given[k], buffer);
@@ -88,7 +88,7 @@ static void suffixes_do_not_begin_with_numbers(void **state)
         {"0.1", "0.1"},
         {"a.4bit", "a.4bit"},
     };
-    for (size_t i = 0; i < sizeof(cases) / sizeof(cases[0]); i++) {
+    for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
         size_t size;
         const char *suffix = peft_suffix(cases[i][0], strlen(cases[i][0]), &size);
         assert_int_equal(size, strlen(cases[i][1]));
@@ -179,7 +179,7 @@ static void patterns_match_as_in_peft(void **state)
         {"q$", "q\n", PATTERN_YES, PATTERN_NO},
         {".", "\n", PATTERN_NO, PATTERN_NO},
     };
-    for (size_t i = 0; i < sizeof(cases) / sizeof(cases[0]); i++) {
+    for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
         pattern_result key = match(cases[i].pattern, PATTERN_KEY, cases[i].text);
         pattern_result whole = match(cases[i].pattern, PATTERN_WHOLE, cases[i].text);
         if (key != cases[i].key || whole != cases[i].whole)
@@ -199,7 +199,7 @@ static void what_python_reads_otherwise_is_unknown(void **state)
         "(*ACCEPT)",   "(*UTF)q", "q(?i)",   "(a)(?(1)b|c)", "\\012",   "\\u0071",
         "(?C1)q",      "\\C",     "(?P>n)",  "\\",           "(?-i)q",  "\\10",
     };
-    for (size_t i = 0; i < sizeof(patterns) / sizeof(patterns[0]); i++) {
+    for (size_t i = 0; i < sizeof patterns / sizeof patterns[0]; i++) {
         if (match(patterns[i], PATTERN_WHOLE, "q") != PATTERN_UNKNOWN)
             fail_msg("'%s' was evaluated", patterns[i]);
     }
@@ -216,7 +216,7 @@ static void what_is_no_expression_is_invalid(void **state)
     static const char *const patterns[] = {
         "(q",  "q)",     "[q",    "*q",    "a**", "(?P<n>a)(?P<n>b)",
         "\\1", "a{3,2}", "[b-a]", "(?P=n)"};
-    for (size_t i = 0; i < sizeof(patterns) / sizeof(patterns[0]); i++) {
+    for (size_t i = 0; i < sizeof patterns / sizeof patterns[0]; i++) {
         if (match(patterns[i], PATTERN_WHOLE, "q") != PATTERN_INVALID)
             fail_msg("'%s' was taken", patterns[i]);
     }
@@ -230,7 +230,7 @@ static void hostile_patterns_end(void **state)
     char text[401];
     memset(text, 'a', sizeof(text) - 1);
     text[400] = '\0';
-    for (size_t i = 0; i < sizeof(patterns) / sizeof(patterns[0]); i++) {
+    for (size_t i = 0; i < sizeof patterns / sizeof patterns[0]; i++) {
         pattern_result result = match(patterns[i], PATTERN_KEY, text);
         if (result != PATTERN_LIMIT && result != PATTERN_NO)
             fail_msg("'%s': %d", patterns[i], result);
@@ -299,7 +299,7 @@ static void add(fixture *f, const char *name, uint64_t rows, uint64_t columns)
 {
     uint32_t i = f->table.count++;
     assert_true(i < TENSORS);
-    snprintf(f->names[i], sizeof(f->names[i]), "%s", name);
+    snprintf(f->names[i], sizeof f->names[i], "%s", name);
     f->entries[i] = (key_entry){.name = f->names[i],
                                 .dtype = FANIN_DTYPE_BF16,
                                 .n_dims = columns ? 2 : 1,
@@ -312,9 +312,9 @@ static void add_layer(fixture *f, const char *module, uint64_t r, uint64_t in,
                       uint64_t out)
 {
     char name[256];
-    snprintf(name, sizeof(name), PEFT_PREFIX "%s.lora_A.weight", module);
+    snprintf(name, sizeof name, PEFT_PREFIX "%s.lora_A.weight", module);
     add(f, name, r, in);
-    snprintf(name, sizeof(name), PEFT_PREFIX "%s.lora_B.weight", module);
+    snprintf(name, sizeof name, PEFT_PREFIX "%s.lora_B.weight", module);
     add(f, name, out, r);
 }
 
@@ -341,7 +341,7 @@ static char dropped[256];
 
 static fanin_status try_make(fixture *f, json_t **out, fanin_error *error)
 {
-    qsort(f->entries, f->table.count, sizeof(f->entries[0]), compare_entries);
+    qsort(f->entries, f->table.count, sizeof f->entries[0], compare_entries);
     peft_names names;
     *error = (fanin_error)FANIN_ERROR_INIT;
     fanin_status status = peft_names_make(&f->table, "lora:7", &names, error);
@@ -356,7 +356,7 @@ static fanin_status try_make(fixture *f, json_t **out, fanin_error *error)
         *out = json_loads(made.text, JSON_REJECT_DUPLICATES, NULL);
         assert_non_null(*out);
     }
-    snprintf(dropped, sizeof(dropped), "%s", made.dropped ? made.dropped : "");
+    snprintf(dropped, sizeof dropped, "%s", made.dropped ? made.dropped : "");
     peft_config_free(&made);
     return status;
 }
@@ -458,14 +458,14 @@ static void long_lists_are_not_looked_through_in_vain(void **state)
         for (int n = 0; n < 2000; n++) {
             char item[32];
             /* No pattern that Python and PCRE2 read alike. */
-            snprintf(item, sizeof(item), i == 1 ? ",\"(?<=%d)x\":8" : ",\"x%d\"", n);
+            snprintf(item, sizeof item, i == 1 ? ",\"(?<=%d)x\":8" : ",\"x%d\"", n);
             buffer_append(&text, item, strlen(item));
         }
         buffer_append(&text, tails[i], strlen(tails[i]) + 1);
         pair(&f, "peft_config", (const char *)text.data);
         for (int n = 0; n < 8; n++) {
             char name[32];
-            snprintf(name, sizeof(name), "m.%d.y", n);
+            snprintf(name, sizeof name, "m.%d.y", n);
             add_layer(&f, name, 8, 16, 16);
         }
         stop = &over;
@@ -513,11 +513,11 @@ static void differing_ranks_become_a_pattern(void **state)
     usual_pairs(&f);
     for (int layer = 0; layer < 3; layer++) {
         char module[64];
-        snprintf(module, sizeof(module), "model.layers.%d.q_proj", layer);
+        snprintf(module, sizeof module, "model.layers.%d.q_proj", layer);
         add_layer(&f, module, layer == 1 ? 4 : 8, 64, 64);
-        snprintf(module, sizeof(module), "model.layers.%d.k_proj", layer);
+        snprintf(module, sizeof module, "model.layers.%d.k_proj", layer);
         add_layer(&f, module, 8, 64, 64);
-        snprintf(module, sizeof(module), "model.layers.%d.o_proj", layer);
+        snprintf(module, sizeof module, "model.layers.%d.o_proj", layer);
         add_layer(&f, module, 16, 64, 64);
     }
     json_t *config = make(&f);
@@ -669,7 +669,7 @@ static void add_fused(fixture *f, const char *module, uint64_t r_gate_up,
                       uint64_t r_down)
 {
     char inner[128];
-    snprintf(inner, sizeof(inner), "%s.base_layer", module);
+    snprintf(inner, sizeof inner, "%s.base_layer", module);
     add_layer(f, inner, r_gate_up * 4, 32, 32);
     add_layer(f, module, r_down * 4, 16, 32);
 }
@@ -797,7 +797,7 @@ static void fields_that_load_code_are_dropped(void **state)
         {"\"of_the_future\": null", "null", ""},
         {"\"layer_replication\": [[0, 4], [2, 5]]", "[[0, 4], [2, 5]]", ""},
     };
-    for (size_t i = 0; i < sizeof(cases) / sizeof(cases[0]); i++) {
+    for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
         char text[512], name[64];
         fixture f = {0};
         snprintf(text, sizeof(text),
@@ -807,7 +807,7 @@ static void fields_that_load_code_are_dropped(void **state)
         json_t *config = make(&f);
         if (strcmp(dropped, cases[i].dropped) != 0)
             fail_msg("%s: dropped '%s'", cases[i].field, dropped);
-        snprintf(name, sizeof(name), "%.*s", (int)strcspn(cases[i].field + 1, "\""),
+        snprintf(name, sizeof name, "%.*s", (int)strcspn(cases[i].field + 1, "\""),
                  cases[i].field + 1);
         if (cases[i].kept)
             assert_field(config, name, cases[i].kept);
@@ -840,7 +840,7 @@ static void fields_of_another_shape_are_refused(void **state)
         "\"trainable_token_indices\": {\"embed\": {\"x\": 2}}",
         "\"base_model_name_or_path\": {\"x\": 2}",
     };
-    for (size_t i = 0; i < sizeof(fields) / sizeof(fields[0]); i++) {
+    for (size_t i = 0; i < sizeof fields / sizeof fields[0]; i++) {
         char text[512], why[64];
         fixture f = {0};
         snprintf(
@@ -849,7 +849,7 @@ static void fields_of_another_shape_are_refused(void **state)
             fields[i], i < 7 ? ", \"base_model_name_or_path\": \"m\"" : "");
         pair(&f, "peft_config", text);
         add_layer(&f, "m.q", 8, 16, 16);
-        snprintf(why, sizeof(why), "%.*s", (int)strcspn(fields[i] + 1, "\""),
+        snprintf(why, sizeof why, "%.*s", (int)strcspn(fields[i] + 1, "\""),
                  fields[i] + 1);
         if (i == 7) /* asked for before */
             strcpy(why, "do not name the base model");
@@ -942,7 +942,7 @@ static void a_given_configuration_must_fit(void **state)
         {CONFIG("\"r\": 8, \"lora_bias\": true"), "lora_bias is set", "m."},
         {CONFIG("\"r\": 8, \"modules_to_save\": [\"lm_head\"]"), "no tensor", ""},
     };
-    for (size_t i = 0; i < sizeof(cases) / sizeof(cases[0]); i++) {
+    for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
         fixture f = {0};
         pair(&f, "peft_config", cases[i].config);
         add_layer(&f, "m.q", 8, 16, 16);
@@ -962,7 +962,7 @@ static void what_cannot_be_proven_is_believed(void **state)
         CONFIG("\"r\": 4, \"rank_pattern\": {\"(?x: q)\": 8, \"k\": 8}"),
         CONFIG("\"r\": 4, \"rank_pattern\": {\"q\": 8, \"m.k\": 8}"),
     };
-    for (size_t i = 0; i < sizeof(configs) / sizeof(configs[0]); i++) {
+    for (size_t i = 0; i < sizeof configs / sizeof configs[0]; i++) {
         fixture f = {0};
         pair(&f, "peft_config", configs[i]);
         add_layer(&f, "m.q", 8, 16, 16);
@@ -992,7 +992,7 @@ static void given_fused_experts_are_checked(void **state)
                 "[\"other.gate_up_proj\"]"),
          "do not name it"},
     };
-    for (size_t i = 0; i < sizeof(cases) / sizeof(cases[0]); i++) {
+    for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
         fixture f = {0};
         pair(&f, "peft_config", cases[i].config);
         add_layer(&f, "model.layers.0.self_attn.q_proj", 4, 32, 32);

@@ -65,7 +65,7 @@ static held_part random_part(scene *s, random_source *r, uint64_t index)
 static scene *make_scene(int device)
 {
     random_source r = {7};
-    scene *s = calloc(1, sizeof(*s));
+    scene *s = calloc(1, sizeof *s);
     s->memory =
         device < 0 ? malloc(SIZE) : fake_cuda_alloc(device, SIZE, FAKE_CUDA_MALLOC);
     s->bytes = device < 0 ? s->memory : fake_cuda_alias(s->memory);

@@ -34,7 +34,7 @@ static void seal(sealed_body *b)
     memcpy(all, b->header, FRAME_SIZE);
     for (uint32_t i = 0; i < b->n_pieces; n += b->pieces[i++].length)
         memcpy(all + n, b->base + b->pieces[i].to, b->pieces[i].length);
-    assert_int_equal(n, sizeof(all));
+    assert_int_equal(n, sizeof all);
     seal_encode(checksum_of(all, n), b->seal);
 }
 
@@ -59,7 +59,7 @@ static seal_checks *start(loop *l)
     fanin_error error = FANIN_ERROR_INIT;
     if (usable_cpus() < 2)
         skip();
-    for (size_t i = 0; i < sizeof(memory); i++)
+    for (size_t i = 0; i < sizeof memory; i++)
         memory[i] = (uint8_t)(i * 31 + i / 256);
     assert_ok(loop_init(l, &error), error);
     seal_checks *c = seal_checks_create(l);

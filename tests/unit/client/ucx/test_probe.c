@@ -137,7 +137,7 @@ static void keys_are_read_until_the_deadline(void **state)
     fixture f;
     fanin_error error = FANIN_ERROR_INIT;
     fanin_pull_options options;
-    fanin_pull_options_init(&options, sizeof(options));
+    fanin_pull_options_init(&options, sizeof options);
     options.publication = "lora:0";
     options.timeout_ms = 60000;
     if (!has_cma())

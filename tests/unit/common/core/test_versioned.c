@@ -27,32 +27,32 @@ typedef struct new_struct {
 
 static void older_and_newer_callers_read_and_write(void **state)
 {
-    old_struct o = {sizeof(o), 5};
+    old_struct o = {sizeof o, 5};
     new_struct n = {.first = 1, .second = 2, .third = 3};
-    assert_true(versioned_read(&n, sizeof(n), &o, sizeof(o)));
-    assert_int_equal(n.struct_size, sizeof(n));
+    assert_true(versioned_read(&n, sizeof n, &o, sizeof o));
+    assert_int_equal(n.struct_size, sizeof n);
     assert_int_equal(n.first, 5);
     assert_int_equal(n.third, 3); /* a default */
-    assert_false(versioned_read(&n, sizeof(n), &o, sizeof(o) + 1));
-    assert_false(versioned_read(&n, sizeof(n), NULL, 0));
-    n = (new_struct){sizeof(n), 7, 8, 9};
+    assert_false(versioned_read(&n, sizeof n, &o, sizeof o + 1));
+    assert_false(versioned_read(&n, sizeof n, NULL, 0));
+    n = (new_struct){sizeof n, 7, 8, 9};
     assert_true(
-        versioned_read(&o, sizeof(o), &n, 0)); /* this library is the older one */
-    assert_int_equal(o.struct_size, sizeof(o));
+        versioned_read(&o, sizeof o, &n, 0)); /* this library is the older one */
+    assert_int_equal(o.struct_size, sizeof o);
     assert_int_equal(o.first, 7);
     versioned_write(&n, &(old_struct){.first = 4}, sizeof(old_struct));
-    assert_int_equal(n.struct_size, sizeof(n));
+    assert_int_equal(n.struct_size, sizeof n);
     assert_int_equal(n.first, 4);
     assert_int_equal(n.third, 9);
-    new_struct many[2] = {{sizeof(*many), 1, 2, 3}, {sizeof(*many), 4, 5, 6}};
-    versioned_element(&o, sizeof(o), many, 1);
+    new_struct many[2] = {{sizeof *many, 1, 2, 3}, {sizeof *many, 4, 5, 6}};
+    versioned_element(&o, sizeof o, many, 1);
     assert_int_equal(o.first, 4);
-    versioned_init(&n, sizeof(n), &(old_struct){.first = 6}, sizeof(old_struct));
-    assert_int_equal(n.struct_size, sizeof(n));
+    versioned_init(&n, sizeof n, &(old_struct){.first = 6}, sizeof(old_struct));
+    assert_int_equal(n.struct_size, sizeof n);
     assert_int_equal(n.first, 6);
     assert_int_equal(n.third, 0);
     o.struct_size = 1;
-    versioned_write(&o, &n, sizeof(n));
+    versioned_write(&o, &n, sizeof n);
     assert_int_equal(o.struct_size, 1);
 }
 
@@ -65,14 +65,14 @@ static void *as_known(const void *from, size_t known, size_t size)
     assert_non_null(s);
     memset(s, UNSET, size);
     memcpy(s, from, size < known ? size : known);
-    memcpy(s, &size, sizeof(size));
+    memcpy(s, &size, sizeof size);
     return s;
 }
 
 static fanin_status create_server(const fanin_server_config *from, size_t size,
                                   fanin_server **out)
 {
-    void *config = as_known(from, sizeof(*from), size);
+    void *config = as_known(from, sizeof *from, size);
     fanin_status status = fanin_server_create(config, out, NULL);
     free(config);
     return status;
@@ -90,10 +90,10 @@ static void server_configurations(void **state)
     };
     fanin_server_config config;
     fanin_server *server;
-    fanin_server_config_init(&config, sizeof(config));
-    memset(config.world_id, 3, sizeof(config.world_id));
+    fanin_server_config_init(&config, sizeof config);
+    memset(config.world_id, 3, sizeof config.world_id);
     config.flags = FANIN_SERVER_NO_UCX;
-    for (size_t i = 0; i < sizeof(sizes) / sizeof(*sizes); i++) {
+    for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++) {
         assert_int_equal(create_server(&config, sizes[i], &server), FANIN_OK);
         fanin_server_destroy(&server, 0);
     }
@@ -108,8 +108,8 @@ static fanin_server *start_server(void)
 {
     fanin_server_config config;
     fanin_server *server;
-    fanin_server_config_init(&config, sizeof(config));
-    memset(config.world_id, 3, sizeof(config.world_id));
+    fanin_server_config_init(&config, sizeof config);
+    memset(config.world_id, 3, sizeof config.world_id);
     config.flags = FANIN_SERVER_NO_UCX;
     assert_int_equal(fanin_server_create(&config, &server, NULL), FANIN_OK);
     return server;
@@ -131,7 +131,7 @@ static uint8_t *two_tensors(fanin_box boxes[2], float *memory)
                           .shape = {10},
                           .boxes = &boxes[i],
                           .n_boxes = 1};
-        memcpy(array + i * step, &t, sizeof(t));
+        memcpy(array + i * step, &t, sizeof t);
     }
     return array;
 }
@@ -140,14 +140,14 @@ static void commit(fanin_server *server)
 {
     static const size_t sizes[] = {sizeof(size_t), sizeof(fanin_commit_options),
                                    sizeof(fanin_commit_options) + MORE};
-    for (size_t i = 0; i < sizeof(sizes) / sizeof(*sizes); i++) {
+    for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++) {
         fanin_commit_options options;
-        fanin_commit_options_init(&options, sizeof(options));
-        void *given = as_known(&options, sizeof(options), sizes[i]);
+        fanin_commit_options_init(&options, sizeof options);
+        void *given = as_known(&options, sizeof options, sizes[i]);
         assert_int_equal(fanin_server_commit(server, "lora:0", i + 1, given, NULL),
                          FANIN_OK);
         free(given);
-        if (i + 1 < sizeof(sizes) / sizeof(*sizes))
+        if (i + 1 < sizeof sizes / sizeof *sizes)
             assert_int_equal(fanin_server_begin_update(server, "lora:0", NULL),
                              FANIN_OK);
     }
@@ -160,9 +160,9 @@ static fanin_client *connect_client(fanin_server *server, size_t size)
     char text[40];
     const char *address = text;
     snprintf(text, sizeof(text), "127.0.0.1:%d", fanin_server_port(server));
-    fanin_client_config_init(&config, sizeof(config));
+    fanin_client_config_init(&config, sizeof config);
     config.no_ucx = true;
-    void *given = as_known(&config, sizeof(config), size);
+    void *given = as_known(&config, sizeof config, size);
     assert_int_equal(fanin_client_create(given, &client, NULL), FANIN_OK);
     free(given);
     assert_int_equal(fanin_client_connect(client, &address, 1, 20000, NULL), FANIN_OK);
@@ -176,13 +176,13 @@ static void get_result(const fanin_result *result)
     uint8_t room[sizeof(fanin_result_info) + MORE];
     for (int longer = 0; longer < 2; longer++) {
         fanin_result_info *info = (void *)room;
-        size_t given = longer ? sizeof(room) : size;
-        memset(room, UNSET, sizeof(room));
-        memcpy(room, &given, sizeof(given));
+        size_t given = longer ? sizeof room : size;
+        memset(room, UNSET, sizeof room);
+        memcpy(room, &given, sizeof given);
         fanin_result_get(result, info);
         assert_int_equal(info->struct_size, given);
         assert_int_equal(info->step, 3);
-        for (size_t i = longer ? sizeof(*info) : size; i < sizeof(room); i++)
+        for (size_t i = longer ? sizeof *info : size; i < sizeof room; i++)
             assert_int_equal(room[i], UNSET);
     }
 }
@@ -198,7 +198,7 @@ static void puts_commits_pulls_and_results(void **state)
     assert_int_equal(fanin_server_put(server, "lora:0", (void *)given, 2, false, NULL),
                      FANIN_OK);
     size_t less = TENSOR_LEAST - 1;
-    memcpy(given, &less, sizeof(less));
+    memcpy(given, &less, sizeof less);
     assert_int_equal(fanin_server_put(server, "lora:1", (void *)given, 1, false, NULL),
                      FANIN_ERR_ARGUMENT);
     free(given);
@@ -206,15 +206,15 @@ static void puts_commits_pulls_and_results(void **state)
     for (size_t i = 0; i < 2; i++) {
         fanin_client *client = connect_client(server, sizes[i]);
         fanin_pull_options options;
-        fanin_pull_options_init(&options, sizeof(options));
+        fanin_pull_options_init(&options, sizeof options);
         options.publication = "lora:0";
-        void *how = as_known(&options, sizeof(options), sizeof(options) + i * MORE);
+        void *how = as_known(&options, sizeof options, sizeof options + i * MORE);
         uint8_t *to = two_tensors(boxes, landed);
         fanin_result *result;
-        memset(landed, 0, sizeof(landed));
+        memset(landed, 0, sizeof landed);
         assert_int_equal(fanin_client_pull(client, how, (void *)to, 2, &result, NULL),
                          FANIN_OK);
-        assert_memory_equal(landed, published, sizeof(landed));
+        assert_memory_equal(landed, published, sizeof landed);
         get_result(result);
         fanin_result_free(&result);
         free(to);
@@ -229,21 +229,21 @@ static void statistics_and_errors(void **state)
     uint8_t room[sizeof(fanin_server_stats)];
     const size_t size = sizeof(size_t) + sizeof(uint64_t);
     fanin_server *server = start_server();
-    memset(room, UNSET, sizeof(room));
-    memcpy(room, &size, sizeof(size));
+    memset(room, UNSET, sizeof room);
+    memcpy(room, &size, sizeof size);
     assert_int_equal(fanin_server_get_stats(server, (void *)room), FANIN_OK);
-    for (size_t i = size; i < sizeof(room); i++)
+    for (size_t i = size; i < sizeof room; i++)
         assert_int_equal(room[i], UNSET);
     fanin_server_destroy(&server, 0);
 
     uint8_t old[sizeof(fanin_error)];
     const size_t known = offsetof(fanin_error, phase);
     fanin_error *error = (void *)old;
-    memset(old, UNSET, sizeof(old));
-    memcpy(old, &known, sizeof(known));
+    memset(old, UNSET, sizeof old);
+    memcpy(old, &known, sizeof known);
     assert_int_equal(fanin_server_create(NULL, &server, error), FANIN_ERR_ARGUMENT);
     assert_int_equal(error->status, FANIN_ERR_ARGUMENT);
-    for (size_t i = known; i < sizeof(old); i++)
+    for (size_t i = known; i < sizeof old; i++)
         assert_int_equal(old[i], UNSET);
 }
 

@@ -46,7 +46,7 @@ typedef struct fixture {
 
 static int set_up(void **state)
 {
-    fixture *f = calloc(1, sizeof(*f));
+    fixture *f = calloc(1, sizeof *f);
     *state = f;
     if (!library)
         return 0;
@@ -266,8 +266,8 @@ static void a_callback_may_start_the_next_read(void **state)
 static bool process_has_socket(pid_t pid, uint64_t inode)
 {
     char path[64], target[64], wanted[64];
-    snprintf(path, sizeof(path), "/proc/%d/fd", (int)pid);
-    snprintf(wanted, sizeof(wanted), "socket:[%" PRIu64 "]", inode);
+    snprintf(path, sizeof path, "/proc/%d/fd", (int)pid);
+    snprintf(wanted, sizeof wanted, "socket:[%" PRIu64 "]", inode);
     DIR *directory = opendir(path);
     assert_non_null(directory);
     bool found = false;
@@ -284,7 +284,7 @@ static unsigned count_sockets(pid_t pid, const char *table)
 {
     char path[64], line[512];
     unsigned count = 0;
-    snprintf(path, sizeof(path), "/proc/%d/net/%s", (int)pid, table);
+    snprintf(path, sizeof path, "/proc/%d/net/%s", (int)pid, table);
     FILE *file = fopen(path, "re");
     if (!file)
         return 0;
@@ -382,8 +382,8 @@ static void false_addresses_are_refused(void **state)
         a[at] ^= 0x41; /* abilities, then endpoints that are not there */
         assert_false(connects(f, a, size));
     }
-    memset(a, 0xff, sizeof(a));
-    assert_false(connects(f, a, sizeof(a)));
+    memset(a, 0xff, sizeof a);
+    assert_false(connects(f, a, sizeof a));
 }
 
 static void false_keys_are_refused(void **state)
@@ -450,8 +450,8 @@ static void open_and_close_all(const ucx_child *child)
     ucx_client *client;
     ucx_endpoint *endpoint;
     assert_int_equal(ucx_server_create(library, true, NULL, &server, NULL), FANIN_OK);
-    assert_int_equal(
-        ucx_region_create(server, &word, sizeof(word), host, &region, NULL), FANIN_OK);
+    assert_int_equal(ucx_region_create(server, &word, sizeof word, host, &region, NULL),
+                     FANIN_OK);
     assert_int_equal(
         ucx_client_create(library, UCX_PATH_CMA, NULL, NULL, &client, NULL), FANIN_OK);
     assert_int_equal(ucx_endpoint_create(client, child->address, child->address_size,
@@ -466,7 +466,7 @@ static void nothing_leaks(void **state)
 {
     fixture *f = fixture_of(state);
     char child_fds[64];
-    snprintf(child_fds, sizeof(child_fds), "/proc/%d/fd", (int)f->child.pid);
+    snprintf(child_fds, sizeof child_fds, "/proc/%d/fd", (int)f->child.pid);
     open_and_close_all(&f->child);
     const unsigned fds = count_entries("/proc/self/fd");
     const unsigned threads = count_entries("/proc/self/task");
@@ -503,12 +503,11 @@ static void wrong_arguments_are_refused(void **state)
     const fanin_memory unknown = {.kind = FANIN_MEMORY_DETECT};
     assert_int_equal(ucx_endpoint_create(f->client, blob, 0, &endpoint, NULL),
                      FANIN_ERR_PROTOCOL);
-    assert_int_equal(
-        ucx_endpoint_create(f->client, blob, sizeof(blob), &endpoint, NULL),
-        FANIN_ERR_PROTOCOL);
+    assert_int_equal(ucx_endpoint_create(f->client, blob, sizeof blob, &endpoint, NULL),
+                     FANIN_ERR_PROTOCOL);
     assert_int_equal(ucx_rkey_unpack(f->endpoint, blob, 0, &rkey, NULL),
                      FANIN_ERR_PROTOCOL);
-    assert_int_equal(ucx_rkey_unpack(f->endpoint, blob, sizeof(blob), &rkey, NULL),
+    assert_int_equal(ucx_rkey_unpack(f->endpoint, blob, sizeof blob, &rkey, NULL),
                      FANIN_ERR_PROTOCOL);
     assert_int_equal(ucx_local_create(f->client, blob, 0, host, &local, NULL),
                      FANIN_ERR_ARGUMENT);

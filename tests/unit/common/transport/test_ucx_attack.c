@@ -102,12 +102,11 @@ static bool attacker_fire(attacker *a, const attack *kind, uint64_t remote, unsi
         .user_data = a,
         .memory_type = UCS_MEMORY_TYPE_HOST,
     };
-    memset(a->words, 0x5A, sizeof(a->words));
+    memset(a->words, 0x5A, sizeof a->words);
     const ucs_status_ptr_t request =
-        kind->write
-            ? put_nbx(a->ep, a->words, sizeof(a->words), remote, a->rkey, &param)
-            : library->ucp_get_nbx(a->ep, a->words, sizeof(a->words), remote, a->rkey,
-                                   &param);
+        kind->write ? put_nbx(a->ep, a->words, sizeof a->words, remote, a->rkey, &param)
+                    : library->ucp_get_nbx(a->ep, a->words, sizeof a->words, remote,
+                                           a->rkey, &param);
     a->called_back = !UCS_PTR_IS_PTR(request);
     a->status = UCS_PTR_IS_ERR(request) ? UCS_PTR_STATUS(request) : UCS_OK;
     const deadline at = deadline_in_ms(ms);
@@ -129,7 +128,7 @@ static outcome attack_child(ucx_child_kind target, const attack *kind)
 {
     outcome o = {.possible = true};
     ucx_child child;
-    attacker *a = calloc(1, sizeof(*a));
+    attacker *a = calloc(1, sizeof *a);
     assert_non_null(a);
     assert_true(ucx_child_start(&child, target));
     o.possible = attacker_open(a, kind, &child);
@@ -192,7 +191,7 @@ int main(int argc, char **argv)
     if (ucx_load(NULL, &library, &error) == FANIN_OK) {
         void *handle = dlopen(ucx_library_path(library), RTLD_NOW | RTLD_NOLOAD);
         void *symbol = handle ? dlsym(handle, "ucp_put_nbx") : NULL;
-        memcpy(&put_nbx, &symbol, sizeof(put_nbx));
+        memcpy(&put_nbx, &symbol, sizeof put_nbx);
     } else {
         print_message("skipping: %s\n", error.message);
     }

@@ -19,14 +19,14 @@ static char root[64];
 static int set_up(void **state)
 {
     /* UCX's segments are in the memory of /dev/shm. */
-    snprintf(root, sizeof(root), "/dev/shm/fanin-leftovers-XXXXXX");
+    snprintf(root, sizeof root, "/dev/shm/fanin-leftovers-XXXXXX");
     return mkdtemp(root) ? 0 : -1;
 }
 
 static char *path_of(const char *name)
 {
     static char path[128];
-    snprintf(path, sizeof(path), "%s/%s", root, name);
+    snprintf(path, sizeof path, "%s/%s", root, name);
     return path;
 }
 
@@ -72,7 +72,7 @@ static void other_files_stay(void **state)
     close(make("ucx_shm_posix_a0", 0660));
     close(make("ucx_shm_posix_a1", 0600));
     char other[128];
-    snprintf(other, sizeof(other), "%s/linked", root);
+    snprintf(other, sizeof other, "%s/linked", root);
     assert_int_equal(link(path_of("ucx_shm_posix_a1"), other), 0);
     assert_int_equal(symlink("linked", path_of("ucx_shm_posix_a2")), 0);
     assert_int_equal(mkfifo(path_of("ucx_shm_posix_a3"), 0600), 0);
@@ -81,7 +81,7 @@ static void other_files_stay(void **state)
         expect(names[i], true);
     for (int i = 0; i < 4; i++) {
         char name[32];
-        snprintf(name, sizeof(name), "ucx_shm_posix_a%d", i);
+        snprintf(name, sizeof name, "ucx_shm_posix_a%d", i);
         expect(name, true);
     }
     expect("linked", true);

@@ -109,7 +109,7 @@ static int loaded_before(void)
     CHECK(waitpid(pid, &status, 0) == pid && WIFEXITED(status));
     if (WEXITSTATUS(status) != PASSED)
         return WEXITSTATUS(status);
-    CHECK(read(pipe_fds[0], path, sizeof(path) - 1) > 0);
+    CHECK(read(pipe_fds[0], path, sizeof path - 1) > 0);
 
     setenv("UCX_MEM_EVENTS", "n", 1);
     CHECK(dlopen(path, RTLD_NOW | RTLD_LOCAL));
@@ -143,7 +143,7 @@ typedef struct surroundings {
 
 static void look_around(surroundings *s)
 {
-    memset(s, 0, sizeof(*s));
+    memset(s, 0, sizeof *s);
     FILE *stream = open_memstream(&s->environment, &s->environment_size);
     for (char **entry = environ; *entry; entry++)
         fprintf(stream, "%s\n", *entry);
@@ -151,7 +151,7 @@ static void look_around(surroundings *s)
     for (int i = 1; i < 65; i++)
         (void)sigaction(i, NULL, &s->actions[i]);
     for (size_t i = 0; i < PATCHED; i++)
-        memcpy(s->code[i], dlsym(RTLD_DEFAULT, patched[i]), sizeof(s->code[i]));
+        memcpy(s->code[i], dlsym(RTLD_DEFAULT, patched[i]), sizeof s->code[i]);
 }
 
 static bool handlers_are_equal(const surroundings *a, const surroundings *b)
@@ -168,7 +168,7 @@ static int open_both_ends(ucx *u, ucx_server **server, ucx_client **client)
     const fanin_memory host = {.kind = FANIN_MEMORY_HOST, .device = -1};
     ucx_region *region;
     CHECK(ucx_server_create(u, true, NULL, server, NULL) == FANIN_OK);
-    CHECK(ucx_region_create(*server, bytes, sizeof(bytes), host, &region, NULL) ==
+    CHECK(ucx_region_create(*server, bytes, sizeof bytes, host, &region, NULL) ==
           FANIN_OK);
     CHECK(ucx_client_create(u, UCX_PATH_CMA, NULL, NULL, client, NULL) == FANIN_OK);
     ucx_region_destroy(&region);
@@ -189,7 +189,7 @@ static int leaves_the_process_alone(void)
     CHECK(before.environment_size == after.environment_size);
     CHECK(strcmp(before.environment, after.environment) == 0);
     CHECK(handlers_are_equal(&before, &after));
-    CHECK(memcmp(before.code, after.code, sizeof(before.code)) == 0);
+    CHECK(memcmp(before.code, after.code, sizeof before.code) == 0);
     ucx_client_destroy(&client);
     ucx_server_destroy(&server);
     free(before.environment);
@@ -210,7 +210,7 @@ static int users_settings_win(void)
     look_around(&after);
     CHECK(strcmp(before.environment, after.environment) == 0);
     CHECK(!handlers_are_equal(&before, &after));
-    CHECK(memcmp(before.code, after.code, sizeof(before.code)) != 0);
+    CHECK(memcmp(before.code, after.code, sizeof before.code) != 0);
     free(before.environment);
     free(after.environment);
     return PASSED;
@@ -221,7 +221,7 @@ static uint64_t blocked_signals(const char *thread)
 {
     char path[64], line[256];
     uint64_t mask = 0;
-    snprintf(path, sizeof(path), "/proc/self/task/%.20s/status", thread);
+    snprintf(path, sizeof path, "/proc/self/task/%.20s/status", thread);
     FILE *file = fopen(path, "re");
     while (file && fgets(line, sizeof(line), file))
         (void)sscanf(line, "SigBlk: %" SCNx64, &mask);
@@ -239,7 +239,7 @@ static int ucx_threads_take_no_signals(void)
         return SKIPPED;
     CHECK(open_both_ends(u, &server, &client) == PASSED);
     char own[16];
-    snprintf(own, sizeof(own), "%d", (int)getpid());
+    snprintf(own, sizeof own, "%d", (int)getpid());
     CHECK(blocked_signals(own) == 0);
     unsigned threads = 0;
     DIR *directory = opendir("/proc/self/task");
@@ -268,7 +268,7 @@ static int has_the_modules(void)
     CHECK(open_both_ends(u, &server, &client) == PASSED);
     FILE *maps = fopen("/proc/self/maps", "re");
     char line[1024], directory[512];
-    snprintf(directory, sizeof(directory), "%s", ucx_library_path(u));
+    snprintf(directory, sizeof directory, "%s", ucx_library_path(u));
     *strrchr(directory, '/') = '\0';
     bool found = false;
     while (fgets(line, sizeof(line), maps))

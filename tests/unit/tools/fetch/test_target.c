@@ -23,7 +23,7 @@ static const char *joined(const char *text, uint32_t world_size, fanin_status *s
         assert_true(error.message[0] != '\0');
     }
     for (uint32_t i = 0; i < t.count; i++) {
-        snprintf(out + strlen(out), sizeof(out) - strlen(out), "%s%s", i > 0 ? " " : "",
+        snprintf(out + strlen(out), sizeof out - strlen(out), "%s%s", i > 0 ? " " : "",
                  t.addresses[i]);
     }
     target_free(&t);
@@ -60,7 +60,7 @@ static void malformed_words(void **state)
     static const char *const words[] = {
         "",     "h",    "h:",   ":1",       "h:0",      "h:65536", "h:1x",    "h:-1",
         "h: 1", "h:1,", ",h:1", "h:1,,g:2", "::1:6000", "[]:6000", "h:999999"};
-    for (size_t i = 0; i < sizeof(words) / sizeof(words[0]); i++) {
+    for (size_t i = 0; i < sizeof(words) / sizeof words[0]; i++) {
         refuse(words[i], 0);
     }
     refuse("h:65535", 2);
@@ -136,7 +136,7 @@ static void info_files_name_world_and_job(void **state)
                                      "\"0A0000000000000000000000000000ff\"}"),
                            0, &t, &error),
               error);
-    assert_memory_equal(t.world_id, id, sizeof(id));
+    assert_memory_equal(t.world_id, id, sizeof id);
     assert_string_equal(t.server_name, "job");
     assert_string_equal(t.file, path);
     target_free(&t);
@@ -145,7 +145,7 @@ static void info_files_name_world_and_job(void **state)
                                      "\"run_idx\":null}"),
                            0, &t, &error),
               error);
-    assert_memory_equal(t.world_id, none, sizeof(none));
+    assert_memory_equal(t.world_id, none, sizeof none);
     assert_null(t.server_name);
     assert_string_equal(t.run, "");
     target_free(&t);
@@ -159,7 +159,7 @@ static void directories(void **state)
     assert_non_null(mkdtemp(directory));
     joined(directory, 0, &status);
     assert_int_equal(status, FANIN_ERR_NOT_FOUND);
-    snprintf(file, sizeof(file), "%s/nixl_info.json", directory);
+    snprintf(file, sizeof file, "%s/nixl_info.json", directory);
     assert_int_equal(symlink(file_with("{\"host\":\"h\",\"base_port\":6000,"
                                        "\"world_size\":2}"),
                              file),
@@ -223,7 +223,7 @@ static void wrong_info_files(void **state)
         BASE "\"world_id\":\"0a\"}",
         BASE "\"world_id\":16}",
     };
-    for (size_t i = 0; i < sizeof(texts) / sizeof(texts[0]); i++) {
+    for (size_t i = 0; i < sizeof texts / sizeof texts[0]; i++) {
         refuse(file_with(texts[i]), 0);
     }
     refuse(file_with("{\"host\":\"h\",\"base_port\":1,\"world_size\":2}"), 3);
@@ -248,11 +248,11 @@ static void durations(void **state)
     static const char *const bad[] = {"",    "0",   "s",    "-1",    "1 s", "1d",
                                       "inf", "nan", "1e99", "1001h", "0ms", "ms"};
     uint32_t ms;
-    for (size_t i = 0; i < sizeof(good) / sizeof(good[0]); i++) {
+    for (size_t i = 0; i < sizeof good / sizeof good[0]; i++) {
         assert_true(options_duration(good[i].text, &ms));
         assert_int_equal(ms, good[i].ms);
     }
-    for (size_t i = 0; i < sizeof(bad) / sizeof(bad[0]); i++) {
+    for (size_t i = 0; i < sizeof bad / sizeof bad[0]; i++) {
         assert_false(options_duration(bad[i], &ms));
     }
 }
@@ -272,10 +272,10 @@ static void typos(void **state)
                         keys),
         keys[1]);
     char longest[OPTIONS_NEAREST_LENGTH + 2];
-    memset(longest, 'x', sizeof(longest) - 1);
-    longest[sizeof(longest) - 1] = '\0';
+    memset(longest, 'x', sizeof longest - 1);
+    longest[sizeof longest - 1] = '\0';
     assert_null(options_nearest(longest, names));
-    longest[sizeof(longest) - 2] = '\0';
+    longest[sizeof longest - 2] = '\0';
     assert_null(options_nearest(longest, names));
     assert_null(options_nearest("x", names));
 }

@@ -127,7 +127,7 @@ static void a_line_is_one_write(void **state)
         "nixl-fetch: cannot do it: it broke: do something\n",
         "nixl-fetch: info: event: message\\x1b[0m\n",
     };
-    for (size_t i = 0; i < sizeof(lines) / sizeof(lines[0]); i++) {
+    for (size_t i = 0; i < sizeof lines / sizeof lines[0]; i++) {
         n = recv(ends[0], line, sizeof(line) - 1, MSG_DONTWAIT);
         assert_true(n > 0);
         line[n] = '\0';

@@ -237,7 +237,7 @@ static void test_half(void **state)
         {0x00000001, 0x0000, 0x0000},
         {0x00018000, 0x0002, 0x0000}, /* subnormal floats */
     };
-    for (size_t i = 0; i < sizeof(cases) / sizeof(cases[0]); i++) {
+    for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
         uint32_t from = cases[i].from;
         uint8_t in[4] = {(uint8_t)from, (uint8_t)(from >> 8), (uint8_t)(from >> 16),
                          (uint8_t)(from >> 24)};

@@ -20,7 +20,7 @@ static void shapes_have_known_sizes(void **state)
         {"large", 1120, 1656750080},    {"moe", 37248, 1687683072},
         {"moe-fused", 576, 1989672960},
     };
-    for (size_t i = 0; i < sizeof(cases) / sizeof(cases[0]); i++) {
+    for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
         const adapter_shape *shape = adapter_shape_find(cases[i].shape);
         fanin_error error = FANIN_ERROR_INIT;
         tensor_list list;

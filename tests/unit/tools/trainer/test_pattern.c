@@ -24,8 +24,8 @@ static void bytes_are_those_of_the_second_implementation(void **state)
                                    "0796df23e5d1cf651cdba7bc629d2";
     uint8_t bytes[40];
     char text[81];
-    pattern_fill(bytes, pattern_start(pattern_seed("lora:0:a"), 1), 0, sizeof(bytes));
-    for (size_t i = 0; i < sizeof(bytes); i++) {
+    pattern_fill(bytes, pattern_start(pattern_seed("lora:0:a"), 1), 0, sizeof bytes);
+    for (size_t i = 0; i < sizeof bytes; i++) {
         snprintf(text + 2 * i, 3, "%02x", bytes[i]);
     }
     assert_string_equal(text, expected);
@@ -40,7 +40,7 @@ static void any_part_equals_the_whole(void **state)
     pattern_fill(whole, start, 0, SIZE);
     for (size_t from = 0; from <= SIZE; from++) {
         for (size_t size = 0; from + size <= SIZE; size++) {
-            memset(part, 0xee, sizeof(part));
+            memset(part, 0xee, sizeof part);
             pattern_fill(part + 1, start, from, size);
             assert_memory_equal(part + 1, whole + from, size);
             assert_int_equal(part[0], 0xee);
@@ -71,7 +71,7 @@ static void steps_and_keys_differ(void **state)
 {
     uint8_t bytes[64];
     uint64_t seed = pattern_seed("lora:0:a");
-    pattern_fill(bytes, pattern_start(seed, 5), 0, sizeof(bytes));
+    pattern_fill(bytes, pattern_start(seed, 5), 0, sizeof bytes);
     assert_true(pattern_compare(bytes, pattern_start(seed, 6), 0, 64) < 8);
     assert_true(
         pattern_compare(bytes, pattern_start(pattern_seed("lora:1:a"), 5), 0, 64) < 8);
@@ -88,7 +88,7 @@ static void chunks_are_those_of_torch(void **state)
                  {5, 4, {2, 2, 1, 0}},
                  {8, 16, {1, 1, 1, 1, 1, 1, 1, 1}},
                  {0, 3, {0}}};
-    for (size_t c = 0; c < sizeof(cases) / sizeof(cases[0]); c++) {
+    for (size_t c = 0; c < sizeof cases / sizeof cases[0]; c++) {
         uint64_t next = 0;
         for (uint32_t i = 0; i < cases[c].parts; i++) {
             uint64_t begin;
@@ -108,7 +108,7 @@ static void shards_tile_the_tensor(void **state)
     static const fanin_dtype dtypes[] = {FANIN_DTYPE_BF16, FANIN_DTYPE_U8,
                                          FANIN_DTYPE_F4, FANIN_DTYPE_F6_E2M3};
     uint64_t start = pattern_start(pattern_seed("k"), 1);
-    for (size_t d = 0; d < sizeof(dtypes) / sizeof(dtypes[0]); d++) {
+    for (size_t d = 0; d < sizeof dtypes / sizeof dtypes[0]; d++) {
         tensor_spec t = {
             .name = "k", .dtype = dtypes[d], .n_dims = 3, .shape = {5, 3, 12}};
         t.bytes = 5 * 3 * 12 * fanin_dtype_bits(t.dtype) / 8;
