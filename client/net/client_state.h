@@ -118,7 +118,7 @@ fanin_status resolve_all(fanin_client *client, const char *const *addresses,
  * Writes "rank 3 at host:port", or "ranks 0-2, 7", of the peers with @p mask; those that never said
  * who they are by address. What does not fit is counted ("and 12 more"), never cut.
  */
-void rank_list_text(const fanin_client *client, const bool *mask, char *text,
+void rank_list_text(const fanin_client *client, const bool *mask, char *out,
                     size_t size);
 
 #endif
