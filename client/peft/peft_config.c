@@ -104,23 +104,20 @@ static fanin_status check_targets(peft_maker *m)
     return FANIN_OK;
 }
 
-static bool is_true(const peft_maker *m, const char *field)
-{
-    return json_is_true(peft_field(m, field));
-}
-
-/* use_dora and lora_bias: what is there must be read, what is read must be there. */
+/* use_dora and lora_bias: what is there must be read, what is read must be there. @p with: a key
+   of a layer that has the part, @p without: of any; UINT32_MAX: there is none. */
 static fanin_status check_extra(peft_maker *m, const char *field, const char *part,
-                                uint32_t without, uint32_t count, uint32_t example)
+                                uint32_t with, uint32_t without)
 {
-    bool wanted = is_true(m, field);
-    if (count > 0 && !wanted && !m->given && !peft_field(m, field))
+    const json_t *set = peft_field(m, field);
+    bool wanted = json_is_true(set);
+    if (with != UINT32_MAX && !set && !m->given)
         return peft_set(m->config, field, json_true()) ? FANIN_OK
                                                        : error_set_memory(m->error);
-    if (count > 0 && !wanted)
-        return peft_refuse(m, example, "set the field, or do not publish these tensors",
+    if (with != UINT32_MAX && !wanted)
+        return peft_refuse(m, with, "set the field, or do not publish these tensors",
                            "a %s is published, but %s is not set", part, field);
-    if (wanted && count == 0 && m->modules.count > 0)
+    if (wanted && with == UINT32_MAX && without != UINT32_MAX)
         return peft_refuse(m, without, "publish them too, or do not set the field",
                            "%s is set, but no %s is published", field, part);
     return FANIN_OK;
@@ -128,21 +125,18 @@ static fanin_status check_extra(peft_maker *m, const char *field, const char *pa
 
 static fanin_status check_extras(peft_maker *m)
 {
-    uint32_t magnitudes = 0, biases = 0, with_magnitude = UINT32_MAX,
-             with_bias = UINT32_MAX;
-    for (uint32_t i = 0; i < m->modules.count; i++) {
+    uint32_t magnitude = UINT32_MAX, bias = UINT32_MAX, any = UINT32_MAX;
+    for (uint32_t i = m->modules.count; i-- > 0;) {
         const peft_module *module = &m->modules.items[i];
-        if (module->magnitude && magnitudes++ == 0)
-            with_magnitude = module->key;
-        if (module->bias && biases++ == 0)
-            with_bias = module->key;
+        any = module->key;
+        magnitude = module->magnitude ? any : magnitude;
+        bias = module->bias ? any : bias;
     }
-    uint32_t any = m->modules.count > 0 ? m->modules.items[0].key : UINT32_MAX;
-    fanin_status status = check_extra(m, "use_dora", "lora_magnitude_vector", any,
-                                      magnitudes, with_magnitude);
+    fanin_status status =
+        check_extra(m, "use_dora", "lora_magnitude_vector", magnitude, any);
     return status != FANIN_OK
                ? status
-               : check_extra(m, "lora_bias", "bias of lora_B", any, biases, with_bias);
+               : check_extra(m, "lora_bias", "bias of lora_B", bias, any);
 }
 
 /* Whether some tensor lies in a module of that name. */
@@ -240,33 +234,20 @@ static fanin_status derive_targets(peft_maker *m)
                : error_set_memory(m->error);
 }
 
-static bool set_default(peft_maker *m, const char *name, json_t *value)
-{
-    if (!peft_field(m, name))
-        return peft_set(m->config, name, value);
-    json_decref(value);
-    return true;
-}
-
 /* PEFT's defaults for what neither metadata nor tensors say. */
 static bool set_defaults(peft_maker *m)
 {
-    return set_default(m, "peft_type", json_string("LORA")) &&
-           set_default(m, "task_type", json_string("CAUSAL_LM")) &&
-           set_default(m, "auto_mapping", json_null()) &&
-           set_default(m, "revision", json_null()) &&
-           set_default(m, "bias", json_string("none")) &&
-           set_default(m, "lora_dropout", json_real(0.0)) &&
-           set_default(m, "fan_in_fan_out", json_false()) &&
-           set_default(m, "inference_mode", json_true()) &&
-           set_default(m, "init_lora_weights", json_true()) &&
-           set_default(m, "layers_pattern", json_null()) &&
-           set_default(m, "layers_to_transform", json_null()) &&
-           set_default(m, "modules_to_save", json_null()) &&
-           set_default(m, "use_rslora", json_false()) &&
-           set_default(m, "use_dora", json_false()) &&
-           set_default(m, "rank_pattern", json_object()) &&
-           set_default(m, "alpha_pattern", json_object());
+    json_t *defaults =
+        json_pack("{s:s, s:s, s:n, s:n, s:s, s:f, s:b, s:b, s:b, s:n, s:n, s:n, s:b, "
+                  "s:b, s:{}, s:{}}",
+                  "peft_type", "LORA", "task_type", "CAUSAL_LM", "auto_mapping",
+                  "revision", "bias", "none", "lora_dropout", 0.0, "fan_in_fan_out", 0,
+                  "inference_mode", 1, "init_lora_weights", 1, "layers_pattern",
+                  "layers_to_transform", "modules_to_save", "use_rslora", 0, "use_dora",
+                  0, "rank_pattern", "alpha_pattern");
+    bool good = defaults && json_object_update_missing(m->config, defaults) == 0;
+    json_decref(defaults);
+    return good;
 }
 
 static fanin_status derive(peft_maker *m)

@@ -85,30 +85,17 @@ static const struct {
 };
 
 /* What a person would have to write instead. */
-static const char *kind_text(field_kind kind)
-{
-    switch (kind) {
-    case FIELD_STRING:
-        return "a string";
-    case FIELD_INTEGER:
-        return "a positive integer";
-    case FIELD_NUMBER:
-        return "a number that is not negative";
-    case FIELD_BOOL:
-        return "true or false";
-    case FIELD_BOOL_OR_STRING:
-        return "true, false or a name";
-    case FIELD_LIST:
-        return "a JSON array of strings";
-    case FIELD_LIST_OR_STRING:
-        return "a JSON array of strings, or a string";
-    case FIELD_OBJECT:
-        return "a JSON object";
-    case FIELD_JSON:
-        return "JSON";
-    }
-    return "JSON";
-}
+static const char *const kind_texts[] = {
+    [FIELD_STRING] = "a string",
+    [FIELD_INTEGER] = "a positive integer",
+    [FIELD_NUMBER] = "a number that is not negative",
+    [FIELD_BOOL] = "true or false",
+    [FIELD_BOOL_OR_STRING] = "true, false or a name",
+    [FIELD_LIST] = "a JSON array of strings",
+    [FIELD_LIST_OR_STRING] = "a JSON array of strings, or a string",
+    [FIELD_OBJECT] = "a JSON object",
+    [FIELD_JSON] = "JSON",
+};
 
 static bool is_string_list(const json_t *value)
 {
@@ -119,6 +106,25 @@ static bool is_string_list(const json_t *value)
             return false;
     }
     return true;
+}
+
+/* Of the kinds that are written as JSON. */
+static bool has_kind(const json_t *value, field_kind kind)
+{
+    switch (kind) {
+    case FIELD_INTEGER:
+        return json_integer_value(value) > 0;
+    case FIELD_NUMBER:
+        return json_is_number(value) && json_number_value(value) >= 0;
+    case FIELD_LIST_OR_STRING:
+        return json_is_string(value) || is_string_list(value);
+    case FIELD_LIST:
+        return is_string_list(value);
+    case FIELD_OBJECT:
+        return json_is_object(value);
+    default:
+        return true;
+    }
 }
 
 static json_t *parse_bool(const char *text)
@@ -143,34 +149,9 @@ static json_t *parse_field(field_kind kind, const char *text)
         return value ? value : json_string(text);
     }
     json_t *value = json_loads(text, JSON_REJECT_DUPLICATES | JSON_DECODE_ANY, NULL);
-    bool good = false;
-    switch (kind) {
-    case FIELD_INTEGER:
-        good = json_is_integer(value) && json_integer_value(value) > 0;
-        break;
-    case FIELD_NUMBER:
-        good = json_is_number(value) && json_number_value(value) >= 0;
-        break;
-    case FIELD_LIST_OR_STRING:
-        if (!value && text[0] != '[')
-            return json_string(text);
-        good = json_is_string(value) || is_string_list(value);
-        break;
-    case FIELD_LIST:
-        good = is_string_list(value);
-        break;
-    case FIELD_OBJECT:
-        good = json_is_object(value);
-        break;
-    case FIELD_JSON:
-        good = value != NULL;
-        break;
-    case FIELD_STRING:
-    case FIELD_BOOL:
-    case FIELD_BOOL_OR_STRING:
-        break;
-    }
-    if (good)
+    if (kind == FIELD_LIST_OR_STRING && !value && text[0] != '[')
+        return json_string(text);
+    if (value && has_kind(value, kind))
         return value;
     json_decref(value);
     return NULL;
@@ -231,21 +212,19 @@ static fanin_status merge_field(peft_maker *m, const char *name, field_kind kind
         return peft_refuse(m, UINT32_MAX,
                            "correct the metadata that the trainer publishes",
                            "the metadata pair %s is '%.80s', which is not %s", name,
-                           text, kind_text(kind));
+                           text, kind_texts[kind]);
     const json_t *there = peft_field(m, name);
-    if (there && !same_value(there, value)) {
-        json_decref(value);
+    if (!there)
+        return peft_set(m->config, name, value) ? FANIN_OK : error_set_memory(m->error);
+    bool same = same_value(there, value);
+    json_decref(value);
+    if (!same)
         return peft_refuse(
             m, UINT32_MAX,
             "let the metadata pair agree with peft_config, or leave it out",
             "the metadata pair %s is '%.80s', which contradicts peft_config", name,
             text);
-    }
-    if (there) {
-        json_decref(value);
-        return FANIN_OK;
-    }
-    return peft_set(m->config, name, value) ? FANIN_OK : error_set_memory(m->error);
+    return FANIN_OK;
 }
 
 fanin_status peft_fields_merge(peft_maker *m)
@@ -267,7 +246,7 @@ fanin_status peft_fields_merge(peft_maker *m)
         return peft_refuse(m, UINT32_MAX,
                            "correct the metadata that the trainer publishes",
                            "the metadata pair num_experts is '%.80s', which is not %s",
-                           experts, kind_text(FIELD_INTEGER));
+                           experts, kind_texts[FIELD_INTEGER]);
     return FANIN_OK;
 }
 

@@ -48,58 +48,27 @@ static void read_path(peft_module *m, const peft_name *name)
     m->fused = m->depth > 0 || peft_ends_with(m->path, m->size, "experts", 7);
 }
 
-typedef struct layer {
-    const peft_tensor *a, *b, *embedding_a, *embedding_b, *magnitude, *bias;
-} layer;
-
-static void add_part(layer *l, const peft_tensor *t)
-{
-    switch (t->name.part) {
-    case PEFT_LORA_A:
-        l->a = t;
-        break;
-    case PEFT_LORA_B:
-        l->b = t;
-        break;
-    case PEFT_LORA_B_BIAS:
-        l->bias = t;
-        break;
-    case PEFT_EMBEDDING_A:
-        l->embedding_a = t;
-        break;
-    case PEFT_EMBEDDING_B:
-        l->embedding_b = t;
-        break;
-    case PEFT_MAGNITUDE:
-        l->magnitude = t;
-        break;
-    case PEFT_OTHER:
-    case PEFT_SAVED_MODULE:
-    case PEFT_MALFORMED:
-        break;
-    }
-}
-
 static bool same_module(const peft_name *a, const peft_name *b)
 {
     return a->module == b->module && memcmp(a->text, b->text, a->module) == 0;
 }
 
-/* Proves that the matrices of one layer fit each other. */
-static fanin_status prove_pair(const peft_maker *m, const layer *l,
+/* Proves that the matrices of one layer, whose tensors are given by part, fit each other. */
+static fanin_status prove_pair(const peft_maker *m, const peft_tensor *const *parts,
                                const peft_tensor *any, peft_module *out)
 {
-    const peft_tensor *a = l->a ? l->a : l->embedding_a;
-    const peft_tensor *b = l->a ? l->b : l->embedding_b;
+    bool plain = parts[PEFT_LORA_A] != NULL;
+    const peft_tensor *a = parts[plain ? PEFT_LORA_A : PEFT_EMBEDDING_A];
+    const peft_tensor *b = parts[plain ? PEFT_LORA_B : PEFT_EMBEDDING_B];
     if (!a)
         return refuse(m, any->key,
-                      l->b || l->embedding_b
+                      parts[PEFT_LORA_B] || b
                           ? "lora_B is published without its lora_A"
                           : "a part of a LoRA layer is published without its "
                             "lora_A and lora_B");
     if (!b)
         return refuse(m, a->key, "lora_A is published without its lora_B");
-    if (l->a && (l->embedding_a || l->embedding_b))
+    if (plain && (parts[PEFT_EMBEDDING_A] || parts[PEFT_EMBEDDING_B]))
         return refuse(m, a->key, "one module has both lora_A and lora_embedding_A");
 
     const key_entry *rows = &m->keys->entries[a->key],
@@ -134,7 +103,7 @@ static void note_malformed(peft_modules *out, const peft_tensor *t)
 static fanin_status read_layer(peft_maker *m, uint32_t *at, peft_module *out)
 {
     const peft_tensor *first = &m->names->tensors[*at];
-    layer l = {0};
+    const peft_tensor *parts[PEFT_MALFORMED + 1] = {NULL};
     for (; *at < m->names->count; ++*at) {
         const peft_tensor *t = &m->names->tensors[*at];
         if (t->name.module == 0) { /* sorted in between, no part of a layer */
@@ -143,12 +112,12 @@ static fanin_status read_layer(peft_maker *m, uint32_t *at, peft_module *out)
         }
         if (!same_module(&first->name, &t->name) || t->name.part == PEFT_SAVED_MODULE)
             break;
-        add_part(&l, t);
+        parts[t->name.part] = t;
     }
     read_path(out, &first->name);
-    out->magnitude = l.magnitude != NULL;
-    out->bias = l.bias != NULL;
-    return prove_pair(m, &l, first, out);
+    out->magnitude = parts[PEFT_MAGNITUDE] != NULL;
+    out->bias = parts[PEFT_LORA_B_BIAS] != NULL;
+    return prove_pair(m, parts, first, out);
 }
 
 static fanin_status find_all(peft_maker *m)

@@ -27,47 +27,92 @@ static bool is_wrapper(const char *component, size_t size)
            is_text(component, size, TEXT("_checkpoint_wrapped_module"));
 }
 
-typedef enum marker_kind {
-    MARKER_NONE,
-    MARKER_A,
-    MARKER_B,
-    MARKER_EMBEDDING_A,
-    MARKER_EMBEDDING_B,
-    MARKER_MAGNITUDE,
-    MARKER_TOKENS,
-    MARKER_SAVED,
-} marker_kind;
-
-/* The component after which PEFT puts the adapter's name. */
-static marker_kind marker_of(const char *component, size_t size)
-{
-    static const struct {
-        const char *text;
-        size_t size;
-        marker_kind kind;
-    } markers[] = {
-        {TEXT("lora_A"), MARKER_A},
-        {TEXT("lora_B"), MARKER_B},
-        {TEXT("lora_embedding_A"), MARKER_EMBEDDING_A},
-        {TEXT("lora_embedding_B"), MARKER_EMBEDDING_B},
-        {TEXT("lora_magnitude_vector"), MARKER_MAGNITUDE},
-        {TEXT("trainable_tokens_delta"), MARKER_TOKENS},
-        {TEXT("modules_to_save"), MARKER_SAVED},
-    };
-    for (size_t i = 0; i < sizeof markers / sizeof markers[0]; i++) {
-        if (is_text(component, size, markers[i].text, markers[i].size))
-            return markers[i].kind;
-    }
-    return MARKER_NONE;
-}
-
 /* A name while it is taken apart; offsets count from text. */
 typedef struct scan {
     char *text;
     size_t size;
-    marker_kind marker; /* the last one */
+    const struct marker *marker; /* the last one, NULL: none */
     size_t marker_start, marker_end;
 } scan;
+
+/* A component after which PEFT puts the adapter's name. */
+typedef struct marker {
+    const char *text;
+    size_t size;
+    peft_part part;
+    /* brings the name into the form that files have. @p tail is what follows the marker's dot,
+       NULL if nothing does */
+    peft_part (*fix)(scan *s, const char *tail);
+} marker;
+
+/* Removes the bytes [from, to) of the name. */
+static void cut(scan *s, size_t from, size_t to)
+{
+    memmove(s->text + from, s->text + to, s->size - to + 1);
+    s->size -= to - from;
+}
+
+/* lora_A.<adapter>.weight and lora_A.weight, of lora_B the same with "bias". */
+static peft_part fix_layer(scan *s, const char *tail)
+{
+    if (!tail)
+        return PEFT_MALFORMED;
+    const char *dot = strchr(tail, '.');
+    const char *leaf = dot ? dot + 1 : tail;
+    peft_part part = PEFT_MALFORMED;
+    if (strcmp(leaf, "weight") == 0)
+        part = s->marker->part;
+    else if (strcmp(leaf, "bias") == 0 && s->marker->part == PEFT_LORA_B)
+        part = PEFT_LORA_B_BIAS;
+    if (part != PEFT_MALFORMED && dot)
+        cut(s, (size_t)(tail - s->text), (size_t)(leaf - s->text));
+    return part;
+}
+
+/* lora_embedding_A.<adapter>, lora_magnitude_vector.<adapter>[.weight]: the file has the bare
+   component. */
+static peft_part fix_bare(scan *s, const char *tail)
+{
+    const char *dot = tail ? strchr(tail, '.') : NULL;
+    if (dot && (s->marker->part != PEFT_MAGNITUDE || strcmp(dot, ".weight") != 0))
+        return PEFT_MALFORMED;
+    cut(s, s->marker_end, s->size);
+    return s->marker->part;
+}
+
+static peft_part fix_tokens(scan *s, const char *tail)
+{
+    (void)fix_bare(s, tail);
+    return PEFT_OTHER;
+}
+
+/* <module>.modules_to_save.<adapter>.<parameter> */
+static peft_part fix_saved(scan *s, const char *tail)
+{
+    const char *dot = tail ? strchr(tail, '.') : NULL;
+    if (!dot)
+        return PEFT_OTHER;
+    cut(s, s->marker_start, (size_t)(dot + 1 - s->text));
+    return PEFT_SAVED_MODULE;
+}
+
+static const marker *marker_of(const char *component, size_t size)
+{
+    static const marker markers[] = {
+        {TEXT("lora_A"), PEFT_LORA_A, fix_layer},
+        {TEXT("lora_B"), PEFT_LORA_B, fix_layer},
+        {TEXT("lora_embedding_A"), PEFT_EMBEDDING_A, fix_bare},
+        {TEXT("lora_embedding_B"), PEFT_EMBEDDING_B, fix_bare},
+        {TEXT("lora_magnitude_vector"), PEFT_MAGNITUDE, fix_bare},
+        {TEXT("trainable_tokens_delta"), PEFT_OTHER, fix_tokens},
+        {TEXT("modules_to_save"), PEFT_SAVED_MODULE, fix_saved},
+    };
+    for (size_t i = 0; i < sizeof markers / sizeof markers[0]; i++) {
+        if (is_text(component, size, markers[i].text, markers[i].size))
+            return &markers[i];
+    }
+    return NULL;
+}
 
 static scan copy_components(const char *name, char *to)
 {
@@ -83,9 +128,9 @@ static scan copy_components(const char *name, char *to)
             if (!first)
                 to[s.size++] = '.';
             first = false;
-            marker_kind kind = marker_of(at, size);
-            if (kind != MARKER_NONE) {
-                s.marker = kind;
+            const marker *found = marker_of(at, size);
+            if (found) {
+                s.marker = found;
                 s.marker_start = s.size;
                 s.marker_end = s.size + size;
             }
@@ -100,79 +145,11 @@ static scan copy_components(const char *name, char *to)
     return s;
 }
 
-/* Removes the bytes [from, to) of the name. */
-static void cut(scan *s, size_t from, size_t to)
-{
-    memmove(s->text + from, s->text + to, s->size - to + 1);
-    s->size -= to - from;
-}
-
-/*
- * lora_A.<adapter>.weight and lora_A.weight, the same with "bias". @p tail is what follows
- * the marker's dot, NULL if nothing does.
- */
-static peft_part fix_layer(scan *s, const char *tail, peft_part weight, peft_part bias)
-{
-    if (!tail)
-        return PEFT_MALFORMED;
-    const char *dot = strchr(tail, '.');
-    const char *leaf = dot ? dot + 1 : tail;
-    peft_part part = PEFT_MALFORMED;
-    if (strcmp(leaf, "weight") == 0)
-        part = weight;
-    else if (strcmp(leaf, "bias") == 0)
-        part = bias;
-    if (part != PEFT_MALFORMED && dot)
-        cut(s, (size_t)(tail - s->text), (size_t)(leaf - s->text));
-    return part;
-}
-
-/* lora_embedding_A.<adapter>, lora_magnitude_vector.<adapter>[.weight]: the file has the bare
-   component. */
-static peft_part fix_bare(scan *s, const char *tail, bool weight_allowed,
-                          peft_part part)
-{
-    const char *dot = tail ? strchr(tail, '.') : NULL;
-    if (dot && !(weight_allowed && strcmp(dot, ".weight") == 0))
-        return PEFT_MALFORMED;
-    cut(s, s->marker_end, s->size);
-    return part;
-}
-
-/* <module>.modules_to_save.<adapter>.<parameter> */
-static peft_part fix_saved(scan *s, const char *tail)
-{
-    const char *dot = tail ? strchr(tail, '.') : NULL;
-    if (!dot)
-        return PEFT_OTHER;
-    cut(s, s->marker_start, (size_t)(dot + 1 - s->text));
-    return PEFT_SAVED_MODULE;
-}
-
 static peft_part fix_tail(scan *s)
 {
     const char *tail =
         s->text[s->marker_end] == '.' ? s->text + s->marker_end + 1 : NULL;
-    switch (s->marker) {
-    case MARKER_A:
-        return fix_layer(s, tail, PEFT_LORA_A, PEFT_MALFORMED);
-    case MARKER_B:
-        return fix_layer(s, tail, PEFT_LORA_B, PEFT_LORA_B_BIAS);
-    case MARKER_EMBEDDING_A:
-        return fix_bare(s, tail, false, PEFT_EMBEDDING_A);
-    case MARKER_EMBEDDING_B:
-        return fix_bare(s, tail, false, PEFT_EMBEDDING_B);
-    case MARKER_MAGNITUDE:
-        return fix_bare(s, tail, true, PEFT_MAGNITUDE);
-    case MARKER_TOKENS:
-        (void)fix_bare(s, tail, false, PEFT_OTHER);
-        return PEFT_OTHER;
-    case MARKER_SAVED:
-        return fix_saved(s, tail);
-    case MARKER_NONE:
-        break;
-    }
-    return PEFT_OTHER;
+    return s->marker ? s->marker->fix(s, tail) : PEFT_OTHER;
 }
 
 peft_name peft_name_on_disk(const char *name, char buffer[PEFT_NAME_SIZE])

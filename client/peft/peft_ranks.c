@@ -31,7 +31,7 @@ static fanin_status rules_read(peft_maker *m, rank_rules *out)
 {
     const json_t *r = peft_field(m, "r"), *pattern = peft_field(m, "rank_pattern");
     *out = (rank_rules){.r = DEFAULT_R};
-    if (r && (!json_is_integer(r) || json_integer_value(r) <= 0))
+    if (r && json_integer_value(r) <= 0) /* 0 also where it is none */
         return peft_refuse(m, UINT32_MAX, PEFT_GIVE_CONFIG,
                            "peft_config's r is no positive integer");
     if (r)
@@ -48,7 +48,7 @@ static fanin_status rules_read(peft_maker *m, rank_rules *out)
     json_t *value;
     json_object_foreach((json_t *)pattern, key, value)
     {
-        if (!json_is_integer(value) || json_integer_value(value) <= 0)
+        if (json_integer_value(value) <= 0)
             return peft_refuse(m, UINT32_MAX, PEFT_GIVE_CONFIG,
                                "rank_pattern gives '%.100s' no positive integer", key);
         /* In the trainer's order, which the file keeps: the first match wins. */
@@ -187,11 +187,7 @@ static fanin_status check_plain(peft_maker *m, const rank_rules *rules,
     fanin_status status = rules_apply(m, rules, module->path, module->size, &set);
     if (status != FANIN_OK)
         return status;
-    for (size_t i = 0; i < set.count; i++) {
-        if (set.values[i] == module->rank)
-            return FANIN_OK;
-    }
-    if (set.open)
+    if (divides_into(&set, module->rank, 1))
         return FANIN_OK;
     return peft_refuse(
         m, module->key,
