@@ -3,6 +3,9 @@
  * A build without CUDA. There is never a driver, so none of the functions that take one can be
  * reached; they refuse all the same.
  */
+/* NOLINTBEGIN(misc-unused-parameters): there is nothing that arguments could change. */
+#pragma GCC diagnostic ignored "-Wunused-parameter"
+
 #include "error_set.h"
 #include "gpu.h"
 
@@ -23,7 +26,6 @@ bool gpu_built(void)
 
 fanin_status gpu_load(const logger *log, gpu **out, fanin_error *error)
 {
-    (void)log, (void)out;
     return refuse(error);
 }
 
@@ -34,197 +36,165 @@ gpu *gpu_present(void)
 
 const char *gpu_driver_version(const gpu *g)
 {
-    (void)g;
     return "";
 }
 
 int gpu_count(const gpu *g)
 {
-    (void)g;
     return 0;
 }
 
 fanin_status gpu_device_get(const gpu *g, int device, gpu_device *out,
                             fanin_error *error)
 {
-    (void)g, (void)device, (void)out;
     return refuse(error);
 }
 
 int gpu_device_of_uuid(const gpu *g, const uint8_t uuid[GPU_UUID_SIZE])
 {
-    (void)g, (void)uuid;
     return -1;
 }
 
 bool gpu_can_access(const gpu *g, int device, int peer)
 {
-    (void)g, (void)device, (void)peer;
     return false;
 }
 
 fanin_status gpu_range_of(gpu *g, const void *pointer, gpu_range *out,
                           fanin_error *error)
 {
-    (void)g, (void)pointer, (void)out;
     return refuse(error);
 }
 
 const char *gpu_origin_name(gpu_origin origin)
 {
-    (void)origin;
     return "host memory";
 }
 
 fanin_status gpu_alloc(gpu *g, int device, size_t bytes, void **out, fanin_error *error)
 {
-    (void)g, (void)device, (void)bytes, (void)out;
     return refuse(error);
 }
 
 void gpu_free(gpu *g, int device, void *memory)
 {
-    (void)g, (void)device, (void)memory;
 }
 
 fanin_status gpu_host_alloc(gpu *g, size_t bytes, void **out, fanin_error *error)
 {
-    (void)g, (void)bytes, (void)out;
     return refuse(error);
 }
 
 void gpu_host_free(gpu *g, void *memory)
 {
-    (void)g, (void)memory;
 }
 
 fanin_status gpu_pin(gpu *g, void *base, size_t length, fanin_error *error)
 {
-    (void)g, (void)base, (void)length;
     return refuse(error);
 }
 
 void gpu_unpin(gpu *g, void *base)
 {
-    (void)g, (void)base;
 }
 
 fanin_status gpu_export(gpu *g, const gpu_range *range, uint8_t handle[GPU_HANDLE_SIZE],
                         fanin_error *error)
 {
-    (void)g, (void)range, (void)handle;
     return refuse(error);
 }
 
 fanin_status gpu_map(gpu *g, int device, const uint8_t handle[GPU_HANDLE_SIZE],
                      void **base_out, fanin_error *error)
 {
-    (void)g, (void)device, (void)handle, (void)base_out;
     return refuse(error);
 }
 
 void gpu_unmap(gpu *g, int device, void *base)
 {
-    (void)g, (void)device, (void)base;
 }
 
 fanin_status gpu_context_enter(gpu *g, int device, fanin_error *error)
 {
-    (void)g, (void)device;
     return refuse(error);
 }
 
 void gpu_context_leave(gpu *g)
 {
-    (void)g;
 }
 
 fanin_status gpu_flush_remote_writes(gpu *g, int device, fanin_error *error)
 {
-    (void)g, (void)device;
     return refuse(error);
 }
 
 fanin_status gpu_stream_create(gpu *g, int device, gpu_stream **out, fanin_error *error)
 {
-    (void)g, (void)device, (void)out;
     return refuse(error);
 }
 
 void gpu_stream_destroy(gpu_stream **stream)
 {
-    (void)stream;
 }
 
 fanin_status gpu_copy(gpu_stream *stream, void *to, const void *from, size_t bytes,
                       fanin_error *error)
 {
-    (void)stream, (void)to, (void)from, (void)bytes;
     return refuse(error);
 }
 
 fanin_status gpu_stream_wait(gpu_stream *stream, deadline at, fanin_error *error)
 {
-    (void)stream, (void)at;
     return refuse(error);
 }
 
 fanin_status gpu_stream_after(gpu_stream *stream, const fanin_stream *callers,
                               fanin_error *error)
 {
-    (void)stream, (void)callers;
     return refuse(error);
 }
 
 fanin_status gpu_stream_before(gpu_stream *stream, const fanin_stream *callers,
                                fanin_error *error)
 {
-    (void)stream, (void)callers;
     return refuse(error);
 }
 
 fanin_status gpu_stream_notify(gpu_stream *stream, gpu_reached_fn fn, void *cookie,
                                fanin_error *error)
 {
-    (void)stream, (void)fn, (void)cookie;
     return refuse(error);
 }
 
 fanin_status gpu_notify(gpu *g, const fanin_stream *callers, gpu_reached_fn fn,
                         void *cookie, fanin_error *error)
 {
-    (void)g, (void)callers, (void)fn, (void)cookie;
     return refuse(error);
 }
 
 fanin_status gpu_prepare(gpu *g, int device, fanin_error *error)
 {
-    (void)g, (void)device;
     return refuse(error);
 }
 
 fanin_status gpu_table_create(gpu *g, int device, const copy_entry *entries, uint64_t n,
                               uint32_t n_bases, gpu_table **out, fanin_error *error)
 {
-    (void)g, (void)device, (void)entries, (void)n, (void)n_bases, (void)out;
     return refuse(error);
 }
 
 void gpu_table_destroy(gpu_table **table)
 {
-    (void)table;
 }
 
 uint64_t gpu_table_count(const gpu_table *table)
 {
-    (void)table;
     return 0;
 }
 
 fanin_status gpu_table_set_bases(gpu_table *table, gpu_stream *stream,
                                  const uint64_t *bases, fanin_error *error)
 {
-    (void)table, (void)stream, (void)bases;
     return refuse(error);
 }
 
@@ -232,26 +202,24 @@ fanin_status gpu_table_run(const gpu_table *table, gpu_stream *stream, uint64_t 
                            uint64_t count, uint64_t from_add, uint64_t to_add,
                            fanin_error *error)
 {
-    (void)table, (void)stream, (void)first, (void)count, (void)from_add, (void)to_add;
     return refuse(error);
 }
 
 fanin_status gpu_entries_run(gpu_stream *stream, const copy_entry *pinned, uint64_t n,
                              uint64_t from_add, uint64_t to_add, fanin_error *error)
 {
-    (void)stream, (void)pinned, (void)n, (void)from_add, (void)to_add;
     return refuse(error);
 }
 
 fanin_status gpu_prepare_digest(gpu *g, int device, fanin_error *error)
 {
-    (void)g, (void)device;
     return refuse(error);
 }
 
 fanin_status gpu_digest_run(gpu_stream *stream, const digest_list *list,
                             fanin_error *error)
 {
-    (void)stream, (void)list;
     return refuse(error);
 }
+
+/* NOLINTEND(misc-unused-parameters) */

@@ -1,6 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The functions of ucx.h in a build without UCX's headers. Since ucx_load() always fails, no
    handle exists and the others are never reached with one. */
+/* NOLINTBEGIN(misc-unused-parameters): there is nothing that arguments could change. */
+#pragma GCC diagnostic ignored "-Wunused-parameter"
+
 #include "error_set.h"
 #include "ucx.h"
 
@@ -10,7 +13,6 @@ fanin_status ucx_load(const logger *log, ucx **out, fanin_error *error)
         .phase = "load",
         .remedy =
             "build it with the headers of UCX 1.16 or newer (meson -Ducx=enabled)"};
-    (void)log, (void)out;
     return error_set(error, FANIN_ERR_UNSUPPORTED, &place,
                      "this library was built without UCX");
 }
@@ -22,49 +24,41 @@ static fanin_status unreachable_without_ucx(fanin_error *error)
 
 void ucx_unload(ucx **u)
 {
-    (void)u;
 }
 
 const char *ucx_version(const ucx *u)
 {
-    (void)u;
     return "";
 }
 
 const char *ucx_library_path(const ucx *u)
 {
-    (void)u;
     return "";
 }
 
 fanin_status ucx_server_create(ucx *u, bool loopback, const logger *log,
                                ucx_server **out, fanin_error *error)
 {
-    (void)u, (void)loopback, (void)log, (void)out;
     return unreachable_without_ucx(error);
 }
 
 void ucx_server_destroy(ucx_server **s)
 {
-    (void)s;
 }
 
 const uint8_t *ucx_server_address(const ucx_server *s, size_t *size_out)
 {
-    (void)s;
     *size_out = 0;
     return NULL;
 }
 
 int ucx_server_fd(const ucx_server *s)
 {
-    (void)s;
     return -1;
 }
 
 bool ucx_server_progress(ucx_server *s)
 {
-    (void)s;
     return true;
 }
 
@@ -72,70 +66,59 @@ fanin_status ucx_region_create(ucx_server *s, void *base, size_t length,
                                fanin_memory memory, ucx_region **out,
                                fanin_error *error)
 {
-    (void)s, (void)base, (void)length, (void)memory, (void)out;
     return unreachable_without_ucx(error);
 }
 
 const uint8_t *ucx_region_rkey(const ucx_region *r, size_t *size_out)
 {
-    (void)r;
     *size_out = 0;
     return NULL;
 }
 
 void ucx_region_destroy(ucx_region **r)
 {
-    (void)r;
 }
 
 fanin_status ucx_client_create(ucx *u, ucx_path path, const char *gpu,
                                const logger *log, ucx_client **out, fanin_error *error)
 {
-    (void)u, (void)path, (void)gpu, (void)log, (void)out;
     return unreachable_without_ucx(error);
 }
 
 bool ucx_client_destroy(ucx_client **c)
 {
-    (void)c;
     return true;
 }
 
 const uint8_t *ucx_client_address(const ucx_client *c, size_t *size_out)
 {
-    (void)c;
     *size_out = 0;
     return NULL;
 }
 
 int ucx_client_fd(const ucx_client *c)
 {
-    (void)c;
     return -1;
 }
 
 bool ucx_client_progress(ucx_client *c)
 {
-    (void)c;
     return false;
 }
 
 bool ucx_client_arm(ucx_client *c)
 {
-    (void)c;
     return true;
 }
 
 fanin_status ucx_endpoint_create(ucx_client *c, const uint8_t *address, size_t size,
                                  ucx_endpoint **out, fanin_error *error)
 {
-    (void)c, (void)address, (void)size, (void)out;
     return unreachable_without_ucx(error);
 }
 
 int ucx_endpoint_failed(const ucx_endpoint *e, const char **text_out)
 {
-    (void)e;
     if (text_out)
         *text_out = "";
     return 0;
@@ -143,51 +126,44 @@ int ucx_endpoint_failed(const ucx_endpoint *e, const char **text_out)
 
 uint64_t ucx_endpoint_outstanding(const ucx_endpoint *e)
 {
-    (void)e;
     return 0;
 }
 
 const char *ucx_endpoint_transport(ucx_endpoint *e)
 {
-    (void)e;
     return "";
 }
 
 bool ucx_endpoint_close(ucx_endpoint **e, deadline at)
 {
-    (void)e, (void)at;
     return true;
 }
 
 fanin_status ucx_rkey_unpack(ucx_endpoint *e, const uint8_t *data, size_t size,
                              ucx_rkey **out, fanin_error *error)
 {
-    (void)e, (void)data, (void)size, (void)out;
     return unreachable_without_ucx(error);
 }
 
 void ucx_rkey_destroy(ucx_rkey **rkey)
 {
-    (void)rkey;
 }
 
 fanin_status ucx_local_create(ucx_client *c, void *base, size_t length,
                               fanin_memory memory, ucx_local **out, fanin_error *error)
 {
-    (void)c, (void)base, (void)length, (void)memory, (void)out;
     return unreachable_without_ucx(error);
 }
 
 void ucx_local_destroy(ucx_local **l)
 {
-    (void)l;
 }
 
 fanin_status ucx_get(ucx_endpoint *e, ucx_rkey *rkey, uint64_t remote, void *to,
                      size_t length, const ucx_local *local, ucx_done_fn done,
                      void *cookie, uint64_t tag, fanin_error *error)
 {
-    (void)e, (void)rkey, (void)remote, (void)to, (void)length, (void)local, (void)done;
-    (void)cookie, (void)tag;
     return unreachable_without_ucx(error);
 }
+
+/* NOLINTEND(misc-unused-parameters) */
