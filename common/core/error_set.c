@@ -2,77 +2,58 @@
 /* Apart from the public functions of error.c: a program that links this file beside the shared
    library takes those from the shared library. */
 #include "error_set.h"
+#include "utf8.h"
 #include "versioned.h"
 
 #include <stdarg.h>
 #include <stdio.h>
 #include <string.h>
 
-/* Cuts between two characters, so that a cut text is still UTF-8. */
-static void copy_text(char *to, size_t capacity, const char *from)
-{
-    size_t size = from ? strlen(from) : 0;
-    if (size >= capacity) {
-        size = capacity - 1;
-        while (size > 0 && ((unsigned char)from[size] & 0xc0) == 0x80)
-            size--;
-    }
-    if (size)
-        memcpy(to, from, size);
-    to[size] = '\0';
-}
-
-static void fill(fanin_error *error, fanin_status status, int sys_errno,
-                 const error_place *place, const char *text)
+/* The text, and behind it the system's words for *sys_errno, if there is one. */
+static void fill(fanin_error *error, fanin_status status, const int *sys_errno,
+                 const error_place *place, const char *format, va_list arguments)
 {
     static const error_place nowhere;
     const error_place *p = place ? place : &nowhere;
+    char text[1024], reason[128];
+    if (!error)
+        return;
+    if (vsnprintf(text, sizeof text, format, arguments) < 0)
+        utf8_copy(text, sizeof text, fanin_status_text(status));
+    size_t size = strlen(text);
+    if (sys_errno)
+        snprintf(text + size, sizeof text - size, ": %s",
+                 strerror_r(*sys_errno, reason, sizeof reason));
     fanin_error full = {.status = status,
                         .rank = p->rank_plus_1 - 1,
-                        .sys_errno = sys_errno ? sys_errno : p->sys_errno,
+                        .sys_errno =
+                            sys_errno && *sys_errno ? *sys_errno : p->sys_errno,
                         .ucx_status = p->ucx_status};
-    copy_text(full.phase, sizeof full.phase, p->phase);
-    copy_text(full.address, sizeof full.address, p->address);
-    copy_text(full.key, sizeof full.key, p->key);
-    copy_text(full.message, sizeof full.message, text);
-    copy_text(full.remedy, sizeof full.remedy, p->remedy);
+    utf8_copy(full.phase, sizeof full.phase, p->phase);
+    utf8_copy(full.address, sizeof full.address, p->address);
+    utf8_copy(full.key, sizeof full.key, p->key);
+    utf8_copy(full.message, sizeof full.message, text);
+    utf8_copy(full.remedy, sizeof full.remedy, p->remedy);
     versioned_write(error, &full, sizeof full);
 }
 
 fanin_status error_set(fanin_error *error, fanin_status status,
                        const error_place *place, const char *format, ...)
 {
-    if (!error)
-        return status;
-    char text[1024];
     va_list arguments;
     va_start(arguments, format);
-    if (vsnprintf(text, sizeof text, format, arguments) < 0)
-        copy_text(text, sizeof text, fanin_status_text(status));
+    fill(error, status, NULL, place, format, arguments);
     va_end(arguments);
-    fill(error, status, 0, place, text);
     return status;
 }
 
 fanin_status error_set_errno(fanin_error *error, fanin_status status, int sys_errno,
                              const error_place *place, const char *format, ...)
 {
-    if (!error)
-        return status;
-    char text[1024];
     va_list arguments;
     va_start(arguments, format);
-    int size = vsnprintf(text, sizeof text, format, arguments);
+    fill(error, status, &sys_errno, place, format, arguments);
     va_end(arguments);
-    if (size < 0) {
-        copy_text(text, sizeof text, fanin_status_text(status));
-        size = (int)strlen(text);
-    }
-    char reason_buffer[128];
-    const char *reason = strerror_r(sys_errno, reason_buffer, sizeof reason_buffer);
-    if ((size_t)size < sizeof text)
-        snprintf(text + size, sizeof text - (size_t)size, ": %s", reason);
-    fill(error, status, sys_errno, place, text);
     return status;
 }
 

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "error_set.h"
 #include "thread.h"
+#include "utf8.h"
 #include "versioned.h"
 
 #include <fanin/log.h>
@@ -49,20 +50,6 @@ fanin_status fanin_log_ring_create(uint32_t lines, fanin_log_level level,
     return FANIN_OK;
 }
 
-/* Cuts between two characters, so that a cut text is still UTF-8. */
-static void copy_text(char *to, size_t capacity, const char *from)
-{
-    size_t size = strnlen(from ? from : "", capacity);
-    if (size == capacity) {
-        size--;
-        while (size > 0 && ((unsigned char)from[size] & 0xc0) == 0x80)
-            size--;
-    }
-    if (size)
-        memcpy(to, from, size);
-    to[size] = '\0';
-}
-
 void fanin_log_ring_write(void *cookie, fanin_log_level level, const char *event,
                           const char *message)
 {
@@ -87,8 +74,8 @@ void fanin_log_ring_write(void *cookie, fanin_log_level level, const char *event
     line->level = level;
     line->lost = ring->lost;
     line->time_ns = (uint64_t)now.tv_sec * UINT64_C(1000000000) + (uint64_t)now.tv_nsec;
-    copy_text(line->event, sizeof line->event, event);
-    copy_text(line->message, sizeof line->message, message);
+    utf8_copy(line->event, sizeof line->event, event);
+    utf8_copy(line->message, sizeof line->message, message);
     ring->lost = 0;
     ring->used++;
     pthread_cond_signal(&ring->arrived);

@@ -60,3 +60,16 @@ bool utf8_valid(const void *data, size_t size)
     }
     return true;
 }
+
+void utf8_copy(char *to, size_t capacity, const char *from)
+{
+    size_t size = from ? strnlen(from, capacity) : 0;
+    if (size == capacity) {
+        size--;
+        while (size > 0 && ((unsigned char)from[size] & 0xc0) == 0x80)
+            size--;
+    }
+    if (size)
+        memcpy(to, from, size);
+    to[size] = '\0';
+}

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/** @file Validation of text from peers and callers. */
+/** @file Text from peers and callers. */
 #ifndef UTF8_H
 #define UTF8_H
 
@@ -8,5 +8,8 @@
 
 /** Whether data[0..size) is UTF-8 (shortest forms, no surrogates) without a NUL. */
 bool utf8_valid(const void *data, size_t size);
+/** Copies @p from (NULL: nothing), cut between two characters if it is too long, so that a cut text
+    is still UTF-8, and a NUL. */
+void utf8_copy(char *to, size_t capacity, const char *from);
 
 #endif

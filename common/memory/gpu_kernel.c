@@ -102,26 +102,33 @@ fanin_status gpu_prepare(gpu *g, int device, fanin_error *error)
     return status;
 }
 
+/* The kernel is loaded and the context current. More blocks than are resident would wait. */
+static fanin_status launch(gpu_stream *stream, const gpu_kernel *kernel,
+                           const char *name, uint64_t blocks, unsigned threads,
+                           void *parameters, fanin_error *error)
+{
+    void *arguments[] = {parameters};
+    if (blocks > kernel->resident_blocks)
+        blocks = kernel->resident_blocks;
+    CUresult result =
+        stream->g->cuLaunchKernel(kernel->function, (unsigned)blocks, 1, 1, threads, 1,
+                                  1, 0, stream->handle, arguments, NULL);
+    if (result != CUDA_SUCCESS)
+        return gpu_error(stream->g, error, result,
+                         "starting the %s kernel on device %d", name, stream->device);
+    return FANIN_OK;
+}
+
 fanin_status gpu_kernel_launch(gpu_stream *stream, copy_parameters *parameters,
                                fanin_error *error)
 {
-    gpu *g = stream->g;
-    void *arguments[] = {parameters};
-    fanin_status status = need_kernel(g, stream->device, error);
+    fanin_status status = need_kernel(stream->g, stream->device, error);
     if (status != FANIN_OK)
         return status;
-    const gpu_slot *slot = &g->slots[stream->device];
     uint64_t blocks = (parameters->count * parameters->parts + COPY_KERNEL_WARPS - 1) /
                       COPY_KERNEL_WARPS;
-    if (blocks > slot->copy.resident_blocks)
-        blocks = slot->copy.resident_blocks;
-    CUresult result = g->cuLaunchKernel(slot->copy.function, (unsigned)blocks, 1, 1,
-                                        COPY_KERNEL_THREADS, 1, 1, 0, stream->handle,
-                                        arguments, NULL);
-    if (result != CUDA_SUCCESS)
-        return gpu_error(g, error, result, "starting the copy kernel on device %d",
-                         stream->device);
-    return FANIN_OK;
+    return launch(stream, &stream->g->slots[stream->device].copy, "copy", blocks,
+                  COPY_KERNEL_THREADS, parameters, error);
 }
 
 fanin_status gpu_entries_run(gpu_stream *stream, const copy_entry *pinned, uint64_t n,
@@ -161,21 +168,13 @@ fanin_status gpu_digest_run(gpu_stream *stream, const digest_list *list,
         status = gpu_context_enter(g, stream->device, error);
     if (status != FANIN_OK)
         return status;
-    const gpu_kernel *kernel = &g->slots[stream->device].digest;
     digest_parameters parameters = {.pieces = list->pieces,
                                     .entries = list->entries,
                                     .out = list->digests,
                                     .count = list->n_pieces};
-    void *arguments[] = {&parameters};
     unsigned blocks = (list->n_pieces + DIGEST_KERNEL_WARPS - 1) / DIGEST_KERNEL_WARPS;
-    if (blocks > kernel->resident_blocks)
-        blocks = kernel->resident_blocks;
-    CUresult result =
-        g->cuLaunchKernel(kernel->function, blocks, 1, 1, DIGEST_KERNEL_THREADS, 1, 1,
-                          0, stream->handle, arguments, NULL);
+    status = launch(stream, &g->slots[stream->device].digest, "digest", blocks,
+                    DIGEST_KERNEL_THREADS, &parameters, error);
     gpu_context_leave(g);
-    if (result != CUDA_SUCCESS)
-        return gpu_error(g, error, result, "starting the digest kernel on device %d",
-                         stream->device);
-    return FANIN_OK;
+    return status;
 }

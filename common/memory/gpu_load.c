@@ -146,13 +146,9 @@ static const char *init_remedy(CUresult result)
 static fanin_status refuse_result(const gpu *g, CUresult result, fanin_error *error,
                                   const char *what)
 {
-    const char *name = NULL, *sentence = NULL;
-    char text[512];
-    g->cuGetErrorName(result, &name);
-    g->cuGetErrorString(result, &sentence);
-    snprintf(text, sizeof text, "%s: %s (%s)", what, name ? name : "unknown error",
-             sentence ? sentence : "no text");
-    return refuse(error, init_remedy(result), text);
+    fanin_error why = FANIN_ERROR_INIT;
+    gpu_error(g, &why, result, "%s", what);
+    return refuse(error, init_remedy(result), why.message);
 }
 
 static fanin_status examine(gpu *g, fanin_error *error)

@@ -41,11 +41,6 @@ static fanin_status enter_callers(gpu *g, const fanin_stream *callers,
                      callers->device);
 }
 
-static fanin_status order_error(const gpu *g, fanin_error *error, CUresult result)
-{
-    return gpu_error(g, error, result, "putting streams in order");
-}
-
 /* An event behind what is on @p stream, whose context is current. The driver keeps it alive while
    something waits for it, so it may be destroyed at once after that. */
 static CUresult mark(gpu *g, CUstream stream, CUevent *out)
@@ -59,27 +54,9 @@ static CUresult mark(gpu *g, CUstream stream, CUevent *out)
     return result;
 }
 
-fanin_status gpu_stream_after(gpu_stream *stream, const fanin_stream *callers,
-                              fanin_error *error)
-{
-    gpu *g = stream->g;
-    CUevent event;
-    if (!callers->handle)
-        return FANIN_OK;
-    fanin_status status = enter_callers(g, callers, error);
-    if (status != FANIN_OK)
-        return status;
-    CUresult result = mark(g, callers->handle, &event);
-    if (result == CUDA_SUCCESS) {
-        result = g->cuStreamWaitEvent(stream->handle, event, 0);
-        (void)g->cuEventDestroy(event);
-    }
-    gpu_context_leave(g);
-    return result == CUDA_SUCCESS ? FANIN_OK : order_error(g, error, result);
-}
-
-fanin_status gpu_stream_before(gpu_stream *stream, const fanin_stream *callers,
-                               fanin_error *error)
+/* Of @p stream and the caller's, one goes on after what is on the other now. */
+static fanin_status order(gpu_stream *stream, const fanin_stream *callers,
+                          bool callers_first, fanin_error *error)
 {
     gpu *g = stream->g;
     CUevent event;
@@ -89,19 +66,35 @@ fanin_status gpu_stream_before(gpu_stream *stream, const fanin_stream *callers,
     if (status != FANIN_OK)
         return status;
     /* Within the caller's context, for its default streams are what is current. */
-    status = gpu_context_enter(g, stream->device, error);
-    if (status != FANIN_OK) {
-        gpu_context_leave(g);
-        return status;
+    if (!callers_first)
+        status = gpu_context_enter(g, stream->device, error);
+    if (status == FANIN_OK) {
+        CUresult result =
+            mark(g, callers_first ? callers->handle : stream->handle, &event);
+        if (!callers_first)
+            gpu_context_leave(g);
+        if (result == CUDA_SUCCESS) {
+            result = g->cuStreamWaitEvent(
+                callers_first ? stream->handle : callers->handle, event, 0);
+            (void)g->cuEventDestroy(event);
+        }
+        if (result != CUDA_SUCCESS)
+            status = gpu_error(g, error, result, "putting streams in order");
     }
-    CUresult result = mark(g, stream->handle, &event);
     gpu_context_leave(g);
-    if (result == CUDA_SUCCESS) {
-        result = g->cuStreamWaitEvent(callers->handle, event, 0);
-        (void)g->cuEventDestroy(event);
-    }
-    gpu_context_leave(g);
-    return result == CUDA_SUCCESS ? FANIN_OK : order_error(g, error, result);
+    return status;
+}
+
+fanin_status gpu_stream_after(gpu_stream *stream, const fanin_stream *callers,
+                              fanin_error *error)
+{
+    return order(stream, callers, true, error);
+}
+
+fanin_status gpu_stream_before(gpu_stream *stream, const fanin_stream *callers,
+                               fanin_error *error)
+{
+    return order(stream, callers, false, error);
 }
 
 /* --------------------------------------------------------------- notification */

@@ -9,23 +9,15 @@
 
 /* ------------------------------------------------------------------ checks */
 
-/* Copies the reason, cut between two characters. */
 static fanin_status read_reason(const char *given, char out[REASON_SIZE],
                                 fanin_error *error)
 {
     error_place place = {.phase = "pause"};
     if (!given || !given[0])
         given = "trainer memory offloaded";
-    size_t size = strlen(given);
-    if (!utf8_valid(given, size))
+    if (!utf8_valid(given, strlen(given)))
         return error_set(error, FANIN_ERR_ARGUMENT, &place, "the reason is not UTF-8");
-    if (size >= REASON_SIZE) {
-        size = REASON_SIZE - 1;
-        while (size > 0 && ((unsigned char)given[size] & 0xc0) == 0x80)
-            size--;
-    }
-    memcpy(out, given, size);
-    out[size] = '\0';
+    utf8_copy(out, REASON_SIZE, given);
     return FANIN_OK;
 }
 
