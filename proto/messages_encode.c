@@ -206,42 +206,37 @@ void encode_begin_ok(buffer *b, uint64_t request, const msg_begin_ok *m)
            m->granted ? &fields_begin_granted : &fields_begin_refused, m);
 }
 
-static void pack_entries(buffer *b, const msg_read *m)
+/* Keys ascend, so the dtype, 0: none, comes behind the entries. */
+static void encode_entries(buffer *b, uint64_t request, message_type type,
+                           const msg_read *m, uint32_t dtype)
 {
+    size_t start = frame_open(b);
+    pack_fields(b, &fields_read, m, dtype ? 2 : 1);
     pack_uint(b, KEY_READ_ENTRIES);
     pack_array(b, m->n_entries);
     for (uint32_t i = 0; i < m->n_entries; i++) {
         const read_entry *e = &m->entries[i];
         pack_array(b, e->count ? 2 : 3);
         pack_uint(b, e->box);
-        if (e->count) {
-            pack_uint(b, e->count);
-            continue;
-        }
-        pack_uint(b, e->offset);
-        pack_uint(b, e->length);
+        pack_uint(b, e->count ? e->count : e->offset);
+        if (!e->count)
+            pack_uint(b, e->length);
     }
+    if (dtype) {
+        pack_uint(b, KEY_DIGEST_DTYPE);
+        pack_uint(b, dtype);
+    }
+    frame_close(b, start, request, type);
 }
 
 void encode_read(buffer *b, uint64_t request, const msg_read *m)
 {
-    size_t start = frame_open(b);
-    pack_fields(b, &fields_read, m, 1);
-    pack_entries(b, m);
-    frame_close(b, start, request, MSG_READ);
+    encode_entries(b, request, MSG_READ, m, 0);
 }
 
-/* Keys ascend, so the dtype comes behind the entries. */
 void encode_digest(buffer *b, uint64_t request, const msg_read *m)
 {
-    size_t start = frame_open(b);
-    pack_fields(b, &fields_read, m, m->dtype ? 2 : 1);
-    pack_entries(b, m);
-    if (m->dtype) {
-        pack_uint(b, KEY_DIGEST_DTYPE);
-        pack_uint(b, m->dtype);
-    }
-    frame_close(b, start, request, MSG_DIGEST);
+    encode_entries(b, request, MSG_DIGEST, m, m->dtype);
 }
 
 void encode_read_ok(buffer *b, uint64_t request, uint32_t body_bytes)
