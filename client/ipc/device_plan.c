@@ -11,7 +11,7 @@ typedef struct builder {
     const device_plan_parts *from;
     device_plan *d;
     copy_list *lists; /* one a part */
-    size_t list_capacity, part_capacity;
+    size_t list_capacity, part_capacity, base_capacity;
     host_pieces host;
     const memory_range *range; /* of the piece before: neighbours mostly share it */
 } builder;
@@ -32,24 +32,17 @@ bool device_plan_fits(const device_plan *d, const device_plan_parts *parts)
 
 /* ------------------------------------------------------------------- bases */
 
-static fanin_status number_bases(device_plan *d, const device_plan_parts *parts,
-                                 fanin_error *error)
+static fanin_status number_bases(builder *b, size_t source, fanin_error *error)
 {
-    const path_plan *plan = parts->plan;
-    uint64_t n = 0;
-    for (size_t i = 0; i < plan->n_sources; i++)
-        n += is_part(parts, i) ? box_table_regions(plan->sources[i].boxes) : 0;
-    if (n > UINT32_MAX)
+    device_plan *d = b->d;
+    uint32_t n = box_table_regions(b->from->plan->sources[source].boxes);
+    if (n > UINT32_MAX - d->n_bases)
         return error_set(error, FANIN_ERR_LIMIT, NULL, "too many regions");
-    d->bases = calloc(n + 1, sizeof *d->bases);
-    if (!d->bases)
+    if (!array_reserve(&d->bases, &b->base_capacity, (size_t)d->n_bases + n,
+                       sizeof *d->bases))
         return error_set_memory(error);
-    for (size_t i = 0; i < plan->n_sources; i++) {
-        uint32_t regions =
-            is_part(parts, i) ? box_table_regions(plan->sources[i].boxes) : 0;
-        for (uint32_t j = 0; j < regions; j++)
-            d->bases[d->n_bases++] = (device_base){.source = i, .region = j};
-    }
+    for (uint32_t i = 0; i < n; i++)
+        d->bases[d->n_bases++] = (device_base){.source = source, .region = i};
     return FANIN_OK;
 }
 
@@ -100,11 +93,6 @@ static uint64_t bytes_of(const span_piece *p, const strided *view)
     return view ? strided_runs(view) * view->run : p->length;
 }
 
-static fanin_status broken_off(const builder *b, fanin_error *error)
-{
-    return work_broken_off(b->from->stop, "plan", "copies were listed", error);
-}
-
 static fanin_status add_piece(builder *b, const plan_spans *spans, uint32_t base,
                               const span *s, const span_piece *p, fanin_error *error)
 {
@@ -117,7 +105,8 @@ static fanin_status add_piece(builder *b, const plan_spans *spans, uint32_t base
     if (range->device < 0) {
         host_piece piece = {
             .from = from, .to = p->to, .length = p->length, .view = view, .base = base};
-        return add_host(b, &piece) ? FANIN_OK : broken_off(b, error);
+        return add_host(b, &piece) ? FANIN_OK
+                                   : device_plan_broken_off(b->from->stop, error);
     }
     device_part *part;
     copy_list *list = list_of(b, range->device, &part);
@@ -129,7 +118,7 @@ static fanin_status add_piece(builder *b, const plan_spans *spans, uint32_t base
     else
         copy_list_add(list, base, from, to, p->length);
     part->bytes += bytes_of(p, view);
-    return list->failed ? broken_off(b, error) : FANIN_OK;
+    return list->failed ? device_plan_broken_off(b->from->stop, error) : FANIN_OK;
 }
 
 static fanin_status add_source(builder *b, size_t source, uint32_t first_base,
@@ -150,48 +139,38 @@ static fanin_status add_source(builder *b, size_t source, uint32_t first_base,
 
 static fanin_status add_sources(builder *b, fanin_error *error)
 {
-    const path_plan *plan = b->from->plan;
-    uint32_t base = 0;
-    for (size_t i = 0; i < plan->n_sources; i++) {
-        if (!is_part(b->from, i))
+    fanin_status status = FANIN_OK;
+    for (size_t i = 0; i < b->d->n_sources && status == FANIN_OK; i++) {
+        uint32_t first = b->d->n_bases;
+        if (!b->d->of_source[i])
             continue;
-        fanin_status status = add_source(b, i, base, error);
-        if (status != FANIN_OK)
-            return status;
-        base += box_table_regions(plan->sources[i].boxes);
+        status = number_bases(b, i, error);
+        if (status == FANIN_OK)
+            status = add_source(b, i, first, error);
     }
-    return FANIN_OK;
+    return status;
 }
 
 /* ------------------------------------------------------------------- whole */
-
-static fanin_status upload(gpu *g, int device, const copy_list *list, uint32_t n_bases,
-                           gpu_table **out, fanin_error *error)
-{
-    if (list->failed)
-        return error_set_memory(error);
-    return gpu_table_create(g, device, list->entries, list->n, n_bases, out, error);
-}
 
 static fanin_status make_tables(builder *b, gpu *g, fanin_error *error)
 {
     device_plan *d = b->d;
     copy_list gather = {.stop = b->from->stop};
-    fanin_status status = number_bases(d, b->from, error);
-    if (status == FANIN_OK)
-        status = add_sources(b, error);
+    fanin_status status = add_sources(b, error);
     for (size_t i = 0; i < d->n_parts && status == FANIN_OK; i++)
-        status = upload(g, d->parts[i].device, &b->lists[i], d->n_bases,
-                        &d->parts[i].table, error);
+        status = gpu_table_create(g, d->parts[i].device, b->lists[i].entries,
+                                  b->lists[i].n, d->n_bases, &d->parts[i].table, error);
     if (status == FANIN_OK && b->host.n > 0) {
         d->gather_device = b->from->gather_device;
-        status = d->gather_device < 0
-                     ? error_set(error, FANIN_ERR_INTERNAL, NULL,
-                                 "no device gathers what goes to host memory")
-                     : device_plan_lay_out_host(d, &b->host, &gather, error);
+        if (d->gather_device < 0)
+            status = error_set(error, FANIN_ERR_INTERNAL, NULL,
+                               "no device gathers what goes to host memory");
+        else
+            status = device_plan_lay_out_host(d, &b->host, &gather, error);
         if (status == FANIN_OK)
-            status =
-                upload(g, d->gather_device, &gather, d->n_bases, &d->gather, error);
+            status = gpu_table_create(g, d->gather_device, gather.entries, gather.n,
+                                      d->n_bases, &d->gather, error);
     }
     copy_list_free(&gather);
     return status;

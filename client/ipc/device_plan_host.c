@@ -9,7 +9,6 @@
 
 #include "array.h"
 #include "device/device_memory.h"
-#include "error_set.h"
 #include "plan/plan_internal.h"
 #include <stdlib.h>
 #include <string.h>
@@ -100,8 +99,18 @@ static bool add_landing(layout *l, const host_landing *landing)
 
 /* --------------------------------------------------- contiguous destinations */
 
+typedef struct sorting {
+    uint64_t *next;      /* by chunk: entries, then where the next one goes */
+    copy_entry *entries; /* NULL: they are counted */
+} sorting;
+
 /* One part of an entry that lies in one chunk; `to` is an offset in the chunk. */
-typedef bool (*part_fn)(void *cookie, uint64_t chunk, const copy_entry *part);
+static void put_part(sorting *s, uint64_t chunk, const copy_entry *part)
+{
+    uint64_t at = s->next[chunk]++;
+    if (s->entries)
+        s->entries[at] = *part;
+}
 
 static copy_entry upwards(const copy_entry *e)
 {
@@ -116,9 +125,8 @@ static copy_entry upwards(const copy_entry *e)
     return up;
 }
 
-/* One run, cut wherever a chunk ends. False: @p fn failed, or an element that is converted would
-   be torn apart. */
-static bool cut_run(const copy_entry *run, uint64_t size, part_fn fn, void *cookie)
+/* One run, cut wherever a chunk ends. False: an element that is converted would be torn apart. */
+static bool cut_run(const copy_entry *run, uint64_t size, sorting *s)
 {
     copy_entry part = *run;
     uint64_t scale = run->convert == CONVERT_NONE ? 1 : 2;
@@ -132,8 +140,7 @@ static bool cut_run(const copy_entry *run, uint64_t size, part_fn fn, void *cook
         part.from = from;
         part.to = to % size;
         part.run = (uint32_t)(here * scale);
-        if (!fn(cookie, to / size, &part))
-            return false;
+        put_part(s, to / size, &part);
         from += here * scale;
         to += here;
         left -= here;
@@ -141,7 +148,7 @@ static bool cut_run(const copy_entry *run, uint64_t size, part_fn fn, void *cook
     return true;
 }
 
-static bool cut_entry(const copy_entry *entry, uint64_t size, part_fn fn, void *cookie)
+static bool cut_entry(const copy_entry *entry, uint64_t size, sorting *s)
 {
     copy_entry e = upwards(entry);
     uint64_t step = (uint64_t)e.to_step, length = convert_bytes(e.convert, e.run);
@@ -158,43 +165,24 @@ static bool cut_entry(const copy_entry *entry, uint64_t size, part_fn fn, void *
         part.from = e.from + done * (uint64_t)e.from_step;
         part.to = to;
         if (whole == 0) {
-            if (!cut_run(&part, size, fn, cookie))
+            if (!cut_run(&part, size, s))
                 return false;
             done++;
             continue;
         }
         part.to = to % size;
         part.runs = (uint32_t)whole;
-        if (!fn(cookie, to / size, &part))
-            return false;
+        put_part(s, to / size, &part);
         done += whole;
     }
     return true;
 }
 
-typedef struct sorting {
-    uint64_t *next; /* by chunk: entries, then where the next one goes */
-    copy_entry *entries;
-} sorting;
-
-static bool count_part(void *cookie, uint64_t chunk, const copy_entry *part)
-{
-    (void)part;
-    ((sorting *)cookie)->next[chunk]++;
-    return true;
-}
-
-static bool put_part(void *cookie, uint64_t chunk, const copy_entry *part)
-{
-    sorting *s = cookie;
-    s->entries[s->next[chunk]++] = *part;
-    return true;
-}
-
-static bool cut_list(const copy_list *list, uint64_t size, part_fn fn, void *cookie)
+/* False: stopped, or torn. */
+static bool cut_list(const copy_list *list, uint64_t size, sorting *s)
 {
     for (uint64_t i = 0; i < list->n; i++) {
-        if (work_stopped(list->stop) || !cut_entry(&list->entries[i], size, fn, cookie))
+        if (work_stopped(list->stop) || !cut_entry(&list->entries[i], size, s))
             return false;
     }
     return true;
@@ -244,7 +232,7 @@ static bool lay_out_contiguous(layout *l, const host_pieces *pieces, uint64_t st
     bool ok = !whole.failed && add_chunks(l, start, bytes);
     if (ok)
         ok = (s.next = calloc(d->n_chunks + 1, sizeof *s.next)) != NULL;
-    if (ok && !cut_list(&whole, d->chunk_bytes, count_part, &s))
+    if (ok && !cut_list(&whole, d->chunk_bytes, &s))
         *torn = !work_stopped(stop);
     ok = ok && !*torn && !work_stopped(stop);
     uint64_t total = 0;
@@ -257,7 +245,7 @@ static bool lay_out_contiguous(layout *l, const host_pieces *pieces, uint64_t st
     if (ok)
         ok = (s.entries = calloc(total + 1, sizeof *s.entries)) != NULL;
     if (ok) {
-        ok = cut_list(&whole, d->chunk_bytes, put_part, &s);
+        ok = cut_list(&whole, d->chunk_bytes, &s);
         copy_list_free(l->list);
         *l->list = (copy_list){
             .entries = s.entries, .n = total, .capacity = total + 1, .stop = stop};
@@ -367,26 +355,18 @@ static bool lay_out_packed(layout *l, host_pieces *pieces)
 
 /* ------------------------------------------------------------------- whole */
 
-static fanin_status broken_off(const copy_list *list, fanin_error *error)
-{
-    return work_broken_off(list->stop, "plan", "copies were listed", error);
-}
-
 fanin_status device_plan_lay_out_host(device_plan *d, host_pieces *pieces,
                                       copy_list *list, fanin_error *error)
 {
     layout l = {.d = d, .list = list};
     uint64_t start, bytes;
-    bool torn = false;
-    d->contiguous = is_contiguous(pieces, &start, &bytes);
+    bool torn = !is_contiguous(pieces, &start, &bytes);
     d->chunk_bytes = chunk_size(bytes);
-    if (d->contiguous) {
-        if (lay_out_contiguous(&l, pieces, start, bytes, &torn))
-            return FANIN_OK;
-        if (!torn)
-            return broken_off(list, error);
-        d->contiguous = false;
+    bool ok = !torn && lay_out_contiguous(&l, pieces, start, bytes, &torn);
+    d->contiguous = !torn;
+    if (torn) {
         d->n_chunks = l.n_landings = 0;
+        ok = lay_out_packed(&l, pieces);
     }
-    return lay_out_packed(&l, pieces) ? FANIN_OK : broken_off(list, error);
+    return ok ? FANIN_OK : device_plan_broken_off(list->stop, error);
 }

@@ -24,4 +24,11 @@ typedef struct host_pieces {
 fanin_status device_plan_lay_out_host(device_plan *d, host_pieces *pieces,
                                       copy_list *list, fanin_error *error);
 
+/** Why a step did not succeed: FANIN_ERR_TIMEOUT if the work was stopped, else FANIN_ERR_MEMORY. */
+static inline fanin_status device_plan_broken_off(const work_stop *stop,
+                                                  fanin_error *error)
+{
+    return work_broken_off(stop, "plan", "copies were listed", error);
+}
+
 #endif
