@@ -6,20 +6,15 @@
 
 static void ask(fetch *f);
 
-static void finish(fetch *f, fanin_status status)
-{
-    f->status = status;
-    --*f->left;
-}
-
 static void fail(fetch *f, fanin_status status, const char *what)
 {
     connection *c = f->client->peers[f->peer].control;
     error_place place = connection_place(c, "catalog");
     if (status == FANIN_ERR_LIMIT)
         place.remedy = "raise max_catalog in the client's configuration";
-    finish(f, error_set(&f->error, status, &place, "rank %u at %s %s",
-                        connection_peer(c)->rank, connection_text(c), what));
+    error_set(&f->error, status, &place, "rank %u at %s %s", connection_peer(c)->rank,
+              connection_text(c), what);
+    --*f->left;
 }
 
 static void on_page(void *cookie, connection *c, message_type type, body *b)
@@ -27,7 +22,8 @@ static void on_page(void *cookie, connection *c, message_type type, body *b)
     fetch *f = cookie;
     msg_blob_page page;
     if (type != (message_type)(f->type + 1)) {
-        finish(f, connection_reply_error(c, "catalog", type, b, &f->error));
+        connection_reply_error(c, "catalog", type, b, &f->error);
+        --*f->left;
         return;
     }
     if (decode_blob_page(b, &page) != FANIN_OK) {
@@ -49,18 +45,19 @@ static void on_page(void *cookie, connection *c, message_type type, body *b)
     }
     buffer_append(&f->data, page.data.data, page.data.size);
     if (f->data.failed)
-        finish(f, error_set_memory(&f->error));
-    else if (f->data.size < page.total)
+        error_set_memory(&f->error);
+    if (!f->data.failed && f->data.size < page.total)
         ask(f);
     else
-        finish(f, FANIN_OK);
+        --*f->left;
 }
 
 static void ask(fetch *f)
 {
     connection *c = f->client->peers[f->peer].control;
     if (connection_get_state(c) != CONNECTION_READY) {
-        finish(f, connection_reply_error(c, "catalog", 0, NULL, &f->error));
+        connection_reply_error(c, "catalog", 0, NULL, &f->error);
+        --*f->left;
         return;
     }
     uint64_t request = connection_next_request(c);
@@ -82,10 +79,8 @@ fanin_status fetch_all(fanin_client *client, fetch *fetches, size_t n, deadline 
     fanin_status status = client_run(client, &left, at, "catalog", error);
     for (size_t i = 0; i < n; i++) {
         connection_forget(client->peers[fetches[i].peer].control, &fetches[i]);
-        if (status == FANIN_OK && fetches[i].status != FANIN_OK) {
-            status = fetches[i].status;
-            error_copy(error, &fetches[i].error);
-        }
+        if (status == FANIN_OK && fetches[i].error.status != FANIN_OK)
+            status = error_copy(error, &fetches[i].error);
     }
     return status;
 }

@@ -47,9 +47,9 @@ static void on_reply(void *cookie, connection *c, message_type type, body *b)
     a->over = true;
     a->answered_ns = clock_ns();
     if (status == FANIN_ERR_MEMORY)
-        a->status = error_set_memory(&a->error); /* it is not the rank's fault */
+        error_set_memory(&a->error); /* it is not the rank's fault */
     else if (status != FANIN_OK)
-        a->status = connection_reply_error(c, phase_of(a->survey), type, b, &a->error);
+        connection_reply_error(c, phase_of(a->survey), type, b, &a->error);
 }
 
 /* The rank's own "not yet" should come before this side gives up. */
@@ -99,7 +99,7 @@ static bool is_open(const survey *s, size_t peer)
 /* A refusal that waiting for this rank or for others would not mend. */
 static bool is_final(const answer *a)
 {
-    int group = -a->status / 100;
+    int group = -a->error.status / 100;
     return a->over && (group == 1 || group == 4);
 }
 
@@ -121,15 +121,14 @@ static void give_up(survey *s, answer *a, bool late)
     bool ready = is_up(s, a->peer);
     if (late && ready && s->type == MSG_WAIT) {
         error_place place = connection_place(c, "wait");
-        a->status = error_set(&a->error, FANIN_ERR_TIMEOUT, &place,
-                              "rank %u at %s has nothing that is committed",
-                              connection_peer(c)->rank, connection_text(c));
+        error_set(&a->error, FANIN_ERR_TIMEOUT, &place,
+                  "rank %u at %s has nothing that is committed",
+                  connection_peer(c)->rank, connection_text(c));
         return;
     }
     if (late)
         connection_give_up(c);
     error_copy(&a->error, connection_fault(c));
-    a->status = connection_fault(c)->status;
 }
 
 /* Replies that come later find nobody. A rank that gave a useless reply, or none, is not to be taken
@@ -142,7 +141,7 @@ static void settle(survey *s, bool late)
         connection_forget(c, a);
         if (!a->over)
             give_up(s, a, late);
-        else if (a->status != FANIN_OK && a->status != FANIN_ERR_MEMORY &&
+        else if (a->error.status != FANIN_OK && a->error.status != FANIN_ERR_MEMORY &&
                  s->type != MSG_WAIT)
             connection_fail(c, &a->error);
         a->over = true;
@@ -168,15 +167,13 @@ static fanin_status run(survey *s, fanin_error *error)
     settle(s, status == FANIN_ERR_TIMEOUT);
     if (status == FANIN_ERR_TIMEOUT)
         return FANIN_OK; /* who owes an answer has been given up */
-    if (status != FANIN_OK)
-        error_copy(error, &why);
-    return status;
+    return status != FANIN_OK ? error_copy(error, &why) : status;
 }
 
 bool survey_answered(const survey *s, size_t peer)
 {
     const answer *a = &s->answers[peer];
-    return a->asked && a->over && a->status == FANIN_OK;
+    return a->asked && a->over && a->error.status == FANIN_OK;
 }
 
 /* If nobody answered: why the first did not. */
@@ -187,15 +184,14 @@ static fanin_status judge(const survey *s, fanin_error *error)
     bool any = false;
     for (size_t i = 0; i < s->client->n_peers; i++) {
         any = any || survey_answered(s, i);
-        if (s->answers[i].status == FANIN_ERR_MEMORY)
+        if (s->answers[i].error.status == FANIN_ERR_MEMORY)
             return error_set_memory(error);
         if (is_final(&s->answers[i]) && !is_final(worst))
             worst = &s->answers[i];
     }
     if (any)
         return client_compare(s->client, error);
-    error_copy(error, &worst->error);
-    return worst->status;
+    return error_copy(error, &worst->error);
 }
 
 void survey_finish(survey *s)

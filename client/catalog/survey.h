@@ -9,9 +9,8 @@
 typedef struct answer {
     struct survey *survey;
     size_t peer;
-    bool asked, over; /**< over: it answered, or was lost */
-    fanin_status status;
-    fanin_error error;
+    bool asked, over;  /**< over: it answered, or was lost */
+    fanin_error error; /**< its status is the answer's */
     uint64_t asked_ns, answered_ns;
     msg_list_entry *entries; /**< of a list */
     uint32_t count;

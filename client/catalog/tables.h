@@ -64,8 +64,7 @@ typedef struct fetch {
     buffer data; /**< the blob; freed by fetch_free() */
     fanin_client *client;
     size_t *left;
-    fanin_status status;
-    fanin_error error;
+    fanin_error error; /**< its status is the fetch's */
 } fetch;
 
 /** All at once; the first error in their order. Bounded by the client's max_catalog. */

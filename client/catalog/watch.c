@@ -15,7 +15,6 @@ typedef struct rank_view {
     bool seen;
     int32_t state;
     uint64_t state_step, since_ns; /* 0: since when is not known */
-    fanin_status status;
     fanin_error error;
 } rank_view;
 
@@ -50,7 +49,7 @@ static void on_event(void *cookie, connection *c, message_type type, body *b)
     msg_event e;
     if (type != MSG_EVENT || decode_event(b, &e) != FANIN_OK) {
         v->error = (fanin_error)FANIN_ERROR_INIT;
-        v->status = connection_reply_error(c, "watch", type, b, &v->error);
+        connection_reply_error(c, "watch", type, b, &v->error);
         v->watch->failed = true;
         return;
     }
@@ -69,10 +68,8 @@ static void on_event(void *cookie, connection *c, message_type type, body *b)
 static fanin_status first_failure(const watch *w, fanin_error *error)
 {
     for (size_t i = 0; i < w->n; i++) {
-        if (w->ranks[i].status != FANIN_OK) {
-            error_copy(error, &w->ranks[i].error);
-            return w->ranks[i].status;
-        }
+        if (w->ranks[i].error.status != FANIN_OK)
+            return error_copy(error, &w->ranks[i].error);
     }
     return FANIN_OK;
 }
@@ -203,10 +200,8 @@ static fanin_status take_list(watch *w, const survey *s, const char *publication
     bool found = false;
     for (size_t i = 0; i < w->n; i++) {
         const answer *a = &s->answers[i];
-        if (!survey_answered(s, i)) {
-            error_copy(error, &a->error);
-            return a->status;
-        }
+        if (!survey_answered(s, i))
+            return error_copy(error, &a->error);
         found |= take_entries(&w->ranks[i], a, publication, names, sizeof names);
     }
     error_place place = {
@@ -243,10 +238,8 @@ static fanin_status start(fanin_client *client, watch *w, const char *publicatio
     for (size_t i = 0; i < client->n_peers; i++) {
         connection *c = client->peers[i].control;
         w->ranks[i].watch = w;
-        if (!peer_ready(&client->peers[i])) {
-            error_copy(error, connection_fault(c));
-            return connection_fault(c)->status;
-        }
+        if (!peer_ready(&client->peers[i]))
+            return error_copy(error, connection_fault(c));
         uint64_t request = connection_next_request(c);
         encode_watch(connection_out(c), request, &m);
         connection_ask(c, request, on_event, &w->ranks[i]);

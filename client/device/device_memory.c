@@ -93,10 +93,8 @@ fanin_status device_memory_take(device_memory *m, pool_chunk **out, fanin_error 
             fanin_error why = FANIN_ERROR_INIT;
             fanin_status status = gpu_host_alloc(
                 m->g, CHUNK_BYTES + CHUNK_ENTRIES * sizeof(copy_entry), &memory, &why);
-            if (status != FANIN_OK && i == 0) {
-                error_copy(error, &why);
-                return status;
-            }
+            if (status != FANIN_OK && i == 0)
+                return error_copy(error, &why);
             if (status != FANIN_OK)
                 return FANIN_OK; /* those that there are must do */
             c->bytes = memory;
@@ -170,10 +168,8 @@ fanin_status device_memory_staging(device_memory *m, ucx_client *client, int dev
         (void)make_staging(m, client, device, DEVICE_SLOTS * slot_bytes, s,
                            &s->refused);
     }
-    if (!s->memory) {
-        error_copy(error, &s->refused);
-        return s->refused.status;
-    }
+    if (!s->memory)
+        return error_copy(error, &s->refused);
     *memory_out = s->memory;
     *local_out = s->local;
     return FANIN_OK;

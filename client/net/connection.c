@@ -572,10 +572,8 @@ fanin_status connection_reply_error(connection *c, const char *phase, message_ty
                                     body *b, fanin_error *error)
 {
     error_place place = connection_place(c, phase);
-    if (type == 0) {
-        error_copy(error, &c->fault);
-        return c->fault.status;
-    }
+    if (type == 0)
+        return error_copy(error, &c->fault);
     msg_error m;
     if (type != MSG_ERROR || decode_error(b, &m) != FANIN_OK) {
         char who[CONNECTION_NAME];

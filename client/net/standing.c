@@ -64,8 +64,7 @@ fanin_status standing_ask(fanin_client *client, const char *publication, deadlin
     free(questions);
     if (status == FANIN_OK || status == FANIN_ERR_TIMEOUT)
         return FANIN_OK;
-    error_copy(error, &why);
-    return status;
+    return error_copy(error, &why);
 }
 
 /* ----------------------------------------------------------------- telling */

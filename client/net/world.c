@@ -190,8 +190,7 @@ static fanin_status identify(fanin_client *client, fanin_error *error)
         return error_set(error, FANIN_ERR_TIMEOUT, &place,
                          "%s did not answer before the deadline", connection_text(c));
     }
-    error_copy(error, connection_fault(c));
-    return connection_fault(c)->status;
+    return error_copy(error, connection_fault(c));
 }
 
 /* -------------------------------------------------------------- connecting */
@@ -355,9 +354,9 @@ fanin_status client_ensure_connected(fanin_client *client, bool patient, deadlin
         fanin_error why = FANIN_ERROR_INIT;
         fanin_status ended = find_dead(client, at, &lost, &why);
         if (ended != FANIN_OK)
-            error_copy(error, &why);
-        if (ended != FANIN_OK || lost == 0)
-            return ended != FANIN_OK ? ended : status;
+            return error_copy(error, &why);
+        if (lost == 0)
+            return status;
     }
 }
 

@@ -121,10 +121,10 @@ const char *path_avoided(fanin_client *client, size_t peer)
    no matter of the path that was asked about. */
 static bool is_refusal(const fanin_client *client, const fetch *f, fanin_error *refused)
 {
-    bool of_publication = f->status == FANIN_ERR_STALE ||
-                          f->status == FANIN_ERR_PAUSED ||
-                          f->status == FANIN_ERR_NOT_FOUND;
-    if (f->status == FANIN_OK || of_publication || !peer_ready(&client->peers[f->peer]))
+    fanin_status status = f->error.status;
+    bool of_publication = status == FANIN_ERR_STALE || status == FANIN_ERR_PAUSED ||
+                          status == FANIN_ERR_NOT_FOUND;
+    if (status == FANIN_OK || of_publication || !peer_ready(&client->peers[f->peer]))
         return false;
     error_copy(&refused[f->peer], &f->error);
     return true;
@@ -139,10 +139,9 @@ static fanin_status drop_refused(const fanin_client *client, const fetch *fetche
         status == FANIN_ERR_TIMEOUT)
         return status;
     for (size_t i = 0; i < n; i++) {
-        if (fetches[i].status == FANIN_OK || is_refusal(client, &fetches[i], refused))
-            continue;
-        error_copy(error, &fetches[i].error);
-        return fetches[i].status;
+        if (fetches[i].error.status != FANIN_OK &&
+            !is_refusal(client, &fetches[i], refused))
+            return error_copy(error, &fetches[i].error);
     }
     return FANIN_OK;
 }
@@ -191,7 +190,7 @@ fanin_status path_state_regions(fanin_client *client, publication *p, const bool
     for (size_t i = 0; i < n && status == FANIN_OK; i++) {
         size_t peer = fetches[i].peer;
         path_state *s = &p->paths->peers[peer];
-        if (fetches[i].status != FANIN_OK)
+        if (fetches[i].error.status != FANIN_OK)
             continue;
         status = take_regions(&client->peers[peer], &p->shards[peer], s,
                               &fetches[i].data, &work, error);

@@ -60,10 +60,8 @@ fanin_status path_give_up(path_round *r, size_t peer, const char *why,
                           fanin_error *error)
 {
     const struct peer *p = &r->client->peers[peer];
-    if (!peer_ready(p)) { /* lost, which says nothing about paths */
-        error_copy(error, connection_fault(p->control));
-        return connection_fault(p->control)->status;
-    }
+    if (!peer_ready(p)) /* lost, which says nothing about paths */
+        return error_copy(error, connection_fault(p->control));
     if (r->client->config.path != FANIN_PATH_AUTO)
         return refuse(r, peer, why, error);
     path_choose(r, peer, FANIN_PATH_STREAM, why);

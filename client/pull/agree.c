@@ -159,10 +159,8 @@ static fanin_status check_refusals(const agreement *g, fanin_error *error)
     for (size_t i = 0; i < g->client->n_peers; i++) {
         const asker *a = &g->askers[i];
         if (a->refused && a->refused != FANIN_ERR_TIMEOUT &&
-            a->refused != FANIN_ERR_PAUSED) {
-            error_copy(error, &a->error);
-            return a->refused;
-        }
+            a->refused != FANIN_ERR_PAUSED)
+            return error_copy(error, &a->error);
     }
     return FANIN_OK;
 }
@@ -291,8 +289,7 @@ static fanin_status decide_without(agreement *g, const asker *paused, size_t mar
     fanin_status status = marked > 0 ? judge(g, agreed, error) : FANIN_OK;
     if (status != FANIN_OK || *agreed)
         return status;
-    error_copy(error, &paused->error);
-    return FANIN_ERR_PAUSED;
+    return error_copy(error, &paused->error);
 }
 
 static size_t count_gone(const agreement *g)
@@ -450,8 +447,7 @@ static fanin_status explain_silence(const agreement *g, fanin_error *error)
         if (!peer_ready(&client->peers[i]))
             fault = connection_fault(client->peers[i].control);
     }
-    error_copy(error, fault);
-    return fault->status;
+    return error_copy(error, fault);
 }
 
 static fanin_status wait_for_agreement(agreement *g, fanin_error *error)

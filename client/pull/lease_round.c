@@ -11,25 +11,23 @@
 /* One rank's part of a round. */
 typedef struct turn {
     size_t *left;
-    reader_lease *lease;
-    fanin_status status;
+    reader_lease *lease; /* NULL: it is not asked */
     fanin_error error;
 } turn;
 
-static fanin_status run(fanin_client *client, turn *turns, const bool *asked,
-                        size_t *left, deadline at, const char *phase,
-                        fanin_error *error)
+/* Frees the turns. */
+static fanin_status run(fanin_client *client, turn *turns, size_t *left, deadline at,
+                        const char *phase, fanin_error *error)
 {
     fanin_status status = client_run(client, left, at, phase, error);
     for (size_t i = 0; i < client->n_peers; i++) {
-        if (!asked[i])
+        if (!turns[i].lease)
             continue;
         connection_forget(client->peers[i].control, &turns[i]);
-        if (status == FANIN_OK && turns[i].status != FANIN_OK) {
-            status = turns[i].status;
-            error_copy(error, &turns[i].error);
-        }
+        if (status == FANIN_OK && turns[i].error.status != FANIN_OK)
+            status = error_copy(error, &turns[i].error);
     }
+    free(turns);
     return status;
 }
 
@@ -40,22 +38,19 @@ static void on_begun(void *cookie, connection *c, message_type type, body *b)
     turn *t = cookie;
     msg_begin_ok m;
     --*t->left;
-    t->error = (fanin_error)FANIN_ERROR_INIT;
     if (type != MSG_BEGIN_OK || decode_begin_ok(b, &m) != FANIN_OK) {
-        t->status = connection_reply_error(c, "begin", type, b, &t->error);
+        connection_reply_error(c, "begin", type, b, &t->error);
         /* The next agreement finds out whether the others suffice without it. */
-        if (t->status == FANIN_ERR_PAUSED)
-            t->status = t->error.status = FANIN_ERR_STALE;
+        if (t->error.status == FANIN_ERR_PAUSED)
+            t->error.status = FANIN_ERR_STALE;
         return;
     }
     if (!m.granted) {
         error_place place = connection_place(c, "begin");
-        t->status = error_set(&t->error, FANIN_ERR_STALE, &place,
-                              "rank %u at %s has moved on: %s",
-                              connection_peer(c)->rank, connection_text(c), m.why);
+        error_set(&t->error, FANIN_ERR_STALE, &place, "rank %u at %s has moved on: %s",
+                  connection_peer(c)->rank, connection_text(c), m.why);
         return;
     }
-    t->status = FANIN_OK;
     t->lease->held = true;
     t->lease->lease_ms = m.lease_ms;
     t->lease->first_region = m.first_region;
@@ -70,13 +65,12 @@ fanin_status lease_round_begin(fanin_client *client, const publication *p,
     if (!turns)
         return error_set_memory(error);
     size_t left = 0;
-    for (size_t i = 0; i < client->n_peers; i++)
-        left += use[i];
     for (size_t i = 0; i < client->n_peers; i++) {
         if (!use[i])
             continue;
         connection *c = client->peers[i].control;
-        turns[i] = (turn){.left = &left, .lease = &leases[i]};
+        turns[i] = (turn){&left, &leases[i], FANIN_ERROR_INIT};
+        left++;
         msg_begin m = {.step = announced[i].step,
                        .catalog_version = announced[i].version};
         snprintf(m.publication, sizeof m.publication, "%s", p->name);
@@ -84,9 +78,7 @@ fanin_status lease_round_begin(fanin_client *client, const publication *p,
         encode_begin(connection_out(c), request, &m);
         connection_ask(c, request, on_begun, &turns[i]);
     }
-    fanin_status status = run(client, turns, use, &left, at, "begin", error);
-    free(turns);
-    return status;
+    return run(client, turns, &left, at, "begin", error);
 }
 
 /* --------------------------------------------------------------------- end */
@@ -107,20 +99,16 @@ static void on_ended(void *cookie, connection *c, message_type type, body *b)
     msg_end_ok m;
     --*t->left;
     t->lease->held = false;
-    t->error = (fanin_error)FANIN_ERROR_INIT;
     if (type != MSG_END_OK || decode_end_ok(b, &m) != FANIN_OK) {
-        t->status = connection_reply_error(c, "end", type, b, &t->error);
-        return;
-    }
-    t->status = FANIN_OK;
-    if (!m.good && CLIENT_RULE(CLIENT_RULE_END_CHECK)) {
+        connection_reply_error(c, "end", type, b, &t->error);
+    } else if (!m.good && CLIENT_RULE(CLIENT_RULE_END_CHECK)) {
         error_place place = connection_place(c, "end");
         place.remedy =
             "allow the pull more time, or keep the weights stable for longer";
-        t->status = error_set(&t->error, FANIN_ERR_STALE, &place,
-                              "rank %u at %s rewrote the weights while they were read "
-                              "(it is at step %" PRIu64 " now)",
-                              connection_peer(c)->rank, connection_text(c), m.step);
+        error_set(&t->error, FANIN_ERR_STALE, &place,
+                  "rank %u at %s rewrote the weights while they were read "
+                  "(it is at step %" PRIu64 " now)",
+                  connection_peer(c)->rank, connection_text(c), m.step);
     }
 }
 
@@ -128,25 +116,17 @@ fanin_status lease_round_end(fanin_client *client, reader_lease *leases, deadlin
                              fanin_error *error)
 {
     turn *turns = calloc(client->n_peers, sizeof *turns);
-    bool *asked = calloc(client->n_peers, sizeof *asked);
-    if (!turns || !asked) {
-        free(turns);
-        free(asked);
+    if (!turns)
         return error_set_memory(error);
-    }
     size_t left = 0;
-    for (size_t i = 0; i < client->n_peers; i++)
-        left += asked[i] = leases[i].held;
     for (size_t i = 0; i < client->n_peers; i++) {
-        if (!asked[i])
+        if (!leases[i].held)
             continue;
-        turns[i] = (turn){.left = &left, .lease = &leases[i]};
+        turns[i] = (turn){&left, &leases[i], FANIN_ERROR_INIT};
+        left++;
         send_end(client->peers[i].control, &leases[i], false, on_ended, &turns[i]);
     }
-    fanin_status status = run(client, turns, asked, &left, at, "end", error);
-    free(turns);
-    free(asked);
-    return status;
+    return run(client, turns, &left, at, "end", error);
 }
 
 static void on_abandoned(void *cookie, connection *c, message_type type, body *b)

@@ -91,10 +91,8 @@ static fanin_status check(const phase *w, bool *all, fanin_error *error)
         bool done = false;
         if (!r->plan->reader_of[i])
             continue;
-        if (connection_get_state(c) != CONNECTION_READY) {
-            error_copy(error, connection_fault(c));
-            return connection_fault(c)->status;
-        }
+        if (connection_get_state(c) != CONNECTION_READY)
+            return error_copy(error, connection_fault(c));
         fanin_status status =
             r->plan->reader_of[i]->check(reading_of(w, i), i, &done, error);
         if (status != FANIN_OK)

@@ -249,14 +249,10 @@ static fanin_status look(const verifier *v, bool *done, fanin_error *error)
         const connection *c = q->control;
         if (!q->link)
             continue;
-        if (q->work.failed) {
-            error_copy(error, &q->work.error);
-            return q->work.status;
-        }
-        if (connection_get_state(c) != CONNECTION_READY) {
-            error_copy(error, connection_fault(c));
-            return connection_fault(c)->status;
-        }
+        if (q->work.failed)
+            return error_copy(error, &q->work.error);
+        if (connection_get_state(c) != CONNECTION_READY)
+            return error_copy(error, connection_fault(c));
         *done = *done && q->work.done_requests == q->list.n_requests;
         stream_link_pump(q->link);
     }

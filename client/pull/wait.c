@@ -25,10 +25,8 @@ static fanin_status all_without(void *cookie, const bool *use, bool *vain,
     size_t culprit = agree_culprit(w->client, w->publication, use, w->at);
     if (culprit == w->client->n_peers)
         return FANIN_OK;
-    const fanin_error *fault = connection_fault(w->client->peers[culprit].control);
-    error_copy(error, fault);
     *vain = true;
-    return fault->status;
+    return error_copy(error, connection_fault(w->client->peers[culprit].control));
 }
 
 /* Patient: ranks that have not answered yet are waited for first. */

@@ -179,10 +179,8 @@ static bool step(void *reading)
 static fanin_status check(void *reading, size_t source, bool *done, fanin_error *error)
 {
     stream_source *s = &((stream_reading *)reading)->sources[source];
-    if (s->work.failed) {
-        error_copy(error, &s->work.error);
-        return s->work.status;
-    }
+    if (s->work.failed)
+        return error_copy(error, &s->work.error);
     *done = s->work.done_requests == s->work.list->n_requests;
     stream_link_pump(s->link);
     return FANIN_OK;

@@ -64,8 +64,9 @@ fanin_status error_set_memory(fanin_error *error)
     return error_set(error, FANIN_ERR_MEMORY, &place, "out of memory");
 }
 
-void error_copy(fanin_error *to, const fanin_error *from)
+fanin_status error_copy(fanin_error *to, const fanin_error *from)
 {
     if (to && from && to != from)
         versioned_write(to, from, from->struct_size);
+    return from ? from->status : FANIN_OK;
 }

@@ -34,7 +34,8 @@ fanin_status error_set_errno(fanin_error *error, fanin_status status, int sys_er
 /** FANIN_ERR_MEMORY with the usual sentence. */
 fanin_status error_set_memory(fanin_error *error);
 
-/** Copies @p from to @p to (either may be NULL), minding to->struct_size. */
-void error_copy(fanin_error *to, const fanin_error *from);
+/** Copies @p from to @p to (either may be NULL), minding to->struct_size. Returns from's status, so
+    that a caller can write `return error_copy(...)`; FANIN_OK if it is NULL. */
+fanin_status error_copy(fanin_error *to, const fanin_error *from);
 
 #endif

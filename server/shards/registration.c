@@ -273,10 +273,8 @@ static fanin_status register_device(registrar *r, region *one, fanin_error *erro
     }
     if (status == FANIN_OK)
         return FANIN_OK;
-    if (status == FANIN_ERR_MEMORY || status == FANIN_ERR_LIMIT) {
-        error_copy(error, &why);
-        return status;
-    }
+    if (status == FANIN_ERR_MEMORY || status == FANIN_ERR_LIMIT)
+        return error_copy(error, &why);
     one->ucx_refused = true;
     log_write(r->log, FANIN_LOG_WARNING, "no-rdma",
               "%" PRIu64
