@@ -64,7 +64,7 @@ static void end_world(rank_world *w)
 {
     uint32_t n = w->ranks ? w->options.world_size : 0;
     for (uint32_t i = 0; i < n; i++)
-        kill(ranks_pid(w->ranks, i), SIGKILL);
+        kill(ranks_slot(w->ranks, i)->pid, SIGKILL);
     for (size_t i = 0; i < w->tensors.count; i++)
         free((void *)(uintptr_t)w->tensors.tensors[i].data);
     rank_world_free(w);
@@ -116,13 +116,13 @@ static answer begin_world(rank_world *w, const lab_order *o)
              ranks_wait_ready(w->ranks, 60000) == 0;
     change_environment(o, false);
     for (uint32_t i = 0; a.good && i < o->world_size; i++)
-        a.ports[i] = ranks_port(w->ranks, i);
+        a.ports[i] = ranks_slot(w->ranks, i)->port;
     return a;
 }
 
 static answer signal_rank(const rank_world *w, uint32_t rank, int number)
 {
-    pid_t pid = ranks_pid(w->ranks, rank);
+    pid_t pid = ranks_slot(w->ranks, rank)->pid;
     siginfo_t info;
     int what = number == SIGKILL ? WEXITED : number == SIGSTOP ? WSTOPPED : WCONTINUED;
     return (answer){.good = kill(pid, number) == 0 &&

@@ -87,7 +87,7 @@ void rank_world_start(rank_world *w)
     assert_int_equal(ranks_start(&w->options, &w->ranks), 0);
     assert_int_equal(ranks_wait_ready(w->ranks, 60000), 0);
     for (uint32_t i = 0; i < n; i++)
-        ports[i] = ranks_port(w->ranks, i);
+        ports[i] = ranks_slot(w->ranks, i)->port;
     rank_world_describe(w, "127.0.0.1", ports);
 }
 

@@ -44,7 +44,7 @@ void rank_world_start(rank_world *w);
 void rank_world_describe(rank_world *w, const char *host, const uint16_t *ports);
 /** Seed of a tensor's pattern in run 0. */
 uint64_t rank_world_seed(const tensor_spec *t);
-/** Ends the ranks; ranks_stats() works afterwards, until rank_world_free(). */
+/** Ends the ranks; ranks_slot() works afterwards, until rank_world_free(). */
 void rank_world_stop(rank_world *w);
 void rank_world_free(rank_world *w);
 

@@ -119,7 +119,7 @@ void bench_raw_read(bench_limits *limits, const rank_options *options, const ran
     uint32_t parts = options->world_size / options->replicate;
     threads = threads < MAX_THREADS ? threads : MAX_THREADS;
     for (uint32_t rank = 0; rank < parts; rank++) {
-        add_rank(&p, ranks_pid(r, rank), ranks_extents(r, rank),
+        add_rank(&p, ranks_slot(r, rank)->pid, ranks_extents(r, rank),
                  options->tensors->count, a->size);
     }
     for (uint32_t round = 0; round < ROUNDS && failed == 0; round++) {

@@ -46,7 +46,7 @@ static double median_of(const double *values, uint32_t count)
 
 static double rate_of(const bench *b, uint32_t rank, uint32_t phase)
 {
-    rank_work work = ranks_work(b->ranks, rank, phase);
+    rank_work work = ranks_slot(b->ranks, rank)->work[phase];
     return work.ns > 0 ? (double)work.units / (double)work.ns * 1e9 : 0;
 }
 

@@ -27,10 +27,11 @@ static json_t *ready_json(const rank_options *options, const ranks *r,
     json_t *list = json_array();
     json_t *runs = json_array();
     for (uint32_t rank = 0; rank < options->world_size; rank++) {
-        json_t *one = output_object("rank", output_u64(rank), "pid",
-                                    json_integer(ranks_pid(r, rank)), "port",
-                                    output_u64(ranks_port(r, rank)), "address",
-                                    output_string(ranks_address(r, rank).s), NULL);
+        const rank_slot *slot = ranks_slot(r, rank);
+        json_t *one =
+            output_object("rank", output_u64(rank), "pid", json_integer(slot->pid),
+                          "port", output_u64(slot->port), "address",
+                          output_string(ranks_address(r, rank).s), NULL);
         int device = rank_device(options, rank);
         if (device != DEVICE_HOST) {
             output_set(one, "device", json_integer(device), NULL);
@@ -104,8 +105,9 @@ static json_t *info_json(const rank_options *options, const ranks *r)
     json_t *hosts = json_array();
     for (uint32_t rank = 0; rank < options->world_size; rank++) {
         json_array_append_new(
-            hosts, json_pack("{s:s, s:i, s:[i]}", "host", ranks_host(r), "base_port",
-                             (int)ranks_port(r, rank) - (int)rank, "ranks", (int)rank));
+            hosts,
+            json_pack("{s:s, s:i, s:[i]}", "host", ranks_host(r), "base_port",
+                      (int)ranks_slot(r, rank)->port - (int)rank, "ranks", (int)rank));
     }
     output_set(object, "hosts", hosts, NULL);
     return object;
@@ -171,12 +173,13 @@ static void tell_stopped(const serve_options *o, const rank_options *options,
     uint64_t stale = 0;
     uint64_t longest = 0;
     for (uint32_t rank = 0; rank < options->world_size; rank++) {
-        const fanin_server_stats *s = ranks_stats(r, rank);
-        if (s != NULL) {
+        const rank_slot *slot = ranks_slot(r, rank);
+        const fanin_server_stats *s = &slot->stats;
+        if (slot->has_stats) {
             good += s->pulls_good;
             stale += s->pulls_stale;
             longest = s->drain_wait_ns_max > longest ? s->drain_wait_ns_max : longest;
-            json_t *one = stats_json(rank, ranks_step(r, rank), s);
+            json_t *one = stats_json(rank, slot->step, s);
             if (options->publishing.timed) {
                 output_set(one, "commit_ns", commits_json(r, rank), NULL);
             }
@@ -193,7 +196,7 @@ static void tell_stopped(const serve_options *o, const rank_options *options,
         fprintf(stderr,
                 "serve: stopped at step %" PRIu64 "; pulls confirmed by ranks %" PRIu64
                 ", stale %" PRIu64 "; begin_update waited at most %s\n",
-                ranks_step(r, 0), good, stale, output_duration(longest).s);
+                ranks_slot(r, 0)->step, good, stale, output_duration(longest).s);
     }
 }
 

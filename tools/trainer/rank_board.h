@@ -5,24 +5,6 @@
 
 #include "trainer/ranks.h"
 
-#include <stdatomic.h>
-
-typedef struct rank_slot {
-    _Atomic uint32_t alive;   /**< 0: the process ended */
-    _Atomic uint32_t ready;   /**< the first step is committed */
-    _Atomic uint64_t arrived; /**< barriers that the rank has come to */
-    _Atomic uint64_t step;    /**< last committed */
-    pid_t pid;
-    uint16_t port;
-    uint64_t commit_ns[RANK_COMMITS]; /**< a ring of the last ones */
-    _Atomic uint32_t commits;
-    rank_work work[RANK_PHASES];
-    /* Written before the process ends, read after it ended. */
-    bool failed, has_stats;
-    fanin_error error;
-    fanin_server_stats stats;
-} rank_slot;
-
 typedef struct rank_board {
     _Atomic uint32_t
         wake; /**< futex; grows with every event that somebody may wait for */

@@ -256,7 +256,7 @@ int ranks_wait_step(ranks *r, uint64_t step, uint32_t timeout_ms)
     enum { LOOK_MS = 5 };
     uint64_t end = progress_in_ms(timeout_ms);
     for (uint32_t rank = 0; rank < r->options->world_size;) {
-        if (ranks_step(r, rank) >= step) {
+        if (r->board->slots[rank].step >= step) {
             rank++;
             continue;
         }
@@ -358,14 +358,9 @@ void ranks_free(ranks **r_inout)
     *r_inout = NULL;
 }
 
-pid_t ranks_pid(const ranks *r, uint32_t rank)
+const rank_slot *ranks_slot(const ranks *r, uint32_t rank)
 {
-    return r->board->slots[rank].pid;
-}
-
-uint16_t ranks_port(const ranks *r, uint32_t rank)
-{
-    return r->board->slots[rank].port;
+    return &r->board->slots[rank];
 }
 
 const char *ranks_host(const ranks *r)
@@ -379,7 +374,7 @@ output_text ranks_address(const ranks *r, uint32_t rank)
     const char *host = ranks_host(r);
     snprintf(text.s, sizeof text.s,
              strchr(host, ':') != NULL ? "[%.180s]:%u" : "%.180s:%u", host,
-             ranks_port(r, rank));
+             r->board->slots[rank].port);
     return text;
 }
 
@@ -393,11 +388,6 @@ char *ranks_target(const ranks *r)
     }
     fclose(stream);
     return output_require(text);
-}
-
-uint64_t ranks_step(const ranks *r, uint32_t rank)
-{
-    return atomic_load(&r->board->slots[rank].step);
 }
 
 const rank_extent *ranks_extents(const ranks *r, uint32_t rank)
@@ -417,15 +407,4 @@ void ranks_phase(ranks *r, uint32_t phase)
 {
     atomic_store(&r->board->phase, phase != 0 ? phase : RANK_PHASES);
     rank_board_wake(r->board);
-}
-
-rank_work ranks_work(const ranks *r, uint32_t rank, uint32_t phase)
-{
-    return r->board->slots[rank].work[phase];
-}
-
-const fanin_server_stats *ranks_stats(const ranks *r, uint32_t rank)
-{
-    const rank_slot *slot = &r->board->slots[rank];
-    return slot->has_stats ? &slot->stats : NULL;
 }

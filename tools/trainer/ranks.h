@@ -12,6 +12,7 @@
 #include "trainer/models.h"
 
 #include <fanin/server.h>
+#include <stdatomic.h>
 #include <stdbool.h>
 #include <sys/types.h>
 
@@ -61,6 +62,30 @@ typedef struct rank_extent {
     uint64_t address, bytes;
 } rank_extent;
 
+enum { RANK_COMMITS = 64, RANK_PHASES = 64 };
+
+/** Work that a rank did in a phase. */
+typedef struct rank_work {
+    uint64_t units, ns;
+} rank_work;
+
+/** What a rank tells its parent and the other ranks. */
+typedef struct rank_slot {
+    _Atomic uint32_t alive;   /**< 0: the process ended */
+    _Atomic uint32_t ready;   /**< the first step is committed */
+    _Atomic uint64_t arrived; /**< barriers that the rank has come to */
+    _Atomic uint64_t step;    /**< last committed */
+    pid_t pid;
+    uint16_t port;
+    uint64_t commit_ns[RANK_COMMITS]; /**< a ring of the last ones */
+    _Atomic uint32_t commits;
+    rank_work work[RANK_PHASES]; /**< to be read in a later phase */
+    /* Written before the process ends, read after it ended. */
+    bool failed, has_stats;
+    fanin_error error;
+    fanin_server_stats stats; /**< has_stats */
+} rank_slot;
+
 typedef struct ranks ranks;
 
 /**
@@ -77,18 +102,17 @@ int ranks_wait_ready(ranks *r, uint32_t timeout_ms);
 int ranks_serve(ranks *r);
 
 /** Ends all ranks, lets their readers end for at most the lease; kills what does not end.
-    ranks_stats() works afterwards. Returns 0 or an exit status after a message. */
+    ranks_slot() works afterwards. Returns 0 or an exit status after a message. */
 int ranks_stop(ranks *r);
 /** NULL and *r == NULL are fine. Stops first if that was not done. */
 void ranks_free(ranks **r);
 
-pid_t ranks_pid(const ranks *r, uint32_t rank);
+/** What the rank tells; until ranks_free(). */
+const rank_slot *ranks_slot(const ranks *r, uint32_t rank);
 /** Where they listen: all of them, one, and all as the text of a target, to be freed. */
 const char *ranks_host(const ranks *r);
-uint16_t ranks_port(const ranks *r, uint32_t rank);
 output_text ranks_address(const ranks *r, uint32_t rank);
 char *ranks_target(const ranks *r);
-uint64_t ranks_step(const ranks *r, uint32_t rank);
 /** One entry a tensor. */
 const rank_extent *ranks_extents(const ranks *r, uint32_t rank);
 /** Until every rank has committed @p step: 0, or an exit status after a message. */
@@ -96,20 +120,9 @@ int ranks_wait_step(ranks *r, uint64_t step, uint32_t timeout_ms);
 /** Waits so long, unless a rank ends (its exit status, told). */
 int ranks_pause(ranks *r, uint32_t ms);
 
-enum { RANK_COMMITS = 64, RANK_PHASES = 64 };
 /** How long the rank's last timed commits took, from the call to the effect; their number. */
 uint32_t ranks_commits(const ranks *r, uint32_t rank, uint64_t out[RANK_COMMITS]);
 
-/** Work that a rank did in a phase. */
-typedef struct rank_work {
-    uint64_t units, ns;
-} rank_work;
 /** Begins phase @p phase, 1 to RANK_PHASES - 1; 0: ends them. */
 void ranks_phase(ranks *r, uint32_t phase);
-/** To be asked for in a later phase. */
-rank_work ranks_work(const ranks *r, uint32_t rank, uint32_t phase);
-
-/** What the rank's server counted, once stopped; NULL if it left nothing. */
-const fanin_server_stats *ranks_stats(const ranks *r, uint32_t rank);
-
 #endif

@@ -226,6 +226,10 @@ static fanin_status put(const life *l, const published *run, fanin_error *error)
         status =
             fanin_server_put(l->server, run->name, tensors, list->count, false, error);
     }
+    if (status == FANIN_OK) {
+        status = fanin_server_set_metadata(l->server, run->name, l->options->pairs,
+                                           l->options->n_pairs, error);
+    }
     free(tensors);
     free(boxes);
     return status;
@@ -258,48 +262,35 @@ static fanin_status create_server(life *l, fanin_error *error)
     return status;
 }
 
-static fanin_status publish_first(life *l, fanin_error *error)
+static fanin_status begin_update(const life *l, const published *run,
+                                 fanin_error *error)
 {
-    const rank_options *o = l->options;
-    for (size_t i = 0; i < o->n_runs; i++) {
-        const published *run = &l->runs[i];
-        fanin_status status = rewrite(l, run, o->first_step, error);
-        status = status != FANIN_OK ? status : put(l, run, error);
-        if (status == FANIN_OK) {
-            status = fanin_server_set_metadata(l->server, run->name, o->pairs,
-                                               o->n_pairs, error);
-        }
-        if (status == FANIN_OK) {
-            status = commit(l, run, o->first_step, true, error);
-        }
-        if (status != FANIN_OK) {
-            return status;
-        }
-    }
-    atomic_store(&l->slot->step, o->first_step);
-    return FANIN_OK;
+    /* As a trainer that has looked at a loss: the last step's work is done, so that this
+       update does not withdraw its commit. */
+    fanin_status status = finish(l, run, error);
+    return status != FANIN_OK ? status
+                              : fanin_server_begin_update(l->server, run->name, error);
 }
 
-static fanin_status update(life *l, uint64_t step, fanin_error *error)
+/* All runs at @p step; @p first: they become known with it. */
+static fanin_status publish(life *l, uint64_t step, bool first, fanin_error *error)
 {
-    for (size_t i = 0; i < l->options->n_runs; i++) {
+    fanin_status status = FANIN_OK;
+    for (size_t i = 0; status == FANIN_OK && i < l->options->n_runs; i++) {
         const published *run = &l->runs[i];
-        /* As a trainer that has looked at a loss: the last step's work is done, so that this
-           update does not withdraw its commit. */
-        fanin_status status = finish(l, run, error);
-        if (status == FANIN_OK) {
-            status = fanin_server_begin_update(l->server, run->name, error);
-        }
+        status = first ? FANIN_OK : begin_update(l, run, error);
         status = status != FANIN_OK ? status : rewrite(l, run, step, error);
-        if (status == FANIN_OK) {
-            status = commit(l, run, step, l->options->publishing.timed, error);
+        if (status == FANIN_OK && first) {
+            status = put(l, run, error);
         }
-        if (status != FANIN_OK) {
-            return status;
+        if (status == FANIN_OK) {
+            status = commit(l, run, step, first || l->options->publishing.timed, error);
         }
     }
-    atomic_store(&l->slot->step, step);
-    return FANIN_OK;
+    if (status == FANIN_OK) {
+        atomic_store(&l->slot->step, step);
+    }
+    return status;
 }
 
 static bool barrier(const life *l)
@@ -354,7 +345,7 @@ static fanin_status train(life *l, fanin_error *error)
         status = work(l, &going, error);
         going = going && status == FANIN_OK && barrier(l);
         if (going) {
-            status = update(l, ++step, error);
+            status = publish(l, ++step, false, error);
             going = status == FANIN_OK && barrier(l);
         }
     }
@@ -369,7 +360,7 @@ static fanin_status live(life *l, int ready_fd, fanin_error *error)
 {
     const rank_options *o = l->options;
     const uint64_t one = 1;
-    fanin_status status = publish_first(l, error);
+    fanin_status status = publish(l, o->first_step, true, error);
     if (status != FANIN_OK) {
         return status;
     }
@@ -386,7 +377,7 @@ static fanin_status live(life *l, int ready_fd, fanin_error *error)
         going =
             rank_board_pause(l->board, last ? -1 : o->update_every_ms) && barrier(l);
         if (going) {
-            status = update(l, o->first_step + n, error);
+            status = publish(l, o->first_step + n, false, error);
             going = status == FANIN_OK && barrier(l);
         }
     }
