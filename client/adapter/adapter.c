@@ -77,26 +77,6 @@ fanin_status adapter_open(const char *directory, deadline at, bool (*cancelled)(
     return FANIN_OK;
 }
 
-/* @p items and @p offsets: room for all tensors. */
-static fanin_status lay_out_items(const key_table *keys, const peft_names *names,
-                                  safetensors_item *items, uint64_t *offsets,
-                                  uint64_t *to_of_key, safetensors_layout *out,
-                                  fanin_error *error)
-{
-    for (uint32_t i = 0; i < names->count; i++) {
-        const key_entry *key = &keys->entries[names->tensors[i].key];
-        items[i] = (safetensors_item){.name = names->tensors[i].name.text,
-                                      .dtype = key->dtype,
-                                      .n_dims = key->n_dims,
-                                      .shape = key->shape,
-                                      .bytes = key->bytes};
-    }
-    fanin_status status = safetensors_lay_out(items, names->count, offsets, out, error);
-    for (uint32_t i = 0; i < names->count && status == FANIN_OK; i++)
-        to_of_key[names->tensors[i].key] = offsets[i];
-    return status;
-}
-
 static fanin_status lay_out(const key_table *keys, const peft_names *names,
                             uint64_t *to_of_key, safetensors_layout *out,
                             fanin_error *error)
@@ -104,9 +84,19 @@ static fanin_status lay_out(const key_table *keys, const peft_names *names,
     size_t room = names->count ? names->count : 1;
     safetensors_item *items = calloc(room, sizeof items[0]);
     uint64_t *offsets = calloc(room, sizeof offsets[0]);
-    fanin_status status = items && offsets ? lay_out_items(keys, names, items, offsets,
-                                                           to_of_key, out, error)
-                                           : error_set_memory(error);
+    fanin_status status = items && offsets ? FANIN_OK : error_set_memory(error);
+    for (uint32_t i = 0; i < names->count && status == FANIN_OK; i++) {
+        const key_entry *key = &keys->entries[names->tensors[i].key];
+        items[i] = (safetensors_item){.name = names->tensors[i].name.text,
+                                      .dtype = key->dtype,
+                                      .n_dims = key->n_dims,
+                                      .shape = key->shape,
+                                      .bytes = key->bytes};
+    }
+    if (status == FANIN_OK)
+        status = safetensors_lay_out(items, names->count, offsets, out, error);
+    for (uint32_t i = 0; i < names->count && status == FANIN_OK; i++)
+        to_of_key[names->tensors[i].key] = offsets[i];
     free(items);
     free(offsets);
     return status;

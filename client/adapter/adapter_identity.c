@@ -75,24 +75,26 @@ json_t *adapter_identity_parse(const char *text, size_t size)
     return NULL;
 }
 
-static bool hex_equal(const json_t *root, const char *field, const uint8_t bytes[16])
+bool hex_equal(const char *hex, const uint8_t bytes[16])
 {
-    char hex[33];
-    digest_hex(bytes, hex);
-    return strcmp(json_string_value(json_object_get(root, field)), hex) == 0;
+    char text[33];
+    digest_hex(bytes, text);
+    return strcmp(text, hex) == 0;
 }
 
 const char *adapter_identity_difference(const json_t *root,
                                         const adapter_identity *identity)
 {
     const char *publication = json_string_value(json_object_get(root, "publication"));
+    const char *world = json_string_value(json_object_get(root, "world_id"));
+    const char *table = json_string_value(json_object_get(root, "key_table"));
     if (strcmp(publication, identity->publication) != 0)
         return "another publication";
-    if (!hex_equal(root, "world_id", identity->world_id))
+    if (!hex_equal(world, identity->world_id))
         return "another life of the trainer (world id)";
     if (!step_equal(json_object_get(root, "step"), identity->step))
         return "another step";
-    if (!hex_equal(root, "key_table", identity->key_table.bytes))
+    if (!hex_equal(table, identity->key_table.bytes))
         return "other tensors or metadata of the same step";
     const char *dtype = json_string_value(json_object_get(root, "dtype"));
     const char *wanted = identity->dtype ? fanin_dtype_name(identity->dtype) : "";

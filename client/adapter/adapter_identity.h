@@ -23,6 +23,9 @@ bool adapter_identity_bytes(const json_t *root, const char *file, uint64_t *byte
     versions have none of adapter_config.json). */
 const char *adapter_identity_digest(const json_t *root, const char *file);
 
+/** Whether @p hex are the digits of these bytes. */
+bool hex_equal(const char *hex, const uint8_t bytes[16]);
+
 /** What guarded a pull's bytes on their way: true, false or "local"; NULL: out of memory. */
 json_t *guard_json(fanin_checksums guard);
 

@@ -9,6 +9,7 @@
 #include "adapter/safetensors.h"
 #include "peft/peft_config.h"
 
+#include <dirent.h>
 #include <limits.h>
 #include <stdatomic.h>
 #include <sys/stat.h>
@@ -79,6 +80,8 @@ bool adapter_try_lock(const adapter_place *place, int *lock_out);
 
 /** A new temporary directory's name. */
 void adapter_temporary_name(const adapter_place *place, char out[NAME_MAX + 1]);
+/** What is in a directory, from its beginning; NULL with errno. */
+DIR *adapter_list(int directory);
 /** Removes a directory of ours with the files that a pull makes; false with errno: it is still
     there, also because something else is in it. */
 bool adapter_remove_directory(int parent, const char *name);

@@ -15,26 +15,20 @@
 /* One write of at most so much; larger ones gain nothing. */
 #define WRITE_STEP ((uint64_t)8 << 20)
 
-static int write_all(int fd, const uint8_t *data, uint64_t size)
+static int write_whole(int fd, const uint8_t *data, uint64_t size)
 {
-    for (uint64_t done = 0; done < size;) {
+    int reason = 0;
+    file_limit_guard guard = file_limit_enter();
+    for (uint64_t done = 0; done < size && reason == 0;) {
         uint64_t left = size - done;
         ssize_t n =
             pwrite(fd, data + done, (size_t)(left < WRITE_STEP ? left : WRITE_STEP),
                    (off_t)done);
-        if (n < 0 && errno == EINTR)
-            continue;
-        if (n <= 0)
-            return n < 0 ? errno : EIO;
-        done += (uint64_t)n;
+        if (n > 0)
+            done += (uint64_t)n;
+        else if (n == 0 || errno != EINTR)
+            reason = n < 0 ? errno : EIO;
     }
-    return 0;
-}
-
-static int write_whole(int fd, const uint8_t *data, uint64_t size)
-{
-    file_limit_guard guard = file_limit_enter();
-    int reason = write_all(fd, data, size);
     file_limit_leave(&guard);
     return reason;
 }
@@ -47,6 +41,16 @@ static int sync_descriptor(int fd)
     return errno;
 }
 
+static fanin_status written(const adapter *a, const char *name, int reason,
+                            fanin_error *error)
+{
+    return reason == 0
+               ? FANIN_OK
+               : adapter_io_error(&a->place, reason, "cannot write", name,
+                                  "free space there, or give a directory elsewhere",
+                                  error);
+}
+
 static fanin_status write_file(const adapter *a, const char *name, const char *text,
                                size_t size, fanin_error *error)
 {
@@ -57,11 +61,7 @@ static fanin_status write_file(const adapter *a, const char *name, const char *t
         reason = sync_descriptor(fd);
     if (fd >= 0 && close(fd) != 0 && reason == 0)
         reason = errno;
-    return reason == 0
-               ? FANIN_OK
-               : adapter_io_error(&a->place, reason, "cannot write", name,
-                                  "free space there, or give a directory elsewhere",
-                                  error);
+    return written(a, name, reason, error);
 }
 
 static fanin_status write_model(adapter *a, fanin_error *error)
@@ -70,11 +70,7 @@ static fanin_status write_model(adapter *a, fanin_error *error)
         a->anonymous ? write_whole(a->memory.file, a->memory.base, a->memory.size) : 0;
     if (reason == 0)
         reason = sync_descriptor(a->memory.file);
-    return reason == 0
-               ? FANIN_OK
-               : adapter_io_error(&a->place, reason, "cannot write", MODEL_FILE,
-                                  "free space there, or give a directory elsewhere",
-                                  error);
+    return written(a, MODEL_FILE, reason, error);
 }
 
 /* An empty directory that we made before may be private. Another user's has no say. */

@@ -7,7 +7,6 @@
 #include "adapter/file_digest.h"
 #include "error_set.h"
 
-#include <dirent.h>
 #include <errno.h>
 #include <fcntl.h>
 #include <inttypes.h>
@@ -128,13 +127,6 @@ static fanin_status read_text(const adapter *a, int directory, const char *name,
     return FANIN_OK;
 }
 
-static bool has_digest(const digest *d, const char *hex)
-{
-    char text[33];
-    digest_hex(d->bytes, text);
-    return strcmp(text, hex) == 0;
-}
-
 /* Its bytes must be those that this pull would write: neither by a damage, nor by another
    version of this library, nor by trust_config may there be fields that this pull drops. */
 static fanin_status check_config(const adapter *a, int directory, const json_t *root,
@@ -151,7 +143,7 @@ static fanin_status check_config(const adapter *a, int directory, const json_t *
         return status;
     const char *hex = adapter_identity_digest(root, CONFIG_FILE);
     digest found = digest_of(text ? text : "", text ? size : 0);
-    if (!text || size != bytes || (hex && !has_digest(&found, hex)))
+    if (!text || size != bytes || (hex && !hex_equal(hex, found.bytes)))
         status = refuse_damaged(a, CONFIG_FILE, error);
     else if (a->config.text &&
              (size != a->config.size || memcmp(text, a->config.text, size) != 0))
@@ -173,8 +165,8 @@ static fanin_status check_digest(adapter *a, int file, uint64_t size, const char
     digest found;
     switch (file_digest(file, size, may_go_on, a, &found)) {
     case FILE_DIGEST_OK:
-        return has_digest(&found, hex) ? FANIN_OK
-                                       : refuse_damaged(a, MODEL_FILE, error);
+        return hex_equal(hex, found.bytes) ? FANIN_OK
+                                           : refuse_damaged(a, MODEL_FILE, error);
     case FILE_DIGEST_SHORT:
         return refuse_damaged(a, MODEL_FILE, error);
     case FILE_DIGEST_ERROR:
@@ -247,14 +239,9 @@ static fanin_status compare(adapter *a, int directory, const json_t *root,
 static fanin_status first_entry(const adapter *a, int directory,
                                 char entry_out[NAME_MAX + 1], fanin_error *error)
 {
-    int fd = openat(directory, ".", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-    DIR *dir = fd < 0 ? NULL : fdopendir(fd);
-    if (!dir) {
-        int reason = errno;
-        if (fd >= 0)
-            close(fd);
-        return adapter_io_error(&a->place, reason, "cannot read", NULL, NULL, error);
-    }
+    DIR *dir = adapter_list(directory);
+    if (!dir)
+        return adapter_io_error(&a->place, errno, "cannot read", NULL, NULL, error);
     entry_out[0] = '\0';
     for (struct dirent *entry;
          entry_out[0] == '\0' && (entry = readdir(dir)) != NULL;) {

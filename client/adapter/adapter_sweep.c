@@ -6,8 +6,6 @@
 #include "error_set.h"
 
 #include <inttypes.h>
-#include <ctype.h>
-#include <dirent.h>
 #include <errno.h>
 #include <fanin/client.h>
 #include <fcntl.h>
@@ -21,6 +19,7 @@
 
 #define TEMPORARY_INFIX ".fanin-tmp-"
 #define TEMPORARY_DIGITS 16
+#define HEX_DIGITS "0123456789abcdefABCDEF"
 #define ZFS_MAGIC 0x2fc12fc1 /* of no header */
 
 void adapter_temporary_name(const adapter_place *place, char out[NAME_MAX + 1])
@@ -31,6 +30,17 @@ void adapter_temporary_name(const adapter_place *place, char out[NAME_MAX + 1])
         id = clock_ns() ^ (uint64_t)getpid() << 40 ^ atomic_fetch_add(&counter, 1);
     snprintf(out, NAME_MAX + 1, ".%.200s" TEMPORARY_INFIX "%0*" PRIx64, place->name,
              TEMPORARY_DIGITS, id);
+}
+
+DIR *adapter_list(int directory)
+{
+    int fd = openat(directory, ".", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    DIR *dir = fd < 0 ? NULL : fdopendir(fd);
+    int reason = errno;
+    if (!dir && fd >= 0)
+        close(fd);
+    errno = reason;
+    return dir;
 }
 
 bool adapter_remove_directory(int parent, const char *name)
@@ -53,15 +63,6 @@ bool adapter_remove_directory(int parent, const char *name)
 /* What an entry of a directory is a leftover of; *name_out is the adapter's. */
 typedef enum leftover { LEFT_NOTHING, LEFT_DIRECTORY, LEFT_LOCK } leftover;
 
-static bool is_hex(const char *text, size_t size)
-{
-    for (size_t i = 0; i < size; i++) {
-        if (!isxdigit((unsigned char)text[i]))
-            return false;
-    }
-    return true;
-}
-
 static leftover parse(const char *entry, char name_out[NAME_MAX + 1])
 {
     static const struct {
@@ -75,7 +76,7 @@ static leftover parse(const char *entry, char name_out[NAME_MAX + 1])
         size_t text = strlen(ends[i].text), tail = text + ends[i].digits;
         if (size < tail + 2 || size > tail + 1 + ADAPTER_NAME_MAX || entry[0] != '.' ||
             memcmp(entry + size - tail, ends[i].text, text) != 0 ||
-            !is_hex(entry + size - ends[i].digits, ends[i].digits))
+            strspn(entry + size - ends[i].digits, HEX_DIGITS) != ends[i].digits)
             continue;
         snprintf(name_out, NAME_MAX + 1, "%.*s", (int)(size - tail - 1), entry + 1);
         return ends[i].kind;
@@ -156,15 +157,9 @@ static bool may_be_ours(const sweep *s, const char *entry, bool others)
    errno: the directory cannot be read. */
 static bool sweep_run(sweep *s)
 {
-    int fd = openat(s->parent, ".", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-    DIR *dir = fd < 0 ? NULL : fdopendir(fd);
-    if (!dir) {
-        int reason = errno;
-        if (fd >= 0)
-            close(fd);
-        errno = reason;
+    DIR *dir = adapter_list(s->parent);
+    if (!dir)
         return false;
-    }
     bool others = locks_prove_death(s->parent);
     buffer names = {0};
     for (struct dirent *entry; (entry = readdir(dir)) != NULL;) {

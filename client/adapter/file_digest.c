@@ -25,22 +25,29 @@ static void fail(reading *r, file_digest_result result, int reason)
         atomic_store(&r->reason, reason);
 }
 
-static bool read_piece(reading *r, size_t piece, uint8_t *data, size_t *size_out)
+bool file_read(int file, void *to, size_t size, uint64_t offset)
 {
-    uint64_t begin = (uint64_t)piece * DIGEST_PIECE, left = r->size - begin;
-    size_t size = (size_t)(left < DIGEST_PIECE ? left : DIGEST_PIECE), done = 0;
-    *size_out = size;
-    while (done < size) {
-        ssize_t n = pread(r->file, data + done, size - done, (off_t)(begin + done));
+    for (size_t done = 0; done < size;) {
+        ssize_t n = pread(file, (char *)to + done, size - done, (off_t)(offset + done));
         if (n < 0 && errno == EINTR)
             continue;
         if (n <= 0) {
-            fail(r, n < 0 ? FILE_DIGEST_ERROR : FILE_DIGEST_SHORT, errno);
+            errno = n == 0 ? 0 : errno;
             return false;
         }
         done += (size_t)n;
     }
     return true;
+}
+
+static bool read_piece(reading *r, size_t piece, uint8_t *data, size_t *size_out)
+{
+    uint64_t begin = (uint64_t)piece * DIGEST_PIECE, left = r->size - begin;
+    *size_out = (size_t)(left < DIGEST_PIECE ? left : DIGEST_PIECE);
+    bool good = file_read(r->file, data, *size_out, begin);
+    if (!good)
+        fail(r, errno == 0 ? FILE_DIGEST_SHORT : FILE_DIGEST_ERROR, errno);
+    return good;
 }
 
 /* Takes piece by piece until all are taken; @p go_on may be NULL. */

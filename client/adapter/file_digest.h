@@ -1,9 +1,12 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/** @file The digest of a file that lies on a disk, read in threads. */
+/** @file Reading a file that lies on a disk, and its digest, made in threads. */
 #ifndef FILE_DIGEST_H
 #define FILE_DIGEST_H
 
 #include "digest.h"
+
+/** @p size bytes from @p offset on; false with errno, 0: the file ends before. */
+bool file_read(int file, void *to, size_t size, uint64_t offset);
 
 typedef enum file_digest_result {
     FILE_DIGEST_OK,

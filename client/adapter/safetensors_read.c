@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "adapter/safetensors.h"
+#include "adapter/file_digest.h"
 #include "dtype.h"
 #include "error_set.h"
 #include "versioned.h"
@@ -7,6 +8,7 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <jansson.h>
+#include <limits.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -50,36 +52,20 @@ static const char *scan_header(const char *text, size_t size, size_t *members_ou
     /* The library skips some of them, and does not count those. */
     if (memchr(text, '\0', size))
         return "the header holds a NUL byte";
-    uint64_t braces = 0, brackets = 0, commas = 0;
+    uint64_t counts[UCHAR_MAX + 1] = {0}; /* of bytes outside of strings */
     bool quoted = false;
     for (size_t i = 0; i < size; i++) {
-        char c = text[i];
-        if (quoted) {
-            if (c == '\\')
-                i++;
-            else if (c == '"')
-                quoted = false;
-            continue;
-        }
-        switch (c) {
-        case '"':
-            quoted = true;
-            break;
-        case '{':
-            braces++;
-            break;
-        case '[':
-            brackets++;
-            break;
-        case ',':
-            commas++;
-            break;
-        case '-':
-            return "the header holds a negative number";
-        default:
-            break;
-        }
+        unsigned char c = (unsigned char)text[i];
+        if (c == '"')
+            quoted = !quoted;
+        else if (!quoted)
+            counts[c]++;
+        else if (c == '\\')
+            i++;
     }
+    if (counts['-'] > 0)
+        return "the header holds a negative number";
+    uint64_t braces = counts['{'], brackets = counts['['], commas = counts[','];
     uint64_t most = size / ENTRY_MIN + 1;
     if (most > TENSORS_MAX)
         most = TENSORS_MAX;
@@ -300,9 +286,7 @@ static fanin_status sort_names(fanin_safetensors *file, fanin_error *error)
 {
     for (size_t i = 0; i < file->count; i++)
         file->by_name[i] = (uint32_t)i;
-    if (file->count > 0)
-        qsort_r(file->by_name, file->count, sizeof file->by_name[0], compare_names,
-                file);
+    qsort_r(file->by_name, file->count, sizeof file->by_name[0], compare_names, file);
     for (size_t i = 1; i < file->count; i++) {
         const char *name = file->entries[file->by_name[i]].name;
         if (strcmp(name, file->entries[file->by_name[i - 1]].name) == 0)
@@ -346,7 +330,7 @@ fanin_status safetensors_parse(const char *text, size_t size, uint64_t file_size
 
     header_text header = {.text = text, .size = size};
     fanin_status status = read_members(file, room, &header, file_size, error);
-    if (status == FANIN_OK && file->count > 0)
+    if (status == FANIN_OK)
         qsort(file->entries, file->count, sizeof file->entries[0], compare_offsets);
     if (status == FANIN_OK)
         status = sort_names(file, error);
@@ -358,22 +342,6 @@ fanin_status safetensors_parse(const char *text, size_t size, uint64_t file_size
     }
     *out = file;
     return FANIN_OK;
-}
-
-/* False: fewer bytes than asked for, errno 0 at the end of the file. */
-static bool read_whole(int fd, void *to, size_t size, off_t offset)
-{
-    for (size_t done = 0; done < size;) {
-        ssize_t n = pread(fd, (char *)to + done, size - done, offset + (off_t)done);
-        if (n < 0 && errno == EINTR)
-            continue;
-        if (n <= 0) {
-            errno = n == 0 ? 0 : errno;
-            return false;
-        }
-        done += (size_t)n;
-    }
-    return true;
 }
 
 static fanin_status read_failed(fanin_error *error, const char *path)
@@ -392,7 +360,7 @@ static fanin_status parse_file(int fd, const char *path, fanin_safetensors **out
         return read_failed(error, path);
     if (!S_ISREG(info.st_mode))
         return error_set(error, FANIN_ERR_IO, NULL, "'%s' is no regular file", path);
-    if (!read_whole(fd, length, sizeof length, 0))
+    if (!file_read(fd, length, sizeof length, 0))
         return read_failed(error, path);
     uint64_t size = 0;
     for (int i = SAFETENSORS_LENGTH - 1; i >= 0; i--)
@@ -404,7 +372,7 @@ static fanin_status parse_file(int fd, const char *path, fanin_safetensors **out
     if (!text)
         return error_set_memory(error);
     fanin_status status =
-        read_whole(fd, text, size, SAFETENSORS_LENGTH)
+        file_read(fd, text, size, SAFETENSORS_LENGTH)
             ? safetensors_parse(text, size, (uint64_t)info.st_size, out, error)
             : read_failed(error, path);
     free(text);

@@ -144,16 +144,11 @@ spare_file *spare_file_start(int parent, uint64_t size, gpu *g, file_memory *ret
     return NULL;
 }
 
-static bool lies_in(const spare_file *s, int parent)
-{
-    struct stat info;
-    return fstat(parent, &info) == 0 && info.st_dev == s->parent_device &&
-           info.st_ino == s->parent_inode;
-}
-
 bool spare_file_fits(const spare_file *s, int parent, uint64_t size)
 {
-    return s && s->wanted == size && lies_in(s, parent);
+    struct stat info;
+    return s && s->wanted == size && fstat(parent, &info) == 0 &&
+           info.st_dev == s->parent_device && info.st_ino == s->parent_inode;
 }
 
 bool spare_file_take(spare_file **spare, file_memory *out)

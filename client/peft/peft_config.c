@@ -237,14 +237,14 @@ static fanin_status derive_targets(peft_maker *m)
 /* PEFT's defaults for what neither metadata nor tensors say. */
 static bool set_defaults(peft_maker *m)
 {
-    json_t *defaults =
-        json_pack("{s:s, s:s, s:n, s:n, s:s, s:f, s:b, s:b, s:b, s:n, s:n, s:n, s:b, "
-                  "s:b, s:{}, s:{}}",
-                  "peft_type", "LORA", "task_type", "CAUSAL_LM", "auto_mapping",
-                  "revision", "bias", "none", "lora_dropout", 0.0, "fan_in_fan_out", 0,
-                  "inference_mode", 1, "init_lora_weights", 1, "layers_pattern",
-                  "layers_to_transform", "modules_to_save", "use_rslora", 0, "use_dora",
-                  0, "rank_pattern", "alpha_pattern");
+    json_t *defaults = json_pack(
+        "{s:s, s:s, s:s, s:f, s:b, s:b, s:b, s:b, s:b, s:n, s:n, s:n, s:n, s:n, s:{}, "
+        "s:{}}",
+        "peft_type", "LORA", "task_type", "CAUSAL_LM", "bias", "none", "lora_dropout",
+        0.0, "inference_mode", true, "init_lora_weights", true, "fan_in_fan_out", false,
+        "use_rslora", false, "use_dora", false, /* and what is null or empty */
+        "auto_mapping", "revision", "layers_pattern", "layers_to_transform",
+        "modules_to_save", "rank_pattern", "alpha_pattern");
     bool good = defaults && json_object_update_missing(m->config, defaults) == 0;
     json_decref(defaults);
     return good;
