@@ -39,7 +39,9 @@ typedef struct lane {
 } lane;
 
 struct device_reader {
-    device_reading how;
+    const path_reading *r;
+    const device_plan *plan;
+    const device_source *sources;
     bool entered; /* the caller's stream has come to where the reading may begin */
     part_run *parts;
     uint64_t *addresses; /* of the plan's bases on one device */
@@ -85,9 +87,10 @@ void ipc_regions_drop(fanin_client *client, size_t peer, path_hold *hold)
 static fanin_status address_of(const device_reader *r, const device_base *b, int device,
                                uint64_t *out, fanin_error *error)
 {
-    const ipc_regions *s = r->how.shards[b->source];
+    const device_source *source = &r->sources[b->source];
+    const ipc_regions *s = source->regions;
     const ipc_view *view = ipc_view_of(s, device);
-    uint64_t region = (uint64_t)b->region + r->how.first_region[b->source];
+    uint64_t region = (uint64_t)b->region + source->first_region;
     if (!view)
         return error_set(error, FANIN_ERR_INTERNAL, NULL,
                          "a rank's memory is not mapped for device %d", device);
@@ -101,7 +104,7 @@ static fanin_status address_of(const device_reader *r, const device_base *b, int
 
 static fanin_status find_addresses(device_reader *r, int device, fanin_error *error)
 {
-    const device_plan *d = r->how.plan;
+    const device_plan *d = r->plan;
     fanin_status status = FANIN_OK;
     for (uint32_t i = 0; i < d->n_bases && status == FANIN_OK; i++)
         status = address_of(r, &d->bases[i], device, &r->addresses[i], error);
@@ -123,13 +126,13 @@ static fanin_status ask(gpu_stream *stream, deadline until, fanin_error *error)
 static fanin_status come_after(const device_reader *r, gpu_stream *stream,
                                fanin_error *error)
 {
-    const fanin_stream *after = r->how.after;
+    const fanin_stream *after = r->r->after;
     return after && after->handle ? gpu_stream_after(stream, after, error) : FANIN_OK;
 }
 
 static fanin_status start_part(device_reader *r, size_t i, fanin_error *error)
 {
-    const device_part *part = &r->how.plan->parts[i];
+    const device_part *part = &r->plan->parts[i];
     part_run *run = &r->parts[i];
     fanin_status status = find_addresses(r, part->device, error);
     if (status != FANIN_OK)
@@ -146,15 +149,15 @@ static void run_job(worker_job *scatter)
 {
     job *j = (job *)scatter;
     const device_reader *r = j->lane->reader;
-    const device_plan *d = r->how.plan;
+    const device_plan *d = r->plan;
     uint64_t started = clock_ns();
     for (uint64_t i = j->first; i < j->first + j->n; i++) {
         const host_landing *l = &d->landings[i];
         const uint8_t *from = j->lane->at.host + l->offset;
         if (l->view)
-            strided_copy(&d->views[l->view - 1], r->how.base + l->to, from);
+            strided_copy(&d->views[l->view - 1], r->r->base + l->to, from);
         else
-            memcpy(r->how.base + l->to, from, l->length);
+            memcpy(r->r->base + l->to, from, l->length);
     }
     j->ns = clock_ns() - started;
 }
@@ -170,7 +173,7 @@ static uint64_t host_bytes(const device_plan *d)
 /* The addresses go to the device before any lane's kernel looks at them. */
 static fanin_status set_gather_bases(device_reader *r, fanin_error *error)
 {
-    const device_plan *d = r->how.plan;
+    const device_plan *d = r->plan;
     fanin_status status = find_addresses(r, d->gather_device, error);
     gpu_stream *first = r->lanes[0].at.stream;
     if (status == FANIN_OK)
@@ -184,11 +187,11 @@ static fanin_status set_gather_bases(device_reader *r, fanin_error *error)
 
 static fanin_status prepare_parts(device_reader *r, fanin_error *error)
 {
-    const device_plan *d = r->how.plan;
+    const device_plan *d = r->plan;
     fanin_status status = FANIN_OK;
     for (size_t i = 0; i < d->n_parts && status == FANIN_OK; i++) {
-        status = device_memory_stream(r->how.client->devices->memory,
-                                      d->parts[i].device, &r->parts[i].stream, error);
+        status = device_memory_stream(r->r->client->devices->memory, d->parts[i].device,
+                                      &r->parts[i].stream, error);
         if (status == FANIN_OK)
             status = come_after(r, r->parts[i].stream, error);
     }
@@ -197,13 +200,13 @@ static fanin_status prepare_parts(device_reader *r, fanin_error *error)
 
 static fanin_status prepare_lanes(device_reader *r, fanin_error *error)
 {
-    const device_plan *d = r->how.plan;
+    const device_plan *d = r->plan;
     if (d->n_chunks == 0)
         return FANIN_OK;
-    r->direct = d->contiguous && r->how.pinned;
+    r->direct = d->contiguous && r->r->pinned;
     gather_lane lanes[GATHER_LANES];
     fanin_status status =
-        device_memory_lanes(r->how.client->devices->memory, d->gather_device,
+        device_memory_lanes(r->r->client->devices->memory, d->gather_device,
                             d->chunk_bytes, !r->direct, lanes, error);
     if (status != FANIN_OK)
         return status;
@@ -225,16 +228,19 @@ static fanin_status prepare_lanes(device_reader *r, fanin_error *error)
     return status;
 }
 
-fanin_status device_reader_start(const device_reading *how, device_reader **out,
+fanin_status device_reader_start(const path_reading *reading, const device_plan *plan,
+                                 const device_source *sources, device_reader **out,
                                  fanin_error *error)
 {
     device_reader *r = calloc(1, sizeof *r);
     *out = r;
     if (!r)
         return error_set_memory(error);
-    r->how = *how;
-    r->parts = calloc(how->plan->n_parts + 1, sizeof *r->parts);
-    r->addresses = calloc((size_t)how->plan->n_bases + 1, sizeof *r->addresses);
+    r->r = reading;
+    r->plan = plan;
+    r->sources = sources;
+    r->parts = calloc(plan->n_parts + 1, sizeof *r->parts);
+    r->addresses = calloc((size_t)plan->n_bases + 1, sizeof *r->addresses);
     if (!r->parts || !r->addresses)
         return error_set_memory(error);
     fanin_status status = prepare_parts(r, error);
@@ -248,7 +254,7 @@ fanin_status device_reader_start(const device_reading *how, device_reader **out,
    has ended: a pull whose deadline passes meanwhile leaves nothing behind. */
 static fanin_status enter(device_reader *r, deadline until, fanin_error *error)
 {
-    const device_plan *d = r->how.plan;
+    const device_plan *d = r->plan;
     fanin_status status = FANIN_OK;
     for (size_t i = 0; i < d->n_parts && status == FANIN_OK; i++)
         status = ask(r->parts[i].stream, until, error);
@@ -266,9 +272,9 @@ static fanin_status enter(device_reader *r, deadline until, fanin_error *error)
 
 static fanin_status start_chunk(device_reader *r, lane *l, fanin_error *error)
 {
-    const device_plan *d = r->how.plan;
+    const device_plan *d = r->plan;
     const host_chunk *c = &d->chunks[r->next_chunk];
-    uint8_t *to = r->direct ? r->how.base + c->to : l->at.host;
+    uint8_t *to = r->direct ? r->r->base + c->to : l->at.host;
     l->chunk = c;
     l->state = LANE_COPYING;
     r->next_chunk++;
@@ -282,16 +288,15 @@ static fanin_status start_chunk(device_reader *r, lane *l, fanin_error *error)
 
 static void tell_landed(const device_reader *r, const host_chunk *c)
 {
-    const device_plan *d = r->how.plan;
-    if (!r->how.landed)
+    const device_plan *d = r->plan;
+    if (!r->r->landed)
         return;
     for (uint64_t i = c->first_landing; i < c->first_landing + c->n_landings; i++) {
         const host_landing *l = &d->landings[i];
         if (l->view)
-            landed_view(r->how.landed, r->how.landed_cookie, &d->views[l->view - 1],
-                        l->to);
+            landed_view(r->r->landed, r->r->cookie, &d->views[l->view - 1], l->to);
         else
-            r->how.landed(r->how.landed_cookie, l->to, l->length);
+            r->r->landed(r->r->cookie, l->to, l->length);
     }
 }
 
@@ -367,7 +372,7 @@ static fanin_status start_chunks(device_reader *r, bool *any, fanin_error *error
     fanin_status status = FANIN_OK;
     for (int i = 0; i < GATHER_LANES && status == FANIN_OK; i++) {
         lane *l = &r->lanes[i];
-        if (l->state != LANE_FREE || r->next_chunk == r->how.plan->n_chunks)
+        if (l->state != LANE_FREE || r->next_chunk == r->plan->n_chunks)
             continue;
         status = start_chunk(r, l, error);
         *any = true;
@@ -380,7 +385,7 @@ static fanin_status start_chunks(device_reader *r, bool *any, fanin_error *error
 static fanin_status take_parts(device_reader *r, deadline until, bool *any,
                                fanin_error *error)
 {
-    const device_plan *d = r->how.plan;
+    const device_plan *d = r->plan;
     for (size_t i = 0; i < d->n_parts; i++) {
         if (r->parts[i].done)
             continue;
@@ -399,7 +404,7 @@ static fanin_status take_parts(device_reader *r, deadline until, bool *any,
 
 static bool all_done(const device_reader *r)
 {
-    const device_plan *d = r->how.plan;
+    const device_plan *d = r->plan;
     for (size_t i = 0; i < d->n_parts; i++) {
         if (!r->parts[i].done)
             return false;
@@ -410,7 +415,7 @@ static bool all_done(const device_reader *r)
 static fanin_status pass(device_reader *r, deadline until, bool *any,
                          fanin_error *error)
 {
-    const bool gathers = r->how.plan->n_chunks > r->landed_chunks;
+    const bool gathers = r->plan->n_chunks > r->landed_chunks;
     fanin_status status = r->entered ? FANIN_OK : enter(r, until, error);
     if (status != FANIN_OK || !r->entered)
         return status;
@@ -433,7 +438,7 @@ fanin_status device_reader_step(device_reader *r, deadline until, bool *done_out
     *done_out = status == FANIN_OK && all_done(r);
     if (status != FANIN_OK || *done_out || any || until == 0)
         return status;
-    if (r->entered && r->landed_chunks < r->how.plan->n_chunks && !oldest_copying(r)) {
+    if (r->entered && r->landed_chunks < r->plan->n_chunks && !oldest_copying(r)) {
         /* All chunks wait for threads: this one copies as well. */
         if (!worker_pool_help(r->pool))
             worker_pool_wait(r->pool);
@@ -470,7 +475,7 @@ bool device_reader_destroy(device_reader **reader)
         return true;
     worker_pool_destroy(&r->pool);
     bool drained = true;
-    for (size_t i = 0; r->parts && i < r->how.plan->n_parts; i++) {
+    for (size_t i = 0; r->parts && i < r->plan->n_parts; i++) {
         if (r->parts[i].queued && !r->parts[i].done)
             drained = drain(r->parts[i].stream) && drained;
     }

@@ -35,26 +35,20 @@ void ipc_view_drop(ipc_view *view, uint32_t n);
 /** Of a hold: lets go of all, and frees it. */
 void ipc_regions_drop(fanin_client *client, size_t peer, path_hold *hold);
 
-/** What a reader needs; one attempt. Everything outlives the reader. */
-typedef struct device_reading {
-    fanin_client *client; /**< with its device memory */
-    const device_plan *plan;
-    const ipc_regions *const *shards; /**< one a source; of those in the plan */
-    const uint32_t *first_region;     /**< one a source */
-    uint8_t *base;
-    bool pinned;      /**< the destination's host memory is CUDA's to write */
-    landed_fn landed; /**< of what lands in host memory; may be NULL */
-    void *landed_cookie;
-    const fanin_stream
-        *after; /**< everything comes after its work; handle NULL: nothing */
-} device_reading;
+/** Where the bytes of a source are. */
+typedef struct device_source {
+    const ipc_regions *regions;
+    uint32_t first_region; /**< as in reader_lease */
+} device_source;
 
 typedef struct device_reader device_reader;
 
-/** Begins; kernels are queued by the step that finds the work of how->after done. @p how is copied. Errors of the GPU; FANIN_ERR_MEMORY; FANIN_ERR_PROTOCOL:
-    a rank's arena lies outside of its regions. On an error *out may be there nevertheless: it
-    is to be destroyed. */
-fanin_status device_reader_start(const device_reading *how, device_reader **out,
+/** Begins; kernels are queued by the step that finds the work of r->after done. @p sources: one a
+    source, those in the plan are filled in. All that is given outlives the reader. Errors of the
+    GPU; FANIN_ERR_MEMORY; FANIN_ERR_PROTOCOL: a rank's arena lies outside of its regions. On an
+    error *out may be there nevertheless: it is to be destroyed. */
+fanin_status device_reader_start(const path_reading *r, const device_plan *plan,
+                                 const device_source *sources, device_reader **out,
                                  fanin_error *error);
 /**
  * Lands what has come and queues what comes next; waits until @p until at most if nothing has

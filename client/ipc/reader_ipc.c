@@ -13,12 +13,6 @@ static const span_rule kernel_rules = {.max_length = UINT64_C(1) << 40};
 
 /* ----------------------------------------------------------------- planning */
 
-static fanin_status make_spans(const path_planning *how, size_t source, void **detail,
-                               fanin_error *error)
-{
-    return path_make_spans(how, source, &kernel_rules, detail, error);
-}
-
 /* The tables of copies. */
 static fanin_status make_tables(const path_planning *how, void *const *details,
                                 void **shared, fanin_error *error)
@@ -54,12 +48,11 @@ static void forget_tables(void *shared)
 typedef struct ipc_reading {
     const path_reading *r;
     void *const *spans; /* one a source */
-    const ipc_regions **shards;
-    uint32_t *first_region;
     device_reader *kernels;
     bool done;
     fanin_status status; /* of the kernels */
     fanin_error error;
+    device_source sources[];
 } ipc_reading;
 
 static bool is_alone(const ipc_reading *k)
@@ -74,40 +67,30 @@ static bool is_alone(const ipc_reading *k)
 static fanin_status start_kernels(ipc_reading *k, device_plan *plan)
 {
     const path_reading *r = k->r;
-    device_reading how = {.client = r->client,
-                          .plan = plan,
-                          .shards = k->shards,
-                          .first_region = k->first_region,
-                          .base = r->base,
-                          .pinned = r->pinned,
-                          .landed = r->landed,
-                          .landed_cookie = r->cookie,
-                          .after = r->after};
     for (size_t i = 0; i < r->plan->n_sources; i++) {
         if (r->plan->reader_of[i] != &ipc_reader)
             continue;
         size_t peer = r->plan->peer_of[i];
-        k->shards[i] = (const ipc_regions *)path_taken(r->publication, peer)->hold;
-        fanin_status status = path_arena(r, i, &k->first_region[i], &k->error);
+        device_source *source = &k->sources[i];
+        source->regions = (const ipc_regions *)path_taken(r->publication, peer)->hold;
+        fanin_status status = path_arena(r, i, &source->first_region, &k->error);
         if (status != FANIN_OK)
             return status;
     }
-    return device_reader_start(&how, &k->kernels, &k->error);
+    return device_reader_start(r, plan, k->sources, &k->kernels, &k->error);
 }
 
 static fanin_status start(const path_reading *r, void *const *details, void *shared,
                           void **reading, fanin_error *error)
 {
-    size_t n = r->plan->n_sources;
-    ipc_reading *k = calloc(1, sizeof *k);
+    ipc_reading *k = calloc(1, sizeof *k + r->plan->n_sources * sizeof *k->sources);
     *reading = k;
     if (!k)
         return error_set_memory(error);
-    *k = (ipc_reading){.r = r, .spans = details, .error = FANIN_ERROR_INIT};
-    k->shards = calloc(n, sizeof *k->shards);
-    k->first_region = calloc(n, sizeof *k->first_region);
-    k->status = k->shards && k->first_region ? start_kernels(k, shared)
-                                             : error_set_memory(&k->error);
+    k->r = r;
+    k->spans = details;
+    k->error = (fanin_error)FANIN_ERROR_INIT;
+    k->status = start_kernels(k, shared);
     error_copy(error, &k->error);
     return k->status;
 }
@@ -164,8 +147,6 @@ static bool finish(void *reading)
     bool ended = device_reader_destroy(&k->kernels);
     if (!ended)
         ipc_leave_to_device(k->r->client);
-    free(k->shards);
-    free(k->first_region);
     free(k);
     return ended;
 }
@@ -174,7 +155,8 @@ const path_reader ipc_reader = {
     .paths = 1 << FANIN_PATH_CUDA_IPC,
     .probe = ipc_probe,
     .unmap = ipc_unmap,
-    .plan = make_spans,
+    .plan = path_make_spans,
+    .span_rule = &kernel_rules,
     .plan_all = make_tables,
     .forget = path_forget_spans,
     .forget_all = forget_tables,

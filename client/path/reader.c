@@ -132,15 +132,15 @@ fanin_status path_arena(const path_reading *r, size_t source, uint32_t *first_re
     return FANIN_OK;
 }
 
-fanin_status path_make_spans(const path_planning *how, size_t source,
-                             const span_rule *rule, void **detail, fanin_error *error)
+fanin_status path_make_spans(const path_planning *how, size_t source, void **detail,
+                             fanin_error *error)
 {
     const path_plan *p = how->plan;
     plan_spans *spans = NULL;
     fanin_status status =
         plan_spans_build(p->plan, how->publication->keys, p->sources, source,
                          path_taken(how->publication, p->peer_of[source])->regions,
-                         rule, how->stop, &spans, error);
+                         p->reader_of[source]->span_rule, how->stop, &spans, error);
     *detail = spans;
     return status;
 }

@@ -111,6 +111,7 @@ struct path_reader {
     /** Unmaps what it maps of the publication; no reading is under way. NULL: it maps nothing. */
     void (*unmap)(fanin_client *client, publication *p);
 
+    const span_rule *span_rule; /**< of path_make_spans(); NULL: it is not used */
     /** Makes what a source is read by. */
     fanin_status (*plan)(const path_planning *how, size_t source, void **detail,
                          fanin_error *error);
@@ -164,9 +165,9 @@ connection *path_source(const path_reading *r, size_t source);
     that its region table does not hold. */
 fanin_status path_arena(const path_reading *r, size_t source, uint32_t *first_region,
                         fanin_error *error);
-/** A source's pieces cut by @p rule: a plan() and its forget(). */
-fanin_status path_make_spans(const path_planning *how, size_t source,
-                             const span_rule *rule, void **detail, fanin_error *error);
+/** A source's pieces cut by its reader's span_rule: a plan() and its forget(). */
+fanin_status path_make_spans(const path_planning *how, size_t source, void **detail,
+                             fanin_error *error);
 void path_forget_spans(void *detail);
 
 #endif

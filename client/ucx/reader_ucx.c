@@ -14,14 +14,6 @@
 static const span_rule span_rules = {
     .max_length = SPAN_MAX, .max_gap = 8192, .direct_from = 65536};
 
-/* ----------------------------------------------------------------- planning */
-
-static fanin_status make_spans(const path_planning *how, size_t source, void **detail,
-                               fanin_error *error)
-{
-    return path_make_spans(how, source, &span_rules, detail, error);
-}
-
 /* -------------------------------------------------------------- life cycle */
 
 static void on_wake(loop_source *source, uint32_t events)
@@ -333,7 +325,8 @@ const path_reader ucx_reader = {
     .paths = 1 << FANIN_PATH_CMA | 1 << FANIN_PATH_RDMA,
     .uses_sink = true,
     .probe = ucx_probe,
-    .plan = make_spans,
+    .plan = path_make_spans,
+    .span_rule = &span_rules,
     .forget = path_forget_spans,
     .start = start,
     .step = step,

@@ -19,8 +19,6 @@
 #define KEYS (WORLD_RANKS * WORLD_REGIONS * 2)
 #define SHAPE(...) ((const uint64_t[]){__VA_ARGS__})
 
-static const span_rule kernel_rules = {.max_length = UINT64_C(1) << 40};
-
 /* ------------------------------------------------------------------- fixture */
 
 typedef struct bench {
@@ -39,8 +37,7 @@ typedef struct bench {
     region_table regions[WORLD_RANKS];
     region_entry entries[WORLD_RANKS][2 * WORLD_REGIONS];
     ipc_key keys[KEYS];
-    const ipc_regions *of_source[WORLD_RANKS];
-    uint32_t first_region[WORLD_RANKS];
+    device_source sources[WORLD_RANKS];
     memory_range ranges[2];
     size_t n_ranges;
     uint8_t *base;
@@ -227,7 +224,7 @@ static void cut_spans(bench *b)
         plan_spans *spans;
         path_forget_spans(b->spans[i]);
         assert_ok(plan_spans_build(p->plan, b->w.keys, p->sources, i, &b->regions[i],
-                                   &kernel_rules, NULL, &spans, &error),
+                                   ipc_reader.span_rule, NULL, &spans, &error),
                   error);
         b->spans[i] = spans;
     }
@@ -250,8 +247,7 @@ static void open_bench(bench *b)
         make_shard(b, i);
         map_for(b, i, 0);
         map_for(b, i, 1);
-        b->of_source[i] = &b->shards[i];
-        b->first_region[i] = WORLD_REGIONS;
+        b->sources[i] = (device_source){&b->shards[i], WORLD_REGIONS};
         b->readers[i] = &ipc_reader;
     }
     path_plan *c = &b->plan;
@@ -307,26 +303,23 @@ static void landed(void *cookie, uint64_t to, uint64_t length)
     b->told += length;
 }
 
-static device_reading reading_of(bench *b, bool pinned, const fanin_stream *after)
+static path_reading reading_of(bench *b, bool pinned, const fanin_stream *after)
 {
-    return (device_reading){.client = b->client,
-                            .plan = b->tables,
-                            .shards = b->of_source,
-                            .first_region = b->first_region,
-                            .base = b->base,
-                            .pinned = pinned,
-                            .landed = landed,
-                            .landed_cookie = b,
-                            .after = after};
+    return (path_reading){.client = b->client,
+                          .base = b->base,
+                          .pinned = pinned,
+                          .landed = landed,
+                          .cookie = b,
+                          .after = after};
 }
 
 static void read_all(bench *b, bool pinned)
 {
     fanin_error error = FANIN_ERROR_INIT;
     device_reader *r;
-    device_reading how = reading_of(b, pinned, NULL);
+    path_reading how = reading_of(b, pinned, NULL);
     b->told = 0;
-    assert_ok(device_reader_start(&how, &r, &error), error);
+    assert_ok(device_reader_start(&how, b->tables, b->sources, &r, &error), error);
     for (bool done = false; !done;)
         assert_ok(device_reader_step(r, deadline_in_ms(1000), &done, &error), error);
     assert_true(device_reader_destroy(&r));
@@ -491,10 +484,10 @@ static void both_kinds_land_at_once(void **state)
     landing_clear(&b.l);
     copy_now(&b, 0, memory, b.l.bytes + half, rest);
     build(&b, 1);
-    device_reading how = reading_of(&b, false, NULL);
+    path_reading how = reading_of(&b, false, NULL);
     how.landed = NULL;
     device_reader *r;
-    assert_ok(device_reader_start(&how, &r, &error), error);
+    assert_ok(device_reader_start(&how, b.tables, b.sources, &r, &error), error);
     for (bool done = false; !done;)
         assert_ok(device_reader_step(r, deadline_in_ms(1000), &done, &error), error);
     assert_true(device_reader_destroy(&r));
@@ -532,11 +525,11 @@ static void a_kernel_under_way_is_waited_for(void **state)
     pthread_t thread;
     fanin_error error = FANIN_ERROR_INIT;
     void *memory = prepare_device(&b);
-    device_reading how = reading_of(&b, false, NULL);
+    path_reading how = reading_of(&b, false, NULL);
     device_reader *r;
     bool done = true;
     fake_cuda_hold_kernel(0, 1);
-    assert_ok(device_reader_start(&how, &r, &error), error);
+    assert_ok(device_reader_start(&how, b.tables, b.sources, &r, &error), error);
     assert_true(fake_cuda_wait_kernel_held(0));
     assert_ok(device_reader_step(r, deadline_in_ms(1), &done, &error), error);
     assert_false(done);
@@ -556,12 +549,12 @@ static void the_callers_stream_comes_first(void **state)
     void *memory = prepare_device(&b);
     fake_cuda_counts before, after;
     fanin_stream callers = {.handle = (void *)2, .device = 0};
-    device_reading how = reading_of(&b, false, &callers);
+    path_reading how = reading_of(&b, false, &callers);
     device_reader *r;
     bool done = true;
     fake_cuda_hold(0);
     fake_cuda_count(&before);
-    assert_ok(device_reader_start(&how, &r, &error), error);
+    assert_ok(device_reader_start(&how, b.tables, b.sources, &r, &error), error);
     assert_ok(device_reader_step(r, deadline_in_ms(2), &done, &error), error);
     assert_false(done);
     fake_cuda_count(&after);
@@ -572,7 +565,7 @@ static void the_callers_stream_comes_first(void **state)
     assert_true(fake_cuda_wait_idle(0));
     fake_cuda_count(&after);
     assert_int_equal(after.kernels, before.kernels);
-    assert_ok(device_reader_start(&how, &r, &error), error);
+    assert_ok(device_reader_start(&how, b.tables, b.sources, &r, &error), error);
     for (done = false; !done;)
         assert_ok(device_reader_step(r, deadline_in_ms(1000), &done, &error), error);
     assert_true(device_reader_destroy(&r));
@@ -585,12 +578,12 @@ static void a_failed_device_is_an_error(void **state)
     bench b;
     fanin_error error = FANIN_ERROR_INIT;
     void *memory = prepare_device(&b);
-    device_reading how = reading_of(&b, false, NULL);
+    path_reading how = reading_of(&b, false, NULL);
     device_reader *r;
     bool done = false;
     fanin_status status;
     fake_cuda_hold_kernel(0, 1);
-    assert_ok(device_reader_start(&how, &r, &error), error);
+    assert_ok(device_reader_start(&how, b.tables, b.sources, &r, &error), error);
     assert_true(fake_cuda_wait_kernel_held(0));
     fake_cuda_break(0);
     fake_cuda_release(0);
@@ -609,10 +602,11 @@ static void arenas_outside_of_the_table_are_refused(void **state)
     bench b;
     fanin_error error = FANIN_ERROR_INIT;
     void *memory = prepare_device(&b);
-    device_reading how = reading_of(&b, false, NULL);
+    path_reading how = reading_of(&b, false, NULL);
     device_reader *r;
-    b.first_region[1] = WORLD_REGIONS + 1;
-    assert_int_equal(device_reader_start(&how, &r, &error), FANIN_ERR_PROTOCOL);
+    b.sources[1].first_region = WORLD_REGIONS + 1;
+    assert_int_equal(device_reader_start(&how, b.tables, b.sources, &r, &error),
+                     FANIN_ERR_PROTOCOL);
     assert_true(device_reader_destroy(&r));
     gpu_free(b.client->devices->g, 0, memory);
     close_bench(&b);
