@@ -32,26 +32,27 @@ void frame_encode(const frame *f, uint8_t out[FRAME_SIZE])
     put_le(out + 20, 0, 4);
 }
 
+static fanin_status refuse(const char **why_out, fanin_status status, const char *why)
+{
+    *why_out = why;
+    return status;
+}
+
 fanin_status frame_decode(const uint8_t in[FRAME_SIZE], frame *out,
                           const char **why_out)
 {
-    if (get_le(in, 4) != FRAME_MAGIC) {
-        *why_out = in[0] == TLS_HANDSHAKE ? "TLS is not spoken here"
-                                          : "not a frame of this protocol";
-        return FANIN_ERR_PROTOCOL;
-    }
-    if (in[4] != FRAME_MAJOR) {
-        *why_out = "the frame has another major version";
-        return FANIN_ERR_VERSION;
-    }
-    if (in[5] != 0) {
-        *why_out = "unknown frame flags";
-        return FANIN_ERR_PROTOCOL;
-    }
-    if (get_le(in + 20, 4) != 0) {
-        *why_out = "the frame's reserved field is not zero";
-        return FANIN_ERR_PROTOCOL;
-    }
+    if (get_le(in, 4) != FRAME_MAGIC)
+        return refuse(why_out, FANIN_ERR_PROTOCOL,
+                      in[0] == TLS_HANDSHAKE ? "TLS is not spoken here"
+                                             : "not a frame of this protocol");
+    if (in[4] != FRAME_MAJOR)
+        return refuse(why_out, FANIN_ERR_VERSION,
+                      "the frame has another major version");
+    if (in[5] != 0)
+        return refuse(why_out, FANIN_ERR_PROTOCOL, "unknown frame flags");
+    if (get_le(in + 20, 4) != 0)
+        return refuse(why_out, FANIN_ERR_PROTOCOL,
+                      "the frame's reserved field is not zero");
     out->type = (message_type)get_le(in + 6, 2);
     out->request = get_le(in + 8, 8);
     out->length = (uint32_t)get_le(in + 16, 4);
@@ -74,10 +75,8 @@ fanin_status seal_decode(const uint8_t header[FRAME_SIZE], bool sealed, frame *o
     uint8_t plain[FRAME_SIZE] = {0};
     if (!sealed)
         return frame_decode(header, out, why_out);
-    if (get_le(header + CHECKED, 4) != (uint32_t)checksum_of(header, CHECKED)) {
-        *why_out = SEAL_BROKEN;
-        return FANIN_ERR_TRANSPORT;
-    }
+    if (get_le(header + CHECKED, 4) != (uint32_t)checksum_of(header, CHECKED))
+        return refuse(why_out, FANIN_ERR_TRANSPORT, SEAL_BROKEN);
     memcpy(plain, header, CHECKED);
     return frame_decode(plain, out, why_out);
 }

@@ -60,25 +60,22 @@ void fanin_log_ring_write(void *cookie, fanin_log_level level, const char *event
     struct timespec now;
     clock_gettime(CLOCK_REALTIME, &now);
     pthread_mutex_lock(&ring->lock);
-    if (ring->closed) {
-        pthread_mutex_unlock(&ring->lock);
-        return;
+    bool full = ring->used == ring->capacity;
+    if (!ring->closed && full)
+        ring->lost += ring->lost < UINT32_MAX;
+    if (!ring->closed && !full) {
+        fanin_log_line *line =
+            &ring->lines[(ring->first + ring->used) % ring->capacity];
+        line->level = level;
+        line->lost = ring->lost;
+        line->time_ns =
+            (uint64_t)now.tv_sec * UINT64_C(1000000000) + (uint64_t)now.tv_nsec;
+        utf8_copy(line->event, sizeof line->event, event);
+        utf8_copy(line->message, sizeof line->message, message);
+        ring->lost = 0;
+        ring->used++;
+        pthread_cond_signal(&ring->arrived);
     }
-    if (ring->used == ring->capacity) {
-        if (ring->lost < UINT32_MAX)
-            ring->lost++;
-        pthread_mutex_unlock(&ring->lock);
-        return;
-    }
-    fanin_log_line *line = &ring->lines[(ring->first + ring->used) % ring->capacity];
-    line->level = level;
-    line->lost = ring->lost;
-    line->time_ns = (uint64_t)now.tv_sec * UINT64_C(1000000000) + (uint64_t)now.tv_nsec;
-    utf8_copy(line->event, sizeof line->event, event);
-    utf8_copy(line->message, sizeof line->message, message);
-    ring->lost = 0;
-    ring->used++;
-    pthread_cond_signal(&ring->arrived);
     pthread_mutex_unlock(&ring->lock);
 }
 

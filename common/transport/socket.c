@@ -36,25 +36,31 @@ static bool ip_bytes(const socket_address *a, int *family, const uint8_t **bytes
     return true;
 }
 
+static unsigned address_port(const socket_address *a)
+{
+    if (a->storage.ss_family == AF_INET)
+        return ntohs(((const struct sockaddr_in *)(const void *)&a->storage)->sin_port);
+    if (a->storage.ss_family == AF_INET6)
+        return ntohs(
+            ((const struct sockaddr_in6 *)(const void *)&a->storage)->sin6_port);
+    return 0;
+}
+
 static void write_text(socket_address *a)
 {
     char host[INET6_ADDRSTRLEN] = "?";
-    unsigned port = 0;
-    const char *format = "%s:%u";
-    if (a->storage.ss_family == AF_INET) {
-        const struct sockaddr_in *in = (const void *)&a->storage;
-        inet_ntop(AF_INET, &in->sin_addr, host, sizeof host);
-        port = ntohs(in->sin_port);
-    } else if (a->storage.ss_family == AF_INET6) {
-        const struct sockaddr_in6 *in6 = (const void *)&a->storage;
-        inet_ntop(AF_INET6, &in6->sin6_addr, host, sizeof host);
-        port = ntohs(in6->sin6_port);
-        format = "[%s]:%u";
-    } else {
+    int family = a->storage.ss_family;
+    if (family != AF_INET && family != AF_INET6) {
         snprintf(a->text, sizeof a->text, "unix");
         return;
     }
-    snprintf(a->text, sizeof a->text, format, host, port);
+    const struct sockaddr_in *in = (const void *)&a->storage;
+    const struct sockaddr_in6 *in6 = (const void *)&a->storage;
+    bool is_v4 = family == AF_INET;
+    inet_ntop(family, is_v4 ? (const void *)&in->sin_addr : &in6->sin6_addr, host,
+              sizeof host);
+    snprintf(a->text, sizeof a->text, is_v4 ? "%s:%u" : "[%s]:%u", host,
+             address_port(a));
 }
 
 void socket_listen_text(const socket_address *a, char out[SOCKET_TEXT])
@@ -196,16 +202,6 @@ void socket_unix_address(uid_t uid, const socket_address *tcp, socket_address *o
 }
 
 /* --------------------------------------------------------------- sockets */
-
-static unsigned address_port(const socket_address *a)
-{
-    if (a->storage.ss_family == AF_INET)
-        return ntohs(((const struct sockaddr_in *)(const void *)&a->storage)->sin_port);
-    if (a->storage.ss_family == AF_INET6)
-        return ntohs(
-            ((const struct sockaddr_in6 *)(const void *)&a->storage)->sin6_port);
-    return 0;
-}
 
 void socket_set_port(socket_address *a, uint16_t port)
 {

@@ -52,18 +52,11 @@ struct ucx_local {
 fanin_status ucx_client_create(ucx *u, ucx_path path, const char *gpu,
                                const logger *log, ucx_client **out, fanin_error *error)
 {
-    ucx_role role;
-    switch (path) {
-    case UCX_PATH_CMA:
-        role = UCX_ROLE_CLIENT_CMA;
-        break;
-    case UCX_PATH_RDMA:
-        role = UCX_ROLE_CLIENT_RDMA;
-        break;
-    default:
+    if (path != UCX_PATH_CMA && path != UCX_PATH_RDMA)
         return error_set(error, FANIN_ERR_ARGUMENT, NULL, "path %d is not UCX's",
                          (int)path);
-    }
+    const ucx_role role =
+        path == UCX_PATH_CMA ? UCX_ROLE_CLIENT_CMA : UCX_ROLE_CLIENT_RDMA;
     ucx_client *c = calloc(1, sizeof *c);
     if (!c)
         return error_set_memory(error);
