@@ -18,10 +18,11 @@
 #define ACCEPTS 64        /**< connections taken in one go */
 #define NO_ACCEPTS_MS 100 /**< after running out of descriptors */
 
+/* -1 is no descriptor, and fine. */
 static bool watch_fd(struct control *c, int fd, void *data)
 {
     struct epoll_event event = {.events = EPOLLIN, .data.ptr = data};
-    return epoll_ctl(c->epoll, EPOLL_CTL_ADD, fd, &event) == 0;
+    return fd < 0 || epoll_ctl(c->epoll, EPOLL_CTL_ADD, fd, &event) == 0;
 }
 
 static void stop_watching(struct control *c, int fd)
@@ -58,8 +59,7 @@ static void resume_accepting(struct control *c)
 {
     c->paused = false;
     watch_fd(c, c->tcp, &c->tcp);
-    if (c->unix_fd >= 0)
-        watch_fd(c, c->unix_fd, &c->unix_fd);
+    watch_fd(c, c->unix_fd, &c->unix_fd);
 }
 
 static void accept_all(struct control *c, int listener)
@@ -207,8 +207,7 @@ fanin_status control_create(fanin_server *s, int tcp_fd, int unix_fd,
     fanin_status status;
     s->control = c;
     if (c->epoll < 0 || !watch_fd(c, s->wake, &s->wake) ||
-        !watch_fd(c, c->tcp, &c->tcp) ||
-        (c->unix_fd >= 0 && !watch_fd(c, c->unix_fd, &c->unix_fd)))
+        !watch_fd(c, c->tcp, &c->tcp) || !watch_fd(c, c->unix_fd, &c->unix_fd))
         status = error_set_errno(error, FANIN_ERR_IO, errno, NULL,
                                  "cannot set up the control thread");
     else

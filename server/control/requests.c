@@ -186,13 +186,11 @@ static void answer_begin(session *s, publication *p, const msg_begin *m,
 {
     fanin_server *server = s->control->server;
     if (publication_is_away(p) && !server->stopping) {
-        server->stats.begins_refused++;
         describe_paused(p, error);
         return;
     }
     const char *why = refusal(server, p, m);
     if (why) {
-        server->stats.begins_refused++;
         reply->state = state_for(s, p->state);
         reply->step = p->step;
         reply->catalog_version = p->catalog ? p->catalog->version : 0;
@@ -201,12 +199,10 @@ static void answer_begin(session *s, publication *p, const msg_begin *m,
     }
     lease *l = lease_grant(server, s->reader, p);
     if (!l) {
-        server->stats.begins_refused++;
         error_set(error, FANIN_ERR_LIMIT, NULL, "a session may have %d leases",
                   SESSION_LEASES);
         return;
     }
-    server->stats.begins_granted++;
     reply->granted = true;
     memcpy(reply->token, l->token, sizeof reply->token);
     reply->epoch = l->epoch;
@@ -225,10 +221,13 @@ fanin_status handle_begin(session *s, uint64_t request, body *in)
     msg_begin_ok reply = {0};
     pthread_mutex_lock(&server->lock);
     publication *p = find_present(server, m.publication);
-    if (p)
+    if (p) {
         answer_begin(s, p, &m, &reply, &error);
-    else
+        server->stats.begins_granted += reply.granted;
+        server->stats.begins_refused += !reply.granted;
+    } else {
         describe_missing(server, m.publication, &error);
+    }
     pthread_mutex_unlock(&server->lock);
     if (error.status != FANIN_OK)
         reply_error(s, request, &error);

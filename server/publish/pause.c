@@ -95,11 +95,9 @@ static fanin_status resume_now(fanin_server *s, publication *p, fanin_error *err
 {
     error_place place = {.phase = "resume", .remedy = "pause it first"};
     pthread_mutex_lock(&s->lock);
-    bool present = p->present, paused = p->paused;
+    bool paused = p->paused;
     bool publish = p->was_stable && p->state == STATE_PAUSED;
     pthread_mutex_unlock(&s->lock);
-    if (!present)
-        return publication_absent("pause", p->name, error);
     if (!paused)
         return error_set(error, FANIN_ERR_STATE, &place, "%s is not paused", p->name);
     shard_catalog *catalog = NULL;
@@ -125,13 +123,12 @@ static fanin_status resume_now(fanin_server *s, publication *p, fanin_error *err
 fanin_status fanin_server_resume(fanin_server *server, const char *name,
                                  fanin_error *error)
 {
+    publication *p = NULL;
     fanin_status status = publication_call_check(server, name, error);
+    if (status == FANIN_OK)
+        status = publication_lock_present(server, name, "pause", &p, error);
     if (status != FANIN_OK)
         return status;
-    publication *p = publication_look_up(server, name);
-    if (!p)
-        return publication_absent("pause", name, error);
-    pthread_mutex_lock(&p->writer);
     status = resume_now(server, p, error);
     pthread_mutex_unlock(&p->writer);
     if (status == FANIN_OK)

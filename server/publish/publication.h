@@ -148,6 +148,10 @@ fanin_status publication_appear(fanin_server *s, publication *p, fanin_error *er
 /** FANIN_ERR_NOT_FOUND. */
 fanin_status publication_absent(const char *phase, const char *name,
                                 fanin_error *error);
+/** Takes the writer lock of a publication that is there. FANIN_ERR_NOT_FOUND. */
+fanin_status publication_lock_present(fanin_server *s, const char *name,
+                                      const char *phase, publication **out,
+                                      fanin_error *error);
 /** Lock held. Writes names of publications, comma-separated, cut to @p size. */
 void publication_names(const fanin_server *s, char *out, size_t size);
 void publications_free(fanin_server *s);

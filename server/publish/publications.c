@@ -51,6 +51,23 @@ fanin_status publication_absent(const char *phase, const char *name, fanin_error
                      name);
 }
 
+fanin_status publication_lock_present(fanin_server *s, const char *name,
+                                      const char *phase, publication **out,
+                                      fanin_error *error)
+{
+    publication *p = *out = publication_look_up(s, name);
+    if (!p)
+        return publication_absent(phase, name, error);
+    pthread_mutex_lock(&p->writer);
+    pthread_mutex_lock(&s->lock);
+    bool present = p->present;
+    pthread_mutex_unlock(&s->lock);
+    if (present)
+        return FANIN_OK;
+    pthread_mutex_unlock(&p->writer);
+    return publication_absent(phase, name, error);
+}
+
 fanin_status publication_obtain(fanin_server *s, const char *name, publication **out,
                                 fanin_error *error)
 {

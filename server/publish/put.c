@@ -286,30 +286,14 @@ static fanin_status remove_all(fanin_server *s, publication *p, fanin_error *err
     return FANIN_OK;
 }
 
-/* Takes the writer lock of a publication that is there. FANIN_ERR_NOT_FOUND. */
-static fanin_status lock_present(fanin_server *s, const char *name, const char *phase,
-                                 publication **out, fanin_error *error)
-{
-    publication *p = *out = publication_look_up(s, name);
-    if (!p)
-        return publication_absent(phase, name, error);
-    pthread_mutex_lock(&p->writer);
-    pthread_mutex_lock(&s->lock);
-    bool present = p->present;
-    pthread_mutex_unlock(&s->lock);
-    if (present)
-        return FANIN_OK;
-    pthread_mutex_unlock(&p->writer);
-    return publication_absent(phase, name, error);
-}
-
 fanin_status fanin_server_remove(fanin_server *server, const char *publication_name,
                                  const char *name, fanin_error *error)
 {
     publication *p = NULL;
     fanin_status status = publication_call_check(server, publication_name, error);
     if (status == FANIN_OK)
-        status = lock_present(server, publication_name, "publish", &p, error);
+        status =
+            publication_lock_present(server, publication_name, "publish", &p, error);
     if (status != FANIN_OK)
         return status;
     status = name ? remove_shard(server, p, name, error) : remove_all(server, p, error);
@@ -433,7 +417,7 @@ static fanin_status collect_shards(fanin_server *s, const char *name, buffer *na
     publication *p = NULL;
     fanin_status status = publication_name_check(name, error);
     if (status == FANIN_OK)
-        status = lock_present(s, name, "list", &p, error);
+        status = publication_lock_present(s, name, "list", &p, error);
     if (status != FANIN_OK)
         return status;
     for (size_t i = 0; i < p->shards.count; i++)

@@ -278,7 +278,7 @@ static void send_leave(fanin_server *s, connection *c, bool reading, uint64_t by
     job *j = &c->job;
     pthread_mutex_lock(&s->lock);
     if (reading)
-        bracket_leave(s, j->of, j->epoch);
+        publication_read_leave(s, j->of, j->epoch);
     s->stats.bytes_streamed += bytes;
     s->stats.reads_streamed += bytes > 0 && bytes == j->left && !j->is_void;
     c->reader->active_ns = clock_ns();
@@ -501,7 +501,7 @@ static bool digest_some(stream_tools *t, connection *c)
     for (int i = 0; i < g->n; i++)
         digester_add(&c->digester, j, g->iov[i].iov_base, g->iov[i].iov_len);
     pthread_mutex_lock(&t->server->lock);
-    bracket_leave(t->server, j->of, j->epoch);
+    publication_read_leave(t->server, j->of, j->epoch);
     c->reader->active_ns = clock_ns();
     pthread_mutex_unlock(&t->server->lock);
     job_advance(j, g->bytes);

@@ -115,11 +115,6 @@ static bool gather_copy(gather *g, const void *data, size_t size)
     return gather_add(g, to, size);
 }
 
-static uint64_t smaller(uint64_t a, uint64_t b)
-{
-    return a < b ? a : b;
-}
-
 stretch stretch_of(const job *j, const source_box *b, uint64_t offset, uint64_t room)
 {
     if (b->view == VIEW_PACKED)
@@ -240,9 +235,4 @@ bool bracket_enter(fanin_server *s, publication *of, uint64_t epoch)
     s->stats.pulls_stale += !stands;
     pthread_mutex_unlock(&s->lock);
     return stands;
-}
-
-void bracket_leave(fanin_server *s, publication *of, uint64_t epoch)
-{
-    publication_read_leave(s, of, epoch);
 }

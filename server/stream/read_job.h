@@ -76,6 +76,11 @@ static inline bool job_is_whole(const job *j)
 /** Whether any of the reply is device memory. */
 bool job_needs_stage(const job *j);
 
+static inline uint64_t smaller(uint64_t a, uint64_t b)
+{
+    return a < b ? a : b;
+}
+
 /** Of a box's packed bytes those that come next: whole runs at equal distances, or a part of one. */
 typedef struct stretch {
     int64_t at; /**< from the box's first byte */
@@ -105,10 +110,9 @@ static inline void job_each(const job *j, job_piece_fn fn, void *cookie)
 
 /**
  * Announces that the memory of that epoch is about to be read; false: the epoch has gone, and
- * nothing may be read. Each success is to be followed by bracket_leave() when nothing reads it any
- * more. The first takes the server's lock, the other needs it.
+ * nothing may be read. Each success is to be followed by publication_read_leave() when nothing
+ * reads it any more. This takes the server's lock, the other needs it.
  */
 bool bracket_enter(fanin_server *s, publication *of, uint64_t epoch);
-void bracket_leave(fanin_server *s, publication *of, uint64_t epoch);
 
 #endif

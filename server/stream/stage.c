@@ -137,7 +137,7 @@ static void unread(stage *s, chunk *c)
     if (!c->reading)
         return;
     pthread_mutex_lock(&server->lock);
-    bracket_leave(server, c->of, c->epoch);
+    publication_read_leave(server, c->of, c->epoch);
     pthread_mutex_unlock(&server->lock);
     c->reading = false;
 }

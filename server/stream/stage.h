@@ -9,8 +9,8 @@
  * it back and gather it again later: who does not take its bytes keeps nobody waiting.
  *
  * Memory is read only inside a bracket that begin_update waits for (bracket_enter() ..
- * bracket_leave()): from the launch of a copy until it has completed, failed, or run for longer
- * than STALL_MS.
+ * publication_read_leave()): from the launch of a copy until it has completed, failed, or run for
+ * longer than STALL_MS.
  *
  * All of it belongs to the data thread; only copies end in threads of CUDA's driver, which tell it by
  * an eventfd. Nothing blocks that thread but what is made once: a stream for each device, and the

@@ -38,11 +38,6 @@ static void add_entry(filling *f, bool device, const uint8_t *from, size_t run,
                                .convert = CONVERT_NONE};
 }
 
-static uint64_t smaller(uint64_t a, uint64_t b)
-{
-    return a < b ? a : b;
-}
-
 static bool add_piece(void *cookie, const job *j, const source_box *b, uint64_t offset,
                       uint64_t length)
 {
