@@ -90,12 +90,6 @@ static void raise_descriptor_limit(void)
     }
 }
 
-static int print_version(void)
-{
-    version_print();
-    return failure_of_output(0);
-}
-
 /* A closed descriptor must not become a socket that output is written to; what is opened in
    its place refuses output. */
 static void occupy_standard_descriptors(void)
@@ -122,7 +116,8 @@ int main(int argc, char **argv)
     bool help = strcmp(word, "--help") == 0 || strcmp(word, "-h") == 0 ||
                 strcmp(word, "help") == 0;
     if (strcmp(word, "--version") == 0 || strcmp(word, "-V") == 0) {
-        return print_version();
+        version_print();
+        return failure_of_output(0);
     }
     if (help && argc == 2) {
         print_help(stdout);

@@ -118,9 +118,7 @@ void arena_free(arena *a)
         if (a->copy != NULL) {
             munmap(a->copy, a->size + 1);
         }
-        if (a->memory != NULL) {
-            device_free(a->device, a->memory);
-        }
+        device_free(a->device, a->memory);
         device_stream_free(a->device, a->stream);
     } else if (a->memory != NULL) {
         munmap(a->memory, a->size > 0 ? a->size : 1);

@@ -34,9 +34,7 @@ typedef struct bench_figure {
     uint64_t median, least, most;
 } bench_figure;
 
-/** Over all samples of phase number @p phase. */
-bench_figure bench_figure_of(const bench_samples *s, uint32_t phase);
-/** The same over samples first .. first+count-1. */
+/** Over samples first .. first+count-1 of phase number @p phase. */
 bench_figure bench_figure_part(const bench_samples *s, uint32_t phase, uint32_t first,
                                uint32_t count);
 /** Over @p count values, which are sorted. */

@@ -73,12 +73,6 @@ static void time_copies(bench_limit *limit, const transfer *copies, size_t count
     bench_limit_end(limit, times, ROUNDS, status != FANIN_OK ? error.message : NULL);
 }
 
-/* The same between the two ends of each copy. */
-static transfer reversed(const transfer *t)
-{
-    return (transfer){t->device, t->from, t->to, t->stream, t->bytes};
-}
-
 /* The device that copies, its stream, and memory with the bytes. */
 static fanin_status open_source(transfer *t, fanin_error *error)
 {
@@ -150,7 +144,8 @@ void bench_device_copies(bench_limits *limits, const bench_spread *spread, int t
         }
         name_copy(limits, from, to, &copies[count - 1]);
         if (to != DEVICE_HOST && from != to) {
-            transfer back = reversed(&copies[count - 1]);
+            const transfer *t = &copies[count - 1];
+            const transfer back = {t->device, t->from, t->to, t->stream, t->bytes};
             name_copy(limits, to, from, &back);
         }
     }

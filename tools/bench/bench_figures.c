@@ -62,11 +62,6 @@ bench_figure bench_figure_part(const bench_samples *s, uint32_t phase, uint32_t 
     return figure;
 }
 
-bench_figure bench_figure_of(const bench_samples *s, uint32_t phase)
-{
-    return bench_figure_part(s, phase, 0, s->count);
-}
-
 bench_limit *bench_limit_add(bench_limits *limits, const char *format, ...)
 {
     size_t at =

@@ -126,7 +126,7 @@ void bench_tell_json(const bench *b)
     json_t *phases = json_object();
     json_t *o = json_object();
     for (uint32_t i = 0; report_phases[i].name != NULL; i++) {
-        bench_figure f = bench_figure_of(&b->samples, i);
+        bench_figure f = bench_figure_part(&b->samples, i, 0, b->samples.count);
         output_set(phases, report_phases[i].name, figure_json(f), NULL);
         if (strcmp(report_phases[i].name, "total") == 0) {
             double rate = (double)b->last.bytes / (double)f.median * 1e9;
@@ -218,7 +218,7 @@ void bench_tell_text(const bench *b)
     tell_head(b);
     for (uint32_t i = 0; report_phases[i].name != NULL; i++) {
         const char *name = report_phases[i].name;
-        bench_figure f = bench_figure_of(&b->samples, i);
+        bench_figure f = bench_figure_part(&b->samples, i, 0, b->samples.count);
         bool moves = strcmp(name, "read") == 0 || strcmp(name, "verify") == 0 ||
                      strcmp(name, "total") == 0;
         if (f.most > 0) {

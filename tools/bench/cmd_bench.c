@@ -362,7 +362,7 @@ static int run(const command *self, int argc, const char **argv)
         code = code != 0 ? code : bench_all(&whole);
         close_all(&whole);
     }
-    session_end(&whole.line);
+    options_free(&whole.line.parsed);
     return code;
 }
 

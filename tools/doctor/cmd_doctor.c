@@ -307,7 +307,7 @@ static int run(const command *self, int argc, const char **argv)
             code = code != 0 ? code : examine(self, &d);
         }
     }
-    session_end(&d.line);
+    options_free(&d.line.parsed);
     return code;
 }
 

@@ -2,6 +2,7 @@
 #include "doctor/doctor.h"
 
 #include "acs.h"
+#include "fetch/output.h"
 #include "gpu.h"
 #include "ucx.h"
 #include <dirent.h>
@@ -116,11 +117,9 @@ static void gather_ucx(doctor_facts *f)
 
 static void format_uuid(const uint8_t *uuid, char out[40])
 {
-    size_t used = 0;
     for (int i = 0; i < 16; i++) {
         bool dash = i == 4 || i == 6 || i == 8 || i == 10;
-        used +=
-            (size_t)snprintf(out + used, 40 - used, "%s%02x", dash ? "-" : "", uuid[i]);
+        output_append(out, 40, "%s%02x", dash ? "-" : "", uuid[i]);
     }
 }
 

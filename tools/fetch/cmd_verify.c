@@ -35,6 +35,7 @@ typedef struct pair {
 } pair;
 
 typedef struct verifier {
+    char *directory;
     session *session;
     const common_options *common;
     fanin_safetensors *file;
@@ -42,7 +43,7 @@ typedef struct verifier {
     char publication[96]; /**< of fanin.json */
     uint64_t step;
     fanin_dtype dtype;    /**< what F32 became when it was pulled; 0: nothing */
-    bool trust_config;    /**< how it was pulled */
+    int trust_config;     /**< how it was pulled */
     json_t *config;       /**< adapter_config.json */
     char difference[256]; /**< from the ranks' configuration, "" if none */
     pair *pairs;
@@ -258,7 +259,7 @@ static fanin_status ask_config(verifier *v, fanin_error *error)
     fanin_pull_options_init(&options, sizeof options);
     options.publication = v->publication;
     options.timeout_ms = session_left_ms(v->session);
-    options.trust_config = v->trust_config;
+    options.trust_config = v->trust_config != 0;
     return fanin_client_adapter_config(v->session->client, &options, on_config, v,
                                        error);
 }
@@ -442,21 +443,16 @@ static int verify(verifier *v)
     return 0;
 }
 
-typedef struct verify_options {
-    char *directory;
-    int trust_config;
-} verify_options;
-
-static int verify_directory(verifier *v, const invocation *line, const char *directory)
+static int verify_directory(verifier *v, const invocation *line)
 {
     session *s = v->session;
-    int code = load_directory(v, directory);
+    int code = load_directory(v, v->directory);
     if (code == 0 && line->run == NULL) {
         code = session_choose_run(s, v->publication + 5);
     }
     if (code == 0 && strcmp(s->publication, v->publication) != 0) {
         return failure_local("cannot verify", FANIN_ERR_MISMATCH, "give its own run",
-                             "%s holds %s, not %s", directory, v->publication,
+                             "%s holds %s, not %s", v->directory, v->publication,
                              s->publication);
     }
     return code != 0 ? code : verify(v);
@@ -464,36 +460,34 @@ static int verify_directory(verifier *v, const invocation *line, const char *dir
 
 static int open_and_verify(session *s, const invocation *line, void *cookie)
 {
-    const verify_options *o = cookie;
-    verifier v = {.session = s,
-                  .common = &line->common,
-                  .trust_config = o->trust_config != 0,
-                  .error = FANIN_ERROR_INIT};
-    if (o->directory == NULL) {
+    verifier *v = cookie;
+    v->session = s;
+    v->common = &line->common;
+    if (v->directory == NULL) {
         return failure_usage(s->command->name, "--dir DIR is needed");
     }
-    int code = verify_directory(&v, line, o->directory);
-    for (size_t i = 0; i < v.count; i++) {
-        free(v.pairs[i].name);
+    int code = verify_directory(v, line);
+    for (size_t i = 0; i < v->count; i++) {
+        free(v->pairs[i].name);
     }
-    free(v.pairs);
-    json_decref(v.config);
-    fanin_safetensors_close(&v.file);
+    free(v->pairs);
+    json_decref(v->config);
+    fanin_safetensors_close(&v->file);
     return code;
 }
 
 static int run(const command *self, int argc, const char **argv)
 {
     invocation line = {.common.timeout_ms = 60000};
-    verify_options o = {0};
+    verifier v = {.error = FANIN_ERROR_INIT};
     struct poptOption table[] = {
-        {"dir", 'd', POPT_ARG_STRING, &o.directory, 0, "the adapter directory", "DIR"},
-        {"trust-config", 0, POPT_ARG_NONE, &o.trust_config, 0,
+        {"dir", 'd', POPT_ARG_STRING, &v.directory, 0, "the adapter directory", "DIR"},
+        {"trust-config", 0, POPT_ARG_NONE, &v.trust_config, 0,
          "it was pulled with --trust-config", NULL},
         SESSION_TABLE(&line),
         POPT_TABLEEND,
     };
-    return session_run(self, argc, argv, &line, table, 0, open_and_verify, &o);
+    return session_run(self, argc, argv, &line, table, 0, open_and_verify, &v);
 }
 
 const command cmd_verify = {

@@ -16,6 +16,7 @@ typedef struct watcher {
     bool any; /**< an event was seen */
     uint64_t last_step, last_ns;
     long long count, left; /**< 0: endless */
+    long long idle_ms;
 } watcher;
 
 static uint64_t time_of_day_ns(void)
@@ -99,16 +100,13 @@ static bool on_quiet(void *cookie, uint64_t quiet_ms, const fanin_rank_state *ra
     return ferror(stdout) == 0;
 }
 
-typedef struct watch_options {
-    long long count, idle_ms;
-} watch_options;
-
 static int watch(session *s, const invocation *line, void *cookie)
 {
-    const watch_options *o = cookie;
+    watcher *w = cookie;
     const common_options *common = &line->common;
     fanin_error error = FANIN_ERROR_INIT;
-    watcher w = {.json = common->json != 0, .count = o->count, .left = o->count};
+    w->json = common->json != 0;
+    w->left = w->count;
     int code = session_reach(s);
     if (code != 0) {
         return code;
@@ -117,7 +115,7 @@ static int watch(session *s, const invocation *line, void *cookie)
     do {
         uint32_t limit = common->timeout_given ? session_left_ms(s) : UINT32_MAX;
         status = fanin_client_follow(s->client, s->publication, limit, on_event,
-                                     (uint32_t)o->idle_ms, on_quiet, &w, &error);
+                                     (uint32_t)w->idle_ms, on_quiet, w, &error);
     } while (status == FANIN_ERR_TIMEOUT && !common->timeout_given &&
              !interrupt_requested());
     return status == FANIN_OK ? 0 : session_failure(s, "watching ended", &error);
@@ -126,15 +124,15 @@ static int watch(session *s, const invocation *line, void *cookie)
 static int run(const command *self, int argc, const char **argv)
 {
     invocation line = {.common.timeout_ms = 10000};
-    watch_options o = {.idle_ms = 10000};
+    watcher w = {.idle_ms = 10000};
     struct poptOption table[] = {
-        {"count", 'c', POPT_ARG_LONGLONG, &o.count, 0, "end after so many steps", "N"},
-        {"idle-ms", 0, POPT_ARG_LONGLONG, &o.idle_ms, 0,
+        {"count", 'c', POPT_ARG_LONGLONG, &w.count, 0, "end after so many steps", "N"},
+        {"idle-ms", 0, POPT_ARG_LONGLONG, &w.idle_ms, 0,
          "tell what the ranks do when no step comes for so long (10000)", "MS"},
         SESSION_TABLE(&line),
         POPT_TABLEEND,
     };
-    return session_run(self, argc, argv, &line, table, 0, watch, &o);
+    return session_run(self, argc, argv, &line, table, 0, watch, &w);
 }
 
 const command cmd_watch = {

@@ -15,18 +15,18 @@ void failure_use_json(bool json)
     json_wanted = json;
 }
 
-static void print_line(const char *what, const fanin_error *error)
+static void tell(const char *what, const fanin_error *error)
 {
     const char *why =
         error->message[0] != '\0' ? error->message : fanin_status_text(error->status);
     terminal_tell("nixl-fetch: %s: %s%s%s", what, why,
                   error->remedy[0] != '\0' ? ": " : "", error->remedy);
-}
-
-static void print_json(int code, const char *status, const fanin_error *error)
-{
+    if (!json_wanted) {
+        return;
+    }
     json_t *body = output_object(
-        "code", json_integer(code), "status", output_string(status), "message",
+        "code", json_integer(error->status), "status",
+        output_string(fanin_status_name(error->status)), "message",
         output_string(error->message), "rank", output_rank(error->rank), "key",
         output_string(error->key), "address", output_string(error->address), "phase",
         output_string(error->phase), "remedy", output_string(error->remedy), NULL);
@@ -35,10 +35,7 @@ static void print_json(int code, const char *status, const fanin_error *error)
 
 int failure_report(const char *what, const fanin_error *error)
 {
-    print_line(what, error);
-    if (json_wanted) {
-        print_json(error->status, fanin_status_name(error->status), error);
-    }
+    tell(what, error);
     /* Ctrl-C reaches the ranks of a bench too: what they do then is not the cause. */
     if (interrupt_requested()) {
         return interrupt_exit_code();
@@ -93,10 +90,7 @@ int failure_usage(const char *command, const char *format, ...)
     va_start(arguments, format);
     fill(&error, FANIN_ERR_ARGUMENT, remedy, format, arguments);
     va_end(arguments);
-    print_line(command != NULL ? command : "usage", &error);
-    if (json_wanted) {
-        print_json(FANIN_ERR_ARGUMENT, fanin_status_name(FANIN_ERR_ARGUMENT), &error);
-    }
+    tell(command != NULL ? command : "usage", &error);
     return EXIT_USAGE;
 }
 

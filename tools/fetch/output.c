@@ -275,12 +275,11 @@ output_text output_number(uint64_t value)
 output_text output_dims(const uint64_t *values, uint32_t count)
 {
     output_text text = {"["};
-    size_t used = 1;
-    for (uint32_t i = 0; i < count && used + 24 < sizeof text.s; i++) {
-        used += (size_t)snprintf(text.s + used, sizeof text.s - used, "%s%" PRIu64,
-                                 i > 0 ? ", " : "", values[i]);
+    for (uint32_t i = 0; i < count && strlen(text.s) + 24 < sizeof text.s; i++) {
+        output_append(text.s, sizeof text.s, "%s%" PRIu64, i > 0 ? ", " : "",
+                      values[i]);
     }
-    snprintf(text.s + used, sizeof text.s - used, "]");
+    output_append(text.s, sizeof text.s, "]");
     return text;
 }
 

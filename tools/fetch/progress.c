@@ -46,21 +46,19 @@ static void progress_text(const progress_state *at, progress_parts parts, char *
                           size_t size)
 {
     double share = at->total > 0 ? (double)at->done / (double)at->total : 1.0;
-    size_t used = (size_t)snprintf(out, size, "%3.0f %%", 100.0 * share);
-    if (parts >= PROGRESS_AMOUNT && used < size) {
-        used += (size_t)snprintf(out + used, size - used, "  %s of %s",
-                                 output_bytes(at->done).s, output_bytes(at->total).s);
+    snprintf(out, size, "%3.0f %%", 100.0 * share);
+    if (parts >= PROGRESS_AMOUNT) {
+        output_append(out, size, "  %s of %s", output_bytes(at->done).s,
+                      output_bytes(at->total).s);
     }
-    if (parts >= PROGRESS_RATE && used < size) {
-        used += (size_t)snprintf(out + used, size - used, ", %s",
-                                 output_rate(at->done, at->spent_ns).s);
+    if (parts >= PROGRESS_RATE) {
+        output_append(out, size, ", %s", output_rate(at->done, at->spent_ns).s);
     }
-    if (parts == PROGRESS_LEFT && at->done > 0 && at->total >= at->done &&
-        used < size) {
+    if (parts == PROGRESS_LEFT && at->done > 0 && at->total >= at->done) {
         double rest =
             (double)at->spent_ns / (double)at->done * (double)(at->total - at->done);
-        snprintf(out + used, size - used,
-                 rest < 1e10 ? ", %.1f s left" : ", %.0f s left", rest / 1e9);
+        output_append(out, size, rest < 1e10 ? ", %.1f s left" : ", %.0f s left",
+                      rest / 1e9);
     }
 }
 

@@ -37,13 +37,9 @@ uint64_t report_phase_ns(const fanin_result_info *info, const report_phase *phas
 
 static bool moves_bytes(const report_phase *phase)
 {
-    static const char *const names[] = {"read", "verify", "total", "write"};
-    for (size_t i = 0; i < sizeof names / sizeof *names; i++) {
-        if (strcmp(phase->name, names[i]) == 0) {
-            return true;
-        }
-    }
-    return false;
+    const char *name = phase->name;
+    return strcmp(name, "read") == 0 || strcmp(name, "verify") == 0 ||
+           strcmp(name, "total") == 0 || strcmp(name, "write") == 0;
 }
 
 static json_t *checksums_json(const fanin_result_info *info)

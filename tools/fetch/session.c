@@ -50,11 +50,6 @@ const char *session_default_target(void)
     return text;
 }
 
-void session_end(invocation *line)
-{
-    options_free(&line->parsed);
-}
-
 static int configure(session *s, const invocation *line, fanin_client_config *config)
 {
     const common_options *common = &line->common;
@@ -306,6 +301,6 @@ int session_run(const command *self, int argc, const char **argv, invocation *li
         code = code != 0 ? code : fn(&s, line, cookie);
         session_close(&s);
     }
-    session_end(line);
+    options_free(&line->parsed);
     return code;
 }

@@ -42,15 +42,12 @@ typedef struct invocation {
     }
 
 /** Fills the shared options and parses the command line; false: the command is over with
-    *status_out. session_end() in either case. */
+    *status_out. options_free(&line->parsed) in either case. */
 bool session_parse(const command *self, invocation *line, int argc, const char **argv,
                    struct poptOption *table, int *status_out);
 
 /** The environment's target: NIXL_FETCH_SERVERS, else FANIN_TRAINER; NULL or "": none. */
 const char *session_default_target(void);
-
-/** Frees what was parsed. */
-void session_end(invocation *line);
 
 /**
  * Parses the target, creates the client and chooses the run (@p run, else the target

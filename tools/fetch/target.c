@@ -17,15 +17,9 @@
 
 enum { MAX_FILE = 32 << 20 };
 
-static const char info_name[] = "nixl_info.json";
 static const char forms[] =
     "give HOST:PORT[,HOST:PORT...], HOST:BASEPORT with --world-size N, a "
     "nixl_info.json, or the directory that holds one";
-
-static fanin_status out_of_memory(fanin_error *error)
-{
-    return failure_memory(error, "the addresses");
-}
 
 /* Takes the place of rank @p index, which must be free. */
 static fanin_status place(target *out, uint64_t index, const char *host, size_t length,
@@ -46,7 +40,7 @@ static fanin_status place(target *out, uint64_t index, const char *host, size_t 
     if (asprintf(&out->addresses[index], v6 ? "[%.*s]:%" PRIu64 : "%.*s:%" PRIu64,
                  (int)length, host, port) < 0) {
         out->addresses[index] = NULL;
-        return out_of_memory(error);
+        return failure_memory(error, "the addresses");
     }
     return FANIN_OK;
 }
@@ -59,7 +53,7 @@ static fanin_status reserve(target *out, uint64_t count, fanin_error *error)
     }
     out->addresses = calloc(count, sizeof out->addresses[0]);
     if (out->addresses == NULL) {
-        return out_of_memory(error);
+        return failure_memory(error, "the addresses");
     }
     out->count = (uint32_t)count;
     return FANIN_OK;
@@ -242,7 +236,7 @@ static fanin_status parse_demands(const json_t *root, const char *path, target *
         return bad_file(error, path, "\"server_name\" is no name");
     }
     out->server_name = strdup(json_string_value(name));
-    return out->server_name != NULL ? FANIN_OK : out_of_memory(error);
+    return out->server_name != NULL ? FANIN_OK : failure_memory(error, "the addresses");
 }
 
 static fanin_status parse_base(const json_t *root, const char *path, uint64_t size,
@@ -332,10 +326,9 @@ static fanin_status parse_file(const char *text, uint32_t world_size, target *ou
     struct stat st;
     int descriptor = -1;
     bool directory = stat(text, &st) == 0 && S_ISDIR(st.st_mode);
-    if (asprintf(&out->file, "%s%s%s", text, directory ? "/" : "",
-                 directory ? info_name : "") < 0) {
+    if (asprintf(&out->file, "%s%s", text, directory ? "/nixl_info.json" : "") < 0) {
         out->file = NULL;
-        return out_of_memory(error);
+        return failure_memory(error, "the addresses");
     }
     fanin_status status = open_regular(out->file, &descriptor, error);
     if (status != FANIN_OK) {

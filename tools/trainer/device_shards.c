@@ -127,13 +127,6 @@ static uint64_t cut(const device_shards *s, size_t i, uint64_t seed, pattern_pie
     return n;
 }
 
-static fanin_status upload(device_shards *s, void *to, const void *from, size_t bytes,
-                           fanin_error *error)
-{
-    fanin_status status = device_copy(s->device, s->stream, to, from, bytes, error);
-    return status == FANIN_OK ? device_wait(s->device, s->stream, error) : status;
-}
-
 static fanin_status make_pieces(device_shards *s, const uint64_t *seeds,
                                 fanin_error *error)
 {
@@ -155,8 +148,10 @@ static fanin_status make_pieces(device_shards *s, const uint64_t *seeds,
     s->pieces = memory;
     s->n_pieces = count;
     if (status == FANIN_OK) {
-        status = upload(s, memory, pieces, count * sizeof pieces[0], error);
+        status = device_copy(s->device, s->stream, memory, pieces,
+                             count * sizeof pieces[0], error);
     }
+    status = status != FANIN_OK ? status : device_wait(s->device, s->stream, error);
     free(pieces);
     return status;
 }
@@ -226,9 +221,7 @@ void device_shards_free(device_shards **shards)
         (void)device_wait(s->device, s->stream, &ignored);
         device_stream_free(s->device, s->stream);
     }
-    if (s->pieces != NULL) {
-        device_free(s->device, s->pieces);
-    }
+    device_free(s->device, s->pieces);
     for (size_t i = 0; i < s->n_segments; i++) {
         device_free(s->device, s->segments[i].memory);
         free(s->segments[i].image);
