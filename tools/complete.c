@@ -36,13 +36,6 @@ static void offer(const char *word, const char *prefix, const char *description)
     }
 }
 
-static void offer_list(const char *const *words, const char *prefix)
-{
-    for (; *words != NULL; words++) {
-        offer(*words, prefix, NULL);
-    }
-}
-
 /* ----------------------------------------------------------------- from the ranks */
 
 /* Peers choose these words, and shells put them into a command line as they are: what a shell
@@ -57,7 +50,7 @@ static void offer_of_ranks(const char *word, const char *prefix)
 
 typedef struct lister {
     fanin_client *client;
-    const char *prefix;
+    const char *prefix, *publication; /**< publication: whose keys are listed */
     bool keys;
     uint64_t end_ns;                  /**< when the shell should have its words */
     char names[MAX_PUBLICATIONS][96]; /**< publications, each once */
@@ -78,16 +71,12 @@ static bool on_publication(void *cookie, const fanin_publication_info *info)
     return true;
 }
 
-typedef struct key_printer {
-    const char *publication, *prefix;
-} key_printer;
-
 static bool on_entry(void *cookie, const fanin_entry *entry)
 {
-    const key_printer *p = cookie;
+    const lister *l = cookie;
     char key[FANIN_MAX_NAME + 128];
-    snprintf(key, sizeof key, "%s:%s", p->publication, entry->name);
-    offer_of_ranks(key, p->prefix);
+    snprintf(key, sizeof key, "%s:%s", l->publication, entry->name);
+    offer_of_ranks(key, l->prefix);
     return true;
 }
 
@@ -105,9 +94,9 @@ static void offer_publications(lister *l)
         if (strncmp(l->names[i], l->prefix, same < typed ? same : typed) != 0) {
             continue;
         }
-        key_printer p = {l->names[i], l->prefix};
+        l->publication = l->names[i];
         status = fanin_client_catalog(l->client, l->names[i], NULL,
-                                      progress_left_ms(l->end_ns), on_entry, &p, NULL);
+                                      progress_left_ms(l->end_ns), on_entry, l, NULL);
     }
 }
 
@@ -138,13 +127,6 @@ static void offer_from_ranks(const line *line, bool keys, const char *prefix)
 }
 
 /* ------------------------------------------------------------------ the words' kinds */
-
-static void offer_commands(const command *const *all, const char *prefix)
-{
-    for (; *all != NULL; all++) {
-        offer((*all)->name, prefix, (*all)->summary);
-    }
-}
 
 static void offer_value(const line *line, const char *name, const char *prefix)
 {
@@ -279,12 +261,16 @@ static void complete_argument(line *line, const char *prefix)
 static void complete_line(const command *const *all, int count,
                           const char *const *words)
 {
-    static const char *const others[] = {"help", "--help", "--version", NULL};
+    static const char *const others[] = {"help", "--help", "--version"};
     const char *current = words[count - 1];
     static line line; /* large */
     if (count == 1 || strcmp(words[0], "help") == 0) {
-        offer_commands(all, current);
-        offer_list(count == 1 ? others : others + 3, current);
+        for (; *all != NULL; all++) {
+            offer((*all)->name, current, (*all)->summary);
+        }
+        for (size_t i = 0; count == 1 && i < sizeof others / sizeof others[0]; i++) {
+            offer(others[i], current, NULL);
+        }
         return;
     }
     line.command = command_find(all, words[0]);

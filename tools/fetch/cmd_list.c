@@ -13,12 +13,8 @@
 
 /* One publication as one rank sees it. */
 typedef struct view {
-    uint32_t rank;
-    int32_t state;
-    uint64_t step, epoch, catalog_version, tensors, bytes;
-    uint64_t state_age_ms, commit_age_ms; /**< 0: not known */
+    fanin_publication_info is; /**< but for its name */
     char name[96];
-    uint8_t digest[16];
 } view;
 
 typedef struct views {
@@ -31,17 +27,8 @@ static bool on_publication(void *cookie, const fanin_publication_info *info)
     views *v = cookie;
     v->items = output_room(v->items, v->count, &v->capacity, sizeof v->items[0]);
     view *one = &v->items[v->count++];
-    *one = (view){.rank = info->rank,
-                  .state = info->state,
-                  .step = info->step,
-                  .epoch = info->epoch,
-                  .catalog_version = info->catalog_version,
-                  .tensors = info->tensors,
-                  .bytes = info->bytes,
-                  .state_age_ms = info->state_age_ms,
-                  .commit_age_ms = info->commit_age_ms};
+    one->is = *info;
     snprintf(one->name, sizeof one->name, "%s", info->name);
-    memcpy(one->digest, info->key_digest, sizeof one->digest);
     return true;
 }
 
@@ -50,7 +37,7 @@ static int by_name_and_rank(const void *a, const void *b)
     const view *x = a;
     const view *y = b;
     int order = strcmp(x->name, y->name);
-    return order != 0 ? order : (x->rank > y->rank) - (x->rank < y->rank);
+    return order != 0 ? order : (x->is.rank > y->is.rank) - (x->is.rank < y->is.rank);
 }
 
 /* Views [first, end) are of one publication. */
@@ -66,11 +53,11 @@ static size_t group_end(const views *v, size_t first)
 static const char *common_state(const view *items, size_t count)
 {
     for (size_t i = 1; i < count; i++) {
-        if (items[i].state != items[0].state) {
+        if (items[i].is.state != items[0].is.state) {
             return "mixed";
         }
     }
-    return state_name(items[0].state);
+    return state_name(items[0].is.state);
 }
 
 /* Ranks of the world that do not show the publication. */
@@ -98,10 +85,10 @@ static absentees find_absent(const view *items, size_t count, const missing *m)
     }
     size_t next = 0;
     for (uint32_t rank = 0; known && rank < m->asked; rank++) {
-        while (next < count && items[next].rank < rank) {
+        while (next < count && items[next].is.rank < rank) {
             next++;
         }
-        bool shown = next < count && items[next].rank == rank;
+        bool shown = next < count && items[next].is.rank == rank;
         if (!shown && !is_missing(m, rank)) {
             a.ranks[a.count++] = rank;
         }
@@ -111,12 +98,12 @@ static absentees find_absent(const view *items, size_t count, const missing *m)
 
 static output_text step_range(const view *items, size_t count)
 {
-    uint64_t low = items[0].step;
+    uint64_t low = items[0].is.step;
     uint64_t high = low;
     output_text text;
     for (size_t i = 1; i < count; i++) {
-        low = items[i].step < low ? items[i].step : low;
-        high = items[i].step > high ? items[i].step : high;
+        low = items[i].is.step < low ? items[i].is.step : low;
+        high = items[i].is.step > high ? items[i].is.step : high;
     }
     if (low == high) {
         return output_number(low);
@@ -154,7 +141,7 @@ static uint64_t bytes_of(const view *items, size_t count)
 {
     uint64_t bytes = 0;
     for (size_t i = 0; i < count; i++) {
-        bytes += items[i].bytes;
+        bytes += items[i].is.bytes;
     }
     return bytes;
 }
@@ -172,7 +159,7 @@ static void add_group(struct libscols_table *table, const view *items, size_t co
         table, NULL, run_name(items[0].name), state, NULL, step_range(items, count).s,
         NULL, NULL, output_bytes(bytes_of(items, count)).s);
     for (size_t i = 0; i < count; i++) {
-        const view *v = &items[i];
+        const fanin_publication_info *v = &items[i].is;
         char rank[32], committed[80];
         snprintf(rank, sizeof rank, "rank %u", v->rank);
         snprintf(committed, sizeof committed, v->commit_age_ms > 0 ? "%.60s ago" : "%s",
@@ -214,8 +201,8 @@ static json_t *metadata_of(session *s, const view *items, size_t count)
     json_t *pairs = json_object();
     bool committed = true, paused = false;
     for (size_t i = 0; i < count; i++) {
-        committed &= items[i].state != FANIN_PUBLICATION_UNPUBLISHED;
-        paused |= items[i].state == FANIN_PUBLICATION_PAUSED;
+        committed &= items[i].is.state != FANIN_PUBLICATION_UNPUBLISHED;
+        paused |= items[i].is.state == FANIN_PUBLICATION_PAUSED;
     }
     if (paused) {
         warn_paused(s, items[0].name);
@@ -255,17 +242,17 @@ static json_t *group_json(const view *items, size_t count, const missing *m,
     }
     free(absent.ranks);
     for (size_t i = 0; i < count; i++) {
-        const view *v = &items[i];
+        const fanin_publication_info *v = &items[i].is;
         json_array_append_new(
-            ranks, output_object("rank", output_u64(v->rank), "state",
-                                 output_string(state_name(v->state)), "step",
-                                 output_u64(v->step), "epoch", output_u64(v->epoch),
-                                 "catalog_version", output_u64(v->catalog_version),
-                                 "tensors", output_u64(v->tensors), "bytes",
-                                 output_u64(v->bytes), "state_age_ns",
-                                 output_age_ns(v->state_age_ms), "commit_age_ns",
-                                 output_age_ns(v->commit_age_ms), "key_digest",
-                                 output_digits(v->digest, sizeof v->digest), NULL));
+            ranks, output_object(
+                       "rank", output_u64(v->rank), "state",
+                       output_string(state_name(v->state)), "step", output_u64(v->step),
+                       "epoch", output_u64(v->epoch), "catalog_version",
+                       output_u64(v->catalog_version), "tensors",
+                       output_u64(v->tensors), "bytes", output_u64(v->bytes),
+                       "state_age_ns", output_age_ns(v->state_age_ms), "commit_age_ns",
+                       output_age_ns(v->commit_age_ms), "key_digest",
+                       output_digits(v->key_digest, sizeof v->key_digest), NULL));
     }
     return output_object("publication", output_string(items[0].name), "run",
                          output_string(run_name(items[0].name)), "state",
