@@ -115,6 +115,7 @@ static void gather_ucx(doctor_facts *f)
 
 /* ------------------------------------------------------------------------ GPUs */
 
+/* @p out is empty before. */
 static void format_uuid(const uint8_t *uuid, char out[40])
 {
     for (int i = 0; i < 16; i++) {

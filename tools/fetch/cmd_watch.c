@@ -16,7 +16,7 @@ typedef struct watcher {
     bool any; /**< an event was seen */
     uint64_t last_step, last_ns;
     long long count, left; /**< 0: endless */
-    long long idle_ms;
+    long long idle_ms;     /**< without a step until the ranks' states are told */
 } watcher;
 
 static uint64_t time_of_day_ns(void)
