@@ -52,13 +52,6 @@ static void on_reply(void *cookie, connection *c, message_type type, body *b)
         connection_reply_error(c, phase_of(a->survey), type, b, &a->error);
 }
 
-/* The rank's own "not yet" should come before this side gives up. */
-static uint64_t left_ms(const survey *s)
-{
-    uint64_t left = (uint64_t)deadline_poll_ms(s->at);
-    return left - left / 20;
-}
-
 static void encode_question(const survey *s, connection *c, uint64_t request)
 {
     if (s->type == MSG_LIST) {
@@ -66,7 +59,9 @@ static void encode_question(const survey *s, connection *c, uint64_t request)
     } else if (s->type == MSG_PING) {
         encode_empty(connection_out(c), request, MSG_PING);
     } else {
-        msg_wait m = {.rule = FANIN_STEP_NEWEST, .timeout_ms = (uint32_t)left_ms(s)};
+        /* The rank's own "not yet" should come before this side gives up. */
+        uint32_t left = (uint32_t)deadline_poll_ms(s->at);
+        msg_wait m = {.rule = FANIN_STEP_NEWEST, .timeout_ms = left - left / 20};
         snprintf(m.publication, sizeof m.publication, "%s", s->publication);
         encode_wait(connection_out(c), request, &m);
     }

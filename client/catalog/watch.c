@@ -248,18 +248,6 @@ static fanin_status start(fanin_client *client, watch *w, const char *publicatio
     return FANIN_OK;
 }
 
-static fanin_status watch_ranks(fanin_client *client, watch *w, const char *publication,
-                                deadline at, fanin_watch_fn fn, void *cookie,
-                                fanin_error *error)
-{
-    fanin_status status = look(client, w, publication, at, error);
-    if (status == FANIN_OK)
-        status = start(client, w, publication, error);
-    if (status == FANIN_OK)
-        status = follow(client, w, at, fn, cookie, error);
-    return status;
-}
-
 fanin_status fanin_client_follow(fanin_client *client, const char *publication,
                                  uint32_t timeout_ms, fanin_watch_fn fn,
                                  uint32_t quiet_ms, fanin_quiet_fn quiet, void *cookie,
@@ -277,7 +265,11 @@ fanin_status fanin_client_follow(fanin_client *client, const char *publication,
     w.ranks = calloc(w.n, sizeof *w.ranks);
     if (!w.ranks)
         return error_set_memory(error);
-    status = watch_ranks(client, &w, publication, at, fn, cookie, error);
+    status = look(client, &w, publication, at, error);
+    if (status == FANIN_OK)
+        status = start(client, &w, publication, error);
+    if (status == FANIN_OK)
+        status = follow(client, &w, at, fn, cookie, error);
     /* The protocol has no "stop watching": a connection that watched is given up. */
     fanin_error done = FANIN_ERROR_INIT;
     error_set(&done, FANIN_ERR_CLOSED, NULL, "the watch ended");

@@ -49,9 +49,6 @@ fanin_status client_watch_cancel(fanin_client *client, fanin_error *error);
 fanin_status client_check(const fanin_client *client, fanin_error *error);
 /** client_check(), and that fanin_client_connect() gave addresses. */
 fanin_status client_check_connected(const fanin_client *client, fanin_error *error);
-/** client_check_connected(), starts the call's clock, client_ensure_connected(). */
-fanin_status client_enter(fanin_client *client, uint32_t timeout_ms, deadline *at_out,
-                          fanin_error *error);
 
 /**
  * Steps the loop until *@p left is 0. FANIN_ERR_CANCELLED; FANIN_ERR_TIMEOUT when @p at passes.
@@ -93,6 +90,8 @@ fanin_status client_pause(fanin_client *client, deadline at, deadline until,
  */
 fanin_status client_ensure_connected(fanin_client *client, bool patient, deadline at,
                                      fanin_error *error);
+/** Ranks that are there: peer_ready(). */
+size_t client_count_ready(const fanin_client *client);
 /** Whether ranks that are not there are still connecting. */
 bool client_expects_more(const fanin_client *client);
 

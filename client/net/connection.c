@@ -103,6 +103,16 @@ static void fail_for_memory(connection *c)
     connection_fail(c, &fault);
 }
 
+static void close_socket(connection *c)
+{
+    c->state = CONNECTION_DOWN;
+    if (c->source.fd < 0)
+        return;
+    loop_remove(c->shared->loop, &c->source);
+    close(c->source.fd);
+    c->source.fd = -1;
+}
+
 static bool start_on(connection *c, const socket_address *address, fanin_error *fault)
 {
     int fd;
@@ -112,8 +122,7 @@ static bool start_on(connection *c, const socket_address *address, fanin_error *
     c->source.fd = fd;
     c->source.events = EPOLLOUT;
     if (loop_add(c->shared->loop, &c->source, fault) != FANIN_OK) {
-        close(fd);
-        c->source.fd = -1;
+        close_socket(c);
         return false;
     }
     c->state = CONNECTION_CONNECTING;
@@ -137,10 +146,7 @@ static bool start_unix(connection *c)
         c->is_unix = true;
         return true;
     }
-    loop_remove(c->shared->loop, &c->source);
-    close(c->source.fd);
-    c->source.fd = -1;
-    c->state = CONNECTION_DOWN;
+    close_socket(c);
     return false;
 }
 
@@ -189,15 +195,6 @@ static bool is_who_was_asked(const connection *c, const msg_hello_ok *peer)
     return !c->is_unix || strcmp(asked, peer->address) == 0;
 }
 
-static void leave_unix(connection *c)
-{
-    loop_remove(c->shared->loop, &c->source);
-    close(c->source.fd);
-    c->source.fd = -1;
-    c->state = CONNECTION_DOWN;
-    start_tcp(c);
-}
-
 static void send_hello(connection *c)
 {
     msg_hello hello = {.version_min = VERSION_MIN,
@@ -233,13 +230,8 @@ void connection_encode_data_hello(const connection *c, buffer *out, framing *in)
 
 void connection_fail(connection *c, const fanin_error *fault)
 {
-    if (c->source.fd >= 0) {
-        loop_remove(c->shared->loop, &c->source);
-        close(c->source.fd);
-        c->source.fd = -1;
-    }
     bool was_up = c->state != CONNECTION_DOWN;
-    c->state = CONNECTION_DOWN;
+    close_socket(c);
     c->pinged = false;
     if (was_up || !c->known)
         error_copy(&c->fault, fault);
@@ -288,7 +280,8 @@ static void on_hello_ok(connection *c, message_type type, body *b)
         return;
     }
     if (!is_who_was_asked(c, &peer)) {
-        leave_unix(c);
+        close_socket(c);
+        start_tcp(c);
         return;
     }
     c->peer = peer;
@@ -439,21 +432,13 @@ static void on_ready(loop_source *source, uint32_t events)
 
 /* -------------------------------------------------------------- requests */
 
-static void on_pong(void *cookie, connection *c, message_type type, body *b)
-{
-    (void)cookie;
-    (void)c;
-    (void)type;
-    (void)b; /* any byte counts as a sign of life */
-}
-
 /* Whether anybody still waits for this rank. The answer to a question that was given up may lie
    unread until the next call: that silence is this side's, not the rank's. */
 static bool awaited(const connection *c)
 {
     bool any = c->owing;
     for (const pending *p = c->pending; p && !any; p = p->next)
-        any = p->fn && p->fn != on_pong;
+        any = p->fn != NULL;
     return any;
 }
 
@@ -480,7 +465,8 @@ void connection_ask(connection *c, uint64_t request, reply_fn fn, void *cookie)
         free(p);
         if (c->state == CONNECTION_READY)
             fail_for_memory(c);
-        fn(cookie, c, 0, NULL);
+        if (fn)
+            fn(cookie, c, 0, NULL);
         return;
     }
     if (!awaited(c))
@@ -511,7 +497,7 @@ bool connection_owes(const connection *c)
 {
     bool owes = c->state == CONNECTION_READY && c->owing;
     for (const pending *p = c->pending; p; p = p->next)
-        owes = owes || (p->fn && p->fn != on_pong && !p->keep);
+        owes = owes || (p->fn && !p->keep);
     return owes;
 }
 
@@ -562,7 +548,7 @@ deadline connection_tick(connection *c)
         uint64_t request = connection_next_request(c);
         encode_empty(&c->out.bytes, request, MSG_PING);
         uint64_t heard = c->heard_ns;
-        connection_ask(c, request, on_pong, NULL);
+        connection_ask(c, request, NULL, NULL); /* any byte is a sign of life */
         c->heard_ns = heard;
     }
     return c->heard_ns + (c->pinged ? lost_ns : lost_ns / 2);

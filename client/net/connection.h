@@ -67,7 +67,7 @@ uint64_t connection_generation(const connection *c); /**< grows with every hello
 /** Id for the next request. */
 uint64_t connection_next_request(connection *c);
 /** The frame that was encoded into connection_out() under @p request goes out; @p fn gets the
-    reply. Only when READY. */
+    reply (NULL: nobody waits for it). Only when READY. */
 buffer *connection_out(connection *c);
 void connection_ask(connection *c, uint64_t request, reply_fn fn, void *cookie);
 /** Forgets the handlers that have this cookie (their replies are dropped). */

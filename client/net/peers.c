@@ -167,3 +167,11 @@ bool peer_ready(const peer *p)
     return connection_get_state(p->control) == CONNECTION_READY &&
            p->admitted == connection_generation(p->control);
 }
+
+size_t client_count_ready(const fanin_client *client)
+{
+    size_t n = 0;
+    for (size_t i = 0; i < client->n_peers; i++)
+        n += peer_ready(&client->peers[i]);
+    return n;
+}

@@ -239,29 +239,30 @@ static void admit(fanin_client *client)
     }
 }
 
-static fanin_status connect_all(fanin_client *client, bool patient, deadline at,
-                                fanin_error *error)
+/* Whom to wait for: one rank, those that are not slow (once one is there), or all. */
+typedef enum eagerness { ONE, QUICK, ALL } eagerness;
+
+static fanin_status connect_peers(fanin_client *client, eagerness whom, deadline at,
+                                  fanin_error *error)
 {
     fanin_error why = FANIN_ERROR_INIT;
     deadline half = clock_ns() + deadline_left_ns(at) / 2;
     bool enough;
     for (size_t i = 0; i < client->n_peers; i++)
         connection_start(client->peers[i].control);
-    while (count_awaited(client, patient, &enough) > 0) {
-        bool in_hurry = enough && !patient;
-        if (in_hurry && deadline_passed(half))
+    while (count_awaited(client, whom == ALL, &enough) > 0) {
+        bool in_hurry = enough && whom != ALL;
+        if (in_hurry && (whom == ONE || deadline_passed(half)))
             break;
         fanin_status status =
             client_step(client, at, in_hurry ? half : UINT64_MAX, "connect", &why);
-        if (status == FANIN_ERR_CANCELLED) {
-            error_copy(error, &why);
-            return status;
-        }
+        if (status == FANIN_ERR_CANCELLED)
+            return error_copy(error, &why);
         if (status == FANIN_ERR_TIMEOUT)
             break; /* what did not answer yet counts as missing */
         client_tick(client);
     }
-    for (size_t i = 0; i < client->n_peers; i++)
+    for (size_t i = 0; i < client->n_peers && whom != ONE; i++)
         client->peers[i].slow = is_connecting(&client->peers[i]);
     admit(client);
     return FANIN_OK;
@@ -343,7 +344,7 @@ fanin_status client_ensure_connected(fanin_client *client, bool patient, deadlin
     loop_step(&client->loop, 0); /* who has gone since the last call */
     for (bool asked = false;; asked = true) {
         size_t lost = 0;
-        fanin_status status = connect_all(client, patient, at, error);
+        fanin_status status = connect_peers(client, patient ? ALL : QUICK, at, error);
         if (status != FANIN_OK)
             return status;
         if (client->connected && !CLIENT_RULE(CLIENT_RULE_WORLD_AGAIN))
@@ -368,29 +369,6 @@ fanin_status client_compare(fanin_client *client, fanin_error *error)
 
 fanin_status client_connect_first(fanin_client *client, deadline at, fanin_error *error)
 {
-    bool enough;
-    fanin_error why = FANIN_ERROR_INIT;
-    for (size_t i = 0; i < client->n_peers; i++)
-        connection_start(client->peers[i].control);
-    while (count_awaited(client, false, &enough) > 0 && !enough) {
-        fanin_status status = client_step(client, at, UINT64_MAX, "connect", &why);
-        if (status == FANIN_ERR_CANCELLED) {
-            error_copy(error, &why);
-            return status;
-        }
-        if (status == FANIN_ERR_TIMEOUT)
-            break;
-        client_tick(client);
-    }
-    return client_compare(client, error);
-}
-
-fanin_status client_enter(fanin_client *client, uint32_t timeout_ms, deadline *at_out,
-                          fanin_error *error)
-{
-    fanin_status status = client_check_connected(client, error);
-    if (status != FANIN_OK)
-        return status;
-    *at_out = deadline_in_ms(timeout_ms);
-    return client_ensure_connected(client, false, *at_out, error);
+    fanin_status status = connect_peers(client, ONE, at, error);
+    return status == FANIN_OK ? identify(client, error) : status;
 }

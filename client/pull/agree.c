@@ -292,14 +292,6 @@ static fanin_status decide_without(agreement *g, const asker *paused, size_t mar
     return error_copy(error, &paused->error);
 }
 
-static size_t count_gone(const agreement *g)
-{
-    size_t n = 0;
-    for (size_t i = 0; i < g->client->n_peers; i++)
-        n += !peer_ready(&g->client->peers[i]);
-    return n;
-}
-
 /* The tables that the ranks which are there have now; false: some have none yet. */
 static bool take_catalogs(const agreement *g, announcement *now, bool *use)
 {
@@ -345,7 +337,7 @@ static fanin_status do_without(agreement *g, bool *known, fanin_error *error)
 
 static fanin_status look_for_gone(agreement *g, fanin_error *error)
 {
-    size_t gone = count_gone(g);
+    size_t gone = g->client->n_peers - client_count_ready(g->client);
     if (!g->need || gone == 0)
         return FANIN_OK;
     if (gone != g->gone)

@@ -35,29 +35,6 @@ static fanin_status snapshot_make(fanin_client *client, const char *name, snapsh
     return FANIN_OK;
 }
 
-/* Current tables of all ranks that announce one step. */
-static fanin_status snapshot_take(fanin_client *client, const char *name,
-                                  uint32_t timeout_ms, snapshot *s, fanin_error *error)
-{
-    fanin_pull_options options;
-    fanin_pull_options_init(&options, sizeof options);
-    options.publication = name;
-    deadline at;
-    fanin_status status = client_enter(client, timeout_ms, &at, error);
-    if (status == FANIN_OK)
-        status = snapshot_make(client, name, s, error);
-    if (status != FANIN_OK)
-        return status;
-    do {
-        status = agree(client, s->publication, &options, NULL, at, s->announced, s->use,
-                       error);
-        if (status == FANIN_OK)
-            status =
-                tables_sync(client, s->publication, s->announced, s->use, at, error);
-    } while (status == FANIN_ERR_STALE && !deadline_passed(at));
-    return status;
-}
-
 /* One rank's announcement, of the first that makes one. */
 static fanin_status ask_any(fanin_client *client, snapshot *s, deadline at,
                             fanin_error *error)
@@ -79,19 +56,27 @@ static fanin_status ask_any(fanin_client *client, snapshot *s, deadline at,
     return status;
 }
 
-/* The tables of any one rank: metadata are the same on all. */
-static fanin_status snapshot_take_any(fanin_client *client, const char *name,
-                                      uint32_t timeout_ms, snapshot *s,
-                                      fanin_error *error)
+/* Current tables of all ranks that announce one step; with @p any of one rank: metadata are the
+   same on all. */
+static fanin_status snapshot_take(fanin_client *client, const char *name,
+                                  uint32_t timeout_ms, bool any, snapshot *s,
+                                  fanin_error *error)
 {
+    fanin_pull_options options;
+    fanin_pull_options_init(&options, sizeof options);
+    options.publication = name;
     deadline at = deadline_in_ms(timeout_ms);
     fanin_status status = client_check_connected(client, error);
+    if (status == FANIN_OK && !any)
+        status = client_ensure_connected(client, false, at, error);
     if (status == FANIN_OK)
         status = snapshot_make(client, name, s, error);
     if (status != FANIN_OK)
         return status;
     do {
-        status = ask_any(client, s, at, error);
+        status = any ? ask_any(client, s, at, error)
+                     : agree(client, s->publication, &options, NULL, at, s->announced,
+                             s->use, error);
         if (status == FANIN_OK)
             status =
                 tables_sync(client, s->publication, s->announced, s->use, at, error);
@@ -181,7 +166,8 @@ fanin_status fanin_client_catalog(fanin_client *client, const char *publication,
                                   fanin_entry_fn fn, void *cookie, fanin_error *error)
 {
     snapshot s = {0};
-    fanin_status status = snapshot_take(client, publication, timeout_ms, &s, error);
+    fanin_status status =
+        snapshot_take(client, publication, timeout_ms, false, &s, error);
     if (status == FANIN_OK)
         status = report_catalog(client, &s, name, fn, cookie, error);
     snapshot_free(&s);
@@ -193,7 +179,8 @@ fanin_status fanin_client_metadata(fanin_client *client, const char *publication
                                    fanin_error *error)
 {
     snapshot s = {0};
-    fanin_status status = snapshot_take_any(client, publication, timeout_ms, &s, error);
+    fanin_status status =
+        snapshot_take(client, publication, timeout_ms, true, &s, error);
     const key_table *keys = status == FANIN_OK ? s.publication->keys : NULL;
     for (uint32_t i = 0; keys && i < keys->n_pairs; i++) {
         if (!fn(cookie, keys->pairs[i].key, keys->pairs[i].value))
@@ -234,8 +221,8 @@ fanin_status fanin_client_adapter_config(fanin_client *client,
     fanin_status status = pull_check(client, options, &checked, error);
     deadline at = status == FANIN_OK ? deadline_in_ms(checked.timeout_ms) : 0;
     if (status == FANIN_OK)
-        status =
-            snapshot_take(client, checked.publication, checked.timeout_ms, &s, error);
+        status = snapshot_take(client, checked.publication, checked.timeout_ms, false,
+                               &s, error);
     if (status == FANIN_OK)
         status =
             make_config(client, s.publication->keys, &checked, at, fn, cookie, error);

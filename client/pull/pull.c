@@ -105,14 +105,6 @@ static uint64_t lap(uint64_t *since)
     return passed;
 }
 
-static size_t count_ready(const fanin_client *client)
-{
-    size_t n = 0;
-    for (size_t i = 0; i < client->n_peers; i++)
-        n += peer_ready(&client->peers[i]);
-    return n;
-}
-
 static fanin_status plan_without(void *cookie, const bool *use, bool *vain,
                                  fanin_error *error)
 {
@@ -128,7 +120,7 @@ static void look_for_more(pull *p, size_t there)
 {
     bool coming = !p->patient && client_expects_more(p->client);
     p->patient = p->patient || coming;
-    p->missing = count_ready(p->client) == there && !coming;
+    p->missing = client_count_ready(p->client) == there && !coming;
 }
 
 /* The pull's time went by while a rank that is needed did not answer: that one is to blame, and not
@@ -164,7 +156,7 @@ static fanin_status get_ready(pull *p, fanin_error *error)
         status = blame_silent(p, error);
     if (status != FANIN_OK)
         return status;
-    size_t there = count_ready(client);
+    size_t there = client_count_ready(client);
     status = agree(client, p->publication, p->options, &need, p->at, p->announced,
                    p->use, error);
     /* Its owner may want to free memory that is mapped here. */
@@ -271,8 +263,7 @@ static fanin_status begin(pull *p, uint8_t *base, fanin_error *error)
     const path_plan *plan = &p->cache->plan;
     fanin_result_info *info = &p->result->info;
     uint64_t clock = clock_ns();
-    for (size_t i = 0; i < client->n_peers; i++)
-        p->needed[i] = false;
+    memset(p->needed, 0, client->n_peers * sizeof *p->needed);
     for (size_t i = 0; i < plan->n_sources; i++)
         p->needed[plan->peer_of[i]] = plan->plan->ranks[i].n_pieces > 0;
     fanin_status status = check_size(p, error);

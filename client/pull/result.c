@@ -15,11 +15,9 @@ fanin_result *result_create(size_t n_peers)
     if (!r)
         return NULL;
     r->served = calloc(n_peers, sizeof *r->served);
-    if (!r->served) {
-        free(r);
-        return NULL;
-    }
     r->n_peers = n_peers;
+    if (!r->served)
+        fanin_result_free(&r);
     return r;
 }
 

@@ -271,16 +271,14 @@ static digest layout(void *cookie)
 static fanin_status check_tensor(const fanin_tensor *t, size_t index,
                                  fanin_error *error)
 {
-    error_place place = {.phase = "plan", .key = t->name};
     if (!t->name || t->n_dims > FANIN_MAX_DIMS || !fanin_dtype_name(t->dtype) ||
         (t->n_boxes > 0 && !t->boxes))
-        return error_set(error, FANIN_ERR_ARGUMENT, &place,
-                         "tensor %zu: name, dtype, dimensions or boxes are invalid",
-                         index);
+        return refuse(t, NULL, error,
+                      "tensor %zu: name, dtype, dimensions or boxes are invalid",
+                      index);
     if (t->memory.kind < FANIN_MEMORY_DETECT || t->memory.kind > FANIN_MEMORY_CUDA)
-        return error_set(error, FANIN_ERR_ARGUMENT, &place,
-                         "tensor %zu: there is no memory of kind %d", index,
-                         (int)t->memory.kind);
+        return refuse(t, NULL, error, "tensor %zu: there is no memory of kind %d",
+                      index, (int)t->memory.kind);
     return FANIN_OK;
 }
 
@@ -324,10 +322,8 @@ static fanin_status add_targets(memory_destination *m, const fanin_tensor *t,
         memcpy(target->stride, box->stride, t->n_dims * sizeof *box->stride);
         if (block_is_empty(&target->block))
             continue;
-        error_place place = {.phase = "plan", .key = t->name};
         if (!box->address)
-            return error_set(error, FANIN_ERR_ARGUMENT, &place,
-                             "box %zu is not empty and has no address", i);
+            return refuse(t, NULL, error, "box %zu is not empty and has no address", i);
         m->n_targets++;
     }
     return FANIN_OK;

@@ -24,8 +24,8 @@ typedef struct inquiry {
     struct verifier *verifier;
     size_t source;
     size_t peer;
-    const connection *control; /* of the peer */
-    stream_link *link;         /* NULL: nothing is asked */
+    connection *control; /* of the peer */
+    stream_link *link;   /* NULL: nothing is asked */
     read_list list;
     unit *units; /* one an entry */
     uint64_t n_units, unit_capacity, request_capacity;
@@ -56,17 +56,17 @@ static uint32_t convert_of(const verifier *v, const piece *p)
     return view ? view->convert : CONVERT_NONE;
 }
 
-static bool add_unit(inquiry *q, const piece *p, unit u, uint64_t from, uint64_t length,
-                     uint32_t convert)
+static bool add_unit(inquiry *q, const piece *p, unit u, uint64_t from, uint64_t length)
 {
     read_list *list = &q->list;
     verifier *v = q->verifier;
     read_request *last =
         list->n_requests > 0 ? &list->requests[list->n_requests - 1] : NULL;
     /* A request is converted as a whole. */
-    bool fits = last && last->bytes + length <= REQUEST_BYTES &&
-                last->n_entries < LIMIT_READ_ENTRIES &&
-                convert_of(v, &q->work.pieces->pieces[last->first_piece]) == convert;
+    bool fits =
+        last && last->bytes + length <= REQUEST_BYTES &&
+        last->n_entries < LIMIT_READ_ENTRIES &&
+        convert_of(v, &q->work.pieces->pieces[last->first_piece]) == convert_of(v, p);
     uint64_t capacity = q->unit_capacity;
     if (work_stopped(&v->work.stop) ||
         !array_reserve(&q->units, &q->unit_capacity, q->n_units + 1,
@@ -109,13 +109,12 @@ static bool add_piece(inquiry *q, uint64_t index)
 {
     const piece *p = &q->work.pieces->pieces[index];
     const strided *view = view_of(q->verifier, p);
-    uint32_t convert = view ? view->convert : CONVERT_NONE;
     if (!view || is_dense(view, p->length, &q->verifier->work.stop))
-        return add_unit(q, p, (unit){index, WHOLE}, 0, p->length, convert);
+        return add_unit(q, p, (unit){index, WHOLE}, 0, p->length);
     for (uint64_t i = 0; i < strided_runs(view); i++) {
         int64_t from;
         strided_run(view, i, &from, NULL);
-        if (!add_unit(q, p, (unit){index, i}, (uint64_t)from, view->run, convert))
+        if (!add_unit(q, p, (unit){index, i}, (uint64_t)from, view->run))
             return false;
     }
     return true;
@@ -207,7 +206,6 @@ static fanin_status cannot(const connection *c, fanin_error *error)
 static fanin_status start(verifier *v, inquiry *q, fanin_error *error)
 {
     read_phase *r = v->r;
-    peer *p = &r->client->peers[q->peer];
     q->work = (stream_work){.plan = r->cache->plan.plan,
                             .pieces = &r->cache->plan.plan->ranks[q->source],
                             .list = &q->list,
@@ -236,7 +234,7 @@ static fanin_status start(verifier *v, inquiry *q, fanin_error *error)
     fanin_status status = stream_open(r->client, q->peer, false, &q->link, error);
     if (status != FANIN_OK)
         return status;
-    connection_set_owing(p->control, true);
+    connection_set_owing(q->control, true);
     stream_link_start(q->link, &q->work);
     return FANIN_OK;
 }
@@ -276,7 +274,7 @@ static void finish(verifier *v)
     for (size_t i = 0; v->inquiries && i < v->r->cache->plan.n_sources; i++) {
         inquiry *q = &v->inquiries[i];
         if (q->link) {
-            connection_set_owing(v->r->client->peers[q->peer].control, false);
+            connection_set_owing(q->control, false);
             stream_end_work(v->r->client, q->peer);
         }
         free(q->list.entries);
