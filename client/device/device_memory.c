@@ -84,26 +84,24 @@ void device_memory_destroy(device_memory **memory)
 fanin_status device_memory_take(device_memory *m, pool_chunk **out, fanin_error *error)
 {
     *out = NULL;
-    for (size_t i = 0; i < POOL_CHUNKS; i++) {
-        pool_chunk *c = &m->chunks[i];
-        if (c->busy)
-            continue;
-        if (!c->bytes) {
-            void *memory;
-            fanin_error why = FANIN_ERROR_INIT;
-            fanin_status status = gpu_host_alloc(
-                m->g, CHUNK_BYTES + CHUNK_ENTRIES * sizeof(copy_entry), &memory, &why);
-            if (status != FANIN_OK && i == 0)
-                return error_copy(error, &why);
-            if (status != FANIN_OK)
-                return FANIN_OK; /* those that there are must do */
-            c->bytes = memory;
-            c->entries = (copy_entry *)(c->bytes + CHUNK_BYTES);
-        }
-        c->busy = true;
-        *out = c;
+    size_t i = 0;
+    while (i < POOL_CHUNKS && m->chunks[i].busy)
+        i++;
+    if (i == POOL_CHUNKS)
         return FANIN_OK;
+    pool_chunk *c = &m->chunks[i];
+    if (!c->bytes) {
+        void *memory;
+        fanin_status status =
+            gpu_host_alloc(m->g, CHUNK_BYTES + CHUNK_ENTRIES * sizeof(copy_entry),
+                           &memory, i == 0 ? error : NULL);
+        if (status != FANIN_OK)
+            return i == 0 ? status : FANIN_OK; /* those that there are must do */
+        c->bytes = memory;
+        c->entries = (copy_entry *)(c->bytes + CHUNK_BYTES);
     }
+    c->busy = true;
+    *out = c;
     return FANIN_OK;
 }
 

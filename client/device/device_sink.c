@@ -119,13 +119,11 @@ fanin_status device_sink_create(gpu *g, const memory_range *ranges, size_t n,
     s->error = (fanin_error)FANIN_ERROR_INIT;
     s->held.end = &s->held.first;
     s->active.end = &s->active.first;
-    fanin_status status = FANIN_OK;
-    for (size_t i = 0; i < n && status == FANIN_OK; i++) {
-        if (ranges[i].device >= 0 && !add_device(s, ranges[i].device))
-            status = error_set_memory(error);
-    }
-    if (status == FANIN_OK)
-        status = signal_create(&s->signal, error);
+    bool good = true;
+    for (size_t i = 0; i < n && good; i++)
+        good = ranges[i].device < 0 || add_device(s, ranges[i].device);
+    fanin_status status =
+        good ? signal_create(&s->signal, error) : error_set_memory(error);
     if (status == FANIN_OK)
         status = follow(s, after, error);
     if (status != FANIN_OK)
@@ -202,11 +200,9 @@ bool device_sink_attach(device_sink *s, loop *l, device_memory **pool)
     if (s->loop || s->failed)
         return !s->failed;
     fanin_error why = FANIN_ERROR_INIT;
-    fanin_status status = FANIN_OK;
     if (!*pool)
         *pool = device_memory_create(s->g);
-    if (!*pool)
-        status = error_set_memory(&why);
+    fanin_status status = *pool ? FANIN_OK : error_set_memory(&why);
     s->pool = *pool;
     for (size_t i = 0; i < s->n_devices && status == FANIN_OK; i++) {
         status =
@@ -363,14 +359,13 @@ static void start(device_sink *s, sink_job *job, size_t index)
 {
     fanin_error why = FANIN_ERROR_INIT;
     sink_device *d = &s->devices[index];
-    if (!sink_job_entries(job, index)) {
-        error_set_memory(&why);
-        fail_device(s, index, &why);
+    fanin_status status =
+        sink_job_entries(job, index) ? FANIN_OK : error_set_memory(&why);
+    if (status == FANIN_OK && s->cut.n == 0)
         return;
-    }
-    if (s->cut.n == 0)
-        return;
-    if (run_entries(job, index, &why) != FANIN_OK) {
+    if (status == FANIN_OK)
+        status = run_entries(job, index, &why);
+    if (status != FANIN_OK) {
         fail_device(s, index, &why);
         return;
     }

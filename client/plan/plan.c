@@ -114,51 +114,41 @@ static bool fill_targets(builder *b, size_t n)
     return true;
 }
 
-/* Balancing matters only where there is a choice. */
+/* Counts what is wanted of each class. Balancing matters only where there is a choice. */
 static bool share_out(builder *b)
 {
     cover *c = &b->cover;
-    if (c->n_classes == c->n_sources)
-        return true;
     for (uint64_t i = 0; i < b->fills.n; i++) {
         const fill *f = &b->fills.fills[i];
         const geometry *g = &c->geometries[f->geometry];
         for (uint64_t j = f->first; j < f->first + f->count; j++) {
             const piece *p = &b->fills.templates[j];
+            holder_class *k = &c->classes[g->class_of[p->box]];
             if (work_stopped(c->stop))
                 return false;
-            c->classes[g->class_of[p->box]].weight += p->length * f->uses;
+            k->weight += p->length * f->uses;
+            k->pieces += f->uses;
         }
     }
-    return classes_balance(c);
+    return c->n_classes == c->n_sources || classes_balance(c);
 }
 
 /* Exact where a box has one holder, near to it where replicas share. */
 static bool reserve(builder *b)
 {
     const cover *c = &b->cover;
-    uint64_t *pieces = calloc(c->n_classes + 1, sizeof *pieces);
     uint64_t *wanted = calloc(c->n_sources + 1, sizeof *wanted);
-    bool ok = pieces && wanted;
-    for (uint64_t i = 0; i < b->fills.n && ok; i++) {
-        const fill *f = &b->fills.fills[i];
-        const uint32_t *class_of = c->geometries[f->geometry].class_of;
-        for (uint64_t j = f->first; j < f->first + f->count && ok; j++) {
-            ok = !work_stopped(c->stop);
-            pieces[class_of[b->fills.templates[j].box]] += f->uses;
-        }
-    }
+    bool ok = wanted != NULL;
     for (uint64_t i = 0; i < c->n_classes && ok; i++) {
         const holder_class *k = &c->classes[i];
         ok = !work_stopped(c->stop);
         for (uint32_t j = 0; j < k->count; j++)
-            wanted[c->class_sources[k->first + j]] += pieces[i] / k->count;
+            wanted[c->class_sources[k->first + j]] += k->pieces / k->count;
     }
     for (size_t s = 0; s < c->n_sources && ok; s++)
         ok = wanted[s] == 0 ||
              array_reserve(&b->plan->ranks[s].pieces, &b->collectors[s].capacity,
                            wanted[s], sizeof(piece));
-    free(pieces);
     free(wanted);
     return ok;
 }

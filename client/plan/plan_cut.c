@@ -161,10 +161,8 @@ uint32_t block_to_units(const block *b, dtype_unit unit, uint64_t *offset,
         extent[0] = 1;
         return 1;
     }
-    for (uint32_t i = 0; i < b->n_dims; i++) {
-        offset[i] = b->offset[i];
-        extent[i] = b->extent[i];
-    }
+    memcpy(offset, b->offset, b->n_dims * sizeof *offset);
+    memcpy(extent, b->extent, b->n_dims * sizeof *extent);
     offset[b->n_dims - 1] /= unit.elements;
     extent[b->n_dims - 1] /= unit.elements;
     return b->n_dims;

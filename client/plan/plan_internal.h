@@ -129,6 +129,7 @@ typedef struct holder_class {
     uint32_t count;
     uint32_t position, key; /**< who serves which key now */
     uint64_t weight, given; /**< bytes wanted of it, given out so far */
+    uint64_t pieces;        /**< wanted of it */
 } holder_class;
 
 typedef struct cover {

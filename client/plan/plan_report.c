@@ -4,7 +4,6 @@
 #include "text.h"
 
 #include <inttypes.h>
-#include <string.h>
 
 /* "rows 3..5 of 10 (dimension 0), column 7 of 16 (dimension 1)" */
 static void add_range(text *t, const geometry *g, const block *b)

@@ -3,7 +3,6 @@
 
 #include "array.h"
 #include "dtype.h"
-#include "error_set.h"
 #include <stdlib.h>
 
 /* Large enough that a request's cost vanishes, small enough that several are under way. */
