@@ -3,9 +3,7 @@
 
 #include "array.h"
 #include "error_set.h"
-#include "plan/plan_internal.h"
 #include <stdlib.h>
-#include <string.h>
 
 typedef struct builder {
     const device_plan_parts *from;
@@ -180,19 +178,16 @@ fanin_status device_plan_build(gpu *g, const device_plan_parts *parts,
                                device_plan **out, fanin_error *error)
 {
     *out = NULL;
-    builder b = {.from = parts, .d = calloc(1, sizeof *b.d)};
+    size_t n = parts->plan->n_sources;
+    builder b = {.from = parts,
+                 .d = calloc(1, sizeof *b.d + n * sizeof *b.d->of_source)};
     if (!b.d)
         return error_set_memory(error);
-    size_t n = parts->plan->n_sources;
     b.d->gather_device = -1;
     b.d->n_sources = n;
-    b.d->of_source = calloc(n + 1, sizeof *b.d->of_source);
-    fanin_status status = b.d->of_source ? FANIN_OK : error_set_memory(error);
-    if (status == FANIN_OK) {
-        for (size_t i = 0; i < n; i++)
-            b.d->of_source[i] = is_part(parts, i);
-        status = make_tables(&b, g, error);
-    }
+    for (size_t i = 0; i < n; i++)
+        b.d->of_source[i] = is_part(parts, i);
+    fanin_status status = make_tables(&b, g, error);
     for (size_t i = 0; i < b.d->n_parts; i++)
         copy_list_free(&b.lists[i]);
     free(b.lists);
@@ -211,7 +206,6 @@ void device_plan_free(device_plan **d)
         gpu_table_destroy(&(*d)->parts[i].table);
     gpu_table_destroy(&(*d)->gather);
     free((*d)->parts);
-    free((*d)->of_source);
     free((*d)->bases);
     free((*d)->chunks);
     free((*d)->landings);

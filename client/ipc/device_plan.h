@@ -41,7 +41,6 @@ typedef struct host_chunk {
 } host_chunk;
 
 typedef struct device_plan {
-    bool *of_source; /**< whether a source is part of it */
     size_t n_sources;
     device_base *bases;
     uint32_t n_bases;
@@ -57,6 +56,7 @@ typedef struct device_plan {
     uint64_t n_chunks;
     host_landing *landings;
     strided *views;
+    bool of_source[]; /**< whether a source is part of it */
 } device_plan;
 
 /** What it is made from: the plan, and the spans of those sources that are read by the reader. */

@@ -11,7 +11,6 @@
 #include "device/device_memory.h"
 #include "plan/plan_internal.h"
 #include <stdlib.h>
-#include <string.h>
 
 #define LANDING_MAX ((uint64_t)4 << 20) /* bytes of one thread's copy */
 #define ALIGNMENT 16 /* of packed pieces: what a kernel moves at once */

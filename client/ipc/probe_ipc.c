@@ -5,7 +5,6 @@
 #include "array.h"
 #include "device/devices.h"
 #include "error_set.h"
-#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -380,17 +379,9 @@ static fanin_status try_all(path_round *r, bool *fresh, fanin_error *error)
     if (!gather_ranks(r, fresh))
         return FANIN_OK;
     fanin_error why = FANIN_ERROR_INIT;
-    fanin_status status = need_cuda(r, &why);
-    for (size_t i = 0; i < r->client->n_peers && status != FANIN_OK; i++) {
-        fanin_status given_up =
-            fresh[i] ? path_give_up(r, i, why.message, error) : FANIN_OK;
-        if (given_up != FANIN_OK)
-            return given_up;
-        fresh[i] = false;
-    }
-    if (status != FANIN_OK)
-        return FANIN_OK;
-    status = learn_keys(r, fresh, error);
+    if (need_cuda(r, &why) != FANIN_OK)
+        return path_give_up_all(r, fresh, why.message, error);
+    fanin_status status = learn_keys(r, fresh, error);
     if (status == FANIN_OK && r->host)
         find_gather_device(r, fresh);
     for (size_t i = 0; i < r->client->n_peers && status == FANIN_OK; i++) {

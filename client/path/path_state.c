@@ -1,11 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "path/path_state.h"
 
-#include "catalog/tables.h"
 #include "error_set.h"
 #include <stdio.h>
 #include <stdlib.h>
-#include <string.h>
 
 /* One peer, whatever the publication. */
 struct path_peer {
@@ -24,15 +22,10 @@ fanin_status path_states_open(fanin_client *client, publication *p, fanin_error 
         return error_set_memory(error);
     if (p->paths)
         return FANIN_OK;
-    struct path_states *s = calloc(1, sizeof *s);
-    path_state *peers = calloc(p->n_peers, sizeof *peers);
-    if (!s || !peers) {
-        free(s);
-        free(peers);
+    p->paths = calloc(1, sizeof *p->paths + p->n_peers * sizeof *p->paths->peers);
+    if (!p->paths)
         return error_set_memory(error);
-    }
-    *s = (struct path_states){.peers = peers, .gather_device = -1};
-    p->paths = s;
+    p->paths->gather_device = -1;
     return FANIN_OK;
 }
 
@@ -56,7 +49,6 @@ void path_states_free(fanin_client *client)
     for (publication *p = client->publications; p; p = p->next) {
         for (size_t i = 0; p->paths && i < p->n_peers; i++)
             drop_regions(client, &p->paths->peers[i], i);
-        free(p->paths ? p->paths->peers : NULL);
         free(p->paths);
         p->paths = NULL;
     }

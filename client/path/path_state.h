@@ -28,8 +28,8 @@ typedef struct path_state {
 } path_state;
 
 struct path_states {
-    path_state *peers; /**< one a peer */
-    int gather_device; /**< collects cuda_ipc's bytes for host memory; -1: none yet */
+    int gather_device;  /**< collects cuda_ipc's bytes for host memory; -1: none yet */
+    path_state peers[]; /**< one a peer */
 };
 
 /** Makes what the functions below need. FANIN_ERR_MEMORY. */

@@ -68,6 +68,17 @@ fanin_status path_give_up(path_round *r, size_t peer, const char *why,
     return FANIN_OK;
 }
 
+fanin_status path_give_up_all(path_round *r, const bool *mask, const char *why,
+                              fanin_error *error)
+{
+    fanin_status status = FANIN_OK;
+    for (size_t i = 0; i < r->client->n_peers && status == FANIN_OK; i++) {
+        if (mask[i])
+            status = path_give_up(r, i, why, error);
+    }
+    return status;
+}
+
 fanin_status path_regions(path_round *r, bool *mask, fanin_path path,
                           fanin_error *error)
 {

@@ -151,6 +151,9 @@ void path_choose(path_round *r, size_t peer, fanin_path path, const char *reason
     rank itself was lost. */
 fanin_status path_give_up(path_round *r, size_t peer, const char *why,
                           fanin_error *error);
+/** The same of those with mask[i]. */
+fanin_status path_give_up_all(path_round *r, const bool *mask, const char *why,
+                              fanin_error *error);
 /** Region tables of peers with mask[i] for @p path; who refuses them is given up and its mask
     cleared. */
 fanin_status path_regions(path_round *r, bool *mask, fanin_path path,

@@ -27,8 +27,9 @@ struct seal_checks {
     unsigned n;   /* of these, the submitted ones */
 };
 
-static void drop(check *k)
+void seal_checks_give_back(sealed_body *body)
 {
+    check *k = (check *)body;
     *k->back = k->next;
     if (k->next)
         k->next->back = k->back;
@@ -60,7 +61,7 @@ static void on_checked(loop_source *source, uint32_t events)
     for (worker_job *job; (job = worker_pool_collect(c->pool));) {
         check *k = check_of(job);
         k->body.verdict(k->body.owner, k->body.bytes, k->fits);
-        drop(k);
+        seal_checks_give_back(&k->body);
         c->n--;
     }
 }
@@ -95,7 +96,7 @@ sealed_body *seal_checks_take(seal_checks *c)
     c->first = k;
     k->sum = checksum_create();
     if (!k->sum) {
-        drop(k);
+        seal_checks_give_back(&k->body);
         return NULL;
     }
     return &k->body;
@@ -105,11 +106,6 @@ void seal_checks_submit(seal_checks *c, sealed_body *body)
 {
     c->n++;
     worker_pool_submit(c->pool, &((check *)body)->job);
-}
-
-void seal_checks_give_back(sealed_body *body)
-{
-    drop((check *)body);
 }
 
 bool seal_checks_help(seal_checks *c)
@@ -125,7 +121,7 @@ void seal_checks_destroy(seal_checks **checks)
         return;
     worker_pool_destroy(&c->pool);
     while (c->first)
-        drop(c->first);
+        seal_checks_give_back(&c->first->body);
     loop_remove(c->loop, &c->source);
     if (c->source.fd >= 0)
         close(c->source.fd);

@@ -130,9 +130,12 @@ static bool prepare_landing(data_connection *d, const piece *p, const strided *v
     }
     fanin_status status = w->need(w->landed_cookie, p->to + (uint64_t)low,
                                   (uint64_t)(high - low), &w->error);
-    if (status != FANIN_OK)
-        data_lose_destination(d, status);
-    return status == FANIN_OK;
+    if (status == FANIN_OK)
+        return true;
+    w->failed = true;
+    w->status = status;
+    data_lose(d, status, 0, "lost its place"); /* w has said why already */
+    return false;
 }
 
 bool batch_fill(data_connection *d)

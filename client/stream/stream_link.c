@@ -6,7 +6,6 @@
 #include "error_set.h"
 #include <errno.h>
 #include <stddef.h>
-#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
@@ -167,14 +166,6 @@ static void fail_by_device(stream_link *link)
 void data_lose(data_connection *d, fanin_status status, int sys_errno, const char *what)
 {
     fail(d->link, status, sys_errno, what);
-    close_data(d->link, d);
-}
-
-void data_lose_destination(data_connection *d, fanin_status status)
-{
-    stream_work *w = d->link->work;
-    w->failed = true;
-    w->status = status;
     close_data(d->link, d);
 }
 

@@ -50,13 +50,12 @@ struct stream_link {
 
 /* stream_link.c */
 
-/** The connection is of no use any more, and the work has failed for that. */
+/** The connection is of no use any more, and the work has failed for that, or for what it says
+    already. */
 void data_lose(data_connection *d, fanin_status status, int sys_errno,
                const char *what);
 /** The same because of the sink, which says what failed. */
 void data_lose_device(data_connection *d);
-/** The same because the destination failed, which has said why in the work's error. */
-void data_lose_destination(data_connection *d, fanin_status status);
 /** Tells the loop what to wait for. */
 void data_want(data_connection *d);
 /** The sink is through with a job. */

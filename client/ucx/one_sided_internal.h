@@ -52,7 +52,6 @@ typedef struct get {
 struct one_sided {
     const path_reading *r;
     ucx_end *end;
-    one_sided_work *works; /* one a source */
     size_t n, turn;
     uint64_t bytes; /* to be fetched */
     ucx_local *
@@ -66,6 +65,7 @@ struct one_sided {
     worker_pool *pool;
     uint64_t scatter_ns;
     loop_source source;
+    one_sided_work works[]; /* one a source */
 };
 
 /* What gets land in (one_sided_memory.c). */

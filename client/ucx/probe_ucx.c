@@ -6,7 +6,6 @@
 #include "ucx/ucx_end.h"
 #include <stdio.h>
 #include <stdlib.h>
-#include <string.h>
 
 /* A probe on a healthy path takes microseconds on one host, milliseconds over a fabric
    (the first get also connects). */
@@ -314,45 +313,35 @@ static void post_probes(path_round *r, const bool *want, probe *probes,
     }
 }
 
-static fanin_status judge_probes(path_round *r, bool *want, const probe *probes,
+static fanin_status judge_probes(path_round *r, const bool *want, const probe *probes,
                                  fanin_path path, fanin_error *error)
 {
-    fanin_client *client = r->client;
+    const ucx_end *end = r->client->one_sided;
     const char *name = fanin_path_name(path);
-    for (size_t i = 0; i < client->n_peers; i++) {
+    fanin_status status = FANIN_OK;
+    for (size_t i = 0; i < r->client->n_peers && status == FANIN_OK; i++) {
+        char reason[PATH_REASON];
         if (!want[i])
             continue;
-        char reason[PATH_REASON];
         if (probes[i].posted && probes[i].ucx_status != 0) {
-            snprintf(reason, sizeof reason, "a probe read by %s failed",
-                     name ? name : "?");
-            want[i] = false;
-            fanin_status status =
-                give_up(r, i, probes[i].why[0] ? probes[i].why : reason, error);
-            if (status != FANIN_OK)
-                return status;
-            continue;
+            snprintf(reason, sizeof reason, "a probe read by %s failed", name);
+            status = give_up(r, i, probes[i].why[0] ? probes[i].why : reason, error);
+        } else {
+            snprintf(reason, sizeof reason, "a probe read by %s succeeded (%.60s)",
+                     name, ucx_endpoint_transport(end->peers[i].endpoint));
+            path_choose(r, i, path, reason);
         }
-        snprintf(reason, sizeof reason, "a probe read by %s succeeded (%.60s)",
-                 name ? name : "?",
-                 ucx_endpoint_transport(client->one_sided->peers[i].endpoint));
-        path_choose(r, i, path, reason);
     }
-    return FANIN_OK;
+    return status;
 }
 
 /* UCX was closed for want of another way to recall a read: what it carried takes stream. */
 static fanin_status go_without(path_round *r, bool *want, fanin_error *error)
 {
-    fanin_status status = FANIN_OK;
-    for (size_t i = 0; i < r->client->n_peers && status == FANIN_OK; i++) {
-        if (!r->want[i] ||
-            path_state_of(r->client, r->publication, i)->path != FANIN_PATH_AUTO)
-            continue;
-        want[i] = false;
-        status = give_up(r, i, "a probe read could not be recalled", error);
-    }
-    return status;
+    for (size_t i = 0; i < r->client->n_peers; i++)
+        want[i] = r->want[i] &&
+                  path_state_of(r->client, r->publication, i)->path == FANIN_PATH_AUTO;
+    return path_give_up_all(r, want, "a probe read could not be recalled", error);
 }
 
 static fanin_status probe_all(path_round *r, bool *want, fanin_path path,
@@ -450,17 +439,11 @@ static fanin_status sort_out(path_round *r, bool *open, fanin_path *path_out,
 static fanin_status try_all(path_round *r, bool *fresh, fanin_path path,
                             fanin_error *error)
 {
-    fanin_client *client = r->client;
     fanin_error why = FANIN_ERROR_INIT;
-    fanin_status status = open_client(r, path, &why);
-    for (size_t i = 0; i < client->n_peers && status != FANIN_OK; i++) {
-        fanin_status given_up = fresh[i] ? give_up(r, i, why.message, error) : FANIN_OK;
-        if (given_up != FANIN_OK)
-            return given_up;
-    }
-    if (status != FANIN_OK)
-        return FANIN_OK;
-    status = open_endpoints(r, fresh, path, error);
+    /* Without a client there are no endpoints that would have to go. */
+    if (open_client(r, path, &why) != FANIN_OK)
+        return path_give_up_all(r, fresh, why.message, error);
+    fanin_status status = open_endpoints(r, fresh, path, error);
     if (status == FANIN_OK)
         status = get_keys(r, fresh, path, error);
     if (status == FANIN_OK)

@@ -1,8 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-#include "ucx/ucx_end.h"
+#include "ucx/one_sided_internal.h"
 
 #include "error_set.h"
-#include "ucx/one_sided_internal.h"
 #include <stdlib.h>
 
 /* Below so many bytes the copying is not worth threads. */
@@ -42,7 +41,7 @@ static fanin_status start(const path_reading *r, void *const *details, void *sha
                           void **reading, fanin_error *error)
 {
     (void)shared;
-    one_sided *o = calloc(1, sizeof *o);
+    one_sided *o = calloc(1, sizeof *o + r->plan->n_sources * sizeof *o->works);
     *reading = o;
     if (!o)
         return error_set_memory(error);
@@ -51,9 +50,6 @@ static fanin_status start(const path_reading *r, void *const *details, void *sha
                      .n = r->plan->n_sources,
                      .context = -1,
                      .source = {.fd = -1, .events = EPOLLIN, .ready = on_wake}};
-    o->works = calloc(o->n, sizeof *o->works);
-    if (!o->works)
-        return error_set_memory(error);
     fanin_status status = one_sided_make_staging(o->end, error);
     for (size_t i = 0; i < o->n && status == FANIN_OK; i++) {
         if (r->plan->reader_of[i] == &ucx_reader)
@@ -83,7 +79,7 @@ static bool drain(one_sided *o)
 {
     bool drained = true;
     deadline at = ucx_end_drain_by();
-    for (size_t i = 0; o->works && i < o->n; i++) {
+    for (size_t i = 0; i < o->n; i++) {
         const one_sided_work *w = &o->works[i];
         const ucx_endpoint *e = w->spans ? o->end->peers[w->peer].endpoint : NULL;
         if (e && (w->failed || ucx_endpoint_outstanding(e) > 0 ||
@@ -116,7 +112,6 @@ static bool finish(void *reading)
     }
     free(o->gets);
     free(o->locals);
-    free(o->works);
     free(o);
     return true;
 }
