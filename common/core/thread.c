@@ -3,24 +3,34 @@
 
 #include "error_set.h"
 #include <sched.h>
-#include <signal.h>
 #include <time.h>
 
 /* Plenty for what these threads do. The default is several megabytes, and where the kernel
    gives huge pages unasked the first touch of such a stack takes two of them. */
 #define STACK_BYTES ((size_t)1 << 20)
 
+sigset_t signals_block(void)
+{
+    sigset_t all, before;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    return before;
+}
+
+void signals_restore(const sigset_t *before)
+{
+    pthread_sigmask(SIG_SETMASK, before, NULL);
+}
+
 bool worker_thread_start(pthread_t *thread, void *(*run)(void *), void *cookie)
 {
     pthread_attr_t attributes;
-    sigset_t all, before;
     if (pthread_attr_init(&attributes) != 0)
         return false;
     (void)pthread_attr_setstacksize(&attributes, STACK_BYTES);
-    sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &before);
+    const sigset_t before = signals_block();
     bool started = pthread_create(thread, &attributes, run, cookie) == 0;
-    pthread_sigmask(SIG_SETMASK, &before, NULL);
+    signals_restore(&before);
     pthread_attr_destroy(&attributes);
     return started;
 }
@@ -28,11 +38,9 @@ bool worker_thread_start(pthread_t *thread, void *(*run)(void *), void *cookie)
 fanin_status thread_start(pthread_t *thread, const char *name, void *(*run)(void *),
                           void *cookie, fanin_error *error)
 {
-    sigset_t all, before;
-    sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &before);
+    const sigset_t before = signals_block();
     int code = pthread_create(thread, NULL, run, cookie);
-    pthread_sigmask(SIG_SETMASK, &before, NULL);
+    signals_restore(&before);
     if (code != 0)
         return error_set_errno(error, FANIN_ERR_LIMIT, code, NULL,
                                "cannot start the thread %s", name);

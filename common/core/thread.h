@@ -6,7 +6,13 @@
 #include "clock.h"
 #include <fanin/error.h>
 #include <pthread.h>
+#include <signal.h>
 #include <stdbool.h>
+
+/** Blocks all signals while threads are started, which inherit the mask; what was blocked before,
+    for signals_restore(). */
+sigset_t signals_block(void);
+void signals_restore(const sigset_t *before);
 
 /** Starts a thread that blocks all signals. FANIN_ERR_LIMIT. */
 fanin_status thread_start(pthread_t *thread, const char *name, void *(*run)(void *),

@@ -19,19 +19,6 @@ fanin_status gpu_error(const gpu *g, fanin_error *error, CUresult result,
                      name ? name : "unknown error", sentence ? sentence : "no text");
 }
 
-sigset_t gpu_signals_block(void)
-{
-    sigset_t all, before;
-    sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &before);
-    return before;
-}
-
-void gpu_signals_restore(const sigset_t *before)
-{
-    pthread_sigmask(SIG_SETMASK, before, NULL);
-}
-
 gpu_slot *gpu_slot_of(gpu *g, int device, fanin_error *error)
 {
     if (device >= 0 && device < g->n)
@@ -65,9 +52,9 @@ static CUresult retain(gpu *g, gpu_slot *slot, CUcontext *out)
     pthread_mutex_lock(&g->lock);
     CUcontext context = atomic_load(&slot->context);
     if (!context) {
-        const sigset_t signals = gpu_signals_block();
+        const sigset_t signals = signals_block();
         result = g->cuDevicePrimaryCtxRetain(&context, slot->handle);
-        gpu_signals_restore(&signals);
+        signals_restore(&signals);
         if (result == CUDA_SUCCESS)
             atomic_store(&slot->context, context);
     }

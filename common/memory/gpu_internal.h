@@ -7,9 +7,8 @@
 #include "digest_kernel.h"
 #include "error_set.h"
 #include "gpu.h"
+#include "thread.h"
 #include <cuda.h>
-#include <pthread.h>
-#include <signal.h>
 #include <stdatomic.h>
 #include <sys/types.h>
 
@@ -107,10 +106,6 @@ fanin_status gpu_error(const gpu *g, fanin_error *error, CUresult result,
 gpu_slot *gpu_slot_of(gpu *g, int device, fanin_error *error);
 /** A device whose primary context exists already, if there is one; for what needs some context. */
 int gpu_some_device(gpu *g);
-
-/** While threads are started in the driver: they inherit the mask. */
-sigset_t gpu_signals_block(void);
-void gpu_signals_restore(const sigset_t *before);
 
 /** The context must be current. @p parameters->count and parts must not be 0. */
 fanin_status gpu_kernel_launch(gpu_stream *stream, copy_parameters *parameters,

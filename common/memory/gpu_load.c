@@ -231,11 +231,11 @@ fanin_status gpu_load(const logger *log, gpu **out, fanin_error *error)
                                "CUDA was initialized before this process was forked, "
                                "and cannot be used in the child");
     } else {
-        const sigset_t signals = gpu_signals_block();
+        const sigset_t signals = signals_block();
         status = open_library(&handle, error);
         if (status == FANIN_OK)
             status = load(handle, &g, error);
-        gpu_signals_restore(&signals);
+        signals_restore(&signals);
         if (status == FANIN_OK) {
             log_write(log, FANIN_LOG_INFO, "cuda-loaded",
                       "CUDA %s, devices: %d, the first: %s", g->version_text, g->n,

@@ -122,9 +122,9 @@ static fanin_status notify(gpu *g, CUstream stream, gpu_reached_fn fn, void *coo
     if (!n)
         return error_set_memory(error);
     *n = (notice){fn, cookie};
-    const sigset_t signals = gpu_signals_block();
+    const sigset_t signals = signals_block();
     CUresult result = g->cuStreamAddCallback(stream, on_reached, n, 0);
-    gpu_signals_restore(&signals);
+    signals_restore(&signals);
     if (result == CUDA_SUCCESS)
         return FANIN_OK;
     free(n);

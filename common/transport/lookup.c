@@ -3,10 +3,9 @@
 
 #include "error_set.h"
 #include "host.h"
+#include "thread.h"
 #include <errno.h>
 #include <netdb.h>
-#include <pthread.h>
-#include <signal.h>
 #include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -70,15 +69,13 @@ static int start_thread(lookup *l)
 {
     pthread_attr_t attributes;
     pthread_t thread;
-    sigset_t all, before;
     int code = pthread_attr_init(&attributes);
     if (code != 0)
         return code;
     (void)pthread_attr_setdetachstate(&attributes, PTHREAD_CREATE_DETACHED);
-    sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &before);
+    const sigset_t before = signals_block();
     code = pthread_create(&thread, &attributes, run, l);
-    pthread_sigmask(SIG_SETMASK, &before, NULL);
+    signals_restore(&before);
     pthread_attr_destroy(&attributes);
     return code;
 }

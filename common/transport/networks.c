@@ -98,23 +98,10 @@ static bool prefix_equal(const uint8_t *a, const uint8_t *b, unsigned bits)
 
 bool networks_contain(const network *networks, size_t count, const socket_address *a)
 {
-    int family = a->storage.ss_family;
+    int family;
     const uint8_t *bytes;
-    if (family == AF_INET) {
-        bytes =
-            (const uint8_t *)&((const struct sockaddr_in *)(const void *)&a->storage)
-                ->sin_addr;
-    } else if (family == AF_INET6) {
-        const struct in6_addr *in6 =
-            &((const struct sockaddr_in6 *)(const void *)&a->storage)->sin6_addr;
-        bytes = in6->s6_addr;
-        if (IN6_IS_ADDR_V4MAPPED(in6)) {
-            family = AF_INET;
-            bytes += 12;
-        }
-    } else {
+    if (!socket_ip_bytes(a, &family, &bytes))
         return false;
-    }
     for (size_t i = 0; i < count; i++)
         if (networks[i].family == family &&
             prefix_equal(networks[i].address, bytes, networks[i].prefix))

@@ -18,8 +18,7 @@
 
 /* ------------------------------------------------------------- addresses */
 
-/* The IP address as bytes; an IPv4 address mapped into IPv6 counts as IPv4. */
-static bool ip_bytes(const socket_address *a, int *family, const uint8_t **bytes)
+bool socket_ip_bytes(const socket_address *a, int *family, const uint8_t **bytes)
 {
     if (a->storage.ss_family == AF_INET) {
         const struct sockaddr_in *in = (const void *)&a->storage;
@@ -68,7 +67,7 @@ void socket_listen_text(const socket_address *a, char out[SOCKET_TEXT])
     socket_address plain = *a;
     int family;
     const uint8_t *bytes;
-    if (ip_bytes(a, &family, &bytes) && family != a->storage.ss_family) {
+    if (socket_ip_bytes(a, &family, &bytes) && family != a->storage.ss_family) {
         const struct sockaddr_in6 *in6 = (const void *)&a->storage;
         struct sockaddr_in in = {.sin_family = AF_INET, .sin_port = in6->sin6_port};
         memcpy(&in.sin_addr, bytes, sizeof in.sin_addr);
@@ -140,7 +139,7 @@ bool socket_is_loopback(const socket_address *a)
     const uint8_t *bytes;
     if (a->storage.ss_family == AF_UNIX)
         return true;
-    if (!ip_bytes(a, &family, &bytes))
+    if (!socket_ip_bytes(a, &family, &bytes))
         return false;
     if (family == AF_INET)
         return bytes[0] == 127;
@@ -152,7 +151,7 @@ bool socket_is_wildcard(const socket_address *a)
     static const uint8_t zero[16];
     int family;
     const uint8_t *bytes;
-    return ip_bytes(a, &family, &bytes) &&
+    return socket_ip_bytes(a, &family, &bytes) &&
            memcmp(bytes, zero, family == AF_INET ? 4 : 16) == 0;
 }
 
@@ -163,7 +162,7 @@ bool socket_is_local(const socket_address *a)
     int family;
     const uint8_t *bytes;
     struct ifaddrs *list;
-    if (!ip_bytes(a, &family, &bytes) || getifaddrs(&list) != 0)
+    if (!socket_ip_bytes(a, &family, &bytes) || getifaddrs(&list) != 0)
         return false;
     bool local = false;
     for (struct ifaddrs *i = list; i && !local; i = i->ifa_next) {
@@ -179,7 +178,8 @@ bool socket_is_local(const socket_address *a)
         memcpy(&own.storage, i->ifa_addr, own.length);
         int own_family;
         const uint8_t *own_bytes;
-        local = ip_bytes(&own, &own_family, &own_bytes) && own_family == family &&
+        local = socket_ip_bytes(&own, &own_family, &own_bytes) &&
+                own_family == family &&
                 memcmp(own_bytes, bytes, family == AF_INET ? 4 : 16) == 0;
     }
     freeifaddrs(list);

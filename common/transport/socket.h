@@ -27,6 +27,9 @@ bool socket_split(const char *host_port, char host[SOCKET_HOST], uint16_t *port_
     FANIN_ERR_NOT_FOUND: a name, which lookup.h asks for. */
 fanin_status socket_resolve(const char *host_port, socket_address *out,
                             fanin_error *error);
+/** The IP address as bytes: 4 of AF_INET, 16 of AF_INET6; an IPv4 address that is mapped into IPv6
+    is the IPv4 address. False: it is no IP address. */
+bool socket_ip_bytes(const socket_address *a, int *family, const uint8_t **bytes);
 bool socket_is_loopback(const socket_address *a);
 /** Whether the address belongs to this host (loopback or one of its interfaces). */
 bool socket_is_local(const socket_address *a);

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
+#include "thread.h"
 #include "ucx_internal.h"
-#include <pthread.h>
 #include <stdio.h>
 
 /* UCX's log handlers have no cookie, so the logger of the call that is being made is kept
@@ -11,18 +11,15 @@ ucx_scope ucx_scope_enter(const logger *log, bool threads)
 {
     ucx_scope scope = {.outer = current_log, .threads = threads};
     current_log = log;
-    if (threads) {
-        sigset_t all;
-        sigfillset(&all);
-        pthread_sigmask(SIG_SETMASK, &all, &scope.signals);
-    }
+    if (threads)
+        scope.signals = signals_block();
     return scope;
 }
 
 void ucx_scope_leave(const ucx_scope *scope)
 {
     if (scope->threads)
-        pthread_sigmask(SIG_SETMASK, &scope->signals, NULL);
+        signals_restore(&scope->signals);
     current_log = scope->outer;
 }
 

@@ -9,15 +9,13 @@
 
 static void address_key(const socket_address *a, uint8_t key[17])
 {
+    int family;
+    const uint8_t *bytes;
     memset(key, 0, 17);
-    key[0] = (uint8_t)a->storage.ss_family;
-    if (a->storage.ss_family == AF_INET)
-        memcpy(key + 1,
-               &((const struct sockaddr_in *)(const void *)&a->storage)->sin_addr, 4);
-    else if (a->storage.ss_family == AF_INET6)
-        memcpy(key + 1,
-               &((const struct sockaddr_in6 *)(const void *)&a->storage)->sin6_addr,
-               16);
+    if (!socket_ip_bytes(a, &family, &bytes))
+        return;
+    key[0] = (uint8_t)family;
+    memcpy(key + 1, bytes, family == AF_INET ? 4 : 16);
 }
 
 /* Finds or makes the count of an address; NULL: no memory. Lock held. */
