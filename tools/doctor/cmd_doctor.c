@@ -230,13 +230,6 @@ static int check_tree(const char *option, const char *path)
                          strerror(errno != 0 ? errno : ENOTDIR));
 }
 
-static int check_trees(const doctor_line *d)
-{
-    int code = check_tree("--sysfs", d->sysfs);
-    code = code != 0 ? code : check_tree("--procfs", d->procfs);
-    return code != 0 ? code : check_tree("--dev", d->dev);
-}
-
 /* Without a TARGET nobody is asked, whatever an option says of it. */
 static int check_idle(const command *self, const arguments *parsed)
 {
@@ -303,7 +296,9 @@ static int run(const command *self, int argc, const char **argv)
             code = failure_usage(self->name, "one TARGET at most");
         } else {
             code = check_idle(self, &d.line.parsed);
-            code = code != 0 ? code : check_trees(&d);
+            code = code != 0 ? code : check_tree("--sysfs", d.sysfs);
+            code = code != 0 ? code : check_tree("--procfs", d.procfs);
+            code = code != 0 ? code : check_tree("--dev", d.dev);
             code = code != 0 ? code : examine(self, &d);
         }
     }

@@ -261,18 +261,6 @@ static json_t *group_json(const view *items, size_t count, const missing *m,
                          others, "metadata", json_incref(metadata), NULL);
 }
 
-/* FANIN_OK: views of all ranks that answered, in order. */
-static fanin_status gather(session *s, views *v, fanin_error *error)
-{
-    /* Half of the time: the metadata come after it. */
-    fanin_status status = fanin_client_list(s->client, session_left_ms(s) / 2 + 1,
-                                            on_publication, v, error);
-    if (status == FANIN_OK && v->count > 0) {
-        qsort(v->items, v->count, sizeof v->items[0], by_name_and_rank);
-    }
-    return status;
-}
-
 static void print_runs(const views *v, const missing *m, const json_t *metadata)
 {
     if (v->count == 0) {
@@ -309,10 +297,14 @@ static int list_runs(session *s, const common_options *common)
     fanin_error error = FANIN_ERROR_INIT;
     views v = {0};
     missing m;
-    fanin_status status = gather(s, &v, &error);
-    if (status != FANIN_OK) {
+    /* Half of the time: the metadata come after it. */
+    if (fanin_client_list(s->client, session_left_ms(s) / 2 + 1, on_publication, &v,
+                          &error) != FANIN_OK) {
         free(v.items);
         return session_failure(s, "cannot list", &error);
+    }
+    if (v.count > 0) {
+        qsort(v.items, v.count, sizeof v.items[0], by_name_and_rank);
     }
     missing_gather(s, &m);
     json_t *metadata = json_object();
@@ -434,11 +426,9 @@ static int list(session *s, const invocation *line, void *cookie)
 {
     (void)cookie;
     int code = session_reach(s);
-    if (code != 0) {
-        return code;
-    }
-    return line->run != NULL ? list_keys(s, &line->common)
-                             : list_runs(s, &line->common);
+    return code != 0           ? code
+           : line->run != NULL ? list_keys(s, &line->common)
+                               : list_runs(s, &line->common);
 }
 
 static int run(const command *self, int argc, const char **argv)

@@ -158,13 +158,6 @@ static json_t *stats_json(uint32_t rank, uint64_t step, const fanin_server_stats
         output_u64(s->leases), "session_memory", output_u64(s->session_memory), NULL);
 }
 
-/* How long the last timed commits took. */
-static json_t *commits_json(const ranks *r, uint32_t rank)
-{
-    uint64_t ns[RANK_COMMITS];
-    return output_list(ns, ranks_commits(r, rank, ns));
-}
-
 static void tell_stopped(const serve_options *o, const rank_options *options,
                          const ranks *r)
 {
@@ -181,7 +174,9 @@ static void tell_stopped(const serve_options *o, const rank_options *options,
             longest = s->drain_wait_ns_max > longest ? s->drain_wait_ns_max : longest;
             json_t *one = stats_json(rank, slot->step, s);
             if (options->publishing.timed) {
-                output_set(one, "commit_ns", commits_json(r, rank), NULL);
+                uint64_t ns[RANK_COMMITS]; /* how long the last ones took */
+                output_set(one, "commit_ns",
+                           output_list(ns, ranks_commits(r, rank, ns)), NULL);
             }
             json_array_append_new(list, one);
         }

@@ -121,11 +121,6 @@ static int refuse_adapter(const char *path, fanin_status status, const char *pro
                          "%s: %s", path, problem);
 }
 
-static int bad_adapter(const char *path, const char *problem)
-{
-    return refuse_adapter(path, FANIN_ERR_IO, problem);
-}
-
 static int read_config(const char *path, source *out)
 {
     FILE *file = fopen(path, "re");
@@ -140,7 +135,8 @@ static int read_config(const char *path, source *out)
     fclose(file);
     if (bad || size == 0 || size > MAX_CONFIG ||
         memchr(out->config, '\0', size) != NULL) {
-        return bad_adapter(path, "cannot be read, is empty, or too large");
+        return refuse_adapter(path, FANIN_ERR_IO,
+                              "cannot be read, is empty, or too large");
     }
     out->config[size] = '\0';
     add_pair(out, "peft_config", out->config);
@@ -156,25 +152,25 @@ static int map_tensors(const char *path, source *out)
     }
     int descriptor = fanin_safetensors_descriptor(out->file);
     if (fstat(descriptor, &st) != 0) {
-        return bad_adapter(path, strerror(errno));
+        return refuse_adapter(path, FANIN_ERR_IO, strerror(errno));
     }
     out->map_size = (size_t)st.st_size;
     out->map = mmap(NULL, out->map_size, PROT_READ, MAP_SHARED, descriptor, 0);
     if (out->map == MAP_FAILED) {
         out->map = NULL;
-        return bad_adapter(path, strerror(errno));
+        return refuse_adapter(path, FANIN_ERR_IO, strerror(errno));
     }
     size_t count = fanin_safetensors_count(out->file);
     out->tensors.tensors = calloc(count + 1, sizeof out->tensors.tensors[0]);
     if (out->tensors.tensors == NULL) {
-        return bad_adapter(path, "no memory for its tensors");
+        return refuse_adapter(path, FANIN_ERR_IO, "no memory for its tensors");
     }
     for (size_t i = 0; i < count; i++) {
         fanin_safetensors_entry entry = {.struct_size = sizeof entry};
         tensor_spec *t = &out->tensors.tensors[i];
         if (!fanin_safetensors_get(out->file, i, &entry) ||
             entry.bytes > out->map_size || entry.offset > out->map_size - entry.bytes) {
-            return bad_adapter(path, "it changed while it was read");
+            return refuse_adapter(path, FANIN_ERR_IO, "it changed while it was read");
         }
         *t = (tensor_spec){.name = entry.name,
                            .dtype = entry.dtype,
