@@ -37,7 +37,7 @@ bool ownership_doubtful(const struct stat *info, char why_out[OWNERSHIP_TEXT])
 {
     if (info->st_uid != geteuid())
         return of_another(info, why_out);
-    return info->st_mode & OTHERS_WRITE ? writable(info, why_out) : false;
+    return (info->st_mode & OTHERS_WRITE) && writable(info, why_out);
 }
 
 bool ownership_parent_doubtful(const struct stat *info, char why_out[OWNERSHIP_TEXT])
@@ -45,8 +45,8 @@ bool ownership_parent_doubtful(const struct stat *info, char why_out[OWNERSHIP_T
     /* Its owner may rename everything in it, sticky or not. */
     if (info->st_uid != geteuid() && info->st_uid != 0)
         return of_another(info, why_out);
-    bool shared = (info->st_mode & OTHERS_WRITE) && !(info->st_mode & S_ISVTX);
-    return shared ? writable(info, why_out) : false;
+    return (info->st_mode & OTHERS_WRITE) && !(info->st_mode & S_ISVTX) &&
+           writable(info, why_out);
 }
 
 static void lock_name(const adapter_place *place, char out[NAME_MAX + 1])

@@ -104,27 +104,20 @@ static fanin_status read_text(const adapter *a, int directory, const char *name,
     if (status != FANIN_OK || fd < 0)
         return status;
     char *text = size <= most ? malloc((size_t)size + 1) : NULL;
-    size_t done = 0;
-    for (ssize_t n = 1; text && n != 0 && done < size;) {
-        n = read(fd, text + done, (size_t)size - done);
-        if (n > 0)
-            done += (size_t)n;
-        else if (n < 0 && errno != EINTR)
-            status =
-                adapter_io_error(&a->place, errno, "cannot read", name, NULL, error);
-        if (status != FANIN_OK)
-            break;
-    }
+    bool good = text && file_read(fd, text, (size_t)size, 0);
+    int reason = errno; /* 0: it was cut meanwhile, as if it were not there */
     close(fd);
+    if (good) {
+        *text_out = text;
+        *size_out = (size_t)size;
+        return FANIN_OK;
+    }
     if (size <= most && !text)
         return error_set_memory(error);
-    if (status != FANIN_OK) {
-        free(text);
-        return status;
-    }
-    *text_out = text;
-    *size_out = done;
-    return FANIN_OK;
+    if (text && reason != 0)
+        status = adapter_io_error(&a->place, reason, "cannot read", name, NULL, error);
+    free(text);
+    return status;
 }
 
 /* Its bytes must be those that this pull would write: neither by a damage, nor by another

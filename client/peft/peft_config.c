@@ -159,8 +159,8 @@ static fanin_status check_saved(peft_maker *m)
     json_t *list = peft_field(m, "modules_to_save");
     for (uint32_t i = 0; i < m->modules.n_saved; i++) {
         const peft_tensor *saved = m->modules.saved[i];
-        const char *path = saved->name.text + sizeof PEFT_PREFIX - 1;
-        size_t size = saved->name.module - (sizeof PEFT_PREFIX - 1);
+        const char *path = saved->name.text + PEFT_PREFIX_SIZE;
+        size_t size = saved->name.module - PEFT_PREFIX_SIZE;
         if (is_listed(m, list, path, size))
             continue;
         if (m->given || (list && peft_pair(m, "modules_to_save")))
@@ -276,12 +276,6 @@ static fanin_status derive(peft_maker *m)
     return FANIN_OK;
 }
 
-static fanin_status check(peft_maker *m)
-{
-    fanin_status status = check_targets(m);
-    return status != FANIN_OK ? status : peft_ranks_check(m);
-}
-
 static fanin_status require_base_model(const peft_maker *m)
 {
     const char *base = json_string_value(peft_field(m, "base_model_name_or_path"));
@@ -352,7 +346,9 @@ static fanin_status make(peft_maker *m, bool trusted, char **dropped_out)
         return FANIN_OK; /* nothing is known of other methods' tensors */
     status = peft_modules_find(m);
     if (status == FANIN_OK)
-        status = m->given ? check(m) : derive(m);
+        status = m->given ? check_targets(m) : derive(m);
+    if (status == FANIN_OK && m->given)
+        status = peft_ranks_check(m);
     if (status == FANIN_OK)
         status = check_extras(m);
     if (status == FANIN_OK)

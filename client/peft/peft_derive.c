@@ -77,9 +77,8 @@ static bool name_parameters(const peft_maker *m, peft_module *const *group,
     if (!is_gate_up_and_down(group, count))
         return false;
     static const char down[] = "down_proj", gate_up[] = "gate_up_proj";
-    if (targets && strcmp(names[0], down) != 0 && strcmp(names[1], down) != 0)
-        return false;
-    if (targets && strcmp(names[0], gate_up) != 0 && strcmp(names[1], gate_up) != 0)
+    if (targets && ((strcmp(names[0], down) != 0 && strcmp(names[1], down) != 0) ||
+                    (strcmp(names[0], gate_up) != 0 && strcmp(names[1], gate_up) != 0)))
         return false;
     names[0] = down;
     names[1] = gate_up;
@@ -181,9 +180,7 @@ static size_t suffix_size(const unit *u)
 static int compare_suffixes(const void *a, const void *b)
 {
     const unit *x = a, *y = b;
-    size_t xs = suffix_size(x), ys = suffix_size(y);
-    int order = memcmp(x->suffix, y->suffix, xs < ys ? xs : ys);
-    return order != 0 ? order : (xs > ys) - (xs < ys);
+    return peft_compare(x->suffix, suffix_size(x), y->suffix, suffix_size(y));
 }
 
 /* Of one name by path, so that the result does not depend on how qsort() treats equals. */
@@ -191,9 +188,7 @@ static int compare_units(const void *a, const void *b)
 {
     const unit *x = a, *y = b;
     int order = compare_suffixes(a, b);
-    if (order == 0)
-        order = memcmp(x->path, y->path, x->size < y->size ? x->size : y->size);
-    return order != 0 ? order : (x->size > y->size) - (x->size < y->size);
+    return order != 0 ? order : peft_compare(x->path, x->size, y->path, y->size);
 }
 
 static bool add_pattern(json_t *patterns, const char *anchor, const char *text,
@@ -256,10 +251,9 @@ static fanin_status set_ranks(peft_maker *m, derivation *d)
     if (peft_field(m, "rank_pattern"))
         return peft_ranks_check(m);
     json_t *patterns = json_object();
-    bool good = patterns && fill_patterns(patterns, units, r);
-    if (!good)
-        json_decref(patterns);
-    good = good && peft_set(m->config, "rank_pattern", patterns);
+    bool good = patterns && fill_patterns(patterns, units, r) &&
+                json_object_set(m->config, "rank_pattern", patterns) == 0;
+    json_decref(patterns);
     return good ? FANIN_OK : error_set_memory(m->error);
 }
 

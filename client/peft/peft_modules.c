@@ -7,7 +7,6 @@
 #include <stdlib.h>
 #include <string.h>
 
-#define PREFIX_SIZE (sizeof(PEFT_PREFIX) - 1)
 #define BASE_LAYER ".base_layer"
 
 static fanin_status refuse(const peft_maker *m, uint32_t key, const char *message)
@@ -38,8 +37,8 @@ bool peft_ends_with(const char *path, size_t size, const char *end, size_t end_s
 /* The path without wrappers, and whether it is a module that holds all experts at once. */
 static void read_path(peft_module *m, const peft_name *name)
 {
-    m->path = name->text + PREFIX_SIZE;
-    m->size = name->module - (uint32_t)PREFIX_SIZE;
+    m->path = name->text + PEFT_PREFIX_SIZE;
+    m->size = name->module - (uint32_t)PEFT_PREFIX_SIZE;
     size_t tail = sizeof BASE_LAYER - 1;
     while (m->size > tail && memcmp(m->path + m->size - tail, BASE_LAYER, tail) == 0) {
         m->size -= (uint32_t)tail;
@@ -169,16 +168,17 @@ void peft_modules_free(peft_modules *modules)
     *modules = (peft_modules){0};
 }
 
+int peft_compare(const char *a, size_t a_size, const char *b, size_t b_size)
+{
+    int order = memcmp(a, b, a_size < b_size ? a_size : b_size);
+    return order != 0 ? order : (a_size > b_size) - (a_size < b_size);
+}
+
 static int compare_wrappers(const void *a, const void *b)
 {
     const peft_module *x = *(peft_module *const *)a, *y = *(peft_module *const *)b;
-    uint32_t common = x->size < y->size ? x->size : y->size;
-    int order = memcmp(x->path, y->path, common);
-    if (order == 0 && x->size != y->size)
-        order = x->size < y->size ? -1 : 1;
-    if (order == 0 && x->depth != y->depth)
-        order = x->depth < y->depth ? -1 : 1;
-    return order;
+    int order = peft_compare(x->path, x->size, y->path, y->size);
+    return order != 0 ? order : (x->depth > y->depth) - (x->depth < y->depth);
 }
 
 /* How many layers from @p group on wrap parameters of one module; 0: more than
@@ -186,8 +186,8 @@ static int compare_wrappers(const void *a, const void *b)
 static size_t count_wrappers(peft_module *const *group, size_t left)
 {
     size_t count = 0;
-    while (count < left && group[count]->size == group[0]->size &&
-           memcmp(group[count]->path, group[0]->path, group[0]->size) == 0) {
+    while (count < left && peft_compare(group[count]->path, group[count]->size,
+                                        group[0]->path, group[0]->size) == 0) {
         if (count == PEFT_WRAPPERS_MAX || group[count]->depth != count)
             return 0;
         count++;

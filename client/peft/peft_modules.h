@@ -37,6 +37,8 @@ void peft_modules_free(peft_modules *modules);
  */
 const char *peft_suffix(const char *path, size_t size, size_t *size_out);
 
+/** The order of two texts as bytes, as of strcmp(). */
+int peft_compare(const char *a, size_t a_size, const char *b, size_t b_size);
 /** Whether @p path is @p end or ends with it behind a dot. */
 bool peft_ends_with(const char *path, size_t size, const char *end, size_t end_size);
 

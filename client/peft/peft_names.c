@@ -7,8 +7,6 @@
 #include <stdlib.h>
 #include <string.h>
 
-#define PREFIX_SIZE (sizeof(PEFT_PREFIX) - 1)
-
 #define TEXT(literal) literal, sizeof(literal) - 1
 
 static bool is_text(const char *component, size_t size, const char *text,
@@ -154,18 +152,18 @@ static peft_part fix_tail(scan *s)
 
 peft_name peft_name_on_disk(const char *name, char buffer[PEFT_NAME_SIZE])
 {
-    scan s = copy_components(name, buffer + PREFIX_SIZE);
+    scan s = copy_components(name, buffer + PEFT_PREFIX_SIZE);
     peft_part part = fix_tail(&s);
     size_t module = part == PEFT_OTHER || part == PEFT_MALFORMED ? 0 : s.marker_start;
 
-    if (strncmp(s.text, PEFT_PREFIX, PREFIX_SIZE) != 0) {
-        memcpy(buffer, PEFT_PREFIX, PREFIX_SIZE);
+    if (strncmp(s.text, PEFT_PREFIX, PEFT_PREFIX_SIZE) != 0) {
+        memcpy(buffer, PEFT_PREFIX, PEFT_PREFIX_SIZE);
         s.text = buffer;
-        s.size += PREFIX_SIZE;
+        s.size += PEFT_PREFIX_SIZE;
         if (module > 0)
-            module += PREFIX_SIZE;
+            module += PEFT_PREFIX_SIZE;
     }
-    if (module > PREFIX_SIZE) {
+    if (module > PEFT_PREFIX_SIZE) {
         module--; /* the dot before the marker */
     } else if (part != PEFT_OTHER) {
         /* A layer needs a module that it belongs to. */

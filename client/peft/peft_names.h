@@ -10,6 +10,7 @@
 #include "catalog.h"
 
 #define PEFT_PREFIX "base_model.model."
+#define PEFT_PREFIX_SIZE (sizeof(PEFT_PREFIX) - 1) /**< bytes, without the NUL */
 /** Room for any name on disk and its NUL: prefixes are added, everything else shrinks. */
 #define PEFT_NAME_SIZE (FANIN_MAX_NAME + sizeof(PEFT_PREFIX))
 
