@@ -74,9 +74,6 @@ fanin_status client_step(fanin_client *client, deadline at, deadline wake,
 /** Pings and gives up ranks that fell silent. When to look again: at once if a rank was given up
     just now, for nothing may follow that would wake the loop. */
 deadline client_tick(fanin_client *client);
-/** Lets time pass until @p until or @p at, minding cancel. */
-fanin_status client_pause(fanin_client *client, deadline at, deadline until,
-                          fanin_error *error);
 
 /**
  * Connects what is down and waits until every connection is READY or failed, at most until

@@ -151,17 +151,6 @@ fanin_status client_run(fanin_client *client, const size_t *left, deadline at,
     return FANIN_OK;
 }
 
-fanin_status client_pause(fanin_client *client, deadline at, deadline until,
-                          fanin_error *error)
-{
-    while (!deadline_passed(until)) {
-        fanin_status status = client_step(client, at, until, "wait", error);
-        if (status != FANIN_OK)
-            return status;
-    }
-    return FANIN_OK;
-}
-
 bool peer_ready(const peer *p)
 {
     return connection_get_state(p->control) == CONNECTION_READY &&

@@ -285,29 +285,6 @@ static void on_answer(void *cookie, connection *c, message_type type, body *b)
     --*q->left;
 }
 
-static void ask(fanin_client *client, question *questions, size_t *left)
-{
-    for (size_t i = 0; i < client->n_peers; i++) {
-        connection *c = client->peers[i].control;
-        if (!peer_ready(&client->peers[i]))
-            continue;
-        questions[i] = (question){.left = left, .asked = true};
-        ++*left;
-        uint64_t request = connection_next_request(c);
-        encode_empty(connection_out(c), request, MSG_PING);
-        connection_ask(c, request, on_answer, &questions[i]);
-    }
-}
-
-static fanin_status await_answers(fanin_client *client, const size_t *left, deadline at,
-                                  deadline by, fanin_error *error)
-{
-    fanin_status status = FANIN_OK;
-    while (*left > 0 && !deadline_passed(by) && status == FANIN_OK)
-        status = client_step(client, at, by, "connect", error);
-    return status == FANIN_ERR_TIMEOUT ? FANIN_OK : status;
-}
-
 /* Gives up the connections whose ranks do not answer; *lost: how many went. Half of the time is
    left for connecting again. */
 static fanin_status find_dead(fanin_client *client, deadline at, size_t *lost,
@@ -319,8 +296,19 @@ static fanin_status find_dead(fanin_client *client, deadline at, size_t *lost,
     uint64_t half = clock_ns() + deadline_left_ns(at) / 2;
     deadline by = deadline_sooner(half, deadline_in_ms(client->config.lost_ms));
     size_t left = 0;
-    ask(client, questions, &left);
-    fanin_status status = await_answers(client, &left, at, by, error);
+    for (size_t i = 0; i < client->n_peers; i++) {
+        connection *c = client->peers[i].control;
+        if (!peer_ready(&client->peers[i]))
+            continue;
+        questions[i] = (question){.left = &left, .asked = true};
+        left++;
+        uint64_t request = connection_next_request(c);
+        encode_empty(connection_out(c), request, MSG_PING);
+        connection_ask(c, request, on_answer, &questions[i]);
+    }
+    fanin_status status = client_run(client, &left, by, "connect", error);
+    if (status == FANIN_ERR_TIMEOUT)
+        status = FANIN_OK;
     for (size_t i = 0; i < client->n_peers; i++) {
         connection *c = client->peers[i].control;
         if (!questions[i].asked)

@@ -175,8 +175,8 @@ static const asker *find_paused(const agreement *g)
     return NULL;
 }
 
-/* Marks the ranks that announced the target; true: that is every rank of the world. */
-static bool mark(agreement *g, size_t *marked_out)
+/* Marks the ranks that announced the target; how many they are. */
+static size_t mark(agreement *g)
 {
     size_t marked = 0;
     for (size_t i = 0; i < g->client->n_peers; i++) {
@@ -184,8 +184,7 @@ static bool mark(agreement *g, size_t *marked_out)
                     peer_ready(&g->client->peers[i]);
         marked += g->use[i];
     }
-    *marked_out = marked;
-    return marked == g->client->n_peers;
+    return marked;
 }
 
 static bool nobody_waits(const agreement *g)
@@ -361,8 +360,8 @@ static fanin_status decide(agreement *g, bool *agreed, fanin_error *error)
     find_target(g);
     if (g->options->rule == FANIN_STEP_EXACT && g->target > g->options->step)
         return superseded(g, error);
-    size_t marked;
-    *agreed = mark(g, &marked);
+    size_t marked = mark(g);
+    *agreed = marked == g->client->n_peers;
     const asker *paused = find_paused(g);
     if (paused)
         return decide_without(g, paused, marked, agreed, error);

@@ -46,10 +46,8 @@ bool held_free(held *h, deadline at)
             return false;
     for (int i = 0; i < GPU_MAX_DEVICES; i++)
         gpu_stream_destroy(&h->streams[i]);
-    if (h->bounce)
-        gpu_host_free(h->g, h->bounce);
-    if (h->listed)
-        gpu_host_free(h->g, h->listed);
+    gpu_host_free(h->g, h->bounce);
+    gpu_host_free(h->g, h->listed);
     box_digest_free(h->sum);
     free(h);
     return true;

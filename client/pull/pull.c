@@ -422,7 +422,11 @@ static fanin_status pause_before_restart(pull *p, fanin_error *error)
     (void)random_bytes(&random, sizeof random); /* 0 will do as well */
     uint64_t widest = p->result->info.restarts < 8 ? p->result->info.restarts : 8;
     uint64_t ns = widest * 1000000 * random / 65536;
-    return client_pause(p->client, p->at, clock_ns() + ns, error);
+    deadline until = clock_ns() + ns;
+    fanin_status status = FANIN_OK;
+    while (status == FANIN_OK && !deadline_passed(until))
+        status = client_step(p->client, p->at, until, "wait", error);
+    return status;
 }
 
 static fanin_status pull_until_good(pull *p, fanin_error *error)
