@@ -4,8 +4,8 @@
 
 #include <string.h>
 
-#define FIRST                                                                          \
-    4096 /* bytes of the buffer at first: a longer frame, once it comes, doubles it */
+/* Bytes of the buffer at first: a longer frame, once it comes, doubles it. */
+#define FIRST 4096
 
 void framing_start(framing *f, uint32_t longest)
 {

@@ -51,13 +51,14 @@ void plan_cache_free(fanin_client *client)
 
 /* ------------------------------------------------------------------- making */
 
-/* What a plan depends on besides the destination. */
-static digest made_from(const fanin_client *client, const publication *p,
-                        const bool *use, const destination *d)
+/* What a plan depends on. */
+static fanin_status made_from(const fanin_client *client, const publication *p,
+                              const bool *use, const destination *d, digest *out,
+                              fanin_error *error)
 {
     buffer b = {0};
     digest layout = d->layout(d->cookie);
-    buffer_append(&b, &layout, sizeof(layout));
+    buffer_append(&b, &layout, sizeof layout);
     buffer_append(&b, &d->dtype, sizeof d->dtype);
     buffer_append(&b, &p->keys->id, sizeof p->keys->id);
     for (size_t i = 0; i < client->n_peers; i++) {
@@ -65,9 +66,11 @@ static digest made_from(const fanin_client *client, const publication *p,
         uint64_t serial = use[i] ? s->serial : 0;
         buffer_append(&b, &serial, sizeof serial);
     }
-    digest result = digest_of(b.data, b.size);
+    /* Of less, two plans would look like one. */
+    fanin_status status = b.failed ? error_set_memory(error) : FANIN_OK;
+    *out = digest_of(b.data, b.size);
     buffer_free(&b);
-    return result;
+    return status;
 }
 
 fanin_status pull_blame(const connection *c, const char *key, fanin_error *error)
@@ -136,13 +139,16 @@ fanin_status plan_cache_make(plan_cache *cache, fanin_client *client,
                              const publication *p, const bool *use,
                              const destination *d, deadline at, fanin_error *error)
 {
-    digest from = made_from(client, p, use, d);
+    digest from;
+    fanin_status status = made_from(client, p, use, d, &from, error);
+    if (status != FANIN_OK)
+        return status;
     if (cache->valid && digest_equal(&cache->made_from, &from))
         return FANIN_OK;
     clear(cache);
     fanin_error local = FANIN_ERROR_INIT;
     fanin_error *why = error ? error : &local;
-    fanin_status status = make(&cache->plan, client, p, use, d, at, why);
+    status = make(&cache->plan, client, p, use, d, at, why);
     bool hole = status == FANIN_ERR_INCOMPLETE;
     if (hole)
         status = blame_missing_rank(client, p, use, at, why);

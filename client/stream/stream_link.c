@@ -72,7 +72,9 @@ fanin_status stream_link_create(fanin_client *client, const connection *control,
         d->in.exact = true;
         connection_encode_data_hello(control, &d->out.bytes, &d->in);
         d->out.bytes.sealed = link->sealed;
-        status = loop_add(&client->loop, &d->source, error);
+        bool failed = d->out.bytes.failed || d->in.bytes.failed;
+        status = failed ? error_set_memory(error)
+                        : loop_add(&client->loop, &d->source, error);
     }
     if (status != FANIN_OK) {
         stream_link_destroy(&link);
