@@ -1,0 +1,509 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""full_weights.py [--model NAME] [--layers N] [--divide N] [--ranks N] [--tp N] [--nccl]
+                   [--device cuda|cpu] [--pulls N] [--json FILE]
+
+A whole model from trainer ranks, whose BF16 shards are cut by rows as FSDP2 does, into an engine's
+fused tensors (qkv_proj, gate_up_proj, w13, w2; --tp workers with their slices, all at once), by
+fanin's Python package. Beside it in the same run, alternated:
+
+  copy  one peer copy of the bytes that cross between GPUs (with one GPU, or none: a copy of all)
+  nccl  with --nccl, one rank a GPU: what a broadcasting engine does. full_tensor() on all ranks,
+        packed into two buffers of 1 GiB and broadcast by rank 0, unpacked into the fused tensors
+
+The first pull of a process and that of a new client are told apart from the warm ones (medians).
+Each element is compared with the pattern that the ranks wrote, after the first pull and after the
+last. Ranks lie round robin on the GPUs, workers on the last ones. Needs PyTorch, the package
+(PYTHONPATH) and its library (FANIN_LIBRARY); exit status 77 without GPUs, unless --device cpu.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import datetime
+import json
+import os
+import pathlib
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+HERE = pathlib.Path(__file__).resolve()
+sys.path.insert(0, str(HERE.parents[1] / "engines"))
+
+try:
+    import torch
+except ImportError as missing:
+    print(f"skipped: {missing}")
+    sys.exit(77)
+from worlds import Child, Control
+
+SLOWEST = 300.0  # seconds that any wait may take
+PACKED = 1 << 30
+PHASES = ("connect", "map", "catalog", "plan", "table", "wait", "begin", "read", "end", "total")
+
+
+class Model(NamedTuple):
+    """Shapes of a public model, as its configuration tells them."""
+
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    width: int
+    """Of the MLP, or of one expert."""
+    experts: int = 0
+    head: int = 128
+    vocabulary: int = 151936
+
+
+MODELS = {
+    "Qwen3-8B": Model(36, 4096, 32, 8, 12288),
+    "Qwen3-30B-A3B": Model(48, 2048, 32, 4, 768, experts=128),
+}
+
+
+def smaller(model: Model, layers: int | None, by: int) -> Model:
+    """Fewer layers, and every width and the vocabulary divided."""
+    return model._replace(
+        layers=layers or model.layers,
+        hidden=model.hidden // by,
+        width=model.width // by,
+        head=model.head // by,
+        vocabulary=model.vocabulary // by,
+    )
+
+
+class Part(NamedTuple):
+    """What a worker holds of a published tensor: ``parameter[to] = tensor[of]``."""
+
+    name: str
+    shape: tuple[int, ...]
+    of: tuple[slice, ...]
+    parameter: str
+    to: tuple[int | slice, ...]
+
+
+class Layout:
+    """The fused parameters of one tensor-parallel rank, and what fills them."""
+
+    def __init__(self, model: Model, tp: int, rank: int):
+        self.tp, self.rank = tp, rank
+        self.parameters: dict[str, tuple[int, ...]] = {}
+        self.parts: list[Part] = []
+        self._rows("model.embed_tokens", [("", model.vocabulary)], model.hidden)
+        for index in range(model.layers):
+            self._layer(f"model.layers.{index}.", model)
+        self._whole("model.norm.weight", model.hidden)
+        self._rows("lm_head", [("", model.vocabulary)], model.hidden)
+
+    def _layer(self, at: str, m: Model) -> None:
+        queries, keys = m.heads * m.head, m.kv_heads * m.head
+        for norm in ("input_layernorm", "post_attention_layernorm"):
+            self._whole(f"{at}{norm}.weight", m.hidden)
+        for norm in ("q_norm", "k_norm"):
+            self._whole(f"{at}self_attn.{norm}.weight", m.head)
+        fused = [("q_proj", queries), ("k_proj", keys), ("v_proj", keys)]
+        self._rows(f"{at}self_attn.", fused, m.hidden, "qkv_proj")
+        self._columns(f"{at}self_attn.o_proj", m.hidden, queries)
+        if not m.experts:
+            self._rows(
+                f"{at}mlp.", [("gate_proj", m.width), ("up_proj", m.width)], m.hidden, "gate_up"
+            )
+            self._columns(f"{at}mlp.down_proj", m.hidden, m.width)
+            return
+        self._whole(f"{at}mlp.gate.weight", m.experts, m.hidden)
+        own = m.width // self.tp
+        mine = slice(self.rank * own, self.rank * own + own)
+        self.parameters[f"{at}w13"] = (m.experts, 2 * own, m.hidden)
+        self.parameters[f"{at}w2"] = (m.experts, m.hidden, own)
+        whole = slice(None)
+        for e in range(m.experts):
+            to = f"{at}mlp.experts.{e}."
+            rows = (m.width, m.hidden)
+            for half, name in enumerate(("gate_proj", "up_proj")):
+                place = (e, slice(half * own, half * own + own))
+                self._add(f"{to}{name}.weight", rows, (mine, whole), f"{at}w13", place)
+            self._add(f"{to}down_proj.weight", (m.hidden, m.width), (whole, mine), f"{at}w2", (e,))
+
+    def _add(self, name: str, shape: Any, of: Any, parameter: str, to: Any) -> None:
+        self.parts.append(Part(name, shape, of, parameter, to))
+
+    def _whole(self, name: str, *shape: int) -> None:
+        self.parameters[name] = shape
+        self._add(name, shape, (slice(None),) * len(shape), name, (slice(None),))
+
+    def _rows(self, at: str, names: list[tuple[str, int]], columns: int, fused: str = "") -> None:
+        start = 0
+        for name, rows in names:
+            own = rows // self.tp
+            of = (slice(self.rank * own, self.rank * own + own), slice(None))
+            to = (slice(start, start + own),)
+            self._add(f"{at}{name}.weight", (rows, columns), of, at + fused, to)
+            start += own
+        self.parameters[at + fused] = (start, columns)
+
+    def _columns(self, at: str, rows: int, columns: int) -> None:
+        own = columns // self.tp
+        of = (slice(None), slice(self.rank * own, self.rank * own + own))
+        self.parameters[at] = (rows, own)
+        self._add(f"{at}.weight", (rows, columns), of, at, (slice(None),))
+
+
+def published(model: Model) -> dict[str, tuple[int, ...]]:
+    return {part.name: part.shape for part in Layout(model, 1, 0).parts}
+
+
+def pattern(number: int, shape: tuple[int, ...], first: int, device: Any) -> torch.Tensor:
+    """Rows from ``first`` on of tensor ``number``: bits that differ by tensor and place."""
+    count, start = torch.Size(shape).numel(), first * torch.Size(shape[1:]).numel()
+    flat = torch.arange(start, start + count, device=device, dtype=torch.int32)
+    return flat.mul_(31).add_(number * 17).short().reshape(shape).view(torch.bfloat16)
+
+
+def on(options: dict[str, Any], index: int) -> torch.device:
+    if options["device"] == "cpu":
+        return torch.device("cpu")
+    device = torch.device("cuda", index % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
+
+
+def settle(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+# ------------------------------------------------------------------------------ processes
+
+
+class Member:
+    """A rank or a worker: what both do in the broadcasting way."""
+
+    def __init__(self, control: Control, options: dict[str, Any], index: int):
+        self.control, self.options = control, options
+        self.model = smaller(MODELS[options["model"]], options["layers"], options["divide"])
+        self.shapes = published(self.model)
+        self.device = on(options, index)
+        self.trainers: Any = None
+
+    def join(self) -> None:
+        """One group for the trainers' gathering, one of rank 0 and the workers."""
+        import torch.distributed as dist
+
+        ranks, workers = self.options["ranks"], self.options["tp"]
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo",
+            init_method=self.options["rendezvous"],
+            rank=int(os.environ["RANK"]),
+            world_size=ranks + workers,
+            timeout=datetime.timedelta(seconds=SLOWEST),
+        )
+        self.trainers = dist.new_group(list(range(ranks)))
+        self.readers = dist.new_group([0, *range(ranks, ranks + workers)])
+
+    def buckets(self) -> Iterator[list[str]]:
+        """Names whose tensors fill a packed buffer, in the order of publication."""
+        bucket, size = [], 0
+        for name, shape in self.shapes.items():
+            bytes_ = 2 * torch.Size(shape).numel()
+            if bucket and size + bytes_ > PACKED:
+                yield bucket
+                bucket, size = [], 0
+            bucket.append(name)
+            size += bytes_
+        yield bucket
+
+    def side_streams(self) -> list[Any]:
+        cuda = self.device.type == "cuda"
+        return [torch.cuda.Stream(self.device) if cuda else None for _ in range(2)]
+
+    def run(self) -> None:
+        self.control.say("here")
+        while (told := self.control.hear(SLOWEST))["event"] != "end":
+            result = getattr(self, told.pop("event"))(**told)
+            self.control.say("done", **(result or {}))
+
+
+class Rank(Member):
+    """A trainer rank: rows of every tensor, one allocation each, as FSDP2 has them."""
+
+    def __init__(self, control: Control, options: dict[str, Any]):
+        self.rank = int(os.environ["RANK"])
+        super().__init__(control, options, self.rank)
+        self.rows: dict[str, torch.Tensor] = {}
+        self.first: dict[str, int] = {}
+        for number, (name, shape) in enumerate(self.shapes.items()):
+            chunk = -(-shape[0] // options["ranks"])
+            first = min(self.rank * chunk, shape[0])
+            rows = min(chunk, shape[0] - first)
+            self.first[name] = first
+            self.rows[name] = pattern(number, (rows, *shape[1:]), first, self.device)
+        settle(self.device)
+
+    def serve(self, world: str) -> dict[str, Any]:
+        import fanin
+
+        self.server = fanin.Server(
+            world_id=bytes.fromhex(world), rank=self.rank, world_size=self.options["ranks"]
+        )
+        shards = []
+        for name, rows in self.rows.items():
+            shape = self.shapes[name]
+            offset = (self.first[name], *(0,) * (len(shape) - 1))
+            shards.append(fanin.shard_of(name, rows, shape=shape, offset=offset))
+        self.server.put("full:bench", shards)
+        self.server.commit("full:bench", 1)
+        return {"address": f"127.0.0.1:{self.server.port}"}
+
+    def nccl(self) -> None:
+        from torch.distributed.device_mesh import DeviceMesh
+        from torch.distributed.tensor import DTensor, Shard
+
+        mesh = DeviceMesh.from_group(self.trainers, self.device.type)
+        self.sharded = {
+            name: DTensor.from_local(
+                rows, mesh, [Shard(0)], shape=torch.Size(self.shapes[name]), stride=rows.stride()
+            )
+            for name, rows in self.rows.items()
+        }
+
+    def broadcast(self) -> None:
+        """Gather tensor by tensor; rank 0 packs a bucket while the one before is on its way."""
+        import torch.distributed as dist
+
+        streams = self.side_streams()
+        for turn, bucket in enumerate(self.buckets()):
+            with torch.cuda.stream(streams[turn % 2]):
+                whole = [self.sharded[name].full_tensor().reshape(-1) for name in bucket]
+                if self.rank == 0:
+                    dist.broadcast(torch.cat(whole), 0, group=self.readers)
+        settle(self.device)
+
+
+class Worker(Member):
+    """An engine's worker: fused parameters that pulls and broadcasts fill."""
+
+    def __init__(self, control: Control, options: dict[str, Any]):
+        self.rank = options["worker"]
+        super().__init__(control, options, -options["tp"] + self.rank)
+        layout = Layout(self.model, options["tp"], self.rank)
+        self.parameters = {
+            name: torch.zeros(shape, dtype=torch.bfloat16, device=self.device)
+            for name, shape in layout.parameters.items()
+        }
+        self.parts = layout.parts
+        self.views = [self.parameters[part.parameter][part.to] for part in layout.parts]
+        self.bytes = sum(2 * view.numel() for view in self.views)
+        settle(self.device)
+
+    def connect(self, addresses: list[str]) -> None:
+        import fanin
+
+        self.fanin, self.addresses, self.client = fanin, addresses, None
+        start = time.perf_counter()
+        self.packed = fanin.pack(self._shards())
+        self.packing = time.perf_counter() - start
+
+    def _shards(self) -> Iterator[Any]:
+        for part, view in zip(self.parts, self.views, strict=True):
+            offset = tuple(index.start or 0 for index in part.of)
+            yield self.fanin.shard_of(
+                part.name, view, shape=part.shape, offset=offset, writable=True
+            )
+
+    def pull(self, fresh: bool = False) -> dict[str, Any]:
+        if fresh and self.client is not None:
+            self.client.close()
+            self.client = None
+        start = time.perf_counter()
+        if self.client is None:
+            self.client = self.fanin.Client(self.addresses)
+        result = self.client.pull_into("full:bench", self.packed, timeout=SLOWEST)
+        seconds = time.perf_counter() - start
+        phases = {key: 1e3 * getattr(result, key) for key in PHASES}
+        return {"seconds": seconds, "bytes": result.bytes, "path": result.path, "phases": phases}
+
+    def copy(self, crossing: int) -> dict[str, Any]:
+        """What crosses, in pieces of 1 GiB at most, out of one buffer on another GPU."""
+        if not hasattr(self, "far"):
+            size, own = min(crossing, PACKED), self.device.index or 0
+            self.far = torch.zeros(size, dtype=torch.uint8, device=on(self.options, own + 1))
+            self.near = torch.zeros(size, dtype=torch.uint8, device=on(self.options, own))
+        settle(self.device)
+        start = time.perf_counter()
+        left = crossing
+        while left > 0:
+            size = min(left, self.near.numel())
+            self.near[:size].copy_(self.far[:size], non_blocking=True)
+            left -= size
+        settle(self.device)
+        return {"seconds": time.perf_counter() - start}
+
+    def nccl(self) -> None:
+        self.places: dict[str, list[tuple[Part, torch.Tensor]]] = {}
+        for part, view in zip(self.parts, self.views, strict=True):
+            self.places.setdefault(part.name, []).append((part, view))
+
+    def broadcast(self) -> dict[str, Any]:
+        import torch.distributed as dist
+
+        streams = self.side_streams()
+        start = time.perf_counter()
+        for turn, bucket in enumerate(self.buckets()):
+            with torch.cuda.stream(streams[turn % 2]):
+                sizes = [torch.Size(self.shapes[name]).numel() for name in bucket]
+                packed = torch.empty(sum(sizes), dtype=torch.bfloat16, device=self.device)
+                dist.broadcast(packed, 0, group=self.readers)
+                for name, flat in zip(bucket, packed.split(sizes), strict=True):
+                    for part, view in self.places[name]:
+                        view.copy_(flat.view(part.shape)[part.of])
+        settle(self.device)
+        return {"seconds": time.perf_counter() - start}
+
+    def poison(self) -> None:
+        for value in self.parameters.values():
+            value.fill_(-1)
+
+    def compare(self) -> dict[str, Any]:
+        numbers = {name: number for number, name in enumerate(self.shapes)}
+        wrong = []
+        for part, view in zip(self.parts, self.views, strict=True):
+            expected = pattern(numbers[part.name], part.shape, 0, self.device)[part.of]
+            if not torch.equal(expected.view(torch.int16), view.contiguous().view(torch.int16)):
+                wrong.append(part.name)
+        return {"wrong": wrong[:3], "count": len(wrong)}
+
+
+# --------------------------------------------------------------------------------- the run
+
+
+class Run:
+    def __init__(self, options: argparse.Namespace, folder: pathlib.Path):
+        common = {key: getattr(options, key) for key in ("device", "model", "layers", "divide")}
+        common |= {"ranks": options.ranks, "tp": options.tp}
+        common["rendezvous"] = f"file://{folder}/rendezvous"
+        self.options, self.world, self.times = options, os.urandom(16).hex(), {}
+        everyone = options.ranks + options.tp
+        self.children = []
+        for index in range(everyone):
+            worker = index - options.ranks
+            role = {**common, "role": "rank" if worker < 0 else "worker", "worker": worker}
+            numbers = {"RANK": str(index), "WORLD_SIZE": str(everyone)}
+            name = f"rank{index}" if worker < 0 else f"worker{worker}"
+            self.children.append(Child(name, str(HERE), role, folder, **numbers))
+        self.ranks, self.workers = self.children[: options.ranks], self.children[options.ranks :]
+        for one in self.children:
+            one.expect("here", SLOWEST)
+
+    def ask(self, children: list[Child], what: str, **fields: Any) -> list[dict[str, Any]]:
+        """All at once; their answers."""
+        for one in children:
+            one.tell(what, **fields)
+        return [one.expect("done", SLOWEST) for one in children]
+
+    def time(self, way: str, what: str, **fields: Any) -> list[dict[str, Any]]:
+        """As slow as the slowest worker."""
+        asked = self.children if what == "broadcast" else self.workers
+        answers = self.ask(asked, what, **fields)
+        self.times.setdefault(way, []).append(max(a.get("seconds", 0) for a in answers))
+        return answers
+
+    def check(self) -> None:
+        for answer in self.ask(self.workers, "compare"):
+            if answer["count"]:
+                sys.exit(f"{answer['count']} tensors differ, the first: {answer['wrong']}")
+
+    def measure(self) -> dict[str, Any]:
+        options = self.options
+        served = self.ask(self.ranks, "serve", world=self.world)
+        self.ask(self.workers, "connect", addresses=[answer["address"] for answer in served])
+        first = self.time("first of the process", "pull")
+        self.check()
+        for _ in range(3):
+            self.time("new client", "pull", fresh=True)
+        gpus = torch.cuda.device_count() if options.device == "cuda" else 1
+        crossing = first[0]["bytes"] * (gpus - 1) // gpus if gpus > 1 else first[0]["bytes"]
+        if options.nccl:
+            self.ask(self.children, "join")
+            self.ask(self.children, "nccl")
+        self.ask(self.workers, "poison")
+        for turn in range(options.pulls + 1):
+            if turn == 1:  # the first round warms up
+                for way in ("pull", "copy", "nccl"):
+                    self.times.pop(way, None)
+            if options.nccl:
+                self.time("nccl", "broadcast")
+                if turn == 0:
+                    self.check()
+                    self.ask(self.workers, "poison")
+            answers = self.time("pull", "pull")
+            self.time("copy", "copy", crossing=crossing)
+        self.check()
+        return {"path": answers[0]["path"], "bytes": answers[0]["bytes"], "crossing": crossing,
+                "phases": answers[0]["phases"], "first_phases": first[0]["phases"]}  # fmt: skip
+
+    def close(self) -> None:
+        for one in self.children:
+            with contextlib.suppress(BrokenPipeError, OSError):
+                one.tell("end")
+        for one in self.children:
+            one.close()
+
+
+def report(options: argparse.Namespace, run: Run, facts: dict[str, Any]) -> None:
+    figures = {way: 1e3 * statistics.median(times) for way, times in run.times.items()}
+    name = f"{options.model}, {options.ranks} ranks -> TP{options.tp}"
+    print(f"{name}: {facts['bytes'] / 1e9:.2f} GB a worker by {facts['path']}")
+    for way, figure in figures.items():
+        ratio = f"{figure / figures['pull']:6.2f} x a warm pull"
+        print(f"  {way:22} {figure:10.2f} ms  {ratio}")
+    print(f"  pull / copy {figures['pull'] / figures['copy']:.3f}")
+    print("  a warm pull's ms:", {key: round(ms, 2) for key, ms in facts["phases"].items() if ms})
+    print(
+        "  the first one's: ",
+        {key: round(ms, 2) for key, ms in facts["first_phases"].items() if ms},
+    )
+    if options.json:
+        all_times = {way: [1e3 * t for t in times] for way, times in run.times.items()}
+        record = {"options": vars(options), "medians_ms": figures, "ms": all_times, **facts}
+        pathlib.Path(options.json).write_text(json.dumps(record, indent=1))
+
+
+def main() -> int:
+    if len(sys.argv) == 2 and sys.argv[1].startswith("{"):
+        control, role = Control(), json.loads(sys.argv[1])
+        (Worker if role["role"] == "worker" else Rank)(control, role).run()
+        return 0
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", choices=MODELS, default="Qwen3-8B")
+    parser.add_argument("--layers", type=int, help="fewer layers than the model has")
+    parser.add_argument("--divide", type=int, default=1, help="divide the widths by 2, 4, 8 or 16")
+    parser.add_argument("--ranks", type=int, default=8)
+    parser.add_argument("--tp", type=int, default=1)
+    parser.add_argument("--nccl", action="store_true")
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--pulls", type=int, default=9)
+    parser.add_argument("--json")
+    options = parser.parse_args()
+    if options.device == "cuda" and not torch.cuda.is_available():
+        print("skipped: no GPU")
+        return 77
+    room = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+    with tempfile.TemporaryDirectory(prefix="full-weights-", dir=room) as folder:
+        run = Run(options, pathlib.Path(folder))
+        try:
+            report(options, run, run.measure())
+        finally:
+            run.close()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
