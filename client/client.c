@@ -86,6 +86,8 @@ static fanin_status init_client(fanin_client *client, const fanin_client_config 
     };
     if (!random_bytes(client->shared.client_id, sizeof client->shared.client_id))
         return error_set(error, FANIN_ERR_IO, NULL, "the kernel gives no random bytes");
+    digest id = digest_of(client->shared.client_id, sizeof client->shared.client_id);
+    memcpy(&client->plan_seed, id.bytes, sizeof client->plan_seed);
     status = devices_create(client, error);
     return status == FANIN_OK ? ucx_end_create(client, error) : status;
 }

@@ -34,6 +34,8 @@ struct fanin_client {
     atomic_bool cancelled;
     loop_source cancel; /**< eventfd that cancel writes to */
     bool connected;     /**< addresses are known */
+    uint64_t
+        plan_seed; /**< which of several holders it reads what from, see plan/plan.h */
     /* what rooms above this one keep between calls, each its own; NULL: nothing */
     publication *publications;  /**< catalog/tables.h */
     struct devices *devices;    /**< device/devices.h */

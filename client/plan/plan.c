@@ -17,6 +17,7 @@ typedef struct builder {
     const plan_target *targets;
     const uint64_t *to_of_key;
     uint32_t convert; /* what becomes of F32 */
+    uint64_t seed;
     cover cover;
     fill_set fills;
     uint32_t *fill_of;   /* by target */
@@ -130,7 +131,7 @@ static bool share_out(builder *b)
             k->pieces += f->uses;
         }
     }
-    return c->n_classes == c->n_sources || classes_balance(c);
+    return c->n_classes == c->n_sources || classes_balance(c, b->seed);
 }
 
 /* Exact where a box has one holder, near to it where replicas share. */
@@ -185,17 +186,32 @@ static bool push(builder *b, uint32_t source, uint32_t key, const piece *p)
     return true;
 }
 
+/* Whether so much is wanted of the box whose first template that is that several holders share it. */
+static bool is_large(const builder *b, const fill *f, uint64_t first)
+{
+    const piece *templates = b->fills.templates;
+    uint64_t bytes = 0;
+    for (uint64_t i = first;
+         i < f->first + f->count && templates[i].box == templates[first].box; i++)
+        bytes += templates[i].length;
+    return bytes > PLAN_SPLIT;
+}
+
 static bool emit(builder *b, uint32_t key, const fill *f, uint64_t to)
 {
     cover *c = &b->cover;
     const geometry *g = &c->geometries[f->geometry];
+    uint32_t last = PLAN_NONE;
+    bool large = false;
     for (uint64_t i = f->first; i < f->first + f->count; i++) {
         piece p = b->fills.templates[i];
         uint32_t u = p.box, class_id = g->class_of[u];
         const holder *h = &g->holders[g->first[u]];
         if (class_id >= c->n_sources) {
             holder_class *k = &c->classes[class_id];
-            h += class_position(c, k, key);
+            large = u == last ? large : is_large(b, f, i);
+            last = u;
+            h += class_holder(c, k, key, large);
             k->given += p.length;
         }
         p.box = (uint32_t)(c->cursor[h->source] + h->local);
@@ -290,10 +306,14 @@ static plan *plan_new(size_t n_sources)
 
 fanin_status plan_build(const key_table *keys, const plan_source *sources,
                         size_t n_sources, const plan_target *targets, size_t n_targets,
-                        const uint64_t *to_of_key, fanin_dtype dtype, work_stop *stop,
-                        plan **out, fanin_error *error)
+                        const uint64_t *to_of_key, const plan_rules *rules, plan **out,
+                        fanin_error *error)
 {
-    builder b = {.targets = n_targets ? targets : NULL, .to_of_key = to_of_key};
+    builder b = {.targets = n_targets ? targets : NULL,
+                 .to_of_key = to_of_key,
+                 .seed = rules->seed};
+    fanin_dtype dtype = rules->dtype;
+    work_stop *stop = rules->stop;
     int convert = dtype == 0 ? CONVERT_NONE : convert_between(FANIN_DTYPE_F32, dtype);
     *out = NULL;
     if (convert < 0)

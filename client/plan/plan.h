@@ -25,6 +25,8 @@ typedef struct plan_target {
 } plan_target;
 
 #define PIECE_MAX ((uint64_t)4 << 20) /**< bytes of one piece */
+#define PLAN_SPLIT                                                                     \
+    ((uint64_t)64 << 20) /**< bytes of a box that one holder serves alone */
 
 /** Packed source bytes of one box that land together. */
 typedef struct piece {
@@ -53,19 +55,28 @@ typedef struct plan {
     bool has_replicas; /**< some source could be spared */
 } plan;
 
+/** What a plan heeds besides tables and targets; all 0: nothing. */
+typedef struct plan_rules {
+    /** F32 tensors land as FANIN_DTYPE_BF16 or FANIN_DTYPE_F16, all others as they are; 0: all do.
+        Targets' addresses and strides, to_of_key, and `to` of pieces and views are then those of
+        the destination's smaller elements; lengths and `from` stay the sources' */
+    fanin_dtype dtype;
+    /** the client's: which of several holders serves which tensors. Clients of different seeds
+        take the same tensor from different ones; one seed always makes one plan */
+    uint64_t seed;
+    /** whether the plan is still wanted, FANIN_ERR_TIMEOUT if not; may be NULL */
+    work_stop *stop;
+} plan_rules;
+
 /**
  * Proves that the sources' boxes tile every tensor of @p keys exactly (also those that no
  * target names), chooses one holder for each box, balanced by bytes, keeping neighbouring
- * boxes of a source together, and maps targets to pieces. If all sources follow chunk
- * rules the proof and the choice are made once per rule, not per box.
+ * boxes of a source together, and maps targets to pieces. A box of which more than
+ * PLAN_SPLIT bytes are wanted may be shared by several holders, each serving neighbouring
+ * rows. If all sources follow chunk rules the proof and the choice are made once per rule,
+ * not per box.
  *
  * @p n_targets 0: every tensor whole, packed, at to = to_of_key[key].
- *
- * @p dtype: F32 tensors land as FANIN_DTYPE_BF16 or FANIN_DTYPE_F16, all others as they are; 0:
- * all do. Targets' addresses and strides, to_of_key, and `to` of pieces and views are then those
- * of the destination's smaller elements; lengths and `from` stay the sources'.
- *
- * @p stop (may be NULL): whether the plan is still wanted; FANIN_ERR_TIMEOUT if not.
  *
  * FANIN_ERR_INCOMPLETE: hole or conflicting overlap; names key, range and ranks.
  * FANIN_ERR_LIMIT: a tensor is cut into too many boxes in too many dimensions.
@@ -74,8 +85,8 @@ typedef struct plan {
  */
 fanin_status plan_build(const key_table *keys, const plan_source *sources,
                         size_t n_sources, const plan_target *targets, size_t n_targets,
-                        const uint64_t *to_of_key, fanin_dtype dtype, work_stop *stop,
-                        plan **out, fanin_error *error);
+                        const uint64_t *to_of_key, const plan_rules *rules, plan **out,
+                        fanin_error *error);
 void plan_free(plan **plan);
 
 /** Whether those sources with use[i] tile everything (the proof alone); false also if @p stop (may be

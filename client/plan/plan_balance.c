@@ -2,7 +2,9 @@
 /*
  * Boxes with the same holders form a class. A class is shared out among its holders as
  * ranges of keys, so that each of them serves neighbouring boxes; the ranges are as long
- * as levels the loads of all sources.
+ * as levels the loads of all sources. Which holder gets the first range is another one for
+ * each client: what cannot be shared evenly (a tensor that stands alone) would else fall
+ * upon the same rank for all of them.
  */
 #include "plan/plan_internal.h"
 
@@ -51,6 +53,12 @@ bool class_intern(cover *c, const uint32_t *sources, uint32_t count, uint32_t *i
     return true;
 }
 
+/* The holder at a position: positions begin at the class's turn. */
+static uint32_t holder_at(const holder_class *k, uint32_t position)
+{
+    return (position + k->turn) % k->count;
+}
+
 typedef struct level {
     uint64_t load;
     uint32_t position;
@@ -70,8 +78,9 @@ static bool pour(const cover *c, const holder_class *k, uint64_t *loads, level *
     uint64_t *shares = &c->bounds[k->first], left = k->weight;
     const uint32_t *sources = &c->class_sources[k->first];
     for (uint32_t i = 0; i < k->count; i++) {
-        loads[sources[i]] -= shares[i];
-        levels[i] = (level){.load = loads[sources[i]], .position = i};
+        uint64_t *load = &loads[sources[holder_at(k, i)]];
+        *load -= shares[i];
+        levels[i] = (level){.load = *load, .position = i};
     }
     qsort(levels, k->count, sizeof *levels, compare_levels);
     uint64_t height = levels[0].load;
@@ -90,7 +99,7 @@ static bool pour(const cover *c, const holder_class *k, uint64_t *loads, level *
         uint64_t step = share > before ? share - before : before - share;
         moved = moved || step > k->weight / 256;
         shares[position] = share;
-        loads[sources[position]] += share;
+        loads[sources[holder_at(k, position)]] += share;
     }
     return moved;
 }
@@ -101,12 +110,23 @@ static uint32_t pour_steps(const holder_class *k)
     return k->count < WORK_STEPS / 8 ? 8 * k->count : WORK_STEPS;
 }
 
-bool classes_balance(cover *c)
+/* Neighbouring seeds, and a class's neighbours under one seed, begin anywhere. */
+static void take_turns(cover *c, uint64_t seed)
+{
+    for (uint64_t i = c->n_sources; i < c->n_classes; i++) {
+        holder_class *k = &c->classes[i];
+        uint64_t words[] = {seed, i};
+        k->turn = (uint32_t)(words_hash(words, 2, NULL) >> 32) % k->count;
+    }
+}
+
+bool classes_balance(cover *c, uint64_t seed)
 {
     uint64_t *loads = calloc(c->n_sources + 1, sizeof *loads);
     level *levels = malloc((c->n_sources + 1) * sizeof *levels);
     c->bounds = calloc(c->n_class_sources + 1, sizeof *c->bounds);
     bool ok = loads && levels && c->bounds, moved = true;
+    take_turns(c, seed);
     for (size_t s = 0; s < c->n_sources && ok; s++)
         loads[s] = c->classes[s].weight;
     for (int round = 0; round < ROUNDS_MAX && moved && ok; round++) {
@@ -126,13 +146,13 @@ bool classes_balance(cover *c)
     return ok;
 }
 
-uint32_t class_position(const cover *c, holder_class *k, uint32_t key)
+uint32_t class_holder(const cover *c, holder_class *k, uint32_t key, bool split)
 {
-    if (k->key != key) {
+    if (k->key != key || split) {
         k->key = key;
         while (k->position + 1 < k->count &&
                k->given >= c->bounds[k->first + k->position])
             k->position++;
     }
-    return k->position;
+    return holder_at(k, k->position);
 }

@@ -128,6 +128,7 @@ typedef struct holder_class {
     uint64_t first; /**< of cover.class_sources and cover.bounds */
     uint32_t count;
     uint32_t position, key; /**< who serves which key now */
+    uint32_t turn;          /**< who comes first: added to positions */
     uint64_t weight, given; /**< bytes wanted of it, given out so far */
     uint64_t pieces;        /**< wanted of it */
 } holder_class;
@@ -193,11 +194,12 @@ fanin_status report_size(const cover *c, const geometry *g, uint32_t key,
 
 /** The class of boxes that exactly these sources (ascending) hold. */
 bool class_intern(cover *c, const uint32_t *sources, uint32_t count, uint32_t *id_out);
-/** Shares out the classes' weights so that the sources' loads are level. False: out of memory, or
-    c->stop. */
-bool classes_balance(cover *c);
-/** Position among the class's sources of the one that serves @p key; keys ascend. */
-uint32_t class_position(const cover *c, holder_class *k, uint32_t key);
+/** Shares out the classes' weights so that the sources' loads are level; of sources that are equally
+    loaded @p seed says who comes first. False: out of memory, or c->stop. */
+bool classes_balance(cover *c, uint64_t seed);
+/** Index among the class's sources of the one that serves @p key; keys ascend. @p split: of this
+    key, too, some may be served by one and some by the next. */
+uint32_t class_holder(const cover *c, holder_class *k, uint32_t key, bool split);
 
 /* ----------------------------- targets to templates (plan_fill.c) ---- */
 

@@ -125,13 +125,15 @@ static fanin_status make(path_plan *plan, fanin_client *client, const publicatio
     size_t n_targets = 0;
     client_work work;
     client_work_start(&work, client, at);
+    plan_rules rules = {
+        .dtype = d->dtype, .seed = client->plan_seed, .stop = &work.stop};
     fanin_status status =
         d->prepare(d->cookie, p->keys, &targets, &n_targets, &to_of_key, error);
     if (status == FANIN_OK)
         status = list_sources(client, p, use, plan, error);
     if (status == FANIN_OK)
         status = plan_build(p->keys, plan->sources, plan->n_sources, targets, n_targets,
-                            to_of_key, d->dtype, &work.stop, &plan->plan, error);
+                            to_of_key, &rules, &plan->plan, error);
     return client_work_end(&work, status, error);
 }
 

@@ -226,8 +226,8 @@ static double time_slices(const bench *b)
     }
     plan *p;
     double start = now_ms();
-    require(plan_build(b->keys, b->sources, b->n_sources, targets, b->n_keys, NULL, 0,
-                       NULL, &p, NULL) == FANIN_OK,
+    require(plan_build(b->keys, b->sources, b->n_sources, targets, b->n_keys, NULL,
+                       &(plan_rules){0}, &p, NULL) == FANIN_OK,
             "plan of slices");
     double spent = now_ms() - start;
     plan_free(&p);
@@ -247,8 +247,8 @@ static void run(bench *b, const char *name, uint32_t world, uint32_t parts,
     for (int i = 0; i < times; i++) {
         plan_free(&p);
         double start = now_ms();
-        require(plan_build(b->keys, b->sources, b->n_sources, NULL, 0, b->to_of_key, 0,
-                           NULL, &p, NULL) == FANIN_OK,
+        require(plan_build(b->keys, b->sources, b->n_sources, NULL, 0, b->to_of_key,
+                           &(plan_rules){0}, &p, NULL) == FANIN_OK,
                 "plan");
         spent = now_ms() - start;
         best = spent < best ? spent : best;

@@ -306,8 +306,9 @@ void landing_free(landing *l)
 fanin_status world_plan(const world *w, const landing *l, plan **out,
                         fanin_error *error)
 {
+    plan_rules rules = {.dtype = l->dtype, .seed = w->seed};
     return plan_build(w->keys, w->sources, w->n_sources, l->targets, l->n_targets,
-                      l->to_of_key, l->dtype, NULL, out, error);
+                      l->to_of_key, &rules, out, error);
 }
 
 /* One unit of a tensor, as it is to land. */

@@ -30,6 +30,7 @@ typedef struct world {
     plan_source sources[WORLD_RANKS]; /**< in rank order */
     size_t n_sources;
     uint64_t random;
+    uint64_t seed; /**< of plans */
 } world;
 
 uint64_t world_random(world *w, uint64_t below);

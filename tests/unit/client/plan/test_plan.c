@@ -265,8 +265,9 @@ static void a_plan_stops_when_nobody_waits_for_it(void **state)
     work_stop stop = {.fn = stop_now};
     hold_units(&w, 2, 128);
     landing_whole(&l, &w, 0);
-    assert_int_equal(plan_build(w.keys, w.sources, w.n_sources, NULL, 0, l.to_of_key, 0,
-                                &stop, &p, &error),
+    plan_rules rules = {.stop = &stop};
+    assert_int_equal(plan_build(w.keys, w.sources, w.n_sources, NULL, 0, l.to_of_key,
+                                &rules, &p, &error),
                      FANIN_ERR_TIMEOUT);
     assert_null(p);
     assert_true(stop.stopped);

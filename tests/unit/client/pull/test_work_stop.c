@@ -91,8 +91,9 @@ static fanin_status read_regions(claims *c, work_stop *stop, fanin_error *error)
 static fanin_status make_plan(claims *c, work_stop *stop, fanin_error *error)
 {
     plan *p;
+    plan_rules rules = {.stop = stop};
     fanin_status status = plan_build(c->w.keys, c->w.sources, 1, NULL, 0,
-                                     c->whole.to_of_key, 0, stop, &p, error);
+                                     c->whole.to_of_key, &rules, &p, error);
     assert_int_equal(p == NULL, status != FANIN_OK);
     plan_free(&p);
     return status;

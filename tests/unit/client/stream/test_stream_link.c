@@ -139,9 +139,9 @@ static void make_plan(void)
                           &s.error),
               s.error);
     const plan_source source = {0, s.run->shards[0].boxes};
-    assert_ok(
-        plan_build(s.run->keys, &source, 1, NULL, 0, &to, 0, NULL, &s.plan, &s.error),
-        s.error);
+    assert_ok(plan_build(s.run->keys, &source, 1, NULL, 0, &to, &(plan_rules){0},
+                         &s.plan, &s.error),
+              s.error);
     assert_ok(read_list_build(&s.plan->ranks[0], source.boxes, s.run->keys, NULL,
                               &s.list, &s.error),
               s.error);

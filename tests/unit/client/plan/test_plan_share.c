@@ -1,0 +1,230 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Which of several holders serves what: clients differ, and large tensors are divided. */
+#include "plan_world.h"
+#include "testing.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+#define CLIENTS 64
+#define MIB ((uint64_t)1 << 20)
+
+/* -------------------------------------------------------- tensors and holders */
+
+/* Ranks that all hold all of every tensor, without memory: tensors of any size. */
+typedef struct replicas {
+    key_table *keys;
+    plan_source sources[WORLD_RANKS];
+    size_t n_sources;
+    plan_target targets[8]; /* every tensor whole, one behind the other */
+    size_t n_targets;
+} replicas;
+
+static void make_boxes(replicas *r, uint32_t rank)
+{
+    box_record records[8];
+    buffer blob = {0};
+    box_table *boxes;
+    fanin_error error = FANIN_ERROR_INIT;
+    for (uint32_t key = 0; key < r->keys->count; key++)
+        records[key] =
+            (box_record){.key = key,
+                         .block = r->targets[key].block,
+                         .place = {.offset = r->targets[key].to, .packed = true}};
+    box_table_encode(&blob, r->keys->entries, r->keys->count, records, r->keys->count,
+                     rank, (uint32_t)r->n_sources);
+    assert_ok(box_table_decode(blob.data, blob.size, r->keys, NULL, &boxes, &error),
+              error);
+    buffer_free(&blob);
+    r->sources[rank] = (plan_source){.rank = rank, .boxes = boxes};
+}
+
+/* Tensors of so many rows of 1 MiB each, on so many ranks. */
+static void replicas_init(replicas *r, const uint64_t *rows, uint32_t n_keys,
+                          size_t n_ranks)
+{
+    static const char *const names[] = {"a", "b", "c", "d", "e", "f", "g", "h"};
+    key_entry entries[8] = {0};
+    buffer blob = {0};
+    fanin_error error = FANIN_ERROR_INIT;
+    uint64_t to = 0;
+    *r = (replicas){.n_sources = n_ranks, .n_targets = n_keys};
+    for (uint32_t key = 0; key < n_keys; key++) {
+        entries[key] = (key_entry){.name = names[key],
+                                   .dtype = FANIN_DTYPE_U8,
+                                   .n_dims = 2,
+                                   .shape = {rows[key], MIB}};
+        r->targets[key] = (plan_target){
+            .key = key, .block = {.n_dims = 2, .extent = {rows[key], MIB}}, .to = to};
+        to += rows[key] * MIB;
+    }
+    key_table_encode(&blob, entries, n_keys, NULL, 0);
+    assert_ok(key_table_decode(blob.data, blob.size, NULL, &r->keys, &error), error);
+    buffer_free(&blob);
+    for (uint32_t rank = 0; rank < n_ranks; rank++)
+        make_boxes(r, rank);
+}
+
+static void replicas_free(replicas *r)
+{
+    for (size_t i = 0; i < r->n_sources; i++) {
+        box_table *boxes = (box_table *)(uintptr_t)r->sources[i].boxes;
+        box_table_free(&boxes);
+    }
+    key_table_free(&r->keys);
+}
+
+static plan *plan_as(const replicas *r, uint64_t seed)
+{
+    fanin_error error = FANIN_ERROR_INIT;
+    plan_rules rules = {.seed = seed};
+    plan *p;
+    assert_ok(plan_build(r->keys, r->sources, r->n_sources, r->targets, r->n_targets,
+                         NULL, &rules, &p, &error),
+              error);
+    return p;
+}
+
+/* Every byte comes once: pieces land where they are taken from, as all is packed. */
+static void check_whole(const replicas *r, const plan *p)
+{
+    uint64_t total = 0, n = 0, at = 0;
+    const piece *all[4096];
+    for (size_t s = 0; s < p->n_ranks; s++)
+        for (uint64_t i = 0; i < p->ranks[s].n_pieces; i++) {
+            const piece *one = &p->ranks[s].pieces[i];
+            assert_int_equal(one->to, r->targets[one->box].to + one->offset);
+            assert_in_range(one->length, 1, PIECE_MAX);
+            assert_true(n < 4096);
+            all[n++] = one;
+            total += one->length;
+        }
+    assert_int_equal(total, p->bytes);
+    while (at < total) {
+        uint64_t before = at;
+        for (uint64_t i = 0; i < n; i++)
+            at += all[i]->to == at ? all[i]->length : 0;
+        assert_true(at > before);
+    }
+}
+
+/* ---------------------------------------------------------------------- tests */
+
+static void clients_take_a_lone_tensor_from_different_ranks(void **state)
+{
+    replicas r;
+    uint32_t served[4] = {0};
+    replicas_init(&r, (uint64_t[]){16}, 1, 4);
+    for (uint64_t seed = 0; seed < CLIENTS; seed++) {
+        plan *p = plan_as(&r, seed);
+        for (size_t s = 0; s < 4; s++) {
+            assert_true(p->ranks[s].bytes == 0 || p->ranks[s].bytes == 16 * MIB);
+            served[s] += p->ranks[s].bytes > 0;
+        }
+        check_whole(&r, p);
+        plan_free(&p);
+    }
+    for (size_t s = 0; s < 4; s++)
+        assert_in_range(served[s], CLIENTS / 8, CLIENTS / 2);
+    replicas_free(&r);
+}
+
+static void a_client_makes_one_plan(void **state)
+{
+    replicas r;
+    replicas_init(&r, (uint64_t[]){3, 100, 2, 7}, 4, 3);
+    for (uint64_t seed = 0; seed < 8; seed++) {
+        plan *a = plan_as(&r, seed), *b = plan_as(&r, seed);
+        for (size_t s = 0; s < 3; s++) {
+            assert_int_equal(a->ranks[s].n_pieces, b->ranks[s].n_pieces);
+            assert_memory_equal(a->ranks[s].pieces, b->ranks[s].pieces,
+                                a->ranks[s].n_pieces * sizeof(piece));
+        }
+        plan_free(&a);
+        plan_free(&b);
+    }
+    replicas_free(&r);
+}
+
+/* Whoever comes first, all holders serve as much as the others. */
+static void loads_are_level_for_every_client(void **state)
+{
+    world w;
+    landing l;
+    world_init(&w, 6, 1);
+    for (int i = 0; i < 120; i++)
+        world_key(&w, FANIN_DTYPE_U8, 2, ((const uint64_t[]){12, 10}));
+    for (uint32_t rank = 0; rank < 6; rank++)
+        world_hold_chunks(&w, rank, 0, 2, rank % 2);
+    world_seal(&w, NULL);
+    landing_whole(&l, &w, 0);
+    for (w.seed = 0; w.seed < 16; w.seed++) {
+        fanin_error error = FANIN_ERROR_INIT;
+        plan *p;
+        assert_ok(world_plan(&w, &l, &p, &error), error);
+        world_check_plan(&w, &l, p);
+        world_execute(&w, &l, p);
+        for (int rank = 0; rank < 6; rank++)
+            assert_in_range(p->ranks[rank].bytes, 2400 - 60, 2400 + 60);
+        plan_free(&p);
+    }
+    landing_free(&l);
+    world_free(&w);
+}
+
+static void a_large_tensor_is_shared_by_rows(void **state)
+{
+    replicas r;
+    replicas_init(&r, (uint64_t[]){1, 120, 1}, 3, 3);
+    for (uint64_t seed = 0; seed < 8; seed++) {
+        plan *p = plan_as(&r, seed);
+        for (size_t s = 0; s < 3; s++) {
+            const plan_rank *rank = &p->ranks[s];
+            assert_in_range(rank->bytes, (40 - 4) * MIB, (40 + 5) * MIB);
+            /* neighbouring rows, and neighbouring tensors */
+            for (uint64_t i = 1; i < rank->n_pieces; i++)
+                assert_int_equal(rank->pieces[i].to,
+                                 rank->pieces[i - 1].to + rank->pieces[i - 1].length);
+        }
+        check_whole(&r, p);
+        plan_free(&p);
+    }
+    replicas_free(&r);
+}
+
+static void up_to_the_limit_a_box_has_one_server(void **state)
+{
+    replicas r;
+    replicas_init(&r, (uint64_t[]){PLAN_SPLIT / MIB}, 1, 3);
+    plan *p = plan_as(&r, 1);
+    for (size_t s = 0; s < 3; s++)
+        assert_true(p->ranks[s].bytes == 0 || p->ranks[s].bytes == PLAN_SPLIT);
+    plan_free(&p);
+    replicas_free(&r);
+}
+
+/* Of a large tensor only what is wanted counts. */
+static void little_of_a_large_tensor_has_one_server(void **state)
+{
+    replicas r;
+    replicas_init(&r, (uint64_t[]){100}, 1, 2);
+    r.targets[0].block = (block){.n_dims = 2, .offset = {30, 0}, .extent = {10, MIB}};
+    plan *p = plan_as(&r, 1);
+    assert_int_equal(p->ranks[0].bytes + p->ranks[1].bytes, 10 * MIB);
+    assert_true(p->ranks[0].bytes == 0 || p->ranks[1].bytes == 0);
+    plan_free(&p);
+    replicas_free(&r);
+}
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(clients_take_a_lone_tensor_from_different_ranks),
+        cmocka_unit_test(a_client_makes_one_plan),
+        cmocka_unit_test(loads_are_level_for_every_client),
+        cmocka_unit_test(a_large_tensor_is_shared_by_rows),
+        cmocka_unit_test(up_to_the_limit_a_box_has_one_server),
+        cmocka_unit_test(little_of_a_large_tensor_has_one_server),
+    };
+    return cmocka_run_group_tests_name("plan-share", tests, NULL, NULL);
+}
