@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The plugin for vLLM: an adapter by name, pulled from the trainer when it is asked for.
+"""The plugin for vLLM: an adapter by name, and whole models, pulled from the trainer.
 
 Two entry points, both named ``fanin`` so that ``VLLM_PLUGINS=fanin`` loads the two of them:
 
 * ``vllm.general_plugins`` -> :func:`register`, run by vLLM in each of its processes: a LoRA
-  resolver for names ``<prefix>-run<run>-step<step>``, and the methods that workers on other
-  hosts are called by;
+  resolver for names ``<prefix>-run<run>-step<step>``, the methods that workers on other
+  hosts are called by, and the weight transfer backend ``fanin`` (:mod:`fanin.vllm.weights`);
 * ``vllm.endpoint_plugins`` -> :func:`endpoint_plugin`, run in the API server: the routes
   ``/load_lora_adapter_nixl``, ``/init_nixl_client`` and ``/nixl/status``.
 
@@ -19,6 +19,7 @@ retired when ``keep`` newer ones of the run are there and no request needs them 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 from typing import Any
@@ -30,7 +31,7 @@ _log = logging.getLogger("vllm.fanin")
 
 
 def register() -> None:
-    """Registers the resolver and the workers' methods in this process.
+    """Registers the resolver, the workers' methods and the weight transfer backend in this process.
 
     Called by vLLM, in the API server, the engine core and each worker, maybe more than once in
     one process; a second call changes nothing. Does not block, touches no network and does not
@@ -49,6 +50,19 @@ def register() -> None:
             os.getpid(),
             ", ".join(methods) or "none (this vLLM has no vllm.v1 workers)",
         )
+    _register_backend()
+
+
+def _register_backend() -> None:
+    """The backend of ``--weight-transfer-config``, where this vLLM has such engines; once."""
+    try:
+        from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+    except ImportError:
+        return
+    # By name: the module loads when an engine is made. A name that is there already raises
+    # ValueError, and only register() gives this one.
+    with contextlib.suppress(ValueError):
+        WeightTransferEngineFactory.register_engine("fanin", "fanin.vllm.weights", "Engine")
 
 
 def endpoint_plugin() -> Any:

@@ -1,0 +1,203 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How one step of a whole model comes into a worker's parameters."""
+
+from __future__ import annotations
+
+import logging
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from fanin._tensors import TORCH_DTYPES
+from fanin.errors import PeerError, StaleError
+from fanin.vllm import reload
+from fanin.vllm.trainers import Published, Trainer, left
+
+__all__ = ["Landing", "Progress", "StockLanding", "Summary", "groups_of", "torch_dtype_of"]
+
+_log = logging.getLogger("vllm.fanin")
+
+_SAY_EVERY = 5.0
+
+
+@dataclass
+class Summary:
+    """What an update did. bytes: that were read. read, install: seconds; the two may overlap."""
+
+    bytes: int = 0
+    tensors: int = 0
+    read: float = 0.0
+    install: float = 0.0
+    path: str = ""
+    restarts: int = 0
+
+    def __str__(self) -> str:
+        rate = self.bytes / self.read / 1e9 if self.read else 0.0
+        again = f", {self.restarts} times begun again" if self.restarts else ""
+        return (
+            f"{self.bytes / 1e6:.1f} MB of {self.tensors} tensors by {self.path} in "
+            f"{self.read:.3f} s ({rate:.2f} GB/s), installed in {self.install:.3f} s{again}"
+        )
+
+
+class Progress:
+    """Says in the log how far a long update is. total: bytes, 0: not known."""
+
+    def __init__(self, step: int, total: int) -> None:
+        self._step, self._total, self._before = step, total, 0
+        self._start = self._said = time.monotonic()
+
+    def __call__(self, done: int, _: int = 0) -> None:
+        now = time.monotonic()
+        if now - self._said < _SAY_EVERY:
+            return
+        self._said = now
+        done += self._before
+        rate = done / (now - self._start)
+        rest = f", {max(self._total - done, 0) / rate:.0f} s to go" if rate and self._total else ""
+        _log.info(
+            "fanin: step %d: %.0f of %.0f MB, %.2f GB/s%s",
+            self._step,
+            done / 1e6,
+            self._total / 1e6,
+            rate / 1e9,
+            rest,
+        )
+
+    def add(self, done: int) -> None:
+        """A part has come; what follows is counted from here."""
+        self._before += done
+
+
+class Landing(ABC):
+    """One model of one worker, and how it is filled."""
+
+    mode: str
+
+    @abstractmethod
+    def pull(
+        self, trainer: Trainer, step: int, deadline: float, writing: Callable[[], None]
+    ) -> Summary:
+        """Brings *step* into the parameters, all of it, or raises.
+
+        writing is called before the first byte of a parameter is written. When this raises, the
+        model's tensors are where its kernels expect them. Blocks until *deadline* at most, or a
+        little longer for what is installed then.
+        """
+
+    def close(self) -> None:  # noqa: B027
+        """Lets go of memory that is only there for updates."""
+
+
+def torch_dtype_of(name: str) -> Any:
+    """The torch.dtype of safetensors' name. Raises PeerError if PyTorch has none."""
+    import torch
+
+    for known, dtype in TORCH_DTYPES.items():
+        if dtype == name and hasattr(torch, known):
+            return getattr(torch, known)
+    raise PeerError.make(
+        f"the trainer publishes {name}, and this PyTorch has no such dtype", "cast it there"
+    )
+
+
+def groups_of(names: Iterable[str]) -> list[list[str]]:
+    """Names by decoder layer: those without a number first, then by their outermost number.
+
+    The embedding comes before all layers, and norm and head after them are in a group of their
+    own at the end.
+    """
+    before: list[str] = []
+    after: list[str] = []
+    layers: dict[tuple[str, int], list[str]] = {}
+    for name in names:
+        parts = name.split(".")
+        at = next((i for i, part in enumerate(parts) if part.isdigit()), None)
+        if at is not None:
+            layers.setdefault((".".join(parts[:at]), int(parts[at])), []).append(name)
+        elif "embed" in name:
+            before.append(name)
+        else:
+            after.append(name)
+    ordered = [layers[key] for key in sorted(layers)]
+    return [group for group in [before, *ordered, after] if group]
+
+
+class StockLanding(Landing):
+    """vLLM's own `load_weights` on whole tensors, a decoder layer at a time.
+
+    For models whose loaders compute, so that no mapping can be recorded. Every worker reads every
+    tensor whole, and holds a layer of them beside the model.
+    """
+
+    mode = "loader"
+
+    def __init__(self, model: Any, model_config: Any, device: Any, published: Published) -> None:
+        self._model, self._config, self._device = model, model_config, device
+        self._entries = {entry.name: entry for entry in published.entries}
+        self._groups = groups_of(self._entries)
+
+    def pull(
+        self, trainer: Trainer, step: int, deadline: float, writing: Callable[[], None]
+    ) -> Summary:
+        summary = Summary(tensors=len(self._entries))
+        progress = Progress(step, sum(entry.bytes for entry in self._entries.values()))
+        worlds = set()
+        writing()
+        reload.begin(self._model)
+        try:
+            for group in self._groups:
+                worlds.add(self._one(group, trainer, step, deadline, summary, progress))
+            if len(worlds) != 1:
+                raise StaleError.make(
+                    f"the trainer was started again while step {step} was read", "update again"
+                )
+            missing = reload.unloaded(self._model)
+            if missing:
+                raise PeerError.make(
+                    f"nothing that is published fills {', '.join(missing[:4])}"
+                    + (f" and {len(missing) - 4} more modules" if len(missing) > 4 else ""),
+                    "publish the whole model under the names of its checkpoint",
+                    key=missing[0],
+                )
+            start = time.monotonic()
+            reload.end(self._model, self._config)
+            summary.install += time.monotonic() - start
+        finally:
+            reload.abandon(self._model)
+        return summary
+
+    def _one(
+        self,
+        group: list[str],
+        trainer: Trainer,
+        step: int,
+        deadline: float,
+        summary: Summary,
+        progress: Progress,
+    ) -> str:
+        """Reads and loads one group; the world that it came from."""
+        import torch
+
+        # New memory each time: vLLM keeps what a module was given until the module is complete.
+        tensors = {}
+        for name in group:
+            entry = self._entries[name]
+            dtype = torch_dtype_of(entry.dtype)
+            tensors[name] = torch.empty(entry.shape, dtype=dtype, device=self._device)
+        start = time.monotonic()
+        # One exact step of one world has the same bytes in every pull.
+        result = trainer.client.pull_into(
+            trainer.run, tensors, step=step, timeout=left(deadline), progress=progress
+        )
+        loaded = time.monotonic()
+        self._model.load_weights(iter(tensors.items()))
+        summary.install += time.monotonic() - loaded
+        summary.read += loaded - start
+        summary.bytes += result.bytes
+        summary.restarts += result.restarts
+        summary.path = result.path
+        progress.add(result.bytes)
+        return str(result.world_id)

@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The trainer that one worker pulls whole models from, and what it publishes."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from fanin.errors import FaninError, PullTimeoutError
+from fanin.vllm.clients import Source, Target
+
+__all__ = ["Published", "Trainer", "left"]
+
+_log = logging.getLogger("vllm.fanin")
+
+_CONNECT = 10.0
+
+
+@dataclass(frozen=True)
+class Published:
+    """What a run's ranks publish.
+
+    entries: the catalog, :class:`fanin.client.Entry` each. metadata: as the trainer set it.
+    digest: of the key table, which all ranks have in common. world: 32 hex digits.
+    """
+
+    entries: tuple[Any, ...]
+    metadata: dict[str, str]
+    digest: str
+    world: str
+
+    def layout(self) -> tuple[Any, ...]:
+        """What a mapping depends on: names, dtypes and shapes."""
+        return tuple((entry.name, entry.dtype, tuple(entry.shape)) for entry in self.entries)
+
+
+class Trainer:
+    """A client of one trainer, made anew when the trainer is somewhere else. One thread.
+
+    source: where it is said to be; a path is read at each :meth:`ready`. run: the publication.
+    factory: makes a connected client, :class:`fanin.Client` unless a test says otherwise.
+    """
+
+    def __init__(self, source: Source, run: str, factory: Callable[..., Any] | None = None) -> None:
+        self.source = source
+        self.run = run
+        self._factory = factory
+        self._client: Any = None
+        self._target: Target | None = None
+        self._published: Published | None = None
+
+    @property
+    def client(self) -> Any:
+        """The connected client; :meth:`ready` comes first."""
+        assert self._client is not None
+        return self._client
+
+    def ready(self, deadline: float) -> Published:
+        """Connects, or connects again, and says what is published now.
+
+        Blocks until *deadline* (of time.monotonic) at most. Raises as :class:`fanin.Client`, and
+        what reading a nixl_info.json raises.
+        """
+        target = self.source.resolve()
+        if self._client is None or target != self._target:
+            self.close()
+            self._connect(target, deadline)
+        digest, world = self._look(deadline)
+        known = self._published
+        if known is None or (known.digest, known.world) != (digest, world):
+            if known is not None and known.world != world:
+                _log.info("fanin: the trainer of %s was started again", self.source.text)
+            client = self.client
+            entries = tuple(client.catalog(self.run, timeout=left(deadline)))
+            metadata = dict(client.metadata(self.run, timeout=left(deadline)))
+            known = self._published = Published(entries, metadata, digest, world)
+        return known
+
+    def _connect(self, target: Target, deadline: float) -> None:
+        factory = self._factory
+        if factory is None:
+            from fanin.client import Client
+
+            factory = Client
+        self._client = factory(
+            list(target.addresses),
+            server_name=target.server_name,
+            world_id=target.world_id,
+            connect_timeout=min(_CONNECT, left(deadline)),
+        )
+        self._target = target
+
+    def _look(self, deadline: float) -> tuple[str, str]:
+        """The key table's digest and the world, of whoever answers first."""
+        client = self.client
+        try:
+            # Waits for a first commit, which list does not.
+            client.wait(self.run, timeout=left(deadline))
+            seen = [one for one in client.publications(left(deadline)) if one.name == self.run]
+            worlds = [one.world_id for one in client.ranks() if one.connected]
+        except FaninError:
+            self.close()
+            raise
+        digest = max((one.key_digest for one in seen), default="")
+        return digest, worlds[0] if worlds else ""
+
+    def close(self) -> None:
+        """Lets go of the connections; the next :meth:`ready` makes new ones."""
+        client, self._client = self._client, None
+        if client is not None:
+            client.close()
+
+
+def left(deadline: float) -> float:
+    """Seconds until *deadline* (of time.monotonic). Raises PullTimeoutError if it has passed."""
+    rest = deadline - time.monotonic()
+    if rest <= 0:
+        raise PullTimeoutError.make(
+            "the update's time is over", "give init_info a longer timeout", key="timeout"
+        )
+    return rest

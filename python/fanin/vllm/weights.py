@@ -1,0 +1,243 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The weight transfer engine ``fanin`` of vLLM: a trainer's whole model into one worker.
+
+``--weight-transfer-config '{"backend": "fanin"}'``. vLLM makes one :class:`Engine` in each worker
+and calls it by ``collective_rpc``: nothing generates meanwhile. docs/full-weights.md is the user's
+page.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+
+from fanin.errors import RequestError, StateError
+from fanin.vllm import reload
+from fanin.vllm.clients import Source
+from fanin.vllm.landing import Landing, StockLanding
+from fanin.vllm.trainers import Published, Trainer, left
+from fanin.vllm.updates import Updates, check_step, check_timeout, full_run
+
+__all__ = ["Engine", "InitInfo", "UpdateInfo"]
+
+_log = logging.getLogger("vllm.fanin")
+
+_MODES = ("auto", "loader")
+
+
+@dataclass
+class InitInfo(WeightTransferInitInfo):
+    """What ``/init_weight_transfer_engine`` takes.
+
+    trainer: the path of a nixl_info.json or of its directory, or the ranks' addresses. run: the
+    trainer's run. timeout: seconds for a whole update. draft_run: the run that fills a draft
+    model. mode: "auto", or "loader" for vLLM's own `load_weights` whatever the model.
+    """
+
+    trainer: Any
+    run: Any = "0"
+    timeout: Any = 120.0
+    draft_run: Any = None
+    mode: Any = "auto"
+
+
+@dataclass
+class UpdateInfo(WeightTransferUpdateInfo):
+    """What ``/update_weights`` takes. step: this very step of the trainer."""
+
+    step: Any
+
+
+class _Target:
+    """One of the worker's models: the model itself, or its draft."""
+
+    def __init__(self, worker: str, model: Any, model_config: Any) -> None:
+        self.model, self.model_config = model, model_config
+        self.updates = Updates(worker)
+        self.trainer: Trainer | None = None
+        self.landing: Landing | None = None
+        self.published: Published | None = None
+
+    def close(self) -> None:
+        if self.trainer is not None:
+            self.trainer.close()
+        if self.landing is not None:
+            self.landing.close()
+        self.trainer = self.landing = self.published = None
+
+
+class Engine(WeightTransferEngine[InitInfo, UpdateInfo]):
+    """One worker's side of an update. Called by one thread, the worker's.
+
+    Every method raises a :class:`fanin.FaninError` that names the worker, the rank or the tensor
+    and the remedy; the worker lives on.
+    """
+
+    init_info_cls = InitInfo
+    update_info_cls = UpdateInfo
+    supports_draft_weight_update = True
+
+    def __init__(self, config: Any, vllm_config: Any, device: Any, model: Any) -> None:
+        super().__init__(config, vllm_config, device, model)
+        reload.check_version()
+        _refuse_what_moves(vllm_config)
+        self._worker = _named(vllm_config)
+        self._main = _Target(self._worker, model, self.model_config)
+        self._draft: _Target | None = None
+        self._info: InitInfo | None = None
+        self._timeout = 0.0
+
+    def _target(self) -> _Target:
+        """Of the model that vLLM has chosen for this update."""
+        if self.model is self._main.model:
+            return self._main
+        if self._draft is None or self._draft.model is not self.model:
+            self._draft = _Target(f"{self._worker}, draft", self.model, self.model_config)
+        return self._draft
+
+    # ------------------------------------------------------------------------------ vLLM's calls
+
+    def init_transfer_engine(self, init_info: InitInfo) -> None:
+        """Finds the trainer and what it publishes, and works out where that belongs.
+
+        Again: forgets the trainer of before. Blocks at most the timeout of *init_info*.
+        """
+        timeout = check_timeout(init_info.timeout)
+        if init_info.mode not in _MODES:
+            raise RequestError.make(
+                f"init_info's mode is {init_info.mode!r}", f"give one of {_MODES}", key="mode"
+            )
+        source = Source.of(init_info.trainer)
+        run = full_run(init_info.run)
+        if init_info.draft_run is not None:
+            full_run(init_info.draft_run)
+        deadline = time.monotonic() + timeout
+        trainer = Trainer(source, run)
+        try:
+            published = trainer.ready(deadline)
+            self._main.close()
+            if self._draft is not None:
+                self._draft.close()
+            self._prepare(self._main, init_info, published)
+        except BaseException:
+            trainer.close()
+            raise
+        self._main.trainer = trainer
+        self._info, self._timeout = init_info, timeout
+
+    def start_weight_update(self) -> None:
+        """Nothing is written yet; of a draft model, its trainer is looked for the first time."""
+        if self._info is None:
+            raise StateError.make(
+                f"{self._worker}: start_weight_update before init_weight_transfer_engine",
+                'init it with {"trainer": ..., "run": ...} first',
+            )
+        target = self._target()
+        if target.trainer is None:
+            self._find_draft(target, self._info)
+        target.updates.start()
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """As the base's, which would also wait for an accelerator that a CPU has not."""
+        self.receive_weights(self.parse_update_info(update_info))
+
+    def receive_weights(self, update_info: UpdateInfo) -> None:
+        """Pulls one step and installs it; when this returns, all of it is in place."""
+        step = check_step(update_info.step)
+        target = self._target()
+        with target.updates.pull(step):
+            self._bring(target, step)
+
+    def finish_weight_update(self) -> None:
+        """Refused unless a whole pull has succeeded since the start."""
+        step = self._target().updates.finish()
+        _log.info("fanin: %s: the weights are those of step %d", self._worker, step)
+
+    def reset_weight_update_target(self) -> None:
+        """vLLM says here that an update is over, well or not."""
+        self._target().updates.leave()
+        super().reset_weight_update_target()
+
+    def shutdown(self) -> None:
+        """Closes connections and frees what updates need; the next init makes them anew."""
+        self._main.close()
+        if self._draft is not None:
+            self._draft.close()
+        self._info = None
+
+    # ------------------------------------------------------------------------------ behind them
+
+    def _find_draft(self, target: _Target, info: InitInfo) -> None:
+        if info.draft_run is None:
+            raise StateError.make(
+                f"{self._worker}: init_info named no run for the draft model",
+                'init it with {"draft_run": ...} as well',
+                key="draft_run",
+            )
+        trainer = Trainer(Source.of(info.trainer), full_run(info.draft_run))
+        try:
+            published = trainer.ready(time.monotonic() + self._timeout)
+            self._prepare(target, info, published)
+        except BaseException:
+            trainer.close()
+            raise
+        target.trainer = trainer
+
+    def _prepare(self, target: _Target, info: InitInfo, published: Published) -> None:
+        target.published = published
+        target.landing = StockLanding(target.model, target.model_config, self.device, published)
+        _log.info(
+            "fanin: %s: %d tensors, mode %s",
+            self._worker,
+            len(published.entries),
+            target.landing.mode,
+        )
+
+    def _bring(self, target: _Target, step: int) -> None:
+        assert target.trainer is not None and self._info is not None
+        deadline = time.monotonic() + self._timeout
+        published = target.trainer.ready(deadline)
+        if target.published is None or published.layout() != target.published.layout():
+            self._prepare(target, self._info, published)
+        target.trainer.client.wait(target.trainer.run, step=step, timeout=left(deadline))
+        assert target.landing is not None
+        summary = target.landing.pull(
+            target.trainer, step, deadline, lambda: target.updates.writing(step)
+        )
+        _log.info("fanin: %s: step %d: %s", self._worker, step, summary)
+
+
+def _named(vllm_config: Any) -> str:
+    parallel = vllm_config.parallel_config
+    rank, size = int(getattr(parallel, "rank", 0)), int(getattr(parallel, "world_size", 1))
+    name = f"worker {rank} of {size}"
+    if int(getattr(parallel, "data_parallel_size", 1)) > 1:
+        name += f", replica {parallel.data_parallel_index}"
+    return name
+
+
+def _refuse_what_moves(vllm_config: Any) -> None:
+    """Raises StateError for configurations in which parameters do not stay where they are."""
+    parallel = vllm_config.parallel_config
+    if getattr(parallel, "enable_eplb", False):
+        raise StateError.make(
+            "experts are moved between workers (EPLB), and what was recorded of them is then void",
+            "start vLLM without --enable-eplb",
+        )
+    offload = getattr(vllm_config, "offload_config", None)
+    uva = getattr(getattr(offload, "uva", None), "cpu_offload_gb", 0)
+    prefetch = getattr(getattr(offload, "prefetch", None), "offload_group_size", 0)
+    old = getattr(getattr(vllm_config, "cache_config", None), "cpu_offload_gb", 0)
+    if any(isinstance(amount, (int, float)) and amount > 0 for amount in (uva, prefetch, old)):
+        raise StateError.make(
+            "parameters are offloaded to the CPU and do not stay where they are",
+            "start vLLM without offloading",
+        )
