@@ -12,7 +12,7 @@ from typing import Any
 
 from fanin._tensors import TORCH_DTYPES
 from fanin.errors import PeerError, StaleError
-from fanin.vllm import reload
+from fanin.vllm import loading as reload
 from fanin.vllm.trainers import Published, Trainer, left
 
 __all__ = ["Landing", "Progress", "StockLanding", "Summary", "groups_of", "torch_dtype_of"]

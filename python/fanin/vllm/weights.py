@@ -20,7 +20,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 
 from fanin.errors import RequestError, StateError
-from fanin.vllm import reload
+from fanin.vllm import loading as reload
 from fanin.vllm.clients import Source
 from fanin.vllm.landing import Landing, StockLanding
 from fanin.vllm.trainers import Published, Trainer, left
