@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which parts of a published model go where in an engine's modules, found out by running the
+engine's own loader without weights.
+
+A mapping is data: boxes of published tensors, and destinations in parameters and buffers. It needs
+no knowledge of the model or of the engine, and no list of what loaders may do::
+
+    recording = fanin.mapping.record(client.catalog(run), model.load_weights, model)
+    mapping = recording.mapping()           # every element once, or an error that names the tensor
+    packed = mapping.pack(model)            # onto the live parameters, grouped by module
+    client.pull_into(run, packed.tensors, dtype=packed.dtype)
+    mapping.save("rank0.json")              # fanin.mapping.load() reads it again
+
+PyTorch is imported when :func:`record` is first used. How vLLM's model is brought into the state
+in which its loader works is in ``fanin.vllm.reload``.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from fanin.mapping._errors import MappingError, Refusal
+from fanin.mapping._file import FORMAT, load
+from fanin.mapping._mapping import (
+    About,
+    Fill,
+    Group,
+    Leaf,
+    Mapping,
+    Module,
+    PackedMapping,
+    Piece,
+    Source,
+    layer_of,
+    unwanted,
+)
+
+if TYPE_CHECKING:
+    from fanin.mapping._record import Recording, Target, key_digest, record
+    from fanin.mapping._state import ModelState
+
+__all__ = [
+    "FORMAT",
+    "About",
+    "Fill",
+    "Group",
+    "Leaf",
+    "Mapping",
+    "MappingError",
+    "ModelState",
+    "Module",
+    "PackedMapping",
+    "Piece",
+    "Recording",
+    "Refusal",
+    "Source",
+    "Target",
+    "key_digest",
+    "layer_of",
+    "load",
+    "record",
+    "unwanted",
+]
+
+_WITH_TORCH = {
+    "ModelState": "_state",
+    "Recording": "_record",
+    "Target": "_record",
+    "key_digest": "_record",
+    "record": "_record",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _WITH_TORCH:
+        from importlib import import_module
+
+        return getattr(import_module(f"fanin.mapping.{_WITH_TORCH[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

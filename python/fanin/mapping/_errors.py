@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a model's loader does that a mapping cannot say."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from fanin.errors import RequestError
+
+__all__ = ["MappingError", "Refusal"]
+
+_SHOWN = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """One thing that keeps a module from being filled by boxes."""
+
+    #: Path of the module, ``""`` if none is known.
+    module: str
+    #: Name of its parameter or buffer, ``""`` if none is known.
+    leaf: str
+    #: Name of the published tensor, ``""`` if none is known.
+    tensor: str
+    #: One sentence.
+    why: str
+
+    def __str__(self) -> str:
+        place = ".".join(part for part in (self.module, self.leaf) if part)
+        named = [f"tensor '{self.tensor}'"] if self.tensor else []
+        named += [f"into '{place}'"] if place else []
+        return f"{' '.join(named)}: {self.why}" if named else self.why
+
+
+class MappingError(RequestError):
+    """A model's weights cannot be filled by boxes of what is published."""
+
+    default_code = -404
+
+    #: All that was found.
+    refusals: tuple[Refusal, ...]
+
+    @classmethod
+    def of(cls, refusals: Sequence[Refusal], remedy: str = "") -> MappingError:
+        """One error for everything that was found; it names the first few."""
+        shown = "; ".join(map(str, refusals[:_SHOWN]))
+        if len(refusals) > _SHOWN:
+            shown += f"; and {len(refusals) - _SHOWN} more"
+        error = cls.make(shown, remedy, key=refusals[0].tensor, phase="mapping")
+        error.refusals = tuple(refusals)
+        return error

@@ -1,0 +1,443 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where every part of a publication lies in the modules of one rank of an engine. No torch in
+here: the live tensors are told by what they can do."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Mapping as Dict
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from fanin._tensors import Box, PackedTensors, Shard, pack, torch_dtype
+from fanin.errors import RequestError
+
+__all__ = [
+    "About",
+    "Fill",
+    "Group",
+    "Leaf",
+    "Mapping",
+    "Module",
+    "PackedMapping",
+    "Piece",
+    "Source",
+    "unwanted",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class About:
+    """Which model of which engine a mapping is of."""
+
+    #: "vllm".
+    engine: str = ""
+    #: Of the engine.
+    version: str = ""
+    #: The model's class.
+    model: str = ""
+    #: (rank, size) by kind of parallelism: ``{"tp": (0, 2)}``.
+    ranks: Dict[str, tuple[int, int]] = field(default_factory=dict)
+
+
+class Piece(NamedTuple):
+    """A box of a published tensor, and where it goes in a tensor of a module."""
+
+    #: First element, counted in the published tensor.
+    offset: tuple[int, ...]
+    #: Elements.
+    extent: tuple[int, ...]
+    #: Of the first element, in bytes from the first element of the module's tensor.
+    at: int
+    #: Bytes between neighbours in the module's tensor, for each dimension of the published one.
+    stride: tuple[int, ...]
+
+
+class Source(NamedTuple):
+    """What a tensor of a module takes of one published tensor."""
+
+    #: Of the published tensor.
+    name: str
+    #: safetensors' name of its type. The module's tensor has the same, or BF16 or F16 for F32.
+    dtype: str
+    #: Of the whole published tensor.
+    shape: tuple[int, ...]
+    pieces: tuple[Piece, ...]
+
+
+class Fill(NamedTuple):
+    """Elements that the loader sets to one value before published ones land: padding."""
+
+    value: float | int | bool
+    #: Bytes from the first element of the module's tensor.
+    at: int
+    extent: tuple[int, ...]
+    #: Bytes.
+    stride: tuple[int, ...]
+
+
+class Leaf(NamedTuple):
+    """A parameter or buffer of a module."""
+
+    name: str
+    #: "parameter", "buffer" or "volatile" (a buffer that no checkpoint has).
+    role: str
+    #: safetensors' name.
+    dtype: str
+    shape: tuple[int, ...]
+    #: Bytes.
+    stride: tuple[int, ...]
+    sources: tuple[Source, ...]
+    fills: tuple[Fill, ...]
+    #: Why nothing published fills it, ``""`` if something does.
+    own: str
+
+
+class Module(NamedTuple):
+    """A module of the model that has parameters or buffers."""
+
+    path: str
+    #: Its class.
+    kind: str
+    leaves: tuple[Leaf, ...]
+    #: Why it cannot be filled by boxes, ``""`` if it can: the engine's loader has to.
+    fallback: str
+    #: Published tensors that its loader takes; only with *fallback*.
+    taken: tuple[str, ...]
+
+    @property
+    def filled(self) -> bool:
+        """Whether anything published goes into it."""
+        return bool(self.taken) or any(leaf.sources for leaf in self.leaves)
+
+
+class Group(NamedTuple):
+    """Shards that belong together, neighbours in the packed array."""
+
+    #: Path of a module, or of the layer that modules belong to.
+    path: str
+    #: Index of the first shard.
+    first: int
+    #: How many shards.
+    tensors: int
+    #: That land.
+    bytes: int
+
+
+#: Gives the tensor of (path of the module, name of the parameter or buffer).
+Lookup = Callable[[str, str], Any]
+
+
+@dataclass(frozen=True)
+class PackedMapping:
+    """Shards of a mapping onto memory, packed for pulls."""
+
+    tensors: PackedTensors
+    #: One a module, in the model's order.
+    groups: tuple[Group, ...]
+    #: ``dtype`` of the pull: what becomes of F32; None: it stays.
+    dtype: str | None
+    #: Of the memory that the shards point to; another one means that they are of no use any more.
+    addresses: str
+
+    def layers(self) -> tuple[Group, ...]:
+        """The groups joined by layer: modules with the same path up to its first number."""
+        joined: list[Group] = []
+        for group in self.groups:
+            path = layer_of(group.path)
+            if joined and joined[-1].path == path:
+                last = joined.pop()
+                group = last._replace(
+                    tensors=last.tensors + group.tensors, bytes=last.bytes + group.bytes
+                )
+            joined.append(group._replace(path=path))
+        return tuple(joined)
+
+
+def layer_of(path: str) -> str:
+    """A module's path up to the first part that is a number; all of it if none is."""
+    parts = path.split(".")
+    for place, part in enumerate(parts):
+        if part.isdigit():
+            return ".".join(parts[: place + 1])
+    return path
+
+
+@dataclass(frozen=True)
+class Mapping:
+    """Where a publication goes in the modules of one rank; immutable, without memory.
+
+    Made by :meth:`Recording.mapping <fanin.mapping.Recording.mapping>` or
+    :func:`fanin.mapping.load`.
+    """
+
+    about: About
+    #: How many tensors were published when it was recorded.
+    keys: int
+    #: Of their names, dtypes and shapes.
+    digest: str
+    #: In the model's order.
+    modules: tuple[Module, ...]
+    #: Published tensors of which this rank takes nothing.
+    unwanted: tuple[str, ...]
+
+    # ------------------------------------------------------------------ what it is of
+
+    def sources(self) -> Iterator[tuple[Module, Leaf, Source]]:
+        """All that is taken, in the model's order; modules of the fallback excepted."""
+        for module in self.modules:
+            if not module.fallback:
+                for leaf in module.leaves:
+                    for source in leaf.sources:
+                        yield module, leaf, source
+
+    def wanted(self) -> tuple[str, ...]:
+        """Names of the published tensors that this rank takes something of."""
+        names = dict.fromkeys(
+            source.name for m in self.modules for leaf in m.leaves for source in leaf.sources
+        )
+        names.update(dict.fromkeys(name for m in self.modules for name in m.taken))
+        return tuple(names)
+
+    def fingerprint(self) -> str:
+        """Of engine, model, ranks, published tensors and all layouts; addresses are not in it."""
+        from fanin.mapping._file import encoded
+
+        return f"sha256:{hashlib.sha256(encoded(self)).hexdigest()}"
+
+    def differences(self, other: Mapping) -> list[str]:
+        """In which the two mappings are not of the same engine, model, ranks, publication and
+        layout; one phrase each, with this mapping's value first."""
+        found = []
+        mine, others = self.about, other.about
+        for what in ("engine", "version", "model"):
+            a, b = getattr(mine, what), getattr(others, what)
+            if a != b:
+                found.append(f"{what} {a or 'unknown'} and {b or 'unknown'}")
+        for kind in sorted({*mine.ranks, *others.ranks}):
+            a, b = mine.ranks.get(kind), others.ranks.get(kind)
+            if a != b:
+                found.append(f"{kind} rank {_rank(a)} and {_rank(b)}")
+        if (self.keys, self.digest) != (other.keys, other.digest):
+            found.append(
+                f"published tensors: {self.keys} of digest {self.digest} and "
+                f"{other.keys} of digest {other.digest}"
+            )
+        return found + list(_layouts(self, other))
+
+    # ------------------------------------------------------------------ onto memory
+
+    def shards(self, live: Any, modules: Iterable[str] | None = None) -> list[Shard]:
+        """One shard for each parameter or buffer and published tensor, in the model's order.
+
+        :param live: a ``torch.nn.Module`` with the recorded modules, or a function that gives the
+            tensor of (path of the module, name of the parameter or buffer). Each tensor has to have
+            the recorded dtype, shape and strides.
+        :param modules: paths; only these. Modules of the fallback are left out.
+        :raises RequestError: a module or tensor is missing or has another layout.
+        """
+        return [shard for _, shard in self._placed(live, modules)]
+
+    def pack(self, live: Any, modules: Iterable[str] | None = None) -> PackedMapping:
+        """:meth:`shards`, packed and grouped by module.
+
+        :raises RequestError: as :meth:`shards`; a pull cannot make both F32 and what is narrower
+            of published F32.
+        """
+        placed = list(self._placed(live, modules))
+        groups: list[Group] = []
+        for index, (path, shard) in enumerate(placed):
+            size = _bytes(shard)
+            if groups and groups[-1].path == path:
+                last = groups.pop()
+                groups.append(last._replace(tensors=last.tensors + 1, bytes=last.bytes + size))
+            else:
+                groups.append(Group(path, index, 1, size))
+        packed = pack(shard for _, shard in placed)
+        only = None if modules is None else frozenset(modules)
+        return PackedMapping(packed, tuple(groups), self.converts(only), _addresses(placed))
+
+    def converts(self, modules: Iterable[str] | None = None) -> str | None:
+        """What a pull has to make of F32 (its ``dtype``), None: nothing is published as F32, or it
+        stays F32.
+
+        :raises RequestError: some of it stays and some does not.
+        """
+        only = None if modules is None else frozenset(modules)
+        kinds: dict[str, str] = {}
+        for module, leaf, source in self.sources():
+            if source.dtype == "F32" and (only is None or module.path in only):
+                kinds.setdefault(leaf.dtype, source.name)
+        if len(kinds) > 1:
+            said = " and ".join(f"'{name}' as {kind}" for kind, name in kinds.items())
+            raise RequestError.make(
+                f"of what is published as F32, this rank wants {said}: a pull makes one of it",
+                "publish in the types that the engine has",
+                phase="mapping",
+            )
+        kind = next(iter(kinds), None)
+        return None if kind == "F32" else kind
+
+    def _placed(self, live: Any, modules: Iterable[str] | None) -> Iterator[tuple[str, Shard]]:
+        lookup = _lookup(live)
+        only = None if modules is None else frozenset(modules)
+        for module in self.modules:
+            if module.fallback or (only is not None and module.path not in only):
+                continue
+            for leaf in module.leaves:
+                if leaf.sources:
+                    tensor = lookup(module.path, leaf.name)
+                    check_layout(module.path, leaf, tensor)
+                    yield from _leaf_shards(module.path, leaf, tensor)
+
+    def fill(self, live: Any, modules: Iterable[str] | None = None) -> None:
+        """Sets the padding of tensors that are new: what the loader fills with one value.
+
+        Tensors that the engine has loaded once have it already. To be called before a pull.
+        """
+        lookup = _lookup(live)
+        only = None if modules is None else frozenset(modules)
+        for module in self.modules:
+            if module.fallback or (only is not None and module.path not in only):
+                continue
+            for leaf in module.leaves:
+                if leaf.fills:
+                    tensor = lookup(module.path, leaf.name)
+                    check_layout(module.path, leaf, tensor)
+                    size = tensor.element_size()
+                    for fill in leaf.fills:
+                        tensor.detach().as_strided(
+                            fill.extent,
+                            [step // size for step in fill.stride],
+                            tensor.storage_offset() + fill.at // size,
+                        ).fill_(fill.value)
+
+    # ------------------------------------------------------------------ on disk
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes it as a file of the format "fanin-mapping/1", atomically.
+
+        :raises OSError: the file cannot be written; an older one is as it was.
+        """
+        from fanin.mapping._file import save
+
+        save(self, path)
+
+
+def unwanted(mappings: Iterable[Mapping]) -> tuple[str, ...]:
+    """Names of published tensors of which no rank of *mappings* takes anything.
+
+    :raises RequestError: the mappings are not all of one publication, or there are none.
+    """
+    given = list(mappings)
+    if not given:
+        raise RequestError.make("no mapping is given", "give those of all ranks", phase="mapping")
+    for other in given[1:]:
+        if (other.keys, other.digest) != (given[0].keys, given[0].digest):
+            raise RequestError.make(
+                "the mappings are of different publications: "
+                f"{given[0].keys} tensors of digest {given[0].digest} and {other.keys} of "
+                f"digest {other.digest}",
+                "record them again",
+                phase="mapping",
+            )
+    left = set.intersection(*(set(m.unwanted) for m in given))
+    return tuple(name for name in given[0].unwanted if name in left)
+
+
+def _rank(value: tuple[int, int] | None) -> str:
+    return "unknown" if value is None else f"{value[0]} of {value[1]}"
+
+
+def _layouts(mine: Mapping, other: Mapping) -> Iterator[str]:
+    left = {(m.path, leaf.name): leaf for m in mine.modules for leaf in m.leaves}
+    right = {(m.path, leaf.name): leaf for m in other.modules for leaf in m.leaves}
+    for key in {**left, **right}:
+        a, b, path = left.get(key), right.get(key), ".".join(part for part in key if part)
+        if a is None or b is None:
+            yield f"'{path}' is in {'the second' if a is None else 'the first'} only"
+        elif a[2:5] != b[2:5]:
+            yield f"'{path}' is {_layout(a)} and {_layout(b)}"
+        elif a != b:
+            yield f"'{path}' is filled differently"
+
+
+def _layout(leaf: Leaf) -> str:
+    return f"{leaf.dtype} of shape {list(leaf.shape)} and strides {list(leaf.stride)}"
+
+
+def _lookup(live: Any) -> Lookup:
+    if not hasattr(live, "named_modules"):
+        if not callable(live):
+            raise RequestError.make(f"{type(live).__name__} is neither a module nor a function")
+        found: Lookup = live
+        return found
+    modules = dict(live.named_modules())
+
+    def tensor_of(path: str, leaf: str) -> Any:
+        module = modules.get(path)
+        tensor = getattr(module, leaf, None) if module is not None else None
+        if tensor is None:
+            raise RequestError.make(
+                f"the model has no '{path}.{leaf}', which the mapping fills",
+                "record the mapping again",
+                phase="mapping",
+            )
+        return tensor
+
+    return tensor_of
+
+
+def check_layout(path: str, leaf: Leaf, tensor: Any) -> None:
+    """Refuses a tensor that is not laid out as the recorded one."""
+    dtype = torch_dtype(tensor.dtype)
+    size = tensor.element_size()
+    shape = tuple(tensor.shape)
+    stride = tuple(step * size for step in tensor.stride())
+    same = all(n <= 1 or a == b for n, a, b in zip(shape, stride, leaf.stride, strict=False))
+    if dtype != leaf.dtype or shape != leaf.shape or not same:
+        raise RequestError.make(
+            f"'{path}.{leaf.name}' is {dtype or tensor.dtype} of shape {list(shape)} and strides "
+            f"{list(stride)}, and was recorded as {_layout(leaf)}",
+            "record the mapping again with the ranks that the engine has",
+            phase="mapping",
+        )
+
+
+def _leaf_shards(path: str, leaf: Leaf, tensor: Any) -> Iterator[tuple[str, Shard]]:
+    address = tensor.data_ptr()
+    device = tensor.device.index if tensor.device.type == "cuda" else -1
+    if tensor.device.type not in ("cpu", "cuda") or not address:
+        raise RequestError.make(
+            f"'{path}.{leaf.name}' has no memory on a CPU or CUDA device: it is on {tensor.device}",
+            phase="mapping",
+        )
+    owner = tensor.untyped_storage()
+    for source in leaf.sources:
+        boxes = tuple(
+            Box(piece.offset, piece.extent, piece.stride, address + piece.at)
+            for piece in source.pieces
+        )
+        yield path, Shard(source.name, leaf.dtype, source.shape, boxes, device, owner)
+
+
+def _bytes(shard: Shard) -> int:
+    from fanin._tensors import dtype_bits
+
+    total = 0
+    for box in shard.boxes:
+        elements = 1
+        for count in box.extent:
+            elements *= count
+        total += elements
+    return total * dtype_bits(shard.dtype) // 8
+
+
+def _addresses(placed: Iterable[tuple[str, Shard]]) -> str:
+    sums = hashlib.sha256()
+    for _, shard in placed:
+        first = shard.boxes[0].address if shard.boxes else 0
+        sums.update(f"{shard.name}\0{first:x}\0{shard.device}\n".encode())
+    return f"sha256:{sums.hexdigest()}"

@@ -1,0 +1,489 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs a model's own loader without weights, and makes a mapping of what it would have written."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from fanin._tensors import TORCH_DTYPES
+from fanin.errors import RequestError
+from fanin.mapping import _boxes
+from fanin.mapping._boxes import Block, Part
+from fanin.mapping._errors import MappingError, Refusal
+from fanin.mapping._mapping import About, Fill, Leaf, Module, Piece, Source
+from fanin.mapping._mapping import Mapping as ModelMapping
+from fanin.mapping._recorder import Copied, Filled, Place, ReadsDataError, Recorder, Spot
+from fanin.mapping._state import ModelState
+
+__all__ = ["Described", "Recording", "Target", "key_digest", "record"]
+
+_TYPES = {name: getattr(torch, kind) for kind, name in TORCH_DTYPES.items() if hasattr(torch, kind)}
+_NARROWER = ("BF16", "F16")  # what a pull makes of F32
+
+
+class Described(Protocol):
+    """What is published: an entry of ``Client.catalog``, or a shard."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+
+class Target(NamedTuple):
+    """A parameter or buffer of a module that may be filled."""
+
+    #: Of the module, ``""``: the model itself.
+    module: str
+    leaf: str
+    #: The module's class.
+    kind: str
+    #: ``"parameter"``, ``"buffer"`` or ``"volatile"`` (a buffer that no checkpoint has).
+    role: str
+    tensor: Any
+
+    @property
+    def path(self) -> str:
+        return f"{self.module}.{self.leaf}" if self.module else self.leaf
+
+
+#: Why nothing published has to fill a tensor, None if it has to be filled.
+Owned = Callable[[Target], "str | None"]
+
+
+def key_digest(published: Iterable[Described]) -> str:
+    """Of names, dtypes and shapes of all published tensors, in order of the names' bytes:
+    ``sha256:`` and the digest of lines "name, NUL, dtype, NUL, extents with commas, LF"."""
+    lines = sorted(
+        f"{p.name}\0{p.dtype}\0{','.join(map(str, p.shape))}\n".encode() for p in published
+    )
+    return f"sha256:{hashlib.sha256(b''.join(lines)).hexdigest()}"
+
+
+def record(
+    published: Iterable[Described],
+    load: Callable[[Iterator[tuple[str, Any]]], object],
+    model: Any,
+    *,
+    own: Owned | None = None,
+    ties: Mapping[str, str] | None = None,
+    about: About | None = None,
+) -> Recording:
+    """Runs *load* over tensors without memory, and remembers what it would have written where.
+
+    Nothing is written to the model, and afterwards it has the modules, parameters, buffers,
+    attributes and memory that it had, whatever *load* did. Threads that *load* starts are not
+    watched. Blocks as long as *load* takes; not for two threads at once on one model.
+
+    :param published: every tensor of the publication, also those that this rank does not want.
+    :param load: the model's own ``load_weights``; it is given names and tensors of the type
+        ``torch.Tensor`` on the device "meta", each name once, in the order of *published*.
+    :param model: the ``torch.nn.Module`` whose parameters and buffers are filled. They must have
+        the shapes that *load* expects, and may be without memory themselves.
+    :param own: tells which tensors are the engine's own, and why. Buffers that are not persistent
+        need not be told.
+    :param ties: paths of tensors that another one fills, by path: ``{"lm_head.weight":
+        "model.embed_tokens.weight"}``.
+    :param about: engine, model and ranks, for the mapping's fingerprint.
+    :raises RequestError: a published dtype that PyTorch has not, a name twice, a parameter that has
+        no shape yet.
+    """
+    tensors = list(published)
+    targets = _targets(model)
+    _check_published(tensors)
+    recorder = Recorder([Place(t.module, t.leaf, t.tensor) for t in targets])
+    state = ModelState(model)
+    given = ""
+
+    def lend() -> Iterator[tuple[str, Any]]:
+        nonlocal given
+        for tensor in tensors:
+            given = tensor.name
+            yield given, recorder.lend(tensor.name, _TYPES[tensor.dtype], tensor.shape)
+
+    start = time.perf_counter()
+    try:
+        with torch.no_grad(), recorder:
+            load(lend())
+    except Exception as error:
+        recorder.refusals.append(_failure(error, recorder.last, given))
+    finally:
+        changed = state.restore()
+    recorder.refusals += [_replaced(path, targets) for path in changed]
+    return Recording(
+        tuple(tensors),
+        tuple(targets),
+        tuple(recorder.copies),
+        tuple(recorder.fills),
+        tuple(recorder.refusals),
+        time.perf_counter() - start,
+        about or About(),
+        own,
+        dict(ties or {}),
+    )
+
+
+def _failure(error: Exception, used: str, given: str) -> Refusal:
+    if isinstance(error, ReadsDataError):
+        return Refusal("", "", used or given, str(error))
+    near = f" (after it had used '{used}')" if used and used != given else ""
+    return Refusal("", "", given, f"the loader failed with {type(error).__name__}: {error}{near}")
+
+
+def _replaced(path: str, targets: Sequence[Target]) -> Refusal:
+    why = "the loader replaces it, or its memory, instead of writing to it"
+    for target in targets:
+        if target.path == path:
+            return Refusal(target.module, target.leaf, "", why)
+    module, _, leaf = path.rpartition(".")
+    return Refusal(module, leaf, "", why)
+
+
+def _check_published(tensors: Sequence[Described]) -> None:
+    seen: set[str] = set()
+    for tensor in tensors:
+        if tensor.name in seen:
+            raise RequestError.make(
+                "the tensor is published twice", "give each once", key=tensor.name
+            )
+        seen.add(tensor.name)
+        if tensor.dtype not in _TYPES:
+            raise RequestError.make(
+                f"this PyTorch has no type for {tensor.dtype}, so that no loader can be asked "
+                "where it goes",
+                "publish it as another type",
+                key=tensor.name,
+            )
+
+
+def _targets(model: Any) -> list[Target]:
+    found = []
+    for path, module in model.named_modules():
+        own = module.__dict__
+        volatile = own["_non_persistent_buffers_set"]
+        for table in ("_parameters", "_buffers"):
+            for leaf, tensor in own[table].items():
+                if tensor is None:
+                    continue
+                role = "parameter" if table == "_parameters" else "buffer"
+                if leaf in volatile:
+                    role = "volatile"
+                target = Target(path, leaf, type(module).__name__, role, tensor)
+                if torch.nn.parameter.is_lazy(tensor):
+                    raise RequestError.make(
+                        f"'{target.path}' has no shape before it is loaded",
+                        "load the model once first",
+                        phase="mapping",
+                    )
+                found.append(target)
+    return found
+
+
+# ------------------------------------------------------------------------------ the checks
+
+
+@dataclass(frozen=True)
+class Recording:
+    """What a loader did with a publication. Nothing is checked yet: see :meth:`mapping`."""
+
+    published: tuple[Described, ...]
+    targets: tuple[Target, ...]
+    copies: tuple[Copied, ...]
+    fills: tuple[Filled, ...]
+    #: What the loader did that no copy says.
+    refusals: tuple[Refusal, ...]
+    #: How long the loader ran.
+    seconds: float
+    about: About
+    own: Owned | None
+    ties: dict[str, str]
+
+    def mapping(self, *, fallback: bool = False) -> ModelMapping:
+        """The checked mapping.
+
+        Every element of every parameter and buffer is filled by exactly one published element, or
+        by the loader with one value (padding), or is the engine's own for a reason.
+
+        :param fallback: modules that fail the checks are not an error: they are in the mapping with
+            the reason in :attr:`Module.fallback <fanin.mapping.Module>` and the published tensors
+            that the loader gave them, so that the loader itself may be run for them.
+        :raises MappingError: something fails the checks, all of which is in its ``refusals``; with
+            *fallback* only what cannot be laid to a module.
+        """
+        return _Checker(self).mapping(fallback)
+
+    @property
+    def unwanted(self) -> tuple[str, ...]:
+        """Names of published tensors of which this rank takes nothing."""
+        wanted = {copy.name for copy in self.copies}
+        wanted.update(refusal.tensor for refusal in self.refusals)
+        return tuple(p.name for p in self.published if p.name not in wanted)
+
+
+@dataclass
+class _Gathered:
+    """What goes into one target."""
+
+    sources: dict[str, list[Piece]] = field(default_factory=dict)
+    blocks: list[Block] = field(default_factory=list)
+    names: list[str] = field(default_factory=list)
+    fills: list[tuple[Fill, list[Block], int]] = field(default_factory=list)
+
+
+class _Memory(NamedTuple):
+    """A target's memory as a packed tensor: its dimensions from the widest stride on."""
+
+    order: tuple[int, ...]
+    shape: tuple[int, ...]
+    dense: bool
+
+
+def _memory(tensor: Any) -> _Memory:
+    strides = tensor.stride()
+    order = tuple(sorted(range(tensor.dim()), key=lambda i: (-strides[i], i)))
+    shape = tuple(tensor.shape[i] for i in order)
+    packed = _boxes.packed_strides(shape)
+    dense = all(n <= 1 or strides[i] == s for i, n, s in zip(order, shape, packed, strict=True))
+    return _Memory(order, shape, dense or 0 in shape)
+
+
+class _Checker:
+    def __init__(self, recording: Recording) -> None:
+        self._r = recording
+        self._refusals = list(recording.refusals)
+        self._published = {p.name: p for p in recording.published}
+        self._memory = [_memory(t.tensor) for t in recording.targets]
+        self._into = [_Gathered() for _ in recording.targets]
+        self._first = self._first_of_memory()
+
+    def _first_of_memory(self) -> dict[int, str]:
+        """Of targets that are another one's memory: the path of that one."""
+        seen: dict[tuple[Any, ...], str] = {}
+        found = {}
+        for index, target in enumerate(self._r.targets):
+            t = target.tensor
+            key = (t.untyped_storage()._cdata, t.storage_offset(), t.shape, t.stride())
+            if t.numel() and seen.setdefault(key, target.path) != target.path:
+                found[index] = seen[key]
+        return found
+
+    def mapping(self, fallback: bool) -> ModelMapping:
+        for number, copy in enumerate(self._r.copies):
+            self._copied(number, copy)
+        for fill in self._r.fills:
+            self._filled(fill)
+        reasons = [self._covered(index) for index in range(len(self._r.targets))]
+        nowhere = [r for r in self._refusals if not (r.module or r.leaf)]
+        if self._refusals and (not fallback or nowhere):
+            raise MappingError.of(
+                nowhere + [r for r in self._refusals if r not in nowhere], _REMEDY
+            )
+        return ModelMapping(
+            about=self._r.about,
+            keys=len(self._r.published),
+            digest=key_digest(self._r.published),
+            modules=self._modules(reasons),
+            unwanted=self._r.unwanted,
+        )
+
+    # -------------------------------------------------------------- copies and fills
+
+    def _refuse(self, index: int, name: str, why: str) -> None:
+        target = self._r.targets[index]
+        self._refusals.append(Refusal(target.module, target.leaf, name, why))
+
+    def _copied(self, number: int, copy: Copied) -> None:
+        index, entry = copy.to.place, self._published[copy.name]
+        target = self._r.targets[index]
+        why = _types(entry.dtype, target.tensor.dtype, copy.dtypes)
+        if why:
+            self._refuse(index, copy.name, why)
+            return
+        try:
+            parts = _boxes.parts_of(
+                tuple(entry.shape), copy.first, copy.to.extent, copy.stride, copy.to.stride
+            )
+            blocks = self._blocks(index, copy.to)
+        except _boxes.TooManyBoxesError as error:
+            self._refuse(index, copy.name, f"too ragged for boxes: {error}")
+            return
+        into, size = self._into[index], target.tensor.element_size()
+        into.sources.setdefault(copy.name, []).extend(
+            _piece(part, copy.to.first, size) for part in parts
+        )
+        for block in blocks:
+            into.blocks.append(block)
+            into.names.append(copy.name)
+
+    def _blocks(self, index: int, spot: Spot) -> list[Block]:
+        """A view of a target's memory as boxes of it."""
+        memory = self._memory[index]
+        if not memory.dense:
+            return []
+        parts: Sequence[Part] = _boxes.parts_of(
+            memory.shape, spot.first, spot.extent, spot.stride, (0,) * len(spot.extent)
+        )
+        return [Block(part.offset, part.extent) for part in parts]
+
+    def _filled(self, fill: Filled) -> None:
+        index = fill.to.place
+        size = self._r.targets[index].tensor.element_size()
+        try:
+            blocks = self._blocks(index, fill.to)
+        except _boxes.TooManyBoxesError as error:
+            self._refuse(index, "", f"padding too ragged for boxes: {error}")
+            return
+        spot = fill.to
+        made = Fill(
+            fill.value, spot.first * size, spot.extent, tuple(s * size for s in spot.stride)
+        )
+        self._into[index].fills.append((made, blocks, fill.after))
+
+    # -------------------------------------------------------------- coverage
+
+    def _covered(self, index: int) -> str:
+        """Why a target need not be filled, ``""`` if it is; what is wrong is refused."""
+        target, into = self._r.targets[index], self._into[index]
+        memory = self._memory[index]
+        if not into.blocks and not into.fills:
+            return self._untouched(index)
+        if not memory.dense:
+            self._refuse(index, "", "its memory has gaps or shares elements")
+            return ""
+        found = _boxes.coverage(memory.shape, into.blocks)
+        if found.twice:
+            both = _names_at(found.first_twice, into)
+            self._refuse(
+                index,
+                both[0],
+                f"{found.twice} of {target.tensor.numel()} elements are filled twice, the first at "
+                f"{self._where(index, found.first_twice)} by {' and '.join(map(repr, both))}",
+            )
+        if found.unfilled and into.fills:
+            padding = [block for _, blocks, _ in into.fills for block in blocks]
+            found = _boxes.coverage(memory.shape, into.blocks + padding)
+        if found.unfilled:
+            self._refuse(
+                index,
+                "",
+                f"{found.unfilled} of {target.tensor.numel()} elements are filled by no published "
+                f"tensor, the first at {self._where(index, found.first_unfilled)}",
+            )
+        return ""
+
+    def _untouched(self, index: int) -> str:
+        target = self._r.targets[index]
+        if not target.tensor.numel():
+            return "it has no elements"
+        if index in self._first:
+            return f"the memory of {self._first[index]}"
+        if target.path in self._r.ties:
+            return f"tied to {self._r.ties[target.path]}"
+        reason = self._r.own(target) if self._r.own is not None else None
+        if reason is None and target.role == "volatile":
+            reason = "a buffer that no checkpoint has"
+        refused = any((r.module, r.leaf) == (target.module, target.leaf) for r in self._refusals)
+        if reason is None and not refused:
+            self._refuse(index, "", "no published tensor fills it")
+        return reason or ""
+
+    def _where(self, index: int, block: Block | None) -> str:
+        """A block's first element in the target's own dimensions."""
+        if block is None or not self._memory[index].shape:
+            return "[]"
+        place = [0] * len(block.offset)
+        for at, dim in zip(block.offset, self._memory[index].order, strict=True):
+            place[dim] = at
+        return str(place)
+
+    # -------------------------------------------------------------- the mapping
+
+    def _modules(self, reasons: Sequence[str]) -> tuple[Module, ...]:
+        bad: dict[str, list[Refusal]] = {}
+        for refusal in self._refusals:
+            bad.setdefault(refusal.module, []).append(refusal)
+        order: dict[str, list[int]] = {}
+        for index, target in enumerate(self._r.targets):
+            order.setdefault(target.module, []).append(index)
+        return tuple(
+            Module(
+                path,
+                self._r.targets[indexes[0]].kind,
+                tuple(self._leaf(index, reasons[index]) for index in indexes),
+                "; ".join(str(refusal) for refusal in bad.get(path, ())),
+                self._taken(indexes, bad[path]) if path in bad else (),
+            )
+            for path, indexes in order.items()
+        )
+
+    def _taken(self, indexes: Sequence[int], refusals: Sequence[Refusal]) -> tuple[str, ...]:
+        names = [name for index in indexes for name in self._into[index].sources]
+        names += [refusal.tensor for refusal in refusals if refusal.tensor]
+        return tuple(dict.fromkeys(names))
+
+    def _leaf(self, index: int, reason: str) -> Leaf:
+        target, into = self._r.targets[index], self._into[index]
+        tensor = target.tensor
+        size = tensor.element_size()
+        sources = []
+        for name, pieces in into.sources.items():
+            entry = self._published[name]
+            sources.append(Source(name, entry.dtype, tuple(entry.shape), tuple(pieces)))
+        return Leaf(
+            target.leaf,
+            target.role,
+            TORCH_DTYPES.get(str(tensor.dtype).removeprefix("torch."), str(tensor.dtype)),
+            tuple(tensor.shape),
+            tuple(step * size for step in tensor.stride()),
+            tuple(sources),
+            tuple(fill for fill, _, _ in into.fills),
+            reason,
+        )
+
+
+_REMEDY = (
+    "publish the model that the engine serves, whole and under the names of its checkpoint; a "
+    "loader that computes cannot be filled in place"
+)
+
+
+def _types(published: str, target: Any, views: tuple[Any, Any]) -> str:
+    """What is wrong with a copy's types, ``""`` if nothing is."""
+    source, wanted = _TYPES[published], TORCH_DTYPES.get(str(target).removeprefix("torch."))
+    if wanted is None:
+        return f"its type {target} has no name in safetensors"
+    if views != (source, target):
+        same = views[0] == views[1] and published == wanted
+        if not same or views[0].itemsize != source.itemsize:
+            return f"the loader copies it as {views[0]} to {views[1]}, and it is {published}"
+    if published == wanted or (published == "F32" and wanted in _NARROWER):
+        return ""
+    return f"it is published as {published} and wanted as {wanted}"
+
+
+def _piece(part: Part, first: int, size: int) -> Piece:
+    return Piece(
+        part.offset, part.extent, (first + part.at) * size, tuple(s * size for s in part.stride)
+    )
+
+
+def _names_at(block: Block | None, into: _Gathered) -> list[str]:
+    """The published tensors whose boxes have a block's first element."""
+    assert block is not None
+    names = [
+        name
+        for name, (offset, extent) in zip(into.names, into.blocks, strict=True)
+        if all(
+            a <= b < a + n
+            for a, b, n in zip(offset or (0,), block.offset, extent or (1,), strict=True)
+        )
+    ]
+    return list(dict.fromkeys(names))

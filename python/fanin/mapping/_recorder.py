@@ -1,0 +1,290 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Watches a model's loader run over tensors without memory, and writes nothing.
+
+Every operation of PyTorch comes by here. Views of a published tensor keep its storage, whatever
+they are called, so that storage offset and strides say which elements they are; an operation that
+makes a new storage of one computes, and what it computed is remembered by its storage, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fanin.mapping._errors import Refusal
+
+__all__ = ["Copied", "Filled", "Place", "Recorder", "Spot"]
+
+_aten = torch.ops.aten
+
+
+class Place(NamedTuple):
+    """A parameter or buffer of a module."""
+
+    module: str
+    leaf: str
+    tensor: Any
+
+
+class Spot(NamedTuple):
+    """A view of a place's memory, in elements of it, counted from its first element."""
+
+    place: int
+    first: int
+    extent: tuple[int, ...]
+    stride: tuple[int, ...]
+
+
+class Copied(NamedTuple):
+    """A view of a published tensor was copied to a view of a place."""
+
+    name: str
+    first: int
+    stride: tuple[int, ...]
+    to: Spot
+    #: Of the views, which may read the memory as another type than the tensors have.
+    dtypes: tuple[Any, Any]
+
+
+class Filled(NamedTuple):
+    """A view of a place was filled with one value, after so many copies."""
+
+    to: Spot
+    value: float | int | bool
+    after: int
+
+
+class _Derived(NamedTuple):
+    name: str
+    operation: str
+
+
+class ReadsDataError(Exception):
+    """The loader asks for values of a tensor that has none."""
+
+
+class _Operation(NamedTuple):
+    """What an operation does, by its schema."""
+
+    writes: tuple[int | str, ...]
+    views: bool
+    tensors: bool  # returns any
+
+
+_known: dict[Any, _Operation] = {}
+
+
+def _operation(func: Any) -> _Operation:
+    known = _known.get(func)
+    if known is None:
+        arguments, returns = func._schema.arguments, func._schema.returns
+        writes = tuple(
+            a.name if a.kwarg_only else i
+            for i, a in enumerate(arguments)
+            if a.alias_info is not None and a.alias_info.is_write
+        )
+        known = _Operation(
+            writes,
+            not writes and any(r.alias_info is not None for r in returns),
+            any("Tensor" in str(r.type) for r in returns),
+        )
+        _known[func] = known
+    return known
+
+
+def _storage(tensor: Any) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _tensors(values: Any) -> list[Any]:
+    found = []
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif isinstance(value, (list, tuple)):
+            found += [v for v in value if isinstance(v, torch.Tensor)]
+    return found
+
+
+class Recorder(TorchDispatchMode):  # type: ignore[misc]
+    """While entered, nothing is written to *places*, and all that would be is remembered."""
+
+    def __init__(self, places: Sequence[Place]) -> None:
+        super().__init__()
+        self.copies: list[Copied] = []
+        self.fills: list[Filled] = []
+        self.refusals: list[Refusal] = []
+        #: The published tensor that was last given to an operation.
+        self.last = ""
+        self._places = places
+        self._homes: dict[int, list[int]] = {}
+        for index, place in enumerate(places):
+            self._homes.setdefault(_storage(place.tensor), []).append(index)
+        self._published: dict[int, str] = {}
+        self._derived: dict[int, _Derived] = {}
+        self._alive: list[Any] = []  # a storage that is let go of gives its number to another
+
+    def lend(self, name: str, dtype: Any, shape: Sequence[int]) -> Any:
+        """A tensor without memory that stands for a published one."""
+        tensor = torch.empty(tuple(shape), dtype=dtype, device="meta")
+        self._published[_storage(tensor)] = name
+        self._alive.append(tensor)
+        return tensor
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is _aten.copy_.default:
+            return self._copy(func, args, kwargs)
+        operation = _operation(func)
+        if operation.views:
+            return func(*args, **kwargs)
+        given = _tensors((*args, *kwargs.values()))
+        if not given:
+            return func(*args, **kwargs)
+        if operation.writes:
+            return self._write(func, operation, given, args, kwargs)
+        return self._make(func, operation, given, args, kwargs)
+
+    # ------------------------------------------------------------------ operations
+
+    def _copy(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+        to, source = args[0], args[1]
+        name = self._published.get(_storage(source))
+        if name is not None:
+            self.last = name
+        spot = self._spot(to)
+        if spot is None:
+            return self._copy_elsewhere(func, args, kwargs)
+        if not to.numel():
+            return to
+        origin = self._derived.get(_storage(source))
+        if name is not None:
+            self._copy_published(name, source, to, spot)
+        elif origin is not None:
+            self._refuse(spot, origin.name, f"the loader computes it by {origin.operation}")
+        else:
+            self._refuse(spot, "", "the loader writes values that are not published")
+        return to
+
+    def _copy_published(self, name: str, source: Any, to: Any, spot: Spot) -> None:
+        view = source.expand(to.shape)
+        if any(n > 1 and s == 0 for n, s in zip(view.shape, view.stride(), strict=True)):
+            self._refuse(spot, name, "the loader copies one element of it to several (broadcast)")
+            return
+        self.copies.append(
+            Copied(name, view.storage_offset(), view.stride(), spot, (source.dtype, to.dtype))
+        )
+
+    def _copy_elsewhere(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+        """Into memory that is not the model's: what lies there is no view any more."""
+        to, source = args[0], args[1]
+        origin = self._origin([source])
+        if origin is None:
+            return func(*args, **kwargs)
+        self._taint(to, _Derived(origin.name, f"{func} into a tensor of its own"))
+        return to
+
+    def _write(
+        self, func: Any, operation: _Operation, given: list[Any], args: tuple[Any, ...], kwargs: Any
+    ) -> Any:
+        written = [
+            kwargs.get(at) if isinstance(at, str) else (args[at] if at < len(args) else None)
+            for at in operation.writes
+        ]
+        flat = _tensors(written)
+        origin = self._origin(given)
+        spots = [spot for spot in map(self._spot, flat) if spot is not None]
+        if not spots:
+            if origin is None:
+                return func(*args, **kwargs)
+            for tensor in flat:
+                self._taint(tensor, _Derived(origin.name, str(func)))
+            return self._ran(func, origin, args, kwargs)
+        value = _filling(func, args)
+        for spot in spots:
+            if value is not None and origin is None:
+                self.fills.append(Filled(spot, value, len(self.copies)))
+            else:
+                name = origin.name if origin is not None else ""
+                self._refuse(spot, name, f"the loader writes by {func}, not by copy_")
+        return written[0] if len(written) == 1 else tuple(written)
+
+    def _make(
+        self, func: Any, operation: _Operation, given: list[Any], args: tuple[Any, ...], kwargs: Any
+    ) -> Any:
+        origin = self._origin(given)
+        if origin is None:
+            return func(*args, **kwargs)
+        if not operation.tensors:
+            raise ReadsDataError(f"the loader reads values of tensor '{origin.name}' by {func}")
+        made = self._ran(func, origin, args, kwargs)
+        derived = _Derived(origin.name, origin.operation or str(func))
+        for tensor in _tensors(made if isinstance(made, (list, tuple)) else (made,)):
+            if _storage(tensor) not in self._published:
+                self._taint(tensor, derived)
+        return made
+
+    @staticmethod
+    def _ran(func: Any, origin: _Derived, args: tuple[Any, ...], kwargs: Any) -> Any:
+        try:
+            return func(*args, **kwargs)
+        except Exception as error:
+            raise ReadsDataError(
+                f"the loader needs values of tensor '{origin.name}' for {func}: {error}"
+            ) from error
+
+    # ------------------------------------------------------------------ what memory is
+
+    def _origin(self, tensors: Sequence[Any]) -> _Derived | None:
+        for tensor in tensors:
+            key = _storage(tensor)
+            name = self._published.get(key)
+            if name is not None:
+                self.last = name
+                return _Derived(name, "")
+            derived = self._derived.get(key)
+            if derived is not None:
+                return derived
+        return None
+
+    def _taint(self, tensor: Any, derived: _Derived) -> None:
+        key = _storage(tensor)
+        self._published.pop(key, None)
+        if key not in self._derived:
+            self._derived[key] = derived
+            self._alive.append(tensor)
+
+    def _spot(self, tensor: Any) -> Spot | None:
+        """Where in the model a view lies, None if it is no memory of the model."""
+        homes = self._homes.get(_storage(tensor))
+        if homes is None:
+            return None
+        home, first = homes[0], tensor.storage_offset()
+        for index in homes[1:]:
+            begin = self._places[index].tensor.storage_offset()
+            if self._places[home].tensor.storage_offset() < begin <= first:
+                home = index
+        first -= self._places[home].tensor.storage_offset()
+        return Spot(home, first, tuple(tensor.shape), tensor.stride())
+
+    def _refuse(self, spot: Spot, name: str, why: str) -> None:
+        place = self._places[spot.place]
+        self.refusals.append(Refusal(place.module, place.leaf, name, why))
+
+
+def _filling(func: Any, args: tuple[Any, ...]) -> float | int | bool | None:
+    """The value that an operation puts into all elements, None if it does something else."""
+    if func is _aten.zero_.default:
+        return 0
+    if func is _aten.fill_.Scalar:
+        value = args[1]
+        return value if isinstance(value, (int, float)) else None
+    if func is _aten.fill_.Tensor and args[1].device.type != "meta":
+        number = args[1].item()
+        return number if isinstance(number, (int, float)) else None
+    return None

@@ -1,0 +1,229 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Model families in small: their checkpoints, and vLLM's real classes of them for any rank.
+
+One process plays every rank in turn: vLLM's groups say that they are larger than they are, which
+is enough to make a rank's modules and to run its loaders. Nothing can run such a model.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+
+import torch
+import transformers
+
+SMALL = {
+    "vocab_size": 500,  # no multiple of what vLLM pads to
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 8,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+GROUPED = {"num_key_value_heads": 4, "head_dim": 16}
+EXPERTS = {"moe_intermediate_size": 32, "num_experts_per_tok": 2}
+SHARED = {
+    "num_hidden_layers": 3,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+}
+LATENT = {
+    "num_key_value_heads": 8,
+    "kv_lora_rank": 32,
+    "qk_rope_head_dim": 16,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 16,
+}
+SIGMOID = {
+    "n_group": 2,
+    "topk_group": 1,
+    "topk_method": "noaux_tc",
+    "scoring_func": "sigmoid",
+}
+
+
+@dataclass(frozen=True)
+class Family:
+    """A model class of vLLM and a configuration of transformers."""
+
+    architecture: str
+    config: str
+    options: dict[str, Any]
+
+    @property
+    def experts(self) -> bool:
+        return "num_experts_per_tok" in self.options
+
+    def configuration(self) -> Any:
+        made = getattr(transformers, self.config)(**{**SMALL, **self.options})
+        made.architectures = [self.architecture]
+        made.dtype = torch.bfloat16
+        return made
+
+
+FAMILIES = {
+    "qwen2": Family(
+        "Qwen2ForCausalLM", "Qwen2Config", {"num_hidden_layers": 2, "num_key_value_heads": 4}
+    ),
+    "qwen3": Family("Qwen3ForCausalLM", "Qwen3Config", {"num_hidden_layers": 2, **GROUPED}),
+    "qwen3-moe": Family(
+        "Qwen3MoeForCausalLM",
+        "Qwen3MoeConfig",
+        {"num_hidden_layers": 2, "num_experts": 4, **GROUPED, **EXPERTS},
+    ),
+    "glm4": Family("Glm4ForCausalLM", "Glm4Config", {"num_hidden_layers": 2, **GROUPED}),
+    "glm4-moe": Family("Glm4MoeForCausalLM", "Glm4MoeConfig", {**GROUPED, **EXPERTS, **SHARED}),
+    "glm4-moe-lite": Family(
+        "Glm4MoeLiteForCausalLM",
+        "Glm4MoeLiteConfig",
+        {**EXPERTS, **SHARED, **LATENT, "q_lora_rank": 32},
+    ),
+    "deepseek-v2": Family(
+        "DeepseekV2ForCausalLM",
+        "DeepseekV2Config",
+        {**EXPERTS, **SHARED, **LATENT, "q_lora_rank": None},
+    ),
+    "deepseek-v3": Family(
+        "DeepseekV3ForCausalLM",
+        "DeepseekV3Config",
+        {**EXPERTS, **SHARED, **LATENT, **SIGMOID, "q_lora_rank": 32},
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A tensor of a checkpoint."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
+def checkpoint(configuration: Any) -> list[Entry]:
+    """What a checkpoint of the model has: experts one by one, tied tensors once."""
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(configuration, dtype=torch.bfloat16)
+    seen: set[int] = set()
+    found = []
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if id(tensor) not in seen:
+            seen.add(id(tensor))
+            found += _on_disk(name, tensor)
+    return found
+
+
+def _on_disk(name: str, tensor: Any) -> Iterator[Entry]:
+    stem, _, leaf = name.rpartition(".")
+    dtype = "F32" if leaf == "e_score_correction_bias" else "BF16"  # as public checkpoints have it
+    if not stem.endswith(".experts"):
+        yield Entry(name, dtype, tuple(tensor.shape))
+        return
+    for expert in range(tensor.shape[0]):
+        if leaf == "gate_up_proj":
+            half = (tensor.shape[1] // 2, tensor.shape[2])
+            yield Entry(f"{stem}.{expert}.gate_proj.weight", dtype, half)
+            yield Entry(f"{stem}.{expert}.up_proj.weight", dtype, half)
+        else:
+            yield Entry(f"{stem}.{expert}.{leaf}.weight", dtype, tuple(tensor.shape[1:]))
+
+
+def values(entries: list[Entry]) -> dict[str, torch.Tensor]:
+    """Random tensors of a checkpoint, the same in every run."""
+    generator = torch.Generator().manual_seed(7)
+    types = {"BF16": torch.bfloat16, "F32": torch.float32}
+    return {e.name: torch.randn(e.shape, generator=generator).to(types[e.dtype]) for e in entries}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How many ranks there are, and whether experts are theirs as a whole."""
+
+    size: int = 1
+    experts: bool = False
+
+    def __str__(self) -> str:
+        return f"{'EP' if self.experts else 'TP'}{self.size}"
+
+
+class Engine:
+    """vLLM's configuration for one model, and models of its ranks."""
+
+    def __init__(
+        self, folder: Path, family: Family, layout: Layout, configuration: Any = None
+    ) -> None:
+        from vllm.engine.arg_utils import EngineArgs
+
+        configuration = configuration or family.configuration()
+        configuration.save_pretrained(folder)
+        written = json.loads((folder / "config.json").read_text())
+        assert written["architectures"] == configuration.architectures
+        self.family = family
+        self.layout = layout
+        self.config = EngineArgs(
+            model=str(folder),
+            skip_tokenizer_init=True,
+            dtype="bfloat16",
+            enforce_eager=True,
+            max_model_len=128,
+            load_format="dummy",
+            enable_expert_parallel=layout.experts,
+        ).create_engine_config()
+
+    @contextlib.contextmanager
+    def rank(self, rank: int, device: str = "cpu") -> Iterator[Any]:
+        """The model of one rank as vLLM makes it, before anything is loaded."""
+        from vllm.config import set_current_vllm_config
+        from vllm.distributed import parallel_state
+        from vllm.model_executor.model_loader.utils import initialize_model
+
+        with set_current_vllm_config(self.config):
+            _world(self.family.experts)
+            groups = [parallel_state._TP] + [parallel_state._EP] * self.layout.experts
+            before = [(g, g.world_size, g.rank_in_group) for g in groups if g is not None]
+            compilation = self.config.compilation_config
+            try:
+                for group, _, _ in before:
+                    group.world_size, group.rank_in_group = self.layout.size, rank
+                self.config.parallel_config.tensor_parallel_size = self.layout.size
+                compilation.static_forward_context.clear()
+                compilation.static_all_moe_layers.clear()
+                torch.set_default_dtype(torch.bfloat16)
+                try:
+                    with torch.device(device):
+                        model = initialize_model(self.config)
+                finally:
+                    torch.set_default_dtype(torch.float32)
+                yield model
+            finally:
+                for group, size, number in before:
+                    group.world_size, group.rank_in_group = size, number
+
+
+def _world(experts: bool) -> None:
+    """A world of this process alone; vLLM has a group of experts only for models that have any."""
+    from vllm.distributed import parallel_state
+
+    if not torch.distributed.is_initialized():
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        parallel_state.init_distributed_environment(1, 0, f"tcp://127.0.0.1:{port}", 0, "gloo")
+    if parallel_state._TP is not None and experts and parallel_state._EP is None:
+        parallel_state.destroy_model_parallel()
+    if parallel_state._TP is None:
+        parallel_state.initialize_model_parallel(1, 1)
