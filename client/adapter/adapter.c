@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "adapter/adapter_internal.h"
+#include "adapter/model_config.h"
 #include "convert.h"
 #include "error_set.h"
 
@@ -58,7 +59,7 @@ fanin_status adapter_open(const char *directory, deadline at, bool (*cancelled)(
     adapter *a = calloc(1, sizeof *a);
     if (!a)
         return error_set_memory(error);
-    a->place.parent = a->lock = a->directory = a->memory.file = -1;
+    a->place.parent = a->lock = a->directory = -1;
     a->at = at;
     a->cancelled = cancelled;
     a->cookie = cookie;
@@ -76,38 +77,33 @@ fanin_status adapter_open(const char *directory, deadline at, bool (*cancelled)(
     return FANIN_OK;
 }
 
-static fanin_status lay_out(const key_table *keys, const peft_names *names,
-                            uint64_t *to_of_key, safetensors_layout *out,
-                            fanin_error *error)
+const char *adapter_kind(const adapter *a)
 {
-    size_t room = names->count ? names->count : 1;
-    safetensors_item *items = calloc(room, sizeof items[0]);
-    uint64_t *offsets = calloc(room, sizeof offsets[0]);
-    fanin_status status = items && offsets ? FANIN_OK : error_set_memory(error);
-    for (uint32_t i = 0; i < names->count && status == FANIN_OK; i++) {
-        const key_entry *key = &keys->entries[names->tensors[i].key];
-        items[i] = (safetensors_item){.name = names->tensors[i].name.text,
-                                      .dtype = key->dtype,
-                                      .n_dims = key->n_dims,
-                                      .shape = key->shape,
-                                      .bytes = key->bytes};
-    }
-    if (status == FANIN_OK)
-        status = safetensors_lay_out(items, names->count, offsets, out, error);
-    for (uint32_t i = 0; i < names->count && status == FANIN_OK; i++)
-        to_of_key[names->tensors[i].key] = offsets[i];
-    free(items);
-    free(offsets);
-    return status;
+    return a->is_model ? "model" : "adapter";
+}
+
+size_t adapter_texts(const adapter *a, adapter_text out[ADAPTER_TEXTS])
+{
+    size_t n = 0;
+    if (a->config.text)
+        out[n++] = (adapter_text){a->is_model ? MODEL_CONFIG_FILE : ADAPTER_CONFIG_FILE,
+                                  a->config.text, a->config.size};
+    if (a->files.index)
+        out[n++] =
+            (adapter_text){MODEL_INDEX_FILE, a->files.index, a->files.index_size};
+    return n;
 }
 
 static void forget_layout(adapter *a)
 {
-    free(a->to_of_key);
-    free(a->layout.header);
+    tensor_files_free(&a->files);
     peft_config_free(&a->config);
-    a->to_of_key = NULL;
-    a->layout = (safetensors_layout){0};
+}
+
+void adapter_make_model(adapter *a, uint64_t max_file_bytes)
+{
+    a->is_model = true;
+    a->max_file_bytes = max_file_bytes;
 }
 
 void adapter_convert(adapter *a, fanin_dtype dtype)
@@ -162,32 +158,71 @@ static fanin_status make_config(adapter *a, const key_table *keys,
     return over != FANIN_OK ? over : status;
 }
 
-fanin_status adapter_prepare(adapter *a, const key_table *keys, const char *publication,
-                             const uint64_t **to_of_key_out, uint64_t *file_size_out,
-                             fanin_error *error)
+/* @p keys as they are written. */
+static fanin_status lay_out_adapter(const key_table *keys, const peft_names *names,
+                                    tensor_files *out, fanin_error *error)
 {
-    forget_layout(a);
-    a->to_of_key = calloc(keys->count ? keys->count : 1, sizeof a->to_of_key[0]);
+    size_t room = names->count ? names->count : 1;
+    const char **texts = calloc(room, sizeof texts[0]);
+    uint32_t *order = calloc(room, sizeof order[0]);
+    fanin_status status = texts && order ? FANIN_OK : error_set_memory(error);
+    for (uint32_t i = 0; i < names->count && status == FANIN_OK; i++) {
+        order[i] = names->tensors[i].key;
+        texts[order[i]] = names->tensors[i].name.text;
+    }
+    if (status == FANIN_OK)
+        status = tensor_files_one(keys, ADAPTER_FILE, texts, order, out, error);
+    free(texts);
+    free(order);
+    return status;
+}
+
+/* @p written: @p keys as they are written. */
+static fanin_status prepare_adapter(adapter *a, const key_table *keys,
+                                    const key_table *written, const char *publication,
+                                    fanin_error *error)
+{
     peft_names names = {0};
-    fanin_status status = a->to_of_key
-                              ? peft_names_make(keys, publication, &names, error)
-                              : error_set_memory(error);
+    fanin_status status = peft_names_make(keys, publication, &names, error);
     if (status == FANIN_OK)
         status = make_config(a, keys, &names, publication, error);
-    key_table written = {.entries = NULL};
-    if (status == FANIN_OK && !convert_keys(keys, a->dtype, &written))
-        status = error_set_memory(error);
     if (status == FANIN_OK)
-        status = lay_out(&written, &names, a->to_of_key, &a->layout, error);
-    free(written.entries);
+        status = lay_out_adapter(written, &names, &a->files, error);
     peft_names_free(&names);
+    return status;
+}
+
+static fanin_status prepare_model(adapter *a, const key_table *written,
+                                  fanin_error *error)
+{
+    fanin_status status =
+        model_config_make(written, a->trust_config, &a->config, error);
+    return status != FANIN_OK ? status
+                              : tensor_files_of_model(written, a->max_file_bytes,
+                                                      (uint64_t)sysconf(_SC_PAGESIZE),
+                                                      &a->files, error);
+}
+
+fanin_status adapter_prepare(adapter *a, const key_table *keys, const char *publication,
+                             const uint64_t **to_of_key_out, uint64_t *span_out,
+                             fanin_error *error)
+{
+    key_table written = {.entries = NULL};
+    forget_layout(a);
+    fanin_status status;
+    if (!convert_keys(keys, a->dtype, &written))
+        status = error_set_memory(error);
+    else if (a->is_model)
+        status = prepare_model(a, &written, error);
+    else
+        status = prepare_adapter(a, keys, &written, publication, error);
+    free(written.entries);
     if (status != FANIN_OK) {
         forget_layout(a);
         return status;
     }
-    a->header_size = a->layout.header_size;
-    *to_of_key_out = a->to_of_key;
-    *file_size_out = a->layout.file_size;
+    *to_of_key_out = a->files.to_of_key;
+    *span_out = a->files.span;
     return FANIN_OK;
 }
 

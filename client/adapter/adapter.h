@@ -1,12 +1,12 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /**
  * @file
- * A PEFT adapter directory: made under a temporary name beside its place, published by
- * rename. The only part of the client that knows what LoRA is.
+ * A directory of tensors, a PEFT adapter's or a model's: made under a temporary name beside its
+ * place, published by rename. The only part of the client that knows what LoRA is.
  *
- * Life: adapter_open (lock, nothing read yet) -> adapter_prepare (layout of the file from the
- * key table, configuration checked) -> adapter_reusable (step known) or adapter_map (file
- * allocated and mapped) -> the pull fills -> adapter_publish. adapter_close at any time
+ * Life: adapter_open (lock, nothing read yet) -> adapter_prepare (layout of the files from the
+ * key table, configuration checked) -> adapter_reusable (step known) or adapter_map (files
+ * allocated and mapped, side by side in one range of addresses) -> the pull fills -> adapter_publish. adapter_close at any time
  * removes what was not published.
  */
 #ifndef ADAPTER_H
@@ -43,56 +43,62 @@ fanin_status adapter_open(const char *directory, deadline at, bool (*cancelled)(
                           void *cookie, const logger *log, adapter **out,
                           fanin_error *error);
 
+/** It is a model's: files of at most @p max_file_bytes of tensors each (0: 5 GB), an index if there
+    are several, config.json if the metadata have one. Before adapter_prepare(). */
+void adapter_make_model(adapter *a, uint64_t max_file_bytes);
 /** F32 tensors are written as @p dtype, 0: as F32. Before adapter_prepare(). */
 void adapter_convert(adapter *a, fanin_dtype dtype);
-/** adapter_config.json keeps all fields of the trainer's. Before adapter_prepare(). */
+/** The configuration keeps all fields of the trainer's. Before adapter_prepare(). */
 void adapter_trust_config(adapter *a);
 /** The client's spare file, which adapter_map() takes if it fits. Before adapter_map(). */
 void adapter_offer_spare(adapter *a, spare_file **spare);
 
 /**
- * Names, order, header and offsets of the safetensors file and the text of
- * adapter_config.json. May be called again with another table (a catalog that moved).
- * *to_of_key_out: file offset of each key's bytes, owned by the adapter.
+ * Names, order, headers and offsets of the safetensors files and the text of the
+ * configuration. May be called again with another table (a catalog that moved).
+ * *to_of_key_out: where in the range each key's bytes go, owned by the adapter; *span_out: bytes
+ * of the range (of one file, its size).
  * FANIN_ERR_MISMATCH (metadata contradict tensors; two keys with one name on disk; names key
- * and remedy), FANIN_ERR_MEMORY.
+ * and remedy), FANIN_ERR_LIMIT (too many files), FANIN_ERR_MEMORY.
  */
 fanin_status adapter_prepare(adapter *a, const key_table *keys, const char *publication,
-                             const uint64_t **to_of_key_out, uint64_t *file_size_out,
+                             const uint64_t **to_of_key_out, uint64_t *span_out,
                              fanin_error *error);
 
 /**
- * FANIN_OK with *reuse_out true: the directory holds this identity, its files have their digests,
- * adapter_config.json is what adapter_prepare() made, and no other user can have put it there or
+ * FANIN_OK with *reuse_out true: the directory holds this identity, its files have their digests
+ * and are those that adapter_prepare() made, and no other user can have put it there or
  * can change it; false: it is absent, or empty and ours. FANIN_ERR_EXISTS: anything else (says
- * what and that it is never overwritten). Reads the whole file, in threads, until the deadline.
+ * what and that it is never overwritten). Reads the files whole, in threads, until the deadline.
  * FANIN_ERR_IO, FANIN_ERR_MEMORY, FANIN_ERR_TIMEOUT, FANIN_ERR_CANCELLED.
  */
 fanin_status adapter_reusable(adapter *a, const adapter_identity *identity,
                               bool *reuse_out, fanin_error *error);
 
-/** FANIN_ERR_LIMIT if the file that was prepared has more than @p max_bytes; 0: than a quarter of
-    the size (not of the free space, which other adapters take) of the directory's file system. */
+/** FANIN_ERR_LIMIT if the files that were prepared have more than @p max_bytes; 0: an adapter's more
+    than a quarter of the size (not of the free space, which other adapters take) of the
+    directory's file system, a model's as much as there is room for. */
 fanin_status adapter_check_size(const adapter *a, uint64_t max_bytes,
                                 fanin_error *error);
-/** A spare file that fits; else creates and maps the file, header in place. A disk that is
-    too full, or a limit of file sizes, is FANIN_ERR_IO here if that is known already. Kept between attempts of one pull. */
+/** A spare file that fits; else creates and maps the files, headers in place. A disk that is too
+    full, or a limit of file sizes or descriptors, is FANIN_ERR_IO here if that is known already.
+    Kept between attempts of one pull. */
 fanin_status adapter_map(adapter *a, uint8_t **base_out, fanin_error *error);
-/** Bytes [offset, offset+length) of the file are about to be written: makes their space. Not asked,
+/** Bytes [offset, offset+length) of the range are about to be written: makes their space. Not asked,
     a full disk would be SIGBUS. FANIN_ERR_IO, FANIN_ERR_MEMORY. Thread: the pulling one. */
 fanin_status adapter_need(adapter *a, uint64_t offset, uint64_t length,
                           fanin_error *error);
 /** Whether CUDA's copy engine may write what is mapped. */
 bool adapter_is_pinned(const adapter *a);
 
-/** The pull tells what has landed: bytes [offset, offset+length) of the file are final unless
-    the attempt is given up. Digests of whole 4 MiB pieces are made on the way, in threads
+/** The pull tells what has landed: bytes [offset, offset+length) of the range, of one file, are
+    final unless the attempt is given up. Digests of whole 4 MiB pieces are made on the way, in threads
     of the adapter's. Thread: the pulling one. */
 void adapter_landed(adapter *a, uint64_t offset, uint64_t length);
 /** A new attempt: everything will land again. */
 void adapter_restart(adapter *a);
 
-/** Waits for the digests, writes adapter_config.json and fanin.json, fsyncs files and directory,
+/** Waits for the digests, writes the configuration and fanin.json, fsyncs files and directory,
     renames, fsyncs the parent. FANIN_ERR_IO, EXISTS, INTERNAL (bytes that never landed). */
 fanin_status adapter_publish(adapter *a, const adapter_identity *identity,
                              fanin_error *error);

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The temporary directory and the file in it, allocated and mapped before it is filled. */
+/* The temporary directory and the files in it, allocated and mapped before they are filled. */
 #include "adapter/adapter_internal.h"
 #include "error_set.h"
 
@@ -26,20 +26,19 @@ static fanin_status full_disk(const adapter *a, int reason, fanin_error *error)
     error_place where = {.phase = "write",
                          .remedy = "free space there, or give a directory elsewhere"};
     if (reason == EFBIG && getrlimit(RLIMIT_FSIZE, &limit) == 0 &&
-        limit.rlim_cur < a->layout.file_size) {
+        limit.rlim_cur < a->files.largest) {
         where.remedy = "raise the limit: ulimit -f unlimited";
         return error_set_errno(error, FANIN_ERR_IO, reason, &where,
                                "no file of %" PRIu64
                                " bytes can be made in '%.300s': this process may write "
                                "%" PRIu64 " (its limit of file sizes)",
-                               a->layout.file_size, a->place.directory,
+                               a->files.largest, a->place.directory,
                                (uint64_t)limit.rlim_cur);
     }
-    return error_set_errno(error, FANIN_ERR_IO, reason, &where,
-                           "no room for '%.300s': %" PRIu64
-                           " bytes are needed, %" PRIu64 " are free",
-                           a->place.directory, a->layout.file_size,
-                           (uint64_t)info.f_bavail * info.f_frsize);
+    return error_set_errno(
+        error, FANIN_ERR_IO, reason, &where,
+        "no room for '%.300s': %" PRIu64 " bytes are needed, %" PRIu64 " are free",
+        a->place.directory, a->files.bytes, (uint64_t)info.f_bavail * info.f_frsize);
 }
 
 static fanin_status no_space(const adapter *a, int reason, fanin_error *error)
@@ -48,7 +47,8 @@ static fanin_status no_space(const adapter *a, int reason, fanin_error *error)
         return full_disk(a, reason, error);
     if (reason == ENOMEM)
         return error_set_memory(error);
-    return adapter_io_error(&a->place, reason, "cannot allocate", MODEL_FILE, NULL,
+    return adapter_io_error(&a->place, reason, "cannot allocate",
+                            a->files.count == 1 ? a->files.files[0].name : NULL, NULL,
                             error);
 }
 
@@ -56,8 +56,8 @@ static fanin_status no_space(const adapter *a, int reason, fanin_error *error)
 static bool surely_full(const adapter *a)
 {
     struct statvfs info;
-    return fstatvfs(a->memory.file, &info) == 0 && info.f_blocks > 0 &&
-           info.f_frsize > 0 && info.f_bfree < a->layout.file_size / info.f_frsize;
+    return fstatvfs(a->directory, &info) == 0 && info.f_blocks > 0 &&
+           info.f_frsize > 0 && info.f_bfree < a->files.bytes / info.f_frsize;
 }
 
 fanin_status adapter_check_size(const adapter *a, uint64_t max_bytes,
@@ -67,32 +67,40 @@ fanin_status adapter_check_size(const adapter *a, uint64_t max_bytes,
     uint64_t most = max_bytes;
     error_place where = {.phase = "plan",
                          .remedy = "if that is right, raise max_bytes (--max-bytes)"};
+    if (max_bytes == 0 && a->is_model)
+        return FANIN_OK; /* as much as fits */
     if (max_bytes == 0) {
         if (fstatvfs(a->place.parent, &info) != 0 || info.f_blocks == 0 ||
-            info.f_bfree < a->layout.file_size / info.f_frsize)
+            info.f_bfree < a->files.bytes / info.f_frsize)
             return FANIN_OK; /* no size is known, or it will not fit: adapter_map() says so */
         most = (uint64_t)info.f_blocks * info.f_frsize / 4;
     }
-    if (a->layout.file_size <= most)
+    if (a->files.bytes <= most)
         return FANIN_OK;
     return error_set(error, FANIN_ERR_LIMIT, &where,
-                     "the adapter has %" PRIu64 " bytes, more than the %" PRIu64
+                     "the %s has %" PRIu64 " bytes, more than the %" PRIu64
                      " that a pull into '%.256s' may bring (%s)",
-                     a->layout.file_size, most, a->place.directory,
+                     adapter_kind(a), a->files.bytes, most, a->place.directory,
                      max_bytes ? "max_bytes" : "a quarter of its file system");
 }
 
-/* File systems that cannot make space piece by piece: all of it. */
-static fanin_status allocate_whole(const adapter *a, fanin_error *error)
+static uint64_t size_of(const adapter *a, size_t file)
 {
-    for (uint64_t at = 0; at < a->layout.file_size;) {
-        uint64_t left = a->layout.file_size - at;
+    return a->files.files[file].layout.file_size;
+}
+
+/* File systems that cannot make space piece by piece: all of it. */
+static fanin_status allocate_whole(const adapter *a, size_t file, fanin_error *error)
+{
+    for (uint64_t at = 0; at < size_of(a, file);) {
+        uint64_t left = size_of(a, file) - at;
         uint64_t step = left < ALLOCATE_STEP ? left : ALLOCATE_STEP;
         fanin_status status = adapter_may_go_on(a, "allocating", error);
         if (status != FANIN_OK)
             return status;
         file_limit_guard guard = file_limit_enter();
-        int reason = posix_fallocate(a->memory.file, (off_t)at, (off_t)step);
+        int reason =
+            posix_fallocate(a->mapped[file].memory.file, (off_t)at, (off_t)step);
         file_limit_leave(&guard);
         if (reason == EINTR)
             continue;
@@ -106,12 +114,24 @@ static fanin_status allocate_whole(const adapter *a, fanin_error *error)
 static fanin_status allocate(adapter *a, fanin_error *error)
 {
     int reason;
+    fanin_status status = FANIN_OK;
     if (surely_full(a))
         return full_disk(a, ENOSPC, error);
-    a->pages = file_pages_start(a->memory.file, a->layout.file_size, &reason);
+    file_part *parts = calloc(a->n_mapped, sizeof parts[0]);
+    if (!parts)
+        return error_set_memory(error);
+    for (size_t i = 0; i < a->n_mapped; i++)
+        parts[i] =
+            (file_part){a->mapped[i].memory.file, a->files.files[i].at, size_of(a, i)};
+    a->pages = file_pages_start(parts, a->n_mapped, &reason);
+    free(parts);
     if (a->pages)
         return FANIN_OK;
-    return reason == EOPNOTSUPP ? allocate_whole(a, error) : no_space(a, reason, error);
+    if (reason != EOPNOTSUPP)
+        return no_space(a, reason, error);
+    for (size_t i = 0; i < a->n_mapped && status == FANIN_OK; i++)
+        status = allocate_whole(a, i, error);
+    return status;
 }
 
 fanin_status adapter_need(adapter *a, uint64_t offset, uint64_t length,
@@ -121,63 +141,122 @@ fanin_status adapter_need(adapter *a, uint64_t offset, uint64_t length,
     return reason == 0 ? FANIN_OK : no_space(a, reason, error);
 }
 
-static fanin_status map(adapter *a, fanin_error *error)
+/* @p at: where in the reserved range, NULL: anywhere. */
+static fanin_status map(adapter *a, size_t file, uint8_t *at, fanin_error *error)
 {
-    size_t size = (size_t)a->layout.file_size;
+    size_t size = (size_t)size_of(a, file);
+    int fixed = at ? MAP_FIXED : 0;
+    mapped_file *m = &a->mapped[file];
     void *base =
-        mmap(NULL, size, PROT_READ | PROT_WRITE, MAP_SHARED, a->memory.file, 0);
-    a->anonymous = false;
+        mmap(at, size, PROT_READ | PROT_WRITE, MAP_SHARED | fixed, m->memory.file, 0);
+    m->anonymous = false;
     if (base == MAP_FAILED && errno != ENOMEM) {
         char reason[64];
         log_write(
             &a->log, FANIN_LOG_INFO, "adapter-no-mmap",
             "the filesystem of '%s' has no shared mappings (%s): writing from memory",
             a->place.directory, strerror_r(errno, reason, sizeof reason));
-        a->anonymous = true;
-        base = mmap(NULL, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1,
-                    0);
+        m->anonymous = true;
+        base = mmap(at, size, PROT_READ | PROT_WRITE,
+                    MAP_PRIVATE | MAP_ANONYMOUS | fixed, -1, 0);
     }
     if (base == MAP_FAILED)
         return error_set_memory(error);
-    a->memory.base = base;
-    a->memory.size = size;
-    if (a->pages && !a->anonymous)
-        file_pages_go_ahead(a->pages, base);
+    m->memory.base = base;
+    m->memory.size = size;
     return FANIN_OK;
+}
+
+/* Several files lie side by side in a range of addresses that is reserved for them. */
+static fanin_status map_all(adapter *a, fanin_error *error)
+{
+    fanin_status status = FANIN_OK;
+    if (a->n_mapped > 1) {
+        void *range = mmap(NULL, (size_t)a->files.span, PROT_NONE,
+                           MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+        if (range == MAP_FAILED)
+            return error_set_memory(error);
+        a->base = range;
+        a->span = a->files.span;
+    }
+    for (size_t i = 0; i < a->n_mapped && status == FANIN_OK; i++)
+        status = map(a, i, a->base ? a->base + a->files.files[i].at : NULL, error);
+    a->base = a->mapped[0].memory.base;
+    bool anonymous = false;
+    for (size_t i = 0; i < a->n_mapped; i++)
+        anonymous = anonymous || a->mapped[i].anonymous;
+    if (status == FANIN_OK && a->pages && !anonymous)
+        file_pages_go_ahead(a->pages, a->base);
+    return status;
 }
 
 /* The file that was made beforehand gets its name. False: there is none, or it cannot. */
 static bool take_spare(adapter *a)
 {
-    if (!a->spare ||
-        !spare_file_fits(*a->spare, a->place.parent, a->layout.file_size) ||
-        !spare_file_take(a->spare, &a->memory))
+    file_memory *memory = &a->mapped[0].memory;
+    if (!a->spare || a->n_mapped != 1 ||
+        !spare_file_fits(*a->spare, a->place.parent, size_of(a, 0)) ||
+        !spare_file_take(a->spare, memory))
         return false;
     char self[40], reason[64];
-    snprintf(self, sizeof self, "/proc/self/fd/%d", a->memory.file);
-    if (linkat(AT_FDCWD, self, a->directory, MODEL_FILE, AT_SYMLINK_FOLLOW) == 0) {
-        a->anonymous = false;
+    snprintf(self, sizeof self, "/proc/self/fd/%d", memory->file);
+    if (linkat(AT_FDCWD, self, a->directory, a->files.files[0].name,
+               AT_SYMLINK_FOLLOW) == 0) {
+        a->base = memory->base;
         return true;
     }
     log_write(&a->log, FANIN_LOG_INFO, "spare-file",
               "the spare file cannot be used for '%s' (%s)", a->place.directory,
               strerror_r(errno, reason, sizeof reason));
-    file_memory_release(&a->memory);
+    file_memory_release(memory);
     return false;
 }
 
 static fanin_status make_fresh(adapter *a, fanin_error *error)
 {
-    a->memory.file = openat(a->directory, MODEL_FILE,
-                            O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, ADAPTER_FILE_MODE);
-    if (a->memory.file < 0)
-        return adapter_io_error(&a->place, errno, "cannot make", MODEL_FILE, NULL,
-                                error);
+    for (size_t i = 0; i < a->n_mapped; i++) {
+        const char *name = a->files.files[i].name;
+        int file = openat(a->directory, name, O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC,
+                          ADAPTER_FILE_MODE);
+        if (file < 0)
+            return adapter_io_error(&a->place, errno, "cannot make", name,
+                                    errno == EMFILE ? "raise ulimit -n, or let a file "
+                                                      "have more bytes"
+                                                    : NULL,
+                                    error);
+        a->mapped[i].memory.file = file;
+    }
     fanin_status status = allocate(a, error);
-    return status != FANIN_OK ? status : map(a, error);
+    return status != FANIN_OK ? status : map_all(a, error);
 }
 
-static fanin_status make_file(adapter *a, fanin_error *error)
+static fanin_status start_digests(adapter *a, fanin_error *error)
+{
+    a->pool = piece_digests_pool(a->files.bytes);
+    for (size_t i = 0; i < a->n_mapped && a->pool; i++) {
+        mapped_file *m = &a->mapped[i];
+        bool write_out = a->is_model && !m->anonymous;
+        m->digests = piece_digests_start(m->memory.base, m->memory.size, a->pool,
+                                         write_out ? m->memory.file : -1);
+        if (!m->digests)
+            return error_set_memory(error);
+    }
+    return a->pool ? FANIN_OK : error_set_memory(error);
+}
+
+static fanin_status make_files(adapter *a, fanin_error *error)
+{
+    a->mapped = calloc(a->files.count, sizeof a->mapped[0]);
+    if (!a->mapped)
+        return error_set_memory(error);
+    a->n_mapped = a->files.count;
+    for (size_t i = 0; i < a->n_mapped; i++)
+        a->mapped[i].memory.file = -1;
+    fanin_status status = take_spare(a) ? FANIN_OK : make_fresh(a, error);
+    return status != FANIN_OK ? status : start_digests(a, error);
+}
+
+static fanin_status make_directory(adapter *a, fanin_error *error)
 {
     adapter_temporary_name(&a->place, a->temporary);
     if (mkdirat(a->place.parent, a->temporary, ADAPTER_DIRECTORY_MODE) != 0) {
@@ -191,97 +270,134 @@ static fanin_status make_file(adapter *a, fanin_error *error)
     struct stat info;
     char why[OWNERSHIP_TEXT];
     if (a->directory < 0 || fstat(a->directory, &info) != 0)
-        return adapter_io_error(&a->place, errno, "cannot make", MODEL_FILE, NULL,
-                                error);
+        return adapter_io_error(&a->place, errno, "cannot make", NULL, NULL, error);
     if (ownership_doubtful(&info, why))
         return error_set(error, FANIN_ERR_EXISTS, NULL,
                          "the directory made beside '%.300s' was exchanged: it %s",
                          a->place.directory, why);
-    fanin_status status = take_spare(a) ? FANIN_OK : make_fresh(a, error);
-    if (status == FANIN_OK &&
-        !(a->digests = piece_digests_start(a->memory.base, a->memory.size)))
-        status = error_set_memory(error);
-    return status;
+    return make_files(a, error);
 }
 
-/* The header is final as soon as it is there. */
-static fanin_status land_header(adapter *a, fanin_error *error)
+/* Headers are final as soon as they are there. */
+static fanin_status land_headers(adapter *a, fanin_error *error)
 {
-    fanin_status status = adapter_need(a, 0, a->header_size, error);
-    if (status != FANIN_OK)
-        return status;
-    if (a->layout.header) {
-        memcpy(a->memory.base, a->layout.header, a->layout.header_size);
-        free(a->layout.header);
-        a->layout.header = NULL;
+    for (size_t i = 0; i < a->n_mapped; i++) {
+        safetensors_layout *layout = &a->files.files[i].layout;
+        fanin_status status =
+            adapter_need(a, a->files.files[i].at, layout->header_size, error);
+        if (status != FANIN_OK)
+            return status;
+        if (layout->header) {
+            memcpy(a->mapped[i].memory.base, layout->header, layout->header_size);
+            free(layout->header);
+            layout->header = NULL;
+        }
+        piece_digests_landed(a->mapped[i].digests, 0, layout->header_size);
     }
-    piece_digests_landed(a->digests, 0, a->header_size);
     return FANIN_OK;
+}
+
+/* Whether the files that are mapped are as those that were prepared; their names follow then. */
+static bool fits(const adapter *a)
+{
+    bool same = a->n_mapped > 0 && a->n_mapped == a->files.count;
+    for (size_t i = 0; i < a->n_mapped && same; i++)
+        same = a->mapped[i].digests && a->mapped[i].memory.size == size_of(a, i);
+    return same;
+}
+
+/* All at once: they share threads. */
+static void restart_digests(adapter *a)
+{
+    for (size_t i = 0; i < a->n_mapped; i++)
+        piece_digests_restart(a->mapped[i].digests);
 }
 
 fanin_status adapter_map(adapter *a, uint8_t **base_out, fanin_error *error)
 {
-    if (a->layout.file_size == 0)
+    fanin_status status = FANIN_OK;
+    if (a->files.count == 0)
         return error_set(error, FANIN_ERR_INTERNAL, NULL, "nothing was prepared");
-    if (a->memory.base && a->memory.size == a->layout.file_size) {
-        /* Prepared again in between: perhaps other names of the same sizes. */
-        if (a->layout.header) {
-            piece_digests_restart(a->digests);
-            fanin_status status = land_header(a, error);
-            if (status != FANIN_OK)
-                return status;
-        }
-        *base_out = a->memory.base;
-        return FANIN_OK;
+    bool there = fits(a);
+    /* Prepared again in between: perhaps other names of the same sizes. */
+    bool anew = there && a->files.files[0].layout.header;
+    if (anew)
+        restart_digests(a);
+    if (!there) {
+        adapter_discard(a);
+        status = make_directory(a, error);
     }
-    adapter_discard(a);
-    fanin_status status = make_file(a, error);
-    if (status == FANIN_OK)
-        status = land_header(a, error);
+    if (status == FANIN_OK && (anew || !there))
+        status = land_headers(a, error);
     if (status != FANIN_OK) {
         adapter_discard(a);
         return status;
     }
-    *base_out = a->memory.base;
+    *base_out = a->base;
     return FANIN_OK;
 }
 
 bool adapter_is_pinned(const adapter *a)
 {
-    return a->memory.pinned_by != NULL;
+    return a->n_mapped == 1 && a->mapped[0].memory.pinned_by != NULL;
+}
+
+static void stop_threads(adapter *a)
+{
+    file_pages_stop(&a->pages);
+    for (size_t i = 0; i < a->n_mapped; i++)
+        piece_digests_stop(&a->mapped[i].digests);
+    worker_pool_destroy(&a->pool);
 }
 
 void adapter_make_spare(adapter *a, spare_file **spare, gpu *g)
 {
-    uint64_t size = a->layout.file_size;
-    if (size == 0 || a->anonymous || spare_file_fits(*spare, a->place.parent, size))
+    if (a->n_mapped != 1 || a->mapped[0].anonymous ||
+        spare_file_fits(*spare, a->place.parent, size_of(a, 0)))
         return;
-    file_pages_stop(&a->pages);
-    piece_digests_stop(&a->digests);
+    stop_threads(a);
     spare_file_drop(spare);
-    *spare = spare_file_start(a->place.parent, size, g, &a->memory, &a->log);
+    *spare = spare_file_start(a->place.parent, size_of(a, 0), g, &a->mapped[0].memory,
+                              &a->log);
 }
 
 void adapter_landed(adapter *a, uint64_t offset, uint64_t length)
 {
-    piece_digests_landed(a->digests, offset, length);
+    size_t file = tensor_files_at(&a->files, offset);
+    piece_digests_landed(a->mapped[file].digests, offset - a->files.files[file].at,
+                         length);
     if (a->pages)
         file_pages_landed(a->pages, length);
 }
 
 void adapter_restart(adapter *a)
 {
-    if (!a->digests)
+    if (!fits(a))
         return;
-    piece_digests_restart(a->digests);
-    (void)land_header(a, NULL); /* it has its space */
+    restart_digests(a);
+    (void)land_headers(a, NULL); /* they have their space */
+}
+
+static void unmap(adapter *a)
+{
+    for (size_t i = 0; i < a->n_mapped; i++) {
+        if (a->span > 0)
+            a->mapped[i].memory.base = NULL; /* of the range */
+        file_memory_release(&a->mapped[i].memory);
+    }
+    if (a->span > 0)
+        munmap(a->base, (size_t)a->span);
+    free(a->mapped);
+    a->mapped = NULL;
+    a->n_mapped = 0;
+    a->base = NULL;
+    a->span = 0;
 }
 
 void adapter_discard(adapter *a)
 {
-    file_pages_stop(&a->pages);
-    piece_digests_stop(&a->digests);
-    file_memory_release(&a->memory);
+    stop_threads(a);
+    unmap(a);
     if (a->directory >= 0)
         close(a->directory);
     a->directory = -1;

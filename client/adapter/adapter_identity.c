@@ -7,6 +7,8 @@
 #include <string.h>
 
 #define FORMAT 1
+#define WHOLE "xxh3_128"
+#define IN_PIECES "xxh3_128_of_4mib_pieces"
 
 json_t *guard_json(fanin_checksums guard)
 {
@@ -31,22 +33,35 @@ static bool step_equal(const json_t *value, uint64_t step)
     return equal;
 }
 
-char *adapter_identity_text(const adapter_identity *identity, uint64_t file_size,
-                            const digest *file, const char *config, size_t config_size)
+static json_t *files_json(const identity_file *files, size_t count)
 {
-    char world[33], table[33], content[33], fields[33];
-    digest config_digest = digest_of(config, config_size);
+    json_t *list = json_object();
+    bool good = list != NULL;
+    for (size_t i = 0; i < count && good; i++) {
+        char hex[33];
+        digest_hex(files[i].content.bytes, hex);
+        good = json_object_set_new(
+                   list, files[i].name,
+                   json_pack("{s:I, s:s}", "bytes", (json_int_t)files[i].bytes,
+                             files[i].in_pieces ? IN_PIECES : WHOLE, hex)) == 0;
+    }
+    if (good)
+        return list;
+    json_decref(list);
+    return NULL;
+}
+
+char *adapter_identity_text(const adapter_identity *identity,
+                            const identity_file *files, size_t count)
+{
+    char world[33], table[33];
     digest_hex(identity->world_id, world);
     digest_hex(identity->key_table.bytes, table);
-    digest_hex(file->bytes, content);
-    digest_hex(config_digest.bytes, fields);
     json_t *root = json_pack(
-        "{s:i, s:s, s:s, s:s, s:o, s:s, s:{s:{s:I, s:s}, s:{s:I, s:s}}, s:o, s:b}",
-        "format", FORMAT, "fanin_version", fanin_version(), "world_id", world,
-        "publication", identity->publication, "step", step_json(identity->step),
-        "key_table", table, "files", CONFIG_FILE, "bytes", (json_int_t)config_size,
-        "xxh3_128", fields, MODEL_FILE, "bytes", (json_int_t)file_size,
-        "xxh3_128_of_4mib_pieces", content, "transport_checksums",
+        "{s:i, s:s, s:s, s:s, s:o, s:s, s:o, s:o, s:b}", "format", FORMAT,
+        "fanin_version", fanin_version(), "world_id", world, "publication",
+        identity->publication, "step", step_json(identity->step), "key_table", table,
+        "files", files_json(files, count), "transport_checksums",
         guard_json(identity->transport_checksums), "verified", (int)identity->verified);
     /* Without a conversion the key table says it all. */
     if (root && identity->dtype != 0 &&
@@ -114,7 +129,11 @@ bool adapter_identity_bytes(const json_t *root, const char *file, uint64_t *byte
 const char *adapter_identity_digest(const json_t *root, const char *file)
 {
     const json_t *found = json_object_get(json_object_get(root, "files"), file);
-    const char *field =
-        strcmp(file, CONFIG_FILE) == 0 ? "xxh3_128" : "xxh3_128_of_4mib_pieces";
-    return json_string_value(json_object_get(found, field));
+    const char *pieces = json_string_value(json_object_get(found, IN_PIECES));
+    return pieces ? pieces : json_string_value(json_object_get(found, WHOLE));
+}
+
+size_t adapter_identity_count(const json_t *root)
+{
+    return json_object_size(json_object_get(root, "files"));
 }

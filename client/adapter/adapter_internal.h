@@ -6,7 +6,7 @@
 #include "adapter/adapter.h"
 #include "adapter/file_pages.h"
 #include "adapter/piece_digests.h"
-#include "adapter/safetensors.h"
+#include "adapter/tensor_files.h"
 #include "peft/peft_config.h"
 
 #include <dirent.h>
@@ -14,8 +14,9 @@
 #include <stdatomic.h>
 #include <sys/stat.h>
 
-#define MODEL_FILE "adapter_model.safetensors"
-#define CONFIG_FILE "adapter_config.json"
+#define ADAPTER_FILE "adapter_model.safetensors"
+#define ADAPTER_CONFIG_FILE "adapter_config.json"
+#define MODEL_CONFIG_FILE "config.json"
 #define IDENTITY_FILE "fanin.json"
 #define LOCK_SUFFIX ".fanin-lock" /**< of the hidden file beside the directory */
 
@@ -29,6 +30,21 @@ typedef struct adapter_place {
     char name[NAME_MAX + 1];
 } adapter_place;
 
+/** A file of tensors, mapped. */
+typedef struct mapped_file {
+    file_memory memory; /**< of one file among several: base is the range's */
+    bool anonymous;     /**< the mapping is not the file's: written when published */
+    piece_digests *digests;
+} mapped_file;
+
+/** A small file that is written when everything else is there. */
+typedef struct adapter_text {
+    const char *name, *text;
+    size_t size;
+} adapter_text;
+
+enum { ADAPTER_TEXTS = 2 };
+
 struct adapter {
     adapter_place place;
     int lock;
@@ -38,24 +54,31 @@ struct adapter {
     logger log;
 
     /* what is to be written */
-    fanin_dtype dtype; /**< what F32 tensors arrive as; 0: F32 */
-    uint64_t *to_of_key;
-    safetensors_layout layout; /**< header NULL: it is in the file already */
+    bool is_model;
+    uint64_t max_file_bytes; /**< of a model's files of tensors; 0: the default */
+    fanin_dtype dtype;       /**< what F32 tensors arrive as; 0: F32 */
+    tensor_files files;
     bool trust_config;
-    peft_config config;
+    peft_config config; /**< text NULL: there is none */
 
-    /* the temporary directory and the file in it */
+    /* the temporary directory and the files in it */
     char temporary[NAME_MAX + 1]; /**< "": none */
     int directory;
-    file_memory memory; /**< the file and its mapping */
-    uint64_t header_size;
-    bool anonymous; /**< the mapping is not the file's: written when published */
-    piece_digests *digests;
+    uint8_t *base;       /**< where files.span bytes are mapped */
+    uint64_t span;       /**< bytes of that range if it was reserved as a whole */
+    mapped_file *mapped; /**< as many as files.count; NULL: none */
+    size_t n_mapped;
+    worker_pool *pool; /**< of digests */
     file_pages
-        *pages; /**< of a file that is made as bytes come; NULL: it is all there */
+        *pages; /**< of files that are made as bytes come; NULL: they are all there */
     spare_file *
         *spare; /**< where a file may be that was made beforehand; may be NULL */
 };
+
+/** "adapter" or "model", for messages. */
+const char *adapter_kind(const adapter *a);
+/** The small files but fanin.json; their number. */
+size_t adapter_texts(const adapter *a, adapter_text out[ADAPTER_TEXTS]);
 
 #define OWNERSHIP_TEXT 128
 /** True: another user owns the file or may write to it; @p why_out says it ("belongs to uid 7,

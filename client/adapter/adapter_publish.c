@@ -64,13 +64,19 @@ static fanin_status write_file(const adapter *a, const char *name, const char *t
     return written(a, name, reason, error);
 }
 
-static fanin_status write_model(adapter *a, fanin_error *error)
+static fanin_status write_tensors(adapter *a, fanin_error *error)
 {
-    int reason =
-        a->anonymous ? write_whole(a->memory.file, a->memory.base, a->memory.size) : 0;
-    if (reason == 0)
-        reason = sync_descriptor(a->memory.file);
-    return written(a, MODEL_FILE, reason, error);
+    fanin_status status = FANIN_OK;
+    for (size_t i = 0; i < a->n_mapped && status == FANIN_OK; i++) {
+        const mapped_file *m = &a->mapped[i];
+        int reason = 0;
+        if (m->anonymous)
+            reason = write_whole(m->memory.file, m->memory.base, m->memory.size);
+        if (reason == 0)
+            reason = sync_descriptor(m->memory.file);
+        status = written(a, a->files.files[i].name, reason, error);
+    }
+    return status;
 }
 
 /* An empty directory that we made before may be private. Another user's has no say. */
@@ -120,27 +126,67 @@ static fanin_status appear(adapter *a, fanin_error *error)
                             error);
 }
 
+/* What fanin.json says of all the others: tensors, then texts. */
+static fanin_status list_files(adapter *a, identity_file *out, size_t *count_out,
+                               fanin_error *error)
+{
+    adapter_text texts[ADAPTER_TEXTS];
+    size_t n_texts = adapter_texts(a, texts), n = 0;
+    for (size_t i = 0; i < a->n_mapped; i++, n++) {
+        out[n] = (identity_file){.name = a->files.files[i].name,
+                                 .bytes = a->mapped[i].memory.size,
+                                 .in_pieces = true};
+        if (!piece_digests_finish(a->mapped[i].digests, &out[n].content))
+            return error_set(error, FANIN_ERR_INTERNAL, NULL,
+                             "some bytes of '%.300s' were not landed exactly once",
+                             a->place.directory);
+    }
+    for (size_t i = 0; i < n_texts; i++, n++)
+        out[n] = (identity_file){.name = texts[i].name,
+                                 .bytes = texts[i].size,
+                                 .content = digest_of(texts[i].text, texts[i].size)};
+    *count_out = n;
+    return FANIN_OK;
+}
+
+static fanin_status write_texts(adapter *a, const char *identity, fanin_error *error)
+{
+    adapter_text texts[ADAPTER_TEXTS];
+    size_t n = adapter_texts(a, texts);
+    fanin_status status = FANIN_OK;
+    for (size_t i = 0; i < n && status == FANIN_OK; i++)
+        status = write_file(a, texts[i].name, texts[i].text, texts[i].size, error);
+    return status != FANIN_OK
+               ? status
+               : write_file(a, IDENTITY_FILE, identity, strlen(identity), error);
+}
+
+static fanin_status make_identity(adapter *a, const adapter_identity *identity,
+                                  char **text_out, fanin_error *error)
+{
+    size_t n = 0;
+    identity_file *files = calloc(a->n_mapped + ADAPTER_TEXTS, sizeof files[0]);
+    fanin_status status =
+        files ? list_files(a, files, &n, error) : error_set_memory(error);
+    if (status == FANIN_OK && !(*text_out = adapter_identity_text(identity, files, n)))
+        status = error_set_memory(error);
+    free(files);
+    return status;
+}
+
 fanin_status adapter_publish(adapter *a, const adapter_identity *identity,
                              fanin_error *error)
 {
-    if (!a->memory.base || a->temporary[0] == '\0')
+    if (a->n_mapped == 0 || a->temporary[0] == '\0')
         return error_set(error, FANIN_ERR_INTERNAL, NULL,
                          "there is no file to publish");
     file_pages_stop(&a->pages);
-    digest file;
-    if (!piece_digests_finish(a->digests, &file))
-        return error_set(error, FANIN_ERR_INTERNAL, NULL,
-                         "some bytes of '%.300s' were not landed exactly once",
-                         a->place.directory);
-    char *text = adapter_identity_text(identity, a->memory.size, &file, a->config.text,
-                                       a->config.size);
-    if (!text)
-        return error_set_memory(error);
-    fanin_status status = write_model(a, error);
+    char *text = NULL;
+    fanin_status status = make_identity(a, identity, &text, error);
     if (status == FANIN_OK)
-        status = write_file(a, CONFIG_FILE, a->config.text, a->config.size, error);
+        status = write_tensors(a, error);
     if (status == FANIN_OK)
-        status = write_file(a, IDENTITY_FILE, text, strlen(text), error);
+        status = write_texts(a, text, error);
     free(text);
     if (status == FANIN_OK)
         status = appear(a, error);

@@ -122,27 +122,27 @@ static fanin_status read_text(const adapter *a, int directory, const char *name,
 
 /* Its bytes must be those that this pull would write: neither by a damage, nor by another
    version of this library, nor by trust_config may there be fields that this pull drops. */
-static fanin_status check_config(const adapter *a, int directory, const json_t *root,
-                                 fanin_error *error)
+static fanin_status check_text(const adapter *a, int directory, const json_t *root,
+                               const adapter_text *wanted, fanin_error *error)
 {
     uint64_t bytes;
     char *text = NULL;
     size_t size = 0;
-    if (!adapter_identity_bytes(root, CONFIG_FILE, &bytes) || bytes > SIZE_MAX / 2)
-        return refuse_damaged(a, CONFIG_FILE, error);
+    if (!adapter_identity_bytes(root, wanted->name, &bytes) || bytes > SIZE_MAX / 2)
+        return refuse_damaged(a, wanted->name, error);
     fanin_status status =
-        read_text(a, directory, CONFIG_FILE, bytes, &text, &size, error);
+        read_text(a, directory, wanted->name, bytes, &text, &size, error);
     if (status != FANIN_OK)
         return status;
-    const char *hex = adapter_identity_digest(root, CONFIG_FILE);
+    const char *hex = adapter_identity_digest(root, wanted->name);
     digest found = digest_of(text ? text : "", text ? size : 0);
     if (!text || size != bytes || (hex && !hex_equal(hex, found.bytes)))
-        status = refuse_damaged(a, CONFIG_FILE, error);
-    else if (a->config.text &&
-             (size != a->config.size || memcmp(text, a->config.text, size) != 0))
+        status = refuse_damaged(a, wanted->name, error);
+    else if (size != wanted->size || memcmp(text, wanted->text, size) != 0)
         status = refuse(a, error,
-                        "holds the step asked for with another " CONFIG_FILE
-                        " than this pull would write");
+                        "holds the step asked for with another %s than this pull would "
+                        "write",
+                        wanted->name);
     free(text);
     return status;
 }
@@ -152,18 +152,18 @@ static bool may_go_on(void *cookie)
     return adapter_may_go_on(cookie, "reading", NULL) == FANIN_OK;
 }
 
-static fanin_status check_digest(adapter *a, int file, uint64_t size, const char *hex,
-                                 fanin_error *error)
+static fanin_status check_digest(adapter *a, int file, const tensor_file *wanted,
+                                 const char *hex, fanin_error *error)
 {
     digest found;
-    switch (file_digest(file, size, may_go_on, a, &found)) {
+    switch (file_digest(file, wanted->layout.file_size, may_go_on, a, &found)) {
     case FILE_DIGEST_OK:
         return hex_equal(hex, found.bytes) ? FANIN_OK
-                                           : refuse_damaged(a, MODEL_FILE, error);
+                                           : refuse_damaged(a, wanted->name, error);
     case FILE_DIGEST_SHORT:
-        return refuse_damaged(a, MODEL_FILE, error);
+        return refuse_damaged(a, wanted->name, error);
     case FILE_DIGEST_ERROR:
-        return adapter_io_error(&a->place, errno, "cannot read", MODEL_FILE, NULL,
+        return adapter_io_error(&a->place, errno, "cannot read", wanted->name, NULL,
                                 error);
     case FILE_DIGEST_STOPPED:
         return adapter_may_go_on(a, "reading", error);
@@ -173,23 +173,55 @@ static fanin_status check_digest(adapter *a, int file, uint64_t size, const char
     return error_set_memory(error);
 }
 
-static fanin_status check_model(adapter *a, int directory, const json_t *root,
-                                fanin_error *error)
+static fanin_status check_tensors(adapter *a, int directory, const json_t *root,
+                                  const tensor_file *wanted, fanin_error *error)
 {
     int file;
     uint64_t bytes, size = 0;
-    const char *hex = adapter_identity_digest(root, MODEL_FILE);
-    if (!hex || !adapter_identity_bytes(root, MODEL_FILE, &bytes))
-        return refuse_damaged(a, MODEL_FILE, error);
-    fanin_status status = open_file(a, directory, MODEL_FILE, &file, &size, error);
+    const char *hex = adapter_identity_digest(root, wanted->name);
+    if (!hex || !adapter_identity_bytes(root, wanted->name, &bytes))
+        return refuse_damaged(a, wanted->name, error);
+    fanin_status status = open_file(a, directory, wanted->name, &file, &size, error);
     if (status != FANIN_OK)
         return status;
-    bool fits = file >= 0 && size == bytes &&
-                (a->layout.file_size == 0 || size == a->layout.file_size);
-    status = fits ? check_digest(a, file, size, hex, error)
-                  : refuse_damaged(a, MODEL_FILE, error);
+    bool fits = file >= 0 && size == bytes && size == wanted->layout.file_size;
+    status = fits ? check_digest(a, file, wanted, hex, error)
+                  : refuse_damaged(a, wanted->name, error);
     if (file >= 0)
         close(file);
+    return status;
+}
+
+/* Names and number of the files: those of a model may be cut in another way. */
+static fanin_status check_list(const adapter *a, const json_t *root,
+                               const adapter_text *texts, size_t n_texts,
+                               fanin_error *error)
+{
+    const json_t *files = json_object_get(root, "files");
+    bool same = adapter_identity_count(root) == a->files.count + n_texts;
+    for (size_t i = 0; i < a->files.count && same; i++)
+        same = json_object_get(files, a->files.files[i].name) != NULL;
+    for (size_t i = 0; i < n_texts && same; i++)
+        same = json_object_get(files, texts[i].name) != NULL;
+    if (same)
+        return FANIN_OK;
+    return refuse(a, error,
+                  "holds the step asked for in other files than this pull would write "
+                  "(max_file_bytes)");
+}
+
+static fanin_status check_files(adapter *a, int directory, const json_t *root,
+                                fanin_error *error)
+{
+    adapter_text texts[ADAPTER_TEXTS];
+    size_t n = adapter_texts(a, texts);
+    fanin_status status = FANIN_OK;
+    if (a->is_model)
+        status = check_list(a, root, texts, n, error);
+    for (size_t i = 0; i < n && status == FANIN_OK; i++)
+        status = check_text(a, directory, root, &texts[i], error);
+    for (size_t i = 0; i < a->files.count && status == FANIN_OK; i++)
+        status = check_tensors(a, directory, root, &a->files.files[i], error);
     return status;
 }
 
@@ -221,9 +253,7 @@ static fanin_status compare(adapter *a, int directory, const json_t *root,
         return refuse_other(a, root, identity, why, error);
     fanin_status status = check_parent(a, error);
     if (status == FANIN_OK)
-        status = check_config(a, directory, root, error);
-    if (status == FANIN_OK)
-        status = check_model(a, directory, root, error);
+        status = check_files(a, directory, root, error);
     *reuse_out = status == FANIN_OK;
     return status;
 }

@@ -42,16 +42,42 @@ DIR *adapter_list(int directory)
     return dir;
 }
 
+/* What a pull puts into a directory. */
+static bool is_made_by_pulls(const char *name)
+{
+    static const char *const files[] = {ADAPTER_FILE, ADAPTER_CONFIG_FILE,
+                                        MODEL_CONFIG_FILE, MODEL_INDEX_FILE,
+                                        IDENTITY_FILE};
+    for (size_t i = 0; i < sizeof files / sizeof files[0]; i++) {
+        if (strcmp(name, files[i]) == 0)
+            return true;
+    }
+    return tensor_files_is_model(name);
+}
+
+/* Whether any went: while they go, some file systems leave out names. */
+static bool remove_files(int directory)
+{
+    bool some = false;
+    DIR *dir = adapter_list(directory);
+    for (struct dirent *entry; dir && (entry = readdir(dir)) != NULL;)
+        some = (is_made_by_pulls(entry->d_name) &&
+                unlinkat(directory, entry->d_name, 0) == 0) ||
+               some;
+    if (dir)
+        closedir(dir);
+    return some;
+}
+
 bool adapter_remove_directory(int parent, const char *name)
 {
-    static const char *const files[] = {MODEL_FILE, CONFIG_FILE, IDENTITY_FILE};
     struct stat info;
     int fd = openat(parent, name, O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
     if (fd < 0)
         return errno == ENOENT;
     bool ours = fstat(fd, &info) == 0 && info.st_uid == geteuid();
-    for (size_t i = 0; ours && i < sizeof files / sizeof files[0]; i++)
-        unlinkat(fd, files[i], 0);
+    while (ours && remove_files(fd))
+        ;
     close(fd);
     if (ours)
         return unlinkat(parent, name, AT_REMOVEDIR) == 0;

@@ -17,11 +17,17 @@
 #define AHEAD ((uint64_t)64 << 20) /* what the threads may be ahead of the bytes */
 #define MAX_THREADS FILE_PAGES_THREADS
 
+typedef struct part {
+    file_part is;
+    uint64_t first; /* of its steps */
+} part;
+
 struct file_pages {
-    int file;
+    part *parts;
+    size_t n_parts;
     uint8_t *base;
-    uint64_t size, n_steps;
-    atomic_bool *have; /* space, by step */
+    uint64_t size, n_steps; /* of all files */
+    atomic_bool *have;      /* space, by step */
     atomic_uint_fast64_t landed;
     pthread_mutex_t lock;
     pthread_cond_t moved;
@@ -73,10 +79,25 @@ bool file_pages_touch(uint8_t *base, size_t size)
     return status == 0;
 }
 
-static uint64_t step_bytes(const file_pages *p, uint64_t step)
+/* Of a file. */
+typedef struct place {
+    const file_part *file;
+    uint64_t offset, bytes;
+} place;
+
+static place place_of(const file_pages *p, uint64_t step)
 {
-    uint64_t left = p->size - step * STEP;
-    return left < STEP ? left : STEP;
+    size_t low = 0, high = p->n_parts;
+    while (high - low > 1) {
+        size_t middle = low + (high - low) / 2;
+        if (p->parts[middle].first <= step)
+            low = middle;
+        else
+            high = middle;
+    }
+    const part *found = &p->parts[low];
+    uint64_t offset = (step - found->first) * STEP, left = found->is.size - offset;
+    return (place){&found->is, offset, left < STEP ? left : STEP};
 }
 
 /* Making it twice, also at once, is fine: what is there stays. */
@@ -85,10 +106,10 @@ static int make_space(file_pages *p, uint64_t step)
     int status;
     if (atomic_load(&p->have[step]))
         return 0;
+    place at = place_of(p, step);
     file_limit_guard guard = file_limit_enter();
     do
-        status =
-            fallocate(p->file, 0, (off_t)(step * STEP), (off_t)step_bytes(p, step));
+        status = fallocate(at.file->file, 0, (off_t)at.offset, (off_t)at.bytes);
     while (status != 0 && errno == EINTR);
     int code = status == 0 ? 0 : errno;
     file_limit_leave(&guard);
@@ -120,10 +141,11 @@ static bool take_step(file_pages *p, uint64_t *out)
 static void *make_pages(void *cookie)
 {
     file_pages *p = cookie;
-    uint64_t step;
-    while (take_step(p, &step) && make_space(p, step) == 0 &&
-           file_pages_touch(p->base + step * STEP, (size_t)step_bytes(p, step)))
-        ;
+    for (uint64_t step; take_step(p, &step) && make_space(p, step) == 0;) {
+        place at = place_of(p, step);
+        if (!file_pages_touch(p->base + at.file->at + at.offset, (size_t)at.bytes))
+            break;
+    }
     return NULL;
 }
 
@@ -135,20 +157,33 @@ static int set_size(int file, uint64_t size)
     return code;
 }
 
-file_pages *file_pages_start(int file, uint64_t size, int *errno_out)
+/* Every file has a step at least, so that each is found by its first one. */
+static int take_parts(file_pages *p, const file_part *parts)
+{
+    int code = 0;
+    for (size_t i = 0; i < p->n_parts && code == 0; i++) {
+        p->parts[i] = (part){parts[i], p->n_steps};
+        p->size += parts[i].size;
+        p->n_steps += parts[i].size > 0 ? (parts[i].size + STEP - 1) / STEP : 1;
+        code = set_size(parts[i].file, parts[i].size);
+    }
+    return code;
+}
+
+file_pages *file_pages_start(const file_part *parts, size_t count, int *errno_out)
 {
     file_pages *p = calloc(1, sizeof *p);
     *errno_out = ENOMEM;
     if (!p)
         return NULL;
-    p->file = file;
-    p->size = size;
-    p->n_steps = (size + STEP - 1) / STEP;
-    p->have = calloc(p->n_steps + 1, sizeof *p->have);
     pthread_mutex_init(&p->lock, NULL);
     pthread_cond_init(&p->moved, NULL);
-    int code = p->have ? set_size(file, size) : ENOMEM;
-    if (code == 0 && p->n_steps > 0)
+    p->n_parts = count;
+    p->parts = calloc(count + 1, sizeof *p->parts);
+    int code = p->parts ? take_parts(p, parts) : ENOMEM;
+    if (code == 0 && !(p->have = calloc(p->n_steps + 1, sizeof *p->have)))
+        code = ENOMEM;
+    if (code == 0 && p->size > 0)
         code = make_space(p, 0);
     if (code == 0)
         return p;
@@ -167,14 +202,38 @@ void file_pages_go_ahead(file_pages *p, uint8_t *base)
     p->n_threads = worker_threads_start(p->threads, wanted, make_pages, p);
 }
 
+/* Space for what a file has of [offset, end) of the range. */
+static int need_of(file_pages *p, const part *file, uint64_t offset, uint64_t end)
+{
+    uint64_t at = file->is.at, stop = at + file->is.size;
+    offset = offset > at ? offset : at;
+    end = end < stop ? end : stop;
+    if (offset >= end)
+        return 0;
+    uint64_t last = file->first + (end - 1 - at) / STEP;
+    for (uint64_t step = file->first + (offset - at) / STEP; step <= last; step++) {
+        int code = make_space(p, step);
+        if (code != 0)
+            return code;
+    }
+    return 0;
+}
+
 int file_pages_need(file_pages *p, uint64_t offset, uint64_t length)
 {
-    if (offset >= p->size || length == 0)
-        return 0;
-    if (length > p->size - offset)
-        length = p->size - offset;
-    for (uint64_t step = offset / STEP; step <= (offset + length - 1) / STEP; step++) {
-        int code = make_space(p, step);
+    uint64_t end = offset + length;
+    size_t low = 0, high = p->n_parts; /* the first that may have any of it */
+    if (end < offset)
+        end = UINT64_MAX;
+    while (low < high) {
+        size_t middle = low + (high - low) / 2;
+        if (p->parts[middle].is.at + p->parts[middle].is.size <= offset)
+            low = middle + 1;
+        else
+            high = middle;
+    }
+    for (; low < p->n_parts && p->parts[low].is.at < end; low++) {
+        int code = need_of(p, &p->parts[low], offset, end);
         if (code != 0)
             return code;
     }
@@ -207,5 +266,6 @@ void file_pages_stop(file_pages **pages)
     pthread_cond_destroy(&p->moved);
     pthread_mutex_destroy(&p->lock);
     free(p->have);
+    free(p->parts);
     free(p);
 }

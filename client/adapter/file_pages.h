@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /**
  * @file
- * The space and the pages of a mapped file, made as its bytes come in. A rank says how large its tensors
+ * The space and the pages of mapped files, made as their bytes come in. A rank says how large its tensors
  * are before it sends any of them: what it says costs nothing until then but the first few
  * megabytes. Threads go ahead of the bytes, since a page fault costs more than the copy of a page.
  *
@@ -39,17 +39,23 @@ bool file_pages_touch(uint8_t *base, size_t size);
 
 typedef struct file_pages file_pages;
 
+/** A file, and where it lies in the range of addresses that all of them are mapped into. */
+typedef struct file_part {
+    int file;
+    uint64_t at, size; /**< bytes */
+} file_part;
+
 /**
- * For the first @p size bytes of @p file, mapped at @p base, which outlive it. Sets the file's size.
- * NULL with *errno_out: EOPNOTSUPP: the file system cannot make space piece by piece; EFBIG: the
- * file would be longer than the file system, or RLIMIT_FSIZE, allows; ENOMEM; and those of
+ * For @p count files, ascending by their place, which outlive it; *parts is copied. Sets the files'
+ * sizes. NULL with *errno_out: EOPNOTSUPP: the file system cannot make space piece by piece; EFBIG:
+ * a file would be longer than the file system, or RLIMIT_FSIZE, allows; ENOMEM; and those of
  * ftruncate() and fallocate().
  */
-file_pages *file_pages_start(int file, uint64_t size, int *errno_out);
-/** The mapping is there: threads may begin to touch its pages. None can be had: it costs time. */
+file_pages *file_pages_start(const file_part *parts, size_t count, int *errno_out);
+/** They are mapped from @p base on: threads may begin to touch pages. None can be had: it costs time. */
 void file_pages_go_ahead(file_pages *p, uint8_t *base);
-/** Space for [offset, offset + length); 0 or an errno (ENOSPC, EDQUOT, EIO, ...). Cheap where there is
-    space already. Thread: the one that lands. */
+/** Space for [offset, offset + length) of the range; 0 or an errno (ENOSPC, EDQUOT, EIO, ...). Cheap
+    where there is space already. Thread: the one that lands. */
 int file_pages_need(file_pages *p, uint64_t offset, uint64_t length);
 /** So many bytes more are in place: the threads may go on. Thread: any. */
 void file_pages_landed(file_pages *p, uint64_t length);

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "adapter/piece_digests.h"
 
-#include "worker_pool.h"
+#include <fcntl.h>
 #include <stdlib.h>
 
 /* One thread digests 4 GB/s of memory that it has not touched before; a copy engine brings 55. */
@@ -12,6 +12,8 @@ typedef struct piece {
     worker_job job; /* first: the pool hands it back */
     const uint8_t *data;
     uint32_t size, missing; /* bytes; missing: of the caller's thread only */
+    int file;               /* to be written to; -1 */
+    uint64_t offset;        /* in it */
     digest *digest;
 } piece;
 
@@ -21,13 +23,15 @@ struct piece_digests {
     bool wrong; /* of the caller's thread only */
     piece *pieces;
     digest *digests;
-    worker_pool *pool; /* of the pieces that are complete */
+    worker_pool *pool; /* of the pieces that are complete; the caller's */
 };
 
 static void make(worker_job *job)
 {
     const piece *p = (const piece *)job;
     *p->digest = digest_of(p->data, p->size);
+    if (p->file >= 0) /* a hint: fsync() says what fails */
+        sync_file_range(p->file, (off_t)p->offset, p->size, SYNC_FILE_RANGE_WRITE);
 }
 
 static void forget(piece_digests *p)
@@ -37,7 +41,15 @@ static void forget(piece_digests *p)
     p->wrong = false;
 }
 
-piece_digests *piece_digests_start(const uint8_t *base, uint64_t size)
+worker_pool *piece_digests_pool(uint64_t size)
+{
+    uint64_t worth = 1 + size / BYTES_A_THREAD;
+    return worker_pool_create(1, worth < MAX_THREADS ? (unsigned)worth : MAX_THREADS,
+                              -1);
+}
+
+piece_digests *piece_digests_start(const uint8_t *base, uint64_t size,
+                                   worker_pool *pool, int file)
 {
     piece_digests *p = calloc(1, sizeof *p);
     if (!p)
@@ -46,10 +58,8 @@ piece_digests *piece_digests_start(const uint8_t *base, uint64_t size)
     p->count = (size_t)((size + DIGEST_PIECE - 1) / DIGEST_PIECE);
     p->pieces = calloc(p->count + 1, sizeof *p->pieces);
     p->digests = calloc(p->count + 1, sizeof *p->digests);
-    uint64_t worth = 1 + size / BYTES_A_THREAD;
-    p->pool =
-        worker_pool_create(1, worth < MAX_THREADS ? (unsigned)worth : MAX_THREADS, -1);
-    if (!p->pieces || !p->digests || !p->pool) {
+    p->pool = pool;
+    if (!p->pieces || !p->digests) {
         piece_digests_stop(&p);
         return NULL;
     }
@@ -59,6 +69,8 @@ piece_digests *piece_digests_start(const uint8_t *base, uint64_t size)
             (piece){.job.run = make,
                     .data = base + begin,
                     .size = (uint32_t)(left < DIGEST_PIECE ? left : DIGEST_PIECE),
+                    .file = file,
+                    .offset = begin,
                     .digest = &p->digests[i]};
     }
     forget(p);
@@ -113,7 +125,7 @@ void piece_digests_stop(piece_digests **p)
         return;
     piece_digests *d = *p;
     *p = NULL;
-    worker_pool_destroy(&d->pool);
+    worker_pool_drain(d->pool);
     free(d->pieces);
     free(d->digests);
     free(d);

@@ -4,16 +4,23 @@
 #define PIECE_DIGESTS_H
 
 #include "digest.h"
+#include "worker_pool.h"
 
 #include <fanin/error.h>
 
 typedef struct piece_digests piece_digests;
 
+/** Threads for files of @p size bytes together. NULL: out of memory. */
+worker_pool *piece_digests_pool(uint64_t size);
+
 /**
- * For @p size bytes at @p base, both of which outlive the result. Nothing has landed yet. If no
- * thread can be had, piece_digests_finish() does the work. NULL: out of memory.
+ * For @p size bytes at @p base; they and @p pool, which several files may share, outlive the
+ * result. Nothing has landed yet. If the pool has no thread, piece_digests_finish() does the work.
+ * @p file: the file that is mapped there, whose pieces are on their way to the disk once they are
+ * whole, so that memory never holds all of it; -1: when the kernel likes. NULL: out of memory.
  */
-piece_digests *piece_digests_start(const uint8_t *base, uint64_t size);
+piece_digests *piece_digests_start(const uint8_t *base, uint64_t size,
+                                   worker_pool *pool, int file);
 
 /**
  * Bytes [offset, offset + length) are final; reported once each. Costs a few nanoseconds, and
@@ -21,13 +28,14 @@ piece_digests *piece_digests_start(const uint8_t *base, uint64_t size);
  */
 void piece_digests_landed(piece_digests *p, uint64_t offset, uint64_t length);
 
-/** Everything will land again. Waits until nothing reads @p base, a millisecond or so. */
+/** Everything will land again. Waits until the pool's threads rest, a millisecond or so: of all
+    files that share it. */
 void piece_digests_restart(piece_digests *p);
 
 /** The XXH3-128 of the pieces' XXH3-128s. False: some bytes did not land, or landed twice. */
 bool piece_digests_finish(piece_digests *p, digest *out);
 
-/** Ends the threads, frees. NULL and *p == NULL are fine. */
+/** Waits until the pool's threads rest, frees. NULL and *p == NULL are fine. */
 void piece_digests_stop(piece_digests **p);
 
 #endif

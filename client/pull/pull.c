@@ -64,7 +64,7 @@ fanin_status pull_check(const fanin_client *client, const fanin_pull_options *in
     if (!versioned_read(out, sizeof *out, in, 0))
         return error_set(error, FANIN_ERR_ARGUMENT, NULL,
                          "the options are NULL or their struct_size is not set");
-    error_place place = {.remedy = "a publication is \"lora:<run>\""};
+    error_place place = {.remedy = "a publication is \"lora:<run>\" or \"full:<run>\""};
     if (!out->publication || !strchr(out->publication, ':') ||
         strlen(out->publication) >= sizeof(((publication *)0)->name))
         return error_set(error, FANIN_ERR_ARGUMENT, &place,

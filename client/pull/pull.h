@@ -15,7 +15,7 @@
 /** Where the bytes go. All functions run in the pulling thread. */
 typedef struct destination {
     void *cookie;
-    /** which of the publication's cached plans: 0 memory, 1 adapter */
+    /** which of the publication's cached plans: 0 memory, 1 a directory */
     unsigned plan_slot;
     /** Names the layout: equal digests and key tables have equal plans. */
     digest (*layout)(void *cookie);

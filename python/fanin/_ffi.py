@@ -260,6 +260,7 @@ class PullOptions(Structure):
         ("trust_config", c_bool),
         ("max_bytes", c_uint64),
         ("verify", c_bool),
+        ("max_file_bytes", c_uint64),
     ]
 
 
@@ -453,6 +454,10 @@ PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {
         [_handle, POINTER(PullOptions), c_void_p, c_size_t, _handle_out, _error],
     ),
     "fanin_client_pull_adapter": (
+        _status,
+        [_handle, POINTER(PullOptions), c_char_p, _handle_out, _error],
+    ),
+    "fanin_client_pull_model": (
         _status,
         [_handle, POINTER(PullOptions), c_char_p, _handle_out, _error],
     ),

@@ -70,6 +70,16 @@ def _set_max_bytes(options: _ffi.PullOptions, max_bytes: int | None) -> None:
         raise RequestError.make("max_bytes is 0: nothing could be pulled", "leave it out")
 
 
+def _path(directory: str | os.PathLike[str]) -> bytes:
+    try:
+        path = os.fsencode(directory)
+    except TypeError:
+        raise RequestError.make(f"the directory is {directory!r}, not a path") from None
+    if b"\0" in path:
+        raise RequestError.make(f"the directory {directory!r} contains a NUL character")
+    return path
+
+
 class Client(ClosableHandle):
     """Connects to every rank of a trainer, and pulls what it publishes.
 
@@ -267,14 +277,59 @@ class Client(ClosableHandle):
         options.trust_config = trust_config
         _set_max_bytes(options, max_bytes)
         options.verify = verify
-        try:
-            path = os.fsencode(directory)
-        except TypeError:
-            raise RequestError.make(f"the directory is {directory!r}, not a path") from None
-        if b"\0" in path:
-            raise RequestError.make(f"the directory {directory!r} contains a NUL character")
+        path = _path(directory)
         return self._pull(
             "pull_adapter", options, progress, self._library.fanin_client_pull_adapter, path
+        )
+
+    def pull_model(
+        self,
+        run: str | int,
+        directory: str | os.PathLike[str],
+        *,
+        step: int | None = None,
+        at_least: int | None = None,
+        timeout: float = 60.0,
+        max_attempts: int = 0,
+        dtype: str | None = None,
+        max_file_bytes: int | None = None,
+        trust_config: bool = False,
+        max_bytes: int | None = None,
+        verify: bool = False,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> PullResult:
+        """Writes a run's tensors as a model's directory, which appears whole or not at all.
+
+        As ``save_pretrained()`` lays it out: one model.safetensors, or
+        model-00001-of-0000N.safetensors and so on with model.safetensors.index.json; config.json
+        if the trainer publishes one (metadata "config"); fanin.json. Tensors keep the names under
+        which they are published. *directory* must not exist, be empty, or hold the same step of
+        the same world in the same files, as with :meth:`pull_adapter`.
+
+        :param run: ``"full:0"``; ``0`` and ``"0"`` are ``"full:0"`` too.
+        :param max_file_bytes: of tensors in one file, ``save_pretrained()``'s *max_shard_size*; a
+            larger tensor gets a file of its own; None: 5 GB.
+        :param trust_config: keep auto_map and custom_pipelines of the trainer's config.json, which
+            name code to load. Otherwise they are left out, and logged.
+        :param max_bytes: refuse a larger model before anything is made; None: as large as there is
+            room for.
+
+        The other parameters and what is raised: as :meth:`pull_adapter`.
+        """
+        name = publication_of(run)
+        if isinstance(run, int) or ":" not in run:
+            name = "full:" + name.removeprefix("lora:")
+        options = self._options(name, step, at_least, timeout, max_attempts, dtype, None)
+        options.trust_config = trust_config
+        _set_max_bytes(options, max_bytes)
+        if max_file_bytes is not None:
+            options.max_file_bytes = integer(max_file_bytes, "max_file_bytes", 64)
+            if max_file_bytes == 0:
+                raise RequestError.make("max_file_bytes is 0", "leave it out: 5 GB")
+        options.verify = verify
+        path = _path(directory)
+        return self._pull(
+            "pull_model", options, progress, self._library.fanin_client_pull_model, path
         )
 
     def pull_into(

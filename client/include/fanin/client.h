@@ -2,7 +2,7 @@
 /**
  * @file
  * The client of inference workers: connects to every trainer rank, pulls a publication and
- * puts it together in the caller's memory or as a PEFT adapter directory.
+ * puts it together in the caller's memory or as a directory, a PEFT adapter's or a model's.
  *
  * Threads: a client is used by one thread at a time; fanin_client_cancel() by any, also from a
  * signal handler. Callbacks come in the calling thread, but the log's. The calling thread does
@@ -209,18 +209,24 @@ typedef struct fanin_pull_options {
     /** fanin_client_pull_adapter(): adapter_config.json keeps every field of the trainer's
         configuration. Default: of a LoRA configuration only the fields of PEFT that can load no
         code and name no file; the others are left out, and a line of the log (warning,
-        "adapter-config") names them; other methods than LoRA are FANIN_ERR_MISMATCH */
+        "adapter-config") names them; other methods than LoRA are FANIN_ERR_MISMATCH.
+        fanin_client_pull_model(): config.json keeps auto_map and custom_pipelines, which name code
+        to load; default: they are left out, and told in the same way */
     bool trust_config;
     /** FANIN_ERR_LIMIT, before anything is read or made, if the pull would bring more bytes: the
-        tensors' that are wanted, or of the adapter's file. 0: into the caller's memory as many as
-        its boxes hold; into a directory a quarter of the size of its file system (of the size, not
-        of what is free: adapters that are there already do not lower it) */
+        tensors' that are wanted, or of the directory's files of tensors. 0: into the caller's memory
+        as many as its boxes hold; of an adapter a quarter of the size of the directory's file system
+        (of the size, not of what is free: adapters that are there already do not lower it); of a
+        model as many as there is room for */
     uint64_t max_bytes;
     /** compare before the leases end: every rank digests the boxes that it served, this process what
         has landed, on every path. Unequal: FANIN_ERR_TRANSPORT, naming rank and key, and nothing is
         published. Reads everything once more on both ends, and needs ranks of this release
         (FANIN_ERR_UNSUPPORTED). A directory that is there already is not compared */
     bool verify;
+    /** fanin_client_pull_model(): bytes of tensors in one of its files, what save_pretrained() calls
+        max_shard_size; a larger tensor gets a file of its own. 0 (default): 5 GB (5e9) */
+    uint64_t max_file_bytes;
 } fanin_pull_options;
 
 /** Defaults. @p size is the caller's sizeof(fanin_pull_options); never writes past it. */
@@ -289,7 +295,8 @@ fanin_client_pull(fanin_client *client, const fanin_pull_options *options,
  * Blocks at most options->timeout_ms, plus what fsync takes and what fanin_client_pull() says.
  *
  * Errors: those of fanin_client_pull(), and
- * - FANIN_ERR_ARGUMENT: no directory, or a name that is none or longer than 200 bytes.
+ * - FANIN_ERR_ARGUMENT: no directory, or a name that is none or longer than 200 bytes; a
+ *   "full:<run>", which fanin_client_pull_model() takes (and that no "lora:<run>").
  * - FANIN_ERR_EXISTS: something else is there; says what. Remove it, or pull into another
  *   place.
  * - FANIN_ERR_IO: the disk is full, there is no permission or no parent directory, a limit of
@@ -302,11 +309,37 @@ FANIN_API FANIN_MUST_CHECK fanin_status fanin_client_pull_adapter(
     fanin_result **result_out, fanin_error *error);
 
 /**
- * Removes from @p directory what pulls into it have left that were killed: half-made adapters
+ * Writes the publication as a model's directory, as Hugging Face's save_pretrained() lays it
+ * out: model-00001-of-0000N.safetensors and so on with model.safetensors.index.json, or one
+ * model.safetensors, if options->max_file_bytes let all tensors be in one; config.json, if the
+ * publication's metadata have "config"; fanin.json (identity). Tensors keep the names under which
+ * they are published; layers are written in the order of their numbers. What is said of
+ * @p directory by fanin_client_pull_adapter() is true here too; a directory of the same identity
+ * in files of another size is FANIN_ERR_EXISTS.
+ *
+ * The files are mapped while they fill, and on their way to the disk as they do: memory that is
+ * held is the kernel's cache of them. Where a file system has no shared mappings, the model is in
+ * this process's memory until it is written (a line of the log, "adapter-no-mmap"). One
+ * descriptor a file.
+ *
+ * Blocks as fanin_client_pull_adapter() does.
+ *
+ * Errors: those of fanin_client_pull_adapter(), but a file system is filled as far as it goes if
+ * max_bytes is 0, and
+ * - FANIN_ERR_MISMATCH: also a "config" that is no JSON object, or a name that safetensors
+ *   cannot hold.
+ * - FANIN_ERR_LIMIT: also more than 99,999 files. Raise max_file_bytes.
+ */
+FANIN_API FANIN_MUST_CHECK fanin_status fanin_client_pull_model(
+    fanin_client *client, const fanin_pull_options *options, const char *directory,
+    fanin_result **result_out, fanin_error *error);
+
+/**
+ * Removes from @p directory what pulls into it have left that were killed: half-made directories
  * (".<name>.fanin-tmp-<16 hex digits>") and lock files (".<name>.fanin-lock") of this user, if
  * nobody holds the lock of that name. Elsewhere than on filesystems of this host, whose locks
  * tell nothing of other hosts, it removes nothing. *@p removed_out (may be NULL): half-made
- * adapters that are gone. What cannot be removed stays.
+ * directories that are gone. What cannot be removed stays.
  *
  * Waits for nobody, blocks as long as deleting takes. Thread: any.
  *

@@ -1,0 +1,204 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Pulling into a directory, an adapter's or a model's. */
+#include "adapter/tensor_files.h"
+#include "device/devices.h"
+#include "error_set.h"
+#include "net/client_state.h"
+#include "pull/pull.h"
+#include <stdatomic.h>
+#include <string.h>
+
+typedef struct adapter_destination {
+    adapter *adapter;
+    destination *destination;
+    bool prepared;
+    digest prepared_for;
+    const char *publication;
+    uint64_t span, max_bytes;
+    uint64_t file_bytes; /* of a model's files; 0: an adapter's one file */
+    memory_range range;
+} adapter_destination;
+
+/* The rest follows from key table and dtype. */
+static digest layout(void *cookie)
+{
+    uint64_t file_bytes = ((adapter_destination *)cookie)->file_bytes;
+    return file_bytes ? digest_of(&file_bytes, sizeof file_bytes) : (digest){{0}};
+}
+
+static fanin_status prepare(void *cookie, const key_table *keys,
+                            const plan_target **targets, size_t *n_targets,
+                            const uint64_t **to_of_key, fanin_error *error)
+{
+    adapter_destination *a = cookie;
+    fanin_status status =
+        adapter_prepare(a->adapter, keys, a->publication, to_of_key, &a->span, error);
+    if (status == FANIN_OK)
+        status = adapter_check_size(a->adapter, a->max_bytes, error);
+    *targets = NULL;
+    *n_targets = 0;
+    a->prepared = status == FANIN_OK;
+    a->prepared_for = keys->id;
+    return status;
+}
+
+static fanin_status agreed(void *cookie, const key_table *keys,
+                           const adapter_identity *identity, uint8_t **base_out,
+                           bool *skip_out, fanin_error *error)
+{
+    adapter_destination *a = cookie;
+    fanin_status status = FANIN_OK;
+    if (!a->prepared || !digest_equal(&a->prepared_for, &keys->id)) {
+        const plan_target *targets;
+        const uint64_t *to_of_key;
+        size_t n;
+        status = prepare(a, keys, &targets, &n, &to_of_key, error);
+    }
+    if (status == FANIN_OK)
+        status = adapter_reusable(a->adapter, identity, skip_out, error);
+    if (status != FANIN_OK || *skip_out)
+        return status;
+    status = adapter_map(a->adapter, base_out, error);
+    a->range = (memory_range){*base_out, a->span, -1};
+    a->destination->pinned = status == FANIN_OK && adapter_is_pinned(a->adapter);
+    return status;
+}
+
+static fanin_status need(void *cookie, uint64_t to, uint64_t length, fanin_error *error)
+{
+    return adapter_need(((adapter_destination *)cookie)->adapter, to, length, error);
+}
+
+static void landed(void *cookie, uint64_t to, uint64_t length)
+{
+    adapter_landed(((adapter_destination *)cookie)->adapter, to, length);
+}
+
+static void restart(void *cookie)
+{
+    adapter_restart(((adapter_destination *)cookie)->adapter);
+}
+
+static fanin_status publish(void *cookie, const adapter_identity *identity,
+                            fanin_error *error)
+{
+    return adapter_publish(((adapter_destination *)cookie)->adapter, identity, error);
+}
+
+static fanin_status ranges(void *cookie, const memory_range **out, size_t *n,
+                           fanin_error *error)
+{
+    (void)error;
+    adapter_destination *a = cookie;
+    *out = &a->range;
+    *n = 1;
+    return FANIN_OK;
+}
+
+static bool is_cancelled(void *cookie)
+{
+    return atomic_load(&((fanin_client *)cookie)->cancelled);
+}
+
+/* What is known of a kind of publication is known before anything is made. */
+static fanin_status check_kind(const char *publication, const char *wrong,
+                               const char *other, fanin_error *error)
+{
+    error_place place = {.key = publication, .remedy = other};
+    if (strncmp(publication, wrong, strlen(wrong)) != 0)
+        return FANIN_OK;
+    return error_set(error, FANIN_ERR_ARGUMENT, &place,
+                     "'%s' is not what this kind of directory is made of", publication);
+}
+
+/* Options, and the place that is locked; *at_out is the pull's deadline. @p model: the kind. */
+static fanin_status open_place(fanin_client *client, const fanin_pull_options *options,
+                               bool model, const char *directory,
+                               fanin_pull_options *checked, deadline *at_out,
+                               adapter **out, fanin_error *error)
+{
+    fanin_status status = pull_check(client, options, checked, error);
+    if (status == FANIN_OK)
+        status =
+            check_kind(checked->publication, model ? "lora:" : "full:",
+                       model ? "an adapter is pulled by fanin_client_pull_adapter()"
+                             : "a model is pulled by fanin_client_pull_model()",
+                       error);
+    if (status != FANIN_OK)
+        return status;
+    if (!directory || !directory[0])
+        return error_set(error, FANIN_ERR_ARGUMENT, NULL, "no directory was given");
+    *at_out = deadline_in_ms(checked->timeout_ms);
+    status = adapter_open(directory, *at_out, is_cancelled, client, &client->log, out,
+                          error);
+    if (status == FANIN_ERR_CANCELLED)
+        atomic_store(&client->cancelled, false);
+    return status;
+}
+
+/* Into a place that is locked; a->adapter is closed. */
+static fanin_status pull_into(fanin_client *client, fanin_pull_options *options,
+                              deadline at, adapter_destination *a,
+                              fanin_result **result_out, fanin_error *error)
+{
+    destination d = {.cookie = a,
+                     .plan_slot = 1,
+                     .layout = layout,
+                     .prepare = prepare,
+                     .agreed = agreed,
+                     .need = need,
+                     .landed = landed,
+                     .restart = restart,
+                     .publish = publish,
+                     .ranges = ranges,
+                     .dtype = options->dtype};
+    a->destination = &d;
+    a->publication = options->publication;
+    a->max_bytes = options->max_bytes;
+    adapter_convert(a->adapter, options->dtype);
+    if (options->trust_config)
+        adapter_trust_config(a->adapter);
+    uint64_t left_ms = deadline_left_ns(at) / 1000000;
+    options->timeout_ms = left_ms > 0 ? (uint32_t)left_ms : 1;
+    fanin_status status = pull_run(client, options, &d, result_out, error);
+    if (status == FANIN_OK && options->spare_file)
+        adapter_make_spare(a->adapter, &client->spare,
+                           client->devices->map ? client->devices->g : NULL);
+    if (!d.leak)
+        adapter_close(&a->adapter);
+    return status;
+}
+
+fanin_status fanin_client_pull_adapter(fanin_client *client,
+                                       const fanin_pull_options *options,
+                                       const char *directory, fanin_result **result_out,
+                                       fanin_error *error)
+{
+    fanin_pull_options checked;
+    deadline at;
+    adapter_destination a = {.adapter = NULL};
+    fanin_status status =
+        open_place(client, options, false, directory, &checked, &at, &a.adapter, error);
+    if (status != FANIN_OK)
+        return status;
+    adapter_offer_spare(a.adapter, &client->spare);
+    return pull_into(client, &checked, at, &a, result_out, error);
+}
+
+fanin_status fanin_client_pull_model(fanin_client *client,
+                                     const fanin_pull_options *options,
+                                     const char *directory, fanin_result **result_out,
+                                     fanin_error *error)
+{
+    fanin_pull_options checked;
+    deadline at;
+    adapter_destination a = {.adapter = NULL};
+    fanin_status status =
+        open_place(client, options, true, directory, &checked, &at, &a.adapter, error);
+    if (status != FANIN_OK)
+        return status;
+    checked.spare_file = false;
+    a.file_bytes = checked.max_file_bytes ? checked.max_file_bytes : MODEL_FILE_BYTES;
+    adapter_make_model(a.adapter, a.file_bytes);
+    return pull_into(client, &checked, at, &a, result_out, error);
+}
