@@ -23,6 +23,8 @@ from worlds import Control, World
 class LiveTrainer:
     """The ranks of one launch, and what they have published."""
 
+    script = "live_trainer.py"
+
     def __init__(
         self,
         model: Path,
@@ -32,6 +34,7 @@ class LiveTrainer:
         world_size: int = 2,
         step: int = 0,
         seed: int = 1,
+        **more: Any,
     ) -> None:
         self.scratch = scratch
         self.info = scratch / "nixl_info.json"
@@ -42,7 +45,7 @@ class LiveTrainer:
         (scratch / "rendezvous").unlink(missing_ok=True)
         options: dict[str, Any] = {"model": str(model), "scratch": str(scratch), "run": run}
         options |= {"step": step, "seed": seed}
-        self._world = World(world_size, options, scratch, "live_trainer.py")
+        self._world = World(world_size, options | more, scratch, self.script)
 
     def __enter__(self) -> LiveTrainer:
         return self
@@ -64,7 +67,7 @@ class LiveTrainer:
         return answers[0] | {"committed": max(answer["committed"] for answer in answers)}
 
     def gather(self, directory: Path) -> float:
-        """Gathers the adapter and saves it as PEFT does; the seconds that this took."""
+        """Gathers what is trained and saves it; the seconds that this took."""
         answers = self._world.do("gather", directory=str(directory))
         return max(float(answer["seconds"]) for answer in answers)
 
@@ -94,7 +97,7 @@ class LiveTrainer:
         self._world.close()
 
     def record(self, step: int) -> Path:
-        """The directory of this step's gathered adapter."""
+        """The directory of what was gathered after this step."""
         return self.scratch / f"step-{step}"
 
 

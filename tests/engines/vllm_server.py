@@ -36,8 +36,7 @@ MODULES = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 def save_model(directory: Path) -> Path:
     """A two-layer random Qwen2 and a tokenizer of whole words, as vLLM and PEFT read them."""
     import torch
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config
+    from transformers import AutoModelForCausalLM, Qwen2Config
 
     config = Qwen2Config(
         vocab_size=VOCABULARY,
@@ -58,6 +57,14 @@ def save_model(directory: Path) -> Path:
             if parameter.dim() > 1:
                 parameter.normal_(0, 0.1)
     model.save_pretrained(directory)
+    save_tokenizer(directory)
+    return directory
+
+
+def save_tokenizer(directory: Path) -> None:
+    """A tokenizer of whole words, one for each number of the vocabulary."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
 
     words = {"<unk>": 0, "<s>": 1, "</s>": 2}
     words |= {f"w{number}": number for number in range(3, VOCABULARY)}
@@ -66,7 +73,6 @@ def save_model(directory: Path) -> Path:
     PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, unk_token="<unk>", bos_token="<s>", eos_token="</s>"
     ).save_pretrained(directory)
-    return directory
 
 
 class Oracle:

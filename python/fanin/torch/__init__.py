@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The trainer's side for PyTorch: LoRA parameters, sharded as they are, read by workers.
+"""The trainer's side for PyTorch: parameters, sharded as they are, read by workers.
 
 The patch of a training loop, whose model is PEFT's and may be sharded by FSDP2::
 
@@ -12,8 +12,9 @@ The patch of a training loop, whose model is PEFT's and may be sharded by FSDP2:
         with server.updating(step):
             optimizer.step()
 
-:func:`per_expert`, :func:`renamed`, :func:`slot` and :func:`chain` make functions for
-``AdapterServer(names=...)``. PyTorch is imported when :class:`AdapterServer` is first used.
+:class:`WeightServer` does the same for all weights of a model. :func:`per_expert`, :func:`renamed`,
+:func:`slot` and :func:`chain` make functions for ``names=``, and :mod:`fanin.torch.names` has more
+of them. PyTorch is imported when one of the two classes is first used.
 """
 
 from __future__ import annotations
@@ -24,11 +25,13 @@ from fanin.torch._names import NamesFunction, Slice, chain, on_disk, per_expert,
 
 if TYPE_CHECKING:
     from fanin.torch.server import AdapterServer
+    from fanin.torch.weights import WeightServer
 
 __all__ = [
     "AdapterServer",
     "NamesFunction",
     "Slice",
+    "WeightServer",
     "chain",
     "on_disk",
     "per_expert",
@@ -42,4 +45,8 @@ def __getattr__(name: str) -> Any:
         from fanin.torch.server import AdapterServer
 
         return AdapterServer
+    if name == "WeightServer":
+        from fanin.torch.weights import WeightServer
+
+        return WeightServer
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

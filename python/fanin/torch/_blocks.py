@@ -241,15 +241,20 @@ def sliced_shape(shape: tuple[int, ...], index: Index) -> tuple[int, ...]:
     return tuple(stop - start for start, stop, dropped in normal_index(index, shape) if not dropped)
 
 
-def slice_boxes(boxes: Sequence[Box], shape: tuple[int, ...], index: Index) -> tuple[Box, ...]:
+def slice_boxes(
+    boxes: Sequence[Box], shape: tuple[int, ...], index: Index, at: Sequence[int] | None = None
+) -> tuple[Box, ...]:
     """The parts of boxes of a tensor of ``shape`` that lie in its slice ``index``.
 
-    Offsets count in the slice, strides stay, and dimensions with an integer index are dropped.
+    Offsets count in the slice, or in a tensor in which the slice's first element lies at ``at``.
+    Strides stay, and dimensions with an integer index are dropped.
     """
     bounds = normal_index(index, shape)
     out = []
     for box in boxes:
-        offset, extent, stride = [], [], []
+        offset: list[int] = []
+        extent: list[int] = []
+        stride: list[int] = []
         address, empty = box.address, False
         for dim, (start, stop, dropped) in enumerate(bounds):
             first = max(start, box.offset[dim])
@@ -259,7 +264,7 @@ def slice_boxes(boxes: Sequence[Box], shape: tuple[int, ...], index: Index) -> t
                 break
             address += (first - box.offset[dim]) * box.stride[dim]
             if not dropped:
-                offset.append(first - start)
+                offset.append(first - start + (0 if at is None else at[len(offset)]))
                 extent.append(last - first)
                 stride.append(box.stride[dim])
         if not empty:

@@ -124,3 +124,35 @@ def metadata_of(model: Any, config: Mapping[str, Any] | None) -> dict[str, str]:
     # Sorted on the outside only: of the patterns inside of a field the first that matches wins.
     ordered = {name: fields[name] for name in sorted(fields)}
     return {"peft_config": json.dumps(ordered), _BASE: fields[_BASE]}
+
+
+def model_config(model: Any, given: Any) -> str | None:
+    """The configuration of a whole model as JSON, as transformers' ``config.json`` has it.
+
+    given: transformers' configuration, a mapping or JSON; None: the model's own. None if it has
+    none. TypeError: what is given is none of these.
+    """
+    holder = None
+    if given is None:
+        holder = next(
+            (m for m in model.modules() if hasattr(getattr(m, "config", None), "to_json_string")),
+            None,
+        )
+        given = getattr(holder, "config", None)
+        if given is None:
+            return None
+    if isinstance(given, str):
+        fields = json.loads(given)
+    elif hasattr(given, "to_json_string"):
+        fields = json.loads(given.to_json_string())
+    else:
+        fields = _plain(given)
+    if not isinstance(fields, dict):
+        raise TypeError(
+            f"config is a {type(given).__name__}; transformers' configuration, a dict or JSON of "
+            "one is wanted"
+        )
+    if holder is not None and not fields.get("architectures"):
+        # As transformers writes it when it saves; fully_shard() puts FSDP before a class's name.
+        fields["architectures"] = [type(holder).__name__.removeprefix("FSDP")]
+    return json.dumps(fields, sort_keys=True)

@@ -89,16 +89,49 @@ class Slice:
     ``index`` has an int or a slice of step 1 for each of the first dimensions; an int drops its
     dimension, dimensions behind the last index are whole. ``Slice("q", (3, slice(0, 8)))`` of
     ``t`` is ``t[3, 0:8]``.
+
+    With ``shape`` the slice is a part of a published tensor of that shape, whose element ``at``
+    (default: the first) is the slice's first one. The other parts are slices with the same key, of
+    the same stored tensor or of other ranks' tensors.
     """
 
     key: str
     index: tuple[int | slice, ...] = ()
+    at: tuple[int, ...] | None = None
+    shape: tuple[int, ...] | None = None
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether it differs from the whole stored tensor."""
+        return bool(self.index) or self.at is not None or self.shape is not None
+
+
+def published_shape(part: Slice, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of the published tensor that *part* of a stored tensor of *shape* belongs to.
+
+    ValueError: the index does not fit the stored tensor, or the slice its place.
+    """
+    extent = _blocks.sliced_shape(shape, part.index)
+    if part.shape is None:
+        if part.at is not None:
+            raise ValueError("at needs the shape of the published tensor")
+        return extent
+    at = (0,) * len(extent) if part.at is None else part.at
+    if not len(part.shape) == len(at) == len(extent) or any(
+        first < 0 or first + length > size
+        for first, length, size in zip(at, extent, part.shape, strict=True)
+    ):
+        raise ValueError(
+            f"{list(extent)} elements at {list(at)} do not lie inside {list(part.shape)}"
+        )
+    return part.shape
 
 
 Published = str | Slice | Sequence[Slice] | None
 NamesFunction = Callable[[str, tuple[int, ...]], Published]
 """What is published of a parameter: called with its name on disk and its global shape, returns a
-name, None for nothing, or slices. All ranks must answer alike."""
+name, None for nothing, or slices. Ranks whose tensors are parts of one by the trainer's own doing,
+not as DTensors, say so by ``Slice.at`` and ``Slice.shape``; otherwise all must answer alike."""
 
 
 def slices_of(names: NamesFunction, name: str, shape: tuple[int, ...]) -> tuple[Slice, ...]:
@@ -173,18 +206,32 @@ def slot(index: int, *, dim: int = 0, size: int | None = None, pattern: str = ""
     return choose
 
 
-def _composed(outer: Slice, shape: tuple[int, ...], inner: Slice) -> Slice:
-    """The slice ``inner`` of the slice ``outer`` of a tensor of ``shape``."""
-    kept = _blocks.sliced_shape(shape, outer.index)
-    wanted = iter(_blocks.normal_index(inner.index, kept))
+def _composed(outer: Slice, shape: tuple[int, ...], inner: Slice) -> Slice | None:
+    """The slice ``inner`` of the tensor that the slice ``outer`` of a tensor of ``shape`` is a part
+    of, as far as that part has it; None: nothing of it."""
+    whole = published_shape(outer, shape)
+    published_shape(inner, whole)
+    places = iter(outer.at or (0,) * len(whole))
+    wanted = iter(_blocks.normal_index(inner.index, whole))
+    inner_at = iter(inner.at or (0,) * len(whole))
     index: list[int | slice] = []
-    for start, _, dropped in _blocks.normal_index(outer.index, shape):
+    at: list[int] = []
+    for start, stop, dropped in _blocks.normal_index(outer.index, shape):
         if dropped:
             index.append(start)
             continue
-        first, last, drop = next(wanted)
-        index.append(start + first if drop else slice(start + first, start + last))
-    return Slice(inner.key, tuple(index))
+        place, (first, last, drop) = next(places), next(wanted)
+        begin, end = max(place, first), min(place + stop - start, last)
+        if begin >= end and first < last:
+            return None
+        index.append(
+            start + begin - place if drop else slice(start + begin - place, start + end - place)
+        )
+        if not drop:
+            at.append(next(inner_at) + begin - first)
+    if outer.shape is None and inner.shape is None:
+        return Slice(inner.key, tuple(index))
+    return Slice(inner.key, tuple(index), tuple(at), published_shape(inner, whole))
 
 
 def chain(*functions: NamesFunction) -> NamesFunction:
@@ -198,11 +245,10 @@ def chain(*functions: NamesFunction) -> NamesFunction:
         slices = [Slice(name)]
         for function in functions:
             slices = [
-                _composed(outer, shape, inner)
+                part
                 for outer in slices
-                for inner in slices_of(
-                    function, outer.key, _blocks.sliced_shape(shape, outer.index)
-                )
+                for inner in slices_of(function, outer.key, published_shape(outer, shape))
+                if (part := _composed(outer, shape, inner)) is not None
             ]
         return slices
 

@@ -8,16 +8,16 @@ library has registered is compared with what is there now.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from operator import attrgetter, eq, is_
 from typing import Any, NamedTuple
 
 import torch
 
-from fanin._tensors import Shard, torch_dtype
+from fanin._tensors import Box, Shard, torch_dtype
 from fanin.errors import RequestError, StateError
-from fanin.torch._blocks import Order, Split, layout, place, slice_boxes, sliced_shape
-from fanin.torch._names import NamesFunction, Slice, on_disk, parse, slices_of
+from fanin.torch._blocks import Order, Split, layout, place, slice_boxes
+from fanin.torch._names import NamesFunction, Slice, on_disk, parse, published_shape, slices_of
 
 try:
     from torch.distributed.fsdp import FullyShardedDataParallel as _Fsdp1
@@ -41,6 +41,10 @@ UNSHARDED = (
 )
 
 
+PARAMETER, BUFFER = "_parameters", "_buffers"
+"""Where a module keeps what."""
+
+
 class Layout(NamedTuple):
     """What a DTensor's placements and mesh say."""
 
@@ -48,11 +52,6 @@ class Layout(NamedTuple):
     mesh_shape: tuple[int, ...]
     coordinate: tuple[int, ...] | None
     order: Order | None
-
-
-Tree = tuple[list[Any], list[str], list[Any]]
-"""Each module on the way to an item: its parent's children, its name there and itself. A link that
-breaks is a new tree."""
 
 
 class State(NamedTuple):
@@ -77,20 +76,90 @@ class State(NamedTuple):
 
 
 class Item:
-    """One stored parameter: where it is found, and what is registered of it."""
+    """One stored parameter or buffer: where it is found, and what is registered of it."""
 
-    __slots__ = ("attribute", "name", "owner", "path", "sharded", "state")
+    __slots__ = ("attribute", "kind", "name", "owner", "path", "sharded", "state")
 
-    def __init__(self, path: str, name: str, owner: Any, attribute: str, sharded: bool) -> None:
+    def __init__(
+        self,
+        path: str,
+        name: str,
+        owner: Any,
+        attribute: str,
+        sharded: bool,
+        kind: str = PARAMETER,
+    ) -> None:
         self.path = path
         self.name = name
         self.owner = owner
         self.attribute = attribute
         self.sharded = sharded
+        self.kind = kind
         self.state: State | None = None
 
+    def now(self) -> Any:
+        """The tensor that is there now, None if there is none."""
+        return getattr(self.owner, self.kind).get(self.attribute)
 
-_parameters = attrgetter("_parameters")
+
+class Alias(NamedTuple):
+    """Another name of an item's tensor, which is published once."""
+
+    owner: Any
+    attribute: str
+    kind: str
+    item: Item
+
+
+class Found(NamedTuple):
+    """What is to be published of a module tree."""
+
+    items: list[Item]
+    aliases: list[Alias]
+    whole: bool
+    """Everything is published: whatever joins the tree makes another one."""
+
+
+FindFunction = Callable[[Any], Found]
+"""Given the root of a module tree. RequestError: nothing to publish, or what cannot be."""
+
+
+class Tree:
+    """What of a module tree makes the items be those that were found."""
+
+    def __init__(self, root: Any = None, found: Found | None = None) -> None:
+        links: dict[str, tuple[Any, str, Any]] = {}
+        for item in found.items if found is not None else ():
+            module, at = root, ""
+            for part in item.path.split(".")[:-1]:
+                child = module._modules[part]
+                at = f"{at}.{part}"
+                links[at] = (module, part, child)
+                module = child
+        self._children = [parent._modules for parent, _, _ in links.values()]
+        self._names = [name for _, name, _ in links.values()]
+        self._modules = [child for _, _, child in links.values()]
+        self._aliases = found.aliases if found is not None else []
+        self._dicts = [
+            getattr(module, kind)
+            for module in (root.modules() if found is not None and found.whole else ())
+            for kind in (PARAMETER, BUFFER, "_modules")
+        ]
+        self._sizes = list(map(len, self._dicts))
+
+    def stands(self) -> bool:
+        """Whether each module on the way to an item is the one that was found there, nothing has
+        joined a tree that is published whole, and each alias still is one."""
+        return (
+            all(map(is_, map(dict.get, self._children, self._names), self._modules))
+            and list(map(len, self._dicts)) == self._sizes
+            and all(
+                getattr(alias.owner, alias.kind).get(alias.attribute) is alias.item.now()
+                for alias in self._aliases
+            )
+        )
+
+
 _spec = attrgetter("_spec")
 _local_tensor = attrgetter("_local_tensor")
 _dtype = attrgetter("dtype")
@@ -106,9 +175,10 @@ class Columns:
     Tens of thousands of parameters are compared at each commit, so no Python runs for each.
     """
 
-    def __init__(self, items: list[Item], sharded: bool) -> None:
+    def __init__(self, items: list[Item], sharded: bool, kind: str) -> None:
         states = [item.state for item in items if item.state is not None]
         self._sharded = sharded
+        self._kept = attrgetter(kind)
         self._owners = [item.owner for item in items]
         self._attributes = [item.attribute for item in items]
         self._params = [state.param for state in states]
@@ -120,7 +190,7 @@ class Columns:
 
     def stand(self) -> bool:
         """Whether every parameter is the object that is registered, and lies where it did."""
-        now = map(dict.get, map(_parameters, self._owners), self._attributes)
+        now = map(dict.get, map(self._kept, self._owners), self._attributes)
         if not all(map(is_, now, self._params)):
             return False
         local = self._params
@@ -174,7 +244,7 @@ def root_of(model: Any) -> Any:
 def adapters_of(model: Any) -> list[str]:
     """PEFT's names of the adapters that the module tree holds, sorted."""
     found = set()
-    for _, _, _, path in _walk(root_of(model)):
+    for _, _, _, path in walk(root_of(model)):
         parsed = parse(path)
         if parsed is not None and parsed.adapter is not None:
             found.add(parsed.adapter)
@@ -205,7 +275,7 @@ def choose_adapter(model: Any, wanted: str | None, active: list[str]) -> str | N
     )
 
 
-def _walk(root: Any) -> Iterator[tuple[Any, str, Any, str]]:
+def walk(root: Any) -> Iterator[tuple[Any, str, Any, str]]:
     """Owner, attribute, parameter and path of every parameter, under each of its names."""
     for prefix, module in root.named_modules(remove_duplicate=False):
         for attribute, param in module._parameters.items():
@@ -213,7 +283,7 @@ def _walk(root: Any) -> Iterator[tuple[Any, str, Any, str]]:
                 yield module, attribute, param, f"{prefix}.{attribute}" if prefix else attribute
 
 
-def _refuse_fsdp1(root: Any) -> None:
+def refuse_fsdp1(root: Any) -> None:
     for path, module in root.named_modules():
         if _Fsdp1 is not None and isinstance(module, _Fsdp1):
             raise RequestError.make(
@@ -253,15 +323,23 @@ def _is_trained_bias(path: str, bias: str, layers: set[str]) -> bool:
     return path.removesuffix(".base_layer.bias") in layers
 
 
-def _find(root: Any, adapter: str | None, bias: str) -> list[Item]:
-    """The adapter's parameters, and the biases that PEFT trains with it."""
-    _refuse_fsdp1(root)
+def sharding_of(root: Any) -> Callable[[Any, str, str], bool]:
+    """A function that says of owner, attribute and path whether FSDP2 shards that parameter."""
     managed = _managed(root)
-    fsdp = [
-        path
+    if managed is not None:
+        return lambda owner, attribute, path: (id(owner), attribute) in managed
+    prefixes = tuple(
+        f"{path}." if path else ""
         for path, module in root.named_modules()
-        if managed is None and _Fsdp2 is not None and isinstance(module, _Fsdp2)
-    ]
+        if _Fsdp2 is not None and isinstance(module, _Fsdp2)
+    )
+    return lambda owner, attribute, path: path.startswith(prefixes)
+
+
+def find_adapter(root: Any, adapter: str | None, bias: str) -> Found:
+    """The adapter's parameters, and the biases that PEFT trains with it."""
+    refuse_fsdp1(root)
+    is_sharded = sharding_of(root)
     items: list[Item] = []
     biases: list[tuple[Any, str, str]] = []
     layers: set[str] = set()
@@ -274,13 +352,9 @@ def _find(root: Any, adapter: str | None, bias: str) -> list[Item]:
                 "give the AdapterServer the model that holds the adapter once",
             )
         names[name] = path
-        if managed is None:
-            sharded = any(not at or path.startswith(at + ".") for at in fsdp)
-        else:
-            sharded = (id(owner), attribute) in managed
-        items.append(Item(path, name, owner, attribute, sharded))
+        items.append(Item(path, name, owner, attribute, is_sharded(owner, attribute, path)))
 
-    for owner, attribute, _, path in _walk(root):
+    for owner, attribute, _, path in walk(root):
         parsed = parse(path)
         if parsed is None:
             if bias != "none" and attribute == "bias":
@@ -298,24 +372,7 @@ def _find(root: Any, adapter: str | None, bias: str) -> list[Item]:
             "give the model that PEFT made; parameters are found by names as "
             "'...lora_A.<adapter>.weight'",
         )
-    return items
-
-
-def _tree(root: Any, items: list[Item]) -> Tree:
-    out: dict[str, tuple[Any, str, Any]] = {}
-    for item in items:
-        module, at = root, ""
-        for part in item.path.split(".")[:-1]:
-            child = module._modules[part]
-            at = f"{at}.{part}"
-            out[at] = (module, part, child)
-            module = child
-    links = list(out.values())
-    return (
-        [parent._modules for parent, _, _ in links],
-        [name for _, name, _ in links],
-        [child for _, _, child in links],
-    )
+    return Found(items, [], False)
 
 
 def _is_sharded(item: Item) -> bool:
@@ -325,15 +382,12 @@ def _is_sharded(item: Item) -> bool:
 class Parameters:
     """The parameters of one run. Not for several threads at once."""
 
-    def __init__(
-        self, model: Any, adapter: str | None, bias: str, names: NamesFunction | None
-    ) -> None:
+    def __init__(self, model: Any, find: FindFunction, names: NamesFunction | None) -> None:
         self._root = root_of(model)
-        self._adapter = adapter
-        self._bias = bias
+        self._find = find
         self._names = names
         self._items: list[Item] = []
-        self._tree: Tree = ([], [], [])
+        self._tree = Tree()
         self._keys: list[str] = []
         self._layouts: dict[Any, Layout] = {}
         self._columns: list[Columns] = []
@@ -344,20 +398,23 @@ class Parameters:
         self._by_param: dict[int, Any] = {}
         self._versions: list[tuple[int, int]] = []
 
-    def look(self) -> Change:
-        """Resolves every parameter anew and says what differs from what is registered.
+    def look(self, anew: bool = False) -> Change:
+        """Resolves every parameter and says what differs from what is registered.
+
+        anew: also where the module tree seems to be as it was.
 
         Does not block and changes nothing: see :meth:`accept`. Errors: RequestError (a kind of
         tensor that cannot be published), StateError (a temporary unsharded buffer, memory that
         is offloaded).
         """
-        if self._columns and self._tree_stands() and all(c.stand() for c in self._columns):
+        stands = bool(self._items) and not anew and self._tree.stands()
+        if stands and self._columns and all(c.stand() for c in self._columns):
             return Change([], [], [], None, self._tree)
         items, tree = None, self._tree
-        rekeyed = not self._items or not self._tree_stands()
+        rekeyed = not stands
         if rekeyed:
-            items = _find(self._root, self._adapter, self._bias)
-            tree = _tree(self._root, items)
+            found = self._find(self._root)
+            items, tree = found.items, Tree(self._root, found)
             known = {item.name: item for item in self._items}
             for item in items:
                 if item.name in known:
@@ -366,7 +423,7 @@ class Parameters:
         shards: list[Shard] = []
         states: list[tuple[Item, State]] = []
         for item in self._items if items is None else items:
-            param = item.owner._parameters.get(item.attribute)
+            param = item.now()
             state = item.state
             if state is not None and param is state.param and _is_same(param, state):
                 continue
@@ -389,17 +446,18 @@ class Parameters:
             item.state = state
             item.sharded = item.sharded or state.spec is not None
         if change.items is not None or change.states:
-            self._keys = [
-                part.key
-                for item in self._items
-                if item.state is not None
-                for part in item.state.slices
-            ]
-            self._columns = [
-                Columns(part, sharded)
-                for sharded in (False, True)
-                if (part := [item for item in self._items if _is_sharded(item) == sharded])
-            ]
+            self._keys = list(
+                dict.fromkeys(
+                    part.key
+                    for item in self._items
+                    if item.state is not None
+                    for part in item.state.slices
+                )
+            )
+            alike: dict[tuple[bool, str], list[Item]] = {}
+            for item in self._items:
+                alike.setdefault((_is_sharded(item), item.kind), []).append(item)
+            self._columns = [Columns(items, *which) for which, items in alike.items()]
             self.take_back()
             self._lent = [
                 Lent(item.path, item.state.param, local, item.state.pointer)
@@ -489,16 +547,13 @@ class Parameters:
     def __len__(self) -> int:
         return len(self._items)
 
-    def _tree_stands(self) -> bool:
-        return all(map(is_, map(dict.get, *self._tree[:2]), self._tree[2]))
-
     def _removed(self, items: list[Item], new: dict[int, State]) -> list[str]:
         """Keys that are registered and will not be there any more. RequestError: a key twice."""
         owners: dict[str, str] = {}
         for item in items:
             state = new.get(id(item), item.state)
             for part in state.slices if state is not None else ():
-                if part.key in owners:
+                if owners.get(part.key, item.path) != item.path:
                     raise RequestError.make(
                         f"names() publishes '{part.key}' of '{owners[part.key]}' and again of "
                         f"'{item.path}'",
@@ -511,7 +566,7 @@ class Parameters:
     def _resolve(self, item: Item, param: Any) -> State:
         if param is None:
             raise RequestError.make(
-                f"the parameter '{item.path}' is not there any more",
+                f"'{item.path}' is not there any more",
                 "remove_run() the run, and add_run() what the model holds now",
                 key=item.name,
             )
@@ -561,9 +616,13 @@ class Parameters:
         if self._names is None:
             return (Slice(item.name),)
         slices = slices_of(self._names, item.name, shape)
+        shapes: dict[str, tuple[int, ...]] = {}
         for part in slices:
             try:
-                sliced_shape(shape, part.index)
+                whole = published_shape(part, shape)
+                if part.key in shapes and (part.shape is None or whole != shapes[part.key]):
+                    raise ValueError("several parts of one tensor need its shape, the same in all")
+                shapes[part.key] = whole
             except ValueError as error:
                 raise RequestError.make(
                     f"names() slices '{item.name}' of shape {list(shape)} as '{part.key}': {error}",
@@ -575,7 +634,7 @@ class Parameters:
         dtype, shape = torch_dtype(state.dtype), state.shape
         if dtype is None:
             raise RequestError.make(
-                f"'{item.path}' has elements of {state.dtype}, which adapter files do not know",
+                f"'{item.path}' has elements of {state.dtype}, which safetensors does not know",
                 "publish parameters of a floating-point type",
                 key=item.name,
             )
@@ -592,18 +651,15 @@ class Parameters:
                 key=item.name,
             )
         boxes = place(blocks, state.stride, state.pointer)
-        device = state.device
+        pieces: dict[str, list[Box]] = {}
+        shapes: dict[str, tuple[int, ...]] = {}
+        for part in state.slices:
+            shapes[part.key] = published_shape(part, shape)
+            mine = slice_boxes(boxes, shape, part.index, part.at) if part.is_cut else boxes
+            pieces.setdefault(part.key, []).extend(mine)
         return [
-            Shard(part.key, dtype, shape, boxes, device)
-            if not part.index
-            else Shard(
-                part.key,
-                dtype,
-                sliced_shape(shape, part.index),
-                slice_boxes(boxes, shape, part.index),
-                device,
-            )
-            for part in state.slices
+            Shard(key, dtype, whole, tuple(pieces[key]), state.device)
+            for key, whole in shapes.items()
         ]
 
     def _layout(

@@ -62,6 +62,17 @@ class Ranks:
             torch.distributed.all_gather_object(out, value, group=self._group)
         return out
 
+    def share(self, value: Any, rank: int) -> Any:
+        """That rank's value. Blocks until it has called it, as all ranks must."""
+        if not self._distributed or self.size == 1:
+            return value
+        dist = torch.distributed
+        out = [value if rank == self.rank else None]
+        source = rank if self._group is None else dist.get_global_rank(self._group, rank)
+        with self._on_device():
+            dist.broadcast_object_list(out, src=source, group=self._group)
+        return out[0]
+
     def _on_device(self) -> Any:
         # NCCL gathers objects through the current device, which must be one of this rank's own.
         if self._device is None or not torch.cuda.is_available():

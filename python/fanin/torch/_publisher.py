@@ -1,0 +1,542 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What AdapterServer and WeightServer have in common: runs, their updates, the ranks' servers."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+
+from fanin._tensors import Shard
+from fanin.errors import FaninError, NotFoundError, RequestError, StateError
+from fanin.info import TrainerInfo, join_address, write_info
+from fanin.server import Server, Stream, publication_of
+from fanin.torch._parameters import Change, Parameters
+from fanin.torch._world import (
+    Ranks,
+    as_fanin_error,
+    base_port_for,
+    choose_addresses,
+    raise_first,
+    report,
+)
+from fanin.torch._writes import count_steps
+
+__all__ = ["Publisher", "Run", "Serving", "Source", "Steps"]
+
+Run = str | int
+Steps = int | Mapping[Run, int]
+_Self = TypeVar("_Self", bound="Publisher")
+
+
+class Source(NamedTuple):
+    """What a run publishes: found and checked, not yet registered."""
+
+    publication: str
+    parameters: Parameters
+    change: Change
+    metadata: dict[str, str]
+    others: tuple[Shard, ...] = ()
+    """Tensors of which this rank holds nothing."""
+
+
+class Serving(NamedTuple):
+    """How the ranks serve: the constructors' arguments of these names."""
+
+    base_port: int
+    name: str
+    bind: str | None
+    advertise: str | None
+    port_by: str
+    allow: str | None
+    trusted_network: bool
+    lease: float
+    snapshot: bool
+    cast: str | None
+    use_ucx: bool
+
+
+class OneRun:
+    """A run that is registered."""
+
+    def __init__(self, source: Source) -> None:
+        self.publication = source.publication
+        self.parameters = source.parameters
+        self.step: int | None = None
+        self.paused = False
+        #: Its step is published, and its memory neither being written nor taken back.
+        self.stands = False
+        #: Recorded behind the last commit on its CUDA stream.
+        self.committed: Any = None
+
+
+def _first_device(model: Any) -> int | None:
+    """The CUDA device of the model's parameters, None without one."""
+    for param in model.parameters() if isinstance(model, torch.nn.Module) else ():
+        if param.is_cuda:
+            return int(param.device.index)
+    return None
+
+
+def _finish(server: Server, process: int) -> None:
+    if os.getpid() == process:
+        server.close()
+
+
+def cause_of(caught: Exception) -> FaninError:
+    """An error of this package that can travel to other ranks, made from whatever was raised."""
+    error = as_fanin_error(caught)
+    error.__cause__ = caught if caught is not error else None
+    return error
+
+
+class Publisher:
+    """Publishes runs of a model by reference; see the classes that are made of it."""
+
+    #: The publication of a run.
+    _publication = staticmethod(publication_of)
+
+    def __init__(
+        self, model: Any, group: Any, serving: Serving, prepare: Callable[[], Source | None]
+    ) -> None:
+        """Blocks until all ranks have come here. If one rank fails, all raise, naming it.
+
+        prepare: describes the first run, None: there is none yet.
+        """
+        self._model = model
+        self._runs: dict[str, OneRun] = {}
+        self._last: dict[str, int] = {}  # steps, also of runs that were removed
+        self._snapshot = serving.snapshot
+        self._cast = serving.cast
+        ranks = Ranks(group, _first_device(model))
+        source: Source | None = None
+        server: Server | None = None
+        error: FaninError | None = None
+
+        try:
+            if serving.cast is not None and not serving.snapshot:
+                raise RequestError.make(
+                    f"cast is {serving.cast!r} without snapshot", "give snapshot=True as well"
+                )
+            source = prepare()
+        except Exception as caught:
+            error = cause_of(caught)
+        reports = ranks.gather(report(error))
+        raise_first([item.error for item in reports], ranks.rank, "describe its parameters")
+        self._ranks = ranks
+        if source is not None:
+            source = self._agreed(source)
+
+        world_id: bytes = reports[0].world_id
+        address = ""
+        try:
+            listening = choose_addresses(reports, serving.bind, serving.advertise, serving.allow)
+            server = Server(
+                world_id=world_id,
+                rank=ranks.rank,
+                world_size=ranks.size,
+                name=serving.name,
+                bind=listening.bind,
+                allow=serving.allow,
+                base_port=base_port_for(reports, ranks.rank, serving.base_port, serving.port_by),
+                open=listening.open,
+                trusted_network=serving.trusted_network,
+                use_ucx=serving.use_ucx,
+                lease=serving.lease,
+            )
+            address = join_address(listening.advertise, server.port)
+            if source is not None:
+                self._register(server, source)
+        except Exception as caught:
+            error = cause_of(caught)
+        try:
+            answers = ranks.gather((error, address))
+            raise_first([item[0] for item in answers], ranks.rank, "start its server")
+        except BaseException:
+            if server is not None:
+                server.close(0)
+            raise
+        assert server is not None
+        self._server = server
+        self._rank = ranks.rank
+        self._world_id = world_id.hex()
+        self._addresses = [item[1] for item in answers]
+        self._finalizer = weakref.finalize(self, _finish, server, os.getpid())
+        count_steps(self, Publisher._lent)
+
+    # -- what is published ------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def updating(self, step: Steps) -> Iterator[None]:
+        """Around the statements that write the parameters; on every rank.
+
+        ``step`` is the step that the run is at afterwards, or ``{run: step}`` where several are
+        written. On entry the runs' readers are waited for, at most ``lease`` seconds (not with
+        snapshots), and so is the last commit's CUDA work. On exit every parameter is resolved
+        anew, what moved is registered, and the step is published: when the current CUDA stream of
+        the parameters' device has got there, without waiting for it. An exception inside aborts
+        the update: the run is unreadable (the last snapshot stays readable) until the next one.
+
+        :raises NotFoundError: no such run.
+        :raises RequestError: a step that is not above the last; parameters that cannot be
+            published. The update is aborted.
+        :raises StateError: the run is paused; parameters are unsharded or offloaded, the update
+            is aborted; parameters were written outside of :meth:`updating` since the last step,
+            which is withdrawn (not with snapshots). Writes that PyTorch does not count are not
+            seen: through ``.data`` and NumPy, by kernels that are given a pointer.
+        """
+        runs = self._chosen(step)
+        self._refuse_written(run for run, _ in runs)
+        with self._rewriting(runs):
+            yield
+            self._tell_all(runs, [self._resolved(run) for run, _ in runs])
+
+    def publish(self, step: Steps) -> None:
+        """Publishes the parameters as they are, as ``step`` or ``{run: step}``.
+
+        For the first step, and the one at which training is resumed; on every rank, and with
+        ``snapshot=True`` also after ``optimizer.step()``. Blocks and raises as :meth:`updating`;
+        the last step stays readable where parameters are refused, unless they were written or their
+        memory is gone.
+        """
+        runs = self._chosen(step)
+        self._refuse_written(run for run, _ in runs)
+        changes = self._look([run for run, _ in runs])
+        with self._rewriting(runs):
+            self._tell_all(runs, changes)
+
+    def pause(self, run: Run | None = None, reason: str = "trainer memory offloaded") -> None:
+        """Before the parameters' memory is offloaded, put to sleep or loaded from a checkpoint.
+
+        Waits for readers, at most ``lease`` seconds. Until :meth:`resume` pulls fail with
+        ``reason`` (a snapshot stays readable), no memory is read and no storage is held on to.
+        ``run`` None: all runs. On every rank.
+
+        :raises NotFoundError: no such run.
+        :raises StateError: an update is open; written outside of :meth:`updating` (nothing is
+            paused, and the step is withdrawn: pause again).
+        """
+        runs = self._named(run)
+        self._refuse_written(runs)
+        for one in runs:
+            self._wait_for_commit(one)
+            self._server.pause(one.publication, reason)
+            one.paused = True
+            one.parameters.release()
+
+    def resume(self, run: Run | None = None, step: int | None = None) -> None:
+        """Ends :meth:`pause` when the parameters are back; on every rank.
+
+        Without ``step`` their values must be those of before: the run is readable again at its
+        step. With it they may be others, published as ``step``, and the old step is never shown
+        again. ``run`` None: all runs. If parameters are not there the runs stay paused.
+
+        :raises NotFoundError: no such run.
+        :raises StateError: it is not paused; parameters are unsharded or still offloaded.
+        :raises RequestError: a step that is not above the last.
+        """
+        runs = self._named(run)
+        for one in runs:
+            if not one.paused:
+                raise StateError.make(
+                    f"{one.publication} is not paused", "pause(run) it before", key=one.publication
+                )
+            if step is not None:
+                self._check_step(one, step)
+        changes = [self._resolved(one) for one in runs]
+        for one, change in zip(runs, changes, strict=True):
+            self._tell(one, change)
+            if step is not None and one.step is not None:
+                # What was published must not be readable from memory that holds other values.
+                self._server.abort_update(one.publication)
+            self._server.resume(one.publication)
+            one.paused = False
+            if step is None:
+                self._lend(one)
+        if step is not None:
+            with self._rewriting([(one, step) for one in runs]):
+                pass
+
+    def remove_run(self, run: Run) -> None:
+        """The hook for a run that is deleted: on return none of its memory is read any more.
+
+        Blocks until its readers are done, at most ``lease`` seconds. A run that is added under
+        the same name must go on above the last step.
+
+        :raises NotFoundError: no such run.
+        """
+        (one,) = self._named(run)
+        self._server.remove(one.publication)
+        del self._runs[one.publication]
+
+    # -- who and where ----------------------------------------------------------------------
+
+    @property
+    def addresses(self) -> list[str]:
+        """Where the ranks listen, ``"host:port"``, rank by rank."""
+        return list(self._addresses)
+
+    @property
+    def world_id(self) -> str:
+        """32 hexadecimal digits that name this launch of the trainer, the same on all ranks."""
+        return self._world_id
+
+    @property
+    def server(self) -> Server:
+        """The server beneath; it is this object's to close."""
+        return self._server
+
+    @property
+    def runs(self) -> dict[str, int | None]:
+        """The publications, ``"lora:<run>"`` or ``"full:<run>"``, and their last published steps
+        (None: none yet)."""
+        return {run.publication: run.step for run in self._runs.values()}
+
+    def write_info(
+        self, directory: str | os.PathLike[str], run: Run | None = None, step: int | None = None
+    ) -> Path | None:
+        """Rank 0 writes ``nixl_info.json`` and the marker ``STABLE``; returns the file's path.
+
+        On the other ranks returns None. ``run`` None: the only one, or none is named; ``step``
+        None: its last published step. Blocks until all is on disk.
+
+        :raises NotFoundError: no such run.
+        :raises HostError: the directory cannot be written.
+        """
+        if self._rank != 0:
+            return None
+        chosen: OneRun | None = None
+        if run is not None:
+            (chosen,) = self._named(run)
+        elif len(self._runs) == 1:
+            (chosen,) = self._runs.values()
+        if step is None and chosen is not None:
+            step = chosen.step
+        info = TrainerInfo(
+            addresses=tuple(self._addresses),
+            world_id=self._world_id,
+            run=None if chosen is None else chosen.publication.partition(":")[2],
+            server_name=self._server.name,
+            step=step,
+        )
+        return write_info(directory, info)
+
+    def stats(self) -> Any:
+        """The counters of :meth:`fanin.Server.stats`."""
+        return self._server.stats()
+
+    # -- the end ----------------------------------------------------------------------------
+
+    def close(self, drain: float = 1.0) -> None:
+        """Stops serving; running pulls may end for ``drain`` seconds. Needs no other rank.
+
+        On return no memory of the model is read any more. Called again it does nothing.
+        """
+        if self._finalizer.detach() is not None:
+            self._server.close(drain)
+        self._runs.clear()
+
+    def __enter__(self: _Self) -> _Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    # -- inside -----------------------------------------------------------------------------
+
+    def _lent(self, param: Any) -> list[Any]:
+        """The tensors in which the runs publish the memory of *param* by reference now."""
+        lent = (run.parameters.lent(param) for run in self._runs.values())
+        return [tensor for tensor in lent if tensor is not None]
+
+    def _agreed(self, source: Source) -> Source:
+        """What the ranks agree that the run is; may ask them, and then raises on all or none."""
+        return source
+
+    def _resolved(self, run: OneRun) -> Change:
+        """What differs from what is registered of the run, and may."""
+        return run.parameters.look()
+
+    def _register(self, server: Server, source: Source) -> OneRun:
+        server.put(source.publication, [*source.change.shards, *source.others])
+        try:
+            server.set_metadata(source.publication, source.metadata)
+        except BaseException:
+            server.remove(source.publication)
+            raise
+        source.parameters.accept(source.change)
+        run = self._runs[source.publication] = OneRun(source)
+        return run
+
+    def _refuse_known(self, publication: str) -> None:
+        if publication in self._runs:
+            raise RequestError.make(
+                f"run {publication} is there already",
+                "remove_run() it before",
+                key=publication,
+                code=-101,
+            )
+
+    def _named(self, run: Run | None) -> list[OneRun]:
+        if run is None:
+            return list(self._runs.values())
+        publication = self._publication(run)
+        if publication not in self._runs:
+            known = ", ".join(self._runs) or "none"
+            raise NotFoundError.make(
+                f"there is no run {publication}", f"the runs are: {known}", key=publication
+            )
+        return [self._runs[publication]]
+
+    def _chosen(self, step: Steps) -> list[tuple[OneRun, int]]:
+        if isinstance(step, Mapping):
+            runs = [(self._named(run)[0], at) for run, at in step.items()]
+            if len({one.publication for one, _ in runs}) < len(runs):
+                raise RequestError.make(f"a run is named twice in {dict(step)}")
+        elif len(self._runs) == 1:
+            runs = [(one, step) for one in self._runs.values()]
+        else:
+            known = ", ".join(self._runs) or "none"
+            raise RequestError.make(
+                f"a step alone says nothing with these runs: {known}", "give {run: step}"
+            )
+        for one, at in runs:
+            if one.paused:
+                raise StateError.make(
+                    f"{one.publication} is paused", "resume(run) it before", key=one.publication
+                )
+            self._check_step(one, at)
+        return runs
+
+    def _check_step(self, run: OneRun, step: int) -> None:
+        """Before anything is written, not when it has been."""
+        if isinstance(step, bool) or not hasattr(type(step), "__index__") or step < 0:
+            raise RequestError.make(f"step {step!r} is no step", "give an integer from 0 on")
+        last = self._last.get(run.publication, -1)
+        if step <= last:
+            raise RequestError.make(
+                f"step {step} of {run.publication} is not above its last step {last}",
+                "count steps upwards, also of a run that was removed and added again",
+                key=run.publication,
+            )
+
+    def _refuse_written(self, runs: Iterable[OneRun]) -> None:
+        """Readers of the last step may have seen half of what was written outside of updates."""
+        written = {run: paths for run in runs if (paths := run.parameters.written())}
+        for run in written:
+            self._withdraw(run)
+        for run, paths in written.items():
+            more = f" and {len(paths) - 1} more" if len(paths) > 1 else ""
+            raise StateError.make(
+                f"'{paths[0]}'{more} of {run.publication} was written outside of updating() after "
+                f"step {run.step} was published: its readers may have got half of what was "
+                "written. The step is withdrawn",
+                "write parameters inside: with server.updating(step): optimizer.step(); or make "
+                "the server with snapshot=True, which publishes copies",
+                key=run.publication,
+            )
+
+    def _withdraw(self, run: OneRun) -> None:
+        """Nobody reads the run's memory any more, so whatever is there may be published next."""
+        run.parameters.take_back()
+        run.stands = False
+        self._server.withdraw(run.publication)
+
+    def _look(self, runs: list[OneRun]) -> list[Change]:
+        """What differs from what is registered. A step whose memory is gone is withdrawn."""
+        try:
+            return [self._resolved(run) for run in runs]
+        except FaninError:
+            for run in runs:
+                if run.parameters.gone():
+                    self._withdraw(run)
+            raise
+
+    def _wait_for_commit(self, run: OneRun) -> None:
+        """A commit whose CUDA work is under way would be withdrawn, and its step never seen."""
+        if run.committed is not None and not self._snapshot:
+            run.committed.synchronize()
+            run.committed = None
+
+    def _tell(self, run: OneRun, change: Change) -> None:
+        if change.shards:
+            self._server.put(run.publication, change.shards, replace=True)
+        for key in change.removed:
+            self._server.remove(run.publication, key)
+        run.parameters.accept(change)
+
+    def _tell_all(self, runs: list[tuple[OneRun, int]], changes: list[Change]) -> None:
+        for (run, _), change in zip(runs, changes, strict=True):
+            self._tell(run, change)
+
+    @contextlib.contextmanager
+    def _rewriting(self, runs: list[tuple[OneRun, int]]) -> Iterator[None]:
+        """Begins the runs' updates, and commits them at their steps when the body has ended.
+
+        If anything raises, those that are not committed yet are aborted.
+        """
+        begun: list[OneRun] = []
+        written = {id(run) for run, _ in runs}
+        shared = [
+            (other, counts)
+            for other in self._runs.values()
+            if id(other) not in written
+            for run, _ in runs
+            if (counts := run.parameters.counts(other.parameters))
+        ]
+        try:
+            for run, _ in runs:
+                self._wait_for_commit(run)
+                self._server.begin_update(run.publication)
+                run.parameters.take_back()
+                run.stands = False
+                begun.append(run)
+            yield
+            for run, step in runs:
+                self._commit(run, step)
+                begun.remove(run)
+        except BaseException:
+            for run in begun:
+                with contextlib.suppress(FaninError):
+                    self._server.abort_update(run.publication)
+            raise
+        finally:
+            for other, counts in shared:
+                other.parameters.allow(counts)
+
+    def _lend(self, run: OneRun) -> None:
+        if not self._snapshot and run.stands:
+            run.parameters.lend()
+
+    def _commit(self, run: OneRun, step: int) -> None:
+        devices = run.parameters.devices
+        streams = [torch.cuda.current_stream(device) for device in devices]
+        stream = None
+        if streams:
+            _order(streams[1:], streams[:1])
+            stream = Stream(int(streams[0].cuda_stream), devices[0])
+        self._server.commit(
+            run.publication, step, snapshot=self._snapshot, cast=self._cast, stream=stream
+        )
+        run.step = self._last[run.publication] = int(step)
+        run.stands = True
+        self._lend(run)
+        if streams:
+            if self._snapshot:
+                _order(streams[:1], streams[1:])
+            run.committed = torch.cuda.Event()
+            run.committed.record(streams[0])
+
+
+def _order(before: list[Any], after: list[Any]) -> None:
+    """Work that is put on the streams ``after`` from now on waits for what ``before`` hold now."""
+    for stream in before:
+        event = torch.cuda.Event()
+        event.record(stream)
+        for other in after:
+            other.wait_event(event)

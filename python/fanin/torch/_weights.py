@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Finds every parameter and persistent buffer of a model, under the name of its checkpoint."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from fanin.errors import RequestError
+from fanin.torch._names import WRAPPERS, parse
+from fanin.torch._parameters import (
+    BUFFER,
+    PARAMETER,
+    Alias,
+    Found,
+    Item,
+    refuse_fsdp1,
+    sharding_of,
+    walk,
+)
+
+# Classes whose only child "module" is no part of a checkpoint's names.
+_AROUND = ("DistributedDataParallel", "DataParallel", "Float16Module", "DeepSpeedEngine")
+_PACKED = "bitsandbytes"
+
+
+def _transparent(root: Any) -> set[str]:
+    """Paths of modules that wrappers hold and checkpoints do not name."""
+    return {
+        f"{prefix}.module" if prefix else "module"
+        for prefix, module in root.named_modules(remove_duplicate=False)
+        if any(kind.__name__ in _AROUND for kind in type(module).__mro__)
+    }
+
+
+def _checkpoint_name(path: str, transparent: set[str]) -> str:
+    parts = path.split(".")
+    return ".".join(
+        part
+        for at, part in enumerate(parts)
+        if part not in WRAPPERS
+        and not (part == "module" and ".".join(parts[: at + 1]) in transparent)
+    )
+
+
+def _persistent(root: Any) -> Iterator[tuple[Any, str, Any, str]]:
+    """Owner, attribute, buffer and path of every persistent buffer, under each of its names."""
+    for prefix, module in root.named_modules(remove_duplicate=False):
+        for attribute, buffer in module._buffers.items():
+            if buffer is not None and attribute not in module._non_persistent_buffers_set:
+                yield module, attribute, buffer, f"{prefix}.{attribute}" if prefix else attribute
+
+
+def _told_by(root: Any, attribute: str, transparent: set[str]) -> Iterator[tuple[str, Any]]:
+    """Prefix and value of what transformers' models say of their names."""
+    for path, module in root.named_modules():
+        value = getattr(module, attribute, None)
+        if isinstance(value, (list, tuple, set, frozenset, dict)) and value:
+            prefix = _checkpoint_name(path, transparent)
+            yield f"{prefix}." if prefix else "", value
+
+
+class _Names:
+    """What transformers' models say of names: which are not saved, and which are another's."""
+
+    def __init__(self, root: Any, transparent: set[str]) -> None:
+        self._unsaved = {
+            prefix + key
+            for prefix, keys in _told_by(root, "_keys_to_ignore_on_save", transparent)
+            for key in keys
+        }
+        tied: Iterable[tuple[str, Any]] = _told_by(root, "_tied_weights_keys", transparent)
+        self._tied = [(prefix, re.compile(key)) for prefix, keys in tied for key in keys]
+
+    def is_saved(self, name: str) -> bool:
+        return name not in self._unsaved
+
+    def first(self, names: list[str]) -> int:
+        """Which of the names of one tensor is the one in checkpoints."""
+        for at, name in enumerate(names):
+            if not any(
+                name.startswith(prefix) and pattern.search(name, len(prefix))
+                for prefix, pattern in self._tied
+            ):
+                return at
+        return 0
+
+
+def _refuse_adapter(root: Any) -> None:
+    for _, _, _, path in walk(root):
+        if parse(path) is not None:
+            raise RequestError.make(
+                f"'{path}' belongs to an adapter: the weights that engines want are the base's and "
+                "the adapter's together, which lie in no memory",
+                "publish the adapter by fanin.torch.AdapterServer, or give the WeightServer what "
+                "merge_and_unload() makes",
+                key=path,
+            )
+
+
+def _refuse_packed(owner: Any, path: str) -> None:
+    for kind in type(owner).__mro__:
+        if kind.__module__.partition(".")[0] == _PACKED and "bit" in kind.__name__:
+            raise RequestError.make(
+                f"'{path}' is a weight of bitsandbytes' {kind.__name__}, which packs its values",
+                "dequantize the model, or train an adapter of it and publish that by "
+                "fanin.torch.AdapterServer",
+                key=path,
+            )
+
+
+def find_weights(root: Any) -> Found:
+    """Every parameter and persistent buffer once, in the order of the tree.
+
+    RequestError: there are none, an adapter's are among them, or weights that are packed; two
+    tensors would have one name.
+    """
+    refuse_fsdp1(root)
+    _refuse_adapter(root)
+    is_sharded = sharding_of(root)
+    transparent = _transparent(root)
+    told = _Names(root, transparent)
+    places: dict[int, list[tuple[Any, str, str, str, str]]] = {}
+    for kind, all_of in ((PARAMETER, walk(root)), (BUFFER, _persistent(root))):
+        for owner, attribute, tensor, path in all_of:
+            name = _checkpoint_name(path, transparent)
+            if not told.is_saved(name):
+                continue
+            if kind == PARAMETER:
+                _refuse_packed(owner, path)
+            places.setdefault(id(tensor), []).append((owner, attribute, kind, path, name))
+    items: list[Item] = []
+    aliases: list[Alias] = []
+    for names in places.values():
+        chosen = told.first([place[-1] for place in names])
+        owner, attribute, kind, path, name = names[chosen]
+        sharded = kind == PARAMETER and is_sharded(owner, attribute, path)
+        items.append(Item(path, name, owner, attribute, sharded, kind))
+        aliases += [Alias(place[0], place[1], place[2], items[-1]) for place in names]
+    _refuse_same_names(items)
+    if not items:
+        raise RequestError.make(
+            f"{type(root).__name__} has no parameters", "give the module that is trained"
+        )
+    return Found(items, [one for one in aliases if _is_other(one)], True)
+
+
+def _is_other(alias: Alias) -> bool:
+    return alias.owner is not alias.item.owner or alias.attribute != alias.item.attribute
+
+
+def _refuse_same_names(items: list[Item]) -> None:
+    paths: dict[str, str] = {}
+    for item in items:
+        if item.name in paths:
+            raise RequestError.make(
+                f"'{paths[item.name]}' and '{item.path}' would both be published as '{item.name}'",
+                "give the innermost model, whose names are those of its checkpoint",
+                key=item.name,
+            )
+        paths[item.name] = item.path

@@ -1,0 +1,297 @@
+# SPDX-License-Identifier: Apache-2.0
+"""WeightServer: all weights of a model, published from where they are trained."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from fanin._tensors import Shard
+from fanin.errors import FaninError, RequestError, StateError
+from fanin.server import publication_of
+from fanin.torch._config import model_config
+from fanin.torch._names import NamesFunction
+from fanin.torch._parameters import Change, Parameters
+from fanin.torch._publisher import OneRun, Publisher, Run, Serving, Source, cause_of
+from fanin.torch._union import Entry, Table, Told, Whole, compress, entry_of, table_of, unite
+from fanin.torch._weights import find_weights
+from fanin.torch._world import raise_first
+
+__all__ = ["WeightServer"]
+
+_REFRESH = (
+    "call refresh() on every rank, also on those where nothing has changed, and publish the step "
+    "again"
+)
+
+
+def full_publication(run: Run) -> str:
+    """The publication of a whole model: ``"full:0"`` for ``0``, ``"0"`` and ``"full:0"``.
+
+    RequestError: no name of a run, or the name of an adapter's publication.
+    """
+    if isinstance(run, str) and run.startswith("lora:"):
+        raise RequestError.make(
+            f"{run!r} is an adapter's publication", "name the run alone, or full:<run>"
+        )
+    return "full:" + publication_of(run).partition(":")[2]
+
+
+def _source(run: Run, model: Any, names: NamesFunction | None, config: Any) -> Source:
+    if not isinstance(model, torch.nn.Module):
+        raise RequestError.make(
+            f"the model is a {type(model).__name__}", "give the torch.nn.Module that is trained"
+        )
+    publication = full_publication(run)
+    parameters = Parameters(model, find_weights, names)
+    text = model_config(model, config)
+    metadata = {"format": "pt"} if text is None else {"config": text, "format": "pt"}
+    return Source(publication, parameters, parameters.look(), metadata)
+
+
+class WeightServer(Publisher):
+    """Publishes all weights of a model by reference: workers read the trainer's own memory.
+
+    To be made on every rank, at the same time, after the model is sharded. Every parameter and
+    persistent buffer is published under the name of its checkpoint: what FSDP, DDP, torch.compile
+    and activation checkpointing put into names is dropped, a tied parameter is there once. They
+    are plain tensors or DTensors of any mesh and placements but Partial, in host memory or on CUDA
+    devices; each rank lends the part that it holds, which may be some of the layers (pipeline
+    parallelism) or of the experts. ::
+
+        server = WeightServer(model, base_port=6000)
+        server.publish(0)
+        ...
+        with server.updating(step):
+            optimizer.step()
+
+    :param model: the module that is trained. With an adapter of PEFT's in it it is refused:
+        publish the adapter by :class:`fanin.torch.AdapterServer`.
+    :param run: the publication is ``full:<run>``.
+    :param base_port: rank r listens on ``base_port + r``, or on ``base_port`` plus its rank on
+        its host with ``port_by="local"``; 0: any free port.
+    :param name: engines that demand a name of servers must demand this one.
+    :param group: the process group whose ranks hold the model together; default: all, or this
+        process alone where torch.distributed is not initialised.
+    :param bind: numeric address to listen on. Default: 127.0.0.1 on one host, unless ``allow``
+        is given; else ``advertise``, or this host's address on the way to MASTER_ADDR.
+    :param advertise: the address that engines are told; default: ``bind``.
+    :param allow: the networks that may read, "10.0.0.0/8,fd00::/8". Needed to listen on anything
+        but 127.x.
+    :param trusted_network: also offer RDMA to the networks allowed, whose remote keys permit
+        writing.
+    :param lease: seconds that readers can delay an update, at most.
+    :param snapshot: publish copies, so that readers never delay training and long reads are not
+        overtaken; costs twice the memory of what this rank publishes.
+    :param cast: "BF16" or "F16": snapshots of F32 weights are converted. Needs ``snapshot``.
+    :param names: what is published of each tensor, see :data:`fanin.torch.NamesFunction` and
+        :mod:`fanin.torch.names`.
+    :param config: the model's configuration for engines: transformers', a dict or JSON; default:
+        ``model.config`` if there is one on any rank.
+    :param use_ucx: False: never load UCX; the stream path, and CUDA IPC, only.
+
+    Blocks until all ranks have come here. They tell each other which tensors they hold; what not
+    all of them together hold, each element of it, is refused. If one rank fails, all raise, naming
+    it. Afterwards no rank waits for another.
+
+    :raises RequestError: nothing to publish; elements of a tensor that no rank holds; ranks that
+        contradict each other in dtype or shape; tensors that cannot be published (Partial
+        placements, FSDP1, meta, sparse, quantized, packed); addresses that other hosts cannot
+        reach, no allow-list.
+    :raises StateError: parameters are unsharded or offloaded now.
+    :raises FaninError: what :class:`fanin.Server` raises (a port in use, limits, memory).
+
+    What is published changes only by :meth:`refresh`: a rank whose names, dtypes, shapes or parts
+    are others than those agreed on raises StateError at the next :meth:`publish` or at the end of
+    :meth:`updating`, and its step is not readable. Storage that merely moves is registered anew.
+
+    Use it from one thread at a time. Registered storage is kept allocated until it is replaced. A
+    context manager; also closed at exit, before or after the process group is destroyed. In a
+    forked child it raises ProcessError and touches nothing.
+    """
+
+    _publication = staticmethod(full_publication)
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        run: Run = "0",
+        base_port: int = 6000,
+        name: str = "weight_param_server",
+        group: Any = None,
+        bind: str | None = None,
+        advertise: str | None = None,
+        port_by: str = "global",
+        allow: str | None = None,
+        trusted_network: bool = False,
+        lease: float = 1.0,
+        snapshot: bool = False,
+        cast: str | None = None,
+        names: NamesFunction | None = None,
+        config: Any = None,
+        use_ucx: bool = True,
+    ) -> None:
+        #: What this rank has told the others.
+        self._tables: dict[str, Table] = {}
+        #: Runs of which the library has not taken all that was told.
+        self._unsettled: set[str] = set()
+        serving = Serving(
+            base_port,
+            name,
+            bind,
+            advertise,
+            port_by,
+            allow,
+            trusted_network,
+            lease,
+            snapshot,
+            cast,
+            use_ucx,
+        )
+        super().__init__(model, group, serving, lambda: _source(run, model, names, config))
+
+    def refresh(self, run: Run | None = None) -> None:
+        """Tells the ranks anew what this one holds: on every rank, after the set has changed.
+
+        To be called after parameters were added, removed, converted to another dtype or sharded
+        in another way, on one rank or on all. If anything differs the run is unreadable until the
+        next :meth:`publish`; nothing else is needed if nothing does. ``run`` None: all runs.
+        Blocks until all ranks have come here. If one rank fails, all raise, naming it.
+
+        :raises NotFoundError: no such run.
+        :raises RequestError: the constructor's reasons.
+        :raises StateError: the run is paused; parameters are unsharded or offloaded; they were
+            written outside of :meth:`updating`, and the step is withdrawn: refresh again.
+        """
+        for one in self._named(run):
+            self._refresh(one)
+
+    def add_run(
+        self,
+        run: Run,
+        model: Any,
+        *,
+        names: NamesFunction | None = None,
+        config: Any = None,
+    ) -> None:
+        """Publishes another model as well, a draft model for example; on every rank.
+
+        The arguments are those of the constructor. Readable from the run's first :meth:`publish`
+        or :meth:`updating` on, which then want ``{run: step}``. Blocks until all ranks have come
+        here. If one rank fails, all raise, naming it.
+
+        :raises RequestError: the run is there already; the constructor's reasons.
+        """
+        source, error = None, None
+        try:
+            self._refuse_known(full_publication(run))
+            source = _source(run, model, names, config)
+        except Exception as caught:
+            error = cause_of(caught)
+        table = table_of(source.change.shards) if source is not None else {}
+        metadata = source.metadata if source is not None else {}
+        wholes, metadata = self._united(table, metadata, error)
+        assert source is not None
+        agreed = source._replace(metadata=metadata, others=_others(wholes, table))
+        self._register(self._server, agreed)
+        self._tables[source.publication] = table
+
+    def remove_run(self, run: Run) -> None:
+        """Takes a run's weights back: on return none of its memory is read any more.
+
+        Blocks until its readers are done, at most ``lease`` seconds. On every rank. A run that is
+        added under the same name must go on above the last step.
+
+        :raises NotFoundError: no such run.
+        """
+        super().remove_run(run)
+        self._tables.pop(full_publication(run), None)
+        self._unsettled.discard(full_publication(run))
+
+    # -- inside -----------------------------------------------------------------------------
+
+    def _united(
+        self, table: Table, metadata: dict[str, str], error: FaninError | None
+    ) -> tuple[list[Whole], dict[str, str]]:
+        """What all ranks hold together, and the metadata of the first that has a configuration."""
+        ranks = self._ranks
+        told, text = compress(table)
+        answers: list[tuple[FaninError | None, Told, dict[str, str]]]
+        answers = ranks.gather((error, told, metadata))
+        raise_first([answer[0] for answer in answers], ranks.rank, "describe its parameters")
+        texts: dict[bytes, bytes] = {}
+        for rank, (_, one, _) in enumerate(answers):
+            if one.digest not in texts:
+                texts[one.digest] = ranks.share(text if rank == ranks.rank else None, rank)
+        wholes = unite([answer[1] for answer in answers], texts)
+        all_metadata = [answer[2] for answer in answers]
+        return wholes, next((one for one in all_metadata if "config" in one), all_metadata[0])
+
+    def _agreed(self, source: Source) -> Source:
+        table = table_of(source.change.shards)
+        wholes, metadata = self._united(table, source.metadata, None)
+        self._tables[source.publication] = table
+        return source._replace(metadata=metadata, others=_others(wholes, table))
+
+    def _resolved(self, run: OneRun) -> Change:
+        change = run.parameters.look()
+        table = self._tables[run.publication]
+        if run.publication in self._unsettled:
+            raise StateError.make(
+                f"refresh() of {run.publication} has not come to its end",
+                _REFRESH,
+                key=run.publication,
+            )
+        for shard in change.shards:
+            if table.get(shard.name) != entry_of(shard):
+                raise _changed(run, shard.name, table.get(shard.name), entry_of(shard))
+        for name in change.removed:
+            raise _changed(run, name, table.get(name), None)
+        return change
+
+    def _refresh(self, run: OneRun) -> None:
+        change, error = None, None
+        table: Table = {}
+        try:
+            if run.paused:
+                raise StateError.make(
+                    f"{run.publication} is paused", "resume(run) it before", key=run.publication
+                )
+            self._refuse_written([run])
+            change = run.parameters.look(anew=True)
+            table = dict(self._tables[run.publication])
+            table.update(table_of(change.shards))
+            for name in change.removed:
+                table.pop(name, None)
+        except Exception as caught:
+            error = cause_of(caught)
+        wholes, _ = self._united(table, {}, error)
+        assert change is not None
+        self._tables[run.publication] = table
+        self._unsettled.add(run.publication)
+        self._tell(run, change)
+        self._server.put(run.publication, _others(wholes, table), replace=True)
+        for name in set(self._server.names(run.publication)) - {one.name for one in wholes}:
+            self._server.remove(run.publication, name)
+        self._unsettled.discard(run.publication)
+
+
+def _others(wholes: list[Whole], table: Table) -> tuple[Shard, ...]:
+    """The tensors of which this rank, which holds those of *table*, has nothing."""
+    return tuple(Shard(*one, (), -1) for one in wholes if one.name not in table)
+
+
+def _changed(run: OneRun, name: str, before: Entry | None, now: Entry | None) -> StateError:
+    def told(entry: Entry) -> str:
+        return f"{entry.dtype} {list(entry.shape)}"
+
+    if before is None or now is None:
+        what = "has joined" if before is None else "has left"
+        text = f"'{name}' {what} the weights of {run.publication} on this rank"
+    elif before[:2] != now[:2]:
+        text = f"'{name}' is {told(now)} on this rank now, and was {told(before)}"
+    else:
+        text = f"this rank holds other parts of '{name}' than those that the ranks agreed on"
+    return StateError.make(text, _REFRESH, key=name)

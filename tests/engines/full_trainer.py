@@ -1,0 +1,193 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Real trainers of a whole model, which a test drives step by step.
+
+`FullTrainer` starts the ranks (this file, run as a program) and tells them what to do, as
+`LiveTrainer` does for adapters::
+
+    model = save_full_model(tmp_path / "model", "qwen3", tied=True)
+    with FullTrainer(model, tmp_path / "run", world_size=4, layout="hsdp") as trainer:
+        trainer.wait_ready()                     # step 0 is published, trainer.info is written
+        trainer.step()                           # in place, and published as the next step
+        trainer.gather(tmp_path / "step-1")      # as transformers saves it, from torch's own gather
+        trainer.pause(); trainer.resume(); trainer.kill(); trainer.stop(); trainer.cont()
+
+Ranks train in place (AdamW on random tokens) and publish by `fanin.torch.WeightServer`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from live_trainer import LiveTrainer
+from worlds import Control
+
+TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
+
+
+class FullTrainer(LiveTrainer):
+    """The ranks of one launch.
+
+    Keyword arguments: run, world_size, step and seed as for LiveTrainer; layout ("fsdp", see
+    full_models.py), dtype ("bfloat16"), server (keyword arguments of WeightServer), record (True:
+    each step is gathered into `record(step)` when it is published).
+    """
+
+    script = "full_trainer.py"
+
+    def __init__(self, model: Path, scratch: Path, **options: Any) -> None:
+        self.recorded = options.setdefault("record", False)
+        super().__init__(model, scratch, **options)
+
+    def step(self, count: int = 1, *, record: bool | None = None) -> dict[str, Any]:
+        return super().step(count, record=self.recorded if record is None else record)
+
+    def publish(self, step: int) -> None:
+        """Publishes what is there as this step, without training."""
+        self._world.do("publish", step=step)
+        self.published = step
+
+    def write_outside(self) -> None:
+        """The mistake: a write outside of updating()."""
+        self._world.do("write_outside")
+
+    def pause(self, rank: int | None = None) -> None:
+        """One rank or all: nothing of it is readable until resume()."""
+        self._tell_some("pause", rank)
+
+    def resume(self, rank: int | None = None) -> None:
+        self._tell_some("resume", rank)
+
+    def step_on(self, rank: int) -> None:
+        """This rank alone publishes the next step: the others stay behind."""
+        self._tell_some("publish", rank, step=self.published + 1)
+
+    def kill_rank(self, rank: int) -> None:
+        self._world.ranks[rank].kill()
+
+    def cont(self) -> None:
+        """SIGCONT to all ranks, after stop()."""
+        for rank in self._world.ranks:
+            rank.process.send_signal(signal.SIGCONT)
+
+    def _tell_some(self, what: str, rank: int | None, **fields: Any) -> None:
+        some = self._world.ranks if rank is None else [self._world.ranks[rank]]
+        for one in some:
+            one.tell(what, **fields)
+        for one in some:
+            one.expect("done")
+
+
+# ----------------------------------------------------------------------------- in the ranks
+
+
+class Trainer:
+    """One rank: a sharded model, its optimizer, its weight server."""
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        import torch
+        import torch.distributed as dist
+        from fanin.torch import WeightServer
+        from full_models import shard
+        from transformers import AutoModelForCausalLM
+
+        torch.set_num_threads(1)
+        self.options = options
+        self.rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        dist.init_process_group(
+            "gloo", init_method=options["rendezvous"], rank=self.rank, world_size=size
+        )
+        dtype = getattr(torch, options.get("dtype", "bfloat16"))
+        model = AutoModelForCausalLM.from_pretrained(options["model"], dtype=dtype)
+        self.layout = options.get("layout", "fsdp")
+        self.model = shard(model.train(), self.layout, size)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.02)
+        # Ranks of one tensor-parallel group see the same batch.
+        batch = self.rank // 2 if self.layout == "fsdp+tp" else self.rank
+        seed = options["seed"] if self.layout == "plain" else 1000 * options["seed"] + batch
+        self.tokens = torch.Generator().manual_seed(seed)
+        self.number = int(options["step"])
+        self.scratch = Path(options["scratch"])
+        self.server = WeightServer(
+            self.model, run=options["run"], **{"base_port": 0, **options.get("server", {})}
+        )
+        self.publish(self.number)
+        if options["record"]:
+            self.gather(str(self.scratch / f"step-{self.number}"))
+        self.server.write_info(self.scratch, run=options["run"], step=self.number)
+
+    def publish(self, step: int) -> None:
+        self.server.publish(step)
+        self.number = step
+
+    def pause(self) -> None:
+        self.server.pause()
+
+    def resume(self) -> None:
+        self.server.resume()
+
+    def write_outside(self) -> None:
+        import torch
+
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                parameter.mul_(0.5)
+
+    def step(self, count: int, record: bool) -> dict[str, Any]:
+        import torch
+
+        committed = 0.0
+        for _ in range(count):
+            tokens = torch.randint(3, 256, (2, 16), generator=self.tokens)
+            self.model(input_ids=tokens, labels=tokens).loss.backward()
+            with self.server.updating(self.number + 1):
+                self.optimizer.step()
+            committed = time.monotonic()
+            self.optimizer.zero_grad()
+            self.number += 1
+            if record:
+                self.gather(str(self.scratch / f"step-{self.number}"))
+        return {"step": self.number, "committed": committed}
+
+    def gather(self, directory: str) -> dict[str, Any]:
+        """Saves the model as transformers does; torch gathers it, nothing of fanin is used."""
+        from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+        from transformers import AutoModelForCausalLM
+
+        begun = time.monotonic()
+        whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        state = get_model_state_dict(self.model, options=whole)
+        if self.rank == 0:
+            dtype = next(iter(state.values())).dtype
+            copy = AutoModelForCausalLM.from_config(self.model.config, dtype=dtype)
+            copy.load_state_dict(state)
+            copy.tie_weights()
+            copy.save_pretrained(directory)
+            for name in TOKENIZER:
+                if (Path(self.options["model"]) / name).exists():
+                    shutil.copy(Path(self.options["model"]) / name, directory)
+        return {"seconds": time.monotonic() - begun}
+
+
+def main() -> None:
+    control = Control()
+    trainer = Trainer(json.loads(sys.argv[1]))
+    import torch.distributed as dist
+
+    dist.barrier()
+    server = trainer.server
+    control.say("ready", addresses=list(server.addresses), world=server.world_id)
+    while (what := (command := control.hear(timeout=3600.0)).pop("event")) != "exit":
+        control.say("done", **(getattr(trainer, what)(**command) or {}))
+    server.close()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

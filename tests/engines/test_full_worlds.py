@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Trainers of whole models in real worlds, pulled by the client and compared byte for byte.
+
+What is pulled after each step must be what transformers saves of the state that torch gathered
+after that step: the same names, dtypes, shapes and bytes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import fanin
+import pytest
+import torch
+from full_models import save_full_model
+from full_trainer import FullTrainer
+from safetensors.torch import load_file
+
+DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16}
+
+
+class Engine:
+    """A client that keeps its connections over all steps, and fills tensors of its own."""
+
+    def __init__(self, addresses: list[str], run: str = "full:0", **options: Any) -> None:
+        self.client = fanin.Client(addresses, **options)
+        self.run = run
+        self.tensors: dict[str, torch.Tensor] = {}
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.client.close()
+
+    def pull(self, **which: Any) -> int:
+        for entry in self.client.catalog(self.run):
+            if entry.name not in self.tensors:
+                self.tensors[entry.name] = torch.empty(entry.shape, dtype=DTYPES[entry.dtype])
+        result = self.client.pull_into(self.run, self.tensors, **{"timeout": 60, **which})
+        return int(result.step)
+
+
+def saved(directory: Path) -> dict[str, torch.Tensor]:
+    return load_file(directory / "model.safetensors")
+
+
+def same(got: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
+    assert got.keys() == wanted.keys(), sorted(got.keys() ^ wanted.keys())
+    for name, value in wanted.items():
+        assert (got[name].dtype, got[name].shape) == (value.dtype, value.shape), name
+        bits = [one.contiguous().view(torch.uint8) for one in (got[name], value)]
+        assert torch.equal(*bits), name
+
+
+@dataclasses.dataclass
+class Case:
+    name: str
+    size: int
+    layout: str = "fsdp"
+    kind: str = "qwen2"
+    tied: bool = False
+    dtype: str = "bfloat16"
+    server: dict[str, Any] = dataclasses.field(default_factory=dict)
+    client: dict[str, Any] = dataclasses.field(default_factory=dict)
+    steps: int = 2
+
+
+CASES = [
+    Case("one-rank", 1, "plain", tied=True),
+    Case("two-ranks-20-steps", 2, kind="qwen3", tied=True, steps=20),
+    Case("three-ranks-uneven", 3, dtype="float32"),
+    Case("hsdp-2x2", 4, "hsdp", kind="qwen3"),
+    Case("fsdp-tp-2x2", 4, "fsdp+tp", tied=True),
+    Case(
+        "snapshot-cast",
+        2,
+        "fsdp+tp",
+        dtype="float32",
+        server={"snapshot": True, "cast": "BF16"},
+        client={"path": "stream", "use_unix": False},
+    ),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_every_step_is_what_torch_gathers(case: Case, tmp_path: Path) -> None:
+    model = save_full_model(tmp_path / "model", case.kind, case.tied, dtype=case.dtype)
+    options = {"layout": case.layout, "dtype": case.dtype, "server": case.server}
+    with FullTrainer(
+        model, tmp_path / "run", world_size=case.size, record=True, **options
+    ) as trainer:
+        trainer.wait_ready()
+        with Engine(trainer.addresses, **case.client) as engine:
+            before: dict[str, torch.Tensor] = {}
+            for step in range(case.steps + 1):
+                if step:
+                    trainer.step()
+                assert engine.pull(step=step) == step
+                wanted = saved(trainer.record(step))
+                if "cast" in case.server:
+                    wanted = {name: value.bfloat16() for name, value in wanted.items()}
+                same(engine.tensors, wanted)
+                assert all(not torch.equal(wanted[name], value) for name, value in before.items())
+                before = wanted
+            metadata = engine.client.metadata("full:0")
+        assert trainer.exit() == [0] * case.size
+    assert metadata["format"] == "pt"
+    config = json.loads(metadata["config"])
+    written = json.loads((trainer.record(0) / "config.json").read_text())
+    assert config["architectures"] == written["architectures"]
+    assert {k: v for k, v in config.items() if k in written} == {
+        k: v for k, v in written.items() if k in config
+    }
