@@ -12,7 +12,7 @@ from typing import Any
 
 from fanin._tensors import TORCH_DTYPES
 from fanin.errors import PeerError, StaleError
-from fanin.vllm import loading as reload
+from fanin.vllm import reload
 from fanin.vllm.trainers import Published, Trainer, left
 
 __all__ = ["Landing", "Progress", "StockLanding", "Summary", "groups_of", "torch_dtype_of"]
@@ -86,6 +86,9 @@ class Landing(ABC):
         model's tensors are where its kernels expect them. Blocks until *deadline* at most, or a
         little longer for what is installed then.
         """
+
+    def __str__(self) -> str:
+        return f"mode {self.mode}"
 
     def close(self) -> None:  # noqa: B027
         """Lets go of memory that is only there for updates."""

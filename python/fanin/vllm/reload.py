@@ -2,8 +2,10 @@
 """All contact with the inside of vLLM's layerwise reload.
 
 vLLM keeps, of every module, the shapes, types, attributes and loaders that its tensors had before
-they were loaded and processed. Recording where a publication goes needs the model in that state,
-with loaders that write at once instead of collecting weights; afterwards everything is as it was.
+they were loaded and processed: its skeleton. Recording where a publication goes needs the model in
+that state, with loaders that write at once instead of collecting weights; afterwards everything is
+as it was. Installing new weights fills skeletons, processes them, and copies the result into the
+memory that kernels and CUDA graphs know.
 
 These functions of vLLM are no interface of its own and move between versions; this file says which
 versions it knows.
@@ -15,19 +17,26 @@ import re
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from fanin.errors import RequestError, StateError
 from fanin.mapping import About, ModelState, Recording, Target, record
 
 __all__ = [
     "SUPPORTED",
+    "Skeleton",
     "Skeletons",
+    "Trial",
+    "abandon",
     "about",
+    "after_all",
+    "begin",
+    "end",
     "engine_own",
     "record_model",
     "require_version",
     "skeletons",
+    "unloaded",
 ]
 
 #: Versions of vLLM whose reload this file knows.
@@ -189,3 +198,344 @@ def record_model(published: Iterable[Any], model: Any, vllm_config: Any = None) 
         return record(
             published, model.load_weights, model, own=engine_own, ties=bare.ties, about=known
         )
+
+
+# ------------------------------------------------------------------ loading by vLLM itself
+
+
+def _layerwise() -> Any:
+    from vllm.model_executor.model_loader.reload import layerwise
+
+    return layerwise
+
+
+def _books(model: Any) -> Iterator[tuple[str, Any, Any]]:
+    layerwise = _layerwise()
+    for name, module in model.named_modules():
+        yield name, module, layerwise.get_layerwise_info(module)
+
+
+def begin(model: Any) -> None:
+    """Puts skeletons in the place of the model's tensors; its kernels' tensors are kept aside.
+
+    What an earlier reload left behind is put back first: vLLM would skip such modules.
+    """
+    abandon(model)
+    _layerwise().initialize_layerwise_reload(model)
+
+
+def abandon(model: Any) -> None:
+    """Puts the kernels' tensors back wherever a skeleton is in their place. Again: does nothing.
+
+    Their bytes are what was last written to them.
+    """
+    layerwise = _layerwise()
+    for _, module, info in _books(model):
+        if info.can_load():
+            if info.kernel_tensors is not None:
+                layerwise._place_kernel_tensors(module, info)
+            # Tensors that are never skeletons had their loaders wrapped as well.
+            for tensor in layerwise.get_layer_tensors(module).values():
+                if hasattr(tensor, "weight_loader"):
+                    tensor.weight_loader = layerwise._get_original_loader(tensor)
+            info.reset()
+    if hasattr(model, "_original_do_torchao_reload"):
+        model._do_torchao_reload = model._original_do_torchao_reload
+    layerwise.LOADING_LAYERS.clear()
+
+
+def end(model: Any, model_config: Any) -> None:
+    """Processes what loading alone has not: attention, padded modules, tied embeddings."""
+    _layerwise().finalize_layerwise_reload(model, model_config)
+    refresh_ties(model)
+
+
+def unloaded(model: Any) -> list[str]:
+    """Modules with parameters of which nothing was loaded since :func:`begin`.
+
+    Not those that have none of their own: attention's scales, and what is tied to another module.
+    """
+    from vllm.model_executor.layers.attention import is_deferred_attention_layer
+
+    missing: list[str] = []
+    filled: set[int] = set()
+    waiting = []
+    for name, module, info in _books(model):
+        if not info.can_load():
+            filled.update(id(tensor) for tensor in module._parameters.values())
+        elif info.load_numel > 0:
+            filled.update(id(tensor) for tensor in info.kernel_tensors[0].values())
+        elif not is_deferred_attention_layer(module):
+            waiting.append((name, info.kernel_tensors[0]))
+    for name, parameters in waiting:
+        if any(id(tensor) not in filled for tensor in parameters.values()):
+            missing.append(name)
+    return missing
+
+
+def refresh_ties(model: Any) -> None:
+    """Processes modules anew that share a parameter with one before them.
+
+    What they made of it beside it (on the CPU: a packed copy of tied embeddings) is stale when only
+    the other module was loaded.
+    """
+    from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+
+    owners: dict[int, Any] = {}
+    for module in model.modules():
+        method = getattr(module, "quant_method", None)
+        for tensor in module._parameters.values():
+            if tensor is None or tensor.numel() == 0:
+                continue
+            if owners.setdefault(id(tensor), module) is not module and isinstance(
+                method, QuantizeMethodBase
+            ):
+                method.process_weights_after_loading(module)
+
+
+# ------------------------------------------------------------------ one module
+
+
+class Skeleton:
+    """What one module's tensors were before processing, and how new ones of them are installed.
+
+    name: of the module. Not for two threads at once.
+    """
+
+    def __init__(self, name: str, module: Any) -> None:
+        self.name, self.module = name, module
+        layerwise = _layerwise()
+        self._info = layerwise.get_layerwise_info(module)
+        parameters, buffers = self._info.restore_metadata
+        skipped = layerwise_skips()
+        #: Tensors without memory, by name.
+        self.leaves: dict[str, Any] = {
+            leaf: tensor
+            for leaf, tensor in {**parameters, **buffers}.items()
+            if leaf not in skipped
+        }
+
+    def live(self, leaf: str) -> Any:
+        """The tensor that kernels use; None: there is none of that name."""
+        module = self.module
+        found = module._parameters.get(leaf)
+        return module._buffers.get(leaf) if found is None else found
+
+    def laid_out_as_live(self) -> bool:
+        """Whether the kernels' tensors have types, shapes and strides of the skeletons."""
+        return all(
+            (live := self.live(leaf)) is not None and _layout(live) == _layout(tensor)
+            for leaf, tensor in self.leaves.items()
+        )
+
+    def signature(self) -> tuple[Any, ...]:
+        """Modules of one signature are processed alike."""
+        method = getattr(self.module, "quant_method", None)
+        return (
+            type(self.module),
+            type(method),
+            tuple((leaf, _layout(tensor)) for leaf, tensor in self.leaves.items()),
+            tuple(
+                _layout(t) if (t := self.live(leaf)) is not None else None for leaf in self.leaves
+            ),
+            tuple(sorted(n for n, t in self.module._parameters.items() if t is not None)),
+        )
+
+    def processed(self) -> bool:
+        """Whether vLLM processes such a module after loading at all."""
+        from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+
+        method = getattr(self.module, "quant_method", None)
+        return (
+            isinstance(method, QuantizeMethodBase)
+            and type(method).process_weights_after_loading
+            is not QuantizeMethodBase.process_weights_after_loading
+        )
+
+    def process_live(self) -> None:
+        """Processes the module as it is: what it derives from its tensors is made anew."""
+        _forget_processed(self.module)
+        self.module.quant_method.process_weights_after_loading(self.module)
+
+    def _enter(self, tensors: dict[str, Any]) -> None:
+        """Puts *tensors* in the place of the kernels', which the reload's books then hold."""
+        from vllm.model_executor.model_loader.reload import meta
+
+        layerwise, info, module = _layerwise(), self._info, self.module
+        info.kernel_tensors = layerwise.get_layer_params_buffers(module)
+        info.kernel_non_persistent_buffers = set(module._non_persistent_buffers_set)
+        meta.restore_layer_on_meta(module, info)
+        for leaf, tensor in tensors.items():
+            setattr(module, leaf, dressed(tensor, self.leaves[leaf]))
+
+    def install(self, tensors: dict[str, Any]) -> None:
+        """Processes *tensors*, one for each leaf, and copies what comes of them to the kernels'.
+
+        The kernels' tensors stay where they are. Whatever is raised, they are back afterwards.
+        """
+        layerwise, info, module = _layerwise(), self._info, self.module
+        try:
+            self._enter(tensors)
+            layerwise._layerwise_process(module, info)
+        except BaseException:
+            if info.kernel_tensors is not None:
+                layerwise._place_kernel_tensors(module, info)
+            info.reset()
+            raise
+
+    def try_out(self, tensors: dict[str, Any]) -> Trial:
+        """Processes *tensors*, says what became of them, and leaves no trace in the module."""
+        import torch
+
+        module, info = self.module, self._info
+        method: Any = getattr(module, "quant_method", None)
+        before = {leaf: tensor.clone() for leaf, tensor in tensors.items()}
+        places = {leaf: _place(tensor) for leaf, tensor in tensors.items()}
+        storages = {leaf: tensor.untyped_storage() for leaf, tensor in tensors.items()}
+        counts = {leaf: torch._C._storage_Use_Count(s._cdata) for leaf, s in storages.items()}
+        live = {leaf: _layout(t) for leaf in self.leaves if (t := self.live(leaf)) is not None}
+        with _kept(module, method):
+            self._enter(tensors)
+            given = _attributes(module, method)
+            for leaf, tensor in list(module._parameters.items()):
+                if leaf not in self.leaves and tensor is not None:
+                    # Never a skeleton, so the live one: it is not to be written.
+                    module._parameters[leaf] = torch.nn.Parameter(tensor.clone(), False)
+            others = dict(module._parameters)
+            tensor = None
+            _forget_processed(module)
+            method.process_weights_after_loading(module)
+            result = {
+                leaf: tensor
+                for leaf, tensor in {**module._parameters, **module._buffers}.items()
+                if leaf in self.leaves and tensor is not None
+            }
+            same = result.keys() == tensors.keys() and all(
+                _place(tensor) == places[leaf] and _same_bytes(tensor, before[leaf])
+                for leaf, tensor in result.items()
+            )
+            same = same and all(
+                module._parameters.get(leaf) is tensor
+                for leaf, tensor in others.items()
+                if leaf not in self.leaves
+            )
+            derived = _attributes(module, method) != given
+            fits = all(
+                leaf in result and _layout(result[leaf]) == layout for leaf, layout in live.items()
+            )
+            # What holds the memory now, besides the module's own tensors?
+            for leaf in self.leaves:
+                module._parameters.pop(leaf, None)
+                module._buffers.pop(leaf, None)
+            result.clear()
+            others.clear()
+            kept = any(
+                torch._C._storage_Use_Count(s._cdata) > counts[leaf] for leaf, s in storages.items()
+            )
+        info.reset()
+        return Trial(same=same, derived=derived, fits=fits, kept=kept)
+
+
+class Trial(NamedTuple):
+    """What processing does with a module's tensors."""
+
+    #: They are as they were: bytes, layout, address.
+    same: bool
+    #: It made something beside them (a packed copy).
+    derived: bool
+    #: The result is laid out as the kernels' tensors.
+    fits: bool
+    #: What it made points into the memory of the tensors that it was given.
+    kept: bool
+
+
+def _forget_processed(module: Any) -> None:
+    """Online quantization processes a module once, unless it has forgotten that it did."""
+    if hasattr(module, "_already_called_process_weights_after_loading"):
+        delattr(module, "_already_called_process_weights_after_loading")
+
+
+def layerwise_skips() -> frozenset[str]:
+    """Names of tensors that are never skeletons."""
+    from vllm.model_executor.model_loader.reload import meta
+
+    return frozenset(meta.SKIP_TENSORS)
+
+
+def dressed(tensor: Any, skeleton: Any) -> Any:
+    """*tensor* with the class and the attributes of a skeleton, as a tensor of its own."""
+    result = tensor.detach()
+    result.__class__ = skeleton.__class__
+    result.__dict__ = skeleton.__dict__.copy()
+    return result
+
+
+def _layout(tensor: Any) -> tuple[Any, ...]:
+    return tensor.dtype, tuple(tensor.shape), tuple(tensor.stride())
+
+
+def _place(tensor: Any) -> tuple[Any, ...]:
+    return (tensor.data_ptr(), *_layout(tensor))
+
+
+def _same_bytes(one: Any, other: Any) -> bool:
+    import torch
+
+    a, b = one.detach().contiguous(), other.contiguous()
+    return bool(torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8)))
+
+
+_TABLES = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
+
+
+def _attributes(module: Any, method: Any) -> list[tuple[str, Any]]:
+    """What hangs on a module beside its tensors, for comparison by ``==``."""
+    found: list[tuple[str, Any]] = []
+    for owner in (module, method):
+        for name, value in owner.__dict__.items():
+            if name not in _TABLES:
+                plain = isinstance(value, (str, int, float, bool, tuple, type(None)))
+                found.append((name, value if plain else id(value)))
+    return found
+
+
+@contextmanager
+def _kept(module: Any, method: Any) -> Iterator[None]:
+    """Puts a module back as it is now: attributes, tables, and what its tensors point to."""
+    mine, theirs = dict(module.__dict__), dict(method.__dict__)
+    tables = {name: type(module.__dict__[name])(module.__dict__[name]) for name in _TABLES}
+    memory = [
+        (tensor, tensor.data, dict(tensor.__dict__))
+        for table in ("_parameters", "_buffers")
+        for tensor in tables[table].values()
+        if tensor is not None
+    ]
+    try:
+        yield
+    finally:
+        for owner, then in ((module, mine), (method, theirs)):
+            owner.__dict__.clear()
+            owner.__dict__.update(then)
+        for name, table in tables.items():
+            now = module.__dict__[name]
+            now.clear()
+            now.update(table)
+        for tensor, data, attributes in memory:
+            tensor.__dict__.clear()
+            tensor.__dict__.update(attributes)
+            if tensor.data_ptr() != data.data_ptr():
+                tensor.data = data
+
+
+# ------------------------------------------------------------------ the whole model
+
+
+def after_all(model: Any, model_config: Any) -> None:
+    """What comes after the last module of an update: what attention makes of its weights (MLA's
+    absorbed projections), and ties."""
+    from vllm.model_executor.layers.attention import is_deferred_attention_layer
+
+    for module in model.modules():
+        if is_deferred_attention_layer(module):
+            module.process_weights_after_loading(model_config.dtype)
+    refresh_ties(model)

@@ -13,6 +13,7 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
+from vllm.config import set_current_vllm_config
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -20,9 +21,12 @@ from vllm.distributed.weight_transfer.base import (
 )
 
 from fanin.errors import RequestError, StateError
-from fanin.vllm import loading as reload
+from fanin.mapping import MappingError, Recording
+from fanin.vllm import reload
 from fanin.vllm.clients import Source
 from fanin.vllm.landing import Landing, StockLanding
+from fanin.vllm.mapped import MappedLanding
+from fanin.vllm.reload import record_model
 from fanin.vllm.trainers import Published, Trainer, left
 from fanin.vllm.updates import Updates, check_step, check_timeout, full_run
 
@@ -87,7 +91,7 @@ class Engine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def __init__(self, config: Any, vllm_config: Any, device: Any, model: Any) -> None:
         super().__init__(config, vllm_config, device, model)
-        reload.check_version()
+        reload.require_version()
         _refuse_what_moves(vllm_config)
         self._worker = _named(vllm_config)
         self._main = _Target(self._worker, model, self.model_config)
@@ -192,14 +196,40 @@ class Engine(WeightTransferEngine[InitInfo, UpdateInfo]):
         target.trainer = trainer
 
     def _prepare(self, target: _Target, info: InitInfo, published: Published) -> None:
+        start = time.monotonic()
+        if target.landing is not None:
+            target.landing.close()
+        target.landing = self._landing(target, info, published)
         target.published = published
-        target.landing = StockLanding(target.model, target.model_config, self.device, published)
         _log.info(
-            "fanin: %s: %d tensors, mode %s",
+            "fanin: %s: %d published tensors, %s; prepared in %.3f s",
             self._worker,
             len(published.entries),
-            target.landing.mode,
+            target.landing,
+            time.monotonic() - start,
         )
+
+    def _landing(self, target: _Target, info: InitInfo, published: Published) -> Landing:
+        def stock() -> Landing:
+            return StockLanding(target.model, target.model_config, self.device, published)
+
+        if info.mode == "loader":
+            return stock()
+        recording = record_model(published.entries, target.model, self.vllm_config)
+        try:
+            mapping = recording.mapping()
+        except MappingError as error:
+            if not _only_computes(recording, error):
+                raise
+            _log.warning(
+                "fanin: %s: every step goes through vLLM's own load_weights, which is slower and "
+                "takes memory, because no mapping can say what it does: %s",
+                self._worker,
+                error,
+            )
+            return stock()
+        with set_current_vllm_config(self.vllm_config):
+            return MappedLanding(target.model, target.model_config, self.device, mapping)
 
     def _bring(self, target: _Target, step: int) -> None:
         assert target.trainer is not None and self._info is not None
@@ -213,6 +243,12 @@ class Engine(WeightTransferEngine[InitInfo, UpdateInfo]):
             target.trainer, step, deadline, lambda: target.updates.writing(step)
         )
         _log.info("fanin: %s: step %d: %s", self._worker, step, summary)
+
+
+def _only_computes(recording: Recording, error: MappingError) -> bool:
+    """Whether nothing is wrong but that the loader computes what it writes into some tensors."""
+    computed = {(r.module, r.leaf) for r in recording.refusals if r.tensor and r.leaf}
+    return all((r.module, r.leaf) in computed for r in error.refusals)
 
 
 def _named(vllm_config: Any) -> str:

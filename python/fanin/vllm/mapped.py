@@ -1,0 +1,284 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A step into a model's modules by a recorded mapping: direct where it can be, staged elsewhere.
+
+A module is *direct* if processing after load was seen to leave a patterned copy of its tensors as
+they were, in bytes, layout and address: its bytes land where its kernels read them. What is
+processed into something else is *staged*: bytes land in a skeleton, are processed, and the result
+is copied into the memory that the kernels know, so that CUDA graphs hold. Skeletons of one decoder
+layer at a time lie in a ring of few buffers.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from fanin.errors import RequestError, StaleError
+from fanin.mapping import Mapping, PackedMapping, layer_of
+from fanin.vllm import reload
+from fanin.vllm.landing import Landing, Progress, Summary
+from fanin.vllm.trainers import Trainer, left
+
+__all__ = ["MappedLanding"]
+
+_log = logging.getLogger("vllm.fanin")
+
+_ALIGN = 256
+
+
+@dataclass
+class _Staged:
+    """A module that is processed: its skeletons are views of a buffer of the ring."""
+
+    skeleton: reload.Skeleton
+    #: What is made of its tensors points into them: they need memory of their own.
+    own_memory: bool
+    tensors: dict[str, Any] = field(default_factory=dict)
+
+    def install(self) -> None:
+        tensors = self.tensors
+        if self.own_memory:
+            tensors = {leaf: tensor.clone() for leaf, tensor in tensors.items()}
+        self.skeleton.install(tensors)
+
+
+@dataclass
+class _Layer:
+    """Modules that are read and installed together."""
+
+    path: str
+    modules: list[str] = field(default_factory=list)
+    staged: list[_Staged] = field(default_factory=list)
+    derived: list[reload.Skeleton] = field(default_factory=list)
+    packed: PackedMapping | None = None
+
+    @property
+    def bytes(self) -> int:
+        return sum(group.bytes for group in self.packed.groups) if self.packed else 0
+
+
+class MappedLanding(Landing):
+    """Fills a model by a mapping, a decoder layer at a time.
+
+    ring: how many layers' skeletons there are: one is read while another one is installed.
+    Raises RequestError if a module can be filled in no way, naming it.
+    """
+
+    mode = "mapped"
+
+    def __init__(
+        self, model: Any, model_config: Any, device: Any, mapping: Mapping, ring: int = 2
+    ) -> None:
+        self._model, self._config, self._device = model, model_config, device
+        self._mapping = mapping
+        self._direct = self._derived = 0
+        self._layers = self._judge()
+        self._ring = self._lay_out(max(ring, 1))
+        for layer in self._layers:
+            layer.packed = mapping.pack(self._tensor, layer.modules)
+        self._bytes = sum(layer.bytes for layer in self._layers)
+
+    @property
+    def verdicts(self) -> dict[str, int]:
+        """How many modules are direct, derived (direct, and something is made of them) and
+        staged."""
+        staged = sum(len(layer.staged) for layer in self._layers)
+        return {"direct": self._direct, "derived": self._derived, "staged": staged}
+
+    def __str__(self) -> str:
+        ring = sum(buffer.numel() for buffer in self._ring) / 1e6
+        said = ", ".join(f"{count} modules {kind}" for kind, count in self.verdicts.items())
+        return f"{said}; {len(self._ring)} buffers of {ring:.1f} MB in all"
+
+    # ------------------------------------------------------------------------------ once
+
+    def _judge(self) -> list[_Layer]:
+        modules = dict(self._model.named_modules())
+        trials: dict[Any, reload.Trial] = {}
+        layers: dict[str, _Layer] = {}
+        self._skeletons: dict[str, _Staged] = {}
+        for module in self._mapping.modules:
+            if not module.filled:
+                continue
+            layer = layers.setdefault(layer_of(module.path), _Layer(layer_of(module.path)))
+            layer.modules.append(module.path)
+            skeleton = reload.Skeleton(module.path, modules[module.path])
+            if not skeleton.processed():
+                if not skeleton.laid_out_as_live():
+                    raise _stranger(module.path)
+                self._direct += 1
+                continue
+            signature = skeleton.signature()
+            if signature not in trials:
+                trials[signature] = skeleton.try_out(_pattern(skeleton, self._device))
+            trial = trials[signature]
+            if trial.same and skeleton.laid_out_as_live():
+                self._direct += not trial.derived
+                self._derived += trial.derived
+                if trial.derived:
+                    layer.derived.append(skeleton)
+            elif trial.fits:
+                staged = _Staged(skeleton, trial.kept)
+                layer.staged.append(staged)
+                self._skeletons[module.path] = staged
+            else:
+                raise _stranger(module.path)
+        return list(layers.values())
+
+    def _lay_out(self, ring: int) -> list[Any]:
+        """Gives every staged module its place in a buffer of the ring; the buffers."""
+        import torch
+
+        sizes = [sum(map(_room, layer.staged)) for layer in self._layers]
+        used = [size for size in sizes if size]
+        buffers = [
+            torch.empty(max(used), dtype=torch.uint8, device=self._device)
+            for _ in range(min(ring, len(used)))
+        ]
+        turn = 0
+        for layer, size in zip(self._layers, sizes, strict=True):
+            if not size:
+                continue
+            at, buffer = 0, buffers[turn % len(buffers)]
+            turn += 1
+            for staged in layer.staged:
+                for leaf, skeleton in staged.skeleton.leaves.items():
+                    count = _span(skeleton) * skeleton.element_size()
+                    flat = buffer[at : at + count].view(skeleton.dtype)
+                    staged.tensors[leaf] = flat.as_strided(skeleton.shape, skeleton.stride())
+                    at += -(-count // _ALIGN) * _ALIGN
+        return buffers
+
+    def _tensor(self, path: str, leaf: str) -> Any:
+        """Where a leaf's bytes land."""
+        staged = self._skeletons.get(path)
+        if staged is not None and leaf in staged.tensors:
+            return staged.tensors[leaf]
+        module = self._model.get_submodule(path) if path else self._model
+        return getattr(module, leaf)
+
+    # ------------------------------------------------------------------------------ each step
+
+    def pull(
+        self, trainer: Trainer, step: int, deadline: float, writing: Callable[[], None]
+    ) -> Summary:
+        import torch
+
+        summary = Summary()
+        progress = Progress(step, self._bytes)
+        worlds = set()
+        writing()
+        with torch.no_grad():
+            for layer in self._layers:
+                worlds.add(self._read(layer, trainer, step, deadline, summary, progress))
+                start = time.monotonic()
+                self._install(layer)
+                summary.install += time.monotonic() - start
+            if len(worlds) != 1:
+                raise StaleError.make(
+                    f"the trainer was started again while step {step} was read", "update again"
+                )
+            start = time.monotonic()
+            reload.after_all(self._model, self._config)
+            summary.install += time.monotonic() - start
+        return summary
+
+    def _read(
+        self,
+        layer: _Layer,
+        trainer: Trainer,
+        step: int,
+        deadline: float,
+        summary: Summary,
+        progress: Progress,
+    ) -> str:
+        assert layer.packed is not None
+        self._prepare(layer)
+        start = time.monotonic()
+        result = trainer.client.pull_into(
+            trainer.run,
+            layer.packed.tensors,
+            step=step,
+            timeout=left(deadline),
+            dtype=layer.packed.dtype,
+            progress=progress,
+        )
+        summary.read += time.monotonic() - start
+        summary.bytes += result.bytes
+        summary.tensors += result.tensors
+        summary.restarts += result.restarts
+        summary.path = result.path
+        progress.add(result.bytes)
+        return str(result.world_id)
+
+    def _prepare(self, layer: _Layer) -> None:
+        """What no published element fills: padding, and what the engine has of its own."""
+        staged = [one.skeleton.name for one in layer.staged]
+        if not staged:
+            return
+        filled = {
+            (module.path, leaf.name)
+            for module in self._mapping.modules
+            for leaf in module.leaves
+            if leaf.sources
+        }
+        for one in layer.staged:
+            for leaf, tensor in one.tensors.items():
+                if (one.skeleton.name, leaf) not in filled:
+                    tensor.copy_(one.skeleton.live(leaf))
+        self._mapping.fill(self._tensor, staged)
+
+    def _install(self, layer: _Layer) -> None:
+        for staged in layer.staged:
+            staged.install()
+        for skeleton in layer.derived:
+            skeleton.process_live()
+
+    def close(self) -> None:
+        self._ring.clear()
+        self._layers.clear()
+        self._skeletons.clear()
+
+
+def _stranger(path: str) -> RequestError:
+    return RequestError.make(
+        f"what vLLM has made of module '{path}' is laid out in another way than what it makes of "
+        "new weights, so that they cannot be put in its place",
+        'init with {"mode": "loader"}, or with another backend',
+        key=path,
+    )
+
+
+def _span(tensor: Any) -> int:
+    """Elements from the first to the last."""
+    if tensor.numel() == 0:
+        return 0
+    return 1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def _room(staged: _Staged) -> int:
+    return sum(
+        -(-_span(leaf) * leaf.element_size() // _ALIGN) * _ALIGN
+        for leaf in staged.skeleton.leaves.values()
+    )
+
+
+def _pattern(skeleton: reload.Skeleton, device: Any) -> dict[str, Any]:
+    """Tensors of a skeleton's layouts in which neighbours differ."""
+    import torch
+
+    result = {}
+    for leaf, tensor in skeleton.leaves.items():
+        count = _span(tensor)
+        values = torch.arange(count, device=device) % 251 - 125
+        # Small powers of two apart: exact in every floating type that weights have.
+        flat = (
+            (values / 64).to(tensor.dtype)
+            if tensor.is_floating_point()
+            else values.to(tensor.dtype)
+        )
+        result[leaf] = flat.as_strided(tensor.shape, tensor.stride())
+    return result
