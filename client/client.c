@@ -7,6 +7,7 @@
 #include "digest.h"
 #include "error_set.h"
 #include "pull/plan_cache.h"
+#include "pull/pull_session.h"
 #include "stream/stream_link.h"
 #include "ucx/ucx_end.h"
 #include "versioned.h"
@@ -113,6 +114,7 @@ void fanin_client_disconnect(fanin_client *client)
 {
     if (client_check(client, NULL) != FANIN_OK)
         return;
+    pull_session_orphan(client);
     spare_file_drop(&client->spare);
     plan_cache_free(client);
     path_states_free(client);
@@ -227,6 +229,8 @@ static fanin_status connect_to(fanin_client *client, const char *const *addresse
                                fanin_error *error)
 {
     fanin_status status = client_check(client, error);
+    if (status == FANIN_OK && client->session)
+        status = client_check_connected(client, error);
     if (status == FANIN_OK)
         status = check_addresses(addresses, count, error);
     if (status == FANIN_OK)

@@ -43,6 +43,8 @@ struct fanin_client {
     struct stream_end *streams; /**< stream/stream_link.h; one a peer */
     struct ucx_end *one_sided;  /**< ucx/ucx_end.h */
     struct spare_file *spare;   /**< adapter/spare_file.h */
+    fanin_session
+        *session; /**< pull/pull_session.h: until it ends no other call may run */
 };
 
 /** Makes client->cancel. FANIN_ERR_LIMIT. */

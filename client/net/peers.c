@@ -30,6 +30,11 @@ fanin_status client_check_connected(const fanin_client *client, fanin_error *err
     fanin_status status = client_check(client, error);
     if (status != FANIN_OK)
         return status;
+    if (client->session) {
+        error_place place = {.remedy = "end or abandon the session first"};
+        return error_set(error, FANIN_ERR_STATE, &place,
+                         "a pull session of the client is open");
+    }
     if (!client->connected) {
         error_place place = {.remedy = "call fanin_client_connect() first"};
         return error_set(error, FANIN_ERR_STATE, &place, "the client has no addresses");

@@ -197,7 +197,7 @@ static bool is_large(const builder *b, const fill *f, uint64_t first)
     return bytes > PLAN_SPLIT;
 }
 
-static bool emit(builder *b, uint32_t key, const fill *f, uint64_t to)
+static bool emit(builder *b, uint32_t key, const fill *f, uint64_t to, uint32_t group)
 {
     cover *c = &b->cover;
     const geometry *g = &c->geometries[f->geometry];
@@ -216,6 +216,7 @@ static bool emit(builder *b, uint32_t key, const fill *f, uint64_t to)
         }
         p.box = (uint32_t)(c->cursor[h->source] + h->local);
         p.to += to;
+        p.group = group;
         if (work_stopped(c->stop) || !push(b, h->source, key, &p))
             return false;
     }
@@ -241,11 +242,12 @@ static bool emit_key(builder *b, uint32_t key)
     if (!b->targets) {
         const geometry *g = &c->geometries[c->of_key[key]];
         const fill *f = &b->fills.fills[g->whole[convert_of(b, key) != CONVERT_NONE]];
-        return emit(b, key, f, b->to_of_key[key]);
+        return emit(b, key, f, b->to_of_key[key], key);
     }
     for (uint64_t i = b->key_first[key]; i < b->key_first[key + 1]; i++) {
         uint32_t target = b->by_key[i];
-        if (!emit(b, key, &b->fills.fills[b->fill_of[target]], b->targets[target].to))
+        const plan_target *t = &b->targets[target];
+        if (!emit(b, key, &b->fills.fills[b->fill_of[target]], t->to, t->group))
             return false;
     }
     return true;

@@ -22,6 +22,7 @@ typedef struct plan_target {
     block block;
     uint64_t to;
     int64_t stride[FANIN_MAX_DIMS]; /**< bytes of the destination, all 0: packed */
+    uint32_t group; /**< the caller's number for what it is part of; pieces keep it */
 } plan_target;
 
 #define PIECE_MAX ((uint64_t)4 << 20) /**< bytes of one piece */
@@ -34,7 +35,9 @@ typedef struct piece {
     /** 0: contiguous at `to`, as it is; else plan->views[view - 1] says how. What is converted
         has a view, also if it is contiguous (n_dims 0) */
     uint32_t view;
-    uint64_t offset, length; /**< packed row-major bytes of the box; <= PIECE_MAX */
+    uint64_t offset; /**< packed row-major bytes of the box */
+    uint32_t length; /**< likewise; <= PIECE_MAX */
+    uint32_t group;  /**< of its target; of whole tensors: the key */
     uint64_t to;
 } piece;
 
@@ -88,6 +91,38 @@ fanin_status plan_build(const key_table *keys, const plan_source *sources,
                         const uint64_t *to_of_key, const plan_rules *rules, plan **out,
                         fanin_error *error);
 void plan_free(plan **plan);
+
+/* ---- parts of a plan (plan_slice.c) ---- */
+
+/** Where a piece is in its plan. */
+typedef struct plan_place {
+    uint32_t source, piece;
+} plan_place;
+
+/** A plan's pieces by group. */
+typedef struct plan_index {
+    size_t n_groups;
+    uint64_t *first;    /**< n_groups + 1: of places */
+    plan_place *places; /**< of a group ascending by source and piece */
+} plan_index;
+
+/** @p n_groups: more than the largest group of @p plan. Linear in pieces. @p stop as in plan_build().
+    FANIN_ERR_MEMORY, FANIN_ERR_LIMIT: 2^32 pieces of one source. */
+fanin_status plan_index_build(const plan *plan, size_t n_groups, work_stop *stop,
+                              plan_index *out, fanin_error *error);
+void plan_index_free(plan_index *index);
+
+/**
+ * What fills the groups [first, first + count): a plan of the same sources, which uses the views of
+ * @p whole and goes before it. Takes as long as what it holds. Its `tensors` are groups that have
+ * pieces. @p stop as in plan_build(). FANIN_ERR_MEMORY.
+ */
+fanin_status plan_slice_build(const plan *whole, const plan_index *index, size_t first,
+                              size_t count, work_stop *stop, plan **out,
+                              fanin_error *error);
+void plan_slice_free(plan **slice);
+/** The piece's first byte in the destination, and the one after its last (as `to`: without a base). */
+void plan_piece_reach(const plan *plan, const piece *p, uint64_t *low, uint64_t *high);
 
 /** Whether those sources with use[i] tile everything (the proof alone); false also if @p stop (may be
     NULL) stops it. */

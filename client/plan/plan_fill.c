@@ -25,7 +25,7 @@ static bool add_template(void *cookie, const copy_block *part, uint64_t from,
 {
     filling *f = cookie;
     fill_set *set = f->set;
-    piece p = {.box = f->unique, .offset = f->from + from, .length = length};
+    piece p = {.box = f->unique, .offset = f->from + from, .length = (uint32_t)length};
     p.to = (uint64_t)copy_landed(part->convert, (int64_t)(f->to + to));
     if (!view_of_block(&set->views, part, &p.view) ||
         !array_reserve(&set->templates, &set->template_capacity, set->n_templates + 1,

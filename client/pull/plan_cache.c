@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "pull/plan_cache.h"
 
+#include "array.h"
 #include "error_set.h"
 #include "pull/agree.h"
 #include <stdlib.h>
@@ -17,20 +18,44 @@ plan_cache *plan_cache_of(publication *p, unsigned slot)
     return p->plans ? &p->plans[slot] : NULL;
 }
 
-static void clear(plan_cache *cache)
+/* All of it but the plan and its sources. */
+static void clear_part(plan_part *part)
 {
     for (size_t i = 0; i < PATH_READERS; i++) {
-        for (size_t j = 0; cache->details[i] && j < cache->plan.n_sources; j++)
-            path_readers[i]->forget(cache->details[i][j]);
+        for (size_t j = 0; part->details[i] && j < part->plan.n_sources; j++)
+            path_readers[i]->forget(part->details[i][j]);
         if (path_readers[i]->forget_all)
-            path_readers[i]->forget_all(cache->shared[i]);
-        free(cache->details[i]);
+            path_readers[i]->forget_all(part->shared[i]);
+        free(part->details[i]);
     }
-    free(cache->ranges);
-    free(cache->plan.sources);
-    free(cache->plan.reader_of);
-    free(cache->plan.peer_of);
-    plan_free(&cache->plan.plan);
+    free(part->ranges);
+    free(part->plan.reader_of);
+}
+
+static void free_part(plan_part *part)
+{
+    clear_part(part);
+    plan_slice_free(&part->plan.plan);
+    free(part);
+}
+
+static void drop_parts(plan_cache *cache)
+{
+    for (size_t i = 0; i < cache->n_parts; i++)
+        free_part(cache->parts[i]);
+    cache->n_parts = 0;
+    cache->part_pieces = 0;
+}
+
+static void clear(plan_cache *cache)
+{
+    drop_parts(cache);
+    free(cache->parts);
+    plan_index_free(&cache->index);
+    clear_part(&cache->whole);
+    free(cache->whole.plan.sources);
+    free(cache->whole.plan.peer_of);
+    plan_free(&cache->whole.plan.plan);
     *cache = (plan_cache){0};
 }
 
@@ -150,7 +175,7 @@ fanin_status plan_cache_make(plan_cache *cache, fanin_client *client,
     clear(cache);
     fanin_error local = FANIN_ERROR_INIT;
     fanin_error *why = error ? error : &local;
-    status = make(&cache->plan, client, p, use, d, at, why);
+    status = make(&cache->whole.plan, client, p, use, d, at, why);
     bool hole = status == FANIN_ERR_INCOMPLETE;
     if (hole)
         status = blame_missing_rank(client, p, use, at, why);
@@ -164,12 +189,137 @@ fanin_status plan_cache_make(plan_cache *cache, fanin_client *client,
     return FANIN_OK;
 }
 
-static fanin_status detail_of(plan_cache *cache, size_t reader,
-                              const path_planning *how, fanin_error *error)
+/* -------------------------------------------------------------------- parts */
+
+static int compare_part(const void *key, const void *element)
+{
+    const plan_part *wanted = key, *there = *(plan_part *const *)element;
+    if (wanted->first != there->first)
+        return wanted->first < there->first ? -1 : 1;
+    return wanted->count < there->count ? -1 : wanted->count > there->count;
+}
+
+/* Makes @p r, of which nothing is wanted yet if it has no length, hold [start, end) too. */
+static void widen(memory_range *r, const memory_range *in, uint8_t *start, uint8_t *end)
+{
+    uint8_t *low = r->length > 0 && r->base < start ? r->base : start;
+    uint8_t *high =
+        r->length > 0 && r->base + r->length > end ? r->base + r->length : end;
+    *r = (memory_range){low, (size_t)(high - low), in->device};
+}
+
+/* What of the whole's ranges the part reaches: each from its first to its last byte there. */
+static fanin_status clip_ranges(const plan_part *whole, plan_part *part,
+                                work_stop *stop, fanin_error *error)
+{
+    const plan *plan = part->plan.plan;
+    memory_range *clipped = calloc(whole->n_ranges + 1, sizeof *clipped);
+    if (!clipped)
+        return error_set_memory(error);
+    part->ranges = clipped;
+    for (size_t s = 0; s < plan->n_ranks; s++) {
+        for (uint64_t i = 0; i < plan->ranks[s].n_pieces; i++) {
+            uint64_t low, high;
+            plan_piece_reach(plan, &plan->ranks[s].pieces[i], &low, &high);
+            uint8_t *start = (uint8_t *)(uintptr_t)low;
+            const memory_range *in =
+                memory_range_find(whole->ranges, whole->n_ranges, start);
+            if (work_stopped(stop))
+                return work_broken_off(stop, "plan", "a part was cut", error);
+            if (in)
+                widen(&clipped[in - whole->ranges], in, start,
+                      (uint8_t *)(uintptr_t)high);
+        }
+    }
+    for (size_t i = 0; i < whole->n_ranges; i++) {
+        if (clipped[i].length > 0)
+            clipped[part->n_ranges++] = clipped[i];
+    }
+    return FANIN_OK;
+}
+
+static fanin_status make_part(plan_cache *cache, plan_part *part, work_stop *stop,
+                              fanin_error *error)
+{
+    const path_plan *whole = &cache->whole.plan;
+    part->plan = (path_plan){.sources = whole->sources,
+                             .peer_of = whole->peer_of,
+                             .n_sources = whole->n_sources};
+    part->plan.reader_of = calloc(whole->n_sources + 1, sizeof *part->plan.reader_of);
+    if (!part->plan.reader_of)
+        return error_set_memory(error);
+    fanin_status status = plan_slice_build(whole->plan, &cache->index, part->first,
+                                           part->count, stop, &part->plan.plan, error);
+    return status == FANIN_OK ? clip_ranges(&cache->whole, part, stop, error) : status;
+}
+
+static uint64_t count_pieces(const plan *plan)
+{
+    uint64_t n = 0;
+    for (size_t i = 0; i < plan->n_ranks; i++)
+        n += plan->ranks[i].n_pieces;
+    return n;
+}
+
+/* Those of one cut of the whole stay; who cuts it anew each time gets no larger memory by that. */
+static fanin_status keep_part(plan_cache *cache, plan_part *part, fanin_error *error)
+{
+    uint64_t pieces = count_pieces(part->plan.plan);
+    if (cache->part_pieces + pieces > 2 * count_pieces(cache->whole.plan.plan))
+        drop_parts(cache);
+    if (!array_reserve(&cache->parts, &cache->part_capacity, cache->n_parts + 1,
+                       sizeof *cache->parts))
+        return error_set_memory(error);
+    size_t at = array_search(part, cache->parts, cache->n_parts, sizeof *cache->parts,
+                             compare_part, NULL);
+    memmove(&cache->parts[at + 1], &cache->parts[at],
+            (cache->n_parts - at) * sizeof *cache->parts);
+    cache->parts[at] = part;
+    cache->n_parts++;
+    cache->part_pieces += pieces;
+    return FANIN_OK;
+}
+
+fanin_status plan_cache_part(plan_cache *cache, size_t first, size_t count,
+                             size_t total, work_stop *stop, plan_part **out,
+                             fanin_error *error)
+{
+    const plan_part wanted = {.first = first, .count = count};
+    bool found;
+    size_t at = array_search(&wanted, cache->parts, cache->n_parts,
+                             sizeof *cache->parts, compare_part, &found);
+    if (found) {
+        *out = cache->parts[at];
+        return FANIN_OK;
+    }
+    fanin_status status = FANIN_OK;
+    if (!cache->index.places)
+        status =
+            plan_index_build(cache->whole.plan.plan, total, stop, &cache->index, error);
+    if (status != FANIN_OK)
+        return status;
+    plan_part *part = calloc(1, sizeof *part);
+    if (!part)
+        return error_set_memory(error);
+    *part = wanted;
+    status = make_part(cache, part, stop, error);
+    if (status == FANIN_OK)
+        status = keep_part(cache, part, error);
+    if (status != FANIN_OK)
+        free_part(part);
+    else
+        *out = part;
+    return status;
+}
+
+/* ------------------------------------------------------------------ details */
+
+static fanin_status detail_of(plan_part *part, size_t reader, const path_planning *how,
+                              fanin_error *error)
 {
     const path_reader *r = path_readers[reader];
-    const path_plan *p = &cache->plan;
-    void ***details = &cache->details[reader];
+    const path_plan *p = &part->plan;
+    void ***details = &part->details[reader];
     bool any = false;
     fanin_status status = FANIN_OK;
     for (size_t i = 0; i < p->n_sources && status == FANIN_OK; i++) {
@@ -184,14 +334,14 @@ static fanin_status detail_of(plan_cache *cache, size_t reader,
             status = r->plan(how, i, &(*details)[i], error);
     }
     if (status == FANIN_OK && any && r->plan_all)
-        status = r->plan_all(how, *details, &cache->shared[reader], error);
+        status = r->plan_all(how, *details, &part->shared[reader], error);
     return status;
 }
 
-fanin_status plan_cache_detail(plan_cache *cache, fanin_client *client, publication *p,
+fanin_status plan_cache_detail(plan_part *part, fanin_client *client, publication *p,
                                path_goal *goal, work_stop *stop, fanin_error *error)
 {
-    const path_plan *plan = &cache->plan;
+    const path_plan *plan = &part->plan;
     path_planning how = {
         .client = client, .publication = p, .plan = plan, .goal = goal, .stop = stop};
     fanin_status status = FANIN_OK;
@@ -200,7 +350,7 @@ fanin_status plan_cache_detail(plan_cache *cache, fanin_client *client, publicat
                                  ? path_reader_of(path_taken(p, plan->peer_of[i])->path)
                                  : NULL;
     for (size_t i = 0; i < PATH_READERS && status == FANIN_OK; i++)
-        status = detail_of(cache, i, &how, error);
+        status = detail_of(part, i, &how, error);
     return status;
 }
 
@@ -208,18 +358,19 @@ fanin_status plan_cache_ranges(plan_cache *cache, const destination *d,
                                const memory_range **ranges, size_t *n,
                                fanin_error *error)
 {
-    if (!cache->ranges || !d->lasting_ranges) {
+    plan_part *whole = &cache->whole;
+    if (!whole->ranges || !d->lasting_ranges) {
         fanin_status status = d->ranges(d->cookie, ranges, n, error);
         if (status != FANIN_OK || !d->lasting_ranges)
             return status;
-        cache->ranges = malloc((*n + 1) * sizeof *cache->ranges);
-        if (!cache->ranges)
+        whole->ranges = malloc((*n + 1) * sizeof *whole->ranges);
+        if (!whole->ranges)
             return error_set_memory(error);
         if (*n > 0)
-            memcpy(cache->ranges, *ranges, *n * sizeof *cache->ranges);
-        cache->n_ranges = *n;
+            memcpy(whole->ranges, *ranges, *n * sizeof *whole->ranges);
+        whole->n_ranges = *n;
     }
-    *ranges = cache->ranges;
-    *n = cache->n_ranges;
+    *ranges = whole->ranges;
+    *n = whole->n_ranges;
     return FANIN_OK;
 }

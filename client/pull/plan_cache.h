@@ -7,16 +7,27 @@
 #include "pull/choose_path.h"
 #include "pull/pull.h"
 
+/** What one read brings: all of a plan, or what fills some of the destination's tensors. */
+typedef struct plan_part {
+    size_t first, count;          /**< tensors; of the whole: 0, 0 */
+    path_plan plan;               /**< of a part: sources are the whole's */
+    void **details[PATH_READERS]; /**< what each path reads each source by */
+    void *shared[PATH_READERS];   /**< and all of them */
+    memory_range *
+        ranges; /**< the destination's that it reaches, if they follow from its layout */
+    size_t n_ranges;
+} plan_part;
+
 /** A plan and what it was made from. */
 typedef struct plan_cache {
     bool valid;
     bool lacks_rank;  /**< there is none for want of a rank that is gone */
     digest made_from; /**< of tables, participants and destination layout */
-    path_plan plan;
-    void **details[PATH_READERS]; /**< what each path reads each source by */
-    void *shared[PATH_READERS];   /**< and all of them */
-    memory_range *ranges; /**< the destination's, if they follow from its layout */
-    size_t n_ranges;
+    plan_part whole;
+    plan_index index;  /**< no places: not made yet */
+    plan_part **parts; /**< by (first, count) */
+    size_t n_parts, part_capacity;
+    uint64_t part_pieces; /**< of all parts */
 } plan_cache;
 
 /** The publication's, of a destination's plan_slot. NULL: out of memory. */
@@ -31,8 +42,16 @@ void plan_cache_free(fanin_client *client);
 fanin_status plan_cache_make(plan_cache *cache, fanin_client *client,
                              const publication *p, const bool *use,
                              const destination *d, deadline at, fanin_error *error);
-/** Makes what the sources' paths read by. FANIN_ERR_TIMEOUT: stopped. */
-fanin_status plan_cache_detail(plan_cache *cache, fanin_client *client, publication *p,
+/**
+ * What fills the tensors [first, first + count) of the destination's @p total, whose ranges last: kept
+ * with the plan, or made, which takes as long as what it holds (the first one: as all). Valid until the
+ * next call. FANIN_ERR_MEMORY, FANIN_ERR_LIMIT, FANIN_ERR_TIMEOUT (stopped).
+ */
+fanin_status plan_cache_part(plan_cache *cache, size_t first, size_t count,
+                             size_t total, work_stop *stop, plan_part **out,
+                             fanin_error *error);
+/** Makes what the sources' paths read the part by. FANIN_ERR_TIMEOUT: stopped. */
+fanin_status plan_cache_detail(plan_part *part, fanin_client *client, publication *p,
                                path_goal *goal, work_stop *stop, fanin_error *error);
 /** The destination's ranges, from the cache if they last. The cache's or the destination's. */
 fanin_status plan_cache_ranges(plan_cache *cache, const destination *d,

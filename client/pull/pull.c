@@ -2,15 +2,12 @@
 #include "pull/pull.h"
 
 #include "convert.h"
-#include "device/devices.h"
 #include "error_set.h"
-#include "pull/agree.h"
+#include "pull/attempt.h"
 #include "pull/lease_round.h"
-#include "pull/read_phase.h"
 #include "versioned.h"
 #include <errno.h>
 #include <inttypes.h>
-#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -21,30 +18,6 @@
 /* Device memory of publications that are not pulled any more is unmapped after so long. Mapping it
    again costs less than a millisecond. */
 #define KEEP_MAPPED_NS (UINT64_C(60) * 1000 * 1000 * 1000)
-
-typedef struct pull {
-    fanin_client *client;
-    const fanin_pull_options *options;
-    destination *destination;
-    deadline at;
-    publication *publication;
-    plan_cache *cache;
-    announcement *announced;
-    bool *use, *needed;
-    reader_lease *leases;
-    fanin_result *result;
-    adapter_identity identity;
-    const memory_range *ranges;
-    size_t n_ranges;
-    bool final;   /* the attempt ended by what no other one would mend */
-    bool refused; /* the attempt ended before anything was read: not stale */
-    bool missing; /* it ended for want of ranks that cannot be connected */
-    bool patient; /* ranks that did not answer the last time are waited for again */
-    uint64_t attempt_ns;
-    unsigned transport_failures;
-    fanin_error stale; /* the last reason to restart */
-    fanin_error lost;  /* the last lost rank or path that was a reason to restart */
-} pull;
 
 /* ----------------------------------------------------------------- options */
 
@@ -86,272 +59,28 @@ fanin_status pull_check(const fanin_client *client, const fanin_pull_options *in
     return FANIN_OK;
 }
 
-/* Without an F32 tensor the conversion changes nothing. */
-static fanin_dtype pull_dtype(const key_table *keys, fanin_dtype dtype)
-{
-    for (uint32_t i = 0; i < keys->count && dtype != 0; i++) {
-        if (keys->entries[i].dtype == FANIN_DTYPE_F32)
-            return dtype;
-    }
-    return 0;
-}
-
-/* ----------------------------------------------------------------- attempt */
-
-static uint64_t lap(uint64_t *since)
-{
-    uint64_t now = clock_ns(), passed = now - *since;
-    *since = now;
-    return passed;
-}
-
-static fanin_status plan_without(void *cookie, const bool *use, bool *vain,
-                                 fanin_error *error)
-{
-    const pull *p = cookie;
-    fanin_status status = plan_cache_make(p->cache, p->client, p->publication, use,
-                                          p->destination, p->at, error);
-    *vain = p->cache->lacks_rank;
-    return status;
-}
-
-/* The attempt failed. Who was lost just now may be back, and who was not waited for may come. */
-static void look_for_more(pull *p, size_t there)
-{
-    bool coming = !p->patient && client_expects_more(p->client);
-    p->patient = p->patient || coming;
-    p->missing = client_count_ready(p->client) == there && !coming;
-}
-
-/* The pull's time went by while a rank that is needed did not answer: that one is to blame, and not
-   those that were to be asked next. */
-static fanin_status blame_silent(pull *p, fanin_error *error)
-{
-    fanin_client *client = p->client;
-    for (size_t i = 0; i < client->n_peers; i++) {
-        connection *c = client->peers[i].control;
-        if (connection_get_state(c) != CONNECTION_READY)
-            connection_give_up(c);
-        p->use[i] = peer_ready(&client->peers[i]) && p->publication->shards[i].boxes;
-    }
-    size_t silent = agree_culprit(client, p->publication, p->use, p->at);
-    if (silent == client->n_peers)
-        return FANIN_OK;
-    p->missing = true;
-    return pull_blame(client->peers[silent].control, p->lost.key, error);
-}
-
-/* Connected, agreed, catalogs and plan at hand. */
-static fanin_status get_ready(pull *p, fanin_error *error)
-{
-    fanin_client *client = p->client;
-    fanin_result_info *info = &p->result->info;
-    const agree_need need = {.without = plan_without, .cookie = p};
-    p->cache->lacks_rank = false;
-    uint64_t clock = clock_ns();
-    fanin_status status = client_ensure_connected(client, p->patient, p->at, error);
-    info->connect_ns += lap(&clock);
-    p->missing = status != FANIN_OK;
-    if (status == FANIN_OK && p->patient && deadline_passed(p->at))
-        status = blame_silent(p, error);
-    if (status != FANIN_OK)
-        return status;
-    size_t there = client_count_ready(client);
-    status = agree(client, p->publication, p->options, &need, p->at, p->announced,
-                   p->use, error);
-    /* Its owner may want to free memory that is mapped here. */
-    if (status == FANIN_ERR_PAUSED || status == FANIN_ERR_NOT_FOUND)
-        path_unmap(client, p->publication);
-    if (status == FANIN_ERR_NOT_FOUND) {
-        plan_cache_drop(p->publication);
-        tables_forget(p->publication);
-    }
-    info->wait_ns += lap(&clock);
-    if (status == FANIN_OK)
-        status =
-            tables_sync(client, p->publication, p->announced, p->use, p->at, error);
-    info->catalog_ns += lap(&clock);
-    if (status == FANIN_OK)
-        status = plan_cache_make(p->cache, client, p->publication, p->use,
-                                 p->destination, p->at, error);
-    if (p->cache->lacks_rank)
-        look_for_more(p, there);
-    info->plan_ns += lap(&clock);
-    return status;
-}
-
-static void identify(pull *p)
-{
-    for (size_t i = 0; i < p->client->n_peers; i++) {
-        if (!p->use[i])
-            continue;
-        memcpy(p->identity.world_id,
-               connection_peer(p->client->peers[i].control)->world_id,
-               sizeof p->identity.world_id);
-        p->identity.step = p->announced[i].step;
-        break;
-    }
-    p->identity.publication = p->publication->name;
-    p->identity.key_table = p->publication->keys->id;
-    p->identity.dtype = pull_dtype(p->publication->keys, p->options->dtype);
-}
-
-/* Destinations on devices need CUDA, whatever the paths. */
-static fanin_status look_at_ranges(pull *p, fanin_error *error)
-{
-    fanin_client *client = p->client;
-    fanin_status status =
-        plan_cache_ranges(p->cache, p->destination, &p->ranges, &p->n_ranges, error);
-    bool devices = false;
-    for (size_t i = 0; i < p->n_ranges && status == FANIN_OK; i++)
-        devices = devices || p->ranges[i].device >= 0;
-    if (devices && !client_gpu(client)) {
-        error_place place = {.phase = "plan",
-                             .remedy = "use a build and a machine with CUDA, or pull "
-                                       "into host memory"};
-        return error_set(error, FANIN_ERR_UNSUPPORTED, &place,
-                         "the destination is CUDA memory, and %.200s",
-                         client->devices->missing);
-    }
-    return status;
-}
-
-/* What the paths that were chosen read by. */
-static fanin_status detail_plan(pull *p, path_goal *goal, fanin_error *error)
-{
-    client_work work;
-    client_work_start(&work, p->client, p->at);
-    fanin_status status =
-        plan_cache_detail(p->cache, p->client, p->publication, goal, &work.stop, error);
-    p->result->info.table_ns += goal->table_ns;
-    return client_work_end(&work, status, error);
-}
-
-static fanin_status check_size(const pull *p, fanin_error *error)
-{
-    uint64_t bytes = p->cache->plan.plan->bytes;
-    uint64_t most = p->options->max_bytes;
-    error_place place = {.phase = "plan",
-                         .key = p->publication->name,
-                         .remedy = "if that is right, raise max_bytes"};
-    if (most == 0 || bytes <= most)
-        return FANIN_OK;
-    return error_set(error, FANIN_ERR_LIMIT, &place,
-                     "the pull would bring %" PRIu64 " bytes, more than the %" PRIu64
-                     " that it may (max_bytes)",
-                     bytes, most);
-}
-
-/* What most paths bring is written without asking before each part. */
-static fanin_status need_whole(const pull *p, fanin_error *error)
-{
-    const destination *d = p->destination;
-    bool all_ask = true;
-    for (size_t i = 0; i < p->client->n_peers; i++)
-        all_ask =
-            all_ask && (!p->needed[i] ||
-                        path_reader_of(path_taken(p->publication, i)->path)->asks);
-    if (!d->need || all_ask)
-        return FANIN_OK;
-    return d->need(d->cookie, 0, p->ranges->length, error);
-}
-
-/* Paths and what they need, then leases: nothing slow happens under a lease but reads. */
-static fanin_status begin(pull *p, uint8_t *base, fanin_error *error)
-{
-    fanin_client *client = p->client;
-    const path_plan *plan = &p->cache->plan;
-    fanin_result_info *info = &p->result->info;
-    uint64_t clock = clock_ns();
-    memset(p->needed, 0, client->n_peers * sizeof *p->needed);
-    for (size_t i = 0; i < plan->n_sources; i++)
-        p->needed[plan->peer_of[i]] = plan->plan->ranks[i].n_pieces > 0;
-    fanin_status status = check_size(p, error);
-    if (status == FANIN_OK)
-        status = look_at_ranges(p, error);
-    info->plan_ns += lap(&clock);
-    path_goal goal = {.ranges = p->ranges, .n_ranges = p->n_ranges, .base = base};
-    if (status == FANIN_OK)
-        status = path_prepare(client, p->publication, p->needed, &goal, p->at, error);
-    info->connect_ns += lap(&clock);
-    info->map_ns += goal.map_ns;
-    if (status == FANIN_OK)
-        status = need_whole(p, error);
-    if (status == FANIN_OK)
-        status = detail_plan(p, &goal, error);
-    info->plan_ns += lap(&clock);
-    if (status != FANIN_OK)
-        return status;
-    status = lease_round_begin(client, p->publication, p->announced, p->needed,
-                               p->leases, p->at, error);
-    info->begin_ns += lap(&clock);
-    p->refused = status == FANIN_ERR_STALE;
-    return status;
-}
-
-static fanin_status read_and_end(pull *p, uint8_t *base, fanin_error *error)
-{
-    fanin_result_info *info = &p->result->info;
-    read_phase r = {.client = p->client,
-                    .publication = p->publication,
-                    .cache = p->cache,
-                    .leases = p->leases,
-                    .destination = p->destination,
-                    .base = base,
-                    .ranges = p->ranges,
-                    .n_ranges = p->n_ranges,
-                    .options = p->options,
-                    .result = p->result};
-    memset(p->result->served, 0, p->result->n_peers * sizeof *p->result->served);
-    p->refused = false;
-    fanin_status status = read_phase_run(&r, p->at, error);
-    p->final = r.final;
-    info->read_ns += r.last_ns - r.first_ns;
-    info->fixed_ns = r.last_ns - r.first_ns; /* turned into the rest at the end */
-    if (status != FANIN_OK)
-        return status;
-    uint64_t clock = clock_ns();
-    if (p->options->verify) {
-        status = verify_run(&r, p->at, error);
-        p->final = r.final;
-        info->verify_ns += lap(&clock);
-        info->verified = status == FANIN_OK;
-    }
-    if (status != FANIN_OK)
-        return status;
-    status = lease_round_end(p->client, p->leases, p->at, error);
-    info->end_ns += lap(&clock);
-    return status;
-}
+/* ---------------------------------------------------------------- attempting */
 
 static fanin_status attempt(pull *p, fanin_error *error)
 {
-    destination *d = p->destination;
     uint64_t started = clock_ns();
-    p->refused = true;
-    fanin_status status = get_ready(p, error);
-    if (status != FANIN_OK)
-        return status;
-    identify(p);
-    uint8_t *base = NULL;
-    bool skip = false;
-    uint64_t clock = clock_ns();
-    status =
-        d->agreed(d->cookie, p->publication->keys, &p->identity, &base, &skip, error);
-    p->result->info.write_ns += lap(&clock);
-    if (status != FANIN_OK || skip) {
-        p->result->info.reused = skip;
-        return status;
+    bool skip;
+    fanin_status status = attempt_begin(p, &skip, error);
+    p->result->info.reused = skip;
+    if (status == FANIN_OK && skip) {
+        p->bytes = p->cache->whole.plan.plan->bytes;
+        p->tensors = p->cache->whole.plan.plan->tensors;
     }
-    status = begin(p, base, error);
+    if (status == FANIN_OK && (skip || p->open_only))
+        return FANIN_OK;
     if (status == FANIN_OK)
-        status = read_and_end(p, base, error);
+        status = attempt_read(p, &p->cache->whole, error);
+    if (status == FANIN_OK)
+        status = attempt_end(p, error);
     lease_round_abandon(p->client, p->leases);
     p->attempt_ns = clock_ns() - started;
     return status;
 }
-
-/* ---------------------------------------------------------------- restarting */
 
 static bool may_restart(pull *p, fanin_status status, const fanin_error *why)
 {
@@ -429,7 +158,7 @@ static fanin_status pause_before_restart(pull *p, fanin_error *error)
     return status;
 }
 
-static fanin_status pull_until_good(pull *p, fanin_error *error)
+fanin_status pull_until_good(pull *p, fanin_error *error)
 {
     fanin_error local = FANIN_ERROR_INIT;
     for (;;) {
@@ -466,7 +195,7 @@ static fanin_status pull_until_good(pull *p, fanin_error *error)
 
 /* -------------------------------------------------------------------- whole */
 
-static void release(pull *p)
+void pull_release(pull *p)
 {
     free(p->announced);
     free(p->use);
@@ -475,8 +204,11 @@ static void release(pull *p)
     fanin_result_free(&p->result);
 }
 
-static fanin_status prepare(pull *p, fanin_error *error)
+fanin_status pull_open(pull *p, fanin_error *error)
 {
+    p->started_ns = clock_ns();
+    p->at = deadline_in_ms(p->options->timeout_ms);
+    p->stale = p->lost = (fanin_error)FANIN_ERROR_INIT;
     size_t n = p->client->n_peers;
     p->publication = tables_of(p->client, p->options->publication);
     p->cache = p->publication ? plan_cache_of(p->publication, p->destination->plan_slot)
@@ -495,7 +227,7 @@ static fanin_status prepare(pull *p, fanin_error *error)
     return FANIN_OK;
 }
 
-static fanin_status complete(pull *p, uint64_t started, fanin_error *error)
+fanin_status pull_complete(pull *p, fanin_error *error)
 {
     fanin_result_info *info = &p->result->info;
     uint64_t clock = clock_ns();
@@ -507,12 +239,11 @@ static fanin_status complete(pull *p, uint64_t started, fanin_error *error)
     if (p->destination->publish && !info->reused)
         status = p->destination->publish(p->destination->cookie, &p->identity, error);
     info->write_ns += lap(&clock);
-    const plan *plan = p->cache->plan.plan;
     info->step = p->identity.step;
     memcpy(info->world_id, p->identity.world_id, sizeof info->world_id);
-    info->bytes = plan->bytes;
-    info->tensors = plan->tensors;
-    info->total_ns = clock_ns() - started;
+    info->bytes = p->bytes;
+    info->tensors = p->tensors;
+    info->total_ns = clock_ns() - p->started_ns;
     info->fixed_ns = info->total_ns - info->fixed_ns;
     if (status == FANIN_OK)
         status = result_finish(p->result, p->client, p->publication, error);
@@ -522,22 +253,16 @@ static fanin_status complete(pull *p, uint64_t started, fanin_error *error)
 fanin_status pull_run(fanin_client *client, const fanin_pull_options *options,
                       destination *d, fanin_result **result_out, fanin_error *error)
 {
-    uint64_t started = clock_ns();
-    pull p = {.client = client,
-              .options = options,
-              .destination = d,
-              .at = deadline_in_ms(options->timeout_ms),
-              .stale = FANIN_ERROR_INIT,
-              .lost = FANIN_ERROR_INIT};
-    fanin_status status = prepare(&p, error);
+    pull p = {.client = client, .options = options, .destination = d};
+    fanin_status status = pull_open(&p, error);
     if (status == FANIN_OK)
         status = pull_until_good(&p, error);
     if (status == FANIN_OK)
-        status = complete(&p, started, error);
+        status = pull_complete(&p, error);
     if (status == FANIN_OK && result_out) {
         *result_out = p.result;
         p.result = NULL;
     }
-    release(&p);
+    pull_release(&p);
     return status;
 }

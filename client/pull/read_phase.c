@@ -12,7 +12,6 @@ typedef struct phase {
     read_phase *of;
     path_reading reading;
     void *readings[PATH_READERS]; /* NULL: nothing is read by this path */
-    uint64_t progress_ns;
 } phase;
 
 /* ------------------------------------------------------------------ starting */
@@ -35,7 +34,7 @@ static fanin_status make_sink(phase *w, fanin_error *error)
 static fanin_status start(phase *w, fanin_error *error)
 {
     path_reading *r = &w->reading;
-    const plan_cache *cache = w->of->cache;
+    const plan_part *part = w->of->part;
     bool used[PATH_READERS] = {false};
     r->done_ns = calloc(r->plan->n_sources + 1, sizeof *r->done_ns);
     if (!r->done_ns)
@@ -48,7 +47,7 @@ static fanin_status start(phase *w, fanin_error *error)
     fanin_status status = make_sink(w, error);
     for (size_t i = 0; i < PATH_READERS && status == FANIN_OK; i++) {
         if (used[i])
-            status = path_readers[i]->start(r, cache->details[i], cache->shared[i],
+            status = path_readers[i]->start(r, part->details[i], part->shared[i],
                                             &w->readings[i], error);
     }
     return status;
@@ -70,10 +69,11 @@ static void report_progress(phase *w)
     if (!options->progress)
         return;
     uint64_t now = clock_ns();
-    if (now - w->progress_ns < PROGRESS_NS)
+    read_progress *progress = w->of->progress;
+    if (now - progress->told_ns < PROGRESS_NS)
         return;
-    w->progress_ns = now;
-    uint64_t bytes = 0, total = w->reading.plan->plan->bytes;
+    progress->told_ns = now;
+    uint64_t bytes = progress->done, total = progress->total;
     for (size_t i = 0; i < PATH_READERS; i++) {
         if (w->readings[i])
             bytes += path_readers[i]->bytes(w->readings[i]);
@@ -134,11 +134,17 @@ static void account(const phase *w)
     fanin_result *result = w->of->result;
     for (size_t i = 0; i < r->plan->n_sources; i++) {
         served *s = &result->served[r->plan->peer_of[i]];
+        served here = {.connections = s->connections};
         if (!r->plan->reader_of[i])
             continue;
-        *s = (served){.used = true, .read_ns = r->done_ns[i] - w->of->first_ns};
-        r->plan->reader_of[i]->account(reading_of(w, i), i, s);
+        r->plan->reader_of[i]->account(reading_of(w, i), i, &here);
+        *s = (served){.bytes = s->bytes + here.bytes,
+                      .reads = s->reads + here.reads,
+                      .read_ns = s->read_ns + (r->done_ns[i] - w->of->first_ns),
+                      .connections = here.connections,
+                      .used = true};
     }
+    w->of->progress->done += r->plan->plan->bytes;
     for (size_t i = 0; i < PATH_READERS; i++) {
         if (w->readings[i] && path_readers[i]->scatter_ns)
             result->info.scatter_ns += path_readers[i]->scatter_ns(w->readings[i]);
@@ -170,7 +176,7 @@ static void finish(phase *w, fanin_status status)
         if (!w->readings[i] || path_readers[i]->finish(w->readings[i]))
             continue;
         d->leak = true;
-        w->of->cache->shared[i] = NULL; /* what goes on may use it */
+        w->of->part->shared[i] = NULL; /* what goes on may use it */
     }
     for (size_t i = 0; i < r->plan->n_sources; i++)
         connection_set_owing(path_source(r, i), false);
@@ -186,7 +192,7 @@ fanin_status read_phase_run(read_phase *r, deadline at, fanin_error *error)
     phase w = {.of = r,
                .reading = {.client = r->client,
                            .publication = r->publication,
-                           .plan = &r->cache->plan,
+                           .plan = &r->part->plan,
                            .leases = r->leases,
                            .base = r->base,
                            .ranges = r->ranges,

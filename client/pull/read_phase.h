@@ -5,18 +5,25 @@
 
 #include "pull/plan_cache.h"
 
-/** What the reads need; one attempt. */
+/** How far an attempt is, over all its reads. */
+typedef struct read_progress {
+    uint64_t done, total; /**< bytes; done: by the reads that have ended */
+    uint64_t told_ns;     /**< when the caller was told last */
+} read_progress;
+
+/** What the reads need; one read of an attempt. */
 typedef struct read_phase {
     fanin_client *client;
     publication *publication;
-    plan_cache *cache;
+    plan_part *part;
     const reader_lease *leases; /**< one a peer */
     destination *destination;
     uint8_t *base;
     const memory_range *ranges; /**< of the destination */
     size_t n_ranges;
     const fanin_pull_options *options;
-    fanin_result *result; /**< served[], scatter_ns; fixed: first/last times below */
+    fanin_result *result; /**< adds to served[], scatter_ns; first/last times below */
+    read_progress *progress;
     bool final; /**< out: a device failed, another attempt would not mend it */
     uint64_t first_ns, last_ns; /**< out: first read posted, last byte in place */
 } read_phase;

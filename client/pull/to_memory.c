@@ -4,7 +4,7 @@
 #include "dtype.h"
 #include "error_set.h"
 #include "gpu_finder.h"
-#include "pull/pull.h"
+#include "pull/pull_session.h"
 #include "versioned.h"
 #include <inttypes.h>
 #include <stdarg.h>
@@ -309,13 +309,16 @@ static fanin_status match(const memory_destination *m, const fanin_tensor *t,
     return FANIN_OK;
 }
 
-static fanin_status add_targets(memory_destination *m, const fanin_tensor *t,
-                                uint32_t key, fanin_error *error)
+static fanin_status add_targets(memory_destination *m, size_t index, uint32_t key,
+                                fanin_error *error)
 {
+    const fanin_tensor *t = tensor_at(m, index);
     for (size_t i = 0; i < t->n_boxes; i++) {
         const fanin_box *box = &t->boxes[i];
         plan_target *target = &m->targets[m->n_targets];
-        *target = (plan_target){.key = key, .to = (uint64_t)(uintptr_t)box->address};
+        *target = (plan_target){.key = key,
+                                .to = (uint64_t)(uintptr_t)box->address,
+                                .group = (uint32_t)index};
         target->block.n_dims = t->n_dims;
         memcpy(target->block.offset, box->offset, t->n_dims * sizeof *box->offset);
         memcpy(target->block.extent, box->extent, t->n_dims * sizeof *box->extent);
@@ -346,7 +349,7 @@ static fanin_status prepare(void *cookie, const key_table *keys,
         uint32_t key = 0;
         fanin_status status = match(m, tensor_at(m, i), keys, &key, error);
         if (status == FANIN_OK)
-            status = add_targets(m, tensor_at(m, i), key, error);
+            status = add_targets(m, i, key, error);
         if (status != FANIN_OK)
             return status;
     }
@@ -487,38 +490,77 @@ static fanin_status ranges(void *cookie, const memory_range **out, size_t *n,
 
 /* -------------------------------------------------------------------- whole */
 
+static void close_memory(memory_destination *m)
+{
+    free(m->own);
+    free(m->targets);
+    free(m->device);
+    gpu_finder_free(&m->finder);
+    free(m->ranges);
+}
+
+/* @p options: checked. What it leaves in @p m is closed in any case. */
+static fanin_status open_memory(memory_destination *m,
+                                const fanin_pull_options *options,
+                                const fanin_tensor *tensors, size_t count,
+                                destination *d, fanin_error *error)
+{
+    fanin_status status = FANIN_OK;
+    if (!tensors || count == 0 || tensors->struct_size < TENSOR_LEAST)
+        return error_set(error, FANIN_ERR_ARGUMENT, NULL,
+                         "no tensors were given, or their struct_size is not set");
+    *m = (memory_destination){
+        .tensors = tensors, .count = count, .dtype = options->dtype};
+    if (count >= UINT32_MAX)
+        return error_set(error, FANIN_ERR_ARGUMENT, NULL,
+                         "too many tensors are wanted");
+    if (!widen(m))
+        return error_set_memory(error);
+    for (size_t i = 0; i < count && status == FANIN_OK; i++)
+        status = check_tensor(tensor_at(m, i), i, error);
+    *d = (destination){.cookie = m,
+                       .plan_slot = 0,
+                       .layout = layout,
+                       .prepare = prepare,
+                       .agreed = agreed,
+                       .ranges = ranges,
+                       .lasting_ranges = true,
+                       .dtype = options->dtype};
+    return status == FANIN_OK ? find_devices(m, error) : status;
+}
+
 fanin_status fanin_client_pull(fanin_client *client, const fanin_pull_options *options,
                                const fanin_tensor *tensors, size_t count,
                                fanin_result **result_out, fanin_error *error)
 {
     fanin_pull_options checked;
+    memory_destination m = {0};
+    destination d;
     fanin_status status = pull_check(client, options, &checked, error);
     if (status != FANIN_OK)
         return status;
-    if (!tensors || count == 0 || tensors->struct_size < TENSOR_LEAST)
-        return error_set(error, FANIN_ERR_ARGUMENT, NULL,
-                         "no tensors were given, or their struct_size is not set");
-    memory_destination m = {.tensors = tensors, .count = count, .dtype = checked.dtype};
-    if (!widen(&m))
-        return error_set_memory(error);
-    for (size_t i = 0; i < count && status == FANIN_OK; i++)
-        status = check_tensor(tensor_at(&m, i), i, error);
-    destination d = {.cookie = &m,
-                     .plan_slot = 0,
-                     .layout = layout,
-                     .prepare = prepare,
-                     .agreed = agreed,
-                     .ranges = ranges,
-                     .lasting_ranges = true,
-                     .dtype = checked.dtype};
-    if (status == FANIN_OK)
-        status = find_devices(&m, error);
+    status = open_memory(&m, &checked, tensors, count, &d, error);
     if (status == FANIN_OK)
         status = pull_run(client, &checked, &d, result_out, error);
-    free(m.own);
-    free(m.targets);
-    free(m.device);
-    gpu_finder_free(&m.finder);
-    free(m.ranges);
+    close_memory(&m);
+    return status;
+}
+
+fanin_status fanin_client_begin(fanin_client *client, const fanin_pull_options *options,
+                                const fanin_tensor *all, size_t count,
+                                fanin_session **session_out, fanin_error *error)
+{
+    fanin_pull_options checked;
+    memory_destination m = {0};
+    destination d;
+    fanin_status status = pull_check(client, options, &checked, error);
+    if (status != FANIN_OK)
+        return status;
+    if (!session_out)
+        return error_set(error, FANIN_ERR_ARGUMENT, NULL, "session_out is NULL");
+    status = open_memory(&m, &checked, all, count, &d, error);
+    if (status == FANIN_OK)
+        status = pull_session_open(client, &checked, &d, count, session_out, error);
+    close_memory(&m);
     return status;
 }

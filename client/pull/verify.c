@@ -47,7 +47,7 @@ typedef struct verifier {
 
 static const strided *view_of(const verifier *v, const piece *p)
 {
-    return p->view ? &v->r->cache->plan.plan->views[p->view - 1] : NULL;
+    return p->view ? &v->r->part->plan.plan->views[p->view - 1] : NULL;
 }
 
 static uint32_t convert_of(const verifier *v, const piece *p)
@@ -160,7 +160,7 @@ static fanin_status unequal(const inquiry *q, const unit *u, fanin_error *error)
     const piece *p = &q->work.pieces->pieces[u->piece];
     uint32_t key;
     block b;
-    box_table_get(r->cache->plan.sources[q->source].boxes, p->box, &key, &b, NULL);
+    box_table_get(r->part->plan.sources[q->source].boxes, p->box, &key, &b, NULL);
     const char *name = r->publication->keys->entries[key].name;
     error_place place = connection_place(c, "verify");
     place.key = name;
@@ -206,8 +206,8 @@ static fanin_status cannot(const connection *c, fanin_error *error)
 static fanin_status start(verifier *v, inquiry *q, fanin_error *error)
 {
     read_phase *r = v->r;
-    q->work = (stream_work){.plan = r->cache->plan.plan,
-                            .pieces = &r->cache->plan.plan->ranks[q->source],
+    q->work = (stream_work){.plan = r->part->plan.plan,
+                            .pieces = &r->part->plan.plan->ranks[q->source],
                             .list = &q->list,
                             .base = r->base,
                             .inflight = &v->inflight,
@@ -242,7 +242,7 @@ static fanin_status start(verifier *v, inquiry *q, fanin_error *error)
 static fanin_status look(const verifier *v, bool *done, fanin_error *error)
 {
     *done = true;
-    for (size_t i = 0; i < v->r->cache->plan.n_sources; i++) {
+    for (size_t i = 0; i < v->r->part->plan.n_sources; i++) {
         inquiry *q = &v->inquiries[i];
         const connection *c = q->control;
         if (!q->link)
@@ -271,7 +271,7 @@ static fanin_status run(verifier *v, fanin_error *error)
 
 static void finish(verifier *v)
 {
-    for (size_t i = 0; v->inquiries && i < v->r->cache->plan.n_sources; i++) {
+    for (size_t i = 0; v->inquiries && i < v->r->part->plan.n_sources; i++) {
         inquiry *q = &v->inquiries[i];
         if (q->link) {
             connection_set_owing(q->control, false);
@@ -296,10 +296,10 @@ fanin_status verify_run(read_phase *r, deadline at, fanin_error *error)
     verifier v = {.r = r, .at = at};
     client_work_start(&v.work, r->client, at);
     v.held = held_create(r->client->devices->g, r->ranges, r->n_ranges);
-    v.inquiries = calloc(r->cache->plan.n_sources + 1, sizeof *v.inquiries);
+    v.inquiries = calloc(r->part->plan.n_sources + 1, sizeof *v.inquiries);
     fanin_status status = v.held && v.inquiries ? FANIN_OK : error_set_memory(error);
-    for (size_t i = 0; i < r->cache->plan.n_sources && status == FANIN_OK; i++) {
-        size_t peer = r->cache->plan.peer_of[i];
+    for (size_t i = 0; i < r->part->plan.n_sources && status == FANIN_OK; i++) {
+        size_t peer = r->part->plan.peer_of[i];
         v.inquiries[i] = (inquiry){.verifier = &v,
                                    .source = i,
                                    .peer = peer,

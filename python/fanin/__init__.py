@@ -43,6 +43,7 @@ from .errors import (
     UnreachableError,
 )
 from .server import Server, ServerStats, Stream, publication_of
+from .session import PullSession
 
 __all__ = [
     "Box",
@@ -61,6 +62,7 @@ __all__ = [
     "PublicationInfo",
     "PullAgainError",
     "PullResult",
+    "PullSession",
     "PullTimeoutError",
     "RankInfo",
     "RankState",

@@ -6,6 +6,7 @@ from __future__ import annotations
 import ctypes
 import os
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -43,6 +44,7 @@ from ._records import (
 from ._tensors import PackedTensors, Shard, pack, shard_of
 from .errors import ProcessError, RequestError, StateError
 from .server import Stream, c_stream, publication_of
+from .session import PullSession
 
 __all__ = [
     "Client",
@@ -50,6 +52,7 @@ __all__ = [
     "Owner",
     "PublicationInfo",
     "PullResult",
+    "PullSession",
     "RankInfo",
     "RankState",
     "WatchEvent",
@@ -366,14 +369,7 @@ class Client(ClosableHandle):
         :raises PeerError: a tensor's dtype or shape is another one (``FANIN_ERR_MISMATCH``).
         :raises RequestError: *tensors* is empty, or one is read-only.
         """
-        if isinstance(tensors, PackedTensors):
-            packed = tensors
-        elif isinstance(tensors, Mapping):
-            packed = pack(shard_of(n, value, writable=True) for n, value in tensors.items())
-        else:
-            packed = pack(tensors)
-        if not packed:
-            raise RequestError.make("no tensor is asked for", "name at least one tensor")
+        packed = _packed(tensors)
         options = self._options(run, step, at_least, timeout, max_attempts, dtype, stream)
         _set_max_bytes(options, max_bytes)
         options.verify = verify
@@ -385,6 +381,59 @@ class Client(ClosableHandle):
             packed.address,
             len(packed),
         )
+
+    def begin(
+        self,
+        run: str | int,
+        tensors: Mapping[str, Any] | Iterable[Shard] | PackedTensors,
+        *,
+        step: int | None = None,
+        at_least: int | None = None,
+        timeout: float = 60.0,
+        dtype: str | None = None,
+        verify: bool = False,
+        stream: Stream | None = None,
+        max_bytes: int | None = None,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> PullSession:
+        """Begins a pull that fills memory in several calls, all of one step: :class:`PullSession`.
+
+        Connects, waits for the step, plans everything and begins on the ranks; reads nothing. The
+        parameters and what is raised: as :meth:`pull_into`, and
+
+        :param timeout: seconds, for the whole session: from this call to the end of
+            :meth:`PullSession.end`.
+        :param verify: compare each part before its :meth:`PullSession.read` returns.
+        :param stream: each read comes after the work that is on this stream when it is called.
+        :param progress: called with the bytes done, and in all, of the whole session.
+        """
+        packed = _packed(tensors)
+        options = self._options(run, step, at_least, timeout, 0, dtype, stream)
+        _set_max_bytes(options, max_bytes)
+        options.verify = verify
+        if progress is not None:
+            options.progress = _ffi.ProgressFn(self._session_progress(progress))
+        session = PullSession(self, packed, (options, stream))
+        handle = ctypes.c_void_p()
+
+        def call(use: Use, own: ctypes.c_void_p) -> None:
+            try:
+                self._run(
+                    use,
+                    self._library.fanin_client_begin,
+                    own,
+                    ctypes.byref(options),
+                    packed.address,
+                    len(packed),
+                    ctypes.byref(handle),
+                )
+                session._opened(handle)
+            except BaseException:  # it may have begun before it was interrupted
+                self._library.fanin_session_abandon(ctypes.byref(handle))
+                raise
+
+        self._alone("begin", call)
+        return session
 
     def wait(
         self,
@@ -474,6 +523,20 @@ class Client(ClosableHandle):
             except BaseException as error:
                 use.failure = error
                 self._cancel_own(use)
+
+        return report
+
+    def _session_progress(
+        self, progress: Callable[[int, int], None]
+    ) -> Callable[[Any, int, int], None]:
+        """The same of a session, whose calls are uses of their own."""
+        client = weakref.ref(self)  # the session keeps it alive, and this must not
+
+        def report(cookie: Any, done: int, total: int) -> None:
+            own = client()
+            use = own._uses.get("use") if own is not None else None
+            if own is not None and use is not None:
+                own._progress(use, progress)(cookie, done, total)
 
         return report
 
@@ -737,6 +800,18 @@ class Client(ClosableHandle):
         use.cancelled = True
         self._left_cancelled = True
         self._library.fanin_client_cancel(self._handle)
+
+
+def _packed(tensors: Mapping[str, Any] | Iterable[Shard] | PackedTensors) -> PackedTensors:
+    if isinstance(tensors, PackedTensors):
+        packed = tensors
+    elif isinstance(tensors, Mapping):
+        packed = pack(shard_of(n, value, writable=True) for n, value in tensors.items())
+    else:
+        packed = pack(tensors)
+    if not packed:
+        raise RequestError.make("no tensor is asked for", "name at least one tensor")
+    return packed
 
 
 def _finish(use: Use, status: int, error: _ffi.Error) -> None:

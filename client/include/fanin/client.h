@@ -19,7 +19,8 @@
  * repeated:
  * - FANIN_ERR_ARGUMENT: the client is NULL, a required pointer is, or a struct_size is not
  *   set. Fix the call.
- * - FANIN_ERR_STATE: there are no addresses yet. Call fanin_client_connect() first.
+ * - FANIN_ERR_STATE: there are no addresses yet. Call fanin_client_connect() first. Or a pull
+ *   session of the client is open: end it first.
  * - FANIN_ERR_FORKED: the handle belongs to the parent process. Create one in the child.
  * - FANIN_ERR_MEMORY: out of memory.
  * - FANIN_ERR_CANCELLED: fanin_client_cancel() was called.
@@ -39,6 +40,7 @@ extern "C" {
 
 typedef struct fanin_client fanin_client;
 typedef struct fanin_result fanin_result;
+typedef struct fanin_session fanin_session;
 
 /** How bytes travel. */
 typedef int32_t fanin_path;
@@ -279,6 +281,96 @@ FANIN_API FANIN_MUST_CHECK fanin_status
 fanin_client_pull(fanin_client *client, const fanin_pull_options *options,
                   const fanin_tensor *tensors, size_t count, fanin_result **result_out,
                   fanin_error *error);
+
+/**
+ * Begins a pull that fills memory in several calls: for memory that is used in between (a few
+ * layers that are read, installed and read over by the next ones). All bytes are of one step:
+ * what fanin_session_read() has filled counts only once fanin_session_end() has succeeded; until
+ * then it may be torn. Connects what is down, waits for the step, fetches catalogs, plans
+ * everything, chooses and prepares paths, and takes leases of all ranks that serve bytes. Attempts
+ * that the trainer overtakes before it has the leases start again by themselves.
+ *
+ * @p options and @p all as of fanin_client_pull(), with these differences: timeout_ms is for the
+ * whole session, from this call to the end of fanin_session_end(); max_attempts does not count;
+ * `stream`: each read comes after the work that is on it when that read is called; progress tells
+ * of all bytes of the session. @p all may go when this returns, the memory of its boxes not before
+ * the session has ended. The caller ends *@p session_out with fanin_session_end() or
+ * fanin_session_abandon().
+ *
+ * Until then every other call of the client is FANIN_ERR_STATE, but for fanin_client_cancel(),
+ * fanin_client_disconnect() and fanin_client_destroy(); those two abandon the session, which is
+ * still to be ended. Sessions of other clients are no matter.
+ *
+ * Between the calls nothing runs: no thread of the library's, no question to a rank. Ranks do not
+ * mind: they ask nothing either, and hold a lease for as long as their weights stand. But the
+ * trainer's updates wait for it only until its lease time is over (`lease_ms`, fanin/server.h); one
+ * that comes later makes the session stale, also if it was idle then. A rank closes connections
+ * that were silent for its idle_ms (5 minutes), and the session is over then.
+ *
+ * Blocks at most options->timeout_ms. Errors: those of fanin_client_pull() but for what is found
+ * while reading.
+ */
+FANIN_API FANIN_MUST_CHECK fanin_status fanin_client_begin(
+    fanin_client *client, const fanin_pull_options *options, const fanin_tensor *all,
+    size_t count, fanin_session **session_out, fanin_error *error);
+
+/**
+ * Fills the boxes of the tensors [@p first, @p first + @p count) of those that the session has: any
+ * number of calls, in any order, also of tensors that were read before. Tensors without boxes and
+ * a count of 0 are fine. What a part is read by is planned when it is first read, and kept for
+ * later sessions of the same layout: cut alike in each of them.
+ *
+ * Nothing writes the boxes after the return; what is not asked for is not written. With
+ * options->verify the part is compared before it returns.
+ *
+ * After an error, but for an argument that is wrong, the session has failed: its leases are given
+ * back, nothing that it has read may be used, further reads and the end tell the same error. Blocks
+ * until the session's deadline at most, and as fanin_client_pull() says.
+ *
+ * Errors:
+ * - FANIN_ERR_ARGUMENT: the session is NULL, or has no such tensors.
+ * - FANIN_ERR_FORKED: the session belongs to the parent process.
+ * - FANIN_ERR_STATE: the client was disconnected or destroyed.
+ * - FANIN_ERR_STALE: a rank has rewritten its weights since the session began. Told here only by
+ *   paths that ask the rank (stream); else by the end. Begin again.
+ * - FANIN_ERR_CLOSED, FANIN_ERR_UNREACHABLE: a rank that the session needs is gone, or its
+ *   connection was lost: a lease goes with its connection, so nothing is connected anew. Begin again.
+ * - FANIN_ERR_TRANSPORT: a path failed, a device has, or what landed is not what a rank verifies.
+ *   Begin again: it goes by another path where there is one.
+ * - FANIN_ERR_UNSUPPORTED: to verify, and a rank of an older release.
+ * - FANIN_ERR_TIMEOUT: the session's time is over; names a rank that owes an answer.
+ * - FANIN_ERR_CANCELLED, FANIN_ERR_MEMORY, FANIN_ERR_PROTOCOL, FANIN_ERR_LIMIT: as everywhere.
+ */
+FANIN_API FANIN_MUST_CHECK fanin_status fanin_session_read(fanin_session *session,
+                                                           size_t first, size_t count,
+                                                           fanin_error *error);
+
+/** The step that the session reads; 0 for NULL. Does not block. */
+FANIN_API uint64_t fanin_session_step(const fanin_session *session);
+
+/**
+ * Ends the leases on all ranks. FANIN_OK: all that was read is of fanin_session_step(). Whether all
+ * tensors were read is the caller's business; the result's bytes and tensors count what was, and
+ * again what was read again. *@p result_out (may be NULL: nobody wants it) is to be freed with
+ * fanin_result_free().
+ *
+ * In any case the session is gone, *@p session is NULL, and the client may be used again; only in
+ * a forked child nothing is freed. Blocks until the session's deadline at most.
+ *
+ * Errors, after each of which nothing that was read may be used:
+ * - FANIN_ERR_STALE: a rank has rewritten its weights meanwhile (names it). Begin again.
+ * - That of an earlier read; else as of fanin_session_read().
+ */
+FANIN_API FANIN_MUST_CHECK fanin_status fanin_session_end(fanin_session **session,
+                                                          fanin_result **result_out,
+                                                          fanin_error *error);
+
+/**
+ * Gives the leases back without waiting for anybody, and frees; *@p session becomes NULL. Nothing
+ * that was read may be used. NULL and *session == NULL are fine. In a forked child it frees
+ * nothing. Does not block.
+ */
+FANIN_API void fanin_session_abandon(fanin_session **session);
 
 /**
  * Writes the publication as a PEFT adapter directory: adapter_model.safetensors,

@@ -1,0 +1,309 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include "pull/attempt.h"
+
+#include "device/devices.h"
+#include "error_set.h"
+#include "pull/agree.h"
+#include "pull/lease_round.h"
+#include <inttypes.h>
+#include <string.h>
+
+uint64_t lap(uint64_t *since)
+{
+    uint64_t now = clock_ns(), passed = now - *since;
+    *since = now;
+    return passed;
+}
+
+/* ------------------------------------------------------------------- ready */
+
+static fanin_status plan_without(void *cookie, const bool *use, bool *vain,
+                                 fanin_error *error)
+{
+    const pull *p = cookie;
+    fanin_status status = plan_cache_make(p->cache, p->client, p->publication, use,
+                                          p->destination, p->at, error);
+    *vain = p->cache->lacks_rank;
+    return status;
+}
+
+/* The attempt failed. Who was lost just now may be back, and who was not waited for may come. */
+static void look_for_more(pull *p, size_t there)
+{
+    bool coming = !p->patient && client_expects_more(p->client);
+    p->patient = p->patient || coming;
+    p->missing = client_count_ready(p->client) == there && !coming;
+}
+
+/* The pull's time went by while a rank that is needed did not answer: that one is to blame, and not
+   those that were to be asked next. */
+static fanin_status blame_silent(pull *p, fanin_error *error)
+{
+    fanin_client *client = p->client;
+    for (size_t i = 0; i < client->n_peers; i++) {
+        connection *c = client->peers[i].control;
+        if (connection_get_state(c) != CONNECTION_READY)
+            connection_give_up(c);
+        p->use[i] = peer_ready(&client->peers[i]) && p->publication->shards[i].boxes;
+    }
+    size_t silent = agree_culprit(client, p->publication, p->use, p->at);
+    if (silent == client->n_peers)
+        return FANIN_OK;
+    p->missing = true;
+    return pull_blame(client->peers[silent].control, p->lost.key, error);
+}
+
+/* Connected, agreed, catalogs and plan at hand. */
+static fanin_status get_ready(pull *p, fanin_error *error)
+{
+    fanin_client *client = p->client;
+    fanin_result_info *info = &p->result->info;
+    const agree_need need = {.without = plan_without, .cookie = p};
+    p->cache->lacks_rank = false;
+    uint64_t clock = clock_ns();
+    fanin_status status = client_ensure_connected(client, p->patient, p->at, error);
+    info->connect_ns += lap(&clock);
+    p->missing = status != FANIN_OK;
+    if (status == FANIN_OK && p->patient && deadline_passed(p->at))
+        status = blame_silent(p, error);
+    if (status != FANIN_OK)
+        return status;
+    size_t there = client_count_ready(client);
+    status = agree(client, p->publication, p->options, &need, p->at, p->announced,
+                   p->use, error);
+    /* Its owner may want to free memory that is mapped here. */
+    if (status == FANIN_ERR_PAUSED || status == FANIN_ERR_NOT_FOUND)
+        path_unmap(client, p->publication);
+    if (status == FANIN_ERR_NOT_FOUND) {
+        plan_cache_drop(p->publication);
+        tables_forget(p->publication);
+    }
+    info->wait_ns += lap(&clock);
+    if (status == FANIN_OK)
+        status =
+            tables_sync(client, p->publication, p->announced, p->use, p->at, error);
+    info->catalog_ns += lap(&clock);
+    if (status == FANIN_OK)
+        status = plan_cache_make(p->cache, client, p->publication, p->use,
+                                 p->destination, p->at, error);
+    if (p->cache->lacks_rank)
+        look_for_more(p, there);
+    info->plan_ns += lap(&clock);
+    return status;
+}
+
+/* Without an F32 tensor the conversion changes nothing. */
+static fanin_dtype pull_dtype(const key_table *keys, fanin_dtype dtype)
+{
+    for (uint32_t i = 0; i < keys->count && dtype != 0; i++) {
+        if (keys->entries[i].dtype == FANIN_DTYPE_F32)
+            return dtype;
+    }
+    return 0;
+}
+
+static void identify(pull *p)
+{
+    for (size_t i = 0; i < p->client->n_peers; i++) {
+        if (!p->use[i])
+            continue;
+        memcpy(p->identity.world_id,
+               connection_peer(p->client->peers[i].control)->world_id,
+               sizeof p->identity.world_id);
+        p->identity.step = p->announced[i].step;
+        break;
+    }
+    p->identity.publication = p->publication->name;
+    p->identity.key_table = p->publication->keys->id;
+    p->identity.dtype = pull_dtype(p->publication->keys, p->options->dtype);
+}
+
+/* ------------------------------------------------------------------- begin */
+
+/* Destinations on devices need CUDA, whatever the paths. */
+static fanin_status look_at_ranges(pull *p, fanin_error *error)
+{
+    fanin_client *client = p->client;
+    path_goal *goal = &p->goal;
+    fanin_status status = plan_cache_ranges(p->cache, p->destination, &goal->ranges,
+                                            &goal->n_ranges, error);
+    bool devices = false;
+    for (size_t i = 0; i < goal->n_ranges && status == FANIN_OK; i++)
+        devices = devices || goal->ranges[i].device >= 0;
+    if (devices && !client_gpu(client)) {
+        error_place place = {.phase = "plan",
+                             .remedy = "use a build and a machine with CUDA, or pull "
+                                       "into host memory"};
+        return error_set(error, FANIN_ERR_UNSUPPORTED, &place,
+                         "the destination is CUDA memory, and %.200s",
+                         client->devices->missing);
+    }
+    return status;
+}
+
+static fanin_status check_size(const pull *p, fanin_error *error)
+{
+    uint64_t bytes = p->cache->whole.plan.plan->bytes;
+    uint64_t most = p->options->max_bytes;
+    error_place place = {.phase = "plan",
+                         .key = p->publication->name,
+                         .remedy = "if that is right, raise max_bytes"};
+    if (most == 0 || bytes <= most)
+        return FANIN_OK;
+    return error_set(error, FANIN_ERR_LIMIT, &place,
+                     "the pull would bring %" PRIu64 " bytes, more than the %" PRIu64
+                     " that it may (max_bytes)",
+                     bytes, most);
+}
+
+/* What most paths bring is written without asking before each part. */
+static fanin_status need_whole(const pull *p, fanin_error *error)
+{
+    const destination *d = p->destination;
+    bool all_ask = true;
+    for (size_t i = 0; i < p->client->n_peers; i++)
+        all_ask =
+            all_ask && (!p->needed[i] ||
+                        path_reader_of(path_taken(p->publication, i)->path)->asks);
+    if (!d->need || all_ask)
+        return FANIN_OK;
+    return d->need(d->cookie, 0, p->goal.ranges->length, error);
+}
+
+/* What the part is read by, on the paths that were chosen. */
+static fanin_status detail_plan(pull *p, plan_part *part, fanin_error *error)
+{
+    uint64_t clock = clock_ns();
+    client_work work;
+    client_work_start(&work, p->client, p->at);
+    p->goal.table_ns = 0;
+    fanin_status status =
+        plan_cache_detail(part, p->client, p->publication, &p->goal, &work.stop, error);
+    p->result->info.table_ns += p->goal.table_ns;
+    status = client_work_end(&work, status, error);
+    p->result->info.plan_ns += lap(&clock);
+    return status;
+}
+
+/* Paths and what they need. */
+static fanin_status prepare_paths(pull *p, fanin_error *error)
+{
+    fanin_client *client = p->client;
+    const path_plan *plan = &p->cache->whole.plan;
+    fanin_result_info *info = &p->result->info;
+    uint64_t clock = clock_ns();
+    memset(p->needed, 0, client->n_peers * sizeof *p->needed);
+    for (size_t i = 0; i < plan->n_sources; i++)
+        p->needed[plan->peer_of[i]] = plan->plan->ranks[i].n_pieces > 0;
+    fanin_status status = check_size(p, error);
+    if (status == FANIN_OK)
+        status = look_at_ranges(p, error);
+    info->plan_ns += lap(&clock);
+    p->goal.base = p->base;
+    if (status == FANIN_OK)
+        status =
+            path_prepare(client, p->publication, p->needed, &p->goal, p->at, error);
+    info->connect_ns += lap(&clock);
+    info->map_ns += p->goal.map_ns;
+    if (status == FANIN_OK)
+        status = need_whole(p, error);
+    return status;
+}
+
+/* Nothing slow happens under a lease but reads; only parts are not known before they are read. */
+static fanin_status take_leases(pull *p, fanin_error *error)
+{
+    fanin_status status = prepare_paths(p, error);
+    if (status == FANIN_OK && !p->open_only)
+        status = detail_plan(p, &p->cache->whole, error);
+    if (status != FANIN_OK)
+        return status;
+    uint64_t clock = clock_ns();
+    status = lease_round_begin(p->client, p->publication, p->announced, p->needed,
+                               p->leases, p->at, error);
+    p->result->info.begin_ns += lap(&clock);
+    p->refused = status == FANIN_ERR_STALE;
+    return status;
+}
+
+static void start_counting(pull *p)
+{
+    memset(p->result->served, 0, p->result->n_peers * sizeof *p->result->served);
+    p->progress = (read_progress){.total = p->cache->whole.plan.plan->bytes};
+    p->bytes = p->tensors = 0;
+    p->result->info.fixed_ns = 0; /* reads; turned into the rest at the end */
+}
+
+fanin_status attempt_begin(pull *p, bool *skip_out, fanin_error *error)
+{
+    destination *d = p->destination;
+    p->refused = true;
+    *skip_out = false;
+    fanin_status status = get_ready(p, error);
+    if (status != FANIN_OK)
+        return status;
+    identify(p);
+    start_counting(p);
+    uint64_t clock = clock_ns();
+    p->base = NULL;
+    status = d->agreed(d->cookie, p->publication->keys, &p->identity, &p->base,
+                       skip_out, error);
+    p->result->info.write_ns += lap(&clock);
+    if (status == FANIN_OK && !*skip_out)
+        status = take_leases(p, error);
+    return status;
+}
+
+/* -------------------------------------------------------------------- read */
+
+static fanin_status verify(pull *p, read_phase *r, fanin_error *error)
+{
+    fanin_result_info *info = &p->result->info;
+    uint64_t clock = clock_ns();
+    fanin_status status = verify_run(r, p->at, error);
+    p->final = r->final;
+    info->verify_ns += lap(&clock);
+    info->verified = status == FANIN_OK;
+    return status;
+}
+
+fanin_status attempt_read(pull *p, plan_part *part, fanin_error *error)
+{
+    fanin_result_info *info = &p->result->info;
+    bool whole = part == &p->cache->whole;
+    read_phase r = {.client = p->client,
+                    .publication = p->publication,
+                    .part = part,
+                    .leases = p->leases,
+                    .destination = p->destination,
+                    .base = p->base,
+                    .ranges = whole ? p->goal.ranges : part->ranges,
+                    .n_ranges = whole ? p->goal.n_ranges : part->n_ranges,
+                    .options = p->options,
+                    .progress = &p->progress,
+                    .result = p->result};
+    /* The whole's were made before there was a lease. */
+    fanin_status status = whole ? FANIN_OK : detail_plan(p, part, error);
+    if (status != FANIN_OK)
+        return status;
+    p->refused = false;
+    status = read_phase_run(&r, p->at, error);
+    p->final = r.final;
+    info->read_ns += r.last_ns - r.first_ns;
+    info->fixed_ns += r.last_ns - r.first_ns;
+    if (status == FANIN_OK && p->options->verify)
+        status = verify(p, &r, error);
+    if (status != FANIN_OK)
+        return status;
+    p->bytes += part->plan.plan->bytes;
+    p->tensors += part->plan.plan->tensors;
+    return FANIN_OK;
+}
+
+fanin_status attempt_end(pull *p, fanin_error *error)
+{
+    uint64_t clock = clock_ns();
+    fanin_status status = lease_round_end(p->client, p->leases, p->at, error);
+    p->result->info.end_ns += lap(&clock);
+    return status;
+}

@@ -1,0 +1,194 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include "pull/pull_session.h"
+
+#include "error_set.h"
+#include "pull/attempt.h"
+#include "pull/lease_round.h"
+#include <stdlib.h>
+#include <unistd.h>
+
+/* A rank closes what is silent for minutes (server.h, idle_ms), and one-sided reads say nothing. */
+#define SILENT_NS (UINT64_C(30) * 1000 * 1000 * 1000)
+
+struct fanin_session {
+    pid_t pid;
+    fanin_client *client; /* NULL: its connections are gone, and the pull with them */
+    fanin_pull_options options;
+    destination destination;
+    pull pull;
+    size_t count;       /* tensors */
+    fanin_error failed; /* its status: FANIN_OK, or why nothing can be read any more */
+};
+
+/* ----------------------------------------------------------------- life cycle */
+
+/* Leases are given back, and the client may be used otherwise. */
+static void close_pull(fanin_session *s)
+{
+    if (!s->client)
+        return;
+    if (s->pull.leases)
+        lease_round_abandon(s->client, s->pull.leases);
+    pull_release(&s->pull);
+    s->client->session = NULL;
+    s->client = NULL;
+}
+
+fanin_status pull_session_open(fanin_client *client, const fanin_pull_options *options,
+                               const destination *d, size_t count, fanin_session **out,
+                               fanin_error *error)
+{
+    fanin_session *s = calloc(1, sizeof *s);
+    if (!s)
+        return error_set_memory(error);
+    *s = (fanin_session){.pid = client->pid,
+                         .client = client,
+                         .options = *options,
+                         .destination = *d,
+                         .count = count,
+                         .failed = FANIN_ERROR_INIT};
+    s->pull = (pull){.client = client,
+                     .options = &s->options,
+                     .destination = &s->destination,
+                     .open_only = true};
+    fanin_status status = pull_open(&s->pull, error);
+    if (status == FANIN_OK)
+        status = pull_until_good(&s->pull, error);
+    if (status != FANIN_OK) {
+        close_pull(s);
+        free(s);
+        return status;
+    }
+    s->options.publication = s->pull.publication->name; /* the caller's may go */
+    client->session = s;
+    *out = s;
+    return FANIN_OK;
+}
+
+void pull_session_orphan(fanin_client *client)
+{
+    fanin_session *s = client->session;
+    error_place place = {.remedy = "end sessions before the client is disconnected"};
+    if (!s)
+        return;
+    close_pull(s);
+    if (s->failed.status == FANIN_OK)
+        error_set(&s->failed, FANIN_ERR_STATE, &place,
+                  "the session's client was disconnected");
+}
+
+static fanin_status check(const fanin_session *s, fanin_error *error)
+{
+    error_place place = {.remedy = "begin a session of its own in the child"};
+    if (!s)
+        return error_set(error, FANIN_ERR_ARGUMENT, NULL, "the session is NULL");
+    if (s->pid == getpid())
+        return FANIN_OK;
+    return error_set(error, FANIN_ERR_FORKED, &place,
+                     "the session belongs to the parent process %d", (int)s->pid);
+}
+
+/* ----------------------------------------------------------------------- reading */
+
+/* Whoever is needed at the end must have been there all the time: a lease goes with its connection. */
+static fanin_status look_at_ranks(fanin_session *s, fanin_error *error)
+{
+    fanin_client *client = s->client;
+    uint64_t now = clock_ns();
+    fanin_status status = client_step(client, s->pull.at, 0, "read", error);
+    for (size_t i = 0; i < client->n_peers && status == FANIN_OK; i++) {
+        connection *c = client->peers[i].control;
+        if (!s->pull.needed[i])
+            continue;
+        if (!peer_ready(&client->peers[i]))
+            return error_copy(error, connection_fault(c));
+        if (now - connection_heard_ns(c) < SILENT_NS)
+            continue;
+        uint64_t request = connection_next_request(c);
+        encode_empty(connection_out(c), request, MSG_PING);
+        connection_ask(c, request, NULL, NULL); /* it is told, and not waited for */
+    }
+    return status;
+}
+
+static fanin_status find_part(fanin_session *s, size_t first, size_t count,
+                              plan_part **out, fanin_error *error)
+{
+    uint64_t clock = clock_ns();
+    client_work work;
+    client_work_start(&work, s->client, s->pull.at);
+    fanin_status status =
+        plan_cache_part(s->pull.cache, first, count, s->count, &work.stop, out, error);
+    s->pull.result->info.plan_ns += lap(&clock);
+    return client_work_end(&work, status, error);
+}
+
+fanin_status fanin_session_read(fanin_session *session, size_t first, size_t count,
+                                fanin_error *error)
+{
+    fanin_status status = check(session, error);
+    if (status != FANIN_OK)
+        return status;
+    if (session->failed.status != FANIN_OK)
+        return error_copy(error, &session->failed);
+    if (first > session->count || count > session->count - first)
+        return error_set(error, FANIN_ERR_ARGUMENT, NULL,
+                         "there are no %zu tensors from number %zu on: the session has "
+                         "%zu",
+                         count, first, session->count);
+    plan_part *part = NULL;
+    fanin_error why = FANIN_ERROR_INIT;
+    status = look_at_ranks(session, &why);
+    if (status == FANIN_OK)
+        status = find_part(session, first, count, &part, &why);
+    if (status == FANIN_OK)
+        status = attempt_read(&session->pull, part, &why);
+    if (status == FANIN_OK)
+        return status;
+    error_copy(&session->failed, &why);
+    lease_round_abandon(session->client, session->pull.leases);
+    return error_copy(error, &why);
+}
+
+uint64_t fanin_session_step(const fanin_session *session)
+{
+    return session ? session->pull.identity.step : 0;
+}
+
+/* ------------------------------------------------------------------------ ending */
+
+void fanin_session_abandon(fanin_session **session)
+{
+    if (!session || !*session)
+        return;
+    fanin_session *s = *session;
+    *session = NULL;
+    if (s->pid != getpid())
+        return;
+    close_pull(s);
+    free(s);
+}
+
+fanin_status fanin_session_end(fanin_session **session, fanin_result **result_out,
+                               fanin_error *error)
+{
+    fanin_session *s = session ? *session : NULL;
+    fanin_status status = check(s, error);
+    if (status == FANIN_ERR_FORKED)
+        *session = NULL;
+    if (status != FANIN_OK)
+        return status;
+    pull *p = &s->pull;
+    if (s->failed.status != FANIN_OK)
+        status = error_copy(error, &s->failed);
+    else
+        status = attempt_end(p, error);
+    if (status == FANIN_OK)
+        status = pull_complete(p, error);
+    if (status == FANIN_OK && result_out) {
+        *result_out = p->result;
+        p->result = NULL;
+    }
+    fanin_session_abandon(session);
+    return status;
+}

@@ -1,0 +1,194 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pulls of several reads, made by :meth:`fanin.Client.begin`."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+import warnings
+from collections.abc import Callable
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from ._calls import Use
+from ._records import PullResult, pull_result
+from ._tensors import PackedTensors
+from .errors import FaninError, RequestError, StateError
+
+if TYPE_CHECKING:
+    from .client import Client
+
+__all__ = ["PullSession"]
+
+
+class PullSession:
+    """A pull that fills memory in several calls, all of one step.
+
+    What :meth:`read` has filled counts only when :meth:`end` has returned: until then it may be
+    torn. In a ``with`` block a session that was not ended is abandoned::
+
+        with client.begin("full:0", packed, at_least=7) as session:
+            for layer in layers:
+                session.read(layer.first, layer.count)
+                install(layer)
+            session.end()
+
+    Until it is ended or abandoned, other calls of its client raise :class:`StateError`, but for
+    :meth:`Client.cancel`, which ends a read, and :meth:`Client.close` and
+    :meth:`Client.disconnect`, which abandon it. Used by one thread at a time, as the client is.
+
+    Between the calls nothing runs. The trainer's updates wait for a session as for any reader, at
+    most their lease time; an update that comes later makes it stale.
+    """
+
+    def __init__(self, client: Client, packed: PackedTensors, kept: tuple[Any, ...]) -> None:
+        self._pid = os.getpid()
+        self._client = client
+        self._packed = packed  # the memory that is written
+        self._kept = kept  # what the library calls and looks at
+        self._library = client._library
+        self._handle: ctypes.c_void_p | None = None
+        self._step = 0
+
+    def _opened(self, handle: ctypes.c_void_p) -> None:
+        self._handle = handle
+        self._step = int(self._library.fanin_session_step(handle))
+
+    def __len__(self) -> int:
+        """Tensors that it was begun with."""
+        return len(self._packed)
+
+    @property
+    def step(self) -> int:
+        """Of all that it reads."""
+        return self._step
+
+    @property
+    def closed(self) -> bool:
+        """Whether it was ended or abandoned."""
+        return self._handle is None
+
+    def _call(self, name: str, call: Callable[[Use, ctypes.c_void_p], None]) -> None:
+        def one(use: Use, _: ctypes.c_void_p) -> None:
+            if self._handle is None:
+                raise StateError.make("the session has ended", "begin another one")
+            try:
+                call(use, self._handle)
+            except FaninError:
+                raise
+            except BaseException:  # a callback's, or an interrupt: what was read is half-made
+                self._free()
+                raise
+
+        self._client._alone(name, one)
+
+    def read(self, first: int = 0, count: int | None = None) -> None:
+        """Fills the boxes of *count* tensors from number *first* on, in the order of packing.
+
+        Any number of calls, in any order, also of tensors that were read before; what is not
+        named is not written. A part that is read in each session alike is planned once.
+
+        After what it raises, but for a wrong argument, the session has failed: :meth:`end` raises
+        the same. What *progress* raises, and KeyboardInterrupt, abandon it.
+
+        :param count: None: all that follow.
+        :raises RequestError: there are no such tensors; the session has ended
+            (:class:`StateError`).
+        :raises StaleError: a rank has rewritten its weights; some paths find out only at the end.
+        :raises ConnectionFailedError: a rank that it needs is gone: it is not connected anew.
+        :raises PullTimeoutError: the session's time is over.
+        :raises CancelledError, HostError, PeerError: as of :meth:`Client.pull_into`.
+        """
+        total = len(self)
+        if count is None and isinstance(first, int):
+            count = max(0, total - first)
+        for value in (first, count):
+            if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+                raise RequestError.make(f"{value!r} is no number of a tensor, nor of tensors")
+        assert count is not None
+        if first + count > total:
+            raise RequestError.make(
+                f"tensors {first} to {first + count - 1} were asked for: the session has {total}"
+            )
+        self._call(
+            "read",
+            lambda use, handle: self._client._run(
+                use, self._library.fanin_session_read, handle, first, count
+            ),
+        )
+
+    def end(self) -> PullResult:
+        """Ends it on all ranks: all that was read is of :attr:`step`, and may be used.
+
+        Whatever it raises, the session has ended, and nothing that it read may be used. *bytes*
+        and *tensors* of the result count what was read, and again what was read again; *read* and
+        other times are of all reads together, *total* is since :meth:`Client.begin` was called.
+
+        :raises StaleError: a rank has rewritten its weights meanwhile: begin again.
+        :raises StateError: it has ended already.
+        :raises FaninError: what a read has raised, or could.
+        """
+        result = ctypes.c_void_p()
+
+        def call(use: Use, handle: ctypes.c_void_p) -> None:
+            try:
+                self._client._run(
+                    use,
+                    self._library.fanin_session_end,
+                    ctypes.byref(handle),
+                    ctypes.byref(result),
+                )
+            finally:
+                self._handle = handle if handle else None
+
+        try:
+            self._call("end", call)
+            return pull_result(self._library, result)
+        finally:
+            self._library.fanin_result_free(ctypes.byref(result))
+
+    def abandon(self) -> None:
+        """Gives up what was not ended; nothing that it has read may be used. Waits for nobody.
+
+        Does nothing the second time, and in a forked child.
+        """
+        if self._pid != os.getpid() or self._handle is None:
+            return
+        if not self._client.closed:
+            try:
+                self._client._alone("abandon", lambda _, __: self._free())
+            except StateError:
+                if not self._client.closed:
+                    raise
+        self._free()  # without its client it touches nothing else
+
+    def _free(self) -> None:
+        handle, self._handle = self._handle, None
+        if handle is not None:
+            self._library.fanin_session_abandon(ctypes.byref(handle))
+
+    def __enter__(self) -> PullSession:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.abandon()
+
+    def __del__(self) -> None:
+        if getattr(self, "_handle", None) is None or sys is None or sys.is_finalizing():
+            return
+        if self._pid != os.getpid():
+            return
+        warnings.warn(f"{self!r} is not ended", ResourceWarning, source=self, stacklevel=2)
+        try:
+            self.abandon()
+        except FaninError:
+            pass  # a callback of its own read lets go of it: the client's end frees it
+
+    def __repr__(self) -> str:
+        return f"<fanin.PullSession of step {self._step}{', ended' if self.closed else ''}>"

@@ -1,0 +1,567 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Pulls of several reads: every path and cut, what ends them, and what they leave behind. */
+#include "testing.h"
+#include "call.h"
+#include "ends.h"
+#include "local_world.h"
+#include <stdlib.h>
+#include <string.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+/* What a test has, and what was said last. */
+static world w;
+static fanin_client *client;
+static fanin_session *session;
+static fanin_error error = FANIN_ERROR_INIT;
+
+/* A destination for the whole world: each tensor with a byte behind it that nobody may write. */
+static struct {
+    fanin_tensor *tensors;
+    fanin_box *boxes;
+} land;
+
+static void make_land(void)
+{
+    land.tensors = calloc(w.n_tensors, sizeof *land.tensors);
+    land.boxes = calloc(w.n_tensors, sizeof *land.boxes);
+    for (size_t i = 0; i < w.n_tensors; i++) {
+        const world_tensor *t = &w.tensors[i];
+        memcpy(land.boxes[i].extent, t->shape, sizeof land.boxes[i].extent);
+        land.boxes[i].address = malloc(world_bytes(t) + 1);
+        land.tensors[i] = world_boxes(t, &land.boxes[i], 1);
+    }
+}
+
+static void clear_land(void)
+{
+    for (size_t i = 0; i < w.n_tensors; i++)
+        memset(land.boxes[i].address, 0xcc, world_bytes(&w.tensors[i]) + 1);
+}
+
+static void free_land(void)
+{
+    for (size_t i = 0; land.boxes && i < w.n_tensors; i++)
+        free(land.boxes[i].address);
+    free(land.boxes);
+    free(land.tensors);
+    land.boxes = NULL;
+    land.tensors = NULL;
+}
+
+static int tear_down(void **state)
+{
+    fanin_session_abandon(&session);
+    fanin_client_destroy(&client);
+    free_land();
+    world_stop(&w);
+    return 0;
+}
+
+static void begin_world(size_t size, world_cut cut, fanin_path path)
+{
+    tear_down(NULL);
+    world_begin(&w, size, cut, 1);
+    client = world_client(&w, path);
+    make_land();
+}
+
+static fanin_status open_with(const fanin_pull_options *options)
+{
+    clear_land();
+    return fanin_client_begin(client, options, land.tensors, w.n_tensors, &session,
+                              &error);
+}
+
+static void open_session(void)
+{
+    fanin_pull_options options = make_options(FANIN_STEP_NEWEST, 0);
+    assert_ok(open_with(&options), error);
+}
+
+static fanin_status read_from(size_t first, size_t count)
+{
+    return fanin_session_read(session, first, count, &error);
+}
+
+/* That the tensors are of the session's step, and nothing behind them was written. */
+static void check_land(size_t first, size_t count, uint64_t step)
+{
+    for (size_t i = first; i < first + count; i++) {
+        const uint8_t *bytes = land.boxes[i].address;
+        world_check(&w, i, step, bytes);
+        assert_int_equal(bytes[world_bytes(&w.tensors[i])], 0xcc);
+    }
+}
+
+/* That nothing of the tensors was written. */
+static void check_untouched(size_t first, size_t count)
+{
+    for (size_t i = first; i < first + count; i++) {
+        const uint8_t *bytes = land.boxes[i].address;
+        for (uint64_t j = 0; j <= world_bytes(&w.tensors[i]); j++)
+            assert_int_equal(bytes[j], 0xcc);
+    }
+}
+
+static uint64_t bytes_of(size_t first, size_t count)
+{
+    uint64_t sum = 0;
+    for (size_t i = first; i < first + count; i++)
+        sum += world_bytes(&w.tensors[i]);
+    return sum;
+}
+
+static void end_well(fanin_result_info *info)
+{
+    fanin_result *result = NULL;
+    assert_ok(fanin_session_end(&session, &result, &error), error);
+    assert_null(session);
+    *info = (fanin_result_info){.struct_size = sizeof *info};
+    fanin_result_get(result, info);
+    fanin_result_free(&result);
+    info->path_reason = info->ranks_json = NULL;
+}
+
+/* The last ones first, one by one and in a run; what was not asked for stays as it was. */
+static void read_all(uint64_t step)
+{
+    size_t n = w.n_tensors, half = n / 2;
+    assert_ok(read_from(half, n - half), error);
+    check_land(half, n - half, step);
+    check_untouched(0, half);
+    for (size_t i = half; i-- > 0;) {
+        assert_ok(read_from(i, 1), error);
+        check_untouched(0, i);
+    }
+    check_land(0, n, step);
+}
+
+static void expect_session(uint64_t step, fanin_path path)
+{
+    fanin_result_info info;
+    open_session();
+    assert_int_equal(fanin_session_step(session), step);
+    read_all(step);
+    end_well(&info);
+    assert_int_equal(info.step, step);
+    assert_int_equal(info.path, path);
+    assert_int_equal(info.bytes, bytes_of(0, w.n_tensors));
+    assert_int_equal(info.restarts, 0);
+}
+
+/* ------------------------------------------------------------------- good ends */
+
+static void every_cut(fanin_path path)
+{
+    static const struct {
+        world_cut cut;
+        size_t size;
+    } cases[] = {{CUT_CHUNK0, 1},  {CUT_CHUNK0, 3},    {CUT_CHUNK1, 4}, {CUT_GRID, 4},
+                 {CUT_STRIDED, 3}, {CUT_REPLICATE, 3}, {CUT_HSDP, 4}};
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        begin_world(cases[i].size, cases[i].cut, path);
+        expect_session(1, path);
+        world_commit(&w, 5);
+        expect_session(5, path);
+        assert_ok(world_pull(&w, client, NULL, NULL, &error), error);
+        world_commit(&w, 6);
+        expect_session(6, path);
+    }
+}
+
+static void test_stream(void **state)
+{
+    every_cut(FANIN_PATH_STREAM);
+}
+
+static void test_cma(void **state)
+{
+    if (!world_has_cma())
+        skip();
+    every_cut(FANIN_PATH_CMA);
+}
+
+static void test_tcp(void **state)
+{
+    fanin_client_config config;
+    fanin_client_config_init(&config, sizeof config);
+    config.no_unix = true;
+    config.path = FANIN_PATH_STREAM;
+    world_begin(&w, 3, CUT_STRIDED, 1);
+    client = world_client_with(&w, &config);
+    make_land();
+    expect_session(1, FANIN_PATH_STREAM);
+}
+
+static void test_snapshots(void **state)
+{
+    w.snapshots = true;
+    world_begin(&w, 3, CUT_CHUNK0, 1);
+    client = world_client(&w, FANIN_PATH_STREAM);
+    make_land();
+    for (uint64_t step = 1; step < 5; step++) {
+        if (step > 1)
+            world_commit(&w, step);
+        expect_session(step, FANIN_PATH_STREAM);
+    }
+}
+
+/* The trainer publishes its next copy, and that is no matter: the arena that is read stays. */
+static void test_snapshot_committed_meanwhile(void **state)
+{
+    fanin_result_info info;
+    w.snapshots = true;
+    world_begin(&w, 2, CUT_CHUNK0, 1);
+    client = world_client(&w, FANIN_PATH_STREAM);
+    make_land();
+    open_session();
+    assert_ok(read_from(0, 2), error);
+    world_commit(&w, 2);
+    assert_ok(read_from(2, w.n_tensors - 2), error);
+    check_land(0, w.n_tensors, 1);
+    end_well(&info);
+    assert_int_equal(info.step, 1);
+}
+
+static void test_read_again(void **state)
+{
+    fanin_result_info info;
+    begin_world(2, CUT_CHUNK0, FANIN_PATH_STREAM);
+    open_session();
+    assert_ok(read_from(0, 3), error);
+    for (size_t i = 0; i < 3; i++)
+        memset(land.boxes[i].address, 0xcc, world_bytes(&w.tensors[i]));
+    assert_ok(read_from(1, 2), error);
+    check_untouched(0, 1);
+    check_land(1, 2, 1);
+    end_well(&info);
+    assert_int_equal(info.bytes, bytes_of(0, 3) + bytes_of(1, 2));
+}
+
+static void test_nothing_read(void **state)
+{
+    fanin_result_info info;
+    begin_world(2, CUT_CHUNK0, FANIN_PATH_STREAM);
+    open_session();
+    assert_ok(read_from(w.n_tensors, 0), error);
+    assert_ok(read_from(0, 0), error);
+    end_well(&info);
+    assert_int_equal(info.bytes, 0);
+    check_untouched(0, w.n_tensors);
+    open_session();
+    assert_ok(fanin_session_end(&session, NULL, &error), error);
+}
+
+/* Cuts of all kinds, so that kept parts are dropped and made again. */
+static void test_other_cuts(void **state)
+{
+    fanin_result_info info;
+    begin_world(3, CUT_STRIDED, FANIN_PATH_STREAM);
+    for (int round = 0; round < 2; round++) {
+        open_session();
+        for (size_t width = 1; width <= w.n_tensors; width++) {
+            for (size_t i = 0; i + width <= w.n_tensors; i++) {
+                assert_ok(read_from(i, width), error);
+                check_land(i, width, 1);
+            }
+        }
+        end_well(&info);
+    }
+}
+
+static void test_verify(void **state)
+{
+    fanin_pull_options options = make_options(FANIN_STEP_NEWEST, 0);
+    fanin_result_info info;
+    options.verify = true;
+    begin_world(3, CUT_STRIDED, FANIN_PATH_STREAM);
+    assert_ok(open_with(&options), error);
+    read_all(1);
+    end_well(&info);
+    assert_true(info.verified);
+}
+
+typedef struct told {
+    uint64_t done, total;
+    unsigned calls;
+} told;
+
+static void on_progress(void *cookie, uint64_t done, uint64_t total)
+{
+    told *t = cookie;
+    assert_true(done >= t->done && done <= total);
+    *t = (told){done, total, t->calls + 1};
+}
+
+static void test_progress(void **state)
+{
+    fanin_pull_options options = make_options(FANIN_STEP_NEWEST, 0);
+    told t = {0};
+    fanin_result_info info;
+    options.progress = on_progress;
+    options.progress_cookie = &t;
+    begin_world(2, CUT_CHUNK0, FANIN_PATH_STREAM);
+    assert_ok(open_with(&options), error);
+    /* The first read is told of when it begins, later ones 20 times a second at most. */
+    while (t.calls < 3)
+        assert_ok(read_from(0, w.n_tensors), error);
+    assert_int_equal(t.total, bytes_of(0, w.n_tensors));
+    assert_int_equal(t.done, t.total);
+    end_well(&info);
+}
+
+/* ------------------------------------------------------------------- bad ends */
+
+static void test_stale_by_stream(void **state)
+{
+    fanin_error first;
+    w.lease_ms = 1; /* the update does not wait for who has gone away */
+    begin_world(2, CUT_CHUNK0, FANIN_PATH_STREAM);
+    open_session();
+    assert_ok(read_from(0, 2), error);
+    world_commit_rank(&w, 1, 2);
+    assert_int_equal(read_from(0, w.n_tensors), FANIN_ERR_STALE);
+    assert_non_null(strstr(error.message, "rank 1"));
+    first = error;
+    assert_int_equal(read_from(0, 1), FANIN_ERR_STALE);
+    assert_int_equal(fanin_session_end(&session, NULL, &error), FANIN_ERR_STALE);
+    assert_string_equal(error.message, first.message);
+    assert_null(session);
+    world_commit_rank(&w, 0, 2);
+    expect_session(2, FANIN_PATH_STREAM);
+}
+
+/* Also when the rank is overtaken after the last read, on whichever path. */
+static void stale_at_end(fanin_path path)
+{
+    w.lease_ms = 1;
+    begin_world(2, CUT_CHUNK0, path);
+    open_session();
+    read_all(1);
+    world_commit(&w, 2);
+    assert_int_equal(fanin_session_end(&session, NULL, &error), FANIN_ERR_STALE);
+    assert_non_null(strstr(error.message, "rewrote"));
+    expect_session(2, path);
+}
+
+static void test_stale_at_end(void **state)
+{
+    stale_at_end(FANIN_PATH_STREAM);
+    if (world_has_cma())
+        stale_at_end(FANIN_PATH_CMA);
+}
+
+static fanin_status update(void *server)
+{
+    return fanin_server_begin_update(server, "lora:0", &error);
+}
+
+/* An update waits for the session between its reads, and goes on when it is given up. */
+static void test_abandoned(void **state)
+{
+    call c;
+    w.lease_ms = 60000;
+    begin_world(1, CUT_CHUNK0, FANIN_PATH_STREAM);
+    open_session();
+    assert_ok(read_from(0, 1), error);
+    call_start(&c, update, w.ranks[0].server);
+    assert_false(call_returns(&c, 50));
+    fanin_session_abandon(&session);
+    assert_null(session);
+    assert_int_equal(call_end(&c), FANIN_OK);
+    fanin_session_abandon(&session);
+    fanin_session_abandon(NULL);
+}
+
+static void test_killed_rank(void **state)
+{
+    begin_world(2, CUT_CHUNK0, FANIN_PATH_STREAM);
+    open_session();
+    assert_ok(read_from(0, 2), error);
+    world_stop_rank(&w, 1);
+    fanin_status status = read_from(2, 1);
+    assert_true(status == FANIN_ERR_CLOSED || status == FANIN_ERR_UNREACHABLE);
+    assert_non_null(strstr(error.message, "rank 1"));
+    assert_int_equal(fanin_session_end(&session, NULL, &error), status);
+    /* It comes back as another incarnation, to which an old lease says nothing. */
+    world_restart_rank(&w, 1);
+    world_commit_rank(&w, 1, 1);
+    expect_session(1, FANIN_PATH_STREAM);
+}
+
+/* Also one whose bytes have all been read by then. */
+static void test_killed_before_the_end(void **state)
+{
+    begin_world(2, CUT_CHUNK0, FANIN_PATH_STREAM);
+    open_session();
+    read_all(1);
+    world_stop_rank(&w, 0);
+    world_restart_rank(&w, 0);
+    world_commit_rank(&w, 0, 1);
+    fanin_status status = fanin_session_end(&session, NULL, &error);
+    assert_true(status == FANIN_ERR_CLOSED || status == FANIN_ERR_UNREACHABLE);
+    assert_non_null(strstr(error.message, "rank 0"));
+    expect_session(1, FANIN_PATH_STREAM);
+}
+
+static void test_cancelled(void **state)
+{
+    begin_world(2, CUT_CHUNK0, FANIN_PATH_STREAM);
+    open_session();
+    assert_ok(read_from(0, 1), error);
+    fanin_client_cancel(client);
+    assert_int_equal(read_from(1, 1), FANIN_ERR_CANCELLED);
+    assert_int_equal(fanin_session_end(&session, NULL, &error), FANIN_ERR_CANCELLED);
+    expect_session(1, FANIN_PATH_STREAM);
+    fanin_client_cancel(client);
+    fanin_pull_options options = make_options(FANIN_STEP_NEWEST, 0);
+    assert_int_equal(open_with(&options), FANIN_ERR_CANCELLED);
+    assert_null(session);
+}
+
+static void test_out_of_time(void **state)
+{
+    fanin_pull_options options = make_options(FANIN_STEP_NEWEST, 0);
+    fanin_status status = FANIN_OK;
+    options.timeout_ms = 300;
+    begin_world(2, CUT_CHUNK0, FANIN_PATH_STREAM);
+    assert_ok(open_with(&options), error);
+    while (status == FANIN_OK)
+        status = read_from(0, w.n_tensors);
+    assert_int_equal(status, FANIN_ERR_TIMEOUT);
+    assert_int_equal(fanin_session_end(&session, NULL, &error), FANIN_ERR_TIMEOUT);
+    expect_session(1, FANIN_PATH_STREAM);
+}
+
+/* ------------------------------------------------------------------- wrong use */
+
+static void test_other_calls(void **state)
+{
+    fanin_pull_options options = make_options(FANIN_STEP_NEWEST, 0);
+    fanin_session *second = NULL;
+    fanin_result_info info;
+    begin_world(2, CUT_CHUNK0, FANIN_PATH_STREAM);
+    open_session();
+    assert_int_equal(world_pull(&w, client, NULL, NULL, &error), FANIN_ERR_STATE);
+    assert_non_null(strstr(error.message, "session"));
+    assert_int_equal(fanin_client_begin(client, &options, land.tensors, w.n_tensors,
+                                        &second, &error),
+                     FANIN_ERR_STATE);
+    assert_null(second);
+    assert_int_equal(fanin_client_wait(client, &options, NULL, &error),
+                     FANIN_ERR_STATE);
+    assert_int_equal(fanin_client_connect(client, w.address_list, w.size, 5000, &error),
+                     FANIN_ERR_STATE);
+    read_all(1);
+    end_well(&info);
+    assert_ok(world_pull(&w, client, NULL, NULL, &error), error);
+}
+
+static void test_wrong_arguments(void **state)
+{
+    fanin_pull_options options = make_options(FANIN_STEP_NEWEST, 0);
+    fanin_result_info info;
+    begin_world(2, CUT_CHUNK0, FANIN_PATH_STREAM);
+    assert_int_equal(
+        fanin_client_begin(client, &options, land.tensors, 0, &session, &error),
+        FANIN_ERR_ARGUMENT);
+    assert_int_equal(
+        fanin_client_begin(client, &options, land.tensors, w.n_tensors, NULL, &error),
+        FANIN_ERR_ARGUMENT);
+    options.timeout_ms = 0;
+    assert_int_equal(open_with(&options), FANIN_ERR_ARGUMENT);
+    assert_int_equal(fanin_session_read(NULL, 0, 1, &error), FANIN_ERR_ARGUMENT);
+    assert_int_equal(fanin_session_end(NULL, NULL, &error), FANIN_ERR_ARGUMENT);
+    assert_int_equal(fanin_session_end(&session, NULL, &error), FANIN_ERR_ARGUMENT);
+    assert_int_equal(fanin_session_step(NULL), 0);
+    open_session();
+    assert_int_equal(read_from(w.n_tensors, 1), FANIN_ERR_ARGUMENT);
+    assert_int_equal(read_from(1, SIZE_MAX), FANIN_ERR_ARGUMENT);
+    read_all(1); /* a wrong argument does the session nothing */
+    end_well(&info);
+}
+
+static void test_two_clients(void **state)
+{
+    fanin_result_info info;
+    begin_world(2, CUT_CHUNK0, FANIN_PATH_STREAM);
+    open_session();
+    assert_ok(read_from(0, 2), error);
+    fanin_session *other_session = session;
+    fanin_client *other = client;
+    session = NULL;
+    client = world_client(&w, FANIN_PATH_STREAM);
+    expect_session(1, FANIN_PATH_STREAM);
+    fanin_client_destroy(&client);
+    client = other;
+    session = other_session;
+    clear_land();
+    read_all(1);
+    end_well(&info);
+}
+
+static void test_client_gone(void **state)
+{
+    begin_world(2, CUT_CHUNK0, FANIN_PATH_STREAM);
+    open_session();
+    assert_ok(read_from(0, 1), error);
+    fanin_client_disconnect(client);
+    assert_int_equal(read_from(1, 1), FANIN_ERR_STATE);
+    assert_int_equal(fanin_session_end(&session, NULL, &error), FANIN_ERR_STATE);
+    assert_ok(fanin_client_connect(client, w.address_list, w.size, 20000, &error),
+              error);
+    open_session();
+    fanin_client_destroy(&client);
+    assert_int_equal(read_from(0, 1), FANIN_ERR_STATE);
+    fanin_session_abandon(&session);
+}
+
+static void test_forked(void **state)
+{
+    fanin_result_info info;
+    begin_world(1, CUT_CHUNK0, FANIN_PATH_STREAM);
+    open_session();
+    pid_t child = fork();
+    if (child == 0) {
+        bool ok = read_from(0, 1) == FANIN_ERR_FORKED;
+        ok = ok && fanin_session_end(&session, NULL, &error) == FANIN_ERR_FORKED;
+        _exit(ok && !session ? 0 : 1);
+    }
+    int how;
+    assert_int_equal(waitpid(child, &how, 0), child);
+    assert_true(WIFEXITED(how) && WEXITSTATUS(how) == 0);
+    read_all(1);
+    end_well(&info);
+}
+
+#define CASE(name) cmocka_unit_test_teardown(name, tear_down)
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {
+        CASE(test_stream),
+        CASE(test_cma),
+        CASE(test_tcp),
+        CASE(test_snapshots),
+        CASE(test_snapshot_committed_meanwhile),
+        CASE(test_read_again),
+        CASE(test_nothing_read),
+        CASE(test_other_cuts),
+        CASE(test_verify),
+        CASE(test_progress),
+        CASE(test_stale_by_stream),
+        CASE(test_stale_at_end),
+        CASE(test_abandoned),
+        CASE(test_killed_rank),
+        CASE(test_killed_before_the_end),
+        CASE(test_cancelled),
+        CASE(test_out_of_time),
+        CASE(test_other_calls),
+        CASE(test_wrong_arguments),
+        CASE(test_two_clients),
+        CASE(test_client_gone),
+        CASE(test_forked),
+    };
+    return cmocka_run_group_tests_name("session", tests, NULL, NULL);
+}
