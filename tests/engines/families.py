@@ -149,6 +149,28 @@ def values(entries: list[Entry]) -> dict[str, torch.Tensor]:
     return {e.name: torch.randn(e.shape, generator=generator).to(types[e.dtype]) for e in entries}
 
 
+@contextlib.contextmanager
+def served(tensors: dict[str, torch.Tensor], ranks: int = 2) -> Iterator[list[str]]:
+    """Addresses of trainer ranks that have published *tensors* as `full:0`, at step 1, each rank a
+    part of the rows of every tensor."""
+    import fanin
+
+    with contextlib.ExitStack() as stack:
+        servers = [
+            stack.enter_context(fanin.Server(world_id="ab" * 16, rank=rank, world_size=ranks))
+            for rank in range(ranks)
+        ]
+        for rank, server in enumerate(servers):
+            for name, tensor in tensors.items():
+                step = -(-tensor.shape[0] // ranks)
+                rows = tensor[rank * step : (rank + 1) * step]
+                offset = (min(rank * step, tensor.shape[0]), *[0] * (tensor.dim() - 1))
+                shard = fanin.shard_of(name, rows, shape=tensor.shape, offset=offset)
+                server.put("full:0", [shard])
+            server.commit("full:0", 1)
+        yield [f"127.0.0.1:{server.port}" for server in servers]
+
+
 @dataclass(frozen=True)
 class Layout:
     """How many ranks there are, and whether experts are theirs as a whole."""

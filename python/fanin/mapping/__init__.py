@@ -9,6 +9,7 @@ no knowledge of the model or of the engine, and no list of what loaders may do::
     mapping = recording.mapping()           # every element once, or an error that names the tensor
     packed = mapping.pack(model)            # onto the live parameters, grouped by module
     client.pull_into(run, packed.tensors, dtype=packed.dtype)
+    packed.settle()
     mapping.save("rank0.json")              # fanin.mapping.load() reads it again
 
 PyTorch is imported when :func:`record` is first used. How vLLM's model is brought into the state
@@ -23,6 +24,7 @@ from fanin.mapping._errors import MappingError, Refusal
 from fanin.mapping._file import FORMAT, load
 from fanin.mapping._mapping import (
     About,
+    Bridge,
     Fill,
     Group,
     Leaf,
@@ -42,6 +44,7 @@ if TYPE_CHECKING:
 __all__ = [
     "FORMAT",
     "About",
+    "Bridge",
     "Fill",
     "Group",
     "Leaf",

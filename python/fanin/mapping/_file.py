@@ -14,7 +14,7 @@ from typing import Any, NoReturn, TypeVar
 from fanin import _ffi
 from fanin._tensors import dtype_bits
 from fanin.errors import RequestError
-from fanin.mapping._mapping import About, Fill, Leaf, Mapping, Module, Piece, Source
+from fanin.mapping._mapping import NARROWER, About, Fill, Leaf, Mapping, Module, Piece, Source
 
 __all__ = ["FORMAT", "encoded", "load", "save"]
 
@@ -253,6 +253,8 @@ class _Field:
         )
         if sources is not None:
             sources.unique([source.name for source in leaf.sources])
+            if dtype == "F32" and len({source.dtype for source in leaf.sources}) > 1:
+                sources.wrong("has several types that would have to become F32")
         if not fallback:
             self._check_volume(leaf)
         return leaf
@@ -270,7 +272,7 @@ class _Field:
     def source(self, wanted: str, room: int) -> Source:
         shape = self["shape"].integers()
         dtype = self["dtype"].text(tuple(_ffi.DTYPES))
-        if dtype != wanted and (dtype != "F32" or wanted not in ("BF16", "F16")):
+        if dtype != wanted and not any({dtype, wanted} == {"F32", n} for n in NARROWER):
             self["dtype"].wrong(f"is {dtype}, which does not become {wanted}")
         pieces = self["boxes"].each(lambda f: f.piece(shape, wanted, room))
         if not pieces:

@@ -1,21 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where every part of a publication lies in the modules of one rank of an engine. No torch in
-here: the live tensors are told by what they can do."""
+"""Where every part of a publication lies in the modules of one rank of an engine. PyTorch is
+imported only where a tensor has to be made."""
 
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Mapping as Dict
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from fanin._tensors import Box, PackedTensors, Shard, pack, torch_dtype
+from fanin._tensors import Box, PackedTensors, Shard, dtype_bits, pack, torch_dtype
 from fanin.errors import RequestError
 
 __all__ = [
+    "NARROWER",
     "About",
+    "Bridge",
     "Fill",
     "Group",
     "Leaf",
@@ -26,6 +29,10 @@ __all__ = [
     "Source",
     "unwanted",
 ]
+
+
+#: Types that a pull can make of F32, and that F32 holds without loss.
+NARROWER = ("BF16", "F16")
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +67,8 @@ class Source(NamedTuple):
 
     #: Of the published tensor.
     name: str
-    #: safetensors' name of its type. The module's tensor has the same, or BF16 or F16 for F32.
+    #: safetensors' name of its type. The module's tensor has the same, or a narrower one than F32,
+    #: or F32 where this is narrower.
     dtype: str
     #: Of the whole published tensor.
     shape: tuple[int, ...]
@@ -93,6 +101,14 @@ class Leaf(NamedTuple):
     fills: tuple[Fill, ...]
     #: Why nothing published fills it, ``""`` if something does.
     own: str
+
+    @property
+    def lands(self) -> str:
+        """The type in which its elements arrive: not its own if it is wider than what is
+        published."""
+        if self.dtype == "F32" and self.sources and self.sources[0].dtype in NARROWER:
+            return self.sources[0].dtype
+        return self.dtype
 
 
 class Module(NamedTuple):
@@ -130,6 +146,15 @@ class Group(NamedTuple):
 Lookup = Callable[[str, str], Any]
 
 
+class Bridge(NamedTuple):
+    """A tensor that is wider than what is published: a narrow one beside it is where it lands."""
+
+    #: Of the module.
+    path: str
+    landed: Any
+    live: Any
+
+
 @dataclass(frozen=True)
 class PackedMapping:
     """Shards of a mapping onto memory, packed for pulls."""
@@ -141,6 +166,21 @@ class PackedMapping:
     dtype: str | None
     #: Of the memory that the shards point to; another one means that they are of no use any more.
     addresses: str
+    #: What :meth:`settle` copies.
+    bridges: tuple[Bridge, ...] = ()
+
+    def settle(self, modules: Iterable[str] | None = None) -> None:
+        """Copies what landed beside tensors that are wider than what is published into them.
+
+        To be called after each pull that ended well; it does nothing for most models. On CUDA the
+        copies are put on the current stream, which has to wait for the pull's end.
+
+        :param modules: paths; only these.
+        """
+        only = None if modules is None else frozenset(modules)
+        for bridge in self.bridges:
+            if only is None or bridge.path in only:
+                bridge.live.detach().copy_(bridge.landed)
 
     def layers(self) -> tuple[Group, ...]:
         """The groups joined by layer: modules with the same path up to its first number."""
@@ -236,17 +276,32 @@ class Mapping:
             tensor of (path of the module, name of the parameter or buffer). Each tensor has to have
             the recorded dtype, shape and strides.
         :param modules: paths; only these. Modules of the fallback are left out.
-        :raises RequestError: a module or tensor is missing or has another layout.
+        :raises RequestError: a module or tensor is missing or has another layout, or is wider than
+            what is published: see :meth:`pack`.
         """
-        return [shard for _, shard in self._placed(live, modules)]
+        bridges: list[Bridge] = []
+        placed = [shard for _, shard in self._placed(live, modules, bridges)]
+        if bridges:
+            raise RequestError.make(
+                f"a tensor of module '{bridges[0].path}' is wider than what is published",
+                "use pack(), and settle() of what it returns",
+                phase="mapping",
+            )
+        return placed
 
     def pack(self, live: Any, modules: Iterable[str] | None = None) -> PackedMapping:
-        """:meth:`shards`, packed and grouped by module.
+        """Shards onto live memory, packed and grouped by module.
 
+        Each is of one parameter or buffer and one published tensor, in the model's order. A tensor
+        that is wider than what is published gets memory beside it, see
+        :meth:`PackedMapping.settle`.
+
+        :param live, modules: as in :meth:`shards`.
         :raises RequestError: as :meth:`shards`; a pull cannot make both F32 and what is narrower
             of published F32.
         """
-        placed = list(self._placed(live, modules))
+        bridges: list[Bridge] = []
+        placed = list(self._placed(live, modules, bridges))
         groups: list[Group] = []
         for index, (path, shard) in enumerate(placed):
             size = _bytes(shard)
@@ -257,7 +312,9 @@ class Mapping:
                 groups.append(Group(path, index, 1, size))
         packed = pack(shard for _, shard in placed)
         only = None if modules is None else frozenset(modules)
-        return PackedMapping(packed, tuple(groups), self.converts(only), _addresses(placed))
+        return PackedMapping(
+            packed, tuple(groups), self.converts(only), _addresses(placed), tuple(bridges)
+        )
 
     def converts(self, modules: Iterable[str] | None = None) -> str | None:
         """What a pull has to make of F32 (its ``dtype``), None: nothing is published as F32, or it
@@ -280,7 +337,9 @@ class Mapping:
         kind = next(iter(kinds), None)
         return None if kind == "F32" else kind
 
-    def _placed(self, live: Any, modules: Iterable[str] | None) -> Iterator[tuple[str, Shard]]:
+    def _placed(
+        self, live: Any, modules: Iterable[str] | None, bridges: list[Bridge]
+    ) -> Iterator[tuple[str, Shard]]:
         lookup = _lookup(live)
         only = None if modules is None else frozenset(modules)
         for module in self.modules:
@@ -290,7 +349,7 @@ class Mapping:
                 if leaf.sources:
                     tensor = lookup(module.path, leaf.name)
                     check_layout(module.path, leaf, tensor)
-                    yield from _leaf_shards(module.path, leaf, tensor)
+                    yield from _leaf_shards(module.path, leaf, tensor, bridges)
 
     def fill(self, live: Any, modules: Iterable[str] | None = None) -> None:
         """Sets the padding of tensors that are new: what the loader fills with one value.
@@ -406,33 +465,46 @@ def check_layout(path: str, leaf: Leaf, tensor: Any) -> None:
         )
 
 
-def _leaf_shards(path: str, leaf: Leaf, tensor: Any) -> Iterator[tuple[str, Shard]]:
-    address = tensor.data_ptr()
-    device = tensor.device.index if tensor.device.type == "cuda" else -1
-    if tensor.device.type not in ("cpu", "cuda") or not address:
+def _leaf_shards(
+    path: str, leaf: Leaf, live: Any, bridges: list[Bridge]
+) -> Iterator[tuple[str, Shard]]:
+    if live.device.type not in ("cpu", "cuda") or not live.data_ptr():
         raise RequestError.make(
-            f"'{path}.{leaf.name}' has no memory on a CPU or CUDA device: it is on {tensor.device}",
+            f"'{path}.{leaf.name}' has no memory on a CPU or CUDA device: it is on {live.device}",
             phase="mapping",
         )
+    tensor, size, wide = live, 1, 1
+    if leaf.lands != leaf.dtype:
+        tensor = _narrow(live, leaf)
+        bridges.append(Bridge(path, tensor, live))
+        size, wide = tensor.element_size(), live.element_size()
+    address = tensor.data_ptr()
+    device = tensor.device.index if tensor.device.type == "cuda" else -1
     owner = tensor.untyped_storage()
     for source in leaf.sources:
         boxes = tuple(
-            Box(piece.offset, piece.extent, piece.stride, address + piece.at)
+            Box(
+                piece.offset,
+                piece.extent,
+                tuple(step * size // wide for step in piece.stride),
+                address + piece.at * size // wide,
+            )
             for piece in source.pieces
         )
-        yield path, Shard(source.name, leaf.dtype, source.shape, boxes, device, owner)
+        yield path, Shard(source.name, leaf.lands, source.shape, boxes, device, owner)
+
+
+def _narrow(live: Any, leaf: Leaf) -> Any:
+    """A tensor of the type that is published, laid out as a live one."""
+    import torch
+
+    dtype = {"BF16": torch.bfloat16, "F16": torch.float16}[leaf.lands]
+    return torch.empty_strided(live.shape, live.stride(), dtype=dtype, device=live.device)
 
 
 def _bytes(shard: Shard) -> int:
-    from fanin._tensors import dtype_bits
-
-    total = 0
-    for box in shard.boxes:
-        elements = 1
-        for count in box.extent:
-            elements *= count
-        total += elements
-    return total * dtype_bits(shard.dtype) // 8
+    elements = sum(math.prod(box.extent) for box in shard.boxes)
+    return elements * dtype_bits(shard.dtype) // 8
 
 
 def _addresses(placed: Iterable[tuple[str, Shard]]) -> str:

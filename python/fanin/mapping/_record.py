@@ -16,7 +16,7 @@ from fanin.errors import RequestError
 from fanin.mapping import _boxes
 from fanin.mapping._boxes import Block, Part
 from fanin.mapping._errors import MappingError, Refusal
-from fanin.mapping._mapping import About, Fill, Leaf, Module, Piece, Source
+from fanin.mapping._mapping import NARROWER, About, Fill, Leaf, Module, Piece, Source
 from fanin.mapping._mapping import Mapping as ModelMapping
 from fanin.mapping._recorder import Copied, Filled, Place, ReadsDataError, Recorder, Spot
 from fanin.mapping._state import ModelState
@@ -24,7 +24,6 @@ from fanin.mapping._state import ModelState
 __all__ = ["Described", "Recording", "Target", "key_digest", "record"]
 
 _TYPES = {name: getattr(torch, kind) for kind, name in TORCH_DTYPES.items() if hasattr(torch, kind)}
-_NARROWER = ("BF16", "F16")  # what a pull makes of F32
 
 
 class Described(Protocol):
@@ -235,6 +234,8 @@ class _Gathered:
     sources: dict[str, list[Piece]] = field(default_factory=dict)
     blocks: list[Block] = field(default_factory=list)
     names: list[str] = field(default_factory=list)
+    #: Of the copy, for each block.
+    numbers: list[int] = field(default_factory=list)
     fills: list[tuple[Fill, list[Block], int]] = field(default_factory=list)
 
 
@@ -322,6 +323,7 @@ class _Checker:
         for block in blocks:
             into.blocks.append(block)
             into.names.append(copy.name)
+            into.numbers.append(number)
 
     def _blocks(self, index: int, spot: Spot) -> list[Block]:
         """A view of a target's memory as boxes of it."""
@@ -358,6 +360,8 @@ class _Checker:
         if not memory.dense:
             self._refuse(index, "", "its memory has gaps or shares elements")
             return ""
+        self._check_arrival(index)
+        self._check_fills(index)
         found = _boxes.coverage(memory.shape, into.blocks)
         if found.twice:
             both = _names_at(found.first_twice, into)
@@ -378,6 +382,28 @@ class _Checker:
                 f"tensor, the first at {self._where(index, found.first_unfilled)}",
             )
         return ""
+
+    def _check_arrival(self, index: int) -> None:
+        """What is widened after it has landed has to land in one type."""
+        into, wide = self._into[index], self._r.targets[index].tensor.dtype == torch.float32
+        first = next(iter(into.sources), "")
+        for name in into.sources if wide else ():
+            a, b = self._published[first].dtype, self._published[name].dtype
+            if a != b:
+                self._refuse(index, name, f"it is published as {b}, and '{first}' as {a}")
+
+    def _check_fills(self, index: int) -> None:
+        """Padding is set before what is published lands; a loader may not do it over that."""
+        into, shape = self._into[index], self._memory[index].shape
+        for _, blocks, after in into.fills:
+            earlier = [b for b, n in zip(into.blocks, into.numbers, strict=True) if n < after]
+            if not earlier:
+                continue
+            alone = _boxes.coverage(shape, earlier).twice + _boxes.coverage(shape, blocks).twice
+            if _boxes.coverage(shape, earlier + blocks).twice > alone:
+                self._refuse(
+                    index, into.names[0], "the loader fills elements that it had copied before"
+                )
 
     def _untouched(self, index: int) -> str:
         target = self._r.targets[index]
@@ -464,7 +490,9 @@ def _types(published: str, target: Any, views: tuple[Any, Any]) -> str:
         same = views[0] == views[1] and published == wanted
         if not same or views[0].itemsize != source.itemsize:
             return f"the loader copies it as {views[0]} to {views[1]}, and it is {published}"
-    if published == wanted or (published == "F32" and wanted in _NARROWER):
+    if published == wanted:
+        return ""
+    if {published, wanted} in ({"F32", narrower} for narrower in NARROWER):
         return ""
     return f"it is published as {published} and wanted as {wanted}"
 

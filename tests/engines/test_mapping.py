@@ -1,0 +1,541 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What loaders do, recorded: small models and loaders of every kind, good and bad."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import fanin
+import pytest
+import torch
+from families import Entry, served, values
+from fanin import mapping as maps
+from fanin.mapping import MappingError
+
+Loader = Callable[[Any, str, torch.Tensor], None]
+Weights = Iterator[tuple[str, torch.Tensor]]
+
+
+class Fused(torch.nn.Module):
+    """Two published tensors in one parameter, padded by two rows, and a norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = torch.nn.Parameter(torch.full((10, 6), 7.0, dtype=torch.bfloat16))
+        self.norm = torch.nn.Parameter(torch.full((6,), 7.0))
+        self.register_buffer("cache", torch.full((3,), 7.0), persistent=False)
+        self.calls = 0
+
+    def put(self, name: str, weight: torch.Tensor) -> None:
+        if name == "up":
+            self.rows.data[0:4].copy_(weight)
+        elif name == "down":
+            self.rows.data.narrow(0, 4, 4).copy_(weight.t())
+            self.rows.data[8:].fill_(0)
+        else:
+            self.norm.data.copy_(weight)
+
+    def load_weights(self, weights: Weights) -> None:
+        self.calls += 1
+        for name, weight in weights:
+            self.put(name, weight)
+
+
+PUBLISHED = [Entry("up", "BF16", (4, 6)), Entry("down", "BF16", (6, 4)), Entry("norm", "F32", (6,))]
+
+
+def state_of(model: torch.nn.Module) -> dict[str, Any]:
+    """All that a recording has to leave as it is."""
+    return {
+        "tensors": {
+            name: (t, t.data_ptr(), t.detach().clone())
+            for name, t in [*model.named_parameters(), *model.named_buffers()]
+        },
+        "attributes": {k: v for k, v in model.__dict__.items() if isinstance(v, (int, str))},
+    }
+
+
+def assert_untouched(model: torch.nn.Module, before: dict[str, Any]) -> None:
+    now = state_of(model)
+    assert now["attributes"] == before["attributes"]
+    assert list(now["tensors"]) == list(before["tensors"])
+    for name, (tensor, address, content) in before["tensors"].items():
+        assert now["tensors"][name][0] is tensor, name
+        assert now["tensors"][name][1] == address, name
+        assert torch.equal(now["tensors"][name][2], content), name
+
+
+def recorded(model: torch.nn.Module, published: list[Entry] = PUBLISHED, **more: Any):
+    """Records, and looks that the model is as it was."""
+    before = state_of(model)
+    recording = maps.record(published, model.load_weights, model, **more)
+    assert_untouched(model, before)
+    return recording
+
+
+def bad(put: Callable[[Fused, str, torch.Tensor], None]) -> Fused:
+    """The model with a loader that does something else with "up"."""
+
+    class Bad(Fused):
+        def put(self, name: str, weight: torch.Tensor) -> None:
+            put(self, name, weight) if name == "up" else super().put(name, weight)
+
+    return Bad()
+
+
+# --------------------------------------------------------------------------------- good loaders
+
+
+def test_what_is_copied_becomes_boxes() -> None:
+    mapping = recorded(Fused()).mapping()
+    (module,) = mapping.modules
+    rows, norm, cache = module.leaves
+    assert [s.name for s in rows.sources] == ["up", "down"]
+    assert rows.sources[0].pieces == (((0, 0), (4, 6), 0, (12, 2)),)
+    assert rows.sources[1].pieces == (((0, 0), (6, 4), 48, (2, 12)),)
+    assert rows.fills == ((0, 96, (2, 6), (12, 2)),)
+    assert (norm.dtype, norm.sources[0].pieces) == ("F32", (((0,), (6,), 0, (4,)),))
+    assert cache.own == "a buffer that no checkpoint has"
+    assert (mapping.keys, mapping.unwanted, module.fallback) == (3, (), "")
+
+
+def test_a_pull_puts_what_the_loader_puts() -> None:
+    weights = values(PUBLISHED)
+    model, expected = Fused(), Fused()
+    expected.load_weights(iter(weights.items()))
+    mapping = recorded(model).mapping()
+    packed = mapping.pack(model)
+    mapping.fill(model)
+    with served(weights) as addresses, fanin.Client(addresses) as client:
+        assert {e.name for e in client.catalog("full:0")} == set(weights)
+        assert client.pull_into("full:0", packed.tensors, step=1).step == 1
+    assert torch.equal(model.rows, expected.rows)
+    assert torch.equal(model.norm, expected.norm)
+    assert packed.groups == (maps.Group("", 0, 3, 96 + 24),)
+
+
+def test_views_of_any_kind_are_boxes() -> None:
+    def put(model: Fused, name: str, weight: torch.Tensor) -> None:
+        whole = weight.unflatten(0, (2, 2)).permute(2, 0, 1).unsqueeze(0).flatten(2)
+        model.rows.data.view(5, 2, 6)[:2].view(4, 6).copy_(whole.squeeze(0).t())
+
+    weights = values(PUBLISHED)
+    model, expected = bad(put), Fused()
+    expected.load_weights(iter(weights.items()))
+    packed = recorded(model).mapping().pack(model)
+    with served(weights) as addresses, fanin.Client(addresses) as client:
+        client.pull_into("full:0", packed.tensors, step=1)
+    assert torch.equal(model.rows[:8], expected.rows[:8])
+
+
+class Wide(torch.nn.Module):
+    """A router in F32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = torch.nn.Parameter(torch.zeros(4, 6))
+        self.bias = torch.nn.Parameter(torch.zeros(4, dtype=torch.bfloat16))
+
+    def load_weights(self, weights: Weights) -> None:
+        for name, weight in weights:
+            self.get_parameter(name).data.copy_(weight)
+
+
+def test_a_narrow_tensor_is_widened_after_it_has_landed() -> None:
+    published = [Entry("gate", "BF16", (4, 6)), Entry("bias", "F32", (4,))]
+    weights = values(published)
+    model, expected = Wide(), Wide()
+    expected.load_weights(iter(weights.items()))
+    mapping = recorded(model, published).mapping()
+    with pytest.raises(fanin.RequestError, match="settle"):
+        mapping.shards(model)
+    packed = mapping.pack(model)
+    assert packed.dtype == "BF16"
+    with served(weights) as addresses, fanin.Client(addresses) as client:
+        client.pull_into("full:0", packed.tensors, step=1, dtype=packed.dtype)
+    packed.settle()
+    assert torch.equal(model.gate, expected.gate)
+    assert torch.equal(model.bias, expected.bias)
+
+
+def test_a_meta_model_has_the_same_mapping() -> None:
+    with torch.device("meta"):
+        bare = Fused()
+    live = recorded(Fused()).mapping()
+    mapping = maps.record(PUBLISHED, bare.load_weights, bare).mapping()
+    assert mapping == live
+    assert mapping.fingerprint() == live.fingerprint()
+    with pytest.raises(fanin.RequestError, match="no memory"):
+        mapping.pack(bare)
+
+
+def test_groups_are_modules_and_layers() -> None:
+    model = torch.nn.ModuleDict(
+        {
+            "layers": torch.nn.ModuleList(
+                torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Linear(3, 2)) for _ in range(2)
+            ),
+            "head": torch.nn.Linear(2, 2, bias=False),
+        }
+    )
+    published = [Entry(n, "F32", tuple(p.shape)) for n, p in model.named_parameters()]
+
+    def load(weights: Weights) -> None:
+        for name, weight in weights:
+            model.get_parameter(name).data.copy_(weight)
+
+    mapping = maps.record(published, load, model).mapping()
+    packed = mapping.pack(model)
+    assert [(g.path, g.first, g.tensors) for g in packed.groups] == [
+        ("layers.0.0", 0, 2),
+        ("layers.0.1", 2, 2),
+        ("layers.1.0", 4, 2),
+        ("layers.1.1", 6, 2),
+        ("head", 8, 1),
+    ]
+    assert [(g.path, g.first, g.tensors, g.bytes) for g in packed.layers()] == [
+        ("layers.0", 0, 4, 68),
+        ("layers.1", 4, 4, 68),
+        ("head", 8, 1, 16),
+    ]
+    only = mapping.pack(model, ["layers.1.0"])
+    assert [s.name for s in only.tensors.shards] == ["layers.1.0.weight", "layers.1.0.bias"]
+    assert mapping.pack(model).addresses == packed.addresses
+    moved = torch.nn.Linear(2, 2, bias=False)
+    model["head"] = moved
+    assert mapping.pack(model).addresses != packed.addresses
+
+
+def test_ties_are_named() -> None:
+    model = torch.nn.ModuleDict({"embed": torch.nn.Embedding(4, 2), "head": torch.nn.Linear(2, 4)})
+    model["head"].weight = model["embed"].weight
+    published = [Entry("embed", "F32", (4, 2)), Entry("bias", "F32", (4,))]
+
+    def load(weights: Weights) -> None:
+        for name, weight in weights:
+            to = model["embed"].weight if name == "embed" else model["head"].bias
+            to.data.copy_(weight)
+
+    mapping = maps.record(published, load, model).mapping()
+    assert mapping.modules[1].leaves[0].own == "the memory of embed.weight"
+    with torch.device("meta"):
+        model["head"].weight = torch.nn.Parameter(torch.empty(4, 2))
+    with pytest.raises(MappingError, match=r"'head.weight': no published tensor fills it"):
+        maps.record(published, load, model).mapping()
+    mapping = maps.record(published, load, model, ties={"head.weight": "embed.weight"}).mapping()
+    assert mapping.modules[1].leaves[0].own == "tied to embed.weight"
+
+
+# --------------------------------------------------------------------------------- bad loaders
+
+
+def computes(model: Fused, name: str, weight: torch.Tensor) -> None:
+    model.rows.data[:4].copy_(weight * 2)
+
+
+def casts(model: Fused, name: str, weight: torch.Tensor) -> None:
+    model.rows.data[:4].copy_(weight.float())
+
+
+def joins(model: Fused, name: str, weight: torch.Tensor) -> None:
+    model.rows.data[:4].copy_(torch.cat([weight[2:], weight[:2]]))
+
+
+def buffers(model: Fused, name: str, weight: torch.Tensor) -> None:
+    model.rows.data[:4].copy_(torch.empty(4, 6, dtype=weight.dtype).copy_(weight))
+
+
+def changes(model: Fused, name: str, weight: torch.Tensor) -> None:
+    weight.mul_(2)
+    model.rows.data[:4].copy_(weight)
+
+
+def adds(model: Fused, name: str, weight: torch.Tensor) -> None:
+    model.rows.data[:4].add_(weight)
+
+
+def broadcasts(model: Fused, name: str, weight: torch.Tensor) -> None:
+    model.rows.data[:4].copy_(weight[0])
+
+
+def asks(model: Fused, name: str, weight: torch.Tensor) -> None:
+    if weight[0, 0].item() > 0:
+        model.rows.data[:4].copy_(weight)
+
+
+def masks(model: Fused, name: str, weight: torch.Tensor) -> None:
+    model.rows.data[:4].view(-1).copy_(weight[weight > 0])
+
+
+def replaces(model: Fused, name: str, weight: torch.Tensor) -> None:
+    model.rows = torch.nn.Parameter(torch.zeros(10, 6, dtype=torch.bfloat16))
+    model.rows.data[:4].copy_(weight)
+
+
+def assigns(model: Fused, name: str, weight: torch.Tensor) -> None:
+    model.rows.data = torch.zeros(10, 6, dtype=torch.bfloat16)
+
+
+def takes(model: Fused, name: str, weight: torch.Tensor) -> None:
+    model.rows.data = weight
+
+
+def numpys(model: Fused, name: str, weight: torch.Tensor) -> None:
+    model.rows.data[:4].view(torch.uint8).numpy()[:] = weight.view(torch.uint8).numpy()
+
+
+def invents(model: Fused, name: str, weight: torch.Tensor) -> None:
+    model.rows.data[:4].copy_(torch.ones(4, 6, dtype=torch.bfloat16))
+
+
+def twice(model: Fused, name: str, weight: torch.Tensor) -> None:
+    model.rows.data[:4].copy_(weight)
+    model.rows.data[3:4].copy_(weight[3:])
+
+
+def half(model: Fused, name: str, weight: torch.Tensor) -> None:
+    model.rows.data[:2].copy_(weight[:2])
+
+
+def wipes(model: Fused, name: str, weight: torch.Tensor) -> None:
+    model.rows.data[:4].copy_(weight)
+    model.rows.data[3:4].zero_()
+
+
+def breaks(model: Fused, name: str, weight: torch.Tensor) -> None:
+    model.calls = 99
+    model.norm.data.fill_(3)
+    raise KeyError("no such weight")
+
+
+@pytest.mark.parametrize(
+    ("put", "said"),
+    [
+        (computes, r"tensor 'up' into 'rows': the loader computes it by aten\.mul"),
+        (casts, r"tensor 'up' into 'rows': the loader computes it by aten\._to_copy"),
+        (joins, r"tensor 'up' into 'rows': the loader computes it by aten\.cat"),
+        (buffers, r"tensor 'up' into 'rows': the loader computes it by aten\.copy_.* of its own"),
+        (changes, r"tensor 'up' into 'rows': the loader computes it by aten\.mul_"),
+        (adds, r"tensor 'up' into 'rows': the loader writes by aten\.add_"),
+        (broadcasts, r"tensor 'up' into 'rows': the loader copies one element of it to several"),
+        (asks, r"tensor 'up': the loader reads values of tensor 'up' by aten\._local_scalar_dense"),
+        (masks, r"tensor 'up': the loader needs values of tensor 'up' for aten\."),
+        (replaces, r"into 'rows': the loader replaces it"),
+        (assigns, r"into 'rows': the loader replaces it, or its memory"),
+        (takes, r"tensor 'up': the loader failed with RuntimeError"),
+        (numpys, r"tensor 'up': the loader failed with (TypeError|RuntimeError)"),
+        (invents, r"into 'rows': the loader writes values that are not published"),
+        (twice, r"'rows': 6 of 60 elements are filled twice, the first at \[3, 0\] by 'up'"),
+        (half, r"'rows': 12 of 60 elements are filled by no published tensor, .* at \[2, 0\]"),
+        (wipes, r"tensor 'up' into 'rows': the loader fills elements that it had copied"),
+        (breaks, r"tensor 'up': the loader failed with KeyError: 'no such weight'"),
+    ],
+)
+def test_a_loader_that_does_more_than_copy(put: Loader, said: str) -> None:
+    with pytest.raises(MappingError, match=said) as caught:
+        recorded(bad(put)).mapping()
+    assert caught.value.refusals
+    assert caught.value.remedy
+
+
+def test_a_refused_module_can_be_left_to_the_loader() -> None:
+    model = torch.nn.ModuleDict({"good": Fused(), "bad": bad(computes)})
+
+    def load(weights: Weights) -> None:
+        for name, weight in weights:
+            part, _, leaf = name.partition(".")
+            model[part].put(leaf, weight)
+
+    published = [Entry(f"{part}.{e.name}", e.dtype, e.shape) for part in model for e in PUBLISHED]
+    recording = maps.record(published, load, model)
+    with pytest.raises(MappingError, match="aten.mul"):
+        recording.mapping()
+    mapping = recording.mapping(fallback=True)
+    good, left = mapping.modules
+    assert not good.fallback and "aten.mul" in left.fallback
+    assert set(left.taken) == {"bad.up", "bad.down", "bad.norm"}
+    assert mapping.unwanted == ()
+    assert {shard.name for shard in mapping.shards(model)} == {"good.up", "good.down", "good.norm"}
+
+
+def test_what_fails_as_a_whole_has_no_fallback() -> None:
+    with pytest.raises(MappingError, match="KeyError"):
+        recorded(bad(breaks)).mapping(fallback=True)
+
+
+# --------------------------------------------------------------------------------- bad catalogs
+
+
+def changed(**how: Entry | None) -> list[Entry]:
+    """The publication with entries replaced, left out (None) or added."""
+    made = {e.name: e for e in PUBLISHED}
+    return [e for e in {**made, **how}.values() if e is not None]
+
+
+@pytest.mark.parametrize(
+    ("published", "said"),
+    [
+        (changed(up=None), r"24 of 60 elements are filled by no published tensor, .* \[0, 0\]"),
+        (changed(norm=None), r"'norm': no published tensor fills it"),
+        (changed(up=Entry("up", "F16", (4, 6))), "published as F16 and wanted as BF16"),
+        (changed(norm=Entry("norm", "I32", (6,))), "'norm': it is published as I32 and wanted as"),
+        (changed(up=Entry("up", "BF16", (5, 6))), "tensor 'up': the loader failed"),
+        (changed(norm=Entry("norm", "F32", (1,))), "'norm' into 'norm': the loader copies one"),
+    ],
+)
+def test_a_publication_of_another_model(published: list[Entry], said: str) -> None:
+    with pytest.raises(MappingError, match=said):
+        recorded(Fused(), published).mapping()
+
+
+def test_what_nobody_wants_is_told() -> None:
+    class Selective(Fused):
+        def put(self, name: str, weight: torch.Tensor) -> None:
+            if name != "extra":
+                super().put(name, weight)
+
+    mapping = recorded(Selective(), changed(extra=Entry("extra", "F32", (2,)))).mapping()
+    assert mapping.unwanted == ("extra",)
+    assert maps.unwanted([mapping, mapping]) == ("extra",)
+    other = recorded(Fused()).mapping()
+    with pytest.raises(fanin.RequestError, match="different publications"):
+        maps.unwanted([mapping, other])
+    with pytest.raises(fanin.RequestError, match="no mapping"):
+        maps.unwanted([])
+
+
+def test_a_catalog_that_cannot_be_run() -> None:
+    model = Fused()
+    with pytest.raises(fanin.RequestError, match="twice"):
+        maps.record([*PUBLISHED, PUBLISHED[0]], model.load_weights, model)
+    with pytest.raises(fanin.RequestError, match="no type for F6_E2M3"):
+        maps.record([Entry("x", "F6_E2M3", (4,))], model.load_weights, model)
+    lazy = torch.nn.LazyLinear(3)
+    with pytest.raises(fanin.RequestError, match="'weight' has no shape"):
+        maps.record(PUBLISHED, model.load_weights, lazy)
+    assert model.calls == 0
+
+
+def test_f32_becomes_one_type_in_a_pull() -> None:
+    class Both(Wide):
+        pass
+
+    published = [Entry("gate", "F32", (4, 6)), Entry("bias", "F32", (4,))]
+    model = Both()
+    with pytest.raises(fanin.RequestError, match="'gate' as F32 and 'bias' as BF16"):
+        recorded(model, published).mapping().pack(model)
+
+
+# --------------------------------------------------------------------------------- other memory
+
+
+def test_another_layout_than_recorded_is_refused() -> None:
+    mapping = recorded(Fused()).mapping()
+    other = Fused()
+    other.rows = torch.nn.Parameter(torch.zeros(5, 6, dtype=torch.bfloat16))  # twice the ranks
+    with pytest.raises(fanin.RequestError, match=r"'.rows' is BF16 of shape \[5, 6\]"):
+        mapping.pack(other)
+    del other.rows
+    with pytest.raises(fanin.RequestError, match=r"has no '.rows'"):
+        mapping.pack(other)
+    other.rows = torch.nn.Parameter(torch.zeros(6, 10, dtype=torch.bfloat16).t())
+    with pytest.raises(fanin.RequestError, match="strides"):
+        mapping.pack(other)
+
+
+def test_differences_are_said_in_words() -> None:
+    about = maps.About("vllm", "0.32.0", "Fused", {"tp": (0, 2)})
+    one = recorded(Fused(), about=about).mapping()
+    assert one.differences(one) == []
+    about = maps.About("vllm", "0.32.1", "Fused", {"tp": (0, 4)})
+    two = recorded(Fused(), changed(extra=Entry("extra", "F32", (6,))), about=about).mapping
+    with pytest.raises(MappingError):
+        two()  # the loader puts what it does not know into the norm
+    other = recorded(bad(lambda m, n, w: m.rows.data[:4].copy_(w.flip(0))), about=about)
+    assert other.mapping(fallback=True).differences(one) == [
+        "version 0.32.1 and 0.32.0",
+        "tp rank 0 of 4 and 0 of 2",
+        "'rows' is filled differently",
+    ]
+
+
+# --------------------------------------------------------------------------------- on disk
+
+
+def test_a_mapping_is_saved_and_read(tmp_path: Path) -> None:
+    about = maps.About("vllm", "0.32.0", "Fused", {"tp": (0, 2), "pp": (0, 1)})
+    mapping = recorded(Fused(), about=about).mapping()
+    mapping.save(tmp_path / "rank0.json")
+    assert maps.load(tmp_path / "rank0.json") == mapping
+    assert json.loads((tmp_path / "rank0.json").read_text())["format"] == maps.FORMAT
+    assert [p.name for p in tmp_path.iterdir()] == ["rank0.json"]
+    left = recorded(bad(computes)).mapping(fallback=True)
+    left.save(tmp_path / "rank0.json")
+    assert maps.load(tmp_path / "rank0.json") == left
+    with pytest.raises(OSError):
+        mapping.save(tmp_path / "nowhere" / "rank0.json")
+
+
+def altered(path: tuple[Any, ...], value: Any) -> Callable[[dict[str, Any]], None]:
+    def alter(document: dict[str, Any]) -> None:
+        at: Any = document
+        for step in path[:-1]:
+            at = at[step]
+        at[path[-1]] = value
+
+    return alter
+
+
+ROWS = ("modules", 0, "tensors", 0)
+UP = (*ROWS, "sources", 0)
+BOX = (*UP, "boxes", 0)
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "said"),
+    [
+        (("format",), "fanin-mapping/2", "format is 'fanin-mapping/2'"),
+        (("engine",), 3, "engine is no object"),
+        (("ranks",), {"tp": {"rank": 2, "size": 2}}, "ranks.tp.rank is 2 of 2"),
+        (("published", "count"), -1, "published.count is -1"),
+        (("modules",), {}, "modules is no list"),
+        (("modules", 0, "path"), None, r"modules\[0\].path is no string"),
+        ((*ROWS, "dtype"), "BF17", r"tensors\[0\].dtype is 'BF17'"),
+        ((*ROWS, "role"), "weight", r"tensors\[0\].role is 'weight'"),
+        ((*ROWS, "shape"), [10, 6, 1], r"tensors\[0\].stride has 2 numbers, .* 3 dimensions"),
+        ((*ROWS, "shape"), [9, 6], r"fills\[0\] ends|boxes of 48 elements|ends"),
+        ((*ROWS, "own"), "mine", "is the engine's own and has sources"),
+        ((*UP, "dtype"), "I16", r"sources\[0\].dtype is I16, which does not become BF16"),
+        ((*UP, "boxes"), [], r"boxes is empty"),
+        ((*BOX, "offset"), [1, 0], r"boxes\[0\] is not inside of shape \[4, 6\]"),
+        ((*BOX, "extent"), [4, 0], r"boxes\[0\] is not inside of shape"),
+        ((*BOX, "extent"), [4, True], r"extent is no list of integers"),
+        ((*BOX, "at"), 100, r"boxes\[0\] ends \d+ bytes after its tensor"),
+        ((*BOX, "at"), 1 << 70, r"boxes\[0\].at is \d+, no integer"),
+        ((*BOX, "at"), 1, r"does not lie on whole elements of BF16"),
+        ((*BOX, "stride"), [12, 0], "writes elements over each other"),
+        ((*BOX, "stride"), [-12, 2], "stride is no list of integers"),
+        ((*BOX, "extent"), [3, 6], "has boxes of 42 elements and padding of 12, not of 60"),
+    ],
+)
+def test_a_lying_file_is_refused(
+    tmp_path: Path, path: tuple[Any, ...], value: Any, said: str
+) -> None:
+    file = tmp_path / "rank0.json"
+    recorded(Fused()).mapping().save(file)
+    document = json.loads(file.read_text())
+    altered(path, value)(document)
+    file.write_text(json.dumps(document))
+    with pytest.raises(fanin.RequestError, match=said):
+        maps.load(file)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", "{}", "\xff", '{"format": "fanin-mapping/1"}'])
+def test_what_is_no_mapping_is_refused(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "rank0.json"
+    file.write_bytes(text.encode("latin-1"))
+    with pytest.raises(fanin.RequestError, match=r"rank0\.json"):
+        maps.load(file)

@@ -1,0 +1,271 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mappings of eight model families, recorded from vLLM's real classes and loaders, rank by rank:
+what they put in place is what the loaders put in place."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import fanin
+import pytest
+import torch
+from families import FAMILIES, Engine, Entry, Layout, checkpoint, served, values
+from fanin import mapping as maps
+from fanin.mapping import Mapping, MappingError
+from fanin.vllm import reload
+
+LAYOUTS = [
+    (name, layout)
+    for name, family in FAMILIES.items()
+    for layout in (Layout(1), Layout(2), Layout(2, experts=True))
+    if family.experts or not layout.experts
+]
+POISON = 0x5A
+
+
+def tensors_of(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Parameters and buffers, each once."""
+    yield from model.named_parameters()
+    yield from model.named_buffers()
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().reshape(-1).view(torch.uint8)
+
+
+def poison(model: Any) -> None:
+    """Fills what is loaded with a pattern."""
+    for _, parameter in model.named_parameters():
+        assert parameter.is_contiguous()
+        bits(parameter).fill_(POISON)
+
+
+def snapshot(model: Any) -> dict[str, torch.Tensor]:
+    return {name: bits(tensor).clone() for name, tensor in tensors_of(model)}
+
+
+def put(mapping: Mapping, model: Any, weights: dict[str, torch.Tensor]) -> None:
+    """What a pull by the mapping does, box by box, done by PyTorch."""
+    mapping.fill(model)
+    for module, leaf, source in mapping.sources():
+        live = getattr(model.get_submodule(module.path), leaf.name).detach()
+        size = live.element_size()
+        for piece in source.pieces:
+            to = live.as_strided(
+                piece.extent,
+                [step // size for step in piece.stride],
+                live.storage_offset() + piece.at // size,
+            )
+            where = tuple(slice(a, a + n) for a, n in zip(piece.offset, piece.extent, strict=True))
+            to.copy_(weights[source.name][where])
+
+
+def loaded(model: Any, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """What vLLM's own loader makes of poisoned parameters."""
+    poison(model)
+    with torch.no_grad():
+        model.load_weights(iter(weights.items()))
+    return snapshot(model)
+
+
+def identities(model: Any) -> dict[str, tuple[Any, ...]]:
+    return {
+        name: (id(t), t.data_ptr(), t.shape, t.stride(), sorted(t.__dict__))
+        for name, t in tensors_of(model)
+    }
+
+
+def record(engine: Engine, model: Any, published: list[Entry]) -> Mapping:
+    """The mapping; the model has to be as it was."""
+    poison(model)
+    before, content = identities(model), snapshot(model)
+    mapping = reload.record_model(published, model, engine.config).mapping()
+    assert identities(model) == before
+    after = snapshot(model)
+    assert all(torch.equal(after[name], content[name]) for name in content)
+    return mapping
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> Any:
+    def made(name: str, layout: Layout) -> Engine:
+        return Engine(tmp_path, FAMILIES[name], layout)
+
+    return made
+
+
+@pytest.mark.parametrize(("name", "layout"), LAYOUTS, ids=lambda value: str(value))
+def test_boxes_put_what_the_loader_puts(name: str, layout: Layout, engine: Any) -> None:
+    published = checkpoint(FAMILIES[name].configuration())
+    weights = values(published)
+    made = engine(name, layout)
+    mappings = []
+    for rank in range(layout.size):
+        with made.rank(rank) as model:
+            mapping = record(made, model, published)
+            expected = loaded(model, weights)
+            poison(model)
+            put(mapping, model, weights)
+            found = snapshot(model)
+            differ = [key for key in expected if not torch.equal(found[key], expected[key])]
+            assert differ == []
+            assert mapping.about.ranks["tp"] == (rank, layout.size)
+            assert mapping.about.ranks.get("ep", (rank, 2)) == (rank, 2)
+            mappings.append(mapping)
+    assert maps.unwanted(mappings) == ()
+    taken = set().union(*(mapping.wanted() for mapping in mappings))
+    assert taken == {entry.name for entry in published}
+    if layout.experts:
+        assert all(".experts." in name for mapping in mappings for name in mapping.unwanted)
+        assert all(mapping.unwanted for mapping in mappings)
+    else:
+        assert all(mapping.unwanted == () for mapping in mappings)
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        ("qwen3", Layout(2)),
+        ("glm4-moe", Layout(2, experts=True)),
+        ("deepseek-v3", Layout(2, experts=True)),
+    ],
+    ids=str,
+)
+def test_a_pull_puts_what_the_loader_puts(
+    name: str, layout: Layout, engine: Any, tmp_path: Path
+) -> None:
+    published = checkpoint(FAMILIES[name].configuration())
+    weights = values(published)
+    made = engine(name, layout)
+    with served(weights) as addresses, fanin.Client(addresses) as client:
+        catalog = client.catalog("full:0")
+        assert maps.key_digest(catalog) == maps.key_digest(published)
+        for rank in range(layout.size):
+            with made.rank(rank) as model:
+                record(made, model, catalog).save(tmp_path / f"rank{rank}.json")
+                expected = loaded(model, weights)
+                poison(model)
+                mapping = maps.load(tmp_path / f"rank{rank}.json")
+                mapping.fill(model)
+                packed = mapping.pack(model)
+                result = client.pull_into("full:0", packed.tensors, step=1, dtype=packed.dtype)
+                packed.settle()
+                found = snapshot(model)
+                assert all(torch.equal(found[key], expected[key]) for key in expected)
+                assert result.bytes == sum(group.bytes for group in packed.groups)
+
+
+def test_another_tp_size_than_recorded_is_refused(engine: Any) -> None:
+    published = checkpoint(FAMILIES["qwen3"].configuration())
+    made = engine("qwen3", Layout(2))
+    with made.rank(1) as model:
+        two = record(made, model, published)
+    made.layout = Layout(1)
+    with made.rank(0) as model:
+        one = record(made, model, published)
+        with pytest.raises(fanin.RequestError, match="embed_tokens.weight' is BF16 of shape"):
+            two.pack(model)
+        assert one.pack(model).groups
+    said = two.differences(one)
+    assert said[0] == "tp rank 1 of 2 and 0 of 1"
+    assert any("qkv_proj.weight' is BF16 of shape [128, 64]" in phrase for phrase in said)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda p: p[:-1], "lm_head.weight': no published tensor fills it"),
+        (lambda p: [e for e in p if "layers.1.mlp.up" not in e.name], r"filled by no published"),
+        (lambda p: [*p, Entry("model.layers.7.x", "BF16", (2,))], "'model.layers.7.x': the loader"),
+        (
+            lambda p: [Entry(e.name, "F16", e.shape) if "o_proj" in e.name else e for e in p],
+            r"o_proj.weight': it is published as F16 and wanted as BF16",
+        ),
+        (
+            lambda p: [
+                Entry(e.name, e.dtype, (1, *e.shape[1:])) if "q_proj.w" in e.name else e for e in p
+            ],
+            r"q_proj.weight': the loader failed with",
+        ),
+    ],
+    ids=["missing", "missing-part", "extra", "dtype", "shape"],
+)
+def test_a_publication_of_another_model_is_refused(change: Any, said: str, engine: Any) -> None:
+    published = change(checkpoint(FAMILIES["qwen3"].configuration()))
+    made = engine("qwen3", Layout(1))
+    with made.rank(0) as model:
+        before = identities(model)
+        with pytest.raises(MappingError, match=said):
+            reload.record_model(published, model, made.config).mapping()
+        assert identities(model) == before
+        record(made, model, checkpoint(FAMILIES["qwen3"].configuration()))
+
+
+def test_skeletons_are_taken_back_in_all_cases(engine: Any, monkeypatch: Any) -> None:
+    from vllm.model_executor.model_loader.reload import layerwise
+
+    made = engine("qwen3", Layout(1))
+    with made.rank(0) as model:
+        before = identities(model)
+        with pytest.raises(ZeroDivisionError):
+            with reload.skeletons(model, made.config):
+                assert all(p.is_meta for p in model.parameters())
+                raise ZeroDivisionError
+        assert identities(model) == before
+        breaks = iter([None] * 5)
+        whole = layerwise.restore_layer_on_meta
+
+        def half(layer: Any, info: Any) -> None:
+            next(breaks)
+            whole(layer, info)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(layerwise, "restore_layer_on_meta", half)
+            with pytest.raises((StopIteration, RuntimeError)):
+                with reload.skeletons(model, made.config):
+                    raise AssertionError("entered")
+        assert identities(model) == before
+
+
+def test_a_processed_model_has_the_same_mapping(engine: Any) -> None:
+    """On the CPU vLLM packs linear weights away and leaves empty parameters; its own reload works
+    on after a recording."""
+    from vllm.model_executor.model_loader.reload import initialize_layerwise_reload, layerwise
+    from vllm.model_executor.model_loader.utils import process_weights_after_loading
+
+    published = checkpoint(FAMILIES["qwen3"].configuration())
+    weights = values(published)
+    made = engine("qwen3", Layout(1))
+    with made.rank(0) as model:
+        fresh = record(made, model, published)
+        loaded(model, weights)
+        process_weights_after_loading(model, made.config.model_config, torch.device("cpu"))
+        projection = model.model.layers[0].self_attn.qkv_proj
+        assert not projection.weight.numel()
+        assert record(made, model, published) == fresh
+        with torch.no_grad():
+            initialize_layerwise_reload(model)
+            with pytest.raises(fanin.StateError, match="in the middle of a weight update"):
+                with reload.skeletons(model, made.config):
+                    raise AssertionError("entered")
+            model.load_weights(iter(weights.items()))
+            layerwise.finalize_layerwise_reload(model, made.config.model_config)
+        assert not projection.weight.numel() and projection.cpu_linear is not None
+        assert record(made, model, published) == fresh
+
+
+def test_versions_that_are_not_known_are_refused(monkeypatch: Any) -> None:
+    import vllm
+
+    assert reload.require_version() == vllm.__version__
+    monkeypatch.setattr(vllm, "__version__", "0.33.1")
+    with pytest.raises(fanin.RequestError, match=r"vLLM 0\.33\.1 .* knows 0\.32"):
+        reload.require_version()
+
+
+def test_a_model_of_which_vllm_keeps_nothing_is_refused() -> None:
+    with pytest.raises(fanin.RequestError, match="keeps no shapes"):
+        with reload.skeletons(torch.nn.Linear(2, 2)):
+            raise AssertionError("entered")
