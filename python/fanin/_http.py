@@ -13,10 +13,10 @@ from typing import Any
 
 from fanin.errors import RequestError, status_name
 
-__all__ = ["FAILURES", "Reply", "base_url", "post_json"]
+__all__ = ["FAILURES", "Reply", "ask_json", "base_url", "post_json"]
 
 FAILURES = (OSError, http.client.HTTPException)
-"""What :func:`post_json` raises when no answer was got."""
+"""What :func:`ask_json` raises when no answer was got."""
 
 _MAX_REPLY = 1 << 20
 
@@ -87,22 +87,40 @@ class Reply:
 def post_json(
     url: str, path: str, body: Mapping[str, Any], *, deadline: float, api_key: str | None = None
 ) -> Reply:
-    """Posts *body* to ``url + path`` and returns the answer, whatever its status.
+    """:func:`ask_json` with POST."""
+    return ask_json("POST", url, path, body, deadline=deadline, api_key=api_key)
 
-    deadline: by time.monotonic(). Ignores proxies of the environment: engines are in the same
-    cluster. Blocks at most until the deadline or a little longer; any thread. Raises one of
-    FAILURES if there is no answer.
+
+def ask_json(
+    method: str,
+    url: str,
+    path: str,
+    body: Mapping[str, Any] | None = None,
+    *,
+    deadline: float,
+    api_key: str | None = None,
+) -> Reply:
+    """Sends *body* to ``url + path`` and returns the answer, whatever its status.
+
+    method: GET, POST. path: with its query. body: None: none is sent. deadline: by
+    time.monotonic(). Ignores proxies of the environment: engines are in the same cluster. Blocks
+    at most until the deadline or a little longer; any thread. Raises one of FAILURES if there is
+    no answer.
     """
     split = urllib.parse.urlsplit(url)
     kind = http.client.HTTPSConnection if split.scheme == "https" else http.client.HTTPConnection
     connection = kind(split.hostname or "", split.port, timeout=_remaining(deadline))
-    headers = {"Content-Type": "application/json", "Accept": "application/json"}
+    headers = {"Accept": "application/json"}
+    content_sent = None
+    if body is not None:
+        headers["Content-Type"] = "application/json"
+        content_sent = json.dumps(body).encode()
     if api_key is not None:
         headers["Authorization"] = f"Bearer {api_key}"
     try:
         connection.connect()
         connection.sock.settimeout(_remaining(deadline))
-        connection.request("POST", split.path + path, json.dumps(body).encode(), headers)
+        connection.request(method, split.path + path, content_sent, headers)
         connection.sock.settimeout(_remaining(deadline))
         response = connection.getresponse()
         content = b""

@@ -27,8 +27,8 @@ class Request:
 
 
 class Engine:
-    """Answers POSTs by *answer*: a function of the request, or a list of answers one after the
-    other of which the last repeats. An answer None closes the connection without a word.
+    """Answers GETs and POSTs by *answer*: a function of the request, or a list of answers one after
+    the other of which the last repeats. An answer None closes the connection without a word.
     """
 
     def __init__(
@@ -45,9 +45,12 @@ class Engine:
             protocol_version = "HTTP/1.1"
 
             def do_POST(self) -> None:
-                length = int(self.headers["Content-Length"])
-                body = json.loads(self.rfile.read(length))
+                content = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+                body = json.loads(content) if content else None
                 engine._serve(self, Request(self.path, body, dict(self.headers)))
+
+            def do_GET(self) -> None:
+                engine._serve(self, Request(self.path, None, dict(self.headers)))
 
             def log_message(self, *_: Any) -> None:
                 pass

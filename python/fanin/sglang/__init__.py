@@ -1,0 +1,15 @@
+# SPDX-License-Identifier: Apache-2.0
+"""SGLang: adapters through a directory, whole models into the live parameters.
+
+:class:`SGLangEngine` pulls an adapter and has SGLang load it by its own route. :func:`load` is a
+custom weight loader: SGLang, started with ``--custom-weight-loader fanin.sglang.load``, calls it in
+each of its scheduler processes when :mod:`fanin.sync` asks for a step of the whole model. Importing
+this loads neither SGLang nor PyTorch.
+"""
+
+from __future__ import annotations
+
+from .adapters import LoadedAdapter, SGLangEngine, check_adapter
+from .request import LOADER, Request
+
+__all__ = ["LOADER", "LoadedAdapter", "Request", "SGLangEngine", "check_adapter"]

@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the driver asks of the loader inside SGLang, in the shape of a tensor.
+
+SGLang's route ``/update_weights_from_tensor`` takes pickled tensors, one list for each
+tensor-parallel rank, and hands them to the loader that ``load_format`` names. The one tensor that
+is sent here is JSON, byte by byte. Neither PyTorch nor SGLang is needed to write it: the pickle is
+made by hand, of globals that SGLang's unpickler lets through.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import pickle
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fanin.errors import PeerError, RequestError
+from fanin.names import check_run, check_step
+
+__all__ = ["LOADER", "NAME", "PULL", "REPORT", "Request", "decode", "encode"]
+
+LOADER = "fanin.sglang.load"
+"""What ``--custom-weight-loader`` and ``load_format`` say."""
+
+NAME = "fanin.request"
+PULL, REPORT = "pull", "report"
+_FIELDS = {"op", "trainer", "run", "step", "timeout", "server_name"}
+_LONGEST = 8 << 20  # bytes; a world of 65536 ranks has addresses of 2 MB
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One request. Immutable.
+
+    op: "pull", or "report": nothing is done, and SGLang refuses the call with the reason if the
+    pull before it failed. trainer: a path, or the ranks' addresses. run: of ``full:<run>``. step:
+    this one exactly. timeout: seconds for the pull. server_name: demand this job's ranks.
+    """
+
+    op: str = PULL
+    trainer: str | Sequence[str] = ()
+    run: str = "0"
+    step: int = 0
+    timeout: float = 60.0
+    server_name: str | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values."""
+        if self.op == REPORT:
+            return {"op": REPORT}
+        body: dict[str, Any] = {
+            "op": self.op,
+            "trainer": self.trainer if isinstance(self.trainer, str) else list(self.trainer),
+            "run": self.run,
+            "step": self.step,
+            "timeout": self.timeout,
+        }
+        if self.server_name is not None:
+            body["server_name"] = self.server_name
+        return body
+
+
+def encode(request: Request) -> str:
+    """``[("fanin.request", uint8 tensor)]`` as SGLang's route wants it: a pickle in base64."""
+    content = json.dumps(request.to_json(), separators=(",", ":")).encode()
+    pieces = [
+        pickle.PROTO + b"\x02",
+        pickle.EMPTY_LIST,
+        _plain(NAME),
+        pickle.GLOBAL + b"torch\nByteTensor\n",
+        _plain(list(content)),
+        pickle.TUPLE1,
+        pickle.REDUCE,
+        pickle.TUPLE2,
+        pickle.APPEND,
+        pickle.STOP,
+    ]
+    return base64.b64encode(b"".join(pieces)).decode("ascii")
+
+
+def _plain(value: Any) -> bytes:
+    """The opcodes of a value of built-in types, without protocol and end."""
+    return pickle.dumps(value, 2)[2:-1]
+
+
+def decode(named_tensors: Any) -> Request:
+    """The request in what SGLang hands to its loader. Raises RequestError, PeerError."""
+    content = _content(named_tensors)
+    try:
+        body = json.loads(content.decode())
+    except (ValueError, RecursionError) as error:
+        raise PeerError.make(
+            f"the request to {LOADER} is no JSON: {error}", "let fanin.sync send it"
+        ) from None
+    if not isinstance(body, dict):
+        raise PeerError.make(f"the request to {LOADER} is no object", "let fanin.sync send it")
+    unknown = sorted(set(body) - _FIELDS)
+    if unknown:
+        raise RequestError.make(
+            f"the field {unknown[0]!r} is unknown to {LOADER}",
+            "let driver and engine run the same version of fanin",
+            key=unknown[0],
+        )
+    if body.get("op") == REPORT:
+        return Request(REPORT)
+    if body.get("op") != PULL:
+        raise RequestError.make(f"{LOADER} cannot do {body.get('op')!r}", "send pull or report")
+    return Request(
+        PULL,
+        _trainer(body.get("trainer")),
+        check_run(body.get("run", "0")),
+        check_step(body.get("step", -1)),
+        _seconds(body.get("timeout", 60.0)),
+        _server_name(body.get("server_name")),
+    )
+
+
+def _content(named_tensors: Any) -> bytes:
+    entries = list(named_tensors.items() if isinstance(named_tensors, dict) else named_tensors)
+    named = [tensor for name, tensor in entries if name == NAME]
+    if len(entries) != 1 or len(named) != 1:
+        raise PeerError.make(
+            f"{LOADER} was given {len(entries)} tensors, and wants the one named {NAME}",
+            "weights are pulled from the trainer's ranks: send a request, not tensors",
+        )
+    tensor = named[0]
+    if str(tensor.dtype) != "torch.uint8" or tensor.dim() != 1 or tensor.numel() > _LONGEST:
+        raise PeerError.make(f"{NAME} is no request", "let fanin.sync send it")
+    content: bytes = tensor.cpu().numpy().tobytes()
+    return content
+
+
+def _trainer(value: Any) -> str | tuple[str, ...]:
+    if isinstance(value, str) and value:
+        return value
+    if isinstance(value, list) and value and all(isinstance(item, str) for item in value):
+        return tuple(value)
+    raise RequestError.make(
+        f"trainer {value!r} is none", "give the path of a nixl_info.json, or a list of addresses"
+    )
+
+
+def _seconds(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
+        raise RequestError.make(f"timeout {value!r} is not above 0", "give seconds")
+    return float(value)
+
+
+def _server_name(value: Any) -> str | None:
+    if value is None or (isinstance(value, str) and value):
+        return value
+    raise RequestError.make(f"server_name {value!r} is no name", "leave it out or give one")

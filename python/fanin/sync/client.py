@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a training loop calls when the registry lives in another process."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from fanin._http import FAILURES, ask_json, base_url
+from fanin.errors import (
+    ConnectionFailedError,
+    PeerError,
+    RequestError,
+    UnreachableError,
+    error_class,
+)
+
+from .engines import _CODES
+
+__all__ = ["SyncClient"]
+
+# What the server needs beyond the sync's own time to say how it ended.
+_EXTRA = 15.0
+
+
+class SyncClient:
+    """Calls a server of :class:`Service`. Any thread; no state but the address.
+
+    url: ``http://host:port``. api_key: of that server. timeout: seconds for a sync. Raises
+    RequestError.
+    """
+
+    def __init__(self, url: str, *, api_key: str | None = None, timeout: float = 300.0) -> None:
+        self.url = base_url(url)
+        self.timeout = timeout
+        self._api_key = api_key
+
+    def add(
+        self, host: str, port: int, *, world_size: int | None = None, pool: str = "default"
+    ) -> dict[str, Any]:
+        """Adds an engine that lives; twice is safe. The reply's object. Raises as :meth:`call`."""
+        body: dict[str, Any] = {"host": host, "port": port, "pool": pool}
+        if world_size is not None:
+            body["world_size"] = world_size
+        return self.call("add_inference_endpoint", body, 60.0)
+
+    def remove(self, host: str, port: int) -> bool:
+        """Forgets an engine. False: it was not there. Raises as :meth:`call`."""
+        reply = self.call("remove_inference_endpoint", {"host": host, "port": port}, 60.0)
+        return reply.get("success") is True
+
+    def list(self) -> list[dict[str, Any]]:
+        """The engines. Raises as :meth:`call`."""
+        found = self.call("list_inference_endpoints", {}, 60.0).get("endpoints")
+        return found if isinstance(found, list) else []
+
+    def sync_weights(
+        self,
+        step: int | None = None,
+        *,
+        pools: Sequence[str] | None = None,
+        weight_version: str | None = None,
+        pause_mode: str = "retract",
+        flush_cache: bool | None = None,
+        timeout: float | None = None,
+    ) -> dict[str, Any]:
+        """Brings a step to all engines, or to those of the pools; None: the newest.
+
+        Blocks at most *timeout* seconds (None: the client's) and a little. Returns the reply's
+        object; raises as :meth:`call`, with the sentence that names every engine that failed.
+        """
+        seconds = self.timeout if timeout is None else timeout
+        body: dict[str, Any] = {"pause_mode": pause_mode, "timeout": seconds}
+        given = {
+            "step": step,
+            "pools": None if pools is None else [*pools],
+            "weight_version": weight_version,
+            "flush_cache": flush_cache,
+        }
+        body.update({name: value for name, value in given.items() if value is not None})
+        return self.call("sync_inference_weights", body, seconds + _EXTRA)
+
+    def call(self, route: str, body: dict[str, Any], timeout: float) -> dict[str, Any]:
+        """Posts to a route. Blocks at most *timeout* seconds.
+
+        Raises UnreachableError if there is no answer; for an answer that is an error, the class
+        that its code says, with its sentence; PeerError if the answer is none of this service.
+        """
+        deadline = time.monotonic() + timeout
+        try:
+            reply = ask_json(
+                "POST",
+                self.url,
+                f"/api/v1/{route}",
+                body,
+                deadline=deadline,
+                api_key=self._api_key,
+            )
+        except FAILURES as error:
+            why = "no answer in time" if isinstance(error, TimeoutError) else str(error)
+            raise UnreachableError.make(
+                f"{self.url}: {why}", "check that fanin.sync runs there", address=self.url
+            ) from error
+        content = reply.json()
+        if reply.status == 200 and isinstance(content, dict):
+            return content
+        if not isinstance(content, dict):
+            raise PeerError.make(
+                f"{self.url} answers HTTP {reply.status}: {reply.reason}",
+                "check the address: this is not fanin.sync",
+                address=self.url,
+            )
+        code = _CODES.get(reply.code)
+        kind = RequestError if reply.status < 500 else ConnectionFailedError
+        raise (error_class(code) if code is not None else kind).make(
+            reply.reason, str(reply.error().get("remedy") or ""), address=self.url, code=code
+        )

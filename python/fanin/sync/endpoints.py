@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is said of an engine, and what a sync did to it: values only."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from fanin._http import base_url
+from fanin.errors import FaninError, RequestError
+
+__all__ = [
+    "DONE",
+    "KINDS",
+    "PAUSE_MODES",
+    "PHASES",
+    "Endpoint",
+    "EndpointResult",
+    "SyncError",
+    "SyncResult",
+    "check_group",
+    "endpoint_of",
+]
+
+KINDS = ("auto", "vllm", "sglang")
+PAUSE_MODES = ("retract", "keep", "wait", "abort")
+DONE = "done"
+PHASES = ("health", "pause", "init", "start", "update", "finish", "resume", DONE)
+"""In this order; ``done``: the engine has the step and generates."""
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """One engine. Immutable.
+
+    url: ``http://host:port``, without ``/v1``. kind: "vllm" or "sglang", "auto" until the first
+    health check has told. group: a name that syncs can choose by. world_size: its workers, None:
+    not said.
+    """
+
+    url: str
+    kind: str = "auto"
+    group: str = "default"
+    world_size: int | None = None
+
+
+def check_group(group: object) -> str:
+    """*group* if it can name one. Raises RequestError."""
+    if not isinstance(group, str) or not group or len(group) > 128 or not group.isprintable():
+        raise RequestError.make(f"group {group!r} is no name", "give 1 to 128 printable characters")
+    return group
+
+
+def endpoint_of(url: str, kind: str, group: str, world_size: int | None) -> Endpoint:
+    """A checked Endpoint. Raises RequestError naming what is wrong."""
+    if kind not in KINDS:
+        raise RequestError.make(f"kind {kind!r} is unknown", "give one of " + ", ".join(KINDS))
+    number = isinstance(world_size, int) and not isinstance(world_size, bool)
+    if world_size is not None and not (number and world_size > 0):
+        raise RequestError.make(f"world_size {world_size!r} is not above 0", "give its workers")
+    return Endpoint(base_url(url), kind, check_group(group), world_size)
+
+
+@dataclass(frozen=True, slots=True)
+class EndpointResult:
+    """What one sync did to one engine.
+
+    phase: the one that was reached, of PHASES; "done" if nothing failed, "" if nothing was asked of
+    it, because the health check of another had failed. error: one sentence with the endpoint and
+    the remedy, "" if there is none. paused: whether it is left paused. skipped: it had the step
+    already. initialised: it was told where the trainer is. version: what the engine says its
+    weights are now, None: not known. seconds: by phase. bytes: pulled by its workers, None: it did
+    not tell.
+    """
+
+    endpoint: Endpoint
+    phase: str
+    error: str = ""
+    paused: bool = False
+    skipped: bool = False
+    initialised: bool = False
+    version: str | None = None
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    bytes: int | None = None
+    code: str = ""
+
+    @property
+    def ok(self) -> bool:
+        """Whether the engine has the step and generates."""
+        return self.phase == DONE and not self.error
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values, for an HTTP answer."""
+        return {
+            "url": self.endpoint.url,
+            "kind": self.endpoint.kind,
+            "group": self.endpoint.group,
+            "success": self.ok,
+            "phase": self.phase,
+            "message": self.error,
+            "code": self.code,
+            "paused": self.paused,
+            "skipped": self.skipped,
+            "initialised": self.initialised,
+            "weight_version": self.version,
+            "seconds": {name: round(took, 6) for name, took in self.seconds.items()},
+            "bytes": self.bytes,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class SyncResult:
+    """What a sync did. step, version: of the weights. results: by URL. seconds: for all of it."""
+
+    step: int
+    version: str
+    results: Mapping[str, EndpointResult]
+    seconds: float
+
+    @property
+    def ok(self) -> bool:
+        """Whether every engine has the step and generates."""
+        return all(result.ok for result in self.results.values())
+
+    @property
+    def failed(self) -> dict[str, EndpointResult]:
+        """Those that have not, by URL."""
+        return {url: result for url, result in self.results.items() if not result.ok}
+
+    @property
+    def bytes(self) -> int | None:
+        """Pulled by all engines that told, None if none did."""
+        told = [result.bytes for result in self.results.values() if result.bytes is not None]
+        return sum(told) if told else None
+
+
+class SyncError(FaninError):
+    """Some engines did not get the step, or were not even asked.
+
+    result: of every engine. Those that are fine have the step and generate; the next sync of the
+    same step leaves them alone. The code is that of the first failure that has one.
+    """
+
+    default_code = -300
+    result: SyncResult
+
+    @classmethod
+    def of(cls, result: SyncResult, what: str, codes: Mapping[str, int]) -> SyncError:
+        """The error that names each engine that failed."""
+        failed = result.failed
+        told = "; ".join(entry.error for entry in failed.values() if entry.error)
+        known = [codes[entry.code] for entry in failed.values() if entry.code in codes]
+        error = cls.make(
+            f"{len(failed)} of {len(result.results)} engines {what}: {told}",
+            code=known[0] if known else cls.default_code,
+        )
+        error.result = result
+        return error

@@ -1,0 +1,605 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The engines of a fleet, and one call that brings a step of the whole model to all of them."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
+
+from fanin.errors import (
+    FaninError,
+    NotFoundError,
+    PullTimeoutError,
+    RequestError,
+    StateError,
+)
+from fanin.info import Target, TrainerInfo, addresses_of, is_path
+from fanin.names import check_run, check_step
+
+from .endpoints import (
+    DONE,
+    PAUSE_MODES,
+    Endpoint,
+    EndpointResult,
+    SyncError,
+    SyncResult,
+    check_group,
+    endpoint_of,
+)
+from .engines import _CODES, Driver, InitInfo, Options, Wire, driver_of
+from .trainer import wait_for_step
+
+__all__ = ["Registry"]
+
+_log = logging.getLogger("fanin.sync")
+
+_HEALTH = 10.0  # seconds
+_RESUME = 30.0
+# An engine's own reason for a pull that took too long must still arrive.
+_PULL_SHARE = 0.9
+# An engine that has its weights is not left paused for want of a second.
+_RESUME_AT_LEAST = 5.0
+# Threads see their deadline by themselves; what is waited for them beyond it.
+_GRACE = _RESUME_AT_LEAST + 1.0
+
+_Result = TypeVar("_Result")
+
+
+@dataclass(slots=True)
+class _Record:
+    """What is known of an engine. Registry's lock held, but the driver is its flight's."""
+
+    endpoint: Endpoint
+    wire: Wire
+    driver: Driver | None = None
+    told: InitInfo | None = None
+    step: int | None = None
+    world: str = ""
+    version: str | None = None
+    busy: bool = False
+    paused: bool = False
+    open: bool = False
+    dirty: bool = False
+    removed: bool = False
+
+
+class _LeaveAlone(Exception):
+    """The endpoint was removed, or nobody waits for it any more."""
+
+
+@dataclass(slots=True)
+class _Plan:
+    """What one sync wants of every engine. world: of the trainer, "" if it was not asked."""
+
+    step: int
+    version: str
+    info: InitInfo
+    options: Options
+    world: str
+    deadline: float
+    again: bool
+
+
+@dataclass(slots=True)
+class _Flight:
+    """One engine's way through the phases."""
+
+    record: _Record
+    plan: _Plan
+    phase: str = ""
+    seconds: dict[str, float] = field(default_factory=dict)
+    result: EndpointResult | None = None
+    over: bool = False
+    initialised: bool = False
+    skipped: bool = False
+    bytes: int | None = None
+    seen: str | None = None
+
+
+class Registry:
+    """Engines that are to have the same model, each in its own process, on whatever host.
+
+    trainer: as fanin.info.addresses_of takes it. A path is passed on as a path and read by the
+    engines at each update, so it must mean the same file on their hosts. run: of ``full:<run>``.
+    timeout: seconds for a whole sync. pull_timeout: seconds that an engine is given for its pull;
+    None: nine tenths of *timeout*. server_name: demand this job's ranks of the trainer.
+    ask_trainer: whether the trainer's ranks are asked for the step before anything is paused; False
+    where only the engines can reach them. api_key: of engines that are added without one.
+
+    Any thread; syncs of engines that are not in another sync may run at once. Nothing here needs
+    PyTorch. Raises RequestError.
+    """
+
+    def __init__(
+        self,
+        trainer: Target,
+        *,
+        run: str | int = "0",
+        timeout: float = 300.0,
+        pull_timeout: float | None = None,
+        server_name: str | None = None,
+        ask_trainer: bool = True,
+        api_key: str | None = None,
+    ) -> None:
+        self.run = check_run(run)
+        self.timeout = _positive(timeout, "timeout")
+        self.pull_timeout = (
+            None if pull_timeout is None else _positive(pull_timeout, "pull_timeout")
+        )
+        self.server_name = server_name
+        self.ask_trainer = ask_trainer
+        self._trainer = trainer
+        self._said = _said(trainer)
+        self._api_key = api_key
+        self._changed = threading.Condition()
+        self._records: dict[str, _Record] = {}
+
+    # ------------------------------------------------------------ the engines
+
+    def add(
+        self,
+        url: str,
+        *,
+        kind: str = "auto",
+        group: str = "default",
+        world_size: int | None = None,
+        api_key: str | None = None,
+    ) -> Endpoint:
+        """Adds an engine; the same one twice is one engine. Asks nothing of it: does not block.
+
+        kind: "vllm", "sglang", "auto": asked at its first health check. group: of syncs. An engine
+        that is there already keeps what it is, and goes into *group*. Raises RequestError.
+        """
+        endpoint = endpoint_of(url, kind, group, world_size)
+        wire = Wire(endpoint.url, api_key if api_key is not None else self._api_key)
+        with self._changed:
+            known = self._records.get(endpoint.url)
+            if known is None:
+                self._records[endpoint.url] = _Record(endpoint, wire)
+                return endpoint
+            if kind not in ("auto", known.endpoint.kind) and known.endpoint.kind != "auto":
+                raise RequestError.make(
+                    f"{endpoint.url} is known as {known.endpoint.kind}, and added as {kind}",
+                    "remove it first",
+                    address=endpoint.url,
+                )
+            known.endpoint = replace(
+                known.endpoint,
+                kind=known.endpoint.kind if kind == "auto" else kind,
+                group=group,
+                world_size=world_size or known.endpoint.world_size,
+            )
+            if api_key is not None:
+                known.wire = wire
+                known.driver = None
+            return known.endpoint
+
+    def remove(self, url: str) -> bool:
+        """Forgets an engine, dead or not, also while a sync is under way. False: it was not there.
+
+        Asks nothing of it: does not block. A sync that is under way goes on without it; what it had
+        begun there ends with the phase that it is in, and it is not resumed.
+        """
+        with self._changed:
+            record = self._records.pop(endpoint_of(url, "auto", "default", None).url, None)
+            if record is None:
+                return False
+            record.removed = True
+            self._changed.notify_all()
+            return True
+
+    def endpoints(self, group: str | None = None) -> Sequence[Endpoint]:
+        """The engines, in the order in which they were added; of *group*, if one is given."""
+        with self._changed:
+            every = [record.endpoint for record in self._records.values()]
+        return [endpoint for endpoint in every if group in (None, endpoint.group)]
+
+    def check(self, url: str, *, timeout: float = _HEALTH) -> Endpoint:
+        """Asks one engine whether it lives, and what it is. Blocks at most *timeout* seconds.
+
+        Raises NotFoundError if it was not added, UnreachableError, PullTimeoutError, RequestError,
+        PeerError naming it.
+        """
+        record = self._known(url)
+        driver = self._driver(record, time.monotonic() + timeout)
+        driver.health(time.monotonic() + timeout)
+        with self._changed:
+            return record.endpoint
+
+    def healthy(self, *, timeout: float = _HEALTH) -> set[str]:
+        """The URLs of the engines that are well. Asks all at once; blocks at most *timeout*."""
+        with self._changed:
+            records = list(self._records.values())
+        deadline = time.monotonic() + timeout
+        found: set[str] = set()
+
+        def ask(record: _Record) -> None:
+            with contextlib.suppress(FaninError):
+                self._driver(record, deadline).health(deadline)
+                found.add(record.endpoint.url)
+
+        threads = [threading.Thread(target=ask, args=(r,), daemon=True) for r in records]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(max(deadline + 1.0 - time.monotonic(), 0))
+        return set(found)
+
+    def resume(self, url: str, *, timeout: float = _RESUME) -> None:
+        """Lets an engine generate again that a failed sync left paused, its old weights whole.
+
+        Blocks at most *timeout* seconds. Raises StateError if its weights were being written:
+        then only a sync makes them whole; NotFoundError; what requests raise.
+        """
+        record = self._known(url)
+        self._take([record])
+        try:
+            if record.dirty:
+                raise StateError.make(
+                    f"{record.endpoint.url} may have weights of two steps", "sync it", address=url
+                )
+            self._driver(record, time.monotonic() + timeout).resume(time.monotonic() + timeout)
+            record.paused = False
+        finally:
+            self._release([record])
+
+    def _known(self, url: str) -> _Record:
+        wanted = endpoint_of(url, "auto", "default", None).url
+        with self._changed:
+            record = self._records.get(wanted)
+        if record is None:
+            raise NotFoundError.make(f"{wanted} was not added", "add it", address=wanted)
+        return record
+
+    def _driver(self, record: _Record, deadline: float) -> Driver:
+        driver = record.driver
+        if driver is None:
+            driver = driver_of(record.endpoint.kind, record.wire, deadline)
+            with self._changed:
+                record.driver = driver
+                record.endpoint = replace(record.endpoint, kind=driver.kind)
+        return driver
+
+    # ---------------------------------------------------------------- a sync
+
+    def sync(
+        self,
+        step: int | None = None,
+        group: str | Iterable[str] | None = None,
+        *,
+        urls: Iterable[str] | None = None,
+        version: str | None = None,
+        timeout: float | None = None,
+        pause_mode: str = "retract",
+        flush_cache: bool = True,
+        skip_dead: bool = False,
+        again: bool = False,
+    ) -> SyncResult:
+        """Brings *step* to every engine, or to those of the groups, all at once.
+
+        step: None: the newest that all ranks of the trainer have. urls: these engines only.
+        version: what the engines call their weights then; None: ``step-<s>``. timeout: seconds for
+        all of it, None: the registry's. pause_mode: what becomes of requests that are under way:
+        "retract": computed again with the new weights; "keep": gone on with; "wait": waited for;
+        "abort": ended. flush_cache: what was computed with the old weights goes. skip_dead: engines
+        that fail the health check are left out (and are failures all the same), instead of nothing
+        being done. again: also engines that have this step of this launch of the trainer already;
+        they are left alone otherwise.
+
+        First the trainer's ranks are waited for, then the health of all engines is checked; until
+        then nothing is paused. Then each engine goes its own way: pause, init (when it is new, was
+        started again or failed), start, update, finish, resume. One that fails stays paused,
+        because it may have weights of two steps; the others go on. The next sync tries it again.
+
+        Blocks at most *timeout* and a little; any thread. Raises SyncError naming every engine that
+        failed, with ``result``; StateError if one of the engines is in another sync; NotFoundError
+        if there is none; RequestError; and what wait_for_step raises of the trainer.
+        """
+        started = time.monotonic()
+        seconds = self.timeout if timeout is None else _positive(timeout, "timeout")
+        options = _options(pause_mode, flush_cache)
+        if step is not None:
+            check_step(step)
+        _check_version(version)
+        records = self._choose(group, urls)
+        self._take(records)
+        try:
+            plan = self._plan(step, version, options, started + seconds, again)
+            result = self._run(records, plan, started, skip_dead)
+        finally:
+            self._release(records)
+        return result
+
+    def _plan(
+        self,
+        step: int | None,
+        version: str | None,
+        options: Options,
+        deadline: float,
+        again: bool,
+    ) -> _Plan:
+        world = ""
+        if self.ask_trainer:
+            step, world = wait_for_step(
+                self._trainer,
+                self.run,
+                step,
+                timeout=deadline - time.monotonic(),
+                server_name=self.server_name,
+            )
+        elif step is None:
+            raise RequestError.make(
+                "which step is the newest is not known", "give step, or ask_trainer=True"
+            )
+        # The registry's, not this call's: another value would have every engine told anew.
+        pull = self.pull_timeout or self.timeout * _PULL_SHARE
+        info = InitInfo(self._said, self.run, pull, self.server_name)
+        return _Plan(step, version or f"step-{step}", info, options, world, deadline, again)
+
+    def _choose(
+        self, group: str | Iterable[str] | None, urls: Iterable[str] | None
+    ) -> Sequence[_Record]:
+        if urls is not None:
+            named = {url: self._known(url) for url in urls}
+            if group is not None or not named:
+                raise RequestError.make("urls and group do not go together", "give one of them")
+            return list({record.endpoint.url: record for record in named.values()}.values())
+        groups = None
+        if group is not None:
+            groups = {check_group(g) for g in ([group] if isinstance(group, str) else group)}
+        with self._changed:
+            records = [
+                record
+                for record in self._records.values()
+                if groups is None or record.endpoint.group in groups
+            ]
+            known = {record.endpoint.group for record in self._records.values()}
+        for name in sorted(groups - known) if groups is not None else ():
+            raise NotFoundError.make(f"no engine is in group {name!r}", "add one", key=name)
+        if not records:
+            raise NotFoundError.make("there is no engine to sync", "add one")
+        return records
+
+    def _take(self, records: Sequence[_Record]) -> None:
+        with self._changed:
+            for record in records:
+                if record.busy:
+                    raise StateError.make(
+                        f"{record.endpoint.url} is in another sync",
+                        "wait for its end",
+                        address=record.endpoint.url,
+                    )
+            for record in records:
+                record.busy = True
+
+    def _release(self, records: Sequence[_Record]) -> None:
+        with self._changed:
+            for record in records:
+                record.busy = False
+
+    def _run(
+        self, records: Sequence[_Record], plan: _Plan, started: float, skip_dead: bool
+    ) -> SyncResult:
+        for record in records:
+            if record.driver is not None:
+                record.driver.check_options(plan.options)
+        flights = [_Flight(record, plan) for record in records]
+        self._all(flights, self._look, min(plan.deadline, time.monotonic() + _HEALTH))
+        dead = [flight for flight in flights if flight.result is not None]
+        if dead and not skip_dead:
+            told = "are not well, and nothing was paused"
+            return _judged(plan, flights, started, told)
+        well = [flight for flight in flights if flight.result is None]
+        self._all(well, self._drive, plan.deadline)
+        return _judged(plan, flights, started, f"did not get step {plan.step}")
+
+    def _all(
+        self, flights: Sequence[_Flight], work: Callable[[_Flight], None], deadline: float
+    ) -> None:
+        """Each in a thread of its own, until all have ended, are removed or are out of time."""
+        pending: set[int] = set()
+        for number, flight in enumerate(flights):
+            pending.add(number)
+            # Daemons: an engine that hangs must not hold up the process's end.
+            threading.Thread(
+                target=self._one,
+                args=(flight, work, pending, number),
+                name=f"fanin-sync {flight.record.endpoint.url}",
+                daemon=True,
+            ).start()
+
+        def settled() -> bool:
+            return all(flights[number].record.removed for number in pending)
+
+        with self._changed:
+            self._changed.wait_for(settled, max(deadline + _GRACE - time.monotonic(), 0))
+            for number in pending:
+                flights[number].over = True
+                self._give_up(flights[number])
+
+    def _one(
+        self, flight: _Flight, work: Callable[[_Flight], None], pending: set[int], number: int
+    ) -> None:
+        error: BaseException | None = None
+        try:
+            work(flight)
+        except _LeaveAlone:
+            pass
+        except BaseException as caught:  # a bug must not look like an engine that hangs
+            error = caught
+        with self._changed:
+            if flight.result is None and error is not None:
+                flight.result = _failure(flight, error)
+                _log.warning("%s", flight.result.error)
+            pending.discard(number)
+            self._changed.notify_all()
+
+    def _give_up(self, flight: _Flight) -> None:
+        """Lock held. The thread of the flight may still be at it; it does nothing more."""
+        url = flight.record.endpoint.url
+        error: FaninError = PullTimeoutError.make(
+            f"{url}: no answer in time", "look into the engine's log, then sync again", address=url
+        )
+        if flight.record.removed:
+            error = StateError.make(f"{url} was removed during the sync", address=url)
+        if flight.result is None:
+            flight.result = _failure(flight, error)
+
+    # ------------------------------------------------------- one engine's way
+
+    def _phase(self, flight: _Flight, name: str, call: Callable[[], _Result]) -> _Result:
+        with self._changed:
+            if flight.over or flight.record.removed:
+                raise _LeaveAlone
+            flight.phase = name
+        began = time.monotonic()
+        try:
+            result = call()
+        finally:
+            flight.seconds[name] = time.monotonic() - began
+        with self._changed:
+            if flight.over:
+                raise _LeaveAlone
+        return result
+
+    def _look(self, flight: _Flight) -> None:
+        deadline = min(flight.plan.deadline, time.monotonic() + _HEALTH)
+        record = flight.record
+
+        def look() -> str:
+            driver = self._driver(record, deadline)
+            driver.check_options(flight.plan.options)
+            return driver.health(deadline)
+
+        flight.seen = self._phase(flight, "health", look)
+
+    def _drive(self, flight: _Flight) -> None:
+        record, plan = flight.record, flight.plan
+        driver = record.driver
+        assert driver is not None  # _look has made it
+        if not plan.again and self._has_it(flight):
+            flight.skipped = True
+        else:
+            self._update(flight, driver)
+        if record.paused or not flight.skipped:
+            until = max(plan.deadline, time.monotonic() + _RESUME_AT_LEAST)
+            self._phase(flight, "resume", lambda: driver.resume(until))
+            record.paused = False
+        with self._changed:
+            flight.phase = DONE
+            flight.result = EndpointResult(
+                record.endpoint,
+                DONE,
+                skipped=flight.skipped,
+                initialised=flight.initialised,
+                version=plan.version,
+                seconds=dict(flight.seconds),
+                bytes=flight.bytes,
+            )
+
+    def _has_it(self, flight: _Flight) -> bool:
+        """Whether these very weights are there: step and launch of the trainer, by all accounts."""
+        record, plan = flight.record, flight.plan
+        known = (record.step, record.world, record.version)
+        wanted = (plan.step, plan.world, plan.version)
+        whole = not record.dirty and not record.open and bool(plan.world)
+        return whole and known == wanted and flight.seen == plan.version
+
+    def _update(self, flight: _Flight, driver: Driver) -> None:
+        record, plan = flight.record, flight.plan
+        # A version that nobody gave it here: the engine was started again, or somebody else's.
+        strange = record.version is None or flight.seen != record.version
+        record.paused = True  # unless it says that it is not, it may be
+        self._phase(flight, "pause", lambda: driver.pause(plan.options, plan.deadline))
+        if strange or record.dirty or record.told != plan.info:
+            record.told = None
+            self._phase(flight, "init", lambda: driver.init(plan.info, plan.deadline))
+            record.told = plan.info
+            flight.initialised = True
+        may_be_open, record.open = record.open, True
+        self._phase(flight, "start", lambda: driver.start(may_be_open, plan.deadline))
+        record.dirty, record.step, record.version = True, None, None
+        flight.bytes = self._phase(
+            flight, "update", lambda: driver.update(plan.info, plan.step, plan.deadline)
+        )
+        self._phase(
+            flight, "finish", lambda: driver.finish(plan.version, plan.options, plan.deadline)
+        )
+        record.open = record.dirty = False
+        record.step, record.world, record.version = plan.step, plan.world, plan.version
+
+
+# ------------------------------------------------------------------- helpers
+
+
+def _failure(flight: _Flight, error: BaseException) -> EndpointResult:
+    record = flight.record
+    told = str(error) or type(error).__name__
+    if not isinstance(error, FaninError):
+        told = f"{type(error).__name__}: {told}"
+    url = record.endpoint.url
+    if url not in told:
+        told = f"{url}: {told}"
+    paused = record.paused and flight.phase != "health"
+    if paused and flight.phase == "pause":
+        told += " (it may be paused)"
+    elif paused:
+        told += f" (failed in {flight.phase}; it stays paused until a sync succeeds)"
+    return EndpointResult(
+        record.endpoint,
+        flight.phase or "health",
+        told,
+        paused=paused,
+        initialised=flight.initialised,
+        version=record.version,
+        seconds=dict(flight.seconds),
+        bytes=flight.bytes,
+        code=error.name if isinstance(error, FaninError) else "FANIN_ERR_INTERNAL",
+    )
+
+
+def _judged(plan: _Plan, flights: Sequence[_Flight], started: float, what: str) -> SyncResult:
+    """The result. Raises SyncError if an engine has failed."""
+    results = {
+        flight.record.endpoint.url: flight.result
+        or EndpointResult(flight.record.endpoint, "", version=flight.seen)
+        for flight in flights
+    }
+    result = SyncResult(plan.step, plan.version, results, time.monotonic() - started)
+    if any(entry.error for entry in results.values()):
+        raise SyncError.of(result, what, _CODES)
+    return result
+
+
+def _positive(seconds: float, name: str) -> float:
+    if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not seconds > 0:
+        raise RequestError.make(f"{name} {seconds!r} is not above 0", "give seconds")
+    return float(seconds)
+
+
+def _options(pause_mode: str, flush_cache: bool) -> Options:
+    if pause_mode not in PAUSE_MODES:
+        raise RequestError.make(
+            f"pause_mode {pause_mode!r} is unknown", "give one of " + ", ".join(PAUSE_MODES)
+        )
+    return Options(pause_mode, bool(flush_cache))
+
+
+def _check_version(version: str | None) -> None:
+    if version is not None and (not isinstance(version, str) or not version):
+        raise RequestError.make(f"version {version!r} is no text", "leave it out: step-<s>")
+
+
+def _said(trainer: Target) -> str | tuple[str, ...]:
+    """What engines are told of the trainer."""
+    if isinstance(trainer, TrainerInfo):
+        return trainer.addresses
+    if isinstance(trainer, os.PathLike) or (isinstance(trainer, str) and is_path(trainer)):
+        return os.path.abspath(trainer)
+    return addresses_of(trainer)

@@ -1,0 +1,369 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A registry behind HTTP routes, for callers that speak to a training server.
+
+The routes, fields and replies are those that users of NCCL weight synchronisation know: endpoints
+are added and removed by host and port, one call syncs them. What only a process group needed is
+accepted and named in the reply's ``notices``; a field that nobody knows is an error.
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from fanin.errors import (
+    FaninError,
+    NotFoundError,
+    PullTimeoutError,
+    RequestError,
+    StateError,
+)
+from fanin.info import join_address
+from fanin.vllm.faults import body_of, status_of
+
+from .endpoints import KINDS, Endpoint, EndpointResult, SyncError, SyncResult
+from .registry import Registry
+
+__all__ = ["Service"]
+
+_log = logging.getLogger("fanin.sync")
+
+_PREFIX = "/api/v1"
+_MAX_BODY = 1 << 20
+# What a process group needed, and one-sided pulls do not.
+_UNNEEDED = {
+    "master_address": "workers read the trainer's ranks: there is no rendezvous",
+    "master_port": "workers read the trainer's ranks: there is no rendezvous",
+    "group_name": "there is no process group; endpoints are grouped by pool",
+    "buffer_size_mb": "nothing is sent in buckets",
+}
+_MODES = {
+    "retract": "retract",
+    "abort": "abort",
+    "in_place": "keep",
+    "keep": "keep",
+    "wait": "wait",
+}
+_INVALIDATION = ("auto", "flush", "none")
+_PLAIN = ("bf16", "bfloat16", "none")
+_ADD = {
+    "host", "port", "url", "kind", "pool", "world_size", "worker_port", "sync_weights",
+    "receiver_kv_cache_dtype", "api_key", *_UNNEEDED,
+}  # fmt: skip
+_SYNC = {
+    "step", "model_id", "pools", "pause_mode", "flush_cache", "cache_invalidation_mode",
+    "weight_version", "quantization", "timeout", "skip_dead", "again", *_UNNEEDED,
+}  # fmt: skip
+
+
+class _Body:
+    """A request's object, field by field; complaints name the field."""
+
+    def __init__(self, body: Any, known: set[str]) -> None:
+        if not isinstance(body, dict):
+            raise RequestError.make("the body is no JSON object", "send an object")
+        for name in body:
+            if name not in known:
+                raise RequestError.make(
+                    f"the field {name!r} is unknown",
+                    "the fields here are " + ", ".join(sorted(known)),
+                    key=name,
+                )
+        self._body: dict[str, Any] = body
+
+    def __contains__(self, name: str) -> bool:
+        return self._body.get(name) is not None
+
+    def get(self, name: str, kind: type, what: str, default: Any = None) -> Any:
+        value = self._body.get(name)
+        if value is None:
+            return default
+        right = isinstance(value, kind)
+        if kind is float:
+            right = isinstance(value, (int, float))
+        if isinstance(value, bool) and kind is not bool:
+            right = False
+        if not right:
+            raise RequestError.make(f"{name} {value!r} is not {what}", f"send {what}", key=name)
+        return value
+
+    def text(self, name: str, default: str | None = None) -> Any:
+        return self.get(name, str, "a text", default)
+
+    def flag(self, name: str, default: bool = False) -> bool:
+        return bool(self.get(name, bool, "true or false", default))
+
+    def number(self, name: str) -> Any:
+        return self.get(name, int, "an integer")
+
+    def one_of(self, name: str, choices: Mapping[str, str] | tuple[str, ...], default: str) -> str:
+        value: str = self.text(name, default)
+        if value not in choices:
+            raise RequestError.make(
+                f"{name} {value!r} is unknown", "give one of " + ", ".join(choices), key=name
+            )
+        return value
+
+    def notices(self) -> list[str]:
+        """Of what is accepted and does nothing."""
+        found = [f"{name} is not needed: {why}" for name, why in _UNNEEDED.items() if name in self]
+        for notice in found:
+            _log.info("fanin.sync: %s", notice)
+        return found
+
+    def url(self) -> str:
+        """Of the engine: ``url``, or ``host`` and ``port``."""
+        url: str | None = self.text("url")
+        if url is not None:
+            if "host" in self or "port" in self:
+                raise RequestError.make("url is given, and host or port too", "send one", key="url")
+            return url
+        for name in ("host", "port"):
+            if name not in self:
+                raise RequestError.make(f"{name} is missing", "send host and port", key=name)
+        return f"http://{join_address(self.text('host'), self.number('port'))}"
+
+
+class Service:
+    """The routes of one registry, for whichever server mounts them.
+
+    registry: what they work on. api_key: what callers must send as bearer token; None: nobody is
+    asked. Any thread; a sync blocks the thread that :meth:`answer` is called in.
+    """
+
+    def __init__(self, registry: Registry, *, api_key: str | None = None) -> None:
+        self.registry = registry
+        self._api_key = api_key
+        routes: dict[str, tuple[str, Callable[[Any], tuple[int, dict[str, Any]]]]] = {
+            "add_inference_endpoint": ("POST", self._add),
+            "remove_inference_endpoint": ("POST", self._remove),
+            "list_inference_endpoints": ("GET", self._list),
+            "sync_inference_weights": ("POST", self._sync),
+            "set_sync_quantization": ("POST", self._quantize),
+        }
+        self._routes = {
+            f"{prefix}/{name}": route for name, route in routes.items() for prefix in ("", _PREFIX)
+        }
+        self._routes["/health"] = ("GET", lambda body: (200, {"status": "healthy"}))
+
+    @property
+    def guarded(self) -> bool:
+        """Whether callers must know a key."""
+        return self._api_key is not None
+
+    @property
+    def paths(self) -> list[str]:
+        """The paths that :meth:`answer` knows."""
+        return sorted(self._routes)
+
+    def answer(
+        self, method: str, path: str, body: bytes = b"", authorization: str = ""
+    ) -> tuple[int, dict[str, Any]]:
+        """The HTTP status and the JSON object that answer a request.
+
+        path: without the query. authorization: the header. Blocks as long as a sync takes, if it is
+        one. Raises nothing: errors are ``{"error": {code, message, remedy, ...}, "detail"}``.
+        """
+        if self._api_key is not None and not hmac.compare_digest(
+            authorization.encode(), f"Bearer {self._api_key}".encode()
+        ):
+            return 401, _error_body(RequestError.make("unauthorized", "send the api_key"))
+        route = self._routes.get(path)
+        if route is None:
+            known = ", ".join(self.paths)
+            missing = NotFoundError.make(f"no route {path}", f"there are {known}")
+            return 404, _error_body(missing)
+        wanted, handler = route
+        if method != wanted and not (method == "POST" and wanted == "GET"):
+            return 405, _error_body(RequestError.make(f"{path} wants {wanted}", f"use {wanted}"))
+        try:
+            return handler(_parsed(body))
+        except StateError as error:
+            return 409, _error_body(error)
+        except FaninError as error:
+            return status_of(error), _error_body(error)
+        except Exception as error:
+            _log.exception("fanin.sync: %s", path)
+            return 500, _error_body(error)
+
+    # ------------------------------------------------------------- the routes
+
+    def _add(self, sent: Any) -> tuple[int, dict[str, Any]]:
+        body = _Body(sent, _ADD)
+        notices = body.notices()
+        cache = body.text("receiver_kv_cache_dtype", "auto")
+        if cache != "auto":
+            raise RequestError.make(
+                f"receiver_kv_cache_dtype {cache!r} cannot be checked here",
+                "leave it out; what a sync flushes is said by flush_cache",
+                key="receiver_kv_cache_dtype",
+            )
+        if "worker_port" in body:
+            body.number("worker_port")
+            notices.append("worker_port is not needed: the engine itself is asked")
+        url = body.url()
+        known = {endpoint.url for endpoint in self.registry.endpoints()}
+        endpoint = self.registry.add(
+            url,
+            kind=body.one_of("kind", KINDS, "auto"),
+            group=body.text("pool", "default"),
+            world_size=body.number("world_size"),
+            api_key=body.text("api_key"),
+        )
+        twice = endpoint.url in known
+        try:
+            endpoint = self.registry.check(endpoint.url)
+        except FaninError:
+            if not twice:
+                self.registry.remove(endpoint.url)
+            raise
+        said = "was already registered" if twice else "was added"
+        reply = {
+            "success": True,
+            "message": f"endpoint {endpoint.url} {said}",
+            "endpoint": _endpoint_body(endpoint, True),
+            "weights_synced": False,
+            "sync_message": None,
+            "notices": notices,
+        }
+        if body.flag("sync_weights"):
+            self._sync_new(endpoint, reply)
+        return 200, reply
+
+    def _sync_new(self, endpoint: Endpoint, reply: dict[str, Any]) -> None:
+        try:
+            self.registry.sync(urls=[endpoint.url])
+            reply["weights_synced"] = True
+            reply["sync_message"] = "the engine has the newest step"
+        except FaninError as error:
+            reply["sync_message"] = str(error)
+
+    def _remove(self, sent: Any) -> tuple[int, dict[str, Any]]:
+        url = _Body(sent, {"host", "port", "url"}).url()
+        if self.registry.remove(url):
+            return 200, {"success": True, "message": f"endpoint {url} was removed"}
+        return 200, {"success": False, "message": f"endpoint {url} was not registered"}
+
+    def _list(self, sent: Any) -> tuple[int, dict[str, Any]]:
+        _Body(sent, set())
+        endpoints = self.registry.endpoints()
+        healthy = self.registry.healthy()
+        found = [_endpoint_body(e, e.url in healthy) for e in endpoints]
+        return 200, {"endpoints": found, "count": len(found)}
+
+    def _quantize(self, sent: Any) -> tuple[int, dict[str, Any]]:
+        _Body(sent, {"quantization"})
+        _check_quantization(sent.get("quantization"))
+        return 200, {
+            "quantization": None,
+            "message": "weights are synced as the trainer publishes them (bf16, no quantization)",
+        }
+
+    def _sync(self, sent: Any) -> tuple[int, dict[str, Any]]:
+        body = _Body(sent, _SYNC)
+        notices = body.notices()
+        _check_quantization(sent.get("quantization"))
+        self._check_model(body)
+        cache = body.one_of("cache_invalidation_mode", _INVALIDATION, "auto")
+        mode = _MODES[body.one_of("pause_mode", _MODES, "retract")]
+        flush = body.flag("flush_cache", mode != "keep")
+        if cache != "auto":
+            flush = cache == "flush"
+        pools = body.get("pools", list, "a list of texts")
+        try:
+            result = self.registry.sync(
+                body.number("step"),
+                pools,
+                version=body.text("weight_version"),
+                timeout=body.get("timeout", float, "seconds"),
+                pause_mode=mode,
+                flush_cache=flush,
+                skip_dead=body.flag("skip_dead"),
+                again=body.flag("again"),
+            )
+        except SyncError as error:
+            timed_out = isinstance(error, PullTimeoutError) or error.name == "FANIN_ERR_TIMEOUT"
+            reply = _sync_body(error.result, str(error), cache, flush, notices)
+            reply["error"] = body_of(error)["error"]
+            return 504 if timed_out else 502, reply
+        told = f"step {result.step} is on {len(result.results)} engines"
+        return 200, _sync_body(result, told, cache, flush, notices)
+
+    def _check_model(self, body: _Body) -> None:
+        model = body.text("model_id", self.registry.run)
+        if model not in (self.registry.run, "default"):
+            raise RequestError.make(
+                f"model_id {model!r} is not what is synced here, run {self.registry.run!r}",
+                "leave it out, or ask the server of that run",
+                key="model_id",
+            )
+
+
+def _parsed(body: bytes) -> Any:
+    if len(body) > _MAX_BODY:
+        raise RequestError.make(f"the body is larger than {_MAX_BODY} bytes", "send less")
+    if not body.strip():
+        return {}
+    try:
+        return json.loads(body.decode())
+    except (ValueError, RecursionError) as error:
+        raise RequestError.make(f"the body is no JSON: {error}", "send an object") from None
+
+
+def _check_quantization(value: Any) -> None:
+    """Raises RequestError for anything but no quantization."""
+    method = value.get("quant_method") if isinstance(value, dict) else value
+    if value is None or (isinstance(method, str) and method.lower() in _PLAIN):
+        return
+    raise RequestError.make(
+        f"quantization {method!r} is not supported",
+        "leave it out: bf16 (or none) is, weights travel as the trainer publishes them",
+        key="quantization",
+    )
+
+
+def _error_body(error: BaseException) -> dict[str, Any]:
+    return {**body_of(error), "detail": str(error), "success": False, "message": str(error)}
+
+
+def _endpoint_body(endpoint: Endpoint, healthy: bool) -> dict[str, Any]:
+    host, _, port = endpoint.url.rpartition("://")[2].partition("/")[0].rpartition(":")
+    return {
+        "host": host or endpoint.url,
+        "port": int(port) if port.isdigit() else None,
+        "url": endpoint.url,
+        "kind": endpoint.kind,
+        "pool": endpoint.group,
+        "world_size": endpoint.world_size or 1,
+        "healthy": healthy,
+    }
+
+
+def _result_body(result: EndpointResult) -> dict[str, Any]:
+    place = _endpoint_body(result.endpoint, result.ok)
+    return {"host": place["host"], "port": place["port"], **result.to_json()}
+
+
+def _sync_body(
+    result: SyncResult, message: str, cache: str, flush: bool, notices: list[str]
+) -> dict[str, Any]:
+    slowest: dict[str, float] = {}
+    for entry in result.results.values():
+        for phase, took in entry.seconds.items():
+            slowest[f"{phase}_s"] = max(took, slowest.get(f"{phase}_s", 0.0))
+    return {
+        "success": result.ok,
+        "message": message,
+        "step": result.step,
+        "weight_version": result.version,
+        "transfer_time": slowest.get("update_s", 0.0),
+        "total_bytes": result.bytes or 0,
+        "timing_breakdown": {**slowest, "total_s": result.seconds},
+        "cache_invalidation_mode": cache,
+        "flush_cache": flush,
+        "endpoints_synced": [_result_body(entry) for entry in result.results.values()],
+        "notices": notices,
+    }

@@ -1,0 +1,273 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Engines that answer as vLLM and SGLang do, and do what a test says; a trainer of whole models."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import pickle
+import threading
+from collections.abc import Callable, Iterable
+from types import TracebackType
+from typing import Any
+
+import fanin
+import numpy as np
+from fanin.info import TrainerInfo
+from http_engine import OK, Answer, Engine, Request
+
+Hook = Callable[[Request], Answer | None]
+
+HANG_UP: Answer = (0, None)
+"""The connection ends without a word."""
+
+
+class FakeEngine:
+    """What the two kinds have in common.
+
+    hooks: by path without query: answers in place of the engine; None goes on to its own answer.
+    paths: what came in. hang(path): requests to it wait until the test ends, or let go.
+    """
+
+    def __init__(self) -> None:
+        self.hooks: dict[str, Hook] = {}
+        self.paths: list[str] = []
+        self.queries: list[str] = []
+        self.bodies: dict[str, Any] = {}
+        self.version = "default"
+        self.paused = False
+        self.model = "old"
+        self.at: dict[str, threading.Event] = {}
+        self._holds: list[threading.Event] = []
+        self._lock = threading.Lock()
+        self.http = Engine(self._answer)
+        self.url = self.http.url
+
+    def hang(self, path: str) -> threading.Event:
+        """Requests to *path* get no answer until the event that is returned is set.
+
+        ``at[path]`` is set when one has come.
+        """
+        hold, here = threading.Event(), threading.Event()
+        self._holds.append(hold)
+        self.at[path] = here
+
+        def wait(_: Request) -> None:
+            here.set()
+            hold.wait(60)
+
+        self.hooks[path] = wait
+        return hold
+
+    def refuse(self, path: str, status: int, message: str) -> None:
+        """Requests to *path* are answered so."""
+        self.hooks[path] = lambda _: (status, {"error": {"message": message, "code": status}})
+
+    def restart(self) -> None:
+        """As a new process at the same address."""
+        self.version, self.paused, self.model = "default", False, "old"
+
+    def count(self, path: str) -> int:
+        """How often it was asked."""
+        return self.paths.count(path)
+
+    def _answer(self, request: Request) -> Answer | None:
+        path, _, query = request.path.partition("?")
+        with self._lock:
+            self.paths.append(path)
+            self.queries.append(query)
+            self.bodies[path] = request.body
+        hook = self.hooks.get(path)
+        answer = hook(request) if hook is not None else None
+        if answer is not None:
+            return None if answer is HANG_UP else answer
+        with self._lock:
+            return self._serve(path, query, request.body)
+
+    def _serve(self, path: str, query: str, body: Any) -> Answer | None:
+        raise NotImplementedError
+
+    def __enter__(self) -> Any:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
+        for hold in self._holds:
+            hold.set()
+        self.http.__exit__()
+
+
+def internal(message: str) -> Answer:
+    """What vLLM makes of an exception in a worker."""
+    return 500, {"error": {"message": message, "type": "InternalServerError", "code": 500}}
+
+
+class FakeVLLM(FakeEngine):
+    """vLLM's routes and the state that its workers keep, with the engine ``fanin`` behind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.initialised: dict[str, Any] | None = None
+        self.active = False
+        self.pulled: int | None = None
+        self.cache_reset = 0
+
+    def restart(self) -> None:
+        super().restart()
+        self.initialised, self.active, self.pulled = None, False, None
+
+    def _serve(self, path: str, query: str, body: Any) -> Answer | None:
+        if path == "/health":
+            return 200, b""
+        if path == "/weight_info":
+            return 200, {"weight_version": self.version}
+        if path == "/is_paused":
+            return 200, {"is_paused": self.paused}
+        if path in ("/pause", "/resume"):
+            self.paused = path == "/pause"
+            return OK
+        if path == "/reset_prefix_cache":
+            self.cache_reset += 1
+            return 200, {"success": True}
+        if path == "/init_weight_transfer_engine":
+            self.initialised = body["init_info"]
+            return 200, {"message": "Weight transfer initialized"}
+        return self._update(path, body)
+
+    def _update(self, path: str, body: Any) -> Answer | None:
+        if path == "/start_weight_update":
+            if self.initialised is None:
+                return internal("no init_weight_transfer_engine before start")
+            if self.active:
+                return internal(
+                    "start_weight_update called while a weight update is already active"
+                )
+            self.active, self.pulled = True, None
+            return 200, {"message": "Weight update started"}
+        if path == "/update_weights":
+            if not self.active:
+                return internal("start_weight_update must be called before update_weights.")
+            self.pulled = body["update_info"]["step"]
+            return 200, {"message": "Weights updated"}
+        if path == "/finish_weight_update":
+            if not self.active or self.pulled is None:
+                return internal("finish refused: nothing was pulled")
+            self.active = False
+            self.model = f"weights of step {self.pulled}"
+            if body["weight_version"] is not None:
+                self.version = body["weight_version"]
+            return 200, {"message": "Weight update finished"}
+        return 404, {"detail": "Not Found"}
+
+
+class _Loaded(pickle.Unpickler):
+    """Reads the request as SGLang does, with nothing of PyTorch but the shape of its answer."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        assert (module, name) == ("torch", "ByteTensor")
+        return bytes
+
+
+class FakeSGLang(FakeEngine):
+    """SGLang's routes, with what fanin's loader makes of the request behind.
+
+    failure: the reason for which the loader fails next; SGLang then refuses the next update with
+    it, once.
+    """
+
+    def __init__(self, ranks: int = 1) -> None:
+        super().__init__()
+        self.ranks = ranks
+        self.open = False
+        self.failure = ""
+        self.loaders = ["fanin.sglang.load"]
+        self.sent: list[dict[str, Any]] = []
+        self._told = ""
+
+    def restart(self) -> None:
+        super().restart()
+        self.open = False
+
+    def _serve(self, path: str, query: str, body: Any) -> Answer | None:
+        if path == "/model_info":
+            return 200, {"model_path": "m", "weight_version": self.version}
+        if path == "/server_info":
+            return 200, {"tp_size": self.ranks, "custom_weight_loader": self.loaders, "dp_size": 1}
+        if path in ("/pause_generation", "/continue_generation"):
+            self.paused = path == "/pause_generation"
+            return OK
+        if path == "/flush_cache":
+            return 200, b"Cache flushed."
+        if path == "/begin_weight_update":
+            if self.open:
+                return 400, {"success": False, "message": "a session is already open"}
+            self.open = True
+            return 200, {"success": True, "message": "Success"}
+        if path == "/end_weight_update":
+            was, self.open = self.open, False
+            return (200 if was else 400), {"success": was, "message": "Success"}
+        if path == "/update_weight_version":
+            assert body["abort_all_requests"] is False
+            self.version = body["new_version"]
+            return 200, {"success": True, "message": "ok", "new_version": self.version}
+        if path == "/update_weights_from_tensor":
+            return self._load(body)
+        return 404, {"detail": "Not Found"}
+
+    def _load(self, body: Any) -> Answer:
+        if not self.open:
+            return 400, {"success": False, "message": "must run between begin and end"}
+        if self._told:
+            told, self._told = self._told, ""
+            return 400, {"success": False, "message": told}
+        assert body["load_format"] == "fanin.sglang.load" and body["flush_cache"] is False
+        assert len(body["serialized_named_tensors"]) == self.ranks
+        for payload in body["serialized_named_tensors"]:
+            ((name, content),) = _Loaded(io.BytesIO(base64.b64decode(payload))).load()
+            assert name == "fanin.request"
+            request = json.loads(bytes(content))
+        self.sent.append(request)
+        if request["op"] == "pull":
+            self._told = self.failure
+            self.model = f"weights of step {request['step']}"
+        return 200, {"success": True, "message": "Success"}
+
+
+class WholeTrainer:
+    """Real fanin servers of one launch: *size* ranks that hold one matrix, split by rows."""
+
+    def __init__(self, size: int = 2, run: str = "0", world: bytes = bytes(range(1, 17))) -> None:
+        self.publication = f"full:{run}"
+        self.weights = [np.zeros((4, 8), np.float32) for _ in range(size)]
+        self.servers = []
+        for rank in range(size):
+            server = fanin.Server(
+                world_id=world, rank=rank, world_size=size, name="job", use_ucx=False
+            )
+            self.servers.append(server)
+            shard = fanin.shard_of(
+                "w", self.weights[rank], shape=(4 * size, 8), offset=(4 * rank, 0)
+            )
+            server.put(self.publication, [shard])
+        self.info = TrainerInfo(
+            tuple(f"127.0.0.1:{server.port}" for server in self.servers), world.hex(), run, "job"
+        )
+
+    def commit(self, step: int, ranks: Iterable[int] | None = None) -> None:
+        """These ranks, or all, are at *step*."""
+        for rank in range(len(self.servers)) if ranks is None else ranks:
+            self.servers[rank].begin_update(self.publication)
+            self.weights[rank][:] = step
+            self.servers[rank].commit(self.publication, step)
+
+    def __enter__(self) -> WholeTrainer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for server in self.servers:
+            server.close(drain=0)

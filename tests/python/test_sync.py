@@ -1,0 +1,613 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A fleet is synced: what each engine is asked, what is left of one that fails, and who is told."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from fanin.errors import (
+    NotFoundError,
+    PausedError,
+    PullTimeoutError,
+    RequestError,
+    StateError,
+    SupersededError,
+    UnreachableError,
+)
+from fanin.info import write_info
+from fanin.sync import EndpointResult, Registry, SyncError
+from fanin.sync.trainer import look
+from fleet import HANG_UP, FakeEngine, FakeSGLang, FakeVLLM, WholeTrainer
+
+TRAINER = "10.0.0.1:6000,10.0.0.2:6000"
+WAY = ["/pause", "/start_weight_update", "/update_weights", "/finish_weight_update", "/resume"]
+INIT = "/init_weight_transfer_engine"
+SGLANG_WAY = [
+    "/pause_generation",
+    "/begin_weight_update",
+    "/update_weights_from_tensor",
+    "/end_weight_update",
+    "/flush_cache",
+    "/update_weight_version",
+    "/continue_generation",
+]
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as result:
+        yield result
+
+
+def fleet(stack: ExitStack, count: int = 2) -> list[FakeVLLM]:
+    return [stack.enter_context(FakeVLLM()) for _ in range(count)]
+
+
+def registry_of(*engines: FakeEngine, **more: Any) -> Registry:
+    more.setdefault("ask_trainer", False)
+    more.setdefault("timeout", 30.0)
+    registry = Registry(TRAINER, **more)
+    for engine in engines:
+        registry.add(engine.url)
+    return registry
+
+
+def way_of(engine: FakeEngine, way: list[str]) -> list[str]:
+    return [path for path in engine.paths if path in way]
+
+
+def failure(caught: pytest.ExceptionInfo[SyncError], engine: FakeEngine) -> EndpointResult:
+    result = caught.value.result.results[engine.url]
+    assert not result.ok and engine.url in result.error
+    return result
+
+
+# ------------------------------------------------------------------ the way of it
+
+
+def test_each_phase_once_in_order(stack: ExitStack) -> None:
+    engines = fleet(stack, 3)
+    result = registry_of(*engines).sync(7)
+    assert result.ok and result.version == "step-7" and len(result.results) == 3
+    for engine in engines:
+        assert way_of(engine, [INIT, *WAY]) == [WAY[0], INIT, *WAY[1:]]
+        assert engine.model == "weights of step 7" and engine.version == "step-7"
+        assert not engine.paused and engine.cache_reset == 1
+        told = engine.initialised
+        assert told is not None
+        assert told["trainer"] == ["10.0.0.1:6000", "10.0.0.2:6000"] and told["run"] == "0"
+        assert set(told) == {"trainer", "run", "timeout"} and told["timeout"] < 30
+        assert engine.bodies["/update_weights"] == {"update_info": {"step": 7}}
+
+
+def test_init_is_told_once(stack: ExitStack) -> None:
+    (engine,) = fleet(stack, 1)
+    registry = registry_of(engine)
+    for step in (1, 2, 3):
+        registry.sync(step)
+    assert engine.count(INIT) == 1 and engine.count("/update_weights") == 3
+
+
+def test_an_engine_that_was_started_again_is_told_anew(stack: ExitStack) -> None:
+    engines = fleet(stack)
+    registry = registry_of(*engines)
+    registry.sync(1)
+    engines[0].restart()
+    result = registry.sync(2)
+    assert [engine.count(INIT) for engine in engines] == [2, 1]
+    assert result.results[engines[0].url].initialised
+    assert not result.results[engines[1].url].initialised
+
+
+def test_all_at_once(stack: ExitStack) -> None:
+    engines = fleet(stack, 4)
+    everybody = threading.Barrier(4)
+
+    def meet(_: Any) -> None:
+        everybody.wait(30)
+
+    for engine in engines:
+        engine.hooks["/update_weights"] = meet
+    assert registry_of(*engines).sync(1).ok
+
+
+def test_sglang_beside_vllm(stack: ExitStack) -> None:
+    (vllm,) = fleet(stack, 1)
+    sglang = stack.enter_context(FakeSGLang(ranks=2))
+    registry = registry_of(vllm, sglang)
+    result = registry.sync(5)
+    assert {e.url: e.kind for e in registry.endpoints()} == {
+        vllm.url: "vllm",
+        sglang.url: "sglang",
+    }
+    assert result.results[sglang.url].ok and sglang.version == "step-5" and not sglang.paused
+    first = sglang.paths.index(SGLANG_WAY[0])
+    asked = [path for path in sglang.paths[first:] if path in SGLANG_WAY]
+    asked.remove("/update_weights_from_tensor")  # the pull, and what became of it
+    assert asked == SGLANG_WAY
+    assert [request["op"] for request in sglang.sent] == ["pull", "report"]
+    assert sglang.sent[0]["step"] == 5
+    assert sglang.sent[0]["trainer"] == ["10.0.0.1:6000", "10.0.0.2:6000"]
+
+
+@pytest.mark.parametrize(
+    ("mode", "query", "resets"),
+    [
+        ("retract", "mode=keep&clear_cache=true", "reset_running_requests=true"),
+        ("keep", "mode=keep&clear_cache=true", ""),
+        ("wait", "mode=wait&clear_cache=true", None),
+        ("abort", "mode=abort&clear_cache=true", None),
+    ],
+)
+def test_pause_modes(stack: ExitStack, mode: str, query: str, resets: str | None) -> None:
+    (engine,) = fleet(stack, 1)
+    registry_of(engine).sync(1, pause_mode=mode)
+    asked = dict(zip(engine.paths, engine.queries, strict=True))
+    assert asked["/pause"] == query
+    assert asked.get("/reset_prefix_cache") == resets
+
+
+def test_sglang_cannot_wait(stack: ExitStack) -> None:
+    (vllm,) = fleet(stack, 1)
+    sglang = stack.enter_context(FakeSGLang())
+    with pytest.raises(SyncError, match="cannot pause with mode 'wait'"):
+        registry_of(vllm, sglang).sync(1, pause_mode="wait")
+    assert not vllm.count("/pause") and not sglang.count("/pause_generation")
+
+
+# ------------------------------------------------------------------ the registry
+
+
+def test_added_twice_is_one(stack: ExitStack) -> None:
+    (engine,) = fleet(stack, 1)
+    registry = registry_of(engine)
+    again = registry.add(engine.url + "/v1/", group="eval")
+    assert again.group == "eval" and len(registry.endpoints()) == 1
+    registry.sync(1)
+    assert engine.count("/update_weights") == 1
+    with pytest.raises(RequestError, match="known as vllm"):
+        registry.add(engine.url, kind="sglang")
+
+
+def test_groups(stack: ExitStack) -> None:
+    engines = fleet(stack, 3)
+    registry = registry_of()
+    for engine, group in zip(engines, ("a", "b", "b"), strict=True):
+        registry.add(engine.url, group=group)
+    assert len(registry.sync(1, "b").results) == 2
+    assert len(registry.endpoints("a")) == 1
+    assert [engine.model for engine in engines] == ["old", *["weights of step 1"] * 2]
+    assert len(registry.sync(2, ["a", "b"]).results) == 3
+    with pytest.raises(NotFoundError, match="group 'c'"):
+        registry.sync(3, "c")
+    with pytest.raises(NotFoundError, match="no engine"):
+        Registry(TRAINER, ask_trainer=False).sync(1)
+
+
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        (lambda r: r.add("ftp://x"), "no engine's URL"),
+        (lambda r: r.add("http://x:1", kind="tgi"), "kind 'tgi'"),
+        (lambda r: r.add("http://x:1", world_size=0), "world_size 0"),
+        (lambda r: r.add("http://x:1", group=""), "group ''"),
+        (lambda r: r.sync(-1), "step -1"),
+        (lambda r: r.sync(1, pause_mode="stop"), "pause_mode 'stop'"),
+        (lambda r: r.sync(1, timeout=0), "timeout 0"),
+        (lambda r: r.sync(1, version=""), "version ''"),
+        (lambda r: r.sync(), "which step"),
+    ],
+)
+def test_wrong_arguments(stack: ExitStack, call: Callable[[Registry], Any], says: str) -> None:
+    (engine,) = fleet(stack, 1)
+    with pytest.raises(RequestError, match=says):
+        call(registry_of(engine))
+    assert not engine.count("/pause")
+
+
+# ------------------------------------------------------------------ one that fails
+
+
+def test_a_dead_one_stops_all_before_anything_is_paused(stack: ExitStack) -> None:
+    engines = fleet(stack, 3)
+    registry = registry_of(*engines)
+    engines[1].__exit__(None, None, None)
+    with pytest.raises(SyncError, match="nothing was paused") as caught:
+        registry.sync(1)
+    assert failure(caught, engines[1]).phase == "health"
+    assert not any(engine.count("/pause") for engine in engines)
+    assert registry.remove(engines[1].url)
+    assert registry.sync(1).ok
+
+
+def test_a_dead_one_can_be_left_out(stack: ExitStack) -> None:
+    engines = fleet(stack, 3)
+    registry = registry_of(*engines)
+    engines[1].__exit__(None, None, None)
+    with pytest.raises(SyncError) as caught:
+        registry.sync(1, skip_dead=True)
+    assert list(caught.value.result.failed) == [engines[1].url]
+    assert engines[0].version == engines[2].version == "step-1" and not engines[2].paused
+
+
+def test_without_development_mode_nothing_is_paused(stack: ExitStack) -> None:
+    engines = fleet(stack)
+    engines[0].hooks["/weight_info"] = lambda _: (404, {"detail": "Not Found"})
+    with pytest.raises(SyncError, match="VLLM_SERVER_DEV_MODE=1"):
+        registry_of(*engines).sync(1)
+    assert not engines[1].count("/pause")
+
+
+PLACES = {
+    "/pause": "pause",
+    INIT: "init",
+    "/start_weight_update": "start",
+    "/update_weights": "update",
+    "/finish_weight_update": "finish",
+    "/resume": "resume",
+}
+
+
+@pytest.mark.parametrize("path", PLACES)
+@pytest.mark.parametrize("how", ["refuses", "hangs up"])
+def test_one_fails_in_any_phase(stack: ExitStack, path: str, how: str) -> None:
+    engines = fleet(stack, 3)
+    registry = registry_of(*engines)
+    bad = engines[1]
+    if how == "refuses":
+        bad.refuse(path, 500, "rank 3 is gone; remedy: start it")
+    else:
+        bad.hooks[path] = lambda _: HANG_UP
+    with pytest.raises(SyncError) as caught:
+        registry.sync(4)
+    told = failure(caught, bad)
+    assert how != "refuses" or "rank 3 is gone" in told.error
+    check_failed_in(path, bad, told)
+    for good in (engines[0], engines[2]):
+        assert caught.value.result.results[good.url].ok
+        assert good.version == "step-4" and not good.paused
+    # The next one tries it again; after it all is well.
+    del bad.hooks[path]
+    assert registry.sync(4).ok
+    assert bad.version == "step-4" and not bad.paused and bad.model == "weights of step 4"
+
+
+def test_one_hangs_in_each_phase(stack: ExitStack) -> None:
+    engines = fleet(stack, len(PLACES) + 1)
+    registry = registry_of(*engines)
+    *bad, good = engines
+    for engine, path in zip(bad, PLACES, strict=True):
+        engine.hang(path)
+    with pytest.raises(SyncError) as caught:
+        registry.sync(4, timeout=5)
+    assert list(caught.value.result.failed) == [engine.url for engine in bad]
+    for engine, path in zip(bad, PLACES, strict=True):
+        told = failure(caught, engine)
+        assert told.code == "FANIN_ERR_TIMEOUT" and "no answer in time" in told.error
+        check_failed_in(path, engine, told)
+        del engine.hooks[path]
+    assert good.version == "step-4" and not good.paused
+    assert registry.sync(4).ok
+    for engine in engines:
+        assert not engine.paused and engine.model == "weights of step 4"
+
+
+def check_failed_in(path: str, engine: FakeEngine, told: EndpointResult) -> None:
+    assert told.phase == PLACES[path] and told.paused and path in told.error
+    assert ("may be paused" if path == "/pause" else "stays paused") in told.error
+    assert path == "/resume" or not engine.count("/resume")
+
+
+def test_an_update_that_was_left_open_is_gone_on_with(stack: ExitStack) -> None:
+    """Of several workers one may fail alone; the others then refuse a new start."""
+    (engine,) = fleet(stack, 1)
+    registry = registry_of(engine)
+    engine.refuse("/update_weights", 500, "rank 1 of the trainer is silent")
+    with pytest.raises(SyncError):
+        registry.sync(1)
+    assert engine.active
+    del engine.hooks["/update_weights"]
+    assert registry.sync(2).ok and engine.model == "weights of step 2"
+    # Also one that another driver left.
+    engine.active, engine.pulled = True, None
+    assert registry_of(engine).sync(3).ok and engine.model == "weights of step 3"
+
+
+def test_an_engine_that_says_another_version_is_not_resumed(stack: ExitStack) -> None:
+    (engine,) = fleet(stack, 1)
+    engine.hooks["/finish_weight_update"] = lambda _: (200, {"message": "done"})  # a lie
+    with pytest.raises(SyncError, match="says that its weights are 'default'") as caught:
+        registry_of(engine).sync(1)
+    assert failure(caught, engine).phase == "finish" and engine.paused
+
+
+def test_an_engine_that_only_says_that_it_pauses(stack: ExitStack) -> None:
+    (engine,) = fleet(stack, 1)
+    engine.hooks["/pause"] = lambda _: (200, {"status": "paused"})
+    with pytest.raises(SyncError, match="goes on all the same"):
+        registry_of(engine).sync(1)
+    assert not engine.count("/start_weight_update")
+
+
+@pytest.mark.parametrize("answer", [b"<html>", b'{"weight_version": 3}', b"[]", b""])
+def test_wrong_replies(stack: ExitStack, answer: bytes) -> None:
+    (engine,) = fleet(stack, 1)
+    engine.hooks["/weight_info"] = lambda _: (200, answer)
+    with pytest.raises(SyncError, match="does not say a weight_version"):
+        registry_of(engine).sync(1)
+
+
+def test_the_wrong_key(stack: ExitStack) -> None:
+    (engine,) = fleet(stack, 1)
+    engine.hooks["/weight_info"] = lambda r: (
+        None if r.headers.get("Authorization") == "Bearer k" else (401, {"error": "Unauthorized"})
+    )
+    with pytest.raises(SyncError, match="give the engine's api_key"):
+        registry_of(engine).sync(1)
+    assert registry_of(engine, api_key="k").sync(1).ok
+
+
+def test_resume_of_one_whose_weights_are_whole(stack: ExitStack) -> None:
+    engines = fleet(stack)
+    registry = registry_of(*engines)
+    engines[0].refuse(INIT, 400, "no such run")
+    engines[1].refuse("/update_weights", 500, "torn")
+    with pytest.raises(SyncError):
+        registry.sync(1)
+    registry.resume(engines[0].url)
+    assert not engines[0].paused
+    with pytest.raises(StateError, match="two steps"):
+        registry.resume(engines[1].url)
+    assert engines[1].paused
+    with pytest.raises(NotFoundError):
+        registry.resume("http://127.0.0.1:1")
+
+
+# ------------------------------------------------------------------ SGLang's own
+
+
+def test_sglang_tells_why_a_pull_failed(stack: ExitStack) -> None:
+    sglang = stack.enter_context(FakeSGLang())
+    registry = registry_of(sglang)
+    sglang.failure = "fanin: rank 1 is not there; remedy: start it"
+    with pytest.raises(SyncError, match="rank 1 is not there") as caught:
+        registry.sync(1)
+    assert failure(caught, sglang).phase == "update"
+    assert sglang.paused and sglang.version == "default"
+    assert not sglang.count("/end_weight_update")
+    sglang.failure = ""
+    assert registry.sync(1).ok and sglang.version == "step-1"
+
+
+@pytest.mark.parametrize(
+    ("info", "says"),
+    [
+        ({"custom_weight_loader": [], "tp_size": 1}, "--custom-weight-loader"),
+        ({"custom_weight_loader": ["fanin.sglang.load"], "dp_size": 2}, "data parallelism"),
+        ({"custom_weight_loader": ["fanin.sglang.load"], "pp_size": 2}, "pipeline parallelism"),
+    ],
+)
+def test_sglang_that_cannot(stack: ExitStack, info: dict[str, Any], says: str) -> None:
+    sglang = stack.enter_context(FakeSGLang())
+    sglang.hooks["/server_info"] = lambda _: (200, info)
+    with pytest.raises(SyncError, match=says):
+        registry_of(sglang).sync(1)
+    assert not sglang.count("/begin_weight_update")
+
+
+@pytest.mark.parametrize("path", SGLANG_WAY)
+def test_sglang_fails_in_any_phase(stack: ExitStack, path: str) -> None:
+    sglang = stack.enter_context(FakeSGLang())
+    registry = registry_of(sglang)
+    sglang.hooks[path] = lambda _: (400, {"success": False, "message": "not now"})
+    with pytest.raises(SyncError, match="not now") as caught:
+        registry.sync(1)
+    assert path in failure(caught, sglang).error
+    assert sglang.paused or path == "/pause_generation"
+    del sglang.hooks[path]
+    assert registry.sync(1).ok and not sglang.paused
+
+
+# ------------------------------------------------------------------ at the same time
+
+
+def test_two_syncs_of_the_same_engine(stack: ExitStack) -> None:
+    engines = fleet(stack)
+    registry = registry_of()
+    registry.add(engines[0].url, group="a")
+    registry.add(engines[1].url, group="b")
+    hold = engines[0].hang("/update_weights")
+    first = threading.Thread(target=registry.sync, args=(1, "a"))
+    first.start()
+    assert engines[0].at["/update_weights"].wait(30)
+    for group in ("a", None):
+        with pytest.raises(StateError, match="in another sync"):
+            registry.sync(2, group)
+    assert registry.sync(2, "b").ok
+    hold.set()
+    first.join()
+    assert engines[0].version == "step-1" and registry.sync(3).ok
+
+
+def test_removed_during_a_sync(stack: ExitStack) -> None:
+    engines = fleet(stack)
+    registry = registry_of(*engines)
+    hold = engines[0].hang("/update_weights")
+    caught: list[SyncError] = []
+
+    def run() -> None:
+        with pytest.raises(SyncError) as error:
+            registry.sync(1)
+        caught.append(error.value)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    assert engines[0].at["/update_weights"].wait(30)
+    assert registry.remove(engines[0].url)
+    thread.join()  # it waits for the removed one no longer
+    result = caught[0].result
+    assert "was removed during the sync" in result.results[engines[0].url].error
+    assert result.results[engines[1].url].ok and engines[1].version == "step-1"
+    hold.set()
+    assert not registry.remove(engines[0].url)
+    assert len(registry.sync(2).results) == 1
+    assert not engines[0].count("/finish_weight_update") and not engines[0].count("/resume")
+
+
+def test_added_during_a_sync_is_not_part_of_it(stack: ExitStack) -> None:
+    engines = fleet(stack)
+    registry = registry_of(engines[0])
+    engines[0].hooks["/update_weights"] = lambda _: registry.add(engines[1].url) and None
+    assert list(registry.sync(1).results) == [engines[0].url]
+    assert len(registry.sync(2).results) == 2
+
+
+# ------------------------------------------------------------------ the trainer is asked first
+
+
+@pytest.fixture
+def trainer(stack: ExitStack) -> WholeTrainer:
+    return stack.enter_context(WholeTrainer())
+
+
+def test_the_newest_step(stack: ExitStack, trainer: WholeTrainer) -> None:
+    (engine,) = fleet(stack, 1)
+    registry = Registry(trainer.info, timeout=30)
+    registry.add(engine.url)
+    trainer.commit(12)
+    assert registry.sync().step == 12 and engine.version == "step-12"
+
+
+def test_what_is_there_is_left_alone(stack: ExitStack, trainer: WholeTrainer) -> None:
+    engines = fleet(stack)
+    registry = Registry(trainer.info, timeout=30)
+    for engine in engines:
+        registry.add(engine.url)
+    trainer.commit(1)
+    engines[0].refuse("/update_weights", 500, "no")
+    with pytest.raises(SyncError):
+        registry.sync(1)
+    del engines[0].hooks["/update_weights"]
+    result = registry.sync(1)
+    assert result.ok and result.results[engines[1].url].skipped
+    assert not result.results[engines[0].url].skipped
+    assert engines[1].count("/pause") == 1  # it was not even paused
+    engines[1].restart()  # says another version than it was given
+    assert not registry.sync(1).results[engines[1].url].skipped
+    assert not registry.sync(1, again=True).results[engines[1].url].skipped
+    # A failed resume is made good without another pull.
+    engines[0].refuse("/resume", 500, "no")
+    trainer.commit(2)
+    with pytest.raises(SyncError):
+        registry.sync(2)
+    del engines[0].hooks["/resume"]
+    pulls = engines[0].count("/update_weights")
+    assert registry.sync(2).results[engines[0].url].skipped and not engines[0].paused
+    assert engines[0].count("/update_weights") == pulls
+
+
+def test_the_same_step_of_another_launch_is_not_the_same(
+    stack: ExitStack, trainer: WholeTrainer, tmp_path: Path
+) -> None:
+    (engine,) = fleet(stack, 1)
+    write_info(tmp_path, trainer.info)
+    registry = Registry(tmp_path, timeout=30)
+    registry.add(engine.url)
+    trainer.commit(1)
+    registry.sync(1)
+    with WholeTrainer(world=bytes(range(2, 18))) as second:
+        second.commit(1)
+        write_info(tmp_path, second.info)
+        trainer.__exit__()
+        assert not registry.sync(1).results[engine.url].skipped
+    assert engine.count("/update_weights") == 2
+
+
+def test_a_step_that_has_passed(stack: ExitStack, trainer: WholeTrainer) -> None:
+    (engine,) = fleet(stack, 1)
+    registry = Registry(trainer.info, timeout=30)
+    registry.add(engine.url)
+    trainer.commit(5)
+    with pytest.raises(SupersededError, match="rank . is at 5"):
+        registry.sync(4)
+    assert not engine.paths
+
+
+def test_nothing_is_paused_while_the_trainer_is_not_there(
+    stack: ExitStack, trainer: WholeTrainer
+) -> None:
+    (engine,) = fleet(stack, 1)
+    registry = Registry(trainer.info, timeout=3)
+    registry.add(engine.url)
+    trainer.commit(1)
+    trainer.commit(2, ranks=[0])
+    with pytest.raises(PullTimeoutError, match="rank 1 is at 1"):
+        registry.sync(2)
+    trainer.__exit__()
+    with pytest.raises((UnreachableError, PullTimeoutError)):
+        registry.sync(2)
+    assert not engine.paths
+
+
+class Ranks:
+    """A client whose ranks say what a test gives: (rank, state, step)."""
+
+    def __init__(self, *said: tuple[int, str, int], publication: str = "full:0") -> None:
+        self._said = said
+        self._publication = publication
+
+    def publications(self, timeout: float) -> list[Any]:
+        return [
+            SimpleNamespace(name=self._publication, rank=rank, state=state, step=step)
+            for rank, state, step in self._said
+        ]
+
+    def ranks(self) -> list[Any]:
+        return [SimpleNamespace(connected=False), SimpleNamespace(connected=True, world_id="ab")]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "step", "kind", "says"),
+    [
+        (Ranks(), 1, NotFoundError, "no rank of the trainer that answers"),
+        (Ranks((0, "stable", 1), publication="full:1"), 1, NotFoundError, "full:0"),
+        (Ranks((0, "stable", 2), (1, "stable", 1)), 2, PullTimeoutError, "rank 1 is at 1"),
+        (Ranks((0, "stable", 2)), 2, PullTimeoutError, "1 of 2 ranks publish it"),
+        (Ranks((0, "stable", 2), (1, "unpublished", 0)), 2, PullTimeoutError, "1 of 2 ranks"),
+        (Ranks((0, "stable", 2), (1, "stable", 1)), None, PullTimeoutError, "rank 1 is at 1"),
+        (Ranks((0, "stable", 2), (1, "paused", 2)), 2, PausedError, "rank 1 has paused"),
+    ],
+)
+def test_what_is_said_of_a_trainer_that_is_not_ready(
+    ranks: Any, step: int | None, kind: type[Exception], says: str
+) -> None:
+    found = look(ranks, "full:0", 2, step, 1.0)
+    assert isinstance(found, kind) and says in str(found)
+
+
+def test_a_trainer_that_is_ready() -> None:
+    ready = Ranks((0, "stable", 2), (1, "writing", 2))
+    assert look(ready, "full:0", 2, 2, 1.0) == look(ready, "full:0", 2, None, 1.0) == (2, "ab")
+    with pytest.raises(SupersededError, match="rank 0 is at 2"):
+        look(ready, "full:0", 2, 1, 1.0)
+
+
+def test_a_step_that_is_still_to_come_is_waited_for(
+    stack: ExitStack, trainer: WholeTrainer
+) -> None:
+    (engine,) = fleet(stack, 1)
+    registry = Registry(trainer.info, timeout=30)
+    registry.add(engine.url)
+    trainer.commit(1)
+    results: list[Any] = []
+    thread = threading.Thread(target=lambda: results.append(registry.sync(2)))
+    thread.start()
+    trainer.commit(2)
+    thread.join()
+    assert results[0].ok and engine.version == "step-2"

@@ -1,0 +1,296 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The routes of fanin.sync: what callers send, what is refused, and who may call."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from fanin.errors import ConnectionFailedError, PeerError, RequestError, UnreachableError
+from fanin.sync import Registry, Service, SyncClient, SyncServer, asgi_app
+from fleet import FakeSGLang, FakeVLLM, WholeTrainer
+from http_engine import Engine
+
+
+def place(url: str) -> dict[str, Any]:
+    host, _, port = url.removeprefix("http://").rpartition(":")
+    return {"host": host, "port": int(port)}
+
+
+@pytest.fixture
+def engine() -> Iterator[FakeVLLM]:
+    with FakeVLLM() as result:
+        yield result
+
+
+@pytest.fixture
+def service() -> Service:
+    return Service(Registry("10.0.0.1:6000", timeout=30, ask_trainer=False))
+
+
+def call(service: Service, path: str, body: Any = None, method: str = "POST") -> tuple[int, Any]:
+    content = b"" if body is None else json.dumps(body).encode()
+    status, reply = service.answer(method, path, content)
+    return status, json.loads(json.dumps(reply))
+
+
+# What a user of NCCL weight synchronisation sends today.
+def test_what_users_send(service: Service, engine: FakeVLLM) -> None:
+    add = {**place(engine.url), "world_size": 2}
+    status, reply = call(service, "/add_inference_endpoint", add)
+    assert status == 200 and reply["success"] and reply["endpoint"]["world_size"] == 2
+    status, reply = call(service, "/api/v1/add_inference_endpoint", add)
+    assert status == 200 and reply["success"] and "already" in reply["message"]
+    sync = {
+        "step": 9,
+        "model_id": "default",
+        "master_address": "10.0.0.1",
+        "master_port": 29500,
+        "group_name": "weight_sync_group",
+        "buffer_size_mb": 1024,
+        "flush_cache": True,
+        "cache_invalidation_mode": "auto",
+        "pause_mode": "retract",
+        "weight_version": "opd-9",
+        "quantization": None,
+        "pools": None,
+    }
+    for path in ("/api/v1/sync_inference_weights", "/sync_inference_weights"):
+        status, reply = call(service, path, sync)
+        assert status == 200 and reply["success"], reply
+        assert reply["weight_version"] == engine.version == "opd-9"
+        (told,) = reply["endpoints_synced"]
+        assert told["success"] and told["port"] == add["port"]
+        notices = " ".join(reply["notices"])
+        for name in ("master_address", "master_port", "group_name", "buffer_size_mb"):
+            assert f"{name} is not needed" in notices
+    status, reply = call(service, "/api/v1/list_inference_endpoints", method="GET")
+    assert status == 200 and reply["count"] == 1 and reply["endpoints"][0]["healthy"]
+    status, reply = call(service, "/remove_inference_endpoint", place(engine.url))
+    assert status == 200 and reply["success"]
+    status, reply = call(service, "/remove_inference_endpoint", place(engine.url))
+    assert status == 200 and not reply["success"]
+    assert call(service, "/list_inference_endpoints", method="GET")[1]["count"] == 0
+
+
+@pytest.mark.parametrize("nothing", [None, "bf16", "none", {"quant_method": "bf16"}])
+def test_no_quantization(service: Service, nothing: Any) -> None:
+    status, reply = call(service, "/api/v1/set_sync_quantization", {"quantization": nothing})
+    assert status == 200 and reply["quantization"] is None
+
+
+@pytest.mark.parametrize("what", [{"quant_method": "fp8"}, "fp8", {}, 8])
+def test_quantization_is_refused_with_what_is_supported(
+    service: Service, engine: FakeVLLM, what: Any
+) -> None:
+    call(service, "/add_inference_endpoint", place(engine.url))
+    for path, body in (
+        ("/api/v1/set_sync_quantization", {"quantization": what}),
+        ("/sync_inference_weights", {"step": 1, "quantization": what}),
+    ):
+        status, reply = call(service, path, body)
+        assert status == 400 and "not supported" in reply["detail"] and "bf16" in reply["detail"]
+    assert not engine.count("/pause")
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "says"),
+    [
+        ("/sync_inference_weights", {"stpe": 1}, "'stpe' is unknown"),
+        ("/sync_inference_weights", {"step": "1"}, "step '1' is not an integer"),
+        ("/sync_inference_weights", {"step": True}, "step True is not an integer"),
+        ("/sync_inference_weights", {"step": 1, "pause_mode": "stop"}, "pause_mode 'stop'"),
+        ("/sync_inference_weights", {"step": 1, "pools": "a"}, "pools 'a'"),
+        ("/sync_inference_weights", {"step": 1, "flush_cache": 1}, "flush_cache 1"),
+        ("/sync_inference_weights", {"step": 1, "model_id": "x"}, "model_id 'x'"),
+        ("/sync_inference_weights", {"step": 1, "cache_invalidation_mode": "x"}, "'x' is unknown"),
+        ("/sync_inference_weights", [1], "no JSON object"),
+        ("/add_inference_endpoint", {"host": "h"}, "port is missing"),
+        ("/add_inference_endpoint", {"port": 1}, "host is missing"),
+        ("/add_inference_endpoint", {"host": "h", "port": 70000}, "make no address"),
+        ("/add_inference_endpoint", {"host": "h/x", "port": 1}, "make no address"),
+        ("/add_inference_endpoint", {"url": "http://h:1", "host": "h"}, "url is given"),
+        (
+            "/add_inference_endpoint",
+            {"host": "h", "port": 1, "receiver_kv_cache_dtype": "fp8"},
+            "cannot be checked",
+        ),
+        ("/remove_inference_endpoint", {"host": "h", "port": 1, "force": True}, "'force'"),
+        ("/set_sync_quantization", {"quant": None}, "'quant' is unknown"),
+    ],
+)
+def test_refused(service: Service, path: str, body: Any, says: str) -> None:
+    status, reply = call(service, path, body)
+    assert status == 400 and says in reply["detail"] and reply["success"] is False
+    assert not service.registry.endpoints()
+
+
+def test_no_route_and_no_json(service: Service) -> None:
+    assert service.answer("POST", "/sync")[0] == 404
+    assert service.answer("GET", "/sync_inference_weights")[0] == 405
+    assert service.answer("POST", "/sync_inference_weights", b"{")[0] == 400
+    assert service.answer("POST", "/sync_inference_weights", b"[" * 100_000)[0] == 400
+    assert call(service, "/sync_inference_weights", {"step": 1})[0] == 404  # nobody to sync
+    assert call(service, "/health", method="GET") == (200, {"status": "healthy"})
+
+
+def test_a_dead_endpoint_is_not_added(service: Service, engine: FakeVLLM) -> None:
+    engine.__exit__(None, None, None)
+    status, reply = call(service, "/add_inference_endpoint", place(engine.url))
+    assert status == 503 and engine.url in reply["detail"]
+    assert not service.registry.endpoints()
+
+
+def test_one_that_dies_later_is_listed_as_unwell(service: Service, engine: FakeVLLM) -> None:
+    call(service, "/add_inference_endpoint", place(engine.url))
+    engine.__exit__(None, None, None)
+    (listed,) = call(service, "/list_inference_endpoints", method="GET")[1]["endpoints"]
+    assert not listed["healthy"]
+    status, reply = call(service, "/sync_inference_weights", {"step": 1})
+    assert status == 502 and reply["success"] is False
+    assert engine.url in reply["endpoints_synced"][0]["message"]
+    assert call(service, "/remove_inference_endpoint", place(engine.url))[1]["success"]
+
+
+def test_a_failed_sync_is_no_200(service: Service, engine: FakeVLLM) -> None:
+    call(service, "/add_inference_endpoint", place(engine.url))
+    engine.refuse("/update_weights", 500, "rank 2 is gone")
+    status, reply = call(service, "/sync_inference_weights", {"step": 1})
+    assert status == 502 and not reply["success"] and "rank 2 is gone" in reply["message"]
+    assert reply["endpoints_synced"][0]["paused"]
+    engine.hang("/update_weights")
+    status, reply = call(service, "/sync_inference_weights", {"step": 1, "timeout": 0.5})
+    assert status == 504
+
+
+def test_one_of_a_group_and_added_with_a_sync(engine: FakeVLLM) -> None:
+    with WholeTrainer() as trainer, FakeSGLang() as sglang:
+        trainer.commit(3)
+        service = Service(Registry(trainer.info, timeout=30))
+        add = {**place(engine.url), "pool": "eval", "sync_weights": True}
+        reply = call(service, "/add_inference_endpoint", add)[1]
+        assert reply["weights_synced"] and engine.version == "step-3"
+        call(service, "/add_inference_endpoint", place(sglang.url))
+        body = {"pools": ["default"], "pause_mode": "in_place"}
+        reply = call(service, "/sync_inference_weights", body)[1]
+        assert (
+            reply["step"] == 3 and not reply["flush_cache"] and len(reply["endpoints_synced"]) == 1
+        )
+        assert sglang.bodies["/pause_generation"] == {"mode": "in_place"}
+        assert not sglang.count("/flush_cache")
+
+
+# ------------------------------------------------------------------ servers and their client
+
+
+def test_server_and_client(service: Service, engine: FakeVLLM) -> None:
+    with SyncServer(service) as server:
+        client = SyncClient(server.url, timeout=30)
+        assert client.add(**place(engine.url))["endpoint"]["kind"] == "vllm"
+        assert client.sync_weights(4)["step"] == 4 and engine.version == "step-4"
+        assert [entry["healthy"] for entry in client.list()] == [True]
+        engine.refuse("/update_weights", 500, "rank 1 is gone")
+        with pytest.raises(ConnectionFailedError, match="rank 1 is gone"):
+            client.sync_weights(5)
+        with pytest.raises(RequestError, match="pause_mode 'x'"):
+            client.sync_weights(5, pause_mode="x")
+        assert client.remove(**place(engine.url)) and not client.remove(**place(engine.url))
+    with pytest.raises(UnreachableError):
+        client.list()
+    with Engine([(200, b"hello")]) as other, pytest.raises(PeerError, match="not fanin.sync"):
+        SyncClient(other.url).list()
+
+
+def test_a_key(engine: FakeVLLM) -> None:
+    service = Service(Registry("h:1", timeout=30, ask_trainer=False), api_key="secret")
+    with SyncServer(service) as server:
+        for key in (None, "wrong"):
+            with pytest.raises(RequestError, match="unauthorized"):
+                SyncClient(server.url, api_key=key).add(**place(engine.url))
+        assert SyncClient(server.url, api_key="secret").add(**place(engine.url))["success"]
+        assert service.answer("GET", "/health")[0] == 401
+
+
+def test_others_can_reach_it_only_with_a_key(service: Service) -> None:
+    with pytest.raises(RequestError, match="can be reached by others"):
+        SyncServer(service, bind="0.0.0.0")
+
+
+def test_a_body_that_is_too_large(service: Service) -> None:
+    import http.client
+
+    with SyncServer(service) as server:
+        connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)
+        connection.putrequest("POST", "/sync_inference_weights")
+        connection.putheader("Content-Length", str(1 << 30))
+        connection.endheaders()
+        assert connection.getresponse().status == 413
+        connection.close()
+
+
+async def test_mounted_in_an_application(service: Service, engine: FakeVLLM) -> None:
+    app = asgi_app(service)
+
+    async def ask(path: str, body: Any, root: str = "") -> tuple[int, Any]:
+        pieces = [json.dumps(body).encode(), b""]
+        sent: list[Any] = []
+
+        async def receive() -> dict[str, Any]:
+            body = pieces.pop(0)
+            return {"type": "http.request", "body": body, "more_body": bool(pieces)}
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        scope = {"type": "http", "method": "POST", "path": path, "headers": [], "root_path": root}
+        await app(scope, receive, send)
+        return sent[0]["status"], json.loads(sent[1]["body"])
+
+    assert (await ask("/add_inference_endpoint", place(engine.url)))[0] == 200
+    status, reply = await ask("/weights/api/v1/sync_inference_weights", {"step": 2}, "/weights")
+    assert status == 200 and reply["success"] and engine.version == "step-2"
+    assert (await ask("/add_inference_endpoint", {"x": "y" * (1 << 20)}))[0] == 413
+    messages = [{"type": "lifespan.startup"}, {"type": "lifespan.shutdown"}]
+    done: list[Any] = []
+
+    async def receive() -> Any:
+        return messages.pop(0)
+
+    async def send(message: Any) -> None:
+        done.append(message["type"])
+
+    await asyncio.wait_for(app({"type": "lifespan"}, receive, send), 30)
+    assert done == ["lifespan.startup.complete", "lifespan.shutdown.complete"]
+
+
+def test_a_server_of_its_own(engine: FakeVLLM) -> None:
+    with WholeTrainer() as trainer:
+        trainer.commit(6)
+        command = [sys.executable, "-m", "fanin.sync", ",".join(trainer.info.addresses), engine.url]
+        process = subprocess.Popen(
+            [*command, "--port", "0"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        )
+        try:
+            assert process.stdout is not None
+            url = process.stdout.readline().split()[-1]
+            assert SyncClient(url, timeout=30).sync_weights()["step"] == 6
+            assert engine.version == "step-6"
+        finally:
+            process.terminate()
+            process.communicate(timeout=30)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [(["h:1", "--bind", "0.0.0.0", "--port", "0"], "give an api_key"), (["h:x"], "no HOST:PORT")],
+)
+def test_a_server_that_cannot_start(arguments: list[str], says: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "fanin.sync", *arguments], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 1 and says in done.stderr

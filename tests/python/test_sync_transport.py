@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tensors that are handed over bucket by bucket are published, and every engine pulls them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import fanin
+import numpy as np
+import pytest
+from fanin.errors import RequestError, StateError, UnreachableError
+from fanin.sync import SyncError, TransportBackend
+from fleet import FakeVLLM
+from http_engine import Request
+
+SHAPES = {"a.weight": (4, 8), "b.weight": (3,)}
+
+
+@pytest.fixture(autouse=True)
+def closed() -> Iterator[None]:
+    yield
+    TransportBackend.close_all()
+
+
+class PullingVLLM(FakeVLLM):
+    """Pulls for real, into arrays."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into = {name: np.zeros(shape, np.float32) for name, shape in SHAPES.items()}
+        self.hooks["/update_weights"] = self.pull
+
+    def pull(self, request: Request) -> None:
+        assert self.initialised is not None
+        info = self.initialised
+        with fanin.Client() as client:
+            client.connect(info["trainer"])
+            step = request.body["update_info"]["step"]
+            client.pull_into("full:" + info["run"], self.into, step=step, timeout=20)
+
+
+def config(*engines: FakeVLLM, **settings: Any) -> Any:
+    endpoints = [
+        SimpleNamespace(host="127.0.0.1", port=int(engine.url.rpartition(":")[2]), world_size=1)
+        for engine in engines
+    ]
+    return SimpleNamespace(
+        endpoints=endpoints,
+        master_address="10.0.0.1",
+        master_port=0,
+        group_name="weight_sync_group",
+        buffer_size_mb=1024,
+        device="cpu",
+        training_world_size=2,
+        training_rank=0,
+        backend_config={"use_ucx": False, "timeout": 30.0, **settings},
+    )
+
+
+def send(backend: TransportBackend, value: float, names: Any = tuple(SHAPES)) -> None:
+    for name in names:
+        bucket = np.full(SHAPES[name], value, np.float32)
+        backend.transfer_bucket([(name, bucket)], src_rank=0)
+        bucket[:] = -1  # a bucket is written again at once
+
+
+def test_two_syncs_by_two_objects() -> None:
+    with PullingVLLM() as one, PullingVLLM() as other:
+        for step in (1, 2):
+            backend = TransportBackend(config(one, other))
+            assert backend.sender_ranks == frozenset({0})
+            assert not backend.supports_direct_ep_transfer
+            assert not backend.supports_direct_pp_transfer
+            assert backend.initialize() is True
+            send(backend, step)
+            backend.transfer_bucket([], flush_cache=True, weight_version=f"v{step}")
+            backend.flush_pending_transfers()
+            backend.destroy()
+            backend.destroy()
+            assert [entry["success"] for entry in backend.endpoint_results] == [True, True]
+            for engine in (one, other):
+                assert engine.version == f"v{step}" and not engine.paused
+                assert all((values == step).all() for values in engine.into.values())
+        assert one.count("/init_weight_transfer_engine") == 1  # connections and mapping stay
+
+
+def test_dropped_and_sent_again() -> None:
+    with PullingVLLM() as engine:
+        backend = TransportBackend(config(engine))
+        backend.destroy()  # never initialized
+        backend.initialize()
+        send(backend, 1, ["a.weight"])
+        backend.destroy(complete_receiver=False)
+        assert not engine.count("/pause")
+        backend.initialize()
+        send(backend, 2)
+        backend.destroy()
+        assert all((values == 2).all() for values in engine.into.values())
+
+
+def test_a_tensor_that_is_missing_changed_or_there_twice() -> None:
+    with PullingVLLM() as engine:
+        backend = TransportBackend(config(engine))
+        backend.initialize()
+        send(backend, 1)
+        with pytest.raises(RequestError, match="a.weight was sent twice"):
+            send(backend, 1, ["a.weight"])
+        backend.destroy()
+        backend.initialize()
+        with pytest.raises(RequestError, match=r"b.weight was float32 \(3,\)"):
+            backend.transfer_bucket([("b.weight", np.zeros(4, np.float32))])
+        send(backend, 2, ["a.weight"])
+        with pytest.raises(RequestError, match="b.weight was not sent"):
+            backend.destroy()
+        assert engine.version == "step-1"  # nothing absent is served
+        backend.initialize()
+        send(backend, 3)
+        backend.destroy()
+        assert engine.version != "step-1" and (engine.into["b.weight"] == 3).all()
+
+
+def test_an_engine_that_fails_is_told_of() -> None:
+    with PullingVLLM() as good, FakeVLLM() as bad:
+        bad.refuse("/update_weights", 500, "no memory")
+        backend = TransportBackend(config(good, bad))
+        backend.initialize()
+        send(backend, 1)
+        with pytest.raises(SyncError, match="no memory"):
+            backend.destroy()
+        assert [entry["success"] for entry in backend.endpoint_results] == [True, False]
+        assert good.version == "step-1" and bad.paused
+
+
+def test_used_wrongly() -> None:
+    with FakeVLLM() as engine:
+        backend = TransportBackend(config(engine))
+        with pytest.raises(StateError, match="not initialized"):
+            send(backend, 1)
+        with pytest.raises(RequestError, match="unknown field 'runn'"):
+            TransportBackend(config(engine, runn="0"))
+        with pytest.raises(RequestError, match="no endpoint"):
+            TransportBackend(config()).initialize()
+        backend.initialize()
+        with pytest.raises(StateError, match="another transport"):
+            TransportBackend(config(engine)).initialize()
+        with pytest.raises(StateError, match="is being sent"):
+            TransportBackend.close_all()
+        with pytest.raises(RequestError, match="rank 3 sends"):
+            backend.transfer_bucket([], src_rank=3)
+        backend.destroy(complete_receiver=False)
+        with pytest.raises(StateError, match="other settings"):
+            TransportBackend(config(engine, pause_mode="abort")).initialize()
+        engine.__exit__(None, None, None)
+        with pytest.raises(UnreachableError):
+            backend.initialize()
