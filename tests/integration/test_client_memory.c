@@ -46,6 +46,33 @@ static fanin_status pull_memory(fanin_client *client, fanin_error *error)
     return pull_tensor(client, TENSOR, error);
 }
 
+/* Two tensors, a read each. */
+static fanin_status pull_session(fanin_client *client, fanin_error *error)
+{
+    static uint8_t bytes[2][1 << 16];
+    fanin_tensor tensors[2];
+    fanin_box boxes[2] = {{.address = bytes[0]}, {.address = bytes[1]}};
+    const fanin_pull_options options = make_options(FANIN_STEP_NEWEST, 0);
+    fanin_session *session = NULL;
+    for (unsigned i = 0; i < 2; i++) {
+        const world_tensor *t = &served.tensors[TENSOR + i];
+        assert_true(world_bytes(t) <= sizeof bytes[i]);
+        memcpy(boxes[i].extent, t->shape, sizeof boxes[i].extent);
+        tensors[i] = world_boxes(t, &boxes[i], 1);
+    }
+    memset(bytes, 0xee, sizeof bytes);
+    fanin_status status =
+        fanin_client_begin(client, &options, tensors, 2, &session, error);
+    for (size_t i = 0; i < 2 && status == FANIN_OK; i++)
+        status = fanin_session_read(session, i, 1, error);
+    if (status == FANIN_OK)
+        status = fanin_session_end(&session, NULL, error);
+    for (unsigned i = 0; i < 2 && status == FANIN_OK; i++)
+        world_check(&served, TENSOR + i, served.ranks[0].step, bytes[i]);
+    fanin_session_abandon(&session);
+    return status;
+}
+
 static void remove_directory(const char *directory)
 {
     static const char *const files[] = {"adapter_model.safetensors",
@@ -149,6 +176,11 @@ static void directories_recover(void **state)
     check(pull_directory);
 }
 
+static void sessions_recover(void **state)
+{
+    check(pull_session);
+}
+
 static void listing_recovers(void **state)
 {
     check(list_all);
@@ -178,6 +210,7 @@ int main(void)
         cmocka_unit_test(pulls_recover),
         cmocka_unit_test(single_failures_blame_nobody),
         cmocka_unit_test(directories_recover),
+        cmocka_unit_test(sessions_recover),
         cmocka_unit_test(listing_recovers),
         cmocka_unit_test(connecting_recovers),
     };

@@ -223,6 +223,31 @@ static void unequal_directories_are_not_published(void **state)
     assert_int_equal(rmdir(scratch), 0);
 }
 
+/* The part that is unequal is named by the read that brought it, and the session is over. */
+static void parts_of_sessions_are_verified(void **state)
+{
+    static uint8_t landed[SCENE_BYTES];
+    fanin_error error = FANIN_ERROR_INIT;
+    fanin_pull_options options = asked();
+    fanin_session *session = NULL;
+    fanin_box boxes[2];
+    const fanin_tensor wanted[] = {make_tensor(SCENE_A, FANIN_DTYPE_F32, SCENE_ROWS,
+                                               SCENE_COLUMNS, &boxes[0], landed),
+                                   make_tensor(SCENE_B, FANIN_DTYPE_F32, SCENE_COLUMNS,
+                                               SCENE_ROWS, &boxes[1],
+                                               landed + SCENE_BYTES / 2)};
+    verify_scene s;
+    set_scene(&s, scene_write_in_silence);
+    assert_ok(fanin_client_begin(s.client, &options, wanted, 2, &session, &error),
+              error);
+    fanin_status status = fanin_session_read(session, 0, 1, &error);
+    scene_assert_unequal(&s, status, SCENE_A, &error);
+    assert_int_equal(fanin_session_read(session, 1, 1, &error), FANIN_ERR_TRANSPORT);
+    assert_int_equal(fanin_session_end(&session, NULL, &error), FANIN_ERR_TRANSPORT);
+    assert_string_equal(error.key, SCENE_A);
+    scene_stop(&s);
+}
+
 int main(void)
 {
     static const struct CMUnitTest tests[] = {
@@ -233,6 +258,7 @@ int main(void)
         cmocka_unit_test(an_update_is_only_stale),
         cmocka_unit_test(directories_say_what_was_done),
         cmocka_unit_test(unequal_directories_are_not_published),
+        cmocka_unit_test(parts_of_sessions_are_verified),
     };
     return cmocka_run_group_tests_name("verify", tests, NULL, NULL);
 }

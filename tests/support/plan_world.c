@@ -279,7 +279,7 @@ void landing_whole(landing *l, const world *w, fanin_dtype dtype)
 
 void landing_add(landing *l, world *w, uint32_t key, const block *b, bool strided)
 {
-    plan_target t = {.key = key, .block = *b};
+    plan_target t = {.key = key, .block = *b, .group = (uint32_t)l->n_targets};
     units u = in_units(&w->entries[key], b);
     u.bytes = (uint32_t)convert_bytes(convert_of(l, &w->entries[key]), u.bytes);
     uint64_t size = volume(&u) * u.bytes, first = 0;
@@ -490,9 +490,8 @@ static void land(const landing *l, const strided *views, uint32_t view,
     }
 }
 
-void world_execute(const world *w, landing *l, const plan *p)
+static void land_pieces(const world *w, landing *l, const plan *p)
 {
-    memset(l->bytes, UNTOUCHED, l->size + 1);
     for (size_t s = 0; s < p->n_ranks; s++) {
         uint8_t *packed = NULL;
         for (uint64_t i = 0; i < p->ranks[s].n_pieces; i++) {
@@ -505,7 +504,60 @@ void world_execute(const world *w, landing *l, const plan *p)
         }
         free(packed);
     }
+}
+
+void world_execute(const world *w, landing *l, const plan *p)
+{
+    memset(l->bytes, UNTOUCHED, l->size + 1);
+    land_pieces(w, l, p);
     landing_compare(w, l);
+}
+
+/* ---------------------------------------------------------------- slices */
+
+/* Pieces of these groups, in order, which reach where they land. */
+static void check_slice(const plan *slice, size_t first, size_t count, const landing *l)
+{
+    for (size_t s = 0; s < slice->n_ranks; s++) {
+        const plan_rank *r = &slice->ranks[s];
+        uint64_t bytes = 0;
+        for (uint64_t i = 0; i < r->n_pieces; i++) {
+            const piece *a = &r->pieces[i];
+            uint64_t low, high;
+            plan_piece_reach(slice, a, &low, &high);
+            assert_true(a->group >= first && a->group - first < count);
+            assert_true(low <= a->to && a->to < high && high <= l->size);
+            if (i > 0)
+                assert_true(a[-1].box < a->box ||
+                            (a[-1].box == a->box && a[-1].offset <= a->offset));
+            bytes += a->length;
+        }
+        assert_int_equal(bytes, r->bytes);
+    }
+}
+
+void world_execute_slices(world *w, landing *l, const plan *p)
+{
+    fanin_error error = FANIN_ERROR_INIT;
+    plan_index index;
+    size_t n_groups = l->targets ? l->n_targets : w->n_keys;
+    uint64_t bytes = 0;
+    assert_ok(plan_index_build(p, n_groups, NULL, &index, &error), error);
+    memset(l->bytes, UNTOUCHED, l->size + 1);
+    for (size_t end = n_groups, first; end > 0; end = first) {
+        plan *slice;
+        first = end - 1 - world_random(w, end);
+        assert_ok(plan_slice_build(p, &index, first, end - first, NULL, &slice, &error),
+                  error);
+        check_slice(slice, first, end - first, l);
+        bytes += slice->bytes;
+        land_pieces(w, l, slice);
+        plan_slice_free(&slice);
+        assert_null(slice);
+    }
+    assert_int_equal(bytes, p->bytes);
+    landing_compare(w, l);
+    plan_index_free(&index);
 }
 
 /* ----------------------------------------------------------------- spans */

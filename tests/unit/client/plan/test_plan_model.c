@@ -284,6 +284,7 @@ static void run_landing(world *w, landing *l, bool complete, bool *has_replicas_
         *has_replicas_out = p->has_replicas;
         world_check_plan(w, l, p);
         world_execute(w, l, p);
+        world_execute_slices(w, l, p);
         for (int i = 0; i < 3; i++) {
             span_rule rule = {.max_length = 16 + world_random(w, i == 0 ? 64 : 4096),
                               .max_gap = i == 2 ? 0 : world_random(w, 64),
