@@ -11,13 +11,18 @@ layer at a time lie in a ring of few buffers.
 from __future__ import annotations
 
 import logging
+import math
 import time
+from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
+from fanin._tensors import PackedTensors, Shard, dtype_bits, pack
 from fanin.errors import RequestError, StaleError
-from fanin.mapping import Mapping, PackedMapping, layer_of
+from fanin.mapping import Mapping, layer_of
+from fanin.server import Stream
 from fanin.vllm import reload
 from fanin.vllm.landing import Landing, Progress, Summary
 from fanin.vllm.trainers import Trainer, left
@@ -53,33 +58,46 @@ class _Layer:
     modules: list[str] = field(default_factory=list)
     staged: list[_Staged] = field(default_factory=list)
     derived: list[reload.Skeleton] = field(default_factory=list)
-    packed: PackedMapping | None = None
-
-    @property
-    def bytes(self) -> int:
-        return sum(group.bytes for group in self.packed.groups) if self.packed else 0
+    #: Of its shards among all.
+    first: int = 0
+    count: int = 0
 
 
 class MappedLanding(Landing):
     """Fills a model by a mapping, a decoder layer at a time.
 
     ring: how many layers' skeletons there are: one is read while another one is installed.
+    verify: compare what has landed with digests that the ranks make.
     Raises RequestError if a module can be filled in no way, naming it.
     """
 
     mode = "mapped"
 
     def __init__(
-        self, model: Any, model_config: Any, device: Any, mapping: Mapping, ring: int = 2
+        self,
+        model: Any,
+        model_config: Any,
+        device: Any,
+        mapping: Mapping,
+        *,
+        ring: int = 2,
+        verify: bool = False,
     ) -> None:
         self._model, self._config, self._device = model, model_config, device
         self._mapping = mapping
         self._direct = self._derived = 0
         self._layers = self._judge()
         self._ring = self._lay_out(max(ring, 1))
+        self._ahead = max(len(self._ring), 1)
+        self._verify = verify
+        self._dtype = mapping.converts()
+        shards: list[Shard] = []
         for layer in self._layers:
-            layer.packed = mapping.pack(self._tensor, layer.modules)
-        self._bytes = sum(layer.bytes for layer in self._layers)
+            layer.first = len(shards)
+            shards += mapping.shards(self._tensor, layer.modules)
+            layer.count = len(shards) - layer.first
+        self._packed = pack(shards)
+        self._bytes = sum(map(_bytes_of, shards))
 
     @property
     def verdicts(self) -> dict[str, int]:
@@ -168,51 +186,60 @@ class MappedLanding(Landing):
         import torch
 
         summary = Summary()
-        progress = Progress(step, self._bytes)
-        worlds = set()
-        writing()
         with torch.no_grad():
-            for layer in self._layers:
-                worlds.add(self._read(layer, trainer, step, deadline, summary, progress))
-                start = time.monotonic()
-                self._install(layer)
-                summary.install += time.monotonic() - start
-            if len(worlds) != 1:
-                raise StaleError.make(
-                    f"the trainer was started again while step {step} was read", "update again"
-                )
+            while True:
+                try:
+                    result = self._attempt(trainer, step, deadline, writing, summary)
+                    break
+                except StaleError as error:
+                    # The step may be there still: an abort, or a rank that was paused.
+                    summary.restarts += 1
+                    _log.info("fanin: step %d is read again from the start: %s", step, error)
             start = time.monotonic()
             reload.after_all(self._model, self._config)
+            if self._device.type != "cpu":
+                torch.accelerator.synchronize()
             summary.install += time.monotonic() - start
+        summary.bytes, summary.tensors, summary.path = result.bytes, result.tensors, result.path
+        summary.read = result.read
         return summary
 
-    def _read(
+    def _attempt(
         self,
-        layer: _Layer,
         trainer: Trainer,
         step: int,
         deadline: float,
+        writing: Callable[[], None],
         summary: Summary,
-        progress: Progress,
-    ) -> str:
-        assert layer.packed is not None
-        self._prepare(layer)
-        start = time.monotonic()
-        result = trainer.client.pull_into(
+    ) -> Any:
+        """Reads and installs every layer of one session; its result is the proof of all of it."""
+        session = trainer.client.begin(
             trainer.run,
-            layer.packed.tensors,
+            self._packed,
             step=step,
             timeout=left(deadline),
-            dtype=layer.packed.dtype,
-            progress=progress,
+            dtype=self._dtype,
+            verify=self._verify,
+            stream=_stream_of(self._device),
+            progress=Progress(step, self._bytes),
         )
-        summary.read += time.monotonic() - start
-        summary.bytes += result.bytes
-        summary.tensors += result.tensors
-        summary.restarts += result.restarts
-        summary.path = result.path
-        progress.add(result.bytes)
-        return str(result.world_id)
+        writing()
+        with session, ThreadPoolExecutor(1, thread_name_prefix="fanin-read") as reader:
+            ahead: deque[Future[None]] = deque()
+            try:
+                for index, layer in enumerate(self._layers):
+                    # A buffer is read into when what was in it is installed.
+                    while len(ahead) < self._ahead and index + len(ahead) < len(self._layers):
+                        following = self._layers[index + len(ahead)]
+                        self._prepare(following)
+                        ahead.append(reader.submit(session.read, following.first, following.count))
+                    ahead.popleft().result()
+                    start = time.monotonic()
+                    self._install(layer)
+                    summary.install += time.monotonic() - start
+            finally:
+                reader.shutdown(cancel_futures=True)
+            return session.end()
 
     def _prepare(self, layer: _Layer) -> None:
         """What no published element fills: padding, and what the engine has of its own."""
@@ -239,6 +266,7 @@ class MappedLanding(Landing):
 
     def close(self) -> None:
         self._ring.clear()
+        self._packed = PackedTensors((), 0, ())
         self._layers.clear()
         self._skeletons.clear()
 
@@ -250,6 +278,20 @@ def _stranger(path: str) -> RequestError:
         'init with {"mode": "loader"}, or with another backend',
         key=path,
     )
+
+
+def _bytes_of(shard: Shard) -> int:
+    return sum(math.prod(box.extent) for box in shard.boxes) * dtype_bits(shard.dtype) // 8
+
+
+def _stream_of(device: Any) -> Stream | None:
+    """The stream that installs: what reads has to come after it."""
+    if device.type != "cuda":
+        return None
+    import torch
+
+    current = torch.cuda.current_stream(device)
+    return Stream(current.cuda_stream, current.device_index)
 
 
 def _span(tensor: Any) -> int:

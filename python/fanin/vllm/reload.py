@@ -33,6 +33,7 @@ __all__ = [
     "begin",
     "end",
     "engine_own",
+    "of_all_workers",
     "record_model",
     "require_version",
     "skeletons",
@@ -539,3 +540,20 @@ def after_all(model: Any, model_config: Any) -> None:
         if is_deferred_attention_layer(module):
             module.process_weights_after_loading(model_config.dtype)
     refresh_ties(model)
+
+
+def of_all_workers(mine: Any, vllm_config: Any) -> list[Any]:
+    """What each worker of this engine has brought, in their order; one alone: its own.
+
+    Every worker calls it at the same point, and waits for the others.
+    """
+    import torch
+    from vllm.distributed import parallel_state
+
+    size = int(vllm_config.parallel_config.world_size)
+    world = parallel_state._WORLD
+    if size == 1 or world is None or world.world_size != size:
+        return [mine]
+    found: list[Any] = [None] * size
+    torch.distributed.all_gather_object(found, mine, group=world.cpu_group)
+    return found

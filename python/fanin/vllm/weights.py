@@ -8,6 +8,7 @@ page.
 
 from __future__ import annotations
 
+import fnmatch
 import logging
 import time
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 
-from fanin.errors import RequestError, StateError
+from fanin.errors import FaninError, PeerError, RequestError, StateError
 from fanin.mapping import MappingError, Recording
 from fanin.vllm import reload
 from fanin.vllm.clients import Source
@@ -43,7 +44,9 @@ class InitInfo(WeightTransferInitInfo):
 
     trainer: the path of a nixl_info.json or of its directory, or the ranks' addresses. run: the
     trainer's run. timeout: seconds for a whole update. draft_run: the run that fills a draft
-    model. mode: "auto", or "loader" for vLLM's own `load_weights` whatever the model.
+    model. mode: "auto", or "loader" for vLLM's own `load_weights` whatever the model. unused:
+    patterns of published names that the model does not have. verify: compare each step with
+    digests that the ranks make. ring: layers of skeletons, at least 1.
     """
 
     trainer: Any
@@ -51,6 +54,9 @@ class InitInfo(WeightTransferInitInfo):
     timeout: Any = 120.0
     draft_run: Any = None
     mode: Any = "auto"
+    unused: Any = ()
+    verify: Any = False
+    ring: Any = 2
 
 
 @dataclass
@@ -69,6 +75,8 @@ class _Target:
         self.trainer: Trainer | None = None
         self.landing: Landing | None = None
         self.published: Published | None = None
+        #: Published, and nothing of it goes into this worker's model.
+        self.unwanted: tuple[str, ...] = ()
 
     def close(self) -> None:
         if self.trainer is not None:
@@ -119,23 +127,60 @@ class Engine(WeightTransferEngine[InitInfo, UpdateInfo]):
             raise RequestError.make(
                 f"init_info's mode is {init_info.mode!r}", f"give one of {_MODES}", key="mode"
             )
+        if not isinstance(init_info.verify, bool):
+            raise RequestError.make(
+                f"init_info's verify is {init_info.verify!r}", "give true or false", key="verify"
+            )
+        if type(init_info.ring) is not int or not 1 <= init_info.ring <= 64:
+            raise RequestError.make(
+                f"init_info's ring is {init_info.ring!r}, not 1 to 64", "leave it out", key="ring"
+            )
         source = Source.of(init_info.trainer)
         run = full_run(init_info.run)
         if init_info.draft_run is not None:
             full_run(init_info.draft_run)
-        deadline = time.monotonic() + timeout
-        trainer = Trainer(source, run)
+        unused = _patterns(init_info.unused)
+        self._info, self._timeout = None, timeout
+        self._main.close()
+        if self._draft is not None:
+            self._draft.close()
+        trainer, failure = Trainer(source, run), None
         try:
-            published = trainer.ready(deadline)
-            self._main.close()
-            if self._draft is not None:
-                self._draft.close()
+            published = trainer.ready(time.monotonic() + timeout)
             self._prepare(self._main, init_info, published)
-        except BaseException:
+        except FaninError as error:
+            failure = error
+        try:
+            self._agree(self._main, failure, unused)
+        except FaninError:
             trainer.close()
+            self._main.close()
             raise
         self._main.trainer = trainer
-        self._info, self._timeout = init_info, timeout
+        self._info = init_info
+
+    def _agree(self, target: _Target, failure: FaninError | None, unused: list[str]) -> None:
+        """Raises *failure*, or what another worker of this engine has met, or names what is
+        published and used by none."""
+        mine = (None if failure is None else str(failure), target.unwanted)
+        brought = reload.of_all_workers(mine, self.vllm_config)
+        if failure is not None:
+            raise failure
+        for number, (text, _) in enumerate(brought):
+            if text is not None:
+                raise PeerError.make(f"worker {number} cannot be filled: {text}")
+        nobody = set.intersection(*(set(names) for _, names in brought))
+        left_over = sorted(
+            name for name in nobody if not any(fnmatch.fnmatchcase(name, p) for p in unused)
+        )
+        if left_over:
+            more = f" and {len(left_over) - 3} more" if len(left_over) > 3 else ""
+            raise PeerError.make(
+                f"published, and the model takes nothing of it: {', '.join(left_over[:3])}{more}",
+                "publish the model that the engine serves, or say that it is meant to be so: "
+                'init with {"unused": ["<pattern>"]}',
+                key=left_over[0],
+            )
 
     def start_weight_update(self) -> None:
         """Nothing is written yet; of a draft model, its trainer is looked for the first time."""
@@ -213,6 +258,7 @@ class Engine(WeightTransferEngine[InitInfo, UpdateInfo]):
         def stock() -> Landing:
             return StockLanding(target.model, target.model_config, self.device, published)
 
+        target.unwanted = ()
         if info.mode == "loader":
             return stock()
         recording = record_model(published.entries, target.model, self.vllm_config)
@@ -228,8 +274,16 @@ class Engine(WeightTransferEngine[InitInfo, UpdateInfo]):
                 error,
             )
             return stock()
+        target.unwanted = mapping.unwanted
         with set_current_vllm_config(self.vllm_config):
-            return MappedLanding(target.model, target.model_config, self.device, mapping)
+            return MappedLanding(
+                target.model,
+                target.model_config,
+                self.device,
+                mapping,
+                ring=info.ring,
+                verify=info.verify,
+            )
 
     def _bring(self, target: _Target, step: int) -> None:
         assert target.trainer is not None and self._info is not None
@@ -243,6 +297,16 @@ class Engine(WeightTransferEngine[InitInfo, UpdateInfo]):
             target.trainer, step, deadline, lambda: target.updates.writing(step)
         )
         _log.info("fanin: %s: step %d: %s", self._worker, step, summary)
+
+
+def _patterns(value: Any) -> list[str]:
+    if not isinstance(value, (list, tuple)) or not all(isinstance(one, str) for one in value):
+        raise RequestError.make(
+            f"init_info's unused is {value!r}, not a list of patterns",
+            'give ["model.layers.61.*"]',
+            key="unused",
+        )
+    return list(value)
 
 
 def _only_computes(recording: Recording, error: MappingError) -> bool:

@@ -1,0 +1,231 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A real vLLM whose weights are pulled, step after step, from real trainers.
+
+The judge is another vLLM that loads what torch's own gather has saved: equal tokens, and log
+probabilities equal to the last bit.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from full_models import save_full_model
+from full_trainer import FullTrainer
+from weights_engine import Engine, Judge
+
+STEPS = 20
+
+
+def in_place(engine: Engine, trainer: FullTrainer, judge: Judge, steps: int) -> None:
+    """Each step of the trainer is what the engine generates with, and no step is like another."""
+    seen = []
+    for _ in range(steps):
+        step = int(trainer.step(record=True)["step"])
+        engine.pull(step)
+        assert engine.version() == f"step-{step}"
+        output = engine.output()
+        assert output == judge.output_of(trainer.record(step)), f"step {step} is another model"
+        assert output not in seen
+        seen.append(output)
+
+
+CASES = [
+    # kind, tied, layout, ranks, steps
+    ("qwen2", False, "fsdp", 2, STEPS),
+    ("qwen3", True, "hsdp", 4, 4),
+    ("qwen2", True, "fsdp+tp", 4, 4),
+    ("qwen3", False, "fsdp", 3, 4),  # which divides nothing evenly
+]
+
+
+@pytest.fixture(scope="module")
+def judge(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    with Judge(tmp_path_factory.mktemp("judge")) as one:
+        yield one.wait_ready()
+
+
+@pytest.mark.parametrize(("kind", "tied", "layout", "ranks", "steps"), CASES)
+def test_steps_in_place(
+    judge: Judge, kind: str, tied: bool, layout: str, ranks: int, steps: int, tmp_path: Path
+) -> None:
+    model = save_full_model(tmp_path / "model", kind, tied)
+    with (
+        FullTrainer(model, tmp_path / "run", world_size=ranks, layout=layout) as trainer,
+        Engine(model, tmp_path / "engine") as engine,
+    ):
+        trainer.wait_ready()
+        engine.wait_ready()
+        assert not engine.init(str(trainer.info))
+        in_place(engine, trainer, judge, steps)
+        log = engine.log()
+        assert "modules direct" in log
+        assert "WARNING" not in "".join(line for line in log.splitlines() if "fanin" in line)
+
+
+def test_the_engines_own_loader(judge: Judge, tmp_path: Path) -> None:
+    """The mode for models that no mapping can be recorded of."""
+    model = save_full_model(tmp_path / "model", "qwen3", tied=True)
+    with (
+        FullTrainer(model, tmp_path / "run", world_size=2) as trainer,
+        Engine(model, tmp_path / "engine") as engine,
+    ):
+        trainer.wait_ready()
+        engine.wait_ready()
+        assert not engine.init(str(trainer.info), mode="loader")
+        in_place(engine, trainer, judge, 3)
+        assert "mode loader" in engine.log()
+
+
+# ------------------------------------------------------------------------------ what goes wrong
+
+
+class Place:
+    """One engine and its trainer; tests run in order, each on what the earlier ones left."""
+
+    def __init__(self, scratch: Path, judge: Judge) -> None:
+        self.scratch, self.judge = scratch, judge
+        self.model = save_full_model(scratch / "model", "qwen2")
+        self.trainer = self.launch("run", 0)
+        self.engine = Engine(self.model, scratch / "engine")
+        self.engine.wait_ready()
+
+    def launch(self, where: str, step: int, **options: Any) -> FullTrainer:
+        trainer = FullTrainer(
+            self.model, self.scratch / where, world_size=2, step=step, record=True, **options
+        )
+        return trainer.wait_ready()
+
+    def close(self) -> None:
+        self.engine.__exit__()
+        self.trainer.close()
+
+    def init(self, **more: Any) -> None:
+        failure = self.engine.init(str(self.trainer.info), **more)
+        assert not failure, failure
+
+    def serves(self, step: int) -> None:
+        """The engine generates with just this step."""
+        assert self.engine.output() == self.judge.output_of(self.trainer.record(step))
+
+    def goes_on(self) -> None:
+        """The next step comes into the engine as if nothing had been."""
+        step = int(self.trainer.step()["step"])
+        self.engine.pull(step)
+        self.serves(step)
+
+
+@pytest.fixture(scope="module")
+def place(judge: Judge, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    one = Place(tmp_path_factory.mktemp("weights"), judge)
+    yield one
+    one.close()
+
+
+def test_calls_before_any_init(place: Place) -> None:
+    engine = place.engine
+    assert "before init_weight_transfer_engine" in engine.call("start_weight_update")
+    assert "start_weight_update must be called" in engine.update(0)
+    assert "without a matching start" in engine.call("finish_weight_update")
+
+
+@pytest.mark.parametrize(
+    ("info", "said"),
+    [
+        ({}, "missing 1 required positional argument: 'trainer'"),
+        ({"trainer": 1}, "trainer_addresses is int"),
+        ({"trainer": "127.0.0.1:1", "trainers": 1}, "unexpected keyword argument 'trainers'"),
+        ({"trainer": "127.0.0.1:1", "run": "lora:0"}, "not the run of a whole model"),
+        ({"trainer": "127.0.0.1:1", "timeout": "soon"}, "init_info's timeout is 'soon'"),
+        ({"trainer": "127.0.0.1:1", "mode": "fast"}, "init_info's mode is 'fast'"),
+        ({"trainer": "127.0.0.1:1", "unused": "*"}, "init_info's unused is '*'"),
+        ({"trainer": "127.0.0.1:1", "timeout": 2}, "127.0.0.1:1"),  # nobody listens there
+        ({"trainer": "/nowhere/nixl_info.json"}, "/nowhere/nixl_info.json: no such file"),
+    ],
+)
+def test_wrong_init_info(place: Place, info: dict[str, Any], said: str) -> None:
+    failure = place.engine.call("init_weight_transfer_engine", {"init_info": info})
+    assert said in failure
+
+
+def test_a_run_that_is_not_there(place: Place) -> None:
+    failure = place.engine.init(str(place.trainer.info), run="other", timeout=5)
+    assert "full:other" in failure
+
+
+def test_a_good_update(place: Place) -> None:
+    place.init()
+    place.goes_on()
+
+
+def test_no_update_at_all_is_no_success(place: Place) -> None:
+    engine = place.engine
+    engine.good("start_weight_update")
+    assert "nothing was pulled" in engine.call("finish_weight_update", "step-99")
+    assert engine.version() != "step-99"
+    assert "already active" in engine.call("start_weight_update")
+    step = place.trainer.published
+    assert not engine.update(step)
+    engine.good("finish_weight_update", f"step-{step}")
+    place.serves(step)
+
+
+@pytest.mark.parametrize("step", ["7", 7.5, None, -1, True, [1]])
+def test_what_is_no_step(place: Place, step: Any) -> None:
+    place.engine.good("start_weight_update")
+    assert "update_info's step is" in place.engine.update(step)
+    place.serves(place.trainer.published)
+
+
+def test_unknown_fields_of_an_update(place: Place) -> None:
+    engine, step = place.engine, place.trainer.published
+    engine.good("start_weight_update")
+    failure = engine.call("update_weights", {"update_info": {"step": step, "names": []}})
+    assert "unexpected keyword argument 'names'" in failure
+    place.goes_on()
+
+
+def test_a_step_that_has_passed(place: Place) -> None:
+    before = place.trainer.published
+    place.goes_on()
+    place.engine.good("start_weight_update")
+    failure = place.engine.update(before)
+    assert "SupersededError" in failure and str(before) in failure
+    # Nothing was written, and nothing of it can be ended as if it were.
+    assert "without a matching start" in place.engine.call("finish_weight_update")
+    place.serves(place.trainer.published)
+
+
+def test_a_trainer_that_is_paused(place: Place) -> None:
+    place.trainer.pause()
+    place.engine.good("start_weight_update")
+    assert "PausedError" in place.engine.update(place.trainer.published)
+    place.trainer.resume()
+    place.serves(place.trainer.published)
+    place.goes_on()
+
+
+def test_a_rank_behind(place: Place) -> None:
+    place.init(timeout=3)
+    step = place.trainer.published + 1
+    place.trainer.step_on(0)
+    place.engine.good("start_weight_update")
+    failure = place.engine.update(step)
+    assert "TimeoutError" in failure and "rank 1" in failure
+    place.trainer.step_on(1)
+    place.trainer.published = step
+    place.init()
+    place.goes_on()
+
+
+def test_a_trainer_that_is_killed_and_started_again(place: Place) -> None:
+    old = place.trainer
+    old.kill()
+    place.engine.good("start_weight_update")
+    failure = place.engine.update(old.published + 1)
+    assert "rank" in failure or "127.0.0.1" in failure
+    old.close()
+    place.trainer = place.launch("run", old.published + 5, seed=9)
+    # The path that init was given says where it is now.
+    place.goes_on()

@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM in a process of its own, without a server, filled by the backend `fanin`.
+
+`Engine` starts this file as a program and calls it. What it generates is compared by tokens and by
+the log probabilities of all of them, which are equal to the last bit when the weights are.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from worlds import Child, Control
+
+PROMPTS = ([5, 9, 13, 17, 21], [200, 3, 77])
+COUNT = 16
+
+
+class Engine:
+    """One vLLM; a `with` block ends it. options: what `LLM` takes beside the model."""
+
+    def __init__(self, model: Path, scratch: Path, name: str = "engine", **options: Any) -> None:
+        scratch.mkdir(parents=True, exist_ok=True)
+        self._child = Child(
+            name,
+            "weights_engine.py",
+            {"model": "" if model == Path() else str(model), "options": options},
+            scratch,
+            VLLM_CPU_KVCACHE_SPACE="1",
+            VLLM_ENABLE_V1_MULTIPROCESSING="0",
+            VLLM_LOGGING_LEVEL="INFO",
+            VLLM_NO_USAGE_STATS="1",
+        )
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._child.close()
+
+    def wait_ready(self) -> Engine:
+        self._child.expect("ready", 300)
+        return self
+
+    def _do(self, what: str, **fields: Any) -> Any:
+        self._child.tell(what, **fields)
+        return self._child.expect("done", 300)["result"]
+
+    def call(self, method: str, *arguments: Any) -> str:
+        """A method of the LLM; what it raised, "" if nothing."""
+        return str(self._do("call", method=method, arguments=arguments))
+
+    def good(self, method: str, *arguments: Any) -> None:
+        failure = self.call(method, *arguments)
+        assert not failure, failure
+
+    def init(self, trainer: Any, **more: Any) -> str:
+        info = {"trainer": trainer, "timeout": 60, **more}
+        return self.call("init_weight_transfer_engine", {"init_info": info})
+
+    def update(self, step: Any) -> str:
+        return self.call("update_weights", {"update_info": {"step": step}})
+
+    def pull(self, step: int) -> None:
+        """A whole update, which has to succeed."""
+        self.good("start_weight_update")
+        self.good("update_weights", {"update_info": {"step": step}})
+        self.good("finish_weight_update", f"step-{step}")
+
+    def version(self) -> str:
+        return str(self._do("version"))
+
+    def output(self) -> Any:
+        """Tokens and log probabilities of this engine's weights."""
+        return self._do("output")
+
+    def memory(self) -> int:
+        """Bytes that the process has resident."""
+        return int(self._do("memory"))
+
+    def log(self) -> str:
+        return self._child.log.read_text(errors="replace")
+
+
+class Judge(Engine):
+    """Another vLLM, which loads directories as it is started with them."""
+
+    def __init__(self, scratch: Path) -> None:
+        super().__init__(Path(), scratch, "judge")
+
+    def output_of(self, model: Path) -> Any:
+        """What a vLLM that has loaded this directory generates."""
+        self._do("load", model=str(model))
+        return self.output()
+
+
+# --------------------------------------------------------------------------- in the child
+
+
+def make(model: str, **options: Any) -> Any:
+    from vllm import LLM
+
+    plain = {"enforce_eager": True, "dtype": "bfloat16", "max_model_len": 128}
+    return LLM(model, **(plain | options))
+
+
+def generate(engine: Any) -> Any:
+    from vllm import SamplingParams
+
+    how = SamplingParams(temperature=0, max_tokens=COUNT, ignore_eos=True, logprobs=0)
+    prompts = [{"prompt_token_ids": list(prompt)} for prompt in PROMPTS]
+    found = []
+    for answer in engine.generate(prompts, how, use_tqdm=False):
+        one = answer.outputs[0]
+        found.append([list(one.token_ids), one.cumulative_logprob])
+    return found
+
+
+class Served:
+    def __init__(self, options: dict[str, Any]) -> None:
+        import fanin.vllm
+
+        fanin.vllm.register()
+        fanin.vllm.register()  # as vLLM does in one process
+        self.engine: Any = None
+        if options["model"]:
+            backend = {"backend": "fanin"}
+            self.engine = make(
+                options["model"], weight_transfer_config=backend, **options["options"]
+            )
+
+    def call(self, method: str, arguments: list[Any]) -> str:
+        try:
+            getattr(self.engine, method)(*arguments)
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+        return ""
+
+    def version(self) -> str:
+        return str(self.engine.get_weight_version())
+
+    def output(self) -> Any:
+        return generate(self.engine)
+
+    def load(self, model: str) -> None:
+        self.engine = None
+        gc.collect()
+        self.engine = make(model)
+
+    def memory(self) -> int:
+        pages = Path("/proc/self/statm").read_text().split()[1]
+        return int(pages) * os.sysconf("SC_PAGE_SIZE")
+
+
+def main() -> None:
+    control = Control()
+    served = Served(json.loads(sys.argv[1]))
+    control.say("ready")
+    while (what := (command := control.hear(timeout=3600.0)).pop("event")) != "exit":
+        control.say("done", result=getattr(served, what)(**command))
+
+
+if __name__ == "__main__":
+    main()
