@@ -161,6 +161,43 @@ def test_a_narrow_tensor_is_widened_after_it_has_landed() -> None:
     assert torch.equal(model.bias, expected.bias)
 
 
+def test_one_tensor_may_go_to_two_modules() -> None:
+    published = [Entry("shared", "BF16", (4, 6))]
+    model = torch.nn.ModuleList(torch.nn.Linear(6, 2, bias=False) for _ in range(2)).bfloat16()
+
+    def load(weights: Weights) -> None:
+        for _, weight in weights:
+            for part, linear in zip(weight.split(2), model, strict=True):
+                linear.weight.data.copy_(part)
+
+    weights = values(published)
+    packed = maps.record(published, load, model).mapping().pack(model)
+    with served(weights) as addresses, fanin.Client(addresses) as client:
+        client.pull_into("full:0", packed.tensors, step=1)
+    assert torch.equal(torch.cat([part.weight for part in model]), weights["shared"])
+
+
+def test_new_memory_is_laid_out_as_recorded() -> None:
+    class Turned(Fused):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rows = torch.nn.Parameter(torch.zeros(6, 10, dtype=torch.bfloat16).t())
+
+    weights = values(PUBLISHED)
+    model, expected = Turned(), Fused()
+    expected.load_weights(iter(weights.items()))
+    mapping = recorded(model).mapping()
+    shadow = mapping.allocate()
+    assert sorted(shadow) == [("", "norm"), ("", "rows")]
+    assert shadow["", "rows"].stride() == model.rows.stride()
+    mapping.fill(shadow)
+    with served(weights) as addresses, fanin.Client(addresses) as client:
+        client.pull_into("full:0", mapping.pack(shadow).tensors, step=1)
+    assert torch.equal(shadow["", "rows"], expected.rows)
+    with pytest.raises(fanin.RequestError, match="no module, function or dictionary"):
+        mapping.pack(3)
+
+
 def test_a_meta_model_has_the_same_mapping() -> None:
     with torch.device("meta"):
         bare = Fused()

@@ -157,6 +157,26 @@ def test_a_pull_puts_what_the_loader_puts(
                 assert result.bytes == sum(group.bytes for group in packed.groups)
 
 
+@pytest.mark.parametrize("name", ["qwen2", "qwen3", "glm4"])
+def test_tied_embeddings_are_published_once(name: str, tmp_path: Path) -> None:
+    configuration = FAMILIES[name].configuration()
+    configuration.tie_word_embeddings = True
+    published = checkpoint(configuration)
+    assert "lm_head.weight" not in {entry.name for entry in published}
+    weights = values(published)
+    made = Engine(tmp_path, FAMILIES[name], Layout(2), configuration)
+    for rank in range(2):
+        with made.rank(rank) as model:
+            mapping = record(made, model, published)
+            expected = loaded(model, weights)
+            poison(model)
+            put(mapping, model, weights)
+            found = snapshot(model)
+            assert all(torch.equal(found[key], expected[key]) for key in expected)
+            tied = [leaf.own for m in mapping.modules for leaf in m.leaves if m.path == "lm_head"]
+            assert tied in ([], ["tied to model.embed_tokens.weight"])
+
+
 def test_another_tp_size_than_recorded_is_refused(engine: Any) -> None:
     published = checkpoint(FAMILIES["qwen3"].configuration())
     made = engine("qwen3", Layout(2))

@@ -12,7 +12,7 @@ from collections.abc import Mapping as Dict
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from fanin._tensors import Box, PackedTensors, Shard, dtype_bits, pack, torch_dtype
+from fanin._tensors import TORCH_DTYPES, Box, PackedTensors, Shard, dtype_bits, pack, torch_dtype
 from fanin.errors import RequestError
 
 __all__ = [
@@ -272,9 +272,9 @@ class Mapping:
     def shards(self, live: Any, modules: Iterable[str] | None = None) -> list[Shard]:
         """One shard for each parameter or buffer and published tensor, in the model's order.
 
-        :param live: a ``torch.nn.Module`` with the recorded modules, or a function that gives the
-            tensor of (path of the module, name of the parameter or buffer). Each tensor has to have
-            the recorded dtype, shape and strides.
+        :param live: a ``torch.nn.Module`` with the recorded modules; or a function that gives the
+            tensor of (path of the module, name of the parameter or buffer), or a dictionary by
+            these two. Each tensor has to have the recorded dtype, shape and strides.
         :param modules: paths; only these. Modules of the fallback are left out.
         :raises RequestError: a module or tensor is missing or has another layout, or is wider than
             what is published: see :meth:`pack`.
@@ -350,6 +350,34 @@ class Mapping:
                     tensor = lookup(module.path, leaf.name)
                     check_layout(module.path, leaf, tensor)
                     yield from _leaf_shards(module.path, leaf, tensor, bridges)
+
+    def allocate(
+        self, device: Any = "cpu", modules: Iterable[str] | None = None
+    ) -> dict[tuple[str, str], Any]:
+        """New tensors, laid out as the recorded ones, of all that is filled, by (path of the
+        module, name of the parameter or buffer). Their content is undefined.
+
+        For pulls into a shadow of the engine's tensors, and for measurements: it may be given as
+        *live*.
+
+        :param modules: paths; only these. Modules of the fallback are left out.
+        """
+        import torch
+
+        types = {name: getattr(torch, kind) for kind, name in TORCH_DTYPES.items()}
+        made = {}
+        only = None if modules is None else frozenset(modules)
+        for module in self.modules:
+            if module.fallback or (only is not None and module.path not in only):
+                continue
+            for leaf in module.leaves:
+                if leaf.sources:
+                    dtype = types[leaf.dtype]
+                    steps = [step // dtype.itemsize for step in leaf.stride]
+                    made[module.path, leaf.name] = torch.empty_strided(
+                        leaf.shape, steps, dtype=dtype, device=device
+                    )
+        return made
 
     def fill(self, live: Any, modules: Iterable[str] | None = None) -> None:
         """Sets the padding of tensors that are new: what the loader fills with one value.
@@ -428,16 +456,19 @@ def _layout(leaf: Leaf) -> str:
 
 
 def _lookup(live: Any) -> Lookup:
-    if not hasattr(live, "named_modules"):
-        if not callable(live):
-            raise RequestError.make(f"{type(live).__name__} is neither a module nor a function")
+    modules: dict[str, Any] = {}
+    if hasattr(live, "named_modules"):
+        modules = dict(live.named_modules())
+    elif callable(live):
         found: Lookup = live
         return found
-    modules = dict(live.named_modules())
+    elif not isinstance(live, Dict):
+        raise RequestError.make(
+            f"{type(live).__name__} is no module, function or dictionary of tensors"
+        )
 
     def tensor_of(path: str, leaf: str) -> Any:
-        module = modules.get(path)
-        tensor = getattr(module, leaf, None) if module is not None else None
+        tensor = getattr(modules.get(path), leaf, None) if modules else live.get((path, leaf))
         if tensor is None:
             raise RequestError.make(
                 f"the model has no '{path}.{leaf}', which the mapping fills",
