@@ -87,6 +87,7 @@ say_doctor()
             --iterations 1 --snapshot --cast bf16
         say_doctor
     fi
+    cp "$FANIN_SOURCE_DIR/tests/support/mapping.json" out/mapping.0.json # what Python writes
     "$FANIN_TEST_PYTHON" "$FANIN_SOURCE_DIR/tests/support/validate.py" \
         "$FANIN_SOURCE_DIR/docs/schemas" out
 }

@@ -15,6 +15,7 @@ from families import Entry, served, values
 from fanin import mapping as maps
 from fanin.mapping import MappingError
 
+ROOT = Path(__file__).resolve().parents[2]
 Loader = Callable[[Any, str, torch.Tensor], None]
 Weights = Iterator[tuple[str, torch.Tensor]]
 
@@ -514,6 +515,19 @@ def test_a_mapping_is_saved_and_read(tmp_path: Path) -> None:
     assert maps.load(tmp_path / "rank0.json") == left
     with pytest.raises(OSError):
         mapping.save(tmp_path / "nowhere" / "rank0.json")
+
+
+def test_files_are_what_the_schema_says(tmp_path: Path) -> None:
+    jsonschema = pytest.importorskip("jsonschema")
+    schema = json.loads((ROOT / "docs/schemas/mapping.json").read_text())
+    about = maps.About("vllm", "0.32.0", "Fused", {"pp": (0, 1), "tp": (0, 2)})
+    recorded(Fused(), about=about).mapping().save(tmp_path / "small.json")
+    left = recorded(bad(computes)).mapping(fallback=True)
+    left.save(tmp_path / "left.json")
+    for name in ("small", "left"):
+        jsonschema.validate(json.loads((tmp_path / f"{name}.json").read_text()), schema)
+    small = ROOT / "tests/support/mapping.json"
+    assert small.read_bytes() == (tmp_path / "small.json").read_bytes()
 
 
 def altered(path: tuple[Any, ...], value: Any) -> Callable[[dict[str, Any]], None]:
