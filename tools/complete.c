@@ -3,7 +3,7 @@
    offer is the shell's matter: ":files", ":directories". Never a message: a failure completes
    nothing. */
 #include "fetch/output.h"
-#include "trainer/models.h"
+#include "trainer/whole_models.h"
 #include "fetch/progress.h"
 #include "fetch/session.h"
 
@@ -51,7 +51,7 @@ static void offer_of_ranks(const char *word, const char *prefix)
 typedef struct lister {
     fanin_client *client;
     const char *prefix, *publication; /**< publication: whose keys are listed */
-    bool keys;
+    bool keys, whole;                 /**< keys, or whole names of publications */
     uint64_t end_ns;                  /**< when the shell should have its words */
     char names[MAX_PUBLICATIONS][96]; /**< publications, each once */
     size_t count;
@@ -86,8 +86,8 @@ static void offer_publications(lister *l)
                                             on_publication, l, NULL);
     for (size_t i = 0; status == FANIN_OK && i < l->count; i++) {
         if (!l->keys) {
-            const char *run = strchr(l->names[i], ':');
-            offer_of_ranks(run != NULL ? run + 1 : l->names[i], l->prefix);
+            offer_of_ranks(l->whole ? l->names[i] : options_run_of(l->names[i]),
+                           l->prefix);
             continue;
         }
         size_t same = strlen(l->names[i]), typed = strlen(l->prefix);
@@ -100,12 +100,17 @@ static void offer_publications(lister *l)
     }
 }
 
-static void offer_from_ranks(const line *line, bool keys, const char *prefix)
+/* What is offered of what the ranks publish. */
+typedef enum wanted { WANT_RUNS, WANT_PUBLICATIONS, WANT_KEYS } wanted;
+
+static void offer_from_ranks(const line *line, wanted what, const char *prefix)
 {
     fanin_client_config config;
     target where;
     fanin_error error = FANIN_ERROR_INIT;
-    lister l = {.prefix = prefix, .keys = keys};
+    lister l = {.prefix = prefix,
+                .keys = what == WANT_KEYS,
+                .whole = what == WANT_PUBLICATIONS};
     const char *text = line->target != NULL ? line->target : session_default_target();
     unsigned long size = line->size != NULL ? strtoul(line->size, NULL, 10) : 0;
     if (text == NULL || size > TARGET_MAX_RANKS ||
@@ -143,6 +148,7 @@ static void offer_value(const line *line, const char *name, const char *prefix)
         {"out", {":directories"}},
         {"dir", {":directories"}},
         {"adapter", {":directories"}},
+        {"model-dir", {":directories"}},
         {"sysfs", {":directories"}},
         {"procfs", {":directories"}},
         {"dev", {":directories"}},
@@ -158,12 +164,17 @@ static void offer_value(const line *line, const char *name, const char *prefix)
     for (size_t i = 0; strcmp(name, "model") == 0 && i < n_models; i++) {
         offer(models[i].name, prefix, NULL);
     }
+    for (size_t i = 0; strcmp(name, "model") == 0 && i < n_whole_models; i++) {
+        if (model_find(whole_models[i].name) == NULL) { /* else it was offered */
+            offer(whole_models[i].name, prefix, "with --full");
+        }
+    }
     for (size_t i = 0; strcmp(name, "adapter-shape") == 0 && i < n_adapter_shapes;
          i++) {
         offer(adapter_shapes[i].name, prefix, NULL);
     }
     if (strcmp(name, "run") == 0) {
-        offer_from_ranks(line, false, prefix);
+        offer_from_ranks(line, WANT_RUNS, prefix);
     }
 }
 
@@ -249,9 +260,15 @@ static void scan(line *line, int count, const char *const *words)
 static void complete_argument(line *line, const char *prefix)
 {
     bool takes_key = strcmp(line->command->name, "show") == 0;
+    bool takes_directory = line->command->takes_directory;
     bool has_target = line->target != NULL || session_default_target() != NULL;
     if (takes_key && has_target && line->positional <= 1) {
-        offer_from_ranks(line, true, prefix);
+        offer_from_ranks(line, WANT_KEYS, prefix);
+    } else if (takes_directory && has_target && line->positional == 1) {
+        offer_from_ranks(line, WANT_PUBLICATIONS, prefix);
+        offer(":directories", "", NULL);
+    } else if (takes_directory && line->positional == 2) {
+        offer(":directories", "", NULL);
     } else if (line->positional == 0 && strcmp(line->command->name, "serve") != 0) {
         offer(":files", "", NULL);
     }

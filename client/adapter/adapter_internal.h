@@ -16,7 +16,6 @@
 
 #define ADAPTER_FILE "adapter_model.safetensors"
 #define ADAPTER_CONFIG_FILE "adapter_config.json"
-#define MODEL_CONFIG_FILE "config.json"
 #define IDENTITY_FILE "fanin.json"
 #define LOCK_SUFFIX ".fanin-lock" /**< of the hidden file beside the directory */
 

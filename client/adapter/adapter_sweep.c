@@ -2,6 +2,7 @@
 /* Temporary directories, and what processes that were killed have left of them: of every name in a
    directory, as soon as nobody holds the lock of that name. */
 #include "adapter/adapter_internal.h"
+#include "adapter/model_config.h"
 #include "buffer.h"
 #include "error_set.h"
 

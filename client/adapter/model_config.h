@@ -6,6 +6,8 @@
 #include "catalog.h"
 #include "peft/peft_config.h"
 
+#define MODEL_CONFIG_FILE "config.json"
+
 /** The pair of a publication's metadata that holds the model's configuration. */
 #define MODEL_CONFIG_PAIR "config"
 

@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The catalog and the metadata of a step that ranks hold: a pull without bytes. */
+#include "adapter/model_config.h"
 #include "catalog/survey.h"
 #include "dtype.h"
 #include "error_set.h"
@@ -190,11 +191,26 @@ fanin_status fanin_client_metadata(fanin_client *client, const char *publication
     return status;
 }
 
+/* What would be written beside a model; without a configuration @p fn is not called. */
+static fanin_status tell_model_config(const key_table *keys, bool trusted,
+                                      fanin_pair_fn fn, void *cookie,
+                                      fanin_error *error)
+{
+    peft_config config;
+    fanin_status status = model_config_make(keys, trusted, &config, error);
+    if (status == FANIN_OK && config.text)
+        (void)fn(cookie, MODEL_CONFIG_FILE, config.text);
+    peft_config_free(&config);
+    return status;
+}
+
 static fanin_status make_config(fanin_client *client, const key_table *keys,
                                 const fanin_pull_options *options, deadline at,
                                 fanin_pair_fn fn, void *cookie, fanin_error *error)
 {
     const char *publication = options->publication;
+    if (strncmp(publication, "full:", 5) == 0)
+        return tell_model_config(keys, options->trust_config, fn, cookie, error);
     client_work work;
     peft_names names = {0};
     peft_config config = {0};

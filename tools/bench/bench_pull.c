@@ -6,7 +6,7 @@
 #include <stdio.h>
 #include <unistd.h>
 
-/* Removes an adapter directory that this bench made. */
+/* Removes a directory that this bench made. */
 static void remove_directory(const char *path)
 {
     DIR *directory = opendir(path);
@@ -63,10 +63,12 @@ fanin_status bench_pull(bench *b, bool check, fanin_result_info *info,
     *info = (fanin_result_info){.struct_size = sizeof *info};
     snprintf(path, sizeof path, "%s/fanin-bench-%d-%" PRIu64,
              b->directory ? b->dest : "", (int)getpid(), b->serial++);
-    fanin_status status = b->directory
-                              ? fanin_client_pull_adapter(b->session.client, &options,
-                                                          path, &result, error)
-                              : pull_memory(b, &options, check, &result, error);
+    fanin_status status =
+        !b->directory ? pull_memory(b, &options, check, &result, error)
+        : options_is_model(options.publication)
+            ? fanin_client_pull_model(b->session.client, &options, path, &result, error)
+            : fanin_client_pull_adapter(b->session.client, &options, path, &result,
+                                        error);
     if (status == FANIN_OK) {
         fanin_result_get(result, info);
         snprintf(b->reason, sizeof b->reason, "%s",

@@ -118,18 +118,23 @@ static int start_ranks(bench *b)
     }
     b->trainer.no_ucx = b->line.connect.no_ucx;
     rank_options *o = &b->rank_options;
-    int code = trainer_options_resolve(b->self, &b->trainer, "small", &b->source, o);
+    o->runs = b->line.run != NULL ? &b->line.run : runs;
+    o->n_runs = 1;
+    int code = trainer_runs_resolve(b->self, &b->trainer, o);
+    code = code != 0
+               ? code
+               : trainer_options_resolve(b->self, &b->trainer, "small", &b->source, o);
     if (code != 0) {
         return code;
     }
-    if (b->line.run != NULL && !options_run_valid(b->line.run)) {
-        return failure_usage(b->self->name, "'%s' is no run's name", b->line.run);
-    }
+    char name[OPTIONS_PUBLICATION];
+    rank_publication(o, 0, name);
+    free(b->line.run); /* as popt gave it, to options_free() */
+    b->line.run = output_require(strdup(name));
+    o->runs = &b->line.run;
     if (o->server_name == NULL) {
         o->server_name = b->line.connect.server_name;
     }
-    o->runs = b->line.run != NULL ? &b->line.run : runs;
-    o->n_runs = 1;
     o->first_step = 1;
     o->extents = true;
     o->readers_gone = true;
@@ -253,7 +258,8 @@ static int check_numbers(const bench *b)
 static int check_idle(const bench *b)
 {
     static const char own[] =
-        "model r fused adapter-shape dtype adapter device snapshot cast "
+        "model r fused adapter-shape dtype adapter full layers shrink model-dir device "
+        "snapshot cast "
         "no-stream-commit base-port bind replicate shard-dim lease-ms allow open name "
         "trusted-network world-id commits trainer-load update-every";
     const arguments *parsed = &b->line.parsed;

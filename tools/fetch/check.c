@@ -3,10 +3,11 @@
 #include "fetch/failure.h"
 #include "fetch/half.h"
 #include "fetch/interrupt.h"
+#include "fetch/options.h"
 #include "fetch/pattern.h"
+#include "fetch/tensor_directory.h"
 
 #include <errno.h>
-#include <fanin/safetensors.h>
 #include <inttypes.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -185,25 +186,23 @@ fanin_status check_directory(const check_pattern *pattern, const char *directory
                              const char *publication, uint64_t step,
                              uint64_t *bytes_out, fanin_error *error)
 {
-    char path[4096];
-    fanin_safetensors *file = NULL;
+    tensor_directory d;
     *bytes_out = 0;
-    snprintf(path, sizeof path, "%s/adapter_model.safetensors", directory);
-    fanin_status status = fanin_safetensors_open(path, &file, error);
-    size_t count = status == FANIN_OK ? fanin_safetensors_count(file) : 0;
-    for (size_t i = 0; status == FANIN_OK && i < count; i++) {
-        fanin_safetensors_entry entry = {.struct_size = sizeof entry};
-        if (!fanin_safetensors_get(file, i, &entry)) {
-            break;
-        }
-        status = check_entry(pattern, publication, &entry, step,
-                             fanin_safetensors_descriptor(file), error);
-        *bytes_out += entry.bytes;
+    fanin_status status =
+        tensor_directory_open(directory, options_is_model(publication), &d, error);
+    if (status != FANIN_OK) {
+        return status;
+    }
+    for (size_t i = 0; status == FANIN_OK && i < d.count; i++) {
+        const tensor_place *place = &d.tensors[i];
+        status = check_entry(pattern, publication, &place->entry, step,
+                             fanin_safetensors_descriptor(d.files[place->file]), error);
+        *bytes_out += place->entry.bytes;
         if (status == FANIN_OK && interrupt_requested()) {
             status =
                 failure_set(error, FANIN_ERR_CANCELLED, "", "interrupted in the check");
         }
     }
-    fanin_safetensors_close(&file);
+    tensor_directory_close(&d);
     return status;
 }

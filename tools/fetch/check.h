@@ -24,7 +24,7 @@ fanin_status check_memory(const check_pattern *pattern, const char *publication,
                           const char *name, fanin_dtype dtype, uint64_t step,
                           const uint8_t *memory, uint64_t bytes, fanin_error *error);
 
-/** The same of every tensor of @p directory's adapter_model.safetensors. FANIN_ERR_MISMATCH,
+/** The same of every tensor that a pull of @p publication wrote into @p directory. FANIN_ERR_MISMATCH,
     FANIN_ERR_IO, FANIN_ERR_CANCELLED (the user interrupted). */
 fanin_status check_directory(const check_pattern *pattern, const char *directory,
                              const char *publication, uint64_t step,

@@ -112,12 +112,6 @@ static output_text step_range(const view *items, size_t count)
     return text;
 }
 
-/* "lora:7" is run 7; publications of other kinds keep their kind. */
-static const char *run_name(const char *publication)
-{
-    return strncmp(publication, "lora:", 5) == 0 ? publication + 5 : publication;
-}
-
 static void add_row(struct libscols_table *table, struct libscols_line *parent,
                     const char *name, const char *state)
 {
@@ -156,8 +150,8 @@ static void add_group(struct libscols_table *table, const view *items, size_t co
         output_append(state, sizeof state, ", %zu of %u ranks", count, m->asked);
     }
     struct libscols_line *parent = output_row(
-        table, NULL, run_name(items[0].name), state, NULL, step_range(items, count).s,
-        NULL, NULL, output_bytes(bytes_of(items, count)).s);
+        table, NULL, options_run_of(items[0].name), state, NULL,
+        step_range(items, count).s, NULL, NULL, output_bytes(bytes_of(items, count)).s);
     for (size_t i = 0; i < count; i++) {
         const fanin_publication_info *v = &items[i].is;
         char rank[32], committed[80];
@@ -226,7 +220,7 @@ static void print_metadata(const char *name, json_t *metadata)
         const char *text = json_string_value(value);
         int length = text != NULL ? (int)strcspn(text, "\n") : 0;
         bool cut = text != NULL && (text[length] != '\0' || length > 60);
-        terminal_print("run %s: %s = %.*s%s", run_name(name), key,
+        terminal_print("run %s: %s = %.*s%s", options_run_of(name), key,
                        length > 60 ? 60 : length, text != NULL ? text : "",
                        cut ? "..." : "");
     }
@@ -255,7 +249,7 @@ static json_t *group_json(const view *items, size_t count, const missing *m,
                        output_digits(v->key_digest, sizeof v->key_digest), NULL));
     }
     return output_object("publication", output_string(items[0].name), "run",
-                         output_string(run_name(items[0].name)), "state",
+                         output_string(options_run_of(items[0].name)), "state",
                          output_string(common_state(items, count)), "bytes",
                          output_u64(bytes_of(items, count)), "ranks", ranks, "absent",
                          others, "metadata", json_incref(metadata), NULL);
@@ -445,6 +439,7 @@ const command cmd_list = {
     .help = "Examples:\n"
             "  nixl-fetch list 127.0.0.1:6000 --world-size 8\n"
             "  nixl-fetch list nixl_info.json --run 0 --json\n"
+            "  nixl-fetch list nixl_info.json full:0\n"
             "\n"
             "Without --run: every run, its state and step on each rank, its metadata.\n"
             "With --run: every key, its dtype, shape, the ranks that hold parts, its "

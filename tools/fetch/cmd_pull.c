@@ -15,7 +15,8 @@
 
 typedef struct pull_options {
     char *out, *dtype;
-    long long step, min_step, max_bytes;
+    const char *directory; /**< --out, or the word behind the run */
+    long long step, min_step, max_bytes, max_file_bytes;
     int prove, max_attempts, spare_file, trust_config, verify;
     fanin_dtype half; /**< what dtype says */
     check_pattern pattern;
@@ -44,7 +45,7 @@ static int tell(const session *s, const common_options *common, const pull_optio
     if (common->json) {
         json_t *object = report_json(info);
         output_set(object, "publication", output_string(s->publication), "directory",
-                   output_string(o->out), NULL);
+                   output_string(o->directory), NULL);
         if (o->prove) {
             output_set(object, "pattern", output_string("equal"), "pattern_bytes",
                        output_u64(checked), NULL);
@@ -52,7 +53,7 @@ static int tell(const session *s, const common_options *common, const pull_optio
         output_json(object);
         return 0;
     }
-    terminal_print("%-9s %s%s", "directory", o->out,
+    terminal_print("%-9s %s%s", "directory", o->directory,
                    info->reused
                        ? " (was there already, and is unchanged: nothing was pulled)"
                        : "");
@@ -94,6 +95,7 @@ static int pull(session *s, const common_options *common, const pull_options *o)
     options.spare_file = o->spare_file != 0;
     options.trust_config = o->trust_config != 0;
     options.max_bytes = (uint64_t)o->max_bytes;
+    options.max_file_bytes = (uint64_t)o->max_file_bytes;
     options.verify = o->verify != 0;
     options.progress = on_progress;
     options.progress_cookie = &telling;
@@ -108,7 +110,9 @@ static int pull(session *s, const common_options *common, const pull_options *o)
                    common->no_color != 0);
     telling.waiting = common->quiet ? NULL : waiting_start(s, options.step);
     fanin_status status =
-        fanin_client_pull_adapter(s->client, &options, o->out, &result, &error);
+        (options_is_model(s->publication) ? fanin_client_pull_model
+                                          : fanin_client_pull_adapter)(
+            s->client, &options, o->directory, &result, &error);
     waiting_end(&telling.waiting);
     progress_end(&telling.bar);
     missing_warn(s);
@@ -119,7 +123,7 @@ static int pull(session *s, const common_options *common, const pull_options *o)
     if (o->prove) {
         /* A second list of all tensors is made: not on top of the catalog and the plan. */
         session_disconnect(s);
-        status = check_directory(&o->pattern, o->out, s->publication, info.step,
+        status = check_directory(&o->pattern, o->directory, s->publication, info.step,
                                  &checked, &error);
     }
     int code = status != FANIN_OK ? failure_report("the pattern is broken", &error)
@@ -128,12 +132,26 @@ static int pull(session *s, const common_options *common, const pull_options *o)
     return code;
 }
 
-static int check_usage(const command *self, pull_options *o)
+static int check_usage(const session *s, const invocation *line, pull_options *o)
 {
+    const command *self = s->command;
+    bool model = options_is_model(s->publication);
+    const char *alien =
+        options_given(&line->parsed, model ? "spare-file" : "max-file-bytes");
+    if (alien != NULL) {
+        return failure_usage(self->name, "--%s is for %s, not for %s", alien,
+                             model ? "adapters" : "models (full:R)", s->publication);
+    }
+    if (o->out != NULL && line->words[0] != NULL) {
+        return failure_usage(self->name, "--out and '%s' are two directories",
+                             line->words[0]);
+    }
+    const char *out = o->out != NULL ? o->out : line->words[0];
+    o->directory = out;
     if (o->dtype != NULL && (o->half = options_half(o->dtype)) == 0) {
         return failure_usage(self->name, "--dtype is bf16 or f16, not '%s'", o->dtype);
     }
-    if (o->out == NULL) {
+    if (out == NULL) {
         return failure_usage(self->name, "--out DIR is needed");
     }
     if (o->step >= 0 && o->min_step >= 0) {
@@ -142,10 +160,10 @@ static int check_usage(const command *self, pull_options *o)
     return 0;
 }
 
-static int pull_adapter(session *s, const invocation *line, void *cookie)
+static int pull_directory(session *s, const invocation *line, void *cookie)
 {
     pull_options *o = cookie;
-    int code = check_usage(s->command, o);
+    int code = check_usage(s, line, o);
     code = code != 0 ? code : session_reach(s);
     if (code == 0 && o->prove) {
         code = demand_pattern(s, &o->pattern);
@@ -171,13 +189,14 @@ static int run(const command *self, int argc, const char **argv)
         {"spare-file", 0, POPT_ARG_NONE, &o.spare_file, 0,
          "keep a file of that size ready for the next pull of this process", NULL},
         {"trust-config", 0, POPT_ARG_NONE, &o.trust_config, 0,
-         "keep all fields of the trainer's PEFT configuration, also those that can "
-         "load "
+         "keep all fields of the trainer's configuration, also those that can load "
          "code",
          NULL},
         {"max-bytes", 0, POPT_ARG_LONGLONG, &o.max_bytes, 0,
-         "refuse an adapter of more bytes (default: a quarter of DIR's file system)",
+         "refuse more bytes (default: of an adapter a quarter of DIR's file system)",
          "N"},
+        {"max-file-bytes", 0, POPT_ARG_LONGLONG, &o.max_file_bytes, 0,
+         "bytes of tensors in one file of a model (default 5000000000)", "N"},
         {"verify", 0, POPT_ARG_NONE, &o.verify, 0,
          "compare with digests that the ranks make under their leases", NULL},
         {"max-attempts", 0, POPT_ARG_INT, &o.max_attempts, 0,
@@ -185,25 +204,30 @@ static int run(const command *self, int argc, const char **argv)
         SESSION_TABLE(&line),
         POPT_TABLEEND,
     };
-    return session_run(self, argc, argv, &line, table, 0, pull_adapter, &o);
+    return session_run(self, argc, argv, &line, table, 0, pull_directory, &o);
 }
 
 const command cmd_pull = {
     .name = "pull",
-    .arguments = "TARGET --run R --out DIR [OPTION...]",
-    .summary = "pull a run as a PEFT adapter directory",
+    .arguments = "TARGET [RUN] [DIR] [OPTION...]",
+    .summary = "pull a run as the directory of a PEFT adapter or of a model",
     .help =
         "Examples:\n"
         "  nixl-fetch pull 127.0.0.1:6000 --world-size 8 --run 0 --out "
         "/dev/shm/me/step\n"
         "  nixl-fetch pull nixl_info.json --min-step 100 --timeout 2m --out "
         "adapter-100\n"
+        "  nixl-fetch pull nixl_info.json full:0 /data/me/model-100 --step 100\n"
         "\n"
         "Makes DIR with adapter_model.safetensors, adapter_config.json and "
         "fanin.json,\n"
-        "whole or not at all, of the newest step that all ranks have committed. A\n"
+        "whole or not at all, of the newest step that all ranks have committed; of a "
+        "whole\n"
+        "model (full:R) with model.safetensors, or several files and their index, and\n"
+        "config.json. A\n"
         "directory that holds this very identity is left as it is, any other content "
         "is\n"
         "refused. Ctrl-C leaves nothing behind (exit status 130).",
+    .takes_directory = true,
     .run = run,
 };

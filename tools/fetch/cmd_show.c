@@ -107,22 +107,21 @@ static bool on_entry(void *cookie, const fanin_entry *e)
     return true;
 }
 
-/* "lora:<run>:<name>" or a name alone; fills @p run_out if the key says one. */
-static const char *split_key(const char *key, char run_out[FANIN_MAX_RUN + 1])
+/* "lora:<run>:<name>", "full:<run>:<name>" or a name alone; fills @p run_out if the key says one. */
+static const char *split_key(const char *key, char run_out[OPTIONS_PUBLICATION])
 {
-    static const char prefix[] = "lora:";
     run_out[0] = '\0';
-    if (strncmp(key, prefix, sizeof prefix - 1) != 0) {
+    const char *kind = strchr(key, ':');
+    const char *end = kind != NULL ? strchr(kind + 1, ':') : NULL;
+    if (end == NULL || end - key >= OPTIONS_PUBLICATION) {
         return key;
     }
-    const char *run = key + sizeof prefix - 1;
-    size_t length = strcspn(run, ":");
-    if (run[length] != ':' || length == 0 || length > FANIN_MAX_RUN) {
-        return key;
+    snprintf(run_out, OPTIONS_PUBLICATION, "%.*s", (int)(end - key), key);
+    if (options_is_publication(run_out)) {
+        return end + 1;
     }
-    memcpy(run_out, run, length);
-    run_out[length] = '\0';
-    return run + length + 1;
+    run_out[0] = '\0';
+    return key;
 }
 
 /* With a pattern an object with a list, else the key's own. */
@@ -175,10 +174,10 @@ static int show(session *s, const char *name, bool json)
 static int show_key(session *s, const invocation *line, void *cookie)
 {
     (void)cookie;
-    char run[FANIN_MAX_RUN + 1];
+    char run[OPTIONS_PUBLICATION];
     const char *name = split_key(line->words[0], run);
     int code = 0;
-    if (run[0] != '\0' && line->run != NULL && strcmp(line->run, run) != 0) {
+    if (run[0] != '\0' && line->run != NULL && strcmp(s->publication, run) != 0) {
         return failure_usage(s->command->name,
                              "--run '%s' is not the run of the key '%s'", line->run,
                              line->words[0]);
@@ -205,10 +204,11 @@ const command cmd_show = {
         "Examples:\n"
         "  nixl-fetch show 127.0.0.1:6000 --world-size 8 \\\n"
         "      lora:0:base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight\n"
-        "  nixl-fetch show nixl_info.json 'lora:0:*.layers.0.*'\n"
+        "  nixl-fetch show nixl_info.json 'full:0:*.layers.0.*'\n"
         "\n"
-        "KEY is lora:<run>:<name>, or a name together with --run; the name may be a "
-        "pattern\n"
+        "KEY is lora:<run>:<name> or full:<run>:<name>, or a name together with --run; "
+        "the\n"
+        "name may be a pattern\n"
         "with *, ? and [...]. A rank that does not answer is named; the exit status is "
         "then 13.",
     .run = run,

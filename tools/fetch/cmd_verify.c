@@ -6,9 +6,9 @@
 #include "fetch/output.h"
 #include "fetch/progress.h"
 #include "fetch/session.h"
+#include "fetch/tensor_directory.h"
 
 #include <errno.h>
-#include <fanin/safetensors.h>
 #include <fcntl.h>
 #include <inttypes.h>
 #include <stdio.h>
@@ -19,8 +19,6 @@
 #include <unistd.h>
 
 #define IDENTITY "fanin.json"
-#define CONFIG "adapter_config.json"
-#define MODEL "adapter_model.safetensors"
 
 /* Tensors are pulled in batches, so that memory stays bounded. */
 enum { BATCH_BYTES = 64 << 20, PIECE = 1 << 20 };
@@ -31,20 +29,23 @@ typedef struct pair {
     fanin_dtype dtype;
     uint32_t n_dims;
     uint64_t shape[FANIN_MAX_DIMS];
+    int descriptor;         /**< of its file */
     uint64_t bytes, offset; /**< in the file */
 } pair;
 
 typedef struct verifier {
-    char *directory;
+    char *dir; /**< --dir */
+    const char *directory;
     session *session;
     const common_options *common;
-    fanin_safetensors *file;
+    tensor_directory files;
     uint8_t world_id[FANIN_WORLD_ID_SIZE];
     char publication[96]; /**< of fanin.json */
     uint64_t step;
     fanin_dtype dtype;    /**< what F32 became when it was pulled; 0: nothing */
     int trust_config;     /**< how it was pulled */
-    json_t *config;       /**< adapter_config.json */
+    json_t *config;       /**< NULL: a model's, without one */
+    bool told;            /**< the ranks have a configuration */
     char difference[256]; /**< from the ranks' configuration, "" if none */
     pair *pairs;
     size_t count, capacity;
@@ -60,6 +61,11 @@ static fanin_status mismatch(fanin_error *error, const verifier *v, const char *
                 "%s:%s %s", v->publication, name, problem);
     snprintf(error->key, sizeof error->key, "%s:%s", v->publication, name);
     return FANIN_ERR_MISMATCH;
+}
+
+static const char *config_name(const verifier *v)
+{
+    return options_is_model(v->publication) ? "config.json" : "adapter_config.json";
 }
 
 static bool read_step(const json_t *step, uint64_t *out)
@@ -83,7 +89,7 @@ static bool read_identity(verifier *v, const json_t *root)
     const char *dtype = json_string_value(json_object_get(root, "dtype"));
     if (world == NULL || publication == NULL ||
         !read_step(json_object_get(root, "step"), &v->step) ||
-        strncmp(publication, "lora:", 5) != 0 || !options_run_valid(publication + 5) ||
+        !options_is_publication(publication) ||
         !output_parse_hex(world, v->world_id, sizeof v->world_id)) {
         return false;
     }
@@ -92,53 +98,29 @@ static bool read_identity(verifier *v, const json_t *root)
     return dtype == NULL || v->dtype != 0;
 }
 
-/* A file of the directory as JSON; NULL after filling @p error. */
-static json_t *load_json(const char *directory, const char *name, fanin_error *error)
-{
-    char path[4096];
-    struct stat st;
-    json_error_t why = {.text = ""};
-    json_t *root = NULL;
-    snprintf(path, sizeof path, "%s/%s", directory, name);
-    int descriptor = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK | O_NOCTTY);
-    if (descriptor < 0 || fstat(descriptor, &st) != 0) {
-        snprintf(why.text, sizeof why.text, "%s", strerror(errno));
-    } else if (!S_ISREG(st.st_mode)) {
-        snprintf(why.text, sizeof why.text, "is no regular file");
-    } else {
-        root = json_loadfd(descriptor, JSON_REJECT_DUPLICATES, &why);
-    }
-    if (descriptor >= 0) {
-        close(descriptor);
-    }
-    if (root == NULL) {
-        failure_set(error, FANIN_ERR_MISMATCH,
-                    "give a directory that 'nixl-fetch pull' made", "%s: %s", path,
-                    why.text);
-    }
-    return root;
-}
-
 static fanin_status load_files(verifier *v, const char *directory, fanin_error *error)
 {
-    char path[4096];
-    json_t *identity = load_json(directory, IDENTITY, error);
+    json_t *identity = tensor_directory_json(directory, IDENTITY, error);
     if (identity == NULL) {
-        return error->status;
+        return error->status = FANIN_ERR_MISMATCH;
     }
     bool good = read_identity(v, identity);
+    bool configured =
+        json_object_get(json_object_get(identity, "files"), config_name(v)) != NULL;
     json_decref(identity);
     if (!good) {
         return failure_set(error, FANIN_ERR_MISMATCH,
                            "give a directory that 'nixl-fetch pull' made",
                            "%s/%s: fields are missing or wrong", directory, IDENTITY);
     }
-    v->config = load_json(directory, CONFIG, error);
-    if (v->config == NULL) {
-        return error->status;
+    if (configured || !options_is_model(v->publication)) {
+        v->config = tensor_directory_json(directory, config_name(v), error);
+        if (v->config == NULL) {
+            return error->status = FANIN_ERR_MISMATCH;
+        }
     }
-    snprintf(path, sizeof path, "%s/%s", directory, MODEL);
-    fanin_status status = fanin_safetensors_open(path, &v->file, error);
+    fanin_status status = tensor_directory_open(
+        directory, options_is_model(v->publication), &v->files, error);
     if (status == FANIN_ERR_NOT_FOUND) { /* the directory is there, but not whole */
         status = error->status = FANIN_ERR_MISMATCH;
     }
@@ -168,15 +150,17 @@ static bool on_entry(void *cookie, const fanin_entry *e)
 {
     verifier *v = cookie;
     char name[FANIN_MAX_NAME + 64];
-    fanin_safetensors_entry f = {.struct_size = sizeof f};
-    int64_t index = -1;
-    if (fanin_adapter_name(e->name, name, sizeof name)) {
-        index = fanin_safetensors_find(v->file, name);
+    const tensor_place *place = NULL;
+    if (options_is_model(v->publication)) {
+        place = tensor_directory_find(&v->files, e->name);
+    } else if (fanin_adapter_name(e->name, name, sizeof name)) {
+        place = tensor_directory_find(&v->files, name);
     }
-    if (index < 0 || !fanin_safetensors_get(v->file, (size_t)index, &f)) {
+    if (place == NULL) {
         mismatch(&v->error, v, e->name, "is not in the file");
         return false;
     }
+    const fanin_safetensors_entry f = place->entry;
     bool cast = v->dtype != 0 && e->dtype == FANIN_DTYPE_F32; /* to half the bytes */
     if (f.dtype != (cast ? v->dtype : e->dtype) || f.n_dims != e->n_dims ||
         f.bytes != (cast ? e->bytes / 2 : e->bytes) ||
@@ -189,6 +173,7 @@ static bool on_entry(void *cookie, const fanin_entry *e)
     *p = (pair){.name = output_require(strdup(e->name)),
                 .dtype = f.dtype,
                 .n_dims = e->n_dims,
+                .descriptor = fanin_safetensors_descriptor(v->files.files[place->file]),
                 .bytes = f.bytes,
                 .offset = f.offset};
     memcpy(p->shape, e->shape, sizeof p->shape);
@@ -246,8 +231,10 @@ static bool on_config(void *cookie, const char *name, const char *text)
     if (json_is_object(ranks) && json_is_object(v->config)) {
         compare_config(v, ranks);
     } else {
-        snprintf(v->difference, sizeof v->difference, "it is no object");
+        snprintf(v->difference, sizeof v->difference, "%s",
+                 v->config == NULL ? "it is not in the directory" : "it is no object");
     }
+    v->told = true;
     json_decref(ranks);
     return true;
 }
@@ -260,8 +247,12 @@ static fanin_status ask_config(verifier *v, fanin_error *error)
     options.publication = v->publication;
     options.timeout_ms = session_left_ms(v->session);
     options.trust_config = v->trust_config != 0;
-    return fanin_client_adapter_config(v->session->client, &options, on_config, v,
-                                       error);
+    fanin_status status =
+        fanin_client_adapter_config(v->session->client, &options, on_config, v, error);
+    if (status == FANIN_OK && v->config != NULL && !v->told) {
+        snprintf(v->difference, sizeof v->difference, "the ranks publish none");
+    }
+    return status;
 }
 
 /* Catalog against file; the worlds first, since all else follows from them. */
@@ -277,10 +268,10 @@ static fanin_status pair_up(verifier *v, fanin_error *error)
         *error = v->error;
         return error->status;
     }
-    if (status == FANIN_OK && v->count != fanin_safetensors_count(v->file)) {
+    if (status == FANIN_OK && v->count != v->files.count) {
         status = failure_set(error, FANIN_ERR_MISMATCH, "pull again",
                              "the file has %zu tensors, the ranks publish %zu",
-                             fanin_safetensors_count(v->file), v->count);
+                             v->files.count, v->count);
     }
     return status;
 }
@@ -289,11 +280,10 @@ static fanin_status compare(const verifier *v, const pair *p, const uint8_t *mem
                             fanin_error *error)
 {
     static uint8_t piece[PIECE];
-    int descriptor = fanin_safetensors_descriptor(v->file);
     for (uint64_t done = 0; done < p->bytes; done += PIECE) {
         size_t size = p->bytes - done < PIECE ? (size_t)(p->bytes - done) : PIECE;
         const uint8_t *ranks = memory + done;
-        if (!check_read(descriptor, p->offset + done, piece, size)) {
+        if (!check_read(p->descriptor, p->offset + done, piece, size)) {
             return failure_set(error, FANIN_ERR_IO, "check the disk",
                                "the file cannot be read: %s",
                                errno != 0 ? strerror(errno) : "it became shorter");
@@ -398,25 +388,40 @@ static fanin_status verify_all(verifier *v, fanin_error *error)
     }
     if (status == FANIN_OK && v->difference[0] != '\0') {
         status = failure_set(error, FANIN_ERR_MISMATCH,
-                             "do not load the directory; pull again", CONFIG ": %s",
-                             v->difference);
+                             "do not load the directory; pull again", "%s: %s",
+                             config_name(v), v->difference);
     }
     return status;
 }
 
 static void tell(const verifier *v)
 {
-    if (!v->common->json) {
-        printf("equal: %zu tensors, %" PRIu64 " bytes of %s at step %" PRIu64 " (" MODEL
-               "), and their configuration (" CONFIG ")\n",
-               v->count, v->bytes, v->publication, v->step);
+    if (v->common->json) {
+        json_t *names = json_array();
+        for (size_t i = 0; i < v->files.n_files; i++) {
+            json_array_append_new(names, output_string(v->files.names[i]));
+        }
+        if (v->config != NULL) {
+            json_array_append_new(names, output_string(config_name(v)));
+        }
+        output_json(output_object(
+            "result", output_string("equal"), "files", names, "publication",
+            output_string(v->publication), "step", output_u64(v->step), "world_id",
+            output_digits(v->world_id, sizeof v->world_id), "tensors",
+            output_u64(v->count), "bytes", output_u64(v->bytes), NULL));
         return;
     }
-    output_json(output_object(
-        "result", output_string("equal"), "files", json_pack("[s, s]", MODEL, CONFIG),
-        "publication", output_string(v->publication), "step", output_u64(v->step),
-        "world_id", output_digits(v->world_id, sizeof v->world_id), "tensors",
-        output_u64(v->count), "bytes", output_u64(v->bytes), NULL));
+    printf("equal: %zu tensors, %" PRIu64 " bytes of %s at step %" PRIu64, v->count,
+           v->bytes, v->publication, v->step);
+    if (v->files.n_files == 1) {
+        printf(" (%s)", v->files.names[0]);
+    } else {
+        printf(" (%zu files)", v->files.n_files);
+    }
+    if (v->config != NULL) {
+        printf(", and their configuration (%s)", config_name(v));
+    }
+    putchar('\n');
 }
 
 static int verify(verifier *v)
@@ -448,7 +453,7 @@ static int verify_directory(verifier *v, const invocation *line)
     session *s = v->session;
     int code = load_directory(v, v->directory);
     if (code == 0 && line->run == NULL) {
-        code = session_choose_run(s, v->publication + 5);
+        code = session_choose_run(s, v->publication);
     }
     if (code == 0 && strcmp(s->publication, v->publication) != 0) {
         return failure_local("cannot verify", FANIN_ERR_MISMATCH, "give its own run",
@@ -463,6 +468,11 @@ static int open_and_verify(session *s, const invocation *line, void *cookie)
     verifier *v = cookie;
     v->session = s;
     v->common = &line->common;
+    if (v->dir != NULL && line->words[0] != NULL) {
+        return failure_usage(s->command->name, "--dir and '%s' are two directories",
+                             line->words[0]);
+    }
+    v->directory = v->dir != NULL ? v->dir : line->words[0];
     if (v->directory == NULL) {
         return failure_usage(s->command->name, "--dir DIR is needed");
     }
@@ -472,7 +482,7 @@ static int open_and_verify(session *s, const invocation *line, void *cookie)
     }
     free(v->pairs);
     json_decref(v->config);
-    fanin_safetensors_close(&v->file);
+    tensor_directory_close(&v->files);
     return code;
 }
 
@@ -481,7 +491,8 @@ static int run(const command *self, int argc, const char **argv)
     invocation line = {.common.timeout_ms = 60000};
     verifier v = {.error = FANIN_ERROR_INIT};
     struct poptOption table[] = {
-        {"dir", 'd', POPT_ARG_STRING, &v.directory, 0, "the adapter directory", "DIR"},
+        {"dir", 'd', POPT_ARG_STRING, &v.dir, 0,
+         "the directory, if it is not the word behind the run", "DIR"},
         {"trust-config", 0, POPT_ARG_NONE, &v.trust_config, 0,
          "it was pulled with --trust-config", NULL},
         SESSION_TABLE(&line),
@@ -492,11 +503,12 @@ static int run(const command *self, int argc, const char **argv)
 
 const command cmd_verify = {
     .name = "verify",
-    .arguments = "TARGET --run R --dir DIR [OPTION...]",
+    .arguments = "TARGET [RUN] [DIR] [OPTION...]",
     .summary = "compare a pulled directory with what the ranks hold, byte by byte",
     .help =
         "Examples:\n"
         "  nixl-fetch verify 127.0.0.1:6000 --world-size 8 --run 0 --dir adapter\n"
+        "  nixl-fetch verify nixl_info.json full:0 /data/me/model-100\n"
         "\n"
         "Reads every byte of the directory's step from the ranks, under leases, and\n"
         "compares; likewise the configuration. Exit status 0: all is equal, with the "
@@ -505,5 +517,6 @@ const command cmd_verify = {
         "another\n"
         "life, nothing can be said. 14: a key or a field differs, named, or a file is "
         "missing.",
+    .takes_directory = true,
     .run = run,
 };

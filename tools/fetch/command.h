@@ -11,6 +11,7 @@ typedef struct command {
     const char *summary;   /**< one line, for the list of commands */
     const char *help;      /**< examples and paragraphs, printed before the options */
     bool of_some;          /**< one address alone may be that of a rank among others */
+    bool takes_directory;  /**< as a word behind TARGET and run */
     /** @p argv[0] is "nixl-fetch NAME". Returns the exit status. */
     int (*run)(const struct command *self, int argc, const char **argv);
 } command;

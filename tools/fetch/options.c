@@ -34,16 +34,29 @@ static const struct number_range {
     const char *name;
     long long low, high;
 } ranges[] = {
-    {"base-port", 0, 65535},      {"commits", 1, INT_MAX},
-    {"count", 1, LLONG_MAX},      {"idle-ms", 1, UINT32_MAX},
-    {"first-step", 1, LLONG_MAX}, {"iterations", 1, INT_MAX},
-    {"lease-ms", 0, 3600000},     {"max-attempts", 1, INT_MAX},
-    {"max-bytes", 1, LLONG_MAX},  {"min-step", 0, LLONG_MAX},
-    {"pause", 0, INT_MAX},        {"r", 1, 65536},
-    {"ready-fd", 0, INT_MAX},     {"repeat", 1, INT_MAX},
-    {"replicate", 1, 65536},      {"shard-dim", 0, FANIN_MAX_DIMS - 1},
-    {"step", 0, LLONG_MAX},       {"steps", 1, LLONG_MAX},
-    {"update-every", 0, INT_MAX}, {"world-size", 1, 65536},
+    {"base-port", 0, 65535},
+    {"commits", 1, INT_MAX},
+    {"layers", 1, 65536},
+    {"shrink", 1, 65536},
+    {"max-file-bytes", 1, LLONG_MAX},
+    {"count", 1, LLONG_MAX},
+    {"idle-ms", 1, UINT32_MAX},
+    {"first-step", 1, LLONG_MAX},
+    {"iterations", 1, INT_MAX},
+    {"lease-ms", 0, 3600000},
+    {"max-attempts", 1, INT_MAX},
+    {"max-bytes", 1, LLONG_MAX},
+    {"min-step", 0, LLONG_MAX},
+    {"pause", 0, INT_MAX},
+    {"r", 1, 65536},
+    {"ready-fd", 0, INT_MAX},
+    {"repeat", 1, INT_MAX},
+    {"replicate", 1, 65536},
+    {"shard-dim", 0, FANIN_MAX_DIMS - 1},
+    {"step", 0, LLONG_MAX},
+    {"steps", 1, LLONG_MAX},
+    {"update-every", 0, INT_MAX},
+    {"world-size", 1, 65536},
 };
 
 void options_common(common_options *options, struct poptOption table[COMMON_OPTIONS])
@@ -499,4 +512,37 @@ bool options_run_valid(const char *run)
            strcmp(run, "..") != 0 &&
            strspn(run, "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
                        "0123456789._-") == length;
+}
+
+/* "lora:" and "full:" have one length. */
+enum { KIND = 5 };
+
+static bool has_kind(const char *word)
+{
+    return strncmp(word, "lora:", KIND) == 0 || strncmp(word, "full:", KIND) == 0;
+}
+
+bool options_is_publication(const char *word)
+{
+    return has_kind(word) && options_run_valid(word + KIND);
+}
+
+bool options_publication(const char *run, char out[OPTIONS_PUBLICATION])
+{
+    bool whole = has_kind(run);
+    if (!options_run_valid(whole ? run + KIND : run)) {
+        return false;
+    }
+    snprintf(out, OPTIONS_PUBLICATION, "%s%s", whole ? "" : "lora:", run);
+    return true;
+}
+
+const char *options_run_of(const char *publication)
+{
+    return strncmp(publication, "lora:", KIND) == 0 ? publication + KIND : publication;
+}
+
+bool options_is_model(const char *publication)
+{
+    return strncmp(publication, "full:", KIND) == 0;
 }

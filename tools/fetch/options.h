@@ -91,4 +91,15 @@ fanin_dtype options_half(const char *text);
 /** A run's name: [A-Za-z0-9._-]{1,64}, neither "." nor "..". */
 bool options_run_valid(const char *run);
 
+enum { OPTIONS_PUBLICATION = 96 };
+/** What --run means: "lora:R" for "R" and "lora:R", "full:R" for "full:R". False: R is no name. */
+bool options_publication(const char *run, char out[OPTIONS_PUBLICATION]);
+/** Whether a word is a publication's whole name, "lora:R" or "full:R". */
+bool options_is_publication(const char *word);
+/** How a publication is told: "R" for "lora:R", anything else as it is. */
+const char *options_run_of(const char *publication);
+/** Whether it is a whole model's. */
+bool options_is_model(const char *publication);
+#define OPTIONS_RUNS "R, lora:R or full:R, R being 1 to 64 of A-Z a-z 0-9 . _ -"
+
 #endif

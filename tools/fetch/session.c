@@ -28,7 +28,7 @@ bool session_parse(const command *self, invocation *line, int argc, const char *
 {
     const struct poptOption shared[SESSION_OPTIONS] = {
         {"run", 0, POPT_ARG_STRING, &line->run, 0,
-         "the run (default: the target file's, or 0)", "R"},
+         "the run, full:R of a whole model (default: the target file's, or 0)", "R"},
         {NULL, 0, POPT_ARG_INCLUDE_TABLE, line->connect_part, 0, "Connection:", NULL},
         {NULL, 0, POPT_ARG_INCLUDE_TABLE, line->common_part, 0,
          "Common options:", NULL},
@@ -106,12 +106,10 @@ int session_choose_run(session *s, const char *run)
     if (run == NULL) {
         run = s->target.run[0] != '\0' ? s->target.run : "0";
     }
-    if (!options_run_valid(run)) {
-        return failure_usage(s->command->name,
-                             "run '%s' is not 1 to 64 of A-Z a-z 0-9 . _ -", run);
+    if (!options_publication(run, s->publication)) {
+        return failure_usage(s->command->name, "run '%s' is not " OPTIONS_RUNS, run);
     }
-    snprintf(s->run, sizeof s->run, "%s", run);
-    snprintf(s->publication, sizeof s->publication, "lora:%s", run);
+    snprintf(s->run, sizeof s->run, "%s", options_run_of(s->publication));
     return 0;
 }
 
@@ -122,9 +120,9 @@ int session_open(session *s, const command *self, const invocation *line,
     fanin_client_config config;
     fanin_error error = FANIN_ERROR_INIT;
     *s = (session){.command = self, .end_ns = progress_in_ms(line->common.timeout_ms)};
-    if (line->run != NULL && !options_run_valid(line->run)) {
-        return failure_usage(
-            self->name, "--run '%s' is not 1 to 64 of A-Z a-z 0-9 . _ -", line->run);
+    char publication[OPTIONS_PUBLICATION];
+    if (line->run != NULL && !options_publication(line->run, publication)) {
+        return failure_usage(self->name, "--run '%s' is not " OPTIONS_RUNS, line->run);
     }
     int code = configure(s, line, &config);
     if (code != 0) {
@@ -255,9 +253,39 @@ void session_close(session *s)
     target_free(&s->target);
 }
 
+/* Takes the first word that is a publication's name from those that were parsed, as --run.
+   *at_out: where it stood, -1: there is none. False after a message: --run names another one. */
+static bool take_run(const command *self, invocation *line, int *at_out)
+{
+    arguments *parsed = &line->parsed;
+    int at = 0;
+    *at_out = -1;
+    while (at < parsed->count && !options_is_publication(parsed->positional[at])) {
+        at++;
+    }
+    if (at == parsed->count) {
+        return true;
+    }
+    const char *word = parsed->positional[at];
+    char given[OPTIONS_PUBLICATION];
+    if (line->run != NULL &&
+        !(options_publication(line->run, given) && strcmp(given, word) == 0)) {
+        failure_usage(self->name, "--run '%s' is not '%s'", line->run, word);
+        return false;
+    }
+    free(line->run);
+    line->run = output_require(strdup(word)); /* as popt gives it, to options_free() */
+    parsed->count--;
+    memmove(&parsed->positional[at], &parsed->positional[at + 1],
+            (size_t)(parsed->count - at) * sizeof parsed->positional[0]);
+    *at_out = at;
+    return true;
+}
+
 /* session_parse(), and the words of a command that needs a target: TARGET (or the
-   environment's) and @p words more words. Returns TARGET's text; NULL if the command is over,
-   *status_out is then the exit status. */
+   environment's, if a run comes first), a run, @p words more words, and one that the command may
+   do without. Returns TARGET's text; NULL if the command is over, *status_out is then the exit
+   status. */
 static const char *begin(const command *self, invocation *line, int argc,
                          const char **argv, struct poptOption *table, int words,
                          int *status_out)
@@ -267,11 +295,18 @@ static const char *begin(const command *self, invocation *line, int argc,
     }
     const char *text = session_default_target();
     int first = 0;
-    if (line->parsed.count > words) {
+    int run_at;
+    *status_out = EXIT_USAGE;
+    if (!take_run(self, line, &run_at)) {
+        return NULL;
+    }
+    if (run_at != 0 && line->parsed.count > words) {
         text = line->parsed.positional[0];
         first = 1;
     }
-    *status_out = EXIT_USAGE;
+    if (line->parsed.count > first + words && self->takes_directory) {
+        words++;
+    }
     if (line->parsed.count > first + words) {
         failure_usage(self->name, "unexpected argument '%s'",
                       line->parsed.positional[first + words]);

@@ -10,11 +10,11 @@ typedef struct session {
     const command *command;
     target target;
     fanin_client *client;
-    char run[80];
-    char publication[96]; /**< "lora:<run>" */
-    const char *key;      /**< that is asked for, NULL: none */
-    bool demanding;       /**< an option says who the ranks must be */
-    uint64_t end_ns;      /**< when the command's --timeout is over */
+    char run[80]; /**< as people write it: "<run>", or "full:<run>" */
+    char publication[OPTIONS_PUBLICATION];
+    const char *key; /**< that is asked for, NULL: none */
+    bool demanding;  /**< an option says who the ranks must be */
+    uint64_t end_ns; /**< when the command's --timeout is over */
 } session;
 
 /** A fanin_log_fn: prints to stderr; @p verbose is not NULL: also what is routine. */
@@ -29,7 +29,8 @@ typedef struct invocation {
     common_options common;
     connect_options connect;
     char *run;
-    const char *words[MAX_POSITIONAL]; /**< what follows TARGET */
+    const char
+        *words[MAX_POSITIONAL]; /**< what follows TARGET and run; NULL: nothing */
     arguments parsed;
     struct poptOption shared[SESSION_OPTIONS]; /**< include it in the command's table */
     struct poptOption common_part[COMMON_OPTIONS], connect_part[CONNECT_OPTIONS];
@@ -87,8 +88,9 @@ void session_close(session *s);
 typedef int (*session_fn)(session *s, const invocation *line, void *cookie);
 
 /**
- * A command that needs a target: session_parse(), TARGET (or the environment's) and @p words more
- * words, session_open() with --run, @p fn, and the end of all that. Returns the exit status.
+ * A command that needs a target: session_parse(), TARGET (or the environment's), a run ("full:0",
+ * as --run), @p words more words and perhaps a directory, session_open() with --run, @p fn, and the
+ * end of all that. Returns the exit status.
  */
 int session_run(const command *self, int argc, const char **argv, invocation *line,
                 struct poptOption *table, int words, session_fn fn, void *cookie);

@@ -38,11 +38,10 @@ static bool lists(const char *all, const char *name)
 static bool on_publication(void *cookie, const fanin_publication_info *info)
 {
     search *s = cookie;
-    const char *run = info->name;
-    if (strncmp(run, "lora:", 5) != 0 || lists(s->all, run + 5)) {
+    const char *run = options_run_of(info->name);
+    if (lists(s->all, run)) {
         return true;
     }
-    run += 5;
     if (strlen(s->all) + strlen(run) + 3 < sizeof s->all) {
         output_append(s->all, sizeof s->all, "%s%s", s->all[0] != '\0' ? ", " : "",
                       run);

@@ -39,7 +39,9 @@ static json_t *ready_json(const rank_options *options, const ranks *r,
         json_array_append_new(list, one);
     }
     for (size_t i = 0; i < options->n_runs; i++) {
-        json_array_append_new(runs, json_string(options->runs[i]));
+        char name[OPTIONS_PUBLICATION];
+        rank_publication(options, i, name);
+        json_array_append_new(runs, json_string(options_run_of(name)));
     }
     return output_object("event", output_string("ready"), "pid", json_integer(getpid()),
                          "target", output_string(target), "world_id",
@@ -86,7 +88,9 @@ static int tell_ready(const serve_options *o, const rank_options *options,
 static json_t *info_json(const rank_options *options, const ranks *r)
 {
     char *end;
-    const char *run = options->runs[0];
+    char name[OPTIONS_PUBLICATION];
+    rank_publication(options, 0, name);
+    const char *run = strchr(name, ':') + 1;
     long long number = strtoll(run, &end, 10);
     bool is_number = run[0] >= '0' && run[0] <= '9' && *end == '\0' &&
                      (run[0] != '0' || run[1] == '\0') && strlen(run) < 18;
@@ -208,18 +212,9 @@ static int resolve(const command *self, serve_options *o, source *served,
             out->n_runs++;
         }
     }
-    for (size_t i = 0; i < out->n_runs; i++) {
-        if (!options_run_valid(out->runs[i])) {
-            return failure_usage(self->name,
-                                 "run '%s' is not 1 to 64 of A-Z a-z 0-9 . _ -",
-                                 out->runs[i]);
-        }
-        for (size_t j = 0; j < i; j++) {
-            if (strcmp(out->runs[i], out->runs[j]) == 0) {
-                return failure_usage(self->name, "run '%s' is given twice",
-                                     out->runs[i]);
-            }
-        }
+    int code = trainer_runs_resolve(self, &o->trainer, out);
+    if (code != 0) {
+        return code;
     }
     out->update_every_ms = o->update_every;
     out->steps = (uint64_t)o->steps;
@@ -259,8 +254,8 @@ static struct poptOption common_part[COMMON_OPTIONS];
 static struct poptOption option_table[] = {
     {NULL, 0, POPT_ARG_INCLUDE_TABLE, given.trainer.source_part, 0,
      "What to serve:", NULL},
-    {"run", 0, POPT_ARG_ARGV, &given.runs, 0, "the run's name (default 0); repeatable",
-     "R"},
+    {"run", 0, POPT_ARG_ARGV, &given.runs, 0,
+     "the run's name, full:R of a whole model (default 0); repeatable", "R"},
     {"update-every", 0, POPT_ARG_INT, &given.update_every, 0,
      "rewrite in place, then stay MS milliseconds; without it one step stays", "MS"},
     {"steps", 0, POPT_ARG_LONGLONG, &given.steps, 0,
@@ -311,7 +306,7 @@ static int run(const command *self, int argc, const char **argv)
 const command cmd_serve = {
     .name = "serve",
     .arguments = "[OPTION...]",
-    .summary = "be a trainer: rank processes that hold an adapter and update it",
+    .summary = "be a trainer: ranks that hold an adapter or a model and update it",
     .help =
         "Examples:\n"
         "  nixl-fetch serve --model llama-3.1-8b --r 16 --world-size 8 --base-port "
@@ -319,6 +314,8 @@ const command cmd_serve = {
         "  nixl-fetch serve --adapter-shape small --update-every 5 --info "
         "nixl_info.json\n"
         "  nixl-fetch serve --adapter ./my-adapter --run 3 --base-port 6000\n"
+        "  nixl-fetch serve --model-dir ./my-model --world-size 4 --base-port 6000\n"
+        "  nixl-fetch serve --model qwen3-30b-a3b --full --layers 2 --shrink 8\n"
         "  nixl-fetch serve --adapter-shape moe --device 0,1 --snapshot --cast bf16 "
         "--update-every 100\n"
         "\n"
@@ -328,6 +325,9 @@ const command cmd_serve = {
         "status 0). A rank that dies ends the others, unless --keep-going is given.\n"
         "Bytes follow a pattern of key, step and place that 'pull --check-pattern' "
         "proves;\n"
-        "those of --adapter are the file's at every step.",
+        "those of --adapter and --model-dir are the files' at every step. A whole "
+        "model "
+        "is\n"
+        "published as full:R, with config.json in its metadata.",
     .run = run,
 };

@@ -36,7 +36,9 @@ typedef struct rank_options {
     uint32_t flags;                         /**< FANIN_SERVER_... */
     uint32_t lease_ms;
     uint8_t world_id[FANIN_WORLD_ID_SIZE];
-    char **runs;
+    bool full; /**< they publish whole models, "full:R" */
+    char **
+        runs; /**< "R", or with the kind before it; checked by trainer_runs_resolve() */
     size_t n_runs;
     const tensor_list *tensors;
     const fanin_pair *pairs;

@@ -19,7 +19,7 @@
 #include <unistd.h>
 
 typedef struct published {
-    char name[96]; /**< "lora:<run>" */
+    char name[OPTIONS_PUBLICATION];
     void **memory; /**< one a tensor, NULL: empty */
     uint64_t *seeds;
     device_shards *device; /**< whose the memory is; NULL: the host's */
@@ -50,7 +50,8 @@ static void on_signal(int number)
 
 static fanin_status no_memory(fanin_error *error, const char *key)
 {
-    failure_set(error, FANIN_ERR_MEMORY, "serve a smaller adapter, or fewer runs",
+    failure_set(error, FANIN_ERR_MEMORY,
+                "serve less (--layers, --shrink), or fewer runs",
                 "no memory for the shards");
     snprintf(error->key, sizeof error->key, "%s", key);
     return FANIN_ERR_MEMORY;
@@ -74,11 +75,11 @@ static fanin_status allocate_shards(life *l, published *run, fanin_error *error)
     return FANIN_OK;
 }
 
-static fanin_status allocate_run(life *l, published *run, const char *name,
-                                 fanin_error *error)
+static fanin_status allocate_run(life *l, size_t number, fanin_error *error)
 {
     const tensor_list *list = l->options->tensors;
-    snprintf(run->name, sizeof run->name, "lora:%s", name);
+    published *run = &l->runs[number];
+    rank_publication(l->options, number, run->name);
     run->memory = calloc(list->count, sizeof run->memory[0]);
     run->seeds = calloc(list->count, sizeof run->seeds[0]);
     if (run->memory == NULL || run->seeds == NULL) {
@@ -106,7 +107,7 @@ static fanin_status allocate(life *l, fanin_error *error)
                   &l->shards[i]);
     }
     for (size_t i = 0; i < o->n_runs; i++) {
-        fanin_status status = allocate_run(l, &l->runs[i], o->runs[i], error);
+        fanin_status status = allocate_run(l, i, error);
         if (status != FANIN_OK) {
             return status;
         }

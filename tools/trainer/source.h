@@ -1,19 +1,21 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/** @file What stand-in ranks serve: a model's adapter made of the pattern, or a directory. */
+/** @file What stand-in ranks serve: an adapter or a whole model, made of the pattern or read from a
+    directory. */
 #ifndef SOURCE_H
 #define SOURCE_H
 
 #include "trainer/models.h"
 #include "fetch/options.h"
+#include "fetch/tensor_directory.h"
 
-#include <fanin/safetensors.h>
-
-enum { SOURCE_OPTIONS = 7 };
+enum { SOURCE_OPTIONS = 11 };
 
 typedef struct source_options {
-    char *adapter; /**< a directory */
+    char *adapter, *directory; /**< directories: of an adapter, of a model */
     char *model, *shape, *dtype;
     int r, fused;
+    int full; /**< the whole model; also set by those who see that a run is "full:R" */
+    int layers, shrink;
     bool masters; /**< not an option: F32 unless --dtype says otherwise, for casts */
 } source_options;
 
@@ -21,11 +23,12 @@ typedef struct source {
     tensor_list tensors;
     fanin_pair pairs[8];
     size_t n_pairs;
+    bool full; /**< a whole model, to be published as "full:R" */
     /* storage of the above */
     char *config, number_r[16], number_alpha[16];
-    fanin_safetensors *file;
-    void *map;
-    size_t map_size;
+    tensor_directory files;
+    void **maps; /**< one a file */
+    size_t *map_sizes;
 } source;
 
 /** Fills @p table, to be included. */

@@ -5,6 +5,7 @@
 #include "trainer/device_driver.h"
 
 #include <errno.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/random.h>
@@ -200,10 +201,53 @@ int trainer_options_resolve(const command *self, trainer_options *o,
     }
     o->source.masters = out->publishing.cast != 0;
     code = source_open(self, &o->source, fallback, source_out);
+    out->full = source_out->full;
     out->tensors = &source_out->tensors;
     out->pairs = source_out->pairs;
     out->n_pairs = source_out->n_pairs;
     return code;
+}
+
+/* Without the kind. */
+static const char *bare(const char *run)
+{
+    const char *colon = options_is_publication(run) ? strchr(run, ':') : NULL;
+    return colon != NULL ? colon + 1 : run;
+}
+
+int trainer_runs_resolve(const command *self, trainer_options *o,
+                         const rank_options *out)
+{
+    char name[OPTIONS_PUBLICATION];
+    const char *adapter = NULL;
+    for (size_t i = 0; i < out->n_runs; i++) {
+        if (!options_publication(out->runs[i], name)) {
+            return failure_usage(self->name, "run '%s' is not " OPTIONS_RUNS,
+                                 out->runs[i]);
+        }
+        if (options_is_model(name)) {
+            o->source.full = 1;
+        } else if (options_is_publication(out->runs[i])) {
+            adapter = out->runs[i];
+        }
+        for (size_t j = 0; j < i; j++) {
+            if (strcmp(bare(out->runs[i]), bare(out->runs[j])) == 0) {
+                return failure_usage(self->name, "run '%s' is given twice",
+                                     out->runs[i]);
+            }
+        }
+    }
+    if (adapter != NULL && (o->source.full || o->source.directory != NULL)) {
+        return failure_usage(self->name, "run '%s' cannot be a whole model", adapter);
+    }
+    return 0;
+}
+
+void rank_publication(const rank_options *options, size_t run,
+                      char out[OPTIONS_PUBLICATION])
+{
+    snprintf(out, OPTIONS_PUBLICATION, "%s:%s", options->full ? "full" : "lora",
+             bare(options->runs[run]));
 }
 
 int rank_device(const rank_options *options, uint32_t rank)

@@ -39,6 +39,14 @@ int trainer_options_resolve(const command *self, trainer_options *o,
                             const char *fallback, source *source_out,
                             rank_options *out);
 
+/** Before trainer_options_resolve(): the runs of @p out are names, each once, and of one kind; one
+    of "full:R" asks for a whole model. 0, or an exit status after a message. */
+int trainer_runs_resolve(const command *self, trainer_options *o,
+                         const rank_options *out);
+/** What a run of rank_options is published as. */
+void rank_publication(const rank_options *options, size_t run,
+                      char out[OPTIONS_PUBLICATION]);
+
 /** "0,1", "host,0": numbers of devices, or DEVICE_HOST. False: it is no such list. */
 bool device_list_parse(const char *text, int out[DEVICE_LIST], size_t *count_out);
 

@@ -606,7 +606,8 @@ FANIN_API FANIN_MUST_CHECK fanin_status fanin_client_metadata(
 
 /**
  * What fanin_client_pull_adapter() would write into adapter_config.json: @p fn gets the file's
- * name and its text, once. Of @p options only publication, timeout_ms and trust_config count.
+ * name and its text, once. Of a "full:<run>" it is config.json of fanin_client_pull_model(), and
+ * @p fn is not called if the publication has none. Of @p options only publication, timeout_ms and trust_config count.
  * Blocks at most options->timeout_ms.
  *
  * Errors: those of fanin_client_catalog(), and

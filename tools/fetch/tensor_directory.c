@@ -1,0 +1,188 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include "fetch/tensor_directory.h"
+#include "fetch/failure.h"
+#include "fetch/output.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+enum { PATH_SIZE = 4096 };
+
+json_t *tensor_directory_json(const char *directory, const char *name,
+                              fanin_error *error)
+{
+    char path[PATH_SIZE];
+    struct stat st;
+    json_error_t why = {.text = ""};
+    json_t *root = NULL;
+    fanin_status status = FANIN_ERR_MISMATCH;
+    snprintf(path, sizeof path, "%s/%s", directory, name);
+    int descriptor = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK | O_NOCTTY);
+    if (descriptor < 0 || fstat(descriptor, &st) != 0) {
+        status = errno == ENOENT ? FANIN_ERR_NOT_FOUND : FANIN_ERR_IO;
+        snprintf(why.text, sizeof why.text, "%s", strerror(errno));
+    } else if (!S_ISREG(st.st_mode)) {
+        snprintf(why.text, sizeof why.text, "is no regular file");
+    } else {
+        root = json_loadfd(descriptor, JSON_REJECT_DUPLICATES, &why);
+    }
+    if (descriptor >= 0) {
+        close(descriptor);
+    }
+    if (root == NULL) {
+        failure_set(error, status, "give a directory that 'nixl-fetch pull' made",
+                    "%s: %s", path, why.text);
+    }
+    return root;
+}
+
+static fanin_status refuse(fanin_error *error, const char *directory, const char *name,
+                           const char *problem)
+{
+    return failure_set(error, FANIN_ERR_MISMATCH,
+                       "give the directory of a whole model or adapter", "%s/%s: %s",
+                       directory, name, problem);
+}
+
+/* Its number; SIZE_MAX after an error. */
+static size_t add_file(tensor_directory *d, const char *directory, const char *name,
+                       fanin_error *error)
+{
+    char path[PATH_SIZE];
+    for (size_t i = 0; i < d->n_files; i++) {
+        if (strcmp(d->names[i], name) == 0) {
+            return i;
+        }
+    }
+    snprintf(path, sizeof path, "%s/%s", directory, name);
+    d->names = output_require(realloc(d->names, (d->n_files + 1) * sizeof d->names[0]));
+    d->files = output_require(realloc(d->files, (d->n_files + 1) * sizeof d->files[0]));
+    if (fanin_safetensors_open(path, &d->files[d->n_files], error) != FANIN_OK) {
+        return SIZE_MAX;
+    }
+    d->names[d->n_files] = output_require(strdup(name));
+    return d->n_files++;
+}
+
+static void add_tensor(tensor_directory *d, size_t file, size_t index)
+{
+    tensor_place *place = &d->tensors[d->count++];
+    *place =
+        (tensor_place){.file = file, .entry = {.struct_size = sizeof place->entry}};
+    (void)fanin_safetensors_get(d->files[file], index, &place->entry);
+}
+
+/* All tensors of the one file. */
+static fanin_status open_one(tensor_directory *d, const char *directory,
+                             const char *name, fanin_error *error)
+{
+    if (add_file(d, directory, name, error) == SIZE_MAX) {
+        return error->status;
+    }
+    size_t count = fanin_safetensors_count(d->files[0]);
+    d->tensors = output_require(calloc(count + 1, sizeof d->tensors[0]));
+    for (size_t i = 0; i < count; i++) {
+        add_tensor(d, 0, i);
+    }
+    return FANIN_OK;
+}
+
+/* A tensor that the index names. */
+static fanin_status add_named(tensor_directory *d, const char *directory,
+                              const char *name, const json_t *value, fanin_error *error)
+{
+    const char *file_name = json_string_value(value);
+    char text[FANIN_MAX_NAME + 128];
+    if (file_name == NULL || strchr(file_name, '/') != NULL || file_name[0] == '.') {
+        return refuse(error, directory, TENSORS_INDEX,
+                      "weight_map has what is no name of a file");
+    }
+    size_t file = add_file(d, directory, file_name, error);
+    if (file == SIZE_MAX) { /* the directory is there, but not whole */
+        error->status =
+            error->status == FANIN_ERR_NOT_FOUND ? FANIN_ERR_MISMATCH : error->status;
+        return error->status;
+    }
+    int64_t index = fanin_safetensors_find(d->files[file], name);
+    if (index < 0) {
+        snprintf(text, sizeof text, "has no tensor '%.512s', as the index says", name);
+        return refuse(error, directory, file_name, text);
+    }
+    add_tensor(d, file, (size_t)index);
+    return FANIN_OK;
+}
+
+static fanin_status open_index(tensor_directory *d, const char *directory,
+                               fanin_error *error)
+{
+    const char *name;
+    json_t *value;
+    fanin_status status = FANIN_OK;
+    json_t *root = tensor_directory_json(directory, TENSORS_INDEX, error);
+    if (root == NULL) {
+        return error->status;
+    }
+    json_t *map = json_object_get(root, "weight_map");
+    d->tensors =
+        output_require(calloc(json_object_size(map) + 1, sizeof d->tensors[0]));
+    if (!json_is_object(map)) {
+        status = refuse(error, directory, TENSORS_INDEX, "it has no weight_map");
+    }
+    json_object_foreach(map, name, value)
+    {
+        if (status == FANIN_OK) {
+            status = add_named(d, directory, name, value, error);
+        }
+    }
+    json_decref(root);
+    return status;
+}
+
+static int by_name(const void *a, const void *b)
+{
+    const tensor_place *x = a;
+    const tensor_place *y = b;
+    return strcmp(x->entry.name, y->entry.name);
+}
+
+fanin_status tensor_directory_open(const char *directory, bool model,
+                                   tensor_directory *out, fanin_error *error)
+{
+    *out = (tensor_directory){.names = NULL};
+    fanin_status status =
+        open_one(out, directory, model ? TENSORS_OF_MODEL : TENSORS_OF_ADAPTER, error);
+    if (status == FANIN_ERR_NOT_FOUND && model) {
+        status = open_index(out, directory, error);
+    }
+    if (status != FANIN_OK) {
+        tensor_directory_close(out);
+    } else if (out->count > 0) {
+        qsort(out->tensors, out->count, sizeof out->tensors[0], by_name);
+    }
+    return status;
+}
+
+void tensor_directory_close(tensor_directory *d)
+{
+    for (size_t i = 0; i < d->n_files; i++) {
+        fanin_safetensors_close(&d->files[i]);
+        free(d->names[i]);
+    }
+    free(d->files);
+    free(d->names);
+    free(d->tensors);
+    *d = (tensor_directory){.names = NULL};
+}
+
+const tensor_place *tensor_directory_find(const tensor_directory *d, const char *name)
+{
+    const tensor_place key = {.entry.name = name};
+    return d->count > 0
+               ? bsearch(&key, d->tensors, d->count, sizeof d->tensors[0], by_name)
+               : NULL;
+}
