@@ -172,6 +172,7 @@ class VllmServer:
         *arguments: str,
         environment: dict[str, str] | None = None,
         plugins: bool = True,
+        adapters: bool = True,
     ) -> None:
         self.port = free_ports()
         self.url = f"http://127.0.0.1:{self.port}"
@@ -198,7 +199,9 @@ class VllmServer:
         command += ["--model", str(model), "--served-model-name", self.base]
         command += ["--host", "127.0.0.1", "--port", str(self.port)]
         command += ["--dtype", "float32", "--max-model-len", str(LONGEST), "--max-num-seqs", "8"]
-        command += ["--enforce-eager", "--enable-lora", "--max-lora-rank", str(RANK), *arguments]
+        command += ["--enforce-eager", *arguments]
+        if adapters:
+            command += ["--enable-lora", "--max-lora-rank", str(RANK)]
         self.started = time.monotonic()
         with open(self.log, "wb") as log:
             self._process = subprocess.Popen(

@@ -56,13 +56,16 @@ def register() -> None:
 def _register_backend() -> None:
     """The backend of ``--weight-transfer-config``, where this vLLM has such engines; once."""
     try:
-        from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+        from vllm.distributed.weight_transfer import factory
     except ImportError:
         return
+    names = ("WeightTransferEngineFactory", "weights", "Engine")
+    trainers = ("WeightTransferTrainerFactory", "weights_trainer", "TrainerEngine")
     # By name: the module loads when an engine is made. A name that is there already raises
     # ValueError, and only register() gives this one.
-    with contextlib.suppress(ValueError):
-        WeightTransferEngineFactory.register_engine("fanin", "fanin.vllm.weights", "Engine")
+    for registry, module, engine in (names, trainers):
+        with contextlib.suppress(ValueError, AttributeError):
+            getattr(factory, registry).register_engine("fanin", f"fanin.vllm.{module}", engine)
 
 
 def endpoint_plugin() -> Any:

@@ -27,7 +27,7 @@ from fanin.vllm import reload
 from fanin.vllm.landing import Landing, Progress, Summary
 from fanin.vllm.trainers import Trainer, left
 
-__all__ = ["MappedLanding"]
+__all__ = ["MappedLanding", "span"]
 
 _log = logging.getLogger("vllm.fanin")
 
@@ -83,14 +83,21 @@ class MappedLanding(Landing):
         ring: int = 2,
         verify: bool = False,
     ) -> None:
-        self._model, self._config, self._device = model, model_config, device
-        self._mapping = mapping
+        self.model, self._config, self.device = model, model_config, device
+        self.mapping = mapping
         self._direct = self._derived = 0
         self._layers = self._judge()
         self._ring = self._lay_out(max(ring, 1))
         self._ahead = max(len(self._ring), 1)
+        #: (path, leaf) of all that something published fills.
+        self.filled = {
+            (module.path, leaf.name)
+            for module in mapping.modules
+            for leaf in module.leaves
+            if leaf.sources
+        }
         self._verify = verify
-        self._dtype = mapping.converts()
+        self.dtype = mapping.converts()
         shards: list[Shard] = []
         for layer in self._layers:
             layer.first = len(shards)
@@ -98,6 +105,14 @@ class MappedLanding(Landing):
             layer.count = len(shards) - layer.first
         self._packed = pack(shards)
         self._bytes = sum(map(_bytes_of, shards))
+
+    def hidden(self, path: str) -> bool:
+        """Whether the module's kernels read what processing has made, not only its tensors."""
+        return path in self._skeletons or path in self._deriving
+
+    def staged(self, path: str) -> bool:
+        """Whether the module is processed into other tensors."""
+        return path in self._skeletons
 
     @property
     def verdicts(self) -> dict[str, int]:
@@ -114,11 +129,12 @@ class MappedLanding(Landing):
     # ------------------------------------------------------------------------------ once
 
     def _judge(self) -> list[_Layer]:
-        modules = dict(self._model.named_modules())
+        modules = dict(self.model.named_modules())
         trials: dict[Any, reload.Trial] = {}
         layers: dict[str, _Layer] = {}
         self._skeletons: dict[str, _Staged] = {}
-        for module in self._mapping.modules:
+        self._deriving: set[str] = set()
+        for module in self.mapping.modules:
             if not module.filled:
                 continue
             layer = layers.setdefault(layer_of(module.path), _Layer(layer_of(module.path)))
@@ -131,13 +147,14 @@ class MappedLanding(Landing):
                 continue
             signature = skeleton.signature()
             if signature not in trials:
-                trials[signature] = skeleton.try_out(_pattern(skeleton, self._device))
+                trials[signature] = skeleton.try_out(_pattern(skeleton, self.device))
             trial = trials[signature]
             if trial.same and skeleton.laid_out_as_live():
                 self._direct += not trial.derived
                 self._derived += trial.derived
                 if trial.derived:
                     layer.derived.append(skeleton)
+                    self._deriving.add(module.path)
             elif trial.fits:
                 staged = _Staged(skeleton, trial.kept)
                 layer.staged.append(staged)
@@ -153,7 +170,7 @@ class MappedLanding(Landing):
         sizes = [sum(map(_room, layer.staged)) for layer in self._layers]
         used = [size for size in sizes if size]
         buffers = [
-            torch.empty(max(used), dtype=torch.uint8, device=self._device)
+            torch.empty(max(used), dtype=torch.uint8, device=self.device)
             for _ in range(min(ring, len(used)))
         ]
         turn = 0
@@ -164,7 +181,7 @@ class MappedLanding(Landing):
             turn += 1
             for staged in layer.staged:
                 for leaf, skeleton in staged.skeleton.leaves.items():
-                    count = _span(skeleton) * skeleton.element_size()
+                    count = span(skeleton) * skeleton.element_size()
                     flat = buffer[at : at + count].view(skeleton.dtype)
                     staged.tensors[leaf] = flat.as_strided(skeleton.shape, skeleton.stride())
                     at += -(-count // _ALIGN) * _ALIGN
@@ -175,8 +192,7 @@ class MappedLanding(Landing):
         staged = self._skeletons.get(path)
         if staged is not None and leaf in staged.tensors:
             return staged.tensors[leaf]
-        module = self._model.get_submodule(path) if path else self._model
-        return getattr(module, leaf)
+        return getattr(self.module(path), leaf)
 
     # ------------------------------------------------------------------------------ each step
 
@@ -196,8 +212,8 @@ class MappedLanding(Landing):
                     summary.restarts += 1
                     _log.info("fanin: step %d is read again from the start: %s", step, error)
             start = time.monotonic()
-            reload.after_all(self._model, self._config)
-            if self._device.type != "cpu":
+            reload.after_all(self.model, self._config)
+            if self.device.type != "cpu":
                 torch.accelerator.synchronize()
             summary.install += time.monotonic() - start
         summary.bytes, summary.tensors, summary.path = result.bytes, result.tensors, result.path
@@ -218,9 +234,9 @@ class MappedLanding(Landing):
             self._packed,
             step=step,
             timeout=left(deadline),
-            dtype=self._dtype,
+            dtype=self.dtype,
             verify=self._verify,
-            stream=_stream_of(self._device),
+            stream=_stream_of(self.device),
             progress=Progress(step, self._bytes),
         )
         writing()
@@ -246,23 +262,21 @@ class MappedLanding(Landing):
         staged = [one.skeleton.name for one in layer.staged]
         if not staged:
             return
-        filled = {
-            (module.path, leaf.name)
-            for module in self._mapping.modules
-            for leaf in module.leaves
-            if leaf.sources
-        }
         for one in layer.staged:
             for leaf, tensor in one.tensors.items():
-                if (one.skeleton.name, leaf) not in filled:
+                if (one.skeleton.name, leaf) not in self.filled:
                     tensor.copy_(one.skeleton.live(leaf))
-        self._mapping.fill(self._tensor, staged)
+        self.mapping.fill(self._tensor, staged)
 
     def _install(self, layer: _Layer) -> None:
         for staged in layer.staged:
             staged.install()
         for skeleton in layer.derived:
             skeleton.process_live()
+
+    def module(self, path: str) -> Any:
+        """The module of a path."""
+        return self.model.get_submodule(path) if path else self.model
 
     def close(self) -> None:
         self._ring.clear()
@@ -294,7 +308,7 @@ def _stream_of(device: Any) -> Stream | None:
     return Stream(current.cuda_stream, current.device_index)
 
 
-def _span(tensor: Any) -> int:
+def span(tensor: Any) -> int:
     """Elements from the first to the last."""
     if tensor.numel() == 0:
         return 0
@@ -303,7 +317,7 @@ def _span(tensor: Any) -> int:
 
 def _room(staged: _Staged) -> int:
     return sum(
-        -(-_span(leaf) * leaf.element_size() // _ALIGN) * _ALIGN
+        -(-span(leaf) * leaf.element_size() // _ALIGN) * _ALIGN
         for leaf in staged.skeleton.leaves.values()
     )
 
@@ -314,7 +328,7 @@ def _pattern(skeleton: reload.Skeleton, device: Any) -> dict[str, Any]:
 
     result = {}
     for leaf, tensor in skeleton.leaves.items():
-        count = _span(tensor)
+        count = span(tensor)
         values = torch.arange(count, device=device) % 251 - 125
         # Small powers of two apart: exact in every floating type that weights have.
         flat = (

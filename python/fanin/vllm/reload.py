@@ -36,6 +36,7 @@ __all__ = [
     "of_all_workers",
     "record_model",
     "require_version",
+    "same_bytes",
     "skeletons",
     "unloaded",
 ]
@@ -384,6 +385,26 @@ class Skeleton:
             info.reset()
             raise
 
+    def result_of(self, tensors: dict[str, Any]) -> dict[str, Any]:
+        """What :meth:`install` would copy to the kernels' tensors; nothing is installed."""
+        import torch
+
+        module, method = self.module, self.module.quant_method
+        with _kept(module, method):
+            self._enter(tensors)
+            for leaf, tensor in list(module._parameters.items()):
+                if leaf not in self.leaves and tensor is not None:
+                    module._parameters[leaf] = torch.nn.Parameter(tensor.clone(), False)
+            _forget_processed(module)
+            method.process_weights_after_loading(module)
+            found = {leaf: getattr(module, leaf, None) for leaf in self.leaves}
+        self._info.reset()
+        return found
+
+    def rows_of(self, inputs: Any) -> Any:
+        """What the live module makes of *inputs*, without its bias."""
+        return self.module.quant_method.apply(self.module, inputs, None)
+
     def try_out(self, tensors: dict[str, Any]) -> Trial:
         """Processes *tensors*, says what became of them, and leaves no trace in the module."""
         import torch
@@ -412,7 +433,7 @@ class Skeleton:
                 if leaf in self.leaves and tensor is not None
             }
             same = result.keys() == tensors.keys() and all(
-                _place(tensor) == places[leaf] and _same_bytes(tensor, before[leaf])
+                _place(tensor) == places[leaf] and same_bytes(tensor, before[leaf])
                 for leaf, tensor in result.items()
             )
             same = same and all(
@@ -479,7 +500,8 @@ def _place(tensor: Any) -> tuple[Any, ...]:
     return (tensor.data_ptr(), *_layout(tensor))
 
 
-def _same_bytes(one: Any, other: Any) -> bool:
+def same_bytes(one: Any, other: Any) -> bool:
+    """Whether two tensors of one shape hold the same bits."""
     import torch
 
     a, b = one.detach().contiguous(), other.contiguous()

@@ -23,7 +23,7 @@ from vllm.distributed.weight_transfer.base import (
 
 from fanin.errors import FaninError, PeerError, RequestError, StateError
 from fanin.mapping import MappingError, Recording
-from fanin.vllm import reload
+from fanin.vllm import reload, weights_check
 from fanin.vllm.clients import Source
 from fanin.vllm.landing import Landing, StockLanding
 from fanin.vllm.mapped import MappedLanding
@@ -210,6 +210,30 @@ class Engine(WeightTransferEngine[InitInfo, UpdateInfo]):
         step = self._target().updates.finish()
         _log.info("fanin: %s: the weights are those of step %d", self._worker, step)
 
+    def check(self, step: int, poison: bool = True) -> dict[str, Any]:
+        """Whether the model holds *step* as it is published; see :mod:`fanin.check`.
+
+        With *poison* everything that a pull fills is made rubbish of first, and pulled. Raises
+        StateError during an update, before init, and in mode "loader".
+        """
+        check_step(step)
+        target = self._main
+        if target.trainer is None or not isinstance(target.landing, MappedLanding):
+            raise StateError.make(
+                f"{self._worker} was not pointed at a trainer, or loads by vLLM's own loader",
+                'init it, without {"mode": "loader"}',
+            )
+        if poison:
+            target.updates.start()
+            with target.updates.pull(step), set_current_vllm_config(self.vllm_config):
+                target.updates.writing(step)
+                weights_check.poison(target.landing)
+                self._bring(target, step)
+            target.updates.finish()
+        deadline = time.monotonic() + self._timeout
+        with set_current_vllm_config(self.vllm_config):
+            return weights_check.compare(target.landing, target.trainer, step, deadline).as_dict()
+
     def reset_weight_update_target(self) -> None:
         """vLLM says here that an update is over, well or not."""
         self._target().updates.leave()
@@ -325,12 +349,18 @@ def _named(vllm_config: Any) -> str:
 
 
 def _refuse_what_moves(vllm_config: Any) -> None:
-    """Raises StateError for configurations in which parameters do not stay where they are."""
+    """Raises StateError for configurations in which parameters are not, or do not stay, where
+    they were loaded."""
     parallel = vllm_config.parallel_config
     if getattr(parallel, "enable_eplb", False):
         raise StateError.make(
             "experts are moved between workers (EPLB), and what was recorded of them is then void",
             "start vLLM without --enable-eplb",
+        )
+    if getattr(vllm_config, "lora_config", None) is not None:
+        raise StateError.make(
+            "with adapters enabled vLLM wraps its modules, and its loaders do not find them",
+            "start vLLM without --enable-lora, or pull adapters only",
         )
     offload = getattr(vllm_config, "offload_config", None)
     uva = getattr(getattr(offload, "uva", None), "cpu_offload_gb", 0)

@@ -260,7 +260,25 @@ def fanin_model_facts(self: Any) -> dict[str, Any]:
     return {"is_3d_moe_weight": getattr(model, "is_3d_moe_weight", None)}
 
 
-_METHODS = (fanin_start_pull, fanin_poll_pull, fanin_drop_adapter, fanin_model_facts)
+def fanin_check_weights(worker: Any, step: int, poison: bool = True) -> dict[str, Any]:
+    """Whether this worker's model holds what is published; see :mod:`fanin.check`."""
+    engine = getattr(worker, "weight_transfer_engine", None)
+    if engine is None or not hasattr(engine, "check"):
+        raise StateError.make(
+            "this engine's weights do not come by fanin",
+            """start it with --weight-transfer-config '{"backend": "fanin"}'""",
+        )
+    found: dict[str, Any] = engine.check(step, poison)
+    return found
+
+
+_METHODS = (
+    fanin_start_pull,
+    fanin_poll_pull,
+    fanin_drop_adapter,
+    fanin_model_facts,
+    fanin_check_weights,
+)
 
 
 def install(worker_base: Any = None) -> list[str]:

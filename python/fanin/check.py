@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Is what an engine serves what the trainer published? Asked of vLLM with the backend ``fanin``.
+
+::
+
+    report = fanin.check.weights(llm, step=7)                        # offline, vllm.LLM
+    report = fanin.check.weights("http://engine:8000", step=7)       # VLLM_SERVER_DEV_MODE=1
+
+Each worker makes rubbish of everything that a pull fills, pulls the step, reads it once more beside
+its model (proven by digests that the trainer's ranks make of their own memory), and compares all
+bytes. So a tensor that no pull fills is found as well as one that is filled wrongly. Nothing may
+generate meanwhile: pause the engine first, as for an update.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from fanin.errors import HostError, RequestError
+
+__all__ = ["Report", "replicas", "weights"]
+
+METHOD = "fanin_check_weights"
+
+
+@dataclass(frozen=True)
+class Report:
+    """What all workers of an engine found. Paths are ``"worker 0: model.layers.1.mlp..."``."""
+
+    step: int
+    workers: int
+    #: Modules that hold what is published, of all workers together.
+    modules: int
+    #: Read and compared.
+    bytes: int
+    #: Parameters and buffers that hold something else.
+    different: tuple[str, ...]
+    #: Modules of which nothing shows what their kernels use.
+    unseen: tuple[str, ...]
+
+
+def weights(engine: Any, step: int, *, poison: bool = True, timeout: float = 600.0) -> Report:
+    """Checks *engine*, a ``vllm.LLM`` or the URL of a server; it has been given its trainer before.
+
+    :param step: this very step of the trainer, which must not go on meanwhile.
+    :param poison: make rubbish of the weights before the pull; False: compare what is there.
+    :param timeout: seconds for the answer of a server.
+    :raises HostError: something differs: all of it is in ``report`` of the error.
+    :raises RequestError: *engine* cannot be asked; a worker has refused or failed.
+    """
+    fields = {"step": step, "poison": poison}
+    if isinstance(engine, str):
+        body = {"method": METHOD, "kwargs": fields}
+        answers = _post(engine, "/collective_rpc", body, timeout).get("results")
+    elif hasattr(engine, "collective_rpc"):
+        answers = engine.collective_rpc(METHOD, kwargs=fields)
+    else:
+        raise RequestError.make(
+            f"{type(engine).__name__} is no engine", "give a vllm.LLM or the URL of a server"
+        )
+    if not isinstance(answers, list) or not all(isinstance(one, dict) for one in answers):
+        raise RequestError.make(f"the engine has answered {answers!r}", "start it with the plugin")
+    report = Report(
+        step=step,
+        workers=len(answers),
+        modules=sum(one["modules"] for one in answers),
+        bytes=sum(one["bytes"] for one in answers),
+        different=tuple(
+            f"worker {i}: {p}" for i, one in enumerate(answers) for p in one["different"]
+        ),
+        unseen=tuple(f"worker {i}: {p}" for i, one in enumerate(answers) for p in one["unseen"]),
+    )
+    if report.different:
+        error = HostError.make(
+            f"{len(report.different)} tensors do not hold step {step}: "
+            + ", ".join(report.different[:4]),
+            "update again; if it stays so, report it with the engine's log",
+            key=report.different[0],
+        )
+        error.report = report  # type: ignore[attr-defined]
+        raise error
+    return report
+
+
+def replicas(urls: list[str], *, timeout: float = 600.0) -> tuple[str, ...]:
+    """Names of tensors that engines of one layout hold differently, by vLLM's ``/weight_checker``.
+
+    :raises RequestError: fewer than two engines; one cannot be asked.
+    """
+    if len(urls) < 2:
+        raise RequestError.make("one engine has nothing to be compared with", "give two or more")
+    sums = [
+        dict(_post(url, "/weight_checker", {"action": "checksum"}, timeout)["checksums"])
+        for url in urls
+    ]
+    names = {name for one in sums for name in one}
+    return tuple(sorted(n for n in names if len({one.get(n) for one in sums}) > 1))
+
+
+def _post(url: str, path: str, body: dict[str, Any], timeout: float) -> dict[str, Any]:
+    import json
+    import urllib.error
+    import urllib.request
+
+    request = urllib.request.Request(
+        url.rstrip("/") + path, json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    try:
+        with urllib.request.urlopen(request, timeout=timeout) as answer:
+            found: dict[str, Any] = json.loads(answer.read())
+            return found
+    except (OSError, ValueError) as error:
+        detail = error.read().decode(errors="replace") if hasattr(error, "read") else ""
+        raise RequestError.make(
+            f"{url}{path}: {error} {detail[:500]}".strip(),
+            "start the server with VLLM_SERVER_DEV_MODE=1 and the plugin; its log says more",
+            address=url[:63],
+        ) from error

@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A real vLLM over HTTP that pulls whole models, as an orchestrator uses it.
+
+One server for the file. The tests run in order, each on what the earlier ones left.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from full_models import random_model, save_full_model
+from full_trainer import FullTrainer
+from vllm_server import Refused, VllmServer
+from weights_engine import COUNT, PROMPTS, Judge
+
+BACKEND = ("--weight-transfer-config", '{"backend": "fanin"}', "--dtype", "bfloat16")
+
+
+class Place:
+    def __init__(self, scratch: Path, judge: Judge, *arguments: str) -> None:
+        self.scratch, self.judge = scratch, judge
+        self.model = save_full_model(scratch / "model", "qwen3", tied=True)
+        self.trainer = FullTrainer(self.model, scratch / "run", world_size=2, record=True)
+        self.engine = VllmServer(
+            self.model,
+            scratch,
+            *(*BACKEND, *arguments),
+            environment={"VLLM_SERVER_DEV_MODE": "1"},
+            adapters=False,
+        )
+        self.trainer.wait_ready()
+        self.engine.wait_ready()
+
+    def close(self) -> None:
+        self.engine.stop()
+        self.trainer.close()
+
+    def post(self, path: str, **body: Any) -> Any:
+        return self.engine.ask("POST", path, body or None, 120)
+
+    def init(self) -> None:
+        info = {"trainer": str(self.trainer.info), "timeout": 60}
+        self.post("/init_weight_transfer_engine", init_info=info)
+
+    def pull(self, step: int) -> None:
+        self.post("/pause?mode=keep")
+        self.post("/start_weight_update")
+        self.post("/update_weights", update_info={"step": step})
+        self.post("/finish_weight_update", weight_version=f"step-{step}")
+        self.post("/resume")
+
+    def version(self) -> str:
+        return str(self.engine.ask("GET", "/weight_info")["weight_version"])
+
+    def answers(self) -> Any:
+        return [self.engine.tokens("base", list(prompt), COUNT) for prompt in PROMPTS]
+
+    def serves(self, model: Path) -> None:
+        assert self.answers() == [tokens for tokens, _ in self.judge.output_of(model)]
+
+
+@pytest.fixture(scope="module")
+def judge(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    with Judge(tmp_path_factory.mktemp("judge")) as one:
+        yield one.wait_ready()
+
+
+@pytest.fixture(scope="module")
+def place(judge: Judge, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    one = Place(tmp_path_factory.mktemp("http"), judge)
+    yield one
+    one.close()
+
+
+def test_steps_in_place(place: Place) -> None:
+    place.init()
+    seen = []
+    for _ in range(3):
+        step = int(place.trainer.step()["step"])
+        place.pull(step)
+        assert place.version() == f"step-{step}"
+        place.serves(place.trainer.record(step))
+        seen.append(place.answers())
+    assert len({str(one) for one in seen}) == 3
+
+
+def test_a_failure_says_why_and_the_server_lives(place: Place) -> None:
+    before, version = place.answers(), place.version()
+    place.post("/start_weight_update")
+    with pytest.raises(Refused) as caught:
+        place.post("/update_weights", update_info={"step": 0})
+    assert caught.value.status == 500
+    # Of a step that has passed nothing was written, and no end makes a version of it.
+    with pytest.raises(Refused):
+        place.post("/finish_weight_update", weight_version="step-0")
+    assert place.answers() == before
+    assert place.version() == version
+    assert "SupersededError" in place.engine.log_text()
+
+
+def test_a_trainer_that_dies_leaves_the_engine_dirty_until_another_one_serves(
+    place: Place,
+) -> None:
+    place.trainer.kill()
+    place.post("/start_weight_update")
+    with pytest.raises(Refused):
+        place.post("/update_weights", update_info={"step": place.trainer.published + 1})
+    with pytest.raises(Refused):
+        place.post("/finish_weight_update", weight_version="step-none")
+    assert place.engine.ask("GET", "/health") is not None
+    place.trainer.close()
+    place.trainer = FullTrainer(
+        place.model, place.scratch / "run", world_size=2, record=True, step=50, seed=3
+    )
+    place.trainer.wait_ready()
+    step = int(place.trainer.step()["step"])
+    place.pull(step)
+    assert place.version() == f"step-{step}"
+    place.serves(place.trainer.record(step))
+
+
+def test_a_trainer_written_to_vllms_own_interface(place: Place, tmp_path: Path) -> None:
+    """`trainer_init` once and `send_weights` after each step, and nothing of fanin by name."""
+    from fanin.vllm import register
+    from fanin.vllm.weights_trainer import TrainerInit
+    from vllm.distributed.weight_transfer import WeightTransferTrainerFactory
+    from vllm.distributed.weight_transfer.base import ModuleSource
+    from vllm.distributed.weight_transfer.clients import HTTPVLLMWeightSyncClient
+
+    register()
+    model = random_model("qwen3", tied=True, seed=11)
+    engine = WeightTransferTrainerFactory.trainer_init(
+        TrainerInit(rank=0, run="theirs", step=100),
+        client=HTTPVLLMWeightSyncClient(place.engine.url),
+        source=ModuleSource(model),
+    )
+    try:
+        for step in (101, 102):
+            with torch.no_grad():  # outside of anything, as optimizers write
+                for parameter in model.parameters():
+                    parameter.mul_(1.25)
+            engine.send_weights()
+            assert place.version() == f"step-{step}"
+            saved = tmp_path / f"step-{step}"
+            model.save_pretrained(saved)
+            for file in place.model.glob("*token*"):
+                (saved / file.name).write_bytes(file.read_bytes())
+            place.serves(saved)
+    finally:
+        engine.shutdown()
