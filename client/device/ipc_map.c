@@ -3,6 +3,7 @@
 
 #include "array.h"
 #include "error_set.h"
+#include "worker_pool.h"
 #include <stdlib.h>
 #include <string.h>
 
@@ -16,8 +17,9 @@ typedef struct identity {
 
 struct ipc_mapping {
     identity id;
-    void *base;
+    void *base; /* NULL: not mapped */
     size_t holders;
+    fanin_error why; /* the last opening failed */
 };
 
 struct ipc_map {
@@ -37,7 +39,7 @@ ipc_map *ipc_map_create(gpu *g)
 
 static void unmap(const ipc_map *map, ipc_mapping *m)
 {
-    if (!map->abandoned)
+    if (!map->abandoned && m->base)
         gpu_unmap(map->g, (int)m->id.device, m->base);
     free(m);
 }
@@ -65,7 +67,7 @@ static size_t place_of(const ipc_map *map, const identity *id, bool *found)
                         found);
 }
 
-fanin_status ipc_map_open(ipc_map *map, int device, const uint8_t incarnation[16],
+fanin_status ipc_map_take(ipc_map *map, int device, const uint8_t incarnation[16],
                           const ipc_key *key, ipc_mapping **out, fanin_error *error)
 {
     identity id = {.length = key->length, .device = device};
@@ -84,25 +86,111 @@ fanin_status ipc_map_open(ipc_map *map, int device, const uint8_t incarnation[16
         free(m);
         return error_set_memory(error);
     }
-    fanin_status status = gpu_map(map->g, device, key->handle, &m->base, error);
-    if (status != FANIN_OK) {
-        /* Older memory of the same addresses of its owner may be in the way. */
-        ipc_map_sweep(map);
-        at = place_of(map, &id, NULL);
-        status = gpu_map(map->g, device, key->handle, &m->base, error);
-    }
-    if (status != FANIN_OK) {
-        free(m);
-        return status;
-    }
-    m->id = id;
-    m->holders = 1;
+    *m = (ipc_mapping){.id = id, .holders = 1, .why = FANIN_ERROR_INIT};
     memmove(&map->sorted[at + 1], &map->sorted[at],
             (map->n - at) * sizeof *map->sorted);
     map->sorted[at] = m;
     map->n++;
     *out = m;
     return FANIN_OK;
+}
+
+/* ------------------------------------------------------------------ opening */
+
+typedef struct opening {
+    worker_job job; /* first: the pool hands it back */
+    gpu *g;
+    ipc_mapping *mapping;
+} opening;
+
+static void open_one(gpu *g, ipc_mapping *m)
+{
+    m->why = (fanin_error)FANIN_ERROR_INIT;
+    (void)gpu_map(g, (int)m->id.device, m->id.handle, &m->base, &m->why);
+}
+
+static void run_opening(worker_job *job)
+{
+    opening *o = (opening *)job;
+    open_one(o->g, o->mapping);
+}
+
+/* Those that are held and not mapped. */
+static size_t list_openings(const ipc_map *map, opening *out)
+{
+    size_t n = 0;
+    for (size_t i = 0; i < map->n; i++) {
+        ipc_mapping *m = map->sorted[i];
+        if (m->base || m->holders == 0)
+            continue;
+        if (out)
+            out[n] = (opening){.job.run = run_opening, .g = map->g, .mapping = m};
+        n++;
+    }
+    return n;
+}
+
+/* In this thread and in those of @p pool. */
+static void open_all(worker_pool *pool, opening *openings, size_t n, work_stop *stop)
+{
+    size_t left = n;
+    for (size_t i = 0; i < n; i++)
+        worker_pool_submit(pool, &openings[i].job);
+    while (left > 0 && !work_stopped_after(stop, WORK_STEPS)) {
+        if (!worker_pool_help(pool))
+            worker_pool_wait(pool);
+        while (worker_pool_collect(pool))
+            left--;
+    }
+    worker_pool_drain(pool);
+}
+
+/* Older memory of the same addresses of its owner may be in the way. */
+static void open_again(ipc_map *map, const opening *openings, size_t n, work_stop *stop)
+{
+    bool swept = false;
+    for (size_t i = 0; i < n && !work_stopped_after(stop, WORK_STEPS); i++) {
+        if (openings[i].mapping->base)
+            continue;
+        if (!swept)
+            ipc_map_sweep(map);
+        swept = true;
+        open_one(map->g, openings[i].mapping);
+    }
+}
+
+fanin_status ipc_map_open(ipc_map *map, unsigned threads, work_stop *stop,
+                          fanin_error *error)
+{
+    size_t n = list_openings(map, NULL);
+    if (n == 0)
+        return FANIN_OK;
+    unsigned helpers = n < threads ? (unsigned)n : threads;
+    helpers = helpers > 0 ? helpers - 1 : 0;
+    opening *openings = calloc(n, sizeof *openings);
+    worker_pool *pool = worker_pool_create(helpers, helpers, -1);
+    if (openings && pool) {
+        (void)list_openings(map, openings);
+        open_all(pool, openings, n, stop);
+    }
+    bool made = openings && pool;
+    worker_pool_destroy(&pool);
+    if (made)
+        open_again(map, openings, n, stop);
+    free(openings);
+    return made && !(stop && stop->stopped)
+               ? FANIN_OK
+               : work_broken_off(made ? stop : NULL, "connect", "memory was mapped",
+                                 error);
+}
+
+fanin_status ipc_mapping_check(const ipc_mapping *mapping, fanin_error *error)
+{
+    if (mapping->base)
+        return FANIN_OK;
+    if (mapping->why.status != FANIN_OK)
+        return error_copy(error, &mapping->why);
+    return error_set(error, FANIN_ERR_INTERNAL, NULL, "memory was not mapped");
 }
 
 uint64_t ipc_mapping_base(const ipc_mapping *mapping)
@@ -136,5 +224,8 @@ void ipc_map_abandon(ipc_map *map)
 
 size_t ipc_map_count(const ipc_map *map)
 {
-    return map->n;
+    size_t mapped = 0;
+    for (size_t i = 0; i < map->n; i++)
+        mapped += map->sorted[i]->base != NULL;
+    return mapped;
 }

@@ -2,15 +2,16 @@
 /**
  * @file
  * CUDA memory of other processes, mapped for kernels of this one: each allocation once a device,
- * however many regions lie in it, and kept while some region table lists it. Opening costs some
- * 100 us, so what is not used any more is closed by a sweep, not when it is let go: tables that
- * are replaced by newer ones mostly list the same allocations again. One thread.
+ * however many regions lie in it, and kept while some region table lists it. Opening costs 100 us
+ * to a millisecond, so what is not used any more is closed by a sweep, not when it is let go: tables that
+ * are replaced by newer ones mostly list the same allocations again. One thread at a time.
  */
 #ifndef IPC_MAP_H
 #define IPC_MAP_H
 
 #include "gpu.h"
 #include "ipc_key.h"
+#include "work_stop.h"
 
 typedef struct ipc_map ipc_map;
 typedef struct ipc_mapping ipc_mapping;
@@ -23,12 +24,22 @@ void ipc_map_destroy(ipc_map **map);
 
 /**
  * The allocation that @p key names, of the process life @p incarnation, for kernels of
- * @p device; to be let go once per call. What a dead process left is never found again, since its
- * successor has another incarnation. Sweeps if it cannot be mapped, and tries again. Errors of
- * gpu_map(); FANIN_ERR_MEMORY.
+ * @p device; to be let go once per call. It is mapped by the next ipc_map_open(), unless it is mapped
+ * already. What a dead process left is never found again, since its successor has another
+ * incarnation. FANIN_ERR_MEMORY.
  */
-fanin_status ipc_map_open(ipc_map *map, int device, const uint8_t incarnation[16],
+fanin_status ipc_map_take(ipc_map *map, int device, const uint8_t incarnation[16],
                           const ipc_key *key, ipc_mapping **out, fanin_error *error);
+/**
+ * Maps what was taken and is not mapped, @p threads at a time, this one among them: the driver
+ * takes some 100 us to a millisecond for each, most of it waiting. Sweeps if something cannot be
+ * mapped, and tries that again. How each ended says ipc_mapping_check(). FANIN_ERR_TIMEOUT:
+ * @p stop; what is being opened is waited for, the rest is not opened. FANIN_ERR_MEMORY.
+ */
+fanin_status ipc_map_open(ipc_map *map, unsigned threads, work_stop *stop,
+                          fanin_error *error);
+/** FANIN_OK: it is mapped. Else why it could not be: errors of gpu_map(). */
+fanin_status ipc_mapping_check(const ipc_mapping *mapping, fanin_error *error);
 /** Where the allocation starts in this process. */
 uint64_t ipc_mapping_base(const ipc_mapping *mapping);
 /** *mapping NULL is fine. It stays mapped until the next sweep. */

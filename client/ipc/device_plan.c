@@ -95,6 +95,7 @@ static fanin_status add_piece(builder *b, const plan_spans *spans, uint32_t base
                               const span *s, const span_piece *p, fanin_error *error)
 {
     uint64_t from = s->offset + p->offset;
+    b->d->bases[base].used = true;
     const strided *view = p->view ? &spans->views[p->view - 1] : NULL;
     const memory_range *range = range_at(b, p->to);
     if (!range)

@@ -15,6 +15,7 @@
 typedef struct device_base {
     size_t source;
     uint32_t region; /**< in the box table's count: of the first arena */
+    bool used;       /**< by some table entry */
 } device_base;
 
 /** What lands on one device. */

@@ -94,7 +94,10 @@ static fanin_status address_of(const device_reader *r, const device_base *b, int
     if (!view)
         return error_set(error, FANIN_ERR_INTERNAL, NULL,
                          "a rank's memory is not mapped for device %d", device);
-    if (region >= s->regions->count ||
+    *out = 0;
+    if (!b->used)
+        return FANIN_OK;
+    if (region >= s->regions->count || !view->mappings[region] ||
         s->regions->entries[region].length < s->regions->entries[b->region].length)
         return error_set(error, FANIN_ERR_PROTOCOL, NULL,
                          "a rank granted an arena outside of its regions");

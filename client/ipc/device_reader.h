@@ -16,7 +16,9 @@
 /** A rank's regions as kernels of one device see them. */
 typedef struct ipc_view {
     int device;
-    ipc_mapping **mappings; /**< one a region */
+    bool whole;             /**< what the plan `covers` reads is mapped */
+    digest covers;          /**< id of a path_plan; zeros: anything */
+    ipc_mapping **mappings; /**< one a region; NULL: nothing has read it yet */
 } ipc_view;
 
 /** A rank's regions, as kernels read them. */
@@ -30,7 +32,7 @@ typedef struct ipc_regions {
 
 /** The regions as @p device sees them, NULL: not mapped for it. */
 const ipc_view *ipc_view_of(const ipc_regions *r, int device);
-/** Lets go of its first @p n mappings. */
+/** Lets go of its first @p n mappings, as far as there are. */
 void ipc_view_drop(ipc_view *view, uint32_t n);
 /** Of a hold: lets go of all, and frees it. */
 void ipc_regions_drop(fanin_client *client, size_t peer, path_hold *hold);

@@ -10,6 +10,8 @@
 
 /* A kernel on a healthy path takes microseconds. */
 #define PROBE_MS 3000
+/* Allocations that are mapped at a time. */
+#define MAP_THREADS 8
 
 /* Kernels of one device that are to read one rank's regions. */
 typedef struct reading {
@@ -18,7 +20,7 @@ typedef struct reading {
     ipc_regions *shard;
     uint32_t rank;
     int device;
-    work_stop *stop;
+    bool fresh; /* the rank's path is not decided yet */
 } reading;
 
 /* -------------------------------------------------------------- remote keys */
@@ -98,32 +100,99 @@ static fanin_status check_reach(const reading *r, fanin_error *error)
 
 /* ------------------------------------------------------------------ mapping */
 
-static fanin_status map_regions(const reading *r, fanin_error *error)
+/* Marks the regions of the first arena that the plan reads from the peer. */
+static void mark_read(const path_plan *p, size_t peer, bool *marks)
 {
-    fanin_client *client = r->round->client;
+    size_t s = 0;
+    while (s < p->n_sources && p->peer_of[s] != peer)
+        s++;
+    for (uint64_t i = 0; s < p->n_sources && i < p->plan->ranks[s].n_pieces; i++) {
+        const piece *pieces = p->plan->ranks[s].pieces;
+        box_place place;
+        if (i > 0 && pieces[i].box == pieces[i - 1].box)
+            continue;
+        box_table_get(p->sources[s].boxes, pieces[i].box, NULL, NULL, &place);
+        marks[place.region] = true;
+    }
+}
+
+static ipc_view *view_for(const reading *r)
+{
+    return (ipc_view *)ipc_view_of(r->shard, r->device);
+}
+
+static digest plan_id(const path_round *r)
+{
+    return r->goal->plan ? r->goal->plan->id : (digest){0};
+}
+
+/* Whether all is mapped that the plan reads. */
+static bool is_covered(const reading *r)
+{
+    const ipc_view *view = ipc_view_of(r->shard, r->device);
+    digest id = plan_id(r->round);
+    return view && view->whole && digest_equal(&view->covers, &id);
+}
+
+static fanin_status need_view(const reading *r, fanin_error *error)
+{
     ipc_regions *s = r->shard;
-    const msg_hello_ok *hello = connection_peer(client->peers[r->index].control);
+    if (view_for(r))
+        return FANIN_OK;
+    ipc_view view = {.device = r->device};
     if (!array_reserve(&s->views, &s->view_capacity, s->n_views + 1, sizeof *s->views))
         return error_set_memory(error);
-    ipc_view view = {.device = r->device};
     view.mappings = calloc((size_t)s->regions->count + 1, sizeof *view.mappings);
     if (!view.mappings)
         return error_set_memory(error);
-    uint64_t started = clock_ns();
-    fanin_status status = FANIN_OK;
+    s->views[s->n_views++] = view;
+    return FANIN_OK;
+}
+
+/* Takes those of the rank's regions that the plan reads, in any arena that a lease may name. */
+static fanin_status take_regions(const reading *r, fanin_error *error)
+{
+    fanin_client *client = r->round->client;
+    const ipc_regions *s = r->shard;
+    const path_plan *plan = r->round->goal->plan;
+    const msg_hello_ok *hello = connection_peer(client->peers[r->index].control);
+    uint32_t n = box_table_regions(r->round->publication->shards[r->index].boxes);
+    fanin_status status = need_view(r, error);
+    if (status != FANIN_OK)
+        return status;
+    ipc_view *view = view_for(r);
+    bool *read = calloc((size_t)n + 1, sizeof *read);
+    if (!read)
+        return error_set_memory(error);
+    if (plan)
+        mark_read(plan, r->index, read);
     for (uint32_t i = 0; i < s->regions->count && status == FANIN_OK; i++) {
-        if (work_stopped_after(r->stop, WORK_STEPS))
-            status = work_broken_off(r->stop, "connect", "memory was mapped", error);
-        else
-            status = ipc_map_open(client->devices->map, r->device, hello->incarnation,
-                                  &s->keys[i], &view.mappings[i], error);
-        if (status != FANIN_OK)
-            ipc_view_drop(&view, i);
+        bool wanted = !plan || (n > 0 && read[i % n]);
+        if (wanted && !view->mappings[i])
+            status = ipc_map_take(client->devices->map, r->device, hello->incarnation,
+                                  &s->keys[i], &view->mappings[i], error);
     }
-    r->round->goal->map_ns += clock_ns() - started;
-    if (status == FANIN_OK)
-        s->views[s->n_views++] = view;
+    free(read);
     return status;
+}
+
+/* The path is given up: what was taken for the device is let go. */
+static void drop_view(const reading *r)
+{
+    ipc_regions *s = r->shard;
+    ipc_view *view = view_for(r);
+    if (!view)
+        return;
+    ipc_view_drop(view, s->regions->count);
+    *view = s->views[--s->n_views];
+}
+
+static fanin_status take(const reading *r, fanin_error *error)
+{
+    if (is_covered(r))
+        return FANIN_OK;
+    fanin_status status = check_reach(r, error);
+    return status == FANIN_OK ? take_regions(r, error) : status;
 }
 
 void ipc_leave_to_device(fanin_client *client)
@@ -133,14 +202,17 @@ void ipc_leave_to_device(fanin_client *client)
     device_memory_leave(d->memory);
 }
 
-/* Reads a few bytes from the first region; no lease is needed, they are thrown away. */
+/* Reads a few bytes from a region; no lease is needed, they are thrown away. */
 static fanin_status probe(const reading *r, fanin_error *error)
 {
     device_memory *memory = r->round->client->devices->memory;
     const ipc_regions *s = r->shard;
     const ipc_view *view = ipc_view_of(s, r->device);
     gpu_stream *stream = NULL;
-    if (s->regions->count == 0)
+    uint32_t i = 0;
+    while (i < s->regions->count && !view->mappings[i])
+        i++;
+    if (i == s->regions->count)
         return FANIN_OK;
     fanin_status status = device_memory_stream(memory, r->device, &stream, error);
     if (status != FANIN_OK)
@@ -149,8 +221,8 @@ static fanin_status probe(const reading *r, fanin_error *error)
     status = device_memory_landing(memory, &to, error);
     if (status != FANIN_OK)
         return status;
-    uint64_t length = s->regions->entries[0].length;
-    uint64_t from = ipc_mapping_base(view->mappings[0]) + s->keys[0].offset;
+    uint64_t length = s->regions->entries[i].length;
+    uint64_t from = ipc_mapping_base(view->mappings[i]) + s->keys[i].offset;
     if (length > LANDING_BYTES)
         length = LANDING_BYTES;
     status = gpu_copy(stream, to, (const void *)(uintptr_t)from, (size_t)length, error);
@@ -163,35 +235,41 @@ static fanin_status probe(const reading *r, fanin_error *error)
     return status;
 }
 
-static fanin_status read_by(const reading *r, bool fresh, fanin_error *error)
+/* After the opening: whether all that was taken is mapped, and can be read. */
+static fanin_status confirm(const reading *r, fanin_error *error)
 {
-    if (ipc_view_of(r->shard, r->device))
-        return FANIN_OK;
-    fanin_status status = check_reach(r, error);
-    if (status == FANIN_OK)
-        status = map_regions(r, error);
-    if (status == FANIN_OK && fresh)
+    fanin_status status = FANIN_OK;
+    if (is_covered(r))
+        return status;
+    ipc_view *view = view_for(r);
+    for (uint32_t i = 0; i < r->shard->regions->count && status == FANIN_OK; i++) {
+        if (view->mappings[i])
+            status = ipc_mapping_check(view->mappings[i], error);
+    }
+    if (status == FANIN_OK && r->fresh)
         status = probe(r, error);
+    view->whole = status == FANIN_OK;
+    view->covers = plan_id(r->round);
     return status;
 }
 
-/* All that the goal's devices need of one rank. */
-static fanin_status bring(path_round *r, size_t index, bool fresh, work_stop *stop,
-                          fanin_error *error)
+/* For all devices that the goal needs to read one rank. */
+static fanin_status for_devices(path_round *r, size_t index,
+                                fanin_status (*what)(const reading *, fanin_error *),
+                                fanin_error *error)
 {
     reading one = {.round = r,
                    .index = index,
                    .shard = kept_of(r, index),
                    .rank = connection_peer(r->client->peers[index].control)->rank,
-                   .stop = stop};
+                   .fresh =
+                       path_taken(r->publication, index)->path != FANIN_PATH_CUDA_IPC};
     fanin_status status = FANIN_OK;
-    for (size_t i = 0; i < r->n_devices && status == FANIN_OK; i++) {
-        one.device = r->devices[i];
-        status = read_by(&one, fresh, error);
-    }
-    if (status == FANIN_OK && r->host) {
-        one.device = r->goal->gather_device;
-        status = read_by(&one, fresh, error);
+    for (size_t i = 0; i < r->n_devices + r->host && status == FANIN_OK; i++) {
+        one.device = i < r->n_devices ? r->devices[i] : r->goal->gather_device;
+        status = what(&one, error);
+        if (status != FANIN_OK)
+            drop_view(&one);
     }
     return status;
 }
@@ -355,18 +433,23 @@ static fanin_status learn_keys(path_round *r, bool *mask, fanin_error *error)
     return status;
 }
 
+/* All ranks' mappings side by side. */
+static fanin_status open_taken(path_round *r, fanin_error *error)
+{
+    client_work work;
+    uint64_t started = clock_ns();
+    client_work_start(&work, r->client, r->at);
+    fanin_status status =
+        ipc_map_open(r->client->devices->map, MAP_THREADS, &work.stop, error);
+    r->goal->map_ns += clock_ns() - started;
+    return client_work_end(&work, status, error);
+}
+
 static fanin_status settle(path_round *r, size_t index, fanin_error *error)
 {
     fanin_error why = FANIN_ERROR_INIT;
     bool fresh = path_taken(r->publication, index)->path != FANIN_PATH_CUDA_IPC;
-    client_work work;
-    client_work_start(&work, r->client, r->at);
-    fanin_status status = bring(r, index, fresh, &work.stop, &why);
-    if (work.stop.stopped) { /* that says nothing about the path */
-        error_copy(error, &why);
-        return client_work_end(&work, status, error);
-    }
-    if (status != FANIN_OK)
+    if (for_devices(r, index, confirm, &why) != FANIN_OK)
         return path_give_up(r, index, why.message, error);
     if (fresh)
         path_choose(r, index, FANIN_PATH_CUDA_IPC,
@@ -374,18 +457,35 @@ static fanin_status settle(path_round *r, size_t index, fanin_error *error)
     return FANIN_OK;
 }
 
-static fanin_status try_all(path_round *r, bool *fresh, fanin_error *error)
+static fanin_status take_all(path_round *r, bool *mask, fanin_error *error)
 {
-    if (!gather_ranks(r, fresh))
+    fanin_status status = FANIN_OK;
+    for (size_t i = 0; i < r->client->n_peers && status == FANIN_OK; i++) {
+        fanin_error why = FANIN_ERROR_INIT;
+        if (!mask[i] || for_devices(r, i, take, &why) == FANIN_OK)
+            continue;
+        mask[i] = false;
+        status = path_give_up(r, i, why.message, error);
+    }
+    return status;
+}
+
+static fanin_status try_all(path_round *r, bool *mask, fanin_error *error)
+{
+    if (!gather_ranks(r, mask))
         return FANIN_OK;
     fanin_error why = FANIN_ERROR_INIT;
     if (need_cuda(r, &why) != FANIN_OK)
-        return path_give_up_all(r, fresh, why.message, error);
-    fanin_status status = learn_keys(r, fresh, error);
+        return path_give_up_all(r, mask, why.message, error);
+    fanin_status status = learn_keys(r, mask, error);
     if (status == FANIN_OK && r->host)
-        find_gather_device(r, fresh);
+        find_gather_device(r, mask);
+    if (status == FANIN_OK)
+        status = take_all(r, mask, error);
+    if (status == FANIN_OK)
+        status = open_taken(r, error);
     for (size_t i = 0; i < r->client->n_peers && status == FANIN_OK; i++) {
-        if (fresh[i])
+        if (mask[i])
             status = settle(r, i, error);
     }
     return status;

@@ -21,6 +21,7 @@ typedef struct path_goal {
     const memory_range *ranges;
     size_t n_ranges;
     uint8_t *base;
+    const struct path_plan *plan; /**< what is to be read; NULL: anything */
     int gather_device; /**< out: that collects what cuda_ipc brings to host memory; -1: none */
     uint64_t map_ns;   /**< out: spent on mapping other processes' memory */
     uint64_t table_ns; /**< out: spent on tables for kernels */
@@ -45,6 +46,7 @@ typedef struct path_reader path_reader;
 
 /** A plan, and who its sources are. */
 typedef struct path_plan {
+    digest id; /**< plans that are alike have one */
     plan *plan;
     plan_source *sources;
     size_t *peer_of;               /**< source -> peer */

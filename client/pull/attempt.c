@@ -200,6 +200,7 @@ static fanin_status prepare_paths(pull *p, fanin_error *error)
         status = look_at_ranges(p, error);
     info->plan_ns += lap(&clock);
     p->goal.base = p->base;
+    p->goal.plan = plan;
     if (status == FANIN_OK)
         status =
             path_prepare(client, p->publication, p->needed, &p->goal, p->at, error);

@@ -184,7 +184,7 @@ fanin_status plan_cache_make(plan_cache *cache, fanin_client *client,
         cache->lacks_rank = hole && status != FANIN_ERR_INCOMPLETE;
         return status;
     }
-    cache->made_from = from;
+    cache->made_from = cache->whole.plan.id = from;
     cache->valid = true;
     return FANIN_OK;
 }

@@ -57,6 +57,7 @@ static void describe(fanin_tensor *tensors, fanin_box *boxes, char names[][16],
 enum verb {
     COMMIT, /* the next step, in place */
     MOVE, /* to other memory, of the same addresses if that is free, and the next step */
+    SPLIT, /* the later half of the shards to an allocation of its own, and the next step */
     REMOVE,  /* the publication */
     RELEASE, /* its memory */
     AGAIN,   /* the publication, in new memory */
@@ -125,6 +126,26 @@ static int move(void)
     return commit();
 }
 
+static int split(void)
+{
+    static fanin_tensor tensors[SHARDS];
+    static fanin_box boxes[SHARDS];
+    static char names[SHARDS][16];
+    uint8_t *second = fake_cuda_alloc(0, SHARDS * BYTES, FAKE_CUDA_MALLOC);
+    CHECK(fanin_server_begin_update(server, "lora:0", &failure) == FANIN_OK);
+    describe(tensors, boxes, names, shards);
+    for (size_t i = SHARDS / 2; i < SHARDS; i++)
+        boxes[i].address = second + i * BYTES;
+    CHECK(fanin_server_put(server, "lora:0", tensors, SHARDS, true, &failure) ==
+          FANIN_OK);
+    step++;
+    write_shards();
+    memcpy(fake_cuda_alias(second), fake_cuda_alias(shards), SHARDS * BYTES);
+    memset((uint8_t *)fake_cuda_alias(shards) + SHARDS / 2 * BYTES, 0, BYTES);
+    CHECK(fanin_server_commit(server, "lora:0", step, NULL, &failure) == FANIN_OK);
+    return 0;
+}
+
 static int obey(enum verb verb)
 {
     fanin_server_stats stats = {.struct_size = sizeof stats};
@@ -133,6 +154,8 @@ static int obey(enum verb verb)
         return rewrite();
     case MOVE:
         return move();
+    case SPLIT:
+        return split();
     case REMOVE:
         CHECK(fanin_server_remove(server, "lora:0", NULL, &failure) == FANIN_OK);
         return 0;
@@ -239,7 +262,7 @@ typedef struct worker {
 static const trainer *served_by;
 static int parent;
 
-static fanin_status pull(worker *w)
+static fanin_status pull_some(worker *w, size_t first, size_t count)
 {
     static fanin_tensor tensors[SHARDS];
     static fanin_box boxes[SHARDS];
@@ -251,8 +274,8 @@ static fanin_status pull(worker *w)
         options.timeout_ms = w->timeout_ms;
     describe(tensors, boxes, names, w->memory);
     failure = (fanin_error)FANIN_ERROR_INIT;
-    fanin_status status =
-        fanin_client_pull(w->client, &options, tensors, SHARDS, &result, &failure);
+    fanin_status status = fanin_client_pull(w->client, &options, tensors + first, count,
+                                            &result, &failure);
     if (status == FANIN_OK) {
         fanin_result_get(result, &info);
         /* For CHECK() to print. */
@@ -264,16 +287,26 @@ static fanin_status pull(worker *w)
     return status;
 }
 
-static bool is_right(const worker *w)
+static fanin_status pull(worker *w)
+{
+    return pull_some(w, 0, SHARDS);
+}
+
+static bool are_right(const worker *w, size_t first, size_t count)
 {
     const uint8_t *bytes = fake_cuda_alias(w->memory);
-    for (uint64_t i = 0; i < SHARDS * BYTES; i++)
+    for (uint64_t i = first * BYTES; i < (first + count) * BYTES; i++)
         if (bytes[i] != byte_of(w->step, i))
             return false;
     return true;
 }
 
-static int begin(worker *w)
+static bool is_right(const worker *w)
+{
+    return are_right(w, 0, SHARDS);
+}
+
+static int join(worker *w)
 {
     fanin_client_config config;
     fanin_client_config_init(&config, sizeof config);
@@ -281,6 +314,12 @@ static int begin(worker *w)
     CHECK(fanin_client_create(&config, &w->client, &failure) == FANIN_OK);
     CHECK(fanin_client_connect(w->client, &address, 1, 10000, &failure) == FANIN_OK);
     w->memory = fake_cuda_alloc(w->device, SHARDS * BYTES, FAKE_CUDA_MALLOC);
+    return PASSED;
+}
+
+static int begin(worker *w)
+{
+    CHECK(join(w) == PASSED);
     CHECK(pull(w) == FANIN_OK && w->path == FANIN_PATH_CUDA_IPC && is_right(w));
     return PASSED;
 }
@@ -392,6 +431,38 @@ static void test_moved_shards(void **state)
     }
     assert_int_equal(finish(&w), PASSED);
     assert_true(ask(&t, TOLD) > 0); /* moving what a worker has mapped */
+    stop(&t);
+}
+
+/* Maps what is read, and keeps it; what is read later comes to it. */
+static int choose(void)
+{
+    for (int device = 0; device < 2; device++) {
+        worker w = {.device = device};
+        size_t half = SHARDS / 2;
+        CHECK(join(&w) == PASSED);
+        for (int i = 0; i < 2; i++) {
+            CHECK(pull_some(&w, half, half) == FANIN_OK && are_right(&w, half, half));
+            CHECK(w.path == FANIN_PATH_CUDA_IPC && open_mappings() == 1);
+        }
+        for (int i = 0; i < 2; i++) {
+            CHECK(pull_some(&w, 0, half) == FANIN_OK && are_right(&w, 0, half));
+            CHECK(w.path == FANIN_PATH_CUDA_IPC && open_mappings() == 2);
+        }
+        CHECK(pull(&w) == FANIN_OK && is_right(&w));
+        CHECK(w.path == FANIN_PATH_CUDA_IPC && open_mappings() == 2);
+        CHECK(end(&w) == PASSED);
+    }
+    return PASSED;
+}
+
+static void test_what_is_read_is_mapped(void **state)
+{
+    trainer t;
+    start(&t);
+    assert_int_equal(ask(&t, SPLIT), 0);
+    started w = start_worker(&t, choose);
+    assert_int_equal(finish(&w), PASSED);
     stop(&t);
 }
 
@@ -555,8 +626,12 @@ int main(int argc, char **argv)
     setenv("FANIN_CUDA_LIBRARY", getenv("FANIN_TEST_CUDA_LIBRARY"), 1);
     unsetenv("CUDA_VISIBLE_DEVICES");
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_moved_shards),     cmocka_unit_test(test_removed_shards),
-        cmocka_unit_test(test_paused_shards),    cmocka_unit_test(test_killed_worker),
+        cmocka_unit_test(test_moved_shards),
+        cmocka_unit_test(test_removed_shards),
+        cmocka_unit_test(test_what_is_read_is_mapped),
+        cmocka_unit_test(test_removed_shards),
+        cmocka_unit_test(test_paused_shards),
+        cmocka_unit_test(test_killed_worker),
         cmocka_unit_test(test_overtaken_reader),
     };
     if (argc > 1)

@@ -208,12 +208,13 @@ static void map_for(bench *b, uint32_t rank, int device)
     ipc_regions *s = &b->shards[rank];
     s->views = realloc(s->views, (s->n_views + 1) * sizeof *s->views);
     ipc_view *v = &s->views[s->n_views++];
-    v->device = device;
+    *v = (ipc_view){.device = device};
     v->mappings = calloc(2 * WORLD_REGIONS, sizeof *v->mappings);
     for (uint32_t k = 0; k < 2 * WORLD_REGIONS; k++)
-        assert_ok(ipc_map_open(b->client->devices->map, device, life, &s->keys[k],
+        assert_ok(ipc_map_take(b->client->devices->map, device, life, &s->keys[k],
                                &v->mappings[k], &error),
                   error);
+    assert_ok(ipc_map_open(b->client->devices->map, 2, NULL, &error), error);
 }
 
 static void cut_spans(bench *b)
@@ -623,12 +624,14 @@ static void mappings_are_shared_and_swept(void **state)
     fake_cuda_counts before, after;
     size_t n = ipc_map_count(map);
     fake_cuda_count(&before);
-    assert_ok(ipc_map_open(map, 0, life, &b.keys[0], &again, &error), error);
+    assert_ok(ipc_map_take(map, 0, life, &b.keys[0], &again, &error), error);
+    assert_ok(ipc_map_open(map, 2, NULL, &error), error);
     assert_ptr_equal(again, b.shards[0].views[0].mappings[0]);
     fake_cuda_count(&after);
     assert_int_equal(after.opens, before.opens);
     /* Another life of the process: whatever the handle says, it is other memory. */
-    assert_ok(ipc_map_open(map, 0, other, &b.keys[0], &later, &error), error);
+    assert_ok(ipc_map_take(map, 0, other, &b.keys[0], &later, &error), error);
+    assert_ok(ipc_map_open(map, 2, NULL, &error), error);
     assert_int_equal(ipc_map_count(map), n + 1);
     ipc_mapping_release(&later);
     ipc_mapping_release(&again);

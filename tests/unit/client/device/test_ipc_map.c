@@ -1,0 +1,234 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Which allocations are mapped, when, and how many at a time. The driver's part is played here. */
+#include "device/ipc_map.h"
+#include "error_set.h"
+#include "testing.h"
+
+#include <pthread.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+
+#define MOST 64
+
+fanin_status __wrap_gpu_map(gpu *g, int device, const uint8_t handle[GPU_HANDLE_SIZE],
+                            void **base_out, fanin_error *error);
+void __wrap_gpu_unmap(gpu *g, int device, void *base);
+
+/* What the driver has been asked, and how it answers. */
+static struct {
+    pthread_mutex_t lock;
+    pthread_cond_t came;
+    unsigned inside, together; /* who is there; who goes on only with so many others */
+    unsigned opens, closes;
+    unsigned refuses[MOST]; /* by handle: so many times */
+    bool open[MOST];
+} driver = {.lock = PTHREAD_MUTEX_INITIALIZER, .came = PTHREAD_COND_INITIALIZER};
+
+static uint8_t memory[MOST];
+
+static void wait_for_others(void)
+{
+    struct timespec until;
+    clock_gettime(CLOCK_REALTIME, &until);
+    until.tv_sec += 20;
+    driver.inside++;
+    pthread_cond_broadcast(&driver.came);
+    while (driver.inside < driver.together)
+        if (pthread_cond_timedwait(&driver.came, &driver.lock, &until) != 0)
+            abort(); /* nobody comes: not side by side */
+}
+
+fanin_status __wrap_gpu_map(gpu *g, int device, const uint8_t handle[GPU_HANDLE_SIZE],
+                            void **base_out, fanin_error *error)
+{
+    (void)g;
+    (void)device;
+    unsigned which = handle[0];
+    fanin_status status = FANIN_OK;
+    pthread_mutex_lock(&driver.lock);
+    driver.opens++;
+    if (driver.together > 0)
+        wait_for_others();
+    if (driver.refuses[which] > 0) {
+        driver.refuses[which]--;
+        status =
+            error_set(error, FANIN_ERR_TRANSPORT, NULL, "handle %u is refused", which);
+    } else {
+        driver.open[which] = true;
+        *base_out = &memory[which];
+    }
+    pthread_mutex_unlock(&driver.lock);
+    return status;
+}
+
+void __wrap_gpu_unmap(gpu *g, int device, void *base)
+{
+    (void)g;
+    (void)device;
+    driver.closes++;
+    driver.open[(uint8_t *)base - memory] = false;
+}
+
+static ipc_map *map;
+static ipc_mapping *taken[MOST];
+
+static int set_up(void **state)
+{
+    driver.inside = driver.together = driver.opens = driver.closes = 0;
+    memset(driver.refuses, 0, sizeof driver.refuses);
+    memset(taken, 0, sizeof taken);
+    map = ipc_map_create(NULL);
+    return map ? 0 : -1;
+}
+
+static int tear_down(void **state)
+{
+    ipc_map_destroy(&map);
+    for (unsigned i = 0; i < MOST; i++)
+        assert_false(driver.open[i]);
+    return 0;
+}
+
+static ipc_mapping *take(unsigned which)
+{
+    static const uint8_t life[16] = {1};
+    fanin_error error = FANIN_ERROR_INIT;
+    ipc_key key = {.handle = {(uint8_t)which}, .length = 4096};
+    ipc_mapping *out = NULL;
+    assert_ok(ipc_map_take(map, 0, life, &key, &out, &error), error);
+    return out;
+}
+
+static void take_all(unsigned n)
+{
+    for (unsigned i = 0; i < n; i++)
+        taken[i] = take(i);
+}
+
+static void open_by(unsigned threads)
+{
+    fanin_error error = FANIN_ERROR_INIT;
+    assert_ok(ipc_map_open(map, threads, NULL, &error), error);
+}
+
+static void expect_mapped(unsigned which)
+{
+    fanin_error error = FANIN_ERROR_INIT;
+    assert_ok(ipc_mapping_check(taken[which], &error), error);
+    assert_int_equal(ipc_mapping_base(taken[which]), (uintptr_t)&memory[which]);
+}
+
+static void nothing_is_mapped_twice(void **state)
+{
+    fanin_error error = FANIN_ERROR_INIT;
+    take_all(3);
+    assert_ptr_equal(take(1), taken[1]);
+    assert_int_equal(driver.opens, 0);
+    assert_int_equal(ipc_map_count(map), 0);
+    assert_true(ipc_mapping_check(taken[0], &error) != FANIN_OK);
+    open_by(4);
+    open_by(4);
+    assert_int_equal(driver.opens, 3);
+    assert_int_equal(ipc_map_count(map), 3);
+    for (unsigned i = 0; i < 3; i++)
+        expect_mapped(i);
+    ipc_mapping_release(&taken[0]);
+    ipc_mapping_release(&taken[1]); /* once of two */
+    ipc_map_sweep(map);
+    assert_int_equal(driver.closes, 1);
+    assert_int_equal(ipc_map_count(map), 2);
+}
+
+/* Every one of them waits in the driver until all are there. */
+static void mapped_side_by_side(void **state)
+{
+    driver.together = 8;
+    take_all(8);
+    open_by(8);
+    assert_int_equal(driver.inside, 8);
+    assert_int_equal(driver.opens, 8);
+}
+
+static void one_thread_does_all(void **state)
+{
+    take_all(MOST);
+    open_by(1);
+    assert_int_equal(driver.opens, MOST);
+    open_by(0);
+    assert_int_equal(driver.opens, MOST);
+}
+
+/* Older memory may be in the way: it is swept, and only what was refused is tried again. */
+static void what_is_refused_once_is_tried_again(void **state)
+{
+    take_all(5);
+    open_by(2);
+    ipc_mapping_release(&taken[0]);
+    taken[5] = take(5);
+    taken[6] = take(6);
+    driver.refuses[5] = 1;
+    open_by(2);
+    assert_int_equal(driver.closes, 1);
+    assert_int_equal(driver.opens, 8);
+    expect_mapped(5);
+    expect_mapped(6);
+}
+
+static void each_tells_why_it_is_not_mapped(void **state)
+{
+    fanin_error error = FANIN_ERROR_INIT;
+    driver.refuses[2] = 2;
+    take_all(4);
+    open_by(3);
+    assert_int_equal(ipc_mapping_check(taken[2], &error), FANIN_ERR_TRANSPORT);
+    assert_string_equal(error.message, "handle 2 is refused");
+    for (unsigned i = 0; i < 4; i++)
+        if (i != 2)
+            expect_mapped(i);
+    /* Who still holds it later finds it mapped. */
+    open_by(3);
+    expect_mapped(2);
+}
+
+static void what_is_let_go_is_not_mapped(void **state)
+{
+    take_all(2);
+    ipc_mapping_release(&taken[1]);
+    open_by(2);
+    assert_int_equal(driver.opens, 1);
+    assert_false(driver.open[1]);
+}
+
+static bool at_once(void *cookie)
+{
+    (void)cookie;
+    return true;
+}
+
+static void stopped_before_the_first(void **state)
+{
+    fanin_error error = FANIN_ERROR_INIT;
+    work_stop stop = {.fn = at_once};
+    take_all(3);
+    assert_int_equal(ipc_map_open(map, 1, &stop, &error), FANIN_ERR_TIMEOUT);
+    assert_int_equal(driver.opens, 0);
+    open_by(1);
+    assert_int_equal(driver.opens, 3);
+}
+
+#define CASE(name) cmocka_unit_test_setup_teardown(name, set_up, tear_down)
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {
+        CASE(nothing_is_mapped_twice),
+        CASE(mapped_side_by_side),
+        CASE(one_thread_does_all),
+        CASE(what_is_refused_once_is_tried_again),
+        CASE(each_tells_why_it_is_not_mapped),
+        CASE(what_is_let_go_is_not_mapped),
+        CASE(stopped_before_the_first),
+    };
+    return cmocka_run_group_tests_name("ipc_map", tests, NULL, NULL);
+}
