@@ -11,6 +11,7 @@
 #include "block.h"
 #include "buffer.h"
 #include "digest.h"
+#include "key_set.h"
 #include "work_stop.h"
 #include <fanin/types.h>
 
@@ -66,7 +67,9 @@ typedef enum box_rule {
     BOXES_CHUNK = 1,
 } box_rule;
 
-typedef struct box_table box_table; /* opaque: 16 bytes a box under BOXES_CHUNK */
+/** Opaque: 16 bytes a box under BOXES_CHUNK. Of all keys, or a part: of some. A part knows the boxes
+    of its keys, by the numbers that they have among all. */
+typedef struct box_table box_table;
 
 /** What the server gives to the encoder: non-empty boxes in key order, then the order in
     which the shard lists them. key: index into the key table. */
@@ -83,21 +86,38 @@ void box_table_encode(buffer *out, const key_entry *keys, uint32_t n_keys,
                       const box_record *boxes, uint64_t n_boxes, uint32_t rank,
                       uint32_t world_size);
 
-/** Untrusted bytes against a key table (which must outlive the result). Every box lies
-    inside its tensor, is not empty, and offset + extent of its bytes does not overflow. */
+/** Appends the canonical blob of a part: of @p wanted, which the table has all of. @p wanted is
+    not empty. */
+void box_table_encode_part(buffer *out, const box_table *table, const key_set *wanted);
+
+/** Untrusted bytes, of a whole table or a part, against a key table (which must outlive the
+    result). Every box lies inside its tensor, is not empty, and offset + extent of its bytes does
+    not overflow. */
 fanin_status box_table_decode(const uint8_t *blob, size_t size, const key_table *keys,
                               work_stop *stop, box_table **out, fanin_error *error);
 void box_table_free(box_table **table);
 
+/** The keys whose boxes are known. False: no memory, and *out is empty. */
+bool box_table_keys(const box_table *table, key_set *out);
+/** Whether all keys' are. */
+bool box_table_is_whole(const box_table *table);
+/** Puts the boxes of @p more, of other keys of the same rank, into *table. Both go, whatever comes of
+    it; *table is the new one. FANIN_ERR_PROTOCOL: the two contradict each other; FANIN_ERR_MEMORY;
+    then *table is NULL. */
+fanin_status box_table_join(box_table **table, box_table *more, fanin_error *error);
+
+/** Boxes that are known: of all keys, those numbered 0 .. count - 1. */
 uint64_t box_table_count(const box_table *table);
 box_rule box_table_rule(const box_table *table, uint32_t *dim_out, uint32_t *world_out,
                         uint32_t *index_out); /**< outs may be NULL */
-/** Box @p ordinal; any out may be NULL. */
+/** Box @p ordinal, of a key that is known; any out may be NULL. */
 void box_table_get(const box_table *table, uint64_t ordinal, uint32_t *key_out,
                    block *block_out, box_place *place_out);
-/** First ordinal of @p key and how many follow (0: none). O(1) or O(log n). */
+/** First ordinal of @p key and how many follow (0: none, or not known). O(log n). */
 uint64_t box_table_of_key(const box_table *table, uint32_t key, uint64_t *count_out);
-/** 1 + highest region id, 0: none */
+/** The same of neighbouring keys, all of which are known: their boxes have neighbouring numbers. */
+uint64_t box_table_of_keys(const box_table *table, key_range keys, uint64_t *count_out);
+/** 1 + highest region id of the boxes that are known, 0: none */
 uint32_t box_table_regions(const box_table *table);
 
 /* --------------------------------------------------------------- regions */

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "array.h"
 #include "box_place.h"
+#include "box_table.h"
 #include "catalog.h"
 #include "cursor.h"
 #include "error_set.h"
@@ -11,25 +12,6 @@
 
 #define BOX_BYTES_MIN 3 /* of an explicit box: key, block, place */
 #define WORLD_MAX 65536
-#define WITH_STRIDES (UINT64_C(1) << 63)
-
-typedef struct box_slot {
-    uint32_t key, region;
-    uint64_t offset;
-} box_slot;
-
-struct box_table {
-    const key_table *keys;
-    box_rule rule;
-    uint32_t dim, world, index; /* of a chunk rule */
-    uint32_t regions;
-    uint64_t count;
-    box_slot *slots; /* ascending by key */
-    /* Explicit boxes: where in words a box's offsets, extents and, if the position has
-       WITH_STRIDES, strides begin. */
-    uint64_t *positions;
-    uint64_t *words;
-};
 
 typedef struct box_reader {
     cursor in;
@@ -38,6 +20,7 @@ typedef struct box_reader {
     uint64_t all_offsets;
     buffer words;
     uint64_t index; /* of the box at work, for messages */
+    uint64_t next;  /* number that follows those of the runs so far */
     work_stop *stop;
     bool broken_off; /* out of memory, or stopped */
 } box_reader;
@@ -120,6 +103,78 @@ static void add_slot(box_table *t, uint32_t key, const box_place *place)
         (box_slot){.key = key, .region = place->region, .offset = place->offset};
 }
 
+/* Boxes of run @p i follow. Until then its ordinal is the step from the run before. */
+static bool open_run(box_reader *r, uint32_t i)
+{
+    box_run *run = &r->table->runs[i];
+    run->slot = r->table->count;
+    run->ordinal += r->next;
+    return run->ordinal <= LIMIT_BOXES ||
+           cursor_fail(&r->in, "boxes are numbered beyond the limit");
+}
+
+static void close_run(box_reader *r, uint32_t i)
+{
+    const box_run *run = &r->table->runs[i];
+    r->next = run->ordinal + (r->table->count - run->slot);
+}
+
+static bool read_runs(box_reader *r)
+{
+    box_table *t = r->table;
+    cursor *c = &r->in;
+    uint32_t at = 0, gap, n = 1;
+    if (t->part && (!cursor_u32(c, LIMIT_KEY_RANGES, &n) || n == 0))
+        return cursor_fail(c, "a part of no keys");
+    t->runs = calloc(n, sizeof *t->runs);
+    if (!t->runs)
+        return break_off(r);
+    t->n_runs = n;
+    if (!t->part) {
+        t->runs[0].keys.count = t->keys->count;
+        return true;
+    }
+    for (uint32_t i = 0; i < n; i++) {
+        key_range *keys = &t->runs[i].keys;
+        if (!cursor_u32(c, t->keys->count - at, &gap) ||
+            !cursor_u32(c, t->keys->count - at - gap, &keys->count) ||
+            !cursor_uint(c, LIMIT_BOXES, &t->runs[i].ordinal))
+            return false;
+        if (keys->count == 0 || (i > 0 && gap == 0))
+            return cursor_fail(c, "ranges of keys that are empty or touch");
+        keys->first = at + gap;
+        at = keys->first + keys->count;
+    }
+    return true;
+}
+
+static uint64_t count_keys(const box_table *t)
+{
+    uint64_t count = 0;
+    for (uint32_t i = 0; i < t->n_runs; i++)
+        count += t->runs[i].keys.count;
+    return count;
+}
+
+static bool read_chunk(box_reader *r, uint32_t key)
+{
+    box_table *t = r->table;
+    const key_entry *e = &t->keys->entries[key];
+    box_place place;
+    if (work_stopped(r->stop))
+        return break_off(r);
+    if (e->n_dims <= t->dim)
+        return cursor_fail(&r->in, "a chunk rule on a dimension that a key lacks");
+    block b = block_chunk(e->n_dims, e->shape, t->dim, t->world, t->index);
+    if (block_is_empty(&b))
+        return true;
+    r->index = t->count;
+    if (!read_place(r, e, &b, &place))
+        return false;
+    add_slot(t, key, &place);
+    return true;
+}
+
 static bool read_chunks(box_reader *r)
 {
     box_table *t = r->table;
@@ -130,23 +185,19 @@ static bool read_chunks(box_reader *r)
         return false;
     if (t->index >= t->world || t->keys->count == 0)
         return cursor_fail(c, "a chunk rule that makes no sense");
-    t->slots = malloc((size_t)t->keys->count * sizeof *t->slots);
+    if (!read_runs(r))
+        return false;
+    t->slots = malloc((size_t)count_keys(t) * sizeof *t->slots);
     if (!t->slots)
         return break_off(r);
-    for (uint32_t key = 0; key < t->keys->count; key++) {
-        const key_entry *e = &t->keys->entries[key];
-        box_place place;
-        if (work_stopped(r->stop))
-            return break_off(r);
-        if (e->n_dims <= t->dim)
-            return cursor_fail(c, "a chunk rule on a dimension that a key lacks");
-        block b = block_chunk(e->n_dims, e->shape, t->dim, t->world, t->index);
-        if (block_is_empty(&b))
-            continue;
-        r->index = t->count;
-        if (!read_place(r, e, &b, &place))
+    for (uint32_t i = 0; i < t->n_runs; i++) {
+        const key_range *keys = &t->runs[i].keys;
+        if (!open_run(r, i))
             return false;
-        add_slot(t, key, &place);
+        for (uint32_t key = keys->first; key < keys->first + keys->count; key++)
+            if (!read_chunk(r, key))
+                return false;
+        close_run(r, i);
     }
     /* Of a small adapter on a large world most chunks are empty. */
     array_shrink(&t->slots, t->count, sizeof *t->slots);
@@ -186,13 +237,50 @@ static void keep_words(box_reader *r, const block *b, const box_place *place)
     r->table->positions[r->table->count] = position;
 }
 
+/* Moves on to the run that has the key. */
+static bool find_run(box_reader *r, uint32_t key, uint32_t *run)
+{
+    const box_table *t = r->table;
+    while (key - t->runs[*run].keys.first >= t->runs[*run].keys.count) {
+        bool behind = key > t->runs[*run].keys.first;
+        if (!behind || *run + 1 == t->n_runs)
+            return cursor_fail(&r->in, "a box of a key that is not in the part");
+        close_run(r, *run);
+        if (!open_run(r, ++*run))
+            return false;
+    }
+    return true;
+}
+
+static bool read_box(box_reader *r, uint32_t *key, uint32_t *run)
+{
+    box_table *t = r->table;
+    cursor *c = &r->in;
+    uint32_t step;
+    block b;
+    box_place place;
+    if (work_stopped(r->stop))
+        return break_off(r);
+    if (!cursor_u32(c, UINT32_MAX, &step))
+        return false;
+    if (*key >= t->keys->count || step >= t->keys->count - *key)
+        return cursor_fail(c, "a box of a key that is not there");
+    *key += step;
+    if (!find_run(r, *key, run) || !read_block(r, &t->keys->entries[*key], &b) ||
+        !read_place(r, &t->keys->entries[*key], &b, &place))
+        return false;
+    keep_words(r, &b, &place);
+    add_slot(t, *key, &place);
+    return true;
+}
+
 static bool read_explicit(box_reader *r)
 {
     box_table *t = r->table;
     cursor *c = &r->in;
     uint64_t count;
-    uint32_t key = 0, step;
-    if (!cursor_uint(c, LIMIT_BOXES, &count))
+    uint32_t key = 0, run = 0;
+    if (!cursor_uint(c, LIMIT_BOXES, &count) || !read_runs(r) || !open_run(r, 0))
         return false;
     if (count > cursor_left(c) / BOX_BYTES_MIN)
         return cursor_fail(c, "more boxes are announced than bytes are there");
@@ -200,37 +288,30 @@ static bool read_explicit(box_reader *r)
     t->positions = malloc((size_t)(count + 1) * sizeof *t->positions);
     if (!t->slots || !t->positions || !buffer_reserve(&r->words, sizeof *t->words))
         return break_off(r);
-    for (r->index = 0; r->index < count; r->index++) {
-        block b;
-        box_place place;
-        if (work_stopped(r->stop))
-            return break_off(r);
-        if (!cursor_u32(c, UINT32_MAX, &step))
+    for (r->index = 0; r->index < count; r->index++)
+        if (!read_box(r, &key, &run))
             return false;
-        if (key >= t->keys->count || step >= t->keys->count - key)
-            return cursor_fail(c, "a box of a key that is not there");
-        key += step;
-        if (!read_block(r, &t->keys->entries[key], &b) ||
-            !read_place(r, &t->keys->entries[key], &b, &place))
+    for (close_run(r, run); run + 1 < t->n_runs; close_run(r, run))
+        if (!open_run(r, ++run))
             return false;
-        keep_words(r, &b, &place);
-        add_slot(t, key, &place);
-    }
     if (r->words.failed)
         return break_off(r);
+    t->n_words = r->words.size / sizeof *t->words;
     t->words = (uint64_t *)(void *)r->words.data;
     r->words = (buffer){0};
+    array_shrink(&t->words, t->n_words + 1, sizeof *t->words);
     return true;
 }
 
 static bool read_table(box_reader *r)
 {
     uint32_t rule;
-    if (!cursor_u32(&r->in, BOXES_CHUNK, &rule) ||
+    if (!cursor_u32(&r->in, RULE_PART + BOXES_CHUNK, &rule) ||
         !cursor_u32(&r->in, PLACE_SHIFT_MAX, &r->places.shift))
         return false;
-    r->table->rule = (box_rule)rule;
-    if (!(rule == BOXES_CHUNK ? read_chunks(r) : read_explicit(r)))
+    r->table->part = rule >= RULE_PART;
+    r->table->rule = (box_rule)(rule % RULE_PART);
+    if (!(r->table->rule == BOXES_CHUNK ? read_chunks(r) : read_explicit(r)))
         return false;
     if (r->places.shift != place_shift(r->all_offsets))
         return cursor_fail(&r->in, "the alignment is not that of the offsets");
@@ -272,6 +353,7 @@ void box_table_free(box_table **table)
 {
     if (!table || !*table)
         return;
+    free((*table)->runs);
     free((*table)->slots);
     free((*table)->positions);
     free((*table)->words);
@@ -298,7 +380,7 @@ box_rule box_table_rule(const box_table *table, uint32_t *dim_out, uint32_t *wor
     return table->rule;
 }
 
-static void get_block(const box_table *table, uint64_t ordinal, const key_entry *key,
+static void get_block(const box_table *table, uint64_t slot, const key_entry *key,
                       block *out)
 {
     if (table->rule == BOXES_CHUNK) {
@@ -306,7 +388,7 @@ static void get_block(const box_table *table, uint64_t ordinal, const key_entry 
                            table->index);
         return;
     }
-    const uint64_t *words = table->words + (table->positions[ordinal] & ~WITH_STRIDES);
+    const uint64_t *words = table->words + (table->positions[slot] & ~WITH_STRIDES);
     *out = (block){.n_dims = key->n_dims};
     for (uint32_t dim = 0; dim < key->n_dims; dim++) {
         out->offset[dim] = words[dim];
@@ -314,34 +396,49 @@ static void get_block(const box_table *table, uint64_t ordinal, const key_entry 
     }
 }
 
-static void get_place(const box_table *table, uint64_t ordinal, const key_entry *key,
+static void get_place(const box_table *table, uint64_t slot, const key_entry *key,
                       box_place *out)
 {
-    const box_slot *slot = &table->slots[ordinal];
-    *out = (box_place){.region = slot->region, .offset = slot->offset, .packed = true};
-    if (table->rule == BOXES_CHUNK || !(table->positions[ordinal] & WITH_STRIDES))
+    const box_slot *at = &table->slots[slot];
+    *out = (box_place){.region = at->region, .offset = at->offset, .packed = true};
+    if (table->rule == BOXES_CHUNK || !(table->positions[slot] & WITH_STRIDES))
         return;
-    const uint64_t *words = table->words + (table->positions[ordinal] & ~WITH_STRIDES);
+    const uint64_t *words = table->words + (table->positions[slot] & ~WITH_STRIDES);
     out->packed = false;
     for (uint32_t dim = 0; dim < key->n_dims; dim++)
         out->stride[dim] = (int64_t)words[2 * key->n_dims + dim];
 }
 
+/* The run that has the box; a whole table has one. */
+static const box_run *run_of(const box_table *table, uint64_t ordinal)
+{
+    uint32_t low = 0, high = table->n_runs;
+    while (high - low > 1) {
+        uint32_t middle = low + (high - low) / 2;
+        if (table->runs[middle].ordinal <= ordinal)
+            low = middle;
+        else
+            high = middle;
+    }
+    return &table->runs[low];
+}
+
 void box_table_get(const box_table *table, uint64_t ordinal, uint32_t *key_out,
                    block *block_out, box_place *place_out)
 {
-    const box_slot *slot = &table->slots[ordinal];
-    const key_entry *key = &table->keys->entries[slot->key];
+    const box_run *run = run_of(table, ordinal);
+    uint64_t at = run->slot + (ordinal - run->ordinal);
+    uint32_t number = table->slots[at].key;
+    const key_entry *key = &table->keys->entries[number];
     if (key_out)
-        *key_out = slot->key;
+        *key_out = number;
     if (block_out)
-        get_block(table, ordinal, key, block_out);
+        get_block(table, at, key, block_out);
     if (place_out)
-        get_place(table, ordinal, key, place_out);
+        get_place(table, at, key, place_out);
 }
 
-/* The first slot whose key is not below @p key. */
-static uint64_t lower_bound(const box_table *table, uint64_t key)
+uint64_t box_table_slot_of_key(const box_table *table, uint64_t key)
 {
     uint64_t low = 0, high = table->count;
     while (low < high) {
@@ -354,12 +451,40 @@ static uint64_t lower_bound(const box_table *table, uint64_t key)
     return low;
 }
 
+/* The run that has all of those keys; NULL: none, so that they are not all known. */
+static const box_run *run_of_keys(const box_table *table, key_range keys)
+{
+    uint32_t low = 0, high = table->n_runs;
+    while (high - low > 1) {
+        uint32_t middle = low + (high - low) / 2;
+        if (table->runs[middle].keys.first <= keys.first)
+            low = middle;
+        else
+            high = middle;
+    }
+    const box_run *run = &table->runs[low];
+    bool there = low < table->n_runs && keys.first >= run->keys.first &&
+                 (uint64_t)keys.first + keys.count <=
+                     (uint64_t)run->keys.first + run->keys.count;
+    return there ? run : NULL;
+}
+
+uint64_t box_table_of_keys(const box_table *table, key_range keys, uint64_t *count_out)
+{
+    const box_run *run = run_of_keys(table, keys);
+    uint64_t first = 0, end = 0;
+    if (run) {
+        first = box_table_slot_of_key(table, keys.first);
+        end = box_table_slot_of_key(table, (uint64_t)keys.first + keys.count);
+    }
+    if (count_out)
+        *count_out = end - first;
+    return run ? run->ordinal + (first - run->slot) : 0;
+}
+
 uint64_t box_table_of_key(const box_table *table, uint32_t key, uint64_t *count_out)
 {
-    uint64_t first = lower_bound(table, key);
-    if (count_out)
-        *count_out = lower_bound(table, (uint64_t)key + 1) - first;
-    return first;
+    return box_table_of_keys(table, (key_range){key, 1}, count_out);
 }
 
 uint32_t box_table_regions(const box_table *table)

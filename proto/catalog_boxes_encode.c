@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "box_place.h"
+#include "box_table.h"
 #include "catalog.h"
 #include "pack.h"
 
@@ -124,6 +125,83 @@ void box_table_encode(buffer *out, const key_entry *keys, uint32_t n_keys,
             last_key = boxes[i].key;
         }
         pack_place(out, state, &list, &boxes[i]);
+    }
+    free(state);
+}
+
+/* -------------------------------------------------------------------- a part */
+
+static void get_record(const box_table *table, uint64_t ordinal, box_record *out)
+{
+    box_table_get(table, ordinal, &out->key, &out->block, &out->place);
+}
+
+/* The boxes of a part, and the alignment of their offsets. */
+static uint64_t survey(const box_table *table, const key_set *wanted,
+                       uint32_t *shift_out)
+{
+    uint64_t boxes = 0, offsets = 0, n;
+    for (size_t i = 0; i < wanted->n; i++) {
+        uint64_t first = box_table_of_keys(table, wanted->ranges[i], &n);
+        for (uint64_t ordinal = first; ordinal < first + n; ordinal++) {
+            box_record box;
+            get_record(table, ordinal, &box);
+            offsets |= box.place.offset;
+        }
+        boxes += n;
+    }
+    *shift_out = place_shift(offsets);
+    return boxes;
+}
+
+static void pack_runs(buffer *out, const box_table *table, const key_set *wanted)
+{
+    uint64_t at = 0, next = 0, n;
+    pack_uint(out, wanted->n);
+    for (size_t i = 0; i < wanted->n; i++) {
+        const key_range *keys = &wanted->ranges[i];
+        uint64_t first = box_table_of_keys(table, *keys, &n);
+        pack_uint(out, keys->first - at);
+        pack_uint(out, keys->count);
+        pack_uint(out, first - next);
+        at = (uint64_t)keys->first + keys->count;
+        next = first + n;
+    }
+}
+
+void box_table_encode_part(buffer *out, const box_table *table, const key_set *wanted)
+{
+    box_list list = {.keys = table->keys->entries, .n_keys = table->keys->count};
+    bool chunks = table->rule == BOXES_CHUNK;
+    uint32_t last_key = 0;
+    place_state *state = calloc(1, sizeof *state);
+    if (!state) {
+        out->failed = true;
+        return;
+    }
+    uint64_t boxes = survey(table, wanted, &state->shift), n;
+    pack_uint(out, (uint32_t)table->rule + RULE_PART);
+    pack_uint(out, state->shift);
+    if (chunks) {
+        pack_uint(out, table->dim);
+        pack_uint(out, table->world);
+        pack_uint(out, table->index);
+    } else {
+        pack_uint(out, boxes);
+    }
+    pack_runs(out, table, wanted);
+    for (size_t i = 0; i < wanted->n; i++) {
+        uint64_t first = box_table_of_keys(table, wanted->ranges[i], &n);
+        for (uint64_t ordinal = first; ordinal < first + n; ordinal++) {
+            box_record box;
+            get_record(table, ordinal, &box);
+            if (!chunks) {
+                pack_uint(out, box.key - last_key);
+                pack_block(out, &box.block);
+                last_key = box.key;
+            }
+            pack_place(out, state, &list, &box);
+        }
     }
     free(state);
 }

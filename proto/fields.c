@@ -98,7 +98,8 @@ TABLE(fields_list_entry, NAME(1, msg_list_entry, publication),
 
 TABLE(fields_keys, ID(2, msg_blob_request, digest), U64(5, msg_blob_request, offset));
 TABLE(fields_boxes, NAME(1, msg_blob_request, publication),
-      U64(3, msg_blob_request, catalog_version), U64(5, msg_blob_request, offset));
+      U64(3, msg_blob_request, catalog_version), U64(5, msg_blob_request, offset),
+      {6, FIELD_BYTES, false, AT(msg_blob_request, keys), 0, LIMIT_KEY_SET});
 TABLE(fields_regions, NAME(1, msg_blob_request, publication),
       U64(3, msg_blob_request, catalog_version),
       I32(4, msg_blob_request, path, WIRE_PATH_STREAM, WIRE_PATH_CUDA_IPC),

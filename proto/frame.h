@@ -68,8 +68,10 @@ static inline kind message_kind(unsigned type)
 #define LIMIT_READ_ENTRIES 4096
 #define LIMIT_METADATA (1 << 20)
 #define LIMIT_KEYS (1 << 20)
-#define LIMIT_NAMES (128 << 20) /**< bytes of all names of a key table */
-#define LIMIT_BOXES (1 << 22)   /**< a rank */
+#define LIMIT_NAMES (128 << 20)               /**< bytes of all names of a key table */
+#define LIMIT_BOXES (1 << 22)                 /**< a rank */
+#define LIMIT_KEY_RANGES 4096                 /**< of a request for boxes */
+#define LIMIT_KEY_SET (10 * LIMIT_KEY_RANGES) /**< bytes of them */
 #define LIMIT_PUBLICATIONS 4096
 #define LIMIT_UCX_ADDRESS 4096
 #define LIMIT_RKEY 1024

@@ -94,6 +94,8 @@ typedef struct msg_blob_request { /* MSG_KEYS, MSG_BOXES, MSG_REGIONS */
     uint64_t catalog_version;     /**< 0 for MSG_KEYS */
     int32_t path;                 /**< MSG_REGIONS only */
     uint64_t offset;
+    /** MSG_BOXES only: key_set_encode(); empty: of all keys; borrowed */
+    bytes_view keys;
 } msg_blob_request;
 
 typedef struct msg_blob_page { /* their replies */

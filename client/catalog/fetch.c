@@ -17,12 +17,27 @@ static void fail(fetch *f, fanin_status status, const char *what)
     --*f->left;
 }
 
+/* A rank that gives no part of its boxes is asked for all of them. */
+static bool refuses_parts(fetch *f, fanin_status status)
+{
+    if (f->request.keys.size == 0 || f->data.size > 0 ||
+        (status != FANIN_ERR_UNSUPPORTED && status != FANIN_ERR_ARGUMENT))
+        return false;
+    f->request.keys = (bytes_view){0};
+    f->error = (fanin_error)FANIN_ERROR_INIT;
+    return true;
+}
+
 static void on_page(void *cookie, connection *c, message_type type, body *b)
 {
     fetch *f = cookie;
     msg_blob_page page;
     if (type != (message_type)(f->type + 1)) {
-        connection_reply_error(c, "catalog", type, b, &f->error);
+        fanin_status status = connection_reply_error(c, "catalog", type, b, &f->error);
+        if (refuses_parts(f, status)) {
+            ask(f);
+            return;
+        }
         --*f->left;
         return;
     }
@@ -87,6 +102,9 @@ fanin_status fetch_all(fanin_client *client, fetch *fetches, size_t n, deadline 
 
 void fetch_free(fetch *fetches, size_t n)
 {
-    for (size_t i = 0; i < n; i++)
+    for (size_t i = 0; i < n; i++) {
+        key_set_free(&fetches[i].keys);
+        buffer_free(&fetches[i].ranges);
         buffer_free(&fetches[i].data);
+    }
 }

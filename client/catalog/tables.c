@@ -32,6 +32,7 @@ publication *tables_of(fanin_client *client, const char *name)
 static void drop_shard(shard_table *s)
 {
     box_table_free(&s->boxes);
+    key_set_free(&s->keys);
     *s = (shard_table){0};
 }
 
@@ -40,6 +41,8 @@ void tables_forget(publication *p)
     for (size_t i = 0; i < p->n_peers; i++)
         drop_shard(&p->shards[i]); /* box tables point into the key table */
     key_table_free(&p->keys);
+    key_set_free(&p->wanted);
+    p->n_needs = 0;
 }
 
 void tables_free_all(fanin_client *client)
@@ -185,7 +188,117 @@ static fanin_status sync_keys(fanin_client *client, publication *p,
     return FANIN_OK;
 }
 
+/* ------------------------------------------------------------ what is wanted */
+
+static digest name_all(void *cookie)
+{
+    (void)cookie;
+    return (digest){0};
+}
+
+static void mark_all(void *cookie, const key_table *keys, bool *marks)
+{
+    (void)cookie;
+    memset(marks, true, keys->count * sizeof *marks);
+}
+
+const key_need need_all = {.name = name_all, .mark = mark_all};
+
+bool tables_at_hand(const publication *p, size_t peer)
+{
+    const shard_table *s = &p->shards[peer];
+    return s->boxes && key_set_holds(&s->keys, &p->wanted);
+}
+
+static bool want_all(publication *p)
+{
+    key_set_free(&p->wanted);
+    return key_set_add(&p->wanted, 0, p->keys->count);
+}
+
+static bool wants_all(const publication *p)
+{
+    return key_set_count(&p->wanted) == p->keys->count;
+}
+
+static bool need_is_known(const publication *p, const digest *name)
+{
+    size_t known = p->n_needs < NEEDS_KNOWN ? p->n_needs : NEEDS_KNOWN;
+    for (size_t i = 0; i < known; i++)
+        if (digest_equal(&p->needs[i], name))
+            return true;
+    return false;
+}
+
+/* Adds what the need marks; a little less than all is all. */
+static bool want_more(publication *p, const key_need *need)
+{
+    uint32_t n = p->keys->count;
+    bool *marks = calloc(n, sizeof *marks);
+    key_set more = {0}, both = {0};
+    bool ok = marks != NULL;
+    if (ok)
+        need->mark(need->cookie, p->keys, marks);
+    ok = ok && key_set_of_marks(marks, n, &more) &&
+         key_set_join(&p->wanted, &more, &both);
+    if (ok) {
+        key_set_free(&p->wanted);
+        p->wanted = both;
+        ok = key_set_count(&both) <= n - n / 4 || want_all(p);
+    }
+    key_set_free(&more);
+    free(marks);
+    return ok;
+}
+
+static fanin_status sync_wanted(publication *p, fanin_error *error)
+{
+    bool first = p->wanted.n == 0, ok = true;
+    if (p->keys->count == 0 || (!first && (!p->need || wants_all(p))))
+        return FANIN_OK;
+    if (p->keys->count < PARTS_FROM || !p->need) {
+        ok = want_all(p);
+    } else {
+        digest name = p->need->name(p->need->cookie);
+        if (need_is_known(p, &name))
+            return FANIN_OK;
+        ok = want_more(p, p->need);
+        if (ok)
+            p->needs[p->n_needs++ % NEEDS_KNOWN] = name;
+    }
+    return ok ? FANIN_OK : error_set_memory(error);
+}
+
 /* ------------------------------------------------------------------- boxes */
+
+/* The boxes that came, which may be of all keys, whatever was asked for. */
+static fanin_status take_table(shard_table *s, fetch *f, box_table *boxes,
+                               fanin_error *error)
+{
+    static const error_place place = {.phase = "catalog"};
+    key_set keys;
+    fanin_status status = FANIN_OK;
+    if (!box_table_keys(boxes, &keys)) {
+        box_table_free(&boxes);
+        return error_set_memory(error);
+    }
+    bool fits = box_table_is_whole(boxes) || key_set_equal(&keys, &f->keys);
+    if (!fits) {
+        box_table_free(&boxes);
+        status = error_set(error, FANIN_ERR_PROTOCOL, &place,
+                           "boxes of other keys than those asked for");
+    } else if (s->boxes && !box_table_is_whole(boxes)) {
+        status = box_table_join(&s->boxes, boxes, error);
+    } else {
+        box_table_free(&s->boxes);
+        s->boxes = boxes;
+    }
+    key_set_free(&keys);
+    key_set_free(&s->keys);
+    if (status == FANIN_OK && !box_table_keys(s->boxes, &s->keys))
+        status = error_set_memory(error);
+    return status;
+}
 
 static fanin_status take_boxes(fanin_client *client, publication *p,
                                const announcement *announced, fetch *fetches, size_t n,
@@ -194,16 +307,63 @@ static fanin_status take_boxes(fanin_client *client, publication *p,
     for (size_t i = 0; i < n; i++) {
         fetch *f = &fetches[i];
         shard_table *s = &p->shards[f->peer];
+        box_table *boxes;
         fanin_status status = box_table_decode(f->data.data, f->data.size, p->keys,
-                                               &work->stop, &s->boxes, error);
-        if (status != FANIN_OK)
+                                               &work->stop, &boxes, error);
+        if (status == FANIN_OK)
+            status = take_table(s, f, boxes, error);
+        if (status != FANIN_OK) {
+            drop_shard(s);
             return tables_end_decoding(work, &client->peers[f->peer], status, error);
+        }
         s->generation = client->peers[f->peer].generation;
         s->version = announced[f->peer].version;
         s->serial = ++p->serials;
         buffer_free(&f->data);
     }
     return FANIN_OK;
+}
+
+/* What of the wanted keys is to be fetched of a peer whose table is as old as that. */
+static fanin_status ask_for(const publication *p, shard_table *s, bool current,
+                            fetch *f, fanin_error *error)
+{
+    if (!current)
+        drop_shard(s);
+    if (wants_all(p))
+        return FANIN_OK;
+    bool ok = key_set_less(&p->wanted, &s->keys, &f->keys);
+    if (ok && f->keys.n > LIMIT_KEY_RANGES) {
+        /* With its gaps filled it might have keys that are known, which are not joined. */
+        drop_shard(s);
+        key_set_free(&f->keys);
+        ok = key_set_less(&p->wanted, &s->keys, &f->keys);
+        key_set_coarsen(&f->keys, LIMIT_KEY_RANGES);
+    }
+    key_set_encode(&f->ranges, &f->keys);
+    f->request.keys = (bytes_view){f->ranges.data, f->ranges.size};
+    return ok && !f->ranges.failed ? FANIN_OK : error_set_memory(error);
+}
+
+/* Requests for what is not there. */
+static fanin_status list_fetches(const fanin_client *client, publication *p,
+                                 const announcement *announced, const bool *use,
+                                 fetch *fetches, size_t *n, fanin_error *error)
+{
+    fanin_status status = FANIN_OK;
+    for (size_t i = 0; i < client->n_peers && status == FANIN_OK; i++) {
+        shard_table *s = &p->shards[i];
+        bool current = s->boxes && s->generation == client->peers[i].generation &&
+                       s->version == announced[i].version;
+        if (!use[i] || (current && tables_at_hand(p, i)))
+            continue;
+        fetch *f = &fetches[(*n)++];
+        *f = (fetch){.peer = i, .type = MSG_BOXES};
+        snprintf(f->request.publication, sizeof f->request.publication, "%s", p->name);
+        f->request.catalog_version = announced[i].version;
+        status = ask_for(p, s, current, f, error);
+    }
+    return status;
 }
 
 fanin_status tables_sync(fanin_client *client, publication *p,
@@ -213,24 +373,17 @@ fanin_status tables_sync(fanin_client *client, publication *p,
     client_work work;
     client_work_start(&work, client, at);
     fanin_status status = sync_keys(client, p, announced, use, &work, error);
+    if (status == FANIN_OK && p->keys)
+        status = sync_wanted(p, error);
     if (status != FANIN_OK)
         return status;
     fetch *fetches = calloc(client->n_peers, sizeof *fetches);
     if (!fetches)
         return error_set_memory(error);
     size_t n = 0;
-    for (size_t i = 0; i < client->n_peers; i++) {
-        shard_table *s = &p->shards[i];
-        if (!use[i] || (s->boxes && s->generation == client->peers[i].generation &&
-                        s->version == announced[i].version))
-            continue;
-        drop_shard(s);
-        fetch *f = &fetches[n++];
-        *f = (fetch){.peer = i, .type = MSG_BOXES};
-        snprintf(f->request.publication, sizeof f->request.publication, "%s", p->name);
-        f->request.catalog_version = announced[i].version;
-    }
-    status = fetch_all(client, fetches, n, at, error);
+    status = list_fetches(client, p, announced, use, fetches, &n, error);
+    if (status == FANIN_OK)
+        status = fetch_all(client, fetches, n, at, error);
     if (status == FANIN_OK)
         status = take_boxes(client, p, announced, fetches, n, &work, error);
     fetch_free(fetches, n);

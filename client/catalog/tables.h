@@ -22,7 +22,22 @@ typedef struct shard_table {
     uint64_t generation, version; /**< of the connection and the catalog; 0: nothing */
     uint64_t serial; /**< what was made from other tables has another one */
     box_table *boxes;
+    key_set keys; /**< whose boxes these are */
 } shard_table;
+
+/** What a call needs the boxes of. Keys are few of a large table where experts are spread over many
+    workers: nobody then fetches, keeps and proves all. */
+typedef struct key_need {
+    void *cookie;
+    /** names the need: equal digests want the same keys of the same key table */
+    digest (*name)(void *cookie);
+    /** sets marks[key] of each key that is wanted */
+    void (*mark)(void *cookie, const key_table *keys, bool *marks);
+} key_need;
+
+/** Of fewer keys than that all boxes are fetched. */
+#define PARTS_FROM 4096
+#define NEEDS_KNOWN 4
 
 struct publication {
     publication *next;
@@ -30,6 +45,13 @@ struct publication {
     key_table *keys;
     shard_table *shards; /**< one a peer */
     size_t n_peers;
+    /** keys whose boxes are fetched of every rank: what all needs so far came to, growing. Empty: not
+        known yet */
+    key_set wanted;
+    digest needs[NEEDS_KNOWN]; /**< names of such that wanted has all of */
+    size_t n_needs;            /**< that there were */
+    /** of the call that runs, the caller's; NULL: what was wanted before, all at first */
+    const key_need *need;
     uint64_t serials;          /**< that tables have had */
     uint64_t used_ns;          /**< when the last pull of it began, clock_ns() */
     struct path_states *paths; /**< of path/; NULL: none yet */
@@ -42,9 +64,15 @@ void tables_free_all(fanin_client *client);
 /** The ranks do not publish it any more: drops their tables. */
 void tables_forget(publication *p);
 
+/** Of all keys: for whoever lists a catalog. */
+extern const key_need need_all;
+/** Whether the peer's boxes of all wanted keys are at hand, of whatever version. */
+bool tables_at_hand(const publication *p, size_t peer);
+
 /**
  * Brings the tables of all peers with use[i] to what they announced; asks only for what
- * changed, each rank in parallel, the key table from one rank. FANIN_ERR_STALE: a rank's
+ * changed or was not wanted before, each rank in parallel, the key table from one rank. A rank
+ * that knows no parts gives all. FANIN_ERR_STALE: a rank's
  * catalog moved on meanwhile. FANIN_ERR_MISMATCH: key tables that differ (says how),
  * FANIN_ERR_PROTOCOL, FANIN_ERR_LIMIT (client's max_catalog), and connection errors.
  */
@@ -61,7 +89,10 @@ typedef struct fetch {
     size_t peer;
     message_type type; /**< MSG_KEYS, MSG_BOXES, MSG_REGIONS */
     msg_blob_request request;
-    buffer data; /**< the blob; freed by fetch_free() */
+    key_set
+        keys; /**< of MSG_BOXES: what is asked for, empty: all; freed by fetch_free() */
+    buffer ranges; /**< as request.keys; likewise */
+    buffer data;   /**< the blob; likewise */
     fanin_client *client;
     size_t *left;
     fanin_error error; /**< its status is the fetch's */

@@ -39,8 +39,9 @@ static fanin_status refuse_target(const key_table *keys, const plan_target *t,
 }
 
 static fanin_status check_targets(const key_table *keys, const plan_target *targets,
-                                  size_t n, work_stop *stop, fanin_error *error)
+                                  size_t n, const plan_rules *rules, fanin_error *error)
 {
+    work_stop *stop = rules->stop;
     if (n >= PLAN_NONE)
         return error_set(error, FANIN_ERR_ARGUMENT, NULL, "too many blocks wanted");
     for (size_t i = 0; i < n; i++) {
@@ -49,6 +50,8 @@ static fanin_status check_targets(const key_table *keys, const plan_target *targ
             return plan_broken_off(stop, error);
         if (t->key >= keys->count)
             return refuse_target(keys, t, "that is not in the key table", error);
+        if (rules->keys && !key_set_has(rules->keys, t->key))
+            return refuse_target(keys, t, "that the tables do not tell of", error);
         const key_entry *e = &keys->entries[t->key];
         if (t->block.n_dims != e->n_dims)
             return refuse_target(keys, t, "has another number of dimensions", error);
@@ -253,6 +256,23 @@ static bool emit_key(builder *b, uint32_t key)
     return true;
 }
 
+static bool emit_range(builder *b, const key_range *keys)
+{
+    cover *c = &b->cover;
+    cover_seek(c, keys);
+    for (uint32_t key = keys->first; key - keys->first < keys->count; key++) {
+        const geometry *g = &c->geometries[c->of_key[key]];
+        if (!emit_key(b, key))
+            return false;
+        sort_key(b);
+        if (work_stopped(c->stop))
+            return false;
+        for (uint32_t i = 0; i < g->n_owners; i++)
+            c->cursor[g->sources[i]]++;
+    }
+    return true;
+}
+
 static bool emit_all(builder *b)
 {
     cover *c = &b->cover;
@@ -264,17 +284,9 @@ static bool emit_all(builder *b)
         b->collectors[s] = (collector){.key = PLAN_NONE};
     if (!reserve(b))
         return false;
-    memset(c->cursor, 0, c->n_sources * sizeof *c->cursor);
-    for (uint32_t key = 0; key < c->keys->count; key++) {
-        const geometry *g = &c->geometries[c->of_key[key]];
-        if (!emit_key(b, key))
+    for (size_t i = 0; i < c->proven.n; i++)
+        if (!emit_range(b, &c->proven.ranges[i]))
             return false;
-        sort_key(b);
-        if (work_stopped(c->stop))
-            return false;
-        for (uint32_t i = 0; i < g->n_owners; i++)
-            c->cursor[g->sources[i]]++;
-    }
     return true;
 }
 
@@ -326,10 +338,10 @@ fanin_status plan_build(const key_table *keys, const plan_source *sources,
     b.convert = (uint32_t)convert;
     if (n_targets == 0 && keys->count > 0 && !to_of_key)
         return error_set(error, FANIN_ERR_ARGUMENT, NULL, "nothing is wanted");
-    fanin_status status = check_targets(keys, targets, n_targets, stop, error);
+    fanin_status status = check_targets(keys, targets, n_targets, rules, error);
     if (status != FANIN_OK)
         return status;
-    status = cover_build(&b.cover, keys, sources, n_sources, stop, error);
+    status = cover_build(&b.cover, keys, sources, n_sources, rules, error);
     if (status == FANIN_OK) {
         b.plan = plan_new(n_sources);
         if (b.plan && (n_targets ? fill_targets(&b, n_targets) : fill_keys(&b)) &&

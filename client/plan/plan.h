@@ -67,19 +67,21 @@ typedef struct plan_rules {
     /** the client's: which of several holders serves which tensors. Clients of different seeds
         take the same tensor from different ones; one seed always makes one plan */
     uint64_t seed;
+    /** those that all tables have the boxes of, and no others are looked at; NULL: all */
+    const key_set *keys;
     /** whether the plan is still wanted, FANIN_ERR_TIMEOUT if not; may be NULL */
     work_stop *stop;
 } plan_rules;
 
 /**
- * Proves that the sources' boxes tile every tensor of @p keys exactly (also those that no
- * target names), chooses one holder for each box, balanced by bytes, keeping neighbouring
+ * Proves that the sources' boxes tile every tensor of rules->keys exactly (also those that
+ * no target names), chooses one holder for each box, balanced by bytes, keeping neighbouring
  * boxes of a source together, and maps targets to pieces. A box of which more than
  * PLAN_SPLIT bytes are wanted may be shared by several holders, each serving neighbouring
  * rows. If all sources follow chunk rules the proof and the choice are made once per rule,
  * not per box.
  *
- * @p n_targets 0: every tensor whole, packed, at to = to_of_key[key].
+ * @p n_targets 0: every tensor whole, packed, at to = to_of_key[key]; rules->keys is NULL then.
  *
  * FANIN_ERR_INCOMPLETE: hole or conflicting overlap; names key, range and ranks.
  * FANIN_ERR_LIMIT: a tensor is cut into too many boxes in too many dimensions.
@@ -124,10 +126,10 @@ void plan_slice_free(plan **slice);
 /** The piece's first byte in the destination, and the one after its last (as `to`: without a base). */
 void plan_piece_reach(const plan *plan, const piece *p, uint64_t *low, uint64_t *high);
 
-/** Whether those sources with use[i] tile everything (the proof alone); false also if @p stop (may be
-    NULL) stops it. */
+/** Whether those sources with use[i] tile everything (the proof alone; of rules->keys); false also
+    if rules->stop stops it. @p rules may be NULL. */
 bool plan_sufficient(const key_table *keys, const plan_source *sources,
-                     size_t n_sources, const bool *use, work_stop *stop);
+                     size_t n_sources, const bool *use, const plan_rules *rules);
 
 /* ---- one-sided reads ---- */
 

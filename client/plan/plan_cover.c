@@ -70,12 +70,11 @@ static bool add_boxes(cover *c, uint32_t key)
     block b;
     for (size_t s = 0; s < c->n_sources; s++) {
         const box_table *boxes = c->sources[s].boxes;
-        while (c->next_key[s] == key) {
+        while (c->cursor[s] < c->end[s] && c->next_key[s] == key) {
             box_table_get(boxes, c->cursor[s], NULL, &b, NULL);
             if (work_stopped(c->stop) || !add_owner(c, (uint32_t)s, &b))
                 return false;
-            c->next_key[s] = PLAN_NONE;
-            if (++c->cursor[s] < box_table_count(boxes))
+            if (++c->cursor[s] < c->end[s])
                 box_table_get(boxes, c->cursor[s], &c->next_key[s], NULL, NULL);
         }
     }
@@ -121,7 +120,7 @@ static fanin_status cover_key(cover *c, uint32_t key, fanin_error *error)
 static fanin_status check_counts(const cover *c, fanin_error *error)
 {
     for (size_t s = 0; s < c->n_sources; s++) {
-        if (c->cursor[s] == box_table_count(c->sources[s].boxes))
+        if (c->cursor[s] == c->end[s])
             continue;
         error_place place = {.phase = "plan",
                              .rank_plus_1 = (int32_t)c->sources[s].rank + 1};
@@ -132,30 +131,39 @@ static fanin_status check_counts(const cover *c, fanin_error *error)
     return FANIN_OK;
 }
 
+void cover_seek(cover *c, const key_range *keys)
+{
+    for (size_t s = 0; s < c->n_sources; s++) {
+        const box_table *boxes = c->sources[s].boxes;
+        uint64_t count;
+        c->cursor[s] = box_table_of_keys(boxes, *keys, &count);
+        c->end[s] = c->cursor[s] + count;
+        if (count > 0)
+            box_table_get(boxes, c->cursor[s], &c->next_key[s], NULL, NULL);
+    }
+}
+
 static fanin_status cover_start(cover *c, fanin_error *error)
 {
     size_t n = c->n_sources;
     c->of_key = calloc((size_t)c->keys->count + 1, sizeof *c->of_key);
     c->cursor = calloc(n + 1, sizeof *c->cursor);
+    c->end = calloc(n + 1, sizeof *c->end);
     c->next_key = calloc(n + 1, sizeof *c->next_key);
     c->sole = calloc(n + 1, sizeof *c->sole);
-    if (!c->of_key || !c->cursor || !c->next_key || !c->sole ||
+    if (!c->of_key || !c->cursor || !c->end || !c->next_key || !c->sole ||
         !array_reserve(&c->classes, &c->class_capacity, n, sizeof *c->classes) ||
         !array_reserve(&c->class_sources, &c->class_source_capacity, n,
                        sizeof *c->class_sources))
         return error_set_memory(error);
     for (size_t s = 0; s < n; s++) {
-        const box_table *boxes = c->sources[s].boxes;
-        uint64_t count = box_table_count(boxes);
+        uint64_t count = box_table_count(c->sources[s].boxes);
         error_place place = {.phase = "plan",
                              .rank_plus_1 = (int32_t)c->sources[s].rank + 1};
         if (count > UINT32_MAX)
             return error_set(error, FANIN_ERR_LIMIT, &place,
                              "rank %u has more than %u boxes", c->sources[s].rank,
                              UINT32_MAX);
-        c->next_key[s] = PLAN_NONE;
-        if (count > 0 && !c->by_shape)
-            box_table_get(boxes, 0, &c->next_key[s], NULL, NULL);
         c->class_sources[s] = (uint32_t)s;
         c->classes[s] = (holder_class){.first = s, .count = 1, .key = PLAN_NONE};
     }
@@ -163,27 +171,53 @@ static fanin_status cover_start(cover *c, fanin_error *error)
     return FANIN_OK;
 }
 
-fanin_status cover_build(cover *c, const key_table *keys, const plan_source *sources,
-                         size_t n_sources, work_stop *stop, fanin_error *error)
+static fanin_status cover_range(cover *c, const key_range *keys, fanin_error *error)
 {
-    *c =
-        (cover){.keys = keys, .sources = sources, .n_sources = n_sources, .stop = stop};
+    fanin_status status = FANIN_OK;
+    if (!c->by_shape)
+        cover_seek(c, keys);
+    for (uint32_t i = 0; i < keys->count && status == FANIN_OK; i++) {
+        uint32_t key = keys->first + i;
+        status = work_stopped(c->stop) ? plan_broken_off(c->stop, error)
+                                       : cover_key(c, key, error);
+        if (status == FANIN_OK && c->by_shape)
+            c->geometries[c->of_key[key]].keys++;
+    }
+    return status == FANIN_OK && !c->by_shape ? check_counts(c, error) : status;
+}
+
+/* By shape no box was looked at: they must be as many as the shapes say. */
+static fanin_status check_shapes(cover *c, fanin_error *error)
+{
+    for (uint64_t i = 0; i < c->n_geometries; i++)
+        for (uint32_t j = 0; j < c->geometries[i].n_owners; j++)
+            c->cursor[c->geometries[i].sources[j]] += c->geometries[i].keys;
+    for (size_t i = 0; i < c->proven.n; i++)
+        for (size_t s = 0; s < c->n_sources; s++) {
+            uint64_t count;
+            (void)box_table_of_keys(c->sources[s].boxes, c->proven.ranges[i], &count);
+            c->end[s] += count;
+        }
+    return check_counts(c, error);
+}
+
+fanin_status cover_build(cover *c, const key_table *keys, const plan_source *sources,
+                         size_t n_sources, const plan_rules *rules, fanin_error *error)
+{
+    *c = (cover){.keys = keys,
+                 .sources = sources,
+                 .n_sources = n_sources,
+                 .whole = {0, keys->count},
+                 .stop = rules->stop};
+    c->proven = rules->keys ? *rules->keys
+                            : (key_set){.ranges = &c->whole, .n = keys->count > 0};
     if (n_sources >= PLAN_NONE)
         return error_set(error, FANIN_ERR_ARGUMENT, NULL, "too many ranks");
     c->by_shape = sources_rule(sources, n_sources, NULL, &c->dim, &c->world);
     fanin_status status = cover_start(c, error);
-    for (uint32_t key = 0; key < keys->count && status == FANIN_OK; key++) {
-        status = work_stopped(stop) ? plan_broken_off(stop, error)
-                                    : cover_key(c, key, error);
-        if (status == FANIN_OK && c->by_shape)
-            c->geometries[c->of_key[key]].keys++;
-    }
-    if (status != FANIN_OK)
-        return status;
-    for (uint64_t i = 0; i < c->n_geometries; i++)
-        for (uint32_t j = 0; c->by_shape && j < c->geometries[i].n_owners; j++)
-            c->cursor[c->geometries[i].sources[j]] += c->geometries[i].keys;
-    return check_counts(c, error);
+    for (size_t i = 0; i < c->proven.n && status == FANIN_OK; i++)
+        status = cover_range(c, &c->proven.ranges[i], error);
+    return status == FANIN_OK && c->by_shape ? check_shapes(c, error) : status;
 }
 
 void cover_free(cover *c)
@@ -200,15 +234,33 @@ void cover_free(cover *c)
     free(c->sole);
     free(c->words);
     free(c->cursor);
+    free(c->end);
     free(c->next_key);
     *c = (cover){0};
+}
+
+/* Whether the first chunks, of as many as there are in the rule, are all that those keys have. */
+static bool chunks_enough(const key_table *keys, const key_range *range, uint32_t dim,
+                          uint32_t world, uint32_t chunks)
+{
+    for (uint32_t i = 0; i < range->count; i++) {
+        const key_entry *e = &keys->entries[range->first + i];
+        if (e->bytes == 0)
+            continue;
+        if (e->n_dims <= dim)
+            return false;
+        uint64_t chunk = (e->shape[dim] - 1) / world + 1;
+        if ((e->shape[dim] - 1) / chunk >= chunks)
+            return false;
+    }
+    return true;
 }
 
 /* All follow one chunk rule: chunks before the first that nobody holds are enough for a
    tensor that has no more. */
 static bool chunks_sufficient(const key_table *keys, const plan_source *sources,
                               size_t n_sources, const bool *use, uint32_t dim,
-                              uint32_t world)
+                              uint32_t world, const key_set *proven)
 {
     bool *held = calloc(world, sizeof *held);
     if (!held)
@@ -225,25 +277,23 @@ static bool chunks_sufficient(const key_table *keys, const plan_source *sources,
     while (missing < world && held[missing])
         missing++;
     free(held);
-    bool enough = true;
-    for (uint32_t k = 0; missing < world && k < keys->count && enough; k++) {
-        const key_entry *e = &keys->entries[k];
-        if (e->bytes == 0)
-            continue;
-        if (e->n_dims <= dim)
-            return false;
-        uint64_t chunk = (e->shape[dim] - 1) / world + 1;
-        enough = (e->shape[dim] - 1) / chunk < missing;
-    }
+    const key_range whole = {0, keys->count};
+    bool enough =
+        missing == world || proven || chunks_enough(keys, &whole, dim, world, missing);
+    for (size_t i = 0; proven && missing < world && enough && i < proven->n; i++)
+        enough = chunks_enough(keys, &proven->ranges[i], dim, world, missing);
     return enough;
 }
 
 bool plan_sufficient(const key_table *keys, const plan_source *sources,
-                     size_t n_sources, const bool *use, work_stop *stop)
+                     size_t n_sources, const bool *use, const plan_rules *rules)
 {
+    static const plan_rules none;
     uint32_t dim, world;
+    rules = rules ? rules : &none;
     if (sources_rule(sources, n_sources, use, &dim, &world) && world > 0)
-        return chunks_sufficient(keys, sources, n_sources, use, dim, world);
+        return chunks_sufficient(keys, sources, n_sources, use, dim, world,
+                                 rules->keys);
     plan_source *used = malloc((n_sources + 1) * sizeof *used);
     size_t n_used = 0;
     if (!used)
@@ -252,7 +302,7 @@ bool plan_sufficient(const key_table *keys, const plan_source *sources,
         if (use[i])
             used[n_used++] = sources[i];
     cover c;
-    bool enough = cover_build(&c, keys, used, n_used, stop, NULL) == FANIN_OK;
+    bool enough = cover_build(&c, keys, used, n_used, rules, NULL) == FANIN_OK;
     cover_free(&c);
     free(used);
     return enough;

@@ -137,6 +137,8 @@ typedef struct cover {
     const key_table *keys;
     const plan_source *sources;
     size_t n_sources;
+    key_set proven;      /**< whose boxes all sources' tables have; borrowed */
+    key_range whole;     /**< of proven, if that is all */
     bool by_shape;       /**< all follow chunk rules: a shape has one geometry */
     uint32_t dim, world; /**< of the rule all follow, world 0: several rules */
     uint32_t *of_key;    /**< geometry of each key */
@@ -154,13 +156,16 @@ typedef struct cover {
     uint64_t *words;
     uint64_t n_words, word_capacity;
     work_stop *stop;
-    uint64_t *cursor;   /**< by source: next box */
+    uint64_t *cursor; /**< by source: next box */
+    uint64_t *end;    /**< by source: behind the last box of these neighbouring keys */
     uint32_t *next_key; /**< by source: that box's key */
 } cover;
 
 /** Reads all boxes and proves that they tile. As plan_build(). */
 fanin_status cover_build(cover *c, const key_table *keys, const plan_source *sources,
-                         size_t n_sources, work_stop *stop, fanin_error *error);
+                         size_t n_sources, const plan_rules *rules, fanin_error *error);
+/** Cursors to the first boxes of neighbouring keys of c->proven, ends behind their last ones. */
+void cover_seek(cover *c, const key_range *keys);
 /** Why a step did not succeed: FANIN_ERR_TIMEOUT if the work was stopped, else FANIN_ERR_MEMORY. */
 static inline fanin_status plan_broken_off(const work_stop *stop, fanin_error *error)
 {

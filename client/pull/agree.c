@@ -217,7 +217,8 @@ fanin_status agree_sufficient(fanin_client *client, const publication *p,
     }
     client_work work;
     client_work_start(&work, client, at);
-    *enough = plan_sufficient(p->keys, sources, n, all, &work.stop);
+    plan_rules rules = {.keys = &p->wanted, .stop = &work.stop};
+    *enough = plan_sufficient(p->keys, sources, n, all, &rules);
     free(sources);
     free(all);
     return FANIN_OK;
@@ -243,11 +244,11 @@ size_t agree_culprit(fanin_client *client, const publication *p, const bool *use
         calloc(n, sizeof *held); /* of those in use, and of those that are gone */
     for (size_t i = n; i-- > 0;) {
         if (held)
-            held[i] = use[i] || (is_gone(client, use, i) && p->shards[i].boxes);
+            held[i] = use[i] || (is_gone(client, use, i) && tables_at_hand(p, i));
         if (!is_gone(client, use, i))
             continue;
         first = i;
-        unknown = p->shards[i].boxes ? unknown : i;
+        unknown = tables_at_hand(p, i) ? unknown : i;
     }
     if (!held || first == n || !p->keys || !suffice(client, p, held, at)) {
         free(held);

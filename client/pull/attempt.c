@@ -44,7 +44,7 @@ static fanin_status blame_silent(pull *p, fanin_error *error)
         connection *c = client->peers[i].control;
         if (connection_get_state(c) != CONNECTION_READY)
             connection_give_up(c);
-        p->use[i] = peer_ready(&client->peers[i]) && p->publication->shards[i].boxes;
+        p->use[i] = peer_ready(&client->peers[i]) && tables_at_hand(p->publication, i);
     }
     size_t silent = agree_culprit(client, p->publication, p->use, p->at);
     if (silent == client->n_peers)
@@ -54,7 +54,7 @@ static fanin_status blame_silent(pull *p, fanin_error *error)
 }
 
 /* Connected, agreed, catalogs and plan at hand. */
-static fanin_status get_ready(pull *p, fanin_error *error)
+static fanin_status make_ready(pull *p, fanin_error *error)
 {
     fanin_client *client = p->client;
     fanin_result_info *info = &p->result->info;
@@ -89,6 +89,15 @@ static fanin_status get_ready(pull *p, fanin_error *error)
     if (p->cache->lacks_rank)
         look_for_more(p, there);
     info->plan_ns += lap(&clock);
+    return status;
+}
+
+static fanin_status get_ready(pull *p, fanin_error *error)
+{
+    const destination *d = p->destination;
+    p->publication->need = d->wants.mark ? &d->wants : &need_all;
+    fanin_status status = make_ready(p, error);
+    p->publication->need = NULL;
     return status;
 }
 

@@ -74,6 +74,8 @@ static fanin_status snapshot_take(fanin_client *client, const char *name,
         status = snapshot_make(client, name, s, error);
     if (status != FANIN_OK)
         return status;
+    /* Of one rank only the key table is looked at, whatever is wanted of the others. */
+    s->publication->need = any ? NULL : &need_all;
     do {
         status = any ? ask_any(client, s, at, error)
                      : agree(client, s->publication, &options, NULL, at, s->announced,
@@ -82,6 +84,7 @@ static fanin_status snapshot_take(fanin_client *client, const char *name,
             status =
                 tables_sync(client, s->publication, s->announced, s->use, at, error);
     } while (status == FANIN_ERR_STALE && !deadline_passed(at));
+    s->publication->need = NULL;
     return status;
 }
 

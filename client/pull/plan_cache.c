@@ -150,8 +150,10 @@ static fanin_status make(path_plan *plan, fanin_client *client, const publicatio
     size_t n_targets = 0;
     client_work work;
     client_work_start(&work, client, at);
-    plan_rules rules = {
-        .dtype = d->dtype, .seed = client->plan_seed, .stop = &work.stop};
+    plan_rules rules = {.dtype = d->dtype,
+                        .seed = client->plan_seed,
+                        .keys = &p->wanted,
+                        .stop = &work.stop};
     fanin_status status =
         d->prepare(d->cookie, p->keys, &targets, &n_targets, &to_of_key, error);
     if (status == FANIN_OK)

@@ -9,6 +9,7 @@
 
 #include "adapter/adapter.h"
 #include "array.h"
+#include "catalog/tables.h"
 #include "plan/plan.h"
 #include "pull/result.h"
 
@@ -17,6 +18,7 @@ typedef struct destination {
     void *cookie;
     /** which of the publication's cached plans: 0 memory, 1 a directory */
     unsigned plan_slot;
+    key_need wants; /**< mark NULL: all keys are wanted */
     /** Names the layout: equal digests and key tables have equal plans. */
     digest (*layout)(void *cookie);
     /** The key table to be pulled, for a plan that is not cached. Outputs are the

@@ -268,6 +268,17 @@ static digest layout(void *cookie)
 
 /* ------------------------------------------------------------------ targets */
 
+/* What has no such key is told when the plan is made. */
+static void mark(void *cookie, const key_table *keys, bool *marks)
+{
+    const memory_destination *m = cookie;
+    for (size_t i = 0; i < m->count; i++) {
+        int64_t key = key_table_find(keys, tensor_at(m, i)->name);
+        if (key >= 0)
+            marks[key] = true;
+    }
+}
+
 static fanin_status check_tensor(const fanin_tensor *t, size_t index,
                                  fanin_error *error)
 {
@@ -520,6 +531,7 @@ static fanin_status open_memory(memory_destination *m,
         status = check_tensor(tensor_at(m, i), i, error);
     *d = (destination){.cookie = m,
                        .plan_slot = 0,
+                       .wants = {.cookie = m, .name = layout, .mark = mark},
                        .layout = layout,
                        .prepare = prepare,
                        .agreed = agreed,

@@ -5,6 +5,7 @@
 #include "core/rules.h"
 #include "error_set.h"
 #include "publish/garbage.h"
+#include "shards/catalog_part.h"
 #include "shards/registration.h"
 
 #include <stdio.h>
@@ -120,6 +121,19 @@ static fanin_status encode_regions(session *s, shard_catalog *catalog,
     return region_set_encode_keys(r, &catalog->regions, m->path, &to, out, error);
 }
 
+/* Of all keys, or of those that are asked for. */
+static fanin_status reply_boxes(session *s, uint64_t request, shard_catalog *catalog,
+                                const msg_blob_request *m, body *in)
+{
+    const buffer *blob = &catalog->boxes_blob;
+    fanin_status status = m->keys.size > 0
+                              ? shard_catalog_part(catalog, m->keys, &blob, &in->why)
+                              : FANIN_OK;
+    if (status == FANIN_OK)
+        reply_page(s, request, MSG_BOXES_OK, blob, m->offset);
+    return status;
+}
+
 fanin_status handle_blob(session *s, uint64_t request, message_type type, body *in)
 {
     fanin_server *server = s->control->server;
@@ -146,14 +160,14 @@ fanin_status handle_blob(session *s, uint64_t request, message_type type, body *
     if (type == MSG_KEYS)
         reply_page(s, request, MSG_KEYS_OK, &catalog->keys_blob, m.offset);
     else if (type == MSG_BOXES)
-        reply_page(s, request, MSG_BOXES_OK, &catalog->boxes_blob, m.offset);
+        status = reply_boxes(s, request, catalog, &m, in);
     else if (encode_regions(s, catalog, &m, &regions, &error) == FANIN_OK)
         reply_page(s, request, MSG_REGIONS_OK, &regions, m.offset);
     else
         reply_error(s, request, &error);
     buffer_free(&regions);
     catalog_retire(server, catalog);
-    return FANIN_OK;
+    return status;
 }
 
 /* ------------------------------------------------------------- begin, end */

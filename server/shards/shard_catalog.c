@@ -2,6 +2,7 @@
 #include "shards/shard_catalog.h"
 #include "error_set.h"
 #include "shards/arena.h"
+#include "shards/catalog_part.h"
 #include "shards/registration.h"
 
 #include <stdlib.h>
@@ -146,6 +147,7 @@ void shard_catalog_free(shard_catalog *s)
         arena_plan_free(s->plan, last);
     buffer_free(&s->keys_blob);
     buffer_free(&s->boxes_blob);
+    catalog_parts_free(s->parts);
     free(s->boxes);
     free(s->views);
     free(s);

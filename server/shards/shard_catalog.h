@@ -15,6 +15,7 @@
 #include <stdatomic.h>
 
 struct arena_plan;
+struct catalog_parts;
 
 #define VIEW_PACKED UINT32_MAX
 
@@ -35,6 +36,8 @@ typedef struct shard_catalog {
     source_box *boxes; /**< n_boxes and one more, whose start is the sum of all bytes */
     strided *views;    /**< from: memory, to: packed */
     buffer keys_blob, boxes_blob;
+    struct catalog_parts
+        *parts; /**< of the control thread, catalog_part.h; NULL: none yet */
     region_set regions;
     bool has_device; /**< some of it is device memory */
     registrar *registrar;

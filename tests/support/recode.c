@@ -144,6 +144,14 @@ box_record *recode_records(const box_table *table)
 
 bool recode_boxes(const box_table *table, const key_table *keys, buffer *out)
 {
+    key_set known;
+    if (!box_table_is_whole(table)) {
+        bool ok = box_table_keys(table, &known);
+        if (ok)
+            box_table_encode_part(out, table, &known);
+        key_set_free(&known);
+        return ok;
+    }
     uint32_t world = 1, index = 0;
     box_record *records = recode_records(table);
     if (!records)

@@ -14,7 +14,7 @@ fanin_status recode_message(message_type type, uint64_t request, body *in, buffe
 box_record *recode_records(const box_table *table);
 
 /** Appends what box_table_encode() makes of a decoded table, as a rank that the table's
-    rule fits. False: out of memory. */
+    rule fits, or box_table_encode_part() of a part. False: out of memory. */
 bool recode_boxes(const box_table *table, const key_table *keys, buffer *out);
 
 #endif

@@ -98,6 +98,9 @@ static void add_blobs(samples *s)
     msg_blob_request keys = {.offset = 1 << 20};
     fill(keys.digest, 0x50);
     msg_blob_request boxes = {.publication = "lora:0", .catalog_version = 2};
+    msg_blob_request part = {.publication = "full:0",
+                             .catalog_version = 2,
+                             .keys = {(const uint8_t *)"\x02\x03\x01\xcc\xc8", 5}};
     msg_blob_request regions = {.publication = "lora:0",
                                 .catalog_version = 2,
                                 .path = WIRE_PATH_CMA,
@@ -106,6 +109,7 @@ static void add_blobs(samples *s)
         .total = 70000, .offset = 69996, .data = {(const uint8_t *)"\1\2\3\4", 4}};
     encode_blob_request(add(s, "keys"), SAMPLE_REQUEST, MSG_KEYS, &keys);
     encode_blob_request(add(s, "boxes"), SAMPLE_REQUEST, MSG_BOXES, &boxes);
+    encode_blob_request(add(s, "boxes_part"), SAMPLE_REQUEST, MSG_BOXES, &part);
     encode_blob_request(add(s, "regions"), SAMPLE_REQUEST, MSG_REGIONS, &regions);
     encode_blob_page(add(s, "keys_ok"), SAMPLE_REQUEST, MSG_KEYS_OK, &page);
     encode_blob_page(add(s, "boxes_ok"), SAMPLE_REQUEST, MSG_BOXES_OK, &page);
@@ -266,6 +270,26 @@ static box_record chunk(uint32_t key, uint32_t world, uint32_t index, uint32_t r
     return r;
 }
 
+/* Of keys 0 and 2. */
+static void add_part(samples *s, const char *name)
+{
+    key_range ranges[] = {{0, 1}, {2, 1}};
+    const key_set wanted = {.ranges = ranges, .n = 2};
+    const buffer *blob = &s->list[s->count - 1].bytes;
+    buffer table = {0};
+    key_table *decoded = NULL;
+    box_table *whole = NULL;
+    key_table_encode(&table, keys, N_KEYS, NULL, 0);
+    if (key_table_decode(table.data, table.size, NULL, &decoded, NULL) != FANIN_OK ||
+        box_table_decode(blob->data, blob->size, decoded, NULL, &whole, NULL) !=
+            FANIN_OK)
+        abort();
+    box_table_encode_part(add(s, name), whole, &wanted);
+    box_table_free(&whole);
+    key_table_free(&decoded);
+    buffer_free(&table);
+}
+
 samples samples_of_boxes(void)
 {
     samples s = {0};
@@ -273,6 +297,7 @@ samples samples_of_boxes(void)
     box_record chunks[] = {chunk(0, 4, 1, 0, 64), chunk(1, 4, 1, 0, 3712),
                            chunk(2, 4, 1, 1, 0)};
     box_table_encode(add(&s, "box_table_chunks"), keys, N_KEYS, chunks, 3, 1, 4);
+    add_part(&s, "box_table_chunks_part");
     box_record cuts[] = {
         {.key = 0,
          .block = {.n_dims = 2, .offset = {0, 448}, .extent = {4, 448}},
@@ -285,6 +310,7 @@ samples samples_of_boxes(void)
          .place = {.region = 2, .offset = 200, .stride = {-12, 2, 1}}},
     };
     box_table_encode(add(&s, "box_table_explicit"), keys, N_KEYS, cuts, 3, 0, 2);
+    add_part(&s, "box_table_explicit_part");
     box_table_encode(add(&s, "box_table_nothing"), keys, N_KEYS, NULL, 0, 0, 2);
     return s;
 }

@@ -4,12 +4,15 @@
 #include "pack.h"
 #include "stub_ranks.h"
 #include "testing.h"
+#include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 
 #define RANKS 2
 #define PART 16
 #define CALL_MS 1000
-#define CATALOG_MAX 4096
+#define CATALOG_MAX 131072
+#define MANY (2 * PARTS_FROM + 808) /* a multiple of 20, 3 and 2 */
 
 typedef struct scene {
     stub_world world;
@@ -37,8 +40,16 @@ static struct {
         IS_BEYOND, /* more than there is in all */
         IS_END,
         IS_NOTHING,
+        IS_OLD,       /* knows no parts: the whole table */
+        REFUSES_PART, /* by an error */
+        IS_ASKEW,     /* a part of other keys */
     } act;
 } odd;
+
+/* What the ranks' parts are cut from, NULL: they give the whole. */
+static box_table *tables[RANKS];
+static key_table *many;
+static unsigned parts_asked[RANKS]; /* requests for a part */
 
 static bool send_page(stub_talk *t, const frame *f, body *in)
 {
@@ -62,8 +73,37 @@ static bool send_page(stub_talk *t, const frame *f, body *in)
     return true;
 }
 
+/* As a server cuts it. */
+static bool send_part(stub_talk *t, const frame *f, body *in)
+{
+    size_t rank = (size_t)(t->rank - s.world.ranks);
+    int act = rank == 1 && odd.of == MSG_BOXES ? (int)odd.act : AS_EVER;
+    body again = *in;
+    msg_blob_request m;
+    key_set wanted;
+    const char *why;
+    buffer part = {0};
+    assert_int_equal(decode_blob_request(&again, f->type, &m), FANIN_OK);
+    if (m.keys.size == 0 || act == IS_OLD)
+        return stub_answer(t, f, in);
+    parts_asked[rank]++;
+    if (act == REFUSES_PART)
+        return stub_answer_error(t, f->request, FANIN_ERR_UNSUPPORTED, "no parts");
+    assert_int_equal(key_set_decode(m.keys, many->count, &wanted, &why), FANIN_OK);
+    if (act == IS_ASKEW)
+        wanted.ranges[0].count++;
+    box_table_encode_part(&part, tables[rank], &wanted);
+    msg_blob_page page = {.total = part.size, .data = {part.data, part.size}};
+    encode_blob_page(&t->out, f->request, MSG_BOXES_OK, &page);
+    buffer_free(&part);
+    key_set_free(&wanted);
+    return true;
+}
+
 static bool answer(stub_talk *t, const frame *f, body *in)
 {
+    if (many && f->type == MSG_BOXES)
+        return send_part(t, f, in);
     if (t->rank != &s.world.ranks[1] || f->type != odd.of)
         return stub_answer(t, f, in);
     switch (odd.act) {
@@ -107,6 +147,10 @@ static int set_up(void **state)
 static int tear_down(void **state)
 {
     stub_world_stop(&s.world);
+    for (size_t i = 0; i < RANKS; i++)
+        box_table_free(&tables[i]);
+    key_table_free(&many);
+    memset(parts_asked, 0, sizeof parts_asked);
     return 0;
 }
 
@@ -431,6 +475,188 @@ static void boxes_lie_in_regions(void **state)
 
 #define SCENE(name) cmocka_unit_test_setup_teardown(name, set_up, tear_down)
 
+/* -------------------------------------------------------------------- parts */
+
+/* Many tensors of two bytes, a byte a rank; each rank's first is split from the rule if @p explicit. */
+static void publish_many(bool explicit)
+{
+    key_entry *entries = calloc(MANY, sizeof *entries);
+    box_record *boxes = calloc(MANY, sizeof *boxes);
+    char(*names)[8] = calloc(MANY, sizeof *names);
+    assert_true(entries && boxes && names);
+    for (uint32_t i = 0; i < MANY; i++) {
+        snprintf(names[i], sizeof names[i], "t%05u", i);
+        entries[i] = (key_entry){
+            .name = names[i], .dtype = FANIN_DTYPE_U8, .n_dims = 1, .shape = {RANKS}};
+    }
+    for (size_t rank = 0; rank < RANKS; rank++) {
+        stub_rank *r = &s.world.ranks[rank];
+        for (uint32_t i = 0; i < MANY; i++) {
+            uint64_t row = explicit && i == 0 ? RANKS - 1 - rank : rank;
+            boxes[i] =
+                (box_record){.key = i,
+                             .block = {.n_dims = 1, .offset = {row}, .extent = {1}},
+                             .place = {.offset = i, .packed = true}};
+        }
+        buffer_clear(&r->keys);
+        buffer_clear(&r->boxes);
+        key_table_encode(&r->keys, entries, MANY, NULL, 0);
+        box_table_encode(&r->boxes, entries, MANY, boxes, MANY, (uint32_t)rank, RANKS);
+        if (!many)
+            assert_int_equal(
+                key_table_decode(r->keys.data, r->keys.size, NULL, &many, NULL),
+                FANIN_OK);
+        assert_int_equal(box_table_decode(r->boxes.data, r->boxes.size, many, NULL,
+                                          &tables[rank], NULL),
+                         FANIN_OK);
+        r->version++;
+    }
+    free(entries);
+    free(boxes);
+    free(names);
+}
+
+/* Every @p step-th key from the first on. */
+typedef struct wish {
+    uint32_t first, step;
+} wish;
+
+static digest wish_name(void *cookie)
+{
+    return digest_of(cookie, sizeof(wish));
+}
+
+static void wish_mark(void *cookie, const key_table *keys, bool *marks)
+{
+    const wish *w = cookie;
+    for (uint32_t key = w->first; key < keys->count; key += w->step)
+        marks[key] = true;
+}
+
+static fanin_status sync_wish(uint32_t first, uint32_t step)
+{
+    wish w = {first, step};
+    const key_need need = {.cookie = &w, .name = wish_name, .mark = wish_mark};
+    s.run->need = &need;
+    fanin_status status = sync_now();
+    s.run->need = NULL;
+    return status;
+}
+
+/* What is known of each rank, by the numbers that the rank gave. */
+static void assert_known(uint32_t first, uint32_t step)
+{
+    for (size_t i = 0; i < RANKS; i++) {
+        assert_true(tables_at_hand(s.run, i));
+        for (uint32_t key = first; key < MANY; key += step) {
+            uint64_t n;
+            box_place place;
+            assert_int_equal(box_table_of_key(s.run->shards[i].boxes, key, &n), key);
+            assert_int_equal(n, 1);
+            box_table_get(s.run->shards[i].boxes, key, NULL, NULL, &place);
+            assert_int_equal(place.offset, key);
+        }
+    }
+}
+
+static void assert_boxes(uint64_t first, uint64_t second)
+{
+    assert_int_equal(box_table_count(s.run->shards[0].boxes), first);
+    assert_int_equal(box_table_count(s.run->shards[1].boxes), second);
+}
+
+static void only_what_is_wanted_is_fetched(void **state)
+{
+    for (int explicit = 0; explicit < 2; explicit ++) {
+        tear_down(NULL);
+        set_up(NULL);
+        publish_many(explicit);
+        assert_ok(sync_wish(3, 10), s.error);
+        assert_known(3, 10);
+        assert_boxes(MANY / 10, MANY / 10);
+        assert_int_equal(parts_asked[0] + parts_asked[1], RANKS);
+        assert_ok(sync_wish(3, 10), s.error);  /* it is known */
+        assert_ok(sync_wish(13, 20), s.error); /* and so is some of it */
+        assert_int_equal(parts_asked[0] + parts_asked[1], RANKS);
+        assert_ok(sync_now(), s.error); /* nobody says what is wanted */
+        assert_boxes(MANY / 10, MANY / 10);
+    }
+}
+
+static void what_is_missing_is_fetched_and_joined(void **state)
+{
+    for (int explicit = 0; explicit < 2; explicit ++) {
+        tear_down(NULL);
+        set_up(NULL);
+        publish_many(explicit);
+        assert_ok(sync_wish(3, 10), s.error);
+        uint64_t serial = s.run->shards[1].serial;
+        assert_ok(sync_wish(4, 10), s.error);
+        assert_known(3, 10);
+        assert_known(4, 10);
+        assert_boxes(MANY / 5, MANY / 5);
+        assert_int_not_equal(s.run->shards[1].serial, serial);
+        /* a new version of one: all that was ever wanted, of that one */
+        s.world.ranks[1].version++;
+        assert_ok(sync_wish(4, 10), s.error);
+        assert_asked(MSG_BOXES, 0, 1);
+        assert_known(3, 10);
+    }
+}
+
+static void who_knows_no_parts_gives_all(void **state)
+{
+    static const int acts[] = {IS_OLD, REFUSES_PART};
+    for (size_t i = 0; i < 2; i++) {
+        tear_down(NULL);
+        set_up(NULL);
+        publish_many(false);
+        odd.of = MSG_BOXES;
+        odd.act = acts[i];
+        assert_ok(sync_wish(3, 10), s.error);
+        assert_known(3, 10);
+        assert_boxes(MANY / 10, MANY);
+        assert_ok(sync_wish(4, 10), s.error);
+        assert_asked(MSG_BOXES, 1, 0);
+    }
+}
+
+static void nearly_all_is_all(void **state)
+{
+    publish_many(false);
+    assert_ok(sync_wish(0, 3), s.error);
+    assert_boxes(MANY / 3, MANY / 3);
+    assert_ok(sync_wish(1, 2), s.error);
+    assert_ok(sync_wish(2, 6), s.error);
+    assert_boxes(MANY, MANY);
+    assert_int_equal(parts_asked[0], 2); /* the last time all were asked for */
+}
+
+static void other_keys_than_asked_for_are_refused(void **state)
+{
+    publish_many(false);
+    odd.of = MSG_BOXES;
+    odd.act = IS_ASKEW;
+    assert_int_equal(sync_wish(3, 10), FANIN_ERR_PROTOCOL);
+    assert_error("boxes of other keys than those asked for");
+    odd.act = AS_EVER;
+    assert_ok(sync_wish(3, 10), s.error);
+    assert_known(3, 10);
+}
+
+/* More ranges than a request may have: what lies between is fetched as well. */
+static void scattered_keys_are_fetched_with_their_gaps(void **state)
+{
+    publish_many(false);
+    assert_ok(sync_wish(1, 3), s.error);
+    assert_boxes(MANY / 3, MANY / 3);
+    assert_ok(sync_wish(0, 2), s.error);
+    assert_known(0, 2);
+    assert_known(1, 3);
+    assert_ok(sync_wish(0, 2), s.error);
+    assert_int_equal(parts_asked[0], 2);
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
@@ -450,6 +676,12 @@ int main(void)
         SCENE(regions_are_of_a_path),
         SCENE(a_rank_may_refuse_its_regions),
         SCENE(boxes_lie_in_regions),
+        SCENE(only_what_is_wanted_is_fetched),
+        SCENE(what_is_missing_is_fetched_and_joined),
+        SCENE(who_knows_no_parts_gives_all),
+        SCENE(nearly_all_is_all),
+        SCENE(other_keys_than_asked_for_are_refused),
+        SCENE(scattered_keys_are_fetched_with_their_gaps),
     };
     return cmocka_run_group_tests_name("tables", tests, NULL, NULL);
 }

@@ -274,7 +274,7 @@ static void a_plan_stops_when_nobody_waits_for_it(void **state)
     assert_non_null(strstr(error.message, "while the plan was made"));
     stop.stopped = false;
     bool use[] = {true};
-    assert_false(plan_sufficient(w.keys, w.sources, w.n_sources, use, &stop));
+    assert_false(plan_sufficient(w.keys, w.sources, w.n_sources, use, &rules));
     assert_true(plan_sufficient(w.keys, w.sources, w.n_sources, use, NULL));
     landing_free(&l);
     world_free(&w);

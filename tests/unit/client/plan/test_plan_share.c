@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Which of several holders serves what: clients differ, and large tensors are divided. */
+/* Which of several holders serves what: clients differ, and large tensors are divided. What is
+   planned from parts of tables. */
 #include "plan_world.h"
 #include "testing.h"
 
@@ -216,6 +217,111 @@ static void little_of_a_large_tensor_has_one_server(void **state)
     replicas_free(&r);
 }
 
+/* ---------------------------------------------------------------------- parts */
+
+#define PART_KEYS 12
+
+/* Ranks 0 .. 3 hold two copies of halves; of the last key nobody holds the upper one. */
+static void begin_parts(world *w, bool explicit)
+{
+    world_init(w, 4, 1);
+    for (int i = 0; i < PART_KEYS; i++)
+        world_key(w, FANIN_DTYPE_U8, 2, ((const uint64_t[]){8, 10}));
+    for (uint32_t key = 0; key < PART_KEYS; key++)
+        for (uint32_t rank = 0; rank < 4; rank++) {
+            block b = block_chunk(2, (const uint64_t[]){8, 10}, 0, 2, rank % 2);
+            if (explicit && rank % 2 == 0 && key == 5)
+                b.extent[0] = 3; /* no chunk */
+            if (explicit && rank % 2 == 1 && key == 5) {
+                b.offset[0] = 3;
+                b.extent[0] = 5;
+            }
+            if (!explicit || key + 1 < PART_KEYS || rank % 2 == 0)
+                world_hold(w, rank, key, &b, 0, 3, LAYOUT_PACKED);
+        }
+    world_seal(w, NULL);
+}
+
+/* The sources' tables, of these keys only. */
+static void cut_sources(world *w, const key_set *wanted)
+{
+    for (size_t s = 0; s < w->n_sources; s++) {
+        buffer blob = {0};
+        box_table *part;
+        fanin_error error = FANIN_ERROR_INIT;
+        box_table_encode_part(&blob, w->sources[s].boxes, wanted);
+        assert_ok(box_table_decode(blob.data, blob.size, w->keys, NULL, &part, &error),
+                  error);
+        w->sources[s].boxes = part;
+        buffer_free(&blob);
+    }
+}
+
+static void free_cut(world *w)
+{
+    for (size_t s = 0; s < w->n_sources; s++) {
+        box_table *part = (box_table *)(uintptr_t)w->sources[s].boxes;
+        box_table_free(&part);
+    }
+}
+
+static fanin_status plan_part(const world *w, const landing *l, const key_set *wanted,
+                              plan **out, fanin_error *error)
+{
+    plan_rules rules = {.seed = 3, .keys = wanted};
+    return plan_build(w->keys, w->sources, w->n_sources, l->targets, l->n_targets, NULL,
+                      &rules, out, error);
+}
+
+static void check_parts(bool explicit)
+{
+    world w;
+    landing l;
+    plan *whole, *part, *none;
+    fanin_error error = FANIN_ERROR_INIT;
+    key_range ranges[] = {{1, 2}, {5, 1}, {8, 3}};
+    const key_set wanted = {.ranges = ranges, .n = 3};
+    const bool use[4] = {true, false, true, true}, most[4] = {true, false, true, false};
+    begin_parts(&w, explicit);
+    landing_init(&l, 0);
+    for (size_t i = 0; i < wanted.n; i++)
+        for (uint32_t j = 0; j < ranges[i].count; j++)
+            landing_add(&l, &w, ranges[i].first + j,
+                        &(block){.n_dims = 2, .offset = {1, 2}, .extent = {6, 5}},
+                        j == 1);
+    /* whole tables, of which only some keys are looked at: the hole is none of them */
+    if (explicit)
+        assert_int_equal(plan_part(&w, &l, NULL, &none, &error), FANIN_ERR_INCOMPLETE);
+    assert_ok(plan_part(&w, &l, &wanted, &whole, &error), error);
+    world_execute(&w, &l, whole);
+    cut_sources(&w, &wanted);
+    assert_ok(plan_part(&w, &l, &wanted, &part, &error), error);
+    for (size_t s = 0; s < 4; s++) {
+        assert_int_equal(part->ranks[s].n_pieces, whole->ranks[s].n_pieces);
+        assert_memory_equal(part->ranks[s].pieces, whole->ranks[s].pieces,
+                            part->ranks[s].n_pieces * sizeof(piece));
+    }
+    landing_clear(&l);
+    world_execute(&w, &l, part);
+    const plan_rules rules = {.keys = &wanted};
+    assert_true(plan_sufficient(w.keys, w.sources, 4, use, &rules));
+    assert_false(plan_sufficient(w.keys, w.sources, 4, most, &rules));
+    /* what they do not tell of can't be had */
+    ranges[2].count = 2;
+    assert_int_equal(plan_part(&w, &l, &wanted, &none, &error), FANIN_ERR_ARGUMENT);
+    plan_free(&part);
+    plan_free(&whole);
+    free_cut(&w);
+    landing_free(&l);
+    world_free(&w);
+}
+
+static void parts_are_planned_as_the_whole_is(void **state)
+{
+    check_parts(false);
+    check_parts(true);
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
@@ -225,6 +331,7 @@ int main(void)
         cmocka_unit_test(a_large_tensor_is_shared_by_rows),
         cmocka_unit_test(up_to_the_limit_a_box_has_one_server),
         cmocka_unit_test(little_of_a_large_tensor_has_one_server),
+        cmocka_unit_test(parts_are_planned_as_the_whole_is),
     };
     return cmocka_run_group_tests_name("plan-share", tests, NULL, NULL);
 }

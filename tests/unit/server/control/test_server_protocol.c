@@ -4,6 +4,7 @@
 #include "server_peer.h"
 #include "testing.h"
 
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -149,6 +150,69 @@ static void catalog_and_bytes(peer *control, peer *data)
     assert_false(peer_end(control, &g, false).good);
     box_table_free(&boxes);
     key_table_free(&keys);
+}
+
+/* A page of the boxes of these keys. */
+static msg_blob_page ask_part(peer *p, const grant *g, const void *keys, size_t size,
+                              uint64_t offset)
+{
+    msg_blob_page page;
+    msg_blob_request m = {
+        .catalog_version = g->catalog_version, .offset = offset, .keys = {keys, size}};
+    snprintf(m.publication, sizeof m.publication, RUN);
+    peer_request_blob(p, MSG_BOXES, &m);
+    body in = peer_expect(p, MSG_BOXES_OK);
+    assert_int_equal(decode_blob_page(&in, &page), FANIN_OK);
+    return page;
+}
+
+static void boxes_of_some_keys(void **state)
+{
+    fanin_server *s = start_published(9);
+    peer p = peer_open(s);
+    grant g = peer_lease(&p);
+    key_table *keys;
+    box_table *boxes, *part;
+    peer_catalog(&p, &g, &keys, &boxes);
+    for (int again = 0; again < 2; again++) {
+        msg_blob_page page = ask_part(&p, &g, "\x01\x01", 2, 0);
+        uint64_t n;
+        fanin_error error = FANIN_ERROR_INIT;
+        assert_ok(
+            box_table_decode(page.data.data, page.data.size, keys, NULL, &part, &error),
+            error);
+        assert_false(box_table_is_whole(part));
+        assert_int_equal(box_table_count(part), 1);
+        assert_int_equal(box_table_of_key(part, 1, &n), 1); /* its number of all */
+        assert_int_equal(n, 1);
+        box_table_free(&part);
+        assert_int_equal(ask_part(&p, &g, "\x00\x02", 2, 0).total,
+                         ask_part(&p, &g, "\x00\x02", 2, 1).total);
+    }
+    box_table_free(&boxes);
+    key_table_free(&keys);
+    peer_end(&p, &g, false);
+}
+
+static void boxes_of_keys_that_are_not_there(void **state)
+{
+    static const struct {
+        uint8_t bytes[4];
+        size_t size;
+    } bad[] = {{{0}, 1},       {{0, 0}, 2},         {{0, 3}, 2},
+               {{2, 1}, 2},    {{0, 1, 0, 1}, 4},   {{1, 0xcc, 1}, 3},
+               {{1, 0xc0}, 2}, {{0xcd, 0, 0, 1}, 4}};
+    fanin_server *s = start_published(9);
+    for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) {
+        peer p = peer_open(s);
+        grant g = peer_lease(&p);
+        msg_blob_request m = {.catalog_version = g.catalog_version,
+                              .keys = {bad[i].bytes, bad[i].size}};
+        snprintf(m.publication, sizeof m.publication, RUN);
+        peer_request_blob(&p, MSG_BOXES, &m);
+        (void)peer_expect_error(&p, FANIN_ERR_PROTOCOL);
+        peer_expect_closed(&p);
+    }
 }
 
 static void a_pull_over_tcp_and_over_unix(void **state)
@@ -349,6 +413,8 @@ int main(void)
         server_test(hello_tells_who_answers),
         server_test(list_shows_publications_and_states),
         server_test(list_tells_ages),
+        server_test(boxes_of_some_keys),
+        server_test(boxes_of_keys_that_are_not_there),
         server_test(a_pull_over_tcp_and_over_unix),
         server_test(regions_without_keys_have_no_addresses),
         server_test(a_wait_is_answered_by_the_commit),

@@ -1,0 +1,128 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Parts of box tables: what they are of, and two made one. */
+#include "array.h"
+#include "box_table.h"
+#include "error_set.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+bool box_table_keys(const box_table *table, key_set *out)
+{
+    *out = (key_set){0};
+    for (uint32_t i = 0; i < table->n_runs; i++)
+        if (!key_set_add(out, table->runs[i].keys.first, table->runs[i].keys.count)) {
+            key_set_free(out);
+            return false;
+        }
+    return true;
+}
+
+bool box_table_is_whole(const box_table *table)
+{
+    return !table->part;
+}
+
+static uint64_t keys_end(const box_run *run)
+{
+    return (uint64_t)run->keys.first + run->keys.count;
+}
+
+/* Slots of one run, and what explicit boxes have besides, go behind those that are there. */
+static void take_run(box_table *to, const box_table *from, uint32_t index,
+                     uint64_t words_moved)
+{
+    const box_run *run = &from->runs[index];
+    uint64_t n = box_run_end(from, index) - run->slot;
+    box_run *last = to->n_runs > 0 ? &to->runs[to->n_runs - 1] : NULL;
+    if (last && keys_end(last) == run->keys.first) {
+        last->keys.count += run->keys.count;
+    } else {
+        to->runs[to->n_runs] = *run;
+        to->runs[to->n_runs++].slot = to->count;
+    }
+    if (n > 0)
+        memcpy(to->slots + to->count, from->slots + run->slot, n * sizeof *to->slots);
+    for (uint64_t i = 0; i < n && from->positions; i++)
+        to->positions[to->count + i] = from->positions[run->slot + i] + words_moved;
+    to->count += n;
+}
+
+/* Numbers ascend with the keys, and leave nothing out between neighbouring keys. */
+static bool follows(const box_table *to, const box_table *from, uint32_t index)
+{
+    const box_run *run = &from->runs[index];
+    if (to->n_runs == 0)
+        return true;
+    const box_run *last = &to->runs[to->n_runs - 1];
+    uint64_t next = last->ordinal + (to->count - last->slot);
+    if (run->keys.first < keys_end(last))
+        return false;
+    return run->keys.first == keys_end(last) ? run->ordinal == next
+                                             : run->ordinal >= next;
+}
+
+static bool take_runs(box_table *to, const box_table *a, const box_table *b)
+{
+    uint32_t i = 0, j = 0;
+    while (i < a->n_runs || j < b->n_runs) {
+        bool of_a = j == b->n_runs ||
+                    (i < a->n_runs && a->runs[i].keys.first < b->runs[j].keys.first);
+        const box_table *from = of_a ? a : b;
+        uint32_t *index = of_a ? &i : &j;
+        if (!follows(to, from, *index))
+            return false;
+        take_run(to, from, *index, of_a ? 0 : a->n_words);
+        ++*index;
+    }
+    return true;
+}
+
+/* Room for the boxes of both; no boxes yet. NULL: no memory. */
+static box_table *make_room(const box_table *a, const box_table *b)
+{
+    box_table *t = malloc(sizeof *t);
+    if (!t)
+        return NULL;
+    *t = *a;
+    t->count = t->n_runs = 0;
+    t->regions = a->regions > b->regions ? a->regions : b->regions;
+    t->n_words = a->n_words + b->n_words;
+    t->runs = calloc((size_t)a->n_runs + b->n_runs, sizeof *t->runs);
+    t->slots = malloc((a->count + b->count + 1) * sizeof *t->slots);
+    t->positions = t->words = NULL;
+    bool explicit = a->rule == BOXES_EXPLICIT;
+    if (explicit) {
+        t->positions = malloc((a->count + b->count + 1) * sizeof *t->positions);
+        t->words = malloc((t->n_words + 1) * sizeof *t->words);
+    }
+    if (!t->runs || !t->slots || (explicit && (!t->positions || !t->words)))
+        box_table_free(&t);
+    return t;
+}
+
+fanin_status box_table_join(box_table **table, box_table *more, fanin_error *error)
+{
+    static const error_place place = {.phase = "catalog"};
+    box_table *a = *table, *b = more, *both = NULL;
+    fanin_status status = FANIN_OK;
+    bool alike = a->part && b->part && a->rule == b->rule && a->dim == b->dim &&
+                 a->world == b->world && a->index == b->index;
+    if (alike && !(both = make_room(a, b)))
+        status = error_set_memory(error);
+    else if (!alike || !take_runs(both, a, b))
+        status = error_set(error, FANIN_ERR_PROTOCOL, &place,
+                           "parts of a box table contradict each other");
+    if (status == FANIN_OK && both->words) {
+        memcpy(both->words, a->words, a->n_words * sizeof *both->words);
+        memcpy(both->words + a->n_words, b->words, b->n_words * sizeof *both->words);
+    }
+    box_table_free(&a);
+    box_table_free(&b);
+    if (status != FANIN_OK)
+        box_table_free(&both);
+    if (both)
+        array_shrink(&both->runs, both->n_runs, sizeof *both->runs);
+    *table = both;
+    return status;
+}
