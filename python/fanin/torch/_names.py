@@ -111,6 +111,8 @@ def published_shape(part: Slice, shape: tuple[int, ...]) -> tuple[int, ...]:
 
     ValueError: the index does not fit the stored tensor, or the slice its place.
     """
+    if not part.is_cut:
+        return shape
     extent = _blocks.sliced_shape(shape, part.index)
     if part.shape is None:
         if part.at is not None:
@@ -222,7 +224,9 @@ def _composed(outer: Slice, shape: tuple[int, ...], inner: Slice) -> Slice | Non
             continue
         place, (first, last, drop) = next(places), next(wanted)
         begin, end = max(place, first), min(place + stop - start, last)
-        if begin >= end and first < last:
+        if first == last:
+            begin = end = place = first  # nothing is wanted, which every part has
+        elif begin >= end:
             return None
         index.append(
             start + begin - place if drop else slice(start + begin - place, start + end - place)

@@ -30,6 +30,8 @@ try:
 except ImportError:
     _Fsdp2 = None
 
+# By name: older PyTorch lacks them.
+_PACKED = ("torch.float4_e2m1fn_x2", "torch.bits2x4", "torch.bits4x2", "torch.bits1x8")
 OFFLOADED = (
     "pause(run) the run before its memory is offloaded, put to sleep or loaded from a checkpoint, "
     "and resume(run) it afterwards"
@@ -760,13 +762,20 @@ def _refuse_kind(item: Item, local: Any) -> None:
         raise refuse(f"is sparse ({local.layout})", "make it dense")
     if local.is_quantized:
         raise refuse("is quantized", "publish parameters of a floating-point type")
+    if str(local.dtype) in _PACKED:
+        raise refuse(
+            f"has elements of {local.dtype}, each of which packs several values",
+            "publish parameters whose elements are values, or give an engine the packed bytes as "
+            "uint8",
+        )
     if isinstance(local, torch.nn.parameter.UninitializedTensorMixin):
         raise refuse("is not initialised", "run a first forward of its lazy module before")
     dispatch = getattr(type(local), "__torch_dispatch__", None)
     if dispatch is not torch.Tensor.__torch_dispatch__:
         raise refuse(
             f"is a {type(local).__name__}, whose values do not lie in it as in a plain tensor",
-            "publish parameters of plain tensors or DTensors",
+            "publish parameters of plain tensors or DTensors: dequantize what is quantized, and do "
+            "without all-gathers in fp8",
         )
     if getattr(local, "ds_id", None) is not None and tuple(
         getattr(local, "ds_shape", local.shape)

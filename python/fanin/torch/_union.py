@@ -96,8 +96,8 @@ def ranks_text(ranks: Iterable[int]) -> str:
 def unite(told: Sequence[Told], texts: Mapping[bytes, bytes]) -> list[Whole]:
     """The tensors that all ranks together hold, ordered by name.
 
-    told: of each rank; texts: by digest. RequestError: dtype or shape of a tensor contradict each
-    other, or some of its elements are nobody's; the same on every rank that asks.
+    told: of each rank; texts: by digest. RequestError: there are none, dtype or shape of a tensor
+    contradict each other, or some of its elements are nobody's; the same on every rank that asks.
     """
     members: dict[bytes, list[int]] = {}
     for rank, one in enumerate(told):
@@ -107,6 +107,11 @@ def unite(told: Sequence[Told], texts: Mapping[bytes, bytes]) -> list[Whole]:
         for name, dtype, shape, number in json.loads(zlib.decompress(texts[digest])):
             alike = kinds.setdefault(name, {})
             alike.setdefault((dtype, tuple(shape)), []).append((digest, number))
+    if not kinds:
+        raise RequestError.make(
+            "no rank has a tensor to publish",
+            "give the module that is trained; names= must not answer None for everything",
+        )
     gaps: dict[tuple[tuple[int, ...], tuple[tuple[bytes, int], ...]], Gap | None] = {}
     out = []
     for name, alike in sorted(kinds.items()):

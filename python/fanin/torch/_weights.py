@@ -8,7 +8,8 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from fanin.errors import RequestError
-from fanin.torch._names import WRAPPERS, parse
+from fanin.torch._checkpoint import CheckpointNames, converts
+from fanin.torch._names import WRAPPERS, NamesFunction, parse
 from fanin.torch._parameters import (
     BUFFER,
     PARAMETER,
@@ -16,6 +17,7 @@ from fanin.torch._parameters import (
     Found,
     Item,
     refuse_fsdp1,
+    root_of,
     sharding_of,
     walk,
 )
@@ -113,8 +115,8 @@ def _refuse_packed(owner: Any, path: str) -> None:
 def find_weights(root: Any) -> Found:
     """Every parameter and persistent buffer once, in the order of the tree.
 
-    RequestError: there are none, an adapter's are among them, or weights that are packed; two
-    tensors would have one name.
+    RequestError: an adapter's are among them, or weights that are packed; two tensors would have
+    one name.
     """
     refuse_fsdp1(root)
     _refuse_adapter(root)
@@ -139,10 +141,6 @@ def find_weights(root: Any) -> Found:
         items.append(Item(path, name, owner, attribute, sharded, kind))
         aliases += [Alias(place[0], place[1], place[2], items[-1]) for place in names]
     _refuse_same_names(items)
-    if not items:
-        raise RequestError.make(
-            f"{type(root).__name__} has no parameters", "give the module that is trained"
-        )
     return Found(items, [one for one in aliases if _is_other(one)], True)
 
 
@@ -160,3 +158,20 @@ def _refuse_same_names(items: list[Item]) -> None:
                 key=item.name,
             )
         paths[item.name] = item.path
+
+
+def checkpoint_names(model: Any) -> NamesFunction | None:
+    """What transformers saves of *model*; None: what is stored, under the names that it has.
+
+    Only where a wrapper at most is around transformers' model: its names begin at the root.
+    """
+    root = root_of(model)
+    while (inner := root._modules.get("_orig_mod")) is not None:
+        root = root_of(inner)
+    if not converts(root):
+        return None
+
+    def shapes() -> dict[str, tuple[int, ...]]:
+        return {item.name: tuple(item.now().shape) for item in find_weights(root).items}
+
+    return CheckpointNames(root, shapes)

@@ -15,7 +15,7 @@ from fanin.torch._names import NamesFunction
 from fanin.torch._parameters import Change, Parameters
 from fanin.torch._publisher import OneRun, Publisher, Run, Serving, Source, cause_of
 from fanin.torch._union import Entry, Table, Told, Whole, compress, entry_of, table_of, unite
-from fanin.torch._weights import find_weights
+from fanin.torch._weights import checkpoint_names, find_weights
 from fanin.torch._world import raise_first
 
 __all__ = ["WeightServer"]
@@ -44,7 +44,7 @@ def _source(run: Run, model: Any, names: NamesFunction | None, config: Any) -> S
             f"the model is a {type(model).__name__}", "give the torch.nn.Module that is trained"
         )
     publication = full_publication(run)
-    parameters = Parameters(model, find_weights, names)
+    parameters = Parameters(model, find_weights, names or checkpoint_names(model))
     text = model_config(model, config)
     metadata = {"format": "pt"} if text is None else {"config": text, "format": "pt"}
     return Source(publication, parameters, parameters.look(), metadata)
@@ -86,7 +86,8 @@ class WeightServer(Publisher):
         overtaken; costs twice the memory of what this rank publishes.
     :param cast: "BF16" or "F16": snapshots of F32 weights are converted. Needs ``snapshot``.
     :param names: what is published of each tensor, see :data:`fanin.torch.NamesFunction` and
-        :mod:`fanin.torch.names`.
+        :mod:`fanin.torch.names`. Default: the tensors and names that transformers would save,
+        of other models those that are stored.
     :param config: the model's configuration for engines: transformers', a dict or JSON; default:
         ``model.config`` if there is one on any rank.
     :param use_ucx: False: never load UCX; the stream path, and CUDA IPC, only.

@@ -1,0 +1,534 @@
+# SPDX-License-Identifier: Apache-2.0
+"""WeightServer with real PyTorch and transformers, in one process."""
+
+from __future__ import annotations
+
+import gc
+import json
+import weakref
+
+import fanin
+import pytest
+import torch
+from fanin.errors import NotFoundError, PausedError, RequestError, StateError
+from fanin.info import read_info
+from fanin.torch import AdapterServer, Slice, WeightServer, chain
+from fanin.torch.names import checkpoint, vocabulary
+from full_models import config_of, random_model
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from transformers import AutoModelForCausalLM
+
+DTYPES = {
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F32": torch.float32,
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "I64": torch.int64,
+}
+
+
+class Normed(torch.nn.Module):
+    """Parameters, persistent and other buffers, a tied pair, a scalar."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = torch.nn.Embedding(12, 6)
+        self.norm = torch.nn.BatchNorm1d(6)
+        self.body = torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.Linear(5, 6, bias=False))
+        self.head = torch.nn.Linear(6, 12, bias=False)
+        self.head.weight = self.embed.weight
+        self.scale = torch.nn.Parameter(torch.tensor(2.0))
+        self.register_buffer("cache", torch.ones(4), persistent=False)
+        self.register_buffer("shift", torch.arange(3.0))
+
+    def forward(self, tokens):
+        return self.head(self.body(self.norm(self.embed(tokens)))) * self.scale
+
+
+def serve(model, **options):
+    return WeightServer(model, **{"base_port": 0, "use_ucx": False, **options})
+
+
+def pulled(server, run="full:0", **which):
+    with fanin.Client(server.addresses) as client:
+        into = {
+            entry.name: torch.empty(entry.shape, dtype=DTYPES[entry.dtype])
+            for entry in client.catalog(run)
+        }
+        result = client.pull_into(run, into, timeout=10, **which)
+    return result.step, into
+
+
+def same(got, wanted):
+    assert got.keys() == wanted.keys(), sorted(got.keys() ^ wanted.keys())
+    for key, value in wanted.items():
+        assert got[key].dtype == value.dtype, key
+        assert torch.equal(got[key], value.detach()), key
+
+
+def state(model, *, without=()):
+    return {key: value for key, value in model.state_dict().items() if key not in without}
+
+
+def write(model, by=3.0):
+    with torch.no_grad():
+        for param in model.parameters():
+            param.mul_(by)
+
+
+# -------------------------------------------------------------------------------- what is published
+
+
+def test_parameters_and_persistent_buffers():
+    model = Normed()
+    with serve(model) as server:
+        server.publish(7)
+        step, got = pulled(server)
+        assert (step, server.runs) == (7, {"full:0": 7})
+        same(got, state(model, without=["head.weight"]))
+        assert got["scale"].shape == () and got["norm.num_batches_tracked"].dtype == torch.int64
+
+
+def test_values_of_one_byte_and_their_scales():
+    """As checkpoints in block fp8 have them: bytes like any other."""
+    model = torch.nn.Module()
+    model.register_parameter(
+        "weight", torch.nn.Parameter(torch.randn(4, 4).to(torch.float8_e4m3fn), False)
+    )
+    model.register_parameter("weight_scale_inv", torch.nn.Parameter(torch.rand(2, 2)))
+    with serve(model) as server:
+        server.publish(0)
+        got = pulled(server)[1]
+        assert torch.equal(got["weight"].view(torch.uint8), model.weight.view(torch.uint8))
+        assert torch.equal(got["weight_scale_inv"], model.weight_scale_inv)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3", "qwen3-moe"])
+def test_what_transformers_saves(tmp_path, kind, tied):
+    model = random_model(kind, tied)
+    model.save_pretrained(tmp_path)
+    with serve(model) as server:
+        server.publish(0)
+        same(pulled(server)[1], load_file(tmp_path / "model.safetensors"))
+        with fanin.Client(server.addresses) as client:
+            metadata = client.metadata("full:0")
+    assert metadata.keys() == {"config", "format"} and metadata["format"] == "pt"
+    assert json.loads(metadata["config"]) == json.loads((tmp_path / "config.json").read_text())
+
+
+def test_the_name_of_a_tie_is_the_one_that_is_saved():
+    """Whichever of the two comes first in the tree."""
+
+    class Head(Normed):
+        _tied_weights_keys = {"embed.weight": "head.weight"}
+
+    model = Head()
+    with serve(model) as server:
+        assert "head.weight" in server.server.names("full:0")
+        assert "embed.weight" not in server.server.names("full:0")
+
+
+def test_what_is_not_saved_is_not_published():
+    class Part(torch.nn.Linear):
+        _keys_to_ignore_on_save = ["bias"]
+
+    model = torch.nn.Sequential(Part(3, 4), torch.nn.Linear(4, 2))
+    with serve(model) as server:
+        assert set(server.server.names("full:0")) == {"0.weight", "1.weight", "1.bias"}
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        torch.compile,
+        torch.nn.DataParallel,
+        lambda model: torch.compile(torch.nn.DataParallel(model)),
+        lambda model: torch.nn.DataParallel(torch.compile(model)),
+    ],
+    ids=["compile", "parallel", "compile-parallel", "parallel-compile"],
+)
+def test_wrappers_are_not_part_of_names(wrap):
+    model = random_model("qwen3-moe")
+    names = set(slice_keys(model))
+    for layer in range(2):
+        model.model.layers[layer] = checkpoint_wrapper(model.model.layers[layer])
+    with serve(wrap(model)) as server:
+        assert set(server.server.names("full:0")) == names
+
+
+def slice_keys(model):
+    with serve(model) as server:
+        return server.server.names("full:0")
+
+
+def test_names_of_ones_own(tmp_path):
+    model = random_model("qwen3-moe")
+
+    def late(name, shape):
+        return Slice(f"engine.{name}", (slice(0, 2),)) if name.endswith("q_norm.weight") else None
+
+    with serve(model, names=chain(checkpoint(model), late)) as server:
+        server.publish(0)
+        wanted = {
+            f"engine.{name}": value[:2]
+            for name, value in model.state_dict().items()
+            if name.endswith("q_norm.weight")
+        }
+        same(pulled(server)[1], wanted)
+    with serve(model, names=chain(checkpoint(model), vocabulary(250))) as server:
+        server.publish(0)
+        got = pulled(server)[1]
+        assert torch.equal(got["lm_head.weight"], model.lm_head.weight[:250])
+        assert got["model.layers.1.mlp.experts.3.up_proj.weight"].shape == (96, 128)
+
+
+def test_configurations_that_are_given():
+    for config in (config_of("qwen2", True), {"model_type": "mine"}, '{"model_type": "mine"}'):
+        with serve(Normed(), config=config) as server, fanin.Client(server.addresses) as client:
+            server.publish(0)
+            told = json.loads(client.metadata("full:0")["config"])
+            assert told["model_type"] == ("mine" if isinstance(config, (dict, str)) else "qwen2")
+    with serve(Normed()) as server, fanin.Client(server.addresses) as client:
+        server.publish(0)
+        assert client.metadata("full:0") == {"format": "pt"}
+    with pytest.raises(RequestError, match="config is a int"):
+        serve(Normed(), config=3)
+
+
+# ---------------------------------------------------------------------------------- what is refused
+
+
+def adapted():
+    return get_peft_model(
+        random_model("qwen2"), LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    )
+
+
+class Linear4bit(torch.nn.Linear):
+    """Looks like bitsandbytes' class of this name, which needs a GPU to be made."""
+
+
+Linear4bit.__module__ = "bitsandbytes.nn.modules"
+
+
+class Subclass(torch.Tensor):
+    """A tensor whose values lie elsewhere."""
+
+    @staticmethod
+    def __new__(cls, inner):
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        raise NotImplementedError
+
+    def __repr__(self):
+        return "Subclass()"
+
+
+def holding(value):
+    model = torch.nn.Module()
+    model.register_buffer("weight", value)
+    return model
+
+
+def quantized():
+    return torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8)
+
+
+REFUSED = {
+    "an adapter": (adapted, "belongs to an adapter", "AdapterServer", "lora_A"),
+    "bitsandbytes": (
+        lambda: torch.nn.Sequential(Linear4bit(4, 4)),
+        "is a weight of bitsandbytes' Linear4bit, which packs its values",
+        "dequantize",
+        "0.weight",
+    ),
+    "meta": (
+        lambda: torch.nn.Linear(2, 2, device="meta"),
+        "is on the meta device",
+        "to_empty",
+        "weight",
+    ),
+    "quantized": (lambda: holding(quantized()), "is quantized", "floating-point", "weight"),
+    "sparse": (lambda: holding(torch.eye(3).to_sparse()), "is sparse", "dense", "weight"),
+    "subclass": (
+        lambda: holding(Subclass(torch.ones(2))),
+        "is a Subclass, whose values do not lie in it",
+        "plain tensors",
+        "weight",
+    ),
+    "packed": (
+        lambda: holding(torch.ones(2, 2, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)),
+        "float4_e2m1fn_x2, each of which packs several values",
+        "whose elements are values",
+        "weight",
+    ),
+    "offloaded": (
+        lambda: offloaded(),
+        "trainer memory offloaded",
+        "pause(run)",
+        "weight",
+    ),
+    "a type of no file": (
+        lambda: holding(torch.ones(2, dtype=torch.complex32)),
+        "torch.complex32, which safetensors does not know",
+        "floating-point type",
+        "weight",
+    ),
+}
+
+
+def offloaded():
+    model = torch.nn.Linear(2, 2)
+    model.weight.untyped_storage().resize_(0)
+    return model
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_tensors_that_cannot_be_published(case):
+    make, why, remedy, key = REFUSED[case]
+    with pytest.raises((RequestError, StateError)) as caught:
+        serve(make())
+    assert why in str(caught.value) and remedy in caught.value.remedy
+    assert key in caught.value.key
+
+
+def test_calls_that_are_wrong(tmp_path):
+    model = Normed()
+    for options, why in (
+        ({"cast": "BF16"}, "cast is 'BF16' without snapshot"),
+        ({"run": "lora:0"}, "'lora:0' is an adapter's publication"),
+        ({"run": "a/b"}, "is no run"),
+        ({"names": lambda name, shape: 3}, "int"),
+        ({"names": lambda name, shape: Slice(name, (9,))}, "1 indices for a tensor of 0"),
+        ({"names": lambda name, shape: "x"}, "and again of"),
+        ({"names": lambda name, shape: [Slice("x"), Slice("x")]}, "several parts of one tensor"),
+        ({"names": lambda name, shape: Slice(name, (), (0,), (99,))}, "do not lie inside"),
+        ({"names": lambda name, shape: None}, "no rank has a tensor to publish"),
+    ):
+        with pytest.raises(RequestError, match=why):
+            serve(model, **options)
+    with pytest.raises(RequestError, match="the model is a OrderedDict"):
+        serve(model.state_dict())
+    with pytest.raises(RequestError, match="no rank has a tensor to publish"):
+        serve(torch.nn.ReLU())
+    with serve(model) as server:
+        with pytest.raises(NotFoundError, match="there is no run full:7"):
+            server.pause("7")
+        server.publish(3)
+        with pytest.raises(RequestError, match="not above its last step 3"):
+            server.publish(3)
+        assert server.write_info(tmp_path) is not None
+        info = read_info(tmp_path)
+        assert (info.run, info.step, list(info.addresses)) == ("0", 3, server.addresses)
+    server.close()
+
+
+# --------------------------------------------------------------------------------- life of a server
+
+
+def test_training_in_place_and_what_moves():
+    model = Normed()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
+    with serve(model) as server:
+        server.publish(0)
+        for step in range(1, 4):
+            with server.updating(step):
+                # A step of a model with BatchNorm writes buffers in its forward.
+                model(torch.arange(12)).square().mean().backward()
+                optimizer.step()
+            optimizer.zero_grad()
+            got = pulled(server, step=step)[1]
+            same(got, state(model, without=["head.weight"]))
+        # The same values elsewhere, new objects, a tie that is made again.
+        model.body[0].weight.data = model.body[0].weight.data.clone()
+        model.load_state_dict({k: v.clone() for k, v in state(model).items()}, assign=True)
+        model.head.weight = model.embed.weight
+        server.publish(4)
+        same(pulled(server, step=4)[1], state(model, without=["head.weight"]))
+
+
+@pytest.mark.parametrize("which", ["parameter", "buffer", "fused"])
+def test_writes_outside_of_updating(which):
+    model = Normed()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
+    with serve(model) as server:
+        server.publish(0)
+        if which == "parameter":
+            write(model)
+        elif which == "buffer":
+            model.shift.add_(1)
+        else:
+            model.eval()(torch.arange(12)).square().mean().backward()
+            optimizer.step()
+        with pytest.raises(StateError, match="was written outside of updating") as caught:
+            server.publish(1)
+        assert caught.value.key == "full:0"
+        server.publish(1)
+        same(pulled(server, step=1)[1], state(model, without=["head.weight"]))
+
+
+def test_snapshots_with_a_cast():
+    model = Normed()
+    with serve(model, snapshot=True, cast="BF16") as server:
+        server.publish(0)
+        before = {k: v.clone() for k, v in state(model, without=["head.weight"]).items()}
+        write(model)
+        got = pulled(server)[1]
+        for name, value in before.items():
+            assert torch.equal(
+                got[name], value.bfloat16() if value.dtype == torch.float32 else value
+            ), name
+        server.publish(1)
+        assert torch.equal(pulled(server, step=1)[1]["scale"], model.scale.detach().bfloat16())
+
+
+def test_pause_offload_and_resume():
+    model = Normed()
+    kept = {k: v.clone() for k, v in state(model).items()}
+    with serve(model) as server:
+        server.publish(0)
+        server.pause(reason="sleeping")
+        storages = [weakref.ref(p.untyped_storage()) for p in model.parameters()]
+        model.to("meta")
+        gc.collect()
+        with pytest.raises(PausedError, match="sleeping"):
+            pulled(server)
+        with pytest.raises(RequestError, match="meta"):
+            server.resume()
+        model.to_empty(device="cpu")
+        model.load_state_dict(kept)
+        model.head.weight = model.embed.weight
+        server.resume()
+        same(pulled(server)[1], {k: v for k, v in kept.items() if k != "head.weight"})
+        assert storages
+
+
+CHANGES = {
+    "converted": (
+        lambda model: model.body.to(torch.float16),
+        "'body.0.weight' is F16 [5, 6] on this rank now, and was F32 [5, 6]",
+    ),
+    "added": (
+        lambda model: model.body.append(torch.nn.Linear(6, 1)),
+        "'body.2.weight' has joined the weights of full:0",
+    ),
+    "a parameter more": (
+        lambda model: model.register_parameter("gain", torch.nn.Parameter(torch.ones(2))),
+        "'gain' has joined",
+    ),
+    "a buffer more": (
+        lambda model: model.body.register_buffer("late", torch.ones(2)),
+        "'body.late' has joined",
+    ),
+    "removed": (lambda model: model.body.__delitem__(1), "'body.1.weight' has left"),
+    "untied": (
+        lambda model: setattr(
+            model.head, "weight", torch.nn.Parameter(model.head.weight.detach().clone())
+        ),
+        "'head.weight' has joined",
+    ),
+    "other shape": (
+        lambda model: setattr(model, "shift", torch.ones(5)),
+        "'shift' is F32 [5] on this rank now, and was F32 [3]",
+    ),
+}
+
+
+@pytest.mark.parametrize("how", CHANGES)
+@pytest.mark.parametrize("call", ["publish", "updating"])
+def test_a_set_that_changes_is_told_by_refresh(how, call):
+    change, text = CHANGES[how]
+    model = Normed()
+    with serve(model) as server:
+        server.publish(0)
+        before = pulled(server)[1]
+        with pytest.raises(StateError) as caught:
+            if call == "publish":
+                change(model)
+                server.publish(1)
+            else:
+                with server.updating(1):
+                    change(model)
+        assert text in str(caught.value) and "refresh() on every rank" in caught.value.remedy
+        if call == "publish" and how not in ("converted",):
+            same(pulled(server)[1], before)
+        server.refresh()
+        server.publish(1)
+        same(
+            pulled(server, step=1)[1],
+            state(model, without=[] if how == "untied" else ["head.weight"]),
+        )
+        server.refresh()
+        assert pulled(server)[0] == 1  # nothing has changed: the step stays
+
+
+def test_a_refresh_that_failed_is_to_be_called_again(monkeypatch):
+    model = Normed()
+    with serve(model) as server:
+        server.publish(0)
+        model.body.append(torch.nn.Linear(6, 1))
+        monkeypatch.setattr(server.server, "put", lambda *_, **__: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            server.refresh()
+        monkeypatch.undo()
+        with pytest.raises(StateError, match="has not come to its end"):
+            server.publish(1)
+        server.refresh()
+        server.publish(1)
+        assert "body.2.weight" in pulled(server)[1]
+
+
+def test_a_draft_model_beside_the_model():
+    model, draft = random_model("qwen2"), Normed()
+    with serve(model, run="7") as server:
+        server.add_run("draft", draft)
+        with pytest.raises(RequestError, match="is there already"):
+            server.add_run("full:draft", draft)
+        server.publish({"7": 1, "draft": 4})
+        same(pulled(server, "full:draft")[1], state(draft, without=["head.weight"]))
+        assert pulled(server, "full:7")[0] == 1
+        server.remove_run("draft")
+        assert server.runs == {"full:7": 1}
+        server.publish(2)
+
+
+def test_adapter_and_weights_of_one_process():
+    model = adapted()
+    base = random_model("qwen3")
+    with (
+        serve(base) as weights,
+        AdapterServer(model, base_port=0, use_ucx=False, config=dict(FIELDS)) as adapters,
+    ):
+        weights.publish(0)
+        adapters.publish(0)
+        assert pulled(weights)[0] == 0
+        with fanin.Client(adapters.addresses) as client:
+            assert [one.name for one in client.publications()] == ["lora:0"]
+
+
+FIELDS = {"lora_alpha": 4, "r": 2, "base_model_name_or_path": "a/base"}
+
+
+def test_experts_are_found_again_when_their_number_changes():
+    """The conversion of transformers is asked anew when a shape is another one."""
+    model = random_model("qwen3-moe")
+    bigger = AutoModelForCausalLM.from_config(
+        config_of("qwen3-moe", False, moe_intermediate_size=32), dtype=torch.bfloat16
+    )
+    with serve(model) as server:
+        server.publish(0)
+        for layer, other in zip(model.model.layers, bigger.model.layers, strict=True):
+            layer.mlp.experts = other.mlp.experts
+        server.refresh()
+        server.publish(1)
+        got = pulled(server)[1]
+        assert got["model.layers.0.mlp.experts.1.gate_proj.weight"].shape == (32, 128)
+        experts = model.model.layers[1].mlp.experts
+        assert torch.equal(
+            got["model.layers.1.mlp.experts.2.up_proj.weight"], experts.gate_up_proj[2, 32:]
+        )
