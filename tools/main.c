@@ -14,7 +14,9 @@
 #include <unistd.h>
 
 static const char *const intro =
-    "nixl-fetch looks at, pulls and measures LoRA adapters that trainer ranks serve.\n"
+    "nixl-fetch looks at, pulls and measures LoRA adapters and whole models that "
+    "trainer\n"
+    "ranks serve.\n"
     "\n"
     "Examples:\n"
     "  nixl-fetch list 10.0.0.1:6000 --world-size 8\n"
@@ -33,8 +35,8 @@ static const char *const outro =
     "'nixl-fetch COMMAND --help' tells a command's options, nixl-fetch(1) all of it.\n";
 
 static const command *const commands[] = {
-    &cmd_list,  &cmd_show,  &cmd_ping,  &cmd_pull,   &cmd_verify,
-    &cmd_watch, &cmd_serve, &cmd_bench, &cmd_doctor, NULL,
+    &cmd_list, &cmd_show,  &cmd_ping,  &cmd_pull,   &cmd_verify, &cmd_watch,
+    &cmd_map,  &cmd_serve, &cmd_bench, &cmd_doctor, NULL,
 };
 
 static void print_help(FILE *stream)

@@ -1,0 +1,375 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include "fetch/mapping_file.h"
+#include "fetch/failure.h"
+#include "fetch/half.h"
+#include "fetch/output.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#define FORMAT "fanin-mapping/1"
+/* Beyond it sums of products could overflow. */
+#define MOST (UINT64_C(1) << 62)
+
+/* The document, where in it the reading is, and what is wrong. */
+typedef struct reading {
+    const char *path;
+    char where[192];
+    fanin_error *error;
+} reading;
+
+static bool wrong(const reading *r, const char *field, const char *what)
+{
+    failure_set(r->error, FANIN_ERR_MISMATCH, "save the mapping again",
+                "%.300s: %s%s%s %s", r->path, r->where,
+                r->where[0] != '\0' && field[0] != '\0' ? "." : "", field, what);
+    return false;
+}
+
+static const char *text(const reading *r, const json_t *object, const char *field)
+{
+    const char *value = json_string_value(json_object_get(object, field));
+    if (value == NULL) {
+        wrong(r, field, "is no string");
+    }
+    return value;
+}
+
+static bool number(const reading *r, const json_t *value, const char *field,
+                   uint64_t *out)
+{
+    if (!json_is_integer(value) || json_integer_value(value) < 0 ||
+        (uint64_t)json_integer_value(value) >= MOST) {
+        return wrong(r, field, "is no integer from 0 on");
+    }
+    *out = (uint64_t)json_integer_value(value);
+    return true;
+}
+
+static bool numbers(const reading *r, const json_t *object, const char *field,
+                    uint32_t count, uint64_t out[FANIN_MAX_DIMS])
+{
+    const json_t *list = json_object_get(object, field);
+    if (!json_is_array(list) || json_array_size(list) != count) {
+        return wrong(r, field, "does not have a number for each dimension");
+    }
+    for (uint32_t d = 0; d < count; d++) {
+        if (!number(r, json_array_get(list, d), field, &out[d])) {
+            return false;
+        }
+    }
+    return true;
+}
+
+/* "shape", which says how many dimensions there are. */
+static bool read_shape(const reading *r, const json_t *object, uint32_t *n_dims,
+                       uint64_t out[FANIN_MAX_DIMS])
+{
+    size_t count = json_array_size(json_object_get(object, "shape"));
+    if (count > FANIN_MAX_DIMS) {
+        return wrong(r, "shape", "has more than 8 dimensions");
+    }
+    *n_dims = (uint32_t)count;
+    return numbers(r, object, "shape", *n_dims, out);
+}
+
+static bool read_dtype(const reading *r, const json_t *object, fanin_dtype *out)
+{
+    const char *name = text(r, object, "dtype");
+    if (name == NULL) {
+        return false;
+    }
+    *out = fanin_dtype_from_name(name);
+    return *out != 0 || wrong(r, "dtype", "is no element type");
+}
+
+static uint64_t size_of(fanin_dtype dtype)
+{
+    uint64_t bits = fanin_dtype_bits(dtype);
+    return bits < 8 ? 1 : bits / 8;
+}
+
+/* Bytes from the first element's first to the last one's last; UINT64_MAX: more than there are. */
+static uint64_t span_of(uint32_t n_dims, const uint64_t *extent, const uint64_t *stride,
+                        fanin_dtype dtype)
+{
+    uint64_t span = size_of(dtype);
+    for (uint32_t d = 0; d < n_dims; d++) {
+        if (extent[d] == 0) {
+            return 0;
+        }
+        uint64_t reach;
+        if (__builtin_mul_overflow(extent[d] - 1, stride[d], &reach) ||
+            __builtin_add_overflow(span, reach, &span) || span >= MOST) {
+            return UINT64_MAX;
+        }
+    }
+    return span;
+}
+
+static bool read_box(const reading *r, const json_t *from, const mapping_source *s,
+                     const mapping_tensor *t, mapping_box *out)
+{
+    uint64_t stride[FANIN_MAX_DIMS] = {0};
+    if (!numbers(r, from, "offset", s->n_dims, out->offset) ||
+        !numbers(r, from, "extent", s->n_dims, out->extent) ||
+        !numbers(r, from, "stride", s->n_dims, stride) ||
+        !number(r, json_object_get(from, "at"), "at", &out->at)) {
+        return false;
+    }
+    uint64_t size = size_of(t->dtype);
+    bool whole = out->at % size == 0;
+    for (uint32_t d = 0; d < s->n_dims; d++) {
+        if (out->extent[d] < 1 || out->extent[d] > s->shape[d] ||
+            out->offset[d] > s->shape[d] - out->extent[d]) {
+            return wrong(r, "offset",
+                         "and extent are not inside of the source's shape");
+        }
+        if (out->extent[d] > 1 && stride[d] == 0) {
+            return wrong(r, "stride", "writes elements over each other");
+        }
+        whole = whole && stride[d] % size == 0;
+        out->stride[d] = (int64_t)stride[d];
+    }
+    uint64_t span = span_of(s->n_dims, out->extent, stride, t->dtype);
+    if (span > t->span || out->at > t->span - span) {
+        return wrong(r, "at", "and stride end after the tensor");
+    }
+    return whole || wrong(r, "at", "and stride are not of whole elements");
+}
+
+/* Equal, or what a pull or the engine makes of it. */
+static bool fits(fanin_dtype from, fanin_dtype to)
+{
+    return from == to || half_converts(from, to) || half_converts(to, from);
+}
+
+static bool read_source(reading *r, const json_t *from, const mapping_tensor *t,
+                        mapping_source *out)
+{
+    size_t length = strlen(r->where);
+    const json_t *boxes = json_object_get(from, "boxes");
+    out->name = text(r, from, "name");
+    if (out->name == NULL || !read_dtype(r, from, &out->dtype) ||
+        !read_shape(r, from, &out->n_dims, out->shape)) {
+        return false;
+    }
+    if (!fits(out->dtype, t->dtype)) {
+        return wrong(r, "dtype", "does not become that of the parameter");
+    }
+    if (json_array_size(boxes) == 0) {
+        return wrong(r, "boxes", "is empty");
+    }
+    out->n_boxes = json_array_size(boxes);
+    out->boxes = output_require(calloc(out->n_boxes, sizeof out->boxes[0]));
+    for (size_t i = 0; i < out->n_boxes; i++) {
+        uint64_t elements = 1;
+        output_append(r->where, sizeof r->where, ".boxes[%zu]", i);
+        if (!read_box(r, json_array_get(boxes, i), out, t, &out->boxes[i])) {
+            return false;
+        }
+        r->where[length] = '\0';
+        bool large = false;
+        for (uint32_t d = 0; d < out->n_dims; d++) {
+            large =
+                __builtin_mul_overflow(elements, out->boxes[i].extent[d], &elements) ||
+                elements >= MOST || large;
+        }
+        out->elements += elements;
+        if (large || out->elements >= MOST) {
+            return wrong(r, "boxes", "are larger than any memory");
+        }
+    }
+    return true;
+}
+
+static bool read_tensor(reading *r, const json_t *from, mapping_tensor *out)
+{
+    size_t length = strlen(r->where);
+    const json_t *sources = json_object_get(from, "sources");
+    out->name = text(r, from, "name");
+    out->role = text(r, from, "role");
+    if (out->name == NULL || out->role == NULL || !read_dtype(r, from, &out->dtype) ||
+        !read_shape(r, from, &out->n_dims, out->shape) ||
+        !numbers(r, from, "stride", out->n_dims, out->stride)) {
+        return false;
+    }
+    out->own = json_string_value(json_object_get(from, "own"));
+    out->n_fills = json_array_size(json_object_get(from, "fills"));
+    out->span = span_of(out->n_dims, out->shape, out->stride, out->dtype);
+    if (out->span == UINT64_MAX) {
+        return wrong(r, "shape", "and stride are larger than any memory");
+    }
+    if (out->own != NULL && json_array_size(sources) > 0) {
+        return wrong(r, "", "is the engine's own and has sources");
+    }
+    out->n_sources = json_array_size(sources);
+    out->sources = output_require(calloc(out->n_sources + 1, sizeof out->sources[0]));
+    for (size_t i = 0; i < out->n_sources; i++) {
+        output_append(r->where, sizeof r->where, ".sources[%zu]", i);
+        if (!read_source(r, json_array_get(sources, i), out, &out->sources[i])) {
+            return false;
+        }
+        r->where[length] = '\0';
+    }
+    return true;
+}
+
+static bool read_module(reading *r, const json_t *from, mapping_module *out)
+{
+    size_t length = strlen(r->where);
+    const json_t *tensors = json_object_get(from, "tensors");
+    const json_t *fallback = json_object_get(from, "fallback");
+    out->path = text(r, from, "path");
+    out->kind = text(r, from, "class");
+    if (out->path == NULL || out->kind == NULL) {
+        return false;
+    }
+    if (fallback != NULL) {
+        out->fallback = text(r, fallback, "why");
+        out->taken = json_object_get(fallback, "taken");
+        if (out->fallback == NULL || !json_is_array(out->taken)) {
+            return wrong(r, "fallback", "does not say why, and what is taken");
+        }
+    }
+    if (!json_is_array(tensors)) {
+        return wrong(r, "tensors", "is no list");
+    }
+    out->n_tensors = json_array_size(tensors);
+    out->tensors = output_require(calloc(out->n_tensors + 1, sizeof out->tensors[0]));
+    for (size_t i = 0; i < out->n_tensors; i++) {
+        output_append(r->where, sizeof r->where, ".tensors[%zu]", i);
+        if (!read_tensor(r, json_array_get(tensors, i), &out->tensors[i])) {
+            return false;
+        }
+        r->where[length] = '\0';
+    }
+    return true;
+}
+
+/* A text of an object that is itself a field. */
+static bool text_in(reading *r, const json_t *root, const char *object,
+                    const char *field, const char **out)
+{
+    snprintf(r->where, sizeof r->where, "%s", object);
+    *out = text(r, object[0] != '\0' ? json_object_get(root, object) : root, field);
+    r->where[0] = '\0';
+    return *out != NULL;
+}
+
+static bool read_about(reading *r, mapping_file *m)
+{
+    const char *format;
+    const json_t *published = json_object_get(m->root, "published");
+    if (!text_in(r, m->root, "", "format", &format)) {
+        return false;
+    }
+    if (strcmp(format, FORMAT) != 0) {
+        return wrong(r, "format", "is not \"" FORMAT "\"");
+    }
+    if (!text_in(r, m->root, "engine", "name", &m->engine) ||
+        !text_in(r, m->root, "engine", "version", &m->version) ||
+        !text_in(r, m->root, "", "model", &m->model) ||
+        !text_in(r, m->root, "published", "digest", &m->digest)) {
+        return false;
+    }
+    m->ranks = json_object_get(m->root, "ranks");
+    m->unwanted = json_object_get(published, "unwanted");
+    if (!json_is_object(m->ranks) || !json_is_array(m->unwanted)) {
+        return wrong(r, "", "lacks \"ranks\" or \"published.unwanted\"");
+    }
+    return number(r, json_object_get(published, "count"), "published.count",
+                  &m->published);
+}
+
+static bool read_all(reading *r, mapping_file *m)
+{
+    const json_t *modules = json_object_get(m->root, "modules");
+    if (!read_about(r, m)) {
+        return false;
+    }
+    if (!json_is_array(modules)) {
+        return wrong(r, "modules", "is no list");
+    }
+    m->n_modules = json_array_size(modules);
+    m->modules = output_require(calloc(m->n_modules + 1, sizeof m->modules[0]));
+    for (size_t i = 0; i < m->n_modules; i++) {
+        snprintf(r->where, sizeof r->where, "modules[%zu]", i);
+        if (!read_module(r, json_array_get(modules, i), &m->modules[i])) {
+            return false;
+        }
+    }
+    return true;
+}
+
+static json_t *load(const char *path, fanin_error *error)
+{
+    struct stat st;
+    json_error_t why = {.text = ""};
+    int descriptor = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK | O_NOCTTY);
+    if (descriptor < 0 || fstat(descriptor, &st) != 0 || !S_ISREG(st.st_mode)) {
+        int reason = errno;
+        bool there = descriptor >= 0;
+        if (there) {
+            close(descriptor);
+        }
+        failure_set(error,
+                    !there && reason == ENOENT ? FANIN_ERR_NOT_FOUND : FANIN_ERR_IO,
+                    "give the file of a mapping", "%.300s: %s", path,
+                    there ? "is no regular file" : strerror(reason));
+        return NULL;
+    }
+    json_t *root = json_loadfd(descriptor, JSON_REJECT_DUPLICATES, &why);
+    close(descriptor);
+    if (!json_is_object(root)) {
+        json_decref(root);
+        failure_set(error, FANIN_ERR_MISMATCH, "give the file of a mapping",
+                    "%.300s is no mapping: %s", path,
+                    why.text[0] != '\0' ? why.text : "no JSON object");
+        return NULL;
+    }
+    return root;
+}
+
+fanin_status mapping_read(const char *path, mapping_file *out, fanin_error *error)
+{
+    reading r = {.path = path, .error = error};
+    *out = (mapping_file){.root = load(path, error)};
+    if (out->root != NULL && read_all(&r, out)) {
+        return FANIN_OK;
+    }
+    mapping_free(out);
+    return error->status;
+}
+
+static void free_tensor(mapping_tensor *t)
+{
+    for (size_t i = 0; t->sources != NULL && i < t->n_sources; i++) {
+        free(t->sources[i].boxes);
+    }
+    free(t->sources);
+}
+
+void mapping_free(mapping_file *m)
+{
+    for (size_t i = 0; m->modules != NULL && i < m->n_modules; i++) {
+        mapping_module *module = &m->modules[i];
+        for (size_t j = 0; module->tensors != NULL && j < module->n_tensors; j++) {
+            free_tensor(&module->tensors[j]);
+        }
+        free(module->tensors);
+    }
+    free(m->modules);
+    json_decref(m->root);
+    *m = (mapping_file){.root = NULL};
+}
+
+uint64_t mapping_source_bytes(const mapping_source *s)
+{
+    return s->elements * fanin_dtype_bits(s->dtype) / 8;
+}

@@ -1,0 +1,72 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/**
+ * @file
+ * A recorded mapping, "fanin-mapping/1": which box of which published tensor goes where in which
+ * parameter of one rank of an engine. docs/full-weights.md describes the format.
+ */
+#ifndef MAPPING_FILE_H
+#define MAPPING_FILE_H
+
+#include <fanin/types.h>
+#include <jansson.h>
+
+typedef struct mapping_box {
+    uint64_t offset[FANIN_MAX_DIMS],
+        extent[FANIN_MAX_DIMS];     /**< elements, of the source */
+    uint64_t at;                    /**< bytes, from the parameter's first element */
+    int64_t stride[FANIN_MAX_DIMS]; /**< bytes in the parameter */
+} mapping_box;
+
+/** What a parameter takes of a published tensor. */
+typedef struct mapping_source {
+    const char *name;
+    fanin_dtype dtype;
+    uint32_t n_dims;
+    uint64_t shape[FANIN_MAX_DIMS];
+    mapping_box *boxes;
+    size_t n_boxes;
+    uint64_t elements; /**< of the boxes */
+} mapping_source;
+
+/** A parameter or buffer. */
+typedef struct mapping_tensor {
+    const char *name, *role;
+    const char *own; /**< why nothing published fills it; NULL: something does */
+    fanin_dtype dtype;
+    uint32_t n_dims;
+    uint64_t shape[FANIN_MAX_DIMS], stride[FANIN_MAX_DIMS]; /**< elements; bytes */
+    uint64_t span; /**< bytes from the first element's first to the last one's last */
+    mapping_source *sources;
+    size_t n_sources, n_fills;
+} mapping_tensor;
+
+typedef struct mapping_module {
+    const char *path, *kind;
+    const char *fallback; /**< why the engine's loader has to fill it; NULL: boxes do */
+    const json_t *taken;  /**< names that the loader takes; NULL without fallback */
+    mapping_tensor *tensors;
+    size_t n_tensors;
+} mapping_module;
+
+typedef struct mapping_file {
+    const char *engine, *version, *model, *digest;
+    const json_t *ranks;    /**< by kind: {"rank", "size"} */
+    const json_t *unwanted; /**< names */
+    uint64_t published;     /**< how many tensors */
+    mapping_module *modules;
+    size_t n_modules;
+    json_t *root; /**< whose the texts are */
+} mapping_file;
+
+/**
+ * Reads and checks every field: no box lies outside of its tensors. FANIN_ERR_NOT_FOUND,
+ * FANIN_ERR_IO, FANIN_ERR_MISMATCH (it is no such file, or a field is wrong, which is named). On
+ * failure @p out is empty.
+ */
+fanin_status mapping_read(const char *path, mapping_file *out, fanin_error *error);
+void mapping_free(mapping_file *m);
+
+/** Bytes that a source's boxes have as they are published. */
+uint64_t mapping_source_bytes(const mapping_source *s);
+
+#endif
