@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The two examples, as their users run them."""
+"""The examples, as their users run them; that with Ray is in test_ray.py."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 from fanin.info import addresses_of
+from vllm_server import VllmServer, save_model
 from worlds import child_environment
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "python" / "examples"
@@ -72,3 +73,26 @@ def test_the_trainer_ends_by_itself(tmp_path: Path) -> None:
     gone = worker(str(tmp_path), "--timeout", "5")
     assert gone.returncode == 1
     assert gone.stderr.startswith("engine.py: ") and "remedy" in gone.stderr
+
+
+def test_a_whole_model_into_a_vllm(tmp_path: Path) -> None:
+    model = save_model(tmp_path / "model")
+    backend = ("--weight-transfer-config", '{"backend": "fanin"}')
+    with VllmServer(model, tmp_path, *backend, environment={"VLLM_SERVER_DEV_MODE": "1"}) as engine:
+        engine.wait_ready()
+        command = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone"]
+        command += ["--nproc-per-node=2", str(EXAMPLES / "weights.py"), "--model", str(model)]
+        command += ["--engine", engine.url, "--base-port", "0", "--steps", "3", "--rate", "0.01"]
+        done = subprocess.run(
+            [*command, "--prompt", "w5 w9 w13"],
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE,
+            env=child_environment(),
+        )
+        assert done.returncode == 0, done.stderr
+        said = re.findall(rf"^  {engine.url}: (.*)$", done.stdout, re.MULTILINE)
+        assert len(said) == 3 and len(set(said)) > 1
+        assert engine.ask("GET", "/weight_info")["weight_version"] == "step-3"
+        # The trainer is gone; the engine serves on with its last step.
+        assert engine.tokens(engine.base, [5, 9, 13], 4)
