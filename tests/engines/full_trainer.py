@@ -68,6 +68,11 @@ class FullTrainer(LiveTrainer):
         """This rank alone publishes the next step: the others stay behind."""
         self._tell_some("publish", rank, step=self.published + 1)
 
+    @property
+    def pids(self) -> list[int]:
+        """Of the ranks, for whoever is to kill them at its own moment."""
+        return [rank.process.pid for rank in self._world.ranks]
+
     def kill_rank(self, rank: int) -> None:
         self._world.ranks[rank].kill()
 

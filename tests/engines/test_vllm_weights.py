@@ -7,12 +7,18 @@ probabilities equal to the last bit.
 
 from __future__ import annotations
 
+import contextlib
+import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import fanin
 import pytest
+import torch
 from full_models import save_full_model
 from full_trainer import FullTrainer
+from safetensors.torch import load_file
 from weights_engine import Engine, Judge
 
 STEPS = 20
@@ -32,11 +38,12 @@ def in_place(engine: Engine, trainer: FullTrainer, judge: Judge, steps: int) -> 
 
 
 CASES = [
-    # kind, tied, layout, ranks, steps
-    ("qwen2", False, "fsdp", 2, STEPS),
-    ("qwen3", True, "hsdp", 4, 4),
-    ("qwen2", True, "fsdp+tp", 4, 4),
-    ("qwen3", False, "fsdp", 3, 4),  # which divides nothing evenly
+    # kind, tied, layout, ranks, dtype, steps
+    ("qwen2", False, "fsdp", 2, "bfloat16", STEPS),
+    ("qwen3", True, "hsdp", 4, "bfloat16", 4),
+    ("qwen2", True, "fsdp+tp", 4, "bfloat16", 4),
+    ("qwen3", False, "fsdp", 3, "bfloat16", 4),  # which divides nothing evenly
+    ("qwen2", False, "fsdp", 2, "float32", 2),  # converted on the way
 ]
 
 
@@ -46,13 +53,21 @@ def judge(tmp_path_factory: pytest.TempPathFactory) -> Any:
         yield one.wait_ready()
 
 
-@pytest.mark.parametrize(("kind", "tied", "layout", "ranks", "steps"), CASES)
+@pytest.mark.parametrize(("kind", "tied", "layout", "ranks", "dtype", "steps"), CASES)
 def test_steps_in_place(
-    judge: Judge, kind: str, tied: bool, layout: str, ranks: int, steps: int, tmp_path: Path
+    judge: Judge,
+    kind: str,
+    tied: bool,
+    layout: str,
+    ranks: int,
+    dtype: str,
+    steps: int,
+    tmp_path: Path,
 ) -> None:
     model = save_full_model(tmp_path / "model", kind, tied)
+    options = {"world_size": ranks, "layout": layout, "dtype": dtype}
     with (
-        FullTrainer(model, tmp_path / "run", world_size=ranks, layout=layout) as trainer,
+        FullTrainer(model, tmp_path / "run", **options) as trainer,
         Engine(model, tmp_path / "engine") as engine,
     ):
         trainer.wait_ready()
@@ -219,6 +234,76 @@ def test_a_rank_behind(place: Place) -> None:
     place.goes_on()
 
 
+def test_what_the_engine_holds_is_compared(place: Place) -> None:
+    place.goes_on()
+    engine, step = place.engine, place.trainer.published
+    report = engine.check(step)
+    assert report["modules"] == 15 and report["unseen"] == []
+    place.serves(step)  # after rubbish and a pull
+    engine.scribble("model.layers.1.input_layernorm.weight")
+    said = engine.check(step, poison=False)["error"]
+    assert "model.layers.1.input_layernorm.weight" in said and f"step {step}" in said
+    assert "modules" in engine.check(step)
+    place.serves(step)
+
+
+def test_read_ahead_and_installed_later(place: Place) -> None:
+    engine = place.engine
+    step = int(place.trainer.step()["step"])
+    before = engine.output()
+    engine.good("start_weight_update")
+    engine.good("update_weights", {"update_info": {"step": step, "prefetch": True}})
+    assert engine.output() == before  # it generates meanwhile, with the old weights
+    assert "nothing was pulled" in engine.call("finish_weight_update", f"step-{step}")
+    engine.good("update_weights", {"update_info": {"step": step}})
+    engine.good("finish_weight_update", f"step-{step}")
+    assert "read ahead into cpu" in engine.log()
+    place.serves(step)
+
+
+def test_what_was_read_ahead_is_another_step(place: Place) -> None:
+    engine = place.engine
+    engine.good("start_weight_update")
+    engine.good("update_weights", {"update_info": {"step": 10**6, "prefetch": True}})
+    step = int(place.trainer.step()["step"])
+    assert not engine.update(step)
+    engine.good("finish_weight_update", f"step-{step}")
+    place.serves(step)
+
+
+def test_memory_is_short_in_the_middle(place: Place) -> None:
+    engine = place.engine
+    step = int(place.trainer.step()["step"])
+    engine.hurt(5, [])
+    engine.good("start_weight_update")
+    assert "no memory for a packed copy" in engine.update(step)
+    engine.good("start_weight_update")
+    refused = engine.call("finish_weight_update", f"step-{step}")
+    assert "not whole" in refused and f"step {step}" in refused and "no memory" in refused
+    assert engine.version() != f"step-{step}"
+    engine.output()  # it lives, and would answer with two steps at once
+    assert not engine.update(step)
+    engine.good("finish_weight_update", f"step-{step}")
+    place.serves(step)
+
+
+def test_a_trainer_that_is_killed_in_the_middle(place: Place) -> None:
+    engine, old = place.engine, place.trainer
+    step = int(old.step()["step"])
+    engine.hurt(3, old.pids)
+    engine.good("start_weight_update")
+    failure = engine.update(step)
+    assert "rank" in failure and "127.0.0.1" in failure
+    engine.good("start_weight_update")
+    assert "not whole" in engine.call("finish_weight_update", f"step-{step}")
+    old.close()
+    place.trainer = place.launch("run", step + 5, seed=5)
+    step = int(place.trainer.step()["step"])
+    assert not engine.update(step)
+    engine.good("finish_weight_update", f"step-{step}")
+    place.serves(step)
+
+
 def test_a_trainer_that_is_killed_and_started_again(place: Place) -> None:
     old = place.trainer
     old.kill()
@@ -228,4 +313,48 @@ def test_a_trainer_that_is_killed_and_started_again(place: Place) -> None:
     old.close()
     place.trainer = place.launch("run", old.published + 5, seed=9)
     # The path that init was given says where it is now.
+    place.goes_on()
+
+
+# ------------------------------------------------------------------------ what does not fit
+
+
+@contextlib.contextmanager
+def published(place: Place, change: Callable[[dict[str, Any]], None]) -> Iterator[str]:
+    """The model of *place* as one rank publishes it, after a change; yields its address."""
+    tensors = dict(load_file(place.model / "model.safetensors"))
+    change(tensors)
+    with fanin.Server(world_id=os.urandom(16), rank=0, world_size=1) as server:
+        server.put("full:0", [fanin.shard_of(name, one) for name, one in tensors.items()])
+        server.commit("full:0", 1)
+        yield f"127.0.0.1:{server.port}"
+
+
+Q = "model.layers.1.self_attn.q_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda t: t.pop(Q), ("model.layers.1.self_attn.qkv_proj", "no published tensor")),
+        (lambda t: t.pop("model.norm.weight"), ("model.norm", "no published tensor")),
+        (lambda t: t.update({Q: t[Q][:64].clone()}), (Q,)),
+        (lambda t: t.update({Q: t[Q].to(torch.float16)}), (Q, "published as F16")),
+        (lambda t: t.update({"model.norm.extra": t["model.norm.weight"]}), ("model.norm.extra",)),
+        (lambda t: t.update({"visual.weight": t[Q].clone()}), ("visual.weight",)),
+    ],
+    ids=["part of a fused one", "whole module", "shape", "dtype", "extra leaf", "extra module"],
+)
+def test_what_does_not_fit_is_named_at_init(
+    place: Place, change: Callable[[dict[str, Any]], None], said: tuple[str, ...]
+) -> None:
+    before = place.engine.output()
+    with published(place, change) as address:
+        failure = place.engine.init(address)
+    assert all(part in failure for part in said), failure
+    assert place.engine.output() == before
+
+
+def test_after_all_of_that(place: Place) -> None:
+    place.init()
     place.goes_on()

@@ -10,28 +10,44 @@ from __future__ import annotations
 import gc
 import json
 import os
+import signal
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
-from worlds import Child, Control
+from vllm_server import plugin_path
+from worlds import HERE, PYTHON, Child, Control
 
 PROMPTS = ([5, 9, 13, 17, 21], [200, 3, 77])
 COUNT = 16
 
 
 class Engine:
-    """One vLLM; a `with` block ends it. options: what `LLM` takes beside the model."""
+    """One vLLM; a `with` block ends it.
 
-    def __init__(self, model: Path, scratch: Path, name: str = "engine", **options: Any) -> None:
+    alone: all of it in one process. options: what `LLM` takes beside the model.
+    """
+
+    def __init__(
+        self,
+        model: Path,
+        scratch: Path,
+        name: str = "engine",
+        alone: bool = True,
+        **options: Any,
+    ) -> None:
         scratch.mkdir(parents=True, exist_ok=True)
         self._child = Child(
             name,
             "weights_engine.py",
             {"model": "" if model == Path() else str(model), "options": options},
             scratch,
+            # Workers in processes of their own find the plugin by its entry point.
+            PYTHONPATH=os.pathsep.join([*plugin_path(scratch), str(PYTHON), str(HERE)]),
+            VLLM_PLUGINS="fanin",
             VLLM_CPU_KVCACHE_SPACE="1",
-            VLLM_ENABLE_V1_MULTIPROCESSING="0",
+            VLLM_ENABLE_V1_MULTIPROCESSING="0" if alone else "1",
             VLLM_LOGGING_LEVEL="INFO",
             VLLM_NO_USAGE_STATS="1",
         )
@@ -70,6 +86,19 @@ class Engine:
         self.good("start_weight_update")
         self.good("update_weights", {"update_info": {"step": step}})
         self.good("finish_weight_update", f"step-{step}")
+
+    def hurt(self, at: int, pids: list[int]) -> None:
+        """When the next update installs its module number *at*: these processes are killed, and
+        without any memory is short."""
+        self._do("hurt", at=at, pids=pids)
+
+    def check(self, step: int, poison: bool = True) -> dict[str, Any]:
+        """`fanin.check.weights`: the report, or {"error": ...}."""
+        return dict(self._do("check", step=step, poison=poison))
+
+    def scribble(self, path: str) -> None:
+        """Writes one element of a parameter."""
+        self._do("scribble", path=path)
 
     def version(self) -> str:
         return str(self._do("version"))
@@ -139,6 +168,41 @@ class Served:
         except Exception as error:
             return f"{type(error).__name__}: {error}"
         return ""
+
+    def hurt(self, at: int, pids: list[int]) -> None:
+        from fanin.vllm import reload
+
+        install, left = reload.Skeleton.install, iter(range(at))
+
+        def hurting(skeleton: Any, tensors: Any) -> None:
+            if next(left, None) is None:
+                reload.Skeleton.install = install
+                for pid in pids:
+                    os.kill(pid, signal.SIGKILL)
+                    while (
+                        Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+                    ):
+                        time.sleep(0.001)  # dying, which nobody tells anybody but its parent
+                if not pids:
+                    raise MemoryError("no memory for a packed copy")
+            install(skeleton, tensors)
+
+        reload.Skeleton.install = hurting
+
+    def check(self, step: int, poison: bool) -> dict[str, Any]:
+        import fanin.check
+
+        try:
+            report = fanin.check.weights(self.engine, step, poison=poison)
+        except fanin.FaninError as error:
+            return {"error": str(error)}
+        return {"modules": report.modules, "bytes": report.bytes, "unseen": list(report.unseen)}
+
+    def scribble(self, path: str) -> None:
+        def write(model: Any) -> None:
+            model.get_parameter(path).data.view(-1)[3] = 9
+
+        self.engine.apply_model(write)
 
     def version(self) -> str:
         return str(self.engine.get_weight_version())

@@ -21,7 +21,7 @@ from typing import Any
 
 from fanin._tensors import PackedTensors, Shard, dtype_bits, pack
 from fanin.errors import RequestError, StaleError
-from fanin.mapping import Bridge, Mapping, layer_of
+from fanin.mapping import Mapping, layer_of
 from fanin.server import Stream
 from fanin.vllm import reload
 from fanin.vllm.landing import Landing, Progress, Summary
@@ -58,8 +58,6 @@ class _Layer:
     modules: list[str] = field(default_factory=list)
     staged: list[_Staged] = field(default_factory=list)
     derived: list[reload.Skeleton] = field(default_factory=list)
-    #: Wider than what is published: a router that vLLM keeps in F32.
-    bridges: list[Bridge] = field(default_factory=list)
     #: Of its shards among all.
     first: int = 0
     count: int = 0
@@ -98,12 +96,19 @@ class MappedLanding(Landing):
             for leaf in module.leaves
             if leaf.sources
         }
-        self._verify = verify
+        self.verify = verify
+        #: Of each module the leaves that land where kernels read them.
+        self._plain: dict[str, list[str]] = {}
+        for path, leaf in sorted(self.filled):
+            place = self._skeletons.get(path)
+            plain = self._plain.setdefault(path, [])
+            if place is None or leaf not in place.tensors:
+                plain.append(leaf)
         self.dtype = mapping.converts()
         shards: list[Shard] = []
         for layer in self._layers:
             layer.first = len(shards)
-            shards += mapping.shards(self._tensor, layer.modules, layer.bridges)
+            shards += mapping.shards(self._tensor, layer.modules)
             layer.count = len(shards) - layer.first
         self._packed = pack(shards)
         self._bytes = sum(map(_bytes_of, shards))
@@ -214,9 +219,7 @@ class MappedLanding(Landing):
                     summary.restarts += 1
                     _log.info("fanin: step %d is read again from the start: %s", step, error)
             start = time.monotonic()
-            reload.after_all(self.model, self._config)
-            if self.device.type != "cpu":
-                torch.accelerator.synchronize()
+            self._finish()
             summary.install += time.monotonic() - start
         summary.bytes, summary.tensors, summary.path = result.bytes, result.tensors, result.path
         summary.read = result.read
@@ -237,7 +240,7 @@ class MappedLanding(Landing):
             step=step,
             timeout=left(deadline),
             dtype=self.dtype,
-            verify=self._verify,
+            verify=self.verify,
             stream=_stream_of(self.device),
             progress=Progress(step, self._bytes),
         )
@@ -259,7 +262,7 @@ class MappedLanding(Landing):
                 reader.shutdown(cancel_futures=True)
             return session.end()
 
-    def _prepare(self, layer: _Layer) -> None:
+    def _prepare(self, layer: _Layer, padding: bool = True) -> None:
         """What no published element fills: padding, and what the engine has of its own."""
         staged = [one.skeleton.name for one in layer.staged]
         if not staged:
@@ -268,11 +271,44 @@ class MappedLanding(Landing):
             for leaf, tensor in one.tensors.items():
                 if (one.skeleton.name, leaf) not in self.filled:
                     tensor.copy_(one.skeleton.live(leaf))
-        self.mapping.fill(self._tensor, staged)
+        if padding:
+            self.mapping.fill(self._tensor, staged)
+
+    def install_from(self, tensors: dict[tuple[str, str], Any]) -> None:
+        """Installs a step that lies in *tensors*, by path and leaf: all that is filled, and every
+        leaf of staged modules."""
+        import torch
+
+        with torch.no_grad():
+            for layer in self._layers:
+                for staged in layer.staged:
+                    path = staged.skeleton.name
+                    for leaf, tensor in staged.tensors.items():
+                        if (path, leaf) in self.filled:
+                            tensor.copy_(tensors[path, leaf], non_blocking=True)
+                self._prepare(layer, padding=False)
+                for path in layer.modules:
+                    for leaf in self._plain[path]:
+                        self.live(path, leaf).copy_(tensors[path, leaf], non_blocking=True)
+                self._process(layer)
+            self._finish()
+
+    def _finish(self) -> None:
+        """What comes when every layer is installed."""
+        import torch
+
+        reload.after_all(self.model, self._config)
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize()
+
+    def live(self, path: str, leaf: str) -> Any:
+        """A tensor that kernels read."""
+        return getattr(self.module(path), leaf)
 
     def _install(self, layer: _Layer) -> None:
-        for bridge in layer.bridges:
-            bridge.settle()
+        self._process(layer)
+
+    def _process(self, layer: _Layer) -> None:
         for staged in layer.staged:
             staged.install()
         for skeleton in layer.derived:

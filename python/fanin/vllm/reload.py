@@ -357,7 +357,8 @@ class Skeleton:
     def process_live(self) -> None:
         """Processes the module as it is: what it derives from its tensors is made anew."""
         _forget_processed(self.module)
-        self.module.quant_method.process_weights_after_loading(self.module)
+        with _in_place(self.module):
+            self.module.quant_method.process_weights_after_loading(self.module)
 
     def _enter(self, tensors: dict[str, Any]) -> None:
         """Puts *tensors* in the place of the kernels', which the reload's books then hold."""
@@ -377,8 +378,9 @@ class Skeleton:
         """
         layerwise, info, module = _layerwise(), self._info, self.module
         try:
-            self._enter(tensors)
-            layerwise._layerwise_process(module, info)
+            with _in_place(module):
+                self._enter(tensors)
+                layerwise._layerwise_process(module, info)
         except BaseException:
             if info.kernel_tensors is not None:
                 layerwise._place_kernel_tensors(module, info)
@@ -471,6 +473,29 @@ class Trial(NamedTuple):
     kept: bool
 
 
+@contextmanager
+def _in_place(module: Any) -> Iterator[None]:
+    """What is made within it as an attribute of the module, of its method or of its attention goes
+    to where the attribute's tensor was before: CUDA graphs have its address."""
+    import torch
+
+    owners = [module, getattr(module, "quant_method", None), getattr(module, "impl", None)]
+    before = [
+        (owner, name, value)
+        for owner in owners
+        if owner is not None and hasattr(owner, "__dict__")
+        for name, value in owner.__dict__.items()
+        if isinstance(value, torch.Tensor)
+    ]
+    yield
+    for owner, name, old in before:
+        new = owner.__dict__.get(name)
+        moved = isinstance(new, torch.Tensor) and new.data_ptr() != old.data_ptr()
+        if moved and _layout(new) == _layout(old):
+            old.data.copy_(new)
+            setattr(owner, name, old)
+
+
 def _forget_processed(module: Any) -> None:
     """Online quantization processes a module once, unless it has forgotten that it did."""
     if hasattr(module, "_already_called_process_weights_after_loading"):
@@ -560,7 +585,8 @@ def after_all(model: Any, model_config: Any) -> None:
 
     for module in model.modules():
         if is_deferred_attention_layer(module):
-            module.process_weights_after_loading(model_config.dtype)
+            with _in_place(module):
+                module.process_weights_after_loading(model_config.dtype)
     refresh_ties(model)
 
 

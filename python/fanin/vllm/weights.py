@@ -28,6 +28,7 @@ from fanin.vllm.clients import Source
 from fanin.vllm.landing import Landing, StockLanding
 from fanin.vllm.mapped import MappedLanding
 from fanin.vllm.reload import record_model
+from fanin.vllm.shadow import Prefetch, Shadow
 from fanin.vllm.trainers import Published, Trainer, left
 from fanin.vllm.updates import Updates, check_step, check_timeout, full_run
 
@@ -61,9 +62,14 @@ class InitInfo(WeightTransferInitInfo):
 
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):
-    """What ``/update_weights`` takes. step: this very step of the trainer."""
+    """What ``/update_weights`` takes.
+
+    step: this very step of the trainer. prefetch: only read it, beside the model, and return at
+    once; another update of that step, under pause, installs it.
+    """
 
     step: Any
+    prefetch: Any = False
 
 
 class _Target:
@@ -75,10 +81,19 @@ class _Target:
         self.trainer: Trainer | None = None
         self.landing: Landing | None = None
         self.published: Published | None = None
+        self.shadow: Shadow | None = None
+        self.prefetch: Prefetch | None = None
         #: Published, and nothing of it goes into this worker's model.
         self.unwanted: tuple[str, ...] = ()
 
+    def give_up_prefetch(self) -> None:
+        ahead, self.prefetch = self.prefetch, None
+        if ahead is not None:
+            ahead.cancel()
+
     def close(self) -> None:
+        self.give_up_prefetch()
+        self.shadow = None
         if self.trainer is not None:
             self.trainer.close()
         if self.landing is not None:
@@ -202,12 +217,20 @@ class Engine(WeightTransferEngine[InitInfo, UpdateInfo]):
         """Pulls one step and installs it; when this returns, all of it is in place."""
         step = check_step(update_info.step)
         target = self._target()
+        if not isinstance(update_info.prefetch, bool):
+            raise RequestError.make(
+                f"update_info's prefetch is {update_info.prefetch!r}", "give true or false"
+            )
+        if update_info.prefetch:
+            self._prefetch(target, step)
+            return
         with target.updates.pull(step):
             self._bring(target, step)
 
     def finish_weight_update(self) -> None:
         """Refused unless a whole pull has succeeded since the start."""
         step = self._target().updates.finish()
+        self._target().give_up_prefetch()
         _log.info("fanin: %s: the weights are those of step %d", self._worker, step)
 
     def check(self, step: int, poison: bool = True) -> dict[str, Any]:
@@ -237,6 +260,7 @@ class Engine(WeightTransferEngine[InitInfo, UpdateInfo]):
     def reset_weight_update_target(self) -> None:
         """vLLM says here that an update is over, well or not."""
         self._target().updates.leave()
+        self._target().give_up_prefetch()
         super().reset_weight_update_target()
 
     def shutdown(self) -> None:
@@ -268,6 +292,7 @@ class Engine(WeightTransferEngine[InitInfo, UpdateInfo]):
         start = time.monotonic()
         if target.landing is not None:
             target.landing.close()
+        target.shadow = None
         target.landing = self._landing(target, info, published)
         target.published = published
         _log.info(
@@ -309,9 +334,38 @@ class Engine(WeightTransferEngine[InitInfo, UpdateInfo]):
                 verify=info.verify,
             )
 
+    def _prefetch(self, target: _Target, step: int) -> None:
+        if not target.updates.open:
+            raise StateError.make(
+                f"{self._worker}: prefetch without start_weight_update", "start the update first"
+            )
+        if not isinstance(target.landing, MappedLanding) or target.trainer is None:
+            raise StateError.make(
+                f"{self._worker} loads by vLLM's own loader, which cannot read ahead",
+                "leave prefetch out",
+                key="prefetch",
+            )
+        target.give_up_prefetch()
+        if target.shadow is None:
+            target.shadow = Shadow(target.landing)
+            _log.info(
+                "fanin: %s: %.1f MB of %s to read ahead into",
+                self._worker,
+                target.shadow.bytes / 1e6,
+                target.shadow.place,
+            )
+        target.prefetch = Prefetch(target.shadow, target.trainer, step, self._timeout)
+
     def _bring(self, target: _Target, step: int) -> None:
         assert target.trainer is not None and self._info is not None
         deadline = time.monotonic() + self._timeout
+        ahead, target.prefetch = target.prefetch, None
+        if ahead is not None and ahead.step != step:
+            ahead.cancel()
+        elif ahead is not None and ahead.wait(deadline):
+            summary = ahead.install(lambda: target.updates.writing(step))
+            _log.info("fanin: %s: step %d: %s", self._worker, step, summary)
+            return
         published = target.trainer.ready(deadline)
         if target.published is None or published.layout() != target.published.layout():
             self._prepare(target, self._info, published)

@@ -93,14 +93,16 @@ class _Module:
             return self._fresh[leaf]
 
         landing.mapping.fill(lookup, [path])
+        packed = landing.mapping.pack(lookup, [path])
         result = trainer.client.pull_into(
             trainer.run,
-            landing.mapping.shards(lookup, [path]),
+            packed.tensors,
             step=step,
             timeout=left(deadline),
-            dtype=landing.dtype,
+            dtype=packed.dtype,
             verify=True,
         )
+        packed.settle()
         found.bytes += result.bytes
         found.tensors += result.tensors
         wanted = dict(self._fresh)

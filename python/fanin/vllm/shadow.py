@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A step beside the model: read while requests are answered, installed in a moment.
+
+What stalls an engine is then a copy within its device, not the way from the trainer. The memory is
+as much as the worker's part of the model: on its device if there is room, in pinned host memory
+otherwise.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from fanin.errors import FaninError, PullTimeoutError
+from fanin.mapping import PackedMapping
+from fanin.vllm import reload
+from fanin.vllm.landing import Progress, Summary
+from fanin.vllm.mapped import MappedLanding, span
+from fanin.vllm.trainers import Trainer, left
+
+__all__ = ["Prefetch", "Shadow"]
+
+_log = logging.getLogger("vllm.fanin")
+
+_ALIGN = 256
+# Of the device's free memory, for what else is allocated meanwhile.
+_SPARE = 1.1
+_GIVE_UP = 15.0
+
+
+class Shadow:
+    """Memory for one step of a mapped model."""
+
+    def __init__(self, landing: MappedLanding) -> None:
+        self._landing = landing
+        layouts: dict[tuple[str, str], Any] = {}
+        for module in landing.mapping.modules:
+            if not module.filled:
+                continue
+            leaves = dict(reload.Skeleton(module.path, landing.module(module.path)).leaves)
+            if not landing.staged(module.path):
+                leaves = {}
+            for place, leaf in landing.filled:
+                if place == module.path and leaf not in leaves:
+                    leaves[leaf] = getattr(landing.module(module.path), leaf)
+            layouts.update({(module.path, leaf): tensor for leaf, tensor in leaves.items()})
+        self._tensors = self._lay_out(layouts)
+        self._packed: PackedMapping = landing.mapping.pack(self._lookup)
+
+    def _lay_out(self, layouts: dict[tuple[str, str], Any]) -> dict[tuple[str, str], Any]:
+        import torch
+
+        sizes = {
+            key: -(-span(tensor) * tensor.element_size() // _ALIGN) * _ALIGN
+            for key, tensor in layouts.items()
+        }
+        self.bytes = sum(sizes.values())
+        device, pinned = self._landing.device, False
+        if device.type == "cuda" and torch.cuda.mem_get_info(device)[0] < self.bytes * _SPARE:
+            device, pinned = torch.device("cpu"), True
+        self.place = "pinned host memory" if pinned else str(device)
+        room = torch.empty(self.bytes, dtype=torch.uint8, device=device, pin_memory=pinned)
+        found, at = {}, 0
+        for key, tensor in layouts.items():
+            flat = room[at : at + span(tensor) * tensor.element_size()].view(tensor.dtype)
+            found[key] = flat.as_strided(tensor.shape, tensor.stride())
+            at += sizes[key]
+        return found
+
+    def _lookup(self, path: str, leaf: str) -> Any:
+        return self._tensors[path, leaf]
+
+    def fill(self, trainer: Trainer, step: int, deadline: float) -> Any:
+        """Reads *step*, proven; the pull's result. Blocks until *deadline* at most."""
+        self._landing.mapping.fill(self._lookup)
+        result = trainer.client.pull_into(
+            trainer.run,
+            self._packed.tensors,
+            step=step,
+            timeout=left(deadline),
+            dtype=self._packed.dtype,
+            verify=self._landing.verify,
+            progress=Progress(step, self.bytes),
+        )
+        self._packed.settle()
+        return result
+
+    def install(self) -> None:
+        """Copies what was read into the model, and processes what has to be."""
+        self._landing.install_from(self._tensors)
+
+
+class Prefetch:
+    """One step on its way into a shadow, in a thread of its own, which alone uses the trainer's
+    client until :meth:`wait` or :meth:`cancel` has returned."""
+
+    def __init__(self, shadow: Shadow, trainer: Trainer, step: int, timeout: float) -> None:
+        self.step = step
+        self._shadow, self._trainer = shadow, trainer
+        self._result: Any = None
+        self._error: Exception | None = None
+        self._thread = threading.Thread(
+            target=self._run, args=(time.monotonic() + timeout,), name="fanin-prefetch", daemon=True
+        )
+        self._thread.start()
+
+    def _run(self, deadline: float) -> None:
+        try:
+            self._trainer.ready(deadline)
+            self._result = self._shadow.fill(self._trainer, self.step, deadline)
+        except Exception as error:
+            self._error = error
+            _log.warning("fanin: step %d was not read ahead: %s", self.step, error)
+
+    def wait(self, deadline: float) -> bool:
+        """Whether the step is in the shadow, whole. Blocks until it is, or has failed."""
+        self._thread.join(left(deadline))
+        if self._thread.is_alive():
+            self.cancel()
+            raise PullTimeoutError.make(
+                f"step {self.step} is still being read ahead", "give init_info a longer timeout"
+            )
+        return self._error is None
+
+    def install(self, writing: Callable[[], None]) -> Summary:
+        """Brings it into the model; :meth:`wait` has said that it is there."""
+        start = time.monotonic()
+        writing()
+        self._shadow.install()
+        result = self._result
+        return Summary(
+            bytes=result.bytes,
+            tensors=result.tensors,
+            read=result.read,
+            install=time.monotonic() - start,
+            path=f"{result.path}, read ahead into {self._shadow.place}",
+            restarts=result.restarts,
+        )
+
+    def cancel(self) -> None:
+        """Gives it up. Blocks for moments."""
+        if self._thread.is_alive():
+            try:
+                self._trainer.client.cancel()
+            except (AssertionError, FaninError):
+                pass  # it is connecting, which has a deadline
+            self._thread.join(_GIVE_UP)
