@@ -9,7 +9,17 @@ this loads neither SGLang nor PyTorch.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Any
+
 from .adapters import LoadedAdapter, SGLangEngine, check_adapter
 from .request import LOADER, Request
 
-__all__ = ["LOADER", "LoadedAdapter", "Request", "SGLangEngine", "check_adapter"]
+__all__ = ["LOADER", "LoadedAdapter", "Request", "SGLangEngine", "check_adapter", "load"]
+
+
+def load(model: Any, named_tensors: Iterable[tuple[str, Any]]) -> None:
+    """What ``--custom-weight-loader`` names: see :func:`fanin.sglang.weights.load`."""
+    from . import weights
+
+    weights.load(model, named_tensors)

@@ -223,8 +223,6 @@ class VLLM(Driver):
             "run": info.run,
             "timeout": info.timeout,
         }
-        if info.server_name is not None:
-            body["server_name"] = info.server_name
         self._post("/init_weight_transfer_engine", {"init_info": body}, "init", deadline)
 
     def start(self, may_be_open: bool, deadline: float) -> None:

@@ -1,0 +1,341 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The custom weight loader: SGLang calls it in each scheduler process, with the live model.
+
+Between ``/begin_weight_update`` and ``/end_weight_update`` the parameters have the shapes that the
+model's own ``load_weights`` writes to. So the same recording as everywhere tells which box of which
+published tensor goes where, and the pull lands there; what SGLang makes of the parameters after
+loading, its end of the update makes. A model whose loader computes gets whole tensors through
+``load_weights`` itself, a decoder layer at a time.
+
+SGLang's scheduler does not survive an exception in a custom loader, and takes its return for
+success. But before each update it asks the model's modules for ``_derived_weight_cache_error`` and
+refuses the update with what it finds. So what failed is kept by a module of its own, and told when
+the next update asks, once: :mod:`fanin.sync` asks at once, with a request that does nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from fanin.errors import FaninError, RequestError
+from fanin.mapping import About, Mapping, MappingError, PackedMapping, Recording, record
+from fanin.vllm.clients import Source
+from fanin.vllm.landing import groups_of, torch_dtype_of
+from fanin.vllm.trainers import Published, Trainer, left
+
+from .request import REPORT, Request, decode
+
+__all__ = ["load"]
+
+_log = logging.getLogger("fanin.sglang")
+
+_REPORT = "_fanin_report"
+_CACHE_ERROR = "_derived_weight_cache_error"
+# Of attention; checkpoints that are not quantized have none.
+_SCALES = ("k_scale", "v_scale", "q_scale", "prob_scale")
+
+_models: weakref.WeakKeyDictionary[Any, _Live] = weakref.WeakKeyDictionary()
+
+
+def load(model: Any, named_tensors: Iterable[tuple[str, Any]]) -> None:
+    """Pulls a step of a trainer's whole model into *model*, as the request in *named_tensors* says.
+
+    For SGLang's ``--custom-weight-loader fanin.sglang.load``: called on the thread of the
+    scheduler, in each process of a tensor-parallel group alike, while no request is worked on.
+    Blocks at most the request's timeout, the first time and what recording takes besides. Raises
+    nothing: what failed, on whichever rank, is what SGLang refuses the next update with; the
+    weights may be of two steps then.
+    """
+    failure = ""
+    unwanted_here: frozenset[str] | None = None
+    try:
+        request = decode(named_tensors)
+        if request.op == REPORT:
+            return
+        live = _models.get(model)
+        if live is None:
+            live = _models[model] = _Live()
+        unwanted_here = live.bring(model, request)
+    except Exception as error:  # also a bug here, or in SGLang, must not end the engine
+        failure = (
+            str(error) if isinstance(error, FaninError) else f"{type(error).__name__}: {error}"
+        )
+        _log.error("fanin: %s", failure, exc_info=not isinstance(error, FaninError))
+    failure = _agreed(failure, unwanted_here)
+    if failure:
+        _keep(model, f"fanin: {failure}")
+
+
+# ------------------------------------------------------------------------------ one model
+
+
+class _Live:
+    """What is kept of a model from one update to the next. One thread."""
+
+    def __init__(self) -> None:
+        self._trainer: Trainer | None = None
+        self._source: tuple[Source, str] | None = None
+        self._layout: tuple[Any, ...] | None = None
+        self._mapping: Mapping | None = None
+        self._packed: PackedMapping | None = None
+        self._places: tuple[int, ...] = ()
+
+    def bring(self, model: Any, request: Request) -> frozenset[str] | None:
+        """Pulls. The published tensors that this rank takes nothing of, if they were just found."""
+        _check_model(model)
+        deadline = time.monotonic() + request.timeout
+        trainer = self._trainer_of(request)
+        published = trainer.ready(deadline)
+        found = None
+        if self._layout != published.layout():
+            self._record(model, published)
+            found = frozenset(self._mapping.unwanted) if self._mapping is not None else None
+        trainer.client.wait(trainer.run, step=request.step, timeout=left(deadline))
+        start = time.monotonic()
+        _settled(model)
+        if self._mapping is not None:
+            told = self._by_boxes(model, trainer, request.step, deadline)
+        else:
+            told = _by_loader(model, trainer, published, request.step, deadline)
+        _settled(model)
+        _log.info(
+            "fanin: step %d of %s: %s in %.3f s",
+            request.step,
+            trainer.run,
+            told,
+            time.monotonic() - start,
+        )
+        return found
+
+    def _trainer_of(self, request: Request) -> Trainer:
+        trainer = request.trainer if isinstance(request.trainer, str) else list(request.trainer)
+        source = Source.of(trainer, request.server_name)
+        wanted = (source, "full:" + request.run)
+        if self._trainer is None or self._source != wanted:
+            if self._trainer is not None:
+                self._trainer.close()
+            self._trainer, self._source = Trainer(*wanted), wanted
+        return self._trainer
+
+    def _record(self, model: Any, published: Published) -> None:
+        self._layout, self._mapping, self._packed = None, None, None
+        recording = record(
+            published.entries, _loader(model), model, own=_engine_own, about=_about(model)
+        )
+        try:
+            self._mapping = recording.mapping()
+        except MappingError as error:
+            if not _only_computes(recording, error):
+                raise
+            _log.warning(
+                "fanin: every step goes through SGLang's own load_weights, which is slower and"
+                " takes memory, because no mapping can say what it does: %s",
+                error,
+            )
+        self._layout = published.layout()
+        _log.info(
+            "fanin: %d published tensors, recorded in %.3f s",
+            len(published.entries),
+            recording.seconds,
+        )
+
+    def _by_boxes(self, model: Any, trainer: Trainer, step: int, deadline: float) -> str:
+        assert self._mapping is not None
+        places = _places(model)
+        if self._packed is None or places != self._places:
+            self._packed = self._mapping.pack(model)
+            self._mapping.fill(model)  # padding: it is not published
+            self._places = places
+        pulled = trainer.client.pull_into(
+            trainer.run,
+            self._packed.tensors,
+            step=step,
+            dtype=self._packed.dtype,
+            timeout=left(deadline),
+        )
+        self._packed.settle()
+        _post_load(model)
+        return f"{pulled.bytes / 1e6:.1f} MB of {pulled.tensors} tensors by {pulled.path}"
+
+
+def _by_loader(
+    model: Any, trainer: Trainer, published: Published, step: int, deadline: float
+) -> str:
+    """Whole tensors through the model's own loader. All pulls are of the same step exactly."""
+    import torch
+
+    entries = {entry.name: entry for entry in published.entries}
+    device = next(model.parameters()).device
+    moved = 0
+
+    def lend() -> Iterator[tuple[str, Any]]:
+        nonlocal moved
+        for names in groups_of(entries):
+            group = {
+                name: torch.empty(
+                    entries[name].shape, dtype=torch_dtype_of(entries[name].dtype), device=device
+                )
+                for name in names
+            }
+            pulled = trainer.client.pull_into(trainer.run, group, step=step, timeout=left(deadline))
+            moved += pulled.bytes
+            yield from group.items()
+
+    with torch.no_grad():
+        model.load_weights(lend())
+    return f"{moved / 1e6:.1f} MB of {len(entries)} tensors through load_weights"
+
+
+def _only_computes(recording: Recording, error: MappingError) -> bool:
+    """Whether nothing is wrong but that the loader computes what it writes into some tensors."""
+    computed = {(r.module, r.leaf) for r in recording.refusals if r.tensor and r.leaf}
+    return all((r.module, r.leaf) in computed for r in error.refusals)
+
+
+def _loader(model: Any) -> Callable[[Iterator[tuple[str, Any]]], object]:
+    def run(weights: Iterator[tuple[str, Any]]) -> None:
+        with _without_post_load(model):
+            model.load_weights(weights)
+
+    return run
+
+
+@contextmanager
+def _without_post_load(model: Any) -> Iterator[None]:
+    """What some loaders end with computes with weights, and none are there in a recording."""
+    if not hasattr(model, "post_load_weights"):
+        yield
+        return
+    own = model.__dict__.get("post_load_weights")
+    model.__dict__["post_load_weights"] = lambda *_, **__: None
+    try:
+        yield
+    finally:
+        del model.__dict__["post_load_weights"]
+        if own is not None:
+            model.__dict__["post_load_weights"] = own
+
+
+def _post_load(model: Any) -> None:
+    """What the model's own loader ends with: MLA's absorbed weights."""
+    import torch
+
+    if hasattr(model, "post_load_weights"):
+        with torch.no_grad():
+            model.post_load_weights()
+
+
+def _check_model(model: Any) -> None:
+    """Raises RequestError for what SGLang, or this, cannot update online."""
+    for module in model.modules():
+        reason = getattr(module, _CACHE_ERROR, None)
+        if reason is not None:
+            raise RequestError.make(str(reason), "start SGLang without it")
+    parallel = _parallel()
+    size = getattr(parallel, "pp_size", 1) if parallel is not None else 1
+    if isinstance(size, int) and size > 1:
+        raise RequestError.make(
+            f"pipeline parallelism ({size} stages) is not supported",
+            "start SGLang with pp-size 1",
+            key="pp_size",
+        )
+
+
+def _engine_own(target: Any) -> str | None:
+    """Why SGLang has a tensor's values from elsewhere than a checkpoint, None if it has not."""
+    if target.leaf in _SCALES and target.tensor.numel() == 1:
+        return "a scale of attention that the checkpoint does not have"
+    return None
+
+
+def _places(model: Any) -> tuple[int, ...]:
+    """Where the parameters and buffers lie."""
+    tensors = [*model.parameters(), *model.buffers()]
+    return tuple(tensor.data_ptr() for tensor in tensors)
+
+
+def _settled(model: Any) -> None:
+    """Waits for what the device is at: kernels that read the weights, or have written them."""
+    import torch
+
+    device = next(model.parameters()).device
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+# ------------------------------------------------------------------------------ the ranks
+
+
+def _parallel() -> Any:
+    """SGLang's ranks as this process knows them; None outside of SGLang."""
+    try:
+        from sglang.srt.runtime_context import get_parallel
+    except ImportError:
+        return None
+    return get_parallel()
+
+
+def _about(model: Any) -> About:
+    parallel = _parallel()
+    ranks: dict[str, tuple[int, int]] = {}
+    version = ""
+    if parallel is not None:
+        import sglang
+
+        version = str(getattr(sglang, "__version__", ""))
+        ranks["tp"] = (int(parallel.tp_rank), int(parallel.tp_size))
+    return About("sglang", version, type(model).__name__, ranks)
+
+
+def _agreed(failure: str, unwanted_here: frozenset[str] | None) -> str:
+    """The first rank's failure, on all ranks. Every rank calls it in every pull, whatever came."""
+    parallel = _parallel()
+    size = int(parallel.tp_size) if parallel is not None else 1
+    everybody: list[Any] = [(failure, unwanted_here)]
+    if size > 1:
+        import torch
+
+        everybody = [None] * size
+        torch.distributed.all_gather_object(
+            everybody, (failure, unwanted_here), group=parallel.tp_group.cpu_group
+        )
+    for rank, (told, _) in enumerate(everybody):
+        if told:
+            return f"worker {rank} of {size}: {told}"
+    lists = [names for _, names in everybody if names is not None]
+    if len(lists) == size:
+        nobodys = sorted(frozenset.intersection(*lists))
+        if nobodys:
+            _log.warning(
+                "fanin: %d published tensors go nowhere in this engine: %s%s",
+                len(nobodys),
+                ", ".join(nobodys[:5]),
+                ", ..." if len(nobodys) > 5 else "",
+            )
+    return ""
+
+
+def _keep(model: Any, failure: str) -> None:
+    """SGLang refuses the next update with *failure*, once."""
+    import torch
+
+    report = model._modules.get(_REPORT)
+    if report is None:
+
+        class Report(torch.nn.Module):  # type: ignore[misc]
+            """Holds nothing but the reason."""
+
+            reason: str | None = None
+
+            @property
+            def _derived_weight_cache_error(self) -> str | None:
+                reason, self.reason = self.reason, None
+                return reason
+
+        report = model._modules[_REPORT] = Report()
+    report.reason = failure

@@ -1,0 +1,284 @@
+# SPDX-License-Identifier: Apache-2.0
+"""fanin.sglang.load: what the model's own loader would write is written, and failures are told.
+
+SGLang does not run without a GPU: its route, its session and what it asks of a model before an
+update are imitated, and the model is a stand-in with loaders of the same kind.
+"""
+
+from __future__ import annotations
+
+import base64
+import copy
+import pickle
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import fanin
+import fanin.mapping
+import fanin.sglang.weights as weights
+import pytest
+import torch
+from fanin.sglang import LOADER, Request, load
+from fanin.sglang.request import REPORT, decode, encode
+from sglang_model import StandIn, published
+
+
+class Trainer:
+    """Two ranks that hold the checkpoint, each half the rows of every tensor."""
+
+    def __init__(self, computes: bool = False, without: str = "", extra: str = "") -> None:
+        torch.manual_seed(4)
+        shapes = dict(published(computes))
+        shapes.pop(without, None)
+        if extra:
+            shapes[extra] = (3, 3)
+        self.tensors = {name: torch.zeros(shape) for name, shape in shapes.items()}
+        self.servers = []
+        for rank in range(2):
+            server = fanin.Server(
+                world_id=b"w" * 16, rank=rank, world_size=2, name="job", use_ucx=False
+            )
+            server.put("full:0", [self._part(name, rank) for name in self.tensors])
+            self.servers.append(server)
+
+    def _part(self, name: str, rank: int) -> Any:
+        whole = self.tensors[name]
+        half = whole.shape[0] // 2
+        rows = whole[:half] if rank == 0 else whole[half:]
+        offset = (0 if rank == 0 else half, *[0] * (whole.dim() - 1))
+        return fanin.shard_of(name, rows, shape=tuple(whole.shape), offset=offset)
+
+    def commit(self, step: int) -> None:
+        for server in self.servers:
+            server.begin_update("full:0")
+        for tensor in self.tensors.values():
+            tensor.normal_()
+        for server in self.servers:
+            server.commit("full:0", step)
+
+    def request(self, step: int, **more: Any) -> Request:
+        addresses = tuple(f"127.0.0.1:{server.port}" for server in self.servers)
+        return Request(trainer=addresses, step=step, timeout=more.pop("timeout", 30.0), **more)
+
+    def close(self) -> None:
+        for server in self.servers:
+            server.close(drain=0)
+
+
+class Updater:
+    """SGLang's /update_weights_from_tensor in one scheduler: what it asks, calls and answers."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+
+    def update(self, request: Request) -> tuple[bool, str]:
+        for module in self.model.modules():
+            reason = getattr(module, "_derived_weight_cache_error", None)
+            if reason is not None:
+                return False, reason
+        tensors = pickle.loads(base64.b64decode(encode(request)))
+        load(self.model, tensors)
+        return True, "Success"
+
+    def sync(self, request: Request) -> str:
+        """As the driver does it; the reason why it failed."""
+        done, told = self.update(request)
+        if done:
+            done, told = self.update(Request(REPORT))
+        return "" if done else told
+
+
+@pytest.fixture
+def trainer() -> Iterator[Trainer]:
+    result = Trainer()
+    yield result
+    result.close()
+
+
+def expected(trainer: Trainer, model: StandIn) -> StandIn:
+    """The same model after its own loader has read the checkpoint."""
+    other = StandIn(*model.made_with)
+    with torch.no_grad():
+        other.load_weights(iter(trainer.tensors.items()))
+    return other
+
+
+def check(trainer: Trainer, model: StandIn) -> None:
+    other = expected(trainer, model)
+    mine, others = dict(model.named_parameters()), dict(other.named_parameters())
+    assert mine.keys() == others.keys()
+    assert [name for name in mine if not torch.equal(mine[name], others[name])] == []
+    for layer, then in zip(model.layers, other.layers, strict=True):
+        assert torch.equal(layer.absorbed, then.absorbed)
+
+
+def test_a_request_is_what_it_was() -> None:
+    for request in (
+        Request(trainer="/shared/run", run="a.b", step=2**64 - 1, timeout=2, server_name="job"),
+        Request(trainer=("a:1", "[::1]:2"), step=0, timeout=0.5),
+    ):
+        assert decode(pickle.loads(base64.b64decode(encode(request)))) == request
+    assert decode(pickle.loads(base64.b64decode(encode(Request(REPORT))))).op == REPORT
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_what_the_loader_would_write(trainer: Trainer, rank: int) -> None:
+    model = StandIn(rank, 2)
+    for parameter in model.parameters():
+        if parameter.dim():
+            parameter.fill_(7)
+    updater = Updater(model)
+    for step in (1, 2, 3):
+        trainer.commit(step)
+        assert updater.sync(trainer.request(step)) == ""
+        check(trainer, model)
+    assert model.post_loads == 3  # not while it was recorded
+    assert (model.embed.weight[30:] == 0).all()
+
+
+def test_parameters_that_lie_elsewhere_are_found_again(trainer: Trainer) -> None:
+    model = StandIn()
+    updater = Updater(model)
+    trainer.commit(1)
+    assert updater.sync(trainer.request(1)) == ""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone()
+    trainer.commit(2)
+    assert updater.sync(trainer.request(2)) == ""
+    check(trainer, model)
+
+
+def test_a_loader_that_computes_gets_whole_tensors(caplog: pytest.LogCaptureFixture) -> None:
+    trainer = Trainer(computes=True)
+    model = StandIn(computes=True)
+    updater = Updater(model)
+    for step in (1, 2):
+        trainer.commit(step)
+        assert updater.sync(trainer.request(step)) == ""
+        check(trainer, model)
+    assert "load_weights, which is slower" in caplog.text and "cat" in caplog.text
+    trainer.close()
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        ({"without": "layers.1.o_proj.weight"}, "layers.1.o_proj"),
+        ({"without": "layers.0.experts.2.up_proj.weight"}, "layers.0.experts"),
+        ({"extra": "layers.9.o_proj.weight"}, "layers.9.o_proj.weight"),
+    ],
+)
+def test_a_publication_that_does_not_fit(more: dict[str, str], says: str) -> None:
+    trainer = Trainer(**more)
+    trainer.commit(1)
+    model = StandIn()
+    before = copy.deepcopy(model.state_dict())
+    told = Updater(model).sync(trainer.request(1))
+    assert says in told and told.startswith("fanin: worker 0 of 1")
+    now = model.state_dict()
+    assert all(torch.equal(now[name], before[name]) for name in before)  # nothing was written
+    trainer.close()
+
+
+def test_told_once_and_then_tried_again(trainer: Trainer) -> None:
+    model = StandIn()
+    updater = Updater(model)
+    trainer.commit(5)
+    told = updater.sync(trainer.request(4))  # has passed
+    assert "fanin: worker 0 of 1" in told and "4" in told
+    assert updater.sync(trainer.request(5)) == ""
+    check(trainer, model)
+    # Of two failures in a row SGLang is told the first by the next pull, which then did nothing.
+    assert updater.update(trainer.request(4))[0]
+    refused, reason = updater.update(trainer.request(5))
+    assert not refused and "fanin:" in reason
+    assert updater.sync(trainer.request(5)) == ""
+
+
+def test_a_trainer_that_is_gone_and_one_that_was_started_again(trainer: Trainer) -> None:
+    model = StandIn()
+    updater = Updater(model)
+    trainer.commit(1)
+    assert updater.sync(trainer.request(1)) == ""
+    request = trainer.request(2, timeout=2.0)
+    trainer.close()
+    assert "127.0.0.1" in updater.sync(request)
+    again = Trainer()
+    again.commit(1)
+    assert updater.sync(again.request(1)) == ""
+    check(again, model)
+    again.close()
+
+
+@pytest.mark.parametrize(
+    ("tensors", "says"),
+    [
+        ([], "was given 0 tensors"),
+        ([("w", torch.zeros(3))], "wants the one named fanin.request"),
+        ([("fanin.request", torch.zeros(3))], "is no request"),
+        ([("fanin.request", torch.tensor(list(b"{"), dtype=torch.uint8))], "is no JSON"),
+        ([("fanin.request", torch.tensor(list(b"[]"), dtype=torch.uint8))], "is no object"),
+        ([("fanin.request", torch.tensor(list(b'{"op":"x"}'), dtype=torch.uint8))], "'x'"),
+        ([("fanin.request", torch.tensor(list(b'{"stepp":1}'), dtype=torch.uint8))], "'stepp'"),
+        ([("fanin.request", torch.tensor(list(b'{"op":"pull"}'), dtype=torch.uint8))], "trainer"),
+    ],
+)
+def test_what_is_no_request(tensors: Any, says: str) -> None:
+    model = StandIn()
+    load(model, tensors)  # an exception would end SGLang
+    refused = [getattr(m, "_derived_weight_cache_error", None) for m in model.modules()]
+    (reason,) = [text for text in refused if text]
+    assert says in reason and LOADER.split(".")[0] in reason
+
+
+def test_a_model_that_says_no(trainer: Trainer) -> None:
+    trainer.commit(1)
+    model = StandIn()
+    model.layers[1]._derived_weight_cache_error = "captured graphs keep a copy"
+    load(model, pickle.loads(base64.b64decode(encode(trainer.request(1)))))
+    assert "captured graphs" in model._fanin_report._derived_weight_cache_error
+
+
+def test_the_failure_of_another_rank_is_everybodys(
+    trainer: Trainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer.commit(1)
+    group = SimpleNamespace(tp_rank=0, tp_size=2, pp_size=1, tp_group=SimpleNamespace(cpu_group=0))
+    monkeypatch.setattr(weights, "_parallel", lambda: group)
+    monkeypatch.setattr(weights, "_about", lambda model: fanin.mapping.About("sglang"))
+    heard: list[Any] = []
+
+    def gather(out: list[Any], mine: Any, group: Any) -> None:
+        heard.append(mine)
+        out[:] = [mine, ("rank 3 of the trainer is gone", None)]
+
+    monkeypatch.setattr(torch.distributed, "all_gather_object", gather)
+    model = StandIn(0, 2)
+    told = Updater(model).sync(trainer.request(1))
+    assert told == "fanin: worker 1 of 2: rank 3 of the trainer is gone"
+    assert heard[0][0] == ""  # this one had no failure of its own
+
+
+def test_pipeline_stages_are_refused(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer.commit(1)
+    stages = SimpleNamespace(tp_rank=0, tp_size=1, pp_size=2)
+    monkeypatch.setattr(weights, "_parallel", lambda: stages)
+    assert "pipeline parallelism (2 stages)" in Updater(StandIn()).sync(trainer.request(1))
+
+
+def test_published_tensors_that_nobody_takes_are_named(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer = Trainer(extra="mtp.weight")
+    trainer.commit(1)
+    model = StandIn()
+    stock = model.load_weights
+
+    def without_mtp(pairs: Any) -> None:
+        stock((name, tensor) for name, tensor in pairs if not name.startswith("mtp"))
+
+    monkeypatch.setattr(model, "load_weights", without_mtp)
+    assert Updater(model).sync(trainer.request(1)) == ""
+    assert "1 published tensors go nowhere in this engine: mtp.weight" in caplog.text
+    trainer.close()
