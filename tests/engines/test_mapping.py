@@ -569,6 +569,9 @@ BOX = (*UP, "boxes", 0)
         ((*BOX, "at"), 1, r"does not lie on whole elements of BF16"),
         ((*BOX, "stride"), [12, 0], "writes elements over each other"),
         ((*BOX, "stride"), [-12, 2], "stride is no list of integers"),
+        ((*BOX, "at"), 12, r"tensors\[0\] fills element \[4, 0\] twice"),
+        ((*BOX, "stride"), [24, 2], r"tensors\[0\] fills element \[4, 0\] twice"),
+        ((*ROWS, "fills", 0, "at"), 84, r"does not fill element \[9, 0\]"),
         ((*BOX, "extent"), [3, 6], "has boxes of 42 elements and padding of 12, not of 60"),
     ],
 )

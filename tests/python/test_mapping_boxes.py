@@ -8,7 +8,16 @@ import math
 import random
 
 import pytest
-from fanin.mapping._boxes import MOST_BOXES, TooManyBoxesError, packed_strides, parts_of
+from fanin.mapping import _boxes
+from fanin.mapping._boxes import (
+    MOST_BOXES,
+    Block,
+    TooManyBoxesError,
+    coverage,
+    memory_of,
+    packed_strides,
+    parts_of,
+)
 
 
 def counted(first: int, extent: tuple[int, ...], *steps: tuple[int, ...]) -> list[tuple[int, ...]]:
@@ -105,3 +114,54 @@ def test_too_many_boxes_are_refused() -> None:
     many = MOST_BOXES + 1
     with pytest.raises(TooManyBoxesError):
         parts_of((2 * many, 2), 0, (many,), (4,), (1,))  # every other row's first element
+
+
+def test_coverage_of_blocks() -> None:
+    whole = [Block((0, 0), (4, 6)), Block((4, 0), (2, 3)), Block((4, 3), (2, 3))]
+    assert coverage((6, 6), whole) == (0, 0, None, None)
+    assert coverage((6, 6), whole[:2]) == (6, 0, Block((4, 3), (2, 3)), None)
+    assert coverage((6, 6), [*whole, Block((3, 2), (2, 2))]).twice == 4
+    assert coverage((6, 6), [*whole, Block((3, 2), (2, 2))]).first_twice == Block((3, 2), (1, 1))
+    assert coverage((6, 6), []) == (36, 0, Block((0, 0), (6, 6)), None)
+    assert coverage((), [Block((), ())]) == (0, 0, None, None)
+    assert coverage((), []).unfilled == 1
+    assert coverage((0, 6), []) == (0, 0, None, None)
+
+
+def test_coverage_against_every_element_counted() -> None:
+    generator = random.Random(5)
+    for _ in range(500):
+        shape = tuple(generator.randint(1, 5) for _ in range(generator.randint(1, 3)))
+        blocks, count = [], dict.fromkeys(itertools.product(*map(range, shape)), 0)
+        for _ in range(generator.randint(0, 6)):
+            offset = tuple(generator.randrange(n) for n in shape)
+            extent = tuple(generator.randint(1, n - o) for n, o in zip(shape, offset, strict=True))
+            blocks.append(Block(offset, extent))
+            for index in itertools.product(
+                *(range(o, o + n) for o, n in zip(offset, extent, strict=True))
+            ):
+                count[index] += 1
+        found = coverage(shape, blocks)
+        assert found.unfilled == sum(n == 0 for n in count.values())
+        assert found.twice == sum(n > 1 for n in count.values())
+        assert (found.first_twice is None) == (found.twice == 0)
+
+
+def test_coverage_of_many_experts_works_in_slabs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_boxes, "_CELLS", 16)
+    experts = [Block((e, half * 8, 0), (1, 8, 4)) for e in range(64) for half in range(2)]
+    assert coverage((64, 16, 4), experts) == (0, 0, None, None)
+    lost = experts.pop(77)
+    assert coverage((64, 16, 4), experts) == (32, 0, lost, None)
+    assert coverage((64, 16, 4), [*experts, lost, lost]) == (0, 32, None, lost)
+
+
+def test_memory_is_a_packed_tensor_in_its_own_order() -> None:
+    turned = memory_of((4, 6), (1, 4))
+    assert turned == ((1, 0), (6, 4), True)
+    assert turned.blocks(8, (4, 2), (1, 4)) == [Block((2, 0), (2, 4))]
+    assert turned.place(Block((2, 0), (2, 4))) == [0, 2]
+    assert not memory_of((4, 6), (7, 1)).dense
+    assert not memory_of((4, 6), (0, 1)).dense
+    assert memory_of((4, 1), (1, 99)).dense
+    assert memory_of((), ()).dense

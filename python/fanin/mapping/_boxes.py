@@ -8,14 +8,16 @@ into several boxes.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
+from itertools import product
 from typing import NamedTuple
 
 #: A view that would need more is not said in boxes.
 MOST_BOXES = 65536
 # Cells of a grid that are painted at once.
-_CELLS = 1 << 22
+_CELLS = 1 << 20
 
 
 class Part(NamedTuple):
@@ -244,39 +246,79 @@ def _edges(blocks: Sequence[Block], index: int, low: int, high: int) -> Iterator
 
 
 def _paint(edges: list[list[int]], blocks: Sequence[Block]) -> Coverage:
-    import torch
-
     index = [{edge: i for i, edge in enumerate(line)} for line in edges]
-    count = torch.zeros([len(line) - 1 for line in edges], dtype=torch.int32)
+    steps = packed_strides([len(line) - 1 for line in edges])
+    count = bytearray(steps[0] * (len(edges[0]) - 1))
     for block in blocks:
-        where = tuple(
-            slice(place[max(begin, line[0])], place[min(begin + length, line[-1])])
-            for line, place, begin, length in zip(
-                edges, index, block.offset, block.extent, strict=True
+        lines = [
+            range(
+                place[max(begin, line[0])] * step, place[min(begin + length, line[-1])] * step, step
             )
-        )
-        count[where] += 1
-    volume = torch.ones((), dtype=torch.int64)
-    for line in edges:
-        sizes = torch.tensor([b - a for a, b in zip(line, line[1:], strict=False)])
-        volume = volume.unsqueeze(-1) * sizes
-    none, many = (count == 0) & (volume > 0), (count > 1) & (volume > 0)
-    return Coverage(
-        int(volume[none].sum()),
-        int(volume[many].sum()),
-        _example(edges, none),
-        _example(edges, many),
+            for line, place, step, begin, length in zip(
+                edges, index, steps, block.offset, block.extent, strict=True
+            )
+        ]
+        for cell in map(sum, product(*lines)):
+            count[cell] = min(count[cell] + 1, 2)
+    return _counted(edges, count)
+
+
+def _counted(edges: list[list[int]], count: bytearray) -> Coverage:
+    """What is left of a painted grid: most often nothing."""
+    elements = [0, 0]
+    example: list[Block | None] = [None, None]
+    if len(count) == count.count(1):
+        return Coverage(0, 0, None, None)
+    sizes = [[b - a for a, b in zip(line, line[1:], strict=False)] for line in edges]
+    cells = product(*(range(len(line)) for line in sizes))
+    for cell, seen in zip(cells, count, strict=True):
+        if seen == 1:
+            continue
+        extent = tuple(line[i] for line, i in zip(sizes, cell, strict=True))
+        which = seen == 2
+        elements[which] += math.prod(extent)
+        if example[which] is None:
+            example[which] = Block(
+                tuple(line[i] for line, i in zip(edges, cell, strict=True)), extent
+            )
+    return Coverage(elements[0], elements[1], example[0], example[1])
+
+
+# ----------------------------------------------------------------------------------- memory
+
+
+class Memory(NamedTuple):
+    """A tensor's memory as a packed tensor: its dimensions from the widest stride on."""
+
+    order: tuple[int, ...]
+    shape: tuple[int, ...]
+    #: Without gaps and without elements that share memory.
+    dense: bool
+
+    def blocks(self, first: int, extent: tuple[int, ...], stride: tuple[int, ...]) -> list[Block]:
+        """A view of it as boxes, in the order of its dimensions here.
+
+        :param first: of the view, in elements from the tensor's first one.
+        :param stride: in elements.
+        :raises TooManyBoxesError: more than :data:`MOST_BOXES` would be needed.
+        """
+        parts = parts_of(self.shape, first, extent, stride, (0,) * len(extent))
+        return [Block(part.offset, part.extent) for part in parts]
+
+    def place(self, block: Block) -> list[int]:
+        """A block's first element, in the tensor's own order of dimensions."""
+        found = [0] * len(self.shape)
+        for at, dim in zip(block.offset, self.order, strict=False):
+            found[dim] = at
+        return found
+
+
+def memory_of(shape: Sequence[int], stride: Sequence[int]) -> Memory:
+    """The memory of a tensor; its strides in elements."""
+    order = tuple(sorted(range(len(shape)), key=lambda i: (-stride[i], i)))
+    turned = tuple(shape[i] for i in order)
+    dense = all(
+        n <= 1 or stride[i] == step
+        for i, n, step in zip(order, turned, packed_strides(turned), strict=True)
     )
-
-
-def _example(edges: list[list[int]], mask: object) -> Block | None:
-    import torch
-
-    cells = torch.nonzero(torch.as_tensor(mask))
-    if not len(cells):
-        return None
-    cell = cells[0].tolist()
-    lines = list(zip(edges, cell, strict=True))
-    return Block(
-        tuple(line[i] for line, i in lines), tuple(line[i + 1] - line[i] for line, i in lines)
-    )
+    return Memory(order, turned, dense or 0 in turned)

@@ -14,6 +14,7 @@ from typing import Any, NoReturn, TypeVar
 from fanin import _ffi
 from fanin._tensors import dtype_bits
 from fanin.errors import RequestError
+from fanin.mapping._boxes import TooManyBoxesError, coverage, memory_of
 from fanin.mapping._mapping import NARROWER, About, Fill, Leaf, Mapping, Module, Piece, Source
 
 __all__ = ["FORMAT", "encoded", "load", "save"]
@@ -268,6 +269,35 @@ class _Field:
                 self.wrong("is the engine's own and has sources")
         elif have > want or have + padding < want:
             self.wrong(f"has boxes of {have} elements and padding of {padding}, not of {want}")
+        else:
+            self._check_coverage(leaf)
+
+    def _check_coverage(self, leaf: Leaf) -> None:
+        size = max(dtype_bits(leaf.dtype), 8) // 8
+
+        def steps(stride: tuple[int, ...]) -> tuple[int, ...]:
+            return tuple(step // size for step in stride)
+
+        memory = memory_of(leaf.shape, steps(leaf.stride))
+        if not memory.dense:
+            self["stride"].wrong("leaves gaps or shares elements")
+        try:
+            blocks, padding = (
+                [b for at, n, step in views for b in memory.blocks(at // size, n, steps(step))]
+                for views in (
+                    [(p.at, p.extent, p.stride) for s in leaf.sources for p in s.pieces],
+                    [(fill.at, fill.extent, fill.stride) for fill in leaf.fills],
+                )
+            )
+        except TooManyBoxesError as error:
+            self.wrong(f"is too ragged: {error}")
+        found = coverage(memory.shape, blocks)
+        if found.first_twice is not None:
+            self.wrong(f"fills element {memory.place(found.first_twice)} twice")
+        if padding:
+            found = coverage(memory.shape, blocks + padding)
+        if found.first_unfilled is not None:
+            self.wrong(f"does not fill element {memory.place(found.first_unfilled)}")
 
     def source(self, wanted: str, room: int) -> Source:
         shape = self["shape"].integers()

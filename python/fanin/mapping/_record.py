@@ -239,29 +239,14 @@ class _Gathered:
     fills: list[tuple[Fill, list[Block], int]] = field(default_factory=list)
 
 
-class _Memory(NamedTuple):
-    """A target's memory as a packed tensor: its dimensions from the widest stride on."""
-
-    order: tuple[int, ...]
-    shape: tuple[int, ...]
-    dense: bool
-
-
-def _memory(tensor: Any) -> _Memory:
-    strides = tensor.stride()
-    order = tuple(sorted(range(tensor.dim()), key=lambda i: (-strides[i], i)))
-    shape = tuple(tensor.shape[i] for i in order)
-    packed = _boxes.packed_strides(shape)
-    dense = all(n <= 1 or strides[i] == s for i, n, s in zip(order, shape, packed, strict=True))
-    return _Memory(order, shape, dense or 0 in shape)
-
-
 class _Checker:
     def __init__(self, recording: Recording) -> None:
         self._r = recording
         self._refusals = list(recording.refusals)
         self._published = {p.name: p for p in recording.published}
-        self._memory = [_memory(t.tensor) for t in recording.targets]
+        self._memory = [
+            _boxes.memory_of(t.tensor.shape, t.tensor.stride()) for t in recording.targets
+        ]
         self._into = [_Gathered() for _ in recording.targets]
         self._first = self._first_of_memory()
 
@@ -326,14 +311,8 @@ class _Checker:
             into.numbers.append(number)
 
     def _blocks(self, index: int, spot: Spot) -> list[Block]:
-        """A view of a target's memory as boxes of it."""
         memory = self._memory[index]
-        if not memory.dense:
-            return []
-        parts: Sequence[Part] = _boxes.parts_of(
-            memory.shape, spot.first, spot.extent, spot.stride, (0,) * len(spot.extent)
-        )
-        return [Block(part.offset, part.extent) for part in parts]
+        return memory.blocks(spot.first, spot.extent, spot.stride) if memory.dense else []
 
     def _filled(self, fill: Filled) -> None:
         index = fill.to.place
@@ -421,14 +400,8 @@ class _Checker:
             self._refuse(index, "", "no published tensor fills it")
         return reason or ""
 
-    def _where(self, index: int, block: Block | None) -> str:
-        """A block's first element in the target's own dimensions."""
-        if block is None or not self._memory[index].shape:
-            return "[]"
-        place = [0] * len(block.offset)
-        for at, dim in zip(block.offset, self._memory[index].order, strict=True):
-            place[dim] = at
-        return str(place)
+    def _where(self, index: int, block: Block | None) -> list[int]:
+        return [] if block is None else self._memory[index].place(block)
 
     # -------------------------------------------------------------- the mapping
 
