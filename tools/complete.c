@@ -144,6 +144,8 @@ static void offer_value(const line *line, const char *name, const char *prefix)
         {"cast", {"bf16", "f16"}},
         {"pull-dtype", {"bf16", "f16"}},
         {"trainer-load", {"product", "sweep"}},
+        {"layout", {"tp2", "tp4", "tp8", "ep2", "tp2,ep2"}},
+        {"mapping", {":files"}},
         {"dest", {"memory", "device:0", ":directories"}},
         {"out", {":directories"}},
         {"dir", {":directories"}},

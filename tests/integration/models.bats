@@ -179,11 +179,69 @@ assert (config["model_type"], config["kv_lora_rank"], config["num_hidden_layers"
     [ "$(field publication)" = full:0 ]
     run -2 "$NIXL_FETCH" show "$info" --run full:1 full:0:lm_head.weight
     run -0 "$NIXL_FETCH" watch "$info" full:0 --count 2
-    run -0 "$NIXL_FETCH" bench "$info" --run full:0 --iterations 2 --json
+    run -0 "$NIXL_FETCH" bench "$info" full:0 --iterations 2 --json
     [ "$(field tensors)" = 50 ] # one is empty
     run -0 "$NIXL_FETCH" __complete line pull "$info" fu
     [ "${lines[0]}" = full:0 ]
     stop_ranks
+}
+
+@test "bench: into an engine's parameters, by layout and by mapping, every byte proven" {
+    own=(--model deepseek-v3 --full --layers 4 --shrink 64 --world-size 3 --no-ucx)
+    for layout in tp1 tp2 ep4 tp2,ep4; do
+        run -0 --separate-stderr "$NIXL_FETCH" bench "${own[@]}" --iterations 1 --check-pattern \
+            --layout "$layout" --json
+        [ "$(field all_checked)" = true ]
+        [ "$(field layout)" = "$layout" ]
+        whole=${whole:-$(field bytes)}
+    done
+    # The ranks of ep4 together: experts once, everything else on each.
+    run -0 --separate-stderr "$NIXL_FETCH" bench "${own[@]}" --iterations 1 --check-pattern \
+        --layout tp2,ep4 --workers 4 --json
+    [ "$(field workers)" = 4 ]
+    [ "$(field bytes)" -gt "$whole" ]
+    run -0 "$NIXL_FETCH" bench "${own[@]}" --iterations 1 --layout tp2 --workers 2
+    has "tp2, by 2 of the engine's ranks at once"
+    start_ranks --model qwen3-8b --full --layers 2 --shrink 64 --world-size 3 --replicate 3
+    "$NIXL_FETCH" list "$info" full:0 --json >keys.json
+    "$FANIN_TEST_PYTHON" - <<'END'
+import json
+tensors = []
+for number, key in enumerate(json.load(open("keys.json"))["keys"]):  # each transposed, some halved
+    shape = key["shape"]
+    stride = [2 * n for n in ([1, shape[0]] if len(shape) == 2 else [1])]
+    name = key["key"].split(":", 2)[2]
+    box = {"offset": [0] * len(shape), "extent": shape[:-1] + [shape[-1] // 2], "at": 0, "stride": stride}
+    boxes = [box, {**box, "offset": [0] * (len(shape) - 1) + box["extent"][-1:],
+                   "extent": shape[:-1] + [shape[-1] - box["extent"][-1]],
+                   "at": stride[-1] * box["extent"][-1]}]
+    tensors.append({"name": f"t{number}", "role": "parameter", "dtype": "BF16", "shape": shape,
+                    "stride": stride, "sources": [{"name": name, "dtype": "BF16", "shape": shape,
+                                                   "boxes": boxes[:1] if number % 3 == 0 else boxes}]})
+json.dump({"format": "fanin-mapping/1", "engine": {"name": "e", "version": "1"}, "model": "M",
+           "ranks": {}, "published": {"count": len(tensors), "digest": "", "unwanted": []},
+           "modules": [{"path": "a", "class": "A", "tensors": tensors}]}, open("m.json", "w"))
+END
+    run -0 --separate-stderr "$NIXL_FETCH" bench "$info" full:0 --iterations 1 --check-pattern \
+        --mapping m.json --mapping m.json --json
+    [ "$(field mappings)" = 2 ]
+    [ "$(field all_checked)" = true ]
+    run -14 "$NIXL_FETCH" bench "$info" full:0 --mapping "$support/mapping.json"
+    has "is not published"
+    stop_ranks
+}
+
+@test "bench: layouts that are none" {
+    own=(--model qwen3-8b --full --layers 1 --shrink 64 --world-size 2)
+    run -2 "$NIXL_FETCH" bench "${own[@]}" --layout tp0
+    run -2 "$NIXL_FETCH" bench "${own[@]}" --layout tp2,ep3
+    run -2 "$NIXL_FETCH" bench "${own[@]}" --workers 2
+    run -2 "$NIXL_FETCH" bench "${own[@]}" --layout tp2 --workers 3
+    run -2 "$NIXL_FETCH" bench "${own[@]}" --layout tp2 --mapping m.json
+    run -2 "$NIXL_FETCH" bench "${own[@]}" --layout tp2 --dest .
+    run -2 "$NIXL_FETCH" bench "${own[@]}" --layout tp2 --workers 2 --cold
+    run -11 "$NIXL_FETCH" bench "${own[@]}" --mapping missing.json
+    has missing.json
 }
 
 @test "no escape codes where there is no terminal, and nothing at all with --quiet" {

@@ -35,24 +35,19 @@ static bool on_entry(void *cookie, const fanin_entry *e)
                         .name = output_require(strdup(e->name)),
                         .dtype = e->dtype,
                         .n_dims = e->n_dims,
-                        .n_boxes = e->bytes > 0,
                         .memory = {FANIN_MEMORY_DETECT, -1}};
     memcpy(t->shape, e->shape, sizeof t->shape);
     if (a->half != 0 && half_converts(e->dtype, a->half)) {
         t->dtype = a->half;
     }
-    uint64_t bytes = arena_bytes(a, a->count - 1);
-    a->bytes += bytes;
-    a->size += aligned(bytes);
     return true;
 }
 
-uint64_t arena_bytes(const arena *a, size_t i)
+static uint64_t bytes_of(const fanin_tensor *t, const uint64_t *extent)
 {
-    const fanin_tensor *t = &a->tensors[i];
     uint64_t bits = fanin_dtype_bits(t->dtype);
     for (uint32_t d = 0; d < t->n_dims; d++) {
-        bits *= t->shape[d];
+        bits *= extent[d];
     }
     return bits / 8;
 }
@@ -79,41 +74,94 @@ static fanin_status make_memory(arena *a, fanin_error *error)
     return status;
 }
 
-fanin_status arena_make(fanin_client *client, const char *publication,
-                        uint32_t timeout_ms, int device, fanin_dtype half, arena *out,
-                        fanin_error *error)
+/* Gives the names of tensors [first, a->count) back. */
+static void free_names(const arena *a, size_t first)
 {
-    *out = (arena){.device = device, .half = half};
-    fanin_status status = fanin_client_catalog(client, publication, NULL, timeout_ms,
-                                               on_entry, out, error);
-    if (status != FANIN_OK) {
-        return status;
-    }
-    out->boxes = output_require(calloc(out->count + 1, sizeof out->boxes[0]));
-    status = make_memory(out, error);
-    if (status != FANIN_OK) {
-        return status;
-    }
-    uint8_t *to = out->memory;
-    for (size_t i = 0; i < out->count; i++) {
-        fanin_tensor *t = &out->tensors[i];
-        memcpy(out->boxes[i].extent, t->shape, sizeof t->shape);
-        out->boxes[i].address = to;
-        t->boxes = &out->boxes[i];
-        to += aligned(arena_bytes(out, i));
-    }
-    return FANIN_OK;
-}
-
-void arena_free(arena *a)
-{
-    for (size_t i = 0; i < a->count; i++) {
+    for (size_t i = first; i < a->count; i++) {
         union {
             const char *name;
             char *owned;
         } pointer = {a->tensors[i].name};
         free(pointer.owned);
     }
+}
+
+/* Tensors without a box go; the others get theirs. Boxes ascend by tensor. */
+static void give_boxes(arena *a, const engine_layout *l, const uint64_t *begin)
+{
+    size_t kept = 0, next = 0;
+    a->boxes = output_require(calloc(l->count + 1, sizeof a->boxes[0]));
+    for (size_t i = 0; i < a->count; i++) {
+        fanin_tensor t = a->tensors[i];
+        t.boxes = &a->boxes[next];
+        for (; next < l->count && l->boxes[next].tensor == i; next++) {
+            const placed_box *b = &l->boxes[next];
+            a->boxes[next] = b->box;
+            a->boxes[next].address = a->memory + begin[b->parameter] + b->at;
+            a->bytes += bytes_of(&t, b->box.extent);
+            t.n_boxes++;
+        }
+        if (t.n_boxes > 0) {
+            a->tensors[i] = a->tensors[kept]; /* names stay owned, each once */
+            a->tensors[kept++] = t;
+        }
+    }
+    free_names(a, kept);
+    a->count = kept;
+}
+
+/* Memory for parameters, and boxes in it. */
+static fanin_status lay_out(arena *a, const engine_layout *l, fanin_error *error)
+{
+    uint64_t *begin = output_require(calloc(l->n_parameters + 1, sizeof begin[0]));
+    for (size_t i = 0; i < l->n_parameters; i++) {
+        begin[i] = a->size;
+        a->size += aligned(l->parameters[i].bytes);
+    }
+    fanin_status status = make_memory(a, error);
+    if (status == FANIN_OK) {
+        give_boxes(a, l, begin);
+    }
+    free(begin);
+    return status;
+}
+
+/* Every tensor whole, in a parameter of its own. */
+static fanin_status whole_tensors(void *cookie, const fanin_tensor *tensors,
+                                  size_t count, engine_layout *out, fanin_error *error)
+{
+    (void)cookie, (void)error;
+    *out = (engine_layout){.boxes = NULL};
+    for (size_t i = 0; i < count; i++) {
+        engine_layout_add_whole(out, tensors, i);
+    }
+    return FANIN_OK;
+}
+
+fanin_status arena_make(fanin_client *client, const char *publication,
+                        uint32_t timeout_ms, int device, fanin_dtype half,
+                        arena_layout_fn layout, void *cookie, arena *out,
+                        fanin_error *error)
+{
+    engine_layout l;
+    *out = (arena){.device = device, .half = half};
+    fanin_status status = fanin_client_catalog(client, publication, NULL, timeout_ms,
+                                               on_entry, out, error);
+    if (status != FANIN_OK) {
+        return status;
+    }
+    status = (layout != NULL ? layout : whole_tensors)(cookie, out->tensors, out->count,
+                                                       &l, error);
+    if (status == FANIN_OK) {
+        status = lay_out(out, &l, error);
+        engine_layout_free(&l);
+    }
+    return status;
+}
+
+void arena_free(arena *a)
+{
+    free_names(a, 0);
     if (a->device != DEVICE_HOST) {
         if (a->copy != NULL) {
             munmap(a->copy, a->size + 1);

@@ -1,16 +1,19 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/** @file Memory for all tensors of a publication, and what a pull needs to fill it. */
+/** @file Memory for a publication's tensors, or for parts of them laid out as an engine has them, and
+    what a pull needs to fill it. */
 #ifndef ARENA_H
 #define ARENA_H
+
+#include "bench/engine_layout.h"
 
 #include <fanin/client.h>
 
 typedef struct arena {
     int device;      /**< DEVICE_HOST, or the CUDA device whose memory it is */
-    uint8_t *memory; /**< pre-faulted; one tensor after the other, well aligned */
+    uint8_t *memory; /**< pre-faulted; one parameter after the other, well aligned */
     uint64_t size;
-    uint64_t bytes; /**< of tensors */
-    fanin_tensor *tensors;
+    uint64_t bytes;        /**< of the boxes */
+    fanin_tensor *tensors; /**< that have boxes here */
     fanin_box *boxes;
     size_t count, capacity;
     fanin_dtype half; /**< what F32 tensors are here; 0: F32 */
@@ -18,17 +21,21 @@ typedef struct arena {
     void *stream;
 } arena;
 
+/** Says where tensors go; errors are its own. */
+typedef fanin_status (*arena_layout_fn)(void *cookie, const fanin_tensor *tensors,
+                                        size_t count, engine_layout *out,
+                                        fanin_error *error);
+
 /** Reads the publication's catalog and makes memory for it: the host's, faulted in, or of
     @p device. @p half: tensors that are F32 there have that dtype here; 0: all as they are.
-    Errors are fanin_client_catalog()'s, FANIN_ERR_MEMORY and device_driver.h's. To be freed also
-    after an error. */
+    @p layout may be NULL: every tensor whole and by itself. Errors are fanin_client_catalog()'s,
+    FANIN_ERR_MEMORY, device_driver.h's and @p layout's. To be freed also after an error. */
 fanin_status arena_make(fanin_client *client, const char *publication,
-                        uint32_t timeout_ms, int device, fanin_dtype half, arena *out,
+                        uint32_t timeout_ms, int device, fanin_dtype half,
+                        arena_layout_fn layout, void *cookie, arena *out,
                         fanin_error *error);
 void arena_free(arena *a);
 
-/** Bytes of the tensor number @p i. */
-uint64_t arena_bytes(const arena *a, size_t i);
 /** All of the memory, for the host to read until the next call; *@p out + (address of a box -
     memory) is where the box is. */
 fanin_status arena_read(arena *a, const uint8_t **out, fanin_error *error);

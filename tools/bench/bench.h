@@ -11,6 +11,7 @@
 #include "trainer/trainer_options.h"
 
 #include <jansson.h>
+#include <pthread.h>
 
 enum {
     BENCH_MAX_ITERATIONS = 100000,
@@ -62,9 +63,10 @@ bench_limit *bench_limit_add(bench_limits *limits, const char *format, ...)
 void bench_limit_end(bench_limit *limit, uint64_t *times, uint32_t count,
                      const char *problem);
 
-/** process_vm_readv of the ranks' shards in pieces of at most 1 MiB into @p a's memory. */
+/** process_vm_readv of the ranks' shards in pieces of at most 1 MiB into @p a's memory; of @p most
+    bytes of them. */
 void bench_raw_read(bench_limits *limits, const rank_options *options, const ranks *r,
-                    const arena *a, uint32_t threads);
+                    const arena *a, uint64_t most, uint32_t threads);
 /** memcpy of as many bytes as @p a has, by one thread. */
 void bench_memcpy(bench_limits *limits, const arena *a);
 
@@ -95,13 +97,27 @@ typedef struct bench_loss {
     double median;               /**< of the ratios */
 } bench_loss;
 
+/** A further rank of the engine, which pulls its part at the same time. */
+typedef struct bench_worker {
+    session session;
+    arena arena;
+    /* one pull */
+    pthread_t thread;
+    bool running;
+    const fanin_pull_options *options;
+    fanin_result_info info;
+    fanin_status status;
+    fanin_error error;
+} bench_worker;
+
 typedef struct bench {
     const command *self;
     invocation line;
     trainer_options trainer;
-    char *dest, *pull_dtype, *load_name;
+    char *dest, *pull_dtype, *load_name, *layout, **mappings;
     int iterations, cold, repeat, commits, check_all, spare_file, verify, update_every,
-        pause;
+        pause, workers;
+    engine_shape shape; /**< of layout */
 
     rank_options rank_options;
     source source;
@@ -111,7 +127,9 @@ typedef struct bench {
     bool directory;  /**< dest is one */
     int dest_device; /**< of memory; DEVICE_HOST: the host's */
     fanin_dtype half;
-    arena arena;
+    arena arena; /**< of the engine's first rank, or of all tensors */
+    bench_worker *others;
+    size_t n_others;
     check_pattern pattern;
     bench_samples samples;
     bench_limits limits;
@@ -126,6 +144,17 @@ typedef struct bench {
 /** One pull; @p info is filled but for its strings. */
 fanin_status bench_pull(bench *b, bool check, fanin_result_info *info,
                         fanin_error *error);
+
+/** Memory and a client for each further rank of the engine. 0, or an exit status after a message. */
+int bench_open_workers(bench *b);
+/** Whose part it is: of b->arena for rank 0, else of b->others[rank - 1]. Errors as arena_make(). */
+fanin_status bench_make_arena(const bench *b, const session *s, uint32_t rank,
+                              arena *out, fanin_error *error);
+void bench_close_workers(bench *b);
+/** All ranks of the engine pull at once; @p info is the slowest one's, but for tensors, bytes and
+    reads, which are of all. The first one's ranks_json and path_reason are kept in b. */
+fanin_status bench_pull_workers(bench *b, const fanin_pull_options *options, bool check,
+                                fanin_result_info *info, fanin_error *error);
 
 /** Pulls in every other second while ranks work, to fill b->losses: 0, or an exit status after a
     message. */

@@ -45,9 +45,10 @@ static int by_address(const void *a, const void *b)
     return (x->address > y->address) - (x->address < y->address);
 }
 
-/* Stretches of shards that share pages or neighbouring ones, cut into pieces. */
+/* Stretches of shards that share pages or neighbouring ones, cut into pieces; until there are
+   @p most bytes. */
 static void add_rank(pieces *p, pid_t pid, const rank_extent *shards, size_t count,
-                     uint64_t room)
+                     uint64_t room, uint64_t most)
 {
     rank_extent *sorted = output_require(malloc((count + 1) * sizeof sorted[0]));
     memcpy(sorted, shards, count * sizeof sorted[0]);
@@ -58,7 +59,7 @@ static void add_rank(pieces *p, pid_t pid, const rank_extent *shards, size_t cou
         for (i++; i < count && sorted[i].address <= end + PAGE; i++) {
             end = sorted[i].address + sorted[i].bytes;
         }
-        for (; from < end; from += PIECE) {
+        for (; from < end && p->bytes < most; from += PIECE) {
             add_piece(p, pid, from, end - from < PIECE ? end - from : PIECE, room);
         }
     }
@@ -110,7 +111,7 @@ static int read_once(const pieces *p, const arena *a, uint32_t threads)
 }
 
 void bench_raw_read(bench_limits *limits, const rank_options *options, const ranks *r,
-                    const arena *a, uint32_t threads)
+                    const arena *a, uint64_t most, uint32_t threads)
 {
     pieces p = {0};
     uint64_t times[ROUNDS];
@@ -120,7 +121,7 @@ void bench_raw_read(bench_limits *limits, const rank_options *options, const ran
     threads = threads < MAX_THREADS ? threads : MAX_THREADS;
     for (uint32_t rank = 0; rank < parts; rank++) {
         add_rank(&p, ranks_slot(r, rank)->pid, ranks_extents(r, rank),
-                 options->tensors->count, a->size);
+                 options->tensors->count, a->size, most);
     }
     for (uint32_t round = 0; round < ROUNDS && failed == 0; round++) {
         uint64_t start = progress_now_ns();

@@ -73,6 +73,8 @@ static void measure_limits(bench *b)
     bench_spread spread = {0};
     bool host = b->dest_device == DEVICE_HOST;
     bool devices = b->trainer.device != NULL;
+    bool shaped = b->layout != NULL || b->mappings != NULL;
+    uint64_t most = shaped ? b->arena.bytes : UINT64_MAX;
     if (b->ranks != NULL) {
         bench_spread_of(&b->rank_options, &spread);
     }
@@ -86,8 +88,9 @@ static void measure_limits(bench *b)
         return;
     }
     if (host && !devices && b->ranks != NULL) {
-        bench_raw_read(&b->limits, &b->rank_options, b->ranks, &b->arena, 1);
-        bench_raw_read(&b->limits, &b->rank_options, b->ranks, &b->arena, threads);
+        bench_raw_read(&b->limits, &b->rank_options, b->ranks, &b->arena, most, 1);
+        bench_raw_read(&b->limits, &b->rank_options, b->ranks, &b->arena, most,
+                       threads);
     }
     if (host) {
         bench_memcpy(&b->limits, &b->arena);
@@ -161,8 +164,7 @@ static int prepare(bench *b)
     const session *s = &b->session;
     fanin_status status = FANIN_OK;
     if (!b->directory) {
-        status = arena_make(s->client, s->publication, timeout_ms, b->dest_device,
-                            b->half, &b->arena, &error);
+        status = bench_make_arena(b, s, 0, &b->arena, &error);
     }
     if (status == FANIN_OK) {
         status = check_ask(s->client, s->publication, timeout_ms, &b->pattern, &error);
@@ -185,6 +187,7 @@ static int bench_all(bench *b)
     int code = session_open(&b->session, b->self, &b->line, b->target, b->line.run);
     code = code != 0 ? code : session_connect(&b->session, b->line.common.timeout_ms);
     code = code != 0 ? code : prepare(b);
+    code = code != 0 || b->workers == 1 ? code : bench_open_workers(b);
     for (uint32_t round = 0; code == 0 && round < rounds; round++) {
         code = measure(b);
     }
@@ -200,6 +203,49 @@ static int bench_all(bench *b)
         bench_tell_json(b);
     } else {
         bench_tell_text(b);
+    }
+    return 0;
+}
+
+/* --layout, --mapping and --workers. */
+static int resolve_layout(bench *b)
+{
+    const char *name = b->self->name;
+    uint32_t ranks = 1;
+    if (b->layout != NULL && b->mappings != NULL) {
+        return failure_usage(name, "--layout and --mapping exclude each other");
+    }
+    if (b->layout != NULL) {
+        if (!engine_shape_parse(b->layout, &b->shape)) {
+            return failure_usage(name,
+                                 "--layout '%s' is not such as tp2, ep4 or "
+                                 "tp2,ep2",
+                                 b->layout);
+        }
+        ranks = engine_shape_ranks(b->shape);
+        if (ranks % b->shape.tp != 0 || ranks % b->shape.ep != 0) {
+            return failure_usage(name,
+                                 "--layout '%s': one number is no multiple of "
+                                 "the other",
+                                 b->layout);
+        }
+    }
+    for (ranks = b->mappings != NULL ? 0 : ranks;
+         b->mappings != NULL && b->mappings[ranks] != NULL; ranks++)
+        ;
+    b->workers = b->mappings != NULL && b->workers == 0 ? (int)ranks : b->workers;
+    b->workers = b->workers == 0 ? 1 : b->workers;
+    if ((uint32_t)b->workers > ranks) {
+        return failure_usage(name,
+                             "--workers %d, but the engine has %u rank%s (--layout, "
+                             "--mapping)",
+                             b->workers, ranks, ranks == 1 ? "" : "s");
+    }
+    if ((b->layout != NULL || b->mappings != NULL) && b->directory) {
+        return failure_usage(name, "--layout and --mapping are for memory as --dest");
+    }
+    if (b->workers > 1 && b->cold) {
+        return failure_usage(name, "--cold is for one worker");
     }
     return 0;
 }
@@ -286,11 +332,16 @@ static int check_usage(bench *b)
     if (code != 0) {
         return code;
     }
+    int run_at;
+    if (!session_take_run(b->self, &b->line, &run_at)) {
+        return EXIT_USAGE;
+    }
     if (b->line.parsed.count > 1) {
         return failure_usage(b->self->name, "unexpected argument '%s'",
                              b->line.parsed.positional[1]);
     }
     code = resolve(b);
+    code = code != 0 ? code : resolve_layout(b);
     code = code != 0 ? code : check_idle(b);
     if (code != 0 || b->line.parsed.count == 0) {
         return code;
@@ -301,6 +352,7 @@ static int check_usage(bench *b)
 
 static void close_all(bench *b)
 {
+    bench_close_workers(b);
     session_close(&b->session);
     ranks_free(&b->ranks);
     source_close(&b->source);
@@ -313,9 +365,18 @@ static bench whole; /* large */
 
 static struct poptOption option_table[] = {
     {"dest", 'd', POPT_ARG_STRING, &whole.dest, 0,
-     "memory (default), memory of a CUDA device, or a directory to make adapters "
-     "in",
+     "memory (default), memory of a CUDA device, or a directory to make others in",
      "memory|device:N|DIR"},
+    {"layout", 0, POPT_ARG_STRING, &whole.layout, 0,
+     "into a rank's parameters as engines fuse and cut them: tp2, ep4, tp2,ep2",
+     "LAYOUT"},
+    {"mapping", 0, POPT_ARG_ARGV, &whole.mappings, 0,
+     "into parameters as a recorded mapping has them; repeated: of one rank each",
+     "FILE"},
+    {"workers", 0, POPT_ARG_INT, &whole.workers, 0,
+     "so many of the engine's ranks, a client each, pull at once (default: 1, or one a "
+     "mapping)",
+     "N"},
     {"iterations", 'i', POPT_ARG_INT, &whole.iterations, 0, "pulls (default 10)", "N"},
     {"cold", 0, POPT_ARG_NONE, &whole.cold, 0,
      "a new client for each pull: connection, catalog and plan anew", NULL},
@@ -374,23 +435,26 @@ static int run(const command *self, int argc, const char **argv)
 
 const command cmd_bench = {
     .name = "bench",
-    .arguments = "[TARGET] [OPTION...]",
+    .arguments = "[TARGET] [RUN] [OPTION...]",
     .summary = "measure pulls by phase, beside what the machine can do",
-    .help = "Examples:\n"
-            "  nixl-fetch bench --adapter-shape dense --world-size 8 --path stream\n"
-            "  nixl-fetch bench --model qwen3-30b-a3b --r 16 --dest /dev/shm "
-            "--iterations 5\n"
-            "  nixl-fetch bench 10.0.0.1:6000 --world-size 8 --run 0 --json\n"
-            "  nixl-fetch bench --adapter-shape moe --device 0,1 --dest device:1 "
-            "--snapshot\n"
-            "\n"
-            "Without TARGET it starts ranks of its own. Figures are medians; 'fixed' "
-            "is the\n"
-            "pull's time less that from the first read posted to the last byte in "
-            "place. The\n"
-            "limits are raw process_vm_readv of the same shards in pieces of 1 MiB "
-            "into the\n"
-            "same memory, and memcpy; of devices, copies of as many bytes in one "
-            "piece.",
+    .help =
+        "Examples:\n"
+        "  nixl-fetch bench --adapter-shape dense --world-size 8 --path stream\n"
+        "  nixl-fetch bench --model qwen3-30b-a3b --r 16 --dest /dev/shm "
+        "--iterations 5\n"
+        "  nixl-fetch bench 10.0.0.1:6000 --world-size 8 --run 0 --json\n"
+        "  nixl-fetch bench --adapter-shape moe --device 0,1 --dest device:1 "
+        "--snapshot\n"
+        "  nixl-fetch bench --model qwen3-30b-a3b --full --shrink 8 --layout tp2,ep2 "
+        "--workers 2\n"
+        "\n"
+        "Without TARGET it starts ranks of its own. Figures are medians; 'fixed' "
+        "is the\n"
+        "pull's time less that from the first read posted to the last byte in "
+        "place. The\n"
+        "limits are raw process_vm_readv of the same shards in pieces of 1 MiB "
+        "into the\n"
+        "same memory, and memcpy; of devices, copies of as many bytes in one "
+        "piece.",
     .run = run,
 };

@@ -146,6 +146,64 @@ fanin_status check_memory(const check_pattern *pattern, const char *publication,
     return status == FANIN_OK ? check_piece(&e, 0, memory, bytes, error) : status;
 }
 
+/* A box as runs of bytes that follow each other in the tensor and in memory. */
+typedef struct box_runs {
+    uint64_t bytes; /* of a run */
+    uint32_t outer; /* dimensions that are walked */
+    int64_t stride[FANIN_MAX_DIMS];
+    uint64_t row[FANIN_MAX_DIMS]; /* bytes between neighbours in the tensor */
+} box_runs;
+
+static box_runs runs_of(const fanin_tensor *t, const fanin_box *box)
+{
+    box_runs r = {.bytes = fanin_dtype_bits(t->dtype) / 8, .outer = t->n_dims};
+    bool packed = true, joined = true;
+    uint64_t in_tensor = r.bytes, in_box = r.bytes;
+    for (uint32_t d = 0; d < t->n_dims; d++) {
+        packed = packed && box->stride[d] == 0;
+    }
+    for (uint32_t d = t->n_dims; d-- > 0;) {
+        r.row[d] = in_tensor;
+        r.stride[d] = packed ? (int64_t)in_box : box->stride[d];
+        joined = joined && r.row[d] == r.bytes &&
+                 (r.stride[d] == (int64_t)r.bytes || box->extent[d] == 1);
+        if (joined) {
+            r.bytes *= box->extent[d];
+            r.outer = d;
+        }
+        in_tensor *= t->shape[d];
+        in_box *= box->extent[d];
+    }
+    return r;
+}
+
+fanin_status check_box(const check_pattern *pattern, const char *publication,
+                       const fanin_tensor *t, const fanin_box *box, uint64_t step,
+                       const uint8_t *at, fanin_error *error)
+{
+    char key[KEY_SIZE];
+    expected e;
+    const box_runs r = runs_of(t, box);
+    uint64_t index[FANIN_MAX_DIMS] = {0};
+    fanin_status status =
+        expect(pattern, publication, t->name, t->dtype, step, key, &e, error);
+    for (bool more = true; more && status == FANIN_OK;) {
+        uint64_t offset = 0;
+        int64_t place = 0;
+        for (uint32_t d = 0; d < t->n_dims; d++) {
+            offset += (box->offset[d] + index[d]) * r.row[d];
+            place += (int64_t)index[d] * r.stride[d];
+        }
+        status = check_piece(&e, offset, at + place, r.bytes, error);
+        more = false;
+        for (uint32_t d = r.outer; d-- > 0 && !more;) {
+            index[d] = index[d] + 1 < box->extent[d] ? index[d] + 1 : 0;
+            more = index[d] != 0;
+        }
+    }
+    return status;
+}
+
 bool check_read(int descriptor, uint64_t offset, uint8_t *to, size_t size)
 {
     for (size_t done = 0; done < size;) {

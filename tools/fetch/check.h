@@ -24,6 +24,12 @@ fanin_status check_memory(const check_pattern *pattern, const char *publication,
                           const char *name, fanin_dtype dtype, uint64_t step,
                           const uint8_t *memory, uint64_t bytes, fanin_error *error);
 
+/** The same of a part of tensor @p t, whose first element is at @p at; its strides as a pull takes
+    them. Elements of whole bytes. */
+fanin_status check_box(const check_pattern *pattern, const char *publication,
+                       const fanin_tensor *t, const fanin_box *box, uint64_t step,
+                       const uint8_t *at, fanin_error *error);
+
 /** The same of every tensor that a pull of @p publication wrote into @p directory. FANIN_ERR_MISMATCH,
     FANIN_ERR_IO, FANIN_ERR_CANCELLED (the user interrupted). */
 fanin_status check_directory(const check_pattern *pattern, const char *directory,

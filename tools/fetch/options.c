@@ -57,6 +57,7 @@ static const struct number_range {
     {"steps", 1, LLONG_MAX},
     {"update-every", 0, INT_MAX},
     {"world-size", 1, 65536},
+    {"workers", 1, 4096},
 };
 
 void options_common(common_options *options, struct poptOption table[COMMON_OPTIONS])

@@ -253,9 +253,7 @@ void session_close(session *s)
     target_free(&s->target);
 }
 
-/* Takes the first word that is a publication's name from those that were parsed, as --run.
-   *at_out: where it stood, -1: there is none. False after a message: --run names another one. */
-static bool take_run(const command *self, invocation *line, int *at_out)
+bool session_take_run(const command *self, invocation *line, int *at_out)
 {
     arguments *parsed = &line->parsed;
     int at = 0;
@@ -297,7 +295,7 @@ static const char *begin(const command *self, invocation *line, int argc,
     int first = 0;
     int run_at;
     *status_out = EXIT_USAGE;
-    if (!take_run(self, line, &run_at)) {
+    if (!session_take_run(self, line, &run_at)) {
         return NULL;
     }
     if (run_at != 0 && line->parsed.count > words) {

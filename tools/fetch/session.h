@@ -47,6 +47,10 @@ typedef struct invocation {
 bool session_parse(const command *self, invocation *line, int argc, const char **argv,
                    struct poptOption *table, int *status_out);
 
+/** Takes the first word that is a publication's name from those that were parsed, as --run.
+    *@p at_out: where it stood, -1: there is none. False after a message: --run names another one. */
+bool session_take_run(const command *self, invocation *line, int *at_out);
+
 /** The environment's target: NIXL_FETCH_SERVERS, else FANIN_TRAINER; NULL or "": none. */
 const char *session_default_target(void);
 

@@ -1,0 +1,219 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* The ranks of an engine, each with a client and memory of its own, which pull at once. */
+#include "bench/bench.h"
+#include "fetch/failure.h"
+#include "fetch/interrupt.h"
+#include "fetch/output.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+/* ------------------------------------------------------------------ their memory */
+
+/* What a rank's layout is made of. */
+typedef struct layout_cookie {
+    const bench *bench;
+    uint32_t rank;
+} layout_cookie;
+
+static fanin_status lay_out(void *cookie, const fanin_tensor *tensors, size_t count,
+                            engine_layout *out, fanin_error *error)
+{
+    const layout_cookie *c = cookie;
+    const bench *b = c->bench;
+    mapping_file m;
+    if (b->mappings == NULL) {
+        engine_layout_make(tensors, count, b->shape, c->rank, out);
+        return FANIN_OK;
+    }
+    fanin_status status = mapping_read(b->mappings[c->rank], &m, error);
+    if (status == FANIN_OK) {
+        status = engine_layout_of_mapping(tensors, count, &m, out, error);
+        mapping_free(&m);
+    }
+    return status;
+}
+
+fanin_status bench_make_arena(const bench *b, const session *s, uint32_t rank,
+                              arena *out, fanin_error *error)
+{
+    layout_cookie cookie = {b, rank};
+    bool shaped = b->layout != NULL || b->mappings != NULL;
+    return arena_make(s->client, s->publication, b->line.common.timeout_ms,
+                      b->dest_device, b->half, shaped ? lay_out : NULL, &cookie, out,
+                      error);
+}
+
+int bench_open_workers(bench *b)
+{
+    b->n_others = (size_t)b->workers - 1;
+    b->others = output_require(calloc(b->n_others + 1, sizeof b->others[0]));
+    for (size_t i = 0; i < b->n_others; i++) {
+        b->others[i].arena.device = DEVICE_HOST;
+    }
+    for (size_t i = 0; i < b->n_others; i++) {
+        bench_worker *w = &b->others[i];
+        fanin_error error = FANIN_ERROR_INIT;
+        int code = session_open(&w->session, b->self, &b->line, b->target, b->line.run);
+        code =
+            code != 0 ? code : session_connect(&w->session, b->line.common.timeout_ms);
+        if (code == 0 && bench_make_arena(b, &w->session, (uint32_t)i + 1, &w->arena,
+                                          &error) != FANIN_OK) {
+            code = failure_report("cannot pull", &error);
+        }
+        if (code != 0) {
+            return code;
+        }
+    }
+    interrupt_install(b->session.client); /* whose pull ends, ends the others' */
+    return 0;
+}
+
+void bench_close_workers(bench *b)
+{
+    for (size_t i = 0; i < b->n_others; i++) {
+        session_close(&b->others[i].session);
+        arena_free(&b->others[i].arena);
+    }
+    free(b->others);
+    b->others = NULL;
+    b->n_others = 0;
+}
+
+/* --------------------------------------------------------------------- their pulls */
+
+static fanin_status pull(const session *s, const arena *a,
+                         const fanin_pull_options *options, fanin_result **result,
+                         fanin_error *error)
+{
+    return fanin_client_pull(s->client, options, a->tensors, a->count, result, error);
+}
+
+static void *work(void *cookie)
+{
+    bench_worker *w = cookie;
+    fanin_result *result = NULL;
+    w->error = (fanin_error)FANIN_ERROR_INIT;
+    w->info = (fanin_result_info){.struct_size = sizeof w->info};
+    w->status = pull(&w->session, &w->arena, w->options, &result, &w->error);
+    if (w->status == FANIN_OK) {
+        fanin_result_get(result, &w->info);
+        w->info.path_reason = w->info.ranks_json = NULL;
+    }
+    fanin_result_free(&result);
+    return NULL;
+}
+
+static fanin_status start(bench *b, const fanin_pull_options *options,
+                          fanin_error *error)
+{
+    for (size_t i = 0; i < b->n_others; i++) {
+        bench_worker *w = &b->others[i];
+        w->options = options;
+        w->running = pthread_create(&w->thread, NULL, work, w) == 0;
+        if (!w->running) {
+            return failure_set(error, FANIN_ERR_LIMIT, "raise ulimit -u",
+                               "no thread for rank %zu of the engine", i + 1);
+        }
+    }
+    return FANIN_OK;
+}
+
+/* Waits for all; the first error counts. */
+static fanin_status join(bench *b, fanin_status status, fanin_error *error)
+{
+    for (size_t i = 0; i < b->n_others; i++) {
+        bench_worker *w = &b->others[i];
+        if (w->running && status != FANIN_OK) {
+            fanin_client_cancel(w->session.client);
+        }
+        if (w->running) {
+            pthread_join(w->thread, NULL);
+            w->running = false;
+        }
+        if (status == FANIN_OK && w->status != FANIN_OK) {
+            *error = w->error;
+            status = w->status;
+        }
+    }
+    return status;
+}
+
+static void add(const bench *b, fanin_result_info *info)
+{
+    uint64_t tensors = info->tensors, bytes = info->bytes, reads = info->reads;
+    for (size_t i = 0; i < b->n_others; i++) {
+        const fanin_result_info *other = &b->others[i].info;
+        tensors += other->tensors;
+        bytes += other->bytes;
+        reads += other->reads;
+        if (other->total_ns > info->total_ns) {
+            *info = *other;
+        }
+    }
+    info->tensors = tensors;
+    info->bytes = bytes;
+    info->reads = reads;
+}
+
+static fanin_status check_arena(const bench *b, arena *a, uint64_t step,
+                                fanin_error *error)
+{
+    const uint8_t *memory;
+    fanin_status status = arena_read(a, &memory, error);
+    for (size_t i = 0; status == FANIN_OK && i < a->count; i++) {
+        const fanin_tensor *t = &a->tensors[i];
+        for (size_t j = 0; status == FANIN_OK && j < t->n_boxes; j++) {
+            const uint8_t *address = t->boxes[j].address;
+            status = check_box(&b->pattern, b->session.publication, t, &t->boxes[j],
+                               step, memory + (address - a->memory), error);
+        }
+    }
+    return status;
+}
+
+static fanin_status spoil(bench *b, fanin_error *error)
+{
+    fanin_status status = arena_spoil(&b->arena, error);
+    for (size_t i = 0; status == FANIN_OK && i < b->n_others; i++) {
+        status = arena_spoil(&b->others[i].arena, error);
+    }
+    return status;
+}
+
+static fanin_status check_all(bench *b, uint64_t step, fanin_error *error)
+{
+    fanin_status status = check_arena(b, &b->arena, step, error);
+    for (size_t i = 0; status == FANIN_OK && i < b->n_others; i++) {
+        status = check_arena(b, &b->others[i].arena, b->others[i].info.step, error);
+    }
+    return status;
+}
+
+fanin_status bench_pull_workers(bench *b, const fanin_pull_options *options, bool check,
+                                fanin_result_info *info, fanin_error *error)
+{
+    fanin_result *result = NULL;
+    fanin_status status = check ? spoil(b, error) : FANIN_OK;
+    if (status != FANIN_OK) {
+        return status;
+    }
+    status = start(b, options, error);
+    if (status == FANIN_OK) {
+        status = pull(&b->session, &b->arena, options, &result, error);
+    }
+    if (status == FANIN_OK) {
+        fanin_result_get(result, info);
+        snprintf(b->reason, sizeof b->reason, "%s",
+                 info->path_reason != NULL ? info->path_reason : "");
+        info->path_reason = info->ranks_json = NULL;
+    }
+    fanin_result_free(&result);
+    uint64_t step = info->step;
+    status = join(b, status, error);
+    if (status == FANIN_OK) {
+        add(b, info);
+    }
+    return status == FANIN_OK && check ? check_all(b, step, error) : status;
+}
