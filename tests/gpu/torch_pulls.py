@@ -9,6 +9,8 @@ GPU pulls into CUDA tensors without pause, and now and then a directory. No pull
   counted     fully_shard over NCCL on two GPUs; SGD with constant gradients adds 1 to every element
   adamw       the same with forward, backward and AdamW; each step's digest is recorded
   snapshot    as adamw, published as snapshots rounded to bf16
+  weights     as counted, of a whole model by fanin.torch.WeightServer: embeddings, projections and
+              experts that are stored in one tensor a layer and published one by one
   still       counted stops at step 1, and the engine plugin's service pulls that F32 step into
               directories as it is, as BF16 and as F16: each element is what PyTorch rounds it to
 
@@ -47,7 +49,9 @@ except ImportError as missing:
     sys.exit(77)
 from worlds import Child, Control
 
-MODES = {"plain": 4, "counted": 1, "adamw": 10, "snapshot": 10}  # these parts of --pulls
+# These parts of --pulls.
+MODES = {"plain": 4, "counted": 1, "adamw": 10, "snapshot": 10, "weights": 1}
+COUNTED = ("plain", "counted", "weights")
 BASES = 1000  # a counted element starts at less: sums stay exact in F32
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj")
 SLOWEST = 100.0  # seconds that any wait may take
@@ -128,6 +132,47 @@ class Model(torch.nn.Module):
         for layer in self.layers:
             x = layer(x)
         return x
+
+
+class Experts(torch.nn.Module):
+    """All experts of a layer in two tensors, as transformers has them."""
+
+    def __init__(self, count: int, width: int, hidden: int, device: torch.device):
+        super().__init__()
+        gate_up = torch.empty(count, 2 * width, hidden, device=device)
+        down = torch.empty(count, hidden, width, device=device)
+        self.gate_up_proj, self.down_proj = map(torch.nn.Parameter, (gate_up, down))
+
+
+class WholeLayer(torch.nn.Module):
+    def __init__(self, hidden: int, count: int, width: int, device: torch.device):
+        super().__init__()
+        for name in LINEARS:
+            self.add_module(name, torch.nn.Linear(hidden, hidden, bias=False, device=device))
+        self.experts = Experts(count, width, hidden, device)
+        self.norm = torch.nn.RMSNorm(hidden, device=device)
+
+
+class Whole(torch.nn.Module):
+    """A whole model that is not run: every element counts steps."""
+
+    def __init__(self, layers: int, hidden: int, count: int, width: int, device: torch.device):
+        super().__init__()
+        self.embed = torch.nn.Embedding(5 * hidden + 3, hidden, device=device)
+        self.layers = torch.nn.ModuleList(
+            WholeLayer(hidden, count, width, device) for _ in range(layers)
+        )
+
+    def count(self, device: torch.device) -> None:
+        """Step 0, by the names under which tensors are published."""
+        from fanin.torch._names import slices_of
+        from fanin.torch.names import experts
+
+        with torch.no_grad():
+            for name, value in self.named_parameters():
+                for part in slices_of(experts(), name, tuple(value.shape)):
+                    piece = value[part.index] if part.index else value
+                    piece.copy_(start_of(part.key, tuple(piece.shape), device))
 
 
 class Streams:
@@ -247,25 +292,50 @@ class Trainer:
         config |= {"base_model_name_or_path": "none", "target_modules": list(LINEARS)}
         return AdapterServer(model, base_port=0, config=config, **options)
 
+    def weights(self) -> None:
+        """A whole model: each step adds 1 to all of it, exactly."""
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        from fanin.torch import WeightServer
+        from fanin.torch.names import experts
+
+        large = {"layers": 4, "hidden": 2048, "count": 16, "width": 511}
+        small = {"layers": 2, "hidden": 16, "count": 3, "width": 5}
+        size = large if self.device.type == "cuda" else small
+        model = Whole(device=self.device, **size)
+        model.count(self.device)
+        mesh = init_device_mesh(self.device.type, (dist.get_world_size(),))
+        for layer in model.layers:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        with WeightServer(model, base_port=0, names=experts()) as server:
+            self.count_steps(model, server)
+
     def start(self, addresses: list[str]) -> None:
         dist.barrier()
         self.control.say("ready", addresses=addresses)
 
     def counted(self) -> None:
-        """Gradients of -1 and a rate of 1: each step adds 1, exactly."""
-        model, streams = self.model(counted=True), Streams(self.device)
+        """An adapter: each step adds 1 to all of it, exactly."""
+        model = self.model(counted=True)
+        with self.serve(model) as server:
+            self.count_steps(model, server)
+
+    def count_steps(self, model: torch.nn.Module, server: Any) -> None:
+        """Gradients of -1 and a rate of 1."""
+        streams = Streams(self.device)
         for value in model.parameters():
             value.grad = torch.full_like(value, -1)
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-        with self.serve(model) as server:
-            self.start(server.addresses)
-            step = 0
-            while self.goes_on():
-                step += 1
-                with streams.aside(), server.updating(step):
-                    optimizer.step()
-                streams.work()
-            self.control.say("stopped", steps=step, digests={})
+        self.start(server.addresses)
+        step = 0
+        while self.goes_on():
+            step += 1
+            with streams.aside(), server.updating(step):
+                optimizer.step()
+            streams.work()
+        self.control.say("stopped", steps=step, digests={})
 
     def still(self) -> None:
         """One step of :meth:`counted`, held until the worker is through."""
@@ -318,7 +388,7 @@ class Trainer:
 
 
 class Worker:
-    """Pulls one mode's adapter again and again into an arena on its device."""
+    """Pulls what one mode publishes again and again into an arena on its device."""
 
     def __init__(self, control: Control, options: dict[str, Any]):
         self.control = control
@@ -333,6 +403,7 @@ class Worker:
         import fanin
 
         limit = time.monotonic() + seconds
+        self.run_name = "full:0" if mode == "weights" else "0"
         with fanin.Client(addresses) as client:
             views, arena = self.room(client)
             packed = fanin.pack(fanin.shard_of(name, view) for name, view in views.items())
@@ -340,7 +411,7 @@ class Worker:
                 start_of(self.names[n], tuple(v.shape), self.device) for n, v in views.items()
             ]
             flat = torch.cat([start.reshape(-1) for start in starts])
-            counted = mode in ("plain", "counted")
+            counted = mode in COUNTED
             seen, times, waits, torn = [], [], [], []
             paths: collections.Counter[str] = collections.Counter()
             stale, which = 0, {}
@@ -351,7 +422,9 @@ class Worker:
                 if self.device.type == "cuda":
                     current = torch.cuda.current_stream()
                     stream = fanin.Stream(current.cuda_stream, self.device.index)
-                result = client.pull_into("0", packed, timeout=SLOWEST, stream=stream, **which)
+                result = client.pull_into(
+                    self.run_name, packed, timeout=SLOWEST, stream=stream, **which
+                )
                 if which:
                     waits.append(time.perf_counter() - start)
                 else:
@@ -362,7 +435,7 @@ class Worker:
                 seen.append([result.step, self.number(arena, flat, counted)])
                 if counted and seen[-1][1] != result.step:
                     torn.append(f"pull {len(seen)}: step {result.step}: {self.spread(arena, flat)}")
-                if (len(times) + len(waits)) % every == 0:
+                if mode != "weights" and (len(times) + len(waits)) % every == 0:
                     seen.append(self.directory(client, views, flat, counted, torn))
             return {
                 "seen": seen,
@@ -381,7 +454,8 @@ class Worker:
         """Destinations in one arena, in the order of names."""
         dtypes = {"F32": torch.float32, "BF16": torch.bfloat16}
         entries = sorted(
-            client.catalog("0", timeout=SLOWEST), key=lambda entry: self.plain_name(entry.name)
+            client.catalog(self.run_name, timeout=SLOWEST),
+            key=lambda entry: self.plain_name(entry.name),
         )
         total = sum(torch.Size(entry.shape).numel() for entry in entries)
         arena = torch.empty(total, dtype=dtypes[entries[0].dtype], device=self.device)
