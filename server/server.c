@@ -2,6 +2,7 @@
 /* A server's life: configuration, creation, the end. */
 #include "control/control.h"
 #include "core/admission.h"
+#include "core/descriptor_limit.h"
 #include "core/wake.h"
 #include "digest.h"
 #include "error_set.h"
@@ -15,17 +16,14 @@
 
 #include <inttypes.h>
 #include <arpa/inet.h>
-#include <dirent.h>
 #include <errno.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/resource.h>
 #include <unistd.h>
 
-#define BACKLOG 256
+#define BACKLOG 4096 /* a fleet connects at once; the kernel may allow less */
 #define NAME_MOST 100
-#define DESCRIPTORS 48 /**< of the server itself: listeners, epoll, UCX */
 #define MEMORY_LEAST ((uint64_t)8 << 20)
 #define WORLD_MOST 65536
 #define DEFAULT_NAME "lora_param_server"
@@ -41,7 +39,6 @@ void fanin_server_config_init(fanin_server_config *config, size_t size)
                                     .bind = DEFAULT_BIND,
                                     .world_size = 1,
                                     .lease_ms = 1000,
-                                    .max_sessions = 256,
                                     .max_memory = (uint64_t)256 << 20,
                                     .idle_ms = 300000};
     versioned_init(config, size, &defaults, sizeof defaults);
@@ -85,8 +82,8 @@ static fanin_status check_config(const fanin_server_config *c, fanin_error *erro
     size_t length = c->name ? strlen(c->name) : 0;
     if (length == 0 || length > NAME_MOST || !utf8_valid(c->name, length))
         return bad(error, "the server's name is not 1 to 100 bytes of UTF-8", NULL);
-    if (c->max_sessions < 2)
-        return bad(error, "max_sessions is below 2",
+    if (c->max_sessions == 1)
+        return bad(error, "max_sessions is 1",
                    "a client needs a control and a data connection");
     if (c->max_memory < MEMORY_LEAST)
         return bad(error, "max_memory is below 8 MiB", NULL);
@@ -123,47 +120,6 @@ static fanin_status check_bind(const fanin_server_config *c, socket_address *out
         return bad(error, "an open server needs an allow-list of networks",
                    "set allow, for example to \"10.0.0.0/8\"");
     return FANIN_OK;
-}
-
-static rlim_t open_descriptors(void)
-{
-    DIR *d = opendir("/proc/self/fd");
-    rlim_t count = 0;
-    while (d && readdir(d))
-        count++;
-    if (d)
-        closedir(d);
-    return count;
-}
-
-/* Raises the soft limit as far as needed, never the hard one. */
-static fanin_status check_descriptors(const fanin_server_config *c, const logger *log,
-                                      fanin_error *error)
-{
-    struct rlimit limit;
-    if (getrlimit(RLIMIT_NOFILE, &limit) != 0)
-        return FANIN_OK;
-    rlim_t need = open_descriptors() + c->max_sessions + REFUSED_PEERS + DESCRIPTORS;
-    if (limit.rlim_cur == RLIM_INFINITY || limit.rlim_cur >= need)
-        return FANIN_OK;
-    rlim_t before = limit.rlim_cur;
-    bool enough = limit.rlim_max == RLIM_INFINITY || limit.rlim_max >= need;
-    limit.rlim_cur = need;
-    if (enough && setrlimit(RLIMIT_NOFILE, &limit) == 0) {
-        log_write(log, FANIN_LOG_INFO, "descriptor-limit",
-                  "raised the soft limit of open files from %" PRIu64 " to %" PRIu64,
-                  before, need);
-        return FANIN_OK;
-    }
-    char remedy[160];
-    snprintf(remedy, sizeof remedy,
-             "raise it with `ulimit -n %" PRIu64
-             "` (hard limit), or lower max_sessions",
-             need);
-    error_place place = {.phase = "create", .remedy = remedy};
-    return error_set(error, FANIN_ERR_LIMIT, &place,
-                     "%" PRIu64 " open files are allowed, %u sessions need %" PRIu64,
-                     (uint64_t)limit.rlim_max, (unsigned)c->max_sessions, need);
 }
 
 /* ---------------------------------------------------------------- creation */
@@ -297,17 +253,19 @@ fanin_status fanin_server_create(const fanin_server_config *config,
     c.name = c.name ? c.name : DEFAULT_NAME;
     c.bind = c.bind ? c.bind : DEFAULT_BIND;
     socket_address address;
+    bool limited = false;
     fanin_status status = check_config(&c, error);
     if (status == FANIN_OK)
         status = check_bind(&c, &address, error);
     if (status == FANIN_OK)
-        status = check_descriptors(&c, &log, error);
+        status = descriptors_allow(&c, &log, &limited, error);
     if (status != FANIN_OK)
         return status;
     fanin_server *s = calloc(1, sizeof *s);
     if (!s)
         return error_set_memory(error);
     s->address = address;
+    s->sessions_limited = limited;
     status = fill(s, &c, error);
     if (status == FANIN_OK)
         status = start(s, error);

@@ -115,7 +115,8 @@ class Server(ClosableHandle):
         registered memory.
     :param use_ucx: False: never load UCX (stream, and CUDA IPC, only).
     :param lease: seconds that readers can delay :meth:`begin_update` at most; 0: not at all.
-    :param max_sessions: connections, control and data, at least 2.
+    :param max_sessions: connections, control and data, at least 2; 0: as many as the hard limit
+        of open files has room for, at most 5120. A worker takes up to 5, one address half of all.
     :param max_memory: bytes for all sessions together.
     :param idle: seconds after which a silent session is closed.
     :raises RequestError: an argument is wrong; the port is in use (``FANIN_ERR_EXISTS``).
@@ -137,7 +138,7 @@ class Server(ClosableHandle):
         trusted_network: bool = False,
         use_ucx: bool = True,
         lease: float = 1.0,
-        max_sessions: int = 256,
+        max_sessions: int = 0,
         max_memory: int = 256 << 20,
         idle: float = 300.0,
     ) -> None:

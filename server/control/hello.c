@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "control/requests.h"
 #include "control/open_path.h"
+#include "core/admission.h"
 #include "error_set.h"
 
 #include <stdio.h>
@@ -62,10 +63,12 @@ static void open_control(session *s, uint64_t request, const msg_hello *m,
         pthread_mutex_lock(&server->lock);
         server->stats.sessions_refused++;
         pthread_mutex_unlock(&server->lock);
-        session_reject(
-            s, request, FANIN_ERR_LIMIT,
-            "no more sessions: the other connections are for the bytes of those "
-            "that are open; close idle clients, or raise max_sessions");
+        char why[256];
+        snprintf(why, sizeof why,
+                 "no more sessions: the other connections are for the bytes of those "
+                 "that are open; %s",
+                 sessions_remedy(server));
+        session_reject(s, request, FANIN_ERR_LIMIT, why);
         return;
     }
     pthread_mutex_lock(&server->lock);

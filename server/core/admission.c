@@ -51,11 +51,18 @@ unsigned most_per_peer(const fanin_server *s)
     return s->max_sessions / 2 > 2 ? s->max_sessions / 2 : 2;
 }
 
+const char *sessions_remedy(const fanin_server *s)
+{
+    return s->sessions_limited
+               ? "close idle clients, or raise the trainer's hard limit of open files "
+                 "(ulimit -Hn, LimitNOFILE, --ulimit nofile)"
+               : "close idle clients, or raise max_sessions";
+}
+
 static fanin_status count_in(fanin_server *s, const socket_address *peer, bool own,
                              peer_count **counted_out, fanin_error *error)
 {
-    error_place place = {.phase = "connect",
-                         .remedy = "close idle clients, or raise max_sessions"};
+    error_place place = {.phase = "connect", .remedy = sessions_remedy(s)};
     if (s->stopping)
         return error_set(error, FANIN_ERR_CLOSED, NULL, "the server is shutting down");
     if (s->stats.sessions >= s->max_sessions)

@@ -19,6 +19,8 @@ struct peer_count {
 /** One network peer gets at most half of the connections, but never less than two: one for
     control and one for data. */
 unsigned most_per_peer(const fanin_server *s);
+/** What makes room for more connections. */
+const char *sessions_remedy(const fanin_server *s);
 /** Why a connection is refused: FANIN_ERR_AUTH or FANIN_ERR_LIMIT with a sentence. On
     FANIN_OK it is counted; *counted_out may be NULL. Takes the lock. */
 fanin_status admit(fanin_server *s, int fd, const socket_address *peer,

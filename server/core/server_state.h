@@ -32,6 +32,7 @@ struct fanin_server {
     char name[128];
     uint8_t world_id[16], incarnation[16];
     uint32_t rank, world_size, flags, lease_ms, max_sessions, idle_ms;
+    bool sessions_limited; /**< ... by the limit of open files */
     uint64_t max_memory;
     socket_address address; /**< that it listens on, with the port */
     uint16_t port;

@@ -7,7 +7,8 @@
  *     bench_fleet [MODEL [TRAINER]]      a part of both names, all without
  *
  * One block a trainer layout and engine layout:
- *   - the tables: keys, boxes, their bytes on the wire, what a worker decodes and keeps of them;
+ *   - the tables: keys, boxes, their bytes on the wire, what a worker that fetches all decodes and
+ *     keeps of them; and what workers do, which fetch the boxes of the tensors that they want;
  *   - the plans of all workers: time, memory, pieces;
  *   - the busiest rank's bytes by the most that even sharing could reach, which is the mean of
  *     the pipeline stage that serves most: a stage's layers are on no other rank.
@@ -85,9 +86,10 @@ typedef struct fleet {
     uint32_t n_tensors;
     key_table *keys;
     size_t keys_wire;
-    box_table *boxes[RANKS];
+    double keys_ms, keys_mb;
+    box_table *boxes[RANKS]; /* whole, as the ranks have them */
     uint64_t n_boxes, boxes_wire;
-    double decode_ms, tables_mb;
+    double boxes_ms, boxes_mb;
 } fleet;
 
 static tensor *add(fleet *f, cut cut, int layer, uint64_t rows, uint64_t columns,
@@ -199,8 +201,8 @@ static void make_keys(fleet *f)
     double before = used_mb(), start = now_ms();
     require(key_table_decode(blob.data, blob.size, NULL, &f->keys, NULL) == FANIN_OK,
             "keys");
-    f->decode_ms = now_ms() - start;
-    f->tables_mb = used_mb() - before;
+    f->keys_ms = now_ms() - start;
+    f->keys_mb = used_mb() - before;
     f->keys_wire = blob.size;
     buffer_free(&blob);
     free(entries);
@@ -317,8 +319,8 @@ static void make_boxes(fleet *f, const trainer *how, uint32_t rank, box_record *
     require(box_table_decode(blob.data, blob.size, f->keys, NULL, &f->boxes[rank],
                              NULL) == FANIN_OK,
             "boxes");
-    f->decode_ms += now_ms() - start;
-    f->tables_mb += used_mb() - before;
+    f->boxes_ms += now_ms() - start;
+    f->boxes_mb += used_mb() - before;
     f->n_boxes += n;
     f->boxes_wire += blob.size;
     buffer_free(&blob);
@@ -338,7 +340,7 @@ static void fleet_make(fleet *f, const model *m, const trainer *how)
            "and %.1f MB in a worker that fetches all\n",
            m->name, how->name, f->keys->count, (double)f->keys->bytes / 1e12,
            (unsigned long long)f->n_boxes, (double)(f->keys_wire + f->boxes_wire) / 1e6,
-           f->decode_ms, f->tables_mb);
+           f->keys_ms + f->boxes_ms, f->keys_mb + f->boxes_mb);
 }
 
 static void fleet_free(fleet *f)
@@ -354,7 +356,9 @@ static void fleet_free(fleet *f)
 /* ---------------------------------------------------------------------- plans */
 
 typedef struct tally {
-    double plan_ms, plan_ms_max, plan_mb_max;
+    double cut_ms; /* of all ranks and workers */
+    double tables_ms_max, tables_mb_max, wire_mb_max;
+    double plan_ms, plan_ms_max, plan_mb_max, all_mb_max;
     uint64_t pieces_max, bytes_max;
     uint64_t served[RANKS];
 } tally;
@@ -385,6 +389,67 @@ static size_t make_targets(const fleet *f, const engines *how, uint32_t worker,
     return n;
 }
 
+static double larger(double a, double b)
+{
+    return a > b ? a : b;
+}
+
+/* What a worker has of the ranks' tables. */
+typedef struct desk {
+    key_set wanted;
+    plan_source sources[RANKS];
+    double mb;
+} desk;
+
+static void take_part(const fleet *f, uint32_t rank, desk *d, tally *t, double *ms,
+                      double *wire_mb)
+{
+    buffer blob = {0};
+    box_table *boxes;
+    double start = now_ms();
+    box_table_encode_part(&blob, f->boxes[rank], &d->wanted);
+    t->cut_ms += now_ms() - start;
+    require(!blob.failed, "no memory");
+    double before = used_mb();
+    start = now_ms();
+    require(box_table_decode(blob.data, blob.size, f->keys, NULL, &boxes, NULL) ==
+                FANIN_OK,
+            "part");
+    *ms += now_ms() - start;
+    d->mb += used_mb() - before;
+    *wire_mb += (double)blob.size / 1e6;
+    d->sources[rank] = (plan_source){.rank = rank, .boxes = boxes};
+    buffer_free(&blob);
+}
+
+/* As the client does: the key table, and the boxes of what the targets are of. */
+static void make_desk(const fleet *f, const plan_target *targets, size_t n, desk *d,
+                      tally *t)
+{
+    bool *marks = calloc(f->n_tensors, sizeof *marks);
+    double ms = f->keys_ms, wire_mb = (double)f->keys_wire / 1e6;
+    *d = (desk){.mb = f->keys_mb};
+    require(marks != NULL, "no memory");
+    for (size_t i = 0; i < n; i++)
+        marks[targets[i].key] = true;
+    require(key_set_of_marks(marks, f->n_tensors, &d->wanted), "no memory");
+    free(marks);
+    for (uint32_t rank = 0; rank < RANKS; rank++)
+        take_part(f, rank, d, t, &ms, &wire_mb);
+    t->tables_ms_max = larger(ms, t->tables_ms_max);
+    t->tables_mb_max = larger(d->mb, t->tables_mb_max);
+    t->wire_mb_max = larger(wire_mb, t->wire_mb_max);
+}
+
+static void free_desk(desk *d)
+{
+    for (uint32_t rank = 0; rank < RANKS; rank++) {
+        box_table *boxes = (box_table *)(uintptr_t)d->sources[rank].boxes;
+        box_table_free(&boxes);
+    }
+    key_set_free(&d->wanted);
+}
+
 static void count_plan(const plan *p, double ms, double mb, tally *t)
 {
     uint64_t pieces = 0;
@@ -393,8 +458,8 @@ static void count_plan(const plan *p, double ms, double mb, tally *t)
         pieces += p->ranks[rank].n_pieces;
     }
     t->plan_ms += ms / WORKERS;
-    t->plan_ms_max = ms > t->plan_ms_max ? ms : t->plan_ms_max;
-    t->plan_mb_max = mb > t->plan_mb_max ? mb : t->plan_mb_max;
+    t->plan_ms_max = larger(ms, t->plan_ms_max);
+    t->plan_mb_max = larger(mb, t->plan_mb_max);
     t->pieces_max = pieces > t->pieces_max ? pieces : t->pieces_max;
     t->bytes_max = p->bytes > t->bytes_max ? p->bytes : t->bytes_max;
 }
@@ -402,18 +467,20 @@ static void count_plan(const plan *p, double ms, double mb, tally *t)
 static void plan_worker(const fleet *f, const engines *how, uint32_t worker,
                         plan_target *targets, tally *t)
 {
-    plan_source sources[RANKS];
-    for (uint32_t rank = 0; rank < RANKS; rank++)
-        sources[rank] = (plan_source){.rank = rank, .boxes = f->boxes[rank]};
+    desk d;
     size_t n = make_targets(f, how, worker, targets);
-    plan_rules rules = {.seed = seed_of(worker)};
+    make_desk(f, targets, n, &d, t);
+    plan_rules rules = {.seed = seed_of(worker), .keys = &d.wanted};
     plan *p;
     double before = used_mb(), start = now_ms();
-    require(plan_build(f->keys, sources, RANKS, targets, n, NULL, &rules, &p, NULL) ==
+    require(plan_build(f->keys, d.sources, RANKS, targets, n, NULL, &rules, &p, NULL) ==
                 FANIN_OK,
             "plan");
-    count_plan(p, now_ms() - start, used_mb() - before, t);
+    double ms = now_ms() - start, mb = used_mb() - before;
+    count_plan(p, ms, mb, t);
+    t->all_mb_max = larger(d.mb + mb, t->all_mb_max);
     plan_free(&p);
+    free_desk(&d);
 }
 
 /* By the mean of the stage that serves most. */
@@ -441,10 +508,14 @@ static void run(const fleet *f, const trainer *from, const engines *to)
     for (uint32_t worker = 0; worker < WORKERS; worker++)
         plan_worker(f, to, worker, targets, &t);
     free(targets);
-    printf("  -> %-26s a worker pulls %5.1f GB; plan %5.1f ms (most %5.1f), %4.1f MB, "
-           "%7llu pieces; busiest / attainable %.3f\n",
-           to->name, (double)t.bytes_max / 1e9, t.plan_ms, t.plan_ms_max, t.plan_mb_max,
-           (unsigned long long)t.pieces_max, busiest_by_attainable(from, &t));
+    printf(
+        "  -> %-26s a worker pulls %5.1f GB; tables %5.2f MB on the wire, %5.1f ms, "
+        "%4.1f MB; plan %5.1f ms (most %5.1f), %4.1f MB, %7llu pieces; all %4.1f MB; "
+        "a rank cuts %.2f ms for each worker; busiest / attainable %.3f\n",
+        to->name, (double)t.bytes_max / 1e9, t.wire_mb_max, t.tables_ms_max,
+        t.tables_mb_max, t.plan_ms, t.plan_ms_max, t.plan_mb_max,
+        (unsigned long long)t.pieces_max, t.all_mb_max, t.cut_ms / RANKS / WORKERS,
+        busiest_by_attainable(from, &t));
     fflush(stdout);
 }
 

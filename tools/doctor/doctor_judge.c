@@ -12,6 +12,9 @@
 /* What a rank of a large adapter registers, and what many ranks need in descriptors. */
 #define MEMLOCK_ENOUGH (8 * GIB)
 #define DESCRIPTORS_ENOUGH 4096
+/* A rank's connections by default, and what else its process has open. */
+#define CONNECTIONS_MOST 5120
+#define CONNECTIONS_BESIDES 128
 #define SHM_ENOUGH GIB
 
 const char *doctor_level_name(doctor_level level)
@@ -89,6 +92,24 @@ static void judge_descriptors(const doctor_facts *f, doctor_report *r)
                "the limit is %" PRIu64 ": enough for some %" PRIu64
                " ranks, each costs two or more",
                f->descriptors, f->descriptors / 4);
+}
+
+/* Of a trainer's rank, which takes what the hard limit leaves it. */
+static void judge_connections(const doctor_facts *f, doctor_report *r)
+{
+    uint64_t most = f->descriptors_most,
+             wanted = CONNECTIONS_MOST + CONNECTIONS_BESIDES;
+    char remedy[160];
+    if (most >= wanted)
+        return;
+    snprintf(remedy, sizeof remedy,
+             "a hard limit of %" PRIu64 ": ulimit -Hn, LimitNOFILE, --ulimit nofile",
+             wanted);
+    doctor_add(r, DOCTOR_NOTE, "connections", remedy,
+               "the hard limit of open files is %" PRIu64
+               ": a trainer's rank takes some %" PRIu64
+               " connections, half of them from one address; a worker needs up to 5",
+               most, most > CONNECTIONS_BESIDES ? most - CONNECTIONS_BESIDES : 0);
 }
 
 static void judge_shm(const doctor_facts *f, doctor_report *r)
@@ -346,6 +367,7 @@ void doctor_judge(const doctor_facts *facts, doctor_report *report)
 {
     judge_memlock(facts, report);
     judge_descriptors(facts, report);
+    judge_connections(facts, report);
     judge_shm(facts, report);
     judge_ptrace(facts, report);
     judge_ports(facts, report);

@@ -62,8 +62,9 @@ typedef struct fanin_server_config {
     /** the most that readers can delay begin_update; default 1000;
         0: begin_update never waits */
     uint32_t lease_ms;
-    /** control and data connections, default 256; half of them at most are for control, so that
-        every client that connects can also pull */
+    /** control and data connections, at least 2; half of them at most are for control, so that every
+        client that connects can also pull, and half for one address. Default 0: as many as the hard
+        limit of open files has room for, at most 5120, which is twice what 512 workers take */
     uint32_t max_sessions;
     uint64_t max_memory; /**< bytes for all sessions together, default 256 MiB */
     uint32_t idle_ms;    /**< a session silent for so long is closed, default 300000 */

@@ -145,6 +145,11 @@ static void descriptor_limits_are_checked(void **state)
     assert_int_equal(create_with_limit(300, 500, 256, 0), 12); /* raised */
     assert_int_equal(create_with_limit(400, 400, 256, 0), 11);
     assert_int_equal(create_with_limit(400, 400, 256, 100), 10);
+    assert_int_equal(create_with_limit(400, 400, 0, 0),
+                     11); /* as many as there is room for */
+    assert_int_equal(create_with_limit(400, 400, 0, 300), 11);
+    assert_int_equal(create_with_limit(300, 1000, 0, 0), 12);
+    assert_int_equal(create_with_limit(60, 60, 0, 0), 10); /* not even for one client */
 }
 
 static void a_forked_child_touches_nothing(void **state)

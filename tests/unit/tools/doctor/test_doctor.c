@@ -279,6 +279,22 @@ static void the_report_is_bounded(void **state)
     assert_int_equal(report.n, DOCTOR_FINDINGS);
 }
 
+static void few_open_files_are_few_connections(void **state)
+{
+    patient p;
+    admit(&p, sysfs_tree_dgx);
+    examine(&p);
+    p.facts.descriptors_most = 4096;
+    judge(&p);
+    finding(&p, DOCTOR_NOTE, "some 3968 connections");
+    finding(&p, DOCTOR_NOTE, "a hard limit of 5248");
+    p.facts.descriptors_most = 5248;
+    judge(&p);
+    for (unsigned i = 0; i < p.report.n; i++)
+        assert_string_not_equal(p.report.findings[i].subject, "connections");
+    discharge(&p);
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
@@ -292,6 +308,7 @@ int main(void)
         cmocka_unit_test(open_ranks_are_not_told_to_install_ucx),
         cmocka_unit_test(ranks_that_hang_or_hold_nothing_are_told),
         cmocka_unit_test(the_report_is_bounded),
+        cmocka_unit_test(few_open_files_are_few_connections),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
