@@ -58,8 +58,19 @@ class Filled(NamedTuple):
 
 
 class _Derived(NamedTuple):
+    """What a tensor was made of: a published one, and the others that went into it."""
+
     name: str
     operation: str
+    others: tuple[str, ...] = ()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (self.name, *self.others)
+
+    def joined(self, other: _Derived) -> _Derived:
+        more = (name for name in other.names if name not in self.names)
+        return self._replace(others=(*self.others, *more))
 
 
 class ReadsDataError(Exception):
@@ -166,7 +177,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[misc]
         if name is not None:
             self._copy_published(name, source, to, spot)
         elif origin is not None:
-            self._refuse(spot, origin.name, f"the loader computes it by {origin.operation}")
+            for part in origin.names:
+                self._refuse(spot, part, f"the loader computes it by {origin.operation}")
         else:
             self._refuse(spot, "", "the loader writes values that are not published")
         return to
@@ -186,7 +198,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[misc]
         origin = self._origin([source])
         if origin is None:
             return func(*args, **kwargs)
-        self._taint(to, _Derived(origin.name, f"{func} into a tensor of its own"))
+        self._taint(to, origin._replace(operation=f"{func} into a tensor of its own"))
         return to
 
     def _write(
@@ -203,15 +215,15 @@ class Recorder(TorchDispatchMode):  # type: ignore[misc]
             if origin is None:
                 return func(*args, **kwargs)
             for tensor in flat:
-                self._taint(tensor, _Derived(origin.name, str(func)))
+                self._taint(tensor, origin._replace(operation=str(func)))
             return self._ran(func, origin, args, kwargs)
         value = _filling(func, args)
         for spot in spots:
             if value is not None and origin is None:
                 self.fills.append(Filled(spot, value, len(self.copies)))
             else:
-                name = origin.name if origin is not None else ""
-                self._refuse(spot, name, f"the loader writes by {func}, not by copy_")
+                for name in origin.names if origin is not None else ("",):
+                    self._refuse(spot, name, f"the loader writes by {func}, not by copy_")
         return written[0] if len(written) == 1 else tuple(written)
 
     def _make(
@@ -223,7 +235,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[misc]
         if not operation.tensors:
             raise ReadsDataError(f"the loader reads values of tensor '{origin.name}' by {func}")
         made = self._ran(func, origin, args, kwargs)
-        derived = _Derived(origin.name, origin.operation or str(func))
+        derived = origin._replace(operation=origin.operation or str(func))
         for tensor in _tensors(made if isinstance(made, (list, tuple)) else (made,)):
             if _storage(tensor) not in self._published:
                 self._taint(tensor, derived)
@@ -241,22 +253,24 @@ class Recorder(TorchDispatchMode):  # type: ignore[misc]
     # ------------------------------------------------------------------ what memory is
 
     def _origin(self, tensors: Sequence[Any]) -> _Derived | None:
+        found: _Derived | None = None
         for tensor in tensors:
             key = _storage(tensor)
             name = self._published.get(key)
+            derived = self._derived.get(key)
             if name is not None:
                 self.last = name
-                return _Derived(name, "")
-            derived = self._derived.get(key)
+                derived = _Derived(name, "")
             if derived is not None:
-                return derived
-        return None
+                found = derived if found is None else found.joined(derived)
+        return found
 
     def _taint(self, tensor: Any, derived: _Derived) -> None:
         key = _storage(tensor)
         self._published.pop(key, None)
-        if key not in self._derived:
-            self._derived[key] = derived
+        known = self._derived.get(key)
+        self._derived[key] = derived if known is None else known.joined(derived)
+        if known is None:
             self._alive.append(tensor)
 
     def _spot(self, tensor: Any) -> Spot | None:

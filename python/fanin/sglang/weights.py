@@ -4,8 +4,8 @@
 Between ``/begin_weight_update`` and ``/end_weight_update`` the parameters have the shapes that the
 model's own ``load_weights`` writes to. So the same recording as everywhere tells which box of which
 published tensor goes where, and the pull lands there; what SGLang makes of the parameters after
-loading, its end of the update makes. A model whose loader computes gets whole tensors through
-``load_weights`` itself, a decoder layer at a time.
+loading, its end of the update makes. Modules for which the loader computes get whole tensors
+through ``load_weights`` itself, a decoder layer at a time.
 
 SGLang's scheduler does not survive an exception in a custom loader, and takes its return for
 success. But before each update it asks the model's modules for ``_derived_weight_cache_error`` and
@@ -82,6 +82,8 @@ class _Live:
         self._source: tuple[Source, str] | None = None
         self._layout: tuple[Any, ...] | None = None
         self._mapping: Mapping | None = None
+        #: Published tensors that only the model's own loader can place.
+        self._taken: tuple[str, ...] = ()
         self._packed: PackedMapping | None = None
         self._places: tuple[int, ...] = ()
 
@@ -98,16 +100,18 @@ class _Live:
         trainer.client.wait(trainer.run, step=request.step, timeout=left(deadline))
         start = time.monotonic()
         _settled(model)
+        told = []
         if self._mapping is not None:
-            told = self._by_boxes(model, trainer, request.step, deadline)
-        else:
-            told = _by_loader(model, trainer, published, request.step, deadline)
+            told.append(self._by_boxes(model, trainer, request.step, deadline))
+        if self._taken:
+            told.append(_by_loader(model, trainer, published, self._taken, request.step, deadline))
+        _post_load(model)
         _settled(model)
         _log.info(
             "fanin: step %d of %s: %s in %.3f s",
             request.step,
             trainer.run,
-            told,
+            ", ".join(told),
             time.monotonic() - start,
         )
         return found
@@ -123,7 +127,7 @@ class _Live:
         return self._trainer
 
     def _record(self, model: Any, published: Published) -> None:
-        self._layout, self._mapping, self._packed = None, None, None
+        self._layout, self._mapping, self._packed, self._taken = None, None, None, ()
         recording = record(
             published.entries, _loader(model), model, own=_engine_own, about=_about(model)
         )
@@ -132,9 +136,16 @@ class _Live:
         except MappingError as error:
             if not _only_computes(recording, error):
                 raise
+            self._mapping = _all_but_computed(recording)
+            modules = self._mapping.modules if self._mapping is not None else ()
+            names = {name for module in modules for name in module.taken}
+            if self._mapping is None:
+                names = {entry.name for entry in published.entries}
+            self._taken = tuple(entry.name for entry in published.entries if entry.name in names)
             _log.warning(
-                "fanin: every step goes through SGLang's own load_weights, which is slower and"
-                " takes memory, because no mapping can say what it does: %s",
+                "fanin: in every step %d tensors go whole through SGLang's own load_weights, which"
+                " is slower and takes memory, because no mapping can say what it does: %s",
+                len(self._taken),
                 error,
             )
         self._layout = published.layout()
@@ -159,12 +170,16 @@ class _Live:
             timeout=left(deadline),
         )
         self._packed.settle()
-        _post_load(model)
         return f"{pulled.bytes / 1e6:.1f} MB of {pulled.tensors} tensors by {pulled.path}"
 
 
 def _by_loader(
-    model: Any, trainer: Trainer, published: Published, step: int, deadline: float
+    model: Any,
+    trainer: Trainer,
+    published: Published,
+    wanted: tuple[str, ...],
+    step: int,
+    deadline: float,
 ) -> str:
     """Whole tensors through the model's own loader. All pulls are of the same step exactly."""
     import torch
@@ -175,7 +190,7 @@ def _by_loader(
 
     def lend() -> Iterator[tuple[str, Any]]:
         nonlocal moved
-        for names in groups_of(entries):
+        for names in groups_of(wanted):
             group = {
                 name: torch.empty(
                     entries[name].shape, dtype=torch_dtype_of(entries[name].dtype), device=device
@@ -188,7 +203,15 @@ def _by_loader(
 
     with torch.no_grad():
         model.load_weights(lend())
-    return f"{moved / 1e6:.1f} MB of {len(entries)} tensors through load_weights"
+    return f"{moved / 1e6:.1f} MB of {len(wanted)} tensors through load_weights"
+
+
+def _all_but_computed(recording: Recording) -> Mapping | None:
+    """The mapping of all modules that have one; None if something belongs to no module."""
+    try:
+        return recording.mapping(fallback=True)
+    except MappingError:
+        return None
 
 
 def _only_computes(recording: Recording, error: MappingError) -> bool:
