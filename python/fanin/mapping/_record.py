@@ -100,15 +100,16 @@ def record(
     _check_published(tensors)
     recorder = Recorder([Place(t.module, t.leaf, t.tensor) for t in targets])
     state = ModelState(model)
+    start = time.perf_counter()
+    lent = [(t.name, recorder.lend(t.name, _TYPES[t.dtype], t.shape)) for t in tensors]
     given = ""
 
     def lend() -> Iterator[tuple[str, Any]]:
         nonlocal given
-        for tensor in tensors:
-            given = tensor.name
-            yield given, recorder.lend(tensor.name, _TYPES[tensor.dtype], tensor.shape)
+        for name, tensor in lent:
+            given = name
+            yield name, tensor
 
-    start = time.perf_counter()
     try:
         with torch.no_grad(), recorder:
             load(lend())

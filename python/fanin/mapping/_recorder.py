@@ -138,6 +138,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[misc]
         self._derived: dict[int, _Derived] = {}
         self._alive: list[Any] = []  # a storage that is let go of gives its number to another
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Asked by PyTorch: what this does is not compiled, and a wrapper that says so on each call
+        costs more than the call."""
+        return False
+
     def lend(self, name: str, dtype: Any, shape: Sequence[int]) -> Any:
         """A tensor without memory that stands for a published one."""
         tensor = torch.empty(tuple(shape), dtype=dtype, device="meta")
@@ -184,7 +190,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[misc]
         return to
 
     def _copy_published(self, name: str, source: Any, to: Any, spot: Spot) -> None:
-        view = source.expand(to.shape)
+        view = source if source.shape == to.shape else source.expand(to.shape)
         if any(n > 1 and s == 0 for n, s in zip(view.shape, view.stride(), strict=True)):
             self._refuse(spot, name, "the loader copies one element of it to several (broadcast)")
             return
