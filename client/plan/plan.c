@@ -102,7 +102,8 @@ static bool fill_targets(builder *b, size_t n)
         uint64_t bytes = 0;
         if (work_stopped(b->cover.stop) ||
             !fill_target(&b->fills, &b->cover, b->cover.of_key[t->key],
-                         convert_of(b, t->key), t, &b->fill_of[i]))
+                         t->as_is ? CONVERT_NONE : convert_of(b, t->key), t,
+                         &b->fill_of[i]))
             return false;
         b->fills.fills[b->fill_of[i]].uses++;
         dtype_bytes(keys->entries[t->key].dtype, t->block.n_dims, t->block.extent,

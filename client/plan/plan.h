@@ -22,6 +22,7 @@ typedef struct plan_target {
     block block;
     uint64_t to;
     int64_t stride[FANIN_MAX_DIMS]; /**< bytes of the destination, all 0: packed */
+    bool as_is;                     /**< stays F32 in a plan that converts F32 */
     uint32_t group; /**< the caller's number for what it is part of; pieces keep it */
 } plan_target;
 

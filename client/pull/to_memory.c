@@ -18,7 +18,7 @@ typedef struct memory_destination {
     const fanin_tensor *tensors;
     fanin_tensor *own; /* a copy of them, NULL: none is needed */
     size_t count;
-    fanin_dtype dtype; /* what F32 arrives as; 0: F32 */
+    fanin_dtype dtype; /* what F32 arrives as, unless F32 is wanted; 0: F32 */
     plan_target *targets;
     size_t n_targets;
     memory_range *ranges;
@@ -305,7 +305,8 @@ static fanin_status match(const memory_destination *m, const fanin_tensor *t,
     }
     const key_entry *e = &keys->entries[key];
     place.remedy = "describe the tensor as the trainer published it";
-    bool converts = m->dtype != 0 && e->dtype == FANIN_DTYPE_F32;
+    bool converts =
+        m->dtype != 0 && e->dtype == FANIN_DTYPE_F32 && t->dtype != e->dtype;
     fanin_dtype arrives = converts ? m->dtype : e->dtype;
     if (arrives != t->dtype)
         return error_set(error, FANIN_ERR_MISMATCH, &place,
@@ -329,6 +330,7 @@ static fanin_status add_targets(memory_destination *m, size_t index, uint32_t ke
         plan_target *target = &m->targets[m->n_targets];
         *target = (plan_target){.key = key,
                                 .to = (uint64_t)(uintptr_t)box->address,
+                                .as_is = t->dtype == FANIN_DTYPE_F32,
                                 .group = (uint32_t)index};
         target->block.n_dims = t->n_dims;
         memcpy(target->block.offset, box->offset, t->n_dims * sizeof *box->offset);

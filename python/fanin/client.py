@@ -359,6 +359,7 @@ class Client(ClosableHandle):
             dtype and shape and writable (see :func:`fanin.shard_of`); or shards, which may also be
             parts of tensors; or what :func:`fanin.pack` made of shards, for a pull that is
             repeated. Tensors that are not named are not read.
+        :param dtype: as :meth:`pull_adapter`; memory that is described as F32 gets F32 as it is.
         :param stream: CUDA destinations are written only after the work that is on this stream
             now; None: they are not in use. No stream has to wait for the writes.
         :param max_bytes: refuse to bring more; None: as many as *tensors* hold.

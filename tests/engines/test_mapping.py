@@ -153,6 +153,9 @@ def test_a_narrow_tensor_is_widened_after_it_has_landed() -> None:
     mapping = recorded(model, published).mapping()
     with pytest.raises(fanin.RequestError, match="settle"):
         mapping.shards(model)
+    bridges: list[maps.Bridge] = []
+    assert len(mapping.shards(model, bridges=bridges)) == 2
+    assert [bridge.live is model.gate for bridge in bridges] == [True]
     packed = mapping.pack(model)
     assert packed.dtype == "BF16"
     with served(weights) as addresses, fanin.Client(addresses) as client:
@@ -458,12 +461,18 @@ def test_a_catalog_that_cannot_be_run() -> None:
 
 
 def test_f32_becomes_one_type_in_a_pull() -> None:
-    class Both(Wide):
-        pass
-
     published = [Entry("gate", "F32", (4, 6)), Entry("bias", "F32", (4,))]
-    model = Both()
-    with pytest.raises(fanin.RequestError, match="'gate' as F32 and 'bias' as BF16"):
+    weights = values(published)
+    model, expected = Wide(), Wide()
+    expected.load_weights(iter(weights.items()))
+    packed = recorded(model, published).mapping().pack(model)
+    assert (packed.dtype, packed.bridges) == ("BF16", ())
+    with served(weights) as addresses, fanin.Client(addresses) as client:
+        client.pull_into("full:0", packed.tensors, step=1, dtype=packed.dtype)
+    assert torch.equal(model.gate, expected.gate)
+    assert torch.equal(model.bias, expected.bias)
+    model.gate = torch.nn.Parameter(torch.zeros(4, 6, dtype=torch.float16))
+    with pytest.raises(fanin.RequestError, match="'gate' as F16 and 'bias' as BF16"):
         recorded(model, published).mapping().pack(model)
 
 

@@ -147,6 +147,17 @@ def test_weights_may_arrive_rounded(client: fanin.Client) -> None:
     np.testing.assert_array_equal(half[A_NAME], local_world.weights(1)[A_NAME].astype(np.float16))
 
 
+def test_what_is_wanted_as_f32_stays(client: fanin.Client) -> None:
+    weights = local_world.weights(1)
+    exact = {name: np.zeros(v.shape, np.float32) for name, v in weights.items()}
+    half = np.zeros(weights[A_NAME].shape, np.float16)
+    shards = [fanin.shard_of(A_NAME, half), *map(fanin.shard_of, exact, exact.values())]
+    client.pull_into(0, shards, dtype="F16", verify=True)
+    np.testing.assert_array_equal(half, weights[A_NAME].astype(np.float16))
+    for name, value in weights.items():
+        np.testing.assert_array_equal(exact[name], value)
+
+
 def test_progress_is_told(client: fanin.Client) -> None:
     told: list[tuple[int, int]] = []
     client.pull_into(0, destinations(), progress=lambda done, total: told.append((done, total)))

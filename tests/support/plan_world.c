@@ -258,6 +258,12 @@ static uint32_t convert_of(const landing *l, const key_entry *e)
                     : CONVERT_NONE;
 }
 
+static uint32_t target_convert_of(const landing *l, const key_entry *e,
+                                  const plan_target *t)
+{
+    return t->as_is ? CONVERT_NONE : convert_of(l, e);
+}
+
 void landing_init(landing *l, fanin_dtype dtype)
 {
     *l = (landing){.dtype = dtype};
@@ -279,9 +285,11 @@ void landing_whole(landing *l, const world *w, fanin_dtype dtype)
 
 void landing_add(landing *l, world *w, uint32_t key, const block *b, bool strided)
 {
-    plan_target t = {.key = key, .block = *b, .group = (uint32_t)l->n_targets};
+    plan_target t = {
+        .key = key, .block = *b, .as_is = l->as_is, .group = (uint32_t)l->n_targets};
     units u = in_units(&w->entries[key], b);
-    u.bytes = (uint32_t)convert_bytes(convert_of(l, &w->entries[key]), u.bytes);
+    u.bytes =
+        (uint32_t)convert_bytes(target_convert_of(l, &w->entries[key], &t), u.bytes);
     uint64_t size = volume(&u) * u.bytes, first = 0;
     if (strided && size > 0)
         spread(w, &u, world_random(w, 2) ? LAYOUT_ROWS : LAYOUT_MIXED, t.stride, &size,
@@ -327,7 +335,7 @@ static void expect_target(const world *w, const landing *l, const plan_target *t
 {
     const key_entry *e = &w->entries[t->key];
     units u = in_units(e, &t->block), landed = u, whole = whole_tensor(e);
-    uint32_t convert = convert_of(l, e);
+    uint32_t convert = target_convert_of(l, e, t);
     uint64_t at[FANIN_MAX_DIMS];
     int64_t stride[FANIN_MAX_DIMS];
     bool packed = true;

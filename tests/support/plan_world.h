@@ -64,6 +64,7 @@ typedef struct landing {
     size_t n_targets;
     uint64_t *to_of_key; /* instead of targets */
     fanin_dtype dtype;   /* of what is published as F32; 0: F32 */
+    bool as_is;          /* what is added from now on is not converted */
 } landing;
 
 /** @p dtype: as landing.dtype. */

@@ -194,8 +194,8 @@ typedef struct fanin_pull_options {
     uint32_t max_attempts; /**< give up after so many stale attempts; 0: by time only */
     fanin_progress_fn progress;
     void *progress_cookie;
-    /** F32 tensors arrive as FANIN_DTYPE_BF16 or FANIN_DTYPE_F16, rounded to nearest even;
-        0 (default): as published */
+    /** F32 tensors arrive as FANIN_DTYPE_BF16 or FANIN_DTYPE_F16, rounded to nearest even, but in
+        memory that is described as F32 they stay so; 0 (default): as published */
     fanin_dtype dtype;
     /** device destinations: they are written only after the work that is on this stream when the
         call is made, for which the call waits (within timeout_ms); none: they are not in use

@@ -154,6 +154,10 @@ class Bridge(NamedTuple):
     landed: Any
     live: Any
 
+    def settle(self) -> None:
+        """Copies what has landed; on CUDA on the current stream."""
+        self.live.detach().copy_(self.landed)
+
 
 @dataclass(frozen=True)
 class PackedMapping:
@@ -180,7 +184,7 @@ class PackedMapping:
         only = None if modules is None else frozenset(modules)
         for bridge in self.bridges:
             if only is None or bridge.path in only:
-                bridge.live.detach().copy_(bridge.landed)
+                bridge.settle()
 
     def layers(self) -> tuple[Group, ...]:
         """The groups joined by layer: modules with the same path up to its first number."""
@@ -269,24 +273,32 @@ class Mapping:
 
     # ------------------------------------------------------------------ onto memory
 
-    def shards(self, live: Any, modules: Iterable[str] | None = None) -> list[Shard]:
+    def shards(
+        self,
+        live: Any,
+        modules: Iterable[str] | None = None,
+        bridges: list[Bridge] | None = None,
+    ) -> list[Shard]:
         """One shard for each parameter or buffer and published tensor, in the model's order.
 
         :param live: a ``torch.nn.Module`` with the recorded modules; or a function that gives the
             tensor of (path of the module, name of the parameter or buffer), or a dictionary by
             these two. Each tensor has to have the recorded dtype, shape and strides.
         :param modules: paths; only these. Modules of the fallback are left out.
-        :raises RequestError: a module or tensor is missing or has another layout, or is wider than
-            what is published: see :meth:`pack`.
+        :param bridges: gets what has to be settled after each pull, see :class:`Bridge`.
+        :raises RequestError: a module or tensor is missing or has another layout; one is wider than
+            what is published, and there is no *bridges*.
         """
-        bridges: list[Bridge] = []
-        placed = [shard for _, shard in self._placed(live, modules, bridges)]
-        if bridges:
+        made: list[Bridge] = []
+        placed = [shard for _, shard in self._placed(live, modules, made)]
+        if made and bridges is None:
             raise RequestError.make(
-                f"a tensor of module '{bridges[0].path}' is wider than what is published",
-                "use pack(), and settle() of what it returns",
+                f"a tensor of module '{made[0].path}' is wider than what is published",
+                "give a list of bridges, and settle() them after each pull",
                 phase="mapping",
             )
+        if bridges is not None:
+            bridges += made
         return placed
 
     def pack(self, live: Any, modules: Iterable[str] | None = None) -> PackedMapping:
@@ -297,8 +309,7 @@ class Mapping:
         :meth:`PackedMapping.settle`.
 
         :param live, modules: as in :meth:`shards`.
-        :raises RequestError: as :meth:`shards`; a pull cannot make both F32 and what is narrower
-            of published F32.
+        :raises RequestError: as :meth:`shards`; a pull cannot make both BF16 and F16 of F32.
         """
         bridges: list[Bridge] = []
         placed = list(self._placed(live, modules, bridges))
@@ -317,16 +328,17 @@ class Mapping:
         )
 
     def converts(self, modules: Iterable[str] | None = None) -> str | None:
-        """What a pull has to make of F32 (its ``dtype``), None: nothing is published as F32, or it
-        stays F32.
+        """What a pull has to make of F32 where it is not wanted as F32 (its ``dtype``), None:
+        nowhere.
 
-        :raises RequestError: some of it stays and some does not.
+        :raises RequestError: both BF16 and F16.
         """
         only = None if modules is None else frozenset(modules)
         kinds: dict[str, str] = {}
         for module, leaf, source in self.sources():
             if source.dtype == "F32" and (only is None or module.path in only):
-                kinds.setdefault(leaf.dtype, source.name)
+                if leaf.dtype != "F32":
+                    kinds.setdefault(leaf.dtype, source.name)
         if len(kinds) > 1:
             said = " and ".join(f"'{name}' as {kind}" for kind, name in kinds.items())
             raise RequestError.make(
@@ -334,8 +346,7 @@ class Mapping:
                 "publish in the types that the engine has",
                 phase="mapping",
             )
-        kind = next(iter(kinds), None)
-        return None if kind == "F32" else kind
+        return next(iter(kinds), None)
 
     def _placed(
         self, live: Any, modules: Iterable[str] | None, bridges: list[Bridge]

@@ -21,7 +21,7 @@ from typing import Any
 
 from fanin._tensors import PackedTensors, Shard, dtype_bits, pack
 from fanin.errors import RequestError, StaleError
-from fanin.mapping import Mapping, layer_of
+from fanin.mapping import Bridge, Mapping, layer_of
 from fanin.server import Stream
 from fanin.vllm import reload
 from fanin.vllm.landing import Landing, Progress, Summary
@@ -58,6 +58,8 @@ class _Layer:
     modules: list[str] = field(default_factory=list)
     staged: list[_Staged] = field(default_factory=list)
     derived: list[reload.Skeleton] = field(default_factory=list)
+    #: Of tensors that are wider than what is published: a router that vLLM keeps in F32.
+    bridges: list[Bridge] = field(default_factory=list)
     #: Of its shards among all.
     first: int = 0
     count: int = 0
@@ -108,7 +110,7 @@ class MappedLanding(Landing):
         shards: list[Shard] = []
         for layer in self._layers:
             layer.first = len(shards)
-            shards += mapping.shards(self._tensor, layer.modules)
+            shards += mapping.shards(self._tensor, layer.modules, layer.bridges)
             layer.count = len(shards) - layer.first
         self._packed = pack(shards)
         self._bytes = sum(map(_bytes_of, shards))
@@ -306,6 +308,8 @@ class MappedLanding(Landing):
         return getattr(self.module(path), leaf)
 
     def _install(self, layer: _Layer) -> None:
+        for bridge in layer.bridges:
+            bridge.settle()
         self._process(layer)
 
     def _process(self, layer: _Layer) -> None:

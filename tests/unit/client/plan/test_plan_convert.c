@@ -128,6 +128,34 @@ static void strides_are_those_of_the_destination(void **state)
     world_free(&w);
 }
 
+/* One tensor, wanted rounded and, beside it, as it is. */
+static void what_is_wanted_as_f32_stays(void **state)
+{
+    world w;
+    landing l;
+    block all = {.n_dims = 2, .extent = {8, 6}};
+    make_alike(&w);
+    landing_init(&l, FANIN_DTYPE_BF16);
+    landing_add(&l, &w, 0, &all, false);
+    l.as_is = true;
+    landing_add(&l, &w, 0, &all, false);
+    plan *p = plan_of(&w, &l);
+    uint64_t rounded = 0, as_is = 0;
+    for (size_t s = 0; s < 2; s++)
+        for (uint64_t i = 0; i < p->ranks[s].n_pieces; i++) {
+            uint32_t view = p->ranks[s].pieces[i].view;
+            bool converts = view && p->views[view - 1].convert == CONVERT_F32_BF16;
+            *(converts ? &rounded : &as_is) += p->ranks[s].pieces[i].length;
+        }
+    assert_int_equal(rounded, 8 * 6 * 4);
+    assert_int_equal(as_is, 8 * 6 * 4);
+    world_execute(&w, &l, p);
+    world_execute_spans(&w, &l, p, &rule);
+    plan_free(&p);
+    landing_free(&l);
+    world_free(&w);
+}
+
 static void nothing_changes_without_a_dtype(void **state)
 {
     world w;
@@ -173,6 +201,7 @@ int main(void)
         cmocka_unit_test(only_f32_is_converted),
         cmocka_unit_test(converted_spans_are_not_direct),
         cmocka_unit_test(strides_are_those_of_the_destination),
+        cmocka_unit_test(what_is_wanted_as_f32_stays),
         cmocka_unit_test(nothing_changes_without_a_dtype),
         cmocka_unit_test(other_dtypes_are_refused),
     };

@@ -264,6 +264,7 @@ static void add_targets(world *w, landing *l)
             if (!whole && b.extent[i] > unit && world_random(w, 40) > 0)
                 b.extent[i] = unit * (1 + world_random(w, b.extent[i] / unit));
         }
+        l->as_is = world_random(w, 4) == 0;
         landing_add(l, w, key, &b, world_random(w, 3) == 0);
     }
 }
