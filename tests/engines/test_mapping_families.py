@@ -4,6 +4,7 @@ what they put in place is what the loaders put in place."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -274,6 +275,45 @@ def test_a_processed_model_has_the_same_mapping(engine: Any) -> None:
             layerwise.finalize_layerwise_reload(model, made.config.model_config)
         assert not projection.weight.numel() and projection.cpu_linear is not None
         assert record(made, model, published) == fresh
+
+
+def test_vllm_gets_what_is_wider_than_published(engine: Any) -> None:
+    """As routers of mixtures of experts are, which this build of vLLM cannot process."""
+    from fanin.vllm.clients import Source
+    from fanin.vllm.mapped import MappedLanding
+    from fanin.vllm.shadow import Shadow
+    from fanin.vllm.trainers import Trainer
+    from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
+    from vllm.model_executor.model_loader.utils import process_weights_after_loading
+
+    published = checkpoint(FAMILIES["qwen3"].configuration())
+    weights = values(published)
+    made = engine("qwen3", Layout(1))
+    device = torch.device("cpu")
+    with made.rank(0) as model, served(weights) as addresses:
+        norm = torch.nn.Parameter(torch.ones(64, dtype=torch.float32), requires_grad=False)
+        model.model.norm.weight = norm
+        record_metadata_for_reloading(model)
+        loaded(model, weights)
+        process_weights_after_loading(model, made.config.model_config, device)
+        mapping = reload.record_model(published, model, made.config).mapping()
+        landing = MappedLanding(model, made.config.model_config, device, mapping)
+        trainer = Trainer(Source.of(addresses), "full:0")
+        expected = weights["model.norm.weight"].float()
+        end = time.monotonic() + 60
+        try:
+            trainer.ready(end)
+            bits(norm).fill_(POISON)
+            landing.pull(trainer, 1, end, lambda: None)
+            assert torch.equal(norm, expected)
+            shadow = Shadow(landing)
+            bits(norm).fill_(POISON)
+            shadow.fill(trainer, 1, end)
+            shadow.install()
+            assert torch.equal(norm, expected)
+        finally:
+            trainer.close()
+            landing.close()
 
 
 def test_versions_that_are_not_known_are_refused(monkeypatch: Any) -> None:

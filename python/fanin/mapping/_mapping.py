@@ -176,8 +176,8 @@ class PackedMapping:
     def settle(self, modules: Iterable[str] | None = None) -> None:
         """Copies what landed beside tensors that are wider than what is published into them.
 
-        To be called after each pull that ended well; it does nothing for most models. On CUDA the
-        copies are put on the current stream, which has to wait for the pull's end.
+        To be called after each pull that ended well; it does nothing for most models. Blocks until
+        the copies are done.
 
         :param modules: paths; only these.
         """
@@ -185,6 +185,10 @@ class PackedMapping:
         for bridge in self.bridges:
             if only is None or bridge.path in only:
                 bridge.settle()
+                if bridge.live.is_cuda:
+                    import torch
+
+                    torch.cuda.current_stream(bridge.live.device).synchronize()
 
     def layers(self) -> tuple[Group, ...]:
         """The groups joined by layer: modules with the same path up to its first number."""
