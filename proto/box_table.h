@@ -17,7 +17,7 @@ typedef struct box_slot {
    among all of the rank's. A whole table has one run. */
 typedef struct box_run {
     key_range keys;
-    uint64_t slot, ordinal;
+    uint32_t slot, ordinal;
 } box_run;
 
 struct box_table {
@@ -36,9 +36,6 @@ struct box_table {
     uint64_t *words;
     uint64_t n_words;
 };
-
-/* The first slot whose key is not below @p key. */
-uint64_t box_table_slot_of_key(const box_table *table, uint64_t key);
 
 /* The slot behind a run's last. */
 static inline uint64_t box_run_end(const box_table *table, uint32_t run)

@@ -99,6 +99,8 @@ void box_table_free(box_table **table);
 
 /** The keys whose boxes are known. False: no memory, and *out is empty. */
 bool box_table_keys(const box_table *table, key_set *out);
+/** Whether those keys' are. Linear in ranges. */
+bool box_table_has(const box_table *table, const key_set *keys);
 /** Whether all keys' are. */
 bool box_table_is_whole(const box_table *table);
 /** Puts the boxes of @p more, of other keys of the same rank, into *table. Both go, whatever comes of

@@ -107,9 +107,10 @@ static void add_slot(box_table *t, uint32_t key, const box_place *place)
 static bool open_run(box_reader *r, uint32_t i)
 {
     box_run *run = &r->table->runs[i];
-    run->slot = r->table->count;
-    run->ordinal += r->next;
-    return run->ordinal <= LIMIT_BOXES ||
+    uint64_t ordinal = run->ordinal + r->next;
+    run->slot = (uint32_t)r->table->count;
+    run->ordinal = (uint32_t)ordinal;
+    return ordinal <= LIMIT_BOXES ||
            cursor_fail(&r->in, "boxes are numbered beyond the limit");
 }
 
@@ -138,7 +139,7 @@ static bool read_runs(box_reader *r)
         key_range *keys = &t->runs[i].keys;
         if (!cursor_u32(c, t->keys->count - at, &gap) ||
             !cursor_u32(c, t->keys->count - at - gap, &keys->count) ||
-            !cursor_uint(c, LIMIT_BOXES, &t->runs[i].ordinal))
+            !cursor_u32(c, LIMIT_BOXES, &t->runs[i].ordinal))
             return false;
         if (keys->count == 0 || (i > 0 && gap == 0))
             return cursor_fail(c, "ranges of keys that are empty or touch");
@@ -438,7 +439,8 @@ void box_table_get(const box_table *table, uint64_t ordinal, uint32_t *key_out,
         get_place(table, at, key, place_out);
 }
 
-uint64_t box_table_slot_of_key(const box_table *table, uint64_t key)
+/* The first slot whose key is not below @p key. */
+static uint64_t slot_of_key(const box_table *table, uint64_t key)
 {
     uint64_t low = 0, high = table->count;
     while (low < high) {
@@ -474,8 +476,8 @@ uint64_t box_table_of_keys(const box_table *table, key_range keys, uint64_t *cou
     const box_run *run = run_of_keys(table, keys);
     uint64_t first = 0, end = 0;
     if (run) {
-        first = box_table_slot_of_key(table, keys.first);
-        end = box_table_slot_of_key(table, (uint64_t)keys.first + keys.count);
+        first = slot_of_key(table, keys.first);
+        end = slot_of_key(table, (uint64_t)keys.first + keys.count);
     }
     if (count_out)
         *count_out = end - first;

@@ -7,6 +7,11 @@
 #include <stdlib.h>
 #include <string.h>
 
+static uint64_t keys_end(const box_run *run)
+{
+    return (uint64_t)run->keys.first + run->keys.count;
+}
+
 bool box_table_keys(const box_table *table, key_set *out)
 {
     *out = (key_set){0};
@@ -18,14 +23,23 @@ bool box_table_keys(const box_table *table, key_set *out)
     return true;
 }
 
+bool box_table_has(const box_table *table, const key_set *keys)
+{
+    uint32_t run = 0;
+    for (size_t i = 0; i < keys->n; i++) {
+        const key_range *r = &keys->ranges[i];
+        while (run < table->n_runs && keys_end(&table->runs[run]) <= r->first)
+            run++;
+        if (run == table->n_runs || table->runs[run].keys.first > r->first ||
+            keys_end(&table->runs[run]) < (uint64_t)r->first + r->count)
+            return false;
+    }
+    return true;
+}
+
 bool box_table_is_whole(const box_table *table)
 {
     return !table->part;
-}
-
-static uint64_t keys_end(const box_run *run)
-{
-    return (uint64_t)run->keys.first + run->keys.count;
 }
 
 /* Slots of one run, and what explicit boxes have besides, go behind those that are there. */
@@ -39,7 +53,7 @@ static void take_run(box_table *to, const box_table *from, uint32_t index,
         last->keys.count += run->keys.count;
     } else {
         to->runs[to->n_runs] = *run;
-        to->runs[to->n_runs++].slot = to->count;
+        to->runs[to->n_runs++].slot = (uint32_t)to->count;
     }
     if (n > 0)
         memcpy(to->slots + to->count, from->slots + run->slot, n * sizeof *to->slots);

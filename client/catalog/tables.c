@@ -32,7 +32,6 @@ publication *tables_of(fanin_client *client, const char *name)
 static void drop_shard(shard_table *s)
 {
     box_table_free(&s->boxes);
-    key_set_free(&s->keys);
     *s = (shard_table){0};
 }
 
@@ -156,13 +155,21 @@ static fanin_status get_keys(fanin_client *client, const publication *p, size_t 
     return status;
 }
 
+/* Who gives the key table: another one to each client of a fleet, which all come at once. */
+static size_t first_asked(const fanin_client *client, const bool *use)
+{
+    size_t n = client->n_peers, turn = (size_t)(client->plan_seed % n);
+    for (size_t i = 0; i < n; i++)
+        if (use[(turn + i) % n])
+            return (turn + i) % n;
+    return n;
+}
+
 static fanin_status sync_keys(fanin_client *client, publication *p,
                               const announcement *announced, const bool *use,
                               client_work *work, fanin_error *error)
 {
-    size_t first = 0;
-    while (first < client->n_peers && !use[first])
-        first++;
+    size_t first = first_asked(client, use);
     if (first == client->n_peers)
         return FANIN_OK;
     const digest *id = &announced[first].keys;
@@ -174,8 +181,8 @@ static fanin_status sync_keys(fanin_client *client, publication *p,
         tables_forget(p);
         p->keys = fresh;
     }
-    for (size_t i = first + 1; i < client->n_peers; i++) {
-        if (!use[i] || digest_equal(&announced[i].keys, id))
+    for (size_t i = 0; i < client->n_peers; i++) {
+        if (i == first || !use[i] || digest_equal(&announced[i].keys, id))
             continue;
         key_table *other = NULL;
         fanin_status status =
@@ -207,7 +214,7 @@ const key_need need_all = {.name = name_all, .mark = mark_all};
 bool tables_at_hand(const publication *p, size_t peer)
 {
     const shard_table *s = &p->shards[peer];
-    return s->boxes && key_set_holds(&s->keys, &p->wanted);
+    return s->boxes && box_table_has(s->boxes, &p->wanted);
 }
 
 static bool want_all(publication *p)
@@ -294,9 +301,6 @@ static fanin_status take_table(shard_table *s, fetch *f, box_table *boxes,
         s->boxes = boxes;
     }
     key_set_free(&keys);
-    key_set_free(&s->keys);
-    if (status == FANIN_OK && !box_table_keys(s->boxes, &s->keys))
-        status = error_set_memory(error);
     return status;
 }
 
@@ -332,12 +336,15 @@ static fanin_status ask_for(const publication *p, shard_table *s, bool current,
         drop_shard(s);
     if (wants_all(p))
         return FANIN_OK;
-    bool ok = key_set_less(&p->wanted, &s->keys, &f->keys);
+    key_set known = {0}, none = {0};
+    bool ok = (!s->boxes || box_table_keys(s->boxes, &known)) &&
+              key_set_less(&p->wanted, &known, &f->keys);
+    key_set_free(&known);
     if (ok && f->keys.n > LIMIT_KEY_RANGES) {
         /* With its gaps filled it might have keys that are known, which are not joined. */
         drop_shard(s);
         key_set_free(&f->keys);
-        ok = key_set_less(&p->wanted, &s->keys, &f->keys);
+        ok = key_set_less(&p->wanted, &none, &f->keys);
         key_set_coarsen(&f->keys, LIMIT_KEY_RANGES);
     }
     key_set_encode(&f->ranges, &f->keys);

@@ -22,7 +22,6 @@ typedef struct shard_table {
     uint64_t generation, version; /**< of the connection and the catalog; 0: nothing */
     uint64_t serial; /**< what was made from other tables has another one */
     box_table *boxes;
-    key_set keys; /**< whose boxes these are */
 } shard_table;
 
 /** What a call needs the boxes of. Keys are few of a large table where experts are spread over many

@@ -233,6 +233,11 @@ static fanin_status take_leases(pull *p, fanin_error *error)
                                p->leases, p->at, error);
     p->result->info.begin_ns += lap(&clock);
     p->refused = status == FANIN_ERR_STALE;
+    p->leased_ns = clock;
+    p->lease_ms = 0;
+    for (size_t i = 0; i < p->client->n_peers; i++)
+        if (p->leases[i].held && p->leases[i].lease_ms > p->lease_ms)
+            p->lease_ms = p->leases[i].lease_ms;
     return status;
 }
 

@@ -32,7 +32,9 @@ typedef struct pull {
     bool refused;            /* the attempt ended before anything was read: not stale */
     bool missing;            /* it ended for want of ranks that cannot be connected */
     bool patient; /* ranks that did not answer the last time are waited for again */
-    uint64_t attempt_ns;
+    uint64_t leased_ns,
+        held_ns;       /* when leases were granted; how long they were needed */
+    uint32_t lease_ms; /* how long they last: the longest */
     unsigned transport_failures;
     fanin_error stale; /* the last reason to restart */
     fanin_error lost;  /* the last lost rank or path that was a reason to restart */
@@ -56,6 +58,9 @@ fanin_status attempt_end(pull *p, fanin_error *error);
 fanin_status pull_open(pull *p, fanin_error *error);
 /** Attempts until one is good or no other one would be. */
 fanin_status pull_until_good(pull *p, fanin_error *error);
+/** Of a pull or a session that ended with @p why, FANIN_ERR_STALE: the same, with what helps if reading
+    takes longer than a lease lasts, so that trying again would not. */
+fanin_status pull_overtaken(pull *p, const fanin_error *why, fanin_error *error);
 /** Publishes, and fills the result. */
 fanin_status pull_complete(pull *p, fanin_error *error);
 void pull_release(pull *p);

@@ -63,7 +63,6 @@ fanin_status pull_check(const fanin_client *client, const fanin_pull_options *in
 
 static fanin_status attempt(pull *p, fanin_error *error)
 {
-    uint64_t started = clock_ns();
     bool skip;
     fanin_status status = attempt_begin(p, &skip, error);
     p->result->info.reused = skip;
@@ -78,7 +77,8 @@ static fanin_status attempt(pull *p, fanin_error *error)
     if (status == FANIN_OK)
         status = attempt_end(p, error);
     lease_round_abandon(p->client, p->leases);
-    p->attempt_ns = clock_ns() - started;
+    if (!p->refused)
+        p->held_ns = clock_ns() - p->leased_ns;
     return status;
 }
 
@@ -104,14 +104,14 @@ static bool may_restart(pull *p, fanin_status status, const fanin_error *why)
     }
 }
 
-static fanin_status stale_error(const pull *p, fanin_error *error)
+static fanin_status stale_error(const pull *p, bool outlasted, fanin_error *error)
 {
     const fanin_result_info *info = &p->result->info;
     error_place place = {.phase = p->stale.phase,
                          .address = p->stale.address,
                          .key = p->publication->name,
                          .rank_plus_1 = p->stale.rank + 1};
-    if (info->stale < ADVISE_AFTER) {
+    if (info->stale < ADVISE_AFTER && !outlasted) {
         place.remedy = "pull again";
         return error_set(error, FANIN_ERR_STALE, &place, "%s", p->stale.message);
     }
@@ -120,14 +120,35 @@ static fanin_status stale_error(const pull *p, fanin_error *error)
         if (p->announced[i].stable_ns > stable)
             stable = p->announced[i].stable_ns;
     }
-    place.remedy = "keep the weights stable for longer, raise the lease, or publish "
-                   "snapshots";
+    place.remedy = outlasted
+                       ? "publish snapshots, which updates leave alone; or keep the "
+                         "weights stable for as long as reading takes, or raise "
+                         "the lease"
+                       : "keep the weights stable for longer, raise the lease, or "
+                         "publish snapshots";
     return error_set(
         error, FANIN_ERR_STALE, &place,
-        "%u attempts were overtaken by the trainer: one takes %.1f ms, the "
-        "weights are stable for %.1f ms (last: %s)",
-        info->stale, (double)p->attempt_ns / 1e6, (double)stable / 1e6,
-        p->stale.message);
+        "overtaken by the trainer in each of %u attempts: one reads for %.1f ms, a "
+        "lease "
+        "delays updates for %u ms, the weights are stable for %.1f ms (last: %s)",
+        info->stale, (double)p->held_ns / 1e6, (unsigned)p->lease_ms,
+        (double)stable / 1e6, p->stale.message);
+}
+
+/* Whether the last attempt was still reading when an update had no more to wait for it. */
+static bool outlasted(const pull *p)
+{
+    return p->leased_ns > 0 && p->held_ns > (uint64_t)p->lease_ms * 1000000;
+}
+
+fanin_status pull_overtaken(pull *p, const fanin_error *why, fanin_error *error)
+{
+    p->held_ns = clock_ns() - p->leased_ns;
+    if (why->status != FANIN_ERR_STALE || !outlasted(p))
+        return error_copy(error, why);
+    p->stale = *why;
+    p->result->info.stale++;
+    return stale_error(p, true, error);
 }
 
 /* The time went by with attempts to go on without something that was lost. */
@@ -184,7 +205,7 @@ fanin_status pull_until_good(pull *p, fanin_error *error)
         }
         if (p->result->info.stale > 0 &&
             (status == FANIN_ERR_TIMEOUT || status == FANIN_ERR_STALE))
-            return stale_error(p, error);
+            return stale_error(p, outlasted(p), error);
         /* An error of the agreement has a key, and tells of lost ranks itself. */
         if (status == FANIN_ERR_TIMEOUT && p->lost.status != FANIN_OK && !local.key[0])
             return lost_error(p, error);

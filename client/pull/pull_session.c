@@ -145,9 +145,9 @@ fanin_status fanin_session_read(fanin_session *session, size_t first, size_t cou
         status = attempt_read(&session->pull, part, &why);
     if (status == FANIN_OK)
         return status;
-    error_copy(&session->failed, &why);
+    status = pull_overtaken(&session->pull, &why, &session->failed);
     lease_round_abandon(session->client, session->pull.leases);
-    return error_copy(error, &why);
+    return error_copy(error, &session->failed);
 }
 
 uint64_t fanin_session_step(const fanin_session *session)
@@ -179,10 +179,11 @@ fanin_status fanin_session_end(fanin_session **session, fanin_result **result_ou
     if (status != FANIN_OK)
         return status;
     pull *p = &s->pull;
+    fanin_error why = FANIN_ERROR_INIT;
     if (s->failed.status != FANIN_OK)
         status = error_copy(error, &s->failed);
-    else
-        status = attempt_end(p, error);
+    else if ((status = attempt_end(p, &why)) != FANIN_OK)
+        status = pull_overtaken(p, &why, error);
     if (status == FANIN_OK)
         status = pull_complete(p, error);
     if (status == FANIN_OK && result_out) {

@@ -358,6 +358,9 @@ static void stale_at_end(fanin_path path)
     world_commit(&w, 2);
     assert_int_equal(fanin_session_end(&session, NULL, &error), FANIN_ERR_STALE);
     assert_non_null(strstr(error.message, "rewrote"));
+    /* the update waited for the lease, so that reading took longer than that */
+    assert_non_null(strstr(error.message, "a lease delays updates for"));
+    assert_non_null(strstr(error.remedy, "publish snapshots"));
     expect_session(2, path);
 }
 

@@ -135,6 +135,7 @@ static int set_up(void **state)
     config.no_ucx = true;
     config.max_catalog = CATALOG_MAX;
     stub_world_start_with(&s.world, RANKS, RANKS, PART, &config);
+    s.world.client->plan_seed = 0; /* rank 0 gives the keys */
     s.run = tables_of(s.world.client, STUB_RUN);
     assert_non_null(s.run);
     for (size_t i = 0; i < RANKS; i++) {
@@ -221,6 +222,18 @@ static void keys_come_from_one_boxes_from_all(void **state)
     assert_whole();
     assert_asked(MSG_KEYS, 1, 0);
     assert_asked(MSG_BOXES, 1, 1);
+}
+
+static void clients_ask_different_ranks_for_keys(void **state)
+{
+    s.world.client->plan_seed = 1;
+    assert_ok(sync_now(), s.error);
+    assert_whole();
+    assert_asked(MSG_KEYS, 0, 1);
+    tables_forget(s.run);
+    s.use[1] = false;
+    assert_ok(sync_now(), s.error);
+    assert_asked(MSG_KEYS, 1, 0);
 }
 
 static void what_is_known_is_not_asked_again(void **state)
@@ -661,6 +674,7 @@ int main(void)
 {
     const struct CMUnitTest tests[] = {
         SCENE(keys_come_from_one_boxes_from_all),
+        SCENE(clients_ask_different_ranks_for_keys),
         SCENE(what_is_known_is_not_asked_again),
         SCENE(one_that_changed_is_asked),
         SCENE(a_new_life_is_asked),

@@ -78,6 +78,7 @@ static void begin(bool replicas)
     memset(&odd, 0, sizeof odd);
     s.error = (fanin_error)FANIN_ERROR_INIT;
     stub_world_start(&s.world, RANKS, replicas ? 1 : RANKS, replicas ? BYTES : PART);
+    s.world.client->plan_seed = 0; /* rank 0 gives the keys */
     for (size_t i = 0; i < RANKS; i++)
         s.world.ranks[i].answer = answer;
     s.options = make_options(FANIN_STEP_NEWEST, 0);
