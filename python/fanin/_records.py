@@ -260,11 +260,13 @@ ENTRY = struct.Struct(f"@NPiI{_ffi.MAX_DIMS}QQPN")
 OWNER = struct.Struct(f"@I{2 * _ffi.MAX_DIMS}QQIQ?0Q")
 
 
-def entry_at(address: int) -> Entry:
+def entry_at(address: int, with_owners: bool = True) -> Entry:
     """The ``fanin_entry`` there, copied."""
     _, name, dtype, dims, *shape, size, owners, n_owners = ENTRY.unpack(
         ctypes.string_at(address, ENTRY.size)
     )
+    if not with_owners:
+        n_owners = 0
     held = OWNER.iter_unpack(ctypes.string_at(owners, n_owners * OWNER.size) if n_owners else b"")
     return Entry(
         text(ctypes.string_at(name)),

@@ -576,12 +576,20 @@ class Client(ClosableHandle):
         )
         return found
 
-    def catalog(self, run: str | int, name: str | None = None, timeout: float = 5.0) -> list[Entry]:
+    def catalog(
+        self,
+        run: str | int,
+        name: str | None = None,
+        timeout: float = 5.0,
+        *,
+        owners: bool = True,
+    ) -> list[Entry]:
         """The run's tensors in order of their names, with every rank's boxes.
 
         Waits for a first commit, at most *timeout* seconds.
 
         :param name: this tensor only.
+        :param owners: False: without the boxes, of which a large trainer has millions.
         :raises NotFoundError: no such run or tensor.
         :raises PullTimeoutError, CancelledError, ConnectionFailedError, PeerError: as named.
         """
@@ -593,7 +601,7 @@ class Client(ClosableHandle):
             (publication_of(run).encode(), which),
             timeout,
             _ffi.EntryFn,
-            lambda address: found.append(entry_at(address)),
+            lambda address: found.append(entry_at(address, owners)),
         )
         return found
 

@@ -19,9 +19,10 @@ import torch
 from full_models import save_full_model
 from full_trainer import FullTrainer
 from safetensors.torch import load_file
-from weights_engine import Engine, Judge
+from weights_engine import COUNT, Engine, Judge
 
 STEPS = 20
+NORMS = ("input", "post_attention")
 
 
 def in_place(engine: Engine, trainer: FullTrainer, judge: Judge, steps: int) -> None:
@@ -33,6 +34,7 @@ def in_place(engine: Engine, trainer: FullTrainer, judge: Judge, steps: int) -> 
         assert engine.version() == f"step-{step}"
         output = engine.output()
         assert output == judge.output_of(trainer.record(step)), f"step {step} is another model"
+        assert engine.versions() == [[[f"step-{step}", 0, COUNT]]] * len(output)
         assert output not in seen
         seen.append(output)
 
@@ -91,6 +93,59 @@ def test_the_engines_own_loader(judge: Judge, tmp_path: Path) -> None:
         assert not engine.init(str(trainer.info), mode="loader")
         in_place(engine, trainer, judge, 3)
         assert "mode loader" in engine.log()
+
+
+def test_two_workers_of_one_engine(judge: Judge, tmp_path: Path) -> None:
+    """Tensor parallelism: each worker takes its own part, and one that fails fails both."""
+    model = save_full_model(tmp_path / "model", "qwen3", tied=True)
+    with (
+        FullTrainer(model, tmp_path / "run", world_size=2, record=True) as trainer,
+        Engine(model, tmp_path / "engine", alone=False, tensor_parallel_size=2) as engine,
+    ):
+        trainer.wait_ready()
+        engine.wait_ready()
+        assert not engine.init(str(trainer.info))
+        seen = []
+        for _ in range(2):
+            engine.pull(int(trainer.step()["step"]))
+            report = engine.check(trainer.published)
+            assert report["workers"] == 2 and report["unseen"] == []
+            # Sums of two halves are rounded otherwise than one sum: tokens are compared, as far as
+            # a vLLM of two workers would have them from the file.
+            seen.append(engine.output())
+        assert seen[0] != seen[1]
+        before = seen[1]
+        engine.good("start_weight_update")
+        assert "SupersededError" in engine.update(0)
+        assert engine.output() == before
+
+
+def test_a_draft_model(tmp_path: Path) -> None:
+    """The model that speculates has a publication of its own; the two are updated one by one."""
+    old = save_full_model(tmp_path / "old", "qwen2")
+    new = save_full_model(tmp_path / "new", "qwen2", seed=4) / "model.safetensors"
+    tensors = load_file(new)
+    draft = {"model": str(old), "num_speculative_tokens": 2, "method": "draft_model"}
+    plain = [f"model.layers.{layer}.{norm}_layernorm.weight" for layer in (0, 1) for norm in NORMS]
+    with (
+        fanin.Server(world_id=os.urandom(16), rank=0, world_size=1) as server,
+        Engine(old, tmp_path / "engine", speculative_config=draft) as engine,
+    ):
+        for run in ("full:0", "full:draft"):
+            server.put(run, [fanin.shard_of(name, one) for name, one in tensors.items()])
+            server.commit(run, 1)
+        engine.wait_ready()
+        address = f"127.0.0.1:{server.port}"
+        assert not engine.init(address)
+        assert "named no run for the draft model" in engine.call("start_draft_weight_update")
+        assert not engine.init(address, draft_run="draft")
+        engine.pull(1)
+        assert engine.draft_holds(new) == []
+        engine.good("start_draft_weight_update")
+        assert not engine.update(1)
+        engine.good("finish_weight_update")
+        held = engine.draft_holds(new)
+        assert {"model.embed_tokens.weight", "model.norm.weight", *plain} <= set(held)
 
 
 # ------------------------------------------------------------------------------ what goes wrong
@@ -218,6 +273,18 @@ def test_a_trainer_that_is_paused(place: Place) -> None:
     assert "PausedError" in place.engine.update(place.trainer.published)
     place.trainer.resume()
     place.serves(place.trainer.published)
+    place.goes_on()
+
+
+def test_a_trainer_that_is_stopped(place: Place) -> None:
+    """It answers nothing and hangs up nothing: the engine waits as long as it was told to."""
+    place.init(timeout=4)
+    place.trainer.stop()
+    place.engine.good("start_weight_update")
+    failure = place.engine.update(place.trainer.published + 1)
+    place.trainer.cont()
+    assert "rank" in failure, failure
+    place.init()
     place.goes_on()
 
 

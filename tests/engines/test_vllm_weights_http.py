@@ -9,11 +9,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import fanin
+import fanin.check
 import pytest
 import torch
 from full_models import random_model, save_full_model
 from full_trainer import FullTrainer
-from vllm_server import Refused, VllmServer
+from vllm_server import Refused, TokenStream, VllmServer
 from weights_engine import COUNT, PROMPTS, Judge
 
 BACKEND = ("--weight-transfer-config", '{"backend": "fanin"}', "--dtype", "bfloat16")
@@ -28,7 +30,10 @@ class Place:
             self.model,
             scratch,
             *(*BACKEND, *arguments),
-            environment={"VLLM_SERVER_DEV_MODE": "1"},
+            environment={
+                "VLLM_SERVER_DEV_MODE": "1",
+                "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # replicas are more than NUMA nodes
+            },
             adapters=False,
         )
         self.trainer.wait_ready()
@@ -85,6 +90,19 @@ def test_steps_in_place(place: Place) -> None:
         place.serves(place.trainer.record(step))
         seen.append(place.answers())
     assert len({str(one) for one in seen}) == 3
+
+
+def test_a_request_lives_through_an_update(place: Place) -> None:
+    """It is neither aborted nor begun again: its first tokens are of one step, its last of
+    another."""
+    count = 2000
+    with TokenStream(place.engine, "base", list(PROMPTS[0]), count) as stream:
+        stream.wait_for(5)
+        step = int(place.trainer.step()["step"])
+        place.pull(step)
+        assert stream.running
+        stream.wait_for(count)
+    place.serves(place.trainer.record(step))
 
 
 def test_a_failure_says_why_and_the_server_lives(place: Place) -> None:
@@ -151,3 +169,39 @@ def test_a_trainer_written_to_vllms_own_interface(place: Place, tmp_path: Path) 
             place.serves(saved)
     finally:
         engine.shutdown()
+
+
+def test_an_engine_is_checked_over_http(place: Place) -> None:
+    trainer = place.trainer
+    place.init()
+    step = int(trainer.step()["step"])
+    place.pull(step)
+    before = place.post("/weight_checker", action="checksum")["checksums"]
+    report = fanin.check.weights(place.engine.url, step)
+    assert report.workers == 1 and report.modules == 15 and not report.unseen
+    # Rubbish and a pull have led to the very bytes of before, as vLLM's own digests see them.
+    assert place.post("/weight_checker", action="compare", baseline=before)["match"]
+    place.post("/weight_checker", action="reset")
+    with pytest.raises(fanin.HostError, match="do not hold step"):
+        fanin.check.weights(place.engine.url, step, poison=False)
+    place.pull(step)
+    place.serves(trainer.record(step))
+
+
+def test_two_replicas(judge: Judge, tmp_path: Path) -> None:
+    """Data parallelism: one call reaches every replica, and all of them answer with the step."""
+    place = Place(tmp_path, judge, "--data-parallel-size", "2", "--api-server-count", "1")
+    try:
+        place.init()
+        for _ in range(2):
+            step = int(place.trainer.step()["step"])
+            place.pull(step)
+            assert fanin.check.weights(place.engine.url, step, poison=False).workers == 2
+            for _ in range(3):  # whichever replica it is that answers
+                place.serves(place.trainer.record(step))
+        place.post("/start_weight_update")
+        with pytest.raises(Refused):
+            place.post("/update_weights", update_info={"step": 0})
+        place.serves(place.trainer.record(step))
+    finally:
+        place.close()

@@ -47,6 +47,7 @@ class Engine:
             PYTHONPATH=os.pathsep.join([*plugin_path(scratch), str(PYTHON), str(HERE)]),
             VLLM_PLUGINS="fanin",
             VLLM_CPU_KVCACHE_SPACE="1",
+            VLLM_CPU_OMP_THREADS_BIND="nobind",  # workers are more than NUMA nodes
             VLLM_ENABLE_V1_MULTIPROCESSING="0" if alone else "1",
             VLLM_LOGGING_LEVEL="INFO",
             VLLM_NO_USAGE_STATS="1",
@@ -96,12 +97,21 @@ class Engine:
         """`fanin.check.weights`: the report, or {"error": ...}."""
         return dict(self._do("check", step=step, poison=poison))
 
+    def draft_holds(self, file: Path) -> list[str]:
+        """Names of the file's tensors that the draft model has under their own names, as they
+        are."""
+        return list(self._do("draft_holds", file=str(file)))
+
     def scribble(self, path: str) -> None:
         """Writes one element of a parameter."""
         self._do("scribble", path=path)
 
     def version(self) -> str:
         return str(self._do("version"))
+
+    def versions(self) -> Any:
+        """Of each answer of the last output: which tokens are of which weight version."""
+        return self._do("versions")
 
     def output(self) -> Any:
         """Tokens and log probabilities of this engine's weights."""
@@ -137,7 +147,7 @@ def make(model: str, **options: Any) -> Any:
     return LLM(model, **(plain | options))
 
 
-def generate(engine: Any) -> Any:
+def generate(engine: Any, spans: list[Any]) -> Any:
     from vllm import SamplingParams
 
     how = SamplingParams(temperature=0, max_tokens=COUNT, ignore_eos=True, logprobs=0)
@@ -145,6 +155,7 @@ def generate(engine: Any) -> Any:
     found = []
     for answer in engine.generate(prompts, how, use_tqdm=False):
         one = answer.outputs[0]
+        spans.append([[span.version, span.start, span.end] for span in one.weight_versions or []])
         found.append([list(one.token_ids), one.cumulative_logprob])
     return found
 
@@ -196,7 +207,25 @@ class Served:
             report = fanin.check.weights(self.engine, step, poison=poison)
         except fanin.FaninError as error:
             return {"error": str(error)}
-        return {"modules": report.modules, "bytes": report.bytes, "unseen": list(report.unseen)}
+        workers = report.workers
+        return {
+            "workers": workers,
+            "modules": report.modules,
+            "bytes": report.bytes,
+            "unseen": list(report.unseen),
+        }
+
+    def draft_holds(self, file: str) -> list[str]:
+        import torch
+        from safetensors.torch import load_file
+
+        draft = self.engine.llm_engine.model_executor.driver_worker.worker.get_draft_model()
+        held = dict(draft.named_parameters())
+        return [
+            name
+            for name, tensor in load_file(file).items()
+            if name in held and torch.equal(held[name].data, tensor)
+        ]
 
     def scribble(self, path: str) -> None:
         def write(model: Any) -> None:
@@ -208,7 +237,11 @@ class Served:
         return str(self.engine.get_weight_version())
 
     def output(self) -> Any:
-        return generate(self.engine)
+        self.spans: list[Any] = []
+        return generate(self.engine, self.spans)
+
+    def versions(self) -> Any:
+        return self.spans
 
     def load(self, model: str) -> None:
         self.engine = None

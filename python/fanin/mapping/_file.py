@@ -291,9 +291,11 @@ class _Field:
             )
         except TooManyBoxesError as error:
             self.wrong(f"is too ragged: {error}")
-        found = coverage(memory.shape, blocks, padding, first=True)
+        found = coverage(memory.shape, blocks)
         if found.first_twice is not None:
             self.wrong(f"fills element {memory.place(found.first_twice)} twice")
+        if padding:
+            found = coverage(memory.shape, blocks + padding)
         if found.first_unfilled is not None:
             self.wrong(f"does not fill element {memory.place(found.first_unfilled)}")
 

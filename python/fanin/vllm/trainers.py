@@ -74,7 +74,7 @@ class Trainer:
             if known is not None and known.world != world:
                 _log.info("fanin: the trainer of %s was started again", self.source.text)
             client = self.client
-            entries = tuple(client.catalog(self.run, timeout=left(deadline)))
+            entries = tuple(client.catalog(self.run, timeout=left(deadline), owners=False))
             metadata = dict(client.metadata(self.run, timeout=left(deadline)))
             known = self._published = Published(entries, metadata, digest, world)
         return known

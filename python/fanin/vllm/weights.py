@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import fnmatch
 import logging
+import os
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -21,8 +22,8 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 
-from fanin.errors import FaninError, PeerError, RequestError, StateError
-from fanin.mapping import MappingError, Recording
+from fanin.errors import FaninError, HostError, PeerError, RequestError, StateError
+from fanin.mapping import Mapping, MappingError, Recording
 from fanin.vllm import reload, weights_check
 from fanin.vllm.clients import Source
 from fanin.vllm.landing import Landing, StockLanding
@@ -47,7 +48,8 @@ class InitInfo(WeightTransferInitInfo):
     trainer's run. timeout: seconds for a whole update. draft_run: the run that fills a draft
     model. mode: "auto", or "loader" for vLLM's own `load_weights` whatever the model. unused:
     patterns of published names that the model does not have. verify: compare each step with
-    digests that the ranks make. ring: layers of skeletons, at least 1.
+    digests that the ranks make. ring: layers of skeletons, at least 1. save: a directory that each
+    worker writes its mapping to, for `nixl-fetch map`.
     """
 
     trainer: Any
@@ -58,6 +60,7 @@ class InitInfo(WeightTransferInitInfo):
     unused: Any = ()
     verify: Any = False
     ring: Any = 2
+    save: Any = None
 
 
 @dataclass
@@ -150,6 +153,10 @@ class Engine(WeightTransferEngine[InitInfo, UpdateInfo]):
             raise RequestError.make(
                 f"init_info's ring is {init_info.ring!r}, not 1 to 64", "leave it out", key="ring"
             )
+        if init_info.save is not None and not isinstance(init_info.save, str):
+            raise RequestError.make(
+                f"init_info's save is {init_info.save!r}", "give a directory", key="save"
+            )
         source = Source.of(init_info.trainer)
         run = full_run(init_info.run)
         if init_info.draft_run is not None:
@@ -164,7 +171,11 @@ class Engine(WeightTransferEngine[InitInfo, UpdateInfo]):
             published = trainer.ready(time.monotonic() + timeout)
             self._prepare(self._main, init_info, published)
         except FaninError as error:
-            failure = error
+            failure = self._mine(error)
+        except Exception as error:
+            # The other workers wait for this one's word, whatever it has met.
+            failure = HostError.make(f"{self._worker}: {type(error).__name__}: {error}")
+            failure.__cause__ = error
         try:
             self._agree(self._main, failure, unused)
         except FaninError:
@@ -184,7 +195,10 @@ class Engine(WeightTransferEngine[InitInfo, UpdateInfo]):
         for number, (text, _) in enumerate(brought):
             if text is not None:
                 raise PeerError.make(f"worker {number} cannot be filled: {text}")
-        nobody = set.intersection(*(set(names) for _, names in brought))
+        self._refuse_unused(set.intersection(*(set(names) for _, names in brought)), unused)
+
+    def _refuse_unused(self, nobody: set[str], unused: list[str]) -> None:
+        """Raises PeerError for what is published and no worker uses, but for the patterns."""
         left_over = sorted(
             name for name in nobody if not any(fnmatch.fnmatchcase(name, p) for p in unused)
         )
@@ -224,8 +238,17 @@ class Engine(WeightTransferEngine[InitInfo, UpdateInfo]):
         if update_info.prefetch:
             self._prefetch(target, step)
             return
-        with target.updates.pull(step):
-            self._bring(target, step)
+        try:
+            with target.updates.pull(step):
+                self._bring(target, step)
+        except FaninError as error:
+            raise self._mine(error) from error.__cause__
+
+    def _mine(self, error: FaninError) -> FaninError:
+        """The error, which says whose it is: one of several workers may fail alone."""
+        if not error.message.startswith(self._worker):
+            error.message = f"{self._worker}: {error.message}"
+        return error
 
     def finish_weight_update(self) -> None:
         """Refused unless a whole pull has succeeded since the start."""
@@ -292,7 +315,7 @@ class Engine(WeightTransferEngine[InitInfo, UpdateInfo]):
         start = time.monotonic()
         if target.landing is not None:
             target.landing.close()
-        target.shadow = None
+        target.shadow = target.landing = target.published = None
         target.landing = self._landing(target, info, published)
         target.published = published
         _log.info(
@@ -324,6 +347,8 @@ class Engine(WeightTransferEngine[InitInfo, UpdateInfo]):
             )
             return stock()
         target.unwanted = mapping.unwanted
+        if info.save is not None:
+            self._save(mapping, target, info.save)
         with set_current_vllm_config(self.vllm_config):
             return MappedLanding(
                 target.model,
@@ -333,6 +358,20 @@ class Engine(WeightTransferEngine[InitInfo, UpdateInfo]):
                 ring=info.ring,
                 verify=info.verify,
             )
+
+    def _save(self, mapping: Mapping, target: _Target, directory: str) -> None:
+        parallel = self.vllm_config.parallel_config
+        number = parallel.data_parallel_index * parallel.world_size + parallel.rank
+        name = f"{'rank' if target is self._main else 'draft'}{number}.json"
+        try:
+            os.makedirs(directory, exist_ok=True)
+            mapping.save(os.path.join(directory, name))
+        except OSError as error:
+            raise HostError.make(
+                f"{self._worker} cannot write its mapping to {directory}: {error}",
+                "give a directory that it may write to",
+                key="save",
+            ) from error
 
     def _prefetch(self, target: _Target, step: int) -> None:
         if not target.updates.open:
@@ -369,6 +408,8 @@ class Engine(WeightTransferEngine[InitInfo, UpdateInfo]):
         published = target.trainer.ready(deadline)
         if target.published is None or published.layout() != target.published.layout():
             self._prepare(target, self._info, published)
+            if self.parallel_config.world_size == 1:
+                self._refuse_unused(set(target.unwanted), _patterns(self._info.unused))
         target.trainer.client.wait(target.trainer.run, step=step, timeout=left(deadline))
         assert target.landing is not None
         summary = target.landing.pull(
