@@ -1,0 +1,198 @@
+# SPDX-License-Identifier: Apache-2.0
+"""SGLang's real model classes, in small and without its server: what `fanin.sglang.load` puts in
+place is what their own loaders put in place.
+
+A program: `sglang_families.py NAME...`, one line of JSON for each family, layout and rank. One
+process plays every rank in turn. Kernels are not needed to load, and are stood in for.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import importlib
+import json
+import os
+import pickle
+import sys
+import types
+from collections.abc import Iterator
+from typing import Any
+
+os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
+
+import torch
+from families import FAMILIES, Layout, checkpoint, served, values
+
+MODULES = {
+    "qwen2": "qwen2",
+    "qwen3": "qwen3",
+    "qwen3-moe": "qwen3_moe",
+    "glm4": "glm4",
+    "glm4-moe": "glm4_moe",
+    "glm4-moe-lite": "glm4_moe_lite",
+    "deepseek-v2": "deepseek_v2",
+    "deepseek-v3": "deepseek_v2",
+}
+POISON = 7.0
+# SGLang's rotary embedding of MLA on the CPU is one that stretches.
+ROPE = {
+    "rope_type": "yarn",
+    "type": "yarn",
+    "factor": 4.0,
+    "original_max_position_embeddings": 128,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "rope_theta": 10000.0,
+}
+
+
+def stand_in_for_kernels() -> None:
+    """Names that SGLang imports from a wheel for its device; calling them does nothing."""
+    try:
+        importlib.import_module("sgl_kernel")
+    except ImportError:
+        module = types.ModuleType("sgl_kernel")
+        module.__getattr__ = _kernel  # type: ignore[method-assign]
+        sys.modules["sgl_kernel"] = module
+
+
+def _kernel(name: str) -> Any:
+    if name.startswith("__"):
+        raise AttributeError(name)
+    return lambda *_, **__: None
+
+
+def configuration(name: str) -> Any:
+    made = FAMILIES[name].configuration()
+    if "kv_lora_rank" in FAMILIES[name].options:
+        made.rope_scaling = dict(ROPE)  # SGLang changes it
+        made.moe_layer_freq = 1
+        made.rope_theta = 10000.0
+        made.scoring_func = getattr(made, "scoring_func", "softmax")
+        made.n_group, made.topk_group = made.n_group or 1, made.topk_group or 1
+    return made
+
+
+def _group(rank: int, size: int) -> Any:
+    return types.SimpleNamespace(
+        rank_in_group=rank,
+        world_size=size,
+        is_first_rank=rank == 0,
+        is_last_rank=rank == size - 1,
+        cpu_group=None,
+        device_group=None,
+    )
+
+
+@contextlib.contextmanager
+def rank_of(layout: Layout, rank: int) -> Iterator[None]:
+    """This process is one rank of the layout."""
+    from sglang.srt.runtime_context import get_context, get_parallel
+
+    size = layout.size
+    experts, rows = (size, 1) if layout.experts else (1, size)
+    alone = _group(0, 1)
+    whole = _group(rank, size)
+    with (
+        get_context().override_server_args(device="cpu"),
+        get_parallel().override(
+            tp_rank=rank,
+            tp_size=size,
+            tp_group=whole,
+            attn_tp_rank=rank,
+            attn_tp_size=size,
+            attn_tp_group=whole,
+            attn_dp_rank=0,
+            attn_dp_size=1,
+            attn_cp_rank=0,
+            attn_cp_size=1,
+            pp_rank=0,
+            pp_size=1,
+            pp_group=alone,
+            moe_ep_rank=rank % experts,
+            moe_ep_size=experts,
+            moe_ep_group=whole if layout.experts else alone,
+            moe_tp_rank=rank % rows,
+            moe_tp_size=rows,
+            moe_tp_group=alone if layout.experts else whole,
+        ),
+    ):
+        yield
+
+
+def poisoned(kind: Any, config: Any) -> Any:
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        model = kind(config).eval()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    for parameter in model.parameters():
+        parameter.data.fill_(POISON)
+    return model
+
+
+def tensors_of(model: Any) -> dict[str, Any]:
+    """Parameters, buffers, and what attention has made of them."""
+    found = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    for path, module in model.named_modules():
+        for name in ("w_kc", "w_vc"):
+            made = getattr(module, name, None)
+            if isinstance(made, torch.Tensor):
+                found[f"{path}.{name}"] = made
+    return found
+
+
+def differences(one: Any, other: Any) -> list[str]:
+    mine, others = tensors_of(one), tensors_of(other)
+    wrong = sorted(mine.keys() ^ others.keys())
+    wrong += [
+        name for name in mine.keys() & others.keys() if not torch.equal(mine[name], others[name])
+    ]
+    return wrong
+
+
+def run(name: str) -> Iterator[dict[str, Any]]:
+    import fanin.sglang.weights as weights
+    from fanin.sglang import Request, load
+    from fanin.sglang.request import encode
+
+    family, config = FAMILIES[name], configuration(name)
+    kind = getattr(
+        importlib.import_module(f"sglang.srt.models.{MODULES[name]}"), family.architecture
+    )
+    content = values(checkpoint(config))
+    # Nobody to agree with: the other ranks are this process, later.
+    weights._parallel = lambda: None
+    layouts = [Layout(1), Layout(2), *([Layout(2, experts=True)] if family.experts else [])]
+    with served(content) as addresses:
+        request = Request(trainer=addresses, step=1, timeout=120)
+        tensors = pickle.loads(base64.b64decode(encode(request)))
+        for layout in layouts:
+            for rank in range(layout.size):
+                with rank_of(layout, rank):
+                    by_loader, pulled = poisoned(kind, config), poisoned(kind, config)
+                    with torch.no_grad():
+                        by_loader.load_weights(iter(content.items()))
+                    load(pulled, tensors)
+                    report = pulled._modules.get("_fanin_report")
+                    live = weights._models[pulled]
+                    yield {
+                        "family": name,
+                        "layout": str(layout),
+                        "rank": rank,
+                        "failure": report.reason if report is not None else "",
+                        "different": differences(by_loader, pulled) if report is None else [],
+                        "tensors": len(tensors_of(pulled)),
+                        "published": len(content),
+                        "through_loader": list(live._taken),
+                    }
+
+
+if __name__ == "__main__":
+    stand_in_for_kernels()
+    for chosen in sys.argv[1:]:
+        for line in run(chosen):
+            print(json.dumps(line), flush=True)
