@@ -173,13 +173,19 @@ def served(tensors: dict[str, torch.Tensor], ranks: int = 2) -> Iterator[list[st
 
 @dataclass(frozen=True)
 class Layout:
-    """How many ranks there are, and whether experts are theirs as a whole."""
+    """How many ranks there are, and whether experts are theirs as a whole; or they are stages, each
+    with some of the layers."""
 
     size: int = 1
     experts: bool = False
+    stages: bool = False
+
+    @property
+    def kind(self) -> str:
+        return "pp" if self.stages else "tp"
 
     def __str__(self) -> str:
-        return f"{'EP' if self.experts else 'TP'}{self.size}"
+        return f"{'PP' if self.stages else 'EP' if self.experts else 'TP'}{self.size}"
 
 
 class Engine:
@@ -215,13 +221,19 @@ class Engine:
 
         with set_current_vllm_config(self.config):
             _world(self.family.experts)
-            groups = [parallel_state._TP] + [parallel_state._EP] * self.layout.experts
-            before = [(g, g.world_size, g.rank_in_group) for g in groups if g is not None]
+            split = parallel_state._PP if self.layout.stages else parallel_state._TP
+            groups = [split] + [parallel_state._EP] * self.layout.experts
+            before = [(g, dict(g.__dict__)) for g in groups if g is not None]
             compilation = self.config.compilation_config
             try:
-                for group, _, _ in before:
+                for group, _ in before:
                     group.world_size, group.rank_in_group = self.layout.size, rank
-                self.config.parallel_config.tensor_parallel_size = self.layout.size
+                    group.rank, group.ranks = rank, list(range(self.layout.size))
+                parallel = self.config.parallel_config
+                if self.layout.stages:
+                    parallel.pipeline_parallel_size = self.layout.size
+                else:
+                    parallel.tensor_parallel_size = self.layout.size
                 compilation.static_forward_context.clear()
                 compilation.static_all_moe_layers.clear()
                 torch.set_default_dtype(torch.bfloat16)
@@ -232,8 +244,8 @@ class Engine:
                     torch.set_default_dtype(torch.float32)
                 yield model
             finally:
-                for group, size, number in before:
-                    group.world_size, group.rank_in_group = size, number
+                for group, attributes in before:
+                    group.__dict__.update(attributes)
 
 
 def _world(experts: bool) -> None:

@@ -22,7 +22,7 @@ LAYOUTS = [
     for name, family in FAMILIES.items()
     for layout in (Layout(1), Layout(2), Layout(2, experts=True))
     if family.experts or not layout.experts
-]
+] + [(name, Layout(2, stages=True)) for name in ("qwen2", "qwen3-moe", "deepseek-v3")]
 POISON = 0x5A
 
 
@@ -112,13 +112,16 @@ def test_boxes_put_what_the_loader_puts(name: str, layout: Layout, engine: Any) 
             found = snapshot(model)
             differ = [key for key in expected if not torch.equal(found[key], expected[key])]
             assert differ == []
-            assert mapping.about.ranks["tp"] == (rank, layout.size)
+            assert mapping.about.ranks[layout.kind] == (rank, layout.size)
             assert mapping.about.ranks.get("ep", (rank, 2)) == (rank, 2)
             mappings.append(mapping)
     assert maps.unwanted(mappings) == ()
     taken = set().union(*(mapping.wanted() for mapping in mappings))
     assert taken == {entry.name for entry in published}
-    if layout.experts:
+    if layout.stages:
+        both = set(mappings[0].wanted()) & set(mappings[1].wanted())
+        assert not [name for name in both if ".layers." in name]  # some embed on every stage
+    elif layout.experts:
         assert all(".experts." in name for mapping in mappings for name in mapping.unwanted)
         assert all(mapping.unwanted for mapping in mappings)
     else:
