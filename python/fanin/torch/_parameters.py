@@ -9,6 +9,7 @@ library has registered is compared with what is there now.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import repeat
 from operator import attrgetter, eq, is_
 from typing import Any, NamedTuple
 
@@ -148,6 +149,9 @@ class Tree:
             for kind in (PARAMETER, BUFFER, "_modules")
         ]
         self._sizes = list(map(len, self._dicts))
+        unset = [(kept, name) for kept in self._dicts for name in kept if kept[name] is None]
+        self._lacking = [kept for kept, _ in unset]
+        self._unset = [name for _, name in unset]
 
     def stands(self) -> bool:
         """Whether each module on the way to an item is the one that was found there, nothing has
@@ -155,6 +159,7 @@ class Tree:
         return (
             all(map(is_, map(dict.get, self._children, self._names), self._modules))
             and list(map(len, self._dicts)) == self._sizes
+            and all(map(is_, map(dict.get, self._lacking, self._unset), repeat(None)))
             and all(
                 getattr(alias.owner, alias.kind).get(alias.attribute) is alias.item.now()
                 for alias in self._aliases
@@ -569,7 +574,8 @@ class Parameters:
         if param is None:
             raise RequestError.make(
                 f"'{item.path}' is not there any more",
-                "remove_run() the run, and add_run() what the model holds now",
+                "tell the server what the model holds now: a WeightServer by refresh() on every "
+                "rank, an AdapterServer by remove_run() and add_run()",
                 key=item.name,
             )
         spec = None
