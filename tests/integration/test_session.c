@@ -19,16 +19,18 @@ static fanin_error error = FANIN_ERROR_INIT;
 static struct {
     fanin_tensor *tensors;
     fanin_box *boxes;
+    uint8_t **starts; /* of their memory; boxes may begin elsewhere in it */
 } land;
 
 static void make_land(void)
 {
     land.tensors = calloc(w.n_tensors, sizeof *land.tensors);
     land.boxes = calloc(w.n_tensors, sizeof *land.boxes);
+    land.starts = calloc(w.n_tensors, sizeof *land.starts);
     for (size_t i = 0; i < w.n_tensors; i++) {
         const world_tensor *t = &w.tensors[i];
         memcpy(land.boxes[i].extent, t->shape, sizeof land.boxes[i].extent);
-        land.boxes[i].address = malloc(world_bytes(t) + 1);
+        land.boxes[i].address = land.starts[i] = malloc(world_bytes(t) + 1);
         land.tensors[i] = world_boxes(t, &land.boxes[i], 1);
     }
 }
@@ -36,16 +38,18 @@ static void make_land(void)
 static void clear_land(void)
 {
     for (size_t i = 0; i < w.n_tensors; i++)
-        memset(land.boxes[i].address, 0xcc, world_bytes(&w.tensors[i]) + 1);
+        memset(land.starts[i], 0xcc, world_bytes(&w.tensors[i]) + 1);
 }
 
 static void free_land(void)
 {
     for (size_t i = 0; land.boxes && i < w.n_tensors; i++)
-        free(land.boxes[i].address);
+        free(land.starts[i]);
+    free(land.starts);
     free(land.boxes);
     free(land.tensors);
     land.boxes = NULL;
+    land.starts = NULL;
     land.tensors = NULL;
 }
 
@@ -267,6 +271,57 @@ static void test_other_cuts(void **state)
             }
         }
         end_well(&info);
+    }
+}
+
+/* Rows upside down, as BF16 where they are F32: what a pull of one call makes of the same boxes. */
+static void read_odd(fanin_path path, fanin_dtype dtype)
+{
+    fanin_pull_options options = make_options(FANIN_STEP_NEWEST, 0);
+    fanin_result_info info;
+    uint8_t **whole = calloc(world_lora_count, sizeof *whole);
+    options.dtype = dtype;
+    options.verify = true;
+    begin_world(3, CUT_STRIDED, path);
+    for (size_t i = 0; i < w.n_tensors; i++) {
+        const world_tensor *t = &w.tensors[i];
+        bool halves = dtype && t->dtype == FANIN_DTYPE_F32;
+        int64_t bytes = (int64_t)(halves ? world_bytes(t) / 2 : world_bytes(t));
+        int64_t unit = fanin_dtype_bits(halves ? dtype : t->dtype) / 8;
+        land.tensors[i].dtype = halves ? dtype : t->dtype;
+        if (t->n_dims != 2 || bytes == 0)
+            continue;
+        land.boxes[i].stride[1] = unit;
+        land.boxes[i].stride[0] = -bytes / (int64_t)t->shape[0];
+        land.boxes[i].address =
+            (uint8_t *)land.boxes[i].address + bytes + land.boxes[i].stride[0];
+    }
+    clear_land();
+    assert_ok(
+        fanin_client_pull(client, &options, land.tensors, w.n_tensors, NULL, &error),
+        error);
+    for (size_t i = 0; i < w.n_tensors; i++) {
+        whole[i] = malloc(world_bytes(&w.tensors[i]) + 1);
+        memcpy(whole[i], land.starts[i], world_bytes(&w.tensors[i]) + 1);
+    }
+    assert_ok(open_with(&options), error);
+    for (size_t i = 0; i < w.n_tensors; i += 2)
+        assert_ok(read_from(i, w.n_tensors - i < 2 ? 1 : 2), error);
+    end_well(&info);
+    for (size_t i = 0; i < w.n_tensors; i++) {
+        assert_memory_equal(land.starts[i], whole[i], world_bytes(&w.tensors[i]) + 1);
+        free(whole[i]);
+    }
+    free(whole);
+}
+
+static void test_odd_boxes(void **state)
+{
+    static const fanin_dtype dtypes[] = {0, FANIN_DTYPE_BF16};
+    for (size_t i = 0; i < 2; i++) {
+        read_odd(FANIN_PATH_STREAM, dtypes[i]);
+        if (world_has_cma())
+            read_odd(FANIN_PATH_CMA, dtypes[i]);
     }
 }
 
@@ -551,6 +606,7 @@ int main(void)
         CASE(test_read_again),
         CASE(test_nothing_read),
         CASE(test_other_cuts),
+        CASE(test_odd_boxes),
         CASE(test_verify),
         CASE(test_progress),
         CASE(test_stale_by_stream),
