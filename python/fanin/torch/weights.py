@@ -21,8 +21,8 @@ from fanin.torch._world import raise_first
 __all__ = ["WeightServer"]
 
 _REFRESH = (
-    "call refresh() on every rank, also on those where nothing has changed, and publish the step "
-    "again"
+    "call refresh() on every rank, also on those where nothing has changed, and publish the next "
+    "step"
 )
 
 
