@@ -4,6 +4,8 @@ what they put in place is what the loaders put in place."""
 
 from __future__ import annotations
 
+import math
+import runpy
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -179,6 +181,27 @@ def test_tied_embeddings_are_published_once(name: str, tmp_path: Path) -> None:
             assert all(torch.equal(found[key], expected[key]) for key in expected)
             tied = [leaf.own for m in mapping.modules for leaf in m.leaves if m.path == "lm_head"]
             assert tied in ([], ["tied to model.embed_tokens.weight"])
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "tensors"), [("qwen3-8b", 2, 399), ("qwen3-30b-a3b", 1, 18867)]
+)
+def test_real_sizes_without_memory(name: str, size: int, tensors: int, tmp_path: Path) -> None:
+    """What tests/gpu/record_mapping.py saves."""
+    script = Path(__file__).resolve().parents[1] / "gpu/record_mapping.py"
+    family = runpy.run_path(str(script))["MODELS"][name]
+    published = checkpoint(family.configuration())
+    assert len(published) == tensors
+    made = Engine(tmp_path, family, Layout(size))
+    with made.rank(size - 1, device="meta") as model:
+        mapping = reload.record_model(published, model, made.config).mapping()
+    assert mapping.unwanted == ()
+    taken = sum(math.prod(piece.extent) for _, _, s in mapping.sources() for piece in s.pieces)
+    whole = sum(math.prod(entry.shape) for entry in published)
+    alone = sum(math.prod(e.shape) for e in published if "norm" in e.name)  # on every rank
+    assert taken == (whole - alone) // size + alone
+    mapping.save(tmp_path / "mapping.json")
+    assert maps.load(tmp_path / "mapping.json") == mapping
 
 
 def test_another_tp_size_than_recorded_is_refused(engine: Any) -> None:
