@@ -16,7 +16,7 @@
 /* Lost paths that a forced path may cost before the pull gives up. */
 #define MAX_TRANSPORT_FAILURES 3
 /* Device memory of publications that are not pulled any more is unmapped after so long. Mapping it
-   again costs less than a millisecond. */
+   again costs an adapter less than a millisecond, and a model up to seconds. */
 #define KEEP_MAPPED_NS (UINT64_C(60) * 1000 * 1000 * 1000)
 
 /* ----------------------------------------------------------------- options */

@@ -1,13 +1,14 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
 """full_weights.py [--model NAME] [--layers N] [--divide N] [--ranks N] [--tp N] [--nccl]
-                   [--device cuda|cpu] [--pulls N] [--json FILE]
+                   [--device cuda|cpu] [--pulls N] [--parts N] [--json FILE]
 
 A whole model from trainer ranks, whose BF16 shards are cut by rows as FSDP2 does, into an engine's
 fused tensors (qkv_proj, gate_up_proj, w13, w2; --tp workers with their slices, all at once), by
 fanin's Python package. Beside it in the same run, alternated:
 
   copy  one peer copy of the bytes that cross between GPUs (with one GPU, or none: a copy of all)
+  session  with --parts, the same pull in so many reads, as an engine that installs layer by layer
   nccl  with --nccl, one rank a GPU: what a broadcasting engine does. full_tensor() on all ranks,
         packed into two buffers of 1 GiB and broadcast by rank 0, unpacked into the fused tensors
 
@@ -316,14 +317,24 @@ class Worker(Member):
                 part.name, view, shape=part.shape, offset=offset, writable=True
             )
 
-    def pull(self, fresh: bool = False) -> dict[str, Any]:
+    def _in_parts(self, parts: int) -> Any:
+        with self.client.begin("full:bench", self.packed, timeout=SLOWEST) as session:
+            step = -(-len(session) // parts)
+            for first in range(0, len(session), step):
+                session.read(first, min(step, len(session) - first))
+            return session.end()
+
+    def pull(self, fresh: bool = False, parts: int = 0) -> dict[str, Any]:
         if fresh and self.client is not None:
             self.client.close()
             self.client = None
         start = time.perf_counter()
         if self.client is None:
             self.client = self.fanin.Client(self.addresses)
-        result = self.client.pull_into("full:bench", self.packed, timeout=SLOWEST)
+        if parts:
+            result = self._in_parts(parts)
+        else:
+            result = self.client.pull_into("full:bench", self.packed, timeout=SLOWEST)
         seconds = time.perf_counter() - start
         phases = {key: 1e3 * getattr(result, key) for key in PHASES}
         return {"seconds": seconds, "bytes": result.bytes, "path": result.path, "phases": phases}
@@ -434,10 +445,15 @@ class Run:
         self.ask(self.workers, "poison")
         for turn in range(options.pulls + 1):
             if turn == 1:  # the first round warms up
-                for way in ("pull", "copy", "nccl"):
+                for way in ("pull", "copy", "nccl", "session"):
                     self.times.pop(way, None)
             if options.nccl:
                 self.time("nccl", "broadcast")
+                if turn == 0:
+                    self.check()
+                    self.ask(self.workers, "poison")
+            if options.parts:
+                self.time("session", "pull", parts=options.parts)
                 if turn == 0:
                     self.check()
                     self.ask(self.workers, "poison")
@@ -490,6 +506,7 @@ def main() -> int:
     parser.add_argument("--nccl", action="store_true")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--pulls", type=int, default=9)
+    parser.add_argument("--parts", type=int, default=0, help="reads of a session, 0: none")
     parser.add_argument("--json")
     options = parser.parse_args()
     if options.device == "cuda" and not torch.cuda.is_available():

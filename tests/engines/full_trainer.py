@@ -73,6 +73,14 @@ class FullTrainer(LiveTrainer):
         """Of the ranks, for whoever is to kill them at its own moment."""
         return [rank.process.pid for rank in self._world.ranks]
 
+    def refused(self, what: str, **fields: Any) -> list[dict[str, Any]]:
+        """What each rank's FaninError said of that command, which must fail on all."""
+        return [one["refused"] for one in self._world.do("refused", call=what, fields=fields)]
+
+    def do(self, what: str, **fields: Any) -> None:
+        """Any command of the ranks' (see below), on all."""
+        self._world.do(what, **fields)
+
     def kill_rank(self, rank: int) -> None:
         self._world.ranks[rank].kill()
 
@@ -136,6 +144,37 @@ class Trainer:
 
     def resume(self) -> None:
         self.server.resume()
+
+    def refresh(self) -> None:
+        self.server.refresh()
+
+    def refused(self, call: str, fields: dict[str, Any]) -> dict[str, Any]:
+        from fanin.errors import FaninError
+
+        try:
+            getattr(self, call)(**fields)
+        except FaninError as error:
+            told = {"type": type(error).__name__, "text": str(error), "key": error.key}
+            return {"refused": told}
+        raise AssertionError(f"{call} was not refused")
+
+    def publish_between(self, step: int) -> None:
+        """Between forward and backward, when FSDP2 shows whole parameters in place of its own."""
+        import torch
+
+        tokens = torch.arange(3, 19).reshape(1, 16)
+        loss = self.model(input_ids=tokens, labels=tokens).loss
+        try:
+            self.server.publish(step)
+        finally:
+            loss.backward()
+            self.optimizer.zero_grad()
+
+    def convert(self, dtype: str) -> None:
+        import torch
+
+        self.model.to(getattr(torch, dtype))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.02)
 
     def write_outside(self) -> None:
         import torch

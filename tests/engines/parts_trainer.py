@@ -42,6 +42,11 @@ def stages(model: Any, rank: int, size: int) -> Made:
     return model, {}
 
 
+def replicas(model: Any, rank: int, size: int) -> Made:
+    """Every rank has all of it."""
+    return torch.compile(torch.nn.parallel.DistributedDataParallel(model)), {}
+
+
 def local_experts(model: Any, rank: int, size: int) -> Made:
     """Expert parallelism by plain tensors: each rank has some experts, and all of the rest."""
     first = 0
@@ -154,6 +159,7 @@ def megatron_parts(model: Any, rank: int, size: int) -> Made:
 
 
 KINDS = {
+    "ddp": replicas,
     "pp": stages,
     "ep": local_experts,
     "ep+fsdp": sharded_experts,
@@ -187,17 +193,28 @@ class Trainer:
 
     # ------------------------------------------------------------------ commands
 
-    def make(self, model: str, kind: str, **server: Any) -> list[str]:
-        """This rank's part, and step 0 of it; the addresses of all ranks."""
+    def make(
+        self, model: str, kind: str, ranks: list[int] | None = None, **server: Any
+    ) -> list[str]:
+        """This rank's part, and step 0 of it; the addresses of all ranks.
+
+        ranks: only these make up the trainer; on others nothing is made.
+        """
         if self.server is not None:
             self.server.close()
+        rank, size = self.rank, self.size
+        if ranks is not None:
+            server["group"] = dist.new_group(ranks)
+            if self.rank not in ranks:
+                return []
+            rank, size = ranks.index(self.rank), len(ranks)
         whole = AutoModelForCausalLM.from_pretrained(model, dtype="auto")
-        self.model, told = KINDS[kind](whole, self.rank, self.size)
+        self.model, told = KINDS[kind](whole, rank, size)
         self.told = told | server
         self.server = WeightServer(self.model, base_port=self.base_port, use_ucx=False, **self.told)
         self.number = 0
         self.server.publish(0)
-        dist.barrier()
+        dist.barrier(server.get("group"))
         return self.server.addresses
 
     def step(self) -> None:

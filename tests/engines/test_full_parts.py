@@ -71,10 +71,16 @@ def check(ranks: World, addresses: list[str], whole: dict[str, torch.Tensor]) ->
         assert "config" in engine.client.metadata("full:0")
 
 
-@pytest.mark.parametrize(
-    "kind, model",
-    [("pp", "qwen3"), ("pp", "qwen3-moe"), ("ep", "qwen3-moe"), ("megatron", "qwen3")],
-)
+PARTS = [
+    ("pp", "qwen3"),
+    ("pp", "qwen3-moe"),
+    ("ep", "qwen3-moe"),
+    ("megatron", "qwen3"),
+    ("ddp", "qwen3"),
+]
+
+
+@pytest.mark.parametrize("kind, model", PARTS)
 @pytest.mark.parametrize("snapshot", [False, True])
 def test_parts_make_the_checkpoint(
     two: World, models: dict[str, Path], kind: str, model: str, snapshot: bool
@@ -83,10 +89,18 @@ def test_parts_make_the_checkpoint(
     check(two, good(made), saved(models[model]))
 
 
-def test_experts_as_dtensors_under_fsdp(models: dict[str, Path], tmp_path: Path) -> None:
+def test_experts_as_dtensors_under_fsdp_and_a_group_of_some_ranks(
+    models: dict[str, Path], tmp_path: Path
+) -> None:
     with world(4, tmp_path) as ranks:
         made = ranks.do("make", model=str(models["qwen3-moe"]), kind="ep+fsdp")
         check(ranks, good(made), saved(models["qwen3-moe"]))
+        # Two of them are a trainer of its own: ranks 0 and 1 of their group.
+        made = ranks.do("make", model=str(models["qwen3"]), kind="pp", ranks=[2, 3])
+        assert [len(one["result"]) for one in made] == [0, 0, 2, 2], made
+        with Engine(made[2]["result"]) as engine:
+            assert engine.pull() == 0
+            same(engine.tensors, saved(models["qwen3"]))
 
 
 # --------------------------------------------------------------------------- ranks that differ

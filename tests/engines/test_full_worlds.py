@@ -15,6 +15,7 @@ from typing import Any
 import fanin
 import pytest
 import torch
+from fanin.errors import PausedError
 from full_models import save_full_model
 from full_trainer import FullTrainer
 from safetensors.torch import load_file
@@ -115,3 +116,56 @@ def test_every_step_is_what_torch_gathers(case: Case, tmp_path: Path) -> None:
     assert {k: v for k, v in config.items() if k in written} == {
         k: v for k, v in written.items() if k in config
     }
+
+
+def test_what_may_happen_to_a_trainer(tmp_path: Path) -> None:
+    """In one world: mistakes that are told, pauses, other dtypes, a rank behind, a dead one."""
+    model = save_full_model(tmp_path / "model", "qwen3", tied=True)
+    with FullTrainer(model, tmp_path / "run", world_size=2, run="7") as trainer:
+        trainer.wait_ready()
+        with Engine(trainer.addresses, "full:7") as engine:
+            assert engine.pull() == 0
+            for error in trainer.refused("publish_between", step=1):
+                assert error["type"] == "StateError"
+                assert "FSDP's temporary unsharded buffer" in error["text"]
+            assert engine.pull() == 0  # as it was
+
+            trainer.write_outside()
+            for error in trainer.refused("publish", step=1):
+                assert "was written outside of updating()" in error["text"]
+            with pytest.raises(fanin.FaninError):
+                engine.pull(timeout=0.5)
+            trainer.publish(1)
+            gathered(trainer, engine, tmp_path / "after-write")
+
+            trainer.pause()
+            with pytest.raises(PausedError):
+                engine.pull(timeout=10)
+            trainer.resume()
+            assert engine.pull() == 1
+
+            trainer.step()
+            gathered(trainer, engine, tmp_path / "after-step")
+            trainer.do("convert", dtype="float32")
+            for error in trainer.refused("publish", step=3):
+                assert "is F32" in error["text"] and "and was BF16" in error["text"]
+            trainer.do("refresh")
+            trainer.publish(3)
+            engine.tensors.clear()
+            gathered(trainer, engine, tmp_path / "after-convert")
+
+            trainer.step_on(1)  # rank 0 stays behind
+            with pytest.raises(fanin.FaninError) as caught:
+                engine.pull(step=4, timeout=1)
+            assert caught.value.rank == 0
+            trainer.kill_rank(0)
+            with pytest.raises(fanin.FaninError) as caught:
+                engine.pull(step=4, timeout=10)
+            assert caught.value.rank == 0
+
+
+def gathered(trainer: FullTrainer, engine: Engine, directory: Path) -> None:
+    """What is pulled is what torch gathers now."""
+    engine.pull(step=trainer.published)
+    trainer.gather(directory)
+    same(engine.tensors, saved(directory))

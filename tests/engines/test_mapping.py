@@ -596,6 +596,42 @@ def test_a_lying_file_is_refused(
         maps.load(file)
 
 
+def test_a_file_of_any_content_is_read_or_refused(tmp_path: Path) -> None:
+    """Every value of a good file exchanged for another one: nothing else than a refusal, and no box
+    outside of its tensor."""
+    mapping = recorded(Fused()).mapping()
+    mapping.save(tmp_path / "good.json")
+    good = json.loads((tmp_path / "good.json").read_text())
+
+    def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+        yield path
+        if isinstance(value, (dict, list)):
+            steps = value if isinstance(value, dict) else range(len(value))
+            for step in steps:
+                yield from places(value[step], (*path, step))
+
+    others = [None, True, -1, 0, 1, 7, 1 << 61, 1 << 80, 0.5, "", "F32", [], [0], [1, 1], {}]
+    read = refused = 0
+    for path in list(places(good))[1:]:
+        for other in others:
+            document = json.loads(json.dumps(good))
+            altered(path, other)(document)
+            (tmp_path / "other.json").write_text(json.dumps(document))
+            try:
+                found = maps.load(tmp_path / "other.json")
+            except fanin.RequestError as error:
+                assert "other.json" in str(error)
+                refused += 1
+            else:
+                read += 1
+                for _, leaf, source in found.sources():
+                    room = sum((n - 1) * s for n, s in zip(leaf.shape, leaf.stride, strict=True))
+                    for piece in source.pieces:
+                        reach = zip(piece.extent, piece.stride, strict=True)
+                        assert piece.at + sum((n - 1) * s for n, s in reach) <= room
+    assert read > 20 and refused > 500
+
+
 @pytest.mark.parametrize("text", ["", "[]", "{", "{}", "\xff", '{"format": "fanin-mapping/1"}'])
 def test_what_is_no_mapping_is_refused(tmp_path: Path, text: str) -> None:
     file = tmp_path / "rank0.json"

@@ -456,12 +456,37 @@ static int choose(void)
     return PASSED;
 }
 
+/* A session maps when it begins; a pull after it finds that done. */
+static int prepare(void)
+{
+    static fanin_tensor tensors[SHARDS];
+    static fanin_box boxes[SHARDS];
+    static char names[SHARDS][16];
+    const fanin_pull_options options = make_options(FANIN_STEP_NEWEST, 0);
+    fanin_session *session = NULL;
+    fake_cuda_counts before, after;
+    worker w = {.device = 1};
+    CHECK(join(&w) == PASSED);
+    describe(tensors, boxes, names, w.memory);
+    CHECK(fanin_client_begin(w.client, &options, tensors, SHARDS, &session, &failure) ==
+          FANIN_OK);
+    fanin_session_abandon(&session);
+    CHECK(open_mappings() == 2);
+    fake_cuda_count(&before);
+    CHECK(pull(&w) == FANIN_OK && w.path == FANIN_PATH_CUDA_IPC && is_right(&w));
+    fake_cuda_count(&after);
+    CHECK(after.opens == before.opens);
+    return end(&w);
+}
+
 static void test_what_is_read_is_mapped(void **state)
 {
     trainer t;
     start(&t);
     assert_int_equal(ask(&t, SPLIT), 0);
     started w = start_worker(&t, choose);
+    assert_int_equal(finish(&w), PASSED);
+    w = start_worker(&t, prepare);
     assert_int_equal(finish(&w), PASSED);
     stop(&t);
 }

@@ -228,6 +228,22 @@ static void test_snapshot_committed_meanwhile(void **state)
     assert_int_equal(info.step, 1);
 }
 
+/* ... until the arena is needed again: the commit after the next waits for the lease time, no longer. */
+static void test_snapshot_overtaken(void **state)
+{
+    w.snapshots = true;
+    w.lease_ms = 1;
+    world_begin(&w, 2, CUT_CHUNK0, 1);
+    client = world_client(&w, FANIN_PATH_STREAM);
+    make_land();
+    open_session();
+    read_all(1);
+    world_commit(&w, 2);
+    world_commit(&w, 3);
+    assert_int_equal(fanin_session_end(&session, NULL, &error), FANIN_ERR_STALE);
+    expect_session(3, FANIN_PATH_STREAM);
+}
+
 static void test_read_again(void **state)
 {
     fanin_result_info info;
@@ -603,6 +619,7 @@ int main(void)
         CASE(test_tcp),
         CASE(test_snapshots),
         CASE(test_snapshot_committed_meanwhile),
+        CASE(test_snapshot_overtaken),
         CASE(test_read_again),
         CASE(test_nothing_read),
         CASE(test_other_cuts),

@@ -128,6 +128,21 @@ def test_coverage_of_blocks() -> None:
     assert coverage((0, 6), []) == (0, 0, None, None)
 
 
+def test_padding_may_be_covered_and_need_not_be() -> None:
+    block, rest = Block((0,), (6,)), Block((6,), (4,))
+    assert coverage((10,), [block], [rest]) == (0, 0, None, None)
+    assert coverage((10,), [block], [Block((0,), (10,))]) == (0, 0, None, None)
+    assert coverage((10,), [block], [Block((5,), (4,))]) == (1, 0, Block((9,), (1,)), None)
+    assert coverage((10,), [block, block], [Block((0,), (10,))]).twice == 6
+
+
+def test_a_huge_grid_is_left_at_the_first_fault() -> None:
+    # 4 dimensions with 600 edges each: the whole grid has 10^11 cells.
+    corners = [Block((i,) * 4, (1,) * 4) for i in range(1, 600)]
+    found = coverage((1000,) * 4, corners, first=True)
+    assert found.unfilled and found.first_unfilled == Block((0,) * 4, (1,) * 4)
+
+
 def test_coverage_against_every_element_counted() -> None:
     generator = random.Random(5)
     for _ in range(500):

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import threading
 from collections.abc import Iterator
 
@@ -205,6 +206,23 @@ def test_a_child_has_no_part_in_it(client: fanin.Client, got: dict[str, np.ndarr
         session.read()
         session.end()
     assert_step(got, 1)
+
+
+def test_a_stopped_rank_is_named(got: dict[str, np.ndarray]) -> None:
+    world = local_world.Processes(use_ucx=False)
+    try:
+        world.publish(1)
+        with fanin.Client(world.addresses, use_ucx=False, lost=0.5) as client:
+            session = client.begin(0, got, timeout=local_world.PATIENCE)
+            os.kill(world.processes[1].pid or 0, signal.SIGSTOP)
+            with pytest.raises(fanin.ConnectionFailedError) as caught:
+                session.read()
+            assert caught.value.rank == 1 and "silent" in caught.value.message
+            with pytest.raises(fanin.ConnectionFailedError, match="rank 1"):
+                session.end()
+    finally:
+        os.kill(world.processes[1].pid or 0, signal.SIGCONT)
+        assert world.close() == [0, 0, 0]
 
 
 def test_threads_may_take_turns(client: fanin.Client, got: dict[str, np.ndarray]) -> None:

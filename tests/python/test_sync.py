@@ -105,6 +105,22 @@ def test_an_engine_that_was_started_again_is_told_anew(stack: ExitStack) -> None
     assert not result.results[engines[1].url].initialised
 
 
+def test_an_engine_that_has_forgotten_the_trainer_is_told_anew(stack: ExitStack) -> None:
+    """Another driver's init has failed there: its version is what it was."""
+    (engine,) = fleet(stack, 1)
+    registry = registry_of(engine)
+    registry.sync(1)
+    engine.initialised = None
+    result = registry.sync(2)
+    assert result.results[engine.url].initialised and engine.count(INIT) == 2
+    assert engine.model == "weights of step 2"
+    # One that refuses to start for another reason is not asked for ever.
+    engine.refuse("/start_weight_update", 500, "no")
+    with pytest.raises(SyncError):
+        registry.sync(3)
+    assert engine.count(INIT) == 3 and engine.count("/start_weight_update") == 5
+
+
 def test_all_at_once(stack: ExitStack) -> None:
     engines = fleet(stack, 4)
     everybody = threading.Barrier(4)

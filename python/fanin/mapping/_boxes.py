@@ -199,43 +199,63 @@ class Coverage(NamedTuple):
     first_twice: Block | None
 
 
-def coverage(shape: Sequence[int], blocks: Sequence[Block]) -> Coverage:
+def coverage(
+    shape: Sequence[int],
+    blocks: Sequence[Block],
+    padding: Sequence[Block] = (),
+    *,
+    first: bool = False,
+) -> Coverage:
     """Whether *blocks* cover a tensor of *shape*, each element once.
 
     Works on the grid of the blocks' edges: its cost grows with the blocks, not with the elements.
+
+    :param padding: blocks that may be covered as well, and need not be.
+    :param first: only as far as the first elements that are wrong: for blocks that nobody vouches
+        for, whose grid may be huge.
     """
     whole = tuple(shape) or (1,)
-    boxes = [Block(b.offset or (0,), b.extent or (1,)) for b in blocks]
+    boxes, free = (
+        [Block(b.offset or (0,), b.extent or (1,)) for b in some] for some in (blocks, padding)
+    )
     total = Coverage(0, 0, None, None)
-    for part in _painted(whole, boxes):
+    for part in _painted(Block((0,) * len(whole), whole), boxes, free):
         total = Coverage(
             total.unfilled + part.unfilled,
             total.twice + part.twice,
             total.first_unfilled or part.first_unfilled,
             total.first_twice or part.first_twice,
         )
+        if first and (total.unfilled or total.twice):
+            break
     return total
 
 
-def _painted(
-    shape: tuple[int, ...], blocks: list[Block], low: int = 0, high: int | None = None
-) -> Iterator[Coverage]:
-    """The coverage of slabs of the first dimension, each small enough to be painted."""
-    high = shape[0] if high is None else high
-    inside = [b for b in blocks if b.offset[0] < high and b.offset[0] + b.extent[0] > low]
-    edges = [sorted({low, high, *_edges(inside, 0, low, high)})]
-    edges += [
-        sorted({0, size, *_edges(inside, i, 0, size)}) for i, size in enumerate(shape) if i > 0
-    ]
-    cells = 1
-    for line in edges:
-        cells *= max(len(line) - 1, 1)
-    if cells > _CELLS and len(edges[0]) > 2:
-        middle = edges[0][len(edges[0]) // 2]
-        yield from _painted(shape, inside, low, middle)
-        yield from _painted(shape, inside, middle, high)
-    elif cells:
-        yield _paint(edges, inside)
+def _painted(whole: Block, blocks: Sequence[Block], padding: Sequence[Block]) -> Iterator[Coverage]:
+    """The coverage of parts of a block, each small enough to be painted."""
+    bounds = [(low, low + length) for low, length in zip(*whole, strict=True)]
+    inside, free = ([b for b in some if _meets(b, bounds)] for some in (blocks, padding))
+    both = inside + free
+    edges = [sorted({*bound, *_edges(both, i, *bound)}) for i, bound in enumerate(bounds)]
+    cells = math.prod(len(line) - 1 for line in edges)
+    if cells <= _CELLS:
+        if cells:
+            yield _paint(edges, inside, free)
+        return
+    longest = max(range(len(edges)), key=lambda i: len(edges[i]))
+    low, high = bounds[longest]
+    middle = edges[longest][len(edges[longest]) // 2]
+    for start, end in ((low, middle), (middle, high)):
+        offset, extent = list(whole.offset), list(whole.extent)
+        offset[longest], extent[longest] = start, end - start
+        yield from _painted(Block(tuple(offset), tuple(extent)), inside, free)
+
+
+def _meets(block: Block, bounds: Sequence[tuple[int, int]]) -> bool:
+    return all(
+        begin < high and begin + length > low
+        for begin, length, (low, high) in zip(block.offset, block.extent, bounds, strict=True)
+    )
 
 
 def _edges(blocks: Sequence[Block], index: int, low: int, high: int) -> Iterator[int]:
@@ -245,22 +265,33 @@ def _edges(blocks: Sequence[Block], index: int, low: int, high: int) -> Iterator
         yield min(max(begin + block.extent[index], low), high)
 
 
-def _paint(edges: list[list[int]], blocks: Sequence[Block]) -> Coverage:
-    index = [{edge: i for i, edge in enumerate(line)} for line in edges]
+def _paint(edges: list[list[int]], blocks: Sequence[Block], padding: Sequence[Block]) -> Coverage:
     steps = packed_strides([len(line) - 1 for line in edges])
+    index = [
+        {edge: i * step for i, edge in enumerate(line)}
+        for line, step in zip(edges, steps, strict=True)
+    ]
     count = bytearray(steps[0] * (len(edges[0]) - 1))
     for block in blocks:
-        lines = [
-            range(
-                place[max(begin, line[0])] * step, place[min(begin + length, line[-1])] * step, step
-            )
-            for line, place, step, begin, length in zip(
-                edges, index, steps, block.offset, block.extent, strict=True
-            )
-        ]
-        for cell in map(sum, product(*lines)):
+        for cell in _cells(edges, index, steps, block):
             count[cell] = min(count[cell] + 1, 2)
+    for block in padding:
+        for cell in _cells(edges, index, steps, block):
+            count[cell] = count[cell] or 1
     return _counted(edges, count)
+
+
+def _cells(
+    edges: list[list[int]], index: list[dict[int, int]], steps: Sequence[int], block: Block
+) -> Iterator[int]:
+    """The cells of a grid that a block has."""
+    lines = [
+        range(place[max(begin, line[0])], place[min(begin + length, line[-1])], step)
+        for line, place, step, begin, length in zip(
+            edges, index, steps, block.offset, block.extent, strict=True
+        )
+    ]
+    return map(sum, product(*lines))
 
 
 def _counted(edges: list[list[int]], count: bytearray) -> Coverage:

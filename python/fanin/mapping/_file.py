@@ -291,11 +291,9 @@ class _Field:
             )
         except TooManyBoxesError as error:
             self.wrong(f"is too ragged: {error}")
-        found = coverage(memory.shape, blocks)
+        found = coverage(memory.shape, blocks, padding, first=True)
         if found.first_twice is not None:
             self.wrong(f"fills element {memory.place(found.first_twice)} twice")
-        if padding:
-            found = coverage(memory.shape, blocks + padding)
         if found.first_unfilled is not None:
             self.wrong(f"does not fill element {memory.place(found.first_unfilled)}")
 

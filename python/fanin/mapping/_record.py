@@ -342,7 +342,8 @@ class _Checker:
             return ""
         self._check_arrival(index)
         self._check_fills(index)
-        found = _boxes.coverage(memory.shape, into.blocks)
+        padding = [block for _, blocks, _ in into.fills for block in blocks]
+        found = _boxes.coverage(memory.shape, into.blocks, padding)
         if found.twice:
             both = _names_at(found.first_twice, into)
             self._refuse(
@@ -351,9 +352,6 @@ class _Checker:
                 f"{found.twice} of {target.tensor.numel()} elements are filled twice, the first at "
                 f"{self._where(index, found.first_twice)} by {' and '.join(map(repr, both))}",
             )
-        if found.unfilled and into.fills:
-            padding = [block for _, blocks, _ in into.fills for block in blocks]
-            found = _boxes.coverage(memory.shape, into.blocks + padding)
         if found.unfilled:
             self._refuse(
                 index,

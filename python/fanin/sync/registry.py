@@ -18,6 +18,7 @@ from fanin.errors import (
     PullTimeoutError,
     RequestError,
     StateError,
+    UnreachableError,
 )
 from fanin.info import Target, TrainerInfo, addresses_of, is_path
 from fanin.names import check_run, check_step
@@ -434,6 +435,8 @@ class Registry:
         except BaseException as caught:  # a bug must not look like an engine that hangs
             error = caught
         with self._changed:
+            if error is not None and flight.phase in ("init", "start", "update", "finish"):
+                flight.record.told = None  # whatever it was, the next sync tells it again
             if flight.result is None and error is not None:
                 flight.result = _failure(flight, error)
                 _log.warning("%s", flight.result.error)
@@ -511,6 +514,32 @@ class Registry:
         whole = not record.dirty and not record.open and bool(plan.world)
         return whole and known == wanted and flight.seen == plan.version
 
+    def _tell(self, flight: _Flight, driver: Driver) -> None:
+        record, plan = flight.record, flight.plan
+        record.told = None
+        self._phase(flight, "init", lambda: driver.init(plan.info, plan.deadline))
+        record.told = plan.info
+        flight.initialised = True
+
+    def _start(self, flight: _Flight, driver: Driver) -> None:
+        record, plan = flight.record, flight.plan
+        may_be_open, record.open = record.open, True
+
+        def start() -> None:
+            driver.start(may_be_open, plan.deadline)
+
+        try:
+            self._phase(flight, "start", start)
+        except (UnreachableError, PullTimeoutError):
+            raise
+        except FaninError as error:
+            if flight.initialised:
+                raise
+            # It may have lost what it was told: started again, or told of another trainer.
+            _log.info("%s; it is told anew where the trainer is", error)
+            self._tell(flight, driver)
+            self._phase(flight, "start", start)
+
     def _update(self, flight: _Flight, driver: Driver) -> None:
         record, plan = flight.record, flight.plan
         # A version that nobody gave it here: the engine was started again, or somebody else's.
@@ -518,12 +547,8 @@ class Registry:
         record.paused = True  # unless it says that it is not, it may be
         self._phase(flight, "pause", lambda: driver.pause(plan.options, plan.deadline))
         if strange or record.dirty or record.told != plan.info:
-            record.told = None
-            self._phase(flight, "init", lambda: driver.init(plan.info, plan.deadline))
-            record.told = plan.info
-            flight.initialised = True
-        may_be_open, record.open = record.open, True
-        self._phase(flight, "start", lambda: driver.start(may_be_open, plan.deadline))
+            self._tell(flight, driver)
+        self._start(flight, driver)
         record.dirty, record.step, record.version = True, None, None
         flight.bytes = self._phase(
             flight, "update", lambda: driver.update(plan.info, plan.step, plan.deadline)
