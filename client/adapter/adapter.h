@@ -85,7 +85,8 @@ fanin_status adapter_check_size(const adapter *a, uint64_t max_bytes,
     Kept between attempts of one pull. */
 fanin_status adapter_map(adapter *a, uint8_t **base_out, fanin_error *error);
 /** Bytes [offset, offset+length) of the range are about to be written: makes their space. Not asked,
-    a full disk would be SIGBUS. FANIN_ERR_IO, FANIN_ERR_MEMORY. Thread: the pulling one. */
+    a full disk would be SIGBUS. FANIN_ERR_IO, FANIN_ERR_MEMORY; of many bytes also FANIN_ERR_TIMEOUT,
+    FANIN_ERR_CANCELLED. Thread: the pulling one. */
 fanin_status adapter_need(adapter *a, uint64_t offset, uint64_t length,
                           fanin_error *error);
 /** Whether CUDA's copy engine may write what is mapped. */

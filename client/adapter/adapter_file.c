@@ -137,8 +137,19 @@ static fanin_status allocate(adapter *a, fanin_error *error)
 fanin_status adapter_need(adapter *a, uint64_t offset, uint64_t length,
                           fanin_error *error)
 {
-    int reason = a->pages ? file_pages_need(a->pages, offset, length) : 0;
-    return reason == 0 ? FANIN_OK : no_space(a, reason, error);
+    while (a->pages && length > 0) {
+        uint64_t step = length < ALLOCATE_STEP ? length : ALLOCATE_STEP;
+        int reason = file_pages_need(a->pages, offset, step);
+        if (reason != 0)
+            return no_space(a, reason, error);
+        offset += step;
+        length -= step;
+        fanin_status status =
+            length > 0 ? adapter_may_go_on(a, "allocating", error) : FANIN_OK;
+        if (status != FANIN_OK)
+            return status;
+    }
+    return FANIN_OK;
 }
 
 /* @p at: where in the reserved range, NULL: anywhere. */

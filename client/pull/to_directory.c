@@ -175,7 +175,7 @@ fanin_status fanin_client_pull_adapter(fanin_client *client,
                                        fanin_error *error)
 {
     fanin_pull_options checked;
-    deadline at;
+    deadline at = 0;
     adapter_destination a = {.adapter = NULL};
     fanin_status status =
         open_place(client, options, false, directory, &checked, &at, &a.adapter, error);
@@ -191,7 +191,7 @@ fanin_status fanin_client_pull_model(fanin_client *client,
                                      fanin_error *error)
 {
     fanin_pull_options checked;
-    deadline at;
+    deadline at = 0;
     adapter_destination a = {.adapter = NULL};
     fanin_status status =
         open_place(client, options, true, directory, &checked, &at, &a.adapter, error);

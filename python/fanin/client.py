@@ -292,7 +292,7 @@ class Client(ClosableHandle):
         *,
         step: int | None = None,
         at_least: int | None = None,
-        timeout: float = 60.0,
+        timeout: float = 3600.0,
         max_attempts: int = 0,
         dtype: str | None = None,
         max_file_bytes: int | None = None,
@@ -310,6 +310,7 @@ class Client(ClosableHandle):
         the same world in the same files, as with :meth:`pull_adapter`.
 
         :param run: ``"full:0"``; ``0`` and ``"0"`` are ``"full:0"`` too.
+        :param timeout: seconds, for the whole call: an hour.
         :param max_file_bytes: of tensors in one file, ``save_pretrained()``'s *max_shard_size*; a
             larger tensor gets a file of its own; None: 5 GB.
         :param trust_config: keep auto_map and custom_pipelines of the trainer's config.json, which

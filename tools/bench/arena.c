@@ -143,7 +143,7 @@ fanin_status arena_make(fanin_client *client, const char *publication,
                         arena_layout_fn layout, void *cookie, arena *out,
                         fanin_error *error)
 {
-    engine_layout l;
+    engine_layout l = {.boxes = NULL};
     *out = (arena){.device = device, .half = half};
     fanin_status status = fanin_client_catalog(client, publication, NULL, timeout_ms,
                                                on_entry, out, error);

@@ -123,6 +123,7 @@ static int start_ranks(bench *b)
     rank_options *o = &b->rank_options;
     o->runs = b->line.run != NULL ? &b->line.run : runs;
     o->n_runs = 1;
+    b->trainer.source.full |= b->layout != NULL || b->mappings != NULL;
     int code = trainer_runs_resolve(b->self, &b->trainer, o);
     code = code != 0
                ? code
@@ -437,24 +438,23 @@ const command cmd_bench = {
     .name = "bench",
     .arguments = "[TARGET] [RUN] [OPTION...]",
     .summary = "measure pulls by phase, beside what the machine can do",
-    .help =
-        "Examples:\n"
-        "  nixl-fetch bench --adapter-shape dense --world-size 8 --path stream\n"
-        "  nixl-fetch bench --model qwen3-30b-a3b --r 16 --dest /dev/shm "
-        "--iterations 5\n"
-        "  nixl-fetch bench 10.0.0.1:6000 --world-size 8 --run 0 --json\n"
-        "  nixl-fetch bench --adapter-shape moe --device 0,1 --dest device:1 "
-        "--snapshot\n"
-        "  nixl-fetch bench --model qwen3-30b-a3b --full --shrink 8 --layout tp2,ep2 "
-        "--workers 2\n"
-        "\n"
-        "Without TARGET it starts ranks of its own. Figures are medians; 'fixed' "
-        "is the\n"
-        "pull's time less that from the first read posted to the last byte in "
-        "place. The\n"
-        "limits are raw process_vm_readv of the same shards in pieces of 1 MiB "
-        "into the\n"
-        "same memory, and memcpy; of devices, copies of as many bytes in one "
-        "piece.",
+    .help = "Examples:\n"
+            "  nixl-fetch bench --adapter-shape dense --world-size 8 --path stream\n"
+            "  nixl-fetch bench --model qwen3-30b-a3b --r 16 --dest /dev/shm "
+            "--iterations 5\n"
+            "  nixl-fetch bench 10.0.0.1:6000 --world-size 8 --run 0 --json\n"
+            "  nixl-fetch bench --adapter-shape moe --device 0,1 --dest device:1 "
+            "--snapshot\n"
+            "  nixl-fetch bench --model qwen3-30b-a3b --shrink 8 --layout tp2,ep2 "
+            "--workers 2\n"
+            "\n"
+            "Without TARGET it starts ranks of its own. Figures are medians; 'fixed' "
+            "is the\n"
+            "pull's time less that from the first read posted to the last byte in "
+            "place. The\n"
+            "limits are raw process_vm_readv of the same shards in pieces of 1 MiB "
+            "into the\n"
+            "same memory, and memcpy; of devices, copies of as many bytes in one "
+            "piece.",
     .run = run,
 };

@@ -164,6 +164,7 @@ static int pull_directory(session *s, const invocation *line, void *cookie)
 {
     pull_options *o = cookie;
     int code = check_usage(s, line, o);
+    session_be_patient(s, line);
     code = code != 0 ? code : session_reach(s);
     if (code == 0 && o->prove) {
         code = demand_pattern(s, &o->pattern);

@@ -460,6 +460,7 @@ static int verify_directory(verifier *v, const invocation *line)
                              "%s holds %s, not %s", v->directory, v->publication,
                              s->publication);
     }
+    session_be_patient(s, line);
     return code != 0 ? code : verify(v);
 }
 

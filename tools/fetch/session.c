@@ -101,6 +101,16 @@ static void demand(session *s, const connect_options *connect,
     s->demanding = connect->server_name != NULL || connect->world_id != NULL;
 }
 
+void session_be_patient(session *s, const invocation *line)
+{
+    enum { HOUR_MS = 3600000 };
+    const char *environment = getenv("NIXL_FETCH_TIMEOUT");
+    if (options_is_model(s->publication) && !line->common.timeout_given &&
+        (environment == NULL || environment[0] == '\0')) {
+        s->end_ns = progress_in_ms(HOUR_MS);
+    }
+}
+
 int session_choose_run(session *s, const char *run)
 {
     if (run == NULL) {

@@ -62,6 +62,10 @@ const char *session_default_target(void);
 int session_open(session *s, const command *self, const invocation *line,
                  const char *target_text, const char *run);
 
+/** A whole model takes its time: with neither --timeout nor NIXL_FETCH_TIMEOUT a command about one has
+    an hour from now on. */
+void session_be_patient(session *s, const invocation *line);
+
 /** Chooses another run. 0, or the exit status after a message. */
 int session_choose_run(session *s, const char *run);
 
