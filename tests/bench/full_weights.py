@@ -7,6 +7,7 @@ A whole model from trainer ranks, whose BF16 shards are cut by rows as FSDP2 doe
 fused tensors (qkv_proj, gate_up_proj, w13, w2; --tp workers with their slices, all at once), by
 fanin's Python package. Beside it in the same run, alternated:
 
+  alone with --tp, the first worker's pull while the others rest
   copy  one peer copy of the bytes that cross between GPUs (with one GPU, or none: a copy of all)
   session  with --parts, the same pull in so many reads, as an engine that installs layer by layer
   nccl  with --nccl, one rank a GPU: what a broadcasting engine does. full_tensor() on all ranks,
@@ -445,7 +446,7 @@ class Run:
         self.ask(self.workers, "poison")
         for turn in range(options.pulls + 1):
             if turn == 1:  # the first round warms up
-                for way in ("pull", "copy", "nccl", "session"):
+                for way in ("pull", "alone", "copy", "nccl", "session"):
                     self.times.pop(way, None)
             if options.nccl:
                 self.time("nccl", "broadcast")
@@ -458,6 +459,9 @@ class Run:
                     self.check()
                     self.ask(self.workers, "poison")
             answers = self.time("pull", "pull")
+            if options.tp > 1:
+                alone = self.ask(self.workers[:1], "pull")
+                self.times.setdefault("alone", []).append(alone[0]["seconds"])
             self.time("copy", "copy", crossing=crossing)
         self.check()
         return {"path": answers[0]["path"], "bytes": answers[0]["bytes"], "crossing": crossing,
