@@ -157,9 +157,13 @@ static fanin_status make_tables(builder *b, gpu *g, fanin_error *error)
     device_plan *d = b->d;
     copy_list gather = {.stop = b->from->stop};
     fanin_status status = add_sources(b, error);
-    for (size_t i = 0; i < d->n_parts && status == FANIN_OK; i++)
+    for (size_t i = 0; i < d->n_parts && status == FANIN_OK; i++) {
         status = gpu_table_create(g, d->parts[i].device, b->lists[i].entries,
                                   b->lists[i].n, d->n_bases, &d->parts[i].table, error);
+        /* Entries lie rank by rank: one GPU's link would rest while another's memory is read. */
+        if (status == FANIN_OK)
+            gpu_table_take_in_turns(d->parts[i].table, (uint32_t)d->n_sources);
+    }
     if (status == FANIN_OK && b->host.n > 0) {
         d->gather_device = b->from->gather_device;
         if (d->gather_device < 0)

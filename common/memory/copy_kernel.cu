@@ -337,12 +337,17 @@ extern "C" __global__ void __launch_bounds__(COPY_KERNEL_THREADS, 4)
     fanin_copy_units(const copy_parameters parameters)
 {
     const uint32_t lane = threadIdx.x % LANES;
-    const uint64_t shares = parameters.count * parameters.parts;
+    const uint64_t shares =
+        copy_turns(parameters.count, parameters.ways) * parameters.parts;
     const uint64_t warps = static_cast<uint64_t>(gridDim.x) * COPY_KERNEL_WARPS;
     uint64_t share =
         static_cast<uint64_t>(blockIdx.x) * COPY_KERNEL_WARPS + threadIdx.x / LANES;
     for (; share < shares; share += warps) {
-        const copy_entry e = parameters.entries[share / parameters.parts];
+        const uint64_t at =
+            copy_entry_of(share / parameters.parts, parameters.count, parameters.ways);
+        if (at >= parameters.count)
+            continue;
+        const copy_entry e = parameters.entries[at];
         const uint64_t base = parameters.bases ? parameters.bases[e.base] : 0;
         work w = {
             reinterpret_cast<const char *>(base + e.from + parameters.from_add),

@@ -33,7 +33,21 @@ typedef struct copy_parameters {
     /** Each entry is cut in that many shares, for as many warps; >= 1. Changes nothing in what is
         copied. */
     uint32_t parts;
-    uint32_t zero;
+    /** The entries are that many sections, of which one each is taken in turn (copy_entry_of());
+        >= 1. Changes nothing in what is copied. */
+    uint32_t ways;
 } copy_parameters;
+
+/** How many turns it takes to come by all of @p count entries: at least as many. */
+CONVERT_CODE uint64_t copy_turns(uint64_t count, uint32_t ways)
+{
+    return (count + ways - 1) / ways * ways;
+}
+
+/** The entry whose turn it is, each once; from @p count on: nobody's. */
+CONVERT_CODE uint64_t copy_entry_of(uint64_t turn, uint64_t count, uint32_t ways)
+{
+    return turn % ways * ((count + ways - 1) / ways) + turn / ways;
+}
 
 #endif

@@ -125,8 +125,9 @@ fanin_status gpu_kernel_launch(gpu_stream *stream, copy_parameters *parameters,
     fanin_status status = need_kernel(stream->g, stream->device, error);
     if (status != FANIN_OK)
         return status;
-    uint64_t blocks = (parameters->count * parameters->parts + COPY_KERNEL_WARPS - 1) /
-                      COPY_KERNEL_WARPS;
+    uint64_t shares =
+        copy_turns(parameters->count, parameters->ways) * parameters->parts;
+    uint64_t blocks = (shares + COPY_KERNEL_WARPS - 1) / COPY_KERNEL_WARPS;
     return launch(stream, &stream->g->slots[stream->device].copy, "copy", blocks,
                   COPY_KERNEL_THREADS, parameters, error);
 }
@@ -150,6 +151,7 @@ fanin_status gpu_entries_run(gpu_stream *stream, const copy_entry *pinned, uint6
             .from_add = from_add,
             .to_add = to_add,
             .parts = copy_units_parts(pinned, n, warps),
+            .ways = 1,
         };
         status = gpu_kernel_launch(stream, &parameters, error);
     }

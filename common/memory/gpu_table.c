@@ -11,6 +11,7 @@ struct gpu_table {
     int device;
     uint64_t n;      /**< entries of the caller */
     uint32_t *first; /**< [n + 1]: entry i is the units first[i] .. first[i + 1] - 1 */
+    uint32_t ways;
     uint32_t n_bases;
     uint64_t *bases;    /**< what the device's are, or will be in the stream's order */
     bool unsure;        /**< they are not: the last copy of them failed */
@@ -118,6 +119,7 @@ fanin_status gpu_table_create(gpu *g, int device, const copy_entry *entries, uin
     t->g = g;
     t->device = device;
     t->n = n;
+    t->ways = 1;
     t->n_bases = n_bases;
     fanin_status status = fill(t, entries, error);
     if (status == FANIN_OK)
@@ -139,6 +141,11 @@ void gpu_table_destroy(gpu_table **table)
     free(t->first);
     free(t->bases);
     free(t);
+}
+
+void gpu_table_take_in_turns(gpu_table *table, uint32_t ways)
+{
+    table->ways = ways > 0 ? ways : 1;
 }
 
 uint64_t gpu_table_count(const gpu_table *table)
@@ -207,6 +214,7 @@ fanin_status gpu_table_run(const gpu_table *table, gpu_stream *stream, uint64_t 
         .from_add = from_add,
         .to_add = to_add,
         .parts = 1,
+        .ways = table->ways,
     };
     status = gpu_context_enter(table->g, table->device, error);
     if (status != FANIN_OK)

@@ -114,19 +114,22 @@ static void copy_units(work *w, const void *parameter)
     copy_parameters p;
     memcpy(&p, parameter, sizeof p);
     if (p.count == 0 || p.count > UINT64_MAX / sizeof *p.entries || p.parts == 0 ||
-        p.zero != 0)
-        fake_die("the copy kernel is started for %llu entries in %u parts",
-                 (unsigned long long)p.count, p.parts);
+        p.ways == 0)
+        fake_die("the copy kernel is started for %llu entries in %u parts, %u ways",
+                 (unsigned long long)p.count, p.parts, p.ways);
     const uint8_t *entries =
         touch(w, (uint64_t)(uintptr_t)p.entries, p.count * sizeof *p.entries);
-    for (uint64_t i = 0; i < p.count; i++) {
+    for (uint64_t turn = 0, i = 0; turn < copy_turns(p.count, p.ways); turn++) {
         copy_entry e;
-        memcpy(&e, entries + i * sizeof e, sizeof e);
+        uint64_t at = copy_entry_of(turn, p.count, p.ways);
+        if (at >= p.count)
+            continue;
+        memcpy(&e, entries + at * sizeof e, sizeof e);
         uint64_t base = 0, bases = (uint64_t)(uintptr_t)p.bases;
         if (bases != 0)
             memcpy(&base, touch(w, bases + e.base * sizeof base, sizeof base),
                    sizeof base);
-        fake_kernel_gate(w->context, i);
+        fake_kernel_gate(w->context, i++);
         copy_entry_run(w, &e, base + e.from + p.from_add, e.to + p.to_add);
     }
 }

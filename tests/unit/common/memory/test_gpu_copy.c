@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Copy tables and the launches of the copy kernel, on the stand-in for the CUDA driver, which does
    what the kernel is told and aborts where it would touch anything else. */
+#include "copy_kernel.h"
 #include "copy_list.h"
 #include "fake_cuda.h"
 #include "gpu.h"
@@ -187,6 +188,49 @@ static void test_parts(void **state)
     finish(w);
     assert_copied(w, w->n, 0);
     gpu_table_destroy(&t);
+}
+
+/* In whatever turn: what is copied is the same, each entry once. */
+static void test_in_turns(void **state)
+{
+    world *w = *state;
+    gpu_table *t = table_of(w);
+    assert_ok(gpu_table_set_bases(t, w->stream, w->bases, &failure), failure);
+    for (uint32_t ways = 1; ways <= 70; ways += ways < 9 ? 1 : 20) {
+        gpu_table_take_in_turns(t, ways);
+        uint64_t first = ways % 3, count = w->n - first - ways % 2;
+        assert_ok(
+            gpu_table_run(t, w->stream, first, count, 0, (uintptr_t)w->to, &failure),
+            failure);
+        finish(w);
+        assert_copied(w, first, count);
+    }
+    gpu_table_destroy(&t);
+}
+
+/* One of each section, and nobody twice. */
+static void test_turns(void **state)
+{
+    (void)state;
+    bool seen[40];
+    for (uint64_t count = 1; count <= 40; count++) {
+        for (uint32_t ways = 1; ways <= 45; ways++) {
+            uint64_t found = 0;
+            memset(seen, 0, sizeof seen);
+            for (uint64_t turn = 0; turn < copy_turns(count, ways); turn++) {
+                uint64_t at = copy_entry_of(turn, count, ways);
+                if (at >= count)
+                    continue;
+                assert_false(seen[at]);
+                seen[at] = true;
+                found++;
+            }
+            assert_int_equal(found, count);
+        }
+    }
+    assert_int_equal(copy_entry_of(0, 8, 2), 0);
+    assert_int_equal(copy_entry_of(1, 8, 2), 4);
+    assert_int_equal(copy_entry_of(2, 8, 2), 1);
 }
 
 /* Bases count from the call on, in the stream's order, and are the caller's own no longer. */
@@ -458,6 +502,8 @@ int main(void)
         TEST(test_kernels_are_not_for_the_device),
         TEST(test_all_entries),
         TEST(test_parts),
+        TEST(test_in_turns),
+        TEST(test_turns),
         TEST(test_bases_change_in_order),
         TEST(test_equal_bases_cost_nothing),
         TEST(test_additions),
