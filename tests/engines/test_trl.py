@@ -161,6 +161,22 @@ class TestAdapters:
             assert failed["kind"] == "PoolError"
             assert "--max-lora-rank" in failed["message"]
 
+    def test_an_engine_that_dies_ends_the_training_on_every_rank(self, place: Place) -> None:
+        # The last of the class: the engine is gone afterwards.
+        mixin = {"max_lag": 1}
+        options = place.options("dies", driven=True, mixin=mixin, port=free_ports())
+        with World(2, options, place.scratch / "dies", "trl_trainer.py") as world:
+            world.expect("ready", PATIENCE)
+            world.expect("step", PATIENCE)
+            world.do("forget")  # no sync before the next completions
+            assert place.engine is not None
+            place.engine.stop()
+            world.tell("go")
+            main, other = world.expect("failed", PATIENCE)
+            assert main["kind"] == "ConnectionError"
+            assert other["kind"] == "UnreachableError"
+            assert place.engine.url.removeprefix("http://").partition(":")[0] in other["message"]
+
 
 # --------------------------------------------------------------------------- whole models
 

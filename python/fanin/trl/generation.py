@@ -21,7 +21,7 @@ from trl.generation import vllm_generation
 from trl.generation.vllm_client import VLLMClient
 from trl.generation.vllm_generation import VLLMGeneration
 
-from fanin.errors import RequestError, StateError
+from fanin.errors import FaninError, RequestError, StateError, UnreachableError
 from fanin.names import AdapterName
 from fanin.pool import EnginePool
 from fanin.sync import Registry
@@ -36,6 +36,19 @@ _lock = threading.Lock()
 
 class _Client(VLLMClient):  # type: ignore[misc, unused-ignore]
     """TRL's client, whose answers must be of the model that was asked for."""
+
+    #: While other ranks wait for completions: why there are none.
+    failures: list[Exception] | None = None
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        if self.failures is None:
+            return super().generate(*args, **kwargs)
+        try:
+            return super().generate(*args, **kwargs)
+        except Exception as error:
+            # Raised when the others have been told: here they would wait for ever.
+            self.failures.append(error)
+            return {"prompt_ids": [], "completion_ids": [], "logprobs": None}
 
     def _post(self, url: str, **kwargs: Any) -> Any:
         answer = super()._post(url, **kwargs)
@@ -178,11 +191,21 @@ class _Generation(VLLMGeneration):  # type: ignore[misc, unused-ignore]
                 f"the trainer is at step {step}, and the engine has {has}",
                 "call sync_weights() before; if it is meant to lag, say by how many steps: max_lag",
             )
-        self._on_main(lambda: self._engine.check(synced))
+        self._on_main(lambda: self._begin(synced))
         completions = super().generate(*args, **kwargs)
-        # Whatever has changed the engine's weights meanwhile has changed them for good.
-        self._on_main(lambda: self._engine.check(synced))
+        self._on_main(lambda: self._end(synced))
         return completions
+
+    def _begin(self, step: int) -> None:
+        self._engine.check(step)
+        self.vllm_client.failures = []
+
+    def _end(self, step: int) -> None:
+        failures, self.vllm_client.failures = self.vllm_client.failures, None
+        if failures:
+            raise failures[0]
+        # Whatever has changed the engine's weights meanwhile has changed them for good.
+        self._engine.check(step)
 
     def _published(self) -> int:
         step = self._publish.step
@@ -196,17 +219,25 @@ class _Generation(VLLMGeneration):  # type: ignore[misc, unused-ignore]
     def _on_main(self, what: Callable[[], _Result]) -> _Result:
         """What the main process does for all: its result, or its error, on every rank."""
         outcome: list[Any] = [(None, None)]
+        own: Exception | None = None
         if self.accelerator.is_main_process:
             try:
                 outcome = [(what(), None)]
             except Exception as caught:
-                outcome = [(None, caught)]
-        told = outcome[0][1]
+                own = caught
+                outcome = [(None, _portable(caught))]
         broadcast_object_list(outcome, from_process=0)
         result, error = outcome[0]
         if error is not None:
-            raise told or error
+            raise own or error
         return result  # type: ignore[no-any-return, unused-ignore]
+
+
+def _portable(error: Exception) -> FaninError:
+    """As it can be sent to other ranks, whatever the error holds."""
+    if isinstance(error, FaninError):
+        return error
+    return UnreachableError.make(f"the main process failed: {type(error).__name__}: {error}")
 
 
 class PullMixin:
@@ -227,8 +258,9 @@ class PullMixin:
     It cannot generate with other weights unseen. Before and after each call the step of the engine
     is compared with the trainer's: an adapter has its step in its name, and all weights have it as
     the engine's ``weight_version``, which an engine that was started again, or that somebody else
-    has updated, does not have. If it is another, StateError; if the engine cannot pull,
-    what :class:`fanin.pool.EnginePool` raises; on every rank alike.
+    has updated, does not have. If it is another, StateError; if the engine cannot pull, PoolError
+    or SyncError; on every rank. What TRL's client raises, when the engine cannot be reached for
+    completions, is raised by the main process, and UnreachableError by the others.
 
     :raises RequestError: the trainer does not generate with a vLLM server, or not through TRL's
         VLLMGeneration; vLLM was started without what it needs.
