@@ -34,14 +34,15 @@ def sharded(name: str, device: str) -> torch.nn.Module:
     return fully_shard(model, mesh=mesh)
 
 
-def completion(engine: str, prompt: str) -> str:
-    """What the engine says now."""
-    body = {"prompt": prompt, "max_tokens": 16, "temperature": 0}
+def completion(engine: str, prompt: str | list[int]) -> str:
+    """What the engine says now: its text, to token ids their like."""
+    body = {"prompt": prompt, "max_tokens": 16, "temperature": 0, "return_token_ids": True}
     request = urllib.request.Request(
         f"{engine}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
     )
     with urllib.request.urlopen(request, timeout=60) as answer:
-        return str(json.load(answer)["choices"][0]["text"])
+        choice = json.load(answer)["choices"][0]
+        return str(choice["text" if isinstance(prompt, str) else "token_ids"])
 
 
 def train(options: argparse.Namespace, device: str) -> None:
@@ -69,7 +70,9 @@ def train(options: argparse.Namespace, device: str) -> None:
             took = registry.sync(step).seconds  # 6 of 6: all engines have the step and generate
             print(f"step {step}: loss {loss.item():.4f}, engines in {took:.2f} s", flush=True)
             for engine in options.engine:
-                print(f"  {engine}: {completion(engine, options.prompt)!r}", flush=True)
+                print(
+                    f"  {engine}: {completion(engine, options.ids or options.prompt)}", flush=True
+                )
 
 
 def main() -> None:
@@ -79,6 +82,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--rate", type=float, default=1e-4)
     parser.add_argument("--prompt", default="Once upon a time")
+    parser.add_argument("--ids", type=int, nargs="+", help="a prompt of token ids instead")
     parser.add_argument("--base-port", type=int, default=6000, help="0: any free ports")
     parser.add_argument("--allow", help="networks of engines on other hosts, as 10.0.0.0/8")
     options = parser.parse_args()

@@ -78,13 +78,14 @@ def test_the_trainer_ends_by_itself(tmp_path: Path) -> None:
 def test_a_whole_model_into_a_vllm(tmp_path: Path) -> None:
     model = save_model(tmp_path / "model")
     backend = ("--weight-transfer-config", '{"backend": "fanin"}')
-    with VllmServer(model, tmp_path, *backend, environment={"VLLM_SERVER_DEV_MODE": "1"}) as engine:
+    development = {"VLLM_SERVER_DEV_MODE": "1"}
+    with VllmServer(model, tmp_path, *backend, environment=development, adapters=False) as engine:
         engine.wait_ready()
         command = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone"]
         command += ["--nproc-per-node=2", str(EXAMPLES / "weights.py"), "--model", str(model)]
         command += ["--engine", engine.url, "--base-port", "0", "--steps", "3", "--rate", "0.01"]
         done = subprocess.run(
-            [*command, "--prompt", "w5 w9 w13"],
+            [*command, "--ids", "5", "9", "13"],
             capture_output=True,
             text=True,
             timeout=PATIENCE,

@@ -192,7 +192,12 @@ class _Generation(VLLMGeneration):  # type: ignore[misc, unused-ignore]
                 "call sync_weights() before; if it is meant to lag, say by how many steps: max_lag",
             )
         self._on_main(lambda: self._begin(synced))
-        completions = super().generate(*args, **kwargs)
+        try:
+            completions = super().generate(*args, **kwargs)
+        except BaseException:
+            if self.accelerator.is_main_process:
+                self.vllm_client.failures = None
+            raise
         self._on_main(lambda: self._end(synced))
         return completions
 
