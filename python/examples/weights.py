@@ -73,6 +73,7 @@ def train(options: argparse.Namespace, device: str) -> None:
                 print(
                     f"  {engine}: {completion(engine, options.ids or options.prompt)}", flush=True
                 )
+    dist.barrier()  # no rank ends before all engines have read the last step from it
 
 
 def main() -> None:
