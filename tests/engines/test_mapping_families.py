@@ -342,6 +342,33 @@ def test_vllm_gets_what_is_wider_than_published(engine: Any) -> None:
             landing.close()
 
 
+def test_a_model_with_adapters_is_filled_beneath_them(engine: Any) -> None:
+    from vllm.config.lora import LoRAConfig
+    from vllm.lora.model_manager import create_lora_manager
+
+    published = checkpoint(FAMILIES["qwen3"].configuration())
+    made = engine("qwen3", Layout(1))
+    lora = LoRAConfig(max_lora_rank=8, max_loras=1, lora_dtype=torch.bfloat16)
+    made.config.lora_config = lora
+    with made.rank(0) as model:
+        plain = record(made, model, published)
+        wrapped = create_lora_manager(
+            model=model,
+            max_num_seqs=1,
+            max_num_batched_tokens=32,
+            vocab_size=500,
+            lora_config=lora,
+            vllm_config=made.config,
+            device=torch.device("cpu"),
+        ).model
+        mapping = record(made, wrapped, published)
+        assert record(made, wrapped, published) == mapping
+        assert mapping.wanted() == plain.wanted()
+        paths = {module.path.replace(".base_layer", "") for module in mapping.modules}
+        assert paths == {module.path for module in plain.modules}
+        assert any(module.path.endswith("qkv_proj.base_layer") for module in mapping.modules)
+
+
 def test_versions_that_are_not_known_are_refused(monkeypatch: Any) -> None:
     import vllm
 

@@ -109,8 +109,10 @@ def skeletons(model: Any, vllm_config: Any = None) -> Iterator[Skeletons]:
             for tensor, attributes in loaders:
                 tensor.__dict__.clear()
                 tensor.__dict__.update(attributes)
-            for info in infos:
-                info.reset()
+            for module in model.modules():  # also of those that it kept nothing of
+                info = layerwise.LAYERWISE_INFO.get(module)
+                if info is not None:
+                    info.reset()
 
 
 def _infos(model: Any, layerwise: Any) -> list[Any]:
@@ -119,6 +121,9 @@ def _infos(model: Any, layerwise: Any) -> list[Any]:
     for path, module in model.named_modules():
         info = layerwise.LAYERWISE_INFO.get(module)
         if info is None:
+            tensors = (*module._parameters.values(), *module._buffers.values())
+            if all(tensor is None for tensor in tensors):
+                continue  # put around a module later: vLLM's wrappers for LoRA
             raise RequestError.make(
                 f"vLLM keeps no shapes of module '{path}' from before it was loaded",
                 "let vLLM's initialize_model make the model",
