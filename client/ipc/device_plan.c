@@ -10,6 +10,8 @@ typedef struct builder {
     device_plan *d;
     copy_list *lists; /* one a part */
     size_t list_capacity, part_capacity, base_capacity;
+    uint32_t
+        *known; /* 1 + the number of each region of the present source; 0: none yet */
     host_pieces host;
     const memory_range *range; /* of the piece before: neighbours mostly share it */
 } builder;
@@ -30,17 +32,22 @@ bool device_plan_fits(const device_plan *d, const device_plan_parts *parts)
 
 /* ------------------------------------------------------------------- bases */
 
-static fanin_status number_bases(builder *b, size_t source, fanin_error *error)
+/* The number of a region of the present source. */
+static fanin_status base_of(builder *b, size_t source, uint32_t region, uint32_t *out,
+                            fanin_error *error)
 {
     device_plan *d = b->d;
-    uint32_t n = box_table_regions(b->from->plan->sources[source].boxes);
-    if (n > UINT32_MAX - d->n_bases)
-        return error_set(error, FANIN_ERR_LIMIT, NULL, "too many regions");
-    if (!array_reserve(&d->bases, &b->base_capacity, (size_t)d->n_bases + n,
-                       sizeof *d->bases))
-        return error_set_memory(error);
-    for (uint32_t i = 0; i < n; i++)
-        d->bases[d->n_bases++] = (device_base){.source = source, .region = i};
+    uint32_t *known = &b->known[region];
+    if (*known == 0) {
+        if (d->n_bases == UINT32_MAX)
+            return error_set(error, FANIN_ERR_LIMIT, NULL, "too many regions");
+        if (!array_reserve(&d->bases, &b->base_capacity, (size_t)d->n_bases + 1,
+                           sizeof *d->bases))
+            return error_set_memory(error);
+        d->bases[d->n_bases++] = (device_base){.source = source, .region = region};
+        *known = d->n_bases;
+    }
+    *out = *known - 1;
     return FANIN_OK;
 }
 
@@ -95,7 +102,6 @@ static fanin_status add_piece(builder *b, const plan_spans *spans, uint32_t base
                               const span *s, const span_piece *p, fanin_error *error)
 {
     uint64_t from = s->offset + p->offset;
-    b->d->bases[base].used = true;
     const strided *view = p->view ? &spans->views[p->view - 1] : NULL;
     const memory_range *range = range_at(b, p->to);
     if (!range)
@@ -120,18 +126,17 @@ static fanin_status add_piece(builder *b, const plan_spans *spans, uint32_t base
     return list->failed ? device_plan_broken_off(b->from->stop, error) : FANIN_OK;
 }
 
-static fanin_status add_source(builder *b, size_t source, uint32_t first_base,
-                               fanin_error *error)
+static fanin_status add_source(builder *b, size_t source, fanin_error *error)
 {
     const plan_spans *spans = b->from->spans[source];
     for (uint64_t i = 0; i < spans->n_spans; i++) {
         const span *s = &spans->spans[i];
-        for (uint64_t j = s->first; j < s->first + s->count; j++) {
-            fanin_status status = add_piece(b, spans, first_base + s->region, s,
-                                            &spans->pieces[j], error);
-            if (status != FANIN_OK)
-                return status;
-        }
+        uint32_t base = 0;
+        fanin_status status = base_of(b, source, s->region, &base, error);
+        for (uint64_t j = s->first; j < s->first + s->count && status == FANIN_OK; j++)
+            status = add_piece(b, spans, base, s, &spans->pieces[j], error);
+        if (status != FANIN_OK)
+            return status;
     }
     return FANIN_OK;
 }
@@ -140,12 +145,12 @@ static fanin_status add_sources(builder *b, fanin_error *error)
 {
     fanin_status status = FANIN_OK;
     for (size_t i = 0; i < b->d->n_sources && status == FANIN_OK; i++) {
-        uint32_t first = b->d->n_bases;
         if (!b->d->of_source[i])
             continue;
-        status = number_bases(b, i, error);
-        if (status == FANIN_OK)
-            status = add_source(b, i, first, error);
+        size_t n = box_table_regions(b->from->plan->sources[i].boxes);
+        b->known = calloc(n + 1, sizeof *b->known);
+        status = b->known ? add_source(b, i, error) : error_set_memory(error);
+        free(b->known);
     }
     return status;
 }

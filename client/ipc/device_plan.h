@@ -11,11 +11,10 @@
 
 #include "path/reader.h"
 
-/** A number that table entries use as their base: a region of a source. */
+/** A number that table entries use as their base: a region of a source, of which something is read. */
 typedef struct device_base {
     size_t source;
     uint32_t region; /**< in the box table's count: of the first arena */
-    bool used;       /**< by some table entry */
 } device_base;
 
 /** What lands on one device. */

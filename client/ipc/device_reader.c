@@ -94,9 +94,6 @@ static fanin_status address_of(const device_reader *r, const device_base *b, int
     if (!view)
         return error_set(error, FANIN_ERR_INTERNAL, NULL,
                          "a rank's memory is not mapped for device %d", device);
-    *out = 0;
-    if (!b->used)
-        return FANIN_OK;
     if (region >= s->regions->count || !view->mappings[region] ||
         s->regions->entries[region].length < s->regions->entries[b->region].length)
         return error_set(error, FANIN_ERR_PROTOCOL, NULL,
