@@ -15,6 +15,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <sys/mount.h>
 #include <sys/resource.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -400,6 +401,28 @@ static void limits_of_the_process_are_named(void **state)
     assert_int_equal(count_entries(root), 0);
 }
 
+static void a_full_disk_is_an_error(void **state)
+{
+    (void)state;
+    const uint64_t *to;
+    uint64_t span;
+    uint8_t *base;
+    fanin_error error = FANIN_ERROR_INIT;
+    if (mount("none", root, "tmpfs", 0, "size=8m") != 0) {
+        print_message("cannot mount a filesystem of its own\n");
+        skip();
+    }
+    adapter *a = open_model(FILE_BYTES, &to, &span);
+    fanin_status status = adapter_map(a, &base, &error);
+    adapter_close(&a);
+    int left = count_entries(root);
+    assert_int_equal(umount2(root, MNT_DETACH), 0);
+    assert_int_equal(status, FANIN_ERR_IO);
+    assert_int_equal(error.sys_errno, ENOSPC);
+    assert_says(error.message, "8388608 are free");
+    assert_int_equal(left, 0);
+}
+
 static void a_model_has_a_size(void **state)
 {
     (void)state;
@@ -426,6 +449,7 @@ int main(void)
         TEST(damage_in_any_file_is_found),
         TEST(what_a_killed_process_left_is_removed),
         TEST(limits_of_the_process_are_named),
+        TEST(a_full_disk_is_an_error),
         TEST(a_model_has_a_size),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
