@@ -26,7 +26,7 @@ __all__ = [
 KINDS = ("auto", "vllm", "sglang")
 PAUSE_MODES = ("retract", "keep", "wait", "abort")
 DONE = "done"
-PHASES = ("health", "pause", "init", "start", "update", "finish", "resume", DONE)
+PHASES = ("health", "init", "pause", "start", "update", "finish", "resume", DONE)
 """In this order; ``done``: the engine has the step and generates."""
 
 

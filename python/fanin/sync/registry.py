@@ -294,9 +294,10 @@ class Registry:
         they are left alone otherwise.
 
         First the trainer's ranks are waited for, then the health of all engines is checked; until
-        then nothing is paused. Then each engine goes its own way: pause, init (when it is new, was
-        started again or failed), start, update, finish, resume. One that fails stays paused,
-        because it may have weights of two steps; the others go on. The next sync tries it again.
+        then nothing is paused. Then each engine goes its own way: init (when it is new, was started
+        again or failed), pause, start, update, finish, resume. One that fails from pause on stays
+        paused, because it may have weights of two steps; the others go on. The next sync tries it
+        again.
 
         Blocks at most *timeout* and a little; any thread. Raises SyncError naming every engine that
         failed, with ``result``; StateError if one of the engines is in another sync; NotFoundError
@@ -544,10 +545,11 @@ class Registry:
         record, plan = flight.record, flight.plan
         # A version that nobody gave it here: the engine was started again, or somebody else's.
         strange = record.version is None or flight.seen != record.version
-        record.paused = True  # unless it says that it is not, it may be
-        self._phase(flight, "pause", lambda: driver.pause(plan.options, plan.deadline))
+        # While it still generates: what an init refuses leaves the engine as it was.
         if strange or record.dirty or record.told != plan.info:
             self._tell(flight, driver)
+        record.paused = True  # unless it says that it is not, it may be
+        self._phase(flight, "pause", lambda: driver.pause(plan.options, plan.deadline))
         self._start(flight, driver)
         record.dirty, record.step, record.version = True, None, None
         flight.bytes = self._phase(
