@@ -7,6 +7,7 @@ the log probabilities of all of them, which are equal to the last bit when the w
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import os
@@ -38,6 +39,7 @@ class Engine:
         **options: Any,
     ) -> None:
         scratch.mkdir(parents=True, exist_ok=True)
+        self._alone = alone
         self._child = Child(
             name,
             "weights_engine.py",
@@ -57,6 +59,11 @@ class Engine:
         return self
 
     def __exit__(self, *_: object) -> None:
+        if not self._alone and self._child.process.poll() is None:
+            # Its engine core and workers would outlive it.
+            with contextlib.suppress(AssertionError, OSError):
+                self._child.tell("exit")
+                self._child.wait(60)
         self._child.close()
 
     def wait_ready(self) -> Engine:
@@ -259,6 +266,8 @@ def main() -> None:
     control.say("ready")
     while (what := (command := control.hear(timeout=3600.0)).pop("event")) != "exit":
         control.say("done", result=getattr(served, what)(**command))
+    if served.engine is not None:
+        served.engine.llm_engine.engine_core.shutdown()
 
 
 if __name__ == "__main__":

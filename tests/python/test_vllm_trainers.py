@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A worker finds its trainer again wherever it went, and asks for no more than it has to."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fanin.errors import NotFoundError, PullTimeoutError, UnreachableError
+from fanin.info import TrainerInfo, write_info
+from fanin.vllm.clients import Source
+from fanin.vllm.trainers import Trainer, left
+
+WORLDS = ("0123456789abcdef" * 2, "fedcba9876543210" * 2)
+
+
+@dataclass
+class Entry:
+    name: str
+    dtype: str = "BF16"
+    shape: tuple[int, ...] = (4, 4)
+
+
+@dataclass
+class Place:
+    """A trainer's ranks, and a count of what they were asked."""
+
+    world: str = WORLDS[0]
+    digest: str = "d1"
+    names: tuple[str, ...] = ("a", "b")
+    down: bool = False
+    made: list[dict[str, Any]] = field(default_factory=list)
+    closed: int = 0
+    catalogs: int = 0
+
+    def client(self, addresses: list[str], **options: Any) -> Any:
+        if self.down:
+            raise UnreachableError.make("nobody answers", address=addresses[0])
+        self.made.append({"addresses": addresses, **options})
+        return Client(self)
+
+
+@dataclass
+class Client:
+    place: Place
+
+    def wait(self, run: str, timeout: float) -> int:
+        if self.place.down:
+            raise UnreachableError.make("rank 0 is gone", rank=0)
+        return 1
+
+    def publications(self, timeout: float) -> list[Any]:
+        one = type("P", (), {"name": "full:0", "key_digest": self.place.digest})
+        other = type("P", (), {"name": "lora:0", "key_digest": "zzz"})
+        return [other, one]
+
+    def ranks(self) -> list[Any]:
+        return [type("R", (), {"world_id": self.place.world, "connected": True})]
+
+    def catalog(self, run: str, timeout: float, owners: bool) -> list[Entry]:
+        assert not owners
+        self.place.catalogs += 1
+        return [Entry(name) for name in self.place.names]
+
+    def metadata(self, run: str, timeout: float) -> dict[str, str]:
+        return {"format": "pt"}
+
+    def close(self) -> None:
+        self.place.closed += 1
+
+
+def soon() -> float:
+    return time.monotonic() + 5
+
+
+def test_a_catalog_is_read_once() -> None:
+    place = Place()
+    trainer = Trainer(Source.of("127.0.0.1:6000"), "full:0", place.client)
+    first = trainer.ready(soon())
+    assert trainer.ready(soon()) is first
+    assert first.layout() == (("a", "BF16", (4, 4)), ("b", "BF16", (4, 4)))
+    assert (place.catalogs, len(place.made)) == (1, 1)
+    assert place.made[0]["world_id"] is None
+
+
+def test_what_is_published_has_changed() -> None:
+    place = Place()
+    trainer = Trainer(Source.of("127.0.0.1:6000"), "full:0", place.client)
+    first = trainer.ready(soon())
+    place.digest, place.names = "d2", ("a", "b", "c")
+    assert trainer.ready(soon()).layout() != first.layout()
+    assert (place.catalogs, len(place.made)) == (2, 1)
+
+
+def test_a_trainer_that_is_started_again_is_found_by_its_file(tmp_path: Path) -> None:
+    write_info(tmp_path, TrainerInfo(("127.0.0.1:6000",), WORLDS[0]))
+    place = Place()
+    trainer = Trainer(Source.of(str(tmp_path)), "full:0", place.client)
+    first = trainer.ready(soon())
+    write_info(tmp_path, TrainerInfo(("127.0.0.1:7000", "127.0.0.1:7001"), WORLDS[1]))
+    place.world = WORLDS[1]
+    second = trainer.ready(soon())
+    assert (first.world, second.world) == WORLDS
+    assert second.layout() == first.layout()
+    assert place.closed == 1
+    assert place.made[1]["addresses"] == ["127.0.0.1:7000", "127.0.0.1:7001"]
+    assert place.made[1]["world_id"] == WORLDS[1]
+
+
+def test_after_a_failure_it_connects_anew() -> None:
+    place = Place()
+    trainer = Trainer(Source.of("127.0.0.1:6000"), "full:0", place.client)
+    trainer.ready(soon())
+    place.down = True
+    for _ in range(2):
+        with pytest.raises(UnreachableError):
+            trainer.ready(soon())
+    assert place.closed == 1
+    place.down = False
+    trainer.ready(soon())
+    assert len(place.made) == 2
+
+
+def test_a_file_that_is_gone_is_named(tmp_path: Path) -> None:
+    trainer = Trainer(Source.of(str(tmp_path / "nixl_info.json")), "full:0", Place().client)
+    with pytest.raises(NotFoundError, match="nixl_info.json"):
+        trainer.ready(soon())
+
+
+def test_no_time_is_left() -> None:
+    with pytest.raises(PullTimeoutError, match="longer timeout"):
+        left(time.monotonic() - 1)
