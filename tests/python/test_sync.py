@@ -86,6 +86,14 @@ def test_each_phase_once_in_order(stack: ExitStack) -> None:
         assert engine.bodies["/update_weights"] == {"update_info": {"step": 7}}
 
 
+def test_what_init_is_to_have_besides(stack: ExitStack) -> None:
+    (engine,) = fleet(stack, 1)
+    registry_of(engine, init={"unused": ["mtp.*"]}).sync(1)
+    assert engine.initialised is not None and engine.initialised["unused"] == ["mtp.*"]
+    with pytest.raises(RequestError, match="'run'"):
+        registry_of(engine, init={"run": "1"})
+
+
 def test_init_is_told_once(stack: ExitStack) -> None:
     (engine,) = fleet(stack, 1)
     registry = registry_of(engine)

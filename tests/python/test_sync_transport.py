@@ -138,8 +138,8 @@ def test_used_wrongly() -> None:
         backend = TransportBackend(config(engine))
         with pytest.raises(StateError, match="not initialized"):
             send(backend, 1)
-        with pytest.raises(RequestError, match="unknown field 'runn'"):
-            TransportBackend(config(engine, runn="0"))
+        with pytest.raises(RequestError, match="unknown field 'speed'"):
+            TransportBackend(config(engine, speed="0"))
         with pytest.raises(RequestError, match="no endpoint"):
             TransportBackend(config()).initialize()
         backend.initialize()

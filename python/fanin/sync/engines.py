@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlencode
 
@@ -38,12 +38,14 @@ _RESET = "/reset_prefix_cache"
 
 @dataclass(frozen=True, slots=True)
 class InitInfo:
-    """Where the trainer is: a path, or the ranks' addresses. timeout: seconds of a pull."""
+    """Where the trainer is: a path, or the ranks' addresses. timeout: seconds of a pull. more: what
+    vLLM's init_info takes beside these."""
 
     trainer: str | tuple[str, ...]
     run: str
     timeout: float
     server_name: str | None = None
+    more: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,6 +224,7 @@ class VLLM(Driver):
             "trainer": info.trainer if isinstance(info.trainer, str) else list(info.trainer),
             "run": info.run,
             "timeout": info.timeout,
+            **info.more,
         }
         self._post("/init_weight_transfer_engine", {"init_info": body}, "init", deadline)
 

@@ -8,9 +8,9 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from fanin.errors import (
     FaninError,
@@ -111,7 +111,8 @@ class Registry:
     timeout: seconds for a whole sync. pull_timeout: seconds that an engine is given for its pull;
     None: nine tenths of *timeout*. server_name: demand this job's ranks of the trainer.
     ask_trainer: whether the trainer's ranks are asked for the step before anything is paused; False
-    where only the engines can reach them. api_key: of engines that are added without one.
+    where only the engines can reach them. api_key: of engines that are added without one. init:
+    what vLLM's init_info is to have besides: ``{"unused": [...]}``, ``{"mode": "loader"}``.
 
     Any thread; syncs of engines that are not in another sync may run at once. Nothing here needs
     PyTorch. Raises RequestError.
@@ -127,8 +128,14 @@ class Registry:
         server_name: str | None = None,
         ask_trainer: bool = True,
         api_key: str | None = None,
+        init: Mapping[str, Any] | None = None,
     ) -> None:
         self.run = check_run(run)
+        self._init = dict(init or {})
+        for name in sorted({"trainer", "run", "timeout"} & self._init.keys()):
+            raise RequestError.make(
+                f"init has the field {name!r}", "give it as the registry's own argument", key=name
+            )
         self.timeout = _positive(timeout, "timeout")
         self.pull_timeout = (
             None if pull_timeout is None else _positive(pull_timeout, "pull_timeout")
@@ -341,7 +348,7 @@ class Registry:
             )
         # The registry's, not this call's: another value would have every engine told anew.
         pull = self.pull_timeout or self.timeout * _PULL_SHARE
-        info = InitInfo(self._said, self.run, pull, self.server_name)
+        info = InitInfo(self._said, self.run, pull, self.server_name, self._init)
         return _Plan(step, version or f"step-{step}", info, options, world, deadline, again)
 
     def _choose(
