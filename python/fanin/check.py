@@ -26,7 +26,11 @@ METHOD = "fanin_check_weights"
 
 @dataclass(frozen=True)
 class Report:
-    """What all workers of an engine found. Paths are ``"worker 0: model.layers.1.mlp..."``."""
+    """What all workers of an engine found. Paths are ``"worker 0: model.layers.1.mlp..."``.
+
+    Of a server's replicas vLLM hands on the answer of one: *modules* and *bytes* are then its own,
+    and of the others it is known that nothing differs.
+    """
 
     step: int
     workers: int
@@ -52,9 +56,15 @@ def weights(engine: Any, step: int, *, poison: bool = True, timeout: float = 600
     fields = {"step": step, "poison": poison}
     if isinstance(engine, str):
         body = {"method": METHOD, "kwargs": fields}
-        answers = _post(engine, "/collective_rpc", body, timeout).get("results")
+        answers = _ask(engine, "/collective_rpc", body, timeout).get("results")
+        workers = int(_ask(engine, "/get_world_size", None, timeout)["world_size"])
+        if isinstance(answers, list) and workers > len(answers):
+            # All replicas were asked, and one was heard: now each raises what it finds.
+            body = {"method": METHOD, "kwargs": {"step": step, "poison": False, "strict": True}}
+            _ask(engine, "/collective_rpc", body, timeout)
     elif hasattr(engine, "collective_rpc"):
         answers = engine.collective_rpc(METHOD, kwargs=fields)
+        workers = len(answers)
     else:
         raise RequestError.make(
             f"{type(engine).__name__} is no engine", "give a vllm.LLM or the URL of a server"
@@ -63,7 +73,7 @@ def weights(engine: Any, step: int, *, poison: bool = True, timeout: float = 600
         raise RequestError.make(f"the engine has answered {answers!r}", "start it with the plugin")
     report = Report(
         step=step,
-        workers=len(answers),
+        workers=workers,
         modules=sum(one["modules"] for one in answers),
         bytes=sum(one["bytes"] for one in answers),
         different=tuple(
@@ -91,20 +101,21 @@ def replicas(urls: list[str], *, timeout: float = 600.0) -> tuple[str, ...]:
     if len(urls) < 2:
         raise RequestError.make("one engine has nothing to be compared with", "give two or more")
     sums = [
-        dict(_post(url, "/weight_checker", {"action": "checksum"}, timeout)["checksums"])
+        dict(_ask(url, "/weight_checker", {"action": "checksum"}, timeout)["checksums"])
         for url in urls
     ]
     names = {name for one in sums for name in one}
     return tuple(sorted(n for n in names if len({one.get(n) for one in sums}) > 1))
 
 
-def _post(url: str, path: str, body: dict[str, Any], timeout: float) -> dict[str, Any]:
+def _ask(url: str, path: str, body: dict[str, Any] | None, timeout: float) -> dict[str, Any]:
     import json
     import urllib.error
     import urllib.request
 
+    data = None if body is None else json.dumps(body).encode()  # without: a GET
     request = urllib.request.Request(
-        url.rstrip("/") + path, json.dumps(body).encode(), {"Content-Type": "application/json"}
+        url.rstrip("/") + path, data, {"Content-Type": "application/json"}
     )
     try:
         with urllib.request.urlopen(request, timeout=timeout) as answer:

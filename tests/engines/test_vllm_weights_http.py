@@ -99,7 +99,7 @@ def test_steps_in_place(place: Place) -> None:
 def test_a_request_lives_through_an_update(place: Place) -> None:
     """It is neither aborted nor begun again: its first tokens are of one step, its last of
     another."""
-    count = 600
+    count = 120
     step = int(place.trainer.step()["step"])
     with TokenStream(place.engine, "base", list(PROMPTS[0]), count) as stream:
         stream.wait_for(5)

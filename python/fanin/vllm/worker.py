@@ -260,8 +260,13 @@ def fanin_model_facts(self: Any) -> dict[str, Any]:
     return {"is_3d_moe_weight": getattr(model, "is_3d_moe_weight", None)}
 
 
-def fanin_check_weights(worker: Any, step: int, poison: bool = True) -> dict[str, Any]:
-    """Whether this worker's model holds what is published; see :mod:`fanin.check`."""
+def fanin_check_weights(
+    worker: Any, step: int, poison: bool = True, strict: bool = False
+) -> dict[str, Any]:
+    """Whether this worker's model holds what is published; see :mod:`fanin.check`.
+
+    strict: what differs is raised, for callers that do not hear every worker's answer.
+    """
     engine = getattr(worker, "weight_transfer_engine", None)
     if engine is None or not hasattr(engine, "check"):
         raise StateError.make(
@@ -269,6 +274,13 @@ def fanin_check_weights(worker: Any, step: int, poison: bool = True) -> dict[str
             """start it with --weight-transfer-config '{"backend": "fanin"}'""",
         )
     found: dict[str, Any] = engine.check(step, poison)
+    if strict and found["different"]:
+        raise HostError.make(
+            f"{len(found['different'])} tensors do not hold step {step}: "
+            + ", ".join(found["different"][:4]),
+            "update again",
+            key=found["different"][0],
+        )
     return found
 
 
