@@ -3,7 +3,6 @@
 
 #include "array.h"
 #include "error_set.h"
-#include "worker_pool.h"
 #include <stdlib.h>
 #include <string.h>
 
@@ -97,91 +96,46 @@ fanin_status ipc_map_take(ipc_map *map, int device, const uint8_t incarnation[16
 
 /* ------------------------------------------------------------------ opening */
 
-typedef struct opening {
-    worker_job job; /* first: the pool hands it back */
-    gpu *g;
-    ipc_mapping *mapping;
-} opening;
-
 static void open_one(gpu *g, ipc_mapping *m)
 {
     m->why = (fanin_error)FANIN_ERROR_INIT;
     (void)gpu_map(g, (int)m->id.device, m->id.handle, &m->base, &m->why);
 }
 
-static void run_opening(worker_job *job)
+static bool is_wanted(const ipc_mapping *m)
 {
-    opening *o = (opening *)job;
-    open_one(o->g, o->mapping);
+    return !m->base && m->holders > 0;
 }
 
-/* Those that are held and not mapped. */
-static size_t list_openings(const ipc_map *map, opening *out)
+/* Those that are held and not mapped, until @p stop. */
+static void open_wanted(const ipc_map *map, work_stop *stop)
 {
-    size_t n = 0;
+    for (size_t i = 0; i < map->n && !work_stopped_after(stop, WORK_STEPS); i++) {
+        if (is_wanted(map->sorted[i]))
+            open_one(map->g, map->sorted[i]);
+    }
+}
+
+static bool lacks_some(const ipc_map *map)
+{
     for (size_t i = 0; i < map->n; i++) {
-        ipc_mapping *m = map->sorted[i];
-        if (m->base || m->holders == 0)
-            continue;
-        if (out)
-            out[n] = (opening){.job.run = run_opening, .g = map->g, .mapping = m};
-        n++;
+        if (is_wanted(map->sorted[i]))
+            return true;
     }
-    return n;
+    return false;
 }
 
-/* In this thread and in those of @p pool. */
-static void open_all(worker_pool *pool, opening *openings, size_t n, work_stop *stop)
+fanin_status ipc_map_open(ipc_map *map, work_stop *stop, fanin_error *error)
 {
-    size_t left = n;
-    for (size_t i = 0; i < n; i++)
-        worker_pool_submit(pool, &openings[i].job);
-    while (left > 0 && !work_stopped_after(stop, WORK_STEPS)) {
-        if (!worker_pool_help(pool))
-            worker_pool_wait(pool);
-        while (worker_pool_collect(pool))
-            left--;
+    open_wanted(map, stop);
+    if (!(stop && stop->stopped) && lacks_some(map)) {
+        /* Older memory of the same addresses of its owner may be in the way. */
+        ipc_map_sweep(map);
+        open_wanted(map, stop);
     }
-    worker_pool_drain(pool);
-}
-
-/* Older memory of the same addresses of its owner may be in the way. */
-static void open_again(ipc_map *map, const opening *openings, size_t n, work_stop *stop)
-{
-    bool swept = false;
-    for (size_t i = 0; i < n && !work_stopped_after(stop, WORK_STEPS); i++) {
-        if (openings[i].mapping->base)
-            continue;
-        if (!swept)
-            ipc_map_sweep(map);
-        swept = true;
-        open_one(map->g, openings[i].mapping);
-    }
-}
-
-fanin_status ipc_map_open(ipc_map *map, unsigned threads, work_stop *stop,
-                          fanin_error *error)
-{
-    size_t n = list_openings(map, NULL);
-    if (n == 0)
-        return FANIN_OK;
-    unsigned helpers = n < threads ? (unsigned)n : threads;
-    helpers = helpers > 0 ? helpers - 1 : 0;
-    opening *openings = calloc(n, sizeof *openings);
-    worker_pool *pool = worker_pool_create(helpers, helpers, -1);
-    if (openings && pool) {
-        (void)list_openings(map, openings);
-        open_all(pool, openings, n, stop);
-    }
-    bool made = openings && pool;
-    worker_pool_destroy(&pool);
-    if (made)
-        open_again(map, openings, n, stop);
-    free(openings);
-    return made && !(stop && stop->stopped)
-               ? FANIN_OK
-               : work_broken_off(made ? stop : NULL, "connect", "memory was mapped",
-                                 error);
+    return stop && stop->stopped
+               ? work_broken_off(stop, "connect", "memory was mapped", error)
+               : FANIN_OK;
 }
 
 fanin_status ipc_mapping_check(const ipc_mapping *mapping, fanin_error *error)

@@ -31,13 +31,12 @@ void ipc_map_destroy(ipc_map **map);
 fanin_status ipc_map_take(ipc_map *map, int device, const uint8_t incarnation[16],
                           const ipc_key *key, ipc_mapping **out, fanin_error *error);
 /**
- * Maps what was taken and is not mapped, @p threads at a time, this one among them: the driver
- * takes some 100 us to a millisecond for each, most of it waiting. Sweeps if something cannot be
- * mapped, and tries that again. How each ended says ipc_mapping_check(). FANIN_ERR_TIMEOUT:
- * @p stop; what is being opened is waited for, the rest is not opened. FANIN_ERR_MEMORY.
+ * Maps what was taken and is not mapped, one after the other: the driver takes some 50 us to a
+ * millisecond for each, and several threads at once wait for one another in it
+ * (tests/bench/bench_ipc_map.c). Sweeps if something cannot be mapped, and tries that again. How
+ * each ended says ipc_mapping_check(). FANIN_ERR_TIMEOUT: @p stop; the rest is not opened.
  */
-fanin_status ipc_map_open(ipc_map *map, unsigned threads, work_stop *stop,
-                          fanin_error *error);
+fanin_status ipc_map_open(ipc_map *map, work_stop *stop, fanin_error *error);
 /** FANIN_OK: it is mapped. Else why it could not be: errors of gpu_map(). */
 fanin_status ipc_mapping_check(const ipc_mapping *mapping, fanin_error *error);
 /** Where the allocation starts in this process. */

@@ -10,8 +10,6 @@
 
 /* A kernel on a healthy path takes microseconds. */
 #define PROBE_MS 3000
-/* Allocations that are mapped at a time. */
-#define MAP_THREADS 8
 
 /* Kernels of one device that are to read one rank's regions. */
 typedef struct reading {
@@ -433,14 +431,13 @@ static fanin_status learn_keys(path_round *r, bool *mask, fanin_error *error)
     return status;
 }
 
-/* All ranks' mappings side by side. */
+/* All ranks' mappings. */
 static fanin_status open_taken(path_round *r, fanin_error *error)
 {
     client_work work;
     uint64_t started = clock_ns();
     client_work_start(&work, r->client, r->at);
-    fanin_status status =
-        ipc_map_open(r->client->devices->map, MAP_THREADS, &work.stop, error);
+    fanin_status status = ipc_map_open(r->client->devices->map, &work.stop, error);
     r->goal->map_ns += clock_ns() - started;
     return client_work_end(&work, status, error);
 }

@@ -1,17 +1,19 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
  * How long it takes to map other processes' allocations, by how many threads at a time: what a first
- * pull by cuda_ipc waits for. Exporters allocate on device 0; device 1 maps (or the same, if there is
+ * pull by cuda_ipc waits for, and why it does that in one thread. Exporters allocate on device 0; device 1 maps (or the same, if there is
  * one only).
  *
  *     bench_ipc_map [EXPORTERS [ALLOCATIONS [MIB]]]      8 processes of 100 times 20 MiB
  *
  * Prints the median of some rounds, of all and of one. Exit status 77 without a GPU.
  */
-#include "device/ipc_map.h"
+#include "gpu.h"
+#include "ipc_key.h"
 #include "error_set.h"
 #include "clock.h"
 
+#include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -20,6 +22,7 @@
 
 #define ROUNDS 5
 #define MOST 16
+#define MOST_THREADS 16
 
 static fanin_error failure = FANIN_ERROR_INIT;
 
@@ -86,28 +89,54 @@ static pid_t start_exporter(size_t n, uint64_t bytes, ipc_key *keys, int *stop)
 
 /* ------------------------------------------------------------------- mapping */
 
-static double map_all(gpu *g, int device, const ipc_key *keys, size_t exporters,
-                      size_t n, unsigned threads)
+/* A thread's share. */
+typedef struct share {
+    gpu *g;
+    int device;
+    const ipc_key *keys;
+    void **bases;
+    size_t n;
+    pthread_t thread;
+} share;
+
+static void *map_share(void *cookie)
 {
-    ipc_map *map = ipc_map_create(g);
-    ipc_mapping *m = NULL;
-    if (!map)
-        fail("ipc_map_create");
-    for (size_t e = 0; e < exporters; e++) {
-        uint8_t life[16] = {(uint8_t)(e + 1)};
-        for (size_t i = 0; i < n; i++)
-            must(ipc_map_take(map, device, life, &keys[e * n + i], &m, &failure),
-                 "take");
+    share *s = cookie;
+    fanin_error error = FANIN_ERROR_INIT;
+    for (size_t i = 0; i < s->n; i++) {
+        if (gpu_map(s->g, s->device, s->keys[i].handle, &s->bases[i], &error) !=
+            FANIN_OK) {
+            fprintf(stderr, "map: %s\n", error.message);
+            exit(1);
+        }
     }
+    return NULL;
+}
+
+static double map_all(gpu *g, int device, const ipc_key *keys, size_t n,
+                      unsigned threads)
+{
+    share shares[MOST_THREADS];
+    void **bases = calloc(n, sizeof *bases);
+    if (!bases)
+        fail("calloc");
     uint64_t started = clock_ns();
-    must(ipc_map_open(map, threads, NULL, &failure), "open");
-    double ms = (double)(clock_ns() - started) / 1e6;
-    if (ipc_map_count(map) != exporters * n) {
-        must(ipc_mapping_check(m, &failure), "map");
-        fprintf(stderr, "some allocations were not mapped\n");
-        exit(1);
+    for (unsigned t = 0; t < threads; t++) {
+        size_t first = n * t / threads, end = n * (t + 1) / threads;
+        shares[t] = (share){.g = g,
+                            .device = device,
+                            .keys = keys + first,
+                            .bases = bases + first,
+                            .n = end - first};
+        if (pthread_create(&shares[t].thread, NULL, map_share, &shares[t]) != 0)
+            fail("pthread_create");
     }
-    ipc_map_destroy(&map);
+    for (unsigned t = 0; t < threads; t++)
+        pthread_join(shares[t].thread, NULL);
+    double ms = (double)(clock_ns() - started) / 1e6;
+    for (size_t i = 0; i < n; i++)
+        gpu_unmap(g, device, bases[i]);
+    free(bases);
     return ms;
 }
 
@@ -119,7 +148,7 @@ static int by_value(const void *a, const void *b)
 
 int main(int argc, char **argv)
 {
-    static const unsigned threads[] = {1, 2, 4, 8, 16, 32};
+    static const unsigned threads[] = {1, 2, 4, 8, MOST_THREADS};
     size_t exporters = argc > 1 ? strtoul(argv[1], NULL, 10) : 8;
     size_t n = argc > 2 ? strtoul(argv[2], NULL, 10) : 100;
     uint64_t bytes = (argc > 3 ? strtoul(argv[3], NULL, 10) : 20) << 20;
@@ -141,11 +170,11 @@ int main(int argc, char **argv)
     int device = gpu_count(g) > 1 ? 1 : 0;
     printf("%zu processes, %zu allocations of %llu MiB each, mapped for device %d\n",
            exporters, n, (unsigned long long)(bytes >> 20), device);
-    map_all(g, device, keys, exporters, n, 1); /* the driver's first time */
+    map_all(g, device, keys, exporters * n, 1); /* the driver's first time */
     for (size_t t = 0; t < sizeof threads / sizeof *threads; t++) {
         double ms[ROUNDS];
         for (int r = 0; r < ROUNDS; r++)
-            ms[r] = map_all(g, device, keys, exporters, n, threads[t]);
+            ms[r] = map_all(g, device, keys, exporters * n, threads[t]);
         qsort(ms, ROUNDS, sizeof *ms, by_value);
         printf("%2u threads  %9.2f ms  %7.1f us each  (%.2f .. %.2f)\n", threads[t],
                ms[ROUNDS / 2], ms[ROUNDS / 2] * 1e3 / (double)(exporters * n), ms[0],

@@ -1,13 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Which allocations are mapped, when, and how many at a time. The driver's part is played here. */
+/* Which allocations are mapped, and when. The driver's part is played here. */
 #include "device/ipc_map.h"
 #include "error_set.h"
 #include "testing.h"
 
-#include <pthread.h>
-#include <stdlib.h>
 #include <string.h>
-#include <time.h>
 
 #define MOST 64
 
@@ -17,27 +14,12 @@ void __wrap_gpu_unmap(gpu *g, int device, void *base);
 
 /* What the driver has been asked, and how it answers. */
 static struct {
-    pthread_mutex_t lock;
-    pthread_cond_t came;
-    unsigned inside, together; /* who is there; who goes on only with so many others */
     unsigned opens, closes;
     unsigned refuses[MOST]; /* by handle: so many times */
     bool open[MOST];
-} driver = {.lock = PTHREAD_MUTEX_INITIALIZER, .came = PTHREAD_COND_INITIALIZER};
+} driver;
 
 static uint8_t memory[MOST];
-
-static void wait_for_others(void)
-{
-    struct timespec until;
-    clock_gettime(CLOCK_REALTIME, &until);
-    until.tv_sec += 20;
-    driver.inside++;
-    pthread_cond_broadcast(&driver.came);
-    while (driver.inside < driver.together)
-        if (pthread_cond_timedwait(&driver.came, &driver.lock, &until) != 0)
-            abort(); /* nobody comes: not side by side */
-}
 
 fanin_status __wrap_gpu_map(gpu *g, int device, const uint8_t handle[GPU_HANDLE_SIZE],
                             void **base_out, fanin_error *error)
@@ -45,21 +27,15 @@ fanin_status __wrap_gpu_map(gpu *g, int device, const uint8_t handle[GPU_HANDLE_
     (void)g;
     (void)device;
     unsigned which = handle[0];
-    fanin_status status = FANIN_OK;
-    pthread_mutex_lock(&driver.lock);
     driver.opens++;
-    if (driver.together > 0)
-        wait_for_others();
     if (driver.refuses[which] > 0) {
         driver.refuses[which]--;
-        status =
-            error_set(error, FANIN_ERR_TRANSPORT, NULL, "handle %u is refused", which);
-    } else {
-        driver.open[which] = true;
-        *base_out = &memory[which];
+        return error_set(error, FANIN_ERR_TRANSPORT, NULL, "handle %u is refused",
+                         which);
     }
-    pthread_mutex_unlock(&driver.lock);
-    return status;
+    driver.open[which] = true;
+    *base_out = &memory[which];
+    return FANIN_OK;
 }
 
 void __wrap_gpu_unmap(gpu *g, int device, void *base)
@@ -75,7 +51,7 @@ static ipc_mapping *taken[MOST];
 
 static int set_up(void **state)
 {
-    driver.inside = driver.together = driver.opens = driver.closes = 0;
+    driver.opens = driver.closes = 0;
     memset(driver.refuses, 0, sizeof driver.refuses);
     memset(taken, 0, sizeof taken);
     map = ipc_map_create(NULL);
@@ -106,10 +82,10 @@ static void take_all(unsigned n)
         taken[i] = take(i);
 }
 
-static void open_by(unsigned threads)
+static void open_wanted(void)
 {
     fanin_error error = FANIN_ERROR_INIT;
-    assert_ok(ipc_map_open(map, threads, NULL, &error), error);
+    assert_ok(ipc_map_open(map, NULL, &error), error);
 }
 
 static void expect_mapped(unsigned which)
@@ -127,8 +103,8 @@ static void nothing_is_mapped_twice(void **state)
     assert_int_equal(driver.opens, 0);
     assert_int_equal(ipc_map_count(map), 0);
     assert_true(ipc_mapping_check(taken[0], &error) != FANIN_OK);
-    open_by(4);
-    open_by(4);
+    open_wanted();
+    open_wanted();
     assert_int_equal(driver.opens, 3);
     assert_int_equal(ipc_map_count(map), 3);
     for (unsigned i = 0; i < 3; i++)
@@ -140,35 +116,16 @@ static void nothing_is_mapped_twice(void **state)
     assert_int_equal(ipc_map_count(map), 2);
 }
 
-/* Every one of them waits in the driver until all are there. */
-static void mapped_side_by_side(void **state)
-{
-    driver.together = 8;
-    take_all(8);
-    open_by(8);
-    assert_int_equal(driver.inside, 8);
-    assert_int_equal(driver.opens, 8);
-}
-
-static void one_thread_does_all(void **state)
-{
-    take_all(MOST);
-    open_by(1);
-    assert_int_equal(driver.opens, MOST);
-    open_by(0);
-    assert_int_equal(driver.opens, MOST);
-}
-
 /* Older memory may be in the way: it is swept, and only what was refused is tried again. */
 static void what_is_refused_once_is_tried_again(void **state)
 {
     take_all(5);
-    open_by(2);
+    open_wanted();
     ipc_mapping_release(&taken[0]);
     taken[5] = take(5);
     taken[6] = take(6);
     driver.refuses[5] = 1;
-    open_by(2);
+    open_wanted();
     assert_int_equal(driver.closes, 1);
     assert_int_equal(driver.opens, 8);
     expect_mapped(5);
@@ -180,14 +137,14 @@ static void each_tells_why_it_is_not_mapped(void **state)
     fanin_error error = FANIN_ERROR_INIT;
     driver.refuses[2] = 2;
     take_all(4);
-    open_by(3);
+    open_wanted();
     assert_int_equal(ipc_mapping_check(taken[2], &error), FANIN_ERR_TRANSPORT);
     assert_string_equal(error.message, "handle 2 is refused");
     for (unsigned i = 0; i < 4; i++)
         if (i != 2)
             expect_mapped(i);
     /* Who still holds it later finds it mapped. */
-    open_by(3);
+    open_wanted();
     expect_mapped(2);
 }
 
@@ -195,7 +152,7 @@ static void what_is_let_go_is_not_mapped(void **state)
 {
     take_all(2);
     ipc_mapping_release(&taken[1]);
-    open_by(2);
+    open_wanted();
     assert_int_equal(driver.opens, 1);
     assert_false(driver.open[1]);
 }
@@ -211,9 +168,9 @@ static void stopped_before_the_first(void **state)
     fanin_error error = FANIN_ERROR_INIT;
     work_stop stop = {.fn = at_once};
     take_all(3);
-    assert_int_equal(ipc_map_open(map, 1, &stop, &error), FANIN_ERR_TIMEOUT);
+    assert_int_equal(ipc_map_open(map, &stop, &error), FANIN_ERR_TIMEOUT);
     assert_int_equal(driver.opens, 0);
-    open_by(1);
+    open_wanted();
     assert_int_equal(driver.opens, 3);
 }
 
@@ -223,8 +180,6 @@ int main(void)
 {
     const struct CMUnitTest tests[] = {
         CASE(nothing_is_mapped_twice),
-        CASE(mapped_side_by_side),
-        CASE(one_thread_does_all),
         CASE(what_is_refused_once_is_tried_again),
         CASE(each_tells_why_it_is_not_mapped),
         CASE(what_is_let_go_is_not_mapped),

@@ -214,7 +214,7 @@ static void map_for(bench *b, uint32_t rank, int device)
         assert_ok(ipc_map_take(b->client->devices->map, device, life, &s->keys[k],
                                &v->mappings[k], &error),
                   error);
-    assert_ok(ipc_map_open(b->client->devices->map, 2, NULL, &error), error);
+    assert_ok(ipc_map_open(b->client->devices->map, NULL, &error), error);
 }
 
 static void cut_spans(bench *b)
@@ -625,13 +625,13 @@ static void mappings_are_shared_and_swept(void **state)
     size_t n = ipc_map_count(map);
     fake_cuda_count(&before);
     assert_ok(ipc_map_take(map, 0, life, &b.keys[0], &again, &error), error);
-    assert_ok(ipc_map_open(map, 2, NULL, &error), error);
+    assert_ok(ipc_map_open(map, NULL, &error), error);
     assert_ptr_equal(again, b.shards[0].views[0].mappings[0]);
     fake_cuda_count(&after);
     assert_int_equal(after.opens, before.opens);
     /* Another life of the process: whatever the handle says, it is other memory. */
     assert_ok(ipc_map_take(map, 0, other, &b.keys[0], &later, &error), error);
-    assert_ok(ipc_map_open(map, 2, NULL, &error), error);
+    assert_ok(ipc_map_open(map, NULL, &error), error);
     assert_int_equal(ipc_map_count(map), n + 1);
     ipc_mapping_release(&later);
     ipc_mapping_release(&again);
