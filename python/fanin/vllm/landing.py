@@ -87,6 +87,10 @@ class Landing(ABC):
         little longer for what is installed then.
         """
 
+    def reach(self, trainer: Trainer, deadline: float) -> None:  # noqa: B027
+        """Makes ready what a pull needs, so that the first update does not wait for it: the plan,
+        and the ranks' device memory in this process. Reads no weights. Raises as a pull."""
+
     def __str__(self) -> str:
         return f"mode {self.mode}"
 

@@ -23,6 +23,7 @@ from fanin._tensors import PackedTensors, Shard, dtype_bits, pack
 from fanin.errors import RequestError, StaleError
 from fanin.mapping import Bridge, Mapping, layer_of
 from fanin.server import Stream
+from fanin.session import PullSession
 from fanin.vllm import reload
 from fanin.vllm.landing import Landing, Progress, Summary
 from fanin.vllm.trainers import Trainer, left
@@ -227,6 +228,24 @@ class MappedLanding(Landing):
         summary.read = result.read
         return summary
 
+    def reach(self, trainer: Trainer, deadline: float) -> None:
+        self._begin(trainer, None, deadline, None).abandon()
+
+    def _begin(
+        self, trainer: Trainer, step: int | None, deadline: float, progress: Progress | None
+    ) -> PullSession:
+        session: PullSession = trainer.client.begin(
+            trainer.run,
+            self._packed,
+            step=step,
+            timeout=left(deadline),
+            dtype=self.dtype,
+            verify=self.verify,
+            stream=_stream_of(self.device),
+            progress=progress,
+        )
+        return session
+
     def _attempt(
         self,
         trainer: Trainer,
@@ -236,16 +255,7 @@ class MappedLanding(Landing):
         summary: Summary,
     ) -> Any:
         """Reads and installs every layer of one session; its result is the proof of all of it."""
-        session = trainer.client.begin(
-            trainer.run,
-            self._packed,
-            step=step,
-            timeout=left(deadline),
-            dtype=self.dtype,
-            verify=self.verify,
-            stream=_stream_of(self.device),
-            progress=Progress(step, self._bytes),
-        )
+        session = self._begin(trainer, step, deadline, Progress(step, self._bytes))
         writing()
         with session, ThreadPoolExecutor(1, thread_name_prefix="fanin-read") as reader:
             ahead: deque[Future[None]] = deque()

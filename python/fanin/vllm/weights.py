@@ -167,8 +167,9 @@ class Engine(WeightTransferEngine[InitInfo, UpdateInfo]):
         if self._draft is not None:
             self._draft.close()
         trainer, failure = Trainer(source, run), None
+        deadline = time.monotonic() + timeout
         try:
-            published = trainer.ready(time.monotonic() + timeout)
+            published = trainer.ready(deadline)
             self._prepare(self._main, init_info, published)
         except FaninError as error:
             failure = self._mine(error)
@@ -184,6 +185,17 @@ class Engine(WeightTransferEngine[InitInfo, UpdateInfo]):
             raise
         self._main.trainer = trainer
         self._info = init_info
+        self._reach(deadline)
+
+    def _reach(self, deadline: float) -> None:
+        assert self._main.trainer is not None and self._main.landing is not None
+        start = time.monotonic()
+        try:
+            self._main.landing.reach(self._main.trainer, deadline)
+        except FaninError as error:  # an update says it again, if it is so then
+            _log.info("fanin: %s: nothing is made ready ahead: %s", self._worker, error)
+            return
+        _log.info("fanin: %s: reached in %.3f s", self._worker, time.monotonic() - start)
 
     def _agree(self, target: _Target, failure: FaninError | None, unused: list[str]) -> None:
         """Raises *failure*, or what another worker of this engine has met, or names what is
