@@ -28,8 +28,8 @@ static void remove_code(json_t *value, buffer *dropped)
     const char *field;
     json_t *member;
     void *next;
-    size_t i;
-    json_array_foreach(value, i, member) remove_code(member, dropped);
+    for (size_t i = 0; i < json_array_size(value); i++)
+        remove_code(json_array_get(value, i), dropped);
     json_object_foreach_safe(value, next, field, member)
     {
         if (!names_code(field)) {

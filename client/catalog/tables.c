@@ -155,43 +155,59 @@ static fanin_status get_keys(fanin_client *client, const publication *p, size_t 
     return status;
 }
 
-/* Who gives the key table: another one to each client of a fleet, which all come at once. */
-static size_t first_asked(const fanin_client *client, const bool *use)
+/* The first peer from @p turn on that is used and, if @p other is given, announces another key
+   table than that; none: n_peers. */
+static size_t find_peer(const fanin_client *client, const announcement *announced,
+                        const bool *use, size_t turn, const digest *other)
 {
-    size_t n = client->n_peers, turn = (size_t)(client->plan_seed % n);
-    for (size_t i = 0; i < n; i++)
-        if (use[(turn + i) % n])
-            return (turn + i) % n;
+    size_t n = client->n_peers;
+    for (size_t i = 0; i < n; i++) {
+        size_t at = (turn + i) % n;
+        if (use[at] && !(other && digest_equal(&announced[at].keys, other)))
+            return at;
+    }
     return n;
+}
+
+static fanin_status refuse_difference(fanin_client *client, const publication *p,
+                                      const announcement *announced, size_t first,
+                                      size_t odd, client_work *work, fanin_error *error)
+{
+    key_table *a = NULL, *b = NULL;
+    fanin_status status =
+        get_keys(client, p, first, &announced[first].keys, work, &a, error);
+    if (status == FANIN_OK)
+        status = get_keys(client, p, odd, &announced[odd].keys, work, &b, error);
+    if (status == FANIN_OK)
+        status = explain_difference(client, a, first, b, odd, error);
+    key_table_free(&a);
+    key_table_free(&b);
+    return status;
 }
 
 static fanin_status sync_keys(fanin_client *client, publication *p,
                               const announcement *announced, const bool *use,
                               client_work *work, fanin_error *error)
 {
-    size_t first = first_asked(client, use);
-    if (first == client->n_peers)
+    size_t n = client->n_peers, first = find_peer(client, announced, use, 0, NULL);
+    if (first == n)
         return FANIN_OK;
     const digest *id = &announced[first].keys;
-    if (!p->keys || !digest_equal(&p->keys->id, id)) {
-        key_table *fresh = NULL;
-        fanin_status status = get_keys(client, p, first, id, work, &fresh, error);
-        if (status != FANIN_OK)
-            return status;
-        tables_forget(p);
-        p->keys = fresh;
-    }
-    for (size_t i = 0; i < client->n_peers; i++) {
-        if (i == first || !use[i] || digest_equal(&announced[i].keys, id))
-            continue;
-        key_table *other = NULL;
-        fanin_status status =
-            get_keys(client, p, i, &announced[i].keys, work, &other, error);
-        if (status == FANIN_OK)
-            status = explain_difference(client, p->keys, first, other, i, error);
-        key_table_free(&other);
+    size_t odd = find_peer(client, announced, use, 0, id);
+    if (odd < n)
+        return refuse_difference(client, p, announced, first, odd, work, error);
+    if (p->keys && digest_equal(&p->keys->id, id))
+        return FANIN_OK;
+    /* Of another rank for each client of a fleet, which all come at once. */
+    size_t turn = (size_t)(client->plan_seed % n);
+    key_table *fresh = NULL;
+    fanin_status status =
+        get_keys(client, p, find_peer(client, announced, use, turn, NULL), id, work,
+                 &fresh, error);
+    if (status != FANIN_OK)
         return status;
-    }
+    tables_forget(p);
+    p->keys = fresh;
     return FANIN_OK;
 }
 

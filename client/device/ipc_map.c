@@ -110,9 +110,12 @@ static bool is_wanted(const ipc_mapping *m)
 /* Those that are held and not mapped, until @p stop. */
 static void open_wanted(const ipc_map *map, work_stop *stop)
 {
-    for (size_t i = 0; i < map->n && !work_stopped_after(stop, WORK_STEPS); i++) {
-        if (is_wanted(map->sorted[i]))
-            open_one(map->g, map->sorted[i]);
+    for (size_t i = 0; i < map->n; i++) {
+        if (!is_wanted(map->sorted[i]))
+            continue;
+        if (work_stopped_after(stop, WORK_STEPS))
+            return;
+        open_one(map->g, map->sorted[i]);
     }
 }
 

@@ -10,7 +10,7 @@
 
 typedef struct adapter_destination {
     adapter *adapter;
-    destination *destination;
+    destination for_pull;
     bool prepared;
     digest prepared_for;
     const char *publication;
@@ -60,7 +60,7 @@ static fanin_status agreed(void *cookie, const key_table *keys,
         return status;
     status = adapter_map(a->adapter, base_out, error);
     a->range = (memory_range){*base_out, a->span, -1};
-    a->destination->pinned = status == FANIN_OK && adapter_is_pinned(a->adapter);
+    a->for_pull.pinned = status == FANIN_OK && adapter_is_pinned(a->adapter);
     return status;
 }
 
@@ -141,18 +141,17 @@ static fanin_status pull_into(fanin_client *client, fanin_pull_options *options,
                               deadline at, adapter_destination *a,
                               fanin_result **result_out, fanin_error *error)
 {
-    destination d = {.cookie = a,
-                     .plan_slot = 1,
-                     .layout = layout,
-                     .prepare = prepare,
-                     .agreed = agreed,
-                     .need = need,
-                     .landed = landed,
-                     .restart = restart,
-                     .publish = publish,
-                     .ranges = ranges,
-                     .dtype = options->dtype};
-    a->destination = &d;
+    a->for_pull = (destination){.cookie = a,
+                                .plan_slot = 1,
+                                .layout = layout,
+                                .prepare = prepare,
+                                .agreed = agreed,
+                                .need = need,
+                                .landed = landed,
+                                .restart = restart,
+                                .publish = publish,
+                                .ranges = ranges,
+                                .dtype = options->dtype};
     a->publication = options->publication;
     a->max_bytes = options->max_bytes;
     adapter_convert(a->adapter, options->dtype);
@@ -160,11 +159,11 @@ static fanin_status pull_into(fanin_client *client, fanin_pull_options *options,
         adapter_trust_config(a->adapter);
     uint64_t left_ms = deadline_left_ns(at) / 1000000;
     options->timeout_ms = left_ms > 0 ? (uint32_t)left_ms : 1;
-    fanin_status status = pull_run(client, options, &d, result_out, error);
+    fanin_status status = pull_run(client, options, &a->for_pull, result_out, error);
     if (status == FANIN_OK && options->spare_file)
         adapter_make_spare(a->adapter, &client->spare,
                            client->devices->map ? client->devices->g : NULL);
-    if (!d.leak)
+    if (!a->for_pull.leak)
         adapter_close(&a->adapter);
     return status;
 }

@@ -135,17 +135,6 @@ static fanin_status expect(const check_pattern *pattern, const char *publication
     return FANIN_OK;
 }
 
-fanin_status check_memory(const check_pattern *pattern, const char *publication,
-                          const char *name, fanin_dtype dtype, uint64_t step,
-                          const uint8_t *memory, uint64_t bytes, fanin_error *error)
-{
-    char key[KEY_SIZE];
-    expected e;
-    fanin_status status =
-        expect(pattern, publication, name, dtype, step, key, &e, error);
-    return status == FANIN_OK ? check_piece(&e, 0, memory, bytes, error) : status;
-}
-
 /* A box as runs of bytes that follow each other in the tensor and in memory. */
 typedef struct box_runs {
     uint64_t bytes; /* of a run */

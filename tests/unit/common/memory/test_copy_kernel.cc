@@ -100,6 +100,7 @@ static void test_entries(void **state)
         p.from_add = from + 5;
         p.to_add = reinterpret_cast<uint64_t>(got) + to;
         p.parts = below(2) ? 1 : 1 + static_cast<uint32_t>(below(40));
+        p.ways = 1 + static_cast<uint32_t>(below(3));
         launch(&p, 1 + static_cast<unsigned>(below(2)));
         copy_entries_run(&e, 1, bases, p.from_add,
                          reinterpret_cast<uint64_t>(wanted) + to);
@@ -133,6 +134,7 @@ static void test_many(void **state)
         p.count = 300;
         p.to_add = reinterpret_cast<uint64_t>(got);
         p.parts = parts;
+        p.ways = 1 + 10 * (parts - 1);
         launch(&p, 3);
         assert_memory_equal(got, source, at);
         assert_int_equal(got[at], 0x77);
@@ -159,6 +161,7 @@ static void test_floats(void **state)
             p.entries = &e;
             p.count = 1;
             p.parts = 1;
+            p.ways = 1;
             p.to_add = reinterpret_cast<uint64_t>(got);
             launch(&p, 1);
             copy_entries_run(&e, 1, nullptr, 0, reinterpret_cast<uint64_t>(wanted));
