@@ -145,7 +145,7 @@ fanin_status fanin_session_read(fanin_session *session, size_t first, size_t cou
         status = attempt_read(&session->pull, part, &why);
     if (status == FANIN_OK)
         return status;
-    status = pull_overtaken(&session->pull, &why, &session->failed);
+    (void)pull_overtaken(&session->pull, &why, &session->failed);
     lease_round_abandon(session->client, session->pull.leases);
     return error_copy(error, &session->failed);
 }
