@@ -356,15 +356,19 @@ class Mapping:
         self, live: Any, modules: Iterable[str] | None, bridges: list[Bridge]
     ) -> Iterator[tuple[str, Shard]]:
         lookup = _lookup(live)
+        for path, leaf in self._leaves(modules):
+            if leaf.sources:
+                tensor = lookup(path, leaf.name)
+                check_layout(path, leaf, tensor)
+                yield from _leaf_shards(path, leaf, tensor, bridges)
+
+    def _leaves(self, modules: Iterable[str] | None) -> Iterator[tuple[str, Leaf]]:
+        """Of these modules (None: of all) that boxes fill: path and each leaf."""
         only = None if modules is None else frozenset(modules)
         for module in self.modules:
-            if module.fallback or (only is not None and module.path not in only):
-                continue
-            for leaf in module.leaves:
-                if leaf.sources:
-                    tensor = lookup(module.path, leaf.name)
-                    check_layout(module.path, leaf, tensor)
-                    yield from _leaf_shards(module.path, leaf, tensor, bridges)
+            if not module.fallback and (only is None or module.path in only):
+                for leaf in module.leaves:
+                    yield module.path, leaf
 
     def allocate(
         self, device: Any = "cpu", modules: Iterable[str] | None = None
@@ -381,17 +385,13 @@ class Mapping:
 
         types = {name: getattr(torch, kind) for kind, name in TORCH_DTYPES.items()}
         made = {}
-        only = None if modules is None else frozenset(modules)
-        for module in self.modules:
-            if module.fallback or (only is not None and module.path not in only):
-                continue
-            for leaf in module.leaves:
-                if leaf.sources:
-                    dtype = types[leaf.dtype]
-                    steps = [step // dtype.itemsize for step in leaf.stride]
-                    made[module.path, leaf.name] = torch.empty_strided(
-                        leaf.shape, steps, dtype=dtype, device=device
-                    )
+        for path, leaf in self._leaves(modules):
+            if leaf.sources:
+                dtype = types[leaf.dtype]
+                steps = [step // dtype.itemsize for step in leaf.stride]
+                made[path, leaf.name] = torch.empty_strided(
+                    leaf.shape, steps, dtype=dtype, device=device
+                )
         return made
 
     def fill(self, live: Any, modules: Iterable[str] | None = None) -> None:
@@ -400,21 +400,17 @@ class Mapping:
         Tensors that the engine has loaded once have it already. To be called before a pull.
         """
         lookup = _lookup(live)
-        only = None if modules is None else frozenset(modules)
-        for module in self.modules:
-            if module.fallback or (only is not None and module.path not in only):
-                continue
-            for leaf in module.leaves:
-                if leaf.fills:
-                    tensor = lookup(module.path, leaf.name)
-                    check_layout(module.path, leaf, tensor)
-                    size = tensor.element_size()
-                    for fill in leaf.fills:
-                        tensor.detach().as_strided(
-                            fill.extent,
-                            [step // size for step in fill.stride],
-                            tensor.storage_offset() + fill.at // size,
-                        ).fill_(fill.value)
+        for path, leaf in self._leaves(modules):
+            if leaf.fills:
+                tensor = lookup(path, leaf.name)
+                check_layout(path, leaf, tensor)
+                size = tensor.element_size()
+                for fill in leaf.fills:
+                    tensor.detach().as_strided(
+                        fill.extent,
+                        [step // size for step in fill.stride],
+                        tensor.storage_offset() + fill.at // size,
+                    ).fill_(fill.value)
 
     # ------------------------------------------------------------------ on disk
 
