@@ -25,6 +25,7 @@ struct ipc_map {
     gpu *g;
     ipc_mapping **sorted; /* by identity */
     size_t n, capacity;
+    bool behind; /* something may be held and not mapped */
     bool abandoned;
 };
 
@@ -77,6 +78,7 @@ fanin_status ipc_map_take(ipc_map *map, int device, const uint8_t incarnation[16
     if (found) {
         *out = map->sorted[at];
         (*out)->holders++;
+        map->behind = map->behind || !(*out)->base;
         return FANIN_OK;
     }
     ipc_mapping *m = calloc(1, sizeof *m);
@@ -90,6 +92,7 @@ fanin_status ipc_map_take(ipc_map *map, int device, const uint8_t incarnation[16
             (map->n - at) * sizeof *map->sorted);
     map->sorted[at] = m;
     map->n++;
+    map->behind = true;
     *out = m;
     return FANIN_OK;
 }
@@ -130,12 +133,15 @@ static bool lacks_some(const ipc_map *map)
 
 fanin_status ipc_map_open(ipc_map *map, work_stop *stop, fanin_error *error)
 {
+    if (!map->behind) /* a warm pull of a model looks at none of its thousands */
+        return FANIN_OK;
     open_wanted(map, stop);
     if (!(stop && stop->stopped) && lacks_some(map)) {
         /* Older memory of the same addresses of its owner may be in the way. */
         ipc_map_sweep(map);
         open_wanted(map, stop);
     }
+    map->behind = lacks_some(map);
     return stop && stop->stopped
                ? work_broken_off(stop, "connect", "memory was mapped", error)
                : FANIN_OK;

@@ -155,6 +155,10 @@ static void what_is_let_go_is_not_mapped(void **state)
     open_wanted();
     assert_int_equal(driver.opens, 1);
     assert_false(driver.open[1]);
+    taken[1] = take(1); /* who takes it again finds it mapped after the next opening */
+    open_wanted();
+    assert_int_equal(driver.opens, 2);
+    expect_mapped(1);
 }
 
 static bool at_once(void *cookie)
