@@ -220,6 +220,12 @@ class Recording:
         """
         return _Checker(self).mapping(fallback)
 
+    def only_computes(self, error: MappingError) -> bool:
+        """Whether nothing is wrong, of what *error* of :meth:`mapping` names, but that the loader
+        computes what it writes into some tensors: then it may be run for these itself."""
+        computed = {(r.module, r.leaf) for r in self.refusals if r.tensor and r.leaf}
+        return all((r.module, r.leaf) in computed for r in error.refusals)
+
     @property
     def unwanted(self) -> tuple[str, ...]:
         """Names of published tensors of which this rank takes nothing."""

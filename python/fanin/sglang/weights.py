@@ -134,7 +134,7 @@ class _Live:
         try:
             self._mapping = recording.mapping()
         except MappingError as error:
-            if not _only_computes(recording, error):
+            if not recording.only_computes(error):
                 raise
             self._mapping = _all_but_computed(recording)
             modules = self._mapping.modules if self._mapping is not None else ()
@@ -212,12 +212,6 @@ def _all_but_computed(recording: Recording) -> Mapping | None:
         return recording.mapping(fallback=True)
     except MappingError:
         return None
-
-
-def _only_computes(recording: Recording, error: MappingError) -> bool:
-    """Whether nothing is wrong but that the loader computes what it writes into some tensors."""
-    computed = {(r.module, r.leaf) for r in recording.refusals if r.tensor and r.leaf}
-    return all((r.module, r.leaf) in computed for r in error.refusals)
 
 
 def _loader(model: Any) -> Callable[[Iterator[tuple[str, Any]]], object]:

@@ -23,7 +23,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 
 from fanin.errors import FaninError, HostError, PeerError, RequestError, StateError
-from fanin.mapping import Mapping, MappingError, Recording
+from fanin.mapping import Mapping, MappingError
 from fanin.vllm import reload, weights_check
 from fanin.vllm.clients import Source
 from fanin.vllm.landing import Landing, StockLanding
@@ -349,7 +349,7 @@ class Engine(WeightTransferEngine[InitInfo, UpdateInfo]):
         try:
             mapping = recording.mapping()
         except MappingError as error:
-            if not _only_computes(recording, error):
+            if not recording.only_computes(error):
                 raise
             _log.warning(
                 "fanin: %s: every step goes through vLLM's own load_weights, which is slower and "
@@ -438,12 +438,6 @@ def _patterns(value: Any) -> list[str]:
             key="unused",
         )
     return list(value)
-
-
-def _only_computes(recording: Recording, error: MappingError) -> bool:
-    """Whether nothing is wrong but that the loader computes what it writes into some tensors."""
-    computed = {(r.module, r.leaf) for r in recording.refusals if r.tensor and r.leaf}
-    return all((r.module, r.leaf) in computed for r in error.refusals)
 
 
 def _named(vllm_config: Any) -> str:
