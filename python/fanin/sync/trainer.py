@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import threading
 import time
+from typing import Any
 
 from fanin.errors import (
     CancelledError,
@@ -12,7 +13,9 @@ from fanin.errors import (
     NotFoundError,
     PausedError,
     PullTimeoutError,
+    StaleError,
     SupersededError,
+    UnreachableError,
 )
 from fanin.info import Target, addresses_of
 from fanin.names import check_run
@@ -20,6 +23,9 @@ from fanin.names import check_run
 __all__ = ["look", "wait_for_step"]
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.005, 0.25
+_CONNECT = 5.0
+# Seconds for which a rank that nobody listens for may be one that is just being started.
+_DEAD = 2.0
 
 
 def wait_for_step(
@@ -37,9 +43,11 @@ def wait_for_step(
     timeout: seconds. stop: once it is set, the wait ends with CancelledError. Blocks at most
     *timeout* and a little; any thread.
 
-    Raises SupersededError if a rank is past the step, PausedError if one is paused when the time
-    ends, PullTimeoutError saying how far the ranks are, NotFoundError if none publishes the run,
-    and what fanin.Client.connect raises that does not pass by itself.
+    A rank that is behind, or says nothing, is waited for; one that is gone is not. Raises
+    UnreachableError naming a rank that has refused connections for two seconds, StaleError if the
+    trainer is started again meanwhile, SupersededError if a rank is past the step, PausedError if
+    one is paused when the time ends, PullTimeoutError saying how far the ranks are, NotFoundError
+    if none publishes the run, and what fanin.Client.connect raises that does not pass by itself.
     """
     from fanin.client import Client
 
@@ -47,25 +55,21 @@ def wait_for_step(
     deadline = time.monotonic() + timeout
     pause = _FIRST_PAUSE
     last: FaninError | None = None
+    roll = _Roll()
     with Client(server_name=server_name) as client:
-        connected = False
         while (remaining := deadline - time.monotonic()) > 0:
             try:
-                if not connected:
-                    addresses = addresses_of(trainer)
-                    client.connect(addresses, timeout=remaining)
-                    connected = True
-                found = look(client, publication, len(addresses), step, remaining)
+                size = roll.call(client, trainer, min(remaining, _CONNECT))
+                found = look(client, publication, size, step, min(remaining, _CONNECT))
                 if isinstance(found, tuple):
                     return found
                 last = found
-            except SupersededError:
-                raise
             except FaninError as error:
-                if not error.retryable:
+                if not error.retryable or isinstance(error, StaleError):
                     raise
-                last, connected = error, False
-                client.disconnect()
+                last = error
+                roll.forget(client)
+            roll.refuse_the_dead()
             _pause(min(pause, max(deadline - time.monotonic(), 0)), stop)
             pause = min(pause * 2, _LONGEST_PAUSE)
     if last is None:
@@ -75,6 +79,74 @@ def wait_for_step(
             key=publication,
         )
     raise last
+
+
+class _Roll:
+    """Which ranks are there, and since when others are not."""
+
+    def __init__(self) -> None:
+        self._connected: list[str] | None = None
+        self._world = ""
+        self._gone: dict[str, tuple[float, UnreachableError]] = {}
+
+    def call(self, client: Any, trainer: Target, timeout: float) -> int:
+        """Connects if some rank is not there; how many ranks the trainer has."""
+        if self._connected is None or not all(rank.connected for rank in client.ranks()):
+            addresses = addresses_of(trainer)
+            try:
+                client.connect(addresses, timeout=timeout)
+            except UnreachableError as error:
+                self._note([(error.address or addresses[0], error)])
+                raise
+            self._connected = list(addresses)
+            self._look_around(client.ranks())
+        return len(self._connected)
+
+    def _look_around(self, ranks: Any) -> None:
+        world = next((rank.world_id for rank in ranks if rank.connected), "")
+        if self._world and world and world != self._world:
+            raise StaleError.make(
+                "the trainer was started again while its step was waited for",
+                "sync a step of the new launch",
+            )
+        self._world = world or self._world
+        numbers = {rank.rank for rank in ranks if rank.rank is not None}
+        lost = [rank for rank in ranks if not rank.connected and not rank.silent]
+        unknown = sorted(set(range(len(ranks))) - numbers)
+        found = []
+        for rank in lost:
+            number = rank.rank
+            if number is None and len(unknown) == 1:
+                number = unknown[0]
+            found.append((rank.address, _dead(number, rank.address, rank.message)))
+        self._note(found)
+
+    def _note(self, lost: list[tuple[str, UnreachableError]]) -> None:
+        now = time.monotonic()
+        before = self._gone
+        self._gone = {at: (before.get(at, (now, error))[0], error) for at, error in lost}
+
+    def refuse_the_dead(self) -> None:
+        """Raises UnreachableError naming a rank that has been gone for too long."""
+        for since, error in self._gone.values():
+            if time.monotonic() - since > _DEAD:
+                raise error
+
+    def forget(self, client: Any) -> None:
+        """All connections are made anew."""
+        self._connected = None
+        client.disconnect()
+
+
+def _dead(rank: int | None, address: str, why: str) -> UnreachableError:
+    who = "a rank" if rank is None else f"rank {rank}"
+    return UnreachableError.make(
+        f"{who} of the trainer is gone: {why or address + ' is not connected'}",
+        "no rank may end before the last sync; start the trainer again, or leave the engines as"
+        " they are",
+        rank=rank,
+        address=address,
+    )
 
 
 def _pause(seconds: float, stop: threading.Event | None) -> None:
