@@ -160,6 +160,8 @@ class Client(ClosableHandle):
         # handler may cancel while the thread it interrupts holds it.
         self._handle_lock = threading.RLock()
         self._left_cancelled = False
+        # Sessions that were forgotten while a call was under way: the next call lets go of them.
+        self._forgotten: list[ctypes.c_void_p] = []
 
         handle, error = ctypes.c_void_p(), new_error()
         status = self._library.fanin_client_create(
@@ -720,9 +722,14 @@ class Client(ClosableHandle):
                 self.cancel()
                 if not other.done.wait(_CLOSE_SECONDS):
                     raise StateError.make(f"the client's {other} does not end")
+            self._let_go()
             self._destroy()
         finally:
             self._leave(use)
+
+    def _let_go(self) -> None:
+        while self._forgotten:
+            self._library.fanin_session_abandon(ctypes.byref(self._forgotten.pop()))
 
     def _destroy(self) -> None:
         with self._handle_lock:
@@ -762,6 +769,7 @@ class Client(ClosableHandle):
             handle = self._handle
             if handle is None:
                 raise StateError.make("the client is closed")
+            self._let_go()
             return call(use, handle)
         finally:
             self._leave(use)
