@@ -123,9 +123,19 @@ static bool busy(void *reading, deadline *wake)
     return false;
 }
 
-static uint64_t bytes(const void *reading)
+/* One kernel reads all ranks, and does not tell them apart: each has brought its share. */
+static uint64_t bytes(const void *reading, size_t source, bool *waits)
 {
-    return device_reader_bytes(((const ipc_reading *)reading)->kernels);
+    const ipc_reading *k = reading;
+    const path_plan *p = k->r->plan;
+    uint64_t all = 0;
+    for (size_t i = 0; i < p->n_sources; i++)
+        all += p->reader_of[i] == &ipc_reader ? p->plan->ranks[i].bytes : 0;
+    *waits = !k->done;
+    if (all == 0)
+        return 0;
+    double share = (double)device_reader_bytes(k->kernels) / (double)all;
+    return (uint64_t)(share * (double)p->plan->ranks[source].bytes);
 }
 
 static uint64_t scatter_ns(const void *reading)

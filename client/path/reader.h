@@ -97,8 +97,9 @@ typedef struct path_reading {
     struct device_sink
         *sink; /**< takes what lands in CUDA memory; NULL: nothing does */
     uint64_t
-        *done_ns;   /**< out, of each source: when its last byte was found in place */
-    served *served; /**< out, of each peer */
+        *done_ns; /**< out, of each source: when its last byte was found in place */
+    const served
+        *served; /**< of each peer: what the reads before this one have brought */
 } path_reading;
 
 /** A path, or several of one kind. */
@@ -135,7 +136,8 @@ struct path_reader {
     fanin_status (*check)(void *reading, size_t source, bool *done, fanin_error *error);
     /** Before the loop waits: true if it must not; *wake: when to look again. May be NULL. */
     bool (*busy)(void *reading, deadline *wake);
-    uint64_t (*bytes)(const void *reading);      /**< so far */
+    /** Of a source, so far. *waits: bytes that were asked of it are not here. */
+    uint64_t (*bytes)(const void *reading, size_t source, bool *waits);
     uint64_t (*scatter_ns)(const void *reading); /**< spent on copying; may be NULL */
     /** All is in place: bytes, reads, connections. */
     void (*account)(const void *reading, size_t source, served *out);

@@ -244,7 +244,8 @@ static fanin_status take_leases(pull *p, fanin_error *error)
 static void start_counting(pull *p)
 {
     memset(p->result->served, 0, p->result->n_peers * sizeof *p->result->served);
-    p->progress = (read_progress){.total = p->cache->whole.plan.plan->bytes};
+    p->progress = (read_progress){.whole = &p->cache->whole.plan,
+                                  .total = p->cache->whole.plan.plan->bytes};
     p->bytes = p->tensors = 0;
     p->result->info.fixed_ns = 0; /* reads; turned into the rest at the end */
 }

@@ -6,12 +6,11 @@
 #include "error_set.h"
 #include <stdlib.h>
 
-#define PROGRESS_NS 50000000
-
 typedef struct phase {
     read_phase *of;
     path_reading reading;
     void *readings[PATH_READERS]; /* NULL: nothing is read by this path */
+    rank_watch *watch;
 } phase;
 
 /* ------------------------------------------------------------------ starting */
@@ -37,7 +36,8 @@ static fanin_status start(phase *w, fanin_error *error)
     const plan_part *part = w->of->part;
     bool used[PATH_READERS] = {false};
     r->done_ns = calloc(r->plan->n_sources + 1, sizeof *r->done_ns);
-    if (!r->done_ns)
+    w->watch = rank_watch_create(r, w->of->progress, w->of->options);
+    if (!r->done_ns || !w->watch)
         return error_set_memory(error);
     for (size_t i = 0; i < r->plan->n_sources; i++) {
         for (size_t j = 0; j < PATH_READERS; j++)
@@ -61,24 +61,6 @@ static void *reading_of(const phase *w, size_t source)
     while (path_readers[i] != w->reading.plan->reader_of[source])
         i++;
     return w->readings[i];
-}
-
-static void report_progress(phase *w)
-{
-    const fanin_pull_options *options = w->of->options;
-    if (!options->progress)
-        return;
-    uint64_t now = clock_ns();
-    read_progress *progress = w->of->progress;
-    if (now - progress->told_ns < PROGRESS_NS)
-        return;
-    progress->told_ns = now;
-    uint64_t bytes = progress->done, total = progress->total;
-    for (size_t i = 0; i < PATH_READERS; i++) {
-        if (w->readings[i])
-            bytes += path_readers[i]->bytes(w->readings[i]);
-    }
-    options->progress(options->progress_cookie, bytes < total ? bytes : total, total);
 }
 
 /* A lost connection tells of a dead rank long before a fabric would. */
@@ -115,8 +97,8 @@ static fanin_status run(phase *w, deadline at, fanin_error *error)
         fanin_status status = check(w, &all, error);
         if (status != FANIN_OK || all)
             return status;
-        report_progress(w);
         deadline wake = UINT64_MAX;
+        rank_watch_look(w->watch, w->readings, &wake);
         for (size_t i = 0; i < PATH_READERS && !busy; i++)
             busy = w->readings[i] && path_readers[i]->busy &&
                    path_readers[i]->busy(w->readings[i], &wake);
@@ -183,6 +165,7 @@ static void finish(phase *w, fanin_status status)
     w->of->final = device_sink_failed(r->sink, NULL);
     if (!device_sink_destroy(&r->sink))
         d->leak = true;
+    rank_watch_destroy(&w->watch);
     free(r->done_ns);
 }
 
@@ -201,7 +184,8 @@ fanin_status read_phase_run(read_phase *r, deadline at, fanin_error *error)
                            .landed = d->landed,
                            .cookie = d->cookie,
                            .pinned = d->pinned,
-                           .after = &r->options->stream}};
+                           .after = &r->options->stream,
+                           .served = r->result->served}};
     r->first_ns = clock_ns();
     fanin_status status = start(&w, error);
     if (status == FANIN_OK)

@@ -4,12 +4,7 @@
 #define READ_PHASE_H
 
 #include "pull/plan_cache.h"
-
-/** How far an attempt is, over all its reads. */
-typedef struct read_progress {
-    uint64_t done, total; /**< bytes; done: by the reads that have ended */
-    uint64_t told_ns;     /**< when the caller was told last */
-} read_progress;
+#include "pull/rank_watch.h"
 
 /** What the reads need; one read of an attempt. */
 typedef struct read_phase {

@@ -186,13 +186,11 @@ static fanin_status check(void *reading, size_t source, bool *done, fanin_error 
     return FANIN_OK;
 }
 
-static uint64_t bytes(const void *reading)
+static uint64_t bytes(const void *reading, size_t source, bool *waits)
 {
-    const stream_reading *s = reading;
-    uint64_t sum = 0;
-    for (size_t i = 0; i < s->r->plan->n_sources; i++)
-        sum += s->sources[i].work.bytes;
-    return sum;
+    const stream_work *w = &((const stream_reading *)reading)->sources[source].work;
+    *waits = w->done_requests < w->next_request;
+    return w->bytes;
 }
 
 static void account(const void *reading, size_t source, served *out)

@@ -295,13 +295,11 @@ static bool busy(void *reading, deadline *wake)
     return !ucx_client_arm(o->end->client);
 }
 
-static uint64_t bytes(const void *reading)
+static uint64_t bytes(const void *reading, size_t source, bool *waits)
 {
-    const one_sided *o = reading;
-    uint64_t sum = 0;
-    for (size_t i = 0; i < o->n; i++)
-        sum += o->works[i].bytes;
-    return sum;
+    const one_sided_work *w = &((const one_sided *)reading)->works[source];
+    *waits = w->done_spans < w->next_span;
+    return w->bytes;
 }
 
 static uint64_t scatter_ns(const void *reading)

@@ -242,6 +242,36 @@ class ClientConfig(Structure):
 ProgressFn = CFUNCTYPE(None, c_void_p, c_uint64, c_uint64)
 
 
+class RankProgress(Structure):
+    """``fanin_rank_progress``"""
+
+    _fields_ = [
+        ("struct_size", c_size_t),
+        ("rank", c_int32),
+        ("path", c_int32),
+        ("address", c_char_p),
+        ("bytes_done", c_uint64),
+        ("bytes_total", c_uint64),
+        ("quiet_ms", c_uint64),
+    ]
+
+
+class PullProgress(Structure):
+    """``fanin_pull_progress``"""
+
+    _fields_ = [
+        ("struct_size", c_size_t),
+        ("bytes_done", c_uint64),
+        ("bytes_total", c_uint64),
+        ("ranks", POINTER(POINTER(RankProgress))),
+        ("n_ranks", c_size_t),
+        ("slowest", POINTER(RankProgress)),
+    ]
+
+
+RankProgressFn = CFUNCTYPE(None, c_void_p, POINTER(PullProgress))
+
+
 class PullOptions(Structure):
     """``fanin_pull_options``"""
 
@@ -261,6 +291,7 @@ class PullOptions(Structure):
         ("max_bytes", c_uint64),
         ("verify", c_bool),
         ("max_file_bytes", c_uint64),
+        ("rank_progress", RankProgressFn),
     ]
 
 

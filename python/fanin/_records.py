@@ -175,6 +175,42 @@ class RankState:
     state_age: float | None
 
 
+@dataclass(frozen=True)
+class RankProgress:
+    """What one rank has brought to a pull that is under way; as text a line for a log."""
+
+    rank: int
+    address: str
+    #: As of :class:`PullResult`.
+    path: str
+    #: Of *bytes_total*, what the pull reads from it.
+    bytes_done: int
+    bytes_total: int
+    #: Seconds for which it has owed bytes that it was asked for, and brought none; 0: it owes none.
+    quiet: float
+
+    def __str__(self) -> str:
+        done, total = self.bytes_done / 1e6, self.bytes_total / 1e6
+        silence = f", no byte for {int(self.quiet)} s" if self.quiet >= 1 else ""
+        return f"rank {self.rank} {self.address}: {done:.1f} of {total:.1f} MB{silence}"
+
+
+@dataclass(frozen=True)
+class PullProgress:
+    """How far a pull is, and by whom; as text a line for a log."""
+
+    bytes_done: int
+    bytes_total: int
+    #: Those that it reads from.
+    ranks: tuple[RankProgress, ...]
+    #: The one of them that it waits for, quiet for longest and for a second at least.
+    slowest: RankProgress | None
+
+    def __str__(self) -> str:
+        waits = f"; waits for {self.slowest}" if self.slowest else ""
+        return f"{self.bytes_done / 1e6:.1f} of {self.bytes_total / 1e6:.1f} MB{waits}"
+
+
 # ---------------------------------------------------------------------------------- structures
 
 
@@ -298,4 +334,23 @@ def rank_state(state: _ffi.RankState) -> RankState:
         state=_state(state.state),
         step=state.step,
         state_age=state.state_age_ms / 1e3 if state.state_age_ms else None,
+    )
+
+
+def pull_progress(lib: ctypes.CDLL, progress: _ffi.PullProgress) -> PullProgress:
+    def one(of: _ffi.RankProgress) -> RankProgress:
+        return RankProgress(
+            rank=of.rank,
+            address=text(of.address),
+            path=text(lib.fanin_path_name(of.path)),
+            bytes_done=of.bytes_done,
+            bytes_total=of.bytes_total,
+            quiet=of.quiet_ms / 1e3,
+        )
+
+    return PullProgress(
+        bytes_done=progress.bytes_done,
+        bytes_total=progress.bytes_total,
+        ranks=tuple(one(progress.ranks[i].contents) for i in range(progress.n_ranks)),
+        slowest=one(progress.slowest.contents) if progress.slowest else None,
     )

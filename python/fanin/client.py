@@ -30,12 +30,15 @@ from ._records import (
     Entry,
     Owner,
     PublicationInfo,
+    PullProgress,
     PullResult,
     RankInfo,
+    RankProgress,
     RankState,
     WatchEvent,
     entry_at,
     publication_info,
+    pull_progress,
     pull_result,
     rank_info,
     rank_state,
@@ -51,14 +54,19 @@ __all__ = [
     "Entry",
     "Owner",
     "PublicationInfo",
+    "PullProgress",
     "PullResult",
     "PullSession",
     "RankInfo",
+    "RankProgress",
     "RankState",
     "WatchEvent",
 ]
 
 _T = TypeVar("_T")
+# Of a pull: progress and rank_progress.
+_Listeners = tuple[Callable[[int, int], None] | None, Callable[[PullProgress], None] | None]
+_Report = Callable[[Callable[[], None]], None]
 
 _PATHS = ("auto", "stream", "cma", "rdma", "cuda_ipc")
 # A cancelled call ends within moments; only a file system that hangs takes longer.
@@ -241,6 +249,7 @@ class Client(ClosableHandle):
         max_bytes: int | None = None,
         verify: bool = False,
         progress: Callable[[int, int], None] | None = None,
+        rank_progress: Callable[[PullProgress], None] | None = None,
     ) -> PullResult:
         """Writes a run's adapter as a PEFT directory, which appears whole or not at all.
 
@@ -264,7 +273,10 @@ class Client(ClosableHandle):
             than a quarter of the file system's size.
         :param verify: compare what has landed with digests that the ranks make under their leases;
             unequal: :class:`HostError` (``FANIN_ERR_TRANSPORT``), and nothing is published.
-        :param progress: called with (bytes done, bytes in all), at most some 20 times a second.
+        :param progress: called with (bytes done, bytes in all) while it reads, some 20 times a
+            second.
+        :param rank_progress: likewise with what each rank has brought, and which one it waits for.
+            Without it a rank that brings nothing for 5 s, 10 s, 20 s and so on is told in the log.
         :raises NotFoundError: no such run.
         :raises SupersededError: *step* has passed.
         :raises PausedError: the trainer's memory is offloaded.
@@ -283,9 +295,8 @@ class Client(ClosableHandle):
         _set_max_bytes(options, max_bytes)
         options.verify = verify
         path = _path(directory)
-        return self._pull(
-            "pull_adapter", options, progress, self._library.fanin_client_pull_adapter, path
-        )
+        function = self._library.fanin_client_pull_adapter
+        return self._pull("pull_adapter", options, (progress, rank_progress), function, path)
 
     def pull_model(
         self,
@@ -302,6 +313,7 @@ class Client(ClosableHandle):
         max_bytes: int | None = None,
         verify: bool = False,
         progress: Callable[[int, int], None] | None = None,
+        rank_progress: Callable[[PullProgress], None] | None = None,
     ) -> PullResult:
         """Writes a run's tensors as a model's directory, which appears whole or not at all.
 
@@ -334,9 +346,8 @@ class Client(ClosableHandle):
                 raise RequestError.make("max_file_bytes is 0", "leave it out: 5 GB")
         options.verify = verify
         path = _path(directory)
-        return self._pull(
-            "pull_model", options, progress, self._library.fanin_client_pull_model, path
-        )
+        function = self._library.fanin_client_pull_model
+        return self._pull("pull_model", options, (progress, rank_progress), function, path)
 
     def pull_into(
         self,
@@ -352,6 +363,7 @@ class Client(ClosableHandle):
         stream: Stream | None = None,
         max_bytes: int | None = None,
         progress: Callable[[int, int], None] | None = None,
+        rank_progress: Callable[[PullProgress], None] | None = None,
     ) -> PullResult:
         """Fills memory of the caller with a run's tensors, or parts of them.
 
@@ -380,7 +392,7 @@ class Client(ClosableHandle):
         return self._pull(
             "pull_into",
             options,
-            progress,
+            (progress, rank_progress),
             self._library.fanin_client_pull,
             packed.address,
             len(packed),
@@ -399,6 +411,7 @@ class Client(ClosableHandle):
         stream: Stream | None = None,
         max_bytes: int | None = None,
         progress: Callable[[int, int], None] | None = None,
+        rank_progress: Callable[[PullProgress], None] | None = None,
     ) -> PullSession:
         """Begins a pull that fills memory in several calls, all of one step: :class:`PullSession`.
 
@@ -409,14 +422,14 @@ class Client(ClosableHandle):
             :meth:`PullSession.end`.
         :param verify: compare each part before its :meth:`PullSession.read` returns.
         :param stream: each read comes after the work that is on this stream when it is called.
-        :param progress: called with the bytes done, and in all, of the whole session.
+        :param progress: called with the bytes done, and in all, of the whole session; likewise
+            *rank_progress*.
         """
         packed = _packed(tensors)
         options = self._options(run, step, at_least, timeout, 0, dtype, stream)
         _set_max_bytes(options, max_bytes)
         options.verify = verify
-        if progress is not None:
-            options.progress = _ffi.ProgressFn(self._session_progress(progress))
+        self._tell(options, self._session_report(), progress, rank_progress)
         session = PullSession(self, packed, (options, stream))
         handle = ctypes.c_void_p()
 
@@ -497,15 +510,14 @@ class Client(ClosableHandle):
         self,
         name: str,
         options: _ffi.PullOptions,
-        progress: Callable[[int, int], None] | None,
+        listeners: _Listeners,
         function: Any,
         *arguments: Any,
     ) -> PullResult:
         result = ctypes.c_void_p()
 
         def call(use: Use, handle: ctypes.c_void_p) -> None:
-            if progress is not None:
-                options.progress = _ffi.ProgressFn(self._progress(use, progress))
+            self._tell(options, lambda tell: self._report(use, tell), *listeners)
             self._run(
                 use, function, handle, ctypes.byref(options), *arguments, ctypes.byref(result)
             )
@@ -516,31 +528,41 @@ class Client(ClosableHandle):
         finally:
             self._library.fanin_result_free(ctypes.byref(result))
 
-    def _progress(
-        self, use: Use, progress: Callable[[int, int], None]
-    ) -> Callable[[Any, int, int], None]:
-        def report(_: Any, done: int, total: int) -> None:
-            if use.failure is not None:
-                return
-            try:
-                progress(done, total)
-            except BaseException as error:
-                use.failure = error
-                self._cancel_own(use)
+    def _tell(
+        self,
+        options: _ffi.PullOptions,
+        report: _Report,
+        progress: Callable[[int, int], None] | None,
+        rank_progress: Callable[[PullProgress], None] | None,
+    ) -> None:
+        lib = self._library
+        if progress is not None:
+            options.progress = _ffi.ProgressFn(
+                lambda _, done, total: report(lambda: progress(done, total))
+            )
+        if rank_progress is not None:
+            options.rank_progress = _ffi.RankProgressFn(
+                lambda _, told: report(lambda: rank_progress(pull_progress(lib, told.contents)))
+            )
 
-        return report
+    def _report(self, use: Use, tell: Callable[[], None]) -> None:
+        if use.failure is not None:
+            return
+        try:
+            tell()
+        except BaseException as error:
+            use.failure = error
+            self._cancel_own(use)
 
-    def _session_progress(
-        self, progress: Callable[[int, int], None]
-    ) -> Callable[[Any, int, int], None]:
+    def _session_report(self) -> _Report:
         """The same of a session, whose calls are uses of their own."""
         client = weakref.ref(self)  # the session keeps it alive, and this must not
 
-        def report(cookie: Any, done: int, total: int) -> None:
+        def report(tell: Callable[[], None]) -> None:
             own = client()
             use = own._uses.get("use") if own is not None else None
             if own is not None and use is not None:
-                own._progress(use, progress)(cookie, done, total)
+                own._report(use, tell)
 
         return report
 

@@ -57,6 +57,8 @@ say_doctor()
     say watch 0 watch "$info" --count 3 --idle-ms 20
     grep -q '"event":"quiet"' "out/watch.$count.json"
     say pull 0 pull "$info" --out proven --check-pattern
+    say pull 0 pull "$info" --out told --progress --path stream
+    grep -q '^{"schema":1,"event":"progress",.*"ranks":\[{"rank":0,' "out/pull.$count.json"
     say map 0 map "$FANIN_SOURCE_DIR/tests/support/mapping.json"
     say watch 0 watch "$info" --count 3 # until the pulled step is surely over
     say error 12 verify "$info" --dir proven

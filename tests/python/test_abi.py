@@ -67,7 +67,9 @@ def members(structure: str) -> Iterator[tuple[str, Any]]:
     for line in " ".join(body[1].split()).split(";")[:-1]:
         kind, names = re.fullmatch(r" ?(?:const )?(\w+) (.*)", line).groups()  # type: ignore[union-attr]
         for one in names.split(","):
-            star, name, size = re.fullmatch(r" ?(\*?)(\w+)(?:\[(\w+)\])?", one).groups()  # type: ignore[union-attr]
+            star, name, size = re.fullmatch(
+                r" ?(\*?)(?:const \*)?(\w+)(?:\[(\w+)\])?", one
+            ).groups()  # type: ignore[union-attr]
             found = type_of(kind, bool(star))
             yield name, found * int(NUMBERS.get(size, size)) if size else found
 
@@ -115,7 +117,8 @@ def test_functions() -> None:
 @pytest.mark.parametrize("name", CALLBACKS)
 def test_callbacks(name: str) -> None:
     ours = CALLBACKS[name]
-    result, of = FUNCTION_POINTERS["fanin_" + name.removesuffix("Fn").lower() + "_fn"]
+    snake = re.sub(r"([A-Z])", r"_\1", name.removesuffix("Fn")).lower()
+    result, of = FUNCTION_POINTERS[f"fanin{snake}_fn"]
     assert kind(ours._restype_) == kind(type_of(result, False))
     assert [kind(one) for one in ours._argtypes_] == parameters(of)
 
@@ -136,6 +139,8 @@ FIRST = {
     "Entry": 112,
     "WatchEvent": 40,
     "RankState": 48,
+    "RankProgress": 48,
+    "PullProgress": 48,
 }
 
 

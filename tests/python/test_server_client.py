@@ -165,6 +165,20 @@ def test_progress_is_told(client: fanin.Client) -> None:
     assert [done for done, _ in told] == sorted(done for done, _ in told)
 
 
+def test_what_each_rank_has_brought_is_told(client: fanin.Client) -> None:
+    told: list[fanin.PullProgress] = []
+    client.pull_into(0, destinations(), rank_progress=told.append)
+    first = told[0]
+    assert (first.bytes_total, first.slowest) == (192, None)
+    assert [rank.rank for rank in first.ranks] == list(range(len(first.ranks)))
+    assert sum(rank.bytes_total for rank in first.ranks) == 192
+    assert {rank.address for rank in first.ranks} <= {rank.address for rank in client.ranks()}
+    slow = fanin.RankProgress(5, "10.0.0.3:6005", "stream", 0, 2_100_000_000, 12.7)
+    assert str(fanin.PullProgress(1_000_000, 2_101_000_000, (slow,), slow)) == (
+        "1.0 of 2101.0 MB; waits for rank 5 10.0.0.3:6005: 0.0 of 2100.0 MB, no byte for 12 s"
+    )
+
+
 def test_calls_of_other_threads_are_direct(ranks: list[fanin.Server]) -> None:
     seen: list[int] = []
 

@@ -145,6 +145,20 @@ def test_cancel_ends_it(client: fanin.Client, got: dict[str, np.ndarray]) -> Non
     assert_step(got, 1)
 
 
+def test_each_rank_is_told_of_over_all_its_reads(
+    client: fanin.Client, got: dict[str, np.ndarray]
+) -> None:
+    told: list[fanin.PullProgress] = []
+    with client.begin(0, packed(got), rank_progress=told.append) as session:
+        for number in range(len(session)):
+            told.clear()
+            threading.Event().wait(0.1)  # longer than callbacks are apart
+            session.read(number, 1)
+            assert {one.bytes_total for one in told} == {192}
+        session.end()
+    assert sum(rank.bytes_done for rank in told[0].ranks) == told[0].bytes_done > 0
+
+
 def test_what_progress_raises_abandons_it(client: fanin.Client, got: dict[str, np.ndarray]) -> None:
     seen: list[tuple[int, int]] = []
 

@@ -17,7 +17,7 @@ typedef struct pull_options {
     char *out, *dtype;
     const char *directory; /**< --out, or the word behind the run */
     long long step, min_step, max_bytes, max_file_bytes;
-    int prove, max_attempts, spare_file, trust_config, verify;
+    int prove, max_attempts, spare_file, trust_config, verify, progress;
     fanin_dtype half; /**< what dtype says */
     check_pattern pattern;
 } pull_options;
@@ -50,7 +50,7 @@ static int tell(const session *s, const common_options *common, const pull_optio
             output_set(object, "pattern", output_string("equal"), "pattern_bytes",
                        output_u64(checked), NULL);
         }
-        output_json(object);
+        (o->progress ? output_json_line : output_json)(object);
         return 0;
     }
     terminal_print("%-9s %s%s", "directory", o->directory,
@@ -70,13 +70,40 @@ static int tell(const session *s, const common_options *common, const pull_optio
 typedef struct telling {
     progress bar;
     waiting *waiting; /**< until the first read; NULL: quiet */
+    bool lines;       /**< --json --progress: a line of JSON every LINE_MS */
+    uint64_t line_ns; /**< when the next one is due */
 } telling;
 
-static void on_progress(void *cookie, uint64_t done, uint64_t total)
+enum { LINE_MS = 1000 };
+
+static void print_line(const fanin_pull_progress *p)
+{
+    json_t *ranks = json_array();
+    for (size_t i = 0; i < p->n_ranks; i++) {
+        const fanin_rank_progress *r = p->ranks[i];
+        json_array_append_new(
+            ranks,
+            json_pack("{s:o,s:o,s:o,s:o,s:o,s:o}", "rank", output_rank(r->rank),
+                      "address", output_string(r->address), "path",
+                      output_string(fanin_path_name(r->path)), "bytes_done",
+                      output_u64(r->bytes_done), "bytes", output_u64(r->bytes_total),
+                      "quiet_ns", output_u64(r->quiet_ms * 1000000)));
+    }
+    output_json_line(output_object(
+        "event", output_string("progress"), "bytes_done", output_u64(p->bytes_done),
+        "bytes", output_u64(p->bytes_total), "slowest_rank",
+        output_rank(p->slowest != NULL ? p->slowest->rank : -1), "ranks", ranks, NULL));
+}
+
+static void on_progress(void *cookie, const fanin_pull_progress *p)
 {
     telling *t = cookie;
     waiting_hush(t->waiting);
-    progress_update(&t->bar, done, total);
+    if (t->lines && progress_left_ms(t->line_ns) == 0) {
+        print_line(p);
+        t->line_ns = progress_in_ms(LINE_MS);
+    }
+    progress_update(&t->bar, p->bytes_done, p->bytes_total, p->slowest);
 }
 
 static int pull(session *s, const common_options *common, const pull_options *o)
@@ -85,7 +112,7 @@ static int pull(session *s, const common_options *common, const pull_options *o)
     fanin_pull_options options;
     fanin_result_info info = {.struct_size = sizeof info};
     fanin_result *result = NULL;
-    telling telling = {.waiting = NULL};
+    telling telling = {.lines = common->json && o->progress != 0};
     uint64_t checked = 0;
     fanin_pull_options_init(&options, sizeof options);
     options.publication = s->publication;
@@ -97,7 +124,7 @@ static int pull(session *s, const common_options *common, const pull_options *o)
     options.max_bytes = (uint64_t)o->max_bytes;
     options.max_file_bytes = (uint64_t)o->max_file_bytes;
     options.verify = o->verify != 0;
-    options.progress = on_progress;
+    options.rank_progress = on_progress;
     options.progress_cookie = &telling;
     if (o->step >= 0) {
         options.rule = FANIN_STEP_EXACT;
@@ -151,6 +178,11 @@ static int check_usage(const session *s, const invocation *line, pull_options *o
     if (o->dtype != NULL && (o->half = options_half(o->dtype)) == 0) {
         return failure_usage(self->name, "--dtype is bf16 or f16, not '%s'", o->dtype);
     }
+    if (o->progress && !line->common.json) {
+        return failure_usage(self->name,
+                             "--progress is for --json; without it progress "
+                             "goes to standard error by itself");
+    }
     if (out == NULL) {
         return failure_usage(self->name, "--out DIR is needed");
     }
@@ -200,6 +232,10 @@ static int run(const command *self, int argc, const char **argv)
          "bytes of tensors in one file of a model (default 5000000000)", "N"},
         {"verify", 0, POPT_ARG_NONE, &o.verify, 0,
          "compare with digests that the ranks make under their leases", NULL},
+        {"progress", 0, POPT_ARG_NONE, &o.progress, 0,
+         "with --json: before the result, a line a second of what each rank has "
+         "brought",
+         NULL},
         {"max-attempts", 0, POPT_ARG_INT, &o.max_attempts, 0,
          "give up after so many stale attempts (default: by time only)", "N"},
         SESSION_TABLE(&line),

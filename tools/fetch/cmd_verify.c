@@ -365,7 +365,7 @@ static fanin_status verify_batch(verifier *v, size_t first, size_t end, uint64_t
         status = compare(v, &v->pairs[i], from, error);
         from += v->pairs[i].bytes;
         v->done += v->pairs[i].bytes;
-        progress_update(&v->bar, v->done, v->bytes);
+        progress_update(&v->bar, v->done, v->bytes, NULL);
     }
     munmap(memory, mapped);
     return status;

@@ -3,6 +3,7 @@
 #include "fetch/output.h"
 #include "fetch/terminal.h"
 
+#include <inttypes.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -41,7 +42,21 @@ void progress_start(progress *p, const char *what, bool quiet, bool no_color)
     p->started_ns = p->printed_ns = progress_now_ns();
 }
 
-/* " 45 %  1.2 MB of 3.4 MB, 5.6 GB/s, 0.1 s left", or the beginning of it. */
+/* ", rank 5 10.0.0.3:6005: 0 B of 2.10 GB, no byte for 12 s", or less of it. */
+static void append_waited_for(const fanin_rank_progress *r, bool all, char *out,
+                              size_t size)
+{
+    output_append(out, size, ", rank %d", (int)r->rank);
+    if (all) {
+        output_append(out, size, " %s: %s of %s", r->address,
+                      output_bytes(r->bytes_done).s, output_bytes(r->bytes_total).s);
+    }
+    output_append(out, size, "%s no byte for %" PRIu64 " s", all ? "," : ":",
+                  r->quiet_ms / 1000);
+}
+
+/* " 45 %  1.2 MB of 3.4 MB, 5.6 GB/s, 0.1 s left", or the beginning of it; while a rank is waited for
+   that one instead of rate and time. */
 static void progress_text(const progress_state *at, progress_parts parts, char *out,
                           size_t size)
 {
@@ -50,6 +65,10 @@ static void progress_text(const progress_state *at, progress_parts parts, char *
     if (parts >= PROGRESS_AMOUNT) {
         output_append(out, size, "  %s of %s", output_bytes(at->done).s,
                       output_bytes(at->total).s);
+    }
+    if (at->waits_for != NULL && parts >= PROGRESS_RATE) {
+        append_waited_for(at->waits_for, parts == PROGRESS_LEFT, out, size);
+        return;
     }
     if (parts >= PROGRESS_RATE) {
         output_append(out, size, ", %s", output_rate(at->done, at->spent_ns).s);
@@ -101,9 +120,9 @@ static int terminal_columns(void)
                : 80;
 }
 
-void progress_update(void *cookie, uint64_t done, uint64_t total)
+void progress_update(progress *p, uint64_t done, uint64_t total,
+                     const fanin_rank_progress *waits_for)
 {
-    progress *p = cookie;
     uint64_t now = progress_now_ns();
     char text[PROGRESS_TEXT];
     if (done < p->last_done) { /* the pull began anew */
@@ -114,7 +133,7 @@ void progress_update(void *cookie, uint64_t done, uint64_t total)
     if (p->off || (now - p->printed_ns) / 1000000 < pause) {
         return;
     }
-    const progress_state at = {done, total, now - p->started_ns};
+    const progress_state at = {done, total, now - p->started_ns, waits_for};
     if (p->bar) {
         progress_line(p->what, &at, terminal_columns(), p->color, text, sizeof text);
         fprintf(stderr, "\r%s\033[K", text);

@@ -1,12 +1,13 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /**
  * @file
- * How far a pull is, on stderr: a bar on a terminal (bytes, rate, time left), a line every
- * two seconds elsewhere.
+ * How far a pull is, on stderr: a bar on a terminal (bytes, and rate and time left or the rank that
+ * is waited for), a line every two seconds elsewhere.
  */
 #ifndef PROGRESS_H
 #define PROGRESS_H
 
+#include <fanin/client.h>
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
@@ -22,8 +23,9 @@ typedef struct progress {
 /** @p quiet: nothing is ever printed. Looks at stderr, TERM and NO_COLOR. */
 void progress_start(progress *p, const char *what, bool quiet, bool no_color);
 
-/** A fanin_progress_fn; @p cookie is the progress. */
-void progress_update(void *cookie, uint64_t done, uint64_t total);
+/** @p waits_for: the rank that holds it up, NULL: none. */
+void progress_update(progress *p, uint64_t done, uint64_t total,
+                     const fanin_rank_progress *waits_for);
 
 /** Takes the bar off the terminal. */
 void progress_end(progress *p);
@@ -38,6 +40,7 @@ typedef enum progress_parts {
 
 typedef struct progress_state {
     uint64_t done, total, spent_ns;
+    const fanin_rank_progress *waits_for; /**< NULL: nobody */
 } progress_state;
 
 enum { PROGRESS_TEXT = 1024 };

@@ -181,9 +181,37 @@ enum {
     FANIN_STEP_AT_LEAST = 2, /**< this step or a later one */
 };
 
-/** How far a pull is; called in the pulling thread, at most some 20 times a second. */
+/** How far a pull is; called in the pulling thread while it reads, some 20 times a second, also when
+    nothing comes. */
 typedef void (*fanin_progress_fn)(void *cookie, uint64_t bytes_done,
                                   uint64_t bytes_total);
+
+/** What one rank has brought to a pull that is under way. */
+typedef struct fanin_rank_progress {
+    size_t struct_size;
+    int32_t rank;
+    fanin_path path;
+    const char *address;
+    /** of what this pull reads from it, of all reads of a session; on cuda_ipc, where one kernel reads
+        all ranks, its share of what all have brought */
+    uint64_t bytes_done, bytes_total;
+    /** for how long it has owed bytes that it was asked for, and brought none; 0: it owes none */
+    uint64_t quiet_ms;
+} fanin_rank_progress;
+
+/** How far a pull is, and by whom. */
+typedef struct fanin_pull_progress {
+    size_t struct_size;
+    uint64_t bytes_done, bytes_total;
+    const fanin_rank_progress *const *ranks; /**< those that it reads from */
+    size_t n_ranks;
+    /** of them the one that it waits for: quiet for longest, and for a second at least; NULL: none */
+    const fanin_rank_progress *slowest;
+} fanin_pull_progress;
+
+/** As fanin_progress_fn; everything that @p progress leads to is valid during the call. */
+typedef void (*fanin_rank_progress_fn)(void *cookie,
+                                       const fanin_pull_progress *progress);
 
 typedef struct fanin_pull_options {
     size_t struct_size;
@@ -229,6 +257,9 @@ typedef struct fanin_pull_options {
     /** fanin_client_pull_model(): bytes of tensors in one of its files, what save_pretrained() calls
         max_shard_size; a larger tensor gets a file of its own. 0 (default): 5 GB (5e9) */
     uint64_t max_file_bytes;
+    /** besides or instead of progress, with its cookie. Without it a rank that brings nothing for 5 s,
+        10 s, 20 s and so on is named in the log (warning, "slow-rank") */
+    fanin_rank_progress_fn rank_progress;
 } fanin_pull_options;
 
 /** Defaults. @p size is the caller's sizeof(fanin_pull_options); never writes past it. */

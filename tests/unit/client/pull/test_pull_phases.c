@@ -2,6 +2,7 @@
 /* A pull as a whole, step by step: what ranks are asked in which order, what begins it anew, how it
    ends. */
 #include "ends.h"
+#include "log_catcher.h"
 #include "stub_ranks.h"
 #include "testing.h"
 #include <string.h>
@@ -196,6 +197,67 @@ static void progress_is_told(void **state)
     assert_true(t.calls > 0);
 }
 
+typedef struct ranks_told {
+    unsigned calls;
+    uint64_t quiet_ms; /* of the slowest rank, last */
+    uint64_t done[RANKS];
+} ranks_told;
+
+static void on_rank_progress(void *cookie, const fanin_pull_progress *p)
+{
+    ranks_told *t = cookie;
+    uint64_t sum = 0;
+    t->calls++;
+    assert_int_equal(p->struct_size, sizeof *p);
+    assert_int_equal(p->bytes_total, BYTES);
+    assert_int_equal(p->n_ranks, RANKS);
+    for (size_t i = 0; i < p->n_ranks; i++) {
+        const fanin_rank_progress *r = p->ranks[i];
+        assert_int_equal(r->rank, i);
+        assert_int_equal(r->bytes_total, PART);
+        assert_int_equal(r->path, FANIN_PATH_STREAM);
+        assert_string_equal(r->address, s.world.ranks[i].address);
+        sum += t->done[i] = r->bytes_done;
+    }
+    assert_int_equal(sum, p->bytes_done);
+    if (!p->slowest)
+        return;
+    assert_int_equal(p->slowest->rank, 1);
+    assert_true(p->slowest->quiet_ms >= 1000);
+    t->quiet_ms = p->slowest->quiet_ms;
+}
+
+static void it_is_told_which_rank_holds_it_up(void **state)
+{
+    ranks_told t = {0};
+    begin(false);
+    acts(MSG_READ, 1, 9, IS_SILENT);
+    s.options.rank_progress = on_rank_progress;
+    s.options.progress_cookie = &t;
+    assert_int_equal(pull(), FANIN_ERR_TIMEOUT);
+    assert_int_equal(t.done[0], PART);
+    assert_int_equal(t.done[1], 0);
+    assert_in_range(t.quiet_ms, CALL_MS - 1000, CALL_MS);
+    assert_in_range(t.calls, CALL_MS / 50 - 20, CALL_MS / 50 + 20);
+    stub_world_settle(&s.world);
+    odd.times = 0;
+    t = (ranks_told){0};
+    expect_pull(1);
+    assert_int_equal(t.quiet_ms, 0);
+}
+
+/* Who asks for nothing finds it in the log: after 5 s, 10 s and so on. */
+static void the_log_says_it_too(void **state)
+{
+    begin(false);
+    s.world.client->log = (logger){log_catch, NULL};
+    log_listen("slow-rank");
+    acts(MSG_READ, 1, 9, IS_SILENT);
+    assert_int_equal(pull(), FANIN_ERR_TIMEOUT);
+    log_expect(2, "lora:0 waits for rank 1 at ");
+    log_expect(2, "no byte for 10 s, 0.0 of 0.0 MB are here");
+}
+
 /* ------------------------------------------------------------ begun anew */
 
 /* Between the agreement and the begin. */
@@ -316,6 +378,8 @@ int main(void)
         SCENE(the_next_pull_asks_less),
         SCENE(of_replicas_one_is_read),
         SCENE(progress_is_told),
+        SCENE(it_is_told_which_rank_holds_it_up),
+        SCENE(the_log_says_it_too),
         SCENE(ranks_that_moved_on_are_asked_anew),
         SCENE(half_a_begin_is_given_back),
         SCENE(bytes_that_were_rewritten_are_read_anew),

@@ -74,11 +74,17 @@ static size_t width(const char *line)
 
 static void progress_fits_every_terminal(void **state)
 {
-    static const progress_state states[] = {
-        {0, 0, 0},
-        {0, 1000, 5},
-        {450, 1000, 1000000},
-        {UINT64_C(123456789012), UINT64_C(999999999999), UINT64_C(3600000000000)}};
+    static const fanin_rank_progress slow = {.struct_size = sizeof slow,
+                                             .rank = 5,
+                                             .address = "10.0.0.3:6005",
+                                             .bytes_total = UINT64_C(2100000000),
+                                             .quiet_ms = 12900};
+    static const progress_state states[] = {{0, 0, 0, NULL},
+                                            {0, 1000, 5, NULL},
+                                            {450, 1000, 1000000, NULL},
+                                            {UINT64_C(123456789012),
+                                             UINT64_C(999999999999),
+                                             UINT64_C(3600000000000), &slow}};
     char line[PROGRESS_TEXT];
     for (size_t i = 0; i < 8; i++) {
         for (int columns = 1; columns <= 300; columns++) {
@@ -100,6 +106,12 @@ static void progress_fits_every_terminal(void **state)
     assert_non_null(strstr(line, "450 B of 1.00 kB"));
     progress_line("lora:0", &states[2], 31, false, line, sizeof(line));
     assert_string_equal(line, "lora:0  45 %  450 B of 1.00 kB");
+    progress_line("full:0", &states[3], 100, false, line, sizeof(line));
+    assert_string_equal(line,
+                        "full:0  12 %  123 GB of 1000 GB, rank 5 10.0.0.3:6005: 0 B "
+                        "of 2.10 GB, no byte for 12 s");
+    progress_line("full:0", &states[3], 80, false, line, sizeof(line));
+    assert_non_null(strstr(line, ", rank 5: no byte for 12 s"));
 }
 
 /* Each write(2) to a datagram socket is one datagram. */
