@@ -95,7 +95,7 @@ static bool add_host(builder *b, const host_piece *piece)
 
 static uint64_t bytes_of(const span_piece *p, const strided *view)
 {
-    return view ? strided_runs(view) * view->run : p->length;
+    return view ? strided_bytes(view) : p->length;
 }
 
 static fanin_status add_piece(builder *b, const plan_spans *spans, uint32_t base,

@@ -9,7 +9,8 @@
 #define KERNEL_NS 1000000
 
 /* A kernel reads where bytes lie: nothing is joined, nothing read for nothing. */
-static const span_rule kernel_rules = {.max_length = UINT64_C(1) << 40};
+static const span_rule kernel_rules = {.max_length = UINT64_C(1) << 40,
+                                       .walks_views = true};
 
 /* ----------------------------------------------------------------- planning */
 

@@ -119,6 +119,20 @@ static bool fill_targets(builder *b, size_t n)
     return true;
 }
 
+/* The fills are made: their views become the plan's. */
+static bool take_views(builder *b)
+{
+    plan *p = b->plan;
+    view_set *views = &b->fills.views;
+    if (!views_read(views, b->cover.stop, &p->readings))
+        return false;
+    array_shrink(&views->views, views->n, sizeof *views->views);
+    p->views = views->views;
+    p->n_views = (uint32_t)views->n;
+    views->views = NULL;
+    return true;
+}
+
 /* Counts what is wanted of each class. Balancing matters only where there is a choice. */
 static bool share_out(builder *b)
 {
@@ -131,7 +145,7 @@ static bool share_out(builder *b)
             holder_class *k = &c->classes[g->class_of[p->box]];
             if (work_stopped(c->stop))
                 return false;
-            k->weight += p->length * f->uses;
+            k->weight += piece_bytes(b->plan, p) * f->uses;
             k->pieces += f->uses;
         }
     }
@@ -186,7 +200,7 @@ static bool push(builder *b, uint32_t source, uint32_t key, const piece *p)
         b->disordered[b->n_disordered++] = source;
     }
     r->pieces[r->n_pieces++] = *p;
-    r->bytes += p->length;
+    r->bytes += piece_bytes(b->plan, p);
     return true;
 }
 
@@ -197,7 +211,7 @@ static bool is_large(const builder *b, const fill *f, uint64_t first)
     uint64_t bytes = 0;
     for (uint64_t i = first;
          i < f->first + f->count && templates[i].box == templates[first].box; i++)
-        bytes += templates[i].length;
+        bytes += piece_bytes(b->plan, &templates[i]);
     return bytes > PLAN_SPLIT;
 }
 
@@ -216,7 +230,7 @@ static bool emit(builder *b, uint32_t key, const fill *f, uint64_t to, uint32_t 
             large = u == last ? large : is_large(b, f, i);
             last = u;
             h += class_holder(c, k, key, large);
-            k->given += p.length;
+            k->given += piece_bytes(b->plan, &p);
         }
         p.box = (uint32_t)(c->cursor[h->source] + h->local);
         p.to += to;
@@ -300,11 +314,6 @@ static void finish(builder *b)
             p->has_replicas ||
             (!b->cover.sole[s] && box_table_count(b->cover.sources[s].boxes) > 0);
     }
-    view_set *views = &b->fills.views;
-    array_shrink(&views->views, views->n, sizeof *views->views);
-    p->views = views->views;
-    p->n_views = (uint32_t)views->n;
-    views->views = NULL;
 }
 
 static plan *plan_new(size_t n_sources)
@@ -346,7 +355,7 @@ fanin_status plan_build(const key_table *keys, const plan_source *sources,
     if (status == FANIN_OK) {
         b.plan = plan_new(n_sources);
         if (b.plan && (n_targets ? fill_targets(&b, n_targets) : fill_keys(&b)) &&
-            share_out(&b) && emit_all(&b))
+            take_views(&b) && share_out(&b) && emit_all(&b))
             finish(&b);
         else
             status = plan_broken_off(stop, error);
@@ -372,6 +381,7 @@ void plan_free(plan **p)
         free((*p)->ranks[i].pieces);
     free((*p)->ranks);
     free((*p)->views);
+    free((*p)->readings);
     free(*p);
     *p = NULL;
 }

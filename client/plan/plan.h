@@ -30,23 +30,35 @@ typedef struct plan_target {
 #define PLAN_SPLIT                                                                     \
     ((uint64_t)64 << 20) /**< bytes of a box that one holder serves alone */
 
-/** Packed source bytes of one box that land together. */
+/** A block of one box: its elements land together. */
 typedef struct piece {
     uint32_t box; /**< ordinal in the source's box table */
     /** 0: contiguous at `to`, as it is; else plan->views[view - 1] says how. What is converted
         has a view, also if it is contiguous (n_dims 0) */
     uint32_t view;
     uint64_t offset; /**< packed row-major bytes of the box */
-    uint32_t length; /**< likewise; <= PIECE_MAX */
-    uint32_t group;  /**< of its target; of whole tensors: the key */
+    /** likewise, from the first element to the end of the last one; <= PIECE_MAX. Between them
+        may lie what nobody wants: piece_bytes() does not count that, a view steps over it, and
+        whoever asks for bytes by ranges asks for piece_ranges_of() */
+    uint32_t length;
+    uint32_t group; /**< of its target; of whole tensors: the key */
     uint64_t to;
 } piece;
 
 /** The pieces of one source, ascending by (box, offset). */
 typedef struct plan_rank {
     piece *pieces;
-    uint64_t n_pieces, bytes; /**< bytes asked for; >= bytes wanted */
+    uint64_t n_pieces, bytes; /**< bytes wanted of it */
 } plan_rank;
+
+/** How the pieces of a view are asked for by ranges of their box's bytes. */
+typedef struct plan_reading {
+    /** so many of the view's first dimensions lead from range to range; short gaps are read along.
+        0: one range */
+    uint32_t outer;
+    /** as in piece: from the ranges, one behind the other, to the destination */
+    uint32_t landing;
+} plan_reading;
 
 typedef struct plan {
     plan_rank *ranks; /**< as many as sources, same order; n_pieces 0: not needed */
@@ -54,9 +66,10 @@ typedef struct plan {
     /** from = in the piece's packed bytes (or span bytes), to = destination */
     strided *views;
     uint32_t n_views;
-    uint64_t bytes;    /**< wanted, as they are published: before any conversion */
-    uint64_t tensors;  /**< distinct keys */
-    bool has_replicas; /**< some source could be spared */
+    plan_reading *readings; /**< one for each view that pieces have */
+    uint64_t bytes;         /**< wanted, as they are published: before any conversion */
+    uint64_t tensors;       /**< distinct keys */
+    bool has_replicas;      /**< some source could be spared */
 } plan;
 
 /** What a plan heeds besides tables and targets; all 0: nothing. */
@@ -94,6 +107,25 @@ fanin_status plan_build(const key_table *keys, const plan_source *sources,
                         const uint64_t *to_of_key, const plan_rules *rules, plan **out,
                         fanin_error *error);
 void plan_free(plan **plan);
+
+/** Without what lies between a piece's runs. */
+uint64_t piece_bytes(const plan *plan, const piece *p);
+
+/* ---- pieces as ranges of bytes (plan_ranges.c) ---- */
+
+/** At most so many ranges make a piece: what one request may ask for. */
+#define PIECE_RANGES 4096
+
+/** What is asked for where bytes are asked for. */
+typedef struct piece_ranges {
+    uint64_t count, length; /**< of each, all alike */
+    const strided *
+        landing; /**< from all of them, one behind the other; NULL: contiguous, as it is */
+} piece_ranges;
+
+piece_ranges piece_ranges_of(const plan *plan, const piece *p);
+/** Where range @p index begins, as a piece's offset. */
+uint64_t piece_range_at(const plan *plan, const piece *p, uint64_t index);
 
 /* ---- parts of a plan (plan_slice.c) ---- */
 
@@ -164,6 +196,9 @@ typedef struct span_rule {
     uint64_t max_gap;    /**< bytes read for nothing to save one operation */
     /** a piece of at least so many contiguous bytes is a span of its own */
     uint64_t direct_from;
+    /** its reader walks views in the remote memory: pieces are not cut, whatever lies between their
+        runs, and the other limits are of no account */
+    bool walks_views;
 } span_rule;
 
 /**

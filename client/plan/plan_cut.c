@@ -21,18 +21,19 @@ typedef struct cutting {
     copy_block part;
 } cutting;
 
-/* The outermost dimension up to which neighbours are near enough to be read together. */
-static uint32_t joined_from(const copy_block *b, const cut_rule *rule)
+uint32_t cut_joined(uint32_t n_dims, const uint64_t *extent, const int64_t *from,
+                    uint64_t run, const cut_rule *rule)
 {
-    uint64_t run = b->unit, cover = b->unit;
-    uint32_t joined = b->n_dims;
-    for (uint32_t i = b->n_dims; i-- > 0; joined = i) {
-        uint64_t stride = (uint64_t)b->from[i];
+    uint64_t cover = run;
+    uint32_t joined = n_dims;
+    for (uint32_t i = n_dims; i-- > 0; joined = i) {
+        uint64_t stride = (uint64_t)from[i];
         bool adjacent = run == cover && stride == run;
         uint64_t gap = stride > cover ? stride - cover : 0;
-        if (!adjacent && gap > 0 && (run >= rule->short_run || gap > rule->max_gap))
+        if (!adjacent && gap > 0 && stride >= rule->min_step &&
+            (run >= rule->short_run || gap > rule->max_gap))
             break;
-        cover += (b->extent[i] - 1) * stride;
+        cover += (extent[i] - 1) * stride;
         if (adjacent)
             run = cover;
     }
@@ -87,7 +88,7 @@ bool cut_block(const copy_block *b, const cut_rule *rule, cut_fn fn, void *cooki
         c.part.to[c.part.n_dims] = b->to[i];
         c.part.n_dims++;
     }
-    c.joined = joined_from(&c.part, rule);
+    c.joined = cut_joined(c.part.n_dims, c.part.extent, c.part.from, c.part.unit, rule);
     return cut_from(&c, 0, 0, 0);
 }
 
@@ -135,8 +136,6 @@ bool view_of_block(view_set *set, const copy_block *part, uint32_t *view_out)
 {
     strided s;
     *view_out = 0;
-    if (part->n_dims == 0 && part->convert == CONVERT_NONE)
-        return true;
     strided_init(&s, part->n_dims, part->extent, part->from, part->to, part->unit);
     if (s.n_dims == 0 && part->convert == CONVERT_NONE)
         return true;

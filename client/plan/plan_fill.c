@@ -4,13 +4,9 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* Reading along a gap costs less than another piece (an entry of a request and two iovecs)
-   where the gap is at most this, and the runs beside it are short. */
-#define SHORT_RUN ((uint64_t)512)
-#define GAP_MAX ((uint64_t)4096)
-
+/* Whatever lies between what is wanted: each path finds its own way around that. */
 static const cut_rule piece_rule = {
-    .max_length = PIECE_MAX, .short_run = SHORT_RUN, .max_gap = GAP_MAX};
+    .max_length = PIECE_MAX, .short_run = UINT64_MAX, .max_gap = UINT64_MAX};
 
 typedef struct filling {
     fill_set *set;

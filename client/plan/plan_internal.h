@@ -67,12 +67,17 @@ typedef struct cut_rule {
     uint64_t max_length; /**< of a covering range; at least one unit */
     uint64_t short_run;  /**< gaps are read along only beside runs shorter than this */
     uint64_t max_gap;
+    uint64_t min_step; /**< or between neighbours that begin nearer to each other */
 } cut_rule;
 
 /** Gets a part, where it starts on either side, and the bytes from its first to its end. */
 typedef bool (*cut_fn)(void *cookie, const copy_block *part, uint64_t from, uint64_t to,
                        uint64_t length);
 
+/** The outermost of these dimensions around runs up to which neighbours are near enough to be read
+    together. */
+uint32_t cut_joined(uint32_t n_dims, const uint64_t *extent, const int64_t *from,
+                    uint64_t run, const cut_rule *rule);
 /** Cuts @p b into parts by @p rule, ascending by `from`; false once @p fn says so. */
 bool cut_block(const copy_block *b, const cut_rule *rule, cut_fn fn, void *cookie);
 
@@ -87,6 +92,12 @@ bool view_intern(view_set *set, const strided *s, uint32_t *view_out);
 /** 0 if the part lands contiguously and as it is, else as view_intern(). */
 bool view_of_block(view_set *set, const copy_block *part, uint32_t *view_out);
 void view_set_free(view_set *set);
+
+/* -------------------------- pieces as ranges of bytes (plan_ranges.c) ---- */
+
+/** How each of the views is read (plan.readings), of which there are more then. False: out of
+    memory, or stopped. */
+bool views_read(view_set *views, work_stop *stop, plan_reading **out);
 
 /** Extents and offsets in elements to units; scalars become one dimension of one. */
 uint32_t block_to_units(const block *b, dtype_unit unit, uint64_t *offset,

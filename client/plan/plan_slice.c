@@ -83,12 +83,6 @@ static void sort_places(plan_place *places, uint64_t n)
     }
 }
 
-static uint64_t wanted_bytes(const plan *plan, const piece *p)
-{
-    const strided *view = p->view ? &plan->views[p->view - 1] : NULL;
-    return view ? strided_runs(view) * view->run : p->length;
-}
-
 /* @p places: sorted. */
 static bool fill_slice(plan *slice, const plan *whole, const plan_place *places,
                        uint64_t n, work_stop *stop)
@@ -107,9 +101,9 @@ static bool fill_slice(plan *slice, const plan *whole, const plan_place *places,
             if (work_stopped(stop))
                 return false;
             r->pieces[r->n_pieces++] = *p;
-            r->bytes += p->length;
-            slice->bytes += wanted_bytes(whole, p);
+            r->bytes += piece_bytes(whole, p);
         }
+        slice->bytes += r->bytes;
     }
     return true;
 }
@@ -128,6 +122,7 @@ fanin_status plan_slice_build(const plan *whole, const plan_index *index, size_t
         slice->n_ranks = whole->n_ranks;
         slice->views = whole->views;
         slice->n_views = whole->n_views;
+        slice->readings = whole->readings;
         slice->has_replicas = whole->has_replicas;
         for (size_t g = first; g < first + count; g++)
             slice->tensors += index->first[g + 1] > index->first[g];
@@ -144,8 +139,10 @@ fanin_status plan_slice_build(const plan *whole, const plan_index *index, size_t
 
 void plan_slice_free(plan **slice)
 {
-    if (*slice)
-        (*slice)->views = NULL; /* the whole's */
+    if (*slice) { /* the whole's */
+        (*slice)->views = NULL;
+        (*slice)->readings = NULL;
+    }
     plan_free(slice);
 }
 

@@ -194,6 +194,14 @@ static bool add_block(spanner *s, const piece *p)
     return cut_block(&b, &s->cut, add_part, s);
 }
 
+/* Whether what is between the piece's runs may be read, or stepped over, as one with them. */
+static bool is_simple(const spanner *s, const piece *p)
+{
+    const strided *v = p->view ? &s->plan->views[p->view - 1] : NULL;
+    return s->box.place.packed && p->length <= s->cut.max_length &&
+           (!v || cut_joined(v->n_dims, v->extent, v->from, v->run, &s->cut) == 0);
+}
+
 static bool add_packed(spanner *s, const piece *p)
 {
     uint32_t view = 0;
@@ -220,8 +228,7 @@ static fanin_status collect(spanner *s, const plan_rank *r, fanin_error *error)
             if (status != FANIN_OK)
                 return status;
         }
-        bool simple = s->box.place.packed && p->length <= s->rule->max_length;
-        if (!(simple ? add_packed(s, p) : add_block(s, p)))
+        if (!(is_simple(s, p) ? add_packed(s, p) : add_block(s, p)))
             return broken_off(s, error);
     }
     return FANIN_OK;
@@ -376,6 +383,8 @@ fanin_status plan_spans_build(const plan *plan, const key_table *keys,
         return error_set(error, FANIN_ERR_ARGUMENT, NULL,
                          "no such rank in the plan, or spans shorter than %d bytes",
                          LENGTH_MIN);
+    static const cut_rule uncut = {
+        .max_length = UINT64_MAX, .short_run = UINT64_MAX, .max_gap = UINT64_MAX};
     spanner s = {.plan = plan,
                  .keys = keys,
                  .source = &sources[index],
@@ -385,6 +394,8 @@ fanin_status plan_spans_build(const plan *plan, const key_table *keys,
                  .cut = {.max_length = rule->max_length,
                          .short_run = rule->direct_from,
                          .max_gap = rule->max_gap}};
+    if (rule->walks_views)
+        s.cut = uncut;
     fanin_status status = build(&s, &plan->ranks[index], error);
     free(s.atoms);
     free(s.view_of);

@@ -78,7 +78,7 @@ static fanin_status make_list(const path_planning *how, size_t source, void **de
     const path_plan *p = how->plan;
     read_list *list = calloc(1, sizeof *list);
     fanin_status status =
-        list ? read_list_build(&p->plan->ranks[source], p->sources[source].boxes,
+        list ? read_list_build(p->plan, source, p->sources[source].boxes,
                                how->publication->keys, how->stop, list, error)
              : error_set_memory(error);
     if (status == FANIN_OK)

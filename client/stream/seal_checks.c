@@ -42,13 +42,29 @@ static check *check_of(worker_job *job)
     return (check *)((char *)job - offsetof(check, job));
 }
 
+/* The piece's bytes in the order in which they came. */
+static void add_piece(checksum *sum, const sealed_body *b, const piece *p)
+{
+    const piece_ranges ranges = piece_ranges_of(b->plan, p);
+    const strided *view = ranges.landing;
+    if (!view) {
+        checksum_add(sum, b->base + p->to, ranges.count * ranges.length);
+        return;
+    }
+    for (uint64_t i = 0; i < strided_runs(view); i++) {
+        int64_t to;
+        strided_run(view, i, NULL, &to);
+        checksum_add(sum, b->base + p->to + to, view->run);
+    }
+}
+
 static void make(worker_job *job)
 {
     check *k = check_of(job);
     const sealed_body *b = &k->body;
     checksum_add(k->sum, b->header, FRAME_SIZE);
     for (uint32_t i = 0; i < b->n_pieces; i++)
-        checksum_add(k->sum, b->base + b->pieces[i].to, b->pieces[i].length);
+        add_piece(k->sum, b, &b->pieces[i]);
     k->fits = seal_fits(checksum_get(k->sum), b->seal);
 }
 

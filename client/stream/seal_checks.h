@@ -18,7 +18,8 @@ typedef struct seal_checks seal_checks;
 typedef struct sealed_body {
     uint8_t header[FRAME_SIZE];
     uint8_t seal[SEAL_SIZE];
-    const piece *pieces; /**< one behind the other; without views */
+    const plan *plan;    /**< of the pieces */
+    const piece *pieces; /**< one behind the other; they land as they come */
     uint32_t n_pieces;
     const uint8_t *base; /**< of pieces[].to; the bytes must stay until the verdict */
     uint64_t bytes;

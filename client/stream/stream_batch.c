@@ -32,26 +32,39 @@ static bool batch_full(const data_connection *d)
     return d->n_iov == MAX_IOVECS || d->iov_left >= BATCH_BYTES;
 }
 
+/* What a piece is when it comes: its bytes, and how they land. */
+typedef struct arrival {
+    const piece *p;
+    const strided *view; /* NULL: contiguously, as they are */
+    uint64_t length;
+} arrival;
+
+static arrival arrival_of(const plan *plan, const piece *p)
+{
+    piece_ranges ranges = piece_ranges_of(plan, p);
+    return (arrival){p, ranges.landing, ranges.count * ranges.length};
+}
+
 /* A piece that is received in `staging`, a batch of its own. */
-static bool add_staged(data_connection *d, const piece *p)
+static bool add_staged(data_connection *d, const arrival *a)
 {
     if (!d->staging && !(d->staging = malloc(PIECE_MAX)))
         return false;
-    add_iovec(d, d->staging, p->length);
+    add_iovec(d, d->staging, a->length);
     d->staged = true;
     d->piece++;
     return true;
 }
 
 /* The runs of a view, one by one. False: the batch is full before they are through. */
-static bool add_runs(data_connection *d, const piece *p, const strided *view)
+static bool add_runs(data_connection *d, const arrival *a)
 {
     const stream_work *w = d->link->work;
-    uint64_t runs = strided_runs(view);
+    uint64_t runs = strided_runs(a->view);
     for (; d->run < runs && !batch_full(d); d->run++) {
         int64_t to;
-        strided_run(view, d->run, NULL, &to);
-        add_iovec(d, w->base + p->to + to, view->run);
+        strided_run(a->view, d->run, NULL, &to);
+        add_iovec(d, w->base + a->p->to + to, a->view->run);
     }
     if (d->run < runs)
         return false;
@@ -61,14 +74,14 @@ static bool add_runs(data_connection *d, const piece *p, const strided *view)
 
 /* Into the job's chunk, if there is room for all of the piece. Nobody is told of iovecs of length
    0 (lengths[]): what came is not in place yet. */
-static bool add_placed(data_connection *d, const piece *p, const strided *view)
+static bool add_placed(data_connection *d, const arrival *a)
 {
     const stream_work *w = d->link->work;
     uint8_t *at =
-        d->job ? sink_job_place(d->job, p->length, w->base + p->to, view) : NULL;
+        d->job ? sink_job_place(d->job, a->length, w->base + a->p->to, a->view) : NULL;
     if (!at)
         return false;
-    add_iovec(d, at, p->length);
+    add_iovec(d, at, a->length);
     d->lengths[d->n_iov - 1] = 0;
     d->on_device = true;
     return true;
@@ -85,16 +98,16 @@ void batch_submit(data_connection *d)
 
 /* Makes sure that the next piece has a chunk. False: there is none now (the connection pauses), or
    never will be. Nothing of the batch may be missing. */
-static bool find_room(data_connection *d, const piece *p, const strided *view)
+static bool find_room(data_connection *d, const arrival *a)
 {
     const stream_work *w = d->link->work;
-    if (add_placed(d, p, view))
+    if (add_placed(d, a))
         return true;
     if (d->job && d->job->n_items > 0)
         batch_submit(d);
     if (!d->job)
         d->job = device_sink_take(w->devices, d);
-    if (add_placed(d, p, view))
+    if (add_placed(d, a))
         return true;
     if (device_sink_failed(w->devices, NULL)) {
         data_lose_device(d);
@@ -108,28 +121,30 @@ static bool find_room(data_connection *d, const piece *p, const strided *view)
     return false;
 }
 
-/* Whether the bytes of a view come into `staging` first: they change, their runs are short, or
-   there are bytes between them that nobody wants (plan_fill.c reads along gaps). */
-static bool is_staged(const strided *view, uint64_t length)
+/* Whether the bytes of a piece come into `staging` first: they change, their runs are short, or
+   there are bytes between them that nobody wants (short gaps are read along). */
+static bool is_staged(const arrival *a)
 {
-    return view->convert != CONVERT_NONE || view->run < SHORT_RUN ||
-           strided_runs(view) * view->run != length;
+    const strided *v = a->view;
+    return v && (v->convert != CONVERT_NONE || v->run < SHORT_RUN ||
+                 strided_bytes(v) != a->length);
+}
+
+bool batch_is_plain(const plan *plan, const piece *p)
+{
+    const arrival a = arrival_of(plan, p);
+    return !is_staged(&a);
 }
 
 /* Where the piece lands is made ready for it. */
-static bool prepare_landing(data_connection *d, const piece *p, const strided *view)
+static bool prepare_landing(data_connection *d, const piece *p)
 {
     stream_work *w = d->link->work;
-    int64_t low = 0, high = (int64_t)p->length;
+    uint64_t low, high;
     if (!w->need || w->failed)
         return !w->failed;
-    for (uint32_t i = 0; view && i < view->n_dims; i++) {
-        int64_t reach = (int64_t)(view->extent[i] - 1) * view->to[i];
-        low += reach < 0 ? reach : 0;
-        high += reach > 0 ? reach : 0;
-    }
-    fanin_status status = w->need(w->landed_cookie, p->to + (uint64_t)low,
-                                  (uint64_t)(high - low), &w->error);
+    plan_piece_reach(w->plan, p, &low, &high);
+    fanin_status status = w->need(w->landed_cookie, low, high - low, &w->error);
     if (status == FANIN_OK)
         return true;
     w->failed = true;
@@ -145,22 +160,21 @@ bool batch_fill(data_connection *d)
     d->iov_left = 0;
     d->staged = false;
     while (d->piece < d->pieces_end && !batch_full(d)) {
-        const piece *p = &w->pieces->pieces[d->piece];
-        const strided *view = p->view ? &w->plan->views[p->view - 1] : NULL;
-        if (w->devices && device_sink_device(w->devices, w->base + p->to) >= 0) {
-            if (d->n_iov == 0 ? !find_room(d, p, view) : !add_placed(d, p, view))
+        const arrival a = arrival_of(w->plan, &w->pieces->pieces[d->piece]);
+        if (w->devices && device_sink_device(w->devices, w->base + a.p->to) >= 0) {
+            if (d->n_iov == 0 ? !find_room(d, &a) : !add_placed(d, &a))
                 return d->n_iov > 0;
-        } else if (!prepare_landing(d, p, view)) {
+        } else if (!prepare_landing(d, a.p)) {
             return false;
-        } else if (!view) {
-            add_iovec(d, w->base + p->to, p->length);
-        } else if (is_staged(view, p->length)) {
-            if (d->n_iov > 0 || add_staged(d, p))
+        } else if (!a.view) {
+            add_iovec(d, w->base + a.p->to, a.length);
+        } else if (is_staged(&a)) {
+            if (d->n_iov > 0 || add_staged(d, &a))
                 return true;
             data_lose(d, FANIN_ERR_MEMORY, 0,
                       "sent what memory does not suffice to sort");
             return false;
-        } else if (!add_runs(d, p, view)) {
+        } else if (!add_runs(d, &a)) {
             return true;
         }
         d->piece++;
@@ -172,11 +186,10 @@ static void finish_batch(data_connection *d)
 {
     stream_work *w = d->link->work;
     if (d->staged) {
-        const piece *p = &w->pieces->pieces[d->piece - 1];
-        const strided *view = &w->plan->views[p->view - 1];
-        strided_copy(view, w->base + p->to, d->staging);
+        const arrival a = arrival_of(w->plan, &w->pieces->pieces[d->piece - 1]);
+        strided_copy(a.view, w->base + a.p->to, d->staging);
         if (w->landed)
-            landed_view(w->landed, w->landed_cookie, view, p->to);
+            landed_view(w->landed, w->landed_cookie, a.view, a.p->to);
         return;
     }
     for (unsigned i = 0; i < d->n_iov && w->landed; i++) {

@@ -214,6 +214,24 @@ static void ask_digest(data_connection *d, const read_request *r, uint64_t index
     encode_digest(&d->out.bytes, index + 2, m);
 }
 
+/* A read of some of the entries, or of what they spread to. */
+static void ask_bytes(data_connection *d, const read_request *r, uint64_t index,
+                      msg_read *m)
+{
+    const stream_work *w = d->link->work;
+    read_entry *spread = NULL;
+    if (r->spread && !(spread = malloc(r->n_entries * sizeof *spread))) {
+        d->out.bytes.failed = true;
+        return;
+    }
+    if (spread) {
+        read_list_spread(w->list, r, w->plan, w->pieces, spread);
+        m->entries = spread;
+    }
+    encode_read(&d->out.bytes, index + 2, m); /* 1 was the hello */
+    free(spread);
+}
+
 static void pump(data_connection *d)
 {
     stream_work *w = d->link->work;
@@ -230,7 +248,7 @@ static void pump(data_connection *d)
         if (w->digested)
             ask_digest(d, r, index, &m);
         else
-            encode_read(&d->out.bytes, index + 2, &m); /* 1 was the hello */
+            ask_bytes(d, r, index, &m);
         d->queue[d->queued++] = index;
         *w->inflight += r->bytes;
         added = true;
@@ -399,7 +417,7 @@ static bool is_plain(const data_connection *d)
     const read_request *r = &w->list->requests[d->queue[0]];
     bool plain = !w->devices;
     for (uint32_t i = 0; plain && i < r->n_pieces; i++)
-        plain = w->pieces->pieces[r->first_piece + i].view == 0;
+        plain = batch_is_plain(w->plan, &w->pieces->pieces[r->first_piece + i]);
     return plain;
 }
 
@@ -410,6 +428,7 @@ static void start_check(data_connection *d, const uint8_t header[FRAME_SIZE])
     d->check = is_plain(d) ? seal_checks_take(w->checks) : NULL;
     if (!d->check)
         return;
+    d->check->plan = w->plan;
     d->check->pieces = &w->pieces->pieces[r->first_piece];
     d->check->n_pieces = r->n_pieces;
     d->check->base = w->base;

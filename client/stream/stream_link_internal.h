@@ -63,6 +63,8 @@ void data_landed(sink_job *job, bool ok);
 
 /* Where a body's bytes go (stream_batch.c). */
 
+/** Whether the piece lands as it comes, in runs that are not short. */
+bool batch_is_plain(const plan *plan, const piece *p);
 /** The oldest request's body begins. */
 void batch_begin(data_connection *d);
 /** Destinations of the bytes that come next; at least one if any piece is left. False: nothing can

@@ -77,6 +77,8 @@ typedef struct strided {
 void strided_init(strided *s, uint32_t n_dims, const uint64_t *extent_units,
                   const int64_t *from, const int64_t *to, uint64_t unit_bytes);
 uint64_t strided_runs(const strided *s); /**< number of runs */
+/** Of all runs, on the source's side, without what lies between them. */
+uint64_t strided_bytes(const strided *s);
 /** Offsets of run @p index (0 .. strided_runs()-1); either out may be NULL. */
 void strided_run(const strided *s, uint64_t index, int64_t *from_out, int64_t *to_out);
 /** Copies, and converts, everything, from the first source element to the first destination

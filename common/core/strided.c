@@ -62,6 +62,11 @@ uint64_t strided_runs(const strided *s)
     return runs;
 }
 
+uint64_t strided_bytes(const strided *s)
+{
+    return strided_runs(s) * s->run;
+}
+
 void strided_run(const strided *s, uint64_t index, int64_t *from_out, int64_t *to_out)
 {
     int64_t from = 0, to = 0;

@@ -441,7 +441,7 @@ void world_check_plan(const world *w, const landing *l, const plan *p)
                             (a[-1].box == a->box && a[-1].offset <= a->offset));
             if (i == 0 || a[-1].box != a->box)
                 check_one_holder(w, p, s, a->box);
-            bytes += a->length;
+            bytes += piece_bytes(p, a);
         }
         assert_int_equal(bytes, r->bytes);
     }
@@ -514,10 +514,46 @@ static void land_pieces(const world *w, landing *l, const plan *p)
     }
 }
 
+/* As it comes from who is asked for ranges: one behind the other, inside of the piece. */
+static void land_ranges(landing *l, const plan *p, const piece *a, const uint8_t *box)
+{
+    piece_ranges ranges = piece_ranges_of(p, a);
+    uint64_t size = ranges.count * ranges.length, end = a->offset;
+    assert_in_range(ranges.count, 1, PIECE_RANGES);
+    assert_in_range(size, piece_bytes(p, a), a->length);
+    uint8_t *came = malloc(size);
+    assert_non_null(came);
+    for (uint64_t i = 0; i < ranges.count; i++) {
+        uint64_t at = piece_range_at(p, a, i);
+        assert_true(at >= end);
+        end = at + ranges.length;
+        memcpy(came + i * ranges.length, box + at, ranges.length);
+    }
+    assert_int_equal(end, a->offset + a->length);
+    uint32_t view = ranges.landing ? (uint32_t)(ranges.landing - p->views) + 1 : 0;
+    land(l, p->views, view, came, size, a->to);
+    free(came);
+}
+
+static void land_all_ranges(const world *w, landing *l, const plan *p)
+{
+    for (size_t s = 0; s < p->n_ranks; s++) {
+        for (uint64_t i = 0; i < p->ranks[s].n_pieces; i++) {
+            const piece *a = &p->ranks[s].pieces[i];
+            uint8_t *packed = pack_box(w, s, a->box);
+            land_ranges(l, p, a, packed);
+            free(packed);
+        }
+    }
+}
+
 void world_execute(const world *w, landing *l, const plan *p)
 {
     memset(l->bytes, UNTOUCHED, l->size + 1);
     land_pieces(w, l, p);
+    landing_compare(w, l);
+    memset(l->bytes, UNTOUCHED, l->size + 1);
+    land_all_ranges(w, l, p);
     landing_compare(w, l);
 }
 
@@ -538,7 +574,7 @@ static void check_slice(const plan *slice, size_t first, size_t count, const lan
             if (i > 0)
                 assert_true(a[-1].box < a->box ||
                             (a[-1].box == a->box && a[-1].offset <= a->offset));
-            bytes += a->length;
+            bytes += piece_bytes(slice, a);
         }
         assert_int_equal(bytes, r->bytes);
     }

@@ -444,9 +444,9 @@ static void equal_geometries_share_views(void **state)
     world_free(&w);
 }
 
-/* One box, some columns of it wanted: how many pieces, and bytes asked for. */
-static void check_columns(uint64_t columns, uint64_t wanted, uint64_t pieces,
-                          uint64_t bytes)
+/* One box, some columns of it wanted: one piece, read in how many ranges of what length? */
+static void check_columns(uint64_t columns, uint64_t wanted, uint64_t count,
+                          uint64_t length)
 {
     world w;
     landing l = {0};
@@ -457,9 +457,17 @@ static void check_columns(uint64_t columns, uint64_t wanted, uint64_t pieces,
     block b = {.n_dims = 2, .offset = {0, 3}, .extent = {64, wanted}};
     landing_add(&l, &w, 0, &b, false);
     plan *p = plan_and_run(&w, &l);
-    assert_int_equal(p->ranks[0].n_pieces, pieces);
-    assert_int_equal(p->ranks[0].bytes, bytes);
-    assert_int_equal(p->ranks[0].pieces[0].offset, 3);
+    assert_int_equal(p->ranks[0].n_pieces, 1);
+    assert_int_equal(p->ranks[0].bytes, 64 * wanted);
+    const piece *only = &p->ranks[0].pieces[0];
+    assert_int_equal(only->offset, 3);
+    assert_int_equal(only->length, 63 * columns + wanted);
+    piece_ranges ranges = piece_ranges_of(p, only);
+    assert_int_equal(ranges.count, count);
+    assert_int_equal(ranges.length, length);
+    for (uint64_t i = 0; i < count; i++)
+        assert_int_equal(piece_range_at(p, only, i), 3 + i * columns);
+    assert_true(count == 1 || !ranges.landing); /* packed: one behind the other */
     plan_free(&p);
     landing_free(&l);
     world_free(&w);
@@ -469,9 +477,31 @@ static void short_runs_are_read_along_with_gaps(void **state)
 {
     check_columns(1024, 4, 1, 63 * 1024 + 4);
     check_columns(1024, 511, 1, 63 * 1024 + 511);
-    check_columns(1024, 512, 64, 64 * 512); /* long enough for pieces of their own */
+    check_columns(1024, 512, 64, 512); /* long enough for ranges of their own */
+    check_columns(1023, 512, 1, 63 * 1023 + 512); /* a piece has a limit of ranges */
     check_columns(4100, 4, 1, 63 * 4100 + 4);
-    check_columns(4101, 4, 64, 64 * 4); /* gaps too wide */
+    check_columns(4101, 4, 64, 4); /* gaps too wide */
+}
+
+/* Tensor parallelism's columns of rows: pieces are as many as they would be of whole rows. */
+static void columns_are_few_pieces(void **state)
+{
+    world w;
+    landing l = {0};
+    world_init(&w, 1, 1);
+    world_key(&w, FANIN_DTYPE_U8, 2, SHAPE(8192, 1024));
+    world_hold_chunks(&w, 0, 0, 1, 0);
+    world_seal(&w, NULL);
+    block b = {.n_dims = 2, .offset = {0, 512}, .extent = {8192, 512}};
+    landing_add(&l, &w, 0, &b, true);
+    plan *p = plan_and_run(&w, &l);
+    assert_int_equal(p->ranks[0].n_pieces, 2); /* 8 MB */
+    assert_int_equal(p->ranks[0].pieces[1].offset, PIECE_MAX + 512);
+    assert_int_equal(piece_ranges_of(p, &p->ranks[0].pieces[0]).count, PIECE_RANGES);
+    assert_int_equal(p->bytes, 4 << 20);
+    plan_free(&p);
+    landing_free(&l);
+    world_free(&w);
 }
 
 /* Neighbouring short runs joined over a gap stay short: the next gap is crossed too. */
@@ -487,7 +517,8 @@ static void gaps_are_crossed_in_several_dimensions(void **state)
     landing_add(&l, &w, 0, &b, false);
     plan *p = plan_and_run(&w, &l);
     assert_int_equal(p->ranks[0].n_pieces, 1);
-    assert_int_equal(p->ranks[0].bytes, 49 * 2100 + 704);
+    assert_int_equal(p->ranks[0].bytes, 50 * 2 * 4);
+    assert_int_equal(piece_ranges_of(p, p->ranks[0].pieces).length, 49 * 2100 + 704);
     plan_free(&p);
     landing_free(&l);
     world_free(&w);
@@ -571,6 +602,7 @@ int main(void)
         cmocka_unit_test(long_boxes_become_several_pieces),
         cmocka_unit_test(equal_geometries_share_views),
         cmocka_unit_test(short_runs_are_read_along_with_gaps),
+        cmocka_unit_test(columns_are_few_pieces),
         cmocka_unit_test(gaps_are_crossed_in_several_dimensions),
         cmocka_unit_test(slices_of_one_tensor_are_ordered_by_source),
         cmocka_unit_test(targets_that_make_no_sense_are_refused),

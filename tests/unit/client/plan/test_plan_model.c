@@ -292,6 +292,8 @@ static void run_landing(world *w, landing *l, bool complete, bool *has_replicas_
                               .direct_from = 1 + world_random(w, i == 1 ? 16 : 300)};
             world_execute_spans(w, l, p, &rule);
         }
+        const span_rule walker = {.max_length = 1 << 20, .walks_views = true};
+        world_execute_spans(w, l, p, &walker);
         plan_free(&p);
         assert_null(p);
     }

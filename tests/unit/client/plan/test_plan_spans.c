@@ -278,6 +278,46 @@ static void gaps_inside_of_boxes_obey_the_rule(void **state)
     end(&w, &l, &p, &spans);
 }
 
+/* Columns of rows: a get a row where the gaps are wide, one view for who walks it; and where rows have
+   room between them, too. */
+static void columns_are_cut_as_the_reader_wants(void **state)
+{
+    const span_rule walker = {.max_length = 1 << 20, .walks_views = true};
+    for (int padded = 0; padded < 2; padded++) {
+        world w;
+        landing l = {0};
+        plan *p;
+        block all = {.n_dims = 2, .extent = {10, 1000}};
+        block some = {.n_dims = 2, .offset = {0, 100}, .extent = {10, 600}};
+        span_rule rule = {.max_length = 1 << 20, .max_gap = 399, .direct_from = 4096};
+        world_init(&w, 1, 1);
+        world_key(&w, FANIN_DTYPE_U8, 2, all.extent);
+        world_hold(&w, 0, 0, &all, 0, padded ? 280 : 0, LAYOUT_PACKED);
+        if (padded)
+            w.ranks[0].records[0].place =
+                (box_place){.packed = false, .stride = {1028, 1}};
+        world_seal(&w, NULL);
+        landing_add(&l, &w, 0, &some, true);
+        assert_int_equal(world_plan(&w, &l, &p, NULL), FANIN_OK);
+        plan_spans *spans = spans_of(&w, p, &rule);
+        assert_int_equal(spans->n_spans, 10);
+        assert_int_equal(spans->spans[9].length, 600);
+        plan_spans_free(&spans);
+        world_execute_spans(&w, &l, p, &rule);
+        rule.max_gap = 428;
+        spans = spans_of(&w, p, &rule);
+        assert_int_equal(spans->n_spans, 1);
+        plan_spans_free(&spans);
+        world_execute_spans(&w, &l, p, &rule);
+        spans = spans_of(&w, p, &walker);
+        assert_int_equal(spans->n_spans, 1);
+        assert_int_equal(spans->n_pieces, 1);
+        assert_int_equal(strided_bytes(&spans->views[spans->pieces[0].view - 1]), 6000);
+        world_execute_spans(&w, &l, p, &walker);
+        end(&w, &l, &p, &spans);
+    }
+}
+
 static void senseless_calls_are_refused(void **state)
 {
     world w;
@@ -309,6 +349,7 @@ int main(void)
         cmocka_unit_test(strided_boxes_are_checked_too),
         cmocka_unit_test(transposed_memory_is_one_view),
         cmocka_unit_test(gaps_inside_of_boxes_obey_the_rule),
+        cmocka_unit_test(columns_are_cut_as_the_reader_wants),
         cmocka_unit_test(senseless_calls_are_refused),
     };
     return cmocka_run_group_tests_name("plan_spans", tests, NULL, NULL);

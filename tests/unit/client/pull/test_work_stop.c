@@ -113,8 +113,8 @@ static fanin_status cut_spans(claims *c, work_stop *stop, fanin_error *error)
 static fanin_status list_requests(claims *c, work_stop *stop, fanin_error *error)
 {
     read_list list = {0};
-    fanin_status status = read_list_build(&c->plan->ranks[0], c->w.sources[0].boxes,
-                                          c->w.keys, stop, &list, error);
+    fanin_status status = read_list_build(c->plan, 0, c->w.sources[0].boxes, c->w.keys,
+                                          stop, &list, error);
     free(list.entries);
     free(list.requests);
     return status;

@@ -142,9 +142,9 @@ static void make_plan(void)
     assert_ok(plan_build(s.run->keys, &source, 1, NULL, 0, &to, &(plan_rules){0},
                          &s.plan, &s.error),
               s.error);
-    assert_ok(read_list_build(&s.plan->ranks[0], source.boxes, s.run->keys, NULL,
-                              &s.list, &s.error),
-              s.error);
+    assert_ok(
+        read_list_build(s.plan, 0, source.boxes, s.run->keys, NULL, &s.list, &s.error),
+        s.error);
     assert_int_equal(s.list.n_requests, REQUESTS);
 }
 
