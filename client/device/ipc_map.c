@@ -2,9 +2,12 @@
 #include "device/ipc_map.h"
 
 #include "array.h"
+#include "digest.h"
 #include "error_set.h"
 #include <stdlib.h>
 #include <string.h>
+
+#define SLOTS_LEAST 32
 
 /* What tells one mapping from another: compared as bytes, so without padding. */
 typedef struct identity {
@@ -16,15 +19,22 @@ typedef struct identity {
 
 struct ipc_mapping {
     identity id;
+    uint64_t hash;
     void *base; /* NULL: not mapped */
     size_t holders;
-    fanin_error why; /* the last opening failed */
+    fanin_error *
+        why; /* the last opening failed; NULL: it did not, or there was no memory to tell */
 };
 
+/* Of a model they come by the ten thousand, in any order, so they are found by hash. Whoever makes
+   up handles does not know the salt. */
 struct ipc_map {
     gpu *g;
-    ipc_mapping **sorted; /* by identity */
+    ipc_mapping **all; /* in the order in which they were taken first */
     size_t n, capacity;
+    size_t *slots;  /* 1 + the number of a mapping, 0: free; at least half are */
+    size_t n_slots; /* a power of two, or 0 */
+    uint8_t salt[16];
     bool behind; /* something may be held and not mapped */
     bool abandoned;
 };
@@ -32,8 +42,11 @@ struct ipc_map {
 ipc_map *ipc_map_create(gpu *g)
 {
     ipc_map *map = calloc(1, sizeof *map);
-    if (map)
-        map->g = g;
+    if (!map)
+        return NULL;
+    map->g = g;
+    if (!random_bytes(map->salt, sizeof map->salt))
+        ipc_map_destroy(&map);
     return map;
 }
 
@@ -41,6 +54,7 @@ static void unmap(const ipc_map *map, ipc_mapping *m)
 {
     if (!map->abandoned && m->base)
         gpu_unmap(map->g, (int)m->id.device, m->base);
+    free(m->why);
     free(m);
 }
 
@@ -49,22 +63,61 @@ void ipc_map_destroy(ipc_map **map)
     if (!*map)
         return;
     for (size_t i = 0; i < (*map)->n; i++)
-        unmap(*map, (*map)->sorted[i]);
-    free((*map)->sorted);
+        unmap(*map, (*map)->all[i]);
+    free((*map)->all);
+    free((*map)->slots);
     free(*map);
     *map = NULL;
 }
 
-static int compare_identity(const void *key, const void *element)
+/* ------------------------------------------------------------------ finding */
+
+static uint64_t hash_of(const ipc_map *map, const identity *id)
 {
-    return memcmp(key, &(*(ipc_mapping *const *)element)->id, sizeof(identity));
+    struct {
+        identity id;
+        uint8_t salt[sizeof map->salt];
+    } salted = {.id = *id};
+    uint64_t hash;
+    memcpy(salted.salt, map->salt, sizeof salted.salt);
+    digest whole = digest_of(&salted, sizeof salted);
+    memcpy(&hash, whole.bytes, sizeof hash);
+    return hash;
 }
 
-/* Where @p id is, or would be inserted. */
-static size_t place_of(const ipc_map *map, const identity *id, bool *found)
+/* The slot that has the mapping, or the free one where it belongs. */
+static size_t *slot_of(const ipc_map *map, const identity *id, uint64_t hash)
 {
-    return array_search(id, map->sorted, map->n, sizeof *map->sorted, compare_identity,
-                        found);
+    size_t mask = map->n_slots - 1;
+    for (size_t i = (size_t)hash & mask;; i = (i + 1) & mask) {
+        const ipc_mapping *m = map->slots[i] ? map->all[map->slots[i] - 1] : NULL;
+        if (!m || (m->hash == hash && memcmp(&m->id, id, sizeof *id) == 0))
+            return &map->slots[i];
+    }
+}
+
+static void fill_slots(ipc_map *map)
+{
+    memset(map->slots, 0, map->n_slots * sizeof *map->slots);
+    for (size_t i = 0; i < map->n; i++)
+        *slot_of(map, &map->all[i]->id, map->all[i]->hash) = i + 1;
+}
+
+/* For one more. False: no memory, and nothing has changed. */
+static bool make_room(ipc_map *map)
+{
+    if (!array_reserve(&map->all, &map->capacity, map->n + 1, sizeof *map->all))
+        return false;
+    if (map->n_slots >= 2 * (map->n + 1))
+        return true;
+    size_t n_slots = map->n_slots ? 2 * map->n_slots : SLOTS_LEAST;
+    size_t *grown = realloc(map->slots, n_slots * sizeof *grown);
+    if (!grown)
+        return false;
+    map->slots = grown;
+    map->n_slots = n_slots;
+    fill_slots(map);
+    return true;
 }
 
 fanin_status ipc_map_take(ipc_map *map, int device, const uint8_t incarnation[16],
@@ -73,27 +126,22 @@ fanin_status ipc_map_take(ipc_map *map, int device, const uint8_t incarnation[16
     identity id = {.length = key->length, .device = device};
     memcpy(id.handle, key->handle, sizeof id.handle);
     memcpy(id.incarnation, incarnation, sizeof id.incarnation);
-    bool found;
-    size_t at = place_of(map, &id, &found);
-    if (found) {
-        *out = map->sorted[at];
-        (*out)->holders++;
-        map->behind = map->behind || !(*out)->base;
-        return FANIN_OK;
-    }
-    ipc_mapping *m = calloc(1, sizeof *m);
-    if (!m ||
-        !array_reserve(&map->sorted, &map->capacity, map->n + 1, sizeof *map->sorted)) {
-        free(m);
+    if (!make_room(map))
         return error_set_memory(error);
+    uint64_t hash = hash_of(map, &id);
+    size_t *slot = slot_of(map, &id, hash);
+    if (*slot == 0) {
+        ipc_mapping *m = calloc(1, sizeof *m);
+        if (!m)
+            return error_set_memory(error);
+        m->id = id;
+        m->hash = hash;
+        map->all[map->n++] = m;
+        *slot = map->n;
     }
-    *m = (ipc_mapping){.id = id, .holders = 1, .why = FANIN_ERROR_INIT};
-    memmove(&map->sorted[at + 1], &map->sorted[at],
-            (map->n - at) * sizeof *map->sorted);
-    map->sorted[at] = m;
-    map->n++;
-    map->behind = true;
-    *out = m;
+    *out = map->all[*slot - 1];
+    (*out)->holders++;
+    map->behind = map->behind || !(*out)->base;
     return FANIN_OK;
 }
 
@@ -101,8 +149,12 @@ fanin_status ipc_map_take(ipc_map *map, int device, const uint8_t incarnation[16
 
 static void open_one(gpu *g, ipc_mapping *m)
 {
-    m->why = (fanin_error)FANIN_ERROR_INIT;
-    (void)gpu_map(g, (int)m->id.device, m->id.handle, &m->base, &m->why);
+    fanin_error why = FANIN_ERROR_INIT;
+    bool ok = gpu_map(g, (int)m->id.device, m->id.handle, &m->base, &why) == FANIN_OK;
+    free(m->why);
+    m->why = ok ? NULL : malloc(sizeof *m->why);
+    if (m->why)
+        *m->why = why;
 }
 
 static bool is_wanted(const ipc_mapping *m)
@@ -114,18 +166,18 @@ static bool is_wanted(const ipc_mapping *m)
 static void open_wanted(const ipc_map *map, work_stop *stop)
 {
     for (size_t i = 0; i < map->n; i++) {
-        if (!is_wanted(map->sorted[i]))
+        if (!is_wanted(map->all[i]))
             continue;
         if (work_stopped_after(stop, WORK_STEPS))
             return;
-        open_one(map->g, map->sorted[i]);
+        open_one(map->g, map->all[i]);
     }
 }
 
 static bool lacks_some(const ipc_map *map)
 {
     for (size_t i = 0; i < map->n; i++) {
-        if (is_wanted(map->sorted[i]))
+        if (is_wanted(map->all[i]))
             return true;
     }
     return false;
@@ -151,8 +203,8 @@ fanin_status ipc_mapping_check(const ipc_mapping *mapping, fanin_error *error)
 {
     if (mapping->base)
         return FANIN_OK;
-    if (mapping->why.status != FANIN_OK)
-        return error_copy(error, &mapping->why);
+    if (mapping->why)
+        return error_copy(error, mapping->why);
     return error_set(error, FANIN_ERR_INTERNAL, NULL, "memory was not mapped");
 }
 
@@ -172,12 +224,15 @@ void ipc_map_sweep(ipc_map *map)
 {
     size_t kept = 0;
     for (size_t i = 0; i < map->n; i++) {
-        if (map->sorted[i]->holders > 0)
-            map->sorted[kept++] = map->sorted[i];
+        if (map->all[i]->holders > 0)
+            map->all[kept++] = map->all[i];
         else
-            unmap(map, map->sorted[i]);
+            unmap(map, map->all[i]);
     }
-    map->n = kept;
+    if (kept < map->n) {
+        map->n = kept;
+        fill_slots(map);
+    }
 }
 
 void ipc_map_abandon(ipc_map *map)
@@ -189,6 +244,6 @@ size_t ipc_map_count(const ipc_map *map)
 {
     size_t mapped = 0;
     for (size_t i = 0; i < map->n; i++)
-        mapped += map->sorted[i]->base != NULL;
+        mapped += map->all[i]->base != NULL;
     return mapped;
 }

@@ -161,6 +161,26 @@ static void what_is_let_go_is_not_mapped(void **state)
     expect_mapped(1);
 }
 
+static void all_are_found_again_after_a_sweep(void **state)
+{
+    take_all(MOST);
+    open_wanted();
+    for (unsigned i = 0; i < MOST; i += 2)
+        ipc_mapping_release(&taken[i]);
+    ipc_map_sweep(map);
+    assert_int_equal(driver.closes, MOST / 2);
+    for (unsigned i = 0; i < MOST; i++) {
+        ipc_mapping *again = take(i);
+        if (i % 2 == 1)
+            assert_ptr_equal(again, taken[i]);
+        taken[i] = again;
+    }
+    open_wanted();
+    assert_int_equal(driver.opens, MOST + MOST / 2);
+    for (unsigned i = 0; i < MOST; i++)
+        expect_mapped(i);
+}
+
 static bool at_once(void *cookie)
 {
     (void)cookie;
@@ -187,6 +207,7 @@ int main(void)
         CASE(what_is_refused_once_is_tried_again),
         CASE(each_tells_why_it_is_not_mapped),
         CASE(what_is_let_go_is_not_mapped),
+        CASE(all_are_found_again_after_a_sweep),
         CASE(stopped_before_the_first),
     };
     return cmocka_run_group_tests_name("ipc_map", tests, NULL, NULL);
