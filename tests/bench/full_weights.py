@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""full_weights.py [--model NAME] [--layers N] [--divide N] [--ranks N] [--tp N] [--nccl]
-                   [--device cuda|cpu] [--pulls N] [--parts N] [--json FILE]
+"""full_weights.py [--model NAME] [--layers N] [--divide N] [--ranks N] [--tp N] [--compact]
+                   [--nccl] [--nixl] [--stall] [--device cuda|cpu] [--pulls N] [--parts N]
+                   [--json FILE]
 
 A whole model from trainer ranks, whose BF16 shards are cut by rows as FSDP2 does, into an engine's
 fused tensors (qkv_proj, gate_up_proj, w13, w2; --tp workers with their slices, all at once), by
@@ -12,8 +13,15 @@ fanin's Python package. Beside it in the same run, alternated:
   session  with --parts, the same pull in so many reads, as an engine that installs layer by layer
   nccl  with --nccl, one rank a GPU: what a broadcasting engine does. full_tensor() on all ranks,
         packed into two buffers of 1 GiB and broadcast by rank 0, unpacked into the fused tensors
+  nixl  with --nixl, TP1: what the most careful user of NIXL does. Every storage registered once,
+        one READ a rank with all its descriptors, prepared once; timed are posting and waiting.
+        Its agents' threads run beside the pulls, too
+  install, one copy  with --stall, when the ranks have left: a step that was read ahead, copied
+        into the live parameters one by one as the engine for vLLM does; and as many bytes by one
+        copy within the device
 
 The first pull of a process and that of a new client are told apart from the warm ones (medians).
+With --compact the ranks' shards lie in few large allocations, as fanin.torch.compact() lays them.
 Each element is compared with the pattern that the ranks wrote, after the first pull and after the
 last. Ranks lie round robin on the GPUs, workers on the last ones. Needs PyTorch, the package
 (PYTHONPATH) and its library (FANIN_LIBRARY); exit status 77 without GPUs, unless --device cpu.
@@ -24,6 +32,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import datetime
+import importlib
 import json
 import os
 import pathlib
@@ -31,7 +40,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 HERE = pathlib.Path(__file__).resolve()
@@ -46,6 +55,7 @@ from worlds import Child, Control
 
 SLOWEST = 300.0  # seconds that any wait may take
 PACKED = 1 << 30
+ARENA = 512 << 20
 PHASES = ("connect", "map", "catalog", "plan", "table", "wait", "begin", "read", "end", "total")
 
 
@@ -167,6 +177,25 @@ def pattern(number: int, shape: tuple[int, ...], first: int, device: Any) -> tor
     return flat.mul_(31).add_(number * 17).short().reshape(shape).view(torch.bfloat16)
 
 
+class Arenas:
+    """Few large allocations, and tensors that lie in them one after the other."""
+
+    def __init__(self, device: torch.device):
+        self.device, self.at, self.room = device, 0, torch.empty(0)
+
+    def move(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy in an arena; what is larger than half of one stays."""
+        size = tensor.numel() * tensor.element_size()
+        if size > ARENA // 2:
+            return tensor
+        if self.at + size > self.room.numel():
+            self.room = torch.empty(ARENA, dtype=torch.uint8, device=self.device)
+            self.at = 0
+        place = self.room[self.at : self.at + size].view(tensor.dtype).view(tensor.shape)
+        self.at += -(-size // 512) * 512
+        return place.copy_(tensor)
+
+
 def on(options: dict[str, Any], index: int) -> torch.device:
     if options["device"] == "cpu":
         return torch.device("cpu")
@@ -231,6 +260,28 @@ class Member:
             self.control.say("done", **(result or {}))
 
 
+class Agent:
+    """NIXL's agent of one process, over UCX."""
+
+    def __init__(self, name: str, device: torch.device):
+        from nixl._api import nixl_agent, nixl_agent_config
+
+        self.nixl = nixl_agent(name, nixl_agent_config(True, False, 0))
+        self.kind = "VRAM" if device.type == "cuda" else "DRAM"
+
+    def register(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Each storage once."""
+        storages = {one.untyped_storage().data_ptr(): one for one in tensors if one.numel()}
+        listed = [
+            (at, one.untyped_storage().nbytes(), one.device.index or 0, "")
+            for at, one in storages.items()
+        ]
+        self.nixl.register_memory(self.nixl.get_reg_descs(listed, self.kind))
+
+    def descriptors(self, listed: list[tuple[int, int, int]]) -> Any:
+        return self.nixl.get_xfer_descs(listed, self.kind)
+
+
 class Rank(Member):
     """A trainer rank: rows of every tensor, one allocation each, as FSDP2 has them."""
 
@@ -239,12 +290,14 @@ class Rank(Member):
         super().__init__(control, options, self.rank)
         self.rows: dict[str, torch.Tensor] = {}
         self.first: dict[str, int] = {}
+        arenas = Arenas(self.device)
         for number, (name, shape) in enumerate(self.shapes.items()):
             chunk = -(-shape[0] // options["ranks"])
             first = min(self.rank * chunk, shape[0])
             rows = min(chunk, shape[0] - first)
             self.first[name] = first
-            self.rows[name] = pattern(number, (rows, *shape[1:]), first, self.device)
+            shard = pattern(number, (rows, *shape[1:]), first, self.device)
+            self.rows[name] = arenas.move(shard) if options["compact"] else shard
         settle(self.device)
 
     def serve(self, world: str) -> dict[str, Any]:
@@ -261,6 +314,24 @@ class Rank(Member):
         self.server.put("full:bench", shards)
         self.server.commit("full:bench", 1)
         return {"address": f"127.0.0.1:{self.server.port}"}
+
+    def nixl_serve(self) -> dict[str, Any]:
+        self.agent = Agent(f"rank{self.rank}", self.device)
+        self.agent.register(self.rows.values())
+        return {
+            "metadata": self.agent.nixl.get_agent_metadata().hex(),
+            "shards": [
+                (self.first[name], rows.data_ptr(), 2 * rows.numel())
+                for name, rows in self.rows.items()
+            ],
+            "index": self.device.index or 0,
+        }
+
+    def leave(self) -> None:
+        self.server.close()
+        self.rows.clear()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def nccl(self) -> None:
         from torch.distributed.device_mesh import DeviceMesh
@@ -377,6 +448,78 @@ class Worker(Member):
         settle(self.device)
         return {"seconds": time.perf_counter() - start}
 
+    def nixl_prepare(self, ranks: list[dict[str, Any]]) -> dict[str, Any]:
+        """One READ a rank; each shard of rows is one stretch of a fused parameter."""
+        start = time.perf_counter()
+        self.agent, self.reads = Agent("worker", self.device), []
+        self.agent.register(self.parameters.values())
+        here = self.device.index or 0
+        for rank in ranks:
+            peer = self.agent.nixl.add_remote_agent(bytes.fromhex(rank["metadata"]))
+            to, of = [], []
+            shards = dict(zip(self.shapes, rank["shards"], strict=True))
+            for part, view in zip(self.parts, self.views, strict=True):
+                first, address, size = shards[part.name]
+                if size:
+                    at = view.data_ptr() + 2 * view.stride(0) * first
+                    to.append((at, size, here))
+                    of.append((address, size, rank["index"]))
+            descriptors = self.agent.descriptors
+            self.reads.append(
+                self.agent.nixl.initialize_xfer("READ", descriptors(to), descriptors(of), peer)
+            )
+        return {"seconds": time.perf_counter() - start}
+
+    def nixl(self) -> dict[str, Any]:
+        nixl, left = self.agent.nixl, self.reads
+        start = time.perf_counter()
+        for read in self.reads:
+            nixl.transfer(read)
+        while left:
+            states = [nixl.check_xfer_state(read) for read in left]
+            if "ERR" in states:
+                raise RuntimeError("a READ failed")
+            left = [read for read, state in zip(left, states, strict=True) if state == "PROC"]
+        return {"seconds": time.perf_counter() - start}
+
+    def disconnect(self) -> None:
+        self.client.close()
+        for name in ("near", "far"):
+            self.__dict__.pop(name, None)
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def keep(self) -> None:
+        """What is here, in a shadow that is laid out as the engine for vLLM does."""
+        sizes = [-(-2 * one.numel() // 256) * 256 for one in self.parameters.values()]
+        self.room = torch.empty(sum(sizes), dtype=torch.uint8, device=self.device)
+        pieces = zip(self.parameters.items(), self.room.split(sizes), strict=True)
+        self.shadow = {
+            name: piece[: 2 * one.numel()].view(one.dtype).as_strided(one.shape, one.stride())
+            for (name, one), piece in pieces
+        }
+        for name, one in self.parameters.items():
+            self.shadow[name].copy_(one)
+
+    def install(self) -> dict[str, Any]:
+        settle(self.device)
+        start = time.perf_counter()
+        with torch.no_grad():
+            for name, one in self.parameters.items():
+                one.copy_(self.shadow[name], non_blocking=True)
+        settle(self.device)
+        return {"seconds": time.perf_counter() - start}
+
+    def one_copy(self) -> dict[str, Any]:
+        """As many bytes: half of them twice, which takes no third place for them."""
+        half = self.room.numel() // 2
+        settle(self.device)
+        start = time.perf_counter()
+        for _ in range(2):
+            self.room[half : 2 * half].copy_(self.room[:half], non_blocking=True)
+        settle(self.device)
+        return {"seconds": time.perf_counter() - start}
+
     def poison(self) -> None:
         for value in self.parameters.values():
             value.fill_(-1)
@@ -397,7 +540,7 @@ class Worker(Member):
 class Run:
     def __init__(self, options: argparse.Namespace, folder: pathlib.Path):
         common = {key: getattr(options, key) for key in ("device", "model", "layers", "divide")}
-        common |= {"ranks": options.ranks, "tp": options.tp}
+        common |= {"ranks": options.ranks, "tp": options.tp, "compact": options.compact}
         common["rendezvous"] = f"file://{folder}/rendezvous"
         self.options, self.world, self.times = options, os.urandom(16).hex(), {}
         everyone = options.ranks + options.tp
@@ -430,42 +573,78 @@ class Run:
             if answer["count"]:
                 sys.exit(f"{answer['count']} tensors differ, the first: {answer['wrong']}")
 
+    def prepare(self) -> list[str]:
+        """What is measured beside the pulls; in which order."""
+        options, beside = self.options, []
+        if options.nccl:
+            self.ask(self.children, "join")
+            self.ask(self.children, "nccl")
+            beside.append("nccl")
+        if options.nixl:
+            ranks = self.ask(self.ranks, "nixl_serve")
+            self.time("nixl prepares", "nixl_prepare", ranks=ranks)
+            beside.append("nixl")
+        if options.parts:
+            beside.append("session")
+        return beside
+
+    def proven(self, turn: int) -> None:
+        """Of the first turn's ways each brings the bytes."""
+        if turn == 0:
+            self.check()
+            self.ask(self.workers, "poison")
+
+    def turn(self, turn: int, beside: list[str], crossing: int) -> list[dict[str, Any]]:
+        how = {"nccl": ("broadcast", {}), "nixl": ("nixl", {}),
+               "session": ("pull", {"parts": self.options.parts})}  # fmt: skip
+        for way in beside:
+            what, fields = how[way]
+            self.time(way, what, **fields)
+            self.proven(turn)
+        answers = self.time("pull", "pull")
+        if self.options.tp > 1:
+            alone = self.ask(self.workers[:1], "pull")
+            self.times.setdefault("alone", []).append(alone[0]["seconds"])
+        self.time("copy", "copy", crossing=crossing)
+        return answers
+
     def measure(self) -> dict[str, Any]:
         options = self.options
         served = self.ask(self.ranks, "serve", world=self.world)
         self.ask(self.workers, "connect", addresses=[answer["address"] for answer in served])
         first = self.time("first of the process", "pull")
         self.check()
-        for _ in range(3):
-            self.time("new client", "pull", fresh=True)
+        again = [self.time("new client", "pull", fresh=True)[0] for _ in range(3)]
         gpus = torch.cuda.device_count() if options.device == "cuda" else 1
         crossing = first[0]["bytes"] * (gpus - 1) // gpus if gpus > 1 else first[0]["bytes"]
-        if options.nccl:
-            self.ask(self.children, "join")
-            self.ask(self.children, "nccl")
+        beside = self.prepare()
         self.ask(self.workers, "poison")
         for turn in range(options.pulls + 1):
             if turn == 1:  # the first round warms up
-                for way in ("pull", "alone", "copy", "nccl", "session"):
+                for way in ("pull", "alone", "copy", *beside):
                     self.times.pop(way, None)
-            if options.nccl:
-                self.time("nccl", "broadcast")
-                if turn == 0:
-                    self.check()
-                    self.ask(self.workers, "poison")
-            if options.parts:
-                self.time("session", "pull", parts=options.parts)
-                if turn == 0:
-                    self.check()
-                    self.ask(self.workers, "poison")
-            answers = self.time("pull", "pull")
-            if options.tp > 1:
-                alone = self.ask(self.workers[:1], "pull")
-                self.times.setdefault("alone", []).append(alone[0]["seconds"])
-            self.time("copy", "copy", crossing=crossing)
+            answers = self.turn(turn, beside, crossing)
         self.check()
+        if options.stall:
+            self.stall()
         return {"path": answers[0]["path"], "bytes": answers[0]["bytes"], "crossing": crossing,
-                "phases": answers[0]["phases"], "first_phases": first[0]["phases"]}  # fmt: skip
+                "phases": answers[0]["phases"], "first_phases": first[0]["phases"],
+                "new_phases": again[-1]["phases"]}  # fmt: skip
+
+    def stall(self) -> None:
+        self.ask(self.workers, "poison")
+        self.ask(self.workers, "pull")
+        # Nobody may have a rank's memory mapped when it is freed.
+        self.ask(self.workers, "disconnect")
+        self.ask(self.ranks, "leave")
+        self.ask(self.workers, "keep")
+        self.ask(self.workers, "poison")
+        self.time("install", "install")
+        self.check()
+        self.times.pop("install")
+        for _ in range(self.options.pulls):
+            self.time("install", "install")
+            self.time("one copy", "one_copy")
 
     def close(self) -> None:
         for one in self.children:
@@ -483,15 +662,30 @@ def report(options: argparse.Namespace, run: Run, facts: dict[str, Any]) -> None
         ratio = f"{figure / figures['pull']:6.2f} x a warm pull"
         print(f"  {way:22} {figure:10.2f} ms  {ratio}")
     print(f"  pull / copy {figures['pull'] / figures['copy']:.3f}")
-    print("  a warm pull's ms:", {key: round(ms, 2) for key, ms in facts["phases"].items() if ms})
-    print(
-        "  the first one's: ",
-        {key: round(ms, 2) for key, ms in facts["first_phases"].items() if ms},
-    )
+    if options.stall:
+        print(f"  install / one copy {figures['install'] / figures['one copy']:.3f}")
+    for whose, phases in (
+        ("a warm pull's ms", "phases"),
+        ("the first one's", "first_phases"),
+        ("a new client's", "new_phases"),
+    ):
+        shown = {key: round(ms, 2) for key, ms in facts[phases].items() if ms}
+        print(f"  {whose:17}", shown)
     if options.json:
         all_times = {way: [1e3 * t for t in times] for way, times in run.times.items()}
         record = {"options": vars(options), "medians_ms": figures, "ms": all_times, **facts}
         pathlib.Path(options.json).write_text(json.dumps(record, indent=1))
+
+
+def no_nixl(options: argparse.Namespace) -> str:
+    """Why there is no comparison with it; empty: there is."""
+    if options.tp > 1:
+        return "its descriptors are made for TP1 only"
+    try:
+        importlib.import_module("nixl._api")
+    except ImportError as missing:
+        return str(missing)
+    return ""
 
 
 def main() -> int:
@@ -507,7 +701,10 @@ def main() -> int:
     parser.add_argument("--divide", type=int, default=1, help="divide the widths by 2, 4, 8 or 16")
     parser.add_argument("--ranks", type=int, default=8)
     parser.add_argument("--tp", type=int, default=1)
+    parser.add_argument("--compact", action="store_true", help="shards in few large allocations")
     parser.add_argument("--nccl", action="store_true")
+    parser.add_argument("--nixl", action="store_true")
+    parser.add_argument("--stall", action="store_true")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--pulls", type=int, default=9)
     parser.add_argument("--parts", type=int, default=0, help="reads of a session, 0: none")
@@ -516,6 +713,9 @@ def main() -> int:
     if options.device == "cuda" and not torch.cuda.is_available():
         print("skipped: no GPU")
         return 77
+    if options.nixl and (why := no_nixl(options)):
+        print(f"without NIXL: {why}")
+        options.nixl = False
     room = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
     with tempfile.TemporaryDirectory(prefix="full-weights-", dir=room) as folder:
         run = Run(options, pathlib.Path(folder))
