@@ -14,7 +14,8 @@ The patch of a training loop, whose model is PEFT's and may be sharded by FSDP2:
 
 :class:`WeightServer` does the same for all weights of a model. :func:`per_expert`, :func:`renamed`,
 :func:`slot` and :func:`chain` make functions for ``names=``, and :mod:`fanin.torch.names` has more
-of them. PyTorch is imported when one of the two classes is first used.
+of them. :func:`compact` puts small shards into few allocations, which GPU workers map faster.
+PyTorch is imported when one of the two classes, or that function, is first used.
 """
 
 from __future__ import annotations
@@ -24,15 +25,18 @@ from typing import TYPE_CHECKING, Any
 from fanin.torch._names import NamesFunction, Slice, chain, on_disk, per_expert, renamed, slot
 
 if TYPE_CHECKING:
+    from fanin.torch._compact import Compacted, compact
     from fanin.torch.server import AdapterServer
     from fanin.torch.weights import WeightServer
 
 __all__ = [
     "AdapterServer",
+    "Compacted",
     "NamesFunction",
     "Slice",
     "WeightServer",
     "chain",
+    "compact",
     "on_disk",
     "per_expert",
     "renamed",
@@ -49,4 +53,8 @@ def __getattr__(name: str) -> Any:
         from fanin.torch.weights import WeightServer
 
         return WeightServer
+    if name in ("compact", "Compacted"):
+        from fanin.torch import _compact
+
+        return getattr(_compact, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

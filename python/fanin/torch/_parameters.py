@@ -1,216 +1,45 @@
 # SPDX-License-Identifier: Apache-2.0
 """The parameters that a run publishes: found once in the module tree, resolved at every commit.
 
-Training frameworks replace parameter objects, move their storage and show temporary buffers in
-their place. So nothing is remembered but the owning module and the attribute's name; what the
-library has registered is compared with what is there now.
+What the library has registered is compared with what is there now.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from itertools import repeat
-from operator import attrgetter, eq, is_
+from operator import attrgetter
 from typing import Any, NamedTuple
-
-import torch
 
 from fanin._tensors import Box, Shard, torch_dtype
 from fanin.errors import RequestError, StateError
 from fanin.torch._blocks import Order, Split, layout, place, slice_boxes
-from fanin.torch._names import NamesFunction, Slice, on_disk, parse, published_shape, slices_of
+from fanin.torch._fsdp import UNSHARDED
+from fanin.torch._names import NamesFunction, Slice, published_shape, slices_of
+from fanin.torch._segments import count_segments
+from fanin.torch._state import (
+    Columns,
+    Layout,
+    State,
+    is_registered,
+    is_same,
+    layout_of,
+    local_of,
+    refuse_kind,
+)
+from fanin.torch._tree import FindFunction, Item, Tree, root_of
 
 try:
-    from torch.distributed.fsdp import FullyShardedDataParallel as _Fsdp1
     from torch.distributed.tensor import DTensor as _DTensor
 except ImportError:  # a PyTorch without distributed
-    _Fsdp1 = _DTensor = None
+    _DTensor = None
 
-try:
-    from torch.distributed.fsdp import FSDPModule as _Fsdp2
-except ImportError:
-    _Fsdp2 = None
-
-# By name: older PyTorch lacks them.
-_PACKED = ("torch.float4_e2m1fn_x2", "torch.bits2x4", "torch.bits4x2", "torch.bits1x8")
 OFFLOADED = (
     "pause(run) the run before its memory is offloaded, put to sleep or loaded from a checkpoint, "
     "and resume(run) it afterwards"
 )
-UNSHARDED = (
-    "commit when FSDP has resharded the parameters: right after optimizer.step(), before any "
-    "forward; after a forward without backward call module.reshard() first, or shard the root "
-    "with reshard_after_forward=True"
-)
 
-
-PARAMETER, BUFFER = "_parameters", "_buffers"
-"""Where a module keeps what."""
-
-
-class Layout(NamedTuple):
-    """What a DTensor's placements and mesh say."""
-
-    splits: tuple[Split | None, ...]
-    mesh_shape: tuple[int, ...]
-    coordinate: tuple[int, ...] | None
-    order: Order | None
-
-
-class State(NamedTuple):
-    """What is registered of a parameter."""
-
-    param: Any
-    spec: Any
-    """A DTensor's specification, None for a plain tensor."""
-    pointer: int
-    dtype: Any
-    local_shape: tuple[int, ...]
-    steps: tuple[int, ...]
-    """Elements between neighbours of the local tensor."""
-    stride: tuple[int, ...]
-    """The same in bytes."""
-    device: int
-    """CUDA device, -1: host memory."""
-    storage: Any
-    """Keeps the memory allocated for as long as readers may be told of it."""
-    shape: tuple[int, ...]
-    slices: tuple[Slice, ...]
-
-
-class Item:
-    """One stored parameter or buffer: where it is found, and what is registered of it."""
-
-    __slots__ = ("attribute", "kind", "name", "owner", "path", "sharded", "state")
-
-    def __init__(
-        self,
-        path: str,
-        name: str,
-        owner: Any,
-        attribute: str,
-        sharded: bool,
-        kind: str = PARAMETER,
-    ) -> None:
-        self.path = path
-        self.name = name
-        self.owner = owner
-        self.attribute = attribute
-        self.sharded = sharded
-        self.kind = kind
-        self.state: State | None = None
-
-    def now(self) -> Any:
-        """The tensor that is there now, None if there is none."""
-        return getattr(self.owner, self.kind).get(self.attribute)
-
-
-class Alias(NamedTuple):
-    """Another name of an item's tensor, which is published once."""
-
-    owner: Any
-    attribute: str
-    kind: str
-    item: Item
-
-
-class Found(NamedTuple):
-    """What is to be published of a module tree."""
-
-    items: list[Item]
-    aliases: list[Alias]
-    whole: bool
-    """Everything is published: whatever joins the tree makes another one."""
-
-
-FindFunction = Callable[[Any], Found]
-"""Given the root of a module tree. RequestError: nothing to publish, or what cannot be."""
-
-
-class Tree:
-    """What of a module tree makes the items be those that were found."""
-
-    def __init__(self, root: Any = None, found: Found | None = None) -> None:
-        links: dict[str, tuple[Any, str, Any]] = {}
-        for item in found.items if found is not None else ():
-            module, at = root, ""
-            for part in item.path.split(".")[:-1]:
-                child = module._modules[part]
-                at = f"{at}.{part}"
-                links[at] = (module, part, child)
-                module = child
-        self._children = [parent._modules for parent, _, _ in links.values()]
-        self._names = [name for _, name, _ in links.values()]
-        self._modules = [child for _, _, child in links.values()]
-        self._aliases = found.aliases if found is not None else []
-        self._dicts = [
-            getattr(module, kind)
-            for module in (root.modules() if found is not None and found.whole else ())
-            for kind in (PARAMETER, BUFFER, "_modules")
-        ]
-        self._sizes = list(map(len, self._dicts))
-        unset = [(kept, name) for kept in self._dicts for name in kept if kept[name] is None]
-        self._lacking = [kept for kept, _ in unset]
-        self._unset = [name for _, name in unset]
-
-    def stands(self) -> bool:
-        """Whether each module on the way to an item is the one that was found there, nothing has
-        joined a tree that is published whole, and each alias still is one."""
-        return (
-            all(map(is_, map(dict.get, self._children, self._names), self._modules))
-            and list(map(len, self._dicts)) == self._sizes
-            and all(map(is_, map(dict.get, self._lacking, self._unset), repeat(None)))
-            and all(
-                getattr(alias.owner, alias.kind).get(alias.attribute) is alias.item.now()
-                for alias in self._aliases
-            )
-        )
-
-
-_spec = attrgetter("_spec")
-_local_tensor = attrgetter("_local_tensor")
-_dtype = attrgetter("dtype")
 _local = attrgetter("local")
 _param = attrgetter("param")
 _version = attrgetter("_version")
-_shape = attrgetter("shape")
-
-
-class Columns:
-    """What is registered of many items, one list an attribute.
-
-    Tens of thousands of parameters are compared at each commit, so no Python runs for each.
-    """
-
-    def __init__(self, items: list[Item], sharded: bool, kind: str) -> None:
-        states = [item.state for item in items if item.state is not None]
-        self._sharded = sharded
-        self._kept = attrgetter(kind)
-        self._owners = [item.owner for item in items]
-        self._attributes = [item.attribute for item in items]
-        self._params = [state.param for state in states]
-        self._specs = [state.spec for state in states]
-        self._pointers = [state.pointer for state in states]
-        self._dtypes = [state.dtype for state in states]
-        self._shapes = [state.local_shape for state in states]
-        self._steps = [state.steps for state in states]
-
-    def stand(self) -> bool:
-        """Whether every parameter is the object that is registered, and lies where it did."""
-        now = map(dict.get, map(self._kept, self._owners), self._attributes)
-        if not all(map(is_, now, self._params)):
-            return False
-        local = self._params
-        if self._sharded:
-            if not all(map(is_, map(_spec, self._params), self._specs)):
-                return False
-            local = list(map(_local_tensor, self._params))
-        return (
-            all(map(eq, map(torch.Tensor.data_ptr, local), self._pointers))
-            and all(map(is_, map(_dtype, local), self._dtypes))
-            and all(map(eq, map(_shape, local), self._shapes))
-            and all(map(eq, map(torch.Tensor.stride, local), self._steps))
-        )
 
 
 class Lent(NamedTuple):
@@ -237,149 +66,6 @@ class Change(NamedTuple):
     items: list[Item] | None
     """The items that take the place of all, when the module tree has changed."""
     tree: Tree
-
-
-def root_of(model: Any) -> Any:
-    """The model inside of DistributedDataParallel and the like."""
-    while isinstance(
-        model, (torch.nn.parallel.DistributedDataParallel, torch.nn.parallel.DataParallel)
-    ):
-        model = model.module
-    return model
-
-
-def adapters_of(model: Any) -> list[str]:
-    """PEFT's names of the adapters that the module tree holds, sorted."""
-    found = set()
-    for _, _, _, path in walk(root_of(model)):
-        parsed = parse(path)
-        if parsed is not None and parsed.adapter is not None:
-            found.add(parsed.adapter)
-    return sorted(found)
-
-
-def choose_adapter(model: Any, wanted: str | None, active: list[str]) -> str | None:
-    """The adapter to publish; None if parameters carry no adapter's name.
-
-    ``active`` are the adapters that PEFT says are active. RequestError: there is no adapter of
-    that name, or nothing tells which one of several.
-    """
-    found = adapters_of(model)
-    listed = ", ".join(repr(name) for name in found)
-    if wanted is not None:
-        if found and wanted not in found:
-            raise RequestError.make(
-                f"the model has no adapter {wanted!r}", f"its adapters are: {listed}"
-            )
-        return wanted if found else None
-    if len(found) <= 1:
-        return found[0] if found else None
-    current = [name for name in active if name in found]
-    if len(current) == 1:
-        return current[0]
-    raise RequestError.make(
-        f"the model has several adapters: {listed}", "say which one by adapter="
-    )
-
-
-def walk(root: Any) -> Iterator[tuple[Any, str, Any, str]]:
-    """Owner, attribute, parameter and path of every parameter, under each of its names."""
-    for prefix, module in root.named_modules(remove_duplicate=False):
-        for attribute, param in module._parameters.items():
-            if param is not None:
-                yield module, attribute, param, f"{prefix}.{attribute}" if prefix else attribute
-
-
-def refuse_fsdp1(root: Any) -> None:
-    for path, module in root.named_modules():
-        if _Fsdp1 is not None and isinstance(module, _Fsdp1):
-            raise RequestError.make(
-                f"module '{path or type(module).__name__}' is sharded by "
-                "FullyShardedDataParallel (FSDP1), whose flat parameters have lost their shapes",
-                "shard the model by torch.distributed.fsdp.fully_shard (FSDP2)",
-            )
-
-
-def _managed(root: Any) -> set[tuple[int, str]] | None:
-    """Owner's id and attribute of all parameters that FSDP2 shards; None: it does not tell."""
-    out: set[tuple[int, str]] = set()
-    for module in root.modules():
-        if _Fsdp2 is None or not isinstance(module, _Fsdp2):
-            continue
-        try:
-            state = module._get_fsdp_state()
-            groups = getattr(state, "_fsdp_param_groups", None)
-            if groups is None:
-                groups = [state._fsdp_param_group]
-            for group in groups:
-                for param in group.fsdp_params if group is not None else ():
-                    info = param._module_info
-                    out.add((id(info.module), info.param_name))
-                    shared = zip(info.shared_modules, info.shared_param_names, strict=True)
-                    out.update((id(owner), name) for owner, name in shared)
-        except AttributeError:
-            return None
-    return out
-
-
-def _is_trained_bias(path: str, bias: str, layers: set[str]) -> bool:
-    if bias == "none" or not path.endswith("bias") or ".original_module." in path:
-        return False
-    if bias == "all":
-        return path == "bias" or path.endswith(".bias")
-    return path.removesuffix(".base_layer.bias") in layers
-
-
-def sharding_of(root: Any) -> Callable[[Any, str, str], bool]:
-    """A function that says of owner, attribute and path whether FSDP2 shards that parameter."""
-    managed = _managed(root)
-    if managed is not None:
-        return lambda owner, attribute, path: (id(owner), attribute) in managed
-    prefixes = tuple(
-        f"{path}." if path else ""
-        for path, module in root.named_modules()
-        if _Fsdp2 is not None and isinstance(module, _Fsdp2)
-    )
-    return lambda owner, attribute, path: path.startswith(prefixes)
-
-
-def find_adapter(root: Any, adapter: str | None, bias: str) -> Found:
-    """The adapter's parameters, and the biases that PEFT trains with it."""
-    refuse_fsdp1(root)
-    is_sharded = sharding_of(root)
-    items: list[Item] = []
-    biases: list[tuple[Any, str, str]] = []
-    layers: set[str] = set()
-    names: dict[str, str] = {}
-
-    def add(owner: Any, attribute: str, path: str, name: str) -> None:
-        if name in names:
-            raise RequestError.make(
-                f"the parameters '{names[name]}' and '{path}' would both be published as '{name}'",
-                "give the AdapterServer the model that holds the adapter once",
-            )
-        names[name] = path
-        items.append(Item(path, name, owner, attribute, is_sharded(owner, attribute, path)))
-
-    for owner, attribute, _, path in walk(root):
-        parsed = parse(path)
-        if parsed is None:
-            if bias != "none" and attribute == "bias":
-                biases.append((owner, attribute, path))
-        elif parsed.adapter is None or parsed.adapter == adapter:
-            add(owner, attribute, path, parsed.name)
-            layers.add(path[: path.rfind(f".{parsed.part}")])
-    for owner, attribute, path in biases:
-        if _is_trained_bias(path, bias, layers):
-            add(owner, attribute, path, on_disk(path))
-    if not items:
-        raise RequestError.make(
-            f"no LoRA parameters in {type(root).__name__}"
-            + (f" for adapter {adapter!r}" if adapter else ""),
-            "give the model that PEFT made; parameters are found by names as "
-            "'...lora_A.<adapter>.weight'",
-        )
-    return Found(items, [], False)
 
 
 def _is_sharded(item: Item) -> bool:
@@ -432,11 +118,11 @@ class Parameters:
         for item in self._items if items is None else items:
             param = item.now()
             state = item.state
-            if state is not None and param is state.param and _is_same(param, state):
+            if state is not None and param is state.param and is_same(param, state):
                 continue
             new = self._resolve(item, param)
             states.append((item, new))
-            if state is None or not _is_registered(new, state):
+            if state is None or not is_registered(new, state):
                 shards += self._shards(item, new)
             rekeyed = rekeyed or state is None or new.slices != state.slices
         removed: list[str] = []
@@ -470,7 +156,7 @@ class Parameters:
                 Lent(item.path, item.state.param, local, item.state.pointer)
                 for item in self._items
                 if item.state is not None
-                and not (local := _local_of(item.state)).is_inference()  # counts no writes
+                and not (local := local_of(item.state)).is_inference()  # counts no writes
             ]
             self._lent_ids = frozenset(map(id, map(_local, self._lent)))
             self._by_param = {id(lent.param): lent.local for lent in self._lent}
@@ -551,6 +237,15 @@ class Parameters:
             if item.state is not None:
                 item.state = item.state._replace(param=None, pointer=-1, storage=None)
 
+    def segments(self) -> int:
+        """How many allocations on CUDA devices hold what is registered: workers map each."""
+        on_devices = [
+            (item.state.device, item.state.pointer)
+            for item in self._items
+            if item.state is not None and item.state.device >= 0 and item.state.pointer
+        ]
+        return count_segments(on_devices)
+
     def __len__(self) -> int:
         return len(self._items)
 
@@ -591,7 +286,7 @@ class Parameters:
                 UNSHARDED,
                 key=item.name,
             )
-        _refuse_kind(item, local)
+        refuse_kind(item, local)
         storage = local.untyped_storage()
         if local.numel() > 0 and storage.nbytes() == 0:
             raise StateError.make(
@@ -684,113 +379,5 @@ class Parameters:
         key = (spec.mesh, spec.placements, order)
         known = self._layouts.get(key)
         if known is None:
-            known = self._layouts[key] = _layout_of(item, spec, order)
+            known = self._layouts[key] = layout_of(item, spec, order)
         return known.splits, known.mesh_shape, known.coordinate, state.local_shape, known.order
-
-
-def _layout_of(item: Item, spec: Any, order: Any) -> Layout:
-    splits: list[Split | None] = []
-    for placement in spec.placements:
-        kind = type(placement).__name__
-        if kind == "Shard":
-            splits.append(Split(placement.dim))
-        elif kind == "_StridedShard":
-            splits.append(Split(placement.dim, int(placement.split_factor)))
-        elif kind == "Replicate":
-            splits.append(None)
-        elif "Partial" in kind:
-            raise RequestError.make(
-                f"'{item.path}' has the placement {placement}: its ranks hold summands, "
-                "not weights",
-                "redistribute the parameter to Replicate() or Shard(dim)",
-                key=item.name,
-            )
-        else:
-            raise RequestError.make(
-                f"'{item.path}' has a placement of an unknown kind, {placement}",
-                "redistribute the parameter to Replicate() or Shard(dim)",
-                key=item.name,
-            )
-    coordinate = spec.mesh.get_coordinate()
-    return Layout(
-        tuple(splits),
-        tuple(spec.mesh.shape),
-        None if coordinate is None else tuple(coordinate),
-        None
-        if order is None
-        else tuple((entry.tensor_dim, tuple(entry.mesh_dims)) for entry in order),
-    )
-
-
-def _local_of(state: State) -> Any:
-    """The tensor that holds this rank's part."""
-    return state.param if state.spec is None else state.param._local_tensor
-
-
-def _is_same(param: Any, state: State) -> bool:
-    """Whether a parameter object that is the registered one still lies where it was registered."""
-    if state.spec is not None and param._spec is not state.spec:
-        return False
-    local = _local_of(state)
-    return (
-        local.data_ptr() == state.pointer
-        and local.dtype is state.dtype
-        and local.shape == state.local_shape
-        and local.stride() == state.steps
-    )
-
-
-def _is_registered(new: State, old: State) -> bool:
-    """Whether the library knows all this already, of another object."""
-    return (
-        new.pointer == old.pointer
-        and new.dtype is old.dtype
-        and new.shape == old.shape
-        and new.local_shape == old.local_shape
-        and new.stride == old.stride
-        and new.device == old.device
-        and new.spec == old.spec
-        and new.slices == old.slices
-    )
-
-
-def _refuse_kind(item: Item, local: Any) -> None:
-    """RequestError for tensors whose elements do not lie in memory of their own."""
-
-    def refuse(what: str, remedy: str) -> RequestError:
-        return RequestError.make(f"'{item.path}' {what}", remedy, key=item.name)
-
-    if local.is_meta:
-        raise refuse(
-            "is on the meta device and has no values", "materialise the model before (to_empty)"
-        )
-    if local.layout is not torch.strided:
-        raise refuse(f"is sparse ({local.layout})", "make it dense")
-    if local.is_quantized:
-        raise refuse("is quantized", "publish parameters of a floating-point type")
-    if str(local.dtype) in _PACKED:
-        raise refuse(
-            f"has elements of {local.dtype}, each of which packs several values",
-            "publish parameters whose elements are values, or give an engine the packed bytes as "
-            "uint8",
-        )
-    if isinstance(local, torch.nn.parameter.UninitializedTensorMixin):
-        raise refuse("is not initialised", "run a first forward of its lazy module before")
-    dispatch = getattr(type(local), "__torch_dispatch__", None)
-    if dispatch is not torch.Tensor.__torch_dispatch__:
-        raise refuse(
-            f"is a {type(local).__name__}, whose values do not lie in it as in a plain tensor",
-            "publish parameters of plain tensors or DTensors: dequantize what is quantized, and do "
-            "without all-gathers in fp8",
-        )
-    if getattr(local, "ds_id", None) is not None and tuple(
-        getattr(local, "ds_shape", local.shape)
-    ) != tuple(local.shape):
-        raise refuse(
-            "is partitioned by DeepSpeed's ZeRO-3, which hides its pieces",
-            "use PyTorch's fully_shard, or ZeRO stages below 3",
-        )
-    if local.device.type not in ("cpu", "cuda"):
-        raise refuse(
-            f"is on device {local.device}", "publish parameters in host memory or on CUDA devices"
-        )

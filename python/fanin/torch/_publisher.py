@@ -17,6 +17,7 @@ from fanin.errors import FaninError, NotFoundError, RequestError, StateError
 from fanin.info import TrainerInfo, join_address, write_info
 from fanin.server import Server, Stream, publication_of
 from fanin.torch._parameters import Change, Parameters
+from fanin.torch._segments import tell_segments
 from fanin.torch._world import (
     Ranks,
     as_fanin_error,
@@ -154,8 +155,9 @@ class Publisher:
                 self._register(server, source)
         except Exception as caught:
             error = cause_of(caught)
+        segments = 0 if source is None else source.parameters.segments()
         try:
-            answers = ranks.gather((error, address))
+            answers = ranks.gather((error, address, segments))
             raise_first([item[0] for item in answers], ranks.rank, "start its server")
         except BaseException:
             if server is not None:
@@ -166,6 +168,7 @@ class Publisher:
         self._rank = ranks.rank
         self._world_id = world_id.hex()
         self._addresses = [item[1] for item in answers]
+        tell_segments(ranks.rank, [one.network for one in reports], [item[2] for item in answers])
         self._finalizer = weakref.finalize(self, _finish, server, os.getpid())
         count_steps(self, Publisher._lent)
 

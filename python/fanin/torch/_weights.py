@@ -9,18 +9,9 @@ from typing import Any
 
 from fanin.errors import RequestError
 from fanin.torch._checkpoint import CheckpointNames, converts
+from fanin.torch._fsdp import refuse_fsdp1, sharding_of
 from fanin.torch._names import WRAPPERS, NamesFunction, parse
-from fanin.torch._parameters import (
-    BUFFER,
-    PARAMETER,
-    Alias,
-    Found,
-    Item,
-    refuse_fsdp1,
-    root_of,
-    sharding_of,
-    walk,
-)
+from fanin.torch._tree import BUFFER, PARAMETER, Alias, Found, Item, root_of, walk, walk_buffers
 
 # Classes whose only child "module" is no part of a checkpoint's names.
 _AROUND = ("DistributedDataParallel", "DataParallel", "Float16Module", "DeepSpeedEngine")
@@ -44,14 +35,6 @@ def _checkpoint_name(path: str, transparent: set[str]) -> str:
         if part not in WRAPPERS
         and not (part == "module" and ".".join(parts[: at + 1]) in transparent)
     )
-
-
-def _persistent(root: Any) -> Iterator[tuple[Any, str, Any, str]]:
-    """Owner, attribute, buffer and path of every persistent buffer, under each of its names."""
-    for prefix, module in root.named_modules(remove_duplicate=False):
-        for attribute, buffer in module._buffers.items():
-            if buffer is not None and attribute not in module._non_persistent_buffers_set:
-                yield module, attribute, buffer, f"{prefix}.{attribute}" if prefix else attribute
 
 
 def _told_by(root: Any, attribute: str, transparent: set[str]) -> Iterator[tuple[str, Any]]:
@@ -124,7 +107,7 @@ def find_weights(root: Any) -> Found:
     transparent = _transparent(root)
     told = _Names(root, transparent)
     places: dict[int, list[tuple[Any, str, str, str, str]]] = {}
-    for kind, all_of in ((PARAMETER, walk(root)), (BUFFER, _persistent(root))):
+    for kind, all_of in ((PARAMETER, walk(root)), (BUFFER, walk_buffers(root))):
         for owner, attribute, tensor, path in all_of:
             name = _checkpoint_name(path, transparent)
             if not told.is_saved(name):

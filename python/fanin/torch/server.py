@@ -9,9 +9,10 @@ import torch
 
 from fanin.errors import RequestError
 from fanin.server import publication_of
+from fanin.torch._adapters import choose_adapter, find_adapter
 from fanin.torch._config import active_adapters, bias_of, config_of, holder_of, metadata_of
 from fanin.torch._names import NamesFunction
-from fanin.torch._parameters import Parameters, choose_adapter, find_adapter
+from fanin.torch._parameters import Parameters
 from fanin.torch._publisher import Publisher, Run, Serving, Source
 
 __all__ = ["AdapterServer"]

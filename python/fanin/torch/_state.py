@@ -1,0 +1,198 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is registered of a parameter: where it lies, and which part of the whole it is."""
+
+from __future__ import annotations
+
+from operator import attrgetter, eq, is_
+from typing import Any, NamedTuple
+
+import torch
+
+from fanin.errors import RequestError
+from fanin.torch._blocks import Order, Split
+from fanin.torch._names import Slice
+from fanin.torch._tree import Item
+
+# By name: older PyTorch lacks them.
+_PACKED = ("torch.float4_e2m1fn_x2", "torch.bits2x4", "torch.bits4x2", "torch.bits1x8")
+
+
+class Layout(NamedTuple):
+    """What a DTensor's placements and mesh say."""
+
+    splits: tuple[Split | None, ...]
+    mesh_shape: tuple[int, ...]
+    coordinate: tuple[int, ...] | None
+    order: Order | None
+
+
+class State(NamedTuple):
+    """What is registered of a parameter."""
+
+    param: Any
+    spec: Any
+    """A DTensor's specification, None for a plain tensor."""
+    pointer: int
+    dtype: Any
+    local_shape: tuple[int, ...]
+    steps: tuple[int, ...]
+    """Elements between neighbours of the local tensor."""
+    stride: tuple[int, ...]
+    """The same in bytes."""
+    device: int
+    """CUDA device, -1: host memory."""
+    storage: Any
+    """Keeps the memory allocated for as long as readers may be told of it."""
+    shape: tuple[int, ...]
+    slices: tuple[Slice, ...]
+
+
+_spec = attrgetter("_spec")
+_local_tensor = attrgetter("_local_tensor")
+_dtype = attrgetter("dtype")
+_shape = attrgetter("shape")
+
+
+class Columns:
+    """What is registered of many items, one list an attribute.
+
+    Tens of thousands of parameters are compared at each commit, so no Python runs for each.
+    """
+
+    def __init__(self, items: list[Item], sharded: bool, kind: str) -> None:
+        states = [item.state for item in items if item.state is not None]
+        self._sharded = sharded
+        self._kept = attrgetter(kind)
+        self._owners = [item.owner for item in items]
+        self._attributes = [item.attribute for item in items]
+        self._params = [state.param for state in states]
+        self._specs = [state.spec for state in states]
+        self._pointers = [state.pointer for state in states]
+        self._dtypes = [state.dtype for state in states]
+        self._shapes = [state.local_shape for state in states]
+        self._steps = [state.steps for state in states]
+
+    def stand(self) -> bool:
+        """Whether every parameter is the object that is registered, and lies where it did."""
+        now = map(dict.get, map(self._kept, self._owners), self._attributes)
+        if not all(map(is_, now, self._params)):
+            return False
+        local = self._params
+        if self._sharded:
+            if not all(map(is_, map(_spec, self._params), self._specs)):
+                return False
+            local = list(map(_local_tensor, self._params))
+        return (
+            all(map(eq, map(torch.Tensor.data_ptr, local), self._pointers))
+            and all(map(is_, map(_dtype, local), self._dtypes))
+            and all(map(eq, map(_shape, local), self._shapes))
+            and all(map(eq, map(torch.Tensor.stride, local), self._steps))
+        )
+
+
+def layout_of(item: Item, spec: Any, order: Any) -> Layout:
+    splits: list[Split | None] = []
+    for placement in spec.placements:
+        kind = type(placement).__name__
+        if kind == "Shard":
+            splits.append(Split(placement.dim))
+        elif kind == "_StridedShard":
+            splits.append(Split(placement.dim, int(placement.split_factor)))
+        elif kind == "Replicate":
+            splits.append(None)
+        elif "Partial" in kind:
+            raise RequestError.make(
+                f"'{item.path}' has the placement {placement}: its ranks hold summands, "
+                "not weights",
+                "redistribute the parameter to Replicate() or Shard(dim)",
+                key=item.name,
+            )
+        else:
+            raise RequestError.make(
+                f"'{item.path}' has a placement of an unknown kind, {placement}",
+                "redistribute the parameter to Replicate() or Shard(dim)",
+                key=item.name,
+            )
+    coordinate = spec.mesh.get_coordinate()
+    return Layout(
+        tuple(splits),
+        tuple(spec.mesh.shape),
+        None if coordinate is None else tuple(coordinate),
+        None
+        if order is None
+        else tuple((entry.tensor_dim, tuple(entry.mesh_dims)) for entry in order),
+    )
+
+
+def local_of(state: State) -> Any:
+    """The tensor that holds this rank's part."""
+    return state.param if state.spec is None else state.param._local_tensor
+
+
+def is_same(param: Any, state: State) -> bool:
+    """Whether a parameter object that is the registered one still lies where it was registered."""
+    if state.spec is not None and param._spec is not state.spec:
+        return False
+    local = local_of(state)
+    return (
+        local.data_ptr() == state.pointer
+        and local.dtype is state.dtype
+        and local.shape == state.local_shape
+        and local.stride() == state.steps
+    )
+
+
+def is_registered(new: State, old: State) -> bool:
+    """Whether the library knows all this already, of another object."""
+    return (
+        new.pointer == old.pointer
+        and new.dtype is old.dtype
+        and new.shape == old.shape
+        and new.local_shape == old.local_shape
+        and new.stride == old.stride
+        and new.device == old.device
+        and new.spec == old.spec
+        and new.slices == old.slices
+    )
+
+
+def refuse_kind(item: Item, local: Any) -> None:
+    """RequestError for tensors whose elements do not lie in memory of their own."""
+
+    def refuse(what: str, remedy: str) -> RequestError:
+        return RequestError.make(f"'{item.path}' {what}", remedy, key=item.name)
+
+    if local.is_meta:
+        raise refuse(
+            "is on the meta device and has no values", "materialise the model before (to_empty)"
+        )
+    if local.layout is not torch.strided:
+        raise refuse(f"is sparse ({local.layout})", "make it dense")
+    if local.is_quantized:
+        raise refuse("is quantized", "publish parameters of a floating-point type")
+    if str(local.dtype) in _PACKED:
+        raise refuse(
+            f"has elements of {local.dtype}, each of which packs several values",
+            "publish parameters whose elements are values, or give an engine the packed bytes as "
+            "uint8",
+        )
+    if isinstance(local, torch.nn.parameter.UninitializedTensorMixin):
+        raise refuse("is not initialised", "run a first forward of its lazy module before")
+    dispatch = getattr(type(local), "__torch_dispatch__", None)
+    if dispatch is not torch.Tensor.__torch_dispatch__:
+        raise refuse(
+            f"is a {type(local).__name__}, whose values do not lie in it as in a plain tensor",
+            "publish parameters of plain tensors or DTensors: dequantize what is quantized, and do "
+            "without all-gathers in fp8",
+        )
+    if getattr(local, "ds_id", None) is not None and tuple(
+        getattr(local, "ds_shape", local.shape)
+    ) != tuple(local.shape):
+        raise refuse(
+            "is partitioned by DeepSpeed's ZeRO-3, which hides its pieces",
+            "use PyTorch's fully_shard, or ZeRO stages below 3",
+        )
+    if local.device.type not in ("cpu", "cuda"):
+        raise refuse(
+            f"is on device {local.device}", "publish parameters in host memory or on CUDA devices"
+        )

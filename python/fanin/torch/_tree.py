@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A model's module tree: where its tensors are found, and whether it is the one of before.
+
+Training frameworks replace parameter objects, move their storage and show temporary buffers in
+their place. So nothing is remembered but the owning module and the attribute's name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import repeat
+from operator import is_
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+if TYPE_CHECKING:
+    from fanin.torch._state import State
+
+PARAMETER, BUFFER = "_parameters", "_buffers"
+"""Where a module keeps what."""
+
+
+class Item:
+    """One stored parameter or buffer: where it is found, and what is registered of it."""
+
+    __slots__ = ("attribute", "kind", "name", "owner", "path", "sharded", "state")
+
+    def __init__(
+        self,
+        path: str,
+        name: str,
+        owner: Any,
+        attribute: str,
+        sharded: bool,
+        kind: str = PARAMETER,
+    ) -> None:
+        self.path = path
+        self.name = name
+        self.owner = owner
+        self.attribute = attribute
+        self.sharded = sharded
+        self.kind = kind
+        self.state: State | None = None
+
+    def now(self) -> Any:
+        """The tensor that is there now, None if there is none."""
+        return getattr(self.owner, self.kind).get(self.attribute)
+
+
+class Alias(NamedTuple):
+    """Another name of an item's tensor, which is published once."""
+
+    owner: Any
+    attribute: str
+    kind: str
+    item: Item
+
+
+class Found(NamedTuple):
+    """What is to be published of a module tree."""
+
+    items: list[Item]
+    aliases: list[Alias]
+    whole: bool
+    """Everything is published: whatever joins the tree makes another one."""
+
+
+FindFunction = Callable[[Any], Found]
+"""Given the root of a module tree. RequestError: nothing to publish, or what cannot be."""
+
+
+class Tree:
+    """What of a module tree makes the items be those that were found."""
+
+    def __init__(self, root: Any = None, found: Found | None = None) -> None:
+        links: dict[str, tuple[Any, str, Any]] = {}
+        for item in found.items if found is not None else ():
+            module, at = root, ""
+            for part in item.path.split(".")[:-1]:
+                child = module._modules[part]
+                at = f"{at}.{part}"
+                links[at] = (module, part, child)
+                module = child
+        self._children = [parent._modules for parent, _, _ in links.values()]
+        self._names = [name for _, name, _ in links.values()]
+        self._modules = [child for _, _, child in links.values()]
+        self._aliases = found.aliases if found is not None else []
+        self._dicts = [
+            getattr(module, kind)
+            for module in (root.modules() if found is not None and found.whole else ())
+            for kind in (PARAMETER, BUFFER, "_modules")
+        ]
+        self._sizes = list(map(len, self._dicts))
+        unset = [(kept, name) for kept in self._dicts for name in kept if kept[name] is None]
+        self._lacking = [kept for kept, _ in unset]
+        self._unset = [name for _, name in unset]
+
+    def stands(self) -> bool:
+        """Whether each module on the way to an item is the one that was found there, nothing has
+        joined a tree that is published whole, and each alias still is one."""
+        return (
+            all(map(is_, map(dict.get, self._children, self._names), self._modules))
+            and list(map(len, self._dicts)) == self._sizes
+            and all(map(is_, map(dict.get, self._lacking, self._unset), repeat(None)))
+            and all(
+                getattr(alias.owner, alias.kind).get(alias.attribute) is alias.item.now()
+                for alias in self._aliases
+            )
+        )
+
+
+def root_of(model: Any) -> Any:
+    """The model inside of DistributedDataParallel and the like."""
+    while isinstance(
+        model, (torch.nn.parallel.DistributedDataParallel, torch.nn.parallel.DataParallel)
+    ):
+        model = model.module
+    return model
+
+
+def walk(root: Any) -> Iterator[tuple[Any, str, Any, str]]:
+    """Owner, attribute, parameter and path of every parameter, under each of its names."""
+    for prefix, module in root.named_modules(remove_duplicate=False):
+        for attribute, param in module._parameters.items():
+            if param is not None:
+                yield module, attribute, param, f"{prefix}.{attribute}" if prefix else attribute
+
+
+def walk_buffers(root: Any) -> Iterator[tuple[Any, str, Any, str]]:
+    """Owner, attribute, buffer and path of every persistent buffer, under each of its names."""
+    for prefix, module in root.named_modules(remove_duplicate=False):
+        for attribute, buffer in module._buffers.items():
+            if buffer is not None and attribute not in module._non_persistent_buffers_set:
+                yield module, attribute, buffer, f"{prefix}.{attribute}" if prefix else attribute
