@@ -10,8 +10,9 @@ file. Two forms are read::
                {"host": "10.0.0.2", "base_port": 7000, "ranks": 4}]}
 
 Rank r listens on ``base_port + r`` of its host. ``ranks`` is a list of ranks or how many follow
-those before. ``run_idx`` (number or text), ``world_id`` (32 hex digits), ``server_name``,
-``world_size`` and ``step`` may be there; fields that are unknown are ignored.
+those before. ``run_idx`` (number or text), ``publications`` (``["lora:0", "full:0"]``),
+``world_id`` (32 hex digits), ``server_name``, ``world_size`` and ``step`` may be there; fields that
+are unknown and publications of unknown kinds are ignored.
 """
 
 from __future__ import annotations
@@ -178,6 +179,7 @@ class TrainerInfo:
     run: the run that is meant, None: not said.
     server_name: the job's name, None: not said.
     step: the step that was committed when the file was written, None: not said.
+    publications: all that is published, ``"lora:<run>"`` or ``"full:<run>"``; empty: not said.
 
     Raises RequestError for malformed values.
     """
@@ -187,6 +189,7 @@ class TrainerInfo:
     run: str | None = None
     server_name: str | None = None
     step: int | None = None
+    publications: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "addresses", _unique(map(_one_address, self.addresses)))
@@ -198,6 +201,7 @@ class TrainerInfo:
             raise RequestError.make("the server name is empty", "leave it out or give one")
         if self.step is not None:
             _step(self.step)
+        object.__setattr__(self, "publications", _publications(self.publications))
 
     @property
     def world_size(self) -> int:
@@ -214,6 +218,8 @@ class TrainerInfo:
         if self.run is not None:
             number = self.run.isdigit() and str(int(self.run)) == self.run and len(self.run) < 18
             result["run_idx"] = int(self.run) if number else self.run
+        if self.publications:
+            result["publications"] = list(self.publications)
         result["world_size"] = self.world_size
         if self.world_id is not None:
             result["world_id"] = self.world_id
@@ -245,6 +251,17 @@ class TrainerInfo:
             entry = {"host": host, "base_port": port - rank, "ranks": []}
             hosts.setdefault((host, port - rank), entry)["ranks"].append(rank)
         return list(hosts.values())
+
+
+_KINDS = ("lora", "full")
+
+
+def _publications(names: Iterable[str]) -> tuple[str, ...]:
+    for name in names:
+        kind, _, run = name.partition(":") if isinstance(name, str) else ("", "", "")
+        if kind not in _KINDS or check_run(run) != run:
+            raise RequestError.make(f"{name!r} is no publication", 'use "lora:<run>", "full:<run>"')
+    return tuple(dict.fromkeys(names))
 
 
 def _world_id(text: Any) -> str:
@@ -341,6 +358,18 @@ class _Reader:
         except FaninError:
             raise self.bad("run_idx", f"{_shown(value)} is no run") from None
 
+    def publications(self) -> tuple[str, ...]:
+        value = self.root.get("publications")
+        if value is None:
+            return ()
+        if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
+            raise self.bad("publications", f"{_shown(value)} is no list of names")
+        known = [one for one in value if one.partition(":")[0] in _KINDS]
+        try:
+            return _publications(known)
+        except FaninError as error:
+            raise self.bad("publications", error.message) from None
+
     def step(self) -> int | None:
         value = self.root.get("step")
         if value is None:
@@ -368,7 +397,9 @@ class _Reader:
         except FaninError as error:
             raise self.bad("world_id", error.message) from None
         try:
-            return TrainerInfo(tuple(addresses), world, self.run(), name, self.step())
+            return TrainerInfo(
+                tuple(addresses), world, self.run(), name, self.step(), self.publications()
+            )
         except FaninError as error:
             if str(self.path) in error.message:
                 raise

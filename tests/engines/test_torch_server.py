@@ -895,6 +895,7 @@ def test_info(tmp_path):
         info = read_info(path)
         assert info.addresses == tuple(server.addresses)
         assert (info.world_id, info.run, info.step) == (server.world_id, "alpha", 12)
+        assert info.publications == ("lora:alpha",)
         assert (tmp_path / "step" / "STABLE").exists()
 
 

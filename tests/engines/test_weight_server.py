@@ -341,6 +341,7 @@ def test_calls_that_are_wrong(tmp_path):
         assert server.write_info(tmp_path) is not None
         info = read_info(tmp_path)
         assert (info.run, info.step, list(info.addresses)) == ("0", 3, server.addresses)
+        assert info.publications == ("full:0",)
     server.close()
 
 

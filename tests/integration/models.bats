@@ -61,6 +61,32 @@ like()
     stop_ranks
 }
 
+@test "the target file says what there is to be pulled" {
+    make_model source 1
+    start_ranks --model-dir source --world-size 2
+    grep -q '"publications": \[ *$' "$info"
+    run -0 "$NIXL_FETCH" pull "$info" --out only
+    like only
+    run -0 "$NIXL_FETCH" verify "$info" --dir only
+    run -0 timeout 60 "$NIXL_FETCH" watch "$info" --count 1
+    # Files of older trainers name a run and no kind.
+    sed -z 's/"publications": \[[^]]*\],//' "$info" >old.json
+    run -11 "$NIXL_FETCH" pull old.json --out old
+    has "full:0"
+    run -0 "$NIXL_FETCH" pull old.json full:0 old
+    # Of several one must be named; commands about all of them go on.
+    sed 's/"full:0"/"full:0", "lora:0"/' "$info" >two.json
+    for words in "pull two.json new" "watch two.json" "show two.json key"; do
+        # shellcheck disable=SC2086 # several words
+        run -2 "$NIXL_FETCH" $words
+        has "two.json names several publications, give one of full:0, lora:0"
+    done
+    run -0 "$NIXL_FETCH" list two.json
+    run -0 "$NIXL_FETCH" ping two.json
+    run -0 "$NIXL_FETCH" pull two.json full:0 two
+    stop_ranks
+}
+
 @test "built-in shapes: every byte follows the pattern, also rounded" {
     start_ranks --model deepseek-v3 --layers 4 --shrink 64 --run full:0 --world-size 3
     run -0 "$NIXL_FETCH" pull "$info" full:0 d --check-pattern --max-file-bytes 1000000
@@ -153,7 +179,7 @@ assert (config["model_type"], config["kv_lora_rank"], config["num_hidden_layers"
 @test "pulls that cannot be: limits, other kinds, two directories" {
     make_model source 1
     start_ranks --model-dir source --world-size 2
-    run -11 "$NIXL_FETCH" pull "$info" --out d
+    run -11 "$NIXL_FETCH" pull "$info" --run 0 --out d
     has "full:0"
     run -2 "$NIXL_FETCH" pull "$info" full:0 d --out e
     has "two directories"

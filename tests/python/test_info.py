@@ -45,6 +45,7 @@ CASES: dict[str, TrainerInfo] = {
     "port below the rank's base": TrainerInfo(("a:5", "a:1")),
     "large step": TrainerInfo(("a:1",), step=2**64 - 1),
     "step zero": TrainerInfo(("a:1",), step=0),
+    "publications": TrainerInfo(("a:1",), run="0", publications=("lora:0", "full:0", "full:x")),
 }
 
 
@@ -200,6 +201,19 @@ def test_every_cut_of_a_file_is_refused(tmp_path: Path) -> None:
         (tmp_path / "cut.json").write_bytes(content[:length])
         with pytest.raises(RequestError, match="cut.json"):
             read_info(tmp_path / "cut.json")
+
+
+def test_publications_of_other_kinds_are_left_out(tmp_path: Path) -> None:
+    place = tmp_path / "nixl_info.json"
+    text = '{"host": "h", "base_port": 1, "world_size": 1, "publications": %s}'
+    place.write_text(text % '["full:0", "kv:0", "full:0", "x"]')
+    assert read_info(place).publications == ("full:0",)
+    for wrong in ('"full:0"', "[0]", '["full:"]', '["full:a/b"]'):
+        place.write_text(text % wrong)
+        with pytest.raises(RequestError, match="publications"):
+            read_info(place)
+    with pytest.raises(RequestError, match="'0' is no publication"):
+        TrainerInfo(("a:1",), publications=("0",))
 
 
 def test_unreadable(tmp_path: Path) -> None:

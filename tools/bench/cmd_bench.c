@@ -186,6 +186,7 @@ static int bench_all(bench *b)
     uint32_t rounds = (uint32_t)b->repeat;
     bench_samples_init(&b->samples, (uint32_t)b->iterations * rounds);
     int code = session_open(&b->session, b->self, &b->line, b->target, b->line.run);
+    code = code != 0 ? code : session_need_run(&b->session);
     code = code != 0 ? code : session_connect(&b->session, b->line.common.timeout_ms);
     code = code != 0 ? code : prepare(b);
     code = code != 0 || b->workers == 1 ? code : bench_open_workers(b);

@@ -195,7 +195,8 @@ static int check_usage(const session *s, const invocation *line, pull_options *o
 static int pull_directory(session *s, const invocation *line, void *cookie)
 {
     pull_options *o = cookie;
-    int code = check_usage(s, line, o);
+    int code = session_need_run(s);
+    code = code != 0 ? code : check_usage(s, line, o);
     session_be_patient(s, line);
     code = code != 0 ? code : session_reach(s);
     if (code == 0 && o->prove) {

@@ -185,6 +185,7 @@ static int show_key(session *s, const invocation *line, void *cookie)
     if (run[0] != '\0') {
         code = session_choose_run(s, run);
     }
+    code = code != 0 ? code : session_need_run(s);
     code = code != 0 ? code : session_reach(s);
     return code != 0 ? code : show(s, name, line->common.json != 0);
 }

@@ -107,7 +107,8 @@ static int watch(session *s, const invocation *line, void *cookie)
     fanin_error error = FANIN_ERROR_INIT;
     w->json = common->json != 0;
     w->left = w->count;
-    int code = session_reach(s);
+    int code = session_need_run(s);
+    code = code != 0 ? code : session_reach(s);
     if (code != 0) {
         return code;
     }

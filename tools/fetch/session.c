@@ -113,14 +113,28 @@ void session_be_patient(session *s, const invocation *line)
 
 int session_choose_run(session *s, const char *run)
 {
+    char choices[TARGET_CHOICES];
+    run = run != NULL ? run : target_choose(&s->target, choices);
     if (run == NULL) {
-        run = s->target.run[0] != '\0' ? s->target.run : "0";
+        return 0;
     }
     if (!options_publication(run, s->publication)) {
         return failure_usage(s->command->name, "run '%s' is not " OPTIONS_RUNS, run);
     }
     snprintf(s->run, sizeof s->run, "%s", options_run_of(s->publication));
     return 0;
+}
+
+int session_need_run(const session *s)
+{
+    char choices[TARGET_CHOICES];
+    if (s->publication[0] != '\0') {
+        return 0;
+    }
+    (void)target_choose(&s->target, choices);
+    return failure_usage(s->command->name,
+                         "%s names several publications, give one of %s",
+                         s->target.file, choices);
 }
 
 int session_open(session *s, const command *self, const invocation *line,

@@ -10,7 +10,8 @@ typedef struct session {
     const command *command;
     target target;
     fanin_client *client;
-    char run[80]; /**< as people write it: "<run>", or "full:<run>" */
+    char run
+        [80]; /**< as people write it: "<run>", or "full:<run>"; "": none is chosen */
     char publication[OPTIONS_PUBLICATION];
     const char *key; /**< that is asked for, NULL: none */
     bool demanding;  /**< an option says who the ranks must be */
@@ -55,9 +56,9 @@ bool session_take_run(const command *self, invocation *line, int *at_out);
 const char *session_default_target(void);
 
 /**
- * Parses the target, creates the client and chooses the run (@p run, else the target
- * file's, else "0"). Nothing is connected yet. Returns 0 or the exit status after a
- * message; session_close() in either case.
+ * Parses the target, creates the client and chooses the run (@p run, else target_choose(), which
+ * may leave it open: session_need_run()). Nothing is connected yet. Returns 0 or the exit status
+ * after a message; session_close() in either case.
  */
 int session_open(session *s, const command *self, const invocation *line,
                  const char *target_text, const char *run);
@@ -68,6 +69,10 @@ void session_be_patient(session *s, const invocation *line);
 
 /** Chooses another run. 0, or the exit status after a message. */
 int session_choose_run(session *s, const char *run);
+
+/** Whether the command has a run: 0. The target file may name several, and the command line none: the
+    exit status after a message. */
+int session_need_run(const session *s);
 
 /** failure_report() of what ranks answered, or not, with a remedy for the words on the command line
     and the number of the rank that the target says is at the error's address. */

@@ -217,6 +217,71 @@ static fanin_status parse_run(const json_t *run, const char *path, target *out,
                           "A-Z a-z 0-9 . _ -");
 }
 
+static bool is_named(const target *t, const char *publication)
+{
+    size_t i = 0;
+    while (i < t->n_publications && strcmp(t->publications[i], publication) != 0) {
+        i++;
+    }
+    return i < t->n_publications;
+}
+
+/* "publications": a list of names; those of kinds that this release does not know are left out. */
+static fanin_status parse_publications(const json_t *list, const char *path,
+                                       target *out, fanin_error *error)
+{
+    size_t i;
+    const json_t *entry;
+    if (list == NULL || json_is_null(list)) {
+        return FANIN_OK;
+    }
+    if (!json_is_array(list)) {
+        return bad_file(error, path, "\"publications\" is not a list");
+    }
+    out->publications = calloc(json_array_size(list) + 1, sizeof out->publications[0]);
+    if (out->publications == NULL) {
+        return failure_memory(error, "the publications");
+    }
+    json_array_foreach(list, i, entry)
+    {
+        const char *name = json_string_value(entry);
+        if (name == NULL) {
+            return bad_file(error, path, "one of \"publications\" is no name");
+        }
+        if (!options_is_publication(name) || is_named(out, name)) {
+            continue;
+        }
+        char *copy = strdup(name);
+        if (copy == NULL) {
+            return failure_memory(error, "the publications");
+        }
+        out->publications[out->n_publications++] = copy;
+    }
+    return FANIN_OK;
+}
+
+const char *target_choose(const target *t, char choices[TARGET_CHOICES])
+{
+    const char *chosen = NULL;
+    size_t fit = 0;
+    choices[0] = '\0';
+    if (t->n_publications == 0) {
+        return t->run[0] != '\0' ? t->run : "0";
+    }
+    for (size_t i = 0; i < t->n_publications; i++) {
+        const char *name = t->publications[i];
+        if (strcmp(strchr(name, ':') + 1, t->run) == 0) {
+            chosen = name;
+            fit++;
+        }
+        output_append(choices, TARGET_CHOICES, "%s%s", i > 0 ? ", " : "", name);
+    }
+    if (fit == 0 && t->n_publications == 1) {
+        return t->publications[0];
+    }
+    return fit == 1 ? chosen : NULL;
+}
+
 /* What the ranks must announce: "world_id" and "server_name". */
 static fanin_status parse_demands(const json_t *root, const char *path, target *out,
                                   fanin_error *error)
@@ -277,6 +342,10 @@ static fanin_status parse_object(const json_t *root, const char *path,
     }
     size = size != 0 ? size : world_size;
     fanin_status status = parse_run(json_object_get(root, "run_idx"), path, out, error);
+    if (status == FANIN_OK) {
+        status =
+            parse_publications(json_object_get(root, "publications"), path, out, error);
+    }
     status = status != FANIN_OK ? status : parse_demands(root, path, out, error);
     if (status != FANIN_OK) {
         return status;
@@ -388,6 +457,10 @@ void target_free(target *t)
     for (uint32_t i = 0; t->addresses != NULL && i < t->count; i++) {
         free(t->addresses[i]);
     }
+    for (size_t i = 0; i < t->n_publications; i++) {
+        free(t->publications[i]);
+    }
+    free(t->publications);
     free(t->addresses);
     free(t->file);
     free(t->server_name);

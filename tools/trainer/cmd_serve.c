@@ -98,6 +98,12 @@ static json_t *info_json(const rank_options *options, const ranks *r)
         output_object("run_idx", is_number ? json_integer(number) : json_string(run),
                       "world_size", output_u64(options->world_size), "world_id",
                       output_digits(options->world_id, sizeof options->world_id), NULL);
+    json_t *publications = json_array();
+    for (size_t i = 0; i < options->n_runs; i++) {
+        rank_publication(options, i, name);
+        json_array_append_new(publications, json_string(name));
+    }
+    output_set(object, "publications", publications, NULL);
     if (options->server_name != NULL) {
         output_set(object, "server_name", output_string(options->server_name), NULL);
     }

@@ -326,6 +326,7 @@ class Publisher:
             run=None if chosen is None else chosen.publication.partition(":")[2],
             server_name=self._server.name,
             step=step,
+            publications=tuple(one.publication for one in self._runs.values()),
         )
         return write_info(directory, info)
 

@@ -125,6 +125,44 @@ static void info_files_name_the_run(void **state)
     target_free(&t);
 }
 
+/* What is chosen of a file with this run and these publications; "": none, the choices are in @p all. */
+static void chooses(const char *fields, const char *wanted, const char *all)
+{
+    char text[512], choices[TARGET_CHOICES];
+    fanin_error error = FANIN_ERROR_INIT;
+    target t;
+    snprintf(text, sizeof text, "{\"host\":\"h\",\"base_port\":1,\"world_size\":1%s}",
+             fields);
+    assert_ok(target_parse(file_with(text), 0, &t, &error), error);
+    const char *chosen = target_choose(&t, choices);
+    assert_string_equal(chosen ? chosen : "", wanted);
+    assert_string_equal(choices, all);
+    target_free(&t);
+}
+
+static void info_files_name_publications(void **state)
+{
+    chooses("", "0", "");
+    chooses(",\"run_idx\":7", "7", "");
+    chooses(",\"publications\":[]", "0", "");
+    chooses(",\"publications\":null,\"run_idx\":7", "7", "");
+    chooses(",\"publications\":[\"full:0\"]", "full:0", "full:0");
+    chooses(",\"publications\":[\"full:0\"],\"run_idx\":0", "full:0", "full:0");
+    chooses(",\"publications\":[\"full:0\"],\"run_idx\":3", "full:0", "full:0");
+    chooses(",\"publications\":[\"full:0\",\"kv:1\",\"full:0\"]", "full:0", "full:0");
+    chooses(",\"publications\":[\"full:0\",\"lora:a\"],\"run_idx\":\"a\"", "lora:a",
+            "full:0, lora:a");
+    chooses(",\"publications\":[\"full:0\",\"lora:a\"]", "", "full:0, lora:a");
+    chooses(",\"publications\":[\"full:0\",\"lora:0\"],\"run_idx\":0", "",
+            "full:0, lora:0");
+    refuse(file_with("{\"host\":\"h\",\"base_port\":1,\"world_size\":1,"
+                     "\"publications\":\"full:0\"}"),
+           0);
+    refuse(file_with("{\"host\":\"h\",\"base_port\":1,\"world_size\":1,"
+                     "\"publications\":[0]}"),
+           0);
+}
+
 static void info_files_name_world_and_job(void **state)
 {
     fanin_error error = FANIN_ERROR_INIT;
@@ -302,6 +340,7 @@ int main(void)
         cmocka_unit_test(malformed_words),
         cmocka_unit_test(info_files),
         cmocka_unit_test(info_files_name_the_run),
+        cmocka_unit_test(info_files_name_publications),
         cmocka_unit_test(info_files_name_world_and_job),
         cmocka_unit_test(directories),
         cmocka_unit_test(a_forgotten_port),
