@@ -15,7 +15,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3Config, Qwen3MoeConfig
-from vllm_server import LONGEST, VOCABULARY, save_tokenizer
+from vllm_server import LONGEST, MODULES, VOCABULARY, save_tokenizer
 
 CONFIGS = {"qwen2": Qwen2Config, "qwen3": Qwen3Config, "qwen3-moe": Qwen3MoeConfig}
 LAYOUTS = ("plain", "fsdp", "hsdp", "fsdp+tp")
@@ -63,6 +63,21 @@ def save_full_model(
     """The model of :func:`random_model` and a tokenizer, as vLLM reads them."""
     random_model(kind, tied, **options).save_pretrained(directory)
     save_tokenizer(directory)
+    return directory
+
+
+def save_adapter(model: Path, directory: Path) -> Path:
+    """An adapter of rank 8 for the model of this directory, of which every element matters."""
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(3)
+    base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16)
+    adapted = get_peft_model(base, LoraConfig(r=8, lora_alpha=16, target_modules=MODULES))
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if "lora_" in name:
+                parameter.normal_(0, 0.1)
+    adapted.save_pretrained(directory)
     return directory
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import fanin
 import pytest
 import torch
-from full_models import save_full_model
+from full_models import save_adapter, save_full_model
 from full_trainer import FullTrainer
 from safetensors.torch import load_file
 from weights_engine import COUNT, Engine, Judge
@@ -95,12 +95,43 @@ def test_the_engines_own_loader(judge: Judge, tmp_path: Path) -> None:
         assert "mode loader" in engine.log()
 
 
+def test_a_loader_that_computes(judge: Judge, tmp_path: Path) -> None:
+    """Only the module in question goes through it, which the log names with the tensor."""
+    model = save_full_model(tmp_path / "model", "qwen3", tied=True)
+    module, name = "model.layers.1.mlp.gate_up_proj", "model.layers.1.mlp.gate_proj.weight"
+    with (
+        FullTrainer(model, tmp_path / "run", world_size=2) as trainer,
+        Engine(model, tmp_path / "engine", worker_extension_cls="hurting.Hurting") as engine,
+    ):
+        trainer.wait_ready()
+        engine.wait_ready()
+        engine.good("collective_rpc", "compute_in_loader", None, [name])
+        assert not engine.init(str(trainer.info), save=str(tmp_path / "mappings"))
+        said = [line for line in engine.log().splitlines() if "load_weights" in line]
+        assert len(said) == 1 and "WARNING" in said[0]
+        assert f": {module};" in said[0] and name in said[0]
+        assert "1 modules by vLLM's loader" in engine.log()
+        in_place(engine, trainer, judge, 3)
+        assert engine.check(trainer.published)["unseen"] == [f"worker 0: {module}"]
+        engine.good("start_weight_update")
+        ahead = {"step": trainer.published, "prefetch": True}
+        assert "leave prefetch out" in engine.call("update_weights", {"update_info": ahead})
+        in_place(engine, trainer, judge, 1)
+        assert (tmp_path / "mappings" / "rank0.json").exists()
+
+
 def test_two_workers_of_one_engine(judge: Judge, tmp_path: Path) -> None:
     """Tensor parallelism: each worker takes its own part, and one that fails fails both."""
     model = save_full_model(tmp_path / "model", "qwen3", tied=True)
     with (
         FullTrainer(model, tmp_path / "run", world_size=2, record=True) as trainer,
-        Engine(model, tmp_path / "engine", alone=False, tensor_parallel_size=2) as engine,
+        Engine(
+            model,
+            tmp_path / "engine",
+            alone=False,
+            tensor_parallel_size=2,
+            worker_extension_cls="hurting.Hurting",
+        ) as engine,
     ):
         trainer.wait_ready()
         engine.wait_ready()
@@ -118,7 +149,46 @@ def test_two_workers_of_one_engine(judge: Judge, tmp_path: Path) -> None:
         engine.good("start_weight_update")
         failure = engine.update(0)
         assert "worker 0 of 2: step 0" in failure and "has passed" in failure
+        assert "worker 1 of 2: step 0" in failure
         assert engine.output() == before
+        step = int(trainer.step()["step"])
+        engine.good("collective_rpc", "hurt", None, [3, 1])
+        engine.good("start_weight_update")
+        assert "worker 1 of 2: " in engine.update(step)
+        assert f"worker 1 of 2: the pull of step {step} failed" in engine.refusal()
+        engine.pull(step)
+        assert engine.check(step, poison=False)["workers"] == 2
+        assert engine.output() != before
+        # One that is gone in the middle: the call ends, and says so.
+        engine.good("collective_rpc", "hurt", None, [3, 1, "die"])
+        engine.good("start_weight_update")
+        assert "EngineDeadError" in engine.update(int(trainer.step()["step"]))
+        assert engine.refusal()
+
+
+def test_an_engine_with_adapters(judge: Judge, tmp_path: Path) -> None:
+    """The base weights are replaced beneath the adapters, which are there afterwards as before."""
+    model = save_full_model(tmp_path / "model", "qwen2")
+    adapter = save_adapter(model, tmp_path / "adapter")
+    lora = {"enable_lora": True, "max_lora_rank": 8}
+    with (
+        FullTrainer(model, tmp_path / "run", world_size=2, record=True) as trainer,
+        Engine(model, tmp_path / "engine", **lora) as engine,
+    ):
+        trainer.wait_ready()
+        engine.wait_ready()
+        assert not engine.init(str(trainer.info))
+        seen = [engine.output(adapter)]
+        for _ in range(2):
+            step = int(trainer.step()["step"])
+            engine.pull(step)
+            seen.append(engine.output(adapter))
+            assert seen[-1] == judge.output_of(trainer.record(step), adapter, **lora)
+            plain = engine.output()
+            assert plain == judge.output_of(trainer.record(step), None, **lora)
+            assert seen[-1] != seen[-2] and seen[-1] != plain
+        assert engine.check(step)["unseen"] == []
+        assert engine.output(adapter) == seen[-1]
 
 
 def test_a_draft_model(tmp_path: Path) -> None:
@@ -342,34 +412,115 @@ def test_what_was_read_ahead_is_another_step(place: Place) -> None:
 def test_memory_is_short_in_the_middle(place: Place) -> None:
     engine = place.engine
     step = int(place.trainer.step()["step"])
-    engine.hurt(5, [])
+    engine.hurt(5)
     engine.good("start_weight_update")
     assert "no memory for a packed copy" in engine.update(step)
     engine.good("start_weight_update")
     refused = engine.call("finish_weight_update", f"step-{step}")
     assert "not whole" in refused and f"step {step}" in refused and "no memory" in refused
     assert engine.version() != f"step-{step}"
-    engine.output()  # it lives, and would answer with two steps at once
+    for _ in range(2):  # it lives, and does not answer with two steps at once
+        said = engine.refusal()
+        assert "worker 0 of 1" in said and f"step {step} failed" in said and "no memory" in said
+        assert "start an update" in said
     assert not engine.update(step)
     engine.good("finish_weight_update", f"step-{step}")
     place.serves(step)
+
+
+def goes_back(place: Place, said: str, *why: str) -> None:
+    """After an update that has failed in the middle, which said *said*: nothing is answered until
+    a whole pull has succeeded, and everything then."""
+    engine, step = place.engine, place.trainer.published
+    assert any(part in said for part in why), said
+    refused = engine.refusal()
+    assert "worker 0 of 1" in refused and "failed" in refused, refused
+    assert "start an update" in refused
+    engine.good("start_weight_update")
+    assert "not whole" in engine.call("finish_weight_update", f"step-{step}")
+    step = int(place.trainer.step()["step"])
+    assert not engine.update(step)
+    engine.good("finish_weight_update", f"step-{step}")
+    place.serves(step)
+
+
+def test_a_trainer_that_goes_on_in_the_middle(place: Place) -> None:
+    """It waits for the reader as long as a lease is, and not longer."""
+    step = int(place.trainer.step()["step"])
+    place.engine.good("start_weight_update")
+    said = place.engine.update_while(step, 3, place.trainer.step)
+    goes_back(place, said, "SupersededError")
+
+
+def test_a_trainer_that_is_paused_in_the_middle(place: Place) -> None:
+    step = int(place.trainer.step()["step"])
+    place.engine.good("start_weight_update")
+    said = place.engine.update_while(step, 3, place.trainer.pause)
+    place.trainer.resume()
+    goes_back(place, said, "PausedError")
+
+
+def test_a_trainer_that_is_stopped_in_the_middle(place: Place) -> None:
+    place.init(timeout=6)
+    step = int(place.trainer.step()["step"])
+    place.engine.good("start_weight_update")
+    said = place.engine.update_while(step, 3, place.trainer.stop)
+    place.trainer.cont()
+    place.init()
+    goes_back(place, said, "rank")
 
 
 def test_a_trainer_that_is_killed_in_the_middle(place: Place) -> None:
     engine, old = place.engine, place.trainer
     step = int(old.step()["step"])
-    engine.hurt(3, old.pids)
     engine.good("start_weight_update")
-    failure = engine.update(step)
+    failure = engine.update_while(step, 3, old.kill)
     assert "rank" in failure and "127.0.0.1" in failure
-    engine.good("start_weight_update")
-    assert "not whole" in engine.call("finish_weight_update", f"step-{step}")
     old.close()
     place.trainer = place.launch("run", step + 5, seed=5)
+    goes_back(place, failure, "rank")
+
+
+def test_a_trainer_that_is_killed_between_update_and_finish(place: Place) -> None:
+    """The step is whole: nothing that comes after it matters."""
+    engine, old = place.engine, place.trainer
+    step = int(old.step()["step"])
+    engine.good("start_weight_update")
+    assert not engine.update(step)
+    old.kill()
+    engine.good("finish_weight_update", f"step-{step}")
+    place.serves(step)
+    old.close()
+    place.trainer = place.launch("run", step + 5, seed=6)
+    place.goes_on()
+
+
+def test_a_trainer_that_is_killed_while_a_step_is_read_ahead(place: Place) -> None:
+    engine, old = place.engine, place.trainer
+    engine.good("start_weight_update")
+    ahead = {"step": old.published + 1000, "prefetch": True}  # which does not come
+    engine.good("update_weights", {"update_info": ahead})
+    old.kill()
+    old.close()
+    place.trainer = place.launch("run", old.published + 999, seed=7)
     step = int(place.trainer.step()["step"])
+    assert step == ahead["step"]
     assert not engine.update(step)
     engine.good("finish_weight_update", f"step-{step}")
     place.serves(step)
+
+
+def test_a_trainer_that_does_not_answer_at_init(place: Place) -> None:
+    trainer = place.trainer
+    for make, mend in ((trainer.stop, trainer.cont), (trainer.pause, trainer.resume)):
+        make()
+        said = place.engine.init(str(trainer.info), timeout=4)
+        mend()
+        assert "worker 0 of 1" in said and "rank" in said, said
+        assert "before init" in place.engine.call("start_weight_update")
+        place.serves(trainer.published)
+    place.init()
+    place.goes_on()
 
 
 def test_a_trainer_that_is_killed_and_started_again(place: Place) -> None:

@@ -6,6 +6,7 @@ One server for the file. The tests run in order, each on what the earlier ones l
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,10 @@ from full_trainer import FullTrainer
 from vllm_server import Refused, TokenStream, VllmServer
 from weights_engine import COUNT, PROMPTS, Judge
 
-BACKEND = ("--weight-transfer-config", '{"backend": "fanin"}', "--dtype", "bfloat16")
+BACKEND = (
+    *("--weight-transfer-config", '{"backend": "fanin"}', "--dtype", "bfloat16"),
+    *("--worker-extension-cls", "hurting.Hurting"),
+)
 
 
 class Place:
@@ -60,6 +64,20 @@ class Place:
         self.post("/update_weights", update_info={"step": step})
         self.post("/finish_weight_update", weight_version=f"step-{step}")
         self.post("/resume")
+
+    def fail(self, step: int, rank: int = 0) -> None:
+        """An update in which this rank's worker is out of memory when the half is written."""
+        self.post("/collective_rpc", method="hurt", kwargs={"at": 5, "rank": rank})
+        self.post("/start_weight_update")
+        with pytest.raises(Refused) as caught:
+            self.post("/update_weights", update_info={"step": step})
+        assert caught.value.status == 500
+
+    def refuses_to_resume(self, said: str) -> None:
+        with pytest.raises(Refused) as caught:
+            self.post("/resume")
+        assert caught.value.status == 500
+        assert said in str(caught.value.body) and "start an update" in str(caught.value.body)
 
     def version(self) -> str:
         return str(self.engine.ask("GET", "/weight_info")["weight_version"])
@@ -121,6 +139,41 @@ def test_a_failure_says_why_and_the_server_lives(place: Place) -> None:
     assert place.answers() == before
     assert place.version() == version
     assert "SupersededError" in place.engine.log_text()
+
+
+def test_a_dirty_engine_answers_nothing(place: Place) -> None:
+    """Neither requests under way nor new ones get a token of two steps."""
+    step = int(place.trainer.step()["step"])
+    said = f"worker 0 of 1: the pull of step {step} failed"
+    with TokenStream(place.engine, "base", list(PROMPTS[0]), 20000) as stream:
+        stream.wait_for(5)
+        place.fail(step)
+        stream.wait_end()
+        assert said in stream.error and len(stream.tokens) < 20000
+    for _ in range(2):
+        with pytest.raises(Refused) as caught:
+            place.answers()
+        assert caught.value.status == 503
+        assert said in caught.value.message and "start an update" in caught.value.message
+    place.refuses_to_resume(said)
+    with pytest.raises(Refused):
+        place.post("/finish_weight_update", weight_version=f"step-{step}")
+    place.pull(step)
+    place.serves(place.trainer.record(step))
+
+
+def test_requests_of_a_paused_engine_wait_for_whole_weights(place: Place) -> None:
+    step = int(place.trainer.step()["step"])
+    place.post("/pause?mode=keep")
+    with ThreadPoolExecutor(1) as pool:
+        place.fail(step)
+        answer = pool.submit(place.engine.tokens, "base", list(PROMPTS[0]), COUNT, 180)
+        place.refuses_to_resume(f"the pull of step {step} failed")
+        assert place.engine.ask("GET", "/is_paused")["is_paused"]
+        assert not answer.done()
+        place.pull(step)
+        assert answer.result(180) == place.answers()[0]
+    place.serves(place.trainer.record(step))
 
 
 def test_a_trainer_that_dies_leaves_the_engine_dirty_until_another_one_serves(
@@ -207,5 +260,18 @@ def test_two_replicas(judge: Judge, tmp_path: Path) -> None:
         with pytest.raises(Refused):
             place.post("/update_weights", update_info={"step": 0})
         place.serves(place.trainer.record(step))
+        one_dirty_replica(place)
     finally:
         place.close()
+
+
+def one_dirty_replica(place: Place) -> None:
+    """None is resumed, and the next update finds both as if nothing had been."""
+    step = int(place.trainer.step()["step"])
+    place.post("/pause?mode=keep")
+    place.fail(step, rank=1)
+    place.refuses_to_resume("worker 0 of 1, replica 1: the pull")
+    assert place.engine.ask("GET", "/is_paused")["is_paused"]
+    place.pull(step)
+    for _ in range(3):
+        place.serves(place.trainer.record(step))

@@ -188,9 +188,8 @@ class VllmServer:
         }
         if plugins:
             before = [variables["PYTHONPATH"]] if variables.get("PYTHONPATH") else []
-            path = plugin_path(scratch) + before
-            if path:
-                variables["PYTHONPATH"] = os.pathsep.join(path)
+            path = [*plugin_path(scratch), *before, str(Path(__file__).parent)]
+            variables["PYTHONPATH"] = os.pathsep.join(path)
             variables["VLLM_PLUGINS"] = "fanin"
         else:
             variables["VLLM_PLUGINS"] = ""
@@ -320,6 +319,7 @@ class TokenStream:
     def __init__(self, engine: VllmServer, model: str, prompt: list[int], count: int) -> None:
         self.tokens: list[int] = []
         self.came: list[float] = []  # time.monotonic() of each token
+        self.error = ""  # what ended it in the middle
         self._changed = threading.Condition()
         self._ended = False
         self._connection = http.client.HTTPConnection("127.0.0.1", engine.port, timeout=120)
@@ -353,6 +353,9 @@ class TokenStream:
 
     def _note(self, event: dict[str, Any]) -> None:
         now = time.monotonic()
+        if "error" in event:
+            self.error = str(event["error"])
+            return
         tokens = [t for choice in event["choices"] for t in choice.get("token_ids") or []]
         with self._changed:
             self.tokens += tokens
@@ -372,6 +375,12 @@ class TokenStream:
             )
             if not enough or len(self.tokens) < count:
                 raise RuntimeError(f"{len(self.tokens)} tokens, not {count}, within {within:.0f} s")
+
+    def wait_end(self, within: float = 60.0) -> None:
+        """Until the engine has ended it."""
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._ended, within):
+                raise RuntimeError(f"not ended within {within:.0f} s")
 
     def close(self) -> None:
         """Leaves the engine, which then stops generating."""

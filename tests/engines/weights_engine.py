@@ -11,12 +11,12 @@ import contextlib
 import gc
 import json
 import os
-import signal
 import sys
-import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from hurting import before_module, run_short
 from vllm_server import plugin_path
 from worlds import HERE, PYTHON, Child, Control
 
@@ -95,10 +95,21 @@ class Engine:
         self.good("update_weights", {"update_info": {"step": step}})
         self.good("finish_weight_update", f"step-{step}")
 
-    def hurt(self, at: int, pids: list[int]) -> None:
-        """When the next update installs its module number *at*: these processes are killed, and
-        without any memory is short."""
-        self._do("hurt", at=at, pids=pids)
+    def hurt(self, at: int) -> None:
+        """When the next update installs its module number *at*, memory is short."""
+        self._do("hurt", at=at)
+
+    def update_while(self, step: int, at: int, meanwhile: Callable[[], Any]) -> str:
+        """An update that stands still before its module number *at*, *meanwhile* is done; what it
+        raised, "" if nothing."""
+        self._do("hold", at=at)
+        self._child.tell(
+            "call", method="update_weights", arguments=[{"update_info": {"step": step}}]
+        )
+        self._child.expect("held", 60)
+        meanwhile()
+        self._child.tell("go")
+        return str(self._child.expect("done", 300)["result"])
 
     def check(self, step: int, poison: bool = True) -> dict[str, Any]:
         """`fanin.check.weights`: the report, or {"error": ...}."""
@@ -120,9 +131,13 @@ class Engine:
         """Of each answer of the last output: which tokens are of which weight version."""
         return self._do("versions")
 
-    def output(self) -> Any:
-        """Tokens and log probabilities of this engine's weights."""
-        return self._do("output")
+    def output(self, adapter: Path | None = None) -> Any:
+        """Tokens and log probabilities of this engine's weights, with an adapter or without."""
+        return self._do("output", adapter="" if adapter is None else str(adapter))
+
+    def refusal(self) -> str:
+        """What generating raises, "" if it generates."""
+        return self.call("generate", [{"prompt_token_ids": list(PROMPTS[0])}])
 
     def memory(self) -> int:
         """Bytes that the process has resident."""
@@ -138,10 +153,10 @@ class Judge(Engine):
     def __init__(self, scratch: Path) -> None:
         super().__init__(Path(), scratch, "judge")
 
-    def output_of(self, model: Path) -> Any:
+    def output_of(self, model: Path, adapter: Path | None = None, **options: Any) -> Any:
         """What a vLLM that has loaded this directory generates."""
-        self._do("load", model=str(model))
-        return self.output()
+        self._do("load", model=str(model), options=options)
+        return self.output(adapter)
 
 
 # --------------------------------------------------------------------------- in the child
@@ -154,13 +169,15 @@ def make(model: str, **options: Any) -> Any:
     return LLM(model, **(plain | options))
 
 
-def generate(engine: Any, spans: list[Any]) -> Any:
+def generate(engine: Any, spans: list[Any], adapter: str) -> Any:
     from vllm import SamplingParams
+    from vllm.lora.request import LoRARequest
 
     how = SamplingParams(temperature=0, max_tokens=COUNT, ignore_eos=True, logprobs=0)
     prompts = [{"prompt_token_ids": list(prompt)} for prompt in PROMPTS]
     found = []
-    for answer in engine.generate(prompts, how, use_tqdm=False):
+    lora = LoRARequest("adapter", 1, adapter) if adapter else None
+    for answer in engine.generate(prompts, how, use_tqdm=False, lora_request=lora):
         one = answer.outputs[0]
         spans.append([[span.version, span.start, span.end] for span in one.weight_versions or []])
         found.append([list(one.token_ids), one.cumulative_logprob])
@@ -168,8 +185,10 @@ def generate(engine: Any, spans: list[Any]) -> Any:
 
 
 class Served:
-    def __init__(self, options: dict[str, Any]) -> None:
+    def __init__(self, options: dict[str, Any], control: Control) -> None:
         import fanin.vllm
+
+        self.control = control
 
         fanin.vllm.register()
         fanin.vllm.register()  # as vLLM does in one process
@@ -187,25 +206,15 @@ class Served:
             return f"{type(error).__name__}: {error}"
         return ""
 
-    def hurt(self, at: int, pids: list[int]) -> None:
-        from fanin.vllm import reload
+    def hurt(self, at: int) -> None:
+        before_module(at, run_short)
 
-        install, left = reload.Skeleton.install, iter(range(at))
+    def hold(self, at: int) -> None:
+        def wait() -> None:
+            self.control.say("held")
+            assert self.control.hear(timeout=60.0)["event"] == "go"
 
-        def hurting(skeleton: Any, tensors: Any) -> None:
-            if next(left, None) is None:
-                reload.Skeleton.install = install
-                for pid in pids:
-                    os.kill(pid, signal.SIGKILL)
-                    while (
-                        Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-                    ):
-                        time.sleep(0.001)  # dying, which nobody tells anybody but its parent
-                if not pids:
-                    raise MemoryError("no memory for a packed copy")
-            install(skeleton, tensors)
-
-        reload.Skeleton.install = hurting
+        before_module(at, wait)
 
     def check(self, step: int, poison: bool) -> dict[str, Any]:
         import fanin.check
@@ -243,17 +252,17 @@ class Served:
     def version(self) -> str:
         return str(self.engine.get_weight_version())
 
-    def output(self) -> Any:
+    def output(self, adapter: str) -> Any:
         self.spans: list[Any] = []
-        return generate(self.engine, self.spans)
+        return generate(self.engine, self.spans, adapter)
 
     def versions(self) -> Any:
         return self.spans
 
-    def load(self, model: str) -> None:
+    def load(self, model: str, options: dict[str, Any]) -> None:
         self.engine = None
         gc.collect()
-        self.engine = make(model)
+        self.engine = make(model, **options)
 
     def memory(self) -> int:
         pages = Path("/proc/self/statm").read_text().split()[1]
@@ -262,7 +271,7 @@ class Served:
 
 def main() -> None:
     control = Control()
-    served = Served(json.loads(sys.argv[1]))
+    served = Served(json.loads(sys.argv[1]), control)
     control.say("ready")
     while (what := (command := control.hear(timeout=3600.0)).pop("event")) != "exit":
         control.say("done", result=getattr(served, what)(**command))

@@ -547,6 +547,8 @@ def test_install() -> None:
         "fanin_poll_pull",
         "fanin_drop_adapter",
         "fanin_model_facts",
+        "fanin_weights_call",
+        "fanin_leave_update",
     }
     # vLLM refuses an extension that has a name of the worker's own.
     assert not any(hasattr(worker.WorkerExtension, name) for name in vars(Base) if name[0] != "_")

@@ -39,6 +39,7 @@ def register() -> None:
     """
     from vllm.lora.resolver import LoRAResolverRegistry
 
+    from fanin.vllm import guard
     from fanin.vllm.resolver import RESOLVER_NAME, make_resolver
     from fanin.vllm.worker import install
 
@@ -51,6 +52,7 @@ def register() -> None:
             ", ".join(methods) or "none (this vLLM has no vllm.v1 workers)",
         )
     _register_backend()
+    guard.install()
 
 
 def _register_backend() -> None:

@@ -7,7 +7,7 @@ import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from fanin._tensors import TORCH_DTYPES
@@ -32,6 +32,8 @@ class Summary:
     install: float = 0.0
     path: str = ""
     restarts: int = 0
+    #: Launches of the trainer that it came from.
+    worlds: set[str] = field(default_factory=set)
 
     def __str__(self) -> str:
         rate = self.bytes / self.read / 1e9 if self.read else 0.0
@@ -75,6 +77,8 @@ class Landing(ABC):
     """One model of one worker, and how it is filled."""
 
     mode: str
+    #: Modules that vLLM's own loader fills, where that is known.
+    by_loader: tuple[str, ...] = ()
 
     @abstractmethod
     def pull(
@@ -151,13 +155,12 @@ class StockLanding(Landing):
     ) -> Summary:
         summary = Summary(tensors=len(self._entries))
         progress = Progress(step, sum(entry.bytes for entry in self._entries.values()))
-        worlds = set()
         writing()
         reload.begin(self._model)
         try:
             for group in self._groups:
-                worlds.add(self._one(group, trainer, step, deadline, summary, progress))
-            if len(worlds) != 1:
+                self._one(group, trainer, step, deadline, summary, progress)
+            if len(summary.worlds) != 1:
                 raise StaleError.make(
                     f"the trainer was started again while step {step} was read", "update again"
                 )
@@ -184,8 +187,8 @@ class StockLanding(Landing):
         deadline: float,
         summary: Summary,
         progress: Progress,
-    ) -> str:
-        """Reads and loads one group; the world that it came from."""
+    ) -> None:
+        """Reads and loads one group."""
         import torch
 
         # New memory each time: vLLM keeps what a module was given until the module is complete.
@@ -206,5 +209,5 @@ class StockLanding(Landing):
         summary.bytes += result.bytes
         summary.restarts += result.restarts
         summary.path = result.path
+        summary.worlds.add(str(result.world_id))
         progress.add(result.bytes)
-        return str(result.world_id)

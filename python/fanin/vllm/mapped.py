@@ -88,6 +88,7 @@ class MappedLanding(Landing):
     ) -> None:
         self.model, self._config, self.device = model, model_config, device
         self.mapping = mapping
+        self.mapped = self
         self._direct = self._derived = 0
         self._layers = self._judge()
         self._ring = self._lay_out(max(ring, 1))
@@ -97,7 +98,7 @@ class MappedLanding(Landing):
             (module.path, leaf.name)
             for module in mapping.modules
             for leaf in module.leaves
-            if leaf.sources
+            if leaf.sources and not module.fallback
         }
         self.verify = verify
         #: Of each module the leaves that land where kernels read them.
@@ -145,7 +146,7 @@ class MappedLanding(Landing):
         self._skeletons: dict[str, _Staged] = {}
         self._deriving: set[str] = set()
         for module in self.mapping.modules:
-            if not module.filled:
+            if not module.filled or module.fallback:
                 continue
             layer = layers.setdefault(layer_of(module.path), _Layer(layer_of(module.path)))
             layer.modules.append(module.path)
@@ -226,6 +227,7 @@ class MappedLanding(Landing):
             summary.install += time.monotonic() - start
         summary.bytes, summary.tensors, summary.path = result.bytes, result.tensors, result.path
         summary.read = result.read
+        summary.worlds.add(str(result.world_id))
         return summary
 
     def reach(self, trainer: Trainer, deadline: float) -> None:

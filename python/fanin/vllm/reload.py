@@ -222,13 +222,32 @@ def _books(model: Any) -> Iterator[tuple[str, Any, Any]]:
         yield name, module, layerwise.get_layerwise_info(module)
 
 
-def begin(model: Any) -> None:
+def begin(model: Any, modules: Iterable[str] | None = None) -> None:
     """Puts skeletons in the place of the model's tensors; its kernels' tensors are kept aside.
 
     What an earlier reload left behind is put back first: vLLM would skip such modules.
+
+    :param modules: paths; only of these.
     """
     abandon(model)
-    _layerwise().initialize_layerwise_reload(model)
+    layerwise = _layerwise()
+    if modules is None:
+        layerwise.initialize_layerwise_reload(model)
+        return
+    for path in modules:
+        module = model.get_submodule(path)
+        info = layerwise.get_layerwise_info(module)
+        _set_aside(module, info)
+        layerwise.initialize_online_processing(module)
+
+
+def _set_aside(module: Any, info: Any) -> None:
+    """Skeletons in the place of the kernels' tensors, which the reload's books then hold."""
+    from vllm.model_executor.model_loader.reload import meta
+
+    info.kernel_tensors = _layerwise().get_layer_params_buffers(module)
+    info.kernel_non_persistent_buffers = set(module._non_persistent_buffers_set)
+    meta.restore_layer_on_meta(module, info)
 
 
 def abandon(model: Any) -> None:
@@ -367,14 +386,9 @@ class Skeleton:
 
     def _enter(self, tensors: dict[str, Any]) -> None:
         """Puts *tensors* in the place of the kernels', which the reload's books then hold."""
-        from vllm.model_executor.model_loader.reload import meta
-
-        layerwise, info, module = _layerwise(), self._info, self.module
-        info.kernel_tensors = layerwise.get_layer_params_buffers(module)
-        info.kernel_non_persistent_buffers = set(module._non_persistent_buffers_set)
-        meta.restore_layer_on_meta(module, info)
+        _set_aside(self.module, self._info)
         for leaf, tensor in tensors.items():
-            setattr(module, leaf, dressed(tensor, self.leaves[leaf]))
+            setattr(self.module, leaf, dressed(tensor, self.leaves[leaf]))
 
     def install(self, tensors: dict[str, Any]) -> None:
         """Processes *tensors*, one for each leaf, and copies what comes of them to the kernels'.

@@ -73,7 +73,8 @@ class Updates:
         self._open = False
         self._pulled: int | None = None
         self._held: int | None = None
-        self._dirty = ""
+        self._there: int | None = None
+        self._dirty = self._failed = ""
 
     @property
     def open(self) -> bool:
@@ -89,6 +90,19 @@ class Updates:
     def step(self) -> int | None:
         """The step of the last update that ended well; None: the weights it was started with."""
         return self._held
+
+    def holds(self) -> dict[str, Any]:
+        """What lies in this worker's memory, for :mod:`fanin.vllm.guard`, as plain values.
+
+        step: of the last pull that ended well, whether the update did or not. failed: why the last
+        one did not, "" if it did.
+        """
+        return {
+            "worker": self._worker,
+            "dirty": self._dirty,
+            "step": self._there,
+            "failed": self._failed,
+        }
 
     def _refuse(self, what: str, remedy: str) -> StateError:
         return StateError.make(f"{self._worker}: {what}", remedy)
@@ -121,11 +135,13 @@ class Updates:
         try:
             yield
         except BaseException as error:
+            self._failed = f"the pull of step {step} failed: {_first_line(error)}"
             if self._dirty:
-                self._dirty = f"the pull of step {step} failed: {_first_line(error)}"
+                self._dirty = self._failed
             self.leave()
             raise
-        self._pulled, self._dirty = step, ""
+        self._pulled = self._there = step
+        self._dirty = self._failed = ""
 
     def writing(self, step: int) -> None:
         """From now on the weights may be written: they are dirty until the pull has ended well."""

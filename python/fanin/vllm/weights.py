@@ -28,6 +28,7 @@ from fanin.vllm import reload, weights_check
 from fanin.vllm.clients import Source
 from fanin.vllm.landing import Landing, StockLanding
 from fanin.vllm.mapped import MappedLanding
+from fanin.vllm.mixed import MixedLanding, with_neighbours
 from fanin.vllm.reload import record_model
 from fanin.vllm.shadow import Prefetch, Shadow
 from fanin.vllm.trainers import Published, Trainer, left
@@ -133,6 +134,11 @@ class Engine(WeightTransferEngine[InitInfo, UpdateInfo]):
             self._draft = _Target(f"{self._worker}, draft", self.model, self.model_config)
         return self._draft
 
+    def holds(self) -> list[dict[str, Any]]:
+        """What this worker's models are now; see :meth:`fanin.vllm.updates.Updates.holds`."""
+        targets = (self._main, self._draft)
+        return [target.updates.holds() for target in targets if target is not None]
+
     # ------------------------------------------------------------------------------ vLLM's calls
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
@@ -171,12 +177,9 @@ class Engine(WeightTransferEngine[InitInfo, UpdateInfo]):
         try:
             published = trainer.ready(deadline)
             self._prepare(self._main, init_info, published)
-        except FaninError as error:
-            failure = self._mine(error)
         except Exception as error:
             # The other workers wait for this one's word, whatever it has met.
-            failure = HostError.make(f"{self._worker}: {type(error).__name__}: {error}")
-            failure.__cause__ = error
+            failure = self._mine(error)
         try:
             self._agree(self._main, failure, unused)
         except FaninError:
@@ -253,11 +256,16 @@ class Engine(WeightTransferEngine[InitInfo, UpdateInfo]):
         try:
             with target.updates.pull(step):
                 self._bring(target, step)
-        except FaninError as error:
-            raise self._mine(error) from error.__cause__
+        except Exception as error:
+            mine = self._mine(error)
+            raise mine from mine.__cause__
 
-    def _mine(self, error: FaninError) -> FaninError:
+    def _mine(self, error: Exception) -> FaninError:
         """The error, which says whose it is: one of several workers may fail alone."""
+        if not isinstance(error, FaninError):
+            mine = HostError.make(f"{self._worker}: {type(error).__name__}: {error}")
+            mine.__cause__ = error
+            return mine
         if not error.message.startswith(self._worker):
             error.message = f"{self._worker}: {error.message}"
         return error
@@ -276,7 +284,8 @@ class Engine(WeightTransferEngine[InitInfo, UpdateInfo]):
         """
         check_step(step)
         target = self._main
-        if target.trainer is None or not isinstance(target.landing, MappedLanding):
+        landing = target.landing
+        if target.trainer is None or not isinstance(landing, (MappedLanding, MixedLanding)):
             raise StateError.make(
                 f"{self._worker} was not pointed at a trainer, or loads by vLLM's own loader",
                 'init it, without {"mode": "loader"}',
@@ -285,12 +294,14 @@ class Engine(WeightTransferEngine[InitInfo, UpdateInfo]):
             target.updates.start()
             with target.updates.pull(step), set_current_vllm_config(self.vllm_config):
                 target.updates.writing(step)
-                weights_check.poison(target.landing)
+                weights_check.poison(landing.mapped)
                 self._bring(target, step)
             target.updates.finish()
         deadline = time.monotonic() + self._timeout
         with set_current_vllm_config(self.vllm_config):
-            return weights_check.compare(target.landing, target.trainer, step, deadline).as_dict()
+            found = weights_check.compare(landing.mapped, target.trainer, step, deadline)
+        found.unseen += landing.by_loader
+        return found.as_dict()
 
     def reset_weight_update_target(self) -> None:
         """vLLM says here that an update is over, well or not."""
@@ -339,37 +350,33 @@ class Engine(WeightTransferEngine[InitInfo, UpdateInfo]):
         )
 
     def _landing(self, target: _Target, info: InitInfo, published: Published) -> Landing:
-        def stock() -> Landing:
-            return StockLanding(target.model, target.model_config, self.device, published)
-
         target.unwanted = ()
         if info.mode == "loader":
-            return stock()
+            return StockLanding(target.model, target.model_config, self.device, published)
         recording = record_model(published.entries, target.model, self.vllm_config)
         try:
-            mapping = recording.mapping()
+            mapping, computes = recording.mapping(), ""
         except MappingError as error:
             if not recording.only_computes(error):
                 raise
-            _log.warning(
-                "fanin: %s: every step goes through vLLM's own load_weights, which is slower and "
-                "takes memory, because no mapping can say what it does: %s",
-                self._worker,
-                error,
-            )
-            return stock()
+            mapping, computes = with_neighbours(recording.mapping(fallback=True)), str(error)
         target.unwanted = mapping.unwanted
         if info.save is not None:
             self._save(mapping, target, info.save)
+        options = {"ring": info.ring, "verify": info.verify}
+        made = (target.model, target.model_config, self.device, mapping)
         with set_current_vllm_config(self.vllm_config):
-            return MappedLanding(
-                target.model,
-                target.model_config,
-                self.device,
-                mapping,
-                ring=info.ring,
-                verify=info.verify,
-            )
+            if not computes:
+                return MappedLanding(*made, **options)
+            mixed = MixedLanding(*made, published, **options)
+        _log.warning(
+            "fanin: %s: these go through vLLM's own load_weights in every step, slower and "
+            "with more memory: %s; no mapping can say what it does: %s",
+            self._worker,
+            ", ".join(mixed.by_loader),
+            computes,
+        )
+        return mixed
 
     def _save(self, mapping: Mapping, target: _Target, directory: str) -> None:
         parallel = self.vllm_config.parallel_config
@@ -444,8 +451,10 @@ def _named(vllm_config: Any) -> str:
     parallel = vllm_config.parallel_config
     rank, size = int(getattr(parallel, "rank", 0)), int(getattr(parallel, "world_size", 1))
     name = f"worker {rank} of {size}"
-    if int(getattr(parallel, "data_parallel_size", 1)) > 1:
-        name += f", replica {parallel.data_parallel_index}"
+    # Replicas that share nothing know their own number, and not how many there are.
+    replica = int(getattr(parallel, "data_parallel_index", 0))
+    if replica or int(getattr(parallel, "data_parallel_size", 1)) > 1:
+        name += f", replica {replica}"
     return name
 
 
@@ -457,11 +466,6 @@ def _refuse_what_moves(vllm_config: Any) -> None:
         raise StateError.make(
             "experts are moved between workers (EPLB), and what was recorded of them is then void",
             "start vLLM without --enable-eplb",
-        )
-    if getattr(vllm_config, "lora_config", None) is not None:
-        raise StateError.make(
-            "with adapters enabled vLLM wraps its modules, and its loaders do not find them",
-            "start vLLM without --enable-lora, or pull adapters only",
         )
     offload = getattr(vllm_config, "offload_config", None)
     uva = getattr(getattr(offload, "uva", None), "cpu_offload_gb", 0)

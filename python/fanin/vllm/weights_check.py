@@ -46,7 +46,8 @@ def poison(landing: MappedLanding) -> None:
         tensor = reload.Skeleton(path, landing.module(path)).live(leaf)
         if tensor is not None and tensor.numel():
             tensor.data.fill_(math.nan if tensor.is_floating_point() else 90)
-    direct = [m.path for m in landing.mapping.modules if m.filled and not landing.staged(m.path)]
+    filled = {path for path, _ in landing.filled}
+    direct = sorted(path for path in filled if not landing.staged(path))
     landing.mapping.fill(lambda path, leaf: getattr(landing.module(path), leaf), direct)
 
 
@@ -61,7 +62,7 @@ def compare(landing: MappedLanding, trainer: Trainer, step: int, deadline: float
     found = Comparison(step)
     with torch.no_grad():
         for module in landing.mapping.modules:
-            if module.filled:
+            if module.filled and not module.fallback:
                 _Module(landing, module.path).compare(trainer, step, deadline, found)
     return found
 

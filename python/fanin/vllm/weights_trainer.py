@@ -10,7 +10,7 @@ once a step. Here nothing is sent: the ranks publish what they hold by
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -44,7 +44,7 @@ class TrainerInit(TrainerInitInfo):
 class TrainerEngine(TrainerWeightTransferEngine[TrainerInit]):
     """One rank of the trainer. Every call is made on every rank, by one thread.
 
-    If rank 0 fails with the engine, all ranks raise, so that none waits for another.
+    If one rank fails, or rank 0 with the engine, all ranks raise, so that none waits for another.
     """
 
     init_info_cls = TrainerInit
@@ -78,10 +78,10 @@ class TrainerEngine(TrainerWeightTransferEngine[TrainerInit]):
             source=source if source is not model else None,
             is_sender=init_info.is_sender,
         )
+        info: dict[str, Any] = {"trainer": server.addresses, "run": init_info.run}
+        info |= {"timeout": init_info.timeout, **init_info.init}
         try:
-            server.publish(init_info.step)
-            info: dict[str, Any] = {"trainer": server.addresses, "run": init_info.run}
-            info |= {"timeout": init_info.timeout, **init_info.init}
+            one._together(lambda: server.publish(init_info.step))
             one._by_sender(lambda: client.init_weight_transfer_engine(info))
             server.pause(reason="between two send_weights")
         except BaseException:
@@ -95,10 +95,10 @@ class TrainerEngine(TrainerWeightTransferEngine[TrainerInit]):
         Returns when every worker has it, on every rank. After an error the weights may be written
         again, too, and the next call is a new try.
         """
-        step = self._step + 1
-        self._server.resume(step=step)
-        self._step = step
+        # Also if it fails: on some ranks it is published by then, and a step is never another one.
+        step = self._step = self._step + 1
         try:
+            self._together(lambda: self._server.resume(step=step))
             self._by_sender(lambda: self._drive(step))
         finally:
             self._server.pause(reason="between two send_weights")
@@ -116,24 +116,28 @@ class TrainerEngine(TrainerWeightTransferEngine[TrainerInit]):
             raise error from refused
         self.client.finish_weight_update(f"step-{step}")
 
-    def _by_sender(self, call: Any) -> None:
+    def _by_sender(self, call: Callable[[], object]) -> None:
         """Rank 0 calls; all ranks wait for it and raise if it failed."""
+        self._together(call if self.is_sender else lambda: None)
+
+    def _together(self, call: Callable[[], object]) -> None:
+        """Every rank calls, waits for the others, and raises if it or another one failed."""
         failure: BaseException | None = None
-        if self.is_sender:
-            try:
-                call()
-            except BaseException as error:
-                failure = error
-        said = [None if failure is None else f"{type(failure).__name__}: {failure}"]
+        try:
+            call()
+        except BaseException as error:
+            failure = error
+        text = None if failure is None else f"{type(failure).__name__}: {failure}"
+        said: list[str | None] = [text]
         dist = torch.distributed
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-            dist.broadcast_object_list(said, src=0)
+            said = [None] * dist.get_world_size()
+            dist.all_gather_object(said, text)
         if failure is not None:
             raise failure
-        if said[0] is not None:
-            raise PeerError.make(
-                f"rank 0 failed with the engine: {said[0]}", "see rank 0's log", rank=0
-            )
+        for rank, other in enumerate(said):
+            if other is not None:
+                raise PeerError.make(f"rank {rank} failed: {other}", "see its log", rank=rank)
 
     def shutdown(self) -> None:
         """Withdraws the publication and closes the server. The engine stays as it is."""

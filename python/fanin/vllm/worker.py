@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fanin.errors import FaninError, HostError, NotFoundError, RequestError, StateError
+from fanin.vllm import guard
 from fanin.vllm.checks import EngineFacts
 from fanin.vllm.clients import ClientPool, Source
 from fanin.vllm.directories import Lease, Places
@@ -290,6 +291,7 @@ _METHODS = (
     fanin_drop_adapter,
     fanin_model_facts,
     fanin_check_weights,
+    *guard.METHODS,
 )
 
 

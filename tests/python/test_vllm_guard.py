@@ -1,0 +1,454 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Nothing is answered with weights that are not the whole of one step, of whatever engine.
+
+vLLM's classes are stood for by small ones that keep its habits: an executor that reads the answers
+of its workers up to the first failure, and takes the others for answers of its next call.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import sys
+from collections import deque
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+from fanin.errors import FaninError, PeerError, StateError
+from fanin.vllm import guard
+from fanin.vllm.updates import Updates
+
+FANIN = SimpleNamespace(weight_transfer_config=SimpleNamespace(backend="fanin"))
+
+
+class Output(SimpleNamespace):
+    def __init__(self, request_id: str, new_token_ids: list[int], **fields: Any) -> None:
+        super().__init__(request_id=request_id, new_token_ids=new_token_ids, **fields)
+
+
+@pytest.fixture(autouse=True)
+def vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What of vLLM a core uses to answer requests."""
+    engine = ModuleType("vllm.v1.engine")
+    engine.EngineCoreOutput = Output  # type: ignore[attr-defined]
+    engine.EngineCoreOutputs = SimpleNamespace  # type: ignore[attr-defined]
+    engine.FinishReason = SimpleNamespace(ERROR="error")  # type: ignore[attr-defined]
+    request = ModuleType("vllm.v1.request")
+    request.RequestStatus = SimpleNamespace(FINISHED_ERROR="failed")  # type: ignore[attr-defined]
+    for name, module in {"vllm.v1.engine": engine, "vllm.v1.request": request}.items():
+        monkeypatch.setitem(sys.modules, name, module)
+
+
+class Transfer:
+    """The backend of one worker. fails: before or after the first byte was written."""
+
+    def __init__(self, name: str) -> None:
+        self.updates, self.fails = Updates(name), ""
+
+    def holds(self) -> list[dict[str, Any]]:
+        return [self.updates.holds()]
+
+    def reset_weight_update_target(self) -> None:
+        self.updates.leave()
+
+
+class Worker:
+    """As vLLM's: an update that fails is over in this worker, and in no other one."""
+
+    def __init__(self, name: str) -> None:
+        self.weight_transfer_engine = Transfer(name)
+        self._weight_update_active = False
+
+    def start_weight_update(self) -> None:
+        if self._weight_update_active:
+            raise RuntimeError("a weight update is already active")
+        self.weight_transfer_engine.updates.start()
+        self._weight_update_active = True
+
+    def update_weights(self, step: int) -> None:
+        transfer = self.weight_transfer_engine
+        try:
+            with transfer.updates.pull(step):
+                if transfer.fails != "before":
+                    transfer.updates.writing(step)
+                if transfer.fails:
+                    raise PeerError.make(f"{transfer.fails} the first byte", "mend it", rank=3)
+        except BaseException:
+            self._weight_update_active = False
+            transfer.reset_weight_update_target()
+            raise
+
+    def finish_weight_update(self) -> int:
+        self._weight_update_active = False
+        return self.weight_transfer_engine.updates.finish()
+
+
+for _method in guard.METHODS:
+    setattr(Worker, _method.__name__, _method)
+
+
+class Scheduler:
+    def __init__(self) -> None:
+        self.requests: list[Any] = []
+
+    def finish_requests(self, which: None, status: str) -> list[Any]:
+        assert which is None and status == "failed"
+        ended, self.requests = self.requests, []
+        return ended
+
+
+def engine(size: int = 2, **more: Any) -> Any:
+    """A core of its own class, guarded, with *size* workers."""
+
+    class Core:
+        def __init__(self) -> None:
+            self.vllm_config, self.scheduler = FANIN, Scheduler()
+            self.workers = [Worker(f"worker {rank} of {size}") for rank in range(size)]
+            self.answers: list[deque[Any]] = [deque() for _ in range(size)]
+            self.paused, self.resumed = False, 0
+            self.output_queue: queue.Queue[Any] = queue.Queue()
+            vars(self).update(more)
+
+        def collective_rpc(
+            self, method: str, timeout: Any = None, args: Any = (), kwargs: Any = None
+        ) -> list[Any]:
+            for worker, answers in zip(self.workers, self.answers, strict=True):
+                try:
+                    answers.append((True, getattr(worker, method)(*args, **(kwargs or {}))))
+                except Exception as error:
+                    answers.append((False, str(error)))
+            found = []
+            for answers in self.answers:
+                good, answer = answers.popleft()
+                if not good:
+                    raise RuntimeError(f"Worker failed with error {answer}")
+                found.append(answer)
+            return found
+
+        def is_scheduler_paused(self) -> bool:
+            return self.paused
+
+        def resume_scheduler(self) -> None:
+            self.paused = False
+            self.resumed += 1
+
+        def add_request(self, request: Any, request_wave: int = 0) -> None:
+            self.scheduler.requests.append(request)
+
+    guard._guard_core(Core)
+    guard._guard_core(Core)  # as vLLM registers plugins, more than once in a process
+    return Core()
+
+
+def request(name: str, client: int = 0) -> Any:
+    return SimpleNamespace(request_id=name, client_index=client)
+
+
+def update(core: Any, step: int) -> None:
+    core.collective_rpc("start_weight_update")
+    core.collective_rpc("update_weights", None, (step,))
+    assert core.collective_rpc("finish_weight_update") == [step] * len(core.workers)
+
+
+def failing(core: Any, step: int, **fails: str) -> FaninError:
+    """An update that fails in the workers w0, w1 so named."""
+    core.collective_rpc("start_weight_update")
+    for name, when in fails.items():
+        core.workers[int(name[1:])].weight_transfer_engine.fails = when
+    with pytest.raises(FaninError) as caught:
+        core.collective_rpc("update_weights", None, (step,))
+    for worker in core.workers:
+        worker.weight_transfer_engine.fails = ""
+    return caught.value
+
+
+def refused(core: Any) -> str:
+    with pytest.raises(StateError) as caught:
+        core.resume_scheduler()
+    return str(caught.value)
+
+
+def test_an_update_that_ends_well() -> None:
+    core = engine()
+    update(core, 3)
+    core.resume_scheduler()
+    core.add_request(request("a"))
+    assert core.resumed == 1 and len(core.scheduler.requests) == 1
+    assert core.fanin_not_whole() == ""
+
+
+@pytest.mark.parametrize(
+    "fails", [{"w0": "after"}, {"w1": "after"}, {"w0": "after", "w1": "after"}]
+)
+def test_a_dirty_engine_is_not_resumed(fails: dict[str, str]) -> None:
+    core = engine()
+    update(core, 3)
+    core.paused = True
+    error = failing(core, 4, **fails)
+    assert isinstance(error, PeerError) and error.rank == 3
+    said = refused(core)
+    assert f"worker {min(fails)[1]} of 2" in said and "step 4 failed" in said
+    assert "start an update" in said and core.paused and core.resumed == 0
+    update(core, 5)  # which no worker takes for one that is under way
+    core.resume_scheduler()
+    assert core.resumed == 1
+
+
+def test_workers_of_two_steps_are_not_resumed() -> None:
+    """Each worker's bytes are whole, and the engine's are not."""
+    core = engine()
+    failing(core, 4, w1="before")
+    said = refused(core)
+    assert (
+        "worker 0 of 2 has step 4, worker 1 of 2 has the weights that it was started with" in said
+    )
+    assert "before the first byte" in said
+    update(core, 5)
+    core.resume_scheduler()
+
+
+def test_a_failure_before_the_first_byte_changes_nothing() -> None:
+    core = engine()
+    update(core, 3)
+    failing(core, 4, w0="before", w1="before")
+    core.resume_scheduler()
+    core.add_request(request("a"))
+    assert len(core.scheduler.requests) == 1
+
+
+def test_answers_are_never_those_of_the_call_before() -> None:
+    """Of two workers that fail vLLM alone would read one, and be one answer behind ever after."""
+    core = engine()
+    error = failing(core, 4, w0="before", w1="before")
+    assert not any(core.answers)
+    assert str(error).count("before the first byte") == 1  # the same of both is said once
+    failing(core, 4, w0="before", w1="after")
+    assert not any(core.answers)
+    with pytest.raises(FaninError, match="without an update"):
+        core.collective_rpc("finish_weight_update")
+    update(core, 5)
+
+
+def test_all_that_workers_say_is_told() -> None:
+    core = engine()
+    said = str(failing(core, 4, w0="before", w1="after"))
+    assert "before the first byte" in said and "after the first byte" in said
+
+
+def test_requests_of_a_dirty_engine_fail() -> None:
+    core = engine()
+    for name, client in (("a", 0), ("b", 1)):
+        core.add_request(request(name, client))
+    failing(core, 4, w1="after")
+    core.add_request(request("c", 1))
+    answers = [core.output_queue.get_nowait() for _ in range(3)]
+    assert core.output_queue.empty() and core.scheduler.requests == []
+    assert [(client, one.outputs[0].request_id) for client, one in answers] == [
+        (0, "a"),
+        (1, "b"),
+        (1, "c"),
+    ]
+    for _, one in answers:
+        assert one.outputs[0].finish_reason == "error" and one.outputs[0].new_token_ids == []
+        assert "worker 1 of 2: the pull of step 4 failed" in one.outputs[0].stop_reason
+    update(core, 5)
+    core.add_request(request("d"))
+    assert len(core.scheduler.requests) == 1
+
+
+def test_requests_of_a_paused_engine_wait() -> None:
+    core = engine(paused=True)
+    core.add_request(request("a"))
+    failing(core, 4, w1="after")
+    core.add_request(request("b"))
+    assert len(core.scheduler.requests) == 2 and core.output_queue.empty()
+    refused(core)
+    update(core, 5)
+    core.resume_scheduler()
+    assert len(core.scheduler.requests) == 2
+
+
+def test_a_worker_that_does_not_answer() -> None:
+    core = engine()
+    core.collective_rpc("start_weight_update")
+    del core.answers[1], core.workers[1]
+    core.workers.append(SimpleNamespace())
+    core.answers.append(deque())
+    with pytest.raises(RuntimeError):
+        core.collective_rpc("update_weights", None, (4,))
+    assert "a worker has not answered" in refused(core)
+
+
+def test_other_calls_and_other_backends_are_left_alone() -> None:
+    core = engine(vllm_config=SimpleNamespace(weight_transfer_config=None))
+    with pytest.raises(RuntimeError, match="Worker failed with error"):
+        core.collective_rpc("finish_weight_update")
+    core.resume_scheduler()
+    core.add_request(request("a"))
+    assert core.resumed == 1
+
+
+# ---------------------------------------------------------- replicas that share experts
+
+
+def test_replicas_that_share_experts_pause_first() -> None:
+    core = engine(dp_group="group")
+    with pytest.raises(StateError, match="pause before"):
+        core.collective_rpc("start_weight_update")
+    core.paused = True
+    update(core, 3)
+
+
+@pytest.mark.parametrize(
+    ("other", "said"),
+    [
+        ([False, 3, -3], ""),
+        ([True, 3, -3], "another replica"),
+        ([False, 4, -4], "different steps"),
+        ([False, 2, -2], "different steps"),
+    ],
+)
+def test_replicas_that_share_experts_agree(
+    monkeypatch: pytest.MonkeyPatch, other: list[int], said: str
+) -> None:
+    """Whoever is refused is refused everywhere: vLLM would wait in there for the others."""
+    core = engine(dp_group="group", paused=True)
+    update(core, 3)
+
+    def highest(group: str, mine: list[int]) -> list[int]:
+        assert group == "group"
+        return [max(pair) for pair in zip(mine, other, strict=True)]
+
+    monkeypatch.setattr(guard, "_highest", highest)
+    if said:
+        assert said in refused(core)
+    else:
+        core.resume_scheduler()
+    assert core.resumed == (not said)
+
+
+# ------------------------------------------------------------------- where requests come in
+
+
+class Refusal(Exception):
+    pass
+
+
+def server(*said: str) -> Any:
+    class Server:
+        def __init__(self) -> None:
+            self.vllm_config, self.engine_core = FANIN, self
+            self.calls: list[Any] = []
+
+        async def call_utility_all_async(self, method: str, *arguments: Any) -> list[str]:
+            self.calls.append((method, *arguments))
+            return list(said)
+
+        async def resume_generation(self) -> None:
+            self.calls.append("resumed")
+
+        async def update_weights(self, fails: bool) -> None:
+            if fails:
+                raise RuntimeError("replica 1 has failed")
+
+    guard._guard_server(Server, Refusal)
+    return Server()
+
+
+def test_no_replica_is_resumed_if_one_is_dirty() -> None:
+    one = server("", "worker 0 of 1, replica 1: not whole")
+    with pytest.raises(Refusal, match="replica 1"):
+        asyncio.run(one.resume_generation())
+    assert "resumed" not in one.calls
+    good = server("", "")
+    asyncio.run(good.resume_generation())
+    assert good.calls[-1] == "resumed"
+
+
+def test_an_update_that_fails_in_one_replica_is_over_in_all() -> None:
+    one = server("", "")
+    with pytest.raises(RuntimeError, match="replica 1 has failed"):
+        asyncio.run(one.update_weights(True))
+    assert one.calls == [("collective_rpc", "fanin_leave_update")]
+    asyncio.run(one.update_weights(False))
+    assert len(one.calls) == 1
+
+
+@pytest.mark.parametrize("text", [True, False])
+def test_a_request_is_told_why(text: bool) -> None:
+    class Processor:
+        def __init__(self) -> None:
+            self.put: list[Exception] = []
+            state = SimpleNamespace(
+                queue=SimpleNamespace(put=self.put.append), detokenizer=object() if text else None
+            )
+            self.request_states = {"a": state, "b": state}
+
+        def process_outputs(self, outputs: list[Any]) -> int:
+            return len(outputs)
+
+    if not text:
+        pytest.importorskip("torch")
+    guard._tell_why(Processor, "error", Refusal)
+    processor: Any = Processor()
+    outputs = [
+        Output("a", [], finish_reason="error", stop_reason="fanin: worker 0 of 1"),
+        Output("b", [], finish_reason="stop", stop_reason="fanin: a stop string"),
+        Output("b", [], finish_reason="error", stop_reason=None),
+        Output("gone", [], finish_reason="error", stop_reason="fanin: worker 0 of 1"),
+    ]
+    assert processor.process_outputs(outputs) == 4
+    assert [str(one) for one in processor.put] == ["worker 0 of 1"]
+
+
+def offline(client: Any) -> Any:
+    class Offline:
+        def __init__(self) -> None:
+            self.vllm_config, self.engine_core = FANIN, client
+            self.output_processor = SimpleNamespace(request_states={"under way": 1})
+            self.added: list[str] = []
+
+        def collective_rpc(
+            self, method: str, timeout: Any = None, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            if method == "update_weights":
+                raise RuntimeError("rank 3 is gone")
+
+        def add_request(self, name: str) -> None:
+            self.added.append(name)
+
+        def abort_request(self, names: list[str], internal: bool) -> None:
+            assert internal
+            for name in names:
+                del self.output_processor.request_states[name]
+
+    guard._guard_offline(Offline)
+    return Offline()
+
+
+@pytest.mark.parametrize("apart", [True, False])
+def test_offline_requests_are_refused(apart: bool) -> None:
+    said = ["worker 0 of 1: the pull of step 4 failed"]
+    if apart:
+        client: Any = SimpleNamespace(call_utility=lambda method: said[0])
+    else:
+        client = SimpleNamespace(engine_core=SimpleNamespace(fanin_not_whole=lambda: said[0]))
+    one = offline(client)
+    one.add_request("a")
+    with pytest.raises(RuntimeError, match="rank 3 is gone"):
+        one.collective_rpc("update_weights")
+    assert one.output_processor.request_states == {}  # nobody waits for its answer
+    with pytest.raises(StateError, match="step 4 failed"):
+        one.add_request("b")
+    said[0] = ""
+    one.collective_rpc("finish_weight_update")
+    one.add_request("c")
+    assert one.added == ["a", "c"]
+
+
+def test_an_engine_that_does_not_say_is_not_asked_for_tokens() -> None:
+    one = offline(SimpleNamespace())
+    one.collective_rpc("finish_weight_update")
+    with pytest.raises(StateError, match="does not say"):
+        one.add_request("a")
