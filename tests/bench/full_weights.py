@@ -216,7 +216,7 @@ class Member:
     """A rank or a worker: what both do in the broadcasting way."""
 
     def __init__(self, control: Control, options: dict[str, Any], index: int):
-        self.control, self.options = control, options
+        self.control, self.options, self.agent = control, options, None
         self.model = smaller(MODELS[options["model"]], options["layers"], options["divide"])
         self.shapes = published(self.model)
         self.device = on(options, index)
@@ -329,6 +329,7 @@ class Rank(Member):
 
     def leave(self) -> None:
         self.server.close()
+        self.agent = None
         self.rows.clear()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -362,7 +363,7 @@ class Worker(Member):
     """An engine's worker: fused parameters that pulls and broadcasts fill."""
 
     def __init__(self, control: Control, options: dict[str, Any]):
-        self.rank = options["worker"]
+        self.rank, self.reads = options["worker"], []
         super().__init__(control, options, -options["tp"] + self.rank)
         layout = Layout(self.model, options["tp"], self.rank)
         self.parameters = {
@@ -451,7 +452,7 @@ class Worker(Member):
     def nixl_prepare(self, ranks: list[dict[str, Any]]) -> dict[str, Any]:
         """One READ a rank; each shard of rows is one stretch of a fused parameter."""
         start = time.perf_counter()
-        self.agent, self.reads = Agent("worker", self.device), []
+        self.agent = Agent("worker", self.device)
         self.agent.register(self.parameters.values())
         here = self.device.index or 0
         for rank in ranks:
@@ -484,6 +485,9 @@ class Worker(Member):
 
     def disconnect(self) -> None:
         self.client.close()
+        for read in self.reads:
+            self.agent.nixl.release_xfer_handle(read)
+        self.reads, self.agent = [], None
         for name in ("near", "far"):
             self.__dict__.pop(name, None)
         if self.device.type == "cuda":
