@@ -4,17 +4,12 @@
 #define BOX_TABLE_H
 
 #include "catalog.h"
+#include "number_column.h"
 
-#define WITH_STRIDES (UINT64_C(1) << 63)
 #define RULE_PART 2 /* added to a box_rule: the table is of some keys only */
 
-typedef struct box_slot {
-    uint32_t key, region;
-    uint64_t offset;
-} box_slot;
-
-/* Keys whose boxes are known, and which the first of them is: its place in slots, and its number
-   among all of the rank's. A whole table has one run. */
+/* Keys whose boxes are known, and which the first of them is: its slot, and its number among all of
+   the rank's. A whole table has one run. */
 typedef struct box_run {
     key_range keys;
     uint32_t slot, ordinal;
@@ -27,15 +22,29 @@ struct box_table {
     uint32_t regions;
     bool part;
     uint32_t n_runs;
-    box_run *runs; /* ascending by keys, slots and ordinals; neighbours may touch */
+    box_run *runs;  /* ascending by keys, slots and ordinals; neighbours may touch */
+    uint32_t shift; /* all offsets are multiples of 1 << shift */
+    /* A slot a box, ascending by key. Boxes lie one behind the other and are alike mostly, so that
+       their columns take few bits. */
     uint64_t count;
-    box_slot *slots; /* ascending by key */
-    /* Explicit boxes: where in words a box's offsets, extents and, if the position has
-       WITH_STRIDES, strides begin. */
-    uint64_t *positions;
+    number_column key_of, region_of,
+        offset_of; /* the key less the slot; offset >> shift */
+    /* Explicit boxes: where in words a box's offsets, extents and, if the lowest bit says so,
+       strides begin, times two. Boxes that are alike share them. */
+    number_column form_of;
     uint64_t *words;
     uint64_t n_words;
 };
+
+bool box_table_add(box_table *table, uint32_t key, uint32_t region, uint64_t offset);
+
+static inline uint32_t box_table_key(const box_table *table, uint64_t slot)
+{
+    return (uint32_t)(number_column_get(&table->key_of, slot) + slot);
+}
+
+/* Nothing is added from here on. False: no memory. */
+bool box_table_close(box_table *table);
 
 /* The slot behind a run's last. */
 static inline uint64_t box_run_end(const box_table *table, uint32_t run)

@@ -67,7 +67,7 @@ typedef enum box_rule {
     BOXES_CHUNK = 1,
 } box_rule;
 
-/** Opaque: 16 bytes a box under BOXES_CHUNK. Of all keys, or a part: of some. A part knows the boxes
+/** Opaque: a byte or two a box that lies as those beside it do. Of all keys, or a part: of some. A part knows the boxes
     of its keys, by the numbers that they have among all. */
 typedef struct box_table box_table;
 

@@ -12,6 +12,13 @@
 
 #define BOX_BYTES_MIN 3 /* of an explicit box: key, block, place */
 #define WORLD_MAX 65536
+#define FORMS_KNOWN 32 /* of boxes that came last: what layers have in turn */
+
+/* What explicit boxes may have in common. */
+typedef struct form {
+    uint64_t position; /* as in form_of */
+    size_t size;       /* bytes of words, 0: none */
+} form;
 
 typedef struct box_reader {
     cursor in;
@@ -19,8 +26,10 @@ typedef struct box_reader {
     place_state places;
     uint64_t all_offsets;
     buffer words;
-    uint64_t index; /* of the box at work, for messages */
-    uint64_t next;  /* number that follows those of the runs so far */
+    form forms[FORMS_KNOWN];
+    uint32_t n_forms; /* that there were */
+    uint64_t index;   /* of the box at work, for messages */
+    uint64_t next;    /* number that follows those of the runs so far */
     work_stop *stop;
     bool broken_off; /* out of memory, or stopped */
 } box_reader;
@@ -29,6 +38,24 @@ static bool break_off(box_reader *r)
 {
     r->broken_off = true;
     return false;
+}
+
+/* -------------------------------------------------------------- columns */
+
+bool box_table_add(box_table *table, uint32_t key, uint32_t region, uint64_t offset)
+{
+    uint64_t slot = table->count++;
+    return number_column_add(&table->key_of, key - slot) &&
+           number_column_add(&table->region_of, region) &&
+           number_column_add(&table->offset_of, offset >> table->shift);
+}
+
+bool box_table_close(box_table *table)
+{
+    return number_column_close(&table->key_of) &&
+           number_column_close(&table->region_of) &&
+           number_column_close(&table->offset_of) &&
+           number_column_close(&table->form_of);
 }
 
 /* ------------------------------------------------------------- decoding */
@@ -97,10 +124,9 @@ static bool read_place(box_reader *r, const key_entry *key, const block *b,
     return true;
 }
 
-static void add_slot(box_table *t, uint32_t key, const box_place *place)
+static bool add_slot(box_reader *r, uint32_t key, const box_place *place)
 {
-    t->slots[t->count++] =
-        (box_slot){.key = key, .region = place->region, .offset = place->offset};
+    return box_table_add(r->table, key, place->region, place->offset) || break_off(r);
 }
 
 /* Boxes of run @p i follow. Until then its ordinal is the step from the run before. */
@@ -149,14 +175,6 @@ static bool read_runs(box_reader *r)
     return true;
 }
 
-static uint64_t count_keys(const box_table *t)
-{
-    uint64_t count = 0;
-    for (uint32_t i = 0; i < t->n_runs; i++)
-        count += t->runs[i].keys.count;
-    return count;
-}
-
 static bool read_chunk(box_reader *r, uint32_t key)
 {
     box_table *t = r->table;
@@ -170,10 +188,7 @@ static bool read_chunk(box_reader *r, uint32_t key)
     if (block_is_empty(&b))
         return true;
     r->index = t->count;
-    if (!read_place(r, e, &b, &place))
-        return false;
-    add_slot(t, key, &place);
-    return true;
+    return read_place(r, e, &b, &place) && add_slot(r, key, &place);
 }
 
 static bool read_chunks(box_reader *r)
@@ -188,9 +203,6 @@ static bool read_chunks(box_reader *r)
         return cursor_fail(c, "a chunk rule that makes no sense");
     if (!read_runs(r))
         return false;
-    t->slots = malloc((size_t)count_keys(t) * sizeof *t->slots);
-    if (!t->slots)
-        return break_off(r);
     for (uint32_t i = 0; i < t->n_runs; i++) {
         const key_range *keys = &t->runs[i].keys;
         if (!open_run(r, i))
@@ -200,8 +212,6 @@ static bool read_chunks(box_reader *r)
                 return false;
         close_run(r, i);
     }
-    /* Of a small adapter on a large world most chunks are empty. */
-    array_shrink(&t->slots, t->count, sizeof *t->slots);
     return true;
 }
 
@@ -225,17 +235,38 @@ static bool read_block(box_reader *r, const key_entry *key, block *out)
     return true;
 }
 
-static void keep_words(box_reader *r, const block *b, const box_place *place)
+/* Where those words are already; false: not among the last ones. */
+static bool find_form(const box_reader *r, const void *words, size_t size,
+                      uint64_t *position)
 {
-    uint64_t position = r->words.size / sizeof(uint64_t);
-    size_t size = b->n_dims * sizeof(uint64_t);
-    buffer_append(&r->words, b->offset, size);
-    buffer_append(&r->words, b->extent, size);
-    if (!place->packed) {
-        buffer_append(&r->words, place->stride, size);
-        position |= WITH_STRIDES;
+    for (uint32_t i = 0; i < FORMS_KNOWN; i++) {
+        const form *f = &r->forms[i];
+        *position = f->position;
+        if (f->size == size &&
+            memcmp(r->words.data + f->position / 2 * sizeof(uint64_t), words, size) ==
+                0)
+            return true;
     }
-    r->table->positions[r->table->count] = position;
+    return false;
+}
+
+/* What tells a box besides its key and its place. */
+static bool keep_form(box_reader *r, const block *b, const box_place *place)
+{
+    uint64_t words[3 * FANIN_MAX_DIMS], position;
+    size_t n = b->n_dims, size = (place->packed ? 2 : 3) * n * sizeof *words;
+    memcpy(words, b->offset, n * sizeof *words);
+    memcpy(words + n, b->extent, n * sizeof *words);
+    if (!place->packed)
+        memcpy(words + 2 * n, place->stride, n * sizeof *words);
+    if (!find_form(r, words, size, &position) ||
+        (position & 1) != (place->packed ? 0 : 1)) {
+        position = r->words.size / sizeof *words * 2 + !place->packed;
+        buffer_append(&r->words, words, size);
+        r->forms[r->n_forms++ % FORMS_KNOWN] = (form){position, size};
+    }
+    return (!r->words.failed && number_column_add(&r->table->form_of, position)) ||
+           break_off(r);
 }
 
 /* Moves on to the run that has the key. */
@@ -270,9 +301,7 @@ static bool read_box(box_reader *r, uint32_t *key, uint32_t *run)
     if (!find_run(r, *key, run) || !read_block(r, &t->keys->entries[*key], &b) ||
         !read_place(r, &t->keys->entries[*key], &b, &place))
         return false;
-    keep_words(r, &b, &place);
-    add_slot(t, *key, &place);
-    return true;
+    return keep_form(r, &b, &place) && add_slot(r, *key, &place);
 }
 
 static bool read_explicit(box_reader *r)
@@ -285,9 +314,7 @@ static bool read_explicit(box_reader *r)
         return false;
     if (count > cursor_left(c) / BOX_BYTES_MIN)
         return cursor_fail(c, "more boxes are announced than bytes are there");
-    t->slots = malloc((size_t)(count + 1) * sizeof *t->slots);
-    t->positions = malloc((size_t)(count + 1) * sizeof *t->positions);
-    if (!t->slots || !t->positions || !buffer_reserve(&r->words, sizeof *t->words))
+    if (!buffer_reserve(&r->words, sizeof *t->words))
         return break_off(r);
     for (r->index = 0; r->index < count; r->index++)
         if (!read_box(r, &key, &run))
@@ -295,8 +322,6 @@ static bool read_explicit(box_reader *r)
     for (close_run(r, run); run + 1 < t->n_runs; close_run(r, run))
         if (!open_run(r, ++run))
             return false;
-    if (r->words.failed)
-        return break_off(r);
     t->n_words = r->words.size / sizeof *t->words;
     t->words = (uint64_t *)(void *)r->words.data;
     r->words = (buffer){0};
@@ -311,13 +336,15 @@ static bool read_table(box_reader *r)
         !cursor_u32(&r->in, PLACE_SHIFT_MAX, &r->places.shift))
         return false;
     r->table->part = rule >= RULE_PART;
+    r->table->shift = r->places.shift;
     r->table->rule = (box_rule)(rule % RULE_PART);
     if (!(r->table->rule == BOXES_CHUNK ? read_chunks(r) : read_explicit(r)))
         return false;
     if (r->places.shift != place_shift(r->all_offsets))
         return cursor_fail(&r->in, "the alignment is not that of the offsets");
-    return cursor_left(&r->in) == 0 ||
-           cursor_fail(&r->in, "bytes after the table's end");
+    if (cursor_left(&r->in) > 0)
+        return cursor_fail(&r->in, "bytes after the table's end");
+    return box_table_close(r->table) || break_off(r);
 }
 
 fanin_status box_table_decode(const uint8_t *blob, size_t size, const key_table *keys,
@@ -355,8 +382,10 @@ void box_table_free(box_table **table)
     if (!table || !*table)
         return;
     free((*table)->runs);
-    free((*table)->slots);
-    free((*table)->positions);
+    number_column_free(&(*table)->key_of);
+    number_column_free(&(*table)->region_of);
+    number_column_free(&(*table)->offset_of);
+    number_column_free(&(*table)->form_of);
     free((*table)->words);
     free(*table);
     *table = NULL;
@@ -389,7 +418,7 @@ static void get_block(const box_table *table, uint64_t slot, const key_entry *ke
                            table->index);
         return;
     }
-    const uint64_t *words = table->words + (table->positions[slot] & ~WITH_STRIDES);
+    const uint64_t *words = table->words + number_column_get(&table->form_of, slot) / 2;
     *out = (block){.n_dims = key->n_dims};
     for (uint32_t dim = 0; dim < key->n_dims; dim++) {
         out->offset[dim] = words[dim];
@@ -400,11 +429,16 @@ static void get_block(const box_table *table, uint64_t slot, const key_entry *ke
 static void get_place(const box_table *table, uint64_t slot, const key_entry *key,
                       box_place *out)
 {
-    const box_slot *at = &table->slots[slot];
-    *out = (box_place){.region = at->region, .offset = at->offset, .packed = true};
-    if (table->rule == BOXES_CHUNK || !(table->positions[slot] & WITH_STRIDES))
+    *out = (box_place){.region = (uint32_t)number_column_get(&table->region_of, slot),
+                       .offset = number_column_get(&table->offset_of, slot)
+                                 << table->shift,
+                       .packed = true};
+    if (table->rule == BOXES_CHUNK)
         return;
-    const uint64_t *words = table->words + (table->positions[slot] & ~WITH_STRIDES);
+    uint64_t position = number_column_get(&table->form_of, slot);
+    if (position % 2 == 0)
+        return;
+    const uint64_t *words = table->words + position / 2;
     out->packed = false;
     for (uint32_t dim = 0; dim < key->n_dims; dim++)
         out->stride[dim] = (int64_t)words[2 * key->n_dims + dim];
@@ -429,7 +463,7 @@ void box_table_get(const box_table *table, uint64_t ordinal, uint32_t *key_out,
 {
     const box_run *run = run_of(table, ordinal);
     uint64_t at = run->slot + (ordinal - run->ordinal);
-    uint32_t number = table->slots[at].key;
+    uint32_t number = box_table_key(table, at);
     const key_entry *key = &table->keys->entries[number];
     if (key_out)
         *key_out = number;
@@ -445,7 +479,7 @@ static uint64_t slot_of_key(const box_table *table, uint64_t key)
     uint64_t low = 0, high = table->count;
     while (low < high) {
         uint64_t middle = low + (high - low) / 2;
-        if (table->slots[middle].key < key)
+        if (box_table_key(table, middle) < key)
             low = middle + 1;
         else
             high = middle;

@@ -43,11 +43,10 @@ bool box_table_is_whole(const box_table *table)
 }
 
 /* Slots of one run, and what explicit boxes have besides, go behind those that are there. */
-static void take_run(box_table *to, const box_table *from, uint32_t index,
+static bool take_run(box_table *to, const box_table *from, uint32_t index,
                      uint64_t words_moved)
 {
     const box_run *run = &from->runs[index];
-    uint64_t n = box_run_end(from, index) - run->slot;
     box_run *last = to->n_runs > 0 ? &to->runs[to->n_runs - 1] : NULL;
     if (last && keys_end(last) == run->keys.first) {
         last->keys.count += run->keys.count;
@@ -55,11 +54,17 @@ static void take_run(box_table *to, const box_table *from, uint32_t index,
         to->runs[to->n_runs] = *run;
         to->runs[to->n_runs++].slot = (uint32_t)to->count;
     }
-    if (n > 0)
-        memcpy(to->slots + to->count, from->slots + run->slot, n * sizeof *to->slots);
-    for (uint64_t i = 0; i < n && from->positions; i++)
-        to->positions[to->count + i] = from->positions[run->slot + i] + words_moved;
-    to->count += n;
+    bool ok = true;
+    for (uint64_t slot = run->slot; slot < box_run_end(from, index) && ok; slot++) {
+        uint64_t offset = number_column_get(&from->offset_of, slot) << from->shift;
+        ok = box_table_add(to, box_table_key(from, slot),
+                           (uint32_t)number_column_get(&from->region_of, slot), offset);
+        if (ok && from->rule == BOXES_EXPLICIT)
+            ok = number_column_add(&to->form_of,
+                                   number_column_get(&from->form_of, slot) +
+                                       2 * words_moved);
+    }
+    return ok;
 }
 
 /* Numbers ascend with the keys, and leave nothing out between neighbouring keys. */
@@ -76,7 +81,8 @@ static bool follows(const box_table *to, const box_table *from, uint32_t index)
                                              : run->ordinal >= next;
 }
 
-static bool take_runs(box_table *to, const box_table *a, const box_table *b)
+/* FANIN_ERR_PROTOCOL: they contradict each other; FANIN_ERR_MEMORY. */
+static fanin_status take_runs(box_table *to, const box_table *a, const box_table *b)
 {
     uint32_t i = 0, j = 0;
     while (i < a->n_runs || j < b->n_runs) {
@@ -85,48 +91,56 @@ static bool take_runs(box_table *to, const box_table *a, const box_table *b)
         const box_table *from = of_a ? a : b;
         uint32_t *index = of_a ? &i : &j;
         if (!follows(to, from, *index))
-            return false;
-        take_run(to, from, *index, of_a ? 0 : a->n_words);
+            return FANIN_ERR_PROTOCOL;
+        if (!take_run(to, from, *index, of_a ? 0 : a->n_words))
+            return FANIN_ERR_MEMORY;
         ++*index;
     }
-    return true;
+    return box_table_close(to) ? FANIN_OK : FANIN_ERR_MEMORY;
 }
 
-/* Room for the boxes of both; no boxes yet. NULL: no memory. */
+/* Of both, without boxes yet. NULL: no memory. */
 static box_table *make_room(const box_table *a, const box_table *b)
 {
-    box_table *t = malloc(sizeof *t);
+    box_table *t = calloc(1, sizeof *t);
     if (!t)
         return NULL;
-    *t = *a;
-    t->count = t->n_runs = 0;
+    t->keys = a->keys;
+    t->rule = a->rule;
+    t->dim = a->dim;
+    t->world = a->world;
+    t->index = a->index;
+    t->part = true;
     t->regions = a->regions > b->regions ? a->regions : b->regions;
+    t->shift = a->shift < b->shift ? a->shift : b->shift;
     t->n_words = a->n_words + b->n_words;
     t->runs = calloc((size_t)a->n_runs + b->n_runs, sizeof *t->runs);
-    t->slots = malloc((a->count + b->count + 1) * sizeof *t->slots);
-    t->positions = t->words = NULL;
-    bool explicit = a->rule == BOXES_EXPLICIT;
-    if (explicit) {
-        t->positions = malloc((a->count + b->count + 1) * sizeof *t->positions);
+    if (t->rule == BOXES_EXPLICIT)
         t->words = malloc((t->n_words + 1) * sizeof *t->words);
-    }
-    if (!t->runs || !t->slots || (explicit && (!t->positions || !t->words)))
+    if (!t->runs || (t->rule == BOXES_EXPLICIT && !t->words))
         box_table_free(&t);
     return t;
+}
+
+static bool are_alike(const box_table *a, const box_table *b)
+{
+    return a->part && b->part && a->rule == b->rule && a->dim == b->dim &&
+           a->world == b->world && a->index == b->index;
 }
 
 fanin_status box_table_join(box_table **table, box_table *more, fanin_error *error)
 {
     static const error_place place = {.phase = "catalog"};
     box_table *a = *table, *b = more, *both = NULL;
-    fanin_status status = FANIN_OK;
-    bool alike = a->part && b->part && a->rule == b->rule && a->dim == b->dim &&
-                 a->world == b->world && a->index == b->index;
-    if (alike && !(both = make_room(a, b)))
-        status = error_set_memory(error);
-    else if (!alike || !take_runs(both, a, b))
-        status = error_set(error, FANIN_ERR_PROTOCOL, &place,
-                           "parts of a box table contradict each other");
+    fanin_status status = FANIN_ERR_PROTOCOL;
+    if (are_alike(a, b)) {
+        both = make_room(a, b);
+        status = both ? take_runs(both, a, b) : FANIN_ERR_MEMORY;
+    }
+    if (status == FANIN_ERR_MEMORY)
+        error_set_memory(error);
+    else if (status != FANIN_OK)
+        error_set(error, status, &place, "parts of a box table contradict each other");
     if (status == FANIN_OK && both->words) {
         memcpy(both->words, a->words, a->n_words * sizeof *both->words);
         memcpy(both->words + a->n_words, b->words, b->n_words * sizeof *both->words);
