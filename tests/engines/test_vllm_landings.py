@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Several steps, one after the other, into a model whose processing may be done once only.
+
+What each landing leaves is compared, bit for bit, with a model that has loaded the same step as its
+first. The model is a real one of vLLM, without an engine around it.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import fanin
+import pytest
+import torch
+from families import FAMILIES, Engine, Layout, checkpoint, values
+from fanin.vllm import reload
+from fanin.vllm.clients import Source
+from fanin.vllm.landing import Landing, StockLanding
+from fanin.vllm.mapped import MappedLanding
+from fanin.vllm.mixed import MixedLanding, with_neighbours
+from fanin.vllm.trainers import Published, Trainer
+from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
+from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
+from vllm.model_executor.model_loader.utils import process_weights_after_loading
+
+CPU = torch.device("cpu")
+STEPS = (1, 2, 3)
+COMPUTED = "model.layers.1.mlp.gate_proj.weight"
+
+
+class Anew(UnquantizedLinearMethod):
+    """What comes of processing is another tensor, and processing that again would be wrong."""
+
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        layer.weight = torch.nn.Parameter(layer.weight.data * 2 + 1, requires_grad=False)
+
+
+class InPlace(UnquantizedLinearMethod):
+    """It writes into the very tensor that was loaded."""
+
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        layer.weight.data.mul_(2).add_(1)
+
+
+class Nothing(UnquantizedLinearMethod):
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        pass
+
+
+def at_step(weights: dict[str, torch.Tensor], step: int) -> dict[str, torch.Tensor]:
+    return {name: tensor + step for name, tensor in weights.items()}
+
+
+def computing(load: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """A loader that computes with one tensor before it writes it."""
+
+    def load_weights(weights: Iterable[tuple[str, torch.Tensor]]) -> Any:
+        return load((n, tensor * 1 if n == COMPUTED else tensor) for n, tensor in weights)
+
+    return load_weights
+
+
+def prepared(model: Any, method: type, config: Any, weights: dict[str, torch.Tensor]) -> None:
+    """As vLLM starts: loaded and processed."""
+    for module in model.modules():
+        if isinstance(module, LinearBase):
+            module.quant_method = method()
+    record_metadata_for_reloading(model)
+    with torch.no_grad():
+        model.load_weights(iter(weights.items()))
+        process_weights_after_loading(model, config.model_config, CPU)
+
+
+def tensors_of(model: Any) -> dict[str, torch.Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in model.named_parameters()}
+
+
+class Place:
+    """One rank that publishes, and the engine's configuration."""
+
+    def __init__(self, folder: Path) -> None:
+        self.entries = checkpoint(FAMILIES["qwen3"].configuration())
+        self.first = values(self.entries)
+        self.engine = Engine(folder, FAMILIES["qwen3"], Layout(1))
+        self.now = at_step(self.first, 0)
+        self.server = fanin.Server(world_id=os.urandom(16), rank=0, world_size=1)
+        self.server.put("full:0", [fanin.shard_of(n, t) for n, t in self.now.items()])
+        self.server.commit("full:0", 1)
+        self.trainer = Trainer(Source.of(f"127.0.0.1:{self.server.port}"), "full:0")
+
+    def publish(self, step: int) -> None:
+        self.server.begin_update("full:0")
+        for name, tensor in at_step(self.first, step).items():
+            self.now[name].copy_(tensor)
+        self.server.commit("full:0", step + 1)
+
+    def expected(self, method: type, step: int) -> dict[str, torch.Tensor]:
+        """What a model has that loads this step as its first."""
+        with self.engine.rank(0) as model:
+            prepared(model, method, self.engine.config, at_step(self.first, step))
+            return tensors_of(model)
+
+    def landing(self, kind: str, model: Any, published: Published) -> Landing:
+        config = self.engine.config.model_config
+        if kind == "loader":
+            return StockLanding(model, config, CPU, published)
+        if kind == "mixed":
+            model.load_weights = computing(model.load_weights)
+        recording = reload.record_model(published.entries, model, self.engine.config)
+        mapping = recording.mapping(fallback=kind == "mixed")
+        if kind == "mapped":
+            return MappedLanding(model, config, CPU, mapping, verify=True, ring=1)
+        mixed = MixedLanding(model, config, CPU, with_neighbours(mapping), published, verify=True)
+        assert mixed.by_loader == ("model.layers.1.mlp.gate_up_proj",)
+        return mixed
+
+    def close(self) -> None:
+        self.trainer.close()
+        self.server.close()
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Iterator[Place]:
+    one = Place(tmp_path)
+    yield one
+    one.close()
+
+
+@pytest.mark.parametrize("kind", ["mapped", "mixed", "loader"])
+@pytest.mark.parametrize("method", [Anew, InPlace, Nothing])
+def test_each_step_is_as_if_it_were_the_first(place: Place, kind: str, method: type) -> None:
+    expected = [place.expected(method, step) for step in STEPS]
+    with place.engine.rank(0) as model:
+        prepared(model, method, place.engine.config, place.first)
+        addresses = {name: tensor.data_ptr() for name, tensor in model.named_parameters()}
+        end = time.monotonic() + 120
+        landing = place.landing(kind, model, place.trainer.ready(end))
+        try:
+            for step, wanted in zip(STEPS, expected, strict=True):
+                place.publish(step)
+                landing.pull(place.trainer, step + 1, end, lambda: None)
+                found = tensors_of(model)
+                different = [n for n in wanted if not torch.equal(found[n], wanted[n])]
+                assert found.keys() == wanted.keys() and not different
+            # Where CUDA graphs would read them.
+            assert {n: t.data_ptr() for n, t in model.named_parameters()} == addresses
+        finally:
+            landing.close()
