@@ -155,7 +155,9 @@ def test_every_pulled_adapter_is_one_step(case: Case, tmp_path: pathlib.Path) ->
     for step in sorted(seen):
         ours = check_peft(seen[step], options, state_of(record, step, case.rounded))
     trainer = torch.load(record / "logits.pt")
-    if case.rounded or case.layout == "fsdp+tp":  # other numbers, or sums in another order
-        assert torch.allclose(ours, trainer, rtol=0.05, atol=0.05 if case.rounded else 1e-4)
+    if case.rounded:  # other numbers, of which check_pulls() has compared each
+        assert (ours - trainer).norm() < 0.05 * trainer.norm()
+    elif case.layout == "fsdp+tp":  # sums in another order
+        assert torch.allclose(ours, trainer, rtol=0.05, atol=1e-4)
     else:
         assert torch.equal(ours, trainer), f"logits differ: {(ours - trainer).abs().max()}"
