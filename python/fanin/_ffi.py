@@ -41,6 +41,7 @@ LOG_ERROR, LOG_WARNING, LOG_INFO, LOG_DEBUG = 1, 2, 3, 4
 MEMORY_DETECT, MEMORY_HOST, MEMORY_CUDA = 0, 1, 2
 
 SERVER_OPEN, SERVER_TRUSTED_NETWORK, SERVER_NO_UCX = 1, 2, 4
+TENSOR_KEEP = 1
 COMMIT_SNAPSHOT, COMMIT_WAIT = 1, 2
 STEP_NEWEST, STEP_EXACT, STEP_AT_LEAST = 0, 1, 2
 
@@ -142,6 +143,7 @@ class Tensor(Structure):
         ("boxes", POINTER(Box)),
         ("n_boxes", c_size_t),
         ("memory", Memory),
+        ("flags", c_uint32),
     ]
 
 

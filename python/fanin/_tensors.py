@@ -52,6 +52,8 @@ class Shard:
     device: int | None = None
     #: Kept alive as long as the memory is in use.
     owner: object = None
+    #: F32 that a commit's cast leaves as it is; the same on all ranks.
+    keep: bool = False
 
 
 # torch.dtype without its prefix: safetensors' name.
@@ -381,7 +383,7 @@ def _box_struct(dims: int) -> struct.Struct:
 
 
 def _tensor_struct(dims: int) -> struct.Struct:
-    return struct.Struct(f"=QQiI{dims}Q{8 * (_ffi.MAX_DIMS - dims)}xQQii")
+    return struct.Struct(f"=QQiI{dims}Q{8 * (_ffi.MAX_DIMS - dims)}xQQiiI4x")
 
 
 # By number of dimensions.
@@ -479,6 +481,7 @@ def _fill(
             (box_at - first) // BOX_SIZE,
             kind,
             device,
+            _ffi.TENSOR_KEEP if shard.keep else 0,
         )
         at += TENSOR_SIZE
         name_address += len(name) + 1

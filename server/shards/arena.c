@@ -23,7 +23,7 @@ static bool is_device(fanin_memory m)
 
 static uint32_t convert_of(const shard *s, fanin_dtype cast)
 {
-    return cast != 0 && s->dtype == FANIN_DTYPE_F32
+    return cast != 0 && !s->keep && s->dtype == FANIN_DTYPE_F32
                ? (uint32_t)convert_between(s->dtype, cast)
                : CONVERT_NONE;
 }

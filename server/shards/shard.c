@@ -171,6 +171,9 @@ static fanin_status check_tensor(const shard_context *c, const fanin_tensor *t,
         return fault(c, FANIN_ERR_ARGUMENT, t->name,
                      "the shape is too large, or ends inside a byte of a packed dtype",
                      NULL);
+    if (t->flags & ~(uint32_t)FANIN_TENSOR_KEEP)
+        return fault(c, FANIN_ERR_ARGUMENT, t->name, "a flag is unknown",
+                     "set all of the tensor's fields, flags to 0 or FANIN_TENSOR_...");
     if (t->n_boxes > 0 && !t->boxes)
         return fault(c, FANIN_ERR_ARGUMENT, t->name, "the array of boxes is NULL",
                      NULL);
@@ -195,6 +198,7 @@ static fanin_status shard_make(const shard_context *c, const fanin_tensor *t,
     memset(s, 0, sizeof *s);
     s->name = memcpy((char *)&s->boxes[t->n_boxes], t->name, name_size);
     s->dtype = t->dtype;
+    s->keep = t->flags & FANIN_TENSOR_KEEP;
     s->n_dims = t->n_dims;
     memcpy(s->shape, t->shape, t->n_dims * sizeof s->shape[0]);
     s->shape_bytes = bytes;
@@ -233,7 +237,7 @@ void shard_box_view(const shard *s, const shard_box *b, strided *out)
 bool shard_equal(const shard *a, const shard *b)
 {
     if (a->dtype != b->dtype || a->n_dims != b->n_dims || a->n_boxes != b->n_boxes ||
-        memcmp(a->shape, b->shape, sizeof a->shape) != 0)
+        a->keep != b->keep || memcmp(a->shape, b->shape, sizeof a->shape) != 0)
         return false;
     for (size_t i = 0; i < a->n_boxes; i++) {
         const shard_box *x = &a->boxes[i], *y = &b->boxes[i];

@@ -27,6 +27,7 @@ typedef struct shard_box {
 typedef struct shard {
     char *name; /**< stored behind the boxes */
     fanin_dtype dtype;
+    bool keep; /**< a cast leaves it as it is */
     uint32_t n_dims;
     uint64_t shape[FANIN_MAX_DIMS];
     uint64_t shape_bytes;

@@ -60,6 +60,36 @@ def local_experts(model: Any, rank: int, size: int) -> Made:
     return model, {"names": experts(first=first)}
 
 
+def unnamed_experts(model: Any, rank: int, size: int) -> Made:
+    """A mistake: every rank says that its experts are the first ones."""
+    return local_experts(model, rank, size)[0], {"names": experts()}
+
+
+def unnamed_rows(model: Any, rank: int, size: int) -> Made:
+    """A mistake: tensor parallelism by hand, of which nobody tells."""
+    for layer in model.model.layers:
+        for name, dim in (("gate_proj", 0), ("up_proj", 0), ("down_proj", 1)):
+            part = getattr(layer.mlp, name).weight.detach().chunk(size, dim)[rank].clone()
+            getattr(layer.mlp, name).weight = torch.nn.Parameter(part)
+    return model, {}
+
+
+def unnamed_vocabulary(model: Any, rank: int, size: int) -> Made:
+    """A mistake: each rank has some rows of the embeddings."""
+    for module in (model.model.embed_tokens, model.lm_head):
+        module.weight = torch.nn.Parameter(module.weight.detach().chunk(size)[rank].clone())
+    return model, {}
+
+
+def drifted(model: Any, rank: int, size: int) -> Made:
+    """No mistake: replicas that nobody has synchronised for a while."""
+    torch.manual_seed(rank)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.003)
+    return model, {}
+
+
 def sharded_experts(model: Any, rank: int, size: int) -> Made:
     """Experts as DTensors over one half of the mesh, FSDP2 over the other, as torchtitan does."""
     mesh = init_device_mesh("cpu", (size // 2, 2), mesh_dim_names=("data", "expert"))
@@ -164,6 +194,10 @@ KINDS = {
     "ep": local_experts,
     "ep+fsdp": sharded_experts,
     "megatron": megatron_parts,
+    "unnamed-experts": unnamed_experts,
+    "unnamed-rows": unnamed_rows,
+    "unnamed-vocabulary": unnamed_vocabulary,
+    "drifted": drifted,
 }
 
 
@@ -216,6 +250,22 @@ class Trainer:
         self.server.publish(0)
         dist.barrier(server.get("group"))
         return self.server.addresses
+
+    def mistake(self, model: str, kind: str) -> list[str]:
+        """What each of two publishes says, one rank after the other."""
+        whole = AutoModelForCausalLM.from_pretrained(model, dtype="auto")
+        part, told = KINDS[kind](whole, self.rank, self.size)
+        said = []
+        with WeightServer(part, base_port=0, use_ucx=False, **told) as server:
+            for turn in range(2 * self.size):
+                if turn % self.size == self.rank:
+                    try:
+                        server.publish(turn)
+                        said.append("")
+                    except fanin.FaninError as error:
+                        said.append(f"{error.key} {error.rank} {error} {error.remedy}")
+                dist.barrier()
+        return said
 
     def step(self) -> None:
         self.number += 1

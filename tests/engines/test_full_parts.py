@@ -13,6 +13,7 @@ from typing import Any
 import fanin
 import pytest
 import torch
+from fanin.torch._replicas import peers_of
 from full_models import save_full_model
 from test_full_worlds import Engine, same, saved
 from vllm_server import free_ports
@@ -143,6 +144,54 @@ def test_local_experts_without_their_number_are_refused(
     for error in errors(two.do("make", model=str(models["qwen3-moe"]), kind="ep", names=None)):
         assert "gate_up_proj' has 2 experts, and the model's configuration says 4" in error["text"]
         assert "fanin.torch.names.experts(first=...)" in error["remedy"]
+
+
+@pytest.mark.parametrize(
+    "kind, model, names",
+    [
+        ("unnamed-rows", "qwen3", ["gate_proj", "up_proj", "down_proj"]),
+        ("unnamed-experts", "qwen3-moe", ["gate_proj", "up_proj", "down_proj"]),
+    ],
+)
+def test_parts_that_nobody_tells_are_no_replicas(
+    two: World, models: dict[str, Path], kind: str, model: str, names: list[str]
+) -> None:
+    """The rank that publishes last finds it, and the other one when it publishes next."""
+    first, second = (
+        one["result"] for one in two.do("mistake", model=str(models[model]), kind=kind)
+    )
+    assert first[0] == ""
+    for rank, text in ((1, second[0]), (0, first[1]), (1, second[1])):
+        key, peer, *_ = text.split(" ")
+        assert key.split(".")[-2] in names and peer == str(1 - rank), text
+        assert f"has other values on rank {rank} than on rank {1 - rank}" in text
+        assert "names=" in text and "fanin.torch.Slice" in text
+
+
+def test_rows_of_the_vocabulary_are_not_all(two: World, models: dict[str, Path]) -> None:
+    made = two.do("make", model=str(models["qwen3"]), kind="unnamed-vocabulary")
+    for error in errors(made):
+        assert error["key"] in ("lm_head.weight", "model.embed_tokens.weight")
+        assert "has 128 rows on each of 2 ranks" in error["text"]
+        assert "says vocab_size 256, 2 times as many" in error["text"]
+
+
+def test_replicas_that_drifted_apart_are_replicas(two: World, models: dict[str, Path]) -> None:
+    answers = two.do("mistake", model=str(models["qwen3"]), kind="drifted")
+    assert [one["result"] for one in answers] == [["", ""]] * 2
+
+
+def test_every_group_of_ranks_has_a_pair_that_compares() -> None:
+    """Tensor parallel groups of neighbours, or of ranks that are a whole step apart."""
+    for size in (2, 3, 6, 8, 12, 64, 96, 512):
+        peers = [set(peers_of(rank, size)) for rank in range(size)]
+        assert all(rank in peers[peer] for rank in range(size) for peer in peers[rank])
+        assert max(map(len, peers)) <= 24
+        for width in (one for one in range(2, size + 1) if size % one == 0):
+            for step in (one for one in range(1, size) if size % (one * width) == 0):
+                for first in range(size):
+                    group = [(first + at * step) % size for at in range(width)]
+                    assert group[1] in peers[group[0]]
 
 
 def test_a_set_that_changes_on_one_rank(two: World, models: dict[str, Path]) -> None:

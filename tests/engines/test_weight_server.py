@@ -317,6 +317,9 @@ def test_calls_that_are_wrong(tmp_path):
     model = Normed()
     for options, why in (
         ({"cast": "BF16"}, "cast is 'BF16' without snapshot"),
+        ({"cast": {"*": "F16"}}, "without snapshot"),
+        ({"cast": {"a": "F16", "*": "BF16"}, "snapshot": True}, "cast names BF16 and F16"),
+        ({"cast": {"*": None}, "snapshot": True}, "cast names no dtype"),
         ({"run": "lora:0"}, "'lora:0' is an adapter's publication"),
         ({"run": "a/b"}, "is no run"),
         ({"names": lambda name, shape: 3}, "int"),
@@ -402,6 +405,31 @@ def test_snapshots_with_a_cast():
             ), name
         server.publish(1)
         assert torch.equal(pulled(server, step=1)[1]["scale"], model.scale.detach().bfloat16())
+
+
+def test_a_cast_with_exceptions():
+    """By published names, the first pattern that fits; a slice is one of its own."""
+    model = Normed()
+
+    def halves(name, shape):
+        if name != "body.0.weight":
+            return name
+        return [Slice("body.gate", (slice(0, 2),)), Slice("body.rest", (slice(2, 5),))]
+
+    cast = {"*.gate": None, "norm.running_mean": None, "norm.*": "BF16", "body.*": "BF16"}
+    with serve(model, snapshot=True, cast=cast, names=halves) as server:
+        for step in range(2):
+            server.publish(step)
+            got = pulled(server, step=step)[1]
+            rounded = {name for name, value in got.items() if value.dtype == torch.bfloat16}
+            assert rounded == {
+                *("norm.weight", "norm.bias", "norm.running_var"),
+                *("body.rest", "body.0.bias", "body.1.weight"),
+            }
+            assert torch.equal(got["body.gate"], model.body[0].weight[:2])
+            assert torch.equal(got["body.rest"], model.body[0].weight[2:].bfloat16())
+            assert torch.equal(got["scale"], model.scale)
+            model.body[0].weight.data = model.body[0].weight.data * 3  # registered anew
 
 
 def test_pause_offload_and_resume():

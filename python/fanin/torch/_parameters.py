@@ -6,6 +6,7 @@ What the library has registered is compared with what is there now.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -25,7 +26,7 @@ from fanin.torch._state import (
     local_of,
     refuse_kind,
 )
-from fanin.torch._tree import FindFunction, Item, Tree, root_of
+from fanin.torch._tree import PARAMETER, FindFunction, Item, Tree, root_of
 
 try:
     from torch.distributed.tensor import DTensor as _DTensor
@@ -236,6 +237,16 @@ class Parameters:
         for item in self._items:
             if item.state is not None:
                 item.state = item.state._replace(param=None, pointer=-1, storage=None)
+
+    def untold(self) -> Iterator[tuple[Any, Slice]]:
+        """Plain parameters as they are now, and what is published of each, where nothing says that
+        it is a part: no DTensor, no slice with a place in a larger one."""
+        for item in self._items:
+            if item.state is None or item.state.spec is not None or item.kind != PARAMETER:
+                continue
+            for part in item.state.slices:
+                if part.shape is None:
+                    yield item.now(), part
 
     def segments(self) -> int:
         """How many allocations on CUDA devices hold what is registered: workers map each."""

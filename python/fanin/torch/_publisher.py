@@ -16,6 +16,7 @@ from fanin._tensors import Shard
 from fanin.errors import FaninError, NotFoundError, RequestError, StateError
 from fanin.info import TrainerInfo, join_address, write_info
 from fanin.server import Server, Stream, publication_of
+from fanin.torch._cast import Cast, Casting
 from fanin.torch._parameters import Change, Parameters
 from fanin.torch._segments import tell_segments
 from fanin.torch._world import (
@@ -58,7 +59,7 @@ class Serving(NamedTuple):
     trusted_network: bool
     lease: float
     snapshot: bool
-    cast: str | None
+    cast: Cast | None
     use_ucx: bool
 
 
@@ -113,17 +114,13 @@ class Publisher:
         self._runs: dict[str, OneRun] = {}
         self._last: dict[str, int] = {}  # steps, also of runs that were removed
         self._snapshot = serving.snapshot
-        self._cast = serving.cast
         ranks = Ranks(group, _first_device(model))
         source: Source | None = None
         server: Server | None = None
         error: FaninError | None = None
 
         try:
-            if serving.cast is not None and not serving.snapshot:
-                raise RequestError.make(
-                    f"cast is {serving.cast!r} without snapshot", "give snapshot=True as well"
-                )
+            self._casting = Casting(serving.cast, serving.snapshot)
             source = prepare()
         except Exception as caught:
             error = cause_of(caught)
@@ -367,7 +364,8 @@ class Publisher:
         return run.parameters.look()
 
     def _register(self, server: Server, source: Source) -> OneRun:
-        server.put(source.publication, [*source.change.shards, *source.others])
+        shards = self._casting.marked([*source.change.shards, *source.others])
+        server.put(source.publication, shards)
         try:
             server.set_metadata(source.publication, source.metadata)
         except BaseException:
@@ -469,7 +467,8 @@ class Publisher:
 
     def _tell(self, run: OneRun, change: Change) -> None:
         if change.shards:
-            self._server.put(run.publication, change.shards, replace=True)
+            marked = self._casting.marked(change.shards)
+            self._server.put(run.publication, marked, replace=True)
         for key in change.removed:
             self._server.remove(run.publication, key)
         run.parameters.accept(change)
@@ -525,7 +524,7 @@ class Publisher:
             _order(streams[1:], streams[:1])
             stream = Stream(int(streams[0].cuda_stream), devices[0])
         self._server.commit(
-            run.publication, step, snapshot=self._snapshot, cast=self._cast, stream=stream
+            run.publication, step, snapshot=self._snapshot, cast=self._casting.dtype, stream=stream
         )
         run.step = self._last[run.publication] = int(step)
         run.stands = True

@@ -73,6 +73,15 @@ class Ranks:
             dist.broadcast_object_list(out, src=source, group=self._group)
         return out[0]
 
+    def store(self) -> Any:
+        """Where ranks leave things for others, of torch.distributed; None: there is none."""
+        if not self._distributed or self.size == 1:
+            return None
+        try:
+            return torch.distributed.distributed_c10d._get_default_store()
+        except (AttributeError, ValueError, RuntimeError):  # MPI has none
+            return None
+
     def _on_device(self) -> Any:
         # NCCL gathers objects through the current device, which must be one of this rank's own.
         if self._device is None or not torch.cuda.is_available():

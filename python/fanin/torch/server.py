@@ -10,6 +10,7 @@ import torch
 from fanin.errors import RequestError
 from fanin.server import publication_of
 from fanin.torch._adapters import choose_adapter, find_adapter
+from fanin.torch._cast import Cast
 from fanin.torch._config import active_adapters, bias_of, config_of, holder_of, metadata_of
 from fanin.torch._names import NamesFunction
 from fanin.torch._parameters import Parameters
@@ -63,7 +64,9 @@ class AdapterServer(Publisher):
     :param lease: seconds that readers can delay an update, at most.
     :param snapshot: publish copies, so that readers never delay training and long reads are not
         overtaken; costs twice the adapter's memory.
-    :param cast: "BF16" or "F16": snapshots of F32 parameters are converted. Needs ``snapshot``.
+    :param cast: "BF16" or "F16": snapshots of F32 tensors are converted. With exceptions by
+        patterns of published names, of which the first that fits decides:
+        ``cast={"*.mlp.gate.weight": None, "*": "BF16"}``. Needs ``snapshot``.
     :param names: what is published of each parameter, see :data:`fanin.torch.NamesFunction`.
     :param adapter: PEFT's name of the adapter; default: the active one, or the only one.
     :param config: PEFT's configuration or a dict; default: the model's own. A dict without
@@ -98,7 +101,7 @@ class AdapterServer(Publisher):
         trusted_network: bool = False,
         lease: float = 1.0,
         snapshot: bool = False,
-        cast: str | None = None,
+        cast: Cast | None = None,
         names: NamesFunction | None = None,
         adapter: str | None = None,
         config: Any = None,

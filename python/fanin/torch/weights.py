@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import secrets
 from typing import Any
 
 import torch
@@ -10,10 +11,12 @@ import torch
 from fanin._tensors import Shard
 from fanin.errors import FaninError, RequestError, StateError
 from fanin.server import publication_of
+from fanin.torch._cast import Cast
 from fanin.torch._config import model_config
 from fanin.torch._names import NamesFunction
 from fanin.torch._parameters import Change, Parameters
 from fanin.torch._publisher import OneRun, Publisher, Run, Serving, Source, cause_of
+from fanin.torch._replicas import Replicas, refuse_parts, replicas_of
 from fanin.torch._union import Entry, Table, Told, Whole, compress, entry_of, table_of, unite
 from fanin.torch._weights import checkpoint_names, find_weights
 from fanin.torch._world import raise_first
@@ -84,7 +87,9 @@ class WeightServer(Publisher):
     :param lease: seconds that readers can delay an update, at most.
     :param snapshot: publish copies, so that readers never delay training and long reads are not
         overtaken; costs twice the memory of what this rank publishes.
-    :param cast: "BF16" or "F16": snapshots of F32 weights are converted. Needs ``snapshot``.
+    :param cast: "BF16" or "F16": snapshots of F32 tensors are converted. With exceptions by
+        patterns of published names, of which the first that fits decides:
+        ``cast={"*.mlp.gate.weight": None, "*": "BF16"}``. Needs ``snapshot``.
     :param names: what is published of each tensor, see :data:`fanin.torch.NamesFunction` and
         :mod:`fanin.torch.names`. Default: the tensors and names that transformers would save,
         of other models those that are stored.
@@ -129,13 +134,15 @@ class WeightServer(Publisher):
         trusted_network: bool = False,
         lease: float = 1.0,
         snapshot: bool = False,
-        cast: str | None = None,
+        cast: Cast | None = None,
         names: NamesFunction | None = None,
         config: Any = None,
         use_ucx: bool = True,
     ) -> None:
         #: What this rank has told the others.
         self._tables: dict[str, Table] = {}
+        #: The proof that replicas are replicas.
+        self._replicas: dict[str, Replicas | None] = {}
         #: Runs of which the library has not taken all that was told.
         self._unsettled: set[str] = set()
         serving = Serving(
@@ -193,11 +200,12 @@ class WeightServer(Publisher):
             error = cause_of(caught)
         table = table_of(source.change.shards) if source is not None else {}
         metadata = source.metadata if source is not None else {}
-        wholes, metadata = self._united(table, metadata, error)
+        wholes, metadata, token = self._united(table, metadata, error)
         assert source is not None
         agreed = source._replace(metadata=metadata, others=_others(wholes, table))
         self._register(self._server, agreed)
         self._tables[source.publication] = table
+        self._watch(source.publication, token)
 
     def remove_run(self, run: Run) -> None:
         """Takes a run's weights back: on return none of its memory is read any more.
@@ -209,31 +217,39 @@ class WeightServer(Publisher):
         """
         super().remove_run(run)
         self._tables.pop(full_publication(run), None)
+        self._replicas.pop(full_publication(run), None)
         self._unsettled.discard(full_publication(run))
 
     # -- inside -----------------------------------------------------------------------------
 
     def _united(
         self, table: Table, metadata: dict[str, str], error: FaninError | None
-    ) -> tuple[list[Whole], dict[str, str]]:
-        """What all ranks hold together, and the metadata of the first that has a configuration."""
+    ) -> tuple[list[Whole], dict[str, str], str]:
+        """What all ranks hold together, the metadata of the first that has a configuration, and a
+        word that all ranks have and no other run."""
         ranks = self._ranks
         told, text = compress(table)
-        answers: list[tuple[FaninError | None, Told, dict[str, str]]]
-        answers = ranks.gather((error, told, metadata))
+        answers: list[tuple[FaninError | None, Told, dict[str, str], str]]
+        answers = ranks.gather((error, told, metadata, secrets.token_hex(8)))
         raise_first([answer[0] for answer in answers], ranks.rank, "describe its parameters")
         texts: dict[bytes, bytes] = {}
-        for rank, (_, one, _) in enumerate(answers):
+        for rank, (_, one, _, _) in enumerate(answers):
             if one.digest not in texts:
                 texts[one.digest] = ranks.share(text if rank == ranks.rank else None, rank)
         wholes = unite([answer[1] for answer in answers], texts)
         all_metadata = [answer[2] for answer in answers]
-        return wholes, next((one for one in all_metadata if "config" in one), all_metadata[0])
+        agreed = next((one for one in all_metadata if "config" in one), all_metadata[0])
+        refuse_parts(wholes, agreed, ranks.size)
+        return wholes, agreed, answers[0][3]
+
+    def _watch(self, publication: str, token: str) -> None:
+        self._replicas[publication] = replicas_of(self._ranks, f"fanin/{token}")
 
     def _agreed(self, source: Source) -> Source:
         table = table_of(source.change.shards)
-        wholes, metadata = self._united(table, source.metadata, None)
+        wholes, metadata, token = self._united(table, source.metadata, None)
         self._tables[source.publication] = table
+        self._watch(source.publication, token)
         return source._replace(metadata=metadata, others=_others(wholes, table))
 
     def _resolved(self, run: OneRun) -> Change:
@@ -250,6 +266,8 @@ class WeightServer(Publisher):
                 raise _changed(run, shard.name, table.get(shard.name), entry_of(shard))
         for name in change.removed:
             raise _changed(run, name, table.get(name), None)
+        if (replicas := self._replicas.get(run.publication)) is not None:
+            replicas.check(run.parameters.untold())
         return change
 
     def _refresh(self, run: OneRun) -> None:
@@ -268,12 +286,14 @@ class WeightServer(Publisher):
                 table.pop(name, None)
         except Exception as caught:
             error = cause_of(caught)
-        wholes, _ = self._united(table, {}, error)
+        wholes, _, token = self._united(table, {}, error)
         assert change is not None
         self._tables[run.publication] = table
+        self._watch(run.publication, token)
         self._unsettled.add(run.publication)
         self._tell(run, change)
-        self._server.put(run.publication, _others(wholes, table), replace=True)
+        others = self._casting.marked(_others(wholes, table))
+        self._server.put(run.publication, others, replace=True)
         for name in set(self._server.names(run.publication)) - {one.name for one in wholes}:
             self._server.remove(run.publication, name)
         self._unsettled.discard(run.publication)

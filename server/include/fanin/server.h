@@ -217,8 +217,8 @@ enum {
 typedef struct fanin_commit_options {
     size_t struct_size;
     uint32_t flags; /**< FANIN_COMMIT_... */
-    /** snapshots: F32 shards are published as FANIN_DTYPE_BF16 or FANIN_DTYPE_F16, rounded to
-        nearest even; 0: as they are. The same at every commit */
+    /** snapshots: F32 shards without FANIN_TENSOR_KEEP are published as FANIN_DTYPE_BF16 or
+        FANIN_DTYPE_F16, rounded to nearest even; 0: as they are. The same at every commit */
     fanin_dtype cast;
     /** the CUDA stream that writes the shards (any context of the device; not while it is captured
         into a graph); none: all writes are done. Stays the caller's, and may be destroyed when

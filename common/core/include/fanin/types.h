@@ -96,6 +96,11 @@ typedef struct fanin_box {
     void *address;                   /**< of the first element; NULL only when empty */
 } fanin_box;
 
+enum {
+    /** A shard of F32 that a commit's cast leaves as it is; the same on all ranks. */
+    FANIN_TENSOR_KEEP = 1,
+};
+
 /** A shard that a trainer rank publishes, or a destination that a worker wants filled. */
 typedef struct fanin_tensor {
     /** sizeof(fanin_tensor); also the step from one array element to the next */
@@ -107,6 +112,7 @@ typedef struct fanin_tensor {
     const fanin_box *boxes;
     size_t n_boxes;      /**< 0: this rank holds nothing of the tensor (empty shard) */
     fanin_memory memory; /**< of all boxes */
+    uint32_t flags;      /**< FANIN_TENSOR_...; of destinations 0 */
 } fanin_tensor;
 
 /** A string pair of a publication's metadata. */

@@ -392,6 +392,43 @@ static void strides_are_packed(void **state)
     assert_memory_equal(got, expected, sizeof got);
 }
 
+/* As a router among F32 masters that are published as BF16. */
+static void what_is_kept_is_not_cast(void **state)
+{
+    fanin_server *s = server_start_lease(0);
+    put_floats(s);
+    fanin_box flat = {.extent = {24}, .address = values};
+    fanin_tensor f = {.struct_size = sizeof f,
+                      .name = "f",
+                      .dtype = FANIN_DTYPE_F32,
+                      .n_dims = 1,
+                      .shape = {24},
+                      .boxes = &flat,
+                      .n_boxes = 1,
+                      .flags = FANIN_TENSOR_KEEP};
+    fanin_error error = FANIN_ERROR_INIT;
+    assert_ok(fanin_server_put(s, RUN, &f, 1, true, &error), error);
+    assert_int_equal(snapshot(s, 1, FANIN_DTYPE_BF16, NULL), FANIN_OK);
+    puller r = puller_open(s);
+    grant g;
+    begin(&r, &g);
+    key_table *keys;
+    box_table *boxes;
+    peer_catalog(&r.control, &g, &keys, &boxes);
+    assert_int_equal(keys->entries[0].dtype, FANIN_DTYPE_F32);
+    assert_int_equal(keys->entries[0].bytes, sizeof values);
+    assert_int_equal(keys->entries[1].dtype, FANIN_DTYPE_BF16);
+    read_entry one = {.box = 0, .count = 1};
+    float got[24];
+    peer_read(&r.data, &g, &one, 1, got, sizeof got);
+    assert_memory_equal(got, values, sizeof got);
+    key_table_free(&keys);
+    box_table_free(&boxes);
+    f.flags = 2;
+    assert_int_equal(fanin_server_put(s, RUN, &f, 1, true, &error), FANIN_ERR_ARGUMENT);
+    assert_says(error.message, "a flag is unknown");
+}
+
 static void f32_is_cast(void **state)
 {
     fanin_server *s = server_start_lease(0);
@@ -532,6 +569,7 @@ int main(void)
         server_test(options_are_checked),
         server_test(strides_are_packed),
         server_test(f32_is_cast),
+        server_test(what_is_kept_is_not_cast),
         server_test(large_shards_are_copied_by_threads),
         server_test(nothing_can_be_published),
         server_test(steps_are_never_mixed),

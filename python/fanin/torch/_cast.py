@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which of the published tensors a snapshot converts. No torch in here."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from fnmatch import translate
+
+from fanin._tensors import Shard
+from fanin.errors import RequestError
+
+Cast = str | Mapping[str, str | None]
+"""A dtype for every F32 tensor, or by patterns of published names: the first that fits decides,
+None leaves the tensor as it is, and so does no pattern that fits. All name the same dtype."""
+
+
+class Casting:
+    """What ``cast=`` says."""
+
+    def __init__(self, cast: Cast | None, snapshot: bool) -> None:
+        """RequestError: it makes no sense."""
+        told = {"*": cast} if isinstance(cast, str) or cast is None else dict(cast)
+        dtypes = sorted({dtype for dtype in told.values() if dtype is not None})
+        if len(dtypes) > 1 or (cast is not None and not dtypes):
+            raise RequestError.make(
+                f"cast names {' and '.join(dtypes) or 'no dtype'}",
+                'give one for all: cast={"*.mlp.gate.weight": None, "*": "BF16"}',
+            )
+        #: What F32 is converted to, None: nothing is.
+        self.dtype: str | None = dtypes[0] if dtypes else None
+        if self.dtype is not None and not snapshot:
+            raise RequestError.make(
+                f"cast is {cast!r} without snapshot", "give snapshot=True as well"
+            )
+        self._patterns = [(re.compile(translate(one)), told[one]) for one in told]
+
+    def keeps(self, name: str) -> bool:
+        """Whether the tensor of that name stays as it is."""
+        for pattern, dtype in self._patterns:
+            if pattern.match(name):
+                return dtype is None
+        return True
+
+    def marked(self, shards: Iterable[Shard]) -> list[Shard]:
+        """The shards as the library is to be told of them."""
+        return [
+            replace(one, keep=True)
+            if self.dtype is not None and one.dtype == "F32" and self.keeps(one.name)
+            else one
+            for one in shards
+        ]
