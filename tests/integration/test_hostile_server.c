@@ -120,8 +120,26 @@ static fanin_client *client_of(fanin_path path)
     return make_client(&config);
 }
 
+/* As a pull of one call, or in two reads of a session. */
+static fanin_status read_matrix(fanin_client *client, const fanin_pull_options *options,
+                                const fanin_tensor *tensor, bool session,
+                                fanin_error *error)
+{
+    if (!session)
+        return fanin_client_pull(client, options, tensor, 1, NULL, error);
+    fanin_session *s = NULL;
+    fanin_status status = fanin_client_begin(client, options, tensor, 1, &s, error);
+    for (size_t i = 0; i < 2 && status == FANIN_OK; i++)
+        status = fanin_session_read(s, 0, 1, error);
+    if (status == FANIN_OK)
+        return fanin_session_end(&s, NULL, error);
+    if (s) /* what a read has met is what the end says */
+        assert_int_equal(fanin_session_end(&s, NULL, NULL), status);
+    return status;
+}
+
 /* Connects and pulls the matrix at step 7; the first error of the two. */
-static fanin_status pull_from(const fake_server *f, fanin_client *client,
+static fanin_status pull_from(const fake_server *f, fanin_client *client, bool session,
                               uint32_t timeout_ms, fanin_error *error)
 {
     static uint8_t memory[FAKE_BYTES + 64];
@@ -136,7 +154,7 @@ static fanin_status pull_from(const fake_server *f, fanin_client *client,
     fanin_pull_options options = make_options(FANIN_STEP_EXACT, 7);
     options.timeout_ms = timeout_ms;
     memset(memory, 0xcc, sizeof memory);
-    status = fanin_client_pull(client, &options, &tensor, 1, NULL, error);
+    status = read_matrix(client, &options, &tensor, session, error);
     if (status == FANIN_OK)
         assert_memory_equal(memory, f->bytes, FAKE_BYTES);
     for (size_t i = FAKE_BYTES; i < sizeof memory; i++)
@@ -183,15 +201,14 @@ static void expect_refusal(const lie *l, fanin_status status, const fake_server 
         fail_msg("\"%s\" names neither address nor key", error->message);
 }
 
-static void test_lie(void **state)
+static void expose(const lie *l, bool session)
 {
-    const lie *l = *state;
     fake_server f;
     fanin_error error = FANIN_ERROR_INIT;
     fanin_client *client = client_of(FANIN_PATH_AUTO);
     fake_server_start(&f, l->mischief);
     long before_kib = peak_kib();
-    fanin_status status = pull_from(&f, client, PULL_MS, &error);
+    fanin_status status = pull_from(&f, client, session, PULL_MS, &error);
     long grown_kib = peak_kib() - before_kib;
     if (status == FANIN_OK)
         fail_msg("the lie was believed");
@@ -208,6 +225,16 @@ static void test_lie(void **state)
     fanin_client_destroy(&client);
 }
 
+static void test_lie(void **state)
+{
+    expose(*state, false);
+}
+
+static void test_lie_in_session(void **state)
+{
+    expose(*state, true);
+}
+
 /* The controls: the fake rank tells the truth, at once or bit by bit, and is believed. */
 static void believe(mischief mischief)
 {
@@ -215,7 +242,8 @@ static void believe(mischief mischief)
     fanin_error error = FANIN_ERROR_INIT;
     fanin_client *client = client_of(FANIN_PATH_AUTO);
     fake_server_start(&f, mischief);
-    assert_ok(pull_from(&f, client, 20000, &error), error);
+    assert_ok(pull_from(&f, client, false, 20000, &error), error);
+    assert_ok(pull_from(&f, client, true, 20000, &error), error);
     fanin_client_destroy(&client);
     fake_server_stop(&f);
 }
@@ -257,7 +285,8 @@ static void test_gone(void **state)
         fanin_error error = FANIN_ERROR_INIT;
         fanin_client *client = client_of(paths[i]);
         fake_server_start(&f, REGIONS_GONE);
-        assert_int_equal(pull_from(&f, client, PULL_MS, &error), FANIN_ERR_NOT_FOUND);
+        assert_int_equal(pull_from(&f, client, false, PULL_MS, &error),
+                         FANIN_ERR_NOT_FOUND);
         assert_null(strstr(error.message, "not possible"));
         fanin_client_destroy(&client);
         fake_server_stop(&f);
@@ -266,19 +295,26 @@ static void test_gone(void **state)
 
 int main(int argc, char **argv)
 {
-    struct CMUnitTest tests[N_LIES + 4] = {
+    struct CMUnitTest tests[2 * N_LIES + 4] = {
         cmocka_unit_test(test_honest),
         cmocka_unit_test(test_byte_by_byte),
         cmocka_unit_test(test_small_pages),
         cmocka_unit_test(test_gone),
     };
+    size_t n = 4;
     for (size_t i = 0; i < N_LIES; i++)
-        tests[i + 4] =
-            (struct CMUnitTest){.name = lies[i].name,
-                                .test_func = test_lie,
-                                .initial_state = (void *)(uintptr_t)&lies[i]};
+        tests[n++] = (struct CMUnitTest){.name = lies[i].name,
+                                         .test_func = test_lie,
+                                         .initial_state = (void *)(uintptr_t)&lies[i]};
+    /* Until there is a lease, a session is what a pull is. */
+    for (size_t i = 0; i < N_LIES; i++)
+        if (lies[i].mischief >= BEGIN_REFUSED)
+            tests[n++] =
+                (struct CMUnitTest){.name = lies[i].name,
+                                    .test_func = test_lie_in_session,
+                                    .initial_state = (void *)(uintptr_t)&lies[i]};
     if (argc > 1)
         cmocka_set_test_filter(argv[1]);
-    return cmocka_run_group_tests_name("hostile_server", tests, start_honest,
-                                       stop_honest);
+    return _cmocka_run_group_tests("hostile_server", tests, n, start_honest,
+                                   stop_honest);
 }
