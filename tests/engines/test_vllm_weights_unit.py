@@ -7,11 +7,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from fanin.errors import StateError
+from fanin.errors import RequestError, StateError
 from fanin.mapping import About, Leaf, Mapping, Module, Source
 from fanin.vllm import guard
+from fanin.vllm.infos import InitInfo, UpdateInfo
 from fanin.vllm.mixed import with_neighbours
-from fanin.vllm.weights import _refuse_what_moves
+from fanin.vllm.weights import _named, _refuse_what_moves
 
 
 def config(**more: Any) -> Any:
@@ -54,6 +55,57 @@ def test_these_are_the_names_that_vllm_has() -> None:
     assert ParallelConfig().enable_eplb is False
     assert OffloadConfig().uva.cpu_offload_gb == 0
     assert OffloadConfig().prefetch.offload_group_size == 0
+
+
+@pytest.mark.parametrize(
+    ("fields", "key", "said"),
+    [
+        ({"mode": "fast"}, "mode", "'fast'.*auto.*loader"),
+        ({"verify": "yes"}, "verify", "'yes'.*true or false"),
+        ({"ring": 0}, "ring", "is 0.*1 to 64"),
+        ({"ring": True}, "ring", "is True.*1 to 64"),
+        ({"ring": 65}, "ring", "is 65.*1 to 64"),
+        ({"save": 7}, "save", "is 7.*give a directory"),
+        ({"unused": "*"}, "unused", r"'\*'.*a list of patterns"),
+        ({"unused": [1]}, "unused", "a list of patterns"),
+        ({"timeout": 0}, "timeout", "is 0.*above 0"),
+        ({"run": "lora:0"}, "run", "lora_adapter_nixl"),
+        ({"draft_run": "lora:0"}, "run", "lora_adapter_nixl"),
+        ({"trainer": 7}, "trainer_addresses", "host:port"),
+    ],
+)
+def test_wrong_init_info_is_named(fields: Any, key: str, said: str) -> None:
+    with pytest.raises(RequestError, match=said) as caught:
+        InitInfo(**({"trainer": "127.0.0.1:6000"} | fields)).checked()
+    assert caught.value.key == key
+
+
+def test_init_info_that_is_right() -> None:
+    init = InitInfo("127.0.0.1:6000", run=3, draft_run="d", unused=["a.*"], save="/m").checked()
+    assert (init.run, init.draft_run, init.timeout) == ("full:3", "full:d", 120.0)
+    assert (init.unused, init.save, init.ring) == (("a.*",), "/m", 2)
+
+
+@pytest.mark.parametrize(
+    ("fields", "key"), [({"step": "7"}, "step"), ({"step": 7, "prefetch": 1}, "prefetch")]
+)
+def test_wrong_update_info_is_named(fields: Any, key: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        UpdateInfo(**fields).checked()
+    assert caught.value.key == key
+
+
+def parallel(rank: int, size: int, replica: int = 0, replicas: int = 1) -> Any:
+    numbers = {"rank": rank, "world_size": size}
+    numbers |= {"data_parallel_index": replica, "data_parallel_size": replicas}
+    return config(parallel_config=SimpleNamespace(**numbers))
+
+
+def test_workers_are_told_apart() -> None:
+    assert _named(parallel(1, 4)) == "worker 1 of 4"
+    assert _named(parallel(0, 2, 0, 2)) == "worker 0 of 2, replica 0"
+    # Of replicas that share nothing vLLM says how many there are to nobody.
+    assert _named(parallel(0, 1, 3)) == "worker 0 of 1, replica 3"
 
 
 def module(path: str, *names: str, fallback: str = "") -> Module:

@@ -12,68 +12,26 @@ import fnmatch
 import logging
 import os
 import time
-from dataclasses import dataclass
 from typing import Any
 
 from vllm.config import set_current_vllm_config
-from vllm.distributed.weight_transfer.base import (
-    WeightTransferEngine,
-    WeightTransferInitInfo,
-    WeightTransferUpdateInfo,
-)
+from vllm.distributed.weight_transfer.base import WeightTransferEngine
 
-from fanin.errors import FaninError, HostError, PeerError, RequestError, StateError
+from fanin.errors import FaninError, HostError, PeerError, StateError
 from fanin.mapping import Mapping, MappingError
 from fanin.vllm import reload, weights_check
-from fanin.vllm.clients import Source
+from fanin.vllm.infos import Init, InitInfo, UpdateInfo
 from fanin.vllm.landing import Landing, StockLanding
 from fanin.vllm.mapped import MappedLanding
 from fanin.vllm.mixed import MixedLanding, with_neighbours
 from fanin.vllm.reload import record_model
 from fanin.vllm.shadow import Prefetch, Shadow
 from fanin.vllm.trainers import Published, Trainer, left
-from fanin.vllm.updates import Updates, check_step, check_timeout, full_run
+from fanin.vllm.updates import Updates, check_step
 
 __all__ = ["Engine", "InitInfo", "UpdateInfo"]
 
 _log = logging.getLogger("vllm.fanin")
-
-_MODES = ("auto", "loader")
-
-
-@dataclass
-class InitInfo(WeightTransferInitInfo):
-    """What ``/init_weight_transfer_engine`` takes.
-
-    trainer: the path of a nixl_info.json or of its directory, or the ranks' addresses. run: the
-    trainer's run. timeout: seconds for a whole update. draft_run: the run that fills a draft
-    model. mode: "auto", or "loader" for vLLM's own `load_weights` whatever the model. unused:
-    patterns of published names that the model does not have. verify: compare each step with
-    digests that the ranks make. ring: layers of skeletons, at least 1. save: a directory that each
-    worker writes its mapping to, for `nixl-fetch map`.
-    """
-
-    trainer: Any
-    run: Any = "0"
-    timeout: Any = 120.0
-    draft_run: Any = None
-    mode: Any = "auto"
-    unused: Any = ()
-    verify: Any = False
-    ring: Any = 2
-    save: Any = None
-
-
-@dataclass
-class UpdateInfo(WeightTransferUpdateInfo):
-    """What ``/update_weights`` takes.
-
-    step: this very step of the trainer. prefetch: only read it, beside the model, and return at
-    once; another update of that step, under pause, installs it.
-    """
-
-    step: Any
-    prefetch: Any = False
 
 
 class _Target:
@@ -123,8 +81,7 @@ class Engine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._worker = _named(vllm_config)
         self._main = _Target(self._worker, model, self.model_config)
         self._draft: _Target | None = None
-        self._info: InitInfo | None = None
-        self._timeout = 0.0
+        self._info: Init | None = None
 
     def _target(self) -> _Target:
         """Of the model that vLLM has chosen for this update."""
@@ -146,48 +103,27 @@ class Engine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
         Again: forgets the trainer of before. Blocks at most the timeout of *init_info*.
         """
-        timeout = check_timeout(init_info.timeout)
-        if init_info.mode not in _MODES:
-            raise RequestError.make(
-                f"init_info's mode is {init_info.mode!r}", f"give one of {_MODES}", key="mode"
-            )
-        if not isinstance(init_info.verify, bool):
-            raise RequestError.make(
-                f"init_info's verify is {init_info.verify!r}", "give true or false", key="verify"
-            )
-        if type(init_info.ring) is not int or not 1 <= init_info.ring <= 64:
-            raise RequestError.make(
-                f"init_info's ring is {init_info.ring!r}, not 1 to 64", "leave it out", key="ring"
-            )
-        if init_info.save is not None and not isinstance(init_info.save, str):
-            raise RequestError.make(
-                f"init_info's save is {init_info.save!r}", "give a directory", key="save"
-            )
-        source = Source.of(init_info.trainer)
-        run = full_run(init_info.run)
-        if init_info.draft_run is not None:
-            full_run(init_info.draft_run)
-        unused = _patterns(init_info.unused)
-        self._info, self._timeout = None, timeout
+        init = init_info.checked()
+        self._info = None
         self._main.close()
         if self._draft is not None:
             self._draft.close()
-        trainer, failure = Trainer(source, run), None
-        deadline = time.monotonic() + timeout
+        trainer, failure = Trainer(init.source, init.run), None
+        deadline = time.monotonic() + init.timeout
         try:
             published = trainer.ready(deadline)
-            self._prepare(self._main, init_info, published)
+            self._prepare(self._main, init, published)
         except Exception as error:
             # The other workers wait for this one's word, whatever it has met.
             failure = self._mine(error)
         try:
-            self._agree(self._main, failure, unused)
+            self._agree(self._main, failure, init.unused)
         except FaninError:
             trainer.close()
             self._main.close()
             raise
         self._main.trainer = trainer
-        self._info = init_info
+        self._info = init
         self._reach(deadline)
 
     def _reach(self, deadline: float) -> None:
@@ -200,7 +136,7 @@ class Engine(WeightTransferEngine[InitInfo, UpdateInfo]):
             return
         _log.info("fanin: %s: reached in %.3f s", self._worker, time.monotonic() - start)
 
-    def _agree(self, target: _Target, failure: FaninError | None, unused: list[str]) -> None:
+    def _agree(self, target: _Target, failure: FaninError | None, unused: tuple[str, ...]) -> None:
         """Raises *failure*, or what another worker of this engine has met, or names what is
         published and used by none."""
         mine = (None if failure is None else str(failure), target.unwanted)
@@ -212,7 +148,7 @@ class Engine(WeightTransferEngine[InitInfo, UpdateInfo]):
                 raise PeerError.make(f"worker {number} cannot be filled: {text}")
         self._refuse_unused(set.intersection(*(set(names) for _, names in brought)), unused)
 
-    def _refuse_unused(self, nobody: set[str], unused: list[str]) -> None:
+    def _refuse_unused(self, nobody: set[str], unused: tuple[str, ...]) -> None:
         """Raises PeerError for what is published and no worker uses, but for the patterns."""
         left_over = sorted(
             name for name in nobody if not any(fnmatch.fnmatchcase(name, p) for p in unused)
@@ -244,12 +180,8 @@ class Engine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
         """Pulls one step and installs it; when this returns, all of it is in place."""
-        step = check_step(update_info.step)
+        step = update_info.checked()
         target = self._target()
-        if not isinstance(update_info.prefetch, bool):
-            raise RequestError.make(
-                f"update_info's prefetch is {update_info.prefetch!r}", "give true or false"
-            )
         if update_info.prefetch:
             self._prefetch(target, step)
             return
@@ -297,7 +229,8 @@ class Engine(WeightTransferEngine[InitInfo, UpdateInfo]):
                 weights_check.poison(landing.mapped)
                 self._bring(target, step)
             target.updates.finish()
-        deadline = time.monotonic() + self._timeout
+        assert self._info is not None
+        deadline = time.monotonic() + self._info.timeout
         with set_current_vllm_config(self.vllm_config):
             found = weights_check.compare(landing.mapped, target.trainer, step, deadline)
         found.unseen += landing.by_loader
@@ -318,23 +251,23 @@ class Engine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     # ------------------------------------------------------------------------------ behind them
 
-    def _find_draft(self, target: _Target, info: InitInfo) -> None:
+    def _find_draft(self, target: _Target, info: Init) -> None:
         if info.draft_run is None:
             raise StateError.make(
                 f"{self._worker}: init_info named no run for the draft model",
                 'init it with {"draft_run": ...} as well',
                 key="draft_run",
             )
-        trainer = Trainer(Source.of(info.trainer), full_run(info.draft_run))
+        trainer = Trainer(info.source, info.draft_run)
         try:
-            published = trainer.ready(time.monotonic() + self._timeout)
+            published = trainer.ready(time.monotonic() + info.timeout)
             self._prepare(target, info, published)
         except BaseException:
             trainer.close()
             raise
         target.trainer = trainer
 
-    def _prepare(self, target: _Target, info: InitInfo, published: Published) -> None:
+    def _prepare(self, target: _Target, info: Init, published: Published) -> None:
         start = time.monotonic()
         if target.landing is not None:
             target.landing.close()
@@ -349,7 +282,7 @@ class Engine(WeightTransferEngine[InitInfo, UpdateInfo]):
             time.monotonic() - start,
         )
 
-    def _landing(self, target: _Target, info: InitInfo, published: Published) -> Landing:
+    def _landing(self, target: _Target, info: Init, published: Published) -> Landing:
         target.unwanted = ()
         if info.mode == "loader":
             return StockLanding(target.model, target.model_config, self.device, published)
@@ -363,7 +296,7 @@ class Engine(WeightTransferEngine[InitInfo, UpdateInfo]):
         target.unwanted = mapping.unwanted
         if info.save is not None:
             self._save(mapping, target, info.save)
-        options = {"ring": info.ring, "verify": info.verify}
+        options: dict[str, Any] = {"ring": info.ring, "verify": info.verify}
         made = (target.model, target.model_config, self.device, mapping)
         with set_current_vllm_config(self.vllm_config):
             if not computes:
@@ -412,11 +345,12 @@ class Engine(WeightTransferEngine[InitInfo, UpdateInfo]):
                 target.shadow.bytes / 1e6,
                 target.shadow.place,
             )
-        target.prefetch = Prefetch(target.shadow, target.trainer, step, self._timeout)
+        assert self._info is not None
+        target.prefetch = Prefetch(target.shadow, target.trainer, step, self._info.timeout)
 
     def _bring(self, target: _Target, step: int) -> None:
         assert target.trainer is not None and self._info is not None
-        deadline = time.monotonic() + self._timeout
+        deadline = time.monotonic() + self._info.timeout
         ahead, target.prefetch = target.prefetch, None
         if ahead is not None and ahead.step != step:
             ahead.cancel()
@@ -428,23 +362,13 @@ class Engine(WeightTransferEngine[InitInfo, UpdateInfo]):
         if target.published is None or published.layout() != target.published.layout():
             self._prepare(target, self._info, published)
             if self.parallel_config.world_size == 1:
-                self._refuse_unused(set(target.unwanted), _patterns(self._info.unused))
+                self._refuse_unused(set(target.unwanted), self._info.unused)
         target.trainer.client.wait(target.trainer.run, step=step, timeout=left(deadline))
         assert target.landing is not None
         summary = target.landing.pull(
             target.trainer, step, deadline, lambda: target.updates.writing(step)
         )
         _log.info("fanin: %s: step %d: %s", self._worker, step, summary)
-
-
-def _patterns(value: Any) -> list[str]:
-    if not isinstance(value, (list, tuple)) or not all(isinstance(one, str) for one in value):
-        raise RequestError.make(
-            f"init_info's unused is {value!r}, not a list of patterns",
-            'give ["model.layers.61.*"]',
-            key="unused",
-        )
-    return list(value)
 
 
 def _named(vllm_config: Any) -> str:

@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What vLLM's routes for weights take with the backend ``fanin``: fields, and what is refused."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+
+from fanin.errors import RequestError
+from fanin.vllm.clients import Source
+from fanin.vllm.updates import check_step, check_timeout, full_run
+
+__all__ = ["Init", "InitInfo", "UpdateInfo"]
+
+_MODES = ("auto", "loader")
+
+
+@dataclass(frozen=True)
+class Init:
+    """What an init has said, checked."""
+
+    source: Source
+    run: str
+    timeout: float
+    draft_run: str | None
+    mode: str
+    unused: tuple[str, ...]
+    verify: bool
+    ring: int
+    save: str | None
+
+
+@dataclass
+class InitInfo(WeightTransferInitInfo):
+    """What ``/init_weight_transfer_engine`` takes.
+
+    trainer: the path of a nixl_info.json or of its directory, or the ranks' addresses. run: the
+    trainer's run. timeout: seconds for a whole update. draft_run: the run that fills a draft
+    model. mode: "auto", or "loader" for vLLM's own `load_weights` whatever the model. unused:
+    patterns of published names that the model does not have. verify: compare each step with
+    digests that the ranks make. ring: layers of skeletons, at least 1. save: a directory that each
+    worker writes its mapping to, for `nixl-fetch map`.
+    """
+
+    trainer: Any
+    run: Any = "0"
+    timeout: Any = 120.0
+    draft_run: Any = None
+    mode: Any = "auto"
+    unused: Any = ()
+    verify: Any = False
+    ring: Any = 2
+    save: Any = None
+
+    def checked(self) -> Init:
+        """Raises RequestError, naming the field."""
+        whole = type(self.ring) is int and 1 <= self.ring <= 64
+        for name, good, remedy in (
+            ("mode", self.mode in _MODES, f"give one of {_MODES}"),
+            ("verify", isinstance(self.verify, bool), "give true or false"),
+            ("ring", whole, "give 1 to 64, or leave it out"),
+            ("save", self.save is None or isinstance(self.save, str), "give a directory"),
+        ):
+            if not good:
+                said = f"init_info's {name} is {getattr(self, name)!r}"
+                raise RequestError.make(said, remedy, key=name)
+        return Init(
+            source=Source.of(self.trainer),
+            run=full_run(self.run),
+            timeout=check_timeout(self.timeout),
+            draft_run=None if self.draft_run is None else full_run(self.draft_run),
+            mode=self.mode,
+            unused=_patterns(self.unused),
+            verify=self.verify,
+            ring=self.ring,
+            save=self.save,
+        )
+
+
+@dataclass
+class UpdateInfo(WeightTransferUpdateInfo):
+    """What ``/update_weights`` takes.
+
+    step: this very step of the trainer. prefetch: only read it, beside the model, and return at
+    once; another update of that step, under pause, installs it.
+    """
+
+    step: Any
+    prefetch: Any = False
+
+    def checked(self) -> int:
+        """The step. Raises RequestError, naming the field."""
+        if not isinstance(self.prefetch, bool):
+            raise RequestError.make(
+                f"update_info's prefetch is {self.prefetch!r}", "give true or false", key="prefetch"
+            )
+        return check_step(self.step)
+
+
+def _patterns(value: Any) -> tuple[str, ...]:
+    if not isinstance(value, (list, tuple)) or not all(isinstance(one, str) for one in value):
+        raise RequestError.make(
+            f"init_info's unused is {value!r}, not a list of patterns",
+            'give ["model.layers.61.*"]',
+            key="unused",
+        )
+    return tuple(value)
