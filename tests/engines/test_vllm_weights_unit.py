@@ -155,7 +155,7 @@ def test_vllms_engines_are_guarded_once() -> None:
 
     assert guard.install() and guard.install()
     wrapped = {
-        EngineCore: ("collective_rpc", "resume_scheduler", "add_request"),
+        EngineCore: ("collective_rpc", "resume_scheduler", "add_request", "sleep"),
         AsyncLLM: ("resume_generation", "update_weights"),
         LLMEngine: ("collective_rpc", "add_request"),
         OutputProcessor: ("process_outputs",),
@@ -167,5 +167,6 @@ def test_vllms_engines_are_guarded_once() -> None:
     asked = ["self", "method", "timeout", "args", "kwargs"]
     for owner in (EngineCore, LLMEngine):
         assert list(inspect.signature(owner.collective_rpc).parameters) == asked
+    assert list(inspect.signature(EngineCore.sleep).parameters) == ["self", "level", "mode"]
     added = inspect.signature(EngineCore.add_request).parameters
     assert list(added) == ["self", "request", "request_wave"]

@@ -15,7 +15,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
-from fanin.errors import FaninError, PeerError, StateError
+from fanin.errors import FaninError, HostError, PeerError, StateError
 from fanin.vllm import guard
 from fanin.vllm.updates import Updates
 
@@ -52,6 +52,9 @@ class Transfer:
     def reset_weight_update_target(self) -> None:
         self.updates.leave()
 
+    def reloaded(self) -> None:
+        self.updates.reloaded()
+
 
 class Worker:
     """As vLLM's: an update that fails is over in this worker, and in no other one."""
@@ -80,8 +83,13 @@ class Worker:
             raise
 
     def finish_weight_update(self) -> int:
+        step = self.weight_transfer_engine.updates.finish()
         self._weight_update_active = False
-        return self.weight_transfer_engine.updates.finish()
+        return step
+
+    def reload_weights(self) -> None:
+        if self.weight_transfer_engine.fails:
+            raise FileNotFoundError("no such checkpoint")
 
 
 for _method in guard.METHODS:
@@ -135,6 +143,9 @@ def engine(size: int = 2, **more: Any) -> Any:
 
         def add_request(self, request: Any, request_wave: int = 0) -> None:
             self.scheduler.requests.append(request)
+
+        def sleep(self, level: int = 1, mode: str = "abort") -> str:
+            return "slept"
 
     guard._guard_core(Core)
     guard._guard_core(Core)  # as vLLM registers plugins, more than once in a process
@@ -269,6 +280,59 @@ def test_requests_of_a_paused_engine_wait() -> None:
     assert len(core.scheduler.requests) == 2
 
 
+def test_workers_begin_and_end_together() -> None:
+    core = engine()
+    core.workers[1]._weight_update_active = True  # whatever has brought it there
+    with pytest.raises(FaninError, match="already active"):
+        core.collective_rpc("start_weight_update")
+    update(core, 3)
+    core.collective_rpc("start_weight_update")
+    core.collective_rpc("update_weights", None, (4,))
+    core.workers[1].weight_transfer_engine.updates.leave()
+    with pytest.raises(FaninError, match="without an update"):
+        core.collective_rpc("finish_weight_update")
+    update(core, 5)
+
+
+def test_a_second_start_does_not_end_the_first() -> None:
+    core = engine()
+    core.collective_rpc("start_weight_update")
+    with pytest.raises(FaninError, match="already active"):
+        core.collective_rpc("start_weight_update")
+    core.collective_rpc("update_weights", None, (4,))
+    with pytest.raises(FaninError, match="already active"):
+        core.collective_rpc("start_weight_update")
+    assert core.collective_rpc("finish_weight_update") == [4, 4]
+
+
+def test_weights_that_sleep_has_given_up() -> None:
+    core = engine()
+    assert core.sleep(1) == "slept"
+    core.resume_scheduler()
+    assert core.sleep(level=2) == "slept"
+    assert "sleep at level 2" in refused(core)
+    core.collective_rpc("start_weight_update")  # which brings nothing yet
+    assert "sleep at level 2" in refused(core)
+    core.collective_rpc("update_weights", None, (4,))
+    core.resume_scheduler()
+    core.sleep(2)
+    core.collective_rpc("reload_weights")
+    core.resume_scheduler()
+
+
+def test_weights_that_are_loaded_from_disk_are_whole() -> None:
+    core = engine()
+    failing(core, 4, w1="after")
+    core.workers[0].weight_transfer_engine.fails = "yes"
+    with pytest.raises(FaninError, match="no such checkpoint"):
+        core.collective_rpc("reload_weights")
+    assert "step 4" in refused(core)
+    core.workers[0].weight_transfer_engine.fails = ""
+    core.collective_rpc("reload_weights")
+    core.resume_scheduler()
+    update(core, 5)
+
+
 def test_a_worker_that_does_not_answer() -> None:
     core = engine()
     core.collective_rpc("start_weight_update")
@@ -278,6 +342,21 @@ def test_a_worker_that_does_not_answer() -> None:
     with pytest.raises(RuntimeError):
         core.collective_rpc("update_weights", None, (4,))
     assert "a worker has not answered" in refused(core)
+
+
+def test_a_worker_that_is_killed_is_named() -> None:
+    codes = {"VllmWorker-0": -15, "VllmWorker-1": -9, "VllmWorker-2": 0, "VllmWorker-3": None}
+    processes = [SimpleNamespace(name=name, exitcode=code) for name, code in codes.items()]
+    workers = [SimpleNamespace(proc=process) for process in processes]
+    core = engine(model_executor=SimpleNamespace(workers=workers))
+    core.collective_rpc("start_weight_update")
+    core.workers[1] = SimpleNamespace()
+    with pytest.raises(
+        HostError, match="VllmWorker-1 .exit status -9. ended .* update_weights"
+    ) as e:
+        core.collective_rpc("update_weights", None, (4,))
+    assert "VllmWorker-0" not in str(e.value)
+    refused(core)
 
 
 def test_other_calls_and_other_backends_are_left_alone() -> None:

@@ -11,6 +11,8 @@ core learns from each answer what every worker holds. While that is not one whol
   engine wait, as they do in every pause;
 * ``LLM.generate`` raises.
 
+So it is after a sleep that has given the weights up, until they are pulled, or loaded from disk.
+
 The text names the worker, what happened to it and the remedy. A whole pull ends all of that.
 
 Everything here is contact with vLLM's engine (``vllm.v1.engine``), for the versions that
@@ -22,12 +24,13 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import signal
 from collections import defaultdict
 from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any
 
-from fanin.errors import FaninError, StateError
+from fanin.errors import FaninError, HostError, StateError
 from fanin.vllm.faults import from_wire, to_wire
 
 __all__ = ["METHODS", "Gate", "install", "not_whole"]
@@ -43,6 +46,7 @@ _WATCHED = frozenset(
         *_STARTS,
         "update_weights",
         "finish_weight_update",
+        "reload_weights",
         "fanin_check_weights",
     }
 )
@@ -71,6 +75,8 @@ def fanin_weights_call(
         _log.warning("fanin: %s failed", method, exc_info=True)
         answer["error"] = to_wire(error)
     engine: Any = getattr(worker, "weight_transfer_engine", None)
+    if method == "reload_weights" and answer["error"] is None and hasattr(engine, "reloaded"):
+        engine.reloaded()
     answer["weights"] = engine.holds() if hasattr(engine, "holds") else []
     return answer
 
@@ -120,6 +126,7 @@ class Gate:
         self._core = core
         #: Why the weights are not the whole of one step; "" if they are.
         self.reason = ""
+        self._lost = ""
         self._step = -1
 
     def call(
@@ -128,7 +135,7 @@ class Gate:
         """Calls *method* of all workers; their results.
 
         Raises the error of the first that failed, which names the others that did. An update that
-        failed anywhere is over everywhere.
+        failed anywhere is over everywhere, and so is one that some have begun or ended alone.
         """
         if method in _STARTS and hasattr(self._core, "dp_group") and not self._paused():
             raise StateError.make(
@@ -138,18 +145,31 @@ class Gate:
         try:
             answers = ask("fanin_weights_call", (method, *arguments))
             failed = [one["error"] for one in answers if one["error"] is not None]
-            if failed and method == "update_weights":
+            alone = method in (*_STARTS, "finish_weight_update") and len(failed) < len(answers)
+            if failed and (method == "update_weights" or alone):
                 answers = ask("fanin_weights_call", ("fanin_leave_update", (), {}))
         except Exception as error:
             self._learn(f"a worker has not answered: {error}")
+            ended = _ended(getattr(self._core, "model_executor", None))
+            if ended:
+                raise HostError.make(
+                    f"{ended} ended in the middle of {method}", "start the engine again"
+                ) from error
             raise
+        if method in ("update_weights", "reload_weights") and not failed:
+            self._lost = ""
         held = [one["weights"] for one in answers]
-        self._learn(not_whole(held))
+        self._learn(not_whole(held) or self._lost)
         steps = [models[0]["step"] for models in held if models]
         self._step = -1 if not steps or steps[0] is None else steps[0]
         if failed:
             raise _error_of(failed)
         return [one["result"] for one in answers]
+
+    def lose(self, why: str) -> None:
+        """The weights are gone until they are pulled, or loaded from disk."""
+        self._lost = why
+        self._learn(why)
 
     def refusal(self) -> StateError:
         return StateError.make(f"the weights are not whole: {self.reason}", _REMEDY)
@@ -223,6 +243,16 @@ class Gate:
             queue.put_nowait((client, answer))
 
 
+def _ended(executor: Any) -> str:
+    """The worker processes that something has ended; not those that vLLM ended for that."""
+    processes = [worker.proc for worker in getattr(executor, "workers", None) or []]
+    return ", ".join(
+        f"{process.name} (exit status {process.exitcode})"
+        for process in processes
+        if process.exitcode not in (None, 0, -signal.SIGTERM)
+    )
+
+
 def _error_of(failed: list[dict[str, Any]]) -> FaninError:
     error = from_wire(failed[0])
     others = list(dict.fromkeys(one["message"] for one in failed[1:]))
@@ -293,6 +323,15 @@ def _guard_core(core_class: Any) -> None:
 
         return add_request
 
+    def sleeping(original: Any) -> Any:
+        def sleep(self: Any, level: int = 1, mode: str = "abort") -> Any:
+            done = original(self, level, mode)
+            if level >= 2 and _ours(self.vllm_config):
+                _gate(self).lose(f"they were given up by sleep at level {level}")
+            return done
+
+        return sleep
+
     def fanin_not_whole(self: Any) -> str:
         gate = _gate(self)
         return str(gate.refusal()) if gate.reason else ""
@@ -300,6 +339,7 @@ def _guard_core(core_class: Any) -> None:
     _wrap(core_class, "collective_rpc", calling)
     _wrap(core_class, "resume_scheduler", resuming)
     _wrap(core_class, "add_request", adding)
+    _wrap(core_class, "sleep", sleeping)
     core_class.fanin_not_whole = fanin_not_whole
 
 

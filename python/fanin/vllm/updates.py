@@ -91,6 +91,11 @@ class Updates:
         """The step of the last update that ended well; None: the weights it was started with."""
         return self._held
 
+    def reloaded(self) -> None:
+        """The engine has loaded its own weights again: they are whole, and those of no step."""
+        self._there = self._held = None
+        self._dirty = self._failed = ""
+
     def holds(self) -> dict[str, Any]:
         """What lies in this worker's memory, for :mod:`fanin.vllm.guard`, as plain values.
 

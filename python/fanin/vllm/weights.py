@@ -96,6 +96,10 @@ class Engine(WeightTransferEngine[InitInfo, UpdateInfo]):
         targets = (self._main, self._draft)
         return [target.updates.holds() for target in targets if target is not None]
 
+    def reloaded(self) -> None:
+        """vLLM has loaded the model from disk, as it was started with."""
+        self._main.updates.reloaded()
+
     # ------------------------------------------------------------------------------ vLLM's calls
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
