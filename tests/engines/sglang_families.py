@@ -157,6 +157,7 @@ def differences(one: Any, other: Any) -> list[str]:
 def run(name: str) -> Iterator[dict[str, Any]]:
     import fanin.sglang.weights as weights
     from fanin.sglang import Request, load
+    from fanin.sglang.guard import standing
     from fanin.sglang.request import encode
 
     family, config = FAMILIES[name], configuration(name)
@@ -176,15 +177,15 @@ def run(name: str) -> Iterator[dict[str, Any]]:
                     by_loader, pulled = poisoned(kind, config), poisoned(kind, config)
                     with torch.no_grad():
                         by_loader.load_weights(iter(content.items()))
+                    standing.begin()
                     load(pulled, tensors)
-                    report = pulled._modules.get("_fanin_report")
                     live = weights._models[pulled]
                     yield {
                         "family": name,
                         "layout": str(layout),
                         "rank": rank,
-                        "failure": report.reason if report is not None else "",
-                        "different": differences(by_loader, pulled) if report is None else [],
+                        "failure": standing.failure,
+                        "different": [] if standing.failure else differences(by_loader, pulled),
                         "tensors": len(tensors_of(pulled)),
                         "published": len(content),
                         "through_loader": list(live._taken),

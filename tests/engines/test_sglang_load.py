@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import base64
 import copy
+import json
 import pickle
+import sys
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -19,8 +21,8 @@ import fanin.mapping
 import fanin.sglang.weights as weights
 import pytest
 import torch
-from fanin.sglang import LOADER, Request, load
-from fanin.sglang.request import REPORT, decode, encode
+from fanin.sglang import LOADER, Request, guard, load
+from fanin.sglang.request import TOLD, decode, encode
 from sglang_model import StandIn, published
 
 
@@ -66,27 +68,56 @@ class Trainer:
             server.close(drain=0)
 
 
-class Updater:
-    """SGLang's /update_weights_from_tensor in one scheduler: what it asks, calls and answers."""
+class Manager:
+    """What SGLang's manager of updates does in one scheduler: asks, calls, answers."""
 
     def __init__(self, model: Any) -> None:
         self.model = model
+        self.scheduler = SimpleNamespace(_engine_paused=False)
+        self.versions: list[str] = []
+        self.ended = 0
 
-    def update(self, request: Request) -> tuple[bool, str]:
+    def update_weights_from_tensor(self, asked: Any) -> Any:
         for module in self.model.modules():
             reason = getattr(module, "_derived_weight_cache_error", None)
             if reason is not None:
-                return False, reason
-        tensors = pickle.loads(base64.b64decode(encode(request)))
-        load(self.model, tensors)
-        return True, "Success"
+                return SimpleNamespace(success=False, message=reason)
+        if asked.load_format == LOADER:
+            load(self.model, asked.tensors)
+        self.record_weight_version_after_update(asked.weight_version)
+        return SimpleNamespace(success=True, message="Success")
+
+    def record_weight_version_after_update(self, version: str | None) -> None:
+        if version is not None:
+            self.versions.append(version)
+
+    def end_weight_update(self, _: Any) -> Any:
+        self.ended += 1
+        return SimpleNamespace(success=True, message="Success")
+
+
+class Updater:
+    """The manager with fanin's plugin around its methods, as SGLang's registry of hooks puts it."""
+
+    def __init__(self, model: Any) -> None:
+        self.manager = Manager(model)
+
+    def answer(self, tensors: Any, load_format: str = LOADER) -> Any:
+        asked = SimpleNamespace(tensors=tensors, load_format=load_format, weight_version="mine")
+        return guard.update(Manager.update_weights_from_tensor, self.manager, asked)
 
     def sync(self, request: Request) -> str:
-        """As the driver does it; the reason why it failed."""
-        done, told = self.update(request)
-        if done:
-            done, told = self.update(Request(REPORT))
-        return "" if done else told
+        """The reason why it failed."""
+        said = self.answer(pickle.loads(base64.b64decode(encode(request))))
+        return "" if said.success else str(said.message)
+
+
+@pytest.fixture(autouse=True)
+def clean() -> Iterator[None]:
+    """Every test is a process of its own."""
+    guard.standing.forget()
+    yield
+    guard.standing.forget()
 
 
 @pytest.fixture
@@ -119,7 +150,6 @@ def test_a_request_is_what_it_was() -> None:
         Request(trainer=("a:1", "[::1]:2"), step=0, timeout=0.5),
     ):
         assert decode(pickle.loads(base64.b64decode(encode(request)))) == request
-    assert decode(pickle.loads(base64.b64decode(encode(Request(REPORT))))).op == REPORT
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -183,19 +213,94 @@ def test_a_publication_that_does_not_fit(more: dict[str, str], says: str) -> Non
     trainer.close()
 
 
-def test_told_once_and_then_tried_again(trainer: Trainer) -> None:
+def test_the_answer_says_what_came_of_it(trainer: Trainer) -> None:
     model = StandIn()
     updater = Updater(model)
     trainer.commit(5)
     told = updater.sync(trainer.request(4))  # has passed
     assert "fanin: worker 0 of 1" in told and "4" in told
-    assert updater.sync(trainer.request(5)) == ""
+    assert updater.manager.versions == []
+    said = updater.answer(pickle.loads(base64.b64decode(encode(trainer.request(5)))))
+    assert said.success and said.message.startswith(TOLD)
+    pulled = json.loads(said.message.removeprefix(TOLD))
+    assert pulled["step"] == 5 and pulled["bytes"] > 0 and "tensors by" in pulled["how"]
+    assert updater.manager.versions == ["mine"]
     check(trainer, model)
-    # Of two failures in a row SGLang is told the first by the next pull, which then did nothing.
-    assert updater.update(trainer.request(4))[0]
-    refused, reason = updater.update(trainer.request(5))
-    assert not refused and "fanin:" in reason
-    assert updater.sync(trainer.request(5)) == ""
+
+
+def test_nothing_written_is_nothing_torn(trainer: Trainer) -> None:
+    """What failed before the first byte leaves the engine as it was."""
+    trainer.commit(5)
+    updater = Updater(StandIn())
+    assert updater.sync(trainer.request(4)) != ""
+    assert not updater.manager.scheduler._engine_paused
+    assert guard.end(Manager.end_weight_update, updater.manager, None).success
+    scheduler = SimpleNamespace(_engine_paused=True)
+    went_on: list[Any] = []
+    guard.go_on(lambda *asked: went_on.append(asked), scheduler, None)
+    assert went_on
+
+
+def test_an_engine_with_torn_weights_does_not_generate(
+    trainer: Trainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever its callers make of the answer."""
+    output = SimpleNamespace(EndWeightUpdateReqOutput=SimpleNamespace)
+    monkeypatch.setitem(sys.modules, "sglang.srt.managers.io_struct", output)
+    trainer.commit(1)
+    model = StandIn()
+    updater = Updater(model)
+    assert updater.sync(trainer.request(1)) == ""
+    monkeypatch.setattr(model, "post_load_weights", lambda: 1 / 0)
+    trainer.commit(2)
+    assert "ZeroDivisionError" in updater.sync(trainer.request(2))
+    scheduler = updater.manager.scheduler
+    assert scheduler._engine_paused
+    went_on: list[Any] = []
+    for _ in range(2):
+        guard.go_on(lambda *asked: went_on.append(asked), scheduler, None)
+        assert scheduler._engine_paused and not went_on
+        refused = guard.end(Manager.end_weight_update, updater.manager, None)
+        assert not refused.success and "the weights are not whole" in refused.message
+    assert updater.manager.ended == 0
+    # Another loader's update is none of ours, and heals nothing.
+    assert updater.answer(pickle.loads(base64.b64decode(encode(trainer.request(2)))), "x").success
+    assert guard.standing.torn
+    monkeypatch.undo()
+    assert updater.sync(trainer.request(2)) == ""
+    check(trainer, model)
+    ended = guard.end(Manager.end_weight_update, updater.manager, None)
+    assert ended.success and '"step": 2' in ended.message
+    guard.go_on(lambda *asked: went_on.append(asked), scheduler, None)
+    assert went_on
+
+
+def test_a_checkpoint_from_disk_heals_too(trainer: Trainer) -> None:
+    guard.standing.fail(7, "torn", True)
+    for success in (False, True):
+        said = guard.from_disk(
+            lambda *_, found=success: SimpleNamespace(success=found), Manager(StandIn()), None
+        )
+        assert said.success is success and bool(guard.standing.torn) is not success
+
+
+def test_without_the_plugin_nothing_is_pulled(trainer: Trainer) -> None:
+    """Nobody would hear of a failure."""
+    trainer.commit(1)
+    model = StandIn()
+    before = copy.deepcopy(model.state_dict())
+    asked = SimpleNamespace(
+        tensors=pickle.loads(base64.b64decode(encode(trainer.request(1)))),
+        load_format=LOADER,
+        weight_version=None,
+    )
+    manager = Manager(model)
+    manager.update_weights_from_tensor(asked)
+    now = model.state_dict()
+    assert all(torch.equal(now[name], before[name]) for name in before)
+    for _ in range(2):
+        said = manager.update_weights_from_tensor(asked)
+        assert not said.success and "SGLANG_PLUGINS" in said.message
 
 
 def test_a_trainer_that_is_gone_and_one_that_was_started_again(trainer: Trainer) -> None:
@@ -221,25 +326,20 @@ def test_a_trainer_that_is_gone_and_one_that_was_started_again(trainer: Trainer)
         ([("fanin.request", torch.zeros(3))], "is no request"),
         ([("fanin.request", torch.tensor(list(b"{"), dtype=torch.uint8))], "is no JSON"),
         ([("fanin.request", torch.tensor(list(b"[]"), dtype=torch.uint8))], "is no object"),
-        ([("fanin.request", torch.tensor(list(b'{"op":"x"}'), dtype=torch.uint8))], "'x'"),
         ([("fanin.request", torch.tensor(list(b'{"stepp":1}'), dtype=torch.uint8))], "'stepp'"),
-        ([("fanin.request", torch.tensor(list(b'{"op":"pull"}'), dtype=torch.uint8))], "trainer"),
+        ([("fanin.request", torch.tensor(list(b"{}"), dtype=torch.uint8))], "trainer"),
     ],
 )
 def test_what_is_no_request(tensors: Any, says: str) -> None:
-    model = StandIn()
-    load(model, tensors)  # an exception would end SGLang
-    refused = [getattr(m, "_derived_weight_cache_error", None) for m in model.modules()]
-    (reason,) = [text for text in refused if text]
-    assert says in reason and LOADER.split(".")[0] in reason
+    said = Updater(StandIn()).answer(tensors)  # an exception would end SGLang
+    assert not said.success and says in said.message and said.message.startswith("fanin: ")
 
 
 def test_a_model_that_says_no(trainer: Trainer) -> None:
     trainer.commit(1)
     model = StandIn()
     model.layers[1]._derived_weight_cache_error = "captured graphs keep a copy"
-    load(model, pickle.loads(base64.b64decode(encode(trainer.request(1)))))
-    assert "captured graphs" in model._fanin_report._derived_weight_cache_error
+    assert "captured graphs" in Updater(model).sync(trainer.request(1))
 
 
 def test_the_failure_of_another_rank_is_everybodys(
@@ -253,13 +353,16 @@ def test_the_failure_of_another_rank_is_everybodys(
 
     def gather(out: list[Any], mine: Any, group: Any) -> None:
         heard.append(mine)
-        out[:] = [mine, ("rank 3 of the trainer is gone", None)]
+        other = copy.copy(mine)
+        other.failure = "rank 3 of the trainer is gone"
+        out[:] = [mine, other]
 
     monkeypatch.setattr(torch.distributed, "all_gather_object", gather)
     model = StandIn(0, 2)
     told = Updater(model).sync(trainer.request(1))
     assert told == "fanin: worker 1 of 2: rank 3 of the trainer is gone"
-    assert heard[0][0] == ""  # this one had no failure of its own
+    assert heard[0].failure == ""  # this one had no failure of its own
+    assert guard.standing.torn  # and has written
 
 
 def test_pipeline_stages_are_refused(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -115,11 +115,19 @@ class FakeVLLM(FakeEngine):
         self.initialised: dict[str, Any] | None = None
         self.active = False
         self.pulled: int | None = None
+        self.held: int | None = None
         self.cache_reset = 0
+        self.workers = 2
+        #: What reading ahead says of itself, one answer after the other; the last one stays.
+        self.reads: list[dict[str, Any]] = [{"state": "ready", "bytes": 50, "total": 50}]
+        self.ahead: int | None = None
+        #: Whether it was paused when each update came.
+        self.updates: list[tuple[str, bool]] = []
 
     def restart(self) -> None:
         super().restart()
-        self.initialised, self.active, self.pulled = None, False, None
+        self.initialised, self.active, self.pulled, self.held = None, False, None, None
+        self.ahead = None
 
     def _serve(self, path: str, query: str, body: Any) -> Answer | None:
         if path == "/health":
@@ -134,10 +142,22 @@ class FakeVLLM(FakeEngine):
         if path == "/reset_prefix_cache":
             self.cache_reset += 1
             return 200, {"success": True}
+        if path == "/collective_rpc":
+            assert body == {"method": "fanin_weights_state"}
+            return 200, {"results": [self._state() for _ in range(self.workers)]}
         if path == "/init_weight_transfer_engine":
             self.initialised = body["init_info"]
             return 200, {"message": "Weight transfer initialized"}
         return self._update(path, body)
+
+    def _state(self) -> dict[str, Any]:
+        ahead, last = None, None
+        if self.ahead is not None:
+            ahead = {"step": self.ahead, **self.reads[0]}
+            self.reads = self.reads[1:] or self.reads
+        if self.held is not None:
+            last = {"bytes": 50, "read": 0.5, "path": "cma"}
+        return {"step": self.held, "dirty": "", "ahead": ahead, "last": last}
 
     def _update(self, path: str, body: Any) -> Answer | None:
         if path == "/start_weight_update":
@@ -152,12 +172,18 @@ class FakeVLLM(FakeEngine):
         if path == "/update_weights":
             if not self.active:
                 return internal("start_weight_update must be called before update_weights.")
-            self.pulled = body["update_info"]["step"]
+            info = body["update_info"]
+            ahead = info.get("prefetch", False)
+            self.updates.append(("ahead" if ahead else "update", self.paused))
+            if ahead:
+                self.ahead = info["step"]
+            else:
+                self.pulled = info["step"]
             return 200, {"message": "Weights updated"}
         if path == "/finish_weight_update":
             if not self.active or self.pulled is None:
                 return internal("finish refused: nothing was pulled")
-            self.active = False
+            self.active, self.held, self.ahead = False, self.pulled, None
             self.model = f"weights of step {self.pulled}"
             if body["weight_version"] is not None:
                 self.version = body["weight_version"]
@@ -176,8 +202,8 @@ class _Loaded(pickle.Unpickler):
 class FakeSGLang(FakeEngine):
     """SGLang's routes, with what fanin's loader makes of the request behind.
 
-    failure: the reason for which the loader fails next; SGLang then refuses the next update with
-    it, once.
+    failure: the reason for which the loader fails. plugin: whether fanin's plugin is there, which
+    tells what came of a pull.
     """
 
     def __init__(self, ranks: int = 1) -> None:
@@ -187,11 +213,12 @@ class FakeSGLang(FakeEngine):
         self.failure = ""
         self.loaders = ["fanin.sglang.load"]
         self.sent: list[dict[str, Any]] = []
-        self._told = ""
+        self.plugin = True
+        self.told = ""
 
     def restart(self) -> None:
         super().restart()
-        self.open = False
+        self.open, self.told = False, ""
 
     def _serve(self, path: str, query: str, body: Any) -> Answer | None:
         if path == "/model_info":
@@ -210,7 +237,7 @@ class FakeSGLang(FakeEngine):
             return 200, {"success": True, "message": "Success"}
         if path == "/end_weight_update":
             was, self.open = self.open, False
-            return (200 if was else 400), {"success": was, "message": "Success"}
+            return (200 if was else 400), {"success": was, "message": self.told or "Success"}
         if path == "/update_weight_version":
             assert body["abort_all_requests"] is False
             self.version = body["new_version"]
@@ -222,9 +249,6 @@ class FakeSGLang(FakeEngine):
     def _load(self, body: Any) -> Answer:
         if not self.open:
             return 400, {"success": False, "message": "must run between begin and end"}
-        if self._told:
-            told, self._told = self._told, ""
-            return 400, {"success": False, "message": told}
         assert body["load_format"] == "fanin.sglang.load" and body["flush_cache"] is False
         assert len(body["serialized_named_tensors"]) == self.ranks
         for payload in body["serialized_named_tensors"]:
@@ -232,10 +256,12 @@ class FakeSGLang(FakeEngine):
             assert name == "fanin.request"
             request = json.loads(bytes(content))
         self.sent.append(request)
-        if request["op"] == "pull":
-            self._told = self.failure
-            self.model = f"weights of step {request['step']}"
-        return 200, {"success": True, "message": "Success"}
+        if self.failure:
+            return 400, {"success": False, "message": self.failure}
+        self.model = f"weights of step {request['step']}"
+        told = {"step": request["step"], "bytes": 100, "seconds": 0.5, "how": "4 tensors by cma"}
+        self.told = f"fanin has pulled: {json.dumps(told)}" if self.plugin else ""
+        return 200, {"success": True, "message": self.told or "Success"}
 
 
 class WholeTrainer:

@@ -52,6 +52,7 @@ def fleet(stack: ExitStack, count: int = 2) -> list[FakeVLLM]:
 def registry_of(*engines: FakeEngine, **more: Any) -> Registry:
     more.setdefault("ask_trainer", False)
     more.setdefault("timeout", 30.0)
+    more.setdefault("prefetch", False)  # test_sync_ahead.py has the other way
     registry = Registry(TRAINER, **more)
     for engine in engines:
         registry.add(engine.url)
@@ -153,10 +154,8 @@ def test_sglang_beside_vllm(stack: ExitStack) -> None:
     assert result.results[sglang.url].ok and sglang.version == "step-5" and not sglang.paused
     first = sglang.paths.index(SGLANG_WAY[0])
     asked = [path for path in sglang.paths[first:] if path in SGLANG_WAY]
-    asked.remove("/update_weights_from_tensor")  # the pull, and what became of it
     assert asked == SGLANG_WAY
-    assert [request["op"] for request in sglang.sent] == ["pull", "report"]
-    assert sglang.sent[0]["step"] == 5
+    assert [request["step"] for request in sglang.sent] == [5]
     assert sglang.sent[0]["trainer"] == ["10.0.0.1:6000", "10.0.0.2:6000"]
 
 
@@ -360,7 +359,7 @@ def test_an_engine_that_says_another_version_is_not_resumed(stack: ExitStack) ->
 def test_an_engine_that_only_says_that_it_pauses(stack: ExitStack) -> None:
     (engine,) = fleet(stack, 1)
     engine.hooks["/pause"] = lambda _: (200, {"status": "paused"})
-    with pytest.raises(SyncError, match="goes on all the same"):
+    with pytest.raises(SyncError, match="does not say that it is"):
         registry_of(engine).sync(1)
     assert not engine.count("/start_weight_update")
 
@@ -415,6 +414,42 @@ def test_sglang_tells_why_a_pull_failed(stack: ExitStack) -> None:
     assert not sglang.count("/end_weight_update")
     sglang.failure = ""
     assert registry.sync(1).ok and sglang.version == "step-1"
+
+
+def test_sglang_whose_success_says_nothing(stack: ExitStack) -> None:
+    """SGLang takes a loader's return for success: only fanin's plugin knows better."""
+    sglang = stack.enter_context(FakeSGLang())
+    sglang.plugin = False
+    registry = registry_of(sglang)
+    with pytest.raises(SyncError, match="and not what was pulled.*SGLANG_PLUGINS") as caught:
+        registry.sync(1)
+    assert failure(caught, sglang).phase == "update" and sglang.version == "default"
+    assert not sglang.count("/end_weight_update") and sglang.paused
+    sglang.plugin = True
+    assert registry.sync(1).ok
+
+
+def test_sglang_that_has_another_step_in_the_end(stack: ExitStack) -> None:
+    """Somebody else has updated it between the pull and the end."""
+    sglang = stack.enter_context(FakeSGLang())
+    told = 'fanin has pulled: {"step": 9, "bytes": 1, "seconds": 1, "how": ""}'
+    sglang.hooks["/end_weight_update"] = lambda _: (200, {"success": True, "message": told})
+    with pytest.raises(SyncError, match="they hold step 9, after step 1 was") as caught:
+        registry_of(sglang).sync(1)
+    assert failure(caught, sglang).phase == "finish" and sglang.paused
+    assert sglang.version == "default"
+
+
+def test_vllm_that_has_another_step_in_the_end(stack: ExitStack) -> None:
+    (engine,) = fleet(stack, 1)
+
+    def another(_: Any) -> None:
+        engine.pulled = 9
+
+    engine.hooks["/finish_weight_update"] = another
+    with pytest.raises(SyncError, match="they hold step 9, after step 1 was") as caught:
+        registry_of(engine).sync(1)
+    assert failure(caught, engine).phase == "finish" and engine.paused
 
 
 @pytest.mark.parametrize(
@@ -549,7 +584,7 @@ def test_the_same_step_of_another_launch_is_not_the_same(
 ) -> None:
     (engine,) = fleet(stack, 1)
     write_info(tmp_path, trainer.info)
-    registry = Registry(tmp_path, timeout=30)
+    registry = Registry(tmp_path, timeout=30, prefetch=False)
     registry.add(engine.url)
     trainer.commit(1)
     registry.sync(1)

@@ -543,6 +543,7 @@ def test_install() -> None:
     assert worker.install(Base) == worker.install(Base)
     assert {name for name in vars(Base) if name.startswith("fanin_")} == {
         "fanin_check_weights",
+        "fanin_weights_state",
         "fanin_start_pull",
         "fanin_poll_pull",
         "fanin_drop_adapter",

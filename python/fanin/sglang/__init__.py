@@ -3,8 +3,9 @@
 
 :class:`SGLangEngine` pulls an adapter and has SGLang load it by its own route. :func:`load` is a
 custom weight loader: SGLang, started with ``--custom-weight-loader fanin.sglang.load``, calls it in
-each of its scheduler processes when :mod:`fanin.sync` asks for a step of the whole model. Importing
-this loads neither SGLang nor PyTorch.
+each of its scheduler processes when :mod:`fanin.sync` asks for a step of the whole model; the
+plugin :mod:`fanin.sglang.guard` tells SGLang's callers what came of it. Importing this loads
+neither SGLang nor PyTorch.
 """
 
 from __future__ import annotations

@@ -19,14 +19,16 @@ from typing import Any
 from fanin.errors import PeerError, RequestError
 from fanin.names import check_run, check_step
 
-__all__ = ["LOADER", "NAME", "PULL", "REPORT", "Request", "decode", "encode"]
+__all__ = ["LOADER", "NAME", "TOLD", "Request", "decode", "encode"]
 
 LOADER = "fanin.sglang.load"
 """What ``--custom-weight-loader`` and ``load_format`` say."""
 
 NAME = "fanin.request"
-PULL, REPORT = "pull", "report"
-_FIELDS = {"op", "trainer", "run", "step", "timeout", "server_name"}
+TOLD = "fanin has pulled: "
+"""What SGLang's message has before the JSON object of ``step``, ``bytes``, ``seconds``, ``how``."""
+
+_FIELDS = {"trainer", "run", "step", "timeout", "server_name"}
 _LONGEST = 8 << 20  # bytes; a world of 65536 ranks has addresses of 2 MB
 
 
@@ -34,12 +36,10 @@ _LONGEST = 8 << 20  # bytes; a world of 65536 ranks has addresses of 2 MB
 class Request:
     """One request. Immutable.
 
-    op: "pull", or "report": nothing is done, and SGLang refuses the call with the reason if the
-    pull before it failed. trainer: a path, or the ranks' addresses. run: of ``full:<run>``. step:
-    this one exactly. timeout: seconds for the pull. server_name: demand this job's ranks.
+    trainer: a path, or the ranks' addresses. run: of ``full:<run>``. step: this one exactly.
+    timeout: seconds for the pull. server_name: demand this job's ranks.
     """
 
-    op: str = PULL
     trainer: str | Sequence[str] = ()
     run: str = "0"
     step: int = 0
@@ -48,10 +48,7 @@ class Request:
 
     def to_json(self) -> dict[str, Any]:
         """Plain values."""
-        if self.op == REPORT:
-            return {"op": REPORT}
         body: dict[str, Any] = {
-            "op": self.op,
             "trainer": self.trainer if isinstance(self.trainer, str) else list(self.trainer),
             "run": self.run,
             "step": self.step,
@@ -103,12 +100,7 @@ def decode(named_tensors: Any) -> Request:
             "let driver and engine run the same version of fanin",
             key=unknown[0],
         )
-    if body.get("op") == REPORT:
-        return Request(REPORT)
-    if body.get("op") != PULL:
-        raise RequestError.make(f"{LOADER} cannot do {body.get('op')!r}", "send pull or report")
     return Request(
-        PULL,
         _trainer(body.get("trainer")),
         check_run(body.get("run", "0")),
         check_step(body.get("step", -1)),

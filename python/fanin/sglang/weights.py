@@ -8,9 +8,10 @@ loading, its end of the update makes. Modules for which the loader computes get 
 through ``load_weights`` itself, a decoder layer at a time.
 
 SGLang's scheduler does not survive an exception in a custom loader, and takes its return for
-success. But before each update it asks the model's modules for ``_derived_weight_cache_error`` and
-refuses the update with what it finds. So what failed is kept by a module of its own, and told when
-the next update asks, once: :mod:`fanin.sync` asks at once, with a request that does nothing.
+success. :mod:`fanin.sglang.guard`, a plugin of SGLang's, puts what came of a pull into SGLang's own
+answer. Where it is not there nobody would hear of a failure: nothing is pulled then, and SGLang
+refuses every update from the second on, because a module of the model says why by
+``_derived_weight_cache_error``.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 from fanin.errors import FaninError, RequestError
@@ -28,13 +30,14 @@ from fanin.vllm.clients import Source
 from fanin.vllm.landing import groups_of, torch_dtype_of
 from fanin.vllm.trainers import Published, Trainer, left
 
-from .request import REPORT, Request, decode
+from .guard import standing
+from .request import Request, decode
 
 __all__ = ["load"]
 
 _log = logging.getLogger("fanin.sglang")
 
-_REPORT = "_fanin_report"
+_UNHEARD = "_fanin_unheard"
 _CACHE_ERROR = "_derived_weight_cache_error"
 # Of attention; checkpoints that are not quantized have none.
 _SCALES = ("k_scale", "v_scale", "q_scale", "prob_scale")
@@ -48,27 +51,43 @@ def load(model: Any, named_tensors: Iterable[tuple[str, Any]]) -> None:
     For SGLang's ``--custom-weight-loader fanin.sglang.load``: called on the thread of the
     scheduler, in each process of a tensor-parallel group alike, while no request is worked on.
     Blocks at most the request's timeout, the first time and what recording takes besides. Raises
-    nothing: what failed, on whichever rank, is what SGLang refuses the next update with; the
-    weights may be of two steps then.
+    nothing: what failed, on whichever rank, is told by :data:`fanin.sglang.guard.standing` on all
+    of them; the weights may be of two steps then, and the engine stays paused.
     """
-    failure = ""
-    unwanted_here: frozenset[str] | None = None
+    if not standing.heard:
+        _refuse_unheard(model)
+        return
+    report = _Report()
+    live = _models.get(model)
+    if live is None:
+        live = _models[model] = _Live()
     try:
         request = decode(named_tensors)
-        if request.op == REPORT:
-            return
-        live = _models.get(model)
-        if live is None:
-            live = _models[model] = _Live()
-        unwanted_here = live.bring(model, request)
+        report.unwanted = live.bring(model, request, report)
     except Exception as error:  # also a bug here, or in SGLang, must not end the engine
-        failure = (
+        report.failure = (
             str(error) if isinstance(error, FaninError) else f"{type(error).__name__}: {error}"
         )
-        _log.error("fanin: %s", failure, exc_info=not isinstance(error, FaninError))
-    failure = _agreed(failure, unwanted_here)
-    if failure:
-        _keep(model, f"fanin: {failure}")
+        _log.error("fanin: %s", report.failure, exc_info=not isinstance(error, FaninError))
+    whole = _agreed(report)
+    if whole.failure:
+        standing.fail(id(model), whole.failure, whole.writing)
+    else:
+        how = "; ".join(report.how)
+        standing.succeed(id(model), request.step, whole.bytes, whole.seconds, how)
+
+
+@dataclass
+class _Report:
+    """What a pull did on one rank, or on all of them. writing: from when on weights are at stake.
+    unwanted: published tensors that this rank takes nothing of, if they were just found."""
+
+    failure: str = ""
+    writing: bool = False
+    bytes: int = 0
+    seconds: float = 0.0
+    how: list[str] = field(default_factory=list)
+    unwanted: frozenset[str] | None = None
 
 
 # ------------------------------------------------------------------------------ one model
@@ -87,7 +106,7 @@ class _Live:
         self._packed: PackedMapping | None = None
         self._places: tuple[int, ...] = ()
 
-    def bring(self, model: Any, request: Request) -> frozenset[str] | None:
+    def bring(self, model: Any, request: Request, report: _Report) -> frozenset[str] | None:
         """Pulls. The published tensors that this rank takes nothing of, if they were just found."""
         _check_model(model)
         deadline = time.monotonic() + request.timeout
@@ -100,19 +119,21 @@ class _Live:
         trainer.client.wait(trainer.run, step=request.step, timeout=left(deadline))
         start = time.monotonic()
         _settled(model)
-        told = []
+        report.writing = True
         if self._mapping is not None:
-            told.append(self._by_boxes(model, trainer, request.step, deadline))
+            self._by_boxes(model, trainer, request.step, deadline, report)
         if self._taken:
-            told.append(_by_loader(model, trainer, published, self._taken, request.step, deadline))
+            _by_loader(model, trainer, published, self._taken, request.step, deadline, report)
         _post_load(model)
         _settled(model)
+        report.seconds = time.monotonic() - start
         _log.info(
-            "fanin: step %d of %s: %s in %.3f s",
+            "fanin: step %d of %s: %.1f MB, %s in %.3f s",
             request.step,
             trainer.run,
-            ", ".join(told),
-            time.monotonic() - start,
+            report.bytes / 1e6,
+            ", ".join(report.how),
+            report.seconds,
         )
         return found
 
@@ -155,7 +176,9 @@ class _Live:
             recording.seconds,
         )
 
-    def _by_boxes(self, model: Any, trainer: Trainer, step: int, deadline: float) -> str:
+    def _by_boxes(
+        self, model: Any, trainer: Trainer, step: int, deadline: float, report: _Report
+    ) -> None:
         assert self._mapping is not None
         places = _places(model)
         if self._packed is None or places != self._places:
@@ -170,7 +193,8 @@ class _Live:
             timeout=left(deadline),
         )
         self._packed.settle()
-        return f"{pulled.bytes / 1e6:.1f} MB of {pulled.tensors} tensors by {pulled.path}"
+        report.bytes += pulled.bytes
+        report.how.append(f"{pulled.tensors} tensors by {pulled.path}")
 
 
 def _by_loader(
@@ -180,16 +204,15 @@ def _by_loader(
     wanted: tuple[str, ...],
     step: int,
     deadline: float,
-) -> str:
+    report: _Report,
+) -> None:
     """Whole tensors through the model's own loader. All pulls are of the same step exactly."""
     import torch
 
     entries = {entry.name: entry for entry in published.entries}
     device = next(model.parameters()).device
-    moved = 0
 
     def lend() -> Iterator[tuple[str, Any]]:
-        nonlocal moved
         for names in groups_of(wanted):
             group = {
                 name: torch.empty(
@@ -198,12 +221,12 @@ def _by_loader(
                 for name in names
             }
             pulled = trainer.client.pull_into(trainer.run, group, step=step, timeout=left(deadline))
-            moved += pulled.bytes
+            report.bytes += pulled.bytes
             yield from group.items()
 
     with torch.no_grad():
         model.load_weights(lend())
-    return f"{moved / 1e6:.1f} MB of {len(wanted)} tensors through load_weights"
+    report.how.append(f"{len(wanted)} tensors through load_weights")
 
 
 def _all_but_computed(recording: Recording) -> Mapping | None:
@@ -309,22 +332,27 @@ def _about(model: Any) -> About:
     return About("sglang", version, type(model).__name__, ranks)
 
 
-def _agreed(failure: str, unwanted_here: frozenset[str] | None) -> str:
-    """The first rank's failure, on all ranks. Every rank calls it in every pull, whatever came."""
+def _agreed(mine: _Report) -> _Report:
+    """Of all ranks: the first one's failure, and the sum of their bytes. Every rank calls it in
+    every pull, whatever came."""
     parallel = _parallel()
     size = int(parallel.tp_size) if parallel is not None else 1
-    everybody: list[Any] = [(failure, unwanted_here)]
+    everybody = [mine]
     if size > 1:
         import torch
 
-        everybody = [None] * size
-        torch.distributed.all_gather_object(
-            everybody, (failure, unwanted_here), group=parallel.tp_group.cpu_group
-        )
-    for rank, (told, _) in enumerate(everybody):
-        if told:
-            return f"worker {rank} of {size}: {told}"
-    lists = [names for _, names in everybody if names is not None]
+        everybody = [mine] * size
+        torch.distributed.all_gather_object(everybody, mine, group=parallel.tp_group.cpu_group)
+    whole = _Report(
+        writing=any(one.writing for one in everybody),
+        bytes=sum(one.bytes for one in everybody),
+        seconds=max(one.seconds for one in everybody),
+    )
+    for rank, one in enumerate(everybody):
+        if one.failure:
+            whole.failure = f"worker {rank} of {size}: {one.failure}"
+            return whole
+    lists = [one.unwanted for one in everybody if one.unwanted is not None]
     if len(lists) == size:
         nobodys = sorted(frozenset.intersection(*lists))
         if nobodys:
@@ -334,25 +362,19 @@ def _agreed(failure: str, unwanted_here: frozenset[str] | None) -> str:
                 ", ".join(nobodys[:5]),
                 ", ..." if len(nobodys) > 5 else "",
             )
-    return ""
+    return whole
 
 
-def _keep(model: Any, failure: str) -> None:
-    """SGLang refuses the next update with *failure*, once."""
+def _refuse_unheard(model: Any) -> None:
+    """Pulls nothing, and has SGLang refuse whatever update follows."""
     import torch
 
-    report = model._modules.get(_REPORT)
-    if report is None:
-
-        class Report(torch.nn.Module):  # type: ignore[misc]
-            """Holds nothing but the reason."""
-
-            reason: str | None = None
-
-            @property
-            def _derived_weight_cache_error(self) -> str | None:
-                reason, self.reason = self.reason, None
-                return reason
-
-        report = model._modules[_REPORT] = Report()
-    report.reason = failure
+    reason = (
+        "fanin: nothing was pulled, because SGLang has not loaded fanin's plugin, without which a"
+        " failure is not told; install fanin as a package (SGLANG_PLUGINS, if it is set, must name"
+        " fanin), and start SGLang again"
+    )
+    _log.error("%s", reason)
+    if _UNHEARD not in model._modules:
+        model._modules[_UNHEARD] = torch.nn.Module()
+        setattr(model._modules[_UNHEARD], _CACHE_ERROR, reason)

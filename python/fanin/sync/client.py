@@ -16,7 +16,7 @@ from fanin.errors import (
     error_class,
 )
 
-from .engines import _CODES
+from .wire import CODES
 
 __all__ = ["SyncClient"]
 
@@ -64,10 +64,12 @@ class SyncClient:
         pause_mode: str = "retract",
         flush_cache: bool | None = None,
         timeout: float | None = None,
+        prefetch: bool | str | None = None,
     ) -> dict[str, Any]:
         """Brings a step to all engines, or to those of the pools; None: the newest.
 
-        Blocks at most *timeout* seconds (None: the client's) and a little. Returns the reply's
+        prefetch: as Registry.sync takes it, None: as that server was told. Blocks at most *timeout*
+        seconds (None: the client's) and a little. Returns the reply's
         object; raises as :meth:`call`, with the sentence that names every engine that failed.
         """
         seconds = self.timeout if timeout is None else timeout
@@ -77,6 +79,7 @@ class SyncClient:
             "pools": None if pools is None else [*pools],
             "weight_version": weight_version,
             "flush_cache": flush_cache,
+            "prefetch": prefetch,
         }
         body.update({name: value for name, value in given.items() if value is not None})
         return self.call("sync_inference_weights", body, seconds + _EXTRA)
@@ -111,7 +114,7 @@ class SyncClient:
                 "check the address: this is not fanin.sync",
                 address=self.url,
             )
-        code = _CODES.get(reply.code)
+        code = CODES.get(reply.code)
         kind = RequestError if reply.status < 500 else ConnectionFailedError
         raise (error_class(code) if code is not None else kind).make(
             reply.reason, str(reply.error().get("remedy") or ""), address=self.url, code=code

@@ -15,6 +15,7 @@ __all__ = [
     "KINDS",
     "PAUSE_MODES",
     "PHASES",
+    "PREFETCH",
     "Endpoint",
     "EndpointResult",
     "SyncError",
@@ -26,8 +27,11 @@ __all__ = [
 KINDS = ("auto", "vllm", "sglang")
 PAUSE_MODES = ("retract", "keep", "wait", "abort")
 DONE = "done"
-PHASES = ("health", "init", "pause", "start", "update", "finish", "resume", DONE)
-"""In this order; ``done``: the engine has the step and generates."""
+PREFETCH = (True, False, "auto")
+"""Whether engines read ahead: all of them, none, those that can."""
+PHASES = ("health", "init", "ahead", "pause", "start", "update", "finish", "resume", DONE)
+"""In this order; ``done``: the engine has the step and generates. ``ahead`` begins with the start
+of the update, if there is reading ahead."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +74,11 @@ class EndpointResult:
     it, because the health check of another had failed. error: one sentence with the endpoint and
     the remedy, "" if there is none. paused: whether it is left paused. skipped: it had the step
     already. initialised: it was told where the trainer is. version: what the engine says its
-    weights are now, None: not known. seconds: by phase. bytes: pulled by its workers, None: it did
-    not tell.
+    weights are now, None: not known. step: that it was given, None: none. seconds: by phase. stall:
+    seconds from before the pause until after the resume, None: it was not both. bytes, read: pulled
+    by its workers in so many seconds, None: it did not tell. how: the path of the bytes, and where
+    they were read to. ahead: whether they were there before the pause. note: why they were not,
+    though that was to be tried.
     """
 
     endpoint: Endpoint
@@ -84,6 +91,17 @@ class EndpointResult:
     seconds: Mapping[str, float] = field(default_factory=dict)
     bytes: int | None = None
     code: str = ""
+    step: int | None = None
+    stall: float | None = None
+    read: float | None = None
+    how: str = ""
+    ahead: bool = False
+    note: str = ""
+
+    @property
+    def rate(self) -> float | None:
+        """Bytes a second while they were read, None: not known."""
+        return self.bytes / self.read if self.bytes is not None and self.read else None
 
     @property
     def ok(self) -> bool:
@@ -105,7 +123,14 @@ class EndpointResult:
             "initialised": self.initialised,
             "weight_version": self.version,
             "seconds": {name: round(took, 6) for name, took in self.seconds.items()},
+            "step": self.step,
+            "stall_s": None if self.stall is None else round(self.stall, 6),
             "bytes": self.bytes,
+            "read_s": None if self.read is None else round(self.read, 6),
+            "bytes_per_s": None if self.rate is None else round(self.rate),
+            "how": self.how,
+            "ahead": self.ahead,
+            "note": self.note,
         }
 
 

@@ -9,23 +9,17 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from dataclasses import replace
+from typing import Any
 
-from fanin.errors import (
-    FaninError,
-    NotFoundError,
-    PullTimeoutError,
-    RequestError,
-    StateError,
-    UnreachableError,
-)
+from fanin.errors import FaninError, NotFoundError, PullTimeoutError, RequestError, StateError
 from fanin.info import Target, TrainerInfo, addresses_of, is_path
 from fanin.names import check_run, check_step
 
+from .driver import Driver
 from .endpoints import (
-    DONE,
     PAUSE_MODES,
+    PREFETCH,
     Endpoint,
     EndpointResult,
     SyncError,
@@ -33,8 +27,10 @@ from .endpoints import (
     check_group,
     endpoint_of,
 )
-from .engines import _CODES, Driver, InitInfo, Options, Wire, driver_of
+from .engines import driver_of
+from .flights import RESUME_AT_LEAST, SAY_EVERY, Flight, LeaveAlone, Plan, Record, failure
 from .trainer import wait_for_step
+from .wire import CODES, InitInfo, Options, Wire
 
 __all__ = ["Registry"]
 
@@ -44,63 +40,9 @@ _HEALTH = 10.0  # seconds
 _RESUME = 30.0
 # An engine's own reason for a pull that took too long must still arrive.
 _PULL_SHARE = 0.9
-# An engine that has its weights is not left paused for want of a second.
-_RESUME_AT_LEAST = 5.0
 # Threads see their deadline by themselves; what is waited for them beyond it.
-_GRACE = _RESUME_AT_LEAST + 1.0
-
-_Result = TypeVar("_Result")
-
-
-@dataclass(slots=True)
-class _Record:
-    """What is known of an engine. Registry's lock held, but the driver is its flight's."""
-
-    endpoint: Endpoint
-    wire: Wire
-    driver: Driver | None = None
-    told: InitInfo | None = None
-    step: int | None = None
-    world: str = ""
-    version: str | None = None
-    busy: bool = False
-    paused: bool = False
-    open: bool = False
-    dirty: bool = False
-    removed: bool = False
-
-
-class _LeaveAlone(Exception):
-    """The endpoint was removed, or nobody waits for it any more."""
-
-
-@dataclass(slots=True)
-class _Plan:
-    """What one sync wants of every engine. world: of the trainer, "" if it was not asked."""
-
-    step: int
-    version: str
-    info: InitInfo
-    options: Options
-    world: str
-    deadline: float
-    again: bool
-
-
-@dataclass(slots=True)
-class _Flight:
-    """One engine's way through the phases."""
-
-    record: _Record
-    plan: _Plan
-    phase: str = ""
-    seconds: dict[str, float] = field(default_factory=dict)
-    result: EndpointResult | None = None
-    over: bool = False
-    initialised: bool = False
-    skipped: bool = False
-    bytes: int | None = None
-    seen: str | None = None
+_GRACE = RESUME_AT_LEAST + 1.0
+_SAY_WAITING = 2 * SAY_EVERY
 
 
 class Registry:
@@ -113,6 +55,9 @@ class Registry:
     ask_trainer: whether the trainer's ranks are asked for the step before anything is paused; False
     where only the engines can reach them. api_key: of engines that are added without one. init:
     what vLLM's init_info is to have besides: ``{"unused": [...]}``, ``{"mode": "loader"}``.
+    prefetch: of syncs that do not say it: "auto": engines that can read a step beside their model
+    before they are paused, at the price of as much memory; False: none does; True: those that
+    cannot are an error.
 
     Any thread; syncs of engines that are not in another sync may run at once. Nothing here needs
     PyTorch. Raises RequestError.
@@ -129,6 +74,7 @@ class Registry:
         ask_trainer: bool = True,
         api_key: str | None = None,
         init: Mapping[str, Any] | None = None,
+        prefetch: bool | str = "auto",
     ) -> None:
         self.run = check_run(run)
         self._init = dict(init or {})
@@ -140,13 +86,14 @@ class Registry:
         self.pull_timeout = (
             None if pull_timeout is None else _positive(pull_timeout, "pull_timeout")
         )
+        self.prefetch = _prefetch(prefetch)
         self.server_name = server_name
         self.ask_trainer = ask_trainer
         self._trainer = trainer
         self._said = _said(trainer)
         self._api_key = api_key
         self._changed = threading.Condition()
-        self._records: dict[str, _Record] = {}
+        self._records: dict[str, Record] = {}
 
     # ------------------------------------------------------------ the engines
 
@@ -169,7 +116,7 @@ class Registry:
         with self._changed:
             known = self._records.get(endpoint.url)
             if known is None:
-                self._records[endpoint.url] = _Record(endpoint, wire)
+                self._records[endpoint.url] = Record(endpoint, wire)
                 return endpoint
             if kind not in ("auto", known.endpoint.kind) and known.endpoint.kind != "auto":
                 raise RequestError.make(
@@ -227,7 +174,7 @@ class Registry:
         deadline = time.monotonic() + timeout
         found: set[str] = set()
 
-        def ask(record: _Record) -> None:
+        def ask(record: Record) -> None:
             with contextlib.suppress(FaninError):
                 self._driver(record, deadline).health(deadline)
                 found.add(record.endpoint.url)
@@ -257,7 +204,7 @@ class Registry:
         finally:
             self._release([record])
 
-    def _known(self, url: str) -> _Record:
+    def _known(self, url: str) -> Record:
         wanted = endpoint_of(url, "auto", "default", None).url
         with self._changed:
             record = self._records.get(wanted)
@@ -265,7 +212,7 @@ class Registry:
             raise NotFoundError.make(f"{wanted} was not added", "add it", address=wanted)
         return record
 
-    def _driver(self, record: _Record, deadline: float) -> Driver:
+    def _driver(self, record: Record, deadline: float) -> Driver:
         driver = record.driver
         if driver is None:
             driver = driver_of(record.endpoint.kind, record.wire, deadline)
@@ -288,6 +235,7 @@ class Registry:
         flush_cache: bool = True,
         skip_dead: bool = False,
         again: bool = False,
+        prefetch: bool | str | None = None,
     ) -> SyncResult:
         """Brings *step* to every engine, or to those of the groups, all at once.
 
@@ -298,13 +246,14 @@ class Registry:
         "abort": ended. flush_cache: what was computed with the old weights goes. skip_dead: engines
         that fail the health check are left out (and are failures all the same), instead of nothing
         being done. again: also engines that have this step of this launch of the trainer already;
-        they are left alone otherwise.
+        they are left alone otherwise. prefetch: None: the registry's; read ahead what of it could
+        not be, says the result's note, and that engine is paused while it reads.
 
         First the trainer's ranks are waited for, then the health of all engines is checked; until
         then nothing is paused. Then each engine goes its own way: init (when it is new, was started
-        again or failed), pause, start, update, finish, resume. One that fails from pause on stays
-        paused, because it may have weights of two steps; the others go on. The next sync tries it
-        again.
+        again or failed), reading ahead, pause, start (unless it was for reading ahead), update,
+        finish, resume. One that fails from pause on stays paused, because it may have weights of
+        two steps; the others go on. The next sync tries it again.
 
         Blocks at most *timeout* and a little; any thread. Raises SyncError naming every engine that
         failed, with ``result``; StateError if one of the engines is in another sync; NotFoundError
@@ -312,7 +261,7 @@ class Registry:
         """
         started = time.monotonic()
         seconds = self.timeout if timeout is None else _positive(timeout, "timeout")
-        options = _options(pause_mode, flush_cache)
+        options = _options(pause_mode, flush_cache, self.prefetch if prefetch is None else prefetch)
         if step is not None:
             check_step(step)
         _check_version(version)
@@ -332,7 +281,7 @@ class Registry:
         options: Options,
         deadline: float,
         again: bool,
-    ) -> _Plan:
+    ) -> Plan:
         world = ""
         if self.ask_trainer:
             step, world = wait_for_step(
@@ -349,11 +298,11 @@ class Registry:
         # The registry's, not this call's: another value would have every engine told anew.
         pull = self.pull_timeout or self.timeout * _PULL_SHARE
         info = InitInfo(self._said, self.run, pull, self.server_name, self._init)
-        return _Plan(step, version or f"step-{step}", info, options, world, deadline, again)
+        return Plan(step, version or f"step-{step}", info, options, world, deadline, again)
 
     def _choose(
         self, group: str | Iterable[str] | None, urls: Iterable[str] | None
-    ) -> Sequence[_Record]:
+    ) -> Sequence[Record]:
         if urls is not None:
             named = {url: self._known(url) for url in urls}
             if group is not None or not named:
@@ -375,7 +324,7 @@ class Registry:
             raise NotFoundError.make("there is no engine to sync", "add one")
         return records
 
-    def _take(self, records: Sequence[_Record]) -> None:
+    def _take(self, records: Sequence[Record]) -> None:
         with self._changed:
             for record in records:
                 if record.busy:
@@ -387,29 +336,30 @@ class Registry:
             for record in records:
                 record.busy = True
 
-    def _release(self, records: Sequence[_Record]) -> None:
+    def _release(self, records: Sequence[Record]) -> None:
         with self._changed:
             for record in records:
                 record.busy = False
 
     def _run(
-        self, records: Sequence[_Record], plan: _Plan, started: float, skip_dead: bool
+        self, records: Sequence[Record], plan: Plan, started: float, skip_dead: bool
     ) -> SyncResult:
         for record in records:
             if record.driver is not None:
                 record.driver.check_options(plan.options)
-        flights = [_Flight(record, plan) for record in records]
+        flights = [Flight(record, plan, self._changed) for record in records]
         self._all(flights, self._look, min(plan.deadline, time.monotonic() + _HEALTH))
         dead = [flight for flight in flights if flight.result is not None]
         if dead and not skip_dead:
             told = "are not well, and nothing was paused"
             return _judged(plan, flights, started, told)
         well = [flight for flight in flights if flight.result is None]
-        self._all(well, self._drive, plan.deadline)
+        _log.info("fanin.sync: step %d to %d engines", plan.step, len(well))
+        self._all(well, Flight.drive, plan.deadline)
         return _judged(plan, flights, started, f"did not get step {plan.step}")
 
     def _all(
-        self, flights: Sequence[_Flight], work: Callable[[_Flight], None], deadline: float
+        self, flights: Sequence[Flight], work: Callable[[Flight], None], deadline: float
     ) -> None:
         """Each in a thread of its own, until all have ended, are removed or are out of time."""
         pending: set[int] = set()
@@ -427,18 +377,21 @@ class Registry:
             return all(flights[number].record.removed for number in pending)
 
         with self._changed:
-            self._changed.wait_for(settled, max(deadline + _GRACE - time.monotonic(), 0))
+            while (left := deadline + _GRACE - time.monotonic()) > 0:
+                if self._changed.wait_for(settled, min(left, _SAY_WAITING)):
+                    break
+                _say_waiting([flights[number] for number in sorted(pending)])
             for number in pending:
                 flights[number].over = True
                 self._give_up(flights[number])
 
     def _one(
-        self, flight: _Flight, work: Callable[[_Flight], None], pending: set[int], number: int
+        self, flight: Flight, work: Callable[[Flight], None], pending: set[int], number: int
     ) -> None:
         error: BaseException | None = None
         try:
             work(flight)
-        except _LeaveAlone:
+        except LeaveAlone:
             pass
         except BaseException as caught:  # a bug must not look like an engine that hangs
             error = caught
@@ -446,12 +399,12 @@ class Registry:
             if error is not None and flight.phase in ("init", "start", "update", "finish"):
                 flight.record.told = None  # whatever it was, the next sync tells it again
             if flight.result is None and error is not None:
-                flight.result = _failure(flight, error)
+                flight.result = failure(flight, error)
                 _log.warning("%s", flight.result.error)
             pending.discard(number)
             self._changed.notify_all()
 
-    def _give_up(self, flight: _Flight) -> None:
+    def _give_up(self, flight: Flight) -> None:
         """Lock held. The thread of the flight may still be at it; it does nothing more."""
         url = flight.record.endpoint.url
         error: FaninError = PullTimeoutError.make(
@@ -460,26 +413,9 @@ class Registry:
         if flight.record.removed:
             error = StateError.make(f"{url} was removed during the sync", address=url)
         if flight.result is None:
-            flight.result = _failure(flight, error)
+            flight.result = failure(flight, error)
 
-    # ------------------------------------------------------- one engine's way
-
-    def _phase(self, flight: _Flight, name: str, call: Callable[[], _Result]) -> _Result:
-        with self._changed:
-            if flight.over or flight.record.removed:
-                raise _LeaveAlone
-            flight.phase = name
-        began = time.monotonic()
-        try:
-            result = call()
-        finally:
-            flight.seconds[name] = time.monotonic() - began
-        with self._changed:
-            if flight.over:
-                raise _LeaveAlone
-        return result
-
-    def _look(self, flight: _Flight) -> None:
+    def _look(self, flight: Flight) -> None:
         deadline = min(flight.plan.deadline, time.monotonic() + _HEALTH)
         record = flight.record
 
@@ -488,117 +424,13 @@ class Registry:
             driver.check_options(flight.plan.options)
             return driver.health(deadline)
 
-        flight.seen = self._phase(flight, "health", look)
-
-    def _drive(self, flight: _Flight) -> None:
-        record, plan = flight.record, flight.plan
-        driver = record.driver
-        assert driver is not None  # _look has made it
-        if not plan.again and self._has_it(flight):
-            flight.skipped = True
-        else:
-            self._update(flight, driver)
-        if record.paused or not flight.skipped:
-            until = max(plan.deadline, time.monotonic() + _RESUME_AT_LEAST)
-            self._phase(flight, "resume", lambda: driver.resume(until))
-            record.paused = False
-        with self._changed:
-            flight.phase = DONE
-            flight.result = EndpointResult(
-                record.endpoint,
-                DONE,
-                skipped=flight.skipped,
-                initialised=flight.initialised,
-                version=plan.version,
-                seconds=dict(flight.seconds),
-                bytes=flight.bytes,
-            )
-
-    def _has_it(self, flight: _Flight) -> bool:
-        """Whether these very weights are there: step and launch of the trainer, by all accounts."""
-        record, plan = flight.record, flight.plan
-        known = (record.step, record.world, record.version)
-        wanted = (plan.step, plan.world, plan.version)
-        whole = not record.dirty and not record.open and bool(plan.world)
-        return whole and known == wanted and flight.seen == plan.version
-
-    def _tell(self, flight: _Flight, driver: Driver) -> None:
-        record, plan = flight.record, flight.plan
-        record.told = None
-        self._phase(flight, "init", lambda: driver.init(plan.info, plan.deadline))
-        record.told = plan.info
-        flight.initialised = True
-
-    def _start(self, flight: _Flight, driver: Driver) -> None:
-        record, plan = flight.record, flight.plan
-        may_be_open, record.open = record.open, True
-
-        def start() -> None:
-            driver.start(may_be_open, plan.deadline)
-
-        try:
-            self._phase(flight, "start", start)
-        except (UnreachableError, PullTimeoutError):
-            raise
-        except FaninError as error:
-            if flight.initialised:
-                raise
-            # It may have lost what it was told: started again, or told of another trainer.
-            _log.info("%s; it is told anew where the trainer is", error)
-            self._tell(flight, driver)
-            self._phase(flight, "start", start)
-
-    def _update(self, flight: _Flight, driver: Driver) -> None:
-        record, plan = flight.record, flight.plan
-        # A version that nobody gave it here: the engine was started again, or somebody else's.
-        strange = record.version is None or flight.seen != record.version
-        # While it still generates: what an init refuses leaves the engine as it was.
-        if strange or record.dirty or record.told != plan.info:
-            self._tell(flight, driver)
-        record.paused = True  # unless it says that it is not, it may be
-        self._phase(flight, "pause", lambda: driver.pause(plan.options, plan.deadline))
-        self._start(flight, driver)
-        record.dirty, record.step, record.version = True, None, None
-        flight.bytes = self._phase(
-            flight, "update", lambda: driver.update(plan.info, plan.step, plan.deadline)
-        )
-        self._phase(
-            flight, "finish", lambda: driver.finish(plan.version, plan.options, plan.deadline)
-        )
-        record.open = record.dirty = False
-        record.step, record.world, record.version = plan.step, plan.world, plan.version
+        flight.seen = flight.run("health", look)
 
 
 # ------------------------------------------------------------------- helpers
 
 
-def _failure(flight: _Flight, error: BaseException) -> EndpointResult:
-    record = flight.record
-    told = str(error) or type(error).__name__
-    if not isinstance(error, FaninError):
-        told = f"{type(error).__name__}: {told}"
-    url = record.endpoint.url
-    if url not in told:
-        told = f"{url}: {told}"
-    paused = record.paused and flight.phase != "health"
-    if paused and flight.phase == "pause":
-        told += " (it may be paused)"
-    elif paused:
-        told += f" (failed in {flight.phase}; it stays paused until a sync succeeds)"
-    return EndpointResult(
-        record.endpoint,
-        flight.phase or "health",
-        told,
-        paused=paused,
-        initialised=flight.initialised,
-        version=record.version,
-        seconds=dict(flight.seconds),
-        bytes=flight.bytes,
-        code=error.name if isinstance(error, FaninError) else "FANIN_ERR_INTERNAL",
-    )
-
-
-def _judged(plan: _Plan, flights: Sequence[_Flight], started: float, what: str) -> SyncResult:
+def _judged(plan: Plan, flights: Sequence[Flight], started: float, what: str) -> SyncResult:
     """The result. Raises SyncError if an engine has failed."""
     results = {
         flight.record.endpoint.url: flight.result
@@ -607,7 +439,7 @@ def _judged(plan: _Plan, flights: Sequence[_Flight], started: float, what: str) 
     }
     result = SyncResult(plan.step, plan.version, results, time.monotonic() - started)
     if any(entry.error for entry in results.values()):
-        raise SyncError.of(result, what, _CODES)
+        raise SyncError.of(result, what, CODES)
     return result
 
 
@@ -617,12 +449,29 @@ def _positive(seconds: float, name: str) -> float:
     return float(seconds)
 
 
-def _options(pause_mode: str, flush_cache: bool) -> Options:
+def _say_waiting(flights: Iterable[Flight]) -> None:
+    """Which engines are still at it."""
+    now = time.monotonic()
+    told = [f"{flight.url} in {flight.phase} for {now - flight.since:.0f} s" for flight in flights]
+    _log.info("fanin.sync: waits for %s", ", ".join(told))
+
+
+def _prefetch(prefetch: object) -> bool | str:
+    """*prefetch* if it is one of PREFETCH, and no 0 or 1 that only equals one."""
+    for known in PREFETCH:
+        if prefetch == known and type(prefetch) is type(known):
+            return known
+    raise RequestError.make(
+        f"prefetch {prefetch!r} is unknown", 'give True, False or "auto"', key="prefetch"
+    )
+
+
+def _options(pause_mode: str, flush_cache: bool, prefetch: object) -> Options:
     if pause_mode not in PAUSE_MODES:
         raise RequestError.make(
             f"pause_mode {pause_mode!r} is unknown", "give one of " + ", ".join(PAUSE_MODES)
         )
-    return Options(pause_mode, bool(flush_cache))
+    return Options(pause_mode, bool(flush_cache), _prefetch(prefetch))
 
 
 def _check_version(version: str | None) -> None:

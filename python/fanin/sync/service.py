@@ -55,7 +55,7 @@ _ADD = {
 }  # fmt: skip
 _SYNC = {
     "step", "model_id", "pools", "pause_mode", "flush_cache", "cache_invalidation_mode",
-    "weight_version", "quantization", "timeout", "skip_dead", "again", *_UNNEEDED,
+    "weight_version", "quantization", "timeout", "skip_dead", "again", "prefetch", *_UNNEEDED,
 }  # fmt: skip
 
 
@@ -106,6 +106,15 @@ class _Body:
                 f"{name} {value!r} is unknown", "give one of " + ", ".join(choices), key=name
             )
         return value
+
+    def prefetch(self) -> bool | str | None:
+        """True, False, "auto", or None: not said."""
+        value = self._body.get("prefetch")
+        if value is None or isinstance(value, (bool, str)):
+            return value
+        raise RequestError.make(
+            f"prefetch {value!r} is unknown", 'send true, false or "auto"', key="prefetch"
+        )
 
     def notices(self) -> list[str]:
         """Of what is accepted and does nothing."""
@@ -283,6 +292,7 @@ class Service:
                 flush_cache=flush,
                 skip_dead=body.flag("skip_dead"),
                 again=body.flag("again"),
+                prefetch=body.prefetch(),
             )
         except SyncError as error:
             timed_out = isinstance(error, PullTimeoutError) or error.name == "FANIN_ERR_TIMEOUT"
@@ -362,6 +372,7 @@ def _sync_body(
         "transfer_time": slowest.get("update_s", 0.0),
         "total_bytes": result.bytes or 0,
         "timing_breakdown": {**slowest, "total_s": result.seconds},
+        "stall_s": max((e.stall for e in result.results.values() if e.stall), default=0.0),
         "cache_invalidation_mode": cache,
         "flush_cache": flush,
         "endpoints_synced": [_result_body(entry) for entry in result.results.values()],

@@ -31,7 +31,7 @@ __all__ = ["TransportBackend"]
 
 _SETTINGS = {
     "run", "bind", "advertise", "base_port", "allow", "trusted_network", "use_ucx", "keep_on",
-    "timeout", "kind", "api_key", "pause_mode",
+    "timeout", "kind", "api_key", "pause_mode", "prefetch",
 }  # fmt: skip
 
 
@@ -60,6 +60,7 @@ class _Publication:
             run=run,
             timeout=settings.get("timeout", 300.0),
             api_key=settings.get("api_key"),
+            prefetch=settings.get("prefetch", "auto"),
         )
         self.keep_on = settings.get("keep_on", "cpu")
         self.kept: dict[str, Any] = {}
@@ -102,8 +103,9 @@ class TransportBackend:
     ``backend_config``; its rendezvous address, group name and bucket size are not needed.
     backend_config: ``run`` ("0"), ``bind`` ("127.0.0.1"), ``advertise`` (what engines connect to:
     ``bind``), ``base_port`` (0: any), ``allow`` and ``trusted_network`` as fanin.Server takes them,
-    ``keep_on`` (device of the copies: "cpu"), ``timeout``, ``kind``, ``api_key``, ``pause_mode`` as
-    Registry takes them. A field that is not known is an error. keyword arguments: the same.
+    ``keep_on`` (device of the copies: "cpu"), ``timeout``, ``kind``, ``api_key``, ``pause_mode``,
+    ``prefetch`` as Registry takes them. A field that is not known is an error. keyword arguments:
+    the same.
 
     One object is used by one thread; one of a run at a time. What is published, the engines'
     mapping and their connections stay from one object to the next: :meth:`close_all` ends them.

@@ -45,25 +45,26 @@ class Summary:
 
 
 class Progress:
-    """Says in the log how far a long update is. total: bytes, 0: not known."""
+    """Says in the log how far a long update is. done, total: bytes, 0: not known."""
 
     def __init__(self, step: int, total: int) -> None:
-        self._step, self._total, self._before = step, total, 0
+        self._step, self.total, self._before = step, total, 0
+        self.done = 0
         self._start = self._said = time.monotonic()
 
     def __call__(self, done: int, _: int = 0) -> None:
         now = time.monotonic()
+        self.done = done = done + self._before
         if now - self._said < _SAY_EVERY:
             return
         self._said = now
-        done += self._before
         rate = done / (now - self._start)
-        rest = f", {max(self._total - done, 0) / rate:.0f} s to go" if rate and self._total else ""
+        rest = f", {max(self.total - done, 0) / rate:.0f} s to go" if rate and self.total else ""
         _log.info(
             "fanin: step %d: %.0f of %.0f MB, %.2f GB/s%s",
             self._step,
             done / 1e6,
-            self._total / 1e6,
+            self.total / 1e6,
             rate / 1e9,
             rest,
         )

@@ -20,6 +20,7 @@ from fanin.vllm import reload
 from fanin.vllm.landing import Progress, Summary
 from fanin.vllm.mapped import MappedLanding, span
 from fanin.vllm.trainers import Trainer, left
+from fanin.vllm.weights_state import require_host_room
 
 __all__ = ["Prefetch", "Shadow"]
 
@@ -32,9 +33,12 @@ _GIVE_UP = 15.0
 
 
 class Shadow:
-    """Memory for one step of a mapped model."""
+    """Memory for one step of a mapped model. workers: of this engine, who take as much each.
 
-    def __init__(self, landing: MappedLanding) -> None:
+    Raises HostError if the host has not so much.
+    """
+
+    def __init__(self, landing: MappedLanding, workers: int = 1) -> None:
         self._landing = landing
         layouts: dict[tuple[str, str], Any] = {}
         for module in landing.mapping.modules:
@@ -47,10 +51,12 @@ class Shadow:
                 if place == module.path and leaf not in leaves:
                     leaves[leaf] = getattr(landing.module(module.path), leaf)
             layouts.update({(module.path, leaf): tensor for leaf, tensor in leaves.items()})
-        self._tensors = self._lay_out(layouts)
+        self._tensors = self._lay_out(layouts, workers)
         self._packed: PackedMapping = landing.mapping.pack(self._lookup)
 
-    def _lay_out(self, layouts: dict[tuple[str, str], Any]) -> dict[tuple[str, str], Any]:
+    def _lay_out(
+        self, layouts: dict[tuple[str, str], Any], workers: int
+    ) -> dict[tuple[str, str], Any]:
         import torch
 
         sizes = {
@@ -61,6 +67,8 @@ class Shadow:
         device, pinned = self._landing.device, False
         if device.type == "cuda" and torch.cuda.mem_get_info(device)[0] < self.bytes * _SPARE:
             device, pinned = torch.device("cpu"), True
+        if device.type == "cpu":
+            require_host_room(self.bytes, workers)
         self.place = "pinned host memory" if pinned else str(device)
         room = torch.empty(self.bytes, dtype=torch.uint8, device=device, pin_memory=pinned)
         found, at = {}, 0
@@ -73,7 +81,7 @@ class Shadow:
     def _lookup(self, path: str, leaf: str) -> Any:
         return self._tensors[path, leaf]
 
-    def fill(self, trainer: Trainer, step: int, deadline: float) -> Any:
+    def fill(self, trainer: Trainer, step: int, deadline: float, progress: Progress) -> Any:
         """Reads *step*, proven; the pull's result. Blocks until *deadline* at most."""
         self._landing.mapping.fill(self._lookup)
         result = trainer.client.pull_into(
@@ -83,7 +91,7 @@ class Shadow:
             timeout=left(deadline),
             dtype=self._packed.dtype,
             verify=self._landing.verify,
-            progress=Progress(step, self.bytes),
+            progress=progress,
         )
         self._packed.settle()
         return result
@@ -102,6 +110,7 @@ class Prefetch:
         self._shadow, self._trainer = shadow, trainer
         self._result: Any = None
         self._error: Exception | None = None
+        self._progress = Progress(step, shadow.bytes)
         self._thread = threading.Thread(
             target=self._run, args=(time.monotonic() + timeout,), name="fanin-prefetch", daemon=True
         )
@@ -110,10 +119,23 @@ class Prefetch:
     def _run(self, deadline: float) -> None:
         try:
             self._trainer.ready(deadline)
-            self._result = self._shadow.fill(self._trainer, self.step, deadline)
+            self._result = self._shadow.fill(self._trainer, self.step, deadline, self._progress)
         except Exception as error:
             self._error = error
             _log.warning("fanin: step %d was not read ahead: %s", self.step, error)
+
+    def state(self) -> dict[str, Any]:
+        """How far it is, as plain values: state is "reading", "ready" or "failed"."""
+        state = "failed" if self._error is not None else "ready"
+        return {
+            "step": self.step,
+            "state": "reading" if self._thread.is_alive() else state,
+            "bytes": self._progress.done if self._result is None else self._result.bytes,
+            "total": self._progress.total,
+            "place": self._shadow.place,
+            "why": "" if self._error is None else str(self._error),
+            "code": getattr(self._error, "name", ""),
+        }
 
     def wait(self, deadline: float) -> bool:
         """Whether the step is in the shadow, whole. Blocks until it is, or has failed."""

@@ -12,6 +12,7 @@ import fnmatch
 import logging
 import os
 import time
+from dataclasses import asdict
 from typing import Any
 
 from vllm.config import set_current_vllm_config
@@ -21,7 +22,7 @@ from fanin.errors import FaninError, HostError, PeerError, StateError
 from fanin.mapping import Mapping, MappingError
 from fanin.vllm import reload, weights_check
 from fanin.vllm.infos import Init, InitInfo, UpdateInfo
-from fanin.vllm.landing import Landing, StockLanding
+from fanin.vllm.landing import Landing, StockLanding, Summary
 from fanin.vllm.mapped import MappedLanding
 from fanin.vllm.mixed import MixedLanding, with_neighbours
 from fanin.vllm.reload import record_model
@@ -45,6 +46,8 @@ class _Target:
         self.published: Published | None = None
         self.shadow: Shadow | None = None
         self.prefetch: Prefetch | None = None
+        #: What the last update did, in bytes and seconds.
+        self.last: Summary | None = None
         #: Published, and nothing of it goes into this worker's model.
         self.unwanted: tuple[str, ...] = ()
 
@@ -240,6 +243,16 @@ class Engine(WeightTransferEngine[InitInfo, UpdateInfo]):
         found.unseen += landing.by_loader
         return found.as_dict()
 
+    def state(self) -> dict[str, Any]:
+        """See :func:`fanin.vllm.weights_state.fanin_weights_state`."""
+        target = self._main
+        return {
+            "step": target.updates.step,
+            "dirty": target.updates.dirty,
+            "ahead": None if target.prefetch is None else target.prefetch.state(),
+            "last": None if target.last is None else asdict(target.last),
+        }
+
     def reset_weight_update_target(self) -> None:
         """vLLM says here that an update is over, well or not."""
         self._target().updates.leave()
@@ -342,7 +355,7 @@ class Engine(WeightTransferEngine[InitInfo, UpdateInfo]):
             )
         target.give_up_prefetch()
         if target.shadow is None:
-            target.shadow = Shadow(target.landing)
+            target.shadow = Shadow(target.landing, self.parallel_config.world_size)
             _log.info(
                 "fanin: %s: %.1f MB of %s to read ahead into",
                 self._worker,
@@ -360,7 +373,7 @@ class Engine(WeightTransferEngine[InitInfo, UpdateInfo]):
             ahead.cancel()
         elif ahead is not None and ahead.wait(deadline):
             summary = ahead.install(lambda: target.updates.writing(step))
-            _log.info("fanin: %s: step %d: %s", self._worker, step, summary)
+            self._did(target, step, summary)
             return
         published = target.trainer.ready(deadline)
         if target.published is None or published.layout() != target.published.layout():
@@ -372,6 +385,10 @@ class Engine(WeightTransferEngine[InitInfo, UpdateInfo]):
         summary = target.landing.pull(
             target.trainer, step, deadline, lambda: target.updates.writing(step)
         )
+        self._did(target, step, summary)
+
+    def _did(self, target: _Target, step: int, summary: Summary) -> None:
+        target.last = summary
         _log.info("fanin: %s: step %d: %s", self._worker, step, summary)
 
 

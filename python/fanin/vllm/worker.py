@@ -29,6 +29,7 @@ from fanin.vllm.clients import ClientPool, Source
 from fanin.vllm.directories import Lease, Places
 from fanin.vllm.faults import from_wire, to_wire
 from fanin.vllm.pulls import PullService, Wanted, which
+from fanin.vllm.weights_state import fanin_weights_state
 
 __all__ = ["Jobs", "WorkerExtension", "install", "load_lora"]
 
@@ -291,6 +292,7 @@ _METHODS = (
     fanin_drop_adapter,
     fanin_model_facts,
     fanin_check_weights,
+    fanin_weights_state,
     *guard.METHODS,
 )
 

@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What came of a pull, in SGLang's own answer; and an engine whose weights are torn does nothing.
+
+SGLang takes the return of a custom loader for success, and its scheduler does not survive an
+exception in one. So this is a plugin of SGLang's (the entry point ``sglang.srt.plugins``), which
+stands around four of its methods in every scheduler process:
+
+* the update by :data:`~fanin.sglang.request.LOADER` answers what the loader says came of it, and is
+  a failure if the loader was not heard;
+* after a pull that failed when bytes may have been written the scheduler is paused; the end of the
+  update is refused, and ``/continue_generation`` does nothing, until a whole pull has succeeded or
+  a whole checkpoint was loaded from disk;
+* the end of an update says which step is there.
+
+Nothing here imports SGLang or PyTorch before SGLang calls it.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from .request import LOADER, TOLD
+
+__all__ = ["HOOKS", "Standing", "register", "standing"]
+
+_log = logging.getLogger("fanin.sglang")
+
+_REMEDY = "sync again; until then nothing is generated"
+
+
+@dataclass(slots=True)
+class Standing:
+    """How the weights of this process stand. One thread, the scheduler's.
+
+    heard: whether an update is under way whose answer says what came of it. failure: why that
+    failed. pulled: what the last pull that ended well did. loaded: whether one has since the update
+    began.
+    """
+
+    heard: bool = False
+    failure: str = ""
+    pulled: dict[str, Any] = field(default_factory=dict)
+    loaded: bool = False
+    _torn: dict[int, str] = field(default_factory=dict)
+
+    @property
+    def torn(self) -> str:
+        """Why the weights of a model are not the whole of one step, "" if they are."""
+        return next(iter(self._torn.values()), "")
+
+    def begin(self) -> None:
+        """An update begins."""
+        self.heard, self.loaded, self.failure = True, False, ""
+
+    def succeed(self, model: int, step: int, moved: int, seconds: float, how: str) -> None:
+        """A whole pull into a model, which *model* stands for, has ended well on all ranks."""
+        before = self.pulled if self.loaded else {}
+        self.pulled = {
+            "step": step,
+            "bytes": moved + before.get("bytes", 0),
+            "seconds": round(seconds + before.get("seconds", 0.0), 6),
+            "how": how,
+        }
+        self.loaded = True
+        self._torn.pop(model, None)
+
+    def fail(self, model: int, why: str, torn: bool) -> None:
+        """A pull has failed. torn: on some rank bytes may have been written."""
+        self.failure = self.failure or why
+        if torn:
+            self._torn[model] = why
+
+    def forget(self) -> None:
+        """All weights came from elsewhere."""
+        self._torn, self.pulled = {}, {}
+
+    def told(self) -> str:
+        """For an answer."""
+        return TOLD + json.dumps(self.pulled)
+
+
+standing = Standing()
+"""Of this process."""
+
+
+def update(original: Callable[..., Any], manager: Any, request: Any) -> Any:
+    """Around ``SchedulerWeightUpdaterManager.update_weights_from_tensor``."""
+    if getattr(request, "load_format", None) != LOADER:
+        return original(manager, request)
+    # SGLang notes it as soon as the loader has returned.
+    version, request.weight_version = request.weight_version, None
+    standing.begin()
+    try:
+        output = original(manager, request)
+    finally:
+        standing.heard = False
+    if not output.success:
+        return output
+    if standing.failure or not standing.loaded:
+        output.success = False
+        output.message = f"fanin: {standing.failure or 'the loader has not pulled anything'}"
+        scheduler = getattr(manager, "scheduler", None)
+        if standing.torn and scheduler is not None:
+            scheduler._engine_paused = True
+        return output
+    if version is not None:
+        manager.record_weight_version_after_update(version)
+    output.message = standing.told()
+    return output
+
+
+def end(original: Callable[..., Any], manager: Any, request: Any) -> Any:
+    """Around ``SchedulerWeightUpdaterManager.end_weight_update``."""
+    if standing.torn:
+        from sglang.srt.managers.io_struct import EndWeightUpdateReqOutput
+
+        message = f"fanin: the weights are not whole: {standing.torn}; {_REMEDY}"
+        return EndWeightUpdateReqOutput(success=False, message=message)
+    output = original(manager, request)
+    if output.success and standing.pulled:
+        output.message = standing.told()
+    return output
+
+
+def from_disk(original: Callable[..., Any], manager: Any, request: Any) -> Any:
+    """Around ``SchedulerWeightUpdaterManager.update_weights_from_disk``."""
+    output = original(manager, request)
+    if output.success:
+        standing.forget()
+    return output
+
+
+def go_on(original: Callable[..., Any], scheduler: Any, request: Any) -> Any:
+    """Around ``Scheduler.continue_generation``."""
+    if standing.torn:
+        scheduler._engine_paused = True
+        _log.error("fanin: stays paused: %s; %s", standing.torn, _REMEDY)
+        return None
+    return original(scheduler, request)
+
+
+_MANAGER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
+
+HOOKS: dict[str, Callable[..., Any]] = {
+    f"{_MANAGER}.update_weights_from_tensor": update,
+    f"{_MANAGER}.end_weight_update": end,
+    f"{_MANAGER}.update_weights_from_disk": from_disk,
+    "sglang.srt.managers.scheduler.Scheduler.continue_generation": go_on,
+}
+"""By the path of the method that they stand around."""
+
+
+def register() -> None:
+    """The plugin: SGLang calls this in each of its processes before anything else is made."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    for target, hook in HOOKS.items():
+        HookRegistry.register(target, hook, HookType.AROUND)

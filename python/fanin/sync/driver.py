@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How an engine is asked: one method a phase, every one with an absolute deadline."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from fanin._http import Reply
+from fanin.errors import PeerError
+
+from .wire import InitInfo, Options, Wire
+
+__all__ = ["Driver", "Pulled", "Tell"]
+
+Tell = Callable[[int, int], None]
+"""Is told bytes and of how many, while something is read."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pulled:
+    """What an engine says that an update did. bytes: of all its workers. seconds: of the slowest
+    one, reading. how: the path, and where to."""
+
+    step: int
+    bytes: int
+    seconds: float
+    how: str = ""
+
+
+class Driver(ABC):
+    """One engine. One thread at a time; each call blocks until the deadline at most.
+
+    All raise FaninError with ``phase`` and the engine's URL as ``address``.
+    """
+
+    kind = ""
+    reads_ahead = False
+
+    def __init__(self, wire: Wire) -> None:
+        self.wire = wire
+
+    @abstractmethod
+    def check_options(self, options: Options) -> None:
+        """Raises RequestError if this kind of engine cannot do that. Does not block."""
+
+    @abstractmethod
+    def health(self, deadline: float) -> str:
+        """The version of the engine's weights."""
+
+    def ahead(self, step: int, deadline: float, tell: Tell) -> str:
+        """Has all workers read the step beside the model, in an update that is open.
+
+        "" when all of it is there; else why it will not be, and the update is an ordinary one: it
+        may have been closed. Raises also SupersededError: then no update can bring the step.
+        """
+        raise NotImplementedError
+
+    @abstractmethod
+    def pause(self, options: Options, deadline: float) -> None:
+        """No request is worked on from here to :meth:`resume`."""
+
+    @abstractmethod
+    def init(self, info: InitInfo, deadline: float) -> None:
+        """Tells it where the trainer is."""
+
+    @abstractmethod
+    def start(self, may_be_open: bool, deadline: float) -> None:
+        """Opens an update. may_be_open: an earlier one may not have been closed."""
+
+    @abstractmethod
+    def update(self, info: InitInfo, step: int, deadline: float) -> None:
+        """Has all workers pull the step."""
+
+    @abstractmethod
+    def finish(self, step: int, version: str, options: Options, deadline: float) -> Pulled:
+        """Closes the update; the engine's version is *version* and its workers hold *step* then, as
+        they say themselves."""
+
+    @abstractmethod
+    def resume(self, deadline: float) -> None:
+        """Generation goes on."""
+
+    def _proven(self, version: str, deadline: float) -> None:
+        said = self.health(deadline)
+        if said != version:
+            raise PeerError.make(
+                f"{self.wire.url} says that its weights are {said!r} after {version!r} was"
+                " committed",
+                "see that nobody else updates this engine, then sync again",
+                address=self.wire.url,
+                phase="finish",
+            )
+
+    def _holding(self, pulled: Pulled | None, step: int) -> Pulled:
+        """Raises PeerError unless *step* is what the workers say that they hold."""
+        if pulled is None or pulled.step != step:
+            said = "nothing" if pulled is None else f"step {pulled.step}"
+            raise PeerError.make(
+                f"{self.wire.url}: its workers say that they hold {said}, after step {step} was"
+                " pulled",
+                "see that nobody else updates this engine, then sync again",
+                address=self.wire.url,
+                phase="finish",
+            )
+        return pulled
+
+    def _version(self, reply: Reply, path: str, remedy: str) -> str:
+        if reply.status != 200:
+            raise self.wire.refusal(reply, path, "health", remedy)
+        body = reply.json()
+        version = body.get("weight_version") if isinstance(body, dict) else None
+        if not isinstance(version, str):
+            raise PeerError.make(
+                f"{self.wire.url}{path} does not say a weight_version: {reply.reason}",
+                "check the URL, and that this is the engine that you mean",
+                address=self.wire.url,
+                phase="health",
+            )
+        return version

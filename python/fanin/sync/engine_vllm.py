@@ -1,0 +1,189 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM by the routes of its weight transfer, which are there with ``VLLM_SERVER_DEV_MODE=1``."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+from urllib.parse import urlencode
+
+from fanin._http import Reply
+from fanin.errors import (
+    FaninError,
+    PeerError,
+    PullTimeoutError,
+    StateError,
+    SupersededError,
+    UnreachableError,
+)
+from fanin.vllm.weights_state import METHOD
+
+from .driver import Driver, Pulled, Tell
+from .wire import InitInfo, Options
+
+__all__ = ["VLLM"]
+
+_RESET = "/reset_prefix_cache"
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.01, 0.5
+
+
+class VLLM(Driver):
+    """vLLM 0.32 with ``--weight-transfer-config '{"backend": "fanin"}'``."""
+
+    kind = "vllm"
+    reads_ahead = True
+    _DEV = "start vLLM with VLLM_SERVER_DEV_MODE=1"
+    _BACKEND = 'start vLLM with --weight-transfer-config \'{"backend": "fanin"}\''
+
+    def check_options(self, options: Options) -> None:
+        del options  # all modes
+
+    def health(self, deadline: float) -> str:
+        alive = self.wire.get("/health", "health", deadline)
+        if alive.status != 200:
+            raise self.wire.refusal(alive, "/health", "health", "look into the engine's log")
+        return self._version(
+            self.wire.get("/weight_info", "health", deadline), "/weight_info", self._DEV
+        )
+
+    def pause(self, options: Options, deadline: float) -> None:
+        mode = "keep" if options.pause_mode == "retract" else options.pause_mode
+        query = {"mode": mode, "clear_cache": "true" if options.flush_cache else "false"}
+        self.wire.post(f"/pause?{urlencode(query)}", None, "pause", deadline)
+        reply = self.wire.get("/is_paused", "pause", deadline)
+        body = reply.json()
+        if reply.status != 200 or not isinstance(body, dict) or body.get("is_paused") is not True:
+            raise StateError.make(
+                f"{self.wire.url} was paused, and does not say that it is: {reply.reason}",
+                "see who else resumes it, and that this is vLLM",
+                address=self.wire.url,
+                phase="pause",
+            )
+
+    def init(self, info: InitInfo, deadline: float) -> None:
+        body: dict[str, Any] = {
+            "trainer": info.trainer if isinstance(info.trainer, str) else list(info.trainer),
+            "run": info.run,
+            "timeout": info.timeout,
+            **info.more,
+        }
+        self._post("/init_weight_transfer_engine", {"init_info": body}, "init", deadline)
+        self._states("init", deadline)
+
+    def start(self, may_be_open: bool, deadline: float) -> None:
+        try:
+            self._post("/start_weight_update", None, "start", deadline)
+        except (UnreachableError, PullTimeoutError):
+            raise
+        except FaninError as error:
+            # An update that was left open is gone on with: of several workers one may have failed
+            # alone, and the others then refuse a new start.
+            if not may_be_open and "already active" not in error.message:
+                raise
+
+    def ahead(self, step: int, deadline: float, tell: Tell) -> str:
+        wanted = {"update_info": {"step": step, "prefetch": True}}
+        try:
+            self._post("/update_weights", wanted, "ahead", deadline)
+        except (UnreachableError, PullTimeoutError):
+            raise
+        except FaninError as error:
+            return error.message
+        pause = _FIRST_PAUSE
+        while True:
+            found = [state.get("ahead") for state in self._states("ahead", deadline)]
+            states = [one for one in found if isinstance(one, dict) and one.get("step") == step]
+            failed = [one for one in states if one.get("state") == "failed"]
+            if failed or len(states) < len(found):
+                return self._not_ahead(failed)
+            tell(_sum(states, "bytes"), _sum(states, "total"))
+            if all(one.get("state") == "ready" for one in states):
+                return ""
+            time.sleep(min(pause, max(deadline - time.monotonic(), 0)))
+            pause = min(pause * 2, _LONGEST_PAUSE)
+
+    def _not_ahead(self, failed: list[dict[str, Any]]) -> str:
+        if not failed:
+            return "a worker reads nothing ahead"
+        why = str(failed[0].get("why"))
+        if failed[0].get("code") == "FANIN_ERR_SUPERSEDED":
+            raise SupersededError.make(
+                f"{self.wire.url}: {why}",
+                "sync the newest step",
+                address=self.wire.url,
+                phase="ahead",
+            )
+        return why
+
+    def update(self, info: InitInfo, step: int, deadline: float) -> None:
+        self._post("/update_weights", {"update_info": {"step": step}}, "update", deadline)
+
+    def finish(self, step: int, version: str, options: Options, deadline: float) -> Pulled:
+        self._post("/finish_weight_update", {"weight_version": version}, "finish", deadline)
+        if options.flush_cache and options.pause_mode in ("retract", "keep"):
+            self._reset_cache(options.pause_mode == "retract", deadline)
+        self._proven(version, deadline)
+        pulled = None
+        for state in self._states("finish", deadline):
+            held, last = state.get("step"), state.get("last")
+            told = last if isinstance(last, dict) else {}
+            if not isinstance(held, int) or state.get("dirty"):
+                return self._holding(None, step)
+            one = Pulled(
+                held, _sum([told], "bytes"), float(told.get("read") or 0), str(told.get("path"))
+            )
+            pulled = one if pulled is None else _joined(pulled, one)
+        return self._holding(pulled, step)
+
+    def _states(self, phase: str, deadline: float) -> list[dict[str, Any]]:
+        """What each worker says of its weights; see :mod:`fanin.vllm.weights_state`."""
+        body = self._post("/collective_rpc", {"method": METHOD}, phase, deadline).json()
+        found = body.get("results") if isinstance(body, dict) else None
+        good = isinstance(found, list) and found and all(isinstance(one, dict) for one in found)
+        if not isinstance(found, list) or not good or "dirty" not in found[0]:
+            raise PeerError.make(
+                f"{self.wire.url} does not say what its workers hold",
+                "start vLLM with fanin's plugin, of the same version as here",
+                address=self.wire.url,
+                phase=phase,
+            )
+        return found
+
+    def _reset_cache(self, everything: bool, deadline: float) -> None:
+        """Also of requests that run: they are computed again, with the new weights."""
+        path = _RESET + ("?reset_running_requests=true" if everything else "")
+        body = self.wire.post(path, None, "finish", deadline).json()
+        if everything and not (isinstance(body, dict) and body.get("success") is True):
+            raise StateError.make(
+                f"{self.wire.url} has the weights, but did not drop what was computed with the old",
+                "sync again, or pause with mode abort",
+                address=self.wire.url,
+                phase="finish",
+            )
+
+    def resume(self, deadline: float) -> None:
+        self.wire.post("/resume", None, "resume", deadline)
+
+    def _post(
+        self, path: str, body: Mapping[str, Any] | None, phase: str, deadline: float
+    ) -> Reply:
+        reply = self.wire._ask("POST", path, body, phase, deadline)
+        if reply.status == 200:
+            return reply
+        remedy = self._DEV if reply.status == 404 else "look into the engine's log, then sync again"
+        if "not configured" in reply.reason:
+            remedy = self._BACKEND
+        raise self.wire.refusal(reply, path, phase, remedy)
+
+
+def _sum(values: list[dict[str, Any]], name: str) -> int:
+    found = (value.get(name) for value in values)
+    return sum(one for one in found if isinstance(one, int) and not isinstance(one, bool))
+
+
+def _joined(one: Pulled, other: Pulled) -> Pulled:
+    """Of two workers of an engine; of another step if theirs differ."""
+    step = one.step if one.step == other.step else -1
+    hows = dict.fromkeys([*one.how.split("; "), other.how])
+    return Pulled(step, one.bytes + other.bytes, max(one.seconds, other.seconds), "; ".join(hows))

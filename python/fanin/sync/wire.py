@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Requests to one engine, and errors that name it, the phase and the remedy."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from fanin._http import FAILURES, Reply, ask_json
+from fanin.errors import (
+    ConnectionFailedError,
+    FaninError,
+    PullTimeoutError,
+    RequestError,
+    UnreachableError,
+    error_class,
+    status_name,
+)
+
+__all__ = ["CODES", "InitInfo", "Options", "Wire"]
+
+CODES = {status_name(code): code for code in range(-699, -99)}
+"""By name, of the errors that engines pass on."""
+
+
+@dataclass(frozen=True, slots=True)
+class InitInfo:
+    """Where the trainer is: a path, or the ranks' addresses. timeout: seconds of a pull. more: what
+    vLLM's init_info takes beside these."""
+
+    trainer: str | tuple[str, ...]
+    run: str
+    timeout: float
+    server_name: str | None = None
+    more: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """How one sync is to be made. pause_mode: of PAUSE_MODES. flush_cache: what was computed with
+    the old weights goes. prefetch: of PREFETCH."""
+
+    pause_mode: str = "retract"
+    flush_cache: bool = True
+    prefetch: bool | str = "auto"
+
+
+class Wire:
+    """Requests to one engine, whose errors name it and say what to do. Any thread."""
+
+    def __init__(self, url: str, api_key: str | None = None) -> None:
+        self.url = url
+        self._api_key = api_key
+
+    def get(self, path: str, phase: str, deadline: float) -> Reply:
+        """The answer, whatever its status. Raises UnreachableError, PullTimeoutError."""
+        return self._ask("GET", path, None, phase, deadline)
+
+    def post(self, path: str, body: Mapping[str, Any] | None, phase: str, deadline: float) -> Reply:
+        """The answer, if its status is 2xx. Raises what :meth:`refusal` makes otherwise."""
+        reply = self._ask("POST", path, body, phase, deadline)
+        if not 200 <= reply.status < 300:
+            raise self.refusal(reply, path, phase)
+        return reply
+
+    def _ask(
+        self, method: str, path: str, body: Mapping[str, Any] | None, phase: str, deadline: float
+    ) -> Reply:
+        try:
+            return ask_json(method, self.url, path, body, deadline=deadline, api_key=self._api_key)
+        except TimeoutError as error:
+            raise PullTimeoutError.make(
+                f"{self.url}{_bare(path)}: no answer in time",
+                "look into the engine's log; give the sync a longer timeout if it was at work",
+                address=self.url,
+                phase=phase,
+            ) from error
+        except FAILURES as error:
+            raise UnreachableError.make(
+                f"{self.url}{_bare(path)}: {error or type(error).__name__}",
+                "check that the engine runs, or remove it",
+                address=self.url,
+                phase=phase,
+            ) from error
+
+    def refusal(self, reply: Reply, path: str, phase: str, remedy: str = "") -> FaninError:
+        """The error that a reply means, with what it tells of code, rank and remedy."""
+        told = reply.error()
+        code = CODES.get(reply.code)
+        advice = told.get("remedy")
+        if reply.status in (401, 403):
+            remedy = "give the engine's api_key"
+        kind: type[FaninError] = RequestError if reply.status < 500 else ConnectionFailedError
+        rank = told.get("rank")
+        return (kind if code is None else error_class(code)).make(
+            f"{self.url}{_bare(path)}: HTTP {reply.status}: {reply.reason}",
+            advice if isinstance(advice, str) and advice else remedy,
+            address=self.url,
+            phase=phase,
+            code=code,
+            rank=rank if isinstance(rank, int) else None,
+        )
+
+
+def _bare(path: str) -> str:
+    return path.partition("?")[0]

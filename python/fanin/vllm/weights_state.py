@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a worker's weights stand: what it holds, what it reads ahead, what its last update did.
+
+Asked by ``/collective_rpc`` with the method ``fanin_weights_state``, between two steps of the
+engine; a worker answers at once. :mod:`fanin.sync` waits so for what is read ahead, and knows the
+bytes and the seconds of an update. Imports neither PyTorch nor vLLM.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from fanin.errors import HostError
+
+__all__ = ["METHOD", "fanin_weights_state", "require_host_room"]
+
+METHOD = "fanin_weights_state"
+
+# Of what is free; the rest is for whatever else the host does meanwhile.
+_SHARE = 0.8
+
+
+def fanin_weights_state(worker: Any) -> dict[str, Any]:
+    """Plain values, of the model that the worker serves; a method of vLLM's workers.
+
+    step: of the last update that ended well, None: what the worker was started with. dirty: why the
+    weights are not whole, "" if they are. ahead: what is read ahead, with its state ("reading",
+    "ready", "failed"), None: nothing. last: what the last update did, None: there was none.
+    """
+    engine = getattr(worker, "weight_transfer_engine", None)
+    if engine is None or not hasattr(engine, "state"):
+        return {"step": None, "dirty": "", "ahead": None, "last": None}
+    found: dict[str, Any] = engine.state()
+    return found
+
+
+def require_host_room(wanted: int, workers: int, root: Path = Path("/")) -> None:
+    """Raises HostError unless *workers* processes can have *wanted* bytes of host memory each.
+
+    Linux gives memory away that it does not have, and ends a process when it is used. root: of the
+    files that say how much there is.
+    """
+    free = _available(root)
+    if free is not None and wanted * workers > free * _SHARE:
+        raise HostError.make(
+            f"{wanted / 1e9:.1f} GB for each of {workers} workers, and {free / 1e9:.1f} GB of host"
+            " memory are free",
+            "update without prefetch",
+            key="prefetch",
+        )
+
+
+def _available(root: Path) -> int | None:
+    """Bytes that the host, and the group of processes that this one is in, can still have."""
+    found = [_of_host(root / "proc/meminfo"), _of_group(root / "sys/fs/cgroup")]
+    known = [free for free in found if free is not None]
+    return min(known) if known else None
+
+
+def _of_host(path: Path) -> int | None:
+    try:
+        for line in path.read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    except (OSError, ValueError, IndexError):
+        pass
+    return None
+
+
+def _of_group(path: Path) -> int | None:
+    try:
+        most = int((path / "memory.max").read_text())
+        used = int((path / "memory.current").read_text())
+        cache = 0  # what the kernel keeps of files is given back when it is wanted
+        for line in (path / "memory.stat").read_text().splitlines():
+            if line.startswith(("inactive_file ", "active_file ")):
+                cache += int(line.split()[1])
+    except (OSError, ValueError, IndexError):
+        return None
+    return max(most - used + cache, 0)
