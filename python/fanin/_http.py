@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import functools
 import http.client
+import io
 import json
 import time
 import urllib.parse
@@ -117,16 +119,14 @@ def ask_json(
         content_sent = json.dumps(body).encode()
     if api_key is not None:
         headers["Authorization"] = f"Bearer {api_key}"
+    connection.response_class = functools.partial(_Response, deadline=deadline)  # type: ignore[assignment]
     try:
         connection.connect()
         connection.sock.settimeout(_remaining(deadline))
         connection.request(method, split.path + path, content_sent, headers)
-        connection.sock.settimeout(_remaining(deadline))
         response = connection.getresponse()
         content = b""
         while len(content) <= _MAX_REPLY:
-            if connection.sock is not None:
-                connection.sock.settimeout(_remaining(deadline))
             piece = response.read1(65536)
             if not piece:
                 break
@@ -138,6 +138,33 @@ def ask_json(
         )
     finally:
         connection.close()
+
+
+class _Response(http.client.HTTPResponse):
+    """Ends at the deadline also if the peer sends a byte now and then."""
+
+    def __init__(self, sock: Any, *, deadline: float, **more: Any) -> None:
+        super().__init__(sock, **more)
+        raw = self.fp.detach()
+        self.fp = io.BufferedReader(_Until(raw, sock, deadline))
+
+
+class _Until(io.RawIOBase):
+    """Reads of a socket, each with what is left of the time."""
+
+    def __init__(self, raw: io.RawIOBase, sock: Any, deadline: float) -> None:
+        self._raw, self._sock, self._deadline = raw, sock, deadline
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> Any:
+        self._sock.settimeout(_remaining(self._deadline))
+        return self._raw.readinto(buffer)
+
+    def close(self) -> None:
+        self._raw.close()
+        super().close()
 
 
 def _remaining(deadline: float) -> float:
