@@ -272,6 +272,26 @@ class Trainer:
         with self.server.updating(self.number):
             self.write()
 
+    def move_experts(self, model: str) -> None:
+        """Each rank takes the experts of the next one, in place; its names tell their numbers."""
+        whole = AutoModelForCausalLM.from_pretrained(model, dtype="auto")
+        part, _ = local_experts(whole, (self.rank + 1) % self.size, self.size)
+        self.number += 1
+        with self.server.updating(self.number):
+            self.write()
+            for mine, other in zip(self.model.model.layers, part.model.layers, strict=True):
+                for name in ("gate_up_proj", "down_proj"):
+                    moved = getattr(other.mlp.experts, name).detach() * (-2) ** self.number
+                    getattr(mine.mlp.experts, name).detach().copy_(moved)
+            self.first = (self.rank + 1) % self.size * 2
+            self.server.refresh()
+
+    def make_moving(self, model: str) -> list[str]:
+        """As make() of "ep", with names that say which experts are here now."""
+        self.first = 2 * self.rank
+        told = {"names": lambda name, shape: experts(first=self.first)(name, shape)}
+        return self.make(model, "ep", **told)
+
     def call(self, method: str, arguments: list[Any] | None = None) -> None:
         assert self.server is not None
         getattr(self.server, method)(*(arguments or []))

@@ -230,6 +230,22 @@ def test_a_set_that_changes_on_one_rank(two: World, models: dict[str, Path]) -> 
         assert names == wanted - {"model.layers.1.self_attn.q_norm.weight"}
 
 
+def test_experts_that_move_between_ranks(two: World, models: dict[str, Path]) -> None:
+    """Into the memory of others: nothing of the tensors is another one but what they are."""
+    addresses = good(two.do("make_moving", model=str(models["qwen3-moe"])))
+    whole = saved(models["qwen3-moe"])
+    with Engine(addresses) as engine:
+        assert engine.pull() == 0
+        same(engine.tensors, whole)
+        good(two.do("step"))
+        good(two.do("move_experts", model=str(models["qwen3-moe"])))
+        assert engine.pull(step=2) == 2
+        same(engine.tensors, after(whole, 2))
+        good(two.do("step"))
+        assert engine.pull(step=3) == 3
+        same(engine.tensors, after(whole, 3))
+
+
 def test_one_rank_that_cannot_refresh_stops_all(two: World, models: dict[str, Path]) -> None:
     addresses = good(two.do("make", model=str(models["qwen3"]), kind="pp"))
     good([two.do("call", method="pause", where=1)[1]])

@@ -95,7 +95,7 @@ class Parameters:
     def look(self, anew: bool = False) -> Change:
         """Resolves every parameter and says what differs from what is registered.
 
-        anew: also where the module tree seems to be as it was.
+        anew: also where the module tree seems to be as it was; ``names`` is asked again.
 
         Does not block and changes nothing: see :meth:`accept`. Errors: RequestError (a kind of
         tensor that cannot be published), StateError (a temporary unsharded buffer, memory that
@@ -119,9 +119,9 @@ class Parameters:
         for item in self._items if items is None else items:
             param = item.now()
             state = item.state
-            if state is not None and param is state.param and is_same(param, state):
+            if not anew and state is not None and param is state.param and is_same(param, state):
                 continue
-            new = self._resolve(item, param)
+            new = self._resolve(item, param, anew)
             states.append((item, new))
             if state is None or not is_registered(new, state):
                 shards += self._shards(item, new)
@@ -276,7 +276,7 @@ class Parameters:
                 owners[part.key] = item.path
         return [key for key in self._keys if key not in owners]
 
-    def _resolve(self, item: Item, param: Any) -> State:
+    def _resolve(self, item: Item, param: Any, anew: bool) -> State:
         if param is None:
             raise RequestError.make(
                 f"'{item.path}' is not there any more",
@@ -307,7 +307,7 @@ class Parameters:
             )
         shape = tuple(param.shape)
         state = item.state
-        if state is not None and state.shape == shape:
+        if state is not None and state.shape == shape and not anew:
             slices = state.slices
         else:
             slices = self._slices(item, shape)

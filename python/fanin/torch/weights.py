@@ -164,9 +164,11 @@ class WeightServer(Publisher):
         """Tells the ranks anew what this one holds: on every rank, after the set has changed.
 
         To be called after parameters were added, removed, converted to another dtype or sharded
-        in another way, on one rank or on all. If anything differs the run is unreadable until the
-        next :meth:`publish`; nothing else is needed if nothing does. ``run`` None: all runs.
-        Blocks until all ranks have come here. If one rank fails, all raise, naming it.
+        in another way, on one rank or on all; and inside :meth:`updating` when experts have changed
+        places, so that ``names``, which is asked again, answers otherwise. If anything differs the
+        run is unreadable until the next :meth:`publish`, or the end of :meth:`updating`; nothing
+        else is needed if nothing does. ``run`` None: all runs. Blocks until all ranks have come
+        here. If one rank fails, all raise, naming it.
 
         :raises NotFoundError: no such run.
         :raises RequestError: the constructor's reasons.
