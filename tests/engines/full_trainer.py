@@ -81,6 +81,15 @@ class FullTrainer(LiveTrainer):
         """Any command of the ranks' (see below), on all."""
         self._world.do(what, **fields)
 
+    def tell_one(self, rank: int, what: str) -> None:
+        """That rank alone does it."""
+        self._tell_some(what, rank)
+
+    def hang_in_update(self, rank: int) -> None:
+        """That rank begins to write, and stays there until it is killed."""
+        self._world.ranks[rank].tell("hang_in_update")
+        self._world.ranks[rank].expect("writing")
+
     def kill_rank(self, rank: int) -> None:
         self._world.ranks[rank].kill()
 
@@ -103,7 +112,7 @@ class FullTrainer(LiveTrainer):
 class Trainer:
     """One rank: a sharded model, its optimizer, its weight server."""
 
-    def __init__(self, options: dict[str, Any]) -> None:
+    def __init__(self, options: dict[str, Any], control: Control) -> None:
         import torch
         import torch.distributed as dist
         from fanin.torch import WeightServer
@@ -111,7 +120,7 @@ class Trainer:
         from transformers import AutoModelForCausalLM
 
         torch.set_num_threads(1)
-        self.options = options
+        self.options, self.control = options, control
         self.rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         dist.init_process_group(
             "gloo", init_method=options["rendezvous"], rank=self.rank, world_size=size
@@ -138,6 +147,20 @@ class Trainer:
     def publish(self, step: int) -> None:
         self.server.publish(step)
         self.number = step
+
+    def close(self) -> None:
+        self.server.close()
+
+    def hang_in_update(self) -> None:
+        """Half of the parameters are written; the end never comes."""
+        import torch
+
+        with self.server.updating(self.number + 1):
+            with torch.no_grad():
+                for parameter in list(self.model.parameters())[::2]:
+                    parameter.mul_(0.5)
+            self.control.say("writing")
+            signal.pause()
 
     def pause(self) -> None:
         self.server.pause()
@@ -221,7 +244,7 @@ class Trainer:
 
 def main() -> None:
     control = Control()
-    trainer = Trainer(json.loads(sys.argv[1]))
+    trainer = Trainer(json.loads(sys.argv[1]), control)
     import torch.distributed as dist
 
     dist.barrier()

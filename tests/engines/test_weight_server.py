@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import gc
 import json
+import re
 import weakref
+from pathlib import Path
 
 import fanin
 import pytest
@@ -586,3 +588,44 @@ def test_experts_are_found_again_when_their_number_changes():
         assert torch.equal(
             got["model.layers.1.mlp.experts.2.up_proj.weight"], experts.gate_up_proj[2, 32:]
         )
+
+
+# ------------------------------------------------------------------------------- what pages tell
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def snippets(page):
+    """The page's Python that makes a WeightServer of `model`, to be run as it stands."""
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
+    loop = next(one for one in blocks if "server.updating(step)" in one)
+    loop = loop[loop.index("server.publish(0)") :]
+    made = [one for one in blocks if re.search(r"^server = WeightServer\(model", one, re.M)]
+    return [one if "updating(step)" in one else one + loop for one in made]  # "as above"
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/full-weights.md", "docs/python.md"])
+def test_pages_tell_what_works(page, monkeypatch, tmp_path):
+    """Literally, but for port and directory, which another test may have."""
+
+    class Here(WeightServer):
+        def __init__(self, model, **options):
+            super().__init__(model, **{**options, "base_port": 0, "use_ucx": False})
+
+        def write_info(self, directory, **more):
+            return super().write_info(tmp_path, **more)
+
+    monkeypatch.setattr("fanin.torch.weights.WeightServer", Here)
+    model = Normed()
+
+    class Optimizer:
+        def step(self):
+            write(model)
+
+    (text,) = snippets(page)
+    told = {"model": model, "optimizer": Optimizer(), "steps": 4}
+    exec(compile(text, page, "exec"), told)
+    with told["server"] as server:
+        step, got = pulled(server)
+        assert step == 3
+        same(got, state(model, without=["head.weight"]))
