@@ -51,12 +51,13 @@ static uint64_t cut_short_runs(const copy_entry *entry, copy_entry *out)
     if (at_once > COPY_UNIT_RUNS)
         at_once = COPY_UNIT_RUNS;
     uint64_t n = ((uint64_t)entry->runs + at_once - 1) / at_once;
+    /* Of one size, or a run less: no warp gets a rest. */
     for (uint64_t i = 0; out && i < n; i++) {
-        uint64_t first = i * at_once, left = entry->runs - first;
+        uint64_t first = entry->runs * i / n, end = entry->runs * (i + 1) / n;
         out[i] = *entry;
         out[i].from += first * (uint64_t)entry->from_step;
         out[i].to += first * (uint64_t)entry->to_step;
-        out[i].runs = left < at_once ? (uint32_t)left : at_once;
+        out[i].runs = (uint32_t)(end - first);
     }
     return n;
 }

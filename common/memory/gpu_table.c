@@ -6,6 +6,9 @@
 #include <stdlib.h>
 #include <string.h>
 
+/** Units that are cut and uploaded at once: 3 MiB. */
+#define BLOCK_UNITS UINT32_C(65536)
+
 struct gpu_table {
     gpu *g;
     int device;
@@ -35,9 +38,9 @@ static fanin_status uploads_stream(gpu *g, int device, CUstream *out,
     return FANIN_OK;
 }
 
-/* The units and where each entry's begin. */
-static fanin_status cut(gpu_table *t, const copy_entry *entries, copy_entry **out,
-                        fanin_error *error)
+/* Where each entry's units begin. */
+static fanin_status count_units(gpu_table *t, const copy_entry *entries,
+                                fanin_error *error)
 {
     uint64_t total = 0;
     for (uint64_t i = 0; i < t->n; i++) {
@@ -48,22 +51,55 @@ static fanin_status cut(gpu_table *t, const copy_entry *entries, copy_entry **ou
                              "a table of copies has more than %u parts", UINT32_MAX);
     }
     t->first[t->n] = (uint32_t)total;
-    if (total == 0)
-        return FANIN_OK;
-    *out = calloc(total, sizeof **out);
-    if (!*out)
-        return error_set_memory(error);
-    for (uint64_t i = 0; i < t->n; i++)
-        copy_units_cut(&entries[i], *out + t->first[i]);
     return FANIN_OK;
 }
 
+/* How many of the entries from @p i on are cut at once: one at least. */
+static uint64_t entries_of_block(const gpu_table *t, uint64_t i)
+{
+    uint64_t end = i + 1;
+    while (end < t->n && t->first[end + 1] - t->first[i] <= BLOCK_UNITS)
+        end++;
+    return end - i;
+}
+
+static uint64_t largest_block(const gpu_table *t)
+{
+    uint64_t largest = 0;
+    for (uint64_t i = 0, n; i < t->n; i += n) {
+        n = entries_of_block(t, i);
+        uint64_t units = t->first[i + n] - t->first[i];
+        largest = units > largest ? units : largest;
+    }
+    return largest;
+}
+
+/* Units are cut block by block: a large model's are many times what the caller has listed. They come
+   from pageable memory, so a copy has read them when it returns. */
+static CUresult upload_units(const gpu_table *t, const copy_entry *entries,
+                             copy_entry *block, CUstream stream)
+{
+    CUresult result = CUDA_SUCCESS;
+    for (uint64_t i = 0, n; i < t->n && result == CUDA_SUCCESS; i += n) {
+        n = entries_of_block(t, i);
+        uint32_t begin = t->first[i], units = t->first[i + n] - begin;
+        for (uint64_t k = i; k < i + n; k++)
+            copy_units_cut(&entries[k], block + (t->first[k] - begin));
+        if (units > 0)
+            result =
+                t->g->cuMemcpyAsync(t->memory + begin * sizeof *block,
+                                    (CUdeviceptr)block, units * sizeof *block, stream);
+    }
+    return result;
+}
+
 /* Not on the default stream, which would wait for other work of the process. */
-static fanin_status upload(gpu_table *t, const copy_entry *units, fanin_error *error)
+static fanin_status upload(gpu_table *t, const copy_entry *entries, copy_entry *block,
+                           fanin_error *error)
 {
     gpu *g = t->g;
     CUstream stream;
-    size_t unit_bytes = t->first[t->n] * sizeof *units;
+    size_t unit_bytes = t->first[t->n] * sizeof *block;
     size_t base_bytes = t->n_bases * sizeof *t->bases;
     fanin_status status = uploads_stream(g, t->device, &stream, error);
     if (status != FANIN_OK)
@@ -76,7 +112,7 @@ static fanin_status upload(gpu_table *t, const copy_entry *units, fanin_error *e
                          unit_bytes + base_bytes);
     t->device_bases = t->memory + unit_bytes;
     if (result == CUDA_SUCCESS)
-        result = g->cuMemcpyAsync(t->memory, (CUdeviceptr)units, unit_bytes, stream);
+        result = upload_units(t, entries, block, stream);
     if (result == CUDA_SUCCESS && base_bytes > 0)
         result = g->cuMemcpyAsync(t->device_bases, (CUdeviceptr)t->bases, base_bytes,
                                   stream);
@@ -89,22 +125,23 @@ static fanin_status upload(gpu_table *t, const copy_entry *units, fanin_error *e
 
 static fanin_status fill(gpu_table *t, const copy_entry *entries, fanin_error *error)
 {
-    copy_entry *units = NULL;
     if (t->n >= SIZE_MAX / sizeof *t->first)
         return error_set_memory(error);
     t->first = calloc((size_t)t->n + 1, sizeof *t->first);
     t->bases = calloc(t->n_bases ? t->n_bases : 1, sizeof *t->bases);
     if (!t->first || !t->bases)
         return error_set_memory(error);
-    fanin_status status = cut(t, entries, &units, error);
-    if (status == FANIN_OK && t->first[t->n] > 0) {
-        status = gpu_context_enter(t->g, t->device, error);
-        if (status == FANIN_OK) {
-            status = upload(t, units, error);
-            gpu_context_leave(t->g);
-        }
+    fanin_status status = count_units(t, entries, error);
+    if (status != FANIN_OK || t->first[t->n] == 0)
+        return status;
+    copy_entry *block = malloc(largest_block(t) * sizeof *block);
+    status =
+        block ? gpu_context_enter(t->g, t->device, error) : error_set_memory(error);
+    if (status == FANIN_OK) {
+        status = upload(t, entries, block, error);
+        gpu_context_leave(t->g);
     }
-    free(units);
+    free(block);
     return status;
 }
 

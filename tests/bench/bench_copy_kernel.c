@@ -2,7 +2,9 @@
 /*
  * The copy kernel on real GPUs, beside the driver's own copies of the same bytes: from another
  * process's memory on device 0 to device 1 (or the same device if there is one only), in pieces as
- * LoRA adapters have them. Prints medians. Exit status 77 without a GPU.
+ * LoRA adapters have them. With two GPUs also both at once: each reads a half of what it gets from
+ * its own memory and a half from the other's, in rows and in columns of rows, as two tensor-parallel
+ * workers do. Prints medians. Exit status 77 without a GPU.
  */
 #include "copy_list.h"
 #include "error_set.h"
@@ -19,6 +21,8 @@
 #define SEGMENT ((uint64_t)20 << 20)
 #define SEGMENTS 84
 #define BYTES (SEGMENT * SEGMENTS)
+#define RANKS 8 /* of both devices, in turn */
+#define SHARD ((uint64_t)256 << 20)
 
 static fanin_error failure = FANIN_ERROR_INIT;
 
@@ -46,21 +50,28 @@ static void report(const char *what, double *ms, int n, uint64_t bytes)
 
 /* ------------------------------------------------------------- the other process */
 
-/* Allocates on device 0, writes the handles down the pipe, lives until its input ends. */
+static void export_one(gpu *g, int device, uint64_t size, int out)
+{
+    void *memory;
+    gpu_range range;
+    uint8_t handle[GPU_HANDLE_SIZE];
+    must(gpu_alloc(g, device, size, &memory, &failure), "exporter: allocate");
+    must(gpu_range_of(g, memory, &range, &failure), "exporter: range");
+    must(gpu_export(g, &range, handle, &failure), "exporter: export");
+    if (write(out, handle, sizeof handle) != (ssize_t)sizeof handle)
+        exit(1);
+}
+
+/* Allocates on device 0, and for RANKS on all, writes the handles down the pipe, lives until its
+   input ends. */
 static void export_memory(int in, int out)
 {
     gpu *g;
     must(gpu_load(NULL, &g, &failure), "exporter: load");
-    for (int i = 0; i < SEGMENTS; i++) {
-        void *memory;
-        gpu_range range;
-        uint8_t handle[GPU_HANDLE_SIZE];
-        must(gpu_alloc(g, 0, SEGMENT, &memory, &failure), "exporter: allocate");
-        must(gpu_range_of(g, memory, &range, &failure), "exporter: range");
-        must(gpu_export(g, &range, handle, &failure), "exporter: export");
-        if (write(out, handle, sizeof handle) != (ssize_t)sizeof handle)
-            exit(1);
-    }
+    for (int i = 0; i < SEGMENTS; i++)
+        export_one(g, 0, SEGMENT, out);
+    for (int i = 0; i < RANKS && gpu_count(g) > 1; i++)
+        export_one(g, i % 2, SHARD, out);
     char c;
     (void)!read(in, &c, 1);
     exit(0);
@@ -138,6 +149,140 @@ static void measure_all(gpu *g, gpu_stream *s, int device, const uint64_t *bases
     measure(g, s, device, bases, to, 45056, 0, CONVERT_F32_BF16, from);
 }
 
+/* ------------------------------------------------------------- both directions */
+
+typedef struct reader {
+    gpu_stream *s;
+    uint64_t shards[RANKS]; /* as this device sees them */
+    uint8_t *to;
+    gpu_table *table;
+} reader;
+
+/* Of each shard @p run bytes of every @p pitch, in blocks of at most 4 MiB; or a run an entry. */
+static uint64_t list_shards(reader *r, uint64_t run, uint64_t pitch, bool single,
+                            copy_list *list)
+{
+    uint64_t rows = ((uint64_t)4 << 20) / pitch, to = (uint64_t)(uintptr_t)r->to;
+    uint64_t blocks = SHARD / (rows * pitch), bytes = 0;
+    for (uint32_t i = 0; i < RANKS; i++) {
+        for (uint64_t b = 0; b < blocks; b++) {
+            const strided view = {.n_dims = 1,
+                                  .extent = {rows},
+                                  .from = {(int64_t)pitch},
+                                  .to = {(int64_t)run},
+                                  .run = run};
+            for (uint64_t k = 0; k < rows && (single || k == 0); k++) {
+                uint64_t from = (b * rows + k) * pitch, at = to + bytes + k * run;
+                if (single || rows == 1)
+                    copy_list_add(list, i, from, at, run);
+                else
+                    copy_list_add_view(list, i, from, at, &view);
+            }
+            bytes += rows * run;
+        }
+    }
+    return bytes;
+}
+
+/* As slow as the slower one. */
+static double run_both(reader *readers, size_t first, uint64_t n)
+{
+    uint64_t begin = clock_ns();
+    for (size_t d = first; d < 2; d++)
+        must(gpu_table_run(readers[d].table, readers[d].s, 0, n, 0, 0, &failure),
+             "run");
+    for (size_t d = first; d < 2; d++)
+        must(gpu_stream_wait(readers[d].s, deadline_in_ms(10000), &failure), "wait");
+    return (double)(clock_ns() - begin) / 1e6;
+}
+
+static void measure_shards(gpu *g, reader *readers, uint64_t run, uint64_t pitch,
+                           bool single)
+{
+    uint64_t n = 0, bytes = 0;
+    char text[128];
+    double ms[ROUNDS];
+    for (int d = 0; d < 2; d++) {
+        copy_list list = {0};
+        bytes = list_shards(&readers[d], run, pitch, single, &list);
+        n = list.n;
+        must(
+            gpu_table_create(g, d, list.entries, n, RANKS, &readers[d].table, &failure),
+            "table");
+        gpu_table_take_in_turns(readers[d].table, RANKS);
+        must(gpu_table_set_bases(readers[d].table, readers[d].s, readers[d].shards,
+                                 &failure),
+             "bases");
+        copy_list_free(&list);
+    }
+    for (int first = 0; first < 2; first++) {
+        run_both(readers, (size_t)first, n);
+        for (int i = 0; i < ROUNDS; i++)
+            ms[i] = run_both(readers, (size_t)first, n);
+        snprintf(text, sizeof text, "%s: %llu of %llu bytes%s, crossing",
+                 first ? "one alone" : "both at once", (unsigned long long)run,
+                 (unsigned long long)pitch, single ? ", an entry each" : "");
+        report(text, ms, ROUNDS, bytes / 2);
+    }
+    for (int d = 0; d < 2; d++)
+        gpu_table_destroy(&readers[d].table);
+}
+
+static void measure_crossing_copies(reader *readers)
+{
+    double ms[ROUNDS];
+    for (int first = 0; first < 2; first++) {
+        for (int r = 0; r < ROUNDS; r++) {
+            uint64_t begin = clock_ns();
+            for (int d = first; d < 2; d++) {
+                for (int i = 1 - d; i < RANKS; i += 2)
+                    must(gpu_copy(readers[d].s, readers[d].to + (uint64_t)i * SHARD,
+                                  (void *)(uintptr_t)readers[d].shards[i], SHARD,
+                                  &failure),
+                         "copy");
+            }
+            for (int d = first; d < 2; d++)
+                must(gpu_stream_wait(readers[d].s, deadline_in_ms(10000), &failure),
+                     "wait");
+            ms[r] = (double)(clock_ns() - begin) / 1e6;
+        }
+        report(first ? "one alone: the driver's copies, crossing"
+                     : "both at once: the driver's copies, crossing",
+               ms, ROUNDS, SHARD * RANKS / 2);
+    }
+}
+
+static void measure_both(gpu *g, int handles)
+{
+    reader readers[2] = {0};
+    for (int d = 0; d < 2; d++) {
+        void *to;
+        must(gpu_stream_create(g, d, &readers[d].s, &failure), "stream");
+        must(gpu_alloc(g, d, SHARD * RANKS, &to, &failure), "allocate");
+        readers[d].to = to;
+    }
+    for (int i = 0; i < RANKS; i++) {
+        uint8_t handle[GPU_HANDLE_SIZE];
+        if (read(handles, handle, sizeof handle) != (ssize_t)sizeof handle)
+            exit(1);
+        for (int d = 0; d < 2; d++) {
+            void *base;
+            must(gpu_map(g, d, handle, &base, &failure), "map");
+            readers[d].shards[i] = (uint64_t)(uintptr_t)base;
+        }
+    }
+    measure_crossing_copies(readers);
+    measure_shards(g, readers, 4 << 20, 4 << 20, false);
+    static const uint64_t runs[] = {12288, 4096, 768};
+    for (size_t i = 0; i < sizeof runs / sizeof *runs; i++) {
+        measure_shards(g, readers, runs[i], 2 * runs[i], false);
+        measure_shards(g, readers, runs[i], 2 * runs[i], true);
+    }
+    for (int d = 0; d < 2; d++)
+        for (int i = 0; i < RANKS; i++)
+            gpu_unmap(g, d, (void *)(uintptr_t)readers[d].shards[i]);
+}
+
 static void measure_host(gpu *g, gpu_stream *s, const uint8_t *from)
 {
     void *memory =
@@ -178,8 +323,9 @@ static void measure_fixed(gpu *g, gpu_stream *s, int device, uint8_t *to)
     copy_list_free(&list);
 }
 
-int main(void)
+int main(int argc, char **argv)
 {
+    bool both_only = argc > 1 && strcmp(argv[1], "both") == 0;
     int down[2], up[2];
     if (pipe(down) != 0 || pipe(up) != 0)
         return 1;
@@ -216,10 +362,15 @@ int main(void)
     report("opening a handle", open_ms, SEGMENTS, 0);
     void *to;
     must(gpu_alloc(g, device, BYTES, &to, &failure), "allocate");
-    measure_all(g, s, device, remote, to, "another process's memory");
-    measure_all(g, s, device, local, to, "own memory");
-    measure_fixed(g, s, device, to);
-    measure_host(g, s, to);
+    if (!both_only) {
+        measure_all(g, s, device, remote, to, "another process's memory");
+        measure_all(g, s, device, local, to, "own memory");
+        measure_fixed(g, s, device, to);
+    }
+    if (device == 1)
+        measure_both(g, up[0]);
+    if (!both_only)
+        measure_host(g, s, to);
     for (int i = 0; i < SEGMENTS; i++)
         gpu_unmap(g, device, (void *)(uintptr_t)remote[i]);
     close(down[1]);

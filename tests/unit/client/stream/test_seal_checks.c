@@ -10,8 +10,15 @@
 #define PIECES 3
 
 static uint8_t memory[PIECES * 1000];
-static const piece pieces[PIECES] = {
-    {.to = 2000, .length = 1000}, {.to = 7, .length = 300}, {.to = 1500, .length = 1}};
+/* The second one's ranges land upside down; what it reads along the way is not asked for. */
+static strided views[] = {
+    {.n_dims = 1, .extent = {3}, .from = {5000}, .to = {-400}, .run = 100},
+    {.n_dims = 1, .extent = {3}, .from = {100}, .to = {-400}, .run = 100}};
+static plan_reading readings[] = {{.outer = 1, .landing = 2}};
+static const plan whole = {.views = views, .n_views = 2, .readings = readings};
+static const piece pieces[PIECES] = {{.to = 2000, .length = 1000},
+                                     {.to = 807, .length = 10100, .view = 1},
+                                     {.to = 1500, .length = 1}};
 
 typedef struct verdicts {
     size_t n, unfit;
@@ -32,8 +39,11 @@ static void seal(sealed_body *b)
     uint8_t all[FRAME_SIZE + 1301];
     size_t n = FRAME_SIZE;
     memcpy(all, b->header, FRAME_SIZE);
-    for (uint32_t i = 0; i < b->n_pieces; n += b->pieces[i++].length)
-        memcpy(all + n, b->base + b->pieces[i].to, b->pieces[i].length);
+    static const struct {
+        size_t at, length;
+    } runs[] = {{2000, 1000}, {807, 100}, {407, 100}, {7, 100}, {1500, 1}};
+    for (size_t i = 0; i < sizeof runs / sizeof *runs; n += runs[i++].length)
+        memcpy(all + n, b->base + runs[i].at, runs[i].length);
     assert_int_equal(n, sizeof all);
     seal_encode(checksum_of(all, n), b->seal);
 }
@@ -44,6 +54,7 @@ static sealed_body *take(seal_checks *c, uint8_t number, verdicts *v)
     if (!b)
         return NULL;
     memset(b->header, number, FRAME_SIZE);
+    b->plan = &whole;
     b->pieces = pieces;
     b->n_pieces = PIECES;
     b->base = memory;

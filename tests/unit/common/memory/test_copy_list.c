@@ -242,6 +242,24 @@ static void test_unit_numbers(void **state)
     }
 }
 
+/* Warps that take one each end together. */
+static void test_units_are_alike(void **state)
+{
+    for (uint32_t runs = 1; runs < 200; runs++) {
+        const copy_entry e = {
+            .run = 768, .runs = runs, .from_step = 1536, .to_step = 768};
+        copy_entry units[200];
+        uint64_t n = copy_units_cut(&e, units), next = 0;
+        for (uint64_t i = 0; i < n; i++) {
+            assert_in_range(units[i].runs, runs / n, (runs + n - 1) / n);
+            assert_int_equal(units[i].from, next * 1536);
+            assert_int_equal(units[i].to, next * 768);
+            next += units[i].runs;
+        }
+        assert_int_equal(next, runs);
+    }
+}
+
 static void test_parts(void **state)
 {
     const copy_entry small = {.run = 100, .runs = 1};
@@ -266,10 +284,10 @@ int main(void)
     for (size_t i = 0; i < SPACE; i++)
         source[i] = (uint8_t)random_next(&seed);
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_views),     cmocka_unit_test(test_long_runs),
-        cmocka_unit_test(test_many_runs), cmocka_unit_test(test_nothing),
-        cmocka_unit_test(test_units),     cmocka_unit_test(test_unit_numbers),
-        cmocka_unit_test(test_parts),
+        cmocka_unit_test(test_views),           cmocka_unit_test(test_long_runs),
+        cmocka_unit_test(test_many_runs),       cmocka_unit_test(test_nothing),
+        cmocka_unit_test(test_units),           cmocka_unit_test(test_unit_numbers),
+        cmocka_unit_test(test_units_are_alike), cmocka_unit_test(test_parts),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

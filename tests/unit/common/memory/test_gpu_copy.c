@@ -351,6 +351,36 @@ static void test_big_entries(void **state)
     free(expected);
 }
 
+/* More than are uploaded at once, and one that alone is more than that. */
+static void test_many_entries(void **state)
+{
+    world *w = *state;
+    const uint32_t n = 150001, runs = 70000 * COPY_UNIT_RUNS;
+    void *memory;
+    gpu_table *t;
+    assert_ok(gpu_alloc(g, 0, 2 * n, &memory, &failure), failure);
+    uint8_t *alias = fake_cuda_alias(memory);
+    memset(alias, 0, 2 * n);
+    copy_entry *entries = calloc(n + 1, sizeof *entries);
+    assert_non_null(entries);
+    for (uint32_t i = 0; i < n; i++) {
+        alias[i] = (uint8_t)(i * 31 + i / 251);
+        entries[i] = (copy_entry){.from = i, .to = 2 * n - 1 - i, .run = 1, .runs = 1};
+    }
+    /* never carried out */
+    entries[n] = (copy_entry){.to = 2 * n - 1, .run = 1, .runs = runs};
+    assert_ok(gpu_table_create(g, 0, entries, n + 1, 1, &t, &failure), failure);
+    const uint64_t base = (uintptr_t)memory;
+    assert_ok(gpu_table_set_bases(t, w->stream, &base, &failure), failure);
+    assert_ok(gpu_table_run(t, w->stream, 0, n, 0, base, &failure), failure);
+    finish(w);
+    for (uint32_t i = 0; i < n; i++)
+        assert_int_equal(alias[2 * n - 1 - i], alias[i]);
+    gpu_table_destroy(&t);
+    gpu_free(g, 0, memory);
+    free(entries);
+}
+
 static void test_entries_of_one_use(void **state)
 {
     world *w = *state;
@@ -508,6 +538,7 @@ int main(void)
         TEST(test_equal_bases_cost_nothing),
         TEST(test_additions),
         TEST(test_big_entries),
+        TEST(test_many_entries),
         TEST(test_entries_of_one_use),
         TEST(test_failing_calls),
         TEST(test_no_memory_for_a_table),
