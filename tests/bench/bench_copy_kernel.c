@@ -5,6 +5,8 @@
  * LoRA adapters have them. With two GPUs also both at once: each reads a half of what it gets from
  * its own memory and a half from the other's, in rows and in columns of rows, as two tensor-parallel
  * workers do. Prints medians. Exit status 77 without a GPU.
+ *
+ *     bench_copy_kernel [both]    both: nothing but that
  */
 #include "copy_list.h"
 #include "error_set.h"
