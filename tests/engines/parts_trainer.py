@@ -349,11 +349,49 @@ class Trainer:
         one._local_tensor = Float8Tensor(torch.ones(4))
         WeightServer(_held_as_is(one), base_port=0, use_ucx=False).close()
 
+    def fp8(self) -> list[str]:
+        """A server of a checkpoint in block fp8 under FSDP2: values of one byte, scales of F32."""
+        if self.server is not None:
+            self.server.close()
+        self.model = torch.nn.Module()
+        for name, value in fp8_values().items():
+            self.model.register_parameter(name, torch.nn.Parameter(value, requires_grad=False))
+        fully_shard(self.model, mesh=init_device_mesh("cpu", (self.size,)))
+        self.server = WeightServer(self.model, base_port=0, use_ucx=False)
+        self.server.publish(0)
+        dist.barrier()
+        return self.server.addresses
+
+    def packed_four_bit(self) -> None:
+        """A server of bitsandbytes' weights of four bits, which FSDP2 shards as bytes."""
+        model = torch.nn.Sequential(Linear4bit())
+        fully_shard(model, mesh=init_device_mesh("cpu", (self.size,)))
+        WeightServer(model, base_port=0, use_ucx=False).close()
+
     def replicated(self) -> None:
         """DTensors that every rank has whole."""
         mesh = init_device_mesh("cpu", (self.size,))
         whole = distribute_tensor(torch.ones(4, 2), mesh, [Replicate()])
         WeightServer(_held_as_is(whole), base_port=0, use_ucx=False).close()
+
+
+def fp8_values() -> dict[str, torch.Tensor]:
+    """The same on every rank; no shard is even."""
+    drawn = torch.Generator().manual_seed(8)
+    values = torch.randn(7, 5, generator=drawn).to(torch.float8_e4m3fn)
+    return {"weight": values, "weight_scale_inv": torch.rand(3, 2, generator=drawn)}
+
+
+class Linear4bit(torch.nn.Module):
+    """Looks like bitsandbytes' class of this name, which needs a GPU to be made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        packed = torch.zeros(8, 1, dtype=torch.uint8)
+        self.weight = torch.nn.Parameter(packed, requires_grad=False)
+
+
+Linear4bit.__module__ = "bitsandbytes.nn.modules"
 
 
 def _held_as_is(value: torch.Tensor) -> torch.nn.Module:

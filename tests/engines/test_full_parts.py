@@ -15,6 +15,7 @@ import pytest
 import torch
 from fanin.torch._replicas import peers_of
 from full_models import save_full_model
+from parts_trainer import fp8_values
 from test_full_worlds import Engine, same, saved
 from vllm_server import free_ports
 from worlds import World
@@ -136,6 +137,21 @@ def test_a_rank_that_cannot_be_published_is_named_on_all(two: World) -> None:
     for error in errors(two.do("packed")):
         assert "'weight' is a Float8Tensor, whose values do not lie in it" in error["text"]
         assert "dequantize" in error["remedy"]
+
+
+def test_fp8_and_its_scales_under_fsdp_are_bytes_like_any_other(two: World) -> None:
+    """Values of four bits, which lie two in a byte, are not."""
+    addresses = good(two.do("fp8"))
+    wanted = fp8_values()
+    got = {name: torch.empty_like(value) for name, value in wanted.items()}
+    with fanin.Client(addresses) as client:
+        kinds = {one.name: one.dtype for one in client.catalog("full:0")}
+        client.pull_into("full:0", got, timeout=60)
+    assert kinds == {"weight": "F8_E4M3", "weight_scale_inv": "F32"}
+    same(got, wanted)
+    for error in errors(two.do("packed_four_bit")):
+        assert error["key"] == "0.weight"
+        assert "is a weight of bitsandbytes' Linear4bit, which packs its values" in error["text"]
 
 
 def test_local_experts_without_their_number_are_refused(
