@@ -90,6 +90,10 @@ class FullTrainer(LiveTrainer):
         self._world.ranks[rank].tell("hang_in_update")
         self._world.ranks[rank].expect("writing")
 
+    def growth(self) -> list[int]:
+        """How many bytes more than then each rank has used at most since forget_peak()."""
+        return [int(one["bytes"]) for one in self._world.do("growth")]
+
     def kill_rank(self, rank: int) -> None:
         self._world.ranks[rank].kill()
 
@@ -107,6 +111,12 @@ class FullTrainer(LiveTrainer):
 
 
 # ----------------------------------------------------------------------------- in the ranks
+
+
+def memory(field: str) -> int:
+    """A line of this process's status, in bytes."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(one.split()[1]) for one in lines if one.startswith(f"{field}:")) << 10
 
 
 class Trainer:
@@ -147,6 +157,13 @@ class Trainer:
     def publish(self, step: int) -> None:
         self.server.publish(step)
         self.number = step
+
+    def forget_peak(self) -> None:
+        Path("/proc/self/clear_refs").write_text("5")
+        self.resident = memory("VmRSS")
+
+    def growth(self) -> dict[str, Any]:
+        return {"bytes": memory("VmHWM") - self.resident}
 
     def close(self) -> None:
         self.server.close()

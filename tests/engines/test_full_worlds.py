@@ -169,3 +169,22 @@ def gathered(trainer: FullTrainer, engine: Engine, directory: Path) -> None:
     engine.pull(step=trainer.published)
     trainer.gather(directory)
     same(engine.tensors, saved(directory))
+
+
+def test_no_rank_needs_more_memory_than_the_others(tmp_path: Path) -> None:
+    """Nothing is gathered: not on rank 0 either, when all of 100 MB is read from two ranks."""
+    sizes = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 4}
+    model = save_full_model(tmp_path / "model", "qwen3", **sizes)
+    bytes_of_all = sum(one.nbytes for one in saved(model).values())
+    with FullTrainer(model, tmp_path / "run", world_size=2) as trainer:
+        trainer.wait_ready()
+        trainer.step()  # the optimizer's state is there, and FSDP2's buffers
+        trainer.do("forget_peak")
+        with Engine(trainer.addresses, path="stream") as engine:
+            for step in (1, 2, 3):
+                if step > 1:
+                    trainer.publish(step)
+                assert engine.pull(step=step) == step
+        first, second = trainer.growth()
+    assert bytes_of_all > 100e6
+    assert max(first, second) < bytes_of_all / 4, (first, second)
