@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import os
-import resource
 import signal
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -44,8 +43,6 @@ def die() -> None:
 class Hurting:
     """Methods for `collective_rpc`."""
 
-    files = (0, 0)
-
     def compute_in_loader(self, name: str) -> None:
         """From now on the model's loader computes with this tensor before it writes it: the same
         bits come of it, and no recording can know."""
@@ -56,15 +53,6 @@ class Hurting:
             return load((one, tensor * 1 if one == name else tensor) for one, tensor in weights)
 
         model.load_weights = load_weights
-
-    def few_files(self, few: bool) -> None:
-        """This process can open two files more than it has, or as many as before."""
-        if few:
-            type(self).files = resource.getrlimit(resource.RLIMIT_NOFILE)
-            highest = max(int(name) for name in os.listdir("/proc/self/fd"))
-            resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 2, type(self).files[1]))
-        else:
-            resource.setrlimit(resource.RLIMIT_NOFILE, type(self).files)
 
     def hurt(self, at: int, rank: int, how: str = "run_short") -> int:
         """In the worker of this rank, and replica, in the next update; the worker's process."""

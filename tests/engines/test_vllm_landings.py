@@ -2,12 +2,15 @@
 """Several steps, one after the other, into a model whose processing may be done once only.
 
 What each landing leaves is compared, bit for bit, with a model that has loaded the same step as its
-first. The model is a real one of vLLM, without an engine around it.
+first. The model is a real one of vLLM, without an engine around it; in the tests at the end the
+backend is what vLLM makes in a worker, called as a worker calls it.
 """
 
 from __future__ import annotations
 
+import errno
 import os
+import subprocess
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -19,10 +22,13 @@ import torch
 from families import FAMILIES, Engine, Layout, checkpoint, values
 from fanin.vllm import reload
 from fanin.vllm.clients import Source
+from fanin.vllm.infos import InitInfo
 from fanin.vllm.landing import Landing, StockLanding
 from fanin.vllm.mapped import MappedLanding
 from fanin.vllm.mixed import MixedLanding, with_neighbours
 from fanin.vllm.trainers import Published, Trainer
+from fanin.vllm.weights import Engine as Backend
+from vllm.config.weight_transfer import WeightTransferConfig
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
 from vllm.model_executor.model_loader.utils import process_weights_after_loading
@@ -150,3 +156,95 @@ def test_each_step_is_as_if_it_were_the_first(place: Place, kind: str, method: t
             assert {n: t.data_ptr() for n, t in model.named_parameters()} == addresses
         finally:
             landing.close()
+
+
+# ------------------------------------------------------------------------------- the backend
+
+
+@pytest.fixture
+def backend(place: Place) -> Iterator[Backend]:
+    config = place.engine.config
+    with place.engine.rank(0) as model:
+        prepared(model, Nothing, config, place.first)
+        transfer = WeightTransferConfig(backend="nccl")
+        one = Backend(transfer, config, CPU, model)
+        yield one
+        one.shutdown()
+
+
+def told(place: Place, **fields: Any) -> InitInfo:
+    return InitInfo(f"127.0.0.1:{place.server.port}", timeout=30, **fields)
+
+
+def updated(backend: Backend, step: int) -> None:
+    backend.start_weight_update()
+    backend.update_weights({"step": step})
+    backend.finish_weight_update()
+    backend.reset_weight_update_target()
+
+
+def test_all_that_init_can_be_told(place: Place, backend: Backend, tmp_path: Path) -> None:
+    backend.init_transfer_engine(told(place, verify=True, ring=1, save=str(tmp_path / "maps")))
+    updated(backend, 1)
+    assert backend.check(1)["different"] == []
+    file = str(tmp_path / "maps" / "rank0.json")
+    command = [os.environ["NIXL_FETCH"], "map", file]
+    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert "model.layers.1.self_attn.qkv_proj" in printed
+
+
+def test_what_the_model_does_not_have(place: Place, backend: Backend) -> None:
+    """vLLM's loader refuses some names itself: then it is not given them."""
+    extra = {"model.layers.61.eh_proj.weight": torch.ones(2, 2, dtype=torch.bfloat16)}
+    place.server.begin_update("full:0")
+    place.server.put("full:0", [fanin.shard_of(n, t) for n, t in extra.items()])
+    place.server.commit("full:0", 2)
+    with pytest.raises(fanin.FaninError, match="layers.61.*unused") as caught:
+        backend.init_transfer_engine(told(place))
+    assert "worker 0 of 1" in str(caught.value)
+    with pytest.raises(fanin.StateError, match="before init_weight_transfer_engine"):
+        backend.start_weight_update()
+    for mode in ("auto", "loader"):
+        backend.init_transfer_engine(told(place, mode=mode, unused=["model.layers.61.*"]))
+        updated(backend, 2)
+    assert backend.holds()[0]["step"] == 2
+
+
+def test_a_worker_that_can_open_no_more_files(place: Place, backend: Backend) -> None:
+    taken = []
+    try:
+        while True:
+            taken.append(os.open("/dev/null", os.O_RDONLY))
+    except OSError as error:
+        assert error.errno == errno.EMFILE
+    for descriptor in taken[-2:]:
+        os.close(descriptor)
+    try:
+        with pytest.raises(fanin.FaninError, match="worker 0 of 1.*files") as caught:
+            backend.init_transfer_engine(told(place))
+        assert isinstance(caught.value, (fanin.HostError, fanin.ConnectionFailedError))
+    finally:
+        for descriptor in taken[:-2]:
+            os.close(descriptor)
+    backend.init_transfer_engine(told(place))
+    updated(backend, 1)
+
+
+def test_what_it_holds_is_told(place: Place, backend: Backend) -> None:
+    backend.init_transfer_engine(told(place))
+    assert backend.holds()[0]["step"] is None and not backend.holds()[0]["dirty"]
+    updated(backend, 1)
+    assert backend.holds()[0]["step"] == 1
+    place.publish(4)
+    backend.start_weight_update()
+    with pytest.raises(fanin.SupersededError):
+        backend.update_weights({"step": 1})
+    assert "step 1 failed" in backend.holds()[0]["failed"] and not backend.holds()[0]["dirty"]
+    backend.reset_weight_update_target()
+    backend.reloaded()
+    assert backend.holds()[0] == {
+        "worker": "worker 0 of 1",
+        "dirty": "",
+        "step": None,
+        "failed": "",
+    }

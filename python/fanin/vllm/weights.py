@@ -8,7 +8,6 @@ page.
 
 from __future__ import annotations
 
-import fnmatch
 import logging
 import os
 import time
@@ -27,12 +26,15 @@ from fanin.vllm.mapped import MappedLanding
 from fanin.vllm.mixed import MixedLanding, with_neighbours
 from fanin.vllm.reload import record_model
 from fanin.vllm.shadow import Prefetch, Shadow
-from fanin.vllm.trainers import Published, Trainer, left
+from fanin.vllm.trainers import Published, Trainer, left, without
 from fanin.vllm.updates import Updates, check_step
 
 __all__ = ["Engine", "InitInfo", "UpdateInfo"]
 
 _log = logging.getLogger("vllm.fanin")
+
+
+_UNUSED = 'init with {"unused": ["<pattern>"]} for what the model does not have'
 
 
 class _Target:
@@ -124,7 +126,7 @@ class Engine(WeightTransferEngine[InitInfo, UpdateInfo]):
             # The other workers wait for this one's word, whatever it has met.
             failure = self._mine(error)
         try:
-            self._agree(self._main, failure, init.unused)
+            self._agree(self._main, failure)
         except FaninError:
             trainer.close()
             self._main.close()
@@ -143,7 +145,7 @@ class Engine(WeightTransferEngine[InitInfo, UpdateInfo]):
             return
         _log.info("fanin: %s: reached in %.3f s", self._worker, time.monotonic() - start)
 
-    def _agree(self, target: _Target, failure: FaninError | None, unused: tuple[str, ...]) -> None:
+    def _agree(self, target: _Target, failure: FaninError | None) -> None:
         """Raises *failure*, or what another worker of this engine has met, or names what is
         published and used by none."""
         mine = (None if failure is None else str(failure), target.unwanted)
@@ -153,19 +155,16 @@ class Engine(WeightTransferEngine[InitInfo, UpdateInfo]):
         for number, (text, _) in enumerate(brought):
             if text is not None:
                 raise PeerError.make(f"worker {number} cannot be filled: {text}")
-        self._refuse_unused(set.intersection(*(set(names) for _, names in brought)), unused)
+        self._refuse_unused(set.intersection(*(set(names) for _, names in brought)))
 
-    def _refuse_unused(self, nobody: set[str], unused: tuple[str, ...]) -> None:
-        """Raises PeerError for what is published and no worker uses, but for the patterns."""
-        left_over = sorted(
-            name for name in nobody if not any(fnmatch.fnmatchcase(name, p) for p in unused)
-        )
+    def _refuse_unused(self, nobody: set[str]) -> None:
+        """Raises PeerError for what is published and no worker uses."""
+        left_over = sorted(nobody)
         if left_over:
             more = f" and {len(left_over) - 3} more" if len(left_over) > 3 else ""
             raise PeerError.make(
                 f"published, and the model takes nothing of it: {', '.join(left_over[:3])}{more}",
-                "publish the model that the engine serves, or say that it is meant to be so: "
-                'init with {"unused": ["<pattern>"]}',
+                "publish the model that the engine serves, or " + _UNUSED,
                 key=left_over[0],
             )
 
@@ -301,6 +300,8 @@ class Engine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def _landing(self, target: _Target, info: Init, published: Published) -> Landing:
         target.unwanted = ()
+        if target is self._main:
+            published = without(published, info.unused)
         if info.mode == "loader":
             return StockLanding(target.model, target.model_config, self.device, published)
         recording = record_model(published.entries, target.model, self.vllm_config)
@@ -308,6 +309,7 @@ class Engine(WeightTransferEngine[InitInfo, UpdateInfo]):
             mapping, computes = recording.mapping(), ""
         except MappingError as error:
             if not recording.only_computes(error):
+                error.remedy += "; or " + _UNUSED
                 raise
             mapping, computes = with_neighbours(recording.mapping(fallback=True)), str(error)
         target.unwanted = mapping.unwanted
@@ -379,7 +381,7 @@ class Engine(WeightTransferEngine[InitInfo, UpdateInfo]):
         if target.published is None or published.layout() != target.published.layout():
             self._prepare(target, self._info, published)
             if self.parallel_config.world_size == 1:
-                self._refuse_unused(set(target.unwanted), self._info.unused)
+                self._refuse_unused(set(target.unwanted))
         target.trainer.client.wait(target.trainer.run, step=step, timeout=left(deadline))
         assert target.landing is not None
         summary = target.landing.pull(
