@@ -93,6 +93,42 @@ def test_both_have_each_step(fleet: Fleet) -> None:
     assert all(entry.skipped for entry in again.results.values())
 
 
+def test_they_read_ahead(fleet: Fleet) -> None:
+    """And are paused for the installation only; the figures are in the output of pytest -s."""
+    for prefetch in (True, False) * 3:
+        step = fleet.step()
+        result = fleet.registry.sync(step, prefetch=prefetch)
+        assert fleet.versions() == [f"step-{step}"] * 2
+        for entry in result.results.values():
+            assert entry.ahead is prefetch and entry.note == "" and entry.step == step
+            assert entry.bytes is not None and entry.bytes > 0 and entry.stall is not None
+            assert ("read ahead into" in entry.how) is prefetch
+            print(f"prefetch={prefetch}: {entry.to_json()}")
+        one, two = fleet.checksums()
+        assert one == two
+
+
+def test_what_the_page_says(fleet: Fleet) -> None:
+    """The lines of docs/full-weights.md, as they stand there but for the places and the step."""
+    page = (Path(__file__).parents[2] / "docs" / "full-weights.md").read_text()
+    lines = page.partition("\n## A fleet\n")[2].partition("```python\n")[2].partition("```")[0]
+    step = fleet.step()
+    for stands, real in (
+        ("/shared/run", str(fleet.trainer.info)),
+        ("http://10.0.0.7:8000", fleet.engines[0].url),
+        ("http://10.0.0.8:8000", fleet.engines[1].url),
+        ("sync(120)", f"sync({step})"),
+    ):
+        assert stands in lines
+        lines = lines.replace(stands, real)
+    names: dict[str, Any] = {}
+    exec(compile(lines, "full-weights.md", "exec"), names)
+    assert fleet.versions() == [f"step-{step}"] * 2
+    assert [one.group for one in names["registry"].endpoints()] == ["default", "eval"]
+    assert not fleet.paused(0) and not fleet.paused(1)
+    fleet.registry.sync(again=True)  # it knows of nobody else
+
+
 def test_a_request_that_is_under_way_goes_on(fleet: Fleet) -> None:
     with TokenStream(fleet.engines[0], "base", PROMPT, 3000) as stream:
         stream.wait_for(5)

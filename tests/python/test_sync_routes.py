@@ -4,14 +4,24 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
-from fanin.errors import ConnectionFailedError, PeerError, RequestError, UnreachableError
+from fanin.errors import (
+    ConnectionFailedError,
+    FaninError,
+    PeerError,
+    RequestError,
+    UnreachableError,
+)
 from fanin.sync import Registry, Service, SyncClient, SyncServer, asgi_app
 from fleet import FakeSGLang, FakeVLLM, WholeTrainer
 from http_engine import Engine
@@ -283,6 +293,100 @@ def test_a_server_of_its_own(engine: FakeVLLM) -> None:
         finally:
             process.terminate()
             process.communicate(timeout=30)
+
+
+@contextmanager
+def served(engine: FakeVLLM, trainer: WholeTrainer) -> Iterator[tuple[Any, SyncClient]]:
+    command = [sys.executable, "-m", "fanin.sync", ",".join(trainer.info.addresses), engine.url]
+    process = subprocess.Popen(
+        [*command, "--port", "0", "--prefetch", "no"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert process.stdout is not None
+        yield process, SyncClient(process.stdout.readline().split()[-1], timeout=60)
+    finally:
+        process.kill()
+        process.communicate(timeout=30)
+
+
+def in_a_sync(engine: FakeVLLM, client: SyncClient) -> threading.Thread:
+    def call() -> None:
+        with contextlib.suppress(FaninError):
+            client.sync_weights(1)
+
+    thread = threading.Thread(target=call)
+    thread.start()
+    assert engine.at["/update_weights"].wait(60)
+    return thread
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_during_a_sync_waits_for_its_end(engine: FakeVLLM, number: int) -> None:
+    """No engine is left paused."""
+    with WholeTrainer() as trainer:
+        trainer.commit(1)
+        hold = engine.hang("/update_weights")
+        with served(engine, trainer) as (process, client):
+            thread = in_a_sync(engine, client)
+            process.send_signal(number)
+            said = ""
+            while "is waited for" not in said:
+                said += process.stderr.readline()
+                assert process.poll() is None
+            assert engine.url in said
+            hold.set()
+            assert process.wait(60) == 0
+            thread.join()
+    assert engine.version == "step-1" and not engine.paused
+
+
+def test_a_second_signal_ends_it_with_a_word(engine: FakeVLLM) -> None:
+    with WholeTrainer() as trainer:
+        trainer.commit(1)
+        engine.hang("/update_weights")
+        with served(engine, trainer) as (process, client):
+            thread = in_a_sync(engine, client)
+            process.terminate()
+            said = ""
+            while "is waited for" not in said:
+                said += process.stderr.readline()
+            process.terminate()
+            assert process.wait(60) == 1
+            assert f"{engine.url}, which may be paused" in said + process.stderr.read()
+            thread.join()
+
+
+def test_a_key_that_is_no_ascii(engine: FakeVLLM) -> None:
+    service = Service(Registry("h:1", timeout=30, ask_trainer=False), api_key="sésame")
+    assert service.answer("GET", "/health", b"", "Bearer sésam\xff")[0] == 401
+    assert service.answer("GET", "/health", b"", "Bearer sésame")[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ([], "trainer"),
+        (["h:1", "--port", "x"], "invalid int"),
+        (["h:1", "--prefetch", "x"], "invalid choice"),
+    ],
+)
+def test_wrong_arguments(arguments: list[str], says: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "fanin.sync", *arguments], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 2 and says in done.stderr
+
+
+def test_help() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "fanin.sync", "--help"], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0
+    for option in ("--run", "--bind", "--port", "--timeout", "--prefetch", "--api-key"):
+        assert option in done.stdout
 
 
 @pytest.mark.parametrize(

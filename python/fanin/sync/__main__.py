@@ -4,13 +4,16 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import logging
 import os
+import signal
 import sys
+from queue import Empty, SimpleQueue
 
 from fanin.errors import FaninError
 from fanin.sync import Registry, Service, SyncServer
+
+_LOOK = 0.1  # seconds
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -26,6 +29,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--bind", default="127.0.0.1", help="numeric address (127.0.0.1)")
     parser.add_argument("--port", type=int, default=8700, help="0: any (8700)")
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds of a sync (300)")
+    parser.add_argument(
+        "--prefetch",
+        choices=["auto", "yes", "no"],
+        default="auto",
+        help="have engines read a step beside their model before they are paused (auto: those that"
+        " can)",
+    )
     parser.add_argument("--server-name", help="demand this job's ranks")
     parser.add_argument(
         "--api-key",
@@ -41,7 +51,11 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Serves until it is interrupted. Exit status 0, 2 for wrong arguments, 1 if it cannot."""
+    """Serves until SIGINT or SIGTERM. A sync that is under way then is waited for, so that no
+    engine is left paused; a second signal ends it, and names the engines that may be.
+
+    Exit status 0, 2 for wrong arguments, 1 if it cannot serve or has left engines in a sync.
+    """
     options = _parser().parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     try:
@@ -51,6 +65,7 @@ def main(arguments: list[str] | None = None) -> int:
             timeout=options.timeout,
             server_name=options.server_name,
             api_key=options.engine_api_key,
+            prefetch={"yes": True, "no": False}.get(options.prefetch, "auto"),
         )
         for url in options.engine:
             registry.add(url)
@@ -60,9 +75,43 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"fanin.sync: {error}", file=sys.stderr)
         return 1
     with server:
+        stop = _Stop()
         print(f"fanin.sync: {server.url}", flush=True)
-        with contextlib.suppress(KeyboardInterrupt):
-            server.wait()
+        stop.wait()
+    return _finish(registry, stop)
+
+
+class _Stop:
+    """SIGINT and SIGTERM, counted."""
+
+    def __init__(self) -> None:
+        self._come: SimpleQueue[int] = SimpleQueue()  # the one that a signal may interrupt
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda number, _: self._come.put(number))
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Whether a signal has come that was not waited for yet."""
+        try:
+            self._come.get(timeout=timeout)
+        except Empty:
+            return False
+        return True
+
+
+def _finish(registry: Registry, stop: _Stop) -> int:
+    busy = registry.busy()
+    if busy:
+        print(f"fanin.sync: a sync of {', '.join(busy)} is waited for", file=sys.stderr, flush=True)
+    while busy and not stop.wait(_LOOK):
+        busy = registry.busy()
+    if busy:
+        print(
+            f"fanin.sync: ended in the sync of {', '.join(busy)}, which may be paused: the next"
+            " sync mends that",
+            file=sys.stderr,
+            flush=True,
+        )
+        os._exit(1)  # threads that wait for engines hold up no second signal
     return 0
 
 

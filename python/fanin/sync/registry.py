@@ -155,6 +155,11 @@ class Registry:
             every = [record.endpoint for record in self._records.values()]
         return [endpoint for endpoint in every if group in (None, endpoint.group)]
 
+    def busy(self) -> list[str]:
+        """The URLs of engines that are in a sync."""
+        with self._changed:
+            return [url for url, record in self._records.items() if record.busy]
+
     def check(self, url: str, *, timeout: float = _HEALTH) -> Endpoint:
         """Asks one engine whether it lives, and what it is. Blocks at most *timeout* seconds.
 
