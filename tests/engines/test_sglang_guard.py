@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""fanin's plugin in SGLang's own classes, where SGLang is installed: an engine whose pull failed
+says so in that very call, and does nothing more before it has the whole of a step."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from families import served
+from sglang_model import published
+from worlds import HERE, PYTHON
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("sglang") is None, reason="SGLang is not installed"
+)
+
+
+@pytest.fixture(scope="module")
+def said() -> dict[str, Any]:
+    import torch
+
+    before = os.environ.get("PYTHONPATH", "")
+    with served({name: torch.ones(shape) for name, shape in published()}) as addresses:
+        done = subprocess.run(
+            [sys.executable, "-B", str(Path(HERE) / "sglang_guard.py"), *addresses],
+            env={**os.environ, "PYTHONPATH": os.pathsep.join([str(PYTHON), str(HERE), before])},
+            capture_output=True,
+            text=True,
+            timeout=600,
+        )
+    assert done.returncode == 0, done.stderr[-4000:]
+    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"what"')]
+    return {line["what"]: line for line in lines}
+
+
+def test_the_answer_is_that_of_the_pull(said: dict[str, Any]) -> None:
+    assert said["begin"]["success"]
+    assert not said["passed"]["success"] and "has passed" in said["passed"]["message"]
+    assert said["pull"]["success"]
+    assert 'fanin has pulled: {"step": 1' in said["pull"]["message"]
+
+
+def test_torn_weights_are_not_served(said: dict[str, Any]) -> None:
+    assert not said["torn"]["success"] and "ZeroDivisionError" in said["torn"]["message"]
+    assert not said["end of torn"]["success"]
+    assert "the weights are not whole" in said["end of torn"]["message"]
+    assert said["torn"]["paused"] and said["end of torn"]["paused"] and said["go on torn"]["paused"]
+
+
+def test_a_whole_pull_heals(said: dict[str, Any]) -> None:
+    assert said["again"]["success"] and said["end"]["success"]
+    assert '"step": 1' in said["end"]["message"]
+    assert not said["go on"]["paused"]
