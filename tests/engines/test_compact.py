@@ -162,4 +162,25 @@ def test_many_allocations_are_told_once(
 def test_calls_that_are_wrong() -> None:
     with pytest.raises(RequestError, match="arena_bytes is 0"):
         compact(torch.nn.Linear(2, 2), arena_bytes=0)
+    with pytest.raises(RequestError, match="the model is a dict"):
+        compact({})
     assert compact(torch.nn.ReLU()) == (0, 0, 0, 0)
+
+
+def test_wherever_it_is_called() -> None:
+    """In inference mode, beside lazy modules, with gradients, between forward and backward."""
+    torch.manual_seed(1)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    x = torch.randn(3, 4)
+    model(x).square().sum().backward()
+    wanted = [one.grad.clone() for one in model.parameters()]
+    with torch.inference_mode():
+        assert compact(model, arena_bytes=4096).tensors == 4
+    assert all(map(torch.equal, wanted, (one.grad for one in model.parameters())))
+    model.zero_grad()
+    loss = model(x).square().sum()
+    compact(model, arena_bytes=4096)
+    loss.backward()
+    assert all(map(torch.equal, wanted, (one.grad for one in model.parameters())))
+    lazy = torch.nn.Sequential(torch.nn.LazyLinear(3), torch.nn.Linear(3, 1))
+    assert compact(lazy, arena_bytes=4096).tensors == 2

@@ -77,12 +77,16 @@ def compact(model: Any, *, arena_bytes: int = 512 << 20) -> Compacted:
     was freed back to the device (``empty_cache``).
 
     :param model: the module that is trained, after it was sharded.
-    :raises RequestError: FSDP1; a parameter that FSDP2 offloads (CPUOffloadPolicy); a PyTorch
-        whose FSDP2 does not tell what it keeps.
+    :raises RequestError: no module; FSDP1; a parameter that FSDP2 offloads (CPUOffloadPolicy); a
+        PyTorch whose FSDP2 does not tell what it keeps.
     :raises StateError: FSDP2 shows whole parameters in place of its shards now.
     """
     if arena_bytes < 2 * _ALIGNMENT:
         raise RequestError.make(f"arena_bytes is {arena_bytes}", "give 256 MiB or more")
+    if not isinstance(model, torch.nn.Module):
+        raise RequestError.make(
+            f"the model is a {type(model).__name__}", "give the torch.nn.Module that is trained"
+        )
     root = root_of(model)
     refuse_fsdp1(root)
     storages = _storages(root)
@@ -154,7 +158,7 @@ def _flat_views(root: Any) -> Iterator[Any]:
 def _has_memory(tensor: Any) -> bool:
     try:
         return bool(tensor.untyped_storage().data_ptr() and tensor.untyped_storage().nbytes())
-    except (RuntimeError, NotImplementedError):  # it only stands for a tensor, or is sparse
+    except (RuntimeError, NotImplementedError, ValueError):  # sparse, or without memory as yet
         return False
 
 
@@ -174,7 +178,8 @@ def _move(device: Any, storages: list[_Storage], arena_bytes: int) -> int:
     """Moves them; returns how many arenas it made. Lets go of each when it has been moved."""
     on_device = torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
     arenas = 0
-    with on_device, torch.no_grad():
+    # What is made in inference mode could not be trained.
+    with on_device, torch.inference_mode(False), torch.no_grad():
         _settle(device)  # other streams may still be reading
         while storages:
             taken, length, offsets = 0, 0, []
