@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +14,7 @@ from fanin.vllm import guard
 from fanin.vllm.infos import InitInfo, UpdateInfo
 from fanin.vllm.mixed import with_neighbours
 from fanin.vllm.weights import _named, _refuse_what_moves
+from vllm_server import free_ports
 
 
 def config(**more: Any) -> Any:
@@ -170,3 +172,19 @@ def test_vllms_engines_are_guarded_once() -> None:
     assert list(inspect.signature(EngineCore.sleep).parameters) == ["self", "level", "mode"]
     added = inspect.signature(EngineCore.add_request).parameters
     assert list(added) == ["self", "request", "request_wave"]
+
+
+def test_replicas_compare_by_vllms_own_groups() -> None:
+    from vllm.distributed.utils import stateless_init_torch_distributed_process_group
+
+    port = free_ports()
+    numbers = ([0, 3, -3], [1, 4, -4])
+
+    def replica(rank: int) -> list[int]:
+        group = stateless_init_torch_distributed_process_group(
+            "127.0.0.1", port, rank, 2, backend="gloo"
+        )
+        return guard._highest(group, numbers[rank])
+
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(replica, range(2))) == [[1, 4, -3]] * 2
