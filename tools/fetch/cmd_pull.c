@@ -2,6 +2,7 @@
 #include "fetch/check.h"
 #include "fetch/command.h"
 #include "fetch/failure.h"
+#include "fetch/interrupt.h"
 #include "fetch/missing.h"
 #include "fetch/output.h"
 #include "fetch/progress.h"
@@ -132,6 +133,9 @@ static int pull(session *s, const common_options *common, const pull_options *o)
     } else if (o->min_step >= 0) {
         options.rule = FANIN_STEP_AT_LEAST;
         options.step = (uint64_t)o->min_step;
+    }
+    if (telling.lines) {
+        interrupt_with_output();
     }
     progress_start(&telling.bar, s->publication, common->quiet != 0,
                    common->no_color != 0);

@@ -36,6 +36,13 @@ void interrupt_install(fanin_client *client)
     sigprocmask(SIG_UNBLOCK, &set, NULL);
 }
 
+void interrupt_with_output(void)
+{
+    struct sigaction action = {.sa_handler = on_signal};
+    sigemptyset(&action.sa_mask);
+    sigaction(SIGPIPE, &action, NULL);
+}
+
 void interrupt_detach(void)
 {
     atomic_store(&current, NULL);

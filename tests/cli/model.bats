@@ -1,0 +1,126 @@
+#!/usr/bin/env bats
+# SPDX-License-Identifier: Apache-2.0
+# Pulls of a whole model where something is in the way: each says what and what to do, and leaves
+# nothing behind.
+
+# shellcheck disable=SC2154 # info, ready and ranks_pid are set by ranks.bash
+
+bats_require_minimum_version 1.5.0
+
+setup_file()
+{
+    load ranks
+    start_ranks --model qwen3-8b --full --layers 6 --shrink 8 --world-size 2
+}
+
+teardown_file()
+{
+    load ranks
+    stop_ranks
+}
+
+setup()
+{
+    load ranks
+    unset NIXL_FETCH_SERVERS NIXL_FETCH_TIMEOUT FANIN_TRAINER
+    cd "$BATS_TEST_TMPDIR" || return 1
+    mkdir -m 700 d
+}
+
+# nothing_left: neither a model nor what a pull makes on its way.
+nothing_left()
+{
+    [ -z "$(ls -A d)" ]
+}
+
+@test "a disk that is full" {
+    unshare -m true 2>/dev/null || skip "no mount namespaces here"
+    # shellcheck disable=SC2016 # of the inner shell
+    run -15 unshare -m bash -c 'mount -t tmpfs -o size=8m tmpfs d && "$@"
+        status=$?
+        [ -z "$(ls -A d)" ] || exit 1
+        exit $status' full "$NIXL_FETCH" pull "$info" full:0 d/m
+    has "no room for 'd/m': "
+    has "free space there"
+}
+
+@test "no permission, another user's directory, a link that was planted" {
+    [ "$(id -u)" = 0 ] || skip "needs root"
+    own=$(mktemp -d /tmp/test-fanin-XXXXXX) # that user cannot look into bats' folders
+    chmod 755 "$own"
+    run -15 setpriv --reuid 1234 --clear-groups "$NIXL_FETCH" pull "${ready##* }" full:0 "$own/m"
+    rmdir "$own"
+    has "cannot write beside '$own/m': Permission denied"
+    has "make the parent directory writable"
+    mkdir d/m
+    chown 1234 d/m
+    run -11 "$NIXL_FETCH" pull "$info" full:0 d/m
+    has "belongs to uid 1234, this process is uid 0"
+    rmdir d/m
+    mkdir elsewhere
+    ln -s ../elsewhere d/m
+    run -11 "$NIXL_FETCH" pull "$info" full:0 d/m
+    has "is a symbolic link, which is not followed"
+    [ -z "$(ls -A elsewhere)" ]
+    rm d/m
+    nothing_left
+}
+
+@test "limits of descriptors and of memory" {
+    run -13 bash -c 'ulimit -n 16 && "$@"' limited "$NIXL_FETCH" pull "$info" full:0 d/m
+    has "ulimit -n"
+    run -15 bash -c 'ulimit -n 56 && "$@"' limited "$NIXL_FETCH" pull "$info" full:0 d/m \
+        --max-file-bytes 20000
+    has "raise ulimit -n, or let a file have more bytes"
+    nothing_left
+    # Less than the model: its files are mapped.
+    run -15 bash -c 'ulimit -v 60000 && "$@"' limited "$NIXL_FETCH" pull "$info" full:0 d/m --no-ucx
+    has "out of memory: free memory on this host or raise the process's limit"
+    nothing_left
+}
+
+@test "the wrong run, a key that nothing is like" {
+    run -11 "$NIXL_FETCH" pull "$info" full:9 d/m
+    has "rank 0 does not publish full:9; it publishes full:0: did you mean the run 'full:0'?"
+    run -11 "$NIXL_FETCH" show "$info" 'full:0:nothing*'
+    has "no key of full:0 is like 'nothing*'"
+    run -11 "$NIXL_FETCH" show "$info" full:0:model.norm.weigth
+    has "model.norm.weight"
+    nothing_left
+}
+
+@test "output that goes nowhere" {
+    run -15 bash -c '"$@" >/dev/full' full "$NIXL_FETCH" pull "$info" full:0 d/m --json --progress
+    has "cannot write the output: No space left on device"
+    rm -rf d/m
+    # shellcheck disable=SC2016 # of the inner shell
+    run -141 bash -c '"$@" | true; exit "${PIPESTATUS[0]}"' pipe \
+        "$NIXL_FETCH" pull "$info" full:0 d/m --json --progress
+    [ -z "$(compgen -G 'd/.m*')" ]
+}
+
+@test "killed while it writes: whole or not at all, and the next one clears up" {
+    mkfifo lines
+    "$NIXL_FETCH" pull "$info" full:0 d/m --json --progress --path stream >lines 3>&- &
+    pid=$!
+    exec {told}<lines
+    read -r -t 60 line <&"$told"
+    [[ $line == *'"event":"progress"'* ]]
+    kill -KILL "$pid"
+    wait "$pid" || true
+    exec {told}<&-
+    [ ! -e d/m ] || "$NIXL_FETCH" verify "$info" full:0 d/m
+    run -0 "$NIXL_FETCH" pull "$info" full:0 d/m --check-pattern
+    [ "$(ls -A d)" = m ]
+}
+
+@test "a rank that is silent is named" {
+    kill -STOP "$(rank_pid 1)"
+    run "$NIXL_FETCH" pull "$info" full:0 d/m --timeout 7s --path stream
+    kill -CONT "$(rank_pid 1)"
+    [ "$status" -eq 13 ]
+    has "rank 1 does not answer: the rank at 127.0.0.1:"
+    has "no other rank holds"
+    nothing_left
+    run -0 "$NIXL_FETCH" pull "$info" full:0 d/m
+}
