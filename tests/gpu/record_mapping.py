@@ -6,9 +6,10 @@ Records where a whole model goes in vLLM's modules, of real size and without its
 mapping for each rank: FOLDER/MODEL-LAYOUT-RANK.json (see docs/full-weights.md), and what a trainer
 would publish: FOLDER/MODEL.json, a list of names, dtypes and shapes.
 
-MODEL is one of those below; LAYOUT is tp1, tp2, tp4, ..., ep2, ep4, ... Needs vLLM (its CPU build
-does), PyTorch, transformers, the package (PYTHONPATH) and its library (FANIN_LIBRARY). Prints one
-line a rank, with the seconds that the recording took.
+MODEL is one of those below (those of tests/engines/families.py in small), or the path of a
+config.json or of its folder, after which files are called then; LAYOUT is tp1, tp2, tp4, ..., ep2,
+..., pp2, ... Needs vLLM (its CPU build does), PyTorch, transformers, the package (PYTHONPATH) and its library
+(FANIN_LIBRARY). Prints one line a rank, with the seconds that the recording took.
 """
 
 from __future__ import annotations
@@ -19,13 +20,17 @@ import pathlib
 import sys
 import tempfile
 import time
+from typing import Any
+
+import transformers
 
 HERE = pathlib.Path(__file__).resolve()
 sys.path.insert(0, str(HERE.parents[1] / "engines"))
 
-from families import Engine, Family, Layout, checkpoint  # noqa: E402
+from families import FAMILIES, Engine, Family, Layout, checkpoint  # noqa: E402
 
 MODELS = {
+    **FAMILIES,
     "qwen3-8b": Family(
         "Qwen3ForCausalLM",
         "Qwen3Config",
@@ -62,23 +67,37 @@ MODELS = {
 
 def layout_of(text: str) -> Layout:
     kind, size = text[:2], text[2:]
-    if kind not in ("tp", "ep") or not size.isdigit() or not int(size):
-        raise SystemExit(f"{text} is no layout: tp1, tp2, ep2, ...")
-    return Layout(int(size), kind == "ep")
+    if kind not in ("tp", "ep", "pp") or not size.isdigit() or not int(size):
+        raise SystemExit(f"{text} is no layout: tp1, tp2, ep2, pp2, ...")
+    return Layout(int(size), experts=kind == "ep", stages=kind == "pp")
+
+
+def model_of(text: str) -> tuple[str, Family, Any]:
+    """A model's name, its family and its configuration."""
+    if text in MODELS:
+        return text, MODELS[text], MODELS[text].configuration()
+    path = pathlib.Path(text)
+    folder = path.parent if path.name == "config.json" else path
+    if not (folder / "config.json").is_file():
+        raise SystemExit(f"{text} is neither a config.json nor one of {', '.join(MODELS)}")
+    configuration = transformers.AutoConfig.from_pretrained(folder)
+    options = configuration.to_dict()
+    family = Family(options["architectures"][0], type(configuration).__name__, options)
+    return folder.resolve().name, family, configuration
 
 
 def main() -> int:
-    if len(sys.argv) != 4 or sys.argv[1] not in MODELS:
+    if len(sys.argv) != 4:
         print(__doc__, "MODEL:", ", ".join(MODELS), file=sys.stderr)
         return 2
-    name, folder = sys.argv[1], pathlib.Path(sys.argv[3])
-    layout, family = layout_of(sys.argv[2]), MODELS[sys.argv[1]]
+    name, family, configuration = model_of(sys.argv[1])
+    layout, folder = layout_of(sys.argv[2]), pathlib.Path(sys.argv[3])
     folder.mkdir(parents=True, exist_ok=True)
-    published = checkpoint(family.configuration())
+    published = checkpoint(configuration)
     entries = [dataclasses.asdict(entry) for entry in published]
     (folder / f"{name}.json").write_text(json.dumps(entries))
     with tempfile.TemporaryDirectory() as scratch:
-        engine = Engine(pathlib.Path(scratch), family, layout)
+        engine = Engine(pathlib.Path(scratch), family, layout, configuration)
         for rank in range(layout.size):
             # vLLM counts experts in a tensor of the device; memory that nobody writes costs nothing.
             with engine.rank(rank, device="cpu" if layout.experts else "meta") as model:

@@ -14,8 +14,18 @@
 /* What a rank's layout is made of. */
 typedef struct layout_cookie {
     const bench *bench;
+    const session *session;
     uint32_t rank;
 } layout_cookie;
+
+static bool on_pair(void *cookie, const char *key, const char *value)
+{
+    bool found = strcmp(key, "config") == 0;
+    if (found) {
+        *(engine_model *)cookie = engine_model_of(value);
+    }
+    return !found;
+}
 
 static fanin_status lay_out(void *cookie, const fanin_tensor *tensors, size_t count,
                             engine_layout *out, fanin_error *error)
@@ -24,8 +34,14 @@ static fanin_status lay_out(void *cookie, const fanin_tensor *tensors, size_t co
     const bench *b = c->bench;
     mapping_file m;
     if (b->mappings == NULL) {
-        engine_layout_make(tensors, count, b->shape, c->rank, out);
-        return FANIN_OK;
+        engine_model model = {0};
+        fanin_status asked =
+            fanin_client_metadata(c->session->client, c->session->publication,
+                                  b->line.common.timeout_ms, on_pair, &model, error);
+        if (asked == FANIN_OK) {
+            engine_layout_make(tensors, count, b->shape, model, c->rank, out);
+        }
+        return asked;
     }
     fanin_status status = mapping_read(b->mappings[c->rank], &m, error);
     if (status == FANIN_OK) {
@@ -38,7 +54,7 @@ static fanin_status lay_out(void *cookie, const fanin_tensor *tensors, size_t co
 fanin_status bench_make_arena(const bench *b, const session *s, uint32_t rank,
                               arena *out, fanin_error *error)
 {
-    layout_cookie cookie = {b, rank};
+    layout_cookie cookie = {b, s, rank};
     bool shaped = b->layout != NULL || b->mappings != NULL;
     return arena_make(s->client, s->publication, b->line.common.timeout_ms,
                       b->dest_device, b->half, shaped ? lay_out : NULL, &cookie, out,

@@ -220,12 +220,12 @@ static int resolve_layout(bench *b)
     if (b->layout != NULL) {
         if (!engine_shape_parse(b->layout, &b->shape)) {
             return failure_usage(name,
-                                 "--layout '%s' is not such as tp2, ep4 or "
-                                 "tp2,ep2",
+                                 "--layout '%s' is not such as tp2, ep4, tp2,ep2 "
+                                 "or tp2,pp2",
                                  b->layout);
         }
         ranks = engine_shape_ranks(b->shape);
-        if (ranks % b->shape.tp != 0 || ranks % b->shape.ep != 0) {
+        if (b->shape.tp % b->shape.ep != 0 && b->shape.ep % b->shape.tp != 0) {
             return failure_usage(name,
                                  "--layout '%s': one number is no multiple of "
                                  "the other",
@@ -370,7 +370,7 @@ static struct poptOption option_table[] = {
      "memory (default), memory of a CUDA device, or a directory to make others in",
      "memory|device:N|DIR"},
     {"layout", 0, POPT_ARG_STRING, &whole.layout, 0,
-     "into a rank's parameters as engines fuse and cut them: tp2, ep4, tp2,ep2",
+     "into a rank's parameters as engines fuse and cut them: tp2, ep4, tp2,pp2",
      "LAYOUT"},
     {"mapping", 0, POPT_ARG_ARGV, &whole.mappings, 0,
      "into parameters as a recorded mapping has them; repeated: of one rank each",

@@ -10,11 +10,12 @@
 
 bool engine_shape_parse(const char *text, engine_shape *out)
 {
-    *out = (engine_shape){0, 0};
+    *out = (engine_shape){0, 0, 0};
     for (;;) {
         char *end;
         uint32_t *size = strncmp(text, "tp", 2) == 0   ? &out->tp
                          : strncmp(text, "ep", 2) == 0 ? &out->ep
+                         : strncmp(text, "pp", 2) == 0 ? &out->pp
                                                        : NULL;
         if (size == NULL || *size != 0 || text[2] < '1' || text[2] > '9') {
             return false;
@@ -31,12 +32,29 @@ bool engine_shape_parse(const char *text, engine_shape *out)
     }
     out->tp = out->tp > 0 ? out->tp : 1;
     out->ep = out->ep > 0 ? out->ep : 1;
+    out->pp = out->pp > 0 ? out->pp : 1;
     return true;
+}
+
+static uint32_t ranks_of_stage(engine_shape shape)
+{
+    return shape.tp > shape.ep ? shape.tp : shape.ep;
 }
 
 uint32_t engine_shape_ranks(engine_shape shape)
 {
-    return shape.tp > shape.ep ? shape.tp : shape.ep;
+    return ranks_of_stage(shape) * shape.pp;
+}
+
+engine_model engine_model_of(const char *config)
+{
+    json_t *root = config != NULL ? json_loads(config, 0, NULL) : NULL;
+    json_int_t heads = json_integer_value(json_object_get(root, "num_key_value_heads"));
+    if (heads <= 0) {
+        heads = json_integer_value(json_object_get(root, "num_attention_heads"));
+    }
+    json_decref(root);
+    return (engine_model){.kv_heads = heads > 0 ? (uint64_t)heads : 0};
 }
 
 void engine_layout_free(engine_layout *l)
@@ -64,7 +82,7 @@ static size_t add_parameter(engine_layout *l)
 /* ------------------------------------------------------------ what engines do */
 
 /* How a tensor is cut over tp. */
-typedef enum cutting { WHOLE, ROWS, COLUMNS } cutting;
+typedef enum cutting { WHOLE, ROWS, COLUMNS, HEADS, WORDS } cutting;
 
 /* A kind of module: how it is cut, and of which parameter it is which part. */
 typedef struct rule {
@@ -76,8 +94,8 @@ typedef struct rule {
 
 static const rule rules[] = {
     {"q_proj", ROWS, "qkv_proj", 0},
-    {"k_proj", ROWS, "qkv_proj", 1},
-    {"v_proj", ROWS, "qkv_proj", 2},
+    {"k_proj", HEADS, "qkv_proj", 1},
+    {"v_proj", HEADS, "qkv_proj", 2},
     {"gate_proj", ROWS, "gate_up_proj", 0},
     {"up_proj", ROWS, "gate_up_proj", 1},
     {"q_a_proj", WHOLE, "fused_qkv_a_proj", 0},
@@ -86,8 +104,8 @@ static const rule rules[] = {
     {"kv_b_proj", ROWS, NULL, 0},
     {"o_proj", COLUMNS, NULL, 0},
     {"down_proj", COLUMNS, NULL, 0},
-    {"embed_tokens", ROWS, NULL, 0},
-    {"lm_head", ROWS, NULL, 0},
+    {"embed_tokens", WORDS, NULL, 0},
+    {"lm_head", WORDS, NULL, 0},
 };
 
 /* A name taken apart: "<prefix>.experts.<expert>.<module>.<leaf>". */
@@ -175,8 +193,11 @@ typedef struct maker {
     engine_layout *layout;
     json_t *names;
     engine_shape shape;
-    uint32_t rank;
-    uint64_t experts; /**< of each layer */
+    engine_model model;
+    uint32_t rank, stage; /**< rank: in its stage */
+    uint64_t experts;     /**< of each layer */
+    uint64_t layers;
+    bool tied; /**< the embedding is the lm_head */
 } maker;
 
 static size_t parameter_of(maker *m, const char *name)
@@ -198,6 +219,35 @@ static bool cut(const maker *m, const fanin_tensor *t, uint32_t dim, fanin_box *
     box->offset[dim] = begin;
     box->extent[dim] = end - begin;
     return end > begin;
+}
+
+/* Ranks that are more than the heads share them: several have the same one. */
+static bool cut_heads(const maker *m, const fanin_tensor *t, fanin_box *box)
+{
+    uint64_t heads = m->model.kv_heads, tp = m->shape.tp;
+    if (heads == 0 || tp <= heads || tp % heads != 0 || t->shape[0] % heads != 0) {
+        return cut(m, t, 0, box);
+    }
+    box->extent[0] = t->shape[0] / heads;
+    box->offset[0] = m->rank % tp / (tp / heads) * box->extent[0];
+    return true;
+}
+
+/* Rows of the vocabulary with those that pad it, of each rank as many. */
+static uint64_t padded_rows(const maker *m, const fanin_tensor *t)
+{
+    enum { PADDING = 64 };
+    uint64_t padded = (t->shape[0] + PADDING - 1) / PADDING * PADDING;
+    return (padded + m->shape.tp - 1) / m->shape.tp;
+}
+
+static bool cut_words(const maker *m, const fanin_tensor *t, fanin_box *box)
+{
+    uint64_t rows = padded_rows(m, t), begin = rows * (m->rank % m->shape.tp);
+    uint64_t left = begin < t->shape[0] ? t->shape[0] - begin : 0;
+    box->offset[0] = left > 0 ? begin : 0;
+    box->extent[0] = left < rows ? left : rows;
+    return left > 0;
 }
 
 /* Its expert's part of [E, 2I, H] or [E, H, I]; false: another rank holds it. */
@@ -225,17 +275,28 @@ static bool place_expert(maker *m, const fanin_tensor *t, const parts *p, const 
     return true;
 }
 
+/* False: this rank holds nothing of it. */
+static bool cut_as(const maker *m, const fanin_tensor *t, cutting how, fanin_box *box)
+{
+    switch (t->n_dims > 0 ? how : WHOLE) {
+    case ROWS:
+        return cut(m, t, 0, box);
+    case COLUMNS:
+        return t->n_dims < 2 || cut(m, t, 1, box);
+    case HEADS:
+        return cut_heads(m, t, box);
+    case WORDS:
+        return cut_words(m, t, box);
+    default:
+        return true;
+    }
+}
+
 static bool place(maker *m, const fanin_tensor *t, const parts *p, const rule *r,
                   placed_box *out)
 {
     char name[2 * FANIN_MAX_NAME + 8];
-    bool there = true;
-    if (r->cutting == ROWS && t->n_dims > 0) {
-        there = cut(m, t, 0, &out->box);
-    } else if (r->cutting == COLUMNS && t->n_dims > 1) {
-        there = cut(m, t, 1, &out->box);
-    }
-    if (!there) {
+    if (!cut_as(m, t, r->cutting, &out->box)) {
         return false;
     }
     if (r->parameter != NULL) {
@@ -245,8 +306,45 @@ static bool place(maker *m, const fanin_tensor *t, const parts *p, const rule *r
         out->parameter = add_parameter(m->layout);
     }
     out->slot = r->slot;
-    m->layout->parameters[out->parameter].slots[r->slot] = bytes_of(t, out->box.extent);
+    fanin_box held = out->box;
+    held.extent[0] = r->cutting == WORDS ? padded_rows(m, t) : held.extent[0];
+    m->layout->parameters[out->parameter].slots[r->slot] = bytes_of(t, held.extent);
     return true;
+}
+
+/* The stages' layers: [*first, *end). */
+static void layers_of(const maker *m, uint64_t *first, uint64_t *end)
+{
+    uint64_t pp = m->shape.pp, each = m->layers / pp, more = m->layers % pp;
+    *first = 0;
+    for (uint64_t stage = 0; stage <= m->stage; stage++) {
+        bool longer = stage + 1 < pp && stage + 1 + more >= pp;
+        *end = *first + each + (longer ? 1 : 0);
+        *first = stage < m->stage ? *end : *first;
+    }
+}
+
+/* The number behind ".layers."; -1: it is of no layer. */
+static int64_t layer_of(const char *name)
+{
+    static const char mark[] = ".layers.";
+    const char *at = strstr(name, mark);
+    return at != NULL && at[8] >= '0' && at[8] <= '9' ? strtoll(at + 8, NULL, 10) : -1;
+}
+
+static bool is_of_stage(const maker *m, const fanin_tensor *t, const parts *p)
+{
+    uint64_t first, end;
+    int64_t layer = layer_of(t->name);
+    bool last = m->stage + 1 == m->shape.pp;
+    if (layer >= 0) {
+        layers_of(m, &first, &end);
+        return (uint64_t)layer >= first && (uint64_t)layer < end;
+    }
+    if (strcmp(p->module, "embed_tokens") == 0) {
+        return m->stage == 0 || (last && m->tied);
+    }
+    return last;
 }
 
 /* Slots lie one after the other. */
@@ -265,38 +363,44 @@ static void settle(engine_layout *l)
     }
 }
 
-static uint64_t count_experts(const fanin_tensor *tensors, size_t count)
+static void look_at_names(maker *m, const fanin_tensor *tensors, size_t count)
 {
     parts p;
-    uint64_t experts = 0;
+    m->tied = true;
     for (size_t i = 0; i < count; i++) {
+        int64_t layer = layer_of(tensors[i].name);
         take_apart(tensors[i].name, &p);
-        if (p.expert >= 0 && (uint64_t)p.expert >= experts) {
-            experts = (uint64_t)p.expert + 1;
+        if (p.expert >= 0 && (uint64_t)p.expert >= m->experts) {
+            m->experts = (uint64_t)p.expert + 1;
         }
+        if (layer >= 0 && (uint64_t)layer >= m->layers) {
+            m->layers = (uint64_t)layer + 1;
+        }
+        m->tied = m->tied && strcmp(p.module, "lm_head") != 0;
     }
-    return experts;
 }
 
 void engine_layout_make(const fanin_tensor *tensors, size_t count, engine_shape shape,
-                        uint32_t rank, engine_layout *out)
+                        engine_model model, uint32_t rank, engine_layout *out)
 {
     *out = (engine_layout){.boxes = NULL};
     maker m = {.layout = out,
                .names = output_require(json_object()),
                .shape = shape,
-               .rank = rank,
-               .experts = count_experts(tensors, count)};
+               .model = model,
+               .rank = rank % ranks_of_stage(shape),
+               .stage = rank / ranks_of_stage(shape)};
     parts p;
+    look_at_names(&m, tensors, count);
     for (size_t i = 0; i < count; i++) {
         const fanin_tensor *t = &tensors[i];
         placed_box box = {.tensor = i};
         memcpy(box.box.extent, t->shape, sizeof t->shape);
         take_apart(t->name, &p);
         const rule *r = rule_of(&p);
-        bool there = p.expert >= 0 && r->cutting != WHOLE
-                         ? place_expert(&m, t, &p, r, &box)
-                         : place(&m, t, &p, r, &box);
+        bool expert = p.expert >= 0 && r->cutting != WHOLE;
+        bool there = is_of_stage(&m, t, &p) &&
+                     (expert ? place_expert : place)(&m, t, &p, r, &box);
         if (there && bytes_of(t, box.box.extent) > 0) {
             *add_box(out) = box;
         }

@@ -30,15 +30,23 @@ typedef struct engine_layout {
     size_t n_parameters, parameter_capacity;
 } engine_layout;
 
-/** How many ranks tensors are cut over, and experts shared out to. */
+/** How many ranks tensors are cut over, experts shared out to, and stages there are of layers. */
 typedef struct engine_shape {
-    uint32_t tp, ep; /**< at least 1 */
+    uint32_t tp, ep, pp; /**< at least 1 */
 } engine_shape;
 
-/** "tp2", "ep4", "tp2,ep2". False: it is none of these. */
+/** "tp2", "ep4", "tp2,ep2", "tp2,pp2". False: it is none of these. */
 bool engine_shape_parse(const char *text, engine_shape *out);
-/** Ranks of the engine: the larger of both. */
+/** Ranks of the engine: the larger of tp and ep in each stage. */
 uint32_t engine_shape_ranks(engine_shape shape);
+
+/** What the layout needs to know of a model besides its tensors; 0: not known. */
+typedef struct engine_model {
+    uint64_t kv_heads;
+} engine_model;
+
+/** Of the text of a config.json, which may be NULL. */
+engine_model engine_model_of(const char *config);
 
 /** Tensor number @p i whole, in a parameter of its own; nothing of an empty one. */
 void engine_layout_add_whole(engine_layout *l, const fanin_tensor *tensors, size_t i);
@@ -47,11 +55,14 @@ void engine_layout_add_whole(engine_layout *l, const fanin_tensor *tensors, size
  * The parameters of rank @p rank, as vLLM and SGLang have them of models with Hugging Face's names:
  * q, k and v one under the other, gate and up likewise, experts as [E, 2I, H] and [E, H, I]; rows of
  * these, of q_b, kv_b, embedding and lm_head cut over tp, columns of o and down; with ep > 1 whole
- * experts shared out instead; all else whole. Cut in even pieces: what engines do besides (heads that
- * are doubled, padding) is left out.
+ * experts shared out instead; all else whole. Where tp is larger than the heads of k and v several ranks
+ * have the same one; rows of embedding and lm_head are padded to a multiple of 64 before they are
+ * cut. Stages have consecutive layers, as many each, what remains of the division by the later
+ * ones but the last; the first has the embedding, the last one what comes behind the layers, and the
+ * embedding too if that is the lm_head. Rank r is the one of stage r / max(tp, ep).
  */
 void engine_layout_make(const fanin_tensor *tensors, size_t count, engine_shape shape,
-                        uint32_t rank, engine_layout *out);
+                        engine_model model, uint32_t rank, engine_layout *out);
 
 /**
  * The parameters that a mapping tells. A parameter that is wider than what is published lies beside

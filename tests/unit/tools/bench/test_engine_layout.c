@@ -70,7 +70,8 @@ static void rows_and_columns_are_cut_and_fused(void **state)
 {
     (void)state;
     engine_layout l;
-    engine_layout_make(attention, N_ATTENTION, (engine_shape){2, 1}, 1, &l);
+    engine_layout_make(attention, N_ATTENTION, (engine_shape){2, 1, 1},
+                       (engine_model){0}, 1, &l);
     uint64_t row = HIDDEN * 2;
     /* q, k, v one under the other, though k comes first */
     expect(&l, 6, (uint64_t[]){Q / 2, 0}, (uint64_t[]){Q / 2, HIDDEN}, 0);
@@ -84,7 +85,7 @@ static void rows_and_columns_are_cut_and_fused(void **state)
     assert_int_equal(box_of(&l, 2)->parameter, box_of(&l, 3)->parameter);
     expect(&l, 1, (uint64_t[]){0, INNER / 2}, (uint64_t[]){HIDDEN, INNER / 2}, 0);
     expect(&l, 5, (uint64_t[]){0, Q / 2}, (uint64_t[]){HIDDEN, Q / 2}, 0);
-    expect(&l, 0, (uint64_t[]){5, 0}, (uint64_t[]){5, HIDDEN}, 0);
+    assert_null(box_of(&l, 0)); /* padded to 64 rows, the first 32 are rank 0's */
     engine_layout_free(&l);
 }
 
@@ -95,7 +96,8 @@ static void ranks_together_hold_everything_once(void **state)
         uint64_t elements[N_ATTENTION] = {0};
         for (uint32_t rank = 0; rank < tp; rank++) {
             engine_layout l;
-            engine_layout_make(attention, N_ATTENTION, (engine_shape){tp, 1}, rank, &l);
+            engine_layout_make(attention, N_ATTENTION, (engine_shape){tp, 1, 1},
+                               (engine_model){0}, rank, &l);
             for (size_t i = 0; i < l.count; i++) {
                 const placed_box *b = &l.boxes[i];
                 elements[b->tensor] += b->box.extent[0] * b->box.extent[1];
@@ -122,7 +124,8 @@ static void experts_are_shared_out(void **state)
     (void)state;
     engine_layout l;
     uint64_t one = INNER * HIDDEN * 2;
-    engine_layout_make(experts, PIECES, (engine_shape){1, 2}, 1, &l);
+    engine_layout_make(experts, PIECES, (engine_shape){1, 2, 1}, (engine_model){0}, 1,
+                       &l);
     assert_int_equal(l.count, 6);
     assert_null(box_of(&l, 3)); /* expert 1 */
     expect(&l, 6, (uint64_t[]){0, 0}, (uint64_t[]){HIDDEN, INNER}, 0);
@@ -140,7 +143,8 @@ static void experts_are_cut_without_ep(void **state)
 {
     (void)state;
     engine_layout l;
-    engine_layout_make(experts, PIECES, (engine_shape){2, 1}, 1, &l);
+    engine_layout_make(experts, PIECES, (engine_shape){2, 1, 1}, (engine_model){0}, 1,
+                       &l);
     assert_int_equal(l.count, PIECES);
     uint64_t half = INNER / 2 * HIDDEN * 2;
     expect(&l, 4, (uint64_t[]){INNER / 2, 0}, (uint64_t[]){INNER / 2, HIDDEN},
@@ -209,6 +213,69 @@ static void a_mapping_of_something_else_is_refused(void **state)
     module.fallback = NULL;
 }
 
+/* ------------------------------------------------- heads, words and stages */
+
+static const fanin_tensor layers[] = {
+    MATRIX("model.embed_tokens.weight", 500, HIDDEN),
+    MATRIX("model.layers.0.self_attn.k_proj.weight", 4 * KV, HIDDEN),
+    MATRIX("model.layers.0.self_attn.v_proj.weight", 4 * KV, HIDDEN),
+    MATRIX("model.layers.1.mlp.down_proj.weight", HIDDEN, INNER),
+    MATRIX("model.layers.2.mlp.down_proj.weight", HIDDEN, INNER),
+    MATRIX("model.layers.3.mlp.down_proj.weight", HIDDEN, INNER),
+    MATRIX("model.layers.4.mlp.down_proj.weight", HIDDEN, INNER),
+    MATRIX("model.norm.weight", HIDDEN, 1),
+};
+enum { N_LAYERS = sizeof layers / sizeof layers[0] };
+
+static void ranks_beyond_the_heads_share_them(void **state)
+{
+    (void)state;
+    engine_layout l;
+    engine_model model =
+        engine_model_of("{\"num_attention_heads\": 8, \"num_key_value_heads\": 4}");
+    assert_int_equal(engine_model_of(NULL).kv_heads, 0);
+    assert_int_equal(engine_model_of("{\"num_attention_heads\": 8}").kv_heads, 8);
+    for (uint32_t rank = 0; rank < 8; rank++) {
+        engine_layout_make(layers, N_LAYERS, (engine_shape){8, 1, 1}, model, rank, &l);
+        uint64_t first = rank / 2 * (uint64_t)KV;
+        expect(&l, 1, (uint64_t[]){first, 0}, (uint64_t[]){KV, HIDDEN}, 0);
+        expect(&l, 2, (uint64_t[]){first, 0}, (uint64_t[]){KV, HIDDEN},
+               KV * HIDDEN * 2);
+        engine_layout_free(&l);
+    }
+}
+
+static void the_vocabulary_is_padded_and_cut(void **state)
+{
+    (void)state;
+    engine_layout l;
+    engine_layout_make(layers, N_LAYERS, (engine_shape){8, 1, 1}, (engine_model){0}, 7,
+                       &l);
+    expect(&l, 0, (uint64_t[]){448, 0}, (uint64_t[]){52, HIDDEN}, 0);
+    assert_int_equal(l.parameters[box_of(&l, 0)->parameter].bytes, 64 * HIDDEN * 2);
+    engine_layout_free(&l);
+}
+
+/* Five layers over three stages: 2, 2, 1. The embedding is the lm_head, which is not there. */
+static void stages_have_layers(void **state)
+{
+    (void)state;
+    static const bool has[3][N_LAYERS] = {
+        {true, true, true, true, false, false, false, false},
+        {false, false, false, false, true, true, false, false},
+        {true, false, false, false, false, false, true, true},
+    };
+    for (uint32_t stage = 0; stage < 3; stage++) {
+        engine_layout l;
+        engine_layout_make(layers, N_LAYERS, (engine_shape){2, 1, 3}, (engine_model){0},
+                           2 * stage, &l);
+        for (size_t i = 0; i < N_LAYERS; i++) {
+            assert_int_equal(box_of(&l, i) != NULL, has[stage][i]);
+        }
+        engine_layout_free(&l);
+    }
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
@@ -219,6 +286,9 @@ int main(void)
         cmocka_unit_test(experts_are_cut_without_ep),
         cmocka_unit_test(a_mapping_says_where),
         cmocka_unit_test(a_mapping_of_something_else_is_refused),
+        cmocka_unit_test(ranks_beyond_the_heads_share_them),
+        cmocka_unit_test(the_vocabulary_is_padded_and_cut),
+        cmocka_unit_test(stages_have_layers),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
