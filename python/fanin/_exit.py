@@ -26,6 +26,8 @@ class ClosableHandle(ABC):
     """None: there is none, or not any more."""
     _pid: int
     """The process that made it."""
+    _unclosed = "is not closed"
+    """What is said of one that nobody refers to any more."""
 
     @abstractmethod
     def close(self) -> None: ...
@@ -50,7 +52,8 @@ class ClosableHandle(ABC):
         if getattr(self, "_handle", None) is None or sys is None or sys.is_finalizing():
             return
         if self._pid == os.getpid():
-            warnings.warn(f"{self!r} is not closed", ResourceWarning, source=self, stacklevel=2)
+            message = f"{self!r} {self._unclosed}"
+            warnings.warn(message, ResourceWarning, source=self, stacklevel=2)
             self._abandon()
 
 

@@ -5,13 +5,11 @@ from __future__ import annotations
 
 import ctypes
 import os
-import sys
-import warnings
 from collections.abc import Callable
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from ._calls import Use
+from ._exit import ClosableHandle
 from ._records import PullResult, pull_result
 from ._tensors import PackedTensors
 from .errors import FaninError, RequestError, StateError
@@ -22,7 +20,7 @@ if TYPE_CHECKING:
 __all__ = ["PullSession"]
 
 
-class PullSession:
+class PullSession(ClosableHandle):
     """A pull that fills memory in several calls, all of one step.
 
     What :meth:`read` has filled counts only when :meth:`end` has returned: until then it may be
@@ -41,6 +39,8 @@ class PullSession:
     Between the calls nothing runs. The trainer's updates wait for a session as for any reader, at
     most their lease time; an update that comes later makes it stale.
     """
+
+    _unclosed = "is not ended"
 
     def __init__(self, client: Client, packed: PackedTensors, kept: tuple[Any, ...]) -> None:
         self._pid = os.getpid()
@@ -168,28 +168,15 @@ class PullSession:
         if handle is not None:
             self._library.fanin_session_abandon(ctypes.byref(handle))
 
-    def __enter__(self) -> PullSession:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def close(self) -> None:
+        """:meth:`abandon`."""
         self.abandon()
 
-    def __del__(self) -> None:
-        if getattr(self, "_handle", None) is None or sys is None or sys.is_finalizing():
-            return
-        if self._pid != os.getpid():
-            return
-        warnings.warn(f"{self!r} is not ended", ResourceWarning, source=self, stacklevel=2)
+    def _abandon(self) -> None:
         try:
             self.abandon()
-        except FaninError:  # a call of its client is under way: a collector comes at any time
-            if self._handle is not None:
-                self._client._forgotten.append(self._handle)
+        except FaninError:
+            pass  # a callback of its own read lets go of it: the client's end frees it
 
     def __repr__(self) -> str:
         return f"<fanin.PullSession of step {self._step}{', ended' if self.closed else ''}>"
