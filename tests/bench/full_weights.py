@@ -527,6 +527,7 @@ class Worker(Member):
     def poison(self) -> None:
         for value in self.parameters.values():
             value.fill_(-1)
+        settle(self.device)  # a pull does not wait for it
 
     def compare(self) -> dict[str, Any]:
         numbers = {name: number for number, name in enumerate(self.shapes)}
