@@ -168,20 +168,36 @@ static fanin_status pull_into(fanin_client *client, fanin_pull_options *options,
     return status;
 }
 
-fanin_status fanin_client_pull_adapter(fanin_client *client,
-                                       const fanin_pull_options *options,
-                                       const char *directory, fanin_result **result_out,
-                                       fanin_error *error)
+/* @p model: the kind of directory. */
+static fanin_status pull_directory(fanin_client *client,
+                                   const fanin_pull_options *options, bool model,
+                                   const char *directory, fanin_result **result_out,
+                                   fanin_error *error)
 {
     fanin_pull_options checked;
     deadline at = 0;
     adapter_destination a = {.adapter = NULL};
     fanin_status status =
-        open_place(client, options, false, directory, &checked, &at, &a.adapter, error);
+        open_place(client, options, model, directory, &checked, &at, &a.adapter, error);
     if (status != FANIN_OK)
         return status;
-    adapter_offer_spare(a.adapter, &client->spare);
+    if (model) {
+        checked.spare_file = false;
+        a.file_bytes =
+            checked.max_file_bytes ? checked.max_file_bytes : MODEL_FILE_BYTES;
+        adapter_make_model(a.adapter, a.file_bytes);
+    } else {
+        adapter_offer_spare(a.adapter, &client->spare);
+    }
     return pull_into(client, &checked, at, &a, result_out, error);
+}
+
+fanin_status fanin_client_pull_adapter(fanin_client *client,
+                                       const fanin_pull_options *options,
+                                       const char *directory, fanin_result **result_out,
+                                       fanin_error *error)
+{
+    return pull_directory(client, options, false, directory, result_out, error);
 }
 
 fanin_status fanin_client_pull_model(fanin_client *client,
@@ -189,15 +205,5 @@ fanin_status fanin_client_pull_model(fanin_client *client,
                                      const char *directory, fanin_result **result_out,
                                      fanin_error *error)
 {
-    fanin_pull_options checked;
-    deadline at = 0;
-    adapter_destination a = {.adapter = NULL};
-    fanin_status status =
-        open_place(client, options, true, directory, &checked, &at, &a.adapter, error);
-    if (status != FANIN_OK)
-        return status;
-    checked.spare_file = false;
-    a.file_bytes = checked.max_file_bytes ? checked.max_file_bytes : MODEL_FILE_BYTES;
-    adapter_make_model(a.adapter, a.file_bytes);
-    return pull_into(client, &checked, at, &a, result_out, error);
+    return pull_directory(client, options, true, directory, result_out, error);
 }
