@@ -216,10 +216,11 @@ warnings='-Wall -Wextra -pedantic -Werror'
     wait "$second"
 }
 
-# block N: the README's Nth example in C.
+# block N [FILE]: the README's Nth example in C, or another file's.
 block()
 {
-    awk -v n="$1" '/^```/ { inside = $0 == "```c" && ++seen == n; next } inside' "$here/../../README.md"
+    awk -v n="$1" '/^```/ { inside = $0 == "```c" && ++seen == n; next } inside' \
+        "$here/../../${2:-README.md}"
 }
 
 # two_ports: the first of two that nobody listens on.
@@ -230,6 +231,15 @@ two_ports()
         port=$((port + 2))
     done
     echo "$port"
+}
+
+@test "the session of docs/full-weights.md compiles without a warning, and reads layer by layer" {
+    [ "$(grep -c '^```c$' "$here/../../docs/full-weights.md")" = 1 ]
+    block 1 docs/full-weights.md >"$scratch/update.c"
+    for compiler in gcc clang; do
+        compiled "$scratch/update.c" "$scratch/update" "$compiler" -std=c11 "$here/weights_session.c"
+        run -0 "$scratch/update"
+    done
 }
 
 @test "the README's examples in C compile without a warning, and one pulls the other's step" {
