@@ -215,6 +215,46 @@ static void test_columns(void **state)
     }
 }
 
+/* Enough of them over TCP that threads check the checksums: runs that are received in place, with room
+   between them. */
+static void test_columns_tcp(void **state)
+{
+    enum { ROWS = 3000, COLUMNS = 8192, FIRST = 4000, WIDTH = 4001, PITCH = 4100 };
+    static const world_tensor tensors[] = {
+        {"a.lora_A.weight", FANIN_DTYPE_U8, 2, {ROWS, COLUMNS}}};
+    uint8_t *memory = malloc((size_t)ROWS * PITCH);
+    fanin_client_config config;
+    fanin_client_config_init(&config, sizeof config);
+    config.no_unix = true;
+    world_start(&w, 2, CUT_CHUNK0, tensors, 1);
+    world_commit(&w, 1);
+    client = world_client_with(&w, &config);
+    fanin_box box = {.offset = {0, FIRST},
+                     .extent = {ROWS, WIDTH},
+                     .stride = {PITCH, 1},
+                     .address = memory};
+    fanin_tensor wanted = world_boxes(&tensors[0], &box, 1);
+    const fanin_pull_options options = make_options(FANIN_STEP_NEWEST, 0);
+    fanin_result *result = NULL;
+    memset(memory, 0xaa, (size_t)ROWS * PITCH);
+    assert_ok(fanin_client_pull(client, &options, &wanted, 1, &result, &error), error);
+    info = (fanin_result_info){.struct_size = sizeof info};
+    fanin_result_get(result, &info);
+    assert_true(info.transport_checksums);
+    assert_int_equal(info.bytes, (uint64_t)ROWS * WIDTH);
+    fanin_result_free(&result);
+    for (uint64_t row = 0; row < ROWS; row++) {
+        for (uint64_t i = 0; i < PITCH; i += i < 16 || i > WIDTH - 16 ? 1 : 97) {
+            uint8_t expected =
+                i < WIDTH ? world_byte(&w, 0, 1, row * COLUMNS + FIRST + i) : 0xaa;
+            if (memory[row * PITCH + i] != expected)
+                fail_msg("row %llu, byte %llu is wrong", (unsigned long long)row,
+                         (unsigned long long)i);
+        }
+    }
+    free(memory);
+}
+
 /* -------------------------------------------------------------- step rules */
 
 static void *commit_later(void *cookie)
@@ -369,20 +409,11 @@ static void test_cancel(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        CASE(test_stream_unix),
-        CASE(test_stream_tcp),
-        CASE(test_cma),
-        CASE(test_auto),
-        CASE(test_slice),
-        CASE(test_columns),
-        CASE(test_step_rules),
-        CASE(test_ranks_apart),
-        CASE(test_replicas),
-        CASE(test_restart),
-        CASE(test_catalog_changes),
-        CASE(test_cancel),
-        CASE(test_quiet_watch),
-        CASE(test_snapshots_stream),
+        CASE(test_stream_unix),   CASE(test_stream_tcp),  CASE(test_cma),
+        CASE(test_auto),          CASE(test_slice),       CASE(test_columns),
+        CASE(test_columns_tcp),   CASE(test_step_rules),  CASE(test_ranks_apart),
+        CASE(test_replicas),      CASE(test_restart),     CASE(test_catalog_changes),
+        CASE(test_cancel),        CASE(test_quiet_watch), CASE(test_snapshots_stream),
         CASE(test_snapshots_cma),
     };
     return cmocka_run_group_tests_name("pull", tests, NULL, NULL);
