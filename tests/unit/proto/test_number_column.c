@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Numbers come back from their columns, and even ones take no bits. */
+#include "failing_memory.h"
 #include "number_column.h"
 #include "random.h"
 #include "testing.h"
@@ -77,6 +78,37 @@ static void one_jump_widens_its_block_only(void **state)
     number_column_free(&c);
 }
 
+static bool fill(number_column *c)
+{
+    bool ok = true;
+    for (uint64_t i = 0; i < MOST && ok; i++)
+        ok = number_column_add(c, numbers[i]);
+    return ok && number_column_close(c);
+}
+
+/* Whichever allocation fails: it says so, or did not need it. */
+static void without_memory_it_says_so(void **state)
+{
+    random_source r = {8};
+    bool failed = true;
+    long refused = 0;
+    (void)state;
+    for (uint64_t i = 0; i < MOST; i++)
+        numbers[i] = random_next(&r);
+    for (long calls = 0; failed; calls++) {
+        number_column c = {0};
+        failing_memory_start(calls, false);
+        bool filled = fill(&c);
+        failed = failing_memory_stop();
+        assert_true(filled || failed);
+        refused += !filled;
+        for (uint64_t i = 0; i < MOST && filled; i++)
+            assert_int_equal(number_column_get(&c, i), numbers[i]);
+        number_column_free(&c);
+    }
+    assert_true(refused > 3);
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
@@ -84,6 +116,7 @@ int main(void)
         cmocka_unit_test(the_widest_come_back),
         cmocka_unit_test(even_ones_take_no_bits),
         cmocka_unit_test(one_jump_widens_its_block_only),
+        cmocka_unit_test(without_memory_it_says_so),
     };
     return cmocka_run_group_tests_name("number_column", tests, NULL, NULL);
 }
