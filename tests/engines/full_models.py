@@ -90,17 +90,17 @@ def split_tensors(layers: Any, mesh: DeviceMesh) -> None:
         parallelize_module(layer, mesh, plan)
 
 
-def shard(model: Any, layout: str, world_size: int, **options: Any) -> Any:
+def shard(model: Any, layout: str, world_size: int, device: str = "cpu", **options: Any) -> Any:
     """The model cut over the world: "plain" (not at all), "fsdp", "hsdp" (2 x n) or "fsdp+tp"
-    (n x 2). Worlds of odd sizes make uneven shards."""
+    (n x 2). Worlds of odd sizes make uneven shards. device: the kind, "cpu" or "cuda"."""
     if layout == "plain":
         return model
     if layout == "fsdp":
-        mesh = init_device_mesh("cpu", (world_size,))
+        mesh = init_device_mesh(device, (world_size,))
     elif layout == "hsdp":
-        mesh = init_device_mesh("cpu", (2, world_size // 2), mesh_dim_names=("replica", "shard"))
+        mesh = init_device_mesh(device, (2, world_size // 2), mesh_dim_names=("replica", "shard"))
     elif layout == "fsdp+tp":
-        whole = init_device_mesh("cpu", (world_size // 2, 2), mesh_dim_names=("data", "tensor"))
+        whole = init_device_mesh(device, (world_size // 2, 2), mesh_dim_names=("data", "tensor"))
         split_tensors(model.model.layers, whole["tensor"])
         mesh = whole["data"]
     else:

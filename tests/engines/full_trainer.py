@@ -36,7 +36,9 @@ class FullTrainer(LiveTrainer):
 
     Keyword arguments: run, world_size, step and seed as for LiveTrainer; layout ("fsdp", see
     full_models.py), dtype ("bfloat16"), server (keyword arguments of WeightServer), record (True:
-    each step is gathered into `record(step)` when it is published).
+    each step is gathered into `record(step)` when it is published), device ("cpu"; "cuda": a GPU a
+    rank, over NCCL), dummy (True: the model is a config.json, its values are drawn on the device),
+    train (False: a step adds noise to every element instead of training).
     """
 
     script = "full_trainer.py"
@@ -126,19 +128,22 @@ class Trainer:
         import torch
         import torch.distributed as dist
         from fanin.torch import WeightServer
-        from full_models import shard
-        from transformers import AutoModelForCausalLM
 
         torch.set_num_threads(1)
         self.options, self.control = options, control
         self.rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        self.device = torch.device(options.get("device", "cpu"))
+        if self.device.type == "cuda":
+            self.device = torch.device("cuda", self.rank % torch.cuda.device_count())
+            torch.cuda.set_device(self.device)
         dist.init_process_group(
-            "gloo", init_method=options["rendezvous"], rank=self.rank, world_size=size
+            "gloo" if self.device.type == "cpu" else "cpu:gloo,cuda:nccl",
+            init_method=options["rendezvous"],
+            rank=self.rank,
+            world_size=size,
         )
-        dtype = getattr(torch, options.get("dtype", "bfloat16"))
-        model = AutoModelForCausalLM.from_pretrained(options["model"], dtype=dtype)
         self.layout = options.get("layout", "fsdp")
-        self.model = shard(model.train(), self.layout, size)
+        self.model = self.make(size).train()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.02)
         # Ranks of one tensor-parallel group see the same batch.
         batch = self.rank // 2 if self.layout == "fsdp+tp" else self.rank
@@ -153,6 +158,25 @@ class Trainer:
         if options["record"]:
             self.gather(str(self.scratch / f"step-{self.number}"))
         self.server.write_info(self.scratch, run=options["run"], step=self.number)
+
+    def make(self, size: int) -> Any:
+        """The sharded model."""
+        import torch
+        from full_models import shard
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        dtype = getattr(torch, self.options.get("dtype", "bfloat16"))
+        where = self.options["model"]
+        if not self.options.get("dummy"):
+            model = AutoModelForCausalLM.from_pretrained(where, dtype=dtype).to(self.device)
+            return shard(model, self.layout, size, self.device.type)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(where), dtype=dtype)
+        model = shard(model, self.layout, size, self.device.type).to_empty(device=self.device)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.to_local().normal_(0, 0.02)
+        return model
 
     def publish(self, step: int) -> None:
         self.server.publish(step)
@@ -228,16 +252,46 @@ class Trainer:
 
         committed = 0.0
         for _ in range(count):
-            tokens = torch.randint(3, 256, (2, 16), generator=self.tokens)
-            self.model(input_ids=tokens, labels=tokens).loss.backward()
+            if self.options.get("train", True):
+                tokens = torch.randint(3, 256, (2, 16), generator=self.tokens).to(self.device)
+                self.model(input_ids=tokens, labels=tokens).loss.backward()
             with self.server.updating(self.number + 1):
-                self.optimizer.step()
+                if self.options.get("train", True):
+                    self.optimizer.step()
+                else:
+                    self.disturb()
             committed = time.monotonic()
             self.optimizer.zero_grad()
             self.number += 1
             if record:
                 self.gather(str(self.scratch / f"step-{self.number}"))
         return {"step": self.number, "committed": committed}
+
+    def nccl_begin(self, url: str) -> None:
+        """vLLM's own NCCL engine, from this world's rank 0 to the one worker of that server."""
+        from vllm.distributed.weight_transfer import WeightTransferTrainerFactory
+        from vllm.distributed.weight_transfer.base import ModuleSource
+        from vllm.distributed.weight_transfer.clients import HTTPVLLMWeightSyncClient
+        from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
+        from vllm_server import free_ports
+
+        info = NCCLTrainerInitInfo(
+            rank=self.rank, master_address="127.0.0.1", master_port=free_ports(), world_size=2
+        )
+        self.nccl = WeightTransferTrainerFactory.trainer_init(
+            info, client=HTTPVLLMWeightSyncClient(url), source=ModuleSource(self.model)
+        )
+
+    def nccl_send(self) -> None:
+        self.nccl.send_weights()
+
+    def disturb(self) -> None:
+        import torch
+
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                local = parameter.to_local()
+                local.add_(torch.randn_like(local), alpha=0.02)
 
     def gather(self, directory: str) -> dict[str, Any]:
         """Saves the model as transformers does; torch gathers it, nothing of fanin is used."""

@@ -65,9 +65,10 @@ def test_nothing_has_come_yet(clock: Clock, caplog: pytest.LogCaptureFixture) ->
 
 def test_what_an_update_did() -> None:
     done = Summary(bytes=3_000_000, tensors=27, read=0.5, install=0.25, path="cma", restarts=2)
+    done.ready, done.proof = 0.125, 0.001
     assert str(done) == (
         "3.0 MB of 27 tensors by cma in 0.500 s (0.01 GB/s), installed in 0.250 s, "
-        "2 times begun again"
+        "ready after 0.125 s, proven in 0.001 s, 2 times begun again"
     )
 
 

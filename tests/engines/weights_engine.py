@@ -27,8 +27,12 @@ COUNT = 16
 class Engine:
     """One vLLM; a `with` block ends it.
 
-    alone: all of it in one process. options: what `LLM` takes beside the model.
+    alone: all of it in one process. environment: variables of it. options: what `LLM` takes beside
+    the model.
     """
+
+    script = "weights_engine.py"
+    patience = 300.0  # seconds, for one answer
 
     def __init__(
         self,
@@ -36,23 +40,29 @@ class Engine:
         scratch: Path,
         name: str = "engine",
         alone: bool = True,
+        environment: dict[str, str] | None = None,
         **options: Any,
     ) -> None:
         scratch.mkdir(parents=True, exist_ok=True)
         self._alone = alone
+        # Workers in processes of their own find the plugin by its entry point.
+        path = [*plugin_path(scratch), str(PYTHON), str(HERE)]
+        path += filter(None, [os.environ.get("PYTHONPATH")])
+        variables = {
+            "PYTHONPATH": os.pathsep.join(path),
+            "VLLM_PLUGINS": "fanin",
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # workers are more than NUMA nodes
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0" if alone else "1",
+            "VLLM_LOGGING_LEVEL": "INFO",
+            "VLLM_NO_USAGE_STATS": "1",
+        }
         self._child = Child(
             name,
-            "weights_engine.py",
+            self.script,
             {"model": "" if model == Path() else str(model), "options": options},
             scratch,
-            # Workers in processes of their own find the plugin by its entry point.
-            PYTHONPATH=os.pathsep.join([*plugin_path(scratch), str(PYTHON), str(HERE)]),
-            VLLM_PLUGINS="fanin",
-            VLLM_CPU_KVCACHE_SPACE="1",
-            VLLM_CPU_OMP_THREADS_BIND="nobind",  # workers are more than NUMA nodes
-            VLLM_ENABLE_V1_MULTIPROCESSING="0" if alone else "1",
-            VLLM_LOGGING_LEVEL="INFO",
-            VLLM_NO_USAGE_STATS="1",
+            **(variables | (environment or {})),
         )
 
     def __enter__(self) -> Engine:
@@ -67,12 +77,12 @@ class Engine:
         self._child.close()
 
     def wait_ready(self) -> Engine:
-        self._child.expect("ready", 300)
+        self._child.expect("ready", self.patience)
         return self
 
     def _do(self, what: str, **fields: Any) -> Any:
         self._child.tell(what, **fields)
-        return self._child.expect("done", 300)["result"]
+        return self._child.expect("done", self.patience)["result"]
 
     def call(self, method: str, *arguments: Any) -> str:
         """A method of the LLM; what it raised, "" if nothing."""
@@ -169,12 +179,12 @@ def make(model: str, **options: Any) -> Any:
     return LLM(model, **(plain | options))
 
 
-def generate(engine: Any, spans: list[Any], adapter: str) -> Any:
+def generate(engine: Any, spans: list[Any], adapter: str, tokens: Any = PROMPTS) -> Any:
     from vllm import SamplingParams
     from vllm.lora.request import LoRARequest
 
     how = SamplingParams(temperature=0, max_tokens=COUNT, ignore_eos=True, logprobs=0)
-    prompts = [{"prompt_token_ids": list(prompt)} for prompt in PROMPTS]
+    prompts = [{"prompt_token_ids": list(prompt)} for prompt in tokens]
     found = []
     lora = LoRARequest("adapter", 1, adapter) if adapter else None
     for answer in engine.generate(prompts, how, use_tqdm=False, lora_request=lora):

@@ -24,12 +24,15 @@ _SAY_EVERY = 5.0
 
 @dataclass
 class Summary:
-    """What an update did. bytes: that were read. read, install: seconds; the two may overlap."""
+    """What an update did. bytes: that were read. Seconds: ready, until the first byte could be
+    read; read and install, which may overlap; proof, until all ranks had said that it holds."""
 
     bytes: int = 0
     tensors: int = 0
+    ready: float = 0.0
     read: float = 0.0
     install: float = 0.0
+    proof: float = 0.0
     path: str = ""
     restarts: int = 0
     #: Launches of the trainer that it came from.
@@ -40,7 +43,8 @@ class Summary:
         again = f", {self.restarts} times begun again" if self.restarts else ""
         return (
             f"{self.bytes / 1e6:.1f} MB of {self.tensors} tensors by {self.path} in "
-            f"{self.read:.3f} s ({rate:.2f} GB/s), installed in {self.install:.3f} s{again}"
+            f"{self.read:.3f} s ({rate:.2f} GB/s), installed in {self.install:.3f} s, "
+            f"ready after {self.ready:.3f} s, proven in {self.proof:.3f} s{again}"
         )
 
 

@@ -257,7 +257,9 @@ class MappedLanding(Landing):
         summary: Summary,
     ) -> Any:
         """Reads and installs every layer of one session; its result is the proof of all of it."""
+        begun = time.monotonic()
         session = self._begin(trainer, step, deadline, Progress(step, self._bytes))
+        summary.ready = time.monotonic() - begun
         writing()
         with session, ThreadPoolExecutor(1, thread_name_prefix="fanin-read") as reader:
             ahead: deque[Future[None]] = deque()
@@ -274,7 +276,10 @@ class MappedLanding(Landing):
                     summary.install += time.monotonic() - start
             finally:
                 reader.shutdown(cancel_futures=True)
-            return session.end()
+            begun = time.monotonic()
+            result = session.end()
+            summary.proof = time.monotonic() - begun
+            return result
 
     def _prepare(self, layer: _Layer, padding: bool = True) -> None:
         """What no published element fills: padding, and what the engine has of its own."""

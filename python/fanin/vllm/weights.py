@@ -377,6 +377,7 @@ class Engine(WeightTransferEngine[InitInfo, UpdateInfo]):
             summary = ahead.install(lambda: target.updates.writing(step))
             self._did(target, step, summary)
             return
+        begun = time.monotonic()
         published = target.trainer.ready(deadline)
         if target.published is None or published.layout() != target.published.layout():
             self._prepare(target, self._info, published)
@@ -384,9 +385,11 @@ class Engine(WeightTransferEngine[InitInfo, UpdateInfo]):
                 self._refuse_unused(set(target.unwanted))
         target.trainer.client.wait(target.trainer.run, step=step, timeout=left(deadline))
         assert target.landing is not None
+        found = time.monotonic() - begun
         summary = target.landing.pull(
             target.trainer, step, deadline, lambda: target.updates.writing(step)
         )
+        summary.ready += found
         self._did(target, step, summary)
 
     def _did(self, target: _Target, step: int, summary: Summary) -> None:
