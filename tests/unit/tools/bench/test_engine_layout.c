@@ -3,6 +3,8 @@
 #include "bench/engine_layout.h"
 #include "testing.h"
 
+#include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 
 #define MATRIX(text, rows, columns)                                                    \
@@ -276,6 +278,98 @@ static void stages_have_layers(void **state)
     }
 }
 
+/* ----------------------------------------------- what an engine's loader did */
+
+/* Qwen3 with 3 layers, 8 heads, 4 of k and v, 500 words: record_mapping.py's files. */
+#define RECORDED "/tests/support/mappings/qwen3-small"
+
+typedef struct published {
+    json_t *root;
+    fanin_tensor *tensors;
+    size_t count;
+} published;
+
+static void path_of(const char *rest, char out[512])
+{
+    const char *source = getenv("FANIN_SOURCE_DIR");
+    assert_non_null(source);
+    snprintf(out, 512, "%s" RECORDED "%s", source, rest);
+}
+
+static void read_published(published *out)
+{
+    char path[512];
+    path_of(".json", path);
+    out->root = json_load_file(path, 0, NULL);
+    assert_non_null(out->root);
+    out->count = json_array_size(out->root);
+    out->tensors = calloc(out->count, sizeof out->tensors[0]);
+    assert_non_null(out->tensors);
+    for (size_t i = 0; i < out->count; i++) {
+        const json_t *entry = json_array_get(out->root, i);
+        const json_t *shape = json_object_get(entry, "shape");
+        fanin_tensor *t = &out->tensors[i];
+        *t = (fanin_tensor){.struct_size = sizeof *t,
+                            .name = json_string_value(json_object_get(entry, "name")),
+                            .dtype = FANIN_DTYPE_BF16,
+                            .n_dims = (uint32_t)json_array_size(shape)};
+        for (uint32_t d = 0; d < t->n_dims; d++) {
+            t->shape[d] = (uint64_t)json_integer_value(json_array_get(shape, d));
+        }
+    }
+}
+
+/* Which boxes of a tensor, and where in its parameter. */
+static void same_boxes(const engine_layout *ours, const engine_layout *theirs)
+{
+    assert_int_equal(ours->count, theirs->count);
+    for (size_t i = 0; i < ours->count; i++) {
+        const placed_box *a = &ours->boxes[i], *b = &theirs->boxes[i];
+        assert_int_equal(a->tensor, b->tensor);
+        assert_memory_equal(a->box.offset, b->box.offset, sizeof a->box.offset);
+        for (int d = 0; d < FANIN_MAX_DIMS; d++) {
+            uint64_t x = a->box.extent[d], y = b->box.extent[d];
+            assert_int_equal(x ? x : 1, y ? y : 1);
+        }
+        assert_int_equal(a->at, b->at);
+        assert_int_equal(ours->parameters[a->parameter].bytes,
+                         theirs->parameters[b->parameter].bytes);
+    }
+}
+
+static void the_layout_is_what_an_engine_recorded(void **state)
+{
+    static const struct {
+        const char *file;
+        engine_shape shape;
+        uint32_t rank;
+    } ranks[] = {
+        {"-pp2-0.json", {1, 1, 2}, 0},
+        {"-pp2-1.json", {1, 1, 2}, 1},
+    };
+    published p;
+    engine_model model = {.kv_heads = 4};
+    read_published(&p);
+    for (size_t i = 0; i < sizeof ranks / sizeof ranks[0]; i++) {
+        char path[512];
+        mapping_file m;
+        engine_layout ours, theirs;
+        fanin_error error = FANIN_ERROR_INIT;
+        path_of(ranks[i].file, path);
+        assert_ok(mapping_read(path, &m, &error), error);
+        assert_ok(engine_layout_of_mapping(p.tensors, p.count, &m, &theirs, &error),
+                  error);
+        engine_layout_make(p.tensors, p.count, ranks[i].shape, model, ranks[i].rank,
+                           &ours);
+        same_boxes(&ours, &theirs);
+        engine_layout_free(&ours);
+        engine_layout_free(&theirs);
+        mapping_free(&m);
+    }
+    free(p.tensors);
+    json_decref(p.root);
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
@@ -289,6 +383,7 @@ int main(void)
         cmocka_unit_test(ranks_beyond_the_heads_share_them),
         cmocka_unit_test(the_vocabulary_is_padded_and_cut),
         cmocka_unit_test(stages_have_layers),
+        cmocka_unit_test(the_layout_is_what_an_engine_recorded),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
