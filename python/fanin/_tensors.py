@@ -398,11 +398,15 @@ class PackedTensors:
     Immutable. Keeps the owners of the memory alive.
     """
 
-    __slots__ = ("_buffers", "address", "shards")
+    __slots__ = ("_buffers", "address", "cuda_devices", "shards")
 
     def __init__(self, shards: tuple[Shard, ...], address: int, buffers: tuple[Any, ...]) -> None:
         #: What was packed.
         self.shards = shards
+        #: CUDA devices that they are known to lie on, ascending.
+        self.cuda_devices = tuple(
+            sorted({s.device for s in shards if s.device is not None and s.device >= 0})
+        )
         #: Of the array; 0 if it is empty.
         self.address = address
         self._buffers = buffers

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -376,7 +377,8 @@ class Client(ClosableHandle):
             repeated. Tensors that are not named are not read.
         :param dtype: as :meth:`pull_adapter`; memory that is described as F32 gets F32 as it is.
         :param stream: CUDA destinations are written only after the work that is on this stream
-            now; None: they are not in use. No stream has to wait for the writes.
+            now; None: PyTorch's current stream of its tensors' device, on which what used their
+            memory before may still run. No stream has to wait for the writes.
         :param max_bytes: refuse to bring more; None: as many as *tensors* hold.
 
         The other parameters and what is raised: as :meth:`pull_adapter`, and
@@ -386,6 +388,7 @@ class Client(ClosableHandle):
         :raises RequestError: *tensors* is empty, or one is read-only.
         """
         packed = _packed(tensors)
+        stream = _stream_of(packed) if stream is None else stream
         options = self._options(run, step, at_least, timeout, max_attempts, dtype, stream)
         _set_max_bytes(options, max_bytes)
         options.verify = verify
@@ -421,11 +424,13 @@ class Client(ClosableHandle):
         :param timeout: seconds, for the whole session: from this call to the end of
             :meth:`PullSession.end`.
         :param verify: compare each part before its :meth:`PullSession.read` returns.
-        :param stream: each read comes after the work that is on this stream when it is called.
+        :param stream: each read comes after the work that is on this stream when it is called;
+            None: PyTorch's current one when this method is.
         :param progress: called with the bytes done, and in all, of the whole session; likewise
             *rank_progress*.
         """
         packed = _packed(tensors)
+        stream = _stream_of(packed) if stream is None else stream
         options = self._options(run, step, at_least, timeout, 0, dtype, stream)
         _set_max_bytes(options, max_bytes)
         options.verify = verify
@@ -852,6 +857,21 @@ def _packed(tensors: Mapping[str, Any] | Iterable[Shard] | PackedTensors) -> Pac
     if not packed:
         raise RequestError.make("no tensor is asked for", "name at least one tensor")
     return packed
+
+
+def _stream_of(packed: PackedTensors) -> Stream | None:
+    """PyTorch's current stream on the device of *packed*; waits for those of other devices.
+
+    Its allocator gives out memory in the order of that stream: what lay there before may be read
+    or written by work that is still on it.
+    """
+    torch = sys.modules.get("torch")
+    if not packed.cuda_devices or torch is None or not torch.cuda.is_initialized():
+        return None
+    first, *others = map(torch.cuda.current_stream, packed.cuda_devices)
+    for other in others:
+        other.synchronize()
+    return Stream(first.cuda_stream, first.device_index)
 
 
 def _finish(use: Use, status: int, error: _ffi.Error) -> None:

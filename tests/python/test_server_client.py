@@ -3,16 +3,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import dataclasses
 import gc
 import json
 import os
 import socket
+import sys
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import fanin
 import local_world
@@ -570,6 +575,39 @@ def test_pulls_that_are_refused(client: fanin.Client) -> None:
         client.pull_into(0, {})
     with pytest.raises(fanin.RequestError, match="is no run"):
         client.pull_into("a/b", destinations())
+
+
+@pytest.mark.parametrize("method", ["pull_into", "begin"])
+def test_torchs_memory_is_written_after_its_current_stream(
+    client: fanin.Client, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    waited: list[int] = []
+    asked: list[object] = []
+    options = client._options
+
+    def current_stream(device: int) -> SimpleNamespace:
+        return SimpleNamespace(
+            cuda_stream=100 + device,
+            device_index=device,
+            synchronize=lambda: waited.append(device),
+        )
+
+    def watched(*arguments: Any) -> Any:
+        asked.append(arguments[-1])
+        return options(*arguments)
+
+    shards = [fanin.shard_of(name, array) for name, array in destinations().items()]
+    on_gpus = [dataclasses.replace(s, device=3 - 2 * (i % 2)) for i, s in enumerate(shards)]
+    cuda = SimpleNamespace(is_initialized=lambda: True, current_stream=current_stream)
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=cuda))
+    monkeypatch.setattr(client, "_options", watched)
+    call = getattr(client, method)
+    for given, stream in [(on_gpus, None), (on_gpus, fanin.Stream(7, 1)), (shards, None)]:
+        with contextlib.suppress(fanin.FaninError):  # there is no CUDA here
+            call(0, given, timeout=5, **({"stream": stream} if stream else {}))
+    assert asked[:2] == [fanin.Stream(101, 1), fanin.Stream(7, 1)]
+    assert waited == [3]
+    assert asked[2] is None  # host memory
 
 
 def test_a_step_that_never_comes(client: fanin.Client) -> None:

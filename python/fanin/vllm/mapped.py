@@ -22,7 +22,6 @@ from typing import Any
 from fanin._tensors import PackedTensors, Shard, dtype_bits, pack
 from fanin.errors import RequestError, StaleError
 from fanin.mapping import Bridge, Mapping, layer_of
-from fanin.server import Stream
 from fanin.session import PullSession
 from fanin.vllm import reload
 from fanin.vllm.landing import Landing, Progress, Summary
@@ -243,7 +242,6 @@ class MappedLanding(Landing):
             timeout=left(deadline),
             dtype=self.dtype,
             verify=self.verify,
-            stream=_stream_of(self.device),
             progress=progress,
         )
         return session
@@ -357,16 +355,6 @@ def _stranger(path: str) -> RequestError:
 
 def _bytes_of(shard: Shard) -> int:
     return sum(math.prod(box.extent) for box in shard.boxes) * dtype_bits(shard.dtype) // 8
-
-
-def _stream_of(device: Any) -> Stream | None:
-    """The stream that installs: what reads has to come after it."""
-    if device.type != "cuda":
-        return None
-    import torch
-
-    current = torch.cuda.current_stream(device)
-    return Stream(current.cuda_stream, current.device_index)
 
 
 def span(tensor: Any) -> int:

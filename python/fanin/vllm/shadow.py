@@ -12,6 +12,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from fanin.errors import FaninError, PullTimeoutError
@@ -81,6 +82,19 @@ class Shadow:
     def _lookup(self, path: str, leaf: str) -> Any:
         return self._tensors[path, leaf]
 
+    def on_stream(self) -> Callable[[], AbstractContextManager[Any]]:
+        """What another thread has to be in when it fills: the stream that this one installs on.
+
+        PyTorch gave the shadow memory in the order of that stream: what lay there before may be
+        written to until the work that is on it now has ended.
+        """
+        if self._landing.device.type != "cuda":
+            return nullcontext
+        import torch
+
+        stream = torch.cuda.current_stream(self._landing.device)
+        return lambda: torch.cuda.stream(stream)
+
     def fill(self, trainer: Trainer, step: int, deadline: float, progress: Progress) -> Any:
         """Reads *step*, proven; the pull's result. Blocks until *deadline* at most."""
         self._landing.mapping.fill(self._lookup)
@@ -111,6 +125,7 @@ class Prefetch:
         self._result: Any = None
         self._error: Exception | None = None
         self._progress = Progress(step, shadow.bytes)
+        self._on_stream = shadow.on_stream()
         self._thread = threading.Thread(
             target=self._run, args=(time.monotonic() + timeout,), name="fanin-prefetch", daemon=True
         )
@@ -119,7 +134,8 @@ class Prefetch:
     def _run(self, deadline: float) -> None:
         try:
             self._trainer.ready(deadline)
-            self._result = self._shadow.fill(self._trainer, self.step, deadline, self._progress)
+            with self._on_stream():
+                self._result = self._shadow.fill(self._trainer, self.step, deadline, self._progress)
         except Exception as error:
             self._error = error
             _log.warning("fanin: step %d was not read ahead: %s", self.step, error)
