@@ -23,6 +23,7 @@ from full_models import random_model, shard
 from test_compact import local, objects, same_now, train
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.multiprocessing.reductions import StorageWeakRef
 from worlds import Control
 
 ARENA = 64 << 10
@@ -78,6 +79,12 @@ def kept(model: Any) -> None:
             assert held == shown.untyped_storage().data_ptr()
 
 
+def small(model: Any) -> list[StorageWeakRef]:
+    """Memory that compact() is to move."""
+    found = [local(one).untyped_storage() for one in model.parameters()]
+    return [StorageWeakRef(one) for one in found if 0 < one.nbytes() <= ARENA // 2]
+
+
 def trained(layout: str) -> None:
     """Steps, FSDP2's own resets and loads leave a compacted model as one that is not."""
     plain, packed = MAKE[layout](), MAKE[layout]()
@@ -89,8 +96,9 @@ def trained(layout: str) -> None:
     train(both, optimizers, seed)  # FSDP2 makes what it makes at the first forward
     for model in both if layout != "ddp" else ():
         model.reshard()
-    before = objects(packed)
+    before, old = objects(packed), small(packed)
     done = compact(packed, arena_bytes=ARENA)
+    assert old and all(one.expired() for one in old), "what was moved is held yet"
     assert done.tensors > 5 and done.bytes > 0 and done.arenas < done.tensors
     assert objects(packed) == before
     kept(packed)

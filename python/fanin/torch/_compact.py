@@ -37,6 +37,8 @@ class _Storage:
         self.storage = storage
         self.bytes: int = storage.nbytes()
         self.tensors: list[Any] = []
+        self.bases: list[Any] = []
+        """What they were made of as views, which autograd remembers, and with it the memory."""
         self.counted = 0
         """Those among them that are the model's, and not FSDP2's views of the same memory."""
 
@@ -44,7 +46,7 @@ class _Storage:
         """Whether it is one tensor's own: a part of another's buffer would leave that behind."""
         return (
             0 < self.bytes <= most
-            and all(map(_is_plain, self.tensors))
+            and all(map(_is_plain, [*self.tensors, *self.bases]))
             and any(one.numel() * one.element_size() == self.bytes for one in self.tensors)
         )
 
@@ -112,6 +114,8 @@ def _storages(root: Any) -> list[_Storage]:
         storage = tensor.untyped_storage()
         one = found.setdefault((storage.device, storage.data_ptr()), _Storage(storage))
         one.tensors.append(tensor)
+        if tensor._base is not None:
+            one.bases.append(tensor._base)
         one.counted += counted
 
     known: dict[int, Any] = {}
@@ -215,7 +219,7 @@ def _fill(arena: Any, storages: list[_Storage], offsets: list[int]) -> None:
     torch._foreach_copy_(pieces, old)
     for one, piece in zip(storages, pieces, strict=True):
         storage = piece.untyped_storage()
-        for tensor in one.tensors:
+        for tensor in (*one.tensors, *one.bases):
             tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(
                 storage, tensor.storage_offset(), tensor.size(), tensor.stride()
             )
