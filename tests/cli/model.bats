@@ -84,7 +84,7 @@ nothing_left()
     has "rank 0 does not publish full:9; it publishes full:0: did you mean the run 'full:0'?"
     run -11 "$NIXL_FETCH" show "$info" 'full:0:nothing*'
     has "no key of full:0 is like 'nothing*'"
-    run -11 "$NIXL_FETCH" show "$info" full:0:model.norm.weigth
+    run -11 "$NIXL_FETCH" show "$info" full:0:model.norm.weihht
     has "model.norm.weight"
     nothing_left
 }
