@@ -291,9 +291,9 @@ typedef struct published {
 
 static void path_of(const char *rest, char out[512])
 {
-    const char *source = getenv("FANIN_SOURCE_DIR");
-    assert_non_null(source);
-    snprintf(out, 512, "%s" RECORDED "%s", source, rest);
+    const char *checkout = getenv("FANIN_SOURCE_DIR");
+    assert_non_null(checkout);
+    snprintf(out, 512, "%s" RECORDED "%s", checkout, rest);
 }
 
 static void read_published(published *out)
