@@ -175,8 +175,9 @@ class PullSession(ClosableHandle):
     def _abandon(self) -> None:
         try:
             self.abandon()
-        except FaninError:
-            pass  # a callback of its own read lets go of it: the client's end frees it
+        except FaninError:  # a call of its client is under way: a collector comes at any time
+            if self._handle is not None:
+                self._client._forgotten.append(self._handle)
 
     def __repr__(self) -> str:
         return f"<fanin.PullSession of step {self._step}{', ended' if self.closed else ''}>"
