@@ -566,8 +566,22 @@ def large(part: Part) -> None:
         part.say(f"{name}: {value}")
 
 
-def post(engine: Any, path: str, **body: Any) -> None:
-    engine.ask("POST", path, body or None, 120)
+def post(engine: Any, path: str, **body: Any) -> Any:
+    return engine.ask("POST", path, body or None, 120)
+
+
+def wait_ahead(engine: Any) -> None:
+    """Blocks until all workers have the step beside their model."""
+    from fanin.vllm.weights_state import METHOD
+
+    end = time.monotonic() + PATIENCE
+    while True:
+        workers = post(engine, "/collective_rpc", method=METHOD)["results"]
+        states = {one["ahead"]["state"] for one in workers}
+        if states == {"ready"}:
+            return
+        assert "failed" not in states and time.monotonic() < end, workers
+        time.sleep(0.05)
 
 
 def update(engine: Any, step: int, found: dict[str, list[float]]) -> None:
@@ -590,7 +604,7 @@ def ahead(engine: Any, step: int, found: dict[str, list[float]]) -> None:
     begun = time.monotonic()
     post(engine, "/start_weight_update")
     post(engine, "/update_weights", update_info={"step": step, "prefetch": True})
-    time.sleep(1.5)  # far longer than it takes; nothing tells when it is there
+    wait_ahead(engine)
     found["read ahead: longest time without a token meanwhile"].append(stalls.since(begun))
     stalls = Stalls(engine)
     start = time.monotonic()
