@@ -88,6 +88,7 @@ class MappedLanding(Landing):
         self.model, self._config, self.device = model, model_config, device
         self.mapping = mapping
         self.mapped = self
+        self._modules: dict[str, Any] = {}
         self._direct = self._derived = 0
         self._layers = self._judge()
         self._ring = self._lay_out(max(ring, 1))
@@ -334,14 +335,19 @@ class MappedLanding(Landing):
             skeleton.process_live()
 
     def module(self, path: str) -> Any:
-        """The module of a path."""
-        return self.model.get_submodule(path) if path else self.model
+        """The module of a path; looked for once, since an engine stands still for it."""
+        found = self._modules.get(path)
+        if found is None:
+            found = self.model.get_submodule(path) if path else self.model
+            self._modules[path] = found
+        return found
 
     def close(self) -> None:
         self._ring.clear()
         self._packed = PackedTensors((), 0, ())
         self._layers.clear()
         self._skeletons.clear()
+        self._modules.clear()
 
 
 def _stranger(path: str) -> RequestError:
