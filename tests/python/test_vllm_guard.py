@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import queue
 import sys
+import threading
 from collections import deque
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -531,3 +532,20 @@ def test_an_engine_that_does_not_say_is_not_asked_for_tokens() -> None:
     one.collective_rpc("finish_weight_update")
     with pytest.raises(StateError, match="does not say"):
         one.add_request("a")
+
+
+def test_a_core_that_died_is_not_waited_for() -> None:
+    dead = threading.Event()
+
+    class Client:
+        resources = SimpleNamespace(engine_dead=False)
+
+        def call_utility(self, method: str) -> str:
+            self.resources.engine_dead = True
+            dead.wait(60)
+            return ""
+
+    try:
+        assert "engine core has ended" in guard._asked(Client())
+    finally:
+        dead.set()

@@ -25,8 +25,10 @@ import contextlib
 import functools
 import logging
 import signal
+import threading
 from collections import defaultdict
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 from http import HTTPStatus
 from typing import Any
 
@@ -439,10 +441,27 @@ def _asked(client: Any) -> str:
     """What the core behind *client* says; one in this process is an attribute."""
     try:
         if hasattr(client, "call_utility"):
-            return str(client.call_utility("fanin_not_whole"))
+            return _answered(client)
         return str(client.engine_core.fanin_not_whole())
     except Exception as error:
         return f"the engine does not say what its weights are: {error}"
+
+
+def _answered(client: Any) -> str:
+    """What the core says, while it lives: vLLM's client waits for ever for one that has died."""
+    answer: Future[str] = Future()
+
+    def ask() -> None:
+        try:
+            answer.set_result(str(client.call_utility("fanin_not_whole")))
+        except Exception as error:
+            answer.set_exception(error)
+
+    threading.Thread(target=ask, name="fanin-ask", daemon=True).start()
+    while not wait([answer], timeout=0.1).done:
+        if getattr(getattr(client, "resources", None), "engine_dead", False):
+            raise HostError.make("vLLM's engine core has ended", "start the engine again")
+    return answer.result()
 
 
 def install() -> bool:
