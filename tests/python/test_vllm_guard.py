@@ -482,7 +482,7 @@ def test_a_request_is_told_why(text: bool) -> None:
     assert [str(one) for one in processor.put] == ["worker 0 of 1"]
 
 
-def offline(client: Any) -> Any:
+def offline(client: Any, reload: Any = lambda: None) -> Any:
     class Offline:
         def __init__(self) -> None:
             self.vllm_config, self.engine_core = FANIN, client
@@ -494,6 +494,8 @@ def offline(client: Any) -> Any:
         ) -> Any:
             if method == "update_weights":
                 raise RuntimeError("rank 3 is gone")
+            if method == "reload_weights":
+                reload()
 
         def add_request(self, name: str) -> None:
             self.added.append(name)
@@ -534,18 +536,22 @@ def test_an_engine_that_does_not_say_is_not_asked_for_tokens() -> None:
         one.add_request("a")
 
 
-def test_a_core_that_died_is_not_waited_for() -> None:
-    dead = threading.Event()
+def test_a_core_that_dies_in_a_call_is_not_waited_for() -> None:
+    """vLLM's client waits for the answer of the call, and for that of the question after it."""
+    over = threading.Event()
+    client = SimpleNamespace(resources=SimpleNamespace(engine_dead=False))
 
-    class Client:
-        resources = SimpleNamespace(engine_dead=False)
+    def hangs(*_: Any) -> str:
+        client.resources.engine_dead = True
+        over.wait(60)
+        return ""
 
-        def call_utility(self, method: str) -> str:
-            self.resources.engine_dead = True
-            dead.wait(60)
-            return ""
-
+    client.call_utility = hangs
+    one = offline(client, hangs)
     try:
-        assert "engine core has ended" in guard._asked(Client())
+        with pytest.raises(HostError, match="engine core has ended"):
+            one.collective_rpc("reload_weights")
+        with pytest.raises(StateError, match="engine core has ended"):
+            one.add_request("a")
     finally:
-        dead.set()
+        over.set()

@@ -413,14 +413,17 @@ def _guard_offline(engine_class: Any) -> None:
         def collective_rpc(
             self: Any, method: Any, timeout: Any = None, args: Any = (), kwargs: Any = None
         ) -> Any:
-            try:
+            if not isinstance(method, str) or method not in _WATCHED or not _ours(self.vllm_config):
                 return original(self, method, timeout, args, kwargs)
+            try:
+                return _while_it_lives(
+                    self.engine_core, lambda: original(self, method, timeout, args, kwargs)
+                )
             finally:
-                if isinstance(method, str) and method in _WATCHED and _ours(self.vllm_config):
-                    self._fanin_not_whole = _asked(self.engine_core)
-                    under_way = list(self.output_processor.request_states)
-                    if self._fanin_not_whole and under_way:
-                        self.abort_request(under_way, internal=True)
+                self._fanin_not_whole = _asked(self.engine_core)
+                under_way = list(self.output_processor.request_states)
+                if self._fanin_not_whole and under_way:
+                    self.abort_request(under_way, internal=True)
 
         return collective_rpc
 
@@ -441,19 +444,24 @@ def _asked(client: Any) -> str:
     """What the core behind *client* says; one in this process is an attribute."""
     try:
         if hasattr(client, "call_utility"):
-            return _answered(client)
+            return str(_while_it_lives(client, lambda: client.call_utility("fanin_not_whole")))
         return str(client.engine_core.fanin_not_whole())
     except Exception as error:
         return f"the engine does not say what its weights are: {error}"
 
 
-def _answered(client: Any) -> str:
-    """What the core says, while it lives: vLLM's client waits for ever for one that has died."""
-    answer: Future[str] = Future()
+def _while_it_lives(client: Any, call: Callable[[], Any]) -> Any:
+    """What *call* returns or raises, which asks the core behind *client*; HostError if that dies.
+
+    vLLM's client waits for ever for the answer of a core that has died.
+    """
+    if not hasattr(client, "call_utility"):  # it is in this process
+        return call()
+    answer: Future[Any] = Future()
 
     def ask() -> None:
         try:
-            answer.set_result(str(client.call_utility("fanin_not_whole")))
+            answer.set_result(call())
         except Exception as error:
             answer.set_exception(error)
 
