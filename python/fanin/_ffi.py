@@ -172,6 +172,7 @@ class ServerConfig(Structure):
         ("idle_ms", c_uint32),
         ("log", c_void_p),
         ("log_cookie", c_void_p),
+        ("data_threads", c_uint32),
     ]
 
 

@@ -102,7 +102,13 @@ _DEFAULTS: list[tuple[str, type[ctypes.Structure], dict[str, int]]] = [
     (
         "fanin_server_config_init",
         _ffi.ServerConfig,
-        {"world_size": 1, "lease_ms": 1000, "max_sessions": 0, "idle_ms": 300000},
+        {
+            "world_size": 1,
+            "lease_ms": 1000,
+            "max_sessions": 0,
+            "idle_ms": 300000,
+            "data_threads": 1,
+        },
     ),
     (
         "fanin_client_config_init",

@@ -347,6 +347,7 @@ _TRAINER_KEYS = (
     _Key("allow", _networks, "FANIN_ALLOW"),
     _Key("trusted_network", _switch, "FANIN_TRUSTED_NETWORK"),
     _Key("lease", _number(0, 60, " of seconds"), "FANIN_LEASE"),
+    _Key("data_threads", _integer(1, 16), "FANIN_DATA_THREADS"),
     _Key("snapshot", _switch, "FANIN_SNAPSHOT"),
     _Key("cast", _dtype, "FANIN_CAST"),
     _Key("port_by", _choice("global", "local"), "FANIN_PORT_BY"),
@@ -363,7 +364,8 @@ class TrainerConfig:
     bind: numeric address to listen on, None: 127.0.0.1 (one host). advertise: address that
     engines are told, None: bind. allow: networks that may connect, comma-separated; needed when
     bind is not this host's own. trusted_network: serve one-sided reads to them. lease: seconds
-    that readers may delay an update. snapshot: publish copies. cast: dtype of snapshots, "BF16",
+    that readers may delay an update. data_threads: that each rank sends tensors with, 1 to 16.
+    snapshot: publish copies. cast: dtype of snapshots, "BF16",
     "F16" or None. port_by: count ports by global or by local rank. lora_alpha, lora_name: what
     the trainer's file says of its adapter, None: nothing.
     """
@@ -375,6 +377,7 @@ class TrainerConfig:
     allow: str | None = None
     trusted_network: bool = False
     lease: float = 1.0
+    data_threads: int = 1
     snapshot: bool = False
     cast: str | None = None
     port_by: str = "global"
@@ -391,6 +394,7 @@ class TrainerConfig:
             "allow": self.allow,
             "trusted_network": self.trusted_network,
             "lease": self.lease,
+            "data_threads": self.data_threads,
             "snapshot": self.snapshot,
             "cast": self.cast,
             "port_by": self.port_by,
@@ -413,8 +417,8 @@ def trainer_config(
 
     path: the file, None: variables and defaults only. Variables: FANIN_PORT,
     FANIN_SERVER_NAME, FANIN_BIND, FANIN_ADVERTISE, FANIN_ALLOW, FANIN_TRUSTED_NETWORK,
-    FANIN_LEASE, FANIN_SNAPSHOT, FANIN_CAST, FANIN_PORT_BY. Blocks for reading the file; any
-    thread. Raises ConfigError.
+    FANIN_LEASE, FANIN_DATA_THREADS, FANIN_SNAPSHOT, FANIN_CAST, FANIN_PORT_BY. Blocks for
+    reading the file; any thread. Raises ConfigError.
     """
     settings = _Settings(path, environ, _TRAINER_KEYS)
     _warn_of_misspelt(environ, _TRAINER_KEYS)

@@ -124,7 +124,8 @@ class ParameterServer:
     :attr:`port`. tcp_only: no RDMA and no shared memory between processes by UCX.
     bind: numeric address of this host, None: FANIN_BIND or 127.0.0.1. allow: networks whose
     clients may connect, None: FANIN_ALLOW. trusted_network: let them read by RDMA. lease: seconds
-    that readers may delay a change. snapshot: serve copies, which readers never delay, made when
+    that readers may delay a change. data_threads: that tensors are sent with, 1 to 16, None:
+    FANIN_DATA_THREADS or 1. snapshot: serve copies, which readers never delay, made when
     an update ends; costs twice the memory.
 
     Methods may be called from any thread. Raises RequestError (the port is taken, bind needs
@@ -141,6 +142,7 @@ class ParameterServer:
         allow: str | None = None,
         trusted_network: bool | None = None,
         lease: float | None = None,
+        data_threads: int | None = None,
         snapshot: bool | None = None,
     ) -> None:
         environ = {**os.environ, "FANIN_CAST": ""}
@@ -149,6 +151,7 @@ class ParameterServer:
             "FANIN_ALLOW": allow,
             "FANIN_TRUSTED_NETWORK": trusted_network,
             "FANIN_LEASE": lease,
+            "FANIN_DATA_THREADS": data_threads,
             "FANIN_SNAPSHOT": snapshot,
         }
         environ.update({key: str(value) for key, value in given.items() if value is not None})
@@ -169,6 +172,7 @@ class ParameterServer:
             trusted_network=config.trusted_network,
             use_ucx=not tcp_only,
             lease=config.lease,
+            data_threads=config.data_threads,
         )
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)

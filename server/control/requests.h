@@ -5,7 +5,7 @@
 
 #include "control/session.h"
 
-/** hello.c: opens the session, hands the connection over to the data thread, or rejects it. */
+/** hello.c: opens the session, hands the connection over to a data thread, or rejects it. */
 void handle_hello(session *s, const frame *f, body *in);
 fanin_status handle_list(session *s, uint64_t request, body *in);
 /** A page of keys, boxes or regions. */

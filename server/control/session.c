@@ -4,7 +4,7 @@
 #include "control/reply.h"
 #include "error_set.h"
 #include "shards/registration.h"
-#include "stream/data_thread.h"
+#include "stream/stream.h"
 
 #include <errno.h>
 #include <stdlib.h>

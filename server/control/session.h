@@ -86,7 +86,7 @@ void session_free(session *s);
 /** Answers with an error, then closes gently. */
 void session_reject(session *s, uint64_t request, fanin_status code,
                     const char *message);
-/** Gives the connection to the data thread, with its buffers. */
+/** Gives the connection to a data thread, with its buffers. */
 void session_hand_over(session *s, reader *r);
 
 /** Receives once; false: the peer has closed, or the connection broke. */

@@ -29,7 +29,7 @@ enum {
 #ifdef FANIN_TEST_HOOKS
 #include <stdatomic.h>
 extern atomic_uint server_rules_off;
-/** Called by the data thread when it is about to read the tensors' memory; NULL: nothing. */
+/** Called by a data thread when it is about to read the tensors' memory; NULL: nothing. */
 extern void (*_Atomic server_on_send)(void);
 /** Called by a committing thread when it is about to fill an arena; NULL: nothing. */
 extern void (*_Atomic server_on_fill)(void);

@@ -4,7 +4,7 @@
  * A server: what all rooms share of it.
  *
  * Threads: the trainer's threads (public functions), the control thread (listeners,
- * control sessions, UCX) and the data thread (data connections). Locks, in the order in
+ * control sessions, UCX) and the data threads (data connections). Locks, in the order in
  * which they are taken: a publication's `writer`, then `lock`, then that of commit_token.c. The
  * registrar's lock is taken under `writer` or alone, never together with `lock`. Under
  * `lock` no function of the GPU is called and no catalog is freed (catalog_discard()).
@@ -31,7 +31,7 @@ struct fanin_server {
     pid_t pid;
     char name[128];
     uint8_t world_id[16], incarnation[16];
-    uint32_t rank, world_size, flags, lease_ms, max_sessions, idle_ms;
+    uint32_t rank, world_size, flags, lease_ms, max_sessions, idle_ms, data_threads;
     bool sessions_limited; /**< ... by the limit of open files */
     uint64_t max_memory;
     socket_address address; /**< that it listens on, with the port */

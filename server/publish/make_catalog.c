@@ -45,7 +45,7 @@ static fanin_status build_copied(fanin_server *s, const publication *p,
 }
 
 /* Reads by stream copy device memory with a kernel, digests of it are made by another. They are
-   loaded here, by the trainer's thread, as all readers would wait while the data thread did.
+   loaded here, by the trainer's thread, as the readers of a data thread would wait while it did.
    Devices that cannot run the first serve cuda_ipc still. */
 static void prepare_devices(fanin_server *s, const publication *p,
                             const shard_catalog *built)

@@ -48,7 +48,7 @@ typedef enum publication_mode {
     MODE_SNAPSHOT,
 } publication_mode;
 
-/** Reads of published memory by the data thread that are under way, by their lease's epoch. */
+/** Reads of published memory by the data threads that are under way, by their lease's epoch. */
 typedef struct reading {
     uint64_t epoch;
     unsigned count; /**< 0: this slot is free */
@@ -196,7 +196,7 @@ const char *state_name(publication_state state);
 /** Mean time that it was stable between its last commits, 0: unknown. */
 uint64_t publication_stable_ns(const publication *p);
 
-/** Announces that the data thread reads memory under that epoch; false: it has gone, or
+/** Announces that a data thread reads memory under that epoch; false: it has gone, or
     too many others are still being read: then its leases are void, as if it had gone.
     Every read that was announced is to be left, also when the epoch has gone meanwhile. */
 bool publication_read_enter(fanin_server *s, publication *p, uint64_t epoch);

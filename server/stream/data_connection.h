@@ -1,18 +1,18 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/** @file Data connections and what one turn of them does. All belongs to the data thread. */
+/** @file Data connections and what one turn of them does. All of one belongs to one data thread. */
 #ifndef DATA_CONNECTION_H
 #define DATA_CONNECTION_H
 
 #include "checksum.h"
-#include "stream/data_thread.h"
 #include "stream/stage.h"
+#include "stream/stream.h"
 #include "stream/stream_digest.h"
 #include "stream/stream_sum.h"
 
 /** PROGRESS_MORE: it can go on at once; PROGRESS_WAIT: not before epoll speaks of it. */
 typedef enum progress { PROGRESS_MORE, PROGRESS_WAIT, PROGRESS_CLOSE } progress;
 
-/** What the connections of a server share. */
+/** What the connections of a data thread share. */
 typedef struct stream_tools {
     fanin_server *server;
     read_entry *entries; /**< LIMIT_READ_ENTRIES */

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The data thread. Sockets are watched edge-triggered; connections that can do something are
+/* A data thread. Sockets are watched edge-triggered; connections that can do something are
    in a queue and take turns of at most one frame or one sendmsg each. */
+#include "stream/data_thread.h"
 #include "core/wake.h"
 #include "error_set.h"
 #include "stream/data_connection.h"
@@ -16,11 +17,12 @@
 #define SWEEP_MS                                                                       \
     1000 /**< deadlines are looked at so often while the queue is never empty */
 
-struct stream {
+struct data_thread {
     stream_tools tools;
     pthread_t thread;
     int epoll, wake;
     atomic_bool quit;
+    atomic_uint load;         /**< connections, those on their way included */
     connection *connections;  /**< the thread's */
     connection *first, *last; /**< the queue */
     pthread_mutex_t lock;
@@ -29,7 +31,7 @@ struct stream {
 
 /* ----------------------------------------------------------- connections */
 
-static void enqueue(struct stream *t, connection *c)
+static void enqueue(data_thread *t, connection *c)
 {
     if (c->queued)
         return;
@@ -42,7 +44,7 @@ static void enqueue(struct stream *t, connection *c)
     t->last = c;
 }
 
-static void dequeue(struct stream *t, connection *c)
+static void dequeue(data_thread *t, connection *c)
 {
     connection *before = NULL, *at = t->first;
     for (; at != c; at = at->next_queued)
@@ -57,7 +59,7 @@ static void dequeue(struct stream *t, connection *c)
 }
 
 /* Takes it out of list and queue. */
-static void connection_close(struct stream *t, connection *c)
+static void connection_close(data_thread *t, connection *c)
 {
     if (c->queued)
         dequeue(t, c);
@@ -67,23 +69,35 @@ static void connection_close(struct stream *t, connection *c)
     *link = c->next;
     epoll_ctl(t->epoll, EPOLL_CTL_DEL, c->fd, NULL);
     connection_free(&t->tools, c);
+    atomic_fetch_sub(&t->load, 1);
 }
 
-bool stream_adopt(fanin_server *s, const handover *h)
+bool data_thread_adopt(data_thread *t, const handover *h)
 {
-    struct stream *t = s->stream;
     connection *c = connection_make(h);
     if (!c)
         return false;
+    atomic_fetch_add(&t->load, 1);
     pthread_mutex_lock(&t->lock);
     c->next = t->arriving;
     t->arriving = c;
     pthread_mutex_unlock(&t->lock);
-    stream_wake(s);
+    wake_up(t->wake);
     return true;
 }
 
-static void accept_handovers(struct stream *t)
+unsigned data_thread_load(const data_thread *t)
+{
+    return atomic_load(&t->load);
+}
+
+void data_thread_look(data_thread *t)
+{
+    if (data_thread_load(t) > 0)
+        wake_up(t->wake);
+}
+
+static void accept_handovers(data_thread *t)
 {
     pthread_mutex_lock(&t->lock);
     connection *arriving = t->arriving;
@@ -114,7 +128,7 @@ static void accept_handovers(struct stream *t)
 /* ----------------------------------------------------------------- thread */
 
 /* One turn for everybody that is in the queue now. */
-static void run_queue(struct stream *t)
+static void run_queue(data_thread *t)
 {
     connection *c = t->first;
     t->first = t->last = NULL;
@@ -136,7 +150,7 @@ static void run_queue(struct stream *t)
 }
 
 /* Memory of the stage that nothing is done with now goes to those that wait for it. */
-static void share_stage(struct stream *t)
+static void share_stage(data_thread *t)
 {
     stage *st = t->tools.stage;
     for (connection *c = t->connections; c && st && stage_is_short(st); c = c->next)
@@ -144,7 +158,7 @@ static void share_stage(struct stream *t)
 }
 
 /* Closes who has not moved for too long; when to look again. The queue may fill. */
-static deadline sweep(struct stream *t)
+static deadline sweep(data_thread *t)
 {
     deadline soonest = t->tools.stage ? stage_expire(t->tools.stage) : UINT64_MAX;
     for (connection *c = t->connections, *next; c; c = next) {
@@ -163,7 +177,7 @@ static deadline sweep(struct stream *t)
 }
 
 /* Connections end with their session: their next turn finds the socket shut. */
-static void close_unowned(struct stream *t)
+static void close_unowned(data_thread *t)
 {
     fanin_server *s = t->tools.server;
     pthread_mutex_lock(&s->lock);
@@ -179,7 +193,7 @@ static void close_unowned(struct stream *t)
 
 static void *run(void *cookie)
 {
-    struct stream *t = cookie;
+    data_thread *t = cookie;
     struct epoll_event events[EVENTS];
     deadline at = UINT64_MAX, sweep_due = 0;
     while (!atomic_load(&t->quit)) {
@@ -219,7 +233,7 @@ static void wake(void *cookie, connection *c)
 
 static fanin_status need_stage(stream_tools *tools, fanin_error *error)
 {
-    struct stream *t = (struct stream *)tools; /* its first member */
+    data_thread *t = (data_thread *)tools; /* its first member */
     gpu *g = atomic_load(&tools->server->gpu);
     stage *made = NULL;
     if (!g)
@@ -238,12 +252,7 @@ static fanin_status need_stage(stream_tools *tools, fanin_error *error)
     return FANIN_OK;
 }
 
-void stream_wake(fanin_server *s)
-{
-    wake_up(s->stream->wake);
-}
-
-static void stream_free(struct stream *t)
+static void free_all(data_thread *t)
 {
     if (t->epoll >= 0)
         close(t->epoll);
@@ -255,9 +264,9 @@ static void stream_free(struct stream *t)
     free(t);
 }
 
-fanin_status stream_create(fanin_server *s, fanin_error *error)
+fanin_status data_thread_start(fanin_server *s, data_thread **out, fanin_error *error)
 {
-    struct stream *t = calloc(1, sizeof *t);
+    data_thread *t = calloc(1, sizeof *t);
     if (!t)
         return error_set_memory(error);
     t->tools.server = s;
@@ -274,30 +283,32 @@ fanin_status stream_create(fanin_server *s, fanin_error *error)
     else if (t->epoll < 0 || t->wake < 0 ||
              epoll_ctl(t->epoll, EPOLL_CTL_ADD, t->wake, &event) != 0)
         status = error_set_errno(error, FANIN_ERR_IO, errno, NULL,
-                                 "cannot set up the data thread");
+                                 "cannot set up a data thread");
     else
         status = thread_start(&t->thread, "fanin-data", run, t, error);
     if (status != FANIN_OK) {
-        stream_free(t);
+        free_all(t);
         return status;
     }
-    s->stream = t;
+    *out = t;
     return FANIN_OK;
 }
 
-void stream_destroy(fanin_server *s)
+void data_thread_stop(data_thread *t)
 {
-    struct stream *t = s->stream;
-    if (!t)
-        return;
     atomic_store(&t->quit, true);
-    stream_wake(s);
+    wake_up(t->wake);
+}
+
+void data_thread_end(data_thread **thread)
+{
+    data_thread *t = *thread;
+    *thread = NULL;
     pthread_join(t->thread, NULL);
     accept_handovers(t);
     while (t->connections)
         connection_close(t, t->connections);
     stage_destroy(&t->tools.stage);
     side_sum_destroy(&t->tools.sums);
-    stream_free(t);
-    s->stream = NULL;
+    free_all(t);
 }

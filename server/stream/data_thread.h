@@ -1,30 +1,23 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/** @file The data thread as its server and the control thread see it. */
+/** @file One of a server's data threads. A connection stays with its thread until it is closed. */
 #ifndef DATA_THREAD_H
 #define DATA_THREAD_H
 
-#include "buffer.h"
-#include "core/server_state.h"
-#include "framing.h"
-#include "outgoing.h"
+#include "stream/stream.h"
 
-fanin_status stream_create(fanin_server *s, fanin_error *error);
-/** Makes the data thread look for closed readers. Any thread, lock held or not. */
-void stream_wake(fanin_server *s);
-/** Joins; closes all data connections. After it nothing reads the shards' memory. */
-void stream_destroy(fanin_server *s);
+typedef struct data_thread data_thread;
 
-/** A connection on its way from the control thread to the data thread. */
-typedef struct handover {
-    int fd;
-    reader *reader;      /**< with a reference, and counted in n_data */
-    peer_count *counted; /**< as admit() gave it */
-    framing in;          /**< with what was received and not taken */
-    outgoing out;
-    char peer[64];
-} handover;
-
-/** Takes everything in @p h over. False: out of memory, nothing was taken. Lock not held. */
-bool stream_adopt(fanin_server *s, const handover *h);
+/** FANIN_ERR_MEMORY, FANIN_ERR_IO, FANIN_ERR_LIMIT. */
+fanin_status data_thread_start(fanin_server *s, data_thread **out, fanin_error *error);
+/** Connections that it has, those on their way included. */
+unsigned data_thread_load(const data_thread *t);
+/** See stream_adopt(). */
+bool data_thread_adopt(data_thread *t, const handover *h);
+/** Makes it look for closed readers, if it has connections. */
+void data_thread_look(data_thread *t);
+/** It is to end; does not wait. */
+void data_thread_stop(data_thread *t);
+/** Waits until a thread that was stopped has ended; closes its connections. */
+void data_thread_end(data_thread **t);
 
 #endif

@@ -378,9 +378,10 @@ fanin_status stage_create(fanin_server *server, gpu *g, stage_wake_fn wake,
     s->gpu = g;
     s->wake = wake;
     s->cookie = cookie;
-    /* A quarter of the connections' memory, and one chunk in any case. */
+    /* All stages together: a quarter of the connections' memory, and one chunk each in any case. */
     uint64_t most = server->max_memory / 4 / CHUNK_SIZE + 1;
-    s->n_most = most < CHUNKS_MOST ? (unsigned)most : CHUNKS_MOST;
+    most = most < CHUNKS_MOST ? most : CHUNKS_MOST;
+    s->n_most = most > server->data_threads ? (unsigned)most / server->data_threads : 1;
     s->event = wake_open();
     if (s->event < 0) {
         free(s);

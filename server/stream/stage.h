@@ -4,7 +4,7 @@
  * Device memory on its way to data connections: a copy kernel gathers the next bytes of a reply
  * into a chunk of pinned host memory, from which they are sent. For a reply of digests another
  * kernel writes those of pieces into a chunk, if the device has that kernel. A connection has two chunks at
- * most, so that one fills while the other is sent; all connections share a bounded pool. While
+ * most, so that one fills while the other is sent; all connections of a data thread share a bounded pool. While
  * none is free connections wait in a queue, and those that cannot send what they have give
  * it back and gather it again later: who does not take its bytes keeps nobody waiting.
  *
@@ -12,7 +12,7 @@
  * publication_read_leave()): from the launch of a copy until it has completed, failed, or run for
  * longer than STALL_MS.
  *
- * All of it belongs to the data thread; only copies end in threads of CUDA's driver, which tell it by
+ * All of it belongs to one data thread, which has a stage of its own; only copies end in threads of CUDA's driver, which tell it by
  * an eventfd. Nothing blocks that thread but what is made once: a stream for each device, and the
  * pinned memory of a chunk (some 100 us each) as long as the pool grows. The kernels are there since
  * the commit.
@@ -29,7 +29,7 @@
 #define CHUNK_PIECES                                                                   \
     ((uint32_t)(LIMIT_READ_BYTES / BOX_DIGEST_PIECE + LIMIT_READ_ENTRIES))
 #define CHUNKS_EACH 2  /**< of one connection */
-#define CHUNKS_MOST 32 /**< of all */
+#define CHUNKS_MOST 32 /**< of all, over all data threads */
 
 struct connection;
 typedef struct stage stage;

@@ -1,11 +1,12 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * Memory under a stream send. The data thread answers reads from the tensors' own memory, through the addresses of the
+ * Memory under a stream send. The data threads answer reads from the tensors' own memory, through the addresses of the
  * last commit's catalog; the trainer frees or moves that memory as soon as begin_update, remove or put has returned.
  *
  * Checked: no send touches memory that the trainer has taken back; nobody deadlocks.
  *
- * A send that reads device memory is a copy that a device makes while the thread does other things, so there may be several.
+ * There may be several sends: a data thread makes one at a time, and one that reads device memory is a copy that a device
+ * makes while the thread does other things.
  *
  * Leases are left out: they bound how long the trainer waits, not what a send may touch, so here a reader may ask at any
  * time with a token as old as it likes.

@@ -66,7 +66,7 @@ def test_trainer_defaults_and_file(tmp_path: Path) -> None:
     assert config == TrainerConfig(lora_alpha=32.0)
     text = TRAINER + (
         'port = 7000\nserver_name = "job"\nbind = "10.0.0.1"\nadvertise = "node-1"\n'
-        'allow = ["10.0.0.0/8", "fd00::/8"]\nlease = 0.25\nsnapshot = true\ncast = "BF16"\n'
+        'allow = ["10.0.0.0/8", "fd00::/8"]\nlease = 0.25\ndata_threads = 4\nsnapshot = true\ncast = "BF16"\n'
         'port_by = "local"\ntrusted_network = true\n'
     )
     config = trainer_config(write(tmp_path, text), {})
@@ -78,6 +78,7 @@ def test_trainer_defaults_and_file(tmp_path: Path) -> None:
         "allow": "10.0.0.0/8,fd00::/8",
         "trusted_network": True,
         "lease": 0.25,
+        "data_threads": 4,
         "snapshot": True,
         "cast": "BF16",
         "port_by": "local",
@@ -107,6 +108,7 @@ TRAINER_MISTAKES = [
     ("bind = '10.0.0.1'", "needs to know whom", "allow"),
     ("allow = 'tens'", "weight_broadcast.allow is 'tens'", "networks such as"),
     ("trusted_network = true", "no network is given", "allow"),
+    ("data_threads = 0", "weight_broadcast.data_threads is 0", "an integer from 1 to 16"),
     ("lease = -1", "weight_broadcast.lease is -1", "a number of seconds from 0 to 60"),
     ("lease = nan", "weight_broadcast.lease is nan", "a number of seconds"),
     ("cast = 'bf16'", "only snapshots can be cast", "snapshot = true"),

@@ -678,6 +678,9 @@ def test_client_arguments(options: dict[str, object], said: str) -> None:
         ({"name": ""}, "name"),
         ({"name": b"x"}, "bytes, not str"),
         ({"max_sessions": 1}, "max_sessions"),
+        ({"data_threads": 0}, "data_threads is not 1 to 16"),
+        ({"data_threads": 17}, "data_threads is not 1 to 16"),
+        ({"data_threads": 16, "max_memory": 127 << 20}, "8 MiB for each data thread"),
     ],
 )
 def test_server_arguments(options: dict[str, object], said: str) -> None:

@@ -308,8 +308,8 @@ static int check_idle(const bench *b)
     static const char own[] =
         "model r fused adapter-shape dtype adapter full layers shrink model-dir device "
         "snapshot cast "
-        "no-stream-commit base-port bind replicate shard-dim lease-ms allow open name "
-        "trusted-network world-id commits trainer-load update-every";
+        "no-stream-commit base-port bind replicate shard-dim lease-ms data-threads "
+        "allow open name trusted-network world-id commits trainer-load update-every";
     const arguments *parsed = &b->line.parsed;
     const char *given = parsed->count > 0 ? options_given(parsed, own) : NULL;
     if (given != NULL) {

@@ -40,6 +40,7 @@ static const struct number_range {
     {"shrink", 1, 65536},
     {"max-file-bytes", 1, LLONG_MAX},
     {"count", 1, LLONG_MAX},
+    {"data-threads", 1, 16},
     {"idle-ms", 1, UINT32_MAX},
     {"first-step", 1, LLONG_MAX},
     {"iterations", 1, INT_MAX},

@@ -247,6 +247,7 @@ static fanin_status create_server(life *l, fanin_error *error)
     config.base_port = o->base_port;
     config.flags = o->flags;
     config.lease_ms = o->lease_ms;
+    config.data_threads = o->data_threads;
     config.allow = o->allow;
     config.log = o->log;
     config.log_cookie = o->log_cookie;

@@ -8,7 +8,7 @@
 
 enum {
     PUBLISHING_OPTIONS = 5, /**< entries of the tables, the end included */
-    WORLD_OPTIONS = 13,
+    WORLD_OPTIONS = 14,
     OF_TRAINER_ALONE = 2, /**< of them: what commands that connect have already */
     DEVICE_LIST = 512,
 };
@@ -20,7 +20,7 @@ typedef struct trainer_options {
     int snapshot, no_stream;
     int devices[DEVICE_LIST]; /**< storage of rank_publishing.devices */
     /* their world; -1 where a number was not given */
-    int world_size, base_port, replicate, shard_dim, lease_ms;
+    int world_size, base_port, replicate, shard_dim, lease_ms, data_threads;
     int open, trusted, no_ucx;
     char *bind, *allow, *server_name, *world_id;
     /* to be included in the command's table, the last one from OF_TRAINER_ALONE on if that

@@ -58,6 +58,7 @@ class Serving(NamedTuple):
     allow: str | None
     trusted_network: bool
     lease: float
+    data_threads: int
     snapshot: bool
     cast: Cast | None
     use_ucx: bool
@@ -146,6 +147,7 @@ class Publisher:
                 trusted_network=serving.trusted_network,
                 use_ucx=serving.use_ucx,
                 lease=serving.lease,
+                data_threads=serving.data_threads,
             )
             address = join_address(listening.advertise, server.port)
             if source is not None:

@@ -5,8 +5,8 @@
  * reference and lets inference workers read them between two updates.
  *
  * Threads: every function may be called from any thread, several at once, unless its comment
- * says otherwise. The library's own threads, a control thread and a data thread, block all
- * signals and sleep when idle; the data thread may have a helper that makes checksums.
+ * says otherwise. The library's own threads, a control thread and data_threads data threads, block
+ * all signals and sleep when idle; a data thread may have a helper that makes checksums.
  *
  * Fork: a handle that is used in a forked child gives FANIN_ERR_FORKED and touches nothing;
  * the child has no sockets of it, so it keeps no port and no reader of a killed rank (but a
@@ -70,6 +70,10 @@ typedef struct fanin_server_config {
     uint32_t idle_ms;    /**< a session silent for so long is closed, default 300000 */
     fanin_log_fn log;    /**< default none */
     void *log_cookie;
+    /** threads that send tensors to readers, 1 to 16, default 1: how many readers, or connections of one,
+        a rank serves at the same time where it has the CPUs. Each sleeps while its connections ask for
+        nothing. They share max_memory, of which each needs 8 MiB */
+    uint32_t data_threads;
 } fanin_server_config;
 
 /** Defaults. @p size is the caller's sizeof(fanin_server_config); never writes past it. */

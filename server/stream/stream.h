@@ -1,0 +1,32 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/** @file The data threads as their server and the control thread see them. */
+#ifndef STREAM_H
+#define STREAM_H
+
+#include "buffer.h"
+#include "core/server_state.h"
+#include "framing.h"
+#include "outgoing.h"
+
+/** Starts as many as the server is to have. */
+fanin_status stream_create(fanin_server *s, fanin_error *error);
+/** Makes the data threads look for closed readers. Any thread, lock held or not. */
+void stream_wake(fanin_server *s);
+/** Joins; closes all data connections. After it nothing reads the shards' memory. */
+void stream_destroy(fanin_server *s);
+
+/** A connection on its way from the control thread to a data thread. */
+typedef struct handover {
+    int fd;
+    reader *reader;      /**< with a reference, and counted in n_data */
+    peer_count *counted; /**< as admit() gave it */
+    framing in;          /**< with what was received and not taken */
+    outgoing out;
+    char peer[64];
+} handover;
+
+/** Gives all of @p h to the thread that has the fewest connections. False: out of memory, nothing was
+    taken. By the control thread, lock not held. */
+bool stream_adopt(fanin_server *s, const handover *h);
+
+#endif
