@@ -68,8 +68,8 @@ static void connection_close(data_thread *t, connection *c)
         link = &(*link)->next;
     *link = c->next;
     epoll_ctl(t->epoll, EPOLL_CTL_DEL, c->fd, NULL);
-    connection_free(&t->tools, c);
     atomic_fetch_sub(&t->load, 1);
+    connection_free(&t->tools, c);
 }
 
 bool data_thread_adopt(data_thread *t, const handover *h)

@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
  * Trainers that rewrite their weights in place while workers pull without pause. Each test
- * needs a process of its own: give its name and the path ("stream", "cma") as arguments.
+ * needs a process of its own: give its name and the path ("stream", "cma") as arguments, and how many data
+ * threads a rank has, if more than one.
  */
 #include "ends.h"
 #include "local_world.h"
@@ -19,6 +20,13 @@
 #endif
 
 static fanin_path path_of_test = FANIN_PATH_STREAM;
+static uint32_t data_threads = 1;
+
+static void make_world(rank_world *w)
+{
+    rank_world_init(w, "small", WORLD);
+    w->options.data_threads = data_threads;
+}
 
 /* How the test pulls; sessions: in four reads, which the trainer may overtake at any one. */
 static fanin_status (*pull_of_test)(const rank_world *w, fanin_client *client,
@@ -59,7 +67,7 @@ static void leased(uint32_t lease_ms)
     if (cannot_run())
         skip();
     rank_world w;
-    rank_world_init(&w, "small", WORLD);
+    make_world(&w);
     w.options.lease_ms = lease_ms;
     w.options.update_every_ms = 5;
     rank_world_start(&w);
@@ -111,7 +119,7 @@ static tally pull_unprotected(bool (*enough)(const tally *), unsigned most)
 {
     tally t = {0};
     rank_world *w = rank_world_shared(); /* the ranks see the pause change */
-    rank_world_init(w, "small", WORLD);
+    make_world(w);
     w->options.update_every_ms = 4;
     w->options.lease_ms = 0;
     rank_world_start(w);
@@ -228,7 +236,7 @@ static void test_many(void **state)
     if (cannot_run())
         skip();
     rank_world w;
-    rank_world_init(&w, "small", WORLD);
+    make_world(&w);
     w.options.update_every_ms = 50;
     w.options.lease_ms = 1000;
     rank_world_start(&w);
@@ -271,5 +279,7 @@ int main(int argc, char **argv)
         cmocka_set_test_filter(argv[1]);
     if (argc > 2)
         path_of_test = fanin_path_from_name(argv[2]);
+    if (argc > 3)
+        data_threads = (uint32_t)atoi(argv[3]);
     return cmocka_run_group_tests_name("concurrency", tests, NULL, NULL);
 }

@@ -66,8 +66,8 @@ def test_trainer_defaults_and_file(tmp_path: Path) -> None:
     assert config == TrainerConfig(lora_alpha=32.0)
     text = TRAINER + (
         'port = 7000\nserver_name = "job"\nbind = "10.0.0.1"\nadvertise = "node-1"\n'
-        'allow = ["10.0.0.0/8", "fd00::/8"]\nlease = 0.25\ndata_threads = 4\nsnapshot = true\ncast = "BF16"\n'
-        'port_by = "local"\ntrusted_network = true\n'
+        'allow = ["10.0.0.0/8", "fd00::/8"]\nlease = 0.25\nsnapshot = true\ncast = "BF16"\n'
+        'port_by = "local"\ntrusted_network = true\ndata_threads = 4\n'
     )
     config = trainer_config(write(tmp_path, text), {})
     assert config.server_arguments() == {

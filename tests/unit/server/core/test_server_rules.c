@@ -10,6 +10,7 @@
 
 #include <pthread.h>
 #include <semaphore.h>
+#include <stddef.h>
 #include <stdlib.h>
 #include <string.h>
 #include <time.h>
@@ -283,6 +284,130 @@ static void begin_update_waits_for_sends(void **state)
     check(begin_waits_for_a_send, RULE_SEND_WAIT);
 }
 
+/* Sends that are to be held are counted down to 0. */
+static atomic_int to_hold;
+
+static void hold_some(void)
+{
+    if (atomic_fetch_sub(&to_hold, 1) > 0)
+        hold();
+}
+
+static fanin_server *start_threads(uint32_t threads)
+{
+    fanin_server_config c = server_config();
+    c.lease_ms = 0;
+    c.data_threads = threads;
+    memset(memory, 1, BIG);
+    fanin_server *s = server_start(&c);
+    server_put(s, RUN, "a", memory, BIG);
+    server_commit(s, 1);
+    return s;
+}
+
+static const read_entry first_bytes = {.box = 0, .length = 100};
+
+/* The next @p n sends stand until `released` is posted for each. */
+static void hold_next(int n)
+{
+    sem_init(&entered, 0, 0);
+    sem_init(&released, 0, 0);
+    atomic_store(&to_hold, n);
+    atomic_store(&server_on_send, hold_some);
+}
+
+/* Its data thread is held with the first bytes. */
+static void read_held(peer *data, const grant *g)
+{
+    peer_request_read(data, g->token, 100, &first_bytes, 1);
+    sem_wait(&entered);
+}
+
+static void read_now(peer *data, const grant *g)
+{
+    uint8_t got[100];
+    peer_read(data, g, &first_bytes, 1, got, sizeof got);
+    assert_int_equal(got[99], 1);
+}
+
+/* Readers are served while the thread of another one is held up, and a new connection comes to the
+   thread that has the fewest. */
+static void data_threads_serve_side_by_side(void **state)
+{
+    fanin_server *s = start_threads(2);
+    peer p = peer_open(s);
+    peer a = peer_data(s, &p), b = peer_data(s, &p), a2 = peer_data(s, &p);
+    grant g = peer_lease(&p);
+    hold_next(1);
+    read_held(&a, &g);
+    read_now(&b, &g);
+    peer_ping(&p);
+    peer_request_read(&a2, g.token, 100, &first_bytes, 1);
+    assert_true(peer_silent(&a2, 100)); /* for it is the first one's */
+    peer_close(&b);
+    peer_await_count(&p, s, offsetof(fanin_server_stats, sessions), 3);
+    peer b2 = peer_data(s, &p), b3 = peer_data(s, &p);
+    read_now(&b2, &g);
+    read_now(&b3, &g);
+    assert_true(peer_silent(&a, 0)); /* it is held up still */
+    sem_post(&released);
+    peer_expect(&a, MSG_READ_OK);
+    peer_expect(&a2, MSG_READ_OK);
+    assert_true(peer_end(&p, &g, false).good);
+}
+
+/* begin_update waits for the sends of all threads, however they end. */
+static void begin_update_waits_for_each_thread(void **state)
+{
+    enum { THREADS = 3 };
+    fanin_server *s = start_threads(THREADS);
+    peer p = peer_open(s), watcher = watch_stable(s), data[THREADS];
+    grant g = peer_lease(&p);
+    hold_next(THREADS);
+    for (int i = 0; i < THREADS; i++) {
+        data[i] = peer_data(s, &p);
+        read_held(&data[i], &g);
+    }
+    peer_close(&data[1]);
+    call u;
+    call_start(&u, server_begin_run, s);
+    peer_await(&watcher, WIRE_STATE_WRITING);
+    for (int i = 0; i < THREADS; i++) {
+        assert_false(call_returns(&u, 50));
+        sem_post(&released);
+    }
+    assert_int_equal(call_end(&u), FANIN_OK);
+    peer_expect(&data[0], MSG_READ_OK);
+    peer_expect(&data[2], MSG_READ_OK);
+    assert_false(peer_end(&p, &g, false).good);
+}
+
+/* A server ends, and a session, while the threads of its connections are in the middle of sends. */
+static void sessions_end_on_every_thread(void **state)
+{
+    fanin_server *s = start_threads(3);
+    peer p = peer_open(s), q = peer_open(s), data[6];
+    grant g = peer_lease(&p), h = peer_lease(&q);
+    for (int i = 0; i < 6; i++)
+        data[i] = peer_data(s, i < 3 ? &p : &q);
+    hold_next(3);
+    for (int i = 0; i < 3; i++)
+        read_held(&data[i], &g);
+    peer_close(&p);
+    for (int i = 0; i < 3; i++)
+        sem_post(&released);
+    for (int i = 0; i < 3; i++) {
+        peer_receive(&data[i]); /* what was on its way */
+        peer_expect_closed(&data[i]);
+    }
+    for (int i = 3; i < 6; i++)
+        read_now(&data[i], &h);
+    peer_await_count(&q, s, offsetof(fanin_server_stats, sessions), 4);
+    server_stop(&s, 0);
+    for (int i = 3; i < 6; i++)
+        peer_expect_closed(&data[i]);
+}
+
 /* Reads of four other epochs are still under way, so no more can be announced: the reply is padding,
    and no end says that it was good. */
 static void unannounced_reads_void_the_lease(void **state)
@@ -481,6 +606,9 @@ int main(void)
         server_test(begin_minds_the_catalog),
         server_test(sends_mind_the_epoch),
         server_test(begin_update_waits_for_sends),
+        server_test(data_threads_serve_side_by_side),
+        server_test(begin_update_waits_for_each_thread),
+        server_test(sessions_end_on_every_thread),
         server_test(unannounced_reads_void_the_lease),
         server_test(generations_are_raised_before_reuse),
         server_test(the_published_arena_is_never_filled),
