@@ -20,12 +20,14 @@ import fanin
 import pytest
 import torch
 from families import FAMILIES, Engine, Layout, checkpoint, values
-from fanin.vllm import reload
+from fanin.vllm import mapped, reload
 from fanin.vllm.clients import Source
+from fanin.vllm.constant import Watch
 from fanin.vllm.infos import InitInfo
-from fanin.vllm.landing import Landing, StockLanding
+from fanin.vllm.landing import Landing, Progress, StockLanding
 from fanin.vllm.mapped import MappedLanding
 from fanin.vllm.mixed import MixedLanding, with_neighbours
+from fanin.vllm.shadow import Shadow
 from fanin.vllm.trainers import Published, Trainer
 from fanin.vllm.weights import Engine as Backend
 from vllm.config.weight_transfer import WeightTransferConfig
@@ -156,6 +158,97 @@ def test_each_step_is_as_if_it_were_the_first(place: Place, kind: str, method: t
             assert {n: t.data_ptr() for n, t in model.named_parameters()} == addresses
         finally:
             landing.close()
+
+
+@pytest.mark.parametrize("small", [0, 1 << 20])
+@pytest.mark.parametrize("method", [Anew, InPlace, Nothing])
+def test_so_is_each_that_was_read_ahead(
+    place: Place, method: type, small: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Copied tensor by tensor, and many at once."""
+    monkeypatch.setattr(mapped, "_SMALL", small)
+    expected = [place.expected(method, step) for step in STEPS]
+    with place.engine.rank(0) as model:
+        prepared(model, method, place.engine.config, place.first)
+        addresses = {name: tensor.data_ptr() for name, tensor in model.named_parameters()}
+        end = time.monotonic() + 120
+        landing = place.landing("mapped", model, place.trainer.ready(end))
+        assert isinstance(landing, MappedLanding)
+        shadow = Shadow(landing)
+        for step, wanted in zip(STEPS, expected, strict=True):
+            place.publish(step)
+            shadow.fill(place.trainer, step + 1, end, Progress(step + 1, 0))
+            shadow.install()
+            found = tensors_of(model)
+            assert not [n for n in wanted if not torch.equal(found[n], wanted[n])]
+        assert {n: t.data_ptr() for n, t in model.named_parameters()} == addresses
+        landing.close()
+
+
+# -------------------------------------------------------------------- what comes after all modules
+
+
+def test_attention_that_looks_at_weights_is_processed_each_time(place: Place) -> None:
+    """One that was seen to change nothing is left out from the second step on."""
+    asked = [0, 0]
+    with place.engine.rank(0) as model:
+        prepared(model, Nothing, place.engine.config, place.first)
+        first, second = (layer.self_attn for layer in model.model.layers)
+
+        def looks(_: Any) -> None:
+            asked[0] += 1
+            first.attn.impl.made = first.qkv_proj.weight.float().sum()
+
+        def idle(_: Any) -> None:
+            asked[1] += 1
+
+        first.attn.impl.process_weights_after_loading = looks
+        second.attn.impl.process_weights_after_loading = idle
+        end = time.monotonic() + 120
+        landing = place.landing("mapped", model, place.trainer.ready(end))
+        for step in STEPS:
+            place.publish(step)
+            landing.pull(place.trainer, step + 1, end, lambda: None)
+            assert first.attn.impl.made == first.qkv_proj.weight.float().sum()
+        # What vLLM does there itself writes ones.
+        assert second.attn._k_scale == 1 and second.attn._v_scale == 1
+        landing.close()
+    assert asked == [len(STEPS), 1]
+
+
+def test_a_scale_that_would_be_changed_again_is_processed_each_time(place: Place) -> None:
+    with place.engine.rank(0) as model:
+        prepared(model, Nothing, place.engine.config, place.first)
+        attention = model.model.layers[0].self_attn.attn
+        after = reload.AfterAll(model, place.engine.config.model_config)
+        with torch.no_grad():
+            for _ in STEPS:
+                attention._k_scale.fill_(3)
+                after.run()
+                assert attention._k_scale == 1
+
+
+@pytest.mark.parametrize(
+    ("depends", "does"),
+    [
+        (False, lambda old: old.fill_(1)),
+        (False, lambda old: old.zero_().copy_(torch.tensor(2.0) + 1)),
+        (False, lambda old: torch.full((3,), 2.0).mul_(3).sum()),
+        (True, lambda old: old + 1),
+        (True, lambda old: old.data.clone()),
+        (True, lambda old: old.mul_(2)),
+        (True, lambda old: torch.zeros(4).copy_(old)),
+        (True, lambda old: torch.stack([torch.zeros(4), old])),
+        (True, lambda old: float(old[0])),
+        (True, lambda old: old.view(2, 2).fill_(1)),  # not worth telling apart
+        (True, lambda old: torch.empty(4)),  # a kernel may write it that nobody sees
+    ],
+)
+def test_what_depends_on_a_tensor_of_before(depends: bool, does: Callable[[Any], Any]) -> None:
+    old = torch.arange(4.0)
+    with Watch() as watch:
+        does(old)
+    assert watch.depends == depends
 
 
 # ------------------------------------------------------------------------------- the backend

@@ -14,7 +14,7 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -32,6 +32,8 @@ __all__ = ["MappedLanding", "span"]
 _log = logging.getLogger("vllm.fanin")
 
 _ALIGN = 256
+# One kernel copies many tensors of so few bytes; larger ones go as fast one by one.
+_SMALL = 1 << 20
 
 
 @dataclass
@@ -63,6 +65,35 @@ class _Layer:
     #: Of its shards among all.
     first: int = 0
     count: int = 0
+
+
+class Copies:
+    """Copies of tensors into others that do not move, with few calls: an engine waits for them.
+
+    pairs: (to, of) of one shape each.
+    """
+
+    def __init__(self, pairs: Iterable[tuple[Any, Any]]) -> None:
+        self._large: list[tuple[Any, Any]] = []
+        self._small: dict[Any, tuple[list[Any], list[Any]]] = {}
+        for to, of in pairs:
+            # As plain tensors: vLLM's classes of parameters go through Python at each call.
+            to, of = to.detach(), of.detach()
+            if to.nbytes > _SMALL:
+                self._large.append((to, of))
+                continue
+            into, out_of = self._small.setdefault((to.dtype, of.dtype), ([], []))
+            into.append(to)
+            out_of.append(of)
+
+    def make(self) -> None:
+        """On the current stream; the large ones first, while which the others are asked for."""
+        import torch
+
+        for to, of in self._large:
+            to.copy_(of, non_blocking=True)
+        for into, out_of in self._small.values():
+            torch._foreach_copy_(into, out_of, non_blocking=True)
 
 
 class MappedLanding(Landing):
@@ -115,6 +146,7 @@ class MappedLanding(Landing):
             shards += mapping.shards(self._tensor, layer.modules, layer.bridges)
             layer.count = len(shards) - layer.first
         self._packed = pack(shards)
+        self._after = reload.AfterAll(model, model_config)
         self._bytes = sum(map(_bytes_of, shards))
 
     def hidden(self, path: str) -> bool:
@@ -292,30 +324,48 @@ class MappedLanding(Landing):
         if padding:
             self.mapping.fill(self._tensor, staged)
 
-    def install_from(self, tensors: dict[tuple[str, str], Any]) -> None:
-        """Installs a step that lies in *tensors*, by path and leaf: all that is filled, and every
-        leaf of staged modules."""
-        import torch
+    def installation(self, tensors: dict[tuple[str, str], Any]) -> Callable[[], None]:
+        """What installs a step that lies in *tensors*, by path and leaf: all that is filled, and
+        every leaf of staged modules. What goes where is worked out here, once."""
+        plain = Copies(
+            (self.live(path, leaf), tensors[path, leaf])
+            for layer in self._layers
+            for path in layer.modules
+            for leaf in self._plain[path]
+        )
+        processed = [
+            (layer, Copies(self._into_ring(layer, tensors)))
+            for layer in self._layers
+            if layer.staged or layer.derived
+        ]
 
-        with torch.no_grad():
-            for layer in self._layers:
-                for staged in layer.staged:
-                    path = staged.skeleton.name
-                    for leaf, tensor in staged.tensors.items():
-                        if (path, leaf) in self.filled:
-                            tensor.copy_(tensors[path, leaf], non_blocking=True)
-                self._prepare(layer, padding=False)
-                for path in layer.modules:
-                    for leaf in self._plain[path]:
-                        self.live(path, leaf).copy_(tensors[path, leaf], non_blocking=True)
-                self._process(layer)
-            self._finish()
+        def install() -> None:
+            import torch
+
+            with torch.no_grad():
+                plain.make()
+                for layer, staged in processed:
+                    staged.make()
+                    self._prepare(layer, padding=False)
+                    self._process(layer)
+                self._finish()
+
+        return install
+
+    def _into_ring(
+        self, layer: _Layer, tensors: dict[tuple[str, str], Any]
+    ) -> Iterator[tuple[Any, Any]]:
+        for staged in layer.staged:
+            path = staged.skeleton.name
+            for leaf, tensor in staged.tensors.items():
+                if (path, leaf) in self.filled:
+                    yield tensor, tensors[path, leaf]
 
     def _finish(self) -> None:
         """What comes when every layer is installed."""
         import torch
 
-        reload.after_all(self.model, self._config)
+        self._after.run()
         if self.device.type != "cpu":
             torch.accelerator.synchronize()
 

@@ -24,12 +24,12 @@ from fanin.mapping import About, ModelState, Recording, Target, record
 
 __all__ = [
     "SUPPORTED",
+    "AfterAll",
     "Skeleton",
     "Skeletons",
     "Trial",
     "abandon",
     "about",
-    "after_all",
     "begin",
     "end",
     "engine_own",
@@ -305,9 +305,16 @@ def refresh_ties(model: Any) -> None:
     What they made of it beside it (on the CPU: a packed copy of tied embeddings) is stale when only
     the other module was loaded.
     """
+    for module in _sharing(model):
+        module.quant_method.process_weights_after_loading(module)
+
+
+def _sharing(model: Any) -> list[Any]:
+    """Modules that are processed and share a parameter with one before them."""
     from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 
     owners: dict[int, Any] = {}
+    found = []
     for module in model.modules():
         method = getattr(module, "quant_method", None)
         for tensor in module._parameters.values():
@@ -316,7 +323,8 @@ def refresh_ties(model: Any) -> None:
             if owners.setdefault(id(tensor), module) is not module and isinstance(
                 method, QuantizeMethodBase
             ):
-                method.process_weights_after_loading(module)
+                found.append(module)
+    return found
 
 
 # ------------------------------------------------------------------ one module
@@ -498,11 +506,9 @@ def _in_place(module: Any) -> Iterator[None]:
     to where the attribute's tensor was before: CUDA graphs have its address."""
     import torch
 
-    owners = [module, getattr(module, "quant_method", None), getattr(module, "impl", None)]
     before = [
         (owner, name, value)
-        for owner in owners
-        if owner is not None and hasattr(owner, "__dict__")
+        for owner in _owners(module)
         for name, value in owner.__dict__.items()
         if isinstance(value, torch.Tensor)
     ]
@@ -555,10 +561,10 @@ def same_bytes(one: Any, other: Any) -> bool:
 _TABLES = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
 
 
-def _attributes(module: Any, method: Any) -> list[tuple[str, Any]]:
-    """What hangs on a module beside its tensors, for comparison by ``==``."""
+def _attributes(*owners: Any) -> list[tuple[str, Any]]:
+    """What hangs on a module and its method beside its tensors, for comparison by ``==``."""
     found: list[tuple[str, Any]] = []
-    for owner in (module, method):
+    for owner in owners:
         for name, value in owner.__dict__.items():
             if name not in _TABLES:
                 plain = isinstance(value, (str, int, float, bool, tuple, type(None)))
@@ -597,16 +603,65 @@ def _kept(module: Any, method: Any) -> Iterator[None]:
 # ------------------------------------------------------------------ the whole model
 
 
-def after_all(model: Any, model_config: Any) -> None:
+class AfterAll:
     """What comes after the last module of an update: what attention makes of its weights (MLA's
-    absorbed projections), and ties."""
-    from vllm.model_executor.layers.attention import is_deferred_attention_layer
+    absorbed projections), and ties. An engine stands still for it, so a model's modules are looked
+    through once, and what was seen to change nothing is left out from the second time on.
+    """
 
-    for module in model.modules():
-        if is_deferred_attention_layer(module):
-            with _in_place(module):
-                module.process_weights_after_loading(model_config.dtype)
-    refresh_ties(model)
+    def __init__(self, model: Any, model_config: Any) -> None:
+        from vllm.model_executor.layers.attention import is_deferred_attention_layer
+
+        self._dtype = model_config.dtype
+        self._attention = [m for m in model.modules() if is_deferred_attention_layer(m)]
+        self._ties = _sharing(model)
+        self._judged = False
+
+    def run(self) -> None:
+        if self._judged:
+            for module in self._attention:
+                with _in_place(module):
+                    module.process_weights_after_loading(self._dtype)
+        else:
+            self._attention = [m for m in self._attention if self._does_something(m)]
+            self._judged = True
+        for module in self._ties:
+            module.quant_method.process_weights_after_loading(module)
+
+    def _does_something(self, module: Any) -> bool:
+        """Processes the module; whether that has changed it, or has looked at what is in it."""
+        from fanin.vllm.constant import Watch
+
+        before, copies = _state(module), [tensor.clone() for tensor in _held(module)]
+        watch = Watch()
+        with _in_place(module), watch:
+            module.process_weights_after_loading(self._dtype)
+        return (
+            watch.depends
+            or _state(module) != before
+            or not all(map(same_bytes, _held(module), copies))
+        )
+
+
+def _owners(module: Any) -> list[Any]:
+    """A module of attention, its method and its implementation."""
+    owners = (module, getattr(module, "quant_method", None), getattr(module, "impl", None))
+    return [owner for owner in owners if hasattr(owner, "__dict__")]
+
+
+def _held(module: Any) -> list[Any]:
+    """The tensors of a module of attention, also those that only hang on it."""
+    import torch
+
+    own = [*module._parameters.values(), *module._buffers.values()]
+    hanging = [value for owner in _owners(module) for value in owner.__dict__.values()]
+    return [tensor for tensor in own + hanging if isinstance(tensor, torch.Tensor)]
+
+
+def _state(module: Any) -> list[tuple[str, Any]]:
+    """What hangs on a module of attention, for comparison by ``==``; tensors by their place."""
+    places = [("", (id(tensor), *_place(tensor))) for tensor in _held(module)]
+    return places + [found for owner in _owners(module) for found in _attributes(owner)]
 
 
 def of_all_workers(mine: Any, vllm_config: Any) -> list[Any]:

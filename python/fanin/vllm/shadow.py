@@ -54,6 +54,7 @@ class Shadow:
             layouts.update({(module.path, leaf): tensor for leaf, tensor in leaves.items()})
         self._tensors = self._lay_out(layouts, workers)
         self._packed: PackedMapping = landing.mapping.pack(self._lookup)
+        self._installing = landing.installation(self._tensors)
 
     def _lay_out(
         self, layouts: dict[tuple[str, str], Any], workers: int
@@ -112,7 +113,7 @@ class Shadow:
 
     def install(self) -> None:
         """Copies what was read into the model, and processes what has to be."""
-        self._landing.install_from(self._tensors)
+        self._installing()
 
 
 class Prefetch:
