@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
 """full_weights.py [--model NAME] [--layers N] [--divide N] [--ranks N] [--tp N] [--compact]
-                   [--nccl] [--nixl] [--stall] [--device cuda|cpu] [--pulls N] [--parts N]
+                   [--served] [--nccl] [--nixl] [--stall] [--device cuda|cpu] [--pulls N] [--parts N]
                    [--json FILE]
 
 A whole model from trainer ranks, whose BF16 shards are cut by rows as FSDP2 does, into an engine's
@@ -22,6 +22,8 @@ fanin's Python package. Beside it in the same run, alternated:
 
 The first pull of a process and that of a new client are told apart from the warm ones (medians).
 With --compact the ranks' shards lie in few large allocations, as fanin.torch.compact() lays them.
+With --served the ranks have a model under FSDP2, which fanin.torch.WeightServer publishes, and with
+--compact fanin.torch.compact() itself has moved; without, they lend tensors by fanin.Server.
 Each element is compared with the pattern that the ranks wrote, after the first pull and after the
 last. Ranks lie round robin on the GPUs, workers on the last ones. Needs PyTorch, the package
 (PYTHONPATH) and its library (FANIN_LIBRARY); exit status 77 without GPUs, unless --device cpu.
@@ -290,6 +292,10 @@ class Rank(Member):
         super().__init__(control, options, self.rank)
         self.rows: dict[str, torch.Tensor] = {}
         self.first: dict[str, int] = {}
+        self.tree: Any = None
+        if options["served"]:
+            self.tree = self._under_fsdp2()
+            return
         arenas = Arenas(self.device)
         for number, (name, shape) in enumerate(self.shapes.items()):
             chunk = -(-shape[0] // options["ranks"])
@@ -300,9 +306,49 @@ class Rank(Member):
             self.rows[name] = arenas.move(shard) if options["compact"] else shard
         settle(self.device)
 
+    def _under_fsdp2(self) -> Any:
+        """Modules with parameters of these names, sharded layer by layer as they are made."""
+        import torch.distributed as dist
+        from torch.distributed.device_mesh import DeviceMesh
+        from torch.distributed.fsdp import fully_shard
+
+        # Nothing is gathered here, and NCCL refuses two ranks on one GPU.
+        dist.init_process_group(
+            "gloo", init_method=self.options["rendezvous"], rank=self.rank,
+            world_size=self.options["ranks"], timeout=datetime.timedelta(seconds=SLOWEST),
+        )  # fmt: skip
+        mesh = DeviceMesh.from_group(dist.group.WORLD, self.device.type)
+        root = torch.nn.Module()
+        layers = ""
+        for number, (name, shape) in enumerate(self.shapes.items()):
+            *path, leaf = name.split(".")
+            layer = ".".join(path[:3]) if path[:2] == ["model", "layers"] else ""
+            if layers and layer != layers:
+                fully_shard(root.get_submodule(layers), mesh=mesh)
+            layers, module = layer, root
+            for part in path:
+                if part not in module._modules:
+                    module.add_module(part, torch.nn.Module())
+                module = module._modules[part]
+            whole = pattern(number, shape, 0, self.device)
+            module.register_parameter(leaf, torch.nn.Parameter(whole, requires_grad=False))
+        fully_shard(root, mesh=mesh)
+        if self.options["compact"]:
+            from fanin.torch import compact
+
+            compact(root)
+        settle(self.device)
+        return root
+
     def serve(self, world: str) -> dict[str, Any]:
         import fanin
 
+        if self.tree is not None:
+            from fanin.torch import WeightServer
+
+            self.server = WeightServer(self.tree, run="bench", base_port=0)
+            self.server.publish(1)
+            return {"address": self.server.addresses[self.rank]}
         self.server = fanin.Server(
             world_id=bytes.fromhex(world), rank=self.rank, world_size=self.options["ranks"]
         )
@@ -329,7 +375,7 @@ class Rank(Member):
 
     def leave(self) -> None:
         self.server.close()
-        self.agent = None
+        self.agent = self.tree = None
         self.rows.clear()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -546,6 +592,7 @@ class Run:
     def __init__(self, options: argparse.Namespace, folder: pathlib.Path):
         common = {key: getattr(options, key) for key in ("device", "model", "layers", "divide")}
         common |= {"ranks": options.ranks, "tp": options.tp, "compact": options.compact}
+        common["served"] = options.served
         common["rendezvous"] = f"file://{folder}/rendezvous"
         self.options, self.world, self.times = options, os.urandom(16).hex(), {}
         everyone = options.ranks + options.tp
@@ -707,6 +754,7 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, default=8)
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--compact", action="store_true", help="shards in few large allocations")
+    parser.add_argument("--served", action="store_true", help="by WeightServer, under FSDP2")
     parser.add_argument("--nccl", action="store_true")
     parser.add_argument("--nixl", action="store_true")
     parser.add_argument("--stall", action="store_true")
@@ -718,6 +766,8 @@ def main() -> int:
     if options.device == "cuda" and not torch.cuda.is_available():
         print("skipped: no GPU")
         return 77
+    if options.served and (options.nccl or options.nixl):
+        parser.error("--served is measured without --nccl and --nixl")
     if options.nixl and (why := no_nixl(options)):
         print(f"without NIXL: {why}")
         options.nixl = False

@@ -570,13 +570,18 @@ def post(engine: Any, path: str, **body: Any) -> Any:
     return engine.ask("POST", path, body or None, 120)
 
 
-def wait_ahead(engine: Any) -> None:
-    """Blocks until all workers have the step beside their model."""
+def workers_of(engine: Any) -> list[dict[str, Any]]:
+    """What each worker says of its updates."""
     from fanin.vllm.weights_state import METHOD
 
+    return list(post(engine, "/collective_rpc", method=METHOD)["results"])
+
+
+def wait_ahead(engine: Any) -> None:
+    """Blocks until all workers have the step beside their model."""
     end = time.monotonic() + PATIENCE
     while True:
-        workers = post(engine, "/collective_rpc", method=METHOD)["results"]
+        workers = workers_of(engine)
         states = {one["ahead"]["state"] for one in workers}
         if states == {"ready"}:
             return
@@ -615,6 +620,8 @@ def ahead(engine: Any, step: int, found: dict[str, list[float]]) -> None:
     post(engine, "/finish_weight_update", weight_version=f"step-{step}")
     finished = time.monotonic()
     post(engine, "/resume")
+    installed = max(one["last"]["install"] for one in workers_of(engine))
+    found["read ahead: the worker installs"].append(installed)
     found["read ahead: the update alone"].append(updated - paused)
     found["read ahead: update and finish"].append(finished - paused)
     found["read ahead: pause to resume"].append(time.monotonic() - start)
