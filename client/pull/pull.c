@@ -227,8 +227,9 @@ void pull_release(pull *p)
 
 fanin_status pull_open(pull *p, fanin_error *error)
 {
-    p->started_ns = clock_ns();
-    p->at = deadline_in_ms(p->options->timeout_ms);
+    uint64_t began = p->destination->started_ns;
+    p->started_ns = began ? began : clock_ns();
+    p->at = p->started_ns + (uint64_t)p->options->timeout_ms * 1000000;
     p->stale = p->lost = (fanin_error)FANIN_ERROR_INIT;
     size_t n = p->client->n_peers;
     p->publication = tables_of(p->client, p->options->publication);

@@ -46,6 +46,7 @@ typedef struct destination {
     bool lasting_ranges; /**< they follow from layout() alone */
     fanin_dtype dtype;   /**< what F32 tensors arrive as; 0: as published */
     bool pinned; /**< by agreed(): CUDA's copy engine may write the memory at base */
+    uint64_t started_ns; /**< when the caller's call began; 0: now */
     /** set by the pull: reads could not be recalled, never free the memory */
     bool leak;
 } destination;

@@ -3,267 +3,29 @@
 #include "convert.h"
 #include "dtype.h"
 #include "error_set.h"
-#include "gpu_finder.h"
+#include "pull/prepared.h"
 #include "pull/pull_session.h"
-#include "versioned.h"
 #include <inttypes.h>
-#include <stdarg.h>
-#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
 #define PAGE ((uintptr_t)4096)
 
 typedef struct memory_destination {
-    const fanin_tensor *tensors;
-    fanin_tensor *own; /* a copy of them, NULL: none is needed */
-    size_t count;
+    const described *all;
+    const places *places;
     fanin_dtype dtype; /* what F32 arrives as, unless F32 is wanted; 0: F32 */
     plan_target *targets;
     size_t n_targets;
     memory_range *ranges;
     size_t n_ranges;
     gpu_finder finder; /* without a driver: nothing in this process is device memory */
-    int32_t *device;   /* of each tensor, -1: host memory */
 } memory_destination;
-
-/* The caller's array may have larger elements than this version knows. */
-static const fanin_tensor *tensor_at(const memory_destination *m, size_t index)
-{
-    return (const fanin_tensor *)((const char *)m->tensors +
-                                  index * m->tensors->struct_size);
-}
-
-/* Those of an older caller's end before this version's do. */
-static bool widen(memory_destination *m)
-{
-    if (m->tensors->struct_size >= sizeof(fanin_tensor))
-        return true;
-    m->own = calloc(m->count, sizeof *m->own);
-    for (size_t i = 0; i < m->count && m->own; i++)
-        versioned_element(&m->own[i], sizeof *m->own, m->tensors, i);
-    m->tensors = m->own;
-    return m->own != NULL;
-}
-
-static bool box_is_empty(const fanin_tensor *t, const fanin_box *box)
-{
-    for (uint32_t d = 0; d < t->n_dims; d++) {
-        if (box->extent[d] == 0)
-            return true;
-    }
-    return false;
-}
-
-/* ------------------------------------------------------------ kinds of memory */
-
-static fanin_status refuse(const fanin_tensor *t, const char *remedy,
-                           fanin_error *error, const char *format, ...)
-    __attribute__((format(printf, 4, 5)));
-
-static fanin_status refuse(const fanin_tensor *t, const char *remedy,
-                           fanin_error *error, const char *format, ...)
-{
-    char what[256];
-    va_list arguments;
-    va_start(arguments, format);
-    vsnprintf(what, sizeof what, format, arguments);
-    va_end(arguments);
-    error_place place = {.phase = "plan", .key = t->name, .remedy = remedy};
-    return error_set(error, FANIN_ERR_ARGUMENT, &place, "%s", what);
-}
-
-/* The device that a box is on, -1: host memory. */
-static fanin_status find_box(memory_destination *m, const fanin_tensor *t,
-                             const fanin_box *box, int32_t *device_out,
-                             fanin_error *error)
-{
-    gpu_range here;
-    fanin_error why = FANIN_ERROR_INIT;
-    bool host = t->memory.kind == FANIN_MEMORY_HOST;
-    *device_out = -1;
-    fanin_status status = gpu_find(&m->finder, box->address, &here, &why);
-    if (status != FANIN_OK && !host)
-        return refuse(t, "pull into memory that is allocated", error,
-                      "CUDA knows no allocation at a box's address: %.180s",
-                      why.message);
-    if (status != FANIN_OK)
-        return FANIN_OK; /* the driver cannot contradict */
-    char wrong[160];
-    const char *remedy = gpu_contradiction(t->memory, &here, wrong);
-    if (remedy)
-        return refuse(t, remedy, error, "%s", wrong);
-    if (!host && here.memory.kind == FANIN_MEMORY_CUDA)
-        *device_out = here.memory.device;
-    return FANIN_OK;
-}
-
-/* Where the tensor's boxes are: one kind of memory, one device, and what the caller says. */
-static fanin_status find_device(memory_destination *m, const fanin_tensor *t,
-                                int32_t *device_out, fanin_error *error)
-{
-    bool first = true;
-    *device_out = -1;
-    if (!m->finder.g && t->memory.kind == FANIN_MEMORY_CUDA)
-        return refuse(
-            t, "let the library find out: FANIN_MEMORY_DETECT", error,
-            "the tensor says CUDA memory, and this process does not use CUDA");
-    for (size_t i = 0; m->finder.g && i < t->n_boxes; i++) {
-        const fanin_box *box = &t->boxes[i];
-        int32_t device;
-        if (!box->address || box_is_empty(t, box))
-            continue;
-        fanin_status status = find_box(m, t, box, &device, error);
-        if (status != FANIN_OK)
-            return status;
-        if (!first && device != *device_out)
-            return refuse(t, "pull them as two tensors of one name, one a device",
-                          error,
-                          "boxes of the tensor are on CUDA devices %d and %d (-1: host "
-                          "memory)",
-                          (int)*device_out, (int)device);
-        *device_out = device;
-        first = false;
-    }
-    return FANIN_OK;
-}
-
-static fanin_status find_devices(memory_destination *m, fanin_error *error)
-{
-    m->finder.g = gpu_present();
-    m->device = malloc(m->count * sizeof *m->device);
-    if (!m->device)
-        return error_set_memory(error);
-    for (size_t i = 0; i < m->count; i++) {
-        fanin_status status = find_device(m, tensor_at(m, i), &m->device[i], error);
-        if (status != FANIN_OK)
-            return status;
-    }
-    return FANIN_OK;
-}
-
-/* -------------------------------------------------------------------- layout */
-
-/* A digest of many short fields: full blocks are digested, each with the digest of those
-   before it. */
-typedef struct summary {
-    size_t used;
-    uint8_t bytes[16384];
-} summary;
-
-/* The most that one tensor adds besides its name, or one box. */
-#define RECORD_MAX (sizeof(uint64_t) * (4 + 3 * FANIN_MAX_DIMS))
-/* Tensors by which memory is asked for in advance: names and boxes of a large adapter are in no
-   cache when the next pull comes, and waiting for each of them takes longer than all the rest. */
-#define AHEAD 8
-#define CACHE_LINE 64
-
-static void close_block(summary *s)
-{
-    digest full = digest_of(s->bytes, s->used);
-    memcpy(s->bytes, &full, sizeof full);
-    s->used = sizeof full;
-}
-
-static void put_name(summary *s, const char *name)
-{
-    size_t size = strlen(name) + 1;
-    while (size > 0) {
-        size_t room = sizeof s->bytes - s->used;
-        size_t here = size < room ? size : room;
-        memcpy(s->bytes + s->used, name, here);
-        s->used += here;
-        name += here;
-        size -= here;
-        if (s->used == sizeof s->bytes)
-            close_block(s);
-    }
-}
-
-/* Where the next record goes: room for RECORD_MAX bytes. */
-static uint8_t *open_record(summary *s)
-{
-    if (sizeof s->bytes - s->used < RECORD_MAX)
-        close_block(s);
-    return s->bytes + s->used;
-}
-
-static void close_record(summary *s, const uint8_t *end)
-{
-    s->used = (size_t)(end - s->bytes);
-}
-
-static uint8_t *put_word(uint8_t *to, uint64_t word)
-{
-    memcpy(to, &word, sizeof word);
-    return to + sizeof word;
-}
-
-/* A call of memcpy() for each array would cost more than the words. */
-static uint8_t *put_words(uint8_t *to, const uint64_t *words, uint32_t n)
-{
-    for (uint32_t i = 0; i < n; i++)
-        to = put_word(to, words[i]);
-    return to;
-}
-
-static void put_box(summary *s, memory_destination *m, const fanin_tensor *t,
-                    int32_t device, const fanin_box *box)
-{
-    gpu_range range;
-    uint8_t *to = open_record(s);
-    to = put_words(to, box->offset, t->n_dims);
-    to = put_words(to, box->extent, t->n_dims);
-    to = put_words(to, (const uint64_t *)box->stride, t->n_dims);
-    to = put_word(to, (uint64_t)(uintptr_t)box->address);
-    /* The ranges follow from the allocations too. */
-    if (device >= 0 && !box_is_empty(t, box) &&
-        gpu_find(&m->finder, box->address, &range, NULL) == FANIN_OK) {
-        to = put_word(to, range.base);
-        to = put_word(to, range.length);
-        to = put_word(to, range.id);
-    }
-    close_record(s, to);
-}
-
-static void put_tensor(summary *s, const fanin_tensor *t, int32_t device)
-{
-    put_name(s, t->name);
-    uint8_t *to = open_record(s);
-    to = put_word(to, (uint64_t)(uint32_t)t->dtype << 32 | t->n_dims);
-    to = put_word(to, (uint64_t)(int64_t)device);
-    to = put_word(to, t->n_boxes);
-    to = put_words(to, t->shape, t->n_dims);
-    close_record(s, to);
-}
-
-static void prefetch(const fanin_tensor *t)
-{
-    const fanin_box *box = t->boxes;
-    __builtin_prefetch(t->name);
-    __builtin_prefetch((const void *)((uintptr_t)t->name + CACHE_LINE));
-    if (t->n_boxes == 0)
-        return;
-    __builtin_prefetch(box->offset);
-    __builtin_prefetch(box->extent);
-    __builtin_prefetch(box->stride);
-    __builtin_prefetch(&box->address);
-}
 
 static digest layout(void *cookie)
 {
-    memory_destination *m = cookie;
-    summary s;
-    s.used = 0;
-    for (size_t i = 0; i < m->count; i++) {
-        const fanin_tensor *t = tensor_at(m, i);
-        if (m->count - i > AHEAD)
-            prefetch(tensor_at(m, i + AHEAD));
-        put_tensor(&s, t, m->device[i]);
-        for (size_t j = 0; j < t->n_boxes; j++)
-            put_box(&s, m, t, m->device[i], &t->boxes[j]);
-    }
-    return digest_of(s.bytes, s.used);
+    const memory_destination *m = cookie;
+    return m->places->layout;
 }
 
 /* ------------------------------------------------------------------ targets */
@@ -272,25 +34,11 @@ static digest layout(void *cookie)
 static void mark(void *cookie, const key_table *keys, bool *marks)
 {
     const memory_destination *m = cookie;
-    for (size_t i = 0; i < m->count; i++) {
-        int64_t key = key_table_find(keys, tensor_at(m, i)->name);
+    for (size_t i = 0; i < m->all->count; i++) {
+        int64_t key = key_table_find(keys, described_at(m->all, i)->name);
         if (key >= 0)
             marks[key] = true;
     }
-}
-
-static fanin_status check_tensor(const fanin_tensor *t, size_t index,
-                                 fanin_error *error)
-{
-    if (!t->name || t->n_dims > FANIN_MAX_DIMS || !fanin_dtype_name(t->dtype) ||
-        (t->n_boxes > 0 && !t->boxes))
-        return refuse(t, NULL, error,
-                      "tensor %zu: name, dtype, dimensions or boxes are invalid",
-                      index);
-    if (t->memory.kind < FANIN_MEMORY_DETECT || t->memory.kind > FANIN_MEMORY_CUDA)
-        return refuse(t, NULL, error, "tensor %zu: there is no memory of kind %d",
-                      index, (int)t->memory.kind);
-    return FANIN_OK;
 }
 
 static fanin_status match(const memory_destination *m, const fanin_tensor *t,
@@ -324,7 +72,7 @@ static fanin_status match(const memory_destination *m, const fanin_tensor *t,
 static fanin_status add_targets(memory_destination *m, size_t index, uint32_t key,
                                 fanin_error *error)
 {
-    const fanin_tensor *t = tensor_at(m, index);
+    const fanin_tensor *t = described_at(m->all, index);
     for (size_t i = 0; i < t->n_boxes; i++) {
         const fanin_box *box = &t->boxes[i];
         plan_target *target = &m->targets[m->n_targets];
@@ -339,7 +87,8 @@ static fanin_status add_targets(memory_destination *m, size_t index, uint32_t ke
         if (block_is_empty(&target->block))
             continue;
         if (!box->address)
-            return refuse(t, NULL, error, "box %zu is not empty and has no address", i);
+            return described_refuse(t, NULL, error,
+                                    "box %zu is not empty and has no address", i);
         m->n_targets++;
     }
     return FANIN_OK;
@@ -351,16 +100,16 @@ static fanin_status prepare(void *cookie, const key_table *keys,
 {
     memory_destination *m = cookie;
     size_t boxes = 0;
-    for (size_t i = 0; i < m->count; i++)
-        boxes += tensor_at(m, i)->n_boxes;
+    for (size_t i = 0; i < m->all->count; i++)
+        boxes += described_at(m->all, i)->n_boxes;
     free(m->targets);
     m->n_targets = 0;
     m->targets = calloc(boxes + 1, sizeof *m->targets);
     if (!m->targets)
         return error_set_memory(error);
-    for (size_t i = 0; i < m->count; i++) {
+    for (size_t i = 0; i < m->all->count; i++) {
         uint32_t key = 0;
-        fanin_status status = match(m, tensor_at(m, i), keys, &key, error);
+        fanin_status status = match(m, described_at(m->all, i), keys, &key, error);
         if (status == FANIN_OK)
             status = add_targets(m, i, key, error);
         if (status != FANIN_OK)
@@ -421,9 +170,9 @@ static memory_range range_of(const fanin_tensor *t, const fanin_box *box)
 static fanin_status stretch_of(memory_destination *m, size_t index,
                                const fanin_box *box, stretch *out, fanin_error *error)
 {
-    const fanin_tensor *t = tensor_at(m, index);
+    const fanin_tensor *t = described_at(m->all, index);
     *out = (stretch){.range = range_of(t, box), .in.memory = {FANIN_MEMORY_HOST, -1}};
-    out->range.device = m->device[index];
+    out->range.device = m->places->device[index];
     if (out->range.device < 0)
         return FANIN_OK;
     fanin_status status = gpu_find(&m->finder, box->address, &out->in, error);
@@ -431,10 +180,10 @@ static fanin_status stretch_of(memory_destination *m, size_t index,
     if (status != FANIN_OK ||
         gpu_find_holds(&m->finder, &out->in, low, low + out->range.length))
         return status;
-    return refuse(t, "check the box's address, extent and strides", error,
-                  "a box reaches beyond its allocation of %" PRIu64
-                  " bytes on CUDA device %d",
-                  out->in.length, (int)out->in.memory.device);
+    return described_refuse(t, "check the box's address, extent and strides", error,
+                            "a box reaches beyond its allocation of %" PRIu64
+                            " bytes on CUDA device %d",
+                            out->in.length, (int)out->in.memory.device);
 }
 
 static int by_base(const void *a, const void *b)
@@ -465,10 +214,10 @@ static fanin_status collect(memory_destination *m, stretch *all, size_t *n_out,
                             fanin_error *error)
 {
     size_t n = 0;
-    for (size_t i = 0; i < m->count; i++) {
-        const fanin_tensor *t = tensor_at(m, i);
+    for (size_t i = 0; i < m->all->count; i++) {
+        const fanin_tensor *t = described_at(m->all, i);
         for (size_t j = 0; j < t->n_boxes; j++) {
-            if (box_is_empty(t, &t->boxes[j]))
+            if (described_box_is_empty(t, &t->boxes[j]))
                 continue;
             fanin_status status = stretch_of(m, i, &t->boxes[j], &all[n++], error);
             if (status != FANIN_OK)
@@ -486,8 +235,8 @@ static fanin_status ranges(void *cookie, const memory_range **out, size_t *n,
     fanin_status status = FANIN_OK;
     if (!m->ranges) {
         size_t boxes = 0;
-        for (size_t i = 0; i < m->count; i++)
-            boxes += tensor_at(m, i)->n_boxes;
+        for (size_t i = 0; i < m->all->count; i++)
+            boxes += described_at(m->all, i)->n_boxes;
         stretch *all = calloc(boxes + 1, sizeof *all);
         m->ranges = calloc(boxes + 1, sizeof *m->ranges);
         status = all && m->ranges ? collect(m, all, &m->n_ranges, error)
@@ -505,76 +254,139 @@ static fanin_status ranges(void *cookie, const memory_range **out, size_t *n,
 
 static void close_memory(memory_destination *m)
 {
-    free(m->own);
     free(m->targets);
-    free(m->device);
     gpu_finder_free(&m->finder);
     free(m->ranges);
 }
 
-/* @p options: checked. What it leaves in @p m is closed in any case. */
-static fanin_status open_memory(memory_destination *m,
-                                const fanin_pull_options *options,
-                                const fanin_tensor *tensors, size_t count,
-                                destination *d, fanin_error *error)
+static destination as_destination(memory_destination *m, uint64_t started_ns)
 {
-    fanin_status status = FANIN_OK;
-    if (!tensors || count == 0 || tensors->struct_size < TENSOR_LEAST)
-        return error_set(error, FANIN_ERR_ARGUMENT, NULL,
-                         "no tensors were given, or their struct_size is not set");
-    *m = (memory_destination){
-        .tensors = tensors, .count = count, .dtype = options->dtype};
-    if (count >= UINT32_MAX)
-        return error_set(error, FANIN_ERR_ARGUMENT, NULL,
-                         "too many tensors are wanted");
-    if (!widen(m))
-        return error_set_memory(error);
-    for (size_t i = 0; i < count && status == FANIN_OK; i++)
-        status = check_tensor(tensor_at(m, i), i, error);
-    *d = (destination){.cookie = m,
-                       .plan_slot = 0,
-                       .wants = {.cookie = m, .name = layout, .mark = mark},
-                       .layout = layout,
-                       .prepare = prepare,
-                       .agreed = agreed,
-                       .ranges = ranges,
-                       .lasting_ranges = true,
-                       .dtype = options->dtype};
-    return status == FANIN_OK ? find_devices(m, error) : status;
+    return (destination){.cookie = m,
+                         .plan_slot = 0,
+                         .wants = {.cookie = m, .name = layout, .mark = mark},
+                         .layout = layout,
+                         .prepare = prepare,
+                         .agreed = agreed,
+                         .ranges = ranges,
+                         .lasting_ranges = true,
+                         .dtype = m->dtype,
+                         .started_ns = started_ns};
+}
+
+/* What is done with the destination: a pull that ends here, or a session that begins. */
+typedef struct use {
+    fanin_client *client;
+    const fanin_pull_options *options;
+    fanin_result **result_out;
+    fanin_session **session_out; /* NULL: a pull */
+    uint64_t started_ns;
+} use;
+
+static fanin_status run(const use *u, memory_destination *m, fanin_error *error)
+{
+    destination d = as_destination(m, u->started_ns);
+    if (u->session_out)
+        return pull_session_open(u->client, u->options, &d, m->all->count,
+                                 u->session_out, error);
+    return pull_run(u->client, u->options, &d, u->result_out, error);
+}
+
+/* Tensors that are described for this call. */
+static fanin_status run_described(const use *u, const fanin_tensor *tensors,
+                                  size_t count, fanin_error *error)
+{
+    described all;
+    places found = {0};
+    memory_destination m = {.all = &all,
+                            .places = &found,
+                            .dtype = u->options->dtype,
+                            .finder = {.g = gpu_present()}};
+    fanin_status status = described_open(&all, tensors, count, error);
+    if (status == FANIN_OK)
+        status = places_find(&all, &m.finder, &found, error);
+    if (status == FANIN_OK)
+        status = run(u, &m, error);
+    close_memory(&m);
+    places_clear(&found);
+    described_close(&all);
+    return status;
+}
+
+static fanin_status run_prepared(const use *u, fanin_destination *prepared,
+                                 fanin_error *error)
+{
+    memory_destination m = {.dtype = u->options->dtype, .finder = {.g = gpu_present()}};
+    if (!prepared)
+        return error_set(error, FANIN_ERR_ARGUMENT, NULL, "the destination is NULL");
+    fanin_status status = prepared_take(prepared, &m.finder, &m.all, &m.places, error);
+    if (status == FANIN_OK)
+        status = run(u, &m, error);
+    close_memory(&m);
+    prepared_give(prepared, m.places);
+    return status;
+}
+
+/* @p checked is for the caller's options. */
+static fanin_status open_use(use *u, fanin_client *client,
+                             const fanin_pull_options *options,
+                             fanin_pull_options *checked, fanin_error *error)
+{
+    *u = (use){.client = client, .options = checked, .started_ns = clock_ns()};
+    return pull_check(client, options, checked, error);
+}
+
+static fanin_status set_session(use *u, fanin_session **session_out, fanin_error *error)
+{
+    u->session_out = session_out;
+    if (!session_out)
+        return error_set(error, FANIN_ERR_ARGUMENT, NULL, "session_out is NULL");
+    return FANIN_OK;
 }
 
 fanin_status fanin_client_pull(fanin_client *client, const fanin_pull_options *options,
                                const fanin_tensor *tensors, size_t count,
                                fanin_result **result_out, fanin_error *error)
 {
+    use u;
     fanin_pull_options checked;
-    memory_destination m = {0};
-    destination d;
-    fanin_status status = pull_check(client, options, &checked, error);
-    if (status != FANIN_OK)
-        return status;
-    status = open_memory(&m, &checked, tensors, count, &d, error);
-    if (status == FANIN_OK)
-        status = pull_run(client, &checked, &d, result_out, error);
-    close_memory(&m);
-    return status;
+    fanin_status status = open_use(&u, client, options, &checked, error);
+    u.result_out = result_out;
+    return status == FANIN_OK ? run_described(&u, tensors, count, error) : status;
+}
+
+fanin_status fanin_client_pull_into(fanin_client *client,
+                                    const fanin_pull_options *options,
+                                    fanin_destination *into, fanin_result **result_out,
+                                    fanin_error *error)
+{
+    use u;
+    fanin_pull_options checked;
+    fanin_status status = open_use(&u, client, options, &checked, error);
+    u.result_out = result_out;
+    return status == FANIN_OK ? run_prepared(&u, into, error) : status;
 }
 
 fanin_status fanin_client_begin(fanin_client *client, const fanin_pull_options *options,
                                 const fanin_tensor *all, size_t count,
                                 fanin_session **session_out, fanin_error *error)
 {
+    use u;
     fanin_pull_options checked;
-    memory_destination m = {0};
-    destination d;
-    fanin_status status = pull_check(client, options, &checked, error);
-    if (status != FANIN_OK)
-        return status;
-    if (!session_out)
-        return error_set(error, FANIN_ERR_ARGUMENT, NULL, "session_out is NULL");
-    status = open_memory(&m, &checked, all, count, &d, error);
+    fanin_status status = open_use(&u, client, options, &checked, error);
     if (status == FANIN_OK)
-        status = pull_session_open(client, &checked, &d, count, session_out, error);
-    close_memory(&m);
-    return status;
+        status = set_session(&u, session_out, error);
+    return status == FANIN_OK ? run_described(&u, all, count, error) : status;
+}
+
+fanin_status fanin_client_begin_into(fanin_client *client,
+                                     const fanin_pull_options *options,
+                                     fanin_destination *into,
+                                     fanin_session **session_out, fanin_error *error)
+{
+    use u;
+    fanin_pull_options checked;
+    fanin_status status = open_use(&u, client, options, &checked, error);
+    if (status == FANIN_OK)
+        status = set_session(&u, session_out, error);
+    return status == FANIN_OK ? run_prepared(&u, into, error) : status;
 }

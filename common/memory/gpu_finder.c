@@ -6,9 +6,6 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* Where there are more, the driver is asked again. */
-#define KNOWN_MAX 1024
-
 static bool holds(const gpu_range *r, const void *address)
 {
     return (uint64_t)(uintptr_t)address - r->base < r->length;
@@ -24,8 +21,8 @@ static int compare_end(const void *address, const void *element)
 static void remember(gpu_finder *f, size_t at, const gpu_range *r)
 {
     if (!f->known)
-        f->known = malloc(KNOWN_MAX * sizeof *f->known);
-    if (!f->known || f->n_known == KNOWN_MAX)
+        f->known = malloc(GPU_FINDER_KNOWN * sizeof *f->known);
+    if (!f->known || f->n_known == GPU_FINDER_KNOWN)
         return;
     memmove(&f->known[at + 1], &f->known[at], (f->n_known - at) * sizeof *f->known);
     f->known[at] = *r;

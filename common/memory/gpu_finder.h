@@ -11,6 +11,8 @@
 #include "gpu.h"
 
 #define GPU_FINDER_STRETCHES 64
+#define GPU_FINDER_KNOWN                                                               \
+    1024 /**< where there are more allocations, the driver is asked again */
 
 /** Zeroed but for the driver. */
 typedef struct gpu_finder {

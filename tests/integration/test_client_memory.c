@@ -73,6 +73,28 @@ static fanin_status pull_session(fanin_client *client, fanin_error *error)
     return status;
 }
 
+/* Described once, pulled twice. */
+static fanin_status pull_prepared(fanin_client *client, fanin_error *error)
+{
+    static uint8_t bytes[1 << 16];
+    const world_tensor *t = &served.tensors[TENSOR];
+    fanin_box box = {.address = bytes};
+    fanin_tensor tensor = world_boxes(t, &box, 1);
+    fanin_destination *into = NULL;
+    assert_true(world_bytes(t) <= sizeof bytes);
+    memcpy(box.extent, t->shape, sizeof box.extent);
+    const fanin_pull_options options = make_options(FANIN_STEP_NEWEST, 0);
+    fanin_status status = fanin_destination_create(&tensor, 1, &into, error);
+    for (int i = 0; i < 2 && status == FANIN_OK; i++) {
+        memset(bytes, 0xee, sizeof bytes);
+        status = fanin_client_pull_into(client, &options, into, NULL, error);
+        if (status == FANIN_OK)
+            world_check(&served, TENSOR, served.ranks[0].step, bytes);
+    }
+    fanin_destination_free(&into);
+    return status;
+}
+
 static void remove_directory(const char *directory)
 {
     static const char *const files[] = {"adapter_model.safetensors",
@@ -181,6 +203,11 @@ static void sessions_recover(void **state)
     check(pull_session);
 }
 
+static void prepared_destinations_recover(void **state)
+{
+    check(pull_prepared);
+}
+
 static void listing_recovers(void **state)
 {
     check(list_all);
@@ -211,6 +238,7 @@ int main(void)
         cmocka_unit_test(single_failures_blame_nobody),
         cmocka_unit_test(directories_recover),
         cmocka_unit_test(sessions_recover),
+        cmocka_unit_test(prepared_destinations_recover),
         cmocka_unit_test(listing_recovers),
         cmocka_unit_test(connecting_recovers),
     };

@@ -138,7 +138,8 @@ typedef struct outcome {
     char reason[512], ranks[4096];
 } outcome;
 
-static bool in_parts; /* pulls are sessions now */
+static bool in_parts;           /* pulls are sessions now */
+static fanin_destination *into; /* and go there, if it is not NULL */
 
 /* Three reads, of which the last is of what the first has read. */
 static fanin_status pull_in_parts(const fanin_pull_options *options, const target *t,
@@ -165,7 +166,9 @@ static outcome pull_with(const fanin_pull_options *options, const target *t)
     outcome o = {.error = FANIN_ERROR_INIT};
     fanin_result *result = NULL;
     fanin_result_info info = {.struct_size = sizeof info};
-    if (in_parts)
+    if (into)
+        o.status = fanin_client_pull_into(b.client, options, into, &result, &o.error);
+    else if (in_parts)
         o.status = pull_in_parts(options, t, &result, &o.error);
     else
         o.status = fanin_client_pull(b.client, options, t->places.wanted,
@@ -602,6 +605,40 @@ static void test_contradictions(void **state)
     target_free(&t);
 }
 
+static void prepare(const target *t)
+{
+    fanin_error error = FANIN_ERROR_INIT;
+    assert_ok(fanin_destination_create(t->places.wanted, b.world.tensors.count, &into,
+                                       &error),
+              error);
+}
+
+/* Prepared once: memory that was freed, and allocated again at the same address, also by another
+   device, is found anew; memory that is not there is refused. */
+static void test_prepared_memory_moves(void **state)
+{
+    target t;
+    set_up(order_of(RANKS, 0, 1), FANIN_PATH_AUTO);
+    target_make(&b.world, 0, FAKE_CUDA_MALLOC, &t);
+    for (size_t i = 0; i < b.world.tensors.count; i++)
+        t.places.wanted[i].memory = (fanin_memory){FANIN_MEMORY_CUDA, -1};
+    prepare(&t);
+    for (int device = 0; device < 2; device++) {
+        expect(&t, FANIN_PATH_CUDA_IPC);
+        expect(&t, FANIN_PATH_CUDA_IPC);
+        fake_cuda_free(t.memory);
+        outcome o = pull(&t);
+        assert_int_equal(o.status, FANIN_ERR_ARGUMENT);
+        uint8_t *again = fake_cuda_alloc(!device, t.places.size, FAKE_CUDA_MALLOC);
+        assert_ptr_equal(again, t.memory);
+        t.bytes = fake_cuda_alias(again);
+        memset(t.bytes, 0xee, t.places.size);
+    }
+    expect(&t, FANIN_PATH_CUDA_IPC);
+    fanin_destination_free(&into);
+    target_free(&t);
+}
+
 /* Both halves of a matrix, on two devices: not as one tensor, but as two of one name. */
 static void test_halves_on_two_devices(void **state)
 {
@@ -854,6 +891,7 @@ int main(int argc, char **argv)
         CASE(test_memory_without_handle),
         CASE(test_invisible_device),
         CASE(test_contradictions),
+        CASE(test_prepared_memory_moves),
         CASE(test_halves_on_two_devices),
         CASE(test_host_destinations),
         CASE(test_too_small_destination),

@@ -41,6 +41,7 @@ extern "C" {
 typedef struct fanin_client fanin_client;
 typedef struct fanin_result fanin_result;
 typedef struct fanin_session fanin_session;
+typedef struct fanin_destination fanin_destination;
 
 /** How bytes travel. */
 typedef int32_t fanin_path;
@@ -402,6 +403,52 @@ FANIN_API FANIN_MUST_CHECK fanin_status fanin_session_end(fanin_session **sessio
  * nothing. Does not block.
  */
 FANIN_API void fanin_session_abandon(fanin_session **session);
+
+/* ---------------------------------------------------- prepared destinations */
+
+/**
+ * Describes a destination once, for pulls that are repeated: copies what @p tensors, as of
+ * fanin_client_pull(), point to but for the boxes' memory, checks it, and finds out where that memory
+ * is. A pull by fanin_client_pull_into() then looks at no description while plan and catalogs
+ * stand: of a large adapter that is most of what it costs besides reading. @p tensors may go or
+ * change when this returns; the destination stays what it was.
+ *
+ * It belongs to no client: any number of them, in any threads, may pull into it (into the same memory
+ * one after the other). It stands through new steps, catalogs, connections and trainers: what does
+ * not fit is found by the pull. CUDA memory that was freed and allocated again at the same address
+ * is found anew, which takes as long as a pull without; host memory must be there for as long as
+ * the destination is used.
+ *
+ * The caller ends *@p destination_out with fanin_destination_free(). Some 400 bytes for each tensor
+ * of one box. Waits for nobody. Thread: any.
+ *
+ * Errors:
+ * - FANIN_ERR_ARGUMENT: no tensors, or one that is wrong in itself, as of fanin_client_pull().
+ * - FANIN_ERR_MEMORY: out of memory.
+ */
+FANIN_API FANIN_MUST_CHECK fanin_status
+fanin_destination_create(const fanin_tensor *tensors, size_t count,
+                         fanin_destination **destination_out, fanin_error *error);
+
+/**
+ * Frees; *@p destination becomes NULL. NULL and *destination == NULL are fine. No call that was
+ * given it may be under way; sessions that were begun into it, and what was pulled, do without.
+ * Does not block. Thread: any.
+ */
+FANIN_API void fanin_destination_free(fanin_destination **destination);
+
+/**
+ * fanin_client_pull() into a prepared destination; NULL is FANIN_ERR_ARGUMENT. Blocks and fails as
+ * that does.
+ */
+FANIN_API FANIN_MUST_CHECK fanin_status fanin_client_pull_into(
+    fanin_client *client, const fanin_pull_options *options, fanin_destination *into,
+    fanin_result **result_out, fanin_error *error);
+
+/** fanin_client_begin() of a prepared destination; likewise. */
+FANIN_API FANIN_MUST_CHECK fanin_status fanin_client_begin_into(
+    fanin_client *client, const fanin_pull_options *options, fanin_destination *into,
+    fanin_session **session_out, fanin_error *error);
 
 /**
  * Writes the publication as a PEFT adapter directory: adapter_model.safetensors,
