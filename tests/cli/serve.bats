@@ -257,6 +257,54 @@ END
     ranks_pid=
 }
 
+# loaded OPTION...: what readers cost a rank on the host that works.
+loaded()
+{
+    run -0 --separate-stderr "$NIXL_FETCH" bench --adapter-shape small --world-size 2 --iterations 1 \
+        --trainer-load product --update-every 50 --json "$@"
+}
+
+@test "bench --trainer-load: readers pull as often as --pause says, and only in their phases" {
+    loaded --pause 60000 --phase 1000 --pairs 2 --readers 0,1,3
+    [ "$(field trainer_load trainers 0 device)" = null ]
+    [ "$(field trainer_load trainers 0 readers 0 pulls)" = "[0, 0]" ]
+    [ "$(field trainer_load trainers 0 readers 1 pulls)" = "[1, 1]" ]
+    # The second and the third begin 20 and 40 s after the first one.
+    [ "$(field trainer_load trainers 0 readers 2 pulls)" = "[1, 1]" ]
+    loaded --phase 1000 --pairs 1 --readers 2 --snapshot
+    [ "$(field trainer_load trainers 0 readers 0 pulls 0)" -gt 2 ]
+    run -0 "$NIXL_FETCH" bench --adapter-shape small --world-size 2 --iterations 1 --trainer-load sweep \
+        --update-every 100 --pairs 1 --readers 0,1
+    has "TRAINER READERS PULLS"
+    grep -Eq '^host +0 +0 .* [+-][0-9.]+ % .* %$' <<<"$output"
+}
+
+@test "bench --trainer-load: Ctrl-C and a rank's death end it within a phase" {
+    for victim in tool rank; do
+        "$NIXL_FETCH" bench --adapter-shape small --world-size 2 --iterations 1 --trainer-load product \
+            --update-every 50 --phase 600000 --readers 8 --pause 5 >out 2>err 3>&- &
+        tool=$!
+        for _ in $(seq 400); do
+            [ "$(find "/proc/$tool/task" -mindepth 1 -maxdepth 1 2>/dev/null | wc -l)" -lt 9 ] || break
+            sleep 0.05
+        done
+        status=0
+        if [ $victim = tool ]; then
+            kill -INT "$tool"
+        else
+            kill -KILL "$(pgrep -P "$tool" -x nixl-rank-1)"
+        fi
+        timeout 20 tail --pid="$tool" -s 0.05 -f /dev/null
+        wait "$tool" || status=$?
+        if [ $victim = tool ]; then
+            [ "$status" -eq 130 ]
+        else
+            [ "$status" -eq 13 ]
+            grep -q "rank 1" err
+        fi
+    done
+}
+
 @test "bench with ranks of its own prints limits and leaves no process" {
     run -0 --separate-stderr "$NIXL_FETCH" bench --adapter-shape small --world-size 3 --iterations 3 --json
     [ "$(field world_size)" = 3 ]

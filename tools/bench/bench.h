@@ -1,9 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/** @file Parts of `bench`: figures over several pulls, limits beside them, a trainer's loss. */
+/** @file Parts of `bench`: figures over several pulls, limits beside them, a trainer's loss, files. */
 #ifndef BENCH_H
 #define BENCH_H
 
 #include "bench/arena.h"
+#include "bench/stats.h"
 #include "fetch/check.h"
 #include "trainer/device_driver.h"
 #include "trainer/ranks.h"
@@ -18,7 +19,9 @@ enum {
     BENCH_MAX_PHASES = 16,
     BENCH_MAX_LIMITS = 32,
     BENCH_MAX_ROUNDS = 100,
-    BENCH_LOSS_PAIRS = 7,
+    BENCH_MAX_PAIRS = 32,
+    BENCH_MAX_COUNTS = 8,
+    BENCH_MAX_READERS = 256,
 };
 
 /** Samples of every phase of report_phases, in nanoseconds. */
@@ -31,23 +34,16 @@ void bench_samples_init(bench_samples *s, uint32_t iterations);
 void bench_samples_add(bench_samples *s, const fanin_result_info *info);
 void bench_samples_free(bench_samples *s);
 
-typedef struct bench_figure {
-    uint64_t median, least, most;
-} bench_figure;
-
 /** Over samples first .. first+count-1 of phase number @p phase. */
-bench_figure bench_figure_part(const bench_samples *s, uint32_t phase, uint32_t first,
+stats_figure bench_figure_part(const bench_samples *s, uint32_t phase, uint32_t first,
                                uint32_t count);
-/** Over @p count values, which are sorted. */
-bench_figure bench_figure_make(uint64_t *values, uint32_t count);
-
 /** What the machine does without this library. */
 typedef struct bench_limit {
     char name[80];
     char problem[160]; /**< why there is no figure, "": there is one */
     uint64_t bytes, pieces;
     uint32_t threads; /**< of the CPU; 0: it has no part in it */
-    bench_figure ns;
+    stats_figure ns;
 } bench_limit;
 
 typedef struct bench_limits {
@@ -86,15 +82,20 @@ void bench_device_copies(bench_limits *limits, const bench_spread *spread, int t
 void bench_file_pages(bench_limits *limits, const bench_spread *spread,
                       const char *directory, uint64_t bytes);
 
-/** What pulls without pause cost a rank that works. */
+/** What so many readers cost a rank that works; a share of its time. */
+typedef struct bench_loss_row {
+    double ratio
+        [BENCH_MAX_PAIRS]; /**< a step's time before and after over that with readers */
+    double loss, least, most; /**< one minus them: median, and of all pairs */
+    double step_ns;           /**< median */
+} bench_loss_row;
+
 typedef struct bench_loss {
     uint32_t rank;
     int device;
-    uint32_t pairs;
-    double rate_idle; /**< units a second with nobody pulling, median */
-    double
-        ratio[BENCH_LOSS_PAIRS]; /**< rate while pulled over that before and after it */
-    double median;               /**< of the ratios */
+    double step_idle_ns,
+        units; /**< of a step with nobody pulling: time, median; work */
+    bench_loss_row rows[BENCH_MAX_COUNTS];
 } bench_loss;
 
 /** A further rank of the engine, which pulls its part at the same time. */
@@ -114,9 +115,9 @@ typedef struct bench {
     const command *self;
     invocation line;
     trainer_options trainer;
-    char *dest, *pull_dtype, *load_name, *layout, **mappings;
+    char *dest, *pull_dtype, *load_name, *layout, **mappings, *readers;
     int iterations, cold, repeat, commits, check_all, spare_file, verify, update_every,
-        pause, workers;
+        pause, workers, pairs, phase_ms;
     engine_shape shape; /**< of layout */
 
     rank_options rank_options;
@@ -136,11 +137,14 @@ typedef struct bench {
     fanin_result_info last;
     char reason[256];
     uint64_t peak_bytes, serial;
-    bench_loss losses[DEVICE_MAX];
+    uint32_t counts[BENCH_MAX_COUNTS], n_counts; /**< of readers */
+    bench_loss losses[DEVICE_MAX + 1];
     size_t n_losses;
-    uint64_t loss_pulls;
+    uint32_t loss_pulls[BENCH_MAX_PAIRS][BENCH_MAX_COUNTS]; /**< of each phase */
 } bench;
 
+/** What the command line says of each pull. */
+void bench_pull_options(const bench *b, fanin_pull_options *out);
 /** One pull; @p info is filled but for its strings. */
 fanin_status bench_pull(bench *b, bool check, fanin_result_info *info,
                         fanin_error *error);
@@ -156,7 +160,22 @@ void bench_close_workers(bench *b);
 fanin_status bench_pull_workers(bench *b, const fanin_pull_options *options, bool check,
                                 fanin_result_info *info, fanin_error *error);
 
-/** Pulls in every other second while ranks work, to fill b->losses: 0, or an exit status after a
+/** Readers, each a client in a thread of its own, the first one b's: @p count of them, which have
+    pulled once and wait. 0, or an exit status after a message; to be freed in either case. */
+typedef struct bench_readers bench_readers;
+int bench_readers_open(bench *b, uint32_t count, bench_readers **out);
+/** The first @p active of them pull from now on, b->pause apart. */
+void bench_readers_begin(bench_readers *all, uint32_t active);
+/** Waits for those that pull, and no more begin; *@p pulls_out: how many pulls there were. 0, or an
+    exit status after a message. */
+int bench_readers_end(bench_readers *all, uint32_t *pulls_out);
+/** Those that pull give up. */
+void bench_readers_cancel(bench_readers *all);
+void bench_readers_free(bench_readers **inout);
+
+/** Checks --readers, --pairs and --phase. 0, or an exit status after a message. */
+int bench_trainer_resolve(bench *b);
+/** Phases with and without readers while ranks work, to fill b->losses: 0, or an exit status after a
     message. */
 int bench_trainer(bench *b);
 

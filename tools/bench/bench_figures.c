@@ -33,31 +33,13 @@ void bench_samples_free(bench_samples *s)
     *s = (bench_samples){0};
 }
 
-static int ascending(const void *a, const void *b)
-{
-    uint64_t x = *(const uint64_t *)a;
-    uint64_t y = *(const uint64_t *)b;
-    return (x > y) - (x < y);
-}
-
-bench_figure bench_figure_make(uint64_t *values, uint32_t count)
-{
-    if (count == 0) {
-        return (bench_figure){0};
-    }
-    qsort(values, count, sizeof values[0], ascending);
-    uint64_t low = values[(count - 1) / 2];
-    return (bench_figure){low + (values[count / 2] - low) / 2, values[0],
-                          values[count - 1]};
-}
-
-bench_figure bench_figure_part(const bench_samples *s, uint32_t phase, uint32_t first,
+stats_figure bench_figure_part(const bench_samples *s, uint32_t phase, uint32_t first,
                                uint32_t count)
 {
     uint64_t *copy = output_require(malloc(((size_t)count + 1) * sizeof copy[0]));
     memcpy(copy, s->values + (size_t)phase * s->capacity + first,
            count * sizeof copy[0]);
-    bench_figure figure = bench_figure_make(copy, count);
+    stats_figure figure = stats_figure_of(copy, count);
     free(copy);
     return figure;
 }
@@ -81,6 +63,6 @@ void bench_limit_end(bench_limit *limit, uint64_t *times, uint32_t count,
     if (problem != NULL) {
         snprintf(limit->problem, sizeof limit->problem, "%.150s", problem);
     } else {
-        limit->ns = bench_figure_make(times, count);
+        limit->ns = stats_figure_of(times, count);
     }
 }

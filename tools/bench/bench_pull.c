@@ -48,17 +48,22 @@ static fanin_status pull_directory(bench *b, const fanin_pull_options *options,
     return status;
 }
 
+void bench_pull_options(const bench *b, fanin_pull_options *out)
+{
+    fanin_pull_options_init(out, sizeof *out);
+    out->publication = b->session.publication;
+    out->timeout_ms = b->line.common.timeout_ms;
+    out->dtype = b->half;
+    out->spare_file = b->spare_file != 0;
+    out->verify = b->verify != 0;
+}
+
 fanin_status bench_pull(bench *b, bool check, fanin_result_info *info,
                         fanin_error *error)
 {
     fanin_pull_options options;
     char path[4096];
-    fanin_pull_options_init(&options, sizeof options);
-    options.publication = b->session.publication;
-    options.timeout_ms = b->line.common.timeout_ms;
-    options.dtype = b->half;
-    options.spare_file = b->spare_file != 0;
-    options.verify = b->verify != 0;
+    bench_pull_options(b, &options);
     *info = (fanin_result_info){.struct_size = sizeof *info};
     if (!b->directory) {
         return bench_pull_workers(b, &options, check, info, error);

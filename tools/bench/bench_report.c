@@ -14,7 +14,7 @@ enum { FIRST_COMMITS = 2 };
 
 /* Timed commits of a rank; false: there are none. */
 static bool commits_of(const bench *b, uint32_t rank, uint32_t *count_out,
-                       bench_figure *out)
+                       stats_figure *out)
 {
     uint64_t ns[RANK_COMMITS];
     uint32_t count = ranks_commits(b->ranks, rank, ns);
@@ -22,7 +22,7 @@ static bool commits_of(const bench *b, uint32_t rank, uint32_t *count_out,
         return false;
     }
     *count_out = count - FIRST_COMMITS;
-    *out = bench_figure_make(ns + FIRST_COMMITS, *count_out);
+    *out = stats_figure_of(ns + FIRST_COMMITS, *count_out);
     return true;
 }
 
@@ -32,27 +32,29 @@ static bool has_commits(const bench *b)
 }
 
 /* Medians of the ranks, over the ranks. */
-static bench_figure commits_of_all(const bench *b)
+static stats_figure commits_of_all(const bench *b)
 {
     uint32_t size = b->rank_options.world_size;
     uint64_t *medians = output_require(calloc(size + 1, sizeof medians[0]));
     uint32_t n = 0;
     for (uint32_t rank = 0; rank < size; rank++) {
         uint32_t count;
-        bench_figure one;
+        stats_figure one;
         if (commits_of(b, rank, &count, &one)) {
             medians[n++] = one.median;
         }
     }
-    bench_figure figure = bench_figure_make(medians, n);
+    stats_figure figure = stats_figure_of(medians, n);
     free(medians);
     return figure;
 }
 
-static json_t *figure_json(bench_figure f)
+static json_t *figure_json(stats_figure f)
 {
-    return output_object("median_ns", output_u64(f.median), "min_ns",
-                         output_u64(f.least), "max_ns", output_u64(f.most), NULL);
+    return output_object("median_ns", output_u64(f.median), "p90_ns", output_u64(f.p90),
+                         "p99_ns", output_u64(f.p99), "min_ns", output_u64(f.least),
+                         "max_ns", output_u64(f.most), "count", output_u64(f.count),
+                         NULL);
 }
 
 static json_t *limits_json(const bench *b)
@@ -75,7 +77,7 @@ static json_t *commits_json(const bench *b)
     json_t *list = json_array();
     for (uint32_t rank = 0; rank < b->rank_options.world_size; rank++) {
         uint32_t count;
-        bench_figure figure;
+        stats_figure figure;
         if (commits_of(b, rank, &count, &figure)) {
             json_t *one = figure_json(figure);
             output_set(one, "rank", output_u64(rank), "commits", output_u64(count),
@@ -87,22 +89,48 @@ static json_t *commits_json(const bench *b)
     return o;
 }
 
+static json_t *loss_json(const bench *b, const bench_loss *l, uint32_t number)
+{
+    const bench_loss_row *row = &l->rows[number];
+    json_t *ratios = json_array();
+    json_t *pulls = json_array();
+    for (int i = 0; i < b->pairs; i++) {
+        json_array_append_new(ratios, json_real(row->ratio[i]));
+        json_array_append_new(pulls, output_u64(b->loss_pulls[i][number]));
+    }
+    return output_object("readers", output_u64(b->counts[number]), "step_ns",
+                         json_real(row->step_ns), "loss", json_real(row->loss),
+                         "loss_min", json_real(row->least), "loss_max",
+                         json_real(row->most), "ratios", ratios, "pulls", pulls, NULL);
+}
+
 static json_t *losses_json(const bench *b)
 {
     json_t *list = json_array();
     for (size_t i = 0; i < b->n_losses; i++) {
         const bench_loss *l = &b->losses[i];
-        json_t *ratios = json_array();
-        for (uint32_t j = 0; j < l->pairs; j++) {
-            json_array_append_new(ratios, json_real(l->ratio[j]));
+        json_t *rows = json_array();
+        for (uint32_t j = 0; j < b->n_counts; j++) {
+            json_array_append_new(rows, loss_json(b, l, j));
         }
-        json_array_append_new(list, json_pack("{s:i, s:i, s:f, s:f, s:f, s:o}", "rank",
-                                              (int)l->rank, "device", l->device, "rate",
-                                              l->rate_idle, "rate_size",
-                                              device_load_size(b->rank_options.load),
-                                              "loss", 1 - l->median, "ratios", ratios));
+        double size = device_load_size(l->device, b->rank_options.load);
+        json_array_append_new(
+            list,
+            output_object("rank", output_u64(l->rank), "device", output_rank(l->device),
+                          "rate", json_real(l->units / l->step_idle_ns * 1e9),
+                          "rate_size", json_real(size), "step_ns",
+                          json_real(l->step_idle_ns), "readers", rows, NULL));
     }
     return list;
+}
+
+static json_t *trainer_json(const bench *b)
+{
+    return output_object("load", output_string(b->load_name), "phase_ns",
+                         output_u64((uint64_t)b->phase_ms * 1000000), "update_every_ns",
+                         output_u64((uint64_t)b->update_every * 1000000), "pause_ns",
+                         output_u64((uint64_t)b->pause * 1000000), "trainers",
+                         losses_json(b), NULL);
 }
 
 /* Medians of each round of pulls. */
@@ -113,7 +141,7 @@ static json_t *rounds_json(const bench *b)
     for (uint32_t first = 0; first + each <= b->samples.count; first += each) {
         json_t *o = json_object();
         for (uint32_t i = 0; report_phases[i].name != NULL; i++) {
-            bench_figure f = bench_figure_part(&b->samples, i, first, each);
+            stats_figure f = bench_figure_part(&b->samples, i, first, each);
             output_set(o, report_phases[i].name, output_u64(f.median), NULL);
         }
         json_array_append_new(list, o);
@@ -126,7 +154,7 @@ void bench_tell_json(const bench *b)
     json_t *phases = json_object();
     json_t *o = json_object();
     for (uint32_t i = 0; report_phases[i].name != NULL; i++) {
-        bench_figure f = bench_figure_part(&b->samples, i, 0, b->samples.count);
+        stats_figure f = bench_figure_part(&b->samples, i, 0, b->samples.count);
         output_set(phases, report_phases[i].name, figure_json(f), NULL);
         if (strcmp(report_phases[i].name, "total") == 0) {
             double rate = (double)b->last.bytes / (double)f.median * 1e9;
@@ -150,17 +178,17 @@ void bench_tell_json(const bench *b)
         output_set(o, "commit", commits_json(b), NULL);
     }
     if (b->n_losses > 0) {
-        output_set(o, "trainers", losses_json(b), "trainers_pulls",
-                   output_u64(b->loss_pulls), NULL);
+        output_set(o, "trainer_load", trainer_json(b), NULL);
     }
     output_set(o, "peak_resident_bytes", output_u64(b->peak_bytes), NULL);
     output_json(o);
 }
 
-static void add_figure(struct libscols_table *table, const char *name, bench_figure f,
+static void add_figure(struct libscols_table *table, const char *name, stats_figure f,
                        uint64_t bytes)
 {
-    output_row(table, NULL, name, output_duration(f.median).s,
+    output_row(table, NULL, name, output_number(f.count).s, output_duration(f.median).s,
+               output_duration(f.p90).s, output_duration(f.p99).s,
                output_duration(f.least).s, output_duration(f.most).s,
                bytes > 0 ? output_rate(bytes, f.median).s : NULL);
 }
@@ -182,19 +210,49 @@ static void add_limits(const bench *b, struct libscols_table *table)
     }
 }
 
+static void add_loss(const bench *b, struct libscols_table *table, const bench_loss *l,
+                     const char *name, uint32_t number)
+{
+    const bench_loss_row *row = &l->rows[number];
+    char loss[3][32];
+    const double values[3] = {row->loss, row->least, row->most};
+    uint64_t pulls = 0;
+    for (int i = 0; i < 3; i++) {
+        snprintf(loss[i], sizeof loss[i], "%+.3f %%", 100 * values[i]);
+    }
+    for (int i = 0; i < b->pairs; i++) {
+        pulls += b->loss_pulls[i][number];
+    }
+    output_row(table, NULL, name, output_number(b->counts[number]).s,
+               output_number(pulls).s, output_duration((uint64_t)row->step_ns).s,
+               loss[0], loss[1], loss[2]);
+}
+
 static void tell_trainers(const bench *b)
 {
     bool product = b->rank_options.load == DEVICE_LOAD_PRODUCT;
+    struct libscols_table *table =
+        output_table("TRAINER READERS> PULLS> STEP> LOSS> LEAST> MOST>");
     for (size_t i = 0; i < b->n_losses; i++) {
         const bench_loss *l = &b->losses[i];
-        double rate = l->rate_idle * device_load_size(b->rank_options.load) / 1e12;
-        printf("trainer on GPU %d: %.1f %s alone; loses %.2f %% while it is pulled "
-               "(%" PRIu64 " pulls)\n",
-               l->device, rate,
-               product ? "Tflop/s of products of halves, 4096 by 4096,"
-                       : "TB/s of sweeps over memory",
-               100 * (1 - l->median), b->loss_pulls);
+        char name[40] = "host";
+        if (l->device != DEVICE_HOST) {
+            snprintf(name, sizeof name, "GPU %d", l->device);
+        }
+        double rate = l->units / l->step_idle_ns *
+                      device_load_size(l->device, b->rank_options.load);
+        printf("trainer, %s: %.3g %s alone\n", name, rate,
+               product ? "Gflop/s of products of matrices"
+                       : "GB/s of sweeps over memory");
+        for (uint32_t j = 0; j < b->n_counts; j++) {
+            add_loss(b, table, l, name, j);
+        }
     }
+    printf("%d phases of %d ms for each number of readers, each between two without; "
+           "readers pause %d ms, ranks update every %d ms%s\n",
+           b->pairs, b->phase_ms, b->pause, b->update_every,
+           b->trainer.snapshot ? ", snapshots" : "");
+    output_print(table);
 }
 
 static void tell_head(const bench *b)
@@ -221,11 +279,12 @@ static void tell_head(const bench *b)
 
 void bench_tell_text(const bench *b)
 {
-    struct libscols_table *table = output_table("PHASE MEDIAN> MIN> MAX> RATE>");
+    struct libscols_table *table =
+        output_table("PHASE N> MEDIAN> P90> P99> MIN> MAX> RATE>");
     tell_head(b);
     for (uint32_t i = 0; report_phases[i].name != NULL; i++) {
         const char *name = report_phases[i].name;
-        bench_figure f = bench_figure_part(&b->samples, i, 0, b->samples.count);
+        stats_figure f = bench_figure_part(&b->samples, i, 0, b->samples.count);
         bool moves = strcmp(name, "read") == 0 || strcmp(name, "verify") == 0 ||
                      strcmp(name, "total") == 0;
         if (f.most > 0) {
@@ -243,6 +302,8 @@ void bench_tell_text(const bench *b)
                          b->limits.items[i].problem);
         }
     }
-    tell_trainers(b);
+    if (b->n_losses > 0) {
+        tell_trainers(b);
+    }
     printf("peak resident set %s\n", output_bytes(b->peak_bytes).s);
 }

@@ -281,10 +281,7 @@ static int resolve(bench *b)
     if (b->rank_options.load == DEVICE_LOAD_NONE) {
         return failure_usage(name, "--trainer-load is product or sweep");
     }
-    if (b->trainer.device == NULL || b->line.parsed.count > 0) {
-        return failure_usage(name, "--trainer-load is for own ranks with --device");
-    }
-    return 0;
+    return bench_trainer_resolve(b);
 }
 
 static int check_numbers(const bench *b)
@@ -309,7 +306,8 @@ static int check_idle(const bench *b)
         "model r fused adapter-shape dtype adapter full layers shrink model-dir device "
         "snapshot cast "
         "no-stream-commit base-port bind replicate shard-dim lease-ms data-threads "
-        "allow open name trusted-network world-id commits trainer-load update-every";
+        "allow open name trusted-network world-id commits trainer-load update-every "
+        "readers pairs phase";
     const arguments *parsed = &b->line.parsed;
     const char *given = parsed->count > 0 ? options_given(parsed, own) : NULL;
     if (given != NULL) {
@@ -322,8 +320,9 @@ static int check_idle(const bench *b)
     if (b->spare_file && !b->directory) {
         return failure_usage(b->self->name, "--spare-file needs a directory as --dest");
     }
-    if (b->load_name == NULL && options_given(parsed, "update-every") != NULL) {
-        return failure_usage(b->self->name, "--update-every needs --trainer-load");
+    given = options_given(parsed, "update-every readers pairs phase");
+    if (b->load_name == NULL && given != NULL) {
+        return failure_usage(b->self->name, "--%s needs --trainer-load", given);
     }
     return 0;
 }
@@ -342,8 +341,8 @@ static int check_usage(bench *b)
         return failure_usage(b->self->name, "unexpected argument '%s'",
                              b->line.parsed.positional[1]);
     }
-    code = resolve(b);
-    code = code != 0 ? code : resolve_layout(b);
+    code = resolve_layout(b);
+    code = code != 0 ? code : resolve(b);
     code = code != 0 ? code : check_idle(b);
     if (code != 0 || b->line.parsed.count == 0) {
         return code;
@@ -401,6 +400,13 @@ static struct poptOption option_table[] = {
      "KIND"},
     {"update-every", 0, POPT_ARG_INT, &whole.update_every, 0,
      "how often those ranks update (default 1000)", "MS"},
+    {"readers", 0, POPT_ARG_STRING, &whole.readers, 0,
+     "so many readers at once, --pause apart, in turn; 0 shows the noise (default 1)",
+     "N[,N...]"},
+    {"phase", 0, POPT_ARG_INT, &whole.phase_ms, 0,
+     "how long each lasts (default three updates)", "MS"},
+    {"pairs", 0, POPT_ARG_INT, &whole.pairs, 0,
+     "how often each is compared with nobody pulling (default 7)", "N"},
     {NULL, 0, POPT_ARG_INCLUDE_TABLE, whole.trainer.source_part, 0,
      "What own ranks serve:", NULL},
     {NULL, 0, POPT_ARG_INCLUDE_TABLE, whole.trainer.publishing_part, 0,
@@ -419,6 +425,7 @@ static int run(const command *self, int argc, const char **argv)
                     .repeat = 1,
                     .commits = 20,
                     .update_every = 1000,
+                    .pairs = 7,
                     .dest_device = DEVICE_HOST,
                     .arena.device = DEVICE_HOST};
     int code;

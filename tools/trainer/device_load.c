@@ -9,11 +9,14 @@
 
 enum {
     SIDE = 4096, /* of the matrices; a multiple of the kernel's tile */
+    HOST_SIDE = 192,
     BATCH_NS = 20000000,
+    HOST_BATCH_NS = 5000000,
     MOST_UNITS = 1000,
     TRIALS = 3,
 };
 #define SWEEP_BYTES (UINT64_C(512) << 20)
+#define HOST_SWEEP_BYTES (UINT64_C(64) << 20)
 
 struct device_load {
     int device;
@@ -22,6 +25,62 @@ struct device_load {
     void *stream, *kernel;
     void *memory[3];
 };
+
+/* ------------------------------------------------------------------------ the host */
+
+static void host_product(const float *a, const float *b, float *c)
+{
+    for (size_t i = 0; i < HOST_SIDE; i++) {
+        float *row = c + i * HOST_SIDE;
+        for (size_t j = 0; j < HOST_SIDE; j++) {
+            row[j] = 0;
+        }
+        for (size_t k = 0; k < HOST_SIDE; k++) {
+            float factor = a[i * HOST_SIDE + k];
+            for (size_t j = 0; j < HOST_SIDE; j++) {
+                row[j] += factor * b[k * HOST_SIDE + j];
+            }
+        }
+    }
+}
+
+static void host_sweep(const float *a, float *c)
+{
+    for (size_t i = 0; i < HOST_SWEEP_BYTES / sizeof a[0]; i++) {
+        c[i] = c[i] / 2 + a[i];
+    }
+}
+
+static void host_run(const device_load *l, uint32_t units)
+{
+    for (uint32_t i = 0; i < units; i++) {
+        if (l->kind == DEVICE_LOAD_PRODUCT) {
+            host_product(l->memory[0], l->memory[1], l->memory[2]);
+        } else {
+            host_sweep(l->memory[0], l->memory[2]);
+        }
+    }
+}
+
+static fanin_status host_make(device_load *l, fanin_error *error)
+{
+    uint64_t bytes = l->kind == DEVICE_LOAD_PRODUCT
+                         ? (uint64_t)HOST_SIDE * HOST_SIDE * sizeof(float)
+                         : HOST_SWEEP_BYTES;
+    for (int i = 0; i < 3; i++) {
+        if (posix_memalign(&l->memory[i], 64, bytes) != 0) {
+            l->memory[i] = NULL;
+            return failure_memory(error, "the trainer's load");
+        }
+        float *numbers = l->memory[i];
+        for (size_t n = 0; n < bytes / sizeof numbers[0]; n++) {
+            numbers[n] = (float)(n % 251) / 251;
+        }
+    }
+    return FANIN_OK;
+}
+
+/* ---------------------------------------------------------------------- the devices */
 
 static fanin_status allocate(device_load *l, uint64_t operand, uint64_t result,
                              fanin_error *error)
@@ -71,42 +130,44 @@ static fanin_status queue(device_load *l, uint32_t units, fanin_error *error)
     return FANIN_OK;
 }
 
+static fanin_status run_units(device_load *l, uint32_t units, fanin_error *error)
+{
+    if (l->device == DEVICE_HOST) {
+        host_run(l, units);
+        return FANIN_OK;
+    }
+    fanin_status status = queue(l, units, error);
+    return status == FANIN_OK ? device_wait(l->device, l->stream, error) : status;
+}
+
 /* Finds the size of a batch. */
 static fanin_status calibrate(device_load *l, fanin_error *error)
 {
     uint64_t least = UINT64_MAX;
     for (int i = 0; i < TRIALS; i++) {
         uint64_t start = progress_now_ns();
-        fanin_status status = queue(l, 1, error);
-        status = status != FANIN_OK ? status : device_wait(l->device, l->stream, error);
+        fanin_status status = run_units(l, 1, error);
         if (status != FANIN_OK) {
             return status;
         }
         uint64_t took = progress_now_ns() - start;
         least = took < least ? took : least;
     }
-    uint64_t units = BATCH_NS / (least > 0 ? least : 1);
+    uint64_t batch = l->device == DEVICE_HOST ? HOST_BATCH_NS : BATCH_NS;
+    uint64_t units = batch / (least > 0 ? least : 1);
     l->units = units < 1 ? 1 : units > MOST_UNITS ? MOST_UNITS : (uint32_t)units;
     return FANIN_OK;
 }
 
-fanin_status device_load_make(int device, device_load_kind kind, device_load **out,
-                              fanin_error *error)
+static fanin_status make(device_load *l, fanin_error *error)
 {
-    device_load *l = calloc(1, sizeof *l);
-    *out = l;
-    if (l == NULL) {
-        return failure_set(error, FANIN_ERR_MEMORY, "free memory", "out of memory");
-    }
-    bool product = kind == DEVICE_LOAD_PRODUCT;
+    bool product = l->kind == DEVICE_LOAD_PRODUCT;
     uint64_t operand = product ? (uint64_t)SIDE * SIDE * 2 : SWEEP_BYTES;
     uint64_t result = product ? (uint64_t)SIDE * SIDE * 4 : SWEEP_BYTES;
-    l->device = device;
-    l->kind = kind;
-    fanin_status status = device_open(device, error);
-    status = status != FANIN_OK ? status : device_stream(device, &l->stream, error);
+    fanin_status status = device_open(l->device, error);
+    status = status != FANIN_OK ? status : device_stream(l->device, &l->stream, error);
     if (status == FANIN_OK) {
-        status = device_kernel(device, device_load_image(),
+        status = device_kernel(l->device, device_load_image(),
                                product ? DEVICE_PRODUCT_KERNEL : DEVICE_SWEEP_KERNEL,
                                &l->kernel, error);
     }
@@ -116,6 +177,20 @@ fanin_status device_load_make(int device, device_load_kind kind, device_load **o
             status = fill(l, l->memory[i], i == 2 ? result : operand, error);
         }
     }
+    return status;
+}
+
+fanin_status device_load_make(int device, device_load_kind kind, device_load **out,
+                              fanin_error *error)
+{
+    device_load *l = calloc(1, sizeof *l);
+    *out = l;
+    if (l == NULL) {
+        return failure_memory(error, "the trainer's load");
+    }
+    l->device = device;
+    l->kind = kind;
+    fanin_status status = device == DEVICE_HOST ? host_make(l, error) : make(l, error);
     return status == FANIN_OK ? calibrate(l, error) : status;
 }
 
@@ -131,7 +206,11 @@ void device_load_free(device_load **load)
         device_stream_free(l->device, l->stream);
     }
     for (int i = 0; i < 3; i++) {
-        device_free(l->device, l->memory[i]);
+        if (l->device == DEVICE_HOST) {
+            free(l->memory[i]);
+        } else {
+            device_free(l->device, l->memory[i]);
+        }
     }
     free(l);
     *load = NULL;
@@ -139,13 +218,13 @@ void device_load_free(device_load **load)
 
 fanin_status device_load_run(device_load *load, uint64_t *units_out, fanin_error *error)
 {
-    fanin_status status = queue(load, load->units, error);
     *units_out = load->units;
-    return status == FANIN_OK ? device_wait(load->device, load->stream, error) : status;
+    return run_units(load, load->units, error);
 }
 
-double device_load_size(device_load_kind kind)
+double device_load_size(int device, device_load_kind kind)
 {
-    return kind == DEVICE_LOAD_PRODUCT ? 2.0 * SIDE * SIDE * SIDE
-                                       : 3.0 * (double)SWEEP_BYTES;
+    double side = device == DEVICE_HOST ? HOST_SIDE : SIDE;
+    double bytes = (double)(device == DEVICE_HOST ? HOST_SWEEP_BYTES : SWEEP_BYTES);
+    return kind == DEVICE_LOAD_PRODUCT ? 2 * side * side * side : 3 * bytes;
 }

@@ -54,8 +54,9 @@ typedef struct rank_options {
     bool
         readers_gone; /**< at the end all readers have closed: the ranks wait to see it */
     rank_publishing publishing;
-    /** What the first rank of each device does between updates, from ranks_phase() on; it and
-        the others update until the phases end, not before. */
+    /** What the first rank of each device, and of the host, does between updates, from
+        ranks_phase() on; it and the others update until the phases end, not before. The first such
+        stretch lasts update_every_ms, the others have as much work. */
     device_load_kind load;
 } rank_options;
 
@@ -64,11 +65,11 @@ typedef struct rank_extent {
     uint64_t address, bytes;
 } rank_extent;
 
-enum { RANK_COMMITS = 64, RANK_PHASES = 64 };
+enum { RANK_COMMITS = 64, RANK_PHASES = 1024 };
 
-/** Work that a rank did in a phase. */
+/** Whole steps of a rank that lay in a phase, each with its update. */
 typedef struct rank_work {
-    uint64_t units, ns;
+    uint64_t steps, units, ns;
 } rank_work;
 
 /** What a rank tells its parent and the other ranks. */

@@ -35,9 +35,11 @@ typedef struct life {
     published *runs;
     fanin_server *server;
     device_load *load; /**< NULL: does not work between updates */
+    uint32_t batches;  /**< of work between two updates; 0: to be found out */
     /* of the phase that is counted */
     uint32_t phase;
-    uint64_t phase_start, units;
+    uint64_t phase_start;
+    rank_work work;
 } life;
 
 static rank_board *board_of_handler;
@@ -300,40 +302,45 @@ static bool barrier(const life *l)
     return l->options->uncoupled || rank_board_barrier(l->board, l->rank);
 }
 
-/* Counts a batch of work, which belongs to the phase in which it began and ended. */
-static void count_work(life *l, uint64_t units)
+/* Counts a step, which belongs to the phase in which it began and ended. */
+static void count_step(life *l, uint64_t units)
 {
     uint64_t now = progress_now_ns();
     uint32_t phase = atomic_load(&l->board->phase);
     if (phase != l->phase) {
         l->phase = phase;
         l->phase_start = now;
-        l->units = 0;
+        l->work = (rank_work){0};
         return;
     }
-    l->units += units;
+    l->work.steps++;
+    l->work.units += units;
+    l->work.ns = now - l->phase_start;
     if (phase < RANK_PHASES) {
-        l->slot->work[phase] = (rank_work){l->units, now - l->phase_start};
+        l->slot->work[phase] = l->work;
     }
 }
 
-/* What lies between two updates of a trainer. */
-static fanin_status work(life *l, bool *going, fanin_error *error)
+/* What lies between two updates of a trainer: the same work each time, so that the time of a step
+   tells what it cost. */
+static fanin_status work(life *l, uint64_t *units_out, fanin_error *error)
 {
     const uint64_t end = progress_in_ms((uint64_t)l->options->update_every_ms);
-    if (l->load == NULL) {
-        *going = rank_board_pause(l->board, l->options->update_every_ms);
-        return FANIN_OK;
-    }
-    while (progress_now_ns() < end && atomic_load(&l->board->stop) == 0 &&
+    uint32_t done = 0;
+    *units_out = 0;
+    while (l->load != NULL &&
+           (l->batches > 0 ? done < l->batches : progress_now_ns() < end) &&
+           atomic_load(&l->board->stop) == 0 &&
            atomic_load(&l->board->phase) < RANK_PHASES) {
         uint64_t units;
         fanin_status status = device_load_run(l->load, &units, error);
         if (status != FANIN_OK) {
             return status;
         }
-        count_work(l, units);
+        *units_out += units;
+        done++;
     }
+    l->batches = l->batches > 0 ? l->batches : done;
     return FANIN_OK;
 }
 
@@ -344,11 +351,15 @@ static fanin_status train(life *l, fanin_error *error)
     bool going = rank_board_work(l->board);
     uint64_t step = atomic_load(&l->slot->step);
     while (going && status == FANIN_OK && atomic_load(&l->board->phase) < RANK_PHASES) {
-        status = work(l, &going, error);
-        going = going && status == FANIN_OK && barrier(l);
+        uint64_t units;
+        status = work(l, &units, error);
+        going = status == FANIN_OK && barrier(l);
         if (going) {
             status = publish(l, ++step, false, error);
             going = status == FANIN_OK && barrier(l);
+        }
+        if (going) {
+            count_step(l, units);
         }
     }
     if (status == FANIN_OK) {

@@ -270,5 +270,5 @@ bool rank_works(const rank_options *options, uint32_t rank)
             return false;
         }
     }
-    return options->load != DEVICE_LOAD_NONE && device != DEVICE_HOST;
+    return options->load != DEVICE_LOAD_NONE;
 }
