@@ -141,12 +141,13 @@ static void reads_are_pipelined(void **state)
                      12);
 }
 
-/* More connections than chunks: they wait for each other, and memory stays bounded. */
-static void chunks_are_few(void **state)
+/* More connections than chunks: they wait for each other, and memory stays bounded over all threads. */
+static void share_chunks(uint32_t threads, uint64_t most)
 {
     uint8_t *memory = device_alloc(0, 5 * MIB, FAKE_CUDA_MALLOC);
     fanin_server_config c = server_config();
-    c.max_memory = 8 * MIB;
+    c.data_threads = threads;
+    c.max_memory = threads * 8 * MIB;
     fanin_server *s = server_start(&c);
     server_put(s, RUN, "t", memory, 5 * MIB);
     server_commit(s, 1);
@@ -172,7 +173,14 @@ static void chunks_are_few(void **state)
     }
     fake_cuda_counts counts;
     fake_cuda_count(&counts);
-    assert_in_range(counts.peak_pinned_bytes, MIB, 4 * MIB);
+    assert_in_range(counts.peak_pinned_bytes, threads * MIB, most);
+}
+
+static void chunks_are_few(void **state)
+{
+    share_chunks(1, 4 * MIB);
+    server_tear_down(state);
+    share_chunks(4, 9 * MIB);
 }
 
 /* ------------------------------------------------------------------ epochs */
