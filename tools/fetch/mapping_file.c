@@ -2,6 +2,7 @@
 #include "fetch/mapping_file.h"
 #include "fetch/failure.h"
 #include "fetch/half.h"
+#include "fetch/json_file.h"
 #include "fetch/output.h"
 
 #include <errno.h>
@@ -324,8 +325,7 @@ static json_t *load(const char *path, fanin_error *error)
                     there ? "is no regular file" : strerror(reason));
         return NULL;
     }
-    json_t *root = json_loadfd(descriptor, JSON_REJECT_DUPLICATES, &why);
-    close(descriptor);
+    json_t *root = json_file_read(descriptor, &why);
     if (!json_is_object(root)) {
         json_decref(root);
         failure_set(error, FANIN_ERR_MISMATCH, "give the file of a mapping",

@@ -2,6 +2,7 @@
 #include "fetch/target.h"
 #include "fetch/failure.h"
 #include "fetch/options.h"
+#include "fetch/json_file.h"
 #include "fetch/output.h"
 
 #include <ctype.h>
@@ -403,8 +404,7 @@ static fanin_status parse_file(const char *text, uint32_t world_size, target *ou
     if (status != FANIN_OK) {
         return status;
     }
-    json_t *root = json_loadfd(descriptor, JSON_REJECT_DUPLICATES, &why);
-    close(descriptor);
+    json_t *root = json_file_read(descriptor, &why);
     if (root == NULL) {
         return bad_file(error, out->file, why.text);
     }

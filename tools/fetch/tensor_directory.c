@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "fetch/tensor_directory.h"
 #include "fetch/failure.h"
+#include "fetch/json_file.h"
 #include "fetch/output.h"
 
 #include <errno.h>
@@ -29,7 +30,8 @@ json_t *tensor_directory_json(const char *directory, const char *name,
     } else if (!S_ISREG(st.st_mode)) {
         snprintf(why.text, sizeof why.text, "is no regular file");
     } else {
-        root = json_loadfd(descriptor, JSON_REJECT_DUPLICATES, &why);
+        root = json_file_read(descriptor, &why);
+        descriptor = -1;
     }
     if (descriptor >= 0) {
         close(descriptor);

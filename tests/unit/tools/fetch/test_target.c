@@ -90,6 +90,37 @@ static const char *file_with(const char *text)
     return path;
 }
 
+/* Calls of read() that this process has made. */
+static unsigned long reads_made(void)
+{
+    unsigned long calls = 0;
+    char line[128];
+    FILE *file = fopen("/proc/self/io", "r");
+    while (file != NULL && fgets(line, sizeof line, file) != NULL) {
+        (void)sscanf(line, "syscr: %lu", &calls);
+    }
+    if (file != NULL) {
+        fclose(file);
+    }
+    return calls;
+}
+
+/* A call for each byte is what takes the time of large ones. */
+static void large_files_are_read_in_pieces(void **state)
+{
+    static char text[256 << 10];
+    int begun = snprintf(text, sizeof text,
+                         "{\"host\":\"h\",\"base_port\":6000,\"world_size\":1}");
+    memset(text + begun, ' ', sizeof text - 1 - (size_t)begun);
+    file_with(text);
+    unsigned long before = reads_made();
+    if (before == 0) {
+        skip(); /* a kernel that does not count */
+    }
+    expect(path, 0, "h:6000");
+    assert_true(reads_made() - before < 4096);
+}
+
 static void info_files(void **state)
 {
     expect(
@@ -338,6 +369,7 @@ int main(void)
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(lists_and_base_ports),
         cmocka_unit_test(malformed_words),
+        cmocka_unit_test(large_files_are_read_in_pieces),
         cmocka_unit_test(info_files),
         cmocka_unit_test(info_files_name_the_run),
         cmocka_unit_test(info_files_name_publications),
