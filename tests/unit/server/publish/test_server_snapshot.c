@@ -339,6 +339,17 @@ static void options_are_checked(void **state)
 
 static float values[6][4]; /* published transposed */
 
+static fanin_tensor flat_floats(const fanin_box *flat)
+{
+    return (fanin_tensor){.struct_size = sizeof(fanin_tensor),
+                          .name = "f",
+                          .dtype = FANIN_DTYPE_F32,
+                          .n_dims = 1,
+                          .shape = {24},
+                          .boxes = flat,
+                          .n_boxes = 1};
+}
+
 static void put_floats(fanin_server *s)
 {
     fanin_box box = {.extent = {4, 6}, .stride = {4, 16}, .address = values};
@@ -350,13 +361,7 @@ static void put_floats(fanin_server *s)
                       .boxes = &box,
                       .n_boxes = 1};
     fanin_box flat = {.extent = {24}, .address = values};
-    fanin_tensor f = {.struct_size = sizeof f,
-                      .name = "f",
-                      .dtype = FANIN_DTYPE_F32,
-                      .n_dims = 1,
-                      .shape = {24},
-                      .boxes = &flat,
-                      .n_boxes = 1};
+    fanin_tensor f = flat_floats(&flat);
     fanin_box bytes = {.extent = {SIZE}, .address = first};
     fanin_tensor u = byte_tensor("u", &bytes, first, SIZE);
     fanin_tensor all[] = {f, t, u};
@@ -398,14 +403,8 @@ static void what_is_kept_is_not_cast(void **state)
     fanin_server *s = server_start_lease(0);
     put_floats(s);
     fanin_box flat = {.extent = {24}, .address = values};
-    fanin_tensor f = {.struct_size = sizeof f,
-                      .name = "f",
-                      .dtype = FANIN_DTYPE_F32,
-                      .n_dims = 1,
-                      .shape = {24},
-                      .boxes = &flat,
-                      .n_boxes = 1,
-                      .flags = FANIN_TENSOR_KEEP};
+    fanin_tensor f = flat_floats(&flat);
+    f.flags = FANIN_TENSOR_KEEP;
     fanin_error error = FANIN_ERROR_INIT;
     assert_ok(fanin_server_put(s, RUN, &f, 1, true, &error), error);
     assert_int_equal(snapshot(s, 1, FANIN_DTYPE_BF16, NULL), FANIN_OK);
