@@ -7,6 +7,7 @@ import json
 import math
 import os
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -99,18 +100,28 @@ def save(mapping: Mapping, path: str | os.PathLike[str]) -> None:
         raise
 
 
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The object; of a key that is there twice readers would take one or the other."""
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        counts = Counter(key for key, _ in pairs)
+        twice = counts.most_common(1)[0][0]
+        raise ValueError(f"the key {twice!r} is there twice in one object")
+    return made
+
+
 def load(path: str | os.PathLike[str]) -> Mapping:
     """Reads a mapping that :meth:`Mapping.save` wrote.
 
     Every field is checked: no box of what is returned lies outside of its tensors. Fields that are
-    not known are left alone.
+    not known are left alone; one that is there twice is refused.
 
     :raises OSError: the file cannot be read.
     :raises RequestError: it is no mapping, or one of another format; names the field.
     """
     data = Path(path).read_bytes()
     try:
-        document = json.loads(data)
+        document = json.loads(data, object_pairs_hook=_once)
     except (ValueError, RecursionError) as error:
         raise RequestError.make(
             f"{path} is no mapping: {error}", "save the mapping again", phase="mapping"
