@@ -11,6 +11,7 @@
 #include <fanin/client.h>
 #include <fanin/safetensors.h>
 #include <jansson.h>
+#include <linux/capability.h>
 #include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -20,6 +21,7 @@
 #include <sys/mount.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
+#include <sys/syscall.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -630,6 +632,39 @@ static void nobody_else_may_write_what_is_published(void **state)
     }
 }
 
+/* As a user without privileges, to whom modes mean something. */
+static int refused_under(mode_t mask)
+{
+    struct __user_cap_header_struct header = {.version = _LINUX_CAPABILITY_VERSION_3};
+    struct __user_cap_data_struct none[2] = {{0}, {0}};
+    if (syscall(SYS_capset, &header, none) != 0)
+        return 1;
+    umask(mask);
+    adapter *a = NULL;
+    fanin_error error = FANIN_ERROR_INIT;
+    fanin_status status =
+        adapter_open(place, deadline_in_ms(10000), NULL, NULL, NULL, &a, &error);
+    if (!status)
+        status = write_it(a, 1, &error);
+    adapter_close(&a);
+    return status == FANIN_OK || error.message[0] == '\0' ? 2 : 0;
+}
+
+static void a_umask_that_denies_us_all_leaves_nothing(void **state)
+{
+    static const mode_t masks[] = {0777, 0477, 0177, 0277};
+    for (size_t i = 0; i < sizeof masks / sizeof masks[0]; i++) {
+        pid_t child = fork();
+        assert_true(child >= 0);
+        if (child == 0)
+            _exit(refused_under(masks[i]));
+        int status = -1;
+        assert_int_equal(waitpid(child, &status, 0), child);
+        assert_int_equal(status, 0);
+        assert_int_equal(count_entries(root), 0);
+    }
+}
+
 /* Of a version that wrote no digest of adapter_config.json: its bytes are looked at. */
 static void a_directory_of_an_earlier_version_is_reused(void **state)
 {
@@ -1167,6 +1202,7 @@ int main(void)
         TEST(what_another_user_made_is_refused),
         TEST(an_empty_directory_of_another_user_is_refused),
         TEST(nobody_else_may_write_what_is_published),
+        TEST(a_umask_that_denies_us_all_leaves_nothing),
         TEST(a_directory_of_an_earlier_version_is_reused),
         TEST(a_lock_of_another_user_is_not_waited_for),
         TEST(what_appears_meanwhile_is_kept),
