@@ -142,11 +142,19 @@ static void find_target(agreement *g)
     }
 }
 
+/* It names one of those that say so: of replicas others may still have the step. */
 static fanin_status superseded(const agreement *g, fanin_error *error)
 {
     error_place place = {.phase = "wait",
                          .key = g->publication->name,
                          .remedy = "ask for the newest step or for a least step"};
+    size_t i = 0;
+    while (i < g->client->n_peers &&
+           !(g->announced[i].valid && g->announced[i].step == g->target))
+        i++;
+    if (i < g->client->n_peers && peer_ready(&g->client->peers[i]))
+        place.rank_plus_1 =
+            (int32_t)connection_peer(g->client->peers[i].control)->rank + 1;
     return error_set(error, FANIN_ERR_SUPERSEDED, &place,
                      "step %" PRIu64
                      " of %s has passed: the trainer is at step %" PRIu64,

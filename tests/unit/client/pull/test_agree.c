@@ -144,8 +144,13 @@ static void a_step_that_has_passed_does_not_come_again(void **state)
     start(2, 2);
     assert_int_equal(ask_for(FANIN_STEP_EXACT, 2, NULL), FANIN_ERR_SUPERSEDED);
     assert_error("step 2 of lora:0 has passed: the trainer is at step 3");
+    assert_int_equal(s.error.rank, 0);
+    stub_rank_commit(&s.world.ranks[1], 4);
+    assert_int_equal(ask_for(FANIN_STEP_EXACT, 3, NULL), FANIN_ERR_SUPERSEDED);
+    assert_int_equal(s.error.rank, 1); /* and no other one has passed it */
+    stub_rank_commit(&s.world.ranks[0], 4);
     assert_ok(ask_for(FANIN_STEP_AT_LEAST, 2, NULL), s.error);
-    assert_agreed(3, 3);
+    assert_agreed(3, 4);
 }
 
 /* Who is behind the furthest rank is asked again, for that rank's step. */
