@@ -312,6 +312,7 @@ def test_a_processed_model_has_the_same_mapping(
 def test_vllm_gets_what_is_wider_than_published(engine: Any) -> None:
     """As routers of mixtures of experts are, which this build of vLLM cannot process."""
     from fanin.vllm.clients import Source
+    from fanin.vllm.landing import Progress
     from fanin.vllm.mapped import MappedLanding
     from fanin.vllm.shadow import Shadow
     from fanin.vllm.trainers import Trainer
@@ -340,7 +341,7 @@ def test_vllm_gets_what_is_wider_than_published(engine: Any) -> None:
             assert torch.equal(norm, expected)
             shadow = Shadow(landing)
             bits(norm).fill_(POISON)
-            shadow.fill(trainer, 1, end)
+            shadow.fill(trainer, 1, end, Progress(1, 0))
             shadow.install()
             assert torch.equal(norm, expected)
         finally:
