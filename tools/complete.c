@@ -146,6 +146,7 @@ static void offer_value(const line *line, const char *name, const char *prefix)
         {"trainer-load", {"product", "sweep"}},
         {"layout", {"tp2", "tp4", "tp8", "ep2", "tp2,ep2"}},
         {"mapping", {":files"}},
+        {"readers", {"0,1,8,32"}},
         {"dest", {"memory", "device:0", ":directories"}},
         {"out", {":directories"}},
         {"dir", {":directories"}},
@@ -271,6 +272,8 @@ static void complete_argument(line *line, const char *prefix)
         offer(":directories", "", NULL);
     } else if (takes_directory && line->positional == 2) {
         offer(":directories", "", NULL);
+    } else if (line->positional == 1 && strcmp(line->command->name, "bench") == 0) {
+        offer(":files", "", NULL); /* --compare */
     } else if (line->positional == 0 && strcmp(line->command->name, "serve") != 0) {
         offer(":files", "", NULL);
     }

@@ -261,7 +261,7 @@ END
 loaded()
 {
     run -0 --separate-stderr "$NIXL_FETCH" bench --adapter-shape small --world-size 2 --iterations 1 \
-        --trainer-load product --update-every 50 --json "$@"
+        --trainer-load product --update-every 10 --json "$@"
 }
 
 @test "bench --trainer-load: readers pull as often as --pause says, and only in their phases" {
@@ -274,7 +274,7 @@ loaded()
     loaded --phase 1000 --pairs 1 --readers 2 --snapshot
     [ "$(field trainer_load trainers 0 readers 0 pulls 0)" -gt 2 ]
     run -0 "$NIXL_FETCH" bench --adapter-shape small --world-size 2 --iterations 1 --trainer-load sweep \
-        --update-every 100 --pairs 1 --readers 0,1
+        --update-every 20 --pairs 1 --readers 0,1
     has "TRAINER READERS PULLS"
     grep -Eq '^host +0 +0 .* [+-][0-9.]+ % .* %$' <<<"$output"
 }

@@ -3,7 +3,9 @@
 #ifndef BENCH_H
 #define BENCH_H
 
+#include "bench/about.h"
 #include "bench/arena.h"
+#include "bench/out_file.h"
 #include "bench/stats.h"
 #include "fetch/check.h"
 #include "trainer/device_driver.h"
@@ -115,9 +117,10 @@ typedef struct bench {
     const command *self;
     invocation line;
     trainer_options trainer;
-    char *dest, *pull_dtype, *load_name, *layout, **mappings, *readers;
+    char *dest, *pull_dtype, *load_name, *layout, **mappings, *readers, *csv_path,
+        *html_path;
     int iterations, cold, repeat, commits, check_all, spare_file, verify, update_every,
-        pause, workers, pairs, phase_ms;
+        pause, workers, pairs, phase_ms, compare;
     engine_shape shape; /**< of layout */
 
     rank_options rank_options;
@@ -137,6 +140,8 @@ typedef struct bench {
     fanin_result_info last;
     char reason[256];
     uint64_t peak_bytes, serial;
+    about about;
+    out_file csv, html;
     uint32_t counts[BENCH_MAX_COUNTS], n_counts; /**< of readers */
     bench_loss losses[DEVICE_MAX + 1];
     size_t n_losses;
@@ -171,7 +176,7 @@ void bench_readers_begin(bench_readers *all, uint32_t active);
 int bench_readers_end(bench_readers *all, uint32_t *pulls_out);
 /** Those that pull give up. */
 void bench_readers_cancel(bench_readers *all);
-void bench_readers_free(bench_readers **inout);
+void bench_readers_free(bench_readers **all_inout);
 
 /** Checks --readers, --pairs and --phase. 0, or an exit status after a message. */
 int bench_trainer_resolve(bench *b);
@@ -182,5 +187,12 @@ int bench_trainer(bench *b);
 /** All that was measured, on stdout. */
 void bench_tell_json(const bench *b);
 void bench_tell_text(const bench *b);
+/** A line of names, then one a pull. */
+void bench_tell_csv(const bench *b, FILE *out);
+void bench_tell_html(const bench *b, FILE *out);
+
+/** Tells how the result in file B differs from that in A. 0: B is as fast or faster; 1: it is slower
+    beyond noise; 2: they cannot be compared, after a message; or another exit status. */
+int bench_compare(const char *path_a, const char *path_b, bool json);
 
 #endif

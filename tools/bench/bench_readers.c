@@ -197,9 +197,9 @@ void bench_readers_cancel(bench_readers *all)
     }
 }
 
-void bench_readers_free(bench_readers **inout)
+void bench_readers_free(bench_readers **all_inout)
 {
-    bench_readers *all = *inout;
+    bench_readers *all = *all_inout;
     if (all == NULL) {
         return;
     }
@@ -226,5 +226,5 @@ void bench_readers_free(bench_readers **inout)
     pthread_mutex_destroy(&all->lock);
     free(all->items);
     free(all);
-    *inout = NULL;
+    *all_inout = NULL;
 }

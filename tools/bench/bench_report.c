@@ -149,6 +149,45 @@ static json_t *rounds_json(const bench *b)
     return list;
 }
 
+static json_t *samples_json(const bench *b)
+{
+    json_t *o = json_object();
+    for (uint32_t i = 0; report_phases[i].name != NULL; i++) {
+        const uint64_t *values = b->samples.values + (size_t)i * b->samples.capacity;
+        output_set(o, report_phases[i].name, output_list(values, b->samples.count),
+                   NULL);
+    }
+    return o;
+}
+
+/* How and where it was measured. */
+static void set_about(const bench *b, json_t *o)
+{
+    output_set(o, "machine", about_machine_json(&b->about), "command",
+               output_string(b->about.command), "date", output_string(b->about.date),
+               "library", output_string(fanin_version()), "verify",
+               json_boolean(b->verify), "pull_dtype", output_string(b->pull_dtype),
+               "spare_file", json_boolean(b->spare_file), "pause_ns",
+               output_u64((uint64_t)b->pause * 1000000), NULL);
+}
+
+void bench_tell_csv(const bench *b, FILE *out)
+{
+    fputs("round,pull", out);
+    for (uint32_t i = 0; report_phases[i].name != NULL; i++) {
+        fprintf(out, ",%s_ns", report_phases[i].name);
+    }
+    fputc('\n', out);
+    for (uint32_t n = 0; n < b->samples.count; n++) {
+        fprintf(out, "%u,%u", n / (uint32_t)b->iterations, n % (uint32_t)b->iterations);
+        for (uint32_t i = 0; report_phases[i].name != NULL; i++) {
+            fprintf(out, ",%" PRIu64,
+                    b->samples.values[(size_t)i * b->samples.capacity + n]);
+        }
+        fputc('\n', out);
+    }
+}
+
 void bench_tell_json(const bench *b)
 {
     json_t *phases = json_object();
@@ -173,7 +212,9 @@ void bench_tell_json(const bench *b)
         json_boolean(b->pattern.follows), "all_checked", json_boolean(b->check_all),
         "layout", output_string(b->layout), "workers", json_integer(b->workers),
         "mappings", json_integer(b->mappings != NULL ? b->workers : 0), "phases",
-        phases, "rounds", rounds_json(b), "limits", limits_json(b), NULL);
+        phases, "rounds", rounds_json(b), "samples", samples_json(b), "limits",
+        limits_json(b), NULL);
+    set_about(b, o);
     if (has_commits(b)) {
         output_set(o, "commit", commits_json(b), NULL);
     }

@@ -219,21 +219,39 @@ static void flatten(struct poptOption *table, flat_table *flat)
     }
 }
 
-const char *options_given(const arguments *parsed, const char *names)
+static bool is_among(const char *name, const char *names)
+{
+    for (size_t length; *names != '\0'; names += length + (names[length] == ' ')) {
+        length = strcspn(names, " ");
+        if (strlen(name) == length && strncmp(name, names, length) == 0) {
+            return true;
+        }
+    }
+    return false;
+}
+
+/* The first that is given and is among @p names, or is not. */
+static const char *find_given(const arguments *parsed, const char *names, bool among)
 {
     flat_table flat = {.count = 0};
     flatten(parsed->table, &flat);
-    for (size_t length; *names != '\0'; names += length + (names[length] == ' ')) {
-        length = strcspn(names, " ");
-        for (size_t i = 0; i < flat.count; i++) {
-            const char *name = flat.options[i]->longName;
-            if ((parsed->given & UINT64_C(1) << i) != 0 && strlen(name) == length &&
-                strncmp(name, names, length) == 0) {
-                return name;
-            }
+    for (size_t i = 0; i < flat.count; i++) {
+        const char *name = flat.options[i]->longName;
+        if ((parsed->given & UINT64_C(1) << i) != 0 && is_among(name, names) == among) {
+            return name;
         }
     }
     return NULL;
+}
+
+const char *options_given(const arguments *parsed, const char *names)
+{
+    return find_given(parsed, names, true);
+}
+
+const char *options_given_other(const arguments *parsed, const char *names)
+{
+    return find_given(parsed, names, false);
 }
 
 static void list_options(const flat_table *flat)

@@ -53,6 +53,9 @@ void options_connect(connect_options *options,
     none. */
 const char *options_given(const arguments *parsed, const char *names);
 
+/** The first option on the command line that is none of @p names; NULL: none. */
+const char *options_given_other(const arguments *parsed, const char *names);
+
 /** From now on options_parse() prints the command's options to @p stream instead: a line each,
     its long name, what its value is called ("" if it has none), its description and its
     letter ("" if it has none), by tabs. */
