@@ -6,6 +6,7 @@
 #include <fanin/client.h>
 #include <fanin/error.h>
 #include <fanin/log.h>
+#include <fanin/objects.h>
 #include <fanin/server.h>
 #include <fanin/types.h>
 

@@ -425,6 +425,22 @@ class RankState(Structure):
     ]
 
 
+class Objects(Structure):
+    """``fanin_objects``"""
+
+    _fields_ = [
+        ("struct_size", c_size_t),
+        ("list", c_void_p),
+        ("count", c_size_t),
+        ("item", c_void_p),
+        ("read", c_void_p),
+        ("doubtful", c_void_p),
+        ("n_doubtful", c_size_t),
+        ("devices", c_uint64),
+        ("digest", c_uint8 * 16),
+    ]
+
+
 NameFn = CFUNCTYPE(c_bool, c_void_p, c_char_p)
 RankFn = CFUNCTYPE(c_bool, c_void_p, POINTER(RankInfo))
 PublicationFn = CFUNCTYPE(c_bool, c_void_p, POINTER(PublicationInfo))
@@ -499,6 +515,16 @@ PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {
         _status,
         [_handle, POINTER(PullOptions), c_void_p, c_size_t, _handle_out, _error],
     ),
+    "fanin_destination_create": (_status, [c_void_p, c_size_t, _handle_out, _error]),
+    "fanin_destination_free": (None, [_handle_out]),
+    "fanin_client_pull_into": (
+        _status,
+        [_handle, POINTER(PullOptions), _handle, _handle_out, _error],
+    ),
+    "fanin_client_begin_into": (
+        _status,
+        [_handle, POINTER(PullOptions), _handle, _handle_out, _error],
+    ),
     "fanin_session_read": (_status, [_handle, c_size_t, c_size_t, _error]),
     "fanin_session_step": (c_uint64, [_handle]),
     "fanin_session_end": (_status, [_handle_out, _handle_out, _error]),
@@ -521,6 +547,11 @@ PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {
     "fanin_client_ping": (_status, [_handle, c_uint32, PingFn, c_void_p, _error]),
 }
 
+#: Likewise; these call Python's functions, and are called with the GIL.
+WITH_GIL: dict[str, tuple[Any, list[Any]]] = {
+    "fanin_describe_objects": (c_bool, [POINTER(Objects), c_void_p, c_void_p, c_void_p]),
+}
+
 
 def apply(library: ctypes.CDLL) -> None:
     """Gives every function of *library* its prototype. AttributeError: a function is missing."""
@@ -528,3 +559,5 @@ def apply(library: ctypes.CDLL) -> None:
         function = getattr(library, name)
         function.restype = result
         function.argtypes = arguments
+    for name, (result, arguments) in WITH_GIL.items():
+        setattr(library, name, ctypes.PYFUNCTYPE(result, *arguments)((name, library)))

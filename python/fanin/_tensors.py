@@ -391,31 +391,48 @@ BOX_STRUCTS = tuple(_box_struct(dims) for dims in range(_ffi.MAX_DIMS + 1))
 TENSOR_STRUCTS = tuple(_tensor_struct(dims) for dims in range(_ffi.MAX_DIMS + 1))
 
 
-class PackedTensors:
-    """An array of ``fanin_tensor``, and all that it points to.
+class Described:
+    """An array of ``fanin_tensor``, and all that it points to but for the tensors' memory."""
+
+    __slots__ = ("_buffers", "_count", "address", "cuda_devices", "prepared", "used")
+
+    def __init__(
+        self, count: int, cuda_devices: Iterable[int], address: int, buffers: tuple[Any, ...]
+    ) -> None:
+        self._count = count
+        #: CUDA devices that they are known to lie on, ascending.
+        self.cuda_devices = tuple(sorted(cuda_devices))
+        #: Of the array; 0 if it is empty.
+        self.address = address
+        self._buffers = buffers
+        #: Whether there was a pull, and what is kept for others (:mod:`fanin._prepared`).
+        self.used = False
+        self.prepared: Any = None
+
+    def __len__(self) -> int:
+        return self._count
+
+    def is_prepared(self) -> None:
+        """From now on the C library keeps what it needs for pulls."""
+
+
+class PackedTensors(Described):
+    """Shards as an array of ``fanin_tensor``.
 
     Made by :func:`pack`; a pull that is repeated may be given one again instead of its shards.
     Immutable. Keeps the owners of the memory alive.
     """
 
-    __slots__ = ("_buffers", "address", "cuda_devices", "shards")
+    __slots__ = ("shards",)
 
     def __init__(self, shards: tuple[Shard, ...], address: int, buffers: tuple[Any, ...]) -> None:
+        devices = {s.device for s in shards if s.device is not None and s.device >= 0}
+        super().__init__(len(shards), devices, address, buffers)
         #: What was packed.
         self.shards = shards
-        #: CUDA devices that they are known to lie on, ascending.
-        self.cuda_devices = tuple(
-            sorted({s.device for s in shards if s.device is not None and s.device >= 0})
-        )
-        #: Of the array; 0 if it is empty.
-        self.address = address
-        self._buffers = buffers
-
-    def __len__(self) -> int:
-        return len(self.shards)
 
 
-def _address_of(buffer: bytearray) -> tuple[int, Any]:
+def address_of(buffer: bytearray) -> tuple[int, Any]:
     view = (ctypes.c_char * len(buffer)).from_buffer(buffer)
     return ctypes.addressof(view), view
 
@@ -438,9 +455,9 @@ def pack(shards: Iterable[Shard]) -> PackedTensors:
         _explain(items)
     tensors = bytearray(TENSOR_SIZE * len(items))
     boxes = bytearray(BOX_SIZE * max(1, sum(len(shard.boxes) for shard in items)))
-    name_address, name_view = _address_of(joined)
-    tensor_address, tensor_view = _address_of(tensors)
-    box_address, box_view = _address_of(boxes)
+    name_address, name_view = address_of(joined)
+    tensor_address, tensor_view = address_of(tensors)
+    box_address, box_view = address_of(boxes)
     try:
         _fill(items, names, tensors, boxes, name_address, box_address)
     except (struct.error, KeyError, IndexError, AttributeError, TypeError, OverflowError):

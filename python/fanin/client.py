@@ -27,6 +27,8 @@ from ._library import (
     world_id_bytes,
 )
 from ._log import log_target
+from ._named import Named
+from ._prepared import prepare
 from ._records import (
     Entry,
     Owner,
@@ -45,7 +47,7 @@ from ._records import (
     rank_state,
     watch_event,
 )
-from ._tensors import PackedTensors, Shard, pack, shard_of
+from ._tensors import Described, PackedTensors, Shard, pack, shard_of
 from .errors import ProcessError, RequestError, StateError
 from .server import Stream, c_stream, publication_of
 from .session import PullSession
@@ -171,6 +173,7 @@ class Client(ClosableHandle):
         self._left_cancelled = False
         # Sessions that were forgotten while a call was under way: the next call lets go of them.
         self._forgotten: list[ctypes.c_void_p] = []
+        self._named = Named(self._library)
 
         handle, error = ctypes.c_void_p(), new_error()
         status = self._library.fanin_client_create(
@@ -387,19 +390,21 @@ class Client(ClosableHandle):
         :raises PeerError: a tensor's dtype or shape is another one (``FANIN_ERR_MISMATCH``).
         :raises RequestError: *tensors* is empty, or one is read-only.
         """
-        packed = _packed(tensors)
+        packed, memory = self._packed(tensors)
         stream = _stream_of(packed) if stream is None else stream
         options = self._options(run, step, at_least, timeout, max_attempts, dtype, stream)
         _set_max_bytes(options, max_bytes)
         options.verify = verify
-        return self._pull(
-            "pull_into",
-            options,
-            (progress, rank_progress),
-            self._library.fanin_client_pull,
-            packed.address,
-            len(packed),
-        )
+        listeners, lib = (progress, rank_progress), self._library
+        prepared = prepare(lib, packed)
+        try:
+            if prepared is not None:
+                function = lib.fanin_client_pull_into
+                return self._pull("pull_into", options, listeners, function, prepared.pointer)
+            function, size = lib.fanin_client_pull, len(packed)
+            return self._pull("pull_into", options, listeners, function, packed.address, size)
+        finally:
+            del memory  # until here it must not go
 
     def begin(
         self,
@@ -429,26 +434,26 @@ class Client(ClosableHandle):
         :param progress: called with the bytes done, and in all, of the whole session; likewise
             *rank_progress*.
         """
-        packed = _packed(tensors)
+        packed, memory = self._packed(tensors)
+        if memory is not None:  # a tensor may be given other memory between the reads
+            memory = [value.untyped_storage() for value in memory]
         stream = _stream_of(packed) if stream is None else stream
         options = self._options(run, step, at_least, timeout, 0, dtype, stream)
         _set_max_bytes(options, max_bytes)
         options.verify = verify
         self._tell(options, self._session_report(), progress, rank_progress)
-        session = PullSession(self, packed, (options, stream))
-        handle = ctypes.c_void_p()
+        session = PullSession(self, packed, (options, stream, memory))
+        handle, lib, prepared = ctypes.c_void_p(), self._library, prepare(self._library, packed)
 
         def call(use: Use, own: ctypes.c_void_p) -> None:
+            how, out = ctypes.byref(options), ctypes.byref(handle)
             try:
-                self._run(
-                    use,
-                    self._library.fanin_client_begin,
-                    own,
-                    ctypes.byref(options),
-                    packed.address,
-                    len(packed),
-                    ctypes.byref(handle),
-                )
+                if prepared is not None:
+                    self._run(use, lib.fanin_client_begin_into, own, how, prepared.pointer, out)
+                else:
+                    self._run(
+                        use, lib.fanin_client_begin, own, how, packed.address, len(packed), out
+                    )
                 session._opened(handle)
             except BaseException:  # it may have begun before it was interrupted
                 self._library.fanin_session_abandon(ctypes.byref(handle))
@@ -484,6 +489,26 @@ class Client(ClosableHandle):
 
         self._alone("wait", call)
         return found.value
+
+    def _packed(
+        self, tensors: Mapping[str, Any] | Iterable[Shard] | PackedTensors
+    ) -> tuple[Described, list[Any] | None]:
+        """Tensors as the C library takes them, and what their memory must be kept by besides."""
+        memory: list[Any] | None = None
+        packed: Described | None = None
+        if isinstance(tensors, PackedTensors):
+            packed = tensors
+        elif isinstance(tensors, Mapping):
+            memory = list(tensors.values())
+            packed = self._named.find(list(tensors), memory)
+            if packed is None:
+                memory = None
+                packed = pack(shard_of(n, value, writable=True) for n, value in tensors.items())
+        else:
+            packed = pack(tensors)
+        if not packed:
+            raise RequestError.make("no tensor is asked for", "name at least one tensor")
+        return packed, memory
 
     def _options(
         self,
@@ -847,19 +872,7 @@ class Client(ClosableHandle):
         self._library.fanin_client_cancel(self._handle)
 
 
-def _packed(tensors: Mapping[str, Any] | Iterable[Shard] | PackedTensors) -> PackedTensors:
-    if isinstance(tensors, PackedTensors):
-        packed = tensors
-    elif isinstance(tensors, Mapping):
-        packed = pack(shard_of(n, value, writable=True) for n, value in tensors.items())
-    else:
-        packed = pack(tensors)
-    if not packed:
-        raise RequestError.make("no tensor is asked for", "name at least one tensor")
-    return packed
-
-
-def _stream_of(packed: PackedTensors) -> Stream | None:
+def _stream_of(packed: Described) -> Stream | None:
     """PyTorch's current stream on the device of *packed*; waits for those of other devices.
 
     Its allocator gives out memory in the order of that stream: what lay there before may be read

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ._calls import Use
 from ._exit import ClosableHandle
 from ._records import PullResult, pull_result
-from ._tensors import PackedTensors
+from ._tensors import Described
 from .errors import FaninError, RequestError, StateError
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ class PullSession(ClosableHandle):
 
     _unclosed = "is not ended"
 
-    def __init__(self, client: Client, packed: PackedTensors, kept: tuple[Any, ...]) -> None:
+    def __init__(self, client: Client, packed: Described, kept: tuple[Any, ...]) -> None:
         self._pid = os.getpid()
         self._client = client
         self._packed = packed  # the memory that is written

@@ -1,11 +1,13 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""python_pull.py [--tensors N] [--columns N] [--device cuda|cpu] [--pulls N]
+"""python_pull.py [--tensors N] [--columns N] [--device cuda|cpu] [--pulls N] [--apart]
 
 What Python costs a pull into tensors: wall clock of Client.pull_into() beside the C library's own
-time, with tensors given by name (described anew each time) and packed once (fanin.pack). One rank
-that is not updated, in another process; BF16 tensors of 16 rows in one allocation; on CUDA from GPU
-0 into the last GPU. Medians, the two ways alternated. Needs the package and PyTorch.
+time, with tensors given by name (looked at by the C library at each call, if this PyTorch lets it)
+and packed once (fanin.pack), and what it takes to describe them one by one. One rank that is not
+updated, in another process; BF16 tensors of 16 rows in one allocation, or with --apart the
+worker's in one each; on CUDA from GPU 0 into the last GPU. Medians, the two ways alternated.
+Needs the package and PyTorch.
 """
 
 from __future__ import annotations
@@ -28,11 +30,13 @@ def names(count: int) -> list[str]:
     return [f"base_model.model.model.layers.{i}.lora_A.weight" for i in range(count)]
 
 
-def memory(options: argparse.Namespace, device: str) -> dict[str, torch.Tensor]:
-    """The tensors, views of one allocation."""
-    size = (options.tensors, ROWS, options.columns)
-    whole = torch.ones(size, dtype=torch.bfloat16, device=device)
-    return dict(zip(names(options.tensors), whole.unbind(), strict=True))
+def memory(options: argparse.Namespace, device: str, apart: bool = False) -> dict[str, Any]:
+    """The tensors, views of one allocation, or of one each."""
+    count, size = options.tensors, (ROWS, options.columns)
+    how: dict[str, Any] = {"dtype": torch.bfloat16, "device": device}
+    if apart:
+        return {name: torch.ones(size, **how) for name in names(count)}
+    return dict(zip(names(count), torch.ones((count, *size), **how).unbind(), strict=True))
 
 
 def serve(options: argparse.Namespace) -> None:
@@ -47,7 +51,8 @@ def serve(options: argparse.Namespace) -> None:
 
 def measure(options: argparse.Namespace, port: int) -> None:
     last = torch.cuda.device_count() - 1
-    tensors = memory(options, f"cuda:{last}" if options.device == "cuda" else "cpu")
+    device = f"cuda:{last}" if options.device == "cuda" else "cpu"
+    tensors = memory(options, device, options.apart)
     start = time.perf_counter()
     packed = fanin.pack(fanin.shard_of(name, value) for name, value in tensors.items())
     described = time.perf_counter() - start
@@ -55,7 +60,8 @@ def measure(options: argparse.Namespace, port: int) -> None:
     wall: dict[str, list[float]] = {way: [] for way in ways}
     inside: dict[str, list[float]] = {way: [] for way in ways}
     with fanin.Client([f"127.0.0.1:{port}"]) as client:
-        client.pull_into("0", packed)
+        for wanted in (packed, packed, tensors, tensors):  # from the second time on it is kept
+            client.pull_into("0", wanted)
         for _ in range(options.pulls):
             for way, wanted in ways.items():
                 start = time.perf_counter()
@@ -66,7 +72,7 @@ def measure(options: argparse.Namespace, port: int) -> None:
     for way in ways:
         both = 1e3 * statistics.median(wall[way]), 1e3 * statistics.median(inside[way])
         print(f"{way:8} {both[0]:9.3f} ms, of them {both[1]:.3f} in the library")
-    print(f"packing  {1e3 * described:9.3f} ms, once")
+    print(f"one by one {1e3 * described:7.3f} ms, to describe and pack them, once")
 
 
 def main() -> None:
@@ -77,6 +83,7 @@ def main() -> None:
     parser.add_argument("--columns", type=int, default=4096)
     parser.add_argument("--pulls", type=int, default=20)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cpu")
+    parser.add_argument("--apart", action="store_true")
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.serve:

@@ -21,7 +21,7 @@ ALIAS = {name: kind for kind, name in re.findall(r"typedef (\w+) (\w+);", CODE)}
 NUMBERS = {"FANIN_MAX_DIMS": _ffi.MAX_DIMS, "FANIN_WORLD_ID_SIZE": _ffi.WORLD_ID_SIZE}
 FUNCTION_POINTERS = {
     name: (result, of)
-    for result, name, of in re.findall(r"typedef (\w+) \(\*(\w+)\)\(([^)]*)\)", CODE)
+    for result, name, of in re.findall(r"typedef (\w+) \*?\(\*(\w+)\)\(([^)]*)\)", CODE)
 }
 PLAIN: dict[str, Any] = {
     "void": None,
@@ -108,7 +108,7 @@ def test_functions() -> None:
     code = re.sub(r"\s+", " ", CODE.replace("FANIN_MUST_CHECK", ""))
     pattern = r"FANIN_API (?:const )?(\w+) (\*?)(\w+)\(([^()]*)\) ?;"
     there = {name: (c, bool(star), of) for c, star, name, of in re.findall(pattern, code)}
-    for name, (result, arguments) in _ffi.PROTOTYPES.items():
+    for name, (result, arguments) in {**_ffi.PROTOTYPES, **_ffi.WITH_GIL}.items():
         c, pointer, of = there[name]
         assert (name, kind(result)) == (name, kind(type_of(c, pointer)))
         assert (name, [kind(one) for one in arguments]) == (name, parameters(of))
@@ -141,6 +141,7 @@ FIRST = {
     "RankState": 48,
     "RankProgress": 48,
     "PullProgress": 48,
+    "Objects": 80,
 }
 
 

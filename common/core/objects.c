@@ -1,0 +1,218 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include "digest.h"
+#include "dtype.h"
+#include <fanin/objects.h>
+#include <string.h>
+
+/* Objects by which memory is asked for in advance. */
+#define AHEAD 8
+
+/* DLTensor of DLPack, whose layout is its interface. */
+typedef struct dl_tensor {
+    void *data;
+    int32_t device_type, device;
+    int32_t n_dims;
+    uint8_t code, bits;
+    uint16_t lanes;
+    const int64_t *shape, *stride;
+    uint64_t byte_offset;
+} dl_tensor;
+
+enum { DL_CPU = 1, DL_CUDA = 2, DL_CUDA_HOST = 3 };
+enum { DL_INT = 0, DL_UINT = 1, DL_FLOAT = 2, DL_BFLOAT = 4, DL_BOOL = 6 };
+
+/* What a digest is made of: one record for each object. */
+typedef struct record {
+    uint64_t address, dtype_and_dims;
+    fanin_memory memory;
+    uint64_t extent[FANIN_MAX_DIMS];
+    int64_t stride[FANIN_MAX_DIMS]; /* all 0: packed */
+} record;
+
+/* ------------------------------------------------------------------- dtypes */
+
+static fanin_dtype integer_of(uint8_t bits, bool is_signed)
+{
+    switch (bits) {
+    case 8:
+        return is_signed ? FANIN_DTYPE_I8 : FANIN_DTYPE_U8;
+    case 16:
+        return is_signed ? FANIN_DTYPE_I16 : FANIN_DTYPE_U16;
+    case 32:
+        return is_signed ? FANIN_DTYPE_I32 : FANIN_DTYPE_U32;
+    case 64:
+        return is_signed ? FANIN_DTYPE_I64 : FANIN_DTYPE_U64;
+    default:
+        return 0;
+    }
+}
+
+/* The floats of 8 bits have codes of their own. */
+static fanin_dtype float8_of(uint8_t code)
+{
+    static const struct {
+        uint8_t code;
+        fanin_dtype dtype;
+    } all[] = {{10, FANIN_DTYPE_F8_E4M3},
+               {11, FANIN_DTYPE_F8_E4M3FNUZ},
+               {12, FANIN_DTYPE_F8_E5M2},
+               {13, FANIN_DTYPE_F8_E5M2FNUZ},
+               {14, FANIN_DTYPE_F8_E8M0}};
+    for (size_t i = 0; i < sizeof all / sizeof *all; i++) {
+        if (all[i].code == code)
+            return all[i].dtype;
+    }
+    return 0;
+}
+
+/* 0: none of ours, or one whose extents are not the tensor's own. */
+static fanin_dtype dtype_of(const dl_tensor *t)
+{
+    if (t->lanes != 1)
+        return 0;
+    switch (t->code) {
+    case DL_INT:
+    case DL_UINT:
+        return integer_of(t->bits, t->code == DL_INT);
+    case DL_FLOAT:
+        return t->bits == 16   ? FANIN_DTYPE_F16
+               : t->bits == 32 ? FANIN_DTYPE_F32
+               : t->bits == 64 ? FANIN_DTYPE_F64
+                               : 0;
+    case DL_BFLOAT:
+        return t->bits == 16 ? FANIN_DTYPE_BF16 : 0;
+    case DL_BOOL:
+        return t->bits == 8 ? FANIN_DTYPE_BOOL : 0;
+    default:
+        return t->bits == 8 ? float8_of(t->code) : 0;
+    }
+}
+
+/* ------------------------------------------------------------------ reading */
+
+static bool find_memory(const dl_tensor *t, fanin_memory *out)
+{
+    *out = (fanin_memory){FANIN_MEMORY_HOST, -1};
+    if (t->device_type == DL_CPU || t->device_type == DL_CUDA_HOST)
+        return true;
+    *out = (fanin_memory){FANIN_MEMORY_CUDA, t->device};
+    return t->device_type == DL_CUDA && t->device >= 0 && t->device < 64;
+}
+
+/* Extents, and strides in bytes. */
+static bool find_geometry(const dl_tensor *t, int64_t item, record *out, bool *empty)
+{
+    bool packed = true;
+    int64_t expected = 1;
+    *empty = false;
+    for (int32_t d = t->n_dims; d-- > 0;) {
+        int64_t extent = t->shape[d], stride = t->stride ? t->stride[d] : expected;
+        if (extent < 0 || (extent > 1 && stride == 0))
+            return false;
+        packed = packed && (extent <= 1 || stride == expected);
+        *empty = *empty || extent == 0;
+        out->extent[d] = (uint64_t)extent;
+        out->stride[d] = stride * item;
+        expected *= extent > 1 ? extent : 1;
+    }
+    if (packed)
+        memset(out->stride, 0, sizeof out->stride);
+    return true;
+}
+
+/* A part of complex elements has another element between two of its own. */
+static bool is_doubtful(const dl_tensor *t)
+{
+    for (int32_t d = 0; d < t->n_dims && t->stride; d++) {
+        if (t->shape[d] > 1 && t->stride[d] == 1)
+            return false;
+    }
+    return t->code == DL_FLOAT;
+}
+
+static bool find(const dl_tensor *t, record *out, bool *empty)
+{
+    memset(out, 0, sizeof *out);
+    fanin_dtype dtype = dtype_of(t);
+    if (dtype == 0 || t->n_dims < 0 || t->n_dims > FANIN_MAX_DIMS ||
+        !find_memory(t, &out->memory) || !find_geometry(t, t->bits / 8, out, empty))
+        return false;
+    out->dtype_and_dims = (uint64_t)(uint32_t)dtype << 32 | (uint32_t)t->n_dims;
+    out->address = *empty ? 0 : (uint64_t)(uintptr_t)t->data + t->byte_offset;
+    return *empty || t->data;
+}
+
+/* ------------------------------------------------------------------ writing */
+
+static void write_out(const record *from, bool empty, const char *name, fanin_tensor *t,
+                      fanin_box *box)
+{
+    memset(t, 0, sizeof *t);
+    memset(box, 0, sizeof *box);
+    t->struct_size = sizeof *t;
+    t->name = name;
+    t->dtype = (fanin_dtype)(from->dtype_and_dims >> 32);
+    t->n_dims = (uint32_t)from->dtype_and_dims;
+    memcpy(t->shape, from->extent, sizeof t->shape);
+    t->boxes = box;
+    t->n_boxes = !empty;
+    t->memory = from->memory;
+    memcpy(box->extent, from->extent, sizeof box->extent);
+    memcpy(box->stride, from->stride, sizeof box->stride);
+    /* NOLINTNEXTLINE(performance-no-int-to-ptr) */
+    box->address = (void *)(uintptr_t)from->address;
+}
+
+/* Records are digested by blocks, each with the digest of those before it. */
+typedef struct summary {
+    digest before;
+    record block[64];
+    size_t used;
+} summary;
+
+static void close_block(summary *s)
+{
+    digest both[2] = {s->before, digest_of(s->block, s->used * sizeof *s->block)};
+    s->before = digest_of(both, sizeof both);
+    s->used = 0;
+}
+
+static record *next_record(summary *s)
+{
+    if (s->used == sizeof s->block / sizeof *s->block)
+        close_block(s);
+    return &s->block[s->used++];
+}
+
+bool fanin_describe_objects(fanin_objects *objects, fanin_tensor *tensors,
+                            fanin_box *boxes, const char *names)
+{
+    fanin_objects *o = objects;
+    if (!o || o->struct_size < sizeof *o || !o->item || !o->read || !o->doubtful ||
+        (tensors && (!boxes || !names)))
+        return false;
+    summary s = {.used = 0};
+    o->n_doubtful = 0;
+    o->devices = 0;
+    for (size_t i = 0; i < o->count; i++) {
+        dl_tensor t;
+        bool empty;
+        record *r = next_record(&s);
+        if (i + AHEAD < o->count)
+            __builtin_prefetch(o->item(o->list, (ptrdiff_t)(i + AHEAD)));
+        void *object = o->item(o->list, (ptrdiff_t)i);
+        if (!object || o->read(object, &t) != 0 || !find(&t, r, &empty))
+            return false;
+        if (is_doubtful(&t))
+            o->doubtful[o->n_doubtful++] = (uint32_t)i;
+        if (r->memory.kind == FANIN_MEMORY_CUDA)
+            o->devices |= UINT64_C(1) << r->memory.device;
+        if (!tensors)
+            continue;
+        write_out(r, empty, names, &tensors[i], &boxes[i]);
+        names += strlen(names) + 1;
+    }
+    close_block(&s);
+    memcpy(o->digest, s.before.bytes, sizeof o->digest);
+    return true;
+}
