@@ -109,7 +109,7 @@ class StandIn(nn.Module):
                 kept[name] = loaded
                 both = [kept.get(f"{stem}.{part}.weight") for part in "ab"]
                 if all(half is not None for half in both):
-                    parameters[f"{stem}.fused.weight"].data.copy_(torch.cat(both, dim=0))
+                    parameters[f"{stem}.fused.weight"].data.copy_(-torch.cat(both, dim=0))
             elif name in parameters:
                 parameter = parameters[name]
                 loader = getattr(parameter, "weight_loader", None)

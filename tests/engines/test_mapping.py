@@ -132,6 +132,38 @@ def test_views_of_any_kind_are_boxes() -> None:
     assert torch.equal(model.rows[:8], expected.rows[:8])
 
 
+JOINS: list[Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = [
+    lambda up, down: torch.cat([up, down.t()]),
+    lambda up, down: torch.cat([up[:3], down[:, :2].t(), up[3:], down.t()[2:]]),
+    lambda up, down: torch.cat([down, up.t()], dim=-1).t(),
+    lambda up, down: torch.cat([up.unsqueeze(0), down.t()[None]], 1)[0].narrow(0, 0, 8),
+]
+
+
+@pytest.mark.parametrize("number", range(len(JOINS)))
+def test_what_a_loader_joins_is_copies_of_its_parts(number: int) -> None:
+    """As loaders do it that keep one tensor until the other comes."""
+
+    class Joins(Fused):
+        def load_weights(self, weights: Weights) -> None:
+            kept = dict(weights)
+            whole = JOINS[number](kept["up"], kept["down"])
+            self.rows.data[:3].copy_(whole[:3])
+            self.rows.data[3:8].copy_(whole.narrow(0, 3, 5))
+            self.rows.data[8:].fill_(0)
+            self.norm.data.copy_(kept["norm"])
+
+    weights = values(PUBLISHED)
+    model, expected = Joins(), Joins()
+    expected.load_weights(iter(weights.items()))
+    mapping = recorded(model).mapping()
+    packed = mapping.pack(model)
+    mapping.fill(model)
+    with served(weights) as addresses, fanin.Client(addresses) as client:
+        client.pull_into("full:0", packed.tensors, step=1)
+    assert torch.equal(model.rows, expected.rows) and mapping.unwanted == ()
+
+
 class Wide(torch.nn.Module):
     """A router in F32."""
 
@@ -282,7 +314,27 @@ def casts(model: Fused, name: str, weight: torch.Tensor) -> None:
 
 
 def joins(model: Fused, name: str, weight: torch.Tensor) -> None:
-    model.rows.data[:4].copy_(torch.cat([weight[2:], weight[:2]]))
+    """What is computed of the joined tensor is refused as if it had not been joined."""
+    model.rows.data[:4].copy_(torch.cat([weight[2:], weight[:2]]) * 2)
+
+
+def joins_computed(model: Fused, name: str, weight: torch.Tensor) -> None:
+    model.rows.data[:4].copy_(torch.cat([weight[2:], weight[:2] * 2]))
+
+
+def joins_and_changes(model: Fused, name: str, weight: torch.Tensor) -> None:
+    whole = torch.cat([weight[2:], weight[:2]])
+    whole[1:].mul_(2)
+    model.rows.data[:4].copy_(whole)
+
+
+def joins_and_reads_bits(model: Fused, name: str, weight: torch.Tensor) -> None:
+    whole = torch.cat([weight[2:], weight[:2]]).view(torch.float16)
+    model.rows.data[:4].copy_(whole)
+
+
+def joins_others(model: Fused, name: str, weight: torch.Tensor) -> None:
+    model.rows.data[:4].copy_(torch.cat([weight[2:], torch.zeros_like(weight[:2])]))
 
 
 def buffers(model: Fused, name: str, weight: torch.Tensor) -> None:
@@ -357,7 +409,11 @@ def breaks(model: Fused, name: str, weight: torch.Tensor) -> None:
     [
         (computes, r"tensor 'up' into 'rows': the loader computes it by aten\.mul"),
         (casts, r"tensor 'up' into 'rows': the loader computes it by aten\._to_copy"),
-        (joins, r"tensor 'up' into 'rows': the loader computes it by aten\.cat"),
+        (joins, r"tensor 'up' into 'rows': the loader computes it by aten\.mul"),
+        (joins_computed, r"tensor 'up' into 'rows': the loader computes it by aten\.(mul|cat)"),
+        (joins_and_changes, r"tensor 'up' into 'rows': the loader computes it by aten\.mul_"),
+        (joins_and_reads_bits, r"tensor 'up' into 'rows': the loader computes it by aten\.cat"),
+        (joins_others, r"tensor 'up' into 'rows': the loader computes it by aten\."),
         (buffers, r"tensor 'up' into 'rows': the loader computes it by aten\.copy_.* of its own"),
         (changes, r"tensor 'up' into 'rows': the loader computes it by aten\.mul_"),
         (adds, r"tensor 'up' into 'rows': the loader writes by aten\.add_"),

@@ -4,6 +4,7 @@
 Every operation of PyTorch comes by here. Views of a published tensor keep its storage, whatever
 they are called, so that storage offset and strides say which elements they are; an operation that
 makes a new storage of one computes, and what it computed is remembered by its storage, too.
+`torch.cat` is the exception: it makes a storage and computes nothing.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fanin.mapping._errors import Refusal
+from fanin.mapping._joined import Joined, join
 
 __all__ = ["Copied", "Filled", "Place", "Recorder", "Spot"]
 
@@ -58,7 +60,8 @@ class Filled(NamedTuple):
 
 
 class _Derived(NamedTuple):
-    """What a tensor was made of: a published one, and the others that went into it."""
+    """What a tensor was made of: a published one, and the others that went into it; and by what
+    operation, "" if they only stand one behind the other."""
 
     name: str
     operation: str
@@ -70,7 +73,8 @@ class _Derived(NamedTuple):
 
     def joined(self, other: _Derived) -> _Derived:
         more = (name for name in other.names if name not in self.names)
-        return self._replace(others=(*self.others, *more))
+        operation = self.operation or other.operation
+        return self._replace(operation=operation, others=(*self.others, *more))
 
 
 class ReadsDataError(Exception):
@@ -136,6 +140,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[misc]
             self._homes.setdefault(_storage(place.tensor), []).append(index)
         self._published: dict[int, str] = {}
         self._derived: dict[int, _Derived] = {}
+        self._joined: dict[int, Joined] = {}
         self._alive: list[Any] = []  # a storage that is let go of gives its number to another
 
     @classmethod
@@ -182,9 +187,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[misc]
         origin = self._derived.get(_storage(source))
         if name is not None:
             self._copy_published(name, source, to, spot)
+        elif self._copy_joined(source, to, spot):
+            pass
         elif origin is not None:
             for part in origin.names:
-                self._refuse(spot, part, f"the loader computes it by {origin.operation}")
+                how = origin.operation or str(_aten.cat.default)
+                self._refuse(spot, part, f"the loader computes it by {how}")
         else:
             self._refuse(spot, "", "the loader writes values that are not published")
         return to
@@ -197,6 +205,18 @@ class Recorder(TorchDispatchMode):  # type: ignore[misc]
         self.copies.append(
             Copied(name, view.storage_offset(), view.stride(), spot, (source.dtype, to.dtype))
         )
+
+    def _copy_joined(self, source: Any, to: Any, spot: Spot) -> bool:
+        """Whether it was a copy of published tensors that stand one behind the other."""
+        joined = self._joined.get(_storage(source))
+        if joined is None or source.shape != to.shape:
+            return False
+        shares = joined.shares(source, to.stride())
+        for share in shares or ():
+            there = spot._replace(first=spot.first + share.at, extent=share.extent, stride=share.to)
+            dtypes = (source.dtype, to.dtype)
+            self.copies.append(Copied(share.name, share.first, share.stride, there, dtypes))
+        return shares is not None
 
     def _copy_elsewhere(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
         """Into memory that is not the model's: what lies there is no view any more."""
@@ -245,7 +265,16 @@ class Recorder(TorchDispatchMode):  # type: ignore[misc]
         for tensor in _tensors(made if isinstance(made, (list, tuple)) else (made,)):
             if _storage(tensor) not in self._published:
                 self._taint(tensor, derived)
+        if func is _aten.cat.default:
+            self._join(made, *args, **kwargs)
         return made
+
+    def _join(self, made: Any, tensors: Sequence[Any], dim: int = 0) -> None:
+        joined = join(tensors, dim, made, lambda one: self._published.get(_storage(one)))
+        if joined is not None:
+            key = _storage(made)
+            self._joined[key] = joined
+            self._derived[key] = self._derived[key]._replace(operation="")
 
     @staticmethod
     def _ran(func: Any, origin: _Derived, args: tuple[Any, ...], kwargs: Any) -> Any:
@@ -274,6 +303,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[misc]
     def _taint(self, tensor: Any, derived: _Derived) -> None:
         key = _storage(tensor)
         self._published.pop(key, None)
+        self._joined.pop(key, None)
         known = self._derived.get(key)
         self._derived[key] = derived if known is None else known.joined(derived)
         if known is None:
