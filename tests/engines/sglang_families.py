@@ -3,7 +3,7 @@
 place is what their own loaders put in place.
 
 A program: `sglang_families.py NAME...`, one line of JSON for each family, layout and rank. One
-process plays every rank in turn. Kernels are not needed to load, and are stood in for.
+process plays every rank in turn. Kernels are not needed to load.
 """
 
 from __future__ import annotations
@@ -47,22 +47,6 @@ ROPE = {
     "beta_slow": 1,
     "rope_theta": 10000.0,
 }
-
-
-def stand_in_for_kernels() -> None:
-    """Names that SGLang imports from a wheel for its device; calling them does nothing."""
-    try:
-        importlib.import_module("sgl_kernel")
-    except ImportError:
-        module = types.ModuleType("sgl_kernel")
-        module.__getattr__ = _kernel  # type: ignore[method-assign]
-        sys.modules["sgl_kernel"] = module
-
-
-def _kernel(name: str) -> Any:
-    if name.startswith("__"):
-        raise AttributeError(name)
-    return lambda *_, **__: None
 
 
 def configuration(name: str) -> Any:
@@ -193,7 +177,6 @@ def run(name: str) -> Iterator[dict[str, Any]]:
 
 
 if __name__ == "__main__":
-    stand_in_for_kernels()
     for chosen in sys.argv[1:]:
         for line in run(chosen):
             print(json.dumps(line), flush=True)

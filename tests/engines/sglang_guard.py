@@ -17,13 +17,10 @@ from typing import Any
 
 import torch
 from families import Layout
-from sglang_families import rank_of, stand_in_for_kernels
+from fanin.sglang import LOADER, Request, guard
+from fanin.sglang.request import encode
+from sglang_families import rank_of
 from sglang_model import StandIn
-
-stand_in_for_kernels()
-
-from fanin.sglang import LOADER, Request, guard  # noqa: E402
-from fanin.sglang.request import encode  # noqa: E402
 
 
 def say(what: str, answer: Any, scheduler: Any) -> None:

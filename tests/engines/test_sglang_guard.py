@@ -1,36 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
-"""fanin's plugin in SGLang's own classes, where SGLang is installed: an engine whose pull failed
-says so in that very call, and does nothing more before it has the whole of a step."""
+"""fanin's plugin in SGLang's own classes: an engine whose pull failed says so in that very call,
+and does nothing more before it has the whole of a step."""
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import os
 import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 from families import served
 from sglang_model import published
-from worlds import HERE, PYTHON
+from sglang_server import SGLANG, needs_sglang, sglang_environment
+from worlds import HERE
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("sglang") is None, reason="SGLang is not installed"
-)
+pytestmark = needs_sglang
 
 
 @pytest.fixture(scope="module")
 def said() -> dict[str, Any]:
     import torch
 
-    before = os.environ.get("PYTHONPATH", "")
     with served({name: torch.ones(shape) for name, shape in published()}) as addresses:
         done = subprocess.run(
-            [sys.executable, "-B", str(Path(HERE) / "sglang_guard.py"), *addresses],
-            env={**os.environ, "PYTHONPATH": os.pathsep.join([str(PYTHON), str(HERE), before])},
+            [str(SGLANG), "-B", str(HERE / "sglang_guard.py"), *addresses],
+            env=sglang_environment(),
             capture_output=True,
             text=True,
             timeout=600,

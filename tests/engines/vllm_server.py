@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import tomllib
 
@@ -162,45 +162,21 @@ def die_with_parent() -> None:
     ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)
 
 
-class VllmServer:
-    """One API server process and its engine core, in a process group of their own."""
+class HttpServer:
+    """One server process and its children, in a process group of their own.
+
+    name: of its log, and of what is said about it. variables: its whole environment.
+    """
+
+    ready = "/health"  # answers when all is there
 
     def __init__(
-        self,
-        model: Path,
-        scratch: Path,
-        *arguments: str,
-        environment: dict[str, str] | None = None,
-        plugins: bool = True,
-        adapters: bool = True,
+        self, name: str, command: list[str], variables: dict[str, str], scratch: Path, port: int
     ) -> None:
-        self.port = free_ports()
-        self.url = f"http://127.0.0.1:{self.port}"
-        self.base = "base"
-        self.log = scratch / "vllm.log"
-        variables = dict(os.environ)
-        variables |= {
-            "HF_HUB_OFFLINE": "1",
-            "VLLM_CPU_KVCACHE_SPACE": "1",
-            "VLLM_NO_USAGE_STATS": "1",
-            "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
-            "TOKENIZERS_PARALLELISM": "false",
-        }
-        if plugins:
-            before = [variables["PYTHONPATH"]] if variables.get("PYTHONPATH") else []
-            path = [*plugin_path(scratch), *before, str(Path(__file__).parent)]
-            variables["PYTHONPATH"] = os.pathsep.join(path)
-            variables["VLLM_PLUGINS"] = "fanin"
-        else:
-            variables["VLLM_PLUGINS"] = ""
-        variables |= environment or {}
-        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
-        command += ["--model", str(model), "--served-model-name", self.base]
-        command += ["--host", "127.0.0.1", "--port", str(self.port)]
-        command += ["--dtype", "float32", "--max-model-len", str(LONGEST), "--max-num-seqs", "8"]
-        command += ["--enforce-eager", *arguments]
-        if adapters:
-            command += ["--enable-lora", "--max-lora-rank", str(RANK)]
+        self.name = name
+        self.port = port
+        self.url = f"http://127.0.0.1:{port}"
+        self.log = scratch / f"{name}.log"
         self.started = time.monotonic()
         with open(self.log, "wb") as log:
             self._process = subprocess.Popen(
@@ -214,25 +190,25 @@ class VllmServer:
                 preexec_fn=die_with_parent,
             )
 
-    def __enter__(self) -> VllmServer:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.stop()
 
-    def wait_ready(self, within: float = READY_WITHIN) -> VllmServer:
-        """Until /health answers; the end of the log is in the error if it never does."""
+    def wait_ready(self, within: float = READY_WITHIN) -> Self:
+        """Until `ready` answers; the end of the log is in the error if it never does."""
         deadline = time.monotonic() + within
         while time.monotonic() < deadline:
             if self._process.poll() is not None:
-                raise RuntimeError(f"vLLM ended while starting:\n{self.log_end()}")
+                raise RuntimeError(f"{self.name} ended while starting:\n{self.log_end()}")
             try:
-                if self.request("GET", "/health", timeout=5.0)[0] == 200:
+                if self.request("GET", self.ready, timeout=5.0)[0] == 200:
                     return self
             except OSError:
                 pass
             time.sleep(0.2)
-        raise RuntimeError(f"vLLM was not ready within {within:.0f} s:\n{self.log_end()}")
+        raise RuntimeError(f"{self.name} was not ready within {within:.0f} s:\n{self.log_end()}")
 
     def stop(self) -> None:
         """Ends the whole group, whatever state it is in."""
@@ -279,6 +255,46 @@ class VllmServer:
         if status != 200:
             raise Refused(status, answer)
         return answer
+
+
+class VllmServer(HttpServer):
+    """One API server process and its engine core."""
+
+    def __init__(
+        self,
+        model: Path,
+        scratch: Path,
+        *arguments: str,
+        environment: dict[str, str] | None = None,
+        plugins: bool = True,
+        adapters: bool = True,
+    ) -> None:
+        port = free_ports()
+        self.base = "base"
+        variables = dict(os.environ)
+        variables |= {
+            "HF_HUB_OFFLINE": "1",
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "VLLM_NO_USAGE_STATS": "1",
+            "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
+            "TOKENIZERS_PARALLELISM": "false",
+        }
+        if plugins:
+            before = [variables["PYTHONPATH"]] if variables.get("PYTHONPATH") else []
+            path = [*plugin_path(scratch), *before, str(Path(__file__).parent)]
+            variables["PYTHONPATH"] = os.pathsep.join(path)
+            variables["VLLM_PLUGINS"] = "fanin"
+        else:
+            variables["VLLM_PLUGINS"] = ""
+        variables |= environment or {}
+        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+        command += ["--model", str(model), "--served-model-name", self.base]
+        command += ["--host", "127.0.0.1", "--port", str(port)]
+        command += ["--dtype", "float32", "--max-model-len", str(LONGEST), "--max-num-seqs", "8"]
+        command += ["--enforce-eager", *arguments]
+        if adapters:
+            command += ["--enable-lora", "--max-lora-rank", str(RANK)]
+        super().__init__("vllm", command, variables, scratch, port)
 
     def tokens(
         self, model: str, prompt: list[int], count: int = 16, timeout: float = 60.0

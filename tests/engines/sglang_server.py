@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A real SGLang over HTTP, on the CPU and in an environment of its own, and a link that breaks."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fanin.sglang import LOADER
+from vllm_server import TREE, HttpServer, die_with_parent, free_ports, plugin_path
+from worlds import HERE, PYTHON, child_environment
+
+SGLANG = TREE / ".deps" / "sglang" / "bin" / "python"
+KERNELS = HERE / "sglang_kernels"
+
+needs_sglang = pytest.mark.skipif(
+    not SGLANG.exists(), reason="SGLang is not installed: run tools/setup sglang"
+)
+
+
+def sglang_environment(*paths: str, **more: str) -> dict[str, str]:
+    """For a process of that environment: the tests' fanin, and stand-ins for SGLang's kernels."""
+    environment = child_environment(SGLANG_USE_CPU_ENGINE="1", **more)
+    environment.pop("SGLANG_PLUGINS", None)
+    before = environment["PYTHONPATH"]
+    environment["PYTHONPATH"] = os.pathsep.join([*paths, str(KERNELS), before])
+    return environment
+
+
+class SGLangServer(HttpServer):
+    """The server, its scheduler of each rank and its detokenizer.
+
+    ranks: of tensor parallelism. Two share a NUMA node, which SGLang wants to be told, and speak by
+    gloo, which SGLang's groups do on a CPU if they find no NCCL.
+    """
+
+    ready = "/model_info"
+
+    def __init__(self, model: Path, scratch: Path, *arguments: str, ranks: int = 1) -> None:
+        port = free_ports()
+        variables = sglang_environment(
+            *plugin_path(scratch),
+            str(PYTHON),
+            SGLANG_CPU_OMP_THREADS_BIND="|".join(str(rank) for rank in _cores(ranks)),
+            SGLANG_NCCL_SO_PATH=str(scratch / "no-nccl"),
+        )
+        command = [str(SGLANG), "-B", "-m", "sglang.launch_server", "--model-path", str(model)]
+        command += ["--host", "127.0.0.1", "--port", str(port), "--tp-size", str(ranks)]
+        command += ["--device", "cpu", "--attention-backend", "torch_native"]
+        command += ["--disable-cuda-graph", "--disable-overlap-schedule", "--skip-tokenizer-init"]
+        command += ["--mem-fraction-static", "0.1", "--max-total-tokens", "4096"]
+        command += ["--max-running-requests", "4", "--skip-server-warmup"]
+        command += ["--custom-weight-loader", LOADER, *arguments]
+        super().__init__("sglang", command, variables, scratch, port)
+
+    def post(self, path: str, **body: Any) -> Any:
+        """The answer, if it is HTTP 200."""
+        return self.ask("POST", path, body, 120.0)
+
+    def output(self, prompts: Sequence[Sequence[int]], count: int, timeout: float = 120.0) -> Any:
+        """For each prompt, alone: the greedy tokens and their log probabilities."""
+        found = []
+        for prompt in prompts:
+            answer = self.ask("POST", "/generate", generation(prompt, count), timeout)
+            told = answer["meta_info"]["output_token_logprobs"]
+            found.append((answer["output_ids"], [one[0] for one in told]))
+        return found
+
+    @contextlib.contextmanager
+    def streaming(self, prompt: Sequence[int], count: int) -> Iterator[Iterator[Any]]:
+        """The events of one request, as they come; leaving it ends the request."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=120)
+        body = generation(prompt, count) | {"stream": True, "return_logprob": False}
+        headers = {"Content-Type": "application/json"}
+        with contextlib.closing(connection):
+            connection.request("POST", "/generate", json.dumps(body), headers)
+            lines = connection.getresponse()
+            yield (json.loads(line[6:]) for line in lines if line.startswith(b"data: {"))
+
+    def version(self) -> str:
+        return str(self.ask("GET", "/model_info")["weight_version"])
+
+    def wait_log(self, words: str, within: float = 60.0) -> None:
+        """Until a scheduler has said so."""
+        deadline = time.monotonic() + within
+        while words not in self.log_text():
+            assert time.monotonic() < deadline, f"no {words!r} within {within:.0f} s"
+            time.sleep(0.05)
+
+    def checksums(self) -> Any:
+        """Of every parameter, rank after rank."""
+        ranks = self.post("/weights_checker", action="checksum")["ranks"]
+        return [one["checksums"] for one in ranks]
+
+
+def _cores(count: int) -> list[int]:
+    """A core for each rank, one after the other while there are any."""
+    cores = sorted(os.sched_getaffinity(0))
+    return [cores[rank % len(cores)] for rank in range(count)]
+
+
+def generation(prompt: Sequence[int], count: int) -> dict[str, Any]:
+    """A request of `/generate`."""
+    how = {"temperature": 0, "max_new_tokens": count, "ignore_eos": True}
+    return {"input_ids": list(prompt), "sampling_params": how, "return_logprob": True}
+
+
+class BrokenLink:
+    """In front of a trainer's ranks; of what is read of each only so many bytes go through.
+
+    target: the addresses to use instead.
+    """
+
+    def __init__(self, addresses: Sequence[str], passes: int, scratch: Path) -> None:
+        command = [sys.executable, "-B", str(TREE / "tests" / "support" / "frame_proxy.py")]
+        command += [",".join(addresses), "--hold-reads", str(passes)]
+        self.log = scratch / "link.log"
+        with open(self.log, "wb") as log:
+            self._process = subprocess.Popen(
+                command,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                preexec_fn=die_with_parent,
+            )
+        self._lines: queue.Queue[str] = queue.Queue()
+        threading.Thread(target=self._read, daemon=True).start()
+        self.target = self._line().split(",")
+
+    def __enter__(self) -> BrokenLink:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.send_signal(signal.SIGKILL)
+        self._process.wait(15)
+
+    def wait_held(self) -> None:
+        """Until those bytes of a rank have gone through, and no more."""
+        assert self._line() == "held"
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        with self._process.stdout as lines:
+            for line in lines:
+                self._lines.put(line.strip())
+
+    def _line(self) -> str:
+        try:
+            return self._lines.get(timeout=120)
+        except queue.Empty:
+            raise AssertionError(f"nothing came by the link: {self.log.read_text()}") from None
