@@ -15,20 +15,38 @@ typedef struct turn {
     fanin_error error;
 } turn;
 
-/* Frees the turns. */
+/* Frees the turns. What comes after @p at goes to @p late. */
 static fanin_status run(fanin_client *client, turn *turns, size_t *left, deadline at,
-                        const char *phase, fanin_error *error)
+                        const char *phase, reply_fn late, fanin_error *error)
 {
     fanin_status status = client_run(client, left, at, phase, error);
     for (size_t i = 0; i < client->n_peers; i++) {
         if (!turns[i].lease)
             continue;
-        connection_forget(client->peers[i].control, &turns[i]);
+        connection_leave_to(client->peers[i].control, &turns[i], late);
         if (status == FANIN_OK && turns[i].error.status != FANIN_OK)
             status = error_copy(error, &turns[i].error);
     }
     free(turns);
     return status;
+}
+
+static void send_end(connection *c, const reader_lease *lease, bool abandon,
+                     reply_fn fn, void *cookie)
+{
+    msg_end m = {.abandon = abandon};
+    memcpy(m.token, lease->token, sizeof m.token);
+    uint64_t request = connection_next_request(c);
+    encode_end(connection_out(c), request, &m);
+    connection_ask(c, request, fn, cookie);
+}
+
+static void on_abandoned(void *cookie, connection *c, message_type type, body *b)
+{
+    (void)cookie;
+    (void)c;
+    (void)type;
+    (void)b; /* whatever it says, nothing depends on it */
 }
 
 /* ------------------------------------------------------------------- begin */
@@ -57,6 +75,18 @@ static void on_begun(void *cookie, connection *c, message_type type, body *b)
     memcpy(t->lease->token, m.token, sizeof t->lease->token);
 }
 
+/* A lease that nobody waited for any longer: the rank's next update must not wait for it. */
+static void on_begun_late(void *cookie, connection *c, message_type type, body *b)
+{
+    msg_begin_ok m;
+    reader_lease unwanted;
+    (void)cookie;
+    if (type != MSG_BEGIN_OK || decode_begin_ok(b, &m) != FANIN_OK || !m.granted)
+        return;
+    memcpy(unwanted.token, m.token, sizeof unwanted.token);
+    send_end(c, &unwanted, true, on_abandoned, NULL);
+}
+
 fanin_status lease_round_begin(fanin_client *client, const publication *p,
                                const announcement *announced, const bool *use,
                                reader_lease *leases, deadline at, fanin_error *error)
@@ -78,20 +108,10 @@ fanin_status lease_round_begin(fanin_client *client, const publication *p,
         encode_begin(connection_out(c), request, &m);
         connection_ask(c, request, on_begun, &turns[i]);
     }
-    return run(client, turns, &left, at, "begin", error);
+    return run(client, turns, &left, at, "begin", on_begun_late, error);
 }
 
 /* --------------------------------------------------------------------- end */
-
-static void send_end(connection *c, const reader_lease *lease, bool abandon,
-                     reply_fn fn, void *cookie)
-{
-    msg_end m = {.abandon = abandon};
-    memcpy(m.token, lease->token, sizeof m.token);
-    uint64_t request = connection_next_request(c);
-    encode_end(connection_out(c), request, &m);
-    connection_ask(c, request, fn, cookie);
-}
 
 static void on_ended(void *cookie, connection *c, message_type type, body *b)
 {
@@ -126,15 +146,7 @@ fanin_status lease_round_end(fanin_client *client, reader_lease *leases, deadlin
         left++;
         send_end(client->peers[i].control, &leases[i], false, on_ended, &turns[i]);
     }
-    return run(client, turns, &left, at, "end", error);
-}
-
-static void on_abandoned(void *cookie, connection *c, message_type type, body *b)
-{
-    (void)cookie;
-    (void)c;
-    (void)type;
-    (void)b; /* whatever it says, nothing depends on it */
+    return run(client, turns, &left, at, "end", NULL, error);
 }
 
 void lease_round_abandon(fanin_client *client, reader_lease *leases)

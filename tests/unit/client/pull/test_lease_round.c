@@ -218,21 +218,41 @@ static void one_that_goes_away_is_told_of(void **state)
     assert_int_equal(stub_world_asked(&s->world, MSG_END), 2);
 }
 
-/* Whose answer comes when nobody waits for it any more: it is of no effect. */
-static void an_answer_may_be_late(void **state)
+/* Its answer to a begin, when nobody waits for it any more. */
+static void answer_late(stub_rank *r, const msg_begin_ok *m)
+{
+    stub_talk *t = stub_rank_talk(r, ROLE_CONTROL);
+    encode_begin_ok(&t->out, r->last_request, m);
+    stub_talk_flush(t);
+}
+
+/* What was granted too late is given back at once: the rank's next update does not wait for it. */
+static void a_late_lease_is_given_back(void **state)
 {
     scene *s = *state;
-    buffer *out = &stub_rank_talk(&s->world.ranks[1], ROLE_CONTROL)->out;
     acts(1, MSG_BEGIN, IS_SILENT);
     assert_int_equal(begin(s), FANIN_ERR_TIMEOUT);
     assert_blames_1(s, "waiting for rank 1");
     assert_false(s->leases[1].held);
-    uint64_t request = s->world.ranks[1].last_request;
-    encode_begin_ok(out, request, &(msg_begin_ok){.granted = true, .epoch = 1});
-    stub_talk_flush(stub_rank_talk(&s->world.ranks[1], ROLE_CONTROL));
+    answer_late(&s->world.ranks[1],
+                &(msg_begin_ok){.granted = true, .epoch = 1, .token = {0x77}});
     stub_world_settle(&s->world);
     assert_false(s->leases[1].held);
     assert_true(peer_ready(&s->world.client->peers[1]));
+    assert_true(odd.abandoned[1]);
+    assert_int_equal(odd.tokens[1][0], 0x77);
+}
+
+static void a_late_refusal_is_of_no_effect(void **state)
+{
+    scene *s = *state;
+    acts(1, MSG_BEGIN, IS_SILENT);
+    assert_int_equal(begin(s), FANIN_ERR_TIMEOUT);
+    answer_late(&s->world.ranks[1],
+                &(msg_begin_ok){.granted = false, .epoch = 3, .why = "another step"});
+    stub_world_settle(&s->world);
+    assert_true(peer_ready(&s->world.client->peers[1]));
+    assert_int_equal(s->world.ranks[1].asked[MSG_END], 0);
 }
 
 #define SCENE(name) cmocka_unit_test_setup_teardown(name, set_up, tear_down)
@@ -243,7 +263,8 @@ int main(void)
         SCENE(only_ranks_in_use_are_asked),      SCENE(without_leases_nobody_is_asked),
         SCENE(one_that_moved_on_makes_it_stale), SCENE(one_that_paused_makes_it_stale),
         SCENE(other_errors_are_the_ranks),       SCENE(one_that_rewrote_makes_it_stale),
-        SCENE(one_that_goes_away_is_told_of),    SCENE(an_answer_may_be_late),
+        SCENE(one_that_goes_away_is_told_of),    SCENE(a_late_lease_is_given_back),
+        SCENE(a_late_refusal_is_of_no_effect),
     };
     return cmocka_run_group_tests_name("lease round", tests, NULL, NULL);
 }
