@@ -7,7 +7,7 @@ import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from fanin._tensors import TORCH_DTYPES
@@ -37,6 +37,10 @@ class Summary:
     restarts: int = 0
     #: Launches of the trainer that it came from.
     worlds: set[str] = field(default_factory=set)
+
+    def as_dict(self) -> dict[str, Any]:
+        """As plain values, which JSON has too."""
+        return asdict(self) | {"worlds": sorted(self.worlds)}
 
     def __str__(self) -> str:
         rate = self.bytes / self.read / 1e9 if self.read else 0.0

@@ -146,7 +146,7 @@ class MappedLanding(Landing):
             shards += mapping.shards(self._tensor, layer.modules, layer.bridges)
             layer.count = len(shards) - layer.first
         self._packed = pack(shards)
-        self._after = reload.AfterAll(model, model_config)
+        self._after = reload.Afterwards(model, model_config)
         self._bytes = sum(map(_bytes_of, shards))
 
     def hidden(self, path: str) -> bool:

@@ -24,7 +24,7 @@ from fanin.mapping import About, ModelState, Recording, Target, record
 
 __all__ = [
     "SUPPORTED",
-    "AfterAll",
+    "Afterwards",
     "Skeleton",
     "Skeletons",
     "Trial",
@@ -603,7 +603,7 @@ def _kept(module: Any, method: Any) -> Iterator[None]:
 # ------------------------------------------------------------------ the whole model
 
 
-class AfterAll:
+class Afterwards:
     """What comes after the last module of an update: what attention makes of its weights (MLA's
     absorbed projections), and ties. An engine stands still for it, so a model's modules are looked
     through once, and what was seen to change nothing is left out from the second time on.
@@ -629,18 +629,16 @@ class AfterAll:
             module.quant_method.process_weights_after_loading(module)
 
     def _does_something(self, module: Any) -> bool:
-        """Processes the module; whether that has changed it, or has looked at what is in it."""
+        """Processes the module; whether that could do something else the next time: it has looked
+        at a tensor, or has changed what hangs on the module. Tensors that it overwrites have then
+        what it would write again."""
         from fanin.vllm.constant import Watch
 
-        before, copies = _state(module), [tensor.clone() for tensor in _held(module)]
+        before = _state(module)
         watch = Watch()
         with _in_place(module), watch:
             module.process_weights_after_loading(self._dtype)
-        return (
-            watch.depends
-            or _state(module) != before
-            or not all(map(same_bytes, _held(module), copies))
-        )
+        return watch.depends or _state(module) != before
 
 
 def _owners(module: Any) -> list[Any]:

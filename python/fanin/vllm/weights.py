@@ -11,7 +11,6 @@ from __future__ import annotations
 import logging
 import os
 import time
-from dataclasses import asdict
 from typing import Any
 
 from vllm.config import set_current_vllm_config
@@ -249,7 +248,7 @@ class Engine(WeightTransferEngine[InitInfo, UpdateInfo]):
             "step": target.updates.step,
             "dirty": target.updates.dirty,
             "ahead": None if target.prefetch is None else target.prefetch.state(),
-            "last": None if target.last is None else asdict(target.last),
+            "last": None if target.last is None else target.last.as_dict(),
         }
 
     def reset_weight_update_target(self) -> None:
