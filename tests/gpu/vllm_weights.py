@@ -620,12 +620,12 @@ def ahead(engine: Any, step: int, found: dict[str, list[float]]) -> None:
     post(engine, "/finish_weight_update", weight_version=f"step-{step}")
     finished = time.monotonic()
     post(engine, "/resume")
-    installed = max(one["last"]["install"] for one in workers_of(engine))
-    found["read ahead: the worker installs"].append(installed)
     found["read ahead: the update alone"].append(updated - paused)
     found["read ahead: update and finish"].append(finished - paused)
     found["read ahead: pause to resume"].append(time.monotonic() - start)
     found["read ahead: no token for"].append(stalls.since(start))
+    installed = max(one["last"]["install"] for one in workers_of(engine))
+    found["read ahead: the worker installs"].append(installed)
 
 
 def theirs_once(trainer: Any, engine: Any, found: dict[str, list[float]]) -> None:
