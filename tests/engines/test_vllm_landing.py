@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import Iterator
 
+import fanin
 import pytest
 from fanin.vllm.landing import Progress, Summary, groups_of
 
@@ -17,6 +18,10 @@ class Clock:
 
     def monotonic(self) -> float:
         return self.now
+
+
+def told(done: int, slowest: fanin.RankProgress | None = None) -> fanin.PullProgress:
+    return fanin.PullProgress(done, 40_000_000_000, (), slowest)
 
 
 @pytest.fixture
@@ -33,7 +38,7 @@ def test_bytes_rate_and_the_time_that_is_left(
     progress = Progress(7, 40_000_000_000)
     for second in range(1, 13):
         clock.now = 1000.0 + second
-        progress(second * 2_000_000_000)
+        progress(told(second * 2_000_000_000))
     assert [record.getMessage() for record in caplog.records] == [
         "fanin: step 7: 10000 of 40000 MB, 2.00 GB/s, 15 s to go",
         "fanin: step 7: 20000 of 40000 MB, 2.00 GB/s, 10 s to go",
@@ -43,7 +48,7 @@ def test_bytes_rate_and_the_time_that_is_left(
 def test_a_short_update_says_nothing(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
     progress = Progress(7, 1000)
     clock.now += 4.9
-    progress(1000)
+    progress(told(1000))
     assert not caplog.records
 
 
@@ -52,15 +57,25 @@ def test_parts_add_up(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
     progress = Progress(7, 8_000_000_000)
     progress.add(2_000_000_000)
     clock.now += 5
-    progress(2_000_000_000)
+    progress(told(2_000_000_000))
     assert "4000 of 8000 MB, 0.80 GB/s, 5 s to go" in caplog.text
 
 
 def test_nothing_has_come_yet(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
     progress = Progress(7, 8_000_000_000)
     clock.now += 6
-    progress(0)
+    progress(told(0))
     assert "0 of 8000 MB, 0.00 GB/s" in caplog.text and "to go" not in caplog.text
+
+
+def test_the_rank_that_it_waits_for(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
+    progress = Progress(7, 8_000_000_000)
+    slow = fanin.RankProgress(3, "10.0.0.5:6003", "stream", 5_000_000, 2_000_000_000, 7.2)
+    clock.now += 6
+    progress(told(1_200_000_000, slow))
+    assert caplog.text.rstrip().endswith(
+        "34 s to go; waits for rank 3 10.0.0.5:6003: 5.0 of 2000.0 MB, no byte for 7 s"
+    )
 
 
 def test_what_an_update_did() -> None:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from fanin._records import PullProgress
 from fanin._tensors import TORCH_DTYPES
 from fanin.errors import PeerError, StaleError
 from fanin.vllm import reload
@@ -53,28 +54,30 @@ class Summary:
 
 
 class Progress:
-    """Says in the log how far a long update is. done, total: bytes, 0: not known."""
+    """Says in the log how far a long update is, and which rank it waits for: a pull's
+    *rank_progress*. done, total: bytes, 0: not known."""
 
     def __init__(self, step: int, total: int) -> None:
         self._step, self.total, self._before = step, total, 0
         self.done = 0
         self._start = self._said = time.monotonic()
 
-    def __call__(self, done: int, _: int = 0) -> None:
+    def __call__(self, told: PullProgress) -> None:
         now = time.monotonic()
-        self.done = done = done + self._before
+        self.done = done = told.bytes_done + self._before
         if now - self._said < _SAY_EVERY:
             return
         self._said = now
         rate = done / (now - self._start)
         rest = f", {max(self.total - done, 0) / rate:.0f} s to go" if rate and self.total else ""
         _log.info(
-            "fanin: step %d: %.0f of %.0f MB, %.2f GB/s%s",
+            "fanin: step %d: %.0f of %.0f MB, %.2f GB/s%s%s",
             self._step,
             done / 1e6,
             self.total / 1e6,
             rate / 1e9,
             rest,
+            f"; waits for {told.slowest}" if told.slowest else "",
         )
 
     def add(self, done: int) -> None:
@@ -209,7 +212,7 @@ class StockLanding(Landing):
         start = time.monotonic()
         # One exact step of one world has the same bytes in every pull.
         result = trainer.client.pull_into(
-            trainer.run, tensors, step=step, timeout=left(deadline), progress=progress
+            trainer.run, tensors, step=step, timeout=left(deadline), rank_progress=progress
         )
         loaded = time.monotonic()
         self._model.load_weights(iter(tensors.items()))

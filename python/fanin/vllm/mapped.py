@@ -275,7 +275,7 @@ class MappedLanding(Landing):
             timeout=left(deadline),
             dtype=self.dtype,
             verify=self.verify,
-            progress=progress,
+            rank_progress=progress,
         )
         return session
 

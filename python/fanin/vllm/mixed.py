@@ -15,7 +15,7 @@ from typing import Any
 from fanin.errors import PeerError, StaleError
 from fanin.mapping import Mapping
 from fanin.vllm import reload
-from fanin.vllm.landing import Landing, Summary, groups_of, torch_dtype_of
+from fanin.vllm.landing import Landing, Progress, Summary, groups_of, torch_dtype_of
 from fanin.vllm.mapped import MappedLanding
 from fanin.vllm.trainers import Published, Trainer, left
 
@@ -79,7 +79,8 @@ class MixedLanding(Landing):
         writing()
         reload.begin(self._model, self.by_loader)
         try:
-            self._model.load_weights(self._lend(trainer, step, deadline, loaded))
+            progress = Progress(step, sum(self._entries[name].bytes for name in self._names))
+            self._model.load_weights(self._lend(trainer, step, deadline, loaded, progress))
             missing = reload.unloaded(self._model)
             if missing:
                 raise PeerError.make(
@@ -107,7 +108,7 @@ class MixedLanding(Landing):
         )
 
     def _lend(
-        self, trainer: Trainer, step: int, deadline: float, summary: Summary
+        self, trainer: Trainer, step: int, deadline: float, summary: Summary, progress: Progress
     ) -> Iterator[tuple[str, Any]]:
         """The loader's tensors, whole, a decoder layer at a time. One exact step of one world has
         the same bytes in every pull."""
@@ -120,8 +121,14 @@ class MixedLanding(Landing):
                 dtype = torch_dtype_of(entry.dtype)
                 tensors[name] = torch.empty(entry.shape, dtype=dtype, device=self._device)
             result = trainer.client.pull_into(
-                trainer.run, tensors, step=step, timeout=left(deadline), verify=self._verify
+                trainer.run,
+                tensors,
+                step=step,
+                timeout=left(deadline),
+                verify=self._verify,
+                rank_progress=progress,
             )
+            progress.add(result.bytes)
             summary.bytes += result.bytes
             summary.tensors += result.tensors
             summary.read += result.read

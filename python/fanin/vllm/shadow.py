@@ -106,7 +106,7 @@ class Shadow:
             timeout=left(deadline),
             dtype=self._packed.dtype,
             verify=self._landing.verify,
-            progress=progress,
+            rank_progress=progress,
         )
         self._packed.settle()
         return result
