@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 from fanin.errors import FaninError, HostError, PeerError, StateError
-from fanin.vllm import guard
+from fanin.vllm import guard, guard_front
 from fanin.vllm.updates import Updates
 
 FANIN = SimpleNamespace(weight_transfer_config=SimpleNamespace(backend="fanin"))
@@ -415,24 +415,31 @@ class Refusal(Exception):
     pass
 
 
-def server(*said: str) -> Any:
+class Dead(Exception):
+    """As vLLM's own, which names nobody."""
+
+
+def server(*said: str, steps: tuple[int, ...] = (3, 3)) -> Any:
     class Server:
         def __init__(self) -> None:
             self.vllm_config, self.engine_core = FANIN, self
             self.calls: list[Any] = []
 
-        async def call_utility_all_async(self, method: str, *arguments: Any) -> list[str]:
+        async def call_utility_all_async(self, method: str, *arguments: Any) -> list[Any]:
             self.calls.append((method, *arguments))
-            return list(said)
+            return list(steps if method == "fanin_step" else said)
 
         async def resume_generation(self) -> None:
             self.calls.append("resumed")
+
+        async def add_request(self) -> None:
+            raise Dead
 
         async def update_weights(self, fails: bool) -> None:
             if fails:
                 raise RuntimeError("replica 1 has failed")
 
-    guard._guard_server(Server, Refusal)
+    guard_front.guard_server(Server, Refusal, (Dead,))
     return Server()
 
 
@@ -444,6 +451,19 @@ def test_no_replica_is_resumed_if_one_is_dirty() -> None:
     good = server("", "")
     asyncio.run(good.resume_generation())
     assert good.calls[-1] == "resumed"
+
+
+def test_replicas_of_different_steps_are_not_resumed() -> None:
+    """One has failed before its first byte was written: both are whole."""
+    one = server("", "", steps=(4, -1))
+    with pytest.raises(Refusal, match="different steps: step 4, the weights that it was started"):
+        asyncio.run(one.resume_generation())
+    assert "resumed" not in one.calls
+
+
+def test_a_request_to_a_core_that_is_dead_is_told_so() -> None:
+    with pytest.raises(Dead, match="engine core has ended.*start the engine again"):
+        asyncio.run(server().add_request())
 
 
 def test_an_update_that_fails_in_one_replica_is_over_in_all() -> None:
@@ -470,7 +490,7 @@ def test_a_request_is_told_why(text: bool) -> None:
 
     if not text:
         pytest.importorskip("torch")
-    guard._tell_why(Processor, "error", Refusal)
+    guard_front.tell_why(Processor, "error", Refusal)
     processor: Any = Processor()
     outputs = [
         Output("a", [], finish_reason="error", stop_reason="fanin: worker 0 of 1"),
@@ -505,7 +525,7 @@ def offline(client: Any, reload: Any = lambda: None) -> Any:
             for name in names:
                 del self.output_processor.request_states[name]
 
-    guard._guard_offline(Offline)
+    guard_front.guard_offline(Offline, (Dead,))
     return Offline()
 
 
@@ -533,6 +553,23 @@ def test_an_engine_that_does_not_say_is_not_asked_for_tokens() -> None:
     one = offline(SimpleNamespace())
     one.collective_rpc("finish_weight_update")
     with pytest.raises(StateError, match="does not say"):
+        one.add_request("a")
+
+
+def test_a_core_that_is_dead_already_is_named() -> None:
+    """vLLM's client knows it by then, and says nothing of use."""
+
+    def dead(*_: Any) -> str:
+        raise Dead("see the stack trace above")
+
+    process = SimpleNamespace(name="EngineCore", exitcode=-9, pid=0)
+    manager = SimpleNamespace(processes=[process])
+    one = offline(
+        SimpleNamespace(call_utility=dead, resources=SimpleNamespace(engine_manager=manager)), dead
+    )
+    with pytest.raises(HostError, match="EngineCore .exit status -9.*start the engine again"):
+        one.collective_rpc("reload_weights")
+    with pytest.raises(StateError, match="EngineCore .exit status -9"):
         one.add_request("a")
 
 

@@ -21,18 +21,15 @@ Everything here is contact with vLLM's engine (``vllm.v1.engine``), for the vers
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
-import signal
-import threading
 from collections import defaultdict
 from collections.abc import Callable
-from concurrent.futures import Future, wait
 from http import HTTPStatus
 from typing import Any
 
 from fanin.errors import FaninError, HostError, StateError
+from fanin.vllm import alive
 from fanin.vllm.faults import from_wire, to_wire
 
 __all__ = ["METHODS", "Gate", "install", "not_whole"]
@@ -41,7 +38,7 @@ _log = logging.getLogger("vllm.fanin")
 
 _STARTS = ("start_weight_update", "start_draft_weight_update")
 #: Methods of vLLM's workers after which the weights may be others.
-_WATCHED = frozenset(
+WATCHED = frozenset(
     {
         "init_weight_transfer_engine",
         "shutdown_weight_transfer_engine",
@@ -52,9 +49,9 @@ _WATCHED = frozenset(
         "fanin_check_weights",
     }
 )
-_REMEDY = "start an update and pull a step that the trainer has, or start the engine again"
+REMEDY = "start an update and pull a step that the trainer has, or start the engine again"
 #: How the core tells an API server why a request failed: in front of its stop_reason.
-_MARK = "fanin: "
+MARK = "fanin: "
 # Steps are compared as numbers of 64 bits with a sign.
 _MODULUS = 2**61 - 1
 
@@ -111,13 +108,13 @@ def not_whole(workers: list[list[dict[str, Any]]]) -> str:
             if one["step"] != first["step"]:
                 failed = first["failed"] or one["failed"]
                 return (
-                    f"{first['worker']} has {_called(first['step'])}, {one['worker']} has "
-                    f"{_called(one['step'])}" + (f": {failed}" if failed else "")
+                    f"{first['worker']} has {called(first['step'])}, {one['worker']} has "
+                    f"{called(one['step'])}" + (f": {failed}" if failed else "")
                 )
     return ""
 
 
-def _called(step: int | None) -> str:
+def called(step: int | None) -> str:
     return "the weights that it was started with" if step is None else f"step {step}"
 
 
@@ -128,8 +125,9 @@ class Gate:
         self._core = core
         #: Why the weights are not the whole of one step; "" if they are.
         self.reason = ""
+        #: That all workers have; -1: the weights that they were started with.
+        self.step = -1
         self._lost = ""
-        self._step = -1
 
     def call(
         self, ask: Callable[[str, tuple[Any, ...]], list[Any]], method: str, *arguments: Any
@@ -152,7 +150,8 @@ class Gate:
                 answers = ask("fanin_weights_call", ("fanin_leave_update", (), {}))
         except Exception as error:
             self._learn(f"a worker has not answered: {error}")
-            ended = _ended(getattr(self._core, "model_executor", None))
+            workers = getattr(getattr(self._core, "model_executor", None), "workers", None) or []
+            ended = alive.ended(worker.proc for worker in workers)
             if ended:
                 raise HostError.make(
                     f"{ended} ended in the middle of {method}", "start the engine again"
@@ -163,7 +162,7 @@ class Gate:
         held = [one["weights"] for one in answers]
         self._learn(not_whole(held) or self._lost)
         steps = [models[0]["step"] for models in held if models]
-        self._step = -1 if not steps or steps[0] is None else steps[0]
+        self.step = -1 if not steps or steps[0] is None else steps[0]
         if failed:
             raise _error_of(failed)
         return [one["result"] for one in answers]
@@ -174,7 +173,7 @@ class Gate:
         self._learn(why)
 
     def refusal(self) -> StateError:
-        return StateError.make(f"the weights are not whole: {self.reason}", _REMEDY)
+        return StateError.make(f"the weights are not whole: {self.reason}", REMEDY)
 
     def may_resume(self, highest: Callable[[Any, list[int]], list[int]]) -> None:
         """Raises StateError if this engine must not generate.
@@ -184,13 +183,13 @@ class Gate:
         """
         group = getattr(self._core, "dp_group", None)
         if group is not None:
-            step = self._step % _MODULUS
+            step = self.step % _MODULUS
             dirty, last, first = highest(group, [bool(self.reason), step, -step])
             if dirty and not self.reason:
-                raise StateError.make("the weights of another replica are not whole", _REMEDY)
+                raise StateError.make("the weights of another replica are not whole", REMEDY)
             if not dirty and last != -first:
                 raise StateError.make(
-                    "replicas that share experts have the weights of different steps", _REMEDY
+                    "replicas that share experts have the weights of different steps", REMEDY
                 )
         if self.reason:
             raise self.refusal()
@@ -237,22 +236,12 @@ class Gate:
                     name,
                     [],
                     finish_reason=FinishReason.ERROR,
-                    stop_reason=_MARK + str(self.refusal()),
+                    stop_reason=MARK + str(self.refusal()),
                 )
                 for name in names
             ]
             answer = EngineCoreOutputs(finished_requests=set(names), outputs=outputs)
             queue.put_nowait((client, answer))
-
-
-def _ended(executor: Any) -> str:
-    """The worker processes that something has ended; not those that vLLM ended for that."""
-    processes = [worker.proc for worker in getattr(executor, "workers", None) or []]
-    return ", ".join(
-        f"{process.name} (exit status {process.exitcode})"
-        for process in processes
-        if process.exitcode not in (None, 0, -signal.SIGTERM)
-    )
 
 
 def _error_of(failed: list[dict[str, Any]]) -> FaninError:
@@ -264,7 +253,7 @@ def _error_of(failed: list[dict[str, Any]]) -> FaninError:
     return error
 
 
-def _ours(config: Any) -> bool:
+def ours(config: Any) -> bool:
     transfer = getattr(config, "weight_transfer_config", None)
     return getattr(transfer, "backend", None) == "fanin"
 
@@ -277,7 +266,7 @@ def _gate(core: Any) -> Gate:
     return gate
 
 
-def _wrap(owner: Any, name: str, wrapper: Callable[[Any], Any]) -> None:
+def wrap(owner: Any, name: str, wrapper: Callable[[Any], Any]) -> None:
     """Puts *wrapper* around a method of a class, once."""
     original = getattr(owner, name)
     if not hasattr(original, "fanin_wraps"):
@@ -299,7 +288,7 @@ def _guard_core(core_class: Any) -> None:
         def collective_rpc(
             self: Any, method: Any, timeout: Any = None, args: Any = (), kwargs: Any = None
         ) -> Any:
-            if not isinstance(method, str) or method not in _WATCHED or not _ours(self.vllm_config):
+            if not isinstance(method, str) or method not in WATCHED or not ours(self.vllm_config):
                 return original(self, method, timeout, args, kwargs)
 
             def ask(name: str, arguments: tuple[Any, ...]) -> list[Any]:
@@ -311,7 +300,7 @@ def _guard_core(core_class: Any) -> None:
 
     def resuming(original: Any) -> Any:
         def resume_scheduler(self: Any) -> Any:
-            if _ours(self.vllm_config):
+            if ours(self.vllm_config):
                 _gate(self).may_resume(_highest)
             return original(self)
 
@@ -319,7 +308,7 @@ def _guard_core(core_class: Any) -> None:
 
     def adding(original: Any) -> Any:
         def add_request(self: Any, request: Any, request_wave: int = 0) -> Any:
-            if _ours(self.vllm_config) and _gate(self).turn_away(request):
+            if ours(self.vllm_config) and _gate(self).turn_away(request):
                 return None
             return original(self, request, request_wave)
 
@@ -328,7 +317,7 @@ def _guard_core(core_class: Any) -> None:
     def sleeping(original: Any) -> Any:
         def sleep(self: Any, level: int = 1, mode: str = "abort") -> Any:
             done = original(self, level, mode)
-            if level >= 2 and _ours(self.vllm_config):
+            if level >= 2 and ours(self.vllm_config):
                 _gate(self).lose(f"they were given up by sleep at level {level}")
             return done
 
@@ -338,144 +327,21 @@ def _guard_core(core_class: Any) -> None:
         gate = _gate(self)
         return str(gate.refusal()) if gate.reason else ""
 
-    _wrap(core_class, "collective_rpc", calling)
-    _wrap(core_class, "resume_scheduler", resuming)
-    _wrap(core_class, "add_request", adding)
-    _wrap(core_class, "sleep", sleeping)
+    def fanin_step(self: Any) -> int:
+        return _gate(self).step
+
+    wrap(core_class, "collective_rpc", calling)
+    wrap(core_class, "resume_scheduler", resuming)
+    wrap(core_class, "add_request", adding)
+    wrap(core_class, "sleep", sleeping)
     core_class.fanin_not_whole = fanin_not_whole
-
-
-# ------------------------------------------------------------------------ where requests come in
-
-
-def _guard_server(server_class: Any, refusal: Callable[[str], Any]) -> None:
-    """vLLM's asynchronous engine, behind its API servers."""
-
-    async def of_all(engine: Any, method: str, *arguments: Any) -> list[Any]:
-        return list(await engine.engine_core.call_utility_all_async(method, *arguments))
-
-    def resuming(original: Any) -> Any:
-        async def resume_generation(self: Any) -> Any:
-            if _ours(self.vllm_config):
-                # Before any is resumed: of several replicas one alone would refuse.
-                said = [text for text in await of_all(self, "fanin_not_whole") if text]
-                if said:
-                    raise refusal(said[0])
-            return await original(self)
-
-        return resume_generation
-
-    def updating(original: Any) -> Any:
-        async def update_weights(self: Any, request: Any) -> Any:
-            try:
-                return await original(self, request)
-            except Exception:
-                if _ours(self.vllm_config):
-                    with contextlib.suppress(Exception):  # the error that matters is raised
-                        # A replica that has ended well would refuse the next start.
-                        await of_all(self, "collective_rpc", "fanin_leave_update")
-                raise
-
-        return update_weights
-
-    _wrap(server_class, "resume_generation", resuming)
-    _wrap(server_class, "update_weights", updating)
-
-
-def _tell_why(processor_class: Any, failed: Any, refusal: Callable[[str], Any]) -> None:
-    """Requests that the core has refused fail with its text; vLLM's own is "internal error".
-
-    failed: the FinishReason of such.
-    """
-
-    def processing(original: Any) -> Any:
-        def process_outputs(self: Any, outputs: Any, *args: Any, **kwargs: Any) -> Any:
-            for one in outputs:
-                if one.finish_reason == failed and str(one.stop_reason).startswith(_MARK):
-                    state = self.request_states.get(one.request_id)
-                    if state is not None and state.queue is not None:
-                        state.queue.put(refusal(one.stop_reason[len(_MARK) :]))
-                    if state is not None and state.detokenizer is None:
-                        import torch
-
-                        one.pooling_output = torch.empty(0)  # or vLLM takes it for text
-            return original(self, outputs, *args, **kwargs)
-
-        return process_outputs
-
-    _wrap(processor_class, "process_outputs", processing)
-
-
-def _guard_offline(engine_class: Any) -> None:
-    """vLLM's synchronous engine, behind ``LLM``."""
-
-    def calling(original: Any) -> Any:
-        def collective_rpc(
-            self: Any, method: Any, timeout: Any = None, args: Any = (), kwargs: Any = None
-        ) -> Any:
-            if not isinstance(method, str) or method not in _WATCHED or not _ours(self.vllm_config):
-                return original(self, method, timeout, args, kwargs)
-            try:
-                return _while_it_lives(
-                    self.engine_core, lambda: original(self, method, timeout, args, kwargs)
-                )
-            finally:
-                self._fanin_not_whole = _asked(self.engine_core)
-                under_way = list(self.output_processor.request_states)
-                if self._fanin_not_whole and under_way:
-                    self.abort_request(under_way, internal=True)
-
-        return collective_rpc
-
-    def adding(original: Any) -> Any:
-        def add_request(self: Any, *args: Any, **kwargs: Any) -> Any:
-            said = self.__dict__.get("_fanin_not_whole")
-            if said:
-                raise StateError.make(said)
-            return original(self, *args, **kwargs)
-
-        return add_request
-
-    _wrap(engine_class, "collective_rpc", calling)
-    _wrap(engine_class, "add_request", adding)
-
-
-def _asked(client: Any) -> str:
-    """What the core behind *client* says; one in this process is an attribute."""
-    try:
-        if hasattr(client, "call_utility"):
-            return str(_while_it_lives(client, lambda: client.call_utility("fanin_not_whole")))
-        return str(client.engine_core.fanin_not_whole())
-    except Exception as error:
-        return f"the engine does not say what its weights are: {error}"
-
-
-def _while_it_lives(client: Any, call: Callable[[], Any]) -> Any:
-    """What *call* returns or raises, which asks the core behind *client*; HostError if that dies.
-
-    vLLM's client waits for ever for the answer of a core that has died.
-    """
-    if not hasattr(client, "call_utility"):  # it is in this process
-        return call()
-    answer: Future[Any] = Future()
-
-    def ask() -> None:
-        try:
-            answer.set_result(call())
-        except Exception as error:
-            answer.set_exception(error)
-
-    threading.Thread(target=ask, name="fanin-ask", daemon=True).start()
-    while not wait([answer], timeout=0.1).done:
-        if getattr(getattr(client, "resources", None), "engine_dead", False):
-            raise HostError.make("vLLM's engine core has ended", "start the engine again")
-    return answer.result()
+    core_class.fanin_step = fanin_step
 
 
 def install() -> bool:
     """Guards the engines of this process; again: does nothing. False: of another version of vLLM,
     in whose workers the backend refuses to start."""
-    from fanin.vllm import reload
+    from fanin.vllm import guard_front, reload
 
     try:
         reload.require_version()
@@ -483,6 +349,8 @@ def install() -> bool:
         from vllm.v1.engine import FinishReason
         from vllm.v1.engine.async_llm import AsyncLLM
         from vllm.v1.engine.core import EngineCore
+        from vllm.v1.engine.core_client import AsyncMPClient, zmq
+        from vllm.v1.engine.exceptions import EngineDeadError
         from vllm.v1.engine.llm_engine import LLMEngine
         from vllm.v1.engine.output_processor import OutputProcessor
     except (FaninError, ImportError):
@@ -492,7 +360,8 @@ def install() -> bool:
         return GracefulHTTPError(text, HTTPStatus.SERVICE_UNAVAILABLE)
 
     _guard_core(EngineCore)
-    _guard_server(AsyncLLM, refusal)
-    _tell_why(OutputProcessor, FinishReason.ERROR, refusal)
-    _guard_offline(LLMEngine)
+    guard_front.guard_client(AsyncMPClient, (EngineDeadError, zmq.ZMQError))
+    guard_front.guard_server(AsyncLLM, refusal, (EngineDeadError,))
+    guard_front.tell_why(OutputProcessor, FinishReason.ERROR, refusal)
+    guard_front.guard_offline(LLMEngine, (EngineDeadError,))
     return True

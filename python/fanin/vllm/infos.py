@@ -13,7 +13,7 @@ from vllm.distributed.weight_transfer.base import (
 
 from fanin.errors import RequestError
 from fanin.vllm.clients import Source
-from fanin.vllm.updates import check_step, check_timeout, full_run
+from fanin.vllm.updates import DEFAULT_TIMEOUT, check_step, check_timeout, full_run
 
 __all__ = ["Init", "InitInfo", "UpdateInfo"]
 
@@ -49,7 +49,7 @@ class InitInfo(WeightTransferInitInfo):
 
     trainer: Any
     run: Any = "0"
-    timeout: Any = 120.0
+    timeout: Any = DEFAULT_TIMEOUT
     draft_run: Any = None
     mode: Any = "auto"
     unused: Any = ()
