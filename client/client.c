@@ -8,6 +8,7 @@
 #include "error_set.h"
 #include "pull/plan_cache.h"
 #include "pull/pull_session.h"
+#include "stream/reading_threads.h"
 #include "stream/stream_link.h"
 #include "ucx/ucx_end.h"
 #include "versioned.h"
@@ -46,6 +47,10 @@ static fanin_status check_config(const fanin_client_config *config, fanin_error 
         return error_set(error, FANIN_ERR_ARGUMENT, NULL,
                          "%u data connections a rank are more than 16",
                          config->streams_per_rank);
+    if (config->threads > READING_THREADS_MOST)
+        return error_set(error, FANIN_ERR_ARGUMENT, NULL,
+                         "%u reading threads are more than %d", config->threads,
+                         READING_THREADS_MOST);
     if (config->connect_timeout_ms == 0 || config->lost_ms == 0)
         return error_set(error, FANIN_ERR_ARGUMENT, NULL,
                          "connect_timeout_ms and lost_ms must not be 0");

@@ -2,6 +2,7 @@
 #include "adapter/piece_digests.h"
 
 #include <fcntl.h>
+#include <stdatomic.h>
 #include <stdlib.h>
 
 /* One thread digests 4 GB/s of memory that it has not touched before; a copy engine brings 55. */
@@ -11,16 +12,17 @@
 typedef struct piece {
     worker_job job; /* first: the pool hands it back */
     const uint8_t *data;
-    uint32_t size, missing; /* bytes; missing: of the caller's thread only */
-    int file;               /* to be written to; -1 */
-    uint64_t offset;        /* in it */
+    uint32_t size;
+    atomic_uint_least32_t missing; /* bytes */
+    int file;                      /* to be written to; -1 */
+    uint64_t offset;               /* in it */
     digest *digest;
 } piece;
 
 struct piece_digests {
     uint64_t size;
     size_t count;
-    bool wrong; /* of the caller's thread only */
+    atomic_bool wrong; /* bytes landed outside, or twice */
     piece *pieces;
     digest *digests;
     worker_pool *pool; /* of the pieces that are complete; the caller's */
@@ -88,12 +90,12 @@ void piece_digests_landed(piece_digests *p, uint64_t offset, uint64_t length)
         uint64_t here = DIGEST_PIECE - offset % DIGEST_PIECE;
         if (here > length)
             here = length;
-        if (here > one->missing) {
+        uint32_t before = atomic_fetch_sub(&one->missing, (uint32_t)here);
+        if (here > before) {
             p->wrong = true;
             return;
         }
-        one->missing -= (uint32_t)here;
-        if (one->missing == 0)
+        if (here == before)
             worker_pool_submit(p->pool, &one->job);
         offset += here;
         length -= here;

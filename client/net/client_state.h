@@ -37,12 +37,13 @@ struct fanin_client {
     uint64_t
         plan_seed; /**< which of several holders it reads what from, see plan/plan.h */
     /* what rooms above this one keep between calls, each its own; NULL: nothing */
-    publication *publications;  /**< catalog/tables.h */
-    struct devices *devices;    /**< device/devices.h */
-    struct path_peer *paths;    /**< path/path_state.h; one a peer */
-    struct stream_end *streams; /**< stream/stream_link.h; one a peer */
-    struct ucx_end *one_sided;  /**< ucx/ucx_end.h */
-    struct spare_file *spare;   /**< adapter/spare_file.h */
+    publication *publications;       /**< catalog/tables.h */
+    struct devices *devices;         /**< device/devices.h */
+    struct path_peer *paths;         /**< path/path_state.h; one a peer */
+    struct stream_end *streams;      /**< stream/stream_link.h; one a peer */
+    struct reading_threads *readers; /**< stream/reading_threads.h */
+    struct ucx_end *one_sided;       /**< ucx/ucx_end.h */
+    struct spare_file *spare;        /**< adapter/spare_file.h */
     fanin_session
         *session; /**< pull/pull_session.h: until it ends no other call may run */
 };

@@ -216,7 +216,7 @@ void plan_spans_free(plan_spans **spans);
 /* ------------------------------- telling a destination (plan_cut.c) ---- */
 
 /** So many bytes at @p to (as in pieces, without the base) are about to be written; anything but
-    FANIN_OK: they must not be. Called in the pulling thread. */
+    FANIN_OK: they must not be. Called by who reads, which may be several threads at once. */
 typedef fanin_status (*need_fn)(void *cookie, uint64_t to, uint64_t length,
                                 fanin_error *error);
 /** So many bytes at @p to are in place. Likewise. */

@@ -13,7 +13,8 @@
 #include "plan/plan.h"
 #include "pull/result.h"
 
-/** Where the bytes go. All functions run in the pulling thread. */
+/** Where the bytes go. All functions run in the pulling thread, but need and landed, which those that
+    read call (see need_fn). */
 typedef struct destination {
     void *cookie;
     /** which of the publication's cached plans: 0 memory, 1 a directory */

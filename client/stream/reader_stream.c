@@ -2,6 +2,8 @@
 #include "stream/stream_link.h"
 
 #include "error_set.h"
+#include "stream/reading_threads.h"
+#include "thread.h"
 #include <stdlib.h>
 #include <string.h>
 
@@ -53,6 +55,7 @@ void stream_disconnect(fanin_client *client)
         stream_link_destroy(&client->streams[i].link);
     free(client->streams);
     client->streams = NULL;
+    reading_threads_destroy(&client->readers);
 }
 
 /* ----------------------------------------------------------------- choosing */
@@ -103,27 +106,96 @@ static void forget_list(void *detail)
 typedef struct stream_source {
     stream_work work;
     stream_link *link; /* NULL: another path's */
+    unsigned thread;   /* that reads it */
+    bool told;         /* of its end; that thread's */
 } stream_source;
+
+/* What one thread reads. */
+typedef struct stream_share {
+    struct stream_reading *of;
+    unsigned
+        thread; /* 0: the calling one, in the client's loop; others in loops of theirs */
+    uint64_t inflight;
+} stream_share;
 
 typedef struct stream_reading {
     const path_reading *r;
     seal_checks *checks; /* NULL: who receives makes them */
-    uint64_t inflight;
+    unsigned n_shares;
+    stream_share *shares; /* one a thread */
     stream_source sources[];
 } stream_reading;
 
-/* Threads cost more than they spare where little comes. */
+/* Of a source that this path reads. */
+static uint64_t bytes_of(const path_reading *r, size_t source)
+{
+    const path_plan *p = r->plan;
+    return p->reader_of[source] == &stream_reader ? p->plan->ranks[source].bytes : 0;
+}
+
+/* Threads cost more than they spare where little comes, and readers that are several check what they
+   receive. */
 static void make_checks(stream_reading *s)
 {
-    const path_plan *p = s->r->plan;
-    uint64_t bytes = 0;
-    for (size_t i = 0; i < p->n_sources; i++) {
-        if (p->reader_of[i] == &stream_reader &&
-            connection_is_sealed(path_source(s->r, i)))
-            bytes += p->plan->ranks[i].bytes;
+    uint64_t sealed = 0;
+    for (size_t i = 0; i < s->r->plan->n_sources; i++) {
+        if (connection_is_sealed(path_source(s->r, i)))
+            sealed += bytes_of(s->r, i);
     }
-    if (bytes >= CHECKS_FROM && !s->r->sink)
+    if (sealed >= CHECKS_FROM && !s->r->sink && s->n_shares == 1)
         s->checks = seal_checks_create(&s->r->client->loop);
+}
+
+/* Threads to read with: more than one if there are, or can be made. What goes to devices does so by
+   way of the calling thread. */
+static unsigned find_threads(const path_reading *r)
+{
+    fanin_client *client = r->client;
+    reading_size size = {.configured = client->config.threads,
+                         .window = client->config.max_inflight};
+    for (size_t i = 0; i < r->plan->n_sources; i++) {
+        size.sources += bytes_of(r, i) > 0;
+        size.bytes += bytes_of(r, i);
+    }
+    size.cpus = usable_cpus();
+    if (r->sink || reading_threads_for(&size) == 1)
+        return 1;
+    if (!client->readers)
+        client->readers = reading_threads_create(&client->loop);
+    if (!client->readers)
+        return 1;
+    size.cpus = reading_threads_cpus(client->readers);
+    unsigned n = reading_threads_for(&size);
+    unsigned others = reading_threads_have(client->readers, n - 1);
+    return others + 1 < n ? others + 1 : n;
+}
+
+static fanin_status make_shares(stream_reading *s, fanin_error *error)
+{
+    size_t n = s->r->plan->n_sources;
+    unsigned threads = find_threads(s->r);
+    uint64_t *bytes = calloc(n + 1, sizeof *bytes);
+    unsigned *thread_of = calloc(n + 1, sizeof *thread_of);
+    s->shares = calloc(threads, sizeof *s->shares);
+    for (size_t i = 0; bytes && i < n; i++)
+        bytes[i] = bytes_of(s->r, i);
+    bool good = bytes && thread_of && s->shares &&
+                reading_threads_share(bytes, n, threads, thread_of);
+    for (size_t i = 0; good && i < n; i++)
+        s->sources[i].thread = thread_of[i];
+    for (unsigned i = 0; good && i < threads; i++)
+        s->shares[i] = (stream_share){.of = s, .thread = i};
+    s->n_shares = good ? threads : 0;
+    free(bytes);
+    free(thread_of);
+    return good ? FANIN_OK : error_set_memory(error);
+}
+
+static loop *loop_of(const stream_reading *s, unsigned thread)
+{
+    fanin_client *client = s->r->client;
+    return thread == 0 ? &client->loop
+                       : reading_threads_loop(client->readers, thread - 1);
 }
 
 static fanin_status start_source(stream_reading *s, size_t i, const read_list *list,
@@ -133,23 +205,52 @@ static fanin_status start_source(stream_reading *s, size_t i, const read_list *l
     size_t peer = r->plan->peer_of[i];
     stream_source *source = &s->sources[i];
     fanin_status status = stream_open(r->client, peer, true, &source->link, error);
+    if (status == FANIN_OK && source->thread > 0)
+        status = stream_link_move(source->link, loop_of(s, source->thread), error);
     if (status != FANIN_OK)
         return status;
-    source->work = (stream_work){.plan = r->plan->plan,
-                                 .pieces = &r->plan->plan->ranks[i],
-                                 .list = list,
-                                 .base = r->base,
-                                 .need = r->need,
-                                 .landed = r->landed,
-                                 .landed_cookie = r->cookie,
-                                 .devices = r->sink,
-                                 .checks = s->checks,
-                                 .inflight = &s->inflight,
-                                 .max_inflight = r->client->config.max_inflight,
-                                 .error = FANIN_ERROR_INIT};
+    source->work =
+        (stream_work){.plan = r->plan->plan,
+                      .pieces = &r->plan->plan->ranks[i],
+                      .list = list,
+                      .base = r->base,
+                      .need = r->need,
+                      .landed = r->landed,
+                      .landed_cookie = r->cookie,
+                      .devices = r->sink,
+                      .checks = s->checks,
+                      .inflight = &s->shares[source->thread].inflight,
+                      .max_inflight = r->client->config.max_inflight / s->n_shares,
+                      .error = FANIN_ERROR_INIT};
     memcpy(source->work.token, r->leases[peer].token, sizeof source->work.token);
     stream_link_start(source->link, &source->work);
     return FANIN_OK;
+}
+
+static bool is_done(const stream_source *s)
+{
+    return s->work.done_requests == s->work.list->n_requests;
+}
+
+/* In a thread of its own: sends what its window has room for, tells of each source's end. */
+static bool turn(void *cookie)
+{
+    const stream_share *share = cookie;
+    stream_reading *s = share->of;
+    bool left = false, tell = false, failed = false;
+    for (size_t i = 0; i < s->r->plan->n_sources; i++) {
+        stream_source *source = &s->sources[i];
+        if (!source->link || source->thread != share->thread || source->told)
+            continue;
+        stream_link_pump(source->link);
+        failed = failed || source->work.failed;
+        source->told = failed || is_done(source);
+        tell = tell || source->told;
+        left = left || !source->told;
+    }
+    if (tell)
+        reading_threads_tell(s->r->client->readers);
+    return left && !failed;
 }
 
 static fanin_status start(const path_reading *r, void *const *details, void *shared,
@@ -161,19 +262,22 @@ static fanin_status start(const path_reading *r, void *const *details, void *sha
     if (!s)
         return error_set_memory(error);
     s->r = r;
-    make_checks(s);
-    fanin_status status = FANIN_OK;
+    fanin_status status = make_shares(s, error);
+    if (status == FANIN_OK)
+        make_checks(s);
     for (size_t i = 0; i < r->plan->n_sources && status == FANIN_OK; i++) {
         if (r->plan->reader_of[i] == &stream_reader)
             status = start_source(s, i, details[i], error);
     }
+    for (unsigned i = 1; i < s->n_shares && status == FANIN_OK; i++)
+        reading_threads_go(r->client->readers, i - 1, turn, &s->shares[i]);
     return status;
 }
 
 static bool step(void *reading)
 {
     stream_reading *s = reading;
-    return s->inflight == 0 && seal_checks_help(s->checks);
+    return s->shares[0].inflight == 0 && seal_checks_help(s->checks);
 }
 
 static fanin_status check(void *reading, size_t source, bool *done, fanin_error *error)
@@ -181,8 +285,9 @@ static fanin_status check(void *reading, size_t source, bool *done, fanin_error 
     stream_source *s = &((stream_reading *)reading)->sources[source];
     if (s->work.failed)
         return error_copy(error, &s->work.error);
-    *done = s->work.done_requests == s->work.list->n_requests;
-    stream_link_pump(s->link);
+    *done = is_done(s);
+    if (s->thread == 0)
+        stream_link_pump(s->link);
     return FANIN_OK;
 }
 
@@ -201,15 +306,30 @@ static void account(const void *reading, size_t source, served *out)
     out->connections = stream_link_count(s->link);
 }
 
+/* All links are the calling thread's again, and the client's loop reads them. */
+static void take_back(stream_reading *s)
+{
+    const path_reading *r = s->r;
+    if (s->n_shares > 1)
+        reading_threads_rest(r->client->readers);
+    for (size_t i = 0; i < r->plan->n_sources; i++) {
+        stream_source *source = &s->sources[i];
+        if (source->link && source->thread > 0)
+            (void)stream_link_move(source->link, &r->client->loop, NULL);
+    }
+}
+
 static bool finish(void *reading)
 {
     stream_reading *s = reading;
+    take_back(s);
     /* First: they read the destination, and tell the links. */
     seal_checks_destroy(&s->checks);
     for (size_t i = 0; i < s->r->plan->n_sources; i++) {
         if (s->sources[i].link)
             stream_end_work(s->r->client, s->r->plan->peer_of[i]);
     }
+    free(s->shares);
     free(s);
     return true;
 }

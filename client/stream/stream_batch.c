@@ -147,8 +147,8 @@ static bool prepare_landing(data_connection *d, const piece *p)
     fanin_status status = w->need(w->landed_cookie, low, high - low, &w->error);
     if (status == FANIN_OK)
         return true;
-    w->failed = true;
     w->status = status;
+    w->failed = true;
     data_lose(d, status, 0, "lost its place"); /* w has said why already */
     return false;
 }

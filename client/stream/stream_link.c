@@ -25,7 +25,7 @@ static void close_data(stream_link *link, data_connection *d)
         sink_job_give(d->job);
     d->job = NULL;
     if (d->source.fd >= 0) {
-        loop_remove(&link->client->loop, &d->source);
+        loop_remove(link->loop, &d->source);
         close(d->source.fd);
     }
     d->source.fd = -1;
@@ -47,6 +47,7 @@ fanin_status stream_link_create(fanin_client *client, const connection *control,
     if (!link)
         return error_set_memory(error);
     link->client = client;
+    link->loop = &client->loop;
     link->control = control;
     link->sealed = connection_is_sealed(control);
     link->connections = calloc(count, sizeof *link->connections);
@@ -101,6 +102,24 @@ unsigned stream_link_count(const stream_link *link)
     return link->n;
 }
 
+fanin_status stream_link_move(stream_link *link, loop *to, fanin_error *error)
+{
+    fanin_status status = FANIN_OK;
+    for (unsigned i = 0; i < link->n; i++) {
+        data_connection *d = &link->connections[i];
+        if (d->source.fd < 0)
+            continue;
+        loop_remove(link->loop, &d->source);
+        fanin_status added = loop_add(to, &d->source, error);
+        if (added == FANIN_OK)
+            continue;
+        status = added;
+        close_data(link, d);
+    }
+    link->loop = to;
+    return status;
+}
+
 /* What devices still do for a connection is waited for; the rest is dropped. */
 static void recall(data_connection *d, device_sink *devices)
 {
@@ -144,7 +163,6 @@ static void fail(stream_link *link, fanin_status status, int sys_errno,
     error_place place = connection_place(link->control, "read");
     uint32_t rank = connection_peer(link->control)->rank;
     const char *text = connection_text(link->control);
-    w->failed = true;
     w->status = status;
     if (status == FANIN_ERR_MEMORY)
         error_set_memory(&w->error); /* nobody else's fault */
@@ -153,6 +171,7 @@ static void fail(stream_link *link, fanin_status status, int sys_errno,
                         text, what);
     else
         error_set(&w->error, status, &place, "rank %u at %s %s", rank, text, what);
+    w->failed = true; /* last: from here on others look at the error */
 }
 
 /* The sink's failure is the work's: it says which device. */
@@ -161,8 +180,8 @@ static void fail_by_device(stream_link *link)
     stream_work *w = link->work;
     if (!w || w->failed || !device_sink_failed(w->devices, &w->error))
         return;
-    w->failed = true;
     w->status = w->error.status;
+    w->failed = true;
 }
 
 void data_lose(data_connection *d, fanin_status status, int sys_errno, const char *what)
@@ -184,7 +203,7 @@ void data_want(data_connection *d)
     uint32_t events = d->paused ? 0 : EPOLLIN;
     if (!outgoing_is_empty(&d->out))
         events |= EPOLLOUT;
-    loop_want(&d->link->client->loop, &d->source, events);
+    loop_want(d->link->loop, &d->source, events);
 }
 
 static void flush(data_connection *d)

@@ -11,10 +11,12 @@
 #include "device/device_sink.h"
 #include "plan/read_list.h"
 #include "stream/seal_checks.h"
+#include <stdatomic.h>
 
 typedef struct stream_link stream_link;
 
-/** One rank's reading in one attempt. */
+/** One rank's reading in one attempt. The thread that reads fills it in; others may look at what is
+    atomic, and at the error once failed is set. */
 typedef struct stream_work {
     const plan *plan;
     const plan_rank *pieces;
@@ -27,16 +29,18 @@ typedef struct stream_work {
     device_sink *devices; /**< takes what lands in CUDA memory; NULL: nothing does */
     seal_checks
         *checks; /**< of sealed replies; may be NULL. Ends before the work does */
-    uint64_t *inflight; /**< bytes asked for and not here, shared by all ranks */
+    uint64_t *
+        inflight; /**< bytes asked for and not here, of all ranks that this thread reads */
     uint64_t max_inflight;
     /** not NULL: digests are asked for, not bytes, one an entry; gets those of a request, sets failed,
         status and error before it returns false */
     bool (*digested)(void *cookie, uint64_t request, const uint8_t *digests);
     void *digested_cookie;
     uint32_t dtype; /**< of digests: what entries of pieces that are converted become */
-    uint64_t next_request, done_requests; /**< done: its bytes are in place */
-    uint64_t bytes;                       /**< in place; of the sources */
-    bool failed;
+    atomic_uint_fast64_t next_request,
+        done_requests;          /**< done: its bytes are in place */
+    atomic_uint_fast64_t bytes; /**< in place; of the sources */
+    atomic_bool failed;
     /** FANIN_ERR_STALE: begin again; else the link is lost, or a device has failed, which
         device_sink_failed() tells and no other attempt would mend */
     fanin_status status;
@@ -48,6 +52,9 @@ fanin_status stream_link_create(fanin_client *client, const connection *control,
                                 unsigned count, stream_link **out, fanin_error *error);
 void stream_link_destroy(stream_link **link);
 unsigned stream_link_count(const stream_link *link);
+/** The loop that reads it from now on, the client's at first; neither of the two turns. On
+    FANIN_ERR_LIMIT or FANIN_ERR_MEMORY connections are lost. */
+fanin_status stream_link_move(stream_link *link, loop *to, fanin_error *error);
 
 /** Gives the link its work and sends what the window allows. The loop does the rest. */
 void stream_link_start(stream_link *link, stream_work *work);

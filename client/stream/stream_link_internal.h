@@ -41,6 +41,7 @@ typedef struct data_connection {
 
 struct stream_link {
     fanin_client *client;
+    loop *loop; /* of who reads it */
     const connection *control;
     stream_work *work; /* NULL: idle */
     data_connection *connections;

@@ -239,6 +239,7 @@ class ClientConfig(Structure):
         ("log_cookie", c_void_p),
         ("no_checksums", c_bool),
         ("partial", c_bool),
+        ("threads", c_uint32),
     ]
 
 

@@ -118,6 +118,9 @@ class Client(ClosableHandle):
     :param max_inflight: bytes asked for and not yet here, all ranks together.
     :param max_catalog: bytes of catalog accepted from a rank.
     :param streams_per_rank: data connections; 0: 1 on this host, 4 to another one; at most 16.
+    :param threads: that read from ranks at once into host memory on the path "stream", at most 64
+        and one a rank; 0: half of the CPUs that the process may use, at most 8, and fewer of
+        little; 1: none beside the calling one.
     :param path: "auto", "stream", "cma", "rdma" or "cuda_ipc".
     :param use_unix: False: TCP even on one host.
     :param use_ucx: False: never load UCX.
@@ -137,6 +140,7 @@ class Client(ClosableHandle):
         max_inflight: int = 64 << 20,
         max_catalog: int = 256 << 20,
         streams_per_rank: int = 0,
+        threads: int = 0,
         path: str = "auto",
         use_unix: bool = True,
         use_ucx: bool = True,
@@ -159,6 +163,7 @@ class Client(ClosableHandle):
         config.max_inflight = integer(max_inflight, "max_inflight", 64)
         config.max_catalog = integer(max_catalog, "max_catalog", 64)
         config.streams_per_rank = integer(streams_per_rank, "streams_per_rank", 32)
+        config.threads = integer(threads, "threads", 32)
         config.path = _PATHS.index(path)
         config.no_unix = not use_unix
         config.no_ucx = not use_ucx

@@ -4,8 +4,8 @@
  * long before its deadline with an error that names the rank, or with the bytes of the ranks that
  * are left; and the same client works again when the rank is back.
  *
- * The argument is the path, "unix", "tcp" (both stream) or "cma", for the phases in which it
- * matters, or "early" for those before.
+ * The argument is the path, "unix", "tcp" (both stream, "-threads": read by several) or "cma", for
+ * the phases in which it matters, or "early" for those before.
  */
 #include "ends.h"
 #include "lab.h"
@@ -27,6 +27,7 @@
 
 static fanin_path path = FANIN_PATH_STREAM;
 static bool no_unix;
+static uint32_t threads = 1;
 
 typedef enum phase { BEFORE_CONNECT, IN_CATALOG, MID_READ, BEFORE_END } phase;
 
@@ -63,7 +64,9 @@ static fanin_client *client_of(uint32_t lost_ms)
     config.no_unix = no_unix;
     config.connect_timeout_ms = lost_ms;
     config.lost_ms = lost_ms;
-    config.max_inflight = 1 << 20; /* a read takes many rounds */
+    config.threads = threads;
+    /* A read takes many rounds; of several threads each has a window of its own. */
+    config.max_inflight = threads > 1 ? threads << 22 : 1 << 20;
     return make_client(&config);
 }
 
@@ -298,6 +301,7 @@ int main(int argc, char **argv)
         return run_early_phases();
     if (strcmp(which, "cma") == 0)
         path = FANIN_PATH_CMA;
-    no_unix = strcmp(which, "tcp") == 0;
+    no_unix = strncmp(which, "tcp", 3) == 0;
+    threads = strstr(which, "-threads") ? 3 : 1; /* one of them has two ranks */
     return run_late_phases();
 }

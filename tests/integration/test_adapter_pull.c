@@ -114,12 +114,15 @@ static int tear_down(void **state)
 
 /* ------------------------------------------------------------------ pulling */
 
+static uint32_t threads = 1; /* that read */
+
 static fanin_client *connect_to(fanin_path path)
 {
     fanin_client_config config = make_client_config();
     config.no_ucx = false;
     config.path = path;
-    config.max_inflight = 1 << 20;
+    config.threads = threads;
+    config.max_inflight = (uint64_t)threads << 22;
     return connect_client(&config, b.world.address_list, RANKS);
 }
 
@@ -237,6 +240,14 @@ static void written_and_reused(fanin_path path)
 static void test_stream(void **state)
 {
     written_and_reused(FANIN_PATH_STREAM);
+}
+
+/* Several threads make pages, write into pieces of the digest, and end them. */
+static void test_threads(void **state)
+{
+    threads = RANKS;
+    written_and_reused(FANIN_PATH_STREAM);
+    threads = 1;
 }
 
 static void test_cma(void **state)
@@ -480,6 +491,7 @@ int main(int argc, char **argv)
         CASE(test_two_at_once),    CASE(test_crowd),     CASE(test_stopped_holder),
         CASE(test_killed_holder),  CASE(test_stream),    CASE(test_cma),
         CASE(test_other_identity), CASE(test_rank_dies), CASE(test_disk_full),
+        CASE(test_threads),
     };
     if (argc > 1)
         cmocka_set_test_filter(argv[1]);

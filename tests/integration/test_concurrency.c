@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
  * Trainers that rewrite their weights in place while workers pull without pause. Each test
- * needs a process of its own: give its name and the path ("stream", "cma") as arguments, and how many data
- * threads a rank has, if more than one.
+ * needs a process of its own: give its name and the path ("stream", "cma") as arguments, how many data
+ * threads a rank has, if more than one, and how many threads of the client read, if not the default.
  */
 #include "ends.h"
 #include "local_world.h"
@@ -20,7 +20,7 @@
 #endif
 
 static fanin_path path_of_test = FANIN_PATH_STREAM;
-static uint32_t data_threads = 1;
+static uint32_t data_threads = 1, reading_threads = 0;
 
 static void make_world(rank_world *w)
 {
@@ -55,6 +55,15 @@ static fanin_status pull_in_parts(const rank_world *w, fanin_client *client,
     return status;
 }
 
+static fanin_client *client_of_test(const rank_world *w)
+{
+    fanin_client_config config = make_client_config();
+    config.no_ucx = false;
+    config.path = path_of_test;
+    config.threads = reading_threads;
+    return connect_client(&config, w->address_list, w->options.world_size);
+}
+
 /* cma where there is no UCX. */
 static bool cannot_run(void)
 {
@@ -71,7 +80,7 @@ static void leased(uint32_t lease_ms)
     w.options.lease_ms = lease_ms;
     w.options.update_every_ms = 5;
     rank_world_start(&w);
-    fanin_client *client = rank_world_client(&w, path_of_test);
+    fanin_client *client = client_of_test(&w);
     landing l;
     landing_make(&w, &l);
     uint64_t last = 0;
@@ -123,7 +132,7 @@ static tally pull_unprotected(bool (*enough)(const tally *), unsigned most)
     w->options.update_every_ms = 4;
     w->options.lease_ms = 0;
     rank_world_start(w);
-    fanin_client *client = rank_world_client(w, path_of_test);
+    fanin_client *client = client_of_test(w);
     landing l;
     landing_make(w, &l);
     fanin_pull_options options = make_options(FANIN_STEP_NEWEST, 0);
@@ -215,7 +224,7 @@ typedef struct puller {
 static void *pull_some(void *cookie)
 {
     puller *p = cookie;
-    fanin_client *client = rank_world_client(p->world, path_of_test);
+    fanin_client *client = client_of_test(p->world);
     landing l;
     landing_make(p->world, &l);
     for (int i = 0; i < 20 && p->status == FANIN_OK; i++) {
@@ -281,5 +290,7 @@ int main(int argc, char **argv)
         path_of_test = fanin_path_from_name(argv[2]);
     if (argc > 3)
         data_threads = (uint32_t)atoi(argv[3]);
+    if (argc > 4)
+        reading_threads = (uint32_t)atoi(argv[4]);
     return cmocka_run_group_tests_name("concurrency", tests, NULL, NULL);
 }

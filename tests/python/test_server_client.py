@@ -654,6 +654,7 @@ def test_connections_that_are_refused(ranks: list[fanin.Server]) -> None:
         ({"path": "carrier pigeon"}, "no path"),
         ({"world_id": b"short"}, "16 bytes"),
         ({"streams_per_rank": 17}, "17"),
+        ({"threads": 65}, "65"),
         ({"connect_timeout": 0}, "connect_timeout"),
         ({"max_inflight": "much"}, "max_inflight"),
     ],

@@ -234,7 +234,8 @@ static int check_tree(const char *option, const char *path)
 static int check_idle(const command *self, const arguments *parsed)
 {
     static const char asking[] = "run world-size path no-unix no-ucx timeout "
-                                 "no-checksums server-name expect-world-id";
+                                 "no-checksums threads server-name "
+                                 "expect-world-id";
     const char *given = parsed->count == 0 ? options_given(parsed, asking) : NULL;
     return given != NULL ? failure_usage(self->name, "--%s needs a TARGET", given) : 0;
 }

@@ -12,7 +12,7 @@
 
 enum {
     COMMON_OPTIONS = 7, /**< entries of the tables, the end included */
-    CONNECT_OPTIONS = 8,
+    CONNECT_OPTIONS = 9,
     MAX_POSITIONAL = 8,
     MAX_OPTIONS = 64, /**< of one command */
 };
@@ -29,7 +29,8 @@ typedef struct common_options {
 typedef struct connect_options {
     int world_size;
     int no_unix, no_ucx, no_checksums;
-    char *path; /**< NULL: auto; checked by options_parse() */
+    int threads; /**< 0: by the CPUs */
+    char *path;  /**< NULL: auto; checked by options_parse() */
     char *server_name;
     char *world_id;
 } connect_options;

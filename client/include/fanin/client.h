@@ -6,9 +6,10 @@
  *
  * Threads: a client is used by one thread at a time; fanin_client_cancel() by any, also from a
  * signal handler. Callbacks come in the calling thread, but the log's. The calling thread does
- * the work, with helper threads that end before the call returns. Two kinds of thread do not:
- * one that asks for a host's name, which getaddrinfo() does not give back, and one that makes
- * the spare file, if pull options ask for that, until the client is disconnected or destroyed.
+ * the work, with helper threads that end before the call returns. Three kinds of thread do not:
+ * one that asks for a host's name, which getaddrinfo() does not give back; and, until the client is
+ * disconnected or destroyed, one that makes the spare file, if pull options ask for that, and those
+ * that read beside the calling one (fanin_client_config.threads), which sleep between calls.
  *
  * Fork: a handle used in a forked child gives FANIN_ERR_FORKED and touches nothing.
  *
@@ -84,6 +85,11 @@ typedef struct fanin_client_config {
     /** the addresses may be those of some of the world's ranks, to look at these; a pull
         succeeds only if they hold everything */
     bool partial;
+    /** threads that read from ranks at once into host memory on the path stream, the calling one
+        included: 0 (default): half of the CPUs that the process may use (affinity, quota), at most
+        8, and fewer of little; 1: the calling thread alone; at most 64. Never more than one a rank,
+        nor than max_inflight has 4 MiB */
+    uint32_t threads;
 } fanin_client_config;
 
 /** Defaults. @p size is the caller's sizeof(fanin_client_config); never writes past it. */
@@ -94,8 +100,8 @@ FANIN_API void fanin_client_config_init(fanin_client_config *config, size_t size
  * Waits for nobody; takes as long as loading UCX does, which is not an error if it fails.
  *
  * Errors:
- * - FANIN_ERR_ARGUMENT: an unknown path, more than 16 connections a rank, a time of 0. Fix
- *   @p config.
+ * - FANIN_ERR_ARGUMENT: an unknown path, more than 16 connections a rank or 64 threads, a time of
+ *   0. Fix @p config.
  * - FANIN_ERR_LIMIT: no descriptor left. Raise `ulimit -n`.
  * - FANIN_ERR_IO: the kernel gives no random bytes.
  */
@@ -333,8 +339,8 @@ fanin_client_pull(fanin_client *client, const fanin_pull_options *options,
  * fanin_client_disconnect() and fanin_client_destroy(); those two abandon the session, which is
  * still to be ended. Sessions of other clients are no matter.
  *
- * Between the calls nothing runs: no thread of the library's, no question to a rank. Ranks do not
- * mind: they ask nothing either, and hold a lease for as long as their weights stand. But the
+ * Between the calls nothing runs: no thread of the library's (some sleep), no question to a rank.
+ * Ranks do not mind: they ask nothing either, and hold a lease for as long as their weights stand. But the
  * trainer's updates wait for it only until its lease time is over (`lease_ms`, fanin/server.h); one
  * that comes later makes the session stale, also if it was idle then. A rank closes connections
  * that were silent for its idle_ms (5 minutes), and the session is over then.

@@ -1,10 +1,12 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Devices and distances of machines that are not there. */
 #include "acs.h"
+#include "cpu_quota.h"
 #include "sysfs_tree.h"
 #include "testing.h"
 #include "topology.h"
 
+#include <limits.h>
 #include <stdio.h>
 #include <string.h>
 
@@ -210,6 +212,29 @@ static void acs_is_read_from_configuration_space(void **state)
     sysfs_tree_remove(root);
 }
 
+/* The least of the group's and of those around it. */
+static void a_quota_of_cpus_is_found(void **state)
+{
+    char root[256];
+    sysfs_tree_make(root);
+    assert_int_equal(cpu_quota(root, root), UINT_MAX);
+    sysfs_tree_file(root, "max 100000\n", "fs/cgroup/cpu.max");
+    assert_int_equal(cpu_quota(root, root), UINT_MAX);
+    sysfs_tree_file(root, "9:cpu:/old\n0::/a/b\n", "self/cgroup");
+    sysfs_tree_file(root, "800000 100000\n", "fs/cgroup/a/cpu.max");
+    assert_int_equal(cpu_quota(root, root), 8);
+    sysfs_tree_file(root, "250000 100000\n", "fs/cgroup/a/b/cpu.max");
+    assert_int_equal(cpu_quota(root, root), 3);
+    sysfs_tree_file(root, "100 100000\n", "fs/cgroup/a/cpu.max");
+    assert_int_equal(cpu_quota(root, root), 1);
+    sysfs_tree_remove(root);
+    sysfs_tree_make(root); /* a container whose group has its own root */
+    sysfs_tree_file(root, "0::/\n", "self/cgroup");
+    sysfs_tree_file(root, "400000 100000\n", "fs/cgroup/cpu.max");
+    assert_int_equal(cpu_quota(root, root), 4);
+    sysfs_tree_remove(root);
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
@@ -222,6 +247,7 @@ int main(void)
         cmocka_unit_test(soft_roce_hangs_nowhere),
         cmocka_unit_test(an_empty_tree_is_an_empty_machine),
         cmocka_unit_test(acs_is_read_from_configuration_space),
+        cmocka_unit_test(a_quota_of_cpus_is_found),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -1,0 +1,247 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include "stream/reading_threads.h"
+
+#include "cpu_quota.h"
+#include "frame.h"
+#include "thread.h"
+#include <stdatomic.h>
+#include <stdlib.h>
+#include <sys/eventfd.h>
+#include <unistd.h>
+
+/* One thread moves so much in the time that waking another one and telling of its end takes
+   several times over. */
+#define BYTES_A_THREAD ((uint64_t)8 << 20)
+
+typedef struct reading_thread {
+    reading_threads *all;
+    pthread_t thread;
+    loop loop;
+    loop_source halt; /* all->halt, in its own loop */
+    pthread_cond_t go;
+    reading_turn turn; /* NULL: it rests; guarded by all->lock */
+    void *cookie;
+} reading_thread;
+
+struct reading_threads {
+    loop_source told; /* first: the loop hands it back; an eventfd */
+    loop *owner;
+    int halt; /* an eventfd that stays readable while all are to rest */
+    atomic_bool halted;
+    unsigned quota;
+    pthread_mutex_t lock;
+    pthread_cond_t rested;
+    bool quit; /* guarded by lock */
+    unsigned n;
+    reading_thread threads[READING_THREADS_MOST];
+};
+
+/* ------------------------------------------------------------------ a thread */
+
+/* Wakes the loop; what it is for, the thread looks at itself. */
+static void on_halt(loop_source *source, uint32_t events)
+{
+    (void)source;
+    (void)events;
+}
+
+static void *work(void *cookie)
+{
+    reading_thread *t = cookie;
+    reading_threads *all = t->all;
+    pthread_setname_np(pthread_self(), "fanin-read");
+    pthread_mutex_lock(&all->lock);
+    while (!all->quit) {
+        if (!t->turn) {
+            pthread_cond_wait(&t->go, &all->lock);
+            continue;
+        }
+        reading_turn turn = t->turn;
+        void *of = t->cookie;
+        pthread_mutex_unlock(&all->lock);
+        while (!atomic_load(&all->halted) && turn(of))
+            loop_step(&t->loop, UINT64_MAX);
+        pthread_mutex_lock(&all->lock);
+        t->turn = NULL;
+        pthread_cond_signal(&all->rested);
+    }
+    pthread_mutex_unlock(&all->lock);
+    return NULL;
+}
+
+static bool add(reading_threads *all)
+{
+    reading_thread *t = &all->threads[all->n];
+    *t = (reading_thread){
+        .all = all, .halt = {.fd = all->halt, .events = EPOLLIN, .ready = on_halt}};
+    if (loop_init(&t->loop, NULL) != FANIN_OK)
+        return false;
+    pthread_cond_init(&t->go, NULL);
+    if (loop_add(&t->loop, &t->halt, NULL) == FANIN_OK &&
+        worker_thread_start(&t->thread, work, t)) {
+        all->n++;
+        return true;
+    }
+    pthread_cond_destroy(&t->go);
+    loop_finish(&t->loop);
+    return false;
+}
+
+/* ---------------------------------------------------------------- all of them */
+
+static void on_told(loop_source *source, uint32_t events)
+{
+    eventfd_t count;
+    (void)events;
+    (void)eventfd_read(source->fd, &count); /* the caller looks after each turn */
+}
+
+reading_threads *reading_threads_create(loop *owner)
+{
+    reading_threads *t = calloc(1, sizeof *t);
+    if (!t)
+        return NULL;
+    pthread_mutex_init(&t->lock, NULL);
+    pthread_cond_init(&t->rested, NULL);
+    t->owner = owner;
+    t->quota = cpu_quota("/proc", "/sys");
+    t->halt = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+    t->told = (loop_source){.fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK),
+                            .events = EPOLLIN,
+                            .ready = on_told};
+    if (t->halt < 0 || t->told.fd < 0 || loop_add(owner, &t->told, NULL) != FANIN_OK)
+        reading_threads_destroy(&t);
+    return t;
+}
+
+void reading_threads_destroy(reading_threads **threads)
+{
+    reading_threads *t = *threads;
+    *threads = NULL;
+    if (!t)
+        return;
+    pthread_mutex_lock(&t->lock);
+    t->quit = true;
+    for (unsigned i = 0; i < t->n; i++)
+        pthread_cond_signal(&t->threads[i].go);
+    pthread_mutex_unlock(&t->lock);
+    for (unsigned i = 0; i < t->n; i++) {
+        pthread_join(t->threads[i].thread, NULL);
+        pthread_cond_destroy(&t->threads[i].go);
+        loop_finish(&t->threads[i].loop);
+    }
+    loop_remove(t->owner, &t->told);
+    if (t->told.fd >= 0)
+        close(t->told.fd);
+    if (t->halt >= 0)
+        close(t->halt);
+    pthread_cond_destroy(&t->rested);
+    pthread_mutex_destroy(&t->lock);
+    free(t);
+}
+
+unsigned reading_threads_have(reading_threads *t, unsigned wanted)
+{
+    wanted = wanted < READING_THREADS_MOST ? wanted : READING_THREADS_MOST;
+    while (t->n < wanted && add(t))
+        ;
+    return t->n;
+}
+
+unsigned reading_threads_cpus(const reading_threads *t)
+{
+    unsigned cpus = usable_cpus();
+    return cpus < t->quota ? cpus : t->quota;
+}
+
+loop *reading_threads_loop(reading_threads *t, unsigned index)
+{
+    return &t->threads[index].loop;
+}
+
+void reading_threads_go(reading_threads *t, unsigned index, reading_turn turn,
+                        void *cookie)
+{
+    reading_thread *one = &t->threads[index];
+    pthread_mutex_lock(&t->lock);
+    one->turn = turn;
+    one->cookie = cookie;
+    pthread_cond_signal(&one->go);
+    pthread_mutex_unlock(&t->lock);
+}
+
+void reading_threads_tell(reading_threads *t)
+{
+    (void)eventfd_write(t->told.fd, 1);
+}
+
+void reading_threads_rest(reading_threads *t)
+{
+    eventfd_t count;
+    atomic_store(&t->halted, true);
+    (void)eventfd_write(t->halt, 1);
+    pthread_mutex_lock(&t->lock);
+    for (unsigned i = 0; i < t->n; i++) {
+        while (t->threads[i].turn)
+            pthread_cond_wait(&t->rested, &t->lock);
+    }
+    pthread_mutex_unlock(&t->lock);
+    (void)eventfd_read(t->halt, &count);
+    atomic_store(&t->halted, false);
+}
+
+/* ------------------------------------------------------------- who reads what */
+
+/* At least 1. */
+static uint64_t limited(uint64_t n, uint64_t most)
+{
+    n = n < most ? n : most;
+    return n > 0 ? n : 1;
+}
+
+/* Each has a share of the window, of which the largest request must find room; two of them are what
+   keeps a connection busy. Half of the CPUs are others': ranks and workers on the same host. */
+unsigned reading_threads_for(const reading_size *size)
+{
+    uint64_t n = size->configured, room = size->window / LIMIT_READ_BYTES;
+    if (n == 0) {
+        n = limited(size->cpus / 2, size->bytes / BYTES_A_THREAD);
+        room /= 2;
+    }
+    return (unsigned)limited(limited(n, room), size->sources);
+}
+
+typedef struct load {
+    uint64_t bytes;
+    size_t source;
+} load;
+
+static int larger_first(const void *a, const void *b)
+{
+    const load *x = a, *y = b;
+    if (x->bytes != y->bytes)
+        return x->bytes < y->bytes ? 1 : -1;
+    return x->source < y->source ? -1 : x->source > y->source;
+}
+
+/* The largest one first, each to who has the least: at most a third more than the best would be. */
+bool reading_threads_share(const uint64_t *bytes, size_t n, unsigned threads,
+                           unsigned *thread_of)
+{
+    uint64_t has[READING_THREADS_MOST + 1] = {0};
+    load *loads = calloc(n + 1, sizeof *loads);
+    if (!loads)
+        return false;
+    for (size_t i = 0; i < n; i++)
+        loads[i] = (load){bytes[i], i};
+    qsort(loads, n, sizeof *loads, larger_first);
+    for (size_t i = 0; i < n; i++) {
+        unsigned least = threads - 1;
+        for (unsigned j = threads - 1; j-- > 0;)
+            least = has[j] < has[least] ? j : least;
+        has[least] += loads[i].bytes;
+        thread_of[loads[i].source] = least;
+    }
+    free(loads);
+    return true;
+}

@@ -1,0 +1,60 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/**
+ * @file
+ * Threads that read beside the calling one, each with a loop of its own. They are made when a pull
+ * first has work for them, and kept until the client is disconnected; between pulls they sleep.
+ */
+#ifndef READING_THREADS_H
+#define READING_THREADS_H
+
+#include "net/loop.h"
+#include <stdbool.h>
+#include <stddef.h>
+
+#define READING_THREADS_MOST 64
+
+typedef struct reading_threads reading_threads;
+
+/** What a thread does before its loop waits, again and again; false: it is through. */
+typedef bool (*reading_turn)(void *cookie);
+
+/** None yet. @p owner is the calling thread's loop, which turns when a thread has something to tell.
+    NULL: no memory, no descriptor. */
+reading_threads *reading_threads_create(loop *owner);
+/** Ends them; NULL and *threads == NULL are fine. None is at work. */
+void reading_threads_destroy(reading_threads **threads);
+
+/** Makes more until there are @p wanted or no more can be had: how many there are. */
+unsigned reading_threads_have(reading_threads *t, unsigned wanted);
+/** CPUs that this process may use, by its affinity and by the quota that it had at the start. */
+unsigned reading_threads_cpus(const reading_threads *t);
+
+/** Of a thread that rests. */
+loop *reading_threads_loop(reading_threads *t, unsigned index);
+/** Lets a thread that rests work. */
+void reading_threads_go(reading_threads *t, unsigned index, reading_turn turn,
+                        void *cookie);
+/** From a thread: the calling thread's loop is to turn. */
+void reading_threads_tell(reading_threads *t);
+/** Returns when all rest, which takes a turn of their loops. */
+void reading_threads_rest(reading_threads *t);
+
+/* ------------------------------------------------------------- who reads what */
+
+/** What decides how many threads read. */
+typedef struct reading_size {
+    unsigned configured; /**< 0: as many as are worth it */
+    unsigned cpus;
+    size_t sources;  /**< that have bytes */
+    uint64_t bytes;  /**< of all of them */
+    uint64_t window; /**< bytes that may be under way */
+} reading_size;
+
+/** Threads for it, the calling one included: at least 1. */
+unsigned reading_threads_for(const reading_size *size);
+/** Which of @p threads reads each of the sources: as many bytes each as can be; the calling one,
+    number 0, has the least. False: no memory. */
+bool reading_threads_share(const uint64_t *bytes, size_t n, unsigned threads,
+                           unsigned *thread_of);
+
+#endif

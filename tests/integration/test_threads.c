@@ -1,0 +1,323 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Pulls whose ranks are read by several threads: what comes, and what ends them. */
+#include "ends.h"
+#include "local_world.h"
+#include "rank_proxy.h"
+#include "testing.h"
+#include <dirent.h>
+#include <pthread.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#define RANKS 8
+#define THREADS 4
+#define VICTIM 5
+#define WAIT_S 20
+
+/* Half a megabyte a rank. */
+static const world_tensor large[] = {
+    {"base_model.model.a.lora_A.weight", FANIN_DTYPE_F32, 2, {512, 1500}},
+    {"base_model.model.a.lora_B.weight", FANIN_DTYPE_BF16, 2, {1500, 333}},
+    {"base_model.model.b.lora_A.weight", FANIN_DTYPE_F32, 1, {123457}},
+};
+
+static world w;
+static fanin_client *client;
+static fanin_error error = FANIN_ERROR_INIT;
+static fanin_result_info info;
+static rank_proxy proxy;
+static bool has_proxy;
+
+static int tear_down(void **state)
+{
+    fanin_client_destroy(&client);
+    if (has_proxy)
+        rank_proxy_stop(&proxy);
+    has_proxy = false;
+    world_stop(&w);
+    error = (fanin_error)FANIN_ERROR_INIT;
+    return 0;
+}
+
+static void begin_large(world_cut cut)
+{
+    world_start(&w, RANKS, cut, large, sizeof large / sizeof *large);
+    world_commit(&w, 1);
+}
+
+static void connect_with(unsigned threads, bool tcp)
+{
+    fanin_client_config config = make_client_config();
+    config.path = FANIN_PATH_STREAM;
+    config.threads = threads;
+    config.no_unix = tcp;
+    fanin_client_destroy(&client);
+    client = world_client_with(&w, &config);
+}
+
+static void expect_pull(uint64_t step)
+{
+    error = (fanin_error)FANIN_ERROR_INIT;
+    assert_ok(world_pull(&w, client, NULL, &info, &error), error);
+    assert_int_equal(info.step, step);
+    assert_int_equal(info.path, FANIN_PATH_STREAM);
+}
+
+/* ---------------------------------------------------------------- what comes */
+
+static void every_cut_comes(void **state)
+{
+    static const world_cut cuts[] = {CUT_CHUNK0,  CUT_CHUNK1,    CUT_GRID,
+                                     CUT_STRIDED, CUT_REPLICATE, CUT_HSDP};
+    static const unsigned threads[] = {2, 3, 4, 8};
+    for (size_t i = 0; i < sizeof cuts / sizeof *cuts; i++) {
+        begin_large(cuts[i]);
+        for (size_t j = 0; j < sizeof threads / sizeof *threads; j++) {
+            connect_with(threads[j], (i + j) % 2 == 1);
+            expect_pull(1);
+            assert_int_equal(info.restarts, 0);
+        }
+        world_commit(&w, 2);
+        expect_pull(2);
+        tear_down(NULL);
+    }
+}
+
+/* Reads of parts, and digests, which the calling thread asks for over the same connections. */
+static void what_came_is_verified(void **state)
+{
+    begin_large(CUT_CHUNK0);
+    for (int tcp = 0; tcp < 2; tcp++) {
+        connect_with(THREADS, tcp);
+        for (int i = 0; i < 3; i++) {
+            fanin_pull_options options = make_options(FANIN_STEP_NEWEST, 0);
+            options.verify = true;
+            assert_ok(world_pull(&w, client, &options, &info, &error), error);
+        }
+    }
+}
+
+/* -------------------------------------------------------------- the threads */
+
+/* Threads of this process that read. */
+static unsigned count_readers(pid_t *first)
+{
+    unsigned n = 0;
+    DIR *tasks = opendir("/proc/self/task");
+    assert_non_null(tasks);
+    for (struct dirent *e; (e = readdir(tasks));) {
+        char path[300], name[32] = "";
+        snprintf(path, sizeof path, "/proc/self/task/%s/comm", e->d_name);
+        FILE *file = e->d_name[0] == '.' ? NULL : fopen(path, "re");
+        if (file && fgets(name, sizeof name, file) &&
+            strcmp(name, "fanin-read\n") == 0) {
+            if (n++ == 0)
+                *first = atoi(e->d_name);
+        }
+        if (file)
+            fclose(file);
+    }
+    closedir(tasks);
+    return n;
+}
+
+static void threads_are_kept_and_end(void **state)
+{
+    pid_t first = 0, again = 0;
+    begin_large(CUT_CHUNK0);
+    connect_with(THREADS, false);
+    assert_int_equal(count_readers(&first), 0);
+    for (int i = 0; i < 3; i++) {
+        expect_pull(1);
+        assert_int_equal(count_readers(&again), THREADS - 1);
+        assert_true(first == 0 || first == again);
+        first = again;
+    }
+    connect_with(1, false);
+    expect_pull(1);
+    assert_int_equal(count_readers(&again), 0);
+    connect_with(THREADS, false);
+    expect_pull(1);
+    fanin_client_disconnect(client);
+    assert_int_equal(count_readers(&again), 0);
+}
+
+/* The child has no thread and touches nothing; the parent goes on. */
+static void a_fork_changes_nothing(void **state)
+{
+    pid_t first;
+    begin_large(CUT_CHUNK0);
+    connect_with(THREADS, false);
+    expect_pull(1);
+    pid_t child = fork();
+    assert_true(child >= 0);
+    if (child == 0) {
+        bool right = count_readers(&first) == 0 &&
+                     fanin_client_ping(client, 1000, NULL, NULL, NULL) != FANIN_OK;
+        fanin_client_destroy(&client);
+        _exit(right ? 0 : 1);
+    }
+    int status;
+    assert_int_equal(waitpid(child, &status, 0), child);
+    assert_true(WIFEXITED(status) && WEXITSTATUS(status) == 0);
+    expect_pull(1);
+    assert_int_equal(count_readers(&first), THREADS - 1);
+}
+
+static void too_many_are_refused(void **state)
+{
+    fanin_client_config config = make_client_config();
+    fanin_client *none = NULL;
+    config.threads = 65;
+    assert_int_equal(fanin_client_create(&config, &none, &error), FANIN_ERR_ARGUMENT);
+    assert_non_null(strstr(error.message, "65"));
+}
+
+/* ------------------------------------------------------------ what ends them */
+
+/* A rank whose first read is held up on its way. */
+typedef struct hold {
+    pthread_mutex_t lock;
+    pthread_cond_t changed;
+    bool held, released;
+} hold;
+
+static hold on_way = {PTHREAD_MUTEX_INITIALIZER, PTHREAD_COND_INITIALIZER, false,
+                      false};
+
+static void release(void)
+{
+    pthread_mutex_lock(&on_way.lock);
+    on_way.released = true;
+    pthread_cond_broadcast(&on_way.changed);
+    pthread_mutex_unlock(&on_way.lock);
+}
+
+static void hold_up(void *cookie)
+{
+    struct timespec at;
+    clock_gettime(CLOCK_REALTIME, &at);
+    at.tv_sec += WAIT_S;
+    pthread_mutex_lock(&on_way.lock);
+    while (!on_way.released &&
+           pthread_cond_timedwait(&on_way.changed, &on_way.lock, &at) == 0)
+        ;
+    pthread_mutex_unlock(&on_way.lock);
+}
+
+static void kill_rank(void *cookie)
+{
+    world_stop_rank(&w, VICTIM);
+}
+
+static void cancel(void *cookie)
+{
+    fanin_client_cancel(client);
+    hold_up(cookie);
+}
+
+/* @p strike runs before the victim's first read goes through. */
+static void begin_with(void (*strike)(void *), bool tcp)
+{
+    begin_large(CUT_CHUNK0);
+    on_way.released = false;
+    rank_proxy_start(&proxy, fanin_server_port(w.ranks[VICTIM].server), MSG_READ,
+                     strike, NULL);
+    has_proxy = true;
+    w.address_list[VICTIM] = proxy.address;
+    connect_with(THREADS, tcp);
+}
+
+static void a_rank_dies(void **state)
+{
+    for (int tcp = 0; tcp < 2; tcp++) {
+        begin_with(kill_rank, tcp);
+        fanin_status status = world_pull(&w, client, NULL, &info, &error);
+        if (status != FANIN_ERR_CLOSED && status != FANIN_ERR_UNREACHABLE)
+            fail_msg("%s: %s", fanin_status_name(status), error.message);
+        assert_int_equal(error.rank, VICTIM);
+        assert_string_equal(error.address, proxy.address);
+        world_restart_rank(&w, VICTIM);
+        world_commit(&w, 2);
+        expect_pull(2);
+        tear_down(NULL);
+    }
+}
+
+static void a_pull_is_cancelled(void **state)
+{
+    begin_with(cancel, false);
+    assert_int_equal(world_pull(&w, client, NULL, &info, &error), FANIN_ERR_CANCELLED);
+    release();
+    expect_pull(1);
+}
+
+static void a_pull_runs_out_of_time(void **state)
+{
+    begin_with(hold_up, true);
+    fanin_pull_options options = make_options(FANIN_STEP_NEWEST, 0);
+    options.timeout_ms = 300;
+    assert_int_equal(world_pull(&w, client, &options, &info, &error),
+                     FANIN_ERR_TIMEOUT);
+    release();
+    expect_pull(1);
+}
+
+/* All others have brought what they have, and the one that is waited for is named. */
+static void on_progress(void *cookie, const fanin_pull_progress *progress)
+{
+    unsigned *told = cookie;
+    if (!progress->slowest)
+        return;
+    assert_int_equal(progress->n_ranks, RANKS);
+    for (size_t i = 0; i < RANKS; i++) {
+        const fanin_rank_progress *r = progress->ranks[i];
+        assert_int_equal(r->bytes_done, r->rank == VICTIM ? 0 : r->bytes_total);
+        assert_int_equal(r->quiet_ms >= 1000, r->rank == VICTIM);
+    }
+    assert_int_equal(progress->slowest->rank, VICTIM);
+    ++*told;
+    release();
+}
+
+static void the_slowest_is_named(void **state)
+{
+    unsigned told = 0;
+    begin_with(hold_up, false);
+    fanin_pull_options options = make_options(FANIN_STEP_NEWEST, 0);
+    options.rank_progress = on_progress;
+    options.progress_cookie = &told;
+    assert_ok(world_pull(&w, client, &options, &info, &error), error);
+    assert_true(told > 0);
+}
+
+/* One bit of what a rank sends over its data connection. */
+static void an_altered_bit_is_asked_for_again(void **state)
+{
+    flip f = {.connection = 1, .way = FLIP_TO_CLIENT, .at = 200000, .bit = 3};
+    begin_large(CUT_CHUNK0);
+    rank_proxy_start_flip(&proxy, fanin_server_port(w.ranks[VICTIM].server), &f);
+    has_proxy = true;
+    w.address_list[VICTIM] = proxy.address;
+    connect_with(THREADS, true);
+    expect_pull(1);
+    assert_true(atomic_load(&f.flipped));
+    assert_int_equal(info.restarts, 1);
+}
+
+#define CASE(name) cmocka_unit_test_teardown(name, tear_down)
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {
+        CASE(every_cut_comes),          CASE(what_came_is_verified),
+        CASE(threads_are_kept_and_end), CASE(a_fork_changes_nothing),
+        CASE(too_many_are_refused),     CASE(a_rank_dies),
+        CASE(a_pull_is_cancelled),      CASE(a_pull_runs_out_of_time),
+        CASE(the_slowest_is_named),     CASE(an_altered_bit_is_asked_for_again),
+    };
+    return cmocka_run_group_tests_name("reading threads", tests, NULL, NULL);
+}

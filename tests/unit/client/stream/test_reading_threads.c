@@ -1,0 +1,152 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Threads that read: how many, who reads what, and that they work, rest and end. */
+#include "clock.h"
+#include "frame.h"
+#include "stream/reading_threads.h"
+#include "testing.h"
+#include <limits.h>
+#include <stdatomic.h>
+
+#define MIB ((uint64_t)1 << 20)
+#define WINDOW (64 * MIB) /* the default */
+
+/* ------------------------------------------------------------------- how many */
+
+static void as_many_as_are_worth_it(void **state)
+{
+    static const struct {
+        reading_size size;
+        unsigned threads;
+    } cases[] = {
+        {{0, 2, 8, 1700 * MIB, WINDOW}, 1}, /* the other CPU is the ranks' */
+        {{0, 3, 8, 1700 * MIB, WINDOW}, 1},
+        {{0, 4, 8, 1700 * MIB, WINDOW}, 2},
+        {{0, 32, 8, 1700 * MIB, WINDOW}, 8},
+        {{0, 32, 2, 1700 * MIB, WINDOW}, 2},
+        {{0, 256, 64, 1700 * MIB, WINDOW}, 8}, /* the window has no room for more */
+        {{0, 256, 64, 1700 * MIB, 2 * WINDOW}, 16},
+        {{0, 32, 8, 15 * MIB, WINDOW}, 1},
+        {{0, 32, 8, 16 * MIB, WINDOW}, 2},
+        {{0, 32, 8, 0, WINDOW}, 1},
+        {{0, 32, 8, 1700 * MIB, 1}, 1},
+        {{1, 32, 8, 1700 * MIB, WINDOW}, 1},
+        {{4, 1, 8, 1, WINDOW}, 4}, /* who asks gets it */
+        {{64, 2, 8, 1, WINDOW}, 8},
+        {{64, 2, 64, 1, WINDOW}, 16},
+        {{4, 2, 8, 1, 4096}, 1},
+        {{4, 2, 0, 0, WINDOW}, 1},
+    };
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        unsigned n = reading_threads_for(&cases[i].size);
+        if (n != cases[i].threads)
+            fail_msg("case %zu: %u threads, not %u", i, n, cases[i].threads);
+        /* Together they never ask for more than the window, or than one request. */
+        assert_true(n == 1 || n * (uint64_t)LIMIT_READ_BYTES <= cases[i].size.window);
+    }
+}
+
+/* -------------------------------------------------------------- who reads what */
+
+static void share(const uint64_t *bytes, size_t n, unsigned threads,
+                  uint64_t *of_thread)
+{
+    unsigned thread_of[64];
+    assert_true(reading_threads_share(bytes, n, threads, thread_of));
+    for (unsigned i = 0; i < threads; i++)
+        of_thread[i] = 0;
+    for (size_t i = 0; i < n; i++) {
+        assert_true(thread_of[i] < threads);
+        of_thread[thread_of[i]] += bytes[i];
+    }
+}
+
+static void bytes_are_shared_evenly(void **state)
+{
+    static const uint64_t even[] = {5, 5, 5, 5, 5, 5, 5, 5};
+    static const uint64_t uneven[] = {0, 100, 7, 30, 0, 30, 33, 0};
+    uint64_t of[8];
+    for (unsigned threads = 1; threads <= 8; threads *= 2) {
+        share(even, 8, threads, of);
+        for (unsigned i = 0; i < threads; i++)
+            assert_int_equal(of[i], 40 / threads);
+    }
+    share(even, 7, 3, of);
+    assert_int_equal(of[0], 10); /* the calling thread has the least */
+    share(uneven, 8, 2, of);
+    assert_int_equal(of[0], 100);
+    assert_int_equal(of[1], 100);
+    share(uneven, 8, 3, of);
+    assert_int_equal(of[2], 100);
+    assert_int_equal(of[0] + of[1], 100);
+    assert_true(of[0] <= 67 && of[1] <= 67);
+    share(uneven, 0, 4, of);
+}
+
+/* -------------------------------------------------------------- work and rest */
+
+#define THREADS 3
+
+typedef struct job {
+    reading_threads *threads;
+    atomic_uint turns;
+    unsigned most; /* turns; 0: until it is to rest */
+} job;
+
+static bool turn(void *cookie)
+{
+    job *j = cookie;
+    unsigned turns = atomic_fetch_add(&j->turns, 1) + 1;
+    reading_threads_tell(j->threads);
+    return j->most == 0 || turns < j->most;
+}
+
+/* A thread whose loop has nothing waits in it until it is to rest. */
+static void they_work_until_they_are_to_rest(void **state)
+{
+    loop owner;
+    assert_int_equal(loop_init(&owner, NULL), FANIN_OK);
+    reading_threads *t = reading_threads_create(&owner);
+    assert_non_null(t);
+    assert_int_equal(reading_threads_have(t, 1), 1);
+    assert_int_equal(reading_threads_have(t, THREADS), THREADS);
+    assert_int_equal(reading_threads_have(t, 1), THREADS); /* they are kept */
+    for (int round = 0; round < 200; round++) {
+        job jobs[THREADS] = {{t, 0, 0}, {t, 0, 1}, {t, 0, 0}};
+        for (unsigned i = 0; i < THREADS; i++)
+            reading_threads_go(t, i, turn, &jobs[i]);
+        while (atomic_load(&jobs[0].turns) == 0 || atomic_load(&jobs[1].turns) == 0 ||
+               atomic_load(&jobs[2].turns) == 0)
+            loop_step(&owner, deadline_in_ms(20000));
+        reading_threads_rest(t);
+        for (unsigned i = 0; i < THREADS; i++)
+            assert_int_equal(jobs[i].turns, 1);
+    }
+    reading_threads_rest(t); /* they do */
+    reading_threads_destroy(&t);
+    assert_null(t);
+    reading_threads_destroy(&t);
+    loop_finish(&owner);
+}
+
+static void those_that_never_worked_end(void **state)
+{
+    loop owner;
+    assert_int_equal(loop_init(&owner, NULL), FANIN_OK);
+    reading_threads *t = reading_threads_create(&owner);
+    assert_non_null(t);
+    assert_true(reading_threads_cpus(t) >= 1);
+    assert_int_equal(reading_threads_have(t, UINT_MAX), READING_THREADS_MOST);
+    reading_threads_destroy(&t);
+    loop_finish(&owner);
+}
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(as_many_as_are_worth_it),
+        cmocka_unit_test(bytes_are_shared_evenly),
+        cmocka_unit_test(they_work_until_they_are_to_rest),
+        cmocka_unit_test(those_that_never_worked_end),
+    };
+    return cmocka_run_group_tests_name("reading threads", tests, NULL, NULL);
+}
