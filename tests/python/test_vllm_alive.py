@@ -119,6 +119,14 @@ def test_a_core_that_dies_is_named(method: str, args: Any) -> None:
     assert "DP0" not in str(caught.value) and "start the engine again" in str(caught.value)
 
 
+def test_those_that_are_ended_for_it_are_not_named() -> None:
+    """vLLM kills the other replicas where they do not end by themselves."""
+    one = client(process("EngineCore_DP0", -9), process("EngineCore_DP1", -11))
+    one.resources.engine_manager.failed_proc_name = "EngineCore_DP1"
+    assert "DP1 (exit status -11)" in str(alive.death_of(one))
+    assert "DP0" not in str(alive.death_of(one))
+
+
 def test_a_core_that_is_dead_is_named() -> None:
     """vLLM raises its own error then; that of requests under way stays of its kind."""
     one = client(process("EngineCore", -9))
@@ -157,7 +165,8 @@ def test_one_that_goes_on_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_questions_have_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(alive, "QUESTION", 0.2)
-    for question in (("fanin_not_whole",), ("collective_rpc", "fanin_leave_update")):
+    leave = ("collective_rpc", "fanin_leave_update")
+    for question in (("fanin_not_whole",), ("fanin_step",), leave):
         with pytest.raises(PullTimeoutError, match=f"not answered {question[-1]} for"):
             asked(client(), *question)
 
@@ -171,6 +180,8 @@ def test_updates_have_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
         asked(one, "collective_rpc", "init_weight_transfer_engine", None, (), info)
     with pytest.raises(PullTimeoutError, match="update_weights"):
         asked(one, "collective_rpc", "update_weights", None, (), {"update_info": {"step": 1}})
+    with pytest.raises(PullTimeoutError, match="is_scheduler_paused"):
+        asked(one, "is_scheduler_paused")
     assert guard_front._patience(one, "reload_weights", None) is None
     assert guard_front._patience(one, "pause_scheduler", None) is None
     guard_front._patience(one, "init_weight_transfer_engine", {"init_info": {"timeout": "soon"}})

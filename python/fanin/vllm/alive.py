@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import os
 import signal
 import threading
@@ -27,6 +28,7 @@ QUESTION = 30.0
 #: A process that is stopped for so long is not waited for.
 STANDS = 5.0
 _LOOK = 0.1
+_LOOK_CLOSELY = 1.0  # of each thread of a core, for its children
 
 
 def ended(processes: Iterable[Any]) -> str:
@@ -40,7 +42,9 @@ def ended(processes: Iterable[Any]) -> str:
 
 def death_of(client: Any) -> HostError:
     """The error for the end of a core behind *client*, which names it if it is of this host."""
-    who = ended(_processes(client))
+    manager = _manager(client)
+    first = getattr(manager, "failed_proc_name", None)  # the others are ended for it
+    who = ended(one for one in _processes(client) if first in (None, one.name))
     return HostError.make(
         "vLLM's engine core has ended" + (f": {who}" if who else ""),
         "see its log for the reason, and start the engine again",
@@ -56,12 +60,23 @@ class Watch:
     def __init__(self, client: Any, what: str, patience: float | None) -> None:
         self._client, self._what, self._patience = client, what, patience
         self._began = self._ran = time.monotonic()
+        self._looked = -math.inf
 
     def look(self) -> None:
         """Raises HostError if no answer will come, PullTimeoutError if none has come in time."""
         if getattr(getattr(self._client, "resources", None), "engine_dead", False):
             raise death_of(self._client)
         now = time.monotonic()
+        if now - self._looked >= min(STANDS, _LOOK_CLOSELY):
+            self._looked = now
+            self._look_closely(now)
+        if self._patience is not None and now - self._began >= self._patience:
+            raise PullTimeoutError.make(
+                f"vLLM's engine core has not answered {self._what} for {self._patience:.0f} s",
+                "see its log: a worker may stand still; if it does, start the engine again",
+            )
+
+    def _look_closely(self, now: float) -> None:
         stopped = _stopped(one.pid for one in _processes(self._client))
         if not stopped:
             self._ran = now
@@ -70,11 +85,6 @@ class Watch:
                 f"vLLM's engine core does not answer {self._what}: {', '.join(stopped)} is stopped",
                 "let it go on (SIGCONT): it does then what it was asked; update it once more, "
                 "or start the engine again",
-            )
-        if self._patience is not None and now - self._began >= self._patience:
-            raise PullTimeoutError.make(
-                f"vLLM's engine core has not answered {self._what} for {self._patience:.0f} s",
-                "see its log: a worker may stand still; if it does, start the engine again",
             )
 
     def of(self, call: Callable[[], Any]) -> Any:
@@ -103,10 +113,13 @@ class Watch:
             asked.cancel()
 
 
+def _manager(client: Any) -> Any:
+    return getattr(getattr(client, "resources", None), "engine_manager", None)
+
+
 def _processes(client: Any) -> list[Any]:
     """Of cores that *client* has started on this host."""
-    manager = getattr(getattr(client, "resources", None), "engine_manager", None)
-    return list(getattr(manager, "processes", None) or [])
+    return list(getattr(_manager(client), "processes", None) or [])
 
 
 def _stopped(pids: Iterable[int | None]) -> list[str]:

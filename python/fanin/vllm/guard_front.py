@@ -19,15 +19,29 @@ from fanin.vllm.updates import DEFAULT_TIMEOUT, check_timeout
 
 __all__ = ["guard_client", "guard_offline", "guard_server", "tell_why"]
 
+_QUESTIONS = ("fanin_leave_update", "fanin_not_whole", "fanin_step")
+#: What a core does at once when it has ended what it is at: at most an update.
+_AT_ONCE = (
+    "fanin_weights_state",
+    "get_weight_version",
+    "is_scheduler_paused",
+    "reset_prefix_cache",
+    "resume_scheduler",
+    "set_weight_version",
+)
+_BOUNDED = WATCHED.union(_AT_ONCE) - {"reload_weights", "fanin_check_weights"}
 # Seconds beside twice the timeout, in which an update may be installed.
 _MORE = 60.0
 
 
 def _patience(client: Any, method: str, kwargs: Any) -> float | None:
-    """How long *method* of the workers may take: more than twice the time that init gave."""
-    if method in ("fanin_leave_update", "fanin_not_whole"):
+    """How long *method* may take: for an update more than twice the time that init gave.
+
+    None: as long as it needs.
+    """
+    if method in _QUESTIONS:
         return alive.QUESTION
-    if method not in WATCHED or method in ("reload_weights", "fanin_check_weights"):
+    if method not in _BOUNDED:
         return None
     info = kwargs.get("init_info") if isinstance(kwargs, dict) else None
     if isinstance(info, dict):
