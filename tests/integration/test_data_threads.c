@@ -32,7 +32,7 @@ typedef struct scene {
 typedef struct reader_thread {
     scene *of;
     pthread_t thread;
-    bool hasty;
+    bool hasty, tcp;  /* tcp: with checksums */
     atomic_uint good; /* pulls */
     bool torn;
     fanin_status wrong; /* that it did not expect */
@@ -75,11 +75,14 @@ static void *read_on(void *cookie)
     uint8_t *got = malloc(SIZE);
     fanin_box box;
     fanin_tensor wanted = make_tensor("t", FANIN_DTYPE_U8, SIZE, 0, &box, got);
-    fanin_client *client = connect_client(NULL, t->of->addresses, 1);
+    fanin_client_config config = make_client_config();
+    config.no_unix = t->tcp;
+    fanin_client *client = connect_client(&config, t->of->addresses, 1);
     for (uint32_t i = 0; !t->of->over && !t->wrong && !t->torn; i++) {
         fanin_pull_options options = make_options(FANIN_STEP_NEWEST, 0);
         fanin_result *result = NULL;
         fanin_result_info info = {.struct_size = sizeof info};
+        options.verify = i % 4 == 0;
         if (t->hasty)
             options.timeout_ms = 1 + i % 5;
         t->error = (fanin_error)FANIN_ERROR_INIT;
@@ -145,7 +148,7 @@ static void stress(uint32_t data_threads, uint32_t lease_ms)
     start(&s, data_threads, lease_ms);
     static reader_thread readers[PATIENT + HASTY];
     for (size_t i = 0; i < PATIENT + HASTY; i++) {
-        readers[i] = (reader_thread){.of = &s, .hasty = i >= PATIENT};
+        readers[i] = (reader_thread){.of = &s, .hasty = i >= PATIENT, .tcp = i % 2};
         assert_int_equal(pthread_create(&readers[i].thread, NULL, read_on, &readers[i]),
                          0);
     }
