@@ -175,6 +175,7 @@ END
         "doctor --timeout 3s"
         "bench --update-every 5"
         "bench --readers 0,1"
+        "bench --csv one --html one"
         "bench --trainer-load product --readers 0,x"
         "bench --trainer-load product --readers 1,"
         "bench --trainer-load product --readers 257"

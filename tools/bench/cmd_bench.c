@@ -209,6 +209,10 @@ static int tell(bench *b)
 
 static int open_files(bench *b)
 {
+    if (b->csv_path != NULL && b->html_path != NULL &&
+        strcmp(b->csv_path, b->html_path) == 0) {
+        return failure_usage(b->self->name, "--csv and --html name one file");
+    }
     int code = b->csv_path != NULL ? out_file_open(&b->csv, b->csv_path) : 0;
     return code == 0 && b->html_path != NULL ? out_file_open(&b->html, b->html_path)
                                              : code;
