@@ -19,6 +19,7 @@ import shutil
 import statistics
 import subprocess
 import sys
+import tempfile
 from contextlib import ExitStack
 from typing import Any
 
@@ -83,11 +84,9 @@ class Link:
 
 def connections(link: Link, tool: str) -> int:
     """That the worker has to the rank by itself."""
-    out = f"/tmp/fanin-network-{os.getpid()}"
-    try:
+    with tempfile.TemporaryDirectory() as folder:
+        out = f"{folder}/adapter"
         pulled = link.worker(tool, "pull", f"{link.rank}:{PORT}", *STREAM, "--out", out)
-    finally:
-        shutil.rmtree(out, ignore_errors=True)
     return int(pulled["ranks"][0]["connections"])
 
 

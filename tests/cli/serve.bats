@@ -273,6 +273,10 @@ loaded()
     [ "$(field trainer_load trainers 0 readers 2 pulls)" = "[1, 1]" ]
     loaded --phase 1000 --pairs 1 --readers 2 --snapshot
     [ "$(field trainer_load trainers 0 readers 0 pulls 0)" -gt 2 ]
+    loaded --phase 1000 --pairs 1 --readers 0,2 --path stream
+    alone=$(field trainer_load trainers 0 readers 0 server_cpu)
+    pulled=$(field trainer_load trainers 0 readers 1 server_cpu)
+    "$FANIN_TEST_PYTHON" -c 'import sys; sys.exit(float(sys.argv[1]) * 2 > float(sys.argv[2]))' "$alone" "$pulled"
     run -0 "$NIXL_FETCH" bench --adapter-shape small --world-size 2 --iterations 1 --trainer-load sweep \
         --update-every 20 --pairs 1 --readers 0,1
     has "TRAINER READERS PULLS"

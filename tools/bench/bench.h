@@ -90,6 +90,9 @@ typedef struct bench_loss_row {
         [BENCH_MAX_PAIRS]; /**< a step's time before and after over that with readers */
     double loss, least, most; /**< one minus them: median, and of all pairs */
     double step_ns;           /**< median */
+    double wait,
+        cpu; /**< shares of the time: waiting for leases; CPU of the rank's other
+                         threads; medians */
 } bench_loss_row;
 
 typedef struct bench_loss {

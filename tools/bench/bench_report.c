@@ -98,10 +98,11 @@ static json_t *loss_json(const bench *b, const bench_loss *l, uint32_t number)
         json_array_append_new(ratios, json_real(row->ratio[i]));
         json_array_append_new(pulls, output_u64(b->loss_pulls[i][number]));
     }
-    return output_object("readers", output_u64(b->counts[number]), "step_ns",
-                         json_real(row->step_ns), "loss", json_real(row->loss),
-                         "loss_min", json_real(row->least), "loss_max",
-                         json_real(row->most), "ratios", ratios, "pulls", pulls, NULL);
+    return output_object(
+        "readers", output_u64(b->counts[number]), "step_ns", json_real(row->step_ns),
+        "loss", json_real(row->loss), "loss_min", json_real(row->least), "loss_max",
+        json_real(row->most), "lease_wait", json_real(row->wait), "server_cpu",
+        json_real(row->cpu), "ratios", ratios, "pulls", pulls, NULL);
 }
 
 static json_t *losses_json(const bench *b)
@@ -255,25 +256,27 @@ static void add_loss(const bench *b, struct libscols_table *table, const bench_l
                      const char *name, uint32_t number)
 {
     const bench_loss_row *row = &l->rows[number];
-    char loss[3][32];
+    char loss[3][32], shares[2][32];
     const double values[3] = {row->loss, row->least, row->most};
     uint64_t pulls = 0;
     for (int i = 0; i < 3; i++) {
         snprintf(loss[i], sizeof loss[i], "%+.3f %%", 100 * values[i]);
     }
+    snprintf(shares[0], sizeof shares[0], "%.4f %%", 100 * row->wait);
+    snprintf(shares[1], sizeof shares[1], "%.4f %%", 100 * row->cpu);
     for (int i = 0; i < b->pairs; i++) {
         pulls += b->loss_pulls[i][number];
     }
     output_row(table, NULL, name, output_number(b->counts[number]).s,
                output_number(pulls).s, output_duration((uint64_t)row->step_ns).s,
-               loss[0], loss[1], loss[2]);
+               loss[0], loss[1], loss[2], shares[0], shares[1]);
 }
 
 static void tell_trainers(const bench *b)
 {
     bool product = b->rank_options.load == DEVICE_LOAD_PRODUCT;
     struct libscols_table *table =
-        output_table("TRAINER READERS> PULLS> STEP> LOSS> LEAST> MOST>");
+        output_table("TRAINER READERS> PULLS> STEP> LOSS> LEAST> MOST> WAITS> CPU>");
     for (size_t i = 0; i < b->n_losses; i++) {
         const bench_loss *l = &b->losses[i];
         char name[40] = "host";

@@ -41,16 +41,22 @@ static bench_loss_row row_of(const bench *b, uint32_t rank, uint32_t number)
     const uint32_t pairs = (uint32_t)b->pairs;
     bench_loss_row row = {.least = 1e9, .most = -1e9};
     double ratios[BENCH_MAX_PAIRS], steps[BENCH_MAX_PAIRS];
+    double waits[BENCH_MAX_PAIRS], cpus[BENCH_MAX_PAIRS];
     for (uint32_t i = 0; i < pairs; i++) {
         uint32_t phase = FIRST_PULLED + 2 * (i * b->n_counts + number);
         double around = (step_of(b, rank, phase - 1) + step_of(b, rank, phase + 1)) / 2;
+        rank_work work = ranks_slot(b->ranks, rank)->work[phase];
         steps[i] = step_of(b, rank, phase);
+        waits[i] = work.ns > 0 ? (double)work.wait_ns / (double)work.ns : 0;
+        cpus[i] = work.ns > 0 ? (double)work.cpu_ns / (double)work.ns : 0;
         ratios[i] = row.ratio[i] = steps[i] > 0 ? around / steps[i] : 0;
         row.least = 1 - ratios[i] < row.least ? 1 - ratios[i] : row.least;
         row.most = 1 - ratios[i] > row.most ? 1 - ratios[i] : row.most;
     }
     row.loss = 1 - median_of(ratios, pairs);
     row.step_ns = median_of(steps, pairs);
+    row.wait = median_of(waits, pairs);
+    row.cpu = median_of(cpus, pairs);
     return row;
 }
 

@@ -67,9 +67,10 @@ typedef struct rank_extent {
 
 enum { RANK_COMMITS = 64, RANK_PHASES = 1024 };
 
-/** Whole steps of a rank that lay in a phase, each with its update. */
+/** Whole steps of a rank that lay in a phase, each with its update; how long they waited for leases,
+    and what CPU all threads used but the one that works. */
 typedef struct rank_work {
-    uint64_t steps, units, ns;
+    uint64_t steps, units, ns, wait_ns, cpu_ns;
 } rank_work;
 
 /** What a rank tells its parent and the other ranks. */

@@ -16,6 +16,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/prctl.h>
+#include <time.h>
 #include <unistd.h>
 
 typedef struct published {
@@ -38,7 +39,7 @@ typedef struct life {
     uint32_t batches;  /**< of work between two updates; 0: to be found out */
     /* of the phase that is counted */
     uint32_t phase;
-    uint64_t phase_start;
+    uint64_t phase_start, phase_cpu, wait_ns;
     rank_work work;
 } life;
 
@@ -266,14 +267,17 @@ static fanin_status create_server(life *l, fanin_error *error)
     return status;
 }
 
-static fanin_status begin_update(const life *l, const published *run,
-                                 fanin_error *error)
+static fanin_status begin_update(life *l, const published *run, fanin_error *error)
 {
     /* As a trainer that has looked at a loss: the last step's work is done, so that this
        update does not withdraw its commit. */
     fanin_status status = finish(l, run, error);
-    return status != FANIN_OK ? status
-                              : fanin_server_begin_update(l->server, run->name, error);
+    uint64_t start = progress_now_ns();
+    if (status == FANIN_OK) {
+        status = fanin_server_begin_update(l->server, run->name, error);
+    }
+    l->wait_ns += progress_now_ns() - start;
+    return status;
 }
 
 /* All runs at @p step; @p first: they become known with it. */
@@ -302,6 +306,16 @@ static bool barrier(const life *l)
     return l->options->uncoupled || rank_board_barrier(l->board, l->rank);
 }
 
+/* Of all threads but this one. */
+static uint64_t others_cpu_ns(void)
+{
+    struct timespec whole, own;
+    clock_gettime(CLOCK_THREAD_CPUTIME_ID, &own);
+    clock_gettime(CLOCK_PROCESS_CPUTIME_ID, &whole);
+    return (uint64_t)((whole.tv_sec - own.tv_sec) * 1000000000 +
+                      (whole.tv_nsec - own.tv_nsec));
+}
+
 /* Counts a step, which belongs to the phase in which it began and ended. */
 static void count_step(life *l, uint64_t units)
 {
@@ -310,12 +324,16 @@ static void count_step(life *l, uint64_t units)
     if (phase != l->phase) {
         l->phase = phase;
         l->phase_start = now;
+        l->phase_cpu = others_cpu_ns();
+        l->wait_ns = 0;
         l->work = (rank_work){0};
         return;
     }
-    l->work.steps++;
-    l->work.units += units;
-    l->work.ns = now - l->phase_start;
+    l->work = (rank_work){.steps = l->work.steps + 1,
+                          .units = l->work.units + units,
+                          .ns = now - l->phase_start,
+                          .wait_ns = l->wait_ns,
+                          .cpu_ns = others_cpu_ns() - l->phase_cpu};
     if (phase < RANK_PHASES) {
         l->slot->work[phase] = l->work;
     }
