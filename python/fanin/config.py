@@ -56,6 +56,7 @@ __all__ = [
 
 SECTION = "weight_broadcast"
 PATHS = ("auto", "stream", "cma", "rdma", "cuda_ipc")
+LANDINGS = ("auto", "directory")
 DEFAULT_SERVER_NAME = "lora_param_server"
 MOST_BYTES = (1 << 63) - 1
 _OTHER_VARIABLES = frozenset(
@@ -500,6 +501,7 @@ _INFERENCE_KEYS = (
     _Key("max_bytes", _integer(1, MOST_BYTES), "FANIN_MAX_BYTES"),
     _Key("trust_config", _switch, "FANIN_TRUST_CONFIG"),
     _Key("newest", _switch, "FANIN_NEWEST"),
+    _Key("landing", _choice(*LANDINGS), "FANIN_LANDING"),
 )
 
 _ALL_KEYS = (_TRAINER_KEYS, _ORCHESTRATOR_KEYS, _INFERENCE_KEYS)
@@ -516,7 +518,8 @@ class InferenceConfig:
     with it, None: any. dtype: what F32 tensors arrive as, "BF16" or "F16", None: as published.
     max_bytes: larger adapters are refused, None: those above a quarter of the file system.
     trust_config: adapters keep every field of the trainer's PEFT configuration. newest: a request
-    to load an adapter that says no step gets the newest.
+    to load an adapter that says no step gets the newest. landing: "auto", straight into the layout
+    of the engine's slots where that can be, or "directory".
     """
 
     trainer: str | None
@@ -530,6 +533,7 @@ class InferenceConfig:
     max_bytes: int | None = None
     trust_config: bool = False
     newest: bool = False
+    landing: str = "auto"
 
 
 def default_cache_dir() -> Path:
@@ -545,8 +549,8 @@ def inference_config(
     path: the file, None: the one that FANIN_CONFIG names, if it is set. Variables, each of which
     overrides the file: FANIN_TRAINER, FANIN_SERVER_NAME, NIXL_LORA_CACHE_DIR,
     FANIN_PULL_TIMEOUT, FANIN_KEEP_ADAPTERS, FANIN_PATH, FANIN_ADAPTER_PREFIX, FANIN_DTYPE,
-    FANIN_MAX_BYTES, FANIN_TRUST_CONFIG, FANIN_NEWEST. Blocks for reading the file; any
-    thread. Raises ConfigError.
+    FANIN_MAX_BYTES, FANIN_TRUST_CONFIG, FANIN_NEWEST, FANIN_LANDING. Blocks for reading the file;
+    any thread. Raises ConfigError.
     """
     if path is None and environ.get("FANIN_CONFIG", "").strip():
         path = environ["FANIN_CONFIG"].strip()
@@ -570,6 +574,7 @@ def inference_config(
         max_bytes=settings.get("max_bytes", None),
         trust_config=settings.get("trust_config", False),
         newest=settings.get("newest", False),
+        landing=settings.get("landing", "auto"),
     )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import collections.abc
 import contextlib
+import dataclasses
 import http.client
 import itertools
 import json
@@ -116,13 +117,36 @@ class Place:
         """The trainers' newest."""
         return self.trainer.published
 
-    def directories(self, prefix: str) -> set[Path]:
-        """Of adapters whose names begin so, all runs and launches."""
-        return {
-            config.parent
-            for config in self.cache.rglob("adapter_config.json")
-            if config.parent.name.startswith(f"{prefix}-")
-        }
+    def kept(self) -> set[Path]:
+        """Of all adapters that the engine has or is giving up."""
+        status = self.status()
+        return {Path(one["path"]) for one in (*status["adapters"], *status["retiring"])}
+
+    def directories(self, prefix: str) -> set[Kept]:
+        """Of adapters whose names begin so, all runs and launches, on disk or in slots' layout."""
+        here = {config.parent for config in self.cache.rglob("adapter_config.json")} | self.kept()
+        return {Kept(self, path) for path in here if path.name.startswith(f"{prefix}-")}
+
+    def learnt(self) -> bool:
+        """Whether the workers know where adapters go, and are learning nothing."""
+        slots = self.status()["slots"]
+        assert not slots["why_not"] and not slots["refused"], slots
+        return slots["layouts"] > 0 and slots["learning"] == 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Kept:
+    """Where an adapter lies: a directory, or memory that goes by its name."""
+
+    place: Place = dataclasses.field(compare=False, repr=False)
+    path: Path
+
+    @property
+    def name(self) -> str:
+        return self.path.name
+
+    def exists(self) -> bool:
+        return self.path.exists() or self.path in self.place.kept()
 
 
 @pytest.fixture(scope="module")
@@ -156,6 +180,25 @@ def test_a_name_pulls_its_step_from_the_live_trainers(place: Place) -> None:
         assert answers[-1] == place.expected(step)
     assert len({tuple(tokens) for tokens in answers}) == 4, "steps that cannot be told apart"
     assert place.pulls() == 3
+
+
+def test_later_adapters_go_straight_into_slots(place: Place) -> None:
+    """The first one of a layout is what the workers learn it from."""
+    first = place.status()["adapters"][0]
+    assert first["landing"] == "directory" and "first" in first["landing_why"]
+    until(place.learnt, "the layout")
+    landed = place.engine.metric("fanin_landings_total", landing="slot")
+    for _ in range(4):
+        step = place.next_step()
+        answer = place.load(f"slot-run0-step{step}")
+        assert (answer["landing"], answer["landing_why"]) == ("slot", "")
+        assert not Path(answer["path"]).exists() and answer["bytes"] > 0
+        assert place.pulled(f"slot-run0-step{step}") == place.expected(step)
+    assert place.engine.metric("fanin_landings_total", landing="slot") == landed + 4
+    step = place.next_step()
+    answer = place.load(f"filed-run0-step{step}", landing="directory")
+    assert answer["landing"] == "directory" and Path(answer["path"]).is_dir()
+    assert place.pulled(f"filed-run0-step{step}") == place.expected(step)
 
 
 def test_requests_for_one_new_name_share_one_pull(place: Place) -> None:
@@ -612,7 +655,7 @@ def test_a_dtype_for_one_adapter(place: Place) -> None:
     from safetensors.torch import load_file
 
     step = place.next_step()
-    answer = place.load(f"narrow-run0-step{step}", dtype="BF16")
+    answer = place.load(f"narrow-run0-step{step}", dtype="BF16", landing="directory")
     assert answer["dtype"] == "BF16" and "bf16" in Path(answer["path"]).name
     file = "adapter_model.safetensors"
     got, masters = (load_file(Path(d) / file) for d in (answer["path"], place.trainer.record(step)))

@@ -2,7 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """vllm_measure.py [--rounds N] [--engine | --moe]
 
-From a trainer's commit to the first token of the new adapter, through fanin and through a file.
+From a trainer's commit to the first token of the new adapter, through fanin (straight into the
+layout of vLLM's slots, or by a directory) and through a file.
 
 engine: live FSDP2 trainers (2 ranks) and a real vLLM on this machine; the adapter is the test
     model's, small, so the figures are what each way costs at least. One round of either way after
@@ -92,7 +93,7 @@ def first_token(engine: VllmServer, name: str) -> float:
 
 
 def through_fanin(
-    trainer: LiveTrainer, engine: VllmServer, client: fanin.Client, scratch: Path
+    trainer: LiveTrainer, engine: VllmServer, client: fanin.Client, scratch: Path, landing: str
 ) -> tuple[float, float, Times]:
     """(commit, first token, parts): the engine pulls, loads, and is asked for a token.
 
@@ -101,20 +102,36 @@ def through_fanin(
     """
     done = trainer.step(record=False)
     name = f"policy-run0-step{done['step']}"
-    answer = engine.ask("POST", "/load_lora_adapter_nixl", {"lora_name": name})
+    body = {"lora_name": name, "landing": "auto" if landing == "slot" else landing}
+    answer = engine.ask("POST", "/load_lora_adapter_nixl", body)
     loaded = time.monotonic()
+    if answer["landing"] != landing:
+        raise SystemExit(f"not into a {landing}: {answer['landing_why']}")
     first = first_token(engine, name)
     ended = time.monotonic()
     pull, load = answer["pull_seconds"], answer["load_seconds"]
     times = {
         "commit to first token": ended - done["committed"],
         "pull": pull,
-        "of it write": client.pull_adapter("0", scratch / name, step=done["step"]).write,
         "vLLM's load": load,
         "first token": first,
         "rest": loaded - done["committed"] - pull - load,
     }
+    if landing == "directory":
+        pulled = client.pull_adapter("0", scratch / name, step=done["step"])
+        times["of it write"] = pulled.write
     return done["committed"], ended, times
+
+
+def learn_the_slots(trainer: LiveTrainer, engine: VllmServer) -> None:
+    """Loads the first adapter of its layout, and waits until the workers know where it goes."""
+    name = f"policy-run0-step{trainer.step(record=False)['step']}"
+    engine.ask("POST", "/load_lora_adapter_nixl", {"lora_name": name})
+    deadline = time.monotonic() + 60
+    while (slots := engine.ask("GET", "/nixl/status")["slots"])["layouts"] == 0:
+        if slots["why_not"] or slots["refused"] or time.monotonic() > deadline:
+            raise SystemExit(f"nothing goes into slots: {slots}")
+        time.sleep(0.02)
 
 
 def through_a_file(
@@ -161,9 +178,11 @@ def measure_engine(rounds: int, scratch: Path) -> None:
         engine.wait_ready()
         with fanin.Client(trainer.addresses) as client:
             ways: dict[str, Callable[[], tuple[float, float, Times]]] = {
-                "fanin": lambda: through_fanin(trainer, engine, client, files),
+                "slot": lambda: through_fanin(trainer, engine, client, files, "slot"),
+                "directory": lambda: through_fanin(trainer, engine, client, files, "directory"),
                 "file": lambda: through_a_file(trainer, engine, files),
             }
+            learn_the_slots(trainer, engine)
             for way in (*ways.values(), *ways.values()):
                 way()
             for _ in range(rounds):

@@ -42,6 +42,7 @@ NAMES = ("base_model.model.model.layers.0.q_proj.lora_A.default.weight",)
 class Entry:
     name: str
     shape: tuple[int, ...] = (8, 64)
+    dtype: str = "F32"
 
 
 @dataclass

@@ -40,6 +40,7 @@ from fanin.mapping._mapping import (
 if TYPE_CHECKING:
     from fanin.mapping._record import Recording, Target, key_digest, record
     from fanin.mapping._state import ModelState
+    from fanin.mapping._trace import Trace
 
 __all__ = [
     "FORMAT",
@@ -58,6 +59,7 @@ __all__ = [
     "Refusal",
     "Source",
     "Target",
+    "Trace",
     "key_digest",
     "layer_of",
     "load",
@@ -69,6 +71,7 @@ _WITH_TORCH = {
     "ModelState": "_state",
     "Recording": "_record",
     "Target": "_record",
+    "Trace": "_trace",
     "key_digest": "_record",
     "record": "_record",
 }

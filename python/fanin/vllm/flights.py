@@ -5,7 +5,8 @@ A caller that goes away leaves the pull running: the next one who asks finds it 
 step has not come a pull is a future, no thread, and has no connection of its own. On one host
 the API server pulls, in a thread, and engine and workers read the directory. If there are workers
 on other hosts, each host pulls for itself: a short call starts the pull on every worker, further
-short calls ask how far they are, and between them the engine generates.
+short calls ask how far they are, and between them the engine generates. The same calls bring an
+adapter straight into the layout of the workers' slots (:mod:`fanin.vllm.slots_way`).
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from fanin.vllm.lookout import Lookout
 from fanin.vllm.metrics import Metrics
 from fanin.vllm.pulls import Adapter, Plan, PullService, StepToCome, Wanted, moved_on
 from fanin.vllm.retire import Keeper
+from fanin.vllm.slots_way import ByDirectory, Run, SlotWay, fields
 from fanin.vllm.threads import in_thread
 
 __all__ = ["Flights", "WorkerCalls"]
@@ -41,6 +43,7 @@ _log = logging.getLogger("vllm.fanin")
 _MAX_FLIGHTS = 1024
 _GRACE = 5.0
 _POLL_FIRST = 0.02
+_POLL_SLOTS = 0.002
 _POLL_LAST = 0.25
 _TRIES = 3
 _BREATH = 0.05
@@ -97,6 +100,8 @@ class Flights:
         self._lookout = lookout
         self._counters = counters
         self._workers: WorkerCalls | None = None
+        self._slots = SlotWay("the engine was not found")
+        self._slot_calls: WorkerCalls | None = None
         self._flights: dict[Any, _Flight] = {}
         self._failed: dict[Any, tuple[float, Exception]] = {}  # when, and how
         self.last_error = ""
@@ -104,6 +109,14 @@ class Flights:
     def use_workers(self, workers: WorkerCalls) -> None:
         """From now on the workers pull, each host for itself."""
         self._workers = workers
+
+    def use_slots(self, way: SlotWay, workers: WorkerCalls) -> None:
+        """From now on adapters go straight into the workers' slots where *way* says so."""
+        self._slots, self._slot_calls = way, workers
+
+    def slots(self) -> dict[str, Any]:
+        """See :meth:`SlotWay.status`."""
+        return self._slots.status()
 
     async def fetch(self, wanted: Wanted, asked: float | None = None) -> Adapter:
         """The adapter, pulled unless it is here, and pinned: the caller must take one from pins.
@@ -216,32 +229,52 @@ class Flights:
             step=adapter.step,
             size=0 if adapter.reused else adapter.bytes,
         )
+        self._counters.landed(adapter.landing)
         _log.info(
-            "fanin: adapter %s pulled: %d bytes in %.3f s by %s%s",
+            "fanin: adapter %s pulled: %d bytes in %.3f s by %s%s, into a %s%s",
             adapter.name,
             adapter.bytes,
             adapter.seconds,
             adapter.transport or "?",
             " (was here)" if adapter.reused else "",
+            adapter.landing,
+            f" ({adapter.landing_why})" if adapter.landing_why else "",
         )
         return adapter
 
     async def _pull(self, flight: _Flight) -> Adapter:
         """Pulls when the step has come."""
-        wanted, deadline = flight.wanted, flight.deadline
         while True:
             try:
-                if self._workers is not None:
-                    adapter = await self._pull_on_workers(self._workers, flight)
-                else:
-                    adapter = await in_thread(
-                        lambda: self._service.pull_now(wanted, deadline, flight.progress)
-                    )
+                adapter = await self._land(flight)
             except StepToCome as to_come:
                 await self._await(flight, to_come)
                 continue
             adapter.seconds = time.monotonic() - flight.started
             return adapter
+
+    async def _land(self, flight: _Flight) -> Adapter:
+        """Into the workers' slots if they know where it goes, else into a directory."""
+        wanted, calls, way = flight.wanted, self._slot_calls, self._slots
+        plan, why = None, way.why
+        if wanted.landing == "directory":
+            why = "a directory is asked for"
+        elif calls is not None and not why:
+            try:
+                return await self._pull_on_workers(calls, flight, way)
+            except ByDirectory as refusal:
+                plan, why = refusal.plan, str(refusal)
+        adapter = await self._into_a_directory(flight)
+        adapter.landing_why = why
+        if plan is not None and calls is not None:
+            way.learn(wanted, plan, adapter, self._job_runner(calls, flight, plan))
+        return adapter
+
+    async def _into_a_directory(self, flight: _Flight) -> Adapter:
+        wanted, deadline = flight.wanted, flight.deadline
+        if self._workers is not None:
+            return await self._pull_on_workers(self._workers, flight)
+        return await in_thread(lambda: self._service.pull_now(wanted, deadline, flight.progress))
 
     async def _await(self, flight: _Flight, to_come: StepToCome) -> None:
         left = flight.deadline - time.monotonic()
@@ -265,15 +298,29 @@ class Flights:
                 f"adapter {adapter.name} was pulled, and is not served: {why}", "ask again"
             )
 
-    # ------------------------------------------------------------- several hosts
+    # ------------------------------------------------------------- in the workers
 
-    async def _pull_on_workers(self, workers: WorkerCalls, flight: _Flight) -> Adapter:
+    async def _pull_on_workers(
+        self, workers: WorkerCalls, flight: _Flight, way: SlotWay | None = None
+    ) -> Adapter:
+        """By each host for itself; with *way* by each worker, into its slots' layout.
+
+        Raises ByDirectory if that cannot be.
+        """
         wanted, deadline = flight.wanted, flight.deadline
         for attempt in range(_TRIES):
             plan = await in_thread(lambda: self._service.plan(wanted, deadline))
+            job: dict[str, Any] = {"id": uuid.uuid4().hex, "path": str(plan.path)}
+            if way is not None:
+                way.check(wanted, plan)
+                job |= fields(wanted, plan)
             try:
-                reports = await self._run_job(workers, flight, plan, deadline)
+                left = deadline - time.monotonic()
+                reports = await self._job_runner(workers, flight, plan)(job, left)
             except FaninError as error:
+                refused = None if way is None else way.refused(wanted, plan, error)
+                if refused is not None:
+                    raise refused from error
                 if not moved_on(error) or attempt == _TRIES - 1:
                     raise
                 self._service.pool.forget(plan.target)
@@ -285,44 +332,49 @@ class Flights:
                 seconds=time.monotonic() - flight.started,
                 reused=all(report["reused"] for report in reports),
                 transport=str(reports[0]["transport"]),
+                landing="directory" if way is None else "slot",
             )
         raise AssertionError("unreachable")
 
-    async def _run_job(
-        self, workers: WorkerCalls, flight: _Flight, plan: Plan, deadline: float
-    ) -> list[dict[str, Any]]:
+    def _job_runner(self, workers: WorkerCalls, flight: _Flight, plan: Plan) -> Run:
+        """Runs jobs on all workers: (what is particular to one, its seconds) to their reports."""
         wanted = flight.wanted
-        left = deadline - time.monotonic()
-        if left <= 0:
-            raise PullTimeoutError.make("the pull's time is over", "give it a longer timeout")
-        job = {
-            "id": uuid.uuid4().hex,
-            "root": str(self._service.places.root),
-            "path": str(plan.path),
-            "addresses": list(plan.target.addresses),
-            "server_name": plan.target.server_name,
-            "world": plan.world,
-            "run": wanted.run,
-            # As text: message formats on the way end at 63 bits.
-            "step": str(wanted.step),
-            "how": wanted.how,
-            "timeout": left,
-        }
-        try:
-            await workers("fanin_start_pull", job)
-            return await self._poll(workers, flight, job["id"], deadline)
-        except BaseException:
-            with contextlib.suppress(Exception):
-                # By its number alone: another pull may have brought what is in that place.
-                await workers("fanin_drop_adapter", "", job["id"])
-            raise
+
+        async def run(job: dict[str, Any], left: float) -> list[dict[str, Any]]:
+            if left <= 0:
+                raise PullTimeoutError.make("the pull's time is over", "give it a longer timeout")
+            deadline = time.monotonic() + left
+            job = {
+                "root": str(self._service.places.root),
+                "addresses": list(plan.target.addresses),
+                "server_name": plan.target.server_name,
+                "world": plan.world,
+                "run": wanted.run,
+                # As text: message formats on the way end at 63 bits.
+                "step": str(wanted.step),
+                "how": wanted.how,
+                "timeout": left,
+                **job,
+            }
+            try:
+                started = await workers("fanin_start_pull", job)
+                if job.get("layout") and all(one.get("state") == "done" for one in started):
+                    return started
+                return await self._poll(workers, flight, job, deadline)
+            except BaseException:
+                with contextlib.suppress(Exception):
+                    # By its number alone: another pull may have brought what is in that place.
+                    await workers("fanin_drop_adapter", "", job["id"])
+                raise
+
+        return run
 
     async def _poll(
-        self, workers: WorkerCalls, flight: _Flight, job: Any, deadline: float
+        self, workers: WorkerCalls, flight: _Flight, job: dict[str, Any], deadline: float
     ) -> list[dict[str, Any]]:
-        delay = _POLL_FIRST
+        delay = _POLL_SLOTS if job.get("layout") and not job["learn"] else _POLL_FIRST
         while True:
-            reports = await workers("fanin_poll_pull", job)
+            reports = await workers("fanin_poll_pull", job["id"])
             for report in reports:
                 if report["state"] == "failed":
                     error = from_wire(report["error"])

@@ -30,6 +30,7 @@ class Metrics:
             (
                 *("pulls_ok", "pulls_failed", "bytes", "inflight"),
                 *("retired", "worlds_ended", "worlds_silent"),
+                *("landed_slot", "landed_directory"),
             ),
             0,
         )
@@ -64,6 +65,13 @@ class Metrics:
         if error is None:
             self._made["bytes"].inc(size)
             self._made["step"].labels(run=run).set(step)
+
+    def landed(self, landing: str) -> None:
+        """A pull has ended in a "slot", or in a "directory"."""
+        with self._lock:
+            self._counts[f"landed_{landing}"] += 1
+        if self._made is not None:
+            self._made["landed"].labels(landing=landing).inc()
 
     def retired(self, reason: str) -> None:
         """An adapter leaves."""
@@ -115,7 +123,7 @@ def _make(registry: Any) -> dict[str, Any] | None:
         ),
         "seconds": Histogram(
             "fanin_pull_seconds",
-            "Seconds from the request for an adapter until it is on disk, or the error.",
+            "Seconds from the request for an adapter until it is here, or the error.",
             buckets=_BUCKETS,
             **where,
         ),
@@ -125,6 +133,12 @@ def _make(registry: Any) -> dict[str, Any] | None:
             "Step of the run's adapter that was pulled last.",
             ["run"],
             multiprocess_mode="mostrecent",
+            **where,
+        ),
+        "landed": Counter(
+            "fanin_landings",
+            "Adapters that were pulled into a slot's layout, or into a directory.",
+            ["landing"],
             **where,
         ),
         "retired": Counter(

@@ -8,10 +8,12 @@ Nothing here knows vLLM or asyncio: the API server calls it in threads of its ow
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import json
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass, field
@@ -33,7 +35,16 @@ from fanin.vllm.directories import Lease, Places
 from fanin.vllm.faults import refused_as_too_large
 from fanin.vllm.waits import Waits
 
-__all__ = ["Adapter", "Plan", "PullService", "StepToCome", "Wanted", "which"]
+__all__ = [
+    "Adapter",
+    "Plan",
+    "PullService",
+    "StepToCome",
+    "Wanted",
+    "catalog_digest",
+    "version_of",
+    "which",
+]
 
 _log = logging.getLogger("vllm.fanin")
 
@@ -56,7 +67,8 @@ class Wanted:
 
     name: as engines know it. label: begins the directory's name. timeout: seconds for all of it.
     lora_alpha: what the caller believes it to be, None: nothing. dtype, trust_config, max_bytes: as
-    :meth:`fanin.Client.pull_adapter` takes them.
+    :meth:`fanin.Client.pull_adapter` takes them. landing: "auto", or "directory" where that is
+    wanted.
     """
 
     name: str
@@ -69,6 +81,7 @@ class Wanted:
     dtype: str | None = None
     trust_config: bool = False
     max_bytes: int | None = None
+    landing: str = "auto"
 
     @property
     def key(self) -> tuple[Any, ...]:
@@ -159,13 +172,19 @@ def _step_of(step: Any) -> int:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a pull will do: known to be loadable by the engine, nothing of it read yet."""
+    """What a pull will do: known to be loadable by the engine, nothing of it read yet.
+
+    digest: of the catalog and the metadata. version: another one may have another digest; "": it
+    is not known.
+    """
 
     target: Target
     world: str
     path: Path
     facts: AdapterFacts
     is_3d: bool
+    digest: str = ""
+    version: str = ""
 
 
 @dataclass(eq=False)
@@ -200,6 +219,8 @@ class Adapter:
     requests: list[Any] = field(default_factory=list)
     pins: int = 0
     suspended: bool = False
+    landing: str = "directory"
+    landing_why: str = ""
 
     @property
     def content(self) -> tuple[Any, ...]:
@@ -224,7 +245,7 @@ class PullService:
         self.waits = Waits(pool)
         self._limits = limits
         self._lock = threading.Lock()
-        self._facts: dict[tuple[str, str], tuple[Any, AdapterFacts]] = {}
+        self._facts: dict[tuple[str, str], tuple[str, AdapterFacts, str]] = {}
         self._met: dict[str, tuple[str, tuple[str, ...]]] = {}
         self._warned: set[tuple[str, str]] = set()
 
@@ -455,29 +476,29 @@ class PullService:
         self._note_world(wanted.source, target, world)
         if is_to_come(found, wanted.step):
             return None
-        facts = self._read_facts(client, wanted.run, world, deadline, found)
+        version = version_of(found, wanted.run)
+        facts, digest = self._read_facts(client, wanted.run, world, deadline, version)
         checks.check_alpha(wanted.lora_alpha, facts)
         is_3d = checks.check_adapter(facts, self._limits(), wanted.run)
         path = self.places.choose(world, *wanted.place)
-        return Plan(target, world, path, facts, is_3d)
+        return Plan(target, world, path, facts, is_3d, digest, version)
 
     def _read_facts(
-        self, client: Any, run: str, world: str, deadline: float, found: Iterable[Any]
-    ) -> AdapterFacts:
-        """The publication's facts, read once for each version of its catalog."""
-        version = _version(found)
+        self, client: Any, run: str, world: str, deadline: float, version: str
+    ) -> tuple[AdapterFacts, str]:
+        """The publication's facts and digest, read once for each version of its catalog."""
         with self._lock:
             known = self._facts.get((world, run))
-        if known is not None and version is not None and known[0] == version:
-            return known[1]
+        if known is not None and version and known[0] == version:
+            return known[1:]
         metadata = client.metadata(run, timeout=remaining(deadline))
         entries = client.catalog(run, timeout=remaining(deadline))
-        facts = checks.read_facts(entries, metadata)
+        facts, digest = checks.read_facts(entries, metadata), catalog_digest(entries, metadata)
         with self._lock:
             # Of one world only: a trainer that is gone does not come back as the same one.
             self._facts = {key: value for key, value in self._facts.items() if key[0] == world}
-            self._facts[(world, run)] = (version, facts)
-        return facts
+            self._facts[(world, run)] = (version, facts, digest)
+        return facts, digest
 
     def _transfer(
         self,
@@ -600,9 +621,25 @@ def is_to_come(found: Iterable[Any], step: int) -> bool:
     )
 
 
-def _version(found: Iterable[Any]) -> Any:
-    """What changes with catalog or metadata; None if nothing is committed yet."""
-    versions = [(info.rank, info.catalog_version, info.key_digest) for info in found]
+def version_of(found: Iterable[Any], run: str) -> str:
+    """What changes with a run's catalog or metadata; "" if nothing is committed yet.
+
+    found: what :meth:`fanin.Client.publications` says.
+    """
+    name = f"lora:{run}"
+    versions = [
+        (info.rank, info.catalog_version, str(info.key_digest))
+        for info in found
+        if info.name == name
+    ]
     if not versions or any(version == 0 for _, version, _ in versions):
-        return None
-    return sorted(versions)
+        return ""
+    return json.dumps(sorted(versions))
+
+
+def catalog_digest(entries: Iterable[Any], metadata: Mapping[str, str]) -> str:
+    """Of all that says how an adapter's tensors are loaded, beside their values."""
+    sums = hashlib.sha256(json.dumps(sorted(metadata.items())).encode())
+    for entry in sorted(entries, key=lambda one: str(one.name)):
+        sums.update(f"{entry.name}\0{entry.dtype}\0{tuple(entry.shape)}\n".encode())
+    return sums.hexdigest()

@@ -53,6 +53,7 @@ def wanted_by_name(here: State, lora_name: str) -> Wanted | None:
         dtype=here.config.dtype,
         trust_config=here.config.trust_config,
         max_bytes=here.config.max_bytes,
+        landing=here.config.landing,
     )
 
 

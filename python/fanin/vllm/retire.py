@@ -126,7 +126,8 @@ class Keeper:
             if adapter.path != here.path:
                 self._start(self.give_up(adapter))
             elif adapter.lease is not None:
-                adapter.lease.release(delete=False)
+                # Beside an image nobody else would delete it.
+                adapter.lease.release(delete=here.landing == "slot")
             return here
         if here is not None:
             self.retire(here, "another adapter has its name", "replaced")
@@ -340,6 +341,8 @@ class Keeper:
                 "bytes": adapter.bytes,
                 "seconds": round(adapter.seconds, 6),
                 "reused": adapter.reused,
+                "landing": adapter.landing,
+                "landing_why": adapter.landing_why,
                 "transport": adapter.transport,
             }
 

@@ -2,9 +2,10 @@
 """Routes of the API server: load an adapter, say where the trainer is, how things stand.
 
 ``POST /load_lora_adapter_nixl`` ``{lora_name, run_idx, trainer_addresses, lora_alpha, timeout,
-step, dtype, max_bytes, trust_config}`` pulls one step and registers it under ``lora_name``; it
-needs no ``VLLM_ALLOW_RUNTIME_LORA_UPDATING``. ``POST /init_nixl_client`` ``{trainer_addresses,
-server_name, timeout}`` says where the trainer is from now on. ``GET /nixl/status``.
+step, dtype, max_bytes, trust_config, landing}`` pulls one step and registers it under
+``lora_name``; it needs no ``VLLM_ALLOW_RUNTIME_LORA_UPDATING``. ``POST /init_nixl_client``
+``{trainer_addresses, server_name, timeout}`` says where the trainer is from now on.
+``GET /nixl/status``.
 
 All of them want the engine's API key, if it has one.
 """
@@ -20,7 +21,7 @@ import os
 import time
 from typing import Any
 
-from fanin.config import MOST_BYTES
+from fanin.config import LANDINGS, MOST_BYTES
 from fanin.errors import FaninError, HostError, RequestError, StateError, SupersededError
 from fanin.names import parse
 from fanin.vllm.clients import Source
@@ -37,7 +38,7 @@ _MAX_TIMEOUT = 3600.0
 _TRAINER_FIELDS = ("trainer_addresses", "nixl_info", "server_name", "timeout")
 _LOAD_FIELDS = (
     *(*_TRAINER_FIELDS, "lora_name", "run_idx", "step"),
-    *("lora_alpha", "dtype", "max_bytes", "trust_config"),
+    *("lora_alpha", "dtype", "max_bytes", "trust_config", "landing"),
 )
 
 
@@ -112,6 +113,17 @@ def _trust_config(body: dict[str, Any], default: bool) -> bool:
     return value
 
 
+def _landing(body: dict[str, Any], default: str) -> str:
+    value = body.get("landing")
+    if value is None:
+        return default
+    if value not in LANDINGS:
+        raise RequestError.make(
+            f"landing {value!r} is none of {', '.join(LANDINGS)}", key="landing"
+        )
+    return str(value)
+
+
 def _check_fields(body: dict[str, Any], known: tuple[str, ...]) -> None:
     """Other fields are somebody else's, but a misspelt one of ours is an error."""
     for name in body:
@@ -154,6 +166,7 @@ class Api:
             dtype=_dtype(body, self._here.config.dtype),
             trust_config=_trust_config(body, self._here.config.trust_config),
             max_bytes=_max_bytes(body, self._here.config.max_bytes),
+            landing=_landing(body, self._here.config.landing),
         )
 
     def _wants_newest(self, body: dict[str, Any]) -> bool:
@@ -222,6 +235,8 @@ class Api:
             "dtype": adapter.dtype,
             "trust_config": adapter.trust_config,
             "path": str(adapter.path),
+            "landing": adapter.landing,
+            "landing_why": adapter.landing_why,
             "bytes": adapter.bytes,
             "reused": adapter.reused,
             "pull_seconds": round(adapter.seconds, 6),
@@ -313,6 +328,7 @@ class Api:
             "dtype": here.config.dtype,
             "max_bytes": here.config.max_bytes,
             "trust_config": here.config.trust_config,
+            "slots": here.flights.slots(),
             **here.keeper.status(),
             "pulling": here.flights.status(),
             "connections": here.service.pool.stats(),

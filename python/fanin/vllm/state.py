@@ -29,6 +29,7 @@ from fanin.vllm.lookout import Lookout
 from fanin.vllm.metrics import Metrics, metrics
 from fanin.vllm.pulls import Adapter, PullService
 from fanin.vllm.retire import Keeper
+from fanin.vllm.slots_way import SlotWay
 from fanin.vllm.threads import in_thread
 
 __all__ = ["Engine", "State", "has_distant_workers", "names_are_resolved", "state"]
@@ -71,6 +72,7 @@ class Engine:
         self.resolves = resolves
         self.config = getattr(client, "vllm_config", None)
         self.fused_model: bool | None = None
+        self.no_slots = "the workers do not say whether their slots can be filled"
         self._probe: asyncio.Task[None] | None = None
 
     # ------------------------------------------------------------------ facts
@@ -90,7 +92,8 @@ class Engine:
         )
 
     async def probe(self) -> None:
-        """Asks a worker, once, which layout of experts the model takes; waits for the answer."""
+        """Asks the workers, once, which layout of experts the model takes, and whether their slots
+        can be filled; waits for the answer."""
         if self._probe is None:
             self._probe = asyncio.get_running_loop().create_task(self._ask())
         # The first of several callers may go away; the others still want to know.
@@ -105,6 +108,9 @@ class Engine:
         for answer in answers:
             if isinstance(answer, dict) and answer.get("is_3d_moe_weight") is not None:
                 self.fused_model = bool(answer["is_3d_moe_weight"])
+        told = [a["no_slots"] for a in answers if isinstance(a, dict) and "no_slots" in a]
+        if told and len(told) == len(answers):
+            self.no_slots = next((str(why) for why in told if why), "")
 
     async def call_workers(self, method: str, *args: Any) -> list[Any]:
         """Calls *method* of every worker of every engine; all answers."""
@@ -226,6 +232,8 @@ class State:
         self._warn_of_small_cache(engine.facts())
         threading.Thread(target=self._sweep, name="fanin-sweep", daemon=True).start()
         await engine.probe()
+        why = "FANIN_LANDING is directory" if self.config.landing == "directory" else ""
+        self.flights.use_slots(SlotWay(why or engine.no_slots), engine.call_workers)
         return engine
 
     def _warn_of_small_cache(self, facts: EngineFacts) -> None:

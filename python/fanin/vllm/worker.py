@@ -2,7 +2,8 @@
 """Pulls in workers' processes, started and asked after by short calls.
 
 While a method runs that ``collective_rpc`` calls, the engine generates nothing. So no method here
-waits for the network: one starts a thread, others look how far it is.
+waits for the network (but for three milliseconds, where that saves a call): one starts a thread,
+others look how far it is.
 
 :func:`install` gives the methods of the API server's protocol to vLLM's workers. For engines
 without endpoint plugins there is :class:`WorkerExtension`, to be named with
@@ -20,26 +21,35 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from fanin.errors import FaninError, HostError, NotFoundError, RequestError, StateError
 from fanin.vllm import guard
 from fanin.vllm.checks import EngineFacts
 from fanin.vllm.clients import ClientPool, Source
-from fanin.vllm.directories import Lease, Places
+from fanin.vllm.directories import Places
 from fanin.vllm.faults import from_wire, to_wire
 from fanin.vllm.pulls import PullService, Wanted, which
 from fanin.vllm.weights_state import fanin_weights_state
 
-__all__ = ["Jobs", "WorkerExtension", "install", "load_lora"]
+__all__ = ["Done", "Jobs", "WorkerExtension", "install", "load_lora"]
 
 _log = logging.getLogger("vllm.fanin")
 
 _LOOK = 5.0
+_LINGER = 0.003
+
+
+class Held(Protocol):
+    """What an adapter lies in."""
+
+    def release(self, *, delete: bool) -> bool:
+        """Gives it up; see :meth:`fanin.vllm.directories.Lease.release`."""
+        ...
 
 
 @dataclass
-class _Done:
+class Done:
     """What a job's thread brings home."""
 
     path: str
@@ -49,22 +59,23 @@ class _Done:
     reused: bool
     transport: str
     is_3d: bool
-    lease: Lease
+    lease: Held
     wanted: Wanted | None = None
 
 
 class _Job:
-    def __init__(self, name: str, before: list[_Done]) -> None:
+    def __init__(self, name: str, before: list[Done]) -> None:
         self.name = name
         self.before = before  # of the same name; the engine may have them loaded
         self.started = time.monotonic()
         self.done_bytes = 0
         self.total = 0
-        self.result: _Done | None = None
+        self.result: Done | None = None
         self.error: BaseException | None = None
         self.unwanted = False
+        self.over = threading.Event()
 
-    def gain(self) -> list[_Done]:
+    def gain(self) -> list[Done]:
         """What this job alone brought: not what was there before and stands."""
         if self.result is None or any(self.result is one for one in self.before):
             return []
@@ -81,7 +92,7 @@ class Jobs:
     def start(
         self,
         name: str,
-        work: Callable[[Callable[[int, int], None]], _Done],
+        work: Callable[[Callable[[int, int], None]], Done],
         *,
         again: bool = False,
     ) -> None:
@@ -97,11 +108,11 @@ class Jobs:
             job = self._jobs[name] = _Job(name, before)
         threading.Thread(target=self._run, args=(job, work), name="fanin-pull", daemon=True).start()
 
-    def _run(self, job: _Job, work: Callable[[Callable[[int, int], None]], _Done]) -> None:
+    def _run(self, job: _Job, work: Callable[[Callable[[int, int], None]], Done]) -> None:
         def progress(done: int, total: int) -> None:
             job.done_bytes, job.total = done, total
 
-        result: _Done | None = None
+        result: Done | None = None
         error: BaseException | None = None
         try:
             result = work(progress)
@@ -111,8 +122,22 @@ class Jobs:
         with self._lock:
             job.result, job.error = result, error
             unwanted = job.gain() if job.unwanted else []
+        job.over.set()
         for one in unwanted:
             _release(one)
+
+    def linger(self, name: str, seconds: float) -> dict[str, Any]:
+        """As :meth:`poll`, once the job is over or *seconds* have passed."""
+        with self._lock:
+            job = self._jobs.get(name)
+        if job is not None:
+            job.over.wait(seconds)
+        return self.poll(name)
+
+    def knows(self, name: str) -> bool:
+        """Whether a job of that name was started and not dropped."""
+        with self._lock:
+            return name in self._jobs
 
     def poll(self, name: str) -> dict[str, Any]:
         """How far the job is: state "running", "done" or "failed", and what belongs to it."""
@@ -149,7 +174,7 @@ class Jobs:
                 }
             return report
 
-    def result(self, name: str) -> _Done | None:
+    def result(self, name: str) -> Done | None:
         """What the job of that name brought, if it is done."""
         with self._lock:
             job = self._jobs.get(name)
@@ -183,13 +208,13 @@ class Jobs:
         _release_all(results)
 
 
-def _release_all(results: list[_Done]) -> None:
+def _release_all(results: list[Done]) -> None:
     for result in results:
         # Deleting gigabytes takes a while, and the engine stands still meanwhile.
         threading.Thread(target=_release, args=(result,), name="fanin-delete", daemon=True).start()
 
 
-def _release(done: _Done) -> None:
+def _release(done: Done) -> None:
     try:
         done.lease.release(delete=True)
     except HostError as error:
@@ -221,13 +246,22 @@ def _config() -> Any:
 # ---------------------------------------------------- what the API server calls
 
 
-def fanin_start_pull(self: Any, job: dict[str, Any]) -> dict[str, Any]:
-    """Starts the pull that the API server has planned; returns at once."""
+def _slots_of(worker: Any) -> Any:
+    """Its :class:`fanin.vllm.slots_worker.WorkerSlots`, None before the first job for them."""
+    return getattr(worker, "fanin_worker_slots", None)
 
-    def work(progress: Callable[[int, int], None]) -> _Done:
+
+def fanin_start_pull(self: Any, job: dict[str, Any]) -> dict[str, Any]:
+    """Starts the pull that the API server has planned; returns at once.
+
+    With a layout it goes into this worker's slots, else into a directory. Small adapters are there
+    in less than another call costs, so that one for slots lingers for that long.
+    """
+
+    def work(progress: Callable[[int, int], None]) -> Done:
         service = _service(job["root"], _config().path)
         result, lease = service.pull_to(job, progress)
-        return _Done(
+        return Done(
             path=job["path"],
             world=job["world"],
             step=int(job["step"]),
@@ -238,17 +272,43 @@ def fanin_start_pull(self: Any, job: dict[str, Any]) -> dict[str, Any]:
             lease=lease,
         )
 
+    if job.get("layout"):
+        return _start_for_slots(self, job)
     _jobs.start(job["id"], work)
     return {"host": socket.gethostname(), "pid": os.getpid()}
 
 
+def _start_for_slots(worker: Any, job: dict[str, Any]) -> dict[str, Any]:
+    try:
+        if _slots_of(worker) is None:
+            from fanin.vllm.slots_worker import WorkerSlots
+
+            worker.fanin_worker_slots = WorkerSlots(worker)
+        _slots_of(worker).start(job, lambda: _service(job["root"], _config().path))
+        seconds = 0.0 if job["learn"] else _LINGER
+        return dict(_slots_of(worker).jobs.linger(job["id"], seconds))
+    except Exception as error:  # an exception here would be the engine's end
+        failure = RequestError.make(f"{type(error).__name__}: {error}", phase="slots")
+
+        def fail(progress: Callable[[int, int], None]) -> Done:
+            raise failure
+
+        _jobs.start(job["id"], fail)
+        return _jobs.poll(job["id"])
+
+
 def fanin_poll_pull(self: Any, job_id: str) -> dict[str, Any]:
     """How far the pull is; returns at once."""
-    return _jobs.poll(job_id)
+    slots = _slots_of(self)
+    mine = slots is not None and slots.jobs.knows(job_id)
+    return dict((slots.jobs if mine else _jobs).poll(job_id))
 
 
 def fanin_drop_adapter(self: Any, path: str, job_id: str = "") -> bool:
-    """Gives the directory up, which is deleted in a thread; returns at once."""
+    """Gives the directory up, which is deleted in a thread, or the image; returns at once."""
+    slots = _slots_of(self)
+    if slots is not None:
+        slots.jobs.drop(name=job_id, path=path)
     _jobs.drop(name=job_id, path=path)
     return True
 
@@ -258,8 +318,21 @@ def fanin_model_facts(self: Any) -> dict[str, Any]:
     try:
         model = self.get_model()
     except NotImplementedError:
-        return {"is_3d_moe_weight": None}
-    return {"is_3d_moe_weight": getattr(model, "is_3d_moe_weight", None)}
+        model = None
+    return {
+        "is_3d_moe_weight": getattr(model, "is_3d_moe_weight", None),
+        "no_slots": _no_slots(self),
+    }
+
+
+def _no_slots(worker: Any) -> str:
+    """Why nothing can be put straight into this worker's slots, ``""`` if it can."""
+    try:
+        from fanin.vllm.slots import unfit
+
+        return str(unfit(worker))
+    except Exception as error:  # other names in another vLLM: it has its directories
+        return f"{type(error).__name__}: {error}"
 
 
 def fanin_check_weights(
@@ -348,7 +421,7 @@ class WorkerExtension:
         facts = _facts_of_worker(self)
         old = _jobs.result(_extension_job(lora_name))
 
-        def work(progress: Callable[[int, int], None]) -> _Done:
+        def work(progress: Callable[[int, int], None]) -> Done:
             shared = _service(str(config.cache_dir), config.path)
             # A service of its own facts: one process may hold workers of several engines.
             service = PullService(shared.places, shared.pool, facts)
@@ -356,7 +429,7 @@ class WorkerExtension:
                 return old
             adapter = service.pull(wanted, progress)
             assert adapter.lease is not None
-            return _Done(
+            return Done(
                 path=str(adapter.path),
                 world=adapter.world,
                 step=adapter.step,
@@ -413,7 +486,7 @@ class WorkerExtension:
         return True
 
 
-def _stands(service: PullService, old: _Done, wanted: Wanted) -> bool:
+def _stands(service: PullService, old: Done, wanted: Wanted) -> bool:
     """Whether *old* is what is wanted now: of the trainer's present launch, as far as it says."""
     if old.wanted is None or old.wanted.key != wanted.key:
         return False

@@ -1,0 +1,549 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Adapters as they lie in vLLM's LoRA slots: where each published element goes, found out once, and
+memory in that layout, which a pull fills and vLLM only copies into a slot.
+
+The one file that knows vLLM's LoRA classes. vLLM still decides which adapter has which slot, and
+when one leaves; it asks for an adapter as ever, and is given an image instead of a directory.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from fanin._tensors import TORCH_DTYPES
+from fanin.errors import RequestError
+from fanin.mapping import About, MappingError, Trace, layer_of
+from fanin.mapping import Mapping as SlotMapping
+
+__all__ = ["Image", "Layout", "Slots", "file_name", "prove", "unfit", "unfitting"]
+
+#: Of vLLM, for which the names below are right.
+VERSIONS = ("0.32.",)
+_MOE = ("w13_lora_a_stacked", "w13_lora_b_stacked", "w2_lora_a_stacked", "w2_lora_b_stacked")
+_PLAIN = ("lora_a_stacked", "lora_b_stacked")
+_SPARE = 2  # images that are kept for the next pull
+_TYPES = {name: getattr(torch, kind) for kind, name in TORCH_DTYPES.items() if hasattr(torch, kind)}
+
+_WRAPPERS = re.compile(
+    r"(?:^|(?<=\.))(?:_fsdp_wrapped_module|_orig_mod|_checkpoint_wrapped_module)\."
+)
+_WITH_LEAF = re.compile(r"\.(lora_[AB])\.[^.]+\.(weight|bias)$")
+_BARE = re.compile(r"\.(lora_embedding_[AB])\.[^.]+$")
+_PREFIX = "base_model.model."
+
+
+def unfitting(why: str) -> RequestError:
+    """The error of an adapter that has no place in this engine's slots, or of such an engine."""
+    return RequestError.make(why, "a directory is loaded as ever", phase="slots")
+
+
+def unfit(worker: Any) -> str:
+    """Why the slots of *worker* cannot be filled, ``""`` if they can be. Does not block."""
+    from vllm import __version__ as version
+
+    if not version.startswith(VERSIONS):
+        return f"vLLM {version} is none whose slots are known ({', '.join(VERSIONS)}x)"
+    loader = _loader(worker)
+    manager = getattr(loader, "_adapter_manager", None)
+    if manager is None:
+        return "the worker has no LoRA manager"
+    if manager.is_pooling_model:
+        return "a pooling model"
+    parallel = getattr(getattr(worker, "vllm_config", None), "parallel_config", None)
+    if getattr(parallel, "pipeline_parallel_size", 1) > 1:
+        return "pipeline parallelism"
+    if getattr(parallel, "enable_elastic_ep", False):
+        return "workers may come later (elastic expert parallelism)"
+    strange = [name for name, module in manager.modules.items() if not _tensors(module)]
+    return f"the layer {strange[0]} keeps its adapters in an unknown way" if strange else ""
+
+
+def file_name(published: str) -> str:
+    """The name that a published tensor has in PEFT's file."""
+    name = _WRAPPERS.sub("", published).removeprefix("module.")
+    name = _BARE.sub(r".\1", _WITH_LEAF.sub(r".\1.\2", name))
+    return name if name.startswith(_PREFIX) else _PREFIX + name
+
+
+# ------------------------------------------------------------------------- vLLM's own classes
+
+
+def _loader(worker: Any) -> Any:
+    return getattr(getattr(worker, "model_runner", None), "lora_manager", None)
+
+
+class _Stack(NamedTuple):
+    """One of a module's tensors that hold all slots; the first dimension is the slot."""
+
+    attribute: str
+    place: int | None
+    tensor: Any
+
+    @property
+    def leaf(self) -> str:
+        return self.attribute if self.place is None else f"{self.attribute}.{self.place}"
+
+
+def _tensors(module: Any) -> list[_Stack]:
+    found = []
+    for attribute in _MOE if hasattr(module, _MOE[0]) else _PLAIN:
+        value = getattr(module, attribute, None)
+        if isinstance(value, torch.Tensor):
+            found.append(_Stack(attribute, None, value))
+        elif isinstance(value, (tuple, list)):
+            found += [_Stack(attribute, i, tensor) for i, tensor in enumerate(value)]
+    return found
+
+
+def _twin(module: Any, dtype: Any = None) -> Any:
+    """A module that does what *module* does to tensors of its own, of one slot, on the CPU."""
+    twin = copy.copy(module)
+    held: dict[str, Any] = {}
+    for attribute, index, tensor in _tensors(module):
+        made = torch.zeros((1, *tensor.shape[1:]), dtype=dtype or tensor.dtype)
+        held[attribute] = made if index is None else (*held.get(attribute, ()), made)
+    if hasattr(module, "adapter_enabled"):
+        held["adapter_enabled"] = torch.zeros(2, dtype=torch.int)
+    twin.__dict__.update(held)
+    return twin
+
+
+def _signature(manager: Any) -> tuple[Any, ...]:
+    """Of the memory that holds the slots; another one needs another layout."""
+    return tuple(
+        (path, stack.leaf, tuple(stack.tensor.shape), stack.tensor.dtype)
+        for path, module in manager.modules.items()
+        for stack in _tensors(module)
+    )
+
+
+def _mapper(manager: Any) -> Any:
+    mapper = getattr(manager.model, "hf_to_vllm_mapper", None)
+    return None if mapper is None else mapper.get_rename_mapper()
+
+
+def _set(manager: Any, lora: Any, path: str, twin: Any) -> None:
+    weights = manager._get_lora_layer_weights(lora, path)
+    if weights:
+        twin.set_lora(0, weights.lora_a, weights.lora_b)
+
+
+# -------------------------------------------------------------------------------- the layout
+
+
+class Part(NamedTuple):
+    """What of one slot an adapter fills in one of vLLM's tensors, from the first element on."""
+
+    path: str
+    attribute: str
+    place: int | None
+    leaf: str
+    #: Of the slot.
+    dtype: Any
+    #: What vLLM multiplies it by.
+    scale: float
+
+
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """Where the tensors of a publication go in a slot of one worker. Immutable; any thread."""
+
+    mapping: SlotMapping
+    parts: tuple[Part, ...]
+    #: Modules that have a switch for each slot, which is on with this adapter.
+    switched: tuple[str, ...]
+    signature: tuple[Any, ...]
+
+    @classmethod
+    def record(
+        cls,
+        loader: Any,
+        published: Iterable[Any],
+        config: Mapping[str, Any],
+        *,
+        is_3d: bool = False,
+        dtype: str | None = None,
+        about: About | None = None,
+    ) -> Layout:
+        """Runs vLLM's own naming, packing and slicing over numbers, a decoder layer at a time.
+
+        Reads vLLM's modules, and writes nothing to them.
+
+        :param loader: vLLM's WorkerLoRAManager.
+        :param published: all tensors of the publication.
+        :param config: the adapter's PEFT configuration.
+        :param is_3d: the request's ``is_3d_lora_weight``. dtype: of the pulls.
+        :raises RequestError: its slots cannot be filled by boxes.
+        """
+        recorder = _Recorder(loader, list(published), config, is_3d, dtype, about)
+        try:
+            return recorder.layout()
+        except MappingError as error:
+            raise unfitting(error.message) from None
+
+    def leaves(self) -> Iterator[Any]:
+        """Those of the mapping, in the order of the parts."""
+        for module in self.mapping.modules:
+            yield from module.leaves
+
+
+class _Recorder:
+    def __init__(
+        self,
+        loader: Any,
+        published: list[Any],
+        config: Mapping[str, Any],
+        is_3d: bool,
+        dtype: str | None,
+        about: About | None,
+    ) -> None:
+        from vllm.lora.lora_model import _is_remote_expert_key
+        from vllm.lora.peft_helper import PEFTHelper
+        from vllm.lora.utils import parse_fine_tuned_lora_name
+
+        self._loader, self._manager = loader, loader._adapter_manager
+        self._is_3d = is_3d
+        self._mapper = _mapper(self._manager)
+        self._helper = PEFTHelper.from_dict(dict(config))
+        self._trace = Trace(published, dtype=dtype, about=about)
+        self._files = {entry.name: file_name(entry.name) for entry in published}
+        spec = self._manager.moe_ep_load_spec
+        #: By layer: names of published tensors, each with its module.
+        self._layers: dict[str, dict[str, tuple[str, bool]]] = {}
+        #: Experts of other workers, by vLLM's own rule.
+        self._remote: set[str] = set()
+        for name, file in self._files.items():
+            if spec is not None and _is_remote_expert_key(file, spec):
+                self._remote.add(name)
+                continue
+            module, is_a = parse_fine_tuned_lora_name(file, self._mapper)
+            self._layers.setdefault(layer_of(module), {})[name] = module, is_a
+        self._scales: dict[str, float] = {}
+
+    def layout(self) -> Layout:
+        switched: list[str] = []
+        for layer, names in self._layers.items():
+            self._one(layer, names, switched)
+        mapping = self._trace.mapping()
+        lost = [name for name in mapping.unwanted if name not in self._remote]
+        if lost or not mapping.modules:
+            raise unfitting(
+                f"{len(lost)} tensors have no place in the slots of this engine: "
+                + ", ".join(lost[:3])
+            )
+        return Layout(
+            mapping,
+            tuple(self._parts(mapping)),
+            tuple(switched),
+            _signature(self._manager),
+        )
+
+    def _one(self, layer: str, names: dict[str, tuple[str, bool]], switched: list[str]) -> None:
+        """Records one layer; all that is made for it is let go of."""
+        from vllm.lora.lora_model import LoRAModel
+
+        part = copy.copy(self._manager)
+        part.modules = {
+            p: _twin(m, torch.float64)
+            for p, m in self._manager.modules.items()
+            if layer_of(p) == layer
+        }
+        part.packed_modules = {
+            p: list(v) for p, v in self._manager.packed_modules.items() if layer_of(p) == layer
+        }
+        if not part.modules:
+            return
+        lora = LoRAModel.from_lora_tensors(
+            1,
+            {self._files[name]: self._trace.lend(name) for name in names},
+            self._helper,
+            device="cpu",
+            dtype=torch.float64,
+            model_vocab_size=self._loader.vocab_size,
+            weights_mapper=self._mapper,
+            skip_prefixes=getattr(self._manager.model, "lora_skip_prefixes", None),
+        )
+        if lora.modules_to_save:
+            raise unfitting("modules that are saved whole")
+        for name, (module, is_a) in names.items():
+            weights = lora.loras.get(module)
+            self._scales[name] = 1.0 if is_a or weights is None else float(weights.scaling)
+        for weights in lora.loras.values():
+            weights.scaling = 1  # values are places here; the parts are scaled when they land
+        lora.is_3d_lora_weight = self._is_3d
+        part._validate_moe_lora_format(lora)
+        type(part)._create_merged_loras_inplace(part, lora)
+        for path, twin in part.modules.items():
+            _set(part, lora, path, twin)
+            for stack in _tensors(twin):
+                self._trace.found(path, type(twin).__name__, stack.leaf, stack.tensor[0])
+            if hasattr(twin, "adapter_enabled") and int(twin.adapter_enabled[0]):
+                switched.append(path)
+
+    def _parts(self, mapping: SlotMapping) -> Iterator[Part]:
+        for module in mapping.modules:
+            stacks = {s.leaf: s for s in _tensors(self._manager.modules[module.path])}
+            for leaf in module.leaves:
+                stack = stacks[leaf.name]
+                scales = {self._scales[source.name] for source in leaf.sources}
+                if len(scales) > 1:
+                    raise unfitting(f"the experts of {module.path} are scaled differently")
+                yield Part(
+                    module.path,
+                    stack.attribute,
+                    stack.place,
+                    leaf.name,
+                    stack.tensor.dtype,
+                    scales.pop(),
+                )
+
+
+# --------------------------------------------------------------------------------- an image
+
+
+class Image:
+    """One adapter of one worker, in the layout of its slots, in host memory.
+
+    Filled by one thread, then read by the engine's.
+
+    :param pinned: in memory that a GPU copies from by itself.
+    """
+
+    def __init__(self, layout: Layout, *, pinned: bool = False) -> None:
+        self.layout = layout
+        self._copied: Any = None
+        landed: dict[tuple[str, str], Any] = {}
+        self._ready: list[tuple[Part, Any, Any]] = []  # the part, what lands, what is copied
+        for part, leaf in zip(layout.parts, layout.leaves(), strict=True):
+            dtype = _TYPES[leaf.dtype]
+            steps = [step // dtype.itemsize for step in leaf.stride]
+            flat = torch.empty(torch.Size(leaf.shape).numel(), dtype=dtype, pin_memory=pinned)
+            here = torch.as_strided(flat, leaf.shape, steps)
+            final = here
+            if dtype != part.dtype or not here.is_contiguous():
+                final = torch.empty(leaf.shape, dtype=part.dtype, pin_memory=pinned)
+            landed[part.path, leaf.name] = here
+            self._ready.append((part, here, final))
+        self._landed = landed
+        #: Where a pull lands.
+        self.packed = layout.mapping.pack(landed)
+
+    def wait(self) -> None:
+        """Until no GPU copies from it any more."""
+        if self._copied is not None:
+            self._copied.synchronize()
+
+    def read(self, tensors: Callable[[str], Any]) -> None:
+        """Fills it with whole tensors, by published names, instead of a pull."""
+        for module in self.layout.mapping.modules:
+            for leaf in module.leaves:
+                here = self._landed[module.path, leaf.name]
+                size = here.element_size()
+                for source in leaf.sources:
+                    whole = tensors(source.name)
+                    for piece in source.pieces:
+                        box = tuple(
+                            slice(a, a + n) for a, n in zip(piece.offset, piece.extent, strict=True)
+                        )
+                        here.as_strided(
+                            piece.extent,
+                            [step // size for step in piece.stride],
+                            piece.at // size,
+                        ).copy_(whole[box])
+
+    def finish(self) -> None:
+        """After a pull: types, order and scaling as vLLM's own load makes them."""
+        for part, here, final in self._ready:
+            if final is not here:
+                final.copy_(here)
+            if part.scale != 1:
+                final.mul_(part.scale)
+
+    def put(self, manager: Any, slot: int) -> None:
+        """Copies it into a slot that vLLM has just cleared; on CUDA on the current stream."""
+        for part, _, final in self._ready:
+            stack = getattr(manager.modules[part.path], part.attribute)
+            whole = stack if part.place is None else stack[part.place]
+            place = tuple(slice(n) for n in final.shape)
+            whole[slot][place].copy_(final, non_blocking=True)
+        for path in self.layout.switched:
+            manager.modules[path].adapter_enabled[slot] = 1
+        if manager.device.type == "cuda":
+            self._copied = torch.cuda.Event()
+            self._copied.record()
+
+    def slot_of(self, path: str, leaf: str, like: Any) -> Any:
+        """What a slot has of it in one tensor, the rest zero."""
+        made = torch.zeros(like.shape, dtype=like.dtype)
+        for part, _, final in self._ready:
+            if (part.path, part.leaf) == (path, leaf):
+                made[tuple(slice(n) for n in final.shape)] = final
+        return made
+
+
+def prove(loader: Any, image: Image, request: Any) -> None:
+    """Whether *image* is what vLLM's own load of *request*'s directory puts into a slot.
+
+    Raises RequestError naming the first tensor in which it is not.
+    """
+    from safetensors import safe_open
+
+    with safe_open(Path(request.lora_path) / "adapter_model.safetensors", framework="pt") as file:
+        there = set(file.keys())
+        names = {
+            e.name for m in image.layout.mapping.modules for leaf in m.leaves for e in leaf.sources
+        }
+        strange = [name for name in names if file_name(name) not in there]
+        if strange:
+            raise unfitting(f"the file has no {file_name(strange[0])}")
+        image.read(lambda name: file.get_tensor(file_name(name)))
+    image.finish()
+    lora = type(loader)._load_adapter(loader, request)
+    manager = copy.copy(loader._adapter_manager)
+    type(manager)._create_merged_loras_inplace(manager, lora)
+    for path, module in manager.modules.items():
+        twin = _twin(module)
+        _set(manager, lora, path, twin)
+        for stack in _tensors(twin):
+            mine = image.slot_of(path, stack.leaf, stack.tensor[0])
+            if not torch.equal(_bits(mine), _bits(stack.tensor[0])):
+                raise unfitting(f"vLLM's own load puts something else into {path}.{stack.leaf}")
+        switch = getattr(twin, "adapter_enabled", None)
+        if switch is not None and bool(switch[0]) != (path in image.layout.switched):
+            raise unfitting(f"vLLM's own load switches {path} otherwise")
+
+
+def _bits(tensor: Any) -> Any:
+    return tensor.contiguous().flatten().view(torch.uint8)
+
+
+# ------------------------------------------------------------------------ in a vLLM's worker
+
+
+class Slots:
+    """What one worker has of adapters in the layout of its slots.
+
+    Made in the engine's thread: from then on vLLM is given images where there are some. Layouts and
+    images come and go in any thread.
+    """
+
+    def __init__(self, worker: Any) -> None:
+        self.loader = _loader(worker)
+        self.manager = self.loader._adapter_manager
+        self._lock = threading.Lock()
+        self._layouts: dict[str, Layout] = {}
+        self._images: dict[str, tuple[Image, int]] = {}  # by path, with how often it is held
+        self._spare: list[Image] = []
+        self._pinned = self.manager.device.type == "cuda"
+        _hook(self)
+
+    def layout(self, key: str) -> Layout | None:
+        """The layout that was learnt under that key, if vLLM's memory is as it was."""
+        with self._lock:
+            layout = self._layouts.get(key)
+        if layout is not None and layout.signature != _signature(self.manager):
+            with self._lock:
+                self._layouts.pop(key, None)
+            return None
+        return layout
+
+    def keep(self, key: str, layout: Layout) -> None:
+        with self._lock:
+            self._layouts[key] = layout
+
+    def take(self, layout: Layout) -> Image:
+        """An image to be filled."""
+        with self._lock:
+            for place, image in enumerate(self._spare):
+                if image.layout is layout:
+                    del self._spare[place]
+                    break
+            else:
+                image = None
+        if image is None:
+            return Image(layout, pinned=self._pinned)
+        image.wait()
+        return image
+
+    def hold(self, path: str, image: Image | None = None) -> Image | None:
+        """Holds the image of that path once more; *image*, if there is none yet. None: none."""
+        with self._lock:
+            there, times = self._images.get(path, (image, 0))
+            if there is None:
+                return None
+            self._images[path] = there, times + 1
+            return there
+
+    def release(self, path: str) -> None:
+        """Takes one hold back; with the last one vLLM cannot ask for it any more."""
+        with self._lock:
+            image, times = self._images.get(path, (None, 0))
+            if image is None:
+                return
+            if times > 1:
+                self._images[path] = image, times - 1
+                return
+            del self._images[path]
+        with suppress(RuntimeError):  # the engine's thread has just changed the list
+            loaded = list(self.manager.list_adapters().values())
+            if not any(getattr(model, "image", None) is image for model in loaded):
+                self.give_back(image)
+
+    def give_back(self, image: Image) -> None:
+        """An image that nothing uses: the next pull may fill it."""
+        with self._lock:
+            self._spare = [*self._spare, image][-_SPARE:]
+
+    def image(self, path: str) -> Image | None:
+        with self._lock:
+            return self._images.get(path, (None, 0))[0]
+
+
+def _hook(slots: Slots) -> None:
+    """vLLM's manager of this worker takes images for adapters that it has read and packed."""
+    from vllm.lora.lora_model import LoRAModel
+
+    class SlotModel(LoRAModel):
+        """An adapter that lies in the layout of a slot."""
+
+        def __init__(self, lora_model_id: int, image: Image) -> None:
+            super().__init__(lora_model_id, 1, {})
+            self.image = image
+
+    loader, manager = slots.loader, slots.manager
+    load, merge = loader._load_adapter, manager._create_merged_loras_inplace
+    activate = manager.activate_adapter
+
+    def load_adapter(request: Any) -> Any:
+        image = slots.image(request.lora_path)
+        return load(request) if image is None else SlotModel(request.lora_int_id, image)
+
+    def create_merged(lora: Any) -> None:
+        if not isinstance(lora, SlotModel):
+            merge(lora)
+
+    def activate_adapter(lora_id: int) -> bool:
+        """vLLM chooses the slot and clears it, since the adapter names no module."""
+        fresh = activate(lora_id)
+        lora = manager.list_adapters().get(lora_id)
+        if fresh and isinstance(lora, SlotModel):
+            try:
+                lora.image.put(manager, manager.lora_index_to_id.index(lora_id))
+            except BaseException:
+                with suppress(Exception):
+                    manager.remove_adapter(lora_id)
+                raise
+        return bool(fresh)
+
+    loader._load_adapter = load_adapter
+    manager._create_merged_loras_inplace = create_merged
+    manager.activate_adapter = activate_adapter

@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pulls of a worker into the layout of its slots, and how it learns one.
+
+A layout is learnt from an adapter that is here as a directory: vLLM's own code is run over numbers
+(:mod:`fanin.vllm.slots`), and what the layout then makes of the directory is compared with what
+vLLM's own load makes of it, byte for byte. Only a layout that has passed that is ever used.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from fanin.errors import CancelledError, FaninError, StaleError
+from fanin.vllm.clients import Target, remaining
+from fanin.vllm.pulls import PullService, catalog_digest, version_of
+from fanin.vllm.slots import Layout, Slots, prove, unfit, unfitting
+from fanin.vllm.worker import Done, Jobs
+
+__all__ = ["WorkerSlots"]
+
+_log = logging.getLogger("vllm.fanin")
+
+Progress = Callable[[int, int], None]
+
+
+class _Hold:
+    """An image that the engine may ask for by its path; what a lease is to a directory."""
+
+    def __init__(self, slots: Slots, path: str) -> None:
+        self._slots, self._path = slots, path
+
+    def release(self, *, delete: bool) -> bool:
+        self._slots.release(self._path)
+        return True
+
+
+class _Nothing:
+    """What a job that brought no adapter gives back."""
+
+    def release(self, *, delete: bool) -> bool:
+        return False
+
+
+class WorkerSlots:
+    """The slots of one worker, and its jobs. Made in the engine's thread."""
+
+    def __init__(self, worker: Any) -> None:
+        why = unfit(worker)
+        if why:
+            raise unfitting(why)
+        self._slots = Slots(worker)
+        self.jobs = Jobs()
+
+    def start(self, job: dict[str, Any], service: Callable[[], PullService]) -> None:
+        """Begins a pull, or to learn a layout; see :class:`fanin.vllm.slots_way.SlotWay`.
+
+        Returns at once. service: makes the one to pull with; called in the job's thread.
+        """
+        work = self._learn if job["learn"] else self._pull
+
+        def run(progress: Progress) -> Done:
+            target = Target(tuple(job["addresses"]), job["server_name"], job["world"])
+            deadline = time.monotonic() + float(job["timeout"])
+            with service().pool.borrow(target, job["world"], deadline) as client:
+                return work(client, job, deadline, progress)
+
+        self.jobs.start(job["id"], run)
+
+    # ------------------------------------------------------------------ a pull
+
+    def _pull(self, client: Any, job: dict[str, Any], deadline: float, progress: Progress) -> Done:
+        layout = self._slots.layout(job["layout"])
+        if layout is None:
+            raise unfitting("this worker does not know the layout any more")
+        path = job["path"]
+        if self._slots.hold(path) is not None:  # another caller has brought it
+            return self._done(job, path, 0, "", reused=True)
+        image = self._slots.take(layout)
+        try:
+            result = client.pull_into(
+                job["run"],
+                image.packed.tensors,
+                step=int(job["step"]),
+                timeout=remaining(deadline),
+                dtype=image.packed.dtype,
+                max_bytes=job["how"]["max_bytes"],
+                progress=progress,
+            )
+            self._check_catalog(client, job, deadline)
+            image.finish()
+        except BaseException:
+            self._slots.give_back(image)
+            raise
+        if self._slots.hold(path, image) is not image:
+            self._slots.give_back(image)
+        return self._done(job, path, int(result.bytes), str(result.path))
+
+    def _done(
+        self, job: dict[str, Any], path: str, size: int, transport: str, *, reused: bool = False
+    ) -> Done:
+        return Done(
+            path=path,
+            world=job["world"],
+            step=int(job["step"]),
+            bytes=size,
+            reused=reused,
+            transport=transport,
+            is_3d=job["is_3d"],
+            lease=_Hold(self._slots, path),
+        )
+
+    def _check_catalog(self, client: Any, job: dict[str, Any], deadline: float) -> None:
+        """Whether what was pulled is laid out, and scaled, as the layout says."""
+        found = client.publications(timeout=remaining(deadline))
+        if version_of(found, job["run"]) == job["version"]:
+            return
+        entries = client.catalog(job["run"], timeout=remaining(deadline))
+        metadata = client.metadata(job["run"], timeout=remaining(deadline))
+        if catalog_digest(entries, metadata) != job["digest"]:
+            raise StaleError.make(
+                "the trainer has changed the adapter's tensors or configuration meanwhile",
+                "ask again",
+            )
+
+    # ---------------------------------------------------------------- learning
+
+    def _learn(self, client: Any, job: dict[str, Any], deadline: float, progress: Progress) -> Done:
+        begun = time.monotonic()
+        entries = client.catalog(job["run"], timeout=remaining(deadline))
+        self._check_catalog(client, job, deadline)
+        try:
+            layout = self._proven(entries, job)
+        except FaninError:
+            raise
+        except Exception as error:
+            if not Path(job["path"]).is_dir():
+                raise CancelledError.make("the directory has been retired", "") from error
+            # vLLM's own code, with what it does not expect.
+            raise unfitting(f"{type(error).__name__}: {error}") from error
+        self._slots.keep(job["layout"], layout)
+        _log.info(
+            "fanin: run %s: %d tensors go into %d of vLLM's slots; recorded and proven in %.3f s",
+            job["run"],
+            len(layout.mapping.wanted()),
+            len(layout.parts),
+            time.monotonic() - begun,
+        )
+        return Done("", job["world"], int(job["step"]), 0, False, "", job["is_3d"], _Nothing())
+
+    def _proven(self, entries: Any, job: dict[str, Any]) -> Layout:
+        from vllm.lora.request import LoRARequest
+
+        config = json.loads((Path(job["path"]) / "adapter_config.json").read_text())
+        how = {"is_3d": job["is_3d"], "dtype": job["how"]["dtype"]}
+        layout = Layout.record(self._slots.loader, entries, config, **how)
+        image = self._slots.take(layout)
+        request = LoRARequest("fanin-proof", 1, job["path"], is_3d_lora_weight=job["is_3d"])
+        prove(self._slots.loader, image, request)
+        self._slots.give_back(image)
+        return layout

@@ -1,0 +1,440 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Adapters in the layout of vLLM's slots, held against what vLLM's own classes load."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import fanin
+import fanin.mapping
+import moe_engine
+import pytest
+import slots_engine
+import torch
+from fanin.errors import RequestError
+from fanin.mapping import Trace
+from fanin.vllm import worker
+from fanin.vllm.pulls import catalog_digest, version_of
+from fanin.vllm.slots import Image, Layout, Slots, file_name, prove
+from slots_engine import Engine
+
+ENGINES = {
+    "dense": Engine(),
+    "dense bf16": Engine(dtype=torch.bfloat16),
+    "dense TP2, rank 0": Engine(tp=(0, 2)),
+    "dense TP2, rank 1": Engine(tp=(1, 2)),
+    "experts": Engine("experts"),
+    "experts TP2, rank 1": Engine("experts", tp=(1, 2)),
+    "experts EP2, rank 0": Engine("experts", ep=(0, 2)),
+    "experts EP2, rank 1": Engine("experts", ep=(1, 2)),
+    "fused": Engine("fused"),
+    "fused TP2, rank 0": Engine("fused", tp=(0, 2)),
+    "fused TP2, rank 1": Engine("fused", tp=(1, 2)),
+    "fused EP2, rank 1": Engine("fused", ep=(1, 2)),
+    "mixed": Engine("mixed"),
+    "mixed TP2, rank 1": Engine("mixed", tp=(1, 2)),
+}
+
+
+class Published:
+    """An adapter in two ranks, and a client of them."""
+
+    def __init__(self, client: fanin.Client, config: dict[str, Any], addresses: list[str]) -> None:
+        self.client, self.config, self.addresses = client, config, addresses
+
+    def layout(self, loader: Any, **options: Any) -> Layout:
+        return Layout.record(loader, self.client.catalog("0"), self.config, **options)
+
+    def pull(self, image: Image) -> None:
+        packed = image.packed
+        self.client.pull_into("0", packed.tensors, dtype=packed.dtype, step=1)
+        image.finish()
+
+    def directory(self, path: Path, **options: Any) -> Path:
+        self.client.pull_adapter("0", path, step=1, **options)
+        return path
+
+
+@contextlib.contextmanager
+def published(
+    e: Engine, rank: int = 4, seed: int = 1, fields: dict[str, Any] | None = None
+) -> Iterator[Published]:
+    """fields: of PEFT's configuration; more: a module that is adapted as well."""
+    tensors, config = slots_engine.adapter(e, rank, seed)
+    config |= fields or {}
+    if more := config.pop("more", None):
+        tensors[f"base_model.model.{more}.lora_A.weight"] = torch.ones(rank, e.hidden)
+        tensors[f"base_model.model.{more}.lora_B.weight"] = torch.ones(e.heads * e.head, rank)
+    with moe_engine.ranks_of(tensors, config) as addresses:
+        with fanin.Client(addresses) as client:
+            yield Published(client, config, addresses)
+
+
+def request(number: int, path: Any, e: Engine) -> Any:
+    from vllm.lora.request import LoRARequest
+
+    fused = e.kind in ("fused", "mixed")
+    return LoRARequest(f"adapter-{number}", number, str(path), is_3d_lora_weight=fused)
+
+
+def same_slots(mine: Any, theirs: Any, slot: int = 0) -> None:
+    found, expected = slots_engine.slot_bytes(mine, slot), slots_engine.slot_bytes(theirs, slot)
+    assert sorted(found) == sorted(expected)
+    for name, value in expected.items():
+        assert torch.equal(
+            found[name].contiguous().view(-1).view(torch.uint8),
+            value.contiguous().view(-1).view(torch.uint8),
+        ), name
+
+
+@pytest.mark.parametrize("kind", ENGINES)
+@pytest.mark.parametrize("rank", [4, 8])
+def test_a_slot_is_what_vllm_loads(tmp_path: Path, kind: str, rank: int) -> None:
+    """Rank 4 of at most 8, and 8; in slots that another adapter has been in."""
+    e = ENGINES[kind]
+    theirs, mine = slots_engine.loader(e), slots_engine.worker(e)
+    is_3d = e.kind in ("fused", "mixed")
+    with published(e, rank) as trainer:
+        theirs.add_adapter(request(1, trainer.directory(tmp_path / "a"), e))
+        slots = Slots(mine)
+        layout = trainer.layout(slots.loader, is_3d=is_3d)
+        image = slots.take(layout)
+        trainer.pull(image)
+        prove(slots.loader, slots.take(layout), request(1, tmp_path / "a", e))
+    slots.hold("/nowhere/a", image)
+    assert slots.loader.add_adapter(request(1, "/nowhere/a", e))
+    same_slots(slots.loader, theirs)
+    some = next(iter(slots_engine.slot_bytes(theirs, 0).values()))
+    assert some.any() and not (some == 7).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_a_pull_narrows(tmp_path: Path, dtype: torch.dtype) -> None:
+    e = Engine(dtype=dtype)
+    theirs, mine = slots_engine.loader(e), slots_engine.worker(e)
+    with published(e) as trainer:
+        theirs.add_adapter(request(1, trainer.directory(tmp_path / "a", dtype="BF16"), e))
+        slots = Slots(mine)
+        layout = trainer.layout(slots.loader, dtype="BF16")
+        trainer.pull(image := slots.take(layout))
+    slots.hold("/nowhere/a", image)
+    slots.loader.add_adapter(request(1, "/nowhere/a", e))
+    same_slots(slots.loader, theirs)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"use_rslora": True},
+        {"alpha_pattern": {"k_proj": 3}},
+        {"lora_alpha": 4},
+        {"alpha_pattern": {"layers.1.mlp.down_proj": 9}, "use_rslora": True},
+    ],
+)
+def test_scaling_of_any_module(tmp_path: Path, fields: dict[str, Any]) -> None:
+    e = Engine(dtype=torch.bfloat16)
+    theirs, mine = slots_engine.loader(e), slots_engine.worker(e)
+    with published(e, fields=fields) as trainer:
+        theirs.add_adapter(request(1, trainer.directory(tmp_path / "a"), e))
+        slots = Slots(mine)
+        trainer.pull(image := slots.take(trainer.layout(slots.loader)))
+    slots.hold("/nowhere/a", image)
+    slots.loader.add_adapter(request(1, "/nowhere/a", e))
+    same_slots(slots.loader, theirs)
+
+
+# ------------------------------------------------------------------- what comes and what goes
+
+
+def bring(slots: Slots, e: Engine, number: int, layouts: list[Layout]) -> None:
+    """Pulls an adapter of its own values, without giving it to vLLM."""
+    with published(e, seed=number) as trainer:
+        if not layouts:
+            layouts.append(trainer.layout(slots.loader))
+        trainer.pull(image := slots.take(layouts[0]))
+        slots.hold(f"/nowhere/{number}", image)
+
+
+def test_an_adapter_that_left_its_slot_and_vllms_cache_comes_back() -> None:
+    e, layouts = Engine(slots=1, cached=1), list[Layout]()
+    slots = Slots(slots_engine.worker(e))
+    told = {}
+    for number in (1, 2, 3):
+        bring(slots, e, number, layouts)
+        slots.loader.add_adapter(request(number, f"/nowhere/{number}", e))
+        told[number] = slots_engine.slot_bytes(slots.loader, 0)
+    for number in (1, 2, 3, 2, 1):
+        slots.loader.add_adapter(request(number, f"/nowhere/{number}", e))
+        found = slots_engine.slot_bytes(slots.loader, 0)
+        assert all(torch.equal(found[name], told[number][name]) for name in found)
+        assert set(slots.manager.list_adapters()) == {number}
+
+
+def test_a_slot_in_use_is_not_touched_by_what_comes() -> None:
+    e, layouts = Engine(), list[Layout]()
+    slots = Slots(slots_engine.worker(e))
+    bring(slots, e, 1, layouts)
+    slots.loader.add_adapter(request(1, "/nowhere/1", e))
+    before = [slots_engine.slot_bytes(slots.loader, slot) for slot in (0, 1)]
+    bring(slots, e, 2, layouts)
+    for slot in (0, 1):
+        now = slots_engine.slot_bytes(slots.loader, slot)
+        assert all(torch.equal(now[name], before[slot][name]) for name in now)
+    slots.loader.add_adapter(request(2, "/nowhere/2", e))
+    now, other = (slots_engine.slot_bytes(slots.loader, slot) for slot in (0, 1))
+    assert all(torch.equal(now[name], before[0][name]) for name in now)
+    assert not all(torch.equal(now[name], other[name]) for name in now)
+
+
+def test_memory_is_used_again_only_when_vllm_has_let_go_of_it() -> None:
+    e, layouts = Engine(), list[Layout]()
+    slots = Slots(slots_engine.worker(e))
+    bring(slots, e, 1, layouts)
+    first = slots.image("/nowhere/1")
+    slots.loader.add_adapter(request(1, "/nowhere/1", e))
+    slots.release("/nowhere/1")
+    assert slots.image("/nowhere/1") is None
+    assert slots.take(layouts[0]) is not first, "vLLM may copy it into a slot again"
+
+    bring(slots, e, 2, layouts)
+    second = slots.image("/nowhere/2")
+    slots.hold("/nowhere/2")
+    slots.loader.add_adapter(request(2, "/nowhere/2", e))
+    slots.loader.remove_adapter(2)
+    slots.release("/nowhere/2")
+    assert slots.image("/nowhere/2") is second, "it was held twice"
+    slots.release("/nowhere/2")
+    assert slots.take(layouts[0]) is second
+
+
+def test_a_copy_that_fails_leaves_no_adapter(monkeypatch: pytest.MonkeyPatch) -> None:
+    e, layouts = Engine(), list[Layout]()
+    slots = Slots(slots_engine.worker(e))
+    bring(slots, e, 1, layouts)
+
+    def fail(image: Image, manager: Any, slot: int) -> None:
+        raise RuntimeError("no memory")
+
+    monkeypatch.setattr(Image, "put", fail)
+    with pytest.raises(RuntimeError, match="no memory"):
+        slots.loader.add_adapter(request(1, "/nowhere/1", e))
+    assert not slots.manager.list_adapters() and set(slots.manager.lora_index_to_id) == {None}
+    monkeypatch.undo()
+    assert slots.loader.add_adapter(request(1, "/nowhere/1", e))
+
+
+def test_a_layout_is_forgotten_when_vllms_memory_is_another() -> None:
+    e = Engine()
+    slots = Slots(slots_engine.worker(e))
+    with published(e) as trainer:
+        slots.keep("key", trainer.layout(slots.loader))
+    assert slots.layout("key") is not None
+    module = slots.manager.modules["lm_head"]
+    module.lora_b_stacked = torch.zeros(e.slots, 1, 2 * e.vocabulary, e.max_rank)
+    assert slots.layout("key") is None
+
+
+# ------------------------------------------------------------------------- what does not fit
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "said"),
+    [
+        ("experts", {"alpha_pattern": {"experts.1.up_proj": 3}}, "scaled differently"),
+        ("dense", {"more": "model.layers.7.self_attn.q_proj"}, "no place"),
+        ("dense", {"more": "model.layers.0.self_attn.strange_proj"}, "no place"),
+    ],
+)
+def test_what_does_not_fit_is_refused(kind: str, fields: dict[str, Any], said: str) -> None:
+    e = Engine(kind)
+    loader = slots_engine.loader(e)
+    with published(e, fields=fields) as trainer:
+        with pytest.raises(RequestError, match=said) as caught:
+            trainer.layout(loader)
+    assert caught.value.phase == "slots"
+
+
+def test_a_layout_that_is_not_what_vllm_loads_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Were one of vLLM's classes to do something else with weights than with numbers."""
+    e = Engine()
+    slots = Slots(slots_engine.worker(e))
+    with published(e) as trainer:
+        directory = trainer.directory(tmp_path / "a")
+        layout = trainer.layout(slots.loader)
+    first = layout.parts[1]
+    wrong = dataclasses.replace(
+        layout, parts=(layout.parts[0], first._replace(scale=2.0), *layout.parts[2:])
+    )
+    prove(slots.loader, Image(layout), request(1, directory, e))
+    with pytest.raises(RequestError, match=f"{first.path}.{first.leaf}"):
+        prove(slots.loader, Image(wrong), request(1, directory, e))
+
+
+@pytest.mark.parametrize(
+    ("published_name", "in_file"),
+    [
+        ("model.q_proj.lora_A.default.weight", "base_model.model.model.q_proj.lora_A.weight"),
+        ("base_model.model.m.lora_B.weight", "base_model.model.m.lora_B.weight"),
+        ("module.m.embed.lora_embedding_A.a", "base_model.model.m.embed.lora_embedding_A"),
+        ("m._orig_mod.q.lora_B.x.weight", "base_model.model.m.q.lora_B.weight"),
+    ],
+)
+def test_names_in_files(published_name: str, in_file: str) -> None:
+    assert file_name(published_name) == in_file
+
+
+# ----------------------------------------------------------------------------- a worker's jobs
+
+
+def job(trainer: Published, path: Path, **fields: Any) -> dict[str, Any]:
+    found = trainer.client.publications()
+    entries, metadata = trainer.client.catalog("0"), trainer.client.metadata("0")
+    return {
+        "id": fields.get("id", "one"),
+        "root": str(path.parent / "root"),
+        "path": str(path),
+        "addresses": trainer.addresses,
+        "server_name": None,
+        "world": trainer.client.ranks()[0].world_id,
+        "run": "0",
+        "step": "1",
+        "how": {"dtype": None, "trust_config": False, "max_bytes": None},
+        "timeout": 60.0,
+        "layout": "key",
+        "digest": catalog_digest(entries, metadata),
+        "version": version_of(found, "0"),
+        "is_3d": False,
+        "learn": False,
+        **fields,
+    }
+
+
+def finished(mine: Any, number: str) -> dict[str, Any]:
+    deadline = time.monotonic() + 60
+    while (report := worker.fanin_poll_pull(mine, number))["state"] == "running":
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    return dict(report)
+
+
+def test_a_worker_learns_and_pulls(tmp_path: Path) -> None:
+    e = Engine("experts", ep=(1, 2))
+    theirs, mine = slots_engine.loader(e), slots_engine.worker(e)
+    loader = mine.model_runner.lora_manager
+    with published(e) as trainer:
+        directory = trainer.directory(tmp_path / "a")
+        theirs.add_adapter(request(1, directory, e))
+        worker.fanin_start_pull(mine, job(trainer, tmp_path / "b", id="early"))
+        report = finished(mine, "early")
+        assert report["state"] == "failed" and "know" in report["error"]["message"]
+        worker.fanin_start_pull(mine, job(trainer, directory, id="learn", learn=True))
+        assert finished(mine, "learn")["state"] == "done"
+        for number in ("one", "two"):
+            worker.fanin_start_pull(mine, job(trainer, tmp_path / "b", id=number))
+            assert finished(mine, number)["state"] == "done"
+    assert not (tmp_path / "b").exists()
+    whole = sum(t.nbytes for t in slots_engine.adapter(e, 4, 1)[0].values())
+    assert worker.fanin_poll_pull(mine, "one")["bytes"] == whole / 2, "its experts only"
+    assert worker.fanin_poll_pull(mine, "two")["reused"]
+    assert loader.add_adapter(request(1, tmp_path / "b", e))
+    same_slots(loader, theirs)
+
+    worker.fanin_drop_adapter(mine, "", "two")  # as one who gave up: the first one's stays
+    loader.remove_adapter(1)
+    assert loader.add_adapter(request(1, tmp_path / "b", e))
+    loader.remove_adapter(1)
+    worker.fanin_drop_adapter(mine, str(tmp_path / "b"))
+    deadline = time.monotonic() + 60
+    while mine.fanin_worker_slots._slots.image(str(tmp_path / "b")) is not None:
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def test_a_configuration_that_changed_on_the_way_is_not_served(tmp_path: Path) -> None:
+    """Another alpha is another scaling: what was pulled by the old layout is given up."""
+    e = Engine()
+    mine = slots_engine.worker(e)
+    with published(e) as trainer:
+        directory = trainer.directory(tmp_path / "a")
+        worker.fanin_start_pull(mine, job(trainer, directory, id="learn", learn=True))
+        assert finished(mine, "learn")["state"] == "done"
+        stale = job(trainer, tmp_path / "b", digest="another", version="before")
+        worker.fanin_start_pull(mine, stale)
+        report = finished(mine, "one")
+    assert report["state"] == "failed" and report["error"]["class"] == "StaleError"
+    assert mine.fanin_worker_slots._slots.image(str(tmp_path / "b")) is None
+
+
+# --------------------------------------------------------------------------------- the trace
+
+
+def trace_of(*shapes: tuple[int, ...]) -> tuple[Trace, list[Any]]:
+    entries = [
+        fanin.shard_of(f"t{i}", torch.zeros(shape, dtype=torch.float16))
+        for i, shape in enumerate(shapes)
+    ]
+    trace = Trace(entries)
+    return trace, [trace.lend(entry.name) for entry in entries]
+
+
+def landed(leaf: Any, tensors: list[Any]) -> Any:
+    """What the leaf's boxes make of tensors, in the leaf's shape."""
+    flat = torch.zeros(leaf.shape).flatten()
+    made = flat.as_strided(leaf.shape, [step // 2 for step in leaf.stride])
+    for source in leaf.sources:
+        whole = tensors[int(source.name[1:])]
+        for piece in source.pieces:
+            box = tuple(slice(a, a + n) for a, n in zip(piece.offset, piece.extent, strict=True))
+            steps = [step // 2 for step in piece.stride]
+            flat.as_strided(piece.extent, steps, piece.at // 2).copy_(whole[box])
+    return made
+
+
+MOVES = {
+    "whole": lambda a, b: a,
+    "transposed": lambda a, b: a.T,
+    "a part of the columns": lambda a, b: a[:, 2:5],
+    "every other row": lambda a, b: a[::2],
+    "stacked": lambda a, b: torch.stack([a, b]),
+    "joined": lambda a, b: torch.cat([a[1:3], b, a[4:]]),
+    "interleaved": lambda a, b: torch.stack([a[:, ::2], a[:, 1::2]], dim=2).flatten(1, 2),
+    "split and permuted": lambda a, b: a.reshape(6, 2, 4).permute(2, 0, 1),
+    "in reverse": lambda a, b: a.flip(0),
+    "one for several": lambda a, b: a[:1].expand(3, 8),
+    "a vector": lambda a, b: a[0],
+}
+
+
+@pytest.mark.parametrize("how", MOVES)
+def test_any_movement_is_followed(how: str) -> None:
+    trace, lent = trace_of((6, 8), (6, 8))
+    leaf = trace.found("m", "Kind", "leaf", MOVES[how](*lent).contiguous())
+    assert leaf is not None
+    real = [torch.rand(6, 8), torch.rand(6, 8)]
+    assert torch.equal(landed(leaf, real), MOVES[how](*real))
+    both = how in ("stacked", "joined")
+    assert trace.mapping().unwanted == (() if both else ("t1",))
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        (lambda a: a * 0.5, "no element"),
+        (lambda a: a + 1000, "no element"),
+        (lambda a: a + a.T, "uneven|several|no element"),
+        (lambda a: torch.cat([a[:, :3], torch.zeros(6, 1), a[:, 3:5]], dim=1), "are not"),
+    ],
+)
+def test_what_is_computed_is_refused(how: Any, said: str) -> None:
+    trace, (lent,) = trace_of((6, 6))
+    with pytest.raises(fanin.mapping.MappingError, match=said):
+        trace.found("m", "Kind", "leaf", how(lent))
+    assert trace.found("m", "Kind", "zero", torch.zeros(4, 4)) is None
+    assert trace.mapping().unwanted == ("t0",)
