@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-LAYERS = ("model.layers.0", "model.layers.1")
 PACKED = {
     "qkv_proj": ["q_proj", "k_proj", "v_proj"],
     "gate_up_proj": ["gate_proj", "up_proj"],
@@ -38,7 +37,11 @@ class Engine:
     head: int = 4
     vocabulary: int = 24
     experts: int = 4
-    fully_sharded: bool = False
+    depth: int = 2
+
+    @property
+    def layers(self) -> list[str]:
+        return [f"model.layers.{number}" for number in range(self.depth)]
 
 
 def _layer(kind: Any, **attributes: Any) -> Any:
@@ -81,7 +84,7 @@ def _dense(e: Engine) -> dict[str, Any]:
     rank, size = e.tp
     q, kv, width = e.heads * e.head // size, e.kv_heads * e.head // size, e.width // size
     found: dict[str, Any] = {}
-    for layer in LAYERS:
+    for layer in e.layers:
         qkv, gates = (q, kv, kv), (width, width)
         found[f"{layer}.self_attn.qkv_proj"] = _linear(
             e,
@@ -146,7 +149,7 @@ def _experts(e: Engine) -> dict[str, Any]:
             w2_lora_a_stacked=(_dirty(e, local, e.max_rank, width),),
             w2_lora_b_stacked=(_dirty(e, local, e.hidden, e.max_rank),),
         )
-        for layer in LAYERS
+        for layer in e.layers
     }
 
 
@@ -223,7 +226,7 @@ def adapter(
         made[f"{name}.lora_A.weight"] = torch.randn(rows, inputs, generator=generator).to(dtype)
         made[f"{name}.lora_B.weight"] = torch.randn(outputs, rows, generator=generator).to(dtype)
 
-    for layer in LAYERS:
+    for layer in e.layers:
         experts = f"{layer}.mlp.experts"
         if e.kind == "experts":
             for expert in range(e.experts):

@@ -92,14 +92,7 @@ class Trace:
         block = _filled(values.detach().to(torch.float64), refuse)
         if block is None:
             return None
-        numbers = block.to(torch.int64)
-        top = int(self._starts[-1])
-        if not torch.equal(numbers.to(torch.float64), block) or not (
-            int(numbers.min()) > 0 and int(numbers.max()) < top
-        ):
-            raise refuse.because("it holds values that are no element of a published tensor")
-        which = torch.searchsorted(self._starts, numbers, right=True) - 1
-        grid = _Grid.of(numbers, which, refuse)
+        grid = _Grid.of(block, self._starts, refuse)
         made = self._leaf(leaf, tuple(block.shape), grid, refuse)
         self._modules.setdefault((module, kind), []).append(made)
         self._wanted.update(source.name for source in made.sources)
@@ -211,34 +204,32 @@ class _Cell(NamedTuple):
 class _Grid:
     """A block of numbers cut into cells of even steps."""
 
-    def __init__(self, cuts: list[list[int]], first: Any, which: Any, steps: list[Any]) -> None:
-        self._cuts, self._first, self._which, self._steps = cuts, first, which, steps
+    def __init__(self, cuts: list[list[int]], first: Any, owner: Any, steps: list[Any]) -> None:
+        self._cuts, self._first, self._owner, self._steps = cuts, first, owner, steps
 
     @classmethod
-    def of(cls, numbers: Any, which: Any, refuse: _Refuser) -> _Grid:
-        cuts = [_cuts(numbers, which, dim) for dim in range(numbers.dim())]
-        first, owner = _corners(numbers, cuts), _corners(which, cuts)
-        steps = []
-        expected = _spread(first, cuts)
-        for dim, edges in enumerate(cuts):
-            begins = torch.tensor(edges[:-1])
-            second = torch.tensor(
-                [min(a + 1, b - 1) for a, b in zip(edges[:-1], edges[1:], strict=True)]
-            )
-            beside = numbers.index_select(dim, second)
-            for other, others in enumerate(cuts):
-                if other != dim:
-                    beside = beside.index_select(other, torch.tensor(others[:-1]))
-            step = beside - first
-            steps.append(step)
-            length = torch.tensor([b - a for a, b in zip(edges[:-1], edges[1:], strict=True)])
-            along = torch.arange(edges[-1]) - begins.repeat_interleave(length)
-            shape = [-1 if d == dim else 1 for d in range(numbers.dim())]
-            expected = expected + _spread(step, cuts) * along.reshape(shape)
-        if not torch.equal(expected, numbers):
-            raise refuse.because("the elements lie at uneven steps, or were computed")
-        if not torch.equal(_spread(owner, cuts), which):
-            raise refuse.because("the elements of several tensors lie at one step")
+    def of(cls, block: Any, starts: Any, refuse: _Refuser) -> _Grid:
+        """starts: the numbers at which tensors begin, and the first that is none's."""
+        views = [_whole(view, refuse) for view in _views(block)]
+        along = [views[min(dim, len(views) - 1)] for dim in range(block.dim())]
+        cuts = [_cuts(view, dim) for dim, view in enumerate(along)]
+        for view in views:
+            _check_even(view, cuts, refuse)
+        cuts = [
+            sorted({*cut, *_borders(view, starts, cuts, dim)})
+            for dim, (cut, view) in enumerate(zip(cuts, along, strict=True))
+        ]
+        first = _corners(block, cuts).to(torch.int64)
+        steps = [_steps(block, first, cuts, dim) for dim in range(block.dim())]
+        last = first.clone()
+        for dim, step in enumerate(steps):
+            shape = [-1 if d == dim else 1 for d in range(block.dim())]
+            last += step * (_lengths(cuts[dim]) - 1).reshape(shape)
+        owner = torch.searchsorted(starts, first, right=True) - 1
+        if not torch.equal(owner, torch.searchsorted(starts, last, right=True) - 1) or not (
+            int(first.min()) > 0 and int(last.max()) < int(starts[-1])
+        ):
+            raise refuse.because("it holds values that are no element of a published tensor")
         return cls(cuts, first, owner, steps)
 
     def strides(self, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -254,12 +245,12 @@ class _Grid:
 
     def cells(self) -> Iterable[_Cell]:
         lines = [list(range(len(edges) - 1)) for edges in self._cuts]
-        first, which = self._first.flatten().tolist(), self._which.flatten().tolist()
+        first, owner = self._first.flatten().tolist(), self._owner.flatten().tolist()
         steps = [step.flatten().tolist() for step in self._steps]
         for place, cell in enumerate(product(*lines)):
             edges = [(c[i], c[i + 1]) for c, i in zip(self._cuts, cell, strict=True)]
             yield _Cell(
-                which[place],
+                owner[place],
                 first[place],
                 tuple(a for a, _ in edges),
                 tuple(b - a for a, b in edges),
@@ -267,16 +258,32 @@ class _Grid:
             )
 
 
-def _cuts(numbers: Any, which: Any, dim: int) -> list[int]:
-    """Where along *dim* another tensor or another step begins; the ends are in it."""
+def _views(block: Any) -> list[Any]:
+    """Parts of a block that say all of it: most often one expert, and the first of each."""
+    if block.dim() > 1 and block.shape[0] > 1:
+        firsts = (slice(None), *(slice(1) for _ in range(block.dim() - 1)))
+        line = block[firsts]
+        if torch.equal(block - line, (block[:1] - line[:1]).expand(block.shape)):
+            return [line, block[:1]]
+    return [block]
+
+
+def _whole(view: Any, refuse: _Refuser) -> Any:
+    numbers = view.to(torch.int64)
+    if not torch.equal(numbers.to(torch.float64), view):
+        raise refuse.because("it holds values that are no element of a published tensor")
+    return numbers
+
+
+def _cuts(numbers: Any, dim: int) -> list[int]:
+    """Where along *dim* another step begins; the ends are in it."""
     length = numbers.shape[dim]
     if length == 1:
         return [0, 1]
     others = [d for d in range(numbers.dim()) if d != dim]
-    step, apart = numbers.diff(dim=dim), which.diff(dim=dim) != 0
+    step = numbers.diff(dim=dim)
     # A step that is not forward: an element that several get, or elements in reverse.
-    apart |= step <= 0
-    uneven = step.diff(dim=dim) != 0
+    apart, uneven = step <= 0, step.diff(dim=dim) != 0
     apart, uneven = (flags.any(dim=others) if others else flags for flags in (apart, uneven))
     suspects = set(apart.nonzero().flatten().tolist())
     turns = set((uneven.nonzero().flatten() + 1).tolist())
@@ -285,6 +292,56 @@ def _cuts(numbers: Any, which: Any, dim: int) -> list[int]:
         if k in suspects or k > cuts[-1]:
             cuts.append(k + 1)
     return [*cuts, length]
+
+
+def _within(view: Any, cuts: list[list[int]]) -> list[list[int]]:
+    """The cuts of a view that has one element only of some dimensions."""
+    return [[0, 1] if n == 1 else edges for n, edges in zip(view.shape, cuts, strict=True)]
+
+
+def _check_even(view: Any, cuts: list[list[int]], refuse: _Refuser) -> None:
+    cuts = _within(view, cuts)
+    first = _corners(view, cuts)
+    expected = _spread(first, cuts)
+    for dim, edges in enumerate(cuts):
+        begins = torch.tensor(edges[:-1]).repeat_interleave(_lengths(edges))
+        shape = [-1 if d == dim else 1 for d in range(view.dim())]
+        along = (torch.arange(edges[-1]) - begins).reshape(shape)
+        expected = expected + _spread(_steps(view, first, cuts, dim), cuts) * along
+    if not torch.equal(expected, view):
+        raise refuse.because("the elements lie at uneven steps, or were computed")
+
+
+def _borders(view: Any, starts: Any, cuts: list[list[int]], dim: int) -> list[int]:
+    """Where along *dim* another tensor begins although the step goes on.
+
+    Steps are even, so the ends of the cells across it tell.
+    """
+    ends = view
+    for other, edges in enumerate(_within(view, cuts)):
+        if other != dim:
+            both = sorted({*edges[:-1], *(edge - 1 for edge in edges[1:])})
+            ends = ends.index_select(other, torch.tensor(both))
+    owner = torch.searchsorted(starts, ends.contiguous(), right=True)
+    apart = owner.diff(dim=dim) != 0
+    others = [d for d in range(view.dim()) if d != dim]
+    line = apart.any(dim=others) if others else apart
+    return [int(k) + 1 for k in line.nonzero().flatten().tolist()]
+
+
+def _steps(block: Any, first: Any, cuts: list[list[int]], dim: int) -> Any:
+    """Of each cell, from its first element to the next along *dim*; 0 if there is none."""
+    beside = block
+    for other, edges in enumerate(cuts):
+        place = edges[:-1]
+        if other == dim:
+            place = [min(a + 1, b - 1) for a, b in zip(edges[:-1], edges[1:], strict=True)]
+        beside = beside.index_select(other, torch.tensor(place))
+    return beside.to(torch.int64) - first
+
+
+def _lengths(edges: list[int]) -> Any:
+    return torch.tensor(edges).diff()
 
 
 def _corners(values: Any, cuts: list[list[int]]) -> Any:
@@ -297,6 +354,5 @@ def _corners(values: Any, cuts: list[list[int]]) -> Any:
 def _spread(values: Any, cuts: list[list[int]]) -> Any:
     """One value a cell, for each element of the cells."""
     for dim, edges in enumerate(cuts):
-        length = torch.tensor([b - a for a, b in zip(edges[:-1], edges[1:], strict=True)])
-        values = values.repeat_interleave(length, dim=dim)
+        values = values.repeat_interleave(_lengths(edges), dim=dim)
     return values
