@@ -9,7 +9,7 @@ import fanin
 import numpy as np
 import pytest
 from fanin.errors import FaninError, PullTimeoutError, SupersededError
-from local_world import servers
+from local_world import PATIENCE, servers
 
 RUN = "full:0"
 SHAPE = (4, 8)
@@ -27,9 +27,9 @@ def commit(ranks: list[fanin.Server], which: list[int], step: int, halves: int) 
         ranks[rank].commit(RUN, step)
 
 
-def pulled(client: fanin.Client, **wanted: Any) -> float:
+def pulled(client: fanin.Client, timeout: float = PATIENCE, **wanted: Any) -> float:
     target = np.zeros(SHAPE, np.float32)
-    client.pull_into(RUN, {"w": target}, timeout=1.0, **wanted)
+    client.pull_into(RUN, {"w": target}, timeout=timeout, **wanted)
     assert target.min() == target.max()
     return float(target[0, 0])
 
@@ -47,7 +47,7 @@ def test_a_pull_has_one_step_or_an_error_that_names_a_rank(halves: int) -> None:
                 pulled(client, step=5)
             assert caught.value.rank in new and f"rank {caught.value.rank}" in str(caught.value)
             with pytest.raises(PullTimeoutError, match="rank 0"):
-                pulled(client, step=7)
+                pulled(client, 1.0, step=7)
             # The furthest one is never mixed with the others' step.
             for wanted in ({"step": 6}, {"at_least": 5}, {}):
                 assert pulled(client, **wanted) == 6
@@ -64,6 +64,6 @@ def test_of_two_replicas_with_halves_of_two_steps_none_is_had() -> None:
         ranks[2].commit(RUN, 6)
         with fanin.Client([f"127.0.0.1:{rank.port}" for rank in ranks]) as client:
             with pytest.raises(FaninError, match="rank 0"):
-                pulled(client)
+                pulled(client, 1.0)
             commit(ranks, [0, 3], 6, 2)
             assert pulled(client) == 6
