@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, TypeVar
@@ -15,26 +16,40 @@ __all__ = ["Extent", "count_steps", "extent_of"]
 _Owner = TypeVar("_Owner")
 
 
+_TensorsOf = Callable[[Any, Any], Iterable[Any]]
+_lock = threading.Lock()
+# Replaced as a whole, so that a step that goes through it meets no change.
+_counted: tuple[tuple[weakref.ref[Any], _TensorsOf], ...] = ()
+
+
 def count_steps(owner: _Owner, tensors_of: Callable[[_Owner, Any], Iterable[Any]]) -> None:
     """From now on each step of an optimizer counts as a write of what *owner* publishes.
 
     Fused optimizers write without raising a tensor's ``_version``. tensors_of: the tensors, each
     with a count, in which *owner* publishes the memory of the parameter that it is given. Lasts
-    as long as *owner*, which is held weakly.
+    as long as *owner*, which is held weakly. Any thread.
     """
-    me = weakref.ref(owner)
+    global _counted
+    with _lock:
+        there = (one for one in _counted if one[0]() is not None)
+        _counted = (*there, (weakref.ref(owner), tensors_of))
 
-    def stepped(optimizer: Any, args: Any, kwargs: Any) -> None:
-        server = me()
+
+def _stepped(optimizer: Any, args: Any, kwargs: Any) -> None:
+    for owner, tensors_of in _counted:
+        server = owner()
         if server is None:
-            return
+            continue
         for group in optimizer.param_groups:
             for param in group["params"]:
                 if param.grad is not None:
                     for tensor in tensors_of(server, param):
                         torch.autograd.graph.increment_version(tensor)
 
-    weakref.finalize(owner, register_optimizer_step_post_hook(stepped).remove)
+
+# Once, and never taken back: a step goes through PyTorch's hooks and fails if one comes or goes
+# meanwhile, and an owner goes whenever the garbage collector finds it.
+register_optimizer_step_post_hook(_stepped)
 
 
 class Extent(NamedTuple):
