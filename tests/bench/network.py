@@ -16,6 +16,7 @@ import argparse
 import json
 import os
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -139,6 +140,7 @@ def main() -> None:
     for program in ["iperf3"] if arguments.loopback else ["ip", "iperf3"]:
         if shutil.which(program) is None:
             skip(f"there is no {program}")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the namespaces go in any case
     with ExitStack() as stack:
         link = Link(stack, arguments.loopback)
         serve = [
