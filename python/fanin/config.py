@@ -56,7 +56,7 @@ __all__ = [
 
 SECTION = "weight_broadcast"
 PATHS = ("auto", "stream", "cma", "rdma", "cuda_ipc")
-LANDINGS = ("auto", "directory")
+LANDINGS = ("auto", "slot", "directory")
 DEFAULT_SERVER_NAME = "lora_param_server"
 MOST_BYTES = (1 << 63) - 1
 _OTHER_VARIABLES = frozenset(
@@ -518,8 +518,9 @@ class InferenceConfig:
     with it, None: any. dtype: what F32 tensors arrive as, "BF16" or "F16", None: as published.
     max_bytes: larger adapters are refused, None: those above a quarter of the file system.
     trust_config: adapters keep every field of the trainer's PEFT configuration. newest: a request
-    to load an adapter that says no step gets the newest. landing: "auto", straight into the layout
-    of the engine's slots where that can be, or "directory".
+    to load an adapter that says no step gets the newest. landing: "slot", straight into the
+    layout of the engine's slots where that can be, "directory", or "auto": "slot" if the slots are
+    in host memory.
     """
 
     trainer: str | None

@@ -446,6 +446,11 @@ class Slots:
         self._pinned = self.manager.device.type == "cuda"
         _hook(self)
 
+    def use_device(self) -> None:
+        """In a new thread: pinned memory is this worker's GPU's, not the first one's."""
+        if self.manager.device.type == "cuda" and self.manager.device.index is not None:
+            torch.cuda.set_device(self.manager.device)
+
     def layout(self, key: str) -> Layout | None:
         """The layout that was learnt under that key, if vLLM's memory is as it was."""
         with self._lock:

@@ -64,6 +64,7 @@ class WorkerSlots:
         work = self._learn if job["learn"] else self._pull
 
         def run(progress: Progress) -> Done:
+            self._slots.use_device()
             target = Target(tuple(job["addresses"]), job["server_name"], job["world"])
             deadline = time.monotonic() + float(job["timeout"])
             with service().pool.borrow(target, job["world"], deadline) as client:

@@ -73,6 +73,7 @@ class Engine:
         self.config = getattr(client, "vllm_config", None)
         self.fused_model: bool | None = None
         self.no_slots = "the workers do not say whether their slots can be filled"
+        self.slots_on_gpu = False
         self._probe: asyncio.Task[None] | None = None
 
     # ------------------------------------------------------------------ facts
@@ -111,6 +112,7 @@ class Engine:
         told = [a["no_slots"] for a in answers if isinstance(a, dict) and "no_slots" in a]
         if told and len(told) == len(answers):
             self.no_slots = next((str(why) for why in told if why), "")
+        self.slots_on_gpu = any(bool(a.get("slots_on_gpu")) for a in answers if isinstance(a, dict))
 
     async def call_workers(self, method: str, *args: Any) -> list[Any]:
         """Calls *method* of every worker of every engine; all answers."""
@@ -232,9 +234,16 @@ class State:
         self._warn_of_small_cache(engine.facts())
         threading.Thread(target=self._sweep, name="fanin-sweep", daemon=True).start()
         await engine.probe()
-        why = "FANIN_LANDING is directory" if self.config.landing == "directory" else ""
-        self.flights.use_slots(SlotWay(why or engine.no_slots), engine.call_workers)
+        self.flights.use_slots(SlotWay(self._no_slots(engine)), engine.call_workers)
         return engine
+
+    def _no_slots(self, engine: Engine) -> str:
+        """Why nothing goes straight into the engine's slots, "" if it does."""
+        if self.config.landing == "directory":
+            return "FANIN_LANDING is directory"
+        if self.config.landing == "auto" and engine.slots_on_gpu:
+            return "the slots are on a GPU, where this was not tried: FANIN_LANDING=slot does it"
+        return engine.no_slots
 
     def _warn_of_small_cache(self, facts: EngineFacts) -> None:
         size = facts.max_cpu_loras
