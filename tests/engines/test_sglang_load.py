@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """fanin.sglang.load: what the model's own loader would write is written, and failures are told.
 
-SGLang does not run without a GPU: its route, its session and what it asks of a model before an
-update are imitated, and the model is a stand-in with loaders of the same kind.
+Without SGLang: its route, its session and what it asks of a model before an update are imitated,
+and the model is a stand-in with loaders of the same kind.
 """
 
 from __future__ import annotations

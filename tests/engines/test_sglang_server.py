@@ -1,0 +1,275 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A real SGLang server that pulls whole models, as `fanin.sync` drives it and by its own routes.
+
+One server for each layout. The tests of the first run in order, each on what the earlier ones left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from families import served
+from fanin.errors import FaninError
+from fanin.sglang import LOADER, Request
+from fanin.sglang.request import encode
+from fanin.sync import Registry, SyncError
+from full_models import save_full_model
+from full_trainer import FullTrainer
+from safetensors.torch import load_file
+from sglang_server import SGLangServer, generation, needs_sglang
+from vllm_server import Refused
+
+pytestmark = needs_sglang
+
+PROMPTS = ([5, 9, 13, 17, 21], [200, 3, 77])
+COUNT = 8
+TORN = "the weights are not whole"
+
+
+class Place:
+    """A trainer of two FSDP2 ranks, and an engine."""
+
+    def __init__(self, scratch: Path, kind: str, tied: bool, ranks: int = 1) -> None:
+        self.scratch, self.ranks, self.launches = scratch, ranks, 0
+        self.model = save_full_model(scratch / "model", kind, tied=tied)
+        self.engine = SGLangServer(self.model, scratch, ranks=ranks)
+        try:
+            self.launch()
+            self.engine.wait_ready()
+        except BaseException:
+            self.engine.stop()
+            raise
+
+    def launch(self) -> None:
+        """The trainer is started, or started again, with other values than before."""
+        if self.launches:
+            self.trainer.close()
+        self.launches += 1
+        self.trainer = FullTrainer(
+            self.model,
+            self.scratch / "run",
+            world_size=2,
+            record=True,
+            step=100 * self.launches,
+            seed=self.launches,
+            server={"use_ucx": False},
+        )
+        self.trainer.wait_ready()
+
+    def close(self) -> None:
+        try:
+            self.engine.stop()
+        finally:
+            self.trainer.close()
+
+    def step(self) -> int:
+        return int(self.trainer.step()["step"])
+
+    def registry(self, trainer: Any = None, **options: Any) -> Registry:
+        registry = Registry(trainer or str(self.trainer.info), **({"timeout": 120} | options))
+        registry.add(self.engine.url)
+        return registry
+
+    def update(self, step: int, trainer: Any = None, **more: Any) -> tuple[int, str]:
+        """By hand, the middle of an update: status and message."""
+        request = Request(
+            trainer=trainer or str(self.trainer.info), step=step, timeout=more.pop("timeout", 30)
+        )
+        body = {
+            "serialized_named_tensors": [encode(request)] * self.ranks,
+            "load_format": LOADER,
+            "flush_cache": False,
+            "abort_all_requests": False,
+            **more,
+        }
+        status, answer = self.engine.request(
+            "POST", "/update_weights_from_tensor", body, timeout=120
+        )
+        return status, str(answer["message"] if "message" in answer else answer)
+
+    def attempt(self, step: int, trainer: Any = None, **more: Any) -> tuple[int, str]:
+        """A whole update by hand that fails, and leaves the weights that were there."""
+        assert self.engine.post("/begin_weight_update")["success"]
+        told = self.update(step, trainer, **more)
+        assert self.engine.post("/end_weight_update")["success"]
+        return told
+
+    def seen(self) -> Any:
+        """What a user sees of the weights; nothing is left of what was computed before."""
+        self.engine.post("/flush_cache")
+        return self.engine.output(PROMPTS, COUNT), self.engine.checksums()
+
+    def load(self, step: int) -> None:
+        """SGLang's own loading of what PyTorch has gathered of a step."""
+        body = {"model_path": str(self.trainer.record(step)), "weight_version": f"disk-{step}"}
+        assert self.engine.post("/update_weights_from_disk", **body)["success"]
+        assert self.engine.version() == f"disk-{step}"
+
+    def from_disk(self, step: int) -> Any:
+        """What a user sees after that."""
+        self.load(step)
+        return self.seen()
+
+
+@pytest.fixture(scope="module")
+def place(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Place]:
+    """With so many ranks of tensor parallelism. The one is ended before the other begins."""
+    kind, tied = ("qwen3", True) if request.param == 1 else ("qwen2", False)
+    one = Place(tmp_path_factory.mktemp("sglang"), kind, tied, request.param)
+    yield one
+    one.close()
+
+
+ALONE = pytest.mark.parametrize("place", [1], indirect=True)
+PAIR = pytest.mark.parametrize("place", [2], indirect=True)
+
+
+@pytest.fixture(autouse=True)
+def tell_log(request: pytest.FixtureRequest) -> Iterator[None]:
+    """The end of the server's log is among what a failing test shows."""
+    yield
+    one = request.node.funcargs.get("place")
+    if one is not None:
+        print(one.engine.log_end())
+
+
+@ALONE
+def test_each_step_is_what_a_checkpoint_of_it_is(place: Place) -> None:
+    seen, registry = {}, place.registry()
+    for _ in range(3):
+        step = place.step()
+        result = registry.sync(step)
+        (entry,) = result.results.values()
+        assert result.ok and entry.step == step and entry.bytes and "tensors by" in entry.how
+        assert place.engine.version() == f"step-{step}"
+        seen[step] = place.seen()
+    assert len({str(one) for one in seen.values()}) == 3
+    # The file of another step is loaded in between, so that none is there from before.
+    for step, found in seen.items():
+        assert place.from_disk(step) == found
+
+
+@ALONE
+def test_tokens_are_those_of_the_trainer(place: Place) -> None:
+    """Transformers computes in another order: log probabilities are near, not equal."""
+    from transformers import AutoModelForCausalLM
+
+    step = place.step()
+    place.registry().sync(step)
+    model = AutoModelForCausalLM.from_pretrained(place.trainer.record(step), dtype=torch.float32)
+    for prompt, (tokens, told) in zip(PROMPTS, place.engine.output(PROMPTS, COUNT), strict=True):
+        with torch.no_grad():
+            logits = model(input_ids=torch.tensor([[*prompt, *tokens]])).logits[0]
+        rows = torch.log_softmax(logits, -1)[len(prompt) - 1 : -1]
+        found = rows.gather(1, torch.tensor(tokens)[:, None])[:, 0]
+        assert torch.allclose(found, torch.tensor(told), atol=0.2), (found, told)
+
+
+@ALONE
+def test_by_the_routes_of_the_page(place: Place) -> None:
+    step, engine = place.step(), place.engine
+    prompt = list(range(3, 40))
+
+    def cached() -> int:
+        answer = engine.post("/generate", **generation(prompt, 2))
+        return int(answer["meta_info"]["cached_tokens"])
+
+    cached()
+    assert cached() > 0
+    engine.post("/pause_generation", mode="retract")
+    assert engine.post("/begin_weight_update")["success"]
+    status, message = place.update(step, weight_version="mine")
+    assert status == 200 and f'fanin has pulled: {{"step": {step}' in message
+    ended = engine.post("/end_weight_update")
+    assert ended["success"] and f'"step": {step}' in ended["message"]
+    assert engine.request("POST", "/flush_cache", None)[0] == 200
+    assert engine.version() == "mine"
+    body = {"new_version": f"step-{step}", "abort_all_requests": False}
+    assert engine.post("/update_weight_version", **body)["success"]
+    engine.post("/continue_generation")
+    assert engine.version() == f"step-{step}"
+    assert cached() == 0 and cached() > 0
+    assert place.seen() == place.from_disk(step)
+
+
+@ALONE
+def test_a_request_lives_through_an_update(place: Place) -> None:
+    """It is retracted and computed again: one answer, of tokens of two versions."""
+    before, step = place.engine.version(), place.step()
+    with place.engine.streaming(PROMPTS[0], 400) as events:
+        next(events)
+        place.registry().sync(step)
+        *_, last = events
+    assert last["meta_info"]["completion_tokens"] == 400
+    versions = [span["version"] for span in last["meta_info"]["weight_versions"]]
+    assert versions == [before, f"step-{step}"]
+
+
+@ALONE
+def test_a_step_that_has_passed(place: Place) -> None:
+    found, version = place.seen(), place.engine.version()
+    status, message = place.attempt(0, weight_version="wrong")
+    assert status == 400 and "has passed" in message
+    assert place.seen() == found and place.engine.version() == version
+
+
+@ALONE
+def test_tensors_that_do_not_fit(place: Place) -> None:
+    found = place.seen()
+    tensors = load_file(place.trainer.record(place.trainer.published) / "model.safetensors")
+    wrong = "model.layers.1.post_attention_layernorm.weight"
+    tensors[wrong] = tensors[wrong][:-8].contiguous()
+    with served(tensors) as addresses:
+        status, message = place.attempt(1, addresses)
+        assert status == 400 and wrong in message
+        with pytest.raises(SyncError, match=wrong):
+            place.registry(addresses).sync(1)
+    assert place.engine.post("/end_weight_update")["success"]
+    place.engine.post("/continue_generation")  # it has its old weights
+    assert place.seen() == found
+
+
+@ALONE
+def test_a_rank_that_is_dead(place: Place) -> None:
+    """Asked first, so that nothing is paused; an engine that is told to pull all the same cannot
+    know what has landed, and waits for a whole step."""
+    found, step = place.seen(), place.trainer.published
+    place.trainer.kill_rank(1)
+    address = place.trainer.addresses[1]
+    with pytest.raises(FaninError, match=address):
+        place.registry().sync(step, timeout=10)
+    assert place.seen() == found
+    assert place.engine.post("/begin_weight_update")["success"]
+    status, message = place.update(step, timeout=10)
+    assert status == 400 and address in message
+    refuses_torn_weights(place)
+
+
+def refuses_torn_weights(place: Place) -> None:
+    """The end of an update is refused, and nothing is generated whatever is called."""
+    with pytest.raises(Refused) as caught:
+        place.engine.post("/end_weight_update")
+    assert caught.value.status == 400 and TORN in str(caught.value.body)
+    place.engine.post("/continue_generation")
+    place.engine.wait_log("fanin: stays paused")
+
+
+@PAIR
+def test_two_ranks(place: Place) -> None:
+    seen, registry = {}, place.registry()
+    for _ in range(2):
+        step = place.step()
+        assert registry.sync(step).ok and place.engine.version() == f"step-{step}"
+        seen[step] = place.seen()
+        one, two = seen[step][1]
+        assert one.keys() == two.keys() and one != two
+    for step, found in seen.items():
+        assert place.from_disk(step) == found
+    status, message = place.attempt(0)
+    assert status == 400 and "has passed" in message and "of 2" in message
