@@ -275,9 +275,6 @@ static int resolve_layout(bench *b)
                              "--mapping)",
                              b->workers, ranks, ranks == 1 ? "" : "s");
     }
-    if ((b->layout != NULL || b->mappings != NULL) && b->directory) {
-        return failure_usage(name, "--layout and --mapping are for memory as --dest");
-    }
     if (b->workers > 1 && b->cold) {
         return failure_usage(name, "--cold is for one worker");
     }
@@ -348,6 +345,10 @@ static int check_idle(const bench *b)
     }
     if (!b->trainer.snapshot && options_given(parsed, "commits") != NULL) {
         return failure_usage(b->self->name, "--commits needs --snapshot");
+    }
+    if ((b->layout != NULL || b->mappings != NULL) && b->directory) {
+        return failure_usage(b->self->name,
+                             "--layout and --mapping are for memory as --dest");
     }
     if (b->spare_file && !b->directory) {
         return failure_usage(b->self->name, "--spare-file needs a directory as --dest");
