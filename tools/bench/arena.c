@@ -156,11 +156,14 @@ fanin_status arena_make(fanin_client *client, const char *publication,
         status = lay_out(out, &l, error);
         engine_layout_free(&l);
     }
-    return status;
+    return status == FANIN_OK
+               ? fanin_destination_create(out->tensors, out->count, &out->into, error)
+               : status;
 }
 
 void arena_free(arena *a)
 {
+    fanin_destination_free(&a->into);
     free_names(a, 0);
     if (a->device != DEVICE_HOST) {
         if (a->copy != NULL) {

@@ -16,8 +16,9 @@ typedef struct arena {
     fanin_tensor *tensors; /**< that have boxes here */
     fanin_box *boxes;
     size_t count, capacity;
-    fanin_dtype half; /**< what F32 tensors are here; 0: F32 */
-    uint8_t *copy;    /**< a device's memory as arena_read() left it */
+    fanin_destination *into; /**< the same, described once */
+    fanin_dtype half;        /**< what F32 tensors are here; 0: F32 */
+    uint8_t *copy;           /**< a device's memory as arena_read() left it */
     void *stream;
 } arena;
 

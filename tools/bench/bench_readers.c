@@ -42,8 +42,8 @@ static fanin_status pull(reader *r, fanin_error *error)
     }
     fanin_pull_options options;
     bench_pull_options(b, &options);
-    return fanin_client_pull(r->session.client, &options, r->arena.tensors,
-                             r->arena.count, NULL, error);
+    return fanin_client_pull_into(r->session.client, &options, r->arena.into, NULL,
+                                  error);
 }
 
 /* Lock held. Until something changes, or @p end_ns. */

@@ -99,20 +99,14 @@ void bench_close_workers(bench *b)
 
 /* --------------------------------------------------------------------- their pulls */
 
-static fanin_status pull(const session *s, const arena *a,
-                         const fanin_pull_options *options, fanin_result **result,
-                         fanin_error *error)
-{
-    return fanin_client_pull(s->client, options, a->tensors, a->count, result, error);
-}
-
 static void *work(void *cookie)
 {
     bench_worker *w = cookie;
     fanin_result *result = NULL;
     w->error = (fanin_error)FANIN_ERROR_INIT;
     w->info = (fanin_result_info){.struct_size = sizeof w->info};
-    w->status = pull(&w->session, &w->arena, w->options, &result, &w->error);
+    w->status = fanin_client_pull_into(w->session.client, w->options, w->arena.into,
+                                       &result, &w->error);
     if (w->status == FANIN_OK) {
         fanin_result_get(result, &w->info);
         w->info.path_reason = w->info.ranks_json = NULL;
@@ -207,6 +201,17 @@ static fanin_status check_all(bench *b, uint64_t step, fanin_error *error)
     return status;
 }
 
+/* Warm, a worker has described its memory long ago; a new one does it first of all. */
+static fanin_status pull(const bench *b, const fanin_pull_options *options,
+                         fanin_result **result, fanin_error *error)
+{
+    const arena *a = &b->arena;
+    return b->cold ? fanin_client_pull(b->session.client, options, a->tensors, a->count,
+                                       result, error)
+                   : fanin_client_pull_into(b->session.client, options, a->into, result,
+                                            error);
+}
+
 fanin_status bench_pull_workers(bench *b, const fanin_pull_options *options, bool check,
                                 fanin_result_info *info, fanin_error *error)
 {
@@ -217,7 +222,7 @@ fanin_status bench_pull_workers(bench *b, const fanin_pull_options *options, boo
     }
     status = start(b, options, error);
     if (status == FANIN_OK) {
-        status = pull(&b->session, &b->arena, options, &result, error);
+        status = pull(b, options, &result, error);
     }
     if (status == FANIN_OK) {
         fanin_result_get(result, info);
