@@ -7,18 +7,23 @@ import contextlib
 import http.client
 import json
 import os
+import queue
+import subprocess
+import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import pytest
 from fanin.sglang import LOADER
-from vllm_server import TREE, HttpServer, free_ports, plugin_path
+from vllm_server import TREE, HttpServer, die_with_parent, free_ports, plugin_path
 from worlds import HERE, PYTHON, child_environment
 
 SGLANG = TREE / ".deps" / "sglang" / "bin" / "python"
 KERNELS = HERE / "sglang_kernels"
+PROXY = TREE / "tests" / "support" / "frame_proxy.py"
 
 needs_sglang = pytest.mark.skipif(
     not SGLANG.exists(), reason="SGLang is not installed: run tools/setup sglang"
@@ -111,3 +116,45 @@ def generation(prompt: Sequence[int], count: int) -> dict[str, Any]:
     """A request of `/generate`."""
     how = {"temperature": 0, "max_new_tokens": count, "ignore_eos": True}
     return {"input_ids": list(prompt), "sampling_params": how, "return_logprob": True}
+
+
+class BrokenLink:
+    """Stands before the ranks at *addresses*, and lets so many bytes of each one's weights pass and
+    no more. target: where to pull from instead."""
+
+    def __init__(self, addresses: Sequence[str], passed: int) -> None:
+        command = [sys.executable, "-B", str(PROXY), ",".join(addresses)]
+        self._process = subprocess.Popen(
+            [*command, "--hold-reads", str(passed)],
+            stdout=subprocess.PIPE,
+            text=True,
+            preexec_fn=die_with_parent,
+        )
+        self._lines: queue.Queue[str] = queue.Queue()
+        self._reader = threading.Thread(target=self._read)
+        self._reader.start()
+        self.target: list[str] = []
+
+    def __enter__(self) -> Self:
+        try:
+            self.target = self._lines.get(timeout=60).split(",")
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        self._process.wait(timeout=60)
+        self._reader.join(timeout=60)
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        with self._process.stdout as lines:
+            for line in lines:
+                self._lines.put(line.strip())
+
+    def wait_held(self, within: float = 120.0) -> None:
+        """Until that many bytes of every rank have passed: a part of a step has landed."""
+        for _ in self.target:
+            assert self._lines.get(timeout=within) == "held"

@@ -241,6 +241,24 @@ def test_nothing_written_is_nothing_torn(trainer: Trainer) -> None:
     assert went_on
 
 
+@pytest.mark.parametrize("computes", [False, True])
+def test_a_rank_that_is_gone_is_nothing_torn(computes: bool) -> None:
+    """It was connected, and is asked before anything is read from any rank."""
+    trainer = Trainer(computes)
+    trainer.commit(1)
+    updater = Updater(StandIn(computes=computes))
+    assert updater.sync(trainer.request(1)) == ""
+    before = copy.deepcopy(updater.manager.model.state_dict())
+    trainer.commit(2)
+    asked = trainer.request(2, timeout=5.0)
+    trainer.servers[1].close(drain=0)
+    assert asked.trainer[1] in updater.sync(asked)
+    now = updater.manager.model.state_dict()
+    assert all(torch.equal(now[name], before[name]) for name in before)
+    assert not guard.standing.torn and not updater.manager.scheduler._engine_paused
+    trainer.close()
+
+
 def test_an_engine_with_torn_weights_does_not_generate(
     trainer: Trainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

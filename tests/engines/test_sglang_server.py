@@ -7,6 +7,7 @@ One server for each layout. The tests of the first run in order, each on what th
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from fanin.sync import Registry, SyncError
 from full_models import save_full_model
 from full_trainer import FullTrainer
 from safetensors.torch import load_file
-from sglang_server import SGLangServer, generation, needs_sglang
+from sglang_server import BrokenLink, SGLangServer, generation, needs_sglang
 from vllm_server import Refused
 
 pytestmark = needs_sglang
@@ -237,18 +238,38 @@ def test_tensors_that_do_not_fit(place: Place) -> None:
 
 @ALONE
 def test_a_rank_that_is_dead(place: Place) -> None:
-    """Asked first, so that nothing is paused; an engine that is told to pull all the same cannot
-    know what has landed, and waits for a whole step."""
+    """Asked first, so that nothing is paused; and an engine that is told to pull all the same has
+    its old weights, because it asks every rank before it reads."""
     found, step = place.seen(), place.trainer.published
     place.trainer.kill_rank(1)
     address = place.trainer.addresses[1]
     with pytest.raises(FaninError, match=address):
         place.registry().sync(step, timeout=10)
     assert place.seen() == found
-    assert place.engine.post("/begin_weight_update")["success"]
-    status, message = place.update(step, timeout=10)
+    status, message = place.attempt(step, timeout=10)
     assert status == 400 and address in message
-    refuses_torn_weights(place)
+    assert place.seen() == found
+
+
+def fails_to_pull(place: Place, step: int, trainer: list[str]) -> str:
+    """An update that fails, and what is said of it."""
+    with pytest.raises(SyncError) as caught:
+        place.registry(trainer).sync(step, timeout=60)
+    (failed,) = caught.value.result.results.values()
+    assert failed.phase == "update" and failed.paused
+    return str(failed.error)
+
+
+def break_in_the_midst(place: Place) -> None:
+    """A pull of which a rank dies when a part of its bytes has landed."""
+    step, version, sums = place.step(), place.engine.version(), place.engine.checksums()
+    with BrokenLink(place.trainer.addresses, 300_000) as link, ThreadPoolExecutor(1) as pool:
+        told = pool.submit(fails_to_pull, place, step, link.target)
+        link.wait_held()
+        place.trainer.kill_rank(1)
+        said = told.result(120)
+    assert f"rank 1 at {link.target[1]}" in said and "remedy: " in said
+    assert place.engine.version() == version and place.engine.checksums() != sums
 
 
 def refuses_torn_weights(place: Place) -> None:
@@ -258,6 +279,23 @@ def refuses_torn_weights(place: Place) -> None:
     assert caught.value.status == 400 and TORN in str(caught.value.body)
     place.engine.post("/continue_generation")
     place.engine.wait_log("fanin: stays paused")
+
+
+@ALONE
+def test_torn_weights_are_not_served(place: Place) -> None:
+    place.launch()
+    break_in_the_midst(place)
+    refuses_torn_weights(place)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(place.engine.output, PROMPTS, COUNT, 300)
+        refuses_torn_weights(place)
+        place.launch()
+        step = place.step()
+        assert not waiting.done()
+        place.registry().sync(step)
+        answered = waiting.result(300)
+    found = place.seen()
+    assert answered == found[0] and place.from_disk(step) == found
 
 
 @PAIR

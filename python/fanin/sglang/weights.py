@@ -119,7 +119,6 @@ class _Live:
         trainer.client.wait(trainer.run, step=request.step, timeout=left(deadline))
         start = time.monotonic()
         _settled(model)
-        report.writing = True
         if self._mapping is not None:
             self._by_boxes(model, trainer, request.step, deadline, report)
         if self._taken:
@@ -185,13 +184,13 @@ class _Live:
             self._packed = self._mapping.pack(model)
             self._mapping.fill(model)  # padding: it is not published
             self._places = places
-        pulled = trainer.client.pull_into(
-            trainer.run,
-            self._packed.tensors,
-            step=step,
-            dtype=self._packed.dtype,
-            timeout=left(deadline),
-        )
+        how = {"step": step, "dtype": self._packed.dtype}
+        boxes = self._packed.tensors
+        # All is planned and every rank has answered before the first byte is asked for: what fails
+        # until then leaves the weights as they were.
+        trainer.client.begin(trainer.run, boxes, timeout=left(deadline), **how).abandon()
+        report.writing = True
+        pulled = trainer.client.pull_into(trainer.run, boxes, timeout=left(deadline), **how)
         self._packed.settle()
         report.bytes += pulled.bytes
         report.how.append(f"{pulled.tensors} tensors by {pulled.path}")
@@ -222,6 +221,7 @@ def _by_loader(
             }
             pulled = trainer.client.pull_into(trainer.run, group, step=step, timeout=left(deadline))
             report.bytes += pulled.bytes
+            report.writing = True
             yield from group.items()
 
     with torch.no_grad():
