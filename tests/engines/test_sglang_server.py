@@ -6,7 +6,7 @@ One server for each layout. The tests of the first run in order, each on what th
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -251,20 +251,30 @@ def test_a_rank_that_is_dead(place: Place) -> None:
     assert place.seen() == found
 
 
-def fails_to_pull(place: Place, step: int, trainer: list[str]) -> str:
+def by_sync(place: Place, step: int, trainer: list[str]) -> str:
     """An update that fails, and what is said of it."""
     with pytest.raises(SyncError) as caught:
         place.registry(trainer).sync(step, timeout=60)
     (failed,) = caught.value.result.results.values()
     assert failed.phase == "update" and failed.paused
-    return str(failed.error)
+    said = str(failed.error)
+    assert "HTTP 400" in said
+    return said
 
 
-def break_in_the_midst(place: Place) -> None:
+def by_hand(place: Place, step: int, trainer: list[str]) -> str:
+    """The same, of an engine that nobody has paused."""
+    assert place.engine.post("/begin_weight_update")["success"]
+    status, message = place.update(step, trainer, weight_version="torn")
+    assert status == 400
+    return message
+
+
+def break_in_the_midst(place: Place, how: Callable[[Place, int, list[str]], str]) -> None:
     """A pull of which a rank dies when a part of its bytes has landed."""
     step, version, sums = place.step(), place.engine.version(), place.engine.checksums()
     with BrokenLink(place.trainer.addresses, 300_000) as link, ThreadPoolExecutor(1) as pool:
-        told = pool.submit(fails_to_pull, place, step, link.target)
+        told = pool.submit(how, place, step, link.target)
         link.wait_held()
         place.trainer.kill_rank(1)
         said = told.result(120)
@@ -284,11 +294,11 @@ def refuses_torn_weights(place: Place) -> None:
 @ALONE
 def test_torn_weights_are_not_served(place: Place) -> None:
     place.launch()
-    break_in_the_midst(place)
+    break_in_the_midst(place, by_sync)
     refuses_torn_weights(place)
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(place.engine.output, PROMPTS, COUNT, 300)
-        refuses_torn_weights(place)
+        place.engine.post("/continue_generation")
         place.launch()
         step = place.step()
         assert not waiting.done()
@@ -311,3 +321,22 @@ def test_two_ranks(place: Place) -> None:
         assert place.from_disk(step) == found
     status, message = place.attempt(0)
     assert status == 400 and "has passed" in message and "of 2" in message
+
+
+@PAIR
+def test_two_ranks_that_are_torn_are_mended_from_disk(place: Place) -> None:
+    step, found = place.trainer.published, place.seen()
+    break_in_the_midst(place, by_hand)
+    refuses_torn_weights(place)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(place.engine.output, PROMPTS, COUNT, 300)
+        with pytest.raises(TimeoutError):
+            waiting.result(3)
+        # SGLang's updates wait for the requests that are there, and these wait for an update,
+        # unless the engine was told to pause.
+        place.engine.post("/pause_generation", mode="retract")
+        place.load(step)
+        assert place.engine.post("/end_weight_update")["success"]
+        place.engine.post("/continue_generation")
+        assert waiting.result(300) == found[0]
+    assert place.seen() == found
