@@ -265,6 +265,10 @@ static void complete_argument(line *line, const char *prefix)
     bool takes_key = strcmp(line->command->name, "show") == 0;
     bool takes_directory = line->command->takes_directory;
     bool has_target = line->target != NULL || session_default_target() != NULL;
+    bool takes_file = line->positional == 0
+                          ? strcmp(line->command->name, "serve") != 0
+                          : line->positional == 1 && /* --compare */
+                                strcmp(line->command->name, "bench") == 0;
     if (takes_key && has_target && line->positional <= 1) {
         offer_from_ranks(line, WANT_KEYS, prefix);
     } else if (takes_directory && has_target && line->positional == 1) {
@@ -272,9 +276,7 @@ static void complete_argument(line *line, const char *prefix)
         offer(":directories", "", NULL);
     } else if (takes_directory && line->positional == 2) {
         offer(":directories", "", NULL);
-    } else if (line->positional == 1 && strcmp(line->command->name, "bench") == 0) {
-        offer(":files", "", NULL); /* --compare */
-    } else if (line->positional == 0 && strcmp(line->command->name, "serve") != 0) {
+    } else if (takes_file) {
         offer(":files", "", NULL);
     }
 }
