@@ -258,6 +258,11 @@ def ours(config: Any) -> bool:
     return getattr(transfer, "backend", None) == "fanin"
 
 
+def watched(method: Any, config: Any) -> bool:
+    """Whether weights that are in our care may be others after this *method* of the workers."""
+    return isinstance(method, str) and method in WATCHED and ours(config)
+
+
 def _gate(core: Any) -> Gate:
     gate = core.__dict__.get("_fanin_gate")
     if gate is None:
@@ -288,7 +293,7 @@ def _guard_core(core_class: Any) -> None:
         def collective_rpc(
             self: Any, method: Any, timeout: Any = None, args: Any = (), kwargs: Any = None
         ) -> Any:
-            if not isinstance(method, str) or method not in WATCHED or not ours(self.vllm_config):
+            if not watched(method, self.vllm_config):
                 return original(self, method, timeout, args, kwargs)
 
             def ask(name: str, arguments: tuple[Any, ...]) -> list[Any]:

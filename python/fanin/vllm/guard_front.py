@@ -14,7 +14,7 @@ from typing import Any
 from fanin.errors import RequestError, StateError
 from fanin.vllm import alive
 from fanin.vllm.alive import Watch
-from fanin.vllm.guard import MARK, REMEDY, WATCHED, called, ours, wrap
+from fanin.vllm.guard import MARK, REMEDY, WATCHED, called, ours, watched, wrap
 from fanin.vllm.updates import DEFAULT_TIMEOUT, check_timeout
 
 __all__ = ["guard_client", "guard_offline", "guard_server", "tell_why"]
@@ -180,7 +180,7 @@ def guard_offline(engine_class: Any, dead: tuple[type[Exception], ...]) -> None:
         def collective_rpc(
             self: Any, method: Any, timeout: Any = None, args: Any = (), kwargs: Any = None
         ) -> Any:
-            if not isinstance(method, str) or method not in WATCHED or not ours(self.vllm_config):
+            if not watched(method, self.vllm_config):
                 return original(self, method, timeout, args, kwargs)
             client = self.engine_core
 
