@@ -142,7 +142,6 @@ def worker(shape: Shape, *, is_3d_model: bool = False, mixed: bool = False) -> A
     """vLLM's worker-side LoRA manager for a model of this shape, ready to load adapters."""
     from vllm.config.lora import LoRAConfig
     from vllm.lora.layers import FusedMoE3DWithLoRA, FusedMoEWithLoRA
-    from vllm.lora.lora_model import LoRAModel
     from vllm.lora.model_manager import LoRAModelManager
     from vllm.lora.worker_manager import WorkerLoRAManager
 
@@ -166,23 +165,33 @@ def worker(shape: Shape, *, is_3d_model: bool = False, mixed: bool = False) -> A
     manager.supported_lora_modules = ["experts"]
     manager.packed_modules_mapping = {}
     if kind is FusedMoEWithLoRA:
-        manager.packed_modules_mapping["experts"] = [
-            f"experts.{expert}.{projection}"
-            for expert in range(shape.experts)
-            for projection in PROJECTIONS
-        ]
+        manager.packed_modules_mapping["experts"] = expert_names(shape.experts)
+    manager.lora_config = LoRAConfig(
+        max_lora_rank=8, max_loras=1, lora_dtype=torch.float32, enable_mixed_moe_lora_format=mixed
+    )
+    return loader_of(WorkerLoRAManager, manager, 256)
+
+
+def expert_names(experts: int) -> list[str]:
+    """What vLLM packs into one layer of so many experts, in its order."""
+    return [
+        f"experts.{expert}.{projection}" for expert in range(experts) for projection in PROJECTIONS
+    ]
+
+
+def loader_of(kind: Any, manager: Any, vocabulary: int) -> Any:
+    """vLLM's worker-side manager, of this class, above an adapter manager that knows its layers."""
+    from vllm.lora.lora_model import LoRAModel
+
     manager.packed_modules = {}
     for name in manager.modules:
         manager._register_packed_modules(name)
-
-    loader = WorkerLoRAManager.__new__(WorkerLoRAManager)
+    loader = kind.__new__(kind)
     loader._adapter_manager = manager
     loader._lora_model_cls = LoRAModel
-    loader.lora_config = LoRAConfig(
-        max_lora_rank=8, max_loras=1, lora_dtype=torch.float32, enable_mixed_moe_lora_format=mixed
-    )
+    loader.lora_config = manager.lora_config
     loader.max_position_embeddings = 1024
-    loader.vocab_size = 256
+    loader.vocab_size = vocabulary
     return loader
 
 

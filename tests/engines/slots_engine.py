@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from moe_engine import Shape, configuration, expert_names, loader_of
 
 PACKED = {
     "qkv_proj": ["q_proj", "k_proj", "v_proj"],
@@ -156,7 +157,6 @@ def _experts(e: Engine) -> dict[str, Any]:
 def loader(e: Engine) -> Any:
     """vLLM's worker-side manager of adapters, with its caches, ready to be given requests."""
     from vllm.config.lora import LoRAConfig
-    from vllm.lora.lora_model import LoRAModel
     from vllm.lora.model_manager import AdapterLRUCache, LRUCacheLoRAModelManager
     from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager
 
@@ -188,23 +188,9 @@ def loader(e: Engine) -> Any:
     manager.packed_modules_mapping = dict(PACKED)
     if manager._is_moe:
         manager.supported_lora_modules = ["experts"]
-        names = [
-            f"experts.{expert}.{projection}"
-            for expert in range(e.experts)
-            for projection in ("gate_proj", "down_proj", "up_proj")
-        ]
-        manager.packed_modules_mapping = {} if e.kind == "fused" else {"experts": names}
-    manager.packed_modules = {}
-    for name in manager.modules:
-        manager._register_packed_modules(name)
-
-    made = LRUCacheWorkerLoRAManager.__new__(LRUCacheWorkerLoRAManager)
-    made._adapter_manager = manager
-    made._lora_model_cls = LoRAModel
-    made.lora_config = manager.lora_config
-    made.max_position_embeddings = 1024
-    made.vocab_size = e.vocabulary
-    return made
+        names = {"experts": expert_names(e.experts)}
+        manager.packed_modules_mapping = {} if e.kind == "fused" else names
+    return loader_of(LRUCacheWorkerLoRAManager, manager, e.vocabulary)
 
 
 def worker(e: Engine) -> Any:
@@ -216,8 +202,6 @@ def adapter(
     e: Engine, rank: int, seed: int, *, dtype: torch.dtype = torch.float32
 ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """An adapter of all modules of such an engine, and PEFT's configuration."""
-    import moe_engine
-
     generator = torch.Generator().manual_seed(seed)
     made: dict[str, torch.Tensor] = {}
 
@@ -254,7 +238,7 @@ def adapter(
     if e.kind in ("fused", "mixed"):
         parameters = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
         targets = {"target_modules": [], "target_parameters": parameters}
-    return made, moe_engine.configuration(moe_engine.Shape(rank=rank, alpha=3 * rank + 1), targets)
+    return made, configuration(Shape(rank=rank, alpha=3 * rank + 1), targets)
 
 
 def slot_bytes(made: Any, slot: int) -> dict[str, torch.Tensor]:
