@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Words for the shells' completion, one a line, with a description after a tab. What files to
-   offer is the shell's matter: ":files", ":directories". Never a message: a failure completes
+   offer is the shell's matter: ":files" (of JSON), ":any-files", ":directories". Never a message: a failure completes
    nothing. */
 #include "fetch/output.h"
 #include "trainer/whole_models.h"
@@ -156,6 +156,8 @@ static void offer_value(const line *line, const char *name, const char *prefix)
         {"procfs", {":directories"}},
         {"dev", {":directories"}},
         {"info", {":files"}},
+        {"csv", {":any-files"}},
+        {"html", {":any-files"}},
     };
     for (size_t i = 0; i < sizeof fixed / sizeof fixed[0]; i++) {
         for (size_t j = 0; strcmp(name, fixed[i].option) == 0 && fixed[i].words[j];

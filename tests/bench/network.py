@@ -1,13 +1,14 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""network.py NIXL_FETCH [--shape SHAPE] [--rounds N] [--seconds S] [--loopback] [--json]
+"""network.py NIXL_FETCH [--shape SHAPE] [--rounds N] [--seconds S] [--streams N,...] [--loopback]
 
 One rank and one worker in two network namespaces, joined by a veth pair, so that bytes go by TCP;
 beside it iperf3 the same way over the same link, with as many connections as the worker has. Rounds
-of iperf3, the worker and the worker without checksums take turns; medians, and medians of the
-ratios of each round. iperf3 throws away what it receives, the worker puts it in its place. Needs
-root, ip (iproute2) and iperf3; without one of them it says so and exits with status 77. --loopback
-does it over 127.0.0.1 instead, where neither root nor ip is needed.
+of iperf3, the worker and the worker without checksums take turns, each round beginning with another
+one; medians, and medians of the ratios of each round. iperf3 throws away what it receives, the
+worker puts it in its place. Needs ip (iproute2), iperf3, and root or namespaces of users; without
+one of them it says so and exits with status 77. --loopback does it over 127.0.0.1 instead, where
+neither namespaces nor ip is needed.
 """
 
 from __future__ import annotations
@@ -20,7 +21,6 @@ import signal
 import statistics
 import subprocess
 import sys
-import tempfile
 from contextlib import ExitStack
 from typing import Any
 
@@ -29,7 +29,9 @@ STREAM = ["--path", "stream", "--no-unix", "--json"]
 
 
 def run(*words: str) -> str:
-    done = subprocess.run(words, capture_output=True, text=True, timeout=DEADLINE)
+    done = subprocess.run(
+        words, capture_output=True, text=True, check=False, timeout=DEADLINE
+    )
     if done.returncode != 0:
         sys.exit(
             f"network: {' '.join(words)}: status {done.returncode}: {done.stderr or done.stdout}"
@@ -54,24 +56,38 @@ class Link:
     def join(self, stack: ExitStack) -> None:
         self.names = [f"fanin-{side}-{os.getpid()}" for side in "rw"]
         for name in self.names:
-            added = subprocess.run(["ip", "netns", "add", name], capture_output=True, text=True)
+            added = subprocess.run(
+                ["ip", "netns", "add", name],
+                capture_output=True,
+                text=True,
+                check=False,
+            )
             if added.returncode != 0:
                 skip(f"no network namespaces here: {added.stderr.strip()}")
             stack.callback(subprocess.run, ["ip", "netns", "del", name], check=False)
         first, second = self.names
         pair = ["type", "veth", "peer", "name", "veth1", "netns", second]
         run("ip", "-n", first, "link", "add", "veth0", *pair)
-        for name, device, address in ((first, "veth0", RANK), (second, "veth1", WORKER)):
+        for name, device, address in (
+            (first, "veth0", RANK),
+            (second, "veth1", WORKER),
+        ):
             run("ip", "-n", name, "addr", "add", f"{address}/24", "dev", device)
             run("ip", "-n", name, "link", "set", device, "up")
             run("ip", "-n", name, "link", "set", "lo", "up")
 
     def inside(self, side: int, *words: str) -> list[str]:
-        return ["ip", "netns", "exec", self.names[side], *words] if self.names else list(words)
+        return (
+            ["ip", "netns", "exec", self.names[side], *words]
+            if self.names
+            else list(words)
+        )
 
     def start(self, stack: ExitStack, *words: str) -> subprocess.Popen[str]:
         """On the rank's side, until the end; returns when it has said that it is ready."""
-        process = subprocess.Popen(self.inside(0, *words), stdout=subprocess.PIPE, text=True)
+        process = subprocess.Popen(
+            self.inside(0, *words), stdout=subprocess.PIPE, text=True
+        )
         stack.callback(process.wait, DEADLINE)
         stack.callback(process.terminate)
         if process.stdout is None or not process.stdout.readline():
@@ -83,44 +99,100 @@ class Link:
         return answer
 
 
-def connections(link: Link, tool: str) -> int:
-    """That the worker has to the rank by itself."""
-    with tempfile.TemporaryDirectory() as folder:
-        out = f"{folder}/adapter"
-        pulled = link.worker(tool, "pull", f"{link.rank}:{PORT}", *STREAM, "--out", out)
-    return int(pulled["ranks"][0]["connections"])
+def rates_of(
+    link: Link, arguments: argparse.Namespace, streams: int
+) -> dict[str, list[float]]:
+    """Bytes a second of each round."""
+    iperf = [
+        "iperf3",
+        "-c",
+        link.rank,
+        "-p",
+        str(IPERF_PORT),
+        "-R",
+        "-J",
+        "-P",
+        str(streams),
+    ]
+    iperf += ["-t", str(arguments.seconds)]
+    pull = [arguments.nixl_fetch, "bench", f"{link.rank}:{PORT}", *STREAM]
+    pull += ["--iterations", str(arguments.iterations), "--streams", str(streams)]
+    kinds = {
+        "iperf3": lambda: (
+            link.worker(*iperf)["end"]["sum_received"]["bits_per_second"] / 8
+        ),
+        "fanin": lambda: link.worker(*pull)["bytes_per_second"],
+        "fanin, no checksums": lambda: link.worker(*pull, "--no-checksums")[
+            "bytes_per_second"
+        ],
+    }
+    rates: dict[str, list[float]] = {kind: [] for kind in kinds}
+    order = list(kinds)
+    for _ in range(arguments.rounds):
+        for kind in order:
+            rates[kind].append(kinds[kind]())
+        order.append(order.pop(0))
+    return rates
 
 
 def measure(link: Link, arguments: argparse.Namespace) -> dict[str, Any]:
-    tool, target = arguments.nixl_fetch, f"{link.rank}:{PORT}"
-    streams = connections(link, tool)
-    iperf = ["iperf3", "-c", link.rank, "-p", str(IPERF_PORT), "-R", "-J", "-P", str(streams)]
-    iperf += ["-t", str(arguments.seconds)]
-    pull = [tool, "bench", target, *STREAM, "--iterations", str(arguments.iterations)]
-    rates: dict[str, list[float]] = {"iperf3": [], "fanin": [], "fanin, no checksums": []}
-    for _ in range(arguments.rounds):
-        rates["iperf3"].append(link.worker(*iperf)["end"]["sum_received"]["bits_per_second"] / 8)
-        rates["fanin"].append(link.worker(*pull)["bytes_per_second"])
-        rates["fanin, no checksums"].append(
-            link.worker(*pull, "--no-checksums")["bytes_per_second"]
-        )
     return {
-        "connections": streams,
+        "iperf3": run("iperf3", "--version").split()[1],
         "cores": len(os.sched_getaffinity(0)),
-        "bytes_per_second": rates,
+        "link": "veth" if link.names else "loopback",
+        "bytes_per_second": {
+            n: rates_of(link, arguments, n) for n in arguments.streams
+        },
     }
 
 
+def spread(values: list[float], unit: float = 1) -> str:
+    """The median, the least and the most."""
+    middle = statistics.median(values) / unit
+    return f"{middle:5.2f} ({min(values) / unit:.2f} to {max(values) / unit:.2f})"
+
+
 def tell(result: dict[str, Any]) -> None:
-    rates = result["bytes_per_second"]
-    print(f"{result['connections']} connections, {result['cores']} cores")
-    for name, values in rates.items():
-        ratios = [one / base for one, base in zip(values, rates["iperf3"], strict=True)]
-        spread = f"({min(values) / 1e9:.2f} to {max(values) / 1e9:.2f})"
-        print(
-            f"{name:20} {statistics.median(values) / 1e9:6.2f} GB/s {spread}, "
-            f"{statistics.median(ratios):.2f} x of iperf3 ({min(ratios):.2f} to {max(ratios):.2f})"
+    print(f"{result['link']}, {result['cores']} cores, iperf3 {result['iperf3']}")
+    for streams, rates in result["bytes_per_second"].items():
+        for name, values in rates.items():
+            ratios = [
+                one / base for one, base in zip(values, rates["iperf3"], strict=True)
+            ]
+            print(
+                f"{streams:2} connections  {name:20} {spread(values, 1e9)} GB/s, "
+                f"{spread(ratios)} x of iperf3"
+            )
+
+
+def have_namespaces() -> None:
+    """This process may make networks; else it begins again as root of a user namespace, where it
+    may. A /run of its own is where ip keeps their names."""
+    spaces = ["--net", "--mount"]
+    for command in (["unshare", *spaces], ["unshare", "--map-root-user", *spaces]):
+        tried = subprocess.run(
+            [*command, "true"], capture_output=True, text=True, check=False
         )
+        if tried.returncode != 0:
+            continue
+        if len(command) > 3:
+            inside = [
+                "sh",
+                "-c",
+                'mount -t tmpfs tmpfs /run && exec "$@"',
+                "sh",
+                sys.executable,
+            ]
+            os.execvp(command[0], [*command, *inside, *sys.argv])
+        return
+    skip(f"no network namespaces here: {tried.stderr.strip()}")
+
+
+def streams_of(text: str) -> list[int]:
+    streams = [int(one) for one in text.split(",")]
+    if not all(1 <= one <= 16 for one in streams):
+        raise ValueError(text)
+    return streams
 
 
 def main() -> None:
@@ -129,18 +201,25 @@ def main() -> None:
     parser.add_argument("--shape", default="dense")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=int, default=3, help="of each run of iperf3")
-    parser.add_argument("--iterations", type=int, default=20, help="pulls of each round")
+    parser.add_argument(
+        "--iterations", type=int, default=20, help="pulls of each round"
+    )
+    parser.add_argument(
+        "--streams", type=streams_of, default=[1, 4, 8], help="connections, 1,4,8"
+    )
     parser.add_argument("--data-threads", type=int, help="of the rank")
     parser.add_argument("--loopback", action="store_true")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     arguments.nixl_fetch = os.path.abspath(arguments.nixl_fetch)
-    if os.geteuid() != 0 and not arguments.loopback:
-        skip("network namespaces need root")
-    for program in ["iperf3"] if arguments.loopback else ["ip", "iperf3"]:
+    for program in ["iperf3"] if arguments.loopback else ["ip", "unshare", "iperf3"]:
         if shutil.which(program) is None:
             skip(f"there is no {program}")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the namespaces go in any case
+    if not arguments.loopback:
+        have_namespaces()
+    signal.signal(
+        signal.SIGTERM, lambda *_: sys.exit(143)
+    )  # the namespaces go in any case
     with ExitStack() as stack:
         link = Link(stack, arguments.loopback)
         serve = [
@@ -153,7 +232,13 @@ def main() -> None:
         ]
         serve += ["--base-port", str(PORT)]
         if not arguments.loopback:
-            serve += ["--open", "--bind", RANK, "--allow", f"{RANK.rsplit('.', 1)[0]}.0/24"]
+            serve += [
+                "--open",
+                "--bind",
+                RANK,
+                "--allow",
+                f"{RANK.rsplit('.', 1)[0]}.0/24",
+            ]
         if arguments.data_threads:
             serve += ["--data-threads", str(arguments.data_threads)]
         link.start(stack, *serve)

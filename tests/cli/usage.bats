@@ -165,6 +165,7 @@ END
         "bench h:1 --lease-ms 5"
         "bench h:1 --data-threads 2"
         "bench --data-threads 0"
+        "pull h:1 --out d --streams 17"
         "serve --adapter-shape small --data-threads 17"
         "bench h:1 --cast bf16"
         "bench --commits 5"
@@ -351,6 +352,21 @@ complete_by_fish()
     expect_words bash step_1/ list st
     touch story.json
     expect_words bash "step_1/ story.json" list st
+}
+
+@test "completion of a file to write: any that is there, in three shells" {
+    mkdir step_1
+    touch story.csv
+    for shell in bash zsh fish; do
+        command -v "$shell" >/dev/null || continue
+        case $shell in
+        bash) want="step_1 story.csv" ;;
+        zsh) want="files" ;;
+        fish) want="step_1/ story.csv" ;;
+        esac
+        expect_words "$shell" "$want" bench --csv st
+        expect_words "$shell" "$want" bench --html st
+    done
 }
 
 @test "completion knows what a word is" {

@@ -16,6 +16,7 @@ _nixl_fetch()
     while IFS=$'\t' read -r word _; do
         case $word in
         :files) mapfile -t -O "${#COMPREPLY[@]}" COMPREPLY < <(compgen -f -X '!*.json' -- "$cur"; compgen -d -S / -- "$cur") ;;
+        :any-files) mapfile -t -O "${#COMPREPLY[@]}" COMPREPLY < <(compgen -f -- "$cur") ;;
         :directories) mapfile -t -O "${#COMPREPLY[@]}" COMPREPLY < <(compgen -d -- "$cur") ;;
         *) COMPREPLY+=("$word") ;;
         esac

@@ -8,6 +8,8 @@ function __nixl_fetch
         switch $line
             case :files
                 __fish_complete_suffix "$current" .json
+            case :any-files
+                __fish_complete_path "$current"
             case :directories
                 __fish_complete_directories "$current"
             case '*'

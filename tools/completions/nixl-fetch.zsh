@@ -9,6 +9,7 @@ _nixl_fetch()
     while IFS=$'\t' read -r word description; do
         case $word in
         :files) _files -g '*.json(-.)' -g '*(-/)' ;;
+        :any-files) _files ;;
         :directories) _files -/ ;;
         *) items+=("${word//:/\\:}${description:+:$description}") ;;
         esac

@@ -58,6 +58,7 @@ static const struct number_range {
     {"shard-dim", 0, FANIN_MAX_DIMS - 1},
     {"step", 0, LLONG_MAX},
     {"steps", 1, LLONG_MAX},
+    {"streams", 0, 16},
     {"threads", 0, 64},
     {"update-every", 0, INT_MAX},
     {"world-size", 1, 65536},
@@ -96,6 +97,9 @@ void options_connect(connect_options *options, struct poptOption table[CONNECT_O
          "no checksums over TCP: the network tells altered bytes", NULL},
         {"threads", 0, POPT_ARG_INT, &options->threads, 0,
          "that read streams at once, one a rank at most (default: by the CPUs)", "N"},
+        {"streams", 0, POPT_ARG_INT, &options->streams, 0,
+         "data connections to each rank, at most 16 (default: 1 on this host, else 4)",
+         "N"},
         {"server-name", 0, POPT_ARG_STRING, &options->server_name, 0,
          "accept only this job's ranks", "NAME"},
         {"expect-world-id", 0, POPT_ARG_STRING, &options->world_id, 0,
@@ -216,7 +220,10 @@ static void flatten(struct poptOption *table, flat_table *flat)
     for (; !is_end(table); table++) {
         if ((table->argInfo & POPT_ARG_MASK) == POPT_ARG_INCLUDE_TABLE) {
             flatten(table->arg, flat);
-        } else if (flat->count < MAX_OPTIONS) {
+        } else {
+            if (flat->count == MAX_OPTIONS) {
+                abort(); /* no command line does that: a table has grown */
+            }
             flat->options[flat->count++] = table;
         }
     }
@@ -240,7 +247,7 @@ static const char *find_given(const arguments *parsed, const char *names, bool a
     flatten(parsed->table, &flat);
     for (size_t i = 0; i < flat.count; i++) {
         const char *name = flat.options[i]->longName;
-        if ((parsed->given & UINT64_C(1) << i) != 0 && is_among(name, names) == among) {
+        if (parsed->given[i] && is_among(name, names) == among) {
             return name;
         }
     }
@@ -408,7 +415,7 @@ static int read_options(const command *self, const flat_table *flat, arguments *
     *good_out = true;
     while ((code = poptGetNextOpt(parsed->context)) >= OPTION_FIRST) {
         size_t index = (size_t)(code - OPTION_FIRST);
-        parsed->given |= UINT64_C(1) << index;
+        parsed->given[index] = true;
         if (!take(self, flat->options[index], parsed->context)) {
             *good_out = false;
             return 0;

@@ -12,9 +12,9 @@
 
 enum {
     COMMON_OPTIONS = 7, /**< entries of the tables, the end included */
-    CONNECT_OPTIONS = 9,
+    CONNECT_OPTIONS = 10,
     MAX_POSITIONAL = 8,
-    MAX_OPTIONS = 64, /**< of one command */
+    MAX_OPTIONS = 96, /**< of one command; checked when it reads them */
 };
 
 /** What every command takes. */
@@ -30,6 +30,7 @@ typedef struct connect_options {
     int world_size;
     int no_unix, no_ucx, no_checksums;
     int threads; /**< 0: by the CPUs */
+    int streams; /**< data connections a rank; 0: by where it is */
     char *path;  /**< NULL: auto; checked by options_parse() */
     char *server_name;
     char *world_id;
@@ -42,7 +43,8 @@ typedef struct arguments {
     poptContext context; /**< owns the positional arguments */
     struct poptOption *table;
     struct poptOption split[MAX_OPTIONS + 1]; /**< the same, as popt is to read it */
-    uint64_t given; /**< bit i: the table's option i is on the command line */
+    bool
+        given[MAX_OPTIONS]; /**< which of the table's options are on the command line */
 } arguments;
 
 /** Fill @p table, to be included in the command's own table. */

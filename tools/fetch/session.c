@@ -61,6 +61,7 @@ static int configure(session *s, const invocation *line, fanin_client_config *co
     config->no_ucx = connect->no_ucx != 0;
     config->no_checksums = connect->no_checksums != 0;
     config->threads = (uint32_t)connect->threads;
+    config->streams_per_rank = (uint32_t)connect->streams;
     config->server_name = connect->server_name;
     if (common->timeout_ms < config->connect_timeout_ms) {
         config->connect_timeout_ms = common->timeout_ms;
