@@ -12,15 +12,18 @@ typedef struct device_staging {
     fanin_error refused; /* status FANIN_OK: it was not refused */
 } device_staging;
 
+/* The lanes of a device. */
+typedef struct gather_side {
+    uint64_t device_chunk, host_chunk; /* bytes of one; 0: none */
+    uint8_t *device_memory, *host_memory;
+    gpu_stream *lanes[GATHER_LANES];
+} gather_side;
+
 /* For reads by cuda_ipc. */
 typedef struct gather {
     gpu_stream *streams[GPU_MAX_DEVICES];
     void *landing; /* pinned; NULL: none yet */
-    /* the lanes */
-    int device;                        /* that they are on */
-    uint64_t device_chunk, host_chunk; /* bytes of one; 0: none */
-    uint8_t *device_memory, *host_memory;
-    gpu_stream *lanes[GATHER_LANES];
+    gather_side sides[GPU_MAX_DEVICES];
 } gather;
 
 struct device_memory {
@@ -48,15 +51,25 @@ static void free_pinned(const device_memory *m, void *memory)
         gpu_host_free(m->g, memory);
 }
 
-static void drop_lanes(device_memory *m)
+static void drop_lanes(device_memory *m, int device)
 {
-    gather *r = &m->gather;
+    gather_side *s = &m->gather.sides[device];
     for (int i = 0; i < GATHER_LANES; i++)
-        gpu_stream_destroy(&r->lanes[i]);
-    if (r->device_memory)
-        gpu_free(m->g, r->device, r->device_memory);
-    r->device_memory = NULL;
-    r->device_chunk = 0;
+        gpu_stream_destroy(&s->lanes[i]);
+    if (s->device_memory)
+        gpu_free(m->g, device, s->device_memory);
+    s->device_memory = NULL;
+    s->device_chunk = 0;
+}
+
+/* Its streams end first: they write the host's side. */
+static void drop_side(device_memory *m, int device)
+{
+    gather_side *s = &m->gather.sides[device];
+    drop_lanes(m, device);
+    free_pinned(m, s->host_memory);
+    s->host_memory = NULL;
+    s->host_chunk = 0;
 }
 
 void device_memory_destroy(device_memory **memory)
@@ -65,10 +78,10 @@ void device_memory_destroy(device_memory **memory)
     *memory = NULL;
     if (!m)
         return;
-    for (int i = 0; i < GPU_MAX_DEVICES; i++)
+    for (int i = 0; i < GPU_MAX_DEVICES; i++) {
         gpu_stream_destroy(&m->gather.streams[i]);
-    drop_lanes(m); /* its streams end first: they write the host's side */
-    free_pinned(m, m->gather.host_memory);
+        drop_side(m, i);
+    }
     free_pinned(m, m->gather.landing);
     for (size_t i = 0; i < POOL_CHUNKS && !m->abandoned; i++)
         free_pinned(m, m->chunks[i].bytes);
@@ -226,59 +239,70 @@ fanin_status device_memory_stream(device_memory *m, int device, gpu_stream **out
 static fanin_status make_device_side(device_memory *m, int device, uint64_t chunk,
                                      fanin_error *error)
 {
-    gather *r = &m->gather;
-    if (r->device_memory && r->device == device && r->device_chunk >= chunk)
+    gather_side *s = &m->gather.sides[device];
+    if (s->device_chunk >= chunk)
         return FANIN_OK;
-    drop_lanes(m);
+    drop_lanes(m, device);
     void *memory = NULL;
     fanin_status status =
         gpu_alloc(m->g, device, (size_t)(chunk * GATHER_LANES), &memory, error);
     if (status != FANIN_OK)
         return status;
-    r->device = device;
-    r->device_memory = memory;
+    s->device_memory = memory;
     for (int i = 0; i < GATHER_LANES && status == FANIN_OK; i++)
-        status = gpu_stream_create(m->g, device, &r->lanes[i], error);
+        status = gpu_stream_create(m->g, device, &s->lanes[i], error);
     if (status == FANIN_OK)
-        r->device_chunk = chunk;
+        s->device_chunk = chunk;
     else
-        drop_lanes(m);
+        drop_lanes(m, device);
     return status;
 }
 
-static fanin_status make_host_side(device_memory *m, uint64_t chunk, fanin_error *error)
+static fanin_status make_host_side(device_memory *m, int device, uint64_t chunk,
+                                   fanin_error *error)
 {
-    gather *r = &m->gather;
-    if (r->host_chunk >= chunk)
+    gather_side *s = &m->gather.sides[device];
+    if (s->host_chunk >= chunk)
         return FANIN_OK;
-    free_pinned(m, r->host_memory);
-    r->host_memory = NULL;
-    r->host_chunk = 0;
+    free_pinned(m, s->host_memory);
+    s->host_memory = NULL;
+    s->host_chunk = 0;
     void *memory = NULL;
     fanin_status status =
         gpu_host_alloc(m->g, (size_t)(chunk * GATHER_LANES), &memory, error);
     if (status != FANIN_OK)
         return status;
-    r->host_memory = memory;
-    r->host_chunk = chunk;
+    s->host_memory = memory;
+    s->host_chunk = chunk;
     return FANIN_OK;
+}
+
+void device_memory_gather(device_memory *m, const gather_set *set)
+{
+    for (int i = 0; i < GPU_MAX_DEVICES; i++) {
+        if (!gather_set_has(set, i))
+            drop_side(m, i);
+    }
 }
 
 fanin_status device_memory_lanes(device_memory *m, int device, uint64_t chunk,
                                  bool pinned, gather_lane lanes[GATHER_LANES],
                                  fanin_error *error)
 {
-    const gather *r = &m->gather;
+    if (device < 0 || device >= GPU_MAX_DEVICES)
+        return error_set(error, FANIN_ERR_ARGUMENT, NULL, "there is no CUDA device %d",
+                         device);
+    const gather_side *s = &m->gather.sides[device];
     fanin_status status = make_device_side(m, device, chunk, error);
     if (status == FANIN_OK && pinned)
-        status = make_host_side(m, chunk, error);
+        status = make_host_side(m, device, chunk, error);
     if (status != FANIN_OK)
         return status;
     for (uint64_t i = 0; i < GATHER_LANES; i++)
         lanes[i] =
-            (gather_lane){.stream = r->lanes[i],
-                          .device = r->device_memory + i * r->device_chunk,
-                          .host = pinned ? r->host_memory + i * r->host_chunk : NULL};
+            (gather_lane){.stream = s->lanes[i],
+                          .device = s->device_memory + i * s->device_chunk,
+                          .host = pinned ? s->host_memory + i * s->host_chunk : NULL};
     return FANIN_OK;
 }
 
@@ -293,19 +317,24 @@ fanin_status device_memory_landing(device_memory *m, void **out, fanin_error *er
 
 void device_memory_leave(device_memory *m)
 {
-    m->gather = (gather){.device = 0};
+    m->gather = (gather){.landing = NULL};
+}
+
+/* Of a stream, which may be NULL. */
+static bool has_ended(gpu_stream *stream, deadline at)
+{
+    return !stream || gpu_stream_wait(stream, at, NULL) != FANIN_ERR_TIMEOUT;
 }
 
 bool device_memory_drain(device_memory *m, deadline at)
 {
     const gather *r = &m->gather;
     bool ended = true;
-    for (int i = 0; i < GPU_MAX_DEVICES && ended; i++)
-        ended = !r->streams[i] ||
-                gpu_stream_wait(r->streams[i], at, NULL) != FANIN_ERR_TIMEOUT;
-    for (int i = 0; i < GATHER_LANES && ended; i++)
-        ended =
-            !r->lanes[i] || gpu_stream_wait(r->lanes[i], at, NULL) != FANIN_ERR_TIMEOUT;
+    for (int i = 0; i < GPU_MAX_DEVICES && ended; i++) {
+        ended = has_ended(r->streams[i], at);
+        for (int j = 0; j < GATHER_LANES && ended; j++)
+            ended = has_ended(r->sides[i].lanes[j], at);
+    }
     if (!ended)
         device_memory_leave(m);
     return ended;

@@ -4,8 +4,8 @@
  * What a client keeps of CUDA between pulls, since making it takes longer than a small pull. For
  * landing on devices (device_sink.h): pinned chunks, pinned room for copy entries, staging on
  * devices. For reads by cuda_ipc: a stream a device, and for host destinations a few chunks of
- * device memory, with pinned host memory behind them where the copy engine cannot write the
- * destination itself. All made when first needed, all bounded. One thread.
+ * device memory on each device that gathers, with pinned host memory behind them where the copy
+ * engine cannot write the destination itself. All made when first needed, all bounded. One thread.
  */
 #ifndef DEVICE_MEMORY_H
 #define DEVICE_MEMORY_H
@@ -68,11 +68,34 @@ void device_memory_abandon(device_memory *m);
 
 /* -------------------------------------------------------- reads by cuda_ipc */
 
-#define GATHER_LANES 3
+#define GATHER_DEVICES 4 /**< that gather for host memory at most */
+#define GATHER_LANES 3   /**< of each */
 /** The copy engine needs 0.6 ms for so many bytes: starting it costs nothing beside. */
 #define GATHER_CHUNK_MAX ((uint64_t)32 << 20)
 
 #define LANDING_BYTES 8
+
+/** The devices that gather for host memory: over each one's own link to the host. */
+typedef struct gather_set {
+    int device[GATHER_DEVICES];
+    size_t n; /**< 0: none */
+} gather_set;
+
+static inline bool gather_set_has(const gather_set *s, int device)
+{
+    bool has = false;
+    for (size_t i = 0; i < s->n && !has; i++)
+        has = s->device[i] == device;
+    return has;
+}
+
+static inline bool gather_set_equal(const gather_set *a, const gather_set *b)
+{
+    bool same = a->n == b->n;
+    for (size_t i = 0; i < a->n && same; i++)
+        same = a->device[i] == b->device[i];
+    return same;
+}
 
 /** One chunk's way: gathered into device memory, copied to the host, on a stream of its own so
     that one chunk is gathered while another one is copied. */
@@ -85,8 +108,10 @@ typedef struct gather_lane {
 /** The stream on @p device; stays the keeper's. */
 fanin_status device_memory_stream(device_memory *m, int device, gpu_stream **out,
                                   fanin_error *error);
-/** Lanes on @p device for chunks of @p chunk bytes; nothing may be under way on those that were
-    given out before. @p pinned: with host memory. The keeper's. */
+/** Nothing may be under way on lanes. Those of devices that are not in @p set go. */
+void device_memory_gather(device_memory *m, const gather_set *set);
+/** Lanes on @p device for chunks of @p chunk bytes; nothing may be under way on those of the device
+    that were given out before. @p pinned: with host memory. The keeper's. */
 fanin_status device_memory_lanes(device_memory *m, int device, uint64_t chunk,
                                  bool pinned, gather_lane lanes[GATHER_LANES],
                                  fanin_error *error);

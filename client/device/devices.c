@@ -8,10 +8,16 @@
 /* Nothing is under way; a stream may wait for one of the caller's that a pull gave up waiting for. */
 #define DRAIN_MS 5000
 
+/* It needs a context, tables and staging on a device that is somebody else's, for a link more. */
+#define GATHER_BYTES ((uint64_t)256 << 20)
+
 fanin_status devices_create(fanin_client *client, fanin_error *error)
 {
     client->devices = calloc(1, sizeof *client->devices);
-    return client->devices ? FANIN_OK : error_set_memory(error);
+    if (!client->devices)
+        return error_set_memory(error);
+    client->devices->gather_bytes = GATHER_BYTES;
+    return FANIN_OK;
 }
 
 gpu *client_gpu(fanin_client *client)

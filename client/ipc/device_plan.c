@@ -24,7 +24,7 @@ static bool is_part(const device_plan_parts *parts, size_t source)
 bool device_plan_fits(const device_plan *d, const device_plan_parts *parts)
 {
     bool fits = d && d->n_sources == parts->plan->n_sources &&
-                (d->gather_device == parts->gather_device || d->gather_device < 0);
+                (d->wanted.n == 0 || gather_set_equal(&d->wanted, &parts->gather));
     for (size_t i = 0; fits && i < d->n_sources; i++)
         fits = d->of_source[i] == is_part(parts, i);
     return fits;
@@ -157,10 +157,34 @@ static fanin_status add_sources(builder *b, fanin_error *error)
 
 /* ------------------------------------------------------------------- whole */
 
+/* Chunks, and a table for each device that gathers some of them. */
+static fanin_status make_host_tables(builder *b, gpu *g, fanin_error *error)
+{
+    device_plan *d = b->d;
+    copy_list list = {.stop = b->from->stop};
+    d->wanted = b->from->gather;
+    fanin_status status = d->wanted.n > 0
+                              ? device_plan_lay_out_host(d, &b->host, &list, error)
+                              : error_set(error, FANIN_ERR_INTERNAL, NULL,
+                                          "no device gathers what goes to host memory");
+    if (status == FANIN_OK)
+        status = device_plan_deal(d, b->from->owners, &list, error);
+    uint64_t first = 0;
+    for (size_t i = 0; i < d->n_gathers && status == FANIN_OK; i++) {
+        gather_part *part = &d->gathers[i];
+        const host_chunk *last = &d->chunks[part->first_chunk + part->n_chunks - 1];
+        uint64_t n = last->first_entry + last->n_entries;
+        status = gpu_table_create(g, part->device, list.entries + first, n, d->n_bases,
+                                  &part->table, error);
+        first += n;
+    }
+    copy_list_free(&list);
+    return status;
+}
+
 static fanin_status make_tables(builder *b, gpu *g, fanin_error *error)
 {
     device_plan *d = b->d;
-    copy_list gather = {.stop = b->from->stop};
     fanin_status status = add_sources(b, error);
     for (size_t i = 0; i < d->n_parts && status == FANIN_OK; i++) {
         status = gpu_table_create(g, d->parts[i].device, b->lists[i].entries,
@@ -169,19 +193,7 @@ static fanin_status make_tables(builder *b, gpu *g, fanin_error *error)
         if (status == FANIN_OK)
             gpu_table_take_in_turns(d->parts[i].table, (uint32_t)d->n_sources);
     }
-    if (status == FANIN_OK && b->host.n > 0) {
-        d->gather_device = b->from->gather_device;
-        if (d->gather_device < 0)
-            status = error_set(error, FANIN_ERR_INTERNAL, NULL,
-                               "no device gathers what goes to host memory");
-        else
-            status = device_plan_lay_out_host(d, &b->host, &gather, error);
-        if (status == FANIN_OK)
-            status = gpu_table_create(g, d->gather_device, gather.entries, gather.n,
-                                      d->n_bases, &d->gather, error);
-    }
-    copy_list_free(&gather);
-    return status;
+    return status == FANIN_OK && b->host.n > 0 ? make_host_tables(b, g, error) : status;
 }
 
 fanin_status device_plan_build(gpu *g, const device_plan_parts *parts,
@@ -193,7 +205,6 @@ fanin_status device_plan_build(gpu *g, const device_plan_parts *parts,
                  .d = calloc(1, sizeof *b.d + n * sizeof *b.d->of_source)};
     if (!b.d)
         return error_set_memory(error);
-    b.d->gather_device = -1;
     b.d->n_sources = n;
     for (size_t i = 0; i < n; i++)
         b.d->of_source[i] = is_part(parts, i);
@@ -214,7 +225,8 @@ void device_plan_free(device_plan **d)
         return;
     for (size_t i = 0; i < (*d)->n_parts; i++)
         gpu_table_destroy(&(*d)->parts[i].table);
-    gpu_table_destroy(&(*d)->gather);
+    for (size_t i = 0; i < (*d)->n_gathers; i++)
+        gpu_table_destroy(&(*d)->gathers[i].table);
     free((*d)->parts);
     free((*d)->bases);
     free((*d)->chunks);

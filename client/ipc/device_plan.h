@@ -2,9 +2,10 @@
 /**
  * @file
  * How the sources of a plan that are read by cuda_ipc are copied: for each device that holds some
- * of the destination one table that one kernel carries out; for host memory a table that gathers
- * the bytes chunk by chunk in device memory, and what is to be copied where from there. Made once
- * and used by every pull: tables name regions by number, the reader says where those are.
+ * of the destination one table that one kernel carries out; for host memory tables that gather
+ * the bytes chunk by chunk in the memory of one or several devices, and what is to be copied where
+ * from there. Made once and used by every pull: tables name regions by number, the reader says
+ * where those are.
  */
 #ifndef DEVICE_PLAN_H
 #define DEVICE_PLAN_H
@@ -33,12 +34,19 @@ typedef struct host_landing {
 } host_landing;
 
 typedef struct host_chunk {
-    uint64_t first_entry,
-        n_entries; /**< of the table; `to` is an offset in the chunk */
+    uint64_t first_entry, n_entries; /**< of its device's table; `to` is an offset in
+                                        the chunk */
     uint64_t first_landing, n_landings;
     uint64_t length; /**< bytes */
     uint64_t to;     /**< of the whole chunk, if the destination is contiguous */
 } host_chunk;
+
+/** What one device gathers of host memory. */
+typedef struct gather_part {
+    int device;
+    gpu_table *table;
+    uint64_t first_chunk, n_chunks; /**< ascending by their landings */
+} gather_part;
 
 typedef struct device_plan {
     size_t n_sources;
@@ -47,12 +55,13 @@ typedef struct device_plan {
     device_part *parts;
     size_t n_parts;
     /* host memory */
-    int gather_device; /**< -1: no host memory */
+    gather_set wanted; /**< what it was made for; empty: no host memory */
     bool
         contiguous; /**< a chunk is a copy of what the destination shall hold at `to` */
     uint64_t chunk_bytes;
-    gpu_table *gather;
-    host_chunk *chunks;
+    gather_part gathers[GATHER_DEVICES];
+    size_t n_gathers;   /**< fewer than wanted if there are few chunks */
+    host_chunk *chunks; /**< part by part */
     uint64_t n_chunks;
     host_landing *landings;
     strided *views;
@@ -67,7 +76,10 @@ typedef struct device_plan_parts {
     uint8_t *base;             /**< of the destination */
     const memory_range *ranges;
     size_t n_ranges;
-    int gather_device;
+    gather_set gather;
+    const int
+        *owners; /**< the device that holds a source's memory, -1: another; NULL: not
+                          known */
     work_stop *stop;
 } device_plan_parts;
 

@@ -65,10 +65,10 @@ static bool is_contiguous(const host_pieces *pieces, uint64_t *start_out,
     return end - start == bytes;
 }
 
-static uint64_t chunk_size(uint64_t bytes)
+static uint64_t chunk_size(uint64_t bytes, size_t devices)
 {
-    /* Enough chunks that gathering, copying and landing overlap. */
-    uint64_t size = (bytes / 8 / LANDING_MAX + 1) * LANDING_MAX;
+    /* Enough chunks that gathering, copying and landing overlap, on each device. */
+    uint64_t size = (bytes / devices / 8 / LANDING_MAX + 1) * LANDING_MAX;
     return size < GATHER_CHUNK_MAX ? size : GATHER_CHUNK_MAX;
 }
 
@@ -360,7 +360,7 @@ fanin_status device_plan_lay_out_host(device_plan *d, host_pieces *pieces,
     layout l = {.d = d, .list = list};
     uint64_t start, bytes;
     bool torn = !is_contiguous(pieces, &start, &bytes);
-    d->chunk_bytes = chunk_size(bytes);
+    d->chunk_bytes = chunk_size(bytes, d->wanted.n);
     bool ok = !torn && lay_out_contiguous(&l, pieces, start, bytes, &torn);
     d->contiguous = !torn;
     if (torn) {

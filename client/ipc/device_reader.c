@@ -9,7 +9,7 @@
 
 /* A kernel reads some GB in milliseconds. One that takes so long will never end. */
 #define DRAIN_MS 10000
-#define MAX_THREADS 4
+#define MAX_THREADS 4 /* of each device that gathers */
 /* Below so many bytes the copying is not worth threads. */
 #define THREADS_FROM ((uint64_t)16 << 20)
 #define JOBS_A_CHUNK 8 /* each at least one landing */
@@ -33,10 +33,18 @@ typedef struct lane {
     gather_lane at;
     struct device_reader *reader;
     const host_chunk *chunk;
+    uint64_t turn; /* chunks that were started before, on all devices */
     lane_state state;
     unsigned jobs_left;
     job jobs[JOBS_A_CHUNK];
 } lane;
+
+/* A device that gathers its chunks. */
+typedef struct gathering {
+    const gather_part *part;
+    lane lanes[GATHER_LANES];
+    uint64_t next_chunk; /* of the part's */
+} gathering;
 
 struct device_reader {
     const path_reading *r;
@@ -44,10 +52,10 @@ struct device_reader {
     const device_source *sources;
     bool entered; /* the caller's stream has come to where the reading may begin */
     part_run *parts;
-    uint64_t *addresses; /* of the plan's bases on one device */
-    lane lanes[GATHER_LANES];
-    uint64_t next_chunk, landed_chunks;
-    bool direct; /* the copy engine writes the destination */
+    uint64_t *addresses;               /* of the plan's bases on one device */
+    gathering gathers[GATHER_DEVICES]; /* as many as the plan's */
+    uint64_t started_chunks, landed_chunks;
+    bool direct; /* the copy engines write the destination */
     worker_pool *pool;
     uint64_t bytes, scatter_ns;
 };
@@ -171,17 +179,16 @@ static uint64_t host_bytes(const device_plan *d)
 }
 
 /* The addresses go to the device before any lane's kernel looks at them. */
-static fanin_status set_gather_bases(device_reader *r, fanin_error *error)
+static fanin_status set_gather_bases(device_reader *r, gathering *g, fanin_error *error)
 {
-    const device_plan *d = r->plan;
-    fanin_status status = find_addresses(r, d->gather_device, error);
-    gpu_stream *first = r->lanes[0].at.stream;
+    fanin_status status = find_addresses(r, g->part->device, error);
+    gpu_stream *first = g->lanes[0].at.stream;
     if (status == FANIN_OK)
-        status = gpu_table_set_bases(d->gather, first, r->addresses, error);
+        status = gpu_table_set_bases(g->part->table, first, r->addresses, error);
     if (status == FANIN_OK)
         status = gpu_stream_wait(first, deadline_in_ms(DRAIN_MS), error);
     if (status != FANIN_OK)
-        r->lanes[0].state = LANE_COPYING; /* to be drained before the table goes */
+        g->lanes[0].state = LANE_COPYING; /* to be drained before the table goes */
     return status;
 }
 
@@ -198,33 +205,39 @@ static fanin_status prepare_parts(device_reader *r, fanin_error *error)
     return status;
 }
 
-static fanin_status prepare_lanes(device_reader *r, fanin_error *error)
+static fanin_status prepare_lanes(device_reader *r, gathering *g, fanin_error *error)
 {
-    const device_plan *d = r->plan;
-    if (d->n_chunks == 0)
-        return FANIN_OK;
-    r->direct = d->contiguous && r->r->pinned;
     gather_lane lanes[GATHER_LANES];
     fanin_status status =
-        device_memory_lanes(r->r->client->devices->memory, d->gather_device,
-                            d->chunk_bytes, !r->direct, lanes, error);
-    if (status != FANIN_OK)
-        return status;
-    for (int i = 0; i < GATHER_LANES; i++) {
-        lane *l = &r->lanes[i];
+        device_memory_lanes(r->r->client->devices->memory, g->part->device,
+                            r->plan->chunk_bytes, !r->direct, lanes, error);
+    for (int i = 0; i < GATHER_LANES && status == FANIN_OK; i++) {
+        lane *l = &g->lanes[i];
         l->at = lanes[i];
         l->reader = r;
         for (int j = 0; j < JOBS_A_CHUNK; j++) {
             l->jobs[j].lane = l;
             l->jobs[j].job.run = run_job;
         }
+        status = come_after(r, l->at.stream, error);
     }
+    return status;
+}
+
+static fanin_status prepare_gathering(device_reader *r, fanin_error *error)
+{
+    const device_plan *d = r->plan;
+    if (d->n_chunks == 0)
+        return FANIN_OK;
+    r->direct = d->contiguous && r->r->pinned;
     bool threads = !r->direct && host_bytes(d) >= THREADS_FROM;
-    r->pool = worker_pool_create(0, threads ? MAX_THREADS : 0, -1);
-    if (!r->pool)
-        return error_set_memory(error);
-    for (int i = 0; i < GATHER_LANES && status == FANIN_OK; i++)
-        status = come_after(r, r->lanes[i].at.stream, error);
+    unsigned most = MAX_THREADS * (unsigned)d->n_gathers;
+    r->pool = worker_pool_create(0, threads ? most : 0, -1);
+    fanin_status status = r->pool ? FANIN_OK : error_set_memory(error);
+    for (size_t i = 0; i < d->n_gathers && status == FANIN_OK; i++) {
+        r->gathers[i].part = &d->gathers[i];
+        status = prepare_lanes(r, &r->gathers[i], error);
+    }
     return status;
 }
 
@@ -245,9 +258,20 @@ fanin_status device_reader_start(const path_reading *reading, const device_plan 
         return error_set_memory(error);
     fanin_status status = prepare_parts(r, error);
     if (status == FANIN_OK)
-        status = prepare_lanes(r, error);
+        status = prepare_gathering(r, error);
     bool done;
     return status == FANIN_OK ? device_reader_step(r, 0, &done, error) : status;
+}
+
+/* FANIN_ERR_TIMEOUT, and nothing written: some lanes are not idle yet. */
+static fanin_status ask_lanes(device_reader *r, deadline until, fanin_error *error)
+{
+    fanin_status status = FANIN_OK;
+    for (size_t i = 0; i < r->plan->n_gathers; i++) {
+        for (int j = 0; j < GATHER_LANES && status == FANIN_OK; j++)
+            status = ask(r->gathers[i].lanes[j].at.stream, until, error);
+    }
+    return status;
 }
 
 /* What is on a stream cannot be recalled, so nothing is put behind the caller's work before that
@@ -258,28 +282,31 @@ static fanin_status enter(device_reader *r, deadline until, fanin_error *error)
     fanin_status status = FANIN_OK;
     for (size_t i = 0; i < d->n_parts && status == FANIN_OK; i++)
         status = ask(r->parts[i].stream, until, error);
-    for (int i = 0; i < GATHER_LANES && d->n_chunks > 0 && status == FANIN_OK; i++)
-        status = ask(r->lanes[i].at.stream, until, error);
+    if (status == FANIN_OK)
+        status = ask_lanes(r, until, error);
     if (status != FANIN_OK)
         return status == FANIN_ERR_TIMEOUT ? FANIN_OK : status;
     r->entered = true;
     for (size_t i = 0; i < d->n_parts && status == FANIN_OK; i++)
         status = start_part(r, i, error);
-    return status == FANIN_OK && d->n_chunks > 0 ? set_gather_bases(r, error) : status;
+    for (size_t i = 0; i < d->n_gathers && status == FANIN_OK; i++)
+        status = set_gather_bases(r, &r->gathers[i], error);
+    return status;
 }
 
 /* ------------------------------------------------------------------- chunks */
 
-static fanin_status start_chunk(device_reader *r, lane *l, fanin_error *error)
+static fanin_status start_chunk(device_reader *r, gathering *g, lane *l,
+                                fanin_error *error)
 {
-    const device_plan *d = r->plan;
-    const host_chunk *c = &d->chunks[r->next_chunk];
+    const host_chunk *c = &r->plan->chunks[g->part->first_chunk + g->next_chunk];
     uint8_t *to = r->direct ? r->r->base + c->to : l->at.host;
     l->chunk = c;
     l->state = LANE_COPYING;
-    r->next_chunk++;
+    l->turn = r->started_chunks++;
+    g->next_chunk++;
     fanin_status status =
-        gpu_table_run(d->gather, l->at.stream, c->first_entry, c->n_entries, 0,
+        gpu_table_run(g->part->table, l->at.stream, c->first_entry, c->n_entries, 0,
                       (uint64_t)(uintptr_t)l->at.device, error);
     if (status == FANIN_OK)
         status = gpu_copy(l->at.stream, to, l->at.device, (size_t)c->length, error);
@@ -337,28 +364,40 @@ static bool collect(device_reader *r)
     return any;
 }
 
-/* Chunks end in the order in which they were started: the oldest one is asked for. */
-static lane *oldest_copying(device_reader *r)
+/* A device's chunks end in the order in which they were started: the oldest one is asked for. */
+static lane *oldest_of(gathering *g)
 {
     lane *oldest = NULL;
     for (int i = 0; i < GATHER_LANES; i++) {
-        lane *l = &r->lanes[i];
-        if (l->state == LANE_COPYING && (!oldest || l->chunk < oldest->chunk))
+        lane *l = &g->lanes[i];
+        if (l->state == LANE_COPYING && (!oldest || l->turn < oldest->turn))
             oldest = l;
     }
     return oldest;
 }
 
-static fanin_status take_copied(device_reader *r, deadline until, bool *any,
-                                fanin_error *error)
+/* The one to wait for: of all devices' the oldest. */
+static lane *oldest_copying(device_reader *r)
+{
+    lane *oldest = NULL;
+    for (size_t i = 0; i < r->plan->n_gathers; i++) {
+        lane *l = oldest_of(&r->gathers[i]);
+        if (l && (!oldest || l->turn < oldest->turn))
+            oldest = l;
+    }
+    return oldest;
+}
+
+/* What a device has copied, without waiting. */
+static fanin_status take_of(device_reader *r, gathering *g, bool *any,
+                            fanin_error *error)
 {
     lane *l;
-    while ((l = oldest_copying(r))) {
-        fanin_status status = ask(l->at.stream, until, error);
+    while ((l = oldest_of(g))) {
+        fanin_status status = ask(l->at.stream, 0, error);
         if (status != FANIN_OK)
             return status == FANIN_ERR_TIMEOUT ? FANIN_OK : status;
         *any = true;
-        until = 0;
         if (r->direct)
             finish_chunk(r, l);
         else
@@ -367,14 +406,27 @@ static fanin_status take_copied(device_reader *r, deadline until, bool *any,
     return FANIN_OK;
 }
 
-static fanin_status start_chunks(device_reader *r, bool *any, fanin_error *error)
+static fanin_status take_copied(device_reader *r, deadline until, bool *any,
+                                fanin_error *error)
+{
+    lane *first = until > 0 ? oldest_copying(r) : NULL;
+    fanin_status status = first ? ask(first->at.stream, until, error) : FANIN_OK;
+    if (status == FANIN_ERR_TIMEOUT)
+        status = FANIN_OK;
+    for (size_t i = 0; i < r->plan->n_gathers && status == FANIN_OK; i++)
+        status = take_of(r, &r->gathers[i], any, error);
+    return status;
+}
+
+static fanin_status start_chunks(device_reader *r, gathering *g, bool *any,
+                                 fanin_error *error)
 {
     fanin_status status = FANIN_OK;
     for (int i = 0; i < GATHER_LANES && status == FANIN_OK; i++) {
-        lane *l = &r->lanes[i];
-        if (l->state != LANE_FREE || r->next_chunk == r->plan->n_chunks)
+        lane *l = &g->lanes[i];
+        if (l->state != LANE_FREE || g->next_chunk == g->part->n_chunks)
             continue;
-        status = start_chunk(r, l, error);
+        status = start_chunk(r, g, l, error);
         *any = true;
     }
     return status;
@@ -423,8 +475,8 @@ static fanin_status pass(device_reader *r, deadline until, bool *any,
         *any = true;
     if (gathers)
         status = take_copied(r, until, any, error);
-    if (status == FANIN_OK && gathers)
-        status = start_chunks(r, any, error);
+    for (size_t i = 0; i < r->plan->n_gathers && status == FANIN_OK; i++)
+        status = start_chunks(r, &r->gathers[i], any, error);
     if (status == FANIN_OK)
         status = take_parts(r, gathers ? 0 : until, any, error);
     return status;
@@ -479,10 +531,8 @@ bool device_reader_destroy(device_reader **reader)
         if (r->parts[i].queued && !r->parts[i].done)
             drained = drain(r->parts[i].stream) && drained;
     }
-    for (int i = 0; i < GATHER_LANES; i++) {
-        if (r->lanes[i].at.stream && r->lanes[i].state == LANE_COPYING)
-            drained = drain(r->lanes[i].at.stream) && drained;
-    }
+    for (lane *l; (l = oldest_copying(r)); l->state = LANE_FREE)
+        drained = drain(l->at.stream) && drained;
     free(r->parts);
     free(r->addresses);
     free(r);

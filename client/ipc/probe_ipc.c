@@ -251,6 +251,45 @@ static fanin_status confirm(const reading *r, fanin_error *error)
     return status;
 }
 
+/* Removes what the publication's ranks have mapped for the @p at th device that gathers. */
+static void drop_gatherer(path_round *r, size_t at)
+{
+    gather_set *set = &r->goal->gather;
+    for (size_t i = 0; i < r->client->n_peers; i++) {
+        reading one = {.round = r, .shard = kept_of(r, i), .device = set->device[at]};
+        const path_state *s = path_taken(r->publication, i);
+        if (s->hold && s->hold->drop == ipc_regions_drop)
+            drop_view(&one);
+    }
+    memmove(&set->device[at], &set->device[at + 1],
+            (--set->n - at) * sizeof set->device[0]);
+    r->publication->paths->gather = *set;
+}
+
+/* The first device that gathers is needed; what another one cannot do, the others do. */
+static fanin_status for_gatherers(reading *one,
+                                  fanin_status (*what)(const reading *, fanin_error *),
+                                  fanin_error *error)
+{
+    path_round *r = one->round;
+    for (size_t i = 0; i < r->goal->gather.n;) {
+        fanin_error local = FANIN_ERROR_INIT;
+        one->device = r->goal->gather.device[i];
+        if (what(one, &local) == FANIN_OK) {
+            i++;
+        } else if (i == 0) {
+            drop_view(one);
+            return error_copy(error, &local);
+        } else {
+            log_write(&r->client->log, FANIN_LOG_INFO, "gather-device",
+                      "GPU %d does not take part in gathering: %s", one->device,
+                      local.message);
+            drop_gatherer(r, i);
+        }
+    }
+    return FANIN_OK;
+}
+
 /* For all devices that the goal needs to read one rank. */
 static fanin_status for_devices(path_round *r, size_t index,
                                 fanin_status (*what)(const reading *, fanin_error *),
@@ -263,16 +302,16 @@ static fanin_status for_devices(path_round *r, size_t index,
                    .fresh =
                        path_taken(r->publication, index)->path != FANIN_PATH_CUDA_IPC};
     fanin_status status = FANIN_OK;
-    for (size_t i = 0; i < r->n_devices + r->host && status == FANIN_OK; i++) {
-        one.device = i < r->n_devices ? r->devices[i] : r->goal->gather_device;
+    for (size_t i = 0; i < r->n_devices && status == FANIN_OK; i++) {
+        one.device = r->devices[i];
         status = what(&one, error);
         if (status != FANIN_OK)
             drop_view(&one);
     }
-    return status;
+    return status == FANIN_OK && r->host ? for_gatherers(&one, what, error) : status;
 }
 
-/* ---------------------------------------------------- the device that gathers */
+/* --------------------------------------------------- the devices that gather */
 
 /* Bytes of the ranks in @p mask that @p device holds itself, and whether it reaches all. */
 static uint64_t count_bytes(const path_round *r, const bool *mask, int device,
@@ -292,34 +331,67 @@ static uint64_t count_bytes(const path_round *r, const bool *mask, int device,
     return own;
 }
 
-/* For host destinations: the device that reaches all ranks and holds most of it itself. */
-static int choose_gather_device(const path_round *r, const bool *mask)
+typedef struct gatherer {
+    int device; /* -1: none */
+    uint64_t own;
+    bool all;
+} gatherer;
+
+/* Of the devices that are not in @p set yet: who reaches all ranks and holds most of it itself. */
+static gatherer next_gatherer(const path_round *r, const bool *mask,
+                              const gather_set *set)
 {
-    int best = -1, count = gpu_count(r->client->devices->g);
-    uint64_t best_own = 0;
-    bool best_all = false;
+    gatherer best = {.device = -1};
+    int count = gpu_count(r->client->devices->g);
     for (int device = 0; device < count && device < GPU_MAX_DEVICES; device++) {
-        bool all;
-        uint64_t own = count_bytes(r, mask, device, &all);
-        if (best >= 0 && (all < best_all || (all == best_all && own <= best_own)))
+        gatherer one = {.device = device};
+        if (gather_set_has(set, device))
             continue;
-        best = device;
-        best_own = own;
-        best_all = all;
+        one.own = count_bytes(r, mask, device, &one.all);
+        if (best.device < 0 || one.all > best.all ||
+            (one.all == best.all && one.own > best.own))
+            best = one;
     }
     return best;
 }
 
-/* Warm: the device of last time, if all ranks are still mapped for it. */
-static void find_gather_device(path_round *r, const bool *mask)
+static uint64_t bytes_of_all(const path_round *r, const bool *mask)
 {
-    int *device = &r->publication->paths->gather_device;
-    bool mapped = *device >= 0;
-    for (size_t i = 0; i < r->client->n_peers && mapped; i++)
-        mapped = !mask[i] || ipc_view_of(kept_of(r, i), *device);
+    uint64_t bytes = 0;
+    for (size_t i = 0; i < r->client->n_peers; i++) {
+        const ipc_regions *s = mask[i] ? kept_of(r, i) : NULL;
+        for (uint32_t j = 0; s && j < s->regions->count; j++)
+            bytes += s->regions->entries[j].length;
+    }
+    return bytes;
+}
+
+/* For host destinations: one device, and of those that hold some of it as many more as are worth it. */
+static gather_set choose_gatherers(const path_round *r, const bool *mask)
+{
+    gather_set set = {.n = 0};
+    uint64_t worth = 1 + bytes_of_all(r, mask) / r->client->devices->gather_bytes;
+    while (set.n < GATHER_DEVICES && set.n < worth) {
+        gatherer next = next_gatherer(r, mask, &set);
+        if (next.device < 0 || (set.n > 0 && (!next.all || next.own == 0)))
+            break;
+        set.device[set.n++] = next.device;
+    }
+    return set;
+}
+
+/* Warm: those of last time, if all ranks are still mapped for them. */
+static void find_gatherers(path_round *r, const bool *mask)
+{
+    gather_set *set = &r->publication->paths->gather;
+    bool mapped = set->n > 0;
+    for (size_t i = 0; i < r->client->n_peers; i++) {
+        for (size_t k = 0; k < set->n && mapped && mask[i]; k++)
+            mapped = ipc_view_of(kept_of(r, i), set->device[k]) != NULL;
+    }
     if (!mapped)
-        *device = choose_gather_device(r, mask);
-    r->goal->gather_device = *device;
+        *set = choose_gatherers(r, mask);
+    r->goal->gather = *set;
 }
 
 /* ------------------------------------------------------------------- whole */
@@ -476,7 +548,7 @@ static fanin_status try_all(path_round *r, bool *mask, fanin_error *error)
         return path_give_up_all(r, mask, why.message, error);
     fanin_status status = learn_keys(r, mask, error);
     if (status == FANIN_OK && r->host)
-        find_gather_device(r, mask);
+        find_gatherers(r, mask);
     if (status == FANIN_OK)
         status = take_all(r, mask, error);
     if (status == FANIN_OK)

@@ -14,6 +14,71 @@ static const span_rule kernel_rules = {.max_length = UINT64_C(1) << 40,
 
 /* ----------------------------------------------------------------- planning */
 
+/* Which device holds what a source is read from: all of it, as a rule. */
+static int *find_owners(const path_planning *how)
+{
+    const path_plan *p = how->plan;
+    int *owners = calloc(p->n_sources + 1, sizeof *owners);
+    for (size_t i = 0; owners && i < p->n_sources; i++) {
+        const ipc_regions *s =
+            p->reader_of[i] == &ipc_reader
+                ? (const ipc_regions *)path_taken(how->publication, p->peer_of[i])->hold
+                : NULL;
+        owners[i] = s && s->regions->count > 0
+                        ? gpu_device_of_uuid(how->client->devices->g, s->keys[0].uuid)
+                        : -1;
+    }
+    return owners;
+}
+
+/* Staging on all that gather, so that one that has no room is found here and not in a read. */
+static fanin_status make_staging(const path_planning *how, const device_plan *d,
+                                 fanin_error *error)
+{
+    gather_lane lanes[GATHER_LANES];
+    device_memory *memory = how->client->devices->memory;
+    fanin_status status = FANIN_OK;
+    if (d->n_gathers == 0)
+        return status;
+    device_memory_gather(memory, &how->goal->gather);
+    for (size_t i = 0; i < d->n_gathers && status == FANIN_OK; i++)
+        status = device_memory_lanes(memory, d->gathers[i].device, d->chunk_bytes,
+                                     false, lanes, error);
+    return status;
+}
+
+static fanin_status try_tables(const path_planning *how, device_plan_parts *parts,
+                               device_plan **out, fanin_error *error)
+{
+    int *owners = parts->gather.n > 1 ? find_owners(how) : NULL;
+    parts->owners = owners;
+    fanin_status status = device_plan_build(how->client->devices->g, parts, out, error);
+    if (status == FANIN_OK)
+        status = make_staging(how, *out, error);
+    if (status != FANIN_OK)
+        device_plan_free(out);
+    free(owners);
+    parts->owners = NULL;
+    return status;
+}
+
+/* By one device if not by several: another one's memory may be full. */
+static fanin_status build_tables(const path_planning *how, device_plan_parts *parts,
+                                 device_plan **out, fanin_error *error)
+{
+    fanin_error local = FANIN_ERROR_INIT;
+    fanin_status status = try_tables(how, parts, out, &local);
+    if (status != FANIN_OK && status != FANIN_ERR_TIMEOUT && parts->gather.n > 1) {
+        log_write(&how->client->log, FANIN_LOG_INFO, "gather-device",
+                  "one GPU gathers alone: %s", local.message);
+        how->publication->paths->gather.n = how->goal->gather.n = parts->gather.n = 1;
+        return try_tables(how, parts, out, error);
+    }
+    if (status != FANIN_OK)
+        error_copy(error, &local);
+    return status;
+}
+
 /* The tables of copies. */
 static fanin_status make_tables(const path_planning *how, void *const *details,
                                 void **shared, fanin_error *error)
@@ -25,13 +90,13 @@ static fanin_status make_tables(const path_planning *how, void *const *details,
                                .base = how->goal->base,
                                .ranges = how->goal->ranges,
                                .n_ranges = how->goal->n_ranges,
-                               .gather_device = how->goal->gather_device,
+                               .gather = how->goal->gather,
                                .stop = how->stop};
     uint64_t started = clock_ns();
     fanin_status status = FANIN_OK;
     if (!device_plan_fits(d, &parts)) {
         device_plan_free(&d);
-        status = device_plan_build(how->client->devices->g, &parts, &d, error);
+        status = build_tables(how, &parts, &d, error);
     }
     *shared = d;
     how->goal->table_ns += clock_ns() - started;

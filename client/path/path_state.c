@@ -25,7 +25,6 @@ fanin_status path_states_open(fanin_client *client, publication *p, fanin_error 
     p->paths = calloc(1, sizeof *p->paths + p->n_peers * sizeof *p->paths->peers);
     if (!p->paths)
         return error_set_memory(error);
-    p->paths->gather_device = -1;
     return FANIN_OK;
 }
 

@@ -8,6 +8,7 @@
 #define PATH_STATE_H
 
 #include "catalog/tables.h"
+#include "device/device_memory.h"
 
 #define PATH_REASON 256 /**< bytes of a sentence that says why a path was taken */
 
@@ -28,7 +29,7 @@ typedef struct path_state {
 } path_state;
 
 struct path_states {
-    int gather_device;  /**< collects cuda_ipc's bytes for host memory; -1: none yet */
+    gather_set gather; /**< collect cuda_ipc's bytes for host memory; empty: none yet */
     path_state peers[]; /**< one a peer */
 };
 

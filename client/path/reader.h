@@ -22,7 +22,7 @@ typedef struct path_goal {
     size_t n_ranges;
     uint8_t *base;
     const struct path_plan *plan; /**< what is to be read; NULL: anything */
-    int gather_device; /**< out: that collects what cuda_ipc brings to host memory; -1: none */
+    gather_set gather; /**< out: that collect what cuda_ipc brings to host memory */
     uint64_t map_ns;   /**< out: spent on mapping other processes' memory */
     uint64_t table_ns; /**< out: spent on tables for kernels */
 } path_goal;

@@ -55,7 +55,7 @@ fanin_status path_prepare(fanin_client *client, publication *p, const bool *want
 {
     path_round r = {
         .client = client, .publication = p, .want = want, .goal = goal, .at = at};
-    goal->gather_device = -1;
+    goal->gather = (gather_set){.n = 0};
     goal->map_ns = goal->table_ns = 0;
     bool *open = calloc(client->n_peers, sizeof *open);
     fanin_status status =

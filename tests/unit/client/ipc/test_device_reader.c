@@ -19,6 +19,10 @@
 #define KEYS (WORLD_RANKS * WORLD_REGIONS * 2)
 #define SHAPE(...) ((const uint64_t[]){__VA_ARGS__})
 
+/* Who gathers for host memory. */
+static const gather_set by_none = {.n = 0}, by_0 = {{0}, 1}, by_1 = {{1}, 1},
+                        by_both = {{0, 1}, 2};
+
 /* ------------------------------------------------------------------- fixture */
 
 typedef struct bench {
@@ -281,16 +285,18 @@ static void close_bench(bench *b)
     world_free(&b->w);
 }
 
-static void build(bench *b, int gather_device)
+static void build(bench *b, gather_set gather)
 {
     fanin_error error = FANIN_ERROR_INIT;
+    static const int owners[WORLD_RANKS] = {0, 1, 0, 1}; /* of four ranks at most */
     device_plan_parts parts = {.plan = &b->plan,
                                .spans = b->spans,
                                .reader = &ipc_reader,
                                .base = b->base,
                                .ranges = b->ranges,
                                .n_ranges = b->n_ranges,
-                               .gather_device = gather_device};
+                               .gather = gather,
+                               .owners = owners};
     device_plan_free(&b->tables);
     assert_ok(device_plan_build(b->client->devices->g, &parts, &b->tables, &error),
               error);
@@ -350,7 +356,7 @@ static void land_on_device(bench *b, int device)
     b->n_ranges = 1;
     landing_clear(&b->l);
     copy_now(b, device, memory, b->l.bytes, b->l.size);
-    build(b, -1);
+    build(b, by_none);
     read_all(b, false);
     copy_now(b, device, b->l.bytes, memory, b->l.size);
     landing_compare(&b->w, &b->l);
@@ -370,13 +376,13 @@ static uint64_t count_touched(const landing *l)
     return n;
 }
 
-static void land_on_host(bench *b, int gather_device, bool contiguous)
+static void land_on_host(bench *b, gather_set gather, bool contiguous)
 {
     b->base = b->l.bytes;
     b->ranges[0] = (memory_range){b->l.bytes, b->l.size, -1};
     b->n_ranges = 1;
     landing_clear(&b->l);
-    build(b, gather_device);
+    build(b, gather);
     assert_int_equal(b->tables->contiguous, contiguous);
     read_all(b, false);
     landing_compare(&b->w, &b->l);
@@ -384,8 +390,8 @@ static void land_on_host(bench *b, int gather_device, bool contiguous)
         assert_int_equal(b->told, count_touched(&b->l));
 }
 
-/* Straight by the copy engine. */
-static void land_on_pinned(bench *b)
+/* Straight by the copy engines. */
+static void land_on_pinned(bench *b, gather_set gather)
 {
     void *memory;
     uint8_t *bytes = b->l.bytes;
@@ -395,7 +401,7 @@ static void land_on_pinned(bench *b)
     b->base = memory;
     b->ranges[0] = (memory_range){memory, b->l.size, -1};
     b->n_ranges = 1;
-    build(b, 1);
+    build(b, gather);
     assert_true(b->tables->contiguous);
     b->l.bytes = memory;
     landing_clear(&b->l);
@@ -426,7 +432,8 @@ static void chunks_land_in_host_memory(void **state)
         bench b;
         make_chunks(&b, 3, dim, dim ? FANIN_DTYPE_BF16 : 0);
         open_bench(&b);
-        land_on_host(&b, (int)dim, false);
+        land_on_host(&b, dim ? by_1 : by_0, false);
+        land_on_host(&b, by_both, false);
         close_bench(&b);
     }
 }
@@ -438,9 +445,11 @@ static void files_land_by_whole_chunks(void **state)
         make_chunks(&b, 4, i % 2, i / 2 ? FANIN_DTYPE_BF16 : 0);
         close_gaps(&b.l, &b.w);
         open_bench(&b);
-        land_on_host(&b, 0, true);
-        land_on_pinned(&b);
+        land_on_host(&b, by_0, true);
+        land_on_pinned(&b, by_1);
         assert_true(b.tables->n_chunks > GATHER_LANES);
+        land_on_host(&b, by_both, true);
+        land_on_pinned(&b, by_both);
         close_bench(&b);
     }
 }
@@ -452,7 +461,8 @@ static void odd_boxes_land_anywhere(void **state)
         make_odd(&b, convert ? FANIN_DTYPE_BF16 : 0);
         open_bench(&b);
         land_on_device(&b, 1);
-        land_on_host(&b, 1, false);
+        land_on_host(&b, by_1, false);
+        land_on_host(&b, by_both, false);
         close_bench(&b);
     }
 }
@@ -484,7 +494,7 @@ static void both_kinds_land_at_once(void **state)
     b.n_ranges = 2;
     landing_clear(&b.l);
     copy_now(&b, 0, memory, b.l.bytes + half, rest);
-    build(&b, 1);
+    build(&b, by_1);
     path_reading how = reading_of(&b, false, NULL);
     how.landed = NULL;
     device_reader *r;
@@ -509,7 +519,7 @@ static void *prepare_device(bench *b)
     b->base = memory;
     b->ranges[0] = (memory_range){memory, b->l.size, 0};
     b->n_ranges = 1;
-    build(b, -1);
+    build(b, by_none);
     return memory;
 }
 

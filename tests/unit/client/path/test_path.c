@@ -192,7 +192,7 @@ static void who_asks_for_stream_gets_it(void **state)
     assert_int_equal(state_of(0)->path, FANIN_PATH_AUTO);
     assert_int_equal(state_of(1)->path, FANIN_PATH_STREAM);
     assert_string_equal(state_of(1)->reason, "asked for");
-    assert_int_equal(s.goal.gather_device, -1);
+    assert_int_equal(s.goal.gather.n, 0);
     assert_int_equal(stub_world_asked(&s.world, MSG_REGIONS), 0);
 }
 

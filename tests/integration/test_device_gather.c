@@ -1,0 +1,285 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * Directories that several devices gather, each over its own link: what they bring, and what becomes
+ * of a pull when one of them does not take part, stands still or fails. With a driver that needs no
+ * GPU.
+ */
+#include "device/devices.h"
+#include "ends.h"
+#include "fake_cuda.h"
+#include "fetch/check.h"
+#include "lab.h"
+#include "path/path_state.h"
+#include "testing.h"
+#include <cuda.h>
+#include <dirent.h>
+#include <pthread.h>
+#include <sched.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#define RANKS 3
+#define GIVE_UP_MS 2000
+#define DEVICE_BYTES ((uint64_t)1 << 30) /* of each */
+
+typedef struct bench {
+    lab_order order;
+    rank_world world;
+    fanin_client *client;
+    char scratch[40];
+    unsigned pulls;
+    bool failed; /* a device has */
+} bench;
+
+static lab the_lab;
+static bench b; /* of the test that runs */
+
+/* -------------------------------------------------------------------- set-up */
+
+/* Two ranks on device 0, one on device 1; a device more gathers for every byte. */
+static void set_up(void)
+{
+    b = (bench){.order = lab_order_of(RANKS), .scratch = "/tmp/gather-fanin-XXXXXX"};
+    b.order.devices[1] = 1;
+    b.order.n_devices = 2;
+    assert_non_null(mkdtemp(b.scratch));
+    lab_start(&the_lab, &b.order, &b.world);
+    fanin_client_config config = make_client_config();
+    b.client = connect_client(&config, b.world.address_list, RANKS);
+    b.client->devices->gather_bytes = 1;
+}
+
+/* Directories that are there, hidden ones too. */
+static unsigned count_entries(void)
+{
+    unsigned n = 0;
+    DIR *all = opendir(b.scratch);
+    assert_non_null(all);
+    for (const struct dirent *e; (e = readdir(all));)
+        n += strcmp(e->d_name, ".") != 0 && strcmp(e->d_name, "..") != 0;
+    closedir(all);
+    return n;
+}
+
+static int tear_down(void **state)
+{
+    char command[64];
+    fake_cuda_counts c;
+    fanin_client_destroy(&b.client);
+    fake_cuda_count(&c);
+    if (!b.failed) /* a device that has failed unmaps nothing */
+        assert_int_equal(c.mappings, 0);
+    assert_int_equal(c.allocations, 0);
+    assert_int_equal(c.pinned, 0);
+    rank_world_free(&b.world);
+    lab_stop(&the_lab);
+    snprintf(command, sizeof command, "rm -r %s", b.scratch);
+    assert_int_equal(system(command), 0);
+    return 0;
+}
+
+/* --------------------------------------------------------------------- pulls */
+
+typedef struct puller {
+    bool spare;
+    uint32_t timeout_ms;
+    char directory[64];
+    fanin_status status;
+    fanin_error error;
+    fanin_path path;
+    pthread_t thread;
+} puller;
+
+static void *pull_main(void *cookie)
+{
+    puller *p = cookie;
+    fanin_result *result = NULL;
+    fanin_result_info info = {.struct_size = sizeof info};
+    fanin_pull_options options = make_options(FANIN_STEP_NEWEST, 0);
+    options.spare_file = p->spare;
+    if (p->timeout_ms)
+        options.timeout_ms = p->timeout_ms;
+    p->error = (fanin_error)FANIN_ERROR_INIT;
+    snprintf(p->directory, sizeof p->directory, "%s/%u", b.scratch, b.pulls++);
+    p->status =
+        fanin_client_pull_adapter(b.client, &options, p->directory, &result, &p->error);
+    if (p->status == FANIN_OK) {
+        fanin_result_get(result, &info);
+        p->path = info.path;
+    }
+    fanin_result_free(&result);
+    return NULL;
+}
+
+/* What it brought is the pattern's. */
+static void check_pulled(const puller *p)
+{
+    const check_pattern pattern = {.follows = true};
+    uint64_t bytes;
+    fanin_error error = FANIN_ERROR_INIT;
+    assert_ok(p->status, p->error);
+    assert_ok(check_directory(&pattern, p->directory, "lora:0", 1, &bytes, &error),
+              error);
+    assert_true(bytes > 0);
+}
+
+static void pull_well(bool spare)
+{
+    puller p = {.spare = spare};
+    pull_main(&p);
+    check_pulled(&p);
+    assert_int_equal(p.path, FANIN_PATH_CUDA_IPC);
+}
+
+static size_t gatherers(void)
+{
+    return b.client->publications->paths->gather.n;
+}
+
+/* A pull whose kernel on device 1 stands still. */
+static void start_and_hold(puller *p)
+{
+    fake_cuda_hold_kernel(1, 1);
+    assert_int_equal(pthread_create(&p->thread, NULL, pull_main, p), 0);
+    assert_true(fake_cuda_wait_kernel_held(1));
+}
+
+/* --------------------------------------------------------------------- tests */
+
+/* By pinned chunks, and straight into a file that was pinned before. */
+static void both_devices_gather(void **state)
+{
+    set_up();
+    pull_well(false);
+    assert_int_equal(gatherers(), 2);
+    for (int spare = 0; spare < 2; spare++) {
+        puller p = {.spare = spare};
+        pull_well(spare);
+        start_and_hold(&p);
+        fake_cuda_release(1);
+        assert_int_equal(pthread_join(p.thread, NULL), 0);
+        check_pulled(&p);
+    }
+}
+
+/* Few bytes are not worth a second device. */
+static void one_device_gathers_little(void **state)
+{
+    set_up();
+    b.client->devices->gather_bytes = (uint64_t)1 << 40;
+    pull_well(false);
+    assert_int_equal(gatherers(), 1);
+}
+
+/* A device whose memory is full leaves it to the other one, and says so once. */
+static void a_full_device_does_not_gather(void **state)
+{
+    void *filler = NULL;
+    set_up();
+    for (uint64_t size = DEVICE_BYTES; !filler; size -= (uint64_t)1 << 20) {
+        CUdeviceptr at;
+        assert_true(size > DEVICE_BYTES / 2);
+        assert_int_equal(gpu_context_enter(client_gpu(b.client), 1, NULL), FANIN_OK);
+        if (cuMemAlloc(&at, size) == CUDA_SUCCESS)
+            filler = (void *)at;
+        gpu_context_leave(client_gpu(b.client));
+    }
+    pull_well(false);
+    assert_int_equal(gatherers(), 1);
+    pull_well(true);
+    pull_well(true);
+    assert_int_equal(gatherers(), 1);
+    fake_cuda_free(filler);
+}
+
+/* Devices that cannot reach each other: what the one that gathers cannot read comes by stream. */
+static void without_peer_access_one_gathers(void **state)
+{
+    puller p = {.spare = true};
+    set_up();
+    fake_cuda_fail("cuDeviceCanAccessPeer", CUDA_ERROR_UNKNOWN, 0, 0);
+    pull_main(&p);
+    check_pulled(&p);
+    assert_int_equal(gatherers(), 1);
+    pull_main(&p);
+    check_pulled(&p);
+    fake_cuda_fail("cuDeviceCanAccessPeer", CUDA_SUCCESS, 0, 0);
+}
+
+/* Neither cancel nor a deadline leaves anything behind, and the next pull is whole. */
+static void a_pull_that_is_given_up_leaves_nothing(void **state)
+{
+    set_up();
+    pull_well(true);
+    for (int by_deadline = 0; by_deadline < 2; by_deadline++) {
+        puller p = {.spare = true, .timeout_ms = by_deadline ? GIVE_UP_MS : 0};
+        unsigned before = count_entries();
+        start_and_hold(&p);
+        deadline passed = deadline_in_ms(GIVE_UP_MS); /* later than the pull's */
+        if (!by_deadline)
+            fanin_client_cancel(b.client);
+        while (by_deadline && !deadline_passed(passed))
+            sched_yield();
+        fake_cuda_release(1); /* a kernel that runs is waited for */
+        assert_int_equal(pthread_join(p.thread, NULL), 0);
+        assert_int_equal(p.status,
+                         by_deadline ? FANIN_ERR_TIMEOUT : FANIN_ERR_CANCELLED);
+        assert_int_equal(count_entries(), before);
+        pull_well(true);
+    }
+}
+
+/* One of them fails in the middle: the rest of the pull's time is for another path. */
+static void a_device_fails_in_the_middle(void **state)
+{
+    puller p = {.spare = true};
+    set_up();
+    pull_well(true);
+    start_and_hold(&p);
+    b.failed = true;
+    fake_cuda_break(1);
+    fake_cuda_release(1);
+    assert_int_equal(pthread_join(p.thread, NULL), 0);
+    check_pulled(&p);
+    assert_int_equal(p.path, FANIN_PATH_STREAM);
+    assert_int_equal(count_entries(), 2);
+    fake_cuda_repair(1);
+    puller again = {.spare = true};
+    pull_main(&again);
+    check_pulled(&again);
+}
+
+static int open_lab(void **state)
+{
+    lab_open(&the_lab, false);
+    return 0;
+}
+
+static int close_lab(void **state)
+{
+    lab_close(&the_lab);
+    return 0;
+}
+
+#define CASE(name) cmocka_unit_test_teardown(name, tear_down)
+
+int main(int argc, char **argv)
+{
+    char memory[32];
+    snprintf(memory, sizeof memory, "%llu", (unsigned long long)DEVICE_BYTES);
+    setenv("FAKE_CUDA_MEMORY", memory, 1);
+    setenv("FANIN_CUDA_LIBRARY", getenv("FANIN_TEST_CUDA_LIBRARY"), 1);
+    unsetenv("CUDA_VISIBLE_DEVICES");
+    const struct CMUnitTest tests[] = {
+        CASE(both_devices_gather),
+        CASE(one_device_gathers_little),
+        CASE(a_full_device_does_not_gather),
+        CASE(without_peer_access_one_gathers),
+        CASE(a_pull_that_is_given_up_leaves_nothing),
+        CASE(a_device_fails_in_the_middle),
+    };
+    if (argc > 1)
+        cmocka_set_test_filter(argv[1]);
+    return cmocka_run_group_tests_name("device gather", tests, open_lab, close_lab);
+}
