@@ -194,8 +194,9 @@ def loader(e: Engine) -> Any:
 
 
 def worker(e: Engine) -> Any:
-    """What fanin's methods are given: a worker with that manager."""
-    return SimpleNamespace(model_runner=SimpleNamespace(lora_manager=loader(e)))
+    """What fanin's methods are given: a worker with that manager, and no request."""
+    batch = SimpleNamespace(lora_id_to_request_ids={})
+    return SimpleNamespace(model_runner=SimpleNamespace(lora_manager=loader(e), input_batch=batch))
 
 
 def adapter(

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +22,7 @@ from fanin.errors import RequestError
 from fanin.mapping import Trace
 from fanin.vllm import worker
 from fanin.vllm.pulls import catalog_digest, version_of
+from fanin.vllm.seats import Seats
 from fanin.vllm.slots import Image, Layout, Slots, file_name, prove
 from slots_engine import Engine
 
@@ -237,6 +240,124 @@ def test_a_layout_is_forgotten_when_vllms_memory_is_another() -> None:
     module = slots.manager.modules["lm_head"]
     module.lora_b_stacked = torch.zeros(e.slots, 1, 2 * e.vocabulary, e.max_rank)
     assert slots.layout("key") is None
+
+
+# ------------------------------------------------------------------ slots filled before they count
+
+
+def seated(slots: Slots, e: Engine, number: int, layouts: list[Layout]) -> Image:
+    """As :func:`bring`, and into a slot that is kept, while the engine may go on."""
+    bring(slots, e, number, layouts)
+    image = slots.image(f"/nowhere/{number}")
+    assert image is not None
+    slots.fill_seat(slots.keep_seat(), image)
+    return image
+
+
+def no_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(image: Image, manager: Any, slot: int) -> None:
+        raise AssertionError("a copy, where the slot was filled before")
+
+    monkeypatch.setattr(Image, "put", fail)
+
+
+@pytest.mark.parametrize("kind", ["dense", "experts", "fused", "mixed"])
+def test_a_slot_that_was_filled_before_is_switched_on_only(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    e = ENGINES[kind]
+    theirs, mine = slots_engine.loader(e), slots_engine.worker(e)
+    is_3d = e.kind in ("fused", "mixed")
+    with published(e) as trainer:
+        theirs.add_adapter(request(1, trainer.directory(tmp_path / "a"), e))
+        slots = Slots(mine)
+        trainer.pull(image := slots.take(trainer.layout(slots.loader, is_3d=is_3d)))
+    slots.hold("/nowhere/a", image)
+    slots.fill_seat(slots.keep_seat(), image)
+    assert image.seat is not None and not slots.manager.list_adapters()
+    no_copy(monkeypatch)
+    assert slots.loader.add_adapter(request(1, "/nowhere/a", e))
+    assert slots.manager.lora_index_to_id[0] == 1 and 1 in slots.manager._active_adapters
+    same_slots(slots.loader, theirs)
+
+
+def test_vllms_own_choice_leaves_for_it_unless_a_request_runs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    e, layouts = Engine(slots=2, cached=3), list[Layout]()
+    mine = slots_engine.worker(e)
+    running = mine.model_runner.input_batch.lora_id_to_request_ids
+    slots = Slots(mine)
+    for number in (1, 2):
+        bring(slots, e, number, layouts)
+        slots.loader.add_adapter(request(number, f"/nowhere/{number}", e))
+    running[2] = {"a request"}
+    held = slots_engine.slot_bytes(slots.loader, 1)
+    seated(slots, e, 3, layouts)
+    assert slots.manager.lora_index_to_id == [None, 2]
+    assert slots.keep_seat() is None, "one is kept already, in the other a request runs"
+    no_copy(monkeypatch)
+    slots.loader.add_adapter(request(3, "/nowhere/3", e))
+    assert slots.manager.lora_index_to_id == [3, 2]
+    assert all(torch.equal(held[k], v) for k, v in slots_engine.slot_bytes(slots.loader, 1).items())
+    monkeypatch.undo()
+    # The one that left comes back from host memory, and vLLM's order decides who leaves for it.
+    slots.loader.add_adapter(request(1, "/nowhere/1", e))
+    assert slots.manager.lora_index_to_id == [3, 1]
+
+    running[3] = running[1] = {"others"}
+    assert slots.keep_seat() is None
+
+
+def test_a_slot_that_vllm_needs_meanwhile_is_taken_back(tmp_path: Path) -> None:
+    """A request for another adapter comes while one is filled: the other is copied when added."""
+    e, layouts = Engine(slots=1, cached=2), list[Layout]()
+    theirs, slots = slots_engine.loader(e), Slots(slots_engine.worker(e))
+    bring(slots, e, 1, layouts)
+    image = seated(slots, e, 2, layouts)
+    seat = image.seat
+    assert seat is not None
+    slots.loader.add_adapter(request(1, "/nowhere/1", e))
+    assert not seat.fill([lambda: pytest.fail("written while vLLM has it")])
+    one = slots_engine.slot_bytes(slots.loader, 0)
+    with published(e, seed=2) as trainer:
+        theirs.add_adapter(request(2, trainer.directory(tmp_path / "two"), e))
+    slots.loader.add_adapter(request(2, "/nowhere/2", e))
+    same_slots(slots.loader, theirs)
+    slots.loader.add_adapter(request(1, "/nowhere/1", e))
+    assert all(torch.equal(one[k], v) for k, v in slots_engine.slot_bytes(slots.loader, 0).items())
+
+
+def test_a_slot_of_an_adapter_that_nobody_wants_is_free_again() -> None:
+    e, layouts = Engine(slots=1), list[Layout]()
+    slots = Slots(slots_engine.worker(e))
+    seated(slots, e, 1, layouts)
+    assert slots.keep_seat() is None
+    slots.release("/nowhere/1")
+    seat = slots.keep_seat()
+    assert seat is not None and slots.give_up_seat(seat) is False
+
+
+@pytest.mark.parametrize("at", range(4))
+def test_of_a_slot_that_is_taken_back_no_more_is_written(at: int) -> None:
+    """However far filling is, and in whatever thread."""
+    seats, written = Seats(), list[int]()
+    seat = seats.keep(at)
+    engine = threading.Thread(target=seats.take_back, args=(at,))
+
+    def write(piece: int) -> None:
+        written.append(piece)
+        if piece == at:  # the engine waits for this piece, and then has it
+            engine.start()
+            deadline = time.monotonic() + 60
+            while not seat._lost:
+                assert time.monotonic() < deadline
+                time.sleep(0.001)
+
+    assert seat.fill([functools.partial(write, piece) for piece in range(4)]) is False
+    engine.join(60)
+    assert written == list(range(at + 1)) and not seats.indices()
+    assert seats.give_up(seat) is False
 
 
 # ------------------------------------------------------------------------- what does not fit

@@ -59,8 +59,9 @@ class WorkerCalls(Protocol):
 class _Flight:
     """One pull, and how many wait for it."""
 
-    def __init__(self, wanted: Wanted) -> None:
+    def __init__(self, wanted: Wanted, number: int = 0) -> None:
         self.wanted = wanted
+        self.number = number
         self.started = time.monotonic()
         self.deadline = self.started + wanted.timeout
         self.task: asyncio.Task[Adapter] | None = None
@@ -118,11 +119,14 @@ class Flights:
         """See :meth:`SlotWay.status`."""
         return self._slots.status()
 
-    async def fetch(self, wanted: Wanted, asked: float | None = None) -> Adapter:
+    async def fetch(
+        self, wanted: Wanted, asked: float | None = None, *, number: int = 0
+    ) -> Adapter:
         """The adapter, pulled unless it is here, and pinned: the caller must take one from pins.
 
         asked: when the caller was asked (time.monotonic), None: now. vLLM lets those who ask for
         one name in one after the other; who asked before the last pull failed gets its error.
+        number: vLLM's, under which workers may add the adapter as soon as they have it; 0: none.
         Waits at most about wanted.timeout. Raises as :meth:`PullService.pull`.
         """
         when, failure = self._failed.get(wanted.key, (0.0, None))
@@ -134,7 +138,7 @@ class Flights:
                 raise ConnectionFailedError.make(
                     f"{_MAX_FLIGHTS} adapters are being pulled already", "ask again", code=-302
                 )
-            flight = _Flight(wanted)
+            flight = _Flight(wanted, number)
             self._flights[wanted.key] = flight
             flight.task = asyncio.get_running_loop().create_task(self._fly(flight))
             # Nobody may be waiting any more when it fails.
@@ -314,6 +318,7 @@ class Flights:
             if way is not None:
                 way.check(wanted, plan)
                 job |= fields(wanted, plan)
+                job |= {"number": flight.number, "adapter": wanted.name}
             try:
                 left = deadline - time.monotonic()
                 reports = await self._job_runner(workers, flight, plan)(job, left)
@@ -333,6 +338,7 @@ class Flights:
                 reused=all(report["reused"] for report in reports),
                 transport=str(reports[0]["transport"]),
                 landing="directory" if way is None else "slot",
+                numbers={flight.number} if all(one.get("added") for one in reports) else set(),
             )
         raise AssertionError("unreachable")
 

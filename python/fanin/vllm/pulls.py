@@ -195,7 +195,8 @@ class Adapter:
     there until the lease is released. bytes, seconds: what the pull moved and took; reused:
     another engine of this host had pulled it, nothing moved. lease: None if it was pulled by
     workers on other hosts. requests: vLLM's requests that name the path. pins: callers that have
-    been given it and have made no request of it yet. suspended: its name was taken away until it
+    been given it and have made no request of it yet. numbers: vLLM's, under which all workers have
+    added it and vLLM does not know that yet. suspended: its name was taken away until it
     is known what has become of its trainer.
     """
 
@@ -218,6 +219,7 @@ class Adapter:
     lease: Lease | None = None
     requests: list[Any] = field(default_factory=list)
     pins: int = 0
+    numbers: set[int] = field(default_factory=set)
     suspended: bool = False
     landing: str = "directory"
     landing_why: str = ""

@@ -106,7 +106,8 @@ def make_resolver() -> Any:
                 return None
             if models is not None:
                 await here.attach(models)
-            adapter = await here.flights.fetch(wanted, here.asked())
+            number = 0 if here.adds is None else here.adds.taken()
+            adapter = await here.flights.fetch(wanted, here.asked(), number=number)
             try:
                 here.service.warn_of_base_model(adapter, base_model_name)
                 request = LoRARequest(

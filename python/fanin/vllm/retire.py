@@ -115,6 +115,13 @@ class Keeper:
         """The adapter of that name, if it is here and stays."""
         return self._here.get(name)
 
+    def in_slots(self, path: str) -> Adapter | None:
+        """The adapter of that path, here or leaving, if it is in the layout of slots."""
+        for adapter in (*self._here.values(), *self._leaving):
+            if adapter.landing == "slot" and str(adapter.path) == path:
+                return adapter
+        return None
+
     def add(self, adapter: Adapter) -> Adapter:
         """Takes a pulled adapter in; what is then here under its name.
 

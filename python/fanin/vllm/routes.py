@@ -12,6 +12,7 @@ All of them want the engine's API key, if it has one.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import hmac
@@ -175,18 +176,18 @@ class Api:
         free = isinstance(name, str) and parse(name) is None
         return self._here.config.newest and body.get("step") is None and free
 
-    async def _fetch(self, body: dict[str, Any]) -> Adapter:
-        """The adapter that the body asks for, pinned."""
+    async def _fetch(self, body: dict[str, Any], number: int) -> Adapter:
+        """The adapter that the body asks for, pinned. number: see :meth:`Flights.fetch`."""
         here = self._here
         if not self._wants_newest(body):
-            return await here.flights.fetch(self.wanted(body))
+            return await here.flights.fetch(self.wanted(body), number=number)
         first = self.wanted({**body, "step": 0})
         deadline = time.monotonic() + first.timeout
         while True:
             step = await in_thread(lambda: here.service.newest(first.source, first.run, deadline))
             wanted = dataclasses.replace(first, step=step, timeout=deadline - time.monotonic())
             try:
-                return await here.flights.fetch(wanted)
+                return await here.flights.fetch(wanted, number=number)
             except SupersededError:
                 if time.monotonic() >= deadline:
                     raise
@@ -215,13 +216,17 @@ class Api:
         if engine is None:
             raise StateError.make("the engine is not up yet", "ask again")
         self._check_name(engine.models, wanted.name)
-        adapter = await self._fetch(body)
+        number = 0
+        if here.adds is not None and engine.models.lora_requests.get(wanted.name) is None:
+            number = here.adds.reserve()
+        adapter = await self._fetch(body, number)
         try:
             here.service.warn_of_base_model(
                 adapter, str(getattr(engine.models.model_config, "model", ""))
             )
             loaded = time.monotonic()
-            await self._register(engine.models, adapter)
+            with contextlib.nullcontext() if here.adds is None else here.adds.given(number):
+                await self._register(engine.models, adapter)
         finally:
             adapter.pins -= 1
         if here.source is None:

@@ -9,6 +9,7 @@ when one leaves; it asks for an adapter as ever, and is given an image instead o
 from __future__ import annotations
 
 import copy
+import functools
 import re
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -23,6 +24,7 @@ from fanin._tensors import TORCH_DTYPES
 from fanin.errors import RequestError
 from fanin.mapping import About, MappingError, Trace, layer_of
 from fanin.mapping import Mapping as SlotMapping
+from fanin.vllm.seats import Seat, Seats
 
 __all__ = ["Image", "Layout", "Slots", "file_name", "prove", "unfit", "unfitting"]
 
@@ -129,6 +131,30 @@ def _signature(manager: Any) -> tuple[Any, ...]:
 def _mapper(manager: Any) -> Any:
     mapper = getattr(manager.model, "hf_to_vllm_mapper", None)
     return None if mapper is None else mapper.get_rename_mapper()
+
+
+def _idle_slot(worker: Any, manager: Any, kept: set[int]) -> int | None:
+    """A slot that no adapter has, or that of the adapter that vLLM would let go of next, which goes
+    now, if no request runs with it. None: there is none but *kept*. In the engine's thread."""
+    slots = manager.lora_index_to_id
+    free = [index for index, number in enumerate(slots) if number is None and index not in kept]
+    if free:
+        return int(free[0])
+    batch = getattr(worker.model_runner, "input_batch", None)
+    running = getattr(batch, "lora_id_to_request_ids", None)
+    active = manager._active_adapters
+    oldest = next((number for number in active.order if number not in active.pinned_items), None)
+    if running is None or oldest is None or oldest in running:
+        return None
+    index = int(slots.index(oldest))
+    active.remove_oldest()
+    return index
+
+
+def _sit_down(manager: Any, number: int, index: int) -> None:
+    """What vLLM's own activation does, but for the weights."""
+    manager._active_adapters[number] = None
+    manager.lora_index_to_id[index] = number
 
 
 def _set(manager: Any, lora: Any, path: str, twin: Any) -> None:
@@ -320,6 +346,8 @@ class Image:
 
     def __init__(self, layout: Layout, *, pinned: bool = False) -> None:
         self.layout = layout
+        #: The slot that has been filled with it, if one could be kept.
+        self.seat: Seat | None = None
         self._copied: Any = None
         landed: dict[tuple[str, str], Any] = {}
         self._ready: list[tuple[Part, Any, Any]] = []  # the part, what lands, what is copied
@@ -370,16 +398,27 @@ class Image:
 
     def put(self, manager: Any, slot: int) -> None:
         """Copies it into a slot that vLLM has just cleared; on CUDA on the current stream."""
+        for copy_one in self._copies(manager, slot):
+            copy_one()
+        if manager.device.type == "cuda":
+            self._copied = torch.cuda.Event()
+            self._copied.record()
+
+    def pieces(self, manager: Any, slot: int) -> Iterator[Callable[[], None]]:
+        """As clearing that slot and :meth:`put`, in host memory, in pieces of some milliseconds."""
+        for module in manager.modules.values():
+            yield functools.partial(module.reset_lora, slot)
+        yield from self._copies(manager, slot)
+
+    def _copies(self, manager: Any, slot: int) -> Iterator[Callable[[], None]]:
         for part, _, final in self._ready:
             stack = getattr(manager.modules[part.path], part.attribute)
             whole = stack if part.place is None else stack[part.place]
             place = tuple(slice(n) for n in final.shape)
-            whole[slot][place].copy_(final, non_blocking=True)
+            yield functools.partial(whole[slot][place].copy_, final, non_blocking=True)
         for path in self.layout.switched:
-            manager.modules[path].adapter_enabled[slot] = 1
-        if manager.device.type == "cuda":
-            self._copied = torch.cuda.Event()
-            self._copied.record()
+            enabled = manager.modules[path].adapter_enabled
+            yield functools.partial(enabled[slot].fill_, 1)
 
     def slot_of(self, path: str, leaf: str, like: Any) -> Any:
         """What a slot has of it in one tensor, the rest zero."""
@@ -437,8 +476,10 @@ class Slots:
     """
 
     def __init__(self, worker: Any) -> None:
+        self._worker = worker
         self.loader = _loader(worker)
         self.manager = self.loader._adapter_manager
+        self._seats = Seats()
         self._lock = threading.Lock()
         self._layouts: dict[str, Layout] = {}
         self._images: dict[str, tuple[Image, int]] = {}  # by path, with how often it is held
@@ -479,6 +520,39 @@ class Slots:
         image.wait()
         return image
 
+    def keep_seat(self) -> Seat | None:
+        """A slot to be filled before vLLM asks for it. In the engine's thread, which may be using
+        the others; None if requests run with all, or it is a GPU's."""
+        if self.manager.device.type != "cpu":
+            return None
+        index = _idle_slot(self._worker, self.manager, self._seats.indices())
+        return None if index is None else self._seats.keep(index)
+
+    def fill_seat(self, seat: Seat | None, image: Image) -> None:
+        """Puts *image* into the slot that was kept, if vLLM has not taken it back."""
+        if seat is not None and seat.fill(image.pieces(self.manager, seat.index)):
+            image.seat = seat
+
+    def give_up_seat(self, seat: Seat | None) -> bool:
+        """The slot is vLLM's again; whether it was filled. What fills it has stopped then."""
+        return self._seats.give_up(seat)
+
+    def sit_down(self, number: int, image: Image) -> bool:
+        """Whether the adapter of that number has a slot now without a copy. In the engine's
+        thread, which may give any slot away after this."""
+        seat, image.seat = image.seat, None
+        whole = self._seats.give_up(seat)
+        if seat is not None and whole and self.manager.lora_index_to_id[seat.index] is None:
+            _sit_down(self.manager, number, seat.index)
+            return True
+        return False
+
+    def stand_up(self) -> None:
+        """vLLM gives a slot away now: the first that no adapter has."""
+        slots = self.manager.lora_index_to_id
+        if None in slots:
+            self._seats.take_back(slots.index(None))
+
     def hold(self, path: str, image: Image | None = None) -> Image | None:
         """Holds the image of that path once more; *image*, if there is none yet. None: none."""
         with self._lock:
@@ -498,6 +572,7 @@ class Slots:
                 self._images[path] = image, times - 1
                 return
             del self._images[path]
+        self._seats.give_up(image.seat)
         with suppress(RuntimeError):  # the engine's thread has just changed the list
             loaded = list(self.manager.list_adapters().values())
             if not any(getattr(model, "image", None) is image for model in loaded):
@@ -505,6 +580,8 @@ class Slots:
 
     def give_back(self, image: Image) -> None:
         """An image that nothing uses: the next pull may fill it."""
+        self._seats.give_up(image.seat)
+        image.seat = None
         with self._lock:
             self._spare = [*self._spare, image][-_SPARE:]
 
@@ -537,9 +614,14 @@ def _hook(slots: Slots) -> None:
             merge(lora)
 
     def activate_adapter(lora_id: int) -> bool:
-        """vLLM chooses the slot and clears it, since the adapter names no module."""
-        fresh = activate(lora_id)
+        """vLLM chooses the slot and clears it, since the adapter names no module; or it has been
+        filled."""
         lora = manager.list_adapters().get(lora_id)
+        if lora_id not in manager._active_adapters:
+            if isinstance(lora, SlotModel) and slots.sit_down(lora_id, lora.image):
+                return True
+            slots.stand_up()
+        fresh = activate(lora_id)
         if fresh and isinstance(lora, SlotModel):
             try:
                 lora.image.put(manager, manager.lora_index_to_id.index(lora_id))

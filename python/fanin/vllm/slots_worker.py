@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pulls of a worker into the layout of its slots, and how it learns one.
+"""Pulls of a worker into the layout of its slots, how it learns one, and how adapters are added.
 
 A layout is learnt from an adapter that is here as a directory: vLLM's own code is run over numbers
 (:mod:`fanin.vllm.slots`), and what the layout then makes of the directory is compared with what
@@ -8,6 +8,7 @@ vLLM's own load makes of it, byte for byte. Only a layout that has passed that i
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import time
@@ -15,9 +16,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from fanin.errors import CancelledError, FaninError, StaleError
+from fanin.errors import CancelledError, FaninError, HostError, StaleError
 from fanin.vllm.clients import Target, remaining
+from fanin.vllm.faults import to_wire
 from fanin.vllm.pulls import PullService, catalog_digest, version_of
+from fanin.vllm.seats import Seat
 from fanin.vllm.slots import Layout, Slots, prove, unfit, unfitting
 from fanin.vllm.worker import Done, Jobs
 
@@ -26,6 +29,11 @@ __all__ = ["WorkerSlots"]
 _log = logging.getLogger("vllm.fanin")
 
 Progress = Callable[[int, int], None]
+Work = Callable[[Any, dict[str, Any], float, Progress], Done]
+
+
+def _short(error: MemoryError) -> HostError:
+    return HostError.make(str(error) or "no memory for an adapter", "keep fewer adapters")
 
 
 class _Hold:
@@ -54,6 +62,8 @@ class WorkerSlots:
         if why:
             raise unfitting(why)
         self._slots = Slots(worker)
+        #: Of jobs that bring an adapter which vLLM has numbered already.
+        self._numbered: dict[str, dict[str, Any]] = {}
         self.jobs = Jobs()
 
     def start(self, job: dict[str, Any], service: Callable[[], PullService]) -> None:
@@ -61,7 +71,12 @@ class WorkerSlots:
 
         Returns at once. service: makes the one to pull with; called in the job's thread.
         """
-        work = self._learn if job["learn"] else self._pull
+        if job["learn"]:
+            work: Work = self._learn
+        else:
+            work = functools.partial(self._pull, self._slots.keep_seat())
+            if job.get("number"):
+                self._numbered[job["id"]] = job
 
         def run(progress: Progress) -> Done:
             self._slots.use_device()
@@ -72,14 +87,86 @@ class WorkerSlots:
 
         self.jobs.start(job["id"], run)
 
+    # ------------------------------------------------------------------ adding
+
+    def report(self, name: str, seconds: float = 0.0) -> dict[str, Any]:
+        """How far a job is, waiting for its end at most *seconds*; in the engine's thread.
+
+        The adapter of one that is done and came with vLLM's number is added here and now.
+        """
+        told = self.jobs.linger(name, seconds)
+        job = self._numbered.get(name)
+        if job is None or told["state"] != "done":
+            return told
+        answer = self.add(job)
+        if answer["error"] is not None:
+            return {**told, "state": "failed", "error": answer["error"]}
+        return {**told, "added": True}
+
+    def add(self, adapter: dict[str, Any]) -> dict[str, Any]:
+        """Adds an adapter to vLLM's, or says why not; raises nothing. In the engine's thread.
+
+        adapter: adapter, its name; number, path, is_3d.
+        """
+        from vllm.lora.request import LoRARequest
+
+        try:
+            self._slots.loader.add_adapter(
+                LoRARequest(
+                    adapter["adapter"],
+                    adapter["number"],
+                    adapter["path"],
+                    is_3d_lora_weight=adapter["is_3d"],
+                )
+            )
+        except MemoryError as error:
+            return {"error": to_wire(_short(error))}
+        except Exception as error:
+            _log.warning("fanin: %s was not added", adapter["adapter"], exc_info=True)
+            return {"error": to_wire(error)}
+        return {"error": None}
+
+    def drop(self, path: str, name: str) -> None:
+        """Forgets jobs by their name or by what they brought, and vLLM what they added."""
+        for key, job in list(self._numbered.items()):
+            if key == name or job["path"] == path:
+                del self._numbered[key]
+                self._slots.loader.remove_adapter(job["number"])
+        self.jobs.drop(name=name, path=path)
+
     # ------------------------------------------------------------------ a pull
 
-    def _pull(self, client: Any, job: dict[str, Any], deadline: float, progress: Progress) -> Done:
+    def _pull(
+        self,
+        seat: Seat | None,
+        client: Any,
+        job: dict[str, Any],
+        deadline: float,
+        progress: Progress,
+    ) -> Done:
+        try:
+            return self._bring(seat, client, job, deadline, progress)
+        except MemoryError as error:
+            self._slots.give_up_seat(seat)
+            raise _short(error) from error
+        except BaseException:
+            self._slots.give_up_seat(seat)
+            raise
+
+    def _bring(
+        self,
+        seat: Seat | None,
+        client: Any,
+        job: dict[str, Any],
+        deadline: float,
+        progress: Progress,
+    ) -> Done:
         layout = self._slots.layout(job["layout"])
         if layout is None:
             raise unfitting("this worker does not know the layout any more")
         path = job["path"]
         if self._slots.hold(path) is not None:  # another caller has brought it
+            self._slots.give_up_seat(seat)
             return self._done(job, path, 0, "", reused=True)
         image = self._slots.take(layout)
         try:
@@ -94,6 +181,7 @@ class WorkerSlots:
             )
             self._check_catalog(client, job, deadline)
             image.finish()
+            self._slots.fill_seat(seat, image)
         except BaseException:
             self._slots.give_back(image)
             raise

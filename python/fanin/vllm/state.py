@@ -20,6 +20,7 @@ from typing import Any
 from fanin.config import InferenceConfig, inference_config
 from fanin.errors import StateError
 from fanin.names import parse
+from fanin.vllm.adds import Adds
 from fanin.vllm.checks import EngineFacts
 from fanin.vllm.clients import ClientPool, Source
 from fanin.vllm.directories import Places
@@ -178,6 +179,7 @@ class State:
         if config.trainer is not None:
             self.source = Source.of(config.trainer, config.server_name)
         self.engine: Engine | None = None
+        self.adds: Adds | None = None
         self.places = Places(config.cache_dir)
         self.counters = metrics() if counters is None else counters
         self.service = PullService(
@@ -234,7 +236,10 @@ class State:
         self._warn_of_small_cache(engine.facts())
         threading.Thread(target=self._sweep, name="fanin-sweep", daemon=True).start()
         await engine.probe()
-        self.flights.use_slots(SlotWay(self._no_slots(engine)), engine.call_workers)
+        way = SlotWay(self._no_slots(engine))
+        self.flights.use_slots(way, engine.call_workers)
+        if not way.why:
+            self.adds = Adds(models, keeper.in_slots, engine.call_workers)
         return engine
 
     def _no_slots(self, engine: Engine) -> str:

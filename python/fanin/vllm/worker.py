@@ -286,7 +286,7 @@ def _start_for_slots(worker: Any, job: dict[str, Any]) -> dict[str, Any]:
             worker.fanin_worker_slots = WorkerSlots(worker)
         _slots_of(worker).start(job, lambda: _service(job["root"], _config().path))
         seconds = 0.0 if job["learn"] else _LINGER
-        return dict(_slots_of(worker).jobs.linger(job["id"], seconds))
+        return dict(_slots_of(worker).report(job["id"], seconds))
     except Exception as error:  # an exception here would be the engine's end
         failure = RequestError.make(f"{type(error).__name__}: {error}", phase="slots")
 
@@ -298,17 +298,30 @@ def _start_for_slots(worker: Any, job: dict[str, Any]) -> dict[str, Any]:
 
 
 def fanin_poll_pull(self: Any, job_id: str) -> dict[str, Any]:
-    """How far the pull is; returns at once."""
+    """How far the pull is; returns at once.
+
+    An adapter that came into the layout of the slots with vLLM's number is added with the answer
+    that says so ("added").
+    """
     slots = _slots_of(self)
-    mine = slots is not None and slots.jobs.knows(job_id)
-    return dict((slots.jobs if mine else _jobs).poll(job_id))
+    if slots is not None and slots.jobs.knows(job_id):
+        return dict(slots.report(job_id))
+    return _jobs.poll(job_id)
+
+
+def fanin_add_lora(self: Any, adapter: dict[str, Any]) -> dict[str, Any]:
+    """vLLM's add_lora for an adapter in the layout of the slots; {"error": None, or of it}.
+
+    It raises nothing: see :func:`fanin.vllm.guard.fanin_weights_call`.
+    """
+    return dict(_slots_of(self).add(adapter))
 
 
 def fanin_drop_adapter(self: Any, path: str, job_id: str = "") -> bool:
     """Gives the directory up, which is deleted in a thread, or the image; returns at once."""
     slots = _slots_of(self)
     if slots is not None:
-        slots.jobs.drop(name=job_id, path=path)
+        slots.drop(path, job_id)
     _jobs.drop(name=job_id, path=path)
     return True
 
@@ -363,6 +376,7 @@ def fanin_check_weights(
 _METHODS = (
     fanin_start_pull,
     fanin_poll_pull,
+    fanin_add_lora,
     fanin_drop_adapter,
     fanin_model_facts,
     fanin_check_weights,

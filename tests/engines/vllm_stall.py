@@ -1,0 +1,149 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""vllm_stall.py [--adapters N]
+
+How long a request that runs in a real vLLM waits for its next step while new adapters come.
+
+Live FSDP2 trainers (2 ranks), one engine with two slots, and a request that streams tokens by an
+adapter. In turns nothing happens; the trainers commit a step; they commit one that the engine
+brings, straight into a slot; they commit one that it brings by a directory. Of each turn the
+longest time from one step of the engine to the next, noted in its worker, less the median of the
+turns in which nothing happens: median, p99 and longest, in milliseconds. The longest of all are
+listed with the part in which the engine's thread waited for a processor, and in which Python
+collected garbage.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from live_trainer import LiveTrainer
+from vllm_measure import learn_the_slots
+from vllm_server import TokenStream, VllmServer, save_model
+
+PROMPT = [5, 9, 13, 17, 21]
+QUIET = 0.04  # seconds of a turn in which nothing happens, about as long as the others take
+
+
+class Turn(NamedTuple):
+    what: str
+    begun: float
+    ended: float
+
+
+class Gap(NamedTuple):
+    """From one step to the next: seconds, and of these waiting for a processor, collecting."""
+
+    whole: float
+    delayed: float
+    collected: float
+
+
+class Place:
+    def __init__(self, scratch: Path, trainer: LiveTrainer, engine: VllmServer) -> None:
+        self.scratch, self.trainer, self.engine = scratch, trainer, engine
+
+    def notes(self, method: str) -> Any:
+        return self.engine.ask("POST", "/collective_rpc", {"method": method})["results"][0]
+
+    def commit(self) -> int:
+        return int(self.trainer.step(record=False)["step"])
+
+    def bring(self, landing: str) -> None:
+        name = f"new-run0-step{self.commit()}"
+        body = {"lora_name": name, "landing": "auto" if landing == "slot" else landing}
+        answer = self.engine.ask("POST", "/load_lora_adapter_nixl", body)
+        if answer["landing"] != landing:
+            raise SystemExit(f"not into a {landing}: {answer['landing_why']}")
+
+    def turns(self, count: int) -> tuple[list[Turn], list[list[float]]]:
+        ways: dict[str, Callable[[], Any]] = {
+            "nothing": lambda: time.sleep(QUIET),
+            "a commit": self.commit,
+            "slot": lambda: self.bring("slot"),
+            "directory": lambda: self.bring("directory"),
+        }
+        name = f"new-run0-step{self.trainer.published}"
+        found = []
+        with TokenStream(self.engine, name, PROMPT, 60000) as stream:
+            stream.wait_for(200)  # what is slow at first is not what is asked here
+            self.notes("start_noting")
+            for _ in range(count):
+                for what, way in ways.items():
+                    begun = time.monotonic()
+                    way()
+                    ended = time.monotonic()
+                    stream.wait_for(len(stream.tokens) + 2)
+                    found.append(Turn(what, begun, ended))
+            if not stream.running:
+                raise SystemExit("the request ended before the adapters had come")
+            return found, self.notes("noted")
+
+
+def longest(turn: Turn, steps: list[list[float]]) -> Gap:
+    """The longest gap that overlaps the turn."""
+    gaps = [
+        Gap(*(b - a for a, b in zip(one, two, strict=True)))
+        for one, two in zip(steps, steps[1:], strict=False)
+        if two[0] > turn.begun and one[0] < turn.ended
+    ]
+    return max(gaps)
+
+
+def show(turns: list[Turn], steps: list[list[float]]) -> None:
+    found: dict[str, list[Gap]] = defaultdict(list)
+    for turn in turns:
+        found[turn.what].append(longest(turn, steps))
+    plain = statistics.median(gap.whole for gap in found["nothing"])
+    print(f"\nlongest step of a turn without anything, median: {plain * 1e3:.1f} ms; beyond it:")
+    for what, gaps in found.items():
+        beyond = sorted((gap.whole - plain) * 1e3 for gap in gaps)
+        p99 = beyond[min(len(beyond) - 1, int(len(beyond) * 0.99))]
+        print(
+            f"{what:>10}: median {statistics.median(beyond):6.1f}, p99 {p99:6.1f}, "
+            f"longest {beyond[-1]:6.1f}  ({len(gaps)} turns)"
+        )
+    print("\nthe longest, ms: whole, waiting for a processor, collecting garbage")
+    everything = sorted(((gap, what) for what, gaps in found.items() for gap in gaps), reverse=True)
+    for gap, what in everything[:12]:
+        print(f"{what:>10}: " + ", ".join(f"{part * 1e3:7.1f}" for part in gap))
+    sys.stdout.flush()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[2])
+    parser.add_argument("--adapters", type=int, default=100, help="of each way")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="fanin-stall-", dir="/dev/shm") as folder:
+        scratch = Path(folder)
+        model = save_model(scratch / "model")
+        environment = {
+            "FANIN_TRAINER": str(scratch / "trainer" / "nixl_info.json"),
+            "NIXL_LORA_CACHE_DIR": str(scratch / "cache"),
+            "VLLM_SERVER_DEV_MODE": "1",  # for /collective_rpc
+        }
+        arguments = ["--max-loras", "2", "--max-cpu-loras", "4"]
+        arguments += ["--worker-extension-cls", "noting.Noting"]
+        with (
+            LiveTrainer(model, scratch / "trainer") as trainer,
+            VllmServer(model, scratch, *arguments, environment=environment) as engine,
+        ):
+            trainer.wait_ready()
+            engine.wait_ready()
+            place = Place(scratch, trainer, engine)
+            learn_the_slots(trainer, engine)
+            for way in ("slot", "directory", "slot"):
+                place.bring(way)
+            show(*place.turns(options.adapters))
+
+
+if __name__ == "__main__":
+    main()
