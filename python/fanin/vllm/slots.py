@@ -520,6 +520,11 @@ class Slots:
         image.wait()
         return image
 
+    def idle(self) -> bool:
+        """Whether no request waits for a step, as far as the worker knows; the engine's thread."""
+        batch = getattr(self._worker.model_runner, "input_batch", None)
+        return not getattr(batch, "req_id_to_index", None)
+
     def keep_seat(self) -> Seat | None:
         """A slot to be filled before vLLM asks for it. In the engine's thread, which may be using
         the others; None if requests run with all, or it is a GPU's."""

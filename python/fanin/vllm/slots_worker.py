@@ -90,11 +90,12 @@ class WorkerSlots:
     # ------------------------------------------------------------------ adding
 
     def report(self, name: str, seconds: float = 0.0) -> dict[str, Any]:
-        """How far a job is, waiting for its end at most *seconds*; in the engine's thread.
+        """How far a job is, in the engine's thread; where no request runs it waits for the end of
+        the job, at most *seconds*.
 
         The adapter of one that is done and came with vLLM's number is added here and now.
         """
-        told = self.jobs.linger(name, seconds)
+        told = self.jobs.linger(name, seconds if self._slots.idle() else 0.0)
         job = self._numbered.get(name)
         if job is None or told["state"] != "done":
             return told

@@ -2,8 +2,8 @@
 """Pulls in workers' processes, started and asked after by short calls.
 
 While a method runs that ``collective_rpc`` calls, the engine generates nothing. So no method here
-waits for the network (but for three milliseconds, where that saves a call): one starts a thread,
-others look how far it is.
+waits for the network (but for three milliseconds, where that saves a call and no request runs):
+one starts a thread, others look how far it is.
 
 :func:`install` gives the methods of the API server's protocol to vLLM's workers. For engines
 without endpoint plugins there is :class:`WorkerExtension`, to be named with
@@ -255,7 +255,8 @@ def fanin_start_pull(self: Any, job: dict[str, Any]) -> dict[str, Any]:
     """Starts the pull that the API server has planned; returns at once.
 
     With a layout it goes into this worker's slots, else into a directory. Small adapters are there
-    in less than another call costs, so that one for slots lingers for that long.
+    in less than another call costs, so that one for slots lingers for that long if nobody waits for
+    the engine.
     """
 
     def work(progress: Callable[[int, int], None]) -> Done:
