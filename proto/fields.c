@@ -140,7 +140,8 @@ CHECKED_TABLE(fields_digest_ok, check_digest_ok,
                16 * LIMIT_READ_ENTRIES});
 
 TABLE(fields_end, ID(1, msg_end, token),
-      OPTIONAL_NUMBER(2, FIELD_BOOL, msg_end, abandon, 1));
+      OPTIONAL_NUMBER(2, FIELD_BOOL, msg_end, abandon, 1),
+      OPTIONAL_NUMBER(3, FIELD_U64, msg_end, begin, UINT64_MAX));
 TABLE(fields_end_ok, FLAG(1, msg_end_ok, good), U64(2, msg_end_ok, step));
 
 TABLE(fields_watch, NAME(1, msg_watch, publication));

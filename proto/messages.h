@@ -164,6 +164,9 @@ typedef struct msg_digest_ok {
 typedef struct msg_end {
     uint8_t token[16];
     bool abandon; /**< only give the lease back */
+    /** not 0: of this session's begin of that request number, whose answer, and so whose token, has
+        not come; the token says nothing */
+    uint64_t begin;
 } msg_end;
 
 typedef struct msg_end_ok {

@@ -476,21 +476,16 @@ void connection_ask(connection *c, uint64_t request, reply_fn fn, void *cookie)
     flush(c);
 }
 
-void connection_leave_to(connection *c, const void *cookie, reply_fn fn)
+void connection_forget(connection *c, const void *cookie)
 {
     /* The entry stays so that the late reply is recognised. */
     for (pending *p = c->pending; p; p = p->next) {
         if (p->cookie == cookie) {
-            p->fn = fn;
+            p->fn = NULL;
             p->cookie = NULL;
             p->keep = false;
         }
     }
-}
-
-void connection_forget(connection *c, const void *cookie)
-{
-    connection_leave_to(c, cookie, NULL);
 }
 
 void connection_keep(connection *c, uint64_t request)

@@ -72,8 +72,6 @@ buffer *connection_out(connection *c);
 void connection_ask(connection *c, uint64_t request, reply_fn fn, void *cookie);
 /** Forgets the handlers that have this cookie (their replies are dropped). */
 void connection_forget(connection *c, const void *cookie);
-/** The same, but what is still to come goes to @p fn, without a cookie. */
-void connection_leave_to(connection *c, const void *cookie, reply_fn fn);
 /** Keeps the handler of @p request for more replies (watch). */
 void connection_keep(connection *c, uint64_t request);
 

@@ -12,41 +12,42 @@
 typedef struct turn {
     size_t *left;
     reader_lease *lease; /* NULL: it is not asked */
+    uint64_t begin;      /* the request; 0: it is answered, or is no begin */
     fanin_error error;
 } turn;
 
-/* Frees the turns. What comes after @p at goes to @p late. */
+static void send_end(connection *c, const msg_end *m, reply_fn fn, void *cookie)
+{
+    uint64_t request = connection_next_request(c);
+    encode_end(connection_out(c), request, m);
+    connection_ask(c, request, fn, cookie);
+}
+
+/* Whatever the rank says to it, nothing depends on that. */
+static void send_abandon(connection *c, msg_end *m)
+{
+    m->abandon = true;
+    send_end(c, m, NULL, NULL);
+}
+
+/* Frees the turns. A lease that nobody waits for any longer is given back before it is there: the
+   rank's next update must not wait for it, and this client may never be called again. */
 static fanin_status run(fanin_client *client, turn *turns, size_t *left, deadline at,
-                        const char *phase, reply_fn late, fanin_error *error)
+                        const char *phase, fanin_error *error)
 {
     fanin_status status = client_run(client, left, at, phase, error);
     for (size_t i = 0; i < client->n_peers; i++) {
         if (!turns[i].lease)
             continue;
-        connection_leave_to(client->peers[i].control, &turns[i], late);
+        connection *c = client->peers[i].control;
+        connection_forget(c, &turns[i]);
+        if (turns[i].begin && peer_ready(&client->peers[i]))
+            send_abandon(c, &(msg_end){.begin = turns[i].begin});
         if (status == FANIN_OK && turns[i].error.status != FANIN_OK)
             status = error_copy(error, &turns[i].error);
     }
     free(turns);
     return status;
-}
-
-static void send_end(connection *c, const reader_lease *lease, bool abandon,
-                     reply_fn fn, void *cookie)
-{
-    msg_end m = {.abandon = abandon};
-    memcpy(m.token, lease->token, sizeof m.token);
-    uint64_t request = connection_next_request(c);
-    encode_end(connection_out(c), request, &m);
-    connection_ask(c, request, fn, cookie);
-}
-
-static void on_abandoned(void *cookie, connection *c, message_type type, body *b)
-{
-    (void)cookie;
-    (void)c;
-    (void)type;
-    (void)b; /* whatever it says, nothing depends on it */
 }
 
 /* ------------------------------------------------------------------- begin */
@@ -56,6 +57,7 @@ static void on_begun(void *cookie, connection *c, message_type type, body *b)
     turn *t = cookie;
     msg_begin_ok m;
     --*t->left;
+    t->begin = 0;
     if (type != MSG_BEGIN_OK || decode_begin_ok(b, &m) != FANIN_OK) {
         connection_reply_error(c, "begin", type, b, &t->error);
         /* The next agreement finds out whether the others suffice without it. */
@@ -75,18 +77,6 @@ static void on_begun(void *cookie, connection *c, message_type type, body *b)
     memcpy(t->lease->token, m.token, sizeof t->lease->token);
 }
 
-/* A lease that nobody waited for any longer: the rank's next update must not wait for it. */
-static void on_begun_late(void *cookie, connection *c, message_type type, body *b)
-{
-    msg_begin_ok m;
-    reader_lease unwanted;
-    (void)cookie;
-    if (type != MSG_BEGIN_OK || decode_begin_ok(b, &m) != FANIN_OK || !m.granted)
-        return;
-    memcpy(unwanted.token, m.token, sizeof unwanted.token);
-    send_end(c, &unwanted, true, on_abandoned, NULL);
-}
-
 fanin_status lease_round_begin(fanin_client *client, const publication *p,
                                const announcement *announced, const bool *use,
                                reader_lease *leases, deadline at, fanin_error *error)
@@ -99,19 +89,26 @@ fanin_status lease_round_begin(fanin_client *client, const publication *p,
         if (!use[i])
             continue;
         connection *c = client->peers[i].control;
-        turns[i] = (turn){&left, &leases[i], FANIN_ERROR_INIT};
+        uint64_t request = connection_next_request(c);
+        turns[i] = (turn){&left, &leases[i], request, FANIN_ERROR_INIT};
         left++;
         msg_begin m = {.step = announced[i].step,
                        .catalog_version = announced[i].version};
         snprintf(m.publication, sizeof m.publication, "%s", p->name);
-        uint64_t request = connection_next_request(c);
         encode_begin(connection_out(c), request, &m);
         connection_ask(c, request, on_begun, &turns[i]);
     }
-    return run(client, turns, &left, at, "begin", on_begun_late, error);
+    return run(client, turns, &left, at, "begin", error);
 }
 
 /* --------------------------------------------------------------------- end */
+
+static msg_end end_of(const reader_lease *lease)
+{
+    msg_end m = {.abandon = false};
+    memcpy(m.token, lease->token, sizeof m.token);
+    return m;
+}
 
 static void on_ended(void *cookie, connection *c, message_type type, body *b)
 {
@@ -142,18 +139,20 @@ fanin_status lease_round_end(fanin_client *client, reader_lease *leases, deadlin
     for (size_t i = 0; i < client->n_peers; i++) {
         if (!leases[i].held)
             continue;
-        turns[i] = (turn){&left, &leases[i], FANIN_ERROR_INIT};
+        msg_end m = end_of(&leases[i]);
+        turns[i] = (turn){&left, &leases[i], 0, FANIN_ERROR_INIT};
         left++;
-        send_end(client->peers[i].control, &leases[i], false, on_ended, &turns[i]);
+        send_end(client->peers[i].control, &m, on_ended, &turns[i]);
     }
-    return run(client, turns, &left, at, "end", NULL, error);
+    return run(client, turns, &left, at, "end", error);
 }
 
 void lease_round_abandon(fanin_client *client, reader_lease *leases)
 {
     for (size_t i = 0; i < client->n_peers; i++) {
+        msg_end m = end_of(&leases[i]);
         if (leases[i].held && peer_ready(&client->peers[i]))
-            send_end(client->peers[i].control, &leases[i], true, on_abandoned, NULL);
+            send_abandon(client->peers[i].control, &m);
         leases[i].held = false;
     }
 }

@@ -15,6 +15,9 @@
 #define ADVISE_AFTER 3
 /* Lost paths that a forced path may cost before the pull gives up. */
 #define MAX_TRANSPORT_FAILURES 3
+/* The longest pause before another attempt; each is random, of a width that grows up to here. */
+#define MAX_PAUSE_MS 8
+#define MAX_LIMIT_PAUSE_MS 128
 /* Device memory of publications that are not pulled any more is unmapped after so long. Mapping it
    again costs an adapter less than a millisecond, and a model up to seconds. */
 #define KEEP_MAPPED_NS (UINT64_C(60) * 1000 * 1000 * 1000)
@@ -99,6 +102,11 @@ static bool may_restart(pull *p, fanin_status status, const fanin_error *why)
         if (why->sys_errno == EBADMSG)
             return true;
         return ++p->transport_failures < MAX_TRANSPORT_FAILURES;
+    case FANIN_ERR_LIMIT:
+        /* While bytes are read a rank has too many data connections, or too little memory for
+           them: it may not have seen yet that those of a pull before, which was broken off, are
+           closed. What this process has too little of has no phase. */
+        return strcmp(why->phase, "read") == 0;
     default:
         return false;
     }
@@ -166,11 +174,14 @@ static fanin_status lost_error(const pull *p, fanin_error *error)
                      p->result->info.restarts, lost->message);
 }
 
-static fanin_status pause_before_restart(pull *p, fanin_error *error)
+/* Longer where what a rank is short of must become free first. */
+static fanin_status pause_before_restart(pull *p, fanin_status why, fanin_error *error)
 {
+    uint64_t most = why == FANIN_ERR_LIMIT ? MAX_LIMIT_PAUSE_MS : MAX_PAUSE_MS;
     uint16_t random = 0;
     (void)random_bytes(&random, sizeof random); /* 0 will do as well */
-    uint64_t widest = p->result->info.restarts < 8 ? p->result->info.restarts : 8;
+    uint64_t restarts = p->result->info.restarts;
+    uint64_t widest = restarts < most ? restarts : most;
     uint64_t ns = widest * 1000000 * random / 65536;
     deadline until = clock_ns() + ns;
     fanin_status status = FANIN_OK;
@@ -199,7 +210,7 @@ fanin_status pull_until_good(pull *p, fanin_error *error)
             log_write(&p->client->log, FANIN_LOG_DEBUG, "restart", "%s", local.message);
             if (p->destination->restart)
                 p->destination->restart(p->destination->cookie);
-            status = pause_before_restart(p, &local);
+            status = pause_before_restart(p, status, &local);
             if (status == FANIN_OK)
                 continue;
         }

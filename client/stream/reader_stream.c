@@ -29,7 +29,9 @@ fanin_status stream_open(fanin_client *client, size_t peer, bool bulk,
     if (!client->streams)
         return error_set_memory(error);
     struct stream_end *end = &client->streams[peer];
-    if (end->generation != p->generation)
+    bool closed =
+        end->link && !stream_link_is_whole(end->link); /* ... while it rested */
+    if (closed || end->generation != p->generation)
         stream_link_destroy(&end->link);
     end->generation = p->generation;
     unsigned count = bulk ? client->config.streams_per_rank : 1;

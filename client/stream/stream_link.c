@@ -102,6 +102,14 @@ unsigned stream_link_count(const stream_link *link)
     return link->n;
 }
 
+bool stream_link_is_whole(const stream_link *link)
+{
+    bool whole = true;
+    for (unsigned i = 0; i < link->n; i++)
+        whole = whole && link->connections[i].source.fd >= 0;
+    return whole;
+}
+
 fanin_status stream_link_move(stream_link *link, loop *to, fanin_error *error)
 {
     fanin_status status = FANIN_OK;
@@ -306,8 +314,8 @@ static void count_request(data_connection *d, uint64_t bytes)
         job->requests++;
         job->bytes += bytes;
     } else {
-        w->done_requests++;
         w->bytes += bytes;
+        w->done_requests++; /* last: another thread takes the bytes' number when all are done */
     }
 }
 
@@ -346,8 +354,8 @@ void data_landed(sink_job *job, bool ok)
         if (!d->first_job)
             d->end_job = &d->first_job;
         if (ok) {
-            w->done_requests += first->requests;
             w->bytes += first->bytes;
+            w->done_requests += first->requests;
         }
         sink_job_give(first);
     }
@@ -421,8 +429,8 @@ static void on_verdict(void *owner, uint64_t bytes, bool fits)
 {
     data_connection *d = owner;
     if (fits) {
-        d->link->work->done_requests++;
         d->link->work->bytes += bytes;
+        d->link->work->done_requests++;
     } else {
         lose_seal(d);
     }

@@ -52,6 +52,8 @@ fanin_status stream_link_create(fanin_client *client, const connection *control,
                                 unsigned count, stream_link **out, fanin_error *error);
 void stream_link_destroy(stream_link **link);
 unsigned stream_link_count(const stream_link *link);
+/** None of its connections has been lost. */
+bool stream_link_is_whole(const stream_link *link);
 /** The loop that reads it from now on, the client's at first; neither of the two turns. On
     FANIN_ERR_LIMIT or FANIN_ERR_MEMORY connections are lost. */
 fanin_status stream_link_move(stream_link *link, loop *to, fanin_error *error);

@@ -195,8 +195,8 @@ static const char *refusal(const fanin_server *server, const publication *p,
 }
 
 /* Lock held. */
-static void answer_begin(session *s, publication *p, const msg_begin *m,
-                         msg_begin_ok *reply, fanin_error *error)
+static void answer_begin(session *s, publication *p, uint64_t request,
+                         const msg_begin *m, msg_begin_ok *reply, fanin_error *error)
 {
     fanin_server *server = s->control->server;
     if (publication_is_away(p) && !server->stopping) {
@@ -211,7 +211,7 @@ static void answer_begin(session *s, publication *p, const msg_begin *m,
         snprintf(reply->why, sizeof reply->why, "%s", why);
         return;
     }
-    lease *l = lease_grant(server, s->reader, p);
+    lease *l = lease_grant(server, s->reader, p, request);
     if (!l) {
         error_set(error, FANIN_ERR_LIMIT, NULL, "a session may have %d leases",
                   SESSION_LEASES);
@@ -236,7 +236,7 @@ fanin_status handle_begin(session *s, uint64_t request, body *in)
     pthread_mutex_lock(&server->lock);
     publication *p = find_present(server, m.publication);
     if (p) {
-        answer_begin(s, p, &m, &reply, &error);
+        answer_begin(s, p, request, &m, &reply, &error);
         server->stats.begins_granted += reply.granted;
         server->stats.begins_refused += !reply.granted;
     } else {
@@ -260,7 +260,8 @@ fanin_status handle_end(session *s, uint64_t request, body *in)
     msg_end_ok reply = {0};
     pthread_mutex_lock(&server->lock);
     /* A lease that is there has a standing epoch: the turn of the epoch removes it. */
-    lease *l = lease_find(s->reader, m.token);
+    lease *l =
+        m.begin ? lease_find_begun(s->reader, m.begin) : lease_find(s->reader, m.token);
     const publication *p = l ? l->of : lease_find_void(s->reader, m.token);
     reply.good = l || !RULE(RULE_END_CHECK);
     reply.step = p ? p->step : 0;

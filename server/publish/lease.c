@@ -49,7 +49,7 @@ void reader_release(fanin_server *s, reader *r)
     free(r);
 }
 
-lease *lease_grant(fanin_server *s, reader *r, publication *p)
+lease *lease_grant(fanin_server *s, reader *r, publication *p, uint64_t begin)
 {
     lease *l = NULL;
     for (size_t i = 0; i < SESSION_LEASES && !l; i++)
@@ -59,6 +59,7 @@ lease *lease_grant(fanin_server *s, reader *r, publication *p)
         return NULL;
     l->of = p;
     l->epoch = p->epoch;
+    l->begin = begin;
     l->catalog = shard_catalog_retain(p->catalog);
     l->first_region = p->arena * p->catalog->arena_regions;
     l->expires = deadline_in_ms(s->lease_ms);
@@ -78,6 +79,14 @@ lease *lease_find(reader *r, const uint8_t token[16])
 {
     for (size_t i = 0; i < SESSION_LEASES; i++)
         if (r->leases[i].of && memcmp(r->leases[i].token, token, 16) == 0)
+            return &r->leases[i];
+    return NULL;
+}
+
+lease *lease_find_begun(reader *r, uint64_t begin)
+{
+    for (size_t i = 0; i < SESSION_LEASES; i++)
+        if (r->leases[i].of && r->leases[i].begin == begin)
             return &r->leases[i];
     return NULL;
 }

@@ -18,6 +18,7 @@ typedef struct lease {
     publication *of; /**< NULL: this slot is free */
     uint64_t epoch;
     shard_catalog *catalog; /**< that it is for, with a reference */
+    uint64_t begin;         /**< the request that it was granted to */
     uint32_t first_region;  /**< of the arena that it is for (messages.h, begin_ok) */
     deadline expires;       /**< when begin_update stops waiting for it */
     reader *holder;
@@ -49,8 +50,10 @@ reader *reader_find(const fanin_server *s, const uint8_t id[16]);
 void reader_close(fanin_server *s, reader *r);   /**< drops its leases */
 void reader_release(fanin_server *s, reader *r); /**< frees with the last reference */
 /** NULL: all slots are taken, or no random bytes. */
-lease *lease_grant(fanin_server *s, reader *r, publication *p);
+lease *lease_grant(fanin_server *s, reader *r, publication *p, uint64_t begin);
 lease *lease_find(reader *r, const uint8_t token[16]);
+/** One that was granted to this request; NULL: none. */
+lease *lease_find_begun(reader *r, uint64_t begin);
 /** The publication of a lease that was taken away, NULL: there was none (lately). */
 publication *lease_find_void(reader *r, const uint8_t token[16]);
 void lease_drop(fanin_server *s, lease *l);

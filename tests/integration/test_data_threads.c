@@ -52,8 +52,8 @@ static void count(reader_thread *t, fanin_status status, const uint8_t *got,
         s->stale++;
     else if (status == FANIN_ERR_PAUSED)
         s->paused++;
-    else if (t->hasty && (status == FANIN_ERR_TIMEOUT || status == FANIN_ERR_LIMIT))
-        s->late++; /* the latter: the server has not noticed yet that the connections before are closed */
+    else if (t->hasty && status == FANIN_ERR_TIMEOUT)
+        s->late++;
     else if (status != FANIN_OK)
         t->wrong = status;
     else if (!is_step(got, step))

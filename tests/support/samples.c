@@ -168,6 +168,8 @@ static void add_reads(samples *s)
     fill(abandon.token, 0x60);
     encode_end(add(s, "end"), SAMPLE_REQUEST, &end);
     encode_end(add(s, "end_abandon"), SAMPLE_REQUEST, &abandon);
+    encode_end(add(s, "end_begun"), SAMPLE_REQUEST,
+               &(msg_end){.abandon = true, .begin = SAMPLE_REQUEST - 1});
     encode_end_ok(add(s, "end_ok"), SAMPLE_REQUEST,
                   &(msg_end_ok){.good = true, .step = 42});
 }

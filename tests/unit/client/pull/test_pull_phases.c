@@ -6,6 +6,7 @@
 #include "stub_ranks.h"
 #include "testing.h"
 #include <string.h>
+#include <sys/socket.h>
 
 #define RANKS 2
 #define PART 100
@@ -26,7 +27,7 @@ static struct {
     message_type of;
     uint32_t rank; /* RANKS: whichever it is */
     unsigned times;
-    enum { MOVES_ON, IS_STALE, PAUSES, HANGS_UP, IS_SILENT } act;
+    enum { MOVES_ON, IS_STALE, PAUSES, IS_FULL, HANGS_UP, IS_SILENT } act;
     unsigned abandoned, ended;
 } odd;
 
@@ -40,6 +41,9 @@ static bool act(stub_talk *t, const frame *f, body *in)
     case PAUSES:
         t->rank->state = WIRE_STATE_PAUSED;
         return stub_answer_error(t, f->request, FANIN_ERR_PAUSED, "the run is paused");
+    case IS_FULL:
+        return stub_answer_error(t, f->request, FANIN_ERR_LIMIT,
+                                 "a session may have 16 data connections");
     case IS_STALE:
         encode_end_ok(&t->out, f->request, &(msg_end_ok){.good = false, .step = 1});
         return true;
@@ -348,6 +352,43 @@ static void a_rank_that_serves_nothing_ends_it_in_time(void **state)
     expect_pull(1);
 }
 
+/* It has not seen yet that those of pulls before are closed. */
+static void a_rank_with_too_many_connections_is_asked_again(void **state)
+{
+    begin(false);
+    acts(MSG_HELLO, 1, 5, IS_FULL);
+    expect_pull(1);
+    assert_int_equal(s.info.restarts, 5);
+    assert_int_equal(odd.abandoned, 5 * RANKS);
+}
+
+/* It is asked less and less often, and told of in the end. */
+static void as_long_as_there_is_time(void **state)
+{
+    begin(false);
+    acts(MSG_HELLO, 1, 1000000, IS_FULL);
+    assert_int_equal(pull(), FANIN_ERR_TIMEOUT);
+    assert_int_equal(s.error.rank, 1);
+    assert_says(s.error.message, "a session may have 16 data connections");
+    assert_int_equal(s.took_ms, CALL_MS);
+    assert_in_range(1000000 - odd.times, CALL_MS / 128, CALL_MS / 32);
+}
+
+/* Whoever is on the way may close it while nothing is read. */
+static void a_data_connection_that_was_closed_is_made_again(void **state)
+{
+    begin(false);
+    expect_pull(1);
+    stub_talk *t = stub_rank_talk(&s.world.ranks[1], ROLE_DATA);
+    assert_non_null(t);
+    shutdown(t->source.fd, SHUT_RDWR);
+    stub_world_settle(&s.world);
+    forget_asked();
+    expect_pull(1);
+    assert_int_equal(s.info.restarts, 0);
+    assert_asked(MSG_HELLO, 0, 1);
+}
+
 static void cancel(void *client)
 {
     fanin_client_cancel(client);
@@ -388,6 +429,9 @@ int main(void)
         SCENE(a_replica_steps_in),
         SCENE(a_run_that_pauses_ends_it),
         SCENE(a_rank_that_serves_nothing_ends_it_in_time),
+        SCENE(a_rank_with_too_many_connections_is_asked_again),
+        SCENE(as_long_as_there_is_time),
+        SCENE(a_data_connection_that_was_closed_is_made_again),
         SCENE(it_can_be_cancelled_in_each_phase),
     };
     return cmocka_run_group_tests_name("pull phases", tests, NULL, NULL);

@@ -218,6 +218,34 @@ static void start_draining(call *c, fanin_server *s)
     peer_close(&watcher);
 }
 
+static bool give_back(peer *p, uint64_t begun)
+{
+    buffer b = {0};
+    msg_end_ok ok;
+    encode_end(&b, ++p->request, &(msg_end){.abandon = true, .begin = begun});
+    peer_send(p, &b);
+    body in = peer_expect(p, MSG_END_OK);
+    assert_int_equal(decode_end_ok(&in, &ok), FANIN_OK);
+    return ok.good;
+}
+
+/* By a client that did not wait for its begin's answer, and so knows no token. */
+static void a_lease_is_given_back_by_its_begin(void **state)
+{
+    fanin_server *s = start_published(60000);
+    peer p = peer_open(s);
+    grant other = peer_lease(&p);
+    peer_request_begin(&p, &other);
+    uint64_t begun = p.request;
+    (void)peer_expect(&p, MSG_BEGIN_OK);
+    assert_false(give_back(&p, begun + 1000)); /* there is none */
+    assert_true(give_back(&p, begun));
+    assert_false(give_back(&p, begun));
+    assert_true(peer_end(&p, &other, false).good); /* it was another's */
+    server_begin(s);
+    assert_int_equal(server_stats(s).drains_expired, 0);
+}
+
 static void a_closed_session_ends_the_draining(void **state)
 {
     fanin_server *s = start_published(60000);
@@ -379,6 +407,7 @@ int main(void)
         server_test(new_shards_appear_with_the_next_commit),
         server_test(begin_update_waits_at_most_the_lease),
         server_test(a_lease_time_of_zero_never_waits),
+        server_test(a_lease_is_given_back_by_its_begin),
         server_test(a_closed_session_ends_the_draining),
         server_test(one_thread_drains_at_a_time),
         server_test(a_moved_shard_makes_the_publication_unreadable),
