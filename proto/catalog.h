@@ -49,6 +49,9 @@ fanin_status key_table_decode(const uint8_t *blob, size_t size, work_stop *stop,
 void key_table_free(key_table **table);
 /** Index of @p name, -1: not there. Binary search. */
 int64_t key_table_find(const key_table *table, const char *name);
+/** The same of names that are asked for in turn, which mostly lie close to one another. *near: 0 at
+    first, then kept between calls for one table. */
+int64_t key_table_find_near(const key_table *table, const char *name, uint32_t *near);
 
 /* ------------------------------------------------------------- box table */
 

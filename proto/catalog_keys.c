@@ -258,3 +258,27 @@ int64_t key_table_find(const key_table *table, const char *name)
                                         sizeof *table->entries, compare_name);
     return entry ? entry - table->entries : -1;
 }
+
+/* Names that are asked for one after the other mostly lie close: one module's, one layer's. */
+#define NEAR 64
+
+int64_t key_table_find_near(const key_table *table, const char *name, uint32_t *near)
+{
+    const key_entry *all = table->entries;
+    uint32_t first = *near > NEAR ? *near - NEAR : 0;
+    uint32_t end = table->count - *near > NEAR ? *near + NEAR : table->count;
+    int64_t found = -1;
+    if (*near < table->count && strcmp(name, all[*near].name) == 0) {
+        found = *near;
+    } else if (first < end && strcmp(name, all[first].name) >= 0 &&
+               strcmp(name, all[end - 1].name) <= 0) {
+        const key_entry *entry =
+            array_find(name, all + first, end - first, sizeof *all, compare_name);
+        found = entry ? entry - all : -1;
+    } else {
+        found = key_table_find(table, name);
+    }
+    if (found >= 0)
+        *near = (uint32_t)found + 1;
+    return found;
+}

@@ -61,10 +61,13 @@ static void on_page(void *cookie, connection *c, message_type type, body *b)
     buffer_append(&f->data, page.data.data, page.data.size);
     if (f->data.failed)
         error_set_memory(&f->error);
-    if (!f->data.failed && f->data.size < page.total)
+    if (!f->data.failed && f->data.size < page.total) {
         ask(f);
-    else
-        --*f->left;
+        return;
+    }
+    if (!f->data.failed && f->decoders)
+        crew_begin(f->decoders, f->part);
+    --*f->left;
 }
 
 static void ask(fetch *f)

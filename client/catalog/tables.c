@@ -6,6 +6,9 @@
 #include <stdlib.h>
 #include <string.h>
 
+/* Boxes from which threads decode tables: a box takes some 50 ns. */
+#define THREADS_FROM 16384
+
 /* ------------------------------------------------------------------ keeping */
 
 publication *tables_of(fanin_client *client, const char *name)
@@ -60,7 +63,8 @@ void tables_free_all(fanin_client *client)
 /* An error of a table that some rank sent. */
 static fanin_status add_rank(const peer *p, fanin_status status, fanin_error *error)
 {
-    if (!error || error->rank >= 0 || status == FANIN_ERR_MEMORY)
+    if (!error || error->rank >= 0 || status == FANIN_ERR_MEMORY ||
+        status == FANIN_ERR_CANCELLED)
         return status; /* known already, or not the rank's fault */
     fanin_error inner = FANIN_ERROR_INIT;
     error_copy(&inner, error);
@@ -75,8 +79,7 @@ static fanin_status add_rank(const peer *p, fanin_status status, fanin_error *er
 fanin_status tables_end_decoding(const client_work *work, const peer *p,
                                  fanin_status status, fanin_error *error)
 {
-    status = client_work_end(work, status, error);
-    return status == FANIN_ERR_CANCELLED ? status : add_rank(p, status, error);
+    return add_rank(p, client_work_end(work, status, error), error);
 }
 
 /* Says what the key tables of two ranks that announce different digests differ in. */
@@ -320,21 +323,41 @@ static fanin_status take_table(shard_table *s, fetch *f, box_table *boxes,
     return status;
 }
 
-static fanin_status take_boxes(fanin_client *client, publication *p,
-                               const announcement *announced, fetch *fetches, size_t n,
-                               client_work *work, fanin_error *error)
+/* The tables of the ranks that were asked, each decoded by its part of a crew while others come. */
+typedef struct box_fetches {
+    const key_table *keys;
+    fetch *fetches;
+    box_table **boxes; /* one a fetch; NULL: not decoded, or taken */
+    size_t n;
+} box_fetches;
+
+static fanin_status decode_boxes(void *cookie, size_t part, work_stop *stop,
+                                 fanin_error *error)
 {
-    for (size_t i = 0; i < n; i++) {
-        fetch *f = &fetches[i];
+    const box_fetches *b = cookie;
+    const buffer *data = &b->fetches[part].data;
+    return box_table_decode(data->data, data->size, b->keys, stop, &b->boxes[part],
+                            error);
+}
+
+/* Those that could be decoded. */
+static fanin_status take_boxes(fanin_client *client, publication *p,
+                               const announcement *announced, const box_fetches *b,
+                               fanin_error *error)
+{
+    for (size_t i = 0; i < b->n; i++) {
+        fetch *f = &b->fetches[i];
         shard_table *s = &p->shards[f->peer];
-        box_table *boxes;
-        fanin_status status = box_table_decode(f->data.data, f->data.size, p->keys,
-                                               &work->stop, &boxes, error);
-        if (status == FANIN_OK)
-            status = take_table(s, f, boxes, error);
+        box_table *boxes = b->boxes[i];
+        b->boxes[i] = NULL;
+        if (!boxes) {
+            drop_shard(s);
+            continue;
+        }
+        fanin_status status = take_table(s, f, boxes, error);
         if (status != FANIN_OK) {
             drop_shard(s);
-            return tables_end_decoding(work, &client->peers[f->peer], status, error);
+            return add_rank(&client->peers[f->peer], status, error);
         }
         s->generation = client->peers[f->peer].generation;
         s->version = announced[f->peer].version;
@@ -342,6 +365,32 @@ static fanin_status take_boxes(fanin_client *client, publication *p,
         buffer_free(&f->data);
     }
     return FANIN_OK;
+}
+
+static fanin_status fetch_boxes(fanin_client *client, publication *p,
+                                const announcement *announced, box_fetches *b,
+                                deadline at, fanin_error *error)
+{
+    size_t failed = 0;
+    bool worth = b->n > 1 && (uint64_t)key_set_count(&p->wanted) * b->n >= THREADS_FROM;
+    crew *decoders = crew_open(client, at, b->n, worth, decode_boxes, b);
+    if (!decoders)
+        return error_set_memory(error);
+    for (size_t i = 0; i < b->n; i++) {
+        b->fetches[i].decoders = decoders;
+        b->fetches[i].part = i;
+    }
+    fanin_status status = fetch_all(client, b->fetches, b->n, at, error);
+    if (status == FANIN_OK) {
+        status = crew_finish(decoders, &failed, error);
+        if (status != FANIN_OK)
+            status = add_rank(&client->peers[b->fetches[failed].peer], status, error);
+        fanin_status taken =
+            take_boxes(client, p, announced, b, status == FANIN_OK ? error : NULL);
+        status = status == FANIN_OK ? taken : status;
+    }
+    crew_close(&decoders); /* before anything goes that its threads may look at */
+    return status;
 }
 
 /* What of the wanted keys is to be fetched of a peer whose table is as old as that. */
@@ -400,16 +449,18 @@ fanin_status tables_sync(fanin_client *client, publication *p,
         status = sync_wanted(p, error);
     if (status != FANIN_OK)
         return status;
-    fetch *fetches = calloc(client->n_peers, sizeof *fetches);
-    if (!fetches)
-        return error_set_memory(error);
-    size_t n = 0;
-    status = list_fetches(client, p, announced, use, fetches, &n, error);
-    if (status == FANIN_OK)
-        status = fetch_all(client, fetches, n, at, error);
-    if (status == FANIN_OK)
-        status = take_boxes(client, p, announced, fetches, n, &work, error);
-    fetch_free(fetches, n);
-    free(fetches);
+    box_fetches b = {.keys = p->keys,
+                     .fetches = calloc(client->n_peers, sizeof *b.fetches),
+                     .boxes = calloc(client->n_peers, sizeof *b.boxes)};
+    status = b.fetches && b.boxes
+                 ? list_fetches(client, p, announced, use, b.fetches, &b.n, error)
+                 : error_set_memory(error);
+    if (status == FANIN_OK && b.n > 0)
+        status = fetch_boxes(client, p, announced, &b, at, error);
+    for (size_t i = 0; i < b.n; i++)
+        box_table_free(&b.boxes[i]);
+    fetch_free(b.fetches, b.n);
+    free(b.fetches);
+    free(b.boxes);
     return status;
 }

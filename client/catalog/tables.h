@@ -9,6 +9,7 @@
 
 #include "catalog.h"
 #include "net/client_state.h"
+#include "net/crew.h"
 
 /** What a rank announced for a publication (reply to a wait). */
 typedef struct announcement {
@@ -83,7 +84,7 @@ fanin_status tables_sync(fanin_client *client, publication *p,
 fanin_status tables_end_decoding(const client_work *work, const peer *p,
                                  fanin_status status, fanin_error *error);
 
-/** The caller sets peer, type and request; the rest is the fetch's. */
+/** The caller sets peer, type, request and maybe decoders; the rest is the fetch's. */
 typedef struct fetch {
     size_t peer;
     message_type type; /**< MSG_KEYS, MSG_BOXES, MSG_REGIONS */
@@ -92,6 +93,9 @@ typedef struct fetch {
         keys; /**< of MSG_BOXES: what is asked for, empty: all; freed by fetch_free() */
     buffer ranges; /**< as request.keys; likewise */
     buffer data;   /**< the blob; likewise */
+    crew
+        *decoders; /**< begin with this part when the blob is here; NULL: nobody does */
+    size_t part;
     fanin_client *client;
     size_t *left;
     fanin_error error; /**< its status is the fetch's */

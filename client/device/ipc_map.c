@@ -183,6 +183,11 @@ static bool lacks_some(const ipc_map *map)
     return false;
 }
 
+bool ipc_map_is_behind(const ipc_map *map)
+{
+    return map->behind;
+}
+
 fanin_status ipc_map_open(ipc_map *map, work_stop *stop, fanin_error *error)
 {
     if (!map->behind) /* a warm pull of a model looks at none of its thousands */

@@ -30,11 +30,14 @@ void ipc_map_destroy(ipc_map **map);
  */
 fanin_status ipc_map_take(ipc_map *map, int device, const uint8_t incarnation[16],
                           const ipc_key *key, ipc_mapping **out, fanin_error *error);
+/** Whether ipc_map_open() has anything to do. */
+bool ipc_map_is_behind(const ipc_map *map);
 /**
  * Maps what was taken and is not mapped, one after the other: the driver takes some 50 us to a
  * millisecond for each, and several threads at once wait for one another in it
  * (tests/bench/bench_ipc_map.c). Sweeps if something cannot be mapped, and tries that again. How
- * each ended says ipc_mapping_check(). FANIN_ERR_TIMEOUT: @p stop; the rest is not opened.
+ * each ended says ipc_mapping_check(). FANIN_ERR_TIMEOUT: @p stop; the rest is not opened. In any
+ * thread, while no other uses the map.
  */
 fanin_status ipc_map_open(ipc_map *map, work_stop *stop, fanin_error *error);
 /** FANIN_OK: it is mapped. Else why it could not be: errors of gpu_map(). */

@@ -69,6 +69,8 @@ typedef struct client_work {
 } client_work;
 /** @p w must stay where it is. */
 void client_work_start(client_work *w, fanin_client *client, deadline at);
+/** Whether its deadline has passed or the call was cancelled. In any thread. */
+bool client_work_over(const client_work *w);
 /** @p status of the work and its @p error; if it was stopped by cancel, FANIN_ERR_CANCELLED. */
 fanin_status client_work_end(const client_work *w, fanin_status status,
                              fanin_error *error);

@@ -121,10 +121,14 @@ fanin_status client_step(fanin_client *client, deadline at, deadline wake,
     return FANIN_OK;
 }
 
+bool client_work_over(const client_work *w)
+{
+    return deadline_passed(w->at) || atomic_load(&w->client->cancelled);
+}
+
 static bool wants_no_more(void *cookie)
 {
-    const client_work *w = cookie;
-    return deadline_passed(w->at) || atomic_load(&w->client->cancelled);
+    return client_work_over(cookie);
 }
 
 void client_work_start(client_work *w, fanin_client *client, deadline at)

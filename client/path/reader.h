@@ -13,6 +13,7 @@
 #include "plan/plan.h"
 
 struct device_sink;
+typedef struct path_reader path_reader;
 
 /* -------------------------------------------------------------- choosing */
 
@@ -25,6 +26,11 @@ typedef struct path_goal {
     gather_set gather; /**< out: that collect what cuda_ipc brings to host memory */
     uint64_t map_ns;   /**< out: spent on mapping other processes' memory */
     uint64_t table_ns; /**< out: spent on tables for kernels */
+    /** called once by a path that waits for its driver: what it will probably read those peers by may be made
+        meanwhile. FANIN_ERR_CANCELLED ends the pull, other failures are nothing. NULL: there is nothing to do */
+    fanin_status (*meanwhile)(void *cookie, const path_reader *reader, const bool *mask,
+                              fanin_error *error);
+    void *cookie;
 } path_goal;
 
 /** One choice of paths, of all ranks at once. */
@@ -41,8 +47,6 @@ typedef struct path_round {
 } path_round;
 
 /* -------------------------------------------------------------- planning */
-
-typedef struct path_reader path_reader;
 
 /** A plan, and who its sources are. */
 typedef struct path_plan {
@@ -115,7 +119,7 @@ struct path_reader {
     void (*unmap)(fanin_client *client, publication *p);
 
     const span_rule *span_rule; /**< of path_make_spans(); NULL: it is not used */
-    /** Makes what a source is read by. */
+    /** Makes what a source is read by. Several threads may, each of another source: nothing else changes. */
     fanin_status (*plan)(const path_planning *how, size_t source, void **detail,
                          fanin_error *error);
     /** Brings what all sources are read by to the current round. May be NULL. */

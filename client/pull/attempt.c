@@ -5,6 +5,7 @@
 #include "error_set.h"
 #include "pull/agree.h"
 #include "pull/lease_round.h"
+#include "pull/plan_detail.h"
 #include <inttypes.h>
 #include <string.h>
 
@@ -183,15 +184,21 @@ static fanin_status need_whole(const pull *p, fanin_error *error)
 static fanin_status detail_plan(pull *p, plan_part *part, fanin_error *error)
 {
     uint64_t clock = clock_ns();
-    client_work work;
-    client_work_start(&work, p->client, p->at);
     p->goal.table_ns = 0;
     fanin_status status =
-        plan_cache_detail(part, p->client, p->publication, &p->goal, &work.stop, error);
+        plan_detail_make(part, p->client, p->publication, &p->goal, p->at, error);
     p->result->info.table_ns += p->goal.table_ns;
-    status = client_work_end(&work, status, error);
     p->result->info.plan_ns += lap(&clock);
     return status;
+}
+
+/* While memory is mapped, which is the driver's work. */
+static fanin_status detail_ahead(void *cookie, const path_reader *reader,
+                                 const bool *mask, fanin_error *error)
+{
+    pull *p = cookie;
+    return plan_detail_ahead(&p->cache->whole, p->client, p->publication, &p->goal,
+                             reader, mask, p->at, error);
 }
 
 /* Paths and what they need. */
@@ -210,6 +217,8 @@ static fanin_status prepare_paths(pull *p, fanin_error *error)
     info->plan_ns += lap(&clock);
     p->goal.base = p->base;
     p->goal.plan = plan;
+    p->goal.meanwhile = p->open_only ? NULL : detail_ahead;
+    p->goal.cookie = p;
     if (status == FANIN_OK)
         status =
             path_prepare(client, p->publication, p->needed, &p->goal, p->at, error);

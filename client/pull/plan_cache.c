@@ -314,47 +314,7 @@ fanin_status plan_cache_part(plan_cache *cache, size_t first, size_t count,
     return status;
 }
 
-/* ------------------------------------------------------------------ details */
-
-static fanin_status detail_of(plan_part *part, size_t reader, const path_planning *how,
-                              fanin_error *error)
-{
-    const path_reader *r = path_readers[reader];
-    const path_plan *p = &part->plan;
-    void ***details = &part->details[reader];
-    bool any = false;
-    fanin_status status = FANIN_OK;
-    for (size_t i = 0; i < p->n_sources && status == FANIN_OK; i++) {
-        if (p->reader_of[i] != r)
-            continue;
-        any = true;
-        if (!*details)
-            *details = calloc(p->n_sources, sizeof **details);
-        if (!*details)
-            return error_set_memory(error);
-        if (!(*details)[i])
-            status = r->plan(how, i, &(*details)[i], error);
-    }
-    if (status == FANIN_OK && any && r->plan_all)
-        status = r->plan_all(how, *details, &part->shared[reader], error);
-    return status;
-}
-
-fanin_status plan_cache_detail(plan_part *part, fanin_client *client, publication *p,
-                               path_goal *goal, work_stop *stop, fanin_error *error)
-{
-    const path_plan *plan = &part->plan;
-    path_planning how = {
-        .client = client, .publication = p, .plan = plan, .goal = goal, .stop = stop};
-    fanin_status status = FANIN_OK;
-    for (size_t i = 0; i < plan->n_sources; i++)
-        plan->reader_of[i] = plan->plan->ranks[i].n_pieces > 0
-                                 ? path_reader_of(path_taken(p, plan->peer_of[i])->path)
-                                 : NULL;
-    for (size_t i = 0; i < PATH_READERS && status == FANIN_OK; i++)
-        status = detail_of(part, i, &how, error);
-    return status;
-}
+/* ------------------------------------------------------------------- ranges */
 
 fanin_status plan_cache_ranges(plan_cache *cache, const destination *d,
                                const memory_range **ranges, size_t *n,

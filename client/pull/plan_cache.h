@@ -50,9 +50,6 @@ fanin_status plan_cache_make(plan_cache *cache, fanin_client *client,
 fanin_status plan_cache_part(plan_cache *cache, size_t first, size_t count,
                              size_t total, work_stop *stop, plan_part **out,
                              fanin_error *error);
-/** Makes what the sources' paths read the part by. FANIN_ERR_TIMEOUT: stopped. */
-fanin_status plan_cache_detail(plan_part *part, fanin_client *client, publication *p,
-                               path_goal *goal, work_stop *stop, fanin_error *error);
 /** The destination's ranges, from the cache if they last. The cache's or the destination's. */
 fanin_status plan_cache_ranges(plan_cache *cache, const destination *d,
                                const memory_range **ranges, size_t *n,

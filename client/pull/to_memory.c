@@ -15,6 +15,9 @@ typedef struct memory_destination {
     const described *all;
     const places *places;
     fanin_dtype dtype; /* what F32 arrives as, unless F32 is wanted; 0: F32 */
+    int64_t *
+        keys; /* of each tensor in the key table `matched`, -1: none; NULL: not looked up */
+    digest matched;
     plan_target *targets;
     size_t n_targets;
     memory_range *ranges;
@@ -30,21 +33,40 @@ static digest layout(void *cookie)
 
 /* ------------------------------------------------------------------ targets */
 
+/* The tensors' keys: looked up once a key table, as what a first pull fetches follows from them, and
+   then what it plans. */
+static bool find_keys(memory_destination *m, const key_table *keys)
+{
+    if (m->keys && digest_equal(&m->matched, &keys->id))
+        return true;
+    if (!m->keys && !(m->keys = malloc(m->all->count * sizeof *m->keys)))
+        return false;
+    uint32_t near = 0;
+    for (size_t i = 0; i < m->all->count; i++)
+        m->keys[i] = key_table_find_near(keys, described_at(m->all, i)->name, &near);
+    m->matched = keys->id;
+    return true;
+}
+
 /* What has no such key is told when the plan is made. */
 static void mark(void *cookie, const key_table *keys, bool *marks)
 {
-    const memory_destination *m = cookie;
+    memory_destination *m = cookie;
+    if (!find_keys(m, keys)) {
+        memset(marks, true, keys->count * sizeof *marks); /* more than needed will do */
+        return;
+    }
     for (size_t i = 0; i < m->all->count; i++) {
-        int64_t key = key_table_find(keys, described_at(m->all, i)->name);
-        if (key >= 0)
-            marks[key] = true;
+        if (m->keys[i] >= 0)
+            marks[m->keys[i]] = true;
     }
 }
 
-static fanin_status match(const memory_destination *m, const fanin_tensor *t,
-                          const key_table *keys, uint32_t *key_out, fanin_error *error)
+static fanin_status match(const memory_destination *m, size_t index,
+                          const key_table *keys, fanin_error *error)
 {
-    int64_t key = key_table_find(keys, t->name);
+    const fanin_tensor *t = described_at(m->all, index);
+    int64_t key = m->keys[index];
     error_place place = {.phase = "plan", .key = t->name};
     if (key < 0) {
         place.remedy = "`nixl-fetch list` shows the names";
@@ -65,14 +87,13 @@ static fanin_status match(const memory_destination *m, const fanin_tensor *t,
         memcmp(e->shape, t->shape, t->n_dims * sizeof *t->shape) != 0)
         return error_set(error, FANIN_ERR_MISMATCH, &place,
                          "the tensor is published with another global shape");
-    *key_out = (uint32_t)key;
     return FANIN_OK;
 }
 
-static fanin_status add_targets(memory_destination *m, size_t index, uint32_t key,
-                                fanin_error *error)
+static fanin_status add_targets(memory_destination *m, size_t index, fanin_error *error)
 {
     const fanin_tensor *t = described_at(m->all, index);
+    uint32_t key = (uint32_t)m->keys[index];
     for (size_t i = 0; i < t->n_boxes; i++) {
         const fanin_box *box = &t->boxes[i];
         plan_target *target = &m->targets[m->n_targets];
@@ -105,13 +126,12 @@ static fanin_status prepare(void *cookie, const key_table *keys,
     free(m->targets);
     m->n_targets = 0;
     m->targets = calloc(boxes + 1, sizeof *m->targets);
-    if (!m->targets)
+    if (!m->targets || !find_keys(m, keys))
         return error_set_memory(error);
     for (size_t i = 0; i < m->all->count; i++) {
-        uint32_t key = 0;
-        fanin_status status = match(m, described_at(m->all, i), keys, &key, error);
+        fanin_status status = match(m, i, keys, error);
         if (status == FANIN_OK)
-            status = add_targets(m, i, key, error);
+            status = add_targets(m, i, error);
         if (status != FANIN_OK)
             return status;
     }
@@ -254,6 +274,7 @@ static fanin_status ranges(void *cookie, const memory_range **out, size_t *n,
 
 static void close_memory(memory_destination *m)
 {
+    free(m->keys);
     free(m->targets);
     gpu_finder_free(&m->finder);
     free(m->ranges);

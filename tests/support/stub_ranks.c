@@ -19,7 +19,7 @@
 /* Of a wait for what is bound to come. */
 #define REAL_MS 20000
 
-static uint64_t ahead_ns;
+static _Atomic uint64_t ahead_ns; /* a client's threads look at the time, too */
 static bool held;
 /* What is to happen; fn NULL: free. */
 static struct event {
@@ -70,7 +70,8 @@ static bool next_event(uint64_t until_ns)
         return false;
     struct event e = *first;
     first->fn = NULL;
-    ahead_ns = e.at_ns > ahead_ns ? e.at_ns : ahead_ns;
+    if (e.at_ns > ahead_ns)
+        ahead_ns = e.at_ns;
     e.fn(e.cookie);
     return true;
 }

@@ -315,6 +315,37 @@ static void large_key_tables_are_small(void **state)
     buffer_free(&b);
 }
 
+/* In any order, with names between that are not there: what the plain search finds. */
+static void names_are_found_near_the_last_one(void **state)
+{
+    static const uint32_t steps[] = {1, 3, 63, 64, 65, 20000, MOE_KEYS - 1};
+    buffer b = {0};
+    key_table_encode(&b, moe_keys, MOE_KEYS, NULL, 0);
+    key_table *t = decode_keys(&b);
+    uint32_t near = 0, at = 0;
+    char absent[160];
+    for (uint32_t i = 0; i < MOE_KEYS; i++) {
+        at = (at + steps[i % 7]) % MOE_KEYS;
+        const char *name = moe_keys[at].name;
+        snprintf(absent, sizeof absent, "%s~", name);
+        assert_int_equal(key_table_find_near(t, name, &near), at);
+        assert_int_equal(key_table_find_near(t, absent, &near), -1);
+    }
+    assert_int_equal(key_table_find_near(t, moe_keys[MOE_KEYS - 1].name, &near),
+                     MOE_KEYS - 1);
+    assert_int_equal(key_table_find_near(t, "~", &near), -1);
+    assert_int_equal(key_table_find_near(t, "", &near), -1);
+    assert_int_equal(key_table_find_near(t, moe_keys[0].name, &near), 0);
+    key_table_free(&t);
+    buffer_free(&b);
+    key_table_encode(&b, NULL, 0, NULL, 0);
+    t = decode_keys(&b);
+    near = 0;
+    assert_int_equal(key_table_find_near(t, "a", &near), -1);
+    key_table_free(&t);
+    buffer_free(&b);
+}
+
 /* The chunk boxes of a rank, laid out by @p step: equally spaced, or in heaps as an
    allocator leaves them. */
 static box_record *moe_boxes(uint32_t rank, uint64_t align, uint64_t gap,
@@ -745,6 +776,7 @@ int main(void)
         cmocka_unit_test(pairs_are_checked),
         cmocka_unit_test(key_tables_are_whole_and_alone),
         cmocka_unit_test(large_key_tables_are_small),
+        cmocka_unit_test(names_are_found_near_the_last_one),
         cmocka_unit_test(large_box_tables_are_small),
         cmocka_unit_test(chunk_rules_are_found),
         cmocka_unit_test(other_cuts_are_explicit),

@@ -43,6 +43,7 @@ static struct {
         IS_OLD,       /* knows no parts: the whole table */
         REFUSES_PART, /* by an error */
         IS_ASKEW,     /* a part of other keys */
+        IS_HALF,      /* of a large whole table the first half, and nothing more */
     } act;
 } odd;
 
@@ -73,6 +74,15 @@ static bool send_page(stub_talk *t, const frame *f, body *in)
     return true;
 }
 
+static bool send_half(stub_talk *t, const frame *f, const msg_blob_request *m)
+{
+    const buffer *b = &t->rank->boxes;
+    msg_blob_page page = {.total = b->size, .data = {b->data, b->size / 2}};
+    if (m->offset == 0)
+        encode_blob_page(&t->out, f->request, MSG_BOXES_OK, &page);
+    return true;
+}
+
 /* As a server cuts it. */
 static bool send_part(stub_talk *t, const frame *f, body *in)
 {
@@ -84,6 +94,8 @@ static bool send_part(stub_talk *t, const frame *f, body *in)
     const char *why;
     buffer part = {0};
     assert_int_equal(decode_blob_request(&again, f->type, &m), FANIN_OK);
+    if (act == IS_HALF)
+        return send_half(t, f, &m);
     if (m.keys.size == 0 || act == IS_OLD)
         return stub_answer(t, f, in);
     parts_asked[rank]++;
@@ -670,6 +682,58 @@ static void scattered_keys_are_fetched_with_their_gaps(void **state)
     assert_int_equal(parts_asked[0], 2);
 }
 
+/* ------------------------------------------------------------------- large */
+
+/* Tables that threads decode: of whoever is at fault, and the others' are kept. */
+static void a_large_table_that_lies_is_its_ranks(void **state)
+{
+    for (size_t liar = 0; liar < RANKS; liar++) {
+        publish_many(true);
+        buffer *b = &s.world.ranks[liar].boxes;
+        b->data[b->size / 2] ^= 0x80;
+        assert_int_equal(sync_now(), FANIN_ERR_PROTOCOL);
+        assert_int_equal(s.error.rank, liar);
+        assert_says(s.error.message, "box table, box ");
+        assert_null(s.run->shards[liar].boxes);
+        assert_int_equal(box_table_count(s.run->shards[1 - liar].boxes), MANY);
+        b->data[b->size / 2] ^= 0x80;
+        assert_ok(sync_now(), s.error);
+        assert_asked(MSG_BOXES, liar == 0, liar == 1);
+        assert_known(0, 1);
+        tables_forget(s.run);
+        for (size_t i = 0; i < RANKS; i++)
+            box_table_free(&tables[i]);
+    }
+}
+
+static void both_may_lie(void **state)
+{
+    publish_many(true);
+    for (size_t i = 0; i < RANKS; i++)
+        s.world.ranks[i].boxes.size -= 1;
+    assert_int_equal(sync_now(), FANIN_ERR_PROTOCOL);
+    assert_int_equal(s.error.rank, 0); /* the first one, whichever thread was quicker */
+    for (size_t i = 0; i < RANKS; i++)
+        s.world.ranks[i].boxes.size += 1;
+    assert_ok(sync_now(), s.error);
+    assert_known(0, 1);
+}
+
+static void who_stops_in_a_large_table_is_named(void **state)
+{
+    publish_many(true);
+    odd.of = MSG_BOXES;
+    odd.act = IS_HALF;
+    assert_int_equal(sync_now(), FANIN_ERR_TIMEOUT);
+    assert_error("waiting for rank 1");
+    stub_time_at_ms(CALL_MS / 2, cancel, s.world.client);
+    assert_int_equal(sync_now(), FANIN_ERR_CANCELLED);
+    odd.act = AS_EVER;
+    stub_world_reconnect(&s.world);
+    assert_ok(sync_now(), s.error);
+    assert_known(0, 1);
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
@@ -696,6 +760,9 @@ int main(void)
         SCENE(nearly_all_is_all),
         SCENE(other_keys_than_asked_for_are_refused),
         SCENE(scattered_keys_are_fetched_with_their_gaps),
+        SCENE(a_large_table_that_lies_is_its_ranks),
+        SCENE(both_may_lie),
+        SCENE(who_stops_in_a_large_table_is_named),
     };
     return cmocka_run_group_tests_name("tables", tests, NULL, NULL);
 }

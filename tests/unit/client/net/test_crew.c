@@ -1,0 +1,175 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Parts of a call's work in several threads: each once, whatever else happens. */
+#include "net/crew.h"
+#include "error_set.h"
+#include "testing.h"
+#include "thread.h"
+
+#include <sched.h>
+#include <stdatomic.h>
+#include <string.h>
+
+#define PARTS 64
+
+static struct {
+    fanin_client *client;
+    crew *crew;
+    fanin_error error;
+    atomic_uint runs[PARTS];
+    atomic_uint started;
+    bool fails[PARTS];
+} s;
+
+static int set_up(void **state)
+{
+    fanin_client_config config;
+    (void)state;
+    memset(&s, 0, sizeof s);
+    s.error = (fanin_error)FANIN_ERROR_INIT;
+    fanin_client_config_init(&config, sizeof config);
+    config.no_ucx = true;
+    assert_ok(fanin_client_create(&config, &s.client, &s.error), s.error);
+    return 0;
+}
+
+static int tear_down(void **state)
+{
+    (void)state;
+    crew_close(&s.crew);
+    fanin_client_destroy(&s.client);
+    return 0;
+}
+
+/* ------------------------------------------------------------------- parts */
+
+static fanin_status count(void *cookie, size_t part, work_stop *stop,
+                          fanin_error *error)
+{
+    (void)stop;
+    assert_ptr_equal(cookie, &s);
+    atomic_fetch_add(&s.runs[part], 1);
+    if (!s.fails[part])
+        return FANIN_OK;
+    error_place place = {.phase = "catalog", .rank_plus_1 = (int32_t)part + 1};
+    return error_set(error, FANIN_ERR_PROTOCOL, &place, "part %zu", part);
+}
+
+/* Never ends by itself. */
+static fanin_status turn(void *cookie, size_t part, work_stop *stop, fanin_error *error)
+{
+    (void)cookie;
+    atomic_fetch_add(&s.runs[part], 1);
+    atomic_fetch_add(&s.started, 1);
+    while (!work_stopped(stop))
+        ;
+    return work_broken_off(stop, "plan", "it turned", error);
+}
+
+static void open_crew(deadline at, bool worth, crew_fn fn)
+{
+    s.crew = crew_open(s.client, at, PARTS, worth, fn, &s);
+    assert_non_null(s.crew);
+}
+
+static void begin(size_t first, size_t end)
+{
+    for (size_t i = first; i < end; i++)
+        crew_begin(s.crew, i);
+}
+
+/* ------------------------------------------------------------------- tests */
+
+static void each_part_runs_once(void **state)
+{
+    (void)state;
+    for (int threads = 0; threads < 2; threads++) {
+        open_crew(UINT64_MAX, threads, count);
+        begin(0, PARTS / 2);
+        assert_ok(crew_finish(s.crew, NULL, &s.error), s.error);
+        begin(PARTS / 2, PARTS - 1);
+        assert_ok(crew_finish(s.crew, NULL, &s.error), s.error);
+        crew_close(&s.crew);
+        assert_null(s.crew);
+        for (size_t i = 0; i < PARTS; i++)
+            assert_int_equal(s.runs[i], (i < PARTS - 1) * (1 + threads));
+    }
+    crew_close(&s.crew);
+}
+
+static void the_first_by_number_that_failed_decides(void **state)
+{
+    (void)state;
+    size_t failed = PARTS;
+    s.fails[PARTS - 1] = s.fails[5] = s.fails[40] = true;
+    open_crew(UINT64_MAX, true, count);
+    for (size_t i = PARTS; i-- > 0;)
+        crew_begin(s.crew, i);
+    assert_int_equal(crew_finish(s.crew, &failed, &s.error), FANIN_ERR_PROTOCOL);
+    assert_int_equal(failed, 5);
+    assert_int_equal(s.error.rank, 5);
+    assert_string_equal(s.error.message, "part 5");
+    for (size_t i = 0; i < PARTS; i++)
+        assert_int_equal(s.runs[i], 1);
+    crew_close(&s.crew);
+    open_crew(UINT64_MAX, true, count);
+    crew_begin(s.crew, 40); /* no other one was begun */
+    assert_int_equal(crew_finish(s.crew, &failed, NULL), FANIN_ERR_PROTOCOL);
+    assert_int_equal(failed, 40);
+}
+
+static void the_deadline_stops_all(void **state)
+{
+    (void)state;
+    open_crew(deadline_in_ms(20), true, turn);
+    begin(0, PARTS);
+    assert_int_equal(crew_finish(s.crew, NULL, &s.error), FANIN_ERR_TIMEOUT);
+    assert_string_equal(s.error.phase, "plan");
+}
+
+static void *cancel_when_started(void *cookie)
+{
+    (void)cookie;
+    while (atomic_load(&s.started) == 0)
+        sched_yield();
+    fanin_client_cancel(s.client);
+    return NULL;
+}
+
+static void cancel_stops_all(void **state)
+{
+    (void)state;
+    pthread_t thread;
+    open_crew(deadline_in_ms(20000), true, turn);
+    begin(0, 4);
+    assert_int_equal(pthread_create(&thread, NULL, cancel_when_started, NULL), 0);
+    assert_int_equal(crew_finish(s.crew, NULL, &s.error), FANIN_ERR_CANCELLED);
+    assert_int_equal(pthread_join(thread, NULL), 0);
+    assert_false(atomic_load(&s.client->cancelled)); /* it was this call's */
+}
+
+/* What was not finished is stopped, or not begun: none waits for the deadline. */
+static void closing_waits_for_no_deadline(void **state)
+{
+    (void)state;
+    open_crew(UINT64_MAX, true, turn);
+    begin(0, PARTS);
+    while (usable_cpus() > 1 && atomic_load(&s.started) == 0)
+        sched_yield();
+    crew_close(&s.crew);
+    for (size_t i = 0; i < PARTS; i++)
+        assert_true(s.runs[i] <= 1);
+}
+
+#define SCENE(name) cmocka_unit_test_setup_teardown(name, set_up, tear_down)
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {
+        SCENE(each_part_runs_once),
+        SCENE(the_first_by_number_that_failed_decides),
+        SCENE(the_deadline_stops_all),
+        SCENE(cancel_stops_all),
+        SCENE(closing_waits_for_no_deadline),
+    };
+    return cmocka_run_group_tests_name("crew", tests, NULL, NULL);
+}
