@@ -478,14 +478,62 @@ def test_a_worker_learns_and_pulls(tmp_path: Path) -> None:
         time.sleep(0.005)
 
 
+def learnt(trainer: Published, tmp_path: Path, mine: Any) -> None:
+    directory = trainer.directory(tmp_path / "a")
+    worker.fanin_start_pull(mine, job(trainer, directory, id="learn", learn=True))
+    assert finished(mine, "learn")["state"] == "done"
+
+
+def test_a_numbered_adapter_is_added_with_the_answer(tmp_path: Path) -> None:
+    """And forgotten with its path, or with the job where another worker has failed."""
+    e = Engine()
+    mine = slots_engine.worker(e)
+    loader = mine.model_runner.lora_manager
+    with published(e) as trainer:
+        learnt(trainer, tmp_path, mine)
+        for number, key in ((4, "by path"), (5, "by job")):
+            told = job(trainer, tmp_path / key, id=key, number=number, adapter=key)
+            worker.fanin_start_pull(mine, told)
+            report = finished(mine, key)
+            assert report["state"] == "done" and report["added"]
+    assert loader.list_adapters() == {4, 5}
+    again = {"adapter": "again", "number": 6, "path": str(tmp_path / "by path"), "is_3d": False}
+    assert worker.fanin_add_lora(mine, again) == {"error": None}
+    worker.fanin_drop_adapter(mine, "", "by job")
+    assert 5 not in loader.list_adapters()
+    worker.fanin_drop_adapter(mine, str(tmp_path / "by path"))
+    assert 4 not in loader.list_adapters()
+    error = worker.fanin_add_lora(mine, {**again, "number": 7})["error"]
+    assert error is not None and 7 not in loader.list_adapters()
+
+
+def test_a_worker_that_cannot_add_it_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    e = Engine()
+    mine = slots_engine.worker(e)
+    # Requests run with all adapters that have slots: nothing is filled beforehand.
+    monkeypatch.setattr(Slots, "keep_seat", lambda slots: None)
+
+    def short(image: Image, manager: Any, slot: int) -> None:
+        raise MemoryError
+
+    with published(e) as trainer:
+        learnt(trainer, tmp_path, mine)
+        monkeypatch.setattr(Image, "put", short)
+        worker.fanin_start_pull(mine, job(trainer, tmp_path / "b", number=4, adapter="b"))
+        report = finished(mine, "one")
+    assert report["state"] == "failed" and report["error"]["class"] == "HostError"
+    assert "no memory" in report["error"]["message"]
+    assert not mine.model_runner.lora_manager.list_adapters()
+
+
 def test_a_configuration_that_changed_on_the_way_is_not_served(tmp_path: Path) -> None:
     """Another alpha is another scaling: what was pulled by the old layout is given up."""
     e = Engine()
     mine = slots_engine.worker(e)
     with published(e) as trainer:
-        directory = trainer.directory(tmp_path / "a")
-        worker.fanin_start_pull(mine, job(trainer, directory, id="learn", learn=True))
-        assert finished(mine, "learn")["state"] == "done"
+        learnt(trainer, tmp_path, mine)
         stale = job(trainer, tmp_path / "b", digest="another", version="before")
         worker.fanin_start_pull(mine, stale)
         report = finished(mine, "one")

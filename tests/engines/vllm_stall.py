@@ -5,12 +5,11 @@
 How long a request that runs in a real vLLM waits for its next step while new adapters come.
 
 Live FSDP2 trainers (2 ranks), one engine with two slots, and a request that streams tokens by an
-adapter. In turns nothing happens; the trainers commit a step; they commit one that the engine
-brings, straight into a slot; they commit one that it brings by a directory. Of each turn the
-longest time from one step of the engine to the next, noted in its worker, less the median of the
-turns in which nothing happens: median, p99 and longest, in milliseconds. The longest of all are
-listed with the part in which the engine's thread waited for a processor, and in which Python
-collected garbage.
+adapter. In turns nothing happens; the trainers train and commit a step; the engine brings what they
+have committed straight into a slot; it brings another by a directory. Of each turn the longest time
+from one step of the engine to the next, noted in its worker, less the median of the turns in which
+nothing happens: median, p99 and longest, in milliseconds. The longest of all are listed with the
+part in which the worker's thread waited for a processor, and in which Python collected garbage.
 """
 
 from __future__ import annotations
@@ -58,7 +57,7 @@ class Place:
         return int(self.trainer.step(record=False)["step"])
 
     def bring(self, landing: str) -> None:
-        name = f"new-run0-step{self.commit()}"
+        name = f"{landing}-run0-step{self.trainer.published}"
         body = {"lora_name": name, "landing": "auto" if landing == "slot" else landing}
         answer = self.engine.ask("POST", "/load_lora_adapter_nixl", body)
         if answer["landing"] != landing:
@@ -71,7 +70,7 @@ class Place:
             "slot": lambda: self.bring("slot"),
             "directory": lambda: self.bring("directory"),
         }
-        name = f"new-run0-step{self.trainer.published}"
+        name = f"slot-run0-step{self.trainer.published}"
         found = []
         with TokenStream(self.engine, name, PROMPT, 60000) as stream:
             stream.wait_for(200)  # what is slow at first is not what is asked here
@@ -81,7 +80,7 @@ class Place:
                     begun = time.monotonic()
                     way()
                     ended = time.monotonic()
-                    stream.wait_for(len(stream.tokens) + 2)
+                    stream.wait_for(len(stream.tokens) + 3)
                     found.append(Turn(what, begun, ended))
             if not stream.running:
                 raise SystemExit("the request ended before the adapters had come")
@@ -141,6 +140,7 @@ def main() -> None:
             place = Place(scratch, trainer, engine)
             learn_the_slots(trainer, engine)
             for way in ("slot", "directory", "slot"):
+                place.commit()
                 place.bring(way)
             show(*place.turns(options.adapters))
 
