@@ -546,6 +546,7 @@ def test_install() -> None:
         "fanin_weights_state",
         "fanin_start_pull",
         "fanin_poll_pull",
+        "fanin_add_lora",
         "fanin_drop_adapter",
         "fanin_model_facts",
         "fanin_weights_call",

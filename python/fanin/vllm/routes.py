@@ -216,16 +216,15 @@ class Api:
         if engine is None:
             raise StateError.make("the engine is not up yet", "ask again")
         self._check_name(engine.models, wanted.name)
-        number = 0
-        if here.adds is not None and engine.models.lora_requests.get(wanted.name) is None:
-            number = here.adds.reserve()
+        number = self._number(engine.models, wanted.name)
         adapter = await self._fetch(body, number)
         try:
             here.service.warn_of_base_model(
                 adapter, str(getattr(engine.models.model_config, "model", ""))
             )
             loaded = time.monotonic()
-            with contextlib.nullcontext() if here.adds is None else here.adds.given(number):
+            # The workers may have it under the number of a caller who went away.
+            with self._given(next(iter(adapter.numbers), number)):
                 await self._register(engine.models, adapter)
         finally:
             adapter.pins -= 1
@@ -262,6 +261,16 @@ class Api:
                 "take another name, or unload that one",
                 key="lora_name",
             )
+
+    def _number(self, models: Any, name: str) -> int:
+        """vLLM's number for an adapter that it is to load; 0: it is told none beforehand."""
+        adds = self._here.adds
+        return adds.reserve() if adds is not None and models.lora_requests.get(name) is None else 0
+
+    def _given(self, number: int) -> contextlib.AbstractContextManager[None]:
+        """vLLM takes this number for what it loads next."""
+        adds = self._here.adds
+        return contextlib.nullcontext() if adds is None else adds.given(number)
 
     async def _register(self, models: Any, adapter: Adapter) -> None:
         from vllm.entrypoints.serve.lora.protocol import LoadLoRAAdapterRequest

@@ -315,7 +315,10 @@ def fanin_add_lora(self: Any, adapter: dict[str, Any]) -> dict[str, Any]:
 
     It raises nothing: see :func:`fanin.vllm.guard.fanin_weights_call`.
     """
-    return dict(_slots_of(self).add(adapter))
+    slots = _slots_of(self)
+    if slots is None:
+        return {"error": to_wire(NotFoundError.make("nothing was pulled into slots here", ""))}
+    return dict(slots.add(adapter))
 
 
 def fanin_drop_adapter(self: Any, path: str, job_id: str = "") -> bool:
