@@ -20,6 +20,8 @@ __all__ = ["Named", "NamedTensors"]
 
 #: What several runs, or two buffers in turn, are pulled into.
 KEPT = 4
+#: To find tensors that stay as they are for a moment.
+TRIES = 3
 _CAPSULE = b"dlpack_exchange_api"
 
 
@@ -80,6 +82,18 @@ class Named:
     def __init__(self, library: Any) -> None:
         self._library = library
         self._kept: tuple[NamedTensors, ...] = ()
+
+    def hold(self, names: list[str], values: list[Any]) -> tuple[NamedTensors, list[Any]] | None:
+        """As they are now, and their storages: another thread may give a tensor other memory while
+        this one is written. None: they are to be described one by one."""
+        for _ in range(TRIES):
+            found = self.find(names, values)
+            if found is None:
+                return None
+            storages = [value.untyped_storage() for value in values]
+            if self.find(names, values) is found:  # so these are what was described
+                return found, storages
+        return None
 
     def find(self, names: list[str], values: list[Any]) -> NamedTensors | None:
         """As they are now. None: they are to be described one by one, which tells what is wrong."""

@@ -440,8 +440,6 @@ class Client(ClosableHandle):
             *rank_progress*.
         """
         packed, memory = self._packed(tensors)
-        if memory is not None:  # a tensor may be given other memory between the reads
-            memory = [value.untyped_storage() for value in memory]
         stream = _stream_of(packed) if stream is None else stream
         options = self._options(run, step, at_least, timeout, 0, dtype, stream)
         _set_max_bytes(options, max_bytes)
@@ -504,10 +502,10 @@ class Client(ClosableHandle):
         if isinstance(tensors, PackedTensors):
             packed = tensors
         elif isinstance(tensors, Mapping):
-            memory = list(tensors.values())
-            packed = self._named.find(list(tensors), memory)
-            if packed is None:
-                memory = None
+            held = self._named.hold(list(tensors), list(tensors.values()))
+            if held is not None:
+                packed, memory = held
+            else:
                 packed = pack(shard_of(n, value, writable=True) for n, value in tensors.items())
         else:
             packed = pack(tensors)
