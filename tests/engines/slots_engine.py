@@ -22,7 +22,11 @@ PACKED = {
 
 @dataclass(frozen=True)
 class Engine:
-    """Which worker of which engine. kind: "dense", "experts", "fused" or "mixed"."""
+    """Which worker of which engine.
+
+    kind: "dense"; "experts", "fused" or "mixed", nothing but experts; "model": experts, each with
+    tensors of its own, and attention. device: of the slots; "meta": they take no memory.
+    """
 
     kind: str = "dense"
     tp: tuple[int, int] = (0, 1)
@@ -39,6 +43,7 @@ class Engine:
     vocabulary: int = 24
     experts: int = 4
     depth: int = 2
+    device: str = "cpu"
 
     @property
     def layers(self) -> list[str]:
@@ -55,7 +60,7 @@ def _layer(kind: Any, **attributes: Any) -> Any:
 
 def _dirty(e: Engine, *shape: int) -> torch.Tensor:
     """A tensor of all slots, in which some other adapter has been."""
-    return torch.full((e.slots, *shape), 7.0, dtype=e.dtype)
+    return torch.full((e.slots, *shape), 7.0, dtype=e.dtype, device=e.device)
 
 
 def _linear(e: Engine, kind: Any, inputs: int, outputs: list[int], **more: Any) -> Any:
@@ -73,30 +78,39 @@ def _linear(e: Engine, kind: Any, inputs: int, outputs: list[int], **more: Any) 
     )
 
 
+def _attention(e: Engine, layer: str) -> dict[str, Any]:
+    from vllm.lora.layers.column_parallel_linear import MergedQKVParallelLinearWithLoRA
+    from vllm.lora.layers.row_parallel_linear import RowParallelLinearWithLoRA
+
+    rank, size = e.tp
+    q, kv = e.heads * e.head // size, e.kv_heads * e.head // size
+    qkv = _linear(
+        e,
+        MergedQKVParallelLinearWithLoRA,
+        e.hidden,
+        [q, kv, kv],
+        output_slices=(q, kv, kv),
+        output_sizes=[n * size for n in (q, kv, kv)],
+        output_ids=(rank,) * 3,
+    )
+    out = _linear(e, RowParallelLinearWithLoRA, q, [e.hidden])
+    return {f"{layer}.self_attn.qkv_proj": qkv, f"{layer}.self_attn.o_proj": out}
+
+
 def _dense(e: Engine) -> dict[str, Any]:
     from vllm.lora.layers.column_parallel_linear import (
         MergedColumnParallelLinearWithLoRA,
-        MergedQKVParallelLinearWithLoRA,
     )
     from vllm.lora.layers.logits_processor import LogitsProcessorWithLoRA
     from vllm.lora.layers.row_parallel_linear import RowParallelLinearWithLoRA
     from vllm.lora.layers.vocab_parallel_embedding import VocabParallelEmbeddingWithLoRA
 
     rank, size = e.tp
-    q, kv, width = e.heads * e.head // size, e.kv_heads * e.head // size, e.width // size
+    width = e.width // size
     found: dict[str, Any] = {}
     for layer in e.layers:
-        qkv, gates = (q, kv, kv), (width, width)
-        found[f"{layer}.self_attn.qkv_proj"] = _linear(
-            e,
-            MergedQKVParallelLinearWithLoRA,
-            e.hidden,
-            list(qkv),
-            output_slices=qkv,
-            output_sizes=[n * size for n in qkv],
-            output_ids=(rank,) * 3,
-        )
-        found[f"{layer}.self_attn.o_proj"] = _linear(e, RowParallelLinearWithLoRA, q, [e.hidden])
+        gates = (width, width)
+        found |= _attention(e, layer)
         found[f"{layer}.mlp.gate_up_proj"] = _linear(
             e,
             MergedColumnParallelLinearWithLoRA,
@@ -154,6 +168,20 @@ def _experts(e: Engine) -> dict[str, Any]:
     }
 
 
+def _modules(e: Engine) -> dict[str, Any]:
+    """In the model's order."""
+    if e.kind == "dense":
+        return _dense(e)
+    experts = _experts(e)
+    if e.kind != "model":
+        return experts
+    found: dict[str, Any] = {}
+    for layer in e.layers:
+        found |= _attention(e, layer)
+        found[f"{layer}.mlp.experts"] = experts[f"{layer}.mlp.experts"]
+    return found
+
+
 def loader(e: Engine) -> Any:
     """vLLM's worker-side manager of adapters, with its caches, ready to be given requests."""
     from vllm.config.lora import LoRAConfig
@@ -173,7 +201,7 @@ def loader(e: Engine) -> Any:
     manager._registered_adapters = AdapterLRUCache(e.cached, manager.deactivate_adapter)
     manager._active_adapters = AdapterLRUCache(e.slots, manager._deactivate_adapter)
     manager.lora_index_to_id = [None] * e.slots
-    manager.modules = _dense(e) if e.kind == "dense" else _experts(e)
+    manager.modules = _modules(e)
     manager.is_pooling_model = False
     manager._is_moe = e.kind != "dense"
     manager._is_3d_moe_model = e.kind == "fused"
@@ -184,12 +212,21 @@ def loader(e: Engine) -> Any:
     manager._pooling_task = None
     manager._classification_head = None
     manager.moe_ep_load_spec = manager._build_moe_ep_load_spec()
-    manager.supported_lora_modules = [*PACKED, "o_proj", "down_proj", "embed_tokens", "lm_head"]
+    manager.supported_lora_modules = [
+        *PACKED,
+        "o_proj",
+        "down_proj",
+        "embed_tokens",
+        "lm_head",
+    ]
     manager.packed_modules_mapping = dict(PACKED)
     if manager._is_moe:
-        manager.supported_lora_modules = ["experts"]
         names = {"experts": expert_names(e.experts)}
         manager.packed_modules_mapping = {} if e.kind == "fused" else names
+        manager.supported_lora_modules = ["experts"]
+        if e.kind == "model":
+            manager.packed_modules_mapping |= {"qkv_proj": PACKED["qkv_proj"]}
+            manager.supported_lora_modules += ["qkv_proj", "o_proj"]
     return loader_of(LRUCacheWorkerLoRAManager, manager, e.vocabulary)
 
 
@@ -199,47 +236,64 @@ def worker(e: Engine) -> Any:
     return SimpleNamespace(model_runner=SimpleNamespace(lora_manager=loader(e), input_batch=batch))
 
 
+def shapes(e: Engine, rank: int) -> dict[str, tuple[int, ...]]:
+    """Of an adapter of all modules of such an engine, by the names in PEFT's file."""
+    made: dict[str, tuple[int, ...]] = {}
+
+    def pair(path: str, inputs: int, outputs: int, rows: int = rank) -> None:
+        made[f"base_model.model.{path}.lora_A.weight"] = rows, inputs
+        made[f"base_model.model.{path}.lora_B.weight"] = outputs, rows
+
+    def gated(path: str) -> None:
+        pair(f"{path}.gate_proj", e.hidden, e.width)
+        pair(f"{path}.up_proj", e.hidden, e.width)
+        pair(f"{path}.down_proj", e.width, e.hidden)
+
+    for layer in e.layers:
+        experts = f"{layer}.mlp.experts"
+        if e.kind in ("dense", "model"):
+            pair(f"{layer}.self_attn.q_proj", e.hidden, e.heads * e.head)
+            pair(f"{layer}.self_attn.k_proj", e.hidden, e.kv_heads * e.head)
+            pair(f"{layer}.self_attn.v_proj", e.hidden, e.kv_heads * e.head)
+            pair(f"{layer}.self_attn.o_proj", e.heads * e.head, e.hidden)
+        if e.kind in ("fused", "mixed"):
+            pair(f"{experts}.base_layer", e.hidden, 2 * e.width, rank * e.experts)
+            pair(experts, e.width, e.hidden, rank * e.experts)
+        elif e.kind == "dense":
+            gated(f"{layer}.mlp")
+        else:
+            for expert in range(e.experts):
+                gated(f"{experts}.{expert}")
+    if e.kind == "dense":
+        embedding = "base_model.model.model.embed_tokens.lora_embedding_"
+        made[f"{embedding}A"] = rank, e.vocabulary
+        made[f"{embedding}B"] = e.hidden, rank
+        pair("lm_head", e.hidden, e.vocabulary)
+    return made
+
+
+def peft_config(e: Engine, rank: int) -> dict[str, Any]:
+    """PEFT's configuration of that adapter."""
+    weights = [name for name in shapes(e, rank) if name.endswith(".weight")]
+    targets: dict[str, Any] = {"target_modules": sorted({n.split(".")[-3] for n in weights})}
+    if e.kind == "dense":
+        targets["target_modules"] += ["embed_tokens", "lm_head"]
+    if e.kind in ("fused", "mixed"):
+        parameters = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+        targets = {"target_modules": [], "target_parameters": parameters}
+    return configuration(Shape(rank=rank, alpha=3 * rank + 1), targets)
+
+
 def adapter(
     e: Engine, rank: int, seed: int, *, dtype: torch.dtype = torch.float32
 ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """An adapter of all modules of such an engine, and PEFT's configuration."""
     generator = torch.Generator().manual_seed(seed)
-    made: dict[str, torch.Tensor] = {}
-
-    def pair(path: str, inputs: int, outputs: int, rows: int = rank) -> None:
-        name = f"base_model.model.{path}"
-        made[f"{name}.lora_A.weight"] = torch.randn(rows, inputs, generator=generator).to(dtype)
-        made[f"{name}.lora_B.weight"] = torch.randn(outputs, rows, generator=generator).to(dtype)
-
-    for layer in e.layers:
-        experts = f"{layer}.mlp.experts"
-        if e.kind == "experts":
-            for expert in range(e.experts):
-                pair(f"{experts}.{expert}.gate_proj", e.hidden, e.width)
-                pair(f"{experts}.{expert}.up_proj", e.hidden, e.width)
-                pair(f"{experts}.{expert}.down_proj", e.width, e.hidden)
-        elif e.kind in ("fused", "mixed"):
-            pair(f"{experts}.base_layer", e.hidden, 2 * e.width, rank * e.experts)
-            pair(experts, e.width, e.hidden, rank * e.experts)
-        else:
-            pair(f"{layer}.self_attn.q_proj", e.hidden, e.heads * e.head)
-            pair(f"{layer}.self_attn.k_proj", e.hidden, e.kv_heads * e.head)
-            pair(f"{layer}.self_attn.v_proj", e.hidden, e.kv_heads * e.head)
-            pair(f"{layer}.self_attn.o_proj", e.heads * e.head, e.hidden)
-            pair(f"{layer}.mlp.gate_proj", e.hidden, e.width)
-            pair(f"{layer}.mlp.up_proj", e.hidden, e.width)
-            pair(f"{layer}.mlp.down_proj", e.width, e.hidden)
-    targets: dict[str, Any] = {"target_modules": sorted({n.split(".")[-3] for n in made})}
-    if e.kind == "dense":
-        embedding = "base_model.model.model.embed_tokens.lora_embedding_"
-        made[f"{embedding}A"] = torch.randn(rank, e.vocabulary, generator=generator).to(dtype)
-        made[f"{embedding}B"] = torch.randn(e.hidden, rank, generator=generator).to(dtype)
-        pair("lm_head", e.hidden, e.vocabulary)
-        targets["target_modules"] += ["embed_tokens", "lm_head"]
-    if e.kind in ("fused", "mixed"):
-        parameters = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
-        targets = {"target_modules": [], "target_parameters": parameters}
-    return made, configuration(Shape(rank=rank, alpha=3 * rank + 1), targets)
+    made = {
+        name: torch.randn(*shape, generator=generator).to(dtype)
+        for name, shape in shapes(e, rank).items()
+    }
+    return made, peft_config(e, rank)
 
 
 def slot_bytes(made: Any, slot: int) -> dict[str, torch.Tensor]:

@@ -21,7 +21,7 @@ from fanin.mapping._mapping import NARROWER, About, Fill, Leaf, Mapping, Module,
 __all__ = ["FORMAT", "encoded", "load", "save"]
 
 FORMAT = "fanin-mapping/1"
-_ROLES = ("parameter", "buffer", "volatile")
+_ROLES = ("parameter", "buffer", "volatile", "slot")
 _T = TypeVar("_T")
 
 

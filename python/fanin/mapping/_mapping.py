@@ -90,7 +90,7 @@ class Leaf(NamedTuple):
     """A parameter or buffer of a module."""
 
     name: str
-    #: "parameter", "buffer" or "volatile" (a buffer that no checkpoint has).
+    #: "parameter", "buffer", "volatile" (a buffer that no checkpoint has) or "slot" (of LoRA).
     role: str
     #: safetensors' name.
     dtype: str
