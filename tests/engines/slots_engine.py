@@ -138,7 +138,7 @@ def _experts(e: Engine) -> dict[str, Any]:
     from vllm.lora.layers import FusedMoE3DWithLoRA, FusedMoEWithLoRA
 
     kind: Any = FusedMoE3DWithLoRA if e.kind == "fused" else FusedMoEWithLoRA
-    rank, size = e.tp
+    rank, size = e.tp if e.ep[1] == 1 else (0, 1)  # experts of one's own are whole
     local, width = e.experts // e.ep[1], e.width // size
     known = {
         "local_num_experts": local,

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import logging
 import threading
 import time
 from collections.abc import Iterator
@@ -32,15 +33,23 @@ ENGINES = {
     "dense TP2, rank 0": Engine(tp=(0, 2)),
     "dense TP2, rank 1": Engine(tp=(1, 2)),
     "experts": Engine("experts"),
+    "experts TP2, rank 0": Engine("experts", tp=(0, 2)),
     "experts TP2, rank 1": Engine("experts", tp=(1, 2)),
     "experts EP2, rank 0": Engine("experts", ep=(0, 2)),
     "experts EP2, rank 1": Engine("experts", ep=(1, 2)),
     "fused": Engine("fused"),
     "fused TP2, rank 0": Engine("fused", tp=(0, 2)),
     "fused TP2, rank 1": Engine("fused", tp=(1, 2)),
+    "fused EP2, rank 0": Engine("fused", ep=(0, 2)),
     "fused EP2, rank 1": Engine("fused", ep=(1, 2)),
     "mixed": Engine("mixed"),
+    "mixed TP2, rank 0": Engine("mixed", tp=(0, 2)),
     "mixed TP2, rank 1": Engine("mixed", tp=(1, 2)),
+    "mixed EP2, rank 1": Engine("mixed", ep=(1, 2)),
+    "model": Engine("model"),
+    "model TP2, rank 1": Engine("model", tp=(1, 2)),
+    "model TP2 EP2, rank 0": Engine("model", tp=(0, 2), ep=(0, 2)),
+    "model TP2 EP2, rank 1": Engine("model", tp=(1, 2), ep=(1, 2)),
 }
 
 
@@ -358,6 +367,60 @@ def test_of_a_slot_that_is_taken_back_no_more_is_written(at: int) -> None:
     engine.join(60)
     assert written == list(range(at + 1)) and not seats.indices()
     assert seats.give_up(seat) is False
+
+
+class Stand:
+    """In the place of an image on a GPU, which is not here."""
+
+    def __init__(self, layout: Any, *, device: Any) -> None:
+        self.layout, self.on_gpu, self.waited = layout, True, 0
+        self.whole, self.seat = False, None
+
+    def wait(self) -> None:
+        self.waited += 1
+
+    def to_host(self) -> None:
+        assert self.on_gpu
+        self.on_gpu = False
+
+
+def test_of_images_on_a_gpu_the_two_newest_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    slots = Slots(slots_engine.worker(Engine()))
+    monkeypatch.setattr(slots, "_gpu", torch.device("cuda", 0))
+    monkeypatch.setattr("fanin.vllm.slots.Image", Stand)
+    layout: Any = object()
+    images: list[Any] = []
+    for number in range(4):
+        images.append(slots.take(layout))
+        images[-1].whole = True
+        slots.hold(f"/nowhere/{number}", images[-1])
+    assert [image.on_gpu for image in images] == [False, False, True, True]
+
+    slots.release("/nowhere/0")  # its memory is the host's
+    slots.release("/nowhere/2")
+    images[2].waited = 0
+    assert slots.take(layout) is images[2] and images[2].waited, "the engine may still copy it"
+    assert images[3].on_gpu, "nothing had to make room"
+    slots.take(layout)
+    assert images[2].on_gpu and not images[3].on_gpu, "one that is being filled stays"
+
+
+def test_a_gpu_without_room_gives_host_memory(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    slots = Slots(slots_engine.worker(Engine()))
+    monkeypatch.setattr(slots, "_gpu", torch.device("cuda", 0))
+
+    def made(layout: Any, *, device: Any = None, pinned: bool = False) -> Any:
+        if device is not None:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        assert pinned
+        return Stand(layout, device=None)
+
+    monkeypatch.setattr("fanin.vllm.slots.Image", made)
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    assert isinstance(slots.take(Any), Stand)
+    assert "CUDA out of memory" in caplog.text
 
 
 # ------------------------------------------------------------------------- what does not fit

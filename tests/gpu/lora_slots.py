@@ -3,16 +3,16 @@
 """lora_slots.py FOLDER [--device cuda|cpu] [--ranks N] [--pulls N] [--layers N] [--json FILE]
 
 A LoRA adapter from trainer ranks, whose BF16 shards are cut by rows as FSDP2 does, straight into
-tensors laid out as vLLM's LoRA slots, where tests/gpu/record_slots.py has found vLLM's own classes to
-put it (FOLDER is what that made: slots.json, slots-LAYOUT-RANK.json). Beside it, alternated, the same
-bytes one behind the other in one allocation.
+tensors laid out as vLLM's LoRA slots, where tests/gpu/record_slots.py has found vLLM's own classes
+to put it (FOLDER is what that made: slots.json, slots-LAYOUT-RANK.json). Beside it, alternated, the
+same bytes one behind the other in one allocation.
 
-Each worker of each layout is timed alone, with a max_lora_rank of the adapter's r and of twice that, in
-which the rows of each B lie apart; then all workers of a layout at once. Of two slots the second is
-filled; every byte of both is compared: what was published, zeros beyond the rank, and the first slot
-as it was. Ranks lie round robin on the GPUs, workers on the last ones. Needs PyTorch, the package
-(PYTHONPATH) and its library (FANIN_LIBRARY); exit status 77 without GPUs or mappings. The last line
-is "N passed, N failed".
+Each worker of each layout is timed alone, with a max_lora_rank of the adapter's r and of twice
+that, in which the rows of each B lie apart; then all workers of a layout at once. Of two slots the
+second is filled; every byte of both is compared: what was published, zeros beyond the rank, and
+the first slot as it was. Ranks lie round robin on the GPUs, workers on the last ones. Needs
+PyTorch, the package (PYTHONPATH) and its library (FANIN_LIBRARY); exit status 77 without GPUs or
+mappings. The last line is "N passed, N failed".
 """
 
 from __future__ import annotations
@@ -39,11 +39,12 @@ try:
 except ImportError as missing:
     print(f"skipped: {missing}")
     sys.exit(77)
-from worlds import Child, Control
+from worlds import Child, Control  # noqa: E402
 
 SLOWEST = 150.0  # seconds that any wait may take
 SLOTS, FILLED = 2, 1
 RUN = "full:slots"
+FINITE = 0xBFFF  # bits of a BF16 that is less than 2
 OTHER = 7.0  # what the other slot holds
 TIMES = (1, 2)  # max_lora_rank, in r
 
@@ -54,10 +55,11 @@ def layer(name: str) -> int:
 
 
 def pattern(number: int, shape: tuple[int, ...], first: int, device: Any) -> torch.Tensor:
-    """Rows from ``first`` on of tensor ``number``: bits that differ by tensor and place."""
+    """Rows from ``first`` on of tensor ``number``: finite, and they differ by tensor and place."""
     count, start = torch.Size(shape).numel(), first * torch.Size(shape[1:]).numel()
     flat = torch.arange(start, start + count, device=device, dtype=torch.int32)
-    return flat.mul_(31).add_(number * 17).short().reshape(shape).view(torch.bfloat16)
+    flat.mul_(31).add_(number * 17).bitwise_and_(FINITE)
+    return flat.short().reshape(shape).view(torch.bfloat16)
 
 
 def on(options: dict[str, Any], index: int) -> torch.device:

@@ -10,12 +10,15 @@ from __future__ import annotations
 
 import copy
 import functools
+import logging
 import re
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from types import FunctionType, MethodType
 from typing import Any, NamedTuple
 
 import torch
@@ -24,15 +27,21 @@ from fanin._tensors import TORCH_DTYPES
 from fanin.errors import RequestError
 from fanin.mapping import About, MappingError, Trace, layer_of
 from fanin.mapping import Mapping as SlotMapping
+from fanin.mapping._boxes import packed_strides
+from fanin.server import Stream
 from fanin.vllm.seats import Seat, Seats
 
 __all__ = ["Image", "Layout", "Slots", "file_name", "prove", "unfit", "unfitting"]
+
+_log = logging.getLogger("vllm.fanin")
 
 #: Of vLLM, for which the names below are right.
 VERSIONS = ("0.32.",)
 _MOE = ("w13_lora_a_stacked", "w13_lora_b_stacked", "w2_lora_a_stacked", "w2_lora_b_stacked")
 _PLAIN = ("lora_a_stacked", "lora_b_stacked")
 _SPARE = 2  # images that are kept for the next pull
+_ON_GPU = 2  # images that stay in a GPU's memory: the newest, and the one before
+_ALIGNED = 256  # bytes
 _TYPES = {name: getattr(torch, kind) for kind, name in TORCH_DTYPES.items() if hasattr(torch, kind)}
 
 _WRAPPERS = re.compile(
@@ -111,10 +120,10 @@ def _twin(module: Any, dtype: Any = None) -> Any:
     twin = copy.copy(module)
     held: dict[str, Any] = {}
     for attribute, index, tensor in _tensors(module):
-        made = torch.zeros((1, *tensor.shape[1:]), dtype=dtype or tensor.dtype)
+        made = torch.zeros((1, *tensor.shape[1:]), dtype=dtype or tensor.dtype, device="cpu")
         held[attribute] = made if index is None else (*held.get(attribute, ()), made)
     if hasattr(module, "adapter_enabled"):
-        held["adapter_enabled"] = torch.zeros(2, dtype=torch.int)
+        held["adapter_enabled"] = torch.zeros(2, dtype=torch.int, device="cpu")
     twin.__dict__.update(held)
     return twin
 
@@ -155,6 +164,17 @@ def _sit_down(manager: Any, number: int, index: int) -> None:
     """What vLLM's own activation does, but for the weights."""
     manager._active_adapters[number] = None
     manager.lora_index_to_id[index] = number
+
+
+def _unpinned(method: Any) -> Any:
+    """A bound method of vLLM's that leaves tensors where they are: numbers need no pinned memory,
+    which the driver makes the engine wait for."""
+    function = method.__func__
+    known = {**function.__globals__, "PIN_MEMORY": False}
+    code, name, closure = function.__code__, function.__name__, function.__closure__
+    made = FunctionType(code, known, name, function.__defaults__, closure)
+    made.__kwdefaults__ = function.__kwdefaults__
+    return MethodType(made, method.__self__)
 
 
 def _set(manager: Any, lora: Any, path: str, twin: Any) -> None:
@@ -288,7 +308,7 @@ class _Recorder:
         }
         if not part.modules:
             return
-        lora = LoRAModel.from_lora_tensors(
+        lora = _unpinned(LoRAModel.from_lora_tensors)(
             1,
             {self._files[name]: self._trace.lend(name) for name in names},
             self._helper,
@@ -307,7 +327,7 @@ class _Recorder:
             weights.scaling = 1  # values are places here; the parts are scaled when they land
         lora.is_3d_lora_weight = self._is_3d
         part._validate_moe_lora_format(lora)
-        type(part)._create_merged_loras_inplace(part, lora)
+        _unpinned(MethodType(type(part)._create_merged_loras_inplace, part))(lora)
         for path, twin in part.modules.items():
             _set(part, lora, path, twin)
             for stack in _tensors(twin):
@@ -336,34 +356,101 @@ class _Recorder:
 # --------------------------------------------------------------------------------- an image
 
 
+class _Place(NamedTuple):
+    """Of a tensor in an allocation that holds several."""
+
+    dtype: Any
+    shape: tuple[int, ...]
+    #: Elements.
+    stride: tuple[int, ...]
+    #: Bytes from the allocation's first.
+    at: int
+
+    def of(self, room: Any) -> Any:
+        size = self.dtype.itemsize
+        count = torch.Size(self.shape).numel() * size
+        flat = room[self.at : self.at + count].view(self.dtype)
+        return flat.as_strided(self.shape, self.stride)
+
+
 class Image:
-    """One adapter of one worker, in the layout of its slots, in host memory.
+    """One adapter of one worker, in the layout of its slots, in a GPU's memory or in the host's.
 
-    Filled by one thread, then read by the engine's.
+    Filled by one thread, then read by the engine's; another one may move it to the host meanwhile.
+    All that a GPU does to it until it is whole is on a stream of its own, and done when a method
+    returns: no work of the engine waits for it, and none of it is ahead of the engine's copies.
 
-    :param pinned: in memory that a GPU copies from by itself.
+    :param device: a GPU; None: the host.
+    :param pinned: of host memory: a GPU copies from it by itself.
+    :raises torch.OutOfMemoryError: the GPU has no room for it.
     """
 
-    def __init__(self, layout: Layout, *, pinned: bool = False) -> None:
+    def __init__(self, layout: Layout, *, device: Any = None, pinned: bool = False) -> None:
         self.layout = layout
         #: The slot that has been filled with it, if one could be kept.
         self.seat: Seat | None = None
+        self._lock = threading.Lock()
         self._copied: Any = None
-        landed: dict[tuple[str, str], Any] = {}
-        self._ready: list[tuple[Part, Any, Any]] = []  # the part, what lands, what is copied
-        for part, leaf in zip(layout.parts, layout.leaves(), strict=True):
+        #: Nobody fills it: it may be moved.
+        self.whole = False
+        self._stream = None if device is None else torch.cuda.Stream(device)
+        self._bytes = 0
+        self._places = list(self._laid_out())
+        size, where = self._bytes, device or "cpu"
+        self._bind(torch.empty(size, dtype=torch.uint8, device=where, pin_memory=pinned))
+        leaves = zip(layout.parts, layout.leaves(), self._ready, strict=True)
+        #: Where a pull lands; None once it has been moved to the host.
+        self._landed = {(part.path, leaf.name): here for part, leaf, (_, here, _) in leaves}
+        self.packed: Any = layout.mapping.pack(self._landed)
+
+    def _laid_out(self) -> Iterator[tuple[Part, _Place, _Place]]:
+        """Each part, where it lands, and where slots get it from: often the same place."""
+        for part, leaf in zip(self.layout.parts, self.layout.leaves(), strict=True):
             dtype = _TYPES[leaf.dtype]
-            steps = [step // dtype.itemsize for step in leaf.stride]
-            flat = torch.empty(torch.Size(leaf.shape).numel(), dtype=dtype, pin_memory=pinned)
-            here = torch.as_strided(flat, leaf.shape, steps)
-            final = here
-            if dtype != part.dtype or not here.is_contiguous():
-                final = torch.empty(leaf.shape, dtype=part.dtype, pin_memory=pinned)
-            landed[part.path, leaf.name] = here
-            self._ready.append((part, here, final))
-        self._landed = landed
-        #: Where a pull lands.
-        self.packed = layout.mapping.pack(landed)
+            steps = tuple(step // dtype.itemsize for step in leaf.stride)
+            order = packed_strides(leaf.shape)
+            here = final = self._place(dtype, leaf.shape, steps)
+            turned = any(n > 1 and a != b for n, a, b in zip(leaf.shape, steps, order, strict=True))
+            if dtype != part.dtype or turned:
+                final = self._place(part.dtype, leaf.shape, order)
+            yield part, here, final
+
+    def _place(self, dtype: Any, shape: tuple[int, ...], stride: tuple[int, ...]) -> _Place:
+        at = self._bytes
+        size = torch.Size(shape).numel() * dtype.itemsize
+        self._bytes += -(-size // _ALIGNED) * _ALIGNED
+        return _Place(dtype, shape, stride, at)
+
+    def _bind(self, room: Any) -> None:
+        ready = []
+        for part, here, final in self._places:
+            landed = here.of(room)
+            ready.append((part, landed, landed if final is here else final.of(room)))
+        with self._lock:  # the engine may be reading them
+            self._room = room
+            #: The part, what lands, what is copied.
+            self._ready = ready
+
+    @property
+    def on_gpu(self) -> bool:
+        return bool(self._room.is_cuda)
+
+    @property
+    def stream(self) -> Stream | None:
+        """For pulls: the one that its memory's former uses are on; None: not on a GPU."""
+        if self._stream is None:
+            return None
+        return Stream(self._stream.cuda_stream, self._stream.device_index)
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """What a GPU is told within is on the image's stream, and done at the end."""
+        if self._stream is None:
+            yield
+            return
+        with torch.cuda.stream(self._stream):
+            yield
+        self._stream.synchronize()
 
     def wait(self) -> None:
         """Until no GPU copies from it any more."""
@@ -372,33 +459,54 @@ class Image:
 
     def read(self, tensors: Callable[[str], Any]) -> None:
         """Fills it with whole tensors, by published names, instead of a pull."""
-        for module in self.layout.mapping.modules:
-            for leaf in module.leaves:
-                here = self._landed[module.path, leaf.name]
-                size = here.element_size()
-                for source in leaf.sources:
-                    whole = tensors(source.name)
-                    for piece in source.pieces:
-                        box = tuple(
-                            slice(a, a + n) for a, n in zip(piece.offset, piece.extent, strict=True)
-                        )
-                        here.as_strided(
-                            piece.extent,
-                            [step // size for step in piece.stride],
-                            piece.at // size,
-                        ).copy_(whole[box])
+        with self._alone():
+            for module in self.layout.mapping.modules:
+                for leaf in module.leaves:
+                    self._read(leaf, self._landed[module.path, leaf.name], tensors)
+
+    def _read(self, leaf: Any, here: Any, tensors: Callable[[str], Any]) -> None:
+        size = here.element_size()
+        for source in leaf.sources:
+            whole = tensors(source.name)
+            for piece in source.pieces:
+                box = tuple(
+                    slice(a, a + n) for a, n in zip(piece.offset, piece.extent, strict=True)
+                )
+                steps = [step // size for step in piece.stride]
+                at = here.storage_offset() + piece.at // size
+                here.as_strided(piece.extent, steps, at).copy_(whole[box])
 
     def finish(self) -> None:
         """After a pull: types, order and scaling as vLLM's own load makes them."""
-        for part, here, final in self._ready:
-            if final is not here:
-                final.copy_(here)
-            if part.scale != 1:
-                final.mul_(part.scale)
+        with self._alone():
+            for part, here, final in self._ready:
+                if final is not here:
+                    final.copy_(here)
+                if part.scale != 1:
+                    final.mul_(part.scale)
+        self.whole = True
+
+    def to_host(self) -> None:
+        """From the GPU, for good: slots get it from pinned memory from now on. Any thread."""
+        room = torch.empty(self._bytes, dtype=torch.uint8, pin_memory=True)
+        with self._alone():
+            room.copy_(self._room, non_blocking=True)
+        self._bind(room)
+        self._landed, self._stream = {}, None
+        self.packed = None
 
     def put(self, manager: Any, slot: int) -> None:
-        """Copies it into a slot that vLLM has just cleared; on CUDA on the current stream."""
-        for copy_one in self._copies(manager, slot):
+        """Copies it into a slot that vLLM has just cleared; on CUDA on the current stream.
+
+        That is the one on which vLLM clears slots and runs its model, also as a CUDA graph: what
+        reads the slot is before or behind the copy. Graphs know slots by their addresses, which
+        stay.
+        """
+        with self._lock:
+            room, ready = self._room, self._ready
+        if room.is_cuda:  # it may be let go of before the copy is done
+            room.record_stream(torch.cuda.current_stream(room.device))
+        for copy_one in self._copies(manager, slot, ready):
             copy_one()
         if manager.device.type == "cuda":
             self._copied = torch.cuda.Event()
@@ -408,10 +516,12 @@ class Image:
         """As clearing that slot and :meth:`put`, in host memory, in pieces of some milliseconds."""
         for module in manager.modules.values():
             yield functools.partial(module.reset_lora, slot)
-        yield from self._copies(manager, slot)
+        yield from self._copies(manager, slot, self._ready)
 
-    def _copies(self, manager: Any, slot: int) -> Iterator[Callable[[], None]]:
-        for part, _, final in self._ready:
+    def _copies(
+        self, manager: Any, slot: int, ready: list[tuple[Part, Any, Any]]
+    ) -> Iterator[Callable[[], None]]:
+        for part, _, final in ready:
             stack = getattr(manager.modules[part.path], part.attribute)
             whole = stack if part.place is None else stack[part.place]
             place = tuple(slice(n) for n in final.shape)
@@ -422,7 +532,7 @@ class Image:
 
     def slot_of(self, path: str, leaf: str, like: Any) -> Any:
         """What a slot has of it in one tensor, the rest zero."""
-        made = torch.zeros(like.shape, dtype=like.dtype)
+        made = torch.zeros(like.shape, dtype=like.dtype, device="cpu")
         for part, _, final in self._ready:
             if (part.path, part.leaf) == (path, leaf):
                 made[tuple(slice(n) for n in final.shape)] = final
@@ -484,7 +594,10 @@ class Slots:
         self._layouts: dict[str, Layout] = {}
         self._images: dict[str, tuple[Image, int]] = {}  # by path, with how often it is held
         self._spare: list[Image] = []
-        self._pinned = self.manager.device.type == "cuda"
+        cuda = self.manager.device.type == "cuda"
+        self._gpu = self.manager.device if cuda else None
+        self._moving = threading.Lock()
+        self._there: list[weakref.ref[Image]] = []
         _hook(self)
 
     def use_device(self) -> None:
@@ -507,7 +620,7 @@ class Slots:
             self._layouts[key] = layout
 
     def take(self, layout: Layout) -> Image:
-        """An image to be filled."""
+        """An image to be filled; on a GPU's engine in its memory, if there is room."""
         with self._lock:
             for place, image in enumerate(self._spare):
                 if image.layout is layout:
@@ -516,9 +629,37 @@ class Slots:
             else:
                 image = None
         if image is None:
-            return Image(layout, pinned=self._pinned)
+            image = self._new(layout)
+        image.whole = False
         image.wait()
+        self._newest(image)
         return image
+
+    def _new(self, layout: Layout) -> Image:
+        if self._gpu is None:
+            return Image(layout)
+        self._make_room()
+        try:
+            return Image(layout, device=self._gpu)
+        except torch.OutOfMemoryError as error:
+            _log.warning("fanin: an adapter lands in host memory: %s", str(error).split(". ")[0])
+            return Image(layout, pinned=True)
+
+    def _newest(self, image: Image) -> None:
+        """Of those that are there, vLLM's cache included, it will be moved last."""
+        with self._lock:
+            there = [ref for ref in self._there if ref() not in (None, image)]
+            self._there = [*there, weakref.ref(image)]
+
+    def _make_room(self) -> None:
+        """Moves the oldest whole images out of the GPU's memory, most of which is the engine's."""
+        with self._moving:
+            with self._lock:
+                self._spare = []
+                there = [image for ref in self._there if (image := ref()) and image.on_gpu]
+            for image in there[: max(len(there) - _ON_GPU + 1, 0)]:
+                if image.whole:
+                    image.to_host()
 
     def idle(self) -> bool:
         """Whether no request waits for a step, as far as the worker knows; the engine's thread."""
@@ -587,6 +728,8 @@ class Slots:
         """An image that nothing uses: the next pull may fill it."""
         self._seats.give_up(image.seat)
         image.seat = None
+        if image.on_gpu != (self._gpu is not None):  # it was moved
+            return
         with self._lock:
             self._spare = [*self._spare, image][-_SPARE:]
 

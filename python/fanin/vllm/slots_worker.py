@@ -177,6 +177,7 @@ class WorkerSlots:
                 step=int(job["step"]),
                 timeout=remaining(deadline),
                 dtype=image.packed.dtype,
+                stream=image.stream,
                 max_bytes=job["how"]["max_bytes"],
                 progress=progress,
             )
