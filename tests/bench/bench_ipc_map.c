@@ -2,7 +2,7 @@
 /*
  * How long it takes to map other processes' allocations, by how many threads at a time: what a first
  * pull by cuda_ipc waits for, and why it does that in one thread. Exporters allocate on device 0; device 1 maps (or the same, if there is
- * one only).
+ * one only); then the same for both devices, one after the other and by a thread each.
  *
  *     bench_ipc_map [EXPORTERS [ALLOCATIONS [MIB]]]      8 processes of 100 times 20 MiB
  *
@@ -140,6 +140,31 @@ static double map_all(gpu *g, int device, const ipc_key *keys, size_t n,
     return ms;
 }
 
+/* Everything for devices 0 and 1: one after the other, or by a thread each. */
+static double map_for_two(gpu *g, const ipc_key *keys, size_t n, bool at_once)
+{
+    share shares[2];
+    void **bases = calloc(2 * n, sizeof *bases);
+    if (!bases)
+        fail("calloc");
+    uint64_t started = clock_ns();
+    for (int d = 0; d < 2; d++) {
+        shares[d] =
+            (share){.g = g, .device = d, .keys = keys, .bases = bases + d * n, .n = n};
+        if (!at_once)
+            map_share(&shares[d]);
+        else if (pthread_create(&shares[d].thread, NULL, map_share, &shares[d]) != 0)
+            fail("pthread_create");
+    }
+    for (int d = 0; at_once && d < 2; d++)
+        pthread_join(shares[d].thread, NULL);
+    double ms = (double)(clock_ns() - started) / 1e6;
+    for (size_t i = 0; i < 2 * n; i++)
+        gpu_unmap(g, i < n ? 0 : 1, bases[i]);
+    free(bases);
+    return ms;
+}
+
 static int by_value(const void *a, const void *b)
 {
     const double *x = a, *y = b;
@@ -178,6 +203,16 @@ int main(int argc, char **argv)
         qsort(ms, ROUNDS, sizeof *ms, by_value);
         printf("%2u threads  %9.2f ms  %7.1f us each  (%.2f .. %.2f)\n", threads[t],
                ms[ROUNDS / 2], ms[ROUNDS / 2] * 1e3 / (double)(exporters * n), ms[0],
+               ms[ROUNDS - 1]);
+        fflush(stdout);
+    }
+    for (int at_once = 0; at_once < 2 && device == 1; at_once++) {
+        double ms[ROUNDS];
+        for (int r = 0; r < ROUNDS; r++)
+            ms[r] = map_for_two(g, keys, exporters * n, at_once);
+        qsort(ms, ROUNDS, sizeof *ms, by_value);
+        printf("devices 0 and 1, %s  %9.2f ms  (%.2f .. %.2f)\n",
+               at_once ? "a thread each" : "one thread   ", ms[ROUNDS / 2], ms[0],
                ms[ROUNDS - 1]);
         fflush(stdout);
     }
