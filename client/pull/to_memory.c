@@ -214,8 +214,11 @@ static int by_base(const void *a, const void *b)
 
 static size_t merge(stretch *all, size_t n)
 {
-    size_t last = 0;
-    qsort(all, n, sizeof *all, by_base);
+    size_t last = 0, sorted = 1;
+    while (sorted < n && by_base(&all[sorted - 1], &all[sorted]) <= 0)
+        sorted++;
+    if (sorted < n) /* tensors are mostly described as they lie */
+        qsort(all, n, sizeof *all, by_base);
     for (size_t i = 1; i < n; i++) {
         stretch *a = &all[last];
         const stretch *b = &all[i];

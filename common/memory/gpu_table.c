@@ -1,13 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "copy_units.h"
+#include "cut_ahead.h"
 #include "gpu_internal.h"
 
 #include <inttypes.h>
 #include <stdlib.h>
 #include <string.h>
-
-/** Units that are cut and uploaded at once: 3 MiB. */
-#define BLOCK_UNITS UINT32_C(65536)
 
 struct gpu_table {
     gpu *g;
@@ -54,52 +52,36 @@ static fanin_status count_units(gpu_table *t, const copy_entry *entries,
     return FANIN_OK;
 }
 
-/* How many of the entries from @p i on are cut at once: one at least. */
-static uint64_t entries_of_block(const gpu_table *t, uint64_t i)
+/* They come from pageable memory, so a copy has read a block when it returns. */
+static fanin_status upload_units(const gpu_table *t, const copy_entry *entries,
+                                 CUstream stream, fanin_error *error)
 {
-    uint64_t end = i + 1;
-    while (end < t->n && t->first[end + 1] - t->first[i] <= BLOCK_UNITS)
-        end++;
-    return end - i;
-}
-
-static uint64_t largest_block(const gpu_table *t)
-{
-    uint64_t largest = 0;
-    for (uint64_t i = 0, n; i < t->n; i += n) {
-        n = entries_of_block(t, i);
-        uint64_t units = t->first[i + n] - t->first[i];
-        largest = units > largest ? units : largest;
-    }
-    return largest;
-}
-
-/* Units are cut block by block: a large model's are many times what the caller has listed. They come
-   from pageable memory, so a copy has read them when it returns. */
-static CUresult upload_units(const gpu_table *t, const copy_entry *entries,
-                             copy_entry *block, CUstream stream)
-{
+    const copy_entry *block;
+    uint32_t begin = 0, units;
     CUresult result = CUDA_SUCCESS;
-    for (uint64_t i = 0, n; i < t->n && result == CUDA_SUCCESS; i += n) {
-        n = entries_of_block(t, i);
-        uint32_t begin = t->first[i], units = t->first[i + n] - begin;
-        for (uint64_t k = i; k < i + n; k++)
-            copy_units_cut(&entries[k], block + (t->first[k] - begin));
+    cut_ahead *cut = cut_ahead_open(entries, t->first, t->n);
+    bool ok = cut && cut_ahead_next(cut, &block, &units);
+    while (ok && block && result == CUDA_SUCCESS) {
         if (units > 0)
             result =
                 t->g->cuMemcpyAsync(t->memory + begin * sizeof *block,
                                     (CUdeviceptr)block, units * sizeof *block, stream);
+        begin += units;
+        ok = cut_ahead_next(cut, &block, &units);
     }
-    return result;
+    cut_ahead_close(&cut);
+    if (result != CUDA_SUCCESS)
+        return gpu_error(t->g, error, result, "copying a table to device %d",
+                         t->device);
+    return ok ? FANIN_OK : error_set_memory(error);
 }
 
 /* Not on the default stream, which would wait for other work of the process. */
-static fanin_status upload(gpu_table *t, const copy_entry *entries, copy_entry *block,
-                           fanin_error *error)
+static fanin_status upload(gpu_table *t, const copy_entry *entries, fanin_error *error)
 {
     gpu *g = t->g;
     CUstream stream;
-    size_t unit_bytes = t->first[t->n] * sizeof *block;
+    size_t unit_bytes = t->first[t->n] * sizeof *entries;
     size_t base_bytes = t->n_bases * sizeof *t->bases;
     fanin_status status = uploads_stream(g, t->device, &stream, error);
     if (status != FANIN_OK)
@@ -111,8 +93,11 @@ static fanin_status upload(gpu_table *t, const copy_entry *entries, copy_entry *
                          t->device, g->slots[t->device].info.name,
                          unit_bytes + base_bytes);
     t->device_bases = t->memory + unit_bytes;
-    if (result == CUDA_SUCCESS)
-        result = upload_units(t, entries, block, stream);
+    if (result == CUDA_SUCCESS) {
+        status = upload_units(t, entries, stream, error);
+        if (status != FANIN_OK)
+            return status;
+    }
     if (result == CUDA_SUCCESS && base_bytes > 0)
         result = g->cuMemcpyAsync(t->device_bases, (CUdeviceptr)t->bases, base_bytes,
                                   stream);
@@ -134,14 +119,11 @@ static fanin_status fill(gpu_table *t, const copy_entry *entries, fanin_error *e
     fanin_status status = count_units(t, entries, error);
     if (status != FANIN_OK || t->first[t->n] == 0)
         return status;
-    copy_entry *block = malloc(largest_block(t) * sizeof *block);
-    status =
-        block ? gpu_context_enter(t->g, t->device, error) : error_set_memory(error);
+    status = gpu_context_enter(t->g, t->device, error);
     if (status == FANIN_OK) {
-        status = upload(t, entries, block, error);
+        status = upload(t, entries, error);
         gpu_context_leave(t->g);
     }
-    free(block);
     return status;
 }
 

@@ -351,11 +351,11 @@ static void test_big_entries(void **state)
     free(expected);
 }
 
-/* More than are uploaded at once, and one that alone is more than that. */
+/* More than are cut ahead, and one that alone is more than a block. */
 static void test_many_entries(void **state)
 {
     world *w = *state;
-    const uint32_t n = 150001, runs = 70000 * COPY_UNIT_RUNS;
+    const uint32_t n = 450001, runs = 70000 * COPY_UNIT_RUNS;
     void *memory;
     gpu_table *t;
     assert_ok(gpu_alloc(g, 0, 2 * n, &memory, &failure), failure);
