@@ -7,15 +7,31 @@
 #include <stdlib.h>
 #include <string.h>
 
-#define SLOTS 2 /* memory, adapter */
+/** Destinations in memory whose plans stay: buffers that are filled in turn. */
+#define MEMORY 3
+/** And a directory. */
+#define SLOTS (MEMORY + 1)
+/** A plan that brings more has large tables: it does not stay beside a newer one. */
+#define LARGE (UINT64_C(4) << 30)
 
 /* ------------------------------------------------------------------ keeping */
 
-plan_cache *plan_cache_of(publication *p, unsigned slot)
+/* The memory's that was made for a destination of that layout, or the one that was used longest ago. */
+static plan_cache *for_memory(plan_cache *plans, const digest *layout)
 {
-    if (!p->plans)
-        p->plans = calloc(SLOTS, sizeof *p->plans);
-    return p->plans ? &p->plans[slot] : NULL;
+    plan_cache *found = NULL, *oldest = plans;
+    uint64_t now = 0;
+    for (plan_cache *c = plans; c < plans + MEMORY; c++) {
+        if (c->valid && digest_equal(&c->layout, layout))
+            found = c;
+        if (c->used < oldest->used)
+            oldest = c;
+        if (c->used > now)
+            now = c->used;
+    }
+    found = found ? found : oldest;
+    found->used = now + 1;
+    return found;
 }
 
 /* All of it but the plan and its sources. */
@@ -56,7 +72,26 @@ static void clear(plan_cache *cache)
     free(cache->whole.plan.sources);
     free(cache->whole.plan.peer_of);
     plan_free(&cache->whole.plan.plan);
-    *cache = (plan_cache){0};
+    *cache = (plan_cache){.used = cache->used};
+}
+
+static void drop_large(plan_cache *plans, const plan_cache *but)
+{
+    for (plan_cache *c = plans; c < plans + MEMORY; c++)
+        if (c != but && c->valid && c->whole.plan.plan->bytes > LARGE)
+            clear(c);
+}
+
+plan_cache *plan_cache_of(publication *p, const destination *d)
+{
+    if (!p->plans)
+        p->plans = calloc(SLOTS, sizeof *p->plans);
+    if (!p->plans || d->directory)
+        return p->plans ? &p->plans[MEMORY] : NULL;
+    digest layout = d->layout(d->cookie);
+    plan_cache *cache = for_memory(p->plans, &layout);
+    drop_large(p->plans, cache);
+    return cache;
 }
 
 void plan_cache_drop(publication *p)
@@ -187,6 +222,7 @@ fanin_status plan_cache_make(plan_cache *cache, fanin_client *client,
         return status;
     }
     cache->made_from = cache->whole.plan.id = from;
+    cache->layout = d->layout(d->cookie);
     cache->valid = true;
     return FANIN_OK;
 }

@@ -23,6 +23,8 @@ typedef struct plan_cache {
     bool valid;
     bool lacks_rank;  /**< there is none for want of a rank that is gone */
     digest made_from; /**< of tables, participants and destination layout */
+    digest layout;    /**< the destination's */
+    uint64_t used;    /**< greater than that of all that were used before; 0: never */
     plan_part whole;
     plan_index index;  /**< no places: not made yet */
     plan_part **parts; /**< by (first, count) */
@@ -30,8 +32,12 @@ typedef struct plan_cache {
     uint64_t part_pieces; /**< of all parts */
 } plan_cache;
 
-/** The publication's, of a destination's plan_slot. NULL: out of memory. */
-plan_cache *plan_cache_of(publication *p, unsigned slot);
+/**
+ * The publication's for a destination: of a directory there is one, of memory that whose layout is the
+ * destination's, if it is among those of the last three layouts; a plan that brings more than 4 GiB
+ * stays only as long as no other is wanted. Valid until the next call. NULL: out of memory.
+ */
+plan_cache *plan_cache_of(publication *p, const destination *d);
 /** Drops the publication's plans. */
 void plan_cache_drop(publication *p);
 /** Those of all publications, at the end. */

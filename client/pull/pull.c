@@ -244,8 +244,7 @@ fanin_status pull_open(pull *p, fanin_error *error)
     p->stale = p->lost = (fanin_error)FANIN_ERROR_INIT;
     size_t n = p->client->n_peers;
     p->publication = tables_of(p->client, p->options->publication);
-    p->cache = p->publication ? plan_cache_of(p->publication, p->destination->plan_slot)
-                              : NULL;
+    p->cache = p->publication ? plan_cache_of(p->publication, p->destination) : NULL;
     p->announced = calloc(n, sizeof *p->announced);
     p->use = calloc(n, sizeof *p->use);
     p->needed = calloc(n, sizeof *p->needed);

@@ -17,8 +17,7 @@
     read call (see need_fn). */
 typedef struct destination {
     void *cookie;
-    /** which of the publication's cached plans: 0 memory, 1 a directory */
-    unsigned plan_slot;
+    bool directory; /**< not memory: its plan is kept apart */
     key_need wants; /**< mark NULL: all keys are wanted */
     /** Names the layout: equal digests and key tables have equal plans. */
     digest (*layout)(void *cookie);

@@ -142,7 +142,7 @@ static fanin_status pull_into(fanin_client *client, fanin_pull_options *options,
                               fanin_result **result_out, fanin_error *error)
 {
     a->for_pull = (destination){.cookie = a,
-                                .plan_slot = 1,
+                                .directory = true,
                                 .layout = layout,
                                 .prepare = prepare,
                                 .agreed = agreed,

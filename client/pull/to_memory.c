@@ -286,7 +286,6 @@ static void close_memory(memory_destination *m)
 static destination as_destination(memory_destination *m, uint64_t started_ns)
 {
     return (destination){.cookie = m,
-                         .plan_slot = 0,
                          .wants = {.cookie = m, .name = layout, .mark = mark},
                          .layout = layout,
                          .prepare = prepare,
