@@ -24,7 +24,6 @@
 
 #define BACKLOG 4096 /* a fleet connects at once; the kernel may allow less */
 #define NAME_MOST 100
-#define MEMORY_LEAST ((uint64_t)8 << 20) /* for each data thread */
 #define DATA_THREADS_MOST 16
 #define WORLD_MOST 65536
 #define DEFAULT_NAME "lora_param_server"
@@ -41,8 +40,7 @@ void fanin_server_config_init(fanin_server_config *config, size_t size)
                                     .world_size = 1,
                                     .lease_ms = 1000,
                                     .max_memory = (uint64_t)256 << 20,
-                                    .idle_ms = 300000,
-                                    .data_threads = 1};
+                                    .idle_ms = 300000};
     versioned_init(config, size, &defaults, sizeof defaults);
 }
 
@@ -87,9 +85,10 @@ static fanin_status check_config(const fanin_server_config *c, fanin_error *erro
     if (c->max_sessions == 1)
         return bad(error, "max_sessions is 1",
                    "a client needs a control and a data connection");
-    if (c->data_threads < 1 || c->data_threads > DATA_THREADS_MOST)
-        return bad(error, "data_threads is not 1 to 16", NULL);
-    if (c->max_memory < c->data_threads * MEMORY_LEAST)
+    if (c->data_threads > DATA_THREADS_MOST)
+        return bad(error, "data_threads is not 1 to 16",
+                   "leave it out, or 0: by the CPUs");
+    if (c->max_memory < (c->data_threads ? c->data_threads : 1) * DATA_THREAD_MEMORY)
         return bad(error, "max_memory is below 8 MiB for each data thread", NULL);
     if (c->idle_ms == 0)
         return bad(error, "idle_ms is 0", NULL);
@@ -165,7 +164,9 @@ static fanin_status fill(fanin_server *s, const fanin_server_config *c,
     s->max_sessions = c->max_sessions;
     s->idle_ms = c->idle_ms;
     s->max_memory = c->max_memory;
-    s->data_threads = c->data_threads;
+    s->data_threads = c->data_threads
+                          ? c->data_threads
+                          : stream_threads_for(usable_cpus(), c->max_memory);
     s->log = (logger){c->log, c->log_cookie};
     host_id(s->host);
     if (!random_bytes(s->incarnation, sizeof s->incarnation))

@@ -107,7 +107,7 @@ _DEFAULTS: list[tuple[str, type[ctypes.Structure], dict[str, int]]] = [
             "lease_ms": 1000,
             "max_sessions": 0,
             "idle_ms": 300000,
-            "data_threads": 1,
+            "data_threads": 0,
         },
     ),
     (

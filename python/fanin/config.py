@@ -365,7 +365,8 @@ class TrainerConfig:
     bind: numeric address to listen on, None: 127.0.0.1 (one host). advertise: address that
     engines are told, None: bind. allow: networks that may connect, comma-separated; needed when
     bind is not this host's own. trusted_network: serve one-sided reads to them. lease: seconds
-    that readers may delay an update. data_threads: that each rank sends tensors with, 1 to 16.
+    that readers may delay an update. data_threads: that each rank sends tensors with, 1 to 16,
+    None: by its CPUs.
     snapshot: publish copies. cast: dtype of snapshots, "BF16",
     "F16" or None. port_by: count ports by global or by local rank. lora_alpha, lora_name: what
     the trainer's file says of its adapter, None: nothing.
@@ -378,7 +379,7 @@ class TrainerConfig:
     allow: str | None = None
     trusted_network: bool = False
     lease: float = 1.0
-    data_threads: int = 1
+    data_threads: int | None = None
     snapshot: bool = False
     cast: str | None = None
     port_by: str = "global"

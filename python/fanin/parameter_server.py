@@ -125,7 +125,7 @@ class ParameterServer:
     bind: numeric address of this host, None: FANIN_BIND or 127.0.0.1. allow: networks whose
     clients may connect, None: FANIN_ALLOW. trusted_network: let them read by RDMA. lease: seconds
     that readers may delay a change. data_threads: that tensors are sent with, 1 to 16, None:
-    FANIN_DATA_THREADS or 1. snapshot: serve copies, which readers never delay, made when
+    FANIN_DATA_THREADS or by the CPUs. snapshot: serve copies, which readers never delay, made when
     an update ends; costs twice the memory.
 
     Methods may be called from any thread. Raises RequestError (the port is taken, bind needs

@@ -119,8 +119,9 @@ class Server(ClosableHandle):
         of open files has room for, at most 5120. A worker takes up to 5, one address half of all.
     :param max_memory: bytes for all sessions together.
     :param idle: seconds after which a silent session is closed.
-    :param data_threads: threads that send tensors to readers, 1 to 16; they sleep while nobody
-        reads.
+    :param data_threads: threads that send tensors to readers, 1 to 16, so many readers, or
+        connections of one, at the same time; None: a quarter of the CPUs that the process may use,
+        at most 4. They are started when connections come, and sleep while nobody reads.
     :raises RequestError: an argument is wrong; the port is in use (``FANIN_ERR_EXISTS``).
     :raises ConnectionFailedError: fewer descriptors than *max_sessions* needs.
     :raises HostError: the C library cannot be loaded; no memory, no sockets.
@@ -143,7 +144,7 @@ class Server(ClosableHandle):
         max_sessions: int = 0,
         max_memory: int = 256 << 20,
         idle: float = 300.0,
-        data_threads: int = 1,
+        data_threads: int | None = None,
     ) -> None:
         self._handle: ctypes.c_void_p | None = None
         self._pid = os.getpid()
@@ -168,7 +169,10 @@ class Server(ClosableHandle):
         config.max_sessions = integer(max_sessions, "max_sessions", 32)
         config.max_memory = integer(max_memory, "max_memory", 64)
         config.idle_ms = milliseconds(idle, "idle")
-        config.data_threads = integer(data_threads, "data_threads", 32)
+        if data_threads == 0:  # of C: None
+            raise RequestError.make("data_threads is not 1 to 16", "leave it out: by the CPUs")
+        if data_threads is not None:
+            config.data_threads = integer(data_threads, "data_threads", 32)
         config.log, config.log_cookie = log_target("server")
 
         self._name, self._rank, self._world_size = name, rank, world_size

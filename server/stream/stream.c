@@ -4,12 +4,34 @@
 #include "error_set.h"
 #include "stream/data_thread.h"
 
+#include <stdatomic.h>
 #include <stdlib.h>
 
+#define CPUS_A_THREAD 4
+#define AUTOMATIC_MOST 4
+
 struct stream {
-    unsigned n;
+    atomic_uint n; /* the control thread adds to it, any thread looks */
     data_thread *threads[];
 };
+
+unsigned stream_threads_for(unsigned cpus, uint64_t max_memory)
+{
+    uint64_t n = cpus / CPUS_A_THREAD, room = max_memory / DATA_THREAD_MEMORY;
+    n = n < room ? n : room;
+    n = n < AUTOMATIC_MOST ? n : AUTOMATIC_MOST;
+    return n > 0 ? (unsigned)n : 1;
+}
+
+static fanin_status add(fanin_server *s, fanin_error *error)
+{
+    struct stream *t = s->stream;
+    unsigned n = t->n;
+    fanin_status status = data_thread_start(s, &t->threads[n], error);
+    if (status == FANIN_OK)
+        t->n = n + 1; /* from here on others may look at it */
+    return status;
+}
 
 bool stream_adopt(fanin_server *s, const handover *h)
 {
@@ -18,6 +40,9 @@ bool stream_adopt(fanin_server *s, const handover *h)
     for (unsigned i = 1; i < t->n; i++)
         if (data_thread_load(t->threads[i]) < data_thread_load(least))
             least = t->threads[i];
+    if (data_thread_load(least) > 0 && t->n < s->data_threads &&
+        add(s, NULL) == FANIN_OK)
+        least = t->threads[t->n - 1];
     return data_thread_adopt(least, h);
 }
 
@@ -29,16 +54,8 @@ void stream_wake(fanin_server *s)
 
 fanin_status stream_create(fanin_server *s, fanin_error *error)
 {
-    struct stream *t = calloc(1, sizeof *t + s->data_threads * sizeof *t->threads);
-    if (!t)
-        return error_set_memory(error);
-    s->stream = t;
-    fanin_status status = FANIN_OK;
-    while (status == FANIN_OK && t->n < s->data_threads) {
-        status = data_thread_start(s, &t->threads[t->n], error);
-        t->n += status == FANIN_OK;
-    }
-    return status;
+    s->stream = calloc(1, sizeof *s->stream + s->data_threads * sizeof(data_thread *));
+    return s->stream ? add(s, error) : error_set_memory(error);
 }
 
 void stream_destroy(fanin_server *s)

@@ -8,7 +8,13 @@
 #include "framing.h"
 #include "outgoing.h"
 
-/** Starts as many as the server is to have. */
+#define DATA_THREAD_MEMORY ((uint64_t)8 << 20) /**< the least of max_memory for each */
+
+/** How many data threads a server has at most that nobody has told: others of the host's ranks and the
+    trainer itself need CPUs, too. */
+unsigned stream_threads_for(unsigned cpus, uint64_t max_memory);
+
+/** Starts the first; others are started when connections come, as many as the server may have. */
 fanin_status stream_create(fanin_server *s, fanin_error *error);
 /** Makes the data threads look for closed readers. Any thread, lock held or not. */
 void stream_wake(fanin_server *s);
@@ -25,7 +31,8 @@ typedef struct handover {
     char peer[64];
 } handover;
 
-/** Gives all of @p h to the thread that has the fewest connections. False: out of memory, nothing was
+/** Gives all of @p h to the thread that has the fewest connections; to a new one rather than to one
+    that has some. False: out of memory, nothing was
     taken. By the control thread, lock not held. */
 bool stream_adopt(fanin_server *s, const handover *h);
 

@@ -5,7 +5,6 @@
 #include "local_world.h"
 #include "rank_proxy.h"
 #include "testing.h"
-#include <dirent.h>
 #include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -106,23 +105,7 @@ static void what_came_is_verified(void **state)
 /* Threads of this process that read. */
 static unsigned count_readers(pid_t *first)
 {
-    unsigned n = 0;
-    DIR *tasks = opendir("/proc/self/task");
-    assert_non_null(tasks);
-    for (struct dirent *e; (e = readdir(tasks));) {
-        char path[300], name[32] = "";
-        snprintf(path, sizeof path, "/proc/self/task/%s/comm", e->d_name);
-        FILE *file = e->d_name[0] == '.' ? NULL : fopen(path, "re");
-        if (file && fgets(name, sizeof name, file) &&
-            strcmp(name, "fanin-read\n") == 0) {
-            if (n++ == 0)
-                *first = atoi(e->d_name);
-        }
-        if (file)
-            fclose(file);
-    }
-    closedir(tasks);
-    return n;
+    return threads_named("fanin-read", first);
 }
 
 /* Not when the calling thread looks around next, which it does once a second. */

@@ -2,7 +2,9 @@
 #include "ends.h"
 
 #include "testing.h"
+#include <dirent.h>
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 
 fanin_server_config make_server_config(void)
@@ -11,6 +13,7 @@ fanin_server_config make_server_config(void)
     fanin_server_config_init(&config, sizeof config);
     memset(config.world_id, 7, sizeof config.world_id);
     config.flags = FANIN_SERVER_NO_UCX;
+    config.data_threads = 1; /* the same on every machine */
     return config;
 }
 
@@ -71,4 +74,27 @@ fanin_pull_options make_options(fanin_step_rule rule, uint64_t step)
     options.step = step;
     options.timeout_ms = 20000;
     return options;
+}
+
+unsigned threads_named(const char *wanted, pid_t *first)
+{
+    unsigned n = 0;
+    DIR *tasks = opendir("/proc/self/task");
+    assert_non_null(tasks);
+    for (struct dirent *e; (e = readdir(tasks));) {
+        char path[300], name[32] = "";
+        snprintf(path, sizeof path, "/proc/self/task/%s/comm", e->d_name);
+        FILE *file = e->d_name[0] == '.' ? NULL : fopen(path, "re");
+        if (file && fgets(name, sizeof name, file)) {
+            name[strcspn(name, "\n")] = '\0';
+            bool is = strcmp(name, wanted) == 0;
+            if (is && n == 0 && first)
+                *first = atoi(e->d_name);
+            n += is;
+        }
+        if (file)
+            fclose(file);
+    }
+    closedir(tasks);
+    return n;
 }

@@ -8,6 +8,7 @@
 #define ENDS_H
 
 #include <fanin/fanin.h>
+#include <sys/types.h>
 
 /** One process of world 7, its defaults but for UCX, which it has not. */
 fanin_server_config make_server_config(void);
@@ -28,5 +29,8 @@ fanin_tensor make_tensor(const char *name, fanin_dtype dtype, uint64_t rows,
                          uint64_t columns, fanin_box *box, void *memory);
 /** Of lora:0, by this rule, in 20 s. */
 fanin_pull_options make_options(fanin_step_rule rule, uint64_t step);
+
+/** Threads of this process that have this name, and the first of them; @p first may be NULL. */
+unsigned threads_named(const char *name, pid_t *first);
 
 #endif

@@ -58,7 +58,7 @@ class Serving(NamedTuple):
     allow: str | None
     trusted_network: bool
     lease: float
-    data_threads: int
+    data_threads: int | None
     snapshot: bool
     cast: Cast | None
     use_ucx: bool

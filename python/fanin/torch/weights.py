@@ -85,8 +85,8 @@ class WeightServer(Publisher):
     :param trusted_network: also offer RDMA to the networks allowed, whose remote keys permit
         writing.
     :param lease: seconds that readers can delay an update, at most.
-    :param data_threads: threads that each rank sends tensors to readers with, 1 to 16; more than
-        one serve several readers of a rank at the same time, where it has CPUs to spare.
+    :param data_threads: threads that each rank sends tensors to readers with, 1 to 16, so many
+        readers of a rank at the same time; None: a quarter of its CPUs, at most 4.
     :param snapshot: publish copies, so that readers never delay training and long reads are not
         overtaken; costs twice the memory of what this rank publishes.
     :param cast: "BF16" or "F16": snapshots of F32 tensors are converted. With exceptions by
@@ -135,7 +135,7 @@ class WeightServer(Publisher):
         allow: str | None = None,
         trusted_network: bool = False,
         lease: float = 1.0,
-        data_threads: int = 1,
+        data_threads: int | None = None,
         snapshot: bool = False,
         cast: Cast | None = None,
         names: NamesFunction | None = None,

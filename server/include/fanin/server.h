@@ -70,9 +70,10 @@ typedef struct fanin_server_config {
     uint32_t idle_ms;    /**< a session silent for so long is closed, default 300000 */
     fanin_log_fn log;    /**< default none */
     void *log_cookie;
-    /** threads that send tensors to readers, 1 to 16, default 1: how many readers, or connections of one,
-        a rank serves at the same time where it has the CPUs. Each sleeps while its connections ask for
-        nothing. They share max_memory, of which each needs 8 MiB */
+    /** threads that send tensors to readers, at most 16: how many readers, or connections of one, a rank
+        serves at the same time. Default 0: a quarter of the CPUs that the process may use, at least 1 and
+        at most 4. Each is started when a connection comes that the others would have to share, and sleeps
+        while its connections ask for nothing. They share max_memory, of which each needs 8 MiB */
     uint32_t data_threads;
 } fanin_server_config;
 

@@ -70,12 +70,13 @@ static void bad_configurations_are_refused(void **state)
     memset(c.world_id, 0, sizeof c.world_id);
     expect_refused(&c, FANIN_ERR_ARGUMENT, "world id");
     c = server_config();
-    c.data_threads = 0;
-    expect_refused(&c, FANIN_ERR_ARGUMENT, "data_threads");
     c.data_threads = 17;
     expect_refused(&c, FANIN_ERR_ARGUMENT, "data_threads");
     c.data_threads = 16;
     c.max_memory = (uint64_t)127 << 20;
+    expect_refused(&c, FANIN_ERR_ARGUMENT, "8 MiB for each data thread");
+    c.data_threads = 0;
+    c.max_memory = (uint64_t)7 << 20;
     expect_refused(&c, FANIN_ERR_ARGUMENT, "8 MiB for each data thread");
     c = server_config();
     c.struct_size = 3;

@@ -3,7 +3,9 @@
 #include "block.h"
 #include "dtype.h"
 #include "random.h"
+#include "ends.h"
 #include "server_peer.h"
+#include "stream/stream.h"
 #include "testing.h"
 
 #include <poll.h>
@@ -217,6 +219,40 @@ static void connections_share_the_thread(void **state)
     }
 }
 
+static void as_many_threads_as_there_are_cpus_for(void **state)
+{
+    static const struct {
+        unsigned cpus;
+        uint64_t mib;
+        unsigned threads;
+    } cases[] = {{1, 256, 1},  {2, 256, 1},   {7, 256, 1}, {8, 256, 2}, {12, 256, 3},
+                 {16, 256, 4}, {128, 256, 4}, {16, 24, 3}, {16, 8, 1},  {16, 0, 1}};
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++)
+        assert_int_equal(stream_threads_for(cases[i].cpus, cases[i].mib << 20),
+                         cases[i].threads);
+}
+
+/* Each connection has one of its own, as long as there may be more. */
+static void threads_come_with_connections(void **state)
+{
+    enum { MOST = 3, CONNECTIONS = 5 };
+    fanin_server_config c = server_config();
+    c.data_threads = MOST;
+    fanin_server *s = server_start(&c);
+    peer control = peer_open(s), data[CONNECTIONS];
+    assert_int_equal(threads_named("fanin-data", NULL), 1);
+    for (unsigned i = 0; i < CONNECTIONS; i++) {
+        data[i] = peer_data(s, &control);
+        assert_int_equal(threads_named("fanin-data", NULL), i < MOST ? i + 1 : MOST);
+    }
+    for (unsigned i = 0; i < CONNECTIONS; i++)
+        peer_close(&data[i]);
+    data[0] = peer_data(s, &control); /* theirs are kept */
+    assert_int_equal(threads_named("fanin-data", NULL), MOST);
+    peer_close(&data[0]);
+    peer_close(&control);
+}
+
 static void data_connections_end_with_their_session(void **state)
 {
     fanin_box box;
@@ -253,6 +289,8 @@ int main(void)
         server_test(reads_are_pipelined),
         server_test(many_small_boxes_in_one_read),
         server_test(connections_share_the_thread),
+        cmocka_unit_test(as_many_threads_as_there_are_cpus_for),
+        server_test(threads_come_with_connections),
         server_test(data_connections_end_with_their_session),
     };
     return cmocka_run_group_tests(tests, set_up, tear_down);
