@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import gc
+import resource
 import time
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,11 @@ def run_delay() -> float:
 
 class Notes:
     """Of each step: when it began (time.monotonic), and until then the seconds that its thread had
-    waited for a processor and that Python's collector had run."""
+    waited for a processor and that Python's collector had run, and the pages that the process had
+    waited for to come from files."""
 
     def __init__(self) -> None:
-        self.steps: list[tuple[float, float, float]] = []
+        self.steps: list[tuple[float, float, float, int]] = []
         self._collecting = self._collected = 0.0
         gc.callbacks.append(self._collect)
 
@@ -31,7 +33,8 @@ class Notes:
             self._collected += now - self._collecting
 
     def note(self) -> None:
-        self.steps.append((time.monotonic(), run_delay(), self._collected))
+        faults = resource.getrusage(resource.RUSAGE_SELF).ru_majflt
+        self.steps.append((time.monotonic(), run_delay(), self._collected, faults))
 
 
 class Noting:
@@ -48,7 +51,7 @@ class Noting:
         self.execute_model = noted
         return True
 
-    def noted(self) -> list[tuple[float, float, float]]:
+    def noted(self) -> list[tuple[float, float, float, int]]:
         """What was noted since the last call."""
         steps, self.notes.steps = self.notes.steps, []
         return steps

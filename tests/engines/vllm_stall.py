@@ -9,7 +9,9 @@ adapter. In turns nothing happens; the trainers train and commit a step; the eng
 have committed straight into a slot; it brings another by a directory. Of each turn the longest time
 from one step of the engine to the next, noted in its worker, less the median of the turns in which
 nothing happens: median, p99 and longest, in milliseconds. The longest of all are listed with the
-part in which the worker's thread waited for a processor, and in which Python collected garbage.
+part in which the worker's thread waited for a processor and in which Python collected garbage, and
+with the pages that the worker waited for to come from files: those of libraries that the kernel has
+let go of.
 """
 
 from __future__ import annotations
@@ -39,11 +41,13 @@ class Turn(NamedTuple):
 
 
 class Gap(NamedTuple):
-    """From one step to the next: seconds, and of these waiting for a processor, collecting."""
+    """From one step to the next: seconds, of these waiting for a processor and collecting, and
+    pages that were read."""
 
     whole: float
     delayed: float
     collected: float
+    faults: float
 
 
 class Place:
@@ -110,10 +114,11 @@ def show(turns: list[Turn], steps: list[list[float]]) -> None:
             f"{what:>10}: median {statistics.median(beyond):6.1f}, p99 {p99:6.1f}, "
             f"longest {beyond[-1]:6.1f}  ({len(gaps)} turns)"
         )
-    print("\nthe longest, ms: whole, waiting for a processor, collecting garbage")
+    print("\nthe longest, ms: whole, waiting for a processor, collecting garbage; pages read")
     everything = sorted(((gap, what) for what, gaps in found.items() for gap in gaps), reverse=True)
     for gap, what in everything[:12]:
-        print(f"{what:>10}: " + ", ".join(f"{part * 1e3:7.1f}" for part in gap))
+        parts = ", ".join(f"{part * 1e3:7.1f}" for part in gap[:3])
+        print(f"{what:>10}: {parts}; {gap.faults:.0f}")
     sys.stdout.flush()
 
 

@@ -2,7 +2,7 @@
 """Pulls in workers' processes, started and asked after by short calls.
 
 While a method runs that ``collective_rpc`` calls, the engine generates nothing. So no method here
-waits for the network (but for three milliseconds, where that saves a call and no request runs):
+waits for the network (but for ten milliseconds, where that saves a call and no request runs):
 one starts a thread, others look how far it is.
 
 :func:`install` gives the methods of the API server's protocol to vLLM's workers. For engines
@@ -37,7 +37,7 @@ __all__ = ["Done", "Jobs", "WorkerExtension", "install", "load_lora"]
 _log = logging.getLogger("vllm.fanin")
 
 _LOOK = 5.0
-_LINGER = 0.003
+_LINGER = 0.01
 
 
 class Held(Protocol):
