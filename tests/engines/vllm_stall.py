@@ -17,6 +17,7 @@ let go of.
 from __future__ import annotations
 
 import argparse
+import math
 import statistics
 import sys
 import tempfile
@@ -109,7 +110,7 @@ def show(turns: list[Turn], steps: list[list[float]]) -> None:
     print(f"\nlongest step of a turn without anything, median: {plain * 1e3:.1f} ms; beyond it:")
     for what, gaps in found.items():
         beyond = sorted((gap.whole - plain) * 1e3 for gap in gaps)
-        p99 = beyond[min(len(beyond) - 1, int(len(beyond) * 0.99))]
+        p99 = beyond[math.ceil(len(beyond) * 0.99) - 1]
         print(
             f"{what:>10}: median {statistics.median(beyond):6.1f}, p99 {p99:6.1f}, "
             f"longest {beyond[-1]:6.1f}  ({len(gaps)} turns)"
