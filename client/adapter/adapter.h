@@ -96,6 +96,9 @@ bool adapter_is_pinned(const adapter *a);
     final unless the attempt is given up. Digests of whole 4 MiB pieces are made on the way, in threads
     of the adapter's. Thread: the pulling one. */
 void adapter_landed(adapter *a, uint64_t offset, uint64_t length);
+/** The same of DIGEST_PIECE bytes of an adapter's file, from a multiple of that on, whose digest is
+    @p known: nobody reads them again. */
+void adapter_digested(adapter *a, uint64_t offset, const digest *known);
 /** A new attempt: everything will land again. */
 void adapter_restart(adapter *a);
 

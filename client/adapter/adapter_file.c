@@ -384,6 +384,13 @@ void adapter_landed(adapter *a, uint64_t offset, uint64_t length)
         file_pages_landed(a->pages, length);
 }
 
+void adapter_digested(adapter *a, uint64_t offset, const digest *known)
+{
+    piece_digests_known(a->mapped[0].digests, offset, known);
+    if (a->pages)
+        file_pages_landed(a->pages, DIGEST_PIECE);
+}
+
 void adapter_restart(adapter *a)
 {
     if (!fits(a))

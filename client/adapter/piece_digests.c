@@ -102,6 +102,17 @@ void piece_digests_landed(piece_digests *p, uint64_t offset, uint64_t length)
     }
 }
 
+void piece_digests_known(piece_digests *p, uint64_t offset, const digest *known)
+{
+    size_t at = (size_t)(offset / DIGEST_PIECE);
+    if (offset % DIGEST_PIECE != 0 || at >= p->count ||
+        p->pieces[at].size != DIGEST_PIECE ||
+        atomic_exchange(&p->pieces[at].missing, 0) != DIGEST_PIECE)
+        p->wrong = true;
+    else
+        p->digests[at] = *known;
+}
+
 void piece_digests_restart(piece_digests *p)
 {
     worker_pool_drain(p->pool);

@@ -28,6 +28,10 @@ piece_digests *piece_digests_start(const uint8_t *base, uint64_t size,
  */
 void piece_digests_landed(piece_digests *p, uint64_t offset, uint64_t length);
 
+/** The DIGEST_PIECE bytes at @p offset, a multiple of that, are final and have the digest @p known;
+    reported once, instead of piece_digests_landed(). Thread: as that. */
+void piece_digests_known(piece_digests *p, uint64_t offset, const digest *known);
+
 /** Everything will land again. Waits until the pool's threads rest, a millisecond or so: of all
     files that share it. */
 void piece_digests_restart(piece_digests *p);

@@ -16,6 +16,7 @@ typedef struct device_staging {
 typedef struct gather_side {
     uint64_t device_chunk, host_chunk; /* bytes of one; 0: none */
     uint8_t *device_memory, *host_memory;
+    void *digests; /* pinned, of all lanes */
     gpu_stream *lanes[GATHER_LANES];
 } gather_side;
 
@@ -68,7 +69,9 @@ static void drop_side(device_memory *m, int device)
     gather_side *s = &m->gather.sides[device];
     drop_lanes(m, device);
     free_pinned(m, s->host_memory);
+    free_pinned(m, s->digests);
     s->host_memory = NULL;
+    s->digests = NULL;
     s->host_chunk = 0;
 }
 
@@ -292,17 +295,21 @@ fanin_status device_memory_lanes(device_memory *m, int device, uint64_t chunk,
     if (device < 0 || device >= GPU_MAX_DEVICES)
         return error_set(error, FANIN_ERR_ARGUMENT, NULL, "there is no CUDA device %d",
                          device);
-    const gather_side *s = &m->gather.sides[device];
+    gather_side *s = &m->gather.sides[device];
     fanin_status status = make_device_side(m, device, chunk, error);
     if (status == FANIN_OK && pinned)
         status = make_host_side(m, device, chunk, error);
+    if (status == FANIN_OK && !s->digests)
+        status = gpu_host_alloc(m->g, sizeof(uint64_t) * GATHER_DIGESTS * GATHER_LANES,
+                                &s->digests, error);
     if (status != FANIN_OK)
         return status;
     for (uint64_t i = 0; i < GATHER_LANES; i++)
         lanes[i] =
             (gather_lane){.stream = s->lanes[i],
                           .device = s->device_memory + i * s->device_chunk,
-                          .host = pinned ? s->host_memory + i * s->host_chunk : NULL};
+                          .host = pinned ? s->host_memory + i * s->host_chunk : NULL,
+                          .digests = (uint64_t *)s->digests + i * GATHER_DIGESTS};
     return FANIN_OK;
 }
 

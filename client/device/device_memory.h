@@ -10,6 +10,7 @@
 #ifndef DEVICE_MEMORY_H
 #define DEVICE_MEMORY_H
 
+#include "digest.h"
 #include "gpu.h"
 #include "ucx.h"
 
@@ -73,6 +74,9 @@ void device_memory_abandon(device_memory *m);
 /** The copy engine needs 0.6 ms for so many bytes: starting it costs nothing beside. */
 #define GATHER_CHUNK_MAX ((uint64_t)32 << 20)
 
+/** Words of the digests of a chunk's pieces: two each. */
+#define GATHER_DIGESTS (2 * (GATHER_CHUNK_MAX / DIGEST_PIECE))
+
 #define LANDING_BYTES 8
 
 /** The devices that gather for host memory: over each one's own link to the host. */
@@ -101,8 +105,9 @@ static inline bool gather_set_equal(const gather_set *a, const gather_set *b)
     that one chunk is gathered while another one is copied. */
 typedef struct gather_lane {
     gpu_stream *stream;
-    uint8_t *device; /**< chunk bytes */
-    uint8_t *host;   /**< chunk bytes, pinned; NULL unless asked for */
+    uint8_t *device;   /**< chunk bytes */
+    uint8_t *host;     /**< chunk bytes, pinned; NULL unless asked for */
+    uint64_t *digests; /**< of the chunk's pieces, GATHER_DIGESTS words, pinned */
 } gather_lane;
 
 /** The stream on @p device; stays the keeper's. */

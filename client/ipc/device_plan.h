@@ -37,8 +37,9 @@ typedef struct host_chunk {
     uint64_t first_entry, n_entries; /**< of its device's table; `to` is an offset in
                                         the chunk */
     uint64_t first_landing, n_landings;
-    uint64_t length; /**< bytes */
-    uint64_t to;     /**< of the whole chunk, if the destination is contiguous */
+    uint64_t lead;   /**< bytes at its beginning that are nobody's */
+    uint64_t length; /**< bytes behind them */
+    uint64_t to;     /**< of those, if the destination is contiguous */
 } host_chunk;
 
 /** What one device gathers of host memory. */
@@ -56,8 +57,9 @@ typedef struct device_plan {
     size_t n_parts;
     /* host memory */
     gather_set wanted; /**< what it was made for; empty: no host memory */
-    bool
-        contiguous; /**< a chunk is a copy of what the destination shall hold at `to` */
+    /** A chunk is a copy of what the destination shall hold at `to`; pieces of the destination's
+        digest (DIGEST_PIECE) lie at the same multiples in it. */
+    bool contiguous;
     uint64_t chunk_bytes;
     gather_part gathers[GATHER_DEVICES];
     size_t n_gathers;   /**< fewer than wanted if there are few chunks */

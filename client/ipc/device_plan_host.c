@@ -12,8 +12,8 @@
 #include "plan/plan_internal.h"
 #include <stdlib.h>
 
-#define LANDING_MAX ((uint64_t)4 << 20) /* bytes of one thread's copy */
-#define ALIGNMENT 16 /* of packed pieces: what a kernel moves at once */
+#define LANDING_MAX DIGEST_PIECE /* bytes of one thread's copy */
+#define ALIGNMENT 16             /* of packed pieces: what a kernel moves at once */
 
 typedef struct layout {
     device_plan *d;
@@ -187,23 +187,33 @@ static bool cut_list(const copy_list *list, uint64_t size, sorting *s)
     return true;
 }
 
-/* The chunks of a stretch of @p bytes, their landings, and none of the entries yet. */
-static bool add_chunks(layout *l, uint64_t start, uint64_t bytes)
+/* Bytes [at, end) of the chunk that was added last, and their landings, cut where pieces are. */
+static bool fill_chunk(layout *l, uint64_t at, uint64_t end)
+{
+    host_chunk *c = &l->d->chunks[l->d->n_chunks - 1];
+    c->lead = at;
+    c->length = end - at;
+    while (at < end) {
+        uint64_t left = end - at, here = LANDING_MAX - at % LANDING_MAX;
+        host_landing landing = {.offset = at,
+                                .length = left < here ? left : here,
+                                .to = c->to + at - c->lead};
+        if (!add_landing(l, &landing))
+            return false;
+        at += landing.length;
+    }
+    return true;
+}
+
+/* The chunks from @p lead to @p end behind @p origin, and none of the entries yet. */
+static bool add_chunks(layout *l, uint64_t origin, uint64_t lead, uint64_t end)
 {
     uint64_t size = l->d->chunk_bytes;
-    for (uint64_t at = 0; at < bytes; at += size) {
-        if (!add_chunk(l, start + at))
+    for (uint64_t at = 0; at < end; at += size) {
+        uint64_t begin = at < lead ? lead : at;
+        uint64_t stop = end - at < size ? end : at + size;
+        if (!add_chunk(l, origin + begin) || !fill_chunk(l, begin - at, stop - at))
             return false;
-        uint64_t length = bytes - at < size ? bytes - at : size;
-        l->d->chunks[l->d->n_chunks - 1].length = length;
-        for (uint64_t done = 0; done < length; done += LANDING_MAX) {
-            uint64_t left = length - done;
-            host_landing landing = {.offset = done,
-                                    .length = left < LANDING_MAX ? left : LANDING_MAX,
-                                    .to = start + at + done};
-            if (!add_landing(l, &landing))
-                return false;
-        }
     }
     return true;
 }
@@ -227,8 +237,9 @@ static bool lay_out_contiguous(layout *l, const host_pieces *pieces, uint64_t st
     work_stop *stop = l->list->stop;
     copy_list whole = {.stop = stop};
     sorting s = {0};
-    add_all(&whole, pieces, start);
-    bool ok = !whole.failed && add_chunks(l, start, bytes);
+    uint64_t lead = start % DIGEST_PIECE, origin = start - lead;
+    add_all(&whole, pieces, origin);
+    bool ok = !whole.failed && add_chunks(l, origin, lead, lead + bytes);
     if (ok)
         ok = (s.next = calloc(d->n_chunks + 1, sizeof *s.next)) != NULL;
     if (ok && !cut_list(&whole, d->chunk_bytes, &s))

@@ -55,7 +55,8 @@ struct device_reader {
     uint64_t *addresses;               /* of the plan's bases on one device */
     gathering gathers[GATHER_DEVICES]; /* as many as the plan's */
     uint64_t started_chunks, landed_chunks;
-    bool direct; /* the copy engines write the destination */
+    bool direct;  /* the copy engines write the destination */
+    bool digests; /* the devices make those of the destination's pieces */
     worker_pool *pool;
     uint64_t bytes, scatter_ns;
 };
@@ -127,6 +128,52 @@ static fanin_status ask(gpu_stream *stream, deadline until, fanin_error *error)
     if (status != FANIN_OK && status != FANIN_ERR_TIMEOUT)
         error_copy(error, &local);
     return status;
+}
+
+/* ------------------------------------------------------------------ digests */
+
+/* The pieces of a chunk that are whole: [first, end) of DIGEST_PIECE bytes each. */
+typedef struct whole_pieces {
+    uint64_t first, end;
+} whole_pieces;
+
+static whole_pieces pieces_of(const host_chunk *c)
+{
+    uint64_t first = (c->lead + DIGEST_PIECE - 1) / DIGEST_PIECE;
+    uint64_t end = (c->lead + c->length) / DIGEST_PIECE;
+    return (whole_pieces){first, end > first ? end : first};
+}
+
+/* Of what has been gathered, before it is copied. */
+static fanin_status start_digests(const device_reader *r, const lane *l,
+                                  fanin_error *error)
+{
+    whole_pieces p = pieces_of(l->chunk);
+    if (!r->digests)
+        return FANIN_OK;
+    return gpu_file_digest_run(l->at.stream, l->at.device + p.first * DIGEST_PIECE,
+                               p.end - p.first, l->at.digests, error);
+}
+
+/* NULL: the landing is no whole piece, or nobody has digested it. */
+static const uint64_t *digest_at(const device_reader *r, const lane *l,
+                                 const host_landing *landing)
+{
+    uint64_t piece = landing->offset / DIGEST_PIECE;
+    if (!r->digests || landing->length != DIGEST_PIECE)
+        return NULL;
+    return &l->at.digests[2 * (piece - pieces_of(l->chunk).first)];
+}
+
+/* If somebody wants them, pieces lie together, and all devices have the kernel. */
+static bool can_digest(const device_reader *r)
+{
+    const device_plan *d = r->plan;
+    bool can = d->contiguous && r->r->digested;
+    for (size_t i = 0; i < d->n_gathers && can; i++)
+        can = gpu_prepare_file_digest(r->r->client->devices->g, d->gathers[i].device,
+                                      NULL) == FANIN_OK;
+    return can;
 }
 
 /* ------------------------------------------------------------------ starting */
@@ -230,6 +277,7 @@ static fanin_status prepare_gathering(device_reader *r, fanin_error *error)
     if (d->n_chunks == 0)
         return FANIN_OK;
     r->direct = d->contiguous && r->r->pinned;
+    r->digests = can_digest(r);
     bool threads = !r->direct && host_bytes(d) >= THREADS_FROM;
     unsigned most = MAX_THREADS * (unsigned)d->n_gathers;
     r->pool = worker_pool_create(0, threads ? most : 0, -1);
@@ -300,7 +348,7 @@ static fanin_status start_chunk(device_reader *r, gathering *g, lane *l,
                                 fanin_error *error)
 {
     const host_chunk *c = &r->plan->chunks[g->part->first_chunk + g->next_chunk];
-    uint8_t *to = r->direct ? r->r->base + c->to : l->at.host;
+    uint8_t *to = r->direct ? r->r->base + c->to : l->at.host + c->lead;
     l->chunk = c;
     l->state = LANE_COPYING;
     l->turn = r->started_chunks++;
@@ -309,27 +357,36 @@ static fanin_status start_chunk(device_reader *r, gathering *g, lane *l,
         gpu_table_run(g->part->table, l->at.stream, c->first_entry, c->n_entries, 0,
                       (uint64_t)(uintptr_t)l->at.device, error);
     if (status == FANIN_OK)
-        status = gpu_copy(l->at.stream, to, l->at.device, (size_t)c->length, error);
+        status = start_digests(r, l, error);
+    if (status == FANIN_OK)
+        status = gpu_copy(l->at.stream, to, l->at.device + c->lead, (size_t)c->length,
+                          error);
     return status;
 }
 
-static void tell_landed(const device_reader *r, const host_chunk *c)
+static void tell_landed(const device_reader *r, const lane *lane)
 {
     const device_plan *d = r->plan;
+    const host_chunk *c = lane->chunk;
     if (!r->r->landed)
         return;
     for (uint64_t i = c->first_landing; i < c->first_landing + c->n_landings; i++) {
         const host_landing *l = &d->landings[i];
-        if (l->view)
+        const uint64_t *words = digest_at(r, lane, l);
+        if (words) {
+            digest known = digest_of_words(words[0], words[1]);
+            r->r->digested(r->r->cookie, l->to, &known);
+        } else if (l->view) {
             landed_view(r->r->landed, r->r->cookie, &d->views[l->view - 1], l->to);
-        else
+        } else {
             r->r->landed(r->r->cookie, l->to, l->length);
+        }
     }
 }
 
 static void finish_chunk(device_reader *r, lane *l)
 {
-    tell_landed(r, l->chunk);
+    tell_landed(r, l);
     r->bytes += l->chunk->length;
     r->landed_chunks++;
     l->state = LANE_FREE;

@@ -95,8 +95,11 @@ typedef struct path_reading {
     size_t n_ranges;
     need_fn need;     /**< of host memory; may be NULL; its failure is the reading's */
     landed_fn landed; /**< of what lands in host memory; may be NULL */
-    void *cookie;     /**< of the two */
-    bool pinned;      /**< CUDA's copy engine may write the destination's host memory */
+    digested_fn
+        digested; /**< wants digests from whoever has them without reading; may be
+                             NULL */
+    void *cookie; /**< of the three */
+    bool pinned;  /**< CUDA's copy engine may write the destination's host memory */
     const fanin_stream *after; /**< what lands on devices comes after its work */
     struct device_sink
         *sink; /**< takes what lands in CUDA memory; NULL: nothing does */

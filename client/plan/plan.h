@@ -221,6 +221,9 @@ typedef fanin_status (*need_fn)(void *cookie, uint64_t to, uint64_t length,
                                 fanin_error *error);
 /** So many bytes at @p to are in place. Likewise. */
 typedef void (*landed_fn)(void *cookie, uint64_t to, uint64_t length);
+/** DIGEST_PIECE bytes are final at @p to, a multiple of that: instead of landed_fn. Thread: the pulling
+    one. */
+typedef void (*digested_fn)(void *cookie, uint64_t to, const digest *known);
 
 /** Tells of every byte of a view whose first one is at @p to; neighbouring runs are told as
     one, so that tiny runs cost few calls. */

@@ -35,6 +35,7 @@ typedef struct destination {
         pull */
     need_fn need;
     landed_fn landed;              /**< may be NULL */
+    digested_fn digested;          /**< may be NULL */
     void (*restart)(void *cookie); /**< may be NULL: the attempt's bytes do not count */
     /** The bytes are good: make them visible. May be NULL. */
     fanin_status (*publish)(void *cookie, const adapter_identity *identity,

@@ -182,6 +182,7 @@ fanin_status read_phase_run(read_phase *r, deadline at, fanin_error *error)
                            .n_ranges = r->n_ranges,
                            .need = d->need,
                            .landed = d->landed,
+                           .digested = d->digested,
                            .cookie = d->cookie,
                            .pinned = d->pinned,
                            .after = &r->options->stream,

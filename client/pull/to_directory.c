@@ -74,6 +74,11 @@ static void landed(void *cookie, uint64_t to, uint64_t length)
     adapter_landed(((adapter_destination *)cookie)->adapter, to, length);
 }
 
+static void digested(void *cookie, uint64_t to, const digest *known)
+{
+    adapter_digested(((adapter_destination *)cookie)->adapter, to, known);
+}
+
 static void restart(void *cookie)
 {
     adapter_restart(((adapter_destination *)cookie)->adapter);
@@ -148,6 +153,7 @@ static fanin_status pull_into(fanin_client *client, fanin_pull_options *options,
                                 .agreed = agreed,
                                 .need = need,
                                 .landed = landed,
+                                .digested = a->file_bytes ? NULL : digested,
                                 .restart = restart,
                                 .publish = publish,
                                 .ranges = ranges,

@@ -6,13 +6,23 @@
 #include <string.h>
 #include <sys/random.h>
 
-digest digest_of(const void *data, size_t size)
+static digest canonical(XXH128_hash_t hash)
 {
     XXH128_canonical_t canonical;
-    XXH128_canonicalFromHash(&canonical, XXH3_128bits(data, size));
+    XXH128_canonicalFromHash(&canonical, hash);
     digest d;
     memcpy(d.bytes, canonical.digest, sizeof d.bytes);
     return d;
+}
+
+digest digest_of(const void *data, size_t size)
+{
+    return canonical(XXH3_128bits(data, size));
+}
+
+digest digest_of_words(uint64_t low, uint64_t high)
+{
+    return canonical((XXH128_hash_t){.low64 = low, .high64 = high});
 }
 
 bool digest_equal(const digest *a, const digest *b)

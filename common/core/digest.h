@@ -15,6 +15,8 @@ typedef struct digest {
 } digest;
 
 digest digest_of(const void *data, size_t size);
+/** The digest whose words, as XXH3-128 computes them, are @p low and @p high. */
+digest digest_of_words(uint64_t low, uint64_t high);
 bool digest_equal(const digest *a, const digest *b);
 /** 32 hex digits and a NUL. */
 void digest_hex(const uint8_t bytes[16], char out[33]);

@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * XXH3-64 of pieces of 4 KiB, as its specification describes it for inputs of more than 240 bytes
- * with seed 0 and the default secret. A warp takes a piece: four blocks of 16 stripes of 64 bytes.
+ * XXH3-64 of pieces of 4 KiB, and XXH3-128 of pieces of 4 MiB, as the specification describes them for
+ * inputs of more than 240 bytes with seed 0 and the default secret. A warp takes a piece, four blocks of
+ * 16 stripes of 64 bytes at a time.
  * What the stripes of a block add to the eight accumulators does not depend on their order, so
  * lanes take stripes side by side and their sums are added; only the blocks come one after the
  * other, by what is done to the accumulators between two of them.
@@ -28,6 +29,7 @@
 #define SECRET_LAST 121
 #define SECRET_BETWEEN 128
 #define SECRET_END 11
+#define SECRET_END_HIGH 117 /* of the high word */
 
 static __device__ const uint64_t secret[24] = {
     0xbe4ba423396cfeb8ull, 0x1cad21f72c81017cull, 0xdb979083e96dd4deull,
@@ -99,22 +101,31 @@ static __device__ uint64_t with_lane(uint64_t value, uint32_t lane, uint32_t bit
     return value + (low | static_cast<uint64_t>(high) << 32);
 }
 
-/* Lane l has of each block the vectors l and l + 32: column l % 4 of the stripes l / 4 and l / 4
-   + 8. Every lane returns the result. */
-static __device__ uint64_t digest_of(const uint4 *v, uint32_t lane)
+/** A lane's two accumulators, in each of eight lanes the same. */
+static __device__ pair first_value(uint32_t lane)
+{
+    const pair value = {first_values[lane % COLUMNS * 2],
+                        first_values[lane % COLUMNS * 2 + 1]};
+    return value;
+}
+
+/*
+ * BLOCKS blocks more. Lane l has of each block the vectors l and l + 32: column l % 4 of the stripes
+ * l / 4 and l / 4 + 8. @p is_end: the last of them is the last of all.
+ */
+static __device__ void take_blocks(pair &value, const uint4 *v, bool is_end,
+                                   uint32_t lane)
 {
     const uint32_t column = 16 * (lane % COLUMNS), stripe = lane / COLUMNS;
     const pair between = secret_pair(SECRET_BETWEEN + column);
-    pair value = {first_values[lane % COLUMNS * 2],
-                  first_values[lane % COLUMNS * 2 + 1]};
 #pragma unroll
     for (uint32_t block = 0; block < BLOCKS; block++) {
         pair sum = {0, 0};
 #pragma unroll
         for (uint32_t i = 0; i < PER_BLOCK; i++) {
             const uint32_t of_block = stripe + i * (LANES / COLUMNS);
-            const bool last =
-                block == BLOCKS - 1 && of_block == PER_BLOCK * LANES / COLUMNS - 1;
+            const bool last = is_end && block == BLOCKS - 1 &&
+                              of_block == PER_BLOCK * LANES / COLUMNS - 1;
             const uint32_t at = last ? SECRET_LAST : 8 * of_block;
             add_vector(sum, v[block * PER_BLOCK + i], secret_pair(at + column));
         }
@@ -125,17 +136,31 @@ static __device__ uint64_t digest_of(const uint4 *v, uint32_t lane)
         }
         value.a += sum.a;
         value.b += sum.b;
-        if (block < BLOCKS - 1) {
+        if (block < BLOCKS - 1 || !is_end) {
             value.a = stirred(value.a, between.a);
             value.b = stirred(value.b, between.b);
         }
     }
-    const pair key = secret_pair(SECRET_END + column);
+}
+
+/* The accumulators folded with the secret from @p at on, and @p start; the same in every lane. */
+static __device__ uint64_t merged(pair value, uint32_t at, uint64_t start,
+                                  uint32_t lane)
+{
+    const pair key = secret_pair(at + 16 * (lane % COLUMNS));
     const uint64_t x = value.a ^ key.a, y = value.b ^ key.b;
     uint64_t folded = x * y ^ __umul64hi(x, y);
     folded = with_lane(folded, lane, 1);
     folded = with_lane(folded, lane, 2);
-    return finished(DIGEST_KERNEL_PIECE * PRIME64_1 + folded);
+    return finished(start + folded);
+}
+
+/* Every lane returns the result. */
+static __device__ uint64_t digest_of(const uint4 *v, uint32_t lane)
+{
+    pair value = first_value(lane);
+    take_blocks(value, v, true, lane);
+    return merged(value, SECRET_END, DIGEST_KERNEL_PIECE * PRIME64_1, lane);
 }
 
 /* ------------------------------------------------------------- the bytes of a piece */
@@ -256,5 +281,52 @@ extern "C" __global__ void __launch_bounds__(DIGEST_KERNEL_THREADS)
         const uint64_t digest = digest_of(v, lane);
         if (lane == 0)
             parameters.out[at] = digest;
+    }
+}
+
+/* ------------------------------------------------------------- pieces of a file */
+
+/* A lane's vectors of the next BLOCKS blocks. */
+static __device__ void fetch_blocks(const char *at, uint4 *v, uint32_t lane)
+{
+#pragma unroll
+    for (int i = 0; i < VECTORS; i++)
+        v[i] = load<uint4>(at + 16 * (lane + i * LANES));
+}
+
+/* The next vectors are on their way while the sums of these are made. */
+static __device__ pair digest_file_piece(const char *from, uint32_t lane)
+{
+    const uint32_t rounds = DIGEST_FILE_PIECE / DIGEST_KERNEL_PIECE;
+    pair value = first_value(lane);
+    uint4 v[VECTORS], next[VECTORS];
+    fetch_blocks(from, v, lane);
+#pragma unroll 1
+    for (uint32_t i = 1; i < rounds; i++) {
+        fetch_blocks(from + static_cast<uint64_t>(i) * DIGEST_KERNEL_PIECE, next, lane);
+        take_blocks(value, v, false, lane);
+#pragma unroll
+        for (int k = 0; k < VECTORS; k++)
+            v[k] = next[k];
+    }
+    take_blocks(value, v, true, lane);
+    return value;
+}
+
+extern "C" __global__ void __launch_bounds__(DIGEST_FILE_KERNEL_THREADS)
+    fanin_digest_file(const digest_file_parameters parameters)
+{
+    const uint32_t lane = threadIdx.x % LANES;
+    for (uint64_t at = blockIdx.x; at < parameters.count; at += gridDim.x) {
+        const pair value =
+            digest_file_piece(parameters.bytes + at * DIGEST_FILE_PIECE, lane);
+        const uint64_t low =
+            merged(value, SECRET_END, DIGEST_FILE_PIECE * PRIME64_1, lane);
+        const uint64_t high =
+            merged(value, SECRET_END_HIGH, ~(DIGEST_FILE_PIECE * PRIME64_2), lane);
+        if (lane == 0) {
+            parameters.out[2 * at] = low;
+            parameters.out[2 * at + 1] = high;
+        }
     }
 }

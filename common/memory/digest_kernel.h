@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /**
  * @file
- * The digest kernel's interface: its name and its one parameter. Plain C, shared by the kernel's
- * source, its caller, and whatever else carries it out.
+ * The interface of the kernels that digest: their names and their one parameter each. Plain C, shared
+ * by the kernels' source, their caller, and whatever else carries them out.
  */
 #ifndef DIGEST_KERNEL_H
 #define DIGEST_KERNEL_H
@@ -40,5 +40,21 @@ typedef struct digest_parameters {
     uint64_t *out;
     uint64_t count; /**< of pieces */
 } digest_parameters;
+
+/* ------------------------------------------------------------- pieces of a file */
+
+#define DIGEST_FILE_KERNEL_NAME "fanin_digest_file"
+/** A block is one warp, which takes pieces of its own: few are spread over the whole device. */
+#define DIGEST_FILE_KERNEL_THREADS 32
+/** Bytes of a piece: DIGEST_PIECE. */
+#define DIGEST_FILE_PIECE 4194304
+
+/** out[2 * i] and out[2 * i + 1] become the low and the high word of the XXH3-128 (seed 0) of the
+    DIGEST_FILE_PIECE bytes at bytes + i * DIGEST_FILE_PIECE. */
+typedef struct digest_file_parameters {
+    const char *bytes; /**< aligned to 16 */
+    uint64_t *out;     /**< device memory or pinned host memory */
+    uint64_t count;    /**< of pieces */
+} digest_file_parameters;
 
 #endif

@@ -201,6 +201,13 @@ fanin_status gpu_entries_run(gpu_stream *stream, const copy_entry *pinned, uint6
 /** Loads the digest kernel on @p device; asked of the driver once, later calls return the same and
     are cheap. Not FANIN_OK: memory of the device is to be read back and digested by the host. */
 fanin_status gpu_prepare_digest(gpu *g, int device, fanin_error *error);
+/** The same of the kernel that digests pieces of a file. */
+fanin_status gpu_prepare_file_digest(gpu *g, int device, fanin_error *error);
+/** Queues the digests of @p n pieces of DIGEST_PIECE bytes, one behind the other from @p bytes on
+    (memory of the stream's device, aligned to 16): two words each as digest_of_words() takes them,
+    to @p out, which is pinned host memory, to be kept until it has run. */
+fanin_status gpu_file_digest_run(gpu_stream *stream, const void *bytes, uint64_t n,
+                                 uint64_t *out, fanin_error *error);
 /** Queues the digests of the list's pieces. The list's memory is pinned host memory, to be kept
     until it has run; what its entries name is memory that the device can read. */
 fanin_status gpu_digest_run(gpu_stream *stream, const digest_list *list,

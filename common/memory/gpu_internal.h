@@ -74,8 +74,9 @@ typedef struct gpu_slot {
     _Atomic(CUcontext)
         context; /**< the primary one, retained; NULL: not needed so far */
     /* under the lock, until they are set */
-    gpu_kernel copy, digest;
-    CUresult digest_refused; /**< why there is no digest kernel; asked once */
+    gpu_kernel copy, digest, file_digest;
+    /** why there is no digest kernel; asked once */
+    CUresult digest_refused, file_digest_refused;
     CUstream uploads;
 } gpu_slot;
 

@@ -71,18 +71,19 @@ static fanin_status need_kernel(gpu *g, int device, fanin_error *error)
     return result == CUDA_SUCCESS ? FANIN_OK : load_error(g, device, error, result);
 }
 
-fanin_status gpu_prepare_digest(gpu *g, int device, fanin_error *error)
+/* A digest kernel, loaded once; what the driver said of it is kept in *refused. */
+static fanin_status need_digest(gpu *g, int device, const char *name, int threads,
+                                gpu_kernel *kernel, CUresult *refused,
+                                fanin_error *error)
 {
     fanin_status status = gpu_context_enter(g, device, error);
     if (status != FANIN_OK)
         return status;
     gpu_slot *slot = &g->slots[device];
     pthread_mutex_lock(&g->lock);
-    if (!slot->digest.function && slot->digest_refused == CUDA_SUCCESS)
-        slot->digest_refused =
-            load_kernel(g, slot, digest_kernel_image(), DIGEST_KERNEL_NAME,
-                        DIGEST_KERNEL_THREADS, &slot->digest);
-    CUresult result = slot->digest_refused;
+    if (!kernel->function && *refused == CUDA_SUCCESS)
+        *refused = load_kernel(g, slot, digest_kernel_image(), name, threads, kernel);
+    CUresult result = *refused;
     pthread_mutex_unlock(&g->lock);
     gpu_context_leave(g);
     if (result != CUDA_SUCCESS)
@@ -90,6 +91,20 @@ fanin_status gpu_prepare_digest(gpu *g, int device, fanin_error *error)
                          "loading the digest kernel on device %d (%s)", device,
                          slot->info.name);
     return FANIN_OK;
+}
+
+fanin_status gpu_prepare_digest(gpu *g, int device, fanin_error *error)
+{
+    gpu_slot *slot = &g->slots[device];
+    return need_digest(g, device, DIGEST_KERNEL_NAME, DIGEST_KERNEL_THREADS,
+                       &slot->digest, &slot->digest_refused, error);
+}
+
+fanin_status gpu_prepare_file_digest(gpu *g, int device, fanin_error *error)
+{
+    gpu_slot *slot = &g->slots[device];
+    return need_digest(g, device, DIGEST_FILE_KERNEL_NAME, DIGEST_FILE_KERNEL_THREADS,
+                       &slot->file_digest, &slot->file_digest_refused, error);
 }
 
 fanin_status gpu_prepare(gpu *g, int device, fanin_error *error)
@@ -177,6 +192,24 @@ fanin_status gpu_digest_run(gpu_stream *stream, const digest_list *list,
     unsigned blocks = (list->n_pieces + DIGEST_KERNEL_WARPS - 1) / DIGEST_KERNEL_WARPS;
     status = launch(stream, &g->slots[stream->device].digest, "digest", blocks,
                     DIGEST_KERNEL_THREADS, &parameters, error);
+    gpu_context_leave(g);
+    return status;
+}
+
+fanin_status gpu_file_digest_run(gpu_stream *stream, const void *bytes, uint64_t n,
+                                 uint64_t *out, fanin_error *error)
+{
+    gpu *g = stream->g;
+    if (n == 0)
+        return FANIN_OK;
+    fanin_status status = gpu_prepare_file_digest(g, stream->device, error);
+    if (status == FANIN_OK)
+        status = gpu_context_enter(g, stream->device, error);
+    if (status != FANIN_OK)
+        return status;
+    digest_file_parameters parameters = {.bytes = bytes, .out = out, .count = n};
+    status = launch(stream, &g->slots[stream->device].file_digest, "digest", n,
+                    DIGEST_FILE_KERNEL_THREADS, &parameters, error);
     gpu_context_leave(g);
     return status;
 }

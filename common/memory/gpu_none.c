@@ -220,6 +220,17 @@ fanin_status gpu_prepare_digest(gpu *g, int device, fanin_error *error)
     return refuse(error);
 }
 
+fanin_status gpu_prepare_file_digest(gpu *g, int device, fanin_error *error)
+{
+    return refuse(error);
+}
+
+fanin_status gpu_file_digest_run(gpu_stream *stream, const void *bytes, uint64_t n,
+                                 uint64_t *out, fanin_error *error)
+{
+    return refuse(error);
+}
+
 fanin_status gpu_digest_run(gpu_stream *stream, const digest_list *list,
                             fanin_error *error)
 {

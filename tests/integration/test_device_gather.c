@@ -33,21 +33,28 @@ typedef struct bench {
 } bench;
 
 static lab the_lab;
-static bench b; /* of the test that runs */
+static bench b;             /* of the test that runs */
+static bool without_kernel; /* devices have no kernel that digests */
 
 /* -------------------------------------------------------------------- set-up */
 
-/* Two ranks on device 0, one on device 1; a device more gathers for every byte. */
-static void set_up(void)
+/* Two ranks on one device, one on another; a device more gathers for every byte. */
+static void set_up_on(int first, int second)
 {
     b = (bench){.order = lab_order_of(RANKS), .scratch = "/tmp/gather-fanin-XXXXXX"};
-    b.order.devices[1] = 1;
+    b.order.devices[0] = first;
+    b.order.devices[1] = second;
     b.order.n_devices = 2;
     assert_non_null(mkdtemp(b.scratch));
     lab_start(&the_lab, &b.order, &b.world);
     fanin_client_config config = make_client_config();
     b.client = connect_client(&config, b.world.address_list, RANKS);
     b.client->devices->gather_bytes = 1;
+}
+
+static void set_up(void)
+{
+    set_up_on(0, 1);
 }
 
 /* Directories that are there, hidden ones too. */
@@ -112,6 +119,21 @@ static void *pull_main(void *cookie)
     return NULL;
 }
 
+/* A pull that finds a directory reads its files and compares them with their digests. */
+static void check_digests(const puller *p)
+{
+    fanin_result *result = NULL;
+    fanin_result_info info = {.struct_size = sizeof info};
+    fanin_error error = FANIN_ERROR_INIT;
+    const fanin_pull_options options = make_options(FANIN_STEP_NEWEST, 0);
+    assert_ok(
+        fanin_client_pull_adapter(b.client, &options, p->directory, &result, &error),
+        error);
+    fanin_result_get(result, &info);
+    assert_true(info.reused);
+    fanin_result_free(&result);
+}
+
 /* What it brought is the pattern's. */
 static void check_pulled(const puller *p)
 {
@@ -122,14 +144,20 @@ static void check_pulled(const puller *p)
     assert_ok(check_directory(&pattern, p->directory, "lora:0", 1, &bytes, &error),
               error);
     assert_true(bytes > 0);
+    check_digests(p);
 }
 
+/* By cuda_ipc, and the devices digest what lies in whole pieces of the file. */
 static void pull_well(bool spare)
 {
     puller p = {.spare = spare};
+    fake_cuda_counts before, after;
+    fake_cuda_count(&before);
     pull_main(&p);
+    fake_cuda_count(&after);
     check_pulled(&p);
     assert_int_equal(p.path, FANIN_PATH_CUDA_IPC);
+    assert_int_equal(after.digests > before.digests, !without_kernel);
 }
 
 static size_t gatherers(void)
@@ -161,6 +189,22 @@ static void both_devices_gather(void **state)
         assert_int_equal(pthread_join(p.thread, NULL), 0);
         check_pulled(&p);
     }
+}
+
+/* Devices that cannot load it: threads digest what has landed. */
+static void without_the_digest_kernel(void **state)
+{
+    fanin_error error = FANIN_ERROR_INIT;
+    set_up_on(2, 3);
+    gpu *g = client_gpu(b.client);
+    fake_cuda_fail("cuModuleGetFunction", CUDA_ERROR_NOT_FOUND, 0, 0);
+    for (int device = 2; device < 4; device++)
+        assert_int_not_equal(gpu_prepare_file_digest(g, device, &error), FANIN_OK);
+    fake_cuda_fail("cuModuleGetFunction", CUDA_SUCCESS, 0, 0);
+    without_kernel = true;
+    for (int spare = 0; spare < 2; spare++)
+        pull_well(spare);
+    without_kernel = false;
 }
 
 /* Few bytes are not worth a second device. */
@@ -269,10 +313,12 @@ int main(int argc, char **argv)
     char memory[32];
     snprintf(memory, sizeof memory, "%llu", (unsigned long long)DEVICE_BYTES);
     setenv("FAKE_CUDA_MEMORY", memory, 1);
+    setenv("FAKE_CUDA_DEVICES", "4", 1);
     setenv("FANIN_CUDA_LIBRARY", getenv("FANIN_TEST_CUDA_LIBRARY"), 1);
     unsetenv("CUDA_VISIBLE_DEVICES");
     const struct CMUnitTest tests[] = {
         CASE(both_devices_gather),
+        CASE(without_the_digest_kernel),
         CASE(one_device_gathers_little),
         CASE(a_full_device_does_not_gather),
         CASE(without_peer_access_one_gathers),

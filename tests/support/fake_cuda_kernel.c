@@ -185,6 +185,25 @@ static void digest_pieces(work *w, const void *parameter)
     }
 }
 
+static void digest_file(work *w, const void *parameter)
+{
+    digest_file_parameters p;
+    memcpy(&p, parameter, sizeof p);
+    if (p.count == 0 || (uint64_t)(uintptr_t)p.bytes % 16 != 0)
+        fake_die("the digest kernel of files is started for %llu pieces at %p",
+                 (unsigned long long)p.count, (const void *)p.bytes);
+    const uint8_t *bytes =
+        touch(w, (uint64_t)(uintptr_t)p.bytes, p.count * DIGEST_FILE_PIECE);
+    uint8_t *out = touch(w, (uint64_t)(uintptr_t)p.out, p.count * 16);
+    for (uint64_t i = 0; i < p.count; i++) {
+        fake_kernel_gate(w->context, i);
+        XXH128_hash_t hash =
+            XXH3_128bits(bytes + i * DIGEST_FILE_PIECE, DIGEST_FILE_PIECE);
+        memcpy(out + i * 16, &hash.low64, 8);
+        memcpy(out + i * 16 + 8, &hash.high64, 8);
+    }
+}
+
 /* The pattern of the tool's shards. */
 static void write_pattern(work *w, const void *parameter)
 {
@@ -215,6 +234,8 @@ static struct CUfunc_st functions[] = {
     {COPY_KERNEL_NAME, sizeof(copy_parameters), COPY_KERNEL_THREADS, copy_units},
     {DIGEST_KERNEL_NAME, sizeof(digest_parameters), DIGEST_KERNEL_THREADS,
      digest_pieces},
+    {DIGEST_FILE_KERNEL_NAME, sizeof(digest_file_parameters),
+     DIGEST_FILE_KERNEL_THREADS, digest_file},
     {DEVICE_PATTERN_KERNEL, sizeof(pattern_parameters), DEVICE_PATTERN_THREADS,
      write_pattern},
     {DEVICE_PRODUCT_KERNEL, sizeof(work_parameters), DEVICE_WORK_THREADS, only_work},
@@ -233,7 +254,8 @@ void fake_kernel_run(CUcontext context, fake_launch *launch)
     for (size_t i = 0; i < w->n_used; i++)
         w->used[i]->busy--;
     fake.counts.kernels++;
-    fake.counts.digests += launch->function->run == digest_pieces;
+    fake.counts.digests +=
+        launch->function->run == digest_pieces || launch->function->run == digest_file;
     pthread_mutex_unlock(&fake.lock);
     free(w);
 }

@@ -197,12 +197,42 @@ static void test_room(void **state)
         assert_int_equal(memory[i], 0);
 }
 
+static digest_file_parameters file_launched;
+
+static void digest_file()
+{
+    fanin_digest_file(file_launched);
+}
+
+/* Pieces of a file that differ from each other, more than there are blocks. */
+static void test_file_pieces(void **state)
+{
+    const uint64_t count = 2;
+    uint64_t out[2 * count + 1];
+    char *bytes = static_cast<char *>(aligned_alloc(16, count * DIGEST_FILE_PIECE));
+    assert_non_null(bytes);
+    for (uint64_t i = 0; i < count * DIGEST_FILE_PIECE; i++)
+        bytes[i] = static_cast<char>(below(256));
+    memset(out, 0x55, sizeof out);
+    file_launched.bytes = bytes;
+    file_launched.out = out;
+    file_launched.count = count;
+    run_blocks(digest_file, 1, 1);
+    for (uint64_t i = 0; i < count; i++) {
+        const XXH128_hash_t hash =
+            XXH3_128bits(bytes + i * DIGEST_FILE_PIECE, DIGEST_FILE_PIECE);
+        assert_true(out[2 * i] == hash.low64 && out[2 * i + 1] == hash.high64);
+    }
+    assert_true(out[2 * count] == 0x5555555555555555);
+    free(bytes);
+}
+
 int main()
 {
     const CMUnitTest tests[] = {
         cmocka_unit_test(test_lengths), cmocka_unit_test(test_plain),
         cmocka_unit_test(test_runs),    cmocka_unit_test(test_joined),
-        cmocka_unit_test(test_room),
+        cmocka_unit_test(test_room),    cmocka_unit_test(test_file_pieces),
     };
     return cmocka_run_group_tests(tests, nullptr, nullptr);
 }
