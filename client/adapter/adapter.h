@@ -107,7 +107,8 @@ void adapter_restart(adapter *a);
 fanin_status adapter_publish(adapter *a, const adapter_identity *identity,
                              fanin_error *error);
 /** Starts making the next spare file beside the directory, pinned if @p g is not NULL, unless
-    *spare fits already; hands it the published file's mapping to let go of. Last before
+    *spare fits already; hands it the published file's mapping to let go of. If nothing was made, for
+    another process has brought the adapter, *spare goes: that process has one. Last before
     adapter_close(). */
 void adapter_make_spare(adapter *a, spare_file **spare, gpu *g);
 void adapter_close(adapter **a);

@@ -366,6 +366,8 @@ static void stop_threads(adapter *a)
 
 void adapter_make_spare(adapter *a, spare_file **spare, gpu *g)
 {
+    if (a->n_mapped == 0)
+        spare_file_retire(spare);
     if (a->n_mapped != 1 || a->mapped[0].anonymous ||
         spare_file_fits(*spare, a->place.parent, size_of(a, 0)))
         return;

@@ -5,11 +5,13 @@
 #include "thread.h"
 #include <errno.h>
 #include <fcntl.h>
+#include <inttypes.h>
 #include <stdatomic.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
+#include <sys/statvfs.h>
 #include <unistd.h>
 
 /* Between two steps of the allocation the thread looks whether it is to end. */
@@ -50,7 +52,7 @@ static bool allocate(spare_file *s, uint64_t size)
         if (reason == EINTR)
             continue;
         if (reason != 0)
-            return false; /* a full disk: the pull that needs the file will say so */
+            return false; /* a full disk: a pull that needs the file will say so */
         at += step;
     }
     return true;
@@ -87,8 +89,12 @@ static void *make(void *argument)
     spare_file *s = argument;
     uint64_t size = s->wanted;
     file_memory_release(&s->retired);
-    if (!allocate(s, size))
+    if (size == 0)
         return NULL;
+    if (!allocate(s, size)) {
+        file_memory_release(&s->made); /* what there was of it is others' again */
+        return NULL;
+    }
     void *base =
         mmap(NULL, (size_t)size, PROT_READ | PROT_WRITE, MAP_SHARED, s->made.file, 0);
     if (base == MAP_FAILED)
@@ -117,21 +123,41 @@ static int open_nameless(int parent, const logger *log)
     return fd;
 }
 
+/* Another file as large fits behind it. */
+static bool has_room(int parent, uint64_t size, const logger *log)
+{
+    struct statvfs info;
+    if (fstatvfs(parent, &info) != 0)
+        return false;
+    bool room =
+        info.f_blocks == 0 || (uint64_t)info.f_bavail * info.f_frsize / 2 >= size;
+    if (!room && log)
+        log_write(
+            log, FANIN_LOG_INFO, "spare-file",
+            "no spare file is kept: the filesystem has no room for two of %" PRIu64
+            " bytes",
+            size);
+    return room;
+}
+
 spare_file *spare_file_start(int parent, uint64_t size, gpu *g, file_memory *retired,
                              const logger *log)
 {
     struct stat info;
     spare_file *s = calloc(1, sizeof *s);
-    int fd =
-        s && size > 0 && fstat(parent, &info) == 0 ? open_nameless(parent, log) : -1;
-    if (fd < 0) {
+    int fd = -1;
+    if (s && size > 0 && fstat(parent, &info) == 0 && has_room(parent, size, log))
+        fd = open_nameless(parent, log);
+    if (!s || (fd < 0 && !retired->base)) {
         file_memory_release(retired);
         free(s);
         return NULL;
     }
-    s->parent_device = info.st_dev;
-    s->parent_inode = info.st_ino;
-    s->wanted = size;
+    if (fd >= 0) {
+        s->parent_device = info.st_dev;
+        s->parent_inode = info.st_ino;
+        s->wanted = size;
+    }
     s->made = (file_memory){.file = fd};
     s->retired = *retired;
     s->g = g;
@@ -147,7 +173,7 @@ spare_file *spare_file_start(int parent, uint64_t size, gpu *g, file_memory *ret
 bool spare_file_fits(const spare_file *s, int parent, uint64_t size)
 {
     struct stat info;
-    return s && s->wanted == size && fstat(parent, &info) == 0 &&
+    return s && s->wanted > 0 && s->wanted == size && fstat(parent, &info) == 0 &&
            info.st_dev == s->parent_device && info.st_ino == s->parent_inode;
 }
 
@@ -173,4 +199,11 @@ void spare_file_drop(spare_file **s)
     file_memory memory;
     if (spare_file_take(s, &memory))
         file_memory_release(&memory);
+}
+
+void spare_file_retire(spare_file **s)
+{
+    file_memory memory;
+    if (spare_file_take(s, &memory))
+        *s = spare_file_start(-1, 0, NULL, &memory, NULL);
 }

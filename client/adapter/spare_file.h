@@ -36,8 +36,9 @@ typedef struct spare_file spare_file;
 /**
  * Starts the thread that releases @p retired (taken over in any case, then empty) and makes a
  * file of @p size in the directory @p parent (only used during the call), pinned if @p g is not
- * NULL. NULL: there is none, which costs nothing but time; @p log says why if it is of
- * interest.
+ * NULL. NULL: there is neither a file nor anything to release, which costs nothing but time; @p log says why if it is of
+ * interest. None is made where less than as many bytes again would be free behind it: others write
+ * there too. @p size 0: only releases.
  */
 spare_file *spare_file_start(int parent, uint64_t size, gpu *g, file_memory *retired,
                              const logger *log);
@@ -48,5 +49,7 @@ bool spare_file_fits(const spare_file *s, int parent, uint64_t size);
 bool spare_file_take(spare_file **s, file_memory *out);
 /** The same, and the file goes. NULL is fine. */
 void spare_file_drop(spare_file **s);
+/** The file goes in a thread, which *s is then; NULL is fine. Waits as spare_file_take(). */
+void spare_file_retire(spare_file **s);
 
 #endif

@@ -275,7 +275,9 @@ class Client(ClosableHandle):
         :param max_attempts: give up after so many attempts that updates overtook; 0: by time only.
         :param dtype: "BF16" or "F16": F32 tensors arrive rounded to that; None: as published.
         :param spare_file: keep a file of the adapter's size ready for the next pull into the same
-            parent directory. Costs that much memory there once more, until :meth:`disconnect`.
+            parent directory. Costs that much memory there once more, until :meth:`disconnect` or
+            until a pull finds its directory made by somebody else; none is kept where less than as
+            much again would be free.
         :param trust_config: keep every field of the trainer's PEFT configuration. Otherwise those
             that can load code, name files or are not known are left out, and logged.
         :param max_bytes: refuse a larger adapter before anything is made; None: one that is larger

@@ -503,6 +503,7 @@ _INFERENCE_KEYS = (
     _Key("trust_config", _switch, "FANIN_TRUST_CONFIG"),
     _Key("newest", _switch, "FANIN_NEWEST"),
     _Key("landing", _choice(*LANDINGS), "FANIN_LANDING"),
+    _Key("spare_file", _switch, "FANIN_SPARE_FILE"),
 )
 
 _ALL_KEYS = (_TRAINER_KEYS, _ORCHESTRATOR_KEYS, _INFERENCE_KEYS)
@@ -521,7 +522,8 @@ class InferenceConfig:
     trust_config: adapters keep every field of the trainer's PEFT configuration. newest: a request
     to load an adapter that says no step gets the newest. landing: "slot", straight into the
     layout of the engine's slots where that can be, "directory", or "auto": "slot" if the slots are
-    in host memory.
+    in host memory. spare_file: pulls into directories have the next one's file made beforehand,
+    where there is memory for it.
     """
 
     trainer: str | None
@@ -536,6 +538,7 @@ class InferenceConfig:
     trust_config: bool = False
     newest: bool = False
     landing: str = "auto"
+    spare_file: bool = True
 
 
 def default_cache_dir() -> Path:
@@ -551,8 +554,8 @@ def inference_config(
     path: the file, None: the one that FANIN_CONFIG names, if it is set. Variables, each of which
     overrides the file: FANIN_TRAINER, FANIN_SERVER_NAME, NIXL_LORA_CACHE_DIR,
     FANIN_PULL_TIMEOUT, FANIN_KEEP_ADAPTERS, FANIN_PATH, FANIN_ADAPTER_PREFIX, FANIN_DTYPE,
-    FANIN_MAX_BYTES, FANIN_TRUST_CONFIG, FANIN_NEWEST, FANIN_LANDING. Blocks for reading the file;
-    any thread. Raises ConfigError.
+    FANIN_MAX_BYTES, FANIN_TRUST_CONFIG, FANIN_NEWEST, FANIN_LANDING, FANIN_SPARE_FILE. Blocks for
+    reading the file; any thread. Raises ConfigError.
     """
     if path is None and environ.get("FANIN_CONFIG", "").strip():
         path = environ["FANIN_CONFIG"].strip()
@@ -577,6 +580,7 @@ def inference_config(
         trust_config=settings.get("trust_config", False),
         newest=settings.get("newest", False),
         landing=settings.get("landing", "auto"),
+        spare_file=settings.get("spare_file", True),
     )
 
 

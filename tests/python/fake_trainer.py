@@ -68,6 +68,8 @@ class FakeTrainer:
         self.waits = self.looks = self.watching = 0
         self.mixed = False
         self.how: list[dict[str, Any]] = []
+        self.spares: list[bool] = []  # what each pull asked for
+        self.pulled_by: list[FakeClient] = []
         self.all_ranks = True
         self.before_pull: Callable[[], None] = lambda: None
 
@@ -180,7 +182,12 @@ class FakeClient:
                 raise PullTimeoutError.make(f"{what} did not come")
 
     def wait(
-        self, run: str, *, timeout: float, step: int | None = None, at_least: int | None = None
+        self,
+        run: str,
+        *,
+        timeout: float,
+        step: int | None = None,
+        at_least: int | None = None,
     ) -> int:
         self.trainer.waits += 1
         least = step if step is not None else at_least or 0
@@ -208,6 +215,8 @@ class FakeClient:
         **how: Any,
     ) -> Any:
         self.trainer.before_pull()
+        self.trainer.spares.append(how.pop("spare_file"))
+        self.trainer.pulled_by.append(self)
         assert set(how) == {"dtype", "trust_config", "max_bytes"}
         self.trainer.how.append(how)
         with self.trainer.changed:

@@ -241,7 +241,9 @@ typedef struct fanin_pull_options {
         size ready beside the directory (hidden, its pages allocated by a thread between
         calls, registered with CUDA if the client uses it), so that the next pull into the same
         parent directory finds its memory made. Costs the adapter's size once more, until the
-        client is destroyed or disconnected. A file that was published is never used again */
+        client is destroyed or disconnected, or until a pull finds that another process has made
+        its directory; where less than as much again would be free, none is kept. A file that was
+        published is never used again */
     bool spare_file;
     /** fanin_client_pull_adapter(): adapter_config.json keeps every field of the trainer's
         configuration. Default: of a LoRA configuration only the fields of PEFT that can load no

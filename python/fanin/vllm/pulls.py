@@ -33,6 +33,7 @@ from fanin.vllm.checks import AdapterFacts, EngineFacts
 from fanin.vllm.clients import ClientPool, Source, Target, remaining
 from fanin.vllm.directories import Lease, Places
 from fanin.vllm.faults import refused_as_too_large
+from fanin.vllm.spares import Spares
 from fanin.vllm.waits import Waits
 
 __all__ = [
@@ -233,7 +234,8 @@ class Adapter:
 class PullService:
     """Pulls adapters below one root directory. Any thread; calls block.
 
-    limits: how the engine was started, asked anew for each pull.
+    limits: how the engine was started, asked anew for each pull. spares: when a client keeps a
+    spare file; None: never.
     """
 
     def __init__(
@@ -241,9 +243,11 @@ class PullService:
         places: Places,
         pool: ClientPool,
         limits: Callable[[], EngineFacts] = EngineFacts,
+        spares: Spares | None = None,
     ) -> None:
         self.places = places
         self.pool = pool
+        self.spares = Spares() if spares is None else spares
         self.waits = Waits(pool)
         self._limits = limits
         self._lock = threading.Lock()
@@ -437,8 +441,9 @@ class PullService:
         for attempt in range(_TRIES):
             target = wanted.source.resolve()
             world = self.pool.world_of(target, deadline)
+            folder = self.places.choose(world, *wanted.place).parent
             try:
-                with self.pool.borrow(target, world, deadline) as client:
+                with self._borrow(target, world, deadline, folder) as client:
                     plan = self._checked(client, wanted, target, world, deadline)
                     if plan is not None:
                         return work(client, plan)
@@ -464,6 +469,42 @@ class PullService:
                     world,
                 )
         raise AssertionError("unreachable")
+
+    def _borrow(
+        self, target: Target, world: str, deadline: float, folder: Path
+    ) -> contextlib.AbstractContextManager[Any]:
+        """A client of the pool's: the one that pulled into *folder* last, if it is idle."""
+        return self.pool.borrow(
+            target, world, deadline, lambda client: self.spares.knows(client, folder)
+        )
+
+    def _bring(
+        self,
+        client: Any,
+        run: str,
+        path: Path,
+        step: int,
+        deadline: float,
+        progress: Progress | None,
+        how: dict[str, Any],
+    ) -> Any:
+        """One pull, and what is remembered of it for the next."""
+        spare = self.spares.may(client, path.parent)
+        timeout = remaining(deadline)
+        try:
+            result = client.pull_adapter(
+                run,
+                str(path),
+                step=step,
+                timeout=timeout,
+                progress=progress,
+                spare_file=spare,
+                **how,
+            )
+        except FaninError as error:
+            raise refused_as_too_large(error, _TOO_LARGE) from None
+        self.spares.pulled(client, path.parent, int(result.bytes))
+        return result
 
     def _checked(
         self, client: Any, wanted: Wanted, target: Target, world: str, deadline: float
@@ -512,7 +553,7 @@ class PullService:
     ) -> Adapter:
         lease = self.places.lease(plan.path, deadline)
         try:
-            result = _bring(
+            result = self._bring(
                 client, wanted.run, plan.path, wanted.step, deadline, progress, wanted.how
             )
         except BaseException:
@@ -557,8 +598,8 @@ class PullService:
         path = Path(job["path"])
         lease = self.places.lease(path, deadline)
         try:
-            with self.pool.borrow(target, job["world"], deadline) as client:
-                result = _bring(
+            with self._borrow(target, job["world"], deadline, path.parent) as client:
+                result = self._bring(
                     client, job["run"], path, int(job["step"]), deadline, progress, job["how"]
                 )
         except BaseException:
@@ -586,24 +627,6 @@ class PullService:
         """Cancels running pulls and closes all connections. Any thread."""
         self.waits.close()
         self.pool.close()
-
-
-def _bring(
-    client: Any,
-    run: str,
-    path: Path,
-    step: int,
-    deadline: float,
-    progress: Progress | None,
-    how: dict[str, Any],
-) -> Any:
-    timeout = remaining(deadline)
-    try:
-        return client.pull_adapter(
-            run, str(path), step=step, timeout=timeout, progress=progress, **how
-        )
-    except FaninError as error:
-        raise refused_as_too_large(error, _TOO_LARGE) from None
 
 
 def moved_on(error: FaninError) -> bool:

@@ -31,6 +31,7 @@ from fanin.vllm.metrics import Metrics, metrics
 from fanin.vllm.pulls import Adapter, PullService
 from fanin.vllm.retire import Keeper
 from fanin.vllm.slots_way import SlotWay
+from fanin.vllm.spares import Spares
 from fanin.vllm.threads import in_thread
 
 __all__ = ["Engine", "State", "has_distant_workers", "names_are_resolved", "state"]
@@ -183,7 +184,10 @@ class State:
         self.places = Places(config.cache_dir)
         self.counters = metrics() if counters is None else counters
         self.service = PullService(
-            self.places, ClientPool(path=config.path) if pool is None else pool, self.facts
+            self.places,
+            ClientPool(path=config.path) if pool is None else pool,
+            self.facts,
+            Spares(config.spare_file),
         )
         self.keeper = Keeper(config.keep, self.counters)
         self.lookout = Lookout(self.service, self.keeper, self.counters)

@@ -30,6 +30,7 @@ from fanin.vllm.clients import ClientPool, Source
 from fanin.vllm.directories import Places
 from fanin.vllm.faults import from_wire, to_wire
 from fanin.vllm.pulls import PullService, Wanted, which
+from fanin.vllm.spares import Spares
 from fanin.vllm.weights_state import fanin_weights_state
 
 __all__ = ["Done", "Jobs", "WorkerExtension", "install", "load_lora"]
@@ -231,7 +232,8 @@ def _service(root: str, path: str) -> PullService:
     with _services_lock:
         service = _services.get(root)
         if service is None:
-            service = PullService(Places(root), ClientPool(path=path))
+            spares = Spares(_config().spare_file)
+            service = PullService(Places(root), ClientPool(path=path), spares=spares)
             _services[root] = service
             threading.Thread(target=service.places.sweep, name="fanin-sweep", daemon=True).start()
         return service
@@ -443,7 +445,7 @@ class WorkerExtension:
         def work(progress: Callable[[int, int], None]) -> Done:
             shared = _service(str(config.cache_dir), config.path)
             # A service of its own facts: one process may hold workers of several engines.
-            service = PullService(shared.places, shared.pool, facts)
+            service = PullService(shared.places, shared.pool, facts, shared.spares)
             if old is not None and _stands(service, old, wanted):
                 return old
             adapter = service.pull(wanted, progress)

@@ -13,6 +13,7 @@
 #include <string.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
+#include <sys/statvfs.h>
 #include <unistd.h>
 
 #define SIZE ((uint64_t)37 * 1000 * 1000) /* no multiple of anything */
@@ -149,6 +150,32 @@ static void what_was_retired_goes(void **state)
     spare_file_drop(&s);
     assert_int_equal(fcntl(file, F_GETFD), -1);
     assert_int_equal(errno, EBADF);
+}
+
+/* In a thread: who lets it go waits for no unmapping. */
+static void a_file_is_retired(void **state)
+{
+    spare_file *s = start(SIZE);
+    spare_inode();
+    spare_file_retire(&s);
+    assert_false(spare_file_fits(s, parent, SIZE));
+    assert_false(spare_file_fits(s, parent, 0));
+    spare_file_drop(&s);
+    spare_file_retire(&s);
+    assert_null(s);
+}
+
+/* Others need room as well: half of what is free is the most that is taken. */
+static void none_is_made_where_there_is_no_room(void **state)
+{
+    struct statvfs info;
+    file_memory none = {.file = -1};
+    spare_file *s = start(SIZE); /* the filesystem has nameless files */
+    spare_file_drop(&s);
+    assert_int_equal(fstatvfs(parent, &info), 0);
+    uint64_t most = (uint64_t)info.f_bavail * info.f_frsize;
+    assert_null(spare_file_start(parent, most / 4 * 3, NULL, &none, &nobody));
+    assert_null(spare_file_start(parent, 0, NULL, &none, &nobody));
 }
 
 static void pages_are_made_whole(void **state)
@@ -294,6 +321,8 @@ int main(void)
         TEST(a_file_has_no_name_and_fits_one_place),
         TEST(making_can_be_ended_at_any_time),
         TEST(what_was_retired_goes),
+        TEST(a_file_is_retired),
+        TEST(none_is_made_where_there_is_no_room),
         TEST(pages_are_made_whole),
         TEST(adapters_take_the_spare),
         TEST(another_dtype_is_another_content),
